@@ -22,9 +22,9 @@ schema := $(VENV)/bin/check-jsonschema --builtin-schema vendor
 # Warnings are errors.
 sphinx := JAX_PLATFORMS=cpu $(python) -m sphinx -qW --keep-going -d docs/_build/doctrees
 
-.PHONY: help train train-lm data test test-core test-lowest test-all breaks lint types \
-  docs release-check bench bench-quick links evidence evidence-status evidence-times gpu-check \
-  ptx-check clean
+.PHONY: help train train-lm data test test-core test-lowest test-all trainers breaks lint \
+  types docs release-check bench bench-quick links evidence evidence-status evidence-times gpu-check \
+  ptx-check aot test-ray clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -60,6 +60,12 @@ test-lowest:  ## the same on the lowest versions of JAX, optax and NumPy
 
 test-all: $(VENV)/.installed-dev  ## run all tests, compiled as users compile
 	$(pytest) --slow all --optimize $(ARGS)
+
+# In an environment of its own: they bring much, and may hold other packages back.
+trainers:  ## run trainers of other projects, made to send 4 bits
+	@$(MAKE) VENV=.venv-trainers .venv-trainers/.installed-trainers
+	.venv-trainers/bin/python -m pytest --slow all tests/examples/test_trainers.py \
+	  tests/local_steps/test_drjax.py $(ARGS)
 
 breaks: $(VENV)/.installed-dev  ## break the library on purpose: the tests must see it
 	$(python) -m tests.breaks.run $(ARGS)
@@ -112,6 +118,11 @@ evidence-times: $(VENV)/.installed-study  ## time steps on hosts (as root, an ho
 	@$(python) -W ignore -m benchmarks.study.mirrors.prepare
 	@$(python) -W ignore -m benchmarks.study.queue.times --records benchmarks/results/study/evidence $(ARGS)
 
+# In an environment of its own, of 1.3 GB.
+test-ray:  ## train on Ray, kill a node and add one
+	@$(MAKE) VENV=.venv-ray .venv-ray/.installed-ray
+	.venv-ray/bin/python -m pytest --slow all tests/examples/test_ray_train.py $(ARGS)
+
 # For a machine with a GPU and no package index: nothing is installed.
 gpu-check: export PYTHONPATH := $(CURDIR)
 gpu-check:  ## compare and time the kernels on the GPU of this machine
@@ -126,6 +137,11 @@ gpu-check:  ## compare and time the kernels on the GPU of this machine
 ptx-check:  ## compile the kernels for Hopper without a GPU
 	@$(MAKE) VENV=.venv-cuda .venv-cuda/.installed-cuda
 	.venv-cuda/bin/python -W ignore -m benchmarks.gpu.ptx $(ARGS)
+
+# In an environment of its own, too, of 1 GB.
+aot:  ## compile codecs and train steps for TPUs and GPUs that are not here
+	@$(MAKE) VENV=.venv-accelerators .venv-accelerators/.installed-accelerators
+	.venv-accelerators/bin/python -W ignore -m benchmarks.compilers $(ARGS)
 
 clean:  ## remove virtual environments, builds and caches
 	rm -rf .venv .venv-* dist docs/_build docs/api/generated .hypothesis .*_cache

@@ -20,25 +20,27 @@ from gradcomp import (
 )
 from gradcomp._src import public as _public
 from gradcomp._src.checkpoint.reshard import reshard_state
-from gradcomp._src.checkpoint.specs import init_state, state_specs
 from gradcomp._src.core.feedback import ErrorFeedback, MomentumFeedback
+from gradcomp._src.core.specs import init_state, state_specs
 from gradcomp._src.core.transform import compress
+from gradcomp._src.local_steps.mean_over import mean_over
+from gradcomp._src.mesh.per_worker import PerWorker
 from gradcomp._src.report.citation import citation
 from gradcomp._src.report.explain import explain
+from gradcomp._src.report.overlap_report import overlap_report
 from gradcomp._src.report.wire_report import wire_report
 from gradcomp._src.training.gradients import defer_reduction, value_and_grad
-from gradcomp._src.training.protocol import TrainStep
-from gradcomp._src.training.train_step import make_train_step
+from gradcomp._src.training.train_step import TrainStep, make_train_step
 from gradcomp._src.training.worker import TrainOptions
 from gradcomp._src.transforms.low_precision import aps, loss_scaling_cast
 from gradcomp._src.transforms.low_rank import powersgd
 from gradcomp._src.transforms.options import CompressOptions
-from gradcomp._src.transforms.policies import policy
 from gradcomp._src.transforms.recipes import (
   dense,
   eight_bit,
   natural,
   onebit_sgd,
+  policy,
   qsgd,
   terngrad,
 )
@@ -49,53 +51,15 @@ from gradcomp._src.version import __version__
 if TYPE_CHECKING:
   from gradcomp import testing
 
-__all__ = [
-  "CompressOptions",
-  "ErrorFeedback",
-  "MomentumFeedback",
-  "TrainOptions",
-  "TrainStep",
-  "__version__",
-  "aps",
-  "blocktop",
-  "checkpoint",
-  "citation",
-  "codecs",
-  "compress",
-  "contrib",
-  "cost",
-  "defer_reduction",
-  "dense",
-  "eight_bit",
-  "exchange",
-  "explain",
-  "floats",
-  "init_state",
-  "kernels",
-  "local",
-  "loss_scaling_cast",
-  "make_train_step",
-  "natural",
-  "onebit_sgd",
-  "parallel",
-  "policy",
-  "powersgd",
-  "qsgd",
-  "randomk",
-  "redsync",
-  "reshard_state",
-  "skip_nonfinite",
-  "state",
-  "state_specs",
-  "telemetry",
-  "terngrad",
-  "testing",
-  "topk",
-  "value_and_grad",
-  "wire",
-  "wire_report",
-  "wrappers",
-]
+__all__ = ["CompressOptions", "ErrorFeedback", "MomentumFeedback", "PerWorker"]
+__all__ += ["TrainOptions", "TrainStep", "__version__", "aps", "blocktop", "checkpoint"]
+__all__ += ["citation", "codecs", "compress", "contrib", "cost", "defer_reduction"]
+__all__ += ["dense", "eight_bit", "exchange", "explain", "floats", "init_state"]
+__all__ += ["kernels", "local", "loss_scaling_cast", "make_train_step", "mean_over"]
+__all__ += ["natural", "onebit_sgd", "overlap_report", "parallel", "policy", "powersgd"]
+__all__ += ["qsgd", "randomk", "redsync", "reshard_state", "skip_nonfinite", "state"]
+__all__ += ["state_specs", "telemetry", "terngrad", "testing", "topk", "value_and_grad"]
+__all__ += ["wire", "wire_report", "wrappers"]
 
 
 if not TYPE_CHECKING:  # a checker would take it for a promise of every name
@@ -110,4 +74,8 @@ def __dir__() -> list[str]:
   return sorted(__all__)
 
 
+for _space in (checkpoint, codecs, cost, exchange, floats, kernels, local, parallel):
+  _public.publish(vars(_space))
+for _space in (state, telemetry, wire, wrappers):
+  _public.publish(vars(_space))
 _public.publish(globals())

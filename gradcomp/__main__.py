@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
-from gradcomp._src.cost.planner.candidates import GIVEN, packaged_speeds
+from gradcomp._src.cost.planner.candidates import GIVEN, SOURCES, packaged_speeds
 from gradcomp._src.cost.planner.errors import checked_budget
-from gradcomp.cost import CodecSpeed, Link, PlanOptions
+from gradcomp.cost import Link, Plan, PlanOptions
 
 _SUFFIXES = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
 _BUDGETS = "none, tight, paper, aggressive, or a bound on the error over the workers"
@@ -55,12 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   add("--backward", type=_seconds, help="seconds of the backward pass")
   add("--budget", type=_budget, default="paper", help=_BUDGETS)
   add("--steps", type=_steps, help="steps of the training, for sparse codecs")
-  add(
-    "--slower",
-    type=_times,
-    default=1.0,
-    help="times that codecs are slower here than on two cores",
-  )
+  add("--device", default="cpu", help='its codec speeds: cpu, or "TPU v5e"')
+  slower = "times that codecs are slower here than on that device"
+  add("--slower", type=_times, default=1.0, help=slower)
   kernels = commands.add_parser("kernels", help="compare the kernels with XLA's code")
   kernels.set_defaults(run=lambda options: gradcomp.testing.compare_kernels())
   options = parser.parse_args(arguments)
@@ -70,9 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   print(options.run(options))
 
 
-def _plan(
-  parser: argparse.ArgumentParser, options: argparse.Namespace
-) -> gradcomp.cost.Plan:
+def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan:
   pair = isinstance(options.workers, tuple)
   if pair != (options.inside_gbit is not None):
     parser.error(
@@ -80,39 +75,27 @@ def _plan(
     )
   if (options.forward is None) != (options.backward is None):
     parser.error("argument --forward: must be given with --backward, and only then")
+  link = lambda gbit: Link(latency=options.latency, bytes_per_second=gbit * 1e9 / 8)
+  times = lambda speed: speed.times(options.slower)
+  passes = {"forward": options.forward, "backward": options.backward}
   try:
-    found = _found(options, pair)
+    packaged = packaged_speeds(options.device)
+    speeds = {name: times(speed) for name, speed in packaged.items()}
+    outer = link(options.gbit)
+    found = gradcomp.cost.plan(
+      jax.ShapeDtypeStruct((options.params,), jnp.float32),
+      workers=options.workers,
+      link=(outer, link(options.inside_gbit)) if pair else outer,
+      budget=options.budget,
+      steps=options.steps,
+      options=PlanOptions(**passes, speeds=speeds),
+    )
   except ValueError as error:
     parser.error(str(error))
-  slower = "" if options.slower == 1 else f", times {options.slower:g}"
-  own = f"Codec speeds are packaged ones of two cores{slower}."
+  slower = "" if options.slower == 1 else f" Times {options.slower:g}."
+  own = f"{SOURCES[options.device]}{slower}"
   notes = tuple(own if note == GIVEN else note for note in found.notes)
   return dataclasses.replace(found, notes=notes)
-
-
-def _found(options: argparse.Namespace, pair: bool) -> gradcomp.cost.Plan:
-  link = _link(options.latency, options.gbit)
-  return gradcomp.cost.plan(
-    jax.ShapeDtypeStruct((options.params,), jnp.float32),
-    workers=options.workers,
-    link=(link, _link(options.latency, options.inside_gbit)) if pair else link,
-    budget=options.budget,
-    steps=options.steps,
-    options=PlanOptions(
-      forward=options.forward,
-      backward=options.backward,
-      speeds=_speeds(options.slower),
-    ),
-  )
-
-
-def _link(latency: float, gbit: float) -> Link:
-  return Link(latency=latency, bytes_per_second=gbit * 1e9 / 8)
-
-
-def _speeds(slower: float) -> dict[str, CodecSpeed]:
-  packaged = packaged_speeds("cpu")
-  return {name: speed.times(slower) for name, speed in packaged.items()}
 
 
 def _between(least: float, most: float, what: str) -> Callable[[str], float]:
@@ -130,16 +113,14 @@ def _between(least: float, most: float, what: str) -> Callable[[str], float]:
   return parse
 
 
-_rate = _between(1e-6, 1e6, "a number")
+_rate = _times = _between(1e-6, 1e6, "a number")
 _seconds = _between(0, 1e6, "seconds")
-_times = _between(1e-6, 1e6, "a number")
 
 
 def _params(text: str) -> int:
   """Parses 25000000, 25_000_000, 25e6 or 25M."""
-  found = re.fullmatch(
-    r"\s*([\d_]*\.?[\d_]*(?:e[+-]?\d+)?)\s*([kmbgt]?)\s*", text.lower()
-  )
+  form = r"\s*([\d_]*\.?[\d_]*(?:e[+-]?\d+)?)\s*([kmbgt]?)\s*"
+  found = re.fullmatch(form, text.lower())
   try:
     value = float(found[1]) * 10 ** _SUFFIXES[found[2]] if found else math.nan
   except ValueError:
@@ -147,10 +128,6 @@ def _params(text: str) -> int:
   if not 1 <= value <= 1e15:
     raise _refused("a number of parameters from 1 to 1e15, such as 25M or 25e6", text)
   return round(value)
-
-
-def _count(text: str) -> int:
-  return int(text) if re.fullmatch(r"\d{1,9}", text) else 0
 
 
 def _steps(text: str) -> int:
@@ -162,7 +139,8 @@ def _steps(text: str) -> int:
 
 
 def _workers(text: str) -> int | tuple[int, int]:
-  sizes = [_count(part) for part in text.lower().split("x")]
+  count = lambda part: int(part) if re.fullmatch(r"\d{1,9}", part) else 0
+  sizes = [count(part) for part in text.lower().split("x")]
   if len(sizes) > 2 or min(sizes) < 1:
     raise _refused("a number of workers, as 8, or hosts x chips, as 4x2", text)
   return sizes[0] if len(sizes) == 1 else (sizes[0], sizes[1])

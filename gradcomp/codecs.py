@@ -1,6 +1,5 @@
 """Codecs, and the protocol for codecs of your own."""
 
-from gradcomp._src import public as _public
 from gradcomp._src.codecs.block_top import BlockTop
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.eight_bit import EightBit
@@ -25,32 +24,7 @@ from gradcomp._src.codecs.sums.tiles import Tiles
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 
-__all__ = [
-  "BlockTop",
-  "Codec",
-  "Context",
-  "Dense",
-  "EightBit",
-  "Encoded",
-  "FloatCast",
-  "Leaf",
-  "LeafCodec",
-  "Memory",
-  "NOTHING",
-  "Natural",
-  "OneBit",
-  "Partial",
-  "Payload",
-  "Policy",
-  "PowerSGD",
-  "QSGD",
-  "RandomK",
-  "Sent",
-  "Sum",
-  "SumFacts",
-  "Ternary",
-  "Tiles",
-  "TopK",
-]
-
-_public.publish(globals())
+__all__ = ["BlockTop", "Codec", "Context", "Dense", "EightBit", "Encoded", "FloatCast"]
+__all__ += ["Leaf", "LeafCodec", "Memory", "NOTHING", "Natural", "OneBit", "Partial"]
+__all__ += ["Payload", "Policy", "PowerSGD", "QSGD", "RandomK", "Sent", "Sum"]
+__all__ += ["SumFacts", "Ternary", "Tiles", "TopK"]

@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gradcomp._src import public as _public
 from gradcomp._src.cost.cluster import Cluster, CodecSpeed
 from gradcomp._src.cost.collectives import (
   all_gather_seconds,
@@ -33,40 +32,17 @@ if TYPE_CHECKING:
   from gradcomp._src.cost.planner.candidates import CANDIDATES, Candidate
   from gradcomp._src.cost.planner.choice import Plan, PlanOptions, plan
 
-__all__ = [
-  "Breakdown",
-  "CANDIDATES",
-  "Candidate",
-  "Cluster",
-  "CodecSpeed",
-  "Link",
-  "Plan",
-  "PlanOptions",
-  "all_gather_seconds",
-  "all_reduce_seconds",
-  "all_to_all_seconds",
-  "crossover_rate",
-  "crossover_workers",
-  "dense_seconds",
-  "exchange_seconds",
-  "message_seconds",
-  "papers",
-  "plan",
-  "ppermute_seconds",
-  "reduce_scatter_seconds",
-  "step_seconds",
-  "strong_scaling",
-  "tree_seconds",
-  "weak_scaling",
-]
+__all__ = ["Breakdown", "CANDIDATES", "Candidate", "Cluster", "CodecSpeed", "Link"]
+__all__ += ["Plan", "PlanOptions", "all_gather_seconds", "all_reduce_seconds"]
+__all__ += ["all_to_all_seconds", "crossover_rate", "crossover_workers"]
+__all__ += ["dense_seconds", "exchange_seconds", "message_seconds", "papers", "plan"]
+__all__ += ["ppermute_seconds", "reduce_scatter_seconds", "step_seconds"]
+__all__ += ["strong_scaling", "tree_seconds", "weak_scaling"]
 
 # The planner needs JAX, and the papers' tables are large.
 _LATER = {
-  "CANDIDATES": "gradcomp._src.cost.planner.candidates",
-  "Candidate": "gradcomp._src.cost.planner.candidates",
-  "Plan": "gradcomp._src.cost.planner.choice",
-  "PlanOptions": "gradcomp._src.cost.planner.choice",
-  "plan": "gradcomp._src.cost.planner.choice",
+  **dict.fromkeys(("CANDIDATES", "Candidate"), "gradcomp._src.cost.planner.candidates"),
+  **dict.fromkeys(("Plan", "PlanOptions", "plan"), "gradcomp._src.cost.planner.choice"),
 }
 
 
@@ -82,6 +58,3 @@ if not TYPE_CHECKING:  # a checker would take it for a promise of every name
 
 def __dir__() -> list[str]:
   return sorted(__all__)
-
-
-_public.publish(globals())

@@ -1,6 +1,5 @@
 """Exchanges: which collectives carry the messages of a step."""
 
-from gradcomp._src import public as _public
 from gradcomp._src.exchange.auto import Auto, choose
 from gradcomp._src.exchange.hierarchical import Hierarchical
 from gradcomp._src.exchange.one_stage import AllGather, AllReduce, Local
@@ -8,16 +7,5 @@ from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.ring import Ring
 from gradcomp._src.exchange.two_shot import TwoShot
 
-__all__ = [
-  "AllGather",
-  "AllReduce",
-  "Auto",
-  "Exchange",
-  "Hierarchical",
-  "Local",
-  "Ring",
-  "TwoShot",
-  "choose",
-]
-
-_public.publish(globals())
+__all__ = ["AllGather", "AllReduce", "Auto", "Exchange", "Hierarchical", "Local"]
+__all__ += ["Ring", "TwoShot", "choose"]

@@ -1,6 +1,5 @@
 """Compressed collectives of sharded models."""
 
-from gradcomp._src import public as _public
 from gradcomp._src.parallel.gather import gather, gather_residual
 from gradcomp._src.parallel.gather_scatter import all_gather, psum_scatter
 from gradcomp._src.parallel.permutations import all_to_all, ppermute
@@ -8,17 +7,5 @@ from gradcomp._src.parallel.psum import psum, sum_gradients
 from gradcomp._src.parallel.reshard import reshard
 from gradcomp._src.parallel.zero.transform import zero
 
-__all__ = [
-  "all_gather",
-  "all_to_all",
-  "gather",
-  "gather_residual",
-  "ppermute",
-  "psum",
-  "psum_scatter",
-  "reshard",
-  "sum_gradients",
-  "zero",
-]
-
-_public.publish(globals())
+__all__ = ["all_gather", "all_to_all", "gather", "gather_residual", "ppermute", "psum"]
+__all__ += ["psum_scatter", "reshard", "sum_gradients", "zero"]

@@ -1,6 +1,5 @@
 """State types of the transformations."""
 
-from gradcomp._src import public as _public
 from gradcomp._src.core.residual_storage import Int8Residual
 from gradcomp._src.core.state import (
   CompressState,
@@ -12,15 +11,5 @@ from gradcomp._src.parallel.zero.transform import ZeroState
 from gradcomp._src.transforms.skip import SkipNonfiniteState
 from gradcomp._src.transforms.switch import SwitchState
 
-__all__ = [
-  "CompressState",
-  "FragmentState",
-  "Int8Residual",
-  "LocalStepsState",
-  "OwnedRows",
-  "SkipNonfiniteState",
-  "SwitchState",
-  "ZeroState",
-]
-
-_public.publish(globals())
+__all__ = ["CompressState", "FragmentState", "Int8Residual", "LocalStepsState"]
+__all__ += ["OwnedRows", "SkipNonfiniteState", "SwitchState", "ZeroState"]

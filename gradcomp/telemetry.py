@@ -1,8 +1,7 @@
 """Measurements of compression errors, and comparisons of replicas."""
 
-from gradcomp._src import public as _public
+from gradcomp._src.core.fingerprint import fingerprint
 from gradcomp._src.telemetry import plots
-from gradcomp._src.telemetry.fingerprint import fingerprint
 from gradcomp._src.telemetry.inspect import (
   Inspection,
   Metrics,
@@ -12,16 +11,5 @@ from gradcomp._src.telemetry.inspect import (
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 from gradcomp._src.telemetry.scalars import scalars
 
-__all__ = [
-  "Inspection",
-  "Metrics",
-  "Replicas",
-  "compare_replicas",
-  "fingerprint",
-  "inspect",
-  "inspected_update",
-  "plots",
-  "scalars",
-]
-
-_public.publish(globals())
+__all__ = ["Inspection", "Metrics", "Replicas", "compare_replicas", "fingerprint"]
+__all__ += ["inspect", "inspected_update", "plots", "scalars"]

@@ -15,12 +15,7 @@ _SOME = 2**8  # words: fewer are sooner encoded anew for each of their codes
 
 
 def materialized(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Arrays:
-  """Returns ``function(rows)``, materialized on a CPU before anything reads it.
-
-  Example:
-    >>> materialized(lambda rows: rows + 1, jnp.zeros((1, 2), jnp.uint32))
-    Array([[1, 1]], dtype=uint32)
-  """
+  """Returns ``function(rows)``, materialized on a CPU before anything reads it."""
   if not rows.size:
     return function(rows)
   # Else XLA fuses the computation of an element into its readers, once for each: a word
@@ -51,24 +46,14 @@ def _first_bits(x: jax.Array) -> jax.Array:
 
 
 def packed(rows: jax.Array) -> jax.Array:
-  """Returns the words of a payload, materialized in rows on a CPU if they are many.
-
-  Example:
-    >>> packed(jnp.zeros((1, 2), jnp.uint32))
-    Array([[0, 0]], dtype=uint32)
-  """
+  """Returns the words of a payload, materialized in rows on a CPU if they are many."""
   # XLA would compute them in the shape of the message that they are part of, one by one
   # and ten times as slowly, and again for the loss of encoding them.
   return rows if rows.size < _MANY else _down_once(rows)
 
 
 def stored(rows: jax.Array) -> jax.Array:
-  """Returns words, materialized on a CPU before codes in them are added as integers.
-
-  Example:
-    >>> stored(jnp.zeros((1, 2), jnp.uint32))
-    Array([[0, 0]], dtype=uint32)
-  """
+  """Returns words, materialized on a CPU before codes in them are added as integers."""
   # XLA would encode a word anew for each of its codes.
   return rows if rows.size < _SOME else _down_once(rows)
 
@@ -82,7 +67,6 @@ def _down(rows: jax.Array) -> jax.Array:
 def _down_together(
   size: int, batched: list[bool], rows: jax.Array
 ) -> tuple[jax.Array, bool]:
-  """Materializes the rows of a batch at once."""
   # Else `jax.vmap` would make a selection of the condition, through which XLA fuses.
   del size, batched
   return _down(rows), True
@@ -92,16 +76,10 @@ _down_once = jax.jit(_down)  # leaves of a shape: traced once
 
 
 def unknown(numbers: Sequence[int], like: jax.Array) -> list[jax.Array]:
-  """Returns integers, ``int32[]``, that XLA for CPU does not know.
-
-  A program that reads one as an index is then the program for another index, too, and
-  XLA compiles equal programs once. It would fuse a slice from a known index instead.
-  ``like`` is any array; the integers are typed to vary over the mesh as it does.
-
-  Example:
-    >>> unknown([3, 5], jnp.zeros(2))
-    [Array(3, dtype=int32), Array(5, dtype=int32)]
-  """
+  """Returns integers, ``int32[]``, that XLA for CPU does not know."""
+  # A program that reads one as an index is then the program for another index, too, and
+  # XLA compiles equal programs once. It would fuse a slice from a known index instead.
+  # `like` is any array; the integers are typed to vary over the mesh as it does.
 
   def known(like: jax.Array) -> list[jax.Array]:
     bits = _first_bits(like)
@@ -121,16 +99,14 @@ def unknown(numbers: Sequence[int], like: jax.Array) -> list[jax.Array]:
   return integers(like) if like.size else list(map(jnp.int32, numbers))
 
 
+# Slices an axis, by default the first, from a start that XLA does not know.
+slice_at = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
+
+
 def word_cutter(rows: jax.Array, axis: int) -> Callable[[int, int], jax.Array]:
-  """Returns a function that slices words, from ``start`` to ``stop`` of an axis.
-
-  A CPU materializes many words. Programs that read those of leaves of one shape are
-  then equal, and XLA compiles one. It would fuse another slice into each.
-
-  Example:
-    >>> word_cutter(jnp.arange(6, dtype=jnp.uint32), 0)(1, 3)
-    Array([1, 2], dtype=uint32)
-  """
+  """Returns a function that slices words, from ``start`` to ``stop`` of an axis."""
+  # A CPU materializes many words, so that programs for leaves of one shape are equal,
+  # and compiled once.
   zero = functools.cache(lambda: unknown([0], rows)[0])
 
   def cut(start: int, stop: int) -> jax.Array:
@@ -146,15 +122,8 @@ def word_cutter(rows: jax.Array, axis: int) -> Callable[[int, int], jax.Array]:
 def _cut(rows: jax.Array, start: jax.Array, count: int, axis: int) -> jax.Array:
   @jax.custom_batching.custom_vmap
   def part(rows: jax.Array, start: jax.Array) -> jax.Array:
-    cut = functools.partial(
-      jax.lax.dynamic_slice_in_dim,
-      start_index=start,
-      slice_size=count,
-      axis=axis,
-      allow_negative_indices=False,
-    )
     # Fused into a decoder, a slice from an unknown start takes half as long as that.
-    return materialized(cut, rows)
+    return materialized(lambda rows: slice_at(rows, start, count, axis), rows)
 
   @part.def_vmap
   def together(
@@ -168,32 +137,29 @@ def _cut(rows: jax.Array, start: jax.Array, count: int, axis: int) -> jax.Array:
 
 
 def updated_in_place(
-  function: Callable[[jax.Array, jax.Array], jax.Array],
+  function: Callable[..., jax.Array],
   old: jax.Array,
   count: jax.Array,
+  read: Sequence[Any],
+  once: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns ``function(old, one)``, written into the memory of ``old`` on a CPU.
+  """Returns ``function(old, *read)``, written into the memory of ``old`` on a CPU."""
+  # It is for an array that the caller gives up, and that has another shape there. All
+  # other arrays are in `read`. `once` returns the same on other platforms, and of
+  # arrays that are not large. The next array to write takes the count, `int32[]` and
+  # not negative, that this one returns. Else XLA would not know that an array that both
+  # read may be written over, and copy it.
 
-  It is for an array that the caller gives up, and that has another shape there. XLA
-  moves the parts of ``function`` that depend only on other arrays out of the loop, and
-  materializes them, but not a part that is multiplied by ``one``: it does not know that
-  this is 1.0, nor that ``count``, ``int32[]``, is not negative. The next array to write
-  takes the count that this one returns. Else XLA would not know that an array that both
-  read may be written over, and copy it.
-
-  Example:
-    >>> updated_in_place(lambda old, one: old + one, jnp.zeros(2), jnp.int32(0))[0]
-    Array([1., 1.], dtype=float32)
-  """
-
-  def once(old: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return function(old, jnp.float32(1.0)), count
+  def directly(old: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return once(old) if once else function(old, *read), count
 
   def loop(old: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
     def round(passed: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
       number, old = passed
-      few = jax.lax.population_count(number) <= 32
-      return number + 1, function(old, few.astype(jnp.float32))
+      # XLA moves what depends on no number of a round out of the loop, and materializes
+      # it. It does so while barriers stand, each of which gives its arrays one type.
+      here = lambda x: jax.lax.optimization_barrier((number, x))[1]
+      return number + 1, function(old, *jax.tree.map(here, read))
 
     # XLA would write a reshaped result into new memory, and copy it. A loop keeps its
     # memory, and XLA does not know that this one has one round.
@@ -203,5 +169,5 @@ def updated_in_place(
     return new, number
 
   if old.size < LARGE:
-    return once(old, count)
-  return jax.lax.platform_dependent(old, count, cpu=loop, default=once)
+    return directly(old, count)
+  return jax.lax.platform_dependent(old, count, cpu=loop, default=directly)

@@ -1,11 +1,12 @@
 """Reads from compiled programs how much memory an update needs while it runs.
 
   python -m benchmarks.codecs.memory [--codecs 'QSGD, 4 bits' ...]
-    [--feedbacks error ...] [--quick] [--output FOLDER]
+    [--columns error ...] [--quick] [--output FOLDER]
 
 Compiles the update of one float32 leaf for four workers, with every codec, exchange and
-feedback that go together. The state is donated, as `gradcomp.make_train_step` does.
-Nothing runs. In multiples of the gradient's bytes:
+feedback that go together, and the update of 16 such leaves, with and without error
+feedback. The state is donated, as `gradcomp.make_train_step` does. Nothing runs. In
+multiples of the gradient's bytes:
 
   payloads   What a worker puts into the collectives, and what it gets from them: the
              operands and results that the compiled program has.
@@ -14,7 +15,7 @@ Nothing runs. In multiples of the gradient's bytes:
   excess     The temporary memory that is no payload. At most 1.5 is the goal.
 
 With --output, writes memory.json and memory.md there. What is there already of other
-codecs and feedbacks stays, unless it was read for another size or version.
+codecs and columns stays, unless it was read for another size or version.
 """
 
 import functools
@@ -49,6 +50,7 @@ from gradcomp.exchange import Hierarchical
 
 WORKERS = 4
 SHAPE = (1024, 1024)
+SEVERAL = 16  # leaves
 LIMIT = 1.5  # gradients beside the payloads
 CODECS: dict[str, Codec] = {
   "float32": Dense(),
@@ -73,6 +75,12 @@ FEEDBACKS: dict[str | None, Feedback | None] = {
   "error, bfloat16": ErrorFeedback(residual_dtype="bfloat16"),
   "error, int8": ErrorFeedback(residual_dtype="int8"),
 }
+# The feedback and the leaves of each column.
+COLUMNS: dict[str, tuple[str | None, int]] = {
+  **{name or "none": (name, 1) for name in FEEDBACKS},
+  f"{SEVERAL} leaves": (None, SEVERAL),
+  f"error, {SEVERAL} leaves": ("error", SEVERAL),
+}
 QUICK = "bfloat16"  # compiles fastest
 _GROUPED = Hierarchical(group_size=2)
 
@@ -83,6 +91,7 @@ class Case(NamedTuple):
   codec: str
   exchange: ExchangeName
   feedback: str | None
+  leaves: int = 1
 
 
 class Memory(NamedTuple):
@@ -98,9 +107,10 @@ class Memory(NamedTuple):
 
 
 def cases() -> list[Case]:
-  """Returns every codec with each exchange and feedback that it takes."""
-  every = [Case(*x) for x in itertools.product(CODECS, EXCHANGES, FEEDBACKS)]
-  return [case for case in every if _fits(case)]
+  """Returns every codec with each exchange and column that it takes."""
+  every = itertools.product(CODECS, EXCHANGES, COLUMNS.values())
+  found = [Case(codec, exchange, *column) for codec, exchange, column in every]
+  return [case for case in found if _fits(case)]
 
 
 def transformation(case: Case) -> Any:
@@ -129,12 +139,12 @@ def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
   """
   tx = transformation(case)
   mesh = jax.make_mesh((WORKERS,), ("data",))
-  leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+  leaves = [jax.ShapeDtypeStruct(shape, jnp.float32)] * case.leaves
   with jax.set_mesh(mesh):
-    state = jax.eval_shape(tx.init, leaf)
+    state = jax.eval_shape(tx.init, leaves)
   specs = gradcomp.state_specs(state, axis_name="data")
 
-  def update(gradient: jax.Array, state: Any) -> tuple[Any, jax.Array]:
+  def update(gradient: list[jax.Array], state: Any) -> tuple[Any, list[jax.Array]]:
     mean, state = tx.update(gradient, state)
     return state, mean
 
@@ -145,7 +155,7 @@ def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
   place = functools.partial(_placed, mesh)
   jitted = jax.jit(mapped, donate_argnums=1)
   state = jax.tree.map(place, state, specs)
-  return jitted.lower(place(whole, P("data")), state).compile()
+  return jitted.lower([place(whole, P("data"))] * case.leaves, state).compile()
 
 
 def _placed(mesh: Mesh, like: Any, spec: P) -> jax.ShapeDtypeStruct:
@@ -154,27 +164,26 @@ def _placed(mesh: Mesh, like: Any, spec: P) -> jax.ShapeDtypeStruct:
 
 
 def measure(case: Case, shape: tuple[int, ...] = SHAPE) -> Memory:
-  """Compiles the update of one leaf, and reads what it needs."""
+  """Compiles the update of leaves of a shape, and reads what it needs."""
   program = compiled(case, shape)
   payloads = 0
   for one in gradcomp.wire_report(program).collectives:
     results = one.workers if one.kind == "all-gather" else 1
     payloads += (1 + results) * one.bytes_in
-  gradient = 4 * math.prod(shape)
+  gradient = 4 * math.prod(shape) * case.leaves
   temporary = program.memory_analysis().temp_size_in_bytes
   return Memory(payloads / gradient, temporary / gradient)
 
 
 def markdown(found: dict[Case, Memory]) -> str:
   """Returns a line for each codec and exchange, and what exceeds the goal in bold."""
-  names = [name or "none" for name in FEEDBACKS]
   lines = []
   for codec, exchange in dict.fromkeys((case.codec, case.exchange) for case in found):
-    row = [found.get(Case(codec, exchange, feedback)) for feedback in FEEDBACKS]
+    row = [found.get(Case(codec, exchange, *column)) for column in COLUMNS.values()]
     payloads = max(memory.payloads for memory in row if memory)
     cells = [_cell(memory) if memory else "" for memory in row]
     lines.append([codec, f"`{exchange}`", f"{payloads:.2f}", *cells])
-  return f"{table(['codec', 'exchange', 'payloads', *names], lines)}\n"
+  return f"{table(['codec', 'exchange', 'payloads', *COLUMNS], lines)}\n"
 
 
 def _cell(memory: Memory) -> str:
@@ -183,19 +192,19 @@ def _cell(memory: Memory) -> str:
 
 
 def main() -> None:
-  names = [name or "none" for name in FEEDBACKS]
   options = cli.options(
     __doc__,
     "one codec and a small leaf",
     "folder of the two files",
     codecs=cli.Option([*CODECS], [QUICK], choices=CODECS),
-    feedbacks=cli.Option(names, choices=names),
+    columns=cli.Option([*COLUMNS], choices=COLUMNS),
   )
   jax.config.update("jax_num_cpu_devices", WORKERS)
   shape = (64, 64) if options.quick else SHAPE
   found = {}
+  columns = [COLUMNS[name] for name in options.columns]
   for case in cases():
-    if case.codec in options.codecs and (case.feedback or "none") in options.feedbacks:
+    if case.codec in options.codecs and (case.feedback, case.leaves) in columns:
       found[case] = measure(case, shape)
       print(*case, _cell(found[case]), sep=", ", flush=True)
   print(markdown(found))

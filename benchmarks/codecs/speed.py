@@ -1,29 +1,31 @@
 """Times encode, decode and decode-and-sum, as multiples of a memory copy.
 
-  python -m benchmarks.codecs.speed [--sizes 16777216 ...] [--repeats 9] [--quick]
-    [--output FILE.json]
+  python -m benchmarks.codecs.speed [--parts codecs ...] [--sizes 16777216 ...]
+    [--repeats 9] [--quick] [--output FILE.json]
 
 Prints nanoseconds an element for each codec and size, the ratio to a copy of as many
 float32 numbers into a buffer in use and into a new one (see common/timing.py), and the
 temporary memory of the compiled encoder. Then it does the same for ResNet-50's 161
 leaves as one message, and times their plain mean over two devices, by itself and
-through gradcomp.dense. Writes JSON with --output.
+through gradcomp.dense. Last it times the message of 8 matrices and their exchange over
+two devices, in turn with a flat leaf of as many elements. Writes JSON with --output.
 """
 
-import functools
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.common import cli, quiet, shapes, tables, timing
 from gradcomp._src.codecs.encoding import encode_leaves
 from gradcomp._src.codecs.rounds import payload_of
-from gradcomp._src.cost.measure_codec import updates
+from gradcomp._src.cost.measure import updates
 from gradcomp._src.exchange.layout import plan_rows
 from gradcomp.codecs import (
   QSGD,
@@ -41,6 +43,7 @@ from gradcomp.codecs import (
 
 _WORKERS = 4  # whose payloads decode-and-sum adds
 _MIB = 2**20
+_PARTS = ("codecs", "messages", "matrices")
 
 CODECS: dict[str, Codec] = {
   **{f"qsgd-{bits}": QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 7, 8, 16)},
@@ -135,6 +138,44 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
 def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]:
   """Times encoding all leaves into the rows of one message, and decoding them."""
   size = sum(leaf.size for leaf in tree)
+  calls, temp, sent = _message(tree)
+  seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
+  return _report(f"{title}, qsgd-4", seconds, size, temp, sent)
+
+
+def matrices_rows(size: int, repeats: int) -> dict[str, Any]:
+  """Times 8 matrices beside a flat leaf: their message, and their exchange."""
+  flat = jax.random.normal(jax.random.key(0), (size,))
+  trees = {"flat": [flat], "matrices": list(flat.reshape(8, 1024, -1))}
+  calls: dict[str, Any] = timing.copies(size)
+  tx = gradcomp.qsgd(bits=4, axis_name="data")
+  for name, tree in trees.items():
+    steps = _message(tree)[0] | {"exchange": _exchange(tx, tree)}
+    calls |= {f"{step}, {name}": call for step, call in steps.items()}
+  seconds = timing.interleaved(calls, 4 * repeats)
+  for step in steps:
+    ratio = seconds[f"{step}, matrices"] / seconds[f"{step}, flat"]
+    print(f"{step} of 8 matrices: {ratio:.2f} x one of a flat leaf")
+  return {"elements": size, "seconds": seconds}
+
+
+def mean_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]:
+  """Times a plain mean of all leaves over two devices, ours against jax.lax.pmean."""
+  plain = optax.stateless(lambda tree, _: jax.lax.pmean(tree, "data"))
+  ways = {"pmean": plain, "dense": gradcomp.dense(axis_name="data")}
+  calls = {name: _exchange(tx, tree) for name, tx in ways.items()}
+  seconds = timing.interleaved(calls, 4 * repeats)
+  size = sum(leaf.size for leaf in tree)
+  print(
+    f"mean of {title} over two devices: pmean {1e3 * seconds['pmean']:.1f} ms, "
+    f"dense {1e3 * seconds['dense']:.1f} ms, "
+    f"{seconds['dense'] / seconds['pmean']:.3f} x"
+  )
+  return {"elements": size, "seconds": seconds}
+
+
+def _message(tree: list[jax.Array]) -> tuple[dict[str, Callable[[], Any]], int, int]:
+  """Returns calls for a message, the encoder's temporaries, and the bytes sent."""
   layout = plan_rows(tree, QSGD(bits=4))
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
   codecs = [layout.codec_of(i) for i in range(len(tree))]
@@ -148,45 +189,39 @@ def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, A
 
   def leaves(matrices: dict[int, jax.Array]) -> list[jax.Array]:
     decoder = lambda i, rows: layout.sums[i].gathered(rows[None], None, 1.0)
-    return layout.decode({i: decoder(i, rows) for i, rows in matrices.items()})
+    decoders = lambda: {i: decoder(i, rows) for i, rows in matrices.items()}
+    return layout.means(decoders, matrices[0])
 
   decode = jax.jit(leaves).lower(matrices).compile()
-  seconds = timing.interleaved(
-    {
-      **timing.copies(size),
-      "encode": lambda: encode(tree, keys),
-      "decode": lambda: decode(matrices),
-    },
-    repeats,
-  )
+  calls = {"encode": lambda: encode(tree, keys), "decode": lambda: decode(matrices)}
   temp = encode.memory_analysis().temp_size_in_bytes
-  sent = sum(matrix.nbytes for matrix in matrices.values())
-  return _report(f"{title}, qsgd-4", seconds, size, temp, sent)
+  return calls, temp, sum(matrix.nbytes for matrix in matrices.values())
 
 
-def mean_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]:
-  """Times a plain mean of all leaves over two devices, ours against jax.lax.pmean."""
-  devices = min(2, jax.device_count())
-  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-  tx = gradcomp.dense(axis_name="data")
-  tree = jax.device_put(tree, jax.NamedSharding(mesh, P()))
-  state = jax.device_put(tx.init(tree), jax.NamedSharding(mesh, P()))
-  plain = lambda tree, state: (jax.lax.pmean(tree, "data"), state)
-  calls = {}
-  for name, mean in (("pmean", plain), ("dense", tx.update)):
-    over = jax.shard_map(
-      mean, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False
-    )
-    program = jax.jit(over).lower(tree, state).compile()
-    calls[name] = functools.partial(program, tree, state)
-  seconds = timing.interleaved(calls, 4 * repeats)
-  size = sum(leaf.size for leaf in tree)
-  print(
-    f"mean of {title} over {devices} devices: pmean {1e3 * seconds['pmean']:.1f} ms, "
-    f"dense {1e3 * seconds['dense']:.1f} ms, "
-    f"{seconds['dense'] / seconds['pmean']:.3f} x"
+def _exchange(tx: Any, tree: list[jax.Array]) -> Callable[[], Any]:
+  """Returns a call of an update over two devices, or one, with its state donated."""
+  count = min(2, jax.device_count())
+  mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
+  with jax.set_mesh(mesh):
+    state = tx.init(tree)
+  specs = gradcomp.state_specs(state, axis_name="data")
+  over = jax.shard_map(
+    lambda tree, state: tx.update(tree, state)[::-1],
+    mesh=mesh,
+    in_specs=(P(), specs),
+    out_specs=(specs, P()),
+    check_vma=False,
   )
-  return {"elements": size, "seconds": seconds}
+  put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+  tree, state = put(tree, P()), jax.tree.map(put, state, specs)
+  program = jax.jit(over, donate_argnums=1).lower(tree, state).compile()
+
+  def call() -> Any:
+    nonlocal state
+    state, mean = program(tree, state)
+    return mean
+
+  return call
 
 
 def _report(
@@ -210,6 +245,7 @@ def main() -> None:
     __doc__,
     "one small array, a codec of each kind, ten leaves",
     "JSON file to write",
+    parts=cli.Option([*_PARTS], choices=_PARTS),
     sizes=cli.Option([2**20, 2**24], [2**16]),
     repeats=cli.Option(9, 1),
     codecs=cli.Option([*CODECS], QUICK, choices=CODECS),
@@ -217,13 +253,17 @@ def main() -> None:
   quiet.keep(unless=options.quick)
   print(json.dumps(timing.machine()))
   results: dict[str, Any] = {"machine": timing.machine()}
-  for size in options.sizes:
-    for name in options.codecs:
-      key = f"{name}, {size}"
-      results[key] = codec_rows(name, CODECS[name], size, options.repeats)
-  tree = shapes.resnet50(10 if options.quick else None)
-  results["resnet50"] = message_rows("ResNet-50", tree, options.repeats)
-  results["mean"] = mean_rows("ResNet-50's leaves", tree, options.repeats)
+  repeats = options.repeats
+  if "codecs" in options.parts:
+    for size in options.sizes:
+      for name in options.codecs:
+        results[f"{name}, {size}"] = codec_rows(name, CODECS[name], size, repeats)
+  if "messages" in options.parts:
+    tree = shapes.resnet50(10 if options.quick else None)
+    results["resnet50"] = message_rows("ResNet-50", tree, repeats)
+    results["mean"] = mean_rows("ResNet-50's leaves", tree, repeats)
+  if "matrices" in options.parts:
+    results["matrices"] = matrices_rows(options.sizes[-1], repeats)
   cli.write_json(options.output, results)
 
 

@@ -7,17 +7,16 @@ A new kernel is one more line in CASES, or one more implementation in a line.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.quantizing import bucket_words
+from gradcomp._src.codecs.quantizing import bucket_words, leaf_scales
 from gradcomp._src.codecs.sums.records import NOTHING, Context
 from gradcomp._src.kernels import float_cast
-from gradcomp._src.kernels.common.scales import tensor_norm
 from gradcomp.codecs import (
   QSGD,
   BlockTop,
@@ -51,8 +50,6 @@ class Case(NamedTuple):
     strange: special values that the kernel must treat alike on every device.
     timed: whether gpu/speed.py times it by default.
     implementations: the kernels that exist.
-    near: for each kernel that adds in an order of its own, the relative difference that
-      the values of its rows may have.
     tile: elements of a tile; 0 for the codec's.
     rounds: how often a kernel's loop runs; 0 for once a bucket of a tile.
     decode: maps rows to values; None for the codec's own way.
@@ -66,7 +63,6 @@ class Case(NamedTuple):
   strange: Sequence[float] = _STRANGE + _SUBNORMAL
   timed: bool = False
   implementations: tuple[Implementation, ...] = ("pallas",)
-  near: Mapping[Implementation, float] = {}
   tile: int = 0
   rounds: int = 0
   decode: Callable[[jax.Array], jax.Array] | None = None
@@ -141,7 +137,6 @@ def _qsgd(
     encode,
     operands,
     timed=timed,
-    implementations=("pallas", *_mosaic(codec.bucket_size)),
     **_shared(codec),
   )
 
@@ -155,9 +150,6 @@ def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
     # CPUs flush subnormal numbers: there they are not below zero.
     strange=_STRANGE,
     timed=True,
-    implementations=("pallas", *_mosaic(bucket_size)),
-    # As many roundings are on an element's way into a mean.
-    near={"mosaic": (bucket_size / 128 + 40) * 2**-24},
   )
 
 
@@ -185,7 +177,7 @@ def _top_k(density: float) -> Case:
     tile=1 << 16,
     rounds=4,
     decode=lambda rows: rows,
-    kernels=("mark", "list_positions"),
+    kernels=("mark",),
   )
 
 
@@ -208,7 +200,7 @@ def _eight_bit(name: str, *, timed: bool = False, **options: Any) -> Case:
   inside = codec._scales_inside
 
   def operands(codec: EightBit, x: jax.Array) -> tuple[jax.Array, ...]:
-    scale = () if inside else (codec._scale(tensor_norm(x, "max").reshape(1, 1)),)
+    scale = () if inside else (codec._scale(leaf_scales, x),)
     return scale + _dither(codec, x)
 
   def encode(codec: EightBit, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
@@ -262,11 +254,6 @@ def _natural() -> Case:
     lambda codec, x, dither: (codec.encode_rows(x, Context(dither=dither)),),
     _dither,
   )
-
-
-def _mosaic(bucket_size: int | None) -> tuple[Implementation, ...]:
-  """Returns ("mosaic",) if there is such a kernel, whose planes are buckets of 512."""
-  return ("mosaic",) if bucket_size == 512 else ()
 
 
 def _given(bits: int) -> Case:

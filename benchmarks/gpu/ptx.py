@@ -1,16 +1,18 @@
-"""Compiles every kernel for Hopper without a GPU, and reads what the compiler made.
+"""Compiles every kernel for Hopper without a GPU, and reads what the compilers made.
 
   make ptx-check     or     python -m benchmarks.gpu.ptx [--cases 'qsgd 4' ...]
     [--quick]
 
 Needs jax-cuda13-plugin and jax-cuda13-pjrt of JAX's own version, which `make ptx-check`
-installs, and ptxas of CUDA 13, on PATH or in CUDA_HOME. The exit status is 77 where one
-of them is missing. Every kernel is compiled for an array whose size is a power of two,
-and for one of an odd size. In both, the kernel may not spill registers to memory, and
-must load the gradient by 16 bytes. The exit status is 1 where a kernel fails in this.
-Writes a table to benchmarks/results/gpu/ptx_check.md.
+installs, and ptxas and nvdisasm of CUDA 13, on PATH or in CUDA_HOME. The exit status is
+77 where one of them is missing. Every kernel is compiled for an array whose size is a
+power of two, and for one of an odd size. In both, the kernel may not spill registers to
+memory. The exit status is 1 where a kernel fails in this. Writes a table to
+benchmarks/results/gpu/ptx_check.md.
 
-Nothing runs: the table has properties of programs, and no times.
+Nothing runs. The times of the table are bounds of an H100's roofline: the bytes that
+must move by 3.35 TB/s, integer instructions by 64 a clock and multiprocessor, those on
+floats by 128, and all by 128 that are issued, in 132 multiprocessors at 1.98 GHz.
 """
 
 import os
@@ -25,75 +27,67 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks.common import cli
+from benchmarks.compilers import targets
 
 RESULTS = cli.RESULTS / "gpu" / "ptx_check.md"
 SIZES = (2**26, 2**26 + 77)
 _QUICK = ["float_cast (3, 0) nearest_even", "one_bit bucket 512"]
 
-# What jax.devices() of an NVIDIA H200 says of it.
-_H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800
-  device_memory_size: 150000000000
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  cuda_compute_capability { major: 9 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 13 }
-device_description_str: "NVIDIA H200"
-"""
+_H200 = targets.target_config("NVIDIA H200")
+
+
+# Of an H100: bytes and clocks a second, and threads' instructions a clock.
+_BYTES = 3.35e12
+_CLOCKS = 132 * 1.98e9
+_INTEGERS, _FLOATS, _ISSUED = 64, 128, 128
+
+# Sums and products of floats, and what is neither on floats nor on integers. All else
+# takes turns with integers: conversions, comparisons and choices of floats as well.
+_FLOAT = re.compile(r"FADD|FMUL|FFMA")
+_OTHER = re.compile(r"U?LD\w*|STG?|STS|BAR|BRA|EXIT|CALL|RET|BS\w+|WARPSYNC|C?S2\w+")
 
 
 class Program(NamedTuple):
-  """The facts that a kernel's PTX and the assembler's report hold.
+  """The facts that a kernel's programs for the assembler and the GPU hold.
 
   Attributes:
     threads: in a block.
-    elements: of the gradient, that a block encodes.
     registers: of a thread.
     spills: bytes that a thread writes to memory and reads back for want of registers.
+    shared: bytes of shared memory.
+    ptx: how many instructions of PTX a thread runs.
     loads: how many loads of global memory a thread does, by their bytes.
-    stores: the same for stores.
-    counts: how often each instruction runs, by its name.
+    sass: how often each instruction of the GPU runs in a thread, by its name.
   """
 
   threads: int
-  elements: float
   registers: int
   spills: int
+  shared: int
+  ptx: int
   loads: dict[int, int]
-  stores: dict[int, int]
-  counts: dict[str, int]
+  sass: dict[str, int]
 
-  @property
-  def wide(self) -> bool:
-    """True if loads of 16 bytes read the whole gradient."""
-    # The last block takes some tiles again, and leaves a part of one.
-    return self.loads.get(16, 0) * 4 * self.threads >= 0.99 * self.elements
-
-  @property
-  def per_element(self) -> float:
-    return sum(self.counts.values()) * self.threads / self.elements
+  def counts(self) -> tuple[int, int, int]:
+    """Returns integer instructions, those on floats, and all."""
+    floats = sum(n for name, n in self.sass.items() if _FLOAT.fullmatch(name))
+    others = sum(n for name, n in self.sass.items() if _OTHER.fullmatch(name))
+    every = sum(self.sass.values())
+    return every - floats - others, floats, every
 
 
-def ptxas() -> str:
-  """Returns the path of the assembler, or skips the check if there is none."""
+def tool(name: str) -> str:
+  """Returns the path of a program of CUDA 13, or skips the check if there is none."""
   folder = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-  found = shutil.which("ptxas") or shutil.which(f"{folder}/bin/ptxas")
+  found = shutil.which(name) or shutil.which(f"{folder}/bin/{name}")
   if found is None:
-    cli.skip("there is no ptxas of CUDA 13 here, on PATH or in CUDA_HOME")
+    cli.skip(f"there is no {name} of CUDA 13 here, on PATH or in CUDA_HOME")
   return found
 
 
 def prepare(dump: str) -> None:
   """Makes the compilers write PTX to a folder. Call it before JAX is imported."""
-  cuda = pathlib.Path(ptxas()).resolve().parent.parent
+  cuda = pathlib.Path(tool("ptxas")).resolve().parent.parent
   os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -104,18 +98,18 @@ def prepare(dump: str) -> None:
   }
 
 
-def compile_ptx(
-  case: Any, implementation: str, size: int, dump: str
-) -> tuple[list[str], int]:
-  """Compiles a case for an H200: the PTX of its modules, and the blocks of the grid.
+def compile_ptx(case: Any, size: int, dump: str) -> tuple[list[str], int, float]:
+  """Compiles a case for an H200.
 
-  There are 0 blocks where XLA's text does not say.
+  Returns:
+    The PTX of its modules; the programs of the last kernel's grid; and the bytes of all
+    arrays that are read and written, for each element of the gradient.
   """
   import jax
   import jax.numpy as jnp
   from jax.experimental import topologies
 
-  from gradcomp._src.kernels.gpu import dispatch
+  from gradcomp._src.kernels.gpu import dispatch, tiles
 
   topology = topologies.get_topology_desc(
     platform="cuda", target_config=_H200, topology="1x1x1"
@@ -134,68 +128,90 @@ def compile_ptx(
   before = set(pathlib.Path(dump).rglob("*.ptx"))
   # That there is no GPU here does not matter: nothing runs.
   with (
-    mock.patch.object(dispatch, "_missing", lambda implementation: None),
+    mock.patch.object(dispatch, "_missing", lambda: None),
+    mock.patch.object(tiles, "run", wraps=tiles.run) as run,
     jax.sharding.use_abstract_mesh(there),
   ):
-    traced = jax.jit(case.function(implementation)).trace(*specs)
-    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
-  grid = re.search(r"grid_x = (\d+)", text)
+    traced = jax.jit(case.function("pallas")).trace(*specs)
+    traced.lower(lowering_platforms=("cuda",)).compile()
+  arrays = [*specs, *jax.tree.leaves(traced.out_info)]
+  moved = sum(a.size * a.dtype.itemsize for a in arrays) / size
   new = set(pathlib.Path(dump).rglob("*.ptx")) - before
-  # Some versions of JAX also write an empty module.
-  modules = [text for path in sorted(new) if (text := path.read_text())]
-  return modules, int(grid[1]) if grid else 0
+  # The others are XLA's own, for what is left behind the last block.
+  texts = [path.read_text() for path in sorted(new)]
+  modules = [text for text in texts if "mosaic_gpu" in text]
+  return modules, run.call_args.args[1], moved
 
 
-def read(ptx: str, elements: float, trips: int) -> dict[str, Program]:
-  """Reads the programs of a module, by name; a block encodes ``elements``."""
-  report = _assemble(ptx)
+def read(ptx: str, trips: int) -> dict[str, Program]:
+  """Reads the programs of a module, by name."""
+  report, sass = _assemble(ptx)
   programs = {}
   for entry in re.split(r"(?=^\.visible \.entry )", ptx, flags=re.MULTILINE)[1:]:
     name = re.match(r"\.visible \.entry (\w+)", entry)
     threads = re.search(r"\.(?:req|max)ntid (\d+)", entry)
     assert name and threads, entry[:200]
-    registers, spills = report[name[1]]
     loads: dict[int, int] = {}
-    stores: dict[int, int] = {}
-    counts: dict[str, int] = {}
+    count = 0
     for line, times in _instructions(entry, trips):
       operation = line.split()[0]
-      short = operation.split(".")[0]
-      if short == "mov":  # ptxas leaves nearly all out
+      if operation.split(".")[0] == "mov":  # ptxas leaves nearly all out
         continue
-      counts[short] = counts.get(short, 0) + times
+      count += times
       if access := re.match(
-        r"(ld|st)\.global\S*?(?:\.v(\d))?\.[bufs](\d+)$", operation
+        r"ld(?:\.global\S*?)?(?:\.v(\d))?\.[bufs](\d+)$", operation
       ):
-        found = loads if access[1] == "ld" else stores
-        width = int(access[2] or 1) * int(access[3]) // 8
-        found[width] = found.get(width, 0) + times
-    programs[name[1]] = Program(
-      int(threads[1]),
-      elements,
-      registers,
-      spills,
-      loads,
-      stores,
-      counts,
-    )
+        width = int(access[1] or 1) * int(access[2]) // 8
+        loads[width] = loads.get(width, 0) + times
+    found = _counts(sass[name[1]], trips)
+    programs[name[1]] = Program(int(threads[1]), *report[name[1]], count, loads, found)
   return programs
 
 
-def _assemble(ptx: str) -> dict[str, tuple[int, int]]:
-  """Assembles a module, and returns registers and spilled bytes of each program."""
-  with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-    file.write(ptx)
-    file.flush()
-    command = [ptxas(), "-v", "-arch=sm_90a", "-o", "/dev/null", file.name]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+def _assemble(ptx: str) -> tuple[dict[str, tuple[int, int, int]], dict[str, str]]:
+  """Assembles a module.
+
+  Returns:
+    Registers, spilled bytes and shared memory of each program, and its instructions.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    source, binary = f"{folder}/kernel.ptx", f"{folder}/kernel.cubin"
+    pathlib.Path(source).write_text(ptx)
+    text = _output(tool("ptxas"), "-v", "-arch=sm_90a", "-o", binary, source)
+    code = _output(tool("nvdisasm"), "-c", binary)
   found = re.findall(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill"
-    r" loads.*?Used (\d+) registers",
+    r" loads.*?Used (\d+) registers(?:.*?(\d+) bytes smem)?",
     text,
     re.DOTALL,
   )
-  return {n: (int(registers), int(a) + int(b)) for n, a, b, registers in found}
+  report = {n: (int(r), int(a) + int(b), int(m or 0)) for n, a, b, r, m in found}
+  parts = re.split(r"^\.text\.(\w+):\n", code, flags=re.MULTILINE)
+  return report, dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _output(*command: str) -> str:
+  done = subprocess.run(command, capture_output=True, text=True, check=True)
+  return done.stdout + done.stderr
+
+
+def _counts(code: str, trips: int) -> dict[str, int]:
+  """Returns how often each instruction of the GPU runs in a thread."""
+  lines = [line.strip() for line in code.splitlines()]
+  labels = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
+  times = [1] * len(lines)
+  for i, line in enumerate(lines):
+    target = re.search(r"\bBRA.*?`\((\.L\w+)\)", line)
+    start = labels.get(target[1], i) if target else i
+    # Back, but not to itself, which is the end of the program: a loop over planes.
+    if any("*/" in line for line in lines[start:i]):
+      times[start : i + 1] = [trips * count for count in times[start : i + 1]]
+  counts: dict[str, int] = {}
+  for line, number in zip(lines, times, strict=True):
+    if found := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)", line):
+      counts[found[1]] = counts.get(found[1], 0) + number
+  counts.pop("NOP", None)
+  return counts
 
 
 def _instructions(entry: str, trips: int) -> list[tuple[str, int]]:
@@ -225,51 +241,43 @@ def check(cases: list[str], dump: str) -> tuple[list[str], list[str]]:
   lines, wrong = [], []
   for name in cases:
     case = CASES[name]
-    for implementation in case.implementations:
-      for size in SIZES:
-        title = f"{name}, {implementation}, {size:,}"
-        modules, grid = compile_ptx(case, implementation, size, dump)
-        # In Mosaic a block is a tile, and XLA's text does not say the grid.
-        elements = case.codec.tile_size if implementation == "mosaic" else size / grid
-        programs = [
-          item for ptx in modules for item in read(ptx, elements, case.trips).items()
-        ]
-        # The others are XLA's own, for a last, partial tile.
-        first, *others = case.kernels or (case.operation,)
-        reads_gradient = (first, "mosaic")
-        kernels = [
-          (entry, program)
-          for entry, program in programs
-          if entry.startswith((*reads_gradient, *others))
-        ]
-        if not kernels:
-          wrong.append(f"{title}: there is no kernel in it")
-        for entry, program in kernels:
-          if program.spills:
-            wrong.append(f"{title}: {program.spills} bytes are spilled")
-          if entry.startswith(reads_gradient) and not program.wide:
-            wrong.append(f"{title}: loads of {program.loads} bytes")
-          lines.append(_line(title, program))
-          print(lines[-1], flush=True)
+    for size in SIZES:
+      title = f"{name}, {size:,}"
+      modules, grid, moved = compile_ptx(case, size, dump)
+      programs = [p for ptx in modules for p in read(ptx, case.trips).values()]
+      if not programs:
+        wrong.append(f"{title}: there is no kernel in it")
+      for program in programs:
+        if program.spills:
+          wrong.append(f"{title}: {program.spills} bytes are spilled")
+        lines.append(_line(title, program, size / grid / program.threads, moved))
+        print(lines[-1], flush=True)
   return lines, wrong
 
 
-def _line(title: str, program: Program) -> str:
-  def by_width(accesses: dict[int, int]) -> str:
-    return ", ".join(f"{n} of {width}" for width, n in sorted(accesses.items()))
-
-  counts = program.counts
+def _line(title: str, program: Program, elements: float, moved: float) -> str:
+  """Returns a line of the table; a thread encodes as many elements."""
+  integers, floats, every = (count / elements for count in program.counts())
+  times = {
+    "memory": moved / _BYTES,
+    "integers": integers / (_INTEGERS * _CLOCKS),
+    "floats": floats / (_FLOATS * _CLOCKS),
+    "issue": every / (_ISSUED * _CLOCKS),
+  }
+  most = max(times, key=lambda name: times[name])
   cells = [
     title,
-    program.threads,
     program.registers,
     program.spills,
-    by_width(program.loads),
-    by_width(program.stores),
-    counts.get("shfl", 0) + counts.get("redux", 0),
-    counts.get("bar", 0) + counts.get("barrier", 0),
-    counts.get("div", 0),
-    f"{program.per_element:.1f}",
+    program.shared,
+    ", ".join(f"{n} of {width}" for width, n in sorted(program.loads.items())),
+    f"{program.ptx / elements:.1f}",
+    f"{every:.1f}",
+    f"{integers:.1f}",
+    f"{moved:.2f}",
+    *(f"{1e12 * seconds:.2f}" for seconds in times.values()),
+    f"{times[most] / (8 / _BYTES):.2f}",
+    most,
   ]
   return f"| {' | '.join(map(str, cells))} |"
 
@@ -277,13 +285,19 @@ def _line(title: str, program: Program) -> str:
 _HEAD = """\
 # What the compilers make of the kernels, for sm_90a
 
-`make ptx-check`, JAX {version}, {ptxas}. No GPU: these are properties of programs, not
-times. Loads and stores of global memory are those of a thread, by bytes; instructions
-are those of PTX, a loop's as often as it runs; a division counts as one.
+`make ptx-check`, JAX {version}, {ptxas}. No GPU: these are properties of programs.
+Loads of global memory are those of a thread, by bytes. Instructions are those that a
+thread runs, a loop's as often as it runs: of PTX, of the GPU, and of the latter those
+on integers, with conversions and exchanges between threads. Bytes are those of all
+arrays, read and written once. Times are lower bounds of an H100, in picoseconds an
+element: 3.35 TB/s; 64 integer and 128 float instructions and 128 of any kind a clock
+and multiprocessor, 132 of which run at 1.98 GHz. The largest is a multiple of a copy's,
+2.39 ps.
 
-| kernel | threads | registers | spilled bytes | loads | stores | shuffles | \
-barriers | divisions | instructions an element |
-|---|---|---|---|---|---|---|---|---|---|
+| kernel | registers | spilled bytes | shared bytes | loads | PTX an element | \
+instructions an element | on integers | bytes an element | memory, ps | integers, ps | \
+floats, ps | issue, ps | of a copy | bound by |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -298,7 +312,8 @@ def main() -> None:
   for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt"):
     if not list(metadata.distributions(name=name)):
       cli.skip(f"there is no {name} here, which `make ptx-check` installs")
-  version = subprocess.run([ptxas(), "--version"], capture_output=True, text=True)
+  version = _output(tool("ptxas"), "--version")
+  tool("nvdisasm")
   with tempfile.TemporaryDirectory() as dump:
     prepare(dump)
     import jax
@@ -312,7 +327,7 @@ def main() -> None:
     if unknown := set(names) - set(CASES):
       parser.error(f"there are no such cases: {', '.join(sorted(unknown))}")
     lines, wrong = check(names, dump)
-  release = re.search(r"release [\d.]+", version.stdout)
+  release = re.search(r"release [\d.]+", version)
   head = _HEAD.format(
     version=jax.__version__, ptxas=f"ptxas {release[0] if release else ''}"
   )

@@ -8,6 +8,10 @@ it. Each time counts as a multiple of the copy beside it, of 0.34 ns an element.
 that are in no such file are measured here: 2 bits in buckets of 128, and sparse ones.
 Of these, one payload counts as a 32nd of what 32 more take, because writing a sum takes
 the same time for any number of payloads. That is part of encoding here.
+
+Speeds of a TPU v5e are the estimated cycles of `make aot`, see benchmarks/compilers. A
+byte that moves without an estimate counts as one of `x + 1`. `--estimates` reads these
+alone, and keeps the others.
 """
 
 import dataclasses
@@ -20,15 +24,22 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import cli, quiet, timing
+from benchmarks.compilers import record as compiled
+from benchmarks.compilers.codecs import CODECS, OPERATIONS
 from benchmarks.models.fit_links import codec_speed
 from gradcomp import codecs
-from gradcomp._src.cost.measure_codec import measured_speed, updates
+from gradcomp._src.cost.measure import measured_speed, updates
 from gradcomp.codecs import QSGD, TopK
-from gradcomp.cost import CodecSpeed
+from gradcomp.cost import CANDIDATES, CodecSpeed
 
+PACKAGED = cli.ROOT / "gradcomp" / "_src" / "cost" / "planner" / "speeds.json"
 FILE = "codec_speed_jax0.10.2_malloc.json"
 _COPY = 0.34e-9  # seconds an element, the median of the file
 _FEW, _MANY = 4, 36  # payloads
+
+# Hertz of a v5e: 197 TFLOPs in bfloat16 are those of four units of 128 x 128, which
+# multiply and add (docs.cloud.google.com/tpu/docs/v5e).
+_CLOCK = 197e12 / (4 * 128 * 128 * 2)
 
 # Candidates of gradcomp.cost.plan by their names in codecs/speed.py.
 NAMES = {
@@ -105,22 +116,54 @@ def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
   )
 
 
+def estimated() -> Iterator[tuple[str, CodecSpeed]]:
+  """Yields the speeds of the candidates for which v5e's compiler has made programs."""
+  rows = compiled.read(compiled.FOLDER / "codecs.jsonl")
+  titles = {codec: title for title, codec in CODECS.items()}
+  for candidate in CANDIDATES:
+    names = [f"{titles.get(candidate.codec)}, {x}, 4096 x 4096" for x in OPERATIONS]
+    found = [rows["v5e", name] for name in names if ("v5e", name) in rows]
+    if len(found) == len(OPERATIONS):
+      encode, keep, decode, add = map(seconds, found)
+      more = max(0.0, keep - encode)
+      speed = CodecSpeed(encode=encode, decode=decode, add=add, keep=more)
+      yield candidate.name, speed
+
+
+def seconds(row: Mapping[str, Any]) -> float:
+  """Returns the seconds an element of a row, at least."""
+  moved = sum(row["moved"].values()) / row["leaf_bytes"] * row["unit"]
+  cycles = sum(row["cycles"].values()) + moved
+  return cycles / _CLOCK / (row["leaf_bytes"] / 4)
+
+
 def rounded(speed: CodecSpeed) -> Mapping[str, float]:
   return {key: float(f"{x:.3g}") for key, x in dataclasses.asdict(speed).items()}
 
 
 def main() -> None:
   parser = cli.parser(__doc__, quick="small arrays", output="JSON file to write")
+  parser.add_argument("--estimates", action="store_true", help="of compilers alone")
   options = parser.parse_args()
-  size, repeats = (1 << 16, 1) if options.quick else (1 << 24, 9)
-  quiet.keep(unless=options.quick)
+  if options.estimates:
+    found = json.loads(PACKAGED.read_text())
+  else:
+    found = {"cpu": timed(options.quick)}
+  found["TPU v5e"] = {name: rounded(speed) for name, speed in estimated()}
+  print(json.dumps(found, indent=1))
+  cli.write_json(options.output, found)
+
+
+def timed(quick: bool) -> dict[str, Mapping[str, float]]:
+  """Returns the speeds on this machine's CPU, and those of the file."""
+  size, repeats = (1 << 16, 1) if quick else (1 << 24, 9)
+  quiet.keep(unless=quick)
   speeds = {name: rounded(speed) for name, speed in read()}
   for name, quantizer in IN_BUCKETS.items():
     speeds[name] = rounded(in_copies(quantizer, size, repeats))
   for name, codec in SPARSE.items():
     speeds[name] = rounded(measured(codec, size, repeats))
-  print(json.dumps({"cpu": speeds}, indent=1))
-  cli.write_json(options.output, {"cpu": speeds})
+  return speeds
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import gradcomp
 from benchmarks.study.settings import Setting
 from examples.lib.methods import FORMATS, output_layer
 from examples.lib.training import AXIS
-from gradcomp._src.exchange.assign import default_min_leaf_size
+from gradcomp._src.exchange.layout import default_min_leaf_size
 from gradcomp.codecs import OneBit, TopK
 from gradcomp.exchange import Hierarchical, TwoShot
 

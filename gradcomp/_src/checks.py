@@ -2,6 +2,7 @@
 
 import math
 import operator
+import sys
 from typing import Any, TypeVar, get_args
 
 import jax
@@ -10,25 +11,19 @@ import numpy as np
 import optax
 
 _SITE = "https://gradcomp.readthedocs.io/en/stable/"
-_BUCKET_MULTIPLE = 32  # planes stay whole vectors
+_MOST = sys.float_info.max
 _Kind = TypeVar("_Kind")
 
 
 def see(heading: str) -> str:
-  """Returns the last line of an error that the page on troubleshooting explains.
-
-  ``heading`` is the anchor of its heading there, and no other error has it.
-  """
+  """Returns the last line of an error that a heading of its own explains on a page."""
   return f"\nSee {_SITE}operate/troubleshooting.html#{heading}"
 
 
 def static_integer(
-  name: str, rule: str, value: Any, *, least: int | None = None
+  name: str, rule: str, value: Any, *, least: int | None = None, most: int | None = None
 ) -> int:
-  """Returns a Python or NumPy integer as a Python integer; ValueError otherwise.
-
-  ``rule`` is for the message. Integers below ``least`` are refused, too.
-  """
+  """Returns an integer as Python's; ValueError for others, and those out of bounds."""
   _check_static(name, rule, value)
   try:
     if isinstance(value, bool):
@@ -36,7 +31,7 @@ def static_integer(
     number = operator.index(value)
   except TypeError:
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.") from None
-  if least is not None and number < least:
+  if (least is not None and number < least) or (most is not None and number > most):
     raise ValueError(f"`{name}` must be {rule}, got {number}.")
   return number
 
@@ -44,22 +39,20 @@ def static_integer(
 def step_count(name: str, value: Any, *, least: int = 1) -> int:
   """Returns a number of steps that fits an ``int32`` counter; ValueError otherwise."""
   rule = f"a number of steps, {least} or more and below 2**31"
-  number = static_integer(name, rule, value, least=least)
-  if number >= 2**31:
-    raise ValueError(f"`{name}` must be {rule}, got {number}.")
-  return number
+  return static_integer(name, rule, value, least=least, most=2**31 - 1)
 
 
 def positions(name: str, value: Any) -> int | tuple[int, ...]:
   """Returns the position of an argument, or several; ValueError otherwise."""
   rule = "the position of an argument, or a tuple of positions"
-  if isinstance(value, tuple | list):
-    return tuple(static_integer(name, rule, position) for position in value)
-  return static_integer(name, rule, value)
+  one = lambda x: static_integer(name, rule, x)
+  return tuple(map(one, value)) if isinstance(value, tuple | list) else one(value)
 
 
-def static_number(name: str, rule: str, value: Any) -> float:
-  """Returns a positive, finite Python float; ValueError otherwise."""
+def static_number(
+  name: str, rule: str, value: Any, *, least: float = 0.0, most: float = _MOST
+) -> float:
+  """Returns a positive Python float in a range; ValueError otherwise."""
   _check_static(name, rule, value)
   if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
@@ -67,7 +60,7 @@ def static_number(name: str, rule: str, value: Any) -> float:
     number = float(value)
   except OverflowError:  # one of Python's integers
     number = math.inf
-  if not 0 < number < math.inf:
+  if not 0 < number <= most or number < least:
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
   return number
 
@@ -84,20 +77,13 @@ def share_below_1(name: str, value: Any) -> float:
 
 def share_above_0(name: str, value: Any) -> float:
   """Returns a Python float above 0 and at most 1; ValueError otherwise."""
-  rule = "a number above 0 and at most 1"
-  number = static_number(name, rule, value)
-  if number > 1:
-    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
-  return number
+  return static_number(name, "a number above 0 and at most 1", value, most=1)
 
 
 def static_factor(name: str, rule: str, value: Any) -> float:
   """Returns a number from 2**-126 to 2**126; ValueError otherwise."""
-  number = static_number(name, rule, value)
   # Normal in float32, and so is its inverse.
-  if not 2.0**-126 <= number <= 2.0**126:
-    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
-  return number
+  return static_number(name, rule, value, least=2.0**-126, most=2.0**126)
 
 
 def _check_static(name: str, rule: str, value: Any) -> None:
@@ -116,15 +102,13 @@ def one_of(name: str, choices: Any, value: Any) -> None:
 
 def optional_one_of(name: str, choices: Any, value: Any) -> None:
   """Raises ValueError unless the value is None or in a ``Literal``."""
-  if value is not None and value not in get_args(choices):
-    names = get_args(choices)
+  if value not in (names := get_args(choices)) and value is not None:
     raise ValueError(f"`{name}` must be None or one of {names}, got {value!r}.")
 
 
 def float_dtype(name: str, value: Any) -> np.dtype:
   """Returns a dtype of floats on the wire; ValueError otherwise."""
-  choices = (jnp.float32, jnp.bfloat16, jnp.float16)
-  if value not in [jnp.dtype(choice) for choice in choices]:
+  if value not in [jnp.dtype(x) for x in (jnp.float32, jnp.bfloat16, jnp.float16)]:
     raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {value!r}.")
   return jnp.dtype(value)
 
@@ -137,28 +121,26 @@ def flag(name: str, value: Any) -> None:
 
 def bucket(name: str, value: Any) -> int:
   """Returns the elements of a bucket, a multiple of 32; ValueError otherwise."""
-  return _multiple(name, f"a positive multiple of {_BUCKET_MULTIPLE}", value)
+  return _multiple_of_32(name, "a positive multiple of 32", value)
 
 
 def optional_bucket(name: str, value: Any) -> int | None:
   """Returns a bucket's elements, or None for a scale a tensor; ValueError otherwise."""
-  rule = f"a positive multiple of {_BUCKET_MULTIPLE}, or None for one scale a tensor"
-  return None if value is None else _multiple(name, rule, value)
+  rule = "a positive multiple of 32, or None for one scale a tensor"
+  return None if value is None else _multiple_of_32(name, rule, value)
 
 
-def _multiple(name: str, rule: str, value: Any) -> int:
+def _multiple_of_32(name: str, rule: str, value: Any) -> int:
   size = static_integer(name, rule, value, least=1)
-  if size % _BUCKET_MULTIPLE:
+  if size % 32:  # planes stay whole vectors
     raise ValueError(f"`{name}` must be {rule}, got {size}.")
   return size
 
 
 def optional_size(name: str, unit: str, value: Any) -> int | None:
   """Returns a count of 0 or more, or None; ValueError otherwise."""
-  if value is None:
-    return None
   rule = f"a number of {unit}, 0 or more, or None"
-  return static_integer(name, rule, value, least=0)
+  return None if value is None else static_integer(name, rule, value, least=0)
 
 
 def instance_of(name: str, kind: type[_Kind], value: Any) -> _Kind:

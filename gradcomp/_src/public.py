@@ -8,9 +8,7 @@ def publish(names: dict[str, Any]) -> None:
   """Sets ``__module__`` of the classes and functions that no public module has yet.
 
   So pickles, messages and pages name ``gradcomp.codecs.QSGD``, wherever its file lies.
-
-  Args:
-    names: the ``globals()`` of the public module.
+  ``names`` are the ``globals()`` of the public module.
   """
   for name in names["__all__"]:
     value = names.get(name)

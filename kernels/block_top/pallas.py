@@ -1,105 +1,83 @@
 """Encodes the largest elements of blocks by a Pallas kernel, in one pass.
 
-A plane of a tile is 32 blocks. The kernel finds the entries of all planes first, since
-they share a scale, and reads the planes once more for the residual, out of the cache.
+A plane of a tile is 32 blocks, each in the registers of four threads. Planes share a
+scale: all entries are found first, and planes are read again for their residuals.
 """
 
 import functools
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from gradcomp._src.kernels.block_top import reference
-from gradcomp._src.kernels.block_top.form import (
-  WORDS,
-  Form,
-  behind_of,
-  behind_of_code,
-  code,
-  cut_value,
-  keys,
-  values,
-)
-from gradcomp._src.kernels.block_top.reference import spread
+from gradcomp._src.kernels.block_top.reference import WORDS, Entry, Form
 from gradcomp._src.kernels.common.fixed_point import exact_quotient
 from gradcomp._src.kernels.common.planes import float_words, floats, pack_planes
 from gradcomp._src.kernels.common.scales import scales_of_bits
-from gradcomp._src.kernels.gpu import triton_tiles
-from gradcomp._src.kernels.gpu.triton_tiles import Launch
-
-_ELEMENTS = 2048  # of a plane in a program, at least
-_HIGHEST = 1 << 31
-
-Entry = tuple[jax.Array, jax.Array]
+from gradcomp._src.kernels.gpu import tiles
+from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Launch
 
 
-@triton_tiles.completed(reference.encode_rows)
-def encode_rows(
-  x: jax.Array, *, form: Form, interpret: bool = False
-) -> triton_tiles.Encoded:
+@tiles.completed(reference.encode_rows)
+def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
 
-  def body(block: triton_tiles.Block) -> None:
+  def body(block: Block) -> None:
     planes = range(form.planes)
-    blocks_of = lambda k: block.plane(k).reshape(-1, form.block_size)
-    found = [_select(blocks_of(k), form) for k in planes]
+    found = [_select(block, block.plane(k), form) for k in planes]
     scale = None
     if form.scaled:
       first = functools.reduce(jnp.maximum, [jnp.abs(e[0][1]) for e in found])
-      scale = scales_of_bits(triton_tiles.largest_bits(first.reshape(-1, WORDS)))
-      block.put_scale(form.row_words - 1, float_words(scale))
-      scale = jnp.broadcast_to(scale[:, None], (block.shape[0], WORDS)).reshape(-1)
+      one = scales_of_bits(tiles.largest_bits(first))
+      block.put_scale(form.row_words - 1, float_words(one))
+      scale = block.spread(one, block.shape[:-1])
     sent = [_coded(entries, scale, form) for entries in found]
     for number in range(form.count):
-      codes = [entries[number][0].reshape(-1, WORDS) for entries in sent]
+      codes = [entries[number][0] for entries in sent]
       at = number * form.entry_words
       block.put(pack_planes(codes, form.code_bits), at)
       if scale is None:
         for k in planes:
-          words = float_words(sent[k][number][1]).reshape(-1, WORDS)
-          block.put(words, at + (k + 1) * WORDS)
+          block.put(float_words(sent[k][number][1]), at + (k + 1) * WORDS)
     if form.keep:
       for k in planes:
-        rest = blocks_of(k) - _decoded(sent[k], scale, form)
-        block.put_residual(k, rest.reshape(block.shape))
+        decoded = _decoded(block, sent[k], scale, form)
+        block.put_residual(k, block.plane(k) - decoded)
 
   launch = Launch(
-    "block_top_encode", form.row_words, form.keep, _ELEMENTS, interpret=interpret
+    "block_top_encode",
+    form.row_words,
+    form.keep,
+    [(WORDS, form.block_size)],
+    interpret=interpret,
   )
-  return triton_tiles.encode(body, x, (), form, launch)
+  return tiles.encode(body, x, (), form, launch)
 
 
-def _select(x: jax.Array, form: Form) -> list[Entry]:
-  """Selects in blocks, ``float32[m, B]``: places and values, ``[m]`` each."""
-  every = keys(x, form)
+def _select(block: Block, x: Array, form: Form) -> list[Entry]:
+  """Selects in blocks, ``float32[..., B]``: places and values, ``[...]`` each."""
+  every = reference.keys(x, form, block.iota)
   entries: list[Entry] = []
   rest = every
   for _ in range(form.count):
-    key = _largest(rest)
-    here = every == key[:, None]
+    key = rest.max(axis=-1)
+    here = every == block.spread(key, x.shape)
     rest = jnp.where(here, jnp.uint32(0), rest)
     if form.scaled:
-      value = cut_value(key, form)
+      value = reference.cut_value(key, form)
     else:
-      bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-      whole = jnp.where(here, bits, 0).sum(axis=1)
-      value = jax.lax.bitcast_convert_type(whole, jnp.float32)
-    entries.append((behind_of(key, form), value))
+      whole = jnp.where(here, float_words(x), jnp.uint32(0)).max(axis=-1)
+      value = floats(whole)
+    entries.append((reference.behind_of(key, form), value))
   return entries
 
 
-def _largest(key: jax.Array) -> jax.Array:
-  """Returns the largest of each line of ``uint32[m, B]``, as a maximum of ``int32``."""
-  signed = jax.lax.bitcast_convert_type(key ^ np.uint32(_HIGHEST), jnp.int32)
-  highest = signed.max(axis=1)
-  return jax.lax.bitcast_convert_type(highest, jnp.uint32) ^ np.uint32(_HIGHEST)
-
-
-def _coded(entries: list[Entry], scale: jax.Array | None, form: Form) -> list[Entry]:
+def _coded(entries: list[Entry], scale: Array | None, form: Form) -> list[Entry]:
   """Returns the codes of entries, and their values where codes hold none."""
   if scale is not None:
-    return [(code(*e, scale, form, exact_quotient), e[1]) for e in entries]
+    return [(reference.code(*e, scale, form, exact_quotient), e[1]) for e in entries]
   coded = []
   for behind, value in entries:
     words = float_words(value)
@@ -109,15 +87,21 @@ def _coded(entries: list[Entry], scale: jax.Array | None, form: Form) -> list[En
   return coded
 
 
-def _decoded(sent: list[Entry], scale: jax.Array | None, form: Form) -> jax.Array:
-  """Decodes the codes of blocks: ``float32[m, B]``."""
+def _decoded(block: Block, sent: list[Entry], scale: Array | None, form: Form) -> Array:
+  """Decodes the codes of blocks: ``float32[..., B]``."""
   codes, exact = zip(*sent, strict=True)
   if scale is None:
-    finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, exact))
+    # Pallas lowers no jnp.isfinite.
+    finite = functools.reduce(jnp.logical_and, [jnp.abs(v) < np.inf for v in exact])
     found = [jnp.where(finite, value, np.nan) for value in exact]
     others = jnp.where(finite, jnp.float32(0), np.nan)
   else:
-    found = [values(code, scale, form) for code in codes]
+    found = [reference.values(code, scale, form) for code in codes]
     others = scale * 0
-  entries = list(zip([behind_of_code(c, form) for c in codes], found, strict=True))
-  return spread(entries, others, form)
+  places = [reference.behind_of_code(code, form) for code in codes]
+  place = block.iota(jnp.uint32, block.shape, len(block.shape) - 1)
+  result = block.spread(others, block.shape)
+  for behind, value in reversed(list(zip(places, found, strict=True))):
+    at = block.spread(form.block_size - 1 - behind, block.shape)
+    result = jnp.where(place == at, block.spread(value, block.shape), result)
+  return result

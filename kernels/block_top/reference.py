@@ -1,30 +1,26 @@
 """The largest elements of blocks in jnp: selects, codes, packs, and decodes them."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from gradcomp._src.kernels.block_top.form import (
-  WORDS,
-  Form,
-  behind_of,
-  behind_of_code,
-  code,
-  cut_value,
-  keys,
-  values,
-)
-from gradcomp._src.kernels.common.planes import (
-  float_words,
-  floats,
-  pack_planes,
-  unpack_planes,
-)
+from gradcomp._src.kernels.common import planes
+from gradcomp._src.kernels.common.dithers import Iota
+from gradcomp._src.kernels.common.fixed_point import Divide, divide, sign_bit, signed
 from gradcomp._src.kernels.common.scales import norms, scales
+from gradcomp._src.kernels.gpu.tiles import Encoded
 from gradcomp._src.kernels.materialize import materialized, packed
+from gradcomp._src.kernels.quantize import qsgd
+
+WORDS = 32  # of codes in a row, for each entry of a block
+SMALL = 0.375  # the smaller magnitude of a 2-bit value, in scales
+_LIMITS = np.float32(SMALL / 2), np.float32((1 + SMALL) / 2)
+_LEVELS = qsgd.Form(bits=8, bucket_size=WORDS)  # of an 8-bit value
 
 # A maximum is taken over lanes of at most 16 steps, and then over the lanes. XLA:CPU
 # vectorizes such short ones, without writing the integers down first.
@@ -33,36 +29,145 @@ _STEPS = 16
 
 _MANY = 2**12  # words of rows: fewer are decoded soon, however that is done
 
-# The places and values of the entries of blocks, and the value at all other places.
-Entries = tuple[list[tuple[jax.Array, jax.Array]], jax.Array]
+Entry = tuple[Array, Array]  # the places and the values of an entry of blocks
+Entries = tuple[list[Entry], Array]  # and the value at all other places
 
 
-def encode_rows(
-  x: jax.Array, *, form: Form, first_row: int = 0
-) -> tuple[jax.Array, jax.Array | None]:
+@dataclasses.dataclass(frozen=True)
+class Form:
+  """The row format of block-wise selection, from the codec's hyperparameters."""
+
+  block_size: int  # elements a block, B, a power of two
+  count: int  # entries a block
+  value_bits: int  # 2, 8 or 32
+  keep: bool = False  # whether the encoder returns the residual
+
+  @property
+  def scaled(self) -> bool:
+    """True if rows have a scale, and a code holds a value; else 32 bits hold it."""
+    return self.value_bits < 32
+
+  @property
+  def code_bits(self) -> int:
+    """The bits of the place and the value of an element."""
+    return (self.block_size.bit_length() - 1) + self.scaled * self.value_bits
+
+  @property
+  def planes(self) -> int:
+    """The number of codes that share a word."""
+    return planes.planes_per_word(self.code_bits)
+
+  @property
+  def blocks(self) -> int:
+    """The number of blocks in a tile."""
+    return self.planes * WORDS
+
+  @property
+  def bucket_size(self) -> int:
+    """The number of elements of a plane of a tile."""
+    return WORDS * self.block_size
+
+  @property
+  def tile_size(self) -> int:
+    """The number of elements in a tile."""
+    return self.blocks * self.block_size
+
+  @property
+  def entry_words(self) -> int:
+    """The number of words in a row for one entry of each of its blocks."""
+    return WORDS + (0 if self.scaled else self.blocks)
+
+  @property
+  def row_words(self) -> int:
+    """The number of words in a row: its entries, and its scale."""
+    return self.count * self.entry_words + self.scaled
+
+
+def keys(
+  x: Array, form: Form, iota: Iota = jax.lax.broadcasted_iota, axis: int = -1
+) -> Array:
+  """Returns a sort key for each element; the largest of an axis of blocks are sent."""
+  # From the highest bit on it holds `31 - log2(B)` bits of the magnitude, the number of
+  # elements behind it in its block, and its sign.
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  behind = (form.block_size - 1) - iota(jnp.uint32, x.shape, axis % x.ndim)
+  magnitude = (bits << 1) & np.uint32(2**32 - 2 * form.block_size)
+  return magnitude | (behind << 1) | (bits >> 31)
+
+
+def behind_of(key: Array, form: Form) -> Array:
+  """Returns the number of elements that lie behind a key's element in its block."""
+  return (key >> 1) & np.uint32(form.block_size - 1)
+
+
+def cut_value(key: Array, form: Form) -> Array:
+  """Returns the value of a key's element, with its lowest bits cleared."""
+  magnitude = (key >> 1) & np.uint32(2**31 - form.block_size)
+  return planes.floats(magnitude | (key << 31))
+
+
+def code(
+  behind: Array, value: Array, scale: Array, form: Form, divide: Divide = divide
+) -> Array:
+  """Returns the codes of entries under their scales; 0 sends nothing."""
+  # The code 0 would stand for the smaller magnitude, positive, at the end of a block.
+  # There the nearest of zero and the larger magnitude is sent.
+  if form.value_bits == 8:
+    level = _LEVELS.code(value, _LEVELS.factor(scale, divide), None)
+    some = level & _LEVELS.intervals > 0
+    return jnp.where((scale > 0) & some, (behind << 8) | level, 0)
+  magnitude, negative = jnp.abs(value), sign_bit(value) >> 31
+  nothing = (behind | negative) == 0
+  low, high = (scale * limit for limit in _LIMITS)
+  large = magnitude >= jnp.where(nothing, scale * np.float32(0.5), high)
+  found = (behind << 2) | (negative << 1) | large.astype(jnp.uint32)
+  return jnp.where((scale > 0) & (magnitude >= low), found, jnp.uint32(0))
+
+
+def values(codes: Array, scale: Array, form: Form) -> Array:
+  """Returns the values of codes under their scales; NaN under a scale of NaN."""
+  if form.value_bits == 8:
+    return _LEVELS.value(codes & np.uint32(0xFF), scale)
+  small = scale * np.float32(SMALL)
+  magnitude = jnp.where(codes & 1 == 1, scale, small)
+  value = signed(magnitude, (codes >> 1) << 31)
+  return jnp.where(codes == 0, scale * 0, value)
+
+
+def behind_of_code(codes: Array, form: Form) -> Array:
+  """Returns the number of elements that lie behind a code's element in its block."""
+  place = codes >> form.value_bits if form.scaled else codes
+  return place & np.uint32(form.block_size - 1)
+
+
+def encode_rows(x: Array, *, form: Form, first_row: int = 0) -> Encoded:
   """Encodes ``float32`` of any shape: ``uint32[rows, row_words]``, and the residual."""
   del first_row  # nothing is random
   flat = x.reshape(-1)
   if not flat.size:
     return jnp.zeros((0, form.row_words), jnp.uint32), x if form.keep else None
-  entries = select(flat, form)
+  rows = packed(rows_of_entries(select(flat, form), form))
+  return rows, remainder(x, rows, form) if form.keep else None
+
+
+def rows_of_entries(entries: Sequence[Entry], form: Form) -> Array:
+  """Returns the rows of selected entries, ``uint32[rows, row_words]``."""
   parts = []
   if form.scaled:
     scale = scales(norms(entries[0][1], "max"))[:, None]
     for behind, value in entries:
       parts.append(packed_codes(code(behind, value, scale, form), form))
-    parts.append(float_words(scale))
+    parts.append(planes.float_words(scale))
   else:
     for behind, value in entries:
-      words = float_words(value)
+      words = planes.float_words(value)
       some = (words << 1) > 0  # minus zero is sent as zero, and as nothing
       parts.append(packed_codes(jnp.where(some, behind, np.uint32(0)), form))
       parts.append(jnp.where(some, words, np.uint32(0)))
-  rows = packed(jnp.concatenate(parts, axis=1))
-  return rows, remainder(x, rows, form) if form.keep else None
+  return jnp.concatenate(parts, axis=1)
 
 
-def remainder(x: jax.Array, rows: jax.Array, form: Form) -> jax.Array:
+def remainder(x: Array, rows: Array, form: Form) -> Array:
   """Returns the residual of an array, in its shape: the array less its decoded rows."""
   entries, others = _entries(rows, form)
   if x.size % form.block_size:
@@ -76,28 +181,24 @@ def remainder(x: jax.Array, rows: jax.Array, form: Form) -> jax.Array:
   return (blocks - spread(entries, own(others), form)).reshape(x.shape)
 
 
-def packed_codes(codes: jax.Array, form: Form) -> jax.Array:
+def packed_codes(codes: Array, form: Form) -> Array:
   """Packs the codes of tiles, ``uint32[rows, R]``: ``uint32[rows, 32]``."""
-  planes = codes.reshape(-1, form.planes, WORDS)
-  return pack_planes([planes[:, k] for k in range(form.planes)], form.code_bits)
+  tiles = codes.reshape(-1, form.planes, WORDS)
+  return planes.pack_planes([tiles[:, k] for k in range(form.planes)], form.code_bits)
 
 
-def _largest(key: jax.Array) -> jax.Array:
+def _largest(key: Array) -> Array:
   """Returns the largest number of each line of ``uint32[m, B]``."""
   count, size = key.shape
   steps = min(_STEPS, size // _LANES)
-  lanes = jax.lax.reduce(
-    key.reshape(count, size // (steps * _LANES), steps, _LANES),
-    np.uint32(0),
-    jax.lax.max,
-    (2,),
-  ).reshape(count, -1)
+  lines = key.reshape(count, size // (steps * _LANES), steps, _LANES)
+  lanes = jax.lax.reduce(lines, np.uint32(0), jax.lax.max, (2,)).reshape(count, -1)
   while (size := lanes.shape[1]) > 1:
     lanes = jnp.maximum(lanes[:, : size // 2], lanes[:, size // 2 :])
   return lanes[:, 0]
 
 
-def _select(x: jax.Array, form: Form) -> list[tuple[jax.Array, jax.Array]]:
+def _select(x: Array, form: Form) -> list[Entry]:
   """Selects in whole blocks, ``float32[m, B]``: the keys and values of entries."""
   every = keys(x, form)
   found = [_largest(every)]
@@ -107,16 +208,11 @@ def _select(x: jax.Array, form: Form) -> list[tuple[jax.Array, jax.Array]]:
     return [(key, cut_value(key, form)) for key in found]
   whole = jax.lax.bitcast_convert_type(x, jnp.uint32)
   bits = [_largest(jnp.where(every == key[:, None], whole, 0)) for key in found]
-  return list(zip(found, map(floats, bits), strict=True))
+  return list(zip(found, map(planes.floats, bits), strict=True))
 
 
-def select(x: jax.Array, form: Form) -> list[tuple[jax.Array, jax.Array]]:
-  """Selects the largest elements of each block of a flat array.
-
-  Returns:
-    For each entry of a block the number of elements behind it, ``uint32[rows, R]``, and
-    its value, ``float32[rows, R]``; zeros for blocks behind the array.
-  """
+def select(x: Array, form: Form) -> list[Entry]:
+  """Selects the largest elements of a flat array's blocks: ``[rows, R]`` an entry."""
   size = form.block_size
   whole = x.size // size * size
   parts = []
@@ -128,7 +224,7 @@ def select(x: jax.Array, form: Form) -> list[tuple[jax.Array, jax.Array]]:
   blocks = -(-x.size // size)
   rows = -(-blocks // form.blocks)
 
-  def joined(pieces: Sequence[jax.Array]) -> jax.Array:
+  def joined(pieces: Sequence[Array]) -> Array:
     flat = jnp.concatenate(pieces)
     return jnp.pad(flat, (0, rows * form.blocks - blocks)).reshape(rows, form.blocks)
 
@@ -139,7 +235,7 @@ def select(x: jax.Array, form: Form) -> list[tuple[jax.Array, jax.Array]]:
   return entries
 
 
-def _entries(rows: jax.Array, form: Form) -> Entries:
+def _entries(rows: Array, form: Form) -> Entries:
   """Returns the :func:`entries_of_rows`, materialized on a CPU if that is faster."""
   # Where a tile's blocks are no power of two, XLA would find the row of each element by
   # a division, and take ten times as long.
@@ -148,44 +244,31 @@ def _entries(rows: jax.Array, form: Form) -> Entries:
   return materialized(unpack, rows) if odd and rows.size >= _MANY else unpack(rows)
 
 
-def entries_of_rows(rows: jax.Array, form: Form) -> Entries:
-  """Unpacks the entries of rows, ``uint32[..., words]``.
-
-  Returns:
-    For each entry of a block the number of elements behind it, ``uint32[..., R]``, and
-    its value, ``float32[..., R]``. And the value of a block's other elements,
-    ``float32[..., R]``: zero, or NaN if something in the block was not finite.
-  """
+def entries_of_rows(rows: Array, form: Form) -> Entries:
+  """Unpacks the entries of rows, ``uint32[..., words]``: ``[..., R]`` each."""
   shape = (*rows.shape[:-1], form.blocks)
   each = form.entry_words
   parts = [rows[..., k * each :][..., :each] for k in range(form.count)]
-  codes = [
-    unpack_planes(part[..., :WORDS], form.code_bits).reshape(shape) for part in parts
-  ]
+  unpack = lambda words: planes.unpack_planes(words, form.code_bits).reshape(shape)
+  codes = [unpack(part[..., :WORDS]) for part in parts]
   places = [behind_of_code(code, form) for code in codes]
   if form.scaled:
-    scale = floats(rows[..., -1:])
+    scale = planes.floats(rows[..., -1:])
     sent = [values(code, scale, form) for code in codes]
     return list(zip(places, sent, strict=True)), jnp.broadcast_to(scale * 0, shape)
-  sent = [floats(part[..., WORDS:]) for part in parts]
+  sent = [planes.floats(part[..., WORDS:]) for part in parts]
   finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, sent))
   sent = [jnp.where(finite, value, np.nan) for value in sent]
   return list(zip(places, sent, strict=True)), jnp.where(finite, 0.0, np.nan)
 
 
-def decode_rows(rows: jax.Array, form: Form) -> jax.Array:
+def decode_rows(rows: Array, form: Form) -> Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, R, B]``."""
   return spread(*_entries(rows, form), form)
 
 
-def spread(
-  entries: Sequence[tuple[jax.Array, jax.Array]], others: jax.Array, form: Form
-) -> jax.Array:
-  """Puts entries into their places in blocks, ``float32[..., B]``, among ``others``.
-
-  An entry is the number of elements behind it, and its value. ``others``,
-  ``float32[...]``, is the value of a block's other elements.
-  """
+def spread(entries: Sequence[Entry], others: Array, form: Form) -> Array:
+  """Puts entries into their places in blocks, ``float32[..., B]``, among ``others``."""
   shape = (*others.shape, form.block_size)
   place = jax.lax.broadcasted_iota(jnp.uint32, shape, others.ndim)
   blocks = jnp.broadcast_to(others[..., None], shape)

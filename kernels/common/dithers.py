@@ -12,31 +12,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
 # ``uint32[3]``, a key and a mask, or its three words: kernels cannot index a value.
-Dither = jax.Array | tuple[jax.Array, jax.Array, jax.Array]
+Dither = Array | tuple[Array, Array, Array]
 
 # The signature of jax.lax.broadcasted_iota.
-Iota = Callable[[Any, tuple[int, ...], int], jax.Array]
+Iota = Callable[[Any, tuple[int, ...], int], Array]
 
 # The authors of the cipher know of no statistical flaw with 13 rounds or more. With 20,
 # its default, drawing takes half as long again.
 _ROUNDS = 13
 
 
-def dither(key: jax.Array, worker: jax.Array | int = 0) -> jax.Array:
-  """Returns the dither of one of the workers that share a key: ``uint32[3]``.
-
-  Its last word holds the worker's mask of 16 bits twice, once for each half of a word.
+def dither(key: Array, worker: Array | int = 0) -> Array:
+  """Returns the dither of one of the workers that share a key.
 
   Args:
     key: ``uint32[2]``, the key that the workers share.
     worker: the rank of this worker.
 
   Returns:
-    The dither, an argument of :func:`random_lanes`.
+    ``uint32[3]``: the key, and the worker's mask of 16 bits, twice in one word.
 
   Example:
     >>> dither(jnp.array([3, 5], jnp.uint32), 1).tolist() == [3, 5, 0xFFFFFFFF]
@@ -45,16 +44,9 @@ def dither(key: jax.Array, worker: jax.Array | int = 0) -> jax.Array:
   return jnp.append(key, mask(worker) * np.uint32(0x10001))
 
 
-def mask(worker: jax.Array | int) -> jax.Array | np.uint32:
-  """Returns the mask of a worker: ``bitreverse16(i >> 1) ^ (0xFFFF if i is odd)``.
-
-  The two workers of a pair round with complements, so that the part of their errors
-  that the dither makes cancels. The pairs are spread evenly over the 16-bit integers.
-
-  Example:
-    >>> [hex(mask(i)) for i in range(6)]
-    ['0x0', '0xffff', '0x8000', '0x7fff', '0x4000', '0xbfff']
-  """
+def mask(worker: Array | int) -> Array | np.uint32:
+  """Returns the mask of a worker: ``bitreverse16(i >> 1) ^ (0xFFFF if i is odd)``."""
+  # Pairs round with complements, so that their errors cancel, and are spread evenly.
   number = np.uint32(worker) if isinstance(worker, int) else worker.astype(jnp.uint32)
   pair = number >> 1
   for shift, half in ((1, 0x5555), (2, 0x3333), (4, 0x0F0F), (8, 0x00FF)):
@@ -63,22 +55,16 @@ def mask(worker: jax.Array | int) -> jax.Array | np.uint32:
 
 
 def random_lanes(
-  dither: Dither,
-  shape: tuple[int, int],
-  lanes: int,
-  *,
-  first_row: jax.Array | int = 0,
-) -> list[jax.Array]:
-  """Draws uniform 16-bit integers: ``lanes`` arrays of ``shape``, uint32.
+  dither: Dither, shape: tuple[int, int], lanes: int, *, first_row: Array | int = 0
+) -> list[Array]:
+  """Draws uniform 16-bit integers, independent for any two elements.
 
   Eight lanes share one block of the cipher with 13 rounds. The words of lane ``k`` at
   ``(row, column)`` have the counter ``(first_row + row, column + columns * (k // 8))``.
   Of the two words ``a`` and ``b``, and of ``c = a ^ b`` and ``d = a ^ (b rotated by
   16)``, lane ``k`` is the 16-bit quarter ``k % 8``: the low half of ``a``, its high
-  half, then those of ``b``, ``c`` and ``d``. The mask is XORed with each.
-
-  Any two elements have independent integers. So the variance of a sum of rounding
-  errors is that of independent ones. Three of the eight lanes may depend on each other.
+  half, then those of ``b``, ``c`` and ``d``. The mask is XORed with each. Three of the
+  eight lanes may depend on each other.
 
   Args:
     dither: the result of :func:`dither`.
@@ -87,27 +73,23 @@ def random_lanes(
     first_row: the number of the first row, for a caller with part of the rows.
 
   Returns:
-    The lanes, each ``uint32`` from 0 to 65535.
+    The lanes, each ``uint32`` in ``shape`` from 0 to 65535.
 
   Example:
-    >>> lanes = random_lanes(jnp.zeros(3, jnp.uint32), (1, 1), 6)
-    >>> [hex(lane[0, 0]) for lane in lanes]
-    ['0x5ec6', '0x9d1c', '0x731', '0x8bd5', '0x59f7', '0x16c9']
+    >>> [hex(x[0, 0]) for x in random_lanes(jnp.zeros(3, jnp.uint32), (1, 1), 3)]
+    ['0x5ec6', '0x9d1c', '0x731']
   """
   return list(itertools.islice(lane_stream(dither, shape, first_row=first_row), lanes))
 
 
 def lane_stream(
   dither: Dither,
-  shape: tuple[int, int],
+  shape: tuple[int, ...],
   *,
-  first_row: jax.Array | int,
+  first_row: Array | int,
   iota: Iota = jax.lax.broadcasted_iota,
-) -> Iterator[jax.Array]:
-  """Yields the arrays of :func:`random_lanes`, for kernels with few registers.
-
-  ``iota`` is for kernels that lay out their arrays themselves.
-  """
+) -> Iterator[Array]:
+  """Yields the arrays of :func:`random_lanes`, for kernels with few registers."""
   rows = iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
   columns = iota(jnp.uint32, shape, 1)
   for block in itertools.count():
@@ -120,7 +102,7 @@ def lane_stream(
     yield from _halves(masked ^ ((b << 16) | (b >> 16)))
 
 
-def _halves(word: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _halves(word: Array) -> tuple[Array, Array]:
   return word & jnp.uint32(0xFFFF), word >> 16
 
 
@@ -129,24 +111,21 @@ def read(reference: Any) -> Dither | None:
   return None if reference is None else (reference[0], reference[1], reference[2])
 
 
-def signed_lane(lane: jax.Array, x: jax.Array) -> jax.Array:
+def signed_lane(lane: Array, x: Array) -> Array:
   """Returns the lane that rounds ``|x|`` to the magnitude of ``x`` rounded by ``lane``.
-
-  That is the complement of the lane where ``x`` is negative. Rounding then takes the
-  lower neighbor where the lane is small, whatever the sign is, and the errors of
-  several workers cancel.
 
   Args:
     lane: 16-bit integers, from :func:`random_lanes`.
     x: the numbers to round, in the shape of the lane.
 
   Returns:
-    The lane for ``|x|``.
+    The lane for ``|x|``: the complement of ``lane`` where ``x`` is negative. So small
+    integers round down whatever the sign is, and errors of several workers cancel.
   """
   return lane ^ (negative_mask(x) & jnp.uint32(0xFFFF))
 
 
-def negative_mask(x: jax.Array) -> jax.Array:
+def negative_mask(x: Array) -> Array:
   """Returns ``uint32`` with all bits set where the sign bit of ``x`` is, or none."""
   sign = jax.lax.bitcast_convert_type(x, jnp.int32) >> 31
   return jax.lax.bitcast_convert_type(sign, jnp.uint32)

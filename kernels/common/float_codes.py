@@ -1,20 +1,16 @@
 """Rounding to floats of few bits by integer operations: every case is one shift.
 
-A ``float32`` is 24 significant bits and an exponent. To get the code of its magnitude
-in another format, those bits are shifted right until the rest fits, and the exponent
-field is added above them. A carry out of the mantissa is then a carry into the
-exponent, out of the subnormal numbers into the normal ones, and out of the largest
-number into infinity. No float is added, so that nothing depends on how a processor
-treats subnormal numbers, nor on the operations that a compiler contracts.
-
-See docs/inside/wire-format.md for the rule.
+The 24 significant bits of a ``float32`` are shifted right until the rest fits, and the
+exponent field is added above them. A carry out of the mantissa is then a carry into the
+exponent. No float is added, so that nothing depends on how a processor treats subnormal
+numbers, nor on the operations that a compiler contracts.
 """
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.common.planes import float_words, floats
@@ -30,34 +26,21 @@ _BELOW_HALF = np.uint32((1 << 31) - 1)
 
 
 def to_codes(
-  x: jax.Array,
+  x: Array,
   fmt: FloatFormat,
   *,
-  rounding: FloatRounding | jax.Array = "nearest_even",
-  exponent: jax.Array | None = None,
-  lost: jax.Array | None = None,
+  rounding: FloatRounding | Array = "nearest_even",
+  exponent: Array | None = None,
+  lost: Array | None = None,
   saturate: bool = False,
-) -> jax.Array:
-  """Returns the codes of ``x``, or of ``x * 2**exponent``, rounded once: ``uint32``.
-
-  Args:
-    x: float32.
-    fmt: the format.
-    rounding: ``"nearest_even"``; ``"toward_zero"``, which never overflows; or, for
-      stochastic rounding, uniform random bits, uint32 like ``x``.
-    exponent: int32 that broadcasts to ``x``, from -512 to 512. With it, numbers below
-      2**-126 count as zero, before and after the product. The codes mean nothing where
-      the product is not finite, or not below ``2**(fmt.max_exponent + 1)``.
-    lost: float32 like ``x``, at most half a unit in its last place: ``x + lost`` is
-      rounded, exactly.
-    saturate: whether finite numbers that are too large become the largest one, even if
-      the format has another code for them.
-
-  Example:
-    >>> codes = to_codes(jnp.array([1.0, -1.125, 1e9]), FloatFormat(5, 2))
-    >>> [hex(code) for code in codes.tolist()]
-    ['0x3c', '0xbc', '0x7c']
-  """
+) -> Array:
+  """Returns the codes of ``x``, or of ``x * 2**exponent``, rounded once: ``uint32``."""
+  # `rounding` may be uniform random bits, uint32 like `x`. "toward_zero" never
+  # overflows, nor does anything with `saturate`. `exponent`, int32, is from -512 to
+  # 512. With it, numbers below 2**-126 count as zero, before and after the product, and
+  # codes mean nothing where the product is not finite, or not below
+  # `2**(fmt.max_exponent + 1)`. `x + lost` is rounded exactly, with `lost` at most half
+  # a unit in the last place of `x`.
   m = fmt.mantissa_bits
   bits = float_words(x)
   magnitude = bits & ~_SIGN
@@ -79,10 +62,9 @@ def to_codes(
     apart = ((float_words(lost) ^ bits) & _SIGN) != 0
     side = jnp.where(apart, ~jnp.uint32(0), jnp.uint32(1))
     significand = significand + jnp.where(lost == 0, jnp.uint32(0), side)
-
   below = jnp.maximum(1 - field, 0)  # binades below the normal numbers
   drop = below + (25 - m)
-  unit: jax.Array | int = 0  # bits of the mantissa that are not used below them
+  unit: Array | int = 0  # bits of the mantissa that are not used below them
   if not fmt.subnormals:
     unused = jnp.where(below > 0, m, 0)
     drop = drop + unused
@@ -102,7 +84,6 @@ def to_codes(
     last = (significand >> drop) + (0 if m else base)
     significand = significand + (_BELOW_HALF >> (32 - drop)) + (last & 1)
   code = ((significand >> drop) << unit) + base
-
   has_more = fmt.specials != "none"  # infinity, or the NaN of formats without one
   to_highest = saturate or cut or not has_more
   code = jnp.minimum(code, jnp.uint32(fmt.max_code + (not to_highest)))
@@ -117,14 +98,8 @@ def to_codes(
   return code | sign
 
 
-def from_codes(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
-  """Returns the ``float32`` numbers of codes; infinity for one that is NaN as well.
-
-  Example:
-    >>> from_codes(jnp.array([0x3C, 0xBC, 0x01, 0x7C], jnp.uint32), FloatFormat(5, 2))
-    Array([ 1.0000000e+00, -1.0000000e+00,  1.5258789e-05,            inf],
-          dtype=float32)
-  """
+def from_codes(codes: Array, fmt: FloatFormat) -> Array:
+  """Returns the ``float32`` numbers of codes; infinity for one that is NaN as well."""
   m, bias = fmt.mantissa_bits, fmt.exponent_bias
   magnitude = codes & jnp.uint32((1 << (fmt.bits - 1)) - 1)
   number = magnitude << (23 - m)
@@ -153,16 +128,10 @@ def from_codes(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
   return floats(number | sign)
 
 
-def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
-  """Returns ``x * 2**exponent``, for exponents from -512 to 512, exact if normal.
-
-  A product that is too large becomes the largest number of ``float32``. One below
-  2**-126 becomes zero, and so does a subnormal ``x``. Infinities and NaN stay the same.
-
-  Example:
-    >>> times_power_of_two(jnp.array([3.0, -jnp.inf, 1e-30]), jnp.int32(-60))
-    Array([2.6020852e-18,          -inf, 0.0000000e+00], dtype=float32)
-  """
+def times_power_of_two(x: Array, exponent: Array) -> Array:
+  """Returns ``x * 2**exponent``, for exponents from -512 to 512, exact if normal."""
+  # A product that is too large becomes the largest number of `float32`. One below
+  # 2**-126 becomes zero, and so does a subnormal `x`. Others stay the same.
   bits = float_words(x)
   field = ((bits & ~_SIGN) >> 23).astype(jnp.int32)
   moved = field + exponent

@@ -40,8 +40,7 @@ class FloatFormat:
       and NaN; it decodes to infinity.
     specials: see above.
     subnormals: whether codes with :math:`E = 0` and :math:`M > 0` are used. Without
-      them the smallest positive number is :math:`2^{1 - b}`, and numbers between it and
-      zero round to one of the two. With one exponent bit no number but zero is left.
+      them the smallest positive number is :math:`2^{1 - b}`.
     bias: :math:`b`; by default :math:`2^{e - 1} - 1`, or one more for
       ``negative_zero``.
 
@@ -51,10 +50,8 @@ class FloatFormat:
       ``float32``.
 
   Example:
-    >>> FloatFormat(5, 2).max_finite, FloatFormat(4, 3, specials="nan").max_finite
-    (57344.0, 448.0)
-    >>> FloatFormat(4, 3).smallest_normal, FloatFormat(4, 3).smallest
-    (0.015625, 0.001953125)
+    >>> FloatFormat(4, 3).max_finite, FloatFormat(4, 3).smallest
+    (240.0, 0.001953125)
 
   References:
     Han et al., `Auto-Precision Scaling for Distributed Deep Learning

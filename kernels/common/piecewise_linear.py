@@ -1,17 +1,15 @@
 """Rounding to levels that are not equally spaced, by straight lines between them.
 
 The coordinate of a value is the number of the level below it, plus the share of the way
-to the next level. It is piecewise linear in the value, with one line for each run of
-equally spaced levels. Rounding the coordinate therefore rounds the value to the nearest
-level, or to either neighbor with the right probability. No table is searched.
+to the next level. Rounding the coordinate rounds the value, and searches no table.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from gradcomp._src.kernels.common.fixed_point import FRACTION, Divide, divide, inverse
 
@@ -19,23 +17,15 @@ UNIT = 1 << FRACTION
 
 
 class Line(NamedTuple):
-  """A line from values to coordinates, both in units of ``2**-16``.
+  """A line to coordinates ``trunc(t * slope) + offset``, in units of ``2**-16``."""
 
-  The coordinate of ``t`` is ``trunc(t * slope) + offset``.
-  """
-
-  start: jax.Array | np.float32  # the smallest value on the line
-  slope: jax.Array | np.float32
-  offset: jax.Array | np.int32
+  start: Array | np.float32  # the smallest value on the line
+  slope: Array | np.float32
+  offset: Array | np.int32
 
 
 def lines_between(levels: np.ndarray) -> list[Line]:
-  """Returns the lines of increasing float64 levels that start at zero.
-
-  Example:
-    >>> [line.start.item() for line in lines_between(np.array([0, 1, 2, 3, 5, 7.0]))]
-    [0.0, 196608.0]
-  """
+  """Returns the lines of increasing float64 levels that start at zero."""
   lines: list[Line] = []
   last = 0.0
   for number, distance in enumerate(np.diff(levels)):
@@ -49,12 +39,8 @@ def lines_between(levels: np.ndarray) -> list[Line]:
   return lines
 
 
-def coordinate(t: jax.Array, lines: Sequence[Line]) -> jax.Array:
-  """Returns the coordinates of values of zero or more, as ``uint32``.
-
-  Values that are too large for an integer, and NaN, get coordinates that are too large.
-  The caller clamps these.
-  """
+def coordinate(t: Array, lines: Sequence[Line]) -> Array:
+  """Returns the coordinates of values of zero or more, ``uint32``, without a clamp."""
   slope = jnp.full_like(t, lines[0].slope)
   offset = jnp.full(t.shape, lines[0].offset)
   for line in lines[1:]:
@@ -64,9 +50,6 @@ def coordinate(t: jax.Array, lines: Sequence[Line]) -> jax.Array:
   return ((t * slope).astype(jnp.int32) + offset).astype(jnp.uint32)
 
 
-def to_units(scale: jax.Array, divide: Divide = divide) -> jax.Array:
-  """Returns the factor from values to fixed point: ``2**16 / scale``, or 0 for 0.
-
-  The plain inverse of a scale above 2**126 would be subnormal, and zero on CPUs.
-  """
+def to_units(scale: Array, divide: Divide = divide) -> Array:
+  """Returns the factor from values to fixed point: ``2**16 / scale``, or 0 for 0."""
   return inverse(UNIT, scale, divide)

@@ -1,9 +1,8 @@
 """Packing of codes of a few bits into 32-bit words, planar across buckets.
 
-Element ``w`` of each of the ``P = 32 // bits`` buckets of a tile shares word ``w``.
-Planes are whole buckets, so that packing is shifts between arrays, never a shuffle
-within one. It is the one layout that is fast in XLA on CPU and that Pallas can lower
-for GPUs. See docs/inside/wire-format.md.
+Element ``w`` of each of the ``P = 32 // bits`` buckets of a tile shares word ``w``, so
+that packing is shifts between arrays, never a shuffle within one. It is the one layout
+that is fast in XLA on CPU and that Pallas can lower for GPUs.
 """
 
 import functools
@@ -13,15 +12,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+
+from gradcomp._src.kernels.gpu.dispatch import on_tpu
 
 
 def planes_per_word(bits: int) -> int:
-  """Returns the number of codes that share a word: ``floor(32 / bits)``.
-
-  Example:
-    >>> [planes_per_word(bits) for bits in (1, 2, 3, 4, 5, 8, 16)]
-    [32, 16, 10, 8, 6, 4, 2]
-  """
+  """Returns the number of codes that share a word: ``floor(32 / bits)``."""
   return 32 // bits
 
 
@@ -29,8 +26,8 @@ class Segment(NamedTuple):
   """Consecutive tiles of a flat array, as buckets and as planes."""
 
   first_row: int
-  buckets: jax.Array  # [at least rows * P, B], the tiles' buckets first
-  planes: list[jax.Array]  # P arrays [rows, B]
+  buckets: Array  # [at least rows * P, B], the tiles' buckets first
+  planes: list[Array]  # P arrays [rows, B]
 
   @property
   def shape(self) -> tuple[int, int]:
@@ -38,39 +35,39 @@ class Segment(NamedTuple):
     rows, columns = self.planes[0].shape
     return rows, columns
 
-  def rows_of(self, x: jax.Array) -> jax.Array:
+  def rows_of(self, x: Array) -> Array:
     """Returns the lines of ``x`` for these tiles; ``x`` has a line for each row."""
     return x[self.first_row : self.first_row + self.shape[0]]
 
 
 def tile_segments(
-  x: jax.Array,
+  x: Array,
   planes: int,
   bucket_size: int,
-  fill: Callable[[jax.Array], jax.Array] = lambda rest: rest,
+  fill: Callable[[Array], Array] = lambda rest: rest,
 ) -> list[Segment]:
-  """Cuts a flat array into tiles of ``planes`` buckets: at most two segments.
-
-  The full tiles are one segment of strided slices, which XLA fuses into their readers.
-  Only the last, partial tile is filled with zeros. Filling the whole array instead
-  would cost a temporary of the gradient's size. Before, ``fill`` changes that tile.
-
-  Example:
-    >>> full, last = tile_segments(jnp.arange(7), planes=2, bucket_size=2)
-    >>> [plane.tolist() for plane in full.planes], last.buckets.tolist()
-    ([[[0, 1]], [[2, 3]]], [[4, 5], [6, 0]])
-  """
+  """Cuts an array, flat or tiles, into ``planes`` buckets a tile: two segments."""
+  if x.shape[1:] == (planes, bucket_size):
+    return [Segment(0, x.reshape(-1, bucket_size), _planes_of(x))]
+  x = x.reshape(-1)
+  # The full tiles are one segment of slices, which XLA fuses into their readers. Only
+  # the last, partial tile is filled, with zeros after what `fill` makes.
   tile = planes * bucket_size
   full = x.size // tile
   segments = []
   if full:
     buckets = x[: x.size // bucket_size * bucket_size].reshape(-1, bucket_size)
-    stop = (full - 1) * planes + 1
-    strided = [
-      jax.lax.slice(buckets, (k, 0), (k + stop, bucket_size), (planes, 1))
-      for k in range(planes)
-    ]
-    segments.append(Segment(0, buckets, strided))
+    if full * tile == x.size:
+      # On TPUs these are whole vectors of 128 lanes, where strides would pick single
+      # rows out of each vector.
+      tiles = x.reshape(full, tile)
+      cut = lambda k: tiles[:, k * bucket_size : (k + 1) * bucket_size]
+    else:
+      # XLA:CPU would copy the full tiles for their many readers.
+      reach = (full - 1) * planes + 1
+      stop = lambda k: (k + reach, bucket_size)
+      cut = lambda k: jax.lax.slice(buckets, (k, 0), stop(k), (planes, 1))
+    segments.append(Segment(0, buckets, [cut(k) for k in range(planes)]))
   if x.size > full * tile:
     rest = fill(x[full * tile :])
     last = jnp.pad(rest, (0, tile - rest.size)).reshape(planes, bucket_size)
@@ -78,18 +75,24 @@ def tile_segments(
   return segments
 
 
-def filled(x: jax.Array, bucket_size: int) -> jax.Array:
-  """Fills the last bucket of a flat array with its own elements in turn.
+def _sliced(tiles: Array) -> list[Array]:
+  """Returns :func:`_planes_of` for TPUs, which would have to move a flat array."""
+  return [tiles[:, k] for k in range(tiles.shape[1])]
 
-  It is for codecs that take means over a bucket, which zeros would draw to zero. A copy
-  gets the code and the value of its original in every stage. In later stages rows have
-  no leaf any more, and a mean counts the copies as well. It is then nearly the mean of
-  the elements.
 
-  Example:
-    >>> filled(jnp.arange(7), 4).tolist()
-    [0, 1, 2, 3, 4, 5, 6, 4]
-  """
+@on_tpu(_sliced)
+def _planes_of(tiles: Array) -> list[Array]:
+  """Returns the planes of tiles, ``[rows, P, B]``, as parts of rows of elements."""
+  # XLA:CPU would hold tiles and planes.
+  rows, planes, size = tiles.shape
+  flat = tiles.reshape(rows, planes * size)
+  return [flat[:, k * size : (k + 1) * size] for k in range(planes)]
+
+
+def filled(x: Array, bucket_size: int) -> Array:
+  """Fills the last bucket of a flat array with its own elements in turn."""
+  # It is for codecs that take means over a bucket, which zeros would draw to zero. In
+  # later stages a mean counts the copies as well, and is nearly that of the elements.
   rest = x.size % bucket_size
   if not rest:
     return x
@@ -98,7 +101,7 @@ def filled(x: jax.Array, bucket_size: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
-def pack_planes(codes: Sequence[jax.Array], bits: int) -> jax.Array:
+def pack_planes(codes: Sequence[Array], bits: int) -> Array:
   """Packs one array of codes a plane into words: plane ``k`` from bit ``k*bits`` on.
 
   Args:
@@ -119,7 +122,7 @@ def pack_planes(codes: Sequence[jax.Array], bits: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
-def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
+def unpack_planes(words: Array, bits: int) -> Array:
   """Unpacks ``uint32[..., B]`` by one broadcast shift: ``uint32[..., 32 // bits, B]``.
 
   Args:
@@ -139,7 +142,7 @@ def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
   return codes if bits == 32 else codes & jnp.uint32(2**bits - 1)
 
 
-def stacked(segments: Sequence[Sequence[jax.Array]], row_words: int) -> jax.Array:
+def stacked(segments: Sequence[Sequence[Array]], row_words: int) -> Array:
   """Joins the parts of rows, ``uint32[rows, words]``, of each segment, and segments."""
   rows = [jnp.concatenate(parts, axis=1) for parts in segments]
   if not rows:
@@ -147,7 +150,7 @@ def stacked(segments: Sequence[Sequence[jax.Array]], row_words: int) -> jax.Arra
   return rows[0] if len(rows) == 1 else jnp.concatenate(rows)
 
 
-def less(x: jax.Array, tiles: jax.Array) -> jax.Array:
+def less(x: Array, tiles: Array) -> Array:
   """Subtracts decoded tiles from an array; the last tile may be partial."""
   # In another shape than the tiles', XLA's loops for CPUs take three times as long.
   if x.size == tiles.size:
@@ -155,11 +158,11 @@ def less(x: jax.Array, tiles: jax.Array) -> jax.Array:
   return x - tiles.reshape(-1)[: x.size].reshape(x.shape)
 
 
-def float_words(x: jax.Array) -> jax.Array:
+def float_words(x: Array) -> Array:
   """Returns the bit patterns of ``float32`` numbers, which travel in the rows."""
   return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def floats(words: jax.Array) -> jax.Array:
+def floats(words: Array) -> Array:
   """Returns the ``float32`` numbers of bit patterns."""
   return jax.lax.bitcast_convert_type(words, jnp.float32)

@@ -1,47 +1,30 @@
-"""Rotation of tiles, which spreads each element over a group of 8 or 32, and undoes it.
-
-A group lies across planes, and for 32 across the four quarters of a word's bucket too.
-So the rotation is sums of whole arrays and never a shuffle within one.
-"""
+"""Rotation of tiles, which spreads each element over a group of 8 or 32."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 PLANES = 8  # of a group; a group of 32 lies in four columns of each
 
 
-def rotate(tiles: jax.Array, size: int) -> jax.Array:
-  r"""Replaces the elements of each group by their means with signs.
-
-  With the elements :math:`x_i` of a group of :math:`n`, fixed signs :math:`s_i`, and
-  the Hadamard matrix :math:`H_{ki}`, which is -1 where k and i have an odd number of
-  common bits, and else 1,
-
-  .. math:: y_k = \frac{1}{n} \sum_i H_{ki} s_i x_i
-
-  Tiles are ``float32[rows, P, B]``, with P a multiple of 8, and B one of 4 for groups
-  of 32; ``size`` is n, 8 or 32.
-
-  Example:
-    >>> one = jnp.zeros((1, 8, 32)).at[0, 3, 5].set(8.0)
-    >>> rotate(one, 8)[0, :, 5]
-    Array([-1.,  1.,  1., -1., -1.,  1.,  1., -1.], dtype=float32)
-    >>> bool((unrotate(rotate(one, 8), 8) == one).all())
-    True
-  """
-  # Signs are set by bits, so that no product can be contracted with a sum.
+def rotate(tiles: Array, size: int) -> Array:
+  """Replaces the n elements x of each group by ``H s x / n``, with fixed signs s."""
+  # H is the Hadamard matrix: -1 where k and i have an odd number of common bits, and
+  # else 1. Tiles are float32[rows, P, B], with P a multiple of 8, and B one of 4 for
+  # groups of 32; `size` is n, 8 or 32. Signs are set by bits, so that no product can be
+  # contracted with a sum.
   return _butterfly(_signed(tiles * np.float32(1 / size)), size)
 
 
-def unrotate(tiles: jax.Array, size: int) -> jax.Array:
+def unrotate(tiles: Array, size: int) -> Array:
   """Undoes :func:`rotate`, of sums of tiles, too, but for the rounding of sums."""
   return _signed(_butterfly(tiles, size))
 
 
-def _butterfly(tiles: jax.Array, size: int) -> jax.Array:
+def _butterfly(tiles: Array, size: int) -> Array:
   """Multiplies each group by the Hadamard matrix, in a sum of two for each bit."""
   rows, planes, columns = tiles.shape
   pairs = size.bit_length() - 1
@@ -57,7 +40,7 @@ def _butterfly(tiles: jax.Array, size: int) -> jax.Array:
   return jnp.concatenate([first + second, first - second], last).reshape(tiles.shape)
 
 
-def _signed(tiles: jax.Array) -> jax.Array:
+def _signed(tiles: Array) -> Array:
   """Changes the sign of an element where the sequence of its tile has -1."""
   words = jnp.asarray(_sign_words(*tiles.shape[1:]))
   plane = jnp.arange(tiles.shape[1], dtype=jnp.uint32)[:, None]
@@ -68,11 +51,7 @@ def _signed(tiles: jax.Array) -> jax.Array:
 
 @functools.cache
 def _sign_words(planes: int, columns: int) -> np.ndarray:
-  """Returns the signs of a tile, plane k in bit k of each column: ``uint32[B]``.
-
-  It is the Rudin-Shapiro sequence, whose sums with the rows of a Hadamard matrix are
-  all small: constant elements are spread as well.
-  """
+  """Returns the signs of a tile, plane k in bit k of each column: ``uint32[B]``."""
   number = np.arange(planes * columns, dtype=np.uint32).reshape(planes, columns)
   parity = number & (number >> 1)
   for shift in (16, 8, 4, 2, 1):

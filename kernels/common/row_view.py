@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 T = TypeVar("T")
 
@@ -18,37 +18,39 @@ COPIED = 1 << 17
 
 
 class RowView(NamedTuple):
-  """One row out of several matrices of the same shape.
+  """One row out of several matrices of the same shape."""
 
-  Example:
-    >>> x = RowView([jnp.array([[1.0, -3.0, 2.0]])], jnp.int32(0))
-    >>> x.at(jnp.array([1, 3]))
-    Array([-3.,  0.], dtype=float32)
-  """
-
-  matrices: Sequence[jax.Array]  # float32[rows, n] each
-  number: jax.Array  # int32[]: counts the rows of the first matrix, the second, ...
+  # float32[rows, n] each; or float32[n], a row, of which XLA for TPUs makes loops with
+  # registers of 1024 elements, and not of 128 as of float32[1, n].
+  matrices: Sequence[Array]
+  number: Array  # int32[]: counts the rows of the first matrix, the second, ...
 
   @property
   def size(self) -> int:
     """The number of elements of the row."""
-    return self.matrices[0].shape[1]
+    return self.matrices[0].shape[-1]
 
-  def read(self, function: Callable[[jax.Array], T]) -> T:
+  @property
+  def rows(self) -> int:
+    """The number of rows of a matrix."""
+    return self.matrices[0].shape[0] if self.matrices[0].ndim > 1 else 1
+
+  def read(self, function: Callable[[Array], T]) -> T:
     """Returns ``function(row)``, without a copy of a row of a matrix with several."""
 
-    def row(matrix: jax.Array, number: jax.Array | int) -> jax.Array:
+    def row(matrix: Array, number: Array | int) -> Array:
       if matrix.shape[0] == 1:
         return matrix[0]
       return lax.dynamic_index_in_dim(matrix, number, keepdims=False)
 
     return self.read_within(lambda matrix, number: function(row(matrix, number)))
 
-  def read_within(self, function: Callable[[jax.Array, jax.Array | int], T]) -> T:
+  def read_within(self, function: Callable[[Array, Array | int], T]) -> T:
     """Returns ``function(matrix, number)`` of the row's matrix and its number there."""
-    count = self.matrices[0].shape[0]
+    count = self.rows
 
-    def of(matrix: jax.Array) -> T:
+    def of(matrix: Array) -> T:
+      matrix = matrix.reshape(count, self.size)
       return function(matrix, self.number % count if count > 1 else 0)
 
     if len(self.matrices) == 1:
@@ -58,14 +60,13 @@ class RowView(NamedTuple):
     return lax.switch(self.number // count, branches)
 
   def copied(self) -> "RowView":
-    """Returns the same row, copied once, so that no reader is compiled for each matrix.
-
-    Example:
-      >>> RowView([jnp.zeros((1, 2)), jnp.ones((1, 2))], jnp.int32(1)).copied().matrices
-      [Array([[1., 1.]], dtype=float32)]
-    """
+    """Returns the same row, copied once, so that readers are compiled once."""
     return RowView([self.read(lambda x: x)[None]], jnp.int32(0))
 
-  def at(self, positions: jax.Array) -> jax.Array:
+  def at(self, positions: Array) -> Array:
     """Returns the elements at positions; positions behind the row's end give 0."""
-    return self.read(lambda x: x.at[positions].get(mode="fill", fill_value=0))
+    return self.read(
+      lambda x: x.at[positions].get(
+        mode="fill", fill_value=0, wrap_negative_indices=False
+      )
+    )

@@ -1,29 +1,44 @@
 """Selection of the elements of largest magnitude, without sorting them all.
 
-Only the survivors of a threshold are sorted; a small row is sorted as a whole.
+A threshold is found on a sample of a row. Then all elements that reach it are counted
+and marked, and only these are sorted; a small row is sorted as a whole. A row is one of
+several matrices, which a number counts: one program serves all leaves of a size.
 """
+
+import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import Array, lax
 
-from gradcomp._src.kernels.common.magnitudes import as_floats, magnitudes
 from gradcomp._src.kernels.common.row_view import RowView
-from gradcomp._src.kernels.common.thresholds import reaching
-from gradcomp._src.kernels.compaction import count_bits, positions
-from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.compaction import positions, reference
+from gradcomp._src.kernels.gpu.dispatch import Implementation, on_tpu
+from gradcomp._src.kernels.threshold_mask import mark
+from gradcomp._src.kernels.threshold_mask.reference import (
+  ABOVE_ALL,
+  as_floats,
+  magnitudes,
+)
+from gradcomp._src.kernels.tpu.lines import LANES
+
+# The sample is lines of memory, one from each of as many equal parts of the row.
+_LINE = 16  # elements of a line
+_LINES = 8192  # at most
+_HITS = 192  # elements of the sample to reach it, where capacity is twice the count
+
+# Steps of the bisection on a sample, which find a threshold to a thousandth.
+_HALVINGS = 18
+
+# A threshold first moves by a sixteenth of an octave if the sample misled the search.
+_FIRST_STEP = 1 << 19
 
 
-def largest(x: RowView, count: int, sign: jax.Array | None = None) -> jax.Array:
-  """Returns the positions of the ``count`` elements of largest magnitude, in order.
-
-  They are ``int32[count]``, ascending. With ``sign``, ``float32[]``, only elements of
-  its sign count; the size of the row stands where there are fewer.
-
-  Example:
-    >>> largest(RowView([jnp.array([[1.0, -5.0, 0.5, 2.0]])], jnp.int32(0)), 2)
-    Array([1, 3], dtype=int32)
-  """
+def largest(x: RowView, count: int, sign: Array | None = None) -> Array:
+  """Returns the positions of the ``count`` elements of largest magnitude, ascending."""
   position = x.read(lambda x: lax.top_k(as_floats(magnitudes(x, sign)), count)[1])
   position = position.astype(jnp.int32)
   if sign is not None:
@@ -37,35 +52,21 @@ def at_least(
   count: int,
   capacity: int,
   *,
-  sign: jax.Array | None = None,
-  first: jax.Array | None = None,
+  sign: Array | None = None,
+  first: Array | None = None,
   implementation: Implementation | None = None,
-) -> jax.Array:
-  """Returns the positions of all elements that reach a threshold.
-
-  The threshold is one that between ``count`` and ``capacity`` elements reach. Where
-  equal elements leave no such threshold, all larger ones are listed, and as many of the
-  equal ones as make ``count``.
-
-  Args:
-    x: a row of n elements.
-    count: at most n.
-    capacity: ``count`` or more.
-    sign: ``float32[]``, to choose only among elements of its sign, of which there may
-      be fewer.
-    first: ``float32[]``, a threshold to take as it is if no more than ``capacity``
-      elements reach it, even if fewer than ``count`` do; 0 for none.
-    implementation: the one of marks and lists: see :func:`dispatch.run`.
-
-  Returns:
-    ``int32[capacity]``, tile by tile; n behind the last.
-  """
+) -> Array:
+  """Returns the positions of all elements that reach a threshold."""
+  # They are `int32[capacity]`, tile by tile; n behind the last. The threshold is one
+  # that between `count` and `capacity` elements reach, or `first` if no more than
+  # `capacity` do. Where equal elements leave no such threshold, all larger ones are
+  # listed, and equal ones up to `count`. With `sign` only its elements count.
   words = reaching(x, count, capacity, sign, first, implementation)
   # The loop has one round, which XLA cannot know. So XLA keeps the list, and does not
   # fuse it into each of its readers, which would make it anew for each.
-  number = count_bits(words)
+  number = reference.count_bits(words)
   nothing = jnp.zeros(capacity, jnp.int32) + (number & 0)
-  found = lambda *_: positions(words, capacity, x.size, implementation=implementation)
+  found = lambda *_: positions(words, capacity, x.size)
   return lax.fori_loop(0, (number >= 0) * 1, found, nothing)
 
 
@@ -74,15 +75,151 @@ def trimmed(
   count: int,
   capacity: int,
   *,
-  sign: jax.Array | None = None,
+  sign: Array | None = None,
   implementation: Implementation | None = None,
-) -> jax.Array:
-  """Selects as :func:`largest` does, but sorts only the survivors of :func:`at_least`.
-
-  Returns:
-    ``int32[count]``, tile by tile; n where there is no such element.
-  """
+) -> Array:
+  """Selects as :func:`largest` does, but sorts only survivors of :func:`at_least`."""
   survivors = at_least(x, count, capacity, sign=sign, implementation=implementation)
   order = as_floats(magnitudes(x.at(survivors), sign))
   _, chosen = lax.top_k(jnp.where(survivors < x.size, order, -jnp.inf), count)
   return survivors[jnp.sort(chosen)]
+
+
+def reaching(
+  x: RowView,
+  count: int,
+  capacity: int,
+  sign: Array | None,
+  first: Array | None,
+  implementation: Implementation | None,
+) -> Array:
+  """Returns a bit for each element that reaches a threshold: ``uint32[n / 32]``."""
+  # They are the elements that `at_least` lists. The search bisects the bits of the
+  # threshold. It starts from the sample's, in steps that double until both sides are
+  # known. It counts once if the sample is right, and up to 45 times if not. Where it
+  # ends between neighbors, it looks at both once more.
+  zero = magnitudes(x.matrices[0].reshape(-1)[0]) & 0
+  fewest = jnp.int32(count)
+  sampled = functools.partial(_sampled, x, count, capacity, sign)
+  if first is None:
+    guess = sampled()
+  else:
+    given = lax.bitcast_convert_type(first, jnp.uint32) | zero
+    guess = lax.cond(given > 0, lambda: given, sampled)
+    fewest = jnp.where(given > 0, 0, count)
+
+  def goes_on(state: _Search) -> Array:
+    return ~state.fits & (state.ends < 3)
+
+  def look(state: _Search) -> _Search:
+    words, found = mark(x, state.threshold, sign, implementation=implementation)
+    many = found > capacity
+    low = jnp.where(many, state.threshold, state.low)
+    high = jnp.where(many, state.high, state.threshold)
+    middle = low + (high - low) // 2
+    up = jnp.minimum(low + state.step, middle)
+    down = jnp.maximum(high - jnp.minimum(state.step, high), middle)
+    ended = high - low <= 1
+    last = jnp.where(state.ends == 0, high, low)
+    # With a sign, zeros and the elements of the other sign must not reach it.
+    following = jnp.where(ended, last, jnp.where(many, up, down))
+    return _Search(
+      threshold=jnp.maximum(following, 0 if sign is None else 1),
+      step=2 * jnp.minimum(state.step, np.uint32(1 << 29)),
+      low=low,
+      high=high,
+      fewest=zero.astype(jnp.int32) + count,
+      fits=(found >= state.fewest) & ~many,
+      ends=state.ends + ended,
+      words=words,
+      before=state.words,
+    )
+
+  none = jnp.zeros(-(-x.size // reference.TILE) * reference.LANES, jnp.uint32) + zero
+  start = _Search(
+    threshold=jnp.maximum(guess, 1),
+    step=zero + np.uint32(_FIRST_STEP),
+    low=zero,
+    high=zero + ABOVE_ALL,
+    fewest=zero.astype(jnp.int32) + fewest,
+    fits=zero > 0,
+    ends=zero.astype(jnp.int32),
+    words=none,
+    before=none,
+  )
+  state = lax.while_loop(goes_on, look, start)
+
+  def with_ties() -> Array:
+    above = state.before
+    return above | reference.first_bits(
+      state.words & ~above, count - reference.count_bits(above)
+    )
+
+  return lax.cond(state.fits, lambda: state.words, with_ties)
+
+
+class _Search(NamedTuple):
+  """The state of the search after a look at the elements that reach a threshold."""
+
+  threshold: Array  # uint32[]: to look at next
+  step: Array  # uint32[]: how far it moves at most
+  low: Array  # uint32[]: more elements reach it than there is capacity for
+  high: Array  # uint32[]: fewer elements reach it than are wanted
+  fewest: Array  # int32[]: the number of elements that is enough
+  fits: Array  # bool[]: whether the number of elements is right
+  ends: Array  # int32[]: looks since low and high became neighbors
+  words: Array  # uint32[n / 32]: bits of this look's elements; at the end, low's
+  before: Array  # the same of the look before; at the end, high's
+
+
+def _sampled(x: RowView, count: int, capacity: int, sign: Array | None) -> Array:
+  """Returns a threshold that about ``sqrt(count * capacity)`` elements reach."""
+  # It bisects the magnitudes of all elements if these are few, else those of lines of
+  # memory, one in each of as many equal parts, at places without a regular pattern.
+  middle = math.sqrt(count * capacity)
+  # The deviation of h hits in a sample is sqrt(h). With so many hits, an error of four
+  # deviations is still between count and capacity.
+  hits = _HITS / max(capacity / count - 1, 1 / 16) ** 2
+  number_of_lines = min(_LINES, math.ceil(hits / middle * x.size / _LINE))
+
+  def lines(x: Array) -> Array:
+    part = x.size // number_of_lines
+    number = lax.iota(jnp.uint32, number_of_lines)
+    offset = (number * np.uint32(0x9E3779B1) >> 8) % np.uint32(part - _LINE + 1)
+    return _lines(x, (number * np.uint32(part) + offset).astype(jnp.int32))
+
+  whole = x.size <= _LINE * number_of_lines
+  order = magnitudes(x.read(lambda x: x) if whole else x.read(lines), sign)
+  wanted = min(max(round(middle * order.size / x.size), 1), order.size)
+
+  def halve(_: Array, sides: tuple[Array, Array]) -> tuple:
+    low, high = sides
+    between = low + (high - low) // 2
+    many = (order >= between).sum(dtype=jnp.int32) >= wanted
+    return jnp.where(many, between, low), jnp.where(many, high, between)
+
+  zero = order[0] & 0
+  return lax.fori_loop(0, _HALVINGS, halve, (zero, zero + ABOVE_ALL))[0]
+
+
+def _lines_by_slices(x: Array, start: Array) -> Array:
+  """Reads a line of a flat array from each start on: ``float32[lines * 16]``."""
+  line = jax.vmap(lambda at: lax.dynamic_slice(x, (at,), (_LINE,)))
+  return line(start).reshape(-1)
+
+
+def _lines_by_rows(x: Array, start: Array) -> Array:
+  """Reads the lines in a form for TPUs, where XLA would slice them one by one."""
+  # It gathers whole rows of 128, if all starts are multiples of that. So a line is in
+  # two rows, as a column here; halves, quarters and so on of a row move it to the top.
+  rows = jnp.pad(x, (0, -x.size % LANES)).reshape(-1, LANES)
+  row, place = start // LANES, start % LANES
+  both = (row, jnp.minimum(row + 1, rows.shape[0] - 1))
+  found = [rows.at[number].get(mode="promise_in_bounds") for number in both]
+  columns = jnp.concatenate(found, axis=1).T[: LANES + _LINE - 1]
+  for step in (64, 32, 16, 8, 4, 2, 1):
+    columns = jnp.where(place & step > 0, columns[step:], columns[:-step])
+  return columns.T.reshape(-1)
+
+
+_lines = on_tpu(_lines_by_rows)(_lines_by_slices)

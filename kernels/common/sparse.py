@@ -1,39 +1,31 @@
-"""Packs positions into 16 bits, and adds many sparse rows to one dense array.
+"""Packs positions into 16 bits, and adds many sparse rows to one dense array."""
 
-Positions are relative to blocks of 65,536 elements. Entries lie block by block, and a
-row says where the entries of each block end.
-"""
+import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
+from gradcomp._src.kernels import materialize
 from gradcomp._src.kernels.common import planes
-from gradcomp._src.kernels.compaction import groups_of_slots
 
 HALF = 16  # bits of a position in its block
 BLOCK = 1 << HALF
 COUNTED = 1 << 31  # elements: int32 counts the positions in fewer
 
 
-def block_ends(positions: jax.Array, size: int, block: int = BLOCK) -> jax.Array:
-  """Counts the entries that lie in each block or before it: ``uint32[blocks]``.
-
-  Positions are ``int32[slots]``, block by block; ``size`` in slots that are not used.
-
-  Example:
-    >>> block_ends(jnp.array([7, 5, 70_000, 80_000]), 80_000)
-    Array([2, 3], dtype=uint32)
-  """
+def block_ends(positions: Array, size: int, block: int = BLOCK) -> Array:
+  """Counts the entries that lie in each block or before it: ``uint32[blocks]``."""
   blocks = -(-size // block)
   owner = jnp.where(positions < size, positions // block, blocks)
   numbers = lax.iota(jnp.int32, blocks)
 
   # This bisects all blocks at once. jnp.searchsorted fails in some maps (JAX 0.10.2).
-  def halve(_: jax.Array, sides: tuple[jax.Array, jax.Array]) -> tuple:
+  def halve(_: Array, sides: tuple[Array, Array]) -> tuple:
     low, high = sides
     middle = low + (high - low) // 2
-    right = (owner.at[middle].get(mode="clip") <= numbers) & (low < high)
+    own = owner.at[middle].get(mode="clip", wrap_negative_indices=False)
+    right = (own <= numbers) & (low < high)
     return jnp.where(right, middle + 1, low), jnp.where(right, high, middle)
 
   none = numbers * 0 + owner[:1] * 0
@@ -42,29 +34,32 @@ def block_ends(positions: jax.Array, size: int, block: int = BLOCK) -> jax.Array
   return ends.astype(jnp.uint32)
 
 
-def slot_blocks(ends: jax.Array, slots: int) -> jax.Array:
-  """Returns the block of each used slot: ``int32[slots]``."""
+def slot_blocks(ends: Array, slots: int) -> Array:
+  """Returns the block of each slot, later ones of unused slots: ``int32[slots]``."""
   if ends.size == 1:
     return jnp.zeros(slots, jnp.int32)
   ends = ends.astype(jnp.int32)
-  return groups_of_slots(jnp.diff(ends, prepend=ends[:1] * 0), slots)[0]
+  slot = lax.iota(jnp.int32, slots)
+  steps = ends.size.bit_length()
+
+  # This counts the blocks that end before a slot, bit by bit from the highest.
+  def count(number: Array, block: Array) -> Array:
+    further = block + (1 << (steps - 1) >> number)
+    end = ends.at[further - 1].get(mode="clip", wrap_negative_indices=False)
+    before = end <= slot
+    return jnp.where(before, further, block)
+
+  return lax.fori_loop(0, steps, count, slot * 0 + ends[:1] * 0)
 
 
-def pack_halves(values: jax.Array) -> jax.Array:
-  """Packs ``uint32[slots]`` of 16 bits, two a word: ``uint32[ceil(slots / 2)]``.
-
-  The second half of the values lies in the high bits, above the first half.
-
-  Example:
-    >>> pack_halves(jnp.array([1, 2, 3], jnp.uint32)).tolist() == [1 + (3 << 16), 2]
-    True
-  """
+def pack_halves(values: Array) -> Array:
+  """Packs ``uint32[slots]`` of 16 bits, the second half above the first."""
   half = half_words(values.size)
   above = jnp.pad(values[half:], (0, 2 * half - values.size))
   return planes.pack_planes([values[:half], above], HALF)
 
 
-def unpack_halves(words: jax.Array, slots: int) -> jax.Array:
+def unpack_halves(words: Array, slots: int) -> Array:
   """Unpacks the words of :func:`pack_halves`: ``uint32[slots]``."""
   return planes.unpack_planes(words, HALF).reshape(-1)[:slots]
 
@@ -74,42 +69,50 @@ def half_words(slots: int) -> int:
   return -(-slots // 2)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 4))  # leaves of a shape: traced once
 def add_entries(
-  shape: tuple[int, ...], positions: jax.Array, values: jax.Array, scale: float
-) -> jax.Array:
-  """Returns the sum of several payloads times ``scale``: ``float32[rows, size]``.
+  size: int,
+  positions: Array,
+  values: Array,
+  start: Array | int = 0,
+  count: int | None = None,
+) -> Array:
+  """Adds entries of K payloads, ``[K, rows, slots]``, to ``float32[count, 1, size]``.
 
-  Positions and values are ``[K, rows, slots]``; unused slots have the position ``size``
-  or more. ``shape`` holds the number of rows, and of elements in a row.
-
-  Example:
-    >>> positions = jnp.array([[[2, 0]], [[2, 3]]])
-    >>> add_entries((1, 3), positions, jnp.ones((2, 1, 2)), 0.5)
-    Array([[0.5, 0. , 1. ]], dtype=float32)
+  They are those of ``count`` rows from ``start`` on, by default of all rows.
   """
-  rows, size = shape[0], shape[1]
+  rows = positions.shape[1] if count is None else count
   row = lax.iota(jnp.int32, rows)[:, None]
-  used = (positions >= 0) & (positions < size)
-  place: tuple[jax.Array, ...]
-  if rows * size < COUNTED:
-    shape = (rows * size,)
-    place = (jnp.where(used, row * size + positions, rows * size),)
-  else:  # no int32 counts the elements of a flat array
-    place = (jnp.broadcast_to(row, used.shape), jnp.where(used, positions, size))
-  values = values * scale
+  flat = rows * size < COUNTED  # else no int32 counts the elements of a flat array
+  index = functools.partial(lax.dynamic_index_in_dim, allow_negative_indices=False)
 
-  def add(k: jax.Array | int, total: jax.Array) -> jax.Array:
-    where = total.at[tuple(x[k].reshape(-1) for x in place)]
-    return where.add(values[k].reshape(-1), mode="drop", unique_indices=True)
+  def add(k: Array | int, total: Array) -> Array:
+    # Cut in the loop, so that XLA makes no other program for rows elsewhere.
+    payloads = (index(x, k, keepdims=False) for x in (positions, values))
+    at, value = (materialize.slice_at(x, start, rows) for x in payloads)
+    used = (at >= 0) & (at < size)
+    place: tuple[Array, ...]
+    if flat:
+      place = (jnp.where(used, row * size + at, rows * size),)
+    else:
+      place = (jnp.broadcast_to(row, used.shape), jnp.where(used, at, size))
+    where = total.at[tuple(x.reshape(-1) for x in place)]
+    return where.add(
+      value.reshape(-1),
+      mode="drop",
+      unique_indices=True,
+      wrap_negative_indices=False,
+    )
 
-  total = zeros_of_type(values, shape)
+  total = zeros_of_type(values, (rows * size,) if flat else (rows, size))
   # One payload after the other. The entries of one payload have different positions, so
   # that no device can add in an order of its own. A single scatter of all payloads
   # would on GPUs, and workers would differ in the last bit.
-  return lax.fori_loop(0, positions.shape[0], add, total).reshape(rows, size)
+  total = lax.fori_loop(0, positions.shape[0], add, total)
+  return total.reshape(rows, 1, size)
 
 
-def zeros_of_type(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def zeros_of_type(x: Array, shape: tuple[int, ...]) -> Array:
   """Returns ``float32`` zeros that vary over the same mesh axes as ``x``."""
   bits = lax.bitcast_convert_type(x.reshape(-1)[:1], jnp.uint32) & 0
   zero = lax.bitcast_convert_type(bits, jnp.float32)

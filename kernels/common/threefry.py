@@ -9,29 +9,27 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
 # ``uint32[2]``, or its two words: kernels cannot index a value.
-Key = jax.Array | tuple[jax.Array, jax.Array]
+Key = Array | tuple[Array, Array]
 
 
 # It is jitted so that it is traced once for all planes and kernels of a shape, and
 # inlined so that it fuses as if it were not jitted.
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def threefry2x32(
-  key: Key, counter: tuple[jax.Array, jax.Array], rounds: int = 20
-) -> tuple[jax.Array, jax.Array]:
+  key: Key, counter: tuple[Array, Array], rounds: int = 20
+) -> tuple[Array, Array]:
   """Computes Threefry-2x32: 64 random bits for each 64-bit counter.
-
-  For the same key and counter, the bits of 20 rounds are those of the function behind
-  ``jax.random`` with the ``threefry2x32`` implementation.
 
   Args:
     key: ``uint32[2]``, as ``jax.random.key_data`` returns it.
     counter: two ``uint32`` arrays that broadcast against each other.
-    rounds: how often the words are mixed.
+    rounds: how often the words are mixed; 20 in ``jax.random``, for the same bits.
 
   Returns:
     Two ``uint32`` arrays of the broadcast shape.
@@ -60,14 +58,14 @@ def threefry2x32(
   return a, b
 
 
-def key_words(key: jax.Array) -> jax.Array:
-  """Returns the two words of one threefry2x32 key, typed or raw: ``uint32[2]``.
+def key_words(key: Array) -> Array:
+  """Returns the two words of one threefry2x32 key, typed or raw.
 
   Args:
     key: a key from ``jax.random.key`` or ``jax.random.PRNGKey``.
 
   Returns:
-    The words.
+    The words, ``uint32[2]``.
 
   Raises:
     ValueError: a key of another kind, or more than one.
@@ -88,21 +86,15 @@ def key_words(key: jax.Array) -> jax.Array:
   return words
 
 
-def fold_key(key: jax.Array, number: jax.Array | int) -> jax.Array:
-  """Derives a key, ``uint32[2]``, as ``jax.random.fold_in`` does for threefry2x32.
+def fold_key(key: Array, number: Array | int) -> Array:
+  """Derives a key as ``jax.random.fold_in`` does for threefry2x32.
 
   Args:
     key: ``uint32[2]``.
     number: the number to fold in, ``uint32``.
 
   Returns:
-    The new key.
-
-  Example:
-    >>> key = jax.random.key(7, impl="threefry2x32")
-    >>> folded = fold_key(key_words(key), 3)
-    >>> bool((folded == key_words(jax.random.fold_in(key, 3))).all())
-    True
+    The new key, ``uint32[2]``.
   """
   typed = jax.random.wrap_key_data(key, impl="threefry2x32")
   return jax.random.key_data(jax.random.fold_in(typed, number))

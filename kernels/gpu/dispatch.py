@@ -1,35 +1,33 @@
 """Dispatch: chooses the implementation of each operation; no other file does.
 
-An operation has a ``reference``, which is jnp code and the fast path on CPU and TPU.
-``pallas`` and, for some, ``mosaic`` are kernels for GPUs. All give the same bits,
-unless the file ``mosaic`` says otherwise.
-
-``jax.lax.platform_dependent`` traces both, and so would import Pallas, with its back
-ends for GPUs, wherever an encoder is traced. The primitive of this file traces the
-kernel where a program is lowered for CUDA.
+A ``reference`` is jnp code, ``pallas`` is a kernel for GPUs, and ``tpu`` one for TPUs,
+with the same bits. The primitive of this file traces a kernel only where a program is
+lowered for its platform, which ``jax.lax.platform_dependent`` does not: it would import
+Pallas everywhere.
 """
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax import Array
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from gradcomp._src.checks import see
-from gradcomp._src.kernels.gpu import mosaic_tiles, self_check, triton_tiles
+from gradcomp._src.kernels.gpu import self_check, tiles
 
-Implementation = Literal["xla", "pallas", "pallas_interpret", "mosaic"]
+Implementation = Literal["xla", "pallas", "pallas_interpret"]
 
-_HOPPER = 9.0
 _SEE = see("runs-the-reference-instead")
 
 # Whatever the filters of warnings say, each text once in a process.
 _warn_once = functools.cache(warnings.warn)
 
 _Function = Callable[..., Any]
+_Named = tuple[tuple[str, _Function], ...]  # kernels, by their platforms
 
 
 class Operation(NamedTuple):
@@ -37,31 +35,26 @@ class Operation(NamedTuple):
 
   xla: _Function
   pallas: _Function | str
-  mosaic: _Function | str = "there is no such kernel for this operation"
+  tpu: _Function | str = "there is no such kernel for this operation"
 
 
-def encoder(reference: Any, pallas: Any, mosaic: Any = None) -> _Function:
-  """Returns the encoder of modules that each have an ``encode_rows``.
-
-  It takes an array, the other operands, ``form`` and ``implementation``, and returns
-  the rows and the residual or None, as ``reference.encode_rows`` does.
-  """
+def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
+  """Returns an encoder that chooses one of the modules' ``encode_rows``."""
 
   def encode_rows(
-    x: jax.Array,
-    *operands: jax.Array | None,
-    form: triton_tiles.Form,
+    x: Array,
+    *operands: tiles.Operand,
+    form: tiles.Form,
     implementation: Implementation | None = None,
-  ) -> tuple[jax.Array, jax.Array | None]:
+  ) -> tiles.Encoded:
     functions = Operation(
-      reference.encode_rows,
-      triton_tiles.refusal(x.size, form) or pallas.encode_rows,
+      reference.encode_rows, tiles.refusal(x.size, form) or pallas.encode_rows
     )
-    if mosaic is not None:
-      no = mosaic_tiles.refusal(x.size, form)
-      functions = functions._replace(mosaic=no or mosaic.encode_rows)
+    if tpu is not None:
+      no = tpu.refusal(x.size, form)
+      functions = functions._replace(tpu=no or tpu.encode_rows)
     tile = form.planes * form.bucket_size
-    example = lambda: self_check.few_tiles(tile, *operands)
+    example = lambda size: self_check.few_tiles(size, tile, *operands)
     return run(functions, implementation, (x, *operands), {"form": form}, example)
 
   return encode_rows
@@ -72,41 +65,37 @@ def run(
   implementation: Implementation | None,
   operands: tuple[Any, ...],
   options: dict[str, Any],
-  example: Callable[[], self_check.Example],
+  example: Callable[[int], self_check.Example],
 ) -> Any:
-  """Calls one implementation with the operands, and returns its result.
-
-  In a process with CUDA devices, :func:`self_check.failure` first compares ``"pallas"``
-  with ``"xla"`` on a small input. Where the kernel fails or gives other bits, None
-  warns of it once and takes ``"xla"``, and the name raises. The environment variable
-  ``GRADCOMP_CHECK_KERNELS=0`` turns the check off.
-
-  Args:
-    operation: its functions; kernels in Triton style also take ``interpret``.
-    implementation: ``"xla"`` for the reference; ``"pallas"`` for the kernel in Triton
-      style; ``"pallas_interpret"`` for the same kernel on any backend, slowly, for
-      tests; ``"mosaic"`` for the kernel for Hopper and newer; or None. None takes
-      ``"pallas"`` on CUDA devices, where there is such a kernel, and ``"xla"``
-      elsewhere. It decides where the program is lowered for a platform.
-    operands: trees of arrays, or None.
-    options: static, and hashable.
-    example: returns the small input. It is called only where there is a CUDA device.
-
-  Raises:
-    ValueError: the named implementation has no kernel for these arguments, or its
-      kernel does not run on the default backend.
-    RuntimeError: ``"pallas"`` was named, and its kernel fails or gives other bits.
-
-  Example:
-    >>> operation = Operation(jnp.sqrt, "there is none")
-    >>> example = lambda: self_check.Example((np.ones(8, np.float32),))
-    >>> float(run(operation, None, (jnp.float32(4.0),), {}, example))
-    2.0
-  """
+  """Calls one implementation with the operands, and returns its result."""
+  # In a process with GPUs or TPUs, `self_check.verdict` first compares a kernel with
+  # `"xla"` on a small input. Where the kernel fails or gives other bits, None warns of
+  # it once and takes `"xla"`, and the name raises RuntimeError. None also takes `"xla"`
+  # where it is faster. All processes of a run do the same. `"pallas_interpret"` is for
+  # tests on any backend. None takes `"pallas"` on CUDA devices from Hopper on, and the
+  # kernel for TPUs on those, where there is such a kernel, and `"xla"` elsewhere, as a
+  # program is lowered. Options are static, and hashable. `example` makes an input of
+  # some elements, only where there is a device.
   xla = _jitted(operation.xla, **options)
-  found = operation.mosaic if implementation == "mosaic" else operation.pallas
-  if implementation == "xla" or (implementation is None and isinstance(found, str)):
+  reference = functools.partial(operation.xla, **options)
+
+  def chosen(**cuda: _Function) -> Any:
+    kernels = dict(cuda)
+    if not isinstance(operation.tpu, str):
+      tpu = functools.partial(operation.tpu, **options)
+      if _approved(tpu, reference, example, "tpu"):
+        kernels[_MOSAIC] = tpu
+    return (
+      by_platform(operands, kernels, xla.trace(*operands))
+      if kernels
+      else xla(*operands)
+    )
+
+  found = operation.pallas
+  if implementation == "xla":
     return xla(*operands)
+  if implementation is None and isinstance(found, str):
+    return chosen()
   if isinstance(found, str):
     raise ValueError(
       f'`implementation` must be None or "xla" here, got {implementation!r}: {found}.'
@@ -114,32 +103,45 @@ def run(
   kernel = functools.partial(found, **options)
   if implementation == "pallas_interpret":
     return kernel(*operands, interpret=True)
-  if implementation is not None and (missing := _missing(implementation)):
+  if implementation is not None and (missing := _missing()):
     raise ValueError(
       f"`implementation` must be one that runs here, got {implementation!r}, which "
       f'needs {missing}; use None, which takes the fastest, or "xla".'
     )
-  if implementation != "mosaic":
-    reference = functools.partial(operation.xla, **options)
-    if wrong := self_check.failure(kernel, reference, example):
-      if implementation == "pallas":
-        raise RuntimeError(f'{wrong} Use `implementation` None or "xla".{_SEE}')
-      _warn_once(f"{wrong} XLA runs the reference instead.{_SEE}", RuntimeWarning)
-      return xla(*operands)
+  named = implementation == "pallas"
+  if not _approved(kernel, reference, example, "cuda", named=named) and not named:
+    return chosen()
   if implementation is None:
-    return by_platform(operands, kernel, xla.trace(*operands))
+    # A program may be traced before JAX has looked for devices, but not lowered.
+    able = lambda *operands: (xla if self_check.too_old() else kernel)(*operands)
+    return chosen(cuda=able)
   return kernel(*operands)
 
 
-def _missing(implementation: Implementation) -> str | None:
-  """Names the device that a kernel needs and this machine lacks; None if it can run."""
+def _approved(
+  kernel: functools.partial[Any],
+  reference: _Function,
+  example: Callable[[int], self_check.Example],
+  platform: str,
+  *,
+  named: bool = False,
+) -> bool:
+  """Returns whether programs take a kernel; RuntimeError if one that is named fails."""
+  verdict = self_check.verdict(kernel, reference, example, platform)
+  if wrong := verdict.failure:
+    if named:
+      raise RuntimeError(f'{wrong} Use `implementation` None or "xla".{_SEE}')
+    _warn_once(f"{wrong} XLA runs the reference instead.{_SEE}", RuntimeWarning)
+  return verdict.for_kernel
+
+
+def _missing() -> str | None:
+  """Names the device that kernels need and this machine lacks; None if they run."""
   backend = jax.default_backend()
   if backend != "gpu":
     return f"a GPU, and the default backend is {backend!r}"
-  if implementation == "mosaic":
-    capability = getattr(jax.devices()[0], "compute_capability", "0")
-    if float(capability) < _HOPPER:
-      return f"compute capability {_HOPPER} or more, and this GPU has {capability}"
+  if old := self_check.too_old():
+    return f"compute capability {self_check.HOPPER} or more, and this GPU has {old}"
   return None
 
 
@@ -152,34 +154,72 @@ def _jitted(function: _Function, **options: Any) -> Any:
 _CALL = Primitive("gradcomp_kernel")
 _CALL.multiple_results = True
 
+# A kernel by Mosaic for TPUs, which XLA cannot partition, and JAX refuses to where it
+# would have to. Any other function for TPUs has the name of the platform.
+_MOSAIC = "tpu_mosaic"
 
-def by_platform(operands: Any, kernel: _Function, traced: Any) -> Any:
-  """Calls ``kernel`` where a program is lowered for CUDA, else the traced reference."""
+
+def by_platform(operands: Any, kernels: Mapping[str, _Function], traced: Any) -> Any:
+  """Calls the kernel of the platform of a program, if any, else a traced reference."""
   leaves, structure = jax.tree.flatten(operands)
 
-  def flat(*leaves: Any) -> list[Any]:
+  def flat(kernel: _Function, *leaves: Any) -> list[Any]:
     return jax.tree.leaves(kernel(*jax.tree.unflatten(structure, leaves)))
 
-  found = _CALL.bind(*leaves, kernel=flat, reference=traced.jaxpr)
+  named = tuple((name, functools.partial(flat, x)) for name, x in kernels.items())
+  found = _CALL.bind(*leaves, kernels=named, reference=traced.jaxpr)
   return jax.tree.unflatten(jax.tree.structure(traced.out_info), found)
 
 
+def on_tpu(
+  form: _Function, *, mosaic: bool = False
+) -> Callable[[_Function], _Function]:
+  """Decorates a function of arrays; programs for TPUs compute it by ``form``."""
+  # Both give the same bits. The form suits TPUs, which keep arrays in tiles of 8 rows
+  # by 128 columns. It is traced only where a program is lowered so. `mosaic` says that
+  # it has a kernel, which XLA cannot partition.
+  name = _MOSAIC if mosaic else "tpu"
+
+  def decorate(function: _Function) -> _Function:
+    @functools.wraps(function)
+    def either(
+      *operands: Any, implementation: Implementation | None = None, **options: Any
+    ) -> Any:
+      xla = _jitted(function, **options)
+      if implementation == "xla":
+        return xla(*operands)
+      kernel = functools.partial(form, **options)
+      reference = functools.partial(function, **options)
+      example = lambda size: self_check.few_rows(size, *operands)
+      if mosaic and not _approved(kernel, reference, example, "tpu"):
+        return xla(*operands)
+      return by_platform(operands, {name: kernel}, xla.trace(*operands))
+
+    return either
+
+  return decorate
+
+
 @_CALL.def_abstract_eval
-def _types(*_: Any, kernel: _Function, reference: ClosedJaxpr) -> list[Any]:
+def _types(*_: Any, kernels: _Named, reference: ClosedJaxpr) -> list[Any]:
   return reference.out_avals
 
 
 @_CALL.def_impl
-def _run(*leaves: Any, kernel: _Function, reference: ClosedJaxpr) -> Any:
-  is_cuda = jax.lax.platform_dependent(cuda=lambda: True, default=lambda: False)
-  return (kernel if is_cuda else _program(reference))(*leaves)
+def _run(*leaves: Any, kernels: _Named, reference: ClosedJaxpr) -> Any:
+  named = {name: kernel for name, kernel in kernels if name != _MOSAIC}
+  functions = [*named.values(), _program(reference)]
+  numbers = {name: (lambda k=k: k) for k, name in enumerate(named)}
+  number = jax.lax.platform_dependent(**numbers, default=lambda: len(numbers))
+  return functions[number](*leaves)
 
 
 def _batched(
-  leaves: Any, axes: Any, *, kernel: _Function, reference: ClosedJaxpr
+  leaves: Any, axes: Any, *, kernels: _Named, reference: ClosedJaxpr
 ) -> tuple[Any, list[int]]:
   traced = jax.jit(jax.vmap(jaxpr_as_fun(reference), axes)).trace(*leaves)
-  found = by_platform(leaves, jax.vmap(kernel, axes), traced)
+  mapped = {name: jax.vmap(kernel, axes) for name, kernel in kernels}
+  found = by_platform(leaves, mapped, traced)
   return found, [0] * len(found)
 
 
@@ -189,14 +229,27 @@ def _program(reference: ClosedJaxpr) -> _Function:
   return jax.jit(jaxpr_as_fun(reference))
 
 
-def _lower(ctx: Any, *leaves: Any, kernel: _Function, reference: ClosedJaxpr) -> Any:
-  return mlir.lower_fun(_program(reference))(ctx, *leaves)
-
-
-def _lower_kernel(ctx: Any, *leaves: Any, kernel: _Function, reference: Any) -> Any:
+def _lower(
+  platform: str, ctx: Any, *leaves: Any, kernels: _Named, reference: Any
+) -> Any:
+  named = dict(kernels)
+  kernel = named.get(platform) or _program(reference)
+  if platform == "tpu" and not _is_partitioned(ctx.module_context.axis_context):
+    kernel = named.get(_MOSAIC, kernel)
   return mlir.lower_fun(kernel)(ctx, *leaves)
 
 
+def _is_partitioned(context: Any) -> bool:
+  """Returns True if XLA partitions a program, or this part of it, over devices."""
+  if not hasattr(context, "mesh"):
+    return bool(getattr(context, "num_devices", None) != 1)
+  manual = set(context.manual_axes) | set(context.mesh.manual_axes)
+  return manual != set(context.mesh.axis_names)
+
+
 batching.primitive_batchers[_CALL] = _batched
-mlir.register_lowering(_CALL, _lower)
-mlir.register_lowering(_CALL, _lower_kernel, platform="cuda")
+mlir.register_lowering(_CALL, functools.partial(_lower, ""))
+for _platform in ("cuda", "tpu"):
+  mlir.register_lowering(
+    _CALL, functools.partial(_lower, _platform), platform=_platform
+  )

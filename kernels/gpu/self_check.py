@@ -1,56 +1,67 @@
-"""Self-check: tries a kernel on a small input, once for each kind of GPU at hand.
+"""Self-check: tries a kernel on each kind of device here before a program takes it.
 
-Compilers differ from device to device. One of them may refuse a kernel, or make it give
-other bits than the reference. This is found out while the first program that has the
-kernel is traced, so that the program can take the reference instead.
+Compilers differ from device to device. Where one refuses a kernel, or makes it give
+other bits, or where XLA's code is faster, the program that is being traced takes the
+reference instead. All processes of a run take the same one.
 """
 
 import concurrent.futures
 import functools
 import os
+import re
+import statistics
 import textwrap
+import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 
+from gradcomp._src.kernels.gpu import verdicts
 from gradcomp._src.kernels.gpu.backends import has_devices
+from gradcomp._src.kernels.gpu.verdicts import Verdict
+from gradcomp._src.mesh.run_store import is_alone, processes_of
+from gradcomp._src.mesh.types import mesh_of
 
 SWITCH = "GRADCOMP_CHECK_KERNELS"
 
-_ELEMENTS = 1 << 17  # two blocks or more of every kernel with buckets of up to 2048
+HOPPER = 9.0  # the compute capability that kernels need
 
-# The failure of each kernel, or "", by its options, the shapes, and the kind of GPU.
-_known: dict[Hashable, str] = {}
+# Two blocks or more of every kernel with buckets of up to 2048. TPUs have large blocks.
+_ELEMENTS = {"cuda": 1 << 17, "tpu": (1 << 19) + (1 << 17)}
+_TIMED_ELEMENTS = 1 << 24  # a GPU takes longer for them than a host to start a program
+_TIMES, _RUNS = 5, 10  # the median of some times, each of some runs
+
+# Errors with these words are of a device that is full or gone, and no verdict on a
+# kernel; but a kernel may want more memory of its own than there is.
+_RESOURCES = re.compile(
+  "RESOURCE_EXHAUSTED|out of memory|OUT_OF_MEMORY|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED"
+)
+_OF_KERNEL = re.compile("hared memory|[vs]mem")
+
+_Function = Callable[..., Any]
+
+# The verdict on each kernel, by its options, the shapes, and the kind of GPU.
+_known: dict[Hashable, Verdict] = {}
+# What programs took, by the names of kernels.
+_taken: dict[str, Verdict] = {}
 
 
 class Example(NamedTuple):
-  """The arguments of a small call of an operation.
-
-  Example:
-    >>> Example((np.uint32([5]), None)).options
-    {}
-  """
+  """The arguments of a small call of an operation."""
 
   operands: tuple[Any, ...]  # NumPy arrays, or None
   options: Mapping[str, Hashable] = {}  # static, in place of the caller's
 
 
-def few_tiles(tile: int, *others: jax.Array | None) -> Example:
-  """Returns an example for an encoder: some whole tiles, and a part of one.
-
-  ``others`` are the arguments behind the array. A matrix has one line a row.
-
-  Example:
-    >>> x, scale, key = few_tiles(1 << 17, jnp.ones((9, 1)), None).operands
-    >>> x.size, scale.shape, key
-    (327680, (3, 1), None)
-  """
-  size = max(2, _ELEMENTS // tile) * tile + tile // 2
+def few_tiles(least: int, tile: int, *others: Array | None) -> Example:
+  """Returns some whole tiles, and a part of one, for an encoder."""
+  size = max(2, least // tile) * tile + tile // 2
   rng = np.random.default_rng(1)
 
-  def alike(other: jax.Array | None) -> np.ndarray | None:
+  def alike(other: Array | None) -> np.ndarray | None:
     if other is None:
       return None
     shape, dtype = other.shape, other.dtype
@@ -66,61 +77,94 @@ def few_tiles(tile: int, *others: jax.Array | None) -> Example:
   return Example((elements(size), *map(alike, others)))
 
 
-@functools.cache
-def elements(size: int) -> np.ndarray:
-  """Returns numbers of many magnitudes in [-1, 1), zeros and ties: ``float32[size]``.
+def few_rows(least: int, *others: Array) -> Example:
+  """Returns arrays of some elements like others, with fewer rows, for a decoder."""
+  rng = np.random.default_rng(2)
 
-  Example:
-    >>> elements(1000)[-3:]
-    array([-0.5, -0.5, -0.5], dtype=float32)
-  """
+  def alike(other: Array) -> np.ndarray:
+    rows = 1 << max(5, (least // max(1, *other.shape[1:], 1)).bit_length() - 1)
+    # A row more leaves a part of a block. Flat arrays have whole groups.
+    shape = (rows + 1, other.shape[-1]) if other.ndim > 1 else (rows,) * other.ndim
+    if other.dtype != np.uint32:
+      return np.asarray(rng.uniform(0.25, 1, shape), other.dtype)
+    words = rng.integers(0, 1 << 32, shape, np.uint32)
+    # Some of them are floats, which are normal ones.
+    exponent = words & np.uint32(0x7F800000)
+    odd = (exponent == 0) | (exponent == 0x7F800000)
+    return np.where(odd, words ^ np.uint32(0x00800000), words)
+
+  return Example(tuple(map(alike, others)))
+
+
+@functools.lru_cache(2)
+def elements(size: int) -> np.ndarray:
+  """Returns numbers of many magnitudes in [-1, 1), zeros, ties: ``float32[size]``."""
   x = (2 * np.random.default_rng(0).random(size, np.float32) - 1) ** 3
   x[size // 2 : size // 2 + size // 16] = 0
   x[size - size // 16 :] = -0.5
   return x
 
 
-def failure(
-  kernel: Callable[..., Any],
-  reference: Callable[..., Any],
-  example: Callable[[], Example],
-) -> str:
-  """Returns the failure of a kernel against its reference, as a sentence, or "".
-
-  Each kernel is compared once in a process, for each set of static options and kind of
-  GPU. Nothing runs in a process without CUDA devices, nor before JAX has looked for
-  devices, nor where the environment has ``GRADCOMP_CHECK_KERNELS=0``.
-
-  Args:
-    kernel: takes the example's operands, and is for CUDA.
-    reference: takes the same. Its results on the CPU are right.
-    example: returns the arguments of the small call.
-
-  Raises:
-    ValueError: the environment's ``GRADCOMP_CHECK_KERNELS`` is not 0 or 1.
-
-  Example:
-    >>> failure(jnp.abs, jnp.abs, lambda: Example((np.ones(3, np.float32),)))
-    ''
-  """
-  gpus = _gpus()
-  if not gpus or not _is_on():
-    return ""
-  operands, options = example()
-  kernel, reference = (functools.partial(f, **options) for f in (kernel, reference))
+def verdict(
+  kernel: functools.partial[Any],
+  reference: _Function,
+  example: Callable[[int], Example],
+  platform: str = "cuda",
+) -> Verdict:
+  """Returns the verdict of all processes on a kernel, against its reference."""
+  # Each kernel is tried once in a process, for each set of static options and kind of
+  # device. Nothing runs in a process without devices of the platform, nor before JAX
+  # has looked for devices, nor where the environment has `GRADCOMP_CHECK_KERNELS=0`.
+  gpus = _gpus() if platform == "cuda" else _tpus()
+  if not gpus:
+    return Verdict()
+  operands, options = example(_ELEMENTS[platform])
   leaves, structure = jax.tree.flatten(operands)
-  program = kernel.func, tuple(kernel.keywords.items()), structure
+  program = functools.partial(kernel, **options)
   shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-  for gpu in gpus:
-    key = program, shapes, gpu.device_kind
+
+  def of_gpu(gpu: jax.Device) -> Verdict:
+    if _capability(gpu) < HOPPER or not _is_on():
+      return Verdict(able=_capability(gpu) >= HOPPER)
+    key = program.func, *program.keywords.items(), structure, shapes, gpu.device_kind
     if key not in _known:
       # A thread of its own is in no trace, mesh or other context of the caller.
       with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        compared = thread.submit(compare, kernel, reference, operands, gpu)
-        _known[key] = compared.result()
-    if _known[key]:
-      return f"On {gpu.device_kind}, {_name(kernel)} {_known[key]}."
-  return ""
+        tried = thread.submit(_tried, (kernel, reference), example, gpu, platform)
+        _known[key] = tried.result()
+    return _known[key]
+
+  own = lambda: verdicts.of_all([of_gpu(gpu) for gpu in gpus])
+  processes = () if is_alone() else processes_of(mesh_of(()))
+  # Processes are unknown outside of every mesh, where one may trace alone.
+  function, keywords = program.func, sorted(program.keywords.items())
+  name = f"{function.__module__}.{function.__name__}, {keywords!r}, of {shapes!r}"
+  _taken[name] = verdicts.agreed(name, own, processes) if processes else own()
+  return _taken[name]
+
+
+def kernel_verdicts() -> dict[str, Verdict]:
+  """Returns the verdict on each kernel that programs asked for, by its name.
+
+  A kernel is tried before the first program takes it, where there are GPUs or TPUs.
+  It is taken if its bits are those of XLA's code, and it is not slower. All processes
+  of a run have one verdict. It has nothing of ``implementation="xla"``.
+
+  Example:
+    >>> for name, verdict in kernel_verdicts().items():  # none on a CPU
+    ...   print(name, "kernel" if verdict.for_kernel else "XLA", *verdict)
+  """
+  return dict(_taken)
+
+
+def too_old() -> str:
+  """Returns the compute capability of a GPU that cannot run kernels; "" for none."""
+  each = map(_capability, _gpus())
+  return next((str(found) for found in each if found < HOPPER), "")
+
+
+def _capability(gpu: jax.Device) -> float:
+  return float(getattr(gpu, "compute_capability", HOPPER))
 
 
 def _is_on() -> bool:
@@ -132,9 +176,19 @@ def _is_on() -> bool:
 
 def _gpus() -> list[jax.Device]:
   """Returns one CUDA device of each kind, without making JAX look for devices."""
-  if not has_devices():
+  return _kinds("cuda")
+
+
+def _tpus() -> list[jax.Device]:
+  """Returns one TPU of each kind, without making JAX look for devices."""
+  return _kinds("tpu")
+
+
+def _kinds(platform: str) -> list[jax.Device]:
+  # In a run of several processes all look, since all must agree.
+  if not has_devices() and is_alone():
     return []
-  return list({gpu.device_kind: gpu for gpu in _devices("cuda")}.values())
+  return list({each.device_kind: each for each in _devices(platform)}.values())
 
 
 def _devices(platform: str) -> list[jax.Device]:
@@ -144,11 +198,27 @@ def _devices(platform: str) -> list[jax.Device]:
     return []
 
 
-def compare(
-  kernel: Callable[..., Any],
-  reference: Callable[..., Any],
-  operands: tuple[Any, ...],
+def _tried(
+  functions: tuple[_Function, _Function],
+  example: Callable[[int], Example],
   gpu: jax.Device,
+  platform: str,
+) -> Verdict:
+  """Compares a kernel with its reference on a GPU, and times both if it is right."""
+  operands, options = example(_ELEMENTS[platform])
+  kernel, reference = (functools.partial(f, **options) for f in functions)
+  failure = compare(kernel, reference, operands, gpu)
+  if not failure:
+    try:
+      own, xla = _seconds(functions, example(_TIMED_ELEMENTS), gpu)
+      return Verdict(kernel=own, reference=xla)
+    except Exception as error:
+      failure = _failure(error)
+  return Verdict(f"On {gpu.device_kind}, {_name(kernel)} {failure}.")
+
+
+def compare(
+  kernel: _Function, reference: _Function, operands: tuple[Any, ...], gpu: jax.Device
 ) -> str:
   """Returns the difference between the results of kernel and reference, or ""."""
   cpu = next(iter(_devices("cpu")), gpu)
@@ -156,8 +226,7 @@ def compare(
   try:
     found = _outputs(kernel, operands, gpu)
   except Exception as error:  # whatever a compiler or a driver raises
-    text = textwrap.shorten(f"{type(error).__name__}: {error}", 400)
-    return f"fails with {text}"
+    return _failure(error)
   for a, b in zip(found, expected, strict=True):
     if (wrong := a != b).any():
       at = int(wrong.argmax())
@@ -168,8 +237,38 @@ def compare(
   return ""
 
 
+def _failure(error: Exception) -> str:
+  """Returns an error as a failure; RuntimeError for a device that is full or gone."""
+  text = f"{type(error).__name__}: {error}"
+  full = isinstance(error, MemoryError) or bool(_RESOURCES.search(text))
+  if full and not _OF_KERNEL.search(text):
+    raise RuntimeError(
+      "A kernel could not be tried, which is no verdict on it: "
+      f"{textwrap.shorten(text, 400)}. Leave more of the device's memory free, or run "
+      'XLA\'s code by `implementation="xla"`.'
+    ) from error
+  return f"fails with {textwrap.shorten(text, 400)}"
+
+
+def _seconds(
+  functions: tuple[_Function, ...], example: Example, gpu: jax.Device
+) -> list[float]:
+  """Returns the seconds of one run of each function on a GPU, interleaved."""
+  operands = jax.device_put(example.operands, gpu)
+  times: list[list[float]] = [[] for _ in functions]
+  programs = [jax.jit(functools.partial(f, **example.options)) for f in functions]
+  for _ in range(1 + _TIMES):  # the first warms up
+    for program, own in zip(programs, times, strict=True):
+      start = time.perf_counter()
+      for _ in range(_RUNS):  # the host starts the next one while one runs
+        outputs = program(*operands)
+      jax.block_until_ready(outputs)
+      own.append((time.perf_counter() - start) / _RUNS)
+  return [statistics.median(own[1:]) for own in times]
+
+
 def _outputs(
-  function: Callable[..., Any], operands: tuple[Any, ...], device: jax.Device
+  function: _Function, operands: tuple[Any, ...], device: jax.Device
 ) -> list[np.ndarray]:
   """Runs a function on a device, and returns the words of its results, flat."""
   outputs = jax.device_get(jax.jit(function)(*jax.device_put(operands, device)))

@@ -1,77 +1,76 @@
 """Encodes 1-bit SGD by a Pallas kernel: means, signs and residual in one pass.
 
 Sums are taken in the order of the reference: the steps of a lane one after the other,
-each a load of its own, and the lanes by halves. The signs read the block once more, out
-of the cache.
+each a load of its own, and the lanes by halves. A plane of a block is read a second
+time for its signs, from a cache.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gradcomp._src.kernels.common.fixed_point import exact_divide, held
 from gradcomp._src.kernels.common.planes import float_words
-from gradcomp._src.kernels.gpu import triton_tiles
-from gradcomp._src.kernels.gpu.triton_tiles import Launch
+from gradcomp._src.kernels.gpu import tiles
+from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Launch
 from gradcomp._src.kernels.one_bit import reference
-from gradcomp._src.kernels.one_bit.reference import (
-  WORD,
-  Form,
-  chunks,
-  means_of_sums,
-  sides,
-)
-
-_ELEMENTS = 2048  # of a plane in a block: a lane or more for each thread of four warps
+from gradcomp._src.kernels.one_bit.reference import WORD, Form, means_of_sums, sides
 
 
-@triton_tiles.completed(reference.encode_rows)
-def encode_rows(
-  x: jax.Array, *, form: Form, interpret: bool = False
-) -> triton_tiles.Encoded:
+@tiles.completed(reference.encode_rows)
+def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
+  size = form.bucket_size
+  chunk, lanes = reference.chunks(size)
+  # Each axis of two is a half of the lanes: of their chunks, or within a chunk.
+  chunks, steps = (2,) * _bits(size // chunk), chunk // lanes
+  lines = *chunks, steps, *(2,) * _bits(lanes)
 
-  def body(block: triton_tiles.Block) -> None:
-    def add_plane(k: jax.Array, words: jax.Array) -> jax.Array:
-      positive, negative = _means(block, k)
-      block.put_scale(k, float_words(positive))
-      block.put_scale(k + WORD, float_words(negative))
+  def body(block: Block) -> None:
+    def add_plane(k: Array, words: Array) -> Array:
+      first = block.plane(k, 0)
+      every = (slice(None),) * len(chunks)
+      added: tuple[Array, ...] = ()
+      for step in range(steps):
+        x = block.plane(k, *every, step, view=1)
+        found = sides(x, block.spread(first, x.shape), size)
+        added = tuple(map(jnp.add, added, found)) if added else found
+      above, below, counts = added
+      sums = _sum_by_halves(above), 0.0 - _sum_by_halves(-below), _count(counts)
+      positive, negative = means_of_sums(sums, first, size, size, exact_divide)
+      block.put_scale(size + k, float_words(positive))
+      block.put_scale(size + WORD + k, float_words(negative))
       x = block.plane(k)
-      below = x < 0
+      is_below = x < 0
       if form.keep:
-        sent = jnp.where(below, negative[:, None], positive[:, None])
-        block.put_residual(k, x - sent)
-      return words | (below.astype(jnp.uint32) << k.astype(jnp.uint32))
+        low, high = (block.spread(side, x.shape) for side in (negative, positive))
+        block.put_residual(k, x - jnp.where(is_below, low, high))
+      return words | (is_below.astype(jnp.uint32) << k.astype(jnp.uint32))
 
-    none = jnp.zeros(block.shape, jnp.uint32)
+    none = block.placed(jnp.zeros(block.shape, jnp.uint32))
     block.put(jax.lax.fori_loop(jnp.int32(0), jnp.int32(WORD), add_plane, none))
 
   launch = Launch(
-    "one_bit_encode", form.row_words, form.keep, _ELEMENTS, interpret=interpret
+    "one_bit_encode", form.row_words, form.keep, [(size,), lines], interpret=interpret
   )
-  return triton_tiles.encode(body, x, (), form, launch)
+  return tiles.encode(body, x, (), form, launch)
 
 
-def _means(block: triton_tiles.Block, plane: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns ``avg+`` and ``avg-`` of a plane's buckets: ``float32[rows]`` each."""
-  size = block.shape[1]
-  chunk, lanes = chunks(size)
-  bucket = block.elements(plane, 0, 1)
-  first = block.part(bucket)
-  number = block.elements(plane, 0, size // chunk * lanes) - bucket
-  # The first element of each lane, by the lane's number.
-  start = bucket + number // lanes * chunk + number % lanes
-  sums = sides(block.part(start), first, size)
-  for step in range(1, chunk // lanes):
-    found = sides(block.part(start + step * lanes), first, size)
-    sums = tuple(a + b for a, b in zip(sums, found, strict=True))
-  counts = sums[2].astype(jnp.int32).sum(axis=1).astype(jnp.uint32)
-  positive, negative = _sum_by_halves(sums[0]), 0.0 - _sum_by_halves(-sums[1])
-  sums = positive, negative, counts
-  return means_of_sums(sums, first.reshape(first.shape[0]), size, size, exact_divide)
+def _bits(size: int) -> int:
+  return size.bit_length() - 1
 
 
-def _sum_by_halves(x: jax.Array) -> jax.Array:
-  """Sums numbers of zero or more over the last axis: ``float32[rows]``."""
-  while x.shape[1] > 1:
-    x = held(x.reshape(x.shape[0], 2, x.shape[1] // 2).sum(axis=1))
-  return x.reshape(x.shape[0])
+def _sum_by_halves(x: Array) -> Array:
+  """Sums numbers of zero or more over all axes but the first, each of two."""
+  x = held(x)
+  while x.ndim > 1:
+    x = held(x.sum(axis=1))
+  return x
+
+
+def _count(x: Array) -> Array:
+  while x.ndim > 1:
+    x = x.sum(axis=1, dtype=x.dtype)
+  return x

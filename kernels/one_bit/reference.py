@@ -1,8 +1,4 @@
-"""1-bit SGD's inner loops in jnp: the two means of a bucket, signs, and the residual.
-
-See docs/inside/wire-format.md for the rule. A side of a bucket that has no elements has
-the mean zero. Where one mean is not finite, both are NaN.
-"""
+"""1-bit SGD's inner loops in jnp: two means a bucket, signs, and the residual."""
 
 import dataclasses
 import functools
@@ -13,22 +9,13 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from gradcomp._src.kernels.common.fixed_point import Divide
-from gradcomp._src.kernels.common.fixed_point import divide as divide_anywhere
-from gradcomp._src.kernels.common.planes import (
-  filled,
-  float_words,
-  floats,
-  pack_planes,
-  planes_per_word,
-  stacked,
-  tile_segments,
-  unpack_planes,
-)
+from gradcomp._src.kernels.common import fixed_point, planes
 from gradcomp._src.kernels.common.scales import sum_by_halves, sum_lanes
+from gradcomp._src.kernels.gpu.tiles import Encoded
 
-WORD = planes_per_word(1)  # signs in a word, and buckets in a tile
+WORD = planes.planes_per_word(1)  # signs in a word, and buckets in a tile
 
 # Sums are taken over chunks, in lanes of at most 16 steps, and then over the lanes.
 # XLA:CPU unrolls and vectorizes such short sums; longer ones take it twice as long.
@@ -38,58 +25,39 @@ _LANES = 4  # at least
 _HALF = 1 << 16  # half a word holds one of two counts
 
 
-def means(x: jax.Array, bucket_size: int) -> jax.Array:
-  """Returns ``avg+`` and ``avg-`` of a flat array's buckets: ``float32[rows, 2, 32]``.
-
-  Elements that fill the last tile do not count.
-  """
+def means(x: Array, bucket_size: int) -> Array:
+  """Returns ``avg+``, ``avg-`` of a flat array's buckets: ``float32[rows, 2, 32]``."""
   lines = [jnp.zeros([0, 2, WORD], jnp.float32)]
-  for first_row, buckets, planes in tile_segments(x, WORD, bucket_size):
-    count = planes[0].shape[0] * WORD
+  for first_row, buckets, parts in planes.tile_segments(x, WORD, bucket_size):
+    count = parts[0].shape[0] * WORD
     rest = x.size - first_row * WORD * bucket_size
     # One number for all full buckets: an array would be as long as the leaf.
     present: int | np.ndarray = bucket_size
     if rest < count * bucket_size:  # the last tile
       present = np.clip(rest - np.arange(WORD) * bucket_size, 0, bucket_size)
-    pair = _bucket_means(buckets[:count], jnp.asarray(present))
+    chunk, lanes = chunks(bucket_size)
+    shape = (count, bucket_size // chunk, chunk // lanes, lanes)
+    buckets = buckets[:count]
+    first = buckets[:, :1]
+    addends = sides(buckets, first, bucket_size)
+    partial = sum_lanes(tuple(part.reshape(shape) for part in addends))
+    sums = [sum_by_halves(part.reshape(count, -1)) for part in partial]
+    pair = means_of_sums(sums, first[:, 0], jnp.asarray(present), bucket_size)
     lines.append(jnp.stack([side.reshape(-1, WORD) for side in pair], axis=1))
   return jnp.concatenate(lines)
 
 
-def _bucket_means(
-  buckets: jax.Array, present: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Returns ``avg+`` and ``avg-``, ``[m]``, of ``float32[m, B]``, filled up with zeros.
-
-  ``present`` is the number of elements that are no filling, for each bucket or for all.
-  """
-  count, size = buckets.shape
-  chunk, lanes = chunks(size)
-  shape = (count, size // chunk, chunk // lanes, lanes)
-  first = buckets[:, :1]
-  partial = sum_lanes(tuple(x.reshape(shape) for x in sides(buckets, first, size)))
-  sums = [sum_by_halves(x.reshape(count, -1)) for x in partial]
-  return means_of_sums(sums, first[:, 0], present, size)
-
-
 def chunks(size: int) -> tuple[int, int]:
-  """Returns the size of a bucket's chunks, and the number of lanes of a chunk.
-
-  A lane of a chunk is added from its first element to its last, and the lanes of all
-  chunks by halves.
-  """
+  """Returns the size of a bucket's chunks, and the number of lanes of a chunk."""
   chunk = min(_CHUNK, size & -size)
   return chunk, max(_LANES, chunk // _STEPS)
 
 
-def sides(x: jax.Array, first: jax.Array, size: int) -> tuple[jax.Array, ...]:
-  """Returns the arrays to add over a bucket: the elements of each side, and counts.
-
-  The first array holds the elements of zero or more, the second the others, and zeros
-  elsewhere. Both are multiplied by a power of two, so that no sum of finite elements
-  overflows. The low half of a count is of elements below zero. The high half is of
-  elements that differ from the bucket's first, as long as both halves fit.
-  """
+def sides(x: Array, first: Array, size: int) -> tuple[Array, ...]:
+  """Returns the arrays to add over a bucket: the elements of each side, and counts."""
+  # Elements are multiplied by a power of two, so that no sum of finite ones overflows.
+  # The low half of a count is of elements below zero, the high half of elements that
+  # differ from the bucket's first, as long as both fit.
   down = np.float32(1 / _power_of_two(size))
   negative = x < 0
   counts = negative.astype(jnp.uint32)
@@ -99,16 +67,13 @@ def sides(x: jax.Array, first: jax.Array, size: int) -> tuple[jax.Array, ...]:
 
 
 def means_of_sums(
-  sums: Sequence[jax.Array],
-  first: jax.Array,
-  present: jax.Array | int,
+  sums: Sequence[Array],
+  first: Array,
+  present: Array | int,
   size: int,
-  divide: Divide = divide_anywhere,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns ``avg+`` and ``avg-`` from sums of :func:`sides`.
-
-  The mean of a constant is that constant, whatever its sum rounds to.
-  """
+  divide: fixed_point.Divide = fixed_point.divide,
+) -> tuple[Array, Array]:
+  """Returns ``avg+`` and ``avg-`` from sums of :func:`sides`."""
   down = np.float32(1 / _power_of_two(size))
   positive_sum, negative_sum, counts = sums
   below, constant = counts.astype(jnp.int32), jnp.zeros(counts.shape, bool)
@@ -117,7 +82,7 @@ def means_of_sums(
     # Elements that are not present are zeros, which differ from the first.
     constant = (counts >> 16).astype(jnp.int32) == size - present
 
-  def mean(total: jax.Array, count: jax.Array, side: jax.Array) -> jax.Array:
+  def mean(total: Array, count: Array, side: Array) -> Array:
     average = divide(total, jnp.maximum(count, 1).astype(jnp.float32) * down)
     return jnp.where(constant & side, first, average)
 
@@ -147,32 +112,29 @@ class Form:
     return self.bucket_size + 2 * WORD
 
 
-def encode_rows(
-  x: jax.Array, *, form: Form, first_row: int = 0
-) -> tuple[jax.Array, jax.Array | None]:
+def encode_rows(x: Array, *, form: Form, first_row: int = 0) -> Encoded:
   """Encodes ``float32`` of any shape: ``uint32[rows, B + 64]``, and the residual."""
   del first_row  # nothing is random
   # The barrier makes the means once, for rows and residual. Fused with the residual
   # they take twice as long.
   flat = x.reshape(-1)
   pairs = jax.lax.optimization_barrier(means(flat, form.bucket_size))
-  fill = functools.partial(filled, bucket_size=form.bucket_size)
+  fill = functools.partial(planes.filled, bucket_size=form.bucket_size)
   rows = []
-  for tiles in tile_segments(flat, WORD, form.bucket_size, fill):
+  for tiles in planes.tile_segments(flat, WORD, form.bucket_size, fill):
     signs = [(plane < 0).astype(jnp.uint32) for plane in tiles.planes]
     scales = tiles.rows_of(pairs).reshape(-1, 2 * WORD)
-    rows.append([pack_planes(signs, 1), float_words(scales)])
-  words = stacked(rows, form.row_words)
+    rows.append([planes.pack_planes(signs, 1), planes.float_words(scales)])
+  words = planes.stacked(rows, form.row_words)
   return words, remainder(x, pairs, form.bucket_size) if form.keep else None
 
 
-def remainder(x: jax.Array, pairs: jax.Array, bucket_size: int) -> jax.Array:
+def remainder(x: Array, pairs: Array, bucket_size: int) -> Array:
   """Returns the residual of an array: ``x`` less the mean of its side."""
   tiles = (pairs.shape[0], WORD, bucket_size)
   shape = tiles if x.size == math.prod(tiles) else x.shape  # see planes.less
 
-  def spread(side: jax.Array) -> jax.Array:
-    """Repeats each bucket's mean for its elements."""
+  def spread(side: Array) -> Array:
     each = jnp.broadcast_to(side[..., None], tiles)
     return each if shape is tiles else each.reshape(-1)[: x.size].reshape(shape)
 
@@ -181,18 +143,15 @@ def remainder(x: jax.Array, pairs: jax.Array, bucket_size: int) -> jax.Array:
   return rest.reshape(x.shape)
 
 
-def decode_rows(rows: jax.Array, bucket_size: int) -> jax.Array:
+def decode_rows(rows: Array, bucket_size: int) -> Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 32, B]``."""
-  negative = unpack_planes(rows[..., :bucket_size], 1) == 1
-  scales = floats(rows[..., bucket_size:])[..., None]
+  negative = planes.unpack_planes(rows[..., :bucket_size], 1) == 1
+  scales = planes.floats(rows[..., bucket_size:])[..., None]
   return jnp.where(negative, scales[..., WORD:, :], scales[..., :WORD, :])
 
 
-def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Encodes the columns of ``float32[d, n]``, as CNTK does: each is a bucket.
-
-  Returns rows, ``uint32[n, ceil(d / 32) + 2]``, and the residual.
-  """
+def encode_columns(matrix: Array) -> tuple[Array, Array]:
+  """Encodes the columns of ``float32[d, n]``: ``uint32[n, ceil(d / 32) + 2]``."""
   size, count = matrix.shape
   present = jnp.full(count, size)
   first = matrix[0] if size else jnp.zeros(count, jnp.float32)
@@ -203,15 +162,15 @@ def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
   place = np.arange(WORD, dtype=np.uint32)[:, None]
   signs = signs.reshape(-(-size // WORD), WORD, count)
   words = jnp.sum(signs << place, axis=1, dtype=jnp.uint32)
-  rows = jnp.concatenate([words.T, float_words(jnp.stack(pair, axis=1))], axis=1)
+  rows = jnp.concatenate([words.T, planes.float_words(jnp.stack(pair, axis=1))], axis=1)
   return rows, matrix - jnp.where(matrix < 0, pair[1], pair[0])
 
 
-def decode_columns(rows: jax.Array, size: int) -> jax.Array:
+def decode_columns(rows: Array, size: int) -> Array:
   """Decodes ``uint32[..., n, words]`` to columns, ``float32[..., n, d]``."""
   place = jax.lax.broadcasted_iota(jnp.uint32, (WORD,), 0)
   bits = (rows[..., :-2, None] >> place) & jnp.uint32(1)
   words = rows.shape[-1] - 2
   negative = bits.reshape(*rows.shape[:-1], words * WORD)[..., :size] == 1
-  pair = floats(rows[..., -2:])
+  pair = planes.floats(rows[..., -2:])
   return jnp.where(negative, pair[..., 1:], pair[..., :1])

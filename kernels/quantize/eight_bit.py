@@ -1,7 +1,4 @@
-"""The rule of 8-bit types for a plane: a sign and a level of a table.
-
-See docs/inside/wire-format.md for the rule.
-"""
+"""The rule of 8-bit types for a plane: a sign and a level of a table."""
 
 import dataclasses
 import functools
@@ -10,31 +7,25 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from gradcomp._src.kernels.common.fixed_point import (
-  FRACTION,
-  Divide,
-  Lane,
-  divide,
-  rounded,
-  signed,
-)
+from gradcomp._src.kernels.common import fixed_point
+from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
 from gradcomp._src.kernels.common.piecewise_linear import Line, coordinate, to_units
 from gradcomp._src.kernels.common.planes import floats, planes_per_word, unpack_planes
 from gradcomp._src.kernels.gpu import dispatch
+from gradcomp._src.kernels.gpu.tiles import Operand
 from gradcomp._src.kernels.quantize import pallas, reference
-from gradcomp._src.kernels.quantize.form import ScaledForm
 
 _SIGN = 1 << 7
 _LARGEST = np.finfo(np.float32).max
 PLANES = planes_per_word(8)
 
-
 encode_rows = dispatch.encoder(reference, pallas)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Form(ScaledForm):
+class Form(reference.ScaledForm):
   """The options of 8-bit types."""
 
   bits: int = 8
@@ -44,49 +35,33 @@ class Form(ScaledForm):
 
   name: ClassVar[str] = "eight_bit"
 
-  def unit(self, scale: jax.Array) -> jax.Array:
-    """Returns ``scale * up``, the value of a level of 1, at most the largest float.
-
-    The largest element is then the level ``1 / up``. NaN stays NaN; it is not cut by a
-    minimum, because minima drop NaN on GPUs.
-    """
+  def unit(self, scale: Array) -> Array:
+    """Returns ``scale * up``, the value of a level of 1, at most the largest float."""
     large = scale * np.float32(self.up)
     return jnp.where(large > _LARGEST, _LARGEST, large)
 
-  def factor(self, scale: jax.Array, divide: Divide = divide) -> jax.Array:
+  def factor(self, scale: Array, divide: Divide = divide) -> Array:
     """Returns :func:`to_units`."""
     return to_units(scale, divide)
 
   @functools.partial(jax.jit, static_argnums=0, inline=True)
-  def code(
-    self, x: jax.Array, factor: jax.Array, lane: Lane, limit: jax.Array | None = None
-  ) -> jax.Array:
-    """Returns the codes of one plane: a sign bit above seven bits of magnitude.
-
-    No element becomes minus zero. Its code, 128, is the magnitude of the largest level
-    in a type that has 256 levels.
-    """
+  def code(self, x: Array, factor: Array, lane: Lane, limit: Operand = None) -> Array:
+    """Returns a sign bit above seven bits of magnitude, but never minus zero."""
     del limit
-    positive, negative = (jnp.uint32(top << FRACTION) for top in self.tops)
+    positive, negative = (jnp.uint32(top << fixed_point.FRACTION) for top in self.tops)
     same = self.tops[0] == self.tops[1]
     top = positive if same else jnp.where(x < 0, negative, positive)
     fixed = jnp.minimum(coordinate(jnp.abs(x) * factor, self.lines), top)
-    magnitude = rounded(fixed, lane, x)
+    magnitude = fixed_point.rounded(fixed, lane, x)
     negative = (x < 0) & (magnitude > 0)
     return jnp.where(negative, magnitude | jnp.uint32(_SIGN), magnitude)
 
 
-def decode_rows(
-  rows: jax.Array, table: np.ndarray, last: float, form: Form
-) -> jax.Array:
-  """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 4, B]``.
-
-  ``table`` holds the values of 128 magnitudes, ``float32[128]``, and ``last`` is the
-  value of the code 128, minus zero.
-  """
+def decode_rows(rows: Array, table: np.ndarray, last: float, form: Form) -> Array:
+  """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 4, B]``."""
   codes = unpack_planes(rows[..., : form.bucket_size], 8).astype(jnp.int32)
   level = jnp.asarray(table)[codes & (_SIGN - 1)]
   level = jnp.where(codes == _SIGN, np.float32(last), level)
   scale = floats(rows[..., form.bucket_size :])[..., None]
   sign = jnp.where(codes > _SIGN, jnp.uint32(1 << 31), jnp.uint32(0))
-  return signed(level * scale, sign)
+  return fixed_point.signed(level * scale, sign)

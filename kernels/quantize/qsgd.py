@@ -1,7 +1,4 @@
-"""QSGD's rule for a plane: rounds to equal levels under a scale, and decodes them.
-
-See docs/inside/wire-format.md for the rule.
-"""
+"""QSGD's rule for a plane: rounds to equal levels under a scale, and decodes them."""
 
 import dataclasses
 import functools
@@ -10,30 +7,22 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from gradcomp._src.kernels.common.fixed_point import (
-  FRACTION,
-  Divide,
-  Lane,
-  divide,
-  rounded,
-  rounded_with_sign,
-  sign_bit,
-  signed,
-  top_multiplier,
-)
+from gradcomp._src.kernels.common import fixed_point
+from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
 from gradcomp._src.kernels.common.planes import unpack_planes
 from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.quantize import mosaic, pallas, reference
-from gradcomp._src.kernels.quantize.form import ScaledForm
+from gradcomp._src.kernels.gpu.tiles import Operand
+from gradcomp._src.kernels.quantize import pallas, reference
 
 Levels = Literal["sign_magnitude", "uniform"]
 
-encode_rows = dispatch.encoder(reference, pallas, mosaic)
+encode_rows = dispatch.encoder(reference, pallas)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Form(ScaledForm):
+class Form(reference.ScaledForm):
   """The options of QSGD."""
 
   levels: Levels = "sign_magnitude"
@@ -42,42 +31,32 @@ class Form(ScaledForm):
 
   @property
   def intervals(self) -> int:
-    """``s``: equal intervals on [0, norm], or on [-norm, norm] for ``uniform``.
-
-    Example:
-      >>> [Form(bits=4, bucket_size=32, levels=x).intervals for x in Levels.__args__]
-      [7, 15]
-    """
+    """``s``: equal intervals on [0, norm], or on [-norm, norm] for ``uniform``."""
     signs = self.levels == "sign_magnitude"
     return 2 ** (self.bits - 1) - 1 if signs else 2**self.bits - 1
 
   @property
   def top(self) -> int:
-    """The largest distance from zero in fixed point: ``s``, or ``s / 2``.
+    """The largest distance from zero in fixed point: ``s``; ``s / 2`` on two sides."""
+    return self.intervals << (fixed_point.FRACTION - (self.levels == "uniform"))
 
-    ``uniform`` has intervals on both sides of zero.
-    """
-    return self.intervals << (FRACTION - (self.levels == "uniform"))
-
-  def factor(self, scale: jax.Array, divide: Divide = divide) -> jax.Array:
+  def factor(self, scale: Array, divide: Divide = divide) -> Array:
     """Returns :func:`top_multiplier`."""
-    return top_multiplier(self.top, scale, divide)
+    return fixed_point.top_multiplier(self.top, scale, divide)
 
   @functools.partial(jax.jit, static_argnums=0, inline=True)
-  def code(
-    self, x: jax.Array, factor: jax.Array, lane: Lane, limit: jax.Array | None = None
-  ) -> jax.Array:
+  def code(self, x: Array, factor: Array, lane: Lane, limit: Operand = None) -> Array:
     """Returns the codes of one plane; the clamp keeps a NaN's inside its own bits."""
     del limit
     top = jnp.uint32(self.top)
     fixed = (jnp.abs(x) * factor).astype(jnp.int32).astype(jnp.uint32)
     fixed = jnp.minimum(fixed, top)
     if self.levels == "sign_magnitude":
-      return rounded_with_sign(fixed, lane, x, self.bits)
-    return rounded(jnp.where(x < 0, top - fixed, top + fixed), lane)
+      return fixed_point.rounded_with_sign(fixed, lane, x, self.bits)
+    return fixed_point.rounded(jnp.where(x < 0, top - fixed, top + fixed), lane)
 
   @functools.partial(jax.jit, static_argnums=0, inline=True)
-  def value(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
+  def value(self, codes: Array, scale: Array) -> Array:
     """Returns the values of codes; the top level has the scale itself."""
     s = self.intervals
     if self.levels == "sign_magnitude":
@@ -86,17 +65,14 @@ class Form(ScaledForm):
     else:
       code = 2 * codes.astype(jnp.int32) - s
       magnitude = jnp.abs(code)
-      sign = sign_bit(code)
+      sign = fixed_point.sign_bit(code)
     step = scale * np.float32(1 / s)
     length = jnp.where(magnitude == s, scale, magnitude.astype(jnp.float32) * step)
-    return signed(length, sign)
+    return fixed_point.signed(length, sign)
 
 
-def signed_codes(rows: jax.Array, form: Form) -> jax.Array:
-  """Unpacks the codes of rows to integers from ``-s`` to ``s``, which add up.
-
-  ``uint32[..., rows, words]`` become ``int32[..., rows, P, B]``.
-  """
+def signed_codes(rows: Array, form: Form) -> Array:
+  """Unpacks rows to integers from ``-s`` to ``s``: ``int32[..., rows, P, B]``."""
   s = form.intervals
   codes = unpack_planes(rows[..., : form.bucket_size], form.bits).astype(jnp.int32)
   if form.levels == "uniform":
@@ -105,12 +81,8 @@ def signed_codes(rows: jax.Array, form: Form) -> jax.Array:
   return jnp.where(codes > s, -magnitude, magnitude)
 
 
-def from_signed_codes(codes: jax.Array, scale: jax.Array, s: int) -> jax.Array:
-  """Returns the values of sums of codes; whole multiples of the scale are exact.
-
-  Sums are ``int32[..., rows, P, B]``, scales ``float32[rows, P]`` or ``[rows, 1]``, and
-  ``s`` is the code of the scale.
-  """
+def from_signed_codes(codes: Array, scale: Array, s: int) -> Array:
+  """Returns the values of sums of codes; whole multiples of the scale are exact."""
   magnitude = jnp.abs(codes)
   scale = scale[..., None]
   inverse = np.float32(1 / s)
@@ -120,4 +92,4 @@ def from_signed_codes(codes: jax.Array, scale: jax.Array, s: int) -> jax.Array:
   whole = jnp.round(as_float * inverse)
   is_whole = whole.astype(jnp.int32) * s == magnitude
   value = jnp.where(is_whole, whole * scale, as_float * (scale * inverse))
-  return signed(value, sign_bit(codes))
+  return fixed_point.signed(value, fixed_point.sign_bit(codes))

@@ -1,70 +1,89 @@
-"""Rounds elements to codes under scales and packs them over planes, in jnp.
+"""Rounds elements to codes under scales and packs them over planes, in jnp."""
 
-See docs/inside/wire-format.md for the rule.
-"""
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
-from gradcomp._src.kernels.common.fixed_point import rounding_lanes
-from gradcomp._src.kernels.common.planes import (
-  float_words,
-  floats,
-  less,
-  stacked,
-  tile_segments,
-  unpack_planes,
-)
+from gradcomp._src.kernels.common import fixed_point, planes
+from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
 from gradcomp._src.kernels.common.scales import bucket_norms, scales
-from gradcomp._src.kernels.quantize.form import ScaledForm
+from gradcomp._src.kernels.gpu.tiles import Encoded, Operand
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledForm(abc.ABC):
+  """The static options of an encoder, and the rule for one plane of a tile."""
+
+  bits: int  # the width of a code
+  bucket_size: int  # elements a bucket, B
+  inline: bool = True  # whether the scales follow the words of a row
+  keep: bool = False  # whether to return the residual; scales are then inline
+
+  name: ClassVar[str]
+
+  @property
+  def planes(self) -> int:
+    """The number of codes in a word, and of buckets in a tile."""
+    return planes.planes_per_word(self.bits)
+
+  def unit(self, scale: Array) -> Array:
+    """Returns the scale that travels, from the largest magnitude of a bucket."""
+    return scale
+
+  @abc.abstractmethod
+  def factor(self, scale: Array, divide: Divide = divide) -> Array:
+    """Returns the factor from values to fixed point."""
+
+  @abc.abstractmethod
+  def code(self, x: Array, factor: Array, lane: Lane, limit: Operand = None) -> Array:
+    """Returns the codes of one plane, ``uint32`` like ``x``; ``limit`` clips it."""
+
+  def pack(self, codes: Sequence[Array]) -> Array:
+    """Packs one array of codes a plane into words: ``uint32[rows, B]``."""
+    return planes.pack_planes(codes, self.bits)
+
+  def value(self, codes: Array, scale: Array) -> Array:
+    """Returns the values of codes; forms without it keep no residual."""
+    raise NotImplementedError
 
 
 def encode_rows(
-  x: jax.Array,
-  scale: jax.Array | None,
-  dither: jax.Array | None,
-  limit: jax.Array | None = None,
+  x: Array,
+  scale: Operand,
+  dither: Operand,
+  limit: Operand = None,
   *,
   form: ScaledForm,
   first_row: int = 0,
-) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes an array as rows of words and scales.
-
-  Args:
-    x: ``float32`` of any shape.
-    scale: ``float32[rows, 1]`` or ``float32[rows, P]``; None for the largest magnitude
-      of each bucket.
-    dither: ``uint32[3]`` for stochastic rounding, None for nearest.
-    limit: ``float32[]``, the magnitude that values are clipped to; None clips none.
-    form: the options.
-    first_row: the number of the first row, which the random numbers depend on.
-
-  Returns:
-    The rows, ``uint32[rows, B + scales]``, or ``uint32[rows, B]`` if the scales are not
-    inline; and the residual, in the shape of ``x``, or None.
-  """
-  flat = x.reshape(-1)
+) -> Encoded:
+  """Encodes an array as rows, ``uint32[rows, B + scales]``, with its residual."""
+  # Scales are `float32[rows, 1]` or `[rows, P]`; None for each bucket's largest
+  # magnitude. The dither is `uint32[3]`, None to round to nearest. A limit,
+  # `float32[]`, clips magnitudes.
   if scale is None:
-    norms = bucket_norms(flat, form.planes, form.bucket_size, "max")
-    scale = form.unit(scales(norms))
+    scale = form.unit(scales(bucket_norms(x, form.planes, form.bucket_size, "max")))
   rows = []
-  for tiles in tile_segments(flat, form.planes, form.bucket_size):
+  for tiles in planes.tile_segments(x, form.planes, form.bucket_size):
     own = tiles.rows_of(scale)
     factor = jnp.broadcast_to(form.factor(own), (tiles.shape[0], form.planes))
     row = first_row + tiles.first_row
-    lanes = rounding_lanes(dither, tiles.shape, form.planes, first_row=row)
+    lanes = fixed_point.rounding_lanes(dither, tiles.shape, form.planes, first_row=row)
     codes = [
       form.code(plane, factor[:, k : k + 1], lanes[k], limit)
       for k, plane in enumerate(tiles.planes)
     ]
-    rows.append([form.pack(codes), *[float_words(own)] * form.inline])
-  words = stacked(rows, form.bucket_size + form.inline * scale.shape[1])
+    rows.append([form.pack(codes), *[planes.float_words(own)] * form.inline])
+  words = planes.stacked(rows, form.bucket_size + form.inline * scale.shape[1])
   if not form.keep:
     return words, None
-  return words, less(x, decode_rows(words, form))
+  return words, planes.less(x, decode_rows(words, form))
 
 
-def decode_rows(rows: jax.Array, form: ScaledForm) -> jax.Array:
+def decode_rows(rows: Array, form: ScaledForm) -> Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, P, B]``."""
-  codes = unpack_planes(rows[..., : form.bucket_size], form.bits)
-  return form.value(codes, floats(rows[..., form.bucket_size :])[..., None])
+  codes = planes.unpack_planes(rows[..., : form.bucket_size], form.bits)
+  return form.value(codes, planes.floats(rows[..., form.bucket_size :])[..., None])

@@ -153,3 +153,55 @@ def test_instructions_of_a_loop_count_as_often_as_it_runs():
     ("bra", 32),
     ("ret", 1),
   ]
+
+
+def test_instructions_of_the_gpu_are_counted_by_name_and_loops_by_their_trips():
+  code = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/              @!P1 IMAD.SHL.U32 R0, R0, 0x4, RZ ;
+        /*0020*/                   FMUL R2, R2, R3 ;
+        /*0030*/               @P0 BRA `(.L_x_0) ;
+        /*0040*/                   EXIT ;
+.L_x_1:
+        /*0050*/                   BRA `(.L_x_1);
+        /*0060*/                   NOP ;
+"""
+  found = gpu_ptx._counts(code, 4)
+  assert found == {"LDC": 1, "IMAD": 4, "FMUL": 4, "BRA": 5, "EXIT": 1}
+  program = gpu_ptx.Program(128, 32, 0, 0, 20, {16: 1}, found)
+  assert program.counts() == (4, 4, 15)
+
+
+# It holds 16 planes of loads at once: 736 bytes a thread, which a cure should end.
+_SPILLED = {"qsgd 2 bit"}
+
+# Kernels that integers bound, and not memory: a choice among 23 lines, and casts of 26
+# to 30 integer instructions, where 22 (of 4 bits) or 25 (of 8) would take no time.
+_BOUND_BY_INTEGERS = {
+  "eight_bit dynamic_tree, nearest",
+  "eight_bit dynamic_tree, blocks, nearest",
+  *(
+    f"float_cast {fmt} nearest_even{exponent}"
+    for fmt in ("(5, 2)", "(4, 3)", "(3, 0)")
+    for exponent in ("", ", exponent")
+  ),
+}
+
+
+def test_the_table_of_kernels_keeps_its_bounds():
+  lines = gpu_ptx.RESULTS.read_text().splitlines()
+  head, _, *rows = [line.strip("| ").split(" | ") for line in lines if "|" in line]
+  found = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+  timed = [name for name, case in gpu_cases.CASES.items() if case.timed]
+  titles = {f"{name}, {size:,}": name for name in timed for size in gpu_ptx.SIZES}
+  assert set(found) == set(titles)
+  spilled = {
+    titles[title] for title, row in found.items() if row["spilled bytes"] != "0"
+  }
+  assert spilled == _SPILLED
+  # Above 30 the cipher of 4-bit QSGD would no longer hide behind the memory.
+  for size in gpu_ptx.SIZES:
+    assert float(found[f"qsgd 4 bit, {size:,}"]["instructions an element"]) <= 30
+  bound = {titles[title] for title, row in found.items() if row["bound by"] != "memory"}
+  assert bound == _BOUND_BY_INTEGERS

@@ -85,5 +85,5 @@ def test_all_scripts_are_run():
   of_trainings = {
     f"study.queue.{x}" for x in ("start", "status", "supervisor", "times", "train")
   }
-  others = {"quick", "study.mirrors.prepare"}
+  others = {"quick", "study.mirrors.prepare", "compilers.cut"}
   assert started == scripts - started_by_others - of_trainings - others

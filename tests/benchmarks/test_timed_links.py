@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.common import shapes
 from benchmarks.models import fit_links
-from benchmarks.models.package_speeds import NAMES
+from benchmarks.models.package_speeds import NAMES, estimated, rounded
 from gradcomp import cost
 from gradcomp._src.cost.planner.candidates import packaged_speeds
 from gradcomp._src.cost.planner.compare import best
@@ -225,3 +225,10 @@ def test_redsync_takes_longer_than_is_predicted():
   rows = [x for x in fit_links.compare(RUNS, speeds) if x.rate != "loopback"]
   ratios = [row.measured / row.predicted for row in rows]
   assert len(rows) > 15 and 1.1 < min(ratios) and max(ratios) < 1.65
+
+
+def test_speeds_of_a_tpu_are_those_of_the_compiled_codecs():
+  """``python -m benchmarks.models.package_speeds --estimates`` writes them."""
+  packaged = packaged_speeds("TPU v5e")
+  made = {name: cost.CodecSpeed(**rounded(speed)) for name, speed in estimated()}
+  assert packaged == made

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import gradcomp
-from examples import elastic
 from gradcomp.codecs import QSGD
 from gradcomp.cost import CodecSpeed, Link
 from gradcomp.parallel import zero
@@ -130,11 +129,3 @@ def test_files_that_are_cut_anywhere(kept, tmp_path):
       type(kept).load(path)
   with pytest.raises(FileNotFoundError):
     type(kept).load(tmp_path / "none.json")
-
-
-@pytest.mark.parametrize("text", [b"", b'{"generation": 0', b"\xff\xfe", b"[1]", b"{}"])
-def test_plans_of_hosts_that_are_damaged(text, tmp_path):
-  path = tmp_path / "plan-0.json"
-  path.write_bytes(text)
-  with pytest.raises(SystemExit, match=says(str(path), "must be", "remove the folder")):
-    elastic.newest_plan(tmp_path)

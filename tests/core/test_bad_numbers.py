@@ -258,7 +258,7 @@ def test_keys_that_are_no_seeds(key):
 
 
 @pytest.mark.parametrize("name", ["argnums", "batch_argnums"])
-@pytest.mark.parametrize("value", [1.5, "0", None, 4j, [0.5]])
+@pytest.mark.parametrize("value", [1.5, "0", {}, 4j, [0.5]])
 def test_positions_that_are_none(name, value):
   with pytest.raises(ValueError, match=says(f"`{name}` must be the position", "got")):
     grads(**{name: value})

@@ -160,7 +160,7 @@ def test_init_takes_abstract_parameters(name):
 @every_transformation
 def test_init_takes_numpy_arrays_and_numbers(name):
   """As optax's own do; ``jax.grad`` makes arrays of both."""
-  params = {"m": np.ones((32, 32), np.float32), "s": 1.0}
+  params = {"m": np.ones((32, 32), np.float32), "s": np.float32(1)}
   state = FACTORIES[name]().init(params)
   assert_equal(state, FACTORIES[name]().init(jax.tree.map(jnp.asarray, params)))
 

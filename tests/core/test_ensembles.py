@@ -14,6 +14,8 @@ from tests.support import modes
 
 N, MEMBERS = 4, 3
 OPTIONS = {"axis_name": "data", "min_leaf_size": 0}
+KINDS = [AxisType.Explicit, *slow(AxisType.Auto)]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 error4 = gradcomp.qsgd(bits=4, bucket_size=32, feedback="error", **OPTIONS)
 
 
@@ -42,7 +44,8 @@ def problem(dtype):
     ),
   ],
 )
-def test_members_train_as_if_alone(tx, jitted, dtype):
+@each_kind
+def test_members_train_as_if_alone(tx, jitted, dtype, kind):
   """Two steps, with the state of each member; the batch is the same for all."""
   optimizer = optax.chain(tx, optax.sgd(0.5))
 
@@ -54,7 +57,7 @@ def test_members_train_as_if_alone(tx, jitted, dtype):
   params, x = problem(dtype)
   step = jax.jit(step) if jitted else step
   ensemble = jax.jit(jax.vmap(step, in_axes=(0, 0, None)))
-  with jax.set_mesh(modes.mesh(N, AxisType.Explicit)):
+  with jax.set_mesh(modes.mesh(N, kind)):
     x = jax.device_put(x, P("data"))
     placed = jax.device_put(params, P())
     together = placed, jax.jit(jax.vmap(optimizer.init))(placed)
@@ -70,12 +73,13 @@ def test_members_train_as_if_alone(tx, jitted, dtype):
         np.testing.assert_allclose(together[0][name][i], leaf, atol=1e-2)
 
 
-def test_losses_are_differentiated_in_plain_jit():
+@each_kind
+def test_losses_are_differentiated_in_plain_jit(kind):
   """Of what value_and_grad returns, JAX knows the derivative."""
   params, x = problem("float32")
   member = jax.tree.map(lambda leaf: leaf[0], params)
   grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data")
-  with jax.set_mesh(modes.mesh(N, AxisType.Explicit)):
+  with jax.set_mesh(modes.mesh(N, kind)):
     placed = jax.device_put(member, P()), jax.device_put(x, P("data"))
     got = jax.jit(jax.grad(lambda params, x: grad_fn(params, x)[0]))(*placed)
   expected = jax.grad(loss_fn)(member, x)

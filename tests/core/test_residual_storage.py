@@ -25,7 +25,7 @@ from tests.support.cases.residual import (
 
 MODES = [
   (modes.EXPLICIT, "int8"),
-  *slow((modes.EXPLICIT, "bfloat16")),
+  *slow((modes.EXPLICIT, "bfloat16"), (modes.AUTO, "bfloat16"), (modes.AUTO, "int8")),
   *slow(*((mode, stored) for mode in modes.MODES[:3] for stored in STORED)),
 ]
 

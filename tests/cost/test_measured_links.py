@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from gradcomp import cost
-from gradcomp._src.cost.measure_link import line
+from gradcomp._src.cost.measure import line
 from gradcomp.codecs import QSGD, PowerSGD, TopK
 from gradcomp.cost import CodecSpeed, Link
 

@@ -289,3 +289,36 @@ def test_the_transformation_trains():
   error = jnp.sum((found["w"][0] - mean) ** 2) / jnp.sum(mean**2)
   assert 0 < error < 0.1
   assert jnp.all(found["w"] == found["w"][:1])
+
+
+def test_between_groups_a_plain_mean_adds_inside_first():
+  """As XLA's all-reduces between slices and NCCL's between hosts do."""
+  fast = Link(latency=1e-6, bytes_per_second=200e9)
+  found = plan(LIKE, workers=(2, 4), link=(GIGABIT, fast))
+  plain, *others = found.rows
+  assert plain.name == "float32 hierarchical" and plain.predicted.speedup == 1
+  flat = plan(LIKE, workers=8).rows[0]
+  # Of the bytes of a flat mean, 2 (N-1)/N, a chip sends 2 (H-1)/H in a quarter.
+  ratio = flat.predicted.step_seconds / plain.predicted.step_seconds
+  assert ratio == pytest.approx(
+    (7 / 8) / (1 / 2 / 4), rel=0.02
+  )  # sums inside take time
+  for row in others:
+    gain = plain.predicted.step_seconds / row.predicted.step_seconds
+    assert row.predicted.speedup == pytest.approx(gain)
+  # With links that are all alike the flat one is faster.
+  assert plan(LIKE, workers=(2, 4), link=(GIGABIT, GIGABIT)).rows[0].name == (
+    "float32 psum"
+  )
+
+
+def test_a_refusal_between_groups_names_the_rate_at_which_both_are_equal():
+  inside = Link(latency=0, bytes_per_second=200e9)
+  outer = Link(latency=0, bytes_per_second=100e9)
+  found = plan(LIKE, workers=(2, 4), link=(outer, inside))
+  assert found.verdict.startswith("do not: compression loses here")
+  rate = float(re.search(r"win below ([\d.]+) Gbit/s", found.verdict)[1])
+  at = Link(latency=0, bytes_per_second=rate * 1e9 / 8)
+  again = plan(LIKE, workers=(2, 4), link=(at, inside))
+  plain, *others = (row.predicted.step_seconds for row in again.rows)
+  assert min(others) == pytest.approx(plain, rel=0.01)  # of three digits

@@ -1,5 +1,6 @@
 """plan refuses bad arguments with the rule, and answers on the command line."""
 
+import collections
 import math
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 import gradcomp
 from gradcomp import __main__
 from gradcomp.codecs import QSGD, BlockTop
-from gradcomp.cost import CodecSpeed, Link
+from gradcomp.cost import CANDIDATES, CodecSpeed, Link
 from tests.support.cases.plan import GIGABIT, LIKE, plan
 
 FREE = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
@@ -115,9 +116,48 @@ def test_the_command_line_answers(capsys):
   __main__.main(words)
   said = capsys.readouterr().out.splitlines()
   assert said[-1].startswith("compress: QSGD-4 all_gather ")
-  assert "Codec speeds are packaged ones of two cores, times 2." in said
+  source = "Codec speeds are packaged ones of two cores (backend 'cpu')."
+  assert f"{source} Times 2." in said
   for wrong in (["--gbit", "nan"], ["--params", "0"], ["--inside-gbit", "3"]):
     with pytest.raises(SystemExit) as ended:
       __main__.main([*words, *wrong])
     assert ended.value.code == 2
     assert "must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  "link, verdict",
+  [
+    # What a v5e sends in one direction to the others of its slice, and its eighth of
+    # the two cards of 100 Gbit/s that its host has.
+    (Link(latency=1e-6, bytes_per_second=200e9), "do not"),
+    (Link(latency=1e-4, bytes_per_second=25e9 / 8), "compress"),
+  ],
+)
+def test_tpus_compress_between_slices_and_not_inside(link, verdict):
+  found = plan(LIKE, workers=8, link=link, candidates=CANDIDATES, speeds="TPU v5e")
+  assert found.verdict.startswith(verdict)
+  assert "Codec speeds are XLA's estimate for a TPU v5e: nothing was timed." in (
+    found.notes
+  )
+
+
+def test_tpus_of_several_slices_add_inside_first():
+  """And then compression still pays between slices."""
+  inside = Link(latency=1e-6, bytes_per_second=200e9)
+  between = Link(latency=1e-4, bytes_per_second=25e9 / 8)
+  options = dict(candidates=CANDIDATES, speeds="TPU v5e")
+  found = plan(LIKE, workers=(2, 4), link=(between, inside), **options)
+  assert found.verdict.startswith("compress: ")
+  assert found.rows[0].exchange.name == found.chosen.exchange.name == "hierarchical"
+  assert 1 < found.chosen.predicted.speedup < 4  # 8 bits in place of 32
+
+
+def test_a_device_that_has_packaged_speeds_takes_them(monkeypatch):
+  device = collections.namedtuple("Device", "device_kind")
+  monkeypatch.setattr(jax, "devices", lambda: [device("TPU v5 lite")])
+  assert plan().notes[-1].startswith("Codec speeds are XLA's estimate")
+  monkeypatch.setattr(jax, "devices", lambda: [device("TPU v4")])
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  with pytest.raises(ValueError, match="`speeds` must be given on 'tpu': the package"):
+    plan()

@@ -196,9 +196,9 @@ def test_between_hosts_only_words_of_gradients_travel(hosts, batch):
   )
   program, _, (_, params) = hosts_step(exchange, hosts, batch)
   found = hlo.parse_program(program.as_text())
-  assert found.devices == HOSTS * CHIPS
+  assert found.devices.number == HOSTS * CHIPS
   crossing, inside = [], []
-  for collective, groups in found.collectives:
+  for collective, groups, *_ in found.collectives:
     assert groups.members is not None and collective.times == 1
     between = any(len({i // CHIPS for i in x}) > 1 for x in groups.members)
     (crossing if between else inside).append(collective)

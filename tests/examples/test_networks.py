@@ -202,9 +202,9 @@ def test_batch_norm_without_statistics_is_an_error():
     Task(network, (images, np.zeros(1, np.int32)), mesh)
 
 
-def learns(network, inputs, labels, steps):
+def learns(network, inputs, labels, steps, rate=3e-3):
   """Asserts that Adam halves the loss on one batch."""
-  adam = optax.adam(3e-3)
+  adam = optax.adam(rate)
 
   def loss_fn(params, key):
     logits = network.train(params, inputs, key if network.drops else None)
@@ -235,7 +235,9 @@ def test_mlp_learns():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vgg", "alexnet", "lenet", "resnet"])
 def test_convolutions_learn(name):
-  learns(*image_network(name), np.arange(4), steps=12)
+  # AlexNet jumps at the rate of the others, to 3.8 from 0.2 two steps before.
+  rate = 1e-3 if name == "alexnet" else 3e-3
+  learns(*image_network(name), np.arange(4), steps=12, rate=rate)
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])

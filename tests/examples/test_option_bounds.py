@@ -3,15 +3,12 @@
 Each has its own name in the error, and the process ends with 2 before anything runs.
 """
 
-import argparse
 import functools
 import types
 
 import pytest
 
 from examples import hsdp, image_classification, language_model, model_parallel
-from examples.lib.elastic import options as elastic_options
-from examples.lib.elastic import training as elastic_training
 from examples.lib.sharded import fsdp_training
 from gradcomp import __main__ as plan
 
@@ -22,20 +19,17 @@ ZERO = {  # that are off at 0, or count from it
   "--channels",
   "--dropout",
   "--momentum",
-  "--pause",
   "--process-id",
   "--seed",
   "--warmup",
   "--weight-decay",
 }
-OFF = {"--inspect", "--local-steps"}  # where 0 is the default
 PARSERS = {
   "images": image_classification.make_parser,
   "text": language_model.make_parser,
   "layers": model_parallel.make_parser,
   "fsdp": lambda: fsdp_training.make_parser("title"),
   "hsdp": hsdp.make_parser,
-  "elastic": elastic_options.training,
 }
 MAINS = {
   "images": image_classification.main,
@@ -43,7 +37,6 @@ MAINS = {
   "layers": model_parallel.main,
   "fsdp": functools.partial(fsdp_training.arguments, "title"),
   "hsdp": hsdp.main,
-  "elastic": elastic_options.supervising,
 }
 OPTIONS = [
   (name, action.option_strings[-1])
@@ -64,8 +57,7 @@ def refused(capsys, call, *given):
 @pytest.mark.parametrize("name, option", OPTIONS)
 def test_numbers_are_bounded(name, option, capsys):
   parser = PARSERS[name]()
-  off = option in (ZERO | OFF if name == "elastic" else ZERO)
-  for value in (*NEVER, *([] if off else ["0"])):
+  for value in (*NEVER, *([] if option in ZERO else ["0"])):
     said = refused(capsys, parser.parse_args, f"{option}={value}")
     assert f"argument {option}: " in said
 
@@ -105,34 +97,10 @@ def test_defaults_are_within_the_bounds(name, option):
     ("hsdp", ["--inspect", 0], "argument --inspect: must be at least 1, got 0"),
     ("hsdp", ["--save-every", 0], "argument --save-every: must be at least 1, got 0"),
     ("hsdp", ["--steps", -1], "argument --steps: must be at least 1, got -1"),
-    ("elastic", ["here", "x"], "argument host: must be an integer, got 'x'"),
-    ("elastic", ["here", 0, "--hosts", 0], "argument --hosts: must be at least 1"),
-    (
-      "elastic",
-      ["here", 0, "--patience", "nan"],
-      "argument --patience: must be above",
-    ),
-    ("elastic", ["here", 0, "--codec", "none"], "argument --codec: invalid choice"),
-    (
-      "elastic",
-      ["here", 0, "--local-steps", 9, "--steps", 4],
-      "--local-steps must be at most the 4 steps, or nothing is ever sent, got 9",
-    ),
   ],
 )
 def test_what_cannot_be_is_said_at_the_door(name, given, said, capsys):
   assert said in refused(capsys, MAINS[name], *given)
-
-
-def test_workers_get_the_options_of_their_supervisor():
-  given = ["here", "9", "--steps", "7", "--codec", "blocktop"]
-  options, handed = elastic_options.supervising(given)
-  worker = argparse.ArgumentParser(parents=[elastic_options.training()])
-  expected = vars(options)
-  for name, value in vars(worker.parse_args(handed)).items():
-    assert expected[name] == value
-  assert (options.host, options.steps, options.codec) == (9, 7, "blocktop")
-  assert set(elastic_options.CODECS) == set(elastic_training.CODECS)
 
 
 PLAN = "plan --params 1e6 --workers 2 --gbit 1".split()

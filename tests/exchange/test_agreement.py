@@ -15,7 +15,14 @@ from gradcomp._src.core import agreement
 from gradcomp._src.mesh.run_store import run_store
 from gradcomp.codecs import QSGD
 from tests.support.assertions import vanish
-from tests.support.cases.agreement import GRADS, assert_told, mesh, processes, trace
+from tests.support.cases.agreement import (
+  GRADS,
+  assert_told,
+  mesh,
+  processes,
+  trace,
+  trace_rows,
+)
 from tests.support.option_fields import with_options
 
 SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
@@ -49,6 +56,12 @@ def test_other_leaves_are_an_error_that_names_the_first(first, second, match, to
   told = together(*(lambda x=x: trace(compressed(), x) for x in both))
   assert_told(told[0], f"{match}.* in gradcomp.compress")
   assert told[1] is not None
+
+
+def test_other_codecs_are_an_error_under_auto_axes(together):
+  told = together(*(lambda b=b: trace_rows(compressed(b)) for b in (4, 8)))
+  assert_told(told[0], r"`codec` must be the same .*bits=4.* and .*bits=8.*")
+  assert together(*[lambda: trace_rows(compressed())] * 2) == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,12 @@ def pairs(tree):
 
 
 @pytest.mark.parametrize(
-  "mode", ["shard_map", modes.EXPLICIT, *slow("shard_map_unchecked", "pmap", "vmap")]
+  "mode",
+  [
+    "shard_map",
+    modes.EXPLICIT,
+    *slow(modes.AUTO, "shard_map_unchecked", "pmap", "vmap"),
+  ],
 )
 @pytest.mark.parametrize("name", ["two_shot", *slow("dense", "redsync")])
 def test_complex_gradients_are_pairs_of_reals(mode, name):

@@ -98,7 +98,7 @@ def placed(case, workers, *places, mark=()):
       if case != KINDS_OF_SUM[0]
     ),
     *(
-      placed(case, 3, *modes.modes_for(3)[:3], mark=pytest.mark.slow)
+      placed(case, 3, *modes.modes_for(3), mark=pytest.mark.slow)
       for case in CASES[:4] + CASES[16:19]
     ),
   ],

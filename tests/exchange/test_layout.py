@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from gradcomp._src.codecs.encoding import encode_leaves
-from gradcomp._src.exchange.assign import default_min_leaf_size
-from gradcomp._src.exchange.layout import arrange, plan_rows
+from gradcomp._src.exchange.layout import arrange, default_min_leaf_size, plan_rows
 from gradcomp.codecs import QSGD, Context, Dense
 from tests.support import laws
 

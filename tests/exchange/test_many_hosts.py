@@ -222,6 +222,11 @@ def test_hosts_that_trace_other_steps_are_told_so(tmp_path, subtests):
   with subtests.test("failed"):
     assert "process 1 failed: ZeroDivisionError: of this process" in first["failed"]
     assert second["failed"] == "of this process alone"
+  with subtests.test("kernels"):
+    # The kernel is right on the first, and both take XLA's code for the other's sake.
+    for told in (first["kernels"], second["kernels"]):
+      assert told["kernels"] == 0
+      assert "gives other bits than the reference" in " ".join(told["said"])
   with subtests.test("others"):
     assert first["same"] is second["same"] is second["silent"] is None
     assert "got nothing from process 1 in 1 s" in first["silent"]

@@ -9,8 +9,7 @@ import pytest
 
 import gradcomp
 from gradcomp._src.exchange import collectives
-from gradcomp._src.exchange.collectives import scatter, scatter_within
-from gradcomp._src.exchange.permutations import rounds
+from gradcomp._src.exchange.collectives import rounds, scatter, scatter_within
 
 
 @pytest.mark.parametrize("size", range(1, 13))

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.exchange.assign import default_min_leaf_size
+from gradcomp._src.exchange.layout import default_min_leaf_size
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import Dense, RandomK, TopK
 from tests.support.assertions import assert_same_bits

@@ -16,27 +16,36 @@ import gradcomp
 from gradcomp._src.checks import see
 from gradcomp._src.kernels.gpu import dispatch, self_check
 from gradcomp._src.kernels.gpu.backends import has_devices
+from gradcomp._src.kernels.gpu.verdicts import Verdict
 from gradcomp._src.kernels.quantize import pallas, reference
 from gradcomp.codecs import QSGD
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, vanish
-from tests.support.lowering import TRITON, lowered_for_cuda
+from tests.support.lowering import KERNEL, cuda, lowered_for_cuda
 
 CODEC = QSGD(bits=4, bucket_size=64)
 KEY = np.array([123, 456], np.uint32)
 X = np.random.default_rng(0).standard_normal(1500).astype(np.float32)
 
-kernel = pallas.encode_rows
+kernel, seconds = pallas.encode_rows, self_check._seconds
+TIMES = {"kernel is faster": [1e-3, 2e-3], "XLA is faster": [3e-3, 2e-3]}
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch):
+  """Forgets the verdicts of a test behind it."""
+  monkeypatch.setattr(self_check, "_taken", {})
 
 
 @pytest.fixture
 def gpu(monkeypatch):
   """Lets this process have met a GPU, and know no kernel."""
   monkeypatch.setattr(self_check, "_gpus", lambda: jax.devices()[:1])
-  monkeypatch.setattr(self_check, "_ELEMENTS", 1 << 11)
+  monkeypatch.setitem(self_check._ELEMENTS, "cuda", 1 << 11)
   monkeypatch.setattr(self_check, "_known", {})
-  monkeypatch.setattr(dispatch, "_missing", lambda implementation: None)
+  monkeypatch.setattr(self_check, "_seconds", lambda *_: TIMES["kernel is faster"])
+  monkeypatch.setattr(dispatch, "_missing", lambda: None)
   dispatch._warn_once.cache_clear()
 
 
@@ -93,9 +102,10 @@ def encoder(implementation=None, codec=CODEC):
 
 def test_a_right_kernel_runs_without_a_word(gpu, monkeypatch):
   replace_kernel(monkeypatch, right)
-  assert TRITON in lowered_for_cuda(encoder(), X)
-  assert TRITON in lowered_for_cuda(encoder("pallas"), X)
-  assert list(self_check._known.values()) == [""]
+  assert KERNEL in lowered_for_cuda(encoder(), X)
+  assert KERNEL in lowered_for_cuda(encoder("pallas"), X)
+  assert list(self_check._known.values()) == [Verdict("", 1e-3, 2e-3)]
+  assert list(self_check.kernel_verdicts().values()) == [Verdict("", 1e-3, 2e-3)]
 
 
 @every_wrong_kernel
@@ -113,7 +123,7 @@ def test_the_reference_takes_the_place_of_a_wrong_kernel(function, gpu, monkeypa
   address = see("runs-the-reference-instead")
   assert says.endswith(f"XLA runs the reference instead.{address}")
   # Programs that are traced later take the reference, and warn no more.
-  assert TRITON not in lowered_for_cuda(encoder(), X)
+  assert KERNEL not in lowered_for_cuda(encoder(), X)
 
 
 @every_wrong_kernel
@@ -122,6 +132,57 @@ def test_a_wrong_kernel_that_was_named_is_refused(function, gpu, monkeypatch):
   for _ in range(2):
     with pytest.raises(RuntimeError, match=WRONG[function] + ".*Use `implementation`"):
       encoder("pallas")(X)
+
+
+def test_the_faster_one_is_taken(gpu, monkeypatch):
+  """A name takes the kernel, however slow it is."""
+  monkeypatch.setattr(self_check, "_seconds", lambda *_: TIMES["XLA is faster"])
+  replace_kernel(monkeypatch, right)
+  assert KERNEL not in lowered_for_cuda(encoder(), X)
+  assert KERNEL in lowered_for_cuda(encoder("pallas"), X)
+
+
+def test_both_are_timed_on_a_larger_input(gpu, monkeypatch):
+  """By the options of that input, and outside of what is compared."""
+  monkeypatch.setattr(self_check, "_seconds", seconds)
+  monkeypatch.setattr(self_check, "_TIMED_ELEMENTS", 1 << 13)
+  monkeypatch.setattr(self_check, "_RUNS", 1)
+  sizes = []
+
+  def noted(*operands, **options):
+    sizes.append(operands[0].size)
+    return reference.encode_rows(*operands, **options)
+
+  replace_kernel(monkeypatch, noted)
+  jax.eval_shape(encoder("pallas"), X)
+  (verdict,) = self_check._known.values()
+  assert 0 < verdict.kernel < 10 and 0 < verdict.reference < 10  # seconds
+  assert max(sizes) >= 1 << 13 > min(sizes)
+
+
+RESOURCES = {
+  "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 268435456 bytes.": True,
+  "INTERNAL: Failed to load in-memory CUBIN: CUDA_ERROR_OUT_OF_MEMORY": True,
+  "UNAVAILABLE: the device is lost": True,
+  "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 266240": False,
+  "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20M of 16M": False,
+  "INTERNAL: ptxas exited with non-zero error code 65280": False,
+}
+
+
+@pytest.mark.parametrize("text", RESOURCES)
+def test_a_full_device_is_no_verdict_on_a_kernel(text, gpu, monkeypatch):
+  def failing(*operands, **options):
+    raise ArithmeticError(text)
+
+  replace_kernel(monkeypatch, failing)
+  if RESOURCES[text]:
+    with pytest.raises(RuntimeError, match="could not be tried, which is no verdict"):
+      encoder()(X)
+    assert not self_check._known  # it is tried again
+  else:
+    with pytest.warns(RuntimeWarning, match="fails with ArithmeticError: "):
+      encoder()(X)
 
 
 @pytest.mark.parametrize("mode", ["shard_map", modes.EXPLICIT, *slow("pmap", "vmap")])
@@ -163,11 +224,28 @@ def test_a_kernel_is_tried_once_for_its_options_and_each_kind_of_gpu(gpu, monkey
   assert set(tried) == {(gpu.device_kind, *rest) for gpu in kinds for rest in settings}
 
 
+def test_a_gpu_older_than_hopper_runs_the_reference_without_a_word(monkeypatch):
+  old = SimpleNamespace(device_kind="A100", compute_capability="8.0")
+  monkeypatch.setattr(self_check, "_gpus", lambda: [old])
+  monkeypatch.setattr(self_check, "compare", None)  # nothing is tried
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert KERNEL not in lowered_for_cuda(encoder(), X)
+  with pytest.raises(ValueError, match="needs compute capability 9.*this GPU has 8.0"):
+    jax.eval_shape(encoder("pallas"), X)
+  # A program that is traced before JAX has looked for devices is lowered after.
+  monkeypatch.setattr(self_check, "_gpus", list)
+  with cuda():
+    traced = jax.jit(encoder()).trace(X)
+    monkeypatch.setattr(self_check, "_gpus", lambda: [old])
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert KERNEL not in text
+
+
 def test_the_environment_turns_it_off(gpu, monkeypatch):
   monkeypatch.setenv("GRADCOMP_CHECK_KERNELS", "0")
   replace_kernel(monkeypatch, lying)
   for implementation in (None, "pallas"):
-    assert TRITON in lowered_for_cuda(encoder(implementation), X)
+    assert KERNEL in lowered_for_cuda(encoder(implementation), X)
   assert (encoder("pallas")(X) != encoder("xla")(X)).sum() == 1
   assert not self_check._known
   monkeypatch.setenv("GRADCOMP_CHECK_KERNELS", "no")
@@ -177,7 +255,7 @@ def test_the_environment_turns_it_off(gpu, monkeypatch):
 
 def test_nothing_is_tried_where_no_gpu_was_met(monkeypatch):
   monkeypatch.setattr(self_check, "few_tiles", None)  # not even an example is made
-  assert TRITON in lowered_for_cuda(encoder(), X)
+  assert KERNEL in lowered_for_cuda(encoder(), X)
   # Nor does tracing make JAX look for devices.
   monkeypatch.setattr(self_check, "_devices", None)
   monkeypatch.setattr(self_check, "has_devices", lambda: False)

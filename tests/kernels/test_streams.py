@@ -89,10 +89,13 @@ def test_workers_are_independent_with_independent_dithers(how):
   assert_independent(correlations(found))
 
 
-@pytest.mark.parametrize("exchange", [TwoShot(feedback=False), *slow("ring")])
-def test_later_stages_are_independent(exchange):
+@pytest.mark.parametrize(
+  "exchange, dither",
+  [(TwoShot(feedback=False), "shared"), *slow(("ring", "independent"))],
+)
+def test_later_stages_are_independent(exchange, dither):
   """Each encodes sums again. All workers have the same mean."""
-  found = outputs(composed("partition", exchange=exchange))
+  found = outputs(composed("partition", exchange=exchange, dither=dither))
   of_one = {key: x for key, x in found.items() if key[1] == 0}
   assert_independent(correlations(of_one))
 

@@ -27,7 +27,7 @@ from tests.support.cases.local import (
 )
 from tests.support.cases.zero import gradients, last, train, tree
 
-MODES = ["vmap", "pmap", "shard_map", "shard_map_unchecked", "explicit"]
+MODES = ["vmap", "pmap", "shard_map", "shard_map_unchecked", "auto", "explicit"]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ MODES = ["vmap", "pmap", "shard_map", "shard_map_unchecked", "explicit"]
   [
     ("vmap", "adam"),
     ("shard_map", "sgd"),
-    *slow(("pmap", "sgd"), ("explicit", "sgd")),
+    *slow(("pmap", "sgd"), ("auto", "sgd"), ("explicit", "sgd")),
   ],
 )
 def test_with_one_step_a_round_it_is_data_parallel_training(mode, inner):

@@ -59,8 +59,8 @@ def test_an_error_of_the_loss_is_raised_once():
 def test_a_step_that_is_traced_again_has_one_record(monkeypatch):
   """Its parts are those of the trace that JAX takes."""
   records = []
-  monkeypatch.setattr(agreement, "_is_alone", lambda: False)
-  monkeypatch.setattr(agreement, "_processes", lambda mesh: (0, 1))
+  monkeypatch.setattr(agreement, "is_alone", lambda: False)
+  monkeypatch.setattr(agreement, "processes_of", lambda mesh: (0, 1))
   monkeypatch.setattr(agreement, "_compare", lambda parts, _: records.append(parts))
   plateau = optax.contrib.reduce_on_plateau(patience=1)
   for inner in (optax.sgd(0.5), optax.chain(optax.sgd(0.5), plateau)):

@@ -36,7 +36,9 @@ from tests.support.cases.zero import (
 ADAM = optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1)
 
 
-@pytest.mark.parametrize("mode", ["shard_map", *slow("explicit", "vmap", "pmap")])
+@pytest.mark.parametrize(
+  "mode", ["shard_map", *slow("auto", "explicit", "vmap", "pmap")]
+)
 def test_in_float32_it_is_adam(mode):
   """Up to rounding: a sum of workers in their order, and ``p + (m - p)`` for ``m``.
 
@@ -91,7 +93,7 @@ def test_owners_add_what_workers_would_gather(codec):
 
 
 @pytest.mark.parametrize(
-  "mode", ["explicit", *slow("pmap", "vmap", "shard_map_unchecked")]
+  "mode", ["explicit", *slow("auto", "pmap", "vmap", "shard_map_unchecked")]
 )
 def test_all_modes_train_alike(mode):
   params, given = tree(0, LEAVES), gradients(2, LEAVES)

@@ -60,6 +60,11 @@ def same(*names):
   return {name: name for name in names}
 
 
+def overlaps(*targets):
+  found = [row for row in rows("overlap.md") if row["target"] in targets]
+  return table(found[0], [row.values() for row in found])
+
+
 LINKS = {
   "plain f32 mean": "plain f32 mean",
   "`gradcomp.dense()`, `psum`": "f32 psum",
@@ -251,6 +256,16 @@ def every_codec():
   return table(["", "encode", "decode", "decode and add", "keep"], lines)
 
 
+def matrices():
+  found = load("matrices_speed_jax0.10.2_malloc.json")["matrices"]["seconds"]
+  lines = []
+  for step in ("encode", "decode", "exchange"):
+    flat, matrices = (found[f"{step}, {x}"] for x in ("flat", "matrices"))
+    copies = [f"{x / found['copy']:.1f}" for x in (flat, matrices)]
+    lines.append([step, *copies, f"{matrices / flat:.2f}"])
+  return table(["QSGD, 4 bits", "flat leaf: x copy", "8 matrices", "x flat"], lines)
+
+
 def selection():
   file = "selection_speed_jax0.10.2_malloc.json"
   found = [load(file)[f"normal, {2**24}, {x}"]["seconds"] for x in (0.001, 0.01)]
@@ -368,22 +383,31 @@ _LOCAL = {
   "fewer bytes": "fewer",
 }
 _INSPECTED = ("net", "parameters", "codec", "inspected, steps", "of 50 steps")
+_QSGD = ("QSGD, 4 bits", "QSGD, `ring`", "QSGD, error feedback")
+_COMPILED = same("plain mean", *_QSGD, "TernGrad")
 _TYPES = ("f32", *TYPES.values(), "p")
 TABLES = {
+  "overlap, TPU slices": lambda: overlaps("v5e", "v6e", "v5p", "tpu7x"),
+  "overlap, several slices": lambda: overlaps("2 slices of v5e"),
+  "overlap, GPUs": lambda: overlaps("H100", "H200", "B200"),
   "links": links,
   "rates": rates,
   "activations": activations,
   "passes": passes,
   "one codec": one_codec,
   "every codec": every_codec,
+  "matrices": matrices,
   "selection": selection,
   "compile": lambda: pick("growth.md", 0),
+  "compile, short": lambda: pick("growth.md", 0, keep=_COMPILED),
   "trace": lambda: pick("growth.md", 1),
   "temporaries": lambda: pick("growth.md", 2),
   "memory": lambda: pick("memory.md"),
+  "model axes": lambda: pick("model_axes.md"),
   "rounding": rounding,
   "sums": sums,
   "noise": noise,
+  "trainers": lambda: pick("trainers.md"),
   "ways to round": lambda: pick("rounding_study.md"),
   "papers": papers,
   "quantizing": lambda: pick("codec_study.md", 0, _STUDY),

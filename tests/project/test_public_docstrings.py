@@ -60,7 +60,17 @@ def test_a_function_explains_its_arguments_and_its_result(name):
   signature = inspect.signature(FUNCTIONS[name])
   assert entries(docstring, "Args") == list(signature.parameters)
   if signature.return_annotation not in (None, "None"):
-    assert section(docstring, "Returns")
+    # A first line that begins with "Returns" may say all, as in Google's style.
+    assert section(docstring, "Returns") or docstring.startswith("Returns ")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_raises_says_so(name):
+  """The models of papers name the error of all their functions once a module."""
+  function = inspect.unwrap(FUNCTIONS[name])
+  if re.search(r"^ +raise ", inspect.getsource(function), re.MULTILINE):
+    module = inspect.getdoc(inspect.getmodule(function)) or ""
+    assert section(inspect.getdoc(function), "Raises") or "ValueError" in module
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
@@ -281,6 +282,72 @@ def test_other_collectives_cost_themselves():
   assert report.bytes_sent == 7 * 384 + 2 * 7 * 384 * 4 // 8
 
 
+def exchanged(x, workers, axis="d"):
+  """An exchange of the gradient x, as wire_report sees one."""
+  with jax.named_scope(f"gradcomp_mean_{ROWS * COLUMNS}_over_{workers}"):
+    return lax.all_gather(lax.bitcast_convert_type(x, jnp.uint32), axis)
+
+
+def accumulated(x):
+  add = lambda total, _: (total + lax.psum(x * total, "d"), None)
+  return exchanged(lax.scan(add, x, None, 3)[0], 8)
+
+
+def in_groups(x):
+  mean = lax.psum(x, ("a", "b"))
+  with jax.named_scope("gradcomp_stage"):
+    part = lax.psum_scatter(mean, "b", tiled=True)
+  return exchanged(part, 8, "a")
+
+
+# The function of a worker's gradient, the mesh, and how often a mean runs that an
+# exchange takes again.
+IN_FRONT = {
+  "mean": (lambda x: exchanged(lax.psum(x, "d"), 8), {"d": 8}, 1),
+  "parts": (
+    lambda x: exchanged(
+      jnp.concatenate([lax.psum(jnp.sin(y), "d") for y in jnp.split(x, 2)]), 8
+    ),
+    {"d": 8},
+    1,
+  ),
+  "accumulated": (accumulated, {"d": 8}, 3),
+  "groups": (in_groups, {"a": 2, "b": 4}, 1),
+  "behind": (lambda x: lax.psum(exchanged(x, 8) * 1.5, "d"), {"d": 8}, 0),
+  "both": (
+    lambda x: lax.psum(x * exchanged(lax.psum(x, "d"), 8).sum(), "d"),
+    {"d": 8},
+    1,
+  ),
+  "aside": (lambda x: (exchanged(x, 8), lax.psum(x, "d")), {"d": 8}, 0),
+  "small": (lambda x: exchanged(x * lax.psum(x.sum(), "d"), 8), {"d": 8}, 0),
+  "model": (lambda x: exchanged(lax.psum(x, "m"), 2), {"d": 2, "m": 2}, 0),
+  "integers": (
+    lambda x: exchanged(x * lax.psum(x.astype(jnp.int32), "d"), 8),
+    {"d": 8},
+    0,
+  ),
+}
+
+
+@pytest.mark.parametrize("case", IN_FRONT.values(), ids=IN_FRONT)
+def test_a_mean_in_front_of_an_exchange_is_no_part_of_the_plain_mean(case):
+  """A plain step takes one mean. What else there is counts as it is sent."""
+  function, sizes, runs = case
+  compiled = compile_mapped(function, **sizes)
+  report = wire_report(compiled)
+  nbytes = 2 * 7 * ROWS * COLUMNS * 4 // 8
+  again = sum(c.times * c.bytes_sent for c in report.collectives if c.again)
+  assert again == runs * nbytes
+  own = [c for c in report.collectives if "gradcomp" in c.scope]
+  others = [c for c in report.collectives if c not in own and not c.again]
+  plain = sum(c.dense_bytes for c in own) + sum(c.bytes_sent for c in others)
+  assert report.dense_bytes == plain
+  said = f"{again:,} bytes are a mean of the gradient" in str(report)
+  assert said == (runs > 0)
+  assert wire_report(compiled.as_text()).dense_bytes == report.dense_bytes
+
+
 def test_no_collectives():
   report = wire_report(jax.jit(lambda x: x + 1).lower(jnp.ones(3)))
   assert report.collectives == ()
@@ -311,7 +378,7 @@ ADD = """
 """
 
 
-def hlo(entry, computations="", sizes="num_partitions=8"):
+def hlo(entry, computations="", sizes="replica_count=8"):
   """A module with the lines as its entry computation, after parameters %x and %y."""
   return f"""HloModule jit_step, is_scheduled=true, \
 entry_computation_layout={{(f32[8,128]{{1,0}})->f32[8,128]{{1,0}}}}, {sizes}
@@ -515,7 +582,7 @@ def test_axes_of_pairs(pairs, axis, workers):
   ],
 )
 def test_all_devices(sizes, workers):
-  line = "%g = f32[64,128]{1,0} all-gather(%x), replica_groups={}, dimensions={0}"
+  line = f"%g = f32[64,128]{{1,0}} all-gather(%x), {G8}".replace("[1,8]<=[8]", "{}")
   assert only(wire_report(hlo(line, sizes=sizes))).workers == workers
 
 
@@ -570,6 +637,8 @@ ITEM_SIZES = {
   "s64": np.int64,
   "u64": np.uint64,
   "f4e2m1fn": jnp.float4_e2m1fn,
+  "f6e2m3fn": ml_dtypes.float6_e2m3fn,
+  "f6e3m2fn": ml_dtypes.float6_e3m2fn,
   "f8e3m4": jnp.float8_e3m4,
   "f8e4m3": jnp.float8_e4m3,
   "f8e4m3fn": jnp.float8_e4m3fn,
@@ -589,10 +658,24 @@ ITEM_SIZES = {
 
 @pytest.mark.parametrize("dtype", ITEM_SIZES)
 def test_dtypes(dtype):
-  line = f"%g = {dtype}[40]{{0:E(4)}} all-gather({dtype}[5]{{0:E(4)}} %x), {G8}"
+  line = f"%g = {dtype}[40]{{0:T(1024)}} all-gather({dtype}[5]{{0:T(1024)}} %x), {G8}"
   collective = only(wire_report(hlo(line)))
   assert collective.dtype == dtype
   assert collective.bytes_sent == 7 * 5 * np.dtype(ITEM_SIZES[dtype]).itemsize
+
+
+@pytest.mark.parametrize(
+  ("dtype", "nbytes"), [("s4", 3), ("u2", 2), ("f4e2m1fn", 3), ("f6e2m3fn", 4)]
+)
+def test_narrow_types_in_packed_layouts_take_their_bits(dtype, nbytes):
+  """As on GPUs, where 5 numbers of 4 bits take 3 bytes."""
+  bits = int(dtype[1])
+  packed = f"{dtype}[5]{{0:T(1024)E({bits})}}"
+  line = f"%g = {dtype}[40]{{0}} all-gather({packed} %x), {G8}"
+  assert only(wire_report(hlo(line))).bytes_sent == 7 * nbytes
+  both = f"%g = {dtype}[40]{{0}} all-gather({packed} %x, {dtype}[5]{{0}} %x), {G8}"
+  with pytest.raises(ValueError, match="narrow types in one layout, got"):
+    wire_report(hlo(both))
 
 
 def test_mixed_dtypes():
@@ -847,3 +930,50 @@ def test_text_that_is_not_optimized_hlo():
 def test_nothing_is_counted_as_zero_silently(line, message):
   with pytest.raises(ValueError, match=message):
     wire_report(hlo(line))
+
+
+@pytest.mark.parametrize(
+  ("names", "sizes", "elements"),
+  [
+    ("(gradcomp_mean_96_over_8/a:gradcomp_mean_4096_over_8/a)", [520, 96], 4192),
+    ("gradcomp_mean_4096_over_8/a", [520, 520, 520], 3 * 4096),
+    (
+      "(gradcomp_mean_96_over_8/a:gradcomp_mean_4096_over_8/a)",
+      [520, 96, 520],
+      96 + 2 * 4096,
+    ),
+    ("(gradcomp_stage/a:gradcomp_mean_96_over_8/a)", [520, 96], 96),
+  ],
+)
+def test_combined_collectives_complete_the_mean_of_each_message(names, sizes, elements):
+  """XLA:GPU joins their names, and leaves one of equal names."""
+  operands = ", ".join(f"u32[1,{size}] %x" for size in sizes)
+  metadata = f'metadata={{op_name="jit(step)/{names}"}}'
+  line = f"%a = u32[9] all-gather({operands}), {G8}, {metadata}"
+  assert only(wire_report(hlo(line))).dense_bytes == 2 * 7 * 4 * elements // 8
+
+
+@pytest.mark.parametrize(
+  ("stage", "sent"),
+  [
+    ("EVERY", {"all-reduce": ("s8", 2 * 7 * 1024 // 8)}),
+    (
+      "BROADCAST",
+      {"reduce-scatter": ("f32", 7 * NBYTES // 8), "all-gather": ("s8", 7 * 1024 // 8)},
+    ),
+    (
+      "REDUCE",
+      {"reduce-scatter": ("s8", 7 * 1024 // 8), "all-gather": ("f32", 7 * NBYTES // 8)},
+    ),
+  ],
+)
+def test_a_quantized_sum_counts_as_it_is_sent(stage, sent):
+  """As XLA:TPU writes one with xla_tpu_quantized_all_reduce_level of 3, 1 and 2."""
+  config = (
+    'backend_config={"quantized_all_reduce_config":{"quantization_type":'
+    '"SYMMETRIC_PER_SHARD_QAR","quantized_data_type":"S8",'
+    f'"quantized_stage":"{stage}_STAGE"}}}}'
+  )
+  report = wire_report(hlo(f"%a = f32[8,128] all-reduce(%x), {G8}, {config}"))
+  assert {c.kind: (c.dtype, c.bytes_sent) for c in report.collectives} == sent
+  assert report.dense_bytes == 2 * 7 * NBYTES // 8

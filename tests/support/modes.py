@@ -6,6 +6,7 @@ The tests look at residuals, name the exchanges of groups, and train with a user
 import optax
 
 import gradcomp
+from gradcomp._src.testing.modes import AUTO as AUTO
 from gradcomp._src.testing.modes import EXPLICIT as EXPLICIT
 from gradcomp._src.testing.modes import MODES as MODES
 from gradcomp._src.testing.modes import mapped as mapped

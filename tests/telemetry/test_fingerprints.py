@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.core.fingerprint import leaf_fingerprints
 from gradcomp._src.core.state import name_words
 from gradcomp._src.mesh.shard_maps import unreduce
-from gradcomp._src.telemetry.fingerprint import leaf_fingerprints
 from tests.plugins.slow_cases import slow
 from tests.support import flips
 from tests.support.assertions import assert_same_bits, says

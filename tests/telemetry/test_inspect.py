@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.codecs.tiles import tile_shape
+from gradcomp._src.core import measures
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD, FloatCast, OneBit, Ternary, TopK
 from tests.oracles import inspect as oracle_inspect
@@ -99,10 +100,75 @@ TWO_SHOT = exchange(
 
 
 @pytest.fixture(scope="module")
-def in_vmap():
+def looks():
+  """A first step of all workers in vmap, with what inspect shows of it."""
+  return step_and_look(TWO_SHOT)
+
+
+@pytest.fixture(scope="module")
+def in_vmap(looks):
   """What inspect shows of a first step in vmap, and the state after it."""
-  _, after, found = step_and_look(TWO_SHOT)(gradients(**SHAPES))
+  _, after, found = looks(gradients(**SHAPES))
   return one(found), after
+
+
+def averaged(grads):
+  return jax.tree.map(lambda x: np.stack([x.mean(axis=0)] * len(x)), grads)
+
+
+def test_gradients_that_are_averaged_already_are_warned_of(looks):
+  """In the table, and by `scalars`, whose record has the share as a number."""
+  found = one(looks(averaged(gradients(**SHAPES)))[2])
+  shares = [x.equal for x in (found.total, *found.leaves.values())]
+  assert shares == [1] * 4
+  assert str(found).splitlines()[-2].startswith("The gradient is the same on all")
+  with pytest.warns(UserWarning, match="Delete the `pmean` in front of the exchange"):
+    record = gradcomp.telemetry.scalars({"seen": found})
+  assert record["seen/total/equal"] == 1
+
+
+def test_gradients_that_differ_in_a_bit_are_not(looks, in_vmap):
+  """One sign of one worker; or a small leaf that has equal gradients by chance."""
+  elements = {name: np.prod(shape) for name, shape in SHAPES.items()}
+  total = sum(elements.values())
+  for name, size in elements.items():
+    grads = averaged(gradients(**SHAPES))
+    grads[name][-1].flat[size // 2] *= -1
+    found = one(looks(grads)[2])
+    assert [found.leaves[f"['{x}']"].equal == 1 for x in SHAPES] == [
+      x != name for x in SHAPES
+    ]
+    np.testing.assert_allclose(found.total.equal, 1 - size / total, rtol=1e-6)
+    assert not found.warning
+  assert in_vmap[0].total.equal == 0
+  assert "The gradient is the same" not in str(in_vmap[0])
+
+
+def test_zeros_and_one_worker_are_not_warned_of(looks):
+  found = one(looks(jax.tree.map(np.zeros_like, gradients(**SHAPES)))[2])
+  assert found.total.equal == 1
+  assert not found.warning
+  tx = gradcomp.dense(axis_name="data")
+  alone = one(step_and_look(tx)({"w": np.ones((1, 8), np.float32)})[2])
+  assert alone.total.equal == 0
+  assert not alone.warning
+
+
+@pytest.mark.parametrize("workers", [1, 2, *slow(3, 8, 255, 2**12)])
+def test_a_float_says_whether_workers_have_one_word(workers):
+  """Exactly: sums of floats below 2**24, and any bit of those that it has counts."""
+  rng = np.random.default_rng(workers)
+  words = rng.integers(2**32, size=64, dtype=np.uint32)
+  digits = measures._places(workers).size
+  flipped = words ^ (1 << (np.arange(64, dtype=np.uint32) % digits))
+  own, one_other = (
+    np.asarray(measures._digits(x, workers), np.int64) for x in (words, flipped)
+  )
+  same, other = workers * own, (workers - 1) * own + one_other
+  assert max(same.max(), other.max()) < 2**24
+  found = [np.asarray(measures._same_bits(x, workers)) for x in (same, other)]
+  assert np.all(found[0] == (workers > 1))
+  assert not np.any(found[1])
 
 
 def test_what_owners_keep_is_that_of_their_leaves(in_vmap):
@@ -133,7 +199,8 @@ def looking(tx):
 
 
 @pytest.mark.parametrize(
-  "mode", [modes.EXPLICIT, *slow("shard_map", "shard_map_unchecked", "pmap")]
+  "mode",
+  [modes.EXPLICIT, *slow(modes.AUTO, "shard_map", "shard_map_unchecked", "pmap")],
 )
 def test_all_modes_show_the_same(mode, in_vmap):
   """And types say that all workers have it, or P() would not be accepted."""
@@ -141,6 +208,26 @@ def test_all_modes_show_the_same(mode, in_vmap):
   for own in output["found"]:
     # The same sums in another order.
     np.testing.assert_allclose(own, numbers(in_vmap[0]), rtol=2e-5, atol=1e-6)
+
+
+def test_gradients_of_all_workers_show_the_same(in_vmap):
+  """In plain jit under Auto axes, with and without a mean in front."""
+  mesh = modes.mesh(WORKERS)
+  grads = gradients(**SHAPES)
+  with jax.set_mesh(mesh):
+    state = TWO_SHOT.init(jax.tree.map(lambda x: x[0], grads))
+
+  @jax.jit
+  def look(grads, state):
+    rows = gradcomp.PerWorker(grads, "data")
+    return gradcomp.telemetry.inspect(TWO_SHOT, rows, state)
+
+  place = lambda tree: jax.device_put(tree, NamedSharding(mesh, P("data")))
+  found = look(place(grads), state)
+  # The same sums in another order.
+  expected = numbers(in_vmap[0])
+  np.testing.assert_allclose(numbers(found), expected, rtol=2e-5, atol=1e-6)
+  assert look(place(averaged(grads)), state).warning
 
 
 def test_the_cosine_of_a_large_leaf_is_estimated():
@@ -156,7 +243,10 @@ def test_the_cosine_of_a_large_leaf_is_estimated():
 
 
 def test_few_bytes_are_sent_beside_those_of_the_exchange():
-  """A sketch of 1021 numbers, 256 counts and a dozen sums a leaf, and no gradient."""
+  """A sketch of 1021 numbers, 256 counts and 14 sums a leaf, and no gradient.
+
+  That gradients are compared costs nothing: no size is sent, which all workers know.
+  """
   mesh = modes.mesh(WORKERS)
   tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="all_gather")
   grads = {"w": jnp.ones((WORKERS, 128, 256))}
@@ -174,7 +264,7 @@ def test_few_bytes_are_sent_beside_those_of_the_exchange():
   exchanged = gradcomp.explain(tx, {"w": grads["w"][0]}, workers=WORKERS)
   inspected = sent(functools.partial(gradcomp.telemetry.inspect, tx))
   more = inspected.bytes_sent - exchanged.bytes_sent
-  assert 0 < more <= 2 * 4 * (1021 + 256 + 20)
+  assert more == 2 * 3 * 4 * (1021 + 256 + 14) // WORKERS
   # Of one gradient in float32, of which an all-reduce sends each share twice.
   assert inspected.dense_bytes == 2 * 3 * 4 * 128 * 256 // WORKERS
 

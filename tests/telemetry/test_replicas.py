@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.telemetry.fingerprint import leaf_fingerprints
+from gradcomp._src.core.fingerprint import leaf_fingerprints
 from tests.plugins.slow_cases import slow
 from tests.support import flips, modes
 from tests.support.assertions import assert_same_bits, says

@@ -56,7 +56,7 @@ def step_of(workers, **options):
   )
   with jax.set_mesh(mesh):
     state = optimizer.init(jnp.ones(512))
-  return step(jnp.ones(512), state, jnp.ones((workers, 512)), inspect=True)[2]
+  return step(jnp.ones(512), state, jnp.eye(workers, 512), inspect=True)[2]
 
 
 def test_all_metrics_of_a_step_come_at_once(monkeypatch):
@@ -100,7 +100,7 @@ def test_arrays_have_no_float():
   with pytest.raises(ValueError, match=says("`metrics`['loss'] must be one", "(8,)")):
     scalars({"loss": jnp.ones(8)})
   every = jax.vmap(lambda x: inspection({"w": x}, axis_name="data"), axis_name="data")
-  found = every(jnp.ones((WORKERS, 300)))
+  found = every(jnp.eye(WORKERS, 300))
   with pytest.raises(ValueError, match=says(".total.bytes_sent", "(2,)", "x[0]")):
     scalars(found)
   assert "total/cosine" in scalars(jax.tree.map(lambda x: x[0], found))

@@ -68,7 +68,7 @@ def across(mode, tx, params, batch, **options):
     return jax.tree.map(lambda x: x[0], jax.jit(mapped(step))(params, rows))
   explicit = mode == modes.EXPLICIT
   mesh = modes.mesh(N, AxisType.Explicit if explicit else AxisType.Auto)
-  if not explicit:
+  if not explicit and mode != modes.AUTO:
     checked = mode == "shard_map"
     specs = dict(in_specs=(P(), P("data")), out_specs=P(), check_vma=checked)
     step = jax.shard_map(step, mesh=mesh, **specs)
@@ -81,7 +81,14 @@ def across(mode, tx, params, batch, **options):
   "mode, accumulate",
   [
     *[("vmap", 4), (modes.EXPLICIT, 1), (modes.EXPLICIT, 4), ("shard_map", 4)],
-    *slow(("vmap", 1), ("pmap", 1), ("pmap", 4), ("shard_map", 1)),
+    *slow(
+      (modes.AUTO, 1),
+      (modes.AUTO, 4),
+      ("vmap", 1),
+      ("pmap", 1),
+      ("pmap", 4),
+      ("shard_map", 1),
+    ),
     *slow(("shard_map_unchecked", 1), ("shard_map_unchecked", 2)),
   ],
 )
@@ -161,7 +168,7 @@ def test_weights_are_not_differentiated():
   grad_fn = gradcomp.value_and_grad(
     lambda w, x: (w * jnp.sum(x), w), axis_name=None, has_weight=True
   )
-  assert grad_fn(2.0, jnp.arange(3.0)) == (3.0, 1.5)
+  assert grad_fn(jnp.float32(2), jnp.arange(3.0)) == (3.0, 1.5)
 
 
 def test_sums_of_half_precision_may_be_larger_than_its_range():

@@ -71,7 +71,7 @@ def compiled(mode, optimizer, params, x):
     run = gradcomp.make_train_step(
       loss_fn, optimizer, axis_name="data", mesh=mesh, donate=False
     )
-  elif mode == modes.EXPLICIT:
+  elif mode in (modes.AUTO, modes.EXPLICIT):
     run = jax.jit(functools.partial(step, optimizer))
   else:
     specs = gradcomp.state_specs(args[1], axis_name="data")
@@ -90,10 +90,12 @@ def compiled(mode, optimizer, params, x):
   "mode, make",
   [
     (modes.EXPLICIT, partitioned),
+    (modes.AUTO, partitioned),
     ("shard_map", partitioned),
     ("train_step", partitioned),
     ("train_step_explicit", masked),
     *slow(
+      (modes.AUTO, masked),
       (modes.EXPLICIT, masked),
       ("shard_map", masked),
       ("shard_map_unchecked", partitioned),
@@ -104,7 +106,7 @@ def compiled(mode, optimizer, params, x):
 def test_a_frozen_leaf_stays_and_is_not_sent(mode, make):
   params, x = problem()
   optimizer = make()
-  if mode in (modes.EXPLICIT, "shard_map"):
+  if mode in (modes.AUTO, modes.EXPLICIT, "shard_map"):
     optimizer = gradcomp.wrappers.allow_frozen(optimizer)
   run, (before, state, rows) = compiled(mode, optimizer, params, x)
   after, state, _ = run(before, state, rows)

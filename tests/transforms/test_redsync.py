@@ -123,6 +123,7 @@ def clipping(max_norm, rule):
   [
     ("vmap", "own", 20),
     ("shard_map", "root", 10),
+    (modes.AUTO, "root", 10),
     (modes.EXPLICIT, "own", 20),
     (modes.EXPLICIT, "share", 40),
   ],
@@ -146,6 +147,9 @@ def test_local_clipping(place, rule, limit):
     output = jax.jit(
       jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())
     )(gradient)
+  elif place == modes.AUTO:
+    rows = jax.device_put(gradient, NamedSharding(modes.mesh(N), P("data")))
+    output = jax.jit(lambda g: update(gradcomp.PerWorker(g, "data")))(rows)
   else:
     mesh = modes.mesh(N, AxisType.Explicit)
     addends = jax.tree.map(lambda x: x / np.float32(N), gradient)

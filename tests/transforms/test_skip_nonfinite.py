@@ -48,7 +48,8 @@ def steps(mode, tx, trees):
 
 
 @pytest.mark.parametrize(
-  "mode", ["vmap", modes.EXPLICIT, *slow("shard_map", "shard_map_unchecked", "pmap")]
+  "mode",
+  ["vmap", modes.EXPLICIT, *slow(modes.AUTO, *modes.MODES[:3])],
 )
 @pytest.mark.parametrize("bad", [np.nan, *slow(np.inf)], ids=repr)
 def test_the_run_goes_on_as_if_there_had_been_no_such_step(mode, bad):

@@ -1,4 +1,4 @@
-"""Transfer of arrays to the host, and from there to the devices of a mesh."""
+"""``place``: puts arrays that every process has whole on the mesh of all of them."""
 
 import math
 from typing import Any
@@ -7,55 +7,74 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 
-from gradcomp._src.mesh.specs import sharded_axes
-from gradcomp._src.mesh.types import placed_spec
-
-
-def mesh_to_go_on(mesh: Mesh | None, names: tuple[str, ...], workers: int) -> Mesh:
-  """Returns the mesh of M workers, by default the current one; it may be empty."""
-  mesh = jax.sharding.get_mesh() if mesh is None else mesh
-  found = math.prod(mesh.shape.get(name, 0) for name in names)
-  if not mesh.empty and found != workers:
-    raise ValueError(
-      f"`workers` must be the number of workers on the axes {names} of the mesh, "
-      f"which has {dict(mesh.shape)}, got {workers}; pass mesh=, or call this under "
-      "jax.set_mesh(mesh) with the mesh that goes on."
-    )
-  return mesh
+from gradcomp._src.mesh.specs import is_spec, names_by_axis
 
 
-def placed(mesh: Mesh, x: Any, spec: PartitionSpec, like: Any = None) -> Any:
-  """Puts an array on the devices of its spec, or of the sharding that it has.
+def place(state: Any, mesh: Mesh, specs: Any) -> Any:
+  """Puts a state on a mesh, which may have devices of many processes.
 
-  ``spec`` has the axes that shard it, at least. ``like`` is an array that is sharded
-  like it, perhaps over more axes; by default itself. An empty mesh is for NumPy arrays.
+  All processes call it, each with the same values: what ``optimizer.init`` returned, or
+  a checkpoint in NumPy's arrays. A process copies to its devices the parts that they
+  keep, and sends nothing to others. Arrays that are on all devices of the mesh already
+  change their shardings, by ``jax.device_put``.
+
+  Args:
+    state: a tree of NumPy's arrays, numbers, and JAX's arrays, each of the whole shape.
+    mesh: the devices.
+    specs: the ``PartitionSpec`` of each, as :func:`state_specs` returns them; one spec
+      may stand for a whole branch of the tree.
+
+  Returns:
+    The tree with global arrays, of ``NamedSharding(mesh, spec)``. They share no memory
+    with those of ``state``, so that a step may donate them.
+
+  Raises:
+    ValueError: a spec names an axis that the mesh lacks, or one whose size does not
+      divide the axis of the array; or ``specs`` is no such tree.
+
+  Example:
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> state = {"count": 3, "residual": np.zeros((4, 8), np.float32)}
+    >>> specs = {"count": P(), "residual": P("data")}
+    >>> placed = place(state, mesh, specs)
+    >>> placed["residual"].sharding.spec == P("data"), placed["count"].dtype.name
+    (True, 'int32')
   """
-  if mesh.empty:
-    return x if _is_key(x) else host_array(x)
-  own = placed_spec(x if like is None else like)
-  known = sharded_axes(own).issubset(mesh.axis_names)
-  if known and sharded_axes(own).issuperset(sharded_axes(spec)):
-    spec = own
-  sharding = NamedSharding(mesh, spec)
-  local = isinstance(x, jax.Array) and x.is_fully_addressable
-  if local and sharding.is_fully_addressable:
-    # A copy: a step that donates the new state must not delete the old one.
-    return jax.device_put(x, sharding, may_alias=False)
-  if _is_key(x):  # which NumPy has no dtype for
-    words = placed(mesh, jax.random.key_data(x), spec, like)
+  try:
+    whole = jax.tree.broadcast(specs, state, is_leaf=is_spec)
+  except ValueError as error:
+    raise ValueError(
+      "`specs` must be a tree of PartitionSpec like `state`, or one of its branches: "
+      f"{error}; take gradcomp.state_specs of this state."
+    ) from None
+
+  def one(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
+    _check_cuts(f"specs{keystr(path)}", spec, np.shape(x), mesh)
+    return put(x, NamedSharding(mesh, spec))
+
+  return jax.tree_util.tree_map_with_path(one, state, whole)
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+  """Returns a copy with this sharding, which no donation of ``x`` deletes."""
+  if is_key(x):  # which NumPy and device_put between hosts do not know
+    words = put(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+  if isinstance(x, jax.Array):
+    local = x.is_fully_addressable and sharding.is_fully_addressable
+    if local or x.sharding.device_set == sharding.device_set:
+      return jax.device_put(x, sharding, may_alias=False)
   x = host_array(x)
-  return jax.make_array_from_callback(
-    x.shape, sharding, lambda index: x[index], dtype=x.dtype
-  )
+  dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+  part = lambda index: np.array(x[index])  # a copy: devices that are CPUs would share x
+  return jax.make_array_from_callback(x.shape, sharding, part, dtype=dtype)
 
 
 def host_array(x: Any) -> np.ndarray:
-  """Returns a NumPy array, gathered if other processes have shards of it.
-
-  Then all processes must call this for these arrays in the same order.
-  """
+  """Returns a NumPy array, gathered if other processes have shards of it."""
+  # Then all processes must call this for these arrays in the same order.
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return np.asarray(x)
   if not x.sharding.addressable_devices:
@@ -69,7 +88,23 @@ def host_array(x: Any) -> np.ndarray:
   return multihost_utils.process_allgather(x, tiled=True)
 
 
-def _is_key(x: Any) -> bool:
-  return isinstance(x, jax.Array) and jax.dtypes.issubdtype(
-    x.dtype, jax.dtypes.prng_key
-  )
+def is_key(x: Any) -> bool:
+  kind = jax.dtypes.prng_key
+  return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, kind)
+
+
+def _check_cuts(
+  name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh
+) -> None:
+  """Raises ValueError if a spec cannot cut an array of this shape."""
+  cuts = [
+    math.prod(mesh.shape.get(axis, 0) for axis in axes)
+    for axes in names_by_axis(spec, len(shape))
+  ]
+  fits = len(cuts) == len(shape) and all(cuts)
+  if not fits or any(size % parts for size, parts in zip(shape, cuts, strict=True)):
+    raise ValueError(
+      f"`{name}` must cut an array of shape {shape} into equal parts on the axes of "
+      f"the mesh, {dict(mesh.shape)}, got {spec}; take gradcomp.state_specs of this "
+      "state, and gradcomp.reshard_state for that of another number of workers."
+    )

@@ -8,16 +8,12 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from gradcomp._src.checkpoint.specs import state_specs
 from gradcomp._src.checks import see
-from gradcomp._src.exchange.assign import leaf_codecs
+from gradcomp._src.core.specs import state_specs
+from gradcomp._src.exchange.layout import leaf_codecs
 from gradcomp._src.exchange.owners import owner_shapes
-from gradcomp._src.exchange.plan import MessagePlan
-from gradcomp._src.mesh.axes import (
-  WorkerSizes,
-  axis_names,
-  sizes_of,
-)
+from gradcomp._src.exchange.plan import MessagePlan, own_axes
+from gradcomp._src.mesh.axes import WorkerSizes, sizes_of
 from gradcomp._src.mesh.specs import is_spec
 from gradcomp._src.report import tracing
 from gradcomp._src.version import WIRE, __version__
@@ -66,9 +62,8 @@ def _misfit(value: Any, form: Any, where: str) -> str | None:
     if not isinstance(value, Mapping):
       return f"{where or 'it'} is {value!r}, and no dict"
     keys = value if _ALL in form else [x for x in form if x in value or x not in _MAY]
-    parts = [
-      (f"{where}[{x!r}]", value.get(x), form.get(x, form.get(_ALL))) for x in keys
-    ]
+    of_key = lambda x: (f"{where}[{x!r}]", value.get(x), form.get(x, form.get(_ALL)))
+    parts = [of_key(x) for x in keys]
   elif isinstance(form, list):
     if not isinstance(value, list | tuple):
       return f"{where} is {value!r}, and no list"
@@ -83,30 +78,23 @@ def _misfit(value: Any, form: Any, where: str) -> str | None:
 # go on with equal bits: of fields, shapes, orders, units, keys or defaults.
 FORMAT = 2
 
-# Fields of codecs that change no bits.
-_HOW = {"implementation"}
+_HOW = {"implementation"}  # fields of codecs that change no bits
 
 
 def record(
-  optimizer: optax.GradientTransformation,
-  params: Any,
-  *,
-  workers: WorkerSizes,
+  optimizer: optax.GradientTransformation, params: Any, *, workers: WorkerSizes
 ) -> dict[str, Any]:
   """Records the configuration of an optimizer state, to be saved beside it.
 
-  A state is plain arrays. With another codec or number of workers they may have the
-  same shapes, and mean something else. For each gradcomp transformation in the
-  optimizer, the record has the leaves with their shapes and codecs, the feedback, and
-  the owner residuals with their leaves and exchange. It is read from a trace of
-  ``update``, the same that :func:`gradcomp.explain` reads its table from.
+  With another codec or number of workers, the arrays of a state may have the same
+  shapes, and mean something else. For each gradcomp transformation, the record has the
+  leaves with their shapes and codecs, the feedback, and the owner residuals with their
+  leaves and exchange.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
-    workers: the number of workers that share the axis; ``(hosts, chips)`` for
-      ``"hierarchical"`` over two axes; or sizes by name, as for
-      :func:`gradcomp.explain`.
+    workers: the number of workers, or the sizes of axes: see :func:`gradcomp.explain`.
 
   Returns:
     Dicts, lists, strings and numbers, for ``json.dump`` or Orbax's ``JsonSave``.
@@ -138,16 +126,14 @@ def record(
 def check_record(saved: Any, record: Mapping[str, Any]) -> None:
   """Raises an error if a saved state does not fit the optimizer of a new record.
 
-  Call it before the state itself is restored. Everything that gives arrays their
-  meaning must be equal: the leaves, their shapes and codecs, and the feedback; the
-  number of workers and the names of their axes, if workers have arrays of their own;
-  and the leaves and the exchange of owner residuals, if there are any.
-
-  Options of the computation may differ: ``implementation=``, ``dither=``, ``key=`` (the
-  state has its own), ``exchange=`` and ``message_bytes=`` without owner residuals, and
-  ``min_leaf_size=`` if the same leaves are small. So may options of other
-  transformations, like a learning rate, and the version of gradcomp, as long as the
-  format of its states is the same.
+  Call it before the state itself is restored. What gives arrays their meaning must be
+  equal: the leaves, their shapes and codecs, and the feedback; the number of workers
+  and the names of their axes, if workers have arrays of their own; and the leaves and
+  the exchange of owner residuals, if there are any. ``implementation=``, ``dither=``
+  and ``key=`` may differ (the state has its key), and so may ``exchange=`` and
+  ``message_bytes=`` without owner residuals, ``min_leaf_size=`` if the same leaves are
+  small, options of other transformations, like a learning rate, and the version of
+  gradcomp with the same format of states.
 
   Args:
     saved: the result of :func:`record` when the state was saved.
@@ -162,14 +148,11 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
     ...   tx = gradcomp.qsgd(axis_name="data", **options)
     ...   return record(tx, {"w": jnp.zeros((256, 256))}, workers=4)
     >>> check_record(of(bits=4), of(bits=4, implementation="xla"))
-    >>> check_record(of(bits=4), of(bits=8))
+    >>> check_record(of(bits=4), of(bits=8))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
       ...
     ValueError: `saved` must be the record of a state that this optimizer can go on
-      with, but the codec of ['w'] was QSGD(bits=4) and is QSGD(bits=8). Make
-      the transformation that the state was saved with, or restore the parameters alone
-      and begin with the state of optimizer.init.
-    See https://gradcomp.readthedocs.io/en/stable/operate/troubleshooting.html#a-state-that-this-optimizer-can-go-on-with
+      with, but the codec of ['w'] was QSGD(bits=4) and is QSGD(bits=8). Make the...
   """
   _check_form("saved", saved, _FIRST)
   _check_form("record", record, _WHOLE)
@@ -184,7 +167,9 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
   found = list(_differences(saved, record))
   if found:
     told = ", ".join(f"{what} was {old} and is {new}" for what, old, new in found[:3])
-    cure = _RESHARD if found[0][0] == _WORKERS else _SAME
+    cure = "Make the transformation that the state was saved with"
+    if found[0][0] == _WORKERS:
+      cure = "Restore the state for as many workers, and take gradcomp.reshard_state"
     more = f", and {len(found) - 3} more" if found[3:] else ""
     raise ValueError(
       "`saved` must be the record of a state that this optimizer can go on with, but "
@@ -194,8 +179,6 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
 
 
 _WORKERS = "the number of workers"
-_RESHARD = "Restore the state for as many workers, and take gradcomp.reshard_state"
-_SAME = "Make the transformation that the state was saved with"
 
 
 def _stacked(state: Any) -> bool:
@@ -218,24 +201,15 @@ def _transformation(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, Any
     if codec not in codecs:
       codecs.append(codec)
     leaves[name] = {"shape": list(leaf.shape), "codec": codecs.index(codec)}
-  axes = () if plan.axis_name is None else axis_names(plan.axis_name)
+  axes = own_axes(plan.axis_name, ())
   named = axes[:1] != tracing.UNNAMED[:1]  # else init cannot know the number of owners
   cut = "params" in made  # zero, whose owners keep the rows of every message
-  owned = [
-    {
-      "exchange": _described(message.exchange),
-      "leaves": [plan.names[i] for i in message.leaves],
-    }
-    for message in plan.messages
-    if cut or (named and owner_shapes(plan._replace(messages=(message,))))
-  ]
-  result = {
-    "axes": list(axes) if named else [],
-    "codecs": codecs,
-    "leaves": leaves,
-    "feedback": _described(made["feedback"]),
-    "owned": owned,
-  }
+  owns = lambda x: cut or (named and owner_shapes(plan._replace(messages=(x,))))
+  names = lambda x: [plan.names[i] for i in x.leaves]
+  owner = lambda x: {"exchange": _described(x.exchange), "leaves": names(x)}
+  owned = [owner(x) for x in plan.messages if owns(x)]
+  result = {"axes": list(axes) if named else [], "codecs": codecs, "leaves": leaves}
+  result |= {"feedback": _described(made["feedback"]), "owned": owned}
   if cut:
     result["params"] = _described(made["params"])
   if made.get("delay"):  # of local steps, which keep a mean until it is applied
@@ -245,11 +219,8 @@ def _transformation(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, Any
 
 def _described(option: Any) -> dict[str, Any]:
   """Describes an option, which is a dataclass, by its type and fields."""
-  values = {
-    field.name: _plain(getattr(option, field.name))
-    for field in dataclasses.fields(option)
-    if field.name not in _HOW
-  }
+  names = [x.name for x in dataclasses.fields(option) if x.name not in _HOW]
+  values = {name: _plain(getattr(option, name)) for name in names}
   return {"type": type(option).__name__, **values}
 
 
@@ -262,9 +233,7 @@ def _plain(value: Any) -> Any:
   return value if isinstance(value, int | float | str | None) else str(value)
 
 
-def _differences(
-  saved: Mapping[str, Any], record: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
+def _differences(saved: Any, record: Any) -> Iterator[tuple[str, Any, Any]]:
   """Yields differences, with both values; the first is the cause of the others."""
   stacked = saved["stacked"] or record["stacked"]
   if stacked and saved["workers"] != record["workers"]:
@@ -311,9 +280,8 @@ def _facts(made: Mapping[str, Any], stacked: bool) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
   """Returns a value for an error, with the first of many leaves of messages."""
-  if not isinstance(value, list):
-    return str(value)
-  return "; ".join(map(_listed, value)) or "nothing"
+  nested = isinstance(value, list)
+  return ("; ".join(map(_listed, value)) or "nothing") if nested else str(value)
 
 
 def _in_common(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
@@ -322,9 +290,8 @@ def _in_common(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
   differ = [x for x in old if x in new and old[x] != new[x]]
   if "type" in differ:
     return old["type"], new["type"]
-  fields = (", ".join(f"{x}={y[x]!r}" for x in differ) for y in (old, new))
-  was, now = (f"{old['type']}({text})" for text in fields)
-  return was, now
+  of = lambda y: f"{old['type']}({', '.join(f'{x}={y[x]!r}' for x in differ)})"
+  return of(old), of(new)
 
 
 def _listed(names: list[str]) -> str:

@@ -1,13 +1,18 @@
-"""Redistributes per-worker arrays from N to M workers, preserving their sum."""
+"""Moves arrays from N to M workers, in NumPy: each worker's own, and owned rows."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Memory
+from gradcomp._src.codecs.tiles import elements, tile_shape
 from gradcomp._src.core.residual_storage import Int8Residual, read_residual, to_int8
+from gradcomp._src.exchange.owners import owned_matrices
+from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import Axes
 
 
@@ -16,12 +21,6 @@ def regroup_sum(x: np.ndarray, old: int, new: int, factor: float = 1.0) -> np.nd
 
   New workers get zeros. Worker i that leaves adds its array to that of worker
   ``i % M``. Where it is zero, the bits of the other stay.
-
-  Example:
-    >>> regroup_sum(np.float32([1, 2, 3]), 3, 4)
-    array([1., 2., 3., 0.], dtype=float32)
-    >>> regroup_sum(np.float32([1, 2, 3]), 3, 2)
-    array([4., 2.], dtype=float32)
   """
   parts = x.reshape(old, x.shape[0] // old, *x.shape[1:])
   result = np.zeros((new, *parts.shape[1:]), x.dtype)
@@ -36,21 +35,11 @@ def regroup_sum(x: np.ndarray, old: int, new: int, factor: float = 1.0) -> np.nd
 def floats_of(stored: Int8Residual, workers: int) -> np.ndarray:
   """Returns the residuals of N workers as floats, stacked on the first axis."""
   parts = zip(*(np.split(np.asarray(x), workers) for x in stored), strict=True)
-  return np.concatenate(
-    [np.asarray(read_residual(Int8Residual(*part))) for part in parts]
-  )
+  return np.concatenate([read_residual(Int8Residual(*part)) for part in parts])
 
 
 def stored_of(x: np.ndarray, workers: int, blocks: int | None = None) -> Int8Residual:
-  """Rounds M workers' residuals to ``int8``, to nearest: undoes :func:`floats_of`.
-
-  ``blocks`` is the number on the last axis of a worker's, by default as in ``init``.
-
-  Example:
-    >>> found = stored_of(np.float32([0.5, 1, -2, 3]), 2)
-    >>> floats_of(found, 2)
-    array([ 0.5,  1. , -2. ,  3. ], dtype=float32)
-  """
+  """Rounds M workers' residuals to ``int8``, in blocks of a worker's last axis."""
   half = lambda part: jnp.full(part.shape, 1 << 15, jnp.uint16)
   own = [to_int8(jnp.asarray(y), half(y), blocks) for y in np.split(x, workers)]
   whole: Any = map(np.concatenate, zip(*own, strict=True))
@@ -60,19 +49,15 @@ def stored_of(x: np.ndarray, workers: int, blocks: int | None = None) -> Int8Res
 def regroup_memory(
   kept: Memory, was: Memory, like: Memory, first: Memory, workers: tuple[int, int]
 ) -> Memory:
-  """Regroups codec states for M workers, by axes and leaf.
+  """Regroups codec states, by axes and leaf, that init gave N and gives M workers.
 
-  Shared state stays. A worker that stays keeps its own state, and others get the first
-  one. All do if shapes differ. ``kept`` may lack each worker's own part. ``was`` and
-  ``like`` are the shapes of ``init`` for N and for M ``workers``, and ``first`` is the
-  first state of one worker.
+  Shared state stays. A worker that stays keeps its own, and others get the first one.
+  All do if shapes differ. ``kept`` may lack each worker's own part.
   """
   old, new = workers
   own: dict[Axes, dict[int, Any]] = {}
-
-  def stacked(one: jax.Array, like: jax.ShapeDtypeStruct) -> np.ndarray:
-    times = like.shape[0] // one.shape[0] if one.shape[0] else 1
-    return np.concatenate([np.asarray(one)] * times)
+  times = lambda one, like: like.shape[0] // one.shape[0] if one.shape[0] else 1
+  stacked = lambda one, like: np.concatenate([np.asarray(one)] * times(one, like))
 
   def followed(begins: np.ndarray, x: np.ndarray) -> np.ndarray:
     count, rest = divmod(len(x), old)
@@ -94,3 +79,99 @@ def regroup_memory(
     for axes, trees in first.shared.items()
   }
   return Memory(shared, {axes: trees for axes, trees in own.items() if trees})
+
+
+# Owners have the rows of a matrix in one order: worker i has those from i * share on,
+# and zeros fill the last shares. Along other mesh axes, each place has its own rows.
+class _Rows(NamedTuple):
+  rows: np.ndarray  # of a leaf: [places, rows, *tile_shape]
+  codec: Codec
+  like: jax.ShapeDtypeStruct
+
+
+def recut_owned(
+  owned: Mapping[Axes, Sequence[np.ndarray]],
+  plans: tuple[MessagePlan, MessagePlan],
+  places: Mapping[Axes, int],
+  factor: float,
+) -> tuple[dict[Axes, tuple[np.ndarray, ...]], dict[int, np.ndarray]]:
+  """Moves owner residuals of N workers to M, by axes and the worker's shares there.
+
+  Returns the arrays, and by leaf the residuals that no worker owns any more.
+  """
+  old, new = plans
+  waiting: dict[tuple[int, int], _Rows] = {}  # by leaf, and the round that sends rows
+  for axes, matrices in owned_matrices(old).items():
+    if len(matrices) != len(owned[axes]):
+      raise ValueError(
+        f"`state` must have owner residuals of {len(matrices)} messages here, got "
+        f'{len(owned[axes])}: message_bytes="auto" cuts as the platform of the mesh '
+        "does; call it under jax.set_mesh of the state's mesh, or give a number."
+      )
+    for matrix, array in zip(matrices, owned[axes], strict=True):
+      rows = concat_rows(array, old.workers, places[axes])
+      for leaf, slot, like in matrix.leaves():
+        found = _Rows(rows[:, slot.start : slot.stop], matrix.codec, like)
+        waiting[leaf, matrix.message.round] = found
+  result: dict[Axes, tuple[np.ndarray, ...]] = {}
+  for axes, matrices in owned_matrices(new).items():
+    arrays = []
+    for matrix in matrices:
+      share, *tile = matrix.shape
+      rows = np.zeros((places[axes], new.workers * share, *tile), np.float32)
+      for leaf, slot, _ in matrix.leaves():
+        place = leaf, matrix.message.round
+        if place in waiting:
+          moved = _as_rows_of(waiting.pop(place), matrix.codec)
+          rows[:, slot.start : slot.stop] = moved * np.float32(factor)
+      arrays.append(stack_rows(rows, new.workers))
+    result[axes] = tuple(arrays)
+  return result, {i: _leaf(found) for (i, _), found in waiting.items()}
+
+
+def recut_rows(x: np.ndarray, old: int, new: int, places: int, size: int) -> np.ndarray:
+  """Reshards ``[N * places * share, ...]`` to M owners, ``[size, ...]``."""
+  rows = concat_rows(x, old, places)
+  result = np.zeros((places, size // places, *rows.shape[2:]), x.dtype)
+  count = min(rows.shape[1], result.shape[1])
+  result[:, :count] = rows[:, :count]
+  return stack_rows(result, new)
+
+
+def concat_rows(array: np.ndarray, workers: int, places: int) -> np.ndarray:
+  """Joins shares to rows: ``[N * places * share, ...]`` to ``[places, rows, ...]``."""
+  share = array.shape[0] // (workers * places)
+  shares = array.reshape(workers, places, share, *array.shape[1:])
+  return shares.swapaxes(0, 1).reshape(places, workers * share, *array.shape[1:])
+
+
+def stack_rows(rows: np.ndarray, workers: int) -> np.ndarray:
+  """Splits rows into shares: the inverse of :func:`concat_rows`."""
+  places, count, *tile = rows.shape
+  shares = rows.reshape(places, workers, count // workers, *tile)
+  return shares.swapaxes(0, 1).reshape(places * count, *tile)
+
+
+def _as_rows_of(found: _Rows, codec: Codec) -> np.ndarray:
+  """Returns a leaf's rows in the tiles of another codec."""
+  # A sparse codec has a range for each worker.
+  if tile_shape(codec) == found.rows.shape[2:]:
+    return found.rows
+  tiles = [codec.split(_whole(found, rows)) for rows in found.rows]
+  return np.stack([x.reshape(-1, *tile_shape(codec)) for x in tiles])
+
+
+def _leaf(found: _Rows) -> np.ndarray:
+  """Returns a leaf from its rows; ValueError if each place has a part of it."""
+  if len(found.rows) > 1:
+    raise ValueError(
+      "`optimizer` must have an exchange whose owners keep residuals, also for the new "
+      "number of workers, where parameters are sharded over other axes; give its "
+      "exchange= by name."
+    )
+  return _whole(found, found.rows[0])
+
+
+def _whole(found: _Rows, rows: np.ndarray) -> np.ndarray:
+  tiles = np.asarray(elements(jnp.asarray(rows), found.codec))
+  return found.codec.join(tiles, found.like)

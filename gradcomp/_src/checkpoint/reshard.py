@@ -1,19 +1,36 @@
-"""``reshard_state``: moves an optimizer state from N to M workers."""
+"""``reshard_state``: moves an optimizer state from N to M workers, on the host."""
 
+import dataclasses
 import functools
-from typing import Any, TypeVar
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gradcomp._src.checkpoint.placement import mesh_to_go_on, placed
-from gradcomp._src.checkpoint.reshard_parts import Keep, Move
-from gradcomp._src.checkpoint.shapes import first_state_of, number_of_workers
-from gradcomp._src.checkpoint.validate import check_concrete, check_fits
+from gradcomp._src.checkpoint import regroup_workers as regroup
+from gradcomp._src.checkpoint import shapes
+from gradcomp._src.checkpoint.placement import host_array, is_key, put
 from gradcomp._src.checks import one_of
-from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.codecs.sums.records import Memory
+from gradcomp._src.core.codec_memory import first_stored
+from gradcomp._src.core.residual_storage import is_stored
+from gradcomp._src.core.state import CompressState, OwnedRows, OwnSteps, collects
+from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
+from gradcomp._src.mesh.specs import sharded_axes, stacked_over
+from gradcomp._src.mesh.trees import boxed_like, unboxed
+from gradcomp._src.mesh.types import placed_spec
 
 State = TypeVar("State")
+Keep = Literal["sum", "mean", "addends"]
+
+_Plan = MessagePlan | None
+_Plans = tuple[_Plan, _Plan]
 
 
 def reshard_state(  # noqa: PLR0913 - options of users, by keyword
@@ -35,24 +52,21 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
 
   .. math:: \sum_{i \le M} e'_i + M r' = \sum_{i \le N} e_i + N r
 
-  up to rounding in float32, and then to ``residual_dtype``, to nearest. Only zeros are
-  added where workers join, so that these residuals keep their values; :math:`r' =
-  (N / M) r` is rounded once. ``keep`` chooses the sum that is preserved.
+  up to rounding in float32, and then to ``residual_dtype``, to nearest. ``keep``
+  chooses the sum that is preserved.
 
   - Residuals, and gradcomp's momentum: new workers begin with zeros. Worker :math:`i`
     that leaves adds its own to those of worker :math:`i \bmod M`. So do gradients that
     an ``optax.MultiSteps`` around the exchange has collected.
   - Residuals of owners, and the rows of :func:`gradcomp.parallel.zero`: the same rows
     are split into M shares. If no worker owns rows any more, because ``"auto"`` takes
-    another exchange for M workers, all workers share the owner residuals. If workers
-    keep no residuals, these rounding errors of the last means are dropped.
+    another exchange for M workers, all workers share the owner residuals, or drop them
+    if they keep no residuals.
   - Codec memories: the memory that all workers share stays. A worker's own stays with
     it, and new workers begin as in ``optimizer.init``. All do if ranges are others, as
-    for :class:`gradcomp.codecs.TopK` in ``two_shot``, which then searches thresholds
-    anew. Its counts are those of a worker's last message; the counts of workers that
-    left are dropped.
-  - Local steps: new workers, from N on, get the inner state of worker i mod N. This
-    works only at the end of a round, where all displacements are zero.
+    for :class:`gradcomp.codecs.TopK` in ``two_shot``, which searches thresholds anew.
+  - Local steps: worker i gets the inner state of worker i mod N. This works only at the
+    end of a round, where all displacements are zero.
   - Everything else is equal on all workers, and stays.
 
   Args:
@@ -64,59 +78,227 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
       ``jax.vmap`` and ``jax.pmap`` arrays have another first axis: leave it out where
       workers are equal, and join it with the next where they are not.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
-    old_workers: N, the number of workers that the state was made for.
-    workers: M, the number of workers that go on with it.
-    keep: the sum that is preserved, which depends on the use of the state.
-      ``"sum"`` is the sum above. The next means take it by :math:`1/M`, as a learning
-      rate that grows with the number of workers, and the batch, asks for.
-      ``"mean"`` is the mean :math:`\frac{1}{N} \sum e_i + r`, so that unsent updates
-      keep their size: :math:`e'` is multiplied by :math:`M / N`, and
-      :math:`r' = r`. Take it if batch and learning rate stay.
-      ``"addends"`` is for ``update`` in plain ``jax.jit`` under Explicit axes, where no
-      mean is taken: :math:`\sum e_i + r` stays, which is the sum and the update.
+    old_workers, workers: N, that the state was made for, and M, that go on with it.
+    keep: ``"sum"`` is the sum above, for a learning rate that grows with the number of
+      workers, and the batch. ``"mean"`` is :math:`\frac{1}{N} \sum e_i + r`, so that
+      unsent updates keep their size: take it if batch and learning rate stay.
+      ``"addends"`` is :math:`\sum e_i + r`, for ``update`` in plain ``jax.jit`` under
+      Explicit axes, where no mean is taken.
     param_specs: the specs of the parameters, if :func:`init_state` made the state.
     mesh: the M devices, of one or several processes; by default the mesh of
       ``jax.set_mesh``, if there is one.
 
   Returns:
-    The state, in arrays on the mesh, sharded by :func:`state_specs`. Arrays that were
-    sharded over other axes, too, stay so. Without a mesh, they are NumPy's arrays.
+    The state, in arrays on the mesh, sharded by :func:`state_specs`, and over other
+    axes as before. Without a mesh, they are NumPy's arrays.
 
   Raises:
     ValueError: a number of workers is below 1, or ``workers`` is not that of the mesh;
-      the state is not that of N workers with this optimizer and these parameters, and
-      the error names the first arrays that differ; it is in the midst of a round; or an
-      array is only on devices of other processes.
+      the state is not that of N workers with this optimizer and these parameters, or
+      in the midst of a round; or an array is only on devices of other processes.
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
     >>> params = {"w": jnp.ones((2, 512))}
-    >>> shapes = gradcomp.checkpoint.state_shapes(
-    ...   tx, params, axis_name="data", workers=3
-    ... )
-    >>> state = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
-    >>> moved = reshard_state(
-    ...   tx, params, state, axis_name="data", old_workers=3, workers=2)
+    >>> with jax.set_mesh(jax.make_mesh((3,), ("data",))):
+    ...   state = jax.tree.map(jnp.ones_like, tx.init(params))
+    >>> options = {"axis_name": "data", "old_workers": 3, "workers": 2}
+    >>> moved = reshard_state(tx, params, state, **options)
     >>> moved.residual["w"].shape, moved.residual["w"][:, 0].tolist()
     ((4, 512), [2.0, 2.0, 1.0, 1.0])
   """
   one_of("keep", Keep, keep)
-  check_concrete(opt_state)
-  old_workers = number_of_workers("old_workers", old_workers)
-  workers = number_of_workers("workers", workers)
+  shapes.check_concrete(opt_state)
+  old_workers = shapes.number_of_workers("old_workers", old_workers)
+  workers = shapes.number_of_workers("workers", workers)
   names = axis_names(axis_name)
   mesh = mesh_to_go_on(mesh, names, workers)
+  options: Any = {"axis_name": axis_name, "param_specs": param_specs, "mesh": mesh}
+  first = functools.partial(shapes.first_state_of, optimizer, params, **options)
   old, new = (
-    first_state_of(
-      optimizer,
-      params,
-      workers=count,
-      axis_name=axis_name,
-      param_specs=param_specs,
-      mesh=mesh,
-    )
-    for count in (old_workers, workers)
+    x._replace(shapes=unboxed(x.shapes), specs=unboxed(x.specs))
+    for x in (first(workers=old_workers), first(workers=workers))
   )
-  check_fits(opt_state, old.shapes, old_workers)
+  given = unboxed(opt_state)
+  shapes.check_fits(given, old.shapes, old_workers)
   place = functools.partial(placed, mesh)
-  return Move(old_workers, workers, names, keep, old, new, place).state(opt_state)
+  moved = Move(old_workers, workers, names, keep, old, new, place).state(given)
+  return boxed_like(opt_state, moved)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Move:
+  """A move of a state from N to M workers, with the first states of both."""
+
+  old_workers: int
+  workers: int
+  names: tuple[str, ...]  # of the axes of workers
+  keep: Keep  # as for gradcomp.reshard_state
+  old: shapes.FirstState
+  new: shapes.FirstState
+  place: Callable[..., Any]  # (x, spec, like), on the devices
+
+  def state(self, opt_state: Any) -> Any:
+    like = self.old.shapes, self.new.shapes, self.new.specs
+    return self._tree(opt_state, like, zip(self.old.plans, self.new.plans, strict=True))
+
+  def _tree(self, state: Any, like: tuple[Any, ...], plans: Iterator[_Plans]) -> Any:
+    """Moves a tree of states; ``like`` are its shapes, old and new, and its specs."""
+
+    def moved(node: Any, old: Any, new: Any, specs: Any) -> Any:
+      if isinstance(node, CompressState):
+        return self._compressed(node, old, new, specs, next(plans))
+      if isinstance(node, OwnedRows):
+        return self._rows(node, new)
+      if isinstance(node, OwnSteps):
+        return self._own_steps(node, specs)
+      if collects(node):
+        inner = tuple(x.inner_opt_state for x in (old, new, specs))
+        return optax.MultiStepsState(
+          mini_step=self.place(node.mini_step, specs.mini_step),
+          gradient_step=self.place(node.gradient_step, specs.gradient_step),
+          inner_opt_state=self._tree(node.inner_opt_state, inner, plans),
+          acc_grads=jax.tree.map(self._addends, node.acc_grads, specs.acc_grads),
+          skip_state=jax.tree.map(self.place, node.skip_state, specs.skip_state),
+        )
+      return self.place(node, specs)
+
+    ours = CompressState | OwnedRows | OwnSteps
+    is_leaf = lambda x: collects(x) or isinstance(x, ours)
+    return jax.tree.map(moved, state, *like, is_leaf=is_leaf)
+
+  def _compressed(
+    self, node: CompressState, old: Any, new: Any, specs: Any, plans: _Plans
+  ) -> CompressState:
+    owned, left = self._owned(node, old, new, plans)
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(node.residual, is_leaf=is_stored)
+    places = treedef.flatten_up_to(specs.residual)
+    parts = [left.get(i) for i in range(len(leaves))]
+    residual = [*map(self._residual, leaves, places, parts)]
+    memory = self._memory(node, old, new, plans[1])
+    return CompressState(
+      count=self.place(node.count, specs.count),
+      key=self.place(node.key, specs.key),
+      residual=jax.tree.unflatten(treedef, residual),
+      server_residual=owned and self._stacked(owned),
+      memory=memory and Memory(*map(self._stacked, memory)),
+      velocity=jax.tree.map(self._addends, node.velocity, specs.velocity),
+    )
+
+  def _stacked(self, arrays: dict[Axes, Any]) -> dict[Axes, Any]:
+    """Places arrays by the axes that stack them."""
+    put = lambda axes, x: self.place(x, stacked_over(axes, axes))
+    return {x: jax.tree.map(functools.partial(put, x), y) for x, y in arrays.items()}
+
+  def _residual(self, x: Any, spec: Any, more: np.ndarray | None) -> Any:
+    """Moves the residual of a leaf, in any storage format."""
+    if not is_stored(x):
+      return self._addends(x, spec, more)
+    wide = regroup.floats_of(jax.tree.map(host_array, x), self.old_workers)
+    blocks = x.scales.shape[-1] // (self.old_workers if x.scales.ndim == 1 else 1)
+    stored = regroup.stored_of(self._regrouped(wide, more), self.workers, blocks)
+    return jax.tree.map(self.place, stored, spec)
+
+  def _addends(self, x: Any, spec: Any, more: np.ndarray | None = None) -> Any:
+    """Moves an array that workers sum; each also gets ``more``."""
+    return self.place(self._regrouped(host_array(x), more), spec, x)
+
+  def _regrouped(self, x: np.ndarray, more: np.ndarray | None) -> np.ndarray:
+    factor = self.workers / self.old_workers if self.keep == "mean" else 1.0
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    result = regroup.regroup_sum(wide, self.old_workers, self.workers, factor)
+    if more is not None:
+      result += np.concatenate([np.atleast_1d(more)] * self.workers)
+    return result.astype(x.dtype)
+
+  def _owned(
+    self, node: CompressState, old: Any, new: Any, plans: _Plans
+  ) -> tuple[Any, dict[int, np.ndarray]]:
+    """Moves owner residuals; returns by leaf the parts that no owner keeps any more."""
+    given, was, now = (x.server_residual for x in (node, old, new))
+    # There are none, or the state was made without the number of workers.
+    if given is None and (was is not None or now is None):
+      return None, {}
+    known = self._known(plans[0]), self._known(plans[1])
+    factor = self.old_workers / self.workers if self.keep == "sum" else 1.0
+    arrays = {axes: [*map(host_array, own)] for axes, own in (given or {}).items()}
+    places = {axes: self._places(axes) for axes in {**(was or {}), **(now or {})}}
+    moved, left = regroup.recut_owned(arrays, known, places, factor)
+    each = np.float32(1 / self.workers if self.keep == "addends" else factor)
+    return moved or None, {i: x * each for i, x in left.items()}
+
+  def _memory(self, node: CompressState, old: Any, new: Any, plan: _Plan) -> Any:
+    if new.memory is None or (node.memory is None and old.memory is not None):
+      return None
+    first = first_stored(self._known(plan), jnp.asarray(host_array(node.key)))
+    kept, was, first = (x or Memory({}, {}) for x in (node.memory, old.memory, first))
+    kept, workers = jax.tree.map(host_array, kept), (self.old_workers, self.workers)
+    return regroup.regroup_memory(kept, was, new.memory, first, workers)
+
+  def _rows(self, node: OwnedRows, new: OwnedRows) -> OwnedRows:
+    arrays = {}
+    for axes, own in node.arrays.items():
+      counts = self.old_workers, self.workers, self._places(axes)
+      pairs = zip(own, new.arrays[axes], strict=True)
+      moved = (regroup.recut_rows(host_array(x), *counts, y.shape[0]) for x, y in pairs)
+      arrays[axes] = tuple(moved)
+    return OwnedRows(self._stacked(arrays))
+
+  def _own_steps(self, node: OwnSteps, specs: OwnSteps) -> OwnSteps:
+    """Gives worker i the inner state of worker i mod N; ValueError within a round."""
+    for path, x in jax.tree_util.tree_leaves_with_path(node.moved):
+      if np.any(host_array(x)):
+        raise ValueError(
+          f"`opt_state` must be that behind an exchange, where all workers of "
+          f"local_steps have the same parameters, but those of "
+          f"{jax.tree_util.keystr(path)} differ; take steps to the end of the round. "
+          "With fragments, or mixing below 1, there is none: begin with the "
+          "parameters and the state of optimizer.init."
+        )
+
+    def moved(x: Any, spec: Any) -> Any:
+      parts = np.split(host_array(x), self.old_workers)
+      own = [parts[i % self.old_workers] for i in range(self.workers)]
+      return self.place(np.concatenate(own), spec, x)
+
+    return jax.tree.map(moved, node, specs)
+
+  def _places(self, axes: Axes) -> int:
+    """Returns the number of shares of a worker along other axes."""
+    return math.prod(self.new.sizes[axis] for axis in axes if axis not in self.names)
+
+  def _known(self, plan: _Plan) -> MessagePlan:
+    if plan is None:
+      raise ValueError(
+        "`optimizer.init` must return gradcomp's states as their own `init` makes "
+        "them, with the same `count`: what rows owners keep is not known otherwise."
+      )
+    return plan
+
+
+def mesh_to_go_on(mesh: Mesh | None, names: tuple[str, ...], workers: int) -> Mesh:
+  """Returns the mesh of M workers, by default the current one; it may be empty."""
+  mesh = jax.sharding.get_mesh() if mesh is None else mesh
+  found = math.prod(mesh.shape.get(name, 0) for name in names)
+  if not mesh.empty and found != workers:
+    raise ValueError(
+      f"`workers` must be the number of workers on the axes {names} of the mesh, "
+      f"which has {dict(mesh.shape)}, got {workers}; pass mesh=, or call this under "
+      "jax.set_mesh(mesh) with the mesh that goes on."
+    )
+  return mesh
+
+
+def placed(mesh: Mesh, x: Any, spec: PartitionSpec, like: Any = None) -> Any:
+  """Puts an array on devices by its spec, or like an array of more axes, or itself.
+
+  An empty mesh is for NumPy arrays.
+  """
+  if mesh.empty:
+    return x if is_key(x) else host_array(x)
+  own = placed_spec(x if like is None else like)
+  known = sharded_axes(own).issubset(mesh.axis_names)
+  if known and sharded_axes(own).issuperset(sharded_axes(spec)):
+    spec = own
+  return put(x, NamedSharding(mesh, spec))

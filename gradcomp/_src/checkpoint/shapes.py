@@ -1,39 +1,31 @@
-"""Computes the abstract global state of an optimizer for any number of workers."""
+"""The abstract global state of an optimizer for N workers, and checks of states."""
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import ShapedArray
-from jax.sharding import (
-  AbstractMesh,
-  Mesh,
-  NamedSharding,
-  PartitionSpec,
-  use_abstract_mesh,
-)
-from jax.tree_util import KeyPath, keystr
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
-from gradcomp._src.checkpoint.specs import state_specs
 from gradcomp._src.checks import static_integer
-from gradcomp._src.core.state import collects, states_in
+from gradcomp._src.core.first_state import stacked_for
+from gradcomp._src.core.specs import state_specs
+from gradcomp._src.core.state import collects, is_state, states_in
 from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.mesh import specs as mesh_specs
 from gradcomp._src.mesh.axes import AxisName, abstract_mesh, axis_names
-from gradcomp._src.mesh.specs import (
-  is_spec,
-  names_by_axis,
-  restrict_spec,
-  sharded_axes,
-  spec_of,
-)
+from gradcomp._src.mesh.param_specs import specs_like
+from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.mesh.types import mesh_of, typed_spec
 from gradcomp._src.report.tracing import first_plans
 
-WORKERS_RULE = "a number of workers, 1 or more"
+_shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 class FirstState(NamedTuple):
@@ -63,8 +55,7 @@ def state_shapes(
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
     workers: the number of workers N.
-    param_specs: the specs of the parameters, as for :func:`init_state`, if the state is
-      made by that.
+    param_specs: the specs of the parameters, if :func:`init_state` makes the state.
 
   Returns:
     A tree of ``jax.ShapeDtypeStruct``, in the structure of the state.
@@ -78,20 +69,14 @@ def state_shapes(
     >>> state_shapes(tx, jnp.ones((8, 64)), axis_name="data", workers=6).residual.shape
     (48, 64)
   """
-  first = first_state_of(
-    optimizer,
-    params,
-    workers=number_of_workers("workers", workers),
-    axis_name=axis_name,
-    param_specs=param_specs,
-    mesh=None,
-  )
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first.shapes)
+  given: Any = {"axis_name": axis_name, "param_specs": param_specs, "mesh": None}
+  workers = number_of_workers("workers", workers)
+  first = first_state_of(optimizer, params, workers=workers, **given)
+  return jax.tree.map(_shape_of, first.shapes)
 
 
 def number_of_workers(name: str, value: Any) -> int:
-  """Returns a number of workers; ValueError otherwise."""
-  return static_integer(name, WORKERS_RULE, value, least=1)
+  return static_integer(name, "a number of workers, 1 or more", value, least=1)
 
 
 def first_state_of(
@@ -103,26 +88,23 @@ def first_state_of(
   param_specs: Any,
   mesh: Mesh | None,
 ) -> FirstState:
-  """Traces ``optimizer.init`` in a map over N abstract workers, and reads the state.
-
-  ``param_specs`` are those of a map that makes all axes manual, or None. ``mesh`` may
-  have other axes that shard the parameters; by default it is the mesh in their types.
-  """
+  """Traces ``optimizer.init`` in a map over N abstract workers, and reads the state."""
+  # The mesh may have other axes that shard the parameters.
   names = axis_names(axis_name)
+  params = trainable(params)
   around = mesh_of(params) if mesh is None or mesh.empty else mesh
   abstract = _with_workers(around, names, workers)
   sizes = dict(abstract.shape)
-  specs = jax.tree.map(lambda x: restrict_spec(typed_spec(x), sizes), params)
-  if param_specs is not None:
-    specs = param_specs
-  like = jax.tree.map(
-    lambda spec, x: jax.ShapeDtypeStruct(
-      jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(abstract, spec)
-    ),
-    specs,
-    params,
-    is_leaf=is_spec,
-  )
+  if param_specs is None:  # no map makes all axes manual
+    restricted = lambda x: mesh_specs.restrict_spec(typed_spec(x), sizes)
+    specs = jax.tree.map(restricted, params)
+  else:
+    specs = param_specs = specs_like(params, param_specs, axis_name)
+
+  def like(spec: P, x: Any) -> jax.ShapeDtypeStruct:
+    place = NamedSharding(abstract, spec)
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=place)
+
   found: list[Any] = []
 
   def look(params: Any) -> list[jax.Array]:
@@ -131,67 +113,59 @@ def first_state_of(
     return [node.count for node in states_in(state)]
 
   if param_specs is not None:
-    look = jax.shard_map(
-      look, mesh=abstract, in_specs=(param_specs,), out_specs=PartitionSpec()
-    )
+    look = jax.shard_map(look, mesh=abstract, in_specs=(param_specs,), out_specs=P())
+  typed = jax.tree.map(like, specs, params, is_leaf=mesh_specs.is_spec)
   # The mesh of jax.set_mesh has other workers.
   with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(abstract):
-    plans = first_plans(look, like)
-  _check_axes(plans, names)
+    plans = first_plans(look, typed)
+  for given in (x.axis_name for x in plans if x is not None):
+    if given is not None and axis_names(given) != names:
+      raise ValueError(
+        f"`axis_name` must be that of the transformations in `optimizer`, "
+        f"{given!r}, got {names if len(names) > 1 else names[0]!r}."
+      )
   specs = state_specs(found[0], axis_name=axis_name, param_specs=param_specs)
   whole = functools.partial(_whole, sizes)
   if param_specs is None:
-    # Arrays of init outside of a map are whole already, except those of optax.
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found[0])
-    shapes = _with_collected(shapes, specs, whole)
+    # Arrays of init outside of a map are whole already, but not the gradients that a
+    # MultiSteps around an exchange has collected.
+    def stacked(node: Any, specs: Any) -> Any:
+      if not collects(node):
+        return node
+      collected = tree_map_with_path(whole, node.acc_grads, specs.acc_grads)
+      return node._replace(acc_grads=collected)
+
+    shapes = jax.tree.map(_shape_of, found[0])
+    shapes = jax.tree.map(stacked, shapes, specs, is_leaf=collects)
   else:
-    shapes = jax.tree_util.tree_map_with_path(whole, found[0], specs)
-  return FirstState(
-    shapes, jax.tree.map(_with_typed_axes, found[0], specs), plans, sizes
-  )
+    shapes = tree_map_with_path(whole, found[0], specs)
+  typed = jax.tree.map(_with_typed_axes, found[0], specs)
+  return FirstState(shapes, typed, plans, sizes)
 
 
-def _with_collected(shapes: Any, specs: Any, whole: Callable[..., Any]) -> Any:
-  """Stacks the gradients that a MultiSteps around an exchange has collected."""
-
-  def stacked(node: Any, specs: Any) -> Any:
-    if not collects(node):
-      return node
-    return node._replace(
-      acc_grads=jax.tree_util.tree_map_with_path(whole, node.acc_grads, specs.acc_grads)
-    )
-
-  return jax.tree.map(stacked, shapes, specs, is_leaf=collects)
-
-
-def _whole(
-  sizes: dict[str, int], path: KeyPath, part: Any, spec: PartitionSpec
-) -> jax.ShapeDtypeStruct:
+def _whole(sizes: dict[str, int], path: KeyPath, part: Any, spec: P) -> Any:
   """Returns the global shape of shards under a map's spec; ValueError for scalars."""
-  if sharded_axes(spec) and not part.ndim:
+  if mesh_specs.sharded_axes(spec) and not part.ndim:
     raise ValueError(
       "`params` must not be scalars where workers keep arrays of their shapes, for no "
       f"map can stack these, got one at {keystr(path)}; give it the shape (1,), or put "
       "optax.MultiSteps behind the exchange."
     )
-  cut = names_by_axis(spec, part.ndim)
+  cut = mesh_specs.names_by_axis(spec, part.ndim)
   times = [math.prod(sizes[name] for name in names) for names in cut]
   shape = tuple(a * b for a, b in zip(part.shape, times, strict=True))
   return jax.ShapeDtypeStruct(shape, part.dtype)
 
 
-def _with_typed_axes(part: ShapedArray, spec: PartitionSpec) -> PartitionSpec:
+def _with_typed_axes(part: ShapedArray, spec: P) -> P:
   """Returns a map's spec with the axes that shard the part by its type."""
-  outer = names_by_axis(spec, part.ndim)
-  inner = names_by_axis(part.sharding.spec, part.ndim)
-  known = sharded_axes(spec)
-  more = [[name for name in names if name not in known] for names in inner]
-  return spec_of([(*a, *b) for a, b in zip(outer, more, strict=True)])
+  names_of = lambda x: mesh_specs.names_by_axis(x, part.ndim)
+  pairs = zip(names_of(spec), names_of(part.sharding.spec), strict=True)
+  known = mesh_specs.sharded_axes(spec)
+  return mesh_specs.spec_of([(*a, *(x for x in b if x not in known)) for a, b in pairs])
 
 
-def _with_workers(
-  mesh: Mesh | AbstractMesh, names: tuple[str, ...], workers: int
-) -> AbstractMesh:
+def _with_workers(mesh: Any, names: tuple[str, ...], workers: int) -> AbstractMesh:
   """Returns a mesh like this one with N workers on these axes."""
   alone = dict(zip(names, (workers,) + (1,) * (len(names) - 1), strict=True))
   if mesh.empty:
@@ -205,12 +179,70 @@ def _with_workers(
   return abstract_mesh(known, tuple(kinds.get(name, auto) for name in known))
 
 
-def _check_axes(plans: list[MessagePlan | None], names: tuple[str, ...]) -> None:
-  """Raises ValueError for a transformation over other axes than these."""
-  for plan in plans:
-    if plan is not None and plan.axis_name is not None:
-      if axis_names(plan.axis_name) != names:
-        raise ValueError(
-          f"`axis_name` must be that of the transformations in `optimizer`, "
-          f"{plan.axis_name!r}, got {names if len(names) > 1 else names[0]!r}."
-        )
+def check_concrete(opt_state: Any) -> None:
+  """Raises ValueError for a state inside a transformed function."""
+  for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+    if isinstance(x, jax.core.Tracer):
+      raise ValueError(
+        f"`opt_state`{keystr(path)} must be an array, got {x.aval.str_short()} inside "
+        "a transformed function; call gradcomp.reshard_state outside of jax.jit."
+      )
+
+
+def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:
+  """Raises ValueError for a state in other shapes than ``init`` gives N workers."""
+  shapes = _as_forgetful(shapes, opt_state)
+  expected = dict(jax.tree_util.tree_leaves_with_path(shapes))
+  found = dict(jax.tree_util.tree_leaves_with_path(opt_state))
+  wrong = [f"{keystr(path)} is missing" for path in expected if path not in found]
+  wrong += [f"{keystr(path)} is too much" for path in found if path not in expected]
+  wrong += [
+    f"{keystr(path)} must be {_text(expected[path])}, got "
+    f"{_text(x)}{_made_for(np.shape(x), expected[path].shape, workers)}"
+    for path, x in found.items()
+    if path in expected and _differs(x, expected[path])
+  ]
+  given: Any = jax.tree.structure(opt_state)
+  like: Any = jax.tree.structure(shapes)
+  if not wrong and given != like:
+    wrong = [f"{given} must be {like}"]
+  if wrong:
+    more = f"; and {len(wrong) - 3} more" if wrong[3:] else ""
+    raise ValueError(
+      f"`opt_state` must be the global state of {workers} workers with this optimizer "
+      f"and these parameters: {'; '.join(wrong[:3])}{more}. Pass old_workers=, "
+      "optimizer= and params= as they were when the state was made; restore what Orbax "
+      "has saved as gradcomp.checkpoint.state_shapes says."
+    )
+
+
+def _as_forgetful(shapes: Any, opt_state: Any) -> Any:
+  """Removes owner residuals and own memories that a state lacks without residuals."""
+  states = iter(states_in(opt_state))
+
+  def forgotten(node: Any) -> Any:
+    state = next(states, None) if is_state(node) else None
+    if state is None or state.residual is not None:
+      return node
+    memory = state.memory and node.memory
+    if state.memory and memory and not state.memory.own:
+      memory = memory._replace(own=state.memory.own)
+    owned = None if state.server_residual is None else node.server_residual
+    return node._replace(server_residual=owned, memory=memory)
+
+  return jax.tree.map(forgotten, shapes, is_leaf=is_state)
+
+
+def _differs(x: Any, like: jax.ShapeDtypeStruct) -> bool:
+  return np.shape(x) != like.shape or getattr(x, "dtype", like.dtype) != like.dtype
+
+
+def _text(x: Any) -> str:
+  return f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
+
+
+def _made_for(got: tuple[int, ...], like: tuple[int, ...], workers: int) -> str:
+  count = stacked_for(got, like, workers)
+  if count is None or like[0] % workers:
+    return ""
+  return f", as if made for {count} worker{'s' if count > 1 else ''}"

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gradcomp._src.bibliography import CHEN_2020, SARFI_2025, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_integer
@@ -73,9 +73,9 @@ class BlockTop(Codec):
       Default: 64.
     count: elements of each block that are sent, from 1 to 4. Default: 1.
     bits: bits of a value: 2, 8 or 32. Default: 2.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
-      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
+      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
       Default: None.
 
   Raises:
@@ -111,17 +111,13 @@ class BlockTop(Codec):
       "Values of 2 bits are a sign and the largest magnitude of a tile or 3/8 of it.",
     ),
   )
-  unbiased: ClassVar[bool] = False
-  needs_key: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     size = static_integer("block_size", _SIZE_RULE, self.block_size)
     if not 8 <= size <= 4096 or size & (size - 1):
       raise ValueError(f"`block_size` must be {_SIZE_RULE}, got {size}.")
     object.__setattr__(self, "block_size", size)
-    count = static_integer("count", _COUNT_RULE, self.count)
-    if not 1 <= count <= 4:
-      raise ValueError(f"`count` must be {_COUNT_RULE}, got {count}.")
+    count = static_integer("count", _COUNT_RULE, self.count, least=1, most=4)
     object.__setattr__(self, "count", count)
     one_of("bits", ValueBits, self.bits)
     optional_one_of("implementation", Implementation, self.implementation)
@@ -152,31 +148,23 @@ class BlockTop(Codec):
     """The number of entries of a row."""
     return self.count * self._form.blocks
 
-  def encode_leaf(
-    self, x: jax.Array, context: Context, *, keep: bool = False
-  ) -> Encoded:
-    """Encodes a leaf, and its residual if asked, without filling its last tile."""
-    del context
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     form = dataclasses.replace(self._form, keep=keep)
-    wide = as_float32(x).reshape(x.shape)
-    implementation = self.implementation
-    return Encoded(
-      *block_top.encode_rows(wide, form=form, implementation=implementation)
-    )
+    wide, by = as_float32(x).reshape(x.shape), self.implementation
+    return Encoded(*block_top.encode_rows(wide, form=form, implementation=by))
 
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
     return self.encode_leaf(tiles.reshape(-1), context).rows
 
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
-    """Decodes ``uint32[..., rows, words]`` to ``float32[..., rows, blocks, B]``."""
-    return block_top.decode_rows(rows, self._form)
+  def decode_rows(self, rows: Array) -> Array:
+    return block_top.decode_rows(
+      rows, form=self._form, implementation=self.implementation
+    )
 
-  def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def entries(self, rows: Array) -> tuple[Array, Array]:
     """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
     found, _ = block_top.entries_of_rows(rows, self._form)
     ends = self.block_size * (jnp.arange(self._form.blocks, dtype=jnp.int32) + 1)
     places = [ends - 1 - behind.astype(jnp.int32) for behind, _ in found]
-    return (
-      jnp.concatenate(places, axis=-1),
-      jnp.concatenate([value for _, value in found], axis=-1),
-    )
+    values = [value for _, value in found]
+    return jnp.concatenate(places, axis=-1), jnp.concatenate(values, axis=-1)

@@ -1,30 +1,32 @@
 """Dense: the codec that sends all elements as floats of 32 or 16 bits."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
 from gradcomp._src.checks import float_dtype, one_of
-from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.quantizing import RoundsAtRandom
-from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
+from gradcomp._src.codecs.sums.records import Context, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Floats
-from gradcomp._src.codecs.tiles import as_float32, codec_dither
+from gradcomp._src.codecs.tiles import codec_dither
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.common.dithers import random_lanes, signed_lane
 from gradcomp._src.kernels.common.float_codes import to_codes
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 
+# 16-bit floats travel as words, because XLA widens collectives of bfloat16 on CPU.
 _ROW_SIZE = 128  # words in a row: few, because small leaves fill rows badly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dense(RoundsAtRandom, Codec):
+class Dense(RoundsAtRandom):
   r"""Sends all elements as floats, bitcast to words: the baseline.
 
   .. math:: Q(v_i) = \mathrm{cast}(v_i)
@@ -72,6 +74,8 @@ class Dense(RoundsAtRandom, Codec):
   dtype: DTypeLike = jnp.float32
   rounding: Rounding = "nearest"
 
+  row_words: ClassVar[int] = _ROW_SIZE
+
   def __post_init__(self) -> None:
     object.__setattr__(self, "dtype", float_dtype("dtype", self.dtype))
     one_of("rounding", Rounding, self.rounding)
@@ -98,47 +102,33 @@ class Dense(RoundsAtRandom, Codec):
     return _ROW_SIZE * planes.planes_per_word(self._bits)
 
   @property
-  def row_words(self) -> int:
-    return _ROW_SIZE
-
-  @property
   def _bits(self) -> int:
     return 8 * np.dtype(self.dtype).itemsize
 
-  def encode_leaf(
-    self, x: jax.Array, context: Context, *, keep: bool = False
-  ) -> Encoded:
-    """Encodes a leaf without filling its last tile first."""
-    del keep
-    return Encoded(self.encode_rows(as_float32(x), context))
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
+    dither, count = codec_dither(self, context), planes.planes_per_word(self._bits)
+    rows = []
+    for part in planes.tile_segments(tiles, count, _ROW_SIZE):
+      if dither is None:
+        codes = [self._nearest(plane) for plane in part.planes]
+      else:
+        lanes = random_lanes(dither, part.shape, count, first_row=part.first_row)
+        codes = list(map(self._stochastic, part.planes, lanes))
+      rows.append([planes.pack_planes(codes, self._bits)])
+    return planes.stacked(rows, _ROW_SIZE)
 
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
-    return self._encode(tiles.reshape(-1), codec_dither(self, context))
-
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
+  def decode_rows(self, rows: Array) -> Array:
     codes = planes.unpack_planes(rows, self._bits)
     if self._bits == 16:
       codes = codes.astype(jnp.uint16)
     return jax.lax.bitcast_convert_type(codes, self.dtype).astype(jnp.float32)
 
-  def _encode(self, flat: jax.Array, dither: jax.Array | None) -> jax.Array:
-    count = planes.planes_per_word(self._bits)
-    rows = []
-    for tiles in planes.tile_segments(flat, count, _ROW_SIZE):
-      if dither is None:
-        codes = [self._nearest(plane) for plane in tiles.planes]
-      else:
-        lanes = random_lanes(dither, tiles.shape, count, first_row=tiles.first_row)
-        codes = list(map(self._stochastic, tiles.planes, lanes))
-      rows.append([planes.pack_planes(codes, self._bits)])
-    return planes.stacked(rows, _ROW_SIZE)
-
-  def _nearest(self, plane: jax.Array) -> jax.Array:
+  def _nearest(self, plane: Array) -> Array:
     unsigned = jnp.uint32 if self._bits == 32 else jnp.uint16
     code = jax.lax.bitcast_convert_type(plane.astype(self.dtype), unsigned)
     return code.astype(jnp.uint32)
 
-  def _stochastic(self, plane: jax.Array, lane: jax.Array) -> jax.Array:
+  def _stochastic(self, plane: Array, lane: Array) -> Array:
     """Rounds by 16 random bits; gives infinity only where rounding to nearest does."""
     info = jnp.finfo(self.dtype)
     fmt = FloatFormat(info.nexp, info.nmant)

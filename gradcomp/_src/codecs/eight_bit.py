@@ -2,26 +2,17 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import DETTMERS_2016, Citation
-from gradcomp._src.checks import (
-  one_of,
-  optional_bucket,
-  optional_one_of,
-  static_integer,
-)
-from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.quantizing import (
-  RoundsAtRandom,
-  bucket_words,
-  leaf_scales,
-  row_scales,
-)
+from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels.common.piecewise_linear import Line, lines_between
@@ -36,39 +27,22 @@ _OFFSET_RULE = "a power of ten from -30 to 30, or None to scale by the largest e
 
 @functools.cache
 def levels(dtype: DataType) -> np.ndarray:
-  """Returns the magnitudes of a type, increasing from 0: ``float64[n]``, n <= 128.
-
-  Example:
-    >>> levels("linear")[[0, 1, 127]] * 127
-    array([  0.,   1., 127.])
-    >>> levels("dynamic_tree")[[1, 2, 127]]
-    array([4.5000000e-07, 2.7500000e-06, 9.9140625e-01])
-  """
+  """Returns the magnitudes of a type, increasing from 0: ``float64[n]``, n <= 128."""
   if dtype == "linear":
     return np.arange(128) / 127
   if dtype == "mantissa":
     # Integers make equal values one: 10 * 10**-1 is 1.
     return np.unique([k * 10**e for k in range(16) for e in range(8)]) / (15 * 10**7)
+  decades = [(n, 2 ** (6 - n)) for n in range(6, -1, -1)]
   if dtype == "static_tree":
     decades = [(7 - e, 16) for e in range(8)]
-  else:
-    decades = [(n, 2 ** (6 - n)) for n in range(6, -1, -1)]
   split = 0.45 if dtype == "dynamic_tree" else 0.55
   numbers = np.concatenate([10.0**-n * _cells(m, split) for n, m in decades])
-  if dtype == "static_tree":
-    return np.append(0.0, numbers[1:])
-  return np.append(0.0, numbers)
+  return np.append(0.0, numbers[1:] if dtype == "static_tree" else numbers)
 
 
 def _cells(count: int, split: float) -> np.ndarray:
-  """Returns the next split points of a tree over (0.1, 1): ``float64[count]``.
-
-  It splits at ``split`` first, and in the middle of each cell from then on.
-
-  Example:
-    >>> _cells(4, 0.45)
-    array([0.1875, 0.3625, 0.5875, 0.8625])
-  """
+  """Returns a tree's split points of (0.1, 1), ``split`` first: ``float64[count]``."""
   middles = (np.arange(count) + 0.5) / count
   return np.interp(middles, [0.0, 0.5, 1.0], [0.1, split, 1.0])
 
@@ -89,7 +63,7 @@ def _lines(dtype: DataType) -> tuple[Line, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EightBit(RoundsAtRandom, Codec):
+class EightBit(quantizing.RoundsAtRandom):
   r"""Replaces each element by a level of an 8-bit type, times the largest element.
 
   .. math:: Q(v_i) = \lVert v \rVert_\infty \, \mathrm{sgn}(v_i) \, T[m_i]
@@ -150,9 +124,9 @@ class EightBit(RoundsAtRandom, Codec):
       :math:`1.5 \cdot 10^k`); None for the largest element. Elements beyond the scale
       are cut to the largest level, which is a bias. The paper uses 1, and 2 where
       values are near 100. Default: None.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
-      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
+      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
       Default: None.
 
   Raises:
@@ -186,16 +160,15 @@ class EightBit(RoundsAtRandom, Codec):
   )
 
   def __post_init__(self) -> None:
-    one_of("dtype", DataType, self.dtype)
-    one_of("rounding", Rounding, self.rounding)
-    optional_one_of("implementation", Implementation, self.implementation)
-    size = optional_bucket("bucket_size", self.bucket_size)
+    checks.one_of("dtype", DataType, self.dtype)
+    checks.one_of("rounding", Rounding, self.rounding)
+    checks.optional_one_of("implementation", Implementation, self.implementation)
+    size = checks.optional_bucket("bucket_size", self.bucket_size)
     object.__setattr__(self, "bucket_size", size)
     if self.exponent_offset is None:
       return
-    offset = static_integer("exponent_offset", _OFFSET_RULE, self.exponent_offset)
-    if not -30 <= offset <= 30:
-      raise ValueError(f"`exponent_offset` must be {_OFFSET_RULE}, got {offset}.")
+    given = "exponent_offset", _OFFSET_RULE, self.exponent_offset
+    offset = checks.static_integer(*given, least=-30, most=30)
     if self.dtype not in ("static_tree", "mantissa"):
       raise ValueError(
         "`exponent_offset` must be None but for static_tree and mantissa, got "
@@ -209,37 +182,27 @@ class EightBit(RoundsAtRandom, Codec):
 
   @property
   def tile_size(self) -> int:
-    return eight_bit.PLANES * bucket_words(self.bucket_size)
+    return eight_bit.PLANES * quantizing.bucket_words(self.bucket_size)
 
   @property
   def row_words(self) -> int:
     count = 1 if self.bucket_size is None else eight_bit.PLANES
-    return bucket_words(self.bucket_size) + count
+    return quantizing.bucket_words(self.bucket_size) + count
 
-  def encode_leaf(
-    self, x: jax.Array, context: Context, *, keep: bool = False
-  ) -> Encoded:
-    """Encodes a leaf without filling its last tile first."""
-    del keep
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     flat = as_float32(x)
-    scale = None
-    if not self._scales_inside:
-      scale = self._scale(leaf_scales(flat, eight_bit.PLANES, self.bucket_size))
+    scale = self._scale(quantizing.leaf_scales, flat)
     return Encoded(self._encode(flat, scale, codec_dither(self, context)))
 
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
-    scale = None
-    if not self._scales_inside:
-      scale = self._scale(row_scales(tiles, eight_bit.PLANES, self.bucket_size))
-    dither = codec_dither(self, context)
-    return self._encode(tiles.reshape(-1), scale, dither)
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
+    scale = self._scale(quantizing.row_scales, tiles)
+    return self._encode(tiles, scale, codec_dither(self, context))
 
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
+  def decode_rows(self, rows: Array) -> Array:
     last = float(self.dtype == "dynamic_map")
     return eight_bit.decode_rows(rows, _table(self.dtype), last, self._form)
 
-  def sum_rows(self, rows: jax.Array) -> jax.Array:
-    """Adds K decoded payloads, ``uint32[K, rows, words]``, in order."""
+  def sum_rows(self, rows: Array) -> Array:
     # XLA materializes values looked up in a table wherever a sum has two users. Added
     # in one expression, all payloads would lie in memory at once, in float32. A loop
     # holds one sum.
@@ -257,30 +220,28 @@ class EightBit(RoundsAtRandom, Codec):
   @property
   def _form(self) -> eight_bit.Form:
     top = levels(self.dtype).size - 1
-    # With stochastic rounding the largest element becomes the largest level that both
-    # signs have.
     nearest = self.rounding == "nearest"
     return eight_bit.Form(
-      bucket_size=bucket_words(self.bucket_size),
+      bucket_size=quantizing.bucket_words(self.bucket_size),
       lines=_lines(self.dtype),
       tops=(top + (self.dtype == "dynamic_map"), top),
       up=1.0 if nearest else 1 / levels(self.dtype)[-1],
     )
 
-  def _scale(self, largest: jax.Array) -> jax.Array:
-    """Returns the value of a level of 1, given the largest elements."""
+  def _scale(self, measure: Callable[..., Array], x: Array) -> Array | None:
+    """Returns the value of a level of 1; None where the encoder finds the scales."""
+    if self._scales_inside:
+      return None
+    largest = measure(x, eight_bit.PLANES, self.bucket_size)
     if self.exponent_offset is not None:
       unit = 1.5 if self.dtype == "mantissa" else 1.0
       fixed = jnp.float32(unit * 10.0**self.exponent_offset)
       return jnp.where(jnp.isnan(largest), jnp.nan, fixed)
     return self._form.unit(scales(largest))
 
-  def _encode(
-    self, flat: jax.Array, scale: jax.Array | None, dither: jax.Array | None
-  ) -> jax.Array:
+  def _encode(self, x: Array, scale: Array | None, dither: Array | None) -> Array:
     if scale is not None:
-      rows = -(-flat.size // self.tile_size)
+      rows = -(-x.size // self.tile_size)
       scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
-    return eight_bit.encode_rows(
-      flat, scale, dither, form=self._form, implementation=self.implementation
-    )[0]
+    by, form = self.implementation, self._form
+    return eight_bit.encode_rows(x, scale, dither, form=form, implementation=by)[0]

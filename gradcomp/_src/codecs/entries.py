@@ -5,71 +5,22 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
+from gradcomp._src.floats.dtypes import within
 from gradcomp._src.kernels.common import sparse
 from gradcomp._src.kernels.common.scales import sum_by_halves
 
 Quantize = Literal["asq", "mean"]
 
 
-def value_words(quantize: Quantize | None, dtype: DTypeLike, slots: int) -> int:
-  """Returns the number of words that hold the values of ``slots`` entries."""
-  if quantize is not None:
-    return 1 if quantize == "asq" else 2
-  return slots if np.dtype(dtype).itemsize == 4 else sparse.half_words(slots)
-
-
-def encode_values(
-  values: jax.Array, used: jax.Array, quantize: Quantize | None, dtype: DTypeLike
-) -> tuple[jax.Array, jax.Array]:
-  """Packs a row's values into words, and returns these and the decoded values.
-
-  Values are ``float32[slots]``, 0 in slots that are not used. ``quantize`` is ``"asq"``
-  for one mean, ``"mean"`` for one of each sign, or None. Values that are no means are
-  cast to ``dtype``; a finite one never becomes infinite.
-  """
-  if quantize is None and np.dtype(dtype).itemsize == 4:
-    return _float_words(values), values
-  if quantize is None:
-    most = float(jnp.finfo(dtype).max)
-    cut = jnp.where(jnp.isfinite(values), jnp.clip(values, -most, most), values)
-    narrow = cut.astype(dtype)
-    return _float_words(narrow), narrow.astype(jnp.float32)
-  if quantize == "asq":
-    mean = _mean(values, used)
-    return _float_words(mean[None]), jnp.where(used, mean, 0.0)
-  negative = is_negative(values)
-  means = [
-    _mean(jnp.where(own, values, 0.0), own & used) for own in (~negative, negative)
-  ]
-  sent = jnp.where(negative, means[1], means[0])
-  return _float_words(jnp.stack(means)), jnp.where(used, sent, 0.0)
-
-
-def decode_values(
-  words: jax.Array, negative: jax.Array, quantize: Quantize | None, dtype: DTypeLike
-) -> jax.Array:
-  """Unpacks a row's values: ``float32[slots]``, undefined in unused slots.
-
-  ``negative`` chooses among the means of both signs: ``bool[slots]``.
-  """
-  slots = negative.size
-  if quantize is None and np.dtype(dtype).itemsize == 2:
-    narrow = sparse.unpack_halves(words, slots).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(narrow, dtype).astype(jnp.float32)
-  floats = jax.lax.bitcast_convert_type(words, jnp.float32)
-  if quantize == "asq":
-    return jnp.broadcast_to(floats, (slots,))
-  return floats if quantize is None else jnp.where(negative, floats[1], floats[0])
-
-
-def is_negative(values: jax.Array) -> jax.Array:
+def _is_negative(values: Array) -> Array:
   """Returns True where the sign bit is set, also of zeros and NaN."""
   return jax.lax.bitcast_convert_type(values, jnp.uint32) >> 31 == 1
 
 
-def _mean(values: jax.Array, used: jax.Array) -> jax.Array:
+def _mean(values: Array, used: Array) -> Array:
   """Returns the mean of the used values, added in one order in every mode."""
   count = jnp.maximum(used.sum(dtype=jnp.int32), 1).astype(jnp.float32)
   # A power of two first, so that no sum overflows. No compiler changes such products,
@@ -78,7 +29,7 @@ def _mean(values: jax.Array, used: jax.Array) -> jax.Array:
   return sum_by_halves(values * np.float32(scale)) / count * np.float32(1 / scale)
 
 
-def _float_words(values: jax.Array) -> jax.Array:
+def _float_words(values: Array) -> Array:
   if values.dtype == jnp.float32:
     return jax.lax.bitcast_convert_type(values, jnp.uint32)
   narrow = jax.lax.bitcast_convert_type(values, jnp.uint16)
@@ -100,39 +51,59 @@ class EntryRow(NamedTuple):
   @property
   def words(self) -> int:
     """The number of words in a row."""
-    values = value_words(self.quantize, self.value_dtype, self.slots)
-    return self._blocks + sparse.half_words(self.slots) + values
+    halves = sparse.half_words(self.slots)
+    values = self.slots if np.dtype(self.value_dtype).itemsize == 4 else halves
+    means = {None: values, "asq": 1, "mean": 2}
+    return self._blocks + halves + means[self.quantize]
 
-  def encode(
-    self, positions: jax.Array, values: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """Packs positions, block by block, and values: ``int32`` and ``float32[slots]``.
-
-    Returns:
-      ``uint32[words]``, and the values that these decode to, ``float32[slots]``.
-    """
+  def encode(self, positions: Array, values: Array) -> tuple[Array, Array]:
+    """Packs positions and values of slots; returns words and decoded values."""
     used = positions < self.size
     code = jnp.where(used, positions % self._block, 0).astype(jnp.uint32)
     if self.quantize == "mean":
-      code = code | (is_negative(values).astype(jnp.uint32) * self._block)
-    tail, sent = encode_values(values, used, self.quantize, self.value_dtype)
+      code = code | (_is_negative(values).astype(jnp.uint32) * self._block)
+    tail, sent = self._encode_values(values, used)
     ends = sparse.block_ends(positions, self.size, self._block)
     return jnp.concatenate([ends, sparse.pack_halves(code), tail]), sent
 
-  def decode(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def _encode_values(self, values: Array, used: Array) -> tuple[Array, Array]:
+    """Packs values; returns words and decoded values."""
+    if self.quantize is None:
+      narrow = within(values, self.value_dtype).astype(self.value_dtype)
+      return _float_words(narrow), narrow.astype(jnp.float32)
+    if self.quantize == "asq":
+      mean = _mean(values, used)
+      return _float_words(mean[None]), jnp.where(used, mean, 0.0)
+    negative = _is_negative(values)
+    both = (~negative, negative)
+    means = [_mean(jnp.where(own, values, 0.0), own & used) for own in both]
+    sent = jnp.where(negative, means[1], means[0])
+    return _float_words(jnp.stack(means)), jnp.where(used, sent, 0.0)
+
+  def decode(self, row: Array) -> tuple[Array, Array]:
     """Unpacks ``uint32[words]`` to ``int32`` positions and ``float32`` values."""
     ends, rest = row[: self._blocks], row[self._blocks :]
     half = sparse.half_words(self.slots)
     code = sparse.unpack_halves(rest[:half], self.slots)
-    slot = jnp.arange(self.slots, dtype=jnp.int32)
-    used = slot < ends[-1].astype(jnp.int32)
+    used = jnp.arange(self.slots, dtype=jnp.int32) < ends[-1].astype(jnp.int32)
     within = (code % self._block).astype(jnp.int32)
     positions = sparse.slot_blocks(ends, self.slots) * self._block + within
     negative = code >= self._block
-    values = decode_values(rest[half:], negative, self.quantize, self.value_dtype)
+    values = self._decode_values(rest[half:], negative)
     return jnp.where(used, positions, self.size), jnp.where(used, values, 0.0)
 
-  def used(self, rows: jax.Array) -> jax.Array:
+  def _decode_values(self, words: Array, negative: Array) -> Array:
+    """Unpacks values, undefined in unused slots; ``negative`` chooses among means."""
+    if self.quantize is None and np.dtype(self.value_dtype).itemsize == 2:
+      narrow = sparse.unpack_halves(words, self.slots).astype(jnp.uint16)
+      floats = jax.lax.bitcast_convert_type(narrow, self.value_dtype)
+      return floats.astype(jnp.float32)
+    floats = jax.lax.bitcast_convert_type(words, jnp.float32)
+    if self.quantize == "mean":
+      return jnp.where(negative, floats[1], floats[0])
+    return jnp.broadcast_to(floats, (self.slots,))
+
+  def used(self, rows: Array) -> Array:
     """Counts the entries of each row, ``uint32[..., words]``: ``int32[...]``."""
     return rows[..., self._blocks - 1].astype(jnp.int32)
 

@@ -5,6 +5,7 @@ import functools
 from typing import ClassVar, Literal
 
 import jax
+from jax import Array
 
 from gradcomp._src.bibliography import HAN_2021, MICIKEVICIUS_2017, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_factor, static_integer
@@ -20,8 +21,6 @@ from gradcomp._src.codecs.sums.records import (
 )
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
-from gradcomp._src.floats.arithmetic import rounded_sum
-from gradcomp._src.floats.sums import kahan_step
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.float_codes import FloatRounding
@@ -29,8 +28,6 @@ from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.common.planes import planes_per_word
 from gradcomp._src.kernels.common.scales import tensor_norm
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-
-_ROW_WORDS = 128  # rows carry no scale: short rows cost nothing, and waste less
 
 _SCALE_RULE = 'a number from 2**-126 to 2**126, or "auto"'
 _ADDENDS_RULE = "a number of addends, 1 or more"
@@ -90,9 +87,9 @@ class FloatCast(Codec):
       ring that is after each addition. Default: ``"format"``.
     addends: the number of addends that the scale has room for, 1 or more and below
       2**23; exchanges set it to N. Default: 1.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
-      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
+      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
       Default: None.
 
   Raises:
@@ -122,7 +119,7 @@ class FloatCast(Codec):
   addends: int = 1
   implementation: Implementation | None = None
 
-  row_words: ClassVar[int] = _ROW_WORDS
+  row_words: ClassVar[int] = float_cast.Form.bucket_size
 
   def __post_init__(self) -> None:
     for name in ("exponent_bits", "mantissa_bits"):
@@ -140,9 +137,8 @@ class FloatCast(Codec):
     if self.scale != "auto":
       scale = static_factor("scale", _SCALE_RULE, self.scale)
       object.__setattr__(self, "scale", scale)
-    addends = static_integer("addends", _ADDENDS_RULE, self.addends)
-    if not 1 <= addends < 2**23:
-      raise ValueError(f"`addends` must be {_ADDENDS_RULE}, got {addends}.")
+    most = 2**23 - 1
+    addends = static_integer("addends", _ADDENDS_RULE, self.addends, least=1, most=most)
     object.__setattr__(self, "addends", addends)
     room = 2.0**self.format.max_exponent / addends
     if self.scale == "auto" and room <= self.format.smallest / 2:
@@ -187,7 +183,7 @@ class FloatCast(Codec):
 
   @property
   def tile_size(self) -> int:
-    return planes_per_word(float_cast.width(self.format)) * _ROW_WORDS
+    return planes_per_word(float_cast.width(self.format)) * self.row_words
 
   def bind(self, leaf: Leaf) -> "FloatCast":
     """Binds the number of addends, so that the scale leaves room for their sum."""
@@ -195,18 +191,16 @@ class FloatCast(Codec):
       return self
     return dataclasses.replace(self, addends=leaf.addends)
 
-  def agree(self, x: jax.Array) -> jax.Array | None:
-    """Returns the sum's exponent as a byte, ``uint8[1, 1]``; None for a fixed scale.
+  def agree(self, x: Array) -> Array | None:
+    """Returns the sum's exponent as a byte, ``uint8[1, 1]``; None for a fixed scale."""
+    return self._exponent(x) if self.scale == "auto" else None
 
-    It is 0 for zeros, and 255 for NaN and infinity.
-    """
-    return _exponent(self, x) if self.scale == "auto" else None
+  @functools.partial(jax.jit, static_argnums=0)  # each shape is traced once
+  def _exponent(self, x: Array) -> Array:
+    largest = tensor_norm(as_float32(x), "max").reshape(1, 1)
+    return float_cast.exponent_byte(largest, self.addends)
 
-  def encode_leaf(
-    self, x: jax.Array, context: Context, *, keep: bool = False
-  ) -> Encoded:
-    """Encodes a scaled leaf without filling its last tile first."""
-    del keep
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     flat, dither = as_float32(x), codec_dither(self, context)
     if self.scale != "auto":
       return Encoded(self._encode(scaled(flat, self.scale), None, dither))
@@ -214,55 +208,28 @@ class FloatCast(Codec):
     exponent = float_cast.shift(context.agreed[0, 0], self.format, self.addends)
     return Encoded(self._encode(flat, exponent, dither))
 
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
-    return self._encode(tiles.reshape(-1), None, codec_dither(self, context))
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
+    return self._encode(tiles, None, codec_dither(self, context))
 
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
+  def decode_rows(self, rows: Array) -> Array:
     return float_cast.decode_rows(rows, self.format)
 
-  def payload_tiles(self, payload: Payload) -> jax.Array:
-    """Decodes a payload to tiles, divided by the scale."""
+  def payload_tiles(self, payload: Payload) -> Array:
     return self.unscaled(self.decode_rows(payload.rows), payload.agreed)
 
-  def encode_sums(self, tiles: jax.Array) -> jax.Array:
+  def encode_sums(self, tiles: Array) -> Array:
     """Encodes scaled sums, rounded to nearest even."""
     nearest = dataclasses.replace(self, rounding="nearest_even")
     return nearest.encode_rows(tiles, NOTHING)
 
-  def unscaled(self, tiles: jax.Array, agreed: jax.Array | None) -> jax.Array:
+  def unscaled(self, tiles: Array, agreed: Array | None) -> Array:
     """Divides decoded numbers by the scale: ``float32[rows, P, B]``."""
     if self.scale != "auto":
       return scaled(tiles, 1 / self.scale)
     assert agreed is not None
     return float_cast.unshifted(tiles, agreed, self.format, self.addends)
 
-  def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
-    """Adds two numbers of the format, and rounds the sum to it."""
-    return rounded_sum(total, x, self.format, saturate=self.scale == "auto")
-
-  def add_compensated(
-    self, total: jax.Array, compensation: jax.Array, x: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns the next sum and compensation of Kahan's algorithm, in the format."""
-    saturate = self.scale == "auto"
-    return kahan_step(total, compensation, x, self.format, saturate=saturate)
-
-  def _encode(
-    self, flat: jax.Array, exponent: jax.Array | None, dither: jax.Array | None
-  ) -> jax.Array:
-    form = float_cast.Form(
-      fmt=self.format,
-      rounding=self.rounding,
-      saturate=self.scale == "auto",
-      bucket_size=_ROW_WORDS,
-    )
-    return float_cast.encode_rows(
-      flat, exponent, dither, form=form, implementation=self.implementation
-    )[0]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _exponent(codec: FloatCast, x: jax.Array) -> jax.Array:
-  """Computes the byte of a leaf; jitted, so that each shape is traced once."""
-  largest = tensor_norm(as_float32(x), "max").reshape(1, 1)
-  return float_cast.exponent_byte(largest, codec.addends)
+  def _encode(self, x: Array, exponent: Array | None, dither: Array | None) -> Array:
+    form = float_cast.Form(self.format, self.rounding, saturate=self.scale == "auto")
+    given, by = (x, exponent, dither), self.implementation
+    return float_cast.encode_rows(*given, form=form, implementation=by)[0]

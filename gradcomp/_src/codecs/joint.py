@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context, Encoded
 
@@ -24,25 +25,23 @@ def joint_leaves(size: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def encode_leaf(
-  codec: "Codec", keep: bool, leaf: jax.Array, context: Context
-) -> Encoded:
+def encode_leaf(codec: "Codec", keep: bool, leaf: Array, context: Context) -> Encoded:
   """Encodes a leaf, with the residual if asked; jitted, to trace each shape once."""
   return codec.encode_leaf(leaf, context, keep=keep)
 
 
 def vmapped(
   codec: "Codec",
-  leaves: Sequence[jax.Array],
+  leaves: Sequence[Array],
   contexts: Sequence[Context],
-  after: jax.Array | None,
+  after: Array | None,
 ) -> list[Encoded]:
   """Encodes leaves of one shape by one vmapped program, ``after`` other rows."""
   given = [(_after(after, x), y) for x, y in zip(leaves, contexts, strict=True)]
   return [Encoded(rows) for rows in _encode_several(codec, given)]
 
 
-def _after(last: jax.Array | None, leaf: jax.Array) -> jax.Array:
+def _after(last: Array | None, leaf: Array) -> Array:
   """Returns a leaf that XLA cannot read before the rows ``last`` are encoded."""
   if last is None:
     return leaf
@@ -56,8 +55,8 @@ def _after(last: jax.Array | None, leaf: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode_several(
-  codec: "Codec", given: Sequence[tuple[jax.Array, Context]]
-) -> list[jax.Array]:
+  codec: "Codec", given: Sequence[tuple[Array, Context]]
+) -> list[Array]:
   """Returns the rows of leaves of one shape, encoded by one vmapped program."""
   stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *given)
   # Without residuals: they would be one array, and XLA would hold those of all groups

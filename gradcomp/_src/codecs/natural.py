@@ -3,14 +3,13 @@
 import dataclasses
 from typing import ClassVar
 
-import jax
+from jax import Array
 
 from gradcomp._src.bibliography import HORVATH_2019, Citation
 from gradcomp._src.checks import one_of, optional_one_of
-from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.quantizing import RoundsAtRandom
-from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
-from gradcomp._src.codecs.tiles import as_float32, codec_dither
+from gradcomp._src.codecs.sums.records import Context, Rounding
+from gradcomp._src.codecs.tiles import codec_dither
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.common.planes import planes_per_word
@@ -19,11 +18,10 @@ from gradcomp._src.kernels.gpu.dispatch import Implementation
 # The 126 powers of two have the bias of IEEE formats, 63: so the square of each is a
 # normal float32, and an optimizer's second moment neither overflows nor vanishes.
 _FORMAT = FloatFormat(7, 0)
-_ROW_WORDS = 128  # rows carry no scale: short rows cost nothing, and waste less
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Natural(RoundsAtRandom, Codec):
+class Natural(RoundsAtRandom):
   r"""Rounds each element to a neighboring power of two: natural compression.
 
   An element with :math:`a \le |v| < b`, where a and :math:`b = 2 a` are powers of two,
@@ -50,9 +48,9 @@ class Natural(RoundsAtRandom, Codec):
     rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased. Of two
       equally near powers it takes the one whose code is even: 2 for 1.5 and for 3.
       Default: ``"stochastic"``.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
-      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
+      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
       Default: None.
 
   Raises:
@@ -82,31 +80,19 @@ class Natural(RoundsAtRandom, Codec):
       "probability of rounding up is a multiple of 2**-16.",
     ),
   )
-  row_words: ClassVar[int] = _ROW_WORDS
-  tile_size: ClassVar[int] = planes_per_word(8) * _ROW_WORDS
+  row_words: ClassVar[int] = float_cast.Form.bucket_size
+  tile_size: ClassVar[int] = planes_per_word(8) * row_words
 
   def __post_init__(self) -> None:
     one_of("rounding", Rounding, self.rounding)
     optional_one_of("implementation", Implementation, self.implementation)
 
-  def encode_leaf(
-    self, x: jax.Array, context: Context, *, keep: bool = False
-  ) -> Encoded:
-    """Encodes a leaf without filling its last tile first."""
-    del keep
-    return Encoded(self.encode_rows(as_float32(x), context))
-
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
     form = float_cast.Form(
-      fmt=_FORMAT,
-      rounding="stochastic" if self.needs_key else "nearest_even",
-      saturate=False,
-      bucket_size=_ROW_WORDS,
+      _FORMAT, "stochastic" if self.needs_key else "nearest_even", saturate=False
     )
-    flat, dither = tiles.reshape(-1), codec_dither(self, context)
-    return float_cast.encode_rows(
-      flat, None, dither, form=form, implementation=self.implementation
-    )[0]
+    given, by = (tiles, None, codec_dither(self, context)), self.implementation
+    return float_cast.encode_rows(*given, form=form, implementation=by)[0]
 
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
+  def decode_rows(self, rows: Array) -> Array:
     return float_cast.decode_rows(rows, _FORMAT)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-import jax
+from jax import Array
 
 from gradcomp._src.bibliography import GRUBIC_2018, SEIDE_2014, Citation
 from gradcomp._src.checks import bucket, flag, optional_one_of, static_integer
@@ -50,9 +50,9 @@ class OneBit(Codec):
       Default: 64.
     per_column: whether buckets are the columns of each leaf instead; True or False.
       Default: False.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
-      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
+      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
       Default: None.
 
   Raises:
@@ -116,7 +116,7 @@ class OneBit(Codec):
       return self
     return dataclasses.replace(self, bucket_size=leaf.shape[0] if leaf.shape else 1)
 
-  def filled(self, x: jax.Array) -> jax.Array:
+  def filled(self, x: Array) -> Array:
     """Fills the last bucket of a leaf by repeating the bucket's elements."""
     return x if self.per_column else planes.filled(x.reshape(-1), self.bucket_size)
 
@@ -125,33 +125,28 @@ class OneBit(Codec):
     return as_matrix(x).T if self.per_column else super().split(x)
 
   def join(self, rows: ArrayT, like: ArrayLike) -> ArrayT:
-    """Undoes :meth:`split`: rows of elements to the shape of ``like``."""
     return rows.T.reshape(like.shape) if self.per_column else super().join(rows, like)
 
   def view_shape(self, rows: int, like: ArrayLike) -> tuple[int, ...]:
-    """Returns the shape in which a CPU goes through a leaf fastest, in its order."""
     return like.shape if self.per_column else super().view_shape(rows, like)
 
-  def encode_leaf(
-    self, x: jax.Array, context: Context, *, keep: bool = False
-  ) -> Encoded:
-    """Encodes a leaf, and its residual if asked, without filling its last tile."""
-    del context
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     wide = as_float32(x).reshape(x.shape)
     if self.per_column:
       rows, rest = one_bit.encode_columns(as_matrix(wide))
       return Encoded(rows, rest.reshape(x.shape))
-    form = one_bit.Form(self.bucket_size, keep)
-    implementation = self.implementation
-    return Encoded(*one_bit.encode_rows(wide, form=form, implementation=implementation))
+    form, by = one_bit.Form(self.bucket_size, keep), self.implementation
+    return Encoded(*one_bit.encode_rows(wide, form=form, implementation=by))
 
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
     flat = tiles.reshape(-1)
     if self.per_column:
       flat = tiles.reshape(tiles.shape[0], -1).T
     return self.encode_leaf(flat, context).rows
 
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
+  def decode_rows(self, rows: Array) -> Array:
     if self.per_column:
       return one_bit.decode_columns(rows, self.bucket_size)
-    return one_bit.decode_rows(rows, self.bucket_size)
+    return one_bit.decode_rows(
+      rows, bucket_size=self.bucket_size, implementation=self.implementation
+    )

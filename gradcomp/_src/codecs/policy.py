@@ -94,10 +94,8 @@ class Policy:
     return "" if number is None else self.rules[number][0]
 
   def _first(self, leaf: Leaf) -> int | None:
-    for number, (text, _) in enumerate(self.rules):
-      if re.search(text, leaf.path):
-        return number
-    return None
+    rules = enumerate(self.rules)
+    return next((i for i, (text, _) in rules if re.search(text, leaf.path)), None)
 
 
 def _check_rule(text: object, codec: object) -> None:
@@ -116,26 +114,9 @@ def _check_rule(text: object, codec: object) -> None:
 
 
 def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
-  """Returns the codec, if one payload of it can stand for the whole array.
-
-  Args:
-    name: the name of the argument, for the message.
-    codec: what was given for it.
-    corrected: whether a residual holds what the payload lacks; None where there can be
-      none.
-
-  Raises:
-    ValueError: ``codec`` sends some of the elements, keeps a memory, or needs error
-      feedback that it does not get.
-    TypeError: ``codec`` is no codec.
-
-  Example:
-    >>> stateless("codec", gradcomp.codecs.QSGD(bits=8)).bits
-    8
-    >>> stateless("codec", gradcomp.codecs.TopK())  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ValueError: `codec` must send every element, because ..., got TopK(...
-  """
+  """Returns the codec, if one payload can stand for the whole array; else an error."""
+  # `name` is the argument it was given for. `corrected` says whether a residual holds
+  # what the payload lacks; None where there can be none.
   if not is_codec(codec):
     raise TypeError(
       f"`{name}` must be a codec of gradcomp.codecs, got {codec!r}; "

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gradcomp._src.bibliography import VOGELS_2019, Citation
 from gradcomp._src.checks import one_of, static_integer, static_number
@@ -23,23 +24,15 @@ from gradcomp._src.kernels.common.threefry import threefry2x32
 _DEPENDENT = 2.0**-16
 
 
-def product(spec: str, *factors: jax.Array) -> jax.Array:
+def product(spec: str, *factors: Array) -> Array:
   """Multiplies as ``jnp.einsum`` does, with factors of full precision."""
   # GPUs and TPUs round factors to 10 or 7 bits by default. Rows would then be
   # orthogonal to 1e-3 or worse, and the common part of two rows would count twice.
   return jnp.einsum(spec, *factors, precision=jax.lax.Precision.HIGHEST)
 
 
-def unit_rows(rows: jax.Array) -> jax.Array:
-  """Scales rows, ``float32[..., m]``, to length 1.
-
-  Zero rows stay zero. A row that is not finite becomes NaN in part or in whole.
-
-  Example:
-    >>> unit_rows(jnp.array([[3e-30, 4e-30], [0.0, 0.0]]))
-    Array([[0.6, 0.8],
-           [0. , 0. ]], dtype=float32)
-  """
+def unit_rows(rows: Array) -> Array:
+  """Scales rows, ``float32[..., m]``, to length 1; zero rows stay zero."""
   largest = jnp.abs(rows).max(axis=-1, keepdims=True)
   # Squares of numbers up to 1 neither overflow nor vanish. A NaN is not equal to zero.
   scaled = jnp.where(largest == 0, 0.0, rows / largest)
@@ -47,39 +40,20 @@ def unit_rows(rows: jax.Array) -> jax.Array:
   return jnp.where(length == 0, 0.0, scaled / length)
 
 
-def orthonormal(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def orthonormal(rows: Array) -> tuple[Array, Array]:
   r"""Makes rows orthonormal by the Gram-Schmidt process: a basis of their span.
 
-  The process takes from each row the part in the span of the rows before it, and scales
-  the rest to length 1. With rows :math:`a_j`,
+  With rows :math:`a_j`, and :math:`B_j` of the rows :math:`b_1` to :math:`b_{j-1}`,
 
   .. math:: v_j = (I - B_j^T B_j)^2 \, a_j, \qquad b_j = v_j / \lVert v_j \rVert
 
-  where :math:`B_j` holds the rows :math:`b_1` to :math:`b_{j-1}`. The square means that
-  the span is taken out twice. Once is not enough where little is left, which is then
-  mostly rounding. Twice is, whatever the rows: of the result no product of two rows is
-  above 2**-20. (A Cholesky factor of the rows' products is as good for well-conditioned
-  rows only. Repeated, it took rounding for rows of their own.)
+  The square means that the span is taken out twice. Once is not enough where little is
+  left, which is then mostly rounding. Twice is, whatever the rows: of the result no
+  product of two rows is above 2**-20. (A Cholesky factor is as good for
+  well-conditioned rows only.)
 
   A row *depends* on those before it if 2**-16 of its length or less is left, and
-  becomes zero. The rest of it would be rounding.
-
-  Args:
-    rows: ``float32[r, m]``.
-
-  Returns:
-    The basis, ``float32[r, m]``, and ``bool[r]``: False for rows that became zero,
-    because they were zero or depended on others. If an element is not finite, the
-    whole basis may be NaN, and its own row is; NaN rows count as True.
-
-  Example:
-    >>> basis, kept = orthonormal(jnp.array([[0.0, 2.0], [0.0, 4.0], [3.0, 1.0]]))
-    >>> basis
-    Array([[0., 1.],
-           [0., 0.],
-           [1., 0.]], dtype=float32)
-    >>> kept
-    Array([ True, False,  True], dtype=bool)
+  becomes zero, and False in ``bool[r]``. If an element is not finite, its row is NaN.
 
   References:
     Giraud et al., `Rounding error analysis of the classical Gram-Schmidt
@@ -87,7 +61,7 @@ def orthonormal(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
   """
   number = jnp.arange(rows.shape[0])
 
-  def take_out(j: jax.Array, rows: jax.Array) -> jax.Array:
+  def take_out(j: Array, rows: Array) -> Array:
     row = rows[j]
     for _ in range(2):
       share = jnp.where(number < j, product("rm,m->r", rows, row), 0.0)
@@ -183,13 +157,9 @@ class PowerSGD(Codec):
       "not the paper's.",
     ),
   )
-  unbiased: ClassVar[bool] = False
-  needs_key: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
-    rank = static_integer("rank", _RANK_RULE, self.rank, least=1)
-    if rank >= 2**31:
-      raise ValueError(f"`rank` must be {_RANK_RULE}, got {rank}.")
+    rank = static_integer("rank", _RANK_RULE, self.rank, least=1, most=2**31 - 1)
     object.__setattr__(self, "rank", rank)
     if self.matrix is not None:
       if not isinstance(self.matrix, tuple) or len(self.matrix) != 2:
@@ -223,52 +193,42 @@ class PowerSGD(Codec):
   def row_words(self) -> int:
     return self.inner.row_words
 
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
     return self.inner.encode_rows(tiles, context)
 
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
+  def decode_rows(self, rows: Array) -> Array:
     return self.inner.decode_rows(rows)
 
   def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
     """Returns the left factor and the right one, with its columns as rows."""
-    del shape
     m, n = self._shape
     return Round((self.rank, m), self.inner), Round((self.rank, n), self.inner)
 
   def bind(self, leaf: Leaf) -> "PowerSGD | Dense":
     """Returns the codec of a leaf's matrix; ``Dense()`` where that saves too little."""
-    m, n = matrix_of(leaf.shape)
+    shape = leaf.shape
+    cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+    m, n = min(cuts, key=sum, default=(1, leaf.size))
     if not (m + n) * self.rank * self.min_rate < m * n:
       return Dense()
     return dataclasses.replace(self, matrix=(m, n))
 
-  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
+  def init(self, leaf: Leaf, key: Array) -> Memory:
     """Returns a leaf's first right factor: random rows, ``float32[rank, n]``."""
-    del leaf
     return Memory(shared=_random_rows(key, self.rank, self._shape[1]))
 
-  def in_rounds(self, leaves: Sequence[jax.Array], memory: Sequence[Any]) -> Talk:
+  def in_rounds(self, leaves: Sequence[Array], memory: Sequence[Any]) -> Talk:
     """Computes the mean of leaves of one codec, while others average the factors.
 
-    Args:
-      leaves: this worker's, ``float32``.
-      memory: for each the shared part, ``float32[rank, n]``.
-
-    Yields:
-      For each leaf the left factor to average, ``float32[rank, m]``, and then the right
-      one, ``float32[rank, n]``. The means, equal on all workers, come back.
-
-    Returns:
-      The means of the leaves, and the shared memory of the next step.
+    Yields for each leaf the left factor, ``float32[rank, m]``, and then the right one,
+    ``float32[rank, n]``, which is also the shared state.
     """
     matrices = [leaf.reshape(self._shape) for leaf in leaves]
     sums = yield [_left(m, q) for m, q in zip(matrices, memory, strict=True)]
     basis, _ = _orthonormal(jnp.stack(sums))
     factors = yield [_right(m, p) for m, p in zip(matrices, basis, strict=True)]
-    means = [
-      _matrix(p, q).reshape(leaf.shape)
-      for p, q, leaf in zip(basis, factors, leaves, strict=True)
-    ]
+    given = zip(basis, factors, leaves, strict=True)
+    means = [_matrix(p, q).reshape(leaf.shape) for p, q, leaf in given]
     return means, list(self._remembered(jnp.stack(memory), jnp.stack(factors)))
 
   @property
@@ -276,46 +236,30 @@ class PowerSGD(Codec):
     return self.matrix or (0, 0)  # until bind knows the leaf
 
   @property
-  def _restart(self) -> jax.Array:
+  def _restart(self) -> Array:
     """The fixed random rows from which a row that has become zero starts again."""
     return _random_rows(jnp.zeros(2, jnp.uint32), self.rank, self._shape[1])
 
-  def _remembered(self, old: jax.Array, right: jax.Array) -> jax.Array:
-    """Returns the right factors to start the next step from, with rows of length 1.
-
-    All are ``float32[leaves, rank, n]``.
-    """
+  def _remembered(self, old: Array, right: Array) -> Array:
+    """Returns the right factors of the next step, ``float32[leaves, rank, n]``."""
     new = unit_rows(right)
     # From a row that reaches nothing, or nothing new, zero would follow in every step.
     new = jnp.where((new == 0).all(axis=-1, keepdims=True), self._restart, new)
     return jnp.where(jnp.isfinite(new).all(axis=-1, keepdims=True), new, old)
 
 
-def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
-  """Splits a shape into m by n with the least ``m + n``; into 1 by n below two axes.
-
-  Of two as good, it is the one with fewer rows.
-
-  Example:
-    >>> matrix_of((3, 3, 64, 128)), matrix_of((64, 10)), matrix_of((7,))
-    ((576, 128), (64, 10), (1, 7))
-  """
-  cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
-  return min(cuts, key=sum, default=(1, math.prod(shape)))
-
-
 @jax.jit
-def _left(matrix: jax.Array, right: jax.Array) -> jax.Array:
+def _left(matrix: Array, right: Array) -> Array:
   return product("mn,rn->rm", matrix, right)
 
 
 @jax.jit
-def _right(matrix: jax.Array, left: jax.Array) -> jax.Array:
+def _right(matrix: Array, left: Array) -> Array:
   return product("rm,mn->rn", left, matrix)
 
 
 @jax.jit
-def _matrix(left: jax.Array, right: jax.Array) -> jax.Array:
+def _matrix(left: Array, right: Array) -> Array:
   return product("rm,rn->mn", left, right)
 
 
@@ -324,7 +268,7 @@ _orthonormal = jax.jit(jax.vmap(orthonormal))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # leaves of a shape: traced once
-def _random_rows(key: jax.Array, rows: int, columns: int) -> jax.Array:
+def _random_rows(key: Array, rows: int, columns: int) -> Array:
   """Draws ``float32[rows, columns]``, multiples of 2**-23 from -1 to 1."""
   row = jnp.arange(rows, dtype=jnp.uint32)[:, None]
   pair = jnp.arange(-(-columns // 2), dtype=jnp.uint32)

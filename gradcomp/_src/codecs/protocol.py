@@ -5,9 +5,9 @@ import math
 from collections.abc import Generator, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from gradcomp._src.codecs.joint import joint_leaves, vmapped
 from gradcomp._src.codecs.rounds import decoded_alone, encoded_alone
@@ -26,7 +26,7 @@ from gradcomp._src.codecs.sums.tiles import Ranged, Tiles, sum_in_order
 from gradcomp._src.codecs.tiles import as_float32, codec_key, tile_shape, to_tiles
 
 # Yields the arrays of each round, gets their means, and returns means and memories.
-Talk = Generator[list[jax.Array], list[jax.Array], tuple[list[jax.Array], list[Any]]]
+Talk = Generator[list[Array], list[Array], tuple[list[Array], list[Any]]]
 
 
 class Round(NamedTuple):
@@ -44,10 +44,12 @@ class LeafCodec(Protocol):
   @property
   def unbiased(self) -> bool:
     """True if ``E[decode(encode(x))] == x``."""
+    return False
 
   @property
   def needs_key(self) -> bool:
     """True if ``encode`` needs a key."""
+    return False
 
   @property
   def facts(self) -> SumFacts:
@@ -55,15 +57,17 @@ class LeafCodec(Protocol):
 
   def check_leaves(self, leaves: Sequence[Leaf]) -> None:
     """Raises ValueError if the codec does not suit these leaves of a tree."""
+    return None
 
   def rule(self, leaf: Leaf) -> str:
     """Returns the reason for a leaf's codec, in a few characters; "" for none."""
+    return ""
 
   def bind(self, leaf: Leaf) -> "Codec":
     """Returns the codec for a leaf of this shape and path."""
 
 
-class Codec(abc.ABC):
+class Codec(LeafCodec, abc.ABC):
   """The base class of codecs; each needs four members.
 
   These are ``tile_size``, ``row_words``, ``encode_rows`` and ``decode_rows``. A codec
@@ -88,31 +92,8 @@ class Codec(abc.ABC):
     Array([ 1. , -2.5,  3. ], dtype=float32)
   """
 
-  @property
-  def unbiased(self) -> bool:
-    return False
-
-  @property
-  def needs_key(self) -> bool:
-    return False
-
-  def check_leaves(self, leaves: Sequence[Leaf]) -> None:
-    """Accepts any leaves."""
-    del leaves
-
-  def rule(self, leaf: Leaf) -> str:
-    """Returns the reason for a leaf's codec: none."""
-    del leaf
-    return ""
-
-  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
-    """Returns the codec state of a leaf before the first step: none.
-
-    Args:
-      leaf: the leaf that the codec is bound to.
-      key: ``uint32[2]``, the same on all workers, and another one for each leaf.
-    """
-    del leaf, key
+  def init(self, leaf: Leaf, key: Array) -> Memory:
+    """Returns a leaf's first codec state; workers share its ``key``, ``uint32[2]``."""
     return Memory()
 
   @property
@@ -127,47 +108,37 @@ class Codec(abc.ABC):
 
   @property
   def facts(self) -> SumFacts:
-    """The facts about sums of payloads that are known before the leaves are."""
     return self.sums.facts
 
   def bind(self, leaf: Leaf) -> "Codec":
     """Returns the codec of a leaf: itself, for it depends on no leaf."""
-    del leaf
     return self
 
   def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
     """Returns the only round of a leaf, in which workers average the leaf itself."""
     return (Round(shape, self, of_leaf=True),)
 
-  def in_rounds(self, leaves: Sequence[jax.Array], memory: Sequence[Any]) -> Talk:
+  def in_rounds(self, leaves: Sequence[Array], memory: Sequence[Any]) -> Talk:
     """Computes the means of leaves of one shape, while others average their arrays.
 
-    By default they are those of their only round.
-
-    Args:
-      leaves: this worker's, ``float32``.
-      memory: the shared codec state of each leaf.
-
-    Yields:
-      For each leaf the array of the next round. The means of all workers come back.
-
-    Returns:
-      The means of the leaves, and the new shared codec state of each.
+    Takes this worker's ``float32`` leaves and their shared codec states. Yields for
+    each leaf the array of the next round, and gets the means of all workers. Returns
+    the means of the leaves, by default of their only round, and their new states.
     """
     means = yield list(leaves)
     return means, list(memory)
 
   def to_nearest(self) -> Self:
-    """Returns the codec that rounds to nearest, with rows of the same format.
-
-    It encodes sums with an owner residual: it loses less, and needs no random bits. A
-    codec that never rounds at random is its own.
-    """
+    """Returns the codec that rounds to nearest, with rows of the same format."""
     return self
 
-  def agree(self, x: jax.Array) -> jax.Array | None:
+  @property
+  def without_key(self) -> str:
+    """The cure of errors about a missing key; "" if the codec needs one anyway."""
+    return "" if self.to_nearest().needs_key else ', or choose rounding="nearest"'
+
+  def agree(self, x: Array) -> Array | None:
     """Returns a leaf's statistics, to be maximized over all workers; or None."""
-    del x
     return None
 
   @property
@@ -175,68 +146,45 @@ class Codec(abc.ABC):
     """The fits of the codec state to the counts of all workers; None without any."""
     return None
 
-  def used_entries(self, memory: Memory) -> jax.Array | None:
+  def used_entries(self, memory: Memory) -> Array | None:
     """Returns the entries that each row sent, if the codec state counts them: None."""
-    del memory
     return None
 
   def split(self, x: ArrayT) -> ArrayT:
-    """Cuts a leaf into rows of the elements themselves, ``[rows, tile_size]``.
-
-    Zeros fill the last row. NumPy arrays stay NumPy arrays.
-
-    Example:
-      >>> gradcomp.codecs.OneBit().split(jnp.ones(300)).sum()
-      Array(300., dtype=float32)
-    """
+    """Cuts a leaf into rows, ``[rows, tile_size]``; zeros fill the last one."""
     flat = x.reshape(-1)
     pad: Any = np.pad if isinstance(flat, np.ndarray) else jnp.pad
-    padded = pad(flat, (0, -flat.size % self.tile_size))
-    return padded.reshape(-1, self.tile_size)
+    return pad(flat, (0, -flat.size % self.tile_size)).reshape(-1, self.tile_size)
 
   def join(self, rows: ArrayT, like: ArrayLike) -> ArrayT:
-    """Undoes :meth:`split`: rows of elements to the shape of ``like``.
-
-    Example:
-      >>> gradcomp.codecs.Dense().join(jnp.ones((3, 128)), jnp.zeros(300)).shape
-      (300,)
-    """
+    """Undoes :meth:`split`: rows of elements to the shape of ``like``."""
     return rows.reshape(-1)[: like.size].reshape(like.shape)
 
   def view_shape(self, rows: int, like: ArrayLike) -> tuple[int, ...]:
     """Returns the shape in which a CPU goes through a leaf fastest.
 
-    It has the leaf's elements in their order. If the leaf fills its rows, it is the
-    shape of their tiles, and else its own.
-
-    Example:
-      >>> codec = gradcomp.codecs.QSGD(bits=4, bucket_size=512)
-      >>> codec.view_shape(2, jnp.zeros((128, 64)))
-      (2, 8, 512)
+    If the leaf fills its rows, it is the shape of their tiles, and else its own.
     """
     shape = (rows, *tile_shape(self))
     return shape if math.prod(shape) == like.size else like.shape
 
-  def filled(self, x: jax.Array) -> jax.Array:
+  def filled(self, x: Array) -> Array:
     """Fills the last bucket of a leaf, where the zeros of padding would count."""
     return x
 
-  def rotated(self, tiles: jax.Array) -> jax.Array:
-    """Rotates the tiles of a leaf, ``float32[rows, tile_size]``, before encoding.
-
-    Rotated tiles add up as leaves do.
-    """
+  def rotated(self, tiles: Array) -> Array:
+    """Rotates tiles, ``float32[rows, tile_size]``, before encoding; it is linear."""
     return tiles
 
-  def unrotated(self, tiles: jax.Array) -> jax.Array:
+  def unrotated(self, tiles: Array) -> Array:
     """Undoes :meth:`rotated` for tiles, or sums of tiles, of one or two axes each."""
     return tiles
 
-  def sum_rows(self, rows: jax.Array) -> jax.Array:
+  def sum_rows(self, rows: Array) -> Array:
     """Decodes ``uint32[K, rows, words]``, and adds K payloads in their order."""
     return sum_in_order(self.decode_rows, rows)
 
-  def payload_tiles(self, payload: Payload) -> jax.Array:
+  def payload_tiles(self, payload: Payload) -> Array:
     """Decodes a payload to tiles, by the statistics in it if workers share them."""
     return self.decode_rows(payload.rows)
 
@@ -251,31 +199,27 @@ class Codec(abc.ABC):
     """The number of words in a row, scales included."""
 
   @abc.abstractmethod
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
     """Encodes ``float32[rows, ...]`` to ``uint32[rows, row_words]``.
 
     Args:
       tiles: ``tile_size`` elements in each row, in one axis or several. The last tile
         of a leaf is filled with zeros.
-      context: if the codec needs a key, it has ``key``, ``uint32[2]``, another one for
-        each worker, or ``dither``, ``uint32[3]``: a key which all workers share, and
-        the worker's mask. With random numbers from it, the errors of the workers
-        cancel. ``drawn`` is a dither in both cases. See docs/inside/extending.md.
+      context: if the codec needs a key, it has ``key``, ``uint32[2]``, the worker's
+        own, or ``dither``, ``uint32[3]``, a key of all workers and the worker's mask,
+        with which their errors cancel. ``drawn`` is a dither in both cases.
     """
 
   @abc.abstractmethod
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
+  def decode_rows(self, rows: Array) -> Array:
     """Decodes ``uint32[rows, row_words]`` to ``float32[rows, ...]``.
 
-    A row becomes its ``tile_size`` elements, in one axis or several, and each row is
-    decoded by itself. Zeros come back as zeros. Of an element that was not finite, NaN
-    or an infinity comes back, and its whole bucket may become NaN. Any ``uint32`` may
-    come, and decodes to something.
+    Each row becomes its ``tile_size`` elements by itself, in one axis or several. Zeros
+    come back as zeros. Of an element that was not finite, NaN or an infinity comes
+    back, and its whole bucket may become NaN. Any ``uint32`` decodes to something.
     """
 
-  def encode_leaf(
-    self, x: jax.Array, context: Context, *, keep: bool = False
-  ) -> Encoded:
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     """Encodes a ``float32`` leaf of any shape: by default its tiles.
 
     Args:
@@ -284,33 +228,23 @@ class Codec(abc.ABC):
       keep: whether the residual is asked for. A codec may leave it to the caller, who
         subtracts what the rows decode to.
     """
-    del keep
     return Encoded(self.encode_rows(to_tiles(as_float32(x), self), context))
 
   def joins(self, shape: tuple[int, ...]) -> tuple[Hashable, int]:
-    """Returns the key of leaves that one program encodes, and their largest number.
-
-    By default only small leaves of one shape are encoded together.
-    """
+    """Returns the key of leaves that one program encodes, and their largest number."""
     return shape, joint_leaves(math.prod(shape))
 
   def encode_several(
-    self,
-    leaves: Sequence[jax.Array],
-    contexts: Sequence[Context],
-    after: jax.Array | None,
+    self, leaves: Sequence[Array], contexts: Sequence[Context], after: Array | None
   ) -> list[Encoded]:
     """Encodes leaves that :meth:`joins` puts together, by default without residuals.
 
-    Args:
-      leaves: ``float32``.
-      contexts: the context of each.
-      after: rows of other leaves. A program that copies its leaves must not read them
-        before these are encoded.
+    Where ``after``, rows of other leaves, is given, a program that copies its leaves
+    must not read them before these rows are encoded.
     """
     return vmapped(self, leaves, contexts, after)
 
-  def encode(self, x: jax.Array, *, key: jax.Array | None = None) -> Payload:
+  def encode(self, x: Array, *, key: Array | None = None) -> Payload:
     """Encodes an array of any shape and float dtype, as a single worker does.
 
     Args:
@@ -328,23 +262,15 @@ class Codec(abc.ABC):
     context = Context(codec_key(key, codec))
     return encoded_alone(codec, as_float32(x).reshape(x.shape), context)
 
-  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+  def decode(self, payload: Payload, *, like: Array) -> Array:
     """Decodes a payload to an array with the shape and dtype of ``like``."""
     return decoded_alone(self.bind(Leaf(like.shape)), payload, like)
 
-  def roundtrip(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-    """Returns the array that arrives: ``decode(encode(x, key=key), like=x)``.
-
-    The arguments and errors are those of :meth:`encode`.
-    """
+  def roundtrip(self, x: Array, *, key: Array | None = None) -> Array:
+    """Returns the array that arrives: ``decode(encode(x, key=key), like=x)``."""
     return self.decode(self.encode(x, key=key), like=x)
 
 
 def is_codec(value: Any) -> TypeGuard[LeafCodec]:
-  """Returns True for an instance of a codec, and False for a codec's class.
-
-  Example:
-    >>> is_codec(gradcomp.codecs.QSGD()), is_codec(gradcomp.codecs.QSGD)
-    (True, False)
-  """
+  """Returns True for an instance of a codec, and False for a codec's class."""
   return not isinstance(value, type) and isinstance(value, LeafCodec)

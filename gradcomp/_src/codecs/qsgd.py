@@ -2,21 +2,12 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import ALISTARH_2017, GRUBIC_2018, ZHANG_2017, Citation
-from gradcomp._src.checks import flag, one_of, optional_bucket, optional_one_of
-from gradcomp._src.codecs.quantizing import (
-  BucketCodec,
-  Levels,
-  ScaleNorm,
-  bucket_words,
-  check_levels,
-  checked_bits,
-  checked_refit_every,
-  checked_rotate,
-)
+from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
 from gradcomp._src.kernels.common import fitted_levels, planes
@@ -25,7 +16,7 @@ from gradcomp._src.kernels.quantize import qsgd, reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QSGD(BucketCodec):
+class QSGD(quantizing.BucketCodec):
   r"""Quantizes each element to one of a few levels of its bucket's norm.
 
   With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,
@@ -95,9 +86,9 @@ class QSGD(BucketCodec):
       rotates nothing. Default: None.
     refit_every: steps from one fit of non-uniform levels to the next, 1 or more.
       Default: 100.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
-      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
+      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
       Default: None.
 
   Raises:
@@ -123,8 +114,8 @@ class QSGD(BucketCodec):
 
   bits: int = 4
   bucket_size: int | None = 512
-  norm: ScaleNorm = "max"
-  levels: Levels = "sign_magnitude"
+  norm: quantizing.ScaleNorm = "max"
+  levels: quantizing.Levels = "sign_magnitude"
   rounding: Rounding = "stochastic"
   share_scale: bool = False
   rotate: int | None = None
@@ -132,18 +123,19 @@ class QSGD(BucketCodec):
   implementation: Implementation | None = None
 
   def __post_init__(self) -> None:
-    one_of("norm", ScaleNorm, self.norm)
-    one_of("levels", Levels, self.levels)
-    one_of("rounding", Rounding, self.rounding)
-    object.__setattr__(self, "bits", checked_bits(self.bits, self.levels))
-    size = optional_bucket("bucket_size", self.bucket_size)
+    checks.one_of("norm", quantizing.ScaleNorm, self.norm)
+    checks.one_of("levels", quantizing.Levels, self.levels)
+    checks.one_of("rounding", Rounding, self.rounding)
+    object.__setattr__(self, "bits", quantizing.checked_bits(self.bits, self.levels))
+    size = checks.optional_bucket("bucket_size", self.bucket_size)
     object.__setattr__(self, "bucket_size", size)
-    flag("share_scale", self.share_scale)
-    rotate = checked_rotate(self.rotate, self.bits, self.levels)
+    checks.flag("share_scale", self.share_scale)
+    rotate = quantizing.checked_rotate(self.rotate, self.bits, self.levels)
     object.__setattr__(self, "rotate", rotate)
-    object.__setattr__(self, "refit_every", checked_refit_every(self.refit_every))
-    optional_one_of("implementation", Implementation, self.implementation)
-    check_levels(self.bits, self.norm, self.levels, self.bucket_size, self.share_scale)
+    steps = checks.step_count("refit_every", self.refit_every)
+    object.__setattr__(self, "refit_every", steps)
+    checks.optional_one_of("implementation", Implementation, self.implementation)
+    self.check_levels()
 
   @property
   def citations(self) -> tuple[Citation, ...]:
@@ -174,44 +166,44 @@ class QSGD(BucketCodec):
     return self if self.bits == 1 and self.norm != "rms" else super().to_nearest()
 
   @property
+  def without_key(self) -> str:
+    size = "" if self.bucket_size else ", a bucket_size"
+    cure = f', or choose norm="rms"{size} and rounding="nearest"'
+    return super().without_key or cure
+
+  @property
   def tile_size(self) -> int:
-    return planes.planes_per_word(self.bits) * bucket_words(self.bucket_size)
+    return planes.planes_per_word(self.bits) * self._words
 
   @property
   def row_words(self) -> int:
-    words = bucket_words(self.bucket_size)
     if self.share_scale:
-      return words
+      return self._words
     scales = 1 if self.bucket_size is None else planes.planes_per_word(self.bits)
-    return words + scales + (2 ** (self.bits - 1) if self.fits else 0)
+    return self._words + scales + (2 ** (self.bits - 1) if self.fits else 0)
 
   @property
   def _form(self) -> qsgd.Form:
     assert self.levels != "nonuniform"
+    levels, inline = self.levels, not self.share_scale
     return qsgd.Form(
-      bits=self.bits,
-      bucket_size=bucket_words(self.bucket_size),
-      levels=self.levels,
-      inline=not self.share_scale,
+      bits=self.bits, bucket_size=self._words, levels=levels, inline=inline
     )
 
   @property
   def max_code(self) -> int:
     return self._form.intervals
 
-  def leaf_statistics(self, x: jax.Array) -> jax.Array:
+  def leaf_statistics(self, x: Array) -> Array:
     """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
-    return self.flat_scales(self._prepared(x))
+    return self.scales_by(quantizing.leaf_scales, self._prepared(x))
 
-  def _prepared(self, x: jax.Array) -> jax.Array:
+  def _prepared(self, x: Array) -> Array:
     """Returns the elements of a leaf in the encoder's order: filled or rotated."""
     flat = as_float32(x)
     return self.filled(flat) if not self.rotate else to_tiles(flat, self).reshape(-1)
 
-  def encode_leaf(
-    self, x: jax.Array, context: Context, *, keep: bool = False
-  ) -> Encoded:
-    """Encodes a leaf without filling its last tile first."""
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     dither = codec_dither(self, context)
     if keep and self._scales_inside and not self.rotate:
       leaf = as_float32(x).reshape(x.shape)
@@ -219,28 +211,22 @@ class QSGD(BucketCodec):
     flat = self._prepared(x)
     scale = context.agreed
     if scale is None and not self._scales_inside:
-      scale = self.flat_scales(flat)
+      scale = self.scales_by(quantizing.leaf_scales, flat)
     return Encoded(self._encode(flat, scale, dither, self.levels_for(flat, context))[0])
 
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
-    scale = None if self._scales_inside else self.tile_scales(tiles)
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
+    by = quantizing.row_scales
+    scale = None if self._scales_inside else self.scales_by(by, tiles)
     dither = codec_dither(self, context)
-    flat = tiles.reshape(-1)
-    return self._encode(flat, scale, dither, self.levels_for(flat, context))[0]
+    return self._encode(tiles, scale, dither, self.levels_for(tiles, context))[0]
 
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
+  def decode_rows(self, rows: Array) -> Array:
     if self.fits:
-      words = bucket_words(self.bucket_size)
-      return fitted_levels.decode_rows(rows, bits=self.bits, bucket_size=words)
+      return fitted_levels.decode_rows(rows, bits=self.bits, bucket_size=self._words)
     return reference.decode_rows(rows, self._form)
 
-  def codes(self, rows: jax.Array) -> jax.Array:
-    """Unpacks rows to integers from ``-s`` to ``s``: ``int32[..., rows, P, B]``."""
+  def codes(self, rows: Array) -> Array:
     return qsgd.signed_codes(rows, self._form)
-
-  def from_codes(self, codes: jax.Array, agreed: jax.Array) -> jax.Array:
-    """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
-    return qsgd.from_signed_codes(codes, agreed, self.max_code)
 
   @property
   def _scales_inside(self) -> bool:
@@ -250,23 +236,18 @@ class QSGD(BucketCodec):
 
   def _encode(
     self,
-    flat: jax.Array,
-    scale: jax.Array | None,
-    dither: jax.Array | None,
-    levels: jax.Array | None,
+    x: Array,
+    scale: Array | None,
+    dither: Array | None,
+    levels: Array | None,
     keep: bool = False,
-  ) -> tuple[jax.Array, jax.Array | None]:
+  ) -> tuple[Array, Array | None]:
     if scale is not None:
-      rows = -(-flat.size // self.tile_size)
+      rows = -(-x.size // self.tile_size)
       scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
     if self.fits:
       assert scale is not None and levels is not None
-      words = bucket_words(self.bucket_size)
-      found = fitted_levels.encode_rows(
-        flat, scale, levels, dither, bits=self.bits, bucket_size=words
-      )
-      return found, None
-    form = dataclasses.replace(self._form, keep=keep)
-    return qsgd.encode_rows(
-      flat, scale, dither, form=form, implementation=self.implementation
-    )
+      sizes = {"bits": self.bits, "bucket_size": self._words}
+      return fitted_levels.encode_rows(x, scale, levels, dither, **sizes), None
+    form, by = dataclasses.replace(self._form, keep=keep), self.implementation
+    return qsgd.encode_rows(x, scale, dither, form=form, implementation=by)

@@ -5,14 +5,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gradcomp._src.bibliography import STICH_2018, Citation
-from gradcomp._src.codecs.sparse import (
-  SparseRows,
-  checked_density,
-  checked_range,
-  sent_of,
-)
+from gradcomp._src.codecs import sparse
 from gradcomp._src.codecs.sums.entries import Chosen
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
@@ -23,7 +19,7 @@ _KEY_WORDS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RandomK(SparseRows):
+class RandomK(sparse.SparseRows):
   r"""Sends one random element of every ``stride`` consecutive ones, as it is.
 
   .. math:: Q(v)_i = v_i \text{ with probability } 1 / \mathrm{stride}, \quad
@@ -76,13 +72,12 @@ class RandomK(SparseRows):
       "One element of every stride is drawn, and not k of all. Workers draw the same.",
     ),
   )
-  unbiased: ClassVar[bool] = False
   needs_key: ClassVar[bool] = True
   header_words: ClassVar[int] = _KEY_WORDS
 
   def __post_init__(self) -> None:
-    object.__setattr__(self, "density", checked_density(self.density))
-    object.__setattr__(self, "range_size", checked_range(self.range_size))
+    object.__setattr__(self, "density", sparse.checked_density(self.density))
+    object.__setattr__(self, "range_size", sparse.checked_range(self.range_size))
 
   @property
   def sums(self) -> Sum:
@@ -99,11 +94,9 @@ class RandomK(SparseRows):
 
   @property
   def _stride(self) -> int:
-    return -(-self.tile_size // sent_of(self.density, self.tile_size)) or 1
+    return -(-self.tile_size // sparse.sent_of(self.density, self.tile_size)) or 1
 
-  def encode_leaf(
-    self, x: jax.Array, context: Context, *, keep: bool = False
-  ) -> Encoded:
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     """Encodes a leaf, and its residual, which has zeros in the chosen places."""
     tiles = to_tiles(x, self)
     rows = self.encode_rows(tiles, context)
@@ -114,7 +107,7 @@ class RandomK(SparseRows):
     rest = tiles.at[row, positions].add(-values, mode="drop", unique_indices=True)
     return Encoded(rows, from_tiles(rest, x, self))
 
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
     tiles = tiles.reshape(-1, self.tile_size)
     assert context.key is not None  # it needs one
     keys = self.header(context.key, tiles.shape[0])
@@ -123,27 +116,22 @@ class RandomK(SparseRows):
     finite = jnp.isfinite(tiles).all(axis=1, keepdims=True)
     tiles = jnp.where(finite, tiles, jnp.nan)
     values = jnp.take_along_axis(tiles, positions, axis=1, mode="fill", fill_value=0)
-    return jnp.concatenate(
-      [keys, jax.lax.bitcast_convert_type(values, jnp.uint32)], axis=1
-    )
+    words = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.concatenate([keys, words], axis=1)
 
-  def header(self, key: jax.Array, rows: int) -> jax.Array:
+  def header(self, key: Array, rows: int) -> Array:
     """Derives a key for each row, so that rows decode one by one: ``[rows, 2]``."""
     number = jnp.arange(rows, dtype=jnp.uint32)
     return jnp.stack(threefry2x32(key, (number, number)), axis=1)
 
-  def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
+  def entries(self, rows: Array) -> tuple[Array, Array]:
     values = jax.lax.bitcast_convert_type(rows[..., _KEY_WORDS:], jnp.float32)
     return self._positions(rows[..., :_KEY_WORDS]), values
 
-  def _positions(self, keys: jax.Array) -> jax.Array:
-    """Draws positions, ``int32[..., slots]``, from keys, ``uint32[..., 2]``.
-
-    Some of the last slots may lie behind a row. A position is a random 32-bit number
-    modulo the stride. That prefers an element by at most ``stride / 2**32`` of its
-    share.
-    """
+  def _positions(self, keys: Array) -> Array:
+    """Draws positions, ``int32[..., slots]``, from keys, ``uint32[..., 2]``."""
+    # The last may lie behind a row. The remainder of a random 32-bit number prefers an
+    # element by at most `stride / 2**32` of its share.
     slot = jnp.arange(self.slots, dtype=jnp.uint32)
     key = jnp.moveaxis(keys[..., None], -2, 0)
     bits, _ = threefry2x32(key, (slot, jnp.zeros_like(slot)))

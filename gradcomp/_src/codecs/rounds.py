@@ -3,8 +3,8 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context, Leaf, Payload
 from gradcomp._src.codecs.tiles import decode_payload
@@ -12,23 +12,18 @@ from gradcomp._src.codecs.tiles import decode_payload
 if TYPE_CHECKING:
   from gradcomp._src.codecs.protocol import Codec
 
-Arrays = dict[int, jax.Array]  # by the numbers of leaves
+Arrays = dict[int, Array]  # by the numbers of leaves
 
 
 def in_rounds(
-  codecs: Sequence["Codec"], leaves: Sequence[jax.Array], shared: Sequence[Any]
-) -> Generator[Arrays, Mapping[int, jax.Array], tuple[Arrays, list[Any]]]:
+  codecs: Sequence["Codec"], leaves: Sequence[Array], shared: Sequence[Any]
+) -> Generator[Arrays, Mapping[int, Array], tuple[Arrays, list[Any]]]:
   """Averages all leaves, round by round, until the codec with the most rounds is done.
 
-  Leaves with fewer rounds take part in the last ones, so that most travel together.
-
-  Yields:
-    The arrays of a round, by leaf. The means of all workers come back.
-
-  Returns:
-    The means of leaves that are averaged by other arrays, and the shared codec state of
-    each leaf.
+  Yields the arrays of a round, by leaf, and gets the means of all workers. Returns the
+  means of leaves that are averaged by other arrays, and all shared codec states.
   """
+  # Leaves with fewer rounds take part in the last ones, so that most travel together.
   alike: dict[Codec, list[int]] = {}
   counts: dict[Codec, int] = {}
   plain = dict(enumerate(leaves))
@@ -41,11 +36,9 @@ def in_rounds(
   last = max(counts.values(), default=1)
   means: Arrays = {}
   memory = list(shared)
-  talks = {
-    codec: codec.in_rounds([leaves[i] for i in own], [shared[i] for i in own])
-    for codec, own in alike.items()
-  }
-  received: Mapping[int, jax.Array] = {}
+  of = lambda values, own: [values[i] for i in own]
+  talks = {x: x.in_rounds(of(leaves, y), of(shared, y)) for x, y in alike.items()}
+  received: Mapping[int, Array] = {}
   for number in range(last + 1):
     arrays = dict(plain) if number == last - 1 else {}
     for codec, own in alike.items():
@@ -54,7 +47,7 @@ def in_rounds(
         continue
       try:
         talk = talks[codec]
-        sent = next(talk) if number == first else talk.send([received[i] for i in own])
+        sent = next(talk) if number == first else talk.send(of(received, own))
       except StopIteration as end:
         found, remembered = end.value
         means |= zip(own, found, strict=True)
@@ -67,17 +60,14 @@ def in_rounds(
   return means, memory
 
 
-def encoded_alone(codec: "Codec", x: jax.Array, context: Context) -> Payload:
-  """Encodes a leaf by its bound codec as a single worker does.
-
-  The rows of several rounds follow one another.
-  """
+def encoded_alone(codec: "Codec", x: Array, context: Context) -> Payload:
+  """Encodes a leaf as a single worker does; rows of rounds follow one another."""
   rounds = codec.rounds(x.shape)
   if rounds[-1].of_leaf:
     return payload_of(rounds[-1].codec, x, context)
   rows = []
 
-  def send(codec: "Codec", array: jax.Array) -> jax.Array:
+  def send(codec: "Codec", array: Array) -> Array:
     payload = payload_of(codec, array, context)
     rows.append(payload.rows)
     return decode_payload(payload, array, codec)
@@ -86,14 +76,14 @@ def encoded_alone(codec: "Codec", x: jax.Array, context: Context) -> Payload:
   return Payload(jnp.concatenate(rows))
 
 
-def decoded_alone(codec: "Codec", payload: Payload, like: jax.Array) -> jax.Array:
+def decoded_alone(codec: "Codec", payload: Payload, like: Array) -> Array:
   """Decodes the payload of :func:`encoded_alone` to the shape and dtype of ``like``."""
   rounds = codec.rounds(like.shape)
   if rounds[-1].of_leaf:
     return decode_payload(payload, like, rounds[-1].codec)
   start = 0
 
-  def receive(codec: "Codec", array: jax.Array) -> jax.Array:
+  def receive(codec: "Codec", array: Array) -> Array:
     nonlocal start
     first, start = start, start + -(-array.size // codec.tile_size)
     return decode_payload(Payload(payload.rows[first:start]), array, codec)
@@ -101,7 +91,7 @@ def decoded_alone(codec: "Codec", payload: Payload, like: jax.Array) -> jax.Arra
   return _mean(codec, jnp.zeros(like.shape), Context(), receive).astype(like.dtype)
 
 
-def payload_of(codec: "Codec", x: jax.Array, context: Context) -> Payload:
+def payload_of(codec: "Codec", x: Array, context: Context) -> Payload:
   """Encodes a leaf by its bound codec of one round, with statistics of its own."""
   agreed = codec.agree(x) if context.agreed is None else context.agreed
   encoded = codec.encode_leaf(x, context._replace(agreed=agreed), keep=False)
@@ -109,11 +99,8 @@ def payload_of(codec: "Codec", x: jax.Array, context: Context) -> Payload:
 
 
 def _mean(
-  codec: "Codec",
-  x: jax.Array,
-  context: Context,
-  average: Callable[["Codec", jax.Array], jax.Array],
-) -> jax.Array:
+  codec: "Codec", x: Array, context: Context, average: Callable[["Codec", Array], Array]
+) -> Array:
   """Returns the mean of a leaf; ``average`` averages the arrays of its rounds."""
   memory = context.memory or codec.init(Leaf(x.shape), jnp.zeros(2, jnp.uint32))
   talk = codec.in_rounds([x], [memory.shared])

@@ -5,23 +5,19 @@ import dataclasses
 import math
 from typing import Any, Self
 
-import jax
+from jax import Array
 
 from gradcomp._src.checks import static_integer, static_number
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.sums.entries import sum_entries
 from gradcomp._src.codecs.sums.records import Leaf
+from gradcomp._src.kernels.common.sparse import add_entries
 
 _MOST_ELEMENTS = 1 << 30  # of a row: int32 counts twice as many
 
 
 class SparseRows(Codec):
-  """A base of sparse codecs: a dataclass with a ``density`` and a ``range_size``.
-
-  A row is a range of a leaf: all of it where every worker receives every payload, an
-  Nth where workers own ranges.
-  """
+  """A base of sparse codecs. A row is a leaf, or an Nth where workers own ranges."""
 
   density: float
   range_size: int | None
@@ -36,37 +32,32 @@ class SparseRows(Codec):
     """The number of entries that a row has room for."""
 
   @abc.abstractmethod
-  def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the positions and values of rows, ``uint32[..., words]``.
+  def entries(self, rows: Array) -> tuple[Array, Array]:
+    """Returns ``int32`` positions and ``float32`` values of rows, ``[..., slots]``.
 
-    Returns:
-      ``int32[..., slots]`` positions, which are ``tile_size`` or more in slots that are
-      not used, and ``float32[..., slots]`` values.
+    Positions of unused slots are ``tile_size`` or more.
     """
 
   def bind(self, leaf: Leaf) -> Codec:
     """Returns the codec of a leaf's ranges; ``Dense()`` if all elements are sent."""
-    if self.density == 1:
-      return Dense()
-    return self.ranged(leaf.size, leaf.ranges)
+    return Dense() if self.density == 1 else self.ranged(leaf.size, leaf.ranges)
 
   def ranged(self, size: int, ranges: int = 1) -> Self:
     """Returns the codec of leaves of ``size`` elements in ``ranges`` ranges."""
-    if self.range_size is not None:
-      return self
-    return dataclasses.replace(self, range_size=range_of(size, ranges))  # type: ignore[type-var]
+    size = self.range_size or range_of(size, ranges)
+    return dataclasses.replace(self, range_size=size)  # type: ignore[type-var]
 
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
+  def decode_rows(self, rows: Array) -> Array:
     """Decodes row by row: ``uint32[..., words]`` to ``float32[..., 1, elements]``."""
     positions, values = self.entries(rows.reshape(1, -1, self.row_words))
-    dense = sum_entries(self.tile_size, positions, values, 1.0)
+    dense = add_entries(self.tile_size, positions, values)
     return dense.reshape(*rows.shape[:-1], 1, self.tile_size)
 
 
 def checked_density(value: Any) -> float:
   """Returns a valid density; raises ValueError for other numbers, and for arrays."""
   rule = "a share of the elements, above 0 and at most 1"
-  if isinstance(value, jax.Array):
+  if isinstance(value, Array):
     raise ValueError(
       f"`density` must be {rule}, and known when a program is traced, got an array; "
       "change it by steps with gradcomp.wrappers.switch."
@@ -82,17 +73,11 @@ def checked_range(value: Any) -> int | None:
   if value is None:
     return None
   rule = f"a number of elements from 1 to {_MOST_ELEMENTS}, or None for whole leaves"
-  size = static_integer("range_size", rule, value)
-  if not 1 <= size <= _MOST_ELEMENTS:
-    raise ValueError(f"`range_size` must be {rule}, got {size}.")
-  return size
+  return static_integer("range_size", rule, value, least=1, most=_MOST_ELEMENTS)
 
 
 def range_of(size: int, ranges: int) -> int:
-  """Returns the number of elements of a range.
-
-  Positions are counted in 32 bits. So a leaf of more elements is cut into 2, 4, 8, ...
-  times as many ranges, until none is longer than 2**30.
+  """Returns the size of a range; 2, 4, 8, ... times the ranges keep it to 2**30.
 
   Example:
     >>> range_of(1000, 3), range_of(2**30 + 1, 1), range_of(3 * 2**30, 2)

@@ -6,29 +6,18 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import WEN_2017, Citation
-from gradcomp._src.checks import (
-  flag,
-  one_of,
-  optional_bucket,
-  optional_one_of,
-  static_number,
-)
-from gradcomp._src.codecs.quantizing import (
-  RoundsAtRandom,
-  SharedScales,
-  bucket_words,
-  leaf_scales,
-  row_scales,
-)
+from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
+from gradcomp._src.kernels.common.deviation import deviation
 from gradcomp._src.kernels.common.planes import floats
-from gradcomp._src.kernels.common.scales import deviation, norms, scales
+from gradcomp._src.kernels.common.scales import norms, scales
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.kernels.quantize import ternary
-from gradcomp._src.kernels.quantize.qsgd import from_signed_codes
 
 Scaler = Literal["clipped", "sigma"]
 
@@ -36,7 +25,7 @@ _SIGMAS_RULE = "a number of standard deviations above 0, or None to clip nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ternary(RoundsAtRandom, SharedScales):
+class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
   r"""Rounds each element to :math:`-s`, 0 or :math:`s`, the largest magnitude.
 
   Elements are clipped first, layer by layer, to :math:`c` standard deviations:
@@ -81,9 +70,9 @@ class Ternary(RoundsAtRandom, SharedScales):
       Default: ``"clipped"``.
     rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased: owners
       round means to nearest if they keep what that loses. Default: ``"stochastic"``.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
-      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
+      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
       Default: None.
 
   Raises:
@@ -124,15 +113,15 @@ class Ternary(RoundsAtRandom, SharedScales):
   max_code: ClassVar[int] = 1
 
   def __post_init__(self) -> None:
-    size = optional_bucket("bucket_size", self.bucket_size)
+    size = checks.optional_bucket("bucket_size", self.bucket_size)
     object.__setattr__(self, "bucket_size", size)
-    flag("share_scale", self.share_scale)
-    one_of("packing", ternary.Packing, self.packing)
-    one_of("scaler", Scaler, self.scaler)
-    one_of("rounding", Rounding, self.rounding)
-    optional_one_of("implementation", Implementation, self.implementation)
+    checks.flag("share_scale", self.share_scale)
+    checks.one_of("packing", ternary.Packing, self.packing)
+    checks.one_of("scaler", Scaler, self.scaler)
+    checks.one_of("rounding", Rounding, self.rounding)
+    checks.optional_one_of("implementation", Implementation, self.implementation)
     if self.clip_sigmas is not None:
-      sigmas = static_number("clip_sigmas", _SIGMAS_RULE, self.clip_sigmas)
+      sigmas = checks.static_number("clip_sigmas", _SIGMAS_RULE, self.clip_sigmas)
       object.__setattr__(self, "clip_sigmas", sigmas)
     elif self.scaler == "sigma":
       raise ValueError(
@@ -142,11 +131,8 @@ class Ternary(RoundsAtRandom, SharedScales):
 
   @property
   def _form(self) -> ternary.Form:
-    return ternary.Form(
-      bucket_size=bucket_words(self.bucket_size),
-      packing=self.packing,
-      inline=not self.share_scale,
-    )
+    words, inline = quantizing.bucket_words(self.bucket_size), not self.share_scale
+    return ternary.Form(bucket_size=words, packing=self.packing, inline=inline)
 
   @property
   def tile_size(self) -> int:
@@ -154,63 +140,53 @@ class Ternary(RoundsAtRandom, SharedScales):
 
   @property
   def row_words(self) -> int:
-    words = bucket_words(self.bucket_size)
+    words = quantizing.bucket_words(self.bucket_size)
     if self.share_scale:
       return words
     return words + (1 if self.bucket_size is None else self._form.planes)
 
-  def leaf_statistics(self, x: jax.Array) -> jax.Array:
+  def leaf_statistics(self, x: Array) -> Array:
     """Returns the scales of clipped values: ``float32[1, 1]``, or ``[rows, P]``."""
     return self._scales(as_float32(x))[0]
 
   @functools.partial(jax.jit, static_argnums=0)  # each shape is traced once
-  def _scales(self, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def _scales(self, flat: Array) -> tuple[Array, Array]:
     """Returns the scales, and the magnitude to clip to; infinity clips nothing."""
-    largest = leaf_scales(flat, self._form.planes, self.bucket_size)
+    largest = quantizing.leaf_scales(flat, self._form.planes, self.bucket_size)
     if self.clip_sigmas is None:
       return scales(largest), jnp.float32(jnp.inf)
-    sigma = deviation(flat, norms(largest.reshape(-1), "max"))
+    every = largest.reshape(-1)
+    sigma = deviation(flat, norms(every, "max") if len(every) != 1 else every[0])
     limit = jnp.float32(self.clip_sigmas) * sigma
     limit = jnp.where((limit > 0) & jnp.isfinite(limit), limit, jnp.inf)
     # A comparison with NaN is false, so that a NaN as the largest is the scale, too.
     beyond = largest > limit if self.scaler == "clipped" else largest < jnp.inf
     return scales(jnp.where(beyond & jnp.isfinite(limit), limit, largest)), limit
 
-  def encode_leaf(
-    self, x: jax.Array, context: Context, *, keep: bool = False
-  ) -> Encoded:
-    """Encodes a clipped leaf without filling its last tile first."""
-    del keep
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     flat = as_float32(x)
     scale, limit = self._scales(flat)
     if context.agreed is not None:
       scale = context.agreed
     return Encoded(self._encode(flat, scale, limit, codec_dither(self, context)))
 
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
     """Encodes the tiles of a mean, without clipping them again."""
-    scale = scales(row_scales(tiles, self._form.planes, self.bucket_size))
+    scale = scales(quantizing.row_scales(tiles, self._form.planes, self.bucket_size))
     dither = codec_dither(self, context)
     return self._encode(tiles.reshape(-1), scale, jnp.float32(jnp.inf), dither)
 
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
-    scale = floats(rows[..., bucket_words(self.bucket_size) :])
+  def decode_rows(self, rows: Array) -> Array:
+    scale = floats(rows[..., quantizing.bucket_words(self.bucket_size) :])
     return self.from_codes(self.codes(rows), scale)
 
-  def codes(self, rows: jax.Array) -> jax.Array:
-    """Unpacks rows to -1, 0 and 1: ``int32[..., rows, P, B]``."""
+  def codes(self, rows: Array) -> Array:
     return ternary.codes(rows, self._form)
 
-  def from_codes(self, codes: jax.Array, agreed: jax.Array) -> jax.Array:
-    """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
-    return from_signed_codes(codes, agreed, self.max_code)
-
   def _encode(
-    self, flat: jax.Array, scale: jax.Array, limit: jax.Array, dither: jax.Array | None
-  ) -> jax.Array:
+    self, flat: Array, scale: Array, limit: Array, dither: Array | None
+  ) -> Array:
     rows = -(-flat.size // self.tile_size)
     scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
-    implementation = self.implementation
-    return ternary.encode_rows(
-      flat, scale, dither, limit, form=self._form, implementation=implementation
-    )[0]
+    given, by = (flat, scale, dither, limit), self.implementation
+    return ternary.encode_rows(*given, form=self._form, implementation=by)[0]

@@ -1,22 +1,25 @@
 """Conversion of leaves to the tiles that codecs encode, and back."""
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
 from gradcomp._src.codecs.sums.records import ArrayLike, ArrayT, Context, Payload
 from gradcomp._src.kernels.common.threefry import key_words
+from gradcomp._src.kernels.gpu.dispatch import on_tpu
 from gradcomp._src.kernels.materialize import LARGE, materialized
 
 if TYPE_CHECKING:
   from gradcomp._src.codecs.protocol import Codec, LeafCodec
 
 
-def as_float32(x: jax.Array) -> jax.Array:
+def as_float32(x: Array) -> Array:
   """Flattens a real float array to ``float32``; raises TypeError for others."""
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(f"`x` must have a real float dtype, got {x.dtype}.")
@@ -24,52 +27,61 @@ def as_float32(x: jax.Array) -> jax.Array:
 
 
 def as_matrix(x: ArrayT) -> ArrayT:
-  """Reshapes an array to a matrix: its first axis by all others.
-
-  A scalar becomes 1 by 1.
-  """
+  """Reshapes an array to a matrix: its first axis by all others; a scalar is 1 by 1."""
   rows = x.shape[0] if x.ndim else 1
   return x.reshape(rows, x.size // rows if rows else 0)
 
 
-def to_tiles(x: jax.Array, codec: "Codec") -> jax.Array:
-  """Cuts a leaf into tiles, ``float32[rows, tile_size]``, filled with zeros.
-
-  A codec may first fill the last bucket, and then rotate the tiles.
-  """
+def to_tiles(x: Array, codec: "Codec") -> Array:
+  """Cuts a leaf into tiles, filled and rotated: ``float32[rows, tile_size]``."""
   return codec.rotated(codec.split(codec.filled(x)))
 
 
 @functools.cache  # an equal codec has the same rows, and tracing them takes long
 def tile_shape(codec: "Codec") -> tuple[int, ...]:
-  """Returns the shape to which a codec decodes a row.
-
-  Arithmetic on decoded rows should keep it. XLA for CPU turns a loop over another shape
-  into one that finds the place of each element by division, and takes three times as
-  long.
-
-  Example:
-    >>> tile_shape(gradcomp.codecs.QSGD(bits=4, bucket_size=512))
-    (8, 512)
-  """
+  """Returns the shape to which a codec decodes a row."""
+  # Arithmetic on decoded rows should keep it. XLA for CPU turns a loop over another
+  # shape into one that divides to find each element, and takes three times as long.
   row = jax.ShapeDtypeStruct((1, codec.row_words), jnp.uint32)
   return jax.eval_shape(codec.sums.unpacked, row).shape[1:]
 
 
-def from_tiles(tiles: jax.Array, like: ArrayLike, codec: "Codec") -> jax.Array:
-  """Undoes :func:`to_tiles`: ``float32[rows, P, B]`` to the shape of ``like``.
-
-  The filling of the tiles is dropped.
-  """
-  return codec.join(elements(tiles, codec), like)
+def from_tiles(tiles: Array, like: ArrayLike, codec: "Codec") -> Array:
+  """Undoes :func:`to_tiles`: ``float32[rows, P, B]`` to the shape of ``like``."""
+  return codec.join(_joined(elements(tiles, codec)), like)
 
 
-def elements(tiles: jax.Array, codec: "Codec") -> jax.Array:
+_LANES = 128  # of a vector of a TPU
+
+
+def _by_lanes(tiles: Array) -> Array:
+  """Joins the planes of tiles, ``[rows, P, B]``, after they have been decoded."""
+  if tiles.ndim != 3 or tiles.shape[2] % _LANES:
+    return _flat_rows(tiles)  # shorter planes would be filled to whole vectors
+  if tiles.shape[1] > 2:
+    return _flat_rows(jax.lax.optimization_barrier(tiles))
+  # Behind a barrier, pairs of planes would take three times as long.
+  return jnp.concatenate([tiles[:, k] for k in range(tiles.shape[1])], axis=1)
+
+
+def _flat_rows(tiles: Array) -> Array:
+  return tiles.reshape(len(tiles), math.prod(tiles.shape[1:]))  # also of no rows
+
+
+@on_tpu(_by_lanes)
+def _joined(tiles: Array) -> Array:
+  """Returns tiles as rows of elements, ``[rows, tile_size]``."""
+  # XLA for TPUs would decode in the order of the leaf, and move each word and each
+  # scale there once for every one of its elements, in arrays as large as the leaf.
+  return _flat_rows(tiles)
+
+
+def elements(tiles: Array, codec: "Codec") -> Array:
   """Returns the elements that decoded tiles stand for, in the shape of the tiles."""
   return codec.unrotated(tiles).reshape(tiles.shape)
 
 
-def decode_payload(payload: Payload, like: ArrayLike, codec: "Codec") -> jax.Array:
+def decode_payload(payload: Payload, like: ArrayLike, codec: "Codec") -> Array:
   """Decodes a payload to the shape and dtype of ``like``, materialized on a CPU."""
   rows = payload.rows
   tiles = lambda rows: codec.payload_tiles(payload._replace(rows=rows))
@@ -77,7 +89,7 @@ def decode_payload(payload: Payload, like: ArrayLike, codec: "Codec") -> jax.Arr
   # several planes: see tile_shape.
   large = (
     like.size >= LARGE
-    and not _is_cut(rows)
+    and not any(axis is not None for axis in jax.typeof(rows).sharding.spec)
     and codec.view_shape(len(rows), like) != like.shape
     and tile_shape(codec)[0] > 1
   )
@@ -85,43 +97,24 @@ def decode_payload(payload: Payload, like: ArrayLike, codec: "Codec") -> jax.Arr
   return from_tiles(decoded, like, codec).astype(like.dtype)
 
 
-def _is_cut(x: jax.Array) -> bool:
-  """Returns True if an array is sharded, by its type."""
-  return any(axis is not None for axis in jax.typeof(x).sharding.spec)
-
-
-def codec_key(key: jax.Array | None, codec: "Codec") -> jax.Array | None:
-  """Returns the ``uint32[2]`` that a codec's rounding needs; None if it needs none.
-
-  Raises ValueError if the codec needs a key, and there is none.
-  """
+def codec_key(key: Array | None, codec: "Codec") -> Array | None:
+  """Returns the ``uint32[2]`` that a codec needs, or None; ValueError without a key."""
   if not codec.needs_key:
     return None
   if key is None:
     raise ValueError(
       f"`key` must be given to {codec}.encode, which draws random numbers; pass "
-      f"jax.random.key(seed){without_key(codec)}."
+      f"jax.random.key(seed){codec.without_key}."
     )
   return key_words(key)
 
 
-def without_key(codec: "Codec") -> str:
-  """Returns the cure for a key that lacks: how the codec needs none; "" if it must."""
-  return "" if codec.to_nearest().needs_key else ', or choose rounding="nearest"'
-
-
-def codec_dither(codec: "Codec", context: Context) -> jax.Array | None:
+def codec_dither(codec: "Codec", context: Context) -> Array | None:
   """Returns the ``uint32[3]`` that a codec rounds with; None if it needs none."""
   return context.drawn if codec.needs_key else None
 
 
 def working_dtype(codec: "LeafCodec", dtype: DTypeLike) -> np.dtype:
-  """Returns the dtype in which an exchange adds gradients of ``dtype``.
-
-  Example:
-    >>> dense = gradcomp.codecs.Dense()
-    >>> working_dtype(dense, jnp.float16), working_dtype(dense, jnp.float64)
-    (dtype('float32'), dtype('float64'))
-  """
+  """Returns the dtype in which an exchange adds gradients of ``dtype``."""
   wide = dtype == jnp.float64 and codec.facts.keeps_float64
   return np.dtype(np.float64 if wide else np.float32)

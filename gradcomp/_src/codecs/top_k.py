@@ -4,34 +4,16 @@ import dataclasses
 import math
 import sys
 from collections.abc import Hashable, Sequence
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import FANG_2018, STICH_2018, STROM_2015, Citation
-from gradcomp._src.checks import (
-  float_dtype,
-  one_of,
-  optional_one_of,
-  static_number,
-  step_count,
-)
+from gradcomp._src.codecs import selecting, sparse
 from gradcomp._src.codecs.entries import EntryRow, Quantize
-from gradcomp._src.codecs.selecting import (
-  Selected,
-  Selection,
-  encode_leaves,
-  encode_rows,
-  method_of,
-)
-from gradcomp._src.codecs.sparse import (
-  SparseRows,
-  checked_density,
-  checked_range,
-  sent_of,
-)
 from gradcomp._src.codecs.sums.entries import OF_BLOCKS, Entries
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Memory
 from gradcomp._src.codecs.sums.sum import Sum
@@ -40,13 +22,16 @@ from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.common.selection import at_least, largest, trimmed
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.kernels.materialize import unknown
 
 _SLACK_RULE = "a number from 1 to 2"
 
+_SMALL = 1 << 15  # Fang 2018, sections 2.1 and 3.1: 128 KB of float32
+# From this size on up to twice the needed elements are sent, which is no large message.
+_LARGE = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopK(SparseRows):
+class TopK(sparse.SparseRows):
   r"""Sends the ``k = ceil(density * n)`` elements of largest magnitude of each leaf.
 
   .. math:: Q(v)_i = v_i \text{ if } |v_i| \ge t, \quad 0 \text{ otherwise}
@@ -105,10 +90,10 @@ class TopK(SparseRows):
       leaf, 1 or more. None for whole leaves, and for an Nth of a leaf where workers own
       ranges, or for 2, 4, 8, ... times as many where that has more than 2**30 elements.
       Default: None.
-    implementation: how elements that reach a threshold are counted and listed, but with
-      ``exact``: ``"xla"``; ``"pallas"``; ``"mosaic"``, for Hopper and newer;
-      ``"pallas_interpret"``, slow and for tests; or None, which takes ``"pallas"`` on
-      CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md. Default: None.
+    implementation: how elements that reach a threshold are counted and marked, but with
+      ``exact``: ``"xla"``; ``"pallas"``, on GPUs from Hopper on;
+      ``"pallas_interpret"``, slow and for tests; or None, which takes ``"pallas"``
+      where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, or a quantizer goes with ``sampled``
@@ -130,7 +115,7 @@ class TopK(SparseRows):
   """
 
   density: float = 0.001
-  selection: Selection = "auto"
+  selection: selecting.Selection = "auto"
   quantize: Quantize | None = None
   dtype: DTypeLike = jnp.float32
   slack: float = 2.0
@@ -138,17 +123,13 @@ class TopK(SparseRows):
   range_size: int | None = None
   implementation: Implementation | None = None
 
-  unbiased: ClassVar[bool] = False
-  needs_key: ClassVar[bool] = False
-
   def __post_init__(self) -> None:
-    object.__setattr__(self, "density", checked_density(self.density))
-    object.__setattr__(self, "range_size", checked_range(self.range_size))
-    one_of("selection", Selection, self.selection)
+    object.__setattr__(self, "density", sparse.checked_density(self.density))
+    object.__setattr__(self, "range_size", sparse.checked_range(self.range_size))
+    checks.one_of("selection", selecting.Selection, self.selection)
     if self.quantize is not None:
-      one_of("quantize", Quantize, self.quantize)
-    dtype = float_dtype("dtype", self.dtype)
-    object.__setattr__(self, "dtype", dtype)
+      checks.one_of("quantize", Quantize, self.quantize)
+    object.__setattr__(self, "dtype", checks.float_dtype("dtype", self.dtype))
     if self.quantize is not None and self.selection == "sampled":
       raise ValueError(
         f'`selection` must not be "sampled" with quantize={self.quantize!r}: the '
@@ -160,14 +141,13 @@ class TopK(SparseRows):
         f"`dtype` must be float32 with quantize={self.quantize!r}, whose means "
         f"are all its values, got {self.dtype}."
       )
-    slack = static_number("slack", _SLACK_RULE, self.slack)
+    slack = checks.static_number("slack", _SLACK_RULE, self.slack)
     if not 1 <= slack <= 2:
       raise ValueError(f"`slack` must be {_SLACK_RULE}, got {slack!r}.")
     object.__setattr__(self, "slack", slack)
-    object.__setattr__(
-      self, "search_every", step_count("search_every", self.search_every)
-    )
-    optional_one_of("implementation", Implementation, self.implementation)
+    every = checks.step_count("search_every", self.search_every)
+    object.__setattr__(self, "search_every", every)
+    checks.optional_one_of("implementation", Implementation, self.implementation)
 
   @property
   def sums(self) -> Sum:
@@ -204,33 +184,28 @@ class TopK(SparseRows):
 
   @property
   def slots(self) -> int:
-    """The number of entries that a row has room for."""
-    sent = sent_of(self.density, self.tile_size)
-    if self.method in ("exact", "trimmed"):
-      return sent
-    return min(self.tile_size, int(self.slack * sent))
+    sent = sparse.sent_of(self.density, self.tile_size)
+    few = self.method in ("exact", "trimmed")
+    return sent if few else min(self.tile_size, int(self.slack * sent))
 
   @property
-  def method(self) -> Selection:
+  def method(self) -> selecting.Selection:
     """The selection of a row of this size, which is never ``"auto"``."""
-    return method_of(self.selection, self.tile_size)
+    if self.selection != "auto":
+      return self.selection
+    if self.tile_size < _SMALL:
+      return "exact"
+    return "trimmed" if self.tile_size < _LARGE else "threshold"
 
-  def encode_leaf(
-    self, x: jax.Array, context: Context, *, keep: bool = False
-  ) -> Encoded:
-    """Encodes a leaf, one row a range, and its residual."""
-    del keep
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     return self.encode_several([x], [context], None)[0]
 
-  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
-    """Returns the first codec state: thresholds and counts of zero for each row."""
-    del key
+  def init(self, leaf: Leaf, key: Array) -> Memory:
     rows = -(-leaf.size // self.tile_size) if leaf.size else 0
     none = jnp.zeros(rows, jnp.float32)
-    return Memory(own=Selected(none, jnp.zeros(rows, jnp.int32)))
+    return Memory(own=selecting.Selected(none, jnp.zeros(rows, jnp.int32)))
 
-  def used_entries(self, memory: Memory) -> jax.Array | None:
-    """Returns the number of entries that each row sent: ``int32[rows]``."""
+  def used_entries(self, memory: Memory) -> Array | None:
     return memory.own.used if memory.own else None
 
   def joins(self, shape: tuple[int, ...]) -> tuple[Hashable, int]:
@@ -238,37 +213,24 @@ class TopK(SparseRows):
     return math.prod(shape), sys.maxsize
 
   def encode_several(
-    self,
-    leaves: Sequence[jax.Array],
-    contexts: Sequence[Context],
-    after: jax.Array | None,
+    self, leaves: Sequence[Array], contexts: Sequence[Context], after: Array | None
   ) -> list[Encoded]:
-    """Encodes leaves of one size by one program, which copies none that is large."""
-    del after
     matrices = [to_tiles(leaf, self) for leaf in leaves]
     given = [self._given(context) for context in contexts]
-    words, rests = encode_leaves(self._row, self._select, leaves, matrices, given)
-    # Of all leaves at once: leaf by leaf, there would be several programs for each.
-    every = Selected(self.thresholds(words), self.used(words))
-    rows = len(matrices[0])
-    result = []
-    starts = unknown([i * rows for i in range(len(given))], words)
-    for start, old, rest in zip(starts, given, rests, strict=True):
-      part = lambda x, at=start: jax.lax.dynamic_slice_in_dim(
-        x, at, rows, allow_negative_indices=False
-      )
-      own, kept = jax.tree.map(part, (words, every))
-      if self.selection == "sampled" and old is not None:
-        kept = kept._replace(threshold=jnp.where(old > 0, old, kept.threshold))
-      result.append(Encoded(own, rest, kept))
-    return result
+    select = self._select
+    every = selecting.encode_leaves(self._row, select, leaves, matrices, given)
+    for i, old in enumerate(given if self.selection == "sampled" else ()):
+      if old is not None:
+        own = every[i].own
+        kept = jnp.where(old > 0, old, own.threshold)
+        every[i] = every[i]._replace(own=own._replace(threshold=kept))
+    return every
 
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
-    matrix = tiles.reshape(-1, self.tile_size)
-    return encode_rows(self._row, self._select, [matrix], [self._given(context)]).words
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
+    matrices, given = [tiles.reshape(-1, self.tile_size)], [self._given(context)]
+    return selecting.encode_rows(self._row, self._select, matrices, given).words
 
-  def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
+  def entries(self, rows: Array) -> tuple[Array, Array]:
     if not rows.size:
       empty = jnp.zeros((*rows.shape[:-1], self.slots), jnp.float32)
       return empty.astype(jnp.int32), empty
@@ -276,26 +238,16 @@ class TopK(SparseRows):
     positions, values = (x.reshape(*rows.shape[:-1], self.slots) for x in flat)
     return positions, values
 
-  def used(self, rows: jax.Array) -> jax.Array:
+  def used(self, rows: Array) -> Array:
     """Counts the entries of each row: ``int32[...]``."""
     return self._row.used(rows)
-
-  def thresholds(self, rows: jax.Array) -> jax.Array:
-    """Returns the smallest magnitude that each row sends, or 0: ``float32[rows]``."""
-    positions, values = self.entries(rows)
-    magnitude = jnp.where(positions < self.tile_size, jnp.abs(values), jnp.inf)
-    smallest = magnitude.min(axis=1, initial=jnp.inf)
-    return jnp.where(jnp.isfinite(smallest), smallest, 0.0)
 
   @property
   def _row(self) -> EntryRow:
     return EntryRow(self.tile_size, self.slots, self.quantize, self.dtype)
 
-  def _given(self, context: Context) -> jax.Array | None:
-    """Returns the thresholds to try first, the sign to send in this step, or None.
-
-    Positive elements are sent in even steps, and negative ones in odd steps.
-    """
+  def _given(self, context: Context) -> Array | None:
+    """Returns the thresholds to try first, the sign to send in this step, or None."""
     step, memory = context.step, context.memory
     if self.quantize == "asq":
       if step is None:
@@ -312,9 +264,9 @@ class TopK(SparseRows):
     # Zeros have a threshold searched anew.
     return jnp.where(step % self.search_every != 0, memory.own.threshold, 0.0)
 
-  def _select(self, x: RowView, given: jax.Array | None) -> jax.Array:
+  def _select(self, x: RowView, given: Array | None) -> Array:
     """Returns the positions of the elements of a row to send."""
-    sign, sent = None, sent_of(self.density, x.size)
+    sign, sent = None, sparse.sent_of(self.density, x.size)
     if self.quantize == "asq":
       sign = jnp.float32(1) if given is None else given
     if self.method == "exact":

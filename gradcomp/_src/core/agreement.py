@@ -1,9 +1,7 @@
 """Comparison of transformations between processes, before the first step runs.
 
-A collective moves words and does not know their format. Two processes with different
-codecs or leaves would decode each other's words to wrong numbers. Two that count the
-steps of a round differently would wait for each other for ever. So each process
-publishes a record of the traced transformations, and waits for those of all others.
+Two processes with different codecs or leaves would decode each other's words to wrong
+numbers. Two that count the steps of a round differently would wait for ever.
 """
 
 import base64
@@ -11,9 +9,7 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import re
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -21,21 +17,22 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
 from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.run_store import run_store
-from gradcomp._src.mesh.study import is_study
+from gradcomp._src.mesh.run_store import (
+  is_alone,
+  named,
+  patience,
+  processes_of,
+  run_store,
+  written,
+)
 from gradcomp._src.mesh.types import mesh_of
 from gradcomp._src.version import WIRE, __version__
 
-# One transformation: its options and leaves, by their names.
-Part = dict[str, str]
-
-# In seconds. A process with another record is found at once. This is the time for one
-# that never comes; it is longer than compiling a step that others have in a cache.
-_PATIENCE = "600"
+Part = dict[str, str]  # one transformation: its options and leaves, by their names
+Record = Sequence[Part]
 
 # The digests that this process and those of a mesh have agreed on, in their order.
 _agreed: dict[tuple[int, tuple[int, ...]], list[str]] = {}
@@ -45,22 +42,14 @@ _open: ContextVar[list[Part] | None] = ContextVar("_open", default=None)
 
 
 def require_agreement(
-  what: str,
-  options: Mapping[str, Any],
-  leaves: Any,
-  axes: AxisName | None = None,
-  **trees: Any,
+  what: str, options: Any, leaves: Any, axes: AxisName | None = None, **trees: Any
 ) -> None:
   """Raises ValueError if another process traces another transformation in this place.
 
-  It is called while a step is traced, so it costs compiled programs nothing. In
-  :func:`one_record` it adds to the record. Elsewhere its transformation is a record of
-  its own, if the mesh has all devices of the run: only then are all processes known.
-
-  ``what`` is the public name of the transformation, and ``options`` decide when and how
-  it sends. It exchanges ``leaves`` over ``axes``, if it exchanges something itself.
+  In :func:`one_record` it adds to the record. Elsewhere it compares a record of its
+  own, if the mesh has all devices of the run: only then are all processes known.
   """
-  if _is_alone():
+  if is_alone():
     return
   parts = _open.get()
   mesh = mesh_of(leaves)
@@ -70,7 +59,7 @@ def require_agreement(
   if parts is not None:
     parts.append(part)
   elif set(names).issubset(mesh.axis_names):
-    _compare([part], _processes(mesh))
+    _compare([part], processes_of(mesh))
 
 
 @contextlib.contextmanager
@@ -79,37 +68,25 @@ def one_record(
 ) -> Iterator[list[Part]]:
   """Compares all transformations that are traced in the body as one record.
 
-  It yields the parts so far, which a body that traces again clears. The last part is
-  made of the arguments. If the body fails, the other processes read the error.
-  ValueError if another process has another record, or none.
+  It yields the parts so far, which a body that traces again clears. If the body fails,
+  the other processes read the error.
   """
-  processes = () if _is_alone() else _processes(mesh)
+  processes = () if is_alone() else processes_of(mesh)
   parts: list[Part] = []
   token = _open.set(parts)
   try:
     yield parts
   except Exception as error:
-    _tell_failure(error, processes)
+    if processes:
+      agreed = _agreed.setdefault((jax.process_index(), processes), [])
+      said = f"{type(error).__name__}: {error}"[:500]
+      _write(_folder(processes), "failed", [{"failed": said}])
+      agreed.append("no agreement")  # so that all go on to the next record
     raise
   finally:
     _open.reset(token)
   if processes:
     _compare([*parts, _part(what, options, **trees)], processes)
-
-
-def _is_alone() -> bool:
-  """Returns True in a run of one process, and in a trace that nothing runs."""
-  alone = run_store() is None or jax.process_count() == 1
-  return alone or is_study()
-
-
-def _processes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-  """Returns the processes of a mesh; empty if they are unknown, or only one."""
-  if isinstance(mesh, Mesh):
-    found = sorted({device.process_index for device in mesh.devices.flat})
-  else:
-    found = list(range(jax.process_count() if mesh.size == jax.device_count() else 0))
-  return tuple(found) if len(found) > 1 and jax.process_index() in found else ()
 
 
 def _part(what: str, options: Mapping[str, Any], **trees: Any) -> Part:
@@ -138,7 +115,7 @@ def _listed(name: str, tree: Any) -> Part:
   return result
 
 
-def _compare(record: Sequence[Part], processes: tuple[int, ...]) -> None:
+def _compare(record: Record, processes: tuple[int, ...]) -> None:
   """Blocks until all processes have this n-th record; ValueError if one does not."""
   if not processes:
     return
@@ -147,46 +124,23 @@ def _compare(record: Sequence[Part], processes: tuple[int, ...]) -> None:
   digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:32]
   if digest in agreed:  # traced before
     return
-  client = run_store()
   folder = _folder(processes)
   _write(folder, digest, record)
-  limit = _patience()
-  deadline, pause, missing = time.monotonic() + limit, 0.001, list(processes)
-  while missing:
-    told = dict(client.key_value_dir_get(f"{folder}digest/"))
-    found = {int(name.rpartition("/")[2]): value for name, value in told.items()}
+  found: dict[int, str] = {}
+  for found in written(f"{folder}digest/", processes):
     other = [process for process in processes if found.get(process, digest) != digest]
     if other:
       agreed.append("no agreement")  # nobody has agreed: all go on to the next one
-      text = client.blocking_key_value_get(f"{folder}text/{other[0]}", 10_000)
+      text = run_store().blocking_key_value_get(f"{folder}text/{other[0]}", 10_000)
       theirs = json.loads(zlib.decompress(base64.b64decode(text)))
       raise _difference(record, theirs, found, own, other[0])
-    missing = [process for process in processes if process not in found]
-    if missing and time.monotonic() > deadline:
-      raise ValueError(
-        f"`{record[0]['transformation']}` must be traced by all processes, got nothing "
-        f"from {_named(missing)} in {limit:g} s; look what is wrong there, start all "
-        "with the same program, or set GRADCOMP_PATIENCE_SECONDS to more."
-      )
-    if missing:
-      time.sleep(pause)
-      pause = min(2 * pause, 1.0)
-  agreed.append(digest)
-
-
-def _patience() -> float:
-  """Returns the seconds to wait for a process; ValueError for an invalid setting."""
-  text = os.environ.get("GRADCOMP_PATIENCE_SECONDS", _PATIENCE)
-  try:
-    limit = float(text)
-  except ValueError:
-    limit = -1.0
-  if not limit >= 0:
+  if missing := [process for process in processes if process not in found]:
     raise ValueError(
-      f"`GRADCOMP_PATIENCE_SECONDS` must be seconds, 0 or more, got {text!r}; "
-      "unset it to wait for ten minutes."
+      f"`{record[0]['transformation']}` must be traced by all processes, got nothing "
+      f"from {named(missing)} in {patience():g} s; look what is wrong there, start all "
+      "with the same program, or set GRADCOMP_PATIENCE_SECONDS to more."
     )
-  return limit
+  agreed.append(digest)
 
 
 def _folder(processes: tuple[int, ...]) -> str:
@@ -195,7 +149,7 @@ def _folder(processes: tuple[int, ...]) -> str:
   return f"gradcomp/{group}/{len(_agreed[jax.process_index(), processes])}/"
 
 
-def _write(folder: str, digest: str, record: Sequence[Part]) -> None:
+def _write(folder: str, digest: str, record: Record) -> None:
   """Publishes a record and its digest; others read the record if digests differ."""
   client = run_store()
   text = base64.b64encode(zlib.compress(json.dumps(record).encode())).decode()
@@ -205,21 +159,8 @@ def _write(folder: str, digest: str, record: Sequence[Part]) -> None:
     client.key_value_set(key, value, allow_overwrite=True)
 
 
-def _tell_failure(error: Exception, processes: tuple[int, ...]) -> None:
-  """Publishes the error in place of the n-th record, so that all go on to the next."""
-  if processes:
-    agreed = _agreed.setdefault((jax.process_index(), processes), [])
-    said = f"{type(error).__name__}: {error}"[:500]
-    _write(_folder(processes), "failed", [{"failed": said}])
-    agreed.append("no agreement")
-
-
 def _difference(
-  own: Sequence[Part],
-  theirs: Sequence[Part],
-  found: Mapping[int, str],
-  process: int,
-  other: int,
+  own: Record, theirs: Record, found: Mapping[int, str], process: int, other: int
 ) -> ValueError:
   """Returns the error that names the first difference of two records."""
   if "failed" in theirs[0]:
@@ -240,14 +181,7 @@ def _difference(
   place = f"number {number} of the step, {what}" if len(own) > 1 else what
   return ValueError(
     f"`{name}` must be the same in all processes, which read each other's codes, got "
-    f"{mine} in {_named(same[0])} and {those} in {_named(same[1])}, in {place}; start "
+    f"{mine} in {named(same[0])} and {those} in {named(same[1])}, in {place}; start "
     "all processes with the same program, options and version of gradcomp."
     f"{see('must-be-the-same-in-all-processes')}"
   )
-
-
-def _named(processes: Sequence[int]) -> str:
-  """Lists processes in words, the first five by number."""
-  shown = ", ".join(map(str, sorted(processes)[:5]))
-  more = f" and {len(processes) - 5} more" if processes[5:] else ""
-  return f"process{'es' if processes[1:] else ''} {shown}{more}"

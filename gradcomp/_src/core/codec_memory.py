@@ -9,6 +9,7 @@ import numpy as np
 
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core.state import name_words
+from gradcomp._src.exchange.owners import MADE_FOR_SHARDS
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.mesh.axes import Axes
@@ -20,10 +21,7 @@ Stored = dict[Axes, dict[int, Any]]
 
 
 def first_stored(plan: MessagePlan, key: jax.Array) -> Memory | None:
-  """Creates the codec memories before the first step; None if no codec has any.
-
-  ``key`` is ``uint32[2]``, equal on all workers. Each leaf folds its name into it.
-  """
+  """Creates the codec memories, by a key of all workers; None if no codec has any."""
   if not jax.tree.leaves(_shapes(plan)):
     return None
   words = jnp.array([name_words(name) for name in plan.names], jnp.uint32)
@@ -52,8 +50,15 @@ def recall(plan: MessagePlan, stored: Memory | None) -> list[Memory]:
       kept: Stored = {} if stored is None else getattr(stored, field)
       found = kept.get(axes, {}).get(i, ())
       # A state made without the number of workers has no memories of their own.
-      if jax.tree.leaves(part) and (field == "shared" or jax.tree.leaves(found)):
-        _check(f"{field}[{axes!r}][{i}]", found, part, plan, i)
+      made = field == "shared" or any(i in trees for trees in kept.values())
+      if jax.tree.leaves(part) and made:
+        shapes, got = ([x.shape for x in jax.tree.leaves(y)] for y in (part, found))
+        if got != shapes:
+          raise ValueError(
+            f"`state.memory.{field}[{axes!r}][{i}]` must have arrays of the shapes "
+            f"{shapes} for {plan.names[i]} with {plan.codecs[i]}, got {got or 'none'}; "
+            f"{MADE_FOR_SHARDS}"
+          )
       parts.append(found)
     result.append(Memory(*parts))
   return result
@@ -72,19 +77,14 @@ def remember(
     new = new._replace(own=own)
 
   def merged(old: Stored, new: Stored) -> Stored:
-    return {
-      axes: {i: new.get(axes, {}).get(i, tree) for i, tree in kept.items()}
-      for axes, kept in old.items()
-    }
+    pick = lambda axes, i, tree: new.get(axes, {}).get(i, tree)
+    return {x: {i: pick(x, i, y) for i, y in kept.items()} for x, kept in old.items()}
 
   return Memory(*map(merged, stored, new))
 
 
 def used_by_leaf(plan: MessagePlan, stored: Memory) -> dict[int, float]:
-  """Returns the entries that a worker sent of each leaf, means over the workers.
-
-  Inside a transformed function they are unknown, and left out.
-  """
+  """Returns the mean entries that a worker sent, by leaf; unknown ones are left out."""
   result = {}
   workers = 1 if plan.axis_name is None else plan.workers
   for i, needed in enumerate(_shapes(plan)):
@@ -107,9 +107,7 @@ def _shapes(plan: MessagePlan) -> list[Memory]:
   """Returns the shapes of the codec memory of each leaf."""
   key = jax.ShapeDtypeStruct((2,), np.uint32)
   bound = list(zip(plan.codecs, plan.leaves, strict=True))
-  return jax.eval_shape(
-    lambda key: [codec.init(leaf, key) for codec, leaf in bound], key
-  )
+  return jax.eval_shape(lambda key: [x.init(leaf, key) for x, leaf in bound], key)
 
 
 def _stored(plan: MessagePlan, memory: Sequence[Memory]) -> Memory | None:
@@ -122,16 +120,3 @@ def _stored(plan: MessagePlan, memory: Sequence[Memory]) -> Memory | None:
     if jax.tree.leaves(part.own) and plan.of_leaves:
       own.setdefault(plan.own_axes(i), {})[i] = part.own
   return Memory(shared, own) if shared or own else None
-
-
-def _check(place: str, found: Any, needed: Any, plan: MessagePlan, number: int) -> None:
-  shapes = [leaf.shape for leaf in jax.tree.leaves(needed)]
-  got = [leaf.shape for leaf in jax.tree.leaves(found)]
-  if got != shapes:
-    raise ValueError(
-      f"`state.memory.{place}` must have arrays of the shapes {shapes} for "
-      f"{plan.names[number]} with {plan.codecs[number]}, got {got or 'none'}; make "
-      "the state by optimizer.init with this transformation and as many workers, "
-      "inside the map or under jax.set_mesh(mesh), and pass it through with "
-      "gradcomp.state_specs."
-    )

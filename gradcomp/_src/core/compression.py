@@ -14,52 +14,39 @@ from jax.typing import ArrayLike
 from gradcomp._src.checks import one_of, see
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.records import Memory
-from gradcomp._src.core import agreement
-from gradcomp._src.core.codec_memory import as_stored, first_stored, recall
+from gradcomp._src.core import agreement, codec_memory, first_state, residual_storage
+from gradcomp._src.core import state as states
 from gradcomp._src.core.feedback import Feedback
-from gradcomp._src.core.first_state import (
-  check_own,
-  check_residual_types,
-  first_state,
-)
-from gradcomp._src.core.residual_storage import check_kind, shaped
-from gradcomp._src.core.state import (
-  CompressState,
-  check_state,
-  measures,
-  seed_words,
-  step_keys,
-)
+from gradcomp._src.core.state import CompressState, measures
 from gradcomp._src.exchange.auto import Auto, check_exchange
 from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.owners import OwnerResiduals, owner_shapes
 from gradcomp._src.exchange.plan import MessagePlan, PlanOptions, plan_messages
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.step import Step
 from gradcomp._src.floats.dtypes import addend_dtype
-from gradcomp._src.mesh.axes import Axes, AxisName, require_size
+from gradcomp._src.mesh import study, types, unsharded_params
+from gradcomp._src.mesh.axes import (
+  Axes,
+  AxisName,
+  axis_names,
+  bound_size,
+  require_size,
+)
 from gradcomp._src.mesh.reduction import reduction
-from gradcomp._src.mesh.study import FIRST, Options, Planned, note, studied_axes
-from gradcomp._src.mesh.types import other_axes
-from gradcomp._src.mesh.unsharded_params import check_whole_arrays, check_whole_params
+from gradcomp._src.mesh.trees import is_box
 
 Dither = Literal["shared", "independent"]
 
 
 class Across(NamedTuple):
-  """The axes and dtypes of a step, as the types of gradients show them.
+  """The axes and dtypes of a step, as the types of gradients show them."""
 
-  Attributes:
-    axes: the axes of the workers; None to exchange nothing.
-    is_sum: whether gradients are addends of their sum.
-    others: for each leaf, its other axes, over which it varies.
-    dtypes: the dtype of the update of each leaf.
-  """
-
-  axes: AxisName | None
-  is_sum: bool
-  others: Sequence[tuple[str, ...]]
-  dtypes: Sequence[np.dtype] = ()
+  axes: AxisName | None  # the axes of the workers; None to exchange nothing
+  is_sum: bool  # whether gradients are addends of their sum
+  others: Sequence[tuple[str, ...]]  # over which leaves vary, too
+  dtypes: Sequence[np.dtype] = ()  # the dtype of the update of each leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +58,7 @@ class Compression:
   exchange: Auto | Exchange
   feedback: Feedback
   min_leaf_size: int | None
-  message_bytes: int | None
+  message_bytes: MessageBytes
   key: ArrayLike
   dither: Dither
 
@@ -88,13 +75,6 @@ class Compression:
       )
 
   @property
-  def _firsts(self) -> list[Callable[[tuple[int, ...]], Any]]:
-    """Functions that make a leaf's first residual and momentum, if they are kept."""
-    residual = [self.feedback.first] if self.feedback.keeps else []
-    zeros = lambda shape: jnp.zeros(shape, jnp.float32)
-    return residual + [zeros] * self.feedback.moves
-
-  @property
   def _averaged(self) -> AxisName | None:
     return self.axis_name if self.exchange.sends else None
 
@@ -106,13 +86,8 @@ class Compression:
     workers: Workers | None,
   ) -> MessagePlan:
     """Plans the messages of a step."""
-    options = PlanOptions(
-      self.codec,
-      self.exchange,
-      self.min_leaf_size,
-      self.message_bytes,
-      self.feedback.keeps,
-    )
+    sizes = self.min_leaf_size, self.message_bytes
+    options = PlanOptions(self.codec, self.exchange, *sizes, self.feedback.keeps)
     count = 1 if workers is None else workers.size
     others, axes = across.others, across.axes
     return plan_messages(leaves, paths, others, options, axis_name=axes, workers=count)
@@ -120,21 +95,17 @@ class Compression:
   def init(self, params: Any) -> CompressState:
     """Creates the state; ValueError if parameters are sharded over the workers."""
     if self._averaged:
-      check_whole_arrays("params", params, self._averaged)
+      unsharded_params.check_whole_arrays("params", params, self._averaged)
     own = functools.partial(self._own_arrays, paths_of(params))
-    seed, axes = seed_words(self.key), studied_axes(self.axis_name)
-    trees, kept = first_state(params, axes, self._firsts, own, seed)
+    seed, axes = states.seed_words(self.key), study.studied_axes(self.axis_name)
+    firsts: list[Any] = [self.feedback.first] if self.feedback.keeps else []
+    firsts += [lambda shape: jnp.zeros(shape, jnp.float32)] * self.feedback.moves
+    trees, parts = first_state.first_state(params, axes, firsts, own, seed)
     residual, velocity, *_ = (*trees, None, None)
-    owned, *memory = ({at: x[i] for at, x in kept.items() if x[i]} for i in range(3))
-    (count,) = note(FIRST, jnp.zeros([], jnp.int32))
-    return CompressState(
-      count,
-      seed,
-      residual,
-      owned or None,
-      as_stored(params, Memory(*memory)),
-      velocity,
-    )
+    owned, *memory = ({at: x[i] for at, x in parts.items() if x[i]} for i in range(3))
+    (count,) = study.note(study.FIRST, jnp.zeros([], jnp.int32))
+    kept = codec_memory.as_stored(params, Memory(*memory))
+    return CompressState(count, seed, residual, owned or None, kept, velocity)
 
   def _own_arrays(
     self,
@@ -143,25 +114,18 @@ class Compression:
     others: Sequence[tuple[str, ...]],
     workers: int | None,
   ) -> Callable[[jax.Array], dict[Axes, Any]]:
-    """Returns a function of the seed that makes owner residuals and memories, by axes.
-
-    If the number of workers is unknown, it makes shared memories only. ``update``
-    raises an error if it needs more.
-    """
-    axes = studied_axes(self.axis_name)
+    """Returns a maker of owner residuals and memories, by the seed and by axes."""
+    axes = study.studied_axes(self.axis_name)
     known = 1 if axes is None else workers
-    across = Across(axes, False, others)
     several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
-    plan = self.plan(leaves, paths, across, several)
-    note(Planned(plan))
+    plan = self.plan(leaves, paths, Across(axes, False, others), several)
+    study.note(study.Planned(plan))
     shapes = {} if known is None or axes is None else owner_shapes(plan)
 
     def make(seed: jax.Array) -> dict[Axes, Any]:
-      shared, own = first_stored(plan, seed) or ({}, {})
-      owned = {
-        at: tuple(jnp.zeros(shape, jnp.float32) for shape in found)
-        for at, found in shapes.items()
-      }
+      shared, own = codec_memory.first_stored(plan, seed) or ({}, {})
+      zeros = lambda shape: jnp.zeros(shape, jnp.float32)
+      owned = {at: tuple(map(zeros, found)) for at, found in shapes.items()}
       parts = (owned, shared, {} if known is None else own)
       places = dict.fromkeys(at for part in parts for at in part)
       return {at: tuple(part.get(at, ()) for part in parts) for at in places}
@@ -169,40 +133,36 @@ class Compression:
     return make
 
   def across(self, updates: Any, state: CompressState, params: Any) -> Across:
-    """Validates the inputs of ``update``, and returns the axes and dtypes of the step.
-
-    ValueError if they do not fit the options, or another process has others.
-    """
+    """Validates the inputs of ``update``; returns the axes and dtypes of the step."""
     if self._averaged:
-      check_whole_params(params, self._averaged)
+      unsharded_params.check_whole_params(params, self._averaged)
     axes, is_sum = reduction(updates, self.axis_name, local=not self.exchange.sends)
     leaves = jax.tree.leaves(updates)
-    needs = {
-      "residual": self.feedback.keeps and bool(leaves),
-      "velocity": self.feedback.moves and bool(leaves),
-    }
-    check_state(state, needs, f"feedback={self.feedback} and {self.codec}")
+    keeps, moves = self.feedback.keeps, self.feedback.moves
+    needs = {"residual": keeps and bool(leaves), "velocity": moves and bool(leaves)}
+    states.check_state(state, needs, f"feedback={self.feedback} and {self.codec}")
     if is_sum:
-      check_residual_types(state.residual, updates, axes)
+      first_state.check_residual_types(state.residual, updates, axes)
     if axes is not None and self.exchange.sends:
-      told = self._told() | {"inspected": measures(state) is not None}
+      told = {x: y for x, y in vars(self).items() if x != "axis_name"}
+      told = {x: y for x, y in told.items() if not isinstance(y, jax.core.Tracer)}
+      told["inspected"] = measures(state) is not None
       agreement.require_agreement("gradcomp.compress", told, updates, axes)
     made = ("codec", "feedback", "min_leaf_size")
-    note(Options(tuple((name, getattr(self, name)) for name in made)))
+    study.note(study.Options(tuple((name, getattr(self, name)) for name in made)))
     known = params if is_sum and self.exchange.sends else None
-    others = [other_axes(leaf, axes) for leaf in leaves]
+    others = [types.other_axes(leaf, axes) for leaf in leaves]
     return Across(axes, is_sum, others, update_dtypes(updates, known))
 
-  def workers(
-    self, across: Across, updates: Any, state: CompressState
-  ) -> Workers | None:
+  def workers(self, across: Across, grads: Any, state: CompressState) -> Workers | None:
     """Returns the workers that exchange, on a device; None to exchange nothing."""
     axes = across.axes
     count = 1 if axes is None else require_size(axes)
-    check_own("residual", shaped(state.residual), updates, axes, count)
+    residual = residual_storage.shaped(state.residual)
+    first_state.check_own("residual", residual, grads, axes, count)
     if self.feedback.keeps:
-      check_kind(state.residual, self.feedback.first)
-    check_own("velocity", state.velocity, updates, axes, count)
+      residual_storage.check_kind(state.residual, self.feedback.first)
+    first_state.check_own("velocity", state.velocity, grads, axes, count)
     if axes is None:
       return None
     return Workers(axes, count, 1 if across.is_sum else 1 / count)
@@ -214,8 +174,8 @@ class Compression:
     return Step(
       plan,
       workers,
-      *step_keys(state, plan, shared=self.dither == "shared"),
-      recall(plan, state.memory),
+      *states.step_keys(state, plan, shared=self.dither == "shared"),
+      codec_memory.recall(plan, state.memory),
       self._owned(plan, state),
       state.count,
       keep=self.feedback.keeps or measures(state) is not None,
@@ -224,10 +184,7 @@ class Compression:
     )
 
   def error_share(self, across: Across, workers: Workers | None) -> float | None:
-    """Returns the part that a worker keeps of the errors of casting means to updates.
-
-    It is 1, or 1/N of a sum; None if workers keep no residuals.
-    """
+    """Returns the share of cast errors that a worker keeps, 1 or 1/N, or None."""
     if not self.feedback.keeps:
       return None
     sums = across.is_sum and self.exchange.sends
@@ -238,40 +195,31 @@ class Compression:
     if plan.axis_name is None or not owner_shapes(plan):
       return None
     if state.server_residual is None and self.feedback.keeps:
+      names = axis_names(plan.axis_name)
+      counts = tuple(map(bound_size, names)) if names[1:] else plan.workers
       raise ValueError(
         f"`state.server_residual` must be kept by the {plan.workers} workers of "
         f"{plan.axis_name!r}, whose second stage loses something; make the state by "
-        "optimizer.init inside the map or under jax.set_mesh(mesh), or pass "
-        "exchange=gradcomp.exchange.TwoShot(feedback=False)."
+        "optimizer.init inside the map or under jax.set_mesh(mesh); where a program "
+        "copies one state to its workers, give it gradcomp.wrappers.replicable("
+        f"optimizer, axis_name={plan.axis_name!r}, workers={counts})."
         f"{see('whose-second-stage-loses-something')}"
       )
     # Without feedback they may be None: the second stage then rounds as the first does.
     return state.server_residual
 
-  def _told(self) -> dict[str, Any]:
-    """Returns the options that are not traced values."""
-    names = [field.name for field in dataclasses.fields(self)]
-    told = {name: getattr(self, name) for name in names if name != "axis_name"}
-    return {x: y for x, y in told.items() if not isinstance(y, jax.core.Tracer)}
-
 
 def paths_of(tree: Any) -> list[KeyPath]:
   """Returns the paths of a tree's leaves."""
-  return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+  # A box is no part of a leaf's name: nnx's init sees boxes, and its update none.
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
+  return [path for path, _ in leaves]
 
 
 def update_dtypes(updates: Any, params: Any) -> list[np.dtype]:
-  """Returns the dtype of each leaf's update: its gradient's, or its parameter's.
+  """Returns the dtype of each leaf's update: its gradient's, or its parameter's."""
 
-  It is the parameter's where gradients are addends of a sum, and wider, because the
-  parameter's dtype does not hold 1/N of a gradient. ``params`` are None if they are not
-  known, or gradients are no addends.
-
-  Example:
-    >>> update_dtypes(jnp.ones(2), jnp.ones(2, jnp.float16))
-    [dtype('float16')]
-  """
-
+  # The parameter's, if addends are wider, because its dtype does not hold an Nth.
   def of(gradient: jax.Array, param: Any) -> np.dtype:
     narrow = jnp.result_type(param)
     return narrow if gradient.dtype == addend_dtype(narrow) else gradient.dtype

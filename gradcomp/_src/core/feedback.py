@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from gradcomp._src.bibliography import FANG_2018, LIN_2018, SEIDE_2014, Citation
@@ -14,6 +15,7 @@ from gradcomp._src.checks import flag, share_above_0, share_below_1
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import residual_storage
 from gradcomp._src.core.residual_storage import Storage, Stored
+from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import updated_in_place
 
@@ -22,16 +24,10 @@ FeedbackName = Literal["auto", "error", "momentum"]
 
 @runtime_checkable
 class Feedback(Protocol):
-  """The rule for the unsent part of a gradient: a frozen dataclass.
+  """The rule for the unsent part of a gradient: a frozen dataclass, for float32."""
 
-  Leaves and trees are float32.
-  """
-
-  keeps: ClassVar[bool]
-  """True if a worker keeps a residual."""
-
-  moves: ClassVar[bool]
-  """True if a worker keeps a momentum of its gradients."""
+  keeps: ClassVar[bool]  # True if a worker keeps a residual
+  moves: ClassVar[bool]  # True if a worker keeps a momentum of its gradients
 
   def first(self, shape: tuple[int, ...]) -> Stored:
     """Returns the first residual of a leaf of this shape, of at least one axis."""
@@ -43,25 +39,9 @@ class Feedback(Protocol):
     """Returns the tree that a step sends, without the residual."""
 
   def keep(
-    self,
-    updates: Any,
-    momentum: Any,
-    means: Any,
-    unsent: Any,
-    chosen: Sequence[jax.Array | None],
-    counts: Sequence[jax.Array],
+    self, updates: Any, momentum: Any, reduced: Reduced, counts: Sequence[jax.Array]
   ) -> Any:
-    """Returns the new momentum.
-
-    Args:
-      updates: the gradients.
-      momentum: the old momentum.
-      means: the means of all workers.
-      unsent: the unsent parts of this worker.
-      chosen: for each leaf the flat positions that a sparse codec sent, or its size; a
-        mask of 2**31 elements or more; None if the codec sends all elements.
-      counts: for each leaf the count of ``residual_update.remainder``.
-    """
+    """Returns the new momentum, given the counts of ``residual_update.remainder``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +61,7 @@ class NoFeedback:
     return updates
 
   def keep(
-    self,
-    updates: Any,
-    momentum: Any,
-    means: Any,
-    unsent: Any,
-    chosen: Sequence[jax.Array | None],
-    counts: Sequence[jax.Array],
+    self, updates: Any, momentum: Any, reduced: Reduced, counts: Sequence[jax.Array]
   ) -> Any:
     return momentum
 
@@ -200,39 +174,22 @@ class MomentumFeedback(ErrorFeedback):
       return jax.tree.map(add, updates, accumulated) if self.nesterov else accumulated
 
   def keep(
-    self,
-    updates: Any,
-    momentum: Any,
-    means: Any,
-    unsent: Any,
-    chosen: Sequence[jax.Array | None],
-    counts: Sequence[jax.Array],
+    self, updates: Any, momentum: Any, reduced: Reduced, counts: Sequence[jax.Array]
   ) -> Any:
     """Returns ``u'``, zero in sent elements, or the old one where not finite."""
-    trees = map(jax.tree.leaves, (updates, momentum, means, unsent))
-    leaves = zip(*trees, chosen, counts, strict=True)
+    trees = map(jax.tree.leaves, (updates, momentum))
+    of_step = reduced.mean, reduced.unsent, reduced.chosen
+    leaves = zip(*trees, *of_step, counts, strict=True)
     kept = [_kept(self.decay, g, u, x, count) for g, u, *x, count in leaves]
     return jax.tree.unflatten(jax.tree.structure(momentum), kept)
 
 
 def as_feedback(given: Any, codec: LeafCodec) -> Feedback:
-  """Returns the feedback object of a short form, or the object itself.
-
-  Raises:
-    ValueError: it is neither.
-
-  Example:
-    >>> as_feedback("auto", gradcomp.codecs.OneBit())  # which is biased
-    ErrorFeedback(residual_dtype='float32', residual_decay=1.0)
-  """
-  if given == "auto":
-    return NoFeedback() if codec.unbiased else ErrorFeedback()
-  if given is None:
-    return NoFeedback()
-  if given == "error":
-    return ErrorFeedback()
-  if given == "momentum":
-    return MomentumFeedback()
+  """Returns the feedback of a short form, or the object itself; else ValueError."""
+  auto = NoFeedback if codec.unbiased else ErrorFeedback
+  short = {"auto": auto, "error": ErrorFeedback, "momentum": MomentumFeedback}
+  if given is None or (isinstance(given, str) and given in short):
+    return NoFeedback() if given is None else short[given]()
   if isinstance(given, type) or not isinstance(given, Feedback):
     raise ValueError(
       '`feedback` must be "auto", "error", "momentum", None, gradcomp.ErrorFeedback() '
@@ -250,17 +207,9 @@ def _add(g: jax.Array, x: jax.Array, factor: float) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)  # leaves of a shape: traced once
 def _kept(
-  decay: float,
-  gradient: jax.Array,
-  old: jax.Array,
-  exchanged: Sequence[Any],
-  count: jax.Array,
+  decay: float, gradient: jax.Array, old: jax.Array, exchanged: Any, count: jax.Array
 ) -> jax.Array:
-  """Returns the new momentum of a leaf.
-
-  ``old`` is the old momentum, with the factor ``decay``, and ``exchanged`` are the
-  mean, the unsent part and the positions, as for :meth:`Feedback.keep`.
-  """
+  """Returns the new momentum of a leaf, from mean, unsent part and chosen positions."""
   mean, unsent, chosen = exchanged
 
   def finite(mean: jax.Array, unsent: jax.Array) -> jax.Array:
@@ -268,31 +217,35 @@ def _kept(
     both = jnp.isfinite(mean)
     return both if chosen is None else both & jnp.isfinite(unsent)
 
-  def keep(old: jax.Array, one: jax.Array) -> jax.Array:
+  def keep(old: jax.Array, gradient: Any, mean: Any, unsent: Any) -> jax.Array:
     # The barrier has u' computed again, from the same numbers. Else it would take the
     # memory of a gradient from the encoding to the end of the exchange.
     added, again = jax.lax.optimization_barrier((gradient.reshape(old.shape), old))
-    usable = finite(mean * one, unsent.reshape(mean.shape) * one).reshape(old.shape)
+    usable = finite(mean, unsent.reshape(mean.shape)).reshape(old.shape)
     return jnp.where(usable, _add(added, again, decay), old)
 
   with jax.named_scope("gradcomp_residual"):
     if chosen is None:
-      return updated_in_place(keep, old, count)[0]
-    kept = keep(old, jnp.float32(1.0))
+      return updated_in_place(keep, old, count, (gradient, mean, unsent))[0]
+    kept = keep(old, gradient, mean, unsent)
     if chosen.dtype == bool:
       sent = chosen & finite(mean.reshape(-1), unsent.reshape(-1))
       return jnp.where(sent.reshape(old.shape), 0.0, kept)
     # Zeros are written one by one into the old momentum's memory, without a mask. A
     # flat view of it would be a copy.
-    mean, unsent = (x.reshape(-1).at[chosen].get(mode="clip") for x in (mean, unsent))
+    places = lambda x: x.reshape(-1).at[chosen]
+    mean, unsent = (
+      places(x).get(mode="clip", wrap_negative_indices=False) for x in (mean, unsent)
+    )
     place = jnp.where(finite(mean, unsent), chosen, old.size)
-    return kept.at[_index(place, old.shape)].set(0.0, mode="drop")
+    sent = kept.at[_index(place, old.shape)]
+    return sent.set(0.0, mode="drop", wrap_negative_indices=False)
 
 
 def _index(place: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
   """Returns indices of flat positions; the array's size gives one out of bounds."""
   index = []
   for size in reversed(shape[1:]):
-    index.append(place % size)
-    place = place // size
+    index.append(lax.rem(place, jnp.int32(size)))  # soonest compiled: none is negative
+    place = lax.div(place, jnp.int32(size))
   return (place, *reversed(index))

@@ -8,19 +8,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gradcomp._src.checks import see
+from gradcomp._src.mesh import types
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, bound_size, mesh_size
-from gradcomp._src.mesh.specs import sharded_axes, stack_spec, stacked_over
-from gradcomp._src.mesh.types import (
-  mark_varying,
-  mesh_of,
-  other_axes,
-  placed_spec,
-  typed_spec,
-)
+from gradcomp._src.mesh.specs import axes_in, sharded_axes, stack_spec, stacked_over
 from gradcomp._src.mesh.unsharded_params import GATHER_FIRST
 
 Own = dict[Axes, Any]  # arrays by the axes that stack them
-
+_Shape = tuple[int, ...]
 
 # Of the shapes of leaves, the other axes of each, and the number of workers: a function
 # of the seed, ``uint32[2]``, that makes a worker's arrays that are not like leaves.
@@ -33,42 +27,35 @@ OwnArrays = Callable[
 def first_state(
   params: Any,
   axis_name: AxisName | None,
-  firsts: Sequence[Callable[[tuple[int, ...]], Any]],
+  firsts: Sequence[Callable[[_Shape], Any]],
   own_arrays: OwnArrays,
   seed: jax.Array,
 ) -> tuple[list[Any], Own]:
   """Creates the trees like leaves, and other arrays, that differ between workers.
 
-  Inside the map, or without any, arrays are the worker's own, shaped like the leaf.
-  Outside it, under a mesh that has the axis, they are the global ones: the workers'
-  stacked on their first axis, and sharded over it. ``firsts`` has for each tree like
-  the leaves a function from a leaf's shape, of at least one axis, to its array, or to
-  several with as many axes and equal sharding.
+  Outside of the map, under a mesh that has the axis, they are stacked on their first
+  axis, and sharded over it. Each of ``firsts`` makes arrays of a leaf, from a shape.
   """
   leaves, treedef = jax.tree.flatten(params)
   names = () if axis_name is None else axis_names(axis_name)
   bound = bound_size(names) if names else None
   on_mesh = mesh_size(names) if names and bound is None else None
-  mesh = jax.sharding.get_abstract_mesh() if on_mesh else mesh_of(leaves)
-  specs = [placed_spec(leaf) if on_mesh else typed_spec(leaf) for leaf in leaves]
-  others = [other_axes(leaf, axis_name) for leaf in leaves]
+  mesh = jax.sharding.get_abstract_mesh() if on_mesh else types.mesh_of(leaves)
+  specs = [*map(types.placed_spec if on_mesh else types.typed_spec, leaves)]
+  others = [types.other_axes(leaf, axis_name) for leaf in leaves]
   # The second stage is planned from the shapes that update will see: a shard of a leaf
   # if it is typed so, but a whole leaf if Auto axes shard it.
-  seen = [_part(leaf, typed_spec(leaf), mesh) for leaf in leaves]
+  seen = [_part(leaf, types.typed_spec(leaf), mesh) for leaf in leaves]
   make = own_arrays(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
 
   def local(seed: jax.Array) -> tuple[list[list[Any]], Own]:
-    like = [
-      [
-        _typed(first(part.shape or (1,)), (*names, *axes))
-        for part, axes in zip(parts, others, strict=True)
-      ]
-      for first in firsts
-    ]
+    pairs = zip(parts, others, strict=True)
+    places = [(x.shape or (1,), (*names, *y)) for x, y in pairs]
+    like = [[_typed(first(shape), axes) for shape, axes in places] for first in firsts]
     return like, {axes: _typed(tree, axes) for axes, tree in make(seed).items()}
 
-  cut = frozenset().union(*map(sharded_axes, specs))
+  cut = axes_in(specs)
   if not on_mesh and not cut:
     like, own = local(seed)
     return [jax.tree.unflatten(treedef, tree) for tree in like], own
@@ -98,16 +85,13 @@ def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
 def _typed(tree: Any, axes: Sequence[str]) -> Any:
   """Types arrays as varying over the axes that maps have bound."""
   bound = tuple(name for name in axes if bound_size(name) is not None)
-  return mark_varying(tree, bound) if bound else tree
+  return types.mark_varying(tree, bound) if bound else tree
 
 
 def check_own(
   name: str, tree: Any, updates: Any, axis_name: AxisName | None, workers: int
 ) -> None:
-  """Raises ValueError for a worker's own tree that is not like its gradient.
-
-  ``name`` is the field of the state with the tree, for the error.
-  """
+  """Raises ValueError for a worker's own tree that is not like its gradient."""
 
   def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
     shape = update.shape or (1,)
@@ -125,18 +109,13 @@ def check_own(
     jax.tree_util.tree_map_with_path(check, updates, tree)
 
 
-def check_residual_types(
-  residual: Any, updates: Any, axis_name: AxisName | None
-) -> None:
-  """Raises ValueError for residuals that are not sharded over the workers.
-
-  Under Explicit axes every device would take such residuals for its own.
-  """
-  if mesh_of(updates).size == 1:
+def check_residual_types(stored: Any, updates: Any, axis_name: AxisName | None) -> None:
+  """Raises ValueError for residuals that every device would take for its own."""
+  if types.mesh_of(updates).size == 1:
     return
   names = () if axis_name is None else axis_names(axis_name)
-  for path, leaf in jax.tree_util.tree_leaves_with_path(residual):
-    if not sharded_axes(typed_spec(leaf)).issuperset(names):
+  for path, leaf in jax.tree_util.tree_leaves_with_path(stored):
+    if not sharded_axes(types.typed_spec(leaf)).issuperset(names):
       raise ValueError(
         f"`state.residual`{jax.tree_util.keystr(path)} must stack the parts of all "
         f"workers of {axis_name!r}, but its type says {jax.typeof(leaf)}; give "
@@ -144,9 +123,7 @@ def check_residual_types(
       )
 
 
-def _parts(
-  part: tuple[int, ...], whole: tuple[int, ...], axis_name: AxisName | None
-) -> str:
+def _parts(part: _Shape, whole: _Shape, axis_name: AxisName | None) -> str:
   """Returns the cure for a gradient with the shape of a shard of its residual."""
   if len(part) != len(whole) or axis_name is None:
     return ""
@@ -160,26 +137,15 @@ def _parts(
   )
 
 
-def stacked_for(
-  got: tuple[int, ...], expected: tuple[int, ...], workers: int
-) -> int | None:
-  """Returns the number of workers that an array was stacked for; None if unknown.
-
-  ``got`` is its shape, and ``expected`` that for ``workers`` workers.
-
-  Example:
-    >>> stacked_for((28, 3), (56, 3), 8)
-    4
-  """
+def stacked_for(got: _Shape, expected: _Shape, workers: int) -> int | None:
+  """Returns the workers that an array of shape ``got`` was stacked for, or None."""
   if not got or not expected or got[1:] != expected[1:] or not expected[0]:
     return None
   count, rest = divmod(workers * got[0], expected[0])
   return None if rest or count in (0, workers) else count
 
 
-def _made_for(got: tuple[int, ...], expected: tuple[int, ...], workers: int) -> str:
+def _made_for(got: _Shape, expected: _Shape, workers: int) -> str:
   count = stacked_for(got, expected, workers)
-  if count is None:
-    return ""
-  several = "s" if count > 1 else ""
-  return f": as if made for {count} worker{several}, not for {workers}"
+  several = "" if count == 1 else "s"
+  return f": as if made for {count} worker{several}, not for {workers}" if count else ""

@@ -10,49 +10,75 @@ import optax
 from jax import lax
 from jax.tree_util import Partial
 
+from gradcomp._src.core.of_workers import in_shards, of_workers
+from gradcomp._src.mesh import trees
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.per_worker import of_all
 from gradcomp._src.mesh.shard_maps import map_addends
 
 
 def on_real_pairs(
-  init_fn: Callable[[Any], Any], update_fn: Callable[..., tuple[Any, Any]]
+  init_fn: Callable[[Any], Any],
+  update_fn: Callable[..., tuple[Any, Any]],
+  axis_name: AxisName | None,
+  *,
+  keeps_rows: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps real-valued init and update functions so that they accept complex leaves.
 
-  Complex arrays reach them as pairs of real numbers on a new last axis, so their states
-  hold pairs, too. ``update`` raises TypeError for leaves that are not arrays of real or
-  complex floats.
-
-  Example:
-    >>> same = lambda updates, state, _: (updates, state)
-    >>> tx = on_real_pairs(lambda params: params, same)
-    >>> x = jnp.array([1 + 2j])
-    >>> tx.init(x).tolist(), tx.update(x, ())[0].tolist()
-    ([[1.0, 2.0]], [(1+2j)])
+  Complex arrays reach them as :func:`pairs`, which their states hold, too. ``update``
+  raises TypeError for leaves that are no arrays of floats. Both take :func:`any_tree`.
   """
 
   def init(params: Any) -> Any:
-    return init_fn(jax.tree.map(pairs, params))
+    return init_fn(jax.tree.map(pairs, trees.trainable(params)))
 
-  def update(
-    updates: Any, state: Any, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, Any]:
-    _check_dtypes(updates)
-    reals, state = update_fn(jax.tree.map(pairs, updates), state, params, **extra_args)
-    return jax.tree.map(_like, reals, updates), state
+  def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    grads, kept, params = _opened(updates, state, params)
+    if of_all(grads) or in_shards(grads, kept):
+      new, kept = mapped(grads, kept, params, **extra_args)
+      return _closed(updates, state, new, kept)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+      name = f"`updates`{jax.tree_util.keystr(path)}"
+      if not hasattr(leaf, "dtype"):
+        raise TypeError(f"{name} must be an array, got {leaf!r}; use jnp.asarray.")
+      if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        raise TypeError(
+          f"{name} must have a real or complex float dtype, got {leaf.dtype}."
+        )
+    reals, kept = update_fn(jax.tree.map(pairs, grads), kept, params, **extra_args)
+    return _closed(updates, state, jax.tree.map(_like, reals, grads), kept)
+
+  mapped = of_workers(update, axis_name, keeps_rows=keeps_rows)
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def any_tree(
+  init_fn: Callable[[Any], Any], update_fn: Callable[..., tuple[Any, Any]]
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps functions of arrays of floats so that they take trees as libraries have them.
+
+  Parameters that are not trained reach them as None, as in the gradients. ``update``
+  sees the array of each box, and returns the boxes that it was given.
+  """
+
+  def init(params: Any) -> Any:
+    return init_fn(trees.trainable(params))
+
+  def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    given = _opened(updates, state, params)
+    return _closed(updates, state, *update_fn(*given, **extra_args))
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_dtypes(updates: Any) -> None:
-  """Raises TypeError for leaves that are no arrays of floats."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
-    name = f"`updates`{jax.tree_util.keystr(path)}"
-    if not hasattr(leaf, "dtype"):
-      raise TypeError(f"{name} must be an array, got {leaf!r}; use jnp.asarray.")
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-      raise TypeError(
-        f"{name} must have a real or complex float dtype, got {leaf.dtype}."
-      )
+def _opened(updates: Any, state: Any, params: Any) -> list[Any]:
+  return [*map(trees.unboxed, (updates, state, trees.trainable(params)))]
+
+
+def _closed(updates: Any, state: Any, new: Any, kept: Any) -> tuple[Any, Any]:
+  """Puts results into the boxes of the arguments."""
+  return trees.boxed_like(updates, new), trees.boxed_like(state, kept)
 
 
 def _is_complex(x: Any) -> bool:
@@ -70,10 +96,7 @@ def pairs(x: Any) -> Any:
 
 
 def whole(tree: Any, complexes: Sequence[bool]) -> Any:
-  """Returns the shapes and dtypes of a tree before :func:`pairs`.
-
-  ``complexes`` has for each leaf whether it was complex.
-  """
+  """Returns the shapes and dtypes of a tree before :func:`pairs`."""
 
   def shape(x: Any, is_pair: bool) -> jax.ShapeDtypeStruct:
     dtype = jnp.result_type(x)
@@ -97,18 +120,12 @@ def _like(x: jax.Array, like: jax.Array) -> jax.Array:
 # others would fail inside a kernel.
 @jax.custom_jvp
 def not_differentiated(updates: Any) -> Any:
-  """Returns the gradients unchanged; raises TypeError if JAX differentiates them.
-
-  Example:
-    >>> not_differentiated({"w": jnp.ones(2)})
-    {'w': Array([1., 1.], dtype=float32)}
-  """
+  """Returns the gradients unchanged; raises TypeError if JAX differentiates them."""
   return updates
 
 
 @not_differentiated.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
-  del primals, tangents
   raise TypeError(
     "`updates` must not be differentiated: what the exchange rounds and sends has no "
     "derivative; call update outside of jax.grad, or give it "
@@ -116,16 +133,8 @@ def _refuse(primals: Any, tangents: Any) -> Any:
   )
 
 
-def extra_args(
-  value: Any, grad: Any, value_fn: Callable[[Any], jax.Array]
-) -> dict[str, Any]:
-  """Returns extra arguments of ``update`` by optax's names for them.
-
-  Args:
-    value: the loss, for ``reduce_on_plateau``, ``polyak_sgd`` and ``momo``.
-    grad: its gradient, for line searches, which take all three.
-    value_fn: the loss as a function of the parameters; ``sophia`` names it ``obj_fn``.
-  """
+def extra_args(value: Any, grad: Any, value_fn: Callable[[Any], Any]) -> dict[str, Any]:
+  """Returns the loss, its gradient and its function by optax's names for them."""
 
   def of_params(params: Any, obj_fn: Any = None) -> jax.Array:
     # A line search hands all that it does not know to the function, by its name.

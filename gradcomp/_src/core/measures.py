@@ -1,11 +1,8 @@
-"""Measures of a step's messages, inside the step, for `gradcomp.telemetry.inspect`.
-
-A worker measures its own leaves by sums, which add up over leaves and workers. So all
-workers exchange a few kilobytes a leaf, in one message.
-"""
+"""Measures of a step's messages by sums of leaves, for `gradcomp.telemetry.inspect`."""
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +13,13 @@ from jax.flatten_util import ravel_pytree
 
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.tiles import tile_shape
+from gradcomp._src.core.fingerprint import leaf_fingerprints
 from gradcomp._src.core.residual_storage import is_stored, read_residual
 from gradcomp._src.core.state import CompressState, measures, with_measures
 from gradcomp._src.exchange.collectives import STAGE, Workers, psum
 from gradcomp._src.exchange.owners import OwnerResiduals, owned_leaves
 from gradcomp._src.exchange.plan import MessagePlan, own_axes
-from gradcomp._src.exchange.step import Reduced, Step
+from gradcomp._src.exchange.step import Leaves, Reduced, Step
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
 
@@ -37,12 +35,6 @@ def sketch(x: jax.Array) -> jax.Array:
   :math:`\sqrt{2 / 1021}`, or 4.4 % of it, if the elements are spread over the parts.
   An array of at most 1021 elements is its own sketch.
 
-  Example:
-    >>> x = jnp.sin(jnp.arange(10_000.0))
-    >>> estimate = jnp.linalg.norm(sketch(x)) / jnp.linalg.norm(x)
-    >>> sketch(x).shape, round(float(estimate), 2)
-    ((1021,), 0.97)
-
   References:
     Charikar et al., `Finding Frequent Items in Data Streams
     <https://doi.org/10.1007/3-540-45465-9_59>`_, 2002
@@ -50,19 +42,16 @@ def sketch(x: jax.Array) -> jax.Array:
   flat = x.reshape(-1)
   if flat.size <= PARTS:
     return flat
-  bits = jax.lax.bitcast_convert_type(flat, jnp.uint32) ^ _signs(flat.size)
-  signed = jax.lax.bitcast_convert_type(bits, jnp.float32)
-  padded = jnp.pad(signed, (0, -flat.size % PARTS))
-  return jnp.sum(padded.reshape(-1, PARTS), axis=0)
-
-
-def _signs(size: int) -> jax.Array:
-  """Returns a random sign bit for each position, equal in every step."""
-  # The finalizer of MurmurHash3, of which the first bit is kept.
-  word = jax.lax.iota(jnp.uint32, size) * np.uint32(0x9E3779B1)
+  bits = lax.bitcast_convert_type(flat, jnp.uint32)
+  # A random sign of each position, equal in every step: the first bit of the finalizer
+  # of MurmurHash3.
+  word = lax.iota(jnp.uint32, flat.size) * np.uint32(0x9E3779B1)
   word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
   word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
-  return word & np.uint32(0x80000000)
+  bits = bits ^ (word & np.uint32(0x80000000))
+  signed = lax.bitcast_convert_type(bits, jnp.float32)
+  padded = jnp.pad(signed, (0, -flat.size % PARTS))
+  return jnp.sum(padded.reshape(-1, PARTS), axis=0)
 
 
 # A CPU sorts an element in 115 ns, which is more than a step of small nets takes.
@@ -88,6 +77,7 @@ class Sums(NamedTuple):
   levels: jax.Array  # different values in a bucket, times the size
   spread: jax.Array  # the largest magnitude of the gradient times all magnitudes
   union: jax.Array  # elements of the result that are not zero
+  equal: jax.Array  # elements of leaves with the same gradient on all workers
   exponents: jax.Array  # elements with each biased exponent, float32[leaves, 256]
 
 
@@ -100,15 +90,6 @@ class WorkerLeaf(NamedTuple):
   unsent: jax.Array
   sent: jax.Array
   mean: jax.Array
-
-
-def worker_sums(plan: MessagePlan, leaves: Mapping[int, WorkerLeaf]) -> Sums:
-  """Measures the leaves of one worker, by their numbers, except owner residuals."""
-  codecs = _codecs(plan)
-  found = [_leaf(codecs[i], x) for i, x in leaves.items()]
-  own = jax.tree.map(lambda *x: jnp.stack(x), *found)
-  levels = _levels([_sample(x.sent, codecs[i]) for i, x in leaves.items()])
-  return own._replace(levels=jnp.stack(levels) * own.size)
 
 
 # Jitted, so that leaves of equal shapes and codecs share a trace.
@@ -124,7 +105,7 @@ def _leaf(codec: Codec | None, leaf: WorkerLeaf) -> Sums:
     size=jnp.float32(gradient.size),
     gradient=square,
     residual=squares(leaf.residual),
-    owned=zero,  # which is not found leaf by leaf, and neither are levels
+    owned=zero,  # which is not found leaf by leaf; nor are levels, and what is equal
     corrected=squares(leaf.corrected),
     unsent=squares(leaf.unsent),
     mean=squares(leaf.mean),
@@ -135,6 +116,7 @@ def _leaf(codec: Codec | None, leaf: WorkerLeaf) -> Sums:
     levels=zero,
     spread=most * jnp.sum(jnp.abs(gradient)),
     union=_count(leaf.mean != 0),
+    equal=zero,
     exponents=_exponents(gradient),
   )
 
@@ -211,16 +193,9 @@ def _filled(leaves: int, value: float) -> Sums:
 
 
 def measured(
-  state: CompressState,
-  step: Step,
-  updates: Any,
-  corrected: Sequence[jax.Array],
-  reduced: Reduced,
+  state: CompressState, step: Step, updates: Any, corrected: Leaves, reduced: Reduced
 ) -> CompressState:
-  """Returns the state after a step, with the sums of the step if it is inspected.
-
-  ``updates`` are the gradients, and ``corrected`` the gradients plus residuals.
-  """
+  """Returns the state after a step, with the sums of the step if it is inspected."""
   if measures(state) is None:
     return state
   plan, workers = step.plan, step.workers
@@ -228,16 +203,11 @@ def measured(
   size = 1 if workers is None else workers.size
   factor = 1.0 if workers is None else workers.scale * size
   residuals = map(read_residual, jax.tree.leaves(state.residual, is_leaf=is_stored))
-  columns = (
-    jax.tree.leaves(updates),
-    list(residuals) or [jnp.zeros(1, jnp.float32)] * len(corrected),
-    corrected,
-    reduced.unsent,
-    reduced.sent,
-    reduced.mean or _unknown(plan),
-  )
+  none = [jnp.zeros(1, jnp.float32)] * len(corrected)
+  before = jax.tree.leaves(updates), list(residuals) or none, corrected
+  after = reduced.unsent, reduced.sent, reduced.mean or _unknown(plan)
   leaves = []
-  for column in zip(*columns, strict=True):
+  for column in zip(*before, *after, strict=True):
     leaf = WorkerLeaf(*(x.astype(jnp.float32) for x in column))
     gradient, residual = factor * leaf.gradient, factor * leaf.residual
     leaves.append(leaf._replace(gradient=gradient, residual=residual))
@@ -245,16 +215,43 @@ def measured(
   groups: dict[tuple[str, ...], list[int]] = {}
   for i, others in enumerate(plan.others):
     groups.setdefault(others, []).append(i)
-  found = [_filled(0, 0.0)]
+  found, codecs = [_filled(0, 0.0)], _codecs(plan)
   for others, numbers in groups.items():
-    own = worker_sums(plan, {i: leaves[i] for i in numbers})
+    sums = [_leaf(codecs[i], leaves[i]) for i in numbers]
+    own = jax.tree.map(lambda *x: jnp.stack(x), *sums)
+    levels = _levels([_sample(leaves[i].sent, codecs[i]) for i in numbers])
+    own = own._replace(levels=jnp.stack(levels) * own.size)
     owned = _owned(plan, state.server_residual, others)[np.array(numbers)]
-    own = own._replace(owned=size * owned)
+    words = leaf_fingerprints([before[0][i] for i in numbers])[:, 0]
+    own = own._replace(owned=size * owned, equal=_digits(words, size))
     of_group = [leaves[i] for i in numbers]
     found.append(_over_workers(plan, own, of_group, workers, others))
   order = np.argsort([i for numbers in groups.values() for i in numbers])
   in_order = lambda *x: jnp.concatenate(x)[order]
   return with_measures(state, jax.tree.map(in_order, *found))
+
+
+# One float a worker shows whether all have the same word: some bits of it are digits to
+# the base N + 1. A digit of the sum counts the workers with that bit. The sum is below
+# 2**24, and so exact in any order. Of 8 workers, 7 bits fit.
+def _places(workers: int) -> np.ndarray:
+  """Returns the powers of N + 1 with room for N."""
+  digits = int(24 / math.log2(workers + 1))
+  return (workers + 1) ** np.arange(digits, dtype=np.uint32)
+
+
+def _digits(words: jax.Array, workers: int) -> jax.Array:
+  """Returns bits of words, ``uint32[leaves]``, as digits: ``float32[leaves]``."""
+  places = _places(workers)
+  bits = (words[:, None] >> np.arange(places.size, dtype=np.uint32)) & np.uint32(1)
+  return jnp.sum(bits * places, axis=1).astype(jnp.float32)
+
+
+def _same_bits(total: jax.Array, workers: int) -> jax.Array:
+  """Returns whether all workers had one word, from their sum: ``bool[leaves]``."""
+  # Workers with other words pass by chance: of two workers, one leaf of 2**15.
+  counts = total.astype(jnp.uint32)[:, None] // _places(workers) % (workers + 1)
+  return jnp.all((counts == 0) | (counts == workers), axis=1) & (workers > 1)
 
 
 def _unknown(plan: MessagePlan) -> list[jax.Array]:
@@ -277,12 +274,20 @@ def _over_workers(
   # at right angles to m. So is each worker's gradient, and the means of the workers' a
   # and r are the a and r of the true mean. Workers know a from scalar products, and
   # estimate the length of the mean r from sketches.
-  if workers is not None:
+  if workers is None:
+    own = own._replace(equal=jnp.zeros_like(own.size))
+  else:
     a, sketches = _along(own), []
     if plan.sends:
       sketches = [sketch(x.gradient - a[i] * x.mean) for i, x in enumerate(leaves)]
-    flat, restore = ravel_pytree((own, sketches))
-    own, sketches = restore(_sum(flat, workers.axis_name) / workers.size)
+    # Every worker knows the size, and in its place the digits are sent.
+    unknown: Any = None
+    flat, restore = ravel_pytree((own._replace(size=unknown), sketches))
+    total = _sum(flat, workers.axis_name)
+    same = _same_bits(restore(total)[0].equal, workers.size)
+    size = own.size
+    own, sketches = restore(total / workers.size)
+    own = own._replace(size=size, equal=jnp.where(same, size, 0.0))
     if sketches:
       across = jnp.stack(list(map(squares, sketches)))
       own = own._replace(true=_along(own) * own.product + across)
@@ -305,10 +310,7 @@ def _along(sums: Sums) -> jax.Array:
 def _owned(
   plan: MessagePlan, residuals: OwnerResiduals | None, others: tuple[str, ...]
 ) -> jax.Array:
-  """Returns the squares of this worker's owner residuals, ``float32[leaves + 1]``.
-
-  Only leaves that vary over the other axes ``others`` count.
-  """
+  """Returns squares of this worker's owner residuals, ``float32[leaves + 1]``."""
   result = jnp.zeros(len(plan.names) + 1, jnp.float32)
   if residuals is None or plan.axis_name is None:
     return result

@@ -88,9 +88,8 @@ def check_kind(residual: Any, first: Callable[[tuple[int, ...]], Stored]) -> Non
 
 def shaped(residual: Any) -> Any:
   """Returns the arrays in a tree of residuals that have the leaves' shapes."""
-  return jax.tree.map(
-    lambda x: x.codes if is_stored(x) else x, residual, is_leaf=is_stored
-  )
+  codes = lambda x: x.codes if is_stored(x) else x
+  return jax.tree.map(codes, residual, is_leaf=is_stored)
 
 
 def zeros(shape: tuple[int, ...], stored: Storage) -> Stored:
@@ -102,12 +101,7 @@ def zeros(shape: tuple[int, ...], stored: Storage) -> Stored:
 
 
 def read_residual(residual: Stored) -> jax.Array:
-  """Returns the residual of a leaf as floats; a product with a scale is exact.
-
-  Example:
-    >>> read_residual(Int8Residual(jnp.array([-3, 5], jnp.int8), jnp.array([0.5])))
-    Array([-1.5,  2.5], dtype=float32)
-  """
+  """Returns the residual of a leaf as floats; a product with a scale is exact."""
   if not isinstance(residual, Int8Residual):
     return residual
   blocks = _cut(residual.codes.shape, residual.scales.shape[-1])
@@ -135,15 +129,7 @@ def lanes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def to_bfloat16(x: jax.Array, lane: jax.Array) -> jax.Array:
-  """Rounds finite ``float32`` to one of its two neighbors in ``bfloat16``, unbiased.
-
-  Numbers beyond the largest finite one become that.
-
-  Example:
-    >>> x, lane = jnp.float32(1 + 2**-9), jnp.array([0, 49151, 49152], jnp.uint16)
-    >>> to_bfloat16(x, lane).tolist()  # a quarter of the way
-    [1.0, 1.0, 1.0078125]
-  """
+  """Rounds ``float32`` to a finite neighbor in ``bfloat16``, unbiased."""
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   most = jnp.uint32(0x7F7FFFFF)
   magnitude = jnp.minimum((bits & jnp.uint32(0x7FFFFFFF)) + lane, most)
@@ -156,13 +142,8 @@ def to_int8(x: jax.Array, lane: jax.Array, blocks: int | None = None) -> Int8Res
 
   The scale is the least power of two of which 127 reach the block's largest magnitude,
   at least ``2**-126``. Numbers that are such multiples stay as they are. ``lane`` is
-  uniform ``uint16``, and ``blocks`` the number on the last axis, by default as in
+  uniform ``uint16``, and ``blocks`` the number on the last axis, by default as
   :func:`zeros`.
-
-  Example:
-    >>> stored = to_int8(jnp.array([1.0, -0.25, 0.1]), jnp.zeros(3, jnp.uint16))
-    >>> read_residual(stored).tolist(), float(stored.scales[0])
-    ([1.0, -0.25, 0.09375], 0.015625)
   """
   shape = x.shape
   cut = _blocks(shape) if blocks is None else _cut(shape, blocks)

@@ -23,8 +23,8 @@ from gradcomp._src.kernels.materialize import unknown
 class CompressState(NamedTuple):
   """The state of :func:`gradcomp.compress`: plain arrays, which any checkpointer saves.
 
-  Fields but ``count`` and ``key`` are None if they are not needed. Arrays of complex
-  parameters have one more axis, of size two, for pairs of reals.
+  Fields but ``count`` and ``key`` may be None. Arrays of complex parameters have one
+  more axis, of size two, for pairs of reals.
 
   Attributes:
     count: steps so far, ``int32[]``, replicated.
@@ -54,8 +54,6 @@ class CompressState(NamedTuple):
 class OwnedRows(NamedTuple):
   """The rows of elements that a worker owns, as :func:`gradcomp.parallel.zero` has.
 
-  The state of an optimizer inside of it has these, and no trees like the parameters.
-
   Attributes:
     arrays: by the axes that stack them, an array for each codec of a message, per
       worker: ``[rows, ...]``, the elements of a row in one axis or several.
@@ -70,13 +68,7 @@ class OwnedRows(NamedTuple):
 
 
 class OwnSteps(NamedTuple):
-  """Each worker's displacement from the shared parameters, and its inner state.
-
-  Example:
-    >>> own = OwnSteps({("data",): (jnp.zeros(3), ())})
-    >>> own.moved
-    Array([0., 0., 0.], dtype=float32)
-  """
+  """Each worker's displacement from the shared parameters, and its inner state."""
 
   # By the axes that stack them, per worker and at least 1-d: the displacement, float32
   # or wider, and the state of the inner optimizer.
@@ -102,10 +94,6 @@ class FragmentState(NamedTuple):
     exchange: the residual and the key of its exchange, and the count of exchanges.
     outer_state: of the outer optimizer, replicated.
     arriving: a mean on its way, like the leaves, replicated; None without delay.
-
-  Example:
-    >>> FragmentState(None, (), None).outer_state
-    ()
   """
 
   exchange: CompressState
@@ -122,10 +110,8 @@ class LocalStepsState(NamedTuple):
     fragments: the state of each fragment.
 
   Example:
-    >>> codec = gradcomp.codecs.Dense()
-    >>> tx = gradcomp.local.local_steps(
-    ...   optax.adam(1e-3), optax.sgd(0.7), every=30, codec=codec, axis_name="data"
-    ... )
+    >>> options = {"every": 30, "codec": gradcomp.codecs.Dense(), "axis_name": "data"}
+    >>> tx = gradcomp.local.local_steps(optax.adam(1e-3), optax.sgd(0.7), **options)
     >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
     ...   state = tx.init({"w": jnp.ones(300)})
     >>> int(state.count), state.own.moved["w"].shape, len(state.fragments)
@@ -143,21 +129,21 @@ def states_in(opt_state: Any) -> list[CompressState]:
 
 
 # The place of the measures of an inspected step, where codec states have their axes.
-_MEASURES = ("gradcomp_measures",)
+MEASURES = ("gradcomp_measures",)
 
 
 def measures(state: CompressState) -> Any:
   """Returns the measures of an inspected step; None in all other states."""
   kept = {} if state.memory is None else state.memory.shared
-  return kept[_MEASURES][0] if _MEASURES in kept else None
+  return kept[MEASURES][0] if MEASURES in kept else None
 
 
 def with_measures(state: CompressState, found: Any) -> CompressState:
   """Returns a state with these measures, or for None without any."""
   memory = Memory({}, {}) if state.memory is None else state.memory
-  shared = {axes: kept for axes, kept in memory.shared.items() if axes != _MEASURES}
+  shared = {axes: kept for axes, kept in memory.shared.items() if axes != MEASURES}
   if found is not None:
-    shared[_MEASURES] = {0: found}
+    shared[MEASURES] = {0: found}
   memory = Memory(shared, memory.own)
   return state._replace(memory=memory if any(memory) else None)
 
@@ -170,9 +156,8 @@ def is_state(node: Any) -> bool:
 def collects(node: Any) -> bool:
   """Returns True for MultiSteps around an exchange; it is meant for ``is_leaf``."""
   # The gradients that it has collected are each worker's own.
-  return isinstance(node, optax.MultiStepsState) and bool(
-    states_in(node.inner_opt_state)
-  )
+  several = isinstance(node, optax.MultiStepsState)
+  return several and bool(states_in(node.inner_opt_state))
 
 
 def is_rows(node: Any) -> bool:
@@ -194,11 +179,7 @@ _CURE = "make the state with this transformation"
 
 
 def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
-  """Raises an error for the state of another transformation, or one without a field.
-
-  ``needs`` are fields, and whether they must be kept; ``reason`` are the
-  hyperparameters that need them.
-  """
+  """Raises an error for another transformation's state, or a missing field."""
   check_type(state, CompressState)
   for name, needed in needs.items():
     if needed and getattr(state, name) is None:
@@ -236,9 +217,7 @@ def step_keys(
 ) -> tuple[list[Context], list[list[Context]]]:
   """Returns the keys of a step: of each leaf, and of each codec of each message.
 
-  Each worker has its own keys, except for codecs that select elements on all workers
-  equally, and for dithers, returned if ``shared``, which derive from keys of all
-  workers.
+  Each worker has its own, but for codecs that select equally, and ``shared`` dithers.
   """
   # A key derives from the names of its leaves, and from no others. So transformations
   # of different leaves, as in optax.partition, draw different bits, and a new leaf
@@ -261,10 +240,9 @@ def step_keys(
     own = jax.vmap(fold_key, (0, None))(common, worker)
     dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
     # So leaves of one shape have equal programs, of which XLA compiles one.
+    kinds = {"keepdims": False, "allow_negative_indices": False}
     for k, i in zip(unknown(range(len(numbers)), common), numbers, strict=True):
-      row = lambda keys, k=k: lax.dynamic_index_in_dim(
-        keys, k, keepdims=False, allow_negative_indices=False
-      )
+      row = lambda keys, k=k: lax.dynamic_index_in_dim(keys, k, **kinds)
       mine = row(common if users[i][1].facts.same_draws else own)
       contexts[i] = Context(mine, None if dithers is None else row(dithers))
   rest = iter(contexts[len(plan.names) :])

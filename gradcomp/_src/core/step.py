@@ -12,42 +12,34 @@ from gradcomp._src.core.codec_memory import remember
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.measures import measured
 from gradcomp._src.core.residual_storage import add_residual, is_stored
-from gradcomp._src.core.residual_update import remainder
+from gradcomp._src.core.residual_update import Again, remainder
 from gradcomp._src.core.state import CompressState, residual_key
+from gradcomp._src.exchange.averaging import Averaging
 from gradcomp._src.exchange.plan import MessagePlan
-from gradcomp._src.exchange.step import (
-  Averaging,
-  Reduced,
-  Step,
-  agree,
-  decode,
-  encode,
-  exchange,
-)
+from gradcomp._src.exchange.step import Reduced, Step, agree, decode, encode, exchange
 from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.kernels.common.fixed_point import scaled
 
+Finish = Callable[[Reduced], tuple[Reduced, Any]]
+
 
 def take_step(
-  options: Compression,
-  step: Step,
-  updates: Any,
-  state: CompressState,
-  finish: Callable[[Reduced], tuple[Reduced, Any]],
+  options: Compression, step: Step, updates: Any, state: CompressState, finish: Finish
 ) -> tuple[Any, CompressState, Any]:
   """Takes a step on one worker; returns its updates, its next state, and the rest.
 
-  ``updates`` are the worker's gradients. ``finish`` is the second half: it returns the
-  result with updates in place of means, whose rounding errors join the unsent parts,
-  and further results, the rest.
+  ``finish`` is the second half: it returns the result with updates in place of means,
+  whose rounding errors join the unsent parts, and further results, the rest.
   """
   corrected = correct(options, updates, state)
   averaging = Averaging(step, corrected)
+  came: Sequence[jax.Array] = ()
   for message in averaging:
     with message.scope():
       agreed = agree(message)
-      encoded = encode(message, agreed)
+      encoded = encode(message, agreed)._replace(before=came)
       received = exchange(message, encoded)
+      came = received.words
       averaging.add(message, decode(message, encoded, received))
   reduced = averaging.result()
   finished, rest = finish(reduced)
@@ -67,17 +59,17 @@ def as_updates(
 ) -> tuple[Reduced, None]:
   """Casts the means, and adds the rounding errors of the cast to the unsent parts.
 
-  Every worker keeps the same error, so the mean of all is the error of the mean. It
-  keeps the part ``share``: 1, or 1/N of a sum. It is None if workers keep no residuals;
-  then a mean that is too large becomes infinite.
+  Every worker keeps the same ``share`` of the error: 1, or 1/N of a sum. It is None if
+  workers keep no residuals; then a mean that is too large becomes infinite.
   """
-  means, unsent = list(reduced.mean), list(reduced.unsent)
+  means, unsent, own = list(reduced.mean), list(reduced.unsent), list(reduced.own)
   for i, dtype in enumerate(dtypes):
     if share is not None and jnp.finfo(dtype).bits < jnp.finfo(means[i].dtype).bits:
       means[i], lost = narrowed(means[i], dtype)
       unsent[i] = unsent[i] + scaled(lost, share).reshape(unsent[i].shape)
+      own[i] = None
   casts = [mean.astype(dtype) for mean, dtype in zip(means, dtypes, strict=True)]
-  return reduced._replace(mean=casts, unsent=unsent), None
+  return reduced._replace(mean=casts, unsent=unsent, own=own), None
 
 
 def keep(
@@ -88,10 +80,7 @@ def keep(
   state: CompressState,
   finished: Reduced,
 ) -> CompressState:
-  """Returns the state after a step, with the new residuals.
-
-  Where an update is not finite, residuals and momentum keep their old values.
-  """
+  """Returns the state after a step; parts that are not finite keep their old values."""
   means, unsent, feedback = finished.mean, finished.unsent, options.feedback
   counts = [state.count] * len(means)
   new: dict[str, Any] = {"count": optax.safe_increment(state.count)}
@@ -102,13 +91,21 @@ def keep(
     lost = map(waits, unsent if feedback.keeps else corrected)
     old, treedef = jax.tree.flatten(state.residual, is_leaf=is_stored)
     key = lambda i: lambda: residual_key(state, plan, i)
-    leaves = zip(lost, means, old, counts, map(key, range(len(means))), strict=True)
+    keys = map(key, range(len(means)))
+    again: list[Again | None] = [None] * len(means)
+    # A momentum would have to be computed anew, too.
+    if feedback.keeps and not feedback.moves:
+      sent = jax.tree.leaves(feedback.sent(updates, state.velocity))
+      again = [
+        None if rows is None else Again(x, rows, leaf.dtype, feedback.waits)
+        for x, leaf, rows in zip(sent, corrected, finished.own, strict=True)
+      ]
+    leaves = zip(lost, means, old, counts, keys, again, strict=True)
     written = [remainder(*leaf) for leaf in leaves]
     new["residual"] = jax.tree.unflatten(treedef, [x for x, _ in written])
     counts = [count for _, count in written]
   if feedback.moves:
-    given = updates, state.velocity, means, unsent, finished.chosen, counts
-    new["velocity"] = feedback.keep(*given)
+    new["velocity"] = feedback.keep(updates, state.velocity, finished, counts)
   # Owners' residuals that only an earlier transformation kept stay: see switch.
   if finished.owned is not None:
     new["server_residual"] = finished.owned

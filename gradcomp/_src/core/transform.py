@@ -15,6 +15,7 @@ from gradcomp._src.core.inputs import not_differentiated, on_real_pairs
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.step import as_updates, take_step
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
+from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.shard_maps import per_device
@@ -27,7 +28,7 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
   exchange: ExchangeName | Auto | Exchange = "auto",
   feedback: FeedbackName | Feedback | None = "auto",
   min_leaf_size: int | None = None,
-  message_bytes: int | None = None,
+  message_bytes: MessageBytes = "auto",
   key: ArrayLike = 0,
   dither: Dither = "shared",
 ) -> optax.GradientTransformationExtraArgs:
@@ -54,9 +55,13 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
   Complex gradients are sent, and kept in residuals, as pairs of reals.
 
   A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
-  residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. The
-  residuals of other buckets go on, as if the guard had not dropped the step. Or put
-  :func:`gradcomp.skip_nonfinite` around all, which leaves every residual as it was.
+  residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. Or
+  put :func:`gradcomp.skip_nonfinite` around all, which keeps every residual.
+
+  ``init`` takes any tree, for example a whole ``equinox.Module``: what is not trained,
+  see :func:`gradcomp.value_and_grad`, has nothing in the state. ``update`` takes
+  gradients with None there, and the tree itself as parameters. Variables of flax.nnx
+  count as their arrays, and come back as Variables.
 
   Args:
     codec: the codec of the leaves, e.g. :class:`gradcomp.codecs.QSGD`.
@@ -66,18 +71,14 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
   Returns:
     A gradient transformation; its state is a :class:`gradcomp.state.CompressState`.
     Inside the map, ``init`` makes the worker's own state. Outside, under
-    ``jax.set_mesh(mesh)`` with the axis in the mesh, it makes the global one, with
-    residuals stacked on their first axis. See :func:`gradcomp.state_specs`.
+    ``jax.set_mesh(mesh)``, it makes the global one: see :func:`gradcomp.state_specs`.
 
   Raises:
-    ValueError: ``exchange`` or ``feedback`` is unknown; the codec or the axes do not
-      allow the exchange; or ``min_leaf_size``, ``message_bytes``, ``key`` or
-      ``dither`` is bad. In
+    ValueError: an option is bad, or the codec or the axes do not allow the exchange. In
       ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
       gradients are already reduced; residuals have other shapes than it needs; or
-      another process of the run has other options. In both, parameters are sharded over
-      an axis that is averaged over, as far as their types, their placement or the
-      residuals show it.
+      another process of the run has other options. In both, parameters are visibly
+      sharded over an axis that is averaged over.
     TypeError: ``codec`` is not one; in ``update``, a gradient leaf is neither real nor
       complex floating point, or ``jax.grad`` differentiates through it.
 
@@ -106,7 +107,7 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
     as_exchange(exchange),
     as_feedback(feedback, codec),
     optional_size("min_leaf_size", "elements", min_leaf_size),
-    optional_size("message_bytes", "bytes", message_bytes),
+    as_message_bytes(message_bytes),
     key,
     dither,
   )
@@ -114,7 +115,6 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
   def update_fn(
     updates: Any, state: CompressState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, CompressState]:
-    del extra_args
     updates = not_differentiated(updates)
     across = parts.across(updates, state, params)
 
@@ -129,4 +129,5 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
     unreduced = not parts.exchange.sends
     return per_device(step, updates, state, across.axes, keeps_addends=unreduced)
 
-  return on_real_pairs(parts.init, update_fn)
+  unsent = not parts.exchange.sends
+  return on_real_pairs(parts.init, update_fn, axis_name, keeps_rows=unsent)

@@ -43,12 +43,12 @@ class CodecSpeed:
   ) -> "CodecSpeed":
     """Measures a codec on the first device of this process, in less than 5 s.
 
-    One leaf, a matrix of normal numbers, is encoded and decoded. All cores of a CPU
-    work for it: see :meth:`times` for processes that share them.
+    All cores of a CPU work for it: see :meth:`times` for processes that share them.
 
     Args:
       codec: the codec.
-      elements: the elements of the leaf, rounded up to a whole matrix.
+      elements: of a matrix of normal numbers, which is encoded, rounded up to whole
+        rows.
       repeats: the number of times, for a median.
 
     Returns:
@@ -57,7 +57,7 @@ class CodecSpeed:
     Raises:
       ValueError: a number is below 1.
     """
-    from gradcomp._src.cost.measure_codec import measured_speed
+    from gradcomp._src.cost.measure import measured_speed
 
     return measured_speed(codec, elements, repeats)
 

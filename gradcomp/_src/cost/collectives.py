@@ -1,16 +1,16 @@
 """The seconds of collectives of workers with equal links."""
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 from gradcomp._src.cost.link import Link
-from gradcomp._src.cost.rules import at_least_0, count, instance_of
+from gradcomp._src.cost.rules import at_least_0, count, instance_of, one_of
 
-Algorithm = Literal["ring", "recursive"]
+Way = Literal["ring", "recursive"]
 
 
 def all_gather_seconds(
-  nbytes: float, workers: int, link: Link, *, algorithm: Algorithm = "ring"
+  nbytes: float, workers: int, link: Link, *, algorithm: Way = "ring"
 ) -> float:
   """Returns the seconds in which p workers get the ``nbytes`` of each.
 
@@ -23,9 +23,6 @@ def all_gather_seconds(
     link: the link of each worker.
     algorithm: ``"ring"``, or ``"recursive"``, which needs a power of two workers.
 
-  Returns:
-    The seconds.
-
   Raises:
     ValueError: ``nbytes`` is below 0, p below 1, or the algorithm does not fit p.
   """
@@ -34,7 +31,7 @@ def all_gather_seconds(
 
 
 def all_to_all_seconds(
-  nbytes: float, workers: int, link: Link, *, algorithm: Algorithm = "ring"
+  nbytes: float, workers: int, link: Link, *, algorithm: Way = "ring"
 ) -> float:
   """Returns the seconds in which each of p workers sends a p-th of its bytes to each.
 
@@ -42,13 +39,7 @@ def all_to_all_seconds(
   recursive one has ``lg(p)`` latencies.
 
   Args:
-    nbytes: the bytes that each worker puts in.
-    workers: p.
-    link: the link of each worker.
-    algorithm: as in :func:`all_gather_seconds`.
-
-  Returns:
-    The seconds.
+    nbytes, workers, link, algorithm: as for :func:`all_gather_seconds`.
 
   Raises:
     ValueError: as for :func:`all_gather_seconds`.
@@ -58,26 +49,16 @@ def all_to_all_seconds(
 
 
 def reduce_scatter_seconds(
-  nbytes: float,
-  workers: int,
-  link: Link,
-  *,
-  add: float = 0.0,
-  algorithm: Algorithm = "ring",
+  nbytes: float, workers: int, link: Link, *, add: float = 0.0, algorithm: Way = "ring"
 ) -> float:
   """Returns the seconds in which each of p workers gets the sum of a p-th of the bytes.
 
   These are those of :func:`all_to_all_seconds`, and ``(p-1)/p add``.
 
   Args:
-    nbytes: the bytes that each worker puts in.
-    workers: p.
-    link: the link of each worker.
+    nbytes, workers, link: as for :func:`all_gather_seconds`.
     add: the seconds in which a worker adds two arrays of ``nbytes``.
-    algorithm: as in :func:`all_gather_seconds`.
-
-  Returns:
-    The seconds.
+    algorithm: as for :func:`all_gather_seconds`.
 
   Raises:
     ValueError: ``add`` is below 0, or as for :func:`all_gather_seconds`.
@@ -88,12 +69,7 @@ def reduce_scatter_seconds(
 
 
 def all_reduce_seconds(
-  nbytes: float,
-  workers: int,
-  link: Link,
-  *,
-  add: float = 0.0,
-  algorithm: Algorithm = "ring",
+  nbytes: float, workers: int, link: Link, *, add: float = 0.0, algorithm: Way = "ring"
 ) -> float:
   """Returns the seconds in which p workers get the sum of all their bytes.
 
@@ -101,17 +77,10 @@ def all_reduce_seconds(
   (p-1)/p add``, or ``2 lg(p)`` latencies.
 
   Args:
-    nbytes: the bytes that each worker puts in.
-    workers: p.
-    link: the link of each worker.
-    add: the seconds in which a worker adds two arrays of ``nbytes``.
-    algorithm: as in :func:`all_gather_seconds`.
-
-  Returns:
-    The seconds.
+    nbytes, workers, link, add, algorithm: as for :func:`reduce_scatter_seconds`.
 
   Raises:
-    ValueError: ``add`` is below 0, or as for :func:`all_gather_seconds`.
+    ValueError: as for :func:`reduce_scatter_seconds`.
   """
   rounds, seconds = _start("all_reduce", nbytes, workers, link, algorithm)
   share = (workers - 1) / workers
@@ -128,12 +97,8 @@ def ppermute_seconds(
 
   Args:
     nbytes: the bytes of a message.
-    workers: p.
-    link: the link of each worker.
+    workers, link: as for :func:`all_gather_seconds`.
     messages: the number of messages.
-
-  Returns:
-    The seconds.
 
   Raises:
     ValueError: ``nbytes`` or ``messages`` is below 0, or p below 1.
@@ -151,11 +116,7 @@ def tree_seconds(nbytes: float, workers: float, link: Link) -> float:
 
   Args:
     nbytes: the bytes that a worker sends to another one.
-    workers: p.
-    link: the link of each worker.
-
-  Returns:
-    The seconds.
+    workers, link: as for :func:`all_gather_seconds`.
 
   Raises:
     ValueError: ``nbytes`` is below 0, or p below 1.
@@ -168,18 +129,12 @@ def tree_seconds(nbytes: float, workers: float, link: Link) -> float:
 
 
 def _start(
-  collective: str, nbytes: float, workers: int, link: Link, algorithm: Algorithm
+  collective: str, nbytes: float, workers: int, link: Link, algorithm: Way
 ) -> tuple[int, float]:
-  """Returns the number of messages in a row, and the seconds of the bytes.
-
-  An all-reduce sends twice as many messages.
-  """
+  """Returns the number of messages in a row, and the seconds of the bytes."""
   workers = count("workers", workers)
   instance_of("link", Link, link)
-  if algorithm not in get_args(Algorithm):
-    raise ValueError(
-      f"`algorithm` must be one of {get_args(Algorithm)}, got {algorithm!r}."
-    )
+  one_of("algorithm", Way, algorithm)
   rounds = workers - 1
   if algorithm == "recursive":
     rounds = workers.bit_length() - 1

@@ -4,14 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from gradcomp._src.cost import collectives as rings
 from gradcomp._src.cost.cluster import Cluster, CodecSpeed
-from gradcomp._src.cost.collectives import (
-  all_gather_seconds,
-  all_reduce_seconds,
-  all_to_all_seconds,
-  ppermute_seconds,
-)
-from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.rules import at_least_0, instance_of
 from gradcomp._src.report.collectives import SHARE_SENT, Collective
 
@@ -65,9 +59,8 @@ def exchange_seconds(
 ) -> Breakdown:
   """Predicts the seconds from the gradients to their means.
 
-  Collectives and bytes are those that :func:`gradcomp.explain` reads from a trace. Each
-  collective takes the seconds of its ring; see :class:`Link`. A worker computes before
-  and after its collectives, not meanwhile.
+  Each collective takes the seconds of its ring; see :class:`Link`. A worker computes
+  before and after its collectives, not meanwhile.
 
   Args:
     explanation: the exchange, from :func:`gradcomp.explain`.
@@ -100,14 +93,12 @@ def exchange_seconds(
 def message_seconds(
   explanation: "Explanation", cluster: Cluster, speeds: Speeds
 ) -> tuple[Breakdown, ...]:
-  """Predicts the seconds of each message by itself; see :func:`exchange_seconds`.
+  """Predicts the seconds of each message by itself.
 
   A leaf that travels in several messages is encoded for the last one of them.
 
   Args:
-    explanation: the exchange, from :func:`gradcomp.explain`.
-    cluster: the workers, as many as in the explanation.
-    speeds: as for :func:`exchange_seconds`.
+    explanation, cluster, speeds: as for :func:`exchange_seconds`.
 
   Returns:
     The seconds of each part, one for each message.
@@ -118,15 +109,9 @@ def message_seconds(
   _check_workers(explanation, cluster)
   leaves, collectives = explanation.leaves, explanation.collectives
   numbers = {x.message for x in leaves} | {x.message for x in collectives}
-  return tuple(
-    _seconds(
-      [leaf for leaf in leaves if leaf.message == number],
-      [x for x in collectives if x.message == number],
-      cluster,
-      speeds,
-    )
-    for number in sorted(numbers)
-  )
+  of = lambda parts, number: [x for x in parts if x.message == number]
+  parts = ((of(leaves, number), of(collectives, number)) for number in sorted(numbers))
+  return tuple(_seconds(*both, cluster, speeds) for both in parts)
 
 
 def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
@@ -136,18 +121,13 @@ def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
     elements: the number of elements of the gradients.
     cluster: the workers.
 
-  Returns:
-    The seconds of each part.
-
   Raises:
     ValueError: ``elements`` is below 0.
   """
   instance_of("cluster", Cluster, cluster)
   elements = at_least_0("elements", elements)
-  workers, nbytes = cluster.workers, 4 * elements
-  seconds = all_reduce_seconds(
-    nbytes, workers, cluster.link, add=elements * cluster.add
-  )
+  workers, nbytes, add = cluster.workers, 4 * elements, elements * cluster.add
+  seconds = rings.all_reduce_seconds(nbytes, workers, cluster.link, add=add)
   sent = SHARE_SENT["all-reduce"](workers) * nbytes
   return Breakdown(wire=(("all_reduce", float(sent), seconds),))
 
@@ -179,33 +159,18 @@ def _seconds(
     add += size * (float(work.added) * speed.add + float(work.summed) * cluster.add)
   wire = []
   for x in collectives:
-    name, seconds = _COLLECTIVES[x.kind]
+    name, seconds_of = _COLLECTIVES[x.kind]
     link = cluster.link_within(x.span)
-    sent = float(x.times * x.exact_bytes_sent)
-    wire.append((name, sent, x.times * seconds(x, link, cluster.add)))
+    sums = {"add": cluster.add * x.elements} if x.kind == "all-reduce" else {}
+    seconds = seconds_of(x.bytes_in, x.workers, link, **sums)
+    wire.append((name, float(x.times * x.exact_bytes_sent), x.times * seconds))
   return Breakdown(encode=encode, wire=tuple(wire), add=add, decode=decode)
 
 
-_Seconds = Callable[[Collective, Link, float], float]
-
 # The names of links' factors, and the seconds, by the kinds of collectives.
-_COLLECTIVES: dict[str, tuple[str, _Seconds]] = {
-  "all-gather": (
-    "all_gather",
-    lambda x, link, _: all_gather_seconds(x.bytes_in, x.workers, link),
-  ),
-  "all-reduce": (
-    "all_reduce",
-    lambda x, link, add: all_reduce_seconds(
-      x.bytes_in, x.workers, link, add=add * x.elements
-    ),
-  ),
-  "all-to-all": (
-    "all_to_all",
-    lambda x, link, _: all_to_all_seconds(x.bytes_in, x.workers, link),
-  ),
-  "collective-permute": (
-    "ppermute",
-    lambda x, link, _: ppermute_seconds(x.bytes_in, x.workers, link),
-  ),
+_COLLECTIVES: dict[str, tuple[str, Callable[..., float]]] = {
+  "all-gather": ("all_gather", rings.all_gather_seconds),
+  "all-reduce": ("all_reduce", rings.all_reduce_seconds),
+  "all-to-all": ("all_to_all", rings.all_to_all_seconds),
+  "collective-permute": ("ppermute", rings.ppermute_seconds),
 }

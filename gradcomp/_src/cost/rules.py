@@ -6,29 +6,20 @@ import math
 import operator
 import os
 import pathlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, get_args
 
 _Kind = TypeVar("_Kind")
-
-AT_LEAST_0 = "a finite number of 0 or more"
-ABOVE_0 = "a finite number above 0"
 
 
 def at_least_0(name: str, value: Any) -> float:
   """Returns a finite float of 0 or more; raises ValueError for other values."""
-  number = _number(name, AT_LEAST_0, value)
-  if number < 0:
-    raise ValueError(f"`{name}` must be {AT_LEAST_0}, got {value!r}.")
-  return number
+  return _number(name, "a finite number of 0 or more", value, operator.lt)
 
 
 def above_0(name: str, value: Any) -> float:
   """Returns a finite float above 0; raises ValueError for other values."""
-  number = _number(name, ABOVE_0, value)
-  if number <= 0:
-    raise ValueError(f"`{name}` must be {ABOVE_0}, got {value!r}.")
-  return number
+  return _number(name, "a finite number above 0", value, operator.le)
 
 
 def count(name: str, value: Any) -> int:
@@ -43,6 +34,12 @@ def count(name: str, value: Any) -> int:
   return number
 
 
+def one_of(name: str, choices: Any, value: Any) -> None:
+  """Raises ValueError for values that a Literal does not have."""
+  if value not in get_args(choices):
+    raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")
+
+
 def instance_of(name: str, kind: type[_Kind], value: Any) -> _Kind:
   """Returns an instance of a class; raises TypeError for other values."""
   if not isinstance(value, kind):
@@ -52,10 +49,8 @@ def instance_of(name: str, kind: type[_Kind], value: Any) -> _Kind:
 
 @contextlib.contextmanager
 def made_from(path: str | os.PathLike[str], writer: str) -> Iterator[Any]:
-  """Yields the JSON in a file; raises ValueError if no object can be made of it.
-
-  ``writer`` names the method that writes such files.
-  """
+  """Yields the JSON in a file; raises ValueError if no object can be made of it."""
+  # `writer` names the method that writes such files.
   try:
     yield json.loads(pathlib.Path(path).read_bytes())
   except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -65,13 +60,17 @@ def made_from(path: str | os.PathLike[str], writer: str) -> Iterator[Any]:
     ) from error
 
 
-def _number(name: str, rule: str, value: Any) -> float:
+def _number(
+  name: str, rule: str, value: Any, refuses: Callable[[float, float], bool]
+) -> float:
   try:
     if isinstance(value, bool | str):
       raise TypeError
     number = float(value)
+    if not math.isfinite(number):
+      raise OverflowError
+    if refuses(number, 0.0):
+      raise OverflowError
   except (TypeError, ValueError, OverflowError):
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.") from None
-  if not math.isfinite(number):
-    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
   return number

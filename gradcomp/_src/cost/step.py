@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from gradcomp._src.cost.cluster import Cluster
@@ -17,6 +17,8 @@ from gradcomp._src.cost.rules import at_least_0
 
 if TYPE_CHECKING:  # at run time this would import JAX
   from gradcomp._src.report.explain import Explanation
+
+Explanations = Sequence["Explanation"]
 
 
 def step_seconds(
@@ -77,12 +79,10 @@ def crossover_rate(
 
   The seconds of both are ``a + b / rate``. With no latencies, and no factors of the
   link, the rate is the bytes that the exchange saves, over the seconds of its codec.
-  The rate of the link does not matter.
 
   Args:
-    explanation: the exchange, from :func:`gradcomp.explain`.
-    cluster: the workers, as many as in the explanation.
-    speeds: as for :func:`exchange_seconds`.
+    explanation, cluster, speeds: as for :func:`exchange_seconds`. The rate of the link
+      does not matter.
 
   Returns:
     The rate; infinity if the exchange wins at high rates, too, and 0 if it wins at no
@@ -91,12 +91,14 @@ def crossover_rate(
   Raises:
     ValueError: as for :func:`exchange_seconds`.
   """
+  return rate_without_gain(lambda at: _gain(explanation, at, speeds), cluster)
+
+
+def rate_without_gain(gain: Callable[[Cluster], float], cluster: Cluster) -> float:
+  """Returns the rate of ``cluster.link`` at which a gain in seconds is 0."""
   link = cluster.link
   faster = dataclasses.replace(link, bytes_per_second=2 * link.bytes_per_second)
-  gains = []
-  for each in (link, faster):
-    at = dataclasses.replace(cluster, link=each)
-    gains.append(_gain(explanation, at, speeds))
+  gains = [gain(dataclasses.replace(cluster, link=each)) for each in (link, faster)]
   by_rate = 2 * (gains[0] - gains[1])  # what doubling the rate halves
   fixed = gains[0] - by_rate
   if fixed > 0 or fixed == 0 < by_rate:
@@ -105,7 +107,7 @@ def crossover_rate(
 
 
 def crossover_workers(
-  explanations: Sequence["Explanation"], cluster: Cluster, speeds: Speeds
+  explanations: Explanations, cluster: Cluster, speeds: Speeds
 ) -> int | None:
   """Returns the least number of workers for which a plain mean is as fast, or faster.
 
@@ -124,10 +126,7 @@ def crossover_workers(
 
 
 def strong_scaling(
-  compute: float,
-  explanations: Sequence["Explanation"],
-  cluster: Cluster,
-  speeds: Speeds,
+  compute: float, explanations: Explanations, cluster: Cluster, speeds: Speeds
 ) -> tuple[float, ...]:
   """Predicts steps with one batch, divided over several numbers of workers.
 
@@ -136,8 +135,7 @@ def strong_scaling(
   Args:
     compute: the seconds that one worker takes for the whole batch.
     explanations: the exchange with each number of workers N.
-    cluster: the links; its number of workers does not matter.
-    speeds: as for :func:`exchange_seconds`.
+    cluster, speeds: as for :func:`crossover_workers`.
 
   Returns:
     The seconds of a step, for each explanation.
@@ -151,10 +149,7 @@ def strong_scaling(
 
 
 def weak_scaling(
-  compute: float,
-  explanations: Sequence["Explanation"],
-  cluster: Cluster,
-  speeds: Speeds,
+  compute: float, explanations: Explanations, cluster: Cluster, speeds: Speeds
 ) -> tuple[float, ...]:
   """Predicts steps with a batch a worker, for several numbers of workers.
 
@@ -162,9 +157,7 @@ def weak_scaling(
 
   Args:
     compute: the seconds that a worker takes for its part of the batch.
-    explanations: the exchange with each number of workers N.
-    cluster: the links; its number of workers does not matter.
-    speeds: as for :func:`exchange_seconds`.
+    explanations, cluster, speeds: as for :func:`strong_scaling`.
 
   Returns:
     The seconds of a step, for each explanation.
@@ -177,10 +170,7 @@ def weak_scaling(
 
 
 def _costs(
-  compute: float,
-  explanations: Sequence["Explanation"],
-  cluster: Cluster,
-  speeds: Speeds,
+  compute: float, explanations: Explanations, cluster: Cluster, speeds: Speeds
 ) -> list[float]:
   at_least_0("compute", compute)
   return [exchange_seconds(x, _sized(cluster, x), speeds).total for x in explanations]

@@ -58,15 +58,7 @@ _SHORT_FORMS: dict[str, Callable[[], Any]] = {
 
 
 def as_exchange(given: Any) -> Auto | Exchange:
-  """Returns the exchange of a short form, or the exchange itself.
-
-  Raises:
-    ValueError: ``given`` is neither an exchange nor a short form.
-
-  Example:
-    >>> as_exchange("two_shot")
-    TwoShot(feedback=True)
-  """
+  """Returns the exchange of a short form, or an exchange itself; else ValueError."""
   if isinstance(given, str) and given in _SHORT_FORMS:
     return _SHORT_FORMS[given]()
   if not isinstance(given, type) and isinstance(given, Auto | Exchange):
@@ -106,15 +98,13 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
   2. ``psum``, if the backend can add the numbers. If they are codes, and owners send
      fewer bytes because they pack the sums, it is ``two_shot``.
   3. ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes. It is picked
-     for up to two workers, where the bytes are equal, and for tiny messages. It is
-     picked for sparse codecs, too, as long as it sends less than a plain mean: owners
-     would drop entries that other workers chose. And it is picked for codecs that do
-     not let owners add.
-  4. ``two_shot``. A worker sends ``2 (N-1)/N c`` bytes, whatever N is, and the mean is
-     encoded a second time.
+     for up to two workers, where the bytes are equal, for tiny messages, and for codecs
+     that do not let owners add. It is picked for sparse codecs, too, as long as it
+     sends less than a plain mean: owners would drop entries that other workers chose.
+  4. ``two_shot``. A worker sends ``2 (N-1)/N c`` bytes, and the mean is encoded twice.
 
-  ``Auto()`` never picks two of the exchanges. ``ring`` sends as much as ``two_shot``
-  and encodes N times. ``hierarchical`` needs to know which links are fast.
+  ``ring`` and ``hierarchical`` are never picked. The first sends as much as
+  ``two_shot`` and encodes N times; the other needs to know which links are fast.
 
   Args:
     exchange: ``Auto()``, or an exchange.
@@ -128,24 +118,20 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
     return Choice(exchange, "asked for")
   coded = [codec.facts for codec in layout.codecs if not codec.facts.plain]
   if not coded:
-    return Choice(
-      AllReduce(), "all that is sent is plain float32, which is added as it is"
-    )
+    reason = "all that is sent is plain float32, which is added as it is"
+    return Choice(AllReduce(), reason)
   if not any("reduced" in facts.refusals for facts in coded):
     if not all(facts.exact for facts in coded):
-      return Choice(
-        AllReduce(), "all workers send the same elements, whose values are added"
-      )
+      reason = "all workers send the same elements, whose values are added"
+      return Choice(AllReduce(), reason)
     pairs = zip(layout.codecs, layout.rows, strict=True)
     if all(codec.sums.reduces_shorter(rows, workers) for codec, rows in pairs):
       return Choice(AllReduce(), "sums of codes are exact, and integers send less")
-    return Choice(
-      TwoShot(feedback=exchange.feedback),
-      "sums of codes are exact, and packed they send less",
-    )
-  if any(facts.drops for facts in coded):
-    if workers * layout.nbytes < 8 * layout.elements:
-      return Choice(AllGather(), "it adds up what all workers chose, in one encoding")
+    reason = "sums of codes are exact, and packed they send less"
+    return Choice(TwoShot(feedback=exchange.feedback), reason)
+  few = workers * layout.nbytes < 8 * layout.elements
+  if few and any(facts.drops for facts in coded):
+    return Choice(AllGather(), "it adds up what all workers chose, in one encoding")
   return reencoding(exchange, layout, workers)
 
 

@@ -2,12 +2,10 @@
 
 Messages are 32-bit words or whole bytes, because XLA widens narrower floats and
 integers of less than a byte on the way. In each exchange, one collective completes the
-mean. Its name holds the number of elements of that mean, from which
-:func:`gradcomp.wire_report` computes the bytes of a plain mean. All other collectives
-are named stages. Under Auto axes each device sends a part of the words: see
-:func:`spread`.
+mean, and its name holds the number of its elements. All others are named stages.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from gradcomp._src.exchange.permutations import rounds
 from gradcomp._src.floats.dtypes import is_narrow, widened
+from gradcomp._src.mesh import study, types
 from gradcomp._src.mesh.axes import AxisName, automatic_axes
-from gradcomp._src.mesh.study import Parts, note
-from gradcomp._src.mesh.types import is_typed
+
+Pairs = Sequence[tuple[int, int]]  # of workers: from whom to whom
+Members = Sequence[Sequence[int]]  # the workers of each group
 
 
 def devices(axis_name: AxisName) -> int:
@@ -35,39 +34,38 @@ def spread(
   axis_name: AxisName,
   name: str,
   *,
-  ndim: int | None = None,
+  axis: int = -1,
+  to: int | None = None,
 ) -> jax.Array:
-  """Runs a collective in which each device sends a part of the last axis.
+  """Runs a collective in which each device sends a part of an array axis.
 
-  ``function`` treats all places of the last axis of ``words``, ``[..., M]``, equally.
-  Zeros fill M up to a multiple of the number of devices; every device sends a scalar.
-  XLA's own transfers between devices do not get the name. The result has ``ndim`` axes,
-  of which the last is again M; by default those of ``words``.
+  ``function`` treats all places of the axis ``axis`` of ``words`` equally. In its
+  result they are on the axis ``to``, by default the same. Every device sends a scalar.
+  XLA's own transfers between devices do not get the name.
   """
   axes = automatic_axes(axis_name)
   named = jax.named_scope(name)(function)
   if not axes or not words.ndim:
     return named(words)
-  length = words.shape[-1]
+  axis %= words.ndim
+  to = axis if to is None else to
+  length = words.shape[axis]
   filling = -length % math.prod(axes.values())
   # The constraint keeps the words whole outside of the map. Without it, XLA would shard
   # the operands of the words, and the arrays that are computed from them. That takes
   # many small messages, and whole leaves would come out sharded.
   words = jax.lax.with_sharding_constraint(words, PartitionSpec())
-  padded = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, filling)])
-
-  def cut(ndim: int) -> PartitionSpec:
-    return PartitionSpec(*[None] * (ndim - 1), tuple(axes))
-
+  padded = jnp.pad(words, [(0, filling * (i == axis)) for i in range(words.ndim)])
+  cut = lambda axis: PartitionSpec(*[None] * axis, tuple(axes))
   mapped = jax.shard_map(
     named,
-    in_specs=cut(words.ndim),
-    out_specs=cut(words.ndim if ndim is None else ndim),
+    in_specs=cut(axis),
+    out_specs=cut(to),
     axis_names=set(axes),
-    check_vma=is_typed(axis_name),
+    check_vma=types.is_typed(axis_name),
   )
   whole = jax.lax.with_sharding_constraint(mapped(padded), PartitionSpec())
-  return whole[..., :length]
+  return lax.slice_in_dim(whole, 0, length, axis=to)
 
 
 class Workers(NamedTuple):
@@ -82,10 +80,7 @@ STAGE = "gradcomp_stage"  # the name of every other collective
 
 
 def final_stage(elements: int, workers: Workers) -> str:
-  """Returns the name of the collective that completes a mean of ``elements`` elements.
-
-  The name holds the number of elements in one device's shard, and of workers.
-  """
+  """Names the collective that completes a mean, by the elements of a device's shard."""
   elements = -(-elements // devices(workers.axis_name))
   return f"gradcomp_mean_{elements}_over_{workers.size}"
 
@@ -110,12 +105,24 @@ def psum(tree: Any, axis_name: AxisName) -> Any:
   return lax.psum(tree, axis_name)
 
 
+def named(
+  reduce: Callable[[Any, AxisName], Any],
+  arrays: Sequence[jax.Array],
+  axis_name: AxisName,
+  name: str,
+) -> list[jax.Array]:
+  """Reduces arrays in collectives: one has the name, and others are stages."""
+  # JAX makes a collective of each array, which XLA combines as it likes.
+  result = []
+  for number, array in enumerate(arrays):
+    with jax.named_scope(STAGE if number else name):
+      result += reduce([array], axis_name)
+  return result
+
+
 def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
   """Returns the maximum over the workers, of bytes or ``float32`` of zero or more."""
-
-  def maximum(x: jax.Array) -> jax.Array:
-    return lax.pmax(x, axis_name)
-
+  maximum = lambda x: lax.pmax(x, axis_name)
   if x.dtype == jnp.uint8:
     return spread(maximum, x, axis_name, STAGE)
   # Such floats have the order of their bit patterns, with NaN as the largest. A maximum
@@ -125,34 +132,30 @@ def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
   return lax.bitcast_convert_type(top, jnp.float32)
 
 
-def totals(
-  arrays: Sequence[jax.Array], axis_name: AxisName, name: str
-) -> list[jax.Array]:
+def totals(own: Sequence[jax.Array], axis_name: AxisName, name: str) -> list[jax.Array]:
   """Returns the sum of each array over the workers, in collectives of this name."""
   if devices(axis_name) == 1:
     with jax.named_scope(name):
-      return psum(arrays, axis_name)  # in one message
-  return [spread(lambda x: psum(x, axis_name), x, axis_name, name) for x in arrays]
+      return psum(own, axis_name)  # in one message
+  return [spread(lambda x: psum(x, axis_name), x, axis_name, name) for x in own]
 
 
-def gather(message: jax.Array, axis_name: AxisName, name: str) -> jax.Array:
-  """Gathers each worker's message at every worker: ``[M]`` to ``[N, M]``.
+def gather(
+  message: jax.Array, axis_name: AxisName, name: str, *, axis: int = 0
+) -> jax.Array:
+  """Gathers each worker's message at every worker: ``[M, ...]`` to ``[N, M, ...]``.
 
-  If types are tracked, the result is typed as equal on all workers.
+  Devices that share the work of a worker cut the message along ``axis``.
   """
-
-  def every(message: jax.Array) -> jax.Array:
-    if is_typed(axis_name):
-      return lax.all_gather(message, axis_name, to="invarying")
-    return lax.all_gather(message, axis_name)
-
-  return spread(every, message, axis_name, name, ndim=message.ndim + 1)
+  given: Any = {"to": "invarying"} if types.is_typed(axis_name) else {}
+  every = lambda message: lax.all_gather(message, axis_name, **given)
+  return spread(every, message, axis_name, name, axis=axis, to=axis + 1)
 
 
 def scatter(
   lines: jax.Array, axis_name: AxisName, elements: int | None = None
 ) -> jax.Array:
-  """Sends line d of ``[N, M]`` to worker d; line s of the result is from worker s.
+  """Sends line d of ``[N, M, ...]`` to worker d; line s received is from worker s.
 
   ``elements`` is the number of ``float32`` that all lines replace, a multiple of N;
   None if they are a stage of a mean.
@@ -163,16 +166,13 @@ def scatter(
     # these rounds take 1.3 times.
     sent = None if elements is None else elements // count * (count - 1)
     return scatter_within(lines, axis_name, [range(count)], sent)
-
   # A zero of each worker's own: where jax.vmap knows that lines are equal on all
   # workers, its rule for this collective returns an array of a wrong shape.
   lines = lines + (0 * lax.axis_index(axis_name)).astype(lines.dtype)
 
-  def exchange(lines: jax.Array) -> jax.Array:
-    return lax.all_to_all(lines, axis_name, 0, 0, tiled=True)
-
+  exchange = lambda lines: lax.all_to_all(lines, axis_name, 0, 0, tiled=True)
   name = STAGE if elements is None else as_floats(elements, axis_name)
-  return spread(exchange, lines, axis_name, name)
+  return spread(exchange, lines, axis_name, name, axis=1)
 
 
 def _over_gloo() -> bool:
@@ -180,15 +180,9 @@ def _over_gloo() -> bool:
 
 
 def scatter_within(
-  lines: jax.Array,
-  axis_name: AxisName,
-  members: Sequence[Sequence[int]],
-  elements: int | None = None,
+  lines: jax.Array, axis_name: AxisName, members: Members, elements: int | None = None
 ) -> jax.Array:
-  """Sends line k of ``[K, M]`` to member k of the worker's group: see :func:`scatter`.
-
-  ``members`` are the workers of each group, K a group. Every worker is in one group.
-  """
+  """Sends line k of ``[K, M, ...]`` to member k of a worker's group, as `scatter`."""
   # By permutations, because jax.vmap has no rule for grouped collectives.
   place = {worker: i for group in members for i, worker in enumerate(group)}
   own = jnp.array([place[i] for i in range(len(place))])[lax.axis_index(axis_name)]
@@ -202,34 +196,76 @@ def scatter_within(
     source = [to.index(i) for i in range(len(to))]
     came = [part[i] for i in source]
     pairs = [(group[i], group[j]) for group in members for i, j in enumerate(to)]
-    piece = lax.dynamic_slice(lines, (mine(to), mine(part) * last), (1, width))
+    line = lax.dynamic_index_in_dim(lines, mine(to), keepdims=False)
+    piece = lax.dynamic_slice_in_dim(line, mine(part) * last, width)
     name = whole if number == len(schedule) else STAGE
     piece = permute(piece, axis_name, pairs, name)
-    at = (mine(source), mine(came) * last)
-    received = lax.dynamic_update_slice(received, piece, at)
+    at: Any = (mine(source), mine(came) * last, *[0] * (lines.ndim - 2))
+    received = lax.dynamic_update_slice(received, piece[None], at)
   return received
 
 
 def pass_on(message: jax.Array, axis_name: AxisName, count: int) -> jax.Array:
-  """Sends each worker's message to the next worker in the ring."""
-  ring = [(i, (i + 1) % count) for i in range(count)]
-  return permute(message, axis_name, ring)
+  """Sends each worker's line, ``[M, ...]``, to the next worker in the ring."""
+  return permute(message, axis_name, [(i, (i + 1) % count) for i in range(count)])
 
 
 def permute(
-  message: jax.Array,
-  axis_name: AxisName,
-  pairs: Sequence[tuple[int, int]],
-  name: str = STAGE,
+  message: jax.Array, axis_name: AxisName, pairs: Pairs, name: str = STAGE
 ) -> jax.Array:
-  """Sends each worker's message along pairs of workers; without a sender zeros come."""
-
-  def move(message: jax.Array) -> jax.Array:
-    return lax.ppermute(message, axis_name, pairs)
-
-  return spread(move, message, axis_name, name)
+  """Sends each worker's line along pairs of workers; without a sender zeros come."""
+  move = lambda message: lax.ppermute(message, axis_name, pairs)
+  return spread(move, message, axis_name, name, axis=0)
 
 
 def note_parts(arrays: Sequence[jax.Array]) -> None:
   """Notes the sizes of the arrays in the next message."""
-  note(Parts(tuple(jnp.size(x) for x in arrays)))
+  study.note(study.Parts(tuple(jnp.size(x) for x in arrays)))
+
+
+class Permutation(NamedTuple):
+  """The receiver and the part of each of N workers in a round."""
+
+  to: tuple[int, ...]  # the receiver of each worker; no two have the same
+  part: tuple[int, ...]  # of the receiver's line that each worker sends
+
+
+def rounds(size: int) -> tuple[int, list[Permutation]]:
+  """Returns the number of parts of a line, and the rounds that send all lines.
+
+  Two workers that send to each other share a connection, which gloo uses in turns. So a
+  round is made of cycles, and no cycle has two workers, unless the size is 2 or a
+  multiple of 4.
+
+  In the round of distance d, worker i sends to ``i + d``. Only half the size is a
+  distance of pairs. If it is odd, two rounds mix it with the distance that is two less:
+  one worker out of two takes either. Four workers take all six cycles, and send half a
+  line in each, because no three cycles have all pairs.
+  """
+  if size == 4:
+    ways = [_around((0, *rest)) for rest in itertools.permutations((1, 2, 3))]
+    return 2, _numbered(ways)
+  half = size // 2
+  distances = [(d, d) for d in range(1, size)]
+  if size % 4 == 2 and size > 2:
+    distances[half - 3] = (half - 2, half)
+    distances[half - 1] = (half, half - 2)
+  ways = [tuple((i + x[i % 2]) % size for i in range(size)) for x in distances]
+  return 1, _numbered(ways)
+
+
+def _around(order: Sequence[int]) -> tuple[int, ...]:
+  """Returns the next worker of each worker in a cycle."""
+  places = sorted(range(len(order)), key=order.__getitem__)
+  return tuple(order[(place + 1) % len(order)] for place in places)
+
+
+def _numbered(ways: Sequence[tuple[int, ...]]) -> list[Permutation]:
+  """Numbers the parts that each worker sends to one receiver."""
+  sent: dict[tuple[int, int], int] = {}
+  result = []
+  for to in ways:
+    pairs = list(enumerate(to))
+    result.append(Permutation(to, tuple(sent.get(pair, 0) for pair in pairs)))
+    sent |= {pair: sent.get(pair, 0) + 1 for pair in pairs}
+  return result

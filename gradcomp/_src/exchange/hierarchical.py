@@ -12,24 +12,10 @@ import jax.numpy as jnp
 from gradcomp._src.bibliography import HAN_2021, Citation
 from gradcomp._src.checks import flag, static_integer
 from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
-from gradcomp._src.exchange.collectives import (
-  STAGE,
-  Workers,
-  final_stage,
-  gather,
-  scatter,
-  scatter_within,
-)
+from gradcomp._src.exchange import collectives, lines, shares
+from gradcomp._src.exchange.collectives import STAGE, Workers
+from gradcomp._src.exchange.in_turn import in_turn
 from gradcomp._src.exchange.protocol import Outgoing, Received, Work
-from gradcomp._src.exchange.shares import (
-  finish_shares,
-  join,
-  owned_loss,
-  owned_total,
-  place,
-  split,
-  stacked,
-)
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.study import Parts, note
 
@@ -47,22 +33,18 @@ class Hierarchical:
   There are H groups of C workers. Worker (h, c) has place c in group h, and owns one
   share.
 
-  1. Inside its group, worker (h, c) adds the shares that the workers ``(*, c)`` own. It
-     adds float32 tiles, or numbers of a codec that adds in its own format, in the order
-     of the workers. This is a reduce-scatter made of an all_to_all, because no backend
-     documents the order in which its own reduce-scatter adds.
-  2. The worker encodes these sums of its group, and sends each to the owner of the
-     share, one of the workers ``(*, c)``. The owner adds the received sums.
-  3. The owners encode the means and send them to all.
-
-  The worker that encodes a sum of its group keeps the rounding error in its residual.
-  The groups round these sums by random bits that they share, as workers do in other
-  exchanges, and owners round means to nearest: see :class:`TwoShot`.
+  1. Inside its group, worker (h, c) adds the shares that the workers ``(*, c)`` own, as
+     float32 tiles, or as numbers of a codec that adds in its own format, in the order
+     of the workers. An all_to_all sends them, because no backend documents the order in
+     which its own reduce-scatter adds.
+  2. The worker encodes these sums of its group, by random bits that the groups share,
+     and sends each to the owner of the share, one of the workers ``(*, c)``. Its
+     residual keeps the rounding error. The owner adds the received sums.
+  3. The owners encode the means and send them to all, as in :class:`TwoShot`.
 
   Attributes:
     group_size: the number of consecutive workers of one axis in a group. With None
-      there are two axes, ``("host", "chip")``, and a group is the workers along the
-      second one.
+      there are two axes, ``("host", "chip")``, and groups lie along the second one.
     feedback: the same as in :class:`TwoShot`.
 
   References:
@@ -109,26 +91,23 @@ class Hierarchical:
   def run(self, own: Outgoing, workers: Workers) -> Received:
     groups = self.groups(workers)
     inside = _reduce_inside(own, groups)
-    lines = [x.rows.reshape(groups.number, -1, x.rows.shape[1]) for x in inside]
-    message = groups.exchange(join(lines, groups.number), inside=False)
-    rows = split(message, [x.shape[1:] for x in lines])
+    parts = [x.rows.reshape(groups.number, -1, x.rows.shape[1]) for x in inside]
+    received = groups.exchange(lines.join(parts), inside=False)
+    rows = lines.split(received, [x.shape[1:] for x in parts])
     scales = [workers.scale * x.scale for x in inside]
-    between = finish_shares(own, rows, scales, workers)
-    message = join([x.rows for x in between], 1)[0]
-    gathered = groups.gather(message, final_stage(own.layout.elements, workers))
-    shapes = [x.rows.shape for x in between]
+    between = shares.finish_shares(own, rows, scales, workers)
+    rows = in_turn([x.rows[None] for x in between], own.before)
+    name = collectives.final_stage(own.layout.completed, workers)
+    gathered = groups.gather(lines.join(rows)[0], name)
     lost = [_lost(*pair, groups) for pair in zip(inside, between, strict=True)]
-    return owned_total(own, between, lost, split(gathered, shapes), workers)
+    rows = lines.split(gathered, [x.rows.shape for x in between])
+    return shares.owned_total(own, between, lost, rows, workers)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     count = math.prod(sizes)
     size = sizes[-1] if self.group_size is None else self.group_size
-    return Work(
-      encoded=Fraction(1, size) + Fraction(1, count),
-      decoded=Fraction(1),
-      added=Fraction(1, size),
-      summed=Fraction(size - 1, size),
-    )
+    part, whole = Fraction(1, size), Fraction(1)
+    return Work(part + Fraction(1, count), whole, added=part, summed=whole - part)
 
   def groups(self, workers: Workers) -> "Groups":
     """Returns the groups; ValueError if the workers cannot be split into them."""
@@ -155,29 +134,27 @@ class Groups(NamedTuple):
   number: int
   size: int
 
-  def exchange(self, lines: jax.Array, *, inside: bool) -> jax.Array:
-    """Sends ``[K, M]`` inside groups, or to the workers of the same place in others.
-
-    K is C or H. The result is like ``lines``, a line from each worker.
-    """
+  def exchange(self, message: jax.Array, *, inside: bool) -> jax.Array:
+    """Sends a line each inside groups, or to the workers of one place."""
     axes, count, size = self.workers.axis_name, self.number, self.size
     if isinstance(axes, tuple):
-      return scatter(lines, axes[1 if inside else 0])
+      return collectives.scatter(message, axes[1 if inside else 0])
+    members = [range(c, count * size, size) for c in range(size)]
     if inside:
       members = [range(g * size, (g + 1) * size) for g in range(count)]
-    else:
-      members = [range(c, count * size, size) for c in range(size)]
-    return scatter_within(lines, axes, members)
+    return collectives.scatter_within(message, axes, members)
 
-  def gather(self, message: jax.Array, name: str) -> jax.Array:
-    """Gathers each worker's message at every worker: ``[M]`` to ``[N, M]``."""
+  def gather(self, line: jax.Array, name: str) -> jax.Array:
+    """Gathers each worker's line at every worker: ``[M, ...]`` to ``[N, M, ...]``."""
     axes = self.workers.axis_name
     if not isinstance(axes, tuple):
-      return gather(message, axes, name)
-    # First between groups, then inside: each message goes to another group once.
-    between = gather(message, axes[0], STAGE)
-    inside = gather(between, axes[1], name)  # [C, H, M]
-    return inside.swapaxes(0, 1).reshape(self.workers.size, -1)
+      return collectives.gather(line, axes, name)
+    # First between groups, then inside: each line goes to another group once.
+    between = collectives.gather(line, axes[0], STAGE)
+    inside = collectives.gather(between, axes[1], name, axis=1)  # [C, H, M, ...]
+    # XLA:TPU makes one of the two, without names, but for that of what comes behind.
+    with jax.named_scope(name):
+      return inside.swapaxes(0, 1).reshape(self.workers.size, *line.shape)
 
 
 def _reduce_inside(own: Outgoing, groups: Groups) -> list[Sent]:
@@ -189,8 +166,7 @@ def _reduce_inside(own: Outgoing, groups: Groups) -> list[Sent]:
   for k in range(pieces):
     ends = [(n * k // pieces, n * (k + 1) // pieces) for n in share]
     added.append(_add_piece(own, groups, share, ends))
-  number = jax.lax.axis_index(workers.axis_name)
-  sent = []
+  number, sent = jax.lax.axis_index(workers.axis_name), []
   for i, total in enumerate(own.layout.sums):
     partial = total.like_one(_joined([x[i] for x in added], count), size)
     context = own.stages[i].partial(number % size, number // size)
@@ -206,39 +182,50 @@ def _pieces(elements: int, share: int) -> int:
 
 
 def _add_piece(
-  own: Outgoing,
-  groups: Groups,
-  share: Sequence[int],
-  ends: Sequence[tuple[int, int]],
+  own: Outgoing, groups: Groups, share: Sequence[int], ends: Sequence[tuple[int, int]]
 ) -> list[Partial]:
-  """Adds the rows between ``ends`` of each share of this worker's place.
-
-  For each codec, a share has ``share`` rows. The sums are of ``[H * n, ...]`` rows.
-  """
+  """Adds the rows between ``ends`` of each share, of ``share`` rows, of this place."""
   count, size = groups.number, groups.size
 
   def line(place: int) -> jax.Array:
-    """Returns the words for the worker of this place."""
-    cut = []
+    parts = []
     for rows, length, (start, stop) in zip(own.adjacent, share, ends, strict=True):
+      cut = [rows[0][:0]]  # of a short matrix a message may have no row
       for group in range(count):
         first = (group * size + place) * length
         cut += _between(rows, first + start, first + stop)
-    words = [jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1) for x in cut]
-    return jnp.concatenate(words)
+      words = [jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1) for x in cut]
+      parts.append(jnp.concatenate(words)[None])
+    return lines.join(parts)[0]
 
   pairs = list(zip(own.adjacent, ends, strict=True))
   shapes = [(count * (b - a), *rows[0].shape[1:]) for rows, (a, b) in pairs]
+  if all(len(rows) == 1 for rows, _ in pairs):
+    cut = [_lines(rows[0], groups, *between) for rows, between in pairs]
+    message = lines.join(cut)
+  else:
+    # XLA takes a line that is joined by itself as it is. Of lines that are cut from one
+    # array of all leaves it would hold that array, too.
+    message = jnp.stack([line(place) for place in range(size)])
   note(Parts(tuple(size * math.prod(shape) for shape in shapes)))
-  # XLA takes a line that is joined by itself as it is. Of lines that are cut from one
-  # array of all leaves it would hold that array, too.
-  lines = jnp.stack([line(place) for place in range(size)])
-  received = split(groups.exchange(lines, inside=True), shapes)
+  message = groups.exchange(message, inside=True)
+  received = lines.split(message, [(math.prod(shape),) for shape in shapes])
   partials = []
-  for (rows, _), total, words in zip(pairs, own.layout.sums, received, strict=True):
-    addends = jax.lax.bitcast_convert_type(words, rows[0].dtype)
+  every = zip(pairs, own.layout.sums, received, shapes, strict=True)
+  for (rows, _), total, words, shape in every:
+    tiles = words.reshape(size, *shape)
+    addends = jax.lax.bitcast_convert_type(tiles, rows[0].dtype)
     partials.append(total.add_all(addends, keep=own.keep))
   return partials
+
+
+def _lines(rows: jax.Array, groups: Groups, start: int, stop: int) -> jax.Array:
+  """Returns the words of the rows between two of each share, ``[C, M]`` by places."""
+  # XLA cuts them where the rows are: a stack of lines would hold a gradient more.
+  each = jax.lax.slice_in_dim(shares.shares(rows, groups.workers), start, stop, axis=1)
+  places = each.reshape(groups.number, groups.size, *each.shape[1:]).swapaxes(0, 1)
+  words = jax.lax.bitcast_convert_type(places, jnp.uint32)
+  return words.reshape(groups.size, words.size // groups.size)
 
 
 def _between(rows: Sequence[jax.Array], start: int, stop: int) -> list[jax.Array]:
@@ -262,20 +249,17 @@ def _joined(pieces: Sequence[Partial], groups: int) -> Partial:
 
   def joined(*parts: jax.Array) -> jax.Array:
     each = [x.reshape(groups, len(x) // groups, *x.shape[1:]) for x in parts]
-    return stacked(jnp.concatenate(each, axis=1))
+    return shares.stacked(jnp.concatenate(each, axis=1))
 
   total, compensation, lost = jax.tree.map(joined, *[x[:3] for x in pieces])
   return Partial(total, compensation, lost, pieces[0].scale)
 
 
 def _lost(inside: Sent, between: Sent, groups: Groups) -> jax.Array | None:
-  """Returns the rounding errors of this worker's sums, ``float32[rows, *tile_shape]``.
-
-  These are the sums of its group, and the sum of its share.
-  """
+  """Returns the errors of this worker's sums, of its group and of its share."""
   if inside.lost is None:
     return None
   lost = inside.lost.reshape(groups.number, -1, *inside.lost.shape[1:])
-  of_group = place(lost, groups.workers, groups.size)
-  of_share = owned_loss(between, groups.workers)
+  of_group = shares.place(lost, groups.workers, groups.size)
+  of_share = shares.owned_loss(between, groups.workers)
   return of_group if of_share is None else of_group + of_share

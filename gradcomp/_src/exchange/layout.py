@@ -1,7 +1,8 @@
-"""The layout of a message: its leaves as rows of a few matrices, one a codec."""
+"""The codec of each leaf, and the layout of a message: a matrix of rows a codec."""
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,14 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.joint import JOINT_ENCODING_ELEMENTS
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
-from gradcomp._src.codecs.sums.records import Leaf
+from gradcomp._src.codecs.sums.records import ArrayLike, Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sum
 from gradcomp._src.codecs.tiles import elements, from_tiles, tile_shape, to_tiles
-from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
-from gradcomp._src.kernels.materialize import LARGE, materialized
+from gradcomp._src.kernels.materialize import LARGE, materialized, slice_at, unknown
 from gradcomp._src.mesh.axes import automatic_axes
+
+# Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
+# than 99 % of all parameters are quantized. Half of that 1 % is taken here, because 1 %
+# in float32 would add 8 % to a 4-bit message. It would be most of a sparse one.
+_DENSE_SHARE = 0.005
+_DENSE_SHARE_OF_SPARSE = 0.0001
 
 
 class Slot(NamedTuple):
@@ -31,13 +38,20 @@ class Slot(NamedTuple):
 class Layout:
   """The places of a message's leaves in its matrices, one matrix a codec.
 
-  It is static: it depends on shapes, and not on values. Codecs are in the order of
-  their first leaves, and ``like`` has the shape and dtype of each leaf.
+  It is static: it depends on shapes, and not on values.
   """
 
-  codecs: tuple[Codec, ...]
+  codecs: tuple[Codec, ...]  # in the order of their first leaves
   slots: tuple[Slot, ...]
-  like: tuple[jax.ShapeDtypeStruct, ...]
+  like: tuple[jax.ShapeDtypeStruct, ...]  # the shape and dtype of each leaf
+  # The elements of the leaves' mean that its last collective completes, where arrays of
+  # a round stand for leaves: 0 before the last round.
+  replaced: int | None = None
+
+  @property
+  def completed(self) -> int:
+    """The number of elements of the mean that its last collective completes."""
+    return self.elements if self.replaced is None else self.replaced
 
   @property
   def elements(self) -> int:
@@ -47,16 +61,13 @@ class Layout:
   @property
   def rows(self) -> list[int]:
     """The number of rows in each matrix."""
-    return [
-      max(slot.stop for slot in self.slots if slot.group == group)
-      for group in range(len(self.codecs))
-    ]
+    groups = range(len(self.codecs))
+    return [max(x.stop for x in self.slots if x.group == group) for group in groups]
 
   @property
   def nbytes(self) -> int:
     """The bytes of all rows of one worker."""
-    words = [codec.row_words for codec in self.codecs]
-    return 4 * sum(r * w for r, w in zip(self.rows, words, strict=True))
+    return 4 * sum(n * x.row_words for n, x in zip(self.rows, self.codecs, strict=True))
 
   @property
   def sums(self) -> list[Sum]:
@@ -111,10 +122,7 @@ class Layout:
     return [leaves[i].reshape(like.shape) for i, like in enumerate(self.like)]
 
   def viewed(self, decoders: Mapping[int, RowDecoder]) -> dict[int, jax.Array]:
-    """Decodes the leaves of some matrices, in float32, in the shapes of :meth:`view`.
-
-    ``decoders`` and the leaves are by their numbers.
-    """
+    """Decodes the leaves of some matrices, in the shapes of :meth:`view`."""
     runs = [x for x in self._runs() if self.slots[x[0]].group in decoders]
     return self._decode(runs, decoders)
 
@@ -125,10 +133,7 @@ class Layout:
   def shares(
     self, decoders: Mapping[int, RowDecoder], rows: Sequence[jax.Array]
   ) -> list[jax.Array]:
-    """Decodes this worker's own rows of each matrix, ``float32[share, *tile_shape]``.
-
-    ``rows`` are the words of all workers, ``uint32[N, share, words]``.
-    """
+    """Decodes this worker's own ``rows`` of each matrix, ``float32[share, ...]``."""
     with jax.named_scope("gradcomp_decode"):
       tiles = [decoders[i](0, x.shape[1]) for i, x in enumerate(rows)]
       return list(map(elements, tiles, self.codecs))
@@ -142,9 +147,15 @@ class Layout:
       for numbers in runs:
         group, first, _ = self.slots[numbers[0]]
         tiles = decoders[group](first, self.slots[numbers[-1]].stop)
-        for i in numbers:
-          _, start, stop = self.slots[i]
-          own = jax.lax.slice_in_dim(tiles, start - first, stop - first)
+        parts = [tiles]
+        if len(numbers) > 1:
+          # So readers of leaves of one shape have equal programs, of which XLA compiles
+          # one.
+          slots = [self.slots[i] for i in numbers]
+          starts = unknown([slot.start - first for slot in slots], tiles)
+          counts = [slot.stop - slot.start for slot in slots]
+          parts = [slice_at(tiles, *at) for at in zip(starts, counts, strict=True)]
+        for i, own in zip(numbers, parts, strict=True):
           like = jax.ShapeDtypeStruct(self.view(i), jnp.float32)
           leaves[i] = from_tiles(own, like, self.codecs[group])
     return leaves
@@ -160,10 +171,7 @@ class Layout:
     return self.codecs[group].view_shape(stop - start, like)
 
   def leaf_of_row(self, group: int, row: jax.Array) -> jax.Array:
-    """Returns the leaf number of rows of a matrix, ``int32``, in the shape of ``row``.
-
-    Behind the last row it is the number of leaves.
-    """
+    """Returns the leaf numbers of rows; behind the last row, the number of leaves."""
     # Rows are compared with the ends of leaves. A table of all rows would be as long as
     # the model, in the host's memory and in the program.
     own = [(i, slot.stop) for i, slot in enumerate(self.slots) if slot.group == group]
@@ -189,7 +197,7 @@ class Layout:
 
 
 def plan_rows(
-  leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
+  leaves: Sequence[ArrayLike],
   codec: LeafCodec,
   *,
   min_leaf_size: int | None = None,
@@ -198,13 +206,6 @@ def plan_rows(
   """Lays out leaves for the last rounds of a codec. Small leaves stay dense.
 
   ``places`` are their shapes and paths, where the codec of a leaf depends on its path.
-
-  Example:
-    >>> from gradcomp.codecs import QSGD
-    >>> leaves = [jnp.zeros(512), jnp.zeros((512, 512))]
-    >>> layout = plan_rows(leaves, QSGD(bits=4))
-    >>> [type(codec).__name__ for codec in layout.codecs], layout.rows
-    (['Dense', 'QSGD'], [4, 64])
   """
   places = places or [Leaf(leaf.shape) for leaf in leaves]
   codecs = leaf_codecs(places, codec, min_leaf_size=min_leaf_size)
@@ -213,15 +214,9 @@ def plan_rows(
 
 
 def arrange(
-  leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], codecs: Sequence[Codec]
+  leaves: Sequence[ArrayLike], codecs: Sequence[Codec], replaced: int | None = None
 ) -> Layout:
-  """Lays out leaves, each with its own codec.
-
-  Example:
-    >>> dense = gradcomp.codecs.Dense()
-    >>> arrange([jnp.zeros(512), jnp.zeros(100)], [dense, dense]).slots
-    (Slot(group=0, start=0, stop=4), Slot(group=0, start=4, stop=5))
-  """
+  """Lays out leaves, each with its own codec, or the arrays that stand for leaves."""
   like = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
   filled: dict[Codec, int] = {}  # the number of rows of each codec so far
   slots = []
@@ -229,4 +224,54 @@ def arrange(
     start = filled.setdefault(codec, 0)
     filled[codec] += leaf_rows(codec, leaf)
     slots.append(Slot(list(filled).index(codec), start, filled[codec]))
-  return Layout(tuple(filled), tuple(slots), like)
+  return Layout(tuple(filled), tuple(slots), like, replaced)
+
+
+def leaf_codecs(
+  leaves: Sequence[Leaf], codec: LeafCodec, *, min_leaf_size: int | None = None
+) -> list[Codec]:
+  """Binds a codec to each leaf. Small leaves get ``Dense(float32)``.
+
+  A leaf is small below ``min_leaf_size``, by default :func:`default_min_leaf_size`. A
+  leaf also stays dense if its payload would not be smaller, or, with a codec that adds
+  in its own format, if it would be larger.
+  """
+  sizes = [leaf.size for leaf in leaves]
+  least = {
+    drops: default_min_leaf_size(sizes, drops=drops)
+    if min_leaf_size is None
+    else min_leaf_size
+    for drops in (False, True)
+  }
+  result = []
+  for leaf in leaves:
+    bound = codec.bind(leaf)
+    facts = bound.facts
+    rounds = bound.rounds(leaf.shape)
+    words = sum(_words(x.codec, math.prod(x.shape)) for x in rounds)
+    dense = _words(Dense(), leaf.size)
+    saves = words < dense or (words == dense and facts.in_format)
+    large = leaf.size >= least[facts.drops]
+    result.append(bound if large and saves else Dense())
+  return result
+
+
+def leaf_rows(codec: Codec, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+  """Returns the number of rows that a leaf fills."""
+  return -(-leaf.size // codec.tile_size) if leaf.size else 0
+
+
+def _words(codec: Codec, size: int) -> int:
+  """Returns the number of words in the rows of ``size`` elements."""
+  return -(-size // codec.tile_size) * codec.row_words if size else 0
+
+
+def default_min_leaf_size(sizes: Sequence[int], *, drops: bool = False) -> int:
+  """Returns the smallest size of a leaf that is compressed, for any density."""
+  allowed = (_DENSE_SHARE_OF_SPARSE if drops else _DENSE_SHARE) * sum(sizes)
+  passed = 0
+  for size in sorted(sizes):
+    passed += size
+    if passed >= allowed:
+      return size
+  return 0

@@ -11,14 +11,16 @@ from jax import lax
 
 from gradcomp._src.checks import one_of
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sum, Way
-from gradcomp._src.exchange.collectives import Workers, final_stage, pmean, psum, totals
-from gradcomp._src.exchange.protocol import (
-  CODED_ONCE,
-  Outgoing,
-  Received,
-  WithoutOwners,
-  Work,
+from gradcomp._src.exchange.collectives import (
+  Workers,
+  final_stage,
+  named,
+  pmean,
+  psum,
+  totals,
 )
+from gradcomp._src.exchange.in_turn import in_turn
+from gradcomp._src.exchange.protocol import Outgoing, Received, WithoutOwners, Work
 from gradcomp._src.exchange.shares import gather_rows
 from gradcomp._src.kernels.common.fixed_point import divide
 
@@ -29,9 +31,8 @@ Merge = Literal["mean", "senders"]
 class AllGather(WithoutOwners):
   """Sends every payload to every worker, which decodes all of them and adds.
 
-  An addition may lose a part of the numbers that it adds. The worker whose numbers were
-  added keeps that part. A worker sends ``(N-1) c`` bytes, where c is the bytes of a
-  payload.
+  A worker sends ``(N-1) c`` bytes, where c is the bytes of a payload. It keeps what an
+  addition loses of its numbers.
 
   Attributes:
     merge: ``"mean"``, or ``"senders"``: of a sparse codec, the sum of an element is
@@ -45,28 +46,19 @@ class AllGather(WithoutOwners):
 
   name: ClassVar[str] = "all_gather"
   way: ClassVar[Way] = "gathered"
-  of_leaves: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
     one_of("merge", Merge, self.merge)
 
   def run(self, own: Outgoing, workers: Workers) -> Received:
-    gathered = gather_rows(own.layout, own.parts, workers)
+    gathered = gather_rows(own.layout, in_turn(own.parts, own.before), workers)
     parts = list(zip(own.layout.sums, gathered, own.agreed, strict=True))
     number = lax.axis_index(workers.axis_name) if own.keep else None
-
-    def decoders() -> dict[int, RowDecoder]:
-      return {i: self._decoder(*part, workers) for i, part in enumerate(parts)}
-
-    losses = {
-      i: None if number is None else total.gathered_loss(rows, agreed, number)
-      for i, (total, rows, agreed) in enumerate(parts)
-    }
-    return Received(
-      gathered,
-      decoders,
-      lost={i: lost for i, lost in losses.items() if lost is not None},
-    )
+    decoders = lambda: {i: self._decoder(*x, workers) for i, x in enumerate(parts)}
+    lose = lambda x, *given: None if number is None else x.gathered_loss(*given, number)
+    losses = [lose(*part) for part in parts]
+    lost = {i: loss for i, loss in enumerate(losses) if loss is not None}
+    return Received(gathered, decoders, lost=lost)
 
   def _decoder(
     self, total: Sum, rows: jax.Array, agreed: jax.Array | None, workers: Workers
@@ -97,17 +89,19 @@ class AllReduce(WithoutOwners):
 
   name: ClassVar[str] = "psum"
   way: ClassVar[Way] = "reduced"
-  of_leaves: ClassVar[bool] = True
 
   def run(self, own: Outgoing, workers: Workers) -> Received:
     layout = own.layout
     if layout.plain:
       reduce = psum if workers.scale == 1 else pmean
-      return Received(reduce(own.parts, workers.axis_name))
+      if layout.replaced is None:
+        return Received(reduce(own.parts, workers.axis_name))
+      name = final_stage(layout.completed, workers)
+      return Received(named(reduce, own.parts, workers.axis_name, name))
     pairs = zip(layout.sums, own.parts, strict=True)
     terms = [total.terms(rows, workers.size) for total, rows in pairs]
-    name = final_stage(layout.elements, workers)
-    results = totals(terms, workers.axis_name, name)
+    name = final_stage(layout.completed, workers)
+    results = totals(in_turn(terms, own.before), workers.axis_name, name)
 
     def decoders() -> dict[int, RowDecoder]:
       return {
@@ -131,11 +125,10 @@ class Local(WithoutOwners):
 
   name: ClassVar[str] = "local"
   way: ClassVar[Way] = "gathered"
-  of_leaves: ClassVar[bool] = True
   sends: ClassVar[bool] = False
 
   def run(self, own: Outgoing, workers: Workers | None = None) -> Received:
     return Received(own.parts, None if own.layout.plain else own.decoders)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
-    return Work() if plain else CODED_ONCE
+    return Work() if plain else Work(encoded=Fraction(1), decoded=Fraction(1))

@@ -17,12 +17,16 @@ from gradcomp._src.mesh.axes import Axes
 # leaves that are sharded over a model axis.
 OwnerResiduals = dict[Axes, tuple[jax.Array, ...]]
 
+MADE_FOR_SHARDS = (
+  "make the state by optimizer.init with this transformation and as many workers, "
+  "inside the map or under jax.set_mesh(mesh), or for shards of a model by "
+  "gradcomp.init_state(..., param_specs=) with the specs of the gradients; and pass it "
+  "through with gradcomp.state_specs."
+)
+
 
 class OwnedMatrix(NamedTuple):
-  """A matrix of rows with an owner residual of ``shape``, ``[share, *tile_shape]``.
-
-  ``group`` is the number of the matrix, and of its codec, in the message.
-  """
+  """The matrix number ``group`` of a message, with an owner residual of ``shape``."""
 
   message: Message
   group: int
@@ -34,13 +38,10 @@ class OwnedMatrix(NamedTuple):
     return self.message.layout.codecs[self.group]
 
   def leaves(self) -> Iterator[tuple[int, Slot, jax.ShapeDtypeStruct]]:
-    """Yields the number, the rows and the shape of each leaf in the matrix."""
-    layout = self.message.layout
-    for leaf, slot, like in zip(
-      self.message.leaves, layout.slots, layout.like, strict=True
-    ):
-      if slot.group == self.group:
-        yield leaf, slot, like
+    """Returns the number, the rows and the shape of each leaf in the matrix."""
+    leaves, layout = self.message.leaves, self.message.layout
+    every = zip(leaves, layout.slots, layout.like, strict=True)
+    return (leaf for leaf in every if leaf[1].group == self.group)
 
 
 def owned_matrices(plan: MessagePlan) -> dict[Axes, list[OwnedMatrix]]:
@@ -50,8 +51,7 @@ def owned_matrices(plan: MessagePlan) -> dict[Axes, list[OwnedMatrix]]:
     for group, shape in enumerate(_shapes(plan, message)):
       if shape is not None:
         axes = own_axes(plan.axis_name, message.others)
-        matrix = OwnedMatrix(message, group, shape)
-        result.setdefault(axes, []).append(matrix)
+        result.setdefault(axes, []).append(OwnedMatrix(message, group, shape))
   return result
 
 
@@ -62,15 +62,12 @@ def owner_shapes(plan: MessagePlan) -> dict[Axes, list[tuple[int, ...]]]:
 
 
 def owned_leaves(plan: MessagePlan, worker: jax.Array) -> dict[Axes, list[jax.Array]]:
-  """Returns the leaf number of each row of a worker's owner residuals, by axes.
-
-  There is one array for each of :func:`owner_shapes`, ``int32[share]``. Rows that fill
-  up the last shares have the number of leaves.
-  """
+  """Returns the leaf number of each row of a worker's owner residuals, by axes."""
 
   def numbers(matrix: OwnedMatrix) -> jax.Array:
     rows = own_rows(matrix.shape[0], worker)
     places = matrix.message.layout.leaf_of_row(matrix.group, rows)
+    # Rows that fill up the last shares have the number of leaves.
     return jnp.asarray([*matrix.message.leaves, len(plan.names)])[places]
 
   matrices = owned_matrices(plan)
@@ -80,10 +77,7 @@ def owned_leaves(plan: MessagePlan, worker: jax.Array) -> dict[Axes, list[jax.Ar
 def owner_residuals(
   plan: MessagePlan, stored: OwnerResiduals | None
 ) -> list[list[jax.Array | None]]:
-  """Returns the owner residual of each codec of each message; None for none.
-
-  ValueError if the stored ones do not have the shapes that the plan needs.
-  """
+  """Returns each codec's owner residual, or None, by message; checks shapes."""
   if stored is None:
     return [[None] * len(message.layout.codecs) for message in plan.messages]
   waiting = {axes: list(arrays) for axes, arrays in stored.items()}
@@ -103,8 +97,7 @@ def owner_residuals(
 
 def _shapes(plan: MessagePlan, message: Message) -> list[tuple[int, ...] | None]:
   """Returns the shape of each codec's owner residual; None for one without."""
-  layout = message.layout
-  exchange = message.exchange
+  layout, exchange = message.layout, message.exchange
   if not (exchange.owners and exchange.keeps and message.keeps):
     return [None] * len(layout.codecs)
 
@@ -121,9 +114,7 @@ def _shapes(plan: MessagePlan, message: Message) -> list[tuple[int, ...] | None]
 
 
 def _take(
-  waiting: dict[Axes, list[jax.Array]],
-  axes: Axes,
-  shape: tuple[int, ...] | None,
+  waiting: dict[Axes, list[jax.Array]], axes: Axes, shape: tuple[int, ...] | None
 ) -> jax.Array | None:
   if shape is None:
     return None
@@ -132,7 +123,6 @@ def _take(
     got = "none" if array is None else array.shape
     raise ValueError(
       f"`state.server_residual`[{axes!r}] must have an array of the shape {shape}, "
-      f"got {got}; make the state by optimizer.init with as many workers, inside the "
-      "map or under jax.set_mesh(mesh), and pass it through with gradcomp.state_specs."
+      f"got {got}; {MADE_FOR_SHARDS}"
     )
   return array

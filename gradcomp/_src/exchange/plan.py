@@ -1,6 +1,6 @@
 """The messages of a step: the leaves of each, their layout and exchange."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,60 +11,38 @@ from gradcomp._src.codecs.protocol import Codec, LeafCodec, Round
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import sum_limit
 from gradcomp._src.codecs.tiles import working_dtype
-from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
+from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange.auto import Auto, Choice, choose, reencoding
-from gradcomp._src.exchange.layout import Layout, arrange, plan_rows
+from gradcomp._src.exchange.message_size import MessageBytes, cut
 from gradcomp._src.exchange.one_stage import AllReduce
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
+from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, platform
 
 
 class Message(NamedTuple):
-  """The leaves that share the collectives of one exchange.
+  """The leaves that share the collectives of one exchange."""
 
-  Attributes:
-    leaves: the numbers of the leaves in the flattened tree.
-    layout: the place of each leaf in the rows.
-    exchange: the exchange that sends them.
-    others: the other axes, over which the leaves vary.
-    reason: the reason for the exchange.
-    round: the number of the round that sends the message.
-    keeps: whether owners may keep residuals of it.
-  """
-
-  leaves: tuple[int, ...]
-  layout: Layout
+  leaves: tuple[int, ...]  # the numbers of the leaves in the flattened tree
+  layout: layouts.Layout  # the place of each leaf in the rows
   exchange: Exchange
-  others: tuple[str, ...]
-  reason: str
-  round: int = 0
-  keeps: bool = True
+  others: tuple[str, ...]  # the other axes, over which the leaves vary
+  reason: str  # the reason for the exchange
+  round: int = 0  # the number of the round that sends the message
+  keeps: bool = True  # whether owners may keep residuals of it
 
 
 class MessagePlan(NamedTuple):
-  """The messages that one transformation sends in a step.
+  """The messages that one transformation sends in a step."""
 
-  Attributes:
-    names: the name of each leaf, like "['layer']['kernel']".
-    leaves: the shapes and paths to which codecs were bound.
-    others: for each leaf, its other axes, over which it varies.
-    codecs: the codec of each leaf.
-    rules: the rule that chose each codec; "" without a policy.
-    messages: the messages, round by round.
-    axis_name: the axes of the workers, or None.
-    workers: the number of workers N.
-    feedback: whether workers keep residuals.
-  """
-
-  names: tuple[str, ...]
-  leaves: tuple[Leaf, ...]
-  others: tuple[tuple[str, ...], ...]
-  codecs: tuple[Codec, ...]
-  rules: tuple[str, ...]
-  messages: tuple[Message, ...]
-  axis_name: AxisName | None
-  workers: int
-  feedback: bool
+  names: tuple[str, ...]  # the name of each leaf, like "['layer']['kernel']"
+  leaves: tuple[Leaf, ...]  # the shapes and paths to which codecs were bound
+  others: tuple[tuple[str, ...], ...]  # other axes over which each leaf varies
+  codecs: tuple[Codec, ...]  # the codec of each leaf
+  rules: tuple[str, ...]  # the rule that chose each codec; "" without a policy
+  messages: tuple[Message, ...]  # the messages, round by round
+  axis_name: AxisName | None  # the axes of the workers, or None
+  workers: int  # their number N
+  feedback: bool  # whether workers keep residuals
 
   @property
   def sends(self) -> bool:
@@ -87,21 +65,13 @@ def own_axes(axis_name: AxisName | None, others: tuple[str, ...]) -> Axes:
 
 
 class PlanOptions(NamedTuple):
-  """The options of a transformation that decide its messages.
+  """The options of a transformation that decide its messages."""
 
-  Attributes:
-    codec: the codec of the large leaves.
-    exchange: the exchange that was asked for.
-    min_leaf_size: the smallest size of a large leaf, or None for the default.
-    message_bytes: the limit in bytes, or None for no limit.
-    feedback: whether workers keep residuals.
-  """
-
-  codec: LeafCodec
-  exchange: Auto | Exchange
-  min_leaf_size: int | None = None
-  message_bytes: int | None = None
-  feedback: bool = False
+  codec: LeafCodec  # the codec of the large leaves
+  exchange: Auto | Exchange  # the exchange that was asked for
+  min_leaf_size: int | None = None  # the smallest size of a large leaf
+  message_bytes: MessageBytes = None  # the limit in bytes, or None for no limit
+  feedback: bool = False  # whether workers keep residuals
 
 
 def plan_messages(
@@ -117,82 +87,63 @@ def plan_messages(
 
   A round has one message, unless one of these rules makes more.
 
-  - ``message_bytes`` limits the payload of a message. Consecutive leaves share one as
-    long as they fit.
-  - Leaves that vary over different ``others`` cannot share a message, which has one
-    type.
-  - Dense leaves have no integer codes, so that they cannot share a message with codes
-    that ``psum`` adds.
-  - Owners keep owner residuals of leaves, but not of the arrays that a codec averages
-    in a leaf's place.
+  - ``message_bytes`` limits the payload of a message of consecutive leaves. ``"auto"``
+    cuts a large payload from the last leaf on: see :func:`automatic_bytes`.
+  - Leaves that vary over different ``others`` cannot share a message of one type.
+  - Dense leaves have no integer codes to share a message with codes that ``psum`` adds.
+  - Owners keep owner residuals of leaves, but not of arrays in a leaf's place.
   - Leaves of float64 are only added plainly.
 
-  ``paths`` are those of the leaves, and ``others`` the other axes of each, over which
-  it varies. ValueError if sums of N workers' codes do not fit in 32 bits, or a rule of
-  a policy matches no leaf.
+  ValueError for sums of codes beyond 32 bits, and for a policy's rule without a leaf.
   """
   codec, exchange, min_leaf_size, message_bytes, feedback = options
-  like = [
-    jax.ShapeDtypeStruct(leaf.shape, working_dtype(codec, leaf.dtype))
-    for leaf in leaves
-  ]
+  dtypes = [working_dtype(codec, leaf.dtype) for leaf in leaves]
+  like = [jax.ShapeDtypeStruct(x.shape, y) for x, y in zip(leaves, dtypes, strict=True)]
   facts = codec.facts
-  sum_limit(facts.max_code, workers, codec)
   addends = workers if exchange.sends else None
-  whole = [
-    Leaf(leaf.shape, path=keystr(path, simple=True, separator="/"))
-    for leaf, path in zip(leaves, paths, strict=True)
-  ]
+  texts = [keystr(path, simple=True, separator="/") for path in paths]
+  whole = [Leaf(x.shape, path=text) for x, text in zip(leaves, texts, strict=True)]
   codec.check_leaves(whole)
   decided = None
   if facts.drops:  # one exchange for all, before leaves are split into ranges
-    layout = plan_rows(like, codec, min_leaf_size=min_leaf_size, places=whole)
+    layout = layouts.plan_rows(like, codec, min_leaf_size=min_leaf_size, places=whole)
     decided = choose(exchange, layout, workers)
     exchange = decided.exchange
   # If workers own shares, every leaf of a sparse codec has a range for each worker.
   ranges = workers if exchange.owners else 1
   bound = [leaf._replace(addends=addends, ranges=ranges) for leaf in whole]
-  codecs = leaf_codecs(bound, codec, min_leaf_size=min_leaf_size)
+  codecs = layouts.leaf_codecs(bound, codec, min_leaf_size=min_leaf_size)
+  for one in dict.fromkeys(codecs):
+    sum_limit(one.facts.max_code, workers, one)
   rounds = [c.rounds(x.shape) for c, x in zip(codecs, like, strict=True)]
   count = max(map(len, rounds), default=1)
   apart = facts.max_code > 0 and isinstance(exchange, AllReduce | Auto)
+  # CPUs compute nothing beside their collectives, and each message takes time.
+  hides = exchange.sends and workers > 1 and platform() != "cpu"
+  size = message_bytes if hides or message_bytes != "auto" else None
   messages = []
   for number in range(count):
-    sent = {
-      i: x[number - count] for i, x in enumerate(rounds) if len(x) >= count - number
-    }
+    late = {i: x for i, x in enumerate(rounds) if len(x) >= count - number}
+    sent = {i: x[number - count] for i, x in late.items()}
     parts = {i: jax.ShapeDtypeStruct(x.shape, like[i].dtype) for i, x in sent.items()}
-    for kind, piece in _pieces(parts, sent, others, apart, message_bytes):
-      layout = arrange([parts[i] for i in piece], [sent[i].codec for i in piece])
-      picked = decided or (
-        reencoding(exchange, layout, workers)
-        if kind.plain
-        else choose(exchange, layout, workers)
-      )
+    kinds = _kinds(parts, sent, others, apart).items()
+    pieces = [(kind, x) for kind, own in kinds for x in cut(size, own, paths, workers)]
+    for kind, piece in pieces:
+      own = [parts[i] for i in piece]
+      replaced = None
+      if not all(sent[i].of_leaf for i in piece):
+        replaced = sum(like[i].size for i in piece) if number == count - 1 else 0
+      layout = layouts.arrange(own, [sent[i].codec for i in piece], replaced)
+      pick = reencoding if kind.plain else choose
+      picked = decided or pick(exchange, layout, workers)
       if kind.wide and exchange.sends:
         picked = Choice(AllReduce(), "float64 is added as it is")
-      messages.append(
-        Message(
-          tuple(piece),
-          layout,
-          picked.exchange,
-          kind.others,
-          picked.reason,
-          number,
-          kind.keeps,
-        )
-      )
-  return MessagePlan(
-    tuple(map(keystr, paths)),
-    tuple(bound),
-    tuple(others),
-    tuple(codecs),
-    tuple(codec.rule(leaf) for leaf in whole),
-    tuple(messages),
-    axis_name,
-    workers,
-    feedback,
-  )
+      facts_of = kind.others, picked.reason, number, kind.keeps
+      messages.append(Message(tuple(piece), layout, picked.exchange, *facts_of))
+  names, rules = tuple(map(keystr, paths)), tuple(map(codec.rule, whole))
+  of_leaves = tuple(bound), tuple(others), tuple(codecs), rules
+  across = axis_name, workers, feedback
+  return MessagePlan(names, *of_leaves, tuple(messages), *across)
 
 
 class _Kind(NamedTuple):
@@ -204,29 +155,18 @@ class _Kind(NamedTuple):
   keeps: bool
 
 
-def _pieces(
+def _kinds(
   parts: dict[int, jax.ShapeDtypeStruct],
   sent: dict[int, Round],
   others: Sequence[tuple[str, ...]],
   apart: bool,
-  message_bytes: int | None,
-) -> Iterator[tuple[_Kind, list[int]]]:
-  """Yields the kind and the leaf numbers of each message of a round."""
-  groups: dict[_Kind, list[list[int]]] = {}
-  filled: dict[_Kind, int] = {}
+) -> dict[_Kind, dict[int, int]]:
+  """Returns the numbers of the leaves of each kind in a round, with their bytes."""
+  kinds: dict[_Kind, dict[int, int]] = {}
   for i, part in parts.items():
-    codec = sent[i].codec
-    facts = codec.facts
-    keeps = sent[i].of_leaf or facts.exact
-    wide = part.dtype == np.float64
-    kind = _Kind(others[i], apart and facts.plain, wide, keeps)
-    nbytes = part.dtype.itemsize * leaf_rows(codec, part) * codec.row_words
-    pieces = groups.setdefault(kind, [[]])
-    size = filled.get(kind, 0)
-    if message_bytes is not None and pieces[-1] and size + nbytes > message_bytes:
-      pieces.append([])
-      size = 0
-    pieces[-1].append(i)
-    filled[kind] = size + nbytes
-  for kind, pieces in groups.items():
-    yield from ((kind, piece) for piece in pieces)
+    codec, facts = sent[i].codec, sent[i].codec.facts
+    alone, keeps = apart and facts.plain, sent[i].of_leaf or facts.exact
+    kind = _Kind(others[i], alone, part.dtype == np.float64, keeps)
+    nbytes = part.dtype.itemsize * layouts.leaf_rows(codec, part) * codec.row_words
+    kinds.setdefault(kind, {})[i] = nbytes
+  return kinds

@@ -18,15 +18,10 @@ from gradcomp._src.mesh.axes import AxisName
 
 
 class Stage(NamedTuple):
-  """The later encodings of one codec, which encode sums.
+  """The later encodings of one codec, which encode sums."""
 
-  Attributes:
-    context: the context of this worker and codec.
-    residual: the owner residual from the last step, or None.
-  """
-
-  context: Context
-  residual: jax.Array | None
+  context: Context  # the context of this worker and codec
+  residual: jax.Array | None  # the owner residual from the last step, or None
 
   @property
   def whole(self) -> Context:
@@ -35,10 +30,7 @@ class Stage(NamedTuple):
     return self.context._replace(dither=None)
 
   def partial(self, part: jax.Array, number: jax.Array | int) -> Context:
-    """Returns the context for encoding partial sum ``number`` of the rows ``part``.
-
-    Other rows draw other bits. The mask is that of the worker with this number.
-    """
+    """Returns the context for partial sum ``number`` of the rows ``part``."""
     key, shared = self.context.key, self.context.dither
     if key is None:
       return self.context
@@ -48,28 +40,20 @@ class Stage(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-  """One worker's part of a message, in the form in which an exchange adds it.
+  """One worker's part of a message, in the form in which an exchange adds it."""
 
-  Attributes:
-    layout: the place of each leaf in the message.
-    adjacent: for each codec, arrays of rows that follow one another. The encoded rows
-      are one array, ``uint32[rows, words]``. Where the exchange adds before it encodes,
-      each leaf has its tiles, ``float32[rows, *tile_shape]``. The leaves themselves,
-      one after the other, if they are plain and an exchange adds them as they are.
-    encoded: the leaves that are encoded, by their numbers.
-    agreed: the agreed statistics of each codec, one line for each row; or None.
-    contexts: the contexts of the leaves.
-    stages: the later encodings of each codec, with their owner residuals.
-    keep: whether to return rounding errors.
-  """
-
-  layout: Layout
+  layout: Layout  # the place of each leaf in the message
+  # For each codec, arrays of rows that follow one another. The encoded rows are one
+  # array, uint32[rows, words]. Where the exchange adds before it encodes, each leaf has
+  # its tiles, float32[rows, *tile_shape]. The leaves themselves, one after the other,
+  # if they are plain and an exchange adds them as they are.
   adjacent: Sequence[Sequence[jax.Array]]
-  encoded: Mapping[int, Encoded]
-  agreed: list[jax.Array | None]
-  contexts: Sequence[Context]
-  stages: Sequence[Stage]
-  keep: bool
+  encoded: Mapping[int, Encoded]  # the leaves that are encoded, by their numbers
+  agreed: list[jax.Array | None]  # statistics of each codec, a line a row
+  contexts: Sequence[Context]  # the contexts of the leaves
+  stages: Sequence[Stage]  # the later encodings of each codec
+  keep: bool  # whether to return rounding errors
+  before: Sequence[jax.Array] = ()  # words that the message before this one brought
 
   @property
   def parts(self) -> list[jax.Array]:
@@ -93,41 +77,28 @@ class Outgoing(NamedTuple):
 
 
 class Received(NamedTuple):
-  """The sums that an exchange has brought to a worker, still to be decoded.
+  """The sums that an exchange has brought to a worker, still to be decoded."""
 
-  Attributes:
-    words: the words, or numbers, for each codec. The means of the leaves, if these were
-      added as they are.
-    decoders: returns the decoders of the means, or the sums, of each codec, with the
-      same bits on every worker; None if leaves were added as they are.
-    to_all: whether every worker has received all rows, and not only its own share.
-    lost: the decoders of the rounding errors of sums that this worker keeps in its
-      residual, by the numbers of codecs, where there are any.
-    residuals: the new owner residual of each codec, or None; nothing without owners.
-  """
-
+  # The words, or numbers, for each codec. The means of the leaves, if these were added
+  # as they are.
   words: Sequence[jax.Array]
+  # Returns the decoders of the means, or the sums, of each codec, with the same bits on
+  # every worker; None if leaves were added as they are.
   decoders: Callable[[], Mapping[int, RowDecoder]] | None = None
-  to_all: bool = True
+  to_all: bool = True  # whether every worker has received all rows
+  # The decoders of the rounding errors of sums that this worker keeps in its residual,
+  # by the numbers of codecs, where there are any.
   lost: Mapping[int, RowDecoder] = MappingProxyType({})
-  residuals: Sequence[jax.Array | None] = ()
+  residuals: Sequence[jax.Array | None] = ()  # the new owner residuals, by codec
 
 
 class Work(NamedTuple):
-  """The computation of one worker, as parts of the elements of a message.
+  """The computation of one worker, as parts of the elements of a message."""
 
-  Attributes:
-    encoded: the elements that it encodes.
-    decoded: the elements that it decodes, and writes.
-    added: the elements that it decodes from one worker's rows and adds to a sum.
-    summed: the float32 elements, or numbers of a codec's own format, that it adds
-      without decoding.
-  """
-
-  encoded: Fraction = Fraction(0)
-  decoded: Fraction = Fraction(0)
-  added: Fraction = Fraction(0)
-  summed: Fraction = Fraction(0)
+  encoded: Fraction = Fraction(0)  # the elements that it encodes
+  decoded: Fraction = Fraction(0)  # the elements that it decodes, and writes
+  added: Fraction = Fraction(0)  # decoded from one worker's rows and added to a sum
+  summed: Fraction = Fraction(0)  # added without decoding
 
 
 CODED_ONCE = Work(encoded=Fraction(1), decoded=Fraction(1))
@@ -138,22 +109,20 @@ class Exchange(Protocol):
   """A schedule of sends and additions of rows, a frozen dataclass with its options.
 
   It does not know the numbers that are added: the sum of the codec does.
+
+  Attributes:
+    name: the short form, which users may give instead of the exchange.
+    way: the way in which sums come about. The sums of a codec may refuse it.
+    owners: whether each worker owns a share of the rows, and sends their sums to all.
+    of_leaves: whether each worker encodes its leaves before anything is added.
+    sends: whether workers exchange anything.
   """
 
   name: ClassVar[str]
-  """The short form. Users may give it instead of the exchange."""
-
   way: ClassVar[Way]
-  """The way in which sums come about. The sums of a codec may refuse it."""
-
   owners: ClassVar[bool]
-  """True if each worker owns a share of the rows, and sends their sums to all."""
-
   of_leaves: ClassVar[bool]
-  """True if each worker encodes its leaves before anything is added."""
-
   sends: ClassVar[bool]
-  """True if workers exchange anything."""
 
   @property
   def keeps(self) -> bool:
@@ -178,6 +147,7 @@ class WithoutOwners:
   """Base class of exchanges that have no owners and run over any axes."""
 
   owners: ClassVar[bool] = False
+  of_leaves: ClassVar[bool] = True
   sends: ClassVar[bool] = True
   keeps: ClassVar[bool] = False
 

@@ -1,6 +1,5 @@
-"""Rows in shares, one for each owner, and as lines of a message: split and joined."""
+"""Rows in shares, one for each owner, which are sent, added and gathered."""
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -8,15 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent
-from gradcomp._src.exchange.collectives import (
-  Workers,
-  final_stage,
-  gather,
-  note_parts,
-  scatter,
-)
+from gradcomp._src.exchange import collectives, lines
+from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.protocol import Outgoing, Received
+
+Rows = Sequence[jax.Array]
+Lost = Sequence[jax.Array | None]
 
 
 def shares(rows: jax.Array, workers: Workers) -> jax.Array:
@@ -43,29 +40,8 @@ def stacked(x: jax.Array) -> jax.Array:
   return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def join(parts: Sequence[jax.Array], lines: int) -> jax.Array:
-  """Concatenates arrays ``[lines, ...]`` to ``[lines, M]``."""
-  note_parts(parts)
-  return jnp.concatenate([x.reshape(lines, x.size // lines) for x in parts], axis=1)
-
-
-def split(lines: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-  """Splits ``[lines, M]`` to arrays ``[lines, *shape]``: undoes :func:`join`."""
-  result = []
-  start = 0
-  for shape in shapes:
-    stop = start + math.prod(shape)
-    result.append(lines[:, start:stop].reshape(lines.shape[0], *shape))
-    start = stop
-  return result
-
-
 def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
-  """Places the errors of shares ``(*, c)``, c this worker's place, among zeros.
-
-  ``lost`` is ``float32[groups, share, ...]``, and the result ``float32[groups * size *
-  share, ...]``, with ``size`` workers in a group.
-  """
+  """Places errors of this worker's shares, ``[groups, share, ...]``, among zeros."""
   groups, share, *tile = lost.shape
   own = lax.axis_index(workers.axis_name) % size
   mine = jnp.arange(size) == own
@@ -80,21 +56,15 @@ def owned_loss(sent: Sent, workers: Workers) -> jax.Array | None:
 
 def scatter_rows(own: Outgoing, workers: Workers) -> list[jax.Array]:
   """Receives this worker's share of all workers' rows, ``uint32[N, share, words]``."""
-  lines = [shares(rows, workers) for rows in own.parts]
-  received = scatter(join(lines, workers.size), workers.axis_name)
-  return split(received, [line.shape[1:] for line in lines])
+  parts = [shares(rows, workers) for rows in own.parts]
+  received = collectives.scatter(lines.join(parts), workers.axis_name)
+  return lines.split(received, [part.shape[1:] for part in parts])
 
 
 def finish_shares(
-  own: Outgoing,
-  rows: Sequence[jax.Array],
-  scales: Sequence[float],
-  workers: Workers,
+  own: Outgoing, rows: Rows, scales: Sequence[float], workers: Workers
 ) -> list[Sent]:
-  """Adds the rows that this worker owns, and encodes the sum of each codec for all.
-
-  ``rows`` are those of K payloads, ``uint32[K, share, words]``.
-  """
+  """Adds K payloads of owned rows, ``[K, share, words]``, and encodes sums for all."""
   sent = []
   for i, total in enumerate(own.layout.sums):
     partial = total.fold(rows[i], scales[i], keep=own.keep)
@@ -104,44 +74,29 @@ def finish_shares(
   return sent
 
 
-def gather_rows(
-  layout: Layout, matrices: Sequence[jax.Array], workers: Workers
-) -> list[jax.Array]:
-  """Gathers the rows of all workers, in one message.
-
-  ``matrices`` are ``uint32[rows, row_words]``, one a codec. They become ``uint32[N,
-  rows, row_words]``, equal on all workers.
-  """
-  name = final_stage(layout.elements, workers)
-  received = gather(join(matrices, 1)[0], workers.axis_name, name)
-  return split(received, [matrix.shape for matrix in matrices])
+def gather_rows(layout: Layout, matrices: Rows, workers: Workers) -> list[jax.Array]:
+  """Gathers all workers' rows, one matrix a codec, as ``uint32[N, rows, words]``."""
+  name = collectives.final_stage(layout.completed, workers)
+  line = lines.join([matrix[None] for matrix in matrices])[0]
+  received = collectives.gather(line, workers.axis_name, name)
+  return lines.split(received, [matrix.shape for matrix in matrices])
 
 
 def owned_total(
-  own: Outgoing,
-  sent: Sequence[Sent],
-  lost: Sequence[jax.Array | None],
-  gathered: Sequence[jax.Array],
-  workers: Workers,
+  own: Outgoing, sent: Sequence[Sent], lost: Lost, gathered: Rows, workers: Workers
 ) -> Received:
   """Returns the sums of N owners, ``gathered``, and the errors that a worker keeps.
 
-  For each codec, ``sent`` is this worker's encoded sum, ``gathered`` those of all,
+  For each codec, ``sent`` is this worker's encoded sum, ``gathered`` has all,
   ``uint32[N, rows, words]``, and ``lost`` ``float32[rows, *tile_shape]``, or None.
   """
-  sums, agreed = own.layout.sums, own.agreed
-  n = workers.size
+  sums, agreed, n = own.layout.sums, own.agreed, workers.size
   owned = [-(-rows // n) for rows in own.layout.rows]
 
   def decoders() -> dict[int, RowDecoder]:
-    return {
-      i: total.value(gathered[i], agreed[i], sent[i].scale, owned[i], n)
-      for i, total in enumerate(sums)
-    }
+    value = lambda i, x: x.value(gathered[i], agreed[i], sent[i].scale, owned[i], n)
+    return {i: value(i, x) for i, x in enumerate(sums)}
 
-  return Received(
-    gathered,
-    decoders,
-    lost={i: sums[i].loss(x, agreed[i]) for i, x in enumerate(lost) if x is not None},
-    residuals=[x.residual for x in sent],
-  )
+  kept = {i: sums[i].loss(x, agreed[i]) for i, x in enumerate(lost) if x is not None}
+  residuals = [x.residual for x in sent]
+  return Received(gathered, decoders, lost=kept, residuals=residuals)

@@ -8,16 +8,10 @@ from typing import ClassVar
 from gradcomp._src.bibliography import GRUBIC_2018, Citation
 from gradcomp._src.checks import flag
 from gradcomp._src.codecs.sums.sum import RowDecoder, Way
+from gradcomp._src.exchange import shares
 from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange.in_turn import in_turn
 from gradcomp._src.exchange.protocol import Outgoing, Received, Work
-from gradcomp._src.exchange.shares import (
-  finish_shares,
-  gather_rows,
-  own_share,
-  owned_loss,
-  owned_total,
-  scatter_rows,
-)
 from gradcomp._src.mesh.axes import AxisName
 
 
@@ -26,26 +20,24 @@ class TwoShot:
   r"""Sends each share to its owner, which adds it up and sends the mean to all.
 
   Each worker owns an Nth of the rows. If the codec has scales of its own, the owner
-  decodes the rows that it receives, and averages them in float32. It adds its owner
-  residual r, the rounding error of its last encoding :math:`Q_2`, and encodes again, to
-  nearest:
+  averages the rows that it receives in float32. It adds its owner residual r, the
+  rounding error of its last encoding :math:`Q_2`, and encodes again, to nearest:
 
   .. math:: y = Q_2(\tfrac{1}{N} \sum_i Q(g_i) + r), \qquad
      r' = \tfrac{1}{N} \sum_i Q(g_i) + r - y
 
-  If the codec has shared statistics, the owner adds the codes as integers. It sends the
-  sums in as many bits as they need. Then sums are exact, and there is no owner
-  residual. A worker sends ``2 (N-1)/N c`` bytes, where c is the bytes of a payload.
-  That is less than two payloads for any N.
+  If the codec has shared statistics, the owner adds the codes as integers, and sends
+  the sums in as many bits as they need. They are exact, without an owner residual. A
+  worker sends ``2 (N-1)/N c`` bytes, where c is the bytes of a payload.
 
   Attributes:
     feedback: whether owners keep r, an Nth of the gradient in float32. ``init`` must
       know the number of workers for it: call it inside the map, or under
       ``jax.set_mesh(mesh)``. If it does not, that is an error if the workers keep
-      residuals. Else owners keep nothing, as with False. :math:`Q_2` then rounds at
-      random where the codec does, so that its errors have the mean zero, and twice the
-      variance. So it does with ``QSGD(bits=1)``, which has no value near zero to round
-      to; owners keep r of it only if the workers keep residuals.
+      residuals. Else owners keep nothing, as with False: :math:`Q_2` then rounds at
+      random where the codec does, with the mean zero and twice the variance. It always
+      does so with ``QSGD(bits=1)``, which has no value near zero to round to; owners
+      keep r of it only if the workers keep residuals.
 
   References:
     Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
@@ -78,10 +70,11 @@ class TwoShot:
 
   def run(self, own: Outgoing, workers: Workers) -> Received:
     scales = [workers.scale] * len(own.parts)
-    sent = finish_shares(own, scatter_rows(own, workers), scales, workers)
-    gathered = gather_rows(own.layout, [x.rows for x in sent], workers)
-    lost = [owned_loss(x, workers) for x in sent]
-    return owned_total(own, sent, lost, gathered, workers)
+    sent = shares.finish_shares(own, shares.scatter_rows(own, workers), scales, workers)
+    rows = in_turn([x.rows for x in sent], own.before)
+    gathered = shares.gather_rows(own.layout, rows, workers)
+    lost = [shares.owned_loss(x, workers) for x in sent]
+    return shares.owned_total(own, sent, lost, gathered, workers)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     share = Fraction(1, math.prod(sizes))
@@ -95,10 +88,10 @@ class ReduceScatter(TwoShot):
   feedback: bool = False
 
   def run(self, own: Outgoing, workers: Workers) -> Received:
-    owned = scatter_rows(own, workers)
+    owned = shares.scatter_rows(own, workers)
 
     def decoders() -> dict[int, RowDecoder]:
-      shared = [None if x is None else own_share(x, workers) for x in own.agreed]
+      shared = [None if x is None else shares.own_share(x, workers) for x in own.agreed]
       parts = enumerate(zip(own.layout.sums, owned, shared, strict=True))
       return {i: x.gathered(rows, y, workers.scale) for i, (x, rows, y) in parts}
 

@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gradcomp._src.checks import one_of, static_integer
 from gradcomp._src.floats.rounding import check_float
@@ -16,13 +16,13 @@ _GROUP_RULE = 'a divisor of the number of workers with order="hierarchical"'
 
 
 def all_reduce(
-  x: jax.Array,
+  x: Array,
   fmt: FloatFormat,
   order: Order = "gathered",
   *,
   group_size: int | None = None,
   method: Method = "sequential",
-) -> jax.Array:
+) -> Array:
   """Adds the workers' arrays, as an all-reduce in a format would add them.
 
   Each array is rounded to the format, and so is each partial sum, to nearest even.
@@ -36,9 +36,6 @@ def all_reduce(
   ``hierarchical``  the workers of each group of consecutive ones are added first, in
                     their order, and then the groups' sums, in their order
   ================  ====================================================================
-
-  The exchanges of :func:`gradcomp.aps` add in these orders on real workers. A ring
-  there cuts rows, not elements, into shares.
 
   Args:
     x: ``[N, ...]`` of real float dtype, the arrays of N workers.
@@ -56,11 +53,9 @@ def all_reduce(
     TypeError: ``x`` is not real floating point.
 
   Example:
-    >>> ones = jnp.ones((64, 3))
-    >>> all_reduce(ones, FloatFormat(5, 2), "ring")
-    Array([8., 8., 8.], dtype=float32)
-    >>> all_reduce(ones, FloatFormat(5, 2), "hierarchical", group_size=8)
-    Array([64., 64., 64.], dtype=float32)
+    >>> ones, fmt = jnp.ones((64, 1)), FloatFormat(5, 2)
+    >>> all_reduce(ones, fmt), all_reduce(ones, fmt, "hierarchical", group_size=8)
+    (Array([8.], dtype=float32), Array([64.], dtype=float32))
 
   References:
     Han et al., `Auto-Precision Scaling for Distributed Deep Learning
@@ -95,18 +90,17 @@ def all_reduce(
   return summed.reshape(-1)[: flat.shape[1]].reshape(shape)
 
 
-def round_off_error(exact: jax.Array, rounded: jax.Array) -> jax.Array:
-  r"""Returns the mean relative error of the elements of an array.
+def round_off_error(exact: Array, rounded: Array) -> Array:
+  r"""Returns the mean relative error, :math:`\frac{1}{n} \sum |(h_i - l_i) / h_i|`.
 
-  It is :math:`\frac{1}{n} \sum |(h_i - l_i) / h_i|`. Elements whose exact value is zero
-  have no relative error, and are left out.
+  Elements whose exact value is zero are left out.
 
   Args:
     exact: :math:`h`, an array of any shape.
     rounded: :math:`l`, an array of the same shape.
 
   Returns:
-    ``float32[]``, 1 for 100 %; 0 if no element is left.
+    The error, ``float32[]``; 0 if no element is left.
 
   Example:
     >>> round_off_error(jnp.array([1.0, 2.0, 0.0]), jnp.array([1.5, 2.0, 1.0]))

@@ -1,14 +1,13 @@
 """Addition and multiplication in a format: the exact result is rounded once.
 
-A binary32 operation rounds to 24 bits, and rounding its result again would round twice.
-With few mantissa bits that makes no difference (Figueroa 1995: 24 bits are at least 2p
-+ 1 for sums, 2p for products of p bits). With more bits, the error of the operation is
-computed as well, and decides.
+A binary32 operation rounds to 24 bits first. With few mantissa bits that makes no
+difference (Figueroa 1995: 24 bits are at least 2p + 1 for sums, 2p for products of p
+bits). With more bits, the error of the operation decides.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from gradcomp._src.floats.rounding import check_float, round_to
 from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
@@ -22,19 +21,15 @@ _NO_EXPONENT, _ONE = np.uint32(0x807FFFFF), np.uint32(0x3F800000)
 _HIGH_HALF = np.uint32(0xFFFFF000)  # sign, exponent, and 12 bits of the significand
 
 
-def add(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
+def add(a: Array, b: Array, fmt: FloatFormat) -> Array:
   """Returns ``a + b`` in a format.
 
   Both operands are rounded to the format. Their exact sum is rounded to it once, to
-  nearest even.
-
-  Processors that take subnormal ``float32`` for zero, as XLA makes CPUs do, also take
-  operands and exact results below 2**-126 for zero. Few formats but those with 8
-  exponent bits have numbers that small.
+  nearest even. Processors that take subnormal ``float32`` for zero, as XLA makes CPUs
+  do, also take operands and exact results below 2**-126 for zero.
 
   Args:
-    a: an array of real float dtype.
-    b: an array of real float dtype that broadcasts with ``a``.
+    a, b: arrays of real float dtype, which broadcast.
     fmt: the format.
 
   Returns:
@@ -55,15 +50,14 @@ def add(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
   return rounded_sum(round_to(a, fmt), round_to(b, fmt), fmt)
 
 
-def multiply(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
+def multiply(a: Array, b: Array, fmt: FloatFormat) -> Array:
   """Returns ``a * b`` in a format.
 
   Both operands are rounded to the format. Their exact product is rounded to it once, to
   nearest even. Numbers below 2**-126 are treated as in :func:`add`.
 
   Args:
-    a: an array of real float dtype.
-    b: an array of real float dtype that broadcasts with ``a``.
+    a, b: arrays of real float dtype, which broadcast.
     fmt: the format.
 
   Returns:
@@ -81,22 +75,17 @@ def multiply(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
 
 
 def rounded_sum(
-  a: jax.Array, b: jax.Array, fmt: FloatFormat, *, saturate: bool = False
-) -> jax.Array:
+  a: Array, b: Array, fmt: FloatFormat, *, saturate: bool = False
+) -> Array:
   """Returns the sum of two numbers of a format, in it: :func:`add` without its checks.
 
   Args:
-    a: ``float32`` numbers of the format.
-    b: ``float32`` numbers of the format, which broadcast with ``a``.
+    a, b: ``float32`` numbers of the format, which broadcast.
     fmt: the format.
     saturate: whether a finite sum that is too large becomes the largest number.
 
   Returns:
     ``float32`` numbers of the format.
-
-  Example:
-    >>> rounded_sum(jnp.float32(8.0), jnp.float32(1.5), FloatFormat(5, 2))
-    Array(10., dtype=float32)
   """
   total = a + b
   lost = None
@@ -106,7 +95,7 @@ def rounded_sum(
   return _rounded(total, lost, fmt, saturate)
 
 
-def rounded_product(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
+def rounded_product(a: Array, b: Array, fmt: FloatFormat) -> Array:
   """Returns the product of two numbers of a format, in it."""
   product = a * b
   if fmt.mantissa_bits <= _MOST_FOR_PRODUCTS:
@@ -121,19 +110,17 @@ def rounded_product(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
   return _rounded(product, lost, fmt, False)
 
 
-def _near_one(x: jax.Array) -> jax.Array:
+def _near_one(x: Array) -> Array:
   """Returns a number from 1 to 2 with the significand of ``x``, and its sign."""
   return floats(float_words(x) & _NO_EXPONENT | _ONE)
 
 
-def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _halves(x: Array) -> tuple[Array, Array]:
   """Splits ``x`` into two numbers of 12 bits; products of such numbers are exact."""
   high = floats(float_words(x) & _HIGH_HALF)
   return high, x - high
 
 
-def _rounded(
-  x: jax.Array, lost: jax.Array | None, fmt: FloatFormat, saturate: bool
-) -> jax.Array:
+def _rounded(x: Array, lost: Array | None, fmt: FloatFormat, saturate: bool) -> Array:
   codes = to_codes(x, fmt, lost=lost, saturate=saturate)
   return jnp.where(jnp.isnan(x), x, from_codes(codes, fmt))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gradcomp._src.checks import one_of
 from gradcomp._src.floats.arithmetic import rounded_product
@@ -16,23 +17,20 @@ _BLOCK = 1 << 18  # elements of the result, or products, that caches hold at onc
 
 
 def matmul(
-  a: jax.Array,
-  b: jax.Array,
+  a: Array,
+  b: Array,
   fmt: FloatFormat,
   accumulator: FloatFormat | None = None,
   method: Method = "sequential",
   *,
   straight_through: bool = False,
-) -> jax.Array:
+) -> Array:
   r"""Multiplies matrices like hardware that has only the formats.
 
   Operands and each product are rounded to ``fmt``. Each partial sum, over k in order,
   is rounded to ``accumulator``:
 
   .. math:: s \leftarrow s \oplus_{acc} (a_{ik} \otimes_{fmt} b_{kj})
-
-  Other emulators multiply rounded matrices in full precision, and round at the end.
-  That hides the loss of a narrow accumulator.
 
   Args:
     a: ``[m, k]`` of real float dtype.
@@ -67,30 +65,20 @@ def matmul(
     raise ValueError(
       f"`a` and `b` must have shapes [m, k] and [k, n], got {a.shape} and {b.shape}."
     )
-  product: Callable[..., jax.Array] = functools.partial(
-    _matmul, fmt=fmt, accumulator=accumulator or fmt, method=method
+  product: Callable[..., Array] = functools.partial(
+    _matmul, fmt=fmt, added_in=accumulator or fmt, method=method
   )
   if straight_through:
-    product = with_derivative_of(
-      lambda a, b: jnp.matmul(
-        round_to(a, fmt, straight_through=True),
-        round_to(b, fmt, straight_through=True),
-        precision=jax.lax.Precision.HIGHEST,
-      ),
-      product,
-    )
+    rounded = functools.partial(round_to, fmt=fmt, straight_through=True)
+    exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    product = with_derivative_of(lambda a, b: exact(rounded(a), rounded(b)), product)
   return product(a, b)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "accumulator", "method"))
+@functools.partial(jax.jit, static_argnames=("fmt", "added_in", "method"))
 def _matmul(
-  a: jax.Array,
-  b: jax.Array,
-  *,
-  fmt: FloatFormat,
-  accumulator: FloatFormat,
-  method: Method,
-) -> jax.Array:
+  a: Array, b: Array, *, fmt: FloatFormat, added_in: FloatFormat, method: Method
+) -> Array:
   """Multiplies matrices by blocks of rows, one block after the other."""
   (rows, depth), columns = a.shape, b.shape[1]
   a, b = round_to(a, fmt), round_to(b, fmt)
@@ -100,17 +88,16 @@ def _matmul(
   size = min(rows, max(1, _BLOCK // count))
   blocks = jnp.pad(a, ((0, -rows % size), (0, 0)))
 
-  def block(part: jax.Array) -> jax.Array:
-    def products(left: jax.Array, right: jax.Array) -> jax.Array:
+  def block(part: Array) -> Array:
+    def products(left: Array, right: Array) -> Array:
       product = rounded_product(left, right, fmt)
-      return product if accumulator == fmt else round_to(product, accumulator)
+      return product if added_in == fmt else round_to(product, added_in)
 
-    def term(k: jax.Array | int) -> jax.Array:
+    def term(k: Array | int) -> Array:
       return products(part[:, k, None], b[k])
 
     if method == "pairwise":
-      return sum_rounded(products(part.T[:, :, None], b[:, None]), accumulator, method)
-    return sum_of_terms(term, depth, accumulator, method)
+      return sum_rounded(products(part.T[:, :, None], b[:, None]), added_in, method)
+    return sum_of_terms(term, depth, added_in, method)
 
-  result = jax.lax.map(block, blocks.reshape(-1, size, depth))
-  return result.reshape(-1, columns)[:rows]
+  return jax.lax.map(block, blocks.reshape(-1, size, depth)).reshape(-1, columns)[:rows]

@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from gradcomp._src.checks import one_of
 from gradcomp._src.floats.arithmetic import rounded_sum
@@ -17,11 +18,8 @@ Method = Literal["sequential", "pairwise", "kahan"]
 
 
 def sum(
-  x: jax.Array,
-  fmt: FloatFormat,
-  axis: int | None = None,
-  method: Method = "sequential",
-) -> jax.Array:
+  x: Array, fmt: FloatFormat, axis: int | None = None, method: Method = "sequential"
+) -> Array:
   r"""Adds over an axis in a format, to which every partial sum is rounded.
 
   :math:`\oplus` and :math:`\ominus` are a sum and a difference rounded to nearest even,
@@ -73,11 +71,11 @@ def sum(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _sum(x: jax.Array, fmt: FloatFormat, method: Method) -> jax.Array:
+def _sum(x: Array, fmt: FloatFormat, method: Method) -> Array:
   return sum_rounded(round_to(x, fmt), fmt, method)
 
 
-def sum_rounded(x: jax.Array, fmt: FloatFormat, method: Method) -> jax.Array:
+def sum_rounded(x: Array, fmt: FloatFormat, method: Method) -> Array:
   """Adds numbers of the format over the first axis."""
   if not x.shape[0]:
     return jnp.zeros(x.shape[1:], jnp.float32)
@@ -90,36 +88,28 @@ def sum_rounded(x: jax.Array, fmt: FloatFormat, method: Method) -> jax.Array:
 
 
 def sum_of_terms(
-  term: Callable[[jax.Array | int], jax.Array],
+  term: Callable[[Array | int], Array],
   count: int,
   fmt: FloatFormat,
   method: Literal["sequential", "kahan"],
-) -> jax.Array:
+) -> Array:
   """Adds ``term(0)`` to ``term(count - 1)``, numbers of the format, one by one."""
   first = term(0)
   if method == "sequential":
     return jax.lax.fori_loop(1, count, lambda k, s: rounded_sum(s, term(k), fmt), first)
-  total, _ = jax.lax.fori_loop(
-    1,
-    count,
-    lambda k, carry: kahan_step(carry[0], carry[1], term(k), fmt),
-    (first, jnp.zeros_like(first)),
-  )
-  return total
+  step = lambda k, carry: kahan_step(carry[0], carry[1], term(k), fmt)
+  return jax.lax.fori_loop(1, count, step, (first, jnp.zeros_like(first)))[0]
 
 
 def kahan_step(
-  total: jax.Array,
-  compensation: jax.Array,
-  x: jax.Array,
+  total: Array,
+  compensation: Array,
+  x: Array,
   fmt: FloatFormat,
   *,
   saturate: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the next sum and compensation of Kahan's algorithm, all in a format.
-
-  It takes four rounded operations. An infinite sum stays infinite, and has the
-  compensation 0.
+) -> tuple[Array, Array]:
+  """Does a step of Kahan's algorithm: four operations, each rounded to the format.
 
   Args:
     total: the sum so far, ``float32`` numbers of the format.
@@ -129,19 +119,13 @@ def kahan_step(
     saturate: whether a finite sum that is too large becomes the largest number.
 
   Returns:
-    The next sum and its compensation.
+    The next sum and its compensation, which is 0 for an infinite sum.
 
   Example:
-    >>> total, compensation = kahan_step(
-    ...   jnp.float32(8.0), jnp.float32(0.0), jnp.float32(1.0), FloatFormat(5, 2)
-    ... )
-    >>> total, compensation
+    >>> kahan_step(*map(jnp.float32, (8, 0, 1)), FloatFormat(5, 2))
     (Array(8., dtype=float32), Array(-1., dtype=float32))
   """
-
-  def plus(a: jax.Array, b: jax.Array) -> jax.Array:
-    return rounded_sum(a, b, fmt, saturate=saturate)
-
+  plus = functools.partial(rounded_sum, fmt=fmt, saturate=saturate)
   y = plus(x, -compensation)
   new = plus(total, y)
   rest = plus(plus(new, -total), -y)

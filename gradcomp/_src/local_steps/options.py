@@ -13,6 +13,7 @@ from gradcomp._src.codecs.protocol import is_codec
 from gradcomp._src.core.compression import Dither
 from gradcomp._src.core.feedback import ErrorFeedback, Feedback, FeedbackName
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
+from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.one_stage import AllGather, Merge
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.closures import optimizer_with_note
@@ -42,7 +43,7 @@ class LocalOptions:
 
   exchange: ExchangeName | Auto | Exchange = "auto"
   min_leaf_size: int | None = None
-  message_bytes: int | None = None
+  message_bytes: MessageBytes = "auto"
   key: ArrayLike = 0
   dither: Dither = "shared"
   feedback: FeedbackName | Feedback | None = "error"
@@ -59,10 +60,7 @@ class LocalOptions:
 def up_to(name: str, least: int, most: int, value: Any) -> int:
   """Returns an integer in a range; ValueError otherwise."""
   rule = f"a number, from {least} to {most}, which depends on `every`"
-  number = static_integer(name, rule, value, least=least)
-  if number > most:
-    raise ValueError(f"`{name}` must be {rule}, got {number}.")
-  return number
+  return static_integer(name, rule, value, least=least, most=most)
 
 
 def checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -85,11 +83,7 @@ def feedback_of(feedback: Any, codec: Any) -> Any:
 
 
 def exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
-  """Returns the exchange of displacements, which divides by the rule of ``merge``.
-
-  Raises:
-    ValueError: it sends nothing, or the codec or the exchange does not allow ``merge``.
-  """
+  """Returns the exchange of displacements, which divides by the rule of ``merge``."""
   given = as_exchange(exchange)
   if isinstance(given, Exchange) and not given.sends:
     raise ValueError(

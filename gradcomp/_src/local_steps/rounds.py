@@ -1,27 +1,118 @@
-"""The steps of a round: the worker's local step, and the exchange of displacements."""
+"""The steps of a round: each worker's own, and the exchange of displacements."""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from gradcomp._src.core.state import FragmentState, OwnSteps
+from gradcomp._src.core.state import FragmentState, OwnSteps, is_own_steps
 from gradcomp._src.exchange.collectives import pmean
-from gradcomp._src.local_steps.displacement import (
-  own_params,
-  rounded_product,
-  shaped_like,
-  wide,
+from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
+from gradcomp._src.mesh.axes import (
+  AxisName,
+  UnboundAxisError,
+  axis_names,
+  bound_size,
+  mesh_size,
 )
-from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.specs import stack_spec
 from gradcomp._src.mesh.study import Options, note
-from gradcomp._src.mesh.types import mark_varying, other_axes
+from gradcomp._src.mesh.types import is_explicit, mark_varying, other_axes
+
+
+def wide(x: jax.Array) -> jax.Array:
+  """Returns an array in float32 or wider."""
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def first_own(
+  params: Any, names: tuple[str, ...], init: Callable[[Any], Any]
+) -> OwnSteps:
+  """Creates displacements of zero and first inner states, in a map or for a mesh."""
+
+  def make(params: Any) -> Any:
+    moved = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), params)
+    return stored((moved, init(params)))
+
+  if bound_size(names) is not None:
+    # The inner optimizer gets the types of arrays that update will give it.
+    own = make(mark_varying(params, names))
+    return OwnSteps({names: mark_varying(own, names)})
+  if mesh_size(names) is None:
+    raise UnboundAxisError(
+      f"`axis_name` must be an axis that init can count, and {names} is not bound "
+      "here, so that nobody knows how many workers have parameters of their own; call "
+      "optimizer.init under jax.set_mesh(mesh), or inside the map; where a program "
+      "copies one state to its workers, give it gradcomp.wrappers.replicable("
+      f"optimizer, axis_name={names}, workers=N).",
+      names,
+    )
+
+  mapped = jax.shard_map(
+    make,
+    in_specs=PartitionSpec(),
+    out_specs=stack_spec(names, PartitionSpec()),
+    axis_names=set(names),
+    check_vma=False,
+  )
+  return OwnSteps({names: jax.jit(mapped)(params)})
+
+
+def stored(tree: Any) -> Any:
+  """Gives each scalar of a worker one axis, so that a map can stack it."""
+  return jax.tree.map(lambda x: jnp.asarray(x).reshape(jnp.shape(x) or (1,)), tree)
+
+
+def numbers_of_all(opt_state: Any, mesh: Mesh | AbstractMesh) -> Any:
+  """Broadcasts numbers that a user has set by hand, like a rate, to all workers."""
+
+  def of_all(node: Any) -> Any:
+    if not is_own_steps(node):
+      return node
+    ((names, (moved, inner_state)),) = node.by_axes.items()
+
+    def stacked(x: Any) -> Any:
+      if jnp.shape(x):
+        return x
+      x = jnp.broadcast_to(x, math.prod(mesh.shape[name] for name in names))
+      sharding = NamedSharding(mesh, PartitionSpec(names))
+      return jax.reshard(x, sharding) if is_explicit(mesh, names) else x
+
+    return OwnSteps({names: (moved, jax.tree.map(stacked, inner_state))})
+
+  return jax.tree.map(of_all, opt_state, is_leaf=is_own_steps)
+
+
+def own_params(params: Any, moved: Any) -> Any:
+  """Adds a worker's displacement to the parameters; ValueError for other shapes."""
+
+  def add(path: Any, x: jax.Array, step: jax.Array) -> jax.Array:
+    if step.shape != (x.shape or (1,)):
+      raise ValueError(
+        f"`opt_state` must be that of one worker, whose own steps of "
+        f"{jax.tree_util.keystr(path)} have the shape {x.shape or (1,)}, got "
+        f"{step.shape}; call this inside the map, or in a loss that is given to "
+        "gradcomp.value_and_grad, and make the state by optimizer.init inside the map "
+        "or under jax.set_mesh(mesh)."
+      )
+    return (wide(x) + step.reshape(x.shape)).astype(x.dtype)
+
+  return jax.tree_util.tree_map_with_path(add, params, moved)
+
+
+def rounded_product(x: jax.Array) -> jax.Array:
+  """Returns a product unchanged, protected from contraction with a sum to an FMA."""
+  if x.dtype != jnp.float32:
+    return x
+  # Contracted, the product of a learning rate would be rounded in some programs only.
+  return signed(jnp.abs(x), sign_bit(x))
 
 
 class Fragment(NamedTuple):
@@ -31,19 +122,13 @@ class Fragment(NamedTuple):
   step: int
 
 
-def split_fragments(sizes: Sequence[int], fragments: int, every: int) -> list[Fragment]:
+def split_fragments(tree: Any, fragments: int, every: int) -> list[Fragment]:
   """Splits leaves, in their order, into fragments of similar numbers of elements.
 
   The last of P fragments is exchanged in the last of H steps, and the others H/P steps
   apart before it.
-
-  Raises:
-    ValueError: there are fewer leaves than fragments.
-
-  Example:
-    >>> split_fragments([4, 4, 8], 2, every=30)
-    [Fragment(leaves=range(0, 2), step=15), Fragment(leaves=range(2, 3), step=30)]
   """
+  sizes = [math.prod(x.shape) for x in jax.tree.leaves(tree)]
   if fragments > max(len(sizes), 1):
     raise ValueError(
       f"`fragments` must be at most the number of leaves, {len(sizes)}, for no leaf is "
@@ -57,15 +142,8 @@ def split_fragments(sizes: Sequence[int], fragments: int, every: int) -> list[Fr
     # Each fragment has a leaf, and leaves one for each that comes.
     borders.append(min(max(nearest, borders[-1] + 1), len(sizes) - fragments + i))
   borders.append(len(sizes))
-  pairs = itertools.pairwise(borders)
-  return [
-    Fragment(range(*pair), every * (i + 1) // fragments) for i, pair in enumerate(pairs)
-  ]
-
-
-def fragment_sizes(tree: Any) -> list[int]:
-  """Returns the numbers of elements of a tree's leaves."""
-  return [math.prod(x.shape) for x in jax.tree.leaves(tree)]
+  ranges = [range(*pair) for pair in itertools.pairwise(borders)]
+  return [Fragment(x, every * i // fragments) for i, x in enumerate(ranges, 1)]
 
 
 def select_fragment(tree: Any, fragment: Fragment) -> Any:
@@ -100,7 +178,8 @@ class LocalRound:
     """Runs the inner optimizer; returns the displacement and the inner state."""
     at = own_params(params, own.moved)
     like = jax.eval_shape(self.inner.init, at)
-    inner_state = shaped_like(own.inner_state, like)
+    reshaped = lambda x, y: jnp.reshape(x, y.shape)
+    inner_state = jax.tree.map(reshaped, own.inner_state, like)
     updates, inner_state = self.inner.update(grads, inner_state, at, **extra_args)
 
     def add(moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
@@ -120,16 +199,11 @@ class LocalRound:
   ) -> tuple[Any, Any, FragmentState]:
     """Exchanges a fragment and updates the shared parameters, if this is its step.
 
-    ``number`` is that of this step, from 1 on, ``moved`` the worker's displacement from
-    ``params``, and ``value`` its loss, or None; ``outer`` takes the mean of all. It
-    returns the updates, the displacement from the updated ones, and the state.
+    ``number`` is that of this step, from 1 on, ``moved`` the worker's displacement, and
+    ``value`` its loss. The results are updates, displacement and state.
     """
-
-    def is_at(step: int) -> jax.Array:
-      return (number >= step) & (number % self.every == step % self.every)
-
-    def rest(state: FragmentState) -> tuple[Any, Any, FragmentState]:
-      return jax.tree.map(jnp.zeros_like, params), moved, state
+    is_at = lambda step: (number >= step) & (number % self.every == step % self.every)
+    rest = lambda state: (jax.tree.map(jnp.zeros_like, params), moved, state)
 
     def send(state: FragmentState) -> tuple[Any, FragmentState]:
       note(Options((("every", self.every), ("delay", self.delay))))
@@ -139,7 +213,10 @@ class LocalRound:
 
     def arrive(mean: Any, state: FragmentState) -> tuple[Any, Any, FragmentState]:
       at = jax.tree.map(wide, params)
-      given = {} if value is None else {"value": self._mean(value), "grad": mean}
+      given: dict[str, Any] = {}
+      if value is not None:
+        own = mark_varying(jnp.float32(value), self.axes)
+        given = {"value": pmean(own, self.axes), "grad": mean}
       updates, outer_state = self.outer.update(mean, state.outer_state, at, **given)
       updates = optax.tree.cast_like(updates, params)
       left = jax.tree.map(self._left, moved, updates, params)
@@ -156,10 +233,6 @@ class LocalRound:
     state = lax.cond(is_at(fragment.step), send_off, lambda state: state, state)
     come = lambda state: arrive(state.arriving, state)
     return lax.cond(is_at(fragment.step + self.delay), come, rest, state)
-
-  def _mean(self, value: Any) -> jax.Array:
-    """Returns the mean of the workers' losses, in the steps that exchange anyway."""
-    return pmean(mark_varying(jnp.float32(value), self.axes), self.axes)
 
   def _left(self, moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the displacement from the updated parameters, after mixing."""

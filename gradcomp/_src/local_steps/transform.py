@@ -1,5 +1,6 @@
 """``local_steps``: several steps of each worker between two exchanges."""
 
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -10,7 +11,8 @@ from gradcomp._src.bibliography import DOUILLARD_2023, DOUILLARD_2025, Citation,
 from gradcomp._src.checks import instance_of, one_tree, step_count
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import agreement
-from gradcomp._src.core.inputs import not_differentiated
+from gradcomp._src.core.inputs import any_tree, not_differentiated
+from gradcomp._src.core.of_workers import Update, of_workers
 from gradcomp._src.core.state import (
   FragmentState,
   LocalStepsState,
@@ -19,32 +21,13 @@ from gradcomp._src.core.state import (
   is_own_steps,
 )
 from gradcomp._src.core.transform import compress
-from gradcomp._src.local_steps.displacement import (
-  first_own,
-  numbers_of_all,
-  own_params,
-  stored,
-  wide,
-)
-from gradcomp._src.local_steps.options import (
-  LocalOptions,
-  check_floats,
-  checked_optimizer,
-  exchange_of_rounds,
-  feedback_of,
-  up_to,
-)
-from gradcomp._src.local_steps.rounds import (
-  Fragment,
-  LocalRound,
-  fragment_sizes,
-  join_fragments,
-  select_fragment,
-  split_fragments,
-)
+from gradcomp._src.local_steps import options as rules
+from gradcomp._src.local_steps import rounds
+from gradcomp._src.local_steps.options import LocalOptions
 from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
 from gradcomp._src.mesh.reduction import reduction
 from gradcomp._src.mesh.shard_maps import per_device
+from gradcomp._src.mesh.trees import boxed_like, combine, split, unboxed
 from gradcomp._src.mesh.types import mesh_of, unreduced_axes
 from gradcomp._src.mesh.unsharded_params import check_whole_params
 
@@ -56,15 +39,11 @@ def local_params(params: Params, opt_state: Any) -> Params:
   """Returns this worker's local parameters: the shared ones plus its displacement.
 
   Compute gradients at these if :func:`gradcomp.local.local_steps` is in the optimizer.
-  They differ between workers, and are typed so. Without it they are ``params``. With
-  local steps inside of others, both displacements are added.
+  They differ between workers, and are typed so. Without it they are ``params``.
 
   Args:
     params: the parameters that all workers share.
     opt_state: the state of the optimizer, inside the map: of one worker.
-
-  Returns:
-    A tree like ``params``.
 
   Raises:
     ValueError: the state is that of all workers together.
@@ -74,16 +53,14 @@ def local_params(params: Params, opt_state: Any) -> Params:
     Array([1., 1.], dtype=float32)
   """
   is_hole = lambda x: isinstance(x, optax.MaskedNode)
+  add = lambda moved, x: x if is_hole(moved) else rounds.own_params(x, moved)
+  arrays, others = split(params)
+  own = unboxed(arrays)
   for node in jax.tree.leaves(opt_state, is_leaf=is_own_steps):
     if is_own_steps(node):
-      params = jax.tree.map(
-        lambda moved, x: x if is_hole(moved) else own_params(x, moved),
-        node.moved,
-        params,
-        is_leaf=is_hole,
-      )
-      params = local_params(params, node.inner_state)
-  return params
+      own = jax.tree.map(add, unboxed(node.moved), own, is_leaf=is_hole)
+      own = local_params(own, node.inner_state)
+  return combine(boxed_like(arrays, own), others)
 
 
 def local_steps(
@@ -98,10 +75,10 @@ def local_steps(
   r"""Runs ``inner`` on each worker, and exchanges displacements in every H-th step.
 
   It is for links that are a hundred times too slow for an exchange in each step. It
-  takes the place of an optimizer. All workers share the parameters :math:`p`, the
-  anchor. Worker :math:`i` trains parameters of its own, :math:`p + d_i`, at which its
-  gradients are computed: see :func:`local_params`, and
-  :func:`gradcomp.make_train_step`, which calls it. In each step
+  takes the place of an optimizer. All workers share the parameters :math:`p`. Worker
+  :math:`i` trains parameters of its own, :math:`p + d_i`, at which its gradients are
+  computed: see :func:`local_params`, which :func:`gradcomp.make_train_step` calls. In
+  each step
 
   .. math:: d_i \leftarrow d_i + \mathrm{inner}(g_i, p + d_i)
 
@@ -115,8 +92,7 @@ def local_steps(
   The updates are zeros, but for those of ``outer``, which are equal on all workers. So
   all workers have the same parameters after every step, to the bit: evaluate and save
   these. Only :math:`d_i`, the state of ``inner`` and the residual differ between
-  workers; they are in the state. Nothing is sent in other steps. It is one program,
-  with the exchange in a branch.
+  workers. Nothing is sent in other steps.
 
   - DiLoCo: ``inner=optax.adamw(...)``, ``codec=Dense()``,
     ``outer=optax.sgd(0.7, 0.9, nesterov=True)``.
@@ -129,17 +105,16 @@ def local_steps(
     :math:`d_i \leftarrow (1 - m)(p + d_i - p')`, so that workers keep a part of their
     steps meanwhile.
 
-  A gradient that is not finite makes an element of :math:`d_i` NaN. The next exchange
-  makes its bucket of the parameters NaN on all workers, and ``outer`` keeps it, too, if
-  it has momentum; residuals do not. ``inner=optax.apply_if_finite(inner, 5)`` drops
-  such a step on the worker that has it, which needs no message. Do not put
-  :func:`gradcomp.skip_nonfinite` around this: it sends a byte in every step.
+  A gradient that is not finite makes an element of :math:`d_i` NaN, and the next
+  exchange its bucket of the parameters on all workers. ``outer`` keeps it, too, if it
+  has momentum; residuals do not. ``inner=optax.apply_if_finite(inner, 5)`` drops such a
+  step on the worker that has it, where :func:`gradcomp.skip_nonfinite` around this
+  would send a byte in every step.
 
-  ``inner`` and ``outer`` see whole leaves. Further arguments of ``update`` go to
-  ``inner``; they should be the worker's own, like its loss as ``value``. ``outer`` gets
-  the mean of the workers' ``value`` in float32, where it takes such arguments, and
-  :math:`D` as ``grad``. ``inner`` may itself hold an exchange over
-  another axis, which then joins the workers of an island in every step.
+  Further arguments of ``update`` go to ``inner``; they should be the worker's own, like
+  its loss as ``value``. ``outer`` gets the mean of the workers' ``value`` in float32,
+  where it takes such arguments, and :math:`D` as ``grad``. ``inner`` may itself hold an
+  exchange over another axis, which then joins the workers of an island in every step.
 
   Args:
     inner: the optimizer of each worker, with its state.
@@ -186,24 +161,24 @@ def local_steps(
   """
   every = step_count("every", every)
   options = instance_of("options", LocalOptions, options)
-  fragments = up_to("fragments", 1, every, options.fragments)
-  delay = up_to("delay", 0, every - 1, options.delay)
+  fragments = rules.up_to("fragments", 1, every, options.fragments)
+  delay = rules.up_to("delay", 0, every - 1, options.delay)
   mixing = float(options.mixing)
   names = axis_names(axis_name)
   axes = names if len(names) > 1 else names[0]
   compressed = compress(
     codec,
     axis_name=axes,
-    exchange=exchange_of_rounds(options.exchange, options.merge, codec),
-    feedback=feedback_of(options.feedback, codec),
+    exchange=rules.exchange_of_rounds(options.exchange, options.merge, codec),
+    feedback=rules.feedback_of(options.feedback, codec),
     min_leaf_size=options.min_leaf_size,
     message_bytes=options.message_bytes,
     key=options.key,
     dither=options.dither,
   )
   takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
-  inner = checked_optimizer("inner", inner)
-  outer = checked_optimizer("outer", outer)
+  inner = rules.checked_optimizer("inner", inner)
+  outer = rules.checked_optimizer("outer", outer)
   papers = [Citation(DOUILLARD_2023, "Differences may be compressed, with feedback.")]
   if fragments > 1 or delay:
     why = "Fragments are consecutive leaves, of about as many elements each."
@@ -211,31 +186,27 @@ def local_steps(
 
   def init_fn(params: Any) -> LocalStepsState:
     one_tree("local_steps", params)
-    check_floats("params", params)
+    rules.check_floats("params", params)
 
-    def first(fragment: Fragment) -> FragmentState:
-      leaves = select_fragment(params, fragment)
-      zeros = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), leaves)
+    def first(fragment: rounds.Fragment) -> FragmentState:
+      leaves = rounds.select_fragment(params, fragment)
+      zeros = jax.tree.map(lambda x: jnp.zeros_like(rounds.wide(x)), leaves)
       exchange = compressed.init(leaves)
-      outer_state = outer.init(jax.tree.map(wide, leaves))
+      outer_state = outer.init(jax.tree.map(rounds.wide, leaves))
       return FragmentState(exchange, outer_state, zeros if delay else None)
 
-    return LocalStepsState(
-      jnp.zeros([], jnp.int32),
-      first_own(params, names, inner.init),
-      tuple(map(first, split_fragments(fragment_sizes(params), fragments, every))),
-    )
+    own = rounds.first_own(params, names, inner.init)
+    parts = map(first, rounds.split_fragments(params, fragments, every))
+    return LocalStepsState(jnp.zeros([], jnp.int32), own, tuple(parts))
 
   @cites(*papers)
   def update_fn(
     updates: Any, state: LocalStepsState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, LocalStepsState]:
     _check_given(state, params, fragments)
-    check_floats("updates", updates)
+    rules.check_floats("updates", updates)
     updates = not_differentiated(updates)
     check_whole_params(params, axes)
-    if bound_size(axes) is None:
-      state = numbers_of_all(state, mesh_of(updates))
     across = reduction(updates, axes, local=False)
     told = dict(every=every, fragments=fragments, delay=delay, mixing=mixing)
     agreement.require_agreement(
@@ -246,39 +217,46 @@ def local_steps(
       inner_state=state.own,
       outer_state=[fragment.outer_state for fragment in state.fragments],
     )
-    addends = [
-      name
-      for name, x in extra_args.items()
-      if any(map(unreduced_axes, jax.tree.leaves(x)))
-    ]
+    leaves = {name: jax.tree.leaves(x) for name, x in extra_args.items()}
+    addends = [name for name, x in leaves.items() if any(map(unreduced_axes, x))]
 
     def step(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
-      round_ = LocalRound(inner, outer, compressed, axes, every, delay, mixing)
+      round_ = rounds.LocalRound(inner, outer, compressed, axes, every, delay, mixing)
       value = extra_args.get("value") if takes_value else None
-      whole = lambda tree: jax.tree.map(
-        lambda g: g * jnp.asarray(require_size(axes), g.dtype), tree
-      )
+      times = lambda g: g * jnp.asarray(require_size(axes), g.dtype)
+      whole = functools.partial(jax.tree.map, times)
       if across.is_sum:
         grads = whole(grads)
       own_args = extra_args | {name: whole(extra_args[name]) for name in addends}
       moved, inner_state = round_.own_step(grads, state.own, params, own_args)
       number = optax.safe_increment(state.count)
-      found = []
-      for fragment, kept in zip(
-        split_fragments(fragment_sizes(params), fragments, every),
-        state.fragments,
-        strict=True,
-      ):
-        away, shared = (select_fragment(tree, fragment) for tree in (moved, params))
-        found.append(round_.shared_step(fragment, number, kept, away, shared, value))
-      new, moved, kept = zip(*found, strict=True)
-      own = OwnSteps({names: stored((join_fragments(moved, params), inner_state))})
-      return join_fragments(new, params), LocalStepsState(number, own, kept)
+
+      def shared_step(fragment: rounds.Fragment, kept: FragmentState) -> Any:
+        own, shared = (rounds.select_fragment(x, fragment) for x in (moved, params))
+        return round_.shared_step(fragment, number, kept, own, shared, value)
+
+      parts = rounds.split_fragments(params, fragments, every)
+      new, moved, kept = zip(*map(shared_step, parts, state.fragments), strict=True)
+      new, moved = (rounds.join_fragments(trees, params) for trees in (new, moved))
+      own = OwnSteps({names: rounds.stored((moved, inner_state))})
+      return new, LocalStepsState(number, own, kept)
 
     given = params, extra_args
     return per_device(step, updates, state, axes, keeps_addends=False, given=given)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return any_tree(init_fn, _on_mesh(update_fn, axes))
+
+
+def _on_mesh(update: Update, axes: AxisName) -> Update:
+  """Wraps ``update`` for the state of all workers, in which one number may be set."""
+  mapped = of_workers(update, axes, whole=True)
+
+  def on_mesh(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    if bound_size(axes) is None:
+      state = rounds.numbers_of_all(state, mesh_of(updates))
+    return mapped(updates, state, params, **extra_args)
+
+  return on_mesh
 
 
 def _check_given(state: Any, params: Any, fragments: int) -> None:

@@ -1,11 +1,7 @@
-"""Names and sizes of axes, and the maps that bind them.
-
-The spellings in this folder are those of JAX 0.10.2 to 0.12. Differences among
-versions, or between pmap, vmap and shard_map, stay in it.
-"""
+"""Names and sizes of axes, and the maps that bind them, in JAX 0.10.2 to 0.12."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -47,9 +43,9 @@ def abstract_mesh(
   *,
   argument: str = "workers",
 ) -> AbstractMesh:
-  """Returns a mesh of devices that need not exist.
+  """Returns a mesh of devices that need not exist; errors name the ``argument``.
 
-  ``argument`` is the user's argument with the sizes, for the error.
+  They have the platform of the devices of the mesh that is in use, if there is one.
   """
   # JAX fails with std::bad_cast.
   if math.prod(sizes.values()) >= 2**31:
@@ -57,7 +53,18 @@ def abstract_mesh(
       f"`{argument}` must be less: JAX takes fewer than 2**31 devices on all axes of a "
       f"trace together, got {' x '.join(map(str, sizes.values()))}."
     )
-  return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  given = tuple(sizes.values()), tuple(sizes), axis_types
+  return AbstractMesh(*given, abstract_device=device)
+
+
+def platform() -> str:
+  """Returns the platform of the mesh's devices; without a mesh, of the default backend.
+
+  So a program for a TPU is planned for it, wherever it is compiled.
+  """
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return jax.default_backend() if device is None else device.platform
 
 
 def bound_size(axis_name: AxisName) -> int | None:
@@ -77,11 +84,7 @@ def mesh_size(axis_name: AxisName) -> int | None:
 
 
 def require_size(axis_name: AxisName, mesh: AbstractMesh | None = None) -> int:
-  """Returns the number of workers on bound axes; UnboundAxisError if one is unbound.
-
-  ``mesh`` is for the error, which names its axes; by default it is the mesh of
-  ``jax.set_mesh`` or of the enclosing map.
-  """
+  """Returns the number of workers on bound axes; else UnboundAxisError."""
   size = bound_size(axis_name)
   if size is None:
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
@@ -98,20 +101,22 @@ def _cure(axis_name: AxisName, mesh: AbstractMesh) -> str:
   """Returns the cure for unbound axes, with the mesh's axes if it lacks them."""
   cure = "call this inside one (or use gradcomp.make_train_step), "
   if not mesh.axis_names:
-    return f"{cure}or in plain jax.jit under jax.set_mesh(jax.make_mesh(...)), "
+    return (
+      f"{cure}or in plain jax.jit under jax.set_mesh(jax.make_mesh(...)) or with mesh= "
+      "of gradcomp.value_and_grad, "
+    )
   if not set(axis_names(axis_name)).issubset(mesh.axis_names):
     return f"the axes of the mesh are {mesh.axis_names}: name one of these, "
   return (
-    f"{cure}or make the mesh with Explicit axes: jax.make_mesh(shape, "
-    f"{mesh.axis_names}, (jax.sharding.AxisType.Explicit,) * {len(mesh.axis_names)}), "
+    f"{cure}or in plain jax.jit give update the gradients of gradcomp.value_and_grad("
+    f"loss_fn, axis_name={axis_name!r}), which are those of all workers, "
   )
 
 
 def automatic_axes(axis_name: AxisName | None = None) -> dict[str, int]:
   """Returns the Auto axes of an enclosing shard_map or of the mesh, with their sizes.
 
-  Along them JAX chooses the sharding by itself. Under pmap and vmap there are none.
-  Without a name, they are the axes of the mesh that are in no map.
+  Under pmap and vmap there are none. Without a name, they are the axes in no map.
   """
   mesh = jax.sharding.get_abstract_mesh()
   names = () if axis_name is None else axis_names(axis_name)
@@ -152,20 +157,6 @@ def sizes_of(workers: WorkerSizes) -> tuple[tuple[int, ...], dict[str, int]]:
       f"whom each sends to, got {workers!r}."
     )
   return sizes, dict(zip(by_name, sizes, strict=False))
-
-
-def only_named(by_name: Mapping[str, int]) -> Callable[[str], int | None]:
-  """Returns a function that refuses axes without a size, if any axis has a name."""
-
-  def known(axis: str) -> int | None:
-    if by_name:
-      raise ValueError(
-        f"`workers` must have the size of each axis that is exchanged over, got "
-        f"{dict(by_name)} and an exchange over {axis!r}; add its size."
-      )
-    return None
-
-  return known
 
 
 def check_both(axis_name: AxisName | None, workers: WorkerSizes) -> None:

@@ -1,10 +1,9 @@
 """Arrays that a function of the user reads in a map: arguments of it, or an error.
 
 Under Explicit axes, JAX 0.10 to 0.12 does not let a function inside ``jax.shard_map``
-read an array of the mesh that is no argument of the map. gradcomp makes arguments of
-the arrays that are leaves of a callable tree, like ``jax.tree_util.Partial`` or a
-module of flax.nnx. For an array in a closure, JAX's error gets a note with the cure.
-docs/inside/architecture.md has what speaks against searching closures.
+read an array of the mesh that is no argument of the map. Leaves of callable trees, like
+``jax.tree_util.Partial``, become arguments. docs/inside/architecture.md says why
+closures are not searched.
 """
 
 import functools
@@ -51,11 +50,8 @@ def loss_with_note(
 
   ``names`` are the axes of the map. Without an Explicit axis JAX raises none.
   """
-  explicit = {
-    name
-    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-    if kind == AxisType.Explicit
-  }
+  kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+  explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
   if not explicit:
     return loss_fn
   # JAX raises a ValueError where the map leaves other axes Explicit.

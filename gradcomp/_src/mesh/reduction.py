@@ -5,29 +5,16 @@ from typing import Any, NamedTuple
 import jax
 
 from gradcomp._src.checks import see
-from gradcomp._src.mesh.axes import (
-  AxisName,
-  axis_names,
-  bound_size,
-  manual_axes,
-  require_size,
-)
+from gradcomp._src.mesh import axes as mesh_axes
+from gradcomp._src.mesh import types
+from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.study import is_followed, studied_axes
-from gradcomp._src.mesh.types import (
-  is_explicit,
-  is_typed,
-  mesh_of,
-  unreduced_axes,
-  varying_axes,
-)
+
+_name = lambda path: f"`updates`{jax.tree_util.keystr(path)}"
 
 
 class Reduction(NamedTuple):
-  """The axes of a reduction, or None to exchange nothing, and whether it is a sum.
-
-  Gradients are addends of their sum under Explicit axes, and else samples of their
-  mean.
-  """
+  """The axes to exchange over, if any; addends have a sum, and samples a mean."""
 
   axis_name: AxisName | None
   is_sum: bool
@@ -43,7 +30,7 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
     return Reduction(None, is_sum=False)
   axis_name = studied_axes(axis_name)
   paths = jax.tree_util.tree_leaves_with_path(updates)
-  addends = [unreduced_axes(leaf) for _, leaf in paths]
+  addends = [types.unreduced_axes(leaf) for _, leaf in paths]
   found = frozenset().union(*addends)
   if found:
     # A gradient typed {U:data} is the sum of the devices' addends, and that sum is the
@@ -51,33 +38,31 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
     # worker's part of the batch, so that the gradient is the mean.
     return Reduction(_addends(paths, addends, axis_name), is_sum=True)
   if axis_name is None:
-    if manual_axes() and not local:
+    if mesh_axes.manual_axes() and not local:
       raise ValueError(
         f"`axis_name` must name the axis to average over inside a map with the axes "
-        f'{manual_axes()}, got None; pass axis_name=, or exchange="local" to '
+        f'{mesh_axes.manual_axes()}, got None; pass axis_name=, or exchange="local" to '
         "exchange nothing."
       )
     return Reduction(None, is_sum=False)
-  if not paths and bound_size(axis_name) is None:
+  if not paths and mesh_axes.bound_size(axis_name) is None:
     return Reduction(None, is_sum=False)
-  mesh = mesh_of(updates)
-  if bound_size(axis_name) is None and is_explicit(mesh, axis_name):
+  mesh = types.mesh_of(updates)
+  if mesh_axes.bound_size(axis_name) is None and types.is_explicit(mesh, axis_name):
     if mesh.size > 1:
       raise _already_reduced(paths[0][0], axis_name)
     return Reduction(axis_name, is_sum=True)  # a sum of one, see unreduce
-  require_size(axis_name, mesh)
-  if is_typed(axis_name):
+  mesh_axes.require_size(axis_name, mesh)
+  if types.is_typed(axis_name):
     for path, leaf in paths:
-      if not varying_axes(leaf).issuperset(axis_names(axis_name)):
+      if not types.varying_axes(leaf).issuperset(axis_names(axis_name)):
         raise _already_reduced(path, axis_name)
   return Reduction(axis_name, is_sum=False)
 
 
-def _addends(
-  paths: Any, addends: list[frozenset[str]], axis_name: AxisName | None
-) -> AxisName:
+def _addends(paths: Any, addends: list[Any], axis_name: AxisName | None) -> AxisName:
   """Returns the unreduced axes of every leaf; ValueError if leaves differ."""
-  mesh = mesh_of([leaf for _, leaf in paths])
+  mesh = types.mesh_of([leaf for _, leaf in paths])
   names = tuple(name for name in mesh.axis_names if name in addends[0])
   if axis_name is not None:
     names = axis_names(axis_name)
@@ -101,7 +86,3 @@ def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:
     "gradcomp.defer_reduction(params, axis_name=axis_name) before jax.grad; and put "
     f"optax.MultiSteps behind the exchange.{see('says-that-it-is-equal-on-all')}"
   )
-
-
-def _name(path: Any) -> str:
-  return f"`updates`{jax.tree_util.keystr(path)}"

@@ -1,14 +1,19 @@
-"""The key-value store of a run of many processes, for which JAX has no public name.
+"""The processes of a run, and their key-value store, which JAX has no public name for.
 
-Processes compare what they trace before the first collective. What is public, like
-``jax.experimental.multihost_utils``, is made of collectives, which need equal programs
+``jax.experimental.multihost_utils`` is made of collectives, which need equal programs
 on all processes already.
 """
 
+import os
+import time
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from gradcomp._src.mesh.study import is_study
 
 
 def run_store() -> Any:
@@ -30,3 +35,53 @@ def run_store() -> Any:
       stacklevel=2,
     )
     return None
+
+
+def is_alone() -> bool:
+  """Returns True in a run of one process, and in a trace that nothing runs."""
+  return run_store() is None or jax.process_count() == 1 or is_study()
+
+
+def processes_of(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+  """Returns the processes of a mesh; empty if they are unknown, or only one."""
+  if isinstance(mesh, Mesh):
+    found = sorted({device.process_index for device in mesh.devices.flat})
+  else:
+    found = list(range(jax.process_count() if mesh.size == jax.device_count() else 0))
+  return tuple(found) if len(found) > 1 and jax.process_index() in found else ()
+
+
+def patience() -> float:
+  """Returns the seconds to wait for a process; ValueError for an invalid setting."""
+  # By default it is longer than compiling a step that others have in a cache.
+  text = os.environ.get("GRADCOMP_PATIENCE_SECONDS", "600")
+  try:
+    limit = float(text)
+  except ValueError:
+    limit = -1.0
+  if not limit >= 0:
+    raise ValueError(
+      f"`GRADCOMP_PATIENCE_SECONDS` must be seconds, 0 or more, got {text!r}; "
+      "unset it to wait for ten minutes."
+    )
+  return limit
+
+
+def written(folder: str, processes: Sequence[int]) -> Iterator[dict[int, str]]:
+  """Yields the texts of processes so far, until all are there or patience ends."""
+  deadline, pause = time.monotonic() + patience(), 0.001
+  while True:
+    pairs = run_store().key_value_dir_get(folder)
+    found = {int(name.rpartition("/")[2]): value for name, value in pairs}
+    yield found
+    if found.keys() >= set(processes) or time.monotonic() > deadline:
+      return
+    time.sleep(pause)
+    pause = min(2 * pause, 1.0)
+
+
+def named(processes: Sequence[int]) -> str:
+  """Lists processes in words, the first five by number."""
+  shown = ", ".join(map(str, sorted(processes)[:5]))
+  more = f" and {len(processes) - 5} more" if processes[5:] else ""
+  return f"process{'es' if processes[1:] else ''} {shown}{more}"

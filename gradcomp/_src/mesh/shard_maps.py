@@ -1,31 +1,16 @@
-"""Maps over devices, entered where the types of arrays require one.
-
-Code for one device's shard enters a ``jax.shard_map`` by itself where an array is
-typed as sharded, or unreduced, over Explicit axes.
-"""
+"""Maps over devices, entered where arrays are typed as sharded or unreduced."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gradcomp._src.mesh.axes import (
-  AxisName,
-  axis_names,
-  bound_size,
-  manual_axes,
-)
+from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, manual_axes
 from gradcomp._src.mesh.closures import arrays_of
-from gradcomp._src.mesh.specs import (
-  entries,
-  is_spec,
-  on_top,
-  reduced_spec,
-  sharded_axes,
-)
+from gradcomp._src.mesh.specs import axes_in, entries, is_spec, reduced_spec
 from gradcomp._src.mesh.study import is_followed
 from gradcomp._src.mesh.types import mesh_of, typed_spec, varying_axes
 
@@ -41,25 +26,47 @@ def per_device(
 ) -> tuple[Any, Any]:
   """Calls ``function(updates, state, *given)`` on each device's shards.
 
-  ``jax.vmap`` around it goes into that map. Gradients may be unreduced, or sharded over
-  Explicit axes. The map binds ``axis_name``, the axes to reduce over, if no other does.
-  With ``keeps_addends`` results are as unreduced as ``updates``. ``given`` are trees,
-  of arrays and of others, that are only read.
+  ``jax.vmap`` around it goes into that map. The map binds ``axis_name``, the axes to
+  reduce over, if no other does. With ``keeps_addends`` results are as unreduced as
+  ``updates``. ``given`` are trees, of arrays and of others, that are only read.
   """
   if is_followed():
     return updates, state
-  cut = frozenset().union(*map(sharded_axes, map(typed_spec, jax.tree.leaves(updates))))
+  cut = axes_in(jax.tree.map(typed_spec, updates))
   addends = axis_name is not None and bound_size(axis_name) is None
   if not addends and not cut:
     return function(updates, state, *given)
   arrays, with_arrays = arrays_of(given)
-  over = _Over(axis_name, cut, addends, keeps_addends)
 
   def on_device(updates: Any, state: Any, arrays: list[Any]) -> tuple[Any, Any]:
     return function(updates, state, *with_arrays(arrays))
 
   def whole(updates: Any, state: Any, arrays: list[Any]) -> tuple[Any, Any]:
-    return _mapped(on_device, updates, state, arrays, over)
+    """Calls ``on_device`` in a map over the axes of the types."""
+    called: Callable[..., Any] = on_device
+    specs, *others = jax.tree.map(typed_spec, (updates, state, arrays))
+    each = functools.partial(jax.tree.map, is_leaf=is_spec)
+    out = specs if keeps_addends else each(reduced_spec, specs)
+    mesh = mesh_of(updates)
+    outside = not manual_axes()
+    # JAX 0.10 takes unreduced arrays only if all axes are manual.
+    manual = set(mesh.axis_names if addends else cut)
+    if addends and mesh.auto_axes and not keeps_addends:
+      # But then all devices along an Auto axis would compute and send equal arrays.
+      manual -= set(mesh.auto_axes)
+      stacked = each(lambda spec: PartitionSpec(axis_name, *entries(spec)), specs)
+      add_axis = lambda tree: jax.tree.map(lambda x: x[None], tree)
+      updates, specs = _unchecked(add_axis, mesh, specs, stacked)(updates), stacked
+      called = lambda rows, *args: on_device(jax.tree.map(lambda x: x[0], rows), *args)
+    return jax.shard_map(
+      called,
+      mesh=mesh if outside else None,
+      in_specs=(specs, *others),
+      out_specs=(out, others[0]),
+      axis_names=manual,
+      # JAX allows an unreduced argument only if types are not checked.
+      check_vma=not outside and any(map(varying_axes, jax.tree.leaves(updates))),
+    )(updates, state, arrays)
 
   if not addends:
     return whole(updates, state, arrays)
@@ -67,80 +74,21 @@ def per_device(
   def of_each(size: int, is_batched: Any, *args: Any) -> Any:
     ahead = lambda x, known: x if known else _ahead(x, size)
     updates, state, arrays = jax.tree.map(ahead, args, tuple(is_batched))
-    result = per_device(
-      jax.vmap(on_device),
-      updates,
-      state,
-      axis_name,
-      keeps_addends=keeps_addends,
-      given=(arrays,),
-    )
+    own: Any = {"keeps_addends": keeps_addends, "given": (arrays,)}
+    result = per_device(jax.vmap(on_device), updates, state, axis_name, **own)
     return result, jax.tree.map(lambda _: True, result)
 
   return _with_rule(whole, of_each)(updates, state, arrays)
 
 
-class _Over(NamedTuple):
-  """The axes of a map: of the workers, of the shards, and of its addends."""
-
-  axis_name: AxisName | None
-  cut: frozenset[str]
-  addends: bool
-  keeps_addends: bool
-
-
-def _mapped(
-  function: Callable[..., tuple[Any, Any]],
-  updates: Any,
-  state: Any,
-  arrays: list[Any],
-  over: _Over,
-) -> tuple[Any, Any]:
-  """Calls ``function(updates, state, arrays)`` in a map over the axes of the types."""
-  specs, state_specs, array_specs = jax.tree.map(typed_spec, (updates, state, arrays))
-  out = specs if over.keeps_addends else _map_specs(reduced_spec, specs)
-  mesh = mesh_of(updates)
-  outside = not manual_axes()
-  # JAX 0.10 takes unreduced arrays only if all axes are manual.
-  manual = set(mesh.axis_names) if over.addends else set(over.cut)
-  name = over.axis_name
-  if name is not None and over.addends and mesh.auto_axes and not over.keeps_addends:
-    # But then all devices along an Auto axis would compute and send equal arrays.
-    manual -= set(mesh.auto_axes)
-    stacked = _map_specs(lambda spec: on_top(name, spec), specs)
-    add_axis = lambda tree: jax.tree.map(lambda x: x[None], tree)
-    updates = jax.shard_map(
-      add_axis, mesh=mesh, in_specs=(specs,), out_specs=stacked, check_vma=False
-    )(updates)
-    specs, of_worker = stacked, function
-    function = lambda rows, *args: of_worker(jax.tree.map(lambda x: x[0], rows), *args)
-  return jax.shard_map(
-    function,
-    mesh=mesh if outside else None,
-    in_specs=(specs, state_specs, array_specs),
-    out_specs=(out, state_specs),
-    axis_names=manual,
-    # JAX allows an unreduced argument only if types are not checked.
-    check_vma=not outside and any(map(varying_axes, jax.tree.leaves(updates))),
-  )(updates, state, arrays)
-
-
 def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-  """Applies a linear function to an array, or to each device's addend of it.
-
-  It may add or drop last axes that are not sharded.
-  """
+  """Applies a linear function of last axes to an array, or to each device's addend."""
   spec = typed_spec(x)
   if not spec.unreduced:
     return function(x)
   rank = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).ndim
-  mapped = jax.shard_map(
-    function,
-    mesh=None if manual_axes() else mesh_of(x),
-    in_specs=spec,
-    out_specs=PartitionSpec(*entries(spec)[:rank], unreduced=spec.unreduced),
-    check_vma=False,
-  )
+  out = PartitionSpec(*entries(spec)[:rank], unreduced=spec.unreduced)
+  mapped = _unchecked(function, None if manual_axes() else mesh_of(x), spec, out)
   of_each = lambda size, is_batched, x: (map_addends(jax.vmap(function), x), True)
   return _linear(mapped, of_each)(x)
 
@@ -158,13 +106,9 @@ def unreduce(tree: Any, axis_name: AxisName) -> Any:
       del found[at : at + 1]
       return PartitionSpec(*found, unreduced=names)
 
-    return jax.shard_map(
-      lambda tree: jax.tree.map(lambda x: jnp.squeeze(x, at), tree),
-      mesh=mesh,
-      in_specs=(jax.tree.map(typed_spec, tree),),
-      out_specs=jax.tree.map(spec, tree),
-      check_vma=False,
-    )(tree)
+    squeeze = lambda tree: jax.tree.map(lambda x: jnp.squeeze(x, at), tree)
+    specs = jax.tree.map(typed_spec, tree), jax.tree.map(spec, tree)
+    return _unchecked(squeeze, mesh, *specs)(tree)
 
   def of_each(size: int, is_batched: Any, tree: Any) -> Any:
     ahead = lambda x, known: x if known else _ahead(x, size)
@@ -192,14 +136,12 @@ def _linear(function: Callable[[Any], Any], rule: Callable[..., Any]) -> Any:
 def _ahead(x: jax.Array, size: int) -> jax.Array:
   """Broadcasts an array along a new first axis, with any sharding."""
   spec = typed_spec(x)
-  return jax.shard_map(
-    lambda x: jnp.broadcast_to(x, (size, *x.shape)),
-    mesh=mesh_of(x),
-    in_specs=spec,
-    out_specs=PartitionSpec(None, *entries(spec), unreduced=spec.unreduced),
-    check_vma=False,
-  )(x)
+  out = PartitionSpec(None, *entries(spec), unreduced=spec.unreduced)
+  ahead = lambda x: jnp.broadcast_to(x, (size, *x.shape))
+  return _unchecked(ahead, mesh_of(x), spec, out)(x)
 
 
-def _map_specs(function: Callable[[PartitionSpec], Any], specs: Any) -> Any:
-  return jax.tree.map(function, specs, is_leaf=is_spec)
+def _unchecked(function: Callable[..., Any], mesh: Any, spec: Any, out: Any) -> Any:
+  """Maps a function of one tree, without a check of its types."""
+  given: Any = {"mesh": mesh, "in_specs": (spec,), "out_specs": out}
+  return jax.shard_map(function, check_vma=False, **given)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from gradcomp._src.mesh.axes import AxisName, axis_names
@@ -34,6 +35,12 @@ def sharded_axes(spec: PartitionSpec) -> frozenset[str]:
   return frozenset(name for entry in entries(spec) for name in _names(entry))
 
 
+def axes_in(specs: Any) -> frozenset[str]:
+  """Returns the mesh axes over which any spec of a tree shards an array."""
+  leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+  return frozenset().union(*map(sharded_axes, leaves))
+
+
 def reduced_spec(spec: PartitionSpec) -> PartitionSpec:
   """Returns the spec of an unreduced array after its reduction."""
   return PartitionSpec(*entries(spec))
@@ -51,14 +58,14 @@ def stack_spec(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
   return PartitionSpec(_entry([*axis_names(axis_name), *_names(first)]), *rest)
 
 
+def rows_spec(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
+  """Returns the spec of workers' arrays of this spec, as rows on a new first axis."""
+  return PartitionSpec(axis_name, *entries(spec))
+
+
 def stacked_over(axes: Sequence[str], inside: Collection[str]) -> PartitionSpec:
   """Returns the spec of arrays stacked over ``axes``, without axes outside the map."""
   return PartitionSpec(_entry([name for name in axes if name in inside]))
-
-
-def on_top(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
-  """Returns the spec of workers' arrays of this spec, stacked on a new first axis."""
-  return PartitionSpec(axis_name, *entries(spec))
 
 
 def _names(entry: Any) -> tuple[str, ...]:

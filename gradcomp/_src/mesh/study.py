@@ -1,16 +1,11 @@
 """Studies: traces with shapes that a reader takes facts from, and nothing runs.
 
-``explain``, records, abstract first states and ``allow_frozen`` each trace a
-transformation in a study. One value says so, and it is all that a trace can ask for.
-It is a context of ``jax.make_user_context``: local to a thread, and a part of the keys
-of JAX's caches. So a program never takes what an inner ``jax.jit`` has cached in a
-study, nor a study what it has cached in a program. The values of two studies of a kind
-are equal, so that the second one takes all inner functions from the caches.
+A study is a context of ``jax.make_user_context``, a part of the keys of JAX's caches.
+So a program never takes what an inner ``jax.jit`` has cached in a study, nor a study
+what it has cached in a program, but studies of a kind share it.
 
-Facts are equations of the trace, which compute nothing. JAX treats a note like every
-other equation: it stays in its branch, loop or map, and in the traces that are cached.
-A list that Python fills while it traces would lack what was cached, and would not know
-how often a fact holds.
+Facts are equations of the trace, which compute nothing: they stay in their branch, loop
+or map, and in what is cached. A list that Python fills while it traces would lack it.
 """
 
 import contextlib

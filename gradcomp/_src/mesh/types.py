@@ -1,9 +1,6 @@
 """Readers of arrays' types (sharded, unreduced, varying), and casts to them.
 
-Under Explicit axes the type of an array has the axes that shard it, and those over
-which it is ``unreduced``: each device holds an addend, and nothing has been
-communicated. Inside a ``jax.shard_map`` that checks types, it has the axes over which
-the array varies.
+An array is ``unreduced`` over Explicit axes where each device holds an addend.
 """
 
 from typing import Any
@@ -27,6 +24,11 @@ def placed_spec(x: Any) -> PartitionSpec:
     return typed_spec(x)
   sharding = getattr(x, "sharding", None)
   return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+def is_traced(tree: Any) -> bool:
+  """Returns True for arrays inside of a transformed function."""
+  return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
@@ -61,6 +63,12 @@ def is_explicit(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
   """Returns True if the mesh has the axes, and all of them are Explicit."""
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   return all(types.get(name) == AxisType.Explicit for name in axis_names(axis_name))
+
+
+def is_auto(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
+  """Returns True if the mesh has the axes, and all of them are Auto."""
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  return all(types.get(name) == AxisType.Auto for name in axis_names(axis_name))
 
 
 def is_typed(axis_name: AxisName) -> bool:

@@ -1,8 +1,7 @@
 """Checks that parameters are not sharded over the axes of an exchange.
 
 JAX has already reduced the gradient of a worker's own rows (FSDP, ZeRO-3). An exchange
-would average it with the gradients of other workers' rows. Sharding shows in the spec
-of an array, its type, or the shape of a residual.
+would average it with the gradients of other workers' rows.
 """
 
 from collections.abc import Callable
@@ -34,11 +33,8 @@ def check_whole_arrays(name: str, tree: Any, axis_name: AxisName) -> None:
 
 def check_whole_params(params: Any, axis_name: AxisName) -> None:
   """Raises ValueError for parameters of ``update`` that differ between the workers."""
-
   # Types show it under Explicit axes, and in a map that checks types; nowhere else.
-  def differs(x: Any) -> frozenset[str]:
-    return varying_axes(x) | sharded_axes(typed_spec(x))
-
+  differs = lambda x: varying_axes(x) | sharded_axes(typed_spec(x))
   more = (
     "; if it is whole, and gradcomp.defer_reduction has marked it, pass what was marked"
   )

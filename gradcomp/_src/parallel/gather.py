@@ -12,23 +12,8 @@ from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.types import mark_varying, varying_axes
-from gradcomp._src.parallel.options import (
-  Wire,
-  checked_axis,
-  checked_floats,
-  checked_key,
-  folded,
-  over_real_parts,
-  transposed,
-)
-from gradcomp._src.parallel.transport import (
-  concat,
-  gather_encoded,
-  loss_of,
-  narrowed_parts,
-  reduce_encoded,
-  split_parts,
-)
+from gradcomp._src.parallel import options, transport
+from gradcomp._src.parallel.options import Key, Wire
 
 
 def gather(  # noqa: PLR0913 - options of users, by keyword
@@ -49,8 +34,8 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
   .. math:: w = [Q_w(w_0), Q_w(w_1), \ldots, Q_w(w_{N-1})]
 
   In the backward pass, worker i has the cotangent :math:`g_i` of the whole weight, and
-  the residual :math:`e_i`. It sends part d of their sum to worker d, which decodes and
-  adds in ``float32``, in the order of workers. The rounding error is the new residual:
+  the residual :math:`e_i`. It sends part d of their sum to worker d, which adds in
+  ``float32``, in the order of workers. The rounding error is the new residual:
 
   .. math::
      c_i = g_i + e_i, \qquad \bar{w}_d = \sum_{i=0}^{N-1} Q_g(c_i[d]), \qquad
@@ -65,15 +50,14 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
 
     grads, residuals = jax.grad(loss_fn, (0, 1))(shards, residuals, batch)
 
-  Gather each weight once in a step, and use the result as often as it is needed. Two
-  gathers with one residual would each send it, and their new residuals would be added.
-  The gather that ``jax.checkpoint`` runs again does not count: it has no other backward
-  pass. Put ``jax.checkpoint`` around each layer. Else whole weights stay in memory
-  until the backward pass.
+  Gather each weight once in a step: two gathers with one residual would each send it,
+  and their new residuals would be added. The gather that ``jax.checkpoint`` runs again
+  does not count. Put ``jax.checkpoint`` around each layer, or whole weights stay in
+  memory until the backward pass.
 
   A worker sends ``(N-1) c_w`` bytes forward and ``(N-1) c_g`` backward, where c are the
-  bytes of the payload of a shard. A payload has whole tiles of its codec. Choose
-  buckets so small that a shard fills its tiles, or None for a small weight.
+  bytes of the payload of a shard, in whole tiles of its codec. Choose buckets so small
+  that a shard fills its tiles, or None for a small weight.
 
   A gradient that is not finite makes at least its block NaN on the owner of the block,
   or the element alone if it is the owner's. The residual keeps its old value there.
@@ -97,7 +81,6 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
   Returns:
     The whole weight, of the dtype of ``w_shard``: N times as long along ``axis``, or of
     the given shape. It is typed as varying over the workers, as its cotangents do.
-    Decoding is done in ``float32``.
 
   Raises:
     ValueError: the axis is not bound; a codec is sparse, keeps a memory, or needs a
@@ -126,15 +109,21 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
   corrected = residual is not None
   back = Dense() if grads is None else stateless("grads", grads, corrected=corrected)
   wire = Wire(axis_name, forward, back, "coded", size)
-  key = checked_key(key, forward, back)
-  x = jnp.atleast_1d(checked_floats(w_shard))
-  axis = checked_axis("axis", axis, x.ndim)
-  if shape is not None:
-    _check_cut(x.shape, shape, size)
+  key = options.checked_key(key, forward, back)
+  x = jnp.atleast_1d(options.checked_floats(w_shard))
+  axis = options.checked_axis("axis", axis, x.ndim)
+  share = None if shape is None else -(-math.prod(shape) // size)
+  if share is not None and x.shape != (share,):
+    raise ValueError(
+      f"`w_shard` must be of the shape {(share,)}, one of {size} equal parts of all "
+      f"elements of {shape}, got {x.shape}; cut jnp.pad(w.reshape(-1), "
+      "(0, -w.size % N))."
+    )
   x = mark_varying(x, _axes_of(axis_name, residual))
   if residual is not None:
     _check_residual(residual, x, _residual_shape(x, axis, size))
-  whole = over_real_parts(lambda x: _gather(wire, axis, x, residual, key), x)
+  send = lambda x: _gather(wire, axis, x, residual, key)
+  whole = options.over_real_parts(send, x)
   return whole if shape is None else whole[: math.prod(shape)].reshape(shape)
 
 
@@ -143,19 +132,11 @@ def gather_residual(
 ) -> jax.Array:
   """Returns the first residual of a weight for :func:`gather`: zeros.
 
-  Call it where the axis is bound. Stacked on the first axis, the residuals of all
-  workers are one global array, ``[N d0, ...]``, of which each worker has a whole
-  weight::
-
-    residuals = jax.jit(jax.shard_map(
-      lambda shards: jax.tree.map(
-        lambda w: gradcomp.parallel.gather_residual(w, axis_name="data"), shards),
-      in_specs=P("data"), out_specs=P("data"), mesh=mesh))(shards)
+  Call it where the axis is bound, in a map with ``out_specs=P(axis_name)``: stacked on
+  the first axis, the residuals of all workers are one global array, ``[N d0, ...]``.
 
   Args:
-    w_shard: this worker's shard of the weight.
-    axis_name: the axis of the enclosing map, or a tuple of axes.
-    axis: the array axis along which the weight is sharded.
+    w_shard, axis_name, axis: as for :func:`gather`.
 
   Returns:
     Zeros of the shape of all shards together, ``float32``; for a complex weight, pairs
@@ -171,44 +152,40 @@ def gather_residual(
     (4, 3, 8)
   """
   size = require_size(axis_name)
-  x = jnp.atleast_1d(checked_floats(w_shard))
-  axis = checked_axis("axis", axis, x.ndim)
+  x = jnp.atleast_1d(options.checked_floats(w_shard))
+  axis = options.checked_axis("axis", axis, x.ndim)
   zeros = jnp.zeros(_residual_shape(x, axis, size), jnp.float32)
   return mark_varying(zeros, _axes_of(axis_name, x))
 
 
 def _gather(
-  wire: Wire,
-  axis: int,
-  x: jax.Array,
-  residual: jax.Array | None,
-  key: jax.Array | None,
+  wire: Wire, axis: int, x: jax.Array, residual: jax.Array | None, key: Key
 ) -> jax.Array:
   """Returns the whole weight. The cotangent of the residual is the new one."""
 
-  def gather(x: jax.Array, residual: Any, key: jax.Array | None) -> jax.Array:
-    whole = concat(gather_encoded(x, wire, key), axis).astype(x.dtype)
-    return mark_varying(whole, wire.axis_name)
+  def gather(x: jax.Array, residual: Any, key: Key) -> jax.Array:
+    whole = transport.concat(transport.gather_encoded(x, wire, key), axis)
+    return mark_varying(whole.astype(x.dtype), wire.axis_name)
 
   def scatter(
-    cotangent: jax.Array, residual: jax.Array | None, key: jax.Array | None
+    cotangent: jax.Array, residual: jax.Array | None, key: Key
   ) -> tuple[jax.Array, jax.Array | None, None]:
     back = dataclasses.replace(wire.reversed, own="exact")
-    key = folded(key, 1)
+    key = options.folded(key, 1)
     sent = cotangent.astype(jnp.float32)
-    if residual is None:
-      mine = reduce_encoded(split_parts(sent, axis, wire.size), back, key)
+    old = None if residual is None else residual.astype(jnp.float32)
+    parts = sent if old is None else sent + old
+    parts = transport.split_parts(parts, axis, wire.size)
+    mine = transport.reduce_encoded(parts, back, key)
+    if residual is None or old is None:
       return mine.astype(cotangent.dtype), None, None
-    old = residual.astype(jnp.float32)
-    parts = split_parts(sent + old, axis, wire.size)
-    mine = reduce_encoded(parts, back, key)
-    unsent = loss_of(parts, back, key)
-    mine, unsent = narrowed_parts(mine, unsent, cotangent.dtype, back)
-    unsent = concat(unsent, axis)
+    unsent = transport.loss_of(parts, back, key)
+    mine, unsent = transport.narrowed_parts(mine, unsent, cotangent.dtype, back)
+    unsent = transport.concat(unsent, axis)
     kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
     return mine, kept, None
 
-  return transposed(gather, scatter, x, residual, key)
+  return options.transposed(gather, scatter, x, residual, key)
 
 
 def _axes_of(axis_name: AxisName, x: jax.Array | None) -> tuple[str, ...]:
@@ -220,16 +197,6 @@ def _axes_of(axis_name: AxisName, x: jax.Array | None) -> tuple[str, ...]:
 def _residual_shape(x: jax.Array, axis: int, size: int) -> tuple[int, ...]:
   whole = (*x.shape[:axis], size * x.shape[axis], *x.shape[axis + 1 :])
   return (*whole, 2) if jnp.iscomplexobj(x) else whole
-
-
-def _check_cut(found: tuple[int, ...], shape: tuple[int, ...], size: int) -> None:
-  """Raises ValueError for a shard that is not 1/N of the elements of a shape."""
-  share = -(-math.prod(shape) // size)
-  if found != (share,):
-    raise ValueError(
-      f"`w_shard` must be of the shape {(share,)}, one of {size} equal parts of all "
-      f"elements of {shape}, got {found}; cut jnp.pad(w.reshape(-1), (0, -w.size % N))."
-    )
 
 
 def _check_residual(residual: jax.Array, x: jax.Array, shape: tuple[int, ...]) -> None:

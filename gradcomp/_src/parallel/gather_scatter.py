@@ -1,5 +1,6 @@
 """``all_gather`` and ``psum_scatter``: each of the two is the other's gradient."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -10,24 +11,7 @@ from gradcomp._src.checks import one_of
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
-from gradcomp._src.parallel.options import (
-  Backward,
-  Own,
-  Wire,
-  check_divides,
-  checked_axis,
-  folded,
-  inputs,
-  over_real_parts,
-  transposed,
-  wire,
-)
-from gradcomp._src.parallel.transport import (
-  concat,
-  gather_encoded,
-  reduce_encoded,
-  split_parts,
-)
+from gradcomp._src.parallel import options, transport
 
 To = Literal["varying", "invarying"]
 
@@ -37,9 +21,9 @@ def all_gather(  # noqa: PLR0913 - options of users, by keyword
   *,
   axis_name: AxisName,
   codec: LeafCodec,
-  backward: Backward = "same",
+  backward: options.Backward = "same",
   axis: int = 0,
-  own: Own = "exact",
+  own: options.Own = "exact",
   to: To = "varying",
   key: jax.Array | None = None,
 ) -> jax.Array:
@@ -64,14 +48,14 @@ def all_gather(  # noqa: PLR0913 - options of users, by keyword
       it. ``"coded"`` rounds it, too, so that all workers have the same bits.
     to: ``"varying"`` types the result as differing between workers, so that cotangents
       stay per worker until they are sent here. ``"invarying"``, with ``own="coded"``,
-      types it as equal on all workers, and takes it that cotangents are equal, too: the
-      backward pass sends nothing. Where types are checked and the workers go on with
-      numbers of their own, JAX adds up their cotangents first, in full precision.
+      types it and its cotangent as equal on all workers: the backward pass sends
+      nothing. Where the workers go on with numbers of their own, JAX adds up their
+      cotangents first, in full precision.
     key: a key that all workers share, if a codec draws random numbers. The backward
       pass folds in 1.
 
   Returns:
-    ``[..., N n, ...]``, of the dtype of ``x``. Decoding is done in ``float32``.
+    ``[..., N n, ...]``, of the dtype of ``x``.
 
   Raises:
     ValueError: the axis is not bound; the codec is sparse, or needs a memory or error
@@ -91,18 +75,31 @@ def all_gather(  # noqa: PLR0913 - options of users, by keyword
     Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
     <https://arxiv.org/abs/1511.04561>`_, 2016, section 2
   """
-  own_wire = wire(axis_name, codec, backward, own)
+  wire = options.wire(axis_name, codec, backward, own)
   one_of("to", To, to)
   if to == "invarying" and own != "coded":
     raise ValueError(
       '`to` must be "varying" with own="exact", with which the results of workers '
       'differ, got "invarying"; choose own="coded".'
     )
-  x, key = inputs(x, own_wire, key)
+  x, key = options.inputs(x, wire, key)
   x = jnp.atleast_1d(x)
-  axis = checked_axis("axis", axis, x.ndim)
-  send = lambda x: _gather_shards(own_wire, axis, to == "invarying", x, key)
-  return over_real_parts(send, x)
+  axis = options.checked_axis("axis", axis, x.ndim)
+  if to == "varying":
+    send, back = (functools.partial(way, axis) for way in (_gathered, _scattered))
+    return options.paired(send, back, wire, x, key)
+
+  def gather(x: jax.Array, key: options.Key) -> jax.Array:
+    whole = transport.concat(transport.gather_encoded(x, wire, key), axis)
+    return whole.astype(x.dtype)
+
+  def part(cotangent: jax.Array, _: options.Key) -> tuple[jax.Array, None]:
+    # It is equal on all workers, and that of all of them together.
+    parts = transport.split_parts(cotangent, axis, wire.size)
+    return parts[lax.axis_index(wire.axis_name)], None
+
+  run = lambda x: options.transposed(gather, part, x, key)
+  return options.over_real_parts(run, x)
 
 
 def psum_scatter(  # noqa: PLR0913 - options of users, by keyword
@@ -110,9 +107,9 @@ def psum_scatter(  # noqa: PLR0913 - options of users, by keyword
   *,
   axis_name: AxisName,
   codec: LeafCodec,
-  backward: Backward = "same",
+  backward: options.Backward = "same",
   axis: int = 0,
-  own: Own = "exact",
+  own: options.Own = "exact",
   key: jax.Array | None = None,
 ) -> jax.Array:
   r"""Adds the arrays of all workers; each worker gets one part of the sum.
@@ -121,17 +118,14 @@ def psum_scatter(  # noqa: PLR0913 - options of users, by keyword
 
   .. math:: y_d = \sum_{i=0}^{N-1} Q(x_i[d])
 
-  where :math:`x_i[d]` is part d of worker i's array. Each part is encoded by itself and
-  sent to its owner, which decodes it and adds in ``float32``, in the order of workers.
-  A worker sends ``(N-1)/N c`` bytes, where c is the bytes of the payloads of its parts.
-  The gradient is :func:`all_gather` of the cotangent.
+  where :math:`x_i[d]` is part d of worker i's array, which is encoded by itself. Its
+  owner adds in ``float32``, in the order of workers. A worker sends ``(N-1)/N c``
+  bytes, where c is the bytes of the payloads of its parts. The gradient is
+  :func:`all_gather` of the cotangent.
 
   Args:
     x: ``[..., N n, ...]``, floats, of one shape on all workers.
-    axis_name: the axis of the enclosing map, or a tuple of axes.
-    codec: the codec of the values.
-    backward: the codec of the cotangents; ``"same"`` for that of the values, None for
-      ``float32``.
+    axis_name, codec, backward: as for :func:`all_gather`.
     axis: the array axis that is split into N parts.
     own: ``"exact"`` adds a worker's own part as it is, ``"coded"`` rounds it, too.
     key: a key that all workers share, if a codec draws random numbers. The rounding
@@ -151,40 +145,25 @@ def psum_scatter(  # noqa: PLR0913 - options of users, by keyword
     Array([[31.],
            [42.]], dtype=float32)
   """
-  own_wire = wire(axis_name, codec, backward, own)
-  x, key = inputs(x, own_wire, key)
-  axis = checked_axis("axis", axis, x.ndim)
-  check_divides("axis", x.shape, axis, own_wire.size)
-  return over_real_parts(lambda x: _scatter_sums(own_wire, axis, x, key), x)
+  wire = options.wire(axis_name, codec, backward, own)
+  x, key = options.inputs(x, wire, key)
+  axis = options.checked_axis("axis", axis, x.ndim)
+  options.check_divides("axis", x.shape, axis, wire.size)
+  send, back = (functools.partial(way, axis) for way in (_scattered, _gathered))
+  return options.paired(send, back, wire, x, key)
 
 
-def _gather_shards(
-  wire: Wire, axis: int, equal: bool, x: jax.Array, key: jax.Array | None
+def _gathered(
+  axis: int, x: jax.Array, wire: options.Wire, key: options.Key
 ) -> jax.Array:
-  """Concatenates all workers' arrays; ``equal`` types the result as replicated."""
-
-  def gather(x: jax.Array, key: jax.Array | None) -> jax.Array:
-    result = concat(gather_encoded(x, wire, key), axis).astype(x.dtype)
-    return result if equal else mark_varying(result, wire.axis_name)
-
-  def back(cotangent: jax.Array, key: jax.Array | None) -> tuple[jax.Array, None]:
-    if equal:  # and so is the cotangent, of all workers together
-      parts = split_parts(cotangent, axis, wire.size)
-      return parts[lax.axis_index(wire.axis_name)], None
-    return _scatter_sums(wire.reversed, axis, cotangent, folded(key, 1)), None
-
-  return transposed(gather, back, x, key)
+  """Concatenates all workers' arrays along an axis, typed as varying over them."""
+  whole = transport.concat(transport.gather_encoded(x, wire, key), axis)
+  return mark_varying(whole.astype(x.dtype), wire.axis_name)
 
 
-def _scatter_sums(
-  wire: Wire, axis: int, x: jax.Array, key: jax.Array | None
+def _scattered(
+  axis: int, x: jax.Array, wire: options.Wire, key: options.Key
 ) -> jax.Array:
   """Returns this worker's part of the sum, ``[..., n, ...]`` of ``[..., N n, ...]``."""
-
-  def scatter(x: jax.Array, key: jax.Array | None) -> jax.Array:
-    return reduce_encoded(split_parts(x, axis, wire.size), wire, key).astype(x.dtype)
-
-  def back(cotangent: jax.Array, key: jax.Array | None) -> tuple[jax.Array, None]:
-    return _gather_shards(wire.reversed, axis, False, cotangent, folded(key, 1)), None
-
-  return transposed(scatter, back, x, key)
+  parts = transport.split_parts(x, axis, wire.size)
+  return transport.reduce_encoded(parts, wire, key).astype(x.dtype)

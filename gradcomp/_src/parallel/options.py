@@ -12,27 +12,24 @@ from gradcomp._src.checks import one_of, static_integer
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
-from gradcomp._src.codecs.tiles import without_key
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
 from gradcomp._src.mesh.axes import AxisName, require_size
 from gradcomp._src.mesh.types import mark_varying
 
 Own = Literal["exact", "coded"]
 Backward = LeafCodec | Literal["same"] | None
+Key = jax.Array | None
+Send = Callable[[jax.Array, "Wire", Key], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-  """The axes and codecs of a collective.
-
-  ``codec`` is for values, in the forward pass, and ``backward`` for their cotangents.
-  With ``own="coded"`` a worker encodes its own part, too, which is not sent.
-  """
+  """The axes and codecs of a collective."""
 
   axis_name: AxisName
-  codec: Codec
-  backward: Codec
-  own: Own
+  codec: Codec  # of values, in the forward pass
+  backward: Codec  # of their cotangents
+  own: Own  # "coded": a worker also encodes its own part, which is not sent
   size: int
 
   @property
@@ -42,10 +39,7 @@ class Wire:
 
 
 def wire(
-  axis_name: AxisName,
-  codec: LeafCodec,
-  backward: Backward = "same",
-  own: Own = "exact",
+  axis_name: AxisName, codec: LeafCodec, backward: Backward = "same", own: Own = "exact"
 ) -> Wire:
   """Validates the options of a call."""
   size = require_size(axis_name)
@@ -57,23 +51,21 @@ def wire(
   return Wire(axis_name, forward, other, own, size)
 
 
-def checked_key(key: jax.Array | None, *codecs: Codec) -> jax.Array | None:
+def checked_key(key: Key, *codecs: Codec) -> Key:
   """Returns ``uint32[2]``, or None if no codec needs one; ValueError if missing."""
   for codec in codecs:
     if codec.needs_key and key is None:
       raise ValueError(
         f"`key` must be given for {codec}, which draws random numbers: pass a "
         f"jax.random.key that all workers share, another one for each "
-        f"call{without_key(codec)}."
+        f"call{codec.without_key}."
       )
   if not any(codec.needs_key for codec in codecs):
     return None
   return None if key is None else key_words(key)
 
 
-def inputs(
-  x: Any, wire: Wire, key: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
+def inputs(x: Any, wire: Wire, key: Key) -> tuple[jax.Array, Key]:
   """Returns an array of floats, typed as varying over the workers, and its key."""
   key = checked_key(key, wire.codec, wire.backward)
   return mark_varying(checked_floats(x), wire.axis_name), key
@@ -98,7 +90,17 @@ def transposed(
   return function(x, *saved)
 
 
-def folded(key: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
+def paired(send: Send, back: Send, wire: Wire, x: jax.Array, key: Key) -> jax.Array:
+  """Returns ``send(x, wire, key)``; each of it and ``back`` is the other's gradient."""
+
+  def pull(cotangent: jax.Array, key: Key) -> tuple[jax.Array, None]:
+    return paired(back, send, wire.reversed, cotangent, folded(key, 1)), None
+
+  run = lambda x, key: send(x, wire, key)
+  return over_real_parts(lambda x: transposed(run, pull, x, key), x)
+
+
+def folded(key: Key, number: jax.Array | int) -> Key:
   """Returns the key of a later stage; None without a key."""
   return None if key is None else fold_key(key, number)
 

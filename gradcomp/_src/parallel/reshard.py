@@ -11,16 +11,8 @@ from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
 from gradcomp._src.mesh.specs import names_by_axis, sharded_axes, spec_of
 from gradcomp._src.mesh.types import mesh_of, typed_spec
-from gradcomp._src.parallel.options import checked_floats, checked_key
-from gradcomp._src.parallel.transfer import (
-  Path,
-  Transfer,
-  along,
-  check_explicit,
-  moved_with_residual,
-  transfer,
-  undifferentiated,
-)
+from gradcomp._src.parallel import transfer
+from gradcomp._src.parallel.options import checked_floats, checked_key, transposed
 
 
 @overload
@@ -78,8 +70,7 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
     spec: the sharding of the result.
     axis_name: in its place, an axis over which ``x`` is unreduced or sharded, or a
       tuple of axes. The result is replicated over them.
-    codec: the codec.
-    key: a key that all workers share, if the codec draws random numbers.
+    codec, key: as for :func:`all_gather`.
     residual: the unsent part of earlier calls, ``float32``, zeros at first. It is
       sent with ``x``. Each worker has one in the shape of its own part of ``x``, and of
       at least one axis. For addends under Explicit axes these lie side by side on the
@@ -91,10 +82,9 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
     The array; with a residual, ``(array, new residual)``.
 
   Raises:
-    ValueError: the codec is sparse, or needs a memory or error feedback; it needs a
-      key, and there is none; ``spec`` and ``axis_name`` are both given, or neither; or
-      another change than these, of one array axis, would be needed.
-    TypeError: ``x`` has no float dtype, ``codec`` is no codec, or ``spec`` no spec.
+    ValueError: as :func:`all_gather`; ``spec`` and ``axis_name`` are both given, or
+      neither; or another change than these, of one array axis, would be needed.
+    TypeError: as :func:`all_gather`; or ``spec`` is no spec.
 
   Example:
     >>> codec = gradcomp.codecs.Dense()
@@ -129,41 +119,39 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
     given = source
   else:
     given = PartitionSpec(unreduced=named)
-  target = _without(given, named, x.ndim) if spec is None else spec
+  target = spec
+  if target is None:
+    cut = names_by_axis(given, x.ndim)
+    target = spec_of([[name for name in names if name not in named] for names in cut])
   move = _move(given, target, x.ndim)
   if outside:
     mesh = mesh_of(x)
-    check_explicit(mesh)
-    path = Path(move, codec, given, target, mesh)
+    transfer.check_explicit(mesh)
+    path = transfer.Path(move, codec, given, target, mesh)
     if residual is None:
-      return along(path, x, key)
-    return undifferentiated(path.with_residual, x, residual, key)
+      back = lambda cotangent, key: (path.pull(cotangent, key), None)
+      return transposed(path.run, back, x, key)
+    return transfer.undifferentiated(path.with_residual, x, residual, key)
   require_size(move.axis_name)
   if residual is None:
-    return transfer(x, move, codec, key)
-  with_residual = functools.partial(moved_with_residual, move, codec)
-  return undifferentiated(with_residual, x, residual, key)
+    return transfer.transfer(x, move, codec, key)
+  with_residual = functools.partial(transfer.moved_with_residual, move, codec)
+  return transfer.undifferentiated(with_residual, x, residual, key)
 
 
-def _without(spec: PartitionSpec, axes: Any, ndim: int) -> PartitionSpec:
-  """Returns a spec without these axes: the array is replicated over them."""
-  cut = names_by_axis(spec, ndim)
-  return spec_of([[name for name in names if name not in axes] for names in cut])
-
-
-def _move(source: PartitionSpec, target: PartitionSpec, ndim: int) -> Transfer:
+def _move(source: PartitionSpec, target: PartitionSpec, ndim: int) -> transfer.Transfer:
   """Returns the collective from one spec to another; ValueError if there is none."""
   before, after = names_by_axis(source, ndim), names_by_axis(target, ndim)
   changed = [i for i in range(len(after)) if before[i : i + 1] != after[i : i + 1]]
   addends = frozenset(source.unreduced)
   if addends and not target.unreduced:
     if not changed:
-      return Transfer("sum", _name(sorted(addends)))
+      return transfer.Transfer("sum", _name(sorted(addends)))
     (axis, *more) = changed
     if not more and not before[axis] and set(after[axis]) == addends:
-      return Transfer("scatter", _name(after[axis]), axis)
+      return transfer.Transfer("scatter", _name(after[axis]), axis)
   elif len(changed) == 1 and not addends and not after[changed[0]]:
-    return Transfer("gather", _name(before[changed[0]]), changed[0])
+    return transfer.Transfer("gather", _name(before[changed[0]]), changed[0])
   raise ValueError(
     "`spec` must lead from addends to their sum, replicated or sharded along one "
     "array axis over the same mesh axes, or from shards to the whole of one array "

@@ -15,105 +15,70 @@ from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.specs import entries, reduced_spec, stack_spec
 from gradcomp._src.mesh.types import mark_varying
+from gradcomp._src.parallel import options, transport
 from gradcomp._src.parallel.gather_scatter import all_gather, psum_scatter
-from gradcomp._src.parallel.options import (
-  Own,
-  Wire,
-  checked_key,
-  folded,
-  transposed,
-  wire,
-)
+from gradcomp._src.parallel.options import Key, Wire
 from gradcomp._src.parallel.psum import by_owners, owner_key, psum, total
-from gradcomp._src.parallel.transport import (
-  concat,
-  gather_encoded,
-  loss_of,
-  mine,
-  narrowed_parts,
-  reduce_encoded,
-  split_parts,
-)
+from gradcomp._src.parallel.transport import loss_of, mine
 
 
 class Transfer(NamedTuple):
   """A collective that changes the sharding of an array over some axes.
 
-  Attributes:
-    kind: ``"sum"`` adds up addends on all workers; ``"scatter"`` adds up each worker's
-      part on it; ``"gather"`` concatenates shards.
-    axis_name: the axes of the workers.
-    axis: the array axis that is, or will be, sharded.
+  ``"sum"`` adds up addends on all workers; ``"scatter"`` adds up each worker's part on
+  it; ``"gather"`` concatenates shards.
   """
 
   kind: Literal["sum", "scatter", "gather"]
   axis_name: AxisName
-  axis: int = 0
+  axis: int = 0  # of the array, that is, or will be, sharded
 
 
-def transfer(
-  x: jax.Array, move: Transfer, codec: Codec, key: jax.Array | None
-) -> jax.Array:
+def transfer(x: jax.Array, move: Transfer, codec: Codec, key: Key) -> jax.Array:
   """Runs a collective on one worker, where a map binds the axes."""
+  given: Any = {"axis_name": move.axis_name, "codec": codec, "key": key}
   if move.kind == "sum":
-    return psum(x, axis_name=move.axis_name, codec=codec, key=key)
+    return psum(x, **given)
   if move.kind == "scatter":
-    return psum_scatter(
-      x, axis_name=move.axis_name, codec=codec, axis=move.axis, key=key
-    )
-  return all_gather(
-    x,
-    axis_name=move.axis_name,
-    codec=codec,
-    axis=move.axis,
-    own="coded",
-    to="invarying",
-    key=key,
-  )
+    return psum_scatter(x, axis=move.axis, **given)
+  return all_gather(x, axis=move.axis, own="coded", to="invarying", **given)
 
 
 def moved_with_residual(
-  move: Transfer,
-  codec: Codec,
-  x: jax.Array,
-  residual: jax.Array,
-  key: jax.Array | None,
+  move: Transfer, codec: Codec, x: jax.Array, residual: jax.Array, key: Key
 ) -> tuple[jax.Array, jax.Array]:
-  """Runs a collective on one worker; returns the result and the new residual.
+  """Sends an array and its residual on one worker; returns the result and its loss.
 
-  The residual is added to the array. The new one is the rounding error of both, and of
-  the cast of the result to the array's dtype. Where that is not finite, it is the old
-  one.
+  Where that is not finite, the new residual is the old one.
   """
   if jnp.iscomplexobj(x):
     raise TypeError(f"`x` must be real where `residual` is given, got {x.dtype}.")
-  own: Own = "exact" if move.kind == "scatter" else "coded"
-  options = wire(move.axis_name, codec, own=own)
-  words = checked_key(key, codec)
+  own: options.Own = "exact" if move.kind == "scatter" else "coded"
+  wire = options.wire(move.axis_name, codec, own=own)
+  words = options.checked_key(key, codec)
   old = mark_varying(residual.astype(jnp.float32), move.axis_name)
   corrected = mark_varying(x.astype(jnp.float32), move.axis_name) + old.reshape(x.shape)
   if move.kind == "sum":
-    result, rest = narrowed(total(corrected, options, words), x.dtype)
-    unsent = _lost_in_sum(corrected, options, words) + rest / options.size
+    result, rest = narrowed(total(corrected, wire, words), x.dtype)
+    unsent = _lost_in_sum(corrected, wire, words) + rest / wire.size
   elif move.kind == "scatter":
-    parts = split_parts(corrected, move.axis, options.size)
-    summed, unsent = (
-      reduce_encoded(parts, options, words),
-      loss_of(parts, options, words),
-    )
-    result, unsent = narrowed_parts(summed, unsent, x.dtype, options)
-    unsent = concat(unsent, move.axis)
+    parts = transport.split_parts(corrected, move.axis, wire.size)
+    summed = transport.reduce_encoded(parts, wire, words)
+    unsent = loss_of(parts, wire, words)
+    result, unsent = transport.narrowed_parts(summed, unsent, x.dtype, wire)
+    unsent = transport.concat(unsent, move.axis)
   else:
-    shards, rest = narrowed(gather_encoded(corrected, options, words), x.dtype)
-    result = concat(shards, move.axis)
-    unsent = loss_of(corrected[None], options, words)[0]
+    shards = transport.gather_encoded(corrected, wire, words)
+    shards, rest = narrowed(shards, x.dtype)
+    result = transport.concat(shards, move.axis)
+    unsent = loss_of(corrected[None], wire, words)[0]
     unsent = unsent + rest[lax.axis_index(move.axis_name)]
   unsent = unsent.reshape(old.shape)
   kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
   return result, kept
 
 
-def _lost_in_sum(x: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
+def _lost_in_sum(x: jax.Array, wire: Wire, key: Key) -> jax.Array:
   """Returns the rounding errors of this worker's array and of the sum that it owns."""
   worker = lax.axis_index(wire.axis_name)
   parts, own = by_owners(x, wire, key)
@@ -134,7 +99,7 @@ class Path:
   target: PartitionSpec
   mesh: AbstractMesh
 
-  def run(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+  def run(self, x: jax.Array, key: Key) -> jax.Array:
     """Returns the array in the target sharding."""
     result = self._mapped(
       lambda x, key: transfer(x, self.move, self.codec, key),
@@ -144,7 +109,7 @@ class Path:
     return self._typed(result)
 
   def with_residual(
-    self, x: jax.Array, residual: jax.Array, key: jax.Array | None
+    self, x: jax.Array, residual: jax.Array, key: Key
   ) -> tuple[jax.Array, jax.Array]:
     """Returns the array in the target sharding, and the new residual."""
     kept = reduced_spec(self.source)
@@ -157,12 +122,8 @@ class Path:
     )(x, residual, key)
     return self._typed(result), residual
 
-  def pull(self, cotangent: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Returns the cotangent of the argument from the cotangent of the result.
-
-    An unreduced array has a ``reduced`` cotangent, and a ``reduced`` one an unreduced
-    cotangent.
-    """
+  def pull(self, cotangent: jax.Array, key: Key) -> jax.Array:
+    """Returns the cotangent of the argument; of addends it is ``reduced``."""
     names = axis_names(self.move.axis_name)
     if self.move.kind == "sum":
       return self._cast(cotangent, _reduced(self.target, names))
@@ -176,7 +137,7 @@ class Path:
       back = self.move._replace(kind="gather")
       whole = _reduced(self.source, names)
       path = dataclasses.replace(self, move=back, source=self.target, target=whole)
-    return path.run(cotangent, folded(key, 1))
+    return path.run(cotangent, options.folded(key, 1))
 
   def _mapped(self, function: Callable[..., Any], given: Any, result: Any) -> Any:
     # If types are checked, JAX lets only its own sums take addends.
@@ -193,11 +154,6 @@ class Path:
 
 def _reduced(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
   return PartitionSpec(*entries(spec), reduced=set(names))
-
-
-def along(path: Path, x: jax.Array, key: jax.Array | None) -> jax.Array:
-  """Returns the array in the target sharding; its gradient goes the way back."""
-  return transposed(path.run, lambda *args: (path.pull(*args), None), x, key)
 
 
 def check_explicit(mesh: AbstractMesh) -> None:

@@ -14,23 +14,20 @@ from gradcomp._src.codecs.sums.records import Context, Payload
 from gradcomp._src.codecs.sums.tiles import sum_in_order
 from gradcomp._src.codecs.tiles import from_tiles
 from gradcomp._src.exchange.collectives import as_floats, gather, permute, scatter
-from gradcomp._src.exchange.shares import join, split
+from gradcomp._src.exchange.lines import join, split
 from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.kernels.materialize import materialized
-from gradcomp._src.parallel.options import Wire
+from gradcomp._src.parallel.options import Key, Wire
 
 
 def draws(
-  codec: Codec, key: jax.Array | None, count: int, worker: jax.Array
+  codec: Codec, key: Key, count: int, worker: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None]:
-  """Draws keys and dithers of a worker's ``count`` arrays, all different.
+  """Draws ``uint32[count, 2]`` keys and ``[count, 3]`` dithers, all different.
 
-  ``key`` is ``uint32[2]``, equal on all workers. The first result is ``uint32[count,
-  2]``, this worker's key for each array. The second is ``uint32[count, 3]``, for each
-  array a key that all workers share, and this worker's mask, see ``common.dithers``.
-  Both are None for a codec that needs no key.
+  ``key`` is ``uint32[2]``, equal on all workers, and so are the keys in the dithers.
   """
   if not codec.needs_key:
     return None, None
@@ -40,7 +37,7 @@ def draws(
   return own, jax.vmap(lambda key: dither(key, worker))(keys)
 
 
-def to_lines(arrays: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
+def to_lines(arrays: jax.Array, wire: Wire, key: Key) -> jax.Array:
   """Encodes ``[K, ...]`` arrays to ``uint32[K, M]``; ``key`` is ``uint32[2]``."""
   codec, worker = wire.codec, lax.axis_index(wire.axis_name)
   drawn = draws(codec, key, arrays.shape[0], worker)
@@ -50,10 +47,10 @@ def to_lines(arrays: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
   # reshape, word by word: ten times slower where one scale serves an array.
   rows = materialized(lambda rows: rows, payload.rows)
   if payload.agreed is None:
-    return join([rows], arrays.shape[0])
+    return join([rows])
   floats = payload.agreed.dtype == jnp.float32
   words = lax.bitcast_convert_type if floats else jnp.astype
-  return join([rows, words(payload.agreed, jnp.uint32)], arrays.shape[0])
+  return join([rows, words(payload.agreed, jnp.uint32)])
 
 
 def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Array:
@@ -95,19 +92,16 @@ def _arrived(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:
 
 
 def gather_encoded(
-  x: jax.Array, wire: Wire, key: jax.Array | None, name: str | None = None
+  x: jax.Array, wire: Wire, key: Key, name: str | None = None
 ) -> jax.Array:
-  """Sends an array to all workers; returns all of them, ``float32[N, *x.shape]``.
-
-  The collective's ``name`` has by default the number of floats.
-  """
+  """Sends an array to all workers; returns all of them, ``float32[N, *x.shape]``."""
   line = to_lines(x[None], wire, key)[0]
   name = as_floats(x.size, wire.axis_name) if name is None else name
   return _arrived(gather(line, wire.axis_name, name), wire, x[None])
 
 
 def exchange_encoded(
-  parts: jax.Array, wire: Wire, key: jax.Array | None, *, stage: bool = False
+  parts: jax.Array, wire: Wire, key: Key, *, stage: bool = False
 ) -> jax.Array:
   """Sends part d of ``[N, ...]`` to worker d; returns the parts from all, ``float32``.
 
@@ -119,17 +113,14 @@ def exchange_encoded(
 
 
 def reduce_encoded(
-  parts: jax.Array, wire: Wire, key: jax.Array | None, *, stage: bool = False
+  parts: jax.Array, wire: Wire, key: Key, *, stage: bool = False
 ) -> jax.Array:
-  """Adds part d of all workers at worker d, in float32 and in the order of workers.
-
-  The arguments are those of :func:`exchange_encoded`; the sum is ``float32[...]``.
-  """
+  """Adds part d of all workers at worker d, in float32 and in the order of workers."""
   received = exchange_encoded(parts, wire, key, stage=stage)
   return sum_in_order(lambda part: part, received)
 
 
-def loss_of(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
+def loss_of(parts: jax.Array, wire: Wire, key: Key) -> jax.Array:
   """Returns the rounding errors of sent parts, ``[K, ...]``; K is 1 for a gather."""
   # Encoded as for sending: XLA sees that, and encodes once.
   arrived = _arrived(to_lines(parts, wire, key), wire, parts)
@@ -139,20 +130,14 @@ def loss_of(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
 def narrowed_parts(
   result: jax.Array, unsent: jax.Array, dtype: DTypeLike, wire: Wire
 ) -> tuple[jax.Array, jax.Array]:
-  """Casts the sum of a worker's own part, and adds the error to its unsent part.
-
-  ``result`` is ``float32[...]``, and ``unsent`` the errors of all parts, ``[N, ...]``.
-  """
+  """Casts the sum ``[...]`` of a worker's own part; adds the error to ``[N, ...]``."""
   narrow, rest = narrowed(result, dtype)
   own = mine(lax.axis_index(wire.axis_name), unsent)
   return narrow, unsent + jnp.where(own, rest, 0.0)
 
 
 def send_along(
-  x: jax.Array,
-  wire: Wire,
-  pairs: Sequence[tuple[int, int]],
-  key: jax.Array | None,
+  x: jax.Array, wire: Wire, pairs: Sequence[tuple[int, int]], key: Key
 ) -> jax.Array:
   """Sends an array along pairs of workers, ``float32``; zeros where none comes."""
   line = to_lines(x[None], wire, key)[0]

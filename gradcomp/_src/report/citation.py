@@ -1,5 +1,6 @@
 """BibTeX entries of the methods that a transformation consists of."""
 
+import contextlib
 import dataclasses
 import functools
 import textwrap
@@ -20,13 +21,9 @@ def citation(optimizer: optax.GradientTransformation) -> str:
 
   In front of each entry, lines that BibTeX ignores name the codec, the exchange, the
   feedback or the transformation that it is of, and where that departs from the paper.
-
-  It finds these through whatever optimizers are built of: ``optax.chain``,
-  ``optax.masked``, ``optax.partition``, :func:`gradcomp.wrappers.switch`,
-  :func:`gradcomp.local.local_steps`, :func:`gradcomp.parallel.zero` and so on. It does
-  not find what ``optax.inject_hyperparams`` makes anew in each step, nor the exchange
-  that ``exchange="auto"`` chooses when a step is traced: :func:`gradcomp.explain` names
-  it.
+  It finds these through whatever optimizers are built of, but not what
+  ``optax.inject_hyperparams`` makes anew in each step, nor the exchange that
+  ``exchange="auto"`` chooses: :func:`gradcomp.explain` names it.
 
   A codec, an exchange or feedback of your own may have an attribute ``citations``, a
   tuple of pairs of a BibTeX entry and a text.
@@ -41,19 +38,15 @@ def citation(optimizer: optax.GradientTransformation) -> str:
     ValueError: nothing of gradcomp's is found in ``optimizer``.
 
   Example:
-    >>> print(citation(gradcomp.natural(axis_name="data", exchange="all_gather")))
+    >>> tx = gradcomp.natural(axis_name="data", exchange="all_gather")
+    >>> print(citation(tx))  # doctest: +ELLIPSIS
     % Without a paper: AllGather, NoFeedback.
     <BLANKLINE>
     % Natural. The exponent has 7 bits, and not 8: magnitudes go from 2**-62 to 2**63. A
     % probability of rounding up is a multiple of 2**-16.
     @misc{horvath2019natural,
       author = {Horv{\'a}th, Samuel and others},
-      title = {{Natural Compression for Distributed Deep Learning}},
-      year = {2019},
-      eprint = {1905.10988},
-      archivePrefix = {arXiv}
-    }
-    <BLANKLINE>
+      ...
   """
   lines: dict[str, list[str]] = {}
   without = []
@@ -77,18 +70,13 @@ def citation(optimizer: optax.GradientTransformation) -> str:
 
 def _comments(texts: list[str]) -> str:
   """Returns texts as comments, each of them once. An ``@`` would begin an entry."""
-  lines = [
-    line
-    for text in dict.fromkeys(texts)
-    for line in textwrap.wrap(text.replace("@", " at "), width=86)
-  ]
-  return "".join(f"% {line}\n" for line in lines)
+  wrapped = (textwrap.wrap(x.replace("@", " at "), 86) for x in dict.fromkeys(texts))
+  return "".join(f"% {line}\n" for lines in wrapped for line in lines)
 
 
 def _name(part: Any) -> str:
   """Returns the type of an object, or the function that has made an inner function."""
-  name = getattr(part, "__qualname__", type(part).__name__)
-  return name.partition(".")[0]
+  return getattr(part, "__qualname__", type(part).__name__).partition(".")[0]
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:
@@ -107,10 +95,8 @@ def _held(part: Any) -> Iterator[Any]:
   """Yields the contents of a closure, a container, a partial or a dataclass."""
   if isinstance(part, types.FunctionType):
     for cell in part.__closure__ or ():
-      try:
+      with contextlib.suppress(ValueError):  # a name that its function has not set yet
         yield cell.cell_contents
-      except ValueError:  # a name that its function has not set yet
-        pass
   elif isinstance(part, types.MethodType):
     yield from (part.__func__, *getattr(part.__self__, "__dict__", {}).values())
   elif isinstance(part, functools.partial):

@@ -1,15 +1,12 @@
-"""The collectives of a program: one record, and one table of the bytes that they send.
-
-``explain`` and ``trace_wire`` read them from a trace, ``wire_report`` from optimized
-HLO, and :mod:`gradcomp.cost` predicts their seconds.
-"""
+"""The collectives of a program: a record, the bytes that they send, and text tables."""
 
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 # The bytes that one of n workers sends for each byte of its operands: by the best
 # algorithms for a ring.
@@ -25,19 +22,15 @@ SHARE_SENT: dict[str, Callable[[int], Fraction]] = {
 
 # The HLO opcodes of JAX's primitives, whose names in typed maps end in _invariant.
 KINDS = {
-  "all_gather": "all-gather",
-  "all_to_all": "all-to-all",
-  "pmax": "all-reduce",
-  "pmin": "all-reduce",
+  **{"all_gather": "all-gather", "all_to_all": "all-to-all"},
+  **dict.fromkeys(("pmax", "pmin", "psum"), "all-reduce"),
+  **dict.fromkeys(("psum_scatter", "reduce_scatter"), "reduce-scatter"),
   "ppermute": "collective-permute",
-  "psum": "all-reduce",
-  "psum_scatter": "reduce-scatter",
-  "reduce_scatter": "reduce-scatter",
 }
 
 _DTYPES = {
-  1: "pred s1 u1 s2 u2 s4 u4 s8 u8 f4e2m1fn f8e3m4 f8e4m3 f8e4m3fn f8e4m3b11fnuz "
-  "f8e4m3fnuz f8e5m2 f8e5m2fnuz f8e8m0fnu",
+  1: "pred s1 u1 s2 u2 s4 u4 s8 u8 f4e2m1fn f6e2m3fn f6e3m2fn f8e3m4 f8e4m3 "
+  "f8e4m3fn f8e4m3b11fnuz f8e4m3fnuz f8e5m2 f8e5m2fnuz f8e8m0fnu",
   2: "s16 u16 f16 bf16",
   4: "s32 u32 f32",
   8: "s64 u64 f64 c64",
@@ -45,17 +38,25 @@ _DTYPES = {
 }
 SIZES = {dtype: size for size, names in _DTYPES.items() for dtype in names.split()}
 
-# The scopes that gradcomp.exchange puts around the collective that completes a mean,
-# and around the stages before it.
+
+def bits(dtype: str) -> int:
+  """Returns the number of bits of a dtype in HLO's spelling."""
+  match = re.search(r"\d+", dtype)
+  return int(match[0]) if match else 1  # pred
+
+
+# The scopes of gradcomp.exchange, of the collective that completes a mean and of stages
+# before it, and of gradcomp.parallel, with the floats that the plain one would send.
 _MEAN = re.compile(r"gradcomp_mean_(\d+)_over_(\d+)")
 _STAGE = "gradcomp_stage"
-
-# The scope of a collective of gradcomp.parallel, with the number of floats that the
-# uncompressed one would send.
+_OURS = re.compile(r"gradcomp_([a-z_]+)")
+# The scopes of work in front of an exchange and behind it.
+_BESIDE = frozenset(("correct", "decode", "fingerprint", "inner", "residual"))
 _FLOATS = re.compile(r"gradcomp_float32_(\d+)")
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each array
 Pairs = Iterable[tuple[int, int]]  # of a permutation: from whom to whom
+_Axes = Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,17 +66,19 @@ class Collective:
   Attributes:
     kind: the HLO opcode, ``"all-reduce"`` for ``all-reduce-start`` too.
     operands: dtype, in HLO's spelling, and shape of each array that a worker puts in.
-    workers: the number of workers that exchange with each other, the largest group's if
-      groups differ.
+    workers: the number of workers that exchange with each other, in the largest group.
     times: the number of its runs in one execution of the program.
-    in_loop: whether it is inside a loop of unknown trip count, which ``times`` counts
-      once.
-    in_branch: whether it is inside a branch of a conditional, which ``times`` counts as
-      taken.
+    in_loop: whether it is in a loop of unknown trip count, which ``times`` counts once.
+    in_branch: whether it is in a branch, which ``times`` counts as taken.
     scope: the ``op_name`` of the instruction, with the names of ``jax.named_scope``.
     axis: the mesh axes along which these workers lie, joined by commas. It is empty if
       the mesh is unknown, or if no two workers exchange.
+    again: whether it is a plain mean of a gradient that an exchange averages, too: see
+      :func:`wire_report`.
     message: the number of its message in an :class:`Explanation`; else 0.
+    packed: whether types narrower than a byte take their bits alone; else each number
+      takes a byte.
+    quantized: the dtype that XLA:TPU sends in place of the operands', or empty.
     span: the size of the aligned blocks of consecutive ranks that all sends stay in, in
       an :class:`Explanation`; else 0. Ranks are in the order of the axes.
   """
@@ -88,13 +91,16 @@ class Collective:
   in_branch: bool
   scope: str
   axis: str = ""
+  again: bool = False
   message: int = 0
   span: int = 0
+  packed: bool = False
+  quantized: str = ""
 
   @property
   def dtype(self) -> str:
-    """The dtype of the operands; several different ones are joined by ``"+"``."""
-    return "+".join(dict.fromkeys(dtype for dtype, _ in self.operands))
+    """The dtype that is sent; several different ones are joined by ``"+"``."""
+    return self.quantized or "+".join(dict.fromkeys(x for x, _ in self.operands))
 
   @property
   def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -108,8 +114,10 @@ class Collective:
 
   @property
   def bytes_in(self) -> int:
-    """The bytes of the operands."""
-    return sum(SIZES[dtype] * math.prod(shape) for dtype, shape in self.operands)
+    """The bytes of the operands, as they are sent."""
+    size = lambda dtype: bits(dtype) if self.packed else 8 * SIZES[dtype]
+    arrays = [(self.quantized or x, math.prod(shape)) for x, shape in self.operands]
+    return sum(-(-size(dtype) * elements // 8) for dtype, elements in arrays)
 
   @property
   def exact_bytes_sent(self) -> Fraction:
@@ -125,16 +133,60 @@ class Collective:
   def dense_bytes(self) -> int:
     """The bytes that a worker would send each time by a plain f32 all-reduce.
 
-    The collective that completes a mean of gradcomp counts for the whole mean, and the
-    stages before it count 0. A collective of :mod:`gradcomp.parallel` counts for the
-    same one of ``float32``. Other collectives count their ``bytes_sent``.
+    The collective that completes a mean counts for all stages of it. A collective of
+    :mod:`gradcomp.parallel` counts for the same one of ``float32``, and others as sent,
+    but for a mean that is taken again.
     """
-    if match := _MEAN.search(self.scope):
-      elements, workers = map(int, match.groups())
-      return math.ceil(SHARE_SENT["all-reduce"](workers) * 4 * elements)
-    if match := _FLOATS.search(self.scope):
-      return math.ceil(SHARE_SENT[self.kind](self.workers) * 4 * int(match[1]))
-    return 0 if _STAGE in self.scope else self.bytes_sent
+    floats = [int(size) for size in self._named(_FLOATS)]
+    exact = [SHARE_SENT[self.kind](self.workers) * 4 * size for size in floats]
+    exact += [SHARE_SENT["all-reduce"](n) * 4 * size for size, n in self.means]
+    if exact:
+      return sum(map(math.ceil, exact))
+    if _STAGE in self.scope or self.again:
+      return 0
+    return dataclasses.replace(self, quantized="").bytes_sent
+
+  @property
+  def means(self) -> list[tuple[int, int]]:
+    """The elements and the workers of each mean that it completes."""
+    return [(int(size), int(workers)) for size, workers in self._named(_MEAN)]
+
+  def _named(self, pattern: re.Pattern[str]) -> list[Any]:
+    """Returns the matches of a pattern in the scope, for each message."""
+    # XLA:GPU joins the names of collectives that it combines, "a/(b/..:c/..)", and
+    # leaves one of equal names. An exchange gathers one array a message.
+    found = pattern.findall(self.scope)
+    if self.kind != "all-gather" or not found or len(self.operands) == len(found):
+      return found
+    return _repeated(found, self.shapes)
+
+
+def _repeated(found: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+  """Returns the parts of joined names, once for each of several arrays."""
+  # Arrays of one name have one size, and more numbers are in a larger array.
+  sizes = [math.prod(shape) for shape in shapes]
+  order = sorted(set(sizes))
+  if len(order) != len(found):  # nothing says which name is of which array
+    return found
+  number = lambda one: int(one[0] if isinstance(one, tuple) else one)
+  by_size = dict(zip(order, sorted(found, key=number), strict=True))
+  return [by_size[size] for size in sizes]
+
+
+def is_exchange(scope: str) -> bool:
+  """Returns True for the scope of a collective of an exchange of gradients."""
+  return bool(_MEAN.search(scope)) or _STAGE in scope
+
+
+def as_stage(scope: str) -> str:
+  """Returns the scope of a stage in place of the next collective's."""
+  return _FLOATS.sub(_STAGE, _MEAN.sub(_STAGE, scope))
+
+
+def stage_of(source: str) -> str:
+  """Returns the scope of a stage for results inside an exchange, else nothing."""
+  inside = _OURS.findall(source)
+  return _STAGE if inside and inside[-1] not in _BESIDE else ""
 
 
 def connected(pairs: Pairs) -> list[set[int]]:
@@ -144,26 +196,19 @@ def connected(pairs: Pairs) -> list[set[int]]:
     near.setdefault(a, []).append(b)
     near.setdefault(b, []).append(a)
   groups: list[set[int]] = []
-  seen: set[int] = set()
-  for first in near:
-    if first in seen:
-      continue
-    group, last = {first}, [first]
+  while near:
+    group, last = set[int](), {next(iter(near))}
     while last:
-      last = [x for x in {y for z in last for y in near[z]} if x not in group]
-      group.update(last)
+      group |= last
+      last = {y for x in last for y in near.pop(x)} - group
     groups.append(group)
-    seen |= group
   return groups
 
 
-def span(
-  axes: Sequence[str], data: Sequence[str], sizes: Mapping[str, int], pairs: Pairs
-) -> int:
+def span(axes: _Axes, data: _Axes, sizes: Mapping[str, int], pairs: Pairs) -> int:
   """Returns the size of the aligned blocks of consecutive ranks that all sends stay in.
 
-  ``axes`` are those of a collective, ``data`` those of all workers, and ``pairs`` those
-  of a permutation; empty for other collectives.
+  The axes are a collective's and all workers', and pairs a permutation's, or empty.
   """
   first = min((data.index(axis) for axis in axes if axis in data), default=0)
   workers = math.prod(sizes[axis] for axis in data[first:])
@@ -175,9 +220,7 @@ def span(
   return workers
 
 
-def _place(
-  index: int, *, axes: Sequence[str], data: Sequence[str], sizes: Mapping[str, int]
-) -> int:
+def _place(index: int, *, axes: _Axes, data: _Axes, sizes: Mapping[str, int]) -> int:
   """Converts an index along some axes to a global worker rank."""
   result = 0
   for axis in reversed(axes):
@@ -186,3 +229,22 @@ def _place(
       behind = data[data.index(axis) + 1 :]
       result += own * math.prod(sizes[other] for other in behind)
   return result
+
+
+def counted(x: Collective) -> str:
+  """Returns the cell of a table with the number of a collective's runs."""
+  return "loop " * x.in_loop + "branch " * x.in_branch + f"{x.times:,}"
+
+
+def end_of_scope(x: Collective) -> str:
+  """Returns the cell of a table with the last two names of a collective's scope."""
+  return "/".join(x.scope.split("/")[-2:])
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+  """Returns one line a row, with the columns of ``right`` flush right."""
+  columns = []
+  for i, column in enumerate(zip(*rows, strict=True)):
+    width = max(map(len, column))
+    columns.append([x.rjust(width) if i in right else x.ljust(width) for x in column])
+  return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

@@ -13,12 +13,12 @@ from gradcomp._src.core.codec_memory import used_by_leaf
 from gradcomp._src.core.state import states_in
 from gradcomp._src.exchange.hierarchical import Hierarchical
 from gradcomp._src.exchange.owners import owner_shapes
-from gradcomp._src.exchange.plan import Message
+from gradcomp._src.exchange.plan import Message, MessagePlan
 from gradcomp._src.exchange.protocol import CODED_ONCE, Work
 from gradcomp._src.mesh.axes import WorkerSizes, check_both, sizes_of
+from gradcomp._src.mesh.trees import unboxed
 from gradcomp._src.report import tracing
-from gradcomp._src.report.collectives import SHARE_SENT, Collective
-from gradcomp._src.report.table import aligned
+from gradcomp._src.report.collectives import SHARE_SENT, Collective, aligned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,19 +26,16 @@ class LeafPlan:
   """The codec, exchange and bytes of one leaf.
 
   Attributes:
-    path: the path of the leaf in the parameters.
-    shape: the shape of the leaf.
+    path, shape: the path of the leaf in the parameters, and its shape.
     codec: the codec that encodes it.
     bits: the bits on the wire for each of its elements, in one payload.
-    exchange: the exchange that its message takes.
-    message: the number of the message that it shares with other leaves.
-    bytes_sent: the bytes that a worker sends for it in a step, and receives. They are
-      fractional, because leaves share rows that fill up a message.
+    exchange, message: those that it shares with other leaves, the second by number.
+    bytes_sent: the bytes that a worker sends for it in a step, and receives: a
+      fraction, because leaves share rows that fill up a message.
     rule: the rule of a policy that chose the codec; "" without one.
     reason: the reason for the exchange: it was asked for, or ``"auto"`` took it.
     slots: entries that a sparse message of the leaf has room for; None for a dense one.
-    used: the entries that a worker filled in the last step, a mean over the workers;
-      None if that is unknown.
+    used: the entries that a worker filled in the last step, on average, if known.
     work: the work of a worker for it, as parts of its elements.
     keeps: whether workers keep a residual.
     every: n, if one of n steps sends it: see :func:`gradcomp.local.local_steps`.
@@ -73,8 +70,8 @@ class Explanation:
     leaves: one plan a leaf and transformation.
     workers: N, along all axes together.
     bytes_inside: the part of all bytes that ``hierarchical`` sends inside groups.
-    bytes_fitting: the part of all bytes that fits a codec to the gradients, which only
-      some steps send.
+    bytes_fitting: the part that fits a codec to the gradients, only in some steps.
+    bytes_filling: the part that fills up rows, so that workers own equal shares.
     bytes_kept: the memory of an owner's residual, of the rounding of means.
     forgets: whether owners keep no residual, because the state was made without the
       number of workers. They round means at random then.
@@ -86,6 +83,7 @@ class Explanation:
   workers: int
   bytes_inside: int
   bytes_fitting: Fraction
+  bytes_filling: int = 0
   bytes_kept: int = 0
   forgets: bool = False
   collectives: tuple[Collective, ...] = ()
@@ -97,11 +95,7 @@ class Explanation:
 
   @property
   def bytes_per_step(self) -> float:
-    """The bytes that each worker sends in a step, on average over many.
-
-    It is less than ``bytes_sent``, the bytes of the last step of a round, if workers
-    take local steps.
-    """
+    """The bytes that each worker sends in a step, on average over rounds."""
     return float(self._per_step)
 
   @property
@@ -123,22 +117,26 @@ class Explanation:
   def ratio(self) -> float:
     """The ratio of ``bytes_sent`` to the bytes of a plain mean in float32.
 
-    That mean is over all workers, and has each leaf once, also if several
-    transformations send it.
+    It has each leaf once, also if several transformations send it.
     """
-    return self._ratio(bits=32)
+    return self._ratios(bits=32)[-1]
 
   @property
   def _elements(self) -> int:
     return sum({leaf.path: leaf.elements for leaf in self.leaves}.values())
 
-  def _ratio(self, bits: int) -> float:
-    return _ratio(Fraction(self.bytes_sent), self._elements, self.workers, bits)
+  @property
+  def _counts(self) -> list[tuple[Fraction, int]]:
+    """The bytes and the elements of each leaf, and of all."""
+    each = [(x.bytes_sent, x.elements) for x in self.leaves]
+    return [*each, (Fraction(self.bytes_sent), self._elements)]
 
-  def _ratios(self, bits: int) -> list[str]:
-    """Returns the ratio of each leaf, and of all, in the table."""
-    each = [_ratio(x.bytes_sent, x.elements, self.workers, bits) for x in self.leaves]
-    return [f"{ratio:.4g}" for ratio in (*each, self._ratio(bits))]
+  def _ratios(self, bits: int) -> list[float]:
+    """Returns ratios of bytes; 1 if both are 0, as in a WireReport."""
+    share = SHARE_SENT["all-reduce"](self.workers) * bits / 8
+    without = lambda sent: math.inf if sent else 1.0
+    pairs = ((sent, share * elements) for sent, elements in self._counts)
+    return [float(sent / plain) if plain else without(sent) for sent, plain in pairs]
 
   def __str__(self) -> str:
     leaves = self.leaves
@@ -149,17 +147,14 @@ class Explanation:
       "bits": [f"{float(x.bits):.4g}" for x in leaves],
       "exchange": [x.exchange for x in leaves],
       "message": [str(x.message) for x in leaves],
-      "sent": [
-        *(f"{math.ceil(x.bytes_sent):,}" for x in leaves),
-        f"{self.bytes_sent:,}",
-      ],
-      "/f32": self._ratios(32),
-      "/bf16": self._ratios(16),
+      "sent": [f"{math.ceil(sent):,}" for sent, _ in self._counts],
+      "/f32": [f"{ratio:.4g}" for ratio in self._ratios(32)],
+      "/bf16": [f"{ratio:.4g}" for ratio in self._ratios(16)],
     }
     if any(x.slots is not None for x in leaves):
-      known = [(x.slots, None if x.slots is None else x.used) for x in leaves]
-      columns["slots"] = ["" if slots is None else f"{slots:,}" for slots, _ in known]
-      columns["used"] = ["" if used is None else f"{used:,.0f}" for _, used in known]
+      columns["slots"] = ["" if x.slots is None else f"{x.slots:,}" for x in leaves]
+      used = [None if x.slots is None else x.used for x in leaves]
+      columns["used"] = ["" if x is None else f"{x:,.0f}" for x in used]
     if len(self._rounds) > 1:
       columns["every"] = [str(x.every) for x in leaves]
     if any(x.rule for x in leaves):
@@ -173,8 +168,12 @@ class Explanation:
     if self.bytes_inside:
       lines.append(f"{self.bytes_inside:,} of them stay inside groups.")
     if self.bytes_fitting:
+      fitting = math.ceil(self.bytes_fitting)
+      lines.append(f"{fitting:,} of them only where levels are fitted.")
+    if self.messages > 1:
       lines.append(
-        f"{math.ceil(self.bytes_fitting):,} of them only where levels are fitted."
+        f"{self.messages} messages, of which the last goes first. "
+        f"{self.bytes_filling:,} bytes fill up their shares."
       )
     if self.forgets:
       lines.append(
@@ -195,40 +194,16 @@ class Explanation:
 
   def _when(self) -> list[str]:
     """Describes in words the steps that send, and the bits an element of each."""
-    length = math.lcm(*self._rounds)
+    length, several = math.lcm(*self._rounds), len(self._rounds) > 1
     bits = 8 * self.bytes_per_step / max(self._elements, 1)
     when = "a step" if length == 1 else f"a round of {length} steps"
-    if len(self._rounds) > 1:
-      when = "in a step that sends all"
-    lines = [
-      f"Bytes that each of {self.workers} workers sends {when}. It receives as many."
-    ]
-    if len(self._rounds) > 1:
+    when = "in a step that sends all" if several else when
+    first = f"Bytes that each of {self.workers} workers sends {when}."
+    rest = f"That is {bits:.3g} bits a parameter and step."
+    if several:
       sent = f"{math.ceil(length * self._per_step):,}"
-      lines.append(
-        f"In a round of {length} steps it sends {sent}. That is {bits:.3g} bits a "
-        "parameter and step."
-      )
-    elif length > 1:
-      lines.append(f"That is {bits:.3g} bits a parameter and step.")
-    return lines
-
-
-def _ratio(sent: Fraction, elements: int, workers: int, bits: int) -> float:
-  """Returns the ratio of bytes; 1 if both are 0, as in a WireReport."""
-  plain = SHARE_SENT["all-reduce"](workers) * elements * bits / 8
-  if plain:
-    return float(sent / plain)
-  return math.inf if sent else 1.0
-
-
-def _work(
-  message: Message, sent: LeafCodec, codec: LeafCodec, sizes: tuple[int, ...]
-) -> Work:
-  """Returns the work for a leaf of a message."""
-  # A codec that averages other arrays in place of a leaf: only the leaf is coded.
-  plain = all(codec.facts.plain for codec in message.layout.codecs)
-  return message.exchange.work(sizes, plain=plain) if sent == codec else CODED_ONCE
+      rest = f"In a round of {length} steps it sends {sent}. {rest}"
+    return [f"{first} It receives as many.", *([rest] * (length > 1))]
 
 
 def explain(
@@ -241,16 +216,14 @@ def explain(
   """Explains the messages that gradcomp's transformations in an optimizer send.
 
   Nothing is computed, and no axis or device is needed: ``update`` is traced with
-  shapes, as a map over the workers would trace it, and its collectives are read. That
-  takes the time of tracing a step, once for an optimizer, the shapes and the workers:
-  the last results are kept as long as the optimizer. An optimizer with attributes that
-  change is explained as it was at first: make another one instead. A leaf shares the
-  bytes of its message by the rows that it has there. A leaf that no gradcomp
-  transformation sees is not in the table. One that two see is there twice, and ratios
-  count it once. For
-  :func:`gradcomp.wrappers.switch`, and wherever else a step takes one of several
-  branches, the table shows the last that sends something. Without ``axis_name``, the
-  table shows an exchange over the axes that gradients are unreduced over.
+  shapes, as a map over the workers would trace it, and its collectives are read. The
+  last results are kept as long as the optimizer: one with attributes that change is
+  explained as it was at first. A leaf shares the bytes of its message by the rows that
+  it has there. A leaf that no gradcomp transformation sees is not in the table. One
+  that two see is there twice. For :func:`gradcomp.wrappers.switch`, and wherever else a
+  step takes one of several branches, the table shows the last that sends something.
+  Without ``axis_name``, it shows an exchange over the axes that gradients are unreduced
+  over. Bytes are those on the wire, with the zeros that fill up rows, shares and lines.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
@@ -259,15 +232,13 @@ def explain(
       ``"hierarchical"`` over two axes. Where transformations exchange over different
       axes, the size of each axis that workers are on, in the order of the mesh, like
       ``{"host": 2, "chip": 4}``.
-    opt_state: the state after a step, outside of any transformed function. With it,
-      the table has the used slots of sparse messages, a mean over the workers, and
-      knows whether owners keep residuals.
+    opt_state: the state after a step, outside of any transformed function: it has the
+      used slots of sparse messages, and shows whether owners keep residuals.
 
   Returns:
     An :class:`gradcomp.wire.Explanation`. ``print`` shows for each leaf the codec, its
-    real bits an element on the wire, the exchange (see
-    :func:`gradcomp.exchange.choose`), the bytes that a worker sends in a step, and
-    these against plain means in float32 and in 16 bits.
+    bits an element on the wire, the exchange, the bytes that a worker sends in a step,
+    and these against plain means in float32 and in 16 bits.
 
   Raises:
     ValueError: ``workers`` is no number of workers, lacks an axis, does not fit the
@@ -287,28 +258,31 @@ def explain(
     An owner keeps what encoding a mean loses, 65,536 bytes, if optimizer.init knows the
       workers.
   """
-  states = states_in(opt_state)
+  states = states_in(unboxed(opt_state))
   transformations = tracing.study(optimizer, params, workers).found
   leaves: list[LeafPlan] = []
   collectives: list[Collective] = []
   number = kept = 0
+  filling = Fraction(0)
   forgets = False
   for found in transformations:
     plan, memory = found.plan, None
-    owned = [shape for shapes in owner_shapes(plan).values() for shape in shapes]
+    owned = [*itertools.chain(*owner_shapes(plan).values())]
     kept += sum(4 * math.prod(shape) for shape in owned)
     if states and found.state is not None:
       memory = states[found.state].memory
       forgets |= bool(owned) and states[found.state].server_residual is None
     used = {} if memory is None else used_by_leaf(plan, memory)
     own: dict[int, LeafPlan] = {}
-    collectives += [
-      dataclasses.replace(x, message=number + x.message) for x in found.collectives
-    ]
+    for x in found.collectives:
+      collectives.append(dataclasses.replace(x, message=number + x.message))
+      filling += x.times * x.exact_bytes_sent * _filled(plan.messages[x.message], plan)
     for message in plan.messages:
       if isinstance(message.exchange, Hierarchical):
         check_both(plan.axis_name, workers)
       layout = message.layout
+      plain = all(codec.facts.plain for codec in layout.codecs)
+      work = message.exchange.work(found.sizes, plain=plain)
       for i, like, slot in zip(message.leaves, layout.like, layout.slots, strict=True):
         codec = layout.codecs[slot.group]
         share = Fraction(like.size, plan.leaves[i].size) if like.size else 1
@@ -325,7 +299,8 @@ def explain(
           rule=plan.rules[i],
           slots=codec.sums.slots(slot.stop - slot.start),
           used=used.get(i),
-          work=_work(message, codec, plan.codecs[i], found.sizes),
+          # A codec that averages others in place of a leaf: only the leaf is coded.
+          work=work if codec == plan.codecs[i] else CODED_ONCE,
           keeps=plan.feedback,
           every=found.every,
         )
@@ -336,7 +311,18 @@ def explain(
     workers=math.prod(sizes_of(workers)[0]),
     bytes_inside=math.ceil(sum(x.inside for x in transformations)),
     bytes_fitting=sum((x.fitting for x in transformations), Fraction(0)),
+    bytes_filling=math.ceil(filling),
     bytes_kept=0 if forgets else kept,
     forgets=forgets,
     collectives=tuple(collectives),
   )
+
+
+def _filled(message: Message, plan: MessagePlan) -> Fraction:
+  """Returns the part of a message that fills up the rows of its matrices to shares."""
+  layout = message.layout
+  if message.exchange.way in ("gathered", "reduced") or not layout.nbytes:
+    return Fraction(0)
+  pairs = zip(layout.rows, layout.codecs, strict=True)
+  filling = sum(4 * (-rows % plan.workers) * codec.row_words for rows, codec in pairs)
+  return Fraction(filling, layout.nbytes + filling)

@@ -39,11 +39,8 @@ def events(jaxpr: Jaxpr) -> list[Event]:
 def _events(
   jaxpr: Jaxpr, states: dict[Var, int], around: Place, quiet: set[int]
 ) -> list[Event]:
-  """Returns the events of a function at a place.
-
-  ``states`` are the variables that are counts of states, with the numbers of these, and
-  ``quiet`` the functions without events, by their addresses.
-  """
+  """Returns the events of a function at a place, where some are known to have none."""
+  # states are the counts of states, by variables, and quiet the ids of functions.
   result: list[Event] = []
   for equation in jaxpr.eqns:
     name, params = equation.primitive.name.removesuffix("_invariant"), equation.params
@@ -58,12 +55,9 @@ def _events(
     elif is_event:
       here = around._replace(scope=scope)
       result.append(Event(equation, here, known[0] if known else None))
-    here = Place(
-      scope,
-      around.times * params.get("length", 1),  # of a loop
-      around.in_loop or name == "while",
-      around.in_branch or name == "cond",
-    )
+    times = around.times * params.get("length", 1)  # of a loop
+    loop, branch = around.in_loop or name == "while", around.in_branch or name == "cond"
+    here = Place(scope, times, loop, branch)
     found: list[list[Event]] = []
     for part in inside:
       # A function takes the last arguments of its equation.
@@ -102,11 +96,8 @@ def collective_of(event: Event, sizes: Mapping[str, int]) -> Collective:
     kind=KINDS[event.equation.primitive.name.removesuffix("_invariant")],
     operands=tuple((_spelled(x.dtype), x.shape) for x in types),
     workers=workers,
-    times=event.place.times,
-    in_loop=event.place.in_loop,
-    in_branch=event.place.in_branch,
-    scope=event.place.scope,
     axis=",".join(axes) if workers > 1 else "",
+    **event.place._asdict(),
   )
 
 
@@ -124,12 +115,7 @@ def bound_axes(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ..
 
 
 def _spelled(dtype: Any) -> str:
-  """Returns a dtype in HLO's spelling.
-
-  Example:
-    >>> [_spelled(jnp.dtype(x)) for x in ("uint32", "bfloat16", "bool", "int8")]
-    ['u32', 'bf16', 'pred', 's8']
-  """
+  """Returns a dtype in HLO's spelling, as u32 and bf16."""
   name = "pred" if dtype == jnp.bool_ else dtype.name
   for long, short in {"uint": "u", "int": "s", "float": "f", "complex": "c"}.items():
     name = name.replace(long, short)

@@ -11,8 +11,7 @@ from jax.sharding import AbstractMesh, PartitionSpec, use_abstract_mesh
 from gradcomp._src.checks import static_integer
 from gradcomp._src.mesh.axes import abstract_mesh
 from gradcomp._src.mesh.types import mark_varying
-from gradcomp._src.report.collectives import Collective
-from gradcomp._src.report.reader import collective_of, events
+from gradcomp._src.report import reader
 from gradcomp._src.report.wire_report import WireReport
 
 _AXES_RULE = "the axes of the workers with their sizes, like {'model': 4}"
@@ -47,15 +46,14 @@ def trace_wire(
   """Traces a function of one worker's arrays, and counts its bytes, in both passes.
 
   Nothing is computed, and no device is needed: the function and its gradient are traced
-  with shapes, as a ``jax.shard_map`` over the axes would trace them, and their
-  collectives are read, both this library's and JAX's own. Bytes are counted as
-  :func:`gradcomp.wire_report` counts them in a compiled program. Trips of loops count,
-  but for those of ``while``; every branch of a conditional counts. For an optimizer,
-  also :func:`gradcomp.parallel.zero`, see :func:`gradcomp.explain`.
+  with shapes, as a ``jax.shard_map`` over the axes would trace them. Bytes are counted
+  as :func:`gradcomp.wire_report` counts them in a compiled program. Trips of loops
+  count, but for those of ``while``, and so does every branch. For an optimizer, see
+  :func:`gradcomp.explain`.
 
   Args:
-    function: a function of the arrays that one worker has, which may differ between
-      workers. It can be a call of one collective, a layer, or a whole loss.
+    function: a function of the arrays that one worker has: a call of one collective, a
+      layer, or a whole loss.
     *args: these arrays, or their ``jax.ShapeDtypeStruct``, or trees of them.
     workers: the axes that the function uses, with the number of workers along each.
 
@@ -67,21 +65,25 @@ def trace_wire(
     TypeError: ``workers`` is no mapping.
 
   Example:
-    >>> codec = gradcomp.codecs.EightBit()
-    >>> gather = lambda x: gradcomp.parallel.all_gather(
-    ...   x, axis_name="model", codec=codec, backward=None, axis=1)
+    >>> options = {"codec": gradcomp.codecs.EightBit(), "backward": None, "axis": 1}
+    >>> gather = lambda x: gradcomp.parallel.all_gather(x, axis_name="model", **options)
     >>> x = jax.ShapeDtypeStruct((128, 2304), jnp.float32)
     >>> found = trace_wire(gather, x, workers={"model": 4})
     >>> found.forward.bytes_sent, found.backward.bytes_sent  # 8 and 32 bits
-    (886464, 3538944)
+    (887808, 3538944)
     >>> [x.kind for x in found.forward.collectives + found.backward.collectives]
     ['all-gather', 'all-to-all']
   """
-  mesh = abstract_mesh(_checked(workers), argument="workers")
+  if not isinstance(workers, Mapping):
+    raise TypeError(f"`workers` must be {_AXES_RULE}, got {workers!r}.")
+  sizes = [static_integer("workers", _SIZE_RULE, x) for x in workers.values()]
+  if not sizes or min(sizes) < 1:
+    raise ValueError(f"`workers` must be {_AXES_RULE}, got {dict(workers)}.")
   names = tuple(workers)
+  mesh = abstract_mesh(dict(zip(names, sizes, strict=True)), argument="workers")
 
   def forward(*args: Any) -> list[jax.Array]:
-    """Returns the floats of the result, which have cotangents."""
+    # The floats of the result, which have cotangents.
     leaves = jax.tree.leaves(function(*args))
     return [x for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
@@ -89,7 +91,7 @@ def trace_wire(
     result, pull = jax.vjp(forward, *args)
     return pull(result)  # a cotangent of the right types
 
-  def traced(function: Callable[..., Any]) -> tuple[Collective, ...]:
+  def traced(function: Callable[..., Any]) -> tuple[Any, ...]:
     def local(*args: Any) -> jax.Array:
       function(*mark_varying(args, names))
       return jnp.zeros([])
@@ -98,21 +100,9 @@ def trace_wire(
     with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
       mapped = jax.shard_map(local, in_specs=spec, out_specs=spec)
       trace = jax.make_jaxpr(mapped)(*args)
-    return tuple(collective_of(x, workers) for x in events(trace.jaxpr))
+    return tuple(reader.collective_of(x, workers) for x in reader.events(trace.jaxpr))
 
   there = traced(forward)
   both = traced(backward)
   # JAX computes a function before its gradient, which may send some of it once more.
   return Directions(WireReport(there), WireReport(both[len(there) :]))
-
-
-def _checked(workers: Any) -> dict[str, int]:
-  """Returns the sizes of the axes by name."""
-  if not isinstance(workers, Mapping):
-    raise TypeError(f"`workers` must be {_AXES_RULE}, got {workers!r}.")
-  sizes = tuple(
-    static_integer("workers", _SIZE_RULE, size) for size in workers.values()
-  )
-  if not sizes or min(sizes) < 1:
-    raise ValueError(f"`workers` must be {_AXES_RULE}, got {dict(workers)}.")
-  return dict(zip(workers, sizes, strict=True))

@@ -1,8 +1,7 @@
 """Studies of an update: the bytes of its messages, from a trace over abstract axes.
 
-Results are kept while the optimizer lives, one a tree of shapes and set of axes, and
-the last of them only. So ``explain``, ``record``, ``inspect`` and the report of a train
-step trace an update once between them, where the workers are on one axis.
+The last results are kept while the optimizer lives, one a tree of shapes and set of
+axes, so that its readers trace an update once where the workers are on one axis.
 """
 
 import dataclasses
@@ -23,38 +22,19 @@ from jax.sharding import PartitionSpec as P
 from gradcomp._src.core.inputs import stand_ins
 from gradcomp._src.core.state import is_state
 from gradcomp._src.exchange.layout import Layout
-from gradcomp._src.exchange.plan import Message, MessagePlan
-from gradcomp._src.mesh.axes import (
-  UnboundAxisError,
-  WorkerSizes,
-  abstract_mesh,
-  axis_names,
-  only_named,
-  sizes_of,
-)
-from gradcomp._src.mesh.study import (
-  FIRST,
-  FITTING,
-  NOTE,
-  STUDY,
-  Options,
-  Parts,
-  Planned,
-  Study,
-  note,
-)
+from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
+from gradcomp._src.mesh import axes as mesh_axes
+from gradcomp._src.mesh import study as studies
+from gradcomp._src.mesh.trees import trainable
+from gradcomp._src.report import reader
 from gradcomp._src.report.collectives import Collective, span
-from gradcomp._src.report.reader import (
-  Event,
-  axes_of,
-  bound_axes,
-  collective_of,
-  events,
-  functions,
-)
 
 # The axes, (between, inside) or the first, of a transformation that names none.
 UNNAMED = ("gradcomp_between", "gradcomp_inside")
+
+_Sizes = Mapping[str, int]
+_Axes = tuple[str, ...]
+_Made = tuple[MessagePlan, dict[str, Any]]
 
 
 @dataclasses.dataclass
@@ -76,7 +56,7 @@ class Trace(NamedTuple):
   """The transformations in an update, and the types of a worker's state."""
 
   found: list[Found]  # of branches, the last ones
-  made: list[tuple[MessagePlan, dict[str, Any]]]  # plans and options, of all branches
+  made: list[_Made]  # plans and options, of all branches
   state: Any
 
 
@@ -86,13 +66,24 @@ _MOST = 16
 # Of the functions update and init of an optimizer: the results by shapes and axes.
 _kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
+_same = lambda tree: tree  # one function, so that JAX caches its traces
+
 
 def study(
-  optimizer: optax.GradientTransformation, params: Any, workers: WorkerSizes
+  optimizer: optax.GradientTransformation, params: Any, workers: mesh_axes.WorkerSizes
 ) -> Trace:
   """Returns the transformations in an update of parameters, or of their shapes."""
-  sizes, by_name = sizes_of(workers)
-  return study_in(optimizer, params, sizes, by_name, only_named(by_name))
+  sizes, by_name = mesh_axes.sizes_of(workers)
+
+  def known(axis: str) -> int | None:
+    if by_name:
+      raise ValueError(
+        f"`workers` must have the size of each axis that is exchanged over, got "
+        f"{by_name} and an exchange over {axis!r}; add its size."
+      )
+    return None
+
+  return study_in(optimizer, params, sizes, by_name, known)
 
 
 def study_in(
@@ -104,11 +95,10 @@ def study_in(
 ) -> Trace:
   """Traces an update, and binds each axis that it asks for, until none is missing.
 
-  ``sizes`` are those of a transformation's axes, if their number is equal; else all
-  workers are on its first axis. ``bound`` are bound from the start, in the order of the
-  workers. ``known`` returns the size of an axis that has one of its own.
+  Sizes are those of a transformation's axes, if their number is equal; else all workers
+  are on its first axis. Some are bound from the start, in the order of the workers.
   """
-  leaves, treedef = jax.tree.flatten(jax.eval_shape(_same, params))
+  leaves, treedef = jax.tree.flatten(jax.eval_shape(_same, trainable(params)))
   like = tuple((x.shape, x.dtype) for x in leaves)
   order = tuple(bound) if len(bound) > 1 else ()  # of one axis there is one order
   axes = UNNAMED[: len(sizes)] if len(sizes) <= len(UNNAMED) else UNNAMED[:1]
@@ -117,14 +107,15 @@ def study_in(
   while True:
     # A study depends on this, and on nothing else that a caller of an optimizer that
     # stays what it is can change.
-    key = treedef, like, tuple(now.items()), order, axes, jnp.result_type(float)
+    place = jnp.result_type(float), mesh_axes.platform()
+    key = treedef, like, tuple(now.items()), order, axes, place
     found = kept.get(key)
     if found is None:
       tree = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*x) for x in like])
       try:
         found = _trace(optimizer, tree, now, order, axes)
-      except UnboundAxisError as unbound:
-        found = axis_names(unbound.axis_name)
+      except mesh_axes.UnboundAxisError as unbound:
+        found = mesh_axes.axis_names(unbound.axis_name)
       kept[key] = found
       for old in list(kept)[:-_MOST]:
         kept.pop(old, None)
@@ -137,10 +128,6 @@ def study_in(
     now |= unnamed or zip(found, own, strict=True)
 
 
-def _same(tree: Any) -> Any:
-  return tree
-
-
 def _kept_of(optimizer: optax.GradientTransformation) -> dict[Any, Any]:
   """Returns the studies of an optimizer; none for one that cannot be a key."""
   try:
@@ -151,32 +138,26 @@ def _kept_of(optimizer: optax.GradientTransformation) -> dict[Any, Any]:
 
 
 def _trace(
-  optimizer: optax.GradientTransformation,
-  like: Any,
-  sizes: Mapping[str, int],
-  order: tuple[str, ...],
-  unnamed: tuple[str, ...],
+  tx: optax.GradientTransformation, like: Any, sizes: _Sizes, order: _Axes, axes: _Axes
 ) -> Trace:
   """Traces an update in a map over axes of these sizes; UnboundAxisError for others."""
   types: list[Any] = []
-  update_of = optax.with_extra_args_support(optimizer).update
+  update_of = optax.with_extra_args_support(tx).update
 
   def update(params: Any) -> Any:
     numbers = itertools.count()
-
-    def numbered(x: Any) -> Any:
-      return x._replace(count=note(next(numbers), x.count)[0]) if is_state(x) else x
-
-    state = jax.tree.map(numbered, optimizer.init(params), is_leaf=is_state)
+    one = lambda x: x._replace(count=studies.note(next(numbers), x.count)[0])
+    numbered = lambda x: one(x) if is_state(x) else x
+    state = jax.tree.map(numbered, tx.init(params), is_leaf=is_state)
     types.append(jax.tree.map(jax.typeof, state))
     return update_of(params, state, params, **stand_ins(params))[0]
 
-  mesh = abstract_mesh(sizes)
-  kind = Study(unnamed if len(unnamed) > 1 else unnamed[0], frozenset(sizes))
+  mesh = mesh_axes.abstract_mesh(sizes)
+  kind = studies.Study(axes if len(axes) > 1 else axes[0], frozenset(sizes))
   mapped = jax.shard_map(update, in_specs=P(), out_specs=P(), check_vma=False)
   outside = use_abstract_mesh(AbstractMesh((), ()))
   try:
-    with STUDY(kind), outside, use_abstract_mesh(mesh):
+    with studies.STUDY(kind), outside, use_abstract_mesh(mesh):
       jaxpr = jax.make_jaxpr(mapped if sizes else update)(like).jaxpr
   except OverflowError as error:  # of the number of a leaf's rows
     most = max(math.prod(x.shape) for x in jax.tree.leaves(like))
@@ -187,35 +168,31 @@ def _trace(
   return Trace(*_read(jaxpr, sizes, order), types[0])
 
 
-def _read(
-  jaxpr: Jaxpr, sizes: Mapping[str, int], order: tuple[str, ...]
-) -> tuple[list[Found], list[tuple[MessagePlan, dict[str, Any]]]]:
-  """Returns the bytes, and the plans and options, of transformations in a study.
-
-  ``order`` are the axes in the order of the workers, as far as it is known.
-  """
+def _read(jaxpr: Jaxpr, sizes: _Sizes, order: _Axes) -> tuple[list[Found], list[_Made]]:
+  """Returns the bytes, and the plans and options, of transformations in a study."""
   result: list[Found] = []
-  made: list[tuple[MessagePlan, dict[str, Any]]] = []
+  made: list[_Made] = []
   options: dict[str, Any] = {}
   now: object = None
   parts: tuple[int, ...] = ()
-  for event in events(jaxpr):
+  for event in reader.events(jaxpr):
     about = event.equation.params.get("about")
-    if isinstance(about, Options):
+    if isinstance(about, studies.Options):
       options |= about.named
     elif isinstance(about, MessagePlan):
       made.append((about, options))
       if event.shown:
         now, parts, nothing = about, (), [Fraction(0)] * len(about.names)
-        of_axes = tuple(sizes[axis] for axis in bound_axes(_data_axes(about), sizes))
+        names = reader.bound_axes(own_axes(about.axis_name, ()), sizes)
+        of_axes = tuple(sizes[axis] for axis in names)
         every = options.get("every", 1)
         result.append(Found(about, of_axes, event.state, nothing, every))
       options = {}
-    elif event.shown and isinstance(about, Parts):
+    elif event.shown and isinstance(about, studies.Parts):
       parts = about.sizes
-    elif event.shown and event.equation.primitive is NOTE:
+    elif event.shown and event.equation.primitive is studies.NOTE:
       now, parts = about, ()
-    elif event.shown and (now == FITTING or isinstance(now, Message)):
+    elif event.shown and (now == studies.FITTING or isinstance(now, Message)):
       _add(result[-1], now, parts, event, sizes, order)
   return result, made
 
@@ -224,27 +201,25 @@ def _add(
   found: Found,
   about: object,
   parts: tuple[int, ...],
-  event: Event,
-  sizes: Mapping[str, int],
-  order: tuple[str, ...],
+  event: reader.Event,
+  sizes: _Sizes,
+  order: _Axes,
 ) -> None:
   """Adds a collective of a message, or of the fit of codecs, to a transformation."""
-  collective = collective_of(event, sizes)
+  collective = reader.collective_of(event, sizes)
   sent = event.place.times * collective.exact_bytes_sent
   if not isinstance(about, Message):
     found.fitting += sent
     return
   for i, share in zip(about.leaves, _shares(about.layout, parts), strict=True):
     found.by_leaf[i] += sent * share
-  data, axes = _data_axes(found.plan), axes_of(event.equation)
+  data, axes = own_axes(found.plan.axis_name, ()), reader.axes_of(event.equation)
   if axes == data[1:]:
     found.inside += sent
   ranks = order if set(order) >= set(axes) else data
-  one = dataclasses.replace(
-    collective,
-    message=found.plan.messages.index(about),
-    span=span(axes, ranks, sizes, event.equation.params.get("perm", ())),
-  )
+  row = span(axes, ranks, sizes, event.equation.params.get("perm", ()))
+  number = found.plan.messages.index(about)
+  one = dataclasses.replace(collective, message=number, span=row)
   is_sum = str(event.equation.primitive) == "psum"
   last = found.collectives[-1] if is_sum and found.ends_in_sum else one
   joined = (last.message, last.workers, last.span, last.times)
@@ -257,36 +232,22 @@ def _add(
   found.ends_in_sum = is_sum
 
 
-def _data_axes(plan: MessagePlan) -> tuple[str, ...]:
-  return () if plan.axis_name is None else axis_names(plan.axis_name)
-
-
 def _shares(layout: Layout, parts: tuple[int, ...]) -> list[Fraction]:
-  """Returns each leaf's share of a collective, by its part or by its rows.
-
-  Parts that are neither a leaf's nor a codec's are shared like whole payloads.
-  """
+  """Returns each leaf's share of a collective, by its part or by its rows."""
   rows, codecs = layout.rows, layout.codecs
   weights = [Fraction(size) for size in parts]
   if len(parts) != len(layout.slots):
-    if len(parts) != len(codecs):
+    if len(parts) != len(codecs):  # they are shared like whole payloads
       parts = tuple(n * c.row_words for n, c in zip(rows, codecs, strict=True))
-    weights = [
-      Fraction(parts[group] * (stop - start), rows[group] or 1)
-      for group, start, stop in layout.slots
-    ]
+    of_slot = lambda i, start, stop: Fraction(parts[i] * (stop - start), rows[i] or 1)
+    weights = list(itertools.starmap(of_slot, layout.slots))
   total = sum(weights) or 1
   return [weight / total for weight in weights]
 
 
-def first_plans(
-  init: Callable[[Any], list[jax.Array]], like: Any
-) -> list[MessagePlan | None]:
-  """Traces a function that makes first states and returns the counts of these.
-
-  Returns the plan that each state was made for; None where the trace does not show it.
-  """
-  with STUDY(Study()):
+def first_plans(init: Callable[[Any], Any], like: Any) -> list[MessagePlan | None]:
+  """Returns the plans of first states by the counts of ``init``; None if unseen."""
+  with studies.STUDY(studies.Study()):
     jaxpr = jax.make_jaxpr(init)(like).jaxpr
   plans = _planned(jaxpr)
   return [None if isinstance(x, Literal) else plans.get(x) for x in jaxpr.outvars]
@@ -298,13 +259,13 @@ def _planned(jaxpr: Jaxpr) -> dict[Var, MessagePlan]:
   plan: Any = None
   for equation in jaxpr.eqns:
     about = equation.params.get("about")
-    if equation.primitive is not NOTE:
-      for part in functions(equation):
+    if equation.primitive is not studies.NOTE:
+      for part in reader.functions(equation):
         inner = _planned(part)
         pairs = zip(part.outvars, equation.outvars, strict=False)
         result |= {x: inner[y] for y, x in pairs if isinstance(y, Var) and y in inner}
-    elif isinstance(about, Planned):
+    elif isinstance(about, studies.Planned):
       plan = about.plan
-    elif about == FIRST:
+    elif about == studies.FIRST:
       result[equation.outvars[0]] = plan
   return result

@@ -1,20 +1,27 @@
-"""``wire_report``: the collectives and bytes of a program, from its optimized HLO.
+"""``wire_report``: the collectives and bytes of a program, from its optimized HLO."""
 
-A formula of this library could drift from the program; the optimized HLO cannot. Bytes
-are dtype times shape of the operands in it, and nothing else.
-"""
+# A formula of this library could drift from the program; the optimized HLO cannot.
 
 import collections
 import dataclasses
 import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gradcomp._src.report import hlo
-from gradcomp._src.report.collectives import Collective
-from gradcomp._src.report.table import aligned
+from gradcomp._src.report.collectives import (
+  Collective,
+  aligned,
+  counted,
+  end_of_scope,
+  is_exchange,
+)
+from gradcomp._src.report.groups import Devices, Groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +30,12 @@ class WireReport:
 
   Attributes:
     collectives: one :class:`Collective` for each, in the order of the program.
-
-  Example:
-    >>> report = WireReport(())
-    >>> report.bytes_sent, report.dense_bytes, report.ratio, report.by_axis
-    (0, 0, 1.0, {})
+    unseen: the names of instructions that send or receive, too, and cannot be counted:
+      transfers to or from the host, and kernels that communicate.
   """
 
   collectives: tuple[Collective, ...]
+  unseen: tuple[str, ...] = ()
 
   @property
   def bytes_sent(self) -> int:
@@ -44,10 +49,7 @@ class WireReport:
 
   @property
   def ratio(self) -> float:
-    """The ratio ``bytes_sent / dense_bytes``.
-
-    It is 1 if both are 0, and infinite if only ``dense_bytes`` is.
-    """
+    """The ratio ``bytes_sent / dense_bytes``; 1 if both are 0, else infinite by 0."""
     if self.dense_bytes:
       return self.bytes_sent / self.dense_bytes
     return math.inf if self.bytes_sent else 1.0
@@ -61,8 +63,10 @@ class WireReport:
     return {axis: WireReport(tuple(part)) for axis, part in parts.items()}
 
   def __str__(self) -> str:
+    unseen = f"Transfers that are not counted: {', '.join(self.unseen)}."
     if not self.collectives:
-      return "The program has no collectives: it sends nothing."
+      none = "The program has no collectives"
+      return f"{none}. {unseen}" if self.unseen else f"{none}: it sends nothing."
     header = "collective,dtype,operands,axis,workers,times,bytes sent,as f32 mean,scope"
     rows = [header.split(","), *map(_row, self.collectives)]
     named = {axis: part for axis, part in self.by_axis.items() if axis}
@@ -75,9 +79,13 @@ class WireReport:
     last = len(rows[0]) - 1
     lines = aligned(rows, right=range(last - 4, last))
     shares = [f", {part.ratio:.4g} x over {axis}" for axis, part in several.items()]
-    lines.append(
-      f"Sends {self.ratio:.4g} x the bytes of a plain f32 mean{''.join(shares)}."
-    )
+    mean = f"a plain f32 mean{''.join(shares)}"
+    lines.append(f"Sends {self.ratio:.4g} x the bytes of {mean}.")
+    if again := sum(c.times * c.bytes_sent for c in self.collectives if c.again):
+      told = "are a mean of the gradient, which the exchange takes again"
+      lines.append(f"{again:,} bytes {told}: delete the pmean.")
+    if self.unseen:
+      lines.append(f"{unseen} The sum is a lower bound.")
     if any(c.in_loop for c in self.collectives):
       lines.append("loop: its trip count is unknown; counted once, a lower bound.")
     if any(c.in_branch for c in self.collectives):
@@ -86,7 +94,6 @@ class WireReport:
 
 
 def _row(x: Collective) -> list[str]:
-  """Returns the line of a collective in the table of a report."""
   counts = collections.Counter(x.shapes).items()
   arrays = [f"{n} x " * (n > 1) + str(list(shape)) for shape, n in counts]
   return [
@@ -95,15 +102,15 @@ def _row(x: Collective) -> list[str]:
     " ".join(arrays) if len(arrays) <= 3 else f"{len(x.shapes)} arrays",
     x.axis,
     f"{x.workers:,}",
-    "loop " * x.in_loop + "branch " * x.in_branch + f"{x.times:,}",
+    counted(x),
     f"{x.times * x.bytes_sent:,}",
     f"{x.times * x.dense_bytes:,}",
-    "/".join(x.scope.split("/")[-2:]),
+    end_of_scope(x),
   ]
 
 
 def wire_report(
-  program: jax.stages.Compiled | jax.stages.Lowered | str,
+  program: Any,  # of stages of JAX and of equinox, and whatever has as_text
   *,
   mesh: Mesh | AbstractMesh | None = None,
 ) -> WireReport:
@@ -115,36 +122,49 @@ def wire_report(
   - all-gather: ``(n-1) b``, that is ``(n-1)/n`` of the result;
   - all-to-all, reduce-scatter: ``(n-1)/n b``;
   - collective-permute: ``b``, or 0 if every worker sends to itself;
-  - collective-broadcast, ragged-all-to-all: ``b``, an upper bound: the last in a chain
-    sends nothing, and ragged sizes are known only at run time (``b`` is of the input);
+  - collective-broadcast: ``b``, an upper bound: the last in a chain sends nothing;
+  - ragged-all-to-all: ``b`` of the input, a guess: sizes are known only at run time;
 
-  and nothing if ``n = 1``. Types narrower than a byte take one, as XLA:CPU sends them.
-  A loop multiplies by its trip count. Without one in the text it counts once, which is
-  a lower bound. Every branch of a conditional counts, which is an upper bound. Sends,
-  receives, host transfers and custom calls are not seen.
+  and nothing if ``n = 1``. Types narrower than a byte take one, as XLA:CPU sends them,
+  but in layouts like ``s4[8]{0:E(4)}``, of GPUs, their bits. What XLA:TPU quantizes
+  counts as it is sent.
+
+  Sends between devices are a collective-permute. Those between slices of TPUs are the
+  collective of their type, over all its workers, those of the same slice too: no other
+  instruction sends their part. XLA:TPU's fusions of an all-reduce with the own slice
+  of its result are a reduce-scatter, and the parts of an asynchronous collective in
+  several fusions count as one.
+
+  A loop multiplies by its trip count, from the text or from a condition that counts by
+  1 to a constant. Else it counts once, which is a lower bound. Every branch of a
+  conditional counts, which is an upper bound. Transfers to or from the host, and
+  kernels of Pallas for TPUs that communicate, are listed as ``unseen``. Other custom
+  calls are taken to send nothing.
 
   The exchanges of gradcomp also have ``dense_bytes``: ``2 (n-1)/n 4 e``, for an f32
-  all-reduce of their ``e`` gradient elements. Where leaves are sharded over other axes,
-  these are the elements of one device's shard. For others, these are ``bytes_sent``.
+  all-reduce of their ``e`` gradient elements on a device. Others count their
+  ``bytes_sent``. But all-reduces of floats over the same workers count 0 if an exchange
+  reads their results, and they have as many elements together: a mean of the gradient
+  that has been left in front, which a plain step would not take twice.
 
   Args:
     program: ``jax.jit(step).lower(...).compile()``, or the same without ``.compile()``,
-      which is done here; or the optimized HLO text of one program.
-    mesh: the mesh that the program was compiled for, which names the axis of each
-      collective. By default it is that of the program's arguments and results, which a
-      text does not have.
+      which is done here; these of ``equinox.filter_jit(step)``; any other object whose
+      ``as_text()`` is the optimized HLO text of one program; or that text.
+    mesh: the mesh that names the axis of each collective, by default that of the
+      program's arguments and results, which a text does not have.
 
   Returns:
-    A :class:`gradcomp.wire.WireReport`; ``print`` shows a table of its collectives, and
-    ``report.by_axis["host"]`` is the report of the collectives over one axis.
+    A :class:`gradcomp.wire.WireReport`; ``print`` shows a table of its collectives.
 
   Raises:
     TypeError: ``program`` is something else, such as the jitted function.
-    ValueError: the text is not optimized HLO, or some of its bytes would be missed; or
-      ``mesh`` has not as many devices as the program.
+    ValueError: the text is not optimized HLO, or is cut, or has collectives, groups or
+      types that are unknown here, so that some bytes would be missed; or ``mesh`` has
+      not as many devices as the program, those of all slices.
 
   Example:
-    >>> text = '''HloModule jit_step, num_partitions=4
+    >>> text = '''HloModule jit_step, replica_count=4
     ... ENTRY main {
     ... x = u32[8] parameter(0)
     ... y = u32[32] all-gather(x), metadata={op_name="gradcomp_mean_64_over_4"}
@@ -155,51 +175,82 @@ def wire_report(
     total                                                96          384
     Sends 0.25 x the bytes of a plain f32 mean.
   """
-  if isinstance(program, jax.stages.Lowered):
-    program = program.compile()
-  text = program.as_text() if isinstance(program, jax.stages.Compiled) else program
+  found = read_program(program, mesh)
+  return WireReport(tuple(x for x, *_ in found.collectives), found.unseen)
+
+
+def read_program(program: Any, mesh: Mesh | AbstractMesh | None) -> hlo.Program:
+  """Reads a program as :func:`wire_report` does, with the axes of a mesh."""
+  stage = program
+  for name in ("lowered", "compiled"):  # what equinox.filter_jit wraps
+    stage = getattr(stage, name, stage)
+  if hasattr(stage, "as_text") and hasattr(stage, "compile"):
+    stage = stage.compile()
+  text = stage.as_text() if hasattr(stage, "as_text") else stage
   if not isinstance(text, str):
     raise TypeError(
-      "`program` must be a jax.stages.Compiled, a jax.stages.Lowered or optimized HLO "
-      f"text, got {type(program).__name__}; pass jax.jit(step).lower(...).compile()."
+      "`program` must be a jax.stages.Compiled, a jax.stages.Lowered, an object whose "
+      "as_text() returns optimized HLO, or that text, got "
+      f"{type(program).__name__}; pass jax.jit(step).lower(...).compile()."
     )
   found = hlo.parse_program(text)
-  if mesh is not None and mesh.size != found.devices:
+  count = found.devices.number
+  if mesh is not None and mesh.size != count:
     raise ValueError(
       f"`mesh` must be the one that the program was compiled for, with "
-      f"{found.devices} devices, got {mesh.size}; leave it out to take it from the "
+      f"{count} devices, got {mesh.size}; leave it out to take it from the "
       "program."
     )
-  if mesh is None and isinstance(program, jax.stages.Compiled):
-    mesh = _mesh_of(program, found.devices)
-  shape = {} if mesh is None else dict(mesh.shape)
-  return WireReport(
-    tuple(
-      dataclasses.replace(x, axis=",".join(_axes_of(groups, shape)))
-      for x, groups in found.collectives
-    )
-  )
+  if mesh is None:
+    kinds = "input_shardings", "output_shardings"
+    places = jax.tree.leaves([getattr(stage, kind, ()) for kind in kinds])
+    meshes = (x.mesh for x in places if isinstance(x, NamedSharding))
+    mesh = next((x for x in meshes if x.size == count), None)
+  indices = _indices(mesh, found.devices)
+  again = _taken_again(found.collectives)
+  collectives: list[hlo.Found] = []
+  for number, (x, groups, ahead, path) in enumerate(found.collectives):
+    axis = _axes_of(groups, indices)
+    x = dataclasses.replace(x, axis=axis, again=number in again)
+    collectives.append((x, groups, ahead, path))
+  return found._replace(collectives=tuple(collectives))
 
 
-def _mesh_of(program: jax.stages.Compiled, devices: int) -> Mesh | AbstractMesh | None:
-  """Returns the mesh on which arguments or results of a program lie, or None."""
-  for sharding in jax.tree.leaves((program.input_shardings, program.output_shardings)):
-    if isinstance(sharding, NamedSharding) and sharding.mesh.size == devices:
-      return sharding.mesh
-  return None
+def _taken_again(found: Sequence[hlo.Found]) -> set[int]:
+  """Returns the numbers of float sums that exchanges read, if they are as large."""
+  sums: dict[Groups, list[int]] = {}
+  for number, (x, groups, in_front, _) in enumerate(found):
+    floats = all(re.fullmatch(r"b?f\d+", dtype) for dtype, _ in x.operands)
+    if in_front and floats and x.kind == "all-reduce" and not is_exchange(x.scope):
+      sums.setdefault(groups, []).append(number)
+  result: set[int] = set()
+  for groups, numbers in sums.items():
+    means = [mean for x, own, *_ in found if _in(own, groups) for mean in x.means]
+    sizes = [size for size, workers in means if workers == groups.workers]
+    if sizes and sum(found[i][0].elements for i in numbers) >= sum(sizes):
+      result.update(numbers)
+  return result
 
 
-def _axes_of(groups: hlo.Groups, shape: dict[str, int]) -> tuple[str, ...]:
-  """Returns the axes along which the members of a group differ.
+def _in(parts: Groups, wholes: Groups) -> bool:
+  """Returns whether each group is known to be a part of one of the others."""
+  if parts.members is None or wholes.members is None:
+    return False
+  return all(any(set(x) <= set(y) for y in wholes.members) for x in parts.members)
 
-  XLA numbers the devices of a program in the order of its mesh.
-  """
-  if groups.members is None or not shape:
-    return ()
-  found: set[str] = set()
-  for members in groups.members:
-    places = np.unravel_index(members, tuple(shape.values()))
-    found |= {
-      axis for axis, place in zip(shape, places, strict=True) if np.ptp(place) > 0
-    }
-  return tuple(axis for axis in shape if axis in found)
+
+def _indices(mesh: Mesh | AbstractMesh | None, devices: Devices) -> dict[str, Any]:
+  """Returns the index along each axis of the mesh of the devices of a program."""
+  if mesh is None:
+    return {}
+  # XLA numbers the devices of a program in the order of its mesh: slice by slice.
+  order = np.arange(mesh.size)
+  if devices.slices > 1 and isinstance(mesh, Mesh):
+    order = np.argsort([x.slice_index for x in mesh.devices.flat], kind="stable")
+  return dict(zip(mesh.shape, np.unravel_index(order, mesh.axis_sizes), strict=True))
+
+
+def _axes_of(groups: Groups, indices: Mapping[str, Any]) -> str:
+  """Returns the axes along which the members of a group differ, joined by commas."""
+  differ = lambda index: any(np.ptp(index[list(x)]) > 0 for x in groups.members or ())
+  return ",".join(axis for axis, index in indices.items() if differ(index))

@@ -9,15 +9,19 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 
+from gradcomp._src.checks import see
 from gradcomp._src.core.measures import Sums, watched
+from gradcomp._src.core.of_workers import in_shards
 from gradcomp._src.core.state import is_state, measures, states_in, with_measures
 from gradcomp._src.mesh.axes import bound_size, manual_axes
-from gradcomp._src.mesh.specs import sharded_axes
+from gradcomp._src.mesh.per_worker import of_all, unmarked
+from gradcomp._src.mesh.placed import shards_of
+from gradcomp._src.mesh.specs import names_by_axis
 from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes
 from gradcomp._src.report import tracing
-from gradcomp._src.report.table import aligned
+from gradcomp._src.report.collectives import aligned
 
 Grads = TypeVar("Grads")
 State = TypeVar("State")
@@ -49,6 +53,10 @@ class Metrics(NamedTuple):
       that is sharded over another axis, each shard has a maximum of its own.
     union_density: the share of elements of :math:`m` that are not zero. If all workers
       receive all entries, as in ``all_gather``, it is the union of their sent parts.
+    equal: the share of elements in leaves whose gradient has the same bits on all
+      workers; 0 with one worker. It is 1 in total where something has averaged the
+      gradient in front of the exchange, or all workers have the same batch. Two workers
+      with different gradients of a leaf pass once in :math:`2^{15}` times, others less.
     exponents: the share of elements of the gradient with each exponent,
       ``float32[256]``: number b has the exponent ``b - 127``, but the first counts
       zeros and subnormal numbers, and the last infinity and NaN. Above 16,384
@@ -72,24 +80,40 @@ class Metrics(NamedTuple):
   levels: jax.Array
   wen_bound: jax.Array
   union_density: jax.Array
+  equal: jax.Array
   exponents: jax.Array
 
 
+_EQUAL = (
+  "The gradient is the same on all workers: each sends what all have. Delete the "
+  "`pmean` in front of the exchange, or give each worker its own part of the batch."
+  f"{see('the-gradient-is-the-same-on-all-workers')}"
+)
+
+
 class Inspection(NamedTuple):
-  """The result of :func:`inspect`; ``str(inspection)`` is a table, on the host."""
+  """The result of :func:`inspect`; ``str(inspection)`` is a table, on the host.
+
+  Where all gradients are the same on all workers, and not zero, a warning is below it.
+  """
 
   total: Metrics
   leaves: dict[str, Metrics]
+
+  @property
+  def warning(self) -> str:
+    """The warning of equal gradients, on the host; empty where they are not."""
+    equal = float(self.total.equal) == 1 and float(self.total.gradient_norm) > 0
+    return _EQUAL if equal else ""
 
   def __str__(self) -> str:
     names = [name for name in Metrics._fields if name != "exponents"]
     rows = [["leaf", *(name.replace("_", " ") for name in names)]]
     for path, metrics in [*self.leaves.items(), ("total", self.total)]:
-      values = [float(getattr(metrics, name)) for name in names]
-      rows.append(
-        [path, f"{math.ceil(values[0]):,}", *(f"{x:.4g}" for x in values[1:])]
-      )
-    return "\n".join(aligned(rows, right=range(1, len(names) + 1)))
+      nbytes, *values = (float(getattr(metrics, name)) for name in names)
+      rows.append([path, f"{math.ceil(nbytes):,}", *(f"{x:.4g}" for x in values)])
+    lines = aligned(rows, right=range(1, len(names) + 1))
+    return "\n".join(lines + [self.warning] * bool(self.warning))
 
 
 def inspect(
@@ -102,24 +126,22 @@ def inspect(
   """Measures the compression of these gradients by ``update``, without taking a step.
 
   Call it where ``update`` is called, with the same arguments: inside the map, or in
-  plain ``jax.jit``. It runs ``update`` from this state, with the same random bits, up
-  to the exchange, and drops the result. So a call takes about as long as an exchange,
-  and sends up to 5 KB a leaf more. In a step that needs the result,
+  plain ``jax.jit``. It runs ``update`` with the same random bits, up to the exchange,
+  and drops the result. So a call takes about as long as an exchange, and sends up to 5
+  KB a leaf more. In a step that needs the result,
   :func:`gradcomp.telemetry.inspected_update` saves the second exchange;
   :func:`gradcomp.make_train_step` uses it if its step is called with ``inspect=True``.
 
-  All transformations of gradcomp that run in this step are measured, wherever they are
-  in the optimizer. One that another step runs (under ``optax.MultiSteps``, in
-  ``jax.lax.cond``) has NaN for all but bytes. For :func:`gradcomp.wrappers.switch`,
-  bytes are those that :func:`gradcomp.explain` shows, whichever branch runs. Where a
-  gradient is not finite, errors, the cosine and the bound are NaN.
+  All transformations of gradcomp that run in this step are measured. One that another
+  step runs (under ``optax.MultiSteps``, in ``jax.lax.cond``) has NaN for all but bytes.
+  For :func:`gradcomp.wrappers.switch`, bytes are those that :func:`gradcomp.explain`
+  shows. Where a gradient is not finite, errors, the cosine and the bound are NaN.
 
   :func:`gradcomp.parallel.zero` has a second line for each leaf, named "change", for
   the updates that owners send: ``gradient_norm`` is the distance of the parameters from
-  the owners' rows before the update, and ``owner_residual_norm`` after. The total,
-  which leaves these lines out, has the latter, too. No worker has the mean of a leaf
-  there, so that the cosine and the union of gradients are NaN. Bytes of both ways are
-  in the first line.
+  the owners' rows before the update, and ``owner_residual_norm`` after. The total has
+  of these lines only the latter. The cosine and the union of gradients are NaN. Bytes
+  of both ways are in the first line.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
@@ -129,9 +151,8 @@ def inspect(
     **extra_args: further arguments of ``update``.
 
   Returns:
-    An :class:`gradcomp.telemetry.Inspection`, the same on all workers: ``float32``
-    scalars, and a histogram, in total and for each leaf by its path. ``print`` shows it
-    as a table.
+    An :class:`gradcomp.telemetry.Inspection`, the same on all workers. ``print`` shows
+    it as a table.
 
   Raises:
     TypeError: ``optimizer`` is no gradient transformation.
@@ -157,22 +178,21 @@ def inspected_update(
 ) -> tuple[Grads, State, Inspection]:
   """Runs ``optimizer.update``, and measures its compression.
 
-  It takes some passes over the gradient more than ``update``, and no second exchange.
-
   Args:
-    optimizer, grads, opt_state, params, extra_args: as for :func:`inspect`, and so are
-      the errors.
+    optimizer, grads, opt_state, params, extra_args: as for :func:`inspect`.
 
   Returns:
     The updates and the new state, with the bits that ``update`` returns, and an
     :class:`gradcomp.telemetry.Inspection`.
 
+  Raises:
+    ValueError, TypeError: as for :func:`inspect`.
+
   Example:
     >>> optimizer = gradcomp.qsgd(bits=4)
     >>> grads = {"w": jnp.linspace(-1.0, 1.0, 4096)}
-    >>> state = optimizer.init(grads)
-    >>> updates, state, found = inspected_update(optimizer, grads, state)
-    >>> int(state.count), bool(found.total.cosine > 0.99)
+    >>> found = inspected_update(optimizer, grads, optimizer.init(grads))
+    >>> int(found[1].count), bool(found[2].total.cosine > 0.99)
     (1, True)
   """
   if not isinstance(optimizer, optax.GradientTransformation):
@@ -190,12 +210,10 @@ def measured_update(
   params: Any,
   **extra_args: Any,
 ) -> tuple[Grads, State, Inspection]:
-  """Runs and measures ``optimizer.update``, and reads the messages of ``studied``.
-
-  These send the same. A wrapper that is made anew for each step is no key of a study
-  that is kept, and the optimizer inside is.
-  """
-  found = _found(studied, grads)
+  """Runs and measures ``optimizer.update``, and reads the messages of ``studied``."""
+  # These send the same. A wrapper that is made anew for each step is no key of a study
+  # that is kept, and the optimizer inside is.
+  found = _found(studied, grads, opt_state)
   states = states_in(opt_state)
   if not found or not states:
     raise ValueError(
@@ -237,32 +255,36 @@ def _inspection(found: Sequence[tracing.Found], sums: Sequence[Sums]) -> Inspect
       same = sum(name == path.partition(" #")[0] for path in leaves)
       path = f"{name} #{same + 1}" if same else name
       leaves[path] = _metrics(nbytes, jax.tree.map(lambda x, i=i: x[i], rows))
-  own = [
-    jax.tree.map(lambda x, one=one: x[: len(one.plan.names)], rows)
-    for one, rows in zip(found, sums, strict=True)
-  ]
+  cut = lambda one, rows: jax.tree.map(lambda x: x[: len(one.plan.names)], rows)
+  own = map(cut, found, sums)
   total = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *own)
   sent = sum((sum(x.by_leaf, x.fitting) for x in found), Fraction(0))
   return Inspection(_metrics(sent, total), leaves)
 
 
-def _found(optimizer: optax.GradientTransformation, grads: Any) -> list[tracing.Found]:
+def _found(
+  optimizer: optax.GradientTransformation, grads: Any, opt_state: Any
+) -> list[tracing.Found]:
   """Traces the messages of gradcomp's transformations, with shapes."""
   mesh = mesh_of(grads)
   unreduced = frozenset().union(*map(unreduced_axes, jax.tree.leaves(grads)))
   sizes = tuple(size for name, size in mesh.shape.items() if name in unreduced)
   bound = {name: bound_size(name) or 1 for name in manual_axes()}
+  known = lambda name: bound_size(name) or mesh.shape.get(name)
 
-  def known(name: str) -> int | None:
-    return bound_size(name) or mesh.shape.get(name)
+  def on_device(spec: PartitionSpec, shape: tuple[int, ...], x: Any) -> Any:
+    # JAX has no shard_shape inside of a map.
+    cuts = [[mesh.shape[y] for y in names] for names in names_by_axis(spec, len(shape))]
+    part = tuple(n // math.prod(cut) for n, cut in zip(shape, cuts, strict=True))
+    return jax.ShapeDtypeStruct(part, jnp.result_type(x))
 
-  def on_device(x: Any) -> jax.ShapeDtypeStruct:
-    shape, spec = jnp.shape(x), typed_spec(x)
-    if sharded_axes(spec):
-      shape = NamedSharding(mesh_of(x), spec).shard_shape(shape)
-    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
-
-  like = jax.tree.map(on_device, grads)
+  if of_all(grads):
+    rows, specs, _ = unmarked(grads)
+    like = jax.tree.map(lambda x, spec: on_device(spec, x.shape[1:], x), rows, specs)
+  else:
+    placed = shards_of(grads) if in_shards(grads, opt_state) else None
+    specs = jax.tree.map(typed_spec, grads) if placed is None else placed
+    like = jax.tree.map(lambda x, spec: on_device(spec, jnp.shape(x), x), grads, specs)
   return tracing.study_in(optimizer, like, sizes or (1,), bound, known).found
 
 
@@ -280,6 +302,7 @@ def _metrics(bytes_sent: Fraction, sums: Sums) -> Metrics:
     levels=_ratio(sums.levels, sums.size),
     wen_bound=_ratio(sums.spread, sums.gradient),
     union_density=_ratio(sums.union, sums.size),
+    equal=_ratio(sums.equal, sums.size),
     exponents=_ratio(sums.exponents, sums.size),
   )
 

@@ -15,20 +15,14 @@ from gradcomp._src.telemetry.inspect import Inspection
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-__all__ = [
-  "curves",
-  "errors",
-  "exponents",
-]
-
-_BIAS = 127  # of float32's exponents
+__all__ = ["curves", "errors", "exponents"]
 
 
 def exponents(inspection: Inspection) -> "Figure":
   """Draws the distribution of the gradient's exponents, of all leaves and of each.
 
-  The upper part is figure 1 of Han et al., and the lower one figure 2. Zeros are in
-  the text only. Infinity and NaN are left out.
+  The upper part is figure 1 of Han et al., and the lower one figure 2. Zeros, infinity
+  and NaN are in the text only.
 
   Args:
     inspection: one step, with one value for each number.
@@ -56,25 +50,21 @@ def exponents(inspection: Inspection) -> "Figure":
   drawn = np.r_[table, total.total.exponents[None]][:, 1:-1]
   seen = np.flatnonzero(np.nan_to_num(drawn).sum(axis=0))
   first, last = (seen[0], seen[-1]) if seen.size else (0, 0)
-  x = np.arange(first, last + 1) + 1 - _BIAS
-  figure = _figure(8, 3.2 + _height(len(table)))
-  above, below = figure.subplots(
-    2, 1, sharex=True, height_ratios=[2.6, _height(len(table))]
-  )
+  x = np.arange(first, last + 1) + 1 - 127  # the bias of float32's exponents
+  rows = _height(len(table))
+  figure = _figure(8, 3.2 + rows)
+  above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, rows])
   above.bar(x, 100 * drawn[-1, first : last + 1], width=0.9, color="#4878a8")
   zeros, bad = (float(total.total.exponents[i]) for i in (0, -1))
   above.set_title(f"all leaves; zeros: {zeros:.2%}, not finite: {bad:.2%}")
   above.set_ylabel("% of elements")
   above.grid(axis="y", alpha=0.3)
   shown = 100 * drawn[:-1, first : last + 1]
-  image = below.imshow(
-    np.where(shown > 0, shown, np.nan),
-    aspect="auto",
-    interpolation="nearest",
-    extent=(x[0] - 0.5, x[-1] + 0.5, len(table) - 0.5, -0.5),
-    cmap="viridis",
-  )
-  _name_rows(below, list(total.leaves))
+  shown = np.where(shown > 0, shown, np.nan)
+  extent = (x[0] - 0.5, x[-1] + 0.5, len(table) - 0.5, -0.5)
+  drawing = {"aspect": "auto", "interpolation": "nearest", "cmap": "viridis"}
+  image = below.imshow(shown, extent=extent, **drawing)
+  below.set_yticks(range(len(total.leaves)), list(total.leaves), fontsize="small")
   below.set_xlabel("exponent")
   figure.colorbar(image, ax=below, label="% of the leaf's")
   return figure
@@ -84,14 +74,13 @@ def errors(inspection: Inspection) -> "Figure":
   """Draws the relative error and the cosine of each leaf.
 
   Args:
-    inspection: one step, with one value for each number.
+    inspection: as for :func:`exponents`.
 
   Returns:
     A figure of matplotlib.
 
   Raises:
-    ImportError: matplotlib is not installed.
-    ValueError: the inspection holds those of several workers or steps.
+    ImportError, ValueError: as for :func:`exponents`.
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4)
@@ -108,9 +97,8 @@ def errors(inspection: Inspection) -> "Figure":
     ("relative_error", "relative error of what was sent", "#c06050"),
     ("cosine", "cosine to the true mean", "#4878a8"),
   )
-  for ax, (field, label, color) in zip(
-    figure.subplots(1, 2, sharey=True), columns, strict=True
-  ):
+  axes = figure.subplots(1, 2, sharey=True)
+  for ax, (field, label, color) in zip(axes, columns, strict=True):
     values = [getattr(metrics, field) for metrics in found.leaves.values()]
     ax.barh(places, values, color=color, height=0.8)
     whole = float(getattr(found.total, field))
@@ -118,7 +106,7 @@ def errors(inspection: Inspection) -> "Figure":
     ax.set_title(f"all leaves: {whole:.4g}", fontsize="medium")
     ax.set_xlabel(label)
     ax.grid(axis="x", alpha=0.3)
-  _name_rows(figure.axes[0], names)
+  figure.axes[0].set_yticks(places, names, fontsize="small")
   figure.axes[0].set_ylim(len(names) - 0.5, -0.5)
   return figure
 
@@ -135,7 +123,8 @@ def curves(inspections: Sequence[Inspection], steps: Sequence[int]) -> "Figure":
 
   Raises:
     ImportError: matplotlib is not installed.
-    ValueError: there are no inspections, or not as many as steps.
+    ValueError: as :func:`exponents`; or there are no inspections, or not as many as
+      steps.
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4)
@@ -157,9 +146,8 @@ def curves(inspections: Sequence[Inspection], steps: Sequence[int]) -> "Figure":
     ("shares", ("zeros", "saturation", "union_density"), "linear"),
     ("levels in a bucket", ("levels",), "linear"),
   )
-  for ax, (title, fields, scale) in zip(
-    figure.subplots(2, 2, sharex=True).flat, panels, strict=True
-  ):
+  axes = figure.subplots(2, 2, sharex=True).flat
+  for ax, (title, fields, scale) in zip(axes, panels, strict=True):
     for field in fields:
       values = np.array([getattr(x, field) for x in totals])
       if scale == "log" and not np.any(values > 0):
@@ -199,9 +187,5 @@ def _figure(width: float, height: float) -> "Figure":
 
 
 def _height(leaves: int) -> float:
-  """Returns the inches of the rows of ``leaves`` leaves."""
+  """Returns the inches of the rows of some leaves."""
   return min(max(0.2 * leaves, 1.0), 30.0)
-
-
-def _name_rows(ax: Any, names: Sequence[str]) -> None:
-  ax.set_yticks(range(len(names)), names, fontsize="small")

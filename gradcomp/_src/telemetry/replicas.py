@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from gradcomp._src.core.fingerprint import leaf_fingerprints
 from gradcomp._src.exchange.collectives import STAGE, gather
 from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, manual_axes
 from gradcomp._src.mesh.specs import sharded_axes
 from gradcomp._src.mesh.types import mark_varying, mesh_of, placed_spec
-from gradcomp._src.telemetry.fingerprint import leaf_fingerprints
 
 
 @functools.partial(
@@ -27,13 +28,6 @@ class Replicas:
     words: ``uint32[workers, leaves, 2]``, the fingerprint of each leaf at each worker,
       equal on all workers; zeros if nothing was compared in this step.
     leaves: the paths of the leaves.
-
-  Example:
-    >>> words = np.zeros((3, 2, 2), np.uint32)
-    >>> words[1, 0] = 7
-    >>> found = Replicas(words, ("['b']", "['w']"))
-    >>> bool(found.equal), found.differing()
-    (False, {"['b']": [1]})
   """
 
   words: jax.Array
@@ -68,19 +62,15 @@ class Replicas:
     if bool(self.equal):
       return
     differing = self.differing()
-    lines = [f"{name}: {_who(x, len(self.words))}" for name, x in differing.items()]
+    of = lambda x: f"worker{'s' * (len(x) > 1)} {', '.join(map(str, x))}"
+    half = "no more than half of the workers agree"
+    who = lambda x: half if len(x) == len(self.words) else of(x)
+    lines = [f"{name}: {who(x)}" for name, x in differing.items()]
     raise RuntimeError(
       f"{len(differing)} of {len(self.leaves)} leaves must be equal on all "
       f"{len(self.words)} workers, and are not:\n  " + "\n  ".join(lines) + "\nGo on "
       "from a checkpoint, and look at these workers' memory and devices."
     )
-
-
-def _who(workers: list[int], count: int) -> str:
-  if len(workers) == count:
-    return "no more than half of the workers agree"
-  several = "s" if len(workers) > 1 else ""
-  return f"worker{several} {', '.join(map(str, workers))}"
 
 
 def compare_replicas(
@@ -89,14 +79,12 @@ def compare_replicas(
   """Compares the workers' copies of a replicated tree by fingerprints.
 
   Parameters that a type calls replicated may differ in fact: after a bit flipped in one
-  device's memory, or where a process computed something else. Nothing notices, because
-  each worker goes on with its own copy. This computes the :func:`fingerprint` of each
-  leaf at each worker, and gathers them, 8 bytes a leaf and worker.
+  device's memory, or where a process computed something else. This gathers the
+  :func:`fingerprint` of each leaf at each worker, 8 bytes a leaf and worker.
 
   Call it inside of ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``, or outside, in
-  plain ``jax.jit`` too, for arrays of a mesh. It is a collective: all workers must call
-  it in the same steps. :func:`gradcomp.make_train_step` calls it in some steps, with
-  ``compare_every=``.
+  plain ``jax.jit`` too, for arrays of a mesh. All workers must call it in the same
+  steps, as :func:`gradcomp.make_train_step` does with ``compare_every=``.
 
   Args:
     tree: arrays that are equal on all workers, e.g. parameters. They may be sharded
@@ -106,8 +94,8 @@ def compare_replicas(
       ``jax.set_mesh``.
 
   Returns:
-    The fingerprints, equal on all workers. ``require_equal()`` of it raises an error
-    that names the leaf and the worker. ``equal`` is a flag for programs.
+    The fingerprints, equal on all workers. ``equal`` is a flag, and ``require_equal()``
+    raises RuntimeError that names leaf and worker.
 
   Raises:
     ValueError: the axis is not there, or an array is sharded over it, so that there are
@@ -116,11 +104,10 @@ def compare_replicas(
 
   Example:
     >>> params = {"b": jnp.zeros((3, 2)), "w": jnp.ones((3, 2)).at[2, 0].set(-0.0)}
-    >>> check = jax.vmap(
-    ...   lambda params: compare_replicas(params, axis_name="data").words,
-    ...   axis_name="data")
-    >>> Replicas(check(params)[0], ("b", "w")).differing()
-    {'w': [2]}
+    >>> words = lambda params: compare_replicas(params, axis_name="data").words
+    >>> found = Replicas(jax.vmap(words, axis_name="data")(params)[0], ("b", "w"))
+    >>> bool(found.equal), found.differing()
+    (False, {'w': [2]})
   """
   if bound_size(axis_name) is not None:
     return _compared(tree, axis_name)
@@ -132,25 +119,25 @@ def compare_replicas(
         f"that each worker has a copy, but is sharded over {sorted(cut)}, got "
         f"{jax.typeof(leaf)}; leave it out, or name an axis along which it is whole."
       )
-  mesh = _mesh(tree) if mesh is None else mesh
-  if not set(names).issubset(mesh.axis_names):
+  on: Any = mesh
+  if on is None:
+    own = [x for x in jax.tree.leaves(tree) if not isinstance(x, jax.core.Tracer)]
+    found: Any = (x.sharding for x in own if isinstance(x.sharding, NamedSharding))
+    on = next((x.mesh for x in found), None) or mesh_of(tree)
+  if not set(names).issubset(on.axis_names):
     raise ValueError(
       f"`axis_name` must be an axis of an enclosing map or of the mesh, got "
-      f"{axis_name!r} and a mesh with the axes {mesh.axis_names}; pass mesh=, or call "
+      f"{axis_name!r} and a mesh with the axes {on.axis_names}; pass mesh=, or call "
       "this under jax.set_mesh(mesh)."
     )
-  return _on_mesh(tree, axis_name, None if manual_axes() else mesh)
+  return _on_mesh(tree, axis_name, None if manual_axes() else on)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _on_mesh(tree: Any, axis_name: AxisName, mesh: Any) -> Replicas:
-  return jax.shard_map(
-    lambda tree: _compared(tree, axis_name),
-    mesh=mesh,
-    in_specs=PartitionSpec(),
-    out_specs=PartitionSpec(),
-    axis_names=set(axis_names(axis_name)),
-  )(tree)
+  compared = functools.partial(_compared, axis_name=axis_name)
+  given: Any = {"in_specs": P(), "out_specs": P(), "mesh": mesh}
+  return jax.shard_map(compared, axis_names={*axis_names(axis_name)}, **given)(tree)
 
 
 def _compared(tree: Any, axis_name: AxisName) -> Replicas:
@@ -160,12 +147,3 @@ def _compared(tree: Any, axis_name: AxisName) -> Replicas:
   words = gather(own.reshape(-1), axis_name, STAGE).reshape(-1, *own.shape)
   paths = jax.tree_util.tree_leaves_with_path(tree)
   return Replicas(words, tuple(jax.tree_util.keystr(path) for path, _ in paths))
-
-
-def _mesh(tree: Any) -> Any:
-  """Returns the mesh of the arrays, by default the mesh of ``jax.set_mesh``."""
-  for leaf in jax.tree.leaves(tree):
-    sharding = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
-    if isinstance(sharding, NamedSharding):
-      return sharding.mesh
-  return mesh_of(tree)

@@ -1,14 +1,15 @@
 """``scalars``: metrics as the flat dictionary of floats that any logger takes."""
 
 import re
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_leaves_with_path
+from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_flatten_with_path
 
-from gradcomp._src.telemetry.inspect import Metrics
+from gradcomp._src.telemetry.inspect import Inspection, Metrics
 from gradcomp._src.telemetry.replicas import Replicas
 
 # A key in the path of a gradient's leaf, by which an inspection names it.
@@ -25,9 +26,8 @@ def scalars(metrics: Any) -> dict[str, float]:
   ``leaves["['layer']['w']"].cosine`` is ``leaves/layer/w/cosine``. Characters that
   TensorBoard or MLflow refuse become ``_``. The names depend on the structure alone.
 
-  All values come from the device by one ``jax.device_get``, which waits for the step
-  that computes them. It is no collective: one process may call it alone, for values
-  that are replicated over the devices of all processes.
+  One ``jax.device_get`` waits for the step that computes the values. One process may
+  call this alone, for values that are replicated over the devices of all processes.
 
   Args:
     metrics: a tree of real numbers, like those of a train step. Of :class:`Metrics` the
@@ -36,6 +36,9 @@ def scalars(metrics: Any) -> dict[str, float]:
 
   Returns:
     The numbers by name, in the order of the tree's leaves.
+
+  Warns:
+    UserWarning: by the :class:`Inspection`, all workers have the same gradient.
 
   Raises:
     ValueError: a leaf has axes, or two leaves have one name.
@@ -53,12 +56,16 @@ def scalars(metrics: Any) -> dict[str, float]:
   is_replicas = lambda x: isinstance(x, Replicas)
   without = lambda x: x._replace(exponents=None) if is_metrics(x) else x
   numbers = jax.tree.map(without, metrics, is_leaf=is_metrics)
-  leaves = tree_leaves_with_path(numbers, is_leaf=is_replicas)
+  leaves, treedef = tree_flatten_with_path(numbers, is_leaf=is_replicas)
   for path, x in leaves:
     if not is_replicas(x):
       _check_number(f"`metrics`{keystr(path)}", x)
   result: dict[str, float] = {}
   values = jax.device_get([x for _, x in leaves])
+  is_inspection = lambda x: isinstance(x, Inspection)
+  for x in jax.tree.leaves(jax.tree.unflatten(treedef, values), is_leaf=is_inspection):
+    if is_inspection(x) and x.warning:
+      warnings.warn(x.warning, stacklevel=2)
   for (path, _), x in zip(leaves, values, strict=True):
     if is_replicas(x):
       path, x = (*path, GetAttrKey("equal")), not x.differing()
@@ -85,12 +92,7 @@ def _check_number(leaf: str, x: Any) -> None:
 
 
 def _name(path: KeyPath) -> str:
-  """Returns the name of a leaf.
-
-  Example:
-    >>> _name(tuple(map(jax.tree_util.DictKey, ["leaves", "['a.b'][0].w change"])))
-    'leaves/a.b/0/w_change'
-  """
+  """Returns the name of a leaf, as ``leaves/layer/w`` of ``leaves["['layer'].w"]``."""
   parts = [keystr((key,), simple=True) for key in path]
   plain = [_KEY.sub(r"/\1\2\3", x).strip("/") if x[:1] in "[." else x for x in parts]
   return _REFUSED.sub("_", "/".join(plain))

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from gradcomp._src.checks import instance_of, static_integer
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
@@ -19,13 +18,12 @@ from gradcomp._src.exchange.auto import ExchangeName, as_exchange
 from gradcomp._src.exchange.hierarchical import Hierarchical
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.ring import Ring
-from gradcomp._src.testing import laws
-from gradcomp._src.testing.leaves import Gradients, ragged, tile_of, workers_of
+from gradcomp._src.testing import laws, leaves
 
-SIZES = (0, 1, 2, 3, 31, 33, 127, 200)
 _COUNT_RULE = "a number of 1 or more"
 
 Law = functools.partial[None]
+Exchanges = Sequence[ExchangeName | Exchange]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +36,8 @@ class CheckOptions:
     constants: values that a leaf of one value decodes to exactly.
     spoils: the elements that one which is not finite may spoil: see
       :func:`gradcomp.testing.laws.non_finite_elements_are_seen`.
-    own_statistics: whether a codec computes statistics of a leaf's own elements, among
-      which zeros behind the leaf would count, as in means.
+    own_statistics: whether a codec has statistics, like means, in which zeros behind
+      the leaf would count.
     most_variance: the largest variance of the mean of workers that share a dither,
       relative to independent ones.
     same_bits: whether all modes must have the same bits: not for a codec that
@@ -51,7 +49,7 @@ class CheckOptions:
     ValueError: ``draws`` is below 1.
   """
 
-  sizes: Sequence[int] = SIZES
+  sizes: Sequence[int] = leaves.SIZES
   draws: int = 1000
   constants: Sequence[float] = ()
   spoils: int | str | None = "any"
@@ -71,20 +69,16 @@ def check_codec(
   codec: LeafCodec,
   *,
   workers: int = 4,
-  exchanges: Sequence[ExchangeName | Exchange] = ("all_gather", "two_shot"),
+  exchanges: Exchanges = ("all_gather", "two_shot"),
   options: CheckOptions = _DEFAULTS,
 ) -> None:
   """Holds a codec to every law of this library, by itself and in exchanges.
 
-  First the codec by itself: it is a value and pure, shapes and dtypes return, zeros
-  stay zeros, NaN is seen, padding leaks nowhere, rows are independent, it is unbiased
-  if ``unbiased`` is true, and its bytes are its claim. Then transformations with it and
-  with error feedback, over ``workers``: see :func:`check_transformation`. Exchanges
-  that the codec's sum refuses are left out, and modes with too few devices: set
-  ``jax_num_cpu_devices``.
-
-  It takes some seconds, most of them to compile. Every law is also a function of
-  ``gradcomp.testing.laws``.
+  First the codec by itself, by the laws of ``gradcomp.testing.laws``. Then
+  transformations with it and with error feedback, over ``workers``: see
+  :func:`check_transformation`. Exchanges that the codec's sum refuses are left out, and
+  modes with too few devices: set ``jax_num_cpu_devices``. It takes some seconds, most
+  of them to compile.
 
   Args:
     codec: the codec, as users make it.
@@ -93,17 +87,16 @@ def check_codec(
     options: what the codec promises.
 
   Raises:
-    BrokenLaw: a law does not hold. It is an AssertionError, whose message names the
-      law, what was expected, what was found, and where to look.
+    BrokenLaw: a law does not hold. The message names the law, what was expected, what
+      was found, and where to look.
     TypeError: ``codec`` is no codec of a leaf, or ``options`` no :class:`CheckOptions`.
     ValueError: ``workers`` is no number of 1 or more, or ``exchanges`` has an unknown
       one.
 
   Example:
-    >>> from gradcomp.testing import CheckOptions, check_codec
     >>> codec = gradcomp.codecs.Dense(dtype=jnp.bfloat16)
-    >>> options = CheckOptions(sizes=(1, 33), spoils="itself")
-    >>> check_codec(codec, exchanges=[], options=options)
+    >>> options = gradcomp.testing.CheckOptions(sizes=(1, 33), spoils="itself")
+    >>> gradcomp.testing.check_codec(codec, exchanges=[], options=options)
   """
   if not is_codec(codec):
     raise TypeError(
@@ -122,7 +115,7 @@ def check_codec(
 
 
 def check_transformation(  # noqa: PLR0913 - options of users, by keyword
-  transformation: optax.GradientTransformation,
+  transformation: leaves.Transformation,
   params: Any = None,
   *,
   axis_name: str = "data",
@@ -141,7 +134,7 @@ def check_transformation(  # noqa: PLR0913 - options of users, by keyword
     transformation: such as ``gradcomp.qsgd(bits=4, axis_name="data")``, also in an
       ``optax.chain``.
     params: the parameters, or their ``jax.ShapeDtypeStruct``; by default a matrix and
-      some small leaves, one of them empty and one of half precision.
+      some small leaves.
     axis_name: the axis that the transformation was given.
     workers: N, which should be a power of two for all modes to be compared.
     places: the modes to compare, of :mod:`gradcomp.testing.modes`; by default all for
@@ -156,9 +149,8 @@ def check_transformation(  # noqa: PLR0913 - options of users, by keyword
       unknown mode.
 
   Example:
-    >>> from gradcomp.testing import check_transformation
     >>> tx = gradcomp.terngrad(axis_name="data", exchange="psum")
-    >>> check_transformation(tx, workers=2, places=["shard_map"])
+    >>> gradcomp.testing.check_transformation(tx, workers=2, places=["shard_map"])
   """
   if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
     raise TypeError(
@@ -169,36 +161,23 @@ def check_transformation(  # noqa: PLR0913 - options of users, by keyword
   static_integer("steps", _COUNT_RULE, steps, least=1)
   params = _params((45, 46)) if params is None else params
   gradients = [laws.gradients_like(params, workers, seed) for seed in range(steps)]
-  for law in transformation_laws(
-    transformation, gradients, axis_name=axis_name, places=places, same_bits=same_bits
-  ):
+  given: Any = {"axis_name": axis_name, "places": places, "same_bits": same_bits}
+  for law in transformation_laws(transformation, gradients, **given):
     law()
 
 
 def codec_laws(
-  codec: LeafCodec,
-  *,
-  workers: int,
-  exchanges: Sequence[ExchangeName | Exchange],
-  options: CheckOptions,
+  codec: LeafCodec, *, workers: int, exchanges: Exchanges, options: CheckOptions
 ) -> Iterator[Law]:
   """Yields the laws of a codec, each bound to its arguments."""
-  shape = ragged(codec)
+  shape = leaves.ragged(codec)
   first = codec.bind(Leaf(shape)).rounds(shape)[0]
   for law in (
-    laws.is_a_value,
-    laws.facts_are_plain,
-    laws.is_pure,
-    laws.shapes_and_dtypes_return,
-    laws.payload_is_rows_of_words,
-    laws.zeros_decode_to_zeros,
-    laws.tiny_numbers_stay_finite,
-    laws.rows_stand_alone,
-    laws.sent_and_unsent_are_the_leaf,
-    laws.half_precision_is_computed_in_float32,
-    laws.padding_never_leaks,
-    laws.key_decides_the_bits,
-    laws.elements_draw_apart,
+    *(laws.is_a_value, laws.facts_are_plain, laws.is_pure),
+    *(laws.shapes_and_dtypes_return, laws.payload_is_rows_of_words),
+    *(laws.zeros_decode_to_zeros, laws.tiny_numbers_stay_finite, laws.rows_stand_alone),
+    *(laws.sent_and_unsent_are_the_leaf, laws.half_precision_is_computed_in_float32),
+    *(laws.padding_never_leaks, laws.key_decides_the_bits, laws.elements_draw_apart),
     laws.workers_choose_alike,
   ):
     yield Law(law, codec)
@@ -210,7 +189,7 @@ def codec_laws(
   if options.constants:
     yield Law(laws.constants_are_exact, codec, tuple(options.constants))
   yield Law(laws.odd_sizes_work, codec, tuple(options.sizes))
-  if not options.own_statistics and tile_of(codec) is not None and first.of_leaf:
+  if not options.own_statistics and leaves.tile_of(codec) is not None and first.of_leaf:
     yield Law(laws.zeros_behind_change_nothing, codec)
   if codec.unbiased:
     yield Law(laws.mean_is_the_leaf, codec, draws=options.draws)
@@ -225,34 +204,29 @@ def codec_laws(
         yield Law(laws.half_precision_keeps_its_range, codec, partial)
     yield Law(laws.large_numbers_keep_their_size, codec)
   gradients = [laws.gradients_like(_params(shape), workers, seed) for seed in (0, 1)]
-  keeping = functools.partial(
-    compress, codec, axis_name="data", feedback="error", min_leaf_size=0
-  )
+  given: Any = {"axis_name": "data", "feedback": "error", "min_leaf_size": 0}
   for exchange in map(as_exchange, exchanges):
     if getattr(exchange, "way", None) not in refused:
-      yield from transformation_laws(
-        keeping(exchange=exchange), gradients, same_bits=options.same_bits
-      )
+      tx = compress(codec, exchange=exchange, **given)
+      yield from transformation_laws(tx, gradients, same_bits=options.same_bits)
 
 
 def transformation_laws(
-  transformation: optax.GradientTransformation,
-  gradients: Gradients,
+  transformation: leaves.Transformation,
+  gradients: leaves.Gradients,
   *,
   axis_name: str = "data",
   places: Sequence[str] | None = None,
   same_bits: bool,
 ) -> Iterator[Law]:
   """Yields the laws of a transformation, each bound to its arguments."""
-  law = functools.partial(
-    Law, transformation=transformation, gradients=gradients, axis_name=axis_name
-  )
-  yield law(laws.state_is_stable)
-  yield law(laws.workers_agree)
-  yield law(laws.nothing_is_lost)
+  given = {"transformation": transformation, "gradients": gradients}
+  law = functools.partial(Law, **given, axis_name=axis_name)
+  for one in (laws.state_is_stable, laws.workers_agree, laws.nothing_is_lost):
+    yield law(one)
   for bad in (math.nan, math.inf):
     yield law(laws.non_finite_gradients_are_seen, bad=bad)
-  if len(jax.devices()) >= workers_of(gradients):
+  if len(jax.devices()) >= leaves.workers_of(gradients):
     if same_bits:
       yield law(laws.same_bits_in_every_mode, places=places)
     yield law(laws.bytes_are_explained)

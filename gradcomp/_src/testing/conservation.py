@@ -5,17 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.sums.sum import RowDecoder
+from gradcomp._src.codecs.tiles import from_tiles
 from gradcomp._src.core.residual_storage import is_stored, kind, read_residual
 from gradcomp._src.core.state import CompressState
-from gradcomp._src.exchange.plan import MessagePlan, own_axes
+from gradcomp._src.exchange.owners import owned_matrices
+from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.report import tracing
 from gradcomp._src.testing import modes
 from gradcomp._src.testing.broken import Findings, law
-from gradcomp._src.testing.leaves import Gradients, workers_of, zipped
+from gradcomp._src.testing.leaves import Gradients, Transformation, workers_of, zipped
 
 # The rounding error of a stored residual, as a part of the largest element.
 _STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
@@ -23,7 +22,7 @@ _STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
 
 @law(look="the residual: x - decode(encode(x))")
 def nothing_is_lost(
-  transformation: optax.GradientTransformation,
+  transformation: Transformation,
   gradients: Gradients,
   *,
   plan: MessagePlan | None = None,
@@ -35,22 +34,18 @@ def nothing_is_lost(
   owners, are together the sum of all gradients, to float32's rounding, or that of
   residuals with fewer bits. Two steps show residuals. A transformation without
   residuals passes; so does one that sends momentum, one with decaying residuals, and a
-  chain of several, because its updates are not means.
-
-  Its messages are read from a trace, if ``plan`` does not have them, and so is the
-  decay of residuals.
+  chain of several, because its updates are not means. ``plan`` is read from a trace if
+  it is not given.
 
   Example:
-    >>> from gradcomp.testing import laws
-    >>> tx = gradcomp.onebit_sgd(axis_name="data", exchange="all_gather")
+    >>> tx = gradcomp.onebit_sgd(axis_name="data")
     >>> steps = [{"w": jax.random.normal(jax.random.key(i), (2, 600))} for i in (0, 1)]
-    >>> laws.nothing_is_lost(tx, steps)
+    >>> gradcomp.testing.laws.nothing_is_lost(tx, steps)
   """
   workers = workers_of(gradients)
   outputs, state = modes.run("vmap", transformation, gradients, axis_name=axis_name)
-  if not isinstance(state, CompressState) or state.residual is None:
-    return
-  if state.velocity is not None:
+  keeps = isinstance(state, CompressState) and state.residual is not None
+  if not keeps or state.velocity is not None:
     return
   if plan is None:
     params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
@@ -70,7 +65,6 @@ def nothing_is_lost(
     if total.shape != expected.shape:
       found = f"has the shape {total.shape}, not {expected.shape}"
       yield "the transformation", f"keep the shape of {path}", found
-      continue
     # Every number that is rounded, at most 4 N + 8 of them an element, is below this;
     # one l2 norm a tensor makes residuals much larger than gradients.
     largest = max(np.abs(x).max(initial=0) for x in (*given, rest, own))
@@ -91,25 +85,12 @@ def nothing_is_lost(
 
 def _owned_leaves(plan: MessagePlan, gradients: Any, owned: Any) -> list[Any]:
   """Returns the owner residuals in the shapes of their leaves."""
-  leaves = [np.zeros(x.shape[1:]) for x in jax.tree.leaves(gradients)]
-  waiting = {axes: list(arrays) for axes, arrays in (owned or {}).items()}
-  for message in plan.messages:
-    arrays = waiting.get(own_axes(plan.axis_name, message.others), [])
-    decoders: dict[int, RowDecoder] = {}
-    for group, codec in enumerate(message.layout.codecs):
-      lossy = arrays and not codec.facts.exact
-      decoders[group] = _decoder(codec, arrays.pop(0) if lossy else None)
-    found = message.layout.decode(decoders)
-    for i, leaf in zip(message.leaves, found, strict=True):
-      (first, *_) = plan.codecs[i].rounds(plan.leaves[i].shape)
-      if first.of_leaf:  # else owner residuals are of low-rank factors
-        leaves[i] = np.asarray(leaf)
+  leaves: list[Any] = [np.zeros(x.shape[1:]) for x in jax.tree.leaves(gradients)]
+  for axes, matrices in owned_matrices(plan).items() if owned else ():
+    for matrix, array in zip(matrices, owned[axes], strict=True):
+      rows = jnp.asarray(array).reshape(-1, *array.shape[2:])
+      for i, slot, like in matrix.leaves():
+        # Else owner residuals are of low-rank factors.
+        if plan.codecs[i].rounds(plan.leaves[i].shape)[0].of_leaf:
+          leaves[i] = from_tiles(rows[slot.start : slot.stop], like, matrix.codec)
   return leaves
-
-
-def _decoder(codec: Codec, array: Any) -> RowDecoder:
-  """Returns the rows of all owners, ``[N, share, ...]``, or zeros."""
-  if array is None:
-    return lambda start, stop: jnp.zeros((stop - start, codec.tile_size))
-  rows = jnp.asarray(array).reshape(-1, *array.shape[2:])
-  return lambda start, stop: rows[start:stop]

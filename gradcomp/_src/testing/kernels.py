@@ -1,7 +1,7 @@
 """Comparison of the kernels with XLA's code on the GPU of this machine."""
 
 import dataclasses
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,15 +22,13 @@ from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.kernels.gpu import self_check
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.report.table import aligned
+from gradcomp._src.report.collectives import aligned
 from gradcomp._src.testing.leaves import KEY
 from gradcomp._src.version import __version__
 
 # Every operation that has a kernel, by names for the report.
 CODECS: dict[str, Any] = {
-  "qsgd, 2 bits": QSGD(bits=2),
-  "qsgd, 4 bits": QSGD(bits=4),
-  "qsgd, 8 bits": QSGD(bits=8),
+  **{f"qsgd, {bits} bits": QSGD(bits=bits) for bits in (2, 4, 8)},
   "1-bit SGD": OneBit(),
   "terngrad": Ternary(),
   "terngrad, base3": Ternary(packing="base3"),
@@ -77,20 +75,17 @@ class KernelReport:
   def __str__(self) -> str:
     if not self.trials:
       return f"{self.versions}\nThere is no GPU here, and so no kernel to compare."
-    rows = [("kernel", "bits", "ms", "XLA ms")]
-    failures = []
+    rows = [["kernel", "bits", "ms", "XLA ms"]]
     for name, failure, *times in self.trials:
-      kernel, xla = ("" if x is None else f"{x:.3f}" for x in times)
-      rows.append((name, "DIFFER" if failure else "equal", kernel, xla))
-      failures += [f"{name}: {failure}"] if failure else []
+      shown = ("" if x is None else f"{x:.3f}" for x in times)
+      rows.append([name, "DIFFER" if failure else "equal", *shown])
+    failures = [f"{x.name}: {x.failure}" for x in self.trials if x.failure]
     table = aligned(rows, right={2, 3})
     size = f"Encoding {self.elements:,} elements:"
     return "\n".join([self.versions, size, *table, *failures])
 
 
-def compare_kernels(
-  *, elements: int = 1 << 24, interpret: bool = False
-) -> KernelReport:
+def compare_kernels(*, elements: int = 2**24, interpret: bool = False) -> KernelReport:
   """Compares the bits of each kernel with its reference, and times both.
 
   The reference runs on the CPU. A report of another GPU is welcome as an issue.
@@ -108,10 +103,9 @@ def compare_kernels(
     There is no GPU here, and so no kernel to compare.
   """
   device = jax.devices()[0]
-  versions = (
-    f"gradcomp {__version__}, JAX {jax.__version__}, jaxlib {jaxlib.__version__}, "
-    + ", ".join([device.device_kind, *device.client.platform_version.split("\n")])
-  )
+  ours = f"gradcomp {__version__}, JAX {jax.__version__}, jaxlib {jaxlib.__version__}"
+  here = [device.device_kind, *device.client.platform_version.split("\n")]
+  versions = ", ".join([ours, *here])
   trials = []
   if interpret or device.platform == "gpu":
     implementation: Implementation = "pallas_interpret" if interpret else "pallas"
@@ -144,9 +138,6 @@ def _encoder(codec: Any, implementation: Implementation) -> Callable[[Any], Any]
 
 def _milliseconds(function: Callable[[jax.Array], Any], x: jax.Array) -> float:
   """Returns the least time of several runs."""
-  jitted, times = jax.jit(function), []
-  for _ in range(10):
-    start = time.perf_counter()
-    jax.block_until_ready(jitted(x))
-    times.append(time.perf_counter() - start)
+  jitted = jax.jit(function)
+  times = timeit.repeat(lambda: jax.block_until_ready(jitted(x)), number=1, repeat=10)
   return 1e3 * min(times)

@@ -7,10 +7,7 @@ A law raises :class:`gradcomp.testing.BrokenLaw`, or returns. These are its argu
   two rows and a part of a third.
 * ``transformation``: an optax transformation with one of gradcomp's in it, over the
   axis ``axis_name``.
-* ``gradients``: trees with leaves ``[N, ...]``, of N workers, one tree a step.
-* ``workers``: N.
-
-Laws share the compiled programs of a codec for leaves of one shape.
+* ``gradients``: trees with leaves ``[N, ...]``, of ``workers`` N, one tree a step.
 """
 
 from gradcomp._src.testing.conservation import nothing_is_lost
@@ -56,37 +53,17 @@ from gradcomp._src.testing.values import (
   zeros_decode_to_zeros,
 )
 
-__all__ = [
-  "batches_are_independent",
-  "bytes_are_explained",
-  "bytes_are_the_claim",
-  "constants_are_exact",
-  "elements_draw_apart",
-  "errors_of_workers_cancel",
-  "facts_are_plain",
-  "gradients_like",
-  "half_precision_is_computed_in_float32",
-  "half_precision_keeps_its_range",
-  "is_a_value",
-  "is_pure",
-  "key_decides_the_bits",
-  "large_numbers_keep_their_size",
-  "mean_is_the_leaf",
-  "non_finite_elements_are_seen",
-  "non_finite_gradients_are_seen",
-  "nothing_is_lost",
-  "odd_sizes_work",
-  "padding_never_leaks",
-  "payload_is_rows_of_words",
-  "rows_stand_alone",
-  "same_bits_in_every_mode",
-  "same_bits_without_jit",
-  "sent_and_unsent_are_the_leaf",
-  "shapes_and_dtypes_return",
-  "state_is_stable",
-  "tiny_numbers_stay_finite",
-  "workers_agree",
-  "workers_choose_alike",
-  "zeros_behind_change_nothing",
-  "zeros_decode_to_zeros",
-]
+__all__ = ["nothing_is_lost", "gradients_like"]
+__all__ += ["elements_draw_apart", "errors_of_workers_cancel", "key_decides_the_bits"]
+__all__ += ["mean_is_the_leaf", "workers_choose_alike"]
+__all__ += ["bytes_are_the_claim", "half_precision_is_computed_in_float32"]
+__all__ += ["payload_is_rows_of_words", "rows_stand_alone", "shapes_and_dtypes_return"]
+__all__ += ["zeros_behind_change_nothing"]
+__all__ += ["batches_are_independent", "facts_are_plain", "is_a_value", "is_pure"]
+__all__ += ["same_bits_without_jit", "sent_and_unsent_are_the_leaf"]
+__all__ += ["bytes_are_explained", "non_finite_gradients_are_seen"]
+__all__ += ["same_bits_in_every_mode", "state_is_stable", "workers_agree"]
+__all__ += ["constants_are_exact", "half_precision_keeps_its_range"]
+__all__ += ["large_numbers_keep_their_size", "non_finite_elements_are_seen"]
+__all__ += ["odd_sizes_work", "padding_never_leaks", "tiny_numbers_stay_finite"]
+__all__ += ["zeros_decode_to_zeros"]

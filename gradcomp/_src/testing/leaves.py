@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
@@ -15,6 +16,9 @@ from gradcomp._src.floats.dtypes import has_smaller_range
 # Words of the golden ratio and of a hash, because no bit of them is special.
 KEY = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
 
+SIZES = (0, 1, 2, 3, 31, 33, 127, 200)
+
+Transformation = optax.GradientTransformation
 Gradients = Sequence[Any]  # trees with leaves [N, ...], one tree a step
 
 
@@ -29,24 +33,14 @@ def parts_of(codec: LeafCodec, shape: tuple[int, ...]) -> Sequence[Any]:
 
 
 def tile_of(codec: LeafCodec) -> int | None:
-  """Returns the elements of a row; None if they depend on the leaf.
-
-  Example:
-    >>> tile_of(gradcomp.codecs.QSGD(bits=4)), tile_of(gradcomp.codecs.TopK())
-    (4096, None)
-  """
+  """Returns the elements of a row; None if they depend on the leaf."""
   parts = [part for shape in ((6, 13), (45, 46)) for part in parts_of(codec, shape)]
   found = {part.codec.tile_size if part.of_leaf else None for part in parts}
   return found.pop() if len(found) == 1 else None
 
 
 def ragged(codec: LeafCodec) -> tuple[int, ...]:
-  """Returns a shape of two rows and a part of a third; or of a matrix, without rows.
-
-  Example:
-    >>> ragged(gradcomp.codecs.QSGD(bits=4)), ragged(gradcomp.codecs.PowerSGD())
-    ((8269,), (45, 46))
-  """
+  """Returns a shape of two rows and a part of a third; or of a matrix, without rows."""
   tile = tile_of(codec)
   return (45, 46) if tile is None else (2 * tile + 77,)
 
@@ -63,12 +57,7 @@ def first_context(bound: Codec, leaf: Leaf, key: ArrayLike = KEY) -> Context:
 
 
 def near_the_top(shape: tuple[int, ...], dtype: DTypeLike, seed: int = 0) -> np.ndarray:
-  """Returns gradients ``[N, ...]`` of equal signs; a sum of three overflows the dtype.
-
-  Example:
-    >>> bool(abs(near_the_top((3, 2), jnp.float16).sum(0)).min() > 65504)
-    True
-  """
+  """Returns gradients ``[N, ...]`` of equal signs; sums of three overflow the dtype."""
   rng = np.random.default_rng(seed)
   signs = rng.choice([-1.0, 1.0], shape[1:])
   numbers = signs * rng.uniform(0.5, 0.95, shape) * float(jnp.finfo(dtype).max)

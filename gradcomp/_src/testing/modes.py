@@ -7,20 +7,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradcomp._src.checkpoint.specs import state_specs
 from gradcomp._src.core.residual_storage import is_stored
+from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import CompressState, is_state
 from gradcomp._src.floats.dtypes import addend_dtype
+from gradcomp._src.mesh.per_worker import PerWorker, of_all, unmarked
 from gradcomp._src.mesh.shard_maps import unreduce
+from gradcomp._src.testing.leaves import Transformation, workers_of
 
 __all__ = ["Run", "modes_for", "run"]
 
 # Maps, in which the mean of the workers' gradients is taken.
 MODES = ("shard_map", "shard_map_unchecked", "pmap", "vmap")
+
+# Plain jit under Auto axes, with gradients that are marked as those of all workers.
+AUTO = "auto"
 
 # Plain jit, in which the sum of addends is taken: gradients over N, which is exact for
 # N a power of two.
@@ -46,16 +50,17 @@ def modes_for(workers: int) -> tuple[str, ...]:
   """Returns the modes with equal bits for N workers.
 
   Args:
-    workers: the number of workers.
+    workers: N.
 
   Returns:
     Their names; ``"explicit"`` is one of them for a power of two.
 
   Example:
     >>> modes_for(3)
-    ('shard_map', 'shard_map_unchecked', 'pmap', 'vmap')
+    ('shard_map', 'shard_map_unchecked', 'pmap', 'vmap', 'auto')
   """
-  return (*MODES, EXPLICIT) if workers & (workers - 1) == 0 else MODES
+  every = (*MODES, AUTO)
+  return (*every, EXPLICIT) if workers & (workers - 1) == 0 else every
 
 
 def mesh(
@@ -73,7 +78,7 @@ def mesh(
 
 def run(
   mode: str,
-  transformation: optax.GradientTransformation,
+  transformation: Transformation,
   gradients: Sequence[Any],
   *,
   axis_name: str = "data",
@@ -97,7 +102,7 @@ def run(
     >>> run("vmap", tx, [{"w": jnp.ones((2, 5))}]).outputs[0]["w"].shape
     (2, 5)
   """
-  workers = jax.tree.leaves(gradients[0])[0].shape[0]
+  workers = workers_of(gradients)
   params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
   update = mapped(mode, transformation, workers, axis_name=axis_name)
   state, outputs = None, []
@@ -105,9 +110,8 @@ def run(
     output, state = update(gradient, state, params)
     outputs.append(output)
   if mode not in ("pmap", "vmap"):
-    specs = state_specs(state, axis_name=axis_name)
-    unstacked = functools.partial(_unstacked, workers=workers, axis_name=axis_name)
-    state = jax.tree.map(unstacked, state, specs)
+    unstacked = functools.partial(_unstacked, workers, axis_name)
+    state = jax.tree.map(unstacked, state, state_specs(state, axis_name=axis_name))
   if mode == EXPLICIT:
     scaled = lambda x: _of_sums(x, workers) if is_state(x) else x
     state = jax.tree.map(scaled, state, is_leaf=is_state)
@@ -115,11 +119,7 @@ def run(
 
 
 def lowered(
-  transformation: optax.GradientTransformation,
-  params: Any,
-  *,
-  axis_name: str = "data",
-  workers: int,
+  transformation: Transformation, params: Any, *, axis_name: str, workers: int
 ) -> jax.stages.Lowered:
   """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``."""
 
@@ -127,27 +127,17 @@ def lowered(
     gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
     return transformation.update(gradient, transformation.init(gradient))[0]
 
-  stacked = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), params
-  )
+  of_all = lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype)
+  devices, spec = mesh(workers, axis_name=axis_name), P(axis_name)
   # Unchecked, because arrays of an optimizer's ``init`` are typed as varying.
-  step = jax.shard_map(
-    local,
-    mesh=mesh(workers, axis_name=axis_name),
-    in_specs=P(axis_name),
-    out_specs=P(),
-    check_vma=False,
-  )
-  return jax.jit(step).lower(stacked)
+  specs: Any = {"in_specs": spec, "out_specs": P(), "check_vma": False}
+  step = jax.shard_map(local, mesh=devices, **specs)
+  return jax.jit(step).lower(jax.tree.map(of_all, params))
 
 
 @functools.lru_cache(maxsize=8)
 def mapped(
-  mode: str,
-  transformation: optax.GradientTransformation,
-  workers: int,
-  *,
-  axis_name: str = "data",
+  mode: str, transformation: Transformation, workers: int, *, axis_name: str = "data"
 ) -> Mapped:
   """Returns ``update`` of all workers, cached with its compiled programs."""
   if mode not in _MAPS:
@@ -167,7 +157,7 @@ def _of_sums(state: CompressState, workers: int) -> CompressState:
   return state._replace(residual=scale(state.residual), velocity=scale(state.velocity))
 
 
-def _unstacked(x: Any, spec: P, *, workers: int, axis_name: str) -> np.ndarray:
+def _unstacked(workers: int, axis_name: str, x: Any, spec: P) -> np.ndarray:
   """Returns each worker's shard of a global array, ``[N, ...]``."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
@@ -178,14 +168,10 @@ def _unstacked(x: Any, spec: P, *, workers: int, axis_name: str) -> np.ndarray:
 
 
 def _replicated_map(
-  transform: Callable[..., Any],
-  transformation: optax.GradientTransformation,
-  workers: int,
-  axis_name: str,
+  transform: Callable[..., Any], tx: Transformation, workers: int, axis_name: str
 ) -> Mapped:
   """Maps ``init`` too, for the second stage counts the workers."""
-  update = transform(transformation.update, axis_name=axis_name)
-  init = transform(transformation.init, axis_name=axis_name)
+  update, init = (transform(f, axis_name=axis_name) for f in (tx.update, tx.init))
 
   def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     if state is None:
@@ -196,50 +182,56 @@ def _replicated_map(
 
 
 def _on_devices(
-  devices: Mesh,
-  transformation: optax.GradientTransformation,
-  axis_name: str,
-  update: Callable[[Any, Any, Any], tuple[Any, Any]],
+  devices: Mesh, tx: Transformation, axis_name: str, update: Mapped
 ) -> Mapped:
   """Calls ``init`` in the mesh, and ``update`` with one gradient on each device."""
 
   def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     with jax.set_mesh(devices):
-      state = transformation.init(params) if state is None else state
+      state = tx.init(params) if state is None else state
     gradient = jax.device_put(gradient, NamedSharding(devices, P(axis_name)))
     return update(gradient, state, params)
 
   return mapped
 
 
-def _explicit(
-  transformation: optax.GradientTransformation, workers: int, axis_name: str
-) -> Mapped:
+def _explicit(tx: Transformation, workers: int, axis_name: str) -> Mapped:
   @jax.jit
   def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     wide = lambda leaf: leaf.astype(addend_dtype(leaf.dtype))
     addends = jax.tree.map(lambda leaf: wide(leaf) * (1 / workers), gradient)
-    return transformation.update(unreduce(addends, axis_name), state, params)
+    return tx.update(unreduce(addends, axis_name), state, params)
 
   def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     output, state = step(gradient, state, params)
     return jax.tree.map(lambda leaf: np.stack([leaf] * workers), output), state
 
   devices = mesh(workers, AxisType.Explicit, axis_name=axis_name)
-  return _on_devices(devices, transformation, axis_name, update)
+  return _on_devices(devices, tx, axis_name, update)
+
+
+def _auto(tx: Transformation, workers: int, axis_name: str) -> Mapped:
+  @jax.jit
+  def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    return tx.update(PerWorker(gradient, axis_name), state, params)
+
+  def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    output, state = step(gradient, state, params)
+    if of_all(output):
+      return unmarked(output)[0], state
+    return jax.tree.map(lambda leaf: np.stack([leaf] * workers), output), state
+
+  return _on_devices(mesh(workers, axis_name=axis_name), tx, axis_name, update)
 
 
 def _sharded_map(
-  check_vma: bool,
-  transformation: optax.GradientTransformation,
-  workers: int,
-  axis_name: str,
+  check_vma: bool, tx: Transformation, workers: int, axis_name: str
 ) -> Mapped:
   devices = mesh(workers, axis_name=axis_name)
 
   def local(gradient: Any, state: Any) -> tuple[Any, Any]:
     gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
-    output, state = transformation.update(gradient, state)
+    output, state = tx.update(gradient, state)
     return jax.tree.map(lambda leaf: leaf[None], output), state
 
   @jax.jit
@@ -247,13 +239,9 @@ def _sharded_map(
     specs = state_specs(state, axis_name=axis_name)
     # Unchecked, the outputs are sharded like the gradients, so that each worker's own
     # copy comes back; checked, P() is accepted only because they are proved equal.
-    return jax.shard_map(
-      local,
-      mesh=devices,
-      in_specs=(P(axis_name), specs),
-      out_specs=(P() if check_vma else P(axis_name), specs),
-      check_vma=check_vma,
-    )(gradient, state)
+    out = (P() if check_vma else P(axis_name), specs)
+    given: Any = {"in_specs": (P(axis_name), specs), "check_vma": check_vma}
+    return jax.shard_map(local, mesh=devices, out_specs=out, **given)(gradient, state)
 
   def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     output, state = step(gradient, state)
@@ -261,14 +249,12 @@ def _sharded_map(
       output = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * workers), output)
     return output, state
 
-  return _on_devices(devices, transformation, axis_name, update)
+  return _on_devices(devices, tx, axis_name, update)
 
 
-def _vmap(function: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
-  return jax.jit(jax.vmap(function, axis_name=axis_name))
-
-
+_vmap = lambda function, axis_name: jax.jit(jax.vmap(function, axis_name=axis_name))
 _MAPS: dict[str, Callable[..., Mapped]] = {
+  AUTO: _auto,
   EXPLICIT: _explicit,
   "shard_map": functools.partial(_sharded_map, True),
   "shard_map_unchecked": functools.partial(_sharded_map, False),

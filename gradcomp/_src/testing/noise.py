@@ -13,15 +13,8 @@ from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.codecs.tiles import from_tiles, tile_shape
 from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.common.dithers import dither
+from gradcomp._src.testing import leaves
 from gradcomp._src.testing.broken import Findings, difference, law
-from gradcomp._src.testing.leaves import (
-  KEY,
-  first_context,
-  gaussian,
-  leaf_of,
-  parts_of,
-  tile_of,
-)
 from gradcomp._src.testing.trial import decode, encode, trial
 
 _Z = 5.0  # standard deviations
@@ -41,11 +34,10 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
   """The mean of many encodings is the leaf: a z-test of an unbiased codec.
 
   For every element, ``|mean - x| <= z sigma / sqrt(draws)``, with ``z = 5``; and more
-  sharply for the mean error of all elements, and of their magnitudes, because errors of
-  elements are independent. With at most 10^4 elements a right codec fails with
-  probability 6e-3. The keys are fixed, so it does so always or never. An element
-  between two levels that are a step apart has sigma <= step / 2; the fixed-point grid
-  of 16-bit dithers adds 2^-16 of a step.
+  sharply for the mean error of all elements, and of their magnitudes. With at most 10^4
+  elements a right codec fails with probability 6e-3. The keys are fixed, so it does so
+  always or never. An element between two levels that are a step apart has sigma <=
+  step / 2; the fixed-point grid of 16-bit dithers adds 2^-16 of a step.
 
   Args:
     codec: the codec.
@@ -56,18 +48,17 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
     step: the steps between levels, of all elements or of each; by default twice the
       largest error.
     context: the context to encode with, by default that of the first step.
-    workers: the number of masks to try, each of which must have no bias; 0 for none,
-      as where one worker encodes.
+    workers: the number of masks to try, each of which must have no bias; 0 for none.
 
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.mean_is_the_leaf(gradcomp.codecs.Natural(), draws=200)
+    >>> codec = gradcomp.codecs.Natural()
+    >>> gradcomp.testing.laws.mean_is_the_leaf(codec, draws=200)
   """
-  half = gaussian(256)
+  half = leaves.gaussian(256)
   leaf = np.concatenate([half, -half])[:500] if x is None else np.asarray(x)
 
   def error(x: jax.Array, target: jax.Array, key: jax.Array) -> jax.Array:
-    own = context or first_context(codec.bind(Leaf(x.shape)), Leaf(x.shape))
+    own = context or leaves.first_context(codec.bind(Leaf(x.shape)), Leaf(x.shape))
 
     def one(number: jax.Array) -> jax.Array:
       given = own._replace(dither=dither(key, number)) if workers else own
@@ -103,7 +94,7 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
 
 def _keys(draws: int) -> jax.Array:
   words = np.arange(draws, dtype=np.uint32)
-  return jnp.asarray(np.stack([np.full_like(words, KEY[0]), words], axis=1))
+  return jnp.asarray(np.stack([np.full_like(words, leaves.KEY[0]), words], axis=1))
 
 
 def _biases(
@@ -116,18 +107,14 @@ def _biases(
     yield "some are not finite"
   i = int(np.argmax(np.abs(first) - bound))
   off, most, at = first.ravel()[i], bound.ravel()[i], i % leaf.size
+  chance = "where chance gives at most"
   if not abs(off) <= most:
-    yield (
-      f"that of element {at}, {leaf.flat[at]}, is off by {off:.3g}, where chance gives "
-      f"at most {most:.3g}"
-    )
+    element = f"element {at}, {leaf.flat[at]}"
+    yield f"that of {element}, is off by {off:.3g}, {chance} {most:.3g}"
   shrunk = first * np.sign(leaf)
   for name, mean in (("all errors", first.mean()), ("magnitudes", shrunk.mean())):
     if abs(mean) > pooled:
-      yield (
-        f"the mean of {name} is off by {mean:.3g}, where chance gives at most "
-        f"{pooled:.3g}"
-      )
+      yield f"the mean of {name} is off by {mean:.3g}, {chance} {pooled:.3g}"
 
 
 @law(look="`encode`")
@@ -137,8 +124,8 @@ def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> Findin
   Example:
     >>> gradcomp.testing.laws.key_decides_the_bits(gradcomp.codecs.QSGD(bits=4))
   """
-  leaf = leaf_of(codec, x)
-  rows = [trial(codec, leaf, key).payload.rows for key in (KEY, KEY, KEY + 1)]
+  leaf = leaves.leaf_of(codec, x)
+  rows = [trial(codec, leaf, leaves.KEY + i).payload.rows for i in (0, 0, 1)]
   yield codec, "encode alike by one key", difference(rows[1], rows[0])
   differ = difference(rows[0], rows[2]) is not None
   if differ != codec.needs_key:
@@ -158,24 +145,24 @@ def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> Findin
     >>> codec = gradcomp.codecs.RandomK(density=0.1)
     >>> gradcomp.testing.laws.workers_choose_alike(codec)
   """
-  leaf = leaf_of(codec, x)
-  total = parts_of(codec, leaf.shape)[0].codec.sums
+  leaf = leaves.leaf_of(codec, x)
+  total = leaves.parts_of(codec, leaf.shape)[0].codec.sums
   if not total.facts.same_draws:
     return
 
   @jax.jit
   def positions(x: jax.Array, worker: jax.Array) -> jax.Array | None:
-    drawn = dither(jnp.asarray(KEY), worker)
+    drawn = dither(jnp.asarray(leaves.KEY), worker)
     bound = codec.bind(Leaf(x.shape))
-    context = first_context(bound, Leaf(x.shape))._replace(dither=drawn)
-    return total.sent_at(encode(codec, x, KEY, context).rows, x.size)
+    context = leaves.first_context(bound, Leaf(x.shape))._replace(dither=drawn)
+    return total.sent_at(encode(codec, x, leaves.KEY, context).rows, x.size)
 
   first, second = (positions(y, i) for i, y in enumerate((leaf, 1 - 2 * leaf)))
   if first is None or second is None:
     return
-  told = difference(np.sort(second), np.sort(first))
+  found = difference(*map(np.sort, (second, first)), of="the positions of worker 1")
   expected = "send the same elements from all workers, whose values are added by place"
-  yield codec, expected, told and f"of the positions of worker 1 {told}"
+  yield codec, expected, found
 
 
 @law(
@@ -189,8 +176,7 @@ def errors_of_workers_cancel(
 
   The law compares the squared error of the workers' sum with the sum of their squared
   errors. Errors that are independent have the ratio 1, and those of an even number of
-  workers can have half of it. It is up to N if workers draw the same bits and do not
-  apply their masks. The standard deviation follows from elements being uncorrelated.
+  workers can have half of it. It is up to N if workers do not apply their masks.
 
   Args:
     codec: an unbiased codec that needs a key; others pass.
@@ -199,37 +185,26 @@ def errors_of_workers_cancel(
     size: the elements of the Gaussian leaves.
 
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.errors_of_workers_cancel(gradcomp.codecs.QSGD(bits=4), most=0.51)
+    >>> codec = gradcomp.codecs.QSGD(bits=4)
+    >>> gradcomp.testing.laws.errors_of_workers_cancel(codec, most=0.51)
   """
-  facts = parts_of(codec, (size,))[0].codec.facts
+  facts = leaves.parts_of(codec, (size,))[0].codec.facts
   if not codec.needs_key or not codec.unbiased or facts.same_draws:
     return
-  x = gaussian((workers, size))
-  tx = compress(
-    codec, axis_name="data", exchange="local", feedback=None, min_leaf_size=0
-  )
+  x = leaves.gaussian((workers, size))
+  given: Any = {"exchange": "local", "feedback": None, "min_leaf_size": 0}
+  tx = compress(codec, axis_name="data", **given)
   update = lambda x: tx.update(x, tx.init(x))[0]
   sent = jax.jit(jax.vmap(update, axis_name="data"))(x)
   ratio, spread = variance_of_sums(np.asarray(sent, np.float64) - x, axis=0)
   if ratio > most + _Z * spread:
-    yield (
-      codec,
-      f"have errors whose sum over {workers} workers has at most {most} of the "
-      "variance of independent ones",
-      f"it has {ratio:.3f}, give or take {spread:.3f}",
-    )
+    expected = f"have errors whose sum over {workers} workers has at most {most} of"
+    found = f"it has {ratio:.3f}, give or take {spread:.3f}"
+    yield codec, f"{expected} the variance of independent ones", found
 
 
 def variance_of_sums(errors: np.ndarray, axis: int) -> tuple[float, float]:
-  """Returns the variance of sums along an axis, relative to independent errors.
-
-  The mean square of a sum over the sum of mean squares, and its standard deviation.
-
-  Example:
-    >>> variance_of_sums(np.ones((3, 10)), axis=0)[0]
-    3.0
-  """
+  """Returns the mean square of sums over the sum of mean squares, and its deviation."""
   above, below = np.square(errors.sum(axis)), np.square(errors).sum(axis)
   ratio = float(above.sum() / below.sum()) if below.any() else 0.0
   spread = np.sqrt(np.square(above - ratio * below).sum()) / max(below.sum(), 1e-300)
@@ -246,19 +221,17 @@ _ROWS = 4  # the last is cut short
 def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
   """No two elements round by the same random bits, in any row or plane.
 
-  A codec may be unbiased nevertheless. But the errors of elements that share their bits
-  add up, as in the mean over a layer.
-
-  The law sends positive numbers, the same ones in every bucket, by ``draws`` keys. It
-  adds up the errors of all buckets at one place, and of all elements of a bucket. If
-  errors are independent, the variance of a sum is the sum of variances. If all rows
-  have the same bits, it is larger by the number of rows. Five standard deviations are
-  allowed. A codec that needs no key passes, and one whose rows depend on the leaf.
+  A codec may be unbiased nevertheless, but the errors of elements that share their bits
+  add up. The law sends positive numbers, the same ones in every bucket, by ``draws``
+  keys, and adds up the errors of all buckets at one place, and of all elements of a
+  bucket. If errors are independent, the variance of a sum is the sum of variances, to
+  five standard deviations. A codec that needs no key passes, and one whose rows depend
+  on the leaf.
 
   Example:
     >>> gradcomp.testing.laws.elements_draw_apart(gradcomp.codecs.QSGD(bits=4))
   """
-  tile = tile_of(codec)
+  tile = leaves.tile_of(codec)
   if not codec.needs_key or tile is None:
     return
   size = _ROWS * tile
@@ -267,7 +240,7 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
     return
   width = tile_shape(bound)[-1]
   # In the tiles, where a codec rounds: one that rotates has other elements there.
-  tiles = np.resize(np.abs(gaussian(width)), (_ROWS, *tile_shape(bound)))
+  tiles = np.resize(np.abs(leaves.gaussian(width)), (_ROWS, *tile_shape(bound)))
   like = jax.ShapeDtypeStruct((size - width // 2,), jnp.float32)
   x = from_tiles(jnp.asarray(tiles), like, bound)
 
@@ -280,9 +253,6 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
   for axis, these in ((1, "at one place of all buckets"), (2, "of a bucket")):
     ratio, spread = variance_of_sums(errors, axis)
     if ratio > 1 + _Z * spread:
-      yield (
-        codec,
-        "draw for each element anew, so that errors are independent",
-        f"the errors {these} have a sum with {ratio:.3f} times the variance of "
-        f"independent ones, give or take {spread:.3f}",
-      )
+      sums = f"the errors {these} have a sum with {ratio:.3f} times the variance of"
+      sums += f" independent ones, give or take {spread:.3f}"
+      yield codec, "draw for each element anew, so that errors are independent", sums

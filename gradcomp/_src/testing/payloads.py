@@ -1,6 +1,7 @@
 """Laws of payloads: their types and shapes, their rows, and their bytes."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,10 @@ from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.records import Leaf, Payload
 from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.core.transform import compress
+from gradcomp._src.exchange.lines import form
 from gradcomp._src.report.explain import explain
 from gradcomp._src.testing.broken import Findings, described, difference, law
-from gradcomp._src.testing.leaves import (
-  KEY,
-  first_context,
-  gaussian,
-  leaf_of,
-  parts_of,
-)
+from gradcomp._src.testing.leaves import KEY, first_context, gaussian, leaf_of, parts_of
 from gradcomp._src.testing.steps import sent_otherwise
 from gradcomp._src.testing.trial import decode, encode, round_trip, trial
 
@@ -38,13 +34,10 @@ def shapes_and_dtypes_return(codec: LeafCodec) -> Findings:
     payload = encode(codec, x, KEY)
     return payload, decode(codec, payload, x)
 
-  for shape, dtype, x64 in (
-    ((), jnp.float32, False),
-    ((0, 3), jnp.float32, True),
-    ((5, 7), jnp.bfloat16, True),
-  ):
+  whole, half = jnp.float32, jnp.bfloat16
+  for shape, dtype, x64 in (((), whole, 0), ((0, 3), whole, 1), ((5, 7), half, 1)):
     like = jax.ShapeDtypeStruct(shape, dtype)
-    with jax.enable_x64(x64):
+    with jax.enable_x64(bool(x64)):
       payload, value = jax.eval_shape(both_ways, like)
     same = (value.shape, value.dtype) == (shape, dtype)
     found = None if same else f"it decodes to {described(value)}"
@@ -70,18 +63,11 @@ def half_precision_is_computed_in_float32(codec: LeafCodec) -> Findings:
   """Leaves of half precision decode in their dtype, rounded once from float32.
 
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.half_precision_is_computed_in_float32(gradcomp.codecs.OneBit())
+    >>> codec = gradcomp.codecs.OneBit()
+    >>> gradcomp.testing.laws.half_precision_is_computed_in_float32(codec)
   """
-  leaves = [
-    jnp.asarray(gaussian(shape), dtype)
-    for shape, dtype in (
-      ((), jnp.bfloat16),
-      ((1,), jnp.float16),
-      ((5, 7), jnp.float16),
-      ((3, 3, 8, 16), jnp.bfloat16),
-    )
-  ]
+  shapes = {"bfloat16": ((), (3, 3, 8, 16)), "float16": ((1,), (5, 7))}
+  leaves = [jnp.asarray(gaussian(x), kind) for kind in shapes for x in shapes[kind]]
 
   @jax.jit
   def run(leaves: list[jax.Array]) -> list[list[jax.Array]]:
@@ -108,14 +94,14 @@ def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
   yield from _types(codec, payload)
   parts = parts_of(codec, leaf.shape)
   rows = sum(-(-math.prod(part.shape) // part.codec.tile_size) for part in parts)
-  claimed = (rows, parts[0].codec.row_words)
-  if payload.rows.shape != claimed:
+  words = parts[0].codec.row_words
+  if payload.rows.shape != (rows, words):
     yield (
       codec,
       f"encode {described(leaf)} to the rows that `tile_size` and `row_words` claim, "
-      f"uint32[{claimed[0]},{claimed[1]}]",
+      f"uint32[{rows},{words}]",
       f"the payload has {described(payload.rows)}, {payload.rows.nbytes} bytes in "
-      f"place of {4 * math.prod(claimed)}",
+      f"place of {4 * rows * words}",
       "`row_words`, or what `encode` stacks",
     )
   shared = jax.eval_shape(parts[0].codec.agree, leaf)
@@ -137,9 +123,8 @@ def rows_stand_alone(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
     >>> gradcomp.testing.laws.rows_stand_alone(codec)
   """
   found = trial(codec, leaf_of(codec, x))
-  told = difference(found.alone, found.together)
-  expected = "decode each row without the others"
-  yield codec, expected, told and f"of its tiles, [row, ...], {told}"
+  told = difference(found.alone, found.together, of="its tiles, [row, ...],")
+  yield codec, "decode each row without the others", told
 
 
 @law(
@@ -151,10 +136,9 @@ def zeros_behind_change_nothing(
 ) -> Findings:
   """A leaf that ends within a tile has the payload of the leaf padded with zeros.
 
-  This holds where zeros fill the last tile, as on the page on the wire format. It does
-  not hold for statistics of the leaf's own elements, like means: for such codecs
-  :func:`padding_never_leaks` does. With ``by_row`` ``encode_rows`` of its tiles must
-  give the same rows, as it does for codecs without statistics of a whole leaf.
+  It does not hold for statistics of the leaf's own elements, like means: for such
+  codecs :func:`padding_never_leaks` does. With ``by_row`` ``encode_rows`` of its tiles
+  must give the same rows.
 
   Example:
     >>> gradcomp.testing.laws.zeros_behind_change_nothing(gradcomp.codecs.QSGD(bits=4))
@@ -177,11 +161,9 @@ def zeros_behind_change_nothing(
   found = trial(codec, leaf).payload
   whole = f"encode {described(leaf)} as with zeros behind it, to whole tiles of {tile}"
   for part, wanted in zip(*map(jax.tree.leaves, (found, padded)), strict=True):
-    told = difference(part, wanted)
-    yield codec, whole, told and f"of its payload {told}"
-  told = difference(rows, padded.rows)
-  found_rows = told and f"of what `encode_rows` gives {told}"
-  yield codec, "encode tiles as it encodes a leaf", found_rows, "`encode_rows`"
+    yield codec, whole, difference(part, wanted, of="its payload")
+  told = difference(rows, padded.rows, of="what `encode_rows` gives")
+  yield codec, "encode tiles as it encodes a leaf", told, "`encode_rows`"
 
 
 @law(look="`row_words`, and what `encode` returns")
@@ -190,9 +172,9 @@ def bytes_are_the_claim(
 ) -> Findings:
   """Explained, encoded and compiled payloads have equal bytes.
 
-  The bytes of a payload, N - 1 of which each worker receives in ``all_gather``, are
-  those of :func:`gradcomp.explain`, and those of the collectives in a compiled step,
-  which :func:`gradcomp.wire_report` reads, if there are as many devices.
+  The bytes of N - 1 payloads in ``all_gather`` are those of :func:`gradcomp.explain`,
+  and those of :func:`gradcomp.wire_report`, if there are N devices. Long payloads are
+  filled to whole lanes of 128 words.
 
   Example:
     >>> codec = gradcomp.codecs.QSGD(bits=4)
@@ -201,20 +183,17 @@ def bytes_are_the_claim(
   leaf = leaf_of(codec, x)
   agreed = jax.eval_shape(parts_of(codec, leaf.shape)[0].codec.agree, leaf)
   rows = trial(codec, leaf).payload.rows
-  sent = (workers - 1) * rows.nbytes
+  nbytes = 4 * math.prod(form(rows.size))
+  sent = (workers - 1) * nbytes
   if agreed is not None:
     sent += math.ceil(2 * (workers - 1) / workers * agreed.size * agreed.dtype.itemsize)
   tx = compress(codec, axis_name="data", exchange="all_gather", min_leaf_size=0)
   told = explain(tx, jnp.asarray(leaf), workers=workers)
   same = told.bytes_sent == sent + math.ceil(told.bytes_fitting)
-  yield (
-    codec,
-    f"send {workers - 1} payloads of {rows.nbytes} bytes, {sent} together",
-    None if same else f"gradcomp.explain reads {told.bytes_sent} from the trace",
-  )
-  yield (
-    codec,
-    f"have a compiled step send the {told.bytes_sent} bytes that are explained",
-    sent_otherwise(told.bytes_sent, tx, jnp.asarray(leaf), workers=workers),
-    "gradcomp.wire_report of the step",
-  )
+  claim = f"send {workers - 1} payloads of {nbytes} bytes, {sent} together"
+  found = f"gradcomp.explain reads {told.bytes_sent} from the trace"
+  yield codec, claim, None if same else found
+  claim = f"have a compiled step send the {told.bytes_sent} bytes that are explained"
+  where: Any = {"axis_name": "data", "workers": workers}
+  otherwise = sent_otherwise(told.bytes_sent, tx, jnp.asarray(leaf), **where)
+  yield codec, claim, otherwise, "gradcomp.wire_report of the step"

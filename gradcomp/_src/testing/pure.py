@@ -12,23 +12,22 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.report.collectives import KINDS
+from gradcomp._src.report.reader import functions
 from gradcomp._src.testing.broken import Findings, difference, law
 from gradcomp._src.testing.leaves import KEY, leaf_of, parts_of
 from gradcomp._src.testing.trial import batch, decode, encode, trial
 
 # Of JAX's primitives, without the endings that they have in typed maps.
-_COLLECTIVES = frozenset(
-  "all_gather all_to_all axis_index pbroadcast pmax pmin ppermute psum psum2 "
-  "ragged_all_to_all reduce_scatter".split()
-)
+_COLLECTIVES = {"axis_index", "pbroadcast", "psum2", "ragged_all_to_all", *KINDS}
 
 
 @law()
 def is_a_value(codec: LeafCodec) -> Findings:
   """A codec is a frozen dataclass: hashable, equal to its copy, printable, no function.
 
-  Its fields are given by keyword. ``optax.inject_hyperparams`` would take a function
-  for a schedule, and JAX compiles anew for each codec that is not equal to the last.
+  ``optax.inject_hyperparams`` would take a function for a schedule, and JAX compiles
+  anew for each codec that is not equal to the last.
 
   Example:
     >>> gradcomp.testing.laws.is_a_value(gradcomp.codecs.QSGD(bits=4))
@@ -109,10 +108,8 @@ def is_pure(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
     yield codec, "have no effects", f"it has {first.effects}", "callbacks and prints"
   if called := sorted(set(_primitives(first.jaxpr)) & _COLLECTIVES):
     yield codec, alone, f"it calls {called}"
-  if _printed(first) != _printed(again) or any(
-    difference(one, other)
-    for one, other in zip(first.consts, again.consts, strict=True)
-  ):
+  changed = any(map(difference, first.consts, again.consts))
+  if changed or _printed(first) != _printed(again):
     look = "what `encode` draws or remembers in Python: take `key`, or `context`"
     found = "the second trace is another one"
     yield codec, "trace to the same program each time", found, look
@@ -127,10 +124,8 @@ def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
   """Yields the names of the primitives in a program, and in those within it."""
   for equation in jaxpr.eqns:
     yield equation.primitive.name.removesuffix("_invariant")
-    for part in jax.tree.leaves(list(equation.params.values())):
-      inner = part.jaxpr if isinstance(part, ClosedJaxpr) else part
-      if isinstance(inner, Jaxpr):
-        yield from _primitives(inner)
+    for inner in functions(equation):
+      yield from _primitives(inner)
 
 
 @law(look="products that jit adds without rounding them first")
@@ -163,9 +158,9 @@ def batches_are_independent(codec: LeafCodec, x: ArrayLike | None = None) -> Fin
   leaves, keys = _pair(leaf_of(codec, x))
   found = batch(codec, leaves, keys)
   for i in range(2):
-    told = difference(found.rows[i], trial(codec, leaves[i], keys[i]).payload.rows)
-    expected = "encode each leaf under jax.vmap as it encodes it alone"
-    yield codec, expected, told and f"of the rows of leaf {i} {told}"
+    alone = trial(codec, leaves[i], keys[i]).payload.rows
+    told = difference(found.rows[i], alone, of=f"the rows of leaf {i}")
+    yield codec, "encode each leaf under jax.vmap as it encodes it alone", told
 
 
 @law(look="`encode_leaf`")

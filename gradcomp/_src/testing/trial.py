@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.rounds import encoded_alone
-from gradcomp._src.codecs.sums.records import Context, Leaf, Payload
+from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Payload
 from gradcomp._src.testing.leaves import KEY, first_context
 
 
@@ -20,21 +20,13 @@ class Trial(NamedTuple):
   Attributes:
     payload: the payload of the leaf.
     value: the decoded payload.
-    together: the tiles of its rows, decoded at once.
-    alone: the tiles of its rows, each decoded by itself.
+    together, alone: the tiles of its rows, decoded at once, and each by itself.
   """
 
   payload: Payload
   value: Any
   together: Any
   alone: Any
-
-
-class Batch(NamedTuple):
-  """The encodings of several leaves of one shape, in one call."""
-
-  rows: Any  # uint32[leaves, rows, words]
-  unsent: Any  # the unsent part of each leaf, if encoding returns it; else None
 
 
 def encode(
@@ -48,12 +40,10 @@ def encode(
 
 
 def decode(codec: LeafCodec, payload: Payload, like: jax.Array) -> jax.Array:
-  """Decodes a payload by the codec, bound to the leaf."""
   return codec.bind(Leaf(like.shape)).decode(payload, like=like)
 
 
 def round_trip(codec: LeafCodec, x: jax.Array, key: ArrayLike = KEY) -> jax.Array:
-  """Encodes a leaf and decodes it."""
   return decode(codec, encode(codec, x, key), x)
 
 
@@ -61,8 +51,7 @@ def trial(codec: LeafCodec, x: ArrayLike, key: ArrayLike = KEY) -> Trial:
   """Encodes and decodes a leaf by a program that is compiled once.
 
   Args:
-    codec: the codec.
-    x: the leaf.
+    codec, x: the codec, and the leaf.
     key: the key of a codec that draws random numbers, two words.
 
   Returns:
@@ -71,7 +60,7 @@ def trial(codec: LeafCodec, x: ArrayLike, key: ArrayLike = KEY) -> Trial:
   return jax.tree.map(np.asarray, _trial(codec, jnp.asarray(x), jnp.asarray(key)))
 
 
-def batch(codec: LeafCodec, x: ArrayLike, keys: ArrayLike) -> Batch:
+def batch(codec: LeafCodec, x: ArrayLike, keys: ArrayLike) -> Encoded:
   """Encodes leaves ``[leaves, ...]`` by ``jax.vmap``."""
   return jax.tree.map(np.asarray, _batch(codec, jnp.asarray(x), jnp.asarray(keys)))
 
@@ -82,41 +71,33 @@ def returned(codec: LeafCodec, x: ArrayLike) -> jax.Array:
   return round_trip(codec, jnp.asarray(x))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _encoded(codec: LeafCodec, x: jax.Array, key: jax.Array) -> Payload:
-  """Encodes a leaf, jitted by itself, so that a trial and a batch trace it once."""
-  return encode(codec, x, key)
+# By itself, so that a trial and a batch trace it once.
+_encoded = jax.jit(encode, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _trial(codec: LeafCodec, x: jax.Array, key: jax.Array) -> Trial:
   payload = _encoded(codec, x, key)
   rows, stats = payload
-  lines = None
-  if stats is not None:
-    lines = jnp.broadcast_to(stats, (rows.shape[0], stats.shape[1]))
+  spread = lambda x: jnp.broadcast_to(x, (rows.shape[0], x.shape[1]))
+  lines = None if stats is None else spread(stats)
   total = codec.bind(Leaf(x.shape)).sums
-
-  def tiles(row: jax.Array, line: jax.Array | None) -> jax.Array:
-    return total.gathered(row[None], line, 1.0)(0, row.shape[0])
-
-  def alone(row: tuple[jax.Array, jax.Array | None]) -> jax.Array:
-    return tiles(*jax.tree.map(lambda part: part[None], row))[0]
-
+  tiles = lambda row, line: total.gathered(row[None], line, 1.0)(0, row.shape[0])
+  alone = lambda row: tiles(*jax.tree.map(lambda part: part[None], row))[0]
   value = decode(codec, payload, x)
   return Trial(payload, value, tiles(rows, lines), jax.lax.map(alone, (rows, lines)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _batch(codec: LeafCodec, x: jax.Array, keys: jax.Array) -> Batch:
+def _batch(codec: LeafCodec, x: jax.Array, keys: jax.Array) -> Encoded:
   leaf = Leaf(x.shape[1:])
   bound = codec.bind(leaf)
   if not bound.rounds(leaf.shape)[-1].of_leaf:  # its residual is not of its own payload
-    return Batch(jax.vmap(lambda *own: _encoded(codec, *own).rows)(x, keys), None)
+    return Encoded(jax.vmap(lambda *own: _encoded(codec, *own).rows)(x, keys))
 
-  def one(x: jax.Array, key: jax.Array) -> Batch:
+  def one(x: jax.Array, key: jax.Array) -> Encoded:
     given = first_context(bound, leaf, key)._replace(agreed=bound.agree(x))
     encoded = bound.encode_leaf(x.astype(jnp.float32), given, keep=True)
-    return Batch(encoded.rows, encoded.unsent)
+    return encoded._replace(own=())
 
   return jax.vmap(one)(x, keys)

@@ -1,5 +1,8 @@
 """Laws of decoded values: zeros, constants, NaN, odd sizes, padding, ranges."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,27 +13,11 @@ from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import ExchangeName, as_exchange
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.testing import modes
-from gradcomp._src.testing.broken import (
-  Findings,
-  described,
-  difference,
-  first_wrong,
-  law,
-)
-from gradcomp._src.testing.leaves import (
-  gaussian,
-  leaf_of,
-  near_the_top,
-  parts_of,
-  ragged,
-  tile_of,
-)
+from gradcomp._src.testing import broken, leaves, modes
+from gradcomp._src.testing.broken import Findings, difference, first_wrong, law
 from gradcomp._src.testing.trial import returned, round_trip, trial
 
-_TINY = np.array(
-  [1e-45, -1e-41, 1.1754942e-38, -(2.0**-126), 2.0**-120, 0, -0.0], np.float32
-)
+_TINY = np.array([1e-45, -1e-41, 1.1754942e-38, -(2.0**-126), 2.0**-120, 0, -0.0], "f")
 _UNIT = 2.0**-24  # the smallest number of float16
 _TOP = float(jnp.finfo(jnp.float16).max)
 
@@ -42,7 +29,7 @@ def zeros_decode_to_zeros(codec: LeafCodec, x: ArrayLike | None = None) -> Findi
   Example:
     >>> gradcomp.testing.laws.zeros_decode_to_zeros(gradcomp.codecs.OneBit())
   """
-  zeros = np.zeros_like(leaf_of(codec, x))
+  zeros = np.zeros_like(leaves.leaf_of(codec, x))
   found = difference(trial(codec, zeros).value, zeros)
   yield codec, "decode a leaf of zeros to zeros", found
 
@@ -54,11 +41,11 @@ def constants_are_exact(
   """A leaf of one value decodes exactly, for ``values`` that a codec is exact for.
 
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.constants_are_exact(gradcomp.codecs.QSGD(bits=4), (1.0, -0.1, 3e38))
+    >>> codec = gradcomp.codecs.QSGD(bits=4)
+    >>> gradcomp.testing.laws.constants_are_exact(codec, (1.0, -0.1, 3e38))
   """
   for value in values:
-    constant = np.full(leaf_of(codec, x).shape, value, np.float32)
+    constant = np.full(leaves.leaf_of(codec, x).shape, value, np.float32)
     found = difference(trial(codec, constant).value, constant)
     yield codec, f"decode a leaf of {value} alone to {value}", found
 
@@ -72,7 +59,7 @@ def tiny_numbers_stay_finite(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
   Example:
     >>> gradcomp.testing.laws.tiny_numbers_stay_finite(gradcomp.codecs.EightBit())
   """
-  shape = leaf_of(codec, x).shape
+  shape = leaves.leaf_of(codec, x).shape
   for leaf in (np.resize(_TINY, shape), np.full(shape, np.float32(1e-40))):
     value = trial(codec, leaf).value
     # NaN is not at most 1 either.
@@ -103,11 +90,10 @@ def non_finite_elements_are_seen(
     unclipped: the codec for the rest of a leaf that is not finite, if another.
 
   Example:
-    >>> from gradcomp.testing import laws
     >>> codec = gradcomp.codecs.QSGD(bits=4, bucket_size=64)
-    >>> laws.non_finite_elements_are_seen(codec, bad=np.inf, spoils=64)
+    >>> gradcomp.testing.laws.non_finite_elements_are_seen(codec, bad=np.inf, spoils=64)
   """
-  leaf = leaf_of(codec, x)
+  leaf = leaves.leaf_of(codec, x)
   position = leaf.size // 2
   dirty = leaf.copy()
   dirty.flat[position] = bad
@@ -142,7 +128,7 @@ def _spoiled(
   if spoils == "column":
     columns = number.size // shape[0]
     return number % columns == position % columns
-  (first, *_) = parts_of(codec, shape)
+  (first, *_) = leaves.parts_of(codec, shape)
   # Rows of a round are none of the leaf, which is spoiled as a whole then.
   row = first.codec.tile_size if first.of_leaf else number.size
   size = spoils if isinstance(spoils, int) else row
@@ -165,25 +151,22 @@ def _unseen(
 
 
 @law(look="the last row of a leaf, which the leaf does not fill")
-def odd_sizes_work(
-  codec: LeafCodec, sizes: tuple[int, ...] = (0, 1, 2, 3, 31, 33, 127, 200)
-) -> Findings:
+def odd_sizes_work(codec: LeafCodec, sizes: Sequence[int] = leaves.SIZES) -> Findings:
   """Leaves of any size decode to finite numbers in their shape; zeros to zeros.
 
   Example:
     >>> gradcomp.testing.laws.odd_sizes_work(gradcomp.codecs.OneBit(), sizes=(0, 33))
   """
-  leaves = [gaussian(size, seed=size) for size in sizes]
-  zeros = [np.zeros_like(leaf) for leaf in leaves]
-  run = jax.jit(lambda leaves: [round_trip(codec, x) for x in leaves])
-  for leaf, value, zero in zip(leaves, run(leaves), run(zeros), strict=True):
+  tried = [leaves.gaussian(size, seed=size) for size in sizes]
+  zeros = [np.zeros_like(leaf) for leaf in tried]
+  run = jax.jit(lambda tried: [round_trip(codec, x) for x in tried])
+  for leaf, value, zero in zip(tried, run(tried), run(zeros), strict=True):
     expected = f"decode a leaf of {leaf.size} elements to as many finite ones"
     if value.shape != leaf.shape:
-      yield codec, expected, f"it becomes {described(value)}"
+      yield codec, expected, f"it becomes {broken.described(value)}"
     if not np.isfinite(value).all():
       yield codec, expected, f"it becomes {value}"
-    rest = difference(zero, np.zeros_like(leaf))
-    yield codec, expected, rest and f"of as many zeros {rest}"
+    yield codec, expected, difference(zero, np.zeros_like(leaf), of="as many zeros")
 
 
 @law(look="what fills the last row in `encode`, and which of its elements count")
@@ -191,13 +174,12 @@ def padding_never_leaks(codec: LeafCodec) -> Findings:
   """A leaf that ends within a row has no larger error for it.
 
   Leaves of one magnitude show it. If a codec is exact for them where they fill rows,
-  as one with a scale a bucket is, then it is where they end within a row: the padding
-  of the row counts in no scale and no mean.
+  then it is where they end within a row: padding counts in no scale and no mean.
 
   Example:
     >>> gradcomp.testing.laws.padding_never_leaks(gradcomp.codecs.OneBit())
   """
-  tile = tile_of(codec)
+  tile = leaves.tile_of(codec)
   if tile is None:  # rows are as long as the leaf
     return
   # Sums of the first are exact, and the others are no fractions of any padding.
@@ -209,26 +191,22 @@ def padding_never_leaks(codec: LeafCodec) -> Findings:
       continue
     found = np.asarray(returned(codec, short))
     wrong = difference(found, short)
-    yield (
-      codec,
-      f"decode {short.size} elements of one magnitude as exactly as {whole.size}, "
-      f"which fill rows of {tile}",
-      None if wrong and _mixes_zeros(codec, short, found, whole.size) else wrong,
-    )
+    expected = f"decode {short.size} elements of one magnitude as exactly as"
+    expected += f" {whole.size}, which fill rows of {tile}"
+    mixed = wrong and _mixes_zeros(codec, short, found, whole.size)
+    yield codec, expected, None if mixed else wrong
 
 
-def _mixes_zeros(
-  codec: LeafCodec, short: np.ndarray, found: np.ndarray, size: int
-) -> bool:
+def _mixes_zeros(codec: LeafCodec, x: np.ndarray, found: np.ndarray, size: int) -> bool:
   """Returns True for a codec that rotates a leaf together with the zeros behind it."""
   # It has the same bits if the zeros are elements, and the elements that it changes are
   # not smaller on average. A mean in which zeros count is: by a third or more, where a
   # row or a bucket is filled to two thirds at most.
-  padded = np.pad(short, (0, size - short.size))
-  if difference(found, np.asarray(returned(codec, padded))[: short.size]):
+  padded = np.pad(x, (0, size - x.size))
+  if difference(found, np.asarray(returned(codec, padded))[: x.size]):
     return False
-  wrong = found != short
-  return bool(abs(np.mean(found[wrong] / short[wrong]) - 1) <= 0.25)
+  wrong = found != x
+  return bool(abs(np.mean(found[wrong] / x[wrong]) - 1) <= 0.25)
 
 
 @law(look="`largest`, which says what a row holds, and bounds that numbers are cut to")
@@ -236,13 +214,13 @@ def large_numbers_keep_their_size(codec: LeafCodec) -> Findings:
   """A leaf times a power of two decodes to that power of two times the decoded leaf.
 
   This holds to a hundredth of the largest number. The powers are 2^12, and 2^40 for
-  codecs with float32 numbers in rows. The random bits are the same.
+  codecs with float32 numbers in rows.
 
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.large_numbers_keep_their_size(gradcomp.codecs.QSGD(bits=4))
+    >>> codec = gradcomp.codecs.QSGD(bits=4)
+    >>> gradcomp.testing.laws.large_numbers_keep_their_size(codec)
   """
-  x = gaussian(ragged(codec))
+  x = leaves.gaussian(leaves.ragged(codec))
   expected = np.asarray(trial(codec, x).value, np.float64)
   for power in (12,) if codec.bind(Leaf(x.shape)).largest else (12, 40):
     scale = np.float32(2.0**power)
@@ -260,24 +238,22 @@ def half_precision_keeps_its_range(
 
   The mean lies in the range of its addends, but a sum of N of them does not, and an Nth
   of one may underflow. Gradients are multiplied by a power of two, and so must the mean
-  be: to a hundredth of the largest, plus the smallest number of float16. All N workers
-  are emulated.
+  be: to a hundredth of the largest, plus the smallest number of float16.
 
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.half_precision_keeps_its_range(gradcomp.codecs.Dense(), "two_shot")
+    >>> codec = gradcomp.codecs.Dense()
+    >>> gradcomp.testing.laws.half_precision_keeps_its_range(codec, "two_shot")
   """
-  transformation = compress(
-    codec, axis_name="data", exchange=exchange, feedback=None, min_leaf_size=0
-  )
-  shape = (workers, *ragged(codec))
+  given: Any = {"exchange": exchange, "feedback": None, "min_leaf_size": 0}
+  transformation = compress(codec, axis_name="data", **given)
+  shape = (workers, *leaves.ragged(codec))
 
   def mean(gradients: np.ndarray) -> np.ndarray:
     half = jnp.asarray(gradients, jnp.float16)
     found = modes.run("vmap", transformation, [half]).outputs[0]
     return np.asarray(found, np.float64)[0]
 
-  top = near_the_top(shape, jnp.float16)
+  top = leaves.near_the_top(shape, jnp.float16)
   # The workers agree, so that no rounding on the way changes what a codec selects.
   units = np.random.default_rng(0).integers(-8, 9, shape[1:]) * _UNIT
   units = np.broadcast_to(units, shape)
@@ -286,9 +262,6 @@ def half_precision_keeps_its_range(
     bound = 0.01 * np.abs(given).max() + _UNIT
     # What a codec makes too large for float16 may be infinite, or the largest number.
     wrong = ~(np.abs(found - expected) <= bound) & (abs(expected) <= _TOP)
-    yield (
-      codec,
-      f"send float16 gradients near the {place} number as it sends others, over "
-      f"{as_exchange(exchange).name} with {workers} workers",
-      first_wrong(wrong, found, expected, of=" of the mean"),
-    )
+    way = f"over {as_exchange(exchange).name} with {workers} workers"
+    law_of = f"send float16 gradients near the {place} number as it sends others, {way}"
+    yield codec, law_of, first_wrong(wrong, found, expected, of=" of the mean")

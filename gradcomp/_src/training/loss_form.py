@@ -1,16 +1,18 @@
 """Losses and their gradients over micro-batches, as plain or weighted means."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from gradcomp._src.checks import static_integer
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.trees import combine, split
 from gradcomp._src.mesh.types import mark_varying
 
 
@@ -20,31 +22,45 @@ def check_accumulate(value: Any) -> int:
   return static_integer("accumulate", rule, value, least=1)
 
 
+def of_trainable(
+  loss_fn: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
+) -> tuple[Callable[..., Any], list[Any]]:
+  """Returns a loss of the trainable leaves of arguments, and its arguments.
+
+  All else in these is held by the loss, which is then a tree: its arrays become
+  arguments of maps.
+  """
+  own, others = list(args), {}
+  for i in argnums:
+    own[i], others[i] = split(own[i])
+  if not jax.tree.leaves(others):
+    return loss_fn, own
+  return Partial(_with_others, loss_fn, others), own
+
+
+def _with_others(
+  loss_fn: Callable[..., Any], others: dict[int, Any], *args: Any, **kwargs: Any
+) -> Any:
+  whole = list(args)
+  for i, part in others.items():
+    whole[i] = combine(whole[i], part)
+  return loss_fn(*whole, **kwargs)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossForm:
-  """The form of a loss, with the options of :func:`gradcomp.value_and_grad`.
-
-  Attributes:
-    argnums: the arguments to differentiate.
-    has_aux: whether the loss returns ``(loss, aux)``.
-    has_weight: whether it returns ``(total, weight)`` in place of the loss.
-    accumulate: the number of micro-batches.
-    cut: the arguments that are split into these.
-  """
+  """The form of a loss, with the options of :func:`gradcomp.value_and_grad`."""
 
   argnums: int | tuple[int, ...] = 0
   has_aux: bool
   has_weight: bool
   accumulate: int
-  cut: tuple[int, ...] = (1,)
+  cut: tuple[int, ...] = (1,)  # batch_argnums
 
   def value_and_grad(
     self, loss_fn: Callable[..., Any], axis_name: AxisName | None
   ) -> Callable[..., tuple[Any, Any]]:
-    """Returns a function with a loss, or ``(loss, aux)``, and its gradients.
-
-    With weights these are a worker's parts of the weighted means over ``axis_name``.
-    """
+    """Returns a function with a worker's value and gradients, or its part of means."""
 
     def whole(*args: Any, **kwargs: Any) -> Any:
       total, weight, aux = self._weighed(loss_fn(*args, **kwargs))
@@ -66,10 +82,7 @@ class LossForm:
   def value(
     self, loss_fn: Callable[..., Any], axis_name: AxisName | None
   ) -> Callable[..., jax.Array]:
-    """Returns the loss of all micro-batches without aux and gradients.
-
-    Without weights all micro-batches weigh the same.
-    """
+    """Returns the loss of all micro-batches without aux and gradients."""
 
     def value(*args: Any) -> jax.Array:
       def part(micro_batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -106,7 +119,8 @@ class LossForm:
 
       n = self.argnums
       params = args[n] if isinstance(n, int) else tuple(args[i] for i in n)
-      totals, value = lax.scan(add, jax.tree.map(_zeros, params), self._split(args))
+      zeros = lambda x: jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
+      totals, value = lax.scan(add, jax.tree.map(zeros, params), self._split(args))
       share: Any = self.accumulate
       if self.has_weight:
         losses, weights, aux = value
@@ -143,10 +157,7 @@ class LossForm:
     return own
 
   def _weighed(self, result: Any) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns total and weight, in float32 or wider, and aux, of a loss with a weight.
-
-    TypeError for a result of another form, or numbers that are not scalars.
-    """
+    """Returns a loss's total and weight, in float32 or wider, and aux."""
     match result:
       case ((total, weight), aux) if self.has_aux:
         pass
@@ -177,7 +188,3 @@ def _is_number(x: Any, kind: Any) -> bool:
   if x is None or not jax.tree_util.all_leaves([x]) or jnp.shape(x):
     return False
   return bool(jnp.issubdtype(jnp.result_type(x), kind))
-
-
-def _zeros(x: Any) -> jax.Array:
-  return jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32))

@@ -1,71 +1,212 @@
 """``make_train_step``: a data-parallel train step without plumbing."""
 
 import contextlib
+import functools
+import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Concatenate, Protocol, overload
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gradcomp._src.checkpoint.specs import check_stacked, state_specs
 from gradcomp._src.checks import flag, instance_of
 from gradcomp._src.core import agreement
+from gradcomp._src.core.specs import check_stacked, state_specs
 from gradcomp._src.core.state import steps_alone
-from gradcomp._src.local_steps.displacement import numbers_of_all
+from gradcomp._src.local_steps.rounds import numbers_of_all
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.closures import (
-  arrays_of,
-  loss_with_note,
-  optimizer_with_note,
-)
+from gradcomp._src.mesh.closures import arrays_of, loss_with_note, optimizer_with_note
+from gradcomp._src.mesh.placed import PLACED, by_leaf, specs_over
 from gradcomp._src.mesh.specs import restrict_spec
-from gradcomp._src.mesh.types import is_explicit, typed_spec
+from gradcomp._src.mesh.trees import combine, is_array, split
+from gradcomp._src.mesh.types import is_auto, is_explicit, typed_spec
 from gradcomp._src.mesh.unsharded_params import check_whole_arrays
 from gradcomp._src.report.explain import explain
-from gradcomp._src.training.protocol import Params, TrainStep
-from gradcomp._src.training.worker import (
-  Given,
-  Stepped,
-  TrainOptions,
-  WorkerStep,
-  check_model_state,
-)
+from gradcomp._src.training import worker
+from gradcomp._src.training.gradients import P, Params, check_trainable
+from gradcomp._src.training.loss_form import of_trainable
+from gradcomp._src.training.worker import Given, Stepped, TrainOptions
 from gradcomp._src.transforms.freeze import allow_frozen
 
 
-class Donating:
-  """A jitted train step that donates parameters and optimizer state, each buffer once.
+class TrainStep(jax.stages.Wrapped, Protocol[Params]):
+  """The jitted train step that :func:`make_train_step` returns.
 
-  Some optimizers keep the arrays that they were given: ``optax.contrib.prodigy`` has
-  the first parameters in its state. JAX cannot donate one buffer twice. It raises an
-  error on one device, and ends the process on several. So the second occurrence is
-  copied. All other attributes, like ``lower``, are those of the jitted function.
+  It is ``step(params, opt_state, batch, *extra) -> (params, opt_state, metrics)``. With
+  ``model_state`` among the options it is ``step(params, opt_state, model_state, batch,
+  *extra) -> (params, opt_state, model_state, metrics)``. ``step.lower`` and
+  ``step.trace`` take the same arguments, as those of every function of ``jax.jit``.
+
+  Parameters and ``extra`` arguments are replicated over the axis. Every array of
+  ``batch`` is sharded on its first axis. ``opt_state`` is ``optimizer.init(params)``
+  under ``jax.set_mesh(mesh)``. Put the parameters on the mesh first, by
+  ``jax.device_put(params, NamedSharding(mesh, P()))``, or the second step compiles
+  again.
+
+  ``metrics["loss"]``, and ``metrics["aux"]`` with ``has_aux``, are means over the
+  workers. With local steps in the optimizer, parameters are those that all
+  workers share, and gradients are computed at each worker's own. The loss, ``aux`` and
+  ``"gradient_norm"`` then have a first axis of N, for the workers.
+
+  The optimizer's ``update`` gets more than gradients, as ``optax.polyak_sgd`` or
+  ``optax.lbfgs`` ask for: ``value``, the loss over the whole batch; ``value_fn``, or
+  ``obj_fn``, which computes it for other parameters; and ``grad``, its gradient. These
+  are means over the workers, sent uncompressed where an optimizer uses them. With local
+  steps they are the worker's own.
+
+  Args:
+    params: the parameters, a tree like the one that the loss takes, for example a whole
+      ``equinox.Module``. Leaves that are not trained, see :func:`value_and_grad`, are
+      returned as they were given; ``step.lower`` leaves them out.
+    opt_state: the state of the optimizer.
+    batch: the batch of all workers; behind the model state, if there is one.
+    rng: a key, another one in every step. The loss is called with ``rng=`` a key that
+      is made from it, another one for each worker and micro-batch.
+    extra_args: further arguments of the optimizer's ``update``, by name.
+    inspect: whether ``metrics["inspection"]`` is the inspection of the step, see
+      :func:`gradcomp.telemetry.inspect`, by a program of its own.
   """
 
-  def __init__(self, step: Any):
-    self._step = step
+  @overload
+  def __call__(
+    self,
+    params: Params,
+    opt_state: Any,
+    batch: Any,
+    *,
+    rng: jax.Array | None = None,
+    extra_args: Mapping[str, Any] | None = None,
+    inspect: bool = False,
+  ) -> tuple[Params, Any, dict[str, Any]]: ...
 
-  def __call__(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(((params, opt_state), args, kwargs))
-    donated = len(jax.tree.leaves((params, opt_state)))
-    seen: set[int] = set()
-    for i, x in enumerate(leaves):
-      if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-        if id(x) in seen:
-          leaves[i] = jnp.copy(x)
-        elif i < donated:
-          seen.add(id(x))
-    given, args, kwargs = jax.tree.unflatten(treedef, leaves)
-    return self._step(*given, *args, **kwargs)
+  # With a model state, with extra arguments, or with both.
+  @overload
+  def __call__(
+    self,
+    params: Params,
+    opt_state: Any,
+    *args: Any,
+    rng: jax.Array | None = None,
+    extra_args: Mapping[str, Any] | None = None,
+    inspect: bool = False,
+  ) -> tuple[Params, Any, *tuple[Any, ...]]: ...
+
+
+class JittedStep:
+  """A train step in ``jax.jit``, with any tree of parameters.
+
+  What is not trained comes back as it was given. With ``donate``, parameters and
+  optimizer state are donated, each buffer once. The second occurrence is copied:
+  ``optax.contrib.prodigy`` has the first parameters in its state, and JAX ends the
+  process where one buffer is donated twice.
+
+  Where ``axes``, Auto ones of the mesh, shard parameters, the step knows how, and
+  returns them as they were.
+  """
+
+  def __init__(
+    self, step: Callable[..., Any], *, donate: bool, mesh: Any, axes: Sequence[str]
+  ):
+    def trained(
+      params: Any,
+      *args: Any,
+      others: Any = None,
+      kept: Any = None,
+      specs: Any = None,
+      **kwargs: Any,
+    ) -> Any:
+      whole = params
+      if kept is not None:
+        leaves, treedef = kept
+        rest = jax.tree.unflatten(treedef, leaves)
+        whole = combine(params, combine(others, rest))
+      if specs is None:
+        return step(whole, *args, **kwargs)
+      with PLACED(by_leaf(params, specs)):
+        after, *rest = step(whole, *args, **kwargs)
+      leaves, treedef = jax.tree.flatten(split(after)[0])
+      places = [NamedSharding(mesh, spec) for spec in specs]
+      leaves = lax.with_sharding_constraint(leaves, places)
+      return jax.tree.unflatten(treedef, leaves), *rest
+
+    trained.__name__ = step.__name__
+    numbers, names = (0, 1) if donate else (), ("inspect", "kept", "specs")
+    self._donate, self._axes = donate, axes
+    self._jitted = jax.jit(trained, donate_argnums=numbers, static_argnames=names)
+    functools.update_wrapper(self, step)
+    self.__signature__ = inspect.signature(step)
+
+  def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+    others, args, kwargs = self._given(params, *args, **kwargs)
+    if self._donate:
+      args, kwargs = _donated_once(*args, **kwargs)
+    params, *rest = self._jitted(*args, **kwargs)
+    return combine(params, others), *rest
+
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    _, args, kwargs = self._given(*args, **kwargs)
+    return self._jitted.lower(*args, **kwargs)
+
+  def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    _, args, kwargs = self._given(*args, **kwargs)
+    return self._jitted.trace(*args, **kwargs)
+
+  def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    others, args, kwargs = self._given(*args, **kwargs)
+    params, *rest = self._jitted.eval_shape(*args, **kwargs)
+    return combine(params, others), *rest
+
+  def _given(
+    self, params: Any, *args: Any, **kwargs: Any
+  ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Returns the leaves that are not trained, and the arguments of ``jax.jit``."""
+    params, others = split(params)
+    if jax.tree.leaves(others):
+      # Functions, numbers and strings are static, as in equinox.filter_jit.
+      arrays, rest = split(others, is_array)
+      _check_static(rest)
+      leaves, treedef = jax.tree.flatten(rest)
+      kwargs |= {"others": arrays, "kept": (tuple(leaves), treedef)}
+    if self._axes:
+      kwargs["specs"] = specs_over(params, self._axes)
+    return others, (params, *args), kwargs
 
   def __getattr__(self, name: str) -> Any:
-    return getattr(self._step, name)
+    return getattr(self._jitted, name)
 
 
-P = ParamSpec("P")
+def _check_static(rest: Any) -> None:
+  """Raises TypeError for a leaf that is no array and cannot choose a program."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(rest):
+    if not isinstance(leaf, Hashable):
+      raise TypeError(
+        f"`params`{jax.tree_util.keystr(path)} must be an array, or a leaf that can be "
+        f"hashed, like a function or a number, got {leaf!r}; make it a static field of "
+        "its module."
+      )
+
+
+def _donated_once(
+  params: Any, opt_state: Any, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+  """Copies arrays of a train step's arguments that are donated before."""
+  leaves, treedef = jax.tree.flatten(((params, opt_state), args, kwargs))
+  donated = len(jax.tree.leaves((params, opt_state)))
+  seen: set[int] = set()
+  for i, x in enumerate(leaves):
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+      if id(x) in seen:
+        leaves[i] = jnp.copy(x)
+      elif i < donated:
+        seen.add(id(x))
+  given, args, kwargs = jax.tree.unflatten(treedef, leaves)
+  return (*given, *args), kwargs
+
+
 _DEFAULTS = TrainOptions()
 
 
@@ -93,16 +234,15 @@ def make_train_step(
     axis_name: the mesh axis that shards batches, or a tuple of axes; None for one
       device.
     mesh: the devices; by default the mesh of ``jax.set_mesh``. Its other axes stay as
-      they are: parameters may be sharded over them.
+      they are: parameters may be sharded over them. Over Auto ones make the state by
+      :func:`gradcomp.init_state`, so that no words are sent over them.
     donate: whether parameters and optimizer state are updated in place. The arrays that
-      were passed in are then gone. What is in both is copied first.
+      were passed in are then gone.
     options: the form of the loss, the model state, micro-batches, and what ``metrics``
       has: see :class:`TrainOptions`.
 
   Returns:
-    A jitted :class:`TrainStep`, ``step(params, opt_state, batch, *extra) -> (params,
-    opt_state, metrics)``, with the model state behind the optimizer's if there is one.
-    :class:`TrainStep` says what it takes, and what ``metrics`` has.
+    A jitted :class:`TrainStep`, which says what it takes and returns.
 
   Raises:
     ValueError: the mesh does not have an axis, or an option is bad; when called, a
@@ -110,8 +250,9 @@ def make_train_step(
       another number of workers, parameters are sharded over an Explicit axis of the
       batch, no exchange has averaged a parameter's gradient, or another process of the
       run traces another step, or none.
-    TypeError: when called, a parameter, or something in a model state that is averaged,
-      is no float; or the loss returns another form than the options say.
+    TypeError: when called, no parameter is an array of floats, or something in a model
+      state that is averaged is no float; or the loss returns another form than the
+      options say.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -127,13 +268,15 @@ def make_train_step(
   """
   options = instance_of("options", TrainOptions, options)
   frozen = optimizer_with_note(allow_frozen(optimizer))
-  one_worker = WorkerStep(
+  one_worker = worker.WorkerStep(
     optimizer=frozen, studied=optimizer, axis_name=axis_name, options=options
   )
   workers: Any = 1
+  others: tuple[str, ...] = ()
   if axis_name is not None:
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
     workers = _sizes(mesh, axis_name)
+    others = tuple(x for x in mesh.shape if x not in workers and is_auto(mesh, x))
   elif options.compare_every is not None:
     raise ValueError(
       "`compare_every` must be None with axis_name=None, where one device has nothing "
@@ -142,13 +285,14 @@ def make_train_step(
 
   def whole_step(given: Given, inspect: bool) -> tuple[Any, ...]:
     flag("inspect", inspect)
+    check_trainable("`params`", given.params)
+    loss, (params,) = of_trainable(loss_fn, [given.params], [0])
+    given = given._replace(params=params)
     if axis_name is None:
-      check_model_state(given.model_state, options.model_state, options.accumulate, 1)
-      *result, metrics, own = one_worker(loss_fn, given, inspect=inspect)
+      worker.check_model_state(given.model_state, options, 1)
+      *result, metrics, own = one_worker(loss, given, inspect=inspect)
     else:
-      *result, metrics, own = _on_mesh(
-        one_worker, loss_fn, mesh, given, inspect=inspect
-      )
+      *result, metrics, own = _on_mesh(one_worker, loss, mesh, given, inspect)
     metrics |= own
     if options.report:
       like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -167,8 +311,7 @@ def make_train_step(
     extra_args: Mapping[str, Any] | None = None,
     inspect: bool = False,
   ) -> Any:
-    more = dict(extra_args or {})
-    given = Given(params, opt_state, None, batch, extra, rng, more)
+    given = Given(params, opt_state, None, batch, extra, rng, extra_args)
     params, opt_state, _, metrics = whole_step(given, inspect)
     return params, opt_state, metrics
 
@@ -182,15 +325,13 @@ def make_train_step(
     extra_args: Mapping[str, Any] | None = None,
     inspect: bool = False,
   ) -> Any:
-    more = dict(extra_args or {})
-    return whole_step(Given(params, opt_state, state, batch, extra, rng, more), inspect)
+    given = Given(params, opt_state, state, batch, extra, rng, extra_args)
+    return whole_step(given, inspect)
 
   chosen: Any = step if options.model_state is None else step_with_state
-  if not donate:
-    return jax.jit(chosen, static_argnames="inspect")
-  jitted = jax.jit(chosen, donate_argnums=(0, 1), static_argnames="inspect")
-  donating: Any = Donating(jitted)  # which has the attributes of ``jitted``, too
-  return donating
+  # It has the attributes of jax.jit's.
+  jitted: Any = JittedStep(chosen, donate=donate, mesh=mesh, axes=others)
+  return jitted
 
 
 def _sizes(mesh: Mesh, axis_name: AxisName) -> dict[str, int]:
@@ -205,7 +346,7 @@ def _sizes(mesh: Mesh, axis_name: AxisName) -> dict[str, int]:
 
 
 def _on_mesh(
-  one_worker: WorkerStep, loss_fn: Any, mesh: Any, given: Given, *, inspect: bool
+  one_worker: worker.WorkerStep, loss_fn: Any, mesh: Any, given: Given, inspect: bool
 ) -> Stepped:
   """Takes a step on all workers, in a map over the mesh."""
   axis_name, options = one_worker.axis_name, one_worker.options
@@ -220,7 +361,7 @@ def _on_mesh(
         f"`batch`{jax.tree_util.keystr(path)} must have a first axis that {workers} "
         f"workers can share equally, got the shape {leaf.shape}."
       )
-  check_model_state(given.model_state, options.model_state, options.accumulate, workers)
+  worker.check_model_state(given.model_state, options, workers)
   check_whole_arrays("params", given.params, axis_name)
   if is_explicit(mesh, axis_name):
     given = given._replace(
@@ -251,15 +392,10 @@ def _on_mesh(
 
   # What decides what is sent; how many micro-batches there are does not.
   names_sent = ("has_aux", "model_state", "report", "compare_every")
-  told = {name: getattr(options, name) for name in names_sent}
-  with agreement.one_record(
-    mesh,
-    "gradcomp.make_train_step",
-    {"axis_name": axis_name} | told | {"inspect": inspect},
-    params=given.params,
-    opt_state=given.opt_state,
-    model_state=given.model_state,
-  ) as parts:
+  told = {"axis_name": axis_name} | {x: getattr(options, x) for x in names_sent}
+  trees = {x: getattr(given, x) for x in ("params", "opt_state", "model_state")}
+  record = "gradcomp.make_train_step", told | {"inspect": inspect}
+  with agreement.one_record(mesh, *record, **trees) as parts:
     try:
       return mapped(True)
     except TypeError as error:

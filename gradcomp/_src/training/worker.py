@@ -1,7 +1,7 @@
 """A train step on one worker, inside the map."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -31,8 +31,7 @@ class TrainOptions:
 
   Attributes:
     has_aux: whether ``loss_fn`` returns ``aux``.
-    has_weight: whether it returns ``(total, weight)`` in place of ``loss``, so that the
-      loss is the mean over all tokens, say, that count: see
+    has_weight: whether it returns ``(total, weight)`` in place of ``loss``, see
       :func:`gradcomp.value_and_grad`. Model state and ``aux`` are plain means. In
       :func:`gradcomp.local.local_steps` a worker's loss is the mean over its own
       tokens.
@@ -41,17 +40,15 @@ class TrainOptions:
       ``"local"`` leaves each worker its own; arrays then have a first axis of N, for
       the workers. None is for models without one.
     accumulate: the number of micro-batches that a worker takes one after the other.
-      Gradients, model state and ``aux`` are means over them. There is one exchange and
-      one update.
-    report: whether ``metrics`` has ``"bytes_sent"`` (the bytes that
-      :func:`gradcomp.explain` says a worker sends for gradients in a step, as
-      ``float32``), ``"gradient_norm"`` (the root mean square over the workers of their
-      own gradients' l2 norms) and ``"update_norm"`` (the l2 norm of the update of the
-      parameters).
+      Gradients, model state and ``aux`` are means over them.
+    report: whether ``metrics`` has ``"bytes_sent"`` (of a worker for gradients in a
+      step, as ``float32``: see :func:`gradcomp.explain`), ``"gradient_norm"`` (the root
+      mean square over the workers of their own gradients' l2 norms) and
+      ``"update_norm"`` (the l2 norm of the update of the parameters).
     compare_every: n, to compare the workers' parameters at the start of one of n steps,
       from the first on, in ``metrics["replicas"]``: see
       :func:`gradcomp.telemetry.compare_replicas`. In the other steps they count as
-      equal. None compares nothing. ``bytes_sent`` does not count this.
+      equal. None compares nothing. ``"bytes_sent"`` does not count this.
 
   Raises:
     ValueError: a field breaks its rule.
@@ -75,7 +72,7 @@ class TrainOptions:
 
 
 class Given(NamedTuple):
-  """The arguments of a step. ``more_args`` are further ones of ``update``, by name."""
+  """The arguments of a step."""
 
   params: Any
   opt_state: Any
@@ -83,31 +80,25 @@ class Given(NamedTuple):
   batch: Any
   extra: tuple[Any, ...]
   rng: jax.Array | None = None
-  more_args: dict[str, Any] | None = None
+  more_args: Mapping[str, Any] | None = None  # of the optimizer's update
 
 
 class Stepped(NamedTuple):
-  """The results of a step.
-
-  ``own`` are metrics of each worker, ``[1, ...]``, where these take local steps.
-  """
+  """The results of a step."""
 
   params: Any
   opt_state: Any
   model_state: Any
   metrics: dict[str, Any]
-  own: dict[str, Any]
+  own: dict[str, Any]  # metrics of a worker that takes local steps, [1, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerStep:
-  """The step of one worker; :func:`gradcomp.make_train_step` documents the options.
-
-  ``studied`` is the user's optimizer, which sends what ``optimizer`` does.
-  """
+  """The step of one worker; :func:`gradcomp.make_train_step` documents the options."""
 
   optimizer: optax.GradientTransformationExtraArgs
-  studied: optax.GradientTransformation
+  studied: optax.GradientTransformation  # the user's, which sends the same
   axis_name: AxisName | None
   options: TrainOptions
 
@@ -122,11 +113,8 @@ class WorkerStep:
         'mean in each step would be sent in each step, got "mean".'
       )
     together = None if alone else self.axis_name
-    form: dict[str, Any] = {
-      "has_aux": True,
-      "has_weight": self.options.has_weight,
-      "accumulate": self.options.accumulate,
-    }
+    weight, count = self.options.has_weight, self.options.accumulate
+    form: dict[str, Any] = dict(has_aux=True, has_weight=weight, accumulate=count)
     loss_fn = self._uniform(loss_fn)
     rows, before = (given.batch, self._keys(given.rng)), given.model_state
     if self.options.model_state == "local":
@@ -140,7 +128,7 @@ class WorkerStep:
     if self.options.model_state == "local":
       model_state = jax.tree.map(lambda x: x[None], model_state)
     if self.options.model_state == "mean":
-      model_state = self._mean_of_any(model_state)
+      model_state = self._mean(model_state)
     if self.options.compare_every is not None:
       metrics["replicas"] = self._replicas(given, self.options.compare_every)
 
@@ -149,8 +137,8 @@ class WorkerStep:
       return own if alone else self._mean(own)
 
     # Where no optimizer asks for it, JAX drops the mean of the gradients.
-    grad = grads if alone else self._mean_of_any(grads)
-    more_args = extra_args(loss, grad, value_fn) | (given.more_args or {})
+    grad = grads if alone else self._mean(grads)
+    more_args = extra_args(loss, grad, value_fn) | dict(given.more_args or {})
     args = grads, given.opt_state, given.params
     if inspect:
       updates, opt_state, metrics["inspection"] = measured_update(
@@ -236,23 +224,12 @@ class WorkerStep:
       return compare_replicas(params, axis_name=self.axis_name)
 
     like = jax.eval_shape(compare, given.params)
+    zeros = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     # The count is equal on all workers, so that all of them are in the same branch.
-    return lax.cond(
-      states[0].count % steps == 0,
-      compare,
-      lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like),
-      given.params,
-    )
+    return lax.cond(states[0].count % steps == 0, compare, zeros, given.params)
 
   def _mean(self, tree: Any) -> Any:
     return tree if self.axis_name is None else pmean(tree, self.axis_name)
-
-  def _mean_of_any(self, tree: Any) -> Any:
-    """Returns the mean over the workers, computed in float32 or wider."""
-    wide = jax.tree.map(
-      lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree
-    )
-    return jax.tree.map(lambda mean, x: mean.astype(x.dtype), self._mean(wide), tree)
 
   def _check_equal(self, updates: Any, params: Any) -> None:
     """Raises ValueError for updates that still differ between the workers."""
@@ -265,13 +242,12 @@ class WorkerStep:
       )
 
 
-def check_model_state(
-  model_state: Any, kind: ModelState | None, accumulate: int, workers: int
-) -> None:
+def check_model_state(model_state: Any, options: TrainOptions, workers: int) -> None:
   """Raises an error for model state that cannot be averaged, or is not stacked."""
+  kind = options.model_state
   for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
     name = f"`model_state`{jax.tree_util.keystr(path)}"
-    averaged = kind == "mean" or accumulate > 1
+    averaged = kind == "mean" or options.accumulate > 1
     if averaged and not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise TypeError(
         f"{name} must have a real float dtype to be averaged, got {leaf.dtype}; make "

@@ -42,14 +42,11 @@ def clip_by_local_norm(
   ``root``   :math:`c/\sqrt{N}`   at most :math:`c/\sqrt{N}`
   =========  ===================  ======================================================
 
-  The paper's is ``share``: there each worker clips its share of the sum,
-  :math:`g_i / N`, at :math:`N^{-1/2}` of the threshold. RedSync's paper takes it from
-  there.
-
-  .. warning:: The default is not the paper's rule, by which the mean can be longer than
-    c. ``own`` ended best in a run of two seeds that clipped in all steps: see
-    docs/methods/sparse.md. ``root`` has the paper's limit for :math:`g_i` in place of
-    :math:`g_i / N`, and is N times tighter.
+  .. warning:: The default is not the papers' rule. Theirs is ``share``: each worker
+    clips its share of the sum, :math:`g_i / N`, at :math:`N^{-1/2}` of the threshold,
+    so that the mean can be longer than c. ``root`` has their limit for :math:`g_i` in
+    place of :math:`g_i / N`, and is N times tighter. ``own`` ended best in a run of two
+    seeds that clipped in all steps: see docs/methods/sparse.md.
 
   The norm is the l2 norm of all leaves of a worker. A gradient that is not finite stays
   so. Clipping is a bias, which no residual keeps.
@@ -93,15 +90,11 @@ def clip_by_local_norm(
       "max_norm.",
     )
   )
-  def update_fn(
-    updates: Any, state: Any, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, Any]:
+  def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
     del params, extra_args
     axes, is_sum = reduction(updates, axis_name, local=False)
-    told = {"max_norm": max_norm, "rule": rule}
-    agreement.require_agreement(
-      "gradcomp.wrappers.clip_by_local_norm", told, updates, axes
-    )
+    told = "gradcomp.wrappers.clip_by_local_norm", {"max_norm": max_norm, "rule": rule}
+    agreement.require_agreement(*told, updates, axes)
     others = [other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
 
     def on_device(updates: Any, state: Any) -> tuple[Any, Any]:
@@ -118,17 +111,14 @@ def clip_by_local_norm(
 
     return per_device(on_device, updates, state, axes, keeps_addends=True)
 
-  return on_real_pairs(lambda params: optax.EmptyState(), update_fn)
+  empty = lambda params: optax.EmptyState()
+  return on_real_pairs(empty, update_fn, axis_name, keeps_rows=True)
 
 
 def _norm(
   leaves: list[jax.Array], others: list[tuple[str, ...]]
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns a power of two and the l2 norm of all leaves times it, ``float32[]`` each.
-
-  So no square overflows or vanishes. A leaf that is sharded over other axes counts with
-  the shards of all devices.
-  """
+  """Returns a power of two by which no square overflows, and the l2 norm times it."""
   wide = [leaf.astype(jnp.float32) for leaf in leaves]
   top = jnp.zeros([], jnp.float32)
   for leaf, axes in zip(wide, others, strict=True):

@@ -8,6 +8,10 @@ import optax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
+from gradcomp._src.core.inputs import any_tree
+from gradcomp._src.core.of_workers import of_workers
+from gradcomp._src.mesh.closures import arrays_of
+from gradcomp._src.mesh.per_worker import of_all, unmarked
 from gradcomp._src.mesh.specs import reduced_spec, sharded_axes
 from gradcomp._src.mesh.study import STUDY, Study
 from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes, varying_axes
@@ -18,15 +22,16 @@ def allow_frozen(
 ) -> optax.GradientTransformationExtraArgs:
   """Lets an optimizer freeze parameters by ``optax.set_to_zero``, unexchanged.
 
-  Gradients of one worker have types that show it: inside ``jax.shard_map`` with
-  ``check_vma=True``, and in plain ``jax.jit`` under Explicit axes. Zeros that optax
-  makes of such a gradient have its type, too, and JAX refuses to add them to a
-  parameter that all workers share. The returned optimizer finds the gradients that the
-  given one does not read at all, and replaces these by zeros that are equal on all
-  workers. Other gradients are not touched.
+  Inside ``jax.shard_map`` with ``check_vma=True``, and in plain ``jax.jit`` under
+  Explicit axes, zeros that optax makes of a worker's gradient have its type, and JAX
+  refuses to add them to a parameter that all workers share. The returned optimizer
+  replaces gradients that the given one does not read at all by zeros that are equal on
+  all workers. Elsewhere it changes nothing. :func:`gradcomp.make_train_step` does this
+  by itself.
 
-  :func:`gradcomp.make_train_step` does this by itself. Under ``jax.pmap``, ``jax.vmap``
-  and ``check_vma=False`` it changes nothing, and is not needed.
+  In plain ``jax.jit`` under Auto axes it runs the optimizer on the gradients of each
+  worker, in a map over the axes of :class:`gradcomp.PerWorker`. So ``optax.partition``
+  and ``optax.masked`` around an exchange see a tree like the parameters.
 
   Args:
     optimizer: an optax transformation, like ``optax.partition`` with gradcomp's and
@@ -47,9 +52,10 @@ def allow_frozen(
   """
   optimizer = optax.with_extra_args_support(optimizer)
 
-  def update_fn(
-    updates: Any, state: Any, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, Any]:
+  def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    if of_all(updates):
+      mapped = of_workers(update_fn, unmarked(updates)[2], whole=True)
+      return mapped(updates, state, params, **extra_args)
     call = lambda updates: optimizer.update(updates, state, params, **extra_args)
     leaves, treedef = jax.tree.flatten(updates)
     # JAX refuses most work on unreduced gradients, so these are looked at first.
@@ -61,14 +67,11 @@ def allow_frozen(
     given = [x if used else _zeros(x) for x, used in zip(leaves, read, strict=True)]
     return call(jax.tree.unflatten(treedef, given))
 
-  return optax.GradientTransformationExtraArgs(optimizer.init, update_fn)
+  return any_tree(optimizer.init, update_fn)
 
 
 def unaveraged(updates: Any, params: Any) -> list[str]:
-  """Returns the paths of updates that vary over more axes than their parameters.
-
-  Without parameters, all updates that vary count.
-  """
+  """Returns the paths of updates that vary over more axes than their parameters."""
   leaves = jax.tree_util.tree_leaves_with_path(updates)
   allowed = [_axes_of(x) for x in jax.tree.leaves(params)]
   allowed = allowed or [frozenset()] * len(leaves)
@@ -99,13 +102,10 @@ def _reads(
   optimizer: optax.GradientTransformation, updates: Any, *rest: Any
 ) -> list[bool]:
   """Returns for each gradient whether any result of ``update`` depends on it."""
-  leaves, treedef = jax.tree.flatten((updates, *rest))
-  arrays = [x for x in leaves if isinstance(x, jax.Array)]
+  arrays, with_arrays = arrays_of((updates, *rest))
 
   def update(*arrays: jax.Array) -> Any:
-    parts = iter(arrays)
-    own = [next(parts) if isinstance(x, jax.Array) else x for x in leaves]
-    updates, state, params, extra_args = jax.tree.unflatten(treedef, own)
+    updates, state, params, extra_args = with_arrays(arrays)
     return optimizer.update(updates, state, params, **extra_args)
 
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]

@@ -23,10 +23,9 @@ def aps(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Auto Precision Scaling: averages gradients as floats of ``1 + e + m`` bits.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.FloatCast`.
-  Each leaf is scaled by the largest power of two :math:`2^f` with which the sum of N
-  workers cannot overflow. The workers agree on it, by a byte a leaf. Without residuals
-  it returns
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.FloatCast`. The
+  workers agree on the largest power of two :math:`2^f` with which the sum of a leaf
+  cannot overflow. Without residuals it returns
 
   .. math:: \frac{2^{-f}}{N} \bigoplus_i \mathrm{cast}(2^f g_i)
 
@@ -79,8 +78,7 @@ def loss_scaling_cast(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages gradients as floats of few bits, scaled by one constant: loss scaling.
 
-  This is the baseline of :func:`aps`. Every leaf is multiplied by :math:`c`, which is
-  ``factor``, before it is cast. The mean is divided by it. Without residuals it returns
+  This is the baseline of :func:`aps`. Without residuals it returns
 
   .. math:: \frac{1}{c N} \bigoplus_i \mathrm{cast}(c \, g_i)
 
@@ -92,9 +90,6 @@ def loss_scaling_cast(
 
   Args:
     factor: c, a number from 2**-126 to 2**126. Required.
-
-  Raises:
-    ValueError: an argument that the codec or ``compress`` does not allow.
 
   Example:
     >>> tx = gradcomp.loss_scaling_cast(1024.0, feedback=None)

@@ -30,17 +30,14 @@ def powersgd(
   .. math:: \hat P Q'^T \approx \frac{1}{N} \sum_i (g_i + e_i), \qquad
      e_i' = g_i + e_i - \hat P Q'^T
 
-  The codec finds both factors in two rounds, by one step of subspace iteration from the
-  last step's right factor. It is biased, and always keeps a residual.
-
-  Momentum is best behind it, as in the paper: ``optax.sgd(0.1, momentum=0.9)``.
+  It is biased, and always keeps a residual. Momentum is best behind it, as in the
+  paper: ``optax.sgd(0.1, momentum=0.9)``.
 
   A payload has ``32 * rank * (m + n)`` bits for a matrix of m by n, or 8 bits a number
   with ``bits=8``.
 
   Args:
-    start: steps that are dense before the first compressed one, 0 or more. PyTorch's
-      hook takes 1000. Default: 0.
+    start: steps that are dense before the first compressed one, 0 or more. Default: 0.
     feedback: ``"error"``, ``"momentum"``, an object of these, or ``"auto"``, which is
       ``"error"``; see :class:`gradcomp.CompressOptions`. Default: ``"auto"``.
 
@@ -59,10 +56,6 @@ def powersgd(
     >>> jax.tree.map(lambda *x: bool(jnp.allclose(x[0] + x[1], x[2], atol=1e-6)),
     ...              update, state.residual, gradient)
     {'w': True}
-
-  References:
-    Vogels et al., `PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization <https://arxiv.org/abs/1905.13727>`_, 2019, section 3
   """
   feedback = options.get("feedback", "auto")
   if feedback is None:

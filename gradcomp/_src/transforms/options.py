@@ -12,6 +12,7 @@ from gradcomp._src.core.compression import Dither
 from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import Auto, ExchangeName
+from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
 
@@ -22,7 +23,7 @@ class ExchangeOptions(TypedDict, total=False):
   axis_name: AxisName | None
   exchange: ExchangeName | Auto | Exchange
   min_leaf_size: int | None
-  message_bytes: int | None
+  message_bytes: MessageBytes
   key: ArrayLike
   dither: Dither
 
@@ -30,10 +31,9 @@ class ExchangeOptions(TypedDict, total=False):
 class CompressOptions(ExchangeOptions, total=False):
   """The options of :func:`gradcomp.compress`, which all recipes take by keyword.
 
-  A recipe names a method and builds its codec, as :func:`gradcomp.qsgd` does. Here
-  ``g`` is a worker's gradient, ``e`` its residual, ``Q`` encodes and decodes, and N is
-  the number of workers. A function of your own passes options on by
-  ``**options: Unpack[gradcomp.CompressOptions]``.
+  Here ``g`` is a worker's gradient, ``e`` its residual, ``Q`` encodes and decodes, and
+  N is the number of workers. A function of your own passes options on by ``**options:
+  Unpack[gradcomp.CompressOptions]``.
 
   Attributes:
     axis_name: the axis of the enclosing shard_map, pmap or vmap to average over, or a
@@ -59,7 +59,10 @@ class CompressOptions(ExchangeOptions, total=False):
       with a sparse codec. Default: None.
     message_bytes: the largest payload in bytes that leaves share, 0 or more; None for
       one message. Several messages can be on their way before the whole backward pass
-      is done. A leaf is never cut. Default: None.
+      is done. A leaf is never cut. ``"auto"`` fills messages from the last leaf on,
+      each with at least 4 MiB, 128 KiB for each worker, and a 16th of the payload. What
+      is smaller is one message, and so is every gradient on CPUs, which compute nothing
+      while they send. Default: ``"auto"``.
     key: a seed of at most 64 bits, or a threefry key, of random rounding and random
       choices, equal on all workers. The bits of a step derive from key, step, the
       leaf's path in the tree and worker alone. Default: 0.
@@ -76,98 +79,73 @@ class CompressOptions(ExchangeOptions, total=False):
 _Recipe = TypeVar("_Recipe", bound=Callable[..., Any])
 _Options = TypeVar("_Options", bound=ExchangeOptions)
 
+_BREAK = r"\n\n(?=[A-Z][a-z]+:\n)"  # in front of a section
 _RETURNS = """\
 Returns:
   A gradient transformation, as :func:`gradcomp.compress` returns it; its state is a
   :class:`gradcomp.state.CompressState`.
 """
+_RAISES = """\
+Raises:
+  ValueError: an argument that the codec or ``compress`` does not allow.
+"""
 
 
 def recipe(codec: type[LeafCodec]) -> Callable[[_Recipe], _Recipe]:
-  """Completes the signature and the docstring of a recipe.
+  """Completes the signature and the docstring of a recipe for a codec.
 
   The signature shows options by name in the place of ``**options``:
-  ``optax.inject_hyperparams`` reads it, and passes each argument by its name. Types of
-  the options are left out, so that ``help`` stays short.
-
-  The docstring gets an entry of ``Args`` for each argument: the recipe's own, or else
-  that of the codec's attribute or the option of that name.
-
-  Args:
-    codec: the class whose attributes arguments of the recipe set.
-
-  Example:
-    >>> @recipe(gradcomp.codecs.QSGD)
-    ... def plain(bits=4, *, exchange="ring", **options):
-    ...   "Averages gradients."
-    >>> inspect.signature(plain)
-    <Signature (bits=4, *, exchange='ring', axis_name=None, feedback='auto',
-      min_leaf_size=None, message_bytes=None, key=0, dither='shared')>
-    >>> print(plain.__doc__[:88])
-    Averages gradients.
-    <BLANKLINE>
-    Args:
-      bits: bits of a code, 1 to 8 or 16; with ``sign_magnitude``
+  ``optax.inject_hyperparams`` reads it, and passes each argument by its name. ``Args``
+  has an entry for each: the recipe's own, or else that of the codec or the option.
+  ``References`` are those of the codec where the recipe has none.
   """
 
   def complete(make: _Recipe) -> _Recipe:
-    names = _show_options(make)
-    make.__doc__ = _completed(inspect.getdoc(make) or "", names, codec)
+    signature = inspect.signature(make)
+    parameters = dict(signature.parameters)
+    del parameters["options"]
+    for name, parameter in inspect.signature(compress).parameters.items():
+      if parameter.kind is parameter.KEYWORD_ONLY:  # without types, for a short help
+        parameters.setdefault(name, parameter.replace(annotation=parameter.empty))
+    shown = signature.replace(parameters=[*parameters.values()])
+    make.__dict__["__signature__"] = shown
+    make.__doc__ = _completed(inspect.getdoc(make) or "", [*parameters], codec)
     return make
 
   return complete
 
 
-def _show_options(make: Callable[..., Any]) -> list[str]:
-  """Completes the signature of a recipe, and returns the names of its arguments."""
-  signature = inspect.signature(make)
-  parameters = dict(signature.parameters)
-  del parameters["options"]
-  for name, parameter in inspect.signature(compress).parameters.items():
-    if parameter.kind is parameter.KEYWORD_ONLY:
-      parameters.setdefault(name, parameter.replace(annotation=parameter.empty))
-  make.__dict__["__signature__"] = signature.replace(parameters=[*parameters.values()])
-  return [*parameters]
-
-
 def _completed(text: str, names: list[str], codec: type[LeafCodec]) -> str:
-  """Returns a docstring with an entry of ``Args`` for each name, and ``Returns``."""
-  body, *sections = re.split(r"\n\n(?=[A-Z][a-z]+:\n)", text)
-  titled = {section.partition(":\n")[0]: section for section in sections}
+  """Returns a docstring with an entry for each name, ``Returns`` and ``Raises``."""
+  of_codec = inspect.getdoc(codec) or ""
+  body, *sections = re.split(_BREAK, text)
+  references = [x for x in re.split(_BREAK, of_codec) if x.startswith("References:")]
+  # Those of the codec come first, and count where the recipe has none.
+  titled = {x.partition(":\n")[0]: x for x in (*references, *sections)}
   entries = {
     **_entries(inspect.getdoc(CompressOptions) or "", "Attributes"),
-    **_entries(inspect.getdoc(codec) or "", "Attributes"),
+    **_entries(of_codec, "Attributes"),
     **_entries(text, "Args"),
   }
   listed = "".join(entries[name] for name in names if name in entries)
   titled["Args"] = "Args:\n" + listed
   titled.setdefault("Returns", _RETURNS)
-  first = ("Args", "Returns")
-  order = [*first, *(title for title in titled if title not in first)]
-  return "\n\n".join([body, *(titled[title].rstrip() for title in order)]) + "\n"
+  titled.setdefault("Raises", _RAISES)
+  order = ("Args", "Returns", "Raises", "Example", "References")
+  parts = [body, *(titled[title].rstrip() for title in order if title in titled)]
+  return "\n\n".join(parts) + "\n"
 
 
 def _entries(text: str, title: str) -> dict[str, str]:
-  r"""Returns the entries of a section of a docstring by name, each with its lines.
-
-  Example:
-    >>> _entries("Does.\n\nArgs:\n  a: one.\n    More.\n  b: two.", "Args")
-    {'a': '  a: one.\n    More.\n', 'b': '  b: two.\n'}
-  """
+  """Returns the entries of a section of a docstring by name, each with its lines."""
   _, _, section = f"\n{text}\n".partition(f"\n{title}:\n")
   section = section.partition("\n\n")[0].rstrip("\n") + "\n"
-  return {
-    entry[1]: entry[0]
-    for entry in re.finditer(r"^  (\w+): .*\n(?:    .*\n)*", section, re.M)
-  }
+  found = re.finditer(r"^  (\w+): .*\n(?:    .*\n)*", section, re.M)
+  return {entry[1]: entry[0] for entry in found}
 
 
 def checked(make: Callable[..., Any], options: _Options) -> _Options:
-  """Returns the options that a recipe was given.
-
-  Raises:
-    TypeError: the recipe has no option of such a name.
-  """
+  """Returns the options that a recipe was given; TypeError for another name."""
   names = inspect.signature(make).parameters
   for name in options.keys() - names:
     raise TypeError(

@@ -1,5 +1,6 @@
 """Builds methods by name: a codec, an exchange and feedback, for ``optax.chain``."""
 
+from collections.abc import Sequence
 from typing import Literal, Unpack
 
 import optax
@@ -9,6 +10,8 @@ from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.eight_bit import EightBit
 from gradcomp._src.codecs.natural import Natural
 from gradcomp._src.codecs.one_bit import OneBit
+from gradcomp._src.codecs.policy import Policy
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.core.transform import compress
@@ -39,22 +42,16 @@ def qsgd(  # noqa: PLR0913 - options of users, by keyword
 
   The paper uses buckets of 128 at 2 bits, of 512 at 4 and 8 bits, and of 8192 at 16
   bits. Stochastic rounding is unbiased, and keeps no residual by default, as in the
-  paper. At 2 bits a residual would only grow. With ``norm="rms"``,
-  ``levels="uniform"`` and ``rounding="nearest"`` it keeps a residual by default, which
-  is a quarter as large as with the other norms at 2 bits. ``rotate=8`` or ``rotate=32``
-  is for gradients with heavy tails.
+  paper. At 2 bits a residual would only grow, but for ``norm="rms"``,
+  ``levels="uniform"`` and ``rounding="nearest"``, which keep one by default.
+  ``rotate=8`` or ``rotate=32`` is for gradients with heavy tails.
 
   A payload has about ``bits + 32 / bucket_size`` bits an element.
 
-  Raises:
-    ValueError: an argument that the codec or ``compress`` does not allow.
-
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=8), optax.sgd(1.0))
-    >>> params = {"w": jnp.ones(1024)}
-    >>> state = optimizer.init(params)
-    >>> updates, state = optimizer.update({"w": jnp.full(1024, 0.5)}, state)
-    >>> updates["w"]  # a constant bucket is exact
+    >>> gradient = jnp.full(1024, 0.5)
+    >>> optimizer.update(gradient, optimizer.init(gradient))[0]
     Array([-0.5, -0.5, -0.5, ..., -0.5, -0.5, -0.5], dtype=float32)
 
   References:
@@ -101,9 +98,6 @@ def onebit_sgd(
     feedback: ``"error"``, ``"momentum"``, an object of these, or ``"auto"``, which is
       ``"error"``; see :class:`gradcomp.CompressOptions`. Default: ``"auto"``.
 
-  Raises:
-    ValueError: an argument that the codec or ``compress`` does not allow.
-
   Example:
     >>> tx = gradcomp.onebit_sgd(min_leaf_size=0)
     >>> grads = {"w": jnp.tile(jnp.array([-3.0, -1.0, 2.0, 4.0]), 512)}
@@ -146,15 +140,10 @@ def terngrad(
   .. math:: \frac{1}{N} \sum_i Q(g_i)
 
   It is unbiased for clipped gradients, and keeps no residual by default, as in the
-  paper. The paper also suggests a last layer in full precision:
-  ``optax.partition({"tern": gradcomp.terngrad(axis_name="data"), "full":
-  gradcomp.dense(axis_name="data")}, labels)``.
+  paper. The paper also suggests a last layer in full precision: see :func:`policy`.
 
   A payload has 2 or 1.6 bits an element. In ``two_shot`` the sums of N workers have
   ``ceil(log2(2N + 1))`` bits, with the scales shared.
-
-  Raises:
-    ValueError: an argument that the codec or ``compress`` does not allow.
 
   Example:
     >>> tx = gradcomp.terngrad(clip_sigmas=None)
@@ -203,19 +192,12 @@ def eight_bit(
 
   A payload has 8 bits an element and one scale a leaf, or a bucket.
 
-  Raises:
-    ValueError: an argument that the codec or ``compress`` does not allow.
-
   Example:
     >>> tx = gradcomp.eight_bit("linear", feedback=None)
     >>> grads = {"w": jnp.tile(jnp.array([-127.0, 0.4, 0.6, 5.0]), 512)}
     >>> updates, _ = tx.update(grads, tx.init(grads))
     >>> updates["w"][:4]
     Array([-127.,    0.,    1.,    5.], dtype=float32)
-
-  References:
-    Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
-    <https://arxiv.org/abs/1511.04561>`_, 2016, section 3.1
   """
   codec = EightBit(
     dtype=dtype,
@@ -243,11 +225,8 @@ def natural(
 
   It is unbiased, and keeps no residual by default, as in the paper.
 
-  A payload has 8 bits an element, for magnitudes from 2**-62 to 2**63. The codec says
-  what becomes of others.
-
-  Raises:
-    ValueError: an argument that the codec or ``compress`` does not allow.
+  A payload has 8 bits an element, for magnitudes from 2**-62 to 2**63; see
+  :class:`gradcomp.codecs.Natural` for others.
 
   Example:
     >>> tx = gradcomp.natural()
@@ -255,10 +234,6 @@ def natural(
     >>> updates, _ = tx.update(grads, tx.init(grads))
     >>> updates["w"][:4] == grads["w"][:4]  # powers of two are exact
     Array([ True,  True,  True,  True], dtype=bool)
-
-  References:
-    Horvath et al., `Natural Compression for Distributed Deep Learning
-    <https://arxiv.org/abs/1905.10988>`_, 2019
   """
   codec = Natural(implementation=implementation)
   return compress(codec, **checked(natural, options))
@@ -283,9 +258,6 @@ def dense(
   ``psum`` of their own, whatever ``exchange`` says. With 16 bits they are computed in
   float32, as with every other codec.
 
-  Raises:
-    ValueError: an argument that the codec or ``compress`` does not allow.
-
   Example:
     >>> tx = gradcomp.dense(jnp.bfloat16, feedback=None)
     >>> grads = {"w": jnp.array([1.001, 2.0])}
@@ -294,3 +266,44 @@ def dense(
   """
   codec = Dense(dtype=dtype, rounding=rounding)
   return compress(codec, **checked(dense, options))
+
+
+@recipe(Policy)
+def policy(
+  rules: Sequence[tuple[str, LeafCodec]], **options: Unpack[CompressOptions]
+) -> optax.GradientTransformationExtraArgs:
+  r"""Averages gradients over workers, each leaf encoded by the codec of its path.
+
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Policy`. All
+  leaves travel in the same messages, whatever their codecs are:
+
+  .. math:: \frac{1}{N} \sum_i Q_l(g_{i,l}), \qquad Q_l \text{ of the first rule that
+     matches the path of leaf } l
+
+  With the last layer and all that is small in full precision, as Wen et al. (section
+  5), Han et al. (section 4) and Fang et al. (section 2.1) train::
+
+    exchange = gradcomp.policy(
+      [("norm|bias|^head/", Dense()), ("^embed/", TopK()), (".", QSGD(bits=4))],
+      axis_name="data",
+    )
+
+  ``exchange`` must be one that all codecs allow. With the default, a step takes
+  ``two_shot`` where all do, and else ``all_gather``. Where a codec is sparse, it takes
+  ``all_gather`` for all as long as that sends less than a plain mean. The result is
+  unbiased if all codecs are, and keeps a residual by default if one is biased.
+
+  Raises:
+    ValueError: rules are no such pairs; in ``init`` and ``update``, a rule matches no
+      leaf.
+
+  Example:
+    >>> from gradcomp.codecs import QSGD, Dense
+    >>> tx = policy([("b", Dense()), (".", QSGD(bits=4))], axis_name="data")
+    >>> params = {"b": jnp.zeros(8192), "w": jnp.zeros((256, 256))}
+    >>> leaves = gradcomp.explain(tx, params, workers=4).leaves
+    >>> [(leaf.path, leaf.rule, type(leaf.codec).__name__) for leaf in leaves]
+    [("['b']", 'b', 'Dense'), ("['w']", '.', 'QSGD')]
+  """
+  checked(policy, options)
+  return compress(Policy(rules), **options)

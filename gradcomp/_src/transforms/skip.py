@@ -11,8 +11,10 @@ from jax import lax
 
 from gradcomp._src.checks import step_count
 from gradcomp._src.core import agreement
+from gradcomp._src.core.inputs import any_tree
 from gradcomp._src.exchange.collectives import largest
 from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.per_worker import of_all
 from gradcomp._src.mesh.reduction import reduction
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import other_axes
@@ -26,11 +28,6 @@ class SkipNonfiniteState(NamedTuple):
     last_finite: whether the last step was, ``bool[]``, replicated.
     total_notfinite: all steps that were not finite, ``int32[]``, replicated.
     inner_state: of the transformation inside.
-
-  Example:
-    >>> state = gradcomp.skip_nonfinite(optax.sgd(0.1), 5).init(jnp.ones(2))
-    >>> int(state.notfinite_count), bool(state.last_finite)
-    (0, True)
   """
 
   notfinite_count: jax.Array
@@ -48,16 +45,14 @@ def skip_nonfinite(
   """Skips a step if a gradient or an update of any worker has a NaN or an infinity.
 
   Put it around the whole optimizer, the exchange included. It is
-  ``optax.apply_if_finite`` for several workers. optax's decides on each worker by
-  itself, so that workers that exchange may wait for ever for those that do not. Here
-  all workers take the same decision. A skipped step returns zeros, and leaves the whole
-  inner state as it was, residuals included.
+  ``optax.apply_if_finite`` for several workers, which all take the same decision. A
+  skipped step returns zeros, and leaves the whole inner state as it was, residuals
+  included.
 
-  The exchange always runs, because collectives must not hide in branches. Its result is
-  dropped if the step is skipped. To agree, each worker sends one byte behind it, which
-  :func:`gradcomp.wire_report` lists and :func:`gradcomp.explain` does not. Gradients
-  and updates are tested: a mean that is too large for a 16-bit type is not finite,
-  unless feedback keeps the rest.
+  The exchange always runs, because collectives must not hide in branches. To agree,
+  each worker sends one byte behind it, which :func:`gradcomp.wire_report` lists and
+  :func:`gradcomp.explain` does not. Gradients and updates are tested: a mean that is
+  too large for a 16-bit type is not finite, unless feedback keeps the rest.
 
   Args:
     inner: the transformation, e.g. a chain of an exchange and an optimizer.
@@ -93,12 +88,9 @@ def skip_nonfinite(
   def update_fn(
     updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, SkipNonfiniteState]:
+    told = {"max_consecutive_errors": most}
     agreement.require_agreement(
-      "gradcomp.skip_nonfinite",
-      {"max_consecutive_errors": most},
-      updates,
-      axis_name,
-      inner_state=state.inner_state,
+      "gradcomp.skip_nonfinite", told, updates, axis_name, inner_state=state.inner_state
     )
     new, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
     finite = _all_finite(updates, new, axis_name)
@@ -114,14 +106,17 @@ def skip_nonfinite(
       _choose(taken, inner_state, state.inner_state),
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return any_tree(init_fn, update_fn)
 
 
 def _all_finite(updates: Any, new: Any, axis_name: AxisName | None) -> jax.Array:
   """Returns True if all workers' gradients and updates are finite: ``bool[]``."""
   if not jax.tree.leaves(updates):
     return jnp.array(True)
-  axes, _ = reduction(updates, axis_name, local=False)
+  # The compiler reduces rows of all workers by itself.
+  axes = (
+    None if of_all(updates) else reduction(updates, axis_name, local=False).axis_name
+  )
   own = () if axes is None else axis_names(axes)
   both = (updates, new)
   others = {x for leaf in jax.tree.leaves(both) for x in other_axes(leaf, axes)}

@@ -11,6 +11,7 @@ from jax.tree_util import GetAttrKey, KeyPath
 
 from gradcomp._src.checks import static_integer
 from gradcomp._src.core import agreement
+from gradcomp._src.core.inputs import any_tree
 from gradcomp._src.core.state import is_state
 
 
@@ -20,12 +21,6 @@ class SwitchState(NamedTuple):
   Attributes:
     count: steps so far, ``int32[]``, replicated.
     inner: the largest state of a transformation; the others keep a part of it.
-
-  Example:
-    >>> parts = [optax.scale(1.0), optax.scale(-1.0)]
-    >>> state = gradcomp.wrappers.switch([2], parts).init(jnp.ones(()))
-    >>> state.count
-    Array(0, dtype=int32)
   """
 
   count: jax.Array  # type: ignore[assignment]
@@ -33,16 +28,14 @@ class SwitchState(NamedTuple):
 
 
 def switch(
-  boundaries: Sequence[int],
-  transformations: Sequence[optax.GradientTransformation],
+  boundaries: Sequence[int], transformations: Sequence[optax.GradientTransformation]
 ) -> optax.GradientTransformationExtraArgs:
   """Applies one transformation after the other, each from its boundary on.
 
-  The first applies until step ``boundaries[0]``, the second from there until
-  ``boundaries[1]``, and so on. All are part of one program, of which ``jax.lax.switch``
-  runs one branch a step: nothing is compiled again. They share one state: the next goes
-  on with the residuals and the momentum that one leaves behind. So each must keep the
-  state of the one that keeps most, or the same without some arrays.
+  The first applies until step ``boundaries[0]``, and so on. All are branches of one
+  program: nothing is compiled again. They share one state: the next goes on with the
+  residuals and the momentum that one leaves behind. So each must keep the state of the
+  one that keeps most, or the same without some arrays.
 
   Fang et al. warm up with a dense exchange, Lin et al. with falling densities::
 
@@ -113,24 +106,18 @@ def switch(
     told = {"boundaries": steps, "transformations": len(choices)}
     agreement.require_agreement("gradcomp.wrappers.switch", told, updates)
 
-    def branch(tx: optax.GradientTransformationExtraArgs) -> Any:
-      return lambda updates, inner: tx.update(updates, inner, params, **extra_args)
-
+    branch = lambda tx: lambda g, inner: tx.update(g, inner, params, **extra_args)
     number = jnp.sum(state.count >= jnp.array(steps, jnp.int32), dtype=jnp.int32)
-    updates, inner = lax.switch(
-      number, [branch(tx) for tx in choices], updates, state.inner
-    )
+    updates, inner = lax.switch(number, [*map(branch, choices)], updates, state.inner)
     return updates, SwitchState(optax.safe_increment(state.count), inner)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return any_tree(init_fn, update_fn)
 
 
 def _check_part(number: int, state: Any, largest: Any) -> None:
   """Raises ValueError unless each array of a state is one of the largest state, too."""
-  shapes = {
-    path: (leaf.shape, leaf.dtype)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(largest)
-  }
+  leaves = jax.tree_util.tree_leaves_with_path(largest)
+  shapes = {path: (leaf.shape, leaf.dtype) for path, leaf in leaves}
   for path, leaf in jax.tree_util.tree_leaves_with_path(state):
     found = shapes.pop(path, None)
     if found != (leaf.shape, leaf.dtype):

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src import distributed
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.core import agreement
+from gradcomp._src.mesh.per_worker import PerWorker
 
 GRADS = {
   "v": jax.ShapeDtypeStruct((64,), jnp.float32),
@@ -81,6 +82,15 @@ def trace(tx, grads=GRADS, over=None):
     step, mesh=over or mesh(), in_specs=P(), out_specs=P(), check_vma=False
   )
   jax.eval_shape(mapped, grads)
+
+
+def trace_rows(tx):
+  """Traces a step in plain jit under Auto axes, with the rows of all workers."""
+  rows = lambda x: jax.ShapeDtypeStruct((mesh().size, *x.shape), x.dtype)
+  auto = mesh().update(axis_types=(AxisType.Auto,))
+  with jax.sharding.use_abstract_mesh(auto):
+    grads = PerWorker(jax.tree.map(rows, GRADS), "data")
+    jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, GRADS), GRADS)
 
 
 def assert_told(error, match):

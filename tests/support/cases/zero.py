@@ -101,8 +101,8 @@ def _mapped(check_vma, tx, params, given):
     yield copies, _unstacked(state, specs)
 
 
-def _explicit(tx, params, given):
-  mesh = modes.mesh(N, AxisType.Explicit)
+def _on_mesh(kind, tx, params, given):
+  mesh = modes.mesh(N, kind)
   params = jax.device_put(params, NamedSharding(mesh, P()))
   with jax.set_mesh(mesh):
     state = tx.init(params)
@@ -110,6 +110,8 @@ def _explicit(tx, params, given):
 
   @jax.jit
   def step(gradient, state, params):
+    if kind == AxisType.Auto:
+      return stepper(tx)(gradcomp.PerWorker(gradient, "data"), state, params)
     addends = jax.tree.map(lambda x: x * (1 / N), gradient)
     return stepper(tx)(unreduce(addends, "data"), state, params)
 
@@ -139,7 +141,8 @@ _MODES = {
   "vmap": functools.partial(
     _copies, lambda f, axis_name: jax.jit(jax.vmap(f, axis_name=axis_name))
   ),
-  "explicit": _explicit,
+  "auto": functools.partial(_on_mesh, AxisType.Auto),
+  "explicit": functools.partial(_on_mesh, AxisType.Explicit),
 }
 
 

@@ -4,8 +4,11 @@ Nothing is computed. A step that went on would wait for the other process for ev
 """
 
 import collections
+import dataclasses
 import json
 import os
+import warnings
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.kernels.gpu import self_check
+from gradcomp._src.kernels.quantize import pallas, reference
 from tests.support.hosts.averaging import QSGD4
 
 
@@ -34,18 +39,22 @@ def train(optimizer, names=("a", "b"), fails=False):
   jax.eval_shape(step, params, state, jax.ShapeDtypeStruct((2, 4), jnp.float32))
 
 
-def update(exchange):
-  """Traces a step that holds no more than ``update``."""
-  tx = gradcomp.compress(QSGD4, axis_name="data", exchange=exchange)
-  mesh = jax.make_mesh((jax.device_count(),), ("data",))
-  step = jax.shard_map(
+def step_of(codec=QSGD4, **options):
+  """Returns a step of all processes that holds no more than ``update``."""
+  tx = gradcomp.compress(codec, axis_name="data", **options)
+  return jax.shard_map(
     lambda g: tx.update(g, tx.init(g))[0],
-    mesh=mesh,
+    mesh=jax.make_mesh((jax.device_count(),), ("data",)),
     in_specs=P(),
     out_specs=P(),
     check_vma=False,
   )
-  jax.eval_shape(step, jax.ShapeDtypeStruct((64, 64), jnp.float32))
+
+
+def update(exchange):
+  """Traces a step with an exchange."""
+  like = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+  jax.eval_shape(step_of(exchange=exchange), like)
 
 
 def chain(codec=QSGD4):
@@ -62,6 +71,34 @@ def local(every):
   )
 
 
+def kernels(host):
+  """Traces an update, whose kernel fails on one process; returns whether it is in it.
+
+  A device of the CPU stands for the GPU. The update's own kernel is for CUDA alone.
+  """
+
+  def encode_rows(*operands, interpret=False, **options):
+    rows, residual = reference.encode_rows(*operands, **options)
+    return rows + jnp.uint32(host), residual
+
+  encode_rows.__module__ = "fake"
+
+  def kernels_in(codec):
+    traced = jax.make_jaxpr(step_of(codec))(jnp.ones((64, 256)))
+    return str(traced).count("gradcomp_kernel")
+
+  with (
+    mock.patch.object(self_check, "_gpus", lambda: jax.local_devices()[:1]),
+    mock.patch.object(self_check, "_TIMED_ELEMENTS", 1 << 12),
+    mock.patch.object(pallas, "encode_rows", encode_rows),
+    warnings.catch_warnings(record=True) as caught,
+  ):
+    warnings.simplefilter("always")
+    of_xla = kernels_in(dataclasses.replace(QSGD4, implementation="xla"))
+    more = kernels_in(QSGD4) - of_xla
+  return {"kernels": more, "said": [str(warning.message) for warning in caught]}
+
+
 # What each process traces, by its number.
 CASES = {
   "order": lambda host: train(chain(), ("a", "b") if host == 0 else ("b", "a")),
@@ -70,6 +107,7 @@ CASES = {
   "chain": lambda host: train(optax.chain(chain(), *[later()] * host)),
   "failed": lambda host: train(chain(), fails=host == 1),
   "same": lambda host: train(chain()),
+  "kernels": kernels,
   "silent": lambda host: update("ring") if host == 0 else None,
 }
 

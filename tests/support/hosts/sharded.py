@@ -14,6 +14,7 @@ import gradcomp
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, EightBit
 from tests.support import flips, modes
+from tests.support.cases import auto
 
 
 def gradients(hosts, step):
@@ -96,5 +97,29 @@ def compared(hosts):
   return found
 
 
-# Of models and optimizers that are sharded over the hosts, and of copies that differ.
-CUT = {"moved": moved, "optimized": optimized, "compared": compared}
+def placed(hosts):
+  """Returns what is placed from NumPy, from a host's devices, and from the mesh."""
+  mesh = modes.mesh(hosts)
+  rng = np.random.default_rng(11)
+  tree = {"rows": rng.standard_normal((2 * hosts, 3), np.float32), "count": 7}
+  tree["key"] = jax.random.key(5)
+  specs = {"rows": P("data"), "count": P(), "key": P()}
+  read = gradcomp.checkpoint.place(tree, mesh, specs)
+  made = gradcomp.checkpoint.place(jax.tree.map(jnp.asarray, tree), mesh, specs)
+  turned = gradcomp.checkpoint.place(made, mesh, P())
+  cut_again = gradcomp.checkpoint.place(turned, mesh, specs)
+  words = lambda x: {**x, "key": jax.random.key_data(x["key"])}
+  return [*map(words, (read, made, turned, cut_again))]
+
+
+def plain(hosts):
+  """Parameters and state after three steps in plain jit under Auto axes."""
+  tx = auto.kept4
+  (params, _), state = auto.trained(auto.step_of(tx), tx, modes.mesh(hosts))
+  return params, state
+
+
+# Of models, optimizers and states that are sharded over the hosts, of copies that
+# differ, and of a step in plain jit.
+CUT = {"moved": moved, "optimized": optimized, "compared": compared, "placed": placed}
+CUT["plain"] = plain

@@ -1,8 +1,4 @@
-"""Exact sums of integer codes, packed into as few bits as hold them.
-
-Codes of codecs with shared scales lie in ``[-m, m]``, so sums over N
-workers lie in ``[-N m, N m]``, whatever the gradients are. Nothing here rounds.
-"""
+"""Exact sums of integer codes, packed into as few bits as hold ``[-N m, N m]``."""
 
 import dataclasses
 import functools
@@ -11,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import (
@@ -25,7 +22,6 @@ from gradcomp._src.codecs.sums.sum import (
 from gradcomp._src.codecs.sums.tiles import cutter, sum_in_order
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes
 from gradcomp._src.kernels.materialize import packed, stored
 
 if TYPE_CHECKING:
@@ -49,22 +45,20 @@ class Codes(Sum):
   def facts(self) -> SumFacts:
     return dataclasses.replace(_FACTS, max_code=self.codec.max_code)
 
-  def unpacked(self, rows: jax.Array) -> jax.Array:
+  def unpacked(self, rows: Array) -> Array:
     return self.codec.codes(rows)
 
-  def gathered(
-    self, rows: jax.Array, agreed: jax.Array | None, scale: float
-  ) -> RowDecoder:
+  def gathered(self, rows: Array, agreed: Array | None, scale: float) -> RowDecoder:
     return self._decoder(sum_in_order(self.codec.codes, rows), agreed, scale)
 
-  def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
+  def fold(self, rows: Array, scale: float, *, keep: bool) -> Partial:
     return Partial(sum_in_order(self.codec.codes, stored(rows)), scale=scale)
 
   def finish(
     self,
     partial: Partial,
     context: Context,
-    residual: jax.Array | None,
+    residual: Array | None,
     workers: int,
     *,
     keep: bool,
@@ -73,15 +67,9 @@ class Codes(Sum):
     return Sent(rows, scale=partial.scale)
 
   def value(
-    self,
-    rows: jax.Array,
-    agreed: jax.Array | None,
-    scale: float,
-    share: int,
-    workers: int,
+    self, rows: Array, agreed: Array | None, scale: float, share: int, workers: int
   ) -> RowDecoder:
-    unpack = lambda words: unpack_sums(self.codec, words, share, workers)
-    sums = jax.vmap(unpack)(rows)
+    sums = jax.vmap(lambda words: unpack_sums(self.codec, words, share, workers))(rows)
     return self._decoder(sums.reshape(-1, *sums.shape[2:]), agreed, scale)
 
   def reduces_shorter(self, rows: int, workers: int) -> bool:
@@ -92,54 +80,34 @@ class Codes(Sum):
     packed = 4 * workers * (share * self.codec.row_words + sums * words)
     return workers == 1 or integers <= packed
 
-  def terms(self, rows: jax.Array, workers: int) -> jax.Array:
+  def terms(self, rows: Array, workers: int) -> Array:
     return self.codec.codes(stored(rows)).astype(sum_dtype(self.codec, workers))
 
   def reduced(
-    self,
-    total: jax.Array,
-    leaves: Sequence[LeafRows],
-    agreed: jax.Array | None,
-    scale: float,
+    self, total: Array, leaves: Sequence[LeafRows], agreed: Array | None, scale: float
   ) -> RowDecoder:
     return self._decoder(total.astype(jnp.int32), agreed, scale)
 
-  def _decoder(
-    self, sums: jax.Array, agreed: jax.Array | None, scale: float
-  ) -> RowDecoder:
+  def _decoder(self, sums: Array, agreed: Array | None, scale: float) -> RowDecoder:
     assert agreed is not None
     cut, lines = cutter(sums), cutter(agreed)
     return lambda start, stop: self._values(cut(start, stop), lines(start, stop), scale)
 
   @functools.partial(jax.jit, static_argnums=(0, 3))  # leaves of a shape: traced once
-  def _values(self, sums: jax.Array, agreed: jax.Array, scale: float) -> jax.Array:
+  def _values(self, sums: Array, agreed: Array, scale: float) -> Array:
     return scaled(self.codec.from_codes(sums, agreed), scale)
 
 
 def sum_bits(codec: "SharedScales", workers: int) -> int:
-  """Returns the number of bits that hold every sum: ``ceil(log2(2 N m + 1))``.
-
-  Example:
-    >>> sum_bits(gradcomp.codecs.QSGD(bits=4, share_scale=True), 8)
-    7
-  """
+  """Returns the number of bits that hold every sum: ``ceil(log2(2 N m + 1))``."""
   return (2 * sum_limit(codec.max_code, workers, codec)).bit_length()
 
 
 def sum_dtype(codec: "SharedScales", workers: int) -> jnp.dtype:
-  """Returns the narrowest integer type that no sum of N workers can overflow.
-
-  Example:
-    >>> codec = gradcomp.codecs.QSGD(bits=4, share_scale=True)  # m = 7
-    >>> [str(sum_dtype(codec, n)) for n in (18, 19, 4681, 4682)]
-    ['int8', 'int16', 'int16', 'int32']
-  """
+  """Returns the narrowest integer type that no sum of N workers can overflow."""
   limit = sum_limit(codec.max_code, workers, codec)
-  return next(
-    jnp.dtype(dtype)
-    for dtype in (jnp.int8, jnp.int16, jnp.int32)
-    if limit <= jnp.iinfo(dtype).max
-  )
+  kinds = (jnp.int8, jnp.int16, jnp.int32)
+  return next(jnp.dtype(x) for x in kinds if limit <= jnp.iinfo(x).max)
 
 
 def packed_shape(codec: "SharedScales", workers: int, rows: int) -> tuple[int, int]:
@@ -149,7 +117,7 @@ def packed_shape(codec: "SharedScales", workers: int, rows: int) -> tuple[int, i
   return -(-buckets // per_word), codec.row_words
 
 
-def pack_sums(codec: "SharedScales", sums: jax.Array, workers: int) -> jax.Array:
+def pack_sums(codec: "SharedScales", sums: Array, workers: int) -> Array:
   """Packs sums, ``int32[rows, P, B]``, into words.
 
   A word holds the sums of one element in each of P' buckets. Code ``k`` of word ``w``
@@ -161,14 +129,12 @@ def pack_sums(codec: "SharedScales", sums: jax.Array, workers: int) -> jax.Array
   codes = (sums + sum_limit(codec.max_code, workers, codec)).astype(jnp.uint32)
   buckets = codes.reshape(-1, words)
   padded = jnp.pad(buckets, ((0, rows * per_word - buckets.shape[0]), (0, 0)))
-  return pack_planes([padded[k::per_word] for k in range(per_word)], bits)
+  return planes.pack_planes([padded[k::per_word] for k in range(per_word)], bits)
 
 
-def unpack_sums(
-  codec: "SharedScales", words: jax.Array, rows: int, workers: int
-) -> jax.Array:
+def unpack_sums(codec: "SharedScales", words: Array, rows: int, workers: int) -> Array:
   """Unpacks the words of :func:`pack_sums` to sums, ``int32[rows, P, B]``."""
-  codes = unpack_planes(words, sum_bits(codec, workers)).astype(jnp.int32)
+  codes = planes.unpack_planes(words, sum_bits(codec, workers)).astype(jnp.int32)
   count = codec.tile_size // codec.row_words
   buckets = codes.reshape(-1, codec.row_words)[: rows * count]
   return buckets.reshape(rows, count, -1) - sum_limit(codec.max_code, workers, codec)

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, SumFacts
-from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles, cutter, sum_in_order
+from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles, sum_in_order
 from gradcomp._src.kernels.common import sparse
 from gradcomp._src.kernels.common.row_view import COPIED
+from gradcomp._src.kernels.materialize import unknown
 
 if TYPE_CHECKING:
   from gradcomp._src.codecs.block_top import BlockTop
@@ -43,8 +45,8 @@ class Blocks(Tiles):
   codec: "BlockTop | SparseRows"
   facts: SumFacts = dataclasses.field(default=OF_BLOCKS, kw_only=True)
 
-  def senders(self, rows: jax.Array) -> RowDecoder:
-    def sent(rows: jax.Array) -> jax.Array:
+  def senders(self, rows: Array) -> RowDecoder:
+    def sent(rows: Array) -> Array:
       return jnp.where(self.codec.decode_rows(rows) == 0, 0.0, 1.0)
 
     return lambda start, stop: sum_in_order(sent, rows[:, start:stop])
@@ -53,13 +55,13 @@ class Blocks(Tiles):
     return rows * self.codec.slots
 
   @functools.partial(jax.jit, static_argnums=(0, 2))  # leaves of a shape: traced once
-  def sent_at(self, rows: jax.Array, size: int) -> jax.Array:
+  def sent_at(self, rows: Array, size: int) -> Array:
     positions, values = self.codec.entries(rows)
     tile = self.codec.tile_size
     used = (positions < tile) & (values != 0)
     if size >= sparse.COUNTED:  # positions do not fit in 32 bits
       parts = positions[None], used[None].astype(jnp.float32)
-      return sum_entries(tile, *parts, 1.0).reshape(-1)[:size] > 0
+      return sparse.add_entries(tile, *parts).reshape(-1)[:size] > 0
     start = tile * jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
     return jnp.where(used, start + positions, size).reshape(-1)
 
@@ -71,38 +73,34 @@ class Entries(Blocks):
   codec: "SparseRows"
 
   @functools.partial(jax.jit, static_argnums=(0, 2))
-  def mean(self, rows: jax.Array, scale: float) -> jax.Array:
-    return sum_entries(self.codec.tile_size, *self.codec.entries(rows), scale)
-
-  def gathered(
-    self, rows: jax.Array, agreed: jax.Array | None, scale: float
-  ) -> RowDecoder:
-    """Returns the decoder of the sum of all payloads, ``uint32[K, rows, words]``."""
-    # The entries of all rows are unpacked at once. There may be many small leaves, so
-    # the entries of these are added at once, too.
+  def mean(self, rows: Array, scale: float) -> Array:
     positions, values = self.codec.entries(rows)
+    return sparse.add_entries(self.codec.tile_size, positions, values * scale)
+
+  def gathered(self, rows: Array, agreed: Array | None, scale: float) -> RowDecoder:
+    # The entries of all rows are unpacked at once. There may be many small leaves, so
+    # the entries of these are added at once, too. A CPU does not know where the rows of
+    # a large leaf begin, so leaves of one shape have equal programs, compiled once.
+    positions, values = self.codec.entries(rows)
+    values = values * scale
     size = self.codec.tile_size
     together = rows.shape[1] * size < sparse.COUNTED
-    every = functools.cache(lambda: sum_entries(size, positions, values, scale))
+    every = functools.cache(lambda: sparse.add_entries(size, positions, values))
+    zero = functools.cache(lambda: unknown([0], positions)[0])
 
-    def decode(start: int, stop: int) -> jax.Array:
-      few = (stop - start) * size <= COPIED
-      if few and together and stop - start < rows.shape[1]:
+    def decode(start: int, stop: int) -> Array:
+      count = stop - start
+      if count == rows.shape[1] or (together and count * size <= COPIED):
         return every()[start:stop]
-      parts = (cutter(x, 1)(start, stop) for x in (positions, values))
-      return sum_entries(size, *parts, scale)
+      return sparse.add_entries(size, positions, values, zero() + start, count)
 
     return decode
 
-  def senders(self, rows: jax.Array) -> RowDecoder:
+  def senders(self, rows: Array) -> RowDecoder:
     positions, values = self.codec.entries(rows)
     used = jnp.where(values == 0, 0.0, 1.0)
-
-    def decode(start: int, stop: int) -> jax.Array:
-      parts = positions[:, start:stop], used[:, start:stop]
-      return sum_entries(self.codec.tile_size, *parts, 1.0)
-
-    return decode
+    add = functools.partial(sparse.add_entries, self.codec.tile_size)
+    return lambda start, stop: add(positions, used, start, stop - start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,16 +113,12 @@ class Chosen(Entries):
   def reduces_shorter(self, rows: int, workers: int) -> bool:
     return True
 
-  def terms(self, rows: jax.Array, workers: int) -> jax.Array:
+  def terms(self, rows: Array, workers: int) -> Array:
     values = rows[:, self.codec.header_words :]
     return jax.lax.bitcast_convert_type(values, jnp.float32)
 
   def reduced(
-    self,
-    total: jax.Array,
-    leaves: Sequence[LeafRows],
-    agreed: jax.Array | None,
-    scale: float,
+    self, total: Array, leaves: Sequence[LeafRows], agreed: Array | None, scale: float
   ) -> RowDecoder:
     headers = []
     for leaf in leaves:
@@ -133,18 +127,3 @@ class Chosen(Entries):
     words = jax.lax.bitcast_convert_type(total, jnp.uint32)
     rows = jnp.concatenate([jnp.concatenate(headers), words], axis=1)
     return self.gathered(rows[None], agreed, scale)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3))  # leaves of a shape: traced once
-def sum_entries(
-  size: int, positions: jax.Array, values: jax.Array, scale: float
-) -> jax.Array:
-  """Adds the entries of K payloads, ``[K, rows, slots]``: ``float32[rows, 1, size]``.
-
-  Example:
-    >>> positions = jnp.array([[[1, 2]], [[1, 3]]])
-    >>> sum_entries(4, positions, jnp.ones((2, 1, 2)), 0.5)
-    Array([[[0. , 1. , 0.5, 0.5]]], dtype=float32)
-  """
-  shape = (positions.shape[1], size)
-  return sparse.add_entries(shape, positions, values, scale)[:, None]

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import Partial, RowDecoder, Sent, Sum, SumFacts
 from gradcomp._src.codecs.sums.tiles import UNROLLED, cutter, in_order
+from gradcomp._src.floats.arithmetic import rounded_sum
+from gradcomp._src.floats.sums import kahan_step
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import materialized, packed
 
@@ -35,13 +38,8 @@ _FACTS = SumFacts(
 class Numbers(Sum):
   """Adds scaled numbers, ``float32[rows, P, B]``, and rounds sums to their format.
 
-  Codes of the format cross the wire in every stage. One worker does an addition, and
-  keeps its loss in its residual. In ``all_gather`` every worker does all additions. The
-  loss is then kept by the worker whose numbers were added.
-
-  References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, sections 4.2 and 5.1
+  The worker that does an addition keeps its loss in its residual. In ``all_gather``,
+  where every worker does all, the one whose numbers were added keeps it.
   """
 
   codec: "FloatCast"
@@ -54,121 +52,85 @@ class Numbers(Sum):
   def _rounds(self) -> bool:
     return self.codec.accumulate != "float32"
 
-  @property
-  def _compensates(self) -> bool:
-    return self.codec.accumulate == "kahan"
-
-  def unpacked(self, rows: jax.Array) -> jax.Array:
+  def unpacked(self, rows: Array) -> Array:
     return self.codec.decode_rows(rows)
 
-  def gathered(
-    self, rows: jax.Array, agreed: jax.Array | None, scale: float
-  ) -> RowDecoder:
+  def gathered(self, rows: Array, agreed: Array | None, scale: float) -> RowDecoder:
     cut = cutter(rows, 1)
     total = lambda first, stop: self._fold(cut(first, stop), False).total
     return self._unscaled(total, agreed, scale)
 
-  def gathered_loss(
-    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
-  ) -> RowDecoder:
+  def gathered_loss(self, rows: Array, agreed: Array | None, own: Array) -> RowDecoder:
     cut = cutter(rows, 1)
 
-    def lost(first: int, stop: int) -> jax.Array:
+    def lost(first: int, stop: int) -> Array:
       kept = self._fold(cut(first, stop), True, own).lost
       assert kept is not None
       return kept
 
     return self._unscaled(lost, agreed, 1.0)
 
-  def start(self, own: jax.Array, context: Context, *, keep: bool) -> Sent:
-    return Sent(own, (jnp.zeros_like(own),) if self._compensates else ())
+  def start(self, own: Array, context: Context, *, keep: bool) -> Sent:
+    return Sent(own, (jnp.zeros_like(own),) if self.codec.accumulate == "kahan" else ())
 
-  def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
+  def add(self, received: Sent, own: Array, *, keep: bool) -> Partial:
     partial = self._first(self.codec.decode_rows(received.rows), keep=keep)
     for rider in received.riders:
       partial = partial._replace(compensation=self.codec.decode_rows(rider))
     return self._plus(partial, self.codec.decode_rows(own))
 
-  def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
+  def add_all(self, own: Array, *, keep: bool) -> Partial:
     return self._fold(own, keep)._replace(scale=1.0)  # which jit made an array
 
-  def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
+  def fold(self, rows: Array, scale: float, *, keep: bool) -> Partial:
     added = materialized(lambda rows: self._fold(rows, keep)[:3], rows)
     return Partial(*added)._replace(scale=scale)
 
   def send(self, partial: Partial, context: Context, *, keep: bool) -> Sent:
     rows = packed(self.codec.encode_sums(partial.total))
     lost = partial.lost
-    if lost is not None:
-      if not self._rounds:  # a rounded sum encodes exactly
-        lost = lost + (partial.total - self.codec.decode_rows(rows))
-    riders: tuple[jax.Array, ...] = ()
+    if lost is not None and not self._rounds:  # a rounded sum encodes exactly
+      lost = lost + (partial.total - self.codec.decode_rows(rows))
+    riders: tuple[Array, ...] = ()
     if partial.compensation is not None:
       riders = (self.codec.encode_sums(partial.compensation),)
     return Sent(rows, riders, lost, scale=partial.scale)
 
-  def finish(
-    self,
-    partial: Partial,
-    context: Context,
-    residual: jax.Array | None,
-    workers: int,
-    *,
-    keep: bool,
-  ) -> Sent:
-    return self.send(partial, context, keep=keep)
-
-  def value(
-    self,
-    rows: jax.Array,
-    agreed: jax.Array | None,
-    scale: float,
-    share: int,
-    workers: int,
-  ) -> RowDecoder:
-    return self.gathered(rows.reshape(1, -1, rows.shape[-1]), agreed, scale)
-
-  def read(self, own: jax.Array) -> jax.Array:
+  def read(self, own: Array) -> Array:
     return self.codec.decode_rows(own)
 
-  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
+  def loss(self, lost: Array, agreed: Array | None) -> RowDecoder:
     return self._unscaled(cutter(lost), agreed, 1.0)
 
-  def _first(self, number: jax.Array, *, keep: bool) -> Partial:
+  def _first(self, number: Array, *, keep: bool) -> Partial:
     # The zeros have the type of the number: they vary over the axes over which it does.
     zeros = jnp.where(number == number, np.float32(0), np.float32(0))
-    return Partial(
-      number, zeros if self._compensates else None, zeros if keep else None
-    )
+    compensates = self.codec.accumulate == "kahan"
+    return Partial(number, zeros if compensates else None, zeros if keep else None)
 
-  def _plus(
-    self, partial: Partial, x: jax.Array, counts: jax.Array | bool = True
-  ) -> Partial:
+  def _plus(self, partial: Partial, x: Array, counts: Array | bool = True) -> Partial:
     """Adds one worker's numbers; with ``counts`` this worker keeps the loss."""
     exact = partial.total + x
     if not self._rounds:
       return partial._replace(total=exact)
-    compensation = partial.compensation
+    total, compensation, lost, _ = partial
+    fmt, saturate = self.codec.format, self.codec.scale == "auto"
     if compensation is None:
-      total = self.codec.add(partial.total, x)
+      total = rounded_sum(total, x, fmt, saturate=saturate)
     else:
-      total, compensation = self.codec.add_compensated(partial.total, compensation, x)
-    lost = partial.lost
+      given = total, compensation, x, fmt
+      total, compensation = kahan_step(*given, saturate=saturate)
     if lost is not None:
       lost = lost + jnp.where(counts, exact - total, 0.0)
     return partial._replace(total=total, compensation=compensation, lost=lost)
 
   @functools.partial(jax.jit, static_argnums=(0, 2))  # leaves of a shape: traced once
-  def _fold(self, rows: jax.Array, keep: bool, own: jax.Array | None = None) -> Partial:
-    """Adds K payloads, ``uint32[K, rows, words]``, in their order.
+  def _fold(self, rows: Array, keep: bool, own: Array | None = None) -> Partial:
+    """Adds K payloads in order; with ``own`` keeps only the loss of adding that one."""
 
-    With ``own``, only the loss of adding the payload of this number is kept.
-    """
-
-    def step(k: jax.Array | int, arrays: tuple) -> tuple:
+    def step(k: Array | int, arrays: tuple) -> tuple:
       kept = True if own is None else k == own
-      added = self._plus(Partial(*arrays), self.codec.decode_rows(rows[k]), kept)
-      return added[:3]
+      return self._plus(Partial(*arrays), self.codec.decode_rows(rows[k]), kept)[:3]
 
     first = self._first(self.codec.decode_rows(rows[0]), keep=keep)
     lost = first.lost
@@ -180,18 +142,14 @@ class Numbers(Sum):
     return Partial(*in_order(step, rows.shape[0], arrays, unrolled))
 
   def _unscaled(
-    self, decode: RowDecoder, agreed: jax.Array | None, scale: float
+    self, decode: RowDecoder, agreed: Array | None, scale: float
   ) -> RowDecoder:
     """Returns a decoder that also divides the numbers by their scale."""
     lines = (lambda start, stop: None) if agreed is None else cutter(agreed)
-    return lambda start, stop: self._values(
-      decode(start, stop), lines(start, stop), scale
-    )
+    return lambda a, b: self._values(decode(a, b), lines(a, b), scale)
 
   @functools.partial(jax.jit, static_argnums=(0, 3))
-  def _values(
-    self, numbers: jax.Array, agreed: jax.Array | None, scale: float
-  ) -> jax.Array:
+  def _values(self, numbers: Array, agreed: Array | None, scale: float) -> Array:
     tiles = scaled(numbers, scale)
     planes = self.codec.tile_size // self.codec.row_words
     tiles = tiles.reshape(len(tiles), planes, self.codec.row_words)

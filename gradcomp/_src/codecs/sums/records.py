@@ -7,18 +7,19 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax import Array
 
 from gradcomp._src.kernels.common.dithers import dither
 
-ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
-ArrayLike = jax.Array | jax.ShapeDtypeStruct  # a shape and a dtype
+ArrayT = TypeVar("ArrayT", Array, np.ndarray)
+ArrayLike = Array | jax.ShapeDtypeStruct  # a shape and a dtype
 
 
 class Payload(NamedTuple):
   """The arrays that cross the wire for one leaf; their bytes are all that is sent."""
 
-  rows: jax.Array  # uint32[rows, row_words], words and scales
-  agreed: jax.Array | None = None  # the statistics that workers agreed on, if any
+  rows: Array  # uint32[rows, row_words], words and scales
+  agreed: Array | None = None  # the statistics that workers agreed on, if any
 
 
 class Memory(NamedTuple):
@@ -36,9 +37,12 @@ class Memory(NamedTuple):
 class Encoded(NamedTuple):
   """The result of encoding one leaf."""
 
-  rows: jax.Array  # uint32[rows, row_words]
-  unsent: jax.Array | None = None  # float32, the residual, if encoding knows it
+  rows: Array  # uint32[rows, row_words]
+  # float32, the residual, if encoding knows it: to the bit the leaf less its decoded
+  # rows, from which a CPU may compute it instead
+  unsent: Array | None = None
   own: Any = ()  # this worker's own codec state after the step
+  chosen: Array | None = None  # as of Sum.sent_at, if encoding knows it
 
 
 class Context(NamedTuple):
@@ -54,14 +58,14 @@ class Context(NamedTuple):
     step: the number of the step, ``int32[]``.
   """
 
-  key: jax.Array | None = None
-  dither: jax.Array | None = None
-  agreed: jax.Array | None = None
+  key: Array | None = None
+  dither: Array | None = None
+  agreed: Array | None = None
   memory: Memory | None = None
-  step: jax.Array | None = None
+  step: Array | None = None
 
   @property
-  def drawn(self) -> jax.Array:
+  def drawn(self) -> Array:
     """The dither; where there is none, one from the key, without a mask."""
     if self.dither is not None:
       return self.dither
@@ -74,21 +78,12 @@ NOTHING = Context()
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-  """A codec state that all workers fit to the sum of their counts, every few steps.
+  """A codec state that all workers fit to the sum of their counts, every few steps."""
 
-  The leaves of one codec count together, and share one state.
-
-  Attributes:
-    every: the number of steps from one fit to the next.
-    most: the largest sum of one leaf's counts.
-    count: counts a leaf's elements, ``int32[k]``.
-    fit: returns the shared codec state for counts, given the old one.
-  """
-
-  every: int
-  most: int
-  count: Callable[[jax.Array], jax.Array]
-  fit: Callable[[jax.Array, Any], Any]
+  every: int  # the number of steps from one fit to the next
+  most: int  # the largest sum of one leaf's counts
+  count: Callable[[Array], Array]  # counts a leaf's elements, int32[k]
+  fit: Callable[[Array, Any], Any]  # of counts and the old shared state, the new one
 
 
 class Leaf(NamedTuple):

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
+from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context
 
@@ -15,22 +15,22 @@ from gradcomp._src.codecs.sums.records import Context
 Way = Literal["gathered", "owned", "passed", "grouped", "reduced"]
 
 # Decodes the rows [start, stop) of a matrix to float32 tiles.
-RowDecoder = Callable[[int, int], jax.Array]
+RowDecoder = Callable[[int, int], Array]
 
 
 class LeafRows(NamedTuple):
   """The key of one leaf, and the number of its rows."""
 
-  key: jax.Array | None  # uint32[2]
+  key: Array | None  # uint32[2]
   rows: int
 
 
 class Partial(NamedTuple):
   """The sum of some rows over the workers that were added so far."""
 
-  total: jax.Array  # float32 tiles, or int32 codes
-  compensation: jax.Array | None = None  # of Kahan's algorithm
-  lost: jax.Array | None = None  # float32, the loss of additions; None without keep
+  total: Array  # float32 tiles, or int32 codes
+  compensation: Array | None = None  # of Kahan's algorithm
+  lost: Array | None = None  # float32, the loss of additions; None without keep
   scale: float = 1.0  # the factor of the sum that is still to be applied
 
 
@@ -46,10 +46,10 @@ class Sent(NamedTuple):
     scale: the factor of the sum that is still to be applied.
   """
 
-  rows: jax.Array
-  riders: tuple[jax.Array, ...] = ()
-  lost: jax.Array | None = None
-  residual: jax.Array | None = None
+  rows: Array
+  riders: tuple[Array, ...] = ()
+  lost: Array | None = None
+  residual: Array | None = None
   scale: float = 1.0
 
 
@@ -116,6 +116,7 @@ class Sum(abc.ABC):
   - ``agreed`` holds the statistics that all workers share, one line for each row, or
     None;
   - ``scale`` is the factor of the sum, 1/N for a mean;
+  - ``residual`` is the owner residual of the last step, or None;
   - ``keep`` says whether to return the losses.
 
   The exchanges "ring" and "hierarchical" also call ``start``, ``add``, ``add_all`` and
@@ -129,103 +130,75 @@ class Sum(abc.ABC):
     """The facts about the sum that are known before the leaves are."""
 
   @abc.abstractmethod
-  def unpacked(self, rows: jax.Array) -> jax.Array:
+  def unpacked(self, rows: Array) -> Array:
     """Returns the addends in ``uint32[rows, words]``, in the shape of tiles."""
 
   @abc.abstractmethod
-  def gathered(
-    self, rows: jax.Array, agreed: jax.Array | None, scale: float
-  ) -> RowDecoder:
+  def gathered(self, rows: Array, agreed: Array | None, scale: float) -> RowDecoder:
     """Returns the decoder of the sum of all payloads, ``uint32[K, rows, words]``."""
 
   @abc.abstractmethod
-  def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
+  def fold(self, rows: Array, scale: float, *, keep: bool) -> Partial:
     """Returns the sum of K workers' ``uint32[K, rows, words]``, in their order."""
 
-  @abc.abstractmethod
   def finish(
     self,
     partial: Partial,
     context: Context,
-    residual: jax.Array | None,
+    residual: Array | None,
     workers: int,
     *,
     keep: bool,
   ) -> Sent:
-    """Encodes the whole sum of an owner's share, which is sent to all workers.
+    """Encodes the whole sum of an owner's share, by default as :meth:`send` does."""
+    return self.send(partial, context, keep=keep)
 
-    ``residual`` is the owner residual of the last step, or None.
-    """
-
-  @abc.abstractmethod
   def value(
-    self,
-    rows: jax.Array,
-    agreed: jax.Array | None,
-    scale: float,
-    share: int,
-    workers: int,
+    self, rows: Array, agreed: Array | None, scale: float, share: int, workers: int
   ) -> RowDecoder:
     """Returns the decoder of the sums from all owners, ``uint32[N, ..., words]``.
 
-    Args:
-      rows: the rows of the owners.
-      agreed: the shared statistics.
-      scale: the factor of the sums that is still to be applied.
-      share: the number of rows that each owner owns.
-      workers: the number of workers N.
+    By default they are rows of payloads. An owner owns ``share`` rows.
     """
+    return self.gathered(rows.reshape(1, -1, rows.shape[-1]), agreed, scale)
 
   def slots(self, rows: int) -> int | None:
     """Returns the number of slots in ``rows`` rows; None if they send all elements."""
-    del rows
     return None
 
-  def senders(self, rows: jax.Array) -> RowDecoder | None:
-    """Returns the decoder of the number of workers that send an element.
-
-    An element that is sent as zero does not count. None means that all send all.
-    """
-    del rows
+  def senders(self, rows: Array) -> RowDecoder | None:
+    """Returns the decoder of how many workers send a nonzero element; None for all."""
     return None
 
-  def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
+  def sent_at(self, rows: Array, size: int) -> Array | None:
     """Returns the positions in a flat leaf of the nonzero elements that rows send.
 
-    They are ``int32[entries]``, and ``size`` for unused entries. None means that the
-    rows send all elements.
+    They are ``int32[entries]``, ``size`` for unused ones; None if rows send all.
     """
-    del rows, size
     return None
 
   def gathered_loss(
-    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
+    self, rows: Array, agreed: Array | None, own: Array
   ) -> RowDecoder | None:
-    """Returns the decoder of the loss in adding worker ``own``'s payload, or None.
-
-    None means that additions lose nothing.
-    """
-    del rows, agreed, own
+    """Returns the decoder of the loss in adding ``own``'s payload; None if exact."""
     return None
 
-  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
+  def loss(self, lost: Array, agreed: Array | None) -> RowDecoder:
     """Returns the decoder of losses, in the units of the leaves."""
-    del agreed
     return lambda start, stop: lost[start:stop]
 
-  def start(self, own: jax.Array, context: Context, *, keep: bool) -> Sent:
+  def start(self, own: Array, context: Context, *, keep: bool) -> Sent:
     """Encodes the first worker's part, to be sent to the worker that adds next.
 
-    ``own`` is ``uint32[rows, words]`` if its facts are ``of_rows``, and otherwise
-    ``float32[rows, *tile_shape]``.
+    It is ``uint32[rows, words]`` if ``of_rows``, else ``float32[rows, *tile_shape]``.
     """
     raise self._refusal
 
-  def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
+  def add(self, received: Sent, own: Array, *, keep: bool) -> Partial:
     """Adds this worker's part to the sum that it received."""
     raise self._refusal
 
-  def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
+  def add_all(self, own: Array, *, keep: bool) -> Partial:
     """Returns the sum of K workers' parts, ``own[K, rows, ...]``, in their order."""
     raise self._refusal
 
@@ -234,18 +207,14 @@ class Sum(abc.ABC):
     raise self._refusal
 
   def like_one(self, partial: Partial, count: int) -> Partial:
-    """Scales a sum of ``count`` parts so that rows hold it if they hold one part.
-
-    The divisor goes into its ``scale``.
-    """
-    del count
+    """Divides a sum of ``count`` parts to the size of one; its ``scale`` grows so."""
     return partial
 
   def hop(self, partial: Partial, context: Context, *, keep: bool) -> Sent:
     """Encodes a partial sum, with the riders that the next worker needs to add."""
     return self.send(partial, context, keep=keep)
 
-  def read(self, own: jax.Array) -> jax.Array:
+  def read(self, own: Array) -> Array:
     """Returns the part of a worker as tiles, ``float32[..., *tile_shape]``."""
     return own
 
@@ -253,16 +222,12 @@ class Sum(abc.ABC):
     """Returns True if an all-reduce of ``rows`` rows sends no more than owners do."""
     raise self._refusal
 
-  def terms(self, rows: jax.Array, workers: int) -> jax.Array:
+  def terms(self, rows: Array, workers: int) -> Array:
     """Returns the numbers that an all-reduce over N workers adds."""
     raise self._refusal
 
   def reduced(
-    self,
-    total: jax.Array,
-    leaves: Sequence[LeafRows],
-    agreed: jax.Array | None,
-    scale: float,
+    self, total: Array, leaves: Sequence[LeafRows], agreed: Array | None, scale: float
   ) -> RowDecoder:
     """Returns the decoder of an all-reduced ``total``, which is like :meth:`terms`.
 
@@ -276,10 +241,7 @@ class Sum(abc.ABC):
 
 
 def joined(facts: Sequence[SumFacts]) -> SumFacts:
-  """Returns the facts about a policy, from the facts of its codecs.
-
-  Of several refusals of a way the first counts.
-  """
+  """Returns the facts about a policy; of several refusals of a way the first counts."""
   refusals: dict[Way, str] = {}
   for part in reversed(facts):
     refusals |= part.refusals
@@ -292,13 +254,7 @@ def joined(facts: Sequence[SumFacts]) -> SumFacts:
 
 
 def sum_limit(max_code: int, workers: int, codec: Any) -> int:
-  """Returns the largest magnitude of a sum of codes; ValueError from 2**31 on.
-
-  Example:
-    >>> codec = gradcomp.codecs.QSGD(bits=4, share_scale=True)
-    >>> sum_limit(codec.max_code, 8, codec)
-    56
-  """
+  """Returns the largest magnitude of a sum of codes; ValueError from 2**31 on."""
   limit = workers * max_code
   if limit >= 2**31:
     raise ValueError(

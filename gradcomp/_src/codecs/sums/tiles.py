@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import (
@@ -39,17 +40,14 @@ def in_order(
   return first
 
 
-def sum_in_order(
-  decode: Callable[[jax.Array], jax.Array], rows: jax.Array
-) -> jax.Array:
+def sum_in_order(decode: Callable[[Any], Any], rows: Array) -> Array:
   """Returns ``decode(rows[0]) + decode(rows[1]) + ...``."""
   # A short sum is written out, so that XLA fuses decoding and adding into one pass.
-  return in_order(
-    lambda k, total: total + decode(rows[k]), rows.shape[0], decode(rows[0])
-  )
+  add = lambda k, total: total + decode(rows[k])
+  return in_order(add, rows.shape[0], decode(rows[0]))
 
 
-def cutter(rows: jax.Array, axis: int = 0) -> Callable[[int, int], jax.Array]:
+def cutter(rows: Array, axis: int = 0) -> Callable[[int, int], Array]:
   """Returns a function that slices an axis; of tiles, it is their decoder."""
   return lambda start, stop: jax.lax.slice_in_dim(rows, start, stop, axis=axis)
 
@@ -73,33 +71,31 @@ class Tiles(Sum):
   facts: SumFacts = dataclasses.field(default=OF_TILES, kw_only=True)
 
   @functools.partial(jax.jit, static_argnums=(0, 2))  # leaves of a shape: traced once
-  def mean(self, rows: jax.Array, scale: float) -> jax.Array:
+  def mean(self, rows: Array, scale: float) -> Array:
     """Decodes K payloads, ``uint32[K, rows, words]``, and returns their scaled sum."""
     return scaled(self.codec.sum_rows(rows), scale)
 
-  def unpacked(self, rows: jax.Array) -> jax.Array:
+  def unpacked(self, rows: Array) -> Array:
     return self.codec.decode_rows(rows)
 
-  def gathered(
-    self, rows: jax.Array, agreed: jax.Array | None, scale: float
-  ) -> RowDecoder:
+  def gathered(self, rows: Array, agreed: Array | None, scale: float) -> RowDecoder:
     del agreed
     # Materialized, the payloads of all workers would be held twice.
     cut = word_cutter(rows, 1) if len(rows) == 1 else cutter(rows, 1)
     return lambda start, stop: self.mean(cut(start, stop), scale)
 
-  def start(self, own: jax.Array, context: Context, *, keep: bool) -> Sent:
+  def start(self, own: Array, context: Context, *, keep: bool) -> Sent:
     return self.hop(Partial(own), context, keep=keep)
 
-  def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
+  def add(self, received: Sent, own: Array, *, keep: bool) -> Partial:
     with jax.named_scope("gradcomp_decode"):
       return Partial(self.codec.decode_rows(received.rows).reshape(own.shape) + own)
 
-  def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
+  def add_all(self, own: Array, *, keep: bool) -> Partial:
     add = lambda k, total: total + own[k]
     return Partial(in_order(add, own.shape[0], own[0], own.shape[0]))
 
-  def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
+  def fold(self, rows: Array, scale: float, *, keep: bool) -> Partial:
     with jax.named_scope("gradcomp_decode"):
       return Partial(self.mean(rows, scale))
 
@@ -116,34 +112,21 @@ class Tiles(Sum):
     self,
     partial: Partial,
     context: Context,
-    residual: jax.Array | None,
+    residual: Array | None,
     workers: int,
     *,
     keep: bool,
   ) -> Sent:
-    """Encodes ``mean + residual``, and returns the loss as the new owner residual.
-
-    The loss is not lost for good, so the codec rounds to nearest, if it can. Where the
-    loss is not finite, the old residual stays.
-    """
+    """Encodes ``mean + residual``, and returns the loss as the new owner residual."""
     if residual is None:
       return self.send(partial, context, keep=False)
     mean = partial.total.reshape(residual.shape)
+    # The loss is not lost for good, so the codec rounds to nearest, if it can.
     nearest = dataclasses.replace(self, codec=self.codec.to_nearest())
     sent = nearest.send(Partial(mean + residual), context, keep=True)
     assert sent.lost is not None
     kept = jnp.where(jnp.isfinite(sent.lost), sent.lost, residual)
     return Sent(sent.rows, residual=kept)
-
-  def value(
-    self,
-    rows: jax.Array,
-    agreed: jax.Array | None,
-    scale: float,
-    share: int,
-    workers: int,
-  ) -> RowDecoder:
-    return self.gathered(rows.reshape(1, -1, rows.shape[-1]), agreed, scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,21 +138,14 @@ class Floats(Tiles):
   def reduces_shorter(self, rows: int, workers: int) -> bool:
     return True
 
-  def terms(self, rows: jax.Array, workers: int) -> jax.Array:
+  def terms(self, rows: Array, workers: int) -> Array:
     return jax.lax.bitcast_convert_type(rows, jnp.float32)
 
   def reduced(
-    self,
-    total: jax.Array,
-    leaves: Sequence[LeafRows],
-    agreed: jax.Array | None,
-    scale: float,
+    self, total: Array, leaves: Sequence[LeafRows], agreed: Array | None, scale: float
   ) -> RowDecoder:
     words = jax.lax.bitcast_convert_type(total, jnp.uint32)
     return self.gathered(words[None], agreed, scale)
-
-
-_BIAS = 127  # of the exponents of float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +157,6 @@ class Ranged(Tiles):
   travels with it, a word a row.
   """
 
-  codec: "Codec"
   largest: float  # number that a row holds
 
   def like_one(self, partial: Partial, count: int) -> Partial:
@@ -197,14 +172,14 @@ class Ranged(Tiles):
       sent = sent._replace(lost=sent.lost * _power(exponents, tiles.ndim))
     return sent._replace(riders=(exponents.astype(jnp.uint32)[:, None],))
 
-  def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
+  def add(self, received: Sent, own: Array, *, keep: bool) -> Partial:
     (exponents,) = received.riders
     power = _power(exponents[:, 0].astype(jnp.int32), own.ndim)
     with jax.named_scope("gradcomp_decode"):
       tiles = self.codec.decode_rows(received.rows).reshape(own.shape)
       return Partial(tiles * power + own)
 
-  def _exponents(self, tiles: jax.Array) -> jax.Array:
+  def _exponents(self, tiles: Array) -> Array:
     """Returns the powers of two that rows must be divided by, ``int32[rows]``."""
     finite = jnp.where(jnp.isfinite(tiles), jnp.abs(tiles), 0.0)
     largest = jnp.max(finite.reshape(tiles.shape[0], -1), axis=1)
@@ -214,7 +189,7 @@ class Ranged(Tiles):
     return jnp.maximum(found - (most - 1), 0)
 
 
-def _power(exponents: jax.Array, ndim: int) -> jax.Array:
+def _power(exponents: Array, ndim: int) -> Array:
   """Returns ``2**exponents`` of rows, in ``ndim`` axes."""
-  powers = jax.lax.bitcast_convert_type((exponents + _BIAS) << 23, jnp.float32)
+  powers = jax.lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
   return powers.reshape(-1, *[1] * (ndim - 1))

@@ -2,7 +2,7 @@
 
 Each of ``p`` workers sends ``D M`` of ``M`` elements, as entries of ``e`` bytes, to all
 others by recursive doubling. A dense all-reduce halves and doubles recursively. Times
-are seconds.
+are seconds. A number that is out of its range raises ValueError.
 
 The equations are images in our copy of the paper. They are rebuilt from the derivation
 in its text.
@@ -17,16 +17,8 @@ from gradcomp._src.cost.collectives import all_gather_seconds, all_reduce_second
 from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.rules import above_0, at_least_0, count, instance_of
 
-__all__ = [
-  "Model",
-  "Speeds",
-  "bandwidth_ratio",
-  "crossover_density",
-  "crossover_workers",
-  "dense_seconds",
-  "sparse_seconds",
-  "union_density",
-]
+__all__ = ["Model", "Speeds", "bandwidth_ratio", "crossover_density"]
+__all__ += ["crossover_workers", "dense_seconds", "sparse_seconds", "union_density"]
 
 # Bytes of an entry.
 INDEX_AND_VALUE = 8  # the paper's RGC
@@ -93,9 +85,6 @@ def sparse_seconds(
     speeds: the seconds of selecting and adding.
     entry_bytes: e.
 
-  Returns:
-    The seconds.
-
   Raises:
     ValueError: a density outside of (0, 1], p no power of two, or a number below 0.
 
@@ -119,16 +108,10 @@ def dense_seconds(
 ) -> float:
   """Returns the seconds of a dense all-reduce in ``float32`` (equation 2).
 
-  ``2 lg(p) alpha + 2 (p-1)/p 4 M beta + (p-1)/p M add``; see :func:`sparse_seconds`.
+  ``2 lg(p) alpha + 2 (p-1)/p 4 M beta + (p-1)/p M add``.
 
   Args:
-    elements: M.
-    workers: p, a power of two.
-    link: alpha, its latency, and beta, the seconds of a byte.
-    speeds: the seconds of adding.
-
-  Returns:
-    The seconds.
+    elements, workers, link, speeds: as for :func:`sparse_seconds`.
 
   Raises:
     ValueError: a number is below 0, or p no power of two.
@@ -144,15 +127,7 @@ def bandwidth_ratio(
   """Returns the ratio of sparse to dense bytes: ``p D e / 8``.
 
   Args:
-    density: D, the share of the elements that a worker sends.
-    workers: p.
-    entry_bytes: e.
-
-  Returns:
-    The ratio.
-
-  Raises:
-    ValueError: a density outside of (0, 1], or another number below its least.
+    density, workers, entry_bytes: as for :func:`sparse_seconds`, but for any p.
 
   >>> bandwidth_ratio(0.001, 128), bandwidth_ratio(0.001, 128, entry_bytes=4)
   (0.128, 0.064)
@@ -171,19 +146,12 @@ def crossover_density(
 ) -> float:
   """Returns the density at which sparse and dense take equal time; below, sparse wins.
 
-  The arguments are those of :func:`sparse_seconds`. The result may be above 1, where
-  sparse always wins, and it is negative where selecting by itself takes longer than
-  dense.
-
   Args:
-    elements: M.
-    workers: p, a power of two.
-    link: alpha, its latency, and beta, the seconds of a byte.
-    speeds: the seconds of selecting and adding.
-    entry_bytes: e.
+    elements, workers, link, speeds, entry_bytes: as for :func:`sparse_seconds`.
 
   Returns:
-    The density.
+    The density. It is above 1 where sparse always wins, and negative where selecting by
+    itself takes longer than dense.
 
   Raises:
     ValueError: no elements, or a single worker, who sends nothing.
@@ -206,14 +174,7 @@ def crossover_workers(density: float, *, entry_bytes: float = INDEX_AND_VALUE) -
   """Returns the workers at which sparse and dense bytes are equal: ``8 / (e D)``.
 
   Args:
-    density: D, the share of the elements that a worker sends.
-    entry_bytes: e.
-
-  Returns:
-    The number of workers.
-
-  Raises:
-    ValueError: a density outside of (0, 1], or no bytes an entry.
+    density, entry_bytes: as for :func:`sparse_seconds`.
 
   >>> crossover_workers(0.001), round(crossover_workers(0.001, entry_bytes=6))
   (1000.0, 1333)
@@ -227,14 +188,7 @@ def union_density(density: float, workers: int) -> float:
   ``1 - (1-D)^p``. The paper measured 1.55 % for 16 workers at 0.1 %.
 
   Args:
-    density: D, the share of the elements that a worker sends.
-    workers: p.
-
-  Returns:
-    The share.
-
-  Raises:
-    ValueError: a density outside of (0, 1], or p below 1.
+    density, workers: as for :func:`bandwidth_ratio`.
 
   >>> round(union_density(0.001, 16), 5)
   0.01588

@@ -3,7 +3,8 @@
 The paper has tables and no formula. The seconds of an image, ``a + c w``, fit most of
 its tables within some percent. Here ``w`` is the share of the bytes that are sent,
 ``a`` is the part that does not depend on the bits, computation and codec, and ``c`` is
-the communication in ``float32``.
+the communication in ``float32``. An argument that is out of its range, or in no table
+of the paper, raises ValueError.
 
 Grubic et al., Synchronous Multi-GPU Deep Learning with Low-Precision Communication,
 EDBT 2018, figures 2, 3, 10, 11 and 16.
@@ -14,24 +15,115 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradcomp._src.cost.papers.grubic_tables import MPI as MPI
-from gradcomp._src.cost.papers.grubic_tables import MPI_GPUS as MPI_GPUS
-from gradcomp._src.cost.papers.grubic_tables import NCCL as NCCL
-from gradcomp._src.cost.papers.grubic_tables import NCCL_GPUS as NCCL_GPUS
-from gradcomp._src.cost.papers.grubic_tables import ONE_GPU as ONE_GPU
-from gradcomp._src.cost.papers.grubic_tables import Speeds as Speeds
 from gradcomp._src.cost.rules import above_0, at_least_0
 
-__all__ = [
-  "Fit",
-  "cheapest",
-  "column",
-  "dollars",
-  "fit",
-  "sixteen_over_eight",
-  "size_gain",
-  "wire_share",
-]
+__all__ = ["Fit", "cheapest", "column", "dollars", "fit", "sixteen_over_eight"]
+__all__ += ["size_gain", "wire_share"]
+
+# Figures 10 and 11, as far as the text has them: images a second, by the bits of an
+# element on the wire, for each number of GPUs; None where the text lost a number. In
+# figure 10 most of AlexNet's rows are lost, ResNet110's rows of 32 and 16 bits, VGG19's
+# row of 32 bits, and ResNet50's of 16. "1bit" is CNTK's 1-bit SGD, whose buckets are
+# columns; "1bit*" has buckets of 64 elements.
+Speeds = dict[int | str, tuple[float | None, ...]]
+
+MPI_GPUS = (2, 4, 8, 16)
+MPI: dict[str, Speeds] = {
+  "AlexNet": {
+    2: (None, None, 1076.50, 889.80),
+    "1bit": (None, None, None, 849.40),
+    "1bit*": (370.80, 476.50, 761.20, 712.70),
+  },
+  "ResNet50": {
+    32: (80.80, 142.40, 247.90, 272.30),
+    8: (92.60, 162.70, 313.70, 416.80),
+    4: (93.90, 165.70, 326.10, 461.20),
+    2: (93.30, 178.35, 330.45, 472.25),
+    "1bit*": (88.10, 156.50, 296.70, 442.40),
+  },
+  "ResNet110": {
+    8: (550.20, 960.10, 1193.10, 789.70),
+    4: (571.10, 957.40, 1257.10, 784.30),
+    2: (557.20, 973.10, None, 780.40),
+    "1bit": (465.60, 643.30, 610.90, 406.90),
+    "1bit*": (550.40, 884.80, 1156.70, 757.70),
+  },
+  "ResNet152": {
+    32: (26.10, 45.00, 73.90, 113.50),
+    16: (31.20, 54.50, 95.50, 151.00),
+    8: (32.80, 62.70, 109.20, 182.50),
+    4: (33.60, 60.20, 121.90, 203.20),
+    2: (33.50, 64.35, 123.55, 208.50),
+    "1bit": (10.55, 22.10, 41.40, 63.15),
+    "1bit*": (30.40, 55.50, 108.10, 193.50),
+  },
+  "VGG19": {
+    16: (24.80, 46.40, 35.80, 67.80),
+    8: (24.20, 47.50, 119.50, 106.60),
+    4: (27.00, 52.30, 151.65, 143.80),
+    2: (24.60, 49.35, 160.35, 170.50),
+    "1bit": (22.20, 43.15, 117.35, 120.60),
+    "1bit*": (22.90, 44.80, 99.15, 134.30),
+  },
+  "BN-Inception": {
+    32: (164.80, 316.75, 473.75, 500.40),
+    16: (171.80, 337.10, 482.70, 592.30),
+    8: (173.60, 342.50, 552.90, 696.30),
+    4: (174.80, 346.90, 593.40, 743.30),
+    2: (173.40, 343.70, 591.80, 747.50),
+    "1bit": (127.60, 236.25, 336.15, 321.30),
+    "1bit*": (170.30, 335.10, 480.50, 700.40),
+  },
+}
+
+NCCL_GPUS = (2, 4, 8)
+NCCL: dict[str, Speeds] = {
+  "AlexNet": {
+    32: (458.20, 625.00, 1138.30),
+    16: (462.80, 632.10, 1157.60),
+    8: (458.40, 641.80, 1214.80),
+    4: (471.90, 659.40, 1247.70),
+    2: (471.00, 661.60, 1229.70),
+  },
+  "ResNet50": {
+    32: (93.80, 164.80, 291.10),
+    16: (93.70, 164.50, 324.20),
+    8: (94.00, 165.80, 297.40),
+    4: (95.60, 167.90, 298.40),
+    2: (95.50, 168.20, 304.10),
+  },
+  "ResNet152": {
+    32: (33.60, 60.10, 112.10),
+    16: (33.40, 59.80, 112.20),
+    8: (33.70, 60.80, 115.10),
+    4: (34.20, 62.10, 118.70),
+    2: (34.30, 62.20, 119.90),
+  },
+  "VGG19": {
+    32: (24.90, 48.70, 163.10),
+    16: (24.90, 49.10, 168.00),
+    8: (25.50, 50.50, 175.20),
+    4: (25.60, 51.00, 179.50),
+    2: (25.60, 51.10, 177.80),
+  },
+  "BN-Inception": {
+    32: (175.30, 342.00, 486.70),
+    16: (174.30, 342.70, 497.10),
+    8: (174.50, 345.30, 510.10),
+    4: (178.60, 349.00, 598.90),
+    2: (177.20, 349.00, 608.20),
+  },
+}
+
+# In 32 bits, on one GPU.
+ONE_GPU = {
+  "AlexNet": 240.80,
+  "BN-Inception": 88.30,
+  "ResNet50": 47.20,
+  "ResNet110": 343.70,
+  "ResNet152": 16.90,
+  "VGG19": 12.40,
+}
 
 BUCKETS = {16: 8192, 8: 512, 4: 512, 2: 128}  # elements with one scale of 32 bits
 EPOCHS = {  # figure 3
@@ -43,7 +135,6 @@ EPOCHS = {  # figure 3
 }
 IMAGES = 1.3e6  # of an epoch of ImageNet
 HOUR = {1: 0.9, 8: 7.2, 16: 14.4}  # dollars, of the EC2 instances of figure 2, by GPUs
-DGX_1_HOUR = 50.0  # dollars, of 8 GPUs
 TERAFLOPS = {"K80": 8.73, "P100": 10.6}  # of a GPU, figure 2
 VALIDATION_IMAGES = 50_000  # of ImageNet, figure 1
 
@@ -72,12 +163,6 @@ def wire_share(bits: int) -> float:
 
   Args:
     bits: of an element.
-
-  Returns:
-    The ratio, at most 1.
-
-  Raises:
-    ValueError: the paper has no setting with these bits.
 
   >>> [round(wire_share(bits), 4) for bits in (32, 16, 8, 4, 2)]
   [1.0, 0.5001, 0.252, 0.127, 0.0703]
@@ -124,18 +209,13 @@ def fit(images_per_second: Mapping[int, float]) -> Fit:
 def column(table: Speeds, counts: tuple[int, ...], gpus: int) -> dict[int, float]:
   """Returns a table's speeds with ``gpus`` GPUs, by bits and without 1-bit SGD.
 
-  Numbers that the text lost are left out.
-
   Args:
     table: a network of ``MPI`` or ``NCCL``.
     counts: ``MPI_GPUS`` or ``NCCL_GPUS``.
     gpus: one of ``counts``.
 
   Returns:
-    The images per second, by bits.
-
-  Raises:
-    ValueError: it is none of them.
+    The images per second, by bits, but for numbers that the text lost.
   """
   if gpus not in counts:
     raise ValueError(f"`gpus` must be one of {counts}, got {gpus!r}.")
@@ -158,12 +238,6 @@ def size_gain(found: Fit, size: float, bits: int = 8) -> float:
     size: m, the factor of its bytes.
     bits: of an element.
 
-  Returns:
-    The speed-up.
-
-  Raises:
-    ValueError: ``size`` is below 0, or the paper has no setting with these bits.
-
   >>> alexnet = fit(column(NCCL["AlexNet"], NCCL_GPUS, 8))
   >>> [round(size_gain(alexnet, m), 2) for m in (1, 8, 64)]
   [1.07, 1.51, 2.85]
@@ -175,19 +249,13 @@ def size_gain(found: Fit, size: float, bits: int = 8) -> float:
 def dollars(
   epochs: float, images_per_second: float, hour: float, images: float = IMAGES
 ) -> float:
-  """Returns the price of a training run: figure 16, left.
+  """Returns the dollars of a training run: figure 16, left.
 
   Args:
     epochs: the number of them.
     images_per_second: the speed of all GPUs together.
     hour: the dollars of all GPUs together for an hour.
     images: those of an epoch.
-
-  Returns:
-    The dollars.
-
-  Raises:
-    ValueError: a number is below 0, or no image a second.
 
   >>> round(dollars(EPOCHS["AlexNet"], ONE_GPU["AlexNet"], HOUR[1]))
   151
@@ -206,12 +274,6 @@ def cheapest(network: str) -> tuple[int, float]:
   Args:
     network: a name in ``NCCL``.
 
-  Returns:
-    The number of GPUs, and the dollars.
-
-  Raises:
-    ValueError: figure 11 has no such network.
-
   >>> gpus, price = cheapest("VGG19")
   >>> gpus, round(price)
   (8, 1187)
@@ -219,10 +281,8 @@ def cheapest(network: str) -> tuple[int, float]:
   if network not in NCCL:
     raise ValueError(f"`network` must be one of {tuple(NCCL)}, got {network!r}.")
   speeds = {1: ONE_GPU[network], 8: column(NCCL[network], NCCL_GPUS, 8)[8]}
-  prices = {
-    gpus: dollars(EPOCHS[network], speed, HOUR[gpus]) for gpus, speed in speeds.items()
-  }
-  return min(prices.items(), key=lambda item: item[1])
+  price = lambda gpus: dollars(EPOCHS[network], speeds[gpus], HOUR[gpus])
+  return min(((gpus, price(gpus)) for gpus in speeds), key=lambda pair: pair[1])
 
 
 def sixteen_over_eight(network: str, bits: int | str) -> float:
@@ -233,9 +293,6 @@ def sixteen_over_eight(network: str, bits: int | str) -> float:
   Args:
     network: a name in ``MPI``.
     bits: the bits of an element, or the name of 1-bit SGD there.
-
-  Returns:
-    The speed-up.
 
   Raises:
     ValueError: figure 10 has no such row, or the text lost one of its two numbers.

@@ -3,7 +3,7 @@
 A ring of ``p`` nodes has ``2 (p-1)`` steps. The three-step all-reduce sends to a master
 in groups of ``k``, adds up in a ring of the masters, and sends back. APS finds the
 largest exponents first, a byte a leaf, and then adds up 8-bit numbers. Times are
-seconds.
+seconds. A number that is out of its range, or an empty gradient, raises ValueError.
 
 The paper gives the steps and one measured speed-up, and no latency or bandwidth.
 
@@ -17,15 +17,8 @@ from gradcomp._src.cost.collectives import all_reduce_seconds, ppermute_seconds
 from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.rules import above_0, at_least_0, count
 
-__all__ = [
-  "aps_seconds",
-  "best_group_sizes",
-  "half_seconds",
-  "implied_latency_bytes",
-  "ring_steps",
-  "three_step_seconds",
-  "three_step_steps",
-]
+__all__ = ["aps_seconds", "best_group_sizes", "half_seconds", "implied_latency_bytes"]
+__all__ += ["ring_steps", "three_step_seconds", "three_step_steps"]
 
 RES5C = (2048 * 512, 512 * 512 * 3 * 3, 512 * 2048)  # figure 11's leaves, in elements
 RES5C_WORKERS = 32
@@ -38,12 +31,6 @@ def ring_steps(workers: int) -> int:
   Args:
     workers: p.
 
-  Returns:
-    The number of steps.
-
-  Raises:
-    ValueError: p is below 1.
-
   >>> ring_steps(256)
   510
   """
@@ -54,11 +41,7 @@ def three_step_steps(workers: int, group_size: int) -> int:
   """Returns the steps of the three-step all-reduce: ``4 (k-1) + 2 (p/k - 1)``.
 
   Args:
-    workers: p.
-    group_size: k.
-
-  Returns:
-    The number of steps.
+    workers, group_size: p and k.
 
   Raises:
     ValueError: the group size does not divide the workers.
@@ -73,16 +56,10 @@ def three_step_steps(workers: int, group_size: int) -> int:
 
 
 def best_group_sizes(workers: int) -> tuple[int, ...]:
-  """Returns the group sizes with the fewest steps; they are near ``sqrt(p/2)``.
+  """Returns the group sizes k with the fewest steps, near ``sqrt(p/2)``, ascending.
 
   Args:
     workers: p.
-
-  Returns:
-    The sizes k, the smallest first.
-
-  Raises:
-    ValueError: p is below 1.
 
   >>> best_group_sizes(64), best_group_sizes(256), best_group_sizes(1024)
   ((4, 8), (8, 16), (16, 32))
@@ -99,17 +76,12 @@ def three_step_seconds(
 
   A master receives ``k-1`` whole messages, and sends as many, one after the other. The
   masters' ring sends ``2 (p/k - 1)`` messages, each of which is a ``p/k``-th. So the
-  fewest steps are not the least bytes: a plain ring sends ``2 (p-1)/p`` times
-  ``nbytes``, and a master ``2 (k-1)`` times in its group alone.
+  fewest steps are not the least bytes, of which a plain ring sends ``2 (p-1)/p``.
 
   Args:
     nbytes: the bytes that each worker puts in.
-    workers: p.
-    group_size: k.
+    workers, group_size: p and k.
     link: the link of each worker.
-
-  Returns:
-    The seconds.
 
   Raises:
     ValueError: ``nbytes`` is below 0, or the group size does not divide the workers.
@@ -131,24 +103,14 @@ def half_seconds(
 ) -> float:
   """Returns the seconds of ring all-reduces in half precision.
 
-  ``elements`` holds the size of each leaf. With ``merged`` all leaves are one message.
-
   Args:
     elements: the size of each leaf.
     workers: p.
     link: the link of each worker.
     merged: whether all leaves are one message.
-
-  Returns:
-    The seconds.
-
-  Raises:
-    ValueError: there are no leaves, or one has no elements.
   """
-  return sum(
-    all_reduce_seconds(2 * size, workers, link)
-    for size, _ in _messages(elements, merged)
-  )
+  sizes = [size for size, _ in _messages(elements, merged)]
+  return sum(all_reduce_seconds(2 * size, workers, link) for size in sizes)
 
 
 def aps_seconds(
@@ -156,20 +118,8 @@ def aps_seconds(
 ) -> float:
   """Returns the seconds of APS: all-reduces of a byte a leaf, and of a byte an element.
 
-  The arguments are those of :func:`half_seconds`. Merging saves the latencies of all
-  leaves but one.
-
   Args:
-    elements: the size of each leaf.
-    workers: p.
-    link: the link of each worker.
-    merged: whether all leaves are one message.
-
-  Returns:
-    The seconds.
-
-  Raises:
-    ValueError: there are no leaves, or one has no elements.
+    elements, workers, link, merged: as for :func:`half_seconds`.
 
   >>> link = Link(latency=5.62e-6, bytes_per_second=10e9)
   >>> half = half_seconds(RES5C, 32, link, merged=True)
@@ -194,11 +144,7 @@ def implied_latency_bytes(
 
   Args:
     speedup: s.
-    elements: the size of each leaf.
-    workers: p.
-
-  Returns:
-    The bytes.
+    elements, workers: as for :func:`half_seconds`.
 
   Raises:
     ValueError: the speed-up is not between 1/2 and that without latency, which is

@@ -2,7 +2,8 @@
 
 A gradient of ``g`` bytes is added up in a tree: over the ``i`` GPUs of a machine, once
 to its CPU, and over ``j`` machines. A step's computation is profiled on one GPU of one
-machine, whose time contains one transfer to the CPU. Times are seconds.
+machine, whose time contains one transfer to the CPU. Times are seconds. A number that
+is out of its range raises ValueError.
 
 The paper prints neither the profiled times nor the bandwidths, and figure 5 is a curve:
 the presets here are assumptions, and only trends can be compared.
@@ -17,20 +18,9 @@ from gradcomp._src.cost.collectives import tree_seconds
 from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.rules import above_0, at_least_0, count
 
-__all__ = [
-  "Cluster",
-  "Model",
-  "base_3_ratio",
-  "estimated_profile",
-  "exchange_seconds",
-  "gain",
-  "implied_profile",
-  "mixed_ratio",
-  "pull_bits",
-  "pull_ratio",
-  "strong_scaling_seconds",
-  "weak_scaling_seconds",
-]
+__all__ = ["Cluster", "Model", "base_3_ratio", "estimated_profile", "exchange_seconds"]
+__all__ += ["gain", "implied_profile", "mixed_ratio", "pull_bits", "pull_ratio"]
+__all__ += ["strong_scaling_seconds", "weak_scaling_seconds"]
 
 
 class Cluster(NamedTuple):
@@ -71,15 +61,8 @@ def exchange_seconds(nbytes: float, gpus: int, machines: int, links: Cluster) ->
 
   Args:
     nbytes: g, the bytes of the gradient as it is sent.
-    gpus: i, the GPUs of a machine.
-    machines: j.
+    gpus, machines: i, the GPUs of a machine, and j.
     links: the links' latencies and rates.
-
-  Returns:
-    The seconds.
-
-  Raises:
-    ValueError: ``nbytes`` is below 0, or a number of devices below 1.
   """
   to_cpu = tree_seconds(nbytes, 2, links.to_cpu)
   return _added_seconds(nbytes, gpus, machines, links) + to_cpu
@@ -104,9 +87,6 @@ def strong_scaling_seconds(
     profiled_bytes: of the gradient in that transfer, in ``float32`` if only the
       exchange is compressed; ``nbytes`` by default.
 
-  Returns:
-    The seconds.
-
   Raises:
     ValueError: ``profiled`` is not above the transfer that is part of it.
 
@@ -130,18 +110,10 @@ def weak_scaling_seconds(
 ) -> float:
   """Returns the seconds of a step in which each GPU has a batch of its own (17).
 
-  ``T + g/C_gwd lg i + (C_ncost + g/C_nwd) lg j``. The arguments are those of
-  :func:`strong_scaling_seconds`. The transfer to the CPU stays as it is in T.
+  ``T + g/C_gwd lg i + (C_ncost + g/C_nwd) lg j``, with the transfer to the CPU in T.
 
   Args:
-    profiled: T, the seconds of the step on one GPU, with a transfer to the CPU.
-    nbytes, gpus, machines, links: as for :func:`exchange_seconds`.
-
-  Returns:
-    The seconds.
-
-  Raises:
-    ValueError: a number is below its least.
+    profiled, nbytes, gpus, machines, links: as for :func:`strong_scaling_seconds`.
 
   >>> round(weak_scaling_seconds(0.5, 244e6, 4, 2, ETHERNET), 9)
   2.50085
@@ -164,15 +136,8 @@ def gain(
   """Returns the speed-up of weak scaling with gradients ``ratio`` times smaller.
 
   Args:
-    profiled: T, as for :func:`weak_scaling_seconds`.
-    nbytes, gpus, machines, links: as for :func:`exchange_seconds`.
+    profiled, nbytes, gpus, machines, links: as for :func:`strong_scaling_seconds`.
     ratio: the factor of the bytes.
-
-  Returns:
-    The speed-up.
-
-  Raises:
-    ValueError: a number is below its least.
 
   >>> round(gain(0.5, 244e6, 4, 128, ETHERNET), 4)
   10.4709
@@ -195,11 +160,7 @@ def implied_profile(
 
   Args:
     speedup: the one to explain.
-    nbytes, gpus, machines, links: as for :func:`exchange_seconds`.
-    ratio: the factor of the bytes.
-
-  Returns:
-    The seconds.
+    nbytes, gpus, machines, links, ratio: as for :func:`gain`.
 
   Raises:
     ValueError: the speed-up is not above 1, or no T above 0 has it.
@@ -231,12 +192,6 @@ def estimated_profile(model: Model, peak: float, *, share: float = 0.5) -> float
     peak: the operations a second of the GPU, at most.
     share: the part of these that a step reaches.
 
-  Returns:
-    The seconds.
-
-  Raises:
-    ValueError: a rate or a share is not above 0.
-
   >>> round(estimated_profile(ALEXNET, GTX_1080), 3)
   0.124
   """
@@ -252,12 +207,6 @@ def pull_bits(workers: int) -> int:
   Args:
     workers: N.
 
-  Returns:
-    The bits.
-
-  Raises:
-    ValueError: N is below 1.
-
   >>> [pull_bits(n) for n in (2, 4, 8, 16, 64, 512)]
   [3, 4, 5, 6, 8, 11]
   """
@@ -270,12 +219,6 @@ def pull_ratio(workers: int) -> float:
   Args:
     workers: N.
 
-  Returns:
-    The ratio.
-
-  Raises:
-    ValueError: N is below 1.
-
   >>> [round(pull_ratio(n), 2) for n in (2, 64)]
   [13.78, 4.56]
   """
@@ -283,11 +226,7 @@ def pull_ratio(workers: int) -> float:
 
 
 def base_3_ratio() -> float:
-  """Returns the ratio of 32 bits to a ternary digit, log2(3) bits: 20.19, the least.
-
-  Returns:
-    The ratio.
-  """
+  """Returns the ratio of 32 bits to a ternary digit, log2(3) bits: 20.19, the least."""
   return 32 / math.log2(3)
 
 
@@ -298,12 +237,6 @@ def mixed_ratio(dense: float) -> float:
 
   Args:
     dense: d, the share of the elements in float32.
-
-  Returns:
-    The ratio.
-
-  Raises:
-    ValueError: ``dense`` is not a number from 0 to 1.
 
   >>> round(mixed_ratio(ALEXNET_LAST / ALEXNET.parameters), 2)
   7.97

@@ -21,15 +21,18 @@ from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.cost.cluster import CodecSpeed
 
-Given = (
-  None
-  | Literal["measure"]
-  | CodecSpeed
-  | Mapping[str, CodecSpeed]
-  | Callable[[LeafCodec], CodecSpeed]
-)
 SpeedOf = Callable[[LeafCodec], CodecSpeed]  # of a leaf's codec
+Packaged = Literal["cpu", "TPU v5e"]
+Given = (
+  CodecSpeed | Mapping[str, CodecSpeed] | SpeedOf | Literal["measure"] | Packaged | None
+)
 
+# What the package's speeds are, by their names.
+SOURCES = {
+  "cpu": "Codec speeds are packaged ones of two cores (backend 'cpu').",
+  "TPU v5e": "Codec speeds are XLA's estimate for a TPU v5e: nothing was timed.",
+}
+_KINDS = {"TPU v5 lite": "TPU v5e"}  # by what a device says of itself
 GIVEN = "Codec speeds are those that were given."
 _COPIED = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
 
@@ -81,95 +84,37 @@ class Candidate:
     return dataclasses.replace(self, codec=codec)
 
 
-def _with_points(candidate: Candidate) -> Candidate:
+def _candidate(name: str, codec: LeafCodec, **options: Any) -> Candidate:
+  """Returns a candidate that keeps a residual if its codec is biased."""
+  biased = not codec.unbiased
+  return Candidate(name=name, codec=codec, biased=biased, feedback=biased, **options)
+
+
+def _known(name: str, codec: LeafCodec, omega: float, **options: Any) -> Candidate:
   """Returns a candidate with the points of accuracy that the study found for it."""
   # `python -m benchmarks.models.package_accuracy` makes the file from the records.
   text = resources.files(__package__).joinpath("accuracy.json").read_text()
-  return dataclasses.replace(candidate, points=json.loads(text).get(candidate.name))
+  given = {"points": json.loads(text).get(name), "by_size": True} | options
+  return _candidate(name, codec, omega=omega, **given)
 
 
-DENSE = Candidate(name="float32", codec=Dense(), omega=0.0, points=0.0, by_size=True)
+DENSE = _known("float32", Dense(), 0.0, points=0.0)
 
 # Omegas are of a million normal numbers; a test measures some of them again.
-_UNJUDGED: tuple[Candidate, ...] = (
-  Candidate(
-    name="bfloat16",
-    codec=Dense(dtype=jnp.bfloat16),
-    biased=True,
-    feedback=True,
-    omega=2.8e-6,
-    by_size=True,
-    verdict="send bfloat16",
-  ),
-  Candidate(name="QSGD-8", codec=QSGD(bits=8), omega=1.1e-4, by_size=True),
-  Candidate(name="QSGD-4", codec=QSGD(bits=4), omega=0.036, by_size=True),
-  Candidate(
-    name="QSGD-2",
-    codec=QSGD(bits=2, bucket_size=128),
-    omega=1.26,
-    by_size=True,
-  ),
-  Candidate(
-    name="QSGD-2 fitted",
-    codec=QSGD(bits=2, bucket_size=128, levels="nonuniform"),
-    omega=0.504,
-    by_size=True,
-  ),
-  Candidate(
-    name="1-bit",
-    codec=OneBit(bucket_size=64),
-    biased=True,
-    feedback=True,
-    omega=0.353,
-    by_size=True,
-  ),
-  Candidate(
-    name="TernGrad",
-    codec=Ternary(),
-    omega=1.006,
-    last_dense=True,
-    by_size=True,
-  ),
-  *(
-    Candidate(
-      name=f"APS ({exponent}, {mantissa})",
-      codec=FloatCast(exponent_bits=exponent, mantissa_bits=mantissa),
-      biased=True,
-      feedback=True,
-      omega=omega,
-      by_size=True,
-    )
-    for exponent, mantissa, omega in ((5, 2, 2.8e-3), (4, 3, 7e-4))
-  ),
-  Candidate(
-    name="top 1 %",
-    codec=TopK(density=0.01),
-    biased=True,
-    feedback=True,
-    omega=0.916,
-    density=0.01,
-    by_size=True,
-  ),
-  Candidate(
-    name="top 0.1 %",
-    codec=TopK(density=0.001),
-    biased=True,
-    feedback=True,
-    omega=0.987,
-    density=0.001,
-    by_size=True,
-  ),
-  Candidate(
-    name="top 0.1 % ASQ",
-    codec=TopK(density=0.001, quantize="asq"),
-    biased=True,
-    feedback=True,
-    omega=0.989,
-    density=0.001,
-    by_size=True,
-  ),
+CANDIDATES = (
+  _known("bfloat16", Dense(dtype=jnp.bfloat16), 2.8e-6, verdict="send bfloat16"),
+  _known("QSGD-8", QSGD(bits=8), 1.1e-4),
+  _known("QSGD-4", QSGD(bits=4), 0.036),
+  _known("QSGD-2", QSGD(bits=2, bucket_size=128), 1.26),
+  _known("QSGD-2 fitted", QSGD(bits=2, bucket_size=128, levels="nonuniform"), 0.504),
+  _known("1-bit", OneBit(bucket_size=64), 0.353),
+  _known("TernGrad", Ternary(), 1.006, last_dense=True),
+  _known("APS (5, 2)", FloatCast(exponent_bits=5, mantissa_bits=2), 2.8e-3),
+  _known("APS (4, 3)", FloatCast(exponent_bits=4, mantissa_bits=3), 7e-4),
+  _known("top 1 %", TopK(density=0.01), 0.916, density=0.01),
+  _known("top 0.1 %", TopK(density=0.001), 0.987, density=0.001),
+  _known("top 0.1 % ASQ", TopK(density=0.001, quantize="asq"), 0.989, density=0.001),
 )
-CANDIDATES = tuple(map(_with_points, _UNJUDGED))
 
 
 def as_candidate(given: Any) -> Candidate:
@@ -181,14 +126,7 @@ def as_candidate(given: Any) -> Candidate:
       "`candidates` must hold codecs, or instances of gradcomp.cost.Candidate, got "
       f"{given!r}."
     )
-  biased = not given.unbiased
-  return Candidate(
-    name=_name(given),
-    codec=given,
-    biased=biased,
-    feedback=biased,
-    density=getattr(given, "density", None),
-  )
+  return _candidate(_name(given), given, density=getattr(given, "density", None))
 
 
 def is_last(path: str) -> bool:
@@ -209,66 +147,50 @@ def _name(codec: LeafCodec) -> str:
 
 
 @functools.cache
-def packaged_speeds(backend: str) -> Mapping[str, CodecSpeed]:
-  """Returns the speeds in the package, by the names of candidates.
-
-  They are those of ``codec_speed*.json`` in ``benchmarks/results/codecs``, scaled to
-  one speed of the memory: see ``benchmarks/models/package_speeds.py``. Two cores worked
-  for one process.
-
-  Args:
-    backend: JAX's name of it, like ``"cpu"``.
-
-  Returns:
-    The speeds.
-
-  Raises:
-    ValueError: there are none for the backend.
-
-  Example:
-    >>> f"{1e9 * packaged_speeds('cpu')['QSGD-4'].encode:.2f} ns an element"
-    '0.49 ns an element'
-  """
+def packaged_speeds(device: str) -> Mapping[str, CodecSpeed]:
+  """Returns a device's packaged speeds, by the names of candidates, or ValueError."""
+  # `benchmarks/models/package_speeds.py` makes them: on a CPU with two cores a process,
+  # and for a TPU from the programs that its compiler makes of the codecs.
   text = resources.files(__package__).joinpath("speeds.json").read_text()
-  backends = json.loads(text)
-  if backend not in backends:
+  devices = json.loads(text)
+  if device not in devices:
     raise ValueError(
-      f"`speeds` must be given on {backend!r}: the package has those of "
-      f'{tuple(backends)}; speeds="measure" measures each codec in a few seconds.'
+      f"`speeds` must be given on {device!r}: the package has those of "
+      f'{tuple(devices)}; speeds="measure" measures each codec in a few seconds.'
     )
-  return {name: CodecSpeed(**speed) for name, speed in backends[backend].items()}
+  return {name: CodecSpeed(**speed) for name, speed in devices[device].items()}
 
 
 def speeds_of(given: Given) -> tuple[Callable[[Candidate], SpeedOf | None], str]:
-  """Returns a function from candidates to speeds, None if unknown; and a note on them.
-
-  Leaves that travel in float32 take no time, but for their part of the wire. Raises
-  ValueError for anything that is no :data:`Given`.
-  """
+  """Returns a function from candidates to speeds, None if unknown; and a note."""
+  # Leaves that travel in float32 take no time, but for their part of the wire.
   if given is None:
-    backend = jax.default_backend()
-    packaged = packaged_speeds(backend)
-    says = f"Codec speeds are packaged ones of two cores (backend {backend!r})."
-    return lambda x: _for(packaged.get(x.name)), says
+    return _packaged(_KINDS.get(jax.devices()[0].device_kind, jax.default_backend()))
+  if isinstance(given, str) and given in SOURCES:
+    return _packaged(given)
   if given == "measure":
     says = "Codec speeds were measured on this device."
     return lambda x: _for(CodecSpeed.measure(x.codec)), says
-  says = GIVEN
   if isinstance(given, CodecSpeed):
-    return lambda _: _for(given), says
+    return lambda _: _for(given), GIVEN
   if isinstance(given, Mapping):
     for name, speed in given.items():
       if not isinstance(speed, CodecSpeed):
         raise ValueError(
           f"`speeds` must be CodecSpeeds by name, got {name}: {speed!r}."
         )
-    return lambda x: _for(given.get(x.name)), says
+    return lambda x: _for(given.get(x.name)), GIVEN
   if callable(given):
-    return lambda _: _or_copied(given), says
+    return lambda _: _or_copied(given), GIVEN
   raise ValueError(
-    '`speeds` must be None, "measure", a CodecSpeed, CodecSpeeds by the names of '
-    f"candidates, or a function of codecs, got {given!r}."
+    f'`speeds` must be None, "measure", one of {tuple(SOURCES)}, a CodecSpeed, '
+    f"CodecSpeeds by the names of candidates, or a function of codecs, got {given!r}."
   )
+
+
+def _packaged(device: str) -> tuple[Callable[[Candidate], SpeedOf | None], str]:
+  packaged = packaged_speeds(device)
+  return lambda x: _for(packaged.get(x.name)), SOURCES[device]
 
 
 def _for(speed: CodecSpeed | None) -> SpeedOf | None:
@@ -276,6 +198,5 @@ def _for(speed: CodecSpeed | None) -> SpeedOf | None:
 
 
 def _or_copied(speed: SpeedOf) -> SpeedOf:
-  return lambda codec: (
-    _COPIED if all(x.plain for x in codec.facts.each) else speed(codec)
-  )
+  copied = lambda codec: all(x.plain for x in codec.facts.each)
+  return lambda codec: _COPIED if copied(codec) else speed(codec)

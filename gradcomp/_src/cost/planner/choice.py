@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from gradcomp._src.checks import share_below_1
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.cost.cluster import Cluster
+from gradcomp._src.cost.exchange import exchange_seconds
 from gradcomp._src.cost.link import Link
-from gradcomp._src.cost.planner import report
+from gradcomp._src.cost.planner import compare, report
 from gradcomp._src.cost.planner.candidates import (
   CANDIDATES,
   Candidate,
@@ -23,23 +24,12 @@ from gradcomp._src.cost.planner.candidates import (
   as_candidate,
   speeds_of,
 )
-from gradcomp._src.cost.planner.compare import (
-  CandidateRow,
-  Predicted,
-  Refusal,
-  SampledModel,
-  Setting,
-  best,
-  model_of,
-  transformation,
-)
+from gradcomp._src.cost.planner.compare import CandidateRow, Refusal
 from gradcomp._src.cost.planner.errors import BudgetName, Errors, checked_budget
 from gradcomp._src.cost.rules import at_least_0, count, instance_of
-from gradcomp._src.cost.step import crossover_rate
+from gradcomp._src.cost.step import rate_without_gain
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.report.explain import Explanation
-
-_WORKERS_RULE = "an integer of 1 or more, or a pair of them, (between, inside)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +41,8 @@ class PlanOptions:
       them only exchanges are compared.
     speeds: the speeds of codecs: CodecSpeeds by the names of candidates, one for all, a
       function from the codec of a leaf to its speeds, or ``"measure"``. By default the
-      package's for the backend.
+      package's for the device. ``"cpu"`` and ``"TPU v5e"`` are those by name; the
+      second are XLA's estimates, which nobody has timed.
     gradients: gradients like the parameters, to measure errors on, which compiles each
       codec; normal numbers by default.
     candidates: candidates, or codecs; by default ``gradcomp.cost.CANDIDATES``.
@@ -111,7 +102,7 @@ class Plan:
     return self.chosen.explanation
 
   @property
-  def predicted(self) -> Predicted:
+  def predicted(self) -> compare.Predicted:
     """The predicted times of the choice."""
     return self.chosen.predicted
 
@@ -123,12 +114,9 @@ class Plan:
     Args:
       axis_name: the axis of the workers; two, (between, inside), if the plan is for
         two. None means the same as in :func:`gradcomp.compress`.
-
-    Returns:
-      The exchange of the choice, with its codec and its feedback.
     """
-    row = self.chosen
-    return transformation(row.candidate, row.exchange, row.model.paths, axis_name)
+    row, paths = self.chosen, self.chosen.model.paths
+    return compare.transformation(row.candidate, row.exchange, paths, axis_name)
 
   def __str__(self) -> str:
     lines = [*report.table(self.rows), *report.refusals(self.refused), *self.notes]
@@ -147,20 +135,17 @@ def plan(
   r"""Chooses codec and exchange for a model and a link, or advises a plain mean.
 
   It predicts the seconds of a step for every candidate with every exchange that the
-  codec allows: ``forward + backward + exchange``, without overlap. Collectives and
-  bytes are those of :func:`gradcomp.explain`, seconds those of :mod:`gradcomp.cost`. It
-  takes the fastest within the error budget. Of those within 2 % it takes the smallest
-  error, and then the simplest exchange. Where that gains less than the ``margin`` of a
-  plain mean's step, it takes the plain mean. Nothing is trained, so that accuracy is
-  not measured.
+  codec allows: ``forward + backward + exchange``, without overlap. It takes the fastest
+  within the error budget. Of those within 2 % it takes the smallest error, and then the
+  simplest exchange. Where that gains less than the ``margin`` of a plain mean's step,
+  it takes the plain mean. Nothing is trained: accuracy is not measured.
 
   A codec loses :math:`\omega = E \lVert Q(g) - g \rVert^2 / \lVert g \rVert^2` of a
   gradient. The error of the mean that workers receive also depends on the exchange and
   on N. It is relative to a mean of independent gradients. Over N, it is relative to one
   of equal gradients. A biased codec must keep residuals, which need :math:`\omega < 1`.
   A sparse one lets an element wait for ``1 / density`` steps, which may be a tenth of
-  ``steps``. Its means are never encoded by owners, who would drop elements. Of the
-  others these are allowed, with N workers:
+  ``steps``. Of the others these are allowed, with N workers:
 
   ================  ==================================================================
   ``budget``        candidates
@@ -199,8 +184,7 @@ def plan(
   Example:
     >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
     >>> link = gradcomp.cost.Link(latency=50e-6, bytes_per_second=125e6)
-    >>> codecs = [gradcomp.cost.CANDIDATES[2]]  # QSGD-4
-    >>> options = PlanOptions(candidates=codecs)
+    >>> options = PlanOptions(candidates=[gradcomp.cost.CANDIDATES[2]])  # QSGD-4
     >>> found = plan(params, workers=4, link=link, options=options)
     >>> print(found.verdict)
     compress: QSGD-4 two_shot 116.9 ms, dense 805.6 ms: 6.89 x
@@ -214,22 +198,16 @@ def plan(
     Agarwal et al., `On the Utility of Gradient Compression in Distributed Training
     Systems <https://arxiv.org/abs/2103.00543>`_, 2022
   """
-  errors = Errors(
-    budget=checked_budget(budget),
-    sizes=sizes_of(workers),
-    steps=None if steps is None else count("steps", steps),
-  )
+  errors = Errors(checked_budget(budget), sizes_of(workers))
+  if steps is not None:
+    errors = errors._replace(steps=count("steps", steps))
   options = instance_of("options", PlanOptions, options)
-  model = model_of(params)
+  model = compare.model_of(params)
   if options.gradients is not None:
     errors = errors._replace(gradients=_leaves(options.gradients, model))
-  setting = Setting(
-    model=model,
-    workers=workers,
-    cluster=cluster_of(workers, link),
-    forward=options.forward or 0.0,
-    backward=options.backward or 0.0,
-  )
+  cluster = cluster_of(workers, link)
+  passes = {"forward": options.forward or 0.0, "backward": options.backward or 0.0}
+  setting = compare.Setting(model=model, workers=workers, cluster=cluster, **passes)
   candidates = [as_candidate(x) for x in options.candidates]
   notes = [
     "Times are of the exchange alone: the passes of a step are unknown."
@@ -239,7 +217,7 @@ def plan(
     + ("normal numbers" if options.gradients is None else "the gradients")
     + ". Accuracy is not measured.",
   ]
-  dense = setting.dense()
+  dense = setting.dense
   rows: list[CandidateRow] = []
   chosen, alone = dense, ""
   if errors.workers == 1:
@@ -252,10 +230,10 @@ def plan(
   else:
     speed_of, says = speeds_of(options.speeds)
     notes.append(says)
-    rows, refused = _compared(setting, candidates, errors, speed_of, dense)
+    rows, refused = _compared(setting, candidates, errors, speed_of)
     verdict = f"do not: of {len(candidates)} candidates none is allowed"
   if rows:
-    chosen, verdict = _chosen(rows, dense, options.margin, setting.cluster)
+    chosen, verdict = _chosen(rows, setting, options.margin)
   if any(row.model is not model for row in rows):
     leaves = len(model.leaves)
     notes.append(f"Rows behind the best are of few leaves in place of {leaves}.")
@@ -269,11 +247,10 @@ def plan(
 
 
 def _compared(
-  setting: Setting,
+  setting: compare.Setting,
   candidates: Sequence[Candidate],
   errors: Errors,
   speed_of: Callable[[Candidate], SpeedOf | None],
-  dense: CandidateRow,
 ) -> tuple[list[CandidateRow], list[Refusal]]:
   """Returns the allowed rows, the best one for the model as it is, and the refusals."""
   rows: list[CandidateRow] = []
@@ -286,41 +263,44 @@ def _compared(
       unknown = f"`speeds` has none of this name; omega is {omega:.3g}"
       refused.append(Refusal(candidate.name, "", reason or unknown))
       continue
-    found, others = setting.rows(candidate, omega, errors, speed, dense)
+    found, others = setting.rows(candidate, omega, errors, speed)
     rows += found
     refused += others
-  while rows and (row := best(rows)).model is not setting.model:
-    exact = setting.exact(row, dense)
+  while rows and (row := compare.best(rows)).model is not setting.model:
+    exact = setting.exact(row)
     rows = [exact if x is row else x for x in rows]
   return rows, refused
 
 
 def _chosen(
-  rows: Sequence[CandidateRow], dense: CandidateRow, margin: float, cluster: Cluster
+  rows: Sequence[CandidateRow], setting: compare.Setting, margin: float
 ) -> tuple[CandidateRow, str]:
   """Returns the best row, or the plain mean's if it gains too little; and a verdict."""
-  row = best(rows)
+  row, dense = compare.best(rows), setting.dense
   if row.predicted.step_seconds <= (1 - margin) * dense.predicted.step_seconds:
     return row, report.chosen(row, dense)
-  rates = [_rate(x, dense, cluster) for x in rows]
+  # At another rate another way of a plain mean may be the faster one.
+  rate_of = lambda x: min(_rate(x, way, setting.cluster) for way in setting.plain)
+  rates = [rate_of(x) for x in rows]
   rate, other = max(zip(rates, rows, strict=True), key=lambda pair: pair[0])
   return dense, report.refused(row, dense, margin, other, rate)
 
 
 def _rate(row: CandidateRow, dense: CandidateRow, cluster: Cluster) -> float:
-  """Returns the bytes per second below which a row is faster than a plain mean.
-
-  It is 0 for one that sends no less, or is slower at every rate.
-  """
+  """Returns the bytes per second below which a row beats a plain mean; 0 for none."""
   if row.explanation.bytes_sent >= dense.explanation.bytes_sent:
     return 0.0
-  rate = crossover_rate(row.explanation, cluster, row.speed)
+
+  def seconds(row: CandidateRow, at: Cluster) -> float:
+    return exchange_seconds(row.explanation, at, row.speed).total
+
+  rate = rate_without_gain(lambda at: seconds(dense, at) - seconds(row, at), cluster)
   return rate if rate < math.inf else 0.0
 
 
-def _leaves(gradients: Any, model: SampledModel) -> list[np.ndarray]:
+def _leaves(gradients: Any, model: compare.SampledModel) -> list[np.ndarray]:
   """Returns the leaves of gradients; ValueError unless they are like the model's."""
-  like = model_of(gradients, "gradients")
+  like = compare.model_of(gradients, "gradients")
   if like.treedef != model.treedef:
     raise ValueError(
       f"`gradients` must have the tree of `params`, {model.treedef}, got "
@@ -339,7 +319,8 @@ def sizes_of(workers: Any) -> tuple[int, ...]:
   """Returns the sizes of the axes; raises ValueError for all but a number or a pair."""
   sizes = workers if isinstance(workers, tuple) else (workers,)
   if len(sizes) > 2 or not sizes:
-    raise ValueError(f"`workers` must be {_WORKERS_RULE}, got {workers!r}.")
+    rule = "an integer of 1 or more, or a pair of them, (between, inside)"
+    raise ValueError(f"`workers` must be {rule}, got {workers!r}.")
   return tuple(count("workers", size) for size in sizes)
 
 
@@ -352,11 +333,7 @@ def shares_memory(link: Any) -> bool:
 
 
 def cluster_of(workers: int | tuple[int, int], link: Any) -> Cluster:
-  """Returns the workers with their links.
-
-  Raises:
-    ValueError: it is no link, or there are not as many links as axes.
-  """
+  """Returns the workers with their links; ValueError for no link an axis."""
   sizes = sizes_of(workers)
   number = math.prod(sizes)
   links: tuple[Any, ...] = link if isinstance(link, tuple) else (link,)

@@ -32,6 +32,7 @@ _FEW = 8  # leaves that are not worth joining
 _SIZES = (1 << 15, 1 << 20)
 
 Leaf = jax.ShapeDtypeStruct
+WorkerCount = int | tuple[int, int]  # N, or the sizes of two axes
 
 
 class SampledModel(NamedTuple):
@@ -46,19 +47,11 @@ class SampledModel(NamedTuple):
     """The parameters' shapes, in their tree."""
     return jax.tree.unflatten(self.treedef, self.leaves)
 
-  @property
-  def elements(self) -> int:
-    """The number of elements of all leaves."""
-    return sum(math.prod(leaf.shape) for leaf in self.leaves)
-
   def joined(self, *, sparse: bool) -> "SampledModel":
-    """Returns a model with the same elements in few leaves, to be traced fast.
-
-    Tracing hundreds of leaves takes seconds, and there are dozens of candidates. The
-    fillings of rows are lost, so that bytes come out too low, if anything: the row that
-    seems best is traced anew. Output layers stay apart, and with ``sparse`` leaves of
-    2**20 elements and more do, for which messages have more slots.
-    """
+    """Returns a model with the same elements in few leaves, to be traced fast."""
+    # The fillings of rows are lost, so that bytes come out too low, if anything: the
+    # row that seems best is traced anew. Output layers stay apart, and with `sparse`
+    # leaves of 2**20 elements and more do, for which messages have more slots.
     if len(self.leaves) <= _FEW:
       return self
     kinds: dict[Any, list[tuple[str, int]]] = {}
@@ -76,12 +69,7 @@ class SampledModel(NamedTuple):
 
 
 def model_of(params: Any, name: str = "params") -> SampledModel:
-  """Returns the model of parameters, or of the tree that the argument ``name`` holds.
-
-  Raises:
-    ValueError: they have no elements.
-    TypeError: a leaf is no array of floats.
-  """
+  """Returns the model of a tree of arrays of floats, the argument ``name``."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     kind = getattr(leaf, "dtype", type(leaf).__name__)
     if not hasattr(leaf, "shape") or not jnp.issubdtype(kind, jnp.inexact):
@@ -96,7 +84,7 @@ def model_of(params: Any, name: str = "params") -> SampledModel:
     tuple(Leaf(leaf.shape, leaf.dtype) for _, leaf in found),
     tuple(keystr(path, simple=True, separator="/") for path, _ in found),
   )
-  if not model.elements:
+  if not any(math.prod(leaf.shape) for leaf in model.leaves):
     raise ValueError(
       f"`{name}` must have a leaf with an element, got {len(found)} leaves without."
     )
@@ -104,18 +92,12 @@ def model_of(params: Any, name: str = "params") -> SampledModel:
 
 
 def transformation(
-  candidate: Candidate,
-  exchange: Exchange,
-  paths: Sequence[str],
-  axis_name: AxisName | None,
+  candidate: Candidate, exchange: Exchange, paths: Sequence[str], axis: AxisName | None
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns the transformation that exchanges gradients by a candidate.
-
-  Raises ValueError if the codec or the axes do not allow the exchange.
-  """
+  """Returns the exchange of gradients by a candidate; ValueError if it is refused."""
   return compress(
     candidate.codec_for(paths),
-    axis_name=axis_name,
+    axis_name=axis,
     exchange=exchange,
     feedback="error" if candidate.feedback else None,
   )
@@ -123,15 +105,9 @@ def transformation(
 
 @functools.lru_cache(maxsize=1024)
 def explained(
-  candidate: Candidate,
-  exchange: Exchange,
-  model: SampledModel,
-  workers: int | tuple[int, int],
+  candidate: Candidate, exchange: Exchange, model: SampledModel, workers: WorkerCount
 ) -> Explanation:
-  """Explains a candidate: its messages and their bytes.
-
-  Raises ValueError if the codec or the axes do not allow the exchange.
-  """
+  """Explains a candidate: its messages and their bytes; ValueError where refused."""
   axis_name = ("between", "inside") if isinstance(workers, tuple) else "workers"
   # Tracing without kernels for GPUs takes half the time, and the bytes are the same.
   plain = candidate.without_kernels()
@@ -140,13 +116,7 @@ def explained(
 
 
 # The simplest first, which wins where times and errors are equal.
-_EXCHANGES: tuple[Exchange, ...] = (
-  AllReduce(),
-  AllGather(),
-  TwoShot(),
-  Ring(),
-  Hierarchical(),
-)
+_WAYS: Sequence[Exchange] = AllReduce(), AllGather(), TwoShot(), Ring(), Hierarchical()
 _ALIKE = 1.02  # times of steps whose ratio is smaller count as equal
 
 
@@ -165,39 +135,23 @@ class Predicted(NamedTuple):
 
 
 class Refusal(NamedTuple):
-  """A candidate that a plan may not choose.
+  """A candidate that a plan may not choose."""
 
-  Attributes:
-    codec: its name.
-    exchange: the name of the exchange; "" for all.
-    reason: the reason, with its number.
-  """
-
-  codec: str
-  exchange: str
-  reason: str
+  codec: str  # its name
+  exchange: str  # its name; "" for all
+  reason: str  # with its number
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class CandidateRow:
-  """A candidate with an exchange.
-
-  Attributes:
-    candidate: the candidate.
-    exchange: the exchange.
-    error: of the mean, see ``errors.mean_error``.
-    model: the leaves of ``explanation``.
-    speed: the speeds of its codec.
-    explanation: its messages and bytes.
-    predicted: its times.
-  """
+  """A candidate with an exchange."""
 
   candidate: Candidate
   exchange: Exchange
-  error: float
-  model: SampledModel
-  speed: SpeedOf
-  explanation: Explanation
+  error: float  # of the mean, see ``errors.mean_error``
+  model: SampledModel  # the leaves of ``explanation``
+  speed: SpeedOf  # the speeds of its codec
+  explanation: Explanation  # its messages and bytes
   predicted: Predicted
 
   @property
@@ -211,40 +165,40 @@ class Setting:
   """The model, the workers and the passes that all rows of a plan share."""
 
   model: SampledModel
-  workers: int | tuple[int, int]  # N, or the sizes of two axes
+  workers: WorkerCount
   cluster: Cluster
   forward: float  # seconds of the pass
   backward: float  # seconds of the pass
 
+  @functools.cached_property
+  def plain(self) -> list[CandidateRow]:
+    """The rows of a plain mean in float32, by the ways in which backends send it."""
+    # XLA for TPUs, and NCCL, add inside slices and hosts before they send between them.
+    ways: list[Exchange] = [AllReduce()]
+    if isinstance(self.workers, tuple):
+      ways.append(Hierarchical())
+    return [self._row(DENSE, way, 0.0, self.model, _free) for way in ways]
+
+  @property
   def dense(self) -> CandidateRow:
-    """Returns the row of a plain mean in float32."""
-    row = self._row(DENSE, AllReduce(), 0.0, self.model, _no_speed, None)
-    same = row.predicted._replace(speedup=1.0)
-    return dataclasses.replace(row, predicted=same)
+    """The faster row of a plain mean."""
+    return min(self.plain, key=lambda row: row.predicted.step_seconds)
 
   def rows(
-    self,
-    candidate: Candidate,
-    omega: float,
-    errors: Errors,
-    speed: SpeedOf,
-    dense: CandidateRow,
+    self, candidate: Candidate, omega: float, errors: Errors, speed: SpeedOf
   ) -> tuple[list[CandidateRow], list[Refusal]]:
-    """Returns a candidate's row with every exchange, and the refusals of others.
-
-    If the budget allows none of them, there is one refusal for all.
-    """
+    """Returns a candidate's row with every exchange, and the refusals of others."""
     rows, refused = [], []
     excess: dict[float, str] = {}
     model = self.model
     if candidate.by_size:
       model = model.joined(sparse=candidate.density is not None)
-    for exchange in _EXCHANGES:
+    for exchange in _WAYS:
       reason = self._dropping(candidate, exchange)
       if not reason:
         lost = errors.of_mean(candidate, omega, exchange)
         try:
-          row = self._row(candidate, exchange, lost, model, speed, dense)
+          row = self._row(candidate, exchange, lost, model, speed)
           reason = errors.excess(candidate, omega, lost)
         except ValueError as error:
           reason = str(error)
@@ -258,10 +212,9 @@ class Setting:
       refused = [Refusal(candidate.name, "", excess[min(excess)])]
     return rows, refused
 
-  def exact(self, row: CandidateRow, dense: CandidateRow) -> CandidateRow:
+  def exact(self, row: CandidateRow) -> CandidateRow:
     """Returns a row for the leaves as they are, unjoined."""
-    given = row.candidate, row.exchange, row.error
-    return self._row(*given, self.model, row.speed, dense)
+    return self._row(row.candidate, row.exchange, row.error, self.model, row.speed)
 
   def _row(
     self,
@@ -270,28 +223,21 @@ class Setting:
     error: float,
     model: SampledModel,
     speed: SpeedOf,
-    dense: CandidateRow | None,
   ) -> CandidateRow:
     explanation = explained(candidate, cast(Hashable, exchange), model, self.workers)
     cost = exchange_seconds(explanation, self.cluster, speed)
     step = step_seconds(self.forward, self.backward, [(1.0, cost)], overlap=False)
-    plain = dense.predicted.step_seconds if dense else step
-    speedup = plain / step if step else 1.0
+    speedup = 1.0
+    if step and speed is not _free:
+      speedup = self.dense.predicted.step_seconds / step
+    predicted = Predicted(cost, step, speedup)
     return CandidateRow(
-      candidate=candidate,
-      exchange=exchange,
-      error=error,
-      model=model,
-      speed=speed,
-      explanation=explanation,
-      predicted=Predicted(cost, step, speedup),
+      candidate, exchange, error, model, speed, explanation, predicted
     )
 
   def _dropping(self, candidate: Candidate, exchange: Exchange) -> str:
-    """Returns the reason why owners must not encode a sparse sum; "" if they may.
-
-    Elements that they would drop are delayed again, and no study bounds that.
-    """
+    """Returns the reason why owners must not encode a sparse sum; "" if they may."""
+    # Elements that they would drop are delayed again, and no study bounds that.
     added_whole = exchange.of_leaves and not exchange.owners
     if candidate.density is None or added_whole:
       return ""
@@ -306,9 +252,10 @@ def best(rows: Sequence[CandidateRow]) -> CandidateRow:
   """Returns the fastest row; of equally fast ones, the most exact and simplest."""
   least = min(row.predicted.step_seconds for row in rows)
   near = [row for row in rows if row.predicted.step_seconds <= _ALIKE * least]
-  places = dict(zip((x.way for x in _EXCHANGES), itertools.count()))
+  places = dict(zip((x.way for x in _WAYS), itertools.count()))
   return min(near, key=lambda row: (row.error, places[row.exchange.way]))
 
 
-def _no_speed(codec: object) -> CodecSpeed:
-  raise AssertionError(f"a plain mean encodes nothing, got {codec!r}")
+def _free(codec: object) -> CodecSpeed:
+  """Returns the speed of a plain mean, which encodes nothing."""
+  return CodecSpeed(encode=0.0, decode=0.0, add=0.0)

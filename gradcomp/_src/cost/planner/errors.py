@@ -32,21 +32,8 @@ _GROWN = 0.85  # the share by which a ring's errors grow at most, as measured
 def omega(codec: LeafCodec, leaves: Sequence[Any] | None = None) -> float:
   r"""Returns the share of a gradient's energy that one encoding of it loses.
 
-  .. math:: \omega = \frac{E \lVert Q(g) - g \rVert^2}{\lVert g \rVert^2}
-
-  Args:
-    codec: Q.
-    leaves: the arrays of g; by default 2**18 normal numbers.
-
-  Returns:
-    Omega, from 0 on.
-
-  Raises:
-    ValueError: the gradient is zero, or not finite.
-
-  Example:
-    >>> round(omega(gradcomp.codecs.QSGD(bits=4)), 3)
-    0.036
+  It is :math:`\omega = E \lVert Q(g) - g \rVert^2 / \lVert g \rVert^2` of the arrays of
+  g; by default of 2**18 normal numbers.
   """
   if leaves is None:
     leaves = [np.random.default_rng(0).standard_normal((512, 512))]
@@ -130,11 +117,7 @@ class Errors(NamedTuple):
     return ""
 
   def excess(self, candidate: Candidate, omega: float, error: float) -> str:
-    """Returns the reason why a mean's error exceeds the budget; "" if it does not.
-
-    ``candidate`` is not refused altogether, ``omega`` is the loss of its codec, and
-    ``error`` comes from :meth:`of_mean`.
-    """
+    """Returns the reason why a mean's error exceeds the budget; "" if it does not."""
     share = error / self.workers
     if self.budget == "tight":
       kept = candidate.feedback and omega <= _TIGHT
@@ -179,24 +162,6 @@ def mean_error(
   - A biased codec shortens its argument: of its energy :math:`1 - \omega` is left.
   - Where sums are exact, the leaves' errors are all. Where a codec adds in its own
     format, each addition rounds the sum so far.
-
-  Args:
-    omega: E|Q(g) - g|^2 / |g|^2 of the codec.
-    codec: Q; of a policy the worst counts.
-    exchange: decides who adds which rows.
-    sizes: the number of workers along each axis.
-    biased: whether the mean of decoded payloads is not the gradient.
-
-  Returns:
-    The error, 0 for a codec that loses nothing.
-
-  Example:
-    >>> from gradcomp.exchange import Ring, TwoShot
-    >>> codec = gradcomp.codecs.QSGD(bits=4)
-    >>> [round(mean_error(0.036, codec, Ring(), [n], biased=False), 3) for n in (2, 8)]
-    [0.027, 0.085]
-    >>> round(mean_error(0.036, codec, TwoShot(), [8], biased=False), 3)
-    0.036
   """
   coded = [facts for facts in codec.facts.each if not facts.plain]
   errors = (_of_sum(omega, facts, exchange, sizes, biased) for facts in coded)

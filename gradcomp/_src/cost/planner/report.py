@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from gradcomp._src.cost.planner.compare import CandidateRow, Refusal
-from gradcomp._src.report.table import aligned
+from gradcomp._src.report.collectives import aligned
 
 _HEADER = (
   *("codec", "exchange", "bytes", "encode ms", "wire ms", "decode ms"),
@@ -21,17 +21,10 @@ def chosen(row: CandidateRow, dense: CandidateRow) -> str:
 
 
 def refused(
-  row: CandidateRow,
-  dense: CandidateRow,
-  margin: float,
-  other: CandidateRow,
-  rate: float,
+  row: CandidateRow, dense: CandidateRow, margin: float, slow: CandidateRow, rate: float
 ) -> str:
-  """Returns the verdict where the best candidate gains less than ``margin`` of a step.
-
-  ``other`` is the candidate that beats a plain mean up to the highest ``rate``, in
-  bytes per second; 0 if there is none.
-  """
+  """Returns the verdict where the best candidate gains less than ``margin``."""
+  # `slow` beats a plain mean up to the highest `rate`, in bytes per second, or 0.
   gain = 1 - row.predicted.step_seconds / dense.predicted.step_seconds
   times = f"dense {_ms(dense)}, best {row.name} {_ms(row)}"
   if gain > 0:
@@ -39,7 +32,7 @@ def refused(
       f"do not: compression gains {gain:.1%} of a step here, below the margin of "
       f"{margin:.0%}: {times}"
     )
-  who = "it" if other is row else other.name
+  who = "it" if slow is row else slow.name
   below = f"{who} would win below {8e-9 * rate:.3g} Gbit/s"
   if not rate:
     below = "none would win at any rate"

@@ -1,10 +1,4 @@
-"""Runs an optimizer on rows of elements in place of leaves.
-
-JAX traces the optimizer with the shapes of the leaves, so that masks, labels and
-other functions of paths or shapes see those of the parameters. The elementwise
-operations of a leaf in the trace are then applied to the rows of all leaves of its
-kind.
-"""
+"""Runs an optimizer on rows: the operations of its trace, with the leaves' shapes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,16 +13,14 @@ from gradcomp._src.checks import one_tree
 from gradcomp._src.core.inputs import stand_ins
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.mesh.types import mark_varying, varying_axes
-from gradcomp._src.parallel.zero.trace import OptimizerTrace, arrays_in, trace
-from gradcomp._src.parallel.zero.treatment import ELEMENTWISE, follow, kinds_of
+from gradcomp._src.parallel.zero import treatment
+from gradcomp._src.parallel.zero.treatment import OptimizerTrace, follow, kinds_of
 
 
 class Inner:
   """An optimizer of rows; ValueError unless it treats each element by itself.
 
-  Elements of ``params`` count as float32, and complex ones as pairs. Extra arguments
-  are by default stand-ins. ``kinds`` has a number for each leaf, equal for leaves that
-  are treated equally. Only these may be in one matrix.
+  ``kinds`` has a number for each leaf. Only leaves of one may be in one matrix.
   """
 
   def __init__(
@@ -39,22 +31,20 @@ class Inner:
   ):
     one_tree("zero", params)
     names = [keystr(path) for path, _ in tree_leaves_with_path(params)]
-    complexes = [_is_complex(x) for x in jax.tree.leaves(params)]
+    complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
     typed = lambda dtype, x: jax.ShapeDtypeStruct(x.shape, dtype)
     reals = jax.tree.map(lambda x: typed(jnp.float32, x), params)
     given = stand_ins(reals) if extra_args is None else extra_args
-    self._extra = jax.tree.leaves(arrays_in(given))
-    self._trace = trace(inner, reals, given)
+    self._extra = jax.tree.leaves(treatment.arrays_in(given))
+    self._trace = treatment.trace(inner, reals, given)
     self.kinds = kinds_of(self._trace, names)
     if any(complexes):
-      wide = lambda x: typed(jnp.complex64 if _is_complex(x) else jnp.float32, x)
-      kinds_of(trace(inner, jax.tree.map(wide, params), given), names, complexes)
+      wide = lambda x: typed(jnp.complex64 if jnp.iscomplexobj(x) else jnp.float32, x)
+      traced = treatment.trace(inner, jax.tree.map(wide, params), given)
+      kinds_of(traced, names, complexes)
 
   def first(self, master: OwnedRows, leaves: OwnedRows) -> Any:
-    """Returns the first state for rows of the parameters.
-
-    ``leaves`` has the number of a leaf in each matrix.
-    """
+    """Returns the first state; ``leaves`` has the number of a leaf in each matrix."""
     trace = self._trace
     found = []
     for leaf, rows in _by_matrix(leaves, master):
@@ -64,17 +54,9 @@ class Inner:
     return _stored(trace, shared, found, leaves)
 
   def step(
-    self,
-    means: OwnedRows,
-    state: Any,
-    master: OwnedRows,
-    leaves: OwnedRows,
+    self, means: OwnedRows, state: Any, master: OwnedRows, leaves: OwnedRows
   ) -> tuple[OwnedRows, OwnedRows, Any]:
-    """Takes a step with rows of gradients, ``means``, and of parameters, ``master``.
-
-    The results are the rows of the parameters with their updates; masks, true where
-    these and the gradients are finite; and the state, with old values in other places.
-    """
+    """Returns updated rows, masks of finite ones, and the state, old elsewhere."""
     trace, count = self._trace, self._trace.count
     made: Any = jax.tree.structure(trace.stored, is_leaf=is_rows)
     given: Any = jax.tree.structure(state, is_leaf=is_rows)
@@ -109,10 +91,6 @@ class Inner:
     return *trees, _stored(trace, shared, found, leaves)
 
 
-def _is_complex(x: Any) -> bool:
-  return bool(jnp.issubdtype(x.dtype, jnp.complexfloating))
-
-
 def _by_matrix(leaves: OwnedRows, *rows: OwnedRows) -> list[Any]:
   """Returns for each matrix the number of a leaf in it, and its rows."""
   return list(zip(*map(jax.tree.leaves, (leaves, *rows)), strict=True))
@@ -129,10 +107,7 @@ def _of(trace: OptimizerTrace, leaf: int, state: Sequence[Any]) -> list[Any]:
 
 
 def _stored(
-  trace: OptimizerTrace,
-  shared: Sequence[Any],
-  found: Sequence[Sequence[Any]],
-  leaves: OwnedRows,
+  trace: OptimizerTrace, shared: list[Any], found: list[list[Any]], leaves: OwnedRows
 ) -> Any:
   """Builds the state from shared leaves and the leaves of each matrix."""
   nodes, treedef = jax.tree.flatten(trace.stored, is_leaf=is_rows)
@@ -140,12 +115,11 @@ def _stored(
     dict(zip(_of(trace, i, trace.nodes), x, strict=True))
     for i, x in zip(jax.tree.leaves(leaves), found, strict=True)
   ]
+  kept = lambda rows: tuple(x for x in rows if x is not None)
   for k, node in enumerate(nodes):
     if is_rows(node):
       tree = jax.tree.unflatten(jax.tree.structure(leaves), [x.get(k) for x in own])
-      nodes[k] = OwnedRows(
-        {a: tuple(x for x in own if x is not None) for a, own in tree.arrays.items()}
-      )
+      nodes[k] = OwnedRows({axes: kept(x) for axes, x in tree.arrays.items()})
     else:
       nodes[k] = shared[trace.nodes.index(k)]
   return jax.tree.unflatten(treedef, nodes)
@@ -168,10 +142,7 @@ def _alike(*given: jax.Array) -> list[jax.Array]:
 
 
 class _OnRows:
-  """Computes with rows in place of one leaf, and None in place of the others.
-
-  An array of equal elements is one number.
-  """
+  """Computes with rows for one leaf, None for others, numbers for even arrays."""
 
   def constant(self, value: Any, aval: Any) -> jax.Array:
     return value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
@@ -192,12 +163,10 @@ class _OnRows:
       not given[0].ndim or equation.invars[0].aval.shape == equation.params["shape"]
     ):
       return given[:1]
-    if primitive.name in ELEMENTWISE:
+    if primitive.name in treatment.ELEMENTWISE:
       given = _alike(*given)
     else:
-      given = [
-        jnp.broadcast_to(x, y.aval.shape)
-        for x, y in zip(given, equation.invars, strict=True)
-      ]
+      shapes = [x.aval.shape for x in equation.invars]
+      given = list(map(jnp.broadcast_to, given, shapes))
     found = primitive.bind(*given, **equation.params)
     return found if primitive.multiple_results else [found]

@@ -1,32 +1,29 @@
-"""The optimizer's step on a worker's shard of the rows."""
+"""The optimizer's step on a worker's shard of the rows, and its measures."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from gradcomp._src.core.state import OwnedRows
+from gradcomp._src.core.measures import Sums
+from gradcomp._src.core.state import CompressState, OwnedRows, measures, with_measures
+from gradcomp._src.exchange.collectives import STAGE, psum
 from gradcomp._src.floats.dtypes import within
 from gradcomp._src.floats.rounding import round_to
 from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.mesh.axes import axis_names
 from gradcomp._src.parallel.zero.inner import Inner
 from gradcomp._src.parallel.zero.shared_rows import SharedRows
 
 
 class Moved(NamedTuple):
-  """The rows of a worker after a step.
+  """The rows of a worker after a step, old ones where a value is not finite."""
 
-  Attributes:
-    master: the parameters of the owner. Where a value is not finite, they stay.
-    inner_state: the state of the optimizer, with old rows there.
-    lacking: the master minus the parameters of all. It is NaN where a value is not
-      finite, and zero in the padding of rows.
-  """
-
-  master: OwnedRows
+  master: OwnedRows  # the parameters of the owner
   inner_state: Any
-  lacking: OwnedRows
+  lacking: OwnedRows  # the master minus all workers' parameters; NaN if not finite
 
 
 def step_owned(
@@ -37,19 +34,16 @@ def step_owned(
   seen: OwnedRows,
   unsent: OwnedRows,
 ) -> Moved:
-  """Runs the inner optimizer on this worker's shard; returns rows and unsent updates.
+  """Runs the inner optimizer on this worker's rows.
 
-  ``means`` are the gradients, ``old`` the state of ``inner``, ``seen`` the parameters
-  that all workers have, and ``unsent`` the master minus these.
+  ``seen`` are the parameters of all workers, and ``unsent`` the master minus these.
   """
   with jax.named_scope("gradcomp_inner"):
     master = jax.tree.map(jnp.add, seen, unsent)
     leaves = rows.first_leaves()
     moved, finite, state = inner.step(means, old, master, leaves)
 
-    def lacking(
-      here: jax.Array, ok: jax.Array, m: jax.Array, p: jax.Array
-    ) -> jax.Array:
+    def lacking(here: Any, ok: Any, m: jax.Array, p: jax.Array) -> jax.Array:
       return jnp.where(here, jnp.where(ok, m - p, jnp.nan), 0.0)
 
     changed = jax.tree.map(lacking, rows.elements(), finite, moved, seen)
@@ -66,9 +60,8 @@ def still_lacking(
 ) -> OwnedRows:
   """Returns the master minus the parameters after ``optax.apply_updates``.
 
-  All workers had the parameters ``seen``, and add the decoded updates ``sent``. ``old``
-  is the difference before the step, which stays where no finite update is sent.
-  ``dtypes`` are those of each leaf's parameter and update.
+  ``old`` is that before, and stays where no finite update is sent. ``dtypes`` are those
+  of each leaf's parameter and update.
   """
   if not dtypes:
     return old
@@ -83,10 +76,7 @@ def still_lacking(
     return result
 
   found = jax.tree.map(after, seen, sent, *([rows.numbers()] if others else []))
-
-  def left(here: jax.Array, m: jax.Array, p: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(here & jnp.isfinite(p), m - p, old)
-
+  left = lambda here, m, p, old: jnp.where(here & jnp.isfinite(p), m - p, old)
   return jax.tree.map(left, rows.elements(), master, found, old)
 
 
@@ -100,3 +90,66 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
   # XLA may drop a cast to the dtype and back.
   info = jnp.finfo(dtype)
   return round_to(x, FloatFormat(info.nexp, info.nmant)) if info.bits < 32 else x
+
+
+class Changes(NamedTuple):
+  """A worker's rows of a step: updates, and the parameters' distance to the master."""
+
+  before: OwnedRows  # the master minus the parameters
+  sent: OwnedRows  # the decoded updates
+  after: OwnedRows  # the master minus the parameters with these
+
+
+def measured_zero(
+  state: CompressState, rows: SharedRows, changes: Changes
+) -> CompressState:
+  """Returns the state, if inspected with sums of gradients, then of updates."""
+  found = measures(state)
+  if found is None:
+    return state
+  back = _sums(rows, changes)
+  nan = jnp.full_like(found.union, jnp.nan)
+  gradients = found._replace(owned=back.owned, union=nan)
+  both = jax.tree.map(lambda *x: jnp.concatenate(x), gradients, back)
+  return with_measures(state, both)
+
+
+def _sums(rows: SharedRows, changes: Changes) -> Sums:
+  """Returns the sums of the updates that owners send, by leaf."""
+  count = len(rows.plan.names)
+  columns = ("size", "gradient", "owned", "mean", "product", "zeros")
+  result = {name: jnp.zeros(count, jnp.float32) for name in columns}
+  elements, numbers = rows.elements(), rows.numbers()
+  own = axis_names(rows.workers.axis_name)
+  for axes in changes.before.arrays:
+    sums = jnp.zeros((len(columns), count), jnp.float32)
+    parts = [x.arrays[axes] for x in (*changes, elements, numbers)]
+    for *given, here, leaf in zip(*parts, strict=True):
+      wanted, sent, kept = (jnp.where(here, x, 0.0) for x in given)
+      ones = jnp.broadcast_to(here, wanted.shape).astype(jnp.float32)
+      zeros = ones * (sent == 0)
+      terms = (ones, wanted**2, kept**2, sent**2, sent * wanted, zeros)
+      by_row = [jnp.sum(x, axis=range(1, x.ndim)) for x in terms]
+      stacked, same = jnp.stack(by_row), leaf[:, None] == lax.iota(jnp.int32, count)
+      of_leaf = lambda x, same=same: jnp.sum(jnp.where(same, x[:, None], 0.0), axis=0)
+      sums += jax.vmap(of_leaf)(stacked)
+    others = tuple(name for name in axes if name not in own)
+    with jax.named_scope(STAGE):
+      sums = psum(sums, (*own, *others))
+    for name, column in zip(columns, sums, strict=True):
+      result[name] += column
+  nan = jnp.full(count, jnp.nan, jnp.float32)
+  none = jnp.zeros(count, jnp.float32)
+  return Sums(
+    **result,
+    residual=none,
+    corrected=result["gradient"],
+    unsent=result["owned"],
+    true=result["gradient"],
+    top=nan,
+    levels=nan,
+    spread=nan,
+    equal=none,
+    union=result["size"] - result["zeros"],
+    exponents=jnp.full((count, 256), jnp.nan, jnp.float32),
+  )

@@ -13,9 +13,10 @@ from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import NOTHING, Leaf
 from gradcomp._src.codecs.tiles import from_tiles, tile_shape
 from gradcomp._src.core.state import OwnedRows, is_rows
-from gradcomp._src.exchange.assign import leaf_codecs
 from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.layout import Layout, Slot
+from gradcomp._src.exchange.in_turn import in_turn
+from gradcomp._src.exchange.layout import Layout, Slot, leaf_codecs
+from gradcomp._src.exchange.owners import MADE_FOR_SHARDS
 from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
 from gradcomp._src.exchange.shares import gather_rows, own_rows, own_share
 from gradcomp._src.mesh.axes import Axes
@@ -31,25 +32,16 @@ class SharedRows:
   A row of elements is a row of the gradients' codec, decoded. Rows with the same two
   codecs, of leaves of one kind, are one matrix. Worker i owns its rows from
   ``i * share`` on.
-
-  Attributes:
-    plan: the messages of the gradients.
-    codecs: for each message, the update codec of each of its matrices.
-    workers: the workers.
   """
 
-  plan: MessagePlan
-  codecs: tuple[tuple[LeafCodec, ...], ...]
+  plan: MessagePlan  # of the gradients
+  codecs: tuple[tuple[LeafCodec, ...], ...]  # of updates, a matrix of each message
   workers: Workers
 
   def owned(self, leaves: Sequence[jax.Array]) -> OwnedRows:
     """Returns this worker's rows of float32 leaves."""
-    return self.by_axes(
-      [
-        [own_share(rows, self.workers) for rows in _matrices(message, leaves)]
-        for message in self.plan.messages
-      ]
-    )
+    matrices = (_matrices(message, leaves) for message in self.plan.messages)
+    return self.by_axes([[own_share(x, self.workers) for x in own] for own in matrices])
 
   def by_axes(self, arrays: Sequence[Sequence[jax.Array]]) -> OwnedRows:
     """Groups the arrays of messages by the axes that stack them."""
@@ -68,10 +60,7 @@ class SharedRows:
     return self._of_matrices(first)
 
   def elements(self) -> OwnedRows:
-    """Masks the places of this worker's rows that hold elements, not padding.
-
-    Arrays are ``bool``, and broadcast against the rows.
-    """
+    """Masks the places of this worker's rows that hold elements, not padding."""
 
     def used(message: Message, group: int) -> jax.Array:
       codec = message.layout.codecs[group]
@@ -83,10 +72,7 @@ class SharedRows:
     return self._of_matrices(used)
 
   def numbers(self) -> OwnedRows:
-    """Returns the leaf number of each of this worker's rows, ``int32``.
-
-    Rows that only fill up the last share have the number of leaves.
-    """
+    """Returns the leaf of each of this worker's rows; the number of leaves if none."""
 
     def of_rows(message: Message, group: int) -> jax.Array:
       rows = self._own_rows(message.layout, group)
@@ -96,34 +82,26 @@ class SharedRows:
     return self._of_matrices(of_rows)
 
   def to_all(self, rows: OwnedRows) -> tuple[list[jax.Array], OwnedRows]:
-    """All-gathers the rows of each worker.
-
-    Returns:
-      The decoded leaves, and their rows that this worker owns. Every worker decodes the
-      same words, so that all get the same bits.
-    """
+    """All-gathers rows; returns the decoded leaves, and this worker's rows of them."""
     leaves: dict[int, jax.Array] = {}
     shares = []
-    waiting = {axes: list(arrays) for axes, arrays in rows.arrays.items()}
-    for message, codecs in zip(self.plan.messages, self.codecs, strict=True):
-      own = [waiting[self._axes(message)].pop(0) for _ in codecs]
+    came: Sequence[jax.Array] = ()
+    # Gradients of the last message arrive first, and so do its owners' differences.
+    for message, codecs, own in reversed(self._of_messages(rows)):
       flat = [x.reshape(-1) for x in own]
       bound = [_bound(codec, x.size) for codec, x in zip(codecs, flat, strict=True)]
       with jax.named_scope("gradcomp_encode"):
         pairs = zip(bound, flat, strict=True)
         encoded = [x.encode_leaf(y, NOTHING, keep=False).rows for x, y in pairs]
       with jax.named_scope("gradcomp_all_gather"), noted(message):
-        gathered = gather_rows(message.layout, encoded, self.workers)
+        came = gather_rows(message.layout, in_turn(encoded, came), self.workers)
       with jax.named_scope("gradcomp_decode"):
-        matrices = [
-          _decoded(codec, words, like)
-          for codec, words, like in zip(bound, gathered, own, strict=True)
-        ]
+        matrices = list(map(_decoded, bound, came, own))
         leaves |= _leaves(message, matrices)
         shares.append([own_share(x, self.workers) for x in matrices])
-    return [leaves[i] for i in range(len(self.plan.leaves))], self.by_axes(shares)
+    return [leaves[i] for i in range(len(self.plan.leaves))], self.by_axes(shares[::-1])
 
-  def check(self, name: str, rows: Any) -> None:
+  def check(self, rows: Any) -> None:
     """Raises ValueError for rows in other shapes than this worker's."""
     expected: dict[Axes, list[tuple[int, ...]]] = {}
     for message in self.plan.messages:
@@ -135,21 +113,27 @@ class SharedRows:
     got = {axes: [x.shape for x in own] for axes, own in rows.arrays.items()}
     if got != expected:
       raise ValueError(
-        f"`state.{name}` must have the rows that one of {self.workers.size} workers "
-        f"owns, {expected}, got {got}; make the state by optimizer.init with this "
-        "transformation, of the same message_bytes and masks, and as many workers, "
-        "inside the map or under jax.set_mesh(mesh), and pass it through with "
-        "gradcomp.state_specs."
+        f"`state.unsent` must have the rows that one of {self.workers.size} workers "
+        f"owns, {expected}, got {got}; keep message_bytes and masks as they were, and "
+        f"{MADE_FOR_SHARDS}"
       )
+
+  def _of_messages(
+    self, rows: OwnedRows
+  ) -> list[tuple[Message, tuple[LeafCodec, ...], list[jax.Array]]]:
+    """Returns each message, with the codecs of its updates and this worker's rows."""
+    waiting = {axes: iter(arrays) for axes, arrays in rows.arrays.items()}
+    pairs = zip(self.plan.messages, self.codecs, strict=True)
+    own = lambda message, codecs: [next(waiting[self._axes(message)]) for _ in codecs]
+    return [(message, codecs, own(message, codecs)) for message, codecs in pairs]
 
   def _of_matrices(self, function: Callable[[Message, int], Any]) -> OwnedRows:
     """Calls a function for each matrix of each message, by its number."""
-    return self.by_axes(
-      [
-        [function(message, group) for group in range(len(message.layout.codecs))]
-        for message in self.plan.messages
-      ]
-    )
+    found = []
+    for message in self.plan.messages:
+      groups = range(len(message.layout.codecs))
+      found.append([function(message, group) for group in groups])
+    return self.by_axes(found)
 
   def _own_rows(self, layout: Layout, group: int) -> jax.Array:
     """Returns the numbers of this worker's rows of a matrix."""
@@ -184,16 +168,13 @@ def share_rows(
 ) -> SharedRows:
   """Lays out the rows of the parameters by the messages of their gradients.
 
-  ``codec`` encodes updates. Small leaves stay dense, as in the exchange of gradients.
-  ``kinds`` has a number for each leaf; the leaves of one matrix have the same.
+  ``codec`` encodes updates, but small leaves stay dense. A matrix has one of ``kinds``.
   """
   whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
   chosen = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
   pairs = [_paired(message, chosen, kinds) for message in plan.messages]
-  messages = tuple(
-    message._replace(layout=layout)
-    for message, (layout, _) in zip(plan.messages, pairs, strict=True)
-  )
+  laid_out = zip(plan.messages, pairs, strict=True)
+  messages = tuple(message._replace(layout=layout) for message, (layout, _) in laid_out)
   codecs = tuple(codecs for _, codecs in pairs)
   return SharedRows(plan._replace(messages=messages), codecs, workers)
 
@@ -237,13 +218,11 @@ def _matrices(message: Message, leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _leaves(message: Message, matrices: Sequence[jax.Array]) -> dict[int, jax.Array]:
   """Joins rows to leaves: the inverse of :func:`_matrices`."""
-  layout = message.layout
-  return {
-    i: layout.codecs[slot.group].join(
-      matrices[slot.group][slot.start : slot.stop], like
-    )
-    for i, slot, like in zip(message.leaves, layout.slots, layout.like, strict=True)
-  }
+  layout, found = message.layout, {}
+  for i, slot, like in zip(message.leaves, layout.slots, layout.like, strict=True):
+    rows = matrices[slot.group][slot.start : slot.stop]
+    found[i] = layout.codecs[slot.group].join(rows, like)
+  return found
 
 
 Others = Sequence[tuple[str, ...]]
@@ -257,8 +236,7 @@ def on_mesh(
 ) -> tuple[OwnedRows, Any]:
   """Calls ``first_rows(tree, others)`` on all devices of the mesh: global arrays.
 
-  It returns the rows that a worker owns, and the state of its optimizer. ``others`` are
-  each leaf's other axes, over which it varies.
+  ``others`` are each leaf's other axes, over which it varies.
   """
   specs = jax.tree.map(typed_spec, tree)
   cut = frozenset().union(*(sharded_axes(typed_spec(x)) for x in jax.tree.leaves(tree)))
@@ -267,12 +245,8 @@ def on_mesh(
   def spec(node: Any) -> Any:
     if not is_rows(node):
       return PartitionSpec()
-    return OwnedRows(
-      {
-        axes: jax.tree.map(lambda _, axes=axes: stacked_over(axes, inside), own)
-        for axes, own in node.arrays.items()
-      }
-    )
+    specs_of: Any = lambda axes, own: (stacked_over(axes, inside),) * len(own)
+    return OwnedRows({k: specs_of(k, own) for k, own in node.arrays.items()})
 
   def mapped(function: Any, out_specs: Any) -> Any:
     return jax.shard_map(
@@ -286,26 +260,15 @@ def on_mesh(
   found: list[Any] = []
 
   def probe(rows: Any) -> jax.Array:
-    found.append(jax.tree.map(shape_of, rows))
+    found.append(jax.tree.map(spec, rows, is_leaf=is_rows))
     return jnp.zeros([])
 
   jax.eval_shape(mapped(probe, PartitionSpec()), tree)
-  out = jax.tree.map(spec, found[0], is_leaf=is_rows)
-  return jax.jit(mapped(lambda rows: rows, out))(tree)
+  return jax.jit(mapped(lambda rows: rows, found[0]))(tree)
 
 
 def per_worker(tree: Any) -> Any:
   """Types rows, even zeros, as varying over the workers."""
-
-  def mark(node: Any) -> Any:
-    if not is_rows(node):
-      return node
-    arrays = {axes: mark_varying(own, axes) for axes, own in node.arrays.items()}
-    return OwnedRows(arrays)
-
+  marked = lambda rows: {axes: mark_varying(own, axes) for axes, own in rows.items()}
+  mark = lambda node: OwnedRows(marked(node.arrays)) if is_rows(node) else node
   return jax.tree.map(mark, tree, is_leaf=is_rows)
-
-
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-  """Returns the shape and the dtype of an array."""
-  return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

@@ -11,11 +11,18 @@ from jax.typing import ArrayLike
 
 from gradcomp._src.bibliography import JIA_2024, RAJBHANDARI_2020, Citation, cites
 from gradcomp._src.checks import optional_size
-from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec, is_codec
+from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core import agreement
 from gradcomp._src.core.compression import Across, Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
-from gradcomp._src.core.inputs import not_differentiated, on_real_pairs, pairs, whole
+from gradcomp._src.core.inputs import (
+  any_tree,
+  not_differentiated,
+  on_real_pairs,
+  pairs,
+  whole,
+)
 from gradcomp._src.core.state import CompressState, OwnedRows, check_type
 from gradcomp._src.core.step import take_step
 from gradcomp._src.exchange.collectives import Workers
@@ -33,16 +40,9 @@ from gradcomp._src.mesh.closures import optimizer_with_note
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.study import Options, note
 from gradcomp._src.mesh.types import other_axes
-from gradcomp._src.parallel.zero.checks import check_codecs
+from gradcomp._src.parallel.zero import owner_step, shared_rows
 from gradcomp._src.parallel.zero.inner import Inner
-from gradcomp._src.parallel.zero.measures import Changes, measured_zero
-from gradcomp._src.parallel.zero.owner_step import step_owned, still_lacking
-from gradcomp._src.parallel.zero.shared_rows import (
-  Others,
-  on_mesh,
-  per_worker,
-  share_rows,
-)
+from gradcomp._src.parallel.zero.owner_step import still_lacking
 
 
 class ZeroState(NamedTuple):
@@ -52,16 +52,6 @@ class ZeroState(NamedTuple):
     gradients: the residual and the key of their exchange, and the count of steps.
     unsent: a worker's own rows minus the parameters, ``float32``, per worker.
     inner_state: of the optimizer; trees like the parameters are rows, per worker.
-
-  Example:
-    >>> codec = gradcomp.codecs.Dense()
-    >>> tx = gradcomp.parallel.zero(
-    ...   optax.adam(1e-3), grads=codec, params=codec, axis_name="data"
-    ... )
-    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
-    ...   state = tx.init({"w": jnp.ones(300)})
-    >>> state.unsent.arrays[("data",)][0].shape  # rows of 128 elements
-    (3, 1, 128)
   """
 
   gradients: CompressState
@@ -96,31 +86,24 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   the same bits. :math:`Q_g` is ``grads``, and :math:`Q_p` is ``params``, which rounds
   to nearest. The owner keeps :math:`r = m' - (p + d)` and sends it later. It is at most
   half a step of :math:`Q_p`, plus the rounding of bfloat16 parameters. Any other change
-  of the parameters changes :math:`m` with them: by a transformation behind this one, a
-  wrapper like ``optax.lookahead``, an outer step of :func:`gradcomp.local.local_steps`,
-  or you.
+  of the parameters, by a wrapper like ``optax.lookahead``, changes :math:`m` with them.
 
   A worker sends ``(N-1)/N (c_g + c_p)`` bytes, where c are the bytes of the payloads of
   all parameters: 8.1 bits a parameter and step at 4 and 4 bits. It keeps the state of
   ``inner`` and :math:`r`, of an Nth of the parameters, and the residuals of its own
   gradients, if it keeps any. ``update`` needs the parameters.
 
-  JAX traces ``inner`` with the shapes of the parameters, in float32. So masks, labels
-  and other functions of shapes, paths or names see those. The traced operations are
-  then applied to rows: one matrix for each pair of codecs in a message and each kind of
-  leaves that ``inner`` treats differently. A share of each leaf would need a tile for
-  each worker, however small the leaf; a matrix of rows only pads its last share. So
-  ``inner`` must treat each element by itself, as ``optax.adamw``, ``optax.lion`` and
-  ``optax.sgd`` do, with their schedules. Norms and random numbers are refused by name:
-  put ``gradcomp.wrappers.clip_by_local_norm`` in front. The parts of complex leaves,
-  which are sent as pairs, must be separate elements for it: ``optax.sgd`` does so, and
-  ``optax.adam`` is refused.
+  JAX traces ``inner`` with the shapes of the parameters, in float32: masks, labels and
+  other functions of shapes, paths or names see those. Its operations are then applied
+  to rows. So it must treat each element by itself, as ``optax.adamw``, ``optax.lion``
+  and ``optax.sgd`` do, with their schedules. Norms and random numbers are refused by
+  name: put ``gradcomp.wrappers.clip_by_local_norm`` in front. The parts of complex
+  leaves must be separate elements for it: ``optax.sgd`` does so, and ``optax.adam`` is
+  refused.
 
   A gradient that is not finite makes its bucket of the updates NaN on every worker. The
-  residuals, :math:`r` and the state of ``inner`` keep their old values there. So a
-  guard that drops the updates goes on with a sound state. Once NaN is added to
-  parameters, it stays in them, as with any optimizer: put
-  :func:`gradcomp.skip_nonfinite` around this.
+  residuals, :math:`r` and the state of ``inner`` keep their old values there. Put
+  :func:`gradcomp.skip_nonfinite` around this, or NaN stays in the parameters.
 
   Args:
     inner: an optax transformation that treats each element by itself.
@@ -133,9 +116,9 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
       :class:`gradcomp.CompressOptions`. Small leaves are sent in float32 in both
       directions, in the same two messages.
     message_bytes: the largest payload of gradients that leaves share. Each such group
-      of leaves has two messages of its own, one in each direction, and matrices of its
-      own in the state. So the gradients of the last layers can be sent before those of
-      other layers are computed, and their owners go on meanwhile.
+      of leaves has a message of its own in each direction, and rows of its own in the
+      state. So the gradients of the last layers can be sent before those of other
+      layers are computed.
     key, dither: options of the gradients' exchange, too.
 
   Returns:
@@ -167,7 +150,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     Jia et al., `SDP4Bit <https://arxiv.org/abs/2410.15526>`_, 2024, section 3.1, for
     the differences
   """
-  check_codecs(grads, params)
+  _check_codecs(grads, params)
   names = axis_names(axis_name)
   axes = names if len(names) > 1 else names[0]
   exchange = TwoShot(feedback=False)
@@ -181,7 +164,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   inner = optimizer_with_note(inner)
 
   def first_rows(
-    complexes: Sequence[bool], tree: Any, others: Others
+    complexes: Sequence[bool], tree: Any, others: shared_rows.Others
   ) -> tuple[OwnedRows, Any]:
     """Returns a worker's first unsent rows, zeros, and the first state of ``inner``."""
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
@@ -189,10 +172,10 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     workers = Workers(axes, count, 1 / count)
     plan = parts.plan(leaves, paths_of(tree), Across(axes, False, others), workers)
     seen = Inner(inner, whole(tree, complexes))
-    rows = share_rows(plan, of_updates, limit, workers, seen.kinds)
+    rows = shared_rows.share_rows(plan, of_updates, limit, workers, seen.kinds)
     master = rows.owned(leaves)
     state = seen.first(master, rows.first_leaves())
-    return per_worker((jax.tree.map(jnp.zeros_like, master), state))
+    return shared_rows.per_worker((jax.tree.map(jnp.zeros_like, master), state))
 
   def init_fn(tree: Any) -> ZeroState:
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(tree)]
@@ -208,10 +191,12 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
       raise UnboundAxisError(
         f"`axis_name` must be an axis that zero's init can count, and {axis_name!r} is "
         "not bound here, so that nobody knows which Nth of the parameters a worker "
-        "owns; call optimizer.init under jax.set_mesh(mesh), or inside the map.",
+        "owns; call optimizer.init under jax.set_mesh(mesh), or inside the map; "
+        "where a program copies one state to its workers, give it gradcomp.wrappers."
+        f"replicable(optimizer, axis_name={axis_name!r}, workers=N).",
         axes,
       )
-    return ZeroState(gradients, *on_mesh(first, tree, others, names))
+    return ZeroState(gradients, *shared_rows.on_mesh(first, tree, others, names))
 
   @cites(
     Citation(
@@ -226,8 +211,10 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     _check_given(state, params)
     updates = not_differentiated(updates)
     across = parts.across(updates, state.gradients, params)
-    _require_agreement(across.axes, updates, state.inner_state)
-
+    told = {"params": of_updates}
+    record = "gradcomp.parallel.zero", told, updates, across.axes
+    agreement.require_agreement(*record, inner_state=state.inner_state)
+    note(Options(tuple(told.items())))
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
 
     def step(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
@@ -237,48 +224,72 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
       paths, leaves = paths_of(updates), jax.tree.leaves(params)
       plan = parts.plan(jax.tree.leaves(wide), paths, across, workers)
       seen = Inner(inner, whole(params, complexes), extra_args)
-      rows = share_rows(plan, of_updates, limit, workers, seen.kinds)
-      rows.check("unsent", state.unsent)
+      rows = shared_rows.share_rows(plan, of_updates, limit, workers, seen.kinds)
+      rows.check(state.unsent)
       facts = parts.step(rows.plan, workers, state.gradients)
       facts = facts._replace(instead=ReduceScatter())
 
       def finish(reduced: Reduced) -> tuple[Reduced, Any]:
         """Runs the optimizer on the means that this worker owns; sends the changes."""
         before, means = rows.owned(leaves), rows.by_axes(reduced.shares)
-        moved = step_owned(seen, means, state.inner_state, rows, before, state.unsent)
+        held = state.inner_state, rows, before, state.unsent
+        moved = owner_step.step_owned(seen, means, *held)
         lacks, own = rows.to_all(moved.lacking)
         casts = zip(lacks, across.dtypes, strict=True)
         sent = [narrowed(*cast)[0] for cast in casts]
         dtypes = [(p.dtype, u.dtype) for p, u in zip(leaves, sent, strict=True)]
         unsent = still_lacking(moved.master, before, own, state.unsent, rows, dtypes)
-        changes = Changes(moved.lacking, own, unsent)
+        changes = owner_step.Changes(moved.lacking, own, unsent)
         # No worker has the mean of a leaf. Where that is not finite, nor is the update.
         return reduced._replace(mean=sent), (moved.inner_state, changes)
 
       sent, kept, rest = take_step(parts, facts, wide, state.gradients, finish)
       inner_state, changes = rest
-      kept = measured_zero(kept, rows, changes)
+      kept = owner_step.measured_zero(kept, rows, changes)
       return sent, ZeroState(kept, changes.after, inner_state)
 
-    params = jax.tree.map(pairs, params)
-    given = params, extra_args
+    given = jax.tree.map(pairs, params), extra_args
     return per_device(
       step, updates, state, across.axes, keeps_addends=False, given=given
     )
 
-  def _require_agreement(axes: AxisName | None, updates: Any, inner_state: Any) -> None:
-    """Raises ValueError if another process has another codec or optimizer."""
-    agreement.require_agreement(
-      "gradcomp.parallel.zero",
-      {"params": of_updates},
-      updates,
-      axes,
-      inner_state=inner_state,
-    )
-    note(Options((("params", of_updates),)))
+  return any_tree(init_fn, on_real_pairs(init_fn, update_fn, axis_name).update)
 
-  reals = on_real_pairs(init_fn, update_fn)
-  return optax.GradientTransformationExtraArgs(init_fn, reals.update)
+
+def _check_codecs(grads: Any, params: Any) -> None:
+  """Raises TypeError or ValueError for codecs that zero cannot use."""
+  leaf = Leaf((1024, 1024))  # so large that every codec saves bytes
+  for name, given in {"grads": grads, "params": params}.items():
+    if not is_codec(given):
+      raise TypeError(f"`{name}` must be an instance of a codec, got {given!r}.")
+    if given.facts.drops:
+      raise ValueError(
+        f"`{name}` must send all elements, got the sparse codec {given}; use a "
+        "quantizer like gradcomp.codecs.QSGD(bits=4)."
+      )
+    if not all(part.of_leaf for part in given.bind(leaf).rounds(leaf.shape)):
+      raise ValueError(
+        f"`{name}` must encode the elements of a leaf, of which each worker owns some, "
+        f"got {given}, which sends other arrays in the place of a leaf of the shape "
+        f"{leaf.shape}; use a quantizer like gradcomp.codecs.QSGD(bits=4)."
+      )
+  refusal = grads.facts.naming(grads).refusals.get("owned")
+  if refusal:
+    raise ValueError(
+      f"`grads` must be a codec that owners of rows can add, not {refusal}"
+    )
+  last = params.bind(leaf).rounds(leaf.shape)[-1].codec.to_nearest()
+  if last.needs_key:
+    raise ValueError(
+      f"`params` must be a codec that rounds to nearest, for owners keep what it "
+      f"loses, got {params}, which always draws; use 2 bits or more."
+    )
+  like = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+  if jax.eval_shape(last.agree, like) is not None:
+    raise ValueError(
+      f"`params` must be a codec whose rows can be decoded alone, got {params}, whose "
+      "workers agree on a scale; give it scales of its own (share_scale=False)."
+    )
 
 
 def _check_given(state: Any, params: Any) -> None:

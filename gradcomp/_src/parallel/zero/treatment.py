@@ -1,20 +1,107 @@
-"""Finds the leaves that an optimizer treats equally; it must be elementwise.
+"""Traces an elementwise optimizer, and finds the leaves that it treats equally."""
 
-Each intermediate result gets a number, equal for the same result of another leaf of
-any shape. So leaves with equal numbers are treated equally, and may share a matrix. A
-worker that owns a part of the elements would silently take the norm of its part for
-the whole norm: operations that are not elementwise are refused.
-"""
-
+import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.tree_util import keystr, tree_leaves_with_path
 
-from gradcomp._src.parallel.zero.trace import OptimizerTrace
+from gradcomp._src.core.state import OwnedRows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OptimizerTrace:
+  """The traced functions of an optimizer, and the structure of its state."""
+
+  init: ClosedJaxpr  # of the leaves of the parameters
+  update: ClosedJaxpr  # of those of gradients, state, parameters and extra arguments
+  count: int  # of the parameters
+  owners: tuple[int | None, ...]  # of each leaf of the state, its parameter
+  nodes: tuple[int, ...]  # the number of its tree
+  stored: Any  # the state, with OwnedRows for trees like the parameters or masked ones
+
+
+def trace(
+  inner: optax.GradientTransformationExtraArgs, params: Any, extra_args: dict[str, Any]
+) -> OptimizerTrace:
+  """Traces an optimizer; ValueError for a state of other trees than the parameters'."""
+  init, state = jax.make_jaxpr(inner.init, return_shape=True)(params)
+
+  def updated(grads: Any, state: Any, params: Any, arrays: Any) -> Any:
+    return inner.update(grads, state, params, **(extra_args | arrays))
+
+  given = params, state, params, arrays_in(extra_args)
+  update, results = jax.make_jaxpr(updated, return_shape=True)(*given)
+  made: Any = jax.tree.structure(results)
+  if made != jax.tree.structure((params, state)):
+    raise ValueError(
+      "`inner` must return updates like its gradients, and a state like that of its "
+      f"init, got {made}."
+    )
+  count = len(jax.tree.leaves(params))
+  return OptimizerTrace(init, update, count, *_places(state, params))
+
+
+def arrays_in(extra_args: dict[str, Any]) -> dict[str, Any]:
+  """Returns the extra arguments that are arrays, and trees of them."""
+  is_array = lambda x: hasattr(x, "dtype")
+  return {k: v for k, v in extra_args.items() if all(map(is_array, jax.tree.leaves(v)))}
+
+
+def _places(state: Any, params: Any) -> tuple[Any, Any, Any]:
+  """Returns the owners and the nodes of a state's leaves, and its stored form."""
+  treedef: Any = jax.tree.structure(params, is_leaf=_is_hole)
+  leaves = jax.tree.leaves(params, is_leaf=_is_hole)
+  places = [i for i, x in enumerate(leaves) if not _is_hole(x)]
+  number = {place: i for i, place in enumerate(places)}
+
+  def like_params(node: Any) -> bool:
+    if treedef != jax.tree.structure(node, is_leaf=_is_hole):
+      return False
+    own = zip(jax.tree.leaves(node, is_leaf=_is_hole), leaves, strict=True)
+    return all(_is_hole(x) or _fits(x, y) for x, y in own)
+
+  nodes, stored = jax.tree.flatten(state, is_leaf=like_params)
+  paths = tree_leaves_with_path(state, is_leaf=like_params)
+  owners: list[int | None] = []
+  of_node: list[int] = []
+  for k, (path, node) in enumerate(paths):
+    if like_params(node):
+      own = enumerate(jax.tree.leaves(node, is_leaf=_is_hole))
+      found: Sequence[int | None] = [number[i] for i, x in own if not _is_hole(x)]
+      nodes[k] = OwnedRows({})
+    else:
+      _check_number(keystr(path), node, leaves)
+      found = [None]
+    owners += found
+    of_node += [k] * len(found)
+  return tuple(owners), tuple(of_node), jax.tree.unflatten(stored, nodes)
+
+
+def _fits(x: Any, param: Any) -> bool:
+  """Returns True for an array that a state may keep for a parameter."""
+  inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+  return not _is_hole(param) and x.shape == param.shape and (x.ndim > 0 or inexact)
+
+
+def _check_number(path: str, x: Any, leaves: Sequence[Any]) -> None:
+  if x.size > 2:  # words of a key
+    shapes = [y.shape for y in leaves if not _is_hole(y)]
+    raise ValueError(
+      f"`inner` must keep numbers, and trees like its parameters, of the shapes "
+      f"{shapes}, got {x.shape} at `inner_state`{path}; use an optimizer that treats "
+      "each element by itself, like optax.adamw, and no optax.flatten."
+    )
+
+
+def _is_hole(x: Any) -> bool:
+  return isinstance(x, optax.MaskedNode)
+
 
 # JAX's primitives whose results have each element from one element of each argument.
 ELEMENTWISE = frozenset(
@@ -31,32 +118,19 @@ _CALLS = frozenset(
 )
 
 
-class Rule(Protocol):
-  """An abstract interpretation: values for constants, and results of equations."""
-
-  def constant(self, value: Any, aval: Any) -> Any:
-    """Returns the value of a constant."""
-
-  def equation(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
-    """Returns the values of the results of an equation, a ``JaxprEqn``."""
-
-  def choice(self, which: Any, results: Sequence[Sequence[Any]]) -> Sequence[Any]:
-    """Returns the values of one of several branches."""
-
-
-def follow(closed: ClosedJaxpr, given: Sequence[Any], rule: Rule) -> list[Any]:
+def follow(closed: ClosedJaxpr, given: Sequence[Any], rule: Any) -> list[Any]:
   """Returns the values of a function's results, by a rule, through its calls.
 
-  All branches of a ``lax.cond`` are followed.
+  ``rule.constant(value, aval)`` and ``rule.equation(equation, given)`` give values, and
+  ``rule.choice(which, results)`` those of a ``lax.cond`` from those of all branches.
   """
   avals = [x.aval for x in closed.jaxpr.constvars]
   consts = map(rule.constant, closed.consts, avals)
   values = dict(zip(closed.jaxpr.constvars, consts, strict=True))
   values |= zip(closed.jaxpr.invars, given, strict=True)
 
-  def read(x: Any) -> Any:
-    return rule.constant(x.val, x.aval) if isinstance(x, Literal) else values[x]
-
+  given_by = lambda x: rule.constant(x.val, x.aval)
+  read = lambda x: given_by(x) if isinstance(x, Literal) else values[x]
   for equation in closed.jaxpr.eqns:
     own = [read(x) for x in equation.invars]
     name, params = equation.primitive.name, equation.params
@@ -80,26 +154,16 @@ _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 
 
 class _Value(NamedTuple):
-  """Facts about an intermediate result.
+  """Facts about an intermediate result."""
 
-  Attributes:
-    number: equal for equal computations.
-    leaf: the number of the leaf that it depends on; or None.
-    even: whether all its elements are equal, if it depends on none.
-    real: whether its imaginary part is known to be zero, if it depends on none.
-  """
-
-  number: int
-  leaf: int | None = None
-  even: bool = True
-  real: bool = True
+  number: int  # equal for equal computations, of leaves of any shape
+  leaf: int | None = None  # the number of the leaf that it depends on
+  even: bool = True  # whether all its elements are equal, if it depends on no leaf
+  real: bool = True  # whether its imaginary part is known to be zero, if on none
 
 
 class _Alike:
-  """Gives equal numbers to equal computations, as a rule of ``follow``.
-
-  ``complexes`` are the leaves with real and imaginary parts as elements.
-  """
+  """Gives equal numbers to equal computations; ``complexes`` are leaves of pairs."""
 
   def __init__(self, names: Sequence[str], complexes: frozenset[int]):
     self._names = names
@@ -111,8 +175,9 @@ class _Alike:
     return _Value(self._numbers.setdefault(what, len(self._numbers)), **facts)
 
   def constant(self, value: Any, aval: Any) -> _Value:
-    facts = {"even": not aval.ndim, "real": not _is_complex(aval)}
-    if aval.ndim or isinstance(value, jax.core.Tracer) or _is_key(aval):
+    facts = {"even": not aval.ndim, "real": not jnp.iscomplexobj(aval)}
+    key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    if aval.ndim or isinstance(value, jax.core.Tracer) or key:
       return self.value("constant", id(value), **facts)
     number = np.asarray(value)  # JAX computes with none of a mesh's arrays in a map
     facts["real"] = not number.imag
@@ -155,10 +220,7 @@ class _Alike:
     ]
 
   def check_result(self, leaf: int | None, found: _Value) -> None:
-    """Raises ValueError for a result that depends on another leaf, or on an array.
-
-    ``leaf`` is the leaf that it is kept or updated with, or None for a number.
-    """
+    """Raises ValueError for a result of another leaf than it is kept with, if any."""
     if leaf is None and found.leaf is not None:
       raise ValueError(
         f"`inner` must keep numbers that are equal for all elements, but keeps one of "
@@ -209,9 +271,8 @@ class _Alike:
 
 _CURE = (
   "put what needs whole gradients in front of zero, e.g. "
-  "gradcomp.wrappers.clip_by_local_norm "
-  "in place of optax.clip_by_global_norm, or take an exchange and then the optimizer "
-  "in place of zero."
+  "gradcomp.wrappers.clip_by_local_norm in place of optax.clip_by_global_norm, or take "
+  "an exchange and then the optimizer in place of zero."
 )
 
 
@@ -220,14 +281,12 @@ def kinds_of(
 ) -> tuple[int, ...]:
   """Returns a number for each leaf, equal for leaves that are treated equally.
 
-  ``complexes`` has, for each leaf, whether it is complex in the trace, but split into
-  pairs; by default none is. ValueError unless each element is treated by itself.
+  ``complexes`` says if a leaf is complex in the trace, and pairs of numbers in rows.
   """
   alike = _Alike(names, frozenset(i for i, x in enumerate(complexes) if x))
   places = list(zip(trace.owners, trace.nodes, strict=True))
-  params, grads = (
-    [alike.value(x, leaf=i) for i in range(trace.count)] for x in ("p", "g")
-  )
+  leaves = lambda what: [alike.value(what, leaf=i) for i in range(trace.count)]
+  params, grads = leaves("p"), leaves("g")
   first = follow(trace.init, params, alike)
   held = [
     alike.value("s", k, str(x.dtype), leaf=owner, even=not x.ndim)
@@ -257,11 +316,3 @@ def _keeps_parts(name: str, given: Sequence[_Value]) -> bool:
     return real and (own == [True, False] or (own == [False, True] and name == "mul"))
   linear = ("add", "add_any", "sub", "neg", "copy", "copy_p", "select_n")
   return name in (*linear, "convert_element_type", "broadcast_in_dim")
-
-
-def _is_key(aval: Any) -> bool:
-  return bool(jnp.issubdtype(aval.dtype, jax.dtypes.extended))
-
-
-def _is_complex(aval: Any) -> bool:
-  return bool(jnp.issubdtype(aval.dtype, jnp.complexfloating))

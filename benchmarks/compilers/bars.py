@@ -1,0 +1,102 @@
+"""Bars: what a codec's program for a TPU may cost, and which may cost more, and why.
+
+`python -m benchmarks.compilers --bars` writes the numbers of bars.toml anew from the
+record, and keeps the reasons. A new bar has none, which a test refuses.
+"""
+
+import math
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.compilers import record
+from benchmarks.compilers.targets import TARGETS
+
+FILE = Path(__file__).with_name("bars.toml")
+_RECORD = record.FOLDER / "codecs.jsonl"
+_LEAF = "4096 x 4096"  # which the bars are for
+
+Row = Mapping[str, Any]
+
+
+class Bar(NamedTuple):
+  """The most that a program may cost, both as multiples.
+
+  Attributes:
+    cycles: of those of ``x + 1`` on the same leaf.
+    temporaries: of the leaf's bytes.
+    reason: why it is not the common bar.
+  """
+
+  cycles: float
+  temporaries: float
+  reason: str = ""
+
+
+COMMON = {"encode": Bar(4, 1), "decode": Bar(2, 1)}
+
+
+def own() -> dict[tuple[str, str], Bar]:
+  """Returns the bars of codecs and operations that are above the common ones."""
+  found = tomllib.loads(FILE.read_text())
+  return {
+    (codec, operation): Bar(**bar)
+    for codec, operations in found.items()
+    for operation, bar in operations.items()
+  }
+
+
+def cycles(row: Row) -> float:
+  """Returns a row's cycles as a multiple of those of ``x + 1``."""
+  return sum(row["cycles"].values()) / row["unit"]
+
+
+def held(rows: Iterable[Row]) -> Iterator[Row]:
+  """Yields the rows that have a bar: on TPUs, of the large leaf."""
+  for row in rows:
+    if "error" not in row and row["shape"] == _LEAF and row["operation"] in COMMON:
+      if TARGETS[row["target"]].platform == "tpu":
+        yield row
+
+
+def above(row: Row, bar: Bar) -> bool:
+  """Returns whether a row costs more than a bar."""
+  kept = row["temporaries"] / row["leaf_bytes"]
+  # A part of a tile is behind a leaf: 1 % of this one.
+  return cycles(row) > bar.cycles or kept > bar.temporaries + 0.01
+
+
+def of(row: Row) -> Bar:
+  """Returns the bar that a row is held to."""
+  name = row["codec"], row["operation"]
+  return own().get(name, COMMON[row["operation"]])
+
+
+def needed(rows: Iterable[Row]) -> dict[tuple[str, str], Bar]:
+  """Returns the lowest bars that rows above the common ones need."""
+  known = own()
+  found: dict[tuple[str, str], list[Row]] = {}
+  for row in held(rows):
+    found.setdefault((row["codec"], row["operation"]), []).append(row)
+  bars = {}
+  for name, alike in found.items():
+    common = COMMON[name[1]]
+    if any(above(row, common) for row in alike):
+      kept = max(row["temporaries"] / row["leaf_bytes"] for row in alike)
+      bars[name] = Bar(
+        max(common.cycles, math.ceil(10 * max(map(cycles, alike))) / 10),
+        max(common.temporaries, math.ceil(10 * kept) / 10),
+        known[name].reason if name in known else "",
+      )
+  return bars
+
+
+def write() -> None:
+  """Writes the bars that the record needs."""
+  head = FILE.read_text().partition("\n\n")[0].strip()
+  lines = [head]
+  for (codec, operation), bar in needed(record.read(_RECORD).values()).items():
+    lines += ["", f'["{codec}".{operation}]', f"cycles = {bar.cycles}"]
+    lines += [f"temporaries = {bar.temporaries}", f'reason = "{bar.reason}"']
+  FILE.write_text("\n".join(lines) + "\n")

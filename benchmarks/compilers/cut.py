@@ -1,0 +1,125 @@
+"""Cuts programs to their collectives and products, for tests.
+
+  python -m benchmarks.compilers --tables overlap --dump FOLDER
+  python -m benchmarks.compilers.cut FOLDER [--output FOLDER]
+
+writes tests/report/hlo/scheduled/. They have the order of the programs, and the
+types, flops and cycles of what is left.
+"""
+
+import itertools
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
+
+from benchmarks.common import cli
+from gradcomp._src.report.collectives import SHARE_SENT
+from gradcomp._src.report.hlo_text import Instruction, Module, read_module
+from gradcomp._src.report.work import Works
+
+FOLDER = cli.ROOT / "tests" / "report" / "hlo" / "scheduled"
+# What is written, by the names of the programs' files.
+FILES = {
+  "v5e_a_message_a_layer": "v5e",
+  "v5p_a_message_a_layer_xla_tpu_enable_async_all_to_all": "v5p_async",
+  "tpu7x_a_message_a_layer": "tpu7x",
+  "2_slices_of_v5e_a_message_a_layer": "two_slices",
+  "H100_a_message_a_layer": "h100",
+}
+_HEADER = ("is_scheduled", "replica_count", "num_partitions")
+_CONFIG = r'"estimated_cycles":"\d+"|"is_sync":\w+'
+
+
+def cut(text: str) -> str:
+  """Returns a text with less in it, that has the same collectives and products."""
+  module = read_module(text)
+  kept = _kept(module)
+  called = _reached(module, itertools.chain(*map(_called, kept)))
+  header = ", ".join(
+    f"{key}={module.attributes[key]}" for key in _HEADER if key in module.attributes
+  )
+  parts = [f"HloModule cut, {header}"]
+  for name in called:
+    lines = [_line(x) for x in module.computations[name]]
+    parts.append("\n".join([f"%{name} {{", *lines, "}"]))
+  every = {x.name: x for x in module.computations[module.entry]}
+  own = {x.name for x in kept}
+  read = dict.fromkeys(y for x in kept for y in x.operands if y not in own)
+  lines = [
+    f"  %{name} = {every[name].type} parameter({i})" for i, name in enumerate(read)
+  ]
+  parts.append("\n".join([f"ENTRY %{module.entry} {{", *lines, *map(_line, kept), "}"]))
+  return "\n\n".join(parts) + "\n"
+
+
+def _kept(module: Module) -> list[Instruction]:
+  """Returns the instructions of the entry that a text is cut to."""
+  works = Works(module)
+  return [
+    x
+    for x in module.computations[module.entry]
+    if x.opcode == "after-all" or _matters(module, works, module.entry, x)
+  ]
+
+
+def _reached(module: Module, names: Iterable[str]) -> dict[str, None]:
+  """Returns computations, and all that they call, in the order of the module."""
+  found: set[str] = set()
+  while new := set(names) - found:
+    found |= new
+    names = {y for name in new for x in module.computations[name] for y in _called(x)}
+  return dict.fromkeys(name for name in module.computations if name in found)
+
+
+def _called(x: Instruction) -> Iterator[str]:
+  return itertools.chain(*x.calls.values())
+
+
+def _matters(module: Module, works: Works, name: str, x: Instruction) -> bool:
+  """Returns whether an instruction is a collective, a part of one, or a product."""
+  kind = x.opcode.partition("-start")[0].partition("-done")[0].partition("-update")[0]
+  if kind in SHARE_SENT or kind in ("send", "recv", "call", "async"):
+    return True
+  target = x.attributes.get("custom_call_target", "")
+  if target.startswith('"AsyncCollective'):
+    return True
+  work = works.of(name, x)
+  return bool(work and work.flops) or any(
+    _matters(module, works, callee, y)
+    for callee in _called(x)
+    for y in module.computations[callee]
+  )
+
+
+def _line(x: Instruction) -> str:
+  """Returns an instruction with less in its configuration and metadata."""
+  attributes = {}
+  for key, value in x.attributes.items():
+    if key == "metadata":
+      names = re.findall(r'op_name="[^"]*"', value)
+      attributes |= {key: f"{{{names[0]}}}"} if names else {}
+    elif key == "backend_config":
+      found = re.findall(_CONFIG, value)
+      attributes |= {key: f"{{{','.join(found)}}}"} if found else {}
+    elif key not in ("output_to_operand_aliasing", "sharding"):
+      attributes[key] = value
+  said = "".join(f", {key}={value}" for key, value in attributes.items())
+  root = "ROOT " * x.is_root
+  return f"  {root}%{x.name} = {x.type} {x.opcode}({', '.join(x.arguments)}){said}"
+
+
+def main() -> None:
+  parser = cli.parser(__doc__, output="folder; default: tests/report/hlo/scheduled")
+  parser.add_argument("programs", type=pathlib.Path, help="folder with whole programs")
+  options = parser.parse_args()
+  folder = options.output or FOLDER
+  folder.mkdir(parents=True, exist_ok=True)
+  for source, file in FILES.items():
+    text = (options.programs / f"{source}.hlo").read_text()
+    small = cut(text)
+    (folder / f"{file}.hlo").write_text(small)
+    print(f"{file}: {len(small):,} of {len(text):,} bytes", flush=True)
+
+
+if __name__ == "__main__":
+  main()

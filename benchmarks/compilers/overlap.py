@@ -1,0 +1,124 @@
+"""Cases: what computes beside the collectives of a step, by target, exchange and flag.
+
+The net has four dense layers of 2048 in bfloat16, unrolled, and each worker a batch of
+2048. Its gradient is exchanged in 4 bits, in one message or in one a layer.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import gradcomp
+from benchmarks.compilers import reading
+from benchmarks.compilers.targets import TARGETS, Extent
+
+LAYERS, WIDTH, BATCH = 4, 2048, 2048
+ASYNC = "xla_tpu_enable_async_all_to_all"
+APART = "xla_gpu_all_gather_combine_threshold_bytes"
+PLAIN, ONE, EACH = "plain mean", "one message", "a message a layer"
+SLICES = "2 slices of v5e"
+QUICK = ("v5e", "H100")
+TWINS = ("v6e", "H200", "B200")  # their compilers do as those of others
+
+
+class Case(NamedTuple):
+  """An exchange to compile.
+
+  Attributes:
+    messages: of the exchange, or ``PLAIN`` for JAX's own mean of each layer.
+    exchange: an exchange by name.
+    flag: of the compiler.
+  """
+
+  messages: str
+  exchange: str = "two_shot"
+  flag: tuple[str, bool | int] | None = None
+
+  @property
+  def name(self) -> str:
+    exchange = [self.exchange] if self.exchange != "two_shot" else []
+    return ", ".join([self.messages, *exchange, *([self.flag[0]] if self.flag else [])])
+
+
+def cases(target: str, extent: Extent) -> dict[str, Case]:
+  """Returns the cases of a target, by their names."""
+  gpu = TARGETS[target].platform == "cuda"
+  flag: tuple[str, bool | int] = (APART, 1) if gpu else (ASYNC, True)
+  if extent == "quick":
+    every = [Case(EACH)] * (target in QUICK)
+  else:
+    every = [Case(EACH), Case(EACH, flag=flag)]
+    if extent == "all" or target not in TWINS:
+      every = [Case(PLAIN), Case(ONE), *every, Case(EACH, "ring")]
+    if target == SLICES:
+      every += [Case(EACH, "hierarchical"), Case(EACH, "hierarchical", flag)]
+  return {case.name: case for case in every}
+
+
+def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
+  """Compiles a case: what its report says, and the text of the program."""
+  step, args = program(target, case)
+  flags = dict([case.flag]) if case.flag else {}
+  compiled, facts = reading.compile_for(TARGETS[target], step, args, flags)
+  report = gradcomp.overlap_report(compiled)
+  found = {
+    "bytes": report.bytes_sent,
+    "exposed_share": report.exposed_share,
+    "hints": report.hints,
+    "overlaps": [
+      {
+        "kind": x.collective.kind,
+        "times": x.collective.times,
+        "bytes": x.bytes_sent,
+        "synchronous": x.synchronous,
+        "exposed": x.exposed,
+        "products": sum(work.flops > 0 for work in x.beside),
+        "others": sum(work.flops == 0 for work in x.beside),
+        "flops": x.flops,
+        "cycles": x.cycles,
+      }
+      for x in report.collectives
+    ],
+  }
+  return found | facts, compiled.as_text()
+
+
+def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
+  """Returns the jitted step, and structs of its arguments."""
+  axes = {"slice": 2, "chip": 4} if case.exchange == "hierarchical" else {"data": 8}
+  mesh, names = TARGETS[target].mesh(axes), tuple(axes)
+  optimizer = gradcomp.qsgd(
+    bits=4,
+    axis_name=names if len(names) > 1 else names[0],
+    exchange=case.exchange,
+    message_bytes=None if case.messages == ONE else 1,
+  )
+  layers = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * LAYERS
+  batch = jax.ShapeDtypeStruct(
+    (8 * BATCH, WIDTH),
+    jnp.bfloat16,
+    sharding=jax.NamedSharding(mesh, jax.P(names)),
+  )
+
+  def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
+    for layer in params:
+      x = jnp.tanh(x @ layer)
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+  def step(params: list[jax.Array], state: Any, x: jax.Array) -> Any:
+    own = [jax.lax.pcast(layer, names, to="varying") for layer in params]
+    grads = jax.grad(loss)(own, x)
+    if case.messages == PLAIN:
+      mean = [jax.lax.pmean(layer, names) for layer in grads]
+    else:
+      mean, state = optimizer.update(grads, state, params)
+    moved = [x - (0.1 * y).astype(x.dtype) for x, y in zip(params, mean, strict=True)]
+    return moved, state
+
+  state = jax.eval_shape(optimizer.init, layers)
+  whole = jax.P()
+  mapped = jax.shard_map(
+    step, mesh=mesh, in_specs=(whole, whole, jax.P(names)), out_specs=(whole, whole)
+  )
+  return jax.jit(mapped), (*reading.replicated(mesh, (layers, state)), batch)

@@ -1,0 +1,218 @@
+"""Writes the tables of the record in Markdown."""
+
+import collections
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from benchmarks.compilers import bars, overlap_page, record, targets
+
+Row = Mapping[str, Any]
+
+_CODECS = """\
+# What compilers make of the codecs
+
+`make aot`. Nothing ran: these are properties of scheduled programs, and the compilers'
+estimates. {versions}.
+
+A cell is `cycles, temporaries, moved`. Cycles are the compiler's estimate for the
+program, as a multiple of that for `x + 1` on the same leaf. Temporaries are bytes as a
+multiple of the leaf's. *Moved* are the bytes that copies, reshapes and other
+instructions write which carry no estimate, as a multiple of the leaf's, so that cycles
+are a lower bound. K stands behind them where a kernel of Pallas is in the program: of
+that the compiler estimates nothing, and half of what it reads and writes is *moved*.
+Programs for GPUs have no estimate: there a cell is `launches, temporaries`. Two slices
+have the chips of v5e.
+
+*encode* is a leaf to its payload, *keep* the same and what is left of the leaf,
+*decode* a payload to the leaf, and *add* the payloads of eight workers for an eighth of
+the leaf to their mean. Loops are those of v5e, by their trips, where the program says
+them.
+
+Bars on TPUs are {bars}. A cell above its bar is bold, with a bar of its own below.
+
+"""
+
+_STEPS = """\
+# What compilers make of train steps
+
+`make aot`. Nothing ran: these are properties of scheduled programs, and the compilers'
+estimates. {versions}.
+
+A transformer of four layers and {size:,} parameters, eight devices, SGD with momentum.
+*Cycles* are the compiler's estimate of the whole step, as a multiple of that with JAX's
+own mean of gradients in the same net; then the cycles in encoding, decoding and the
+rest of the exchange, in percent of the plain step. *Moved* are the bytes without an
+estimate that gradcomp's copies and reshapes write, and *temporaries* those of the step
+less those of the plain step, both as multiples of the float32 gradient. *Launches* are
+what a device starts in a step, and in brackets those of the plain step; *scalars* are
+those whose result is no array. *Loops* are those of gradcomp, by their trips.
+Collectives with ~ are asynchronous. *Padding* is what the tiles of sent arrays add to
+them. *Wire* is what `gradcomp.wire_report` says, as a multiple of float32's.
+
+"""
+
+
+def line(table: str, row: Row) -> str:
+  """Returns a row as one line of text."""
+  if "error" in row:
+    return f"{row['target']}, {row['case']}: {row['error']}"
+  said: dict[str, Callable[[Row], list[str]]] = {
+    "codecs": lambda row: [codec_cell(row)],
+    "steps": step_cells,
+    "overlap": overlap_page.cells,
+  }
+  cells = " | ".join(said[table](row))
+  return f"{row['target']}, {row['case']}: {cells} ({row['compile_seconds']} s)"
+
+
+def write(folder: pathlib.Path, table: str) -> None:
+  """Writes the page of a table from its record."""
+  rows = list(record.read(folder / f"{table}.jsonl").values())
+  pages: dict[str, Callable[[list[Row]], str]] = {
+    "codecs": codecs,
+    "steps": steps,
+    "overlap": lambda rows: overlap_page.page(rows, versions(rows)),
+  }
+  (folder / f"{table}.md").write_text(pages[table](rows))
+
+
+def versions(rows: Iterable[Row]) -> str:
+  """Returns the versions of the compilers that made the rows."""
+  found = {tuple(row["versions"].items()) for row in rows}
+  return "; ".join(", ".join(f"{k} {v}" for k, v in each) for each in sorted(found))
+
+
+def codecs(rows: list[Row]) -> str:
+  """Returns the page of codecs: a table for each operation and leaf."""
+  groups: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
+  for row in rows:
+    codec, operation, shape = row["case"].rsplit(", ", 2)
+    group = groups.setdefault((operation, shape), {})
+    group.setdefault(codec, {})[row["target"]] = row
+  parts = [_CODECS.format(versions=versions(rows), bars=bars_said())]
+  for (operation, shape), group in groups.items():
+    here = [x for x in targets.TARGETS if any(x in found for found in group.values())]
+    lines = [
+      [codec, *(_cell(found.get(x)) for x in here), _loops(found.get("v5e", {}))]
+      for codec, found in group.items()
+    ]
+    parts.append(f"## {operation}, {shape}\n\n")
+    parts.append(_table(["codec", *here, "loops"], lines) + "\n\n")
+  parts.append("## Bars of their own\n\n")
+  own = [
+    [*name, f"{bar.cycles:g}", f"{bar.temporaries:g}", bar.reason]
+    for name, bar in bars.own().items()
+  ]
+  parts.append(_table(["codec", "operation", "cycles", "temporaries", "why"], own))
+  return "".join(parts) + "\n"
+
+
+def bars_said() -> str:
+  """Returns the common bars in words."""
+  each = [
+    f"{bar.cycles} x the cycles of `x + 1` and {bar.temporaries} x the leaf to {name}"
+    for name, bar in bars.COMMON.items()
+  ]
+  return ", and ".join(each)
+
+
+def _cell(row: Row | None) -> str:
+  if row is None:
+    return ""
+  if "error" in row:
+    return "**does not compile**"
+  cell = codec_cell(row)
+  high = any(bars.above(x, bars.COMMON[x["operation"]]) for x in bars.held([row]))
+  return f"**{cell}**" if high else cell
+
+
+def launches(row: Row) -> int:
+  """Returns how often a device starts something whose result is an array."""
+  return sum(v for k, v in row["launches"].items() if k != "scalars")
+
+
+def codec_cell(row: Row) -> str:
+  """Returns the numbers of a codec's row."""
+  kept = f"{row['temporaries'] / row['leaf_bytes']:.2f}"
+  if row["cycles"] is None:
+    return f"{launches(row)}, {kept}"
+  moved = sum(row["moved"].values()) / row["leaf_bytes"]
+  kernel = " K" if "tpu_custom_call" in row["kernels"] else ""
+  return f"{bars.cycles(row):.1f}, {kept}, {moved:.1f}{kernel}"
+
+
+def _loops(row: Row) -> str:
+  return ", ".join(str(x["trips"] or "?") for x in row.get("loops", ()))
+
+
+def steps(rows: list[Row]) -> str:
+  """Returns the page of train steps: a table for each target."""
+  size = next((row["gradient"] // 4 for row in rows if "gradient" in row), 0)
+  parts = [_STEPS.format(versions=versions(rows), size=size)]
+  for target in targets.TARGETS:
+    own = [row for row in rows if row["target"] == target]
+    if not own:
+      continue
+    lines = [
+      [row["case"], *(["**does not compile**"] if "error" in row else step_cells(row))]
+      for row in own
+    ]
+    parts.append(f"## {target}\n\n{_table(_HEAD, lines)}\n\n")
+  return "".join(parts)
+
+
+_HEAD = [
+  "method, net and form",
+  "cycles",
+  "encode, decode, rest, %",
+  "moved",
+  "temporaries",
+  "launches",
+  "scalars",
+  "loops",
+  "collectives",
+  "padding, %",
+  "wire",
+  "compile, s",
+]
+
+
+def step_cells(row: Row) -> list[str]:
+  """Returns the numbers of a train step's row."""
+  unit, gradient = row["unit"], row["gradient"]
+  cycles = parts = ""
+  if row["cycles"] is not None:
+    cycles = f"{sum(row['cycles'].values()) / unit['cycles']:.2f}"
+    of = lambda part: f"{100 * row['cycles'].get(part, 0) / unit['cycles']:.0f}"
+    parts = ", ".join(map(of, ("encode", "decode", "exchange")))
+  sent = sum(x["bytes"] for x in row["collectives"]) or 1
+  padded = sum(x["padded"] for x in row["collectives"])
+  wire = row["wire"]
+  return [
+    cycles,
+    parts,
+    f"{sum(v for k, v in row['moved'].items() if k != 'model') / gradient:.2f}",
+    f"{(row['temporaries'] - unit['temporaries']) / gradient:+.2f}",
+    f"{launches(row)} ({unit['launches']})",
+    str(row["launches"].get("scalars", 0)),
+    ", ".join(str(x["trips"] or "?") for x in row["loops"] if x["part"] != "model"),
+    collectives(row),
+    f"{100 * (padded - sent) / sent:.0f}" if padded else "",
+    "refused" if "error" in wire else f"{wire['ratio']:.4f}",
+    f"{row['compile_seconds']:.0f}",
+  ]
+
+
+def collectives(row: Row) -> str:
+  """Returns how often each kind of collective runs, with dtypes; ``~`` overlaps."""
+  found: collections.Counter[str] = collections.Counter()
+  for x in row["collectives"]:
+    dtypes = "+".join(sorted({of.partition("[")[0] for of in x["types"]}))
+    found[f"{x['kind']}{'~' if x['asynchronous'] else ''} {dtypes}"] += x["times"]
+  return ", ".join(f"{count} {name}" for name, count in found.items())
+
+
+def _table(header: list[str], lines: list[list[str]]) -> str:
+  every = [header, ["---"] * len(header), *lines]
+  return "\n".join(f"| {' | '.join(cells)} |" for cells in every)

@@ -1,0 +1,329 @@
+"""Cases: whole train steps of a small transformer, by method, form and net.
+
+The unit is the same step with JAX's own mean of gradients. Exchanges are compiled where
+layers are unrolled, recipes where they are scanned, all in a ``jax.shard_map``; the
+plain mean and 4 bits both ways, and 4 bits also in plain ``jax.jit`` with Explicit
+axes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradcomp
+from benchmarks.compilers import reading
+from benchmarks.compilers.nets import Net
+from benchmarks.compilers.targets import TARGETS, Extent
+from gradcomp import local, parallel
+from gradcomp.codecs import QSGD, EightBit
+from gradcomp.exchange import Hierarchical
+
+P = jax.P
+Form = Literal["shard_map", "jit"]
+PLAIN = "plain mean"
+BATCH = 4  # sequences of a worker
+
+
+class Method(NamedTuple):
+  """An optimizer, and the parameters that it updates.
+
+  Attributes:
+    make: returns the optimizer from the names of the axes of the workers.
+    axes: their names and sizes, by default one axis over all devices.
+    dtype: of the parameters.
+    sharded: whether parameters are cut over workers, who gather them (FSDP).
+  """
+
+  make: Callable[[Any], optax.GradientTransformation]
+  axes: tuple[tuple[str, int], ...] = (("data", 8),)
+  dtype: Any = jnp.float32
+  sharded: bool = False
+
+
+TWO = (("slice", 2), ("chip", 4))
+FOUR, EIGHT = QSGD(bits=4), EightBit(bucket_size=128)
+NEAREST = QSGD(bits=4, bucket_size=128, rounding="nearest")
+
+
+def _behind(recipe: Any, **options: Any) -> Method:
+  """Returns the method that puts a recipe in front of SGD with momentum."""
+  return Method(lambda axes: _chain(recipe(axis_name=axes, **options)))
+
+
+def _chain(exchange: Any) -> optax.GradientTransformation:
+  return optax.chain(exchange, optax.sgd(0.1, momentum=0.9))
+
+
+def _plain(axes: Any) -> optax.GradientTransformation:
+  mean = lambda grads, state, params=None: (jax.lax.pmean(grads, axes), state)
+  return _chain(optax.GradientTransformation(lambda _: optax.EmptyState(), mean))
+
+
+def _zero(axes: Any) -> optax.GradientTransformation:
+  inner = optax.sgd(0.1, momentum=0.9)
+  return parallel.zero(inner, axis_name=axes, grads=FOUR, params=FOUR)
+
+
+def _local(axes: Any) -> optax.GradientTransformation:
+  inner, outer = optax.sgd(0.1, momentum=0.9), optax.sgd(0.7, 0.9, nesterov=True)
+  return local.local_steps(inner, outer, axis_name=axes, every=4, codec=FOUR)
+
+
+qsgd4 = functools.partial(gradcomp.qsgd, bits=4)
+METHODS: dict[str, Method] = {
+  PLAIN: Method(_plain),
+  "dense": _behind(gradcomp.dense),
+  "dense bfloat16": _behind(gradcomp.dense, dtype=jnp.bfloat16),
+  "qsgd 8 bits": _behind(gradcomp.qsgd, bits=8),
+  "qsgd 4 bits": _behind(qsgd4),
+  "qsgd 4 bits, feedback": _behind(qsgd4, feedback="error"),
+  "qsgd 2 bits, fitted": _behind(
+    gradcomp.qsgd, bits=2, bucket_size=128, levels="nonuniform"
+  ),
+  "qsgd 4 bits, all_gather": _behind(qsgd4, exchange="all_gather"),
+  "qsgd 4 bits, ring": _behind(qsgd4, exchange="ring"),
+  "qsgd 4 bits, psum": _behind(
+    qsgd4, bucket_size=None, share_scale=True, exchange="psum"
+  ),
+  "qsgd 4 bits, groups of 4": _behind(qsgd4, exchange=Hierarchical(group_size=4)),
+  "qsgd 4 bits, hierarchical": _behind(qsgd4, exchange="hierarchical")._replace(
+    axes=TWO
+  ),
+  "qsgd 4 bits, messages": _behind(qsgd4, message_bytes=400_000),
+  "qsgd 4 bits, bfloat16 parameters": _behind(qsgd4)._replace(dtype=jnp.bfloat16),
+  "eight_bit": _behind(gradcomp.eight_bit),
+  "natural": _behind(gradcomp.natural),
+  "aps": _behind(gradcomp.aps),
+  "loss_scaling_cast": _behind(gradcomp.loss_scaling_cast, factor=2.0**10),
+  "terngrad": _behind(gradcomp.terngrad),
+  "onebit_sgd": _behind(gradcomp.onebit_sgd),
+  "blocktop": _behind(gradcomp.blocktop),
+  "topk": _behind(gradcomp.topk, density=0.01),
+  "redsync": _behind(gradcomp.redsync, density=0.01),
+  "randomk": _behind(gradcomp.randomk, density=0.01),
+  "powersgd": _behind(gradcomp.powersgd, rank=4),
+  "policy": _behind(gradcomp.policy, rules=[("attend", QSGD(bits=8)), ("", FOUR)]),
+  "zero": Method(_zero),
+  "local_steps": Method(_local),
+  "gather, float32": Method(lambda axes: optax.sgd(0.1), sharded=True),
+  "gather": Method(lambda axes: optax.sgd(0.1), sharded=True),
+}
+SLICES = "2 slices of v5e"
+QUICK = {
+  "v5e": ("qsgd 4 bits, scanned, jit",),
+  SLICES: ("qsgd 4 bits, hierarchical, unrolled, shard_map",),
+  "H100": ("qsgd 4 bits, scanned, jit",),
+}
+# The others have the same compilers, and few methods show what differs; between slices
+# these are the exchanges.
+WHOLE = ("v5e", "H100")
+BETWEEN = ("dense bfloat16", "qsgd 4 bits, ring", "qsgd 4 bits, groups of 4")
+BETWEEN += ("qsgd 4 bits, hierarchical", "qsgd 4 bits, messages", "local_steps")
+BETWEEN += ("zero", "gather")
+# Each is another codec in the same exchange. A scan has a quarter of the leaves, and
+# compiles as much faster.
+RECIPES = tuple("eight_bit natural aps loss_scaling_cast terngrad onebit_sgd".split())
+RECIPES += tuple("blocktop topk redsync randomk powersgd policy".split())
+RECIPES += ("dense", "qsgd 8 bits", "qsgd 2 bits, fitted")
+
+
+class Case(NamedTuple):
+  method: str
+  scanned: bool = False
+  form: Form = "shard_map"
+
+  @property
+  def name(self) -> str:
+    return f"{self.method}, {'scanned' if self.scanned else 'unrolled'}, {self.form}"
+
+
+def cases(target: str, extent: Extent) -> dict[str, Case]:
+  """Returns the cases of a target, by their names."""
+  every = [Case(PLAIN), Case("qsgd 4 bits")]
+  every += [Case(PLAIN, scanned=True), Case("qsgd 4 bits", True, "jit")]
+  if target == SLICES:
+    every += [Case(name) for name in BETWEEN]
+  if extent == "all" or target in WHOLE:
+    every += [Case(name, scanned=name in RECIPES) for name in METHODS]
+    every += [Case("qsgd 4 bits", True), Case("gather", True)]
+    every += [Case("qsgd 4 bits", False, "jit")]
+  if extent == "all":
+    every += [Case(name, name not in RECIPES) for name in METHODS]
+  quick = QUICK.get(target, ())
+  return {case.name: case for case in every if extent != "quick" or case.name in quick}
+
+
+def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
+  """Compiles a case: its facts, and the text of the program."""
+  method = METHODS[case.method]
+  net = Net(scanned=case.scanned, dtype=method.dtype)
+  compiled, facts = _compiled(target, case)
+  found = {
+    "method": case.method,
+    "net": "scanned" if case.scanned else "unrolled",
+    "form": case.form,
+    "gradient": 4 * net.size(),
+    "unit": _unit(target, case.scanned),
+    "wire": _wire(compiled) | {"explained": _explained(case)},
+  }
+  return found | facts, compiled.as_text()
+
+
+@functools.cache
+def _unit(target: str, scanned: bool) -> dict[str, Any]:
+  """Returns the cycles, temporaries and launches of the step with the plain mean."""
+  _, facts = _compiled(target, Case(PLAIN, scanned))
+  return {
+    "cycles": facts["cycles"] and sum(facts["cycles"].values()),
+    "temporaries": facts["temporaries"],
+    "launches": sum(v for k, v in facts["launches"].items() if k != "scalars"),
+  }
+
+
+def _wire(compiled: Any) -> dict[str, Any]:
+  """Returns what gradcomp reads of the bytes that cross the wire."""
+  try:
+    report = gradcomp.wire_report(compiled)
+  except Exception as error:  # the table says it
+    return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+  return {"bytes": report.bytes_sent, "ratio": report.ratio}
+
+
+def _explained(case: Case) -> int | None:
+  """Returns the bytes that ``gradcomp.explain`` counts, or None where it cannot."""
+  method = METHODS[case.method]
+  if method.sharded or case.method == PLAIN:  # no transformation exchanges anything
+    return None
+  workers = dict(method.axes)
+  optimizer = method.make(tuple(workers) if len(workers) > 1 else next(iter(workers)))
+  params = Net(scanned=case.scanned, dtype=method.dtype).params()
+  return gradcomp.explain(optimizer, params, workers=workers).bytes_sent
+
+
+def _compiled(target: str, case: Case) -> tuple[Any, dict[str, Any]]:
+  method, found = METHODS[case.method], TARGETS[target]
+  net = Net(scanned=case.scanned, dtype=method.dtype)
+  mesh = found.mesh(dict(method.axes), explicit=case.form == "jit")
+  names = tuple(name for name, _ in method.axes)
+  axes = names if len(names) > 1 else names[0]
+  optimizer = method.make(axes)
+  with jax.set_mesh(mesh):
+    make = _gathering if method.sharded else _mapped if case.form != "jit" else _plainly
+    step, args = make(net, optimizer, axes, case)
+    return reading.compile_for(found, step, args)
+
+
+def _placed(mesh: Any, tree: Any, specs: Any) -> Any:
+  """Returns structs with shardings, by a tree of specs like the first of its levels."""
+  place = lambda spec, part: jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec)
+    ),
+    part,
+  )
+  return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
+
+
+def _tokens(net: Net, workers: int) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct((BATCH * workers, net.length + 1), jnp.int32)
+
+
+def _mapped(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
+  """Makes a step in one map over all workers."""
+  mesh = jax.sharding.get_mesh()
+  params = net.params()
+  state = jax.eval_shape(optimizer.init, params)
+  specs = gradcomp.state_specs(state, axis_name=axes)
+
+  def worker(params: Any, state: Any, tokens: Any) -> Any:
+    at = local.local_params(params, state)
+    if case.method != PLAIN:
+      at = gradcomp.defer_reduction(at, axis_name=axes)
+    loss, grads = jax.value_and_grad(net.loss)(at, tokens)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, axes)
+
+  step = jax.shard_map(
+    worker,
+    in_specs=(P(), specs, P(axes)),
+    out_specs=(P(), specs, P()),
+    check_vma=case.method != PLAIN,
+  )
+  args = (params, state, _tokens(net, mesh.size))
+  placed = _placed(mesh, args, (P(), specs, P(axes)))
+  return jax.jit(step, donate_argnums=(0, 1)), placed
+
+
+def _plainly(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
+  """Makes a step in plain ``jax.jit``, as the README does."""
+  mesh = jax.sharding.get_mesh()
+  params = net.params()
+  state = jax.eval_shape(optimizer.init, params)
+  grad_fn = gradcomp.value_and_grad(net.loss, axis_name=axes)
+
+  def step(params: Any, state: Any, tokens: Any) -> Any:
+    loss, grads = grad_fn(params, tokens)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  specs = (P(), gradcomp.state_specs(state, axis_name=axes), P(axes))
+  placed = _placed(mesh, (params, state, _tokens(net, mesh.size)), specs)
+  return jax.jit(step, donate_argnums=(0, 1)), placed
+
+
+def _gathering(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
+  """Makes a step whose workers have parts of the parameters, and gather them (FSDP)."""
+  mesh = jax.sharding.get_mesh()
+  coded = lambda x: case.method == "gather" and x.ndim > 1
+  # Each layer's parts are cut along their first axis, behind that of a scan.
+  stacked = lambda path: case.scanned and path[0].key == "layers"
+  cut = lambda path, _: P(None, axes) if stacked(path) else P(axes)
+  params = net.params()
+  specs = jax.tree_util.tree_map_with_path(cut, params)
+
+  def unsent(path: Any, x: Any) -> Any:
+    """Returns the residual of a leaf, as large on each worker as the whole leaf."""
+    at = int(stacked(path))
+    if len(x.shape) - at < 2 or case.method != "gather":
+      return None
+    shape = *x.shape[:at], mesh.size * x.shape[at], *x.shape[at + 1 :]
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  residuals = jax.tree_util.tree_map_with_path(unsent, params)
+  of_residuals = jax.tree.map(lambda spec, x: x and spec, specs, residuals)
+
+  def whole(pair: Any) -> Any:
+    part, residual = pair
+    codecs: dict[str, Any] = {"params": None, "grads": None}
+    if coded(part):
+      codecs = {"params": EIGHT, "grads": NEAREST}
+    return parallel.gather(part, axis_name=axes, residual=residual, **codecs)
+
+  wholes = lambda pairs: jax.tree.map(whole, pairs, is_leaf=lambda x: type(x) is tuple)
+
+  class Gathered(Net):
+    def layer(self, params: Any, x: jax.Array) -> jax.Array:
+      inside = lambda params, x: Net.layer(self, wholes(params), x)
+      return jax.checkpoint(inside)(params, x)
+
+  def loss_fn(params: Any, residuals: Any, tokens: Any) -> jax.Array:
+    pairs = jax.tree.map(lambda w, e: (w, e), params, residuals)
+    ends = {name: whole(pairs[name]) for name in ("embed", "norm")}
+    return Gathered(*net).loss(pairs | ends, tokens) / jax.lax.axis_size(axes)
+
+  def worker(params: Any, residuals: Any, state: Any, tokens: Any) -> Any:
+    grad_fn = jax.value_and_grad(loss_fn, (0, 1))
+    loss, (grads, residuals) = grad_fn(params, residuals, tokens)
+    updates, state = optimizer.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    return params, residuals, state, jax.lax.psum(loss, axes)
+
+  state = jax.eval_shape(optimizer.init, params)
+  given = (specs, of_residuals, P(axes), P(axes))
+  step = jax.shard_map(worker, in_specs=given, out_specs=(*given[:-1], P()))
+  args = (params, residuals, state, _tokens(net, mesh.size))
+  return jax.jit(step, donate_argnums=(0, 1, 2)), _placed(mesh, args, given)

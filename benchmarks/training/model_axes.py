@@ -1,0 +1,162 @@
+"""Reads the bytes over each mesh axis of steps whose parameters other axes shard.
+
+  python -m benchmarks.training.model_axes [--quick] [--output FOLDER]
+
+A network of two layers is compiled for eight emulated devices: with a plain mean that
+JAX adds under Auto axes, and with gradients exchanged in 4 bits, in plain ``jax.jit``
+under Auto axes and under Explicit ones. Of each axis wire_report counts the bytes of a
+device in words, which are codes and scales, and in float32. Nothing runs.
+
+With --output, writes model_axes.json and model_axes.md there.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from benchmarks.common import cli, tables
+
+FORMS = ("plain mean", "Auto", "Explicit")
+SIZES = (256, 1024, 256)  # of inputs, hidden units and outputs
+QUICK = (64, 256, 32)
+BATCH = 64
+
+
+class Layout(NamedTuple):
+  """A mesh, whose first axis is that of the exchange, and the specs on it."""
+
+  axes: dict[str, int]
+  specs: dict[str, P]
+  batch: tuple[str, ...]  # the axes that shard it
+
+  @property
+  def axis_name(self) -> str:
+    return next(iter(self.axes))
+
+  def mesh(self, kind: AxisType) -> Mesh:
+    return jax.make_mesh(
+      tuple(self.axes.values()), tuple(self.axes), (kind,) * len(self.axes)
+    )
+
+
+_TENSOR = {"w": P(None, "model"), "b": P("model"), "v": P("model"), "c": P()}
+_BOTH = {"w": P("fsdp", "model"), "b": P("model"), "v": P("model", "fsdp"), "c": P()}
+LAYOUTS = {
+  "tensor parallel": Layout({"data": 4, "model": 2}, _TENSOR, ("data",)),
+  "HSDP": Layout(
+    {"replica": 2, "fsdp": 4}, dict.fromkeys("wbvc", P("fsdp")), ("replica", "fsdp")
+  ),
+  "both": Layout({"data": 2, "fsdp": 2, "model": 2}, _BOTH, ("data", "fsdp")),
+}
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+  """Returns the loss; it says how arrays are gathered, as Explicit axes ask."""
+  known = jax.sharding.get_abstract_mesh().explicit_axes
+  rows = "fsdp" if "fsdp" in known else None
+  if rows:
+    kept = lambda x: tuple(None if name == "fsdp" else name for name in x)
+    whole = lambda x: jax.reshard(x, P(*kept(jax.typeof(x).sharding.spec)))
+    params = jax.tree.map(whole, params)
+  hidden = jax.nn.relu(batch["x"] @ params["w"] + params["b"])
+  out = jnp.matmul(hidden, params["v"], out_sharding=P(rows, None) if known else None)
+  return jnp.mean((out + params["c"] - batch["y"]) ** 2)
+
+
+def arrays(layout: Layout, kind: AxisType, sizes: tuple[int, ...]) -> tuple[Any, Any]:
+  """Returns zeros for the parameters and for a batch, as they lie on the mesh."""
+  zeros = lambda shape, spec: jnp.zeros(shape, device=NamedSharding(mesh, spec))
+  mesh, (inputs, hidden, outputs) = layout.mesh(kind), sizes
+  shapes = {"w": (inputs, hidden), "b": (hidden,)}
+  shapes |= {"v": (hidden, outputs), "c": (outputs,)}
+  params = {name: zeros(shape, layout.specs[name]) for name, shape in shapes.items()}
+  rows = P(layout.batch)
+  return params, {
+    "x": zeros((BATCH, inputs), rows),
+    "y": zeros((BATCH, outputs), rows),
+  }
+
+
+@functools.cache
+def report(name: str, form: str, sizes: tuple[int, ...]) -> gradcomp.wire.WireReport:
+  """Compiles a step, and returns what it sends."""
+  layout = LAYOUTS[name]
+  axis_name = layout.axis_name
+  kind = AxisType.Explicit if form == "Explicit" else AxisType.Auto
+  params, batch = arrays(layout, kind, sizes)
+  tx = gradcomp.qsgd(bits=4, axis_name=axis_name, exchange="two_shot", feedback="error")
+  grad_fn: Any = gradcomp.value_and_grad(
+    loss_fn,
+    axis_name=axis_name,
+    param_specs=None if form == "Explicit" else layout.specs,
+  )
+  with jax.set_mesh(layout.mesh(kind)):
+    if form == "Auto":
+      state = gradcomp.init_state(tx, params, axis_name=axis_name)
+    else:
+      state = tx.init(params)
+  if form == "plain mean":
+    tx, grad_fn = optax.GradientTransformation(*optax.identity()), None
+    state, grad_fn = tx.init(params), jax.value_and_grad(loss_fn)
+
+  @jax.jit
+  def step(params: Any, state: Any, batch: Any) -> Any:
+    loss, grads = grad_fn(params, batch)
+    updates, state = tx.update(grads, state, params)
+    params = jax.tree.map(lambda w, u: w - 0.1 * u, params, updates)
+    return params, state, loss
+
+  return gradcomp.wire_report(step.lower(params, state, batch))
+
+
+def sent(name: str, form: str, sizes: tuple[int, ...]) -> dict[str, dict[str, int]]:
+  """Returns the bytes of a device by axes and by ``words`` or ``float32``."""
+  found: dict[str, dict[str, int]] = {}
+  for axis, part in report(name, form, sizes).by_axis.items():
+    words = sum(c.times * c.bytes_sent for c in part.collectives if c.dtype == "u32")
+    found[axis] = {"words": words, "float32": part.bytes_sent - words}
+  return found
+
+
+def markdown(found: dict[str, dict[str, dict[str, dict[str, int]]]]) -> str:
+  """Returns a line for each layout and form."""
+  lines = []
+  for name, forms in found.items():
+    layout = LAYOUTS[name]
+    first = layout.axis_name
+    mesh = ", ".join(f"{axis} {size}" for axis, size in layout.axes.items())
+    for form, by_axis in forms.items():
+      own = {axis: part for axis, part in by_axis.items() if axis == first}
+      both = {axis: part for axis, part in by_axis.items() if first in axis.split(",")}
+      parts = own, {x: y for x, y in by_axis.items() if x not in both}
+      cells = [
+        f"{sum(part[kind] for part in some.values()):,}"
+        for some in parts
+        for kind in ("words", "float32")
+      ]
+      rest = sum(part["float32"] for x, part in both.items() if x != first)
+      lines.append([f"{name}: {mesh}", form, *cells, f"{rest:,}"])
+  header = ["mesh", "form", "exchange: words", "float32", "other axes: words"]
+  return f"{tables.table([*header, 'float32 there', 'both: float32'], lines)}\n"
+
+
+def main() -> None:
+  options = cli.options(__doc__, "a small network", "folder of the two files")
+  sizes = QUICK if options.quick else SIZES
+  jax.config.update("jax_num_cpu_devices", 8)
+  found = {name: {form: sent(name, form, sizes) for form in FORMS} for name in LAYOUTS}
+  print(markdown(found))
+  if options.output:
+    elements = (sizes[0] + 1) * sizes[1] + (sizes[1] + 1) * sizes[2]
+    about = {"jax": jax.__version__, "sizes": list(sizes), "elements": elements}
+    cli.write(options.output, "model_axes", {**about, "rows": found}, markdown(found))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,1 +1,0 @@
-"""Training on hosts that come and go."""

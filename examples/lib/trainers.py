@@ -1,0 +1,73 @@
+"""Problem, mesh and report of the examples in examples/trainers."""
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+import gradcomp
+from examples.lib.data import text
+from examples.lib.parsing import positive
+
+WIDTH, CLASSES, BATCH = 64, 4, 64  # inputs, outputs, examples of a step
+
+
+def batches(steps: int) -> Iterator[dict[str, np.ndarray]]:
+  """Draws inputs, and outputs of a fixed network to be learned."""
+  rng = np.random.default_rng(0)
+  hidden = rng.standard_normal((WIDTH, WIDTH)) / 8
+  out = rng.standard_normal((WIDTH, CLASSES)) / 8
+  x = rng.standard_normal((4, BATCH, WIDTH))
+  y = np.tanh(x @ hidden) @ out
+  for i in range(steps):
+    yield {"x": x[i % 4].astype(np.float32), "y": y[i % 4].astype(np.float32)}
+
+
+def sequences(steps: int) -> Iterator[text.Tokens]:
+  """Draws sequences of bytes of Python's library."""
+  return itertools.islice(text.batches(text.load().train, 32, 32, seed=0), steps)
+
+
+def run(step: Any, state: Any, feed: Iterable[Any]) -> tuple[float, Any]:
+  """Takes a jitted step for each batch; returns the last loss, and its program."""
+  for batch in feed:
+    batch = jax.device_put(batch, jax.P("data"))
+    state, loss = step(state, batch)
+    loss.block_until_ready()  # as emulated devices need
+  return float(loss), step.lower(state, batch)
+
+
+def main(
+  title: str,
+  train: Callable[[int, bool], tuple[float, Any]],
+  argv: Sequence[str] | None = None,
+  axes: Mapping[str, int] = MappingProxyType({"data": 8}),
+) -> None:
+  """Trains plainly and compressed, and prints losses and bytes of both.
+
+  Args:
+    title: of the example.
+    train: takes the steps, and whether to compress; returns the last loss, and the
+      lowered program of a step.
+    argv: the command line.
+    axes: those of the mesh, with their sizes. All are Auto ones, as these trainers have
+      them. Bytes are those over the first.
+  """
+  parser = argparse.ArgumentParser(description=title.splitlines()[0])
+  parser.add_argument("--steps", type=positive, default=40, help="default: 40")
+  steps = parser.parse_args(argv).steps
+  jax.config.update("jax_num_cpu_devices", math.prod(axes.values()))
+  kinds = (AxisType.Auto,) * len(axes)
+  mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), kinds)
+  for name, compressed in (("plain", False), ("compressed", True)):
+    with jax.set_mesh(mesh):
+      loss, program = train(steps, compressed)
+    report = gradcomp.wire_report(program, mesh=mesh)
+    sent = report.by_axis[next(iter(axes))].bytes_sent
+    print(f"{name}: loss {loss:.4g} after {steps} steps, {sent:,.0f} bytes a step")

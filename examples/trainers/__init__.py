@@ -1,0 +1,1 @@
+"""Trainers of other projects, each made to send 4 bits an element."""

@@ -1,0 +1,260 @@
+"""Specs of an optimizer state: which arrays differ between workers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gradcomp._src.checks import see
+from gradcomp._src.codecs.sums.records import Memory
+from gradcomp._src.core import state as states
+from gradcomp._src.core.residual_storage import is_stored, shaped
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.emulated import on_each, sizes_by_axis
+from gradcomp._src.mesh.param_specs import specs_like, specs_of
+from gradcomp._src.mesh.specs import is_spec, sharded_axes, stack_spec, stacked_over
+from gradcomp._src.mesh.trees import trainable
+from gradcomp._src.mesh.types import is_traced
+
+
+def state_specs(  # noqa: C901 - a case for each type of state
+  opt_state: Any, *, axis_name: AxisName, param_specs: Any = None
+) -> Any:
+  """Returns the ``PartitionSpec`` of every array of an optimizer state.
+
+  Residuals differ between workers: the global array stacks them on their first axis,
+  ``P(axis_name)``. So do the gradients that ``optax.MultiSteps`` around the exchange
+  has not sent yet, gradcomp's own momentum, and the rows that a worker owns in
+  :func:`gradcomp.parallel.zero`. Everything else, also an optimizer's momentum, is
+  replicated: ``P()``.
+
+  Args:
+    opt_state: the state of any optax transformation that holds gradcomp's, or its
+      ``jax.eval_shape``.
+    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
+    param_specs: the specs of the parameters, or their shardings, a tree like them, if
+      a map makes other mesh axes manual, too. Whatever has the structure of the
+      parameters, like momentum, gets them. Residuals get them after the data axis.
+
+  Returns:
+    A tree of the same structure, for ``jax.shard_map``.
+
+  Raises:
+    ValueError: something differs between workers, and ``axis_name`` names no axis;
+      ``optax.apply_if_finite`` is around an exchange; or ``param_specs`` shards a
+      parameter over ``axis_name``.
+    TypeError: ``param_specs`` has a leaf that is no spec and no sharding.
+
+  Example:
+    >>> tx = optax.chain(gradcomp.qsgd(bits=4, feedback="error"), optax.sgd(0.1))
+    >>> specs = state_specs(tx.init({"w": jnp.zeros(3)}), axis_name="data")
+    >>> specs[0].residual["w"] == P("data"), specs[0].count == P()
+    (True, True)
+  """
+  if param_specs is not None:
+    param_specs = specs_of(param_specs, axis_name)
+  structure: Any = jax.tree.structure(param_specs, is_leaf=is_spec)
+  inner = functools.partial(state_specs, axis_name=axis_name, param_specs=param_specs)
+  alike = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
+  cut = lambda axes: param_specs is not None and axes != states.MEASURES
+  here = lambda axes: axes if cut(axes) else axis_names(axis_name)
+  is_hole = lambda node: isinstance(node, optax.MaskedNode)
+  is_one = lambda node: is_hole(node) or is_stored(node)  # in the place of one leaf
+
+  def specs(node: Any) -> Any:
+    if isinstance(node, states.CompressState):
+      return alike(P(), node)._replace(
+        residual=per_worker(node.residual),
+        server_residual=owned(node.server_residual),
+        memory=node.memory and Memory(*map(owned, node.memory)),
+        velocity=per_worker(node.velocity),
+      )
+    if isinstance(node, states.OwnedRows):
+      return states.OwnedRows(owned(node.arrays))
+    if isinstance(node, states.LocalStepsState):
+      return local_steps(node)
+    if isinstance(node, optax.MultiStepsState):
+      return alike(P(), node)._replace(
+        inner_opt_state=inner(node.inner_opt_state),
+        acc_grads=per_worker(node.acc_grads),
+      )
+    if isinstance(node, optax.ApplyIfFiniteState):
+      raise ValueError(
+        "`opt_state` must not hold an exchange inside of optax.apply_if_finite, where "
+        "each worker decides by itself and waits for those that decide otherwise; put "
+        "gradcomp.skip_nonfinite(..., axis_name=) around the exchange, or "
+        f"optax.apply_if_finite behind it.{see('must-not-hold-an-exchange-inside-of')}"
+      )
+    return of_params(lambda spec: spec, node) if like_params(node) else P()
+
+  def owned(arrays: Any) -> Any:
+    """Returns the specs of arrays by the axes that stack them, without Auto axes."""
+    return arrays and {
+      axes: alike(stacked_over(axes, here(axes)), tree) for axes, tree in arrays.items()
+    }
+
+  def local_steps(node: states.LocalStepsState) -> Any:
+    """Returns specs over the axes of local steps, which may have more names."""
+    # An exchange inside of each worker, over other axes, stacks arrays over all axes.
+    ((axes, own),) = node.own.by_axes.items()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(node.own.inner_state):
+      if not jnp.shape(leaf):
+        raise ValueError(
+          f"`opt_state`.own.inner_state{jax.tree_util.keystr(path)} must have a number "
+          f"for each worker, as local_steps keeps it, got one; set it to jnp.full(N, "
+          "number), or take the step by gradcomp.make_train_step, which does so."
+        )
+    inside = tuple(name for name in axes if name in here(axes)) or axis_name
+    known = lambda spec: sharded_axes(spec).issuperset(axis_names(inside))
+    stacked = lambda spec: spec if known(spec) else stack_spec(inside, spec)
+    whole: Any = node
+    return whole._replace(
+      count=P(),
+      own=states.OwnSteps({axes: jax.tree.map(stacked, inner(own), is_leaf=is_spec)}),
+      fragments=inner(node.fragments, axis_name=inside),
+    )
+
+  def per_worker(tree: Any) -> Any:
+    if like_params(tree):
+      return of_params(lambda spec: stack_spec(axis_name, spec), tree)
+    return alike(stack_spec(axis_name, P()), tree)
+
+  def of_params(function: Callable[[P], P], tree: Any) -> Any:
+    """Maps parameters' specs; holes of optax.masked and optax.partition stay."""
+    of_leaf = lambda x, spec: x if is_hole(x) else alike(function(spec), x)
+    return jax.tree.map(of_leaf, tree, param_specs, is_leaf=is_one)
+
+  def like_params(node: Any) -> bool:
+    if param_specs is None or jax.tree.structure(node, is_leaf=is_one) != structure:
+      return False
+    # If the parameters are one bare array, numbers like a count of steps have their
+    # structure, too.
+    ndim = getattr(shaped(node), "ndim", 0)
+    return not is_spec(param_specs) or ndim >= len(param_specs) > 0
+
+  def is_leaf(node: Any) -> bool:
+    if isinstance(node, optax.MultiStepsState | optax.ApplyIfFiniteState):
+      return bool(states.states_in(node))
+    ours = states.CompressState | states.OwnedRows | states.LocalStepsState
+    return isinstance(node, ours) or like_params(node)
+
+  return jax.tree.map(specs, opt_state, is_leaf=is_leaf)
+
+
+def init_state(
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  *,
+  axis_name: AxisName,
+  param_specs: Any = None,
+  mesh: Mesh | None = None,
+  replicate: int | tuple[int, ...] | None = None,
+) -> Any:
+  """Calls ``optimizer.init(params)`` for a map that it cannot see from outside.
+
+  By default it is for a map that makes all mesh axes manual, and for gradients from
+  :func:`gradcomp.value_and_grad` under Auto axes with ``param_specs``. There each
+  device has residuals of its own shard, which ``optimizer.init`` outside the map
+  cannot know. If only the data axes are manual, use ``optimizer.init``.
+
+  With ``replicate`` it is for ``jax.pmap``, which takes the states of N workers stacked
+  on a first axis. They have the bits of an ``init`` inside the map. If a trainer makes
+  the state itself, use :func:`gradcomp.wrappers.replicable`.
+
+  Args:
+    optimizer: an optax transformation with gradcomp's in it.
+    params: the parameters, whole.
+    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
+    param_specs: the specs of the parameters, or their shardings, a tree like them or
+      one for all; by default those of ``params``, if these are no traced arrays.
+    mesh: the devices; by default the mesh of ``jax.set_mesh``.
+    replicate: N, of all processes together; of several axes a tuple of their sizes.
+      With several processes, each gives ``jax.pmap`` the rows of its own workers.
+
+  Returns:
+    The global state, for maps with ``state_specs(..., param_specs=param_specs)``; or
+    with ``replicate`` every array as ``[N, ...]``.
+
+  Raises:
+    ValueError: there is no mesh; something differs between workers, and ``axis_name``
+      names no axis of the mesh; ``param_specs`` shards a parameter over ``axis_name``,
+      is not like the parameters, or is missing where ``params`` are traced; or
+      ``replicate`` is no such number, or is given beside ``param_specs`` or ``mesh``.
+    TypeError: ``param_specs`` has a leaf that is no spec and no sharding.
+
+  Example:
+    >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
+    >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+    >>> params, specs = {"w": jnp.zeros((64, 64))}, {"w": P(None, "model")}
+    >>> state = init_state(tx, params, axis_name="data", param_specs=specs, mesh=mesh)
+    >>> state.residual["w"].sharding.spec == P("data", "model")
+    True
+    >>> init_state(tx, params, axis_name="data", replicate=8).residual["w"].shape
+    (8, 64, 64)
+  """
+  if replicate is not None:
+    for name, given in {"param_specs": param_specs, "mesh": mesh}.items():
+      if given is not None:
+        raise ValueError(
+          f"`{name}` must be None with replicate=N, which is for jax.pmap, got "
+          f"{given!r}; leave out one of them."
+        )
+    sizes = sizes_by_axis("replicate", axis_name, replicate)
+    return on_each(lambda: optimizer.init(params), sizes, stacked=True)
+  params = trainable(params)
+  param_specs = specs_like(params, param_specs, axis_name, mesh)
+  traced, meshes = is_traced(params), jax.sharding
+  # Inside of jax.jit there is no other mesh, and the map places the parameters.
+  current: Any = meshes.get_abstract_mesh if traced else meshes.get_mesh
+  mesh = current() if mesh is None else mesh
+  if mesh.empty:
+    raise ValueError(
+      "`mesh` must be a mesh of devices, got None and no mesh of jax.set_mesh; call "
+      "gradcomp.init_state under jax.set_mesh(mesh), or with replicate=N for jax.pmap."
+    )
+  if not traced:
+    place = functools.partial(NamedSharding, mesh)
+    shardings = jax.tree.map(place, param_specs, is_leaf=is_spec)
+    params = jax.device_put(params, shardings)
+  found: list[Any] = []
+
+  def probe(params: Any) -> jax.Array:
+    found.append(jax.tree.map(jax.typeof, optimizer.init(params)))
+    return jnp.zeros([])
+
+  map_over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(param_specs,))
+  jax.eval_shape(map_over(probe, out_specs=P()), params)
+  specs = state_specs(found[0], axis_name=axis_name, param_specs=param_specs)
+  return jax.jit(map_over(optimizer.init, out_specs=specs))(params)
+
+
+def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None:
+  """Raises ValueError if an array of all workers has the shape of one worker's."""
+  own = {leaf.shape or (1,) for leaf in jax.tree.leaves(params)}
+  stacked = {(workers * first, *rest) for first, *rest in own}
+  leaves = jax.tree_util.tree_leaves_with_path(_without_rows(opt_state))
+  specs = jax.tree.leaves(_without_rows(specs))
+  for (path, leaf), spec in zip(leaves, specs, strict=True):
+    whole = leaf.shape and leaf.shape not in own and leaf.shape[0] % workers == 0
+    if sharded_axes(spec) and leaf.shape not in stacked and not whole:
+      raise ValueError(
+        f"`opt_state`{jax.tree_util.keystr(path)} must stack the parts of {workers} "
+        f"workers on its first axis, got the shape {leaf.shape}; make the state by "
+        "optimizer.init under jax.set_mesh(mesh), or, with optax.MultiSteps around the "
+        f"exchange, inside jax.shard_map.{see('must-stack-the-parts-of')}"
+      )
+
+
+def _without_rows(opt_state: Any) -> Any:
+  """Returns a state, or its specs, without arrays of rows, which update checks."""
+  rowless = {"server_residual": None, "memory": None}
+  is_rows = lambda x: isinstance(x, states.OwnedRows | states.OwnSteps)
+  has_rows = lambda x: states.is_state(x) or is_rows(x)
+  less = lambda x: x._replace(**rowless) if states.is_state(x) else x
+  without = lambda x: None if is_rows(x) else less(x)
+  return jax.tree.map(without, opt_state, is_leaf=has_rows)

@@ -1,0 +1,214 @@
+"""Measures links between devices, and a codec on a device of this program."""
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.rounds import encoded_alone
+from gradcomp._src.codecs.sums.records import Context, Leaf
+from gradcomp._src.core.feedback import ErrorFeedback
+from gradcomp._src.core.transform import compress
+from gradcomp._src.cost.cluster import CodecSpeed
+from gradcomp._src.cost.link import Link
+from gradcomp._src.cost.rules import count
+from gradcomp._src.exchange import collectives
+from gradcomp._src.exchange.lines import form
+from gradcomp._src.mesh.axes import AxisName
+
+_WORD = 4  # bytes
+_PAYLOADS = 4  # that are added at a time
+
+
+class _Case(NamedTuple):
+  """A collective to time."""
+
+  kind: str  # its name in the factors of a link
+  workers: int  # of its group, or of its longest cycle
+  rounds: int  # the messages that follow one another
+  lines: int  # of a worker's words: one to each worker, or all to all
+  sent: Fraction  # the bytes that a worker sends a byte of its input
+  run: Callable[[Any], Any]  # from float32[lines, M] or float32[lines, K, 128]
+
+
+def measured_link(
+  mesh: Mesh, axis_name: AxisName | None, sizes: Sequence[int], times: int, talks: bool
+) -> Link:
+  """Measures a link; see :meth:`Link.measure`."""
+  # All processes run the same collectives in the same order, whatever they measure.
+  names = mesh.axis_names if axis_name is None else axis_name
+  names = (names,) if isinstance(names, str) else tuple(names)
+  workers = math.prod(mesh.shape[name] for name in names)
+  if workers < 2:
+    raise ValueError(f"`mesh` must have 2 workers or more over {names}, got {workers}.")
+  if not isinstance(sizes, Sequence):
+    raise ValueError(f"`sizes` must be several numbers of bytes, got {sizes!r}.")
+  sizes = sorted({count("sizes", size) for size in sizes})
+  if len(sizes) < 2:
+    raise ValueError(f"`sizes` must hold two different ones or more, got {sizes}.")
+  count("repeats", times)
+  lines = []
+  for case in _cases(names if len(names) > 1 else names[0], workers):
+    points = _times(case, mesh, names, sizes, times)
+    start, byte = line(points)
+    lines.append((case, start, byte))
+    if talks and jax.process_index() == 0:
+      print(
+        f"{case.kind}, {case.workers} workers: {1e6 * start:,.0f} us and "
+        f"{8e-9 / byte:,.3f} Gbit/s",
+        file=sys.stderr,
+        flush=True,
+      )
+  fastest = min(byte for _, _, byte in lines)
+  return Link(
+    latency=statistics.median(start / case.rounds for case, start, _ in lines),
+    bytes_per_second=1 / fastest,
+    factor={(case.kind, case.workers): byte / fastest for case, _, byte in lines},
+  )
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+  """Fits ``seconds = start + byte * bytes`` to pairs of bytes and seconds."""
+  # It minimizes the squares of relative errors: short messages count like long ones.
+  one = sum(1 / y**2 for _, y in points)
+  x = sum(x / y**2 for x, y in points)
+  xx = sum(x * x / y**2 for x, y in points)
+  y = sum(1 / y for _, y in points)
+  xy = sum(x / y for x, y in points)
+  byte = (one * xy - x * y) / (one * xx - x * x)
+  start = (y - byte * x) / one
+  # Noise can hide the latency, or the rate. Then all is put down to the bytes.
+  return (start, byte) if start >= 0 and byte > 0 else (0.0, xy / xx)
+
+
+def _cases(axis_name: AxisName, n: int) -> Iterator[_Case]:
+  """Yields the collectives that exchanges call, over n workers."""
+  share = Fraction(n - 1, n)
+  gather = lambda x: collectives.gather(x[0], axis_name, "measured")
+  yield _Case("all_gather", n, n - 1, 1, Fraction(n - 1), gather)
+  scatter = lambda x: collectives.scatter(x, axis_name)
+  yield _Case("all_to_all", n, n - 1, n, share, scatter)
+  add = lambda x: collectives.psum(x, axis_name)
+  yield _Case("all_reduce", n, 2 * (n - 1), 1, 2 * share, add)
+  ring = lambda x: collectives.pass_on(x[0], axis_name, n)
+  yield _Case("ppermute", n, 1, 1, Fraction(1), ring)
+  if n > 2 and n % 2 == 0 and isinstance(axis_name, str):
+    pairs = [(i, i + 1) for i in range(0, n, 2)]
+    swap = lambda x: collectives.scatter_within(x, axis_name, pairs)
+    yield _Case("ppermute", 2, 1, 2, Fraction(1, 2), swap)
+
+
+def _times(
+  case: _Case, mesh: Mesh, names: tuple[str, ...], sizes: Sequence[int], repeats: int
+) -> list[tuple[float, float]]:
+  """Returns, for each size, the bytes that a worker sends and the median seconds."""
+  workers = math.prod(mesh.shape[name] for name in names)
+
+  def program(function: Callable[[Any], Any], spec: P) -> Any:
+    mapped = jax.shard_map(
+      function, mesh=mesh, in_specs=P(names), out_specs=spec, check_vma=False
+    )
+    return jax.jit(mapped)
+
+  def spread(value: float, shape: tuple[int, ...]) -> jax.Array:
+    own = np.full(shape, value, np.float32)  # of each worker, wherever it is
+    whole = (workers * shape[0], *shape[1:])
+    sharding = NamedSharding(mesh, P(names))
+    return jax.make_array_from_callback(whole, sharding, lambda index: own)
+
+  axis_name = names if len(names) > 1 else names[0]
+  slowest = program(lambda x: collectives.largest(x, axis_name), P())
+  meet = lambda seconds: float(slowest(spread(seconds, (1,)))[0])
+  run = program(lambda x: case.run(x).reshape(-1), P(names))
+  points: list[tuple[float, float]] = []
+  for size in sizes:
+    words = math.ceil(size / (case.sent * case.lines * _WORD))
+    line = form(words)  # as exchanges send it
+    x = spread(1, (case.lines, *line))
+    send = run.lower(x).compile()
+    if not points:
+      jax.block_until_ready(send(x))  # makes the connections
+    seconds = []
+    for _ in range(repeats):
+      meet(0.0)
+      start = time.perf_counter()
+      jax.block_until_ready(send(x))
+      seconds.append(meet(time.perf_counter() - start))
+    sent = float(case.sent * case.lines * math.prod(line) * _WORD)
+    points.append((sent, statistics.median(seconds)))
+  return points
+
+
+def measured_speed(codec: LeafCodec, elements: int, repeats: int) -> CodecSpeed:
+  """Measures a codec; see :meth:`CodecSpeed.measure`."""
+  count("elements", elements)
+  count("repeats", repeats)
+  width = 1 << (elements.bit_length() // 2)
+  shape = (-(-elements // width), width)
+  calls = [*_calls(codec, shape), *updates(codec, shape)]
+  medians = (_median(call, repeats) / math.prod(shape) for call in calls)
+  encode, decode, add, forget, keep = medians
+  return CodecSpeed(
+    encode=encode, decode=decode, add=add / _PAYLOADS, keep=max(0.0, keep - forget)
+  )
+
+
+def _median(call: Callable[[], Any], repeats: int) -> float:
+  jax.block_until_ready(call())
+  seconds = []
+  for _ in range(repeats):
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    seconds.append(time.perf_counter() - start)
+  return statistics.median(seconds)
+
+
+def _calls(codec: LeafCodec, shape: tuple[int, int]) -> list[Callable[[], Any]]:
+  """Returns functions that encode, decode, and add payloads, without arguments."""
+  x = jax.random.normal(jax.random.key(0), shape)
+  key = jnp.array([1, 2], jnp.uint32)
+  leaf = Leaf(shape, addends=_PAYLOADS)
+  bound: Any = codec.bind(leaf)
+  memory = bound.init(leaf, key)
+  context = Context(key, memory=memory, step=jnp.int32(0))
+  encode = jax.jit(lambda x: encoded_alone(bound, x, context))
+  decode = jax.jit(lambda payload: bound.decode(payload, like=x))
+
+  def add(payload: Any, received: jax.Array) -> jax.Array:
+    rows, agreed = payload.rows.shape[0], payload.agreed
+    if agreed is not None:
+      agreed = jnp.broadcast_to(agreed, (rows, agreed.shape[1]))
+    return bound.sums.gathered(received, agreed, 1 / _PAYLOADS)(0, rows)
+
+  mean, payload = jax.jit(add), encode(x)
+  received = jnp.stack([payload.rows] * _PAYLOADS)
+  return [lambda: encode(x), lambda: decode(payload), lambda: mean(payload, received)]
+
+
+def updates(codec: LeafCodec, shape: tuple[int, ...]) -> list[Callable[[], Any]]:
+  """Returns updates that send nothing: without a residual, and with one."""
+  gradient = jax.random.normal(jax.random.key(0), shape)
+
+  def stepping(feedback: ErrorFeedback | None) -> Callable[[], Any]:
+    tx = compress(codec, exchange="local", feedback=feedback)
+    state = tx.init(gradient)
+    step = jax.jit(lambda x, state: tx.update(x, state)[::-1], donate_argnums=1)
+
+    def call() -> Any:
+      nonlocal state
+      state, mean = step(gradient, state)
+      return mean
+
+    return call
+
+  return [stepping(None), stepping(ErrorFeedback())]

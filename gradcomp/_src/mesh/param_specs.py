@@ -1,0 +1,77 @@
+"""Specs of parameters over other axes than the workers': given, or read from arrays."""
+
+from typing import Any
+
+import jax
+from jax.sharding import (
+  AbstractMesh,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+  Sharding,
+)
+
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.specs import is_spec
+from gradcomp._src.mesh.types import is_auto, is_traced, mesh_of, placed_spec
+from gradcomp._src.mesh.unsharded_params import check_whole_specs
+
+_SHARDINGS = "jax.tree.map(lambda x: x.sharding, params)"
+
+
+def specs_of(given: Any, axis_name: AxisName) -> Any:
+  """Returns ``param_specs``, a tree of specs or shardings, as specs.
+
+  TypeError for other leaves, ValueError for specs over the axes of the workers.
+  """
+
+  def spec(path: Any, x: Any) -> PartitionSpec:
+    if is_spec(x):
+      return x
+    if isinstance(x, NamedSharding):
+      return x.spec
+    if isinstance(x, Sharding) and x.is_fully_replicated:
+      return PartitionSpec()
+    raise TypeError(
+      f"`param_specs`{jax.tree_util.keystr(path)} must be a jax.P or a "
+      f"jax.NamedSharding, got {x!r}; take those of the parameters: {_SHARDINGS}."
+    )
+
+  specs = jax.tree_util.tree_map_with_path(spec, given, is_leaf=is_spec)
+  check_whole_specs("param_specs", specs, axis_name)
+  return specs
+
+
+def specs_like(
+  params: Any, given: Any, axis_name: AxisName, mesh: Mesh | AbstractMesh | None = None
+) -> Any:
+  """Returns a spec for each parameter: of ``param_specs``, or for None as they lie.
+
+  One spec of ``param_specs`` may stand for a whole subtree. The mesh is by default that
+  of the parameters.
+  """
+  if given is None:
+    given = _read(params, axis_name, mesh_of(params) if mesh is None else mesh)
+  specs = specs_of(given, axis_name)
+  try:
+    return jax.tree.broadcast(specs, params, is_leaf=is_spec)
+  except ValueError as error:
+    raise ValueError(
+      "`param_specs` must be one spec, or a tree of specs like the parameters, "
+      f"{jax.tree.structure(params)}, got {specs}; take those of the parameters: "
+      f"{_SHARDINGS}."
+    ) from error
+
+
+def _read(params: Any, axis_name: AxisName, mesh: Mesh | AbstractMesh) -> Any:
+  """Returns the specs of arrays; ValueError for traced ones on other Auto axes."""
+  others = [x for x, size in mesh.shape.items() if size > 1 and is_auto(mesh, x)]
+  hidden = tuple(x for x in others if x not in axis_names(axis_name))
+  if hidden and is_traced(params):
+    raise ValueError(
+      f"`param_specs` must say how the Auto axes {hidden} shard the parameters, for "
+      "types do not, got None: whole gradients would be gathered over these axes. "
+      f"Pass {_SHARDINGS}, taken outside of jax.jit; or jax.P() for parameters that "
+      "every device has whole."
+    )
+  return jax.tree.map(placed_spec, params)

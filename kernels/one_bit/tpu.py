@@ -1,0 +1,94 @@
+"""Encodes 1-bit SGD by a Pallas kernel for TPUs: means, signs and residual at once.
+
+Sums are of rows of a transposed block, in the order of the reference.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from gradcomp._src.kernels.common.fixed_point import exact_divide
+from gradcomp._src.kernels.gpu.tiles import Encoded, completed
+from gradcomp._src.kernels.one_bit import reference
+from gradcomp._src.kernels.one_bit.reference import WORD
+from gradcomp._src.kernels.tpu import lines
+
+Pair = tuple[Array, Array]  # avg+ and avg- of a bucket a column, float32[1, columns]
+
+
+def refusal(size: int, form: reference.Form) -> str:
+  """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
+  return lines.refusal(size, form.bucket_size, WORD * form.bucket_size)
+
+
+@completed(reference.encode_rows, lambda tiles, form: tiles)
+def encode_rows(x: Array, *, form: reference.Form, interpret: Any = False) -> Encoded:
+  """Encodes as :func:`reference.encode_rows` does, to the same bits."""
+  size, width = form.bucket_size, lines.width(form.bucket_size)
+  count = WORD * size // width  # lines of a tile
+
+  def body(x: Array) -> tuple[Array, ...]:
+    columns = x.T
+    buckets = [columns[at : at + size] for at in range(0, width, size)]
+    pairs = [_means(bucket) for bucket in buckets]
+    words = [lines.packed((x < 0).astype(jnp.int32), count, size)]
+    for side in zip(*pairs, strict=True):
+      bits = [lax.bitcast_convert_type(mean, jnp.int32) for mean in side]
+      words.append(lines.rows_of_tiles(bits, count, WORD))
+    found = [jnp.concatenate(words, axis=1)]
+    if form.keep:
+      sides = zip(buckets, pairs, strict=True)
+      sent = [jnp.where(x < 0, low, high) for x, (high, low) in sides]
+      found.append((columns - jnp.concatenate(sent)).T)
+    return tuple(found)
+
+  launch = lines.Launch(
+    "one_bit_encode", WORD * size, width, (form.row_words,), form.keep, interpret
+  )
+  rows, *rest = lines.encode(body, x, launch)
+  return rows, rest[0] if rest else None
+
+
+def _means(bucket: Array) -> Pair:
+  """Returns ``avg+`` and ``avg-`` of the columns of ``float32[B, columns]``."""
+  size, first = bucket.shape[0], bucket[:1]
+  chunk, lanes = reference.chunks(size)
+  parts = []
+  for start in range(0, size, chunk):
+    sums = reference.sides(bucket[start : start + lanes], first, size)
+    for at in range(start + lanes, start + chunk, lanes):
+      more = reference.sides(bucket[at : at + lanes], first, size)
+      sums = tuple(map(jnp.add, sums, more))
+    parts.append(sums)
+  totals = [_sum_by_halves(jnp.concatenate(x)) for x in zip(*parts, strict=True)]
+  return reference.means_of_sums(totals, first, size, size, exact_divide)
+
+
+def _sum_by_halves(x: Array) -> Array:
+  """Sums over the first axis as :func:`scales.sum_by_halves` does over the last."""
+  while (size := x.shape[0]) > 1:
+    if size % 2:
+      x, size = jnp.concatenate([x, jnp.zeros_like(x[:1])]), size + 1
+    x = x[: size // 2] + x[size // 2 :]
+  return jnp.where(x == 0, 0, x)  # the reference starts from zero: no minus zeros
+
+
+def decode_rows(rows: Array, *, bucket_size: int, interpret: Any = False) -> Array:
+  """Decodes as :func:`reference.decode_rows` does, to the same bits."""
+  tile = WORD * bucket_size
+  if not rows.size or lines.refusal(tile, bucket_size, tile):
+    return reference.decode_rows(rows, bucket_size)
+
+  def body(columns: Array) -> list[Array]:
+    words = columns[:bucket_size]
+    means = lax.bitcast_convert_type(columns[bucket_size:], jnp.float32)
+    own = lambda k: means[k : k + 1]
+    bit = lambda k: words & lax.shift_left(np.int32(1), np.int32(k)) != 0
+    return [jnp.where(bit(k), own(WORD + k), own(k)) for k in range(WORD)]
+
+  given = lax.bitcast_convert_type(rows, jnp.int32).reshape(-1, rows.shape[-1])
+  launch = lines.Launch("one_bit_decode", tile, lines.LANES, interpret=interpret)
+  found = lines.decode(body, [given], launch)
+  return found.reshape(*rows.shape[:-1], WORD, bucket_size)

@@ -1,0 +1,1 @@
+"""Common parts of the kernels for TPUs."""

@@ -1,0 +1,196 @@
+"""Common parts of the encoders that are Pallas kernels for TPUs.
+
+A register of a TPU has 8 rows of 128 lanes. An array whose last axis has 4 or 8
+elements is padded to 128, in registers and in memory. So a kernel reads an array as
+lines of 128 elements or more, each of whole buckets. Where it must add or compare the
+elements of a bucket, it transposes its block: then a bucket is a column.
+
+Pallas is imported where a kernel is traced, as for GPUs.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from gradcomp._src.kernels.gpu.tiles import refusal_of_tiles, typed
+
+LANES = 128
+_ROWS = 8  # of a register
+_ELEMENTS = 1 << 18  # of a block: 256 registers, and a MiB
+_DECODED = 1 << 19  # elements of a block that is decoded, at least of 8 rows
+_LARGEST_TILE = 1 << 17  # elements: so that a block of 8 tiles is at most 4 MiB
+
+
+class Launch(NamedTuple):
+  """The launch of a kernel."""
+
+  name: str
+  tile: int  # elements of a tile, which are whole lines
+  width: int  # elements of a line
+  words: tuple[int, ...] = ()  # those of a tile in each output of an encoder
+  keep: bool = False  # whether the last output is the residual, line by line
+  interpret: Any = False  # for any backend, slowly
+
+
+def width(bucket_size: int) -> int:
+  """Returns the elements of the shortest line of whole buckets and registers."""
+  return math.lcm(bucket_size, LANES)
+
+
+def refusal(size: int, bucket_size: int, tile: int) -> str:
+  """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
+  if width(bucket_size) > tile or tile > _LARGEST_TILE:
+    return (
+      f"a kernel for TPUs has tiles of {width(bucket_size)} elements or more here, and "
+      f"of at most {_LARGEST_TILE}, and this one has {tile}"
+    )
+  return refusal_of_tiles(size, tile)
+
+
+def encode(
+  body: Callable[..., tuple[Array, ...]],
+  x: Array,
+  launch: Launch,
+  scalars: Sequence[Array] = (),
+) -> list[Array]:
+  """Encodes whole tiles of an array by ``body``, of a block of lines and of scalars."""
+  # It returns an array for each output: `int32[tiles, words]`, or the residual, like
+  # the block. The last block may reach beyond the array: what it makes there is
+  # dropped, and no tile reads from another. Room is left for a last, partial tile. The
+  # residual is flat.
+  from jax.experimental import pallas as pl
+
+  tiles = x.size // launch.tile
+  lines = launch.tile // launch.width  # of a tile
+  some = max(_ROWS, _ELEMENTS // launch.tile // _ROWS * _ROWS)
+  block = min(some, tiles)
+  flat = x.reshape(-1)[: tiles * launch.tile]
+  shapes = [((tiles, words), (block, words), jnp.uint32) for words in launch.words]
+  every = tiles * lines, launch.width
+  if launch.keep:
+    shapes.append((every, (block * lines, launch.width), jnp.float32))
+
+  def kernel(x_ref: Any, *refs: Any) -> None:
+    given, out = refs[: len(scalars)], refs[len(scalars) :]
+    made = body(x_ref[...], *(ref[:, :1] for ref in given))
+    for ref, found in zip(out, made, strict=True):
+      words = ref.dtype == jnp.uint32
+      ref[...] = lax.bitcast_convert_type(found, jnp.uint32) if words else found
+
+  at = lambda number: (number, 0)
+  found = pl.pallas_call(
+    kernel,
+    grid=(-(-tiles // block),),
+    in_specs=[
+      pl.BlockSpec((block * lines, launch.width), at),
+      *[pl.BlockSpec((1, LANES), lambda number: (0, 0))] * len(scalars),
+    ],
+    out_specs=[pl.BlockSpec(shape, at) for _, shape, _ in shapes],
+    out_shape=[typed(x, shape, dtype) for shape, _, dtype in shapes],
+    interpret=launch.interpret,
+    name=launch.name,
+  )(flat.reshape(every), *(jnp.broadcast_to(y, (1, LANES)) for y in scalars))
+  count = len(launch.words)
+  rows, rest = list(found[:count]), [part.reshape(-1) for part in found[count:]]
+  if missing := x.size - flat.size:
+    rows = [jnp.pad(words, ((0, 1), (0, 0))) for words in rows]
+    rest = [jnp.pad(part, (0, missing)) for part in rest]
+  return rows + rest
+
+
+def packed(bits: Array, lines: int, bucket_size: int) -> Array:
+  """Packs a bit of each element by buckets: ``int32[tiles, B]``.
+
+  ``bits`` are ``int32[tiles * lines, width]``. Bucket k of a tile is bit k of a word.
+  """
+  starts = range(0, bits.shape[1], bucket_size)
+  line = _remainder(lax.broadcasted_iota(jnp.int32, bits.shape, 0), lines)
+  words = joined(bits << (line * len(starts)), lines)
+  parts = [words[:, at : at + bucket_size] << k for k, at in enumerate(starts)]
+  return functools.reduce(jnp.bitwise_or, parts)
+
+
+def rows_of_tiles(found: Sequence[Array], lines: int, rows: int) -> Array:
+  """Puts a number a bucket into rows of tiles: ``int32[tiles, rows]``.
+
+  ``found`` are the numbers of the first bucket of each line, of the second and so on,
+  in columns: ``int32[1, tiles * lines]`` each. A tile has ``rows`` buckets.
+  """
+  # Row k holds the numbers of bucket k in the column of its line, and zeros in others.
+  shape = rows, found[0].shape[1]
+  row = lax.broadcasted_iota(jnp.int32, shape, 0)
+  column = _remainder(lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1), lines)
+  own = jnp.broadcast_to(found[0], shape)
+  for k, other in enumerate(found[1:], start=1):
+    own = jnp.where(row & (len(found) - 1) == k, other, own)
+  line = row >> (len(found) - 1).bit_length()
+  return joined(jnp.where(line == column, own, 0).T, lines)
+
+
+def joined(words: Array, lines: int) -> Array:
+  """Returns the bitwise or of each tile's lines: ``[tiles, width]``."""
+  words = words.reshape(-1, lines, words.shape[1])
+  while (count := words.shape[1]) > 1:
+    half = count // 2
+    both = words[:, :half] | words[:, half : 2 * half]
+    words = jnp.concatenate([both, words[:, 2 * half :]], axis=1) if count % 2 else both
+  return words[:, 0]
+
+
+def _remainder(x: Array, divisor: int) -> Array:
+  """Returns ``x % divisor`` of small numbers, ``int32``, without a division."""
+  # Divisions of vectors are slow, and the sign of one asks JAX for the device.
+  if not divisor & (divisor - 1):
+    return x & (divisor - 1)
+  for power in reversed(range((x.size // divisor).bit_length())):
+    x = jnp.where(x >= divisor << power, x - (divisor << power), x)
+  return x
+
+
+def decode(
+  body: Callable[..., list[Array]],
+  rows: Sequence[Array],
+  launch: Launch,
+  x: Array | None = None,
+) -> Array:
+  """Decodes rows to flat elements by ``body``, and subtracts them from ``x`` if given.
+
+  ``rows`` are ``[count, words]`` each, of 32 bits.
+  """
+  # `body` gets rows as columns, and returns a tile's elements in parts, as columns too:
+  # so what belongs to several elements moves between the rows of a register, which is
+  # cheap, and not between lanes. Lines have 128 elements: Mosaic stores with a stride,
+  # from one tile to the next, no longer ones.
+  from jax.experimental import pallas as pl
+
+  count, lines = len(rows[0]), launch.tile // launch.width
+  some = max(_ROWS, _DECODED // launch.tile // _ROWS * _ROWS)
+  block = min(some, LANES, count)
+  whole = [] if x is None else [x.reshape(-1, launch.width)]
+
+  def kernel(*refs: Any) -> None:
+    given, out = refs[: len(rows)], refs[-1]
+    elements = jnp.concatenate(body(*(ref[...].T for ref in given)))
+    for k in range(lines):
+      line = elements[k * launch.width : (k + 1) * launch.width].T
+      at = pl.ds(k, block, stride=lines), slice(None)
+      out[at] = refs[len(rows)][at] - line if whole else line
+
+  at = lambda number: (number, 0)
+  line_block = pl.BlockSpec((block * lines, launch.width), at)
+  return pl.pallas_call(
+    kernel,
+    grid=(-(-count // block),),
+    in_specs=[
+      *[pl.BlockSpec((block, part.shape[1]), at) for part in rows],
+      *[line_block] * len(whole),
+    ],
+    out_specs=line_block,
+    out_shape=typed(rows[0], (count * lines, launch.width), jnp.float32),
+    interpret=launch.interpret,
+    name=launch.name,
+  )(*rows, *whole).reshape(-1)

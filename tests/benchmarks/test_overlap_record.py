@@ -1,0 +1,72 @@
+"""What the page on overlap says of the compilers is in the record of their programs."""
+
+import pytest
+
+from benchmarks.compilers import overlap_page, record
+
+ROWS = record.read(record.FOLDER / "overlap.jsonl")
+ONE, EACH = "one message", "a message a layer"
+TPU_FLAG = f"{EACH}, xla_tpu_enable_async_all_to_all"
+GPUS = ("H100", "H200", "B200")
+SLICES = "2 slices of v5e"
+
+
+def stage(row, kind):
+  return [x for x in row["overlaps"] if x["kind"] == kind]
+
+
+def test_one_message_overlaps_no_product():
+  rows = [row for (_, case), row in ROWS.items() if case == ONE]
+  assert len(rows) >= 5
+  assert not [x for row in rows for x in row["overlaps"] if x["products"]]
+
+
+def test_between_slices_all_messages_but_the_last_are_sent_among_products():
+  """Without a flag; also where sums of the chips of a slice go."""
+  for case in (EACH, f"{EACH}, hierarchical"):
+    sent = [x for x in stage(ROWS[SLICES, case], "all-to-all") if not x["synchronous"]]
+    assert [x["products"] > 0 for x in sent] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("target", GPUS)
+def test_on_gpus_nothing_is_exposed_and_no_flag_is_needed(target):
+  """XLA cannot combine the gathers, since each needs the one before it."""
+  row = ROWS[target, EACH]
+  sent, gathered = (stage(row, kind) for kind in ("all-to-all", "all-gather"))
+  assert len(sent) == len(gathered) == 4
+  # For a B200, whose products take half the time, XLA puts them beside the gathers.
+  every = sent + gathered if target == "B200" else sent
+  assert sum(x["products"] > 0 for x in every) >= 3
+  assert not any(x["exposed"] for x in (*sent, *gathered))
+  assert row["hints"] == []
+
+
+@pytest.mark.parametrize("target", ["v5e", "v6e", "v5p"])
+def test_in_a_slice_all_to_alls_need_the_flag(target):
+  before, after = (stage(ROWS[target, x], "all-to-all") for x in (EACH, TPU_FLAG))
+  assert all(x["synchronous"] for x in before)
+  assert not any(x["synchronous"] for x in after)
+  assert after[0]["products"] > 0
+  assert ROWS[target, TPU_FLAG]["exposed_share"] < ROWS[target, EACH]["exposed_share"]
+  assert TPU_FLAG.split()[-1] in ROWS[target, EACH]["hints"][0]
+
+
+def test_a_cell_counts_what_is_alike():
+  """In a row; and says how often each runs."""
+  one = {"kind": "all-to-all", "times": 1, "synchronous": False, "exposed": False}
+  two, work = one | {"products": 2}, one | {"products": 0}
+  bare, loop = work | {"exposed": True}, work | {"times": 6, "exposed": True}
+  late = work | {"kind": "all-gather", "synchronous": True, "exposed": True}
+  row = {"overlaps": [two, two, work, bare, loop, late], "exposed_share": 0.254}
+  assert overlap_page.cells(row) == [
+    "all-to-all: 2 over 2 products, 1 over work, 1 bare, 1 bare (6 times each); "
+    "all-gather: 1 synchronous",
+    "25 %",
+  ]
+
+
+def test_an_overlap_that_is_lost_is_said():
+  """When a case is compiled anew."""
+  row = ROWS["H100", EACH]
+  (said,) = record.dearer(row | {"exposed_share": 1.0}, row | {"exposed_share": 0.5})
+  assert said.startswith("exposed bytes rose from 7,454,720 to 14,909,440")

@@ -1,0 +1,105 @@
+"""``place`` puts a state on a mesh; test_many_hosts.py does so in two processes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from tests.support import modes
+from tests.support.assertions import assert_same_bits, says
+
+MESH = modes.mesh(4)
+PARAMS = {"w": np.linspace(-1, 1, 40 * 32, dtype=np.float32).reshape(40, 32)}
+TX = optax.chain(
+  gradcomp.qsgd(bits=4, axis_name="data", feedback="error", exchange="two_shot"),
+  optax.adam(0.1),
+  optax.add_noise(0.01, 0.5, jax.random.key(3)),  # a typed key
+)
+
+
+def made():
+  """A state as ``init`` makes it, with other numbers in its residuals."""
+  with jax.set_mesh(MESH):
+    state = PARAMS, TX.init(PARAMS)
+  count = iter(range(1000))
+  floats = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+  other = lambda x: x + next(count) + jnp.arange(x.shape[0])[:, None]
+  return jax.tree.map(lambda x: other(x) if floats(x) and x.ndim == 2 else x, state)
+
+
+def words(tree):
+  """The tree with the numbers of typed keys."""
+  typed = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return jax.tree.map(lambda x: jax.random.key_data(x) if typed(x) else x, tree)
+
+
+def on_host(x):
+  typed = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return jnp.copy(x) if typed else np.array(x)
+
+
+@pytest.mark.parametrize("source", ["init", "NumPy", "one device", "mesh"])
+def test_a_placed_state_has_its_numbers_and_the_shardings_of_its_specs(source):
+  state = made()
+  specs = gradcomp.state_specs(state, axis_name="data")
+  given = {
+    "init": lambda: state,
+    "NumPy": lambda: jax.tree.map(on_host, state),
+    "one device": lambda: jax.device_put(state, jax.devices()[5]),
+    "mesh": lambda: gradcomp.checkpoint.place(state, MESH, P()),
+  }[source]()
+  placed = gradcomp.checkpoint.place(given, MESH, specs)
+  assert_same_bits(words(placed), words(state))
+  for x, spec in zip(jax.tree.leaves(placed), jax.tree.leaves(specs), strict=True):
+    assert x.sharding == NamedSharding(MESH, spec)
+  assert P("data") in jax.tree.leaves(specs)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_it_shares_no_memory_with_what_it_was_made_from(workers):
+  """A step donates what was placed, and a program writes into its own arrays."""
+  mesh = modes.mesh(workers)
+  room = np.zeros(16 * 64 + 16, np.float32)
+  start = -room.ctypes.data % 64 // 4  # JAX takes memory of NumPy's at such an address
+  read = room[start : start + 16 * 64].reshape(16, 64)
+  live = jax.device_put(np.ones((16, 64)), NamedSharding(mesh, P()))
+  placed = gradcomp.checkpoint.place([read, live, live], mesh, P())
+  read[:] = 1
+  assert not np.any(placed[0])
+  for x in placed:
+    x.delete()
+  np.testing.assert_array_equal(live, np.ones((16, 64)))
+
+
+def test_numbers_have_the_types_of_jax():
+  state = {"a": np.zeros(4), "b": 2, "c": 0.5, "d": np.int8(3), "e": None}
+  placed = gradcomp.checkpoint.place(state, MESH, P())
+  assert [placed[name].dtype.name for name in "abcd"] == [
+    *("float32", "int32", "float32", "int8")
+  ]
+
+
+@pytest.mark.parametrize(
+  "shape, spec",
+  [
+    ((6, 3), P("data")),
+    ((8,), P(None, "data")),
+    ((), P("data")),
+    ((8, 8), P("model")),
+    ((8, 8), P(("data", "model"))),
+  ],
+)
+def test_a_spec_that_cannot_cut_an_array_is_refused(shape, spec):
+  pattern = says("`specs['x'][0]` must cut", str(shape), "{'data': 4}", str(spec))
+  with pytest.raises(ValueError, match=pattern):
+    gradcomp.checkpoint.place({"x": [np.zeros(shape)]}, MESH, {"x": spec})
+
+
+def test_specs_of_another_tree_are_refused():
+  pattern = says("`specs` must be a tree of PartitionSpec like `state`", "state_specs")
+  with pytest.raises(ValueError, match=pattern):
+    gradcomp.checkpoint.place({"x": np.zeros(4)}, MESH, {"y": P()})

@@ -1,0 +1,85 @@
+"""Programs for TPUs keep 128 lanes in a row of their large arrays, and have our bits.
+
+A TPU keeps an array in tiles of 8 rows by 128 columns, and fills what is missing. So
+rows of 4 elements take 32 times their bytes, and 32 times as long.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gradcomp.codecs import (
+  QSGD,
+  BlockTop,
+  Dense,
+  EightBit,
+  FloatCast,
+  Natural,
+  OneBit,
+  PowerSGD,
+  RandomK,
+  Ternary,
+  TopK,
+)
+from tests.plugins.slow_cases import slow
+from tests.support import for_tpus
+
+SHAPE = (1024, 1024)
+RMS = {"norm": "rms", "levels": "uniform"}
+OURS = [
+  QSGD(),
+  *slow(
+    QSGD(bits=3),
+    QSGD(bits=8, bucket_size=None),
+    QSGD(levels="nonuniform"),
+    QSGD(share_scale=True, rounding="nearest"),
+    QSGD(bits=16, levels="uniform"),
+  ),
+  *slow(Natural(), FloatCast(), FloatCast(scale=8.0)),
+  *slow(Dense(), Dense(dtype=jnp.bfloat16, rounding="stochastic")),
+  *slow(PowerSGD(), RandomK(density=0.01)),
+  *slow(QSGD(norm="l2"), QSGD(bits=2, rotate=32, **RMS)),
+]
+NARROW = [
+  pytest.param(codec, marks=pytest.mark.xfail(strict=True, reason="narrow rows"))
+  for codec in (
+    OneBit(),
+    BlockTop(),
+    EightBit(bucket_size=512),
+    TopK(density=0.01),
+  )
+]
+
+
+def encoder(codec):
+  """The codec's encoder, with a key if it needs one."""
+  key = jax.random.key(1) if codec.needs_key else None
+  return lambda x: codec.encode(x, key=key)
+
+
+@pytest.mark.parametrize("codec", [*OURS, Ternary(), *NARROW], ids=str)
+def test_large_arrays_have_whole_lanes(codec):
+  x = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+  encode = encoder(codec)
+  decode = lambda payload: codec.decode(payload, like=x)
+  payload = jax.eval_shape(encode, x)
+  for function, given in ((encode, x), (decode, payload)):
+    assert not for_tpus.narrow(for_tpus.lowered(function, given), 4 * x.size // 8)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("size", [16 * 4096, *slow(5000, 12288 + 77)])
+@pytest.mark.parametrize("codec", OURS, ids=str)
+def test_a_program_for_tpus_has_the_same_bits(codec, size):
+  rng = np.random.default_rng(0)
+  x = rng.standard_normal(size).astype(np.float32) ** 3
+  x[7], x[4000] = np.inf, np.nan
+  x = jnp.asarray(x)
+  encode = encoder(codec)
+  decode = lambda payload: codec.decode(payload, like=x)
+  payload = jax.jit(encode)(x)
+  found = for_tpus.lowered(encode, x).call(x)
+  jax.tree.map(np.testing.assert_array_equal, found, payload)
+  found = for_tpus.lowered(decode, payload).call(payload)
+  np.testing.assert_array_equal(found, jax.jit(decode)(payload))

@@ -1,0 +1,231 @@
+"""``message_bytes="auto"``: whole leaves, last first, in sizes that obey one rule."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradcomp
+from gradcomp._src.exchange import message_size, one_stage, plan, ring, two_shot
+from gradcomp._src.exchange.message_size import automatic_bytes, cut
+from gradcomp._src.exchange.plan import PlanOptions
+from gradcomp._src.mesh.axes import platform
+from gradcomp.codecs import QSGD
+from gradcomp.exchange import Local, TwoShot
+from tests.plugins.slow_cases import slow
+from tests.support import modes
+from tests.support.assertions import assert_same_bits
+from tests.support.cases import reshard
+
+MIB = 2**20
+CODEC = QSGD(bits=4)
+
+
+def paths_of(tree):
+  return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def pieces(sizes, workers, message_bytes="auto"):
+  paths = paths_of([0] * len(sizes))
+  return cut(message_bytes, dict(enumerate(sizes)), paths, workers)
+
+
+@pytest.mark.parametrize(
+  "payload, workers, limit",
+  [
+    (100, 2, 4 * MIB),  # the least
+    (64 * MIB, 32, 4 * MIB),  # where all three are equal
+    (64 * MIB, 33, 33 * 128 * 2**10),  # workers
+    (64 * MIB + 1, 32, 4 * MIB + 1),  # the payload
+    (2**40, 8192, 2**36),
+  ],
+)
+def test_the_rule_by_hand(payload, workers, limit):
+  assert automatic_bytes(payload, workers) == limit
+
+
+def test_messages_partition_the_leaves_from_the_last_one_in_sizes_of_the_rule():
+  """Random sizes, of which some are far above the limit, and many far below it."""
+  rng = np.random.default_rng(0)
+  for _ in range(200):
+    count = int(rng.integers(1, 60))
+    sizes = [int(x) for x in np.exp(rng.uniform(0, np.log(64 * MIB), count))]
+    workers = int(rng.integers(2, 300))
+    found = pieces(sizes, workers)
+    assert list(itertools.chain(*found)) == list(range(count))
+    limit = automatic_bytes(sum(sizes), workers)
+    assert len(found) <= 17
+    for number, leaves in enumerate(found):
+      held = sum(sizes[i] for i in leaves)
+      assert held >= limit or (number == 0 and (4 * held >= limit or len(found) == 1))
+      # Without its first leaf, which was the last to enter, it was not full. But a rest
+      # of less than a quarter may have joined the first message.
+      most = 1.25 * limit + max(sizes) if number == 0 else limit
+      assert held - sizes[leaves[0]] < most
+
+
+def test_a_payload_up_to_the_limit_is_one_message_in_the_order_of_the_tree():
+  assert pieces([MIB] * 4, 2) == [[0, 1, 2, 3]] == pieces([MIB] * 4, 2, None)
+  assert pieces([MIB] * 8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+  assert pieces([MIB] * 8, 64) == [list(range(8))]
+
+
+def test_a_small_rest_joins_the_message_beside_it():
+  """The rest are the first leaves, whose gradients are there last."""
+  sizes = [MIB - 1, 4 * MIB, 4 * MIB]
+  assert pieces(sizes, 2) == [[0, 1], [2]]
+  assert pieces([MIB, *sizes[1:]], 2) == [[0], [1], [2]]
+
+
+def test_numbers_in_names_count_as_numbers():
+  """``Dense_10`` comes after ``Dense_9``; other nodes keep the order of the tree."""
+  paths = paths_of(({f"Dense_{i}": 0 for i in range(12)}, [0] * 4))
+  found = cut("auto", dict.fromkeys(range(16), 4 * MIB), paths, 2)
+  order = [jax.tree_util.keystr(paths[i], simple=True) for (i,) in found]
+  assert order == [f"0Dense_{i}" for i in range(12)] + [f"1{i}" for i in range(4)]
+
+
+def test_the_kind_of_a_key_and_equal_numbers_do_not_matter():
+  """Fields have the order of keys, as flax.nnx has one or the other."""
+  names = [f"layer_{i}" for i in (1, 10, 2, 9)]
+  sizes = dict.fromkeys(range(4), 4 * MIB)
+  kinds = jax.tree_util.DictKey, jax.tree_util.GetAttrKey
+  orders = [cut("auto", sizes, [(kind(x),) for x in names], 2) for kind in kinds]
+  assert orders[0] == orders[1]
+  assert sorted(orders[0]) == [[0], [1], [2], [3]] != orders[0]
+  mixed = paths_of({"w1": 0, "w01": {"j": 0, "k": 0}, "w2": 0})
+  pieces = cut("auto", sizes, mixed, 2)
+  assert sorted(pieces) == [[0], [1], [2], [3]]
+
+
+def plan_on(platform, monkeypatch, workers=4, **options):
+  monkeypatch.setattr(plan, "platform", lambda: platform)
+  options = dict(exchange=TwoShot(), message_bytes="auto") | options
+  leaves = [jax.ShapeDtypeStruct((4 * MIB,), jnp.float32)] * 6
+  made = plan.plan_messages(
+    leaves,
+    paths_of(leaves),
+    [()] * 6,
+    PlanOptions(CODEC, **options),
+    axis_name="data",
+    workers=workers,
+  )
+  return [message.leaves for message in made.messages]
+
+
+def test_nothing_is_cut_where_nothing_can_hide(monkeypatch):
+  """A leaf has 2 MiB of codes, and their scales."""
+  for other in ("tpu", "gpu"):
+    assert plan_on(other, monkeypatch) == [(0, 1), (2, 3), (4, 5)]
+  whole = [(0, 1, 2, 3, 4, 5)]
+  assert plan_on("cpu", monkeypatch) == whole
+  assert plan_on("cpu", monkeypatch, message_bytes=1)[1:]
+  assert plan_on("tpu", monkeypatch, workers=1) == whole
+  assert plan_on("tpu", monkeypatch, exchange=Local()) == whole
+  assert plan_on("tpu", monkeypatch, message_bytes=None) == whole
+
+
+def test_the_platform_is_that_of_the_mesh():
+  """A program for TPUs that are not here is planned for them, in ``explain`` too."""
+  assert platform() == jax.default_backend() == "cpu"
+  device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
+  mesh = jax.sharding.AbstractMesh((4,), ("data",), abstract_device=device)
+  params = {f"w{i}": jax.ShapeDtypeStruct((4 * MIB,), jnp.float32) for i in range(6)}
+  tx = gradcomp.qsgd(bits=4, axis_name="data")
+  explain = functools.partial(gradcomp.explain, tx, params, workers=4)
+  assert explain().messages == 1
+  with jax.sharding.use_abstract_mesh(mesh):
+    assert platform() == "tpu"
+    found = explain()
+  assert explain().messages == 1
+  assert found.messages == 3
+  assert found.bytes_sent == explain().bytes_sent  # there is nothing to fill up
+  # The last message goes first, in two stages.
+  assert [x.message for x in found.collectives] == [2, 2, 1, 1, 0, 0]
+  assert "3 messages, of which the last goes first. 0 bytes" in str(found)
+
+
+@pytest.fixture
+def cut_small(monkeypatch):
+  """Makes ``"auto"`` cut small leaves into several messages, on CPUs too."""
+  monkeypatch.setattr(plan, "platform", lambda: "tpu")
+  least = lambda payload, workers: 600 if workers == 2 else 300
+  monkeypatch.setattr(message_size, "automatic_bytes", least)
+
+
+def four_bits(exchange="two_shot", **options):
+  codec = QSGD(bits=4, bucket_size=32)
+  options = dict(feedback="error", exchange=exchange, min_leaf_size=0) | options
+  return gradcomp.compress(codec, axis_name="data", **options)
+
+
+def traced(tx, like):
+  """A step of four workers, each with gradients of these shapes."""
+  update = lambda grads: tx.update(grads, tx.init(grads))[0]
+  mapped = jax.shard_map(
+    update, mesh=modes.mesh(4), in_specs=jax.P("data"), out_specs=jax.P()
+  )
+  stacked = lambda x: jax.ShapeDtypeStruct((4 * x.size,), x.dtype)
+  return jax.jit(mapped).trace(jax.tree.map(stacked, like))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("exchange", ["two_shot", *slow("all_gather")])
+def test_messages_have_the_bits_of_one(exchange, cut_small):
+  """Rows are encoded to nearest by their owners, whoever these are."""
+  draw = np.random.default_rng(0).standard_normal
+  shapes = {"a": (33, 40), "b": (7,), "c": (50, 41)}
+  leaves = lambda: {x: np.float32(draw((4, *y))) for x, y in shapes.items()}
+  steps = [leaves(), leaves()]
+  like = {x: jax.ShapeDtypeStruct(y, jnp.float32) for x, y in shapes.items()}
+  auto, one = four_bits(exchange), four_bits(exchange, message_bytes=None)
+  assert gradcomp.explain(auto, like, workers=4).messages == 2
+  assert_same_bits(*(modes.run("vmap", tx, steps) for tx in (auto, one)))
+
+
+def test_the_program_sends_what_is_explained(cut_small):
+  """Ten rows and seven, in place of 17, are filled up to twelve and eight."""
+  like = {"a": jax.ShapeDtypeStruct((2560,), jnp.float32)}
+  like["b"] = jax.ShapeDtypeStruct((1792,), jnp.float32)
+  tx, row = four_bits(feedback=None), 160
+  found = gradcomp.explain(tx, like, workers=4)
+  assert found.messages == 2
+  assert found.bytes_sent == 2 * 3 / 4 * (12 + 8) * row
+  assert found.bytes_filling == 2 * 3 / 4 * (2 + 1) * row
+  assert gradcomp.wire_report(traced(tx, like).lower()).bytes_sent == found.bytes_sent
+
+
+@pytest.mark.parametrize("exchange", ["two_shot", *slow("all_gather", "ring")])
+def test_a_gpu_gathers_one_message_after_the_other(exchange, cut_small, monkeypatch):
+  """So that XLA:GPU cannot join the all-gathers; elsewhere none waits for another."""
+  like = [jax.ShapeDtypeStruct((2560,), jnp.float32)] * 3
+
+  def barriers(platform):
+    codec = QSGD(bits=4, bucket_size=32, implementation="xla")  # kernels have barriers
+    tx = gradcomp.compress(codec, exchange=exchange, min_leaf_size=0, axis_name="data")
+    text = traced(tx, like).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("stablehlo.all_gather") == 3
+    return text.count("stablehlo.optimization_barrier")
+
+  platforms = "cuda", "tpu", "cpu"
+  found = list(map(barriers, platforms))
+  for module in (one_stage, ring, two_shot):
+    monkeypatch.setattr(module, "in_turn", lambda arrays, before: list(arrays))
+  jax.clear_caches()
+  others = map(barriers, platforms)  # of decoders for TPUs
+  waiting = [a - b for a, b in zip(found, others, strict=True)]
+  assert waiting == [2, 0, 0]
+
+
+def test_owners_residuals_follow_their_leaves_to_other_messages(cut_small):
+  """Two workers have two messages, and four have four: rows move with their leaves."""
+  tx = reshard.compressed("two_shot", "error")
+  state = reshard.filled(tx, 2)
+  moved = reshard.reshard(state, tx, 2, 4)
+  before = reshard.owned_leaves(state, [("b", "one", "v"), ("w",)])
+  after = reshard.owned_leaves(moved, [("b", "one"), ("v",), ("w",)])
+  for name, x in before.items():
+    np.testing.assert_array_equal(after[name], x * np.float32(2 / 4))

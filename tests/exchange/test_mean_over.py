@@ -1,0 +1,294 @@
+"""``mean_over``: rows are workers, and their mean is that of an exchange."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp.codecs import (
+  QSGD,
+  Dense,
+  Natural,
+  OneBit,
+  PowerSGD,
+  TopK,
+)
+from tests.plugins.slow_cases import slow
+from tests.support import modes
+from tests.support.assertions import assert_same_bits, says
+
+ROWS = 4
+QSGD4 = QSGD(bits=4)
+STATIC = ("axis", "mesh_axis")
+
+
+def stacked(seed=0, rows=ROWS):
+  """Draws rows; two_shot sends the mean of the first leaf in a second stage."""
+  rng = np.random.default_rng(seed)
+  normal = lambda *shape: rng.standard_normal((rows, *shape)).astype(np.float32)
+  return {"w": normal(256, 512), "rest": (normal(77), normal())}
+
+
+TREES = [stacked(0), stacked(1)]
+
+
+def on_a_mesh(kind):
+  """The devices of a place, and a tree's rows on them."""
+  mesh = modes.mesh(ROWS, kind)
+  put = lambda tree: jax.device_put(tree, NamedSharding(mesh, P("data")))
+  return mesh, put
+
+
+def one_device(codec, **given):
+  step = jax.jit(lambda x, s: gradcomp.mean_over(x, codec=codec, state=s, **given))
+  return step, gradcomp.local.mean_state(TREES[0], codec=codec, **given), lambda x: x
+
+
+def of_devices(kind):
+  def place(codec):
+    mesh, put = on_a_mesh(kind)
+    given = {"codec": codec, "mesh_axis": "data"}
+    with jax.set_mesh(mesh):
+      state = gradcomp.local.mean_state(put(TREES[0]), **given)
+    return jax.jit(lambda x, s: gradcomp.mean_over(x, state=s, **given)), state, put
+
+  return place
+
+
+def in_a_map(codec):
+  mesh, put = on_a_mesh(AxisType.Auto)
+  given = {"codec": codec, "mesh_axis": "data"}
+  with jax.set_mesh(mesh):
+    state = gradcomp.local.mean_state(put(TREES[0]), **given)
+  specs = gradcomp.state_specs(state, axis_name="data")
+  step = lambda x, s: gradcomp.mean_over(x, state=s, **given)
+  io = {"in_specs": (P("data"), specs), "out_specs": (P(), specs)}
+  return jax.jit(jax.shard_map(step, mesh=mesh, **io)), state, put
+
+
+PLACES = {
+  "one device": one_device,
+  "auto": of_devices(AxisType.Auto),
+  "explicit": of_devices(AxisType.Explicit),
+  "in a map": in_a_map,
+}
+MORE = [OneBit(), TopK(density=0.05), PowerSGD(rank=2), Dense()]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("codec", [QSGD4, *slow(*MORE)], ids=str)
+def test_rows_are_the_workers_of_an_exchange(codec):
+  """The bits of N workers' ``update``, wherever the rows lie, and of their state."""
+  feedback = None if codec == Dense() else "error"
+  tx = gradcomp.compress(codec, axis_name="data", feedback=feedback)
+  expected = modes.run_with_state("vmap", tx, TREES)
+  first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+  for name, place in PLACES.items():
+    step, state, put = place(codec)
+    for tree, output in zip(TREES, expected.outputs, strict=True):
+      mean, state = step(put(tree), state)
+      assert_same_bits(mean, first(output))
+    if feedback:
+      kept = [x.reshape(y.shape) for x, y in both(state, expected.state)]
+      assert_same_bits(kept, jax.tree.leaves(expected.state.residual)), name
+
+
+def both(state, other):
+  trees = map(jax.tree.leaves, (state.residual, other.residual))
+  return zip(*trees, strict=True)
+
+
+def test_a_state_on_a_mesh_is_that_of_the_transformation():
+  """So all that knows these knows it: records, specs and other numbers of workers."""
+  mesh, put = on_a_mesh(AxisType.Auto)
+  tx = gradcomp.compress(QSGD4, axis_name="data", feedback="error", key=3)
+  with jax.set_mesh(mesh):
+    expected = tx.init(jax.tree.map(lambda x: x[0], TREES[0]))
+    given = {"codec": QSGD4, "mesh_axis": "data", "key": 3}
+    assert_same_bits(gradcomp.local.mean_state(put(TREES[0]), **given), expected)
+
+
+@pytest.mark.parametrize("codec", [OneBit(), *slow(TopK(density=0.01), QSGD4)], ids=str)
+def test_a_mean_and_the_residuals_are_all_that_was_given(codec):
+  tree = {"w": TREES[0]["w"][:, :16], "rest": TREES[0]["rest"]}
+  state = gradcomp.local.mean_state(tree, codec=codec)
+  step = jax.jit(lambda x, s: gradcomp.mean_over(x, codec=codec, state=s))
+  sent, steps = jax.tree.map(lambda x: np.zeros(x.shape[1:]), tree), 3
+  for _ in range(steps):
+    mean, state = step(tree, state)
+    sent = jax.tree.map(lambda a, b: a + ROWS * np.asarray(b, float), sent, mean)
+  assert not state.server_residual  # one stage, in which nothing else is kept
+  for name, rows, x in zip("wrs", *map(jax.tree.leaves, (tree, sent)), strict=True):
+    kept = jax.tree.leaves(state.residual)["wrs".index(name)].reshape(rows.shape)
+    # Each step rounds sums of a few units in float32, ten times with four rows.
+    total = np.sum(kept, 0, dtype=float) + x
+    np.testing.assert_allclose(total, steps * rows.sum(0, dtype=float), atol=3e-5)
+
+
+def test_a_nan_is_seen_and_leaves_its_residual():
+  tree = {"w": np.ones((ROWS, 2048), np.float32)}
+  tree["w"][1, 7] = np.nan
+  state = gradcomp.local.mean_state(tree, codec=QSGD4)
+  mean, after = gradcomp.mean_over(tree, codec=QSGD4, state=state)
+  assert np.isnan(mean["w"][7])
+  assert np.all(np.isfinite(mean["w"][1024:]))  # other buckets
+  assert np.all(np.isfinite(after.residual["w"]))
+
+
+@pytest.mark.parametrize("axis", [-1, *slow(1)])
+def test_rows_may_lie_on_any_axis(axis):
+  """The mean is as if they were on the first, on a mesh, too."""
+  tree = {"w": TREES[0]["w"][:, :64], "rest": (TREES[0]["rest"][0],)}
+  turned = jax.tree.map(lambda x: np.moveaxis(x, 0, axis), tree)
+  mean = jax.jit(
+    functools.partial(gradcomp.mean_over, codec=QSGD4), static_argnames=STATIC
+  )
+  key = jax.random.key(1)
+  expected = mean(tree, key=key)
+  assert_same_bits(mean(turned, axis=axis, key=key), expected)
+  spec = lambda x: P(*[None] * (axis % x.ndim), "data")
+  for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh, _ = on_a_mesh(kind)
+    put = lambda x, mesh=mesh: jax.device_put(x, NamedSharding(mesh, spec(x)))
+    on_mesh = mean(jax.tree.map(put, turned), axis=axis, key=key, mesh_axis="data")
+    assert_same_bits(on_mesh, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *slow(np.float32)])
+def test_several_rows_of_a_device_are_one_message(dtype):
+  """Their mean in their dtype is sent; one row more costs no byte."""
+  _, put = on_a_mesh(AxisType.Auto)
+  one = {"w": jnp.asarray(TREES[0]["w"][:, :64], dtype)}
+  factors = jnp.asarray([0, 2] * ROWS, dtype)[:, None, None]
+  several = {"w": factors * jnp.repeat(one["w"], 2, 0)}  # whose means are exact
+  given = {"codec": QSGD4, "key": jax.random.key(2), "mesh_axis": "data"}
+  step = jax.jit(lambda x: gradcomp.mean_over(x, **given))
+  got = step(put(several))
+  assert got["w"].dtype == dtype
+  assert_same_bits(got, step(put(one)))
+  sent = [gradcomp.wire_report(step.lower(put(x))).bytes_sent for x in (several, one)]
+  assert sent[0] == sent[1]
+
+
+def test_bytes_are_those_of_the_transformation():
+  step, state, put = PLACES["auto"](QSGD4)
+  tx = gradcomp.compress(QSGD4, axis_name="data", feedback="error")
+  params = jax.tree.map(lambda x: x[0], TREES[0])
+  expected = gradcomp.explain(tx, params, workers=ROWS).bytes_sent
+  report = gradcomp.wire_report(step.lower(put(TREES[0]), state))
+  assert report.bytes_sent == expected
+
+
+SPECS = {"w": P(None, "model"), "rest": (P(), P())}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, *slow(AxisType.Explicit)])
+def test_shards_of_a_model_are_encoded_where_they_lie(kind):
+  """By the specs under Auto axes, and by the types under Explicit ones."""
+  mesh = jax.make_mesh((ROWS, 2), ("data", "model"), (kind,) * 2)
+  put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, P("data", *spec)))
+  tree = jax.tree.map(put, TREES[0], SPECS)
+  given = {"codec": QSGD4, "mesh_axis": "data"}
+  given |= {"param_specs": SPECS} if kind == AxisType.Auto else {}
+  with jax.set_mesh(mesh):
+    state = gradcomp.local.mean_state(tree, **given)
+  step = jax.jit(lambda x, s: gradcomp.mean_over(x, state=s, **given))
+  compiled = step.lower(tree, state).compile()
+  assert set(gradcomp.wire_report(compiled).by_axis) == {"data"}
+  mean, after = compiled(tree, state)
+  assert mean["w"].sharding.spec == P(None, "model")
+  sent = tree["w"] - after.residual["w"].reshape(tree["w"].shape)
+  # The second stage rounds once more, by up to a step of a bucket with such a maximum.
+  step_size = 2 * np.max(np.abs(tree["w"])) / 7
+  assert np.max(np.abs(mean["w"] - np.mean(sent, 0))) <= step_size
+
+
+def test_one_array_is_a_tree_with_specs():
+  mesh = jax.make_mesh((ROWS, 2), ("data", "model"), (AxisType.Auto,) * 2)
+  spec = P("data", None, "model")
+  tree = jax.device_put(TREES[0]["w"], NamedSharding(mesh, spec))
+  given = {"codec": QSGD4, "mesh_axis": "data", "param_specs": P(None, "model")}
+  with jax.set_mesh(mesh):
+    state = gradcomp.local.mean_state(tree, **given)
+  step = jax.jit(lambda x, s: gradcomp.mean_over(x, state=s, **given))
+  mean, after = jax.eval_shape(step, tree, state)
+  assert mean.shape == (256, 512)
+  assert after.residual.shape == state.residual.shape == (ROWS * 256, 512)
+
+
+@pytest.mark.parametrize(
+  "codec", [QSGD(bits=2, bucket_size=64), *slow(Natural())], ids=str
+)
+def test_without_a_state_it_is_unbiased(codec):
+  assert codec.unbiased
+  x = np.random.default_rng(2).standard_normal((ROWS, 2048)).astype(np.float32)
+  one = lambda key: gradcomp.mean_over(x, codec=codec, key=key)
+  draws = 512
+  means = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(5), draws))
+  error = np.mean(means, 0, dtype=float) - x.mean(0, dtype=float)
+  z = error / (np.std(means, 0, dtype=float) / np.sqrt(draws) + 1e-9)
+  # Of 2048 normal numbers one is beyond 5.5 with probability 1e-4.
+  assert np.max(np.abs(z)) < 5.5
+  # Rows and calls draw different bits: the mean square of z is 1, up to 5 / sqrt(1024).
+  assert abs(np.mean(z**2) - 1) < 0.16
+
+
+def test_a_codec_that_draws_asks_for_a_key():
+  rows = {"w": TREES[0]["w"][:, :8]}
+  with pytest.raises(ValueError, match=says("`key` must be given for", "another one")):
+    gradcomp.mean_over(rows, codec=QSGD4)
+  state = gradcomp.local.mean_state(rows, codec=QSGD4)
+  with pytest.raises(ValueError, match="`key` must be None with a state"):
+    gradcomp.mean_over(rows, codec=QSGD4, state=state, key=jax.random.key(0))
+  a, b = (gradcomp.mean_over(rows, codec=QSGD4, key=jax.random.key(i)) for i in (0, 1))
+  assert np.mean(np.asarray(a["w"]) != b["w"]) > 0.1
+
+
+BAD = {
+  "no axis": ({"w": np.ones(4)}, {"axis": 1}, ValueError, r"`tree`\['w'\] .* axis 1"),
+  "a name": ({"w": np.ones(4)}, {"axis": "x"}, ValueError, "`axis` must be"),
+  "nothing": ({}, {}, ValueError, "equally many rows on axis 0, .* got none"),
+  "no rows": (np.ones((0, 4)), {}, ValueError, "got 0 in `tree`"),
+  "other rows": (
+    {"a": np.ones((4, 2)), "b": np.ones((3, 2))},
+    {},
+    ValueError,
+    r"got 4 in `tree`\['a'\], 3 in `tree`\['b'\]",
+  ),
+  "integers": ([np.ones((4, 2), int)], {}, TypeError, r"`tree`\[0\] .* floats"),
+  "a number": ({"w": 1.0}, {}, TypeError, r"`tree`\['w'\] must be an array of floats"),
+  "no mesh": (np.ones((4, 2)), {"mesh_axis": "data"}, ValueError, "call jax.set_mesh"),
+  "a class": (np.ones((4, 2)), {"codec": Dense}, TypeError, "`codec` must be"),
+}
+
+
+@pytest.mark.parametrize("function", ["mean_over", "local.mean_state"])
+@pytest.mark.parametrize("tree, given, error, message", BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(function, tree, given, error, message):
+  called = gradcomp.mean_over if function == "mean_over" else gradcomp.local.mean_state
+  with pytest.raises(error, match=message):
+    called(tree, **{"codec": Dense()} | given)
+
+
+def test_rows_that_devices_cannot_share_are_named():
+  mesh, _ = on_a_mesh(AxisType.Auto)
+  given = {"codec": Dense(), "mesh_axis": "data"}
+  with jax.set_mesh(mesh):
+    with pytest.raises(ValueError, match="4 devices along 'data', got 6 rows"):
+      gradcomp.mean_over(np.ones((6, 2), np.float32), **given)
+  with pytest.raises(ValueError, match=r"under jax\.set_mesh"):
+    gradcomp.local.mean_state(
+      jax.device_put(np.ones((4, 2), np.float32), NamedSharding(mesh, P("data"))),
+      **given,
+    )
+
+
+def test_it_has_no_derivative():
+  loss = lambda x: jnp.sum(gradcomp.mean_over(x, codec=Dense()))
+  with pytest.raises(TypeError, match="must not be differentiated"):
+    jax.grad(loss)(jnp.ones((4, 3)))
