@@ -338,6 +338,18 @@ def test_a_residual_of_two_arrays_may_be_in_a_box():
   assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
+@pytest.mark.bits
+def test_a_box_may_be_hidden_by_a_mask():
+  """``optax.masked`` leaves an empty node in it; other leaves keep their names."""
+  coded = gradcomp.qsgd(bits=4, feedback="error", axis_name=None, min_leaf_size=0)
+  tx = optax.masked(coded, lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree))
+  boxed = nnx.state(Linear(**arrays()), nnx.Param)
+  found = tx.update(boxed, tx.init(boxed))
+  assert jax.tree.structure(found) == jax.tree.structure((boxed, tx.init(boxed)))
+  expected = tx.update(nnx.as_pure(boxed), tx.init(nnx.as_pure(boxed)))
+  assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(expected))
+
+
 def test_reports_and_checkpoints_take_a_module():
   """As the arrays that are trained, of which each knows the structure, or the names."""
   tx = gradcomp.qsgd(bits=4, feedback="error", min_leaf_size=0, **OVER)

@@ -213,7 +213,8 @@ def paths_of(tree: Any) -> list[KeyPath]:
   """Returns the paths of a tree's leaves."""
   # A box is no part of a leaf's name: nnx's init sees boxes, and its update none.
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
-  return [path for path, _ in leaves]
+  # optax.masked leaves an empty node in the box of an array that it hides.
+  return [path for path, x in leaves if jax.tree.leaves(x)]
 
 
 def update_dtypes(updates: Any, params: Any) -> list[np.dtype]:
