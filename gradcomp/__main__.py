@@ -80,6 +80,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan:
   passes = {"forward": options.forward, "backward": options.backward}
   try:
     packaged = packaged_speeds(options.device)
+    source = SOURCES[options.device]
     speeds = {name: times(speed) for name, speed in packaged.items()}
     outer = link(options.gbit)
     found = gradcomp.cost.plan(
@@ -88,12 +89,12 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan:
       link=(outer, link(options.inside_gbit)) if pair else outer,
       budget=options.budget,
       steps=options.steps,
-      options=PlanOptions(**passes, speeds=speeds),
+      options=PlanOptions(**passes, speeds=speeds, platform=source.platform),
     )
   except ValueError as error:
     parser.error(str(error))
   slower = "" if options.slower == 1 else f" Times {options.slower:g}."
-  own = f"{SOURCES[options.device]}{slower}"
+  own = f"{source.says}{slower}"
   notes = tuple(own if note == GIVEN else note for note in found.notes)
   return dataclasses.replace(found, notes=notes)
 

@@ -88,8 +88,9 @@ class Training:
     specs = gradcomp.state_specs(state, axis_name="data")
     self.state = gradcomp.checkpoint.place(state, mesh, specs)
 
-  def _record_of(self, workers: int) -> dict[str, Any]:
-    return gradcomp.checkpoint.record(self._optimizer, first_params(), workers=workers)
+  def _record_of(self, workers: int, platform: str | None = None) -> dict[str, Any]:
+    options: Any = {"workers": workers, "platform": platform}
+    return gradcomp.checkpoint.record(self._optimizer, first_params(), **options)
 
   def _first(self) -> State:
     with jax.set_mesh(self._mesh):
@@ -99,11 +100,11 @@ class Training:
     """Returns the state of the last checkpoint, for the workers that there are now."""
     read = lambda **args: self._checkpoints.restore(self.step, args=both(**args))
     saved = read(record=ocp.args.JsonRestore()).record
-    (before,) = saved["workers"]
-    gradcomp.checkpoint.check_record(saved, self._record_of(before))
+    (before,), platform = saved["workers"], saved["platform"]
+    gradcomp.checkpoint.check_record(saved, self._record_of(before, platform))
     params = first_params()
     shapes = gradcomp.checkpoint.state_shapes(
-      self._optimizer, params, axis_name="data", workers=before
+      self._optimizer, params, axis_name="data", workers=before, platform=platform
     )
     like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (params, shapes))
     params, opt_state = read(state=ocp.args.StandardRestore(like)).state
@@ -113,6 +114,7 @@ class Training:
       opt_state,
       axis_name="data",
       old_workers=before,
+      old_platform=platform,
       workers=self._mesh.size,
       keep="mean",  # for the batch and the learning rate stay
     )

@@ -12,7 +12,7 @@ import gradcomp
 from gradcomp._src.exchange import message_size, one_stage, plan, ring, two_shot
 from gradcomp._src.exchange.message_size import automatic_bytes, cut
 from gradcomp._src.exchange.plan import PlanOptions
-from gradcomp._src.mesh.axes import platform
+from gradcomp._src.mesh.platforms import platform
 from gradcomp.codecs import QSGD
 from gradcomp.exchange import Local, TwoShot
 from tests.plugins.slow_cases import slow
@@ -141,6 +141,7 @@ def test_the_platform_is_that_of_the_mesh():
     assert platform() == "tpu"
     found = explain()
   assert explain().messages == 1
+  assert explain(platform="tpu") == found
   assert found.messages == 3
   assert found.bytes_sent == explain().bytes_sent  # there is nothing to fill up
   # The last message goes first, in two stages.

@@ -261,8 +261,8 @@ def test_few_leaves_stand_for_many_and_the_choice_is_of_all():
   whole = {x.model for x in found.rows if x.model is found.chosen.model}
   (joined,) = {x.model for x in found.rows} - whole
   assert len(joined.leaves) == 2
-  exact = explained(*_given(found.chosen), found.chosen.model, 4)
-  short = explained(*_given(found.chosen), joined, 4)
+  exact = explained(*_given(found.chosen), found.chosen.model, 4, "cpu")
+  short = explained(*_given(found.chosen), joined, 4, "cpu")
   assert 0.9 * exact.bytes_sent < short.bytes_sent <= exact.bytes_sent
   assert any("few leaves in place of 15" in note for note in found.notes)
 

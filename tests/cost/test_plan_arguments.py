@@ -9,9 +9,10 @@ import pytest
 
 import gradcomp
 from gradcomp import __main__
+from gradcomp._src.cost.planner.choice import _platform
 from gradcomp.codecs import QSGD, BlockTop
-from gradcomp.cost import CANDIDATES, CodecSpeed, Link
-from tests.support.cases.plan import GIGABIT, LIKE, plan
+from gradcomp.cost import CANDIDATES, CodecSpeed, Link, PlanOptions
+from tests.support.cases.plan import GIGABIT, LIKE, QSGD4, plan
 
 FREE = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
 
@@ -154,10 +155,54 @@ def test_tpus_of_several_slices_add_inside_first():
 
 
 def test_a_device_that_has_packaged_speeds_takes_them(monkeypatch):
-  device = collections.namedtuple("Device", "device_kind")
-  monkeypatch.setattr(jax, "devices", lambda: [device("TPU v5 lite")])
-  assert plan().notes[-1].startswith("Codec speeds are XLA's estimate")
-  monkeypatch.setattr(jax, "devices", lambda: [device("TPU v4")])
+  device = collections.namedtuple("Device", "device_kind platform")
   monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  monkeypatch.setattr(jax, "devices", lambda: [device("TPU v5 lite", "tpu")])
+  assert plan().notes[-1].startswith("Codec speeds are XLA's estimate")
+  monkeypatch.setattr(jax, "devices", lambda: [device("TPU v4", "tpu")])
   with pytest.raises(ValueError, match="`speeds` must be given on 'tpu': the package"):
     plan()
+
+
+SIX = {f"w{i}": jax.ShapeDtypeStruct((2**22,), jnp.float32) for i in range(6)}
+
+
+def messages(**options):
+  """Those of QSGD-4, as chosen at 1 Gbit/s, each with 4 MiB."""
+  found = plan(SIX, workers=4, budget="tight", **options)
+  assert found.chosen.name == "QSGD-4 two_shot"
+  return found.explanation.messages
+
+
+def test_messages_are_those_of_the_platform():
+  """A TPU's are 2 MiB a leaf; and what was explained for one is not the other's."""
+  assert messages() == 1
+  assert messages(speeds="TPU v5e") == 3
+  assert messages(speeds="cpu") == 1
+  slow = CodecSpeed(encode=1e-10, decode=1e-10, add=1e-10)
+  assert messages(speeds=slow, platform="gpu") == 3
+  assert messages(speeds="TPU v5e", platform="cpu") == 1
+  device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
+  mesh = jax.sharding.AbstractMesh((4,), ("data",), abstract_device=device)
+  with jax.sharding.use_abstract_mesh(mesh):
+    assert messages() == 3
+  with pytest.raises(ValueError, match="`speeds` must be given on 'tpu': the package"):
+    messages(platform="tpu")
+
+
+def test_a_mesh_that_is_measured_is_of_its_platform(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  mesh = jax.make_mesh((4,), ("data",))
+  options = PlanOptions(candidates=QSGD4)
+  assert _platform(options, mesh) == "cpu"
+  assert _platform(options, GIGABIT) == "tpu"
+
+
+def test_the_command_line_plans_for_the_device(monkeypatch):
+  seen, found = [], plan()
+  record = lambda *args, options, **rest: seen.append(options.platform) or found
+  monkeypatch.setattr(gradcomp.cost, "plan", record)
+  words = "plan --params 1e6 --workers 2 --gbit 0.1 --device".split()
+  for device in ("cpu", "TPU v5e"):
+    __main__.main([*words, device])
+  assert seen == ["cpu", "tpu"]

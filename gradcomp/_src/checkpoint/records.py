@@ -8,71 +8,17 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
+from gradcomp._src.checkpoint.forms import FIRST, WHOLE, check_form
 from gradcomp._src.checks import see
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.exchange.layout import leaf_codecs
 from gradcomp._src.exchange.owners import owner_shapes
 from gradcomp._src.exchange.plan import MessagePlan, own_axes
+from gradcomp._src.mesh import platforms
 from gradcomp._src.mesh.axes import WorkerSizes, sizes_of
 from gradcomp._src.mesh.specs import is_spec
 from gradcomp._src.report import tracing
 from gradcomp._src.version import WIRE, __version__
-
-_ALL = object()  # the key that stands for all keys
-_MAY = {"params"}  # keys that a record may lack
-
-# A form is a type, a list with the form of all items, or a dict of keys and forms.
-_OPTION = {"type": str}
-_FIRST = {"format": int, "gradcomp": str}
-_WHOLE: dict[str, Any] = _FIRST | {
-  "workers": [int],
-  "stacked": bool,
-  "transformations": [
-    {
-      "axes": [str],
-      "codecs": [_OPTION],
-      "leaves": {_ALL: {"shape": [int], "codec": int}},
-      "feedback": _OPTION,
-      "owned": [{"exchange": _OPTION, "leaves": [str]}],
-      "params": _OPTION,
-    }
-  ],
-}
-
-
-def _check_form(name: str, value: Any, form: Any) -> None:
-  """Raises TypeError unless a record has a form, and the codecs that leaves number."""
-  wrong = _misfit(value, form, "")
-  if wrong is None and form is _WHOLE:
-    for i, made in enumerate(value["transformations"]):
-      for leaf, kept in made["leaves"].items():
-        if not 0 <= kept["codec"] < len(made["codecs"]):
-          wrong = f"transformation {i} has no codec {kept['codec']}, that of {leaf}"
-  if wrong is not None:
-    raise TypeError(
-      f"`{name}` must be what gradcomp.checkpoint.record returned, but {wrong}; save "
-      "it beside the state, or restore the parameters alone and begin with the state "
-      "of optimizer.init."
-    )
-
-
-def _misfit(value: Any, form: Any, where: str) -> str | None:
-  """Describes the first mismatch of a value and a form; None if there is none."""
-  if isinstance(form, dict):
-    if not isinstance(value, Mapping):
-      return f"{where or 'it'} is {value!r}, and no dict"
-    keys = value if _ALL in form else [x for x in form if x in value or x not in _MAY]
-    of_key = lambda x: (f"{where}[{x!r}]", value.get(x), form.get(x, form.get(_ALL)))
-    parts = [of_key(x) for x in keys]
-  elif isinstance(form, list):
-    if not isinstance(value, list | tuple):
-      return f"{where} is {value!r}, and no list"
-    parts = [(f"{where}[{i}]", x, form[0]) for i, x in enumerate(value)]
-  else:
-    fits = isinstance(value, form) and not (form is int and isinstance(value, bool))
-    return None if fits else f"{where} is {value!r}, and no {form.__name__}"
-  return next((x for at, part, of in parts if (x := _misfit(part, of, at))), None)
-
 
 # The version of states. It grows with every change after which a saved state would not
 # go on with equal bits: of fields, shapes, orders, units, keys or defaults.
@@ -82,25 +28,30 @@ _HOW = {"implementation"}  # fields of codecs that change no bits
 
 
 def record(
-  optimizer: optax.GradientTransformation, params: Any, *, workers: WorkerSizes
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  *,
+  workers: WorkerSizes,
+  platform: str | None = None,
 ) -> dict[str, Any]:
   """Records the configuration of an optimizer state, to be saved beside it.
 
   With another codec or number of workers, the arrays of a state may have the same
   shapes, and mean something else. For each gradcomp transformation, the record has the
   leaves with their shapes and codecs, the feedback, and the owner residuals with their
-  leaves and exchange.
+  leaves and exchange. It has the platform, by which ``message_bytes="auto"`` cuts them.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
     workers: the number of workers, or the sizes of axes: see :func:`gradcomp.explain`.
+    platform: that of the workers, as for :func:`gradcomp.explain`.
 
   Returns:
     Dicts, lists, strings and numbers, for ``json.dump`` or Orbax's ``JsonSave``.
 
   Raises:
-    ValueError: ``workers`` is no number of workers.
+    ValueError: ``workers`` is no number of workers, or ``platform`` no platform.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
@@ -112,13 +63,15 @@ def record(
     ({"['w']": {'shape': [256, 256], 'codec': 0}}, {'type': 'NoFeedback'})
   """
   sizes, _ = sizes_of(workers)
-  trace = tracing.study(optimizer, params, workers)
+  with platforms.planned_for(platform):
+    trace, place = tracing.study(optimizer, params, workers), platforms.platform()
   return {
     "format": FORMAT,
     "gradcomp": __version__,
     "wire": WIRE,
     "workers": list(sizes),
     "stacked": max(sizes) > 1 and _stacked(trace.state),
+    "platform": place,
     "transformations": [_transformation(*made) for made in trace.made],
   }
 
@@ -154,8 +107,8 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
     ValueError: `saved` must be the record of a state that this optimizer can go on
       with, but the codec of ['w'] was QSGD(bits=4) and is QSGD(bits=8). Make the...
   """
-  _check_form("saved", saved, _FIRST)
-  _check_form("record", record, _WHOLE)
+  check_form("saved", saved, FIRST)
+  check_form("record", record, WHOLE)
   if saved["format"] != record["format"]:
     raise ValueError(
       f"`saved` must be of the format {record['format']}, which gradcomp "
@@ -163,13 +116,12 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
       f"{saved['gradcomp']}; go on with that version, or restore the parameters alone "
       "and begin with the state of optimizer.init."
     )
-  _check_form("saved", saved, _WHOLE)
+  check_form("saved", saved, WHOLE)
   found = list(_differences(saved, record))
   if found:
     told = ", ".join(f"{what} was {old} and is {new}" for what, old, new in found[:3])
-    cure = "Make the transformation that the state was saved with"
-    if found[0][0] == _WORKERS:
-      cure = "Restore the state for as many workers, and take gradcomp.reshard_state"
+    otherwise = "Make the transformation that the state was saved with"
+    cure = _CURES.get(found[0][0], otherwise)
     more = f", and {len(found) - 3} more" if found[3:] else ""
     raise ValueError(
       "`saved` must be the record of a state that this optimizer can go on with, but "
@@ -179,6 +131,12 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
 
 
 _WORKERS = "the number of workers"
+_PLATFORM = "the platform that cut the messages"
+_CURES = {
+  _WORKERS: "Restore the state for as many workers, and take gradcomp.reshard_state",
+  _PLATFORM: "Give the new record and gradcomp.checkpoint.state_shapes that platform=, "
+  "and take gradcomp.reshard_state with it as old_platform=",
+}
 
 
 def _stacked(state: Any) -> bool:
@@ -240,6 +198,10 @@ def _differences(saved: Any, record: Any) -> Iterator[tuple[str, Any, Any]]:
     was, now = (" x ".join(map(str, x["workers"])) for x in (saved, record))
     yield _WORKERS, was, now
   old, new = saved["transformations"], record["transformations"]
+  places = [x.get("platform") for x in (saved, record)]
+  owned = [[y["owned"] for y in x] for x in (old, new)]
+  if places[0] != places[1] and None not in places and owned[0] != owned[1]:
+    yield _PLATFORM, *places
   if len(old) != len(new):
     yield "the number of gradcomp transformations", len(old), len(new)
     return

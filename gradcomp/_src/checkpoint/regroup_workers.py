@@ -102,12 +102,6 @@ def recut_owned(
   old, new = plans
   waiting: dict[tuple[int, int], _Rows] = {}  # by leaf, and the round that sends rows
   for axes, matrices in owned_matrices(old).items():
-    if len(matrices) != len(owned[axes]):
-      raise ValueError(
-        f"`state` must have owner residuals of {len(matrices)} messages here, got "
-        f'{len(owned[axes])}: message_bytes="auto" cuts as the platform of the mesh '
-        "does; call it under jax.set_mesh of the state's mesh, or give a number."
-      )
     for matrix, array in zip(matrices, owned[axes], strict=True):
       rows = concat_rows(array, old.workers, places[axes])
       for leaf, slot, like in matrix.leaves():

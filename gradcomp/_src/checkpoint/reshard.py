@@ -22,6 +22,7 @@ from gradcomp._src.core.residual_storage import is_stored
 from gradcomp._src.core.state import CompressState, OwnedRows, OwnSteps, collects
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
+from gradcomp._src.mesh.platforms import planned_for, planned_on
 from gradcomp._src.mesh.specs import sharded_axes, stacked_over
 from gradcomp._src.mesh.trees import boxed_like, unboxed
 from gradcomp._src.mesh.types import placed_spec
@@ -41,6 +42,7 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
   axis_name: AxisName,
   old_workers: int,
   workers: int,
+  old_platform: str | None = None,
   keep: Keep = "sum",
   param_specs: Any = None,
   mesh: Mesh | None = None,
@@ -53,7 +55,8 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
   .. math:: \sum_{i \le M} e'_i + M r' = \sum_{i \le N} e_i + N r
 
   up to rounding in float32, and then to ``residual_dtype``, to nearest. ``keep``
-  chooses the sum that is preserved.
+  chooses the sum that is preserved. With as many workers on another platform, which may
+  cut other messages, every bit is.
 
   - Residuals, and gradcomp's momentum: new workers begin with zeros. Worker :math:`i`
     that leaves adds its own to those of worker :math:`i \bmod M`. So do gradients that
@@ -79,6 +82,9 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
       workers are equal, and join it with the next where they are not.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
     old_workers, workers: N, that the state was made for, and M, that go on with it.
+    old_platform: the platform of the N, ``"cpu"``, ``"gpu"`` or ``"tpu"``, which a
+      :func:`record` has: ``message_bytes="auto"`` cuts messages by it. By default that
+      of the M: of ``mesh``, and without one as for :func:`gradcomp.explain`.
     keep: ``"sum"`` is the sum above, for a learning rate that grows with the number of
       workers, and the batch. ``"mean"`` is :math:`\frac{1}{N} \sum e_i + r`, so that
       unsent updates keep their size: take it if batch and learning rate stay.
@@ -94,8 +100,9 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
 
   Raises:
     ValueError: a number of workers is below 1, or ``workers`` is not that of the mesh;
-      the state is not that of N workers with this optimizer and these parameters, or
-      in the midst of a round; or an array is only on devices of other processes.
+      ``old_platform`` is no platform; the state is not that of N workers there with
+      this optimizer and these parameters, or in the midst of a round; or an array is
+      only on devices of other processes.
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
@@ -115,9 +122,12 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
   mesh = mesh_to_go_on(mesh, names, workers)
   options: Any = {"axis_name": axis_name, "param_specs": param_specs, "mesh": mesh}
   first = functools.partial(shapes.first_state_of, optimizer, params, **options)
+  with planned_on(mesh):
+    with planned_for(old_platform, "old_platform"):
+      old = first(workers=old_workers)
+    new = first(workers=workers)
   old, new = (
-    x._replace(shapes=unboxed(x.shapes), specs=unboxed(x.specs))
-    for x in (first(workers=old_workers), first(workers=workers))
+    x._replace(shapes=unboxed(x.shapes), specs=unboxed(x.specs)) for x in (old, new)
   )
   given = unboxed(opt_state)
   shapes.check_fits(given, old.shapes, old_workers)

@@ -21,6 +21,7 @@ from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh import specs as mesh_specs
 from gradcomp._src.mesh.axes import AxisName, abstract_mesh, axis_names
 from gradcomp._src.mesh.param_specs import specs_like
+from gradcomp._src.mesh.platforms import planned_for
 from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.mesh.types import mesh_of, typed_spec
 from gradcomp._src.report.tracing import first_plans
@@ -44,11 +45,13 @@ def state_shapes(
   axis_name: AxisName,
   workers: int,
   param_specs: Any = None,
+  platform: str | None = None,
 ) -> Any:
   """Returns the shapes of an optimizer's global state over N workers.
 
   Nothing is computed, and no device is needed. Restore a checkpoint of another number
-  of workers by these shapes, and give it to :func:`reshard_state`.
+  of workers, or of another platform, by these shapes, and give it to
+  :func:`reshard_state`.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
@@ -56,13 +59,14 @@ def state_shapes(
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
     workers: the number of workers N.
     param_specs: the specs of the parameters, if :func:`init_state` makes the state.
+    platform: that of the workers, as for :func:`gradcomp.explain`.
 
   Returns:
     A tree of ``jax.ShapeDtypeStruct``, in the structure of the state.
 
   Raises:
-    ValueError: ``workers`` is no number of workers, or ``axis_name`` names other axes
-      than those of a transformation.
+    ValueError: ``workers`` is no number of workers, ``platform`` is no platform, or
+      ``axis_name`` names other axes than those of a transformation.
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
@@ -71,7 +75,8 @@ def state_shapes(
   """
   given: Any = {"axis_name": axis_name, "param_specs": param_specs, "mesh": None}
   workers = number_of_workers("workers", workers)
-  first = first_state_of(optimizer, params, workers=workers, **given)
+  with planned_for(platform):
+    first = first_state_of(optimizer, params, workers=workers, **given)
   return jax.tree.map(_shape_of, first.shapes)
 
 
@@ -211,8 +216,8 @@ def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:
     raise ValueError(
       f"`opt_state` must be the global state of {workers} workers with this optimizer "
       f"and these parameters: {'; '.join(wrong[:3])}{more}. Pass old_workers=, "
-      "optimizer= and params= as they were when the state was made; restore what Orbax "
-      "has saved as gradcomp.checkpoint.state_shapes says."
+      "old_platform=, optimizer= and params= as they were when the state was made; "
+      "restore what Orbax has saved as gradcomp.checkpoint.state_shapes says."
     )
 
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from gradcomp._src.floats.dtypes import is_narrow, widened
 from gradcomp._src.mesh import study, types
 from gradcomp._src.mesh.axes import AxisName, automatic_axes
+from gradcomp._src.mesh.platforms import platform
 
 Pairs = Sequence[tuple[int, int]]  # of workers: from whom to whom
 Members = Sequence[Sequence[int]]  # the workers of each group
@@ -176,7 +177,7 @@ def scatter(
 
 
 def _over_gloo() -> bool:
-  return jax.default_backend() == "cpu" and jax.process_count() > 1
+  return platform() == "cpu" and jax.process_count() > 1
 
 
 def scatter_within(

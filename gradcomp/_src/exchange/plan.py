@@ -16,7 +16,8 @@ from gradcomp._src.exchange.auto import Auto, Choice, choose, reencoding
 from gradcomp._src.exchange.message_size import MessageBytes, cut
 from gradcomp._src.exchange.one_stage import AllReduce
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, platform
+from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
+from gradcomp._src.mesh.platforms import platform
 
 
 class Message(NamedTuple):

@@ -58,15 +58,6 @@ def abstract_mesh(
   return AbstractMesh(*given, abstract_device=device)
 
 
-def platform() -> str:
-  """Returns the platform of the mesh's devices; without a mesh, of the default backend.
-
-  So a program for a TPU is planned for it, wherever it is compiled.
-  """
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  return jax.default_backend() if device is None else device.platform
-
-
 def bound_size(axis_name: AxisName) -> int | None:
   """Returns the number of workers on axes of enclosing maps; None if one is unbound."""
   try:

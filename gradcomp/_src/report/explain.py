@@ -16,6 +16,7 @@ from gradcomp._src.exchange.owners import owner_shapes
 from gradcomp._src.exchange.plan import Message, MessagePlan
 from gradcomp._src.exchange.protocol import CODED_ONCE, Work
 from gradcomp._src.mesh.axes import WorkerSizes, check_both, sizes_of
+from gradcomp._src.mesh.platforms import planned_for
 from gradcomp._src.mesh.trees import unboxed
 from gradcomp._src.report import tracing
 from gradcomp._src.report.collectives import SHARE_SENT, Collective, aligned
@@ -212,6 +213,7 @@ def explain(
   *,
   workers: WorkerSizes,
   opt_state: Any = None,
+  platform: str | None = None,
 ) -> Explanation:
   """Explains the messages that gradcomp's transformations in an optimizer send.
 
@@ -234,6 +236,9 @@ def explain(
       ``{"host": 2, "chip": 4}``.
     opt_state: the state after a step, outside of any transformed function: it has the
       used slots of sparse messages, and shows whether owners keep residuals.
+    platform: that of the workers, ``"cpu"``, ``"gpu"`` or ``"tpu"``, by which
+      ``message_bytes="auto"`` cuts messages. By default that of the mesh of
+      ``jax.set_mesh``, and without one that of the default backend.
 
   Returns:
     An :class:`gradcomp.wire.Explanation`. ``print`` shows for each leaf the codec, its
@@ -243,7 +248,8 @@ def explain(
   Raises:
     ValueError: ``workers`` is no number of workers, lacks an axis, does not fit the
       groups of ``"hierarchical"``, is not that of ``opt_state``, or is more than
-      ``2**18``. Or a leaf has more rows than 32 bits count.
+      ``2**18``. Or ``platform`` is no platform, or a leaf has more rows than 32 bits
+      count.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
@@ -259,7 +265,8 @@ def explain(
       workers.
   """
   states = states_in(unboxed(opt_state))
-  transformations = tracing.study(optimizer, params, workers).found
+  with planned_for(platform):
+    transformations = tracing.study(optimizer, params, workers).found
   leaves: list[LeafPlan] = []
   collectives: list[Collective] = []
   number = kept = 0

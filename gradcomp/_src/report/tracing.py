@@ -25,6 +25,7 @@ from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
 from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.mesh import study as studies
+from gradcomp._src.mesh.platforms import platform
 from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.report import reader
 from gradcomp._src.report.collectives import Collective, span
@@ -107,7 +108,7 @@ def study_in(
   while True:
     # A study depends on this, and on nothing else that a caller of an optimizer that
     # stays what it is can change.
-    place = jnp.result_type(float), mesh_axes.platform()
+    place = jnp.result_type(float), platform()
     key = treedef, like, tuple(now.items()), order, axes, place
     found = kept.get(key)
     if found is None:

@@ -62,7 +62,8 @@ class CompressOptions(ExchangeOptions, total=False):
       is done. A leaf is never cut. ``"auto"`` fills messages from the last leaf on,
       each with at least 4 MiB, 128 KiB for each worker, and a 16th of the payload. What
       is smaller is one message, and so is every gradient on CPUs, which compute nothing
-      while they send. Default: ``"auto"``.
+      while they send; :func:`gradcomp.reshard_state` moves a state to another platform.
+      Default: ``"auto"``.
     key: a seed of at most 64 bits, or a threefry key, of random rounding and random
       choices, equal on all workers. The bits of a step derive from key, step, the
       leaf's path in the tree and worker alone. Default: 0.

@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.dense import Dense
@@ -20,6 +19,7 @@ from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.cost.cluster import CodecSpeed
+from gradcomp._src.mesh.platforms import Platform, device_kind
 
 SpeedOf = Callable[[LeafCodec], CodecSpeed]  # of a leaf's codec
 Packaged = Literal["cpu", "TPU v5e"]
@@ -27,10 +27,20 @@ Given = (
   CodecSpeed | Mapping[str, CodecSpeed] | SpeedOf | Literal["measure"] | Packaged | None
 )
 
-# What the package's speeds are, by their names.
+
+class Source(NamedTuple):
+  """What the package says of its speeds, and the platform of their devices."""
+
+  says: str
+  platform: Platform
+
+
+# By the names of the package's speeds.
 SOURCES = {
-  "cpu": "Codec speeds are packaged ones of two cores (backend 'cpu').",
-  "TPU v5e": "Codec speeds are XLA's estimate for a TPU v5e: nothing was timed.",
+  "cpu": Source("Codec speeds are packaged ones of two cores (backend 'cpu').", "cpu"),
+  "TPU v5e": Source(
+    "Codec speeds are XLA's estimate for a TPU v5e: nothing was timed.", "tpu"
+  ),
 }
 _KINDS = {"TPU v5 lite": "TPU v5e"}  # by what a device says of itself
 GIVEN = "Codec speeds are those that were given."
@@ -161,11 +171,16 @@ def packaged_speeds(device: str) -> Mapping[str, CodecSpeed]:
   return {name: CodecSpeed(**speed) for name, speed in devices[device].items()}
 
 
-def speeds_of(given: Given) -> tuple[Callable[[Candidate], SpeedOf | None], str]:
-  """Returns a function from candidates to speeds, None if unknown; and a note."""
+def speeds_of(
+  given: Given, platform: str
+) -> tuple[Callable[[Candidate], SpeedOf | None], str]:
+  """Returns a function from candidates to speeds, None if unknown; and a note.
+
+  Without given ones, they are the package's for the device that is in use.
+  """
   # Leaves that travel in float32 take no time, but for their part of the wire.
   if given is None:
-    return _packaged(_KINDS.get(jax.devices()[0].device_kind, jax.default_backend()))
+    return _packaged(_KINDS.get(device_kind(platform), platform))
   if isinstance(given, str) and given in SOURCES:
     return _packaged(given)
   if given == "measure":
@@ -190,7 +205,7 @@ def speeds_of(given: Given) -> tuple[Callable[[Candidate], SpeedOf | None], str]
 
 def _packaged(device: str) -> tuple[Callable[[Candidate], SpeedOf | None], str]:
   packaged = packaged_speeds(device)
-  return lambda x: _for(packaged.get(x.name)), SOURCES[device]
+  return lambda x: _for(packaged.get(x.name)), SOURCES[device].says
 
 
 def _for(speed: CodecSpeed | None) -> SpeedOf | None:

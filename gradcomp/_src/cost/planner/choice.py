@@ -1,5 +1,6 @@
 """The choice of a codec and an exchange for a model and its links."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.planner import compare, report
 from gradcomp._src.cost.planner.candidates import (
   CANDIDATES,
+  SOURCES,
   Candidate,
   Given,
   SpeedOf,
@@ -29,6 +31,12 @@ from gradcomp._src.cost.planner.errors import BudgetName, Errors, checked_budget
 from gradcomp._src.cost.rules import at_least_0, count, instance_of
 from gradcomp._src.cost.step import rate_without_gain
 from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.platforms import (
+  Platform,
+  planned_for,
+  planned_on,
+  platform,
+)
 from gradcomp._src.report.explain import Explanation
 
 
@@ -47,6 +55,9 @@ class PlanOptions:
       codec; normal numbers by default.
     candidates: candidates, or codecs; by default ``gradcomp.cost.CANDIDATES``.
     margin: the part of a step that compression must gain, from 0 to below 1.
+    platform: that of the workers, ``"cpu"``, ``"gpu"`` or ``"tpu"``, by which
+      ``message_bytes="auto"`` cuts messages. By default that of the named ``speeds``,
+      else of a mesh that is measured, else as for :func:`gradcomp.explain`.
 
   Raises:
     ValueError: a field breaks its rule.
@@ -58,9 +69,11 @@ class PlanOptions:
   gradients: Any = None
   candidates: Sequence[Candidate | LeafCodec] = CANDIDATES
   margin: float = 0.05
+  platform: Platform | None = None
 
   def __post_init__(self) -> None:
     share_below_1("margin", self.margin)
+    planned_for(self.platform)
     if (self.forward is None) != (self.backward is None):
       raise ValueError(
         "`backward` must be given with `forward`, and only then, got "
@@ -206,8 +219,14 @@ def plan(
   if options.gradients is not None:
     errors = errors._replace(gradients=_leaves(options.gradients, model))
   cluster = cluster_of(workers, link)
-  passes = {"forward": options.forward or 0.0, "backward": options.backward or 0.0}
-  setting = compare.Setting(model=model, workers=workers, cluster=cluster, **passes)
+  setting = compare.Setting(
+    model=model,
+    workers=workers,
+    platform=_platform(options, link),
+    cluster=cluster,
+    forward=options.forward or 0.0,
+    backward=options.backward or 0.0,
+  )
   candidates = [as_candidate(x) for x in options.candidates]
   notes = [
     "Times are of the exchange alone: the passes of a step are unknown."
@@ -228,7 +247,7 @@ def plan(
     refused = [Refusal(x.name, "", alone) for x in candidates]
     verdict = f"do not: {alone}"
   else:
-    speed_of, says = speeds_of(options.speeds)
+    speed_of, says = speeds_of(options.speeds, setting.platform)
     notes.append(says)
     rows, refused = _compared(setting, candidates, errors, speed_of)
     verdict = f"do not: of {len(candidates)} candidates none is allowed"
@@ -296,6 +315,15 @@ def _rate(row: CandidateRow, dense: CandidateRow, cluster: Cluster) -> float:
 
   rate = rate_without_gain(lambda at: seconds(dense, at) - seconds(row, at), cluster)
   return rate if rate < math.inf else 0.0
+
+
+def _platform(options: PlanOptions, link: Any) -> str:
+  """Returns the platform of the workers."""
+  named = SOURCES.get(options.speeds) if isinstance(options.speeds, str) else None
+  given = options.platform or (named and named.platform)
+  on = planned_on(link) if isinstance(link, Mesh) else contextlib.nullcontext()
+  with on, planned_for(given):
+    return platform()
 
 
 def _leaves(gradients: Any, model: compare.SampledModel) -> list[np.ndarray]:

@@ -105,14 +105,18 @@ def transformation(
 
 @functools.lru_cache(maxsize=1024)
 def explained(
-  candidate: Candidate, exchange: Exchange, model: SampledModel, workers: WorkerCount
+  candidate: Candidate,
+  exchange: Exchange,
+  model: SampledModel,
+  workers: WorkerCount,
+  platform: str,
 ) -> Explanation:
   """Explains a candidate: its messages and their bytes; ValueError where refused."""
   axis_name = ("between", "inside") if isinstance(workers, tuple) else "workers"
   # Tracing without kernels for GPUs takes half the time, and the bytes are the same.
   plain = candidate.without_kernels()
   tx = transformation(plain, exchange, model.paths, axis_name)
-  return explain(tx, model.params, workers=workers)
+  return explain(tx, model.params, workers=workers, platform=platform)
 
 
 # The simplest first, which wins where times and errors are equal.
@@ -166,6 +170,7 @@ class Setting:
 
   model: SampledModel
   workers: WorkerCount
+  platform: str  # of the workers
   cluster: Cluster
   forward: float  # seconds of the pass
   backward: float  # seconds of the pass
@@ -224,7 +229,8 @@ class Setting:
     model: SampledModel,
     speed: SpeedOf,
   ) -> CandidateRow:
-    explanation = explained(candidate, cast(Hashable, exchange), model, self.workers)
+    place = self.workers, self.platform
+    explanation = explained(candidate, cast(Hashable, exchange), model, *place)
     cost = exchange_seconds(explanation, self.cluster, speed)
     step = step_seconds(self.forward, self.backward, [(1.0, cost)], overlap=False)
     speedup = 1.0
