@@ -188,9 +188,9 @@ def _wire(compiled: Any) -> dict[str, Any]:
   """Returns what gradcomp reads of the bytes that cross the wire."""
   try:
     report = gradcomp.wire_report(compiled)
+    return {"bytes": report.bytes_sent, "ratio": report.ratio}
   except Exception as error:  # the table says it
     return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-  return {"bytes": report.bytes_sent, "ratio": report.ratio}
 
 
 def _explained(case: Case) -> int | None:

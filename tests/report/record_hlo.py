@@ -23,20 +23,20 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.compilers.targets import TARGETS
-from gradcomp._src.report.collectives import stage_of
 from gradcomp._src.report.hlo_text import read_module
+from gradcomp._src.report.scopes import cutting_in
 from gradcomp._src.report.sends import kind_of
 from gradcomp.wire import wire_report
 
 FOLDER = Path(__file__).parent / "hlo" / "compiled"
 _KEPT = frozenset(
   "add after-all bitcast compare constant copy copy-done copy-start dynamic-slice "
-  "get-tuple-element multiply parameter partition-id recv recv-done reshape transpose "
-  "tuple".split()
+  "get-tuple-element multiply parameter partition-id recv recv-done reshape slice "
+  "transpose tuple".split()
 )
 _ATTRIBUTES = frozenset(
   "channel_id custom_call_target device_ids dimensions direction dynamic_slice_sizes "
-  "frontend_attributes index is_host_transfer kind replica_groups slice_sizes "
+  "frontend_attributes index is_host_transfer kind replica_groups slice slice_sizes "
   "source_target_pairs use_global_device_ids".split()
 )
 _CONFIG = re.compile(r'"(?:known_trip_count|quantized_all_reduce_config)":\{[^{}]*\}')
@@ -100,6 +100,14 @@ PROGRAMS = {
     two(), functools.partial(_Q4, exchange="ring"), [512] * 2
   ),
   "h200_messages": lambda: step(one("H200"), _MESSAGES, [512] * 4),
+  "h200_one_sum": lambda: step(
+    one("H200"),
+    functools.partial(gradcomp.randomk, density=0.01, message_bytes=150_000),
+    [512] * 4,
+  ),
+  "h200_sums": lambda: step(
+    one("H200"), functools.partial(gradcomp.powersgd, rank=4), [512] * 4
+  ),
   "h200_combined": lambda: step(one("H200"), _MESSAGES, [512, 512, 256, 256]),
 }
 
@@ -121,12 +129,18 @@ def cut(text):
     x for name in holds for x in bodies[name] if kind_of(x) or _calls(x) & holds
   ]
   others = set().union(*map(_calls, callers)) - holds  # sums, and conditions of loops
+  cutting = cutting_in(module)  # of a sum, the parts that have names
+  kept = {name: [*_lines(bodies[name], holds, cutting)] for name in holds}
+  read = set(
+    re.findall(r"calls=%([^\s,]+)", "\n".join(itertools.chain(*kept.values())))
+  )
+  kept |= {name: [*map(_line, bodies[name])] for name in others | (read & cutting)}
   header = f"replica_count={module.replicas}, num_partitions={module.partitions}"
   lines = [f"HloModule {module.entry}, is_scheduled=true, {header}"]
-  for name, body in bodies.items():
-    if name in holds | others:
+  for name in bodies:
+    if name in kept:
       lines += ["", f"{'ENTRY ' * (name == module.entry)}%{name} {{"]
-      lines += [*_lines(body, holds if name in holds else None), "}"]
+      lines += [*(f"  {line}" for line in kept[name]), "}"]
   return "\n".join(lines) + "\n"
 
 
@@ -134,34 +148,36 @@ def _calls(x):
   return set(itertools.chain(*x.calls.values()))
 
 
-def _lines(body, holds):
-  """Yields instructions: all of them, or those that calls of ``holds`` need."""
+def _lines(body, holds, cutting):
+  """Yields the instructions that collectives and calls of ``holds`` need."""
   named = {x.name: x for x in body}
-  main = [x for x in body if holds is None or kind_of(x) or _calls(x) & holds]
-  # What takes a collective's result as it is has its name.
-  nameless, users = {x.name for x in main if not x.op_name}, []
+  main = [x for x in body if kind_of(x) or _calls(x) & holds]
+  # What takes a collective's result, as it is or in parts, has its name.
+  ends = [x for x in body if x.opcode == "recv"]
+  nameless, users = {x.name for x in main + ends if not x.op_name}, []
   for x in body:
-    if nameless.intersection(x.operands) and x.opcode in _KEPT:
+    ends = x.opcode.endswith("-done") or _calls(x) & cutting
+    moves = ends or x.opcode in _KEPT
+    if nameless.intersection(x.operands) and moves:
       users.append(x)
       nameless |= set() if x.op_name else {x.name}
   always = [x for x in body if x.opcode in ("parameter", "recv") or x.is_root]
   kept, stubs, todo = set(), set(), [*main, *users, *always]
   while todo:
     x = todo.pop()
-    is_kept = x in main or (x.opcode in _KEPT and len(str(x.arguments)) < 2000)
+    is_kept = (
+      x in main or x in users or (x.opcode in _KEPT and len(str(x.arguments)) < 2000)
+    )
     if x.name not in kept | stubs:
       (kept if is_kept else stubs).add(x.name)
       todo += [named[name] for name in x.operands] if is_kept else []
   for x in body:
     if x.name in kept:
-      yield "  " + _line(x)
+      yield _line(x)
     elif x.name in stubs:
       left = {"custom_call_target": '"left_out"'}
-      name = x.op_name if stage_of(x.op_name) else ""
-      left |= {"metadata": f'{{op_name="{name}"}}'} if name else {}
-      yield "  " + _line(
-        x._replace(opcode="custom-call", arguments=(), attributes=left)
-      )
+      left |= {"metadata": f'{{op_name="{x.op_name}"}}'} if x.op_name else {}
+      yield _line(x._replace(opcode="custom-call", arguments=(), attributes=left))
 
 
 def _line(x):

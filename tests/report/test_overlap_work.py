@@ -5,13 +5,12 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxlib import _hlo as hlo
+from jaxlib._jax import hlo_module_cost_analysis as analyze
 
 from gradcomp._src.report.hlo_text import read_module
 from gradcomp._src.report.work import Works
 from tests.plugins.slow_cases import one_in
-
-hlo = pytest.importorskip("jaxlib._hlo", reason="jaxlib has no parser of HLO")
-analyze = pytest.importorskip("jaxlib._jax").hlo_module_cost_analysis
 
 
 def ours(text):

@@ -889,8 +889,8 @@ def test_table():
 collective  dtype   operands        workers  times  bytes sent  as f32 mean  scope
 all-to-all  u32     8 x [1, 5000]         8      1     140,000    2,240,000  first
 all-gather  u32     [1, 5000]             8      1     140,000            0  second
-all-reduce  f32+u8  2 x [] [4] [3]        2      1          15           15
-all-reduce  u8      5 arrays              8      1          18           18
+all-reduce  f32+u8  2 x [] [4] [3]        2      1          15           15  x
+all-reduce  u8      5 arrays              8      1          18           18  x
 total                                                  280,033    2,240,033
 Sends 0.125 x the bytes of a plain f32 mean."""
   first, second = "gradcomp_mean_320000_over_8", "gradcomp_stage"

@@ -173,6 +173,12 @@ def _repeated(found: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
   return [by_size[size] for size in sizes]
 
 
+def means_in(scope: str) -> list[str]:
+  """Returns the names of means in a scope, but for those of nothing, or of one."""
+  found = _MEAN.finditer(scope)
+  return [x[0] for x in found if int(x[1]) and int(x[2]) > 1]
+
+
 def is_exchange(scope: str) -> bool:
   """Returns True for the scope of a collective of an exchange of gradients."""
   return bool(_MEAN.search(scope)) or _STAGE in scope

@@ -146,7 +146,9 @@ def _lists(text: str, instruction: Instruction) -> _Lists | int:
   # [2,4]<=[8], or [2,4]<=[4,2]T(1,0): the numbers in order, reshaped and transposed.
   iota = r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
   if match := re.fullmatch(iota, text):
-    return _laid_out(match[2], match[3]).reshape(_integers(match[1])).tolist()
+    shape, numbers = _integers(match[1]), _laid_out(match[2], match[3])
+    if math.prod(shape) == numbers.size:
+      return numbers.reshape(shape).tolist()
   # mesh['a'=2,'b'=8]{'a','b':(1)4}: all of the axis a and 4 of the 8 of b. A comma in
   # front of device_ids makes an attribute of it.
   order = instruction.attributes.get("device_ids", "")

@@ -12,6 +12,7 @@ from gradcomp._src.report.groups import Devices, Groups
 from gradcomp._src.report.hlo_text import Instruction, Module, read_module, unreadable
 from gradcomp._src.report.loops import trip_count
 from gradcomp._src.report.reader import Place
+from gradcomp._src.report.scopes import cutting_in, untold
 from gradcomp._src.report.sends import body_of, devices_of, is_unseen, kind_of, sends
 
 _CHAIN = re.compile(r'\bchain_id="?(\w+)')
@@ -27,19 +28,21 @@ class Program(NamedTuple):
   """A program's module, its collectives, and its devices.
 
   ``unseen`` has the names of what sends, too, and cannot be counted: transfers to or
-  from the host, and kernels that communicate.
+  from the host, and kernels that communicate. ``untold`` has what no name tells of its
+  exchanges of gradients.
   """
 
   module: Module
   collectives: tuple[Found, ...]
   devices: Devices
   unseen: tuple[str, ...]
+  untold: tuple[str, ...]
 
 
 def parse_program(text: str) -> Program:
   """Returns the collectives of optimized HLO, including called computations."""
   module = read_module(text)
-  devices = devices_of(module)
+  devices, cutting = devices_of(module), cutting_in(module)
   unseen: dict[str, None] = {}
 
   @functools.cache
@@ -67,7 +70,7 @@ def parse_program(text: str) -> Program:
       if x.name in read or is_exchange(x):
         read.update(x.operands)
     named = {x.name: x for x in instructions}
-    body = body_of(named, devices, is_fused=chains is not None)
+    body = body_of(named, devices, is_fused=chains is not None, cutting=cutting)
     met = set[str]() if chains is None else chains
     for number, x in enumerate(instructions):
       path = (*callers, (name, number))
@@ -89,7 +92,13 @@ def parse_program(text: str) -> Program:
           yield from walk(path, callee, here, ahead, inside)
 
   found = tuple(walk((), module.entry, Place(), in_front=False, chains=None))
-  return Program(module, found, devices, tuple(unseen))
+  scopes = {_at(module, path).name: x.scope for x, _, _, path in found if x.workers > 1}
+  return Program(module, found, devices, tuple(unseen), untold(module, scopes))
+
+
+def _at(module: Module, path: Path) -> Instruction:
+  name, number = path[-1]
+  return module.computations[name][number]
 
 
 def _calls(

@@ -27,6 +27,7 @@ _OPCODE = re.compile(r"([a-z][\w\-]*)\s*(?=\()")
 _ENTRY = re.compile(r"ENTRY(?=[\s{(%])")
 _ARROW = re.compile(r"->\s*\w*")  # in front of the brackets of a result's type
 _LAYOUT = re.compile(r"\s*(?=\{\s*[\d:}])")  # {1,0}, {:T(128)}, {}, and no body
+_THREAD = re.compile(rf",\s*execution_thread\s*=\s*{_STRING}")  # of a computation
 _COMMA, _EQUALS, _OPEN, _CLOSE = map(re.compile, (",", "=", r"\{", r"\}"))
 _TABLES = re.compile(  # of source lines, between a header and the first computation
   r"(?:FileNames|FunctionNames|FileLocations|StackFrames)"
@@ -152,7 +153,6 @@ class _Reader:
         self.signature()
       name = self.body(name)
       entries += [name] if is_entry else []
-      self.attributes()
     if len(entries) != 1:  # a text without ENTRY may have lost its end
       raise unreadable("one HloModule with one ENTRY", self.text[:40].strip())
     return Module(header, self.computations, entries[0])
@@ -175,6 +175,7 @@ class _Reader:
         raise unreadable("one instruction of a name", instruction.name)
       found[instruction.name] = instruction
     self.at += 1
+    self.take(_THREAD)
     name = name or f"unnamed.{len(self.computations)}"
     if name in self.computations:
       raise unreadable("one computation of a name", name)
@@ -190,8 +191,10 @@ class _Reader:
     opcode = self.expect(_OPCODE, "a type and an opcode of each instruction")[1]
     inside = _NEEDLESS.sub(r"\1", self.group())[1:-1]
     arguments = (inside,) if opcode == "constant" else tuple(_split(inside))
-    attributes = self.attributes()
-    return Instruction(name, type_, opcode, arguments, attributes, is_root)
+    found = Instruction(name, type_, opcode, arguments, self.attributes(), is_root)
+    if nested := [x for x in found.operands if not _NAME.fullmatch(x)]:
+      raise unreadable("each instruction by itself", ", ".join(nested))
+    return found
 
   def attributes(self) -> dict[str, str]:
     """Reads ", name=value" as long as a comma follows."""

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from gradcomp._src.report import collectives as sent
@@ -53,12 +53,14 @@ class Body(NamedTuple):
     devices: those of the program.
     permutations: who sends to whom in each, or None for a part of one in front.
     is_fused: whether it is one of a fusion.
+    cutting: the names of the computations that only cut and move an array.
   """
 
   named: _Named
   devices: Devices
   permutations: Mapping[str, Pairs | None]
   is_fused: bool
+  cutting: Collection[str]
 
 
 def devices_of(module: Module) -> Devices:
@@ -69,23 +71,25 @@ def devices_of(module: Module) -> Devices:
   return Devices(slices, module.replicas, module.partitions)
 
 
-def body_of(named: _Named, devices: Devices, *, is_fused: bool) -> Body:
+def body_of(
+  named: _Named, devices: Devices, *, is_fused: bool, cutting: Collection[str]
+) -> Body:
   """Returns a computation, with its permutations."""
-  return Body(named, devices, _permutations(named, devices), is_fused)
+  return Body(named, devices, _permutations(named, devices), is_fused, cutting)
 
 
 def kind_of(x: Instruction) -> str:
   """Returns the kind of a collective, or nothing for another instruction."""
   kind = x.opcode.removesuffix("-start")
-  if x.opcode == "send" and (match := _TYPE.search(_hints(x))):
+  if kind != x.opcode and "calls" in x.calls:
+    return ""  # a wrapped one, which the called computation has again
+  if kind == "send" and (match := _TYPE.search(_hints(x))):
     if match[1] not in _BETWEEN_SLICES:
       raise unreadable("known transfers between slices", match[1])
     return _BETWEEN_SLICES[match[1]]
-  if x.opcode == "send" and _PAIRS in _hints(x):
+  if kind == "send" and _PAIRS in _hints(x):
     return "collective-permute"
-  if kind not in sent.SHARE_SENT or "calls" in x.calls:
-    return ""  # or a wrapped one, which the called computation has again
-  return kind
+  return kind if kind in sent.SHARE_SENT else ""
 
 
 def sends(
@@ -103,12 +107,13 @@ def sends(
   else:
     groups = _groups(kind, x, body.devices)
   types = _types(x, body.named)
+  scope = scope_of(x, body.named, body.cutting, around.scope)
   record = Collective(
     kind=kind,
     operands=_shapes(x, types),
     packed=_is_packed(types),
     workers=groups.workers,
-    **around._replace(scope=scope_of(x, body.named) or around.scope)._asdict(),
+    **around._replace(scope=scope)._asdict(),
   )
   for stage in _quantized(record, x):
     yield stage, groups
@@ -116,7 +121,7 @@ def sends(
 
 def is_unseen(x: Instruction) -> bool:
   """Returns whether an instruction sends or receives bytes that nobody can count."""
-  if x.opcode in ("send", "recv"):
+  if x.opcode.removesuffix("-start") in ("send", "recv"):
     between = _TARGET.search(_hints(x)) and _TYPE.search(_hints(x))
     return _PAIRS not in _hints(x) and not between
   if x.opcode == "custom-call":  # a kernel of Pallas for TPUs
@@ -184,7 +189,8 @@ def _permutations(body: _Named, devices: Devices) -> dict[str, Pairs | None]:
       for other in wholes.setdefault(x.operands[0], []):
         whole = found[other.name] or []
         apart = {i for i, _ in pairs}.isdisjoint(i for i, _ in whole)
-        if apart and "send" in (x.opcode, other.opcode):
+        bases = (y.opcode.removesuffix("-start") for y in (x, other))
+        if apart and "send" in bases:
           found |= {other.name: whole + pairs, x.name: None}
           break
       else:

@@ -32,7 +32,9 @@ class Timeline:
       x = self._at(path[depth - 1])
       if '"is_sync":true' in x.backend_config:
         return None
-      if x.opcode.endswith("-start") or x.opcode == "send":
+      around = self._at(path[depth - 2]).opcode if depth > 1 else ""
+      ends_itself = x.opcode == "send" and not around.endswith("-start")
+      if x.opcode.endswith("-start") or ends_itself:
         return list(self._until_done(path[:depth]))
       if chain := self._chain(x):
         return self._in_chain(path[depth - 1][0], chain)

@@ -32,10 +32,14 @@ class WireReport:
     collectives: one :class:`Collective` for each, in the order of the program.
     unseen: the names of instructions that send or receive, too, and cannot be counted:
       transfers to or from the host, and kernels that communicate.
+    untold: the names of collectives that XLA has left without a scope, and of means
+      that no collective is left to complete. With them, nothing says what a plain mean
+      would send. It is empty in programs without an exchange of gradcomp.
   """
 
   collectives: tuple[Collective, ...]
   unseen: tuple[str, ...] = ()
+  untold: tuple[str, ...] = ()
 
   @property
   def bytes_sent(self) -> int:
@@ -44,12 +48,25 @@ class WireReport:
 
   @property
   def dense_bytes(self) -> int:
-    """The bytes that each worker would send if every exchange were a plain f32 mean."""
+    """The bytes that each worker would send if every exchange were a plain f32 mean.
+
+    Raises:
+      ValueError: names are ``untold``.
+    """
+    if self.untold:
+      raise ValueError(
+        "`dense_bytes` and `ratio` must be read from the names of collectives, got "
+        f"none of {', '.join(self.untold)}; take those of gradcomp.explain."
+      )
     return sum(c.times * c.dense_bytes for c in self.collectives)
 
   @property
   def ratio(self) -> float:
-    """The ratio ``bytes_sent / dense_bytes``; 1 if both are 0, else infinite by 0."""
+    """The ratio ``bytes_sent / dense_bytes``; 1 if both are 0, else infinite by 0.
+
+    Raises:
+      ValueError: names are ``untold``.
+    """
     if self.dense_bytes:
       return self.bytes_sent / self.dense_bytes
     return math.inf if self.bytes_sent else 1.0
@@ -60,7 +77,8 @@ class WireReport:
     parts: dict[str, list[Collective]] = {}
     for collective in self.collectives:
       parts.setdefault(collective.axis, []).append(collective)
-    return {axis: WireReport(tuple(part)) for axis, part in parts.items()}
+    untold = self.untold
+    return {axis: WireReport(tuple(x), untold=untold) for axis, x in parts.items()}
 
   def __str__(self) -> str:
     unseen = f"Transfers that are not counted: {', '.join(self.unseen)}."
@@ -72,15 +90,14 @@ class WireReport:
     named = {axis: part for axis, part in self.by_axis.items() if axis}
     several = named if len(named) > 1 else {}
     for axis, part in [*several.items(), ("", self)]:
-      sums = [f"{part.bytes_sent:,}", f"{part.dense_bytes:,}"]
+      dense = "?" if self.untold else f"{part.dense_bytes:,}"
+      sums = [f"{part.bytes_sent:,}", dense]
       rows.append(["total", "", "", axis, "", "", *sums, ""])
     if not named:
       rows = [row[:3] + row[4:] for row in rows]
     last = len(rows[0]) - 1
     lines = aligned(rows, right=range(last - 4, last))
-    shares = [f", {part.ratio:.4g} x over {axis}" for axis, part in several.items()]
-    mean = f"a plain f32 mean{''.join(shares)}"
-    lines.append(f"Sends {self.ratio:.4g} x the bytes of {mean}.")
+    lines.append(self._compared(several))
     if again := sum(c.times * c.bytes_sent for c in self.collectives if c.again):
       told = "are a mean of the gradient, which the exchange takes again"
       lines.append(f"{again:,} bytes {told}: delete the pmean.")
@@ -91,6 +108,14 @@ class WireReport:
     if any(c.in_branch for c in self.collectives):
       lines.append("branch: of a conditional; every branch counts, an upper bound.")
     return "\n".join(lines)
+
+  def _compared(self, parts: Mapping[str, "WireReport"]) -> str:
+    """Returns the line with the ratio, and those of axes."""
+    if self.untold:
+      names = f"XLA kept no names of {', '.join(self.untold)}"
+      return f"{names}: the bytes of a plain f32 mean cannot be told."
+    shares = [f", {part.ratio:.4g} x over {axis}" for axis, part in parts.items()]
+    return f"Sends {self.ratio:.4g} x the bytes of a plain f32 mean{''.join(shares)}."
 
 
 def _row(x: Collective) -> list[str]:
@@ -145,7 +170,9 @@ def wire_report(
   all-reduce of their ``e`` gradient elements on a device. Others count their
   ``bytes_sent``. But all-reduces of floats over the same workers count 0 if an exchange
   reads their results, and they have as many elements together: a mean of the gradient
-  that has been left in front, which a plain step would not take twice.
+  that has been left in front, which a plain step would not take twice. This is read
+  from names. Where XLA leaves none of a collective beside an exchange, it is
+  ``untold``: ``ratio`` and ``dense_bytes`` are ValueErrors, and ``bytes_sent`` is not.
 
   Args:
     program: ``jax.jit(step).lower(...).compile()``, or the same without ``.compile()``,
@@ -176,7 +203,8 @@ def wire_report(
     Sends 0.25 x the bytes of a plain f32 mean.
   """
   found = read_program(program, mesh)
-  return WireReport(tuple(x for x, *_ in found.collectives), found.unseen)
+  collectives = tuple(x for x, *_ in found.collectives)
+  return WireReport(collectives, found.unseen, found.untold)
 
 
 def read_program(program: Any, mesh: Mesh | AbstractMesh | None) -> hlo.Program:
