@@ -17,6 +17,8 @@ import numpy as np
 from gradcomp._src.codecs.quantizing import bucket_words, leaf_scales
 from gradcomp._src.codecs.sums.records import NOTHING, Context
 from gradcomp._src.kernels import float_cast
+from gradcomp._src.kernels.common.dithers import LANES
+from gradcomp._src.kernels.one_bit.reference import WORD
 from gradcomp.codecs import (
   QSGD,
   BlockTop,
@@ -51,7 +53,7 @@ class Case(NamedTuple):
     timed: whether gpu/speed.py times it by default.
     implementations: the kernels that exist.
     tile: elements of a tile; 0 for the codec's.
-    rounds: how often a kernel's loop runs; 0 for once a bucket of a tile.
+    rounds: how often a kernel's loop runs; 0 for once for each eight buckets of a tile.
     decode: maps rows to values; None for the codec's own way.
     kernels: prefixes of the kernels' names; by default the operation.
   """
@@ -79,7 +81,7 @@ class Case(NamedTuple):
     if self.rounds:
       return self.rounds
     size = getattr(codec, "bucket_size", codec.row_words)
-    return codec.tile_size // bucket_words(size)
+    return max(codec.tile_size // bucket_words(size) // LANES, 1)
 
   def function(self, implementation: Implementation | None) -> Encode:
     """Returns one implementation as a function of the gradient and the operands."""
@@ -150,6 +152,7 @@ def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
     # CPUs flush subnormal numbers: there they are not below zero.
     strange=_STRANGE,
     timed=True,
+    rounds=WORD,
   )
 
 

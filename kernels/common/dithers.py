@@ -26,6 +26,8 @@ Iota = Callable[[Any, tuple[int, ...], int], Array]
 # its default, drawing takes half as long again.
 _ROUNDS = 13
 
+LANES = 8  # of 16 bits, from one block of the cipher
+
 
 def dither(key: Array, worker: Array | int = 0) -> Array:
   """Returns the dither of one of the workers that share a key.
@@ -87,13 +89,17 @@ def lane_stream(
   shape: tuple[int, ...],
   *,
   first_row: Array | int,
+  first: Array | int = 0,
   iota: Iota = jax.lax.broadcasted_iota,
 ) -> Iterator[Array]:
-  """Yields the arrays of :func:`random_lanes`, for kernels with few registers."""
+  """Yields the arrays of :func:`random_lanes`, for kernels with few registers.
+
+  ``first`` is the number of the first lane, a multiple of :data:`LANES`.
+  """
   rows = iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
   columns = iota(jnp.uint32, shape, 1)
   for block in itertools.count():
-    counter = (rows, columns + jnp.uint32(block * shape[1]))
+    counter = (rows, columns + jnp.uint32((first // LANES + block) * shape[1]))
     a, b = threefry2x32((dither[0], dither[1]), counter, _ROUNDS)
     masked = a ^ dither[2]  # and so are the sums with it
     yield from _halves(masked)

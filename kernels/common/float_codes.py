@@ -3,7 +3,9 @@
 The 24 significant bits of a ``float32`` are shifted right until the rest fits, and the
 exponent field is added above them. A carry out of the mantissa is then a carry into the
 exponent. No float is added, so that nothing depends on how a processor treats subnormal
-numbers, nor on the operations that a compiler contracts.
+numbers, nor on the operations that a compiler contracts. The most usual case has half
+the operations: the shift is the same for all normal numbers, and a sum of two normal
+floats, which nothing contracts, rounds the others.
 """
 
 from typing import Literal
@@ -24,6 +26,11 @@ _HIDDEN = np.uint32(1 << 23)
 _QUIET = np.uint32(0x7FC00000)
 _BELOW_HALF = np.uint32((1 << 31) - 1)
 
+# The exponents of units that sums of floats round to: half a unit is no subnormal
+# number, and the number whose last bit counts units is finite.
+_LEAST_UNIT = -125
+_LARGEST_UNIT = 104
+
 
 def to_codes(
   x: Array,
@@ -37,12 +44,68 @@ def to_codes(
   """Returns the codes of ``x``, or of ``x * 2**exponent``, rounded once: ``uint32``."""
   # `rounding` may be uniform random bits, uint32 like `x`. "toward_zero" never
   # overflows, nor does anything with `saturate`. `exponent`, int32, is from -512 to
-  # 512. With it, numbers below 2**-126 count as zero, before and after the product, and
-  # codes mean nothing where the product is not finite, or not below
+  # 512. With it, numbers below 2**-126 count as zero, and with a bias of 127 such
+  # products as well; codes mean nothing where the product is not finite, or not below
   # `2**(fmt.max_exponent + 1)`. `x + lost` is rounded exactly, with `lost` at most half
   # a unit in the last place of `x`.
-  m = fmt.mantissa_bits
   bits = float_words(x)
+  magnitude = bits & ~_SIGN
+  nearest = isinstance(rounding, str) and rounding == "nearest_even"
+  if nearest and lost is None and _LEAST_UNIT <= _unit(fmt) <= _LARGEST_UNIT:
+    code = _nearest(magnitude, fmt, exponent)
+  else:
+    code = _shifted(bits, fmt, rounding, exponent, lost)
+  has_more = fmt.specials != "none"  # infinity, or the NaN of formats without one
+  cut = isinstance(rounding, str) and rounding == "toward_zero"
+  to_highest = saturate or cut or not has_more
+  code = jnp.minimum(code, jnp.uint32(fmt.max_code + (not to_highest)))
+  if exponent is None:
+    nan = jnp.uint32(fmt.max_code + 1 + fmt.quiet_bit)
+    code = jnp.where(magnitude > _INFINITY, nan, code)
+    if to_highest and has_more:  # else infinity is what is too large
+      infinite = jnp.uint32(fmt.max_code + 1)
+      code = jnp.where(magnitude == _INFINITY, infinite, code)
+  sign = (bits >> 31) << (fmt.bits - 1)
+  if fmt.specials == "negative_zero":
+    sign = jnp.where(code == 0, jnp.uint32(0), sign)
+  return code | sign
+
+
+def _unit(fmt: FloatFormat) -> int:
+  """Returns the exponent of the distance of numbers below the normal ones."""
+  return 1 - fmt.exponent_bias - fmt.mantissa_bits * fmt.subnormals
+
+
+def _nearest(magnitude: Array, fmt: FloatFormat, exponent: Array | None) -> Array:
+  """Rounds magnitudes to nearest, ties to even: ``uint32``, without a clamp."""
+  m = fmt.mantissa_bits
+  number = magnitude.astype(jnp.int32)
+  if exponent is not None:  # a product below 2**-126 stays so small, and codes are 0
+    number = jnp.maximum(number + (jnp.clip(exponent, -255, 255) << 23), 0)
+  moved = number + ((fmt.exponent_bias - 127) << 23)
+  code = moved
+  if m < 23:  # add a half, or just less where the code is even
+    last = (moved >> (23 - m)) & 1
+    code = (moved + last + ((1 << (22 - m)) - 1)) >> (23 - m)
+  # The last bit of this number counts units, and so does that of each sum with less.
+  normal = np.float32(2.0 ** (_unit(fmt) + 23))
+  total = floats(number.astype(jnp.uint32)) + normal
+  small = float_words(total) - normal.view(np.uint32)
+  if not fmt.subnormals:
+    small = small << m
+  code = jnp.where(moved < (1 << 23), small, code.astype(jnp.uint32))
+  return code if exponent is None else jnp.where(magnitude < _HIDDEN, 0, code)
+
+
+def _shifted(
+  bits: Array,
+  fmt: FloatFormat,
+  rounding: FloatRounding | Array,
+  exponent: Array | None,
+  lost: Array | None,
+) -> Array:
+  """Rounds magnitudes in every way to every format: ``uint32``, without a clamp."""
+  m = fmt.mantissa_bits
   magnitude = bits & ~_SIGN
   field = (magnitude >> 23).astype(jnp.int32)
   normal = (magnitude & _MANTISSA) | _HIDDEN
@@ -74,28 +137,15 @@ def to_codes(
     base = jnp.minimum(base, 1 << fmt.exponent_bits)
   base = base.astype(jnp.uint32) << m
   draw = None if isinstance(rounding, str) else rounding
-  cut = draw is None and rounding == "toward_zero"
   if draw is not None:
     significand = significand >> jnp.clip(drop - 31, 0, 31).astype(jnp.uint32)
   drop = jnp.minimum(drop, 31).astype(jnp.uint32)
   if draw is not None:
     significand = significand + ((draw >> 1) >> (31 - drop))
-  elif not cut:  # add a half, or just less where the code is even
+  elif rounding != "toward_zero":  # add a half, or just less where the code is even
     last = (significand >> drop) + (0 if m else base)
     significand = significand + (_BELOW_HALF >> (32 - drop)) + (last & 1)
-  code = ((significand >> drop) << unit) + base
-  has_more = fmt.specials != "none"  # infinity, or the NaN of formats without one
-  to_highest = saturate or cut or not has_more
-  code = jnp.minimum(code, jnp.uint32(fmt.max_code + (not to_highest)))
-  if exponent is None:
-    infinite = jnp.uint32(fmt.max_code + has_more)
-    nan = jnp.uint32(fmt.max_code + 1 + fmt.quiet_bit)
-    special = jnp.where(magnitude > _INFINITY, nan, infinite)
-    code = jnp.where(magnitude >= _INFINITY, special, code)
-  sign = (bits >> 31) << (fmt.bits - 1)
-  if fmt.specials == "negative_zero":
-    sign = jnp.where(code == 0, jnp.uint32(0), sign)
-  return code | sign
+  return ((significand >> drop) << unit) + base
 
 
 def from_codes(codes: Array, fmt: FloatFormat) -> Array:

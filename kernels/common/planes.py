@@ -6,7 +6,7 @@ that is fast in XLA on CPU and that Pallas can lower for GPUs.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -100,12 +100,12 @@ def filled(x: Array, bucket_size: int) -> Array:
   return jnp.concatenate([x, x[copies]])
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
-def pack_planes(codes: Sequence[Array], bits: int) -> Array:
+def pack_planes(codes: Iterable[Array], bits: int) -> Array:
   """Packs one array of codes a plane into words: plane ``k`` from bit ``k*bits`` on.
 
   Args:
-    codes: at most ``32 // bits`` arrays ``uint32[rows, B]``, below ``2**bits``.
+    codes: at most ``32 // bits`` arrays ``uint32[rows, B]``, below ``2**bits``. Each is
+      packed before the next one is asked for.
     bits: the width of a code.
 
   Returns:
@@ -115,10 +115,8 @@ def pack_planes(codes: Sequence[Array], bits: int) -> Array:
     >>> hex(pack_planes([jnp.uint32(1), jnp.uint32(11)], 4))
     '0xb1'
   """
-  words = codes[0]
-  for k, code in enumerate(codes[1:], start=1):
-    words = words | (code << (k * bits))
-  return words
+  placed = (code << (k * bits) if k else code for k, code in enumerate(codes))
+  return functools.reduce(jnp.bitwise_or, placed)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)

@@ -24,7 +24,7 @@ def encode_rows(
   def body(block: Block, exponent_ref: Any, dither_ref: Any) -> None:
     lanes = block.lanes(dithers.read(dither_ref))
     moved = None if exponent_ref is None else exponent_ref[0]
-    codes = [form.code(block.plane(k), next(lanes), moved) for k in range(form.planes)]
+    codes = (form.code(block.plane(k), next(lanes), moved) for k in range(form.planes))
     block.put(planes.pack_planes(codes, reference.width(form.fmt)))
 
   given = None if exponent is None else exponent.reshape(1), dither

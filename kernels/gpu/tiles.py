@@ -170,12 +170,16 @@ class Block:
     """Repeats an array along new last axes."""
     return self.placed(jax.lax.broadcast_in_dim(x, shape, tuple(range(x.ndim))))
 
-  def lanes(self, dither: Dither | None) -> Iterator[Operand]:
-    """Yields the rounding of each plane, as :func:`fixed_point.rounding_lanes` does."""
+  def lanes(self, dither: Dither | None, first: Index = 0) -> Iterator[Operand]:
+    """Yields the rounding of planes, as :func:`fixed_point.rounding_lanes` does.
+
+    ``first`` is the number of the first plane, a multiple of :data:`dithers.LANES`.
+    """
     if dither is None:
       return itertools.repeat(None)
-    first_row = self.first_row
-    return lane_stream(dither, self.shape, first_row=first_row, iota=self.iota)
+    return lane_stream(
+      dither, self.shape, first_row=self.first_row, first=first, iota=self.iota
+    )
 
   def put(self, words: Array, first: int = 0) -> None:
     """Writes words of the block's rows, ``uint32[rows, n]``, from ``first`` on."""

@@ -1,15 +1,21 @@
-"""Rounds to codes by a Pallas kernel: scale, round, pack and residual in one pass."""
+"""Rounds to codes by a Pallas kernel: scale, round, pack and residual in one pass.
+
+A loop codes planes in groups that share random numbers. Unrolled as a whole, sixteen
+planes would not stay in registers: ptxas loads most of them before it codes the first.
+"""
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
-from gradcomp._src.kernels.common.dithers import read
-from gradcomp._src.kernels.common.fixed_point import exact_quotient
+from gradcomp._src.kernels.common.dithers import LANES, read
+from gradcomp._src.kernels.common.fixed_point import Lane, exact_quotient
 from gradcomp._src.kernels.common.planes import float_words
 from gradcomp._src.kernels.common.scales import scales_of_bits
 from gradcomp._src.kernels.gpu import tiles
-from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Launch, Operand
+from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Index, Launch, Operand
 from gradcomp._src.kernels.quantize import reference
 
 
@@ -25,29 +31,43 @@ def encode_rows(
 ) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   columns = form.planes if scale is None else scale.shape[1]
+  step = form.planes if form.planes % LANES else LANES
   # The division by a given scale is the one of all implementations, outside the kernel.
   factor = None if scale is None else form.factor(scale)
 
   def body(block: Block, *refs: Any) -> None:
     dither_ref, scale_ref, factor_ref, limit_ref = refs
-    lanes = block.lanes(read(dither_ref))
+    dither = read(dither_ref)
     most = None if limit_ref is None else limit_ref[0]
-    codes = []
-    for k in range(form.planes):
+
+    def code_plane(k: Index, lane: Lane) -> Array:
       x = block.plane(k)
       if scale_ref is None:
         unit = form.unit(scales_of_bits(tiles.largest_bits(x)))
         factor = form.factor(unit, exact_quotient)
       else:
-        unit = block.read(scale_ref, k % columns)
-        factor = block.read(factor_ref, k % columns)
-      codes.append(form.code(x, block.spread(factor, x.shape), next(lanes), most))
+        column = k if columns > 1 else 0
+        unit, factor = block.read(scale_ref, column), block.read(factor_ref, column)
+      codes = form.code(x, block.spread(factor, x.shape), lane, most)
       if form.keep:
-        sent = form.value(codes[-1], block.spread(unit, x.shape))
+        sent = form.value(codes, block.spread(unit, x.shape))
         block.put_residual(k, x - sent)
-      if form.inline and k < columns:
+      if form.inline and columns > 1:
         block.put_scale(form.bucket_size + k, float_words(unit))
-    block.put(form.pack(codes))
+      return codes
+
+    def code_planes(number: Array, words: Array) -> Array:
+      first = number * step
+      lanes = block.lanes(dither, first)
+      codes = (code_plane(first + k, next(lanes)) for k in range(step))
+      shift = (first * form.bits).astype(jnp.uint32)
+      return words | (form.pack(codes) << shift)
+
+    if form.inline and columns == 1:
+      block.put_scale(form.bucket_size, float_words(block.read(scale_ref, 0)))
+    words = block.placed(jnp.zeros(block.shape, jnp.uint32))
+    trips = jnp.int32(form.planes // step)
+    block.put(jax.lax.fori_loop(jnp.int32(0), trips, code_planes, words))
 
   limits = None if limit is None else limit.reshape(1)
   row_words = form.bucket_size + form.inline * columns

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -42,8 +42,8 @@ class ScaledForm(abc.ABC):
   def code(self, x: Array, factor: Array, lane: Lane, limit: Operand = None) -> Array:
     """Returns the codes of one plane, ``uint32`` like ``x``; ``limit`` clips it."""
 
-  def pack(self, codes: Sequence[Array]) -> Array:
-    """Packs one array of codes a plane into words: ``uint32[rows, B]``."""
+  def pack(self, codes: Iterable[Array]) -> Array:
+    """Packs one array of codes a plane, or of the first ones: ``uint32[rows, B]``."""
     return planes.pack_planes(codes, self.bits)
 
   def value(self, codes: Array, scale: Array) -> Array:

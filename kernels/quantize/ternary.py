@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 import jax
@@ -58,7 +58,7 @@ class Form(reference.ScaledForm):
       return jnp.where(x < 0, 3 * magnitude, magnitude)
     return jnp.where(x < 0, 1 - magnitude, 1 + magnitude)
 
-  def pack(self, codes: Sequence[Array]) -> Array:
+  def pack(self, codes: Iterable[Array]) -> Array:
     """Packs two bits a code, or digits in base 3: ``uint32[rows, B]``."""
     return pack_trits(codes) if self.packing == "base3" else super().pack(codes)
 
@@ -73,14 +73,12 @@ def codes(rows: Array, form: Form) -> Array:
   return jnp.where(code == 3, -1, code)
 
 
-def pack_trits(trits: Sequence[Array]) -> Array:
+def pack_trits(trits: Iterable[Array]) -> Array:
   """Packs twenty arrays of digits in base 3 into one 32-bit fraction, rounded up."""
   # With the digits as the number `v` below `3**20`, most significant first, the word is
   # `floor(v * 2**32 / 3**20) + 1`. Its digits can then be read without a division, each
   # by itself: a digit is three times the rest behind the point.
-  value = trits[0]
-  for trit in trits[1:]:
-    value = value * jnp.uint32(3) + trit
+  value = functools.reduce(lambda value, trit: value * jnp.uint32(3) + trit, trits)
   # 2**32 / 3**20 is 1 + excess: the high word of value * excess, with its carry.
   low = value * jnp.uint32(_EXCESS_HIGH)
   carry = low + _high_word(value, _EXCESS_LOW) < low

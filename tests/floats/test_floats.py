@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from gradcomp import floats
+from gradcomp._src.kernels.common.float_codes import to_codes
 from tests.oracles import floats as oracle_floats
 from tests.oracles.floats import Format
-from tests.plugins.slow_cases import one_in
+from tests.plugins.slow_cases import one_in, slow
 from tests.support.assertions import assert_same_floats, says
 from tests.support.cases.float import library, name
 
@@ -134,6 +135,35 @@ def test_other_formats_by_enumeration(fmt):
   assert_same_floats(decoded, oracle_floats.decode(codes, fmt))
   again = floats.round_to(decoded, library(fmt))
   np.testing.assert_array_equal(again, decoded)  # some have no minus zero
+
+
+# The units of the first and third are the least and the largest to which sums of floats
+# round; those of the second and fourth are not.
+FAR = [Format(3, 2, "none", True, bias) for bias in (124, 125, -105, -106)]
+SHIFTED = [*OTHERS[:3], Format(5, 2), Format(8, 4), *FAR]
+
+
+@pytest.mark.parametrize("fmt", SHIFTED, ids=name)
+@pytest.mark.parametrize("rounding", ["nearest_even", *slow("toward_zero")])
+def test_a_product_with_a_power_of_two_is_rounded_once(fmt, rounding):
+  """Subnormal numbers are zero, and so are products with the exponents of a format."""
+  if fmt in FAR:
+    assert_rounds(fmt, np.concatenate([boundaries(fmt), random_values(fmt, RANDOM)]))
+  limit = 2.0 ** (library(fmt).max_exponent + 1)
+  every = jax.jit(lambda x, k: to_codes(x, library(fmt), rounding=rounding, exponent=k))
+  edges = boundaries(fmt)
+  for exponent in (-512, -255, -150, -126, -112, -3, 0, 7, 112, 254, 512):
+    with np.errstate(over="ignore", under="ignore"):
+      near = np.ldexp(edges, -exponent)
+    x = np.concatenate([near, random_values(fmt, 4000)]).astype(np.float32)
+    x = np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
+    x = x[np.isfinite(x)]
+    product = np.ldexp(x.astype(np.float64), exponent)
+    tiny = (np.abs(product) < 2.0**-126) & (fmt.bias == 127)
+    product = np.where(tiny, np.copysign(0.0, product), product)
+    x, product = (y[np.abs(product) < min(limit, 2.0**128)] for y in (x, product))
+    expected = oracle_floats.encode(product, fmt, rounding)
+    np.testing.assert_array_equal(every(x, jnp.int32(exponent)), expected)
 
 
 @pytest.mark.parametrize("fmt", WIDE, ids=name)

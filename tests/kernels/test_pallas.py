@@ -41,6 +41,7 @@ if hasattr(plgpu, "InterpretGPUParams"):
 # At least one of each operation, rounding and way to get scales.
 PLAIN = {
   "top_k 1.0%",
+  "qsgd 2 bit",
   "qsgd 4 bit, residual",
   "qsgd 3 bit uniform nearest, one scale, shared",
   "one_bit bucket 64, residual",
