@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 import gradcomp
 from gradcomp._src.exchange import message_size
 from gradcomp._src.mesh.platforms import planned_for
-from gradcomp.codecs import QSGD
+from gradcomp.codecs import QSGD, PowerSGD, RandomK
 from gradcomp.local import LocalOptions, local_steps
 from tests.plugins.slow_cases import slow
 from tests.support import modes
@@ -49,10 +49,17 @@ RECIPES["local steps"] = local_steps(
   codec=QSGD(bits=4),
   options=LocalOptions(exchange="two_shot", feedback="error", min_leaf_size=0),
 )
+# One message, or each of its codecs on a way of its own.
+RECIPES["mixed"] = gradcomp.policy(
+  [("u", RandomK(density=0.1)), ("v", PowerSGD(rank=2)), (".*", QSGD(bits=4))],
+  axis_name="data",
+  feedback="error",
+  min_leaf_size=0,
+)
 QUICK = (
   *("qsgd two_shot error", "topk two_shot error", "policy auto error"),
   *("terngrad psum None", "aps hierarchical error", "powersgd all_gather error"),
-  *("qsgd ring error", "local steps"),
+  *("qsgd ring error", "local steps", "mixed"),
 )
 
 
