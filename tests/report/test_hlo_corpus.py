@@ -103,6 +103,17 @@ def test_a_ratio_that_no_name_tells_is_refused(lost):
   assert last.endswith("the bytes of a plain f32 mean cannot be told.")
 
 
+def test_a_sum_has_the_names_of_all_its_parts():
+  """In whichever order they are taken from it."""
+  part = "%wrapped_slice = "
+  loss = part.replace("slice", "loss") + "f32[1] fusion(%all-reduce-done), kind=kLoop, "
+  loss += 'calls=%wrapped_slice_computation.1, metadata={op_name="loss/psum"}'
+  text = COMPILED["h200_one_sum"].replace(part, f"{loss}\n  {part}")
+  (collective,) = wire_report(text).collectives
+  assert collective.scope.startswith("loss/psum:jit(step)")
+  assert collective.means == [(2**20, 8)]
+
+
 def named(scope):
   """A computation with a name."""
   return f'x {{\n  ROOT x = f32[] parameter(0), metadata={{op_name="{scope}"}}\n}}\n'

@@ -1,13 +1,13 @@
 """Scopes of collectives that XLA splits, and drops their names."""
 
+import heapq
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from gradcomp._src.report import collectives as sent
 from gradcomp._src.report.hlo_text import Instruction, Module
-
-_Named = Mapping[str, Instruction]  # the instructions of a computation, by their names
 
 # What brings an array to a collective, or from it, as it is.
 _MOVES = frozenset(
@@ -17,9 +17,32 @@ _MOVES = frozenset(
 _MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
-def scope_of(
-  x: Instruction, body: _Named, cutting: Collection[str], around: str = ""
-) -> str:
+class Flow(NamedTuple):
+  """Where the values of a computation go.
+
+  Attributes:
+    named: its instructions by their names, in the order of the text.
+    order: the same without names.
+    readers: the numbers in ``order`` of those that read each.
+    cutting: the names of the computations that only cut and move an array.
+  """
+
+  named: Mapping[str, Instruction]
+  order: Sequence[Instruction]
+  readers: Mapping[str, Sequence[int]]
+  cutting: Collection[str]
+
+
+def flow_of(named: Mapping[str, Instruction], cutting: Collection[str]) -> Flow:
+  """Returns where the values of a computation go."""
+  readers: dict[str, list[int]] = {}
+  for number, x in enumerate(named.values()):
+    for name in dict.fromkeys(x.operands):
+      readers.setdefault(name, []).append(number)
+  return Flow(named, tuple(named.values()), readers, cutting)
+
+
+def scope_of(x: Instruction, flow: Flow, around: str = "") -> str:
   """Returns the scope of a collective, its own or the one of moves around it.
 
   XLA:TPU splits a collective of several slices in one between them and one inside,
@@ -27,17 +50,16 @@ def scope_of(
   last part has it; one in front is a stage. XLA:GPU makes one sum of several, and
   slices of it keep their names: they are joined, as XLA joins names. Where no name is
   left, what an exchange computes is sent in a stage, too, and else the name ``around``
-  it is taken, or that of what computes the operand. ``cutting`` are the computations
-  that only move parts.
+  it is taken, or that of what computes the operand.
   """
   if x.op_name:
     return x.op_name
-  parts = [y for y in _after(x, body, cutting) if _is_part(y, x, cutting)]
-  names = [_name_behind(y, body, cutting, _name(y)) for y in parts]
+  parts = [y for y in _after(x, flow) if _is_part(y, x, flow)]
+  names = [_name_behind(y, flow, _name(y)) for y in parts]
   if joined := ":".join(dict.fromkeys(filter(None, names))):
     return joined
-  found, source = _before(x, body)
-  behind = _name_behind(x, body, cutting, found)
+  found, source = _before(x, flow)
+  behind = _name_behind(x, flow, found)
   return behind or sent.stage_of(source) or around or source
 
 
@@ -64,55 +86,58 @@ def untold(module: Module, found: Mapping[str, str]) -> tuple[str, ...]:
   return *(x for x in found if not found[x]), *sorted(means - told)
 
 
-def _name_behind(
-  x: Instruction, body: _Named, cutting: Collection[str], found: str
-) -> str:
+def _name_behind(x: Instruction, flow: Flow, found: str) -> str:
   """Returns a name that was found, or that of what reads an array as it is."""
-  for y in _after(x, body, cutting):
+  for y in _after(x, flow):
     if _is_nameless(y):
-      return sent.as_stage(found or scope_of(y, body, cutting))
+      return sent.as_stage(found or scope_of(y, flow))
     found = found or _name(y)
   return found
 
 
-def _before(x: Instruction, body: _Named) -> tuple[str, str]:
+def _before(x: Instruction, flow: Flow) -> tuple[str, str]:
   """Returns a collective's name on the way of the operand, and its source's name."""
-  y, source = body.get(x.operands[0]) if x.operands else None, ""
+  y, source = flow.named.get(x.operands[0]) if x.operands else None, ""
   while y is not None:
     source = y.op_name
     if name := _name(y):
       return name, source
     passes = y.opcode in _MOVES or _is_nameless(y)
-    y = body.get(y.operands[0]) if passes and y.operands else None
+    y = flow.named.get(y.operands[0]) if passes and y.operands else None
   return "", source
 
 
-def _after(
-  x: Instruction, body: _Named, cutting: Collection[str]
-) -> Iterator[Instruction]:
+def _after(x: Instruction, flow: Flow) -> Iterator[Instruction]:
   """Yields the readers of a collective's result, as it is or in parts."""
-  names = {x.name}
+  names = [x.name]
   if x.opcode == "send":  # its result is that of the recv that it meets
     meeting = _meeting(x)
-    names = {
-      y.name for y in body.values() if y.opcode == "recv" and _meeting(y) == meeting
-    }
-  for y in body.values():  # in a text, operands come first
-    if names.intersection(y.operands):
-      yield y
-      moves = y.opcode in _MOVES or _cuts(y, cutting)
-      names |= {y.name} if moves else set()
+    ends = (y for y in flow.order if y.opcode == "recv")
+    names = [y.name for y in ends if _meeting(y) == meeting]
+  waiting = [i for name in names for i in flow.readers.get(name, ())]
+  heapq.heapify(waiting)
+  last = -1
+  while waiting:
+    number = heapq.heappop(waiting)
+    y = flow.order[number]
+    if number == last:  # it reads two of them
+      continue
+    yield y
+    last = number
+    if y.opcode in _MOVES or _cuts(y, flow):
+      for reader in flow.readers.get(y.name, ()):
+        heapq.heappush(waiting, reader)
 
 
-def _is_part(y: Instruction, x: Instruction, cutting: Collection[str]) -> bool:
+def _is_part(y: Instruction, x: Instruction, flow: Flow) -> bool:
   """Returns whether an instruction takes a part of the result of a collective."""
   is_element = y.opcode == "get-tuple-element" and len(x.operands) > 1
-  return is_element or _cuts(y, cutting)
+  return is_element or _cuts(y, flow)
 
 
-def _cuts(x: Instruction, cutting: Collection[str]) -> bool:
+def _cuts(x: Instruction, flow: Flow) -> bool:
   called = x.calls.get("calls", ())
-  return x.opcode == "slice" or (x.opcode == "fusion" and called[0] in cutting)
+  return x.opcode == "slice" or (x.opcode == "fusion" and called[0] in flow.cutting)
 
 
 def _is_nameless(x: Instruction) -> bool:

@@ -23,7 +23,7 @@ from gradcomp._src.report.groups import (
 )
 from gradcomp._src.report.hlo_text import Instruction, Module, unreadable
 from gradcomp._src.report.reader import Place
-from gradcomp._src.report.scopes import scope_of
+from gradcomp._src.report.scopes import Flow, flow_of, scope_of
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{[^{}]*?E\((\d+)\)[^{}]*\})?")
 # Transfers between slices of TPUs, by their types.
@@ -53,14 +53,14 @@ class Body(NamedTuple):
     devices: those of the program.
     permutations: who sends to whom in each, or None for a part of one in front.
     is_fused: whether it is one of a fusion.
-    cutting: the names of the computations that only cut and move an array.
+    flow: where their values go.
   """
 
   named: _Named
   devices: Devices
   permutations: Mapping[str, Pairs | None]
   is_fused: bool
-  cutting: Collection[str]
+  flow: Flow
 
 
 def devices_of(module: Module) -> Devices:
@@ -75,7 +75,8 @@ def body_of(
   named: _Named, devices: Devices, *, is_fused: bool, cutting: Collection[str]
 ) -> Body:
   """Returns a computation, with its permutations."""
-  return Body(named, devices, _permutations(named, devices), is_fused, cutting)
+  flow = flow_of(named, cutting)
+  return Body(named, devices, _permutations(named, devices), is_fused, flow)
 
 
 def kind_of(x: Instruction) -> str:
@@ -107,7 +108,7 @@ def sends(
   else:
     groups = _groups(kind, x, body.devices)
   types = _types(x, body.named)
-  scope = scope_of(x, body.named, body.cutting, around.scope)
+  scope = scope_of(x, body.flow, around.scope)
   record = Collective(
     kind=kind,
     operands=_shapes(x, types),
