@@ -48,7 +48,7 @@ def tile_shape(codec: "Codec") -> tuple[int, ...]:
 
 def from_tiles(tiles: Array, like: ArrayLike, codec: "Codec") -> Array:
   """Undoes :func:`to_tiles`: ``float32[rows, P, B]`` to the shape of ``like``."""
-  return codec.join(_joined(elements(tiles, codec)), like)
+  return codec.join(codec.unrotated(_joined(tiles)), like)
 
 
 _LANES = 128  # of a vector of a TPU
