@@ -1,27 +1,69 @@
 """Rotation of tiles, which spreads each element over a group of 8 or 32."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from gradcomp._src.kernels.gpu.dispatch import on_tpu
+from gradcomp._src.kernels.tpu import rotation as tpu
+
 PLANES = 8  # of a group; a group of 32 lies in four columns of each
 
 
-def rotate(tiles: Array, size: int) -> Array:
+def rotate(tiles: Array, planes: int, size: int) -> Array:
   """Replaces the n elements x of each group by ``H s x / n``, with fixed signs s."""
   # H is the Hadamard matrix: -1 where k and i have an odd number of common bits, and
-  # else 1. Tiles are float32[rows, P, B], with P a multiple of 8, and B one of 4 for
+  # else 1. Tiles are float32[rows, P * B], with P a multiple of 8, and B one of 4 for
   # groups of 32; `size` is n, 8 or 32. Signs are set by bits, so that no product can be
   # contracted with a sum.
-  return _butterfly(_signed(tiles * np.float32(1 / size)), size)
+  return _either(tiles, planes, size)(tiles, planes=planes, size=size, forward=True)
 
 
-def unrotate(tiles: Array, size: int) -> Array:
+def unrotate(tiles: Array, planes: int, size: int) -> Array:
   """Undoes :func:`rotate`, of sums of tiles, too, but for the rounding of sums."""
-  return _signed(_butterfly(tiles, size))
+  return _either(tiles, planes, size)(tiles, planes=planes, size=size, forward=False)
+
+
+def _either(tiles: Array, planes: int, size: int) -> Callable[..., Array]:
+  """Returns the transform, with a kernel for TPUs where tiles suit it."""
+  rows, tile = tiles.shape
+  line = tile // planes * PLANES // size
+  return _with_kernel if tpu.fits(rows, tile, line) else transform
+
+
+def transform(tiles: Array, *, planes: int, size: int, forward: bool) -> Array:
+  """Rotates tiles, or rotates them back."""
+  x = tiles.reshape(len(tiles), planes, tiles.shape[1] // planes)
+  if forward:
+    x = _butterfly(_signed(x * np.float32(1 / size)), size)
+  else:
+    x = _signed(_butterfly(x, size))
+  return x.reshape(tiles.shape)
+
+
+def by_kernel(
+  tiles: Array, *, planes: int, size: int, forward: bool, interpret: Any = False
+) -> Array:
+  """Returns :func:`transform` for TPUs."""
+  columns = tiles.shape[1] // planes
+  words = _sign_words(planes, columns)
+  signs = (words >> np.arange(planes, dtype=np.uint32)[:, None]) << np.uint32(31)
+  return tpu.transform(
+    tiles,
+    size=size,
+    group_line=columns * PLANES // size,
+    signs=signs.reshape(-1),
+    forward=forward,
+    interpret=interpret,
+  )
+
+
+_with_kernel = on_tpu(by_kernel, mosaic=True)(transform)
 
 
 def _butterfly(tiles: Array, size: int) -> Array:

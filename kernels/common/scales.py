@@ -4,6 +4,7 @@ A plain reduction of floats adds in an order that depends on the shape around it
 may drop NaN. The sums here have one order, and the maximum keeps NaN.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -22,6 +23,7 @@ Norm = Literal["max", "l2"]
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _SMALLEST_SCALE = np.float32(2.0**-96)
 
+_VECTOR = 128  # elements: lanes of a register of a TPU
 _MAX_BLOCK = 512  # elements: a maximum over short rows is faster than over long ones
 
 
@@ -59,15 +61,23 @@ def _largest(x: Array) -> Array:
 
 def norms(x: Array, norm: Norm) -> Array:
   """Returns the norm over the last axis, or NaN if anything in it is not finite."""
-  # The l2 norm is scaled by the maximum, so that squares neither overflow nor vanish.
-  # It is cut to the largest finite number, which is still at least the maximum.
   largest = _largest(x)
   largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
-  if norm == "max":
-    return largest
-  unit = x / jnp.where(largest == 0, 1.0, largest)[..., None]
-  length = largest * jnp.sqrt(sum_by_halves(_square(unit)))
-  return jnp.minimum(length, jnp.finfo(jnp.float32).max)
+  return (
+    largest if norm == "max" else _lengths(largest, sum_by_halves(_shares(x, largest)))
+  )
+
+
+def _shares(x: Array, largest: Array) -> Array:
+  """Returns the squares of elements over the largest magnitude of their bucket."""
+  # So squares neither overflow nor vanish.
+  return _square(x / jnp.where(largest == 0, 1.0, largest)[..., None])
+
+
+def _lengths(largest: Array, total: Array) -> Array:
+  """Returns l2 norms, from the sums of :func:`_shares`."""
+  # A norm is cut to the largest finite number, which is still at least the maximum.
+  return jnp.minimum(largest * jnp.sqrt(total), jnp.finfo(jnp.float32).max)
 
 
 def tensor_norm(x: Array, norm: Norm) -> Array:
@@ -100,10 +110,35 @@ def bucket_norms(x: Array, planes: int, bucket_size: int, norm: Norm) -> Array:
 def _norms_of_planes(x: Array, *, planes: int, bucket_size: int, norm: Norm) -> Array:
   """Returns :func:`bucket_norms` for TPUs, from one plane after the other."""
   lines = [jnp.zeros([0, planes], jnp.float32)]
+  whole, rest = divmod(bucket_size, _VECTOR)
+  by_vectors = norm == "l2" and not rest and not whole & (whole - 1)
   for segment in tile_segments(x, planes, bucket_size):
-    each = [norms(plane, norm) for plane in segment.planes]
+    if by_vectors:
+      each = _lengths_of_planes(segment.planes)
+    else:
+      each = [norms(plane, norm) for plane in segment.planes]
     lines.append(jnp.stack(each, axis=1))
   return jnp.concatenate(lines)
+
+
+def _lengths_of_planes(planes: Sequence[Array]) -> Array:
+  """Returns the l2 norms of planes, ``[rows, B]`` each: ``float32[P, rows]``."""
+  # First the vectors of a bucket are added, and then, in a fourth of the array or less,
+  # the elements of a vector, as rows. Below a vector's 128 lanes, each half would be as
+  # dear as the whole.
+  found = []
+  largest = [norms(plane, "max") for plane in planes]
+  for x, own in zip(planes, largest, strict=True):
+    starts = range(0, x.shape[1], _VECTOR)
+    parts = [_shares(x[:, at : at + _VECTOR], own) for at in starts]
+    while half := len(parts) // 2:
+      parts = list(map(jnp.add, parts[:half], parts[half:]))
+    found += parts
+  sums = jnp.stack(found)
+  columns = sums.reshape(-1, _VECTOR).T
+  while half := len(columns) // 2:
+    columns = columns[:half] + columns[half:]
+  return _lengths(jnp.stack(largest), columns.reshape(sums.shape[:2]))
 
 
 @on_tpu(_norms_of_planes)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from gradcomp._src.kernels.common.planes import floats, planes_per_word, unpack_
 from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.gpu.tiles import Operand
 from gradcomp._src.kernels.quantize import pallas, reference
+from gradcomp._src.kernels.tpu import lookup
 
 _SIGN = 1 << 7
 _LARGEST = np.finfo(np.float32).max
@@ -30,6 +31,8 @@ class Form(reference.ScaledForm):
 
   bits: int = 8
   lines: tuple[Line, ...]  # between the levels, see common.piecewise_linear
+  table: tuple[float, ...]  # the values of 128 magnitudes, exact in float32
+  last: float = 0.0  # the value of the code of minus zero
   tops: tuple[int, int]  # the largest magnitude of a positive and of a negative code
   up: float = 1.0  # the value of a level of 1, in largest magnitudes
 
@@ -57,11 +60,29 @@ class Form(reference.ScaledForm):
     return jnp.where(negative, magnitude | jnp.uint32(_SIGN), magnitude)
 
 
-def decode_rows(rows: Array, table: np.ndarray, last: float, form: Form) -> Array:
-  """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 4, B]``."""
-  codes = unpack_planes(rows[..., : form.bucket_size], 8).astype(jnp.int32)
-  level = jnp.asarray(table)[codes & (_SIGN - 1)]
-  level = jnp.where(codes == _SIGN, np.float32(last), level)
-  scale = floats(rows[..., form.bucket_size :])[..., None]
+def _value(codes: Array, level: Array, scale: Array, form: Form) -> Array:
+  """Returns the values of codes, ``int32``, from the levels of their magnitudes."""
+  level = jnp.where(codes == _SIGN, np.float32(form.last), level)
   sign = jnp.where(codes > _SIGN, jnp.uint32(1 << 31), jnp.uint32(0))
   return fixed_point.signed(level * scale, sign)
+
+
+def decode_by_lookup(rows: Array, *, form: Form, interpret: Any = False) -> Array:
+  """Decodes as :func:`decode_rows` does, by a kernel for TPUs."""
+  flat = rows.reshape(-1, rows.shape[-1])
+  if not lookup.fits(len(flat), form.bucket_size):
+    return reference_decode_rows(rows, form=form)
+  table = np.array(form.table, np.float32)
+  value = functools.partial(_value, form=form)
+  found = lookup.decode(value, flat, table, form.bucket_size, interpret)
+  return found.reshape(*rows.shape[:-1], *found.shape[1:])
+
+
+def reference_decode_rows(rows: Array, *, form: Form) -> Array:
+  """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 4, B]``."""
+  codes = unpack_planes(rows[..., : form.bucket_size], 8).astype(jnp.int32)
+  level = jnp.asarray(form.table, jnp.float32)[codes & (_SIGN - 1)]
+  return _value(codes, level, floats(rows[..., form.bucket_size :])[..., None], form)
+
+
+decode_rows = dispatch.on_tpu(decode_by_lookup, mosaic=True)(reference_decode_rows)

@@ -21,12 +21,12 @@ GROUPS = (8, 32)
 BUCKET = 64
 
 rotate, unrotate = (
-  jax.jit(f, static_argnums=1) for f in (rotation.rotate, rotation.unrotate)
+  jax.jit(f, static_argnums=(1, 2)) for f in (rotation.rotate, rotation.unrotate)
 )
 
 
-def planes(x, bits=4):
-  return jnp.asarray(x).reshape(-1, 32 // bits, BUCKET)
+def tiles(x, planes=8):
+  return jnp.asarray(x).reshape(-1, planes * BUCKET)
 
 
 def layout(bits=4):
@@ -38,10 +38,10 @@ def layout(bits=4):
 def test_rotations_are_the_oracles(group, bits):
   """Bit for bit, both ways."""
   x = laws.gaussian(3 * 32 // bits * BUCKET)
-  rotated = np.asarray(rotate(planes(x, bits), group)).ravel()
+  rotated = np.asarray(rotate(tiles(x, 32 // bits), 32 // bits, group)).ravel()
   expected = oracle_rotated.rotate(x, group=group, **layout(bits))
   np.testing.assert_array_equal(rotated, expected)
-  back = np.asarray(unrotate(planes(rotated, bits), group)).ravel()
+  back = np.asarray(unrotate(tiles(rotated, 32 // bits), 32 // bits, group)).ravel()
   expected = wire_decoder_rotated.unrotate(rotated, group=group, **layout(bits))
   np.testing.assert_array_equal(back, expected)
   # Ten sums of two or fewer, each rounded to 2^-24 of at most the largest element.
@@ -55,9 +55,9 @@ def test_a_rotation_is_a_hadamard_matrix_with_signs(group):
   signed = x * oracle_rotated.signs(x.size)
   of_groups = lambda a: np.asarray(a).reshape(group, -1)
   expected = oracle_rotated.matrix(group) @ of_groups(signed) / group
-  rotated = rotate(planes(x), group)
+  rotated = rotate(tiles(x), 8, group)
   np.testing.assert_array_equal(of_groups(rotated), expected)
-  np.testing.assert_array_equal(np.asarray(unrotate(rotated, group)).ravel(), x)
+  np.testing.assert_array_equal(np.asarray(unrotate(rotated, 8, group)).ravel(), x)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -65,9 +65,9 @@ def test_single_elements_and_constants_are_spread(group):
   """One element becomes a whole group; a constant, none of whose sums is all of it."""
   one = np.zeros(8 * BUCKET, np.float32)
   one[100] = group
-  found = np.abs(np.asarray(rotate(planes(one), group)))
+  found = np.abs(np.asarray(rotate(tiles(one), 8, group)))
   assert np.count_nonzero(found) == group and found.max() == 1
-  constant = rotate(planes(np.ones(8 * BUCKET, np.float32)), group)
+  constant = rotate(tiles(np.ones(8 * BUCKET, np.float32)), 8, group)
   assert np.abs(constant).max() <= 0.5
 
 

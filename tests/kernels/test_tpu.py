@@ -11,10 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.kernels import block_top, one_bit
-from gradcomp._src.kernels.common import deviation, selection
+from gradcomp._src.kernels.common import deviation, rotation, scales, selection
 from gradcomp._src.kernels.gpu import dispatch, self_check
+from gradcomp._src.kernels.quantize import eight_bit
 from gradcomp._src.kernels.tpu import lines, sums
-from gradcomp.codecs import BlockTop, OneBit, Ternary
+from gradcomp.codecs import QSGD, BlockTop, EightBit, OneBit, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
@@ -102,6 +103,51 @@ def test_sums_of_a_deviation_have_the_bits_of_the_reference(groups):
   assert_same_bits(got, jax.jit(deviation.sums_of_groups)(x, x[-1], scale))
 
 
+@pytest.mark.parametrize(
+  "size, planes, bucket, rows",
+  [(32, 16, 512, 8), *slow((8, 8, 128, 21), (32, 8, 1024, 16), (8, 32, 256, 9))],
+)
+def test_rotations_have_the_bits_of_the_reference(size, planes, bucket, rows):
+  """Both ways; groups of one and of several vectors, and a block that ends early."""
+  tiles = values(planes * bucket, rows * planes * bucket).reshape(rows, -1)
+  for forward in (True, False):
+    options = dict(planes=planes, size=size, forward=forward)
+    kernel = functools.partial(rotation.by_kernel, interpret=True, **options)
+    reference = functools.partial(rotation.transform, **options)
+    assert_same_bits(jax.jit(kernel)(tiles), jax.jit(reference)(tiles))
+
+
+@pytest.mark.parametrize(
+  "codec, rows",
+  [
+    (EightBit(bucket_size=256), 21),
+    *slow((EightBit(), 8), (EightBit(dtype="dynamic_map", bucket_size=128), 9)),
+    *slow((EightBit(bucket_size=64), 8), (EightBit(dtype="mantissa"), 3)),
+  ],
+)
+def test_codes_looked_up_have_the_bits_of_the_reference(codec, rows):
+  """All codes; a scale a row or a bucket, and a block that ends early."""
+  form, rng = codec._form, np.random.default_rng(rows)
+  words = rng.integers(0, 1 << 32, (2, rows, form.bucket_size), np.uint32)
+  count = codec.row_words - form.bucket_size
+  numbers = rng.uniform(1e-3, 1e3, (2, rows, count)).astype(np.float32)
+  numbers[0, :3] = np.array([0.0, np.nan, np.inf], np.float32)[:, None]
+  given = np.concatenate([words, numbers.view(np.uint32)], axis=2)
+  kernel = functools.partial(eight_bit.decode_by_lookup, form=form, interpret=True)
+  reference = functools.partial(eight_bit.reference_decode_rows, form=form)
+  assert_same_bits(jax.jit(kernel)(given), jax.jit(reference)(given))
+
+
+@pytest.mark.parametrize("bucket", [512, *slow(128, 1024, 384, 96)])
+def test_lengths_of_planes_have_the_bits_of_the_reference(bucket):
+  """Also of buckets of three vectors or of a part of one, and of a partial tile."""
+  x = values(8 * bucket, 8 * bucket * 3 + 77)
+  options = dict(planes=8, bucket_size=bucket, norm="l2")
+  got = jax.jit(functools.partial(scales._norms_of_planes, **options))(x)
+  norms = jax.jit(functools.partial(scales.bucket_norms, **options))
+  assert_same_bits(got, norms(x))
+
+
 @pytest.mark.parametrize("size", [128 * 40, 128 * 40 + 77])
 def test_lines_of_a_sample_have_the_bits_of_the_reference(size):
   """At every place of a row, and at the end of the last one."""
@@ -111,7 +157,15 @@ def test_lines_of_a_sample_have_the_bits_of_the_reference(size):
   assert_same_bits(got, jax.jit(selection._lines_by_slices)(x, start))
 
 
-@pytest.mark.parametrize("codec", [OneBit(), BlockTop(), Ternary(rounding="nearest")])
+@pytest.mark.parametrize(
+  "codec",
+  [
+    OneBit(),
+    BlockTop(),
+    Ternary(rounding="nearest"),
+    QSGD(rotate=32, rounding="nearest"),
+  ],
+)
 def test_a_program_for_tpus_has_the_kernel_where_xla_does_not_partition_it(codec):
   mesh = modes.mesh(2)
   x = jax.ShapeDtypeStruct((2 * 32768,), jnp.float32)
@@ -126,6 +180,13 @@ def test_a_program_for_tpus_has_the_kernel_where_xla_does_not_partition_it(codec
   assert KERNEL in lowered(manual, P("data"))
   assert KERNEL in jax.jit(encode).trace(x).lower(lowering_platforms=("tpu",)).as_text()
   assert KERNEL not in lowered(encode, P("data"))  # JAX would refuse it
+
+
+def test_a_program_for_tpus_looks_codes_up_by_the_kernel():
+  codec = EightBit()
+  rows = jax.ShapeDtypeStruct((16, codec.row_words), jnp.uint32)
+  traced = jax.jit(codec.decode_rows).trace(rows)
+  assert KERNEL in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 @pytest.mark.parametrize("codec", [OneBit(bucket_size=8192), BlockTop(block_size=4096)])

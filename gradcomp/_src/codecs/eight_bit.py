@@ -48,10 +48,10 @@ def _cells(count: int, split: float) -> np.ndarray:
 
 
 @functools.cache
-def _table(dtype: DataType) -> np.ndarray:
-  """Returns the values of 128 magnitudes, ``float32[128]``; unused ones are zero."""
+def _table(dtype: DataType) -> tuple[float, ...]:
+  """Returns the values of 128 magnitudes, as ``float32``; unused ones are zero."""
   numbers = levels(dtype).astype(np.float32)
-  return np.pad(numbers, (0, 128 - numbers.size))
+  return tuple(np.pad(numbers, (0, 128 - numbers.size)).tolist())
 
 
 @functools.cache
@@ -199,8 +199,7 @@ class EightBit(quantizing.RoundsAtRandom):
     return self._encode(tiles, scale, codec_dither(self, context))
 
   def decode_rows(self, rows: Array) -> Array:
-    last = float(self.dtype == "dynamic_map")
-    return eight_bit.decode_rows(rows, _table(self.dtype), last, self._form)
+    return eight_bit.decode_rows(rows, form=self._form)
 
   def sum_rows(self, rows: Array) -> Array:
     # XLA materializes values looked up in a table wherever a sum has two users. Added
@@ -221,10 +220,13 @@ class EightBit(quantizing.RoundsAtRandom):
   def _form(self) -> eight_bit.Form:
     top = levels(self.dtype).size - 1
     nearest = self.rounding == "nearest"
+    has_one = self.dtype == "dynamic_map"
     return eight_bit.Form(
       bucket_size=quantizing.bucket_words(self.bucket_size),
       lines=_lines(self.dtype),
-      tops=(top + (self.dtype == "dynamic_map"), top),
+      table=_table(self.dtype),
+      last=float(has_one),
+      tops=(top + has_one, top),
       up=1.0 if nearest else 1 / levels(self.dtype)[-1],
     )
 

@@ -255,13 +255,11 @@ class BucketCodec(RoundsAtRandom, SharedScales):
     """Rotates tiles, ``float32[rows, tile_size]``, if ``rotate`` is a number."""
     if self.rotate is None:
       return tiles
-    return rotation.rotate(self._planes(tiles), self.rotate).reshape(tiles.shape)
+    return rotation.rotate(tiles, planes.planes_per_word(self.bits), self.rotate)
 
   def unrotated(self, tiles: Array) -> Array:
     if self.rotate is None:
       return tiles
-    return rotation.unrotate(self._planes(tiles), self.rotate).reshape(tiles.shape)
-
-  def _planes(self, tiles: Array) -> Array:
-    """Returns tiles as planes: ``float32[rows, P, B]``."""
-    return tiles.reshape(len(tiles), planes.planes_per_word(self.bits), self._words)
+    flat = tiles.reshape(len(tiles), self.tile_size)
+    found = rotation.unrotate(flat, planes.planes_per_word(self.bits), self.rotate)
+    return found.reshape(tiles.shape)

@@ -1,7 +1,6 @@
 """Conversion of leaves to the tiles that codecs encode, and back."""
 
 import functools
-import math
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,8 +10,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gradcomp._src.codecs.sums.records import ArrayLike, ArrayT, Context, Payload
+from gradcomp._src.kernels.common.planes import joined
 from gradcomp._src.kernels.common.threefry import key_words
-from gradcomp._src.kernels.gpu.dispatch import on_tpu
 from gradcomp._src.kernels.materialize import LARGE, materialized
 
 if TYPE_CHECKING:
@@ -48,32 +47,7 @@ def tile_shape(codec: "Codec") -> tuple[int, ...]:
 
 def from_tiles(tiles: Array, like: ArrayLike, codec: "Codec") -> Array:
   """Undoes :func:`to_tiles`: ``float32[rows, P, B]`` to the shape of ``like``."""
-  return codec.join(_joined(elements(tiles, codec)), like)
-
-
-_LANES = 128  # of a vector of a TPU
-
-
-def _by_lanes(tiles: Array) -> Array:
-  """Joins the planes of tiles, ``[rows, P, B]``, after they have been decoded."""
-  if tiles.ndim != 3 or tiles.shape[2] % _LANES:
-    return _flat_rows(tiles)  # shorter planes would be filled to whole vectors
-  if tiles.shape[1] > 2:
-    return _flat_rows(jax.lax.optimization_barrier(tiles))
-  # Behind a barrier, pairs of planes would take three times as long.
-  return jnp.concatenate([tiles[:, k] for k in range(tiles.shape[1])], axis=1)
-
-
-def _flat_rows(tiles: Array) -> Array:
-  return tiles.reshape(len(tiles), math.prod(tiles.shape[1:]))  # also of no rows
-
-
-@on_tpu(_by_lanes)
-def _joined(tiles: Array) -> Array:
-  """Returns tiles as rows of elements, ``[rows, tile_size]``."""
-  # XLA for TPUs would decode in the order of the leaf, and move each word and each
-  # scale there once for every one of its elements, in arrays as large as the leaf.
-  return _flat_rows(tiles)
+  return codec.join(codec.unrotated(joined(tiles)), like)
 
 
 def elements(tiles: Array, codec: "Codec") -> Array:

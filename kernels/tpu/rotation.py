@@ -1,0 +1,95 @@
+"""Rotates tiles by a Pallas kernel for TPUs, in one pass over them.
+
+XLA writes the array anew for each of the sums of two. Here a group lies in registers:
+element i of 128 groups is one part of a line.
+"""
+
+from typing import Any
+
+import numpy as np
+from jax import Array, lax
+
+from gradcomp._src.kernels.gpu.tiles import typed
+from gradcomp._src.kernels.tpu.lines import LANES
+
+_ROWS = 8  # of a register
+_ELEMENTS = 1 << 18  # of a block: a MiB
+_LARGEST_TILE = 1 << 15  # elements: so many are written out in the program
+
+
+def fits(rows: int, tile: int, group_line: int) -> bool:
+  """Returns whether the kernel takes tiles with lines of so many groups."""
+  return rows >= _ROWS and tile <= _LARGEST_TILE and group_line % LANES == 0
+
+
+def transform(
+  tiles: Array,
+  *,
+  size: int,
+  group_line: int,
+  signs: np.ndarray,
+  forward: bool,
+  interpret: Any = False,
+) -> Array:
+  """Returns rotated tiles, or tiles rotated back, to the bits of the reference.
+
+  Tiles are ``float32[rows, tile]``. Element i of ``group_line`` groups is a line of a
+  tile, and lines ``size * k`` to ``size * k + size`` are groups. ``signs`` has the sign
+  bit of each element: ``uint32[tile]``.
+  """
+  from jax.experimental import pallas as pl
+
+  rows, tile = tiles.shape
+  block = min(max(1, _ELEMENTS // tile // _ROWS), rows // _ROWS) * _ROWS
+  groups = range(0, tile, size * group_line)
+  firsts = [group + lane for group in groups for lane in range(0, group_line, LANES)]
+
+  def kernel(x_ref: Any, sign_ref: Any, out_ref: Any) -> None:
+    def of_rows(number: Any, carry: None) -> None:
+      row = pl.ds(pl.multiple_of(number * _ROWS, _ROWS), _ROWS)
+      for first in firsts:  # of 128 groups
+        starts = range(first, first + size * group_line, group_line)
+        lanes = [slice(start, start + LANES) for start in starts]
+        parts = [x_ref[row, lane] for lane in lanes]
+        signs = [sign_ref[:, lane] for lane in lanes]
+        if forward:
+          parts = [part * np.float32(1 / size) for part in parts]
+          parts = _butterfly(list(map(_signed, parts, signs)))
+        else:
+          parts = list(map(_signed, _butterfly(parts), signs))
+        for lane, part in zip(lanes, parts, strict=True):
+          out_ref[row, lane] = part
+      return carry
+
+    lax.fori_loop(0, block // _ROWS, of_rows, None)
+
+  at = lambda number: (number, 0)
+  return pl.pallas_call(
+    kernel,
+    grid=(-(-rows // block),),
+    in_specs=[
+      pl.BlockSpec((block, tile), at),
+      pl.BlockSpec((1, tile), lambda number: (0, 0)),
+    ],
+    out_specs=pl.BlockSpec((block, tile), at),
+    out_shape=typed(tiles, tiles.shape, np.float32),
+    interpret=interpret,
+    name="rotate" if forward else "unrotate",
+  )(tiles, signs.view(np.int32)[None])
+
+
+def _butterfly(parts: list[Array]) -> list[Array]:
+  """Adds and subtracts halves, then the halves of these, and so on."""
+  numbers = range(len(parts))
+  for k in reversed(range(len(parts).bit_length() - 1)):
+    other = [parts[i ^ 1 << k] for i in numbers]
+    parts = [
+      other[i] - parts[i] if i >> k & 1 else parts[i] + other[i] for i in numbers
+    ]
+  return parts
+
+
+def _signed(x: Array, sign: Array) -> Array:
+  """Changes the sign of an element where the bit is set."""
+  bits = lax.bitcast_convert_type(x, np.int32) ^ sign
+  return lax.bitcast_convert_type(bits, np.float32)
