@@ -6,11 +6,21 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
+from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import parallel
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
-from gradcomp.codecs import QSGD, Dense, FloatCast, Natural, OneBit, Ternary, TopK
+from gradcomp.codecs import (
+  QSGD,
+  BlockTop,
+  Dense,
+  FloatCast,
+  Natural,
+  OneBit,
+  RandomK,
+  Ternary,
+)
 from gradcomp.exchange import Hierarchical
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import assert_same_bits
@@ -154,7 +164,8 @@ EXCHANGES = {
   "groups": dict(codec=RANDOM, exchange=Hierarchical(group_size=2)),
   "natural": dict(codec=Natural(), exchange="two_shot"),
   "one bit": dict(codec=OneBit(bucket_size=64), exchange="two_shot"),
-  "sparse": dict(codec=TopK(density=0.1, selection="exact"), exchange="all_gather"),
+  "sparse": dict(codec=BlockTop(), exchange="all_gather"),
+  "some elements": dict(codec=RandomK(density=0.1), exchange="auto"),
 }
 FEW = ("all_gather", "shared scales")
 
@@ -268,3 +279,36 @@ def test_nothing_under_way_needs_the_layer_that_computes():
   assert sum(map(sends, loop.eqns)) == 2 and any(map(product, loop.eqns))
   assert not any(map(sends, behind(product)))
   assert not any(map(product, behind(sends)))
+
+
+@pytest.mark.parametrize("check_vma", [True, *slow(False)])
+def test_layers_that_are_sharded_over_another_axis(check_vma):
+  """Over two axes of workers, in groups, for layers that are cut over a third one."""
+  devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+  mesh = jax.sharding.Mesh(devices, ("host", "chip", "model"))
+  workers, every = ("host", "chip"), P(("host", "chip", "model"))
+  options = dict(axis_name=workers, codec=RANDOM, exchange="hierarchical")
+  layers, x = stack(3), whole(8 * ROWS, WIDTH, seed=5)
+  weights = whole(8, 3, WIDTH, seed=6)
+
+  def run(layers, x, weights):
+    zeros = parallel.scan_residual(layers, **options)
+    got, new = in_the_loop(layers, x, weights[0], zeros, options)
+    own = gradcomp.defer_reduction(layers, axis_name=workers)
+    loss = lambda own: loss_of(lambda x: lax.scan(body, x, own), x, weights[0])
+    want, leaves, owners = behind_it(jax.grad(loss)(own), zeros, options)
+    return (got, want), ((new.leaves, new.owners), (leaves, owners))
+
+  # Each half of the model has layers of its own.
+  stacked = jax.tree.map(lambda x: jnp.concatenate([x, 2 * x], 0), layers)
+  step = jax.shard_map(
+    run,
+    mesh=mesh,
+    in_specs=(P("model"), every, every),
+    out_specs=(P("model"), every),
+    check_vma=check_vma,
+  )
+  (got, want), (new, kept) = jax.jit(step)(stacked, x, weights)
+  assert_same_bits(got, want)
+  assert_same_bits(new, kept)
+  assert np.asarray(got["w"][:3] != got["w"][3:]).any()

@@ -63,8 +63,9 @@ def test_bad_arguments_are_named(case):
 
 def test_codecs_with_a_memory_are_refused():
   layers = jnp.ones((2, 256, 256))
-  with pytest.raises(ValueError, match=says("`codec`", "memory", "PowerSGD")):
-    residual_of(layers, codec=PowerSGD(rank=2))
+  for codec in (PowerSGD(rank=2), TopK()):
+    with pytest.raises(ValueError, match=says("`codec`", "memory", str(codec))):
+      residual_of(layers, codec=codec)
 
 
 def test_a_residual_of_another_exchange_is_refused():
