@@ -56,7 +56,7 @@ def cases(target: str, extent: Extent) -> dict[str, Case]:
       every = [Case(PLAIN), Case(ONE), *every, Case(EACH, "ring")]
     if target == SLICES:
       every += [Case(EACH, "hierarchical"), Case(EACH, "hierarchical", flag)]
-    if extent == "all" or target not in TWINS:
+    if extent == "all" or target in (*QUICK, SLICES):
       every += [Case(BEHIND), Case(INSIDE), *([] if gpu else [Case(INSIDE, flag=flag)])]
   return {case.name: case for case in every}
 

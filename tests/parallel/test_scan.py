@@ -69,7 +69,7 @@ def gradients(layers, x, weights):
 def first(layers, options):
   """A residual that is not zero, of numbers that sums do not round."""
   zeros = parallel.scan_residual(layers, **options)
-  own = lax.axis_index("data")
+  own = lax.axis_index(options["axis_name"])
   wave = lambda x: (jnp.arange(x.size) * (3 + own) % 17 - 8).reshape(x.shape) / 64
   return jax.tree.map(lambda x: x + wave(x).astype(jnp.float32), zeros)
 
@@ -292,11 +292,11 @@ def test_layers_that_are_sharded_over_another_axis(check_vma):
   weights = whole(8, 3, WIDTH, seed=6)
 
   def run(layers, x, weights):
-    zeros = parallel.scan_residual(layers, **options)
-    got, new = in_the_loop(layers, x, weights[0], zeros, options)
+    old = first(layers, options)
+    got, new = in_the_loop(layers, x, weights[0], old, options)
     own = gradcomp.defer_reduction(layers, axis_name=workers)
     loss = lambda own: loss_of(lambda x: lax.scan(body, x, own), x, weights[0])
-    want, leaves, owners = behind_it(jax.grad(loss)(own), zeros, options)
+    want, leaves, owners = behind_it(jax.grad(loss)(own), old, options)
     return (got, want), ((new.leaves, new.owners), (leaves, owners))
 
   # Each half of the model has layers of its own.

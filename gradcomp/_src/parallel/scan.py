@@ -16,7 +16,7 @@ from gradcomp._src.kernels.common.threefry import key_words
 from gradcomp._src.mesh.axes import AxisName, require_size
 from gradcomp._src.mesh.trees import is_trainable, trainable
 from gradcomp._src.mesh.types import mark_varying, varying_axes
-from gradcomp._src.parallel.scan_backward import Given, LayerScan
+from gradcomp._src.parallel.scan_backward import Given, LayerScan, Whole
 from gradcomp._src.parallel.scan_layer import Kept, LayerExchange, layer_exchange
 
 
@@ -109,14 +109,14 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   options = _options(axis_name, codec, exchange, keeps=residual is not None)
   _check_key(codec, key)
   carry, layers = jax.tree.map(jnp.asarray, (carry, layers))
-  length, layer = _first(layers, axis_name)
+  length, layer = first_layer("layers", layers, axis_name)
   plan = layer_exchange(options, trainable(layer))
   if residual is not None:
     _check_residual(residual, plan, length)
-  function, closed = _with_closed(body, carry, layer)
+  function, closed = with_closed(body, carry, layer)
   words = jnp.zeros(2, jnp.uint32) if key is None else key_words(key)
   given = Given(closed, layers, residual, words)
-  return LayerScan(function, policy, plan, length)(carry, given)
+  return LayerScan(function, policy, Whole(axis_name), plan, length)(carry, given)
 
 
 def scan_residual(
@@ -149,7 +149,7 @@ def scan_residual(
     (2, 3, 8, 64)
   """
   options = _options(axis_name, codec, exchange, keeps=True)
-  length, layer = _first(jax.tree.map(jnp.asarray, layers), axis_name)
+  length, layer = first_layer("layers", jax.tree.map(jnp.asarray, layers), axis_name)
   zeros = layer_exchange(options, trainable(layer)).first()
   return jax.tree.map(lambda x: jnp.broadcast_to(x, (length, *x.shape)), zeros)
 
@@ -187,18 +187,18 @@ def _check_key(codec: LeafCodec, key: jax.Array | None) -> None:
     )
 
 
-def _first(layers: Any, axis_name: AxisName) -> tuple[int, Any]:
+def first_layer(name: str, layers: Any, axis_name: AxisName) -> tuple[int, Any]:
   """Returns the number of layers, and one, typed as differing between workers."""
   leaves = jax.tree.leaves(layers)
   lengths = {x.shape[0] if x.ndim else 0 for x in leaves}
   if len(lengths) != 1 or not max(lengths):
     raise ValueError(
-      "`layers` must stack as many layers in each array, on the first axis, got "
+      f"`{name}` must stack as many layers in each array, on the first axis, got "
       f"{sorted(lengths)} of them; stack them by jnp.stack."
     )
   if not any(map(is_trainable, leaves)) or any(map(jnp.iscomplexobj, leaves)):
     raise TypeError(
-      "`layers` must have arrays of real floats, and none of complex ones, got "
+      f"`{name}` must have arrays of real floats, and none of complex ones, got "
       f"{sorted({str(x.dtype) for x in leaves})}."
     )
   layer = jax.tree.map(lambda x: x[0], layers)
@@ -232,7 +232,7 @@ def _check_residual(residual: Any, plan: LayerExchange, length: int) -> None:
       )
 
 
-def _with_closed(
+def with_closed(
   body: Callable[[Any, Any], Any], carry: Any, layer: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
   """Returns the body as a function also of the arrays that it closes over."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,30 @@ class Kept(NamedTuple):
 
   leaves: Leaves  # the residual of each leaf, float32, of at least one axis
   owners: OwnerResiduals
+
+
+class GradientExchange(Protocol):
+  """The exchange of one layer's gradient.
+
+  Attributes:
+    depth: the number of its stages.
+  """
+
+  @property
+  def depth(self) -> int: ...
+
+  def begin(
+    self, grads: Leaves, kept: Kept | None, key: jax.Array
+  ) -> tuple[Any, Leaves]:
+    """Encodes a gradient: its messages, and for each leaf what that lost, if kept."""
+
+  def advance(self, messages: Any, age: int) -> Any:
+    """Runs stage ``age``, from 0 on."""
+
+  def finish(
+    self, messages: Any, lost: Leaves, old: Kept | None
+  ) -> tuple[Leaves, Kept | None]:
+    """Returns the results, and what the worker keeps, behind the last stage."""
 
 
 class UnderWay(NamedTuple):
@@ -94,7 +118,6 @@ class LayerExchange:
   def begin(
     self, grads: Leaves, kept: Kept | None, key: jax.Array
   ) -> tuple[list[UnderWay], Leaves]:
-    """Encodes the gradient of a layer; returns what was lost of it, too, if kept."""
     count = jnp.zeros([], jnp.int32)
     state = CompressState(count, key, *(kept or (None, None)))
     step = self.options.step(self.plan, self.workers, state)
@@ -112,7 +135,6 @@ class LayerExchange:
     return [begun[i] for i in sorted(begun)], [lost[i] for i in sorted(lost)]
 
   def advance(self, messages: Sequence[UnderWay], age: int) -> list[UnderWay]:
-    """Runs a layer's stage ``age``, from 0 on."""
     return [x._replace(found=self._stage(x, age)) for x in messages]
 
   def _stage(self, message: UnderWay, age: int) -> Any:
@@ -127,7 +149,6 @@ class LayerExchange:
   def finish(
     self, messages: Sequence[UnderWay], lost: Leaves, old: Kept | None
   ) -> tuple[Leaves, Kept | None]:
-    """Decodes the means behind the last stage; returns what the worker keeps, too."""
     means: dict[int, jax.Array] = {}
     kept: dict[int, jax.Array] = {}
     owners: OwnerResiduals = {}
