@@ -1,7 +1,8 @@
 """Cases: what computes beside the collectives of a step, by target, exchange and flag.
 
 The net has four dense layers of 2048 in bfloat16, unrolled, and each worker a batch of
-2048. Its gradient is exchanged in 4 bits, in one message or in one a layer.
+2048. Its gradient is exchanged in 4 bits, in one message or in one a layer. Or the net
+has eight such layers in a loop, with the exchange behind it or inside.
 """
 
 from typing import Any, NamedTuple
@@ -13,10 +14,11 @@ import gradcomp
 from benchmarks.compilers import reading
 from benchmarks.compilers.targets import TARGETS, Extent
 
-LAYERS, WIDTH, BATCH = 4, 2048, 2048
+LAYERS, SCANNED, WIDTH, BATCH = 4, 8, 2048, 2048
 ASYNC = "xla_tpu_enable_async_all_to_all"
 APART = "xla_gpu_all_gather_combine_threshold_bytes"
 PLAIN, ONE, EACH = "plain mean", "one message", "a message a layer"
+BEHIND, INSIDE = "behind a loop of layers", "inside of a loop of layers"
 SLICES = "2 slices of v5e"
 QUICK = ("v5e", "H100")
 TWINS = ("v6e", "H200", "B200")  # their compilers do as those of others
@@ -26,7 +28,8 @@ class Case(NamedTuple):
   """An exchange to compile.
 
   Attributes:
-    messages: of the exchange, or ``PLAIN`` for JAX's own mean of each layer.
+    messages: of the exchange, or ``PLAIN`` for JAX's own mean of each layer, or where
+      it is in a net whose layers are in a loop.
     exchange: an exchange by name.
     flag: of the compiler.
   """
@@ -53,6 +56,8 @@ def cases(target: str, extent: Extent) -> dict[str, Case]:
       every = [Case(PLAIN), Case(ONE), *every, Case(EACH, "ring")]
     if target == SLICES:
       every += [Case(EACH, "hierarchical"), Case(EACH, "hierarchical", flag)]
+    if extent == "all" or target in (*QUICK, SLICES):
+      every += [Case(BEHIND), Case(INSIDE), *([] if gpu else [Case(INSIDE, flag=flag)])]
   return {case.name: case for case in every}
 
 
@@ -86,6 +91,8 @@ def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
 
 def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
   """Returns the jitted step, and structs of its arguments."""
+  if case.messages in (BEHIND, INSIDE):
+    return _scanned(target, case)
   axes = {"slice": 2, "chip": 4} if case.exchange == "hierarchical" else {"data": 8}
   mesh, names = TARGETS[target].mesh(axes), tuple(axes)
   optimizer = gradcomp.qsgd(
@@ -122,3 +129,39 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
     step, mesh=mesh, in_specs=(whole, whole, jax.P(names)), out_specs=(whole, whole)
   )
   return jax.jit(mapped), (*reading.replicated(mesh, (layers, state)), batch)
+
+
+def _scanned(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
+  """Returns a step of layers in a loop, each computed again in the backward pass."""
+  mesh, data = TARGETS[target].mesh(), jax.P("data")
+  key = jax.random.key(0, impl="threefry2x32")
+  codec = gradcomp.codecs.QSGD(bits=4)
+  way: dict[str, Any] = {"axis_name": "data", "exchange": case.exchange}
+  behind = gradcomp.compress(codec, feedback=None, message_bytes=None, **way)
+  shape = jax.ShapeDtypeStruct((SCANNED, WIDTH, WIDTH), jnp.bfloat16)
+  batch = jax.ShapeDtypeStruct(
+    (8 * BATCH, WIDTH), jnp.bfloat16, sharding=jax.NamedSharding(mesh, data)
+  )
+
+  def body(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.tanh(x @ layer), None
+
+  def loss(layers: jax.Array, x: jax.Array) -> jax.Array:
+    if case.messages == INSIDE:
+      x, _ = gradcomp.parallel.scan(body, x, layers, codec=codec, key=key, **way)
+    else:
+      again = jax.checkpoint(body, prevent_cse=False)
+      x, _ = jax.lax.scan(again, x, layers)
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+  def step(layers: jax.Array, x: jax.Array) -> jax.Array:
+    if case.messages == INSIDE:
+      mean = jax.grad(loss)(layers, x)
+    else:
+      own = jax.lax.pcast(layers, "data", to="varying")
+      mean, _ = behind.update(jax.grad(loss)(own, x), behind.init(layers))
+    return layers - (0.1 * mean).astype(layers.dtype)
+
+  specs = {"in_specs": (jax.P(), data), "out_specs": jax.P()}
+  mapped = jax.shard_map(step, mesh=mesh, **specs)
+  return jax.jit(mapped), (*reading.replicated(mesh, (shape,)), batch)

@@ -15,8 +15,9 @@ _PAGE = """\
 `make aot`. Nothing ran: this is the order of scheduled programs. {versions}.
 
 Four dense layers of 2048 in bfloat16, unrolled, eight devices with a batch of 2048
-each, QSGD with 4 bits in one message, or in one for each layer. A name behind them is
-an exchange, or a flag of the compiler. A collective is *over* the matrix products
+each, QSGD with 4 bits in one message, or in one for each layer. Or eight such layers
+in a loop, with the exchange behind it, or inside by `parallel.scan`. A name behind them
+is an exchange, or a flag of the compiler. A collective is *over* the matrix products
 between its start and its end, or over other *work* of more bytes than it sends; with
 less it is *bare*, and *synchronous* ones have nothing. The last column is the share of
 the bytes sent that is bare or synchronous.

@@ -51,6 +51,21 @@ def test_in_a_slice_all_to_alls_need_the_flag(target):
   assert TPU_FLAG.split()[-1] in ROWS[target, EACH]["hints"][0]
 
 
+@pytest.mark.parametrize(
+  "target, flag", [("v5e", True), ("H100", False), (SLICES, False)]
+)
+def test_messages_in_a_loop_of_layers_are_sent_beside_products(target, flag):
+  """Those of both stages: what is exposed is of the layers at both ends."""
+  inside, behind = "inside of a loop of layers", "behind a loop of layers"
+  row = ROWS[target, inside + ", xla_tpu_enable_async_all_to_all" * flag]
+  loop = [x for x in row["overlaps"] if x["times"] == 6]
+  # On slices the gathers inside of a slice come behind those between them.
+  sent = [x for x in loop if not (target == SLICES and x["synchronous"])]
+  assert {x["kind"] for x in sent} == {"all-to-all", "all-gather"}
+  assert all(x["products"] > 0 for x in sent)
+  assert row["exposed_share"] <= 0.5 < ROWS[target, behind]["exposed_share"] == 1
+
+
 def test_a_cell_counts_what_is_alike():
   """In a row; and says how often each runs."""
   one = {"kind": "all-to-all", "times": 1, "synchronous": False, "exposed": False}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +141,20 @@ class Exchange(Protocol):
       sizes: the sizes of the axes.
       plain: whether all leaves are added as they are.
     """
+
+
+# ``(own, workers, found)``, where ``found`` is what the stage before it returned.
+StageRun = Callable[[Outgoing, Workers, Any], Any]
+
+
+def stages_of(exchange: Exchange) -> tuple[StageRun, ...]:
+  """Returns the parts of ``run``, one after the other; the last returns its result.
+
+  An exchange may have them as ``stages``, so that computations lie between them. Else
+  its only stage is ``run``.
+  """
+  whole = (lambda own, workers, _: exchange.run(own, workers),)
+  return getattr(exchange, "stages", whole)
 
 
 class WithoutOwners:

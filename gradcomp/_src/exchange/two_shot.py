@@ -2,16 +2,17 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import ClassVar
 
 from gradcomp._src.bibliography import GRUBIC_2018, Citation
 from gradcomp._src.checks import flag
-from gradcomp._src.codecs.sums.sum import RowDecoder, Way
+from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
 from gradcomp._src.exchange import shares
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.in_turn import in_turn
-from gradcomp._src.exchange.protocol import Outgoing, Received, Work
+from gradcomp._src.exchange.protocol import Outgoing, Received, StageRun, Work
 from gradcomp._src.mesh.axes import AxisName
 
 
@@ -68,9 +69,21 @@ class TwoShot:
   def check_axes(self, axis_name: AxisName | None) -> None:
     """Accepts any axes."""
 
+  @property
+  def stages(self) -> tuple[StageRun, ...]:
+    """To add the rows that a worker owns, and to send the sums to all."""
+    return self._reduce, self._broadcast
+
   def run(self, own: Outgoing, workers: Workers) -> Received:
+    return self._broadcast(own, workers, self._reduce(own, workers, None))
+
+  def _reduce(self, own: Outgoing, workers: Workers, _: None) -> list[Sent]:
     scales = [workers.scale] * len(own.parts)
-    sent = shares.finish_shares(own, shares.scatter_rows(own, workers), scales, workers)
+    return shares.finish_shares(own, shares.scatter_rows(own, workers), scales, workers)
+
+  def _broadcast(
+    self, own: Outgoing, workers: Workers, sent: Sequence[Sent]
+  ) -> Received:
     rows = in_turn([x.rows for x in sent], own.before)
     gathered = shares.gather_rows(own.layout, rows, workers)
     lost = [shares.owned_loss(x, workers) for x in sent]
@@ -86,6 +99,11 @@ class ReduceScatter(TwoShot):
   """The first half of :class:`TwoShot`, for ZeRO: means stay with their owners."""
 
   feedback: bool = False
+
+  @property
+  def stages(self) -> tuple[StageRun, ...]:
+    """To add the rows that a worker owns."""
+    return (lambda own, workers, _: self.run(own, workers),)
 
   def run(self, own: Outgoing, workers: Workers) -> Received:
     owned = shares.scatter_rows(own, workers)

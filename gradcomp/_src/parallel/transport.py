@@ -82,8 +82,8 @@ def _encode(
   return payload_of(codec, x.astype(jnp.float32), Context(own, shared))
 
 
-def _arrived(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:
-  """Decodes parts, ``[K, ...]``, among them this worker's own, ``own``."""
+def arrived(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:
+  """Decodes parts, ``[K, ...]``, among them this worker's own, of ``own``."""
   arrays = from_lines(lines, own.shape[1:], wire.codec)
   if wire.own == "coded":
     return arrays
@@ -95,9 +95,16 @@ def gather_encoded(
   x: jax.Array, wire: Wire, key: Key, name: str | None = None
 ) -> jax.Array:
   """Sends an array to all workers; returns all of them, ``float32[N, *x.shape]``."""
+  return arrived(gather_lines(x, wire, key, name), wire, x[None])
+
+
+def gather_lines(
+  x: jax.Array, wire: Wire, key: Key, name: str | None = None
+) -> jax.Array:
+  """Sends an array to all workers; returns all of them still encoded, ``[N, M]``."""
   line = to_lines(x[None], wire, key)[0]
   name = as_floats(x.size, wire.axis_name) if name is None else name
-  return _arrived(gather(line, wire.axis_name, name), wire, x[None])
+  return gather(line, wire.axis_name, name)
 
 
 def exchange_encoded(
@@ -109,7 +116,7 @@ def exchange_encoded(
   """
   lines = to_lines(parts, wire, key)
   received = scatter(lines, wire.axis_name, None if stage else parts.size)
-  return _arrived(received, wire, parts)
+  return arrived(received, wire, parts)
 
 
 def reduce_encoded(
@@ -123,8 +130,7 @@ def reduce_encoded(
 def loss_of(parts: jax.Array, wire: Wire, key: Key) -> jax.Array:
   """Returns the rounding errors of sent parts, ``[K, ...]``; K is 1 for a gather."""
   # Encoded as for sending: XLA sees that, and encodes once.
-  arrived = _arrived(to_lines(parts, wire, key), wire, parts)
-  return parts - arrived
+  return parts - arrived(to_lines(parts, wire, key), wire, parts)
 
 
 def narrowed_parts(
