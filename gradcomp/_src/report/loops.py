@@ -12,7 +12,7 @@ def trip_count(loop: Instruction, around: _Body, module: Module) -> int | None:
   """Returns the number of trips of a ``while``; None if the text does not have it.
 
   XLA:TPU leaves out ``known_trip_count``. Then the condition must be ``i < n``, of a
-  counter that grows by 1 in each trip from a constant, to another one.
+  counter that grows from a constant, by constants, to another one.
   """
   known = r'"known_trip_count":\{"n":"(\d+)"\}'
   if match := re.search(known, loop.backend_config):
@@ -37,14 +37,28 @@ def trip_count(loop: Instruction, around: _Body, module: Module) -> int | None:
   place, end = _place(inner, counter), kept(bound)
   if place is None or end is None:
     return None
-  grown, start = _origin(body, _element(result, place)), _element(first, place)
-  by_one = grown is not None and grown.opcode == "add" and len(grown.operands) == 2
-  if grown is None or not by_one:
+  step = _step(body, _element(result, place), place)
+  begin = _constant(around, _element(first, place))
+  if step is None or step <= 0 or begin is None:
     return None
-  own = {_place(body, x) for x in grown.operands} == {place, None}
-  steps = {_constant(body, x) for x in grown.operands} == {1, None}
-  begin = _constant(around, start)
-  return max(0, end - begin) if own and steps and begin is not None else None
+  return max(0, -((begin - end) // step))  # rounded up
+
+
+def _step(body: _Body, name: str | None, place: int) -> int | None:
+  """Returns the sum of the constants that are added to an element of the loop."""
+  step = 0
+  while _place(body, name) != place:
+    added = _origin(body, name)
+    if added is None or added.opcode != "add":
+      return None
+    one, two = added.operands
+    number, name = _constant(body, one), two
+    if number is None:
+      number, name = _constant(body, two), one
+    if number is None:
+      return None
+    step += number
+  return step
 
 
 def _root(body: _Body) -> Instruction | None:

@@ -160,8 +160,8 @@ def wire_report(
   of its result are a reduce-scatter, and the parts of an asynchronous collective in
   several fusions count as one.
 
-  A loop multiplies by its trip count, from the text or from a condition that counts by
-  1 to a constant. Else it counts once, which is a lower bound. Every branch of a
+  A loop multiplies by its trip count, from the text or from a condition that counts up
+  to a constant. Else it counts once, which is a lower bound. Every branch of a
   conditional counts, which is an upper bound. Transfers to or from the host, and
   kernels of Pallas for TPUs that communicate, are listed as ``unseen``. Other custom
   calls are taken to send nothing.
