@@ -176,7 +176,7 @@ def _top_k(density: float) -> Case:
     TopK(density=density, selection="threshold"),
     lambda codec, x: (codec.encode(x).rows,),
     lambda codec, x: (),
-    timed=True,
+    timed=density == 0.01,  # the kernel reads the threshold, and is one for all
     tile=1 << 16,
     rounds=4,
     decode=lambda rows: rows,

@@ -13,7 +13,7 @@ from gradcomp._src.exchange import message_size, one_stage, plan, ring, two_shot
 from gradcomp._src.exchange.message_size import automatic_bytes, cut
 from gradcomp._src.exchange.plan import PlanOptions
 from gradcomp._src.mesh.platforms import platform
-from gradcomp.codecs import QSGD
+from gradcomp.codecs import QSGD, Dense
 from gradcomp.exchange import Local, TwoShot
 from tests.plugins.slow_cases import slow
 from tests.support import modes
@@ -199,16 +199,18 @@ def test_the_program_sends_what_is_explained(cut_small):
   assert gradcomp.wire_report(traced(tx, like).lower()).bytes_sent == found.bytes_sent
 
 
-@pytest.mark.parametrize("exchange", ["two_shot", *slow("all_gather", "ring")])
-def test_a_gpu_gathers_one_message_after_the_other(exchange, cut_small, monkeypatch):
-  """So that XLA:GPU cannot join the all-gathers; elsewhere none waits for another."""
+@pytest.mark.parametrize("exchange", ["two_shot", "psum", *slow("all_gather", "ring")])
+def test_a_gpu_ends_one_message_after_the_other(exchange, cut_small, monkeypatch):
+  """So that XLA:GPU cannot join the last stages; elsewhere none waits for another."""
   like = [jax.ShapeDtypeStruct((2560,), jnp.float32)] * 3
+  plain = exchange == "psum"
 
   def barriers(platform):
     codec = QSGD(bits=4, bucket_size=32, implementation="xla")  # kernels have barriers
+    codec = Dense(dtype=jnp.float32) if plain else codec
     tx = gradcomp.compress(codec, exchange=exchange, min_leaf_size=0, axis_name="data")
     text = traced(tx, like).lower(lowering_platforms=(platform,)).as_text()
-    assert text.count("stablehlo.all_gather") == 3
+    assert text.count(f"stablehlo.{'all_reduce' if plain else 'all_gather'}") == 3
     return text.count("stablehlo.optimization_barrier")
 
   platforms = "cuda", "tpu", "cpu"

@@ -13,15 +13,16 @@ def in_turn(
   arrays: Sequence[jax.Array], before: Sequence[jax.Array]
 ) -> list[jax.Array]:
   """Returns arrays that a GPU sends when ``before`` has come, unchanged."""
-  # XLA:GPU joins all-gathers of less than 30 MiB together to one, which waits for the
-  # last message; then first stages do not overlap either. It cannot join two of which
-  # one needs the other. They run one after the other in any case, on one stream.
-  # Elsewhere nothing is joined, and between TPU slices several are on their way.
+  # XLA:GPU joins all-gathers of less than 30 MiB together to one, and all-reduces too,
+  # which waits for the last message; then first stages do not overlap either. It cannot
+  # join two of which one needs the other. They run one after the other in any case, on
+  # one stream. Elsewhere nothing is joined, and between TPU slices several are on their
+  # way.
   # What comes of a barrier varies over all axes of what goes in: so messages of other
-  # axes do not wait for each other.
+  # axes do not wait for each other, nor does one whose leaves differ in them.
   known = [varying_axes(x) for x in arrays]
   before = [x for x in before if all(varying_axes(x) <= own for own in known)]
-  if not before:
+  if not before or any(own != known[0] for own in known):
     return list(arrays)
 
   def tied(arrays: list[jax.Array], before: list[jax.Array]) -> list[jax.Array]:

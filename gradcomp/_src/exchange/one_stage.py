@@ -94,10 +94,11 @@ class AllReduce(WithoutOwners):
     layout = own.layout
     if layout.plain:
       reduce = psum if workers.scale == 1 else pmean
+      leaves = in_turn(own.parts, own.before)
       if layout.replaced is None:
-        return Received(reduce(own.parts, workers.axis_name))
+        return Received(reduce(leaves, workers.axis_name))
       name = final_stage(layout.completed, workers)
-      return Received(named(reduce, own.parts, workers.axis_name, name))
+      return Received(named(reduce, leaves, workers.axis_name, name))
     pairs = zip(layout.sums, own.parts, strict=True)
     terms = [total.terms(rows, workers.size) for total, rows in pairs]
     name = final_stage(layout.completed, workers)
