@@ -16,7 +16,7 @@ from gradcomp._src.kernels.common.planes import floats, planes_per_word, unpack_
 from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.gpu.tiles import Operand
 from gradcomp._src.kernels.quantize import pallas, reference
-from gradcomp._src.kernels.tpu import lookup
+from gradcomp._src.kernels.tpu import codes as tpu
 
 _SIGN = 1 << 7
 _LARGEST = np.finfo(np.float32).max
@@ -60,8 +60,8 @@ class Form(reference.ScaledForm):
     return jnp.where(negative, magnitude | jnp.uint32(_SIGN), magnitude)
 
 
-def _value(codes: Array, level: Array, scale: Array, form: Form) -> Array:
-  """Returns the values of codes, ``int32``, from the levels of their magnitudes."""
+def _value(codes: Array, scale: Array, level: Array, form: Form) -> Array:
+  """Returns the values of codes, ``int32``, with the levels of their magnitudes."""
   level = jnp.where(codes == _SIGN, np.float32(form.last), level)
   sign = jnp.where(codes > _SIGN, jnp.uint32(1 << 31), jnp.uint32(0))
   return fixed_point.signed(level * scale, sign)
@@ -70,11 +70,11 @@ def _value(codes: Array, level: Array, scale: Array, form: Form) -> Array:
 def decode_by_lookup(rows: Array, *, form: Form, interpret: Any = False) -> Array:
   """Decodes as :func:`decode_rows` does, by a kernel for TPUs."""
   flat = rows.reshape(-1, rows.shape[-1])
-  if not lookup.fits(len(flat), form.bucket_size):
+  if not tpu.fits(len(flat), form.bits, form.bucket_size):
     return reference_decode_rows(rows, form=form)
   table = np.array(form.table, np.float32)
   value = functools.partial(_value, form=form)
-  found = lookup.decode(value, flat, table, form.bucket_size, interpret)
+  found = tpu.decode(value, flat, form.bits, form.bucket_size, table, interpret)
   return found.reshape(*rows.shape[:-1], *found.shape[1:])
 
 
@@ -82,7 +82,8 @@ def reference_decode_rows(rows: Array, *, form: Form) -> Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 4, B]``."""
   codes = unpack_planes(rows[..., : form.bucket_size], 8).astype(jnp.int32)
   level = jnp.asarray(form.table, jnp.float32)[codes & (_SIGN - 1)]
-  return _value(codes, level, floats(rows[..., form.bucket_size :])[..., None], form)
+  scale = floats(rows[..., form.bucket_size :])[..., None]
+  return _value(codes, scale, level, form)
 
 
 decode_rows = dispatch.on_tpu(decode_by_lookup, mosaic=True)(reference_decode_rows)

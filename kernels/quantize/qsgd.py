@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from gradcomp._src.kernels.common.planes import unpack_planes
 from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.gpu.tiles import Operand
 from gradcomp._src.kernels.quantize import pallas, reference
+from gradcomp._src.kernels.tpu import codes as tpu
 
 Levels = Literal["sign_magnitude", "uniform"]
 
@@ -69,6 +70,20 @@ class Form(reference.ScaledForm):
     step = scale * np.float32(1 / s)
     length = jnp.where(magnitude == s, scale, magnitude.astype(jnp.float32) * step)
     return fixed_point.signed(length, sign)
+
+
+def decode_by_kernel(rows: Array, *, form: Form, interpret: Any = False) -> Array:
+  """Decodes as :func:`reference.decode_rows` does, by a kernel for TPUs."""
+  flat = rows.reshape(-1, rows.shape[-1])
+  if not form.inline or not tpu.fits(len(flat), form.bits, form.bucket_size):
+    return reference.decode_rows(rows, form)
+  value = lambda codes, scale: form.value(codes.astype(jnp.uint32), scale)
+  found = tpu.decode(value, flat, form.bits, form.bucket_size, interpret=interpret)
+  return found.reshape(*rows.shape[:-1], *found.shape[1:])
+
+
+# For one payload: those of several workers XLA decodes and adds in one pass.
+decode_one = dispatch.on_tpu(decode_by_kernel, mosaic=True)(reference.decode_rows)
 
 
 def signed_codes(rows: Array, form: Form) -> Array:

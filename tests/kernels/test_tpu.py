@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from gradcomp._src.kernels import block_top, one_bit
 from gradcomp._src.kernels.common import deviation, rotation, scales, selection
 from gradcomp._src.kernels.gpu import dispatch, self_check
-from gradcomp._src.kernels.quantize import eight_bit
+from gradcomp._src.kernels.quantize import eight_bit, qsgd, reference
 from gradcomp._src.kernels.tpu import lines, sums
-from gradcomp.codecs import QSGD, BlockTop, EightBit, OneBit, Ternary
+from gradcomp.codecs import QSGD, BlockTop, EightBit, OneBit, Payload, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
@@ -117,6 +117,16 @@ def test_rotations_have_the_bits_of_the_reference(size, planes, bucket, rows):
     assert_same_bits(jax.jit(kernel)(tiles), jax.jit(reference)(tiles))
 
 
+def payloads(codec, rows):
+  """Two payloads of all codes, with scales of any size, of zero and not finite."""
+  form, rng = codec._form, np.random.default_rng(rows)
+  words = rng.integers(0, 1 << 32, (2, rows, form.bucket_size), np.uint32)
+  count = codec.row_words - form.bucket_size
+  numbers = rng.uniform(1e-3, 1e3, (2, rows, count)).astype(np.float32)
+  numbers[0, :3] = np.array([0.0, np.nan, np.inf], np.float32)[:, None]
+  return np.concatenate([words, numbers.view(np.uint32)], axis=2)
+
+
 @pytest.mark.parametrize(
   "codec, rows",
   [
@@ -126,16 +136,28 @@ def test_rotations_have_the_bits_of_the_reference(size, planes, bucket, rows):
   ],
 )
 def test_codes_looked_up_have_the_bits_of_the_reference(codec, rows):
-  """All codes; a scale a row or a bucket, and a block that ends early."""
-  form, rng = codec._form, np.random.default_rng(rows)
-  words = rng.integers(0, 1 << 32, (2, rows, form.bucket_size), np.uint32)
-  count = codec.row_words - form.bucket_size
-  numbers = rng.uniform(1e-3, 1e3, (2, rows, count)).astype(np.float32)
-  numbers[0, :3] = np.array([0.0, np.nan, np.inf], np.float32)[:, None]
-  given = np.concatenate([words, numbers.view(np.uint32)], axis=2)
+  """A scale a row or a bucket, a block that ends early, and what no kernel takes."""
+  given, form = payloads(codec, rows), codec._form
   kernel = functools.partial(eight_bit.decode_by_lookup, form=form, interpret=True)
   reference = functools.partial(eight_bit.reference_decode_rows, form=form)
   assert_same_bits(jax.jit(kernel)(given), jax.jit(reference)(given))
+
+
+@pytest.mark.parametrize(
+  "codec, rows",
+  [
+    (QSGD(bits=4, bucket_size=128), 9),
+    *slow((QSGD(bits=7), 8), (QSGD(bits=8, bucket_size=None), 21)),
+    *slow((QSGD(bits=2, bucket_size=128, levels="uniform"), 8)),
+    *slow((QSGD(bits=1, bucket_size=256, levels="uniform"), 9), (QSGD(bits=16), 8)),
+  ],
+)
+def test_levels_have_the_bits_of_the_reference(codec, rows):
+  """Words of 32 codes to three, the last with bits that are not used."""
+  given, form = payloads(codec, rows), codec._form
+  kernel = functools.partial(qsgd.decode_by_kernel, form=form, interpret=True)
+  decode = functools.partial(reference.decode_rows, form=form)
+  assert_same_bits(jax.jit(kernel)(given), jax.jit(decode)(given))
 
 
 @pytest.mark.parametrize("bucket", [512, *slow(128, 1024, 384, 96)])
@@ -182,11 +204,13 @@ def test_a_program_for_tpus_has_the_kernel_where_xla_does_not_partition_it(codec
   assert KERNEL not in lowered(encode, P("data"))  # JAX would refuse it
 
 
-def test_a_program_for_tpus_looks_codes_up_by_the_kernel():
-  codec = EightBit()
+@pytest.mark.parametrize("codec", [EightBit(), QSGD()])
+def test_a_program_for_tpus_decodes_one_payload_by_the_kernel(codec):
   rows = jax.ShapeDtypeStruct((16, codec.row_words), jnp.uint32)
-  traced = jax.jit(codec.decode_rows).trace(rows)
-  assert KERNEL in traced.lower(lowering_platforms=("tpu",)).as_text()
+  decode = lambda rows: codec.payload_tiles(Payload(rows))
+  for function in (decode, lambda rows: codec.sums.mean(rows[None], 1.0)):
+    traced = jax.jit(function).trace(rows)
+    assert KERNEL in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 @pytest.mark.parametrize("codec", [OneBit(bucket_size=8192), BlockTop(block_size=4096)])

@@ -8,7 +8,7 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.bibliography import ALISTARH_2017, GRUBIC_2018, ZHANG_2017, Citation
 from gradcomp._src.codecs import quantizing
-from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
+from gradcomp._src.codecs.sums.records import Context, Encoded, Payload, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
 from gradcomp._src.kernels.common import fitted_levels, planes
 from gradcomp._src.kernels.gpu.dispatch import Implementation
@@ -224,6 +224,19 @@ class QSGD(quantizing.BucketCodec):
     if self.fits:
       return fitted_levels.decode_rows(rows, bits=self.bits, bucket_size=self._words)
     return reference.decode_rows(rows, self._form)
+
+  def payload_tiles(self, payload: Payload) -> Array:
+    shared = payload.agreed is not None
+    return super().payload_tiles(payload) if shared else self._decode_one(payload.rows)
+
+  def sum_rows(self, rows: Array) -> Array:
+    return super().sum_rows(rows) if len(rows) > 1 else self._decode_one(rows[0])
+
+  def _decode_one(self, rows: Array) -> Array:
+    """Decodes a payload that nothing is added to."""
+    if self.fits:
+      return self.decode_rows(rows)
+    return qsgd.decode_one(rows, form=self._form)
 
   def codes(self, rows: Array) -> Array:
     return qsgd.signed_codes(rows, self._form)

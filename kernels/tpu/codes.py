@@ -1,0 +1,85 @@
+"""Decodes words of several codes in one pass, by a Pallas kernel for TPUs.
+
+XLA takes a pass to cut the words out of the rows, and writes few planes in parts of
+registers. Codes may stand for numbers of a table of 128: it is a row of a register, out
+of which one operation picks a number for each lane. XLA's gather would write all
+indices to memory, and read them one after the other.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from gradcomp._src.kernels.common.planes import planes_per_word
+from gradcomp._src.kernels.gpu.tiles import typed
+from gradcomp._src.kernels.tpu.lines import LANES
+
+_ROWS = 8  # of a register
+_ELEMENTS = 1 << 18  # of a block: a MiB
+_LARGEST_TILE = 1 << 15  # elements: so many are written out in the program
+
+# Of codes, `int32`, their scales, and, with a table, the numbers of the lowest 7 bits.
+Value = Callable[..., Array]
+
+
+def fits(rows: int, bits: int, bucket_size: int) -> bool:
+  """Returns whether the kernel decodes so many rows of such buckets."""
+  planes = planes_per_word(bits)
+  fine = planes * bucket_size <= _LARGEST_TILE and not bucket_size % LANES
+  return rows >= _ROWS and planes > 2 and fine  # pairs of planes XLA joins as well
+
+
+def decode(
+  value: Value,
+  rows: Array,
+  bits: int,
+  bucket_size: int,
+  table: np.ndarray | None = None,
+  interpret: Any = False,
+) -> Array:
+  """Decodes ``uint32[rows, B + scales]`` to ``float32[rows, P, B]``."""
+  from jax.experimental import pallas as pl
+
+  count, words = rows.shape
+  columns = words - bucket_size  # a scale a row, or a bucket
+  planes = planes_per_word(bits)
+  some = max(1, _ELEMENTS // (planes * bucket_size) // _ROWS)
+  block = min(some, count // _ROWS) * _ROWS
+
+  def kernel(row_ref: Any, *refs: Any) -> None:
+    *tables, out_ref = refs
+    levels = [jnp.broadcast_to(ref[...], (_ROWS, LANES)) for ref in tables]
+
+    def of_rows(number: Any, carry: None) -> None:
+      row = pl.ds(pl.multiple_of(number * _ROWS, _ROWS), _ROWS)
+      scales = lax.bitcast_convert_type(row_ref[row, bucket_size:], np.float32)
+      for start in range(0, bucket_size, LANES):
+        lanes = slice(start, start + LANES)
+        word = lax.bitcast_convert_type(row_ref[row, lanes], np.int32)
+        for k in range(planes):
+          code = lax.shift_right_logical(word, np.int32(k * bits)) & (2**bits - 1)
+          own = k % columns
+          given = [code, scales[:, own : own + 1]]
+          for level in levels:
+            given.append(jnp.take_along_axis(level, code & (LANES - 1), axis=1))
+          out_ref[row, k, lanes] = value(*given)
+      return carry
+
+    lax.fori_loop(0, block // _ROWS, of_rows, None)
+
+  tables = [] if table is None else [jnp.asarray(table)[None]]
+  return pl.pallas_call(
+    kernel,
+    grid=(-(-count // block),),
+    in_specs=[
+      pl.BlockSpec((block, words), lambda number: (number, 0)),
+      *[pl.BlockSpec((1, LANES), lambda number: (0, 0))] * len(tables),
+    ],
+    out_specs=pl.BlockSpec((block, planes, bucket_size), lambda number: (number, 0, 0)),
+    out_shape=typed(rows, (count, planes, bucket_size), np.float32),
+    interpret=interpret,
+    name="decode",
+  )(rows, *tables)
