@@ -113,6 +113,7 @@ def _norms_of_planes(x: Array, *, planes: int, bucket_size: int, norm: Norm) -> 
   whole, rest = divmod(bucket_size, _VECTOR)
   by_vectors = norm == "l2" and not rest and not whole & (whole - 1)
   for segment in tile_segments(x, planes, bucket_size):
+    each: Array | list[Array]
     if by_vectors:
       each = _lengths_of_planes(segment.planes)
     else:

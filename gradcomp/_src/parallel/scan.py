@@ -207,14 +207,15 @@ def first_layer(name: str, layers: Any, axis_name: AxisName) -> tuple[int, Any]:
 
 def _check_residual(residual: Any, plan: LayerExchange, length: int) -> None:
   """Raises ValueError for a residual that cannot get the new one as its cotangent."""
-  want = jax.eval_shape(plan.first)
+  want: Any = jax.eval_shape(plan.first)
+  structure: Any = jax.tree.structure
   shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
   stacked = [(length, *shape) for shape in shapes(want)]
   cure = (
     "start with gradcomp.parallel.scan_residual(layers, ...) of the same options, "
     "inside the map."
   )
-  same = jax.tree.structure(residual) == jax.tree.structure(want)
+  same = structure(residual) == structure(want)
   if not isinstance(residual, Kept) or not same or shapes(residual) != stacked:
     raise ValueError(
       f"`residual` must have arrays of the shapes {stacked} here, got "
