@@ -26,7 +26,7 @@ Value = Callable[..., Array]
 
 
 def fits(rows: int, bits: int, bucket_size: int) -> bool:
-  """Returns whether the kernel decodes so many rows of such buckets."""
+  """Returns whether the kernel decodes this number of rows, in these buckets."""
   planes = planes_per_word(bits)
   fine = planes * bucket_size <= _LARGEST_TILE and not bucket_size % LANES
   return rows >= _ROWS and planes > 2 and fine  # pairs of planes XLA joins as well

@@ -18,7 +18,7 @@ _LARGEST_TILE = 1 << 15  # elements: so many are written out in the program
 
 
 def fits(rows: int, tile: int, group_line: int) -> bool:
-  """Returns whether the kernel takes tiles with lines of so many groups."""
+  """Returns whether the kernel takes tiles with this number of groups a line."""
   return rows >= _ROWS and tile <= _LARGEST_TILE and group_line % LANES == 0
 
 

@@ -1,4 +1,4 @@
-"""The form of a record, and the errors for what has another one."""
+"""The form of a record, and the errors for values of another form."""
 
 from collections.abc import Mapping
 from typing import Any

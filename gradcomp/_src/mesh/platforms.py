@@ -1,4 +1,4 @@
-"""The platform that a program is planned for, whose devices need not be here."""
+"""The platform that a program is planned for, with or without its devices."""
 
 import contextlib
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""``scan``: layers in a loop, whose gradients travel while others are computed."""
+"""``scan``: layers in a loop, with gradients that travel while others are computed."""
 
 from collections.abc import Callable
 from typing import Any

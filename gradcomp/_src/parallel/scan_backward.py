@@ -43,7 +43,7 @@ class Found(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Pull:
-  """The cotangent of a layer's inputs, as a function of that of its outputs.
+  """The cotangent of a layer's inputs, as a function of its outputs' cotangent.
 
   It is a tree of the arrays that it needs, without those which the backward pass has.
   """
@@ -69,7 +69,7 @@ class Source(Protocol):
   ahead: ClassVar[int]
 
   def ask(self, given: Any, key: jax.Array) -> Any:
-    """Returns what others have of a layer, as it is sent; None if nothing is."""
+    """Returns the encoded parts of a layer from others; None if nothing is sent."""
 
   def layer(self, given: Any, asked: Any) -> Any:
     """Returns a layer, typed as differing between workers."""
@@ -123,7 +123,7 @@ class LayerScan:
   def _walk(
     self, run: Callable[..., Any], carry: Any, given: Given
   ) -> tuple[Any, Any, Any]:
-    """Runs layer after layer; returns what ``run`` returns beside, and what is asked.
+    """Runs layer after layer; returns the results of ``run``, and the parts asked for.
 
     What belongs to the last layers, which run behind the loop, is apart.
     """
@@ -235,7 +235,7 @@ class LayerScan:
     return moved, found
 
   def _arrived(self, i: Any, messages: Any, found: Found, given: Given) -> Found:
-    """Writes the mean of layer i, and what this worker keeps of it."""
+    """Writes the mean of layer i, and this worker's residual of it."""
     lost = [] if found.kept is None else _at(found.kept.leaves, i)
     means, kept = self.exchange.finish(messages, lost, _at(given.kept, i))
     means = jax.tree.unflatten(jax.tree.structure(found.means), means)

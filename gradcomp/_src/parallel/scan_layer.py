@@ -30,7 +30,7 @@ from gradcomp._src.mesh.types import mark_varying, other_axes
 
 
 class Kept(NamedTuple):
-  """What a worker keeps of a layer, or of all layers stacked: its rounding errors."""
+  """The rounding errors of a layer on one worker, or of all layers stacked."""
 
   leaves: Leaves  # the residual of each leaf, float32, of at least one axis
   owners: OwnerResiduals
@@ -49,7 +49,7 @@ class GradientExchange(Protocol):
   def begin(
     self, grads: Leaves, kept: Kept | None, key: jax.Array
   ) -> tuple[Any, Leaves]:
-    """Encodes a gradient: its messages, and for each leaf what that lost, if kept."""
+    """Encodes a gradient: its messages, and each leaf's rounding error, if kept."""
 
   def advance(self, messages: Any, age: int) -> Any:
     """Runs stage ``age``, from 0 on."""
@@ -57,7 +57,7 @@ class GradientExchange(Protocol):
   def finish(
     self, messages: Any, lost: Leaves, old: Kept | None
   ) -> tuple[Leaves, Kept | None]:
-    """Returns the results, and what the worker keeps, behind the last stage."""
+    """Returns the results, and the worker's residual, behind the last stage."""
 
 
 class UnderWay(NamedTuple):
@@ -105,7 +105,7 @@ class LayerExchange:
     return max(len(stages_of(x.exchange)) for x in self.plan.messages)
 
   def first(self) -> Kept:
-    """Returns zeros, in the shapes of what a worker keeps of a layer."""
+    """Returns zeros, in the shapes of a worker's residual of a layer."""
     zeros = lambda shape: jnp.zeros(shape, jnp.float32)
     leaves = [zeros(x.shape or (1,)) for x in self.plan.leaves]
     own = zip(leaves, map(self.plan.own_axes, range(len(leaves))), strict=True)
@@ -174,7 +174,7 @@ class LayerExchange:
 def _with_sums(
   lost: Leaves, sending: Sending, own: Outgoing, received: Received
 ) -> Leaves:
-  """Adds the errors of this worker's sums to those of its encodings."""
+  """Adds the errors of this worker's sums to the errors of its encodings."""
   result = []
   for i, number in enumerate(sending.message.leaves):
     errors = lost[number]

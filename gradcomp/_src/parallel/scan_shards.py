@@ -113,7 +113,7 @@ class Parts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shards:
-  """The source of layers of which each worker has a shard, and their exchange.
+  """The source and the exchange of layers that are sharded over the workers.
 
   ``shapes`` and ``dtypes`` are those of the shards, leaf by leaf.
   """
@@ -199,7 +199,7 @@ class Shards:
     return combine(jax.tree.map(zeros, mine), others)
 
   def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of an array of a layer, by that of its shard."""
+    """Returns the shape of an array of a layer, by the shape of its shard."""
     axis = options.checked_axis("axis", self.axis, len(shape))
     return (*shape[:axis], shape[axis] * self.wire.size, *shape[axis + 1 :])
 
@@ -215,7 +215,7 @@ class Shards:
 
 
 def _kept(residual: Any, source: Shards, length: int) -> Kept:
-  """Returns the residuals of all layers; ValueError for those of other layers."""
+  """Returns the residuals of all layers; ValueError if they fit other layers."""
   leaves = jax.tree.leaves(residual)
   want = [(length, *source.whole(shape)) for shape in source.shapes]
   names = set(axis_names(source.wire.axis_name))

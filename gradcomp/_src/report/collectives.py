@@ -174,7 +174,7 @@ def _repeated(found: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
 
 
 def means_in(scope: str) -> list[str]:
-  """Returns the names of means in a scope, but for those of nothing, or of one."""
+  """Returns the names of means in a scope, of some elements over several workers."""
   found = _MEAN.finditer(scope)
   return [x[0] for x in found if int(x[1]) and int(x[2]) > 1]
 

@@ -28,8 +28,8 @@ class Program(NamedTuple):
   """A program's module, its collectives, and its devices.
 
   ``unseen`` has the names of what sends, too, and cannot be counted: transfers to or
-  from the host, and kernels that communicate. ``untold`` has what no name tells of its
-  exchanges of gradients.
+  from the host, and kernels that communicate. ``untold`` has the collectives and means
+  of exchanges that are left without a name.
   """
 
   module: Module

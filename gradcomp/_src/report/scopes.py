@@ -73,7 +73,7 @@ def cutting_in(module: Module) -> frozenset[str]:
 
 
 def untold(module: Module, found: Mapping[str, str]) -> tuple[str, ...]:
-  """Returns what no name tells, if there are exchanges of gradients in a program.
+  """Returns collectives and means without a name, in a program with exchanges.
 
   These are the names of collectives that have no scope, by those of ``found``, and of
   the means that no collective completes.
@@ -87,7 +87,7 @@ def untold(module: Module, found: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _name_behind(x: Instruction, flow: Flow, found: str) -> str:
-  """Returns a name that was found, or that of what reads an array as it is."""
+  """Returns a name that was found, or the name of a reader of the unchanged array."""
   for y in _after(x, flow):
     if _is_nameless(y):
       return sent.as_stage(found or scope_of(y, flow))

@@ -110,7 +110,7 @@ class WireReport:
     return "\n".join(lines)
 
   def _compared(self, parts: Mapping[str, "WireReport"]) -> str:
-    """Returns the line with the ratio, and those of axes."""
+    """Returns the line with the ratio, and the ratios of axes."""
     if self.untold:
       names = f"XLA kept no names of {', '.join(self.untold)}"
       return f"{names}: the bytes of a plain f32 mean cannot be told."

@@ -29,7 +29,7 @@ Given = (
 
 
 class Source(NamedTuple):
-  """What the package says of its speeds, and the platform of their devices."""
+  """A sentence about the package's speeds, and the platform of their devices."""
 
   says: str
   platform: Platform
