@@ -25,17 +25,10 @@ from gradcomp.exchange import Hierarchical
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.parallel import mapped
+from tests.support.cases.scan import KEY, ROWS, WIDTH, body, loss_of, whole
 
-WIDTH, ROWS = 32, 8
-KEY = jax.random.key(3, impl="threefry2x32")
 RANDOM = QSGD(bits=4, bucket_size=64)
 OPTIONS = dict(axis_name="data", codec=RANDOM, exchange="two_shot")
-
-
-def whole(*shape, seed=0, most=1):
-  """Whole numbers: with few of them, sums and products are exact in any order."""
-  drawn = np.random.default_rng(seed).integers(-most, most, shape, endpoint=True)
-  return drawn.astype(np.float32)
 
 
 def stack(length, dtype=np.float32):
@@ -44,19 +37,6 @@ def stack(length, dtype=np.float32):
   thin = sparse * (np.arange(WIDTH) % 4 == 0)[:, None]
   w, b = jnp.asarray(thin, dtype), jnp.asarray(whole(length, WIDTH), dtype)
   return {"w": w, "b": b}
-
-
-def body(x, layer):
-  h = x @ layer["w"] + layer["b"]
-  x = jnp.where(h > 0, h, 0).astype(x.dtype)
-  return x, jnp.sum(x, 0)
-
-
-def loss_of(scan, x, weights):
-  """A loss of the last layer and of the outputs of all, linear in them."""
-  x, ys = scan(x)
-  own = weights.astype(x.dtype)
-  return jnp.sum(x[0] * own[0]) + jnp.sum(ys * own)
 
 
 def gradients(layers, x, weights):

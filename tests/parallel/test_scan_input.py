@@ -128,3 +128,25 @@ def test_all_that_a_scan_may_take(mode, policy):
   for ours, theirs in zip(got, want, strict=True):
     # The two programs compute the products of a layer in orders of their own.
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "gather", "scan", "scan_shards"])
+def test_second_derivatives_are_errors(name):
+  """They were zeros: the bits of a message have no derivative."""
+  shards = {"axis_name": "data", "params": None, "grads": None}
+
+  def loss(w, x):
+    layer = lambda x, w: (jnp.sum(w * w) * x, None)
+    if name == "gather":
+      whole = parallel.gather(w, **shards)
+      return jnp.sum(whole**2) * x
+    if name == "all_gather":
+      whole = parallel.all_gather(w, axis_name="data", codec=Dense())
+      return jnp.sum(whole**2) * x
+    if name == "scan":
+      return parallel.scan(layer, x, w, **PLAIN)[0]
+    return parallel.scan_shards(layer, x, w, **shards)[0]
+
+  twice = lambda w, x: jax.grad(lambda w: jnp.sum(jax.grad(loss)(w, x)))(w)
+  with pytest.raises(TypeError, match="must be differentiated once"):
+    jax.vmap(twice, in_axes=(None, 0), axis_name="data")(jnp.ones((3, 2)), jnp.ones(2))

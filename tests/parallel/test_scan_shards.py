@@ -10,10 +10,10 @@ import gradcomp
 from gradcomp import parallel
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
 from gradcomp.codecs import QSGD, EightBit, OneBit
-from tests.parallel.test_scan import KEY, ROWS, WIDTH, body, loss_of, whole
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import assert_same_bits, says
 from tests.support.cases.parallel import mapped
+from tests.support.cases.scan import KEY, ROWS, WIDTH, body, loss_of, whole
 
 N = 4
 EIGHT = EightBit(dtype="linear", bucket_size=32)

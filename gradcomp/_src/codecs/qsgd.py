@@ -9,6 +9,7 @@ from gradcomp._src import checks
 from gradcomp._src.bibliography import ALISTARH_2017, GRUBIC_2018, ZHANG_2017, Citation
 from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.records import Context, Encoded, Payload, Rounding
+from gradcomp._src.codecs.sums.tiles import sum_in_order
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
 from gradcomp._src.kernels.common import fitted_levels, planes
 from gradcomp._src.kernels.gpu.dispatch import Implementation
@@ -230,7 +231,9 @@ class QSGD(quantizing.BucketCodec):
     return super().payload_tiles(payload) if shared else self._decode_one(payload.rows)
 
   def sum_rows(self, rows: Array) -> Array:
-    return super().sum_rows(rows) if len(rows) > 1 else self._decode_one(rows[0])
+    if len(rows) == 1:
+      return self._decode_one(rows[0])
+    return sum_in_order(self.decode_rows, rows)
 
   def _decode_one(self, rows: Array) -> Array:
     """Decodes a payload that nothing is added to."""

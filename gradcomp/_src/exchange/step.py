@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,13 @@ from gradcomp._src.exchange.collectives import Workers, largest
 from gradcomp._src.exchange.one_stage import Local
 from gradcomp._src.exchange.owners import OwnerResiduals
 from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
-from gradcomp._src.exchange.protocol import Exchange, Outgoing, Received, Stage
+from gradcomp._src.exchange.protocol import (
+  Exchange,
+  Outgoing,
+  Received,
+  Stage,
+  stages_of,
+)
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import packed, slice_at, unknown
 from gradcomp._src.mesh.study import noted
@@ -197,7 +203,10 @@ def exchange(sending: Sending, outgoing: Outgoing) -> Received:
   """Sends this worker's part of a message, and returns the sums over all workers."""
   if sending.workers is None:
     return Local().run(outgoing)
-  return sending.exchange.run(outgoing, sending.workers)
+  found: Any = None
+  for run in stages_of(sending.exchange):
+    found = run(outgoing, sending.workers, found)
+  return found
 
 
 def decode(sending: Sending, outgoing: Outgoing, received: Received) -> Reduced:

@@ -71,6 +71,21 @@ def inputs(x: Any, wire: Wire, key: Key) -> tuple[jax.Array, Key]:
   return mark_varying(checked_floats(x), wire.axis_name), key
 
 
+# The bits of a message have no derivative: JAX would take zeros for it in silence.
+@jax.custom_jvp
+def differentiated_once(tree: Any) -> Any:
+  """Returns what a rule of derivatives takes; TypeError if JAX differentiates it."""
+  return tree
+
+
+@differentiated_once.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+  raise TypeError(
+    "A collective of gradcomp.parallel must be differentiated once, got a derivative "
+    "of its derivative, which encoded arrays do not have; use those of jax.lax there."
+  )
+
+
 def transposed(
   forward: Callable[..., jax.Array],
   backward: Callable[..., tuple[Any, ...]],
@@ -84,8 +99,8 @@ def transposed(
   """
   function = jax.custom_vjp(forward)
   function.defvjp(
-    lambda x, *saved: (forward(x, *saved), saved),
-    lambda saved, cotangent: backward(cotangent, *saved),
+    lambda x, *saved: (forward(differentiated_once(x), *saved), saved),
+    lambda saved, cotangent: backward(differentiated_once(cotangent), *saved),
   )
   return function(x, *saved)
 

@@ -63,6 +63,9 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   up to the compiler: see :func:`gradcomp.overlap_report`. Codecs whose workers agree on
   statistics, like ``FloatCast`` and ``Ternary``, wait for these in each layer.
 
+  Put ``jax.vmap`` over examples inside ``body``: around a scan, each example would be
+  exchanged by itself, and take the residual once more.
+
   A gradient that is not finite makes at least its bucket NaN on every worker. The
   residual keeps its old value there.
 

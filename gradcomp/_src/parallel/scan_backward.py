@@ -14,6 +14,7 @@ from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.trees import combine, split, trainable
 from gradcomp._src.mesh.types import mark_varying, varying_axes
+from gradcomp._src.parallel.options import differentiated_once
 from gradcomp._src.parallel.scan_layer import GradientExchange, Kept
 
 # The messages of the layers above, by the number of their stages that have run.
@@ -117,6 +118,7 @@ class LayerScan:
     return scan(carry, given)
 
   def _forward(self, carry: Any, given: Given) -> tuple[Any, Any]:
+    carry, given = differentiated_once((carry, given))
     result, pulls, asked = self._walk(self._linearized, carry, given)
     return result, (given, pulls, asked)
 
@@ -168,7 +170,7 @@ class LayerScan:
 
   def _backward(self, saved: Any, cotangents: Any) -> tuple[Any, Given]:
     given, (pulls, behind), asked = saved
-    cotangent, of_outputs = map(trainable, cotangents)
+    cotangent, of_outputs = map(trainable, differentiated_once(cotangents))
     depth, inside = self.exchange.depth, self.length - len(behind)
 
     def layer_back(i: Any, state: Any, last: bool = False) -> Any:

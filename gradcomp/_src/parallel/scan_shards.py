@@ -52,6 +52,9 @@ def scan_shards(  # noqa: PLR0913 - options of users, by keyword
   :func:`gather`. The gradients are sums over the workers, too: divide the loss of each
   worker by N for means.
 
+  Put ``jax.vmap`` over examples inside ``body``: around a scan, each example would be
+  exchanged by itself, and take the residual once more.
+
   Args:
     body: ``(carry, layer) -> (carry, y)``, as for ``lax.scan``, of whole layers.
     carry: the input of the first layer, each worker's own: a tree of arrays.
@@ -59,7 +62,7 @@ def scan_shards(  # noqa: PLR0913 - options of users, by keyword
       ``[L, ...]``. Arrays without floats, like keys, are no shards, but given whole.
     axis_name, params, grads: as for :func:`gather`.
     residual: a tree like the floats of ``shards``: zeros at first, of each array
-      ``gather_residual(w, axis_name=axis_name, axis=axis + 1)``.
+      ``gather_residual(w, axis_name=axis_name, axis=axis + 1)``, or a negative axis.
     axis: the array axis of a layer along which each array is sharded.
     policy: of ``jax.checkpoint``; None saves nothing but the inputs of layers.
     key: a key that all workers share, another one for each step, if a codec draws
@@ -137,14 +140,7 @@ class Shards:
   def layer(self, given: Any, asked: Sequence[jax.Array]) -> Any:
     mine, others = split(given)
     shards, treedef = jax.tree.flatten(mine)
-    axes = map(self._axis, shards)
-    whole = [
-      transport.concat(transport.arrived(lines, self.wire, x[None]), axis).astype(
-        x.dtype
-      )
-      for lines, x, axis in zip(asked, shards, axes, strict=True)
-    ]
-    whole = mark_varying(whole, self.wire.axis_name)
+    whole = map(self._joined, asked, shards)
     return combine(jax.tree.unflatten(treedef, whole), others)
 
   def _joined(self, lines: jax.Array, shard: jax.Array) -> jax.Array:
