@@ -70,7 +70,8 @@ def test_large_arrays_have_whole_lanes(codec):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("size", [16 * 4096, *slow(5000, 12288 + 77)])
+# With eight rows or more, kernels decode, which no CPU runs: tests/kernels has them.
+@pytest.mark.parametrize("size", [7 * 2048, *slow(5000, 12288 + 77)])
 @pytest.mark.parametrize("codec", OURS, ids=str)
 def test_a_program_for_tpus_has_the_same_bits(codec, size):
   rng = np.random.default_rng(0)
