@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 
   @property
   def for_kernel(self) -> bool:
-    """Whether programs take the kernel."""
+    """Returns True if programs take the kernel."""
     return not self.failure and self.able and self.kernel <= self.reference
 
 

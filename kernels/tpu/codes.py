@@ -15,11 +15,8 @@ from jax import Array, lax
 
 from gradcomp._src.kernels.common.planes import planes_per_word
 from gradcomp._src.kernels.gpu.tiles import typed
-from gradcomp._src.kernels.tpu.lines import LANES
-
-_ROWS = 8  # of a register
-_ELEMENTS = 1 << 18  # of a block: a MiB
-_LARGEST_TILE = 1 << 15  # elements: so many are written out in the program
+from gradcomp._src.kernels.tpu import lines
+from gradcomp._src.kernels.tpu.lines import LANES, ROWS
 
 # Of codes, `int32`, their scales, and, with a table, the numbers of the lowest 7 bits.
 Value = Callable[..., Array]
@@ -28,8 +25,8 @@ Value = Callable[..., Array]
 def fits(rows: int, bits: int, bucket_size: int) -> bool:
   """Returns whether the kernel decodes this number of rows, in these buckets."""
   planes = planes_per_word(bits)
-  fine = planes * bucket_size <= _LARGEST_TILE and not bucket_size % LANES
-  return rows >= _ROWS and planes > 2 and fine  # pairs of planes XLA joins as well
+  fine = planes * bucket_size <= lines.LARGEST_UNROLLED and not bucket_size % LANES
+  return rows >= ROWS and planes > 2 and fine  # pairs of planes XLA joins as well
 
 
 def decode(
@@ -46,15 +43,13 @@ def decode(
   count, words = rows.shape
   columns = words - bucket_size  # a scale a row, or a bucket
   planes = planes_per_word(bits)
-  some = max(1, _ELEMENTS // (planes * bucket_size) // _ROWS)
-  block = min(some, count // _ROWS) * _ROWS
+  block = lines.rows_of_block(count, planes * bucket_size)
 
   def kernel(row_ref: Any, *refs: Any) -> None:
     *tables, out_ref = refs
-    levels = [jnp.broadcast_to(ref[...], (_ROWS, LANES)) for ref in tables]
+    levels = [jnp.broadcast_to(ref[...], (ROWS, LANES)) for ref in tables]
 
-    def of_rows(number: Any, carry: None) -> None:
-      row = pl.ds(pl.multiple_of(number * _ROWS, _ROWS), _ROWS)
+    def of_rows(row: Any) -> None:
       scales = lax.bitcast_convert_type(row_ref[row, bucket_size:], np.float32)
       for start in range(0, bucket_size, LANES):
         lanes = slice(start, start + LANES)
@@ -66,9 +61,8 @@ def decode(
           for level in levels:
             given.append(jnp.take_along_axis(level, code & (LANES - 1), axis=1))
           out_ref[row, k, lanes] = value(*given)
-      return carry
 
-    lax.fori_loop(0, block // _ROWS, of_rows, None)
+    lines.by_registers(block, of_rows)
 
   tables = [] if table is None else [jnp.asarray(table)[None]]
   return pl.pallas_call(

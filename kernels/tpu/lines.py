@@ -19,10 +19,11 @@ from jax import Array, lax
 from gradcomp._src.kernels.gpu.tiles import refusal_of_tiles, typed
 
 LANES = 128
-_ROWS = 8  # of a register
+ROWS = 8  # of a register
 _ELEMENTS = 1 << 18  # of a block: 256 registers, and a MiB
 _DECODED = 1 << 19  # elements of a block that is decoded, at least of 8 rows
 _LARGEST_TILE = 1 << 17  # elements: so that a block of 8 tiles is at most 4 MiB
+LARGEST_UNROLLED = 1 << 15  # elements of a tile that a program writes out
 
 
 class Launch(NamedTuple):
@@ -39,6 +40,22 @@ class Launch(NamedTuple):
 def width(bucket_size: int) -> int:
   """Returns the elements of the shortest line of whole buckets and registers."""
   return math.lcm(bucket_size, LANES)
+
+
+def rows_of_block(rows: int, tile: int) -> int:
+  """Returns the rows of a block of a MiB, or less, in whole registers of rows."""
+  return min(max(1, _ELEMENTS // tile // ROWS), rows // ROWS) * ROWS
+
+
+def by_registers(block: int, body: Callable[[Any], None]) -> None:
+  """Runs ``body`` on the rows of one register after the other of a block."""
+  from jax.experimental import pallas as pl
+
+  def run(number: Any, carry: None) -> None:
+    body(pl.ds(pl.multiple_of(number * ROWS, ROWS), ROWS))
+    return carry
+
+  lax.fori_loop(0, block // ROWS, run, None)
 
 
 def refusal(size: int, bucket_size: int, tile: int) -> str:
@@ -66,7 +83,7 @@ def encode(
 
   tiles = x.size // launch.tile
   lines = launch.tile // launch.width  # of a tile
-  some = max(_ROWS, _ELEMENTS // launch.tile // _ROWS * _ROWS)
+  some = max(ROWS, _ELEMENTS // launch.tile // ROWS * ROWS)
   block = min(some, tiles)
   flat = x.reshape(-1)[: tiles * launch.tile]
   shapes = [((tiles, words), (block, words), jnp.uint32) for words in launch.words]
@@ -168,7 +185,7 @@ def decode(
   from jax.experimental import pallas as pl
 
   count, lines = len(rows[0]), launch.tile // launch.width
-  some = max(_ROWS, _DECODED // launch.tile // _ROWS * _ROWS)
+  some = max(ROWS, _DECODED // launch.tile // ROWS * ROWS)
   block = min(some, LANES, count)
   whole = [] if x is None else [x.reshape(-1, launch.width)]
 

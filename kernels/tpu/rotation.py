@@ -10,16 +10,13 @@ import numpy as np
 from jax import Array, lax
 
 from gradcomp._src.kernels.gpu.tiles import typed
-from gradcomp._src.kernels.tpu.lines import LANES
-
-_ROWS = 8  # of a register
-_ELEMENTS = 1 << 18  # of a block: a MiB
-_LARGEST_TILE = 1 << 15  # elements: so many are written out in the program
+from gradcomp._src.kernels.tpu import lines
+from gradcomp._src.kernels.tpu.lines import LANES, ROWS
 
 
 def fits(rows: int, tile: int, group_line: int) -> bool:
   """Returns whether the kernel takes tiles with this number of groups a line."""
-  return rows >= _ROWS and tile <= _LARGEST_TILE and group_line % LANES == 0
+  return rows >= ROWS and tile <= lines.LARGEST_UNROLLED and group_line % LANES == 0
 
 
 def transform(
@@ -40,13 +37,12 @@ def transform(
   from jax.experimental import pallas as pl
 
   rows, tile = tiles.shape
-  block = min(max(1, _ELEMENTS // tile // _ROWS), rows // _ROWS) * _ROWS
+  block = lines.rows_of_block(rows, tile)
   groups = range(0, tile, size * group_line)
   firsts = [group + lane for group in groups for lane in range(0, group_line, LANES)]
 
   def kernel(x_ref: Any, sign_ref: Any, out_ref: Any) -> None:
-    def of_rows(number: Any, carry: None) -> None:
-      row = pl.ds(pl.multiple_of(number * _ROWS, _ROWS), _ROWS)
+    def of_rows(row: Any) -> None:
       for first in firsts:  # of 128 groups
         starts = range(first, first + size * group_line, group_line)
         lanes = [slice(start, start + LANES) for start in starts]
@@ -59,9 +55,8 @@ def transform(
           parts = list(map(_signed, _butterfly(parts), signs))
         for lane, part in zip(lanes, parts, strict=True):
           out_ref[row, lane] = part
-      return carry
 
-    lax.fori_loop(0, block // _ROWS, of_rows, None)
+    lines.by_registers(block, of_rows)
 
   at = lambda number: (number, 0)
   return pl.pallas_call(

@@ -1,4 +1,4 @@
-"""What the page on overlap says of the compilers is in the record of their programs."""
+"""The page on overlap agrees with the record of the compilers' programs."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_in_a_slice_all_to_alls_need_the_flag(target):
   "target, flag", [("v5e", True), ("H100", False), (SLICES, False)]
 )
 def test_messages_in_a_loop_of_layers_are_sent_beside_products(target, flag):
-  """Those of both stages: what is exposed is of the layers at both ends."""
+  """Both stages are: only messages of the layers at both ends are exposed."""
   inside, behind = "inside of a loop of layers", "behind a loop of layers"
   row = ROWS[target, inside + ", xla_tpu_enable_async_all_to_all" * flag]
   loop = [x for x in row["overlaps"] if x["times"] == 6]

@@ -75,7 +75,7 @@ LIKE = {name: jax.ShapeDtypeStruct(x, np.float32) for name, x in LIKE.items()}
 
 
 def first_shapes(tx, platform):
-  """What ``init`` makes under a mesh of devices that are not here."""
+  """Returns the shapes of ``init`` under a mesh of devices that are not here."""
   device = AbstractDevice(platform, 1, platform)
   mesh = AbstractMesh((4,), ("data",), abstract_device=device)
   with use_abstract_mesh(mesh):

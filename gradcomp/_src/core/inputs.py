@@ -116,21 +116,30 @@ def _like(x: jax.Array, like: jax.Array) -> jax.Array:
   return map_addends(lambda x: lax.complex(part(x, 0), part(x, 1)), x)
 
 
+def raises_under_derivatives(message: str) -> Callable[[Callable[[Any], Any]], Any]:
+  """Makes a function of a tree raise TypeError if JAX differentiates it."""
+
+  def refuse(primals: Any, tangents: Any) -> Any:
+    raise TypeError(message)
+
+  def decorate(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    guarded = jax.custom_jvp(function)
+    guarded.defjvp(refuse)
+    return guarded
+
+  return decorate
+
+
 # Rounding has no derivative. Without this some codecs would return zeros for it, and
 # others would fail inside a kernel.
-@jax.custom_jvp
+@raises_under_derivatives(
+  "`updates` must not be differentiated: what the exchange rounds and sends has no "
+  "derivative; call update outside of jax.grad, or give it "
+  "jax.lax.stop_gradient(updates)."
+)
 def not_differentiated(updates: Any) -> Any:
   """Returns the gradients unchanged; raises TypeError if JAX differentiates them."""
   return updates
-
-
-@not_differentiated.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-  raise TypeError(
-    "`updates` must not be differentiated: what the exchange rounds and sends has no "
-    "derivative; call update outside of jax.grad, or give it "
-    "jax.lax.stop_gradient(updates)."
-  )
 
 
 def extra_args(value: Any, grad: Any, value_fn: Callable[[Any], Any]) -> dict[str, Any]:

@@ -164,8 +164,7 @@ def _gather(
   """Returns the whole weight. The cotangent of the residual is the new one."""
 
   def gather(x: jax.Array, residual: Any, key: Key) -> jax.Array:
-    whole = transport.concat(transport.gather_encoded(x, wire, key), axis)
-    return mark_varying(whole.astype(x.dtype), wire.axis_name)
+    return transport.joined(transport.gather_lines(x, wire, key), wire, x, axis)
 
   def scatter(
     cotangent: jax.Array, residual: jax.Array | None, key: Key
@@ -180,8 +179,7 @@ def _gather(
     if residual is None or old is None:
       return mine.astype(cotangent.dtype), None, None
     unsent = transport.loss_of(parts, back, key)
-    mine, unsent = transport.narrowed_parts(mine, unsent, cotangent.dtype, back)
-    unsent = transport.concat(unsent, axis)
+    mine, unsent = transport.narrowed_parts(mine, unsent, cotangent.dtype, back, axis)
     kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
     return mine, kept, None
 

@@ -12,6 +12,7 @@ from gradcomp._src.checks import one_of, static_integer
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.core.inputs import raises_under_derivatives
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
 from gradcomp._src.mesh.axes import AxisName, require_size
 from gradcomp._src.mesh.types import mark_varying
@@ -72,18 +73,13 @@ def inputs(x: Any, wire: Wire, key: Key) -> tuple[jax.Array, Key]:
 
 
 # The bits of a message have no derivative: JAX would take zeros for it in silence.
-@jax.custom_jvp
+@raises_under_derivatives(
+  "A collective of gradcomp.parallel must be differentiated once, got a derivative of "
+  "its derivative, which encoded arrays do not have; use those of jax.lax there."
+)
 def differentiated_once(tree: Any) -> Any:
-  """Returns what a rule of derivatives takes; TypeError if JAX differentiates it."""
+  """Returns the argument of a rule; raises TypeError if JAX differentiates it."""
   return tree
-
-
-@differentiated_once.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-  raise TypeError(
-    "A collective of gradcomp.parallel must be differentiated once, got a derivative "
-    "of its derivative, which encoded arrays do not have; use those of jax.lax there."
-  )
 
 
 def transposed(

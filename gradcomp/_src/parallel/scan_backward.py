@@ -60,7 +60,7 @@ class Pull:
 
 
 class Source(Protocol):
-  """Where a worker has its layers from.
+  """Hands a worker its layers, one after the other.
 
   Attributes:
     ahead: 1 if what it asks of others for a layer should be asked for while the one

@@ -140,13 +140,9 @@ class Shards:
   def layer(self, given: Any, asked: Sequence[jax.Array]) -> Any:
     mine, others = split(given)
     shards, treedef = jax.tree.flatten(mine)
-    whole = map(self._joined, asked, shards)
+    pairs = zip(asked, shards, strict=True)
+    whole = [transport.joined(x, self.wire, y, self._axis(y)) for x, y in pairs]
     return combine(jax.tree.unflatten(treedef, whole), others)
-
-  def _joined(self, lines: jax.Array, shard: jax.Array) -> jax.Array:
-    every = transport.arrived(lines, self.wire, shard[None])
-    whole = transport.concat(every, self._axis(shard)).astype(shard.dtype)
-    return mark_varying(whole, self.wire.axis_name)
 
   def begin(
     self, grads: Leaves, kept: Kept | None, key: jax.Array
@@ -182,8 +178,7 @@ class Shards:
         continue
       axis = self._axis(total)
       unsent = transport.split_parts(lost[i], axis, self.wire.size)
-      narrow, unsent = transport.narrowed_parts(total, unsent, dtype, self._back)
-      unsent = transport.concat(unsent, axis)
+      narrow, unsent = transport.narrowed_parts(total, unsent, dtype, self._back, axis)
       sums.append(narrow)
       kept.append(jnp.where(jnp.isfinite(unsent), unsent, old.leaves[i]))
     return sums, None if old is None else Kept(kept, {})

@@ -65,8 +65,7 @@ def moved_with_residual(
     parts = transport.split_parts(corrected, move.axis, wire.size)
     summed = transport.reduce_encoded(parts, wire, words)
     unsent = loss_of(parts, wire, words)
-    result, unsent = transport.narrowed_parts(summed, unsent, x.dtype, wire)
-    unsent = transport.concat(unsent, move.axis)
+    result, unsent = transport.narrowed_parts(summed, unsent, x.dtype, wire, move.axis)
   else:
     shards = transport.gather_encoded(corrected, wire, words)
     shards, rest = narrowed(shards, x.dtype)

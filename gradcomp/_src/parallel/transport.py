@@ -19,6 +19,7 @@ from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.kernels.materialize import materialized
+from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.options import Key, Wire
 
 
@@ -107,6 +108,15 @@ def gather_lines(
   return gather(line, wire.axis_name, name)
 
 
+def joined(lines: jax.Array, wire: Wire, shard: jax.Array, axis: int) -> jax.Array:
+  """Decodes shards that were gathered, and concatenates them along an axis.
+
+  The whole is typed as differing between workers, so that its gradient is each one's.
+  """
+  whole = concat(arrived(lines, wire, shard[None]), axis)
+  return mark_varying(whole.astype(shard.dtype), wire.axis_name)
+
+
 def exchange_encoded(
   parts: jax.Array, wire: Wire, key: Key, *, stage: bool = False
 ) -> jax.Array:
@@ -134,12 +144,15 @@ def loss_of(parts: jax.Array, wire: Wire, key: Key) -> jax.Array:
 
 
 def narrowed_parts(
-  result: jax.Array, unsent: jax.Array, dtype: DTypeLike, wire: Wire
+  result: jax.Array, unsent: jax.Array, dtype: DTypeLike, wire: Wire, axis: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Casts the sum ``[...]`` of a worker's own part; adds the error to ``[N, ...]``."""
+  """Casts the sum ``[...]`` of a worker's own part; adds the error to ``[N, ...]``.
+
+  The errors of all parts are concatenated along the axis.
+  """
   narrow, rest = narrowed(result, dtype)
   own = mine(lax.axis_index(wire.axis_name), unsent)
-  return narrow, unsent + jnp.where(own, rest, 0.0)
+  return narrow, concat(unsent + jnp.where(own, rest, 0.0), axis)
 
 
 def send_along(

@@ -18,7 +18,7 @@ _MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
 class Flow(NamedTuple):
-  """Where the values of a computation go.
+  """Lists the readers of each value of a computation.
 
   Attributes:
     named: its instructions by their names, in the order of the text.
