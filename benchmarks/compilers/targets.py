@@ -6,10 +6,11 @@ and makes its mesh. `prepare` sets the environment, before JAX is imported.
 
 import os
 import pathlib
-import shutil
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Literal, NamedTuple
+
+from benchmarks.common import cuda
 
 # Few cases, those of the tables, or each for every target.
 Extent = Literal["quick", "tables", "all"]
@@ -146,11 +147,8 @@ def target_config(kind: str) -> str:
 
 def cuda_folder() -> pathlib.Path | None:
   """Returns the folder whose ``bin`` has ptxas of CUDA 13, or None."""
-  wheels = metadata.distributions(name="nvidia-cuda-nvcc")
-  places = [str(wheel.locate_file("nvidia/cu13/bin/ptxas")) for wheel in wheels]
-  places += ["ptxas", f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin/ptxas"]
-  found = next(filter(None, map(shutil.which, places)), None)
-  return pathlib.Path(found).resolve().parent.parent if found else None
+  found = cuda.program("ptxas")
+  return found.parent.parent if found else None
 
 
 def prepare() -> None:

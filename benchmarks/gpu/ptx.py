@@ -3,12 +3,11 @@
   make ptx-check     or     python -m benchmarks.gpu.ptx [--cases 'qsgd 4' ...]
     [--quick]
 
-Needs jax-cuda13-plugin and jax-cuda13-pjrt of JAX's own version, which `make ptx-check`
-installs, and ptxas and nvdisasm of CUDA 13, on PATH or in CUDA_HOME. The exit status is
-77 where one of them is missing. Every kernel is compiled for an array whose size is a
-power of two, and for one of an odd size. In both, the kernel may not spill registers to
-memory. The exit status is 1 where a kernel fails in this. Writes a table to
-benchmarks/results/gpu/ptx_check.md.
+Needs jax-cuda13-plugin and jax-cuda13-pjrt of JAX's own version, and ptxas and nvdisasm
+of CUDA 13; `make ptx-check` installs them. The exit status is 77 where one is missing.
+Every kernel is compiled for an array whose size is a power of two, and for one of an
+odd size. In both, the kernel may not spill registers to memory. The exit status is 1
+where a kernel fails in this. Writes a table to benchmarks/results/gpu/ptx_check.md.
 
 Nothing runs. The times of the table are bounds of an H100's roofline: the bytes that
 must move by 3.35 TB/s, integer instructions by 64 a clock and multiprocessor, those on
@@ -18,7 +17,6 @@ floats by 128, and all by 128 that are issued, in 132 multiprocessors at 1.98 GH
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 from unittest import mock
 
-from benchmarks.common import cli
+from benchmarks.common import cli, cuda
 from benchmarks.compilers import targets
 
 RESULTS = cli.RESULTS / "gpu" / "ptx_check.md"
@@ -78,22 +76,21 @@ class Program(NamedTuple):
 
 def tool(name: str) -> str:
   """Returns the path of a program of CUDA 13, or skips the check if there is none."""
-  folder = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-  found = shutil.which(name) or shutil.which(f"{folder}/bin/{name}")
+  found = cuda.program(name)
   if found is None:
-    cli.skip(f"there is no {name} of CUDA 13 here, on PATH or in CUDA_HOME")
-  return found
+    cli.skip(f"there is no {name} of CUDA 13 here, in a wheel, on PATH or in CUDA_HOME")
+  return str(found)
 
 
 def prepare(dump: str) -> None:
   """Makes the compilers write PTX to a folder. Call it before JAX is imported."""
-  cuda = pathlib.Path(tool("ptxas")).resolve().parent.parent
+  folder = pathlib.Path(tool("ptxas")).parent.parent
   os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "MOSAIC_GPU_DUMP_PTX": "1",
     "MOSAIC_GPU_DUMP_TO": dump,
-    "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={cuda} --xla_dump_to={dump} "
+    "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={folder} --xla_dump_to={dump} "
     "--xla_gpu_dump_llvmir=true --xla_dump_emitter_re=ptx",
   }
 
