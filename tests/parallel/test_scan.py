@@ -10,7 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import parallel
+from gradcomp._src.codecs.tiles import from_tiles
+from gradcomp._src.core.compression import Compression
+from gradcomp._src.core.feedback import ErrorFeedback
+from gradcomp._src.exchange.auto import as_exchange
+from gradcomp._src.exchange.owners import owned_matrices
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
+from gradcomp._src.parallel.scan_layer import layer_exchange
 from gradcomp.codecs import (
   QSGD,
   BlockTop,
@@ -25,18 +31,10 @@ from gradcomp.exchange import Hierarchical
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.parallel import mapped
-from tests.support.cases.scan import KEY, ROWS, WIDTH, body, loss_of, whole
+from tests.support.cases.scan import KEY, ROWS, WIDTH, body, loss_of, stack, whole
 
 RANDOM = QSGD(bits=4, bucket_size=64)
 OPTIONS = dict(axis_name="data", codec=RANDOM, exchange="two_shot")
-
-
-def stack(length, dtype=np.float32):
-  """Layers with a matrix of few entries, and a bias."""
-  sparse = whole(length, WIDTH, WIDTH, seed=1) * (whole(length, WIDTH, WIDTH) > 0)
-  thin = sparse * (np.arange(WIDTH) % 4 == 0)[:, None]
-  w, b = jnp.asarray(thin, dtype), jnp.asarray(whole(length, WIDTH), dtype)
-  return {"w": w, "b": b}
 
 
 def gradients(layers, x, weights):
@@ -162,22 +160,52 @@ def test_layers_of_half_precision(keeps):
   check_same("vmap", 4, OPTIONS, length=3, keeps=keeps, dtype=jnp.bfloat16)
 
 
-def test_what_came_and_what_is_kept_are_what_was_given():
-  options = dict(axis_name="data", codec=RANDOM, exchange="all_gather")
+def of_owners(owners, layers, options):
+  """The residuals of all owners, as sums in the shapes of the stacked leaves."""
+  plans = []
+
+  def plan(layer):
+    given = options["codec"], "data", as_exchange(options["exchange"])
+    one = Compression(*given, ErrorFeedback(), None, None, 0, "shared")
+    plans.append(layer_exchange(one, layer).plan)
+
+  layer = jax.tree.map(lambda x: jnp.stack([x[0]] * 4), layers)
+  jax.eval_shape(jax.vmap(plan, axis_name="data"), layer)
+  total = [np.zeros(x.shape) for x in jax.tree.leaves(layers)]
+  for axes, matrices in owned_matrices(plans[0]).items():
+    for matrix, array in zip(matrices, owners[axes], strict=True):
+      for number, slot, like in matrix.leaves():
+        for i, rows in enumerate(np.swapaxes(array, 0, 1)):
+          own = jnp.asarray(rows.reshape(-1, *rows.shape[2:])[slot.start : slot.stop])
+          total[number][i] = from_tiles(own, like, matrix.codec)
+  return total
+
+
+@pytest.mark.parametrize("name", ["two_shot", *slow(*EXCHANGES)])
+def test_what_came_and_what_is_kept_are_what_was_given(name):
+  """The means, the residuals of all workers, and those of owners, in sums of four."""
+  options = OPTIONS | EXCHANGES.get(name, {})
   got, grads, residual = check_same("vmap", 4, options, length=3, keeps=True)
-  means, kept, _ = got
-  given = zip(jax.tree.leaves(grads), residual.leaves, strict=True)
-  for mean, new, (grad, old) in zip(jax.tree.leaves(means), kept, given, strict=True):
-    left = np.sum(new, 0, dtype=np.float64)
-    want = np.sum(grad.astype(np.float64) + old, 0)
-    # A float32 mean of four, and residuals, of sums up to 2**8.
-    np.testing.assert_allclose(4.0 * mean[0] + left, want, rtol=0, atol=2**-14)
+  means, kept, owners = got
+  add = lambda x: np.sum(x, 0, dtype=np.float64).reshape(np.shape(x)[1:])
+  layers = jax.tree.map(lambda x: x[0], means)
+  now, before = (of_owners(x, layers, options) for x in (owners, residual.owners))
+  leaves = zip(jax.tree.leaves(layers), jax.tree.leaves(grads), strict=True)
+  for i, (mean, grad) in enumerate(leaves):
+    left = 4.0 * mean + add(kept[i]) + 4 * now[i]
+    want = add(grad) + add(residual.leaves[i]) + 4 * before[i]
+    # Means, residuals and their sums in float32, of numbers up to 2**8.
+    np.testing.assert_allclose(left, want, rtol=0, atol=2**-12)
 
 
-@pytest.mark.parametrize("exchange", ["two_shot", *slow("all_gather")])
-def test_a_nan_is_seen_by_all_and_stays_out_of_residuals(exchange):
+# Each exchange, in all of its stages.
+STAGES = ("all_gather", "ring", "groups", "plain mean", "sums of codes")
+
+
+@pytest.mark.parametrize("name", ["two_shot", *slow(*STAGES)])
+def test_a_nan_is_seen_by_all_and_stays_out_of_residuals(name):
   """That of layer 1 on one worker: layers below have it, too, and those above not."""
-  layers, options = stack(4), OPTIONS | dict(exchange=exchange)
+  layers, options = stack(4), OPTIONS | EXCHANGES.get(name, {})
   x, weights = whole(4, ROWS, WIDTH, seed=5), whole(4, 4, WIDTH, seed=6)
   weights[2, 1] = np.nan
 
@@ -195,6 +223,7 @@ def test_a_nan_is_seen_by_all_and_stays_out_of_residuals(exchange):
     assert_same_bits(mean, jnp.stack([mean[0]] * 4))
     assert np.isfinite(kept).all()
     assert_same_bits(kept[:, :2][seen], before[:, :2][seen])
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(new.owners))
 
 
 def report_of(function, *arrays):
@@ -202,9 +231,9 @@ def report_of(function, *arrays):
   return gradcomp.wire_report(compiled)
 
 
-@pytest.mark.parametrize("exchange", ["two_shot", *slow("all_gather", "ring")])
-def test_as_many_bytes_are_sent_as_behind_the_loop(exchange):
-  length, options = 5, OPTIONS | dict(exchange=exchange)
+@pytest.mark.parametrize("name", ["two_shot", *slow(*STAGES)])
+def test_as_many_bytes_are_sent_as_behind_the_loop(name):
+  length, options = 5, OPTIONS | EXCHANGES.get(name, {})
   layers = stack(length)
   x, weights = whole(4, ROWS, WIDTH), whole(4, length, WIDTH)
   run = lambda x, weights: in_the_loop(layers, x, weights, None, options)[0]

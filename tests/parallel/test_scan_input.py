@@ -12,6 +12,7 @@ from gradcomp.codecs import QSGD, Dense, OneBit, PowerSGD, TopK
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, says
 from tests.support.cases.parallel import mapped, numbers
+from tests.support.cases.scan import whole
 
 N = 4
 PLAIN = dict(axis_name="data", codec=Dense())
@@ -150,3 +151,41 @@ def test_second_derivatives_are_errors(name):
   twice = lambda w, x: jax.grad(lambda w: jnp.sum(jax.grad(loss)(w, x)))(w)
   with pytest.raises(TypeError, match="must be differentiated once"):
     jax.vmap(twice, in_axes=(None, 0), axis_name="data")(jnp.ones((3, 2)), jnp.ones(2))
+
+
+def examples_around(x, layers):
+  """The loss of a scan for each row of the worker."""
+  scan = lambda x: parallel.scan(LAYER, x, layers, **PLAIN)[0]
+  return jnp.sum(jax.vmap(scan)(x))
+
+
+@pytest.mark.parametrize("mode", ["vmap", "shard_map", "shard_map_unchecked", "pmap"])
+def test_a_map_over_examples_belongs_into_the_body(mode):
+  run = lambda x: jax.grad(examples_around, 1)(x, STACK)
+  with pytest.raises(ValueError, match=says("`scan`", "jax.vmap", "inside of `body`")):
+    jax.eval_shape(mapped(mode, run, N), jnp.ones((N, 2, 8)))
+
+
+def test_a_map_over_examples_is_seen_through_jit_and_around_a_map_of_workers():
+  one = jax.jit(lambda x: parallel.scan(LAYER, x, STACK, **PLAIN)[0])
+  inside = jax.vmap(jax.grad(lambda x: jnp.sum(jax.vmap(one)(x))), axis_name="data")
+  around = jax.vmap(jax.vmap(jax.grad(lambda x: jnp.sum(one(x))), axis_name="data"))
+  for run, shape in ((inside, (N, 3, 8)), (around, (3, N, 8))):
+    with pytest.raises(ValueError, match=says("`scan`", "jax.vmap")):
+      jax.eval_shape(run, jnp.ones(shape))
+
+
+def test_several_models_are_mapped_over_and_scans_without_a_gradient_too():
+  """Each model gets the bits that it would alone."""
+  x, layers = whole(N, 2, 8), whole(2, 3, 8, 8, seed=1)
+
+  def of_all(x, layers):
+    loss = lambda layers, x: jnp.sum(parallel.scan(LAYER, x, layers, **PLAIN)[0])
+    grad = lambda x: jax.grad(loss)(layers, x)
+    return jax.vmap(grad, axis_name="data")(x)
+
+  got = jax.jit(jax.vmap(of_all, in_axes=(None, 0)))(x, layers)
+  want = [jax.jit(of_all)(x, each) for each in layers]
+  assert_same_bits(got, jnp.stack(want))
+  values = jax.vmap(lambda x: examples_around(x, STACK), axis_name="data")
+  assert np.isfinite(values(jnp.asarray(x))).all()

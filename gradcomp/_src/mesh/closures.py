@@ -21,6 +21,11 @@ OF_LOSS = (
   "gradcomp.make_train_step with (params, opt_state, batch, array); or pass "
   "jax.tree_util.Partial(loss_fn, name=array), whose arrays are arguments."
 )
+OF_BODY = (
+  "If the error above is about an array of the mesh that `body` closes over: make it "
+  "a part of `carry` or of `layers`, or pass jax.tree_util.Partial(body, name=array), "
+  "for body(carry, layer, name), whose arrays are arguments."
+)
 OF_OPTIMIZER = (
   "If the error above is about an array of the mesh that `optimizer` closes over: make "
   "it of numbers or NumPy's arrays, or put optax.inject_hyperparams, which keeps "
@@ -50,13 +55,23 @@ def loss_with_note(
 
   ``names`` are the axes of the map. Without an Explicit axis JAX raises none.
   """
+  return with_note(loss_fn, OF_LOSS, mesh, names)
+
+
+def with_note(
+  function: Callable[..., Any],
+  note: str,
+  mesh: Mesh | AbstractMesh,
+  names: Sequence[str],
+) -> Callable[..., Any]:
+  """Wraps another function likewise, with a note of its own."""
   kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
   explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
   if not explicit:
-    return loss_fn
+    return function
   # JAX raises a ValueError where the map leaves other axes Explicit.
   others = (ValueError,) if explicit.difference(names) else ()
-  return _with_note(loss_fn, OF_LOSS, NotImplementedError, *others)
+  return _with_note(function, note, NotImplementedError, *others)
 
 
 def optimizer_with_note(

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import PartitionSpec
 
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.core.compression import Compression
@@ -17,6 +18,12 @@ from gradcomp._src.mesh.axes import AxisName, require_size
 from gradcomp._src.mesh.trees import is_trainable, trainable
 from gradcomp._src.mesh.types import mark_varying, varying_axes
 from gradcomp._src.parallel.scan_backward import Given, LayerScan, Whole
+from gradcomp._src.parallel.scan_jit import (
+  check_whole,
+  in_plain_jit,
+  on_parts,
+  scan_parts,
+)
 from gradcomp._src.parallel.scan_layer import Kept, LayerExchange, layer_exchange
 
 
@@ -49,6 +56,13 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   an optimizer as they are, and exchange those of other parameters by
   :func:`gradcomp.compress`.
 
+  In plain ``jax.jit`` under Explicit axes, a ``jax.shard_map`` over the axis runs the
+  layers, on arguments sharded by their types: ``body`` sees a worker's rows of the
+  carry, and those of ``ys`` are joined, ``[L, N rows, ...]``. There the loss is that of
+  the whole batch, so that :math:`g_{il}` is worker i's addend, and :math:`\bar g_l` the
+  sum. ``body`` must not close over arrays of the mesh, but may be a
+  ``jax.tree_util.Partial``, whose arrays become arguments.
+
   **The new residual comes back as the cotangent of** ``residual``. So take the gradient
   with respect to the layers and the residuals together, and scan each stack once::
 
@@ -64,7 +78,7 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   statistics, like ``FloatCast`` and ``Ternary``, wait for these in each layer.
 
   Put ``jax.vmap`` over examples inside ``body``: around a scan, each example would be
-  exchanged by itself, and take the residual once more.
+  exchanged by itself, and take the residual once more, which is an error.
 
   A gradient that is not finite makes at least its bucket NaN on every worker. The
   residual keeps its old value there.
@@ -88,9 +102,11 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     ``(carry, ys)``: the output of the last layer, and the stacked outputs of all.
 
   Raises:
-    ValueError: the axis is not bound; the codec keeps a memory, or needs a residual or
-      a key that is not given; the exchange sends nothing, or the codec's sums refuse
-      it; ``layers`` do not stack as many each; or the residual is another one's.
+    ValueError: the axis is neither bound nor Explicit; the codec keeps a memory, or
+      needs a residual or a key that is not given; the exchange sends nothing, or the
+      codec's sums refuse it; ``layers`` do not stack as many each; the residual is
+      another one's; a gradient is taken through ``jax.vmap`` over examples; or in plain
+      ``jax.jit`` layers are sharded, the carry is not, or an output has no rows.
     TypeError: ``codec`` is no codec, ``body`` returns no pair, or ``layers`` have no
       real floats.
 
@@ -109,17 +125,25 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
     Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1
   """
-  options = _options(axis_name, codec, exchange, keeps=residual is not None)
-  _check_key(codec, key)
   carry, layers = jax.tree.map(jnp.asarray, (carry, layers))
-  length, layer = first_layer("layers", layers, axis_name)
-  plan = layer_exchange(options, trainable(layer))
-  if residual is not None:
-    _check_residual(residual, plan, length)
-  function, closed = with_closed(body, carry, layer)
   words = jnp.zeros(2, jnp.uint32) if key is None else key_words(key)
-  given = Given(closed, layers, residual, words)
-  return LayerScan(function, policy, Whole(axis_name), plan, length)(carry, given)
+  plain = in_plain_jit((carry, layers), axis_name)
+
+  def of_worker(body: Any, carry: Any, given: Given) -> tuple[Any, Any]:
+    options = _options(axis_name, codec, exchange, keeps=given.kept is not None)
+    _check_key(codec, key)
+    length, layer = first_layer("layers", given.layers, axis_name)
+    plan = layer_exchange(options, trainable(layer), is_sum=plain)
+    if given.kept is not None:
+      _check_residual(given.kept, plan, length)
+    function, closed = with_closed(body, carry, layer)
+    given = given._replace(closed=closed)
+    return LayerScan(function, policy, Whole(axis_name), plan, length)(carry, given)
+
+  given = Given(None, layers, residual, words)
+  if plain:
+    return scan_parts(of_worker, body, carry, given, axis_name)
+  return of_worker(body, carry, given)
 
 
 def scan_residual(
@@ -131,8 +155,9 @@ def scan_residual(
 ) -> Any:
   """Returns the first residual of layers for :func:`scan`: zeros.
 
-  Call it where the axis is bound, in a map with ``out_specs=P(axis_name)``: stacked on
-  the first axis, the residuals of all workers are global arrays, ``[N L, ...]``.
+  Call it where the axis is bound, in a map with ``out_specs=P(axis_name)``, or in plain
+  ``jax.jit``: stacked on the first axis, the residuals of all workers are global
+  arrays, ``[N L, ...]``.
 
   Args:
     layers, axis_name, codec, exchange: as for :func:`scan`.
@@ -151,10 +176,18 @@ def scan_residual(
     >>> jax.vmap(zeros, axis_name="data")(jnp.ones((2, 3, 8, 64))).leaves[0].shape
     (2, 3, 8, 64)
   """
-  options = _options(axis_name, codec, exchange, keeps=True)
-  length, layer = first_layer("layers", jax.tree.map(jnp.asarray, layers), axis_name)
-  zeros = layer_exchange(options, trainable(layer)).first()
-  return jax.tree.map(lambda x: jnp.broadcast_to(x, (length, *x.shape)), zeros)
+  layers = jax.tree.map(jnp.asarray, layers)
+
+  def of_worker(layers: Any) -> Kept:
+    options = _options(axis_name, codec, exchange, keeps=True)
+    length, layer = first_layer("layers", layers, axis_name)
+    zeros = layer_exchange(options, trainable(layer)).first()
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (length, *x.shape)), zeros)
+
+  if not in_plain_jit(layers, axis_name):
+    return of_worker(layers)
+  check_whole(layers)
+  return on_parts(of_worker, (layers,), axis_name, PartitionSpec(axis_name))
 
 
 def _options(

@@ -16,6 +16,7 @@ from gradcomp._src.mesh.trees import combine, split, trainable
 from gradcomp._src.mesh.types import mark_varying, varying_axes
 from gradcomp._src.parallel.options import differentiated_once
 from gradcomp._src.parallel.scan_layer import GradientExchange, Kept
+from gradcomp._src.parallel.scan_vmap import not_of_examples
 
 # The messages of the layers above, by the number of their stages that have run.
 Pending = list[Any]
@@ -63,11 +64,15 @@ class Source(Protocol):
   """Hands a worker its layers, one after the other.
 
   Attributes:
+    axis_name: the axes of the workers.
     ahead: 1 if what it asks of others for a layer should be asked for while the one
       before it computes, else 0.
   """
 
   ahead: ClassVar[int]
+
+  @property
+  def axis_name(self) -> AxisName: ...
 
   def ask(self, given: Any, key: jax.Array) -> Any:
     """Returns the encoded parts of a layer from others; None if nothing is sent."""
@@ -119,6 +124,9 @@ class LayerScan:
 
   def _forward(self, carry: Any, given: Given) -> tuple[Any, Any]:
     carry, given = differentiated_once((carry, given))
+    own = carry, given.closed
+    carry, closed = not_of_examples(own, given.layers, self.source.axis_name)
+    given = given._replace(closed=closed)
     result, pulls, asked = self._walk(self._linearized, carry, given)
     return result, (given, pulls, asked)
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gradcomp._src.core.codec_memory import first_stored
 from gradcomp._src.core.compression import Across, Compression, paths_of
@@ -68,14 +67,19 @@ class UnderWay(NamedTuple):
   found: Any  # by the stage before the next one
 
 
-def layer_exchange(options: Compression, layer: Any) -> "LayerExchange":
-  """Plans the exchange of layers like this one; ValueError for codecs of one array."""
+def layer_exchange(
+  options: Compression, layer: Any, *, is_sum: bool = False
+) -> "LayerExchange":
+  """Plans the exchange of layers like this one; ValueError for codecs with a memory.
+
+  With ``is_sum`` the gradients of the workers are addends, in place of samples.
+  """
   axes = options.axis_name
   assert axes is not None
   size, leaves = require_size(axes), jax.tree.leaves(layer)
-  workers = Workers(axes, size, 1 / size)
+  workers = Workers(axes, size, 1 if is_sum else 1 / size)
   dtypes = [x.dtype for x in leaves]
-  across = Across(axes, False, [other_axes(x, axes) for x in leaves], dtypes)
+  across = Across(axes, is_sum, [other_axes(x, axes) for x in leaves], dtypes)
   plan = options.plan(leaves, paths_of(layer), across, workers)
   if first_stored(plan, jnp.zeros(2, jnp.uint32)) is not None or _has_rounds(plan):
     raise ValueError(
@@ -83,7 +87,7 @@ def layer_exchange(options: Compression, layer: Any) -> "LayerExchange":
       f"got {options.codec}; choose another, or exchange the gradients of all layers "
       "behind the loop, by gradcomp.compress."
     )
-  return LayerExchange(options, workers, plan, dtypes)
+  return LayerExchange(options, workers, plan, across)
 
 
 def _has_rounds(plan: MessagePlan) -> bool:
@@ -97,7 +101,7 @@ class LayerExchange:
   options: Compression
   workers: Workers
   plan: MessagePlan
-  dtypes: Sequence[np.dtype]  # of the leaves
+  across: Across
 
   @property
   def depth(self) -> int:
@@ -144,7 +148,7 @@ class LayerExchange:
     if number < 0:
       return None
     with sending.scope():
-      return stages[number](own, self.workers, found)
+      return stages[number](own, sending.workers or self.workers, found)
 
   def finish(
     self, messages: Sequence[UnderWay], lost: Leaves, old: Kept | None
@@ -152,13 +156,14 @@ class LayerExchange:
     means: dict[int, jax.Array] = {}
     kept: dict[int, jax.Array] = {}
     owners: OwnerResiduals = {}
+    share = self.options.error_share(self.across, self.workers)
     for sending, own, received in messages:
       numbers = sending.message.leaves
       with sending.scope():
         reduced = decode(sending, own, received)
         unsent = [] if old is None else _with_sums(lost, sending, own, received)
       reduced = reduced._replace(unsent=unsent, own=[None] * len(unsent))
-      dtypes, share = [self.dtypes[i] for i in numbers], None if old is None else 1.0
+      dtypes = [self.across.dtypes[i] for i in numbers]
       updates, _ = as_updates(dtypes, share, reduced)
       means |= zip(numbers, updates.mean, strict=True)
       for axes, arrays in (reduced.owned or {}).items():
@@ -180,7 +185,8 @@ def _with_sums(
     errors = lost[number]
     if own.layout.slots[i].group in received.lost:
       more = own.layout.decode_leaf(i, received.lost)
-      errors = errors + more.reshape(errors.shape)
+      (more,) = sending.as_given([more.reshape(errors.shape)])
+      errors = errors + more
     result.append(errors)
   return result
 

@@ -53,7 +53,7 @@ def scan_shards(  # noqa: PLR0913 - options of users, by keyword
   worker by N for means.
 
   Put ``jax.vmap`` over examples inside ``body``: around a scan, each example would be
-  exchanged by itself, and take the residual once more.
+  exchanged by itself, and take the residual once more, which is an error.
 
   Args:
     body: ``(carry, layer) -> (carry, y)``, as for ``lax.scan``, of whole layers.
@@ -127,6 +127,10 @@ class Shards:
   dtypes: Sequence[Any]
 
   ahead: ClassVar[int] = 1
+
+  @property
+  def axis_name(self) -> AxisName:
+    return self.wire.axis_name
 
   @property
   def depth(self) -> int:

@@ -14,6 +14,14 @@ def whole(*shape, seed=0, most=1):
   return drawn.astype(np.float32)
 
 
+def stack(length, dtype=np.float32):
+  """Layers with a matrix of few entries, and a bias."""
+  sparse = whole(length, WIDTH, WIDTH, seed=1) * (whole(length, WIDTH, WIDTH) > 0)
+  thin = sparse * (np.arange(WIDTH) % 4 == 0)[:, None]
+  w, b = jnp.asarray(thin, dtype), jnp.asarray(whole(length, WIDTH), dtype)
+  return {"w": w, "b": b}
+
+
 def body(x, layer):
   h = x @ layer["w"] + layer["b"]
   x = jnp.where(h > 0, h, 0).astype(x.dtype)
