@@ -178,10 +178,14 @@ def rows() -> Iterator[dict[str, Any]]:
           "machines": machine,
           "tokens": tokens,
           "exchange": exchange,
-          "parts": [1e3 * LAYERS * x for x in parts],
-          "behind": 1e3 * behind.seconds(tokens, inside=False),
-          "inside": 1e3 * inside.seconds(tokens, inside=True),
+          "parts": [_milliseconds(LAYERS * x) for x in parts],
+          "behind": _milliseconds(behind.seconds(tokens, inside=False)),
+          "inside": _milliseconds(inside.seconds(tokens, inside=True)),
         }
+
+
+def _milliseconds(seconds: float) -> float:
+  return round(1e3 * seconds, 3)  # the last digits of a sum depend on Python's version
 
 
 def page(found: Iterable[Mapping[str, Any]]) -> str:
