@@ -39,7 +39,7 @@ _FEW, _MANY = 4, 36  # payloads
 
 # Hertz of a v5e: 197 TFLOPs in bfloat16 are those of four units of 128 x 128, which
 # multiply and add (docs.cloud.google.com/tpu/docs/v5e).
-_CLOCK = 197e12 / (4 * 128 * 128 * 2)
+CLOCK = 197e12 / (4 * 128 * 128 * 2)
 
 # Candidates of gradcomp.cost.plan by their names in codecs/speed.py.
 NAMES = {
@@ -134,7 +134,7 @@ def seconds(row: Mapping[str, Any]) -> float:
   """Returns the seconds an element of a row, at least."""
   moved = sum(row["moved"].values()) / row["leaf_bytes"] * row["unit"]
   cycles = sum(row["cycles"].values()) + moved
-  return cycles / _CLOCK / (row["leaf_bytes"] / 4)
+  return cycles / CLOCK / (row["leaf_bytes"] / 4)
 
 
 def rounded(speed: CodecSpeed) -> Mapping[str, float]:

@@ -1,12 +1,15 @@
-"""The benchmark of activations on links: what it measures, and what it predicts."""
+"""The benchmarks of activations and layers on links: what they measure and predict."""
 
 import doctest
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.common import tables
-from benchmarks.links import activations
+from benchmarks.links import activations, layers, layers_worker
 from benchmarks.links.activations import Sizes, name_of, parts, programs, step
+from tests.support.assertions import assert_same_bits
 
 SIZES = Sizes(8, 64, 32, (64,), (1, 4))
 HOSTS = 2
@@ -82,3 +85,48 @@ def test_the_page_has_a_line_for_each_program():
 def test_the_examples_of_tables_run():
   found = doctest.testmod(tables)
   assert found.attempted and not found.failed
+
+
+def test_spans_of_a_trace_are_joined():
+  found = doctest.testmod(layers_worker)
+  assert found.attempted and not found.failed
+
+
+@pytest.mark.bits
+def test_steps_of_layers_have_the_means_of_one_another():
+  """The plain ones to the bit, and 4 bits to their rounding."""
+  mesh = jax.make_mesh((HOSTS,), ("data",), devices=jax.devices()[:HOSTS])
+  stack = jax.random.normal(jax.random.key(0), (3, 64, 64)) / 8
+  x = jax.random.normal(jax.random.key(1), (HOSTS * 4, 64))
+  arrays = (
+    jax.device_put(stack, jax.NamedSharding(mesh, jax.P())),
+    jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))),
+  )
+  programs = {x: layers_worker.program(mesh, x, arrays) for x in layers_worker.STEPS}
+  means = {name: timed.program(*arrays)[0][0] for name, timed in programs.items()}
+  own = means.pop(layers.ALONE).reshape(HOSTS, *stack.shape)
+  plain = means.pop(layers_worker.PLAIN)
+  assert_same_bits(plain, (own[0] + own[1]) / 2)
+  assert_same_bits(means.pop("plain mean, inside"), plain)
+  # Half a level of 7 for each of two roundings, of buckets with the largest at most.
+  bound = float(jnp.abs(own).max()) * (1 + 1 / 2) / 7
+  assert len(means) == 3
+  assert all(float(jnp.abs(mean - plain).max()) <= bound for mean in means.values())
+  traced = layers_worker.side_by_side(programs[layers_worker.PLAIN])
+  assert min(traced["collectives"], traced["work"]) > 0
+
+
+def test_the_page_of_layers_has_a_line_for_each_step():
+  step = {"median_seconds": 0.5, "bytes_sent": 2e6}
+  trace = {"collectives": 0.3, "work": 0.1, "both": 0.02}
+  run = {
+    **{"rate": "1gbit", "hosts": HOSTS, "layers": 8, "width": 64, "batch": 2},
+    **{"repeats": 3, "load_and_cores": [0.5, 2.0], "probe": [1.2e8, 1.1e8]},
+    "steps": {"4 bits": step, layers.ALONE: step | {"median_seconds": 0.1}},
+    "traces": {"4 bits": trace | {"exposed_share": 1.0, "messages": 7}},
+  }
+  text = layers.markdown({"machine": {"jax": "1"}, "runs": [run]})
+  assert "| 4 bits | 500 | 400 | 2.00 | 7 | 300 | 20 | 100% |" in text
+  assert "| no exchange | 100 |  |  |  |  |  |  |" in text
+  unreached = layers.markdown({"machine": {"jax": "1"}, "runs": [run | {"steps": {}}]})
+  assert unreached.endswith("This machine does not reach the rate.\n")

@@ -80,7 +80,7 @@ def test_all_scripts_are_run():
   started_by_others = {"study.hosts"} | {
     f"links.{name}"
     for name in ("delay", "probe", "worker", "local_worker", "activations_worker")
-    + ("torch_worker",)
+    + ("layers_worker", "torch_worker")
   }
   of_trainings = {
     f"study.queue.{x}" for x in ("start", "status", "supervisor", "times", "train")

@@ -1,0 +1,176 @@
+"""Times steps of layers in a loop on one host, and traces what runs side by side.
+
+  python -m benchmarks.links.layers_worker '{"rank": 0, ...}'  links/layers.py starts it
+
+A step is a forward and a backward pass of equal layers, and the mean of the gradients.
+"""
+
+import functools
+import glob
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from benchmarks.links import process
+from benchmarks.links.steps import Timed
+from gradcomp import parallel
+from gradcomp.codecs import QSGD, Codec, Dense
+
+PLAIN = "plain mean, behind"
+ALONE = "no exchange"
+FOUR_BITS = QSGD(bits=4)
+_KEY = functools.partial(jax.random.key, 0, impl="threefry2x32")
+_INSTRUCTION = re.compile(r"%(\S+) = .*? ([\w-]+)\(")
+_SENDS = {"all-reduce", "all-to-all", "all-gather", "collective-permute"}
+_AROUND = {"while", "call", "conditional"}  # their events hold those of others
+
+Mean = Callable[[jax.Array, jax.Array], jax.Array]
+Span = tuple[float, float]  # nanoseconds
+
+
+def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+  """Applies a dense layer, and adds its input."""
+  return x + jnp.tanh(x @ w), None
+
+
+def plain(layers: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns the host's own gradients of layers in ``lax.scan``."""
+
+  def loss(layers: jax.Array) -> jax.Array:
+    again = jax.checkpoint(layer, prevent_cse=False)  # as parallel.scan has it
+    return jnp.mean(jnp.square(lax.scan(again, x, layers)[0]))
+
+  return jax.grad(loss)(gradcomp.defer_reduction(layers, axis_name="data"))
+
+
+def inside(codec: Codec, exchange: str, layers: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns means whose layers were exchanged inside the loop."""
+  way: dict[str, Any] = {"axis_name": "data", "codec": codec, "exchange": exchange}
+  key = _KEY() if codec.needs_key else None
+
+  def loss(layers: jax.Array) -> jax.Array:
+    y, _ = parallel.scan(layer, x, layers, key=key, **way)
+    return jnp.mean(jnp.square(y))
+
+  return jax.grad(loss)(layers)
+
+
+def behind(layers: jax.Array, x: jax.Array, each: bool) -> jax.Array:
+  """Returns means that were exchanged behind the loop, in one message or in many."""
+  tx = gradcomp.compress(
+    FOUR_BITS,
+    axis_name="data",
+    exchange="two_shot",
+    feedback=None,
+    message_bytes=1 if each else None,
+  )
+  grads: Any = plain(layers, x)
+  grads = list(grads) if each else grads
+  means: Any = tx.update(grads, tx.init(grads))[0]
+  return jnp.stack(means) if each else means
+
+
+STEPS: dict[str, Mean] = {
+  PLAIN: lambda layers, x: lax.pmean(plain(layers, x), "data"),
+  "plain mean, inside": functools.partial(inside, Dense(), "psum"),
+  "4 bits, behind, one message": functools.partial(behind, each=False),
+  "4 bits, behind, a message a layer": functools.partial(behind, each=True),
+  "4 bits, inside": functools.partial(inside, FOUR_BITS, "two_shot"),
+  ALONE: plain,
+}
+
+
+def program(mesh: jax.sharding.Mesh, name: str, arrays: tuple[jax.Array, ...]) -> Timed:
+  """Compiles a step; its means stay on the hosts."""
+  whole = P("data") if name == ALONE else P()
+  mapped = jax.shard_map(
+    lambda layers, x: [STEPS[name](layers, x)],
+    mesh=mesh,
+    in_specs=(P(), P("data")),
+    out_specs=whole,
+  )
+  compiled = jax.jit(lambda *arrays: (mapped(*arrays),)).lower(*arrays).compile()
+  return Timed(compiled, lambda: arrays, averages=name != ALONE)
+
+
+def side_by_side(timed: Timed) -> dict[str, float]:
+  """Traces a run of a program: seconds of collectives, of work, and of both at once."""
+  kinds = dict(_INSTRUCTION.findall(timed.program.as_text()))
+  options = jax.profiler.ProfileOptions()
+  options.python_tracer_level = 0
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder, profiler_options=options):
+      jax.block_until_ready(timed.program(*timed.arguments()))
+    (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+    planes = jax.profiler.ProfileData.from_file(path).planes
+    events = [x for plane in planes for line in plane.lines for x in line.events]
+  sends, works = [], []
+  for x in events:
+    if (kind := kinds.get(x.name)) and kind not in _AROUND:
+      (sends if kind in _SENDS else works).append((x.start_ns, x.end_ns))
+  return overlap(sends, works)
+
+
+def overlap(sends: list[Span], works: list[Span]) -> dict[str, float]:
+  """Returns the seconds of spans of either kind, and of both at once.
+
+  Example:
+    >>> overlap([(0, 2e9), (5e9, 6e9)], [(1e9, 4e9)])
+    {'collectives': 3.0, 'work': 3.0, 'both': 1.0}
+  """
+  found = map(joined, (sends, works, sends + works))
+  under_way, work, either = (1e-9 * sum(y - x for x, y in spans) for spans in found)
+  return {
+    "collectives": under_way,
+    "work": work,
+    "both": max(0.0, under_way + work - either),
+  }
+
+
+def joined(spans: list[Span]) -> list[Span]:
+  """Joins spans of time that meet.
+
+  Example:
+    >>> joined([(4, 5), (0, 2), (1, 3)])
+    [(0, 3), (4, 5)]
+  """
+  found: list[Span] = []
+  for start, end in sorted(spans):
+    if found and start <= found[-1][1]:
+      found[-1] = found[-1][0], max(end, found[-1][1])
+    else:
+      found.append((start, end))
+  return found
+
+
+def main(options: dict[str, Any]) -> dict[str, Any]:
+  mesh = process.joined(options)
+  count, width, rows = options["layers"], options["width"], options["batch"]
+  rng = np.random.default_rng(options["rank"])
+  x = process.spread(mesh, rng.standard_normal((rows, width), np.float32))
+  same = np.random.default_rng(0).standard_normal((count, width, width), np.float32)
+  everywhere = jax.NamedSharding(mesh, P())
+  stack = jax.make_array_from_process_local_data(everywhere, same / width**0.5)
+  programs = {name: program(mesh, name, (stack, x)) for name in STEPS}
+  meet = process.meeting(mesh)
+  steps = process.measure(programs, options["repeats"], meet, options["interface"])
+  traces = {}
+  for name, timed in programs.items():
+    report = gradcomp.overlap_report(timed.program)
+    meet()
+    traces[name] = side_by_side(timed)
+    traces[name]["exposed_share"] = report.exposed_share
+    traces[name]["messages"] = sum(x.collective.times for x in report.collectives)
+  return {"steps": steps, "traces": traces}
+
+
+if __name__ == "__main__":
+  process.run(main)
