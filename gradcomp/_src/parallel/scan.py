@@ -249,7 +249,7 @@ def _check_residual(residual: Any, plan: LayerExchange, length: int) -> None:
   stacked = [(length, *shape) for shape in shapes(want)]
   cure = (
     "start with gradcomp.parallel.scan_residual(layers, ...) of the same options, "
-    "inside the map."
+    "in the map if there is one."
   )
   same = structure(residual) == structure(want)
   if not isinstance(residual, Kept) or not same or shapes(residual) != stacked:

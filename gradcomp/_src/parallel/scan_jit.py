@@ -72,7 +72,8 @@ def check_whole(layers: Any) -> None:
       raise ValueError(
         "`layers` must be typed as whole on each device in plain jax.jit, got "
         f"{jax.typeof(x).str_short(True)}; give it layers without "
-        "gradcomp.defer_reduction, or of shards call scan_shards in a jax.shard_map."
+        "gradcomp.defer_reduction, or call it, or scan_shards for shards over the "
+        "workers, in a jax.shard_map over all axes of the mesh."
       )
 
 
