@@ -4,11 +4,14 @@
     python -m examples.language_model --compare f32 qsgd-4 redsync --seeds 3
     python -m examples.language_model --text brown-words --model lstm --schedule plateau
     python -m examples.language_model --local-steps 30 --codec blocktop --optimizer adam
+    python -m examples.language_model --model transformer --scan --codec qsgd
     python -m examples.language_model --model transformer --parallel zero
     python -m examples.language_model --model transformer --parallel fsdp --weights 8
 
-With ``--parallel zero`` each worker runs the optimizer on its part of the parameters,
-and with ``fsdp`` it keeps no others. Both send numbers in a few bits, by QSGD.
+With ``--scan`` the blocks of the transformer are one loop, whose backward pass sends
+the gradient of a block while it computes the next. With ``--parallel zero`` each worker
+runs the optimizer on its part of the parameters, and with ``fsdp`` it keeps no others.
+Both send numbers in a few bits, by QSGD.
 
 The text is the source code of Python's standard library, byte by byte, or the Brown
 corpus of `make data`, by bytes or by words. All options but these are those of
@@ -74,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_cut(parser, args)
     args.optimizer = "adam"
   command_line.complete(parser, args, DEFAULTS)
+  if args.scan:
+    check_scan(parser, args)
   chosen = {}
   if args.parallel == "data":
     chosen = methods.choose(parser, args, DEFAULTS.compared)
@@ -84,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   if args.length > longest:
     parser.error(f"--length must be at most {longest} for this text, got {args.length}")
   test = text.in_order(found.test, args.length, most=TESTED)
-  model = networks.for_text(args.model, found.symbols, args.dropout)
+  model = networks.for_text(args.model, found.symbols, args.dropout, stacked=args.scan)
   task = Task(model, test, mesh, P(AXIS) if args.parallel == "fsdp" else REPLICATED)
   part = command_line.process_part()
   draw = functools.partial(
@@ -101,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check_cut(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
   """Refuses options that do not go with a sharded optimizer, which is Adam."""
   plain = parser.parse_args([])
-  refused = "compare ema weight_decay warmup codec clip local_steps"
+  refused = "compare ema weight_decay warmup codec clip local_steps scan"
   for name in refused.split():
     if getattr(args, name) != getattr(plain, name):
       option = "--" + name.replace("_", "-")
@@ -110,6 +115,15 @@ def check_cut(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
     parser.error(f"--schedule plateau does not go with --parallel {args.parallel}")
   if args.parallel == "fsdp" and (args.dropout or args.model == "lstm"):
     parser.error("--parallel fsdp draws no numbers for dropout")
+
+
+def check_scan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+  """Refuses options that do not go with an exchange inside of a loop of blocks."""
+  if args.model != "transformer":
+    parser.error("--scan does not go with a model without blocks: choose transformer")
+  for name in ("local_steps", "inspect"):
+    if getattr(args, name):
+      parser.error(f"--{name.replace('_', '-')} does not go with --scan")
 
 
 def train_cut(task: Task, draw: Draw, args: argparse.Namespace) -> list[Run]:
@@ -183,6 +197,11 @@ def make_parser() -> argparse.ArgumentParser:
     help="symbols in a sequence; default: 32",
   )
   command_line.add_training(group, tuple(networks.TEXTS), DEFAULTS)
+  group.add_argument(
+    "--scan",
+    action="store_true",
+    help="exchange the blocks of a transformer in the loop of its backward pass",
+  )
   command_line.add_exchange(parser, DEFAULTS)
   add = parser.add_argument_group("cut optimizer or parameters, by Adam").add_argument
   add(

@@ -6,10 +6,11 @@ from gradcomp._src.core.state import (
   FragmentState,
   LocalStepsState,
   OwnedRows,
+  ScanState,
 )
 from gradcomp._src.parallel.zero.transform import ZeroState
 from gradcomp._src.transforms.skip import SkipNonfiniteState
 from gradcomp._src.transforms.switch import SwitchState
 
 __all__ = ["CompressState", "FragmentState", "Int8Residual", "LocalStepsState"]
-__all__ += ["OwnedRows", "SkipNonfiniteState", "SwitchState", "ZeroState"]
+__all__ += ["OwnedRows", "ScanState", "SkipNonfiniteState", "SwitchState", "ZeroState"]

@@ -15,11 +15,13 @@ class Functions(NamedTuple):
   """The functions of a network, each of its parameters."""
 
   init: Callable[..., Any]  # key -> params
-  train: Callable[..., jax.Array]  # params, inputs, key for dropout or None -> logits
+  # params, inputs, key for dropout or None, scan= where blocks are a loop -> logits
+  train: Callable[..., jax.Array]
   # params, inputs -> what batch norms normalize by; None where there are none.
   statistics: Callable[..., Any] | None
   test: Callable[..., jax.Array]  # params, statistics, inputs -> logits
   drops: bool  # whether there is dropout
+  scans: bool = False  # whether blocks are a loop over stacked parameters
 
 
 def functions(model: Model, inputs: np.ndarray) -> Functions:
@@ -28,7 +30,8 @@ def functions(model: Model, inputs: np.ndarray) -> Functions:
   Args:
     model: makes the network of flax nnx from ``rngs``, or is one of flax linen. One of
       nnx with dropout takes ``rngs`` beside its inputs; one of linen has the rate as
-      its field ``dropout``, and takes ``train``.
+      its field ``dropout``, and takes ``train``, and with the field ``stacked`` takes
+      ``scan``.
     inputs: an example.
   """
   return _of_linen(model, inputs) if isinstance(model, linen.Module) else _of_nnx(model)
@@ -37,11 +40,13 @@ def functions(model: Model, inputs: np.ndarray) -> Functions:
 def _of_linen(model: linen.Module, inputs: np.ndarray) -> Functions:
   drops = getattr(model, "dropout", 0.0) > 0
 
-  def train(params: Any, inputs: jax.Array, key: jax.Array | None) -> jax.Array:
+  def train(
+    params: Any, inputs: jax.Array, key: jax.Array | None, **loop: Any
+  ) -> jax.Array:
     if not drops:
-      return model.apply({"params": params}, inputs)
+      return model.apply({"params": params}, inputs, **loop)
     rngs = {} if key is None else {"dropout": key}
-    return model.apply({"params": params}, inputs, train=True, rngs=rngs)
+    return model.apply({"params": params}, inputs, train=True, rngs=rngs, **loop)
 
   return Functions(
     init=lambda key: model.init(key, inputs)["params"],
@@ -49,6 +54,7 @@ def _of_linen(model: linen.Module, inputs: np.ndarray) -> Functions:
     statistics=None,
     test=lambda params, _, inputs: model.apply({"params": params}, inputs),
     drops=drops,
+    scans=getattr(model, "stacked", False),
   )
 
 

@@ -98,6 +98,7 @@ def add_training(
 def add_exchange(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
   """Adds the options of codec and exchange."""
   add = parser.add_argument_group("exchange").add_argument
+  parser.set_defaults(scan=False)  # networks of images have no stack of equal layers
   marks = {name: " (default)" for name in (defaults.codec,)}
   add(
     "--codec",

@@ -40,6 +40,7 @@ class Redsync:
 
 
 Method = LeafCodec | Redsync | None
+KEEPING = Redsync | PowerSGD | TopK  # with a memory, which no loop carries
 FORMATS = ((5, 2), (4, 3), (3, 0))
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
 TYPES = ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
@@ -99,6 +100,9 @@ def choose(
       )
     if args.local_steps and (method is None or isinstance(method, Redsync)):
       parser.error(f"--local-steps does not go with {name}, but with all codecs")
+    fitted = isinstance(method, QSGD) and method.levels == "nonuniform"
+    if args.scan and (fitted or isinstance(method, KEEPING | None)):
+      parser.error(f"--scan does not go with {name}, but with codecs without a memory")
     if isinstance(method, Redsync):
       if args.optimizer == "adam":
         parser.error(f"{name} has the momentum of SGD in it: choose f32 for Adam")
@@ -117,13 +121,23 @@ def make_exchange(
     return optax.stateless(lambda grads, _: jax.lax.pmean(grads, AXIS))
   if isinstance(method, Redsync):
     return make_redsync(method, args)
-  return gradcomp.compress(
-    method,
+  options: dict[str, Any] = dict(
     axis_name=AXIS,
     exchange=args.exchange,
     feedback=None if args.feedback == "none" else args.feedback,
     key=seed,
   )
+  rest = gradcomp.compress(method, **options)
+  if not args.scan:
+    return rest
+  layers = gradcomp.parallel.compress_in_scan(method, **options)
+  return optax.partition({"blocks": layers, "rest": rest}, in_blocks)
+
+
+def in_blocks(params: Any) -> Any:
+  """Labels the stacked blocks of a transformer, and the rest."""
+  of_path = lambda path, _: "blocks" if path[0].key == "blocks" else "rest"
+  return jax.tree.map_with_path(of_path, params)
 
 
 def make_local_steps(

@@ -72,4 +72,6 @@ def _descent(method: Method, args: argparse.Namespace) -> optax.GradientTransfor
 
 def weights(params: Any) -> Any:
   """Masks the parameters that decay: matrices and kernels."""
-  return jax.tree.map(lambda x: x.ndim > 1, params)
+  is_stacked = lambda path: "'blocks'" in jax.tree_util.keystr(path)
+  decays = lambda path, x: x.ndim - is_stacked(path) > 1
+  return jax.tree.map_with_path(decays, params)

@@ -60,7 +60,7 @@ class Task:
 
   Attributes:
     loss_fn: the mean loss of ``(params, batch)``. Networks with dropout also need
-      ``rng``, a key.
+      ``rng``, a key, and those with a loop over their blocks ``scan``.
     drops: whether the network has dropout.
   """
 
@@ -78,10 +78,18 @@ class Task:
         "`known` must be inputs to train on, for a network with batch norm, got None."
       )
 
-    def loss_fn(params: Any, batch: Batch, rng: jax.Array | None = None) -> jax.Array:
+    def loss_of(params: Any, batch: Batch, rng: Any, **loop: Any) -> jax.Array:
       inputs, labels = batch
-      logits = network.train(params, inputs, rng)
+      logits = network.train(params, inputs, rng, **loop)
       return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def loss_fn(params: Any, batch: Batch, rng: jax.Array | None = None) -> jax.Array:
+      return loss_of(params, batch, rng)
+
+    def scanned(
+      params: Any, batch: Batch, rng: jax.Array | None = None, *, scan: Any
+    ) -> jax.Array:
+      return loss_of(params, batch, rng, scan=scan)
 
     def scores(params: Any, statistics: Any, batch: Batch) -> jax.Array:
       inputs, labels = batch
@@ -90,7 +98,7 @@ class Task:
       return jnp.array([losses.sum(), (logits.argmax(axis=-1) == labels).sum()])
 
     self.mesh = mesh
-    self.loss_fn = loss_fn
+    self.loss_fn: Any = scanned if network.scans else loss_fn
     self.drops = network.drops
     self._scores = jax.jit(scores)
     self._statistics = network.statistics and jax.jit(network.statistics)

@@ -31,6 +31,11 @@ RUNS = {
     f"{TEXT} --model transformer --codec blocktop --local-steps 3 --optimizer adam "
     "--evaluate-every 1",
   ),
+  "scan": (
+    "qsgd-4-0",
+    "language_model",
+    f"{TEXT} --model transformer --scan --codec qsgd --bits 4 --feedback error",
+  ),
   "zero": ("zero-0", "language_model", f"{TEXT} --model transformer --parallel zero"),
   "fsdp": ("fsdp-0", "language_model", f"{TEXT} --model transformer --parallel fsdp"),
   "linen": (".", "fsdp_linen", "--workers 2"),

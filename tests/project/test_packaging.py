@@ -229,7 +229,7 @@ ROOMS = (
     "exchange",
   ),
   *("core", "report", "checkpoint", "telemetry", "transforms", "local_steps"),
-  *("training", "parallel", "cost", "testing"),
+  *("parallel", "training", "cost", "testing"),
 )
 
 

@@ -46,9 +46,16 @@ def for_images(
   return functools.partial(IMAGES[name], image_shape, classes, **options)
 
 
-def for_text(name: str, symbols: int, dropout: float | None = None) -> Any:
-  """Returns a network of flax linen, or a function from ``rngs`` to one of flax nnx."""
-  options = {} if dropout is None else {"dropout": dropout}
+def for_text(
+  name: str, symbols: int, dropout: float | None = None, *, stacked: bool = False
+) -> Any:
+  """Returns a network of flax linen, or a function from ``rngs`` to one of flax nnx.
+
+  With ``stacked``, the blocks of a transformer are one loop.
+  """
+  options: dict[str, Any] = {} if dropout is None else {"dropout": dropout}
+  if stacked:
+    options["stacked"] = True
   if issubclass(TEXTS[name], linen.Module):
     return TEXTS[name](symbols, **options)
   return functools.partial(TEXTS[name], symbols, **options)

@@ -1,6 +1,8 @@
 """A decoder-only transformer in flax linen."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +23,43 @@ class Transformer(linen.Module):
   layers: int = 2
   block: type[linen.Module] | None = None  # in place of Block, as fsdp_linen.py has it
   dropout: float = 0.0
+  stacked: bool = False  # whether blocks are one loop, over stacked parameters
 
   @linen.compact
-  def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
+  def __call__(
+    self,
+    tokens: jax.Array,
+    train: bool = False,
+    scan: Callable[..., Any] = jax.lax.scan,
+  ) -> jax.Array:
     rate = self.dropout if train else 0.0
     block = self.block or functools.partial(Block, dropout=rate)
     embed = linen.Embed(self.symbols, self.width, name="embed")
     x = linen.Dropout(rate, deterministic=False)(embed(tokens.astype(jnp.int32)))
-    for i in range(self.layers):
-      x = block(self.heads, name=f"block{i}")(x)
+    if self.stacked:
+      x = self._scanned(block, x, scan, drops=rate > 0)
+    else:
+      for i in range(self.layers):
+        x = block(self.heads, name=f"block{i}")(x)
     return embed.attend(_norm("norm")(x))
+
+  def _scanned(
+    self, block: Any, x: jax.Array, scan: Callable[..., Any], *, drops: bool
+  ) -> jax.Array:
+    """Applies all blocks in a loop, with a key for the dropout of each."""
+    module = block(self.heads, parent=None)
+
+    def init(key: jax.Array) -> Any:
+      of_one = lambda key: module.init({"params": key, "dropout": key}, x)["params"]
+      return jax.vmap(of_one)(jax.random.split(key, self.layers))
+
+    def layer(x: jax.Array, given: Any) -> tuple[jax.Array, None]:
+      params, key = given
+      rngs = {} if key is None else {"dropout": key}
+      return module.apply({"params": params}, x, rngs=rngs), None
+
+    keys = jax.random.split(self.make_rng("dropout"), self.layers) if drops else None
+    return scan(layer, x, (self.param("blocks", init), keys))[0]
 
 
 class Block(linen.Module):

@@ -51,6 +51,26 @@ class CompressState(NamedTuple):
   velocity: Any = None
 
 
+class ScanState(NamedTuple):
+  """The state of :func:`gradcomp.parallel.compress_in_scan`.
+
+  Attributes:
+    layers: the count, the key and the residuals, of all layers stacked. Residuals are
+      ``[L, ...]`` per worker, also those of owners.
+
+  Example:
+    >>> tx = gradcomp.parallel.compress_in_scan(
+    ...   gradcomp.codecs.QSGD(bits=4), axis_name="data", exchange="all_gather",
+    ...   feedback="error")
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+    ...   state = tx.init({"w": jnp.ones((3, 8, 64))})
+    >>> state.layers.residual["w"].shape
+    (3, 8, 64)
+  """
+
+  layers: CompressState
+
+
 class OwnedRows(NamedTuple):
   """The rows of elements that a worker owns, as :func:`gradcomp.parallel.zero` has.
 
@@ -151,6 +171,11 @@ def with_measures(state: CompressState, found: Any) -> CompressState:
 def is_state(node: Any) -> bool:
   """Returns True for a ``CompressState``; it is meant for ``is_leaf``."""
   return isinstance(node, CompressState)
+
+
+def is_scan(node: Any) -> bool:
+  """Returns True for :class:`ScanState`; it is meant for ``is_leaf``."""
+  return isinstance(node, ScanState)
 
 
 def collects(node: Any) -> bool:

@@ -84,5 +84,6 @@ def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:
     "jax.grad with respect to replicated parameters has already all-reduced it in full "
     "precision. Use gradcomp.value_and_grad in place of jax.value_and_grad, or "
     "gradcomp.defer_reduction(params, axis_name=axis_name) before jax.grad; and put "
-    f"optax.MultiSteps behind the exchange.{see('says-that-it-is-equal-on-all')}"
+    "optax.MultiSteps behind the exchange. Layers of compress_in_scan are means "
+    f"already: leave them out by optax.partition.{see('says-that-it-is-equal-on-all')}"
   )

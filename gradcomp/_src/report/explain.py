@@ -275,7 +275,7 @@ def explain(
   for found in transformations:
     plan, memory = found.plan, None
     owned = [*itertools.chain(*owner_shapes(plan).values())]
-    kept += sum(4 * math.prod(shape) for shape in owned)
+    kept += sum(4 * math.prod((*found.layers, *shape)) for shape in owned)
     if states and found.state is not None:
       memory = states[found.state].memory
       forgets |= bool(owned) and states[found.state].server_residual is None
@@ -296,7 +296,7 @@ def explain(
         bits = share * Fraction(32 * codec.row_words, codec.tile_size)
         own[i] = LeafPlan(
           path=plan.names[i],
-          shape=plan.leaves[i].shape,
+          shape=(*found.layers, *plan.leaves[i].shape),
           codec=plan.codecs[i],
           bits=bits + (own[i].bits if i in own else 0),
           exchange=message.exchange.name,

@@ -47,6 +47,7 @@ class Found:
   state: int | None  # its number in the optimizer; None if the trace hides it
   by_leaf: list[Fraction]
   every: int  # n, if it sends in one of n steps
+  layers: tuple[int, ...]  # (L,) if it exchanges L layers, one after the other
   inside: Fraction = Fraction(0)  # the part inside the groups of two axes' second
   fitting: Fraction = Fraction(0)  # to fit the codec, on top of these
   collectives: list[Collective] = dataclasses.field(default_factory=list)
@@ -186,8 +187,8 @@ def _read(jaxpr: Jaxpr, sizes: _Sizes, order: _Axes) -> tuple[list[Found], list[
         now, parts, nothing = about, (), [Fraction(0)] * len(about.names)
         names = reader.bound_axes(own_axes(about.axis_name, ()), sizes)
         of_axes = tuple(sizes[axis] for axis in names)
-        every = options.get("every", 1)
-        result.append(Found(about, of_axes, event.state, nothing, every))
+        every, layers = options.get("every", 1), options.get("layers", ())
+        result.append(Found(about, of_axes, event.state, nothing, every, layers))
       options = {}
     elif event.shown and isinstance(about, studies.Parts):
       parts = about.sizes

@@ -29,6 +29,7 @@ from gradcomp._src.report.explain import explain
 from gradcomp._src.training import worker
 from gradcomp._src.training.gradients import P, Params, check_trainable
 from gradcomp._src.training.loss_form import of_trainable
+from gradcomp._src.training.scanned import takes_scan
 from gradcomp._src.training.worker import Given, Stepped, TrainOptions
 from gradcomp._src.transforms.freeze import allow_frozen
 
@@ -227,7 +228,9 @@ def make_train_step(
       ``(loss, aux)``. With ``model_state`` it is ``loss_fn(params, model_state, batch,
       *extra)``, and returns ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
       Under Explicit axes it must not close over arrays of the mesh, see
-      :func:`value_and_grad`.
+      :func:`value_and_grad`. Where it has a parameter ``scan``, it is called with a
+      function like ``jax.lax.scan`` for its layers, see
+      :func:`gradcomp.parallel.compress_in_scan`; on one device with ``jax.lax.scan``.
     optimizer: an optax transformation with gradcomp's in it, over the same axis. It may
       freeze parameters by ``optax.set_to_zero``, see
       :func:`gradcomp.wrappers.allow_frozen`.
@@ -248,8 +251,8 @@ def make_train_step(
     ValueError: the mesh does not have an axis, or an option is bad; when called, a
       batch cannot be split into equal parts, a state was made outside the mesh or for
       another number of workers, parameters are sharded over an Explicit axis of the
-      batch, no exchange has averaged a parameter's gradient, or another process of the
-      run traces another step, or none.
+      batch, no exchange has averaged a parameter's gradient, layers reach the loss
+      beside its ``scan``, or another process of the run traces another step, or none.
     TypeError: when called, no parameter is an array of floats, or something in a model
       state that is averaged is no float; or the loss returns another form than the
       options say.
@@ -269,7 +272,11 @@ def make_train_step(
   options = instance_of("options", TrainOptions, options)
   frozen = optimizer_with_note(allow_frozen(optimizer))
   one_worker = worker.WorkerStep(
-    optimizer=frozen, studied=optimizer, axis_name=axis_name, options=options
+    optimizer=frozen,
+    studied=optimizer,
+    axis_name=axis_name,
+    options=options,
+    takes_scan=takes_scan(loss_fn),
   )
   workers: Any = 1
   others: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from gradcomp._src.telemetry.inspect import measured_update
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 from gradcomp._src.training.gradients import defer_reduction, value_and_grad
 from gradcomp._src.training.loss_form import LossForm, check_accumulate
+from gradcomp._src.training.scanned import check_alone, scanned_layers
 from gradcomp._src.transforms.freeze import unaveraged
 
 ModelState = Literal["mean", "local"]
@@ -43,8 +44,9 @@ class TrainOptions:
       Gradients, model state and ``aux`` are means over them.
     report: whether ``metrics`` has ``"bytes_sent"`` (of a worker for gradients in a
       step, as ``float32``: see :func:`gradcomp.explain`), ``"gradient_norm"`` (the root
-      mean square over the workers of their own gradients' l2 norms) and
-      ``"update_norm"`` (the l2 norm of the update of the parameters).
+      mean square over the workers of their own gradients' l2 norms, with the means of
+      layers that the loss scans) and ``"update_norm"`` (the l2 norm of the update of
+      the parameters).
     compare_every: n, to compare the workers' parameters at the start of one of n steps,
       from the first on, in ``metrics["replicas"]``: see
       :func:`gradcomp.telemetry.compare_replicas`. In the other steps they count as
@@ -101,6 +103,7 @@ class WorkerStep:
   studied: optax.GradientTransformation  # the user's, which sends the same
   axis_name: AxisName | None
   options: TrainOptions
+  takes_scan: bool = False  # whether the loss does
 
   def __call__(
     self, loss_fn: Callable[..., Any], given: Given, *, inspect: bool
@@ -122,8 +125,10 @@ class WorkerStep:
     at = local_params(given.params, given.opt_state)
     if alone and self.axis_name is not None:
       at = defer_reduction(at, axis_name=self.axis_name)
-    grad_fn = value_and_grad(loss_fn, axis_name=together, **form)
-    (loss, (model_state, aux)), grads = grad_fn(at, rows, before, given.extra)
+    grad_fn = self._grad_fn(loss_fn, form, given, alone=alone, inspect=inspect)
+    # What update takes beside the gradients, if layers are scanned.
+    value, grads, kept = grad_fn(at, rows, before, given.extra)
+    loss, (model_state, aux) = value
     metrics, own = {"loss": loss}, {"aux": aux} if self.options.has_aux else {}
     if self.options.model_state == "local":
       model_state = jax.tree.map(lambda x: x[None], model_state)
@@ -138,7 +143,7 @@ class WorkerStep:
 
     # Where no optimizer asks for it, JAX drops the mean of the gradients.
     grad = grads if alone else self._mean(grads)
-    more_args = extra_args(loss, grad, value_fn) | dict(given.more_args or {})
+    more_args = extra_args(loss, grad, value_fn) | kept | dict(given.more_args or {})
     args = grads, given.opt_state, given.params
     if inspect:
       updates, opt_state, metrics["inspection"] = measured_update(
@@ -160,12 +165,38 @@ class WorkerStep:
     params = optax.apply_updates(given.params, updates)
     return Stepped(params, opt_state, model_state, metrics, own)
 
+  def _grad_fn(
+    self,
+    loss_fn: Callable[..., Any],
+    form: dict[str, Any],
+    given: Given,
+    *,
+    alone: bool,
+    inspect: bool,
+  ) -> Callable[..., tuple[Any, Any, dict[str, Any]]]:
+    """Returns a function with the value, gradients, and more arguments of update."""
+    layers = None
+    if self.axis_name is not None:
+      trees = given.params, given.opt_state
+      layers = scanned_layers(self.optimizer, *trees, takes=self.takes_scan)
+    if layers is None:
+      together = None if alone else self.axis_name
+      grad_fn = value_and_grad(loss_fn, axis_name=together, **form)
+      return lambda *args: (*grad_fn(*args), {})
+    used = {"accumulate": form["accumulate"] > 1, "local_steps": alone}
+    check_alone(given.opt_state, used | {"inspect": inspect})
+    return layers.value_and_grad(loss_fn, LossForm(**form), given.opt_state)
+
   def _uniform(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a loss with the same arguments and results for all options."""
 
-    def uniform(params: Any, rows: Any, model_state: Any, extra: Any) -> Any:
+    def uniform(
+      params: Any, rows: Any, model_state: Any, extra: Any, scan: Any = lax.scan
+    ) -> Any:
       batch, keys = rows
-      options = {} if keys is None else {"rng": keys[0]}
+      options: dict[str, Any] = {} if keys is None else {"rng": keys[0]}
+      if self.takes_scan:
+        options["scan"] = scan
       if self.options.model_state is not None:
         batch, extra = model_state, (batch, *extra)
       return self._parts(loss_fn(params, batch, *extra, **options))

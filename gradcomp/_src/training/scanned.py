@@ -1,0 +1,203 @@
+"""The layers of a train step that the loss gives to its ``scan``."""
+
+import dataclasses
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.custom_derivatives import SymbolicZero
+from jax.tree_util import tree_leaves_with_path
+
+from gradcomp._src.core.state import ScanState, is_scan
+from gradcomp._src.exchange.collectives import pmean
+from gradcomp._src.kernels.common.threefry import fold_key
+from gradcomp._src.mesh.study import NOTE, STUDY, Study
+from gradcomp._src.mesh.trees import combine, split
+from gradcomp._src.parallel.compress_in_scan import ScanOptions, kept_by
+from gradcomp._src.parallel.scan_layer import Kept
+from gradcomp._src.training.gradients import defer_reduction
+from gradcomp._src.training.loss_form import LossForm
+
+_IN_OPTIMIZER = (
+  'optax.partition({"layers": gradcomp.parallel.compress_in_scan(...), "others": '
+  "gradcomp.compress(...)}, labels)"
+)
+
+
+def takes_scan(loss_fn: Callable[..., Any]) -> bool:
+  """Returns True for a loss with a parameter ``scan``."""
+  try:
+    return "scan" in inspect.signature(loss_fn).parameters
+  except (TypeError, ValueError):  # of callables that show none
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class ScannedLayers:
+  """The layers among the leaves of parameters, and the options of their exchange."""
+
+  options: ScanOptions
+  places: Sequence[int]  # of the layers, in their order
+
+  def value_and_grad(
+    self, loss_fn: Callable[..., Any], form: LossForm, opt_state: Any
+  ) -> Callable[..., tuple[Any, Any, dict[str, Any]]]:
+    """Returns a function with a value, gradients, and arguments of ``update``.
+
+    Gradients of layers are means. All others are this worker's own.
+    """
+    (state,) = _states_in(opt_state)
+    key = fold_key(state.layers.key, state.layers.count)
+    axes = self.options.axis_name
+
+    def averaged(params: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
+      leaves, treedef = jax.tree.flatten(params)
+      paths = [jax.tree_util.keystr(x) for x, _ in tree_leaves_with_path(params)]
+      names = [paths[i] for i in self.places]
+      is_layer = [i in self.places for i in range(len(leaves))]
+
+      def loss(parts: Any, *args: Any) -> Any:
+        others, layers, residual = parts
+        seen = [_only_in_scan(name)(x) for name, x in zip(names, layers, strict=True)]
+        scan = _Scan(self.options, seen, layers, residual, key)
+        result = loss_fn(together(others, seen), *args, scan=scan)
+        scan.check_called()
+        return result
+
+      def together(others: Sequence[Any], layers: Sequence[Any]) -> Any:
+        rest, own = iter(others), dict(zip(self.places, layers, strict=True))
+        every = [own[i] if x else next(rest) for i, x in enumerate(is_layer)]
+        return jax.tree.unflatten(treedef, every)
+
+      others = [x for x, layer in zip(leaves, is_layer, strict=True) if not layer]
+      # Layers stay typed as equal on all workers, and so do their means.
+      others = defer_reduction(others, axis_name=axes)
+      parts = others, [leaves[i] for i in self.places], kept_by(state)
+      value, grads = form.value_and_grad(loss, axes)(parts, *args)
+      loss_value, aux = value
+      kept = {"scan_residual": grads[2]} if self.options.keeps else {}
+      return (pmean(loss_value, axes), aux), together(*grads[:2]), kept
+
+    return averaged
+
+
+class _Scan:
+  """A scan over the layers of a loss, each array of which is averaged once."""
+
+  def __init__(
+    self,
+    options: ScanOptions,
+    seen: Sequence[jax.Array],
+    layers: Sequence[jax.Array],
+    residual: Kept | None,
+    key: jax.Array,
+  ):
+    self._options, self._seen, self._layers = options, seen, layers
+    self._residual, self._key = residual, key
+    self.called = False
+
+  def __call__(
+    self, body: Callable[[Any, Any], Any], carry: Any, layers: Any
+  ) -> tuple[Any, Any]:
+    floats, others = split(layers)
+    given, treedef = jax.tree.flatten(floats)
+    same = [any(x is y for y in self._seen) for x in given]
+    alike = len(given) == len(self._seen) and all(map(operator.is_, given, self._seen))
+    if self.called or not alike:
+      raise ValueError(
+        "`scan` must be called once, with all layers of compress_in_scan as they are "
+        f"in the parameters, got {sum(same)} of {len(self._seen)} in "
+        f"{'another' if self.called else 'this'} call, beside {len(same) - sum(same)} "
+        "other arrays of floats; cast layers in the body, and close over other arrays."
+      )
+    self.called = True
+    whole = combine(jax.tree.unflatten(treedef, self._layers), others)
+    return self._options.scan(
+      body, carry, whole, residual=self._residual, key=self._key
+    )
+
+  def check_called(self) -> None:
+    if not self.called:
+      raise ValueError(
+        "`loss_fn` must call the `scan` that it is given, as scan(body, carry, "
+        "layers), or no gradient of its layers is exchanged; call it, or take "
+        "gradcomp.compress in place of compress_in_scan."
+      )
+
+
+def _only_in_scan(path: str) -> Callable[[jax.Array], jax.Array]:
+  """Returns the identity; ValueError where its result has a gradient of its own."""
+
+  @jax.custom_vjp
+  def same(x: jax.Array) -> jax.Array:
+    return x
+
+  def forward(x: Any) -> tuple[jax.Array, None]:
+    return x.value, None
+
+  def backward(_: None, cotangent: Any) -> tuple[jax.Array]:
+    if isinstance(cotangent, SymbolicZero):
+      like: Any = cotangent.aval
+      return (jnp.zeros(like.shape, like.dtype),)
+    raise ValueError(
+      f"`params`{path} must reach the loss through its `scan` alone, which averages "
+      "its gradient, but the loss reads it elsewhere, too; let compress_in_scan have "
+      f"only layers, by {_IN_OPTIMIZER}, and put a decay of weights into the optimizer."
+    )
+
+  same.defvjp(forward, backward, symbolic_zeros=True)
+  return same
+
+
+def scanned_layers(
+  optimizer: optax.GradientTransformation, params: Any, opt_state: Any, takes: bool
+) -> ScannedLayers | None:
+  """Returns the layers of ``compress_in_scan`` in an optimizer, if the loss scans."""
+  leaves, treedef = jax.tree.flatten(params)
+  init = lambda leaves: optimizer.init(jax.tree.unflatten(treedef, leaves))
+  if not _states_in(opt_state) and not takes:
+    return None
+  with STUDY(Study()):
+    jaxpr = jax.make_jaxpr(init)(leaves).jaxpr
+  notes = [x for x in jaxpr.eqns if x.primitive is NOTE]
+  found = [x for x in notes if isinstance(x.params["about"], ScanOptions)]
+  if len(found) != 1 or not takes:
+    has = "a parameter `scan`" if takes else "no parameter `scan`"
+    raise ValueError(
+      "`loss_fn` must have a parameter `scan` where the optimizer has one "
+      f"gradcomp.parallel.compress_in_scan, and only there, got {has} and "
+      f"{len(found)} of them; scan the layers by scan(body, carry, layers), and "
+      f"exchange their gradients by {_IN_OPTIMIZER}."
+    )
+  number: dict[Any, int] = {x: i for i, x in enumerate(jaxpr.invars)}
+  places = [number[x] for x in found[0].invars if x in number]
+  if len(places) < len(found[0].invars):
+    raise ValueError(
+      "`optimizer` must give compress_in_scan the parameters as they are, but a "
+      "transformation around its init changes them; put it behind."
+    )
+  return ScannedLayers(found[0].params["about"], places)
+
+
+def check_alone(opt_state: Any, options: dict[str, bool]) -> None:
+  """Raises ValueError for options that would exchange layers, or drop residuals."""
+  several = lambda x: isinstance(x, optax.MultiStepsState)
+  nodes = filter(several, jax.tree.leaves(opt_state, is_leaf=several))
+  options = options | {
+    "optax.MultiSteps": any(_states_in(x.inner_opt_state) for x in nodes)
+  }
+  for name, given in options.items():
+    if given:
+      raise ValueError(
+        f"`{name}` must not be used with a loss that takes `scan`, which exchanges "
+        "the gradients of layers in each backward pass; exchange them behind the loop, "
+        "by gradcomp.compress and jax.lax.scan."
+      )
+
+
+def _states_in(opt_state: Any) -> list[ScanState]:
+  return [x for x in jax.tree.leaves(opt_state, is_leaf=is_scan) if is_scan(x)]

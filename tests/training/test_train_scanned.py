@@ -1,0 +1,364 @@
+"""A train step whose loss scans its layers takes the steps of an exchange behind."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp import parallel
+from gradcomp._src.kernels.common.threefry import fold_key
+from gradcomp.codecs import QSGD, Dense, OneBit
+from tests.plugins.slow_cases import slow
+from tests.support import modes
+from tests.support.assertions import assert_same_bits, says
+from tests.support.cases.scan import ROWS, WIDTH, body, loss_of, whole
+
+N, LENGTH = 4, 4
+RANDOM = QSGD(bits=4, bucket_size=64)
+WAY = dict(axis_name="data", codec=RANDOM, exchange="two_shot")
+LABELS = {"layers": "layers", "embedding": "others"}
+
+
+def loss_fn(params, batch, scan):
+  x = batch["x"] @ params["embedding"]
+  return loss_of(lambda x: scan(body, x, params["layers"]), x, batch["weights"])
+
+
+# Updates that leave whole numbers, of which sums are exact in any order.
+to_whole = optax.stateless(
+  lambda updates, params: jax.tree.map(lambda u, p: jnp.sign(u) - p, updates, params)
+)
+
+
+def optimizer_of(layers, others=None, then=to_whole, labels=LABELS):
+  others = others or gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+  parts = {"layers": layers, "others": others}
+  return optax.chain(optax.partition(parts, labels), then)
+
+
+def in_scan(feedback=None, **options):
+  return parallel.compress_in_scan(feedback=feedback, **WAY | options)
+
+
+def problem():
+  sparse = whole(LENGTH, WIDTH, WIDTH, seed=1) * (np.arange(WIDTH) % 4 == 0)[:, None]
+  layers = {"w": jnp.asarray(sparse), "b": jnp.asarray(whole(LENGTH, WIDTH))}
+  embedding = jnp.eye(WIDTH) * jnp.asarray(whole(WIDTH, 1, seed=2))
+  rows = lambda seed: np.concatenate(
+    [whole(ROWS, WIDTH, seed=seed + i) for i in range(N)]
+  )
+  weights = np.concatenate([whole(LENGTH, WIDTH, seed=60 + i) for i in range(N)])
+  batch = {"x": rows(5), "weights": weights}
+  return {"layers": layers, "embedding": embedding}, batch
+
+
+def begin(optimizer, params):
+  with jax.set_mesh(modes.mesh(N)):
+    return optimizer.init(params)
+
+
+def step_of(optimizer, loss=loss_fn, **options):
+  options = gradcomp.TrainOptions(**options)
+  return gradcomp.make_train_step(
+    loss, optimizer, axis_name="data", mesh=modes.mesh(N), donate=False, options=options
+  )
+
+
+def layers_behind(state, grads, exchange):
+  """The means of layers, and the state, by a message for each behind the loop."""
+  state = state.layers
+  feedback = None if state.residual is None else "error"
+  one = gradcomp.compress(feedback=feedback, message_bytes=None, **exchange)
+  key = fold_key(state.key, state.count)
+
+  def exchanged(given):
+    number, grads, residual, owners = given
+    own = state._replace(
+      count=jnp.int32(0),
+      key=fold_key(key, number),
+      residual=residual,
+      server_residual=owners,
+    )
+    means, own = one.update(grads, own)
+    return means, own.residual, own.server_residual
+
+  numbers = jnp.arange(LENGTH, dtype=jnp.int32)
+  given = numbers, grads, state.residual, state.server_residual
+  means, residual, owners = lax.map(exchanged, given)
+  return means, state._replace(
+    count=state.count + 1, residual=residual, server_residual=owners
+  )
+
+
+def step_behind(others, exchange):
+  """A step that scans by ``lax.scan``, and exchanges layer after layer behind it."""
+
+  def worker(params, states, batch):
+    own = gradcomp.defer_reduction(params, axis_name="data")
+    loss, grads = jax.value_and_grad(loss_fn)(own, batch, scan=lax.scan)
+    scanned, state = states
+    means, scanned = layers_behind(scanned, grads["layers"], exchange)
+    rest, state = others.update({"embedding": grads["embedding"]}, state)
+    updates, _ = to_whole.update({"layers": means, **rest}, optax.EmptyState(), params)
+    states = gradcomp.state.ScanState(scanned), state
+    return optax.apply_updates(params, updates), states, lax.pmean(loss, "data")
+
+  def step(params, states, batch):
+    specs = gradcomp.state_specs(states, axis_name="data")
+    return jax.shard_map(
+      worker,
+      mesh=modes.mesh(N),
+      in_specs=(P(), specs, P("data")),
+      out_specs=(P(), specs, P()),
+    )(params, states, batch)
+
+  return jax.jit(step)
+
+
+CASES = [
+  ("error", "two_shot"),
+  *slow((None, "two_shot"), ("error", "all_gather"), (None, "all_gather")),
+]
+
+
+@pytest.mark.parametrize("feedback, exchange", CASES)
+def test_steps_are_those_of_an_exchange_behind_the_loop(feedback, exchange):
+  """Parameters, residuals and losses of three steps, to the bit."""
+  others = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+  optimizer = optimizer_of(in_scan(feedback, exchange=exchange), others)
+  params, batch = problem()
+  state, step = begin(optimizer, params), step_of(optimizer)
+  rest = begin(others, {"embedding": params["embedding"]})
+  inner = state[0].inner_states["layers"].inner_state
+  only = lambda tree: tree and tree["layers"]
+  first = inner.layers._replace(residual=only(inner.layers.residual))
+  plain, states = params, (gradcomp.state.ScanState(first), rest)
+  behind = step_behind(others, WAY | dict(exchange=exchange))
+  for _ in range(3):
+    params, state, metrics = step(params, state, batch)
+    plain, states, loss = behind(plain, states, batch)
+    assert_same_bits((params, metrics["loss"]), (plain, loss))
+    got = state[0].inner_states["layers"].inner_state.layers
+    assert_same_bits(only(got.residual), states[0].layers.residual)
+    assert_same_bits(got.server_residual, states[0].layers.server_residual)
+  kept = jax.tree.leaves((got.residual, got.server_residual))
+  assert bool(kept) == (feedback is not None) and all(np.any(x) for x in kept)
+
+
+def with_forms(params, *rest, scan=lax.scan, rng=None, options):
+  """A loss with the results that the options ask for."""
+  (before, batch) = rest if "model_state" in options else (None, *rest)
+  loss = loss_fn(params, batch, scan=scan)
+  if rng is not None:
+    loss = loss * jax.random.randint(rng, (), 1, 4)
+  if options.get("has_weight"):
+    loss = loss, 2.0 + jnp.sum(batch["x"] > 2)  # of each worker 2
+  aux = []
+  if before is not None:
+    aux.append(before + jnp.mean(batch["x"], 0))
+  if options.get("has_aux"):
+    aux.append({"largest": jnp.max(batch["x"])})
+  return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
+
+
+FORMS = {
+  "aux": dict(has_aux=True),
+  "weight": dict(has_weight=True),
+  "state": dict(model_state="mean", has_aux=True),
+  "own state": dict(model_state="local"),
+  "all": dict(has_aux=True, has_weight=True, model_state="mean"),
+}
+
+
+@pytest.mark.parametrize("name", ["all", *slow(*[x for x in FORMS if x != "all"])])
+def test_every_form_of_a_loss_has_the_step_of_a_plain_mean(name):
+  """With random numbers of each worker, in whole numbers, to the bit."""
+  options = FORMS[name]
+  params, batch = problem()
+  dense, then = gradcomp.dense(axis_name="data"), optax.sgd(1.0)
+  plain = optax.chain(dense, then)
+  layers = in_scan(codec=Dense(), exchange="psum")
+  scanned = optimizer_of(layers, dense, then)
+  loss = functools.partial(with_forms, options=options)
+  without = lambda params, *rest, rng: loss(params, *rest, rng=rng)
+  given = []
+  if "model_state" in options:
+    rows = (N,) if options["model_state"] == "local" else ()
+    given = [jnp.zeros((*rows, WIDTH))]
+  key = jax.random.key(5)
+  result = []
+  for optimizer, own in ((scanned, loss), (plain, without)):
+    step = step_of(optimizer, own, report=True, **options)
+    after, _, *rest = step(params, begin(optimizer, params), *given, batch, rng=key)
+    rest[-1] = {x: y for x, y in rest[-1].items() if x in ("loss", "aux")}
+    result.append((after, rest))
+  assert_same_bits(*result)
+  assert np.any(result[0][0]["layers"]["w"] != params["layers"]["w"])
+
+
+def test_a_training_goes_on_from_what_was_saved():
+  """With the bits that it had, from arrays and a record that went through bytes."""
+  optimizer = optimizer_of(in_scan("error"))
+  params, batch = problem()
+  state, step = begin(optimizer, params), step_of(optimizer)
+  params, state, _ = step(params, state, batch)
+  record = gradcomp.checkpoint.record(optimizer, params, workers=N)
+  saved = pickle.loads(pickle.dumps((jax.device_get((params, state)), record)))
+  gradcomp.checkpoint.check_record(saved[1], record)
+  assert_same_bits(step(*saved[0], batch), step(params, state, batch))
+  other = optimizer_of(in_scan("error", codec=QSGD(bits=8)))
+  with pytest.raises(ValueError, match=says("the codec of ['layers']['b']", "bits=8")):
+    gradcomp.checkpoint.check_record(
+      record, gradcomp.checkpoint.record(other, params, workers=N)
+    )
+
+
+def test_the_state_has_the_shapes_and_places_of_its_specs():
+  optimizer = optimizer_of(in_scan("error"))
+  params, batch = problem()
+  state = begin(optimizer, params)
+  specs = gradcomp.state_specs(state, axis_name="data")
+  inner = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+  assert inner.count(P("data")) == 2 + 1 + 1  # residuals of layers, owners, the rest
+  shapes = gradcomp.checkpoint.state_shapes(
+    optimizer, params, axis_name="data", workers=N
+  )
+  shape = lambda x: (x.shape, x.dtype)
+  assert jax.tree.map(shape, shapes) == jax.tree.map(shape, state)
+  assert jax.tree.map(
+    shape, jax.eval_shape(step_of(optimizer), params, state, batch)[1]
+  ) == (jax.tree.map(shape, state))
+
+
+@pytest.mark.parametrize("exchange", ["two_shot", *slow("all_gather")])
+def test_explain_has_the_bytes_of_the_program(exchange):
+  optimizer = optimizer_of(in_scan("error", exchange=exchange))
+  params, batch = problem()
+  state, step = begin(optimizer, params), step_of(optimizer, report=True)
+  plan = gradcomp.explain(optimizer, params, workers=N)
+  report = gradcomp.wire_report(step.lower(params, state, batch).compile())
+  metrics = 2 * 2 * 4 * (N - 1) // N  # a sum of two float32, the loss and the norm
+  assert report.bytes_sent == plan.bytes_sent + metrics
+  assert float(step(params, state, batch)[2]["bytes_sent"]) == plan.bytes_sent
+  elements = sum(x.size for x in jax.tree.leaves(params))
+  assert sum(x.elements for x in plan.leaves) == elements
+
+
+def test_the_loss_is_that_of_lax_scan():
+  """By which it is evaluated, on one device, and for searches along a line."""
+  params, batch = problem()
+  optimizer = optimizer_of(in_scan(), then=optax.scale(-1.0))
+  metrics = step_of(optimizer)(params, begin(optimizer, params), batch)[2]
+  parts = [jax.tree.map(lambda x, i=i: np.split(x, N)[i], batch) for i in range(N)]
+  each = [loss_fn(params, part, scan=lax.scan) for part in parts]
+  assert metrics["loss"] == np.mean(each)
+  alone = gradcomp.make_train_step(loss_fn, optax.sgd(0.1), axis_name=None)
+  state = optax.sgd(0.1).init(params)
+  copy = jax.tree.map(jnp.copy, params)
+  assert alone(copy, state, parts[0])[2]["loss"] == each[0]
+
+
+def seen(params, batch, scan):
+  return loss_fn(params, batch, scan) + jnp.sum(params["layers"]["w"] ** 2)
+
+
+def never(params, batch, scan):
+  return jnp.mean(batch["x"] @ params["embedding"])
+
+
+def twice(params, batch, scan):
+  return loss_fn(params, batch, scan) + loss_fn(params, batch, scan)
+
+
+def half(params, batch, scan):
+  layers = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"])
+  return scan(lambda x, w: (x + jnp.sum(w["w"]), None), jnp.float32(0), layers)[0]
+
+
+def without(params, batch):
+  return loss_fn(params, batch, lax.scan)
+
+
+QSGD4 = gradcomp.qsgd(bits=4, axis_name="data")
+EVERY = {"layers": "layers", "embedding": "layers"}
+CURE = "optax.partition"
+WRONG = {
+  "none in the optimizer": (loss_fn, QSGD4, {}, ["`loss_fn`", "0 of them", CURE]),
+  "two in the optimizer": (
+    loss_fn,
+    optimizer_of(in_scan(), in_scan()),
+    {},
+    ["`loss_fn`", "2 of them"],
+  ),
+  "no scan": (
+    without,
+    optimizer_of(in_scan()),
+    {},
+    ["`loss_fn`", "no parameter `scan`"],
+  ),
+  "no call": (never, optimizer_of(in_scan()), {}, ["`loss_fn` must call"]),
+  "two calls": (twice, optimizer_of(in_scan()), {}, ["`scan`", "once", "another call"]),
+  "cast": (half, optimizer_of(in_scan()), {}, ["`scan`", "0 of 2", "in the body"]),
+  "beside": (seen, optimizer_of(in_scan()), {}, ["['layers']['w']", "decay"]),
+  "no mask": (
+    loss_fn,
+    optax.chain(in_scan(), QSGD4),
+    {},
+    ["`scan`", "2 of 3", "this call"],
+  ),
+  "a mask of one alone": (
+    loss_fn,
+    optax.chain(optax.masked(in_scan(), {"layers": True, "embedding": False}), QSGD4),
+    {},
+    ["`updates`['layers']['b']", "compress_in_scan", CURE],
+  ),
+  "micro-batches": (
+    loss_fn,
+    optimizer_of(in_scan()),
+    dict(accumulate=2),
+    ["`accumulate`", "lax.scan"],
+  ),
+  "MultiSteps": (
+    loss_fn,
+    optax.MultiSteps(optimizer_of(in_scan()), 2).gradient_transformation(),
+    {},
+    ["`optax.MultiSteps`", "lax.scan"],
+  ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_would_average_twice_or_not_at_all_is_refused(case):
+  loss, optimizer, options, words = WRONG[case]
+  params, batch = problem()
+  step = step_of(optimizer, loss, **options)
+  first = dict(axis_name="data", mesh=modes.mesh(N))
+  state = gradcomp.init_state(optimizer, params, **first)
+  with pytest.raises(ValueError, match=says(*words)):
+    jax.eval_shape(step, params, state, batch)
+
+
+def test_an_inspected_step_is_refused():
+  optimizer = optimizer_of(in_scan())
+  params, batch = problem()
+  state = begin(optimizer, params)
+  with pytest.raises(ValueError, match=says("`inspect`", "scan")):
+    step_of(optimizer).eval_shape(params, state, batch, inspect=True)
+
+
+def test_options_are_checked():
+  with pytest.raises(ValueError, match=says("`feedback`", "momentum")):
+    in_scan("momentum")
+  with pytest.raises(ValueError, match=says("`scan_residual`", "make_train_step")):
+    run = lambda x: in_scan("error").update(x, in_scan("error").init(x))
+    jax.vmap(run, axis_name="data", in_axes=None, axis_size=N)(jnp.ones((2, 64)))
+  assert in_scan("auto", codec=OneBit()).init is not None
+  with pytest.raises(ValueError, match=says("`axis_name`", "'data'")):
+    in_scan("error").init(jnp.ones((2, 64)))
