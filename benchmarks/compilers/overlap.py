@@ -16,12 +16,20 @@ from benchmarks.compilers.targets import TARGETS, Extent
 
 LAYERS, SCANNED, WIDTH, BATCH = 4, 8, 2048, 2048
 ASYNC = "xla_tpu_enable_async_all_to_all"
+SPARSE_GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+SPARSE_SEND = "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all"
 APART = "xla_gpu_all_gather_combine_threshold_bytes"
+PAIRS = "xla_gpu_experimental_parallel_collective_overlap_limit"
 PLAIN, ONE, EACH = "plain mean", "one message", "a message a layer"
+DEFAULT = "messages of the default size"
+SIZES = {ONE: None, DEFAULT: "auto", EACH: 1}  # `message_bytes`
 BEHIND, INSIDE = "behind a loop of layers", "inside of a loop of layers"
 SLICES = "2 slices of v5e"
 QUICK = ("v5e", "H100")
+SPARSE_CORES = ("v6e", "tpu7x")  # they send if flags say so
 TWINS = ("v6e", "H200", "B200")  # their compilers do as those of others
+
+Flags = tuple[tuple[str, bool | int], ...]  # of a compiler, and their values
 
 
 class Case(NamedTuple):
@@ -31,41 +39,46 @@ class Case(NamedTuple):
     messages: of the exchange, or ``PLAIN`` for JAX's own mean of each layer, or where
       it is in a net whose layers are in a loop.
     exchange: an exchange by name.
-    flag: of the compiler.
+    flags: of the compiler.
   """
 
   messages: str
   exchange: str = "two_shot"
-  flag: tuple[str, bool | int] | None = None
+  flags: Flags = ()
 
   @property
   def name(self) -> str:
     exchange = [self.exchange] if self.exchange != "two_shot" else []
-    return ", ".join([self.messages, *exchange, *([self.flag[0]] if self.flag else [])])
+    return ", ".join([self.messages, *exchange, *[name for name, _ in self.flags]])
 
 
 def cases(target: str, extent: Extent) -> dict[str, Case]:
   """Returns the cases of a target, by their names."""
   gpu = TARGETS[target].platform == "cuda"
-  flag: tuple[str, bool | int] = (APART, 1) if gpu else (ASYNC, True)
+  flags: Flags = ((APART, 1) if gpu else (ASYNC, True),)
   if extent == "quick":
     every = [Case(EACH)] * (target in QUICK)
   else:
-    every = [Case(EACH), Case(EACH, flag=flag)]
+    every = [Case(EACH), Case(EACH, flags=flags)]
     if extent == "all" or target not in TWINS:
       every = [Case(PLAIN), Case(ONE), *every, Case(EACH, "ring")]
+    every += [Case(DEFAULT)]
     if target == SLICES:
-      every += [Case(EACH, "hierarchical"), Case(EACH, "hierarchical", flag)]
+      every += [Case(EACH, "hierarchical"), Case(EACH, "hierarchical", flags)]
     if extent == "all" or target in (*QUICK, SLICES):
-      every += [Case(BEHIND), Case(INSIDE), *([] if gpu else [Case(INSIDE, flag=flag)])]
+      every += [Case(BEHIND)]
+    ways = ["two_shot", *(["hierarchical"] if target == SLICES else [])]
+    given: list[Flags] = [(), ((PAIRS, 2),) if gpu else flags]
+    if target in SPARSE_CORES:
+      given += [((SPARSE_GATHER, True), (SPARSE_SEND, True))]
+    every += [Case(INSIDE, way, x) for way in ways for x in given]
   return {case.name: case for case in every}
 
 
 def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
   """Compiles a case: what its report says, and the text of the program."""
   step, args = program(target, case)
-  flags = dict([case.flag]) if case.flag else {}
-  compiled, facts = reading.compile_for(TARGETS[target], step, args, flags)
+  compiled, facts = reading.compile_for(TARGETS[target], step, args, dict(case.flags))
   report = gradcomp.overlap_report(compiled)
   found = {
     "bytes": report.bytes_sent,
@@ -93,13 +106,12 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
   """Returns the jitted step, and structs of its arguments."""
   if case.messages in (BEHIND, INSIDE):
     return _scanned(target, case)
-  axes = {"slice": 2, "chip": 4} if case.exchange == "hierarchical" else {"data": 8}
-  mesh, names = TARGETS[target].mesh(axes), tuple(axes)
+  mesh, names = _mesh(target, case)
   optimizer = gradcomp.qsgd(
     bits=4,
-    axis_name=names if len(names) > 1 else names[0],
+    axis_name=names,
     exchange=case.exchange,
-    message_bytes=None if case.messages == ONE else 1,
+    message_bytes=SIZES.get(case.messages),
   )
   layers = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * LAYERS
   batch = jax.ShapeDtypeStruct(
@@ -131,12 +143,20 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
   return jax.jit(mapped), (*reading.replicated(mesh, (layers, state)), batch)
 
 
+def _mesh(target: str, case: Case) -> tuple[Any, str | tuple[str, ...]]:
+  """Returns the mesh, and the axes of the workers."""
+  if case.exchange == "hierarchical":
+    return TARGETS[target].mesh({"slice": 2, "chip": 4}), ("slice", "chip")
+  return TARGETS[target].mesh(), "data"
+
+
 def _scanned(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
   """Returns a step of layers in a loop, each computed again in the backward pass."""
-  mesh, data = TARGETS[target].mesh(), jax.P("data")
+  mesh, names = _mesh(target, case)
+  data = jax.P(names)
   key = jax.random.key(0, impl="threefry2x32")
   codec = gradcomp.codecs.QSGD(bits=4)
-  way: dict[str, Any] = {"axis_name": "data", "exchange": case.exchange}
+  way: dict[str, Any] = {"axis_name": names, "exchange": case.exchange}
   behind = gradcomp.compress(codec, feedback=None, message_bytes=None, **way)
   shape = jax.ShapeDtypeStruct((SCANNED, WIDTH, WIDTH), jnp.bfloat16)
   batch = jax.ShapeDtypeStruct(
@@ -158,7 +178,7 @@ def _scanned(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
     if case.messages == INSIDE:
       mean = jax.grad(loss)(layers, x)
     else:
-      own = jax.lax.pcast(layers, "data", to="varying")
+      own = jax.lax.pcast(layers, names, to="varying")
       mean, _ = behind.update(jax.grad(loss)(own, x), behind.init(layers))
     return layers - (0.1 * mean).astype(layers.dtype)
 

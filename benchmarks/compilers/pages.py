@@ -79,7 +79,7 @@ def write(folder: pathlib.Path, table: str) -> None:
 
 def versions(rows: Iterable[Row]) -> str:
   """Returns the versions of the compilers that made the rows."""
-  found = {tuple(row["versions"].items()) for row in rows}
+  found = {tuple(row["versions"].items()) for row in rows if "error" not in row}
   return "; ".join(", ".join(f"{k} {v}" for k, v in each) for each in sorted(found))
 
 

@@ -6,7 +6,9 @@ from benchmarks.compilers import overlap_page, record
 
 ROWS = record.read(record.FOLDER / "overlap.jsonl")
 ONE, EACH = "one message", "a message a layer"
-TPU_FLAG = f"{EACH}, xla_tpu_enable_async_all_to_all"
+FLAG = "xla_tpu_enable_async_all_to_all"
+INSIDE = "inside of a loop of layers"
+TPU_FLAG = f"{EACH}, {FLAG}"
 GPUS = ("H100", "H200", "B200")
 SLICES = "2 slices of v5e"
 
@@ -51,19 +53,37 @@ def test_in_a_slice_all_to_alls_need_the_flag(target):
   assert TPU_FLAG.split()[-1] in ROWS[target, EACH]["hints"][0]
 
 
-@pytest.mark.parametrize(
-  "target, flag", [("v5e", True), ("H100", False), (SLICES, False)]
-)
-def test_messages_in_a_loop_of_layers_are_sent_beside_products(target, flag):
-  """Both stages are: only messages of the layers at both ends are exposed."""
-  inside, behind = "inside of a loop of layers", "behind a loop of layers"
-  row = ROWS[target, inside + ", xla_tpu_enable_async_all_to_all" * flag]
+LOOPS = [
+  ("v5e", (FLAG,), {6}),
+  ("tpu7x", (FLAG,), {6}),
+  *[(gpu, (), {6}) for gpu in GPUS],
+]
+
+
+@pytest.mark.parametrize("target, given, trips", LOOPS)
+def test_no_collective_in_a_loop_of_layers_is_exposed(target, given, trips):
+  """Each stage of an exchange has work beside it, and some have products."""
+  row = ROWS[target, ", ".join((INSIDE, *given))]
+  loop = [x for x in row["overlaps"] if x["times"] > 1]
+  assert {x["kind"] for x in loop} == {"all-to-all", "all-gather"}
+  assert {x["times"] for x in loop} == trips
+  assert not [x for x in loop if x["synchronous"] or x["exposed"]]
+  assert any(x["products"] for x in loop)
+
+
+@pytest.mark.parametrize("target", ["v5e", "H100", SLICES])
+def test_behind_a_loop_of_layers_all_is_exposed(target):
+  assert ROWS[target, "behind a loop of layers"]["exposed_share"] == 1
+
+
+def test_between_slices_messages_in_a_loop_are_sent_beside_products():
+  """Without a flag; only gathers inside of a slice come behind those between them."""
+  row = ROWS[SLICES, INSIDE]
   loop = [x for x in row["overlaps"] if x["times"] == 6]
-  # On slices the gathers inside of a slice come behind those between them.
-  sent = [x for x in loop if not (target == SLICES and x["synchronous"])]
+  sent = [x for x in loop if not x["synchronous"]]
   assert {x["kind"] for x in sent} == {"all-to-all", "all-gather"}
   assert all(x["products"] > 0 for x in sent)
-  assert row["exposed_share"] <= 0.5 < ROWS[target, behind]["exposed_share"] == 1
+  assert [x["kind"] for x in loop if x["synchronous"]] == ["all-gather"]
 
 
 def test_a_cell_counts_what_is_alike():

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
 from gradcomp._src.exchange import collectives, lines, shares
 from gradcomp._src.exchange.collectives import STAGE, Workers
 from gradcomp._src.exchange.in_turn import in_turn
-from gradcomp._src.exchange.protocol import Outgoing, Received, Work
+from gradcomp._src.exchange.protocol import Outgoing, Received, StageRun, Work
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.study import Parts, note
 
@@ -88,20 +88,55 @@ class Hierarchical:
         f"group_size={self.group_size}."
       )
 
+  @property
+  def stages(self) -> tuple[StageRun, ...]:
+    """To add inside groups, to add between them, and to send the sums to all.
+
+    Along two axes sums go between groups first, and then inside: each goes to another
+    group once.
+    """
+    along = (self._gather,) if self.group_size else (self._between, self._inside)
+    return self._add_inside, self._add_between, *along
+
   def run(self, own: Outgoing, workers: Workers) -> Received:
+    found: Any = None
+    for stage in self.stages:
+      found = stage(own, workers, found)
+    return found
+
+  def _add_inside(self, own: Outgoing, workers: Workers, _: None) -> list[Sent]:
+    return _reduce_inside(own, self.groups(workers))
+
+  def _add_between(self, own: Outgoing, workers: Workers, inside: list[Sent]) -> "Sums":
     groups = self.groups(workers)
-    inside = _reduce_inside(own, groups)
     parts = [x.rows.reshape(groups.number, -1, x.rows.shape[1]) for x in inside]
     received = groups.exchange(lines.join(parts), inside=False)
     rows = lines.split(received, [x.shape[1:] for x in parts])
     scales = [workers.scale * x.scale for x in inside]
-    between = shares.finish_shares(own, rows, scales, workers)
-    rows = in_turn([x.rows[None] for x in between], own.before)
+    return Sums(inside, shares.finish_shares(own, rows, scales, workers))
+
+  def _gather(self, own: Outgoing, workers: Workers, sums: "Sums") -> Received:
     name = collectives.final_stage(own.layout.completed, workers)
-    gathered = groups.gather(lines.join(rows)[0], name)
-    lost = [_lost(*pair, groups) for pair in zip(inside, between, strict=True)]
-    rows = lines.split(gathered, [x.rows.shape for x in between])
-    return shares.owned_total(own, between, lost, rows, workers)
+    gathered = collectives.gather(sums.line(own), workers.axis_name, name)
+    return sums.received(own, self.groups(workers), gathered)
+
+  def _between(
+    self, own: Outgoing, workers: Workers, sums: "Sums"
+  ) -> tuple["Sums", jax.Array]:
+    outer, _ = axis_names(workers.axis_name)
+    return sums, collectives.gather(sums.line(own), outer, STAGE)
+
+  def _inside(
+    self, own: Outgoing, workers: Workers, found: tuple["Sums", jax.Array]
+  ) -> Received:
+    sums, between = found
+    _, inner = axis_names(workers.axis_name)
+    name = collectives.final_stage(own.layout.completed, workers)
+    inside = collectives.gather(between, inner, name, axis=1)  # [C, H, M, ...]
+    # XLA:TPU makes one of the two, without names, but for that of what comes behind.
+    with jax.named_scope(name):
+      gathered = inside.swapaxes(0, 1).reshape(workers.size, *between.shape[1:])
+    return sums.received(own, self.groups(workers), gathered)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     count = math.prod(sizes)
@@ -144,17 +179,23 @@ class Groups(NamedTuple):
       members = [range(g * size, (g + 1) * size) for g in range(count)]
     return collectives.scatter_within(message, axes, members)
 
-  def gather(self, line: jax.Array, name: str) -> jax.Array:
-    """Gathers each worker's line at every worker: ``[M, ...]`` to ``[N, M, ...]``."""
-    axes = self.workers.axis_name
-    if not isinstance(axes, tuple):
-      return collectives.gather(line, axes, name)
-    # First between groups, then inside: each line goes to another group once.
-    between = collectives.gather(line, axes[0], STAGE)
-    inside = collectives.gather(between, axes[1], name, axis=1)  # [C, H, M, ...]
-    # XLA:TPU makes one of the two, without names, but for that of what comes behind.
-    with jax.named_scope(name):
-      return inside.swapaxes(0, 1).reshape(self.workers.size, *line.shape)
+
+class Sums(NamedTuple):
+  """The encoded sums of this worker: of its group, and of the share that it owns."""
+
+  inside: Sequence[Sent]
+  between: Sequence[Sent]
+
+  def line(self, own: Outgoing) -> jax.Array:
+    """Returns the words of its share, ``[M, ...]``."""
+    return lines.join(in_turn([x.rows[None] for x in self.between], own.before))[0]
+
+  def received(self, own: Outgoing, groups: Groups, gathered: jax.Array) -> Received:
+    """Returns the sums of all workers, by their words, ``[N, M, ...]``."""
+    pairs = zip(self.inside, self.between, strict=True)
+    lost = [_lost(inside, between, groups) for inside, between in pairs]
+    rows = lines.split(gathered, [x.rows.shape for x in self.between])
+    return shares.owned_total(own, self.between, lost, rows, groups.workers)
 
 
 def _reduce_inside(own: Outgoing, groups: Groups) -> list[Sent]:
