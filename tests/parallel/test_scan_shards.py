@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import parallel
@@ -14,26 +15,12 @@ from tests.plugins.slow_cases import slow
 from tests.support.assertions import assert_same_bits, says
 from tests.support.cases.parallel import mapped
 from tests.support.cases.scan import KEY, ROWS, WIDTH, body, loss_of, whole
+from tests.support.cases.shards import cut, layers_of, mesh_of, old_of
 
 N = 4
 EIGHT = EightBit(dtype="linear", bucket_size=32)
 RANDOM = QSGD(bits=4, bucket_size=32)
 CODED = dict(params=EIGHT, grads=RANDOM)
-
-
-def cut(length, dtype=np.float32):
-  """Layers in shards of a worker, ``[N, L, ...]``; eight bits hold them as they are."""
-  thin = (np.arange(WIDTH) % 4 == 0)[:, None] * whole(length, WIDTH, WIDTH, seed=1)
-  parts = lambda x: np.stack(np.split(x.astype(dtype), N, axis=1))
-  return {"b": parts(whole(length, WIDTH, seed=2)), "w": parts(thin)}
-
-
-def old_of(shards):
-  """Residuals that are not zero, of numbers that sums do not round."""
-  own = lax.axis_index("data")
-  zeros = lambda w: parallel.gather_residual(w, axis_name="data", axis=1)
-  wave = lambda x: (jnp.arange(x.size) * (3 + own) % 17 - 8).reshape(x.shape) / 64
-  return jax.tree.map(lambda w: zeros(w) + wave(zeros(w)).astype(jnp.float32), shards)
 
 
 def ahead(x, shards, residual, codecs):
@@ -93,7 +80,7 @@ def test_values_and_gradients_are_those_of_a_gather_in_the_loop(
   both = lambda *given: [
     grads(scan, codecs, keeps)(*given) for scan in (ahead, in_turn)
   ]
-  got, want = mapped(mode, both, N)(x, weights, cut(length))
+  got, want = mapped(mode, both, N)(x, weights, cut(layers_of(length), N))
   assert_same_bits(got, want)
   assert all(np.asarray(x).any() for x in jax.tree.leaves(got))
 
@@ -103,7 +90,7 @@ def test_shards_of_half_precision(dtype):
   """What the cast of a sum loses joins the residual."""
   x, weights = whole(N, ROWS, WIDTH, seed=5).astype(dtype), whole(N, 3, WIDTH, seed=6)
   both = lambda *given: [grads(scan, CODED, True)(*given) for scan in (ahead, in_turn)]
-  got, want = mapped("vmap", both, N)(x, weights, cut(3, dtype))
+  got, want = mapped("vmap", both, N)(x, weights, cut(layers_of(3, dtype), N))
   assert_same_bits(got, want)
 
 
@@ -116,11 +103,60 @@ def test_of_two_gathers_of_the_last_layer_one_is_left_out():
       return jax.grad(loss)(shards)
 
     program = mapped("shard_map", run, N)
-    report = gradcomp.wire_report(program.lower(x, weights, cut(length)).compile())
+    report = gradcomp.wire_report(
+      program.lower(x, weights, cut(layers_of(length), N)).compile()
+    )
     return sum(c.times * c.bytes_sent for c in report.collectives if c.kind == kind)
 
   assert sent(ahead, "all-gather") * 10 == sent(in_turn, "all-gather") * 9 > 0
   assert sent(ahead, "all-to-all") == sent(in_turn, "all-to-all") > 0
+
+
+@pytest.mark.parametrize("codec", [RANDOM, *slow(OneBit(bucket_size=32), None)])
+def test_what_came_and_what_is_kept_are_what_was_given(codec):
+  """The gradients are those of ``lax.scan``, which nothing encodes."""
+  x, weights = whole(N, ROWS, WIDTH, seed=5), whole(N, 3, WIDTH, seed=6)
+  layers = layers_of(3)  # which eight bits hold
+
+  def run(x, weights, shards):
+    old = old_of(shards)
+    loss = lambda scan: lambda w, *e: loss_of(lambda x: scan(x, w, *e), x, weights)
+    coded = lambda *given: ahead(*given, dict(params=EIGHT, grads=codec))
+    found = jax.grad(loss(coded), (0, 1))(shards, old)
+    plain = jax.grad(loss(lambda x, w: lax.scan(body, x, w)))(layers)
+    return *found, plain, old
+
+  step = mapped("vmap", run, N)
+  found = jax.tree.map(np.asarray, step(x, weights, cut(layers, N)))
+  for rows, new, grads, old in zip(*map(jax.tree.leaves, found), strict=True):
+    came = np.concatenate(rows, axis=1).astype(np.float64)
+    left, given = (np.sum(x, 0, dtype=np.float64) for x in (new, old))
+    want = np.sum(grads, 0, dtype=np.float64) + given
+    # Sums of four up to 2**8 in float32, and the residual of each worker.
+    np.testing.assert_allclose(came + left, want, rtol=0, atol=2**-14)
+
+
+@pytest.mark.parametrize("given", ["equal", "of one half"])
+def test_a_residual_that_jax_would_add_up_is_refused(given):
+  """It is typed as equal on all workers, or over an axis over which shards differ."""
+  layer = lambda x, w: (x @ w, None)
+  run = lambda x, w, e: parallel.scan_shards(
+    layer, x, w, axis_name="data", params=None, grads=None, residual=e
+  )[0]
+  specs = {"equal": (P("model"), "data"), "of one half": (P("data"), "model")}
+  spec, missing = specs[given]
+  every = P(("data", "model"))
+  step = jax.shard_map(
+    run,
+    mesh=mesh_of(dict(data=2, model=2)),
+    in_specs=(every, P(None, ("data", "model")), spec),
+    out_specs=every,
+  )
+  shapes = jnp.ones((8, 4)), jnp.ones((3, 8, 4)), jnp.ones((6, 4, 4))
+  with pytest.raises(
+    ValueError, match=says("`residual`", f"['{missing}']", "in_specs")
+  ):
+    jax.eval_shape(step, *shapes)
 
 
 def test_bad_arguments_are_named():

@@ -29,6 +29,11 @@ class Given(NamedTuple):
   layers: Any
   kept: Kept | None  # of all layers, stacked
   key: jax.Array | None  # uint32[2]; a cotangent is None
+  whole: Any = None  # what is read in place of layers; a cotangent is None
+
+  @property
+  def read(self) -> Any:
+    return self.layers if self.whole is None else self.whole
 
 
 class Found(NamedTuple):
@@ -77,6 +82,12 @@ class Source(Protocol):
   def ask(self, given: Any, key: jax.Array) -> Any:
     """Returns the encoded parts of a layer from others; None if nothing is sent."""
 
+  def keep(self, asked: Any) -> Any:
+    """Returns the share of these parts that a worker keeps for the backward pass."""
+
+  def again(self, given: Any, kept: Any, key: jax.Array) -> Any:
+    """Returns the parts of a layer once more, in the backward pass."""
+
   def layer(self, given: Any, asked: Any) -> Any:
     """Returns a layer, typed as differing between workers."""
 
@@ -90,6 +101,12 @@ class Whole:
   ahead: ClassVar[int] = 0
 
   def ask(self, given: Any, key: jax.Array) -> None:
+    return None
+
+  def keep(self, asked: None) -> None:
+    return None
+
+  def again(self, given: Any, kept: None, key: jax.Array) -> None:
     return None
 
   def layer(self, given: Any, asked: None) -> Any:
@@ -127,37 +144,45 @@ class LayerScan:
     own = carry, given.closed
     carry, closed = not_of_examples(own, given.layers, self.source.axis_name)
     given = given._replace(closed=closed)
-    result, pulls, asked = self._walk(self._linearized, carry, given)
-    return result, (given, pulls, asked)
+    result, saved, asked = self._walk(self._linearized, carry, given)
+    return result, (given, saved, asked)
 
   def _walk(
     self, run: Callable[..., Any], carry: Any, given: Given
   ) -> tuple[Any, Any, Any]:
     """Runs layer after layer; returns the results of ``run``, and the parts asked for.
 
-    What belongs to the last layers, which run behind the loop, is apart.
+    What belongs to the last layers, which run behind the loop, is apart. Of others the
+    parts are given up but for what the source keeps.
     """
 
     def step(state: Any, i: Any, last: bool = False) -> Any:
       carry, asked = state
       more = None if last else self._ask(given, i + 1)
-      layer = self.source.layer(_at(given.layers, i), asked)
+      layer = self.source.layer(_at(given.read, i), asked)
       (carry, y), beside = run(given.closed, carry, layer)
-      return (carry, asked if last else more), (y, beside)
+      kept = None if last else self.source.keep(asked)
+      return (carry, asked if last else more), (y, beside, kept)
 
     inside = self.length - self.source.ahead
     state = carry, self._ask(given, 0)
-    state, (ys, beside) = lax.scan(step, state, jnp.arange(inside, dtype=jnp.int32))
+    state, (ys, beside, kept) = lax.scan(
+      step, state, jnp.arange(inside, dtype=jnp.int32)
+    )
     behind = []
     for i in range(inside, self.length):
-      state, (y, own) = step(state, i, last=True)
+      state, (y, own, _) = step(state, i, last=True)
       ys = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), ys, y)
       behind.append(own)
     carry, asked = state
-    return (carry, ys), (beside, behind), asked
+    return (carry, ys), (beside, kept, behind), asked
 
   def _ask(self, given: Given, i: Any) -> Any:
-    return self.source.ask(_at(given.layers, i), _key(given, i))
+    return self.source.ask(_at(given.read, i), _key(given, i))
+
+  def _again(self, given: Given, copies: Any, i: Any) -> Any:
+    own, kept = _at((given.read, copies), i)
+    return self.source.again(own, kept, _key(given, i))
 
   def _linearized(self, closed: Any, carry: Any, layer: Any) -> tuple[Any, Pull]:
     """Returns the outputs of a layer, and the pull of its cotangents."""
@@ -177,7 +202,7 @@ class LayerScan:
     return combine(result, rest), Pull(own, places, treedef)
 
   def _backward(self, saved: Any, cotangents: Any) -> tuple[Any, Given]:
-    given, (pulls, behind), asked = saved
+    given, (pulls, copies, behind), asked = saved
     cotangent, of_outputs = map(trainable, differentiated_once(cotangents))
     depth, inside = self.exchange.depth, self.length - len(behind)
 
@@ -185,8 +210,8 @@ class LayerScan:
       """Computes layer i, while the messages of layers above it are under way."""
       cotangent, of_closed, found, asked, pending = state
       pending, found = self._advance(i, pending, found, given)
-      more = None if last else self._ask(given, i - 1)
-      own, of_output = _at((given.layers, of_outputs), i)
+      more = None if last else self._again(given, copies, i - 1)
+      own, of_output = _at((given.read, of_outputs), i)
       apart = isinstance(i, int) and i >= inside
       pull = behind[i - inside] if apart else _at(pulls, i)
       known = jax.tree.leaves((given.closed, self.source.layer(own, asked)))
