@@ -175,6 +175,15 @@ def test_a_map_over_examples_is_seen_through_jit_and_around_a_map_of_workers():
       jax.eval_shape(run, jnp.ones(shape))
 
 
+def test_a_map_over_examples_around_a_scan_of_shards_is_an_error_too():
+  options = dict(axis_name="data", params=None, grads=None)
+  scan = lambda x, w: parallel.scan_shards(LAYER, x, w, **options)[0]
+  loss = lambda w, x: jnp.sum(jax.vmap(lambda x: scan(x, w))(x))
+  run = jax.vmap(jax.grad(loss), in_axes=(0, 0), axis_name="data")
+  with pytest.raises(ValueError, match=says("`scan`", "jax.vmap")):
+    jax.eval_shape(run, jnp.ones((N, 3, 2, 8)), jnp.ones((N, 2, 8)))
+
+
 def test_several_models_are_mapped_over_and_scans_without_a_gradient_too():
   """Each model gets the bits that it would alone."""
   x, layers = whole(N, 2, 8), whole(2, 3, 8, 8, seed=1)
