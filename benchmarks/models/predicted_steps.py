@@ -10,9 +10,9 @@ with messages that travel while other layers are computed.
 
 Two slices of four v5e have the cycles of `make aot`: of the products, of the codec, and
 of bytes that move without an estimate, once read and once written at the memory's rate.
-Bytes are those of the compiled programs. What is asynchronous there goes between the
-slices; the rest goes inside of one, and the products wait for it. A plain mean of
-float32 sends twice the bytes of one of bfloat16.
+Bytes are those of the compiled programs. Sends go between the slices; the rest goes
+inside of one, and the products wait for it. A plain mean of float32 sends twice the
+bytes of one of bfloat16.
 
 H100s have an assumed share of the peak rate for their products, and for the codec what
 `make ptx-check` finds of its encoder, which the memory limits. A decoder moves the same
@@ -52,10 +52,6 @@ ETHERNET = 100e9 / 8
 # NVIDIA's data sheet: 989 TFLOPs in bfloat16, 3.35 TB/s. github.com/NVIDIA/Megatron-LM
 # has 41 % of it for the smallest model of its table on H100s.
 PEAK, REACHED, HBM3 = 989e12, 0.41, 3.35e12
-
-# Of the seven others to whom a chip sends, four are in the other slice. Those of its
-# own are on its host.
-_LEAVES = {"all-to-all": 4 / 7}
 
 Layers = Iterator[tuple[str, tuple["Layer", "Layer"]]]  # behind the loop, and inside
 
@@ -123,13 +119,16 @@ def _products(row: Mapping[str, Any]) -> float:
 
 def _sent(row: Mapping[str, Any], layers: int) -> tuple[float, float]:
   """Returns the seconds of a layer's bytes inside of a slice, and between slices."""
-  near = far = 0.0
-  for x in row["overlaps"]:
-    if x["synchronous"] or x["kind"] == "collective-permute":
-      near += x["bytes"] / NEAR
-    else:
-      far += x["bytes"] * _LEAVES.get(x["kind"], 1) / NETWORK
-  return near * MATRICES / layers, far * MATRICES / layers
+  near, far = row["bytes"], 0.0
+  for x in row["collectives"]:
+    if x["kind"] == "send":
+      # An all-to-all has rows for all chips: half of these are in the other slice.
+      # Those of its own are on its host.
+      to_all = x["types"][0].startswith(f"u32[{WORKERS}, ")
+      near -= x["bytes"] * (1 - 1 / WORKERS if to_all else 1)
+      far += x["bytes"] * (1 / 2 if to_all else 1)
+  share = MATRICES / layers
+  return share * near / NEAR, share * far / NETWORK
 
 
 def gpus() -> Layers:

@@ -58,6 +58,16 @@ def test_the_bytes_between_gpus_are_those_of_the_compiled_program():
   assert cost.wire_seconds == pytest.approx(cost.bytes_sent, rel=1e-3)
 
 
+def test_between_slices_go_a_quarter_of_a_plain_mean_and_five_eighths_of_a_payload():
+  """Slices add up first; a chip sends four shares of eight, and the mean of its own."""
+  payload = 4.0625 / 8  # bytes of an element: 4 bits, and 32 for the scale of 512
+  want = {"bfloat16": 2 / 4, "float32": 4 / 4, "4 bits": (4 / 8 + 1 / 8) * payload}
+  for name, layers in predicted_steps.slices():
+    far = want[name.split(", ")[1]] * predicted_steps.SIZE / predicted_steps.NETWORK
+    for layer in layers:
+      assert layer.far == pytest.approx(far, rel=1e-9)  # of a few rounded sums
+
+
 def test_the_products_of_a_tpu_are_not_faster_than_its_peak():
   peak = 197e12  # docs.cloud.google.com/tpu/docs/v5e
   least = 2 * predicted_steps.SIZE / predicted_steps.FORWARD / peak
