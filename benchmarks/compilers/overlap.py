@@ -16,10 +16,7 @@ from benchmarks.compilers.targets import TARGETS, Extent
 
 LAYERS, SCANNED, WIDTH, BATCH = 4, 8, 2048, 2048
 ASYNC = "xla_tpu_enable_async_all_to_all"
-SPARSE_GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
-SPARSE_SEND = "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all"
 APART = "xla_gpu_all_gather_combine_threshold_bytes"
-PAIRS = "xla_gpu_experimental_parallel_collective_overlap_limit"
 PLAIN, ONE, EACH = "plain mean", "one message", "a message a layer"
 DEFAULT = "messages of the default size"
 SIZES = {ONE: None, DEFAULT: "auto", EACH: 1}  # `message_bytes`
@@ -30,6 +27,10 @@ SPARSE_CORES = ("v6e", "tpu7x")  # they send if flags say so
 TWINS = ("v6e", "H200", "B200")  # their compilers do as those of others
 
 Flags = tuple[tuple[str, bool | int], ...]  # of a compiler, and their values
+SPARSE: Flags = (
+  ("xla_tpu_enable_sparse_core_collective_offload_all_gather", True),
+  ("xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all", True),
+)
 
 
 class Case(NamedTuple):
@@ -68,9 +69,10 @@ def cases(target: str, extent: Extent) -> dict[str, Case]:
     if extent == "all" or target in (*QUICK, SLICES):
       every += [Case(BEHIND)]
     ways = ["two_shot", *(["hierarchical"] if target == SLICES else [])]
-    given: list[Flags] = [(), ((PAIRS, 2),) if gpu else flags]
+    given: list[Flags] = [(), *([] if gpu else [flags])]
     if target in SPARSE_CORES:
-      given += [((SPARSE_GATHER, True), (SPARSE_SEND, True))]
+      given += [SPARSE]
+      every += [Case(EACH, flags=SPARSE)]
     every += [Case(INSIDE, way, x) for way in ways for x in given]
   return {case.name: case for case in every}
 

@@ -53,9 +53,14 @@ def test_in_a_slice_all_to_alls_need_the_flag(target):
   assert TPU_FLAG.split()[-1] in ROWS[target, EACH]["hints"][0]
 
 
+SPARSE = "xla_tpu_enable_sparse_core_collective_offload_"
+GATHER, SEND = SPARSE + "all_gather", SPARSE + "dense_all_to_all"
 LOOPS = [
   ("v5e", (FLAG,), {6}),
+  ("v6e", (GATHER, SEND), {6}),
   ("tpu7x", (FLAG,), {6}),
+  ("tpu7x", (GATHER, SEND), {6}),
+  (SLICES, ("hierarchical", FLAG), {4}),
   *[(gpu, (), {6}) for gpu in GPUS],
 ]
 
