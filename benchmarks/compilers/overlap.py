@@ -2,7 +2,8 @@
 
 The net has four dense layers of 2048 in bfloat16, unrolled, and each worker a batch of
 2048. Its gradient is exchanged in 4 bits, in one message or in one a layer. Or the net
-has eight such layers in a loop, with the exchange behind it or inside.
+has eight such layers in a loop, with the exchange behind it or inside. Those of
+`benchmarks.compilers.sharded` are sharded, too.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
-from benchmarks.compilers import reading
+from benchmarks.compilers import reading, sharded
 from benchmarks.compilers.targets import TARGETS, Extent
 
 LAYERS, SCANNED, WIDTH, BATCH = 4, 8, 2048, 2048
@@ -74,6 +75,9 @@ def cases(target: str, extent: Extent) -> dict[str, Case]:
       given += [SPARSE]
       every += [Case(EACH, flags=SPARSE)]
     every += [Case(INSIDE, way, x) for way in ways for x in given]
+  if extent != "quick" and (extent == "all" or target in (*QUICK, SLICES)):
+    own = () if gpu or target == SLICES else flags
+    every += [Case(form, flags=own) for form in sharded.FORMS]
   return {case.name: case for case in every}
 
 
@@ -108,6 +112,9 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
   """Returns the jitted step, and structs of its arguments."""
   if case.messages in (BEHIND, INSIDE):
     return _scanned(target, case)
+  if case.messages in sharded.FORMS:
+    mesh = TARGETS[target].mesh(sharded.axes_of(case.messages))
+    return sharded.program(mesh, case.messages)
   mesh, names = _mesh(target, case)
   optimizer = gradcomp.qsgd(
     bits=4,
