@@ -204,6 +204,7 @@ def test_both_trainers_have_one_command_line():
     "--parallel",
     "--grads",
     "--weights",
+    "--scan",
   }
   for name in images.keys() & texts.keys() - {"--model"}:
     assert images[name].choices == texts[name].choices

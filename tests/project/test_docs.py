@@ -89,7 +89,7 @@ def test_the_front_page_survives_a_larger_number(tmp_path):
 QUICKSTART = FOLDER / "start" / "quickstart.md"
 TELEMETRY = FOLDER / "operate" / "telemetry.md"
 # Pages that compile several train steps.
-TRAINING = {"low-precision", "extending", "recipes"}
+TRAINING = {"low-precision", "extending", "recipes", "scanned"}
 OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, TELEMETRY, HOSTS)]
 
 

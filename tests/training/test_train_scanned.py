@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
@@ -220,6 +221,31 @@ def test_a_training_goes_on_from_what_was_saved():
     )
 
 
+def test_residuals_go_on_with_fewer_workers_where_nobody_owns_rows():
+  """By their mean, and what owners keep is refused."""
+  params, _ = problem()
+  rng = np.random.default_rng(0)
+  drawn = lambda x: rng.integers(-8, 8, x.shape).astype(x.dtype)
+
+  def moved(exchange):
+    optimizer = optimizer_of(
+      in_scan("error", exchange=exchange), gradcomp.dense(axis_name="data")
+    )
+    state = jax.tree.map(drawn, begin(optimizer, params))
+    many = dict(axis_name="data", old_workers=N, workers=2, keep="mean")
+    return state, gradcomp.reshard_state(optimizer, params, state, **many)
+
+  residual = lambda state: state[0].inner_states["layers"].inner_state.layers.residual
+  rows = lambda x: np.asarray(x).reshape(-1, LENGTH, *x.shape[1:])
+  old, new = (
+    [rows(x).mean(0) for x in jax.tree.leaves(residual(state))]
+    for state in moved("all_gather")
+  )
+  assert_same_bits(new, old)
+  with pytest.raises(ValueError, match=says("layers in a scan", "all_gather")):
+    moved("two_shot")
+
+
 def test_the_state_has_the_shapes_and_places_of_its_specs():
   optimizer = optimizer_of(in_scan("error"))
   params, batch = problem()
@@ -343,6 +369,29 @@ def test_what_would_average_twice_or_not_at_all_is_refused(case):
   state = gradcomp.init_state(optimizer, params, **first)
   with pytest.raises(ValueError, match=says(*words)):
     jax.eval_shape(step, params, state, batch)
+
+
+def test_another_axis_may_shard_all_but_the_layers():
+  """Layers that it does not shard have the same step; others are refused."""
+  mesh = jax.make_mesh((N, 2), ("data", "model"), (AxisType.Auto,) * 2)
+  optimizer = optimizer_of(in_scan("error"), gradcomp.dense(axis_name="data"))
+  params, batch = problem()
+  want = step_of(optimizer)(params, begin(optimizer, params), batch)[0]
+  step = gradcomp.make_train_step(
+    loss_fn, optimizer, axis_name="data", mesh=mesh, donate=False
+  )
+
+  def taken(**specs):
+    where = {"embedding": P(None, "model"), "w": P(), "b": P()} | specs
+    where = {"layers": {x: where.pop(x) for x in ("w", "b")}, **where}
+    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+    placed = jax.tree.map(put, params, where)
+    with jax.set_mesh(mesh):
+      return step(placed, optimizer.init(placed), batch)[0]
+
+  assert_same_bits(taken(), want)
+  with pytest.raises(ValueError, match=says("`params`", "['model']", "jax.shard_map")):
+    taken(w=P(None, None, "model"))
 
 
 def test_an_inspected_step_is_refused():

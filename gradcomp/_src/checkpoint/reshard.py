@@ -283,7 +283,9 @@ class Move:
     if plan is None:
       raise ValueError(
         "`optimizer.init` must return gradcomp's states as their own `init` makes "
-        "them, with the same `count`: what rows owners keep is not known otherwise."
+        "them, with the same `count`: what rows owners keep is not known otherwise, "
+        "nor of layers in a scan; begin these with the state of optimizer.init, or use "
+        'exchange="all_gather", which has no owners.'
       )
     return plan
 

@@ -1,4 +1,4 @@
-"""``compress_in_scan``: layers whose gradients a scan's backward pass exchanges."""
+"""``compress_in_scan``: layers in a loop that exchanges their gradients."""
 
 import dataclasses
 from collections.abc import Callable
@@ -56,8 +56,9 @@ def compress_in_scan(
   ``jax.lax.scan``.
 
   Args:
-    codec, axis_name, exchange, policy: as for :func:`scan`.
+    codec, axis_name, exchange: as for :func:`scan`.
     feedback: None, ``"error"``, or ``"auto"``: error feedback for biased codecs.
+    policy: as for :func:`scan`.
     key: a seed, or a key, that all workers share. Each step folds in its number.
 
   Returns:
@@ -159,7 +160,7 @@ class ScanOptions:
     residual: Kept | None,
     key: jax.Array,
   ) -> tuple[Any, Any]:
-    """Scans over the layers of a step; the key is that of the step."""
+    """Scans over the layers of a step, which has its own key."""
     return scan(
       body,
       carry,

@@ -15,6 +15,8 @@ from jax.tree_util import tree_leaves_with_path
 from gradcomp._src.core.state import ScanState, is_scan
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.kernels.common.threefry import fold_key
+from gradcomp._src.mesh.placed import shards_of
+from gradcomp._src.mesh.specs import axes_in, is_spec
 from gradcomp._src.mesh.study import NOTE, STUDY, Study
 from gradcomp._src.mesh.trees import combine, split
 from gradcomp._src.parallel.compress_in_scan import ScanOptions, kept_by
@@ -56,6 +58,7 @@ class ScannedLayers:
 
     def averaged(params: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
       leaves, treedef = jax.tree.flatten(params)
+      _check_whole(params, self.places)
       paths = [jax.tree_util.keystr(x) for x, _ in tree_leaves_with_path(params)]
       names = [paths[i] for i in self.places]
       is_layer = [i in self.places for i in range(len(leaves))]
@@ -85,8 +88,19 @@ class ScannedLayers:
     return averaged
 
 
+def _check_whole(params: Any, places: Sequence[int]) -> None:
+  """Raises ValueError for layers that Auto axes shard."""
+  specs = jax.tree.leaves(shards_of(params), is_leaf=is_spec)
+  if cut := axes_in([specs[i] for i in places] if specs else []):
+    raise ValueError(
+      "`params` must have layers that Auto axes do not shard where the loss scans "
+      f"them, or words would be sent over these, got layers sharded over {sorted(cut)};"
+      " call gradcomp.parallel.scan in a jax.shard_map over all axes of the mesh."
+    )
+
+
 class _Scan:
-  """A scan over the layers of a loss, each array of which is averaged once."""
+  """A scan over the layers of a loss, called once with all of them."""
 
   def __init__(
     self,
