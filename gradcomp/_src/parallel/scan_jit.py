@@ -65,7 +65,7 @@ def scan_parts(
 
 
 def check_whole(layers: Any) -> None:
-  """Raises ValueError for layers of which a device has a part, or an addend."""
+  """Raises ValueError unless each device has all layers, and no addends of them."""
   for x in jax.tree.leaves(layers):
     spec = typed_spec(x)
     if any(entries(spec)) or spec.reduced or spec.unreduced:

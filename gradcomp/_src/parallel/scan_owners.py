@@ -25,7 +25,7 @@ class Parts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Owners:
-  """The exchange of gradients of whole layers, of which each worker owns a shard.
+  """The exchange of gradients of layers that sends each shard to its owner.
 
   ``wire`` is that of gradients, on which a worker's own part stays exact. ``dtypes``
   are those of the shards, leaf by leaf.

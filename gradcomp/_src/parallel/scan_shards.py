@@ -175,12 +175,13 @@ def _check_nothing_gathered(params: Any, inner: AxisName | None) -> None:
 def _first_whole(
   whole: Any, shards: Any, shapes: Sequence[Shape], axis_name: AxisName
 ) -> Any:
-  """Returns the first of whole layers; ValueError if they are not those of shards."""
+  """Returns the first of whole layers; ValueError if they do not fit the shards."""
   _, first = first_layer("whole", whole, axis_name)
   of_shards, mine = trainable(shards), trainable(whole)
   want = [(len(jax.tree.leaves(of_shards)[0]), *shape) for shape in shapes]
   got = [x.shape for x in jax.tree.leaves(mine)]
-  if jax.tree.structure(mine) != jax.tree.structure(of_shards) or got != want:
+  structure: Any = jax.tree.structure
+  if structure(mine) != structure(of_shards) or got != want:
     raise ValueError(
       f"`whole` must be a tree like `shards`, with floats of the shapes {want}, got "
       f"{got}; gather each array by gradcomp.parallel.all_gather, with axis=axis + 1."
