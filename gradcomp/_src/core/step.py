@@ -34,9 +34,10 @@ def take_step(
   corrected = correct(options, updates, state)
   averaging = Averaging(step, corrected)
   came: Sequence[jax.Array] = ()
-  for message in averaging:
-    with message.scope():
-      agreed = agree(message)
+  for sending in averaging:
+    with sending.scope():
+      agreed = agree(sending)
+      message = sending.behind(came)
       encoded = encode(message, agreed)._replace(before=came)
       received = exchange(message, encoded)
       came = received.words
