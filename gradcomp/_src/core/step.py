@@ -40,7 +40,7 @@ def take_step(
       message = sending.behind(came)
       encoded = encode(message, agreed)._replace(before=came)
       received = exchange(message, encoded)
-      came = received.words
+      came = received.came
       averaging.add(message, decode(message, encoded, received))
   reduced = averaging.result()
   finished, rest = finish(reduced)
