@@ -34,13 +34,12 @@ def take_step(
   corrected = correct(options, updates, state)
   averaging = Averaging(step, corrected)
   came: Sequence[jax.Array] = ()
-  for sending in averaging:
-    with sending.scope():
-      agreed = agree(sending)
-      message = sending.behind(came)
+  for message in averaging:
+    with message.scope():
+      agreed = agree(message)
       encoded = encode(message, agreed)._replace(before=came)
       received = exchange(message, encoded)
-      came = received.came
+      came = received.words
       averaging.add(message, decode(message, encoded, received))
   reduced = averaging.result()
   finished, rest = finish(reduced)

@@ -1,4 +1,4 @@
-"""``in_turn``: messages that go one after the other, on GPUs and on TPUs."""
+"""``in_turn``: the last stages of messages, one after the other on GPUs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,23 +8,16 @@ from jax import lax
 
 from gradcomp._src.mesh.types import varying_axes
 
-# XLA:GPU joins all-gathers of less than 30 MiB together to one, and all-reduces too,
-# which waits for the last message; then first stages do not overlap either. It cannot
-# join two of which one needs the other. They run one after the other in any case, on
-# one stream.
-ENDS = ("cuda", "rocm")  # where the last stage of a message waits for the one before it
-# XLA:TPU has one all-to-all on its way at a time, and hides all but the first behind
-# encoders and decoders, which it puts behind the backward pass. An encoder that waits
-# for the message before it leaves that message only products to hide behind.
-STARTS = ("tpu",)  # where the encoders of a message wait for the one before it
-
 
 def in_turn(
-  arrays: Sequence[jax.Array],
-  before: Sequence[jax.Array],
-  platforms: Sequence[str] = ENDS,
+  arrays: Sequence[jax.Array], before: Sequence[jax.Array]
 ) -> list[jax.Array]:
-  """Returns arrays, on some platforms when ``before`` has come, unchanged."""
+  """Returns arrays that a GPU sends when ``before`` has come, unchanged."""
+  # XLA:GPU joins all-gathers of less than 30 MiB together to one, and all-reduces too,
+  # which waits for the last message; then first stages do not overlap either. It cannot
+  # join two of which one needs the other. They run one after the other in any case, on
+  # one stream. Elsewhere nothing is joined, and between TPU slices several are on their
+  # way.
   # What comes of a barrier varies over all axes of what goes in: so messages of other
   # axes do not wait for each other, nor does one whose leaves differ in them.
   known = [varying_axes(x) for x in arrays]
@@ -35,6 +28,6 @@ def in_turn(
   def tied(arrays: list[jax.Array], before: list[jax.Array]) -> list[jax.Array]:
     return lax.optimization_barrier((arrays, before))[0]
 
-  either: dict[str, Any] = dict.fromkeys(platforms, tied)
+  either: dict[str, Any] = {"cuda": tied, "rocm": tied}
   free = lambda arrays, _: arrays
   return lax.platform_dependent(list(arrays), list(before), default=free, **either)

@@ -90,13 +90,6 @@ class Received(NamedTuple):
   # by the numbers of codecs, where there are any.
   lost: Mapping[int, RowDecoder] = MappingProxyType({})
   residuals: Sequence[jax.Array | None] = ()  # the new owner residuals, by codec
-  line: jax.Array | None = None  # as all workers' rows came; None if unknown
-
-  @property
-  def came(self) -> Sequence[jax.Array]:
-    """The arrays that a later message can wait for."""
-    # XLA:TPU keeps no order behind a reshape, as which rows are cut from their line.
-    return self.words if self.line is None else [self.line]
 
 
 class Work(NamedTuple):

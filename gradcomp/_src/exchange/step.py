@@ -16,7 +16,6 @@ from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.codecs.tiles import from_tiles
 from gradcomp._src.exchange.collectives import Workers, largest
-from gradcomp._src.exchange.in_turn import STARTS, in_turn
 from gradcomp._src.exchange.one_stage import Local
 from gradcomp._src.exchange.owners import OwnerResiduals
 from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
@@ -78,13 +77,6 @@ class Sending(NamedTuple):
     """Returns True if a leaf is encoded before anything is added."""
     rows = self.message.layout.codec_of(number).facts.of_rows
     return not self.adds_leaves and (self.exchange.of_leaves or rows)
-
-  def behind(self, before: Sequence[jax.Array]) -> "Sending":
-    """Returns the message, whose leaves wait on TPUs for ``before`` to be encoded."""
-    # Where sums come before encoders, as in a ring, these are not the first to run.
-    if self.adds_leaves or not self.exchange.of_leaves:
-      return self
-    return self._replace(leaves=in_turn(self.leaves, before, STARTS))
 
   @contextlib.contextmanager
   def scope(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from gradcomp._src.bibliography import GRUBIC_2018, Citation
 from gradcomp._src.checks import flag
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
-from gradcomp._src.exchange import lines, shares
+from gradcomp._src.exchange import shares
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.in_turn import in_turn
 from gradcomp._src.exchange.protocol import Outgoing, Received, StageRun, Work
@@ -85,11 +85,9 @@ class TwoShot:
     self, own: Outgoing, workers: Workers, sent: Sequence[Sent]
   ) -> Received:
     rows = in_turn([x.rows for x in sent], own.before)
-    line = shares.gather_line(own.layout, rows, workers)
-    gathered = lines.split(line, [x.shape for x in rows])
+    gathered = shares.gather_rows(own.layout, rows, workers)
     lost = [shares.owned_loss(x, workers) for x in sent]
-    total = shares.owned_total(own, sent, lost, gathered, workers)
-    return total._replace(line=line)
+    return shares.owned_total(own, sent, lost, gathered, workers)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     share = Fraction(1, math.prod(sizes))
