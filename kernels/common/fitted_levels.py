@@ -129,11 +129,17 @@ def decode_rows(rows: Array, *, bits: int, bucket_size: int) -> Array:
   code = planes.unpack_planes(rows[..., :bucket_size], bits).astype(jnp.int32)
   scale = planes.floats(rows[..., bucket_size:-count])[..., None]
   levels = planes.floats(rows[..., -count:])
-  negative = code < count
-  number = jnp.where(negative, count - 1 - code, code - count)
-  level = levels[..., :1, None]
-  for i in range(1, count):
-    level = jnp.where(number >= i, levels[..., i : i + 1, None], level)
+  return value(code, scale, *(levels[..., i : i + 1, None] for i in range(count)))
+
+
+def value(codes: Array, scale: Array, *levels: Array) -> Array:
+  """Returns the values of codes, ``int32``, which count levels from the lowest."""
+  count = len(levels)
+  negative = codes < count
+  number = jnp.where(negative, count - 1 - codes, codes - count)
+  level = levels[0]
+  for i, other in enumerate(levels[1:], start=1):
+    level = jnp.where(number >= i, other, level)
   return fixed_point.signed(
     level * scale, jnp.where(negative, jnp.uint32(1 << 31), jnp.uint32(0))
   )

@@ -70,11 +70,12 @@ def _value(codes: Array, scale: Array, level: Array, form: Form) -> Array:
 def decode_by_lookup(rows: Array, *, form: Form, interpret: Any = False) -> Array:
   """Decodes as :func:`decode_rows` does, by a kernel for TPUs."""
   flat = rows.reshape(-1, rows.shape[-1])
-  if not tpu.fits(len(flat), form.bits, form.bucket_size):
+  row = tpu.Row(form.bits, form.bucket_size)
+  if not row.fits(len(flat)):
     return reference_decode_rows(rows, form=form)
   table = np.array(form.table, np.float32)
   value = functools.partial(_value, form=form)
-  found = tpu.decode(value, flat, form.bits, form.bucket_size, table, interpret)
+  found = tpu.decode(value, flat, row, table, interpret)
   return found.reshape(*rows.shape[:-1], *found.shape[1:])
 
 

@@ -75,10 +75,11 @@ class Form(reference.ScaledForm):
 def decode_by_kernel(rows: Array, *, form: Form, interpret: Any = False) -> Array:
   """Decodes as :func:`reference.decode_rows` does, by a kernel for TPUs."""
   flat = rows.reshape(-1, rows.shape[-1])
-  if not form.inline or not tpu.fits(len(flat), form.bits, form.bucket_size):
+  row = tpu.Row(form.bits, form.bucket_size)
+  if not form.inline or not row.fits(len(flat)):
     return reference.decode_rows(rows, form)
   value = lambda codes, scale: form.value(codes.astype(jnp.uint32), scale)
-  found = tpu.decode(value, flat, form.bits, form.bucket_size, interpret=interpret)
+  found = tpu.decode(value, flat, row, interpret=interpret)
   return found.reshape(*rows.shape[:-1], *found.shape[1:])
 
 

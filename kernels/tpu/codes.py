@@ -7,7 +7,7 @@ indices to memory, and read them one after the other.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,30 +18,38 @@ from gradcomp._src.kernels.gpu.tiles import typed
 from gradcomp._src.kernels.tpu import lines
 from gradcomp._src.kernels.tpu.lines import LANES, ROWS
 
-# Of codes, `int32`, their scales, and, with a table, the numbers of the lowest 7 bits.
+# Of codes, `int32`, their scales, what stands behind the scales, and, with a table, the
+# numbers of the lowest 7 bits.
 Value = Callable[..., Array]
 
 
-def fits(rows: int, bits: int, bucket_size: int) -> bool:
-  """Returns whether the kernel decodes this number of rows, in these buckets."""
-  planes = planes_per_word(bits)
-  fine = planes * bucket_size <= lines.LARGEST_UNROLLED and not bucket_size % LANES
-  return rows >= ROWS and planes > 2 and fine  # pairs of planes XLA joins as well
+class Row(NamedTuple):
+  """The parts of a row: words of codes, scales, and numbers that all codes share."""
+
+  bits: int  # of a code
+  bucket_size: int  # words
+  shared: int = 0  # numbers behind the scales
+
+  def fits(self, rows: int) -> bool:
+    """Returns whether the kernel decodes this number of rows."""
+    planes = planes_per_word(self.bits)
+    fine = planes * self.bucket_size <= lines.LARGEST_UNROLLED
+    fine &= not self.bucket_size % LANES
+    return rows >= ROWS and planes > 2 and fine  # pairs of planes XLA joins as well
 
 
 def decode(
   value: Value,
   rows: Array,
-  bits: int,
-  bucket_size: int,
+  form: Row,
   table: np.ndarray | None = None,
   interpret: Any = False,
 ) -> Array:
-  """Decodes ``uint32[rows, B + scales]`` to ``float32[rows, P, B]``."""
+  """Decodes ``uint32[rows, B + scales + shared]`` to ``float32[rows, P, B]``."""
   from jax.experimental import pallas as pl
 
-  count, words = rows.shape
-  columns = words - bucket_size  # a scale a row, or a bucket
+  (count, words), (bits, bucket_size, shared) = rows.shape, form
+  columns = words - bucket_size - shared  # a scale a row, or a bucket
   planes = planes_per_word(bits)
   block = lines.rows_of_block(count, planes * bucket_size)
 
@@ -50,14 +58,15 @@ def decode(
     levels = [jnp.broadcast_to(ref[...], (ROWS, LANES)) for ref in tables]
 
     def of_rows(row: Any) -> None:
-      scales = lax.bitcast_convert_type(row_ref[row, bucket_size:], np.float32)
+      numbers = lax.bitcast_convert_type(row_ref[row, bucket_size:], np.float32)
+      number = [numbers[:, i : i + 1] for i in range(columns + shared)]
       for start in range(0, bucket_size, LANES):
         lanes = slice(start, start + LANES)
         word = lax.bitcast_convert_type(row_ref[row, lanes], np.int32)
         for k in range(planes):
           code = lax.shift_right_logical(word, np.int32(k * bits)) & (2**bits - 1)
           own = k % columns
-          given = [code, scales[:, own : own + 1]]
+          given = [code, number[own], *number[columns:]]
           for level in levels:
             given.append(jnp.take_along_axis(level, code & (LANES - 1), axis=1))
           out_ref[row, k, lanes] = value(*given)

@@ -11,9 +11,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.kernels import block_top, one_bit
-from gradcomp._src.kernels.common import deviation, rotation, scales, selection
+from gradcomp._src.kernels.common import (
+  deviation,
+  fitted_levels,
+  rotation,
+  scales,
+  selection,
+)
 from gradcomp._src.kernels.gpu import dispatch, self_check
-from gradcomp._src.kernels.quantize import eight_bit, qsgd, reference
+from gradcomp._src.kernels.quantize import eight_bit, fitted, qsgd, reference
 from gradcomp._src.kernels.tpu import lines, sums
 from gradcomp.codecs import QSGD, BlockTop, EightBit, OneBit, Payload, Ternary
 from tests.plugins.slow_cases import slow
@@ -117,11 +123,10 @@ def test_rotations_have_the_bits_of_the_reference(size, planes, bucket, rows):
     assert_same_bits(jax.jit(kernel)(tiles), jax.jit(reference)(tiles))
 
 
-def payloads(codec, rows):
+def payloads(codec, size, rows):
   """Two payloads of all codes, with scales of any size, of zero and not finite."""
-  form, rng = codec._form, np.random.default_rng(rows)
-  words = rng.integers(0, 1 << 32, (2, rows, form.bucket_size), np.uint32)
-  count = codec.row_words - form.bucket_size
+  rng, count = np.random.default_rng(rows), codec.row_words - size
+  words = rng.integers(0, 1 << 32, (2, rows, size), np.uint32)
   numbers = rng.uniform(1e-3, 1e3, (2, rows, count)).astype(np.float32)
   numbers[0, :3] = np.array([0.0, np.nan, np.inf], np.float32)[:, None]
   return np.concatenate([words, numbers.view(np.uint32)], axis=2)
@@ -137,7 +142,8 @@ def payloads(codec, rows):
 )
 def test_codes_looked_up_have_the_bits_of_the_reference(codec, rows):
   """A scale a row or a bucket, a block that ends early, and what no kernel takes."""
-  given, form = payloads(codec, rows), codec._form
+  form = codec._form
+  given = payloads(codec, form.bucket_size, rows)
   kernel = functools.partial(eight_bit.decode_by_lookup, form=form, interpret=True)
   reference = functools.partial(eight_bit.reference_decode_rows, form=form)
   assert_same_bits(jax.jit(kernel)(given), jax.jit(reference)(given))
@@ -154,9 +160,22 @@ def test_codes_looked_up_have_the_bits_of_the_reference(codec, rows):
 )
 def test_levels_have_the_bits_of_the_reference(codec, rows):
   """Words of 32 codes to three, the last with bits that are not used."""
-  given, form = payloads(codec, rows), codec._form
+  form = codec._form
+  given = payloads(codec, form.bucket_size, rows)
   kernel = functools.partial(qsgd.decode_by_kernel, form=form, interpret=True)
   decode = functools.partial(reference.decode_rows, form=form)
+  assert_same_bits(jax.jit(kernel)(given), jax.jit(decode)(given))
+
+
+@pytest.mark.parametrize(
+  "bits, bucket, rows", [(2, 128, 9), *slow((4, 256, 8), (3, 128, 21), (2, 64, 8))]
+)
+def test_fitted_levels_have_the_bits_of_the_reference(bits, bucket, rows):
+  """Each row with its own, which stand behind the scales."""
+  codec = QSGD(bits=bits, bucket_size=bucket, levels="nonuniform")
+  given, sizes = payloads(codec, bucket, rows), dict(bits=bits, bucket_size=bucket)
+  kernel = functools.partial(fitted.decode_by_kernel, interpret=True, **sizes)
+  decode = functools.partial(fitted_levels.decode_rows, **sizes)
   assert_same_bits(jax.jit(kernel)(given), jax.jit(decode)(given))
 
 

@@ -13,7 +13,7 @@ from gradcomp._src.codecs.sums.tiles import sum_in_order
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
 from gradcomp._src.kernels.common import fitted_levels, planes
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.kernels.quantize import qsgd, reference
+from gradcomp._src.kernels.quantize import fitted, qsgd, reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,7 +238,7 @@ class QSGD(quantizing.BucketCodec):
   def _decode_one(self, rows: Array) -> Array:
     """Decodes a payload that nothing is added to."""
     if self.fits:
-      return self.decode_rows(rows)
+      return fitted.decode_one(rows, bits=self.bits, bucket_size=self._words)
     return qsgd.decode_one(rows, form=self._form)
 
   def codes(self, rows: Array) -> Array:
