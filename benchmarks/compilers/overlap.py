@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import gradcomp
 from benchmarks.compilers import reading, sharded
 from benchmarks.compilers.targets import TARGETS, Extent
+from gradcomp.exchange import TwoShot
 
 LAYERS, SCANNED, WIDTH, BATCH = 4, 8, 2048, 2048
 ASYNC = "xla_tpu_enable_async_all_to_all"
@@ -40,7 +41,7 @@ class Case(NamedTuple):
   Attributes:
     messages: of the exchange, or ``PLAIN`` for JAX's own mean of each layer, or where
       it is in a net whose layers are in a loop.
-    exchange: an exchange by name.
+    exchange: an exchange by name, or ``"in turn"``: ``TwoShot(in_turn=True)``.
     flags: of the compiler.
   """
 
@@ -65,6 +66,8 @@ def cases(target: str, extent: Extent) -> dict[str, Case]:
     if extent == "all" or target not in TWINS:
       every = [Case(PLAIN), Case(ONE), *every, Case(EACH, "ring")]
     every += [Case(DEFAULT)]
+    if not gpu:
+      every += [Case(EACH, "in turn", flags)]
     if target == SLICES:
       every += [Case(EACH, "hierarchical"), Case(EACH, "hierarchical", flags)]
     if extent == "all" or target in (*QUICK, SLICES):
@@ -119,7 +122,7 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
   optimizer = gradcomp.qsgd(
     bits=4,
     axis_name=names,
-    exchange=case.exchange,
+    exchange=TwoShot(in_turn=True) if case.exchange == "in turn" else case.exchange,
     message_bytes=SIZES.get(case.messages),
   )
   layers = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * LAYERS

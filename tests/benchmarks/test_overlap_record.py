@@ -53,6 +53,12 @@ def test_in_a_slice_all_to_alls_need_the_flag(target):
   assert TPU_FLAG.split()[-1] in ROWS[target, EACH]["hints"][0]
 
 
+@pytest.mark.parametrize("target", ["v5e", "v6e", "v5p", "tpu7x"])
+def test_in_turn_all_messages_but_the_last_span_a_product(target):
+  sent = stage(ROWS[target, f"{EACH}, in turn, {FLAG}"], "all-to-all")
+  assert [x["products"] > 0 for x in sent] == [True, True, True, False]
+
+
 SPARSE = "xla_tpu_enable_sparse_core_collective_offload_"
 GATHER, SEND = SPARSE + "all_gather", SPARSE + "dense_all_to_all"
 LOOPS = [

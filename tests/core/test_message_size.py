@@ -174,7 +174,9 @@ def traced(tx, like):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("exchange", ["two_shot", *slow("all_gather")])
+@pytest.mark.parametrize(
+  "exchange", ["two_shot", TwoShot(in_turn=True), *slow("all_gather")]
+)
 def test_messages_have_the_bits_of_one(exchange, cut_small):
   """Rows are encoded to nearest by their owners, whoever these are."""
   draw = np.random.default_rng(0).standard_normal
@@ -221,6 +223,20 @@ def test_a_gpu_ends_one_message_after_the_other(exchange, cut_small, monkeypatch
   others = map(barriers, platforms)  # of decoders for TPUs
   waiting = [a - b for a, b in zip(found, others, strict=True)]
   assert waiting == [2, 0, 0]
+
+
+def test_a_message_waits_for_the_one_before_it_if_asked(cut_small):
+  """Each needs the line that the one before it brought, and has the same bits."""
+  like = [jax.ShapeDtypeStruct((2560,), jnp.float32)] * 3
+  codec = QSGD(bits=4, bucket_size=32, implementation="xla")  # kernels have barriers
+
+  def lowered(in_turn):
+    way = dict(min_leaf_size=0, axis_name="data", message_bytes="auto")
+    tx = gradcomp.compress(codec, exchange=TwoShot(in_turn=in_turn), **way)
+    return traced(tx, like).lower(lowering_platforms=("tpu",)).as_text()
+
+  counts = [lowered(x).count("stablehlo.optimization_barrier") for x in (False, True)]
+  assert counts[1] - counts[0] == 2
 
 
 def test_owners_residuals_follow_their_leaves_to_other_messages(cut_small):

@@ -85,6 +85,15 @@ def test_a_residual_that_jax_would_add_up_is_refused():
     jax.eval_shape(step, jnp.ones((N, 8)), zeros)
 
 
+def test_layers_whose_means_compress_would_exchange_are_refused():
+  own = lambda w: lax.pcast(w, "data", to="varying")
+  run = lambda x, w: parallel.scan(LAYER, x, own(w), **PLAIN)[0]
+  specs = dict(in_specs=(P("data"), P()), out_specs=P("data"))
+  step = jax.shard_map(run, mesh=modes.mesh(N), **specs)
+  with pytest.raises(ValueError, match=says("`layers`", "['data']", "jax.grad")):
+    jax.eval_shape(step, jnp.ones((N, 8)), STACK)
+
+
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable])
 @pytest.mark.parametrize("mode", ["shard_map", "vmap"])
 def test_all_that_a_scan_may_take(mode, policy):

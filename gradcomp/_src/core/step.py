@@ -34,12 +34,13 @@ def take_step(
   corrected = correct(options, updates, state)
   averaging = Averaging(step, corrected)
   came: Sequence[jax.Array] = ()
-  for message in averaging:
-    with message.scope():
-      agreed = agree(message)
+  for sending in averaging:
+    with sending.scope():
+      agreed = agree(sending)
+      message = sending.behind(came)
       encoded = encode(message, agreed)._replace(before=came)
       received = exchange(message, encoded)
-      came = received.words
+      came = received.came
       averaging.add(message, decode(message, encoded, received))
   reduced = averaging.result()
   finished, rest = finish(reduced)

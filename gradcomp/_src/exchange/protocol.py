@@ -90,6 +90,13 @@ class Received(NamedTuple):
   # by the numbers of codecs, where there are any.
   lost: Mapping[int, RowDecoder] = MappingProxyType({})
   residuals: Sequence[jax.Array | None] = ()  # the new owner residuals, by codec
+  line: jax.Array | None = None  # of which all workers' rows are cut; None if unknown
+
+  @property
+  def came(self) -> Sequence[jax.Array]:
+    """The arrays that a later message can wait for."""
+    # XLA:TPU keeps no order behind the reshape that cuts rows from their line.
+    return self.words if self.line is None else [self.line]
 
 
 class Work(NamedTuple):
@@ -155,6 +162,14 @@ def stages_of(exchange: Exchange) -> tuple[StageRun, ...]:
   """
   whole = (lambda own, workers, _: exchange.run(own, workers),)
   return getattr(exchange, "stages", whole)
+
+
+def waits(exchange: Exchange) -> bool:
+  """Returns True if a message is encoded when the one before it has come.
+
+  An exchange may say so by ``in_turn``.
+  """
+  return getattr(exchange, "in_turn", False)
 
 
 class WithoutOwners:

@@ -76,10 +76,15 @@ def finish_shares(
 
 def gather_rows(layout: Layout, matrices: Rows, workers: Workers) -> list[jax.Array]:
   """Gathers all workers' rows, one matrix a codec, as ``uint32[N, rows, words]``."""
+  line = gather_line(layout, matrices, workers)
+  return lines.split(line, [matrix.shape for matrix in matrices])
+
+
+def gather_line(layout: Layout, matrices: Rows, workers: Workers) -> jax.Array:
+  """Gathers all workers' rows as the lines that they are sent in."""
   name = collectives.final_stage(layout.completed, workers)
   line = lines.join([matrix[None] for matrix in matrices])[0]
-  received = collectives.gather(line, workers.axis_name, name)
-  return lines.split(received, [matrix.shape for matrix in matrices])
+  return collectives.gather(line, workers.axis_name, name)
 
 
 def owned_total(

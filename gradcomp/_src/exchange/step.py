@@ -16,6 +16,7 @@ from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.codecs.tiles import from_tiles
 from gradcomp._src.exchange.collectives import Workers, largest
+from gradcomp._src.exchange.in_turn import behind
 from gradcomp._src.exchange.one_stage import Local
 from gradcomp._src.exchange.owners import OwnerResiduals
 from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
@@ -25,6 +26,7 @@ from gradcomp._src.exchange.protocol import (
   Received,
   Stage,
   stages_of,
+  waits,
 )
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import packed, slice_at, unknown
@@ -77,6 +79,12 @@ class Sending(NamedTuple):
     """Returns True if a leaf is encoded before anything is added."""
     rows = self.message.layout.codec_of(number).facts.of_rows
     return not self.adds_leaves and (self.exchange.of_leaves or rows)
+
+  def behind(self, before: Sequence[jax.Array]) -> "Sending":
+    """Returns the message, whose leaves wait for ``before`` if its exchange says so."""
+    if not waits(self.exchange):
+      return self
+    return self._replace(leaves=behind(self.leaves, before))
 
   @contextlib.contextmanager
   def scope(self) -> Iterator[None]:

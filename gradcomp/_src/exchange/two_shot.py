@@ -9,7 +9,7 @@ from typing import ClassVar
 from gradcomp._src.bibliography import GRUBIC_2018, Citation
 from gradcomp._src.checks import flag
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
-from gradcomp._src.exchange import shares
+from gradcomp._src.exchange import lines, shares
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.in_turn import in_turn
 from gradcomp._src.exchange.protocol import Outgoing, Received, StageRun, Work
@@ -40,12 +40,19 @@ class TwoShot:
       does so with ``QSGD(bits=1)``, which has no value near zero to round to; owners
       keep r of it only if the workers keep residuals.
 
+    in_turn: whether a message is encoded when the one before it has come. On one slice
+      of TPUs whose all-to-alls are asynchronous by a flag, each but the last then spans
+      a product of the backward pass. Else XLA puts encoders behind the backward pass,
+      and hides all but the first message beside these. Between slices messages go side
+      by side without it, and none spans a product with it. The bits are the same.
+
   References:
     Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
     Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1
   """
 
   feedback: bool = True
+  in_turn: bool = False
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -61,6 +68,7 @@ class TwoShot:
 
   def __post_init__(self) -> None:
     flag("feedback", self.feedback)
+    flag("in_turn", self.in_turn)
 
   @property
   def keeps(self) -> bool:
@@ -85,9 +93,11 @@ class TwoShot:
     self, own: Outgoing, workers: Workers, sent: Sequence[Sent]
   ) -> Received:
     rows = in_turn([x.rows for x in sent], own.before)
-    gathered = shares.gather_rows(own.layout, rows, workers)
+    line = shares.gather_line(own.layout, rows, workers)
+    gathered = lines.split(line, [x.shape for x in rows])
     lost = [shares.owned_loss(x, workers) for x in sent]
-    return shares.owned_total(own, sent, lost, gathered, workers)
+    total = shares.owned_total(own, sent, lost, gathered, workers)
+    return total._replace(line=line)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     share = Fraction(1, math.prod(sizes))

@@ -14,7 +14,7 @@ from gradcomp._src.core.feedback import ErrorFeedback, NoFeedback
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.kernels.common.threefry import key_words
-from gradcomp._src.mesh.axes import AxisName, require_size
+from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.trees import is_trainable, trainable
 from gradcomp._src.mesh.types import mark_varying, varying_axes
 from gradcomp._src.parallel.scan_backward import Given, LayerScan, Whole
@@ -104,9 +104,10 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   Raises:
     ValueError: the axis is neither bound nor Explicit; the codec keeps a memory, or
       needs a residual or a key that is not given; the exchange sends nothing, or the
-      codec's sums refuse it; ``layers`` do not stack as many each; the residual is
-      another one's; a gradient is taken through ``jax.vmap`` over examples; or in plain
-      ``jax.jit`` layers are sharded, the carry is not, or an output has no rows.
+      codec's sums refuse it; ``layers`` do not stack as many each, or are typed as
+      differing between workers; the residual is another one's; a gradient is taken
+      through ``jax.vmap`` over examples; or in plain ``jax.jit`` layers are sharded,
+      the carry is not, or an output has no rows.
     TypeError: ``codec`` is no codec, ``body`` returns no pair, or ``layers`` have no
       real floats.
 
@@ -133,6 +134,7 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     options = _options(axis_name, codec, exchange, keeps=given.kept is not None)
     _check_key(codec, key)
     length, layer = first_layer("layers", given.layers, axis_name)
+    _check_equal(given.layers, axis_name)
     plan = layer_exchange(options, trainable(layer), is_sum=plain)
     if given.kept is not None:
       _check_residual(given.kept, plan, length)
@@ -239,6 +241,19 @@ def first_layer(name: str, layers: Any, axis_name: AxisName) -> tuple[int, Any]:
     )
   layer = jax.tree.map(lambda x: x[0], layers)
   return max(lengths), mark_varying(layer, axis_name)
+
+
+def _check_equal(layers: Any, axis_name: AxisName) -> None:
+  """Raises ValueError for layers whose means would be typed as differing, too."""
+  names = set(axis_names(axis_name))
+  for x in jax.tree.leaves(trainable(layers)):
+    if own := names & varying_axes(x):
+      raise ValueError(
+        "`layers` must be typed as equal on all workers, or compress would exchange "
+        f"their means once more, got {jax.typeof(x).str_short(True)}, which differs "
+        f"over {sorted(own)}; leave them out of gradcomp.defer_reduction and "
+        "gradcomp.value_and_grad, and take their gradient by jax.grad."
+      )
 
 
 def _check_residual(residual: Any, plan: LayerExchange, length: int) -> None:
