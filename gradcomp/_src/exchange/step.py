@@ -81,7 +81,7 @@ class Sending(NamedTuple):
     return not self.adds_leaves and (self.exchange.of_leaves or rows)
 
   def behind(self, before: Sequence[jax.Array]) -> "Sending":
-    """Returns the message, whose leaves wait for ``before`` if its exchange says so."""
+    """Returns the message, to encode after ``before`` has come if it is in turn."""
     if not waits(self.exchange):
       return self
     return self._replace(leaves=behind(self.leaves, before))

@@ -244,7 +244,7 @@ def first_layer(name: str, layers: Any, axis_name: AxisName) -> tuple[int, Any]:
 
 
 def _check_equal(layers: Any, axis_name: AxisName) -> None:
-  """Raises ValueError for layers whose means would be typed as differing, too."""
+  """Raises ValueError for layers that are typed as differing between workers."""
   names = set(axis_names(axis_name))
   for x in jax.tree.leaves(trainable(layers)):
     if own := names & varying_axes(x):
