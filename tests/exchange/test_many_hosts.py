@@ -210,7 +210,7 @@ def test_hosts_that_trace_other_steps_are_told_so(tmp_path, subtests):
   values = {
     "order": ("leaves[0]", "['a'] float32[64, 64]", "['b'] float32[64, 64]"),
     "rounds": ("every", "2", "3"),
-    "exchange": ("exchange", "TwoShot(feedback=True)", "Ring()"),
+    "exchange": ("exchange", "TwoShot(feedback=True, in_turn=False)", "Ring()"),
     "chain": ("transformation", "gradcomp.make_train_step", "gradcomp.wrappers.switch"),
   }
   for case, (name, *got) in values.items():
