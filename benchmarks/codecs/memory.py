@@ -102,8 +102,8 @@ class Memory(NamedTuple):
 
   @property
   def excess(self) -> float:
-    """What is temporary, and no payload, in hundredths: scalars and tables are less."""
-    return round(self.temporary - self.payloads, 2)
+    """What is temporary, and no payload."""
+    return self.temporary - self.payloads
 
 
 def cases() -> list[Case]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,9 +104,8 @@ def compress_in_scan(
   def init_fn(params: Any) -> ScanState:
     study.note(options, *jax.tree.leaves(params))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    residual, owners = _first(options, shapes)
-    count = jnp.zeros([], jnp.int32)
-    return ScanState(CompressState(count, seed_words(key), residual, owners))
+    kept = {"residual": None, "server_residual": None} | _first(options, shapes)
+    return ScanState(CompressState(jnp.zeros([], jnp.int32), seed_words(key), **kept))
 
   def update_fn(
     updates: Any,
@@ -188,22 +187,17 @@ def _as_fields(kept: Kept, like: Any) -> dict[str, Any]:
   return {"residual": residual, "server_residual": kept.owners or None}
 
 
-class _Made(NamedTuple):
-  residual: Any = None
-  owners: Any = None
-
-
-def _first(options: ScanOptions, shapes: Any) -> _Made:
+def _first(options: ScanOptions, shapes: Any) -> dict[str, Any]:
   """Makes the first residual: of this worker, or of all outside of the map."""
   axes = options.axis_name
   if not options.keeps:
-    return _Made()
+    return {}
 
-  def first() -> _Made:
+  def first() -> dict[str, Any]:
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     way: dict[str, Any] = dict(codec=options.codec, exchange=options.exchange)
     kept = scan_residual(zeros, axis_name=axes, **way)
-    return _Made(*_as_fields(kept, shapes).values())
+    return _as_fields(kept, shapes)
 
   if bound_size(study.studied_axes(axes) or axes) is not None:
     return first()
