@@ -11,7 +11,8 @@ the same time for any number of payloads. That is part of encoding here.
 
 Speeds of a TPU v5e are the estimated cycles of `make aot`, see benchmarks/compilers. A
 byte that moves without an estimate counts as one of `x + 1`. `--estimates` reads these
-alone, and keeps the others.
+alone, and keeps the others. `--gpu` measures all candidates on the GPU of this machine,
+and keeps the others.
 """
 
 import dataclasses
@@ -144,14 +145,32 @@ def rounded(speed: CodecSpeed) -> Mapping[str, float]:
 def main() -> None:
   parser = cli.parser(__doc__, quick="small arrays", output="JSON file to write")
   parser.add_argument("--estimates", action="store_true", help="of compilers alone")
+  parser.add_argument("--gpu", action="store_true", help="of this machine, alone")
   options = parser.parse_args()
-  if options.estimates:
-    found = json.loads(PACKAGED.read_text())
+  found = json.loads(PACKAGED.read_text())
+  if options.gpu:
+    if jax.default_backend() != "gpu":
+      cli.skip("there is no GPU here")
+    found[_name(jax.devices()[0].device_kind)] = dict(on_gpu(options.quick))
   else:
-    found = {"cpu": timed(options.quick)}
-  found["TPU v5e"] = {name: rounded(speed) for name, speed in estimated()}
+    if not options.estimates:
+      found["cpu"] = timed(options.quick)
+    found["TPU v5e"] = {name: rounded(speed) for name, speed in estimated()}
   print(json.dumps(found, indent=1))
   cli.write_json(options.output, found)
+
+
+def on_gpu(quick: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
+  """Yields the speeds on the GPU here, whose launches cost little at this size."""
+  for candidate in CANDIDATES:
+    speed = measured_speed(candidate.codec, 1 << (20 if quick else 28), 11)
+    yield candidate.name, rounded(speed)
+    print(candidate.name, speed, flush=True)
+
+
+def _name(device_kind: str) -> str:
+  """Returns ``"H100"`` for what JAX calls ``"NVIDIA H100 80GB HBM3"``."""
+  return device_kind.removeprefix("NVIDIA ").split()[0]
 
 
 def timed(quick: bool) -> dict[str, Mapping[str, float]]:

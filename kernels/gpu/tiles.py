@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src.kernels.common.dithers import Dither, lane_stream
+from gradcomp._src.mesh.types import varying_axes
 
 _WARPS, _LANES = 2, 5  # bits of a thread's number
 _VECTOR = 4  # elements of a load of 16 bytes
@@ -322,7 +323,14 @@ def run(
   )(*inputs)
   # Without the barrier, XLA of JAX 0.11.2 fuses the call with the update of its last
   # row, and then refuses the fusion.
-  return jax.lax.optimization_barrier(found)
+  return jax.lax.optimization_barrier([_varying_as(inputs, x) for x in found])
+
+
+def _varying_as(inputs: Sequence[Array], x: Array) -> Array:
+  """Types an output as varying over the mesh axes of all inputs."""
+  # `plgpu.kernel` drops the types of `jax.shard_map`.
+  axes = frozenset[str]().union(*map(varying_axes, inputs)) - varying_axes(x)
+  return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
 def in_blocks(tiles: int, form: Form) -> int:

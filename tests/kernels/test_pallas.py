@@ -18,7 +18,7 @@ from gradcomp._src.codecs import quantizing
 from gradcomp._src.kernels.common import fixed_point
 from gradcomp._src.kernels.common.fixed_point import exact_quotient, top_multiplier
 from gradcomp._src.kernels.common.scales import scales
-from gradcomp._src.kernels.gpu import self_check
+from gradcomp._src.kernels.gpu import dispatch, self_check
 from gradcomp._src.kernels.gpu.verdicts import Verdict
 from gradcomp._src.kernels.quantize import qsgd, reference
 from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary
@@ -168,6 +168,34 @@ def test_a_kernel_lowers_for_cuda(name, small):
   x = jax.ShapeDtypeStruct((8 * (case.tile or case.codec.tile_size) + 77,), jnp.float32)
   text = lowered_for_cuda(case.function(None), x, *operands(case, x.size, 9))
   assert text.count(KERNEL) == max(len(case.kernels), 1)
+
+
+@every_case
+def test_a_named_kernel_has_the_references_types(name, monkeypatch):
+  """What differs among workers is typed so in ``jax.shard_map``, for every size."""
+  case = CASES[name]
+  monkeypatch.setattr(dispatch, "_missing", lambda: None)
+  monkeypatch.setattr(dispatch, "_approved", lambda *_, named=False: named)
+  found = {"pallas": [], "xla": []}
+
+  def types(implementation, given):
+    outputs = case.function(implementation)(*given)
+    found[implementation] += [jax.typeof(x) for x in jax.tree.leaves(outputs)]
+
+  def per_device(*given):
+    for implementation in found:
+      types(implementation, given)
+
+  for size in case.sizes():
+    x = jax.ShapeDtypeStruct((2 * size,), jnp.float32)
+    alone = jax.ShapeDtypeStruct((size,), jnp.float32)
+    given = jax.eval_shape(lambda x: case.operands(case.codec, x), alone)
+    with jax.set_mesh(modes.mesh(2)):
+      specs = (P("data"), *(P() for _ in given))
+      mapped = jax.shard_map(per_device, in_specs=specs, out_specs=None)
+      jax.eval_shape(mapped, x, *given)
+  assert found["pallas"] == found["xla"]
+  assert all(x.manual_axis_type.varying == {"data"} for x in found["xla"])
 
 
 @pytest.mark.parametrize("tiles", [1, 3, *slow(2, 8)])
