@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   add("--backward", type=_seconds, help="seconds of the backward pass")
   add("--budget", type=_budget, default="paper", help=_BUDGETS)
   add("--steps", type=_steps, help="steps of the training, for sparse codecs")
-  add("--device", default="cpu", help='its codec speeds: cpu, or "TPU v5e"')
+  add("--device", default="cpu", help='its codec speeds: cpu, H100, or "TPU v5e"')
   slower = "times that codecs are slower here than on that device"
   add("--slower", type=_times, default=1.0, help=slower)
   kernels = commands.add_parser("kernels", help="compare the kernels with XLA's code")

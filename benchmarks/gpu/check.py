@@ -1,7 +1,7 @@
 """Checks that every kernel gives the reference's bits on the GPU of this machine.
 
   make gpu-check     or     python -m benchmarks.gpu.check [--cases 'qsgd 4 bit' ...]
-    [--quick] [--interpret]
+    [--quick] [--interpret] [--left]
 
 The reference runs on the CPU. Rows and residuals of ordinary gradients must be the same
 bit for bit, for gradients of one tile, of several, and of a part of one. The same holds
@@ -10,7 +10,8 @@ numbers, the values that rows stand for must be the same, NaN for NaN. They may 
 by one subnormal number, because CPUs flush those to zero. A train step with QSGD must
 run the kernel. Where XLA's own code for the GPU gives other bits, the check says so,
 and passes. The library's own check of a kernel must pass, and its time is printed.
-Kernels that gpu/speed.py times come first; those left when time ends are listed so.
+Kernels that gpu/speed.py times come first; those left when time ends are listed so, and
+--left checks them and adds them to the record.
 
 Cases run in processes of their own, so that a kernel that breaks the GPU's context
 fails alone. Writes benchmarks/results/gpu/gpu_check.json. The exit status is 1 where
@@ -254,6 +255,7 @@ def main() -> None:
   names = [*_STEPS, *sorted(CASES, key=lambda name: not CASES[name].timed)]
   parser.add_argument("--cases", nargs="+", choices=names)
   parser.add_argument("--seconds", type=float, default=240, help="for all of it")
+  parser.add_argument("--left", action="store_true", help="what the record lists so")
   parser.add_argument("--interpret", action="store_true", help="try without a GPU")
   parser.add_argument("--here", action="store_true", help="in this process")
   options = parser.parse_args()
@@ -272,8 +274,11 @@ def main() -> None:
   if options.quick:
     cases, output = _QUICK, None
   cases, output = options.cases or cases, options.output or output
-  shares = [cases[k::_PROCESSES] for k in range(_PROCESSES)]
   found: dict[str, list[str]] = {}
+  if options.left:
+    record = json.loads(RESULTS.read_text())
+    cases, found = record["left"], record["wrong"] | dict.fromkeys(record["right"], [])
+  shares = [cases[k::_PROCESSES] for k in range(_PROCESSES)]
   with concurrent.futures.ThreadPoolExecutor(_PROCESSES) as pool:
     for part in pool.map(lambda share: run_apart(share, end, *passed), shares):
       found |= part
@@ -292,7 +297,7 @@ def main() -> None:
     print(f"WRONG: {name}", *lines, sep="\n  ")
   for name in left:
     print(f"no time was left for {name}")
-  print(f"gpu_check: {len(found) - len(wrong)} of {len(cases)} are right")
+  print(f"gpu_check: {len(found) - len(wrong)} of {len(found) + len(left)} are right")
   sys.exit(bool(wrong or left))
 
 

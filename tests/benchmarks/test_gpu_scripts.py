@@ -18,14 +18,14 @@ from benchmarks.gpu import ptx as gpu_ptx
 def test_kernels_are_timed_and_written_down(tmp_path, capsys):
   output = tmp_path / "speed.json"
   checked = tmp_path / "checked.json"
-  checked.write_text(json.dumps({"wrong": {"qsgd 4 bit": ["a bit"]}}))
+  checked.write_text(json.dumps({"right": ["eight_bit linear, nearest"]}))
   cases = ["qsgd 4 bit", "eight_bit linear, nearest"]
   speed.main(
     ["--interpret", "--sizes", "8192", "--output", str(output)]
     + ["--checked", str(checked), "--cases", *cases]
   )
   found = json.loads(output.read_text())
-  assert found["missing"] == ["qsgd 4 bit: it is wrong"]
+  assert found["missing"] == ["qsgd 4 bit: it was not found right"]
   rows = {(row["case"], row["implementation"]): row for row in found["rows"]}
   name = "eight_bit linear, nearest"
   assert set(rows) == {
@@ -38,7 +38,7 @@ def test_kernels_are_timed_and_written_down(tmp_path, capsys):
   assert rows[f"{name} whole", "xla"]["floor_bytes"] == encoded + 4 * 8192
   table = output.with_suffix(".md").read_text()
   assert sum(line.startswith(f"| {name}") for line in table.splitlines()) == 4
-  assert "Not measured: qsgd 4 bit: it is wrong" in table
+  assert "Not measured: qsgd 4 bit: it was not found right" in table
   assert "of copy" in capsys.readouterr().out
 
 
@@ -110,8 +110,7 @@ def test_a_kernel_that_ends_its_process_fails_alone(monkeypatch):
   names = ["good", "loud", "fine", "silent", "last"]
   found = check.run_apart(names, time.monotonic() + 60, "--interpret")
   assert {name for name in names if found[name]} == {"loud", "silent"}
-  late = check.run_apart(names, time.monotonic())
-  assert late == dict.fromkeys(names, ["no time was left for it"])
+  assert check.run_apart(names, time.monotonic()) == {}
 
 
 def test_near_values_are_those_that_subnormal_numbers_explain():

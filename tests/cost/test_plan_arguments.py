@@ -203,6 +203,6 @@ def test_the_command_line_plans_for_the_device(monkeypatch):
   record = lambda *args, options, **rest: seen.append(options.platform) or found
   monkeypatch.setattr(gradcomp.cost, "plan", record)
   words = "plan --params 1e6 --workers 2 --gbit 0.1 --device".split()
-  for device in ("cpu", "TPU v5e"):
+  for device in ("cpu", "H100", "TPU v5e"):
     __main__.main([*words, device])
-  assert seen == ["cpu", "tpu"]
+  assert seen == ["cpu", "gpu", "tpu"]

@@ -8,6 +8,7 @@ study_pages.py.
 import json
 import re
 
+from gradcomp._src.cost.planner.candidates import packaged_speeds
 from tests.support.pages import ROOT
 
 FOLDER = ROOT / "docs"
@@ -256,6 +257,32 @@ def every_codec():
   return table(["", "encode", "decode", "decode and add", "keep"], lines)
 
 
+def gpu_kernels():
+  """Encoders of 268 million elements on a GPU, as shares of a copy's speed."""
+  found = {
+    (row["case"], row["implementation"]): row
+    for row in load("gpu_kernels.json")["rows"]
+    if row["elements"] == 1 << 28
+  }
+  lines = []
+  for name in [case for case, by in found if by == "pallas"]:
+    kernel, xla = (found[name, by] for by in ("pallas", "xla"))
+    shares = [f"{100 * x['share_of_copy']:.0f} %" for x in (kernel, xla)]
+    lines.append([name, f"{1e6 * kernel['seconds']:,.0f}", *shares])
+  return table(["encoder", "kernel, us", "kernel", "XLA's code"], lines)
+
+
+def gpu_codecs():
+  """What codecs take on an H100, in picoseconds an element."""
+  speeds = packaged_speeds("H100")
+  parts = ("encode", "decode", "add", "keep")
+  lines = [
+    [name, *(f"{1e12 * getattr(speed, part):.1f}" for part in parts)]
+    for name, speed in speeds.items()
+  ]
+  return table(["", *parts], lines)
+
+
 def matrices():
   found = load("matrices_speed_jax0.10.2_malloc.json")["matrices"]["seconds"]
   lines = []
@@ -399,6 +426,8 @@ TABLES = {
   "passes": passes,
   "one codec": one_codec,
   "every codec": every_codec,
+  "gpu kernels": gpu_kernels,
+  "gpu codecs": gpu_codecs,
   "matrices": matrices,
   "selection": selection,
   "compile": lambda: pick("growth.md", 0),

@@ -22,7 +22,7 @@ from gradcomp._src.cost.cluster import CodecSpeed
 from gradcomp._src.mesh.platforms import Platform, device_kind
 
 SpeedOf = Callable[[LeafCodec], CodecSpeed]  # of a leaf's codec
-Packaged = Literal["cpu", "TPU v5e"]
+Packaged = Literal["cpu", "H100", "TPU v5e"]
 Given = (
   CodecSpeed | Mapping[str, CodecSpeed] | SpeedOf | Literal["measure"] | Packaged | None
 )
@@ -38,11 +38,13 @@ class Source(NamedTuple):
 # By the names of the package's speeds.
 SOURCES = {
   "cpu": Source("Codec speeds are packaged ones of two cores (backend 'cpu').", "cpu"),
+  "H100": Source("Codec speeds are packaged ones of an NVIDIA H100.", "gpu"),
   "TPU v5e": Source(
     "Codec speeds are XLA's estimate for a TPU v5e: nothing was timed.", "tpu"
   ),
 }
-_KINDS = {"TPU v5 lite": "TPU v5e"}  # by what a device says of itself
+# By what a device says of itself.
+_KINDS = {"NVIDIA H100 80GB HBM3": "H100", "TPU v5 lite": "TPU v5e"}
 GIVEN = "Codec speeds are those that were given."
 _COPIED = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
 
@@ -160,7 +162,7 @@ def _name(codec: LeafCodec) -> str:
 def packaged_speeds(device: str) -> Mapping[str, CodecSpeed]:
   """Returns a device's packaged speeds, by the names of candidates, or ValueError."""
   # `benchmarks/models/package_speeds.py` makes them: on a CPU with two cores a process,
-  # and for a TPU from the programs that its compiler makes of the codecs.
+  # on a GPU, and for a TPU from the programs that its compiler makes of the codecs.
   text = resources.files(__package__).joinpath("speeds.json").read_text()
   devices = json.loads(text)
   if device not in devices:

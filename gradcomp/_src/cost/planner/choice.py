@@ -49,8 +49,8 @@ class PlanOptions:
       them only exchanges are compared.
     speeds: the speeds of codecs: CodecSpeeds by the names of candidates, one for all, a
       function from the codec of a leaf to its speeds, or ``"measure"``. By default the
-      package's for the device. ``"cpu"`` and ``"TPU v5e"`` are those by name; the
-      second are XLA's estimates, which nobody has timed.
+      package's for the device. ``"cpu"``, ``"H100"`` and ``"TPU v5e"`` are those by
+      name; the last are XLA's estimates, which nobody has timed.
     gradients: gradients like the parameters, to measure errors on, which compiles each
       codec; normal numbers by default.
     candidates: candidates, or codecs; by default ``gradcomp.cost.CANDIDATES``.
