@@ -35,6 +35,7 @@ RUNS = (
   "gpu.speed",
   "gpu.speed --interpret",
   "training.gradients",
+  "training.adam",
   "codecs.inspect",
   "links.speed",
   "links.speed --loopback",

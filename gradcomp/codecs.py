@@ -11,6 +11,7 @@ from gradcomp._src.codecs.power_sgd import PowerSGD
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.random_k import RandomK
+from gradcomp._src.codecs.sign import Sign
 from gradcomp._src.codecs.sums.records import (
   NOTHING,
   Context,
@@ -26,5 +27,5 @@ from gradcomp._src.codecs.top_k import TopK
 
 __all__ = ["BlockTop", "Codec", "Context", "Dense", "EightBit", "Encoded", "FloatCast"]
 __all__ += ["Leaf", "LeafCodec", "Memory", "NOTHING", "Natural", "OneBit", "Partial"]
-__all__ += ["Payload", "Policy", "PowerSGD", "QSGD", "RandomK", "Sent", "Sum"]
+__all__ += ["Payload", "Policy", "PowerSGD", "QSGD", "RandomK", "Sent", "Sign", "Sum"]
 __all__ += ["SumFacts", "Ternary", "Tiles", "TopK"]

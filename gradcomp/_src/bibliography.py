@@ -40,10 +40,18 @@ def _entry(text: str) -> str:
 ALISTARH_2017 = _entry("""alistarh2017qsgd 1610.02132
 Alistarh, Dan and Grubic, Demjan and Li, Jerry and Tomioka, Ryota and Vojnovic, Milan
 QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding""")
+BERNSTEIN_2018 = _entry("""bernstein2018vote 1810.05291
+Bernstein, Jeremy and Zhao, Jiawei and Azizzadenesheli, Kamyar and Anandkumar, Anima
+signSGD with Majority Vote is Communication Efficient And Fault Tolerant""")
 CHEN_2020 = _entry("""chen2020scalecom 2104.11125
 Chen, Chia-Yu and others
 ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient \
 Distributed Training""")
+CHEN_2025 = _entry("""chen2025arc 2510.26709
+Chen, Chuyan and Ma, Chenyang and Li, Zhangxin and He, Yutong and Dong, Yanjie and \
+Yuan, Kun
+An All-Reduce Compatible Top-K Compressor for Communication-Efficient Distributed \
+Learning""")
 DETTMERS_2016 = _entry("""dettmers2016approximations 1511.04561
 Dettmers, Tim
 8-Bit Approximations for Parallelism in Deep Learning""")
@@ -71,21 +79,42 @@ Auto-Precision Scaling for Distributed Deep Learning""")
 HORVATH_2019 = _entry("""horvath2019natural 1905.10988
 Horv{\\'a}th, Samuel and others
 Natural Compression for Distributed Deep Learning""")
+IACOB_2025 = _entry("""iacob2025desloc 2505.22549
+Iacob, Alex and others
+DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation \
+Models""")
 JIA_2024 = _entry("""jia2024sdp4bit 2410.15526
 Jia, Jinda and Xie, Cong and Lu, Hanlin and Wang, Daoce and Feng, Hao and Zhang, \
 Chengming and Sun, Baixi and Lin, Haibin and Zhang, Zhi and Liu, Xin and Tao, Dingwen
 SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for LLM \
 Training""")
+KARIMIREDDY_2019 = _entry("""karimireddy2019error 1901.09847
+Karimireddy, Sai Praneeth and Rebjock, Quentin and Stich, Sebastian U. and Jaggi, Martin
+Error Feedback Fixes SignSGD and other Gradient Compression Schemes""")
+LI_2021 = _entry("""li2021onebitlamb 2104.06069
+Li, Conglong and Awan, Ammar Ahmad and Tang, Hanlin and Rajbhandari, Samyam and He, \
+Yuxiong
+1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's \
+Convergence Speed""")
 LIN_2018 = _entry("""lin2018dgc 1712.01887
 Lin, Yujun and Han, Song and Mao, Huizi and Wang, Yu and Dally, William J.
 Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed \
 Training""")
+LIN_2018_LOCAL = _entry("""lin2018local 1808.07217
+Lin, Tao and Stich, Sebastian U. and Patel, Kumar Kshitij and Jaggi, Martin
+Don't Use Large Mini-Batches, Use Local SGD""")
+LU_2022 = _entry("""lu2022zeroone 2202.06009
+Lu, Yucheng and Li, Conglong and Zhang, Minjia and De Sa, Christopher and He, Yuxiong
+Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam""")
 MICIKEVICIUS_2017 = _entry("""micikevicius2017mixed 1710.03740
 Micikevicius, Paulius and others
 Mixed Precision Training""")
 RAJBHANDARI_2020 = _entry("""rajbhandari2020zero 1910.02054
 Rajbhandari, Samyam and Rasley, Jeff and Ruwase, Olatunji and He, Yuxiong
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models""")
+RICHTARIK_2021 = _entry("""richtarik2021ef21 2106.05203
+Richt{\\'a}rik, Peter and Sokolov, Igor and Fatkhullin, Ilyas
+EF21: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback""")
 SARFI_2025 = _entry("""sarfi2025sparseloco 2508.15706
 Sarfi, Amir and others
 Communication Efficient LLM Pre-training with SparseLoCo""")
@@ -103,6 +132,10 @@ Strom, Nikko
 Scalable Distributed DNN Training Using Commodity GPU Cloud Computing
 howpublished = Interspeech
 url = https://www.isca-archive.org/interspeech_2015/strom15_interspeech.html""")
+TANG_2021 = _entry("""tang2021onebitadam 2102.02888
+Tang, Hanlin and others
+1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence \
+Speed""")
 VOGELS_2019 = _entry("""vogels2019powersgd 1905.13727
 Vogels, Thijs and Karimireddy, Sai Praneeth and Jaggi, Martin
 PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization""")
@@ -110,7 +143,13 @@ WEN_2017 = _entry("""wen2017terngrad 1705.07878
 Wen, Wei and Xu, Cong and Yan, Feng and Wu, Chunpeng and Wang, Yandan and Chen, Yiran \
 and Li, Hai
 TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning""")
+ZHANG_2023 = _entry("""zhang2023acpsgd 2306.08881
+Zhang, Lin and Zhang, Longteng and Shi, Shaohuai and Chu, Xiaowen and Li, Bo
+Evaluation and Optimization of Gradient Compression for Distributed Deep Learning""")
 ZHANG_2017 = _entry("""zhang2017zipml 1611.05402
 Zhang, Hantian and Li, Jerry and Kara, Kaan and Alistarh, Dan and Liu, Ji and Zhang, Ce
 ZipML: Training Linear Models with End-to-End Low Precision, and a Little Bit of Deep \
 Learning""")
+ZHENG_2026 = _entry("""zheng2026scape 2607.01678
+Zheng, Mingkai and Chen, Junlin and Xie, Haotian and Zhang, Zhao
+SCAPE: Accurate and Efficient LLM Training with Extreme Sparse Communication""")

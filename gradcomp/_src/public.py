@@ -13,5 +13,6 @@ def publish(names: dict[str, Any]) -> None:
   for name in names["__all__"]:
     value = names.get(name)
     public = inspect.isclass(value) or inspect.isfunction(value)
-    if public and value.__module__.startswith("gradcomp._src."):
+    private = ("gradcomp._src.", "gradcomp.contrib._")
+    if public and value.__module__.startswith(private):
       value.__module__ = names["__name__"]

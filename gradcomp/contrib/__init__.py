@@ -1,23 +1,19 @@
 """Methods that are not proven yet.
 
-A method enters with one file in this folder, one test that calls
+A method enters with one file in this folder and its names here, one test that calls
 ``gradcomp.testing.check_codec`` or ``check_transformation``, and a docstring that names
 its paper.
 """
 
-import importlib
-import pkgutil
-from types import ModuleType
+from gradcomp._src import public as _public
+from gradcomp._src.core.feedback import EF21
+from gradcomp.contrib._adam import MomentsState, Stable, adam
+from gradcomp.contrib._lamb import LambState, lamb
+from gradcomp.contrib._lion import lion, scale_by_lion
+from gradcomp.contrib._scape import ScapeState, scape
+from gradcomp.contrib._shared_top_k import SharedTopK
 
-# The files of this folder, each imported at its first use.
-__all__ = sorted(module.name for module in pkgutil.iter_modules(__path__))
+__all__ = ["EF21", "LambState", "MomentsState", "ScapeState", "SharedTopK", "Stable"]
+__all__ += ["adam", "lamb", "lion", "scale_by_lion", "scape"]
 
-
-def __getattr__(name: str) -> ModuleType:
-  if name in __all__:
-    return importlib.import_module(f"{__name__}.{name}")
-  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-  return __all__
+_public.publish(vars())

@@ -78,7 +78,7 @@ def test_the_pages_example():
 def test_a_payload_is_what_one_worker_alone_averages():
   x = gaussian(60, 50)
   codec, _ = bound(PowerSGD(rank=2), x.shape)
-  start = np.asarray(jax.jit(lambda: codec._restart)())
+  start = np.asarray(jax.jit(lambda: codec._restarts[1])())
   (mean,), _ = together(codec, [x[None]], [start])
   value = coded(codec, x)[1]
   # Another program, whose products may add their terms in another order.

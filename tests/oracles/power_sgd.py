@@ -57,3 +57,29 @@ class ErrorFeedbackSGD:
     self.m = self.momentum * self.m + mean
     self.x -= self.learning_rate * (mean + self.m)
     return mean
+
+
+class AlternateSGD:
+  """Gradient descent by ACP-SGD (Zhang et al. 2023), for one matrix and N workers.
+
+  Each worker's error is what its own factor lacks of its own matrix.
+  """
+
+  def __init__(self, shape, q, workers):
+    self.factor = np.array(q, np.float64)
+    self.errors = np.zeros((workers, *shape))
+    self.sends_left = True
+
+  def step(self, gradients):
+    """The mean that the factors of one step stand for, given all workers' gradients."""
+    corrected = np.asarray(gradients, np.float64) + self.errors
+    basis = orthogonalize(self.factor)
+    sided = corrected if self.sends_left else corrected.swapaxes(1, 2)
+    own = sided @ basis
+    lost = sided - own @ basis.T
+    self.errors = lost if self.sends_left else lost.swapaxes(1, 2)
+    self.factor = own.mean(axis=0)
+    mean = self.factor @ basis.T
+    result = mean if self.sends_left else mean.T
+    self.sends_left = not self.sends_left
+    return result

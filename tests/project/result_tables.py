@@ -460,6 +460,10 @@ TABLES = {
   "local, 2 hosts": lambda: pick("local_links_2.md", 0, _LOCAL),
   "local, 4 hosts": lambda: pick("local_links_4.md", 0, _LOCAL),
   "local loss": local_loss,
+  **{
+    f"adam, {net}": lambda k=k: pick("adam_study.md", k)
+    for k, net in enumerate(("transformer", "lstm", "lenet"))
+  },
   "inspection": lambda: pick("inspect_cost.md", 0, same(*_INSPECTED)),
 }
 

@@ -24,7 +24,7 @@ from tests.plugins import selected
 from tests.support import modes
 from tests.support.saved import training
 
-FOLDER = pathlib.Path(__file__).parents[1] / "saved_states"
+FOLDER = pathlib.Path(__file__).parents[1] / "checkpoint" / "saved_states"
 N = 4
 SHAPES = {
   "owners": (20, 13),

@@ -16,6 +16,7 @@ CODECS = [
   codecs.QSGD(),
   codecs.QSGD(bits=4, levels="nonuniform"),
   codecs.OneBit(),
+  codecs.Sign(),
   codecs.Ternary(),
   codecs.EightBit(),
   codecs.Natural(),

@@ -1,4 +1,4 @@
-"""Reads payloads of OneBit, Ternary, EightBit, FloatCast, Natural, and fitted QSGD.
+"""Reads payloads of OneBit, Sign, Ternary, EightBit, FloatCast, Natural, fitted QSGD.
 
 Like words.py: from docs/inside/wire-format.md alone, with NumPy only, and refusing,
 with ``ValueError``, what no encoder that follows the page could have sent.
@@ -221,6 +221,68 @@ def decode_natural(rows, size):
   value = np.where(field == 0, 0.0, np.ldexp(1.0, field - 63))
   value = np.where(field == 127, np.nan, value)
   return np.where(negative == 1, -value, value).astype(np.float32)
+
+
+def decode_sign(rows, size, *, bucket_size, scale):
+  """The values of a Sign payload, float32[size]; a bucket with a NaN is NaN.
+
+  Args:
+    rows: uint32[tiles, B + 32], or with `scale="one"` uint32[tiles, B + 2].
+    size: the number of elements of the leaf.
+    bucket_size: the elements that share a scale.
+    scale: "mean" or "one".
+  """
+  tail = 32 if scale == "mean" else 2
+  rows = checked_rows(rows, size, 32, bucket_size, floats=tail)
+  negative = codes_of_words(rows[:, :bucket_size], 1) == 1
+  start = size // bucket_size * bucket_size
+  expected = np.zeros(negative.size - start, bool)
+  if size > start and scale == "mean":
+    expected[:bucket_size] = np.resize(negative[start:size], bucket_size)
+  elif size > start:
+    expected[: size - start] = negative[start:size]  # zeros follow
+  if (negative[start:] != expected).any():
+    raise ValueError(
+      "the elements that fill the last tile must have the codes of the page."
+    )
+  if scale == "mean":
+    scales = floats_of_words(rows[:, bucket_size:]).ravel()
+    if (np.isinf(scales) | (scales < 0)).any():
+      raise ValueError("a mean magnitude must be finite or NaN, and not negative.")
+  else:
+    some = codes_of_words(rows[:, bucket_size : bucket_size + 1], 1)
+    bad = codes_of_words(rows[:, bucket_size + 1 :], 1)
+    if (bad > some).any():
+      raise ValueError("a bucket that is not finite must be marked as not zero.")
+    scales = np.where(bad == 1, np.nan, np.float32(some))
+  if scales[-(-size // bucket_size) :].any():
+    raise ValueError("a bucket beyond the end of the leaf must have the scale 0.")
+  value = np.float32(scales).repeat(bucket_size)
+  return np.where(negative, -value, value)[:size]
+
+
+def unpack_votes(words, size, workers, *, bucket_size, vote):
+  """The counts that an owner sends in the second stage of `two_shot`, float32[size].
+
+  Args:
+    words: uint32[rows, B].
+    size: the number of elements of the share, whole tiles.
+    workers: N.
+    bucket_size: the elements that share a scale.
+    vote: "mean" or "majority".
+  """
+  most = workers if vote == "mean" else 1
+  width = 1
+  while 2**width < 2 * most + 2:
+    width += 1
+  words = checked_rows(words, size, 32 // width, bucket_size)
+  fields = codes_of_words(words, width)
+  if fields[size:].any():
+    raise ValueError("the fields behind the last bucket must be zero.")
+  if (fields > 2 * most + 1).any():
+    raise ValueError(f"a count is at most {most}.")
+  counts = np.float32(fields[:size].astype(np.int64) - most - 1)
+  return np.where(fields[:size] == 0, np.float32(np.nan), counts)
 
 
 def _checked_means(positive_mean, negative_mean, negative, real):

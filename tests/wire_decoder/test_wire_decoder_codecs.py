@@ -4,7 +4,7 @@ import chex
 import numpy as np
 import pytest
 
-from tests.oracles import eight_bit, float_cast, natural, one_bit, ternary
+from tests.oracles import eight_bit, float_cast, natural, one_bit, sign, ternary
 from tests.oracles import floats as oracle_floats
 from tests.oracles import levels as oracle_levels
 from tests.wire_decoder import codecs as wire_decoder_codecs
@@ -51,6 +51,12 @@ def read_eight_bit(data_type, **options):
   )
 
 
+def read_sign(scale):
+  return lambda rows: wire_decoder_codecs.decode_sign(
+    rows, SIZE, bucket_size=64, scale=scale
+  )
+
+
 def read_natural(rows):
   return wire_decoder_codecs.decode_natural(rows, SIZE)
 
@@ -72,6 +78,7 @@ def read_floats(fmt, byte=None):
 
 ONE_BIT = one_bit.one_bit_encode(X, bucket_size=64)
 COLUMN = one_bit.one_bit_encode_columns(X)
+SIGNS = {x: sign.sign_encode(X, bucket_size=64, scale=x) for x in ("mean", "one")}
 NATURAL = natural.natural_encode(X, KEY)
 LEVELS = oracle_levels.levels_encode(
   X, oracle_levels.first_levels(3), key=KEY, bits=3, bucket_size=64
@@ -88,6 +95,13 @@ LEVELS = oracle_levels.levels_encode(
     (read_one_bit, ONE_BIT, 64 + 1, word(-1), "avg\\+ must not be negative"),
     (read_one_bit, ONE_BIT, 64 + 32 + 1, word(-1), "mean of no elements"),
     (read_column, COLUMN, 2, 1 << 6, "unused bits"),
+    (read_sign("mean"), SIGNS["mean"], 63, 1 << 2, "fill the last tile"),
+    (read_sign("one"), SIGNS["one"], 63, 1 << 2, "fill the last tile"),
+    (read_sign("mean"), SIGNS["mean"], 64, word(-1), "not negative"),
+    (read_sign("mean"), SIGNS["mean"], 64, word(np.inf), "finite or NaN"),
+    (read_sign("mean"), SIGNS["mean"], 64 + 31, word(1), "beyond the end"),
+    (read_sign("one"), SIGNS["one"], 64, 1 << 31, "beyond the end"),
+    (read_sign("one"), SIGNS["one"], 65, 1 << 31, "marked as not zero"),
     (read_ternary("2bit"), ternary_rows("2bit"), 0, 2, "code 2"),
     (read_ternary("2bit"), ternary_rows("2bit"), 63, 1 << 2, "fill the last tile"),
     (read_ternary("2bit"), ternary_rows("2bit"), 64, word(np.inf), "a scale must be"),
@@ -131,6 +145,8 @@ def test_what_no_encoder_sends_is_refused(read, rows, place, value, reason):
     (read_ternary("2bit"), ternary_rows("2bit")),
     (read_eight_bit("linear"), eight_bit_rows("linear")),
     (read_floats((5, 2)), float_rows((5, 2))),
+    (read_sign("mean"), SIGNS["mean"]),
+    (read_sign("one"), SIGNS["one"]),
     (read_natural, NATURAL),
     (read_levels, LEVELS),
   ],

@@ -68,6 +68,8 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
   - Codec memories: the memory that all workers share stays. A worker's own stays with
     it, and new workers begin as in ``optimizer.init``. All do if ranges are others, as
     for :class:`gradcomp.codecs.TopK` in ``two_shot``, which searches thresholds anew.
+  - Estimates of ``feedback="ef21"``: the shared one stays, and becomes each of M
+    workers' own. Owner residuals become zero. So no sum is preserved.
   - Local steps: worker i gets the inner state of worker i mod N. This works only at the
     end of a round, where all displacements are zero.
   - Everything else is equal on all workers, and stays.
@@ -187,6 +189,10 @@ class Move:
     places = treedef.flatten_up_to(specs.residual)
     parts = [left.get(i) for i in range(len(leaves))]
     residual = [*map(self._residual, leaves, places, parts)]
+    if node.estimate is not None and self.workers != self.old_workers:
+      shared = jax.tree.leaves(node.estimate)
+      residual = [*map(self._own_estimate, shared, places, leaves)]
+      owned = jax.tree.map(np.zeros_like, owned)
     memory = self._memory(node, old, new, plans[1])
     return CompressState(
       count=self.place(node.count, specs.count),
@@ -195,6 +201,7 @@ class Move:
       server_residual=owned and self._stacked(owned),
       memory=memory and Memory(*map(self._stacked, memory)),
       velocity=jax.tree.map(self._addends, node.velocity, specs.velocity),
+      estimate=jax.tree.map(self.place, node.estimate, specs.estimate),
     )
 
   def _stacked(self, arrays: dict[Axes, Any]) -> dict[Axes, Any]:
@@ -210,6 +217,12 @@ class Move:
     blocks = x.scales.shape[-1] // (self.old_workers if x.scales.ndim == 1 else 1)
     stored = regroup.stored_of(self._regrouped(wide, more), self.workers, blocks)
     return jax.tree.map(self.place, stored, spec)
+
+  def _own_estimate(self, shared: Any, spec: Any, like: Any) -> Any:
+    """Returns each worker's residual, that with the shared estimate as its own."""
+    share = np.float32(-1 / self.workers if self.keep == "addends" else -1)
+    own = np.concatenate([host_array(shared) * share] * self.workers)
+    return self.place(own, spec, like)
 
   def _addends(self, x: Any, spec: Any, more: np.ndarray | None = None) -> Any:
     """Moves an array that workers sum; each also gets ``more``."""

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gradcomp._src.bibliography import VOGELS_2019, Citation
-from gradcomp._src.checks import one_of, static_integer, static_number
+from gradcomp._src.bibliography import VOGELS_2019, ZHANG_2023, Citation
+from gradcomp._src.checks import flag, one_of, static_integer, static_number
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.protocol import Codec, Round, Talk
 from gradcomp._src.codecs.qsgd import QSGD
@@ -112,6 +112,18 @@ class PowerSGD(Codec):
   zero, as they are then and of a zero gradient, are remembered as fixed random numbers
   instead, from which the next step can find something.
 
+  With ``alternate=True`` a step sends one factor, in one round (ACP-SGD). Even steps
+  take :math:`Q` from memory and send :math:`P`, odd ones the other way around:
+
+  .. math:: \hat Q = \mathrm{orthonormalize}(Q), \quad
+     P' = \frac{1}{N} \sum_i M_i \hat Q, \quad
+     \frac{1}{N} \sum_i M_i \approx P' \hat Q^T
+
+  So two steps are one of subspace iteration. That factor fills the longer side with
+  zeros, for all steps to be one program: ``rank * max(m, n)`` numbers, half of both for
+  a square matrix. The paper's residual is :math:`M_i - M_i \hat Q \hat Q^T`; the sum of
+  all workers', on which alone means depend, is that of the residuals here.
+
   A NaN or an infinity makes the whole leaf NaN on every worker, and leaves its memory
   as it was.
 
@@ -122,6 +134,7 @@ class PowerSGD(Codec):
       that has no more than so many is dense. Default: 2.0.
     bits: bits of a number of the factors: 32, or 8, rounded to nearest by
       ``QSGD(bits=8)``. Default: 32.
+    alternate: whether each step sends one factor. Default: False.
     matrix: m and n, a pair of integers, which :meth:`bind` finds, or None. Default:
       None.
 
@@ -140,12 +153,15 @@ class PowerSGD(Codec):
 
   References:
     Vogels et al., `PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization <https://arxiv.org/abs/1905.13727>`_, 2019, section 3
+    Optimization <https://arxiv.org/abs/1905.13727>`_, 2019, section 3; Zhang et al.,
+    `Evaluation and Optimization of Gradient Compression for Distributed Deep Learning
+    <https://arxiv.org/abs/2306.08881>`_, 2023, section IV, for ``alternate``
   """
 
   rank: int = 4
   min_rate: float = 2.0
   bits: Literal[8, 32] = 32
+  alternate: bool = False
   matrix: tuple[int, int] | None = None
 
   citations: ClassVar[tuple[Citation, ...]] = (
@@ -156,6 +172,7 @@ class PowerSGD(Codec):
       "numbers. A leaf becomes the matrix whose sides are least. Factors of 8 bits are "
       "not the paper's.",
     ),
+    Citation(ZHANG_2023, "One factor a step, with alternate=True only."),
   )
 
   def __post_init__(self) -> None:
@@ -169,6 +186,7 @@ class PowerSGD(Codec):
     rate = static_number("min_rate", "a positive number", self.min_rate)
     object.__setattr__(self, "min_rate", rate)
     one_of("bits", Literal[8, 32], self.bits)
+    flag("alternate", self.alternate)
 
   @property
   def inner(self) -> Dense | QSGD:
@@ -200,8 +218,10 @@ class PowerSGD(Codec):
     return self.inner.decode_rows(rows)
 
   def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
-    """Returns the left factor and the right one, with its columns as rows."""
+    """Returns the left factor and the right one, or the longer, columns as rows."""
     m, n = self._shape
+    if self.alternate:
+      return (Round((self.rank, max(m, n)), self.inner),)
     return Round((self.rank, m), self.inner), Round((self.rank, n), self.inner)
 
   def bind(self, leaf: Leaf) -> "PowerSGD | Dense":
@@ -214,15 +234,25 @@ class PowerSGD(Codec):
     return dataclasses.replace(self, matrix=(m, n))
 
   def init(self, leaf: Leaf, key: Array) -> Memory:
-    """Returns a leaf's first right factor: random rows, ``float32[rank, n]``."""
-    return Memory(shared=_random_rows(key, self.rank, self._shape[1]))
+    """Returns a leaf's first right factor: random rows, ``float32[rank, n]``.
+
+    If factors alternate, zeros fill it to ``max(m, n)``, and beside it is the turn,
+    ``int32[1]``: 0 if it is a right factor, and 1 if it is a left one.
+    """
+    rows = _random_rows(key, self.rank, self._shape[1])
+    if not self.alternate:
+      return Memory(shared=rows)
+    return Memory(shared=(_filled(rows, max(self._shape)), jnp.zeros(1, jnp.int32)))
 
   def in_rounds(self, leaves: Sequence[Array], memory: Sequence[Any]) -> Talk:
     """Computes the mean of leaves of one codec, while others average the factors.
 
     Yields for each leaf the left factor, ``float32[rank, m]``, and then the right one,
-    ``float32[rank, n]``, which is also the shared state.
+    ``float32[rank, n]``, which is also the shared state. If factors alternate, it
+    yields the one that the memory does not have.
     """
+    if self.alternate:
+      return (yield from self._in_turn(leaves, memory))
     matrices = [leaf.reshape(self._shape) for leaf in leaves]
     sums = yield [_left(m, q) for m, q in zip(matrices, memory, strict=True)]
     basis, _ = _orthonormal(jnp.stack(sums))
@@ -231,21 +261,57 @@ class PowerSGD(Codec):
     means = [_matrix(p, q).reshape(leaf.shape) for p, q, leaf in given]
     return means, list(self._remembered(jnp.stack(memory), jnp.stack(factors)))
 
+  def _in_turn(self, leaves: Sequence[Array], memory: Sequence[Any]) -> Talk:
+    matrices = [leaf.reshape(self._shape) for leaf in leaves]
+    old, turns = (jnp.stack(parts) for parts in zip(*memory, strict=True))
+    basis, _ = _orthonormal(old)
+    factors = yield [*map(_other_factor, matrices, basis, turns)]
+    new = jnp.stack(factors)
+    finite = jnp.isfinite(new).all(axis=(1, 2))[:, None]
+    # Else a number that is not finite would reach its row alone.
+    new = jnp.where(finite[..., None], new, jnp.nan)
+    is_left = turns[:, :, None] == 1  # the basis
+    left = jnp.where(is_left, basis, new)[..., : self._shape[0]]
+    right = jnp.where(is_left, new, basis)[..., : self._shape[1]]
+    given = zip(left, right, leaves, strict=True)
+    means = [_matrix(p, q).reshape(leaf.shape) for p, q, leaf in given]
+    found = unit_rows(new)
+    begins = [_filled(rows, max(self._shape)) for rows in self._restarts]
+    begin = jnp.where(is_left, begins[1], begins[0])
+    found = jnp.where((found == 0).all(axis=-1, keepdims=True), begin, found)
+    kept = jnp.where(finite[..., None], found, old)
+    return means, list(zip(kept, jnp.where(finite, 1 - turns, turns), strict=True))
+
   @property
   def _shape(self) -> tuple[int, int]:
     return self.matrix or (0, 0)  # until bind knows the leaf
 
   @property
-  def _restart(self) -> Array:
-    """The fixed random rows from which a row that has become zero starts again."""
-    return _random_rows(jnp.zeros(2, jnp.uint32), self.rank, self._shape[1])
+  def _restarts(self) -> list[Array]:
+    """The fixed random rows of a left and a right factor that begin again from zero."""
+    key = jnp.zeros(2, jnp.uint32)
+    return [_random_rows(key, self.rank, side) for side in self._shape]
 
   def _remembered(self, old: Array, right: Array) -> Array:
     """Returns the right factors of the next step, ``float32[leaves, rank, n]``."""
     new = unit_rows(right)
     # From a row that reaches nothing, or nothing new, zero would follow in every step.
-    new = jnp.where((new == 0).all(axis=-1, keepdims=True), self._restart, new)
+    new = jnp.where((new == 0).all(axis=-1, keepdims=True), self._restarts[1], new)
     return jnp.where(jnp.isfinite(new).all(axis=-1, keepdims=True), new, old)
+
+
+def _filled(rows: Array, columns: int) -> Array:
+  """Fills rows with zeros."""
+  return jnp.pad(rows, ((0, 0), (0, columns - rows.shape[1])))
+
+
+@jax.jit
+def _other_factor(matrix: Array, basis: Array, turn: Array) -> Array:
+  """Returns the factor beside a basis, which is a left one if ``turn`` is 1."""
+  m, n = matrix.shape
+  right = lambda: _filled(_right(matrix, basis[:, :m]), max(m, n))
+  left = lambda: _filled(_left(matrix, basis[:, :n]), max(m, n))
+  return jax.lax.cond(turn[0] == 1, right, left)
 
 
 @jax.jit

@@ -23,7 +23,7 @@ from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.owners import OwnerResiduals, owner_shapes
 from gradcomp._src.exchange.plan import MessagePlan, PlanOptions, plan_messages
-from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange.protocol import Exchange, returns_means
 from gradcomp._src.exchange.step import Step
 from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh import study, types, unsharded_params
@@ -73,6 +73,13 @@ class Compression:
         f'momentum a group has sent, got {self.codec}; use feedback="error", with '
         "momentum behind it."
       )
+    unequal = self.axis_name and not returns_means(self.exchange)
+    if self.feedback.estimates and unequal:
+      raise ValueError(
+        '`exchange` must not be "local", nor have merge="senders", with '
+        'feedback="ef21", by which all workers follow the mean, got '
+        f'{self.exchange!r} over {self.axis_name!r}; use feedback="error".'
+      )
 
   @property
   def _averaged(self) -> AxisName | None:
@@ -101,11 +108,14 @@ class Compression:
     firsts: list[Any] = [self.feedback.first] if self.feedback.keeps else []
     firsts += [lambda shape: jnp.zeros(shape, jnp.float32)] * self.feedback.moves
     trees, parts = first_state.first_state(params, axes, firsts, own, seed)
-    residual, velocity, *_ = (*trees, None, None)
+    residual = trees.pop(0) if self.feedback.keeps else None
+    velocity = trees.pop() if self.feedback.moves else None
     owned, *memory = ({at: x[i] for at, x in parts.items() if x[i]} for i in range(3))
     (count,) = study.note(study.FIRST, jnp.zeros([], jnp.int32))
     kept = codec_memory.as_stored(params, Memory(*memory))
-    return CompressState(count, seed, residual, owned or None, kept, velocity)
+    estimates = self.feedback.estimates
+    estimate = first_state.first_estimate(params, axes) if estimates else None
+    return CompressState(count, seed, residual, owned or None, kept, velocity, estimate)
 
   def _own_arrays(
     self,
@@ -138,9 +148,16 @@ class Compression:
       unsharded_params.check_whole_params(params, self._averaged)
     axes, is_sum = reduction(updates, self.axis_name, local=not self.exchange.sends)
     leaves = jax.tree.leaves(updates)
-    keeps, moves = self.feedback.keeps, self.feedback.moves
-    needs = {"residual": keeps and bool(leaves), "velocity": moves and bool(leaves)}
-    states.check_state(state, needs, f"feedback={self.feedback} and {self.codec}")
+    rule, some = self.feedback, bool(leaves)
+    needs = {"residual": rule.keeps and some, "velocity": rule.moves and some}
+    needs["estimate"] = rule.estimates and some
+    states.check_state(state, needs, f"feedback={rule} and {self.codec}")
+    if state.estimate is not None and not rule.estimates:
+      raise ValueError(
+        f"`state.estimate` must be None with feedback={rule}, which does not add it to "
+        "what is sent; make the state with this transformation, or go on with "
+        'feedback="ef21".'
+      )
     if is_sum:
       first_state.check_residual_types(state.residual, updates, axes)
     if axes is not None and self.exchange.sends:
@@ -163,6 +180,7 @@ class Compression:
     if self.feedback.keeps:
       residual_storage.check_kind(state.residual, self.feedback.first)
     first_state.check_own("velocity", state.velocity, grads, axes, count)
+    first_state.check_own("estimate", state.estimate, grads, axes, count)
     if axes is None:
       return None
     return Workers(axes, count, 1 if across.is_sum else 1 / count)

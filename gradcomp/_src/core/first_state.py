@@ -74,6 +74,16 @@ def first_state(
   return [jax.tree.unflatten(treedef, tree) for tree in like], own
 
 
+def first_estimate(params: Any, axis_name: AxisName | None) -> Any:
+  """Creates zeros like the parameters, of at least one axis, equal on all workers."""
+
+  def first(leaf: Any) -> jax.Array:
+    zeros = jnp.zeros_like(leaf, jnp.float32).reshape(jnp.shape(leaf) or (1,))
+    return _typed(zeros, types.other_axes(leaf, axis_name))
+
+  return jax.tree.map(first, params)
+
+
 def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
   """Returns the shape of one device's shard of a leaf."""
   shape = getattr(leaf, "shape", ())

@@ -73,6 +73,7 @@ def state_specs(  # noqa: C901 - a case for each type of state
         server_residual=owned(node.server_residual),
         memory=node.memory and Memory(*map(owned, node.memory)),
         velocity=per_worker(node.velocity),
+        estimate=of_all(node.estimate),
       )
     if isinstance(node, states.OwnedRows):
       return states.OwnedRows(owned(node.arrays))
@@ -90,7 +91,7 @@ def state_specs(  # noqa: C901 - a case for each type of state
         "gradcomp.skip_nonfinite(..., axis_name=) around the exchange, or "
         f"optax.apply_if_finite behind it.{see('must-not-hold-an-exchange-inside-of')}"
       )
-    return of_params(lambda spec: spec, node) if like_params(node) else P()
+    return of_all(node)
 
   def owned(arrays: Any) -> Any:
     """Returns the specs of arrays by the axes that stack them, without Auto axes."""
@@ -118,6 +119,11 @@ def state_specs(  # noqa: C901 - a case for each type of state
       own=states.OwnSteps({axes: jax.tree.map(stacked, inner(own), is_leaf=is_spec)}),
       fragments=inner(node.fragments, axis_name=inside),
     )
+
+  def of_all(tree: Any) -> Any:
+    if like_params(tree):
+      return of_params(lambda spec: spec, tree)
+    return alike(P(), tree)
 
   def per_worker(tree: Any) -> Any:
     if like_params(tree):

@@ -36,6 +36,8 @@ class CompressState(NamedTuple):
     memory: the codecs' state of each leaf, like fitted levels, or thresholds and counts
       of sent entries, by the axes that stack them, and by the numbers of leaves.
     velocity: the momentum of each worker, ``float32``, like the residual.
+    estimate: with ``feedback="ef21"`` the estimate that workers share, arrays like the
+      parameters, but of at least one axis, ``float32``, replicated.
 
   Example:
     >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})
@@ -49,6 +51,7 @@ class CompressState(NamedTuple):
   server_residual: OwnerResiduals | None
   memory: Memory | None = None
   velocity: Any = None
+  estimate: Any = None
 
 
 class ScanState(NamedTuple):

@@ -43,7 +43,9 @@ def take_step(
       came = received.came
       averaging.add(message, decode(message, encoded, received))
   reduced = averaging.result()
-  finished, rest = finish(reduced)
+  rule = options.feedback
+  found = rule.received(updates, state.velocity, state.estimate, reduced)
+  finished, rest = finish(found)
   kept = keep(options, step.plan, updates, corrected, state, finished)
   new = jax.tree.unflatten(jax.tree.structure(updates), finished.mean)
   return new, measured(kept, step, updates, corrected, reduced), rest
@@ -107,7 +109,16 @@ def keep(
     counts = [count for _, count in written]
   if feedback.moves:
     new["velocity"] = feedback.keep(updates, state.velocity, finished, counts)
+  if feedback.estimates:
+    old, treedef = jax.tree.flatten(state.estimate)
+    new["estimate"] = jax.tree.unflatten(treedef, map(_estimate, means, old))
   # Owners' residuals that only an earlier transformation kept stay: see switch.
   if finished.owned is not None:
     new["server_residual"] = finished.owned
   return state._replace(**new)
+
+
+def _estimate(mean: jax.Array, old: jax.Array) -> jax.Array:
+  """Returns the mean as a state keeps it, and the old estimate where not finite."""
+  new = mean.reshape(old.shape).astype(old.dtype)
+  return jnp.where(jnp.isfinite(new), new, old)

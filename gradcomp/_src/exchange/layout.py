@@ -234,7 +234,7 @@ def leaf_codecs(
 
   A leaf is small below ``min_leaf_size``, by default :func:`default_min_leaf_size`. A
   leaf also stays dense if its payload would not be smaller, or, with a codec that adds
-  in its own format, if it would be larger.
+  in its own format, if it would be larger. A codec with units of its own encodes all.
   """
   sizes = [leaf.size for leaf in leaves]
   least = {
@@ -252,7 +252,7 @@ def leaf_codecs(
     dense = _words(Dense(), leaf.size)
     saves = words < dense or (words == dense and facts.in_format)
     large = leaf.size >= least[facts.drops]
-    result.append(bound if large and saves else Dense())
+    result.append(bound if facts.own_units or (large and saves) else Dense())
   return result
 
 

@@ -164,6 +164,12 @@ def stages_of(exchange: Exchange) -> tuple[StageRun, ...]:
   return getattr(exchange, "stages", whole)
 
 
+def returns_means(exchange: Any) -> bool:
+  """Returns True if all workers get sums over their number, also of an ``Auto``."""
+  # Only an exchange that gathers payloads knows who sent an element.
+  return exchange.sends and getattr(exchange, "merge", "mean") == "mean"
+
+
 def waits(exchange: Exchange) -> bool:
   """Returns True if a message is encoded when the one before it has come.
 

@@ -167,8 +167,11 @@ class LocalRound:
   inner: optax.GradientTransformationExtraArgs
   outer: optax.GradientTransformationExtraArgs
   compressed: optax.GradientTransformationExtraArgs
+  plain: optax.GradientTransformationExtraArgs  # the dense mean, without a state
   axes: AxisName
   every: int
+  start: int
+  fragments: int
   delay: int
   mixing: float
 
@@ -188,6 +191,36 @@ class LocalRound:
 
     return jax.tree.map(add, own.moved, updates, params), inner_state
 
+  def all_share(
+    self, number: jax.Array, states: Any, moved: Any, params: Any, value: Any
+  ) -> tuple[Any, Any, tuple[FragmentState, ...]]:
+    """Exchanges the fragments of this step, or in the first steps all, data-parallel.
+
+    ``number`` is that of this local step, from 1 on, ``moved`` the worker's
+    displacement, and ``value`` its loss. The results are updates, displacement and
+    states.
+    """
+
+    def of_fragments(moved: Any, states: Any) -> tuple[Any, Any, Any]:
+      def share(fragment: Fragment, kept: FragmentState) -> Any:
+        own, shared = (select_fragment(x, fragment) for x in (moved, params))
+        return self.shared_step(fragment, number, kept, own, shared, value)
+
+      parts = split_fragments(params, self.fragments, self.every)
+      new, left, kept = zip(*map(share, parts, states), strict=True)
+      new, left = (join_fragments(trees, params) for trees in (new, left))
+      return new, left, kept
+
+    def parallel(moved: Any, states: Any) -> tuple[Any, Any, Any]:
+      mean, _ = self.plain.update(moved, self.plain.init(moved))
+      left = lambda x, like: self._own(jnp.zeros_like(x), like)
+      new = optax.tree.cast_like(mean, params)
+      return new, jax.tree.map(left, moved, params), states
+
+    if not self.start:
+      return of_fragments(moved, states)
+    return lax.cond(number > 0, of_fragments, parallel, moved, states)
+
   def shared_step(
     self,
     fragment: Fragment,
@@ -197,11 +230,7 @@ class LocalRound:
     params: Any,
     value: Any,
   ) -> tuple[Any, Any, FragmentState]:
-    """Exchanges a fragment and updates the shared parameters, if this is its step.
-
-    ``number`` is that of this step, from 1 on, ``moved`` the worker's displacement, and
-    ``value`` its loss. The results are updates, displacement and state.
-    """
+    """Exchanges a fragment and updates the shared parameters, if this is its step."""
     is_at = lambda step: (number >= step) & (number % self.every == step % self.every)
     rest = lambda state: (jax.tree.map(jnp.zeros_like, params), moved, state)
 

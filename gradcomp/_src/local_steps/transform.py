@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradcomp._src.bibliography import DOUILLARD_2023, DOUILLARD_2025, Citation, cites
+from gradcomp._src.bibliography import cites
 from gradcomp._src.checks import instance_of, one_tree, step_count
+from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import agreement
 from gradcomp._src.core.inputs import any_tree, not_differentiated
@@ -21,8 +22,8 @@ from gradcomp._src.core.state import (
   is_own_steps,
 )
 from gradcomp._src.core.transform import compress
+from gradcomp._src.local_steps import moments, rounds
 from gradcomp._src.local_steps import options as rules
-from gradcomp._src.local_steps import rounds
 from gradcomp._src.local_steps.options import LocalOptions
 from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
 from gradcomp._src.mesh.reduction import reduction
@@ -99,6 +100,12 @@ def local_steps(
   - SparseLoCo: a sparse codec, ``outer=optax.sgd(1.0)``, ``feedback=
     ErrorFeedback(residual_decay=0.95)``.
   - MuLoCo: ``inner=optax.contrib.muon(...)``, and 2 bits, rounded to the nearest level.
+  - DES-LOC: ``sync_state={"mu": 3, "nu": 6}``. Behind every third round the workers'
+    first moments in the state of ``inner`` become their mean, dense in their own dtype,
+    and behind every sixth the second ones. So all workers have equal ones then.
+  - Post-local SGD: ``start=T``. The first T steps are data-parallel: in each of them
+    the parameters, and what ``sync_state`` names, move to the workers' mean, dense and
+    without ``outer``. The first round begins behind them.
   - Streaming DiLoCo: ``fragments``, ``delay``, ``mixing=0.5`` and ``FloatCast`` of 3
     and 0 bits. Fragment k of P is exchanged in step :math:`kH/P` of a round, and the
     result is applied :math:`\tau` steps later. With :math:`p'` after that,
@@ -156,14 +163,19 @@ def local_steps(
   References:
     Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, algorithm 1;
     Douillard et al., `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025,
-    section 2; Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025;
-    Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
+    section 2; Iacob et al., `DES-LOC <https://arxiv.org/abs/2505.22549>`_, 2025,
+    algorithm 1; Lin et al., `Don't Use Large Mini-Batches, Use Local SGD
+    <https://arxiv.org/abs/1808.07217>`_, 2018, section 3; Sarfi et al., `SparseLoCo
+    <https://arxiv.org/abs/2508.15706>`_, 2025; Therien et al., `MuLoCo
+    <https://arxiv.org/abs/2505.23725>`_, 2025
   """
   every = step_count("every", every)
   options = instance_of("options", LocalOptions, options)
   fragments = rules.up_to("fragments", 1, every, options.fragments)
   delay = rules.up_to("delay", 0, every - 1, options.delay)
   mixing = float(options.mixing)
+  periods = moments.checked_periods(options.sync_state)
+  start = step_count("start", options.start, least=0)
   names = axis_names(axis_name)
   axes = names if len(names) > 1 else names[0]
   compressed = compress(
@@ -176,17 +188,18 @@ def local_steps(
     key=options.key,
     dither=options.dither,
   )
+  plain = compress(Dense(), axis_name=axes)
+  synced = moments.Moments(plain, axes, every, periods).synced
   takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
   inner = rules.checked_optimizer("inner", inner)
   outer = rules.checked_optimizer("outer", outer)
-  papers = [Citation(DOUILLARD_2023, "Differences may be compressed, with feedback.")]
-  if fragments > 1 or delay:
-    why = "Fragments are consecutive leaves, of about as many elements each."
-    papers.append(Citation(DOUILLARD_2025, why))
+  exchanges, lengths = (compressed, plain, axes), (every, start, fragments, delay)
+  round_ = rounds.LocalRound(inner, outer, *exchanges, *lengths, mixing)
 
   def init_fn(params: Any) -> LocalStepsState:
     one_tree("local_steps", params)
     rules.check_floats("params", params)
+    moments.check_fields(periods, jax.eval_shape(inner.init, params))
 
     def first(fragment: rounds.Fragment) -> FragmentState:
       leaves = rounds.select_fragment(params, fragment)
@@ -199,7 +212,7 @@ def local_steps(
     parts = map(first, rounds.split_fragments(params, fragments, every))
     return LocalStepsState(jnp.zeros([], jnp.int32), own, tuple(parts))
 
-  @cites(*papers)
+  @cites(*rules.papers_of(options))
   def update_fn(
     updates: Any, state: LocalStepsState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, LocalStepsState]:
@@ -208,7 +221,10 @@ def local_steps(
     updates = not_differentiated(updates)
     check_whole_params(params, axes)
     across = reduction(updates, axes, local=False)
-    told = dict(every=every, fragments=fragments, delay=delay, mixing=mixing)
+    told: dict[str, Any] = dict(
+      every=every, fragments=fragments, delay=delay, mixing=mixing
+    )
+    told |= dict(sync_state=periods, start=start)
     agreement.require_agreement(
       "gradcomp.local.local_steps",
       told,
@@ -221,7 +237,6 @@ def local_steps(
     addends = [name for name, x in leaves.items() if any(map(unreduced_axes, x))]
 
     def step(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
-      round_ = rounds.LocalRound(inner, outer, compressed, axes, every, delay, mixing)
       value = extra_args.get("value") if takes_value else None
       times = lambda g: g * jnp.asarray(require_size(axes), g.dtype)
       whole = functools.partial(jax.tree.map, times)
@@ -229,17 +244,12 @@ def local_steps(
         grads = whole(grads)
       own_args = extra_args | {name: whole(extra_args[name]) for name in addends}
       moved, inner_state = round_.own_step(grads, state.own, params, own_args)
-      number = optax.safe_increment(state.count)
-
-      def shared_step(fragment: rounds.Fragment, kept: FragmentState) -> Any:
-        own, shared = (rounds.select_fragment(x, fragment) for x in (moved, params))
-        return round_.shared_step(fragment, number, kept, own, shared, value)
-
-      parts = rounds.split_fragments(params, fragments, every)
-      new, moved, kept = zip(*map(shared_step, parts, state.fragments), strict=True)
-      new, moved = (rounds.join_fragments(trees, params) for trees in (new, moved))
-      own = OwnSteps({names: rounds.stored((moved, inner_state))})
-      return new, LocalStepsState(number, own, kept)
+      count: Any = optax.safe_increment(state.count)
+      number = count - start  # of the local step
+      given = moved, params, value
+      new, moved, kept = round_.all_share(number, state.fragments, *given)
+      stored = rounds.stored((moved, synced(number, inner_state)))
+      return new, LocalStepsState(count, OwnSteps({names: stored}), kept)
 
     given = params, extra_args
     return per_device(step, updates, state, axes, keeps_addends=False, given=given)

@@ -34,8 +34,9 @@ def nothing_is_lost(
   owners, are together the sum of all gradients, to float32's rounding, or that of
   residuals with fewer bits. Two steps show residuals. A transformation without
   residuals passes; so does one that sends momentum, one with decaying residuals, and a
-  chain of several, because its updates are not means. ``plan`` is read from a trace if
-  it is not given.
+  chain of several, because its updates are not means. With ``feedback="ef21"`` the
+  mean of the workers' estimates is the shared one and the owner residuals. ``plan`` is
+  read from a trace if it is not given.
 
   Example:
     >>> tx = gradcomp.onebit_sgd(axis_name="data")
@@ -62,6 +63,9 @@ def nothing_is_lost(
     own = workers * np.asarray(owned[i], np.float64)
     total = sent + waiting + own
     expected = np.sum([np.asarray(x, np.float64).sum(axis=0) for x in given], axis=0)
+    if state.estimate is not None:  # the last update, while residuals are negative
+      sent, expected = workers * means[-1], np.zeros_like(expected)
+      total = sent + waiting + own
     if total.shape != expected.shape:
       found = f"has the shape {total.shape}, not {expected.shape}"
       yield "the transformation", f"keep the shape of {path}", found

@@ -19,6 +19,7 @@ def powersgd(
   min_rate: float = PowerSGD.min_rate,
   start: int = 0,
   bits: Literal[8, 32] = PowerSGD.bits,
+  alternate: bool = PowerSGD.alternate,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""PowerSGD: averages gradients over ``axis_name`` as products of thin matrices.
@@ -34,7 +35,8 @@ def powersgd(
   paper: ``optax.sgd(0.1, momentum=0.9)``.
 
   A payload has ``32 * rank * (m + n)`` bits for a matrix of m by n, or 8 bits a number
-  with ``bits=8``.
+  with ``bits=8``. With ``alternate=True`` (ACP-SGD) it has ``32 * rank * max(m, n)``,
+  in one round.
 
   Args:
     start: steps that are dense before the first compressed one, 0 or more. Default: 0.
@@ -65,7 +67,7 @@ def powersgd(
       "may."
     )
   steps = step_count("start", start, least=0)
-  codec = PowerSGD(rank=rank, min_rate=min_rate, bits=bits)
+  codec = PowerSGD(rank=rank, min_rate=min_rate, bits=bits, alternate=alternate)
   low_rank = compress(codec, **checked(powersgd, options))
   if not steps:
     return low_rank

@@ -51,8 +51,10 @@ class CompressOptions(ExchangeOptions, total=False):
     feedback: ``"error"``, or :class:`gradcomp.ErrorFeedback`, keeps what was not sent,
       ``e' = g + e - Q(g + e)``, and adds it to the next gradient. None does not.
       ``"momentum"``, or :class:`gradcomp.MomentumFeedback`, does so with a momentum of
-      each worker's gradients in place of the gradient. ``"auto"`` is ``"error"`` for
-      biased codecs, and None for others. Default: ``"auto"``.
+      each worker's gradients in place of the gradient. ``"ef21"``, see
+      :class:`gradcomp.contrib.EF21`, sends its difference to an estimate.
+      ``"auto"`` is ``"error"`` for biased codecs, and None for others. Default:
+      ``"auto"``.
     min_leaf_size: elements, 0 or more: leaves with fewer travel in float32, in the same
       message, or in one of their own where sums of codes are exact. With None these are
       the smallest leaves that together hold less than 0.5 % of all elements, or 0.01 %

@@ -24,6 +24,7 @@ from gradcomp.codecs import (
   Natural,
   OneBit,
   RandomK,
+  Sign,
   Ternary,
   TopK,
 )
@@ -159,6 +160,22 @@ def _one_bit_columns():
       np.testing.assert_allclose(found, expected, rtol=1e-6)
 
   return Case(OneBit(per_column=True), read, "column", own, shape=(45, 2, 3))
+
+
+def _sign(**hyper):
+  codec = Sign(**hyper)
+  given = dict(bucket_size=codec.bucket_size, scale=codec.scale)
+  read = lambda rows, stats, shape: wire_decoder_codecs.decode_sign(
+    rows, int(np.prod(shape)), **given
+  )
+
+  def own(x, rows, value):
+    tail = x[x.size // codec.bucket_size * codec.bucket_size :]
+    copies = np.float64(np.resize(tail, codec.bucket_size))
+    # Sums of at most 64 magnitudes in binary32, by halves.
+    np.testing.assert_allclose(abs(value[-1]), np.abs(copies).mean(), rtol=1e-6)
+
+  return Case(codec, read, codec.bucket_size, own if codec.scale == "mean" else None)
 
 
 def _ternary(slow=False, **hyper):
@@ -372,6 +389,9 @@ CASES = [
   _one_bit(64),
   _one_bit(512),
   _one_bit_columns(),
+  _sign(),
+  _sign(scale="one", bucket_size=32),
+  _sign(scale="one", vote="majority"),
   _ternary(),
   _ternary(share_scale=False, slow=True),
   _ternary(bucket_size=64, slow=True),

@@ -17,6 +17,7 @@ from gradcomp.codecs import (
   FloatCast,
   Natural,
   OneBit,
+  Sign,
   Ternary,
 )
 from tests.support import laws, modes
@@ -33,6 +34,7 @@ SHARED = [
 ]
 CLIPPED = QSGD(bits=2, bucket_size=32, norm="rms", levels="uniform", rounding="nearest")
 ROTATED = QSGD(bits=4, bucket_size=32, rotate=32)
+VOTES = Sign(bucket_size=32, scale="one", vote="majority")
 # Every exchange that a codec can take.
 CASES = [
   *itertools.product(CODECS, ["all_gather", "two_shot", "ring", "hierarchical"]),
@@ -69,6 +71,11 @@ CASES = [
   # Sums of tiles, of which an owner sends some elements.
   (BlockTop(block_size=8), "two_shot"),
   (BlockTop(block_size=8), "hierarchical"),
+  # Counts of signs, and votes, of which workers keep what they are outvoted by.
+  (Sign(bucket_size=32), "two_shot"),
+  (Sign(bucket_size=32, scale="one"), "two_shot"),
+  (VOTES, "two_shot"),
+  (VOTES, "all_gather"),
 ]
 
 # Of these, each exchange, each kind of sum, and what is new in each codec once.
@@ -106,6 +113,7 @@ IN_MODES = [
   ((FloatCast(accumulate="float32"), "two_shot"), modes.EXPLICIT),
   ((CLIPPED, "two_shot"), modes.EXPLICIT),
   ((ROTATED, "two_shot"), "shard_map"),
+  ((VOTES, "two_shot"), modes.EXPLICIT),
 ]
 
 

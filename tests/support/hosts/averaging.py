@@ -30,6 +30,7 @@ from gradcomp.codecs import (
   FloatCast,
   Natural,
   OneBit,
+  Sign,
   Ternary,
 )
 from gradcomp.exchange import Hierarchical
@@ -58,6 +59,7 @@ CASES = {
     codec=QSGD(bits=3, bucket_size=32, levels="nonuniform"), exchange="two_shot"
   ),
   "onebit-two_shot": dict(codec=OneBit(bucket_size=32), exchange="two_shot"),
+  "votes-two_shot": dict(codec=Sign(scale="one", vote="majority"), exchange="two_shot"),
   "terngrad-psum": dict(codec=Ternary(), exchange="psum"),
   "terngrad-two_shot": dict(codec=Ternary(packing="base3"), exchange="two_shot"),
   "dynamic_tree-two_shot": dict(codec=EightBit(bucket_size=32), exchange="two_shot"),

@@ -123,18 +123,30 @@ def pack_sums(codec: "SharedScales", sums: Array, workers: int) -> Array:
   A word holds the sums of one element in each of P' buckets. Code ``k`` of word ``w``
   of row ``t`` is the sum of element ``w`` of bucket ``t P' + k``, plus ``N m``.
   """
-  bits = sum_bits(codec, workers)
-  per_word = planes.planes_per_word(bits)
-  rows, words = packed_shape(codec, workers, sums.shape[0])
   codes = (sums + sum_limit(codec.max_code, workers, codec)).astype(jnp.uint32)
-  buckets = codes.reshape(-1, words)
-  padded = jnp.pad(buckets, ((0, rows * per_word - buckets.shape[0]), (0, 0)))
-  return planes.pack_planes([padded[k::per_word] for k in range(per_word)], bits)
+  return pack_buckets(codes, sum_bits(codec, workers))
 
 
 def unpack_sums(codec: "SharedScales", words: Array, rows: int, workers: int) -> Array:
   """Unpacks the words of :func:`pack_sums` to sums, ``int32[rows, P, B]``."""
-  codes = planes.unpack_planes(words, sum_bits(codec, workers)).astype(jnp.int32)
   count = codec.tile_size // codec.row_words
-  buckets = codes.reshape(-1, codec.row_words)[: rows * count]
-  return buckets.reshape(rows, count, -1) - sum_limit(codec.max_code, workers, codec)
+  codes = unpack_buckets(words, sum_bits(codec, workers), rows * count)
+  sums = codes.astype(jnp.int32).reshape(rows, count, -1)
+  return sums - sum_limit(codec.max_code, workers, codec)
+
+
+def pack_buckets(codes: Array, bits: int) -> Array:
+  """Packs buckets of codes, ``uint32[..., B]``, into words; zeros fill the last ones.
+
+  The buckets that follow each other share words, as many as fit.
+  """
+  per_word = planes.planes_per_word(bits)
+  buckets = codes.reshape(-1, codes.shape[-1])
+  padded = jnp.pad(buckets, ((0, -len(buckets) % per_word), (0, 0)))
+  return planes.pack_planes([padded[k::per_word] for k in range(per_word)], bits)
+
+
+def unpack_buckets(words: Array, bits: int, buckets: int) -> Array:
+  """Unpacks the words of :func:`pack_buckets` to ``uint32[buckets, B]``."""
+  codes = planes.unpack_planes(words, bits)
+  return codes.reshape(-1, words.shape[-1])[:buckets]

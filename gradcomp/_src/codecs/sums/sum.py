@@ -67,6 +67,8 @@ class SumFacts:
     drops: whether an owner's encoding of a mean leaves out some of its elements.
     in_format: whether sums are numbers of the codec's own format. Leaves are encoded
       then even if their payload is as large as the leaf.
+    own_units: whether sums are in units of their own, like signs. Small leaves are then
+      encoded, too, whatever they send, for their plain mean would be in other units.
     rounds: whether each addition rounds the sum, without compensation.
     same_draws: whether all workers draw the same random numbers.
     of_rows: whether partial sums add encoded rows, and not the tiles of the leaves.
@@ -83,6 +85,7 @@ class SumFacts:
   exact: bool = True
   drops: bool = False
   in_format: bool = False
+  own_units: bool = False
   rounds: bool = False
   same_draws: bool = False
   of_rows: bool = True

@@ -159,6 +159,11 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     "message_bytes": optional_size("message_bytes", "bytes", message_bytes),
   }
   keeper = as_feedback(feedback, grads)
+  if keeper.estimates:
+    raise ValueError(
+      '`feedback` must be None, "auto", "error" or "momentum" where owners keep the '
+      f"means, for they share no estimate of them, got {feedback!r}."
+    )
   limit, of_updates = limits["min_leaf_size"], params
   parts = Compression(grads, axes, exchange, keeper, key=key, dither=dither, **limits)
   inner = optimizer_with_note(inner)

@@ -1,0 +1,123 @@
+"""Makes the optimizers that benchmarks.training.adam compares.
+
+adamw           AdamW of the plain mean
+qsgd-4, qsgd-2, onebit, terngrad, topk-1
+                AdamW behind a compressed gradient: 4, 2 and 1 bits, ternary, and 1 %
+topk-1-warm     the same behind a dense start
+onebit-ef21     AdamW behind an estimate that 1 bit an element corrects
+adam-onebit     1-bit Adam: a variance that is frozen after a dense start
+adam-doubling   0/1 Adam's variance
+lion            Lion by a majority vote, at a fifth of the rate and with five times
+                the decay
+scape-1         SCAPE with 1 %, behind a dense start
+scape-1-fast    the same at three times the rate
+scape-1-cold    SCAPE without the start
+muon            Muon of the plain mean, at 2.5 times the rate
+muon-ef21       the same behind an estimate that 1 bit an element corrects
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+import gradcomp
+from gradcomp import contrib
+
+AXIS = "data"
+BASELINE = "adamw"
+DECAY = 0.01  # weight decay
+START = 0.1  # the share of the steps that are dense, of arms that start so
+
+
+class Arm(NamedTuple):
+  """Makes an optimizer of one worker's gradients.
+
+  Attributes:
+    make: takes the schedule of AdamW's rate, the number of dense steps, and the options
+      ``axis_name`` and ``key``.
+    start: the share of the steps that are dense at first.
+  """
+
+  make: Callable[..., optax.GradientTransformation]
+  start: float = 0.0
+
+  def optimizer(
+    self, rate: optax.Schedule, steps: int, key: Any
+  ) -> optax.GradientTransformation:
+    """Returns the optimizer for a training of so many steps."""
+    return self.make(rate, round(self.start * steps), axis_name=AXIS, key=key)
+
+
+def _times(rate: optax.Schedule, factor: float) -> optax.Schedule:
+  return lambda count: factor * rate(count)
+
+
+def _behind(recipe: Callable[..., Any], *args: Any, **own: Any) -> Arm:
+  """Returns an arm with AdamW behind the exchange of gradients."""
+
+  def make(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
+    del first
+    exchange = recipe(*args, **own, **options)
+    return optax.chain(exchange, optax.adamw(rate, weight_decay=DECAY))
+
+  return Arm(make)
+
+
+def _warm(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
+  parts = [gradcomp.topk(density, **options) for density in (1.0, 0.01)]
+  exchange = gradcomp.wrappers.switch([max(1, first)], parts)
+  return optax.chain(exchange, optax.adamw(rate, weight_decay=DECAY))
+
+
+def _adam(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
+  make = contrib.adam
+  return make(rate, warmup=max(1, first), weight_decay=DECAY, **options)
+
+
+def _lion(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
+  del first
+  return contrib.lion(
+    _times(rate, 1 / 5), weight_decay=5 * DECAY, axis_name=options["axis_name"]
+  )
+
+
+def _scape(
+  rate: Any, first: int, factor: float = 1.0, **options: Any
+) -> optax.GradientTransformation:
+  return contrib.scape(
+    _times(rate, factor),
+    warmup=first,
+    weight_decay=DECAY,
+    axis_name=options["axis_name"],
+  )
+
+
+def _muon(recipe: Callable[..., Any], **own: Any) -> Arm:
+  def make(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
+    del first
+    muon = optax.contrib.muon(_times(rate, 2.5), weight_decay=DECAY / 2.5)
+    return optax.chain(recipe(**own, **options), muon)
+
+  return Arm(make)
+
+
+ARMS: dict[str, Arm] = {
+  BASELINE: _behind(gradcomp.dense),
+  "qsgd-4": _behind(gradcomp.qsgd, 4),
+  "qsgd-2": _behind(gradcomp.qsgd, 2, bucket_size=128),
+  "onebit": _behind(gradcomp.onebit_sgd),
+  "terngrad": _behind(gradcomp.terngrad),
+  "topk-1": _behind(gradcomp.topk, 0.01),
+  "topk-1-warm": Arm(_warm, START),
+  "onebit-ef21": _behind(gradcomp.onebit_sgd, feedback="ef21"),
+  "adam-onebit": Arm(_adam, START),
+  "adam-doubling": Arm(functools.partial(_adam, variance="doubling"), START),
+  "lion": Arm(_lion),
+  "scape-1": Arm(_scape, START),
+  "scape-1-fast": Arm(functools.partial(_scape, factor=3.0), START),
+  "scape-1-cold": Arm(_scape),
+  "muon": _muon(gradcomp.dense),
+  "muon-ef21": _muon(gradcomp.onebit_sgd, feedback="ef21"),
+}

@@ -1,0 +1,172 @@
+"""Sign: the codec of one bit an element, with a mean magnitude a bucket or a vote."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from gradcomp._src.bibliography import BERNSTEIN_2018, KARIMIREDDY_2019, Citation
+from gradcomp._src.checks import bucket, one_of
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.records import Context, Encoded
+from gradcomp._src.codecs.sums.sum import Sum
+from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles
+from gradcomp._src.codecs.sums.votes import Votes
+from gradcomp._src.codecs.tiles import as_float32
+from gradcomp._src.kernels.common import planes
+from gradcomp._src.kernels.common.fixed_point import scaled
+from gradcomp._src.kernels.common.scales import norms, scales, sum_by_halves
+
+Scale = Literal["mean", "one"]
+Vote = Literal["mean", "majority"]
+
+_PLANES = planes.planes_per_word(1)  # buckets in a tile, and signs in a word
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sign(Codec):
+  r"""Replaces each element by its sign, times one scale for each bucket.
+
+  .. math:: Q(v_i) = s \, \mathrm{sgn}(v_i), \qquad s = \mathrm{mean}_j |v_j|
+     \quad \text{or} \quad s = 1
+
+  where :math:`j` runs over the bucket of element :math:`i`. A zero counts as positive,
+  but a bucket of zeros has the scale zero, so that it decodes to zeros.
+
+  With ``scale="mean"`` it is EF-signSGD's operator, which always goes with error
+  feedback. A payload has 1 bit an element and one 32-bit mean a bucket, in whole tiles
+  of 32 buckets: 1.5 bits an element with buckets of 64, and 1.06 with 512. Owners
+  encode the mean of all workers in the same way. Constant magnitudes are exact in
+  buckets of a power of two.
+
+  With ``scale="one"`` workers send signs and nothing else: ``1 + 2 / bucket_size`` bits
+  an element. What comes back is in units of its own, so every leaf is encoded, however
+  small, and ``feedback=None`` suits it: a residual would never come down to zero. With
+  N workers the result is the mean of the signs, or with ``vote="majority"``
+
+  .. math:: \mathrm{sgn} \Big( \sum_k \mathrm{sgn}(v_i^{(k)}) \Big)
+
+  and a tie is 0, which moves a parameter to neither side. Signs are counted exactly. In
+  ``two_shot`` owners send counts, in ``ceil(log2(2N + 2))`` bits, or who won, in 2
+  bits. A worker whose bucket is all zeros does not vote in it.
+
+  The codec is biased. A bucket that holds a NaN or an infinity decodes to NaN, all of
+  it.
+
+  Attributes:
+    bucket_size: elements that share a scale, consecutive ones, a multiple of 32.
+      Default: 64.
+    scale: ``"mean"``, the mean magnitude of the bucket, or ``"one"``. Default:
+      ``"mean"``.
+    vote: ``"mean"``, or ``"majority"``, only with ``scale="one"``. Default: ``"mean"``.
+
+  Raises:
+    ValueError: a hyperparameter is outside these, when the codec is made.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> x = jnp.array([-3., -1., 2., 4.])
+    >>> Sign().roundtrip(x)
+    Array([-2.5, -2.5,  2.5,  2.5], dtype=float32)
+
+    Two of three workers vote for the second element:
+
+    >>> tx = gradcomp.compress(
+    ...   Sign(scale="one", vote="majority"), axis_name="data", feedback=None)
+    >>> votes = jnp.array([[2., 1.], [3., -1.], [-9., 1.]])
+    >>> jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="data")(votes)[0]
+    Array([1., 1.], dtype=float32)
+
+  References:
+    Karimireddy et al., `Error Feedback Fixes SignSGD
+    <https://arxiv.org/abs/1901.09847>`_, 2019, algorithm 1; Bernstein et al., `signSGD
+    with Majority Vote <https://arxiv.org/abs/1810.05291>`_, 2018, algorithm 1
+  """
+
+  bucket_size: int = 64
+  scale: Scale = "mean"
+  vote: Vote = "mean"
+
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      KARIMIREDDY_2019,
+      "A scale is the mean magnitude of a bucket, and not of a leaf; it is 1 with "
+      'scale="one".',
+    ),
+    Citation(
+      BERNSTEIN_2018,
+      'With scale="one" and vote="majority". A tie is 0, and a bucket of zeros does '
+      "not vote.",
+    ),
+  )
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "bucket_size", bucket("bucket_size", self.bucket_size))
+    one_of("scale", Scale, self.scale)
+    one_of("vote", Vote, self.vote)
+    if self.vote == "majority" and self.scale != "one":
+      raise ValueError(
+        '`vote` must be "mean" for signs with the mean magnitude of their bucket, got '
+        '"majority"; use scale="one".'
+      )
+
+  @property
+  def sums(self) -> Sum:
+    if self.scale == "one":
+      return Votes(self)
+    return Tiles(self, facts=dataclasses.replace(OF_TILES, needs_feedback=True))
+
+  @property
+  def tile_size(self) -> int:
+    return self.bucket_size * _PLANES
+
+  @property
+  def row_words(self) -> int:
+    return self.bucket_size + (2 if self.scale == "one" else _PLANES)
+
+  def filled(self, x: Array) -> Array:
+    """Fills the last bucket of a leaf, since zeros would draw its mean to zero."""
+    return planes.filled(x.reshape(-1), self.bucket_size) if self.scale == "mean" else x
+
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
+    rows = []
+    cut = _PLANES, self.bucket_size, self.filled
+    for tiles in planes.tile_segments(as_float32(x), *cut):
+      signs = [(plane < 0).astype(jnp.uint32) for plane in tiles.planes]
+      buckets = tiles.buckets[: tiles.shape[0] * _PLANES]
+      scale = self._scales(buckets).reshape(-1, _PLANES)
+      rows.append([planes.pack_planes(signs, 1), self._words(scale)])
+    return Encoded(planes.stacked(rows, self.row_words))
+
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
+    return self.encode_leaf(tiles, context).rows
+
+  def decode_rows(self, rows: Array) -> Array:
+    negative = planes.unpack_planes(rows[..., : self.bucket_size], 1) == 1
+    words = rows[..., self.bucket_size :]
+    if self.scale == "mean":
+      scale = planes.floats(words)[..., None]
+    else:
+      some, bad = (planes.unpack_planes(words[..., k : k + 1], 1) for k in range(2))
+      scale = jnp.where(bad == 1, np.float32(np.nan), some.astype(jnp.float32))
+    return jnp.where(negative, -scale, scale)
+
+  def _scales(self, buckets: Array) -> Array:
+    """Returns the scale of each bucket, NaN where something in it is not finite."""
+    if self.scale == "one":
+      return jnp.sign(scales(norms(buckets, "max")))
+    # Elements are multiplied by a power of two, so that no finite sum overflows.
+    power = 1 << (self.bucket_size - 1).bit_length()
+    total = sum_by_halves(jnp.abs(buckets) * np.float32(1 / power))
+    mean = scaled(total, power / self.bucket_size)
+    return jnp.where(jnp.isfinite(mean), mean, np.float32(np.nan))
+
+  def _words(self, scale: Array) -> Array:
+    """Returns the words behind the signs: means, or two bits for each bucket."""
+    if self.scale == "mean":
+      return planes.float_words(scale)
+    flags = [(mark(scale)).astype(jnp.uint32) for mark in (lambda s: s != 0, jnp.isnan)]
+    cut = [[flag[:, k : k + 1] for k in range(_PLANES)] for flag in flags]
+    return jnp.concatenate([planes.pack_planes(bits, 1) for bits in cut], axis=1)

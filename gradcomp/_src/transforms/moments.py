@@ -1,0 +1,245 @@
+"""Moments of Adam that workers share: of mean gradients, or of compressed momenta."""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from gradcomp._src.checks import one_of, share_above_0, share_below_1, step_count
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.core import agreement
+from gradcomp._src.core.state import CompressState
+from gradcomp._src.core.transform import compress
+from gradcomp._src.exchange import collectives
+from gradcomp._src.mesh.axes import AxisName, require_size
+from gradcomp._src.mesh.reduction import Reduction, reduction
+from gradcomp._src.mesh.shard_maps import per_device
+from gradcomp._src.mesh.types import varying_axes
+
+Variance = Literal["frozen", "doubling"]
+
+_GAPS = 16  # updates of the variance at each gap, as in the experiments of 0/1 Adam
+_NEVER = -1  # no step has this number
+
+
+class MomentsState(NamedTuple):
+  """The moments of all workers, and the residuals of their momenta.
+
+  Attributes:
+    count: steps so far, ``int32[]``, replicated.
+    dense: the next step that averages gradients, ``int32[]``; -1 for none, replicated.
+    updates: of the variance so far, ``int32[]``, replicated.
+    later: those of them after the warm-up, ``int32[]``, replicated.
+    norm: the 1-norm of the variance that a rule compares with, ``float32[]``.
+    mu: the mean momentum, like the parameters, float32 or wider, replicated.
+    nu: the variance, likewise, of real numbers.
+    exchange: the residuals of the momenta, and their key.
+
+  Example:
+    >>> state = gradcomp.contrib.adam(0.1).init({"w": jnp.ones(300)})
+    >>> state[0].mu["w"].shape, int(state[0].dense)
+    ((300,), 0)
+  """
+
+  count: jax.Array  # type: ignore[assignment]
+  dense: jax.Array
+  updates: jax.Array
+  later: jax.Array
+  norm: jax.Array
+  mu: Any
+  nu: Any
+  exchange: CompressState
+
+
+class Warmup(Protocol):
+  """A rule for the end of the warm-up."""
+
+  def ended(
+    self, count: jax.Array, nu: Any, norm: jax.Array, span: int
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns whether it has ended after ``count`` steps, and the norm to keep.
+
+    ``norm`` is the one that was kept before, zero at first. ``span`` is 1 / (1 - b2),
+    the steps that the variance remembers.
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  """A warm-up of a number of steps."""
+
+  steps: int
+
+  def ended(
+    self, count: jax.Array, nu: Any, norm: jax.Array, span: int
+  ) -> tuple[jax.Array, jax.Array]:
+    del nu, span
+    return count >= self.steps, norm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stable:
+  r"""Ends the warm-up once the variance hardly changes, as 1-bit Adam does.
+
+  After every :math:`\Delta = 1 / (1 - \beta_2)` steps it compares the 1-norm of the
+  variance with the one before. The warm-up ends at
+
+  .. math::
+     \min(\lVert v_t \rVert_1, \lVert v_{t - \Delta} \rVert_1) \ge \rho \max(\lVert v_t
+     \rVert_1, \lVert v_{t - \Delta} \rVert_1)
+
+  The paper compares in every step, and so keeps the norms of :math:`\Delta` steps.
+
+  If a map makes further mesh axes manual that shard parameters, it must check types:
+  else each shard decides by itself.
+
+  Attributes:
+    ratio: :math:`\rho`, above 0 and at most 1.
+    least: the steps before which it does not end, such as those of a rising rate.
+
+  Raises:
+    ValueError: an attribute breaks its rule.
+
+  Example:
+    >>> Stable(ratio=0.9).least
+    1
+
+  References:
+    Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, 2021, section 7.1
+  """
+
+  ratio: float = 0.96
+  least: int = 1
+
+  def __post_init__(self) -> None:
+    share_above_0("ratio", self.ratio)
+    step_count("least", self.least)
+
+  def ended(
+    self, count: jax.Array, nu: Any, norm: jax.Array, span: int
+  ) -> tuple[jax.Array, jax.Array]:
+    due = count % span == 0
+    now = jnp.where(due, _norm_1(nu), norm)
+    alike = jnp.minimum(now, norm) >= self.ratio * jnp.maximum(now, norm)
+    return due & alike & (norm > 0) & (count >= self.least), now
+
+
+def as_warmup(value: Any) -> Warmup:
+  """Returns a rule, for a number one of its steps; ValueError for all else."""
+  return value if hasattr(value, "ended") else Steps(step_count("warmup", value))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moments:
+  """The options of the moments: their decays, and the exchange of momenta."""
+
+  b1: float
+  b2: float
+  warmup: Warmup
+  variance: Variance
+  compressed: Any  # the optax transformation of the momenta
+  axis_name: AxisName | None
+
+  def __post_init__(self) -> None:
+    share_below_1("b1", self.b1)
+    share_below_1("b2", self.b2)
+    one_of("variance", Variance, self.variance)
+
+  def init(self, params: Any) -> MomentsState:
+    """Creates the state, of zeros."""
+    wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)
+    mu = jax.tree.map(lambda x: jnp.zeros_like(x, wide(x)), params)
+    nu = jax.tree.map(lambda m: jnp.zeros_like(m, jnp.finfo(m.dtype).dtype), mu)
+    zero = lambda: jnp.zeros([], jnp.int32)
+    counts = zero(), zero(), zero(), zero()
+    first = self.compressed.init(mu)
+    return MomentsState(*counts, jnp.zeros([]), mu, nu, first)
+
+  def step(self, grads: Any, state: MomentsState) -> MomentsState:
+    """Returns the state after the gradients of a worker, or of all."""
+    told = {"warmup": self.warmup, "variance": self.variance, "b2": self.b2}
+    agreement.require_agreement("moments", told, grads, self.axis_name)
+    across = reduction(grads, self.axis_name, local=False)
+    count = optax.safe_increment(state.count)
+
+    def dense(grads: Any, state: MomentsState) -> MomentsState:
+      mean = self._mean(grads, state, across)
+      mu = optax.tree.update_moment(mean, state.mu, self.b1, 1)
+      nu = optax.tree.update_moment_per_elem_norm(mean, state.nu, self.b2, 2)
+      return self._counted(state._replace(count=count, mu=mu, nu=nu))
+
+    def compressed(grads: Any, state: MomentsState) -> MomentsState:
+      own = self._own_momenta(grads, state.mu, across)
+      mu, exchange = self.compressed.update(own, state.exchange)
+      nu = optax.tree.bias_correction(state.nu, self.b2, state.updates)
+      mu = jax.tree.map(self._kept_below, mu, nu)
+      return state._replace(count=count, mu=mu, exchange=exchange)
+
+    return lax.cond(state.count != state.dense, compressed, dense, grads, state)
+
+  def _kept_below(self, m: jax.Array, v: jax.Array) -> jax.Array:
+    """Cuts a momentum to the largest that Adam has with a variance; NaN stays."""
+    # A variance that does not follow can be far below the noise that a codec without a
+    # zero sends, and is zero where there has been no gradient yet.
+    most = max(1.0, (1 - self.b1) / math.sqrt(1 - self.b2)) * jnp.sqrt(v)
+    return m * jnp.where(jnp.abs(m) > most, most / jnp.abs(m), 1)
+
+  def _mean(self, grads: Any, state: MomentsState, across: Reduction) -> Any:
+    """Returns the mean gradient of all workers, float32 or wider."""
+    key = state.exchange.key
+    plain = CompressState(state.count, key, None, None)
+    tx: Any = compress(Dense(), axis_name=across.axis_name)
+    mean, _ = tx.update(grads, plain)
+    return optax.tree.cast_like(mean, state.mu)
+
+  def _own_momenta(self, grads: Any, mu: Any, across: Reduction) -> Any:
+    """Returns the mean momentum, moved on by a worker's own gradient."""
+
+    def own(grads: Any, mu: Any) -> tuple[Any, Any]:
+      # Addends of a sum have a share of the mean momentum each.
+      share = self.b1 / require_size(axes) if axes and across.is_sum else self.b1
+      move = lambda g, m: share * m + (1 - self.b1) * g.astype(m.dtype)
+      return jax.tree.map(move, grads, mu), mu
+
+    axes = across.axis_name
+    return per_device(own, grads, mu, axes, keeps_addends=True)[0]
+
+  def _counted(self, state: MomentsState) -> MomentsState:
+    """Counts an update of the variance, and decides which step has the next."""
+    span = round(1 / (1 - self.b2))
+    ended, norm = self.warmup.ended(state.count, state.nu, state.norm, span)
+    later = state.later + (ended | (state.later > 0))
+    gap = 2 ** jnp.minimum((later - 1) // _GAPS, 30)
+    after = _NEVER if self.variance == "frozen" else state.count + gap - 1
+    return state._replace(
+      dense=jnp.where(later > 0, after, state.count),
+      updates=state.updates + 1,
+      later=later,
+      norm=norm,
+    )
+
+  def corrected(self, state: MomentsState) -> tuple[Any, Any]:
+    """Returns both moments as if they had not begun at zero."""
+    mu = optax.tree.bias_correction(state.mu, self.b1, state.count)
+    return mu, optax.tree.bias_correction(state.nu, self.b2, state.updates)
+
+
+def _norm_1(tree: Any) -> jax.Array:
+  """Returns the sum of a tree of magnitudes."""
+  return sum(map(of_leaf, jax.tree.leaves(tree)), jnp.zeros([]))
+
+
+def of_leaf(
+  x: jax.Array, reduce: Any = jnp.sum, between: Any = collectives.psum
+) -> jax.Array:
+  """Returns the sum of a leaf in float32, also over the axes that its type is cut by.
+
+  ``reduce`` and ``between``, in and between devices, may be maxima in their place.
+  """
+  part, axes = reduce(x.astype(jnp.float32)), varying_axes(x)
+  return between(part, tuple(sorted(axes))) if axes else part

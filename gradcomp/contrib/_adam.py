@@ -1,0 +1,175 @@
+"""``adam``: AdamW of workers that exchange compressed momenta in place of gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from gradcomp._src.bibliography import LU_2022, TANG_2021, Citation, cites
+from gradcomp._src.codecs.one_bit import OneBit
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.core.compression import Dither
+from gradcomp._src.core.feedback import Feedback, FeedbackName
+from gradcomp._src.core.inputs import any_tree, not_differentiated
+from gradcomp._src.core.of_workers import of_workers
+from gradcomp._src.core.transform import compress
+from gradcomp._src.exchange.auto import Auto, ExchangeName
+from gradcomp._src.exchange.message_size import MessageBytes
+from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.unsharded_params import check_whole_params
+from gradcomp._src.transforms.moments import (
+  Moments,
+  MomentsState,
+  Stable,
+  Variance,
+  Warmup,
+  as_warmup,
+)
+
+__all__ = ["MomentsState", "Stable", "adam"]
+
+_ONE_BIT, _STABLE = OneBit(), Stable()
+
+
+def adam(  # noqa: PLR0913 - options of users, by keyword
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  axis_name: AxisName | None = None,
+  codec: LeafCodec = _ONE_BIT,
+  warmup: int | Warmup = _STABLE,
+  variance: Variance = "frozen",
+  b1: float = 0.9,
+  b2: float = 0.999,
+  eps: float = 1e-8,
+  weight_decay: Any = 0.0,
+  mask: Any = None,
+  exchange: ExchangeName | Auto | Exchange = "two_shot",
+  feedback: FeedbackName | Feedback | None = "error",
+  min_leaf_size: int | None = None,
+  message_bytes: MessageBytes = "auto",
+  key: ArrayLike = 0,
+  dither: Dither = "shared",
+) -> optax.GradientTransformationExtraArgs:
+  r"""AdamW of N workers that send compressed momenta, as 1-bit Adam has it.
+
+  It takes the place of an optimizer, with nothing in front, and gets each worker's own
+  gradient :math:`g_i`, as :func:`gradcomp.compress` does. During the warm-up it is
+  ``optax.adamw`` of the mean gradient, which travels in float32. From then on the
+  variance :math:`v` stays as it is, and a step is
+
+  .. math::
+     m_i = \beta_1 m + (1 - \beta_1) g_i, \qquad
+     m \leftarrow \frac{1}{N} \sum_i Q(m_i + e_i), \qquad
+     x \leftarrow x - \gamma \Big(\frac{\hat m}{\sqrt{\hat v} + \epsilon}
+     + \lambda x\Big)
+
+  where :math:`Q` encodes and decodes, and :math:`e_i` is the worker's residual. A
+  gradient's error would enter the square of :math:`v`; that of a momentum does not.
+  All workers have the same parameters after each step, to the bit.
+
+  - 1-bit Adam: the default.
+  - 0/1 Adam without its local steps: ``variance="doubling"``. Steps that average
+    gradients in float32 follow the warm-up, and update :math:`v`. Their gaps are 1 for
+    16 of them, then 2 for 16, then 4. Its local steps are left out.
+
+  Here it departs from the papers: a step that averages gradients sends no momenta, the
+  mean updates :math:`m`, and residuals wait. Both moments are corrected for their
+  first value of zero, as Adam's are: :math:`\hat m` by the number of steps, and
+  :math:`\hat v` by that of its updates, so that the end of the warm-up is no jump. And
+  momenta that were sent are cut to the most that Adam's are (Kingma and Ba, 2015,
+  section 2.1),
+
+  .. math::
+     |m| \le \max\Big(1, \frac{1 - \beta_1}{\sqrt{1 - \beta_2}}\Big) \sqrt{\hat v}
+
+  for the noise of a codec can be far above a variance that stays as it is: without the
+  cut, LeNet's parameters were NaN after 450 steps of one bit.
+
+  In the warm-up 32 bits an element travel, and then those of the codec. All is one
+  program, which compiles once. Small leaves travel in float32, see ``min_leaf_size``.
+  Leaves with few gradients, such as embeddings of rare tokens, have small variances,
+  which amplify noise: give them ``Dense()`` by a policy, or more bits.
+
+  The moments are float32 at least. In ``jax.vmap`` and under Explicit axes they may
+  differ from those of other modes in the last bit, for compilers contract their sums.
+
+  Args:
+    learning_rate: :math:`\gamma`, a number or a schedule of optax.
+    axis_name: as of :func:`gradcomp.compress`.
+    codec: of the momenta.
+    warmup: a number of steps, 1 or more, or :class:`gradcomp.contrib.Stable`. It
+      should last for as long as the rate rises.
+    variance: ``"frozen"`` or ``"doubling"``, after the warm-up.
+    b1, b2: :math:`\beta_1` and :math:`\beta_2`, at least 0 and below 1.
+    eps: :math:`\epsilon`.
+    weight_decay: :math:`\lambda`, decoupled. Above 0, ``update`` needs the parameters.
+    mask: the leaves that decay, a tree of bools or a function of the parameters.
+    exchange, feedback, min_leaf_size, message_bytes, key, dither: of the momenta, see
+      :class:`gradcomp.CompressOptions`.
+
+  Returns:
+    A gradient transformation, an ``optax.chain`` that begins with a
+    :class:`gradcomp.contrib.MomentsState`.
+
+  Raises:
+    ValueError: an option is bad, or as of :func:`gradcomp.compress`.
+    TypeError: ``codec`` is not one.
+
+  Example:
+    >>> tx = gradcomp.contrib.adam(0.1, axis_name="data", warmup=2)
+    >>> def worker(target):
+    ...   params = jnp.float32(0.0)
+    ...   state = tx.init(params)
+    ...   for _ in range(4):
+    ...     update, state = tx.update(params - target, state)
+    ...     params = optax.apply_updates(params, update)
+    ...   return params
+    >>> print(jax.vmap(worker, axis_name="data")(jnp.array([1.0, 3.0])).round(1))
+    [0.4 0.4]
+
+  References:
+    Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, 2021, algorithm 1; Lu
+    et al., `0/1 Adam <https://arxiv.org/abs/2202.06009>`_, 2022, algorithm 1
+  """
+  moments = Moments(
+    b1=b1,
+    b2=b2,
+    warmup=as_warmup(warmup),
+    variance=variance,
+    compressed=compress(
+      codec,
+      axis_name=axis_name,
+      exchange=exchange,
+      feedback=feedback,
+      min_leaf_size=min_leaf_size,
+      message_bytes=message_bytes,
+      key=key,
+      dither=dither,
+    ),
+    axis_name=axis_name,
+  )
+  papers = [Citation(TANG_2021, "Moments are corrected for their start at zero.")]
+  if variance == "doubling":
+    papers.append(Citation(LU_2022, "No local steps. Dense steps send no momenta."))
+
+  @cites(*papers)
+  def update_fn(
+    updates: Any, state: MomentsState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, MomentsState]:
+    del extra_args
+    if axis_name is not None:
+      check_whole_params(params, axis_name)
+    grads = not_differentiated(updates)
+    state = moments.step(grads, state)
+    like = grads if params is None else params
+    step = lambda m, v, x: (m / (jnp.sqrt(v) + eps)).astype(x.dtype)
+    return jax.tree.map(step, *moments.corrected(state), like), state
+
+  parts: list[optax.GradientTransformation]
+  parts = [any_tree(moments.init, of_workers(update_fn, axis_name, whole=True))]
+  if not isinstance(weight_decay, int | float) or weight_decay:
+    parts.append(optax.add_decayed_weights(weight_decay, mask))
+  return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))

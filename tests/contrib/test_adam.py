@@ -1,0 +1,319 @@
+"""contrib.adam: AdamW in the warm-up, and then the mean of compressed momenta."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradcomp
+from gradcomp._src.testing.modes import lowered
+from gradcomp.codecs import QSGD, Dense, OneBit, TopK
+from gradcomp.contrib import Stable, adam
+from gradcomp.testing import check_transformation
+from tests.oracles import adam as oracle
+from tests.plugins.slow_cases import slow
+from tests.support import modes, saved
+from tests.support.assertions import assert_same_bits, says
+from tests.support.cases.zero import N, gradients, last, train, tree
+
+BUCKET = 32
+ONE_BIT = OneBit(bucket_size=BUCKET)
+LEAVES = {"w": (6, 50), "v": (300,), "one": ()}
+MODES = ["vmap", "pmap", "shard_map", "shard_map_unchecked", "auto", "explicit"]
+
+
+def onebit(warmup=2, codec=ONE_BIT, **options):
+  given = {"axis_name": "data", "min_leaf_size": 10, "warmup": warmup} | options
+  return adam(0.1, codec=codec, **given)
+
+
+def settled(tx):
+  """The transformation behind its warm-up, with variances of one."""
+
+  def init(params):
+    moments, *rest = tx.init(params)
+    nu = jax.tree.map(jnp.ones_like, moments.nu)
+    one = jnp.ones([], jnp.int32)
+    after = {"dense": -one, "updates": one, "later": one, "nu": nu}
+    return (moments._replace(**after), *rest)
+
+  return optax.GradientTransformationExtraArgs(init, tx.update)
+
+
+@pytest.mark.parametrize(
+  "codec, exchange",
+  [
+    (ONE_BIT, "two_shot"),
+    *slow(
+      (ONE_BIT, "all_gather"),
+      (QSGD(bits=4, bucket_size=BUCKET), "two_shot"),
+      (QSGD(bits=4, bucket_size=BUCKET), "ring"),
+      (TopK(density=0.1), "all_gather"),
+    ),
+  ],
+  ids=str,
+)
+def test_compressed_steps_keep_all_laws(codec, exchange):
+  """The same bits of all workers, the bytes of explain, and NaN is seen."""
+  tx = settled(onebit(codec=codec, exchange=exchange))
+  check_transformation(tx, same_bits=False)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", *slow(*set(MODES) - {"shard_map"})])
+def test_the_warm_up_is_adamw_of_the_mean(mode):
+  """With a schedule and a mask: to the bit, but where XLA contracts sums otherwise."""
+  rate = optax.linear_schedule(0.1, 0.0, 5)
+  mask = {"w": True, "v": False, "one": False}
+  mine = adam(rate, axis_name="data", warmup=9, weight_decay=0.1, mask=mask)
+  theirs = optax.adamw(rate, weight_decay=0.1, mask=mask)
+  theirs = optax.chain(gradcomp.dense(axis_name="data"), theirs)
+  params, given = tree(0, LEAVES), gradients(4, LEAVES)
+  held = (train(mode, tx, params, given) for tx in (mine, theirs))
+  for (got, _), (expected, _) in zip(*held, strict=True):
+    if mode in ("vmap", "pmap"):
+      # Four steps, of some ten roundings each, of parameters below four.
+      chex.assert_trees_all_close(got, expected, rtol=0, atol=40 * 2.0**-22)
+    else:
+      assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("name", ["frozen", *slow("doubling", "stable")])
+def test_all_modes_have_the_same_moments(name):
+  """And all workers the same parameters, in and after the warm-up, to the bit.
+
+  In ``jax.vmap``, where both branches run, and under Explicit axes, where addends are
+  sums of their own, XLA contracts products with sums otherwise.
+  """
+  warmup = Stable(ratio=0.5) if name == "stable" else 2
+  variance = "doubling" if name == "doubling" else "frozen"
+  tx = onebit(warmup, variance=variance, b2=0.5)
+  params, given = tree(0, LEAVES), gradients(5, LEAVES)
+  expected = list(train("pmap", tx, params, given))
+  for mode in MODES:
+    for (got, state), (_, kept) in zip(
+      train(mode, tx, params, given), expected, strict=True
+    ):
+      moments, like = (x[0]._replace(exchange=()) for x in (state, kept))
+      if mode in ("vmap", "explicit"):
+        # Some roundings of moments below four, by at most 2**-23 each.
+        chex.assert_trees_all_close(moments, like, rtol=0, atol=1e-6)
+      else:
+        assert_same_bits(moments, like)
+      for leaf in jax.tree.leaves(got):
+        assert_same_bits(leaf, np.stack([leaf[0]] * N))
+
+
+def doubled(first, steps, each):
+  """The steps that update the variance; gaps as of 0/1 Adam follow the warm-up."""
+  found, step = [*range(first)], first - 1
+  for number in range(steps):
+    step += 2 ** (number // each)
+    found.append(step)
+  return [x for x in found if x < steps]
+
+
+@pytest.mark.parametrize("variance", ["frozen", "doubling"])
+def test_it_is_that_of_the_paper(variance):
+  shapes, steps = {"v": (8 * BUCKET,)}, 60 if variance == "doubling" else 12
+  params, given = tree(0, shapes), gradients(steps, shapes)
+  tx = onebit(3, variance=variance, b2=0.9, min_leaf_size=0)
+  got = [np.asarray(x["v"][0]) for x, _ in train("vmap", tx, params, given)]
+  dense = range(3) if variance == "frozen" else doubled(3, steps, 16)
+  assert (30 in dense) == (31 not in dense) or variance == "frozen"
+  given = [x["v"] for x in given]
+  moments = oracle.moments(given, set(dense), b1=0.9, b2=0.9, bucket=BUCKET)
+  expected = oracle.adam(params["v"], moments, rate=0.1)
+  # Parameters stay below 16, and a step adds less than ten float32 roundings to each.
+  np.testing.assert_allclose(got, expected, rtol=0, atol=steps * 10 * 2.0**-20)
+
+
+def test_the_warm_up_ends_once_the_variance_is_stable():
+  """Of equal gradients the norm is 1 - b2**t, compared after every 1 / (1 - b2)."""
+  tx = onebit(Stable(ratio=0.96), b2=0.75)
+  given = [jax.tree.map(jnp.ones_like, x) for x in gradients(20, LEAVES)]
+  ended = [int(s[0].dense[0]) < 0 for _, s in train("vmap", tx, tree(0, LEAVES), given)]
+  norms = {step: 1 - 0.75**step for step in (4, 8, 12, 16, 20)}
+  first = next(x for x in (8, 12, 16, 20) if norms[x - 4] >= 0.96 * norms[x])
+  assert ended == [step >= first for step in range(1, 21)]
+  later = onebit(Stable(ratio=0.5, least=17), b2=0.75)
+  ended = [int(s[0].dense[0]) < 0 for _, s in train("vmap", later, given[0], given)]
+  assert ended.index(True) == 20 - 1
+
+
+def test_elements_without_a_gradient_do_not_move():
+  """A codec without a zero sends noise for them."""
+  params, given = tree(0, LEAVES), gradients(5, LEAVES)
+  dead = lambda x: x.at[:, ::3].set(0)
+  given = [x | {"v": dead(x["v"])} for x in given]
+  got, _ = last("vmap", onebit(), params, given)
+  assert_same_bits(got["v"][0][::3], params["v"][::3])
+  assert (got["v"][0][1::3] != params["v"][1::3]).all()
+
+
+def test_no_step_is_larger_than_adams_largest():
+  """Also of elements with variances far below the noise of one bit."""
+  params, given = tree(0, LEAVES), gradients(6, LEAVES)
+  faint = lambda x: x.at[:, ::3].multiply(1e-6)
+  given = [x | {"v": faint(x["v"])} for x in given]
+  both = train("vmap", onebit(), params, given)
+  moves = np.diff([np.asarray(x["v"][0]) for x, _ in both], axis=0)
+  # 0.1 is the rate. Momenta are corrected by 1 / (1 - 0.9**4) at most from step 4 on.
+  most = 0.1 * (1 - 0.9) / np.sqrt(1 - 0.999) / (1 - 0.9**4)
+  assert np.abs(moves[2:]).max() <= most * (1 + 1e-5)  # a few roundings
+  assert (np.abs(moves[2:, ::3]) > 0.9 * most * (1 - 0.9**4)).any()
+
+
+def test_the_switch_of_phases_compiles_once():
+  tx, params = onebit(axis_name=None), tree(0, LEAVES)
+  chex.clear_trace_counter()
+  update = jax.jit(chex.assert_max_traces(tx.update, n=1))
+  state = tx.init(params)
+  for gradient in gradients(4, LEAVES):
+    own = jax.tree.map(lambda x: x[0], gradient)
+    updates, state = update(own, state)
+    params = optax.apply_updates(params, updates)
+  assert update._cache_size() == 1
+
+
+def test_bytes_are_those_of_the_codec_after_the_warm_up():
+  """The program of both phases has both, and says that one of them counts."""
+  params = {"w": jnp.ones((64, 1024))}
+  tx = onebit(codec=OneBit(), min_leaf_size=None)
+  coded = gradcomp.onebit_sgd(axis_name="data", exchange="two_shot")
+  expected = gradcomp.explain(coded, params, workers=N).bytes_sent
+  assert gradcomp.explain(tx, params, workers=N).bytes_sent == expected
+  given = {"axis_name": "data", "workers": N}
+  program = lowered(settled(tx), params, **given)
+  assert gradcomp.wire_report(program).bytes_sent == expected
+  # Buckets of 64 have two bits an element, with their means.
+  assert expected == 64 * 1024 * 2 // 8 * 2 * (N - 1) // N
+
+
+@pytest.mark.parametrize("mode", ["shard_map", *slow("pmap", "auto", "explicit")])
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_checkpoint_goes_on_to_the_same_bits(mode, after, tmp_path):
+  """Saved in the warm-up, and behind it with residuals."""
+  given = gradients(5, LEAVES)
+  saved.assert_goes_on(mode, onebit(), given, tmp_path, saved_after=after)
+
+
+@pytest.mark.parametrize("new", [2, *slow(3, 8)])
+def test_another_number_of_workers_goes_on(new):
+  """All that workers share stays, and so do the sums of what was not sent."""
+  tx, params, given = onebit(), tree(0, LEAVES), gradients(4, LEAVES)
+  update, state = modes.mapped("auto", tx, N), None
+  for gradient in given:
+    _, state = update(gradient, state, params)
+  options = {"axis_name": "data", "old_workers": N, "workers": new}
+  moved = gradcomp.reshard_state(tx, params, state, **options)
+  alike = lambda x: x[0]._replace(exchange=None)
+  assert_same_bits(alike(moved), alike(state))
+  of_all = lambda x, n: np.asarray(x).reshape(n, -1).sum(axis=0, dtype=np.float64)
+  for name in LEAVES:
+    before, after = (x[0].exchange.residual[name] for x in (state, moved))
+    total = of_all(after, new)
+    # Sums of some residuals below one, each rounded by at most 2**-24.
+    np.testing.assert_allclose(total, of_all(before, N), rtol=0, atol=1e-6)
+  shapes = gradcomp.checkpoint.state_shapes(tx, params, workers=new, axis_name="data")
+  chex.assert_trees_all_equal_shapes_and_dtypes(moved, shapes)
+
+
+def test_specs_stack_the_residuals_alone():
+  P = jax.sharding.PartitionSpec
+  params = {"w": jnp.ones((8, 64))}
+  state = jax.eval_shape(onebit().init, params)
+  whole = gradcomp.state_specs(state, axis_name="data")[0]
+  assert whole.mu["w"] == whole.nu["w"] == P() == whole.dense
+  assert whole.exchange.residual["w"] == P("data")
+  cut = {"w": P(None, "model")}
+  sharded = gradcomp.state_specs(state, axis_name="data", param_specs=cut)[0]
+  assert sharded.mu["w"] == sharded.nu["w"] == P(None, "model")
+  assert sharded.exchange.residual["w"] == P("data", "model")
+
+
+def test_it_trains_any_tree_alone_or_masked():
+  """Complex, bfloat16 and frozen leaves; of one worker, which sends nothing."""
+  params = {
+    "c": jnp.full((40,), 1 + 2j),
+    "h": jnp.ones((40,), jnp.bfloat16),
+    "none": None,
+    "fixed": jnp.ones(4),
+  }
+  inner = adam(0.05, warmup=2, min_leaf_size=0, codec=QSGD(bits=8))
+  tx = optax.masked(inner, {"c": True, "h": True, "none": None, "fixed": False})
+  state = tx.init(params)
+  moments = state.inner_state[0]
+  assert moments.nu["c"].dtype == moments.mu["h"].dtype == jnp.float32
+
+  @jax.jit
+  def step(params, state):
+    grads = jax.tree.map(lambda x: x.conj() - 3, params)
+    updates, state = tx.update(grads, state, params)
+    moved = jax.tree.map(jnp.add, params, updates)
+    return moved | {"fixed": params["fixed"]}, state
+
+  before = jax.tree.map(jnp.copy, params)
+  for _ in range(200):
+    params, state = step(params, state)
+  chex.assert_trees_all_equal_shapes_and_dtypes(params, before)
+  np.testing.assert_allclose(np.real(params["c"]), 3, atol=0.2)
+  assert_same_bits(params["fixed"], before["fixed"])
+
+
+@pytest.mark.slow
+def test_it_learns_as_adam_where_a_compressed_gradient_does_not():
+  """A least-squares problem of ill-scaled inputs, whose minimum is known."""
+  rng = np.random.default_rng(0)
+  scales = np.float32(10.0 ** rng.uniform(-1.5, 0.5, 256))
+  inputs = jnp.asarray(rng.standard_normal((N, 64, 256)) * scales, jnp.float32)
+  weights = jnp.asarray(rng.standard_normal(256), jnp.float32)
+
+  def loss_after(tx, steps=600):
+    def worker(inputs):
+      grad = jax.grad(lambda w: jnp.mean((inputs @ (w - weights)) ** 2))
+
+      def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(grad(params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+      first = jnp.zeros(256)
+      params = jax.lax.scan(step, (first, tx.init(first)), None, steps)[0][0]
+      return jnp.mean((inputs @ (params - weights)) ** 2)
+
+    return float(jnp.mean(jax.vmap(worker, axis_name="data")(inputs)))
+
+  rate = optax.cosine_decay_schedule(0.03, 600)
+  options = {"axis_name": "data", "min_leaf_size": 0}
+  dense = loss_after(optax.chain(gradcomp.dense(axis_name="data"), optax.adam(rate)))
+  front = optax.chain(gradcomp.onebit_sgd(64, **options), optax.adam(rate))
+  mine = adam(rate, codec=OneBit(bucket_size=64), warmup=100, **options)
+  assert loss_after(mine) < min(loss_after(front) / 2, 4 * dense)
+
+
+@pytest.mark.parametrize(
+  "options, parts",
+  [
+    ({"warmup": 0}, ("`warmup`", "1 or more", "0")),
+    ({"variance": "thawed"}, ("`variance`", "frozen", "thawed")),
+    ({"b2": 1.0}, ("`b2`", "below 1", "1.0")),
+    ({"b1": -0.1}, ("`b1`", "at least 0", "-0.1")),
+  ],
+)
+def test_bad_options_are_named(options, parts):
+  with pytest.raises(ValueError, match=says(*parts)):
+    adam(0.1, **options)
+  with pytest.raises(ValueError, match=says("`ratio`", "above 0", "2")):
+    Stable(ratio=2)
+  with pytest.raises(ValueError, match=says("`axis_name`", "must name the axis")):
+    tx, given = adam(0.1, codec=Dense()), jnp.ones((2, 40))
+    P, mesh = jax.sharding.PartitionSpec("data"), modes.mesh(2)
+    step = lambda x: tx.update(x, tx.init(x))[0]
+    jax.shard_map(step, mesh=mesh, in_specs=P, out_specs=P)(given)
+
+
+def test_citation_names_the_papers():
+  text = gradcomp.citation(adam(0.1, axis_name="data", variance="doubling"))
+  assert "2102.02888" in text and "2202.06009" in text

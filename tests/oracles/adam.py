@@ -1,0 +1,76 @@
+"""Computes the moments of 1-bit Adam and 1-bit LAMB in float64, from the papers."""
+
+import numpy as np
+
+from tests.oracles.one_bit import one_bit_ideal
+
+
+def moments(given, dense, *, b1, b2, bucket):
+  """Yields the moments after each step, both corrected for their start at zero.
+
+  Args:
+    given: gradients ``[N, n]``, a step each; n a multiple of ``bucket``.
+    dense: the steps that average gradients; others send momenta in one bit, and so do
+      owners their means, and both keep what is lost.
+    b1, b2: the decays.
+    bucket: the elements with two means.
+
+  A momentum that was sent is cut to what Adam's step is at most (Kingma and Ba, 2015,
+  section 2.1).
+  """
+  m, v, updates = 0.0, 0.0, 0
+  own, owned = np.zeros(np.shape(given[0])), np.zeros(np.shape(given[0])[1])
+  coded = lambda x: np.concatenate([*map(one_bit_ideal, x.reshape(-1, bucket))])
+  for step, gradient in enumerate(np.float64(given)):
+    if step in dense:
+      mean = gradient.mean(axis=0)
+      m, v = b1 * m + (1 - b1) * mean, b2 * v + (1 - b2) * mean**2
+      updates += 1
+    else:
+      own = own + b1 * m + (1 - b1) * gradient
+      sent = np.stack([*map(coded, own)])
+      owned = owned + sent.mean(axis=0)
+      m = coded(owned)
+      own, owned = own - sent, owned - m
+      most = max(1, (1 - b1) / (1 - b2) ** 0.5) * np.sqrt(v / (1 - b2**updates))
+      m = np.clip(m, -most, most)
+    yield m / (1 - b1 ** (step + 1)), v / (1 - b2**updates)
+
+
+def adam(start, moments, *, rate):
+  """The parameters after each step, ``[steps, n]``, without epsilon."""
+  steps = [rate * m / np.sqrt(v) for m, v in moments]
+  return np.float64(start) - np.cumsum(steps, axis=0)
+
+
+def lamb(start, moments, *, warmup, rate, decays, bounds, change):
+  """Algorithm 1 of 1-bit LAMB, for one leaf, without epsilon: parameters and factors.
+
+  Args:
+    start: the parameters.
+    moments: corrected, of each step.
+    warmup: the number of steps with trust ratios of their own.
+    rate: of learning.
+    decays: those of both moments, and of the mean of trust ratios.
+    bounds: the least and the largest factor of that mean.
+    change: the share of a factor by which the next may differ.
+  """
+  x, mean, factor, before, result = np.float64(start), 0.0, 1.0, 0.0, []
+  b1, b2, b3 = decays
+  for step, (m_hat, v) in enumerate(moments, 1):
+    m, direction = m_hat * (1 - b1**step), m_hat / np.sqrt(v)
+    if step <= warmup:
+      ratio = np.linalg.norm(x) / np.linalg.norm(direction)
+      mean, fresh = b3 * mean + (1 - b3) * ratio, v * (1 - b2**step)
+    else:
+      gradient = (m - b1 * before) / (1 - b1)
+      fresh = b2 * fresh + (1 - b2) * gradient**2
+      found = min(
+        max(np.sqrt(v / (fresh / (1 - b2**step))).max(), bounds[0]), bounds[1]
+      )
+      factor = min(max(found, factor * (1 - change)), factor * (1 + change))
+      ratio = factor * mean / (1 - b3**warmup)
+    before = m
+    x = x - rate * ratio * direction
+    result.append((x, factor))
+  return [*map(np.stack, zip(*result, strict=True))]
