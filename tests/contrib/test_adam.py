@@ -154,19 +154,6 @@ def test_elements_without_a_gradient_do_not_move():
   assert (got["v"][0][1::3] != params["v"][1::3]).all()
 
 
-def test_no_step_is_larger_than_adams_largest():
-  """Also of elements with variances far below the noise of one bit."""
-  params, given = tree(0, LEAVES), gradients(6, LEAVES)
-  faint = lambda x: x.at[:, ::3].multiply(1e-6)
-  given = [x | {"v": faint(x["v"])} for x in given]
-  both = train("vmap", onebit(), params, given)
-  moves = np.diff([np.asarray(x["v"][0]) for x, _ in both], axis=0)
-  # 0.1 is the rate. Momenta are corrected by 1 / (1 - 0.9**4) at most from step 4 on.
-  most = 0.1 * (1 - 0.9) / np.sqrt(1 - 0.999) / (1 - 0.9**4)
-  assert np.abs(moves[2:]).max() <= most * (1 + 1e-5)  # a few roundings
-  assert (np.abs(moves[2:, ::3]) > 0.9 * most * (1 - 0.9**4)).any()
-
-
 def test_the_switch_of_phases_compiles_once():
   tx, params = onebit(axis_name=None), tree(0, LEAVES)
   chex.clear_trace_counter()

@@ -14,9 +14,6 @@ def moments(given, dense, *, b1, b2, bucket):
       owners their means, and both keep what is lost.
     b1, b2: the decays.
     bucket: the elements with two means.
-
-  A momentum that was sent is cut to what Adam's step is at most (Kingma and Ba, 2015,
-  section 2.1).
   """
   m, v, updates = 0.0, 0.0, 0
   own, owned = np.zeros(np.shape(given[0])), np.zeros(np.shape(given[0])[1])
@@ -32,8 +29,6 @@ def moments(given, dense, *, b1, b2, bucket):
       owned = owned + sent.mean(axis=0)
       m = coded(owned)
       own, owned = own - sent, owned - m
-      most = max(1, (1 - b1) / (1 - b2) ** 0.5) * np.sqrt(v / (1 - b2**updates))
-      m = np.clip(m, -most, most)
     yield m / (1 - b1 ** (step + 1)), v / (1 - b2**updates)
 
 

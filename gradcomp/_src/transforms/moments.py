@@ -1,7 +1,6 @@
 """Moments of Adam that workers share: of mean gradients, or of compressed momenta."""
 
 import dataclasses
-import math
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -176,18 +175,11 @@ class Moments:
     def compressed(grads: Any, state: MomentsState) -> MomentsState:
       own = self._own_momenta(grads, state.mu, across)
       mu, exchange = self.compressed.update(own, state.exchange)
-      nu = optax.tree.bias_correction(state.nu, self.b2, state.updates)
-      mu = jax.tree.map(self._kept_below, mu, nu)
+      # Codecs without a zero send noise for elements that have had no gradient yet.
+      mu = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m), mu, state.nu)
       return state._replace(count=count, mu=mu, exchange=exchange)
 
     return lax.cond(state.count != state.dense, compressed, dense, grads, state)
-
-  def _kept_below(self, m: jax.Array, v: jax.Array) -> jax.Array:
-    """Cuts a momentum to the largest that Adam has with a variance; NaN stays."""
-    # A variance that does not follow can be far below the noise that a codec without a
-    # zero sends, and is zero where there has been no gradient yet.
-    most = max(1.0, (1 - self.b1) / math.sqrt(1 - self.b2)) * jnp.sqrt(v)
-    return m * jnp.where(jnp.abs(m) > most, most / jnp.abs(m), 1)
 
   def _mean(self, grads: Any, state: MomentsState, across: Reduction) -> Any:
     """Returns the mean gradient of all workers, float32 or wider."""
