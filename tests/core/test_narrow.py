@@ -190,7 +190,6 @@ PLACES = [
     *((Dense(), exchange) for exchange in EXCHANGES),
     *((BFLOAT, exchange) for exchange in ("ring", "two_shot")),
     (TopK(density=0.2, dtype=jnp.float16), "two_shot"),
-    (TopK(density=0.2, dtype=jnp.float16), GROUPS),
     (FloatCast(), "ring"),
     (OneBit(), "ring"),
     (QSGD(bits=4, share_scale=True), "psum"),

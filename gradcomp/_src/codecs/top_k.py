@@ -81,7 +81,8 @@ class TopK(sparse.SparseRows):
       sends the values. Default: None.
     dtype: the type of values on the wire: ``float32``, ``bfloat16`` or ``float16``. The
       residual keeps what rounding to 16 bits loses, and what lies beyond the largest
-      number. Default: ``float32``.
+      number, and ``hierarchical``, which sends sums, refuses ``float16``. Default:
+      ``float32``.
     slack: slots for each of the k elements in ``threshold`` and ``sampled``, from 1 to
       2. The less, the more often the sample misleads, which costs a pass over the leaf.
       Default: 2.0.
@@ -151,6 +152,12 @@ class TopK(sparse.SparseRows):
 
   @property
   def sums(self) -> Sum:
+    if self.dtype == jnp.float16:
+      beyond = (
+        "float16 values, got {codec}: sums of groups may lie beyond the largest one; "
+        "use dtype=jnp.bfloat16."
+      )
+      return Entries(self, facts=OF_BLOCKS.refusing({"grouped": beyond}))
     if self.selection != "sampled":
       return Entries(self)
     again = (
