@@ -27,6 +27,7 @@ from gradcomp._src.transforms.moments import (
   Variance,
   Warmup,
   as_warmup,
+  with_decay,
 )
 
 __all__ = ["MomentsState", "Stable", "adam"]
@@ -167,8 +168,5 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     step = lambda m, v, x: (m / (jnp.sqrt(v) + eps)).astype(x.dtype)
     return jax.tree.map(step, *moments.corrected(state), like), state
 
-  parts: list[optax.GradientTransformation]
-  parts = [any_tree(moments.init, of_workers(update_fn, axis_name, whole=True))]
-  if not isinstance(weight_decay, int | float) or weight_decay:
-    parts.append(optax.add_decayed_weights(weight_decay, mask))
-  return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+  first = any_tree(moments.init, of_workers(update_fn, axis_name, whole=True))
+  return with_decay(first, learning_rate, weight_decay, mask)

@@ -24,6 +24,7 @@ from gradcomp._src.mesh.axes import AxisName, require_size
 from gradcomp._src.mesh.reduction import Reduction, reduction
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.unsharded_params import check_whole_params
+from gradcomp._src.transforms.moments import with_decay
 
 __all__ = ["ScapeState", "scape"]
 
@@ -154,11 +155,8 @@ def scape(  # noqa: PLR0913 - options of users, by keyword
     step = functools.partial(method.step, across)
     return per_device(step, grads, state, across.axis_name, keeps_addends=False)
 
-  parts: list[optax.GradientTransformation]
-  parts = [any_tree(method.init, of_workers(update_fn, axis_name, whole=True))]
-  if not isinstance(weight_decay, int | float) or weight_decay:
-    parts.append(optax.add_decayed_weights(weight_decay, mask))
-  return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+  first = any_tree(method.init, of_workers(update_fn, axis_name, whole=True))
+  return with_decay(first, learning_rate, weight_decay, mask)
 
 
 # Places below it come out of a mean: three roundings lose less than a half.

@@ -221,6 +221,19 @@ class Moments:
     return mu, optax.tree.bias_correction(state.nu, self.b2, state.updates)
 
 
+def with_decay(
+  first: optax.GradientTransformationExtraArgs,
+  learning_rate: optax.ScalarOrSchedule,
+  weight_decay: Any,
+  mask: Any,
+) -> optax.GradientTransformationExtraArgs:
+  """Chains a direction, decoupled weight decay if there is any, and the rate."""
+  parts: list[optax.GradientTransformation] = [first]
+  if not isinstance(weight_decay, int | float) or weight_decay:
+    parts.append(optax.add_decayed_weights(weight_decay, mask))
+  return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+
+
 def _norm_1(tree: Any) -> jax.Array:
   """Returns the sum of a tree of magnitudes."""
   return sum(map(of_leaf, jax.tree.leaves(tree)), jnp.zeros([]))
