@@ -1,6 +1,8 @@
 """Runs every benchmark with --quick, two at a time.
 
-  make bench-quick     or     python -m benchmarks.quick [--runs 'links.speed ...']
+  make bench-quick     or     python -m benchmarks.quick [--runs 'links.speed' ...]
+
+``--share K N`` runs the K-th of N shares, from 0.
 
 Prints a line for each: ok, skipped and what this machine lacks for it, or FAILED and
 why, below what it printed last. The last line says how many of each there were. The
@@ -124,13 +126,16 @@ def _kept() -> set[tuple[str, int]]:
 def main(arguments: list[str] | None = None) -> None:
   parser = cli.parser(__doc__)
   parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+  parser.add_argument("--share", nargs=2, type=int, default=(0, 1), metavar=("K", "N"))
   options = parser.parse_args(arguments)
+  first, step = options.share
+  runs = options.runs[first::step]
   start = time.monotonic()
   verdicts, kept = [], _kept()
   with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(_AT_ONCE) as pool:
-    outputs = [pathlib.Path(folder, line.replace(" ", "")) for line in options.runs]
-    results = pool.map(run, options.runs, outputs)
-    for line, result in zip(options.runs, results, strict=True):
+    outputs = [pathlib.Path(folder, line.replace(" ", "")) for line in runs]
+    results = pool.map(run, runs, outputs)
+    for line, result in zip(runs, results, strict=True):
       if result.printed:
         print(result.printed)
       said = f": {result.reason}" if result.reason else ""

@@ -53,6 +53,15 @@ def test_runs_that_end_well_or_are_skipped(folder, capsys):
   ]
 
 
+def test_a_share_of_the_runs(folder, capsys):
+  with pytest.raises(SystemExit):
+    quick.main(["--share", "1", "2"])
+  assert printed(capsys) == [
+    "skipped: bare, _ s: there is no GPU here",
+    "quick: 0 ok, 1 skipped, 0 FAILED, _ s",
+  ]
+
+
 def test_runs_that_fail(folder, capsys, monkeypatch):
   monkeypatch.setattr(quick, "RUNS", ("broken", "silent", "rude"))
   with pytest.raises(SystemExit) as ended:

@@ -2,6 +2,7 @@
 
 Tests compile for longer than they compute. So XLA compiles in the least time, unless
 ``--optimize`` is given, and tests marked ``slow`` are left out unless ``--slow`` is.
+``--files`` runs a share of the files.
 """
 
 import argparse
@@ -20,6 +21,13 @@ def add_options(parser: pytest.Parser) -> None:
     default=(0, 0),
     metavar="all|K/N",
     help="run slow tests as well: all, or the K-th of N shares of them",
+  )
+  parser.addoption(
+    "--files",
+    type=share,
+    default=(0, 1),
+    metavar="all|K/N",
+    help="run the tests of all files, or of the K-th of N shares of them",
   )
   parser.addoption(
     "--optimize",
@@ -63,14 +71,17 @@ def set_flags(config: pytest.Config) -> None:
 
 
 class Selected:
-  """Leaves slow tests out."""
+  """Leaves slow tests out, and files.
+
+  By a hash of the name: the same ones are in the same share on every machine.
+  """
 
   def __init__(self, config: pytest.Config) -> None:
-    self._share, self._shares = config.getoption("--slow")
+    self._slow, self._files = config.getoption("--slow"), config.getoption("--files")
 
   def pytest_report_header(self) -> str:
-    slow = f"share {self._share} of {self._shares}" if self._shares else "none"
-    return f"slow tests: {slow}"
+    named = lambda k, n: f"share {k} of {n}" if n else "none"
+    return f"slow tests: {named(*self._slow)}; files: {named(*self._files)}"
 
   def pytest_collection_modifyitems(
     self, config: pytest.Config, items: list[pytest.Item]
@@ -79,8 +90,12 @@ class Selected:
     items[:] = [item for item in items if self._runs(item)]
 
   def _runs(self, item: pytest.Item) -> bool:
-    if item.get_closest_marker("slow") is None:
-      return True
-    # By a hash of the name: the same tests are in the same share on every machine.
-    number = zlib.crc32(item.nodeid.encode())
-    return self._shares > 0 and number % self._shares == self._share
+    file = item.nodeid.partition("::")[0]
+    slow = item.get_closest_marker("slow") is not None
+    return _within(file, *self._files) and (
+      not slow or _within(item.nodeid, *self._slow)
+    )
+
+
+def _within(name: str, number: int, shares: int) -> bool:
+  return shares > 0 and zlib.crc32(name.encode()) % shares == number

@@ -47,6 +47,8 @@ def test_compiles(size):
 def test_a_run_with_the_plugins(tmp_path):
   (tmp_path / "conftest.py").write_text(CONFTEST)
   (tmp_path / "test_it.py").write_text(TESTS)
+  for number in range(8):
+    (tmp_path / f"test_{number}.py").write_text("def test_passes(): pass")
 
   def run(*options):
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options]
@@ -57,11 +59,13 @@ def test_a_run_with_the_plugins(tmp_path):
     return result.returncode, result.stdout
 
   code, out = run("-k", "not compiles", "--optimize")
-  assert code == 0 and "1 passed, 24 deselected" in out, out
+  assert code == 0 and "9 passed, 24 deselected" in out, out
   code, out = run("--slow", "1/4")
   assert "FAILED: the tests compile 4 programs, and may 2" in out, out
   assert code == 1 and "failed" not in out.splitlines()[-1]
-  assert 5 < out.count(" PASSED") < 5 + 20  # a share of the slow ones
+  assert 13 < out.count(" PASSED") < 13 + 20  # a share of the slow ones
+  code, out = run("-k", "passes", "--files", "1/2")
+  assert not code and 0 < out.count(" PASSED") < 8, out  # a share of the files
 
 
 @pytest.mark.parametrize("text", ["", "1", "4/4", "-1/4", "a/b", "1/4/2", "every"])
