@@ -73,7 +73,7 @@ def parse(description: str | None) -> argparse.Namespace:
   add("--leaves", type=_leaves, nargs="+", help="equal leaves, or resnet50")
   add("--mib", type=int, default=64, help="size of the equal leaves together, in f32")
   add("--repeats", type=int, help="by default 5, and 2 below 500 Mbit/s")
-  add("--codecs", nargs="+", choices=methods.CASES, help="all exchanges of these")
+  add("--codecs", nargs="+", choices=methods.STEPS, help="all exchanges of these")
   add("--no-probe", dest="probe", action="store_false", help="skip the raw TCP probe")
   add("--loopback", action="store_true", help="the same as --rates loopback")
   add(

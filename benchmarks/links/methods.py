@@ -5,13 +5,18 @@ Grubic's in 128. So residuals are kept where a method has them: 1-bit SGD, RedSy
 PowerSGD. Elsewhere a time is without. A case "in leaves" sends each
 leaf in a message of its own, as systems do that do not merge layers (Han 2021, figure
 11). "Sorted" is RedSync with the naive selection: the exact largest, by sorting.
+Optimizers that exchange in place of gradients (links/optimizers.py) stand beside them.
 """
 
 import dataclasses
 from typing import get_args
 
 import jax.numpy as jnp
+import optax
 
+import gradcomp
+from benchmarks.links.optimizers import OPTIMIZERS, Optimizer
+from gradcomp import contrib
 from gradcomp._src.core.feedback import FeedbackName
 from gradcomp._src.exchange.auto import ExchangeName
 from gradcomp.codecs import (
@@ -23,10 +28,13 @@ from gradcomp.codecs import (
   Natural,
   OneBit,
   PowerSGD,
+  Sign,
   Ternary,
   TopK,
 )
+from gradcomp.exchange import Hierarchical
 
+GROUPED = Hierarchical(group_size=2)
 _ALL = tuple(name for name in get_args(ExchangeName) if name not in ("auto", "local"))
 _GATHERS = ("all_gather", "two_shot", "ring")
 _SUMS = ("two_shot", "psum")
@@ -45,6 +53,20 @@ class Case:
   exchanges: tuple[str, ...]
   feedback: FeedbackName | None = None
   message_bytes: int | None = None
+
+  def transformation(self, exchange: str) -> optax.GradientTransformation:
+    """Makes the exchange of gradients over the axis ``"data"``.
+
+    Raises:
+      ValueError: these do not go together.
+    """
+    return gradcomp.compress(
+      self.codec,
+      axis_name="data",
+      exchange=GROUPED if exchange == GROUPED.name else exchange,
+      feedback=self.feedback,
+      message_bytes=self.message_bytes,
+    )
 
 
 APS = FloatCast(exponent_bits=5, mantissa_bits=2)
@@ -86,6 +108,10 @@ CASES: dict[str, Case] = {
   "powersgd-2": Case(PowerSGD(rank=2), ("psum",), "error"),
   "powersgd-4": Case(PowerSGD(rank=4), ("psum",), "error"),
   "powersgd-4-8bit": Case(PowerSGD(rank=4, bits=8), ("two_shot",), "error"),
+  "powersgd-4 alternate": Case(PowerSGD(rank=4, alternate=True), ("psum",), "error"),
+  "sign by votes": Case(Sign(), _SUMS),
+  "onebit-512 ef21": Case(OneBit(bucket_size=512), _SUMS[:1], "ef21"),
+  "shared top-1%": Case(contrib.SharedTopK(density=0.01), ("psum",), "error"),
   # One message in parts; with one leaf these are one message, too, and left out.
   "f16 in leaves": Case(Dense(dtype=jnp.float16), _CHAINS, message_bytes=1),
   "bf16 in leaves": Case(Dense(dtype=jnp.bfloat16), ("two_shot",), message_bytes=1),
@@ -94,6 +120,8 @@ CASES: dict[str, Case] = {
   "qsgd-4 by 1 MiB": Case(QSGD(bits=4), ("two_shot",), message_bytes=_MIB),
   "qsgd-4 by 4 MiB": Case(QSGD(bits=4), ("two_shot",), message_bytes=4 * _MIB),
 }
+
+STEPS: dict[str, Case | Optimizer] = CASES | OPTIMIZERS
 
 # What cells have that are there for the rate or the leaves, and not for the codecs.
 BRIEF = (
@@ -117,6 +145,11 @@ BRIEF = (
   "powersgd-1 psum",
   "powersgd-2 psum",
   "powersgd-4 psum",
+  "shared top-1% psum",
+  "adam psum",
+  "1-bit adam two_shot",
+  "lion by votes two_shot",
+  "scape-1% psum",
 )
 # The same for many leaves, whose programs take 3 to 30 s to compile on one core each.
 BRIEF_OF_MANY = (
@@ -144,7 +177,7 @@ def chosen(codecs: list[str] | None, brief: bool, merged: bool) -> list[str]:
     return list(BRIEF if merged else BRIEF_OF_MANY)
   return [
     f"{name} {exchange}"
-    for name, case in CASES.items()
+    for name, case in STEPS.items()
     if (not codecs or name in codecs) and not (merged and case.message_bytes)
     for exchange in case.exchanges
   ]

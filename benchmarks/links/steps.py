@@ -16,13 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.links import methods
+from benchmarks.links.optimizers import Optimizer
 from gradcomp._src.exchange.collectives import scatter
 from gradcomp.codecs import Codec, Context, Payload
-from gradcomp.exchange import Hierarchical
 
 BASELINE = "plain f32 mean"
-_GROUP = 2
-_GROUPED = Hierarchical(group_size=_GROUP)
+_GROUP = methods.GROUPED.group_size
 
 # Bytes that one of n hosts sends for payloads of c bytes, f in float32. Hierarchical:
 # shares of f inside a group, of c between groups, and the means to all.
@@ -46,6 +45,7 @@ class Timed:
   arithmetic: float | None = None
   keep: Callable[[Any], None] = lambda outputs: None  # for the next call
   averages: bool = False  # whether it returns a mean, and then what is kept
+  updates: bool = False  # an optimizer's, which is no mean of gradients
 
 
 def local_like(
@@ -107,25 +107,23 @@ def steps(
   yield BASELINE, timed(plain, (), (), _SENT["psum"](hosts, floats, floats))
   for name in names:
     codec, exchange = name.rsplit(" ", 1)
-    case = methods.CASES[codec]
-    group = _GROUP if exchange == _GROUPED.name else 1
+    case = methods.STEPS[codec]
+    group = _GROUP if exchange == methods.GROUPED.name else 1
     if group >= hosts or hosts % group:
       continue
     try:
-      tx = gradcomp.compress(
-        case.codec,
-        axis_name="data",
-        exchange=_GROUPED if exchange == _GROUPED.name else exchange,
-        feedback=case.feedback,
-        message_bytes=case.message_bytes,
-      )
+      tx = case.transformation(exchange)
     except ValueError:  # the library says that these do not go together
       continue
     with jax.set_mesh(mesh):  # owners keep something where their number is known
       specs = gradcomp.state_specs(jax.eval_shape(tx.init, like), axis_name="data")
-    init = jax.shard_map(tx.init, mesh=mesh, in_specs=P("data"), out_specs=specs)
-    sent = _arithmetic(case, exchange, like, hosts)
-    yield name, timed(tx.update, jax.jit(init)(grads), specs, sent)
+    # Of parameters that all hosts have alike, as users have them.
+    zeros = lambda: tx.init([jnp.zeros(x.shape, x.dtype) for x in like])  # noqa: B023
+    state = jax.jit(jax.shard_map(zeros, mesh=mesh, in_specs=(), out_specs=specs))()
+    updates = isinstance(case, Optimizer)
+    sent = None if updates else _arithmetic(case, exchange, like, hosts)
+    step = timed(tx.update, state, specs, sent)
+    yield name, dataclasses.replace(step, updates=updates)
 
 
 def parts(

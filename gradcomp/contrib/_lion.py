@@ -13,6 +13,7 @@ import gradcomp
 from gradcomp._src.core.feedback import NoFeedback
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.mesh import study
+from gradcomp._src.transforms.moments import with_decay
 from gradcomp.codecs import Dense, Sign
 
 Vote = Literal["majority", "mean"]
@@ -67,7 +68,7 @@ def lion(  # noqa: PLR0913 - options of users, by keyword
     vote: ``"majority"`` or ``"mean"``.
     b1: :math:`\beta_1`, at least 0 and below 1.
     b2: :math:`\beta_2`, the same.
-    weight_decay: :math:`\lambda`.
+    weight_decay: :math:`\lambda`. Above 0, ``update`` needs the parameters.
     mask: of the weight decay, as in ``optax.add_decayed_weights``.
     sync_momentum: K, or None to leave momenta as they are.
     exchange: ``"auto"``, ``"all_gather"`` or ``"two_shot"``, or an object.
@@ -107,8 +108,7 @@ def lion(  # noqa: PLR0913 - options of users, by keyword
     exchange=exchange,
     bucket_size=bucket_size,
   )
-  decay = optax.add_decayed_weights(weight_decay, mask)
-  return optax.chain(votes, decay, optax.scale_by_learning_rate(learning_rate))
+  return with_decay(votes, learning_rate, weight_decay, mask)
 
 
 def scale_by_lion(  # noqa: PLR0913 - options of users, by keyword
