@@ -16,16 +16,15 @@ from gradcomp._src.checks import static_integer, static_number
 from gradcomp._src.codecs import sparse
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.power_sgd import product
-from gradcomp._src.codecs.protocol import Codec, Round, Talk
-from gradcomp._src.codecs.sums.records import Context, Leaf, Memory
-from gradcomp._src.codecs.sums.sum import Sum, SumFacts
+from gradcomp._src.codecs.protocol import InRounds, Round, Talk
+from gradcomp._src.codecs.sums.records import Leaf, Memory
 from gradcomp._src.kernels.common.threefry import fold_key, threefry2x32
 
 _COLUMNS_RULE = "a number of columns, 1 or more and below 2**31"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SharedTopK(Codec):
+class SharedTopK(InRounds):
   r"""Sends the rows of the mean that are largest by a sketch, the same of all workers.
 
   A leaf is read as a matrix :math:`G_i` of m rows, along its last axis, of n elements,
@@ -113,35 +112,6 @@ class SharedTopK(Codec):
   def inner(self) -> Dense:
     """The codec of the sketch and of the rows."""
     return Dense(dtype=self.dtype)
-
-  @property
-  def sums(self) -> Sum:
-    """The sum of the numbers of both."""
-    return self.inner.sums
-
-  @property
-  def facts(self) -> SumFacts:
-    """The facts about the sums of both, which are float32."""
-    facts = self.inner.facts.naming(self.inner)
-    return dataclasses.replace(facts, keeps_float64=False, of_leaf=False)
-
-  @property
-  def tile_size(self) -> int:
-    """The numbers in a row of words."""
-    return self.inner.tile_size
-
-  @property
-  def row_words(self) -> int:
-    """The words in a row."""
-    return self.inner.row_words
-
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
-    """Encodes numbers of the sketch, or of rows."""
-    return self.inner.encode_rows(tiles, context)
-
-  def decode_rows(self, rows: Array) -> Array:
-    """Decodes numbers of the sketch, or of rows."""
-    return self.inner.decode_rows(rows)
 
   def bind(self, leaf: Leaf) -> "SharedTopK | Dense":
     """Returns the codec of a leaf's matrix; ``Dense()`` where that saves too little."""

@@ -13,10 +13,9 @@ from jax import Array
 from gradcomp._src.bibliography import VOGELS_2019, ZHANG_2023, Citation
 from gradcomp._src.checks import flag, one_of, static_integer, static_number
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.protocol import Codec, Round, Talk
+from gradcomp._src.codecs.protocol import InRounds, Round, Talk
 from gradcomp._src.codecs.qsgd import QSGD
-from gradcomp._src.codecs.sums.records import Context, Leaf, Memory
-from gradcomp._src.codecs.sums.sum import Sum, SumFacts
+from gradcomp._src.codecs.sums.records import Leaf, Memory
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
 # The rest of a dependent row is rounding. Measured on float32 products of random
@@ -78,7 +77,7 @@ _MATRIX_RULE = "None, or a pair of the rows and columns, 1 or more each"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PowerSGD(Codec):
+class PowerSGD(InRounds):
   r"""Sends the mean of all workers' matrices as a product of rank ``rank``: PowerSGD.
 
   A leaf is read as a matrix :math:`M_i` of m by n, worker :math:`i`'s own. With the
@@ -192,30 +191,6 @@ class PowerSGD(Codec):
   def inner(self) -> Dense | QSGD:
     """The codec of both factors."""
     return Dense() if self.bits == 32 else QSGD(bits=8, rounding="nearest")
-
-  @property
-  def sums(self) -> Sum:
-    return self.inner.sums
-
-  @property
-  def facts(self) -> SumFacts:
-    """The facts about the sums of factors, which are float32."""
-    facts = self.inner.facts.naming(self.inner)
-    return dataclasses.replace(facts, keeps_float64=False, of_leaf=False)
-
-  @property
-  def tile_size(self) -> int:
-    return self.inner.tile_size
-
-  @property
-  def row_words(self) -> int:
-    return self.inner.row_words
-
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
-    return self.inner.encode_rows(tiles, context)
-
-  def decode_rows(self, rows: Array) -> Array:
-    return self.inner.decode_rows(rows)
 
   def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
     """Returns the left factor and the right one, or the longer, columns as rows."""

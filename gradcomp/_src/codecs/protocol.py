@@ -1,6 +1,7 @@
 """``LeafCodec``, the protocol of codecs that users give, and ``Codec``, their base."""
 
 import abc
+import dataclasses
 import math
 from collections.abc import Generator, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
@@ -269,6 +270,39 @@ class Codec(LeafCodec, abc.ABC):
   def roundtrip(self, x: Array, *, key: Array | None = None) -> Array:
     """Returns the array that arrives: ``decode(encode(x, key=key), like=x)``."""
     return self.decode(self.encode(x, key=key), like=x)
+
+
+class InRounds(Codec):
+  """A base of codecs that send other arrays in place of a leaf, all by one codec."""
+
+  @property
+  @abc.abstractmethod
+  def inner(self) -> Codec:
+    """The codec of the arrays of all rounds."""
+
+  @property
+  def sums(self) -> Sum:
+    return self.inner.sums
+
+  @property
+  def facts(self) -> SumFacts:
+    """The facts about the sums of these arrays, which are float32."""
+    facts = self.inner.facts.naming(self.inner)
+    return dataclasses.replace(facts, keeps_float64=False, of_leaf=False)
+
+  @property
+  def tile_size(self) -> int:
+    return self.inner.tile_size
+
+  @property
+  def row_words(self) -> int:
+    return self.inner.row_words
+
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
+    return self.inner.encode_rows(tiles, context)
+
+  def decode_rows(self, rows: Array) -> Array:
+    return self.inner.decode_rows(rows)
 
 
 def is_codec(value: Any) -> TypeGuard[LeafCodec]:
