@@ -37,6 +37,10 @@ def _entry(text: str) -> str:
   return f"@misc{{{key},\n" + ",\n".join(lines) + "\n}"
 
 
+AHN_2025 = _entry("""ahn2025dion 2504.05295
+Ahn, Kwangjun and Xu, Byron and Abreu, Natalie and Fan, Ying and Magakyan, Gagik and \
+Sharma, Pratyusha and Zhan, Zheng and Langford, John
+Dion: Distributed Orthonormalized Updates""")
 ALISTARH_2017 = _entry("""alistarh2017qsgd 1610.02132
 Alistarh, Dan and Grubic, Demjan and Li, Jerry and Tomioka, Ryota and Vojnovic, Milan
 QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding""")

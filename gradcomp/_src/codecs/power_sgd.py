@@ -214,7 +214,7 @@ class PowerSGD(InRounds):
     If factors alternate, zeros fill it to ``max(m, n)``, and beside it is the turn,
     ``int32[1]``: 0 if it is a right factor, and 1 if it is a left one.
     """
-    rows = _random_rows(key, self.rank, self._shape[1])
+    rows = random_rows(key, self.rank, self._shape[1])
     if not self.alternate:
       return Memory(shared=rows)
     return Memory(shared=(_filled(rows, max(self._shape)), jnp.zeros(1, jnp.int32)))
@@ -229,17 +229,18 @@ class PowerSGD(InRounds):
     if self.alternate:
       return (yield from self._in_turn(leaves, memory))
     matrices = [leaf.reshape(self._shape) for leaf in leaves]
-    sums = yield [_left(m, q) for m, q in zip(matrices, memory, strict=True)]
-    basis, _ = _orthonormal(jnp.stack(sums))
-    factors = yield [_right(m, p) for m, p in zip(matrices, basis, strict=True)]
+    sums = yield [left_factor(m, q) for m, q in zip(matrices, memory, strict=True)]
+    basis, _ = each_orthonormal(jnp.stack(sums))
+    factors = yield [right_factor(m, p) for m, p in zip(matrices, basis, strict=True)]
     given = zip(basis, factors, leaves, strict=True)
-    means = [_matrix(p, q).reshape(leaf.shape) for p, q, leaf in given]
-    return means, list(self._remembered(jnp.stack(memory), jnp.stack(factors)))
+    means = [multiplied(p, q).reshape(leaf.shape) for p, q, leaf in given]
+    old, new = jnp.stack(memory), jnp.stack(factors)
+    return means, list(remembered(old, new, self._restarts[1]))
 
   def _in_turn(self, leaves: Sequence[Array], memory: Sequence[Any]) -> Talk:
     matrices = [leaf.reshape(self._shape) for leaf in leaves]
     old, turns = (jnp.stack(parts) for parts in zip(*memory, strict=True))
-    basis, _ = _orthonormal(old)
+    basis, _ = each_orthonormal(old)
     factors = yield [*map(_other_factor, matrices, basis, turns)]
     new = jnp.stack(factors)
     finite = jnp.isfinite(new).all(axis=(1, 2))[:, None]
@@ -249,7 +250,7 @@ class PowerSGD(InRounds):
     left = jnp.where(is_left, basis, new)[..., : self._shape[0]]
     right = jnp.where(is_left, new, basis)[..., : self._shape[1]]
     given = zip(left, right, leaves, strict=True)
-    means = [_matrix(p, q).reshape(leaf.shape) for p, q, leaf in given]
+    means = [multiplied(p, q).reshape(leaf.shape) for p, q, leaf in given]
     found = unit_rows(new)
     begins = [_filled(rows, max(self._shape)) for rows in self._restarts]
     begin = jnp.where(is_left, begins[1], begins[0])
@@ -265,14 +266,7 @@ class PowerSGD(InRounds):
   def _restarts(self) -> list[Array]:
     """The fixed random rows of a left and a right factor that begin again from zero."""
     key = jnp.zeros(2, jnp.uint32)
-    return [_random_rows(key, self.rank, side) for side in self._shape]
-
-  def _remembered(self, old: Array, right: Array) -> Array:
-    """Returns the right factors of the next step, ``float32[leaves, rank, n]``."""
-    new = unit_rows(right)
-    # From a row that reaches nothing, or nothing new, zero would follow in every step.
-    new = jnp.where((new == 0).all(axis=-1, keepdims=True), self._restarts[1], new)
-    return jnp.where(jnp.isfinite(new).all(axis=-1, keepdims=True), new, old)
+    return [random_rows(key, self.rank, side) for side in self._shape]
 
 
 def _filled(rows: Array, columns: int) -> Array:
@@ -284,32 +278,46 @@ def _filled(rows: Array, columns: int) -> Array:
 def _other_factor(matrix: Array, basis: Array, turn: Array) -> Array:
   """Returns the factor beside a basis, which is a left one if ``turn`` is 1."""
   m, n = matrix.shape
-  right = lambda: _filled(_right(matrix, basis[:, :m]), max(m, n))
-  left = lambda: _filled(_left(matrix, basis[:, :n]), max(m, n))
+  right = lambda: _filled(right_factor(matrix, basis[:, :m]), max(m, n))
+  left = lambda: _filled(left_factor(matrix, basis[:, :n]), max(m, n))
   return jax.lax.cond(turn[0] == 1, right, left)
 
 
 @jax.jit
-def _left(matrix: Array, right: Array) -> Array:
-  return product("mn,rn->rm", matrix, right)
+def left_factor(matrix: Array, right: Array) -> Array:
+  """Returns the left factor beside a right one, ``float32[..., rank, m]``."""
+  return product("...mn,...rn->...rm", matrix, right)
 
 
 @jax.jit
-def _right(matrix: Array, left: Array) -> Array:
-  return product("rm,mn->rn", left, matrix)
+def right_factor(matrix: Array, left: Array) -> Array:
+  """Returns the right factor beside a left one, ``float32[..., rank, n]``."""
+  return product("...rm,...mn->...rn", left, matrix)
 
 
 @jax.jit
-def _matrix(left: Array, right: Array) -> Array:
-  return product("rm,rn->mn", left, right)
+def multiplied(left: Array, right: Array) -> Array:
+  """Returns the matrix of two factors, ``float32[..., m, n]``."""
+  return product("...rm,...rn->...mn", left, right)
+
+
+def remembered(old: Array, right: Array, start: Array) -> Array:
+  """Returns the right factors of the next step, ``float32[..., rank, n]``.
+
+  ``start`` replaces zero rows, and old ones stay in place of those not finite.
+  """
+  new = unit_rows(right)
+  # From a row that reaches nothing, or nothing new, zero would follow in every step.
+  new = jnp.where((new == 0).all(axis=-1, keepdims=True), start, new)
+  return jnp.where(jnp.isfinite(new).all(axis=-1, keepdims=True), new, old)
 
 
 # One program for all leaves of a shape: the rows of a leaf follow one after another.
-_orthonormal = jax.jit(jax.vmap(orthonormal))
+each_orthonormal = jax.jit(jax.vmap(orthonormal))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # leaves of a shape: traced once
-def _random_rows(key: Array, rows: int, columns: int) -> Array:
+def random_rows(key: Array, rows: int, columns: int) -> Array:
   """Draws ``float32[rows, columns]``, multiples of 2**-23 from -1 to 1."""
   row = jnp.arange(rows, dtype=jnp.uint32)[:, None]
   pair = jnp.arange(-(-columns // 2), dtype=jnp.uint32)

@@ -1,0 +1,265 @@
+"""Dion: momenta in low rank, which workers average as factors and orthonormalize."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import ArrayLike
+
+from gradcomp._src.bibliography import AHN_2025, Citation
+from gradcomp._src.checks import share_below_1, static_integer
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.power_sgd import (
+  each_orthonormal,
+  left_factor,
+  multiplied,
+  random_rows,
+  remembered,
+  right_factor,
+)
+from gradcomp._src.codecs.protocol import InRounds, Round, Talk
+from gradcomp._src.codecs.sums.records import Leaf, Memory
+from gradcomp._src.codecs.sums.sum import SumFacts
+from gradcomp._src.core.feedback import NoFeedback
+from gradcomp._src.core.inputs import any_tree
+from gradcomp._src.core.of_workers import of_workers
+from gradcomp._src.core.transform import compress
+from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
+from gradcomp._src.exchange.message_size import MessageBytes
+from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange.step import Reduced
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.shard_maps import map_addends
+from gradcomp._src.transforms.moments import with_decay
+
+__all__ = ["dion"]
+
+
+def dion(  # noqa: PLR0913 - options of users, by keyword
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  rank: int,
+  axis_name: AxisName | None = None,
+  mu: float = 0.95,
+  weight_decay: Any = 0.0,
+  mask: Any = None,
+  exchange: ExchangeName | Auto | Exchange = "auto",
+  message_bytes: MessageBytes = "auto",
+  key: ArrayLike = 0,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Trains matrices by orthonormal steps of low rank: Dion.
+
+  It takes the place of an optimizer, with nothing in front, and gets each worker's own
+  gradient :math:`G_i`, m by n, as :func:`gradcomp.compress` does. Each worker keeps a
+  momentum :math:`M_i` of its own, and all have the same :math:`Q` and parameters
+  :math:`X`, to the bit:
+
+  .. math::
+     B_i = M_i + G_i, \qquad P = \mathrm{orthonormalize}\Big(\frac{1}{N} \sum_i B_i
+     Q\Big), \qquad R = \frac{1}{N} \sum_i B_i^T P
+
+  .. math::
+     M_i \leftarrow B_i - (1 - \mu) P R^T, \qquad Q \leftarrow R \text{ with columns of
+     length } 1, \qquad X \leftarrow X - \eta \Big(\sqrt{\tfrac{n}{m}} \, P Q^T +
+     \lambda X\Big)
+
+  Both sums are sums of plain numbers, and gradients are not averaged: a worker sends
+  ``r * (m + n)`` numbers of 32 bits in two rounds, r being ``rank`` or the shorter side
+  if that is less. What they lack waits in momenta. It is the paper's form with
+  decoupled momenta, in which the mean of all :math:`M_i` is the momentum that averaged
+  gradients would have.
+
+  Of a full rank, :math:`P Q^T` comes to the polar factor of the momentum, which Muon
+  approaches, as far as the momentum stays: each step is one of a power iteration.
+
+  All leaves must be matrices. Axes before the last two stack them, as layers in a scan.
+  Send vectors, embeddings and the last layer to another optimizer, by
+  ``optax.partition``. A matrix that is sharded over other axes is one matrix a shard.
+
+  Three things differ from the paper. Rows are inputs, as JAX has them, so that the
+  paper's :math:`\sqrt{m / n}` is :math:`\sqrt{n / m}`. Columns are made orthonormal as
+  in :class:`gradcomp.codecs.PowerSGD`, not by a randomized Cholesky QR: one that
+  depends on others becomes zero. And columns of :math:`Q` that are zero begin again
+  from random numbers, from which the step itself gets nothing.
+
+  A NaN or an infinity makes a whole matrix NaN on every worker, and leaves the state as
+  it was. :func:`gradcomp.reshard_state` should ``keep="mean"``.
+
+  Args:
+    learning_rate: :math:`\eta`, a number or a schedule of optax.
+    rank: of a step, 1 or more.
+    axis_name: as of :func:`gradcomp.compress`.
+    mu: :math:`\mu`, at least 0 and below 1.
+    weight_decay: :math:`\lambda`, decoupled. Above 0, ``update`` needs the parameters.
+    mask: the leaves that decay, a tree of bools or a function of the parameters.
+    exchange, message_bytes: of the factors, see :class:`gradcomp.CompressOptions`.
+    key: of the first :math:`Q`, the same on all workers.
+
+  Returns:
+    A gradient transformation, an ``optax.chain`` that begins with a
+    :class:`gradcomp.state.CompressState`. Its ``residual`` is the momentum, float32.
+
+  Raises:
+    ValueError: an option is bad; a leaf is no matrix; or as of
+      :func:`gradcomp.compress`.
+    TypeError: in ``update``, a gradient is not real floating point.
+
+  Example:
+    >>> from gradcomp.contrib import dion
+    >>> tx = dion(1.0, rank=1)
+    >>> gradient = jnp.outer(jnp.array([2.0, 0.0]), jnp.array([3.0, 4.0]))
+    >>> update, state = tx.update(gradient, tx.init(gradient))
+    >>> update.round(4)
+    Array([[-0.6, -0.8],
+           [ 0. ,  0. ]], dtype=float32)
+
+  References:
+    Ahn et al., `Dion: Distributed Orthonormalized Updates
+    <https://arxiv.org/abs/2504.05295>`_, 2025, algorithm 1, and its form for data
+    parallel workers
+  """
+  if not getattr(as_exchange(exchange), "sends", True):
+    raise ValueError(
+      '`exchange` must send something, for steps are of all workers, got "local"; '
+      "with axis_name=None there is one worker."
+    )
+  factors = compress(
+    _Factors(rank=rank, mu=share_below_1("mu", mu)),
+    axis_name=axis_name,
+    exchange=exchange,
+    feedback=_Momentum(),
+    min_leaf_size=0,
+    message_bytes=message_bytes,
+    key=key,
+  )
+
+  def update_fn(
+    updates: Any, state: Any, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, Any]:
+    # The rounding error of a step in fewer bits must not join the momentum.
+    wide = jax.tree.map(_in_float32, updates)
+    steps, state = factors.update(wide, state, params, **extra_args)
+    return jax.tree.map(lambda x, g: x.astype(g.dtype), steps, updates), state
+
+  first = any_tree(factors.init, of_workers(update_fn, axis_name))
+  return with_decay(first, learning_rate, weight_decay, mask)
+
+
+def _in_float32(gradient: Array) -> Array:
+  if not jnp.issubdtype(gradient.dtype, jnp.floating):
+    raise TypeError(f"`updates` must have real float dtypes, got {gradient.dtype}.")
+  return map_addends(lambda x: x.astype(jnp.float32), gradient)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Momentum(NoFeedback):
+  """Keeps what is not sent as momentum, and takes a step in place of the mean."""
+
+  keeps: ClassVar[bool] = True
+
+  def received(
+    self, updates: Any, momentum: Any, estimate: Any, reduced: Reduced
+  ) -> Reduced:
+    pairs = zip(reduced.mean, reduced.memory, strict=True)
+    return reduced._replace(mean=[_step(mean, *x.shared) for mean, x in pairs])
+
+
+@jax.jit
+def _step(mean: Array, right: Array, left: Array) -> Array:
+  """Returns the step of a leaf, by factors; NaN where its mean is not finite."""
+  m, n = left.shape[-1], right.shape[-1]
+  step = math.sqrt(n / m) * multiplied(left, right).reshape(mean.shape)
+  return jnp.where(jnp.isfinite(mean), step, jnp.nan)
+
+
+_RANK_RULE = "a number of columns, 1 or more and below 2**31"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Factors(InRounds):
+  """Sends ``1 - mu`` of the mean matrix as factors: what error feedback then keeps.
+
+  The shared codec state of a leaf is the right factor, ``float32[stack, rank, n]``, and
+  beside it the left one of the last step.
+  """
+
+  rank: int
+  mu: float
+  matrix: tuple[int, int, int] = (0, 0, 0)  # the stack, m and n, once a leaf is bound
+
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      AHN_2025,
+      "Columns are made orthonormal by the Gram-Schmidt process, and begin again from "
+      "random numbers where they are zero. Rows of matrices are inputs.",
+    ),
+  )
+
+  def __post_init__(self) -> None:
+    rank = static_integer("rank", _RANK_RULE, self.rank, least=1, most=2**31 - 1)
+    object.__setattr__(self, "rank", rank)
+
+  @property
+  def inner(self) -> Dense:
+    """The codec of both factors."""
+    return Dense()
+
+  @property
+  def facts(self) -> SumFacts:
+    """The facts about sums of factors, which are steps in units of their own."""
+    return dataclasses.replace(super().facts, own_units=True)
+
+  def check_leaves(self, leaves: Sequence[Leaf]) -> None:
+    """Raises ValueError for a leaf that is no matrix."""
+    for leaf in leaves:
+      if len(leaf.shape) < 2 or not leaf.size:
+        raise ValueError(
+          "`params` must have matrices alone, or stacks of them, with an element or "
+          f"more, but {leaf.path!r} has the shape {leaf.shape}; give what is none to "
+          "another optimizer by optax.partition."
+        )
+
+  def bind(self, leaf: Leaf) -> "_Factors":
+    """Returns the codec of a leaf's matrices."""
+    *stack, m, n = leaf.shape
+    rank = min(self.rank, m, n)
+    return dataclasses.replace(self, rank=rank, matrix=(math.prod(stack), m, n))
+
+  def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
+    """Returns the left factors and the right ones, columns as rows."""
+    stack, m, n = self.matrix
+    sides = ((stack, self.rank, side) for side in (m, n))
+    return tuple(Round(side, self.inner) for side in sides)
+
+  def init(self, leaf: Leaf, key: Array) -> Memory:
+    """Returns a leaf's first right factors, which are random, and no left ones."""
+    stack, m, n = self.matrix
+    rows = random_rows(key, stack * self.rank, n).reshape(stack, self.rank, n)
+    return Memory(shared=(rows, jnp.zeros((stack, self.rank, m))))
+
+  def in_rounds(self, leaves: Sequence[Array], memory: Sequence[Any]) -> Talk:
+    """Computes the share of the mean that is sent, while others average the factors."""
+    stacks = [leaf.reshape(self.matrix) for leaf in leaves]
+    old = [right for right, _ in memory]
+    sums = yield [*map(left_factor, stacks, old)]
+    basis, _ = each_orthonormal(jnp.concatenate(sums))
+    lefts = basis.reshape(len(leaves), *sums[0].shape)
+    rights = yield [*map(right_factor, stacks, lefts)]
+    finite = [jnp.isfinite(x).all(axis=(1, 2), keepdims=True) for x in rights]
+    # Else a number that is not finite would reach its column alone.
+    shares = [
+      multiplied(left, jnp.where(ok, (1 - self.mu) * right, jnp.nan)).reshape(x.shape)
+      for left, right, ok, x in zip(lefts, rights, finite, leaves, strict=True)
+    ]
+    start = random_rows(jnp.zeros(2, jnp.uint32), self.rank, self.matrix[2])
+    found = [remembered(*pair, start) for pair in zip(old, rights, strict=True)]
+    kept = [
+      (jnp.where(ok, new, right), jnp.where(ok, left, last))
+      for ok, new, left, (right, last) in zip(finite, found, lefts, memory, strict=True)
+    ]
+    return shares, kept
