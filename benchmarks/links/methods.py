@@ -150,6 +150,7 @@ BRIEF = (
   "1-bit adam two_shot",
   "lion by votes two_shot",
   "scape-1% psum",
+  "dion-4 psum",
 )
 # The same for many leaves, whose programs take 3 to 30 s to compile on one core each.
 BRIEF_OF_MANY = (

@@ -46,4 +46,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
   "scape-1%": Optimizer(
     lambda name: contrib.scape(_RATE, axis_name="data", warmup=1), ("psum",)
   ),
+  "dion-4": Optimizer(
+    lambda name: contrib.dion(_RATE, axis_name="data", exchange=name, rank=4), ("psum",)
+  ),
 }
