@@ -43,8 +43,8 @@ __all__ = ["dion"]
 def dion(  # noqa: PLR0913 - options of users, by keyword
   learning_rate: optax.ScalarOrSchedule,
   *,
-  rank: int,
   axis_name: AxisName | None = None,
+  rank: int,
   mu: float = 0.95,
   weight_decay: Any = 0.0,
   mask: Any = None,
@@ -92,8 +92,8 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
 
   Args:
     learning_rate: :math:`\eta`, a number or a schedule of optax.
-    rank: of a step, 1 or more.
     axis_name: as of :func:`gradcomp.compress`.
+    rank: of a step, 1 or more.
     mu: :math:`\mu`, at least 0 and below 1.
     weight_decay: :math:`\lambda`, decoupled. Above 0, ``update`` needs the parameters.
     mask: the leaves that decay, a tree of bools or a function of the parameters.
