@@ -11,10 +11,12 @@ from gradcomp.contrib._adam import MomentsState, Stable, adam
 from gradcomp.contrib._dion import dion
 from gradcomp.contrib._lamb import LambState, lamb
 from gradcomp.contrib._lion import lion, scale_by_lion
+from gradcomp.contrib._local_adam import DoublingGaps, LocalMomentsState
 from gradcomp.contrib._scape import ScapeState, scape
 from gradcomp.contrib._shared_top_k import SharedTopK
 
-__all__ = ["EF21", "LambState", "MomentsState", "ScapeState", "SharedTopK", "Stable"]
+__all__ = ["EF21", "DoublingGaps", "LambState", "LocalMomentsState", "MomentsState"]
+__all__ += ["ScapeState", "SharedTopK", "Stable"]
 __all__ += ["adam", "dion", "lamb", "lion", "scale_by_lion", "scape"]
 
 _public.publish(vars())

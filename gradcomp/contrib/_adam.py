@@ -27,8 +27,10 @@ from gradcomp._src.transforms.moments import (
   Variance,
   Warmup,
   as_warmup,
+  has_decay,
   with_decay,
 )
+from gradcomp.contrib._local_adam import Gaps, LocalAdam, as_gaps
 
 __all__ = ["MomentsState", "Stable", "adam"]
 
@@ -42,6 +44,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   codec: LeafCodec = _ONE_BIT,
   warmup: int | Warmup = _STABLE,
   variance: Variance = "frozen",
+  local: int | Gaps | None = None,
   b1: float = 0.9,
   b2: float = 0.999,
   eps: float = 1e-8,
@@ -72,16 +75,36 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   All workers have the same parameters after each step, to the bit.
 
   - 1-bit Adam: the default.
-  - 0/1 Adam without its local steps: ``variance="doubling"``. Steps that average
+  - 0/1 Adam: ``variance="doubling"``, and ``local=DoublingGaps()``. Steps that average
     gradients in float32 follow the warm-up, and update :math:`v`. Their gaps are 1 for
-    16 of them, then 2 for 16, then 4. Its local steps are left out.
+    16 of them, then 2 for 16, then 4.
+
+  With ``local`` workers exchange in the last step of a gap, and send nothing in others.
+  Each has parameters :math:`x_i` of its own, at which its gradients are computed: see
+  :func:`gradcomp.local.local_params`, which :func:`gradcomp.make_train_step` calls.
+  Updates are zeros in its steps
+
+  .. math::
+     m_i \leftarrow \beta_1 m_i + (1 - \beta_1) g_i, \qquad
+     u_i \leftarrow u_i + \gamma m_i, \qquad
+     x_i = x - \frac{\hat u_i}{\sqrt{\hat v} + \epsilon}
+
+  and with the sum :math:`\Gamma` of the rates of a gap, all move in its last one
+
+  .. math::
+     m \leftarrow \frac{1}{N} \sum_i Q\Big(\frac{u_i}{\Gamma} + e_i\Big), \qquad
+     x \leftarrow x - \Gamma \Big(\frac{\hat m}{\sqrt{\hat v} + \epsilon}
+     + \lambda x\Big), \qquad m_i \leftarrow m, \qquad u_i \leftarrow 0
 
   Here it departs from the papers: a step that averages gradients sends no momenta, the
-  mean updates :math:`m`, and residuals wait. Both moments are corrected for their
-  first value of zero, as Adam's are: :math:`\hat m` by the number of steps, and
-  :math:`\hat v` by that of its updates, so that the end of the warm-up is no jump. And
-  while :math:`v` of an element is zero, it has had no gradient, and its momentum stays
-  zero: else the noise of codecs without a zero would be divided by :math:`\epsilon`.
+  mean updates :math:`m`, and residuals wait. With ``local`` such a step follows an
+  exchange, and ends a gap early if need be. Workers send :math:`u_i / \Gamma`, not
+  :math:`u_i`: gaps of one step are then as without ``local``. Weights decay where all
+  move. Both moments are corrected for their first value of zero, as Adam's are:
+  :math:`\hat m` by the number of steps, and :math:`\hat v` by that of its updates, so
+  that the end of the warm-up is no jump. And while :math:`v` of an element is zero, it
+  has had no gradient, and its momentum stays zero: else the noise of codecs without a
+  zero would be divided by :math:`\epsilon`.
 
   A variance that stays far below the noise of the codec makes leaps. LeNet on images
   was NaN some steps behind the warm-up, with 1 bit and with 4. Give a larger ``eps``
@@ -93,6 +116,8 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   Leaves with few gradients, such as embeddings of rare tokens, have small variances,
   which amplify noise: give them ``Dense()`` by a policy, or more bits.
 
+  Local steps need two more float32 numbers for an element, in each worker.
+
   The moments are float32 at least. In ``jax.vmap`` and under Explicit axes they may
   differ from those of other modes in the last bit, for compilers contract their sums.
 
@@ -103,6 +128,9 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     warmup: a number of steps, 1 or more, or :class:`gradcomp.contrib.Stable`. It
       should last for as long as the rate rises.
     variance: ``"frozen"`` or ``"doubling"``, after the warm-up.
+    local: the steps from one exchange to the next, after the warm-up: a number, or
+      :class:`gradcomp.contrib.DoublingGaps`. None exchanges in every step. It needs
+      ``axis_name``.
     b1, b2: :math:`\beta_1` and :math:`\beta_2`, at least 0 and below 1.
     eps: :math:`\epsilon`.
     weight_decay: :math:`\lambda`, decoupled. Above 0, ``update`` needs the parameters.
@@ -112,7 +140,9 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
 
   Returns:
     A gradient transformation, an ``optax.chain`` that begins with a
-    :class:`gradcomp.contrib.MomentsState`.
+    :class:`gradcomp.contrib.MomentsState`. With ``local`` its state is a
+    :class:`gradcomp.contrib.LocalMomentsState`; call ``init`` inside the map then, or
+    under ``jax.set_mesh(mesh)``.
 
   Raises:
     ValueError: an option is bad, or as of :func:`gradcomp.compress`.
@@ -152,8 +182,8 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     axis_name=axis_name,
   )
   papers = [Citation(TANG_2021, "Moments are corrected for their start at zero.")]
-  if variance == "doubling":
-    papers.append(Citation(LU_2022, "No local steps. Dense steps send no momenta."))
+  if variance == "doubling" or local is not None:
+    papers.append(Citation(LU_2022, "Dense steps send no momenta."))
 
   @cites(*papers)
   def update_fn(
@@ -168,5 +198,18 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     step = lambda m, v, x: (m / (jnp.sqrt(v) + eps)).astype(x.dtype)
     return jax.tree.map(step, *moments.corrected(state), like), state
 
+  if local is not None:
+    decay = optax.identity()
+    if has_decay(weight_decay):
+      decay = optax.add_decayed_weights(weight_decay, mask)
+    alone = LocalAdam(
+      moments=moments,
+      gaps=as_gaps(local),
+      learning_rate=learning_rate,
+      eps=eps,
+      decay=decay,
+    )
+    update = cites(*papers)(alone.update)
+    return any_tree(alone.init, of_workers(update, axis_name, whole=True))
   first = any_tree(moments.init, of_workers(update_fn, axis_name, whole=True))
   return with_decay(first, learning_rate, weight_decay, mask)

@@ -69,3 +69,46 @@ def lamb(start, moments, *, warmup, rate, decays, bounds, change):
     x = x - rate * ratio * direction
     result.append((x, factor))
   return [*map(np.stack, zip(*result, strict=True))]
+
+
+def zero_one(start, gradient, rates, dense, sent, *, b1, b2, decay, bucket=None):
+  """Algorithm 1 of 0/1 Adam, without epsilon: yields what all share, and each has.
+
+  Args:
+    start: the parameters.
+    gradient: of the workers, ``[N, n]``, by the step and what each has, ``[N, n]``.
+    rates: the learning rate of each step.
+    dense: the steps that average gradients, and so move both moments of all.
+    sent: the steps behind which momenta are exchanged.
+    b1, b2: the decays of the moments.
+    decay: of the weights, decoupled.
+    bucket: the elements with two means in one bit; None for exact means.
+  """
+  coded = lambda x: np.concatenate([*map(one_bit_ideal, x.reshape(-1, bucket))])
+  coded = (lambda x: x) if bucket is None else coded
+  x, own = np.float64(start), np.stack([np.float64(start)] * 4)
+  m, v, u = np.zeros_like(own), 0.0, np.zeros_like(own)
+  total, updates, synced = 0.0, 0, 0
+  error, owned = np.zeros_like(own), np.zeros_like(x)
+  for step, rate in enumerate(rates):
+    g = np.float64(gradient(step, own))
+    m, u, total = (
+      b1 * m + (1 - b1) * g,
+      u + rate * (b1 * m + (1 - b1) * g),
+      total + rate,
+    )
+    if step in dense:
+      v, updates = b2 * v + (1 - b2) * g.mean(axis=0) ** 2, updates + 1
+      mean = m.mean(axis=0)
+    elif step in sent:
+      error = error + u / total
+      payload = np.stack([*map(coded, error)])
+      owned = owned + payload.mean(axis=0)
+      mean = coded(owned)
+      error, owned = error - payload, owned - mean
+    scale = np.sqrt(v / (1 - b2**updates)) * (1 - b1 ** (synced + 1))
+    if step in dense or step in sent:
+      x = x - total * (mean / scale + decay * x)
+      m, u, total, synced = np.stack([mean] * 4), np.zeros_like(own), 0.0, step + 1
+    own = x - u / scale
+    yield x, own

@@ -79,6 +79,8 @@ def state_specs(  # noqa: C901 - a case for each type of state
       return states.OwnedRows(owned(node.arrays))
     if isinstance(node, states.LocalStepsState):
       return local_steps(node)
+    if isinstance(node, states.OwnSteps):
+      return own_steps(node)
     if isinstance(node, optax.MultiStepsState):
       return alike(P(), node)._replace(
         inner_opt_state=inner(node.inner_opt_state),
@@ -99,26 +101,30 @@ def state_specs(  # noqa: C901 - a case for each type of state
       axes: alike(stacked_over(axes, here(axes)), tree) for axes, tree in arrays.items()
     }
 
+  def inside(node: states.OwnSteps) -> AxisName:
+    """Returns the axes of local steps that are here, which may have more names."""
+    (axes,) = node.by_axes
+    return tuple(name for name in axes if name in here(axes)) or axis_name
+
   def local_steps(node: states.LocalStepsState) -> Any:
-    """Returns specs over the axes of local steps, which may have more names."""
+    whole: Any = node
+    fragments = inner(node.fragments, axis_name=inside(node.own))
+    return whole._replace(count=P(), own=own_steps(node.own), fragments=fragments)
+
+  def own_steps(node: states.OwnSteps) -> states.OwnSteps:
     # An exchange inside of each worker, over other axes, stacks arrays over all axes.
-    ((axes, own),) = node.own.by_axes.items()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(node.own.inner_state):
+    ((axes, own),) = node.by_axes.items()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(node.inner_state):
       if not jnp.shape(leaf):
         raise ValueError(
           f"`opt_state`.own.inner_state{jax.tree_util.keystr(path)} must have a number "
           f"for each worker, as local_steps keeps it, got one; set it to jnp.full(N, "
           "number), or take the step by gradcomp.make_train_step, which does so."
         )
-    inside = tuple(name for name in axes if name in here(axes)) or axis_name
-    known = lambda spec: sharded_axes(spec).issuperset(axis_names(inside))
-    stacked = lambda spec: spec if known(spec) else stack_spec(inside, spec)
-    whole: Any = node
-    return whole._replace(
-      count=P(),
-      own=states.OwnSteps({axes: jax.tree.map(stacked, inner(own), is_leaf=is_spec)}),
-      fragments=inner(node.fragments, axis_name=inside),
-    )
+    over = inside(node)
+    known = lambda spec: sharded_axes(spec).issuperset(axis_names(over))
+    stacked = lambda spec: spec if known(spec) else stack_spec(over, spec)
+    return states.OwnSteps({axes: jax.tree.map(stacked, inner(own), is_leaf=is_spec)})
 
   def of_all(tree: Any) -> Any:
     if like_params(tree):
@@ -146,7 +152,8 @@ def state_specs(  # noqa: C901 - a case for each type of state
   def is_leaf(node: Any) -> bool:
     if isinstance(node, optax.MultiStepsState | optax.ApplyIfFiniteState):
       return bool(states.states_in(node))
-    ours = states.CompressState | states.OwnedRows | states.LocalStepsState
+    local = states.LocalStepsState | states.OwnSteps
+    ours = states.CompressState | states.OwnedRows | local
     return isinstance(node, ours) or like_params(node)
 
   return jax.tree.map(specs, opt_state, is_leaf=is_leaf)

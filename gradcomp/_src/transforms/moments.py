@@ -167,25 +167,35 @@ class Moments:
     count = optax.safe_increment(state.count)
 
     def dense(grads: Any, state: MomentsState) -> MomentsState:
-      mean = self._mean(grads, state, across)
-      mu = optax.tree.update_moment(mean, state.mu, self.b1, 1)
-      nu = optax.tree.update_moment_per_elem_norm(mean, state.nu, self.b2, 2)
-      return self._counted(state._replace(count=count, mu=mu, nu=nu))
+      return self.averaged(grads, state._replace(count=count), across.axis_name)
 
     def compressed(grads: Any, state: MomentsState) -> MomentsState:
       own = self._own_momenta(grads, state.mu, across)
-      mu, exchange = self.compressed.update(own, state.exchange)
-      # Codecs without a zero send noise for elements that have had no gradient yet.
-      mu = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m), mu, state.nu)
-      return state._replace(count=count, mu=mu, exchange=exchange)
+      return self.exchanged(own, state._replace(count=count))
 
     return lax.cond(state.count != state.dense, compressed, dense, grads, state)
 
-  def _mean(self, grads: Any, state: MomentsState, across: Reduction) -> Any:
+  def averaged(
+    self, grads: Any, state: MomentsState, axis_name: AxisName | None
+  ) -> MomentsState:
+    """Moves both moments by the mean gradient, of a state that counts this step."""
+    mean = self._mean(grads, state, axis_name)
+    mu = optax.tree.update_moment(mean, state.mu, self.b1, 1)
+    nu = optax.tree.update_moment_per_elem_norm(mean, state.nu, self.b2, 2)
+    return self._counted(state._replace(mu=mu, nu=nu))
+
+  def exchanged(self, own: Any, state: MomentsState) -> MomentsState:
+    """Sets the mean momentum to the compressed mean of the workers' own."""
+    mu, exchange = self.compressed.update(own, state.exchange)
+    # Codecs without a zero send noise for elements that have had no gradient yet.
+    mu = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m), mu, state.nu)
+    return state._replace(mu=mu, exchange=exchange)
+
+  def _mean(self, grads: Any, state: MomentsState, axis_name: AxisName | None) -> Any:
     """Returns the mean gradient of all workers, float32 or wider."""
     key = state.exchange.key
     plain = CompressState(state.count, key, None, None)
-    tx: Any = compress(Dense(), axis_name=across.axis_name)
+    tx: Any = compress(Dense(), axis_name=axis_name)
     mean, _ = tx.update(grads, plain)
     return optax.tree.cast_like(mean, state.mu)
 
@@ -229,9 +239,14 @@ def with_decay(
 ) -> optax.GradientTransformationExtraArgs:
   """Chains a direction, decoupled weight decay if there is any, and the rate."""
   parts: list[optax.GradientTransformation] = [first]
-  if not isinstance(weight_decay, int | float) or weight_decay:
+  if has_decay(weight_decay):
     parts.append(optax.add_decayed_weights(weight_decay, mask))
   return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+
+
+def has_decay(weight_decay: Any) -> bool:
+  """Returns False for a number that is zero."""
+  return not isinstance(weight_decay, int | float) or bool(weight_decay)
 
 
 def _norm_1(tree: Any) -> jax.Array:

@@ -1,0 +1,266 @@
+"""The local steps of ``adam``: workers move alone between two exchanges of momenta."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from gradcomp._src.checks import step_count
+from gradcomp._src.core import agreement
+from gradcomp._src.core.inputs import not_differentiated
+from gradcomp._src.core.state import OwnSteps
+from gradcomp._src.local_steps import rounds
+from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
+from gradcomp._src.mesh.reduction import reduction
+from gradcomp._src.mesh.shard_maps import per_device
+from gradcomp._src.mesh.study import Options, note
+from gradcomp._src.mesh.types import mark_varying, other_axes
+from gradcomp._src.mesh.unsharded_params import check_whole_params
+from gradcomp._src.transforms.moments import Moments, MomentsState
+
+
+class LocalMomentsState(NamedTuple):
+  """The moments that workers share, and the steps that each has taken alone.
+
+  Attributes:
+    moments: those behind the last exchange, and the count of all steps.
+    own: each worker's displacement from the shared parameters, and its momentum.
+    synced: the steps until the last exchange, ``int32[]``, replicated.
+    rate: the sum of the rates since then, ``float32[]``, replicated.
+    decay: the state of the weight decay.
+
+  Example:
+    >>> tx = gradcomp.contrib.adam(0.1, axis_name="data", local=4)
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+    ...   state = tx.init({"w": jnp.ones(300)})
+    >>> state.own.moved["w"].shape, int(state.synced)
+    ((300,), 0)
+  """
+
+  moments: MomentsState
+  own: OwnSteps
+  synced: jax.Array
+  rate: jax.Array
+  decay: Any
+
+
+class Gaps(Protocol):
+  """A rule for the steps from one exchange to the next."""
+
+  @property
+  def most(self) -> int:
+    """The largest gap."""
+    ...
+
+  def gap(self, since: jax.Array) -> jax.Array:
+    """Returns the gap that begins ``since`` steps behind the warm-up."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualGaps:
+  """Gaps of one length."""
+
+  most: int
+
+  def gap(self, since: jax.Array) -> jax.Array:
+    return jnp.full_like(since, self.most)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoublingGaps:
+  r"""Doubles the gap between two exchanges after every k steps, as 0/1 Adam does.
+
+  A gap that begins :math:`t` steps behind the warm-up has :math:`\min(H, 2^{\lfloor t /
+  k \rfloor})` steps. Let :math:`k` be the steps in which the learning rate falls by a
+  half: then workers move about as far apart in a long gap as in a short one.
+
+  Attributes:
+    every: :math:`k`, 1 or more.
+    most: :math:`H`, 1 or more.
+
+  Raises:
+    ValueError: an attribute breaks its rule.
+
+  Example:
+    >>> gaps = DoublingGaps(every=100, most=16)
+    >>> [int(gaps.gap(jnp.int32(t))) for t in (0, 99, 100, 250, 10**6)]
+    [1, 1, 2, 4, 16]
+
+  References:
+    Lu et al., `0/1 Adam <https://arxiv.org/abs/2202.06009>`_, 2022, section 6
+  """
+
+  every: int = 2**15
+  most: int = 16
+
+  def __post_init__(self) -> None:
+    step_count("every", self.every)
+    step_count("most", self.most)
+
+  def gap(self, since: jax.Array) -> jax.Array:
+    """Returns the gap that begins ``since`` steps behind the warm-up."""
+    return jnp.minimum(self.most, 2 ** jnp.minimum(since // self.every, 30))
+
+
+def as_gaps(value: Any) -> Gaps:
+  """Returns a rule, for a number one of such gaps; ValueError for all else."""
+  return value if hasattr(value, "gap") else EqualGaps(step_count("local", value))
+
+
+class _Own(NamedTuple):
+  """A worker's displacement and momentum, each like the parameters."""
+
+  moved: Any
+  momenta: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalAdam:
+  """Adam whose workers move alone in the steps between two exchanges."""
+
+  moments: Moments
+  gaps: Gaps
+  learning_rate: optax.ScalarOrSchedule
+  eps: float
+  decay: optax.GradientTransformation
+
+  def __post_init__(self) -> None:
+    if self.moments.axis_name is None:
+      raise ValueError(
+        "`axis_name` must name the axis of the workers that move alone with `local`, "
+        "got None; leave `local` out for one worker, which moves alone anyway."
+      )
+
+  @property
+  def _names(self) -> tuple[str, ...]:
+    axis_name: Any = self.moments.axis_name
+    return axis_names(axis_name)
+
+  @property
+  def _axes(self) -> AxisName:
+    (first, *others) = names = self._names
+    return names if others else first
+
+  def init(self, params: Any) -> LocalMomentsState:
+    """Creates the state, of zeros."""
+    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(rounds.wide(x)), tree)
+    return LocalMomentsState(
+      moments=self.moments.init(params),
+      own=rounds.first_own(params, self._names, zeros),
+      synced=jnp.zeros([], jnp.int32),
+      rate=jnp.zeros([]),
+      decay=self.decay.init(params),
+    )
+
+  def update(
+    self, updates: Any, state: LocalMomentsState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, LocalMomentsState]:
+    """Moves this worker; in the last step of a gap, the parameters of all."""
+    del extra_args
+    check_whole_params(params, self._axes)
+    grads = not_differentiated(updates)
+    told = {"warmup": self.moments.warmup, "variance": self.moments.variance}
+    told |= {"b2": self.moments.b2, "local": self.gaps}
+    agreement.require_agreement("gradcomp.contrib.adam", told, grads, self._axes)
+    is_sum = reduction(grads, self._axes, local=False).is_sum
+    like = grads if params is None else params
+    schedule: Any = self.learning_rate
+    rate = schedule(state.moments.count) if callable(schedule) else schedule
+    rate = jnp.asarray(rate, jnp.float32)
+
+    def step(grads: Any, state: Any, like: Any, rate: Any) -> Any:
+      if is_sum:
+        times = lambda g: g * jnp.asarray(require_size(self._axes), g.dtype)
+        grads = jax.tree.map(times, grads)
+      return self._step(grads, state, like, rate)
+
+    given: Any = {"keeps_addends": False, "given": (like, rate)}
+    direction, new = per_device(step, grads, state, self._axes, **given)
+    direction, decay = self.decay.update(direction, state.decay, params)
+    met, total = new.synced == new.moments.count, state.rate + rate
+    move = lambda u: jnp.where(met, (-total).astype(u.dtype) * u, 0)
+    return jax.tree.map(move, direction), new._replace(decay=decay)
+
+  def _step(
+    self, grads: Any, state: LocalMomentsState, like: Any, rate: jax.Array
+  ) -> tuple[Any, LocalMomentsState]:
+    """Returns the direction of the last exchange, and the state behind this step."""
+    rounds.own_params(like, state.own.moved)  # ValueError for other workers' state
+    reshaped = lambda x, m: x.reshape(m.shape)
+    trees = state.own.moved, state.own.inner_state
+    own = _Own(*(jax.tree.map(reshaped, x, state.moments.mu) for x in trees))
+    moments = state.moments._replace(count=optax.safe_increment(state.moments.count))
+    # The correction is one in all steps of a gap, so that these add up.
+    first, total = state.synced + 1, state.rate + rate
+    scales = jax.tree.map(
+      lambda s: s * (1 - self.moments.b1**first), self._divisors(moments)
+    )
+
+    def alone(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
+      momenta = self._own_momenta(grads, own.momenta)
+
+      def move(d: jax.Array, m: jax.Array, s: jax.Array, v: jax.Array) -> jax.Array:
+        return d - jnp.where(v == 0, 0, rate * (m / s))
+
+      moved = jax.tree.map(move, own.moved, momenta, scales, moments.nu)
+      return moments, _Own(moved, momenta)
+
+    def sent(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
+      note(Options((("every", self.gaps.most),)))
+      share = jnp.where(total == 0, 1, rate / total)
+
+      def mean(m: jax.Array, d: jax.Array, s: jax.Array) -> jax.Array:
+        """Returns the mean of a gap's momenta, weighted by their rates."""
+        before = jnp.where(state.rate == 0, 0, -d * s / state.rate)
+        return before + share * (m - before)
+
+      momenta = self._own_momenta(grads, own.momenta)
+      means = jax.tree.map(mean, momenta, own.moved, scales)
+      return self._together(self.moments.exchanged(means, moments), like)
+
+    def dense(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
+      del own
+      return self._together(self.moments.averaged(grads, moments, self._axes), like)
+
+    is_dense = state.moments.count == moments.dense
+    gap = self.gaps.gap(state.synced - moments.updates + moments.later - 1)
+    is_last = moments.count - state.synced >= gap
+    # A mean of gradients needs all of them at the same parameters.
+    is_sent = is_last | (moments.count == moments.dense)
+    compressed = functools.partial(lax.cond, is_sent, sent, alone)
+    new, own = lax.cond(~is_dense, compressed, dense, grads, own)
+    met = is_dense | is_sent
+    mu = optax.tree.bias_correction(new.mu, self.moments.b1, first)
+    step = lambda m, s, x: (m / s).astype(x.dtype)
+    return jax.tree.map(step, mu, self._divisors(new), like), LocalMomentsState(
+      moments=new,
+      own=OwnSteps({self._names: rounds.stored(tuple(own))}),
+      synced=jnp.where(met, new.count, state.synced),
+      rate=jnp.where(met, 0, total),
+      decay=state.decay,
+    )
+
+  def _own_momenta(self, grads: Any, momenta: Any) -> Any:
+    """Returns a worker's momentum, moved on by its own gradient."""
+    b1 = self.moments.b1
+    move = lambda g, m: b1 * m + (1 - b1) * g.astype(m.dtype)
+    return jax.tree.map(move, grads, momenta)
+
+  def _divisors(self, moments: MomentsState) -> Any:
+    nu = optax.tree.bias_correction(moments.nu, self.moments.b2, moments.updates)
+    return jax.tree.map(lambda v: jnp.sqrt(v) + self.eps, nu)
+
+  def _together(self, moments: MomentsState, like: Any) -> tuple[MomentsState, _Own]:
+    """Returns shared moments, and all workers at the shared parameters with them."""
+
+    def own(x: jax.Array, like: jax.Array) -> jax.Array:
+      # All branches need the type of what differs between workers.
+      return mark_varying(x, (*self._names, *other_axes(like, self._axes)))
+
+    moved = jax.tree.map(jnp.zeros_like, moments.mu)
+    return moments, _Own(*(jax.tree.map(own, x, like) for x in (moved, moments.mu)))
