@@ -7,7 +7,7 @@ from jax import Array
 
 from gradcomp._src.kernels.common.fixed_point import held
 from gradcomp._src.kernels.common.scales import sum_by_halves, sum_lanes
-from gradcomp._src.kernels.gpu.dispatch import on_tpu
+from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.tpu import sums
 
 # Sums of 128 elements as 16 additions of 8 lanes: XLA:CPU unrolls and vectorizes these.
@@ -17,7 +17,9 @@ _BLOCK = _LANES * _STEPS
 _GROUP = _BLOCK * _STEPS  # elements whose sums are a block
 
 
-def deviation(x: Array, largest: Array) -> Array:
+def deviation(
+  x: Array, largest: Array, implementation: dispatch.Implementation | None = None
+) -> Array:
   """Returns the standard deviation of a flat array, in one pass: ``float32[]``."""
   # Differences from the first element are added, so that a mean far from zero loses no
   # digits. A power of two near `largest`, the norm, divides them: no square overflows.
@@ -30,7 +32,7 @@ def deviation(x: Array, largest: Array) -> Array:
     found = _sums_of_blocks(x, x[0], down)
   else:
     whole = x.size // _GROUP * _GROUP
-    parts = [_of_groups(x[:whole], x[0], down)]
+    parts = [_of_groups(x[:whole], x[0], down, implementation=implementation)]
     if whole < x.size:
       parts.append(sums_of_groups(x[whole:], x[0], down))
     found = [jnp.concatenate(halves) for halves in zip(*parts, strict=True)]
@@ -46,7 +48,7 @@ def sums_of_groups(x: Array, first: Array, down: Array) -> list[Array]:
   return _sums_of_sums(_sums_of_blocks(x, first, down))
 
 
-_of_groups = on_tpu(sums.of_groups, mosaic=True)(sums_of_groups)
+_of_groups = dispatch.on_tpu(sums.of_groups, mosaic=True)(sums_of_groups)
 
 
 def _sums_of_blocks(x: Array, first: Array, down: Array) -> list[Array]:

@@ -9,31 +9,50 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gradcomp._src.kernels.gpu.dispatch import on_tpu
+from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.tpu import rotation as tpu
 
 PLANES = 8  # of a group; a group of 32 lies in four columns of each
 
 
-def rotate(tiles: Array, planes: int, size: int) -> Array:
+def rotate(
+  tiles: Array,
+  planes: int,
+  size: int,
+  implementation: dispatch.Implementation | None = None,
+) -> Array:
   """Replaces the n elements x of each group by ``H s x / n``, with fixed signs s."""
   # H is the Hadamard matrix: -1 where k and i have an odd number of common bits, and
   # else 1. Tiles are float32[rows, P * B], with P a multiple of 8, and B one of 4 for
   # groups of 32; `size` is n, 8 or 32. Signs are set by bits, so that no product can be
   # contracted with a sum.
-  return _either(tiles, planes, size)(tiles, planes=planes, size=size, forward=True)
+  function = _either(tiles, planes, size, implementation)
+  return function(tiles, planes=planes, size=size, forward=True)
 
 
-def unrotate(tiles: Array, planes: int, size: int) -> Array:
+def unrotate(
+  tiles: Array,
+  planes: int,
+  size: int,
+  implementation: dispatch.Implementation | None = None,
+) -> Array:
   """Undoes :func:`rotate`, of sums of tiles, too, but for the rounding of sums."""
-  return _either(tiles, planes, size)(tiles, planes=planes, size=size, forward=False)
+  function = _either(tiles, planes, size, implementation)
+  return function(tiles, planes=planes, size=size, forward=False)
 
 
-def _either(tiles: Array, planes: int, size: int) -> Callable[..., Array]:
+def _either(
+  tiles: Array,
+  planes: int,
+  size: int,
+  implementation: dispatch.Implementation | None,
+) -> Callable[..., Array]:
   """Returns the transform, with a kernel for TPUs where tiles suit it."""
   rows, tile = tiles.shape
   line = tile // planes * PLANES // size
-  return _with_kernel if tpu.fits(rows, tile, line) else transform
+  if not tpu.fits(rows, tile, line):
+    return transform
+  return functools.partial(_with_kernel, implementation=implementation)
 
 
 def transform(tiles: Array, *, planes: int, size: int, forward: bool) -> Array:
@@ -63,7 +82,7 @@ def by_kernel(
   )
 
 
-_with_kernel = on_tpu(by_kernel, mosaic=True)(transform)
+_with_kernel = dispatch.on_tpu(by_kernel, mosaic=True)(transform)
 
 
 def _butterfly(tiles: Array, size: int) -> Array:

@@ -12,6 +12,7 @@ import gradcomp
 from gradcomp._src.checkpoint import records
 from gradcomp.codecs import QSGD, Dense, TopK
 from gradcomp.exchange import Hierarchical, TwoShot
+from gradcomp.local import LocalOptions, local_steps
 from gradcomp.parallel import zero
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import says
@@ -32,6 +33,12 @@ def qsgd(bits=4, **options):
 def adam_zero(bits, **options):
   codecs = {"grads": QSGD(bits=4), "params": QSGD(bits=bits)}
   return zero(optax.adam(0.1), **codecs, axis_name="data", **options)
+
+
+def local(**options):
+  given = {"axis_name": "data", "every": 2, "codec": QSGD(bits=4)}
+  options = LocalOptions(**options)
+  return local_steps(optax.adam(0.1), optax.sgd(0.5), **given, options=options)
 
 
 OTHERS = {
@@ -145,10 +152,11 @@ SOUND = {
     optax.chain(qsgd(), optax.sgd(0.1)),
     optax.chain(qsgd(), optax.adam(1.0)),
   ),
+  "means of moments": (local(), local(sync_state={"mu": 3, "nu": 6}, start=5)),
 }
 
 
-FIRST = ("implementation", "no owners")
+FIRST = ("implementation", "no owners", "means of moments")
 
 
 @pytest.mark.parametrize("name", [*FIRST, *slow(*(x for x in SOUND if x not in FIRST))])

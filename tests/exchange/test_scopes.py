@@ -25,11 +25,11 @@ def equations(jaxpr, outside=""):
       yield from equations(inner, scopes)
 
 
-def traced(tx):
+def traced(tx, like=PARAMS):
   """What an update of four workers does."""
 
   def update(scale):
-    grads = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype) * scale[0], PARAMS)
+    grads = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype) * scale[0], like)
     return tx.update(grads, tx.init(grads))[0]
 
   mapped = jax.shard_map(
@@ -62,3 +62,16 @@ def test_collectives_keep_the_names_that_reports_read():
   assert len(found) == 2 and all("gradcomp_two_shot" in scopes for scopes in found)
   assert [("gradcomp_stage" in scopes) for scopes in found] == [True, False]
   assert ["gradcomp_mean_4096_over_4" in scopes for scopes in found] == [False, True]
+
+
+@pytest.mark.parametrize("exchange", ["psum", *slow("all_gather")])
+def test_one_array_of_a_message_has_the_name_of_its_mean(exchange):
+  """However many arrays are summed, and XLA makes one sum of these or several."""
+  rules = [("w", gradcomp.codecs.RandomK(density=0.1)), ("", gradcomp.codecs.Dense())]
+  like = {"v": (64, 64), "w": (64, 64), "x": (4096,), "y": (1,)}
+  like = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in like.items()}
+  tx = gradcomp.policy(rules, axis_name="data", exchange=exchange, message_bytes=None)
+  sent = [scope for name, scope in traced(tx, like) if name.startswith(COLLECTIVES)]
+  names = [x for x in sent if "gradcomp_mean" in x]
+  assert len(names) == 1 and "gradcomp_mean_12289_over_4" in names[0]
+  assert all("gradcomp_stage" in x for x in sent if x not in names)

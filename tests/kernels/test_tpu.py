@@ -294,10 +294,31 @@ def test_blocks_of_any_codec_lower_for_tpus(codec, monkeypatch):
     assert KERNEL in text
 
 
-def test_a_codec_without_kernels_has_none_on_tpus():
-  codec = OneBit(implementation="xla")
-  x = jax.ShapeDtypeStruct((16 * codec.tile_size,), jnp.float32)
-  rows = jax.eval_shape(lambda x: codec.encode(x).rows, x)
-  for f, given in ((lambda x: codec.encode(x).rows, x), (codec.decode_rows, rows)):
-    text = jax.jit(f).trace(given).lower(lowering_platforms=("tpu",)).as_text()
-    assert KERNEL not in text
+NEAREST = {"rounding": "nearest"}
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    functools.partial(QSGD, **NEAREST),
+    EightBit,
+    *slow(
+      OneBit,
+      BlockTop,
+      functools.partial(QSGD, bucket_size=128, levels="nonuniform", **NEAREST),
+      functools.partial(QSGD, rotate=32, **NEAREST),
+      functools.partial(Ternary, **NEAREST),
+    ),
+  ],
+)
+def test_a_codec_without_kernels_has_none_on_tpus(make):
+  """Neither to encode nor to decode; and one that chooses has some."""
+  kernels = []
+  for codec in (make(), make(implementation="xla")):
+    x = jax.ShapeDtypeStruct((16 * codec.tile_size,), jnp.float32)
+    payload = jax.eval_shape(codec.encode, x)
+    ways = (codec.encode, x), (functools.partial(codec.decode, like=x), payload)
+    programs = [jax.jit(function).trace(given) for function, given in ways]
+    texts = [x.lower(lowering_platforms=("tpu",)).as_text() for x in programs]
+    kernels.append(sum(text.count(KERNEL) for text in texts))
+  assert kernels[0] and not kernels[1]

@@ -39,7 +39,8 @@ def test_each_construct_is_counted(name):
 # The share of a plain f32 mean that an exchange of QSGD of 4 bits sends: 520 words for
 # each 4,096 numbers. Hierarchical sends 3/4 of one f32 inside of slices of 4, of the
 # 7/4 of a plain mean, and 2/14 and 12/14 of the words. XLA:GPU adds the loss in one sum
-# with 1 % of the numbers, or with the second factors of rank 4.
+# with 1 % of the numbers, or with the second factors of rank 4. XLA:TPU makes two sums
+# of 1 % of four leaves, and adds 256 numbers of small leaves and the loss in one.
 QSGD = 520 / 4096
 RATIOS = {
   **dict.fromkeys(("tpu_async_fusions", "tpu_ring", "tpu_sparsecore"), QSGD),
@@ -47,6 +48,7 @@ RATIOS = {
   **dict.fromkeys(("h200_messages", "h200_combined"), QSGD),
   "tpu_two_slices_hierarchical": (3 / 4 + QSGD * (1 / 8 + 1 / 8 + 6 / 8)) / (7 / 4),
   "h200_one_sum": (4 * 2622 + 1) / 2**20,
+  "tpu_split_sum": (2 * (10486 + 2622 + 11) + 7865 + 256 + 1) / 3410176,
   "h200_sums": (4 * 4 * (512 + 512) + 1) / 2**20,
   "tpu_quantized": 1 / 4,
   "tpu_fsdp": 1,

@@ -1,6 +1,7 @@
 """The report counts the bytes of compiled programs, and of any HLO text, exactly."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -269,6 +270,26 @@ def test_an_exchange_knows_the_plain_mean():
   repeated = wire_report(compile_mapped(loop, jnp.uint32, d=8))
   assert repeated.dense_bytes == 5 * report.dense_bytes
   assert repeated.bytes_sent == 5 * (7 * 192 + 7 * 1536)
+
+
+def test_messages_of_one_size_complete_a_mean_each():
+  """Where XLA adds them in one sum, and gives it the name of one of them."""
+
+  def function(x):
+    sums = []
+    for scale in (1.0, 2.0):
+      with jax.named_scope("gradcomp_mean_4096_over_8"):
+        sums.append(lax.psum(x * scale, "d"))
+      with jax.named_scope("gradcomp_stage"):
+        sums.append(lax.psum(x[0] * scale, "d"))
+    return [x + 1.0 for x in sums]
+
+  text = compile_mapped(function, d=8).as_text()
+  of_tpus = re.sub(r'(all-reduce\(.*op_name=")[^"]*', r"\1gradcomp_stage/psum", text)
+  for program in (text, of_tpus):
+    collective = only(wire_report(program))
+    assert collective.means == [(4096, 8), (4096, 8)]
+    assert collective.dense_bytes == 2 * (2 * 7 * 4 * 4096 // 8)
 
 
 def test_other_collectives_cost_themselves():

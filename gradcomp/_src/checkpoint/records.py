@@ -65,6 +65,7 @@ def record(
   sizes, _ = sizes_of(workers)
   with platforms.planned_for(platform):
     trace, place = tracing.study(optimizer, params, workers), platforms.platform()
+  kept = [made for made in trace.made if not made[1].get("stateless")]
   return {
     "format": FORMAT,
     "gradcomp": __version__,
@@ -72,7 +73,7 @@ def record(
     "workers": list(sizes),
     "stacked": max(sizes) > 1 and _stacked(trace.state),
     "platform": place,
-    "transformations": [_transformation(*made) for made in trace.made],
+    "transformations": [_transformation(*made) for made in kept],
   }
 
 

@@ -199,7 +199,8 @@ class EightBit(quantizing.RoundsAtRandom):
     return self._encode(tiles, scale, codec_dither(self, context))
 
   def decode_rows(self, rows: Array) -> Array:
-    return eight_bit.decode_rows(rows, form=self._form)
+    by = self.implementation
+    return eight_bit.decode_rows(rows, form=self._form, implementation=by)
 
   def sum_rows(self, rows: Array) -> Array:
     # XLA materializes values looked up in a table wherever a sum has two users. Added

@@ -237,9 +237,11 @@ class QSGD(quantizing.BucketCodec):
 
   def _decode_one(self, rows: Array) -> Array:
     """Decodes a payload that nothing is added to."""
+    by = self.implementation
     if self.fits:
-      return fitted.decode_one(rows, bits=self.bits, bucket_size=self._words)
-    return qsgd.decode_one(rows, form=self._form)
+      sizes = {"bits": self.bits, "bucket_size": self._words}
+      return fitted.decode_one(rows, **sizes, implementation=by)
+    return qsgd.decode_one(rows, form=self._form, implementation=by)
 
   def codes(self, rows: Array) -> Array:
     return qsgd.signed_codes(rows, self._form)

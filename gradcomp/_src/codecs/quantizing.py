@@ -27,6 +27,7 @@ from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Tiles
 from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels.common import fitted_levels, planes, rotation, scales
+from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.kernels.quantize.qsgd import from_signed_codes
 
 _TENSOR_ROW = 512  # words in a row when the whole tensor is one bucket
@@ -171,6 +172,7 @@ class BucketCodec(RoundsAtRandom, SharedScales):
   levels: Levels
   rotate: int | None
   refit_every: int
+  implementation: Implementation | None
 
   most_counted: ClassVar[int] = fitted_levels.MOST_COUNTED
 
@@ -255,11 +257,12 @@ class BucketCodec(RoundsAtRandom, SharedScales):
     """Rotates tiles, ``float32[rows, tile_size]``, if ``rotate`` is a number."""
     if self.rotate is None:
       return tiles
-    return rotation.rotate(tiles, planes.planes_per_word(self.bits), self.rotate)
+    count, by = planes.planes_per_word(self.bits), self.implementation
+    return rotation.rotate(tiles, count, self.rotate, by)
 
   def unrotated(self, tiles: Array) -> Array:
     if self.rotate is None:
       return tiles
     flat = tiles.reshape(len(tiles), self.tile_size)
-    found = rotation.unrotate(flat, planes.planes_per_word(self.bits), self.rotate)
-    return found.reshape(tiles.shape)
+    count, by = planes.planes_per_word(self.bits), self.implementation
+    return rotation.unrotate(flat, count, self.rotate, by).reshape(tiles.shape)

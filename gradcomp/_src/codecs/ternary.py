@@ -156,7 +156,8 @@ class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
     if self.clip_sigmas is None:
       return scales(largest), jnp.float32(jnp.inf)
     every = largest.reshape(-1)
-    sigma = deviation(flat, norms(every, "max") if len(every) != 1 else every[0])
+    norm = norms(every, "max") if len(every) != 1 else every[0]
+    sigma = deviation(flat, norm, self.implementation)
     limit = jnp.float32(self.clip_sigmas) * sigma
     limit = jnp.where((limit > 0) & jnp.isfinite(limit), limit, jnp.inf)
     # A comparison with NaN is false, so that a NaN as the largest is the scale, too.

@@ -115,8 +115,8 @@ def named(
   """Reduces arrays in collectives: one has the name, and others are stages."""
   # JAX makes a collective of each array, which XLA combines as it likes.
   result = []
-  for number, array in enumerate(arrays):
-    with jax.named_scope(STAGE if number else name):
+  for array, own in zip(arrays, _names(arrays, name), strict=True):
+    with jax.named_scope(own):
       result += reduce([array], axis_name)
   return result
 
@@ -134,11 +134,17 @@ def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def totals(own: Sequence[jax.Array], axis_name: AxisName, name: str) -> list[jax.Array]:
-  """Returns the sum of each array over the workers, in collectives of this name."""
-  if devices(axis_name) == 1:
-    with jax.named_scope(name):
-      return psum(own, axis_name)  # in one message
-  return [spread(lambda x: psum(x, axis_name), x, axis_name, name) for x in own]
+  """Returns the sum of each array over the workers, in collectives as `named`."""
+  note_parts(own)
+  add = lambda x: lax.psum(x, axis_name)
+  names = _names(own, name)
+  return [spread(add, x, axis_name, of) for x, of in zip(own, names, strict=True)]
+
+
+def _names(arrays: Sequence[jax.Array], name: str) -> list[str]:
+  """Returns the name for the first array that is sent, and stages for others."""
+  first = next((i for i, x in enumerate(arrays) if x.size), 0)
+  return [name if i == first else STAGE for i in range(len(arrays))]
 
 
 def gather(

@@ -68,7 +68,7 @@ class Moments:
     return inner_state
 
   def _mean(self, every: int, tree: Any) -> Any:
-    note(Options((("every", every),)))
+    note(Options((("every", every), ("stateless", True))))
     mean, _ = self.plain.update(tree, self.plain.init(tree))
     axes = lambda x: (*axis_names(self.axes), *other_axes(x, self.axes))
     return jax.tree.map(lambda x, own: mark_varying(x, axes(own)), mean, tree)

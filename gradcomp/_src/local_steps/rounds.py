@@ -212,6 +212,7 @@ class LocalRound:
       return new, left, kept
 
     def parallel(moved: Any, states: Any) -> tuple[Any, Any, Any]:
+      note(Options((("stateless", True),)))
       mean, _ = self.plain.update(moved, self.plain.init(moved))
       left = lambda x, like: self._own(jnp.zeros_like(x), like)
       new = optax.tree.cast_like(mean, params)

@@ -47,20 +47,36 @@ def scope_of(x: Instruction, flow: Flow, around: str = "") -> str:
 
   XLA:TPU splits a collective of several slices in one between them and one inside,
   without names. Copies and reshapes around them keep the name of JAX's collective. The
-  last part has it; one in front is a stage. XLA:GPU makes one sum of several, and
-  slices of it keep their names: they are joined, as XLA joins names. Where no name is
-  left, what an exchange computes is sent in a stage, too, and else the name ``around``
-  it is taken, or that of what computes the operand.
+  last part has it; one in front is a stage. XLA makes one sum of several, with the name
+  of one of them on TPUs and without any on GPUs, and parts of it keep their names: they
+  are joined, as XLA joins names. Where no name is left, what an exchange computes is
+  sent in a stage, too, and else the name ``around`` it is taken, or that of what
+  computes the operand.
   """
-  if x.op_name:
-    return x.op_name
   parts = [y for y in _after(x, flow) if _is_part(y, x, flow)]
-  names = [_name_behind(y, flow, _name(y)) for y in parts]
-  if joined := ":".join(dict.fromkeys(filter(None, names))):
+  if x.op_name:
+    names = list(filter(None, map(_name, parts)))
+    is_told = _is_sum(x) and len(names) == len(x.operands) > 1
+    return _joined(names) if is_told else x.op_name
+  if joined := _joined([_name_behind(y, flow, _name(y)) for y in parts]):
     return joined
   found, source = _before(x, flow)
   behind = _name_behind(x, flow, found)
   return behind or sent.stage_of(source) or around or source
+
+
+def _joined(names: Sequence[str]) -> str:
+  """Joins names, each once, but those of means as often as they are there."""
+  # An exchange gives the name of its mean to one array. Another array of that name is
+  # of another exchange of equal size: nothing else tells them apart, for JAX numbers
+  # all channels alike.
+  means = [x for x in names if sent.means_in(x)]
+  others = dict.fromkeys(x for x in names if x and not sent.means_in(x))
+  return ":".join([*others, *means])
+
+
+def _is_sum(x: Instruction) -> bool:
+  return x.opcode.removesuffix("-start") == "all-reduce"
 
 
 def cutting_in(module: Module) -> frozenset[str]:

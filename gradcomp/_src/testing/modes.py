@@ -125,12 +125,14 @@ def lowered(
 
   def local(gradient: Any) -> Any:
     gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
-    return transformation.update(gradient, transformation.init(gradient))[0]
+    update, state = transformation.update(gradient, transformation.init(gradient))
+    # XLA drops what nobody reads, and collectives of the next state with it.
+    return update, jax.tree.map(lambda leaf: leaf[None], state)
 
   of_all = lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype)
   devices, spec = mesh(workers, axis_name=axis_name), P(axis_name)
   # Unchecked, because arrays of an optimizer's ``init`` are typed as varying.
-  specs: Any = {"in_specs": spec, "out_specs": P(), "check_vma": False}
+  specs: Any = {"in_specs": spec, "out_specs": (P(), spec), "check_vma": False}
   step = jax.shard_map(local, mesh=devices, **specs)
   return jax.jit(step).lower(jax.tree.map(of_all, params))
 
