@@ -3,8 +3,9 @@
 from gradcomp._src.codecs.block_top import BlockTop
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.eight_bit import EightBit
-from gradcomp._src.codecs.float_cast import FloatCast
-from gradcomp._src.codecs.natural import Natural
+from gradcomp._src.codecs.floats.block_float import BlockFloat
+from gradcomp._src.codecs.floats.float_cast import FloatCast
+from gradcomp._src.codecs.floats.natural import Natural
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.policy import Policy
 from gradcomp._src.codecs.power_sgd import PowerSGD
@@ -25,7 +26,7 @@ from gradcomp._src.codecs.sums.tiles import Tiles
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 
-__all__ = ["BlockTop", "Codec", "Context", "Dense", "EightBit", "Encoded", "FloatCast"]
-__all__ += ["Leaf", "LeafCodec", "Memory", "NOTHING", "Natural", "OneBit", "Partial"]
-__all__ += ["Payload", "Policy", "PowerSGD", "QSGD", "RandomK", "Sent", "Sign", "Sum"]
-__all__ += ["SumFacts", "Ternary", "Tiles", "TopK"]
+__all__ = ["BlockFloat", "BlockTop", "Codec", "Context", "Dense", "EightBit", "Encoded"]
+__all__ += ["FloatCast", "Leaf", "LeafCodec", "Memory", "NOTHING", "Natural", "OneBit"]
+__all__ += ["Partial", "Payload", "Policy", "PowerSGD", "QSGD", "RandomK", "Sent"]
+__all__ += ["Sign", "Sum", "SumFacts", "Ternary", "Tiles", "TopK"]

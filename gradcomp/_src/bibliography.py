@@ -113,12 +113,21 @@ Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam""")
 MICIKEVICIUS_2017 = _entry("""micikevicius2017mixed 1710.03740
 Micikevicius, Paulius and others
 Mixed Precision Training""")
+MISHRA_2025 = _entry("""mishra2025mxfp8 2506.08027
+Mishra, Asit and Stosic, Dusan and Layton, Simon
+Recipes for Pre-training LLMs with MXFP8""")
+NVIDIA_2025 = _entry("""nvidia2025nvfp4 2509.25149
+{NVIDIA}
+Pretraining Large Language Models with NVFP4""")
 RAJBHANDARI_2020 = _entry("""rajbhandari2020zero 1910.02054
 Rajbhandari, Samyam and Rasley, Jeff and Ruwase, Olatunji and He, Yuxiong
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models""")
 RICHTARIK_2021 = _entry("""richtarik2021ef21 2106.05203
 Richt{\\'a}rik, Peter and Sokolov, Igor and Fatkhullin, Ilyas
 EF21: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback""")
+ROUHANI_2023 = _entry("""rouhani2023microscaling 2310.10537
+Rouhani, Bita Darvish and Zhao, Ritchie and More, Ankit and others
+Microscaling Data Formats for Deep Learning""")
 SARFI_2025 = _entry("""sarfi2025sparseloco 2508.15706
 Sarfi, Amir and others
 Communication Efficient LLM Pre-training with SparseLoCo""")

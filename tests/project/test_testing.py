@@ -160,6 +160,7 @@ def test_codecs_of_every_kind_hold(codec):
       gradcomp.codecs.Ternary(),
       gradcomp.codecs.Ternary(packing="base3", bucket_size=64),
       gradcomp.codecs.Natural(),
+      gradcomp.codecs.BlockFloat(element="e2m1", rounding="stochastic"),
       gradcomp.codecs.EightBit(rounding="stochastic"),
       gradcomp.codecs.FloatCast(rounding="stochastic"),
     ),

@@ -20,6 +20,8 @@ CODECS = [
   codecs.Ternary(),
   codecs.EightBit(),
   codecs.Natural(),
+  codecs.BlockFloat(rounding="stochastic"),
+  codecs.BlockFloat(scale="e4m3"),
   codecs.Dense(),
   codecs.FloatCast(),
   codecs.FloatCast(scale=2.0),

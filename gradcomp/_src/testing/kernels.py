@@ -12,9 +12,9 @@ import numpy as np
 
 from gradcomp._src.codecs.block_top import BlockTop
 from gradcomp._src.codecs.eight_bit import EightBit
-from gradcomp._src.codecs.float_cast import FloatCast
+from gradcomp._src.codecs.floats.float_cast import FloatCast
+from gradcomp._src.codecs.floats.natural import Natural
 from gradcomp._src.codecs.joint import encode_leaf
-from gradcomp._src.codecs.natural import Natural
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf

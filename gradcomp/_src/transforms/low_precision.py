@@ -5,7 +5,7 @@ from typing import Literal, Unpack
 import optax
 
 from gradcomp._src.checks import static_factor
-from gradcomp._src.codecs.float_cast import FloatCast
+from gradcomp._src.codecs.floats.float_cast import FloatCast
 from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.transforms.options import CompressOptions, checked, recipe

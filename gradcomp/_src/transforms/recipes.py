@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.eight_bit import EightBit
-from gradcomp._src.codecs.natural import Natural
+from gradcomp._src.codecs.floats.natural import Natural
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.policy import Policy
 from gradcomp._src.codecs.protocol import LeafCodec

@@ -16,6 +16,7 @@ import numpy as np
 
 from gradcomp.codecs import (
   QSGD,
+  BlockFloat,
   BlockTop,
   Codec,
   Dense,
@@ -29,7 +30,7 @@ from gradcomp.codecs import (
   TopK,
 )
 from tests.oracles import clipped, one_bit, rotated, top_k
-from tests.wire_decoder import blocks, sparse, words
+from tests.wire_decoder import block_float, blocks, sparse, words
 from tests.wire_decoder import codecs as wire_decoder_codecs
 from tests.wire_decoder import rotated as wire_decoder_rotated
 
@@ -232,6 +233,17 @@ def _float_cast(slow=False, **hyper):
   return Case(codec, read, spoils, slow=slow)
 
 
+def _block_float(slow=False, **hyper):
+  codec = BlockFloat(**hyper)
+  layout = dict(element=codec.element, scale=codec.scale, block_size=codec.block_size)
+  read = lambda rows, stats, shape: block_float.decode_block_float(
+    rows, int(np.prod(shape)), **layout
+  )
+  # With scales of numbers, those of blocks are multiples of the leaf's.
+  spoils = codec.block_size if codec.scale == "e8m0" else None
+  return Case(codec, read, spoils, slow=slow)
+
+
 def _natural(slow=False, **hyper):
   read = lambda rows, stats, shape: wire_decoder_codecs.decode_natural(
     rows, int(np.prod(shape))
@@ -346,6 +358,19 @@ EIGHT_BIT_CASES = [
   _eight_bit(dtype="dynamic_map", rounding="stochastic"),
   _eight_bit(dtype="mantissa", exponent_offset=1),
 ]
+BLOCK_FLOAT_CASES = [
+  _block_float(element="e2m1"),
+  _block_float(rounding="stochastic", slow=True),
+  _block_float(element="e2m1", rounding="stochastic", slow=True),
+  _block_float(slow=True),
+  _block_float(element="e5m2", slow=True),
+  _block_float(element="e3m2", slow=True),
+  _block_float(element="e2m3", rounding="stochastic", slow=True),
+  _block_float(element="e2m1", scale="e4m3", block_size=16),
+  _block_float(
+    element="e2m1", scale="e4m3", block_size=16, rounding="stochastic", slow=True
+  ),
+]
 SPARSE_CASES = [
   *(
     _top_k(
@@ -420,6 +445,7 @@ CASES = [
   ),
   _natural(),
   _natural(rounding="nearest", slow=True),
+  *BLOCK_FLOAT_CASES,
   *SPARSE_CASES,
   _block_top(),
   _block_top(block_size=8, count=2, bits=8),

@@ -18,7 +18,7 @@ from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import materialized, packed
 
 if TYPE_CHECKING:
-  from gradcomp._src.codecs.float_cast import FloatCast
+  from gradcomp._src.codecs.floats.float_cast import FloatCast
 
 # An addition that rounds takes 60 operations. So fewer of them are written out, which
 # bounds the compile time.

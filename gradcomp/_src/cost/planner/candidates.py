@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, cast
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.float_cast import FloatCast
+from gradcomp._src.codecs.floats.float_cast import FloatCast
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.policy import Policy
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec

@@ -1,0 +1,1 @@
+"""Codecs of floating-point numbers of few bits."""

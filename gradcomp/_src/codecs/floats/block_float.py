@@ -1,0 +1,217 @@
+"""BlockFloat: the codec of floats of few bits with a scale for each block."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import bitcast_convert_type
+
+from gradcomp._src.bibliography import MISHRA_2025, NVIDIA_2025, ROUHANI_2023, Citation
+from gradcomp._src.checks import one_of, static_integer
+from gradcomp._src.codecs import quantizing
+from gradcomp._src.codecs.sums.records import (
+  ArrayLike,
+  Context,
+  Encoded,
+  Payload,
+  Rounding,
+)
+from gradcomp._src.codecs.tiles import as_float32, codec_dither
+from gradcomp._src.kernels import block_float
+
+BlockSize = Literal[16, 32]
+
+# The types of codes and of numbers that matrix units take, by elements and scales.
+_UNITS = {
+  "e4m3": (jnp.uint8, jnp.float8_e4m3fn),
+  "e5m2": (jnp.uint8, jnp.float8_e5m2),
+  "e2m1": (jnp.uint4, jnp.float4_e2m1fn),
+}
+_SCALES = {
+  "e8m0": (jnp.uint8, jnp.float8_e8m0fnu),
+  "e4m3": (jnp.uint8, jnp.float8_e4m3fn),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockFloat(quantizing.RoundsAtRandom):
+  r"""Casts each block to a float of few bits, under a scale of 8 bits: MX and NVFP4.
+
+  With :math:`X` for the scale of a block of 16 or 32 consecutive elements,
+
+  .. math:: Q(v_i) = X \, \mathrm{cast}(v_i / X)
+
+  ===========  ===========  =========  ============  ============  ====================
+  ``element``  largest (M)  smallest   format        bits          bits with ``e4m3``
+                                                                   scales of 16
+  ===========  ===========  =========  ============  ============  ====================
+  ``"e4m3"``   448          2**-9      MXFP8         8.25          8.56
+  ``"e5m2"``   57344        2**-16     MXFP8         8.25          8.56
+  ``"e3m2"``   28           2**-4      MXFP6         6.65          6.95
+  ``"e2m3"``   7.5          2**-3      MXFP6         6.65          6.95
+  ``"e2m1"``   6            2**-1      MXFP4         4.25          4.53, NVFP4
+  ===========  ===========  =========  ============  ============  ====================
+
+  With ``scale="e8m0"``, the OCP's Microscaling formats, :math:`X` is a power of two:
+
+  .. math:: X = 2^{\lfloor \log_2 a \rfloor - \lfloor \log_2 M \rfloor}, \qquad
+     a = \max_i |v_i|
+
+  Elements beyond the largest number become it, as the specification demands. So up to a
+  quarter of a block's largest element is lost, which error feedback sends later.
+
+  With ``scale="e4m3"``, NVFP4's scales, :math:`X` is ``s`` times a number of E4M3, the
+  one nearest to :math:`a / (M s)`, and all blocks of a tensor share
+  :math:`s = \max_j |v_j| / (448 M)` in ``float32``.
+
+  Stochastic rounding is unbiased: there :math:`X` is the smallest scale under which
+  nothing is clipped. Probabilities are multiples of 2**-16, cut downwards.
+
+  ``payload.rows`` are the very numbers that matrix units take. :meth:`operand` hands
+  them out, for ``jax.nn.scaled_matmul``.
+
+  A block that holds a NaN or an infinity decodes to NaN, all of it; with ``e4m3``
+  scales all of its tensor. Zeros stay zeros. A block, or with ``e4m3`` scales a tensor,
+  in which no element reaches 2**-126 decodes to zeros. Values below 2**-126 are zeros.
+
+  The encoder is XLA's code on all devices; there is no kernel for GPUs or TPUs.
+
+  Attributes:
+    element: the format of elements, as in the table of
+      :class:`gradcomp.codecs.BlockFloat`. Default: ``"e4m3"``.
+    scale: the format of scales, ``"e8m0"`` or ``"e4m3"``. Default: ``"e8m0"``.
+    block_size: elements that share a scale, consecutive ones, 32 or 16. Microscaling
+      has 32, and NVFP4 has 16. Default: 32.
+    rounding: ``"nearest"``, ties to even, or ``"stochastic"``, which is unbiased.
+      Default: ``"nearest"``.
+
+  Raises:
+    ValueError: an attribute is another one, when the codec is made; or ``encode`` has
+      no key, and rounding is stochastic.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> x = jnp.array([7., -3., 0.4, 2.6])
+    >>> mxfp4 = BlockFloat(element="e2m1")
+    >>> mxfp4.decode(mxfp4.encode(x), like=x)
+    Array([ 6. , -3. ,  0.5,  3. ], dtype=float32)
+    >>> nvfp4 = BlockFloat(element="e2m1", scale="e4m3", block_size=16)
+    >>> nvfp4.decode(nvfp4.encode(x), like=x)
+    Array([ 7.0000005 , -3.5000002 ,  0.5833334 ,  2.3333335 ], dtype=float32)
+
+  References:
+    Rouhani et al., `Microscaling Data Formats for Deep Learning
+    <https://arxiv.org/abs/2310.10537>`_, 2023, sections 2 and 3; Mishra et al.,
+    `Recipes for Pre-training LLMs with MXFP8 <https://arxiv.org/abs/2506.08027>`_,
+    2025, section 3; NVIDIA, `Pretraining Large Language Models with NVFP4
+    <https://arxiv.org/abs/2509.25149>`_, 2025, section 2 and appendix B
+  """
+
+  element: block_float.Element = "e4m3"
+  scale: block_float.Scale = "e8m0"
+  block_size: BlockSize = 32
+  rounding: Rounding = "nearest"
+
+  def __post_init__(self) -> None:
+    one_of("element", block_float.Element, self.element)
+    one_of("scale", block_float.Scale, self.scale)
+    size = static_integer("block_size", "16 or 32", self.block_size)
+    one_of("block_size", BlockSize, size)
+    object.__setattr__(self, "block_size", size)
+    one_of("rounding", Rounding, self.rounding)
+
+  @property
+  def citations(self) -> tuple[Citation, ...]:
+    if self.scale == "e4m3":
+      formats = Citation(
+        NVIDIA_2025,
+        "Each row repeats the scale of the tensor. With stochastic rounding, scales of "
+        "blocks are rounded up.",
+      )
+    else:
+      formats = Citation(ROUHANI_2023, "A block below 2**-126 is zero.")
+    if self.rounding == "nearest" or self.scale == "e4m3":
+      return (formats,)
+    up = Citation(MISHRA_2025, "Scales are rounded up, and elements at random.")
+    return formats, up
+
+  @property
+  def tile_size(self) -> int:
+    return self._form.planes * self._form.bucket_size
+
+  @property
+  def row_words(self) -> int:
+    return self._form.row_words
+
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
+    return Encoded(self._encode(as_float32(x), quantizing.leaf_scales, context))
+
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
+    return self._encode(tiles, quantizing.row_scales, context)
+
+  def decode_rows(self, rows: Array) -> Array:
+    return block_float.decode_rows(rows, self._form)
+
+  def operand(self, payload: Payload, *, like: ArrayLike) -> tuple[Array, Array, Array]:
+    r"""Returns what matrix units multiply, without decoding a payload.
+
+    The array that the payload stands for is ``elements`` times ``scales``, each for a
+    block, times ``factor``. So with K for the last axis, along which blocks lie and
+    which is summed over::
+
+      scaled_matmul(a, b, a_scales, b_scales) * (a_factor * b_factor)
+
+    is the product :math:`a b^T` of two payloads, with arrays of three axes.
+
+    Args:
+      payload: the result of :meth:`encode`.
+      like: an array with the shape of what was encoded, ``[..., K]``.
+
+    Returns:
+      elements: ``[..., K]`` of the type ``float8_e4m3fn``, ``float8_e5m2`` or
+        ``float4_e2m1fn``.
+      scales: ``[..., K / block_size]`` of ``float8_e8m0fnu`` or ``float8_e4m3fn``.
+      factor: ``float32[]``, the scale of the tensor; 1 with ``e8m0`` scales.
+
+    Raises:
+      ValueError: K is no multiple of ``block_size``, or elements have 6 bits, for which
+        JAX has no product.
+
+    Example:
+      >>> codec, w = BlockFloat(), jnp.ones((2, 64))
+      >>> elements, scales, factor = codec.operand(codec.encode(w), like=w)
+      >>> elements.dtype, scales.dtype, scales.shape
+      (dtype(float8_e4m3fn), dtype(float8_e8m0fnu), (2, 2))
+    """
+    if self.element not in _UNITS:
+      raise ValueError(
+        f"`element` must be one of {tuple(_UNITS)} for matrix units, got "
+        f"{self.element!r}; decode the payload instead."
+      )
+    if not like.size or like.shape[-1:] == () or like.shape[-1] % self.block_size:
+      raise ValueError(
+        f"`like` must have a last axis that is a multiple of {self.block_size}, along "
+        f"which its blocks lie, got the shape {like.shape}; decode the payload instead."
+      )
+    codes, scales, shared = block_float.unpack(payload.rows, self._form)
+    codes = codes.reshape(-1)[: like.size].reshape(like.shape)
+    blocks = *like.shape[:-1], like.shape[-1] // self.block_size
+    scales = scales.reshape(-1)[: like.size // self.block_size].reshape(blocks)
+    factor = jnp.float32(1) if shared is None else shared.reshape(-1)[0]
+    of = lambda x, types: bitcast_convert_type(x.astype(types[0]), types[1])
+    return of(codes, _UNITS[self.element]), of(scales, _SCALES[self.scale]), factor
+
+  @property
+  def _form(self) -> block_float.Form:
+    return block_float.Form(self.element, self.scale, self.block_size, self.unbiased)
+
+  def _encode(self, x: Array, measure: Callable[..., Array], context: Context) -> Array:
+    shared = None
+    if self.scale == "e4m3":
+      scales = block_float.tensor_scales(measure(x, 1, None), self._form)
+      rows = -(-x.size // self.tile_size)
+      shared = jnp.broadcast_to(scales, (rows, 1))
+    dither = codec_dither(self, context)
+    return block_float.encode_rows(x, shared, dither, form=self._form)

@@ -1,0 +1,127 @@
+"""Casts blocks as the Microscaling specification and NVFP4 do, in plain NumPy.
+
+From the OCP Microscaling Formats specification 1.0, section 6.3, and from the page
+docs/inside/wire-format.md, section BlockFloat. The numbers of every format are those of
+ml_dtypes, and so are casts to nearest.
+"""
+
+import ml_dtypes
+import numpy as np
+
+from tests.oracles import qsgd
+
+DTYPES = {
+  "e4m3": ml_dtypes.float8_e4m3fn,
+  "e5m2": ml_dtypes.float8_e5m2,
+  "e3m2": ml_dtypes.float6_e3m2fn,
+  "e2m3": ml_dtypes.float6_e2m3fn,
+  "e2m1": ml_dtypes.float4_e2m1fn,
+}
+WORDS = 128  # of codes in a row
+TINY = 2.0**-126
+
+
+def largest(element):
+  """The largest number of a format."""
+  return float(ml_dtypes.finfo(DTYPES[element]).max)
+
+
+def numbers(element):
+  """What codes stand for, float64, by their codes; NaN and infinity as well."""
+  bits = ml_dtypes.finfo(DTYPES[element]).bits
+  return np.arange(2**bits).astype(np.uint8).view(DTYPES[element]).astype(np.float64)
+
+
+def cast(y, element, r=None):
+  """The codes of numbers, uint32, saturated; with integers `r` below 2^16 at random."""
+  y, top = np.float64(y), largest(element)
+  if r is None:
+    inside = np.clip(y, -top, top).astype(DTYPES[element])  # one rounding, from float64
+    return inside.view(np.uint8).astype(np.uint32)
+  table = numbers(element)
+  table = table[: int(np.flatnonzero(table == top)[0]) + 1]  # increasing, from zero
+  size = np.minimum(np.abs(y), top)
+  code = np.minimum(np.searchsorted(table, size, "right") - 1, len(table) - 2)
+  chance = (size - table[code]) / (table[code + 1] - table[code])
+  code = code + (chance + r / 2.0**16 >= 1)
+  sign = np.signbit(y).astype(np.uint32) << (ml_dtypes.finfo(DTYPES[element]).bits - 1)
+  return code.astype(np.uint32) | sign
+
+
+def power_of_two_scales(amax, element, up):
+  """The bytes of E8M0: 127 more than the exponents, 255 for what is not finite.
+
+  The specification has `floor(log2 amax) - floor(log2 largest)`. With `up` it is the
+  least exponent under which `amax` is not above the largest number.
+  """
+  amax = np.float64(amax)
+  finite = np.isfinite(amax)
+  safe = np.where(finite & (amax >= TINY), amax, TINY)
+  top = largest(element)
+  exponent = np.frexp(safe)[1] - np.frexp(top)[1]
+  if up:
+    exponent = np.where(np.ldexp(top, exponent) < safe, exponent + 1, exponent)
+  byte = np.maximum(exponent + 127, 0)
+  byte = np.where(finite & (amax < TINY), 0, byte)
+  return np.where(finite, byte, 255).astype(np.uint32)
+
+
+def shared_scale(amax, element):
+  """The float32 scale of what shares one, by the page's products in binary32."""
+  amax = np.float32(amax)
+  if not amax >= np.float32(TINY):
+    return np.float32(np.nan if np.isnan(amax) else 0)
+  return max(amax * np.float32(1 / (448 * largest(element))), np.float32(2.0**-96))
+
+
+def number_scales(amax, shared, element, up):
+  """The codes of E4M3 of scales of blocks, with the shared scale as a unit."""
+  if shared == 0:
+    return np.zeros(amax.shape, np.uint32)
+  ratio = np.float32(amax) * (np.float32(1 / largest(element)) / shared)
+  codes = cast(ratio, "e4m3", 2**16 - 1 if up else None)
+  if not up:
+    return codes
+  # The smallest number that is not below: the random bits above have but 16 bits.
+  below = numbers("e4m3")[codes] < ratio
+  return np.minimum(codes + below, 126).astype(np.uint32)
+
+
+def encode(x, *, element, scale, block_size, key=None):
+  """The payload, uint32[tiles, words]; without a key rounded to nearest.
+
+  Args:
+    x: the leaf, of any shape; finite if `scale` is "e4m3".
+    element, scale, block_size: the fields of the codec.
+    key: the words of a key, and perhaps a mask.
+  """
+  bits = ml_dtypes.finfo(DTYPES[element]).bits
+  flat = qsgd.as_leaf(x)
+  tiles = qsgd.tiled(flat, 32 // bits, WORDS)
+  blocks = tiles.reshape(-1, block_size)
+  with np.errstate(invalid="ignore"):
+    amax = np.abs(blocks).max(axis=1, initial=0)
+  r = None
+  if key is not None:
+    # A word of five codes has unused bits, and as many random numbers as codes.
+    lanes = qsgd.random_lanes(key, len(tiles), bits=bits, bucket_size=WORDS)
+    r = qsgd.signed_lanes(lanes.reshape(blocks.shape), blocks)
+  up = key is not None
+  if scale == "e8m0":
+    scales = power_of_two_scales(amax, element, up)
+    usable = np.where(scales == 255, 0, scales).astype(np.int64)
+    y = np.ldexp(np.float64(blocks), 127 - usable[:, None])
+    y = np.where(np.abs(blocks) < TINY, np.copysign(0, blocks), y)
+    tail = []
+  else:
+    shared = shared_scale(np.abs(flat).max(initial=0), element)
+    scales = number_scales(amax, shared, element, up)
+    step = numbers("e4m3")[scales].astype(np.float32) * shared
+    with np.errstate(divide="ignore"):
+      inverse = np.where(step == 0, np.float32(0), np.float32(1) / step)
+    y = blocks * inverse[:, None]
+    tail = [np.full((len(tiles), 1), shared).view(np.uint32)]
+  codes = cast(np.where(np.isfinite(y), y, 0), element, r)
+  words = qsgd.pack(codes.ravel(), bits, WORDS)
+  per_row = scales.size // max(len(tiles), 1)
+  return np.concatenate([words, qsgd.pack(scales, 8, per_row // 4), *tail], axis=1)
