@@ -29,14 +29,14 @@ def alone(local=3, codec=ONE_BIT, rate=0.1, **options):
   return adam(rate, codec=codec, local=local, **given)
 
 
-def settled(tx):
-  """The transformation behind its warm-up, with variances of one."""
+def settled(tx, done=0):
+  """The transformation behind its warm-up and local steps, with variances of one."""
 
   def init(params):
     state = tx.init(params)
     nu = jax.tree.map(jnp.ones_like, state.moments.nu)
     one = jnp.ones([], jnp.int32)
-    after = {"count": one, "dense": -one, "updates": one, "later": one, "nu": nu}
+    after = {"count": one + done, "dense": -one, "updates": one, "later": one, "nu": nu}
     return state._replace(moments=state.moments._replace(**after), synced=one)
 
   return optax.GradientTransformationExtraArgs(init, tx.update)
@@ -204,10 +204,14 @@ def test_nothing_moves_without_a_rate_or_a_variance():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("local", [1, 4])
+@pytest.mark.parametrize("local", [1, 3])
 def test_it_keeps_all_laws(local):
-  """The same bits of all workers, the bytes of explain, and NaN is seen."""
-  check_transformation(settled(alone(local)), same_bits=False, steps=local)
+  """The same bits of all workers, the bytes of explain, and NaN is seen.
+
+  The first step is the last of a gap: XLA removes branches that it knows are not taken.
+  """
+  tx = settled(alone(local), done=local - 1)
+  check_transformation(tx, same_bits=False, steps=local + 1)
 
 
 def test_nothing_is_sent_outside_of_the_branches():
