@@ -68,7 +68,9 @@ class Collective:
     operands: dtype, in HLO's spelling, and shape of each array that a worker puts in.
     workers: the number of workers that exchange with each other, in the largest group.
     times: the number of its runs in one execution of the program.
-    in_loop: whether it is in a loop of unknown trip count, which ``times`` counts once.
+    in_loop: whether it is in a loop.
+    trips_unknown: whether a loop around it has no known trip count: ``times`` counts
+      that once.
     in_branch: whether it is in a branch, which ``times`` counts as taken.
     scope: the ``op_name`` of the instruction, with the names of ``jax.named_scope``.
     axis: the mesh axes along which these workers lie, joined by commas. It is empty if
@@ -88,6 +90,7 @@ class Collective:
   workers: int
   times: int
   in_loop: bool
+  trips_unknown: bool
   in_branch: bool
   scope: str
   axis: str = ""
@@ -239,7 +242,7 @@ def _place(index: int, *, axes: _Axes, data: _Axes, sizes: Mapping[str, int]) ->
 
 def counted(x: Collective) -> str:
   """Returns the cell of a table with the number of a collective's runs."""
-  return "loop " * x.in_loop + "branch " * x.in_branch + f"{x.times:,}"
+  return "loop " * x.trips_unknown + "branch " * x.in_branch + f"{x.times:,}"
 
 
 def end_of_scope(x: Collective) -> str:

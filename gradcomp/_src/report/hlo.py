@@ -105,7 +105,9 @@ def _calls(
   x: Instruction, around: Place, trips: int | None
 ) -> Iterator[tuple[str, Place]]:
   """Yields the computations that an instruction calls, and the places of their runs."""
-  loop, branch = around.in_loop or trips is None, x.opcode == "conditional"
+  loop = around.in_loop or x.opcode == "while"
+  unknown = around.trips_unknown or trips is None
+  branch = around.in_branch or x.opcode == "conditional"
   # What XLA wraps or fuses may have no name of its own.
   scope = x.op_name if x.opcode == "fusion" or x.opcode.endswith("-start") else ""
   calls = x.calls
@@ -114,6 +116,6 @@ def _calls(
     calls = {"calls": calls["calls"]}
   for attribute, callees in calls.items():
     runs = 1 if trips is None else trips + (attribute == "condition")
-    inside = Place(scope, around.times * runs, loop, around.in_branch or branch)
+    inside = Place(scope, around.times * runs, loop, unknown, branch)
     for callee in callees:
       yield callee, inside

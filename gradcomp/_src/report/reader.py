@@ -18,7 +18,8 @@ class Place(NamedTuple):
 
   scope: str = ""  # the names of the scopes around it
   times: int = 1  # the number of its runs
-  in_loop: bool = False  # whether in a loop of an unknown number of trips
+  in_loop: bool = False
+  trips_unknown: bool = False  # of one of the loops
   in_branch: bool = False
 
 
@@ -56,8 +57,13 @@ def _events(
       here = around._replace(scope=scope)
       result.append(Event(equation, here, known[0] if known else None))
     times = around.times * params.get("length", 1)  # of a loop
-    loop, branch = around.in_loop or name == "while", around.in_branch or name == "cond"
-    here = Place(scope, times, loop, branch)
+    here = Place(
+      scope,
+      times,
+      in_loop=around.in_loop or name in ("scan", "while"),
+      trips_unknown=around.trips_unknown or name == "while",
+      in_branch=around.in_branch or name == "cond",
+    )
     found: list[list[Event]] = []
     for part in inside:
       # A function takes the last arguments of its equation.

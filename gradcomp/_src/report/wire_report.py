@@ -103,7 +103,7 @@ class WireReport:
       lines.append(f"{again:,} bytes {told}: delete the pmean.")
     if self.unseen:
       lines.append(f"{unseen} The sum is a lower bound.")
-    if any(c.in_loop for c in self.collectives):
+    if any(c.trips_unknown for c in self.collectives):
       lines.append("loop: its trip count is unknown; counted once, a lower bound.")
     if any(c.in_branch for c in self.collectives):
       lines.append("branch: of a conditional; every branch counts, an upper bound.")
