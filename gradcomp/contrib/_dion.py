@@ -158,7 +158,7 @@ def _in_float32(gradient: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Momentum(NoFeedback):
-  """Keeps what is not sent as momentum, and takes a step in place of the mean."""
+  """Keeps the rest of a message as momentum, and steps in place of the mean."""
 
   keeps: ClassVar[bool] = True
 
@@ -182,7 +182,7 @@ _RANK_RULE = "a number of columns, 1 or more and below 2**31"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Factors(InRounds):
-  """Sends ``1 - mu`` of the mean matrix as factors: what error feedback then keeps.
+  """Sends ``1 - mu`` of the mean matrix as factors, as error feedback has it.
 
   The shared codec state of a leaf is the right factor, ``float32[stack, rank, n]``, and
   beside it the left one of the last step.

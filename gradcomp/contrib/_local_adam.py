@@ -1,4 +1,4 @@
-"""The local steps of ``adam``: workers move alone between two exchanges of momenta."""
+"""Local steps of ``adam``: workers move by themselves between two exchanges."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from gradcomp._src.transforms.moments import Moments, MomentsState
 
 
 class LocalMomentsState(NamedTuple):
-  """The moments that workers share, and the steps that each has taken alone.
+  """Holds the moments that workers share, and the steps of each since an exchange.
 
   Attributes:
     moments: those behind the last exchange, and the count of all steps.
@@ -121,7 +121,7 @@ class _Own(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalAdam:
-  """Adam whose workers move alone in the steps between two exchanges."""
+  """Adam with workers that move by themselves between two exchanges."""
 
   moments: Moments
   gaps: Gaps
@@ -164,8 +164,9 @@ class LocalAdam:
     del extra_args
     check_whole_params(params, self._axes)
     grads = not_differentiated(updates)
-    told = {"warmup": self.moments.warmup, "variance": self.moments.variance}
-    told |= {"b2": self.moments.b2, "local": self.gaps}
+    moments = self.moments
+    told: dict[str, Any] = {"warmup": moments.warmup, "variance": moments.variance}
+    told |= {"b2": moments.b2, "local": self.gaps}
     agreement.require_agreement("gradcomp.contrib.adam", told, grads, self._axes)
     is_sum = reduction(grads, self._axes, local=False).is_sum
     like = grads if params is None else params

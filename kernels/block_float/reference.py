@@ -27,6 +27,8 @@ ELEMENTS = {
   "e2m1": FloatFormat(2, 1, specials="none"),
 }
 
+_Rounding = float_codes.FloatRounding | Array
+
 # A byte of E8M0 is an exponent plus 127; the last one is NaN.
 _BYTE_BIAS = 127
 _NOT_FINITE = 255
@@ -61,7 +63,7 @@ class Form:
 
   @property
   def blocks(self) -> int:
-    """The number of blocks in a row, of which each has a scale of one byte."""
+    """The number of blocks in a row, each with a scale of one byte."""
     return self.planes * self.bucket_size // self.block_size
 
   @property
@@ -73,7 +75,8 @@ class Form:
     """Returns the scales of blocks as bytes, from their largest magnitudes."""
     if shared is not None:
       unit = fixed_point.inverse(1 / self.fmt.max_finite, shared)
-      rounding = jnp.full(largest.shape, _UP) if self.up else "nearest_even"
+      up = jnp.full(largest.shape, _UP)
+      rounding: _Rounding = up if self.up else "nearest_even"
       fmt = ELEMENTS["e4m3"]
       return float_codes.to_codes(largest * unit, fmt, rounding=rounding, saturate=True)
     # With `f 2**e` for the largest magnitude and `F 2**E` for the format's largest
@@ -90,8 +93,9 @@ class Form:
   def code(
     self, x: Array, lane: fixed_point.Lane, scale: Array, shared: Array | None
   ) -> Array:
-    """Returns the codes of one plane, whose blocks have these bytes as scales."""
-    rounding = "nearest_even" if lane is None else dithers.signed_lane(lane, x) << 16
+    """Returns the codes of one plane, with these bytes as scales of its blocks."""
+    nearest: _Rounding = "nearest_even"
+    rounding = nearest if lane is None else dithers.signed_lane(lane, x) << 16
     cast = functools.partial(
       float_codes.to_codes, fmt=self.fmt, rounding=rounding, saturate=True
     )
@@ -113,7 +117,7 @@ class Form:
     return fixed_point.signed(length, fixed_point.sign_bit(value))
 
   def _spread(self, x: Array) -> Array:
-    """Repeats what a block has for each of its elements."""
+    """Repeats the value of a block for each of its elements."""
     return jnp.repeat(x, self.block_size, axis=-1)
 
 

@@ -66,7 +66,7 @@ def scope_of(x: Instruction, flow: Flow, around: str = "") -> str:
 
 
 def _joined(names: Sequence[str]) -> str:
-  """Joins names, each once, but those of means as often as they are there."""
+  """Joins names, each once, but names of means as often as they are there."""
   # An exchange gives the name of its mean to one array. Another array of that name is
   # of another exchange of equal size: nothing else tells them apart, for JAX numbers
   # all channels alike.

@@ -155,7 +155,7 @@ class BlockFloat(quantizing.RoundsAtRandom):
     return block_float.decode_rows(rows, self._form)
 
   def operand(self, payload: Payload, *, like: ArrayLike) -> tuple[Array, Array, Array]:
-    r"""Returns what matrix units multiply, without decoding a payload.
+    r"""Returns the operand of a matrix unit, without decoding a payload.
 
     The array that the payload stands for is ``elements`` times ``scales``, each for a
     block, times ``factor``. So with K for the last axis, along which blocks lie and
