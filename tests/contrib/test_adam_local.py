@@ -290,6 +290,7 @@ def test_a_train_step_takes_gradients_where_each_worker_is():
   assert (0.2 < params["w"]).all() and step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_bfloat16_and_complex_leaves_move():
   tx = alone(2, Dense(), rate=0.1)
   params = {"c": jnp.full((3,), 1 + 2j), "h": jnp.ones((3,), jnp.bfloat16), "no": None}
