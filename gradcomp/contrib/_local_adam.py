@@ -92,7 +92,8 @@ class DoublingGaps:
     [1, 1, 2, 4, 16]
 
   References:
-    Lu et al., `0/1 Adam <https://arxiv.org/abs/2202.06009>`_, 2022, section 6
+    Lu et al., `0/1 Adam <https://arxiv.org/abs/2202.06009>`_, 2022, on choosing the
+    steps that synchronize
   """
 
   every: int = 2**15
