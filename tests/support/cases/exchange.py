@@ -11,6 +11,7 @@ import pytest
 import gradcomp
 from gradcomp.codecs import (
   QSGD,
+  BlockFloat,
   BlockTop,
   Dense,
   EightBit,
@@ -35,6 +36,7 @@ SHARED = [
 CLIPPED = QSGD(bits=2, bucket_size=32, norm="rms", levels="uniform", rounding="nearest")
 ROTATED = QSGD(bits=4, bucket_size=32, rotate=32)
 VOTES = Sign(bucket_size=32, scale="one", vote="majority")
+NVFP4 = BlockFloat(element="e2m1", scale="e4m3", block_size=16, rounding="stochastic")
 # Every exchange that a codec can take.
 CASES = [
   *itertools.product(CODECS, ["all_gather", "two_shot", "ring", "hierarchical"]),
@@ -76,6 +78,8 @@ CASES = [
   (Sign(bucket_size=32, scale="one"), "two_shot"),
   (VOTES, "two_shot"),
   (VOTES, "all_gather"),
+  # A scale of a leaf, and then one of each row.
+  (NVFP4, "two_shot"),
 ]
 
 # Of these, each exchange, each kind of sum, and what is new in each codec once.

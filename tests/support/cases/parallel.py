@@ -6,13 +6,22 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, Natural, Ternary
-from tests.oracles import eight_bit, natural, qsgd, ternary
+from gradcomp.codecs import (
+  QSGD,
+  BlockFloat,
+  Dense,
+  EightBit,
+  FloatCast,
+  Natural,
+  Ternary,
+)
+from tests.oracles import block_float, eight_bit, natural, qsgd, ternary
 from tests.oracles import floats as oracle_floats
 from tests.oracles.float_cast import Cast, aps_byte
 from tests.support import modes
 from tests.wire_decoder import codecs as wire_decoder_codecs
 from tests.wire_decoder import words
+from tests.wire_decoder.block_float import decode_block_float
 
 KEY = (0, 7)  # of jax.random.key(7, impl="threefry2x32")
 
@@ -87,6 +96,10 @@ CODECS = {
   "float_cast": FloatCast(exponent_bits=4, mantissa_bits=3),
   "ternary": Ternary(clip_sigmas=None),
   "natural": Natural(),
+  "mxfp4": BlockFloat(element="e2m1"),
+  "nvfp4": BlockFloat(
+    element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
+  ),
 }
 
 
@@ -152,7 +165,14 @@ def _natural(codec, x, key):
   return wire_decoder_codecs.decode_natural(rows, x.size)
 
 
+def _block_float(codec, x, key):
+  rule = dict(element=codec.element, scale=codec.scale, block_size=codec.block_size)
+  rows = block_float.encode(x, key=key if codec.needs_key else None, **rule)
+  return decode_block_float(rows, x.size, **rule)
+
+
 _ROUNDTRIPS = {
+  BlockFloat: _block_float,
   Dense: _dense,
   EightBit: _eight_bit,
   QSGD: _qsgd,
