@@ -11,6 +11,7 @@ import pytest
 
 from gradcomp.codecs import (
   QSGD,
+  BlockFloat,
   BlockTop,
   Dense,
   EightBit,
@@ -36,7 +37,7 @@ OURS = [
     QSGD(share_scale=True, rounding="nearest"),
     QSGD(bits=16, levels="uniform"),
   ),
-  *slow(Natural(), FloatCast(), FloatCast(scale=8.0)),
+  *slow(Natural(), FloatCast(), FloatCast(scale=8.0), BlockFloat()),
   *slow(Dense(), Dense(dtype=jnp.bfloat16, rounding="stochastic")),
   *slow(PowerSGD(), RandomK(density=0.01)),
   *slow(QSGD(norm="l2"), QSGD(bits=2, rotate=32, **RMS)),

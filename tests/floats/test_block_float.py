@@ -68,7 +68,7 @@ def test_rows_of_all_formats_are_the_oracles(fields, rounding):
   is_the_oracles(fields, rounding)
 
 
-@pytest.mark.parametrize("element", ["e2m1", "e4m3", *slow("e5m2", "e3m2", "e2m3")])
+@pytest.mark.parametrize("element", ["e2m1", *slow("e4m3", "e5m2", "e3m2", "e2m3")])
 def test_every_code_under_every_power_of_two(element):
   """Decoded values are those of ml_dtypes, times a scale of ml_dtypes."""
   codec = BlockFloat(element=element)
@@ -92,7 +92,7 @@ def test_every_code_under_every_power_of_two(element):
   assert_same_floats(found, np.float32(value))
 
 
-@pytest.mark.parametrize("element", ["e2m1", "e4m3", *slow("e5m2", "e3m2", "e2m3")])
+@pytest.mark.parametrize("element", ["e2m1", *slow("e4m3", "e5m2", "e3m2", "e2m3")])
 def test_numbers_of_the_format_are_sent_as_they_are(element):
   """Also at random: they have no neighbors between which to choose."""
   numbers = oracle.numbers(element)
@@ -141,12 +141,11 @@ def test_blocks_at_the_ends_of_float32():
   """Subnormal blocks vanish, and the largest numbers stay finite."""
   most = np.finfo(np.float32).max
   x = np.float32([1e-40, 2.0**-126, 1e-37, most, -most]).repeat(32)
-  for fields in (MXFP4, NVFP4):
-    for rounding in ("nearest", "stochastic"):
-      found = laws.round_trip(BlockFloat(rounding=rounding, **fields), x)
-      assert (found[:32] == 0).all() and np.isfinite(found).all()
-      # Steps of the largest numbers are a third of them or less.
-      assert (np.abs(found[96:]) >= most * (2 / 3)).all()
+  for fields, rounding in ((MXFP4, "nearest"), (NVFP4, "stochastic")):
+    found = laws.round_trip(BlockFloat(rounding=rounding, **fields), x)
+    assert (found[:32] == 0).all() and np.isfinite(found).all()
+    # Steps of the largest numbers are a third of them or less.
+    assert (np.abs(found[96:]) >= most * (2 / 3)).all()
 
 
 @pytest.mark.parametrize(
