@@ -6,7 +6,7 @@ E4M3 times a ``float32`` scale that many blocks share.
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ class Form:
     return jnp.where(jnp.isfinite(largest), byte, _NOT_FINITE).astype(jnp.uint32)
 
   def factors(self, scale: Array, shared: Array | None) -> Array:
-    """Returns what blocks are multiplied by: exponents, or ``float32`` numbers."""
+    """Returns the factors of blocks: exponents, or ``float32`` numbers."""
     if shared is None:
       return _BYTE_BIAS - scale.astype(jnp.int32)
     step = float_codes.from_codes(scale, ELEMENTS["e4m3"]) * shared
@@ -100,9 +100,10 @@ class Form:
 
   @functools.partial(jax.jit, static_argnums=0, inline=True)
   def code(self, x: Array, lane: fixed_point.Lane, factor: Array) -> Array:
-    """Returns the codes of one plane, whose blocks have these factors."""
-    rounding = "nearest_even" if lane is None else dithers.signed_lane(lane, x) << 16
-    options = {"fmt": self.fmt, "rounding": rounding, "saturate": True}
+    """Returns the codes of one plane, with these factors of its blocks."""
+    nearest: _Rounding = "nearest_even"
+    rounding = nearest if lane is None else dithers.signed_lane(lane, x) << 16
+    options: Any = {"fmt": self.fmt, "rounding": rounding, "saturate": True}
     factor = self._spread(factor)
     if self.scale == "e8m0":
       return float_codes.to_codes(x, exponent=factor, **options)
@@ -122,7 +123,7 @@ class Form:
     return fixed_point.signed(length, fixed_point.sign_bit(value))
 
   def _spread(self, x: Array) -> Array:
-    """Repeats what each block of a plane has for all of its elements."""
+    """Repeats the value of each block of a plane for all of its elements."""
     # For `jnp.repeat`, XLA:CPU divides to find the block of each element, and takes six
     # times as long.
     shape = (*[1] * (x.ndim - 1), self.bucket_size)
