@@ -114,8 +114,8 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
     >>> tx = dion(1.0, rank=1)
     >>> gradient = jnp.outer(jnp.array([2.0, 0.0]), jnp.array([3.0, 4.0]))
     >>> update, state = tx.update(gradient, tx.init(gradient))
-    >>> update.round(4)
-    Array([[-0.6, -0.8],
+    >>> np.array(update).round(4)
+    array([[-0.6, -0.8],
            [ 0. ,  0. ]], dtype=float32)
 
   References:
