@@ -87,7 +87,7 @@ OTHERS = {
     qsgd(),
     qsgd(exchange=TwoShot(feedback=False)),
     {},
-    ["owners", "['b'], ['v'], ['w'] and is nothing"],
+    ["owners", "was ['v'], ['w'] and is nothing"],
   ),
   "messages": (qsgd(), qsgd(message_bytes=3000), {}, ["owners", "; ['w']"]),
   "shape": (

@@ -1,6 +1,7 @@
 """Describes a state's configuration as JSON, and compares two descriptions."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from gradcomp._src.checkpoint.forms import FIRST, WHOLE, check_form
 from gradcomp._src.checks import see
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.exchange.layout import leaf_codecs
-from gradcomp._src.exchange.owners import owner_shapes
+from gradcomp._src.exchange.owners import owned_matrices, owner_shapes
 from gradcomp._src.exchange.plan import MessagePlan, own_axes
 from gradcomp._src.mesh import platforms
 from gradcomp._src.mesh.axes import WorkerSizes, sizes_of
@@ -167,8 +168,13 @@ def _transformation(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, Any
   names = lambda x: [plan.names[i] for i in x.leaves]
   owner = lambda x: {"exchange": _described(x.exchange), "leaves": names(x)}
   owned = [owner(x) for x in plan.messages if owns(x)]
+  # Platforms may cut other messages, and owners keep the same arrays nevertheless.
+  matrices = itertools.chain(*owned_matrices(plan).values()) if named else ()
+  of_array = lambda x: [plan.names[i] for i, *_ in x.leaves()]
+  array = lambda x: owner(x.message) | {"leaves": of_array(x)}
   result = {"axes": list(axes) if named else [], "codecs": codecs, "leaves": leaves}
   result |= {"feedback": _described(made["feedback"]), "owned": owned}
+  result["arrays"] = owned if cut else [array(x) for x in matrices]
   if cut:
     result["params"] = _described(made["params"])
   if made.get("delay"):  # of local steps, which keep a mean until it is applied
@@ -200,7 +206,8 @@ def _differences(saved: Any, record: Any) -> Iterator[tuple[str, Any, Any]]:
     yield _WORKERS, was, now
   old, new = saved["transformations"], record["transformations"]
   places = [x.get("platform") for x in (saved, record)]
-  owned = [[y["owned"] for y in x] for x in (old, new)]
+  kept = "arrays" if all("arrays" in x for x in (*old, *new)) else "owned"
+  owned = [[y[kept] for y in x] for x in (old, new)]
   if places[0] != places[1] and None not in places and owned[0] != owned[1]:
     yield _PLATFORM, *places
   if len(old) != len(new):
@@ -213,7 +220,7 @@ def _differences(saved: Any, record: Any) -> Iterator[tuple[str, Any, Any]]:
     if any(lists):
       was, now = (f"one with {_listed(x)}" if x else "one without" for x in lists)
       yield "the list of leaves" + where, was, now
-    facts, others = (_facts(made, stacked) for made in pair)
+    facts, others = (_facts(made, stacked, made[kept]) for made in pair)
     for what, was in facts.items():
       now = others.get(what, was)
       if isinstance(was, dict):
@@ -222,9 +229,9 @@ def _differences(saved: Any, record: Any) -> Iterator[tuple[str, Any, Any]]:
         yield what + where, _text(was), _text(now)
 
 
-def _facts(made: Mapping[str, Any], stacked: bool) -> dict[str, Any]:
+def _facts(made: Mapping[str, Any], stacked: bool, owned: Any) -> dict[str, Any]:
   """Names the facts that give the arrays of a transformation their meaning."""
-  leaves, codecs, owned = made["leaves"], made["codecs"], made["owned"]
+  leaves, codecs = made["leaves"], made["codecs"]
   facts: dict[str, Any] = {
     **{f"the shape of {x}": str([*kept["shape"]]) for x, kept in leaves.items()},
     **{f"the codec of {x}": codecs[kept["codec"]] for x, kept in leaves.items()},
