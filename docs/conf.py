@@ -54,7 +54,7 @@ nitpick_ignore_regex = [
   ),
   ("py:class", "Figure|Mesh|P"),  # as annotations in quotes name matplotlib's and JAX's
   # Types in signatures that users get and pass on, and do not name.
-  ("py:class", r"gradcomp\._src\..*"),
+  ("py:class", r"gradcomp\.(_src|contrib\._\w+)\..*"),
 ]
 
 # Methods without a docstring have it in their protocol, where autodoc does not look;

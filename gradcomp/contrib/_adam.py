@@ -67,8 +67,8 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   .. math::
      m_i = \beta_1 m + (1 - \beta_1) g_i, \qquad
      m \leftarrow \frac{1}{N} \sum_i Q(m_i + e_i), \qquad
-     x \leftarrow x - \gamma \Big(\frac{\hat m}{\sqrt{\hat v} + \epsilon}
-     + \lambda x\Big)
+     x \leftarrow x - \gamma \Bigl(\frac{\hat m}{\sqrt{\hat v} + \epsilon}
+     + \lambda x\Bigr)
 
   where :math:`Q` encodes and decodes, and :math:`e_i` is the worker's residual. A
   gradient's error would enter the square of :math:`v`; that of a momentum does not.
@@ -92,9 +92,9 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   and with the sum :math:`\Gamma` of the rates of a gap, all move in its last one
 
   .. math::
-     m \leftarrow \frac{1}{N} \sum_i Q\Big(\frac{u_i}{\Gamma} + e_i\Big), \qquad
-     x \leftarrow x - \Gamma \Big(\frac{\hat m}{\sqrt{\hat v} + \epsilon}
-     + \lambda x\Big), \qquad m_i \leftarrow m, \qquad u_i \leftarrow 0
+     m \leftarrow \frac{1}{N} \sum_i Q\Bigl(\frac{u_i}{\Gamma} + e_i\Bigr), \qquad
+     x \leftarrow x - \Gamma \Bigl(\frac{\hat m}{\sqrt{\hat v} + \epsilon}
+     + \lambda x\Bigr), \qquad m_i \leftarrow m, \qquad u_i \leftarrow 0
 
   Here it departs from the papers: a step that averages gradients sends no momenta, the
   mean updates :math:`m`, and residuals wait. With ``local`` such a step follows an

@@ -60,13 +60,13 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
   :math:`X`, to the bit:
 
   .. math::
-     B_i = M_i + G_i, \qquad P = \mathrm{orthonormalize}\Big(\frac{1}{N} \sum_i B_i
-     Q\Big), \qquad R = \frac{1}{N} \sum_i B_i^T P
+     B_i = M_i + G_i, \qquad P = \mathrm{orthonormalize}\Bigl(\frac{1}{N} \sum_i B_i
+     Q\Bigr), \qquad R = \frac{1}{N} \sum_i B_i^T P
 
   .. math::
      M_i \leftarrow B_i - (1 - \mu) P R^T, \qquad Q \leftarrow R \text{ with columns of
-     length } 1, \qquad X \leftarrow X - \eta \Big(\sqrt{\tfrac{n}{m}} \, P Q^T +
-     \lambda X\Big)
+     length } 1, \qquad X \leftarrow X - \eta \Bigl(\sqrt{\tfrac{n}{m}} \, P Q^T +
+     \lambda X\Bigr)
 
   Both sums are sums of plain numbers, and gradients are not averaged: a worker sends
   ``r * (m + n)`` numbers of 32 bits in two rounds, r being ``rank`` or the shorter side

@@ -90,7 +90,7 @@ def lamb(  # noqa: PLR0913 - options of users, by keyword
   :math:`-\gamma\, c\, d`. During the warm-up its trust ratio is LAMB's,
 
   .. math::
-     c = \mathrm{clip}\Big(\frac{\lVert x \rVert}{\lVert d \rVert}\Big), \qquad
+     c = \mathrm{clip}\Bigl(\frac{\lVert x \rVert}{\lVert d \rVert}\Bigr), \qquad
      \bar c \leftarrow \beta_3 \bar c + (1 - \beta_3)\, c
 
   and 1 if a norm is zero. Then :math:`v` and :math:`\bar c` stay as they are. The mean
@@ -101,8 +101,8 @@ def lamb(  # noqa: PLR0913 - options of users, by keyword
      g = \frac{m - \beta_1 m'}{1 - \beta_1}, \qquad
      u \leftarrow \beta_2 u + (1 - \beta_2) g^2, \qquad
      c = r \bar c, \qquad
-     r = \mathrm{clip}\Big(\max \frac{\sqrt{\hat v} + \epsilon}
-     {\sqrt{\hat u} + \epsilon}\Big)
+     r = \mathrm{clip}\Bigl(\max \frac{\sqrt{\hat v} + \epsilon}
+     {\sqrt{\hat u} + \epsilon}\Bigr)
 
   The maximum is over the elements of the leaf, and :math:`m'` is the momentum before.
   :math:`r` changes by at most a share of itself in a step. Nothing else is sent.

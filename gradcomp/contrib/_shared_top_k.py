@@ -86,7 +86,7 @@ class SharedTopK(InRounds):
 
   density: float = 0.01
   columns: int = 4
-  dtype: DTypeLike = jnp.float32
+  dtype: DTypeLike = jnp.dtype(jnp.float32)  # Sphinx reads no signature with a class
   min_rate: float = 2.0
   matrix: tuple[int, int] | None = None
 

@@ -46,7 +46,7 @@ class Sign(Codec):
   small, and ``feedback=None`` suits it: a residual would never come down to zero. With
   N workers the result is the mean of the signs, or with ``vote="majority"``
 
-  .. math:: \mathrm{sgn} \Big( \sum_k \mathrm{sgn}(v_i^{(k)}) \Big)
+  .. math:: \mathrm{sgn} \Bigl( \sum_k \mathrm{sgn}(v_i^{(k)}) \Bigr)
 
   and a tie is 0, which moves a parameter to neither side. Signs are counted exactly. In
   ``two_shot`` owners send counts, in ``ceil(log2(2N + 2))`` bits, or who won, in 2

@@ -166,14 +166,14 @@ class BlockFloat(quantizing.RoundsAtRandom):
     is the product :math:`a b^T` of two payloads, with arrays of three axes.
 
     Args:
-      payload: the result of :meth:`encode`.
+      payload: the result of ``encode``.
       like: an array with the shape of what was encoded, ``[..., K]``.
 
     Returns:
-      elements: ``[..., K]`` of the type ``float8_e4m3fn``, ``float8_e5m2`` or
-        ``float4_e2m1fn``.
-      scales: ``[..., K / block_size]`` of ``float8_e8m0fnu`` or ``float8_e4m3fn``.
-      factor: ``float32[]``, the scale of the tensor; 1 with ``e8m0`` scales.
+      The elements, ``[..., K]`` of ``float8_e4m3fn``, ``float8_e5m2`` or
+      ``float4_e2m1fn``; the scales, ``[..., K / block_size]`` of ``float8_e8m0fnu`` or
+      ``float8_e4m3fn``; and the factor, ``float32[]``, the scale of the tensor, or 1
+      with ``e8m0`` scales.
 
     Raises:
       ValueError: K is no multiple of ``block_size``, or elements have 6 bits, for which
