@@ -68,7 +68,7 @@ def scope_of(x: Instruction, flow: Flow, around: str = "") -> str:
 def _joined(names: Sequence[str]) -> str:
   """Joins names, each once, but names of means as often as they are there."""
   # An exchange gives the name of its mean to one array. Another array of that name is
-  # of another exchange of equal size: nothing else tells them apart, for JAX numbers
+  # of another exchange of equal size: nothing else keeps them apart, for JAX numbers
   # all channels alike.
   means = [x for x in names if sent.means_in(x)]
   others = dict.fromkeys(x for x in names if x and not sent.means_in(x))
