@@ -27,7 +27,7 @@ from gradcomp._src.transforms.moments import (
   Variance,
   Warmup,
   as_warmup,
-  has_decay,
+  decoupled,
   with_decay,
 )
 from gradcomp.contrib._local_adam import Gaps, LocalAdam, as_gaps
@@ -199,15 +199,12 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     return jax.tree.map(step, *moments.corrected(state), like), state
 
   if local is not None:
-    decay = optax.identity()
-    if has_decay(weight_decay):
-      decay = optax.add_decayed_weights(weight_decay, mask)
     alone = LocalAdam(
       moments=moments,
       gaps=as_gaps(local),
       learning_rate=learning_rate,
       eps=eps,
-      decay=decay,
+      decay=decoupled(weight_decay, mask) or optax.identity(),
     )
     update = cites(*papers)(alone.update)
     return any_tree(alone.init, of_workers(update, axis_name, whole=True))

@@ -14,7 +14,7 @@ from gradcomp._src.core import agreement
 from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import OwnSteps
 from gradcomp._src.local_steps import rounds
-from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
+from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names, require_size
 from gradcomp._src.mesh.reduction import reduction
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.study import Options, note
@@ -144,8 +144,7 @@ class LocalAdam:
 
   @property
   def _axes(self) -> AxisName:
-    (first, *others) = names = self._names
-    return names if others else first
+    return as_axis_name(self._names)
 
   def init(self, params: Any) -> LocalMomentsState:
     """Creates the state, of zeros."""
@@ -165,9 +164,7 @@ class LocalAdam:
     del extra_args
     check_whole_params(params, self._axes)
     grads = not_differentiated(updates)
-    moments = self.moments
-    told: dict[str, Any] = {"warmup": moments.warmup, "variance": moments.variance}
-    told |= {"b2": moments.b2, "local": self.gaps}
+    told = self.moments.told | {"local": self.gaps}
     agreement.require_agreement("gradcomp.contrib.adam", told, grads, self._axes)
     is_sum = reduction(grads, self._axes, local=False).is_sum
     like = grads if params is None else params
@@ -204,7 +201,7 @@ class LocalAdam:
     )
 
     def alone(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
-      momenta = self._own_momenta(grads, own.momenta)
+      momenta = self.moments.moved(grads, own.momenta, self.moments.b1)
 
       def move(d: jax.Array, m: jax.Array, s: jax.Array, v: jax.Array) -> jax.Array:
         return d - jnp.where(v == 0, 0, rate * (m / s))
@@ -221,7 +218,7 @@ class LocalAdam:
         before = jnp.where(state.rate == 0, 0, -d * s / state.rate)
         return before + share * (m - before)
 
-      momenta = self._own_momenta(grads, own.momenta)
+      momenta = self.moments.moved(grads, own.momenta, self.moments.b1)
       means = jax.tree.map(mean, momenta, own.moved, scales)
       return self._together(self.moments.exchanged(means, moments), like)
 
@@ -246,12 +243,6 @@ class LocalAdam:
       rate=jnp.where(met, 0, total),
       decay=state.decay,
     )
-
-  def _own_momenta(self, grads: Any, momenta: Any) -> Any:
-    """Returns a worker's momentum, moved on by its own gradient."""
-    b1 = self.moments.b1
-    move = lambda g, m: b1 * m + (1 - b1) * g.astype(m.dtype)
-    return jax.tree.map(move, grads, momenta)
 
   def _divisors(self, moments: MomentsState) -> Any:
     nu = optax.tree.bias_correction(moments.nu, self.moments.b2, moments.updates)

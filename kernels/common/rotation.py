@@ -1,7 +1,6 @@
 """Rotation of tiles, which spreads each element over a group of 8 or 32."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,43 +15,30 @@ PLANES = 8  # of a group; a group of 32 lies in four columns of each
 
 
 def rotate(
-  tiles: Array,
-  planes: int,
-  size: int,
-  implementation: dispatch.Implementation | None = None,
+  tiles: Array, planes: int, size: int, by: dispatch.Implementation | None = None
 ) -> Array:
   """Replaces the n elements x of each group by ``H s x / n``, with fixed signs s."""
   # H is the Hadamard matrix: -1 where k and i have an odd number of common bits, and
   # else 1. Tiles are float32[rows, P * B], with P a multiple of 8, and B one of 4 for
   # groups of 32; `size` is n, 8 or 32. Signs are set by bits, so that no product can be
   # contracted with a sum.
-  function = _either(tiles, planes, size, implementation)
-  return function(tiles, planes=planes, size=size, forward=True)
+  return _turned(tiles, by, planes=planes, size=size, forward=True)
 
 
 def unrotate(
-  tiles: Array,
-  planes: int,
-  size: int,
-  implementation: dispatch.Implementation | None = None,
+  tiles: Array, planes: int, size: int, by: dispatch.Implementation | None = None
 ) -> Array:
   """Undoes :func:`rotate`, of sums of tiles, too, but for the rounding of sums."""
-  function = _either(tiles, planes, size, implementation)
-  return function(tiles, planes=planes, size=size, forward=False)
+  return _turned(tiles, by, planes=planes, size=size, forward=False)
 
 
-def _either(
-  tiles: Array,
-  planes: int,
-  size: int,
-  implementation: dispatch.Implementation | None,
-) -> Callable[..., Array]:
-  """Returns the transform, with a kernel for TPUs where tiles suit it."""
+def _turned(tiles: Array, by: dispatch.Implementation | None, **how: Any) -> Array:
+  """Returns the transform, by a kernel for TPUs where tiles suit it."""
   rows, tile = tiles.shape
-  line = tile // planes * PLANES // size
+  line = tile // how["planes"] * PLANES // how["size"]
   if not tpu.fits(rows, tile, line):
-    return transform
-  return functools.partial(_with_kernel, implementation=implementation)
+    return transform(tiles, **how)
+  return _with_kernel(tiles, implementation=by, **how)
 
 
 def transform(tiles: Array, *, planes: int, size: int, forward: bool) -> Array:

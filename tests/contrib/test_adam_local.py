@@ -160,7 +160,7 @@ def test_all_modes_have_the_same_moments():
 
 
 def test_nothing_of_a_momentum_is_lost():
-  """What workers sent and what they keep is the sum of their mean momenta.
+  """Means that were sent and residuals add up to the workers' mean momenta.
 
   With an equal rate, and an exchange without owners, whose residuals are elsewhere.
   """

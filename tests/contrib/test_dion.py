@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.contrib import dion
@@ -181,15 +180,7 @@ def test_weights_decay_apart_from_the_scale_of_steps():
 def test_bytes_are_those_of_the_factors(workers):
   """Both factors of all matrices, by all-reduces alone, as the report says."""
   tx = transformation(exchange="psum")
-  mesh = modes.mesh(workers)
-  with jax.set_mesh(mesh):
-    state = tx.init(PARAMS)
-  specs = gradcomp.state_specs(state, axis_name="data")
-  local = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)
-  places = dict(in_specs=(P("data"), specs), out_specs=(P(), specs))
-  update = jax.jit(jax.shard_map(local, mesh=mesh, **places))
-  lowered = update.lower(gradients(workers=workers), state)
-  found = gradcomp.wire_report(lowered).collectives
+  found = modes.collectives(tx, PARAMS, gradients(workers=workers))
   assert {(c.kind, c.dtype) for c in found} == {("all-reduce", "f32")}
   numbers = RANK * (3 * (6 + 8) + 12 + 9)
   sent = 4 * numbers * 2 * (workers - 1) // workers

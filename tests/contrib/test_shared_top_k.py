@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.contrib import SharedTopK
@@ -121,15 +120,7 @@ def test_rows_that_workers_disagree_about_are_not_sent():
 def test_bytes_do_not_grow_with_the_number_of_workers(workers):
   """A sketch and the chosen rows, by all-reduces alone, as the report says."""
   tx, params = transformation(exchange="psum"), {"w": jnp.zeros((M, WIDTH))}
-  mesh = modes.mesh(workers)
-  with jax.set_mesh(mesh):
-    state = tx.init(params)
-  specs = gradcomp.state_specs(state, axis_name="data")
-  local = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)
-  places = dict(in_specs=(P("data"), specs), out_specs=(P(), specs))
-  update = jax.jit(jax.shard_map(local, mesh=mesh, **places))
-  lowered = update.lower(gradients(workers=workers), state)
-  found = gradcomp.wire_report(lowered).collectives
+  found = modes.collectives(tx, params, gradients(workers=workers))
   assert {(c.kind, c.dtype) for c in found} == {("all-reduce", "f32")}
   numbers = M * CODEC.columns + SENT * WIDTH
   sent = 4 * numbers * 2 * (workers - 1) // workers

@@ -27,7 +27,7 @@ def largest(element):
 
 
 def numbers(element):
-  """What codes stand for, float64, by their codes; NaN and infinity as well."""
+  """Returns the numbers of all codes, float64, with NaN and infinities."""
   bits = ml_dtypes.finfo(DTYPES[element]).bits
   return np.arange(2**bits).astype(np.uint8).view(DTYPES[element]).astype(np.float64)
 

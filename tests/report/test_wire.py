@@ -273,7 +273,7 @@ def test_an_exchange_knows_the_plain_mean():
 
 
 def test_messages_of_one_size_complete_a_mean_each():
-  """Where XLA adds them in one sum, and gives it the name of one of them."""
+  """XLA adds them in one sum, and gives it the name of one of them."""
 
   def function(x):
     sums = []

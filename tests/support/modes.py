@@ -3,7 +3,9 @@
 The tests look at residuals, name the exchanges of groups, and train with a user's step.
 """
 
+import jax
 import optax
+from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.testing.modes import AUTO as AUTO
@@ -32,6 +34,22 @@ def run_all(mode, transformation, gradients):
   """Like :func:`run`, and the residuals of the second stage ``[N, share, tile]``."""
   outputs, state = run_with_state(mode, transformation, gradients)
   return outputs, state.residual, state.server_residual
+
+
+def collectives(transformation, params, gradients):
+  """What an update of gradients, leaves ``[N, ...]``, sends between N devices."""
+  workers = len(jax.tree.leaves(gradients)[0])
+  devices = mesh(workers)
+  with jax.set_mesh(devices):
+    state = transformation.init(params)
+  specs = gradcomp.state_specs(state, axis_name="data")
+
+  def local(gradients, state):
+    return transformation.update(jax.tree.map(lambda x: x[0], gradients), state)
+
+  places = dict(in_specs=(P("data"), specs), out_specs=(P(), specs))
+  update = jax.jit(jax.shard_map(local, mesh=devices, **places))
+  return gradcomp.wire_report(update.lower(gradients, state)).collectives
 
 
 def user_step(loss_fn, optimizer, axis_name="data"):

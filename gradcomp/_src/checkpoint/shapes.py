@@ -19,7 +19,7 @@ from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import collects, is_state, states_in
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh import specs as mesh_specs
-from gradcomp._src.mesh.axes import AxisName, abstract_mesh, axis_names
+from gradcomp._src.mesh.axes import AxisName, abstract_mesh, as_axis_name, axis_names
 from gradcomp._src.mesh.param_specs import specs_like
 from gradcomp._src.mesh.platforms import planned_for
 from gradcomp._src.mesh.trees import trainable
@@ -127,7 +127,7 @@ def first_state_of(
     if given is not None and axis_names(given) != names:
       raise ValueError(
         f"`axis_name` must be that of the transformations in `optimizer`, "
-        f"{given!r}, got {names if len(names) > 1 else names[0]!r}."
+        f"{given!r}, got {as_axis_name(names)!r}."
       )
   specs = state_specs(found[0], axis_name=axis_name, param_specs=param_specs)
   whole = functools.partial(_whole, sizes)

@@ -17,7 +17,7 @@ from gradcomp._src.core.step import as_updates, take_step
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
 from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names
 from gradcomp._src.mesh.shard_maps import per_device
 
 
@@ -99,8 +99,7 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
   if not is_codec(codec):
     raise TypeError(f"`codec` must be an instance of a codec, got {codec!r}.")
   if axis_name is not None:
-    names = axis_names(axis_name)
-    axis_name = names if len(names) > 1 else names[0]
+    axis_name = as_axis_name(axis_names(axis_name))
   parts = Compression(
     codec,
     axis_name,

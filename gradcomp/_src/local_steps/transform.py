@@ -25,7 +25,13 @@ from gradcomp._src.core.transform import compress
 from gradcomp._src.local_steps import moments, rounds
 from gradcomp._src.local_steps import options as rules
 from gradcomp._src.local_steps.options import LocalOptions
-from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
+from gradcomp._src.mesh.axes import (
+  AxisName,
+  as_axis_name,
+  axis_names,
+  bound_size,
+  require_size,
+)
 from gradcomp._src.mesh.reduction import reduction
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.trees import boxed_like, combine, split, unboxed
@@ -177,7 +183,7 @@ def local_steps(
   periods = moments.checked_periods(options.sync_state)
   start = step_count("start", options.start, least=0)
   names = axis_names(axis_name)
-  axes = names if len(names) > 1 else names[0]
+  axes = as_axis_name(names)
   compressed = compress(
     codec,
     axis_name=axes,

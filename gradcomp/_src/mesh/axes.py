@@ -25,6 +25,11 @@ class UnboundAxisError(ValueError):
     self.axis_name = axis_name
 
 
+def as_axis_name(names: tuple[str, ...]) -> AxisName:
+  """Returns the name of one axis, and a tuple of several."""
+  return names if len(names) > 1 else names[0]
+
+
 def axis_names(axis_name: AxisName) -> tuple[str, ...]:
   """Returns the axes as a tuple; ValueError for none, or for one twice."""
   result = axis_name if isinstance(axis_name, tuple) else (axis_name,)

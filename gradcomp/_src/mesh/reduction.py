@@ -7,7 +7,7 @@ import jax
 from gradcomp._src.checks import see
 from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.mesh import types
-from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names
 from gradcomp._src.mesh.study import is_followed, studied_axes
 
 _name = lambda path: f"`updates`{jax.tree_util.keystr(path)}"
@@ -73,7 +73,7 @@ def _addends(paths: Any, addends: list[Any], axis_name: AxisName | None) -> Axis
         f"gradient says, but its type says {tuple(sorted(axes))}; gradients from "
         "gradcomp.value_and_grad are, or leave axis_name out to take it from the type."
       )
-  return names if len(names) > 1 else names[0]
+  return as_axis_name(names)
 
 
 def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:

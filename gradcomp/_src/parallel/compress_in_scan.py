@@ -28,6 +28,7 @@ from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh import study, types
 from gradcomp._src.mesh.axes import (
   AxisName,
+  as_axis_name,
   axis_names,
   bound_size,
   mesh_size,
@@ -97,9 +98,7 @@ def compress_in_scan(
       '`feedback` must be None, "auto" or "error" for layers in a scan, whose '
       f"residuals are float32, got {feedback!r}; put momentum behind the exchange."
     )
-  options = ScanOptions(
-    codec, names[0] if len(names) == 1 else names, exchange, rule.keeps, policy
-  )
+  options = ScanOptions(codec, as_axis_name(names), exchange, rule.keeps, policy)
 
   def init_fn(params: Any) -> ScanState:
     study.note(options, *jax.tree.leaves(params))

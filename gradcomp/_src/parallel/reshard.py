@@ -8,7 +8,13 @@ from jax.sharding import PartitionSpec
 
 from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
+from gradcomp._src.mesh.axes import (
+  AxisName,
+  as_axis_name,
+  axis_names,
+  bound_size,
+  require_size,
+)
 from gradcomp._src.mesh.specs import names_by_axis, sharded_axes, spec_of
 from gradcomp._src.mesh.types import mesh_of, typed_spec
 from gradcomp._src.parallel import transfer
@@ -146,18 +152,14 @@ def _move(source: PartitionSpec, target: PartitionSpec, ndim: int) -> transfer.T
   addends = frozenset(source.unreduced)
   if addends and not target.unreduced:
     if not changed:
-      return transfer.Transfer("sum", _name(sorted(addends)))
+      return transfer.Transfer("sum", as_axis_name(tuple(sorted(addends))))
     (axis, *more) = changed
     if not more and not before[axis] and set(after[axis]) == addends:
-      return transfer.Transfer("scatter", _name(after[axis]), axis)
+      return transfer.Transfer("scatter", as_axis_name(after[axis]), axis)
   elif len(changed) == 1 and not addends and not after[changed[0]]:
-    return transfer.Transfer("gather", _name(before[changed[0]]), changed[0])
+    return transfer.Transfer("gather", as_axis_name(before[changed[0]]), changed[0])
   raise ValueError(
     "`spec` must lead from addends to their sum, replicated or sharded along one "
     "array axis over the same mesh axes, or from shards to the whole of one array "
     f"axis, got {target} for an array of {source}; jax.reshard does what needs neither."
   )
-
-
-def _name(names: Any) -> AxisName:
-  return names[0] if len(names) == 1 else tuple(names)

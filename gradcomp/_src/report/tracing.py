@@ -155,7 +155,7 @@ def _trace(
     return update_of(params, state, params, **stand_ins(params))[0]
 
   mesh = mesh_axes.abstract_mesh(sizes)
-  kind = studies.Study(axes if len(axes) > 1 else axes[0], frozenset(sizes))
+  kind = studies.Study(mesh_axes.as_axis_name(axes), frozenset(sizes))
   mapped = jax.shard_map(update, in_specs=P(), out_specs=P(), check_vma=False)
   outside = use_abstract_mesh(AbstractMesh((), ()))
   try:

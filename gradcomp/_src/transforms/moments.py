@@ -149,6 +149,11 @@ class Moments:
     share_below_1("b2", self.b2)
     one_of("variance", Variance, self.variance)
 
+  @property
+  def told(self) -> dict[str, Any]:
+    """The options of moments, which all workers must share."""
+    return {"warmup": self.warmup, "variance": self.variance, "b2": self.b2}
+
   def init(self, params: Any) -> MomentsState:
     """Creates the state, of zeros."""
     wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)
@@ -161,8 +166,7 @@ class Moments:
 
   def step(self, grads: Any, state: MomentsState) -> MomentsState:
     """Returns the state after the gradients of a worker, or of all."""
-    told = {"warmup": self.warmup, "variance": self.variance, "b2": self.b2}
-    agreement.require_agreement("moments", told, grads, self.axis_name)
+    agreement.require_agreement("moments", self.told, grads, self.axis_name)
     across = reduction(grads, self.axis_name, local=False)
     count = optax.safe_increment(state.count)
 
@@ -205,11 +209,15 @@ class Moments:
     def own(grads: Any, mu: Any) -> tuple[Any, Any]:
       # Addends of a sum have a share of the mean momentum each.
       share = self.b1 / require_size(axes) if axes and across.is_sum else self.b1
-      move = lambda g, m: share * m + (1 - self.b1) * g.astype(m.dtype)
-      return jax.tree.map(move, grads, mu), mu
+      return self.moved(grads, mu, share), mu
 
     axes = across.axis_name
     return per_device(own, grads, mu, axes, keeps_addends=True)[0]
+
+  def moved(self, grads: Any, momenta: Any, share: Any) -> Any:
+    """Returns a worker's gradients with a share of momenta."""
+    move = lambda g, m: share * m + (1 - self.b1) * g.astype(m.dtype)
+    return jax.tree.map(move, grads, momenta)
 
   def _counted(self, state: MomentsState) -> MomentsState:
     """Counts an update of the variance, and decides which step has the next."""
@@ -238,15 +246,15 @@ def with_decay(
   mask: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Chains a direction, decoupled weight decay if there is any, and the rate."""
-  parts: list[optax.GradientTransformation] = [first]
-  if has_decay(weight_decay):
-    parts.append(optax.add_decayed_weights(weight_decay, mask))
-  return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+  parts = (first, decoupled(weight_decay, mask))
+  return optax.chain(*filter(None, parts), optax.scale_by_learning_rate(learning_rate))
 
 
-def has_decay(weight_decay: Any) -> bool:
-  """Returns False for a number that is zero."""
-  return not isinstance(weight_decay, int | float) or bool(weight_decay)
+def decoupled(weight_decay: Any, mask: Any) -> optax.GradientTransformation | None:
+  """Returns decoupled weight decay; None for a number that is zero."""
+  if isinstance(weight_decay, int | float) and not weight_decay:
+    return None
+  return optax.add_decayed_weights(weight_decay, mask)
 
 
 def _norm_1(tree: Any) -> jax.Array:

@@ -32,6 +32,7 @@ from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.mesh.axes import (
   AxisName,
   UnboundAxisError,
+  as_axis_name,
   axis_names,
   bound_size,
   mesh_size,
@@ -152,7 +153,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   """
   _check_codecs(grads, params)
   names = axis_names(axis_name)
-  axes = names if len(names) > 1 else names[0]
+  axes = as_axis_name(names)
   exchange = TwoShot(feedback=False)
   limits = {
     "min_leaf_size": optional_size("min_leaf_size", "elements", min_leaf_size),
