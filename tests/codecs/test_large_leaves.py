@@ -117,6 +117,17 @@ def test_sums_are_written_in_rows_before_they_are_sent(codec, exchange):
   assert len(words) == 2  # of the worker's own rows, and of the sums
 
 
+def test_the_first_of_a_bucket_is_written_before_it_is_compared():
+  """Else XLA adds a gradient and its residual anew for each comparison, one by one."""
+  tx = gradcomp.compress(OneBit(), feedback=ErrorFeedback())
+  like = jax.ShapeDtypeStruct((8 * LARGE,), jnp.float32)
+  state = jax.eval_shape(tx.init, like)
+  text = jax.jit(tx.update).lower(like, state).compile().as_text()
+  sums = [part for part in re.split(r"\n}\n", text) if " reduce(" in part]
+  assert sums
+  assert not any(" slice(" in part for part in sums)
+
+
 @pytest.mark.parametrize(
   "codec", [Ternary(), *slow(QSGD(bits=4, share_scale=True))], ids=str
 )
