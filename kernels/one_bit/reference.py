@@ -39,8 +39,8 @@ def means(x: Array, bucket_size: int) -> Array:
     chunk, lanes = chunks(bucket_size)
     shape = (count, bucket_size // chunk, chunk // lanes, lanes)
     buckets = buckets[:count]
-    # XLA would add a gradient and its residual anew wherever an element is compared with
-    # the first of its bucket, one by one and nine times as slowly.
+    # Else XLA:CPU adds a gradient and its residual anew for each comparison with the
+    # first of a bucket, one by one and nine times as slowly.
     first = packed(buckets[:, :1])
     addends = sides(buckets, first, bucket_size)
     partial = sum_lanes(tuple(part.reshape(shape) for part in addends))

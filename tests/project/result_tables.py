@@ -99,6 +99,19 @@ LINKS = {
   "PyTorch DDP, its PowerSGD hook, rank 1": "ddp powersgd-1",
   "PyTorch DDP, its PowerSGD hook, rank 4": "ddp powersgd-4",
 }
+IN_PLACE_OF_GRADIENTS = {
+  "Adam of the plain mean": "adam psum",
+  "1-bit Adam, `two_shot`": "1-bit adam two_shot",
+  "1-bit Adam, `all_gather`": "1-bit adam all_gather",
+  "Lion by votes, `two_shot`": "lion by votes two_shot",
+  "Lion by votes, `all_gather`": "lion by votes all_gather",
+  "SCAPE, 1 %": "scape-1% psum",
+  "Dion, rank 4": "dion-4 psum",
+  "signs by votes": "sign by votes two_shot",
+  "1-bit SGD, buckets of 512, EF21": "onebit-512 ef21 two_shot",
+  "shared top-k, 1 %": "shared top-1% psum",
+  "PowerSGD, rank 4, one factor a step": "powersgd-4 alternate psum",
+}
 RATES = {
   "100mbit": "100 Mbit/s",
   "1gbit": "1 Gbit/s",
@@ -157,13 +170,13 @@ def milliseconds(cell):
   return cell.replace(",", "").rstrip(")").split(" (") if cell else ["", ""]
 
 
-def links():
+def links(names):
   by_hosts = [
     {row[""]: row for row in rows("link_speed.md", number)} for number in (0, 1)
   ]
   empty = {"MB": "", "1gbit": ""}
   lines = []
-  for label, name in LINKS.items():
+  for label, name in names.items():
     found = [measured.get(name, empty) for measured in by_hosts]
     cells = [[row["MB"], *milliseconds(row["1gbit"])] for row in found]
     lines.append([label, *cells[0], *cells[1]])
@@ -420,7 +433,8 @@ TABLES = {
   "layers, 1 Gbit/s": lambda: pick("layers_links.md", 0),
   "layers, 100 Mbit/s": lambda: pick("layers_links.md", 1),
   "predicted steps": lambda: pick("predicted_steps.md"),
-  "links": links,
+  "links": lambda: links(LINKS),
+  "optimizers on links": lambda: links(IN_PLACE_OF_GRADIENTS),
   "rates": rates,
   "activations": activations,
   "passes": passes,
