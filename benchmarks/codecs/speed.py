@@ -29,6 +29,7 @@ from gradcomp._src.cost.measure import updates
 from gradcomp._src.exchange.layout import plan_rows
 from gradcomp.codecs import (
   QSGD,
+  BlockFloat,
   BlockTop,
   Codec,
   Context,
@@ -80,6 +81,12 @@ CODECS: dict[str, Codec] = {
   },
   "cast-5-2": FloatCast(scale=1.0),
   "natural": Natural(),
+  "mxfp8": BlockFloat(),
+  "mxfp4": BlockFloat(element="e2m1"),
+  "mxfp4 rotate 32": BlockFloat(element="e2m1", rotate=32),
+  "nvfp4 stochastic": BlockFloat(
+    element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
+  ),
   **{f"blocktop-{bits}": BlockTop(bits=bits) for bits in (2, 8, 32)},
   "dense-f32": Dense(),
   "dense-bf16": Dense(dtype=jnp.bfloat16),

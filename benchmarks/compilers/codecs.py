@@ -19,6 +19,7 @@ from benchmarks.compilers.targets import TARGETS, Extent
 from gradcomp._src.codecs.tiles import decode_payload
 from gradcomp.codecs import (
   QSGD,
+  BlockFloat,
   BlockTop,
   Codec,
   Context,
@@ -50,6 +51,10 @@ CODECS: dict[str, Codec] = {
   "QSGD 2 bits, rms, rotate 32": QSGD(bits=2, norm="rms", levels="uniform", rotate=32),
   "EightBit": EightBit(),
   "Natural": Natural(),
+  "MXFP8": BlockFloat(),
+  "NVFP4, stochastic": BlockFloat(
+    element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
+  ),
   "Ternary": Ternary(),
   "Ternary, base 3": Ternary(packing="base3"),
   "OneBit": OneBit(),

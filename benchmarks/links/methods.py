@@ -21,6 +21,7 @@ from gradcomp._src.core.feedback import FeedbackName
 from gradcomp._src.exchange.auto import ExchangeName
 from gradcomp.codecs import (
   QSGD,
+  BlockFloat,
   Dense,
   EightBit,
   FloatCast,
@@ -83,6 +84,11 @@ CASES: dict[str, Case] = {
   "qsgd-4 fitted": Case(QSGD(bits=4, levels="nonuniform"), _GATHERS),
   "qsgd-2 fitted": Case(QSGD(bits=2, levels="nonuniform"), _GATHERS),
   "natural": Case(Natural(), _GATHERS),
+  "mxfp8": Case(BlockFloat(), _GATHERS),
+  "nvfp4": Case(
+    BlockFloat(element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"),
+    _GATHERS,
+  ),
   "onebit-64": Case(OneBit(bucket_size=64), _GATHERS, "error"),
   "onebit-512": Case(OneBit(bucket_size=512), _GATHERS, "error"),
   "terngrad": Case(Ternary(), _SUMS),

@@ -40,6 +40,7 @@ NAMES = {
   "qsgd-2 fitted": "qsgd-2 nonuniform",
   "terngrad-base3": "terngrad base3",
   "dynamic-tree": "dynamic_tree",
+  "nvfp4": "nvfp4 stochastic",
   "aps-8": "aps-5-2",
 }
 

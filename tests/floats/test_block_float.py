@@ -12,9 +12,11 @@ from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import BlockFloat, Payload
 from tests.oracles import block_float as oracle
 from tests.oracles import qsgd
+from tests.oracles import rotated as oracle_rotated
 from tests.plugins.slow_cases import slow
 from tests.support import laws
 from tests.support.assertions import assert_same_floats, says
+from tests.wire_decoder import rotated as wire_decoder_rotated
 from tests.wire_decoder.block_float import decode_block_float
 
 MXFP4 = dict(element="e2m1")
@@ -131,6 +133,35 @@ def test_stochastic_rounding_is_unbiased(fields):
   mean_is_the_leaf(codec, x)
 
 
+@pytest.mark.parametrize("rounding", ["nearest", *slow("stochastic")])
+@pytest.mark.parametrize(
+  "fields, group", [(NVFP4, 8), *slow((NVFP4, 32), (MXFP4, 8), (MXFP4, 32))], ids=str
+)
+def test_rotated_rows_are_the_oracles_of_rotated_tiles(fields, group, rounding):
+  """Scales and codes are of rotated elements, and decoded ones are rotated back."""
+  codec = BlockFloat(rounding=rounding, rotate=group, **fields)
+  key = np.asarray(laws.KEY) if codec.needs_key else None
+  x = wide(codec, 3)
+  words = dict(bits=4, bucket_size=oracle.WORDS, group=group)
+  tiles = oracle_rotated.rotate(x, **words)
+  rows = oracle.encode(tiles, key=key, **layout(codec))
+  payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
+  np.testing.assert_array_equal(payload.rows, rows)
+  read = decode_block_float(rows, tiles.size, **layout(codec))
+  read = wire_decoder_rotated.unrotate(read, **words)[: x.size]
+  assert_same_floats(laws.decoder(codec, x.shape)(payload), read)
+
+
+def test_a_rotation_spreads_what_alone_is_far_larger():
+  """The others of its block keep their signs, and are zeros without a rotation."""
+  x = np.float32(np.random.default_rng(0).choice([-1, 1], 1024))
+  x[100] = 40
+  alone, spread = (BlockFloat(rotate=group, **MXFP4) for group in (None, 32))
+  alone, spread = (laws.round_trip(codec, x)[96:128] for codec in (alone, spread))
+  assert (alone == 0).sum() == 31
+  assert (spread * x[96:128] > 0).all()
+
+
 def test_nearest_rounding_clips_as_the_specification_has_it():
   x = np.float32([7.9, -7.9, 4, 6.5] * 8)
   expected = np.float32([6, -6, 4, 6] * 8)
@@ -176,6 +207,9 @@ def test_operands_that_no_matrix_unit_takes():
   codec = BlockFloat()
   with pytest.raises(ValueError, match=says("`like` must have a last axis")):
     codec.operand(codec.encode(x), like=x)
+  rotated = BlockFloat(rotate=8, **MXFP4)
+  with pytest.raises(ValueError, match=says("`rotate` must be None for matrix units")):
+    rotated.operand(rotated.encode(x), like=x)
   six = BlockFloat(element="e3m2")
   with pytest.raises(ValueError, match=says("`element` must be one of")):
     six.operand(six.encode(x), like=x)
@@ -189,6 +223,8 @@ def test_operands_that_no_matrix_unit_takes():
     (dict(block_size=64), "`block_size` must be one of (16, 32), got 64"),
     (dict(block_size=16.0), "`block_size` must be 16 or 32, got 16.0"),
     (dict(rounding="up"), "`rounding` must be one of"),
+    (dict(element="e2m1", rotate=16), "`rotate` must be 8, 32, or None"),
+    (dict(rotate=8), '`element` must be "e2m1" with rotate=8, got'),
   ],
 )
 def test_errors(fields, told):

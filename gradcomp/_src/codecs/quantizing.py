@@ -138,23 +138,13 @@ def checked_bits(value: int, levels: Levels) -> int:
   return bits
 
 
-def checked_rotate(value: int | None, bits: int, levels: Levels) -> int | None:
+def checked_rotate(value: int | None) -> int | None:
   """Returns the elements of a group that is rotated, or None; ValueError for others."""
   if value is None:
     return None
   size = static_integer("rotate", _ROTATE_RULE, value)
   if size not in (8, 32):
     raise ValueError(f"`rotate` must be {_ROTATE_RULE}, got {size}.")
-  if bits not in (1, 2, 4):
-    raise ValueError(
-      f"`bits` must be 1, 2 or 4 with rotate={size}, got {bits}; only their words hold "
-      "a multiple of 8 codes, across which groups lie."
-    )
-  if levels == "nonuniform":
-    raise ValueError(
-      f'`rotate` must be None with levels="nonuniform", got {size}; rotated elements '
-      'are nearly Gaussian, for which norm="rms" has the levels.'
-    )
   return size
 
 
@@ -184,6 +174,16 @@ class BucketCodec(RoundsAtRandom, SharedScales):
     """Raises ValueError for hyperparameters that do not go together."""
     bits, norm, levels = self.bits, self.norm, self.levels
     fitted, clipped = levels == "nonuniform", norm == "rms"
+    if self.rotate and bits not in (1, 2, 4):
+      raise ValueError(
+        f"`bits` must be 1, 2 or 4 with rotate={self.rotate}, got {bits}; only their "
+        "words hold a multiple of 8 codes, across which groups lie."
+      )
+    if self.rotate and fitted:
+      raise ValueError(
+        f'`rotate` must be None with levels="nonuniform", got {self.rotate}; rotated '
+        'elements are nearly Gaussian, for which norm="rms" has the levels.'
+      )
     if fitted and bits not in (2, 3, 4):
       raise ValueError(
         f'`bits` must be 2, 3 or 4 with levels="nonuniform", got {bits}; more '
@@ -255,14 +255,9 @@ class BucketCodec(RoundsAtRandom, SharedScales):
 
   def rotated(self, tiles: Array) -> Array:
     """Rotates tiles, ``float32[rows, tile_size]``, if ``rotate`` is a number."""
-    if self.rotate is None:
-      return tiles
     count, by = planes.planes_per_word(self.bits), self.implementation
     return rotation.rotate(tiles, count, self.rotate, by)
 
   def unrotated(self, tiles: Array) -> Array:
-    if self.rotate is None:
-      return tiles
-    flat = tiles.reshape(len(tiles), self.tile_size)
     count, by = planes.planes_per_word(self.bits), self.implementation
-    return rotation.unrotate(flat, count, self.rotate, by).reshape(tiles.shape)
+    return rotation.unrotate(tiles, count, self.rotate, by)

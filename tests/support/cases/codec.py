@@ -236,11 +236,19 @@ def _float_cast(slow=False, **hyper):
 def _block_float(slow=False, **hyper):
   codec = BlockFloat(**hyper)
   layout = dict(element=codec.element, scale=codec.scale, block_size=codec.block_size)
-  read = lambda rows, stats, shape: block_float.decode_block_float(
-    rows, int(np.prod(shape)), **layout
-  )
+
+  def read(rows, stats, shape):
+    size = int(np.prod(shape))
+    if not codec.rotate:
+      return block_float.decode_block_float(rows, size, **layout)
+    tiles = block_float.decode_block_float(rows, len(rows) * codec.tile_size, **layout)
+    group = dict(bits=4, bucket_size=block_float.DENSE_WORDS, group=codec.rotate)
+    return wire_decoder_rotated.unrotate(tiles, **group)[:size]
+
   # With scales of numbers, those of blocks are multiples of the leaf's.
   spoils = codec.block_size if codec.scale == "e8m0" else None
+  if codec.rotate and spoils:
+    spoils *= 8  # the planes that a group lies in
   return Case(codec, read, spoils, slow=slow)
 
 
@@ -367,6 +375,9 @@ BLOCK_FLOAT_CASES = [
   _block_float(element="e3m2", slow=True),
   _block_float(element="e2m3", rounding="stochastic", slow=True),
   _block_float(element="e2m1", scale="e4m3", block_size=16),
+  _block_float(element="e2m1", rotate=32),
+  _block_float(element="e2m1", rounding="stochastic", rotate=8, slow=True),
+  _block_float(element="e2m1", scale="e4m3", block_size=16, rotate=32, slow=True),
   _block_float(
     element="e2m1", scale="e4m3", block_size=16, rounding="stochastic", slow=True
   ),

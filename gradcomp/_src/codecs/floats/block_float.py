@@ -18,8 +18,9 @@ from gradcomp._src.codecs.sums.records import (
   Payload,
   Rounding,
 )
-from gradcomp._src.codecs.tiles import as_float32, codec_dither
+from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
 from gradcomp._src.kernels import block_float
+from gradcomp._src.kernels.common import rotation
 
 BlockSize = Literal[16, 32]
 
@@ -69,11 +70,16 @@ class BlockFloat(quantizing.RoundsAtRandom):
   Stochastic rounding is unbiased: there :math:`X` is the smallest scale under which
   nothing is clipped. Probabilities are multiples of 2**-16, cut downwards.
 
+  With ``rotate`` each element of MXFP4 or NVFP4 is spread over a group of 8 or 32
+  before it is cast, as :class:`gradcomp.codecs.QSGD` spreads it. So a block has fewer
+  elements that are far larger than the others, and that its scale must reach.
+
   ``payload.rows`` are the very numbers that matrix units take. :meth:`operand` hands
   them out, for ``jax.nn.scaled_matmul``.
 
   A block that holds a NaN or an infinity decodes to NaN, all of it; with ``e4m3``
-  scales all of its tensor. Zeros stay zeros. A block, or with ``e4m3`` scales a tensor,
+  scales all of its tensor, and with ``rotate`` all blocks that it is spread over. Zeros
+  stay zeros. A block, or with ``e4m3`` scales a tensor,
   in which no element reaches 2**-126 decodes to zeros. Values below 2**-126 are zeros.
 
   The encoder is XLA's code on all devices; there is no kernel for GPUs or TPUs.
@@ -86,6 +92,8 @@ class BlockFloat(quantizing.RoundsAtRandom):
       has 32, and NVFP4 has 16. Default: 32.
     rounding: ``"nearest"``, ties to even, or ``"stochastic"``, which is unbiased.
       Default: ``"nearest"``.
+    rotate: elements of a group that is rotated, 8 or 32, with ``element="e2m1"``; None
+      rotates nothing. Default: None.
 
   Raises:
     ValueError: an attribute is another one, when the codec is made; or ``encode`` has
@@ -113,6 +121,7 @@ class BlockFloat(quantizing.RoundsAtRandom):
   scale: block_float.Scale = "e8m0"
   block_size: BlockSize = 32
   rounding: Rounding = "nearest"
+  rotate: int | None = None
 
   def __post_init__(self) -> None:
     one_of("element", block_float.Element, self.element)
@@ -121,6 +130,12 @@ class BlockFloat(quantizing.RoundsAtRandom):
     one_of("block_size", BlockSize, size)
     object.__setattr__(self, "block_size", size)
     one_of("rounding", Rounding, self.rounding)
+    object.__setattr__(self, "rotate", quantizing.checked_rotate(self.rotate))
+    if self.rotate and self.element != "e2m1":
+      raise ValueError(
+        f'`element` must be "e2m1" with rotate={self.rotate}, got {self.element!r}; '
+        "only its words hold a multiple of 8 codes, across which groups lie."
+      )
 
   @property
   def citations(self) -> tuple[Citation, ...]:
@@ -146,13 +161,22 @@ class BlockFloat(quantizing.RoundsAtRandom):
     return self._form.row_words
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
-    return Encoded(self._encode(as_float32(x), quantizing.leaf_scales, context))
+    flat = as_float32(x)
+    if self.rotate:
+      flat = to_tiles(flat, self).reshape(-1)
+    return Encoded(self._encode(flat, quantizing.leaf_scales, context))
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     return self._encode(tiles, quantizing.row_scales, context)
 
   def decode_rows(self, rows: Array) -> Array:
     return block_float.decode_rows(rows, self._form)
+
+  def rotated(self, tiles: Array) -> Array:
+    return rotation.rotate(tiles, self._form.planes, self.rotate)
+
+  def unrotated(self, tiles: Array) -> Array:
+    return rotation.unrotate(tiles, self._form.planes, self.rotate)
 
   def operand(self, payload: Payload, *, like: ArrayLike) -> tuple[Array, Array, Array]:
     r"""Returns the operand of a matrix unit, without decoding a payload.
@@ -176,8 +200,8 @@ class BlockFloat(quantizing.RoundsAtRandom):
       with ``e8m0`` scales.
 
     Raises:
-      ValueError: K is no multiple of ``block_size``, or elements have 6 bits, for which
-        JAX has no product.
+      ValueError: K is no multiple of ``block_size``; elements have 6 bits, for which
+        JAX has no product; or they are rotated.
 
     Example:
       >>> codec, w = BlockFloat(), jnp.ones((2, 64))
@@ -189,6 +213,11 @@ class BlockFloat(quantizing.RoundsAtRandom):
       raise ValueError(
         f"`element` must be one of {tuple(_UNITS)} for matrix units, got "
         f"{self.element!r}; decode the payload instead."
+      )
+    if self.rotate:
+      raise ValueError(
+        f"`rotate` must be None for matrix units, got {self.rotate}; groups lie across "
+        "rows of the matrix, so decode the payload instead."
       )
     if not like.size or like.shape[-1:] == () or like.shape[-1] % self.block_size:
       raise ValueError(
