@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src.kernels.common import dithers, fixed_point, float_codes, planes
+from gradcomp._src.kernels.common.fixed_point import Divide
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.common.scales import bucket_norms
 
@@ -72,10 +73,12 @@ class Form:
     """The number of words in a row: of codes, of scales, and of the shared scale."""
     return self.bucket_size + self.blocks // 4 + (self.scale == "e4m3")
 
-  def scale_codes(self, largest: Array, shared: Array | None) -> Array:
+  def scale_codes(
+    self, largest: Array, shared: Array | None, divide: Divide = fixed_point.divide
+  ) -> Array:
     """Returns the scales of blocks as bytes, from their largest magnitudes."""
     if shared is not None:
-      unit = fixed_point.inverse(1 / self.fmt.max_finite, shared)
+      unit = fixed_point.inverse(1 / self.fmt.max_finite, shared, divide)
       up = jnp.full(largest.shape, _UP)
       rounding: _Rounding = up if self.up else "nearest_even"
       fmt = ELEMENTS["e4m3"]
@@ -91,20 +94,25 @@ class Form:
     byte = jnp.maximum(exponent, 0)
     return jnp.where(jnp.isfinite(largest), byte, _NOT_FINITE).astype(jnp.uint32)
 
-  def factors(self, scale: Array, shared: Array | None) -> Array:
+  def factors(
+    self, scale: Array, shared: Array | None, divide: Divide = fixed_point.divide
+  ) -> Array:
     """Returns the factors of blocks: exponents, or ``float32`` numbers."""
     if shared is None:
       return _BYTE_BIAS - scale.astype(jnp.int32)
     step = float_codes.from_codes(scale, ELEMENTS["e4m3"]) * shared
-    return fixed_point.inverse(1.0, step)
+    return fixed_point.inverse(1.0, step, divide)
 
   @functools.partial(jax.jit, static_argnums=0, inline=True)
   def code(self, x: Array, lane: fixed_point.Lane, factor: Array) -> Array:
     """Returns the codes of one plane, with these factors of its blocks."""
+    return self.cast(x, lane, self._spread(factor))
+
+  def cast(self, x: Array, lane: fixed_point.Lane, factor: Array) -> Array:
+    """Returns the codes of elements, each with its own factor."""
     nearest: _Rounding = "nearest_even"
     rounding = nearest if lane is None else dithers.signed_lane(lane, x) << 16
     options: Any = {"fmt": self.fmt, "rounding": rounding, "saturate": True}
-    factor = self._spread(factor)
     if self.scale == "e8m0":
       return float_codes.to_codes(x, exponent=factor, **options)
     return float_codes.to_codes(x * factor, **options)
@@ -112,12 +120,16 @@ class Form:
   @functools.partial(jax.jit, static_argnums=0, inline=True)
   def value(self, codes: Array, scale: Array, shared: Array | None) -> Array:
     """Returns the values of codes under bytes, with one last axis of elements."""
+    return self.number(codes, self._spread(scale), shared)
+
+  def number(self, codes: Array, scale: Array, shared: Array | None) -> Array:
+    """Returns the values of codes, each under its own byte."""
     value = float_codes.from_codes(codes, self.fmt)
     if shared is None:
-      byte = self._spread(scale.astype(jnp.int32))
+      byte = scale.astype(jnp.int32)
       value = float_codes.times_power_of_two(value, byte - _BYTE_BIAS)
       return jnp.where(byte == _NOT_FINITE, jnp.nan, value)
-    step = self._spread(float_codes.from_codes(scale, ELEMENTS["e4m3"]) * shared)
+    step = float_codes.from_codes(scale, ELEMENTS["e4m3"]) * shared
     # A block's scale is rounded, so that its largest element may be too large.
     length = jnp.minimum(jnp.abs(value) * step, _LARGEST)
     return fixed_point.signed(length, fixed_point.sign_bit(value))
@@ -142,7 +154,12 @@ def tensor_scales(largest: Array, form: Form) -> Array:
 
 
 def encode_rows(
-  x: Array, shared: Array | None, dither: dithers.Dither | None, *, form: Form
+  x: Array,
+  shared: Array | None,
+  dither: dithers.Dither | None,
+  *,
+  form: Form,
+  first_row: int = 0,
 ) -> Array:
   """Encodes an array as rows, ``uint32[rows, row_words]``."""
   # A shared scale is `float32[rows, 1]`, and None for scales that are powers of two.
@@ -152,7 +169,7 @@ def encode_rows(
     own = None if shared is None else tiles.rows_of(shared)
     scales = form.scale_codes(tiles.rows_of(largest), own)
     lanes = fixed_point.rounding_lanes(
-      dither, tiles.shape, form.planes, first_row=tiles.first_row
+      dither, tiles.shape, form.planes, first_row=first_row + tiles.first_row
     )
     factors = jnp.split(form.factors(scales, own), form.planes, axis=1)
     codes = map(form.code, tiles.planes, lanes, factors)
@@ -174,7 +191,7 @@ def unpack(rows: Array, form: Form) -> tuple[Array, Array, Array | None]:
   return codes, scales, shared
 
 
-def decode_rows(rows: Array, form: Form) -> Array:
+def decode_rows(rows: Array, *, form: Form) -> Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, P, B]``."""
   codes, scales, shared = unpack(rows, form)
   return form.value(codes, scales, None if shared is None else shared[..., None])

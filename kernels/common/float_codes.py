@@ -58,7 +58,9 @@ def to_codes(
   has_more = fmt.specials != "none"  # infinity, or the NaN of formats without one
   cut = isinstance(rounding, str) and rounding == "toward_zero"
   to_highest = saturate or cut or not has_more
-  code = jnp.minimum(code, jnp.uint32(fmt.max_code + (not to_highest)))
+  # As signed integers, of which alone TPUs know the smaller.
+  limit = np.int32(fmt.max_code + (not to_highest))
+  code = jnp.minimum(code.astype(jnp.int32), limit).astype(jnp.uint32)
   if exponent is None:
     nan = jnp.uint32(fmt.max_code + 1 + fmt.quiet_bit)
     code = jnp.where(magnitude > _INFINITY, nan, code)

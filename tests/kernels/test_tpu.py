@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradcomp._src.kernels import block_top, one_bit
+from gradcomp._src.kernels import block_float, block_top, one_bit
 from gradcomp._src.kernels.common import (
   deviation,
   fitted_levels,
@@ -24,7 +24,7 @@ from gradcomp._src.kernels.tpu import lines, sums
 from gradcomp.codecs import QSGD, BlockTop, EightBit, OneBit, Payload, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import modes
-from tests.support.assertions import assert_same_bits
+from tests.support.assertions import assert_same_bits, assert_same_floats
 
 pytestmark = pytest.mark.bits
 KERNEL = "tpu_custom_call"
@@ -100,6 +100,41 @@ def test_block_top_has_the_bits_of_the_reference(size, count, bits, keep, rest):
   assert_same_bits(got, rows)
   several = jnp.stack([rows[0], rows[0][::-1]])
   assert_same_bits(*both(block_top, "decode_rows", several, own, form=form))
+
+
+@pytest.mark.parametrize(
+  "element, scale, size, rest",
+  [
+    ("e4m3", "e8m0", 32, 77),
+    *slow(("e2m1", "e4m3", 16, 0), ("e3m2", "e8m0", 16, 5), ("e2m3", "e4m3", 32, 9)),
+    *slow(("e5m2", "e4m3", 32, 1), ("e2m1", "e8m0", 32, 33)),
+  ],
+)
+def test_block_float_has_the_bits_of_the_reference(element, scale, size, rest):
+  """To nearest and at random, also with five codes a word, and a partial tile."""
+  form = block_float.Form(element, scale, size, rest % 2 == 1)
+  tile = form.planes * form.bucket_size
+  x = values(tile, 9 * tile + rest)
+  shared = np.float32([[0.3], [0.0], [1e-4]] * 4)[: -(-x.size // tile)]
+  shared = shared if scale == "e4m3" else None
+  dither = np.uint32([3, 5, 0xFFFFFFFF]) if form.up else None
+  got, plain = (
+    jax.jit(functools.partial(module.encode_rows, form=form, **own))
+    for module, own in (
+      (block_float.tpu, {"interpret": True}),
+      (block_float.reference, {}),
+    )
+  )
+  assert_same_bits(got(x, shared, dither), plain(x, shared, dither))
+  rows = np.random.default_rng(rest).integers(0, 1 << 32, (2, 9, form.row_words))
+  if shared := scale == "e4m3":
+    rows[..., -shared:] = (
+      np.float32([0, np.nan, 3e-5]).view(np.uint32).repeat(3)[:, None]
+    )
+  rows = jnp.asarray(rows, jnp.uint32)
+  # Which NaN a product of two is, compilers choose.
+  own = {"interpret": True}
+  assert_same_floats(*both(block_float, "decode_rows", rows, own, form=form))
 
 
 @pytest.mark.parametrize("groups", [9, *slow(1, 16)])

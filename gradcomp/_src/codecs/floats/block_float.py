@@ -82,7 +82,7 @@ class BlockFloat(quantizing.RoundsAtRandom):
   stay zeros. A block, or with ``e4m3`` scales a tensor,
   in which no element reaches 2**-126 decodes to zeros. Values below 2**-126 are zeros.
 
-  The encoder is XLA's code on all devices; there is no kernel for GPUs or TPUs.
+  Kernels measure and decode blocks on TPUs. All else is XLA's code.
 
   Attributes:
     element: the format of elements, as in the table of
@@ -170,7 +170,7 @@ class BlockFloat(quantizing.RoundsAtRandom):
     return self._encode(tiles, quantizing.row_scales, context)
 
   def decode_rows(self, rows: Array) -> Array:
-    return block_float.decode_rows(rows, self._form)
+    return block_float.decode_rows(rows, form=self._form)
 
   def rotated(self, tiles: Array) -> Array:
     return rotation.rotate(tiles, self._form.planes, self.rotate)
