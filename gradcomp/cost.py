@@ -29,18 +29,23 @@ from gradcomp._src.cost.step import (
 
 if TYPE_CHECKING:
   from gradcomp._src.cost import papers
+  from gradcomp._src.cost.allocate import AllocatedLeaf, Allocation, allocate
   from gradcomp._src.cost.planner.candidates import CANDIDATES, Candidate
   from gradcomp._src.cost.planner.choice import Plan, PlanOptions, plan
 
-__all__ = ["Breakdown", "CANDIDATES", "Candidate", "Cluster", "CodecSpeed", "Link"]
-__all__ += ["Plan", "PlanOptions", "all_gather_seconds", "all_reduce_seconds"]
-__all__ += ["all_to_all_seconds", "crossover_rate", "crossover_workers"]
+__all__ = ["AllocatedLeaf", "Allocation", "Breakdown", "CANDIDATES", "Candidate"]
+__all__ += ["Cluster", "CodecSpeed", "Link", "Plan", "PlanOptions"]
+__all__ += ["all_gather_seconds", "all_reduce_seconds", "all_to_all_seconds"]
+__all__ += ["allocate", "crossover_rate", "crossover_workers"]
 __all__ += ["dense_seconds", "exchange_seconds", "message_seconds", "papers", "plan"]
 __all__ += ["ppermute_seconds", "reduce_scatter_seconds", "step_seconds"]
 __all__ += ["strong_scaling", "tree_seconds", "weak_scaling"]
 
 # The planner needs JAX, and the papers' tables are large.
 _LATER = {
+  **dict.fromkeys(
+    ("AllocatedLeaf", "Allocation", "allocate"), "gradcomp._src.cost.allocate"
+  ),
   **dict.fromkeys(("CANDIDATES", "Candidate"), "gradcomp._src.cost.planner.candidates"),
   **dict.fromkeys(("Plan", "PlanOptions", "plan"), "gradcomp._src.cost.planner.choice"),
 }

@@ -138,7 +138,7 @@ def as_candidate(given: Any) -> Candidate:
       "`candidates` must hold codecs, or instances of gradcomp.cost.Candidate, got "
       f"{given!r}."
     )
-  return _candidate(_name(given), given, density=getattr(given, "density", None))
+  return _candidate(name_of(given), given, density=getattr(given, "density", None))
 
 
 def is_last(path: str) -> bool:
@@ -146,7 +146,7 @@ def is_last(path: str) -> bool:
   return re.search(_LAST, path) is not None
 
 
-def _name(codec: LeafCodec) -> str:
+def name_of(codec: LeafCodec) -> str:
   """Returns the codec's type with the options that differ from their defaults."""
   if not dataclasses.is_dataclass(codec):
     return repr(codec)

@@ -1,0 +1,331 @@
+"""``allocate``: a codec for each leaf, for least bytes at the error of one codec."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.policy import Policy
+from gradcomp._src.codecs.protocol import LeafCodec, is_codec
+from gradcomp._src.codecs.qsgd import QSGD
+from gradcomp._src.core.compression import paths_of
+from gradcomp._src.core.transform import compress
+from gradcomp._src.cost.allocate_search import Option, least_bytes
+from gradcomp._src.cost.planner.candidates import name_of
+from gradcomp._src.cost.planner.compare import SampledModel, model_of
+from gradcomp._src.exchange.auto import as_exchange
+from gradcomp._src.exchange.plan import PlanOptions, plan_messages
+from gradcomp._src.report.collectives import aligned
+
+_UNIFORM = QSGD(bits=4)
+_WIDTHS = (*(QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 7, 8, 16)), Dense())
+_HEADER = "leaf", "elements", "codec", "bytes", "of uniform", "error", "of uniform"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllocatedLeaf:
+  """The codec of one leaf, and its bytes and error beside those of the uniform codec.
+
+  Attributes:
+    path: the path of the leaf, with ``/`` between keys.
+    elements: its number of elements.
+    energy: its squares, added over the gradients.
+    codec: the codec that was chosen.
+    nbytes, uniform_nbytes: the bytes of one payload.
+    error, uniform_error: squared errors, added over the gradients.
+  """
+
+  path: str
+  elements: int
+  energy: float
+  codec: LeafCodec
+  nbytes: int
+  error: float
+  uniform_nbytes: int
+  uniform_error: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Allocation:
+  """The result of :func:`allocate`; ``str(allocation)`` is a table.
+
+  Attributes:
+    uniform: the codec that sets the error.
+    leaves: the choice for each leaf, by path.
+  """
+
+  uniform: LeafCodec
+  leaves: tuple[AllocatedLeaf, ...]
+
+  @property
+  def rules(self) -> tuple[tuple[str, LeafCodec], ...]:
+    """The rules of :func:`gradcomp.policy`: an expression for the path of each leaf."""
+    return tuple((rf"\A{re.escape(x.path)}\Z", x.codec) for x in self.leaves)
+
+  @property
+  def policy(self) -> Policy:
+    """The codec that applies the rules."""
+    return Policy(self.rules)
+
+  @property
+  def nbytes(self) -> int:
+    """The bytes of one payload of all leaves."""
+    return sum(leaf.nbytes for leaf in self.leaves)
+
+  @property
+  def uniform_nbytes(self) -> int:
+    """The bytes of one payload of all leaves with the uniform codec."""
+    return sum(leaf.uniform_nbytes for leaf in self.leaves)
+
+  @property
+  def error(self) -> float:
+    """The squared error of all leaves, at most ``uniform_error``."""
+    return math.fsum(leaf.error for leaf in self.leaves)
+
+  @property
+  def uniform_error(self) -> float:
+    """The squared error of all leaves with the uniform codec."""
+    return math.fsum(leaf.uniform_error for leaf in self.leaves)
+
+  @property
+  def energy(self) -> float:
+    """The squares of all leaves."""
+    return math.fsum(leaf.energy for leaf in self.leaves)
+
+  def __str__(self) -> str:
+    rows = [_HEADER]
+    rows += [
+      _cells(x.path, f"{x.elements:,}", name_of(x.codec), x) for x in self.leaves
+    ]
+    rows.append(_cells("total", "", "", self))
+    lines = aligned(rows, right=(1, 3, 4, 5, 6))
+    saved = 1 - self.nbytes / max(self.uniform_nbytes, 1)
+    return "\n".join([*lines, f"{saved:.1%} fewer bytes than {name_of(self.uniform)}."])
+
+
+def _cells(path: str, size: str, codec: str, x: AllocatedLeaf | Allocation) -> Any:
+  """Returns the cells of a line of the table."""
+  counts = f"{x.nbytes:,}", f"{x.uniform_nbytes:,}"
+  return path, size, codec, *counts, f"{x.error:.3g}", f"{x.uniform_error:.3g}"
+
+
+def allocate(
+  gradients: Sequence[Any],
+  *,
+  uniform: LeafCodec = _UNIFORM,
+  candidates: Sequence[LeafCodec] = _WIDTHS,
+  min_leaf_size: int | None = None,
+) -> Allocation:
+  r"""Chooses a codec for each leaf: the least bytes at the error of one codec for all.
+
+  Each candidate c encodes each leaf l of the given gradients g, which shows its squared
+  error, added over the gradients, and its bytes. Of all choices c(l) it takes
+
+  .. math:: \min_c \sum_l \text{bytes}(l, c(l)) \quad \text{with} \quad
+     \sum_l \lVert Q_{c(l)}(g_l) - g_l \rVert^2 \le
+     \sum_l \lVert Q_u(g_l) - g_l \rVert^2
+
+  where u is the uniform codec. The error is never above that sum, and the bytes are
+  never above those of u. Errors count in :math:`2^{15}` parts of the sum, rounded up.
+  So with L leaves no choice within :math:`1 - L / 2^{15}` of the sum has fewer bytes.
+
+  It is a choice for these gradients. Choose again where training has changed them.
+  Errors are those of a first step, without a residual, and before PowerSGD's matrices
+  have turned to the gradient. Each is of one worker's encoding, with one drawing of
+  random bits. What owners lose of a mean is not in it. Nor are the zeros that fill up
+  shares and lines in the bytes, which :func:`gradcomp.explain` counts.
+
+  Where a candidate is biased, workers keep residuals. These would grow with a codec
+  that loses all of a leaf's energy, so none that does is chosen.
+
+  Args:
+    gradients: trees like the parameters, of one worker each: a tree for each step, and
+      worker, that counts. Take them in front of the exchange.
+    uniform: the codec that sets the error.
+    candidates: the codecs to choose from, besides ``uniform``. By default QSGD of 2 to
+      8 and of 16 bits, and float32. ``TopK`` and ``PowerSGD`` are others.
+    min_leaf_size: as for :class:`gradcomp.CompressOptions`.
+
+  Returns:
+    An :class:`Allocation`. Give its ``rules`` to :func:`gradcomp.policy`.
+
+  Raises:
+    ValueError: there is no gradient, trees differ, or a leaf is not finite; or a
+      candidate is no codec; or one is biased, and ``uniform`` loses a leaf's energy.
+    TypeError: a leaf is no array of floats.
+
+  Example:
+    >>> large, small = jax.random.normal(jax.random.key(0), (2, 64, 512))
+    >>> found = allocate([{"a": large, "b": small / 100}])
+    >>> print(found)
+    leaf   elements  codec          bytes  of uniform  error  of uniform
+    a        32,768  QSGD(bits=5)  22,792      16,640    256    1.19e+03
+    b        32,768  QSGD(bits=2)   8,448      16,640   5.23       0.121
+    total                          31,240      33,280    262    1.19e+03
+    6.1% fewer bytes than QSGD().
+    >>> exchange = gradcomp.policy(found.rules, axis_name="data")
+
+  References:
+    Markov et al., `L-GreCo: Layerwise-Adaptive Gradient Compression for Efficient and
+    Accurate Deep Learning <https://arxiv.org/abs/2210.17357>`_, 2024, section 4
+  """
+  model = _model(gradients)
+  codecs = tuple(dict.fromkeys((uniform, *_codecs(candidates, uniform))))
+  steps = [_finite(tree, model, number) for number, tree in enumerate(gradients)]
+  sizes = [_payload_bytes(codec, model, min_leaf_size) for codec in codecs]
+  biased = not all(codec.unbiased for codec in codecs)
+  # Leaves of one path have one rule, so that they are one leaf here.
+  places: dict[str, list[int]] = {}
+  for place, path in sorted(enumerate(model.paths), key=lambda pair: pair[1]):
+    places.setdefault(path, []).append(place)
+  options: list[list[Option]] = []
+  energies: list[float] = []
+  for path, own in places.items():
+    leaves = [step[place] for step in steps for place in own]
+    lost = [_loss(codec, leaves, min_leaf_size) for codec in codecs]
+    nbytes = [sum(size[place] for place in own) for size in sizes]
+    found = [*map(Option, nbytes, lost)]
+    energies.append(_energy(leaves))
+    options.append(_contracting(found, path, energies[-1]) if biased else found)
+  numbers = _chosen(options)
+  return Allocation(
+    uniform=uniform,
+    leaves=tuple(
+      AllocatedLeaf(
+        path=path,
+        elements=sum(math.prod(model.leaves[place].shape) for place in places[path]),
+        energy=energy,
+        codec=codecs[number],
+        nbytes=own[number].nbytes,
+        error=own[number].error,
+        uniform_nbytes=own[0].nbytes,
+        uniform_error=own[0].error,
+      )
+      for path, own, energy, number in zip(
+        places, options, energies, numbers, strict=True
+      )
+    ),
+  )
+
+
+def _chosen(options: Sequence[Sequence[Option]]) -> Sequence[int]:
+  """Returns the number of an option for each leaf, the first where nothing gains."""
+  first = [0] * len(options)
+  found = least_bytes(options, math.fsum(own[0].error for own in options)) or first
+
+  def total(numbers: Sequence[int]) -> tuple[int, float]:
+    each = [own[number] for own, number in zip(options, numbers, strict=True)]
+    return sum(x.nbytes for x in each), math.fsum(x.error for x in each)
+
+  return min(first, found, key=total)
+
+
+def _contracting(options: list[Option], path: str, energy: float) -> list[Option]:
+  """Returns the options of a leaf, out of reach those that let a residual grow."""
+  grows = lambda option: energy > 0 and option.error >= energy
+  kept = [Option(x.nbytes, math.inf) if grows(x) else x for x in options]
+  if kept[0].error == math.inf:
+    raise ValueError(
+      "`uniform` must lose less than the energy of each leaf where a candidate is "
+      f"biased, and of {path} it loses {options[0].error / energy:.3g} of it; take "
+      "more bits, smaller buckets, or only unbiased candidates."
+    )
+  return kept
+
+
+def _model(gradients: Any) -> SampledModel:
+  """Returns the model of all gradients; ValueError if there is none."""
+  rule = "a list or a tuple of trees like the parameters, one or more"
+  if not isinstance(gradients, (list, tuple)) or not gradients:
+    raise ValueError(
+      f"`gradients` must be {rule}, got {type(gradients).__name__}"
+      f"{'' if gradients else ', empty'}; put one tree in a list."
+    )
+  models = [model_of(tree, "gradients") for tree in gradients]
+  for number, model in enumerate(models):
+    if model != models[0]:
+      raise ValueError(
+        f"`gradients` must be trees of the same arrays, but number {number} has "
+        f"{_shown(model)}, and number 0 {_shown(models[0])}."
+      )
+  return models[0]
+
+
+def _shown(model: SampledModel) -> str:
+  pairs = zip(model.paths, model.leaves, strict=True)
+  return ", ".join(f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in pairs)
+
+
+def _codecs(candidates: Any, uniform: Any) -> tuple[LeafCodec, ...]:
+  """Returns the candidates; ValueError if one of them, or ``uniform``, is no codec."""
+  if isinstance(candidates, str) or not isinstance(candidates, Sequence):
+    raise ValueError(f"`candidates` must be a sequence of codecs, got {candidates!r}.")
+  for name, codec in (("uniform", uniform), *(("candidates", x) for x in candidates)):
+    if not is_codec(codec) or codec.facts.parts:
+      raise ValueError(
+        f"`{name}` must have codecs of gradcomp.codecs for one leaf, got {codec!r}."
+      )
+  return tuple(candidates)
+
+
+def _finite(tree: Any, model: SampledModel, number: int) -> list[np.ndarray]:
+  """Returns the leaves of a gradient; ValueError for one that is not finite."""
+  like = zip(jax.tree.leaves(tree), model.leaves, strict=True)
+  leaves = [np.asarray(x, jnp.promote_types(at.dtype, np.float32)) for x, at in like]
+  for path, leaf in zip(model.paths, leaves, strict=True):
+    if not np.isfinite(leaf).all():
+      raise ValueError(
+        f"`gradients` must be finite, but number {number} has "
+        f"{leaf[~np.isfinite(leaf)][0]} in {path}; take the gradients of other steps."
+      )
+  return leaves
+
+
+def _payload_bytes(
+  codec: LeafCodec, model: SampledModel, min_leaf_size: int | None
+) -> list[int]:
+  """Returns the bytes of each leaf in a payload: those of its rows, in all rounds."""
+  paths = paths_of(model.params)
+  options = PlanOptions(codec, as_exchange("all_gather"), min_leaf_size)
+  over = {"axis_name": "workers", "workers": 2}
+  plan = plan_messages(model.leaves, paths, [()] * len(paths), options, **over)
+  nbytes = [0] * len(paths)
+  for message in plan.messages:
+    for leaf, slot in zip(message.leaves, message.layout.slots, strict=True):
+      words = message.layout.codecs[slot.group].row_words
+      nbytes[leaf] += 4 * words * (slot.stop - slot.start)
+  return nbytes
+
+
+def _loss(
+  codec: LeafCodec, leaves: Sequence[np.ndarray], min_leaf_size: int | None
+) -> float:
+  """Returns the squared error of encoding leaves."""
+  sent = _encoder(cast(Hashable, codec), min_leaf_size)
+  return _energy([_wide(sent(leaf)) - _wide(leaf) for leaf in leaves])
+
+
+def _energy(leaves: Sequence[np.ndarray]) -> float:
+  """Returns the sum of all squares."""
+  return math.fsum(float(np.sum(np.abs(_wide(leaf)) ** 2)) for leaf in leaves)
+
+
+def _wide(x: Any) -> np.ndarray:
+  """Returns an array in float64, or in complex128."""
+  return np.asarray(x, np.promote_types(x.dtype, np.float64))
+
+
+@functools.lru_cache(maxsize=64)
+def _encoder(
+  codec: Any, min_leaf_size: int | None
+) -> Callable[[np.ndarray], jax.Array]:
+  """Returns the jitted function from a leaf to what a worker would send of it."""
+  tx = compress(codec, feedback=None, min_leaf_size=min_leaf_size)
+  return jax.jit(lambda leaf: tx.update(jnp.asarray(leaf), tx.init(leaf))[0])
