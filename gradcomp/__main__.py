@@ -3,7 +3,11 @@
   python -m gradcomp plan --params 25M --workers 8 --gbit 10
 
 prints the seconds of each codec and exchange, and a recommendation. --help of it lists
-the options. `gradcomp.cost.plan` does this for the parameters of a program.
+the options. `gradcomp.cost.plan` does this for the parameters of a program. With
+
+  python -m gradcomp plan --gradients step.npz --workers 8 --gbit 10 --budget 0.01
+
+bits for each leaf are one of the candidates, see `gradcomp.cost.allocate`.
 
   python -m gradcomp kernels
 
@@ -17,9 +21,11 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import gradcomp
 from gradcomp._src.cost.planner.candidates import GIVEN, SOURCES, packaged_speeds
@@ -46,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   )
   plan.set_defaults(run=functools.partial(_plan, plan))
   add = plan.add_argument
-  add("--params", type=_params, required=True, help="parameters: 25M, 7B or 25e6")
+  add("--params", type=_params, help="parameters: 25M, 7B or 25e6")
+  files = "in their place files of numpy.savez, each the gradients of a step"
+  more = "their leaves count, and bits for each of them are a candidate"
+  add("--gradients", nargs="+", metavar="FILE", help=f"{files}: {more}")
   add("--workers", type=_workers, required=True, help="8, or 4x2 for hosts x chips")
   add("--gbit", type=_rate, required=True, help="Gbit/s of each worker's link")
   add("--inside-gbit", type=_rate, help="Gbit/s inside a host, for 4x2")
@@ -67,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   print(options.run(options))
 
 
-def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan:
+def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan | str:
   pair = isinstance(options.workers, tuple)
   if pair != (options.inside_gbit is not None):
     parser.error(
@@ -75,28 +84,38 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan:
     )
   if (options.forward is None) != (options.backward is None):
     parser.error("argument --forward: must be given with --backward, and only then")
+  if (options.params is None) == (options.gradients is None):
+    parser.error("argument --params: must be given, or --gradients, and not both")
   link = lambda gbit: Link(latency=options.latency, bytes_per_second=gbit * 1e9 / 8)
   times = lambda speed: speed.times(options.slower)
-  passes = {"forward": options.forward, "backward": options.backward}
+  given: dict[str, Any] = {"forward": options.forward, "backward": options.backward}
+  params: Any = jax.ShapeDtypeStruct((options.params or 0,), jnp.float32)
+  allocation = None
   try:
+    if options.gradients:
+      steps = [dict(np.load(name)) for name in options.gradients]
+      allocation = gradcomp.cost.allocate(steps)
+      params = given["gradients"] = steps[0]
+      given["candidates"] = [*gradcomp.cost.CANDIDATES, allocation.candidate]
     packaged = packaged_speeds(options.device)
     source = SOURCES[options.device]
     speeds = {name: times(speed) for name, speed in packaged.items()}
     outer = link(options.gbit)
     found = gradcomp.cost.plan(
-      jax.ShapeDtypeStruct((options.params,), jnp.float32),
+      params,
       workers=options.workers,
       link=(outer, link(options.inside_gbit)) if pair else outer,
       budget=options.budget,
       steps=options.steps,
-      options=PlanOptions(**passes, speeds=speeds, platform=source.platform),
+      options=PlanOptions(**given, speeds=speeds, platform=source.platform),
     )
-  except ValueError as error:
+  except (OSError, TypeError, ValueError) as error:
     parser.error(str(error))
   slower = "" if options.slower == 1 else f" Times {options.slower:g}."
   own = f"{source.says}{slower}"
   notes = tuple(own if note == GIVEN else note for note in found.notes)
-  return dataclasses.replace(found, notes=notes)
+  found = dataclasses.replace(found, notes=notes)
+  return f"{allocation}\n\n{found}" if allocation else found
 
 
 def _between(least: float, most: float, what: str) -> Callable[[str], float]:

@@ -41,8 +41,8 @@ WORKERS = 4
 LENGTH = 64  # characters of a sequence
 TESTED = 2**16  # characters to test on
 NETS = ("transformer", "lstm", "lenet")
-RATES = {"transformer": 2e-3, "lstm": 2e-3, "lenet": 1e-3}
-BATCH = {"transformer": 16, "lstm": 16, "lenet": 32}  # a worker and step
+RATES = {"transformer": 2e-3, "lstm": 2e-3, "lenet": 1e-3, "resnet": 1e-3}
+BATCH = {"transformer": 16, "lstm": 16, "lenet": 32, "resnet": 16}  # a worker and step
 Arrays = dict[str, np.ndarray]
 
 
@@ -81,7 +81,7 @@ def load(data: Path | None) -> Arrays:
 
 def problem(net: str, arrays: Arrays, width: int) -> Problem:
   """Makes a net, and what draws its batches from arrays on the device."""
-  if net == "lenet":
+  if net in networks.IMAGES:
     known = jnp.asarray(arrays["images"]), jnp.asarray(arrays["labels"])
     test = arrays["images_test"], arrays["labels_test"]
     model = networks.for_images(net, test[0].shape[1:], 10)

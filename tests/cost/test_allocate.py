@@ -139,10 +139,12 @@ def test_small_leaves_lose_nothing():
 
 def test_residuals_of_biased_candidates_stay_bounded():
   like = {"a": gradients("a")["a"], "b": gradients("b")["b"] / 1e3}
-  biased = [QSGD(bits=2), PowerSGD(rank=2), *WIDTHS]
-  found = allocated(like, candidates=biased)
+  found = allocated(like, candidates=[QSGD(bits=2), *WIDTHS])
   for leaf in found.leaves:
-    assert leaf.error < np.sum(like[leaf.path].astype(np.float64) ** 2)
+    assert leaf.energy == np.sum(like[leaf.path].astype(np.float64) ** 2)
+    assert leaf.error < leaf.energy
+  low_rank = allocated(like, candidates=[PowerSGD(rank=2), WIDTHS[2]])
+  assert [leaf.codec for leaf in low_rank.leaves] == [WIDTHS[2], PowerSGD(rank=2)]
   with pytest.raises(ValueError, match="`uniform` must lose less .* of a it loses"):
     allocated(like, uniform=QSGD(bits=2, norm="l2"), candidates=[OneBit()])
 

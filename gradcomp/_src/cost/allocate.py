@@ -18,7 +18,7 @@ from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.core.compression import paths_of
 from gradcomp._src.core.transform import compress
 from gradcomp._src.cost.allocate_search import Option, least_bytes
-from gradcomp._src.cost.planner.candidates import name_of
+from gradcomp._src.cost.planner.candidates import Candidate, name_of
 from gradcomp._src.cost.planner.compare import SampledModel, model_of
 from gradcomp._src.exchange.auto import as_exchange
 from gradcomp._src.exchange.plan import PlanOptions, plan_messages
@@ -98,6 +98,24 @@ class Allocation:
   def energy(self) -> float:
     """The squares of all leaves."""
     return math.fsum(leaf.energy for leaf in self.leaves)
+
+  @property
+  def candidate(self) -> Candidate:
+    """The policy for the ``candidates`` of a :class:`gradcomp.cost.PlanOptions`.
+
+    Its loss is that of the gradients. No study has trained it, so that
+    ``budget="paper"`` refuses it.
+    """
+    biased = not self.policy.unbiased
+    densities = [getattr(leaf.codec, "density", None) for leaf in self.leaves]
+    return Candidate(
+      name="allocated",
+      codec=self.policy,
+      biased=biased,
+      feedback=biased,
+      omega=self.error / self.energy if self.energy else 0.0,
+      density=min((x for x in densities if x is not None), default=None),
+    )
 
   def __str__(self) -> str:
     rows = [_HEADER]

@@ -16,6 +16,7 @@ from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.policy import Policy
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.codecs.qsgd import QSGD
+from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.cost.cluster import CodecSpeed
@@ -196,7 +197,7 @@ def speeds_of(
         raise ValueError(
           f"`speeds` must be CodecSpeeds by name, got {name}: {speed!r}."
         )
-    return lambda x: _for(given.get(x.name)), GIVEN
+    return _by_name(given), GIVEN
   if callable(given):
     return lambda _: _or_copied(given), GIVEN
   raise ValueError(
@@ -206,8 +207,33 @@ def speeds_of(
 
 
 def _packaged(device: str) -> tuple[Callable[[Candidate], SpeedOf | None], str]:
-  packaged = packaged_speeds(device)
-  return lambda x: _for(packaged.get(x.name)), SOURCES[device].says
+  return _by_name(packaged_speeds(device)), SOURCES[device].says
+
+
+def _by_name(speeds: Mapping[str, CodecSpeed]) -> Callable[[Candidate], SpeedOf | None]:
+  """Returns a function from candidates to speeds, for policies from leaf to leaf."""
+
+  def speed_of(candidate: Candidate) -> SpeedOf | None:
+    if candidate.name not in speeds and candidate.codec.facts.parts:
+      return _or_copied(functools.partial(_nearest, speeds))
+    return _for(speeds.get(candidate.name))
+
+  return speed_of
+
+
+def _nearest(speeds: Mapping[str, CodecSpeed], codec: LeafCodec) -> CodecSpeed:
+  """Returns the speed of the candidate whose codec has this type, and nearest bits."""
+  alike = [x for x in CANDIDATES if type(x.codec) is type(codec) and x.name in speeds]
+  if not alike:
+    raise ValueError(f"`speeds` has none of a codec like {name_of(codec)}")
+  far = lambda candidate: abs(_bits(candidate.codec) - _bits(codec))
+  return speeds[min(alike, key=far).name]
+
+
+def _bits(codec: LeafCodec) -> float:
+  """Returns the bits of an element in the rows of a large leaf."""
+  bound = codec.bind(Leaf((1024, 1024)))
+  return 32 * bound.row_words / bound.tile_size
 
 
 def _for(speed: CodecSpeed | None) -> SpeedOf | None:

@@ -77,7 +77,9 @@ class Errors(NamedTuple):
 
   def omega(self, candidate: Candidate) -> float:
     """Returns a candidate's loss, see :func:`omega`; the largest leaves count."""
-    if self.gradients is not None:
+    # The rules of a policy are for the leaves of a tree, which were measured for it.
+    by_path = bool(candidate.codec.facts.parts) and candidate.omega is not None
+    if self.gradients is not None and not by_path:
       return omega(candidate.codec, sorted(self.gradients, key=np.size)[-_LEAVES:])
     return omega(candidate.codec) if candidate.omega is None else candidate.omega
 
