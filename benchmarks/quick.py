@@ -38,6 +38,7 @@ RUNS = (
   "gpu.speed --interpret",
   "training.gradients",
   "training.adam",
+  "training.allocate",
   "codecs.inspect",
   "links.speed",
   "links.speed --loopback",

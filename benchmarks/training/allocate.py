@@ -1,7 +1,8 @@
 """Trains with 4 bits for each leaf, and with those that gradcomp.cost.allocate finds.
 
   python -m benchmarks.training.allocate [--nets transformer lenet resnet]
-    [--arms ...] [--steps 100] [--seeds 5] [--data FILE] [--output FOLDER] [--quick]
+    [--arms ...] [--steps 60] [--seeds 0 1 2 3 4] [--data FILE] [--output FOLDER]
+    [--quick]
 
 The nets, the data and the four workers are those of benchmarks.training.adam, and so is
 AdamW. ResNet sees images of half the height and width. The bits are allocated once a
@@ -9,18 +10,21 @@ net, from the gradients of all workers of another seed: at its start and behind 
 of its steps in float32. A seed is the same initialization and the same batches for
 every arm:
 
+pilot      the allocation alone
 float32    the plain mean
 uniform    QSGD of 4 bits for each leaf
 allocated  the same squared error of these gradients, at fewer bytes
 
-A net and an arm are a line of allocate_study.jsonl in --output; lines that are there
-already are not run again. The page allocate_study.md compares ends seed by seed.
+A net, an arm and a seed are a line of allocate_study.jsonl in --output; lines that are
+there already are not run again. The page allocate_study.md compares ends seed by seed.
 """
 
+import argparse
 import functools
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +37,17 @@ import gradcomp
 from benchmarks.common import cli
 from benchmarks.training import adam, allocate_page
 from benchmarks.training.adam_arms import AXIS, DECAY
+from benchmarks.training.adam_page import Line
+from gradcomp._src.cost.allocate import loss
+from gradcomp._src.cost.planner.candidates import name_of
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.cost import Allocation, allocate
 
 NETS = ("transformer", "lenet", "resnet")
-ARMS = ("float32", "uniform", "allocated")
+ARMS = ("pilot", "float32", "uniform", "allocated")
+Trained = Callable[[int], tuple[float, float]]
 UNIFORM = QSGD(bits=4)
+TESTED = 6500  # images, or characters, to test on
 PILOT = 1000  # the seed of the gradients that bits are allocated from
 
 
@@ -57,7 +66,9 @@ class Pilot(NamedTuple):
 
 def optimizer(codec: Any, rate: Any, key: Any) -> optax.GradientTransformation:
   """Returns AdamW behind the exchange of a codec."""
-  exchange = gradcomp.compress(codec, axis_name=AXIS, key=key)
+  # Owners that kept residuals would have states of their own.
+  two_shot = gradcomp.exchange.TwoShot(feedback=False)
+  exchange = gradcomp.compress(codec, axis_name=AXIS, exchange=two_shot, key=key)
   return optax.chain(exchange, optax.adamw(rate, weight_decay=DECAY))
 
 
@@ -90,7 +101,18 @@ def pilot(problem: adam.Problem, rate: Any, steps: int) -> Pilot:
       kept[number] = jax.device_get(grads)
   *early, late = map(_each, kept.values())
   found = allocate([tree for trees in early for tree in trees], uniform=UNIFORM)
-  return Pilot(found, error(found.policy, late) / error(UNIFORM, late))
+  return Pilot(found, _lost(found, late, allocated=True) / _lost(found, late))
+
+
+def _lost(found: Allocation, trees: Any, *, allocated: bool = False) -> float:
+  """Returns the squared error of encoding trees."""
+  codecs = {leaf.path: leaf.codec for leaf in found.leaves}
+  total = 0.0
+  for tree in trees:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      total += loss(codecs[name] if allocated else UNIFORM, [leaf], None)
+  return total
 
 
 def _each(grads: Any) -> list[Any]:
@@ -99,34 +121,59 @@ def _each(grads: Any) -> list[Any]:
   return [of(own) for own in range(adam.WORKERS)]
 
 
-def error(codec: Any, trees: Any) -> float:
-  """Returns the squared error of encoding trees."""
-  tx = gradcomp.compress(codec, feedback=None)
-  sent = jax.jit(lambda tree: tx.update(tree, tx.init(tree))[0])
-  lost = lambda a, b: np.sum((np.asarray(a, np.float64) - b) ** 2)
-  return float(sum(sum(jax.tree.leaves(jax.tree.map(lost, sent(x), x))) for x in trees))
+def train(problem: adam.Problem, codec: Any, rate: Any, args: Any) -> Trained:
+  """Returns a function that trains from a seed, to the test's loss and accuracy."""
+  workers = jnp.arange(adam.WORKERS)
+  over = functools.partial(jax.vmap, axis_name=AXIS, axis_size=adam.WORKERS)
+
+  @jax.jit
+  def first(seed: jax.Array) -> Any:
+    key, own = jax.random.split(jax.random.key(seed))
+    params = problem.init(own)
+    tx = optimizer(codec, rate, jax.random.key_data(key))
+    # No state differs between workers: there is no residual of theirs or of owners.
+    return key, params, over(lambda _: tx.init(params), out_axes=None)(workers)
+
+  @jax.jit
+  def step(key: Any, params: Any, state: Any, number: jax.Array) -> Any:
+    tx = optimizer(codec, rate, jax.random.key_data(key))
+
+    def worker(own: jax.Array) -> Any:
+      at = jax.random.fold_in(jax.random.fold_in(key, number), own)
+      grads = jax.grad(problem.loss)(params, problem.draw(at))
+      return tx.update(grads, state, params)
+
+    updates, state = over(worker, out_axes=None)(workers)
+    return optax.apply_updates(params, updates), state
+
+  score = jax.jit(problem.score)
+
+  def trained(seed: int) -> tuple[float, float]:
+    key, params, state = first(seed)
+    for number in range(args.steps):
+      params, state = step(key, params, state, jnp.asarray(number))
+    loss, right = score(params)
+    return float(loss), float(right)
+
+  return trained
 
 
-def run(problem: adam.Problem, codec: Any, rate: Any, args: Any) -> dict[str, Any]:
-  """Trains from each seed, one after the other."""
-  make = functools.partial(optimizer, codec, rate)
-  counts = args.points, args.steps // args.points
-  train = jax.jit(adam.trainer(problem, make, counts))
-  start = time.perf_counter()
-  compiled = train.lower(0).compile()
-  built = time.perf_counter()
-  curves = [jax.device_get(compiled(seed)) for seed in range(args.seeds)]
-  names = ("train_loss", "test_loss", "accuracy")
-  by_name = zip(names, zip(*curves, strict=True), strict=True)
+def results(problem: adam.Problem, codec: Any, rate: Any, args: Any) -> Iterator[Line]:
+  """Trains from each seed, one after the other, and yields what a line says of it."""
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
-  plan = gradcomp.explain(make(0), shapes, workers=adam.WORKERS)
-  return {
-    "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
-    "bytes_a_step": float(plan.bytes_per_step),
-    **{name: np.asarray(x).tolist() for name, x in by_name},
-    "compile_seconds": round(built - start, 1),
-    "seconds": round(time.perf_counter() - built, 1),
-  }
+  plan = gradcomp.explain(optimizer(codec, rate, 0), shapes, workers=adam.WORKERS)
+  trained = train(problem, codec, rate, args)
+  for seed in args.seeds:
+    start = time.perf_counter()
+    loss, right = trained(seed)
+    yield {
+      "seed": seed,
+      "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
+      "bytes_a_step": float(plan.bytes_per_step),
+      "test_loss": loss,
+      "accuracy": right,
+      "seconds": round(time.perf_counter() - start, 1),
+    }
 
 
 def smaller(arrays: adam.Arrays) -> adam.Arrays:
@@ -148,7 +195,6 @@ def settings(net: str, arm: str, args: Any) -> dict[str, Any]:
     "arm": arm,
     "workers": adam.WORKERS,
     "steps": args.steps,
-    "seeds": args.seeds,
     "width": args.width if net == "transformer" else 0,
     "batch": adam.BATCH[net],
     "rate": adam.RATES[net],
@@ -159,46 +205,54 @@ def main() -> None:
   sys.stdout.reconfigure(line_buffering=True)
   args = cli.options(
     __doc__,
-    "ten steps of narrow nets, on numbers drawn at random",
+    "three steps of a narrow net, on numbers drawn at random",
     "folder of allocate_study.jsonl and .md",
     nets=cli.Option([*NETS], ["transformer"], choices=NETS),
     arms=cli.Option([*ARMS], choices=ARMS),
-    steps=cli.Option(100, 10),
-    points=cli.Option(4, 2, "of a curve"),
-    seeds=cli.Option(5, 2),
-    width=cli.Option(128, 16, "of the transformer"),
+    steps=cli.Option(60, 3),
+    seeds=cli.Option([0, 1, 2, 3, 4], [0, 1]),
+    width=cli.Option(64, 16, "of the transformer"),
     data=cli.Option(None, help="file of the arrays", kind=Path),
   )
   arrays = adam.random_arrays() if args.quick else adam.load(args.data)
+  arrays |= {name: arrays[name][:TESTED] for name in arrays if name.endswith("_test")}
   path = args.output and args.output / "allocate_study.jsonl"
   lines = allocate_page.read(path)
   for net in args.nets:
-    wanted = {arm: settings(net, arm, args) for arm in args.arms}
-    for line in lines:
-      wanted = {k: v for k, v in wanted.items() if not v.items() <= line.items()}
-    if not wanted:
-      continue
     own = smaller(arrays) if net == "resnet" else arrays
     problem = adam.problem(net, own, args.width)
     rate = optax.cosine_decay_schedule(adam.RATES[net], args.steps, alpha=0.1)
-    found = pilot(problem, rate, args.steps)
-    print(f"{net}: late error {found.late_error:.3g} of the uniform one\n{found.found}")
-    codecs = dict(zip(ARMS, (Dense(), UNIFORM, found.found.policy), strict=True))
-    for arm, setting in wanted.items():
+    for arm in args.arms:
+      setting = settings(net, arm, args)
+      there = {x["seed"] for x in lines if setting.items() <= x.items()}
+      seeds = [PILOT] if arm == "pilot" else args.seeds
+      missing = [seed for seed in seeds if seed not in there]
+      if not missing:
+        continue
       about = {"device": jax.devices()[0].device_kind, "commit": cli.commit()}
-      if arm == "allocated":
+      codec: Any = {"float32": Dense(), "uniform": UNIFORM}.get(arm)
+      if codec is None:
+        found, late_error = pilot(problem, rate, args.steps)
+        codec = found.policy
         about |= {
-          "late_error": found.late_error,
-          "codecs": {x.path: repr(x.codec) for x in found.found.leaves},
+          "parameters": sum(x.elements for x in found.leaves),
+          "payload": found.nbytes,
+          "uniform_payload": found.uniform_nbytes,
+          "early_error": found.error / found.uniform_error,
+          "late_error": late_error,
+          "codecs": {x.path: name_of(x.codec) for x in found.leaves},
         }
-      line = setting | about | run(problem, codecs[arm], rate, args)
-      lines.append(line)
-      ended = np.mean([curve[-1] for curve in line["test_loss"]])
-      print(f"{net}, {arm}: loss {ended:.4f}, {line['seconds']:.0f} s")
-      if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-          file.write(json.dumps(line) + "\n")
+        print(f"{net}: late error {late_error:.3g} of the uniform one\n{found}")
+      own_args = argparse.Namespace(**vars(args) | {"seeds": missing})
+      pilots = [{"seed": PILOT}] if arm == "pilot" else []
+      for result in pilots or results(problem, codec, rate, own_args):
+        line = setting | about | result
+        lines.append(line)
+        print(f"{net}, {arm}, seed {line['seed']}: {line.get('test_loss', '')}")
+        if path:
+          path.parent.mkdir(parents=True, exist_ok=True)
+          with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
   page = allocate_page.markdown(lines)
   print(page)
   if path:

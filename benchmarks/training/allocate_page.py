@@ -19,38 +19,60 @@ def markdown(lines: Sequence[Line]) -> str:
     "trains. *More loss* and *less accuracy* are against 4 bits for each leaf, at the "
     "end, seed by seed, with an interval of 95 %; points are of a hundred.",
   ]
-  apart = ("net", "steps", "seeds", "workers", "parameters", "device")
-  groups: dict[Any, list[Line]] = {}
-  for line in lines:
-    groups.setdefault(tuple(line[x] for x in apart), []).append(line)
-  for (net, steps, seeds, workers, parameters, device), group in groups.items():
+  header = ["net", "parameters", "payload", "of 4 bits", "of its error", "at the end"]
+  pilots = [x for x in lines if x["arm"] == "pilot"]
+  paragraphs += [
+    "The allocated bits alone, and their error for the gradients that they were "
+    "allocated from, and for those at the end of the pilot run:",
+    table(header, [_bits(line) for line in pilots]),
+  ]
+  apart = ("net", "steps", "workers", "parameters", "device")
+  groups: dict[Any, dict[str, list[Line]]] = {}
+  for line in sorted(lines, key=lambda line: line["seed"]):
+    if line["arm"] != "pilot":
+      arms = groups.setdefault(tuple(line[x] for x in apart), {})
+      arms.setdefault(line["arm"], []).append(line)
+  for (net, steps, workers, parameters, device), arms in groups.items():
     title = f"{net}, {parameters:,} parameters, {steps} steps, {workers} workers"
-    paragraphs.append(f"## {title}, {seeds} seeds, on {device}")
-    uniform = next((x for x in group if x["arm"] == "uniform"), None)
-    header = ["arm", "bytes a step", "of uniform", "loss", "accuracy"]
+    paragraphs.append(f"## {title}, on {device}")
+    header = ["arm", "seeds", "bytes a step", "of uniform", "loss", "accuracy"]
     header += ["more loss", "less accuracy, points"]
-    paragraphs.append(table(header, [_row(line, uniform) for line in group]))
-    for line in group:
-      if "late_error" in line:
-        paragraphs.append(
-          "Of the gradients at the end of the pilot run the allocated bits lose "
-          f"{line['late_error']:.3g} times what 4 bits lose."
-        )
+    rows = [_row(arm, own, arms.get("uniform", [])) for arm, own in arms.items()]
+    paragraphs.append(table(header, rows))
   return "\n\n".join(paragraphs) + "\n"
 
 
-def _row(line: Line, uniform: Line | None) -> list[str]:
-  losses, right = (_ends(line, name) for name in ("test_loss", "accuracy"))
-  row = [line["arm"], f"{line['bytes_a_step']:,.0f}", ""]
-  row += [f"{losses.mean():.4f}", f"{right.mean():.2%}", "", ""]
-  if uniform and line is not uniform:
-    row[2] = f"{line['bytes_a_step'] / uniform['bytes_a_step']:.3f}"
-    more = losses - _ends(uniform, "test_loss")
-    less = 100 * (_ends(uniform, "accuracy") - right)
-    row[5] = "{:+.4f} ± {:.4f}".format(*interval(more.tolist()))
-    row[6] = "{:+.2f} ± {:.2f}".format(*interval(less.tolist()))
+def _bits(line: Line) -> list[str]:
+  share = line["payload"] / line["uniform_payload"]
+  errors = (f"{line[name]:.3f}" for name in ("early_error", "late_error"))
+  return [
+    f"{line['net']}, {line['steps']} steps",
+    f"{line['parameters']:,}",
+    f"{line['payload']:,}",
+    f"{share:.3f}",
+    *errors,
+  ]
+
+
+def _row(arm: str, own: Sequence[Line], uniform: Sequence[Line]) -> list[str]:
+  losses, right = (_ends(own, name) for name in ("test_loss", "accuracy"))
+  sent = own[0]["bytes_a_step"]
+  row = [arm, str(len(own)), f"{sent:,.0f}", ""]
+  mean = lambda ends: float(np.mean([*ends.values()]))
+  row += [f"{mean(losses):.4f}", f"{mean(right):.2%}", "", ""]
+  if uniform and arm != "uniform":
+    row[3] = f"{sent / uniform[0]['bytes_a_step']:.3f}"
+    for place, name, ends, sign in (
+      (6, "test_loss", losses, 1),
+      (7, "accuracy", right, -100),
+    ):
+      theirs = _ends(uniform, name)
+      apart = [sign * (ends[seed] - theirs[seed]) for seed in ends if seed in theirs]
+      if apart:
+        row[place] = "{:+.4f} ± {:.4f}".format(*interval(apart))
   return row
 
 
-def _ends(line: Line, name: str) -> np.ndarray:
-  return np.array(line[name])[:, -1]
+def _ends(lines: Sequence[Line], name: str) -> dict[int, float]:
+  """Returns the numbers of all seeds."""
+  return {line["seed"]: line[name] for line in lines}

@@ -207,7 +207,7 @@ def allocate(
   energies: list[float] = []
   for path, own in places.items():
     leaves = [step[place] for step in steps for place in own]
-    lost = [_loss(codec, leaves, min_leaf_size) for codec in codecs]
+    lost = [loss(codec, leaves, min_leaf_size) for codec in codecs]
     nbytes = [sum(size[place] for place in own) for size in sizes]
     found = [*map(Option, nbytes, lost)]
     energies.append(_energy(leaves))
@@ -322,7 +322,7 @@ def _payload_bytes(
   return nbytes
 
 
-def _loss(
+def loss(
   codec: LeafCodec, leaves: Sequence[np.ndarray], min_leaf_size: int | None
 ) -> float:
   """Returns the squared error of encoding leaves."""

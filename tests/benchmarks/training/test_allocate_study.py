@@ -1,0 +1,47 @@
+"""The study of allocated bits compares ends seed by seed."""
+
+import numpy as np
+
+from benchmarks.training import allocate, allocate_page
+
+
+def line(arm, seed, loss):
+  return {"net": "lenet", "arm": arm, "steps": 8, "workers": 4, "device": "cpu"} | {
+    "parameters": 100,
+    "seed": seed,
+    "bytes_a_step": 30.0 if arm == "allocated" else 40.0,
+    "test_loss": loss,
+    "accuracy": 1 - loss,
+  }
+
+
+def cells(page, arm):
+  (row,) = (x for x in page.splitlines() if x.startswith(f"| {arm} "))
+  return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_ends_are_compared_by_seeds():
+  """A constant distance has no interval; a seed that one arm lacks does not count."""
+  ends = {0: 0.25, 1: 0.5, 2: 0.75}
+  lines = [line("uniform", seed, loss) for seed, loss in ends.items()]
+  lines += [line("allocated", seed, ends[seed] + 0.125) for seed in (2, 0)]
+  page = allocate_page.markdown(lines)
+  assert cells(page, "uniform")[1:4] == ["3", "40", ""]
+  found = cells(page, "allocated")
+  assert found[1:4] == ["2", "30", "0.750"]
+  assert found[-2:] == ["+0.1250 ± 0.0000", "+12.5000 ± 0.0000"]
+
+
+def test_bits_are_compared_with_uniform_ones():
+  pilot = {"payload": 60, "uniform_payload": 80, "early_error": 1, "late_error": 0.5}
+  page = allocate_page.markdown([line("pilot", allocate.PILOT, 0.0) | pilot])
+  assert cells(page, "lenet, 8 steps") == [
+    *("lenet, 8 steps", "100", "60"),
+    *("0.750", "1.000", "0.500"),
+  ]
+
+
+def test_images_are_halved():
+  images = np.arange(16, dtype=np.uint8).reshape(1, 4, 4, 1)
+  halved = allocate.smaller({"images": images, "images_test": images})["images"]
+  np.testing.assert_array_equal(halved[0, :, :, 0], [[2, 4], [10, 12]])
