@@ -478,6 +478,7 @@ TABLES = {
     f"adam, {net}": lambda k=k: pick("adam_study.md", k)
     for k, net in enumerate(("transformer", "lstm", "lenet"))
   },
+  "allocated bits": lambda: pick("allocate_study.md"),
   "inspection": lambda: pick("inspect_cost.md", 0, same(*_INSPECTED)),
 }
 
