@@ -48,7 +48,8 @@ less those of the plain step, both as multiples of the float32 gradient. *Launch
 what a device starts in a step, and in brackets those of the plain step; *scalars* are
 those whose result is no array. *Loops* are those of gradcomp, by their trips.
 Collectives with ~ are asynchronous. *Padding* is what the tiles of sent arrays add to
-them. *Wire* is what `gradcomp.wire_report` says, as a multiple of float32's.
+them. *Wire* is what `gradcomp.wire_report` says, as a multiple of float32's, or in
+bytes where XLA has left no names that show what float32 would send.
 
 """
 
@@ -188,7 +189,6 @@ def step_cells(row: Row) -> list[str]:
     parts = ", ".join(map(of, ("encode", "decode", "exchange")))
   sent = sum(x["bytes"] for x in row["collectives"]) or 1
   padded = sum(x["padded"] for x in row["collectives"])
-  wire = row["wire"]
   return [
     cycles,
     parts,
@@ -199,9 +199,16 @@ def step_cells(row: Row) -> list[str]:
     ", ".join(str(x["trips"] or "?") for x in row["loops"] if x["part"] != "model"),
     collectives(row),
     f"{100 * (padded - sent) / sent:.0f}" if padded else "",
-    "refused" if "error" in wire else f"{wire['ratio']:.4f}",
+    _wire(row["wire"]),
     f"{row['compile_seconds']:.0f}",
   ]
+
+
+def _wire(wire: Row) -> str:
+  if "error" in wire:
+    return "refused"
+  ratio = wire["ratio"]
+  return f"{wire['bytes']:,} bytes" if ratio is None else f"{ratio:.4f}"
 
 
 def collectives(row: Row) -> str:

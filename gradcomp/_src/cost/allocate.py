@@ -312,8 +312,10 @@ def _payload_bytes(
   """Returns the bytes of each leaf in a payload: those of its rows, in all rounds."""
   paths = paths_of(model.params)
   options = PlanOptions(codec, as_exchange("all_gather"), min_leaf_size)
-  over = {"axis_name": "workers", "workers": 2}
-  plan = plan_messages(model.leaves, paths, [()] * len(paths), options, **over)
+  places: list[Any] = [()] * len(paths)
+  plan = plan_messages(
+    model.leaves, paths, places, options, axis_name="workers", workers=2
+  )
   nbytes = [0] * len(paths)
   for message in plan.messages:
     for leaf, slot in zip(message.leaves, message.layout.slots, strict=True):

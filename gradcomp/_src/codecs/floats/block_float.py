@@ -82,7 +82,7 @@ class BlockFloat(quantizing.RoundsAtRandom):
   stay zeros. A block, or with ``e4m3`` scales a tensor,
   in which no element reaches 2**-126 decodes to zeros. Values below 2**-126 are zeros.
 
-  Kernels measure and decode blocks on TPUs. All else is XLA's code.
+  Kernels encode and decode on TPUs. Elsewhere it is XLA's code.
 
   Attributes:
     element: the format of elements, as in the table of
