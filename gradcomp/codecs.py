@@ -5,6 +5,7 @@ from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.eight_bit import EightBit
 from gradcomp._src.codecs.floats.block_float import BlockFloat
 from gradcomp._src.codecs.floats.float_cast import FloatCast
+from gradcomp._src.codecs.floats.lossless import Lossless
 from gradcomp._src.codecs.floats.natural import Natural
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.policy import Policy
@@ -27,6 +28,6 @@ from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 
 __all__ = ["BlockFloat", "BlockTop", "Codec", "Context", "Dense", "EightBit", "Encoded"]
-__all__ += ["FloatCast", "Leaf", "LeafCodec", "Memory", "NOTHING", "Natural", "OneBit"]
-__all__ += ["Partial", "Payload", "Policy", "PowerSGD", "QSGD", "RandomK", "Sent"]
-__all__ += ["Sign", "Sum", "SumFacts", "Ternary", "Tiles", "TopK"]
+__all__ += ["FloatCast", "Leaf", "LeafCodec", "Lossless", "Memory", "NOTHING"]
+__all__ += ["Natural", "OneBit", "Partial", "Payload", "Policy", "PowerSGD", "QSGD"]
+__all__ += ["RandomK", "Sent", "Sign", "Sum", "SumFacts", "Ternary", "Tiles", "TopK"]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.protocol import Codec, LeafCodec, is_codec
+from gradcomp._src.codecs.protocol import Codec, LeafCodec, fallback_of, is_codec
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import SumFacts, joined
 
@@ -71,6 +71,15 @@ class Policy:
   @property
   def facts(self) -> SumFacts:
     return joined([codec.facts.naming(codec) for codec in self.codecs])
+
+  @property
+  def fallback(self) -> "Policy | None":
+    """The policy of the codecs' fallbacks, if one has any."""
+    found = [fallback_of(codec) for codec in self.codecs]
+    if not any(found):
+      return None
+    pairs = zip(self.rules, found, strict=True)
+    return Policy([(text, other or codec) for (text, codec), other in pairs])
 
   def bind(self, leaf: Leaf) -> Codec:
     """Returns the codec of a leaf, bound to it."""

@@ -98,6 +98,14 @@ class Codec(LeafCodec, abc.ABC):
     return Memory()
 
   @property
+  def fallback(self) -> LeafCodec | None:
+    """The codec of a step whose mean holds NaN, which is then sent again; or None.
+
+    It has the same ``tile_size``, and remembers nothing.
+    """
+    return None
+
+  @property
   def largest(self) -> float | None:
     """The largest number that a row without a scale holds; None for float32's range."""
     return None
@@ -308,3 +316,8 @@ class InRounds(Codec):
 def is_codec(value: Any) -> TypeGuard[LeafCodec]:
   """Returns True for an instance of a codec, and False for a codec's class."""
   return not isinstance(value, type) and isinstance(value, LeafCodec)
+
+
+def fallback_of(codec: LeafCodec) -> LeafCodec | None:
+  """Returns the codec of steps whose mean holds NaN; None if they are not repeated."""
+  return getattr(codec, "fallback", None)

@@ -1,14 +1,17 @@
 """The optax transformation: gradient, residual, encode, exchange, decode."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
 from gradcomp._src.checks import optional_size
-from gradcomp._src.codecs.protocol import LeafCodec, is_codec
+from gradcomp._src.codecs.protocol import LeafCodec, fallback_of, is_codec
 from gradcomp._src.core.compression import Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
 from gradcomp._src.core.inputs import not_differentiated, on_real_pairs
@@ -19,6 +22,8 @@ from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names
 from gradcomp._src.mesh.shard_maps import per_device
+
+Taken = tuple[Any, CompressState]  # updates, and the next state
 
 
 def compress(  # noqa: PLR0913 - options of users, by keyword
@@ -117,13 +122,23 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
     updates = not_differentiated(updates)
     across = parts.across(updates, state, params)
 
-    def step(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
+    def of(parts: Compression, updates: Any, state: CompressState) -> Taken:
       workers = parts.workers(across, updates, state)
       plan = parts.plan(jax.tree.leaves(updates), paths_of(updates), across, workers)
       share = parts.error_share(across, workers)
       finish = functools.partial(as_updates, across.dtypes, share)
       facts = parts.step(plan, workers, state)
       return take_step(parts, facts, updates, state, finish)[:2]
+
+    def step(updates: Any, state: CompressState) -> Taken:
+      first, codec = of(parts, updates, state), fallback_of(parts.codec)
+      if codec is None or not jax.tree.leaves(updates):
+        return first
+      again = dataclasses.replace(parts, codec=codec)
+      # The means have the same bits on all workers, who need not agree on a branch.
+      found = [jnp.isnan(mean).any() for mean in jax.tree.leaves(first[0])]
+      repeat = lambda: of(again, updates, state)
+      return lax.cond(jnp.stack(found).any(), repeat, lambda: first)
 
     unreduced = not parts.exchange.sends
     return per_device(step, updates, state, across.axes, keeps_addends=unreduced)

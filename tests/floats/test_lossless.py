@@ -1,0 +1,87 @@
+"""Lossless bfloat16: every bit pattern arrives, and a full list is never seen."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import gradcomp
+from gradcomp._src.codecs.floats.lossless import Halves
+from gradcomp._src.kernels import lossless
+from gradcomp.codecs import Lossless
+from tests.plugins.slow_cases import slow
+
+
+def bits(x):
+  return np.asarray(x).view(np.uint16)
+
+
+def test_every_bit_pattern_arrives():
+  patterns = np.arange(2**16, dtype=np.uint16).reshape(-1, 8)
+  # Others have the same exponent; ones stand beside NaN and infinities.
+  power = patterns[:, :1] & 0x7F80
+  x = np.where(power == 0x7F80, np.uint16(0x3F80), power).repeat(1024, axis=1)
+  x[:, 500:508] = patterns
+  rows = lossless.encode_rows(lossless.numbers(jnp.uint32(x)))
+  came = jax.lax.bitcast_convert_type(lossless.decode_rows(rows), jnp.uint32)
+  np.testing.assert_array_equal(came.reshape(x.shape), np.uint32(x) << 16)
+
+
+@pytest.mark.parametrize("small", [11, 12])
+def test_a_row_lists_eleven_escapes(small):
+  x = np.ones(1024, ml_dtypes.bfloat16)
+  x[7 : 7 + small] = 2.0**-14
+  came = Lossless().roundtrip(jnp.asarray(x))
+  if small == 11:
+    np.testing.assert_array_equal(bits(came), bits(x))
+  else:
+    assert np.isnan(np.float32(came)).all()
+
+
+def gradients(workers, *, wide):
+  """Each worker's; those of the last do not fit its lists if they are wide."""
+  rng = np.random.default_rng(workers)
+  x = rng.standard_normal((workers, 5000)).astype(np.float32)
+  if wide:
+    x[-1, :600] *= 2.0 ** rng.integers(-30, 0, 600)
+  b = np.ones((workers, 3), ml_dtypes.bfloat16)
+  return {"w": x.astype(ml_dtypes.bfloat16), "b": b}
+
+
+def two_steps(codec, exchange, grads):
+  options = dict(feedback=None, exchange=exchange, min_leaf_size=0)
+  tx = gradcomp.compress(codec, axis_name="data", **options)
+  state = tx.init(grads)
+  for _ in range(2):
+    updates, state = tx.update(grads, state)
+  return updates
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+  "exchange, typed",
+  [
+    ("two_shot", True),
+    *slow(("two_shot", False), ("all_gather", True), ("ring", True)),
+  ],
+)
+def test_the_mean_is_that_of_plain_words(exchange, wide, typed):
+  """Also where one worker's lists are full."""
+  mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+  grads = gradients(4, wide=wide)
+  full = np.isnan(np.float32(jax.vmap(Lossless().roundtrip)(grads["w"]))).any()
+  assert full == wide
+
+  def mean(codec):
+    own = lambda x: two_steps(codec, exchange, jax.tree.map(lambda x: x[0], x))
+    specs = dict(in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+    mapped = jax.shard_map(own, mesh=mesh, check_vma=typed, **specs)
+    return jax.jit(mapped)(grads)
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)),
+    mean(Lossless()),
+    mean(Halves()),
+  )
