@@ -85,3 +85,15 @@ def test_the_mean_is_that_of_plain_words(exchange, wide, typed):
     mean(Lossless()),
     mean(Halves()),
   )
+
+
+def test_the_laws_of_codecs_hold():
+  gradcomp.testing.check_codec(Lossless())
+
+
+def test_explain_shows_the_usual_step():
+  tx = gradcomp.compress(Lossless(), axis_name="data", feedback=None)
+  grads = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+  shown = str(gradcomp.explain(tx, grads, workers=4))
+  assert "12.38" in shown
+  assert "Halves" not in shown

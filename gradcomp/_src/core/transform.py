@@ -20,6 +20,7 @@ from gradcomp._src.core.step import as_updates, take_step
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
 from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
 from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.mesh import study
 from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names
 from gradcomp._src.mesh.shard_maps import per_device
 
@@ -132,7 +133,8 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
 
     def step(updates: Any, state: CompressState) -> Taken:
       first, codec = of(parts, updates, state), fallback_of(parts.codec)
-      if codec is None or not jax.tree.leaves(updates):
+      # Studies read the usual step.
+      if codec is None or not jax.tree.leaves(updates) or study.is_study():
         return first
       again = dataclasses.replace(parts, codec=codec)
       # The means have the same bits on all workers, who need not agree on a branch.

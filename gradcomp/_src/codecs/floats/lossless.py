@@ -33,7 +33,8 @@ class Lossless(Codec):
   A bucket with more escapes arrives as NaN in all elements, never as other numbers.
   :func:`gradcomp.compress` then sends the step once more, as plain 16 bits: all workers
   see the same NaN in the mean, and take the plain one. It is exact whatever gradients
-  are. Such a step, also one with a NaN of its own, sends 28.375 bits an element.
+  are. Such a step, also one with a NaN of its own, sends 28.375 bits an element:
+  :func:`gradcomp.explain` shows the usual step, and :func:`gradcomp.wire_report` both.
   Elsewhere, as in :func:`gradcomp.parallel.gather`, NaN stays.
 
   Wider numbers are rounded to the nearest bfloat16 first, to even where two are equally
