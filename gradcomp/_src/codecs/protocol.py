@@ -99,7 +99,7 @@ class Codec(LeafCodec, abc.ABC):
 
   @property
   def fallback(self) -> LeafCodec | None:
-    """The codec of a step whose mean holds NaN, which is then sent again; or None.
+    """The codec that sends a step again if its mean holds NaN; or None.
 
     It has the same ``tile_size``, and remembers nothing.
     """
@@ -319,5 +319,5 @@ def is_codec(value: Any) -> TypeGuard[LeafCodec]:
 
 
 def fallback_of(codec: LeafCodec) -> LeafCodec | None:
-  """Returns the codec of steps whose mean holds NaN; None if they are not repeated."""
+  """Returns the codec that repeats steps with NaN in the mean; None if nothing does."""
   return getattr(codec, "fallback", None)

@@ -31,7 +31,7 @@ _HEADER = "leaf", "elements", "codec", "bytes", "of uniform", "error", "of unifo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllocatedLeaf:
-  """The codec of one leaf, and its bytes and error beside those of the uniform codec.
+  """The codec of one leaf, and its bytes and error beside the uniform codec's.
 
   Attributes:
     path: the path of the leaf, with ``/`` between keys.
@@ -167,7 +167,7 @@ def allocate(
     gradients: trees like the parameters, of one worker each: a tree for each step, and
       worker, that counts. Take them in front of the exchange.
     uniform: the codec that sets the error.
-    candidates: the codecs to choose from, besides ``uniform``. By default QSGD of 2 to
+    candidates: the codecs to choose from, beside ``uniform``. By default QSGD of 2 to
       8 and of 16 bits, and float32. ``TopK`` and ``PowerSGD`` are others.
     min_leaf_size: as for :class:`gradcomp.CompressOptions`.
 
@@ -309,7 +309,7 @@ def _finite(tree: Any, model: SampledModel, number: int) -> list[np.ndarray]:
 def _payload_bytes(
   codec: LeafCodec, model: SampledModel, min_leaf_size: int | None
 ) -> list[int]:
-  """Returns the bytes of each leaf in a payload: those of its rows, in all rounds."""
+  """Returns the bytes of each leaf in a payload: its rows, in all rounds."""
   paths = paths_of(model.params)
   options = PlanOptions(codec, as_exchange("all_gather"), min_leaf_size)
   places: list[Any] = [()] * len(paths)
@@ -346,6 +346,6 @@ def _wide(x: Any) -> np.ndarray:
 def _encoder(
   codec: Any, min_leaf_size: int | None
 ) -> Callable[[np.ndarray], jax.Array]:
-  """Returns the jitted function from a leaf to what a worker would send of it."""
+  """Returns the jitted function from a leaf to its decoded payload."""
   tx = compress(codec, feedback=None, min_leaf_size=min_leaf_size)
   return jax.jit(lambda leaf: tx.update(jnp.asarray(leaf), tx.init(leaf))[0])

@@ -20,7 +20,7 @@ class Option(NamedTuple):
 def least_bytes(leaves: Sequence[Sequence[Option]], bound: float) -> list[int] | None:
   """Returns the number of an option for each leaf, or None if it finds no sum in bound.
 
-  It is L-GreCo's dynamic programme. Errors count in parts of the bound, rounded up, so
+  It is L-GreCo's dynamic program. Errors count in parts of the bound, rounded up, so
   that the exact sum of the errors is never above it. With L leaves no choice within
   ``(1 - L / PARTS) * bound`` has fewer bytes: each leaf loses less than a part.
   """

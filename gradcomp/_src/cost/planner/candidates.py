@@ -222,7 +222,7 @@ def _by_name(speeds: Mapping[str, CodecSpeed]) -> Callable[[Candidate], SpeedOf 
 
 
 def _nearest(speeds: Mapping[str, CodecSpeed], codec: LeafCodec) -> CodecSpeed:
-  """Returns the speed of the candidate whose codec has this type, and nearest bits."""
+  """Returns the speed of the candidate of this type of codec, with the nearest bits."""
   alike = [x for x in CANDIDATES if type(x.codec) is type(codec) and x.name in speeds]
   if not alike:
     raise ValueError(f"`speeds` has none of a codec like {name_of(codec)}")
