@@ -58,7 +58,7 @@ class Lossless(Codec):
 
   @property
   def fallback(self) -> Codec:
-    """The codec that repeats a step with NaN: plain bfloat16 in equal tiles."""
+    """The codec that repeats a step with NaN, plain bfloat16 in equal tiles."""
     return Halves()
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
