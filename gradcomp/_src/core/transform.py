@@ -18,6 +18,7 @@ from gradcomp._src.core.inputs import not_differentiated, on_real_pairs
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.step import as_updates, take_step
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
+from gradcomp._src.exchange.collectives import REPEAT
 from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh import study
@@ -139,7 +140,7 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
       again = dataclasses.replace(parts, codec=codec)
       # The means have the same bits on all workers, who need not agree on a branch.
       found = [jnp.isnan(mean).any() for mean in jax.tree.leaves(first[0])]
-      repeat = lambda: of(again, updates, state)
+      repeat = jax.named_scope(REPEAT)(lambda: of(again, updates, state))
       return lax.cond(jnp.stack(found).any(), repeat, lambda: first)
 
     unreduced = not parts.exchange.sends

@@ -78,6 +78,7 @@ class Workers(NamedTuple):
 
 
 STAGE = "gradcomp_stage"  # the name of every other collective
+REPEAT = "gradcomp_repeat"  # around the collectives of a step that is sent again
 
 
 def final_stage(elements: int, workers: Workers) -> str:
