@@ -62,8 +62,8 @@ def test_no_program_talks_to_its_host():
 
 
 def _padding(target):
-  """The bytes to which XLA pads a loss between slices, and scales that are agreed."""
-  return 2600 if targets.TARGETS[target].slices > 1 else 0
+  """The bytes to which XLA pads small sums between slices, of the loss above all."""
+  return 10_000 if targets.TARGETS[target].slices > 1 else 0
 
 
 def summed_between_slices(name, row):
@@ -105,7 +105,8 @@ def test_the_ratio_of_a_step_is_that_of_its_bytes_to_the_plain_steps():
     name
     for name, row in ROWS["steps"].items()
     if row["wire"]["explained"] is not None
-    and (row["wire"]["ratio"] is not None or targets.TARGETS[name[0]].slices == 1)
+    and not (row["wire"]["ratio"] is None and targets.TARGETS[name[0]].slices > 1)
+    and not summed_between_slices(name, row)
     # A thousandth: the loss, which counts as sent.
     and row["wire"]["ratio"]
     != pytest.approx(row["wire"]["bytes"] / plain[row["target"]], rel=1e-3)

@@ -87,8 +87,9 @@ def test_the_mean_is_that_of_plain_words(exchange, wide, typed):
   )
 
 
-def test_the_laws_of_codecs_hold():
-  gradcomp.testing.check_codec(Lossless())
+@pytest.mark.parametrize("codec", slow(Lossless()), ids=repr)
+def test_the_laws_of_codecs_hold(codec):
+  gradcomp.testing.check_codec(codec)
 
 
 def test_explain_shows_the_usual_step():

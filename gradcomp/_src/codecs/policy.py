@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.protocol import Codec, LeafCodec, fallback_of, is_codec
+from gradcomp._src.codecs.protocol import Codec, LeafCodec, is_codec
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import SumFacts, joined
 
@@ -75,7 +75,7 @@ class Policy:
   @property
   def fallback(self) -> "Policy | None":
     """The policy of the codecs' fallbacks, if one has any."""
-    found = [fallback_of(codec) for codec in self.codecs]
+    found = [codec.fallback for codec in self.codecs]
     if not any(found):
       return None
     pairs = zip(self.rules, found, strict=True)

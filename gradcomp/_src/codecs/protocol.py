@@ -56,6 +56,14 @@ class LeafCodec(Protocol):
   def facts(self) -> SumFacts:
     """The facts about sums of payloads that are known before the leaves are."""
 
+  @property
+  def fallback(self) -> "LeafCodec | None":
+    """The codec that sends a step again if its mean holds NaN; or None.
+
+    It has the same ``tile_size``, and remembers nothing.
+    """
+    return None
+
   def check_leaves(self, leaves: Sequence[Leaf]) -> None:
     """Raises ValueError if the codec does not suit these leaves of a tree."""
     return None
@@ -96,14 +104,6 @@ class Codec(LeafCodec, abc.ABC):
   def init(self, leaf: Leaf, key: Array) -> Memory:
     """Returns a leaf's first codec state; workers share its ``key``, ``uint32[2]``."""
     return Memory()
-
-  @property
-  def fallback(self) -> LeafCodec | None:
-    """The codec that sends a step again if its mean holds NaN; or None.
-
-    It has the same ``tile_size``, and remembers nothing.
-    """
-    return None
 
   @property
   def largest(self) -> float | None:
@@ -316,8 +316,3 @@ class InRounds(Codec):
 def is_codec(value: Any) -> TypeGuard[LeafCodec]:
   """Returns True for an instance of a codec, and False for a codec's class."""
   return not isinstance(value, type) and isinstance(value, LeafCodec)
-
-
-def fallback_of(codec: LeafCodec) -> LeafCodec | None:
-  """Returns the codec that repeats steps with NaN in the mean; None if nothing does."""
-  return getattr(codec, "fallback", None)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from gradcomp._src.checks import optional_size
-from gradcomp._src.codecs.protocol import LeafCodec, fallback_of, is_codec
+from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.core.compression import Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
 from gradcomp._src.core.inputs import not_differentiated, on_real_pairs
@@ -124,7 +124,7 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
     updates = not_differentiated(updates)
     across = parts.across(updates, state, params)
 
-    def of(parts: Compression, updates: Any, state: CompressState) -> Taken:
+    def step(updates: Any, state: CompressState, parts: Compression = parts) -> Taken:
       workers = parts.workers(across, updates, state)
       plan = parts.plan(jax.tree.leaves(updates), paths_of(updates), across, workers)
       share = parts.error_share(across, workers)
@@ -132,19 +132,20 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
       facts = parts.step(plan, workers, state)
       return take_step(parts, facts, updates, state, finish)[:2]
 
-    def step(updates: Any, state: CompressState) -> Taken:
-      first, codec = of(parts, updates, state), fallback_of(parts.codec)
-      # Studies read the usual step.
-      if codec is None or not jax.tree.leaves(updates) or study.is_study():
-        return first
-      again = dataclasses.replace(parts, codec=codec)
+    def step_or_two(updates: Any, state: CompressState) -> Taken:
+      first = step(updates, state)
       # The means have the same bits on all workers, who need not agree on a branch.
       found = [jnp.isnan(mean).any() for mean in jax.tree.leaves(first[0])]
-      repeat = jax.named_scope(REPEAT)(lambda: of(again, updates, state))
-      return lax.cond(jnp.stack(found).any(), repeat, lambda: first)
+      repeat = jax.named_scope(REPEAT)(lambda: step(updates, state, again))
+      return lax.cond(functools.reduce(jnp.logical_or, found), repeat, lambda: first)
 
+    fallback = parts.codec.fallback
+    again = dataclasses.replace(parts, codec=fallback or parts.codec)
+    # Studies read the usual step.
+    once = fallback is None or not jax.tree.leaves(updates) or study.is_study()
     unreduced = not parts.exchange.sends
-    return per_device(step, updates, state, across.axes, keeps_addends=unreduced)
+    of_device = step if once else step_or_two
+    return per_device(of_device, updates, state, across.axes, keeps_addends=unreduced)
 
   unsent = not parts.exchange.sends
   return on_real_pairs(parts.init, update_fn, axis_name, keeps_rows=unsent)

@@ -22,6 +22,7 @@ from gradcomp.codecs import (
   Dense,
   EightBit,
   FloatCast,
+  Lossless,
   Natural,
   OneBit,
   RandomK,
@@ -30,7 +31,7 @@ from gradcomp.codecs import (
   TopK,
 )
 from tests.oracles import clipped, one_bit, rotated, top_k
-from tests.wire_decoder import block_float, blocks, sparse, words
+from tests.wire_decoder import block_float, blocks, lossless, sparse, words
 from tests.wire_decoder import codecs as wire_decoder_codecs
 from tests.wire_decoder import rotated as wire_decoder_rotated
 
@@ -248,8 +249,13 @@ def _block_float(slow=False, **hyper):
   # With scales of numbers, those of blocks are multiples of the leaf's.
   spoils = codec.block_size if codec.scale == "e8m0" else None
   if codec.rotate and spoils:
-    spoils *= 8  # the planes that a group lies in
+    spoils = codec.tile_size  # in all planes of which a group lies
   return Case(codec, read, spoils, slow=slow)
+
+
+def _lossless():
+  read = lambda rows, stats, shape: lossless.decode_lossless(rows, int(np.prod(shape)))
+  return Case(Lossless(), read, "itself")
 
 
 def _natural(slow=False, **hyper):
@@ -367,6 +373,7 @@ EIGHT_BIT_CASES = [
   _eight_bit(dtype="mantissa", exponent_offset=1),
 ]
 BLOCK_FLOAT_CASES = [
+  _lossless(),
   _block_float(element="e2m1"),
   _block_float(rounding="stochastic", slow=True),
   _block_float(element="e2m1", rounding="stochastic", slow=True),

@@ -44,9 +44,9 @@ class Lossless(Codec):
 
   Example:
     >>> codec = Lossless()
-    >>> x = jnp.array([1.0, -3e-3, 0.0, jnp.inf], jnp.bfloat16)
+    >>> x = jnp.array([1.0, -0.75, 0.0, jnp.inf], jnp.bfloat16)
     >>> codec.roundtrip(x)
-    Array([1, -0.00299072, 0, inf], dtype=bfloat16)
+    Array([1, -0.75, 0, inf], dtype=bfloat16)
   """
 
   tile_size: ClassVar[int] = lossless.PLANES * lossless.COLUMNS
