@@ -99,7 +99,7 @@ LINKS = {
   "PyTorch DDP, its PowerSGD hook, rank 1": "ddp powersgd-1",
   "PyTorch DDP, its PowerSGD hook, rank 4": "ddp powersgd-4",
 }
-IN_PLACE_OF_GRADIENTS = {
+NEWER = {
   "Adam of the plain mean": "adam psum",
   "1-bit Adam, `two_shot`": "1-bit adam two_shot",
   "1-bit Adam, `all_gather`": "1-bit adam all_gather",
@@ -111,6 +111,8 @@ IN_PLACE_OF_GRADIENTS = {
   "1-bit SGD, buckets of 512, EF21": "onebit-512 ef21 two_shot",
   "shared top-k, 1 %": "shared top-1% psum",
   "PowerSGD, rank 4, one factor a step": "powersgd-4 alternate psum",
+  "MXFP8, `two_shot`": "mxfp8 two_shot",
+  "NVFP4, rounded at random, `two_shot`": "nvfp4 two_shot",
 }
 RATES = {
   "100mbit": "100 Mbit/s",
@@ -434,7 +436,7 @@ TABLES = {
   "layers, 100 Mbit/s": lambda: pick("layers_links.md", 1),
   "predicted steps": lambda: pick("predicted_steps.md"),
   "links": lambda: links(LINKS),
-  "optimizers on links": lambda: links(IN_PLACE_OF_GRADIENTS),
+  "optimizers on links": lambda: links(NEWER),
   "rates": rates,
   "activations": activations,
   "passes": passes,
