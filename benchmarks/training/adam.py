@@ -17,7 +17,6 @@ machines without the data sets.
 """
 
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -246,10 +245,7 @@ def main() -> None:
       losses = [curve[-1] for curve in line["test_loss"]]
       ended = f"loss {np.mean(losses):.4f}, {line['seconds']:.0f} s"
       print(f"{net}, {arm}: {ended}, {line['compile_seconds']:.0f} s to compile")
-      if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-          file.write(json.dumps(line) + "\n")
+      adam_page.append(path, line)
   page = adam_page.markdown(lines)
   print(page)
   if path:

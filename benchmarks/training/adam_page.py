@@ -23,6 +23,14 @@ def read(path: Path | None) -> list[Line]:
   return [json.loads(x) for x in path.read_text().splitlines()]
 
 
+def append(path: Path | None, line: Line) -> None:
+  """Writes a line behind those of a file, so that a run that ends early keeps it."""
+  if path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+      file.write(json.dumps(line) + "\n")
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
   """Returns the mean of seeds, and half of its interval of 95 %.
 

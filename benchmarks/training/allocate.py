@@ -21,7 +21,6 @@ there already are not run again. The page allocate_study.md compares ends seed b
 
 import argparse
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ import gradcomp
 from benchmarks.common import cli
 from benchmarks.training import adam, allocate_page
 from benchmarks.training.adam_arms import AXIS, DECAY
-from benchmarks.training.adam_page import Line
+from benchmarks.training.adam_page import Line, append, read
 from gradcomp._src.cost.allocate import loss
 from gradcomp._src.cost.planner.candidates import name_of
 from gradcomp.codecs import QSGD, Dense
@@ -217,7 +216,7 @@ def main() -> None:
   arrays = adam.random_arrays() if args.quick else adam.load(args.data)
   arrays |= {name: arrays[name][:TESTED] for name in arrays if name.endswith("_test")}
   path = args.output and args.output / "allocate_study.jsonl"
-  lines = allocate_page.read(path)
+  lines = read(path)
   for net in args.nets:
     own = smaller(arrays) if net == "resnet" else arrays
     problem = adam.problem(net, own, args.width)
@@ -249,10 +248,7 @@ def main() -> None:
         line = setting | about | result
         lines.append(line)
         print(f"{net}, {arm}, seed {line['seed']}: {line.get('test_loss', '')}")
-        if path:
-          path.parent.mkdir(parents=True, exist_ok=True)
-          with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append(path, line)
   page = allocate_page.markdown(lines)
   print(page)
   if path:

@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.tables import table
-from benchmarks.training.adam_page import Line, interval, read
-
-__all__ = ["markdown", "read"]
+from benchmarks.training.adam_page import Line, interval
 
 
 def markdown(lines: Sequence[Line]) -> str:

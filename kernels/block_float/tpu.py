@@ -4,7 +4,6 @@ A kernel transposes its rows, so that a block lies in the rows of registers, and
 scale in one. XLA pads blocks, and the few scales of a plane, to 128 lanes.
 """
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,14 +30,16 @@ def encode_rows(
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   tile, flat = form.planes * form.bucket_size, x.reshape(-1)
   whole = flat.size // tile
-  last = functools.partial(reference.encode_rows, form=form, first_row=whole)
-  own = None if shared is None else shared[whole:]
-  rows = [last(flat[whole * tile :], own, dither)]
+  scales = lambda part: None if shared is None else shared[part]
+  rows = [jnp.zeros([0, form.row_words], jnp.uint32)]
   if whole:
     first = flat[: whole * tile].reshape(-1, LANES)
-    shared = None if shared is None else shared[:whole]
-    rows.insert(0, _encode_tiles(first, shared, dither, form, interpret))
-  return jnp.concatenate(rows) if whole * tile < flat.size else rows[0]
+    rows.append(_encode_tiles(first, scales(slice(whole)), dither, form, interpret))
+  if (rest := flat[whole * tile :]).size:
+    own = scales(slice(whole, None))
+    last = reference.encode_rows(rest, own, dither, form=form, first_row=whole)
+    rows.append(last)
+  return jnp.concatenate(rows)
 
 
 def _encode_tiles(

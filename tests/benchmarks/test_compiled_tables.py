@@ -67,7 +67,7 @@ def _padding(target):
 
 
 def summed_between_slices(name, row):
-  """Whether XLA adds messages over several slices, in parts of its own choice."""
+  """Returns whether XLA adds messages over several slices, as it chooses itself."""
   summed = "dense", "qsgd 4 bits, psum", "randomk", "powersgd"
   return targets.TARGETS[name[0]].slices > 1 and row["method"] in summed
 

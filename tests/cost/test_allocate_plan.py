@@ -39,7 +39,7 @@ def test_a_plan_takes_it_where_it_is_faster(found):
 
 
 def test_its_speeds_are_those_of_the_nearest_bits(found):
-  """Of 2 bits and 5 bits, where 4 and 8 are known; seconds are by leaf."""
+  """Leaves of 2 and 5 bits have the seconds of 4 bits each, where 4 and 8 are known."""
   speeds = {x.name: packaged_speeds("cpu")[x.name] for x in (FOUR, EIGHT)}
   options = {"budget": "aggressive", "candidates": [found.candidate], "speeds": speeds}
   planned = plan(LIKE, **options)
