@@ -1,12 +1,16 @@
 """Trains by AdamW behind compressed gradients, and by optimizers that compress more.
 
   python -m benchmarks.training.adam [--nets transformer lstm lenet] [--arms ...]
-    [--steps 3000] [--seeds 5] [--data FILE] [--output FOLDER] [--quick]
+    [--small] [--steps 3000] [--points 20] [--seeds 5] [--data FILE]
+    [--output FOLDER] [--quick]
 
 The transformer and the LSTM learn the next character of the Brown corpus, and LeNet
 classifies Fashion-MNIST. Four workers are a ``vmap`` on one device, the seeds another
 around it, and all steps one loop: so an arm is one program. A seed is the same
 initialization and the same batches for every arm.
+
+With --small, nets and batches are those of SMALL, which one core trains in minutes, and
+images have half the height and width.
 
 An arm and a net are a line of adam_study.jsonl in --output, with the curves of each
 seed. Lines that are there already are not run again. The page adam_study.md compares
@@ -37,12 +41,40 @@ from examples.lib.calling import functions
 from examples.lib.data import FOLDER, text
 
 WORKERS = 4
-LENGTH = 64  # characters of a sequence
 TESTED = 2**16  # characters to test on
 NETS = ("transformer", "lstm", "lenet")
 RATES = {"transformer": 2e-3, "lstm": 2e-3, "lenet": 1e-3, "resnet": 1e-3}
-BATCH = {"transformer": 16, "lstm": 16, "lenet": 32, "resnet": 16}  # a worker and step
 Arrays = dict[str, np.ndarray]
+
+
+class Size(NamedTuple):
+  """Sizes of a net and of its batches.
+
+  Attributes:
+    width: of the net, or 0 for its own.
+    batch: sequences or images of a worker and step.
+    length: characters of a sequence, to learn from and to test on.
+    tested: characters to test on.
+  """
+
+  width: int
+  batch: int
+  length: int = 64
+  tested: int = TESTED
+
+
+FULL = {
+  "transformer": Size(128, 16),
+  "lstm": Size(256, 16),
+  "lenet": Size(0, 32),
+  "resnet": Size(0, 16),
+}
+SMALL = {
+  "transformer": Size(64, 4, 32, 2**15),
+  "lstm": Size(64, 4, 32, 2**15),
+  "lenet": Size(128, 8),
+}
+QUICK = {name: Size(16, 4) for name in NETS}
 
 
 class Problem(NamedTuple):
@@ -78,26 +110,26 @@ def load(data: Path | None) -> Arrays:
   return arrays
 
 
-def problem(net: str, arrays: Arrays, width: int) -> Problem:
+def problem(net: str, arrays: Arrays, size: Size) -> Problem:
   """Makes a net, and what draws its batches from arrays on the device."""
+  width = {"width": size.width} if size.width else {}
   if net in networks.IMAGES:
     known = jnp.asarray(arrays["images"]), jnp.asarray(arrays["labels"])
     test = arrays["images_test"], arrays["labels_test"]
-    model = networks.for_images(net, test[0].shape[1:], 10)
+    model = functools.partial(networks.IMAGES[net], test[0].shape[1:], 10, **width)
 
     def draw(key: jax.Array) -> Any:
-      chosen = jax.random.randint(key, (BATCH[net],), 0, len(known[1]))
+      chosen = jax.random.randint(key, (size.batch,), 0, len(known[1]))
       return known[0][chosen], known[1][chosen]
   else:
-    letters = jnp.asarray(arrays["text"])
-    test = text.in_order(arrays["text_test"], LENGTH)
-    make, options = networks.TEXTS[net], {"width": width, "dropout": 0.0}
-    model = functools.partial(make, text.CHARACTERS, **options)
-    model = model() if net == "transformer" else model
+    letters, length = jnp.asarray(arrays["text"]), size.length
+    test = text.in_order(arrays["text_test"][: size.tested], length)
+    make = functools.partial(networks.TEXTS[net], text.CHARACTERS, dropout=0.0, **width)
+    model = make() if net == "transformer" else make
 
     def draw(key: jax.Array) -> Any:
-      first = jax.random.randint(key, (BATCH[net],), 0, len(letters) - LENGTH)
-      windows = letters[first[:, None] + jnp.arange(LENGTH + 1)]
+      first = jax.random.randint(key, (size.batch,), 0, len(letters) - length)
+      windows = letters[first[:, None] + jnp.arange(length + 1)]
       return windows[:, :-1], windows[:, 1:].astype(jnp.int32)
 
   network = functions(model, test[0][:1])
@@ -145,7 +177,7 @@ def trainer(
     )
     numbers = jnp.arange(WORKERS)
     specs = gradcomp.state_specs(jax.eval_shape(of_each(), numbers), axis_name=AXIS)
-    axes = jax.tree.map(lambda spec: 0 if len(spec) else None, specs)
+    axes = jax.tree.map(lambda spec: 0 if any(spec) else None, specs)
     state = of_each(out_axes=axes)(numbers)
 
     def step(carry: Any, number: jax.Array) -> Any:
@@ -153,7 +185,8 @@ def trainer(
 
       def worker(state: Any, own: jax.Array) -> Any:
         at = jax.random.fold_in(jax.random.fold_in(key, number), own)
-        loss, grads = jax.value_and_grad(found.loss)(params, found.draw(at))
+        here = gradcomp.local.local_params(params, state)  # which move between steps
+        loss, grads = jax.value_and_grad(found.loss)(here, found.draw(at))
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, AXIS)
 
@@ -176,7 +209,7 @@ def trainer(
 
 def run(net: str, arm: str, arrays: Arrays, args: Any) -> dict[str, Any]:
   """Trains an arm on a net from all seeds."""
-  found = problem(net, arrays, args.width[NETS.index(net)])
+  found = problem(net, arrays, sizes(args)[net])
   rate = optax.cosine_decay_schedule(RATES[net], args.steps, alpha=0.1)
   points = min(args.points, args.steps)
   every = args.steps // points
@@ -212,10 +245,27 @@ def settings(net: str, arm: str, args: Any) -> dict[str, Any]:
     "workers": WORKERS,
     "steps": args.steps,
     "seeds": args.seeds,
-    "width": args.width[NETS.index(net)],
-    "batch": BATCH[net],
+    "width": sizes(args)[net].width,
+    "batch": sizes(args)[net].batch,
     "rate": RATES[net],
   }
+
+
+def sizes(args: Any) -> dict[str, Size]:
+  """Returns the sizes that the command line asks for."""
+  return QUICK if args.quick else SMALL if args.small else FULL
+
+
+def smaller(arrays: Arrays) -> Arrays:
+  """Returns arrays whose images have half the height and width."""
+
+  def halved(images: np.ndarray) -> np.ndarray:
+    count, height, width, channels = images.shape
+    parts = images.reshape(count, height // 2, 2, width // 2, 2, channels)
+    return parts.mean((2, 4)).astype(images.dtype)
+
+  pictures = ("images", "images_test")
+  return arrays | {name: halved(arrays[name]) for name in pictures}
 
 
 def main() -> None:
@@ -229,10 +279,11 @@ def main() -> None:
     steps=cli.Option(3000, 2),
     points=cli.Option(20, 2, "of a curve"),
     seeds=cli.Option(5, 2),
-    width=cli.Option([128, 256, 0], [16, 16, 0], "of the transformer and the LSTM"),
+    small=cli.Option(False, help="narrow nets and small batches"),
     data=cli.Option(None, help="file of the arrays", kind=Path),
   )
   arrays = random_arrays() if args.quick else load(args.data)
+  arrays = smaller(arrays) if args.small else arrays
   path = args.output and args.output / "adam_study.jsonl"
   lines = adam_page.read(path)
   for net in args.nets:

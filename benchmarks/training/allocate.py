@@ -175,16 +175,10 @@ def results(problem: adam.Problem, codec: Any, rate: Any, args: Any) -> Iterator
     }
 
 
-def smaller(arrays: adam.Arrays) -> adam.Arrays:
-  """Returns arrays whose images have half the height and width."""
-
-  def halved(images: np.ndarray) -> np.ndarray:
-    count, height, width, channels = images.shape
-    parts = images.reshape(count, height // 2, 2, width // 2, 2, channels)
-    return parts.mean((2, 4)).astype(images.dtype)
-
-  pictures = ("images", "images_test")
-  return arrays | {name: halved(arrays[name]) for name in pictures}
+def size(net: str, args: Any) -> adam.Size:
+  """Returns the sizes of a net."""
+  own = adam.FULL[net]
+  return own._replace(width=args.width) if net == "transformer" else own
 
 
 def settings(net: str, arm: str, args: Any) -> dict[str, Any]:
@@ -194,8 +188,8 @@ def settings(net: str, arm: str, args: Any) -> dict[str, Any]:
     "arm": arm,
     "workers": adam.WORKERS,
     "steps": args.steps,
-    "width": args.width if net == "transformer" else 0,
-    "batch": adam.BATCH[net],
+    "width": size(net, args).width,
+    "batch": adam.FULL[net].batch,
     "rate": adam.RATES[net],
   }
 
@@ -218,8 +212,8 @@ def main() -> None:
   path = args.output and args.output / "allocate_study.jsonl"
   lines = read(path)
   for net in args.nets:
-    own = smaller(arrays) if net == "resnet" else arrays
-    problem = adam.problem(net, own, args.width)
+    own = adam.smaller(arrays) if net == "resnet" else arrays
+    problem = adam.problem(net, own, size(net, args))
     rate = optax.cosine_decay_schedule(adam.RATES[net], args.steps, alpha=0.1)
     for arm in args.arms:
       setting = settings(net, arm, args)

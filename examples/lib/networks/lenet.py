@@ -9,15 +9,25 @@ from examples.lib.networks.inputs import centered, halved
 
 
 class LeNet(nnx.Module):
-  """Two convolutions and three dense layers, with 0.85 million parameters on digits."""
+  """Two convolutions and three dense layers, with 0.85 million parameters on digits.
 
-  def __init__(self, image_shape: Sequence[int], classes: int, *, rngs: nnx.Rngs):
-    height, width, channels = image_shape
+  ``width`` is that of the first dense layer; the second has half of it.
+  """
+
+  def __init__(
+    self,
+    image_shape: Sequence[int],
+    classes: int,
+    *,
+    width: int = 1024,
+    rngs: nnx.Rngs,
+  ):
+    rows, columns, channels = image_shape
     self.conv1 = nnx.Conv(channels, 32, (5, 5), rngs=rngs)
     self.conv2 = nnx.Conv(32, 64, (5, 5), rngs=rngs)
-    self.dense1 = nnx.Linear((height // 4) * (width // 4) * 64, 1024, rngs=rngs)
-    self.dense2 = nnx.Linear(1024, 512, rngs=rngs)
-    self.head = nnx.Linear(512, classes, rngs=rngs)
+    self.dense1 = nnx.Linear((rows // 4) * (columns // 4) * 64, width, rngs=rngs)
+    self.dense2 = nnx.Linear(width, width // 2, rngs=rngs)
+    self.head = nnx.Linear(width // 2, classes, rngs=rngs)
 
   def __call__(self, images: jax.Array) -> jax.Array:
     x = centered(images)
