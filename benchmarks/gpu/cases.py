@@ -21,6 +21,7 @@ from gradcomp._src.kernels.common.dithers import LANES
 from gradcomp._src.kernels.one_bit.reference import WORD
 from gradcomp.codecs import (
   QSGD,
+  BlockFloat,
   BlockTop,
   EightBit,
   FloatCast,
@@ -249,6 +250,29 @@ def _cast(
   )
 
 
+def _block_float(name: str, *, timed: bool = False, **options: Any) -> Case:
+  codec = BlockFloat(**options)
+
+  def operands(codec: BlockFloat, x: jax.Array) -> tuple[jax.Array, ...]:
+    scales = codec._scales(leaf_scales, x)
+    return (() if scales is None else (scales,)) + _dither(codec, x)
+
+  def encode(
+    codec: BlockFloat, x: jax.Array, *given: jax.Array
+  ) -> tuple[jax.Array, ...]:
+    scales = given[0] if codec.scale == "e4m3" else None
+    return (codec._encode(x, scales, given[-1] if codec.needs_key else None),)
+
+  return Case(
+    f"block_float {name}",
+    codec,
+    encode,
+    operands,
+    timed=timed,
+    rounds=1,
+  )
+
+
 def _natural() -> Case:
   """Casts to a format without mantissa bits, by the kernel of the casts."""
   return Case(
@@ -330,6 +354,17 @@ CASES: dict[str, Case] = {
       for auto in (False, True)
     ),
     _natural(),
+    _block_float("mxfp8", timed=True),
+    _block_float("mxfp4 stochastic", element="e2m1", rounding="stochastic"),
+    _block_float("nvfp4", element="e2m1", scale="e4m3", block_size=16, timed=True),
+    _block_float(
+      "nvfp4 stochastic",
+      element="e2m1",
+      scale="e4m3",
+      block_size=16,
+      rounding="stochastic",
+      timed=True,
+    ),
     _block_top("1 of 64", timed=True),
     _block_top("1 of 64, residual", keep=True, timed=True),
     _block_top("2 of 16, 8 bits, residual", keep=True, block_size=16, count=2, bits=8),

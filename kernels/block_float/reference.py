@@ -17,6 +17,7 @@ from gradcomp._src.kernels.common import dithers, fixed_point, float_codes, plan
 from gradcomp._src.kernels.common.fixed_point import Divide
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.common.scales import bucket_norms
+from gradcomp._src.kernels.gpu.tiles import Encoded
 
 Element = Literal["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"]
 Scale = Literal["e8m0", "e4m3"]
@@ -92,7 +93,8 @@ class Form:
       top = np.float32(self.fmt.max_finite).view(np.uint32) & _MANTISSA
       exponent = exponent + ((bits & _MANTISSA) > top).astype(jnp.int32)
     byte = jnp.maximum(exponent, 0)
-    return jnp.where(jnp.isfinite(largest), byte, _NOT_FINITE).astype(jnp.uint32)
+    finite = largest < np.inf  # Pallas for GPUs lowers no jnp.isfinite
+    return jnp.where(finite, byte, _NOT_FINITE).astype(jnp.uint32)
 
   def factors(
     self, scale: Array, shared: Array | None, divide: Divide = fixed_point.divide
@@ -160,8 +162,8 @@ def encode_rows(
   *,
   form: Form,
   first_row: int = 0,
-) -> Array:
-  """Encodes an array as rows, ``uint32[rows, row_words]``."""
+) -> Encoded:
+  """Encodes an array as rows, ``uint32[rows, row_words]``, without a residual."""
   # A shared scale is `float32[rows, 1]`, and None for scales that are powers of two.
   largest = bucket_norms(x, form.blocks, form.block_size, "max")
   rows = []
@@ -178,7 +180,7 @@ def encode_rows(
       planes.pack_planes(jnp.split(scales, 4, axis=1), 8),
     ]
     rows.append(parts if own is None else [*parts, planes.float_words(own)])
-  return planes.stacked(rows, form.row_words)
+  return planes.stacked(rows, form.row_words), None
 
 
 def unpack(rows: Array, form: Form) -> tuple[Array, Array, Array | None]:

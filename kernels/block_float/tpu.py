@@ -12,11 +12,16 @@ from jax import Array, lax
 
 from gradcomp._src.kernels.block_float import reference
 from gradcomp._src.kernels.common.fixed_point import exact_divide, rounding_lanes
-from gradcomp._src.kernels.gpu.tiles import typed
+from gradcomp._src.kernels.gpu.tiles import Encoded, refusal_of_tiles, typed
 from gradcomp._src.kernels.tpu.lines import LANES, Launch
 from gradcomp._src.kernels.tpu.lines import decode as decode_lines
 
 _INFINITY = np.int32(0x7F800000)
+
+
+def refusal(size: int, form: reference.Form) -> str:
+  """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
+  return refusal_of_tiles(size, form.planes * form.bucket_size)
 
 
 def encode_rows(
@@ -26,20 +31,18 @@ def encode_rows(
   *,
   form: reference.Form,
   interpret: Any = False,
-) -> Array:
+) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   tile, flat = form.planes * form.bucket_size, x.reshape(-1)
   whole = flat.size // tile
   scales = lambda part: None if shared is None else shared[part]
-  rows = [jnp.zeros([0, form.row_words], jnp.uint32)]
-  if whole:
-    first = flat[: whole * tile].reshape(-1, LANES)
-    rows.append(_encode_tiles(first, scales(slice(whole)), dither, form, interpret))
+  first = flat[: whole * tile].reshape(-1, LANES)
+  rows = [_encode_tiles(first, scales(slice(whole)), dither, form, interpret)]
   if (rest := flat[whole * tile :]).size:
     own = scales(slice(whole, None))
-    last = reference.encode_rows(rest, own, dither, form=form, first_row=whole)
+    last, _ = reference.encode_rows(rest, own, dither, form=form, first_row=whole)
     rows.append(last)
-  return jnp.concatenate(rows)
+  return jnp.concatenate(rows), None
 
 
 def _encode_tiles(

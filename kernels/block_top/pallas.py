@@ -51,6 +51,7 @@ def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
     form.row_words,
     form.keep,
     [(WORDS, form.block_size)],
+    planar=False,
     interpret=interpret,
   )
   return tiles.encode(body, x, (), form, launch)

@@ -38,8 +38,15 @@ class Operation(NamedTuple):
   tpu: _Function | str = "there is no such kernel for this operation"
 
 
-def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
+def encoder(
+  reference: Any,
+  pallas: Any,
+  tpu: Any = None,
+  *,
+  refusal: Callable[[int, Any], str] = tiles.refusal,
+) -> _Function:
   """Returns an encoder that chooses one of the modules' ``encode_rows``."""
+  # `refusal` is the reason why no kernel for GPUs can encode so many elements, or "".
 
   def encode_rows(
     x: Array,
@@ -48,7 +55,7 @@ def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
     implementation: Implementation | None = None,
   ) -> tiles.Encoded:
     functions = Operation(
-      reference.encode_rows, tiles.refusal(x.size, form) or pallas.encode_rows
+      reference.encode_rows, refusal(x.size, form) or pallas.encode_rows
     )
     if tpu is not None:
       no = tpu.refusal(x.size, form)

@@ -62,6 +62,7 @@ class Launch(NamedTuple):
   keep: bool = False  # whether it writes the residual
   # The shapes in which the body reads a bucket; it writes residuals in the first one.
   views: Sequence[Shape] = ()  # by default the bucket as it is
+  planar: bool = True  # whether words have the layout of a plane in the first view
   interpret: Any = False
 
 
@@ -183,10 +184,11 @@ class Block:
     )
 
   def put(self, words: Array, first: int = 0) -> None:
-    """Writes words of the block's rows, ``uint32[rows, n]``, from ``first`` on."""
+    """Writes words of the block's rows, ``uint32[rows, ...]``, from ``first`` on."""
     from jax.experimental import pallas as pl
 
-    self.write(self._rows, words, pl.ds(first, words.shape[1]))
+    count = math.prod(words.shape[1:])
+    self.write(self._rows, words, pl.ds(first, count))
 
   def put_scale(self, number: Index, words: Array) -> None:
     """Writes word ``number`` of each row: ``uint32[rows]``."""
@@ -203,9 +205,11 @@ class Block:
       ref[(self.first_row, *index)] = x.max()
       return
     lines = self._lines(ref, *index)
-    if self._interpret is True:
-      lines[...] = x
+    other = lines.shape != x.shape  # a plane's words, in the shape of a view
+    if self._interpret is True or (self._interpret and other):
+      lines[...] = x.reshape(lines.shape)
       return
+    lines = lines.reshape(x.shape) if other else lines
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     # From JAX 0.12 on it refuses to assign parts of a cache line, as scales are.
@@ -243,7 +247,7 @@ def encode(
   count = whole * planes * bucket_size
   views = [(whole, planes, *view) for view in launch.views or [(bucket_size,)]]
   vector = math.gcd(_VECTOR, views[0][-1])
-  if not launch.views:  # words have a plane's layout, and rows may be at odd places
+  if launch.planar:  # rows of words may begin at odd places
     vector = math.gcd(vector, launch.row_words)
   given = [operand for operand in operands if operand is not None]
   flat = x.reshape(-1)

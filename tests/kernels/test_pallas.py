@@ -49,6 +49,7 @@ PLAIN = {
   "eight_bit linear, stochastic",
   "float_cast (5, 2) stochastic, exponent",
   "block_top 2 of 16, 8 bits, residual",
+  "block_float nvfp4 stochastic",
 }
 every_case = pytest.mark.parametrize(
   "name",

@@ -9,7 +9,7 @@ from jax import Array
 from jax.lax import bitcast_convert_type
 
 from gradcomp._src.bibliography import MISHRA_2025, NVIDIA_2025, ROUHANI_2023, Citation
-from gradcomp._src.checks import one_of, static_integer
+from gradcomp._src.checks import one_of, optional_one_of, static_integer
 from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.records import (
   ArrayLike,
@@ -21,6 +21,7 @@ from gradcomp._src.codecs.sums.records import (
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
 from gradcomp._src.kernels import block_float
 from gradcomp._src.kernels.common import rotation
+from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 BlockSize = Literal[16, 32]
 
@@ -94,6 +95,10 @@ class BlockFloat(quantizing.RoundsAtRandom):
       Default: ``"nearest"``.
     rotate: elements of a group that is rotated, 8 or 32, with ``element="e2m1"``; None
       rotates nothing. Default: None.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
+      Hopper on, not of elements of 6 bits; ``"pallas_interpret"``, slow and for tests;
+      or None, which takes ``"pallas"`` where it runs and ``"xla"`` elsewhere. See
+      docs/inside/kernels.md. Default: None.
 
   Raises:
     ValueError: an attribute is another one, when the codec is made; or ``encode`` has
@@ -122,6 +127,7 @@ class BlockFloat(quantizing.RoundsAtRandom):
   block_size: BlockSize = 32
   rounding: Rounding = "nearest"
   rotate: int | None = None
+  implementation: Implementation | None = None
 
   def __post_init__(self) -> None:
     one_of("element", block_float.Element, self.element)
@@ -129,6 +135,7 @@ class BlockFloat(quantizing.RoundsAtRandom):
     size = static_integer("block_size", "16 or 32", self.block_size)
     one_of("block_size", BlockSize, size)
     object.__setattr__(self, "block_size", size)
+    optional_one_of("implementation", Implementation, self.implementation)
     one_of("rounding", Rounding, self.rounding)
     object.__setattr__(self, "rotate", quantizing.checked_rotate(self.rotate))
     if self.rotate and self.element != "e2m1":
@@ -164,10 +171,12 @@ class BlockFloat(quantizing.RoundsAtRandom):
     flat = as_float32(x)
     if self.rotate:
       flat = to_tiles(flat, self).reshape(-1)
-    return Encoded(self._encode(flat, quantizing.leaf_scales, context))
+    scales = self._scales(quantizing.leaf_scales, flat)
+    return Encoded(self._encode(flat, scales, codec_dither(self, context)))
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
-    return self._encode(tiles, quantizing.row_scales, context)
+    scales = self._scales(quantizing.row_scales, tiles)
+    return self._encode(tiles, scales, codec_dither(self, context))
 
   def decode_rows(self, rows: Array) -> Array:
     return block_float.decode_rows(rows, form=self._form)
@@ -236,11 +245,13 @@ class BlockFloat(quantizing.RoundsAtRandom):
   def _form(self) -> block_float.Form:
     return block_float.Form(self.element, self.scale, self.block_size, self.unbiased)
 
-  def _encode(self, x: Array, measure: Callable[..., Array], context: Context) -> Array:
-    shared = None
-    if self.scale == "e4m3":
-      scales = block_float.tensor_scales(measure(x, 1, None), self._form)
-      rows = -(-x.size // self.tile_size)
-      shared = jnp.broadcast_to(scales, (rows, 1))
-    dither = codec_dither(self, context)
-    return block_float.encode_rows(x, shared, dither, form=self._form)
+  def _scales(self, measure: Callable[..., Array], x: Array) -> Array | None:
+    """Returns the scale of each row that blocks share, ``float32[rows, 1]``, if any."""
+    if self.scale == "e8m0":
+      return None
+    scales = block_float.tensor_scales(measure(x, 1, None), self._form)
+    return jnp.broadcast_to(scales, (-(-x.size // self.tile_size), 1))
+
+  def _encode(self, x: Array, scales: Array | None, dither: Array | None) -> Array:
+    given, by = (x, scales, dither), self.implementation
+    return block_float.encode_rows(*given, form=self._form, implementation=by)[0]

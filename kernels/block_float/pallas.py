@@ -1,0 +1,78 @@
+"""Scales blocks, casts and packs by a Pallas kernel, in one pass.
+
+A plane is read as its blocks: then a maximum over a block stays within two threads.
+"""
+
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from gradcomp._src.kernels.block_float import reference
+from gradcomp._src.kernels.common import dithers
+from gradcomp._src.kernels.common.fixed_point import exact_quotient
+from gradcomp._src.kernels.common.planes import float_words, floats, pack_planes
+from gradcomp._src.kernels.gpu import tiles
+from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Launch, Operand
+
+
+def refusal(size: int, form: reference.Form) -> str:
+  """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
+  if form.planes % 4:
+    return f"a kernel's words hold 4 or 8 codes, and these hold {form.planes}"
+  return tiles.refusal(size, form)
+
+
+@tiles.completed(reference.encode_rows)
+def encode_rows(
+  x: Array,
+  shared: Operand,
+  dither: Operand,
+  *,
+  form: reference.Form,
+  interpret: Any = False,
+) -> Encoded:
+  """Encodes as :func:`reference.encode_rows` does, to the same bits."""
+  each = form.bucket_size // form.block_size  # blocks of a plane
+
+  def body(block: Block, shared_ref: Any, dither_ref: Any) -> None:
+    dither = dithers.read(dither_ref)
+    own = None if shared_ref is None else block.read(shared_ref, 0)
+    spread = None if own is None else block.spread(own, block.shape[:-1])
+
+    def iota(dtype: Any, shape: tiles.Shape, axis: int) -> Array:
+      del shape
+      if axis == 0:
+        return block.iota(dtype, block.shape, 0)
+      first = block.iota(dtype, block.shape, 1) * jnp.array(form.block_size, dtype)
+      return first + block.iota(dtype, block.shape, 2)
+
+    row = block.shape[0], form.bucket_size
+    lanes: Any = itertools.repeat(None)
+    if dither is not None:
+      lanes = dithers.lane_stream(dither, row, first_row=block.first_row, iota=iota)
+    codes, scales = [], []
+    for k in range(form.planes):
+      plane = block.plane(k)
+      largest = floats(tiles.largest_bits(plane).astype(jnp.uint32))
+      scale = form.scale_codes(largest, spread, exact_quotient)
+      factor = form.factors(scale, spread, exact_quotient)
+      codes.append(form.cast(plane, next(lanes), block.spread(factor, plane.shape)))
+      scales.append(scale)
+    block.put(pack_planes(codes, form.fmt.bits))
+    # Bytes of a word are those of blocks that lie a quarter of a row apart.
+    step = form.planes // 4
+    for first in range(step):
+      words = pack_planes(scales[first::step], 8)
+      block.put(words, form.bucket_size + first * each)
+    if own is not None:
+      block.put_scale(form.row_words - 1, float_words(own))
+
+  launch = Launch(
+    "block_float_encode",
+    form.row_words,
+    views=[(each, form.block_size)],
+    interpret=interpret,
+  )
+  return tiles.encode(body, x, (shared, dither), form, launch)
