@@ -61,13 +61,14 @@ def markdown(lines: Sequence[Line]) -> str:
     "that of AdamW of the plain mean, seed by seed, with an interval of 95 %. Bytes a "
     "step are those behind a dense start, if an arm has one; *fewer* counts it, too.",
   ]
-  apart = ("net", "steps", "seeds", "width", "workers", "device")
+  apart = ("net", "steps", "seeds", "parameters", "workers", "device")
   groups: dict[Any, list[Line]] = {}
   for line in lines:
     groups.setdefault(tuple(line[x] for x in apart), []).append(line)
-  for (net, steps, seeds, _, workers, device), group in groups.items():
+  for (net, steps, seeds, parameters, workers, device), group in groups.items():
     first = next((x for x in group if x["arm"] == BASELINE), None)
-    title = f"{net}, {steps} steps, {workers} workers, {seeds} seeds, on {device}"
+    title = f"{net}, {parameters:,} parameters, {steps} steps, {workers} workers, "
+    title += f"{seeds} seeds, on {device}"
     paragraphs.append(f"## {title}")
     if first:
       drop = _last_quarter(first)

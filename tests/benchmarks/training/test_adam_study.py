@@ -18,9 +18,9 @@ def arrays():
 
 def test_the_baseline_is_adamw_of_the_mean(arrays):
   """Against a loop of steps on one gradient of all workers' samples."""
-  args = argparse.Namespace(steps=3, points=3, seeds=2, width=[16, 16, 0])
+  args = argparse.Namespace(steps=3, points=3, seeds=2, quick=True, small=False)
   curves = adam.run("transformer", adam_arms.BASELINE, arrays, args)
-  found = adam.problem("transformer", arrays, 16)
+  found = adam.problem("transformer", arrays, adam.QUICK["transformer"])
   rate = optax.cosine_decay_schedule(adam.RATES["transformer"], 3, alpha=0.1)
   tx = optax.adamw(rate, weight_decay=adam_arms.DECAY)
   key, first = jax.random.split(jax.random.key(1))
@@ -46,7 +46,8 @@ def test_the_baseline_is_adamw_of_the_mean(arrays):
 
 def line(arm, *ends):
   curves = [[3.0, end] for end in ends]
-  return {"net": "lstm", "arm": arm, "steps": 8, "seeds": len(ends), "width": 4} | {
+  return {"net": "lstm", "arm": arm, "steps": 8, "seeds": len(ends)} | {
+    "parameters": 4,
     "workers": 4,
     "device": "cpu",
     "bytes_a_step": 8.0,

@@ -43,5 +43,5 @@ def test_bits_are_compared_with_uniform_ones():
 
 def test_images_are_halved():
   images = np.arange(16, dtype=np.uint8).reshape(1, 4, 4, 1)
-  halved = allocate.smaller({"images": images, "images_test": images})["images"]
+  halved = adam.smaller({"images": images, "images_test": images})["images"]
   np.testing.assert_array_equal(halved[0, :, :, 0], [[2, 4], [10, 12]])
