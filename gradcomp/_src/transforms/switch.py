@@ -95,10 +95,9 @@ def switch(
 
   def init_fn(params: Any) -> SwitchState:
     states = [tx.init(params) for tx in choices]
-    largest = max(states, key=lambda state: len(jax.tree.leaves(state)))
-    for i, state in enumerate(states):
-      _check_part(i, state, largest)
-    return SwitchState(jnp.zeros([], jnp.int32), largest)
+    return SwitchState(
+      jnp.zeros([], jnp.int32), largest_state("transformations", states)
+    )
 
   def update_fn(
     updates: Any, state: SwitchState, params: Any = None, **extra_args: Any
@@ -114,7 +113,15 @@ def switch(
   return any_tree(init_fn, update_fn)
 
 
-def _check_part(number: int, state: Any, largest: Any) -> None:
+def largest_state(name: str, states: Sequence[Any]) -> Any:
+  """Returns the state that keeps most; ValueError unless others keep a part of it."""
+  largest = max(states, key=lambda state: len(jax.tree.leaves(state)))
+  for number, state in enumerate(states):
+    _check_part(f"`{name}`[{number}]", state, largest)
+  return largest
+
+
+def _check_part(name: str, state: Any, largest: Any) -> None:
   """Raises ValueError unless each array of a state is one of the largest state, too."""
   leaves = jax.tree_util.tree_leaves_with_path(largest)
   shapes = {path: (leaf.shape, leaf.dtype) for path, leaf in leaves}
@@ -122,7 +129,7 @@ def _check_part(number: int, state: Any, largest: Any) -> None:
     found = shapes.pop(path, None)
     if found != (leaf.shape, leaf.dtype):
       raise ValueError(
-        f"`transformations`[{number}] must keep a part of the state that another of "
+        f"{name} must keep a part of the state that another of "
         f"them keeps, but its state{jax.tree_util.keystr(path)} is "
         f"{leaf.dtype}{list(leaf.shape)}, and there it is {found or 'missing'}; give "
         "all the same feedback=, exchange= and min_leaf_size=, and the same "
@@ -132,7 +139,7 @@ def _check_part(number: int, state: Any, largest: Any) -> None:
   for path in shapes:
     if path in _promised(largest):
       raise ValueError(
-        f"`transformations`[{number}] must keep the residuals of owners, "
+        f"{name} must keep the residuals of owners, "
         f"state{jax.tree_util.keystr(path)}, as another of them does, or what waits "
         'there would not be sent; give all exchange="all_gather", or '
         "gradcomp.exchange.TwoShot(feedback=False)."
