@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +66,9 @@ _ACCORDION = "Errors of codecs are measured, in place of changes of gradients' n
 def adaptive(  # noqa: PLR0913 - options of users, by keyword
   codecs: Sequence[LeafCodec],
   *,
+  axis_name: AxisName | None = None,
   tolerance: float,
   every: int,
-  axis_name: AxisName | None = None,
   exchange: ExchangeName | Auto | Exchange = _TWO_SHOT,
   feedback: FeedbackName | Feedback | None = "auto",
   min_leaf_size: int | None = None,
@@ -102,15 +102,15 @@ def adaptive(  # noqa: PLR0913 - options of users, by keyword
 
   Args:
     codecs: codecs or policies, the cheapest first.
+    axis_name: as of :class:`gradcomp.CompressOptions`.
     tolerance: the largest relative squared error, at least 0 and below 1.
     every: the steps from one measurement to the next.
-    axis_name, min_leaf_size, message_bytes, key, dither: as of
-      :class:`gradcomp.CompressOptions`.
     exchange: the same for all codecs. Sparse ones need ``"all_gather"``. Only codecs
-      with rows of one shape can share the owner residuals of ``"two_shot"``. Nor can
-      codecs that keep something of their own, like the matrices of ``PowerSGD`` and the
-      thresholds of ``TopK``, be in one list with others that do.
+      with rows of one shape can share the owner residuals of ``"two_shot"``. Nor do
+      codecs go together that keep different things of their own, like ``PowerSGD`` and
+      ``TopK``.
     feedback: ``"auto"``, ``"error"``, an :class:`gradcomp.ErrorFeedback` or None.
+    min_leaf_size, message_bytes, key, dither: as of :class:`gradcomp.CompressOptions`.
 
   Returns:
     A gradient transformation; its state is a :class:`gradcomp.contrib.AdaptiveState`.
@@ -158,7 +158,7 @@ def adaptive(  # noqa: PLR0913 - options of users, by keyword
   measure = functools.partial(_measured, tuple(codecs), own)
 
   def init_fn(params: Any) -> AdaptiveState:
-    inner = largest_state("codecs", [tx.init(params) for tx in choices])
+    inner: Any = largest_state("codecs", [tx.init(params) for tx in choices])
     zero = jnp.zeros([], jnp.int32)
     errors = jnp.zeros(len(choices), jnp.float32)
     return AdaptiveState(zero, jnp.copy(zero), errors, inner)
@@ -183,7 +183,8 @@ def adaptive(  # noqa: PLR0913 - options of users, by keyword
     index = jnp.argmax(small).astype(jnp.int32)
     branch = lambda tx: lambda g, inner: tx.update(g, inner, params)
     new, inner = lax.switch(index, [*map(branch, choices)], updates, state.inner)
-    return new, AdaptiveState(optax.safe_increment(state.count), index, errors, inner)
+    count: Any = optax.safe_increment(state.count)
+    return new, AdaptiveState(count, index, errors, inner)
 
   return on_real_pairs(init_fn, update_fn, axis_name)
 
@@ -204,20 +205,20 @@ def _measured(
   def on_device(
     updates: Any, errors: jax.Array, inner: CompressState
   ) -> tuple[Any, jax.Array]:
-    plain = inner._replace(residual=None, server_residual=None)
-    lost = []
+    plain = with_measures(inner._replace(residual=None, server_residual=None), None)
+    given = add_residual(updates, inner.residual, codecs[-1])
+    sums = []
     for codec in codecs:
-      given = add_residual(updates, inner.residual, codec)
       alone: dict[str, Any] = {"axis_name": axes, "exchange": "local", "feedback": None}
       tx = compress(codec, **alone, **options)
-      sent, _ = tx.update(given, with_measures(plain, None))
-      lost.append(_squares(jax.tree.map(jnp.subtract, sent, given)))
-    sums = jnp.stack([*lost, _squares(given)])
+      sent, _ = tx.update(given, cast(Any, plain))
+      sums.append(_squares(jax.tree.map(jnp.subtract, sent, given)))
+    total = jnp.stack([*sums, _squares(given)])
     if over:
       with jax.named_scope(STAGE):
-        sums = psum(sums, over)
-    energy = sums[-1]
-    found = sums[:-1] / jnp.where(energy > 0, energy, 1.0)
+        total = psum(total, over)
+    energy = total[-1]
+    found = total[:-1] / jnp.where(energy > 0, energy, 1.0)
     return updates, jnp.where(jnp.isfinite(energy), found, errors)
 
   args: Any = {"keeps_addends": True, "given": (inner,)}

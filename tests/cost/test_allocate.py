@@ -18,6 +18,9 @@ from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.cost.allocate_search import PARTS, Option, least_bytes
 from gradcomp.codecs import QSGD, Dense, OneBit, PowerSGD
 from gradcomp.cost import allocate
+from tests.plugins.slow_cases import slow
+from tests.support import modes
+from tests.support.assertions import assert_same_bits
 
 WIDTHS = [QSGD(bits=bits, rounding="nearest") for bits in (2, 4, 5, 8)]
 FOUR = WIDTHS[1]
@@ -154,6 +157,28 @@ def test_complex_and_narrow_leaves():
   like = {"a": wide["a"] + 1j * wide["b"], "b": jnp.asarray(wide["b"], jnp.bfloat16)}
   found = allocated(like)
   assert 0 < found.error <= found.uniform_error
+
+
+MODES = ["pmap", "explicit"]
+MODES += slow("vmap", "shard_map", "shard_map_unchecked", "auto")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_leaf_is_sent_as_its_codec_sends_it(mode):
+  """To the bit, for random bits are of a leaf's name."""
+  like = gradients("abc")
+  found = allocated(like)
+  assert len({leaf.codec for leaf in found.leaves}) > 1
+  options = {"axis_name": "data", "exchange": "all_gather"}
+  own = {name: np.stack([x, -x / 3, x[::-1], x * 2]) for name, x in like.items()}
+  means, _ = modes.mapped(mode, gradcomp.policy(found.rules, **options), 4)(
+    own, None, like
+  )
+  for leaf in found.leaves:
+    tx = gradcomp.compress(leaf.codec, **options)
+    part = lambda tree, path=leaf.path: {path: tree[path]}
+    alone, _ = modes.mapped(mode, tx, 4)(part(own), None, part(like))
+    assert_same_bits(part(means), alone)
 
 
 def test_it_trains_in_a_map():

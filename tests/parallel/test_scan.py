@@ -27,6 +27,7 @@ from gradcomp.codecs import (
   RandomK,
   Ternary,
 )
+from gradcomp.cost import allocate
 from gradcomp.exchange import Hierarchical
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import assert_same_bits
@@ -34,6 +35,8 @@ from tests.support.cases.parallel import mapped
 from tests.support.cases.scan import KEY, ROWS, WIDTH, body, loss_of, stack, whole
 
 RANDOM = QSGD(bits=4, bucket_size=64)
+LAYER = {"w": np.eye(64, 32, dtype=np.float32), "b": np.ones(32, np.float32)}
+ALLOCATED = allocate([LAYER], uniform=RANDOM).policy
 OPTIONS = dict(axis_name="data", codec=RANDOM, exchange="two_shot")
 
 
@@ -144,6 +147,7 @@ EXCHANGES = {
   "one bit": dict(codec=OneBit(bucket_size=64), exchange="two_shot"),
   "sparse": dict(codec=BlockTop(), exchange="all_gather"),
   "some elements": dict(codec=RandomK(density=0.1), exchange="auto"),
+  "bits for each leaf": dict(codec=ALLOCATED, exchange="all_gather"),
 }
 FEW = ("all_gather", "shared scales")
 
