@@ -179,8 +179,9 @@ def adaptive(  # noqa: PLR0913 - options of users, by keyword
       keep = lambda updates, errors, inner: errors
       given = updates, errors, state.inner
       errors = lax.cond(due, functools.partial(measure, axes), keep, *given)
-    small = (errors <= most).at[-1].set(True)
-    index = jnp.argmax(small).astype(jnp.int32)
+    index = jnp.int32(len(choices) - 1)
+    for number in reversed(range(len(choices) - 1)):
+      index = jnp.where(errors[number] <= most, jnp.int32(number), index)
     branch = lambda tx: lambda g, inner: tx.update(g, inner, params)
     new, inner = lax.switch(index, [*map(branch, choices)], updates, state.inner)
     count: Any = optax.safe_increment(state.count)

@@ -8,9 +8,11 @@ import optax
 import pytest
 
 import gradcomp
+from gradcomp._src.testing.check import transformation_laws
+from gradcomp._src.testing.modes import lowered
 from gradcomp.codecs import QSGD, Dense, TopK
 from gradcomp.contrib import adaptive
-from gradcomp.testing import check_transformation
+from gradcomp.testing import laws
 from tests.plugins.slow_cases import slow
 from tests.support import modes, saved
 from tests.support.assertions import assert_same_bits, says
@@ -29,17 +31,6 @@ TWO, FOUR, EIGHT = range(3)
 
 def make(tolerance=0.05, every=2, codecs=CODECS, **options):
   return adaptive(codecs, tolerance=tolerance, every=every, **OPTIONS | options)
-
-
-def settled(tx):
-  """The transformation behind a measurement by which it needs the last codec."""
-
-  def init(params):
-    state = tx.init(params)
-    ones = jnp.ones_like(state.errors)
-    return state._replace(count=jnp.ones([], jnp.int32), errors=ones)
-
-  return optax.GradientTransformationExtraArgs(init, tx.update)
 
 
 def steps(mode, tx, given):
@@ -63,9 +54,28 @@ def rows(residual):
   return np.asarray(residual, np.float64).reshape(N, -1)
 
 
-@pytest.mark.parametrize("tolerance", [0.999, *slow(0.0)])
-def test_it_keeps_all_laws(tolerance):
-  check_transformation(settled(make(tolerance)))
+@pytest.mark.parametrize("places", [("shard_map", "pmap"), *slow(None)])
+def test_it_keeps_all_laws(places):
+  """All but that of bytes: a compiled step has those of all branches."""
+  tx = make(codecs=CODECS[:2])
+  given = [laws.gradients_like({"w": jnp.ones((6, 50))}, N, seed) for seed in (0, 1)]
+  each = transformation_laws(tx, given, axis_name="data", places=places, same_bits=True)
+  kept = [law for law in each if law.func is not laws.bytes_are_explained]
+  assert len(kept) > 1
+  for law in kept:
+    law()
+
+
+def test_a_branch_sends_the_bytes_of_its_codec():
+  """And a measurement a float for each codec, and one more."""
+  params = {"w": jnp.ones((6, 50))}
+  alone = [gradcomp.compress(x, **OPTIONS) for x in CODECS]
+  sent = [gradcomp.explain(tx, params, workers=N).bytes_sent for tx in alone]
+  measured = 2 * (N - 1) * 4 * (len(CODECS) + 1) // N
+  report = gradcomp.wire_report(lowered(make(), params, axis_name="data", workers=N))
+  found = sorted(x.bytes_sent for x in report.collectives)
+  assert found == sorted([measured, *sent])
+  assert all(x.in_branch for x in report.collectives)
 
 
 @pytest.mark.parametrize(
