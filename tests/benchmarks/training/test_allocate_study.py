@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from benchmarks.training import allocate, allocate_page
+from benchmarks.training import adam, allocate, allocate_page
 
 
 def line(arm, seed, loss):
