@@ -6,7 +6,7 @@
 
 The transformer and the LSTM learn the next character of the Brown corpus, and LeNet
 classifies Fashion-MNIST. Four workers are a ``vmap`` on one device, the seeds another
-around it, and all steps one loop: so an arm is one program. A seed is the same
+around it, or a loop for images, and all steps one loop: so an arm is one program. A seed is the same
 initialization and the same batches for every arm.
 
 With --small, nets and batches are those of SMALL, which one core trains in minutes, and
@@ -214,7 +214,10 @@ def run(net: str, arm: str, arrays: Arrays, args: Any) -> dict[str, Any]:
   points = min(args.points, args.steps)
   every = args.steps // points
   make = functools.partial(ARMS[arm].optimizer, rate, args.steps)
-  train = jax.jit(jax.vmap(trainer(found, make, (points, every))))
+  train_one = trainer(found, make, (points, every))
+  # Convolutions with kernels of several seeds are slow, above all on CPUs.
+  one_by_one = functools.partial(jax.lax.map, train_one)
+  train = jax.jit(one_by_one if net in networks.IMAGES else jax.vmap(train_one))
   seeds = jnp.arange(args.seeds)
   start = time.perf_counter()
   compiled = train.lower(seeds).compile()
