@@ -72,15 +72,6 @@ class Policy:
   def facts(self) -> SumFacts:
     return joined([codec.facts.naming(codec) for codec in self.codecs])
 
-  @property
-  def fallback(self) -> "Policy | None":
-    """The policy of the codecs' fallbacks, if one has any."""
-    found = [codec.fallback for codec in self.codecs]
-    if not any(found):
-      return None
-    pairs = zip(self.rules, found, strict=True)
-    return Policy([(text, other or codec) for (text, codec), other in pairs])
-
   def bind(self, leaf: Leaf) -> Codec:
     """Returns the codec of a leaf, bound to it."""
     number = self._first(leaf)

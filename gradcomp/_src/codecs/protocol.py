@@ -56,14 +56,6 @@ class LeafCodec(Protocol):
   def facts(self) -> SumFacts:
     """The facts about sums of payloads that are known before the leaves are."""
 
-  @property
-  def fallback(self) -> "LeafCodec | None":
-    """The codec that sends a step again if its mean holds NaN; or None.
-
-    It has the same ``tile_size``, and remembers nothing.
-    """
-    return None
-
   def check_leaves(self, leaves: Sequence[Leaf]) -> None:
     """Raises ValueError if the codec does not suit these leaves of a tree."""
     return None
@@ -104,6 +96,15 @@ class Codec(LeafCodec, abc.ABC):
   def init(self, leaf: Leaf, key: Array) -> Memory:
     """Returns a leaf's first codec state; workers share its ``key``, ``uint32[2]``."""
     return Memory()
+
+  @property
+  def fallback(self) -> "Codec | None":
+    """The codec that sends a step again if its result holds NaN; or None.
+
+    Its rows hold all numbers, and decode to the same ones. It has the same
+    ``tile_size``, draws nothing and remembers nothing.
+    """
+    return None
 
   @property
   def largest(self) -> float | None:

@@ -1,13 +1,10 @@
 """The optax transformation: gradient, residual, encode, exchange, decode."""
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.typing import ArrayLike
 
 from gradcomp._src.checks import optional_size
@@ -15,13 +12,13 @@ from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.core.compression import Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
 from gradcomp._src.core.inputs import not_differentiated, on_real_pairs
+from gradcomp._src.core.repeat import once_more
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.step import as_updates, take_step
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
-from gradcomp._src.exchange.collectives import REPEAT
 from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
+from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh import study
 from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names
 from gradcomp._src.mesh.shard_maps import per_device
 
@@ -124,28 +121,19 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
     updates = not_differentiated(updates)
     across = parts.across(updates, state, params)
 
-    def step(updates: Any, state: CompressState, parts: Compression = parts) -> Taken:
+    def step(updates: Any, state: CompressState) -> Taken:
       workers = parts.workers(across, updates, state)
       plan = parts.plan(jax.tree.leaves(updates), paths_of(updates), across, workers)
       share = parts.error_share(across, workers)
       finish = functools.partial(as_updates, across.dtypes, share)
-      facts = parts.step(plan, workers, state)
-      return take_step(parts, facts, updates, state, finish)[:2]
 
-    def step_or_two(updates: Any, state: CompressState) -> Taken:
-      first = step(updates, state)
-      # The means have the same bits on all workers, who need not agree on a branch.
-      found = [jnp.isnan(mean).any() for mean in jax.tree.leaves(first[0])]
-      repeat = jax.named_scope(REPEAT)(lambda: step(updates, state, again))
-      return lax.cond(functools.reduce(jnp.logical_or, found), repeat, lambda: first)
+      def take(plan: MessagePlan) -> Taken:
+        facts = parts.step(plan, workers, state)
+        return take_step(parts, facts, updates, state, finish)[:2]
 
-    fallback = parts.codec.fallback
-    again = dataclasses.replace(parts, codec=fallback or parts.codec)
-    # Studies read the usual step.
-    once = fallback is None or not jax.tree.leaves(updates) or study.is_study()
-    unreduced = not parts.exchange.sends
-    of_device = step if once else step_or_two
-    return per_device(of_device, updates, state, across.axes, keeps_addends=unreduced)
+      return once_more(take, plan, plan.again, across.axes if plan.sends else None)
+
+    return per_device(step, updates, state, across.axes, keeps_addends=unsent)
 
   unsent = not parts.exchange.sends
   return on_real_pairs(parts.init, update_fn, axis_name, keeps_rows=unsent)

@@ -5,6 +5,7 @@ integers of less than a byte on the way. In each exchange, one collective comple
 mean, and its name holds the number of its elements. All others are named stages.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from gradcomp._src.floats.dtypes import is_narrow, widened
 from gradcomp._src.mesh import study, types
-from gradcomp._src.mesh.axes import AxisName, automatic_axes
+from gradcomp._src.mesh.axes import AxisName, automatic_axes, manual_axes
 from gradcomp._src.mesh.platforms import platform
 
 Pairs = Sequence[tuple[int, int]]  # of workers: from whom to whom
@@ -78,7 +79,7 @@ class Workers(NamedTuple):
 
 
 STAGE = "gradcomp_stage"  # the name of every other collective
-REPEAT = "gradcomp_repeat"  # around the collectives of a step that is sent again
+REPEAT = "gradcomp_repeat"  # around all collectives that a repeat adds to a step
 
 
 def final_stage(elements: int, workers: Workers) -> str:
@@ -132,6 +133,17 @@ def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
   magnitude = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
   top = spread(maximum, magnitude, axis_name, STAGE)
   return lax.bitcast_convert_type(top, jnp.float32)
+
+
+def any_nan(arrays: Sequence[jax.Array], axes: Sequence[str]) -> jax.Array:
+  """Returns True, on all devices along ``axes``, if an array of one holds NaN."""
+  found = functools.reduce(jnp.logical_or, [jnp.isnan(x).any() for x in arrays])
+  if not axes:
+    return found
+  manual = tuple(name for name in axes if name in manual_axes())
+  found = types.mark_varying(found, manual) if manual else found
+  with jax.named_scope(REPEAT):
+    return lax.pmax(found.astype(jnp.int32), tuple(axes)) > 0
 
 
 def totals(own: Sequence[jax.Array], axis_name: AxisName, name: str) -> list[jax.Array]:

@@ -79,6 +79,12 @@ class Layout:
     """True if all leaves can be added as they are."""
     return all(codec.facts.plain for codec in self.codecs)
 
+  @property
+  def again(self) -> "Layout":
+    """The same rows by the fallbacks of codecs that have one."""
+    codecs = tuple(codec.fallback or codec for codec in self.codecs)
+    return dataclasses.replace(self, codecs=codecs)
+
   def codec_of(self, number: int) -> Codec:
     """Returns the codec of a leaf."""
     return self.codecs[self.slots[number].group]

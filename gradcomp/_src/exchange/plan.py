@@ -55,6 +55,15 @@ class MessagePlan(NamedTuple):
     """True if each worker encodes its leaves before anything is added."""
     return all(message.exchange.of_leaves for message in self.messages)
 
+  @property
+  def again(self) -> "MessagePlan | None":
+    """The same messages by the fallbacks of codecs; None if none has one."""
+    if not any(codec.fallback for x in self.messages for codec in x.layout.codecs):
+      return None
+    messages = tuple(x._replace(layout=x.layout.again) for x in self.messages)
+    codecs = tuple(codec.fallback or codec for codec in self.codecs)
+    return self._replace(codecs=codecs, messages=messages)
+
   def own_axes(self, number: int) -> Axes:
     """Returns the axes that stack a worker's arrays of a leaf."""
     return own_axes(self.axis_name, self.others[number])

@@ -87,6 +87,12 @@ def layer_exchange(
       f"got {options.codec}; choose another, or exchange the gradients of all layers "
       "behind the loop, by gradcomp.compress."
     )
+  if plan.again is not None:
+    raise ValueError(
+      "`codec` must send any numbers at once, because a scan sends no layer again, got "
+      f"{options.codec}; choose Dense(dtype=jnp.bfloat16), or exchange the gradients "
+      "of all layers behind the loop, by gradcomp.compress."
+    )
   return LayerExchange(options, workers, plan, across)
 
 

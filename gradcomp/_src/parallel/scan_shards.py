@@ -121,6 +121,11 @@ def scan_shards(  # noqa: PLR0913 - options of users, by keyword
   forward = Dense() if params is None else stateless("params", params)
   corrected = residual is not None
   back = Dense() if grads is None else stateless("grads", grads, corrected=corrected)
+  if back.fallback is not None:
+    raise ValueError(
+      "`grads` must send any numbers at once, because a scan sends no gradient again, "
+      f"got {back}; choose Dense(dtype=jnp.bfloat16)."
+    )
   words = options.checked_key(key, forward, back)
   carry, shards = jax.tree.map(jnp.asarray, (carry, shards))
   length, layer = first_layer("shards", shards, axis_name)

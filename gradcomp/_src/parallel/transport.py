@@ -1,7 +1,8 @@
 """Transport of encoded arrays: lines of words, gathered and exchanged."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,20 @@ from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.codecs.sums.records import Context, Payload
 from gradcomp._src.codecs.sums.tiles import sum_in_order
 from gradcomp._src.codecs.tiles import from_tiles
-from gradcomp._src.exchange.collectives import as_floats, gather, permute, scatter
+from gradcomp._src.exchange.collectives import (
+  REPEAT,
+  any_nan,
+  as_floats,
+  gather,
+  permute,
+  scatter,
+)
 from gradcomp._src.exchange.lines import join, split
 from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.kernels.materialize import materialized
+from gradcomp._src.mesh.axes import axis_names, manual_axes
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.options import Key, Wire
 
@@ -92,11 +101,31 @@ def arrived(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:
   return jnp.where(at, own.astype(jnp.float32), arrays)
 
 
+def once_more(
+  first: jax.Array, wire: Wire, send: Callable[[Wire], jax.Array]
+) -> jax.Array:
+  """Returns ``first``, or ``send`` by the codec's fallback if a worker's holds NaN."""
+  fallback = wire.codec.fallback
+  if fallback is None:
+    return first
+  again = dataclasses.replace(wire, codec=fallback)
+  repeat = jax.named_scope(REPEAT)(lambda: send(again))
+  # Workers receive different parts. See core/repeat.py for the other axes.
+  asked = dict.fromkeys((*manual_axes(), *axis_names(wire.axis_name)))
+  return lax.cond(any_nan([first], tuple(asked)), repeat, lambda: first)
+
+
 def gather_encoded(
   x: jax.Array, wire: Wire, key: Key, name: str | None = None
 ) -> jax.Array:
   """Sends an array to all workers; returns all of them, ``float32[N, *x.shape]``."""
-  return arrived(gather_lines(x, wire, key, name), wire, x[None])
+  return gathered(gather_lines(x, wire, key, name), wire, x)
+
+
+def gathered(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:
+  """Decodes the lines that all workers have sent of arrays like their ``own``."""
+  send = lambda wire: arrived(gather_lines(own, wire, None), wire, own[None])
+  return once_more(arrived(lines, wire, own[None]), wire, send)
 
 
 def gather_lines(
@@ -113,7 +142,7 @@ def joined(lines: jax.Array, wire: Wire, shard: jax.Array, axis: int) -> jax.Arr
 
   The whole is typed as differing between workers, so that its gradient is each one's.
   """
-  whole = concat(arrived(lines, wire, shard[None]), axis)
+  whole = concat(gathered(lines, wire, shard), axis)
   return mark_varying(whole.astype(shard.dtype), wire.axis_name)
 
 
@@ -124,9 +153,13 @@ def exchange_encoded(
 
   With ``stage`` a later collective completes it, and counts for both.
   """
-  lines = to_lines(parts, wire, key)
-  received = scatter(lines, wire.axis_name, None if stage else parts.size)
-  return arrived(received, wire, parts)
+
+  def send(wire: Wire) -> jax.Array:
+    lines = to_lines(parts, wire, key)
+    received = scatter(lines, wire.axis_name, None if stage else parts.size)
+    return arrived(received, wire, parts)
+
+  return once_more(send(wire), wire, send)
 
 
 def reduce_encoded(
@@ -139,6 +172,8 @@ def reduce_encoded(
 
 def loss_of(parts: jax.Array, wire: Wire, key: Key) -> jax.Array:
   """Returns the rounding errors of sent parts, ``[K, ...]``; K is 1 for a gather."""
+  # A repeat loses as much: what a first step lost that held NaN, it has sent.
+  wire = dataclasses.replace(wire, codec=wire.codec.fallback or wire.codec)
   # Encoded as for sending: XLA sees that, and encodes once.
   return parts - arrived(to_lines(parts, wire, key), wire, parts)
 
@@ -159,13 +194,17 @@ def send_along(
   x: jax.Array, wire: Wire, pairs: Sequence[tuple[int, int]], key: Key
 ) -> jax.Array:
   """Sends an array along pairs of workers, ``float32``; zeros where none comes."""
-  line = to_lines(x[None], wire, key)[0]
   name = as_floats(x.size, wire.axis_name)
-  arrived = permute(line, wire.axis_name, pairs, name)
   receivers = jnp.array([receiver for _, receiver in pairs], jnp.int32)
-  value = from_lines(arrived[None], x.shape, wire.codec)[0]
   receives = jnp.any(receivers == lax.axis_index(wire.axis_name))
-  return jnp.where(receives, value, 0.0)
+
+  def send(wire: Wire) -> jax.Array:
+    line = to_lines(x[None], wire, key)[0]
+    arrived = permute(line, wire.axis_name, pairs, name)
+    value = from_lines(arrived[None], x.shape, wire.codec)[0]
+    return jnp.where(receives, value, 0.0)
+
+  return once_more(send(wire), wire, send)
 
 
 def split_parts(x: jax.Array, axis: int, count: int) -> jax.Array:

@@ -31,11 +31,14 @@ class Lossless(Codec):
   in whole buckets.
 
   A bucket with more escapes arrives as NaN in all elements, never as other numbers.
-  :func:`gradcomp.compress` then sends the step once more, as plain 16 bits: all workers
-  see the same NaN in the mean, and take the plain one. It is exact whatever gradients
-  are. Such a step, also one with a NaN of its own, sends 28.375 bits an element:
-  :func:`gradcomp.explain` shows the usual step, and :func:`gradcomp.wire_report` both.
-  Elsewhere, as in :func:`gradcomp.parallel.gather`, NaN stays.
+  :func:`gradcomp.compress` and :func:`gradcomp.parallel.zero` then send the step once
+  more, as plain 16 bits: all workers see the same NaN, and take the plain step. It is
+  exact whatever gradients are. Such a step, also one with a NaN of its own, sends
+  28.375 bits an element: :func:`gradcomp.explain` shows the usual step, and
+  :func:`gradcomp.wire_report` both. The collectives of :mod:`gradcomp.parallel` repeat
+  themselves, too, as of weights in :func:`gradcomp.parallel.gather`. There each worker
+  receives something else, and one maximum of a flag in each call tells all workers.
+  Scans refuse this codec for gradients, for they send none again.
 
   Wider numbers are rounded to the nearest bfloat16 first, to even where two are equally
   near, as by ``Dense(dtype=jnp.bfloat16)``. A payload holds every bit of a NaN, of

@@ -35,8 +35,18 @@ class SharedRows:
   """
 
   plan: MessagePlan  # of the gradients
-  codecs: tuple[tuple[LeafCodec, ...], ...]  # of updates, a matrix of each message
+  codecs: tuple[tuple[Codec, ...], ...]  # of updates, a matrix of each message
   workers: Workers
+
+  @property
+  def again(self) -> "SharedRows | None":
+    """The same rows by the fallbacks of codecs; None if none has one."""
+    plan = self.plan.again
+    of_updates = [codec for own in self.codecs for codec in own]
+    if plan is None and not any(codec.fallback for codec in of_updates):
+      return None
+    codecs = tuple(tuple(x.fallback or x for x in own) for own in self.codecs)
+    return dataclasses.replace(self, plan=plan or self.plan, codecs=codecs)
 
   def owned(self, leaves: Sequence[jax.Array]) -> OwnedRows:
     """Returns this worker's rows of float32 leaves."""
@@ -120,7 +130,7 @@ class SharedRows:
 
   def _of_messages(
     self, rows: OwnedRows
-  ) -> list[tuple[Message, tuple[LeafCodec, ...], list[jax.Array]]]:
+  ) -> list[tuple[Message, tuple[Codec, ...], list[jax.Array]]]:
     """Returns each message, with the codecs of its updates and this worker's rows."""
     waiting = {axes: iter(arrays) for axes, arrays in rows.arrays.items()}
     pairs = zip(self.plan.messages, self.codecs, strict=True)
@@ -180,11 +190,11 @@ def share_rows(
 
 
 def _paired(
-  message: Message, chosen: Sequence[LeafCodec], kinds: Sequence[int]
-) -> tuple[Layout, tuple[LeafCodec, ...]]:
+  message: Message, chosen: Sequence[Codec], kinds: Sequence[int]
+) -> tuple[Layout, tuple[Codec, ...]]:
   """Returns a layout with a matrix for each pair and kind, and the second codecs."""
   layout = message.layout
-  filled: dict[tuple[Codec, LeafCodec, int], int] = {}
+  filled: dict[tuple[Codec, Codec, int], int] = {}
   slots = []
   for i, slot in zip(message.leaves, layout.slots, strict=True):
     pair = layout.codecs[slot.group], chosen[i], kinds[i]
@@ -195,7 +205,7 @@ def _paired(
   return Layout(codecs, tuple(slots), layout.like), tuple(x for _, x, _ in filled)
 
 
-def _bound(codec: LeafCodec, size: int) -> Codec:
+def _bound(codec: Codec, size: int) -> Codec:
   """Binds a codec to a worker's rows as one flat leaf, rounding to nearest."""
   return codec.bind(Leaf((size,))).rounds((size,))[-1].codec.to_nearest()
 

@@ -23,6 +23,7 @@ from gradcomp._src.core.inputs import (
   pairs,
   whole,
 )
+from gradcomp._src.core.repeat import once_more
 from gradcomp._src.core.state import CompressState, OwnedRows, check_type
 from gradcomp._src.core.step import take_step
 from gradcomp._src.exchange.collectives import Workers
@@ -232,27 +233,31 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
       seen = Inner(inner, whole(params, complexes), extra_args)
       rows = shared_rows.share_rows(plan, of_updates, limit, workers, seen.kinds)
       rows.check(state.unsent)
-      facts = parts.step(rows.plan, workers, state.gradients)
-      facts = facts._replace(instead=ReduceScatter())
 
-      def finish(reduced: Reduced) -> tuple[Reduced, Any]:
-        """Runs the optimizer on the means that this worker owns; sends the changes."""
-        before, means = rows.owned(leaves), rows.by_axes(reduced.shares)
-        held = state.inner_state, rows, before, state.unsent
-        moved = owner_step.step_owned(seen, means, *held)
-        lacks, own = rows.to_all(moved.lacking)
-        casts = zip(lacks, across.dtypes, strict=True)
-        sent = [narrowed(*cast)[0] for cast in casts]
-        dtypes = [(p.dtype, u.dtype) for p, u in zip(leaves, sent, strict=True)]
-        unsent = still_lacking(moved.master, before, own, state.unsent, rows, dtypes)
-        changes = owner_step.Changes(moved.lacking, own, unsent)
-        # No worker has the mean of a leaf. Where that is not finite, nor is the update.
-        return reduced._replace(mean=sent), (moved.inner_state, changes)
+      def take(rows: shared_rows.SharedRows) -> tuple[Any, ZeroState]:
+        facts = parts.step(rows.plan, workers, state.gradients)
+        facts = facts._replace(instead=ReduceScatter())
 
-      sent, kept, rest = take_step(parts, facts, wide, state.gradients, finish)
-      inner_state, changes = rest
-      kept = owner_step.measured_zero(kept, rows, changes)
-      return sent, ZeroState(kept, changes.after, inner_state)
+        def finish(reduced: Reduced) -> tuple[Reduced, Any]:
+          """Runs the optimizer on the means of this worker; sends the changes."""
+          before, means = rows.owned(leaves), rows.by_axes(reduced.shares)
+          held = state.inner_state, rows, before, state.unsent
+          moved = owner_step.step_owned(seen, means, *held)
+          lacks, own = rows.to_all(moved.lacking)
+          casts = zip(lacks, across.dtypes, strict=True)
+          sent = [narrowed(*cast)[0] for cast in casts]
+          dtypes = [(p.dtype, u.dtype) for p, u in zip(leaves, sent, strict=True)]
+          unsent = still_lacking(moved.master, before, own, state.unsent, rows, dtypes)
+          changes = owner_step.Changes(moved.lacking, own, unsent)
+          # No worker has the mean of a leaf. Where it is not finite, nor is the update.
+          return reduced._replace(mean=sent), (moved.inner_state, changes)
+
+        sent, kept, rest = take_step(parts, facts, wide, state.gradients, finish)
+        inner_state, changes = rest
+        kept = owner_step.measured_zero(kept, rows, changes)
+        return sent, ZeroState(kept, changes.after, inner_state)
+
+      return once_more(take, rows, rows.again, across.axes)
 
     given = jax.tree.map(pairs, params), extra_args
     return per_device(
