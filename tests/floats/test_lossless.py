@@ -11,6 +11,7 @@ import gradcomp
 from gradcomp._src.codecs.floats.lossless import Halves
 from gradcomp._src.kernels import lossless
 from gradcomp.codecs import Lossless
+from tests.oracles import lossless as oracle
 from tests.plugins.slow_cases import slow
 
 
@@ -27,6 +28,41 @@ def test_every_bit_pattern_arrives():
   rows = lossless.encode_rows(lossless.numbers(jnp.uint32(x)))
   came = jax.lax.bitcast_convert_type(lossless.decode_rows(rows), jnp.uint32)
   np.testing.assert_array_equal(came.reshape(x.shape), np.uint32(x) << 16)
+
+
+def rows_of_all_kinds():
+  """Rows of bfloat16: gradients, all patterns, few escapes and many, at both ends."""
+  rng = np.random.default_rng(7)
+  rows = [rng.standard_normal(1024) * 2.0 ** rng.integers(-20, 20) for _ in range(20)]
+  for number in range(24):
+    rows.append(np.ones(1024))
+    places = rng.choice(1024, number, replace=False)
+    rows[-1][places] = 2.0 ** -rng.integers(14, 100, number)
+  rows += [np.zeros(1024), np.full(1024, np.inf), np.full(1024, 2.0**-130)]
+  rows = np.float32(rows).astype(ml_dtypes.bfloat16).view(np.uint16)
+  patterns = rng.permutation(2**16).astype(np.uint16).reshape(-1, 1024)
+  # NaN and infinities beside numbers of one exponent: these rows are not full.
+  own = np.where(rng.random((40, 1024)) < 0.008, patterns[:40] | 0x7F80, 0x3F80)
+  return np.concatenate([rows, patterns, np.uint16(own)]).view(ml_dtypes.bfloat16)
+
+
+def test_rows_are_the_oracles():
+  x = rows_of_all_kinds()
+  rows = jax.jit(lossless.encode_rows)(lossless.numbers(jnp.uint32(bits(x))))
+  expected = oracle.encode(x)
+  np.testing.assert_array_equal(rows, expected)
+  full = expected[:, 384] >> 8 == 1
+  assert 0.3 < full.mean() < 0.7
+
+
+def test_wider_numbers_are_rounded_as_the_oracles():
+  """But for NaN, of which casts of NumPy keep the sign alone."""
+  patterns = np.random.default_rng(8).integers(0, 2**32, 2**16, np.uint32)
+  near = np.arange(2**12, dtype=np.uint32) * 0x8000 + 0x3F80_0000  # with all ties
+  x = np.concatenate([patterns, near]).view(np.float32)
+  x = np.where(np.isnan(x), np.float32(0), x)
+  rows = lossless.encode_rows(jnp.asarray(x))
+  np.testing.assert_array_equal(rows, oracle.encode(x))
 
 
 @pytest.mark.parametrize("small", [11, 12])
