@@ -11,7 +11,7 @@ the second stage of two_shot sends:
 
 escapes  The share of elements whose exponents a row has to list.
 most     How many of them a row of a worker has at most.
-rows     The share of rows that have more than the 11 of a list.
+rows     The share of rows that have more than the 10 of a list.
 repeats  The share of steps that are sent again: one row of a worker or of the mean, of
          any leaf, is full.
 """

@@ -9,13 +9,13 @@ from jax import Array
 
 from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes
 
-PLANES, COLUMNS = 8, 128  # a bucket is a tile, of 1024 elements
-ESCAPES = 11  # that a row lists
-ROW_WORDS = 3 * COLUMNS + 1 + ESCAPES
+PLANES, COLUMNS = 8, 128  # a plane is a bucket
+ESCAPES = 10  # that a row lists
+ROW_WORDS = 3 * COLUMNS + 2 + ESCAPES
 
 _FIELD_ZERO, _ESCAPE = 14, 15  # codes; those below are distances
-_FULL = 256  # in the first word after the codes: the list did not hold all escapes
 _UNUSED = 0xFFFFFFFF  # an entry of the list
+_FULL = 0xFFFFFFFE  # the last entry, if the list does not hold all escapes
 
 
 def halves(tiles: Array) -> Array:
@@ -37,18 +37,21 @@ def encode_rows(tiles: Array) -> Array:
   x = halves(tiles.reshape(-1, PLANES, COLUMNS))
   field, rest = x >> 7 & 255, x >> 8 & 128 | x & 127
   finite = jnp.where(field == 255, 0, field)
-  largest = jnp.max(finite, axis=(1, 2), keepdims=True)
+  largest = jnp.max(finite, axis=2, keepdims=True)
   distance = largest - field  # of an escaped NaN or infinity, a large number
   code = jnp.where(distance < _FIELD_ZERO, distance, _ESCAPE)
   code = jnp.where(field == 0, _FIELD_ZERO, code)
   escaped = code == _ESCAPE
   entry = jnp.where(escaped, _places() << 8 | field, jnp.uint32(_UNUSED))
   count = jnp.sum(escaped, axis=(1, 2), dtype=jnp.uint32)
-  head = largest[:, 0, 0] | jnp.where(count > ESCAPES, _FULL, 0).astype(jnp.uint32)
+  listed = _smallest(entry)
+  last = jnp.where(count > ESCAPES, jnp.uint32(_FULL), listed[:, -1])
   planes = lambda codes, start, stop: [codes[:, k] for k in range(start, stop)]
   words = [pack_planes(planes(rest, start, start + 4), 8) for start in (0, 4)]
   words.append(pack_planes(planes(code, 0, PLANES), 4))
-  return jnp.concatenate([*words, head[:, None], _smallest(entry)], axis=1)
+  tops = planes(largest, 0, PLANES)
+  words += [pack_planes(tops[start : start + 4], 8) for start in (0, 4)]
+  return jnp.concatenate([*words, listed[:, :-1], last[:, None]], axis=1)
 
 
 def _smallest(entry: Array) -> Array:
@@ -71,15 +74,16 @@ def decode_rows(rows: Array) -> Array:
   rest = unpack_planes(rows[:, : 2 * size].reshape(-1, 2, size), 8)
   rest = rest.reshape(-1, PLANES, size)
   code = unpack_planes(rows[:, 2 * size : 3 * size], 4)
-  head, entries = rows[:, 3 * size], rows[:, 3 * size + 1 :]
-  field = (head[:, None, None] & 255) - code
+  largest = unpack_planes(rows[:, 3 * size : 3 * size + 2].reshape(-1, 2, 1), 8)
+  entries = rows[:, 3 * size + 2 :]
+  field = largest.reshape(-1, PLANES, 1) - code
   field = jnp.where(code == _FIELD_ZERO, 0, field)
   places = _places()
   for k in range(ESCAPES):
     entry = entries[:, k, None, None]
     field = jnp.where(places == entry >> 8, entry & 255, field)
   x = (rest & 128) << 8 | (field & 255) << 7 | rest & 127
-  full = (head & _FULL != 0)[:, None, None]
+  full = (entries[:, -1] == jnp.uint32(_FULL))[:, None, None]
   return numbers(jnp.where(full, jnp.uint32(0x7FC0), x))
 
 

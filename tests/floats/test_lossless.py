@@ -51,7 +51,7 @@ def test_rows_are_the_oracles():
   rows = jax.jit(lossless.encode_rows)(lossless.numbers(jnp.uint32(bits(x))))
   expected = oracle.encode(x)
   np.testing.assert_array_equal(rows, expected)
-  full = expected[:, 384] >> 8 == 1
+  full = expected[:, -1] == 0xFFFFFFFE
   assert 0.3 < full.mean() < 0.7
 
 
@@ -65,12 +65,12 @@ def test_wider_numbers_are_rounded_as_the_oracles():
   np.testing.assert_array_equal(rows, oracle.encode(x))
 
 
-@pytest.mark.parametrize("small", [11, 12])
-def test_a_row_lists_eleven_escapes(small):
+@pytest.mark.parametrize("small", [10, 11])
+def test_a_row_lists_ten_escapes(small):
   x = np.ones(1024, ml_dtypes.bfloat16)
   x[7 : 7 + small] = 2.0**-14
   came = Lossless().roundtrip(jnp.asarray(x))
-  if small == 11:
+  if small == 10:
     np.testing.assert_array_equal(bits(came), bits(x))
   else:
     assert np.isnan(np.float32(came)).all()

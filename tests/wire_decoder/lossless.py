@@ -8,7 +8,8 @@ import numpy as np
 
 from tests.wire_decoder.words import codes_of_words
 
-_ELEMENTS, _WORDS, _ZERO, _ESCAPE, _UNUSED = 1024, 396, 14, 15, 0xFFFFFFFF
+_ELEMENTS, _WORDS, _ZERO, _ESCAPE = 1024, 396, 14, 15
+_UNUSED, _FULL = 0xFFFFFFFF, 0xFFFFFFFE
 
 
 def decode_lossless(rows, size):
@@ -25,9 +26,11 @@ def decode_lossless(rows, size):
   parts = [codes_of_words(rows[:, at : at + 128], 8) for at in (0, 128)]
   byte = np.concatenate([part.reshape(count, 512) for part in parts], axis=1)
   distance = codes_of_words(rows[:, 256:384], 4).reshape(count, _ELEMENTS)
-  largest, full = rows[:, 384:385] & 255, rows[:, 384] >> 8 == 1
+  tops = rows[:, 384:386, None] >> np.arange(0, 32, 8, dtype=np.uint32) & 255
+  largest = tops.reshape(count, 8).repeat(128, axis=1)
+  full = rows[:, -1] == _FULL
   field = np.where(distance == _ZERO, 0, largest.astype(np.int64) - distance)
-  for row, listed in enumerate(rows[:, 385:]):
+  for row, listed in enumerate(rows[:, 386:]):
     used = listed[listed != _UNUSED]
     places = (used >> 8).astype(np.int64)
     if full[row]:

@@ -18,7 +18,7 @@ class Lossless(Codec):
 
   The sign and the 7 bits of the mantissa :math:`m_i` travel as they are, and the
   exponent field :math:`x_i` as 4 bits. With :math:`X` for the largest field below 255
-  in a bucket of 1024 elements,
+  in a bucket of 128 elements,
 
   .. math::
      v_i = \pm m_i 2^{x_i - 127}, \qquad
@@ -26,11 +26,11 @@ class Lossless(Codec):
      14 & x_i = 0 \\ 15 & \text{otherwise} \end{cases}
 
   So zeros and subnormals have a code of their own, and NaN and infinities escape, as
-  numbers do that are small beside the largest. A bucket lists 11 escapes by place and
-  exponent. With the list and the largest field a payload has 12.375 bits an element,
-  in whole buckets.
+  numbers do that are small beside the largest. A row of 8 buckets lists 10 escapes by
+  place and exponent. With the list and the largest fields a payload has 12.375 bits an
+  element, in whole rows.
 
-  A bucket with more escapes arrives as NaN in all elements, never as other numbers.
+  A row with more escapes arrives as NaN in all elements, never as other numbers.
   :func:`gradcomp.compress` and :func:`gradcomp.parallel.zero` then send the step once
   more, as plain 16 bits: all workers see the same NaN, and take the plain step. It is
   exact whatever gradients are. Such a step, also one with a NaN of its own, sends
