@@ -39,6 +39,7 @@ RUNS = (
   "training.gradients",
   "training.adam",
   "training.allocate",
+  "training.overflow",
   "codecs.inspect",
   "links.speed",
   "links.speed --loopback",

@@ -6,8 +6,8 @@
 
 The transformer and the LSTM learn the next character of the Brown corpus, and LeNet
 classifies Fashion-MNIST. Four workers are a ``vmap`` on one device, the seeds another
-around it, or a loop for images, and all steps one loop: so an arm is one program. A seed is the same
-initialization and the same batches for every arm.
+around it, or a loop for images, and all steps one loop: so an arm is one program. A
+seed is the same initialization and the same batches for every arm.
 
 With --small, nets and batches are those of SMALL, which one core trains in minutes, and
 images have half the height and width.

@@ -91,6 +91,8 @@ def _row(line: Line, first: Line | None) -> list[str]:
   if first is None:
     return [*row, "", ""]
   theirs = np.array(first["test_loss"])[:, -1]
+  if losses.max() > 100 * theirs.max() or np.isnan(losses).any():
+    return [*row, "diverged", "worse"]
   relative = losses / theirs if line["net"] == "lenet" else np.exp(losses - theirs)
   mean, half = interval((relative - 1).tolist())
   return [*row, f"{mean:+.2%} ± {half:.2%}", verdict(mean, half)]

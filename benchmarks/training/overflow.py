@@ -1,7 +1,7 @@
 """Counts how often gradients do not fit the 12 bits of codecs.Lossless.
 
   python -m benchmarks.training.overflow [--nets transformer lstm lenet resnet]
-    [--steps 40] [--data FILE] [--output FOLDER] [--quick]
+    [--steps 24] [--data FILE] [--output FOLDER] [--quick]
 
 The nets, the data and the four workers are those of benchmarks.training.adam, and so is
 AdamW, of the plain mean. ResNet sees images of half the height and width. Gradients are
@@ -30,7 +30,6 @@ from benchmarks.common import cli
 from benchmarks.common.tables import table
 from benchmarks.training import adam
 from benchmarks.training.adam_arms import DECAY
-from benchmarks.training.allocate import smaller
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.exchange.layout import leaf_codecs
@@ -147,18 +146,20 @@ def main() -> None:
     "four steps of narrow nets, on numbers drawn at random",
     "folder of lossless_overflow.json and .md",
     nets=cli.Option([*NETS], ["transformer", "lenet"], choices=NETS),
-    steps=cli.Option(40, 4),
-    width=cli.Option([128, 256], [16, 16], "of the transformer and the LSTM"),
+    steps=cli.Option(24, 4),
+    width=cli.Option([64, 128], [16, 16], "of the transformer and the LSTM"),
     data=cli.Option(None, help="file of the arrays", kind=Path),
   )
   arrays = adam.random_arrays() if args.quick else adam.load(args.data)
   record = {"steps": args.steps, "device": jax.devices()[0].device_kind}
   nets = {}
   for net in args.nets:
-    own = smaller(arrays) if net == "resnet" else arrays
-    width = dict(zip(NETS, args.width, strict=False)).get(net, 0)
+    own = adam.smaller(arrays) if net == "resnet" else arrays
+    size = adam.FULL[net]._replace(
+      width=dict(zip(NETS, args.width, strict=False)).get(net, 0)
+    )
     rate = optax.cosine_decay_schedule(adam.RATES[net], args.steps, alpha=0.1)
-    nets[net] = measure(adam.problem(net, own, width), rate, args.steps)
+    nets[net] = measure(adam.problem(net, own, size), rate, args.steps)
     print(*shares(net, nets[net], 0, args.steps))
   record |= {"commit": cli.commit(), "nets": nets}
   print(markdown(record))

@@ -478,9 +478,10 @@ TABLES = {
   "local loss": local_loss,
   **{
     f"adam, {net}": lambda k=k: pick("adam_study.md", k)
-    for k, net in enumerate(("transformer", "lstm", "lenet"))
+    for k, net in enumerate(("transformer", "lstm", "lenet", "small transformer"))
   },
   "allocated bits": lambda: pick("allocate_study.md"),
+  "lossless": lambda: pick("lossless_overflow.md"),
   "inspection": lambda: pick("inspect_cost.md", 0, same(*_INSPECTED)),
 }
 

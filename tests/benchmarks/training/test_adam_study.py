@@ -62,6 +62,8 @@ def test_ends_are_compared_by_seeds():
   ends = np.array([1.0, 1.5, 2.0])
   lines = [line(adam_arms.BASELINE, *ends), line("close", *ends + math.log(1.005))]
   lines.append(line("far", *ends + math.log(1.02)))
+  lines.append(line("gone", *ends + [0, 0, 400]))
   page = adam_page.markdown(lines)
+  assert "| diverged | worse" in page
   assert "+0.50% ± 0.00% | within 1 %" in page
   assert "+2.00% ± 0.00% | worse" in page
