@@ -37,7 +37,7 @@ class Lossless(Codec):
   28.375 bits an element: :func:`gradcomp.explain` shows the usual step, and
   :func:`gradcomp.wire_report` both. The collectives of :mod:`gradcomp.parallel` repeat
   themselves, too, as of weights in :func:`gradcomp.parallel.gather`. There each worker
-  receives something else, and one maximum of a flag in each call tells all workers.
+  receives something else, and all learn of it by one maximum of a flag in each call.
   Scans refuse this codec for gradients, for they send none again.
 
   Wider numbers are rounded to the nearest bfloat16 first, to even where two are equally
