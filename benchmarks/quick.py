@@ -47,6 +47,7 @@ RUNS = (
   "training.model_parallel.dense",
   "training.model_parallel.nets",
   "codecs.noise",
+  "codecs.distortion",
   "models.compare",
   "training.sharded",
   "training.model_axes",

@@ -6,6 +6,7 @@ study_pages.py.
 """
 
 import json
+import math
 import re
 
 from gradcomp._src.cost.planner.candidates import packaged_speeds
@@ -382,6 +383,19 @@ def noise():
   return table(["gradients", "codec", "N = 2", "3", "4", "8", "16"], lines)
 
 
+def distortion():
+  """Errors of one message and of the mean of 16, by the bits of a message."""
+  found = load("distortion.json")["rows"]
+  lines = []
+  for row in sorted(found, key=lambda x: x["bits"]):
+    errors = [f"{x[0]:.2g} / {x[-1]:.2g}" for x in row["errors"].values()]
+    kind = "no" if row["unbiased"] else "yes"
+    lost = row["bits"] + math.log2(row["errors"]["Gaussian"][0]) / 2
+    lines.append([row["code"], f"{row['bits']:.2f}", kind, f"{lost:.2f}", *errors])
+  kinds = found[0]["errors"]
+  return table(["code", "bits", "biased", "lost", *kinds], lines)
+
+
 def digits(number):
   """Four digits, or all of a large number."""
   return f"{number:,.0f}" if abs(number) >= 1e4 else f"{number:.4g}"
@@ -455,6 +469,7 @@ TABLES = {
   "rounding": rounding,
   "sums": sums,
   "noise": noise,
+  "distortion": distortion,
   "trainers": lambda: pick("trainers.md"),
   "ways to round": lambda: pick("rounding_study.md"),
   "papers": papers,

@@ -1,0 +1,243 @@
+"""Measures the squared error of each codec beside its bits, and beside other codes.
+
+  python -m benchmarks.codecs.distortion [--data FILE] [--quick] [--output FOLDER]
+
+The vectors have 65,536 elements. *Gaussian* and *Laplace* ones are drawn, and all
+workers hold the same one, which is where a bias shows: no mean removes it. Those of
+*lenet*, *transformer* and *resnet* are the middle of real gradients, of each worker's
+own batch, after some steps of AdamW in float32. The nets and the data are those of
+benchmarks.training.adam.
+
+An error is that of the mean of N workers, squared, over the mean of the workers'
+squared norms; N = 1 is one message. Bits are those of a message of `all_gather` over
+the elements, with all that is in it: scales, levels, indices and padding. The bound is
+2^(-2b), which no code of Gaussian numbers in b bits is below. *Lost* are the bits by
+which a code's message is longer than the bound's at the error that it has there.
+
+The other codes are those of benchmarks.codecs.published. With --output, writes
+distortion.json and distortion.png there.
+"""
+
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+
+import gradcomp
+from benchmarks.codecs import published
+from benchmarks.common import cli, tables
+from benchmarks.training import adam
+from gradcomp import codecs
+from gradcomp.codecs import QSGD
+
+WORKERS = (1, 4, 16)
+NETS = ("lenet", "transformer", "resnet")
+DRAWN = ("Gaussian", "Laplace")
+WIDTH = 64  # of the transformer
+_BLUE, _ORANGE = "#2f6db3", "#c4622d"
+RMS: dict[str, Any] = {"norm": "rms", "levels": "uniform", "rounding": "nearest"}
+
+CODECS: dict[str, Any] = {
+  "QSGD, 1 bit": QSGD(bits=1, levels="uniform"),
+  **{f"QSGD, {bits} bits": QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 8)},
+  **{
+    f"QSGD, {bits} bits, fitted": QSGD(bits=bits, levels="nonuniform")
+    for bits in (2, 3, 4)
+  },
+  "QSGD, 1 bit, rms": QSGD(bits=1, **RMS),
+  **{f"QSGD, {bits} bits, rms": QSGD(bits=bits, **RMS) for bits in (2, 3, 4)},
+  "QSGD, 1 bit, rms, rotated": QSGD(bits=1, rotate=32, **RMS),
+  **{
+    f"QSGD, {bits} bits, rms, rotated": QSGD(bits=bits, rotate=32, **RMS)
+    for bits in (2, 4)
+  },
+  "1-bit SGD, buckets of 512": codecs.OneBit(bucket_size=512),
+  "signs, buckets of 64": codecs.Sign(),
+  "TernGrad": codecs.Ternary(),
+  "TernGrad, base 3": codecs.Ternary(packing="base3"),
+  "natural": codecs.Natural(),
+  "8 bits, dynamic tree": codecs.EightBit(bucket_size=512),
+  "float (5, 2)": codecs.FloatCast(accumulate="float32"),
+  "MXFP8": codecs.BlockFloat(),
+  "MXFP6": codecs.BlockFloat(element="e2m3"),
+  "MXFP4": codecs.BlockFloat(element="e2m1"),
+  "NVFP4": codecs.BlockFloat(element="e2m1", scale="e4m3", block_size=16),
+  "top-k, 1/64": codecs.TopK(density=1 / 64),
+  "top-k, 1/16": codecs.TopK(density=1 / 16),
+  "random k, 1/8": codecs.RandomK(density=1 / 8),
+}
+QUICK = ("QSGD, 4 bits", "QSGD, 1 bit, rms")
+OTHERS = (
+  *(("EDEN", bits, scale) for bits in range(1, 9) for scale in published.SCALES),
+  ("THC", 4, "uniform"),
+  ("THC", 4, "table"),
+)
+
+
+def drawn(size: int, seed: int) -> dict[str, np.ndarray]:
+  """Draws a vector of each kind for all workers: ``float32[N, size]``."""
+  rng = np.random.default_rng(seed)
+  found = {"Gaussian": rng.standard_normal(size), "Laplace": rng.laplace(size=size)}
+  return {name: np.tile(np.float32(x), (max(WORKERS), 1)) for name, x in found.items()}
+
+
+def gradient(net: str, arrays: adam.Arrays, steps: int, size: int) -> np.ndarray:
+  """Trains, and returns the middle of each worker's gradient: ``float32[N, size]``."""
+  problem = adam.problem(net, arrays, WIDTH)
+  tx = optax.adamw(adam.RATES[net])
+  key, first = jax.random.split(jax.random.key(0))
+  params = problem.init(first)
+
+  def of_batch(params: Any, number: Any) -> Any:
+    return jax.grad(problem.loss)(params, problem.draw(jax.random.fold_in(key, number)))
+
+  @jax.jit
+  def step(params: Any, state: Any, number: Any) -> Any:
+    updates, state = tx.update(of_batch(params, number), state, params)
+    return optax.apply_updates(params, updates), state
+
+  state = tx.init(params)
+  for number in range(steps):
+    params, state = step(params, state, number)
+
+  @jax.jit
+  def flat(params: Any, number: Any) -> jax.Array:
+    leaves = jax.tree.leaves(of_batch(params, number))
+    return jnp.concatenate([leaf.ravel() for leaf in leaves])
+
+  whole = np.stack([flat(params, steps + own) for own in range(max(WORKERS))])
+  start = (whole.shape[1] - size) // 2
+  return whole[:, start : start + size]
+
+
+def library(codec: Any, size: int) -> tuple[float, Any]:
+  """Returns a codec's bits an element, and the mean of all workers as a function."""
+  tx = gradcomp.compress(
+    codec, axis_name="data", exchange="all_gather", feedback=None, min_leaf_size=0
+  )
+  like = jax.ShapeDtypeStruct((size,), np.float32)
+  # One of two workers sends its message once.
+  sent = gradcomp.explain(tx, like, workers=2).bytes_per_step
+  mean = lambda x: tx.update(x, tx.init(x))[0]
+  return 8 * float(sent) / size, jax.jit(jax.vmap(mean, axis_name="data"))
+
+
+def error(mean: np.ndarray, x: np.ndarray) -> float:
+  """Returns the squared error of a mean of vectors over their mean squared norm."""
+  wide = x.astype(np.float64)
+  return float(np.sum((mean - wide.mean(0)) ** 2) / np.mean(np.sum(wide**2, 1)))
+
+
+def ours(name: str, vectors: dict[str, np.ndarray], size: int) -> dict[str, Any]:
+  """Measures one of the library's codecs."""
+  codec = CODECS[name]
+  bits, mean = library(codec, size)
+  errors = {
+    source: [error(np.asarray(mean(x[:count])[0]), x[:count]) for count in WORKERS]
+    for source, x in vectors.items()
+  }
+  return {"code": name, "bits": bits, "unbiased": codec.unbiased, "errors": errors}
+
+
+def other(code: tuple[str, int, str], vectors: dict[str, np.ndarray], size: int) -> Any:
+  """Measures one of the other codes, with a float32 beside each message."""
+  name, bits, kind = code
+  errors = {}
+  for source, x in vectors.items():
+    wide = x.astype(np.float64)
+    if name == "EDEN":  # a message does not depend on the other workers
+      decoded = published.eden(wide, bits, kind, seed=1)
+      means = [decoded[:count].mean(0) for count in WORKERS]
+    else:
+      grid = 2**bits - 1 if kind == "uniform" else published.GRID
+      parts = (wide[:count] for count in WORKERS)
+      means = [published.thc(part, bits, grid, seed=1).mean(0) for part in parts]
+    errors[source] = [
+      error(mean, x[:count]) for mean, count in zip(means, WORKERS, strict=True)
+    ]
+  return {
+    "code": f"{name}, {bits} bit{'s' if bits > 1 else ''}, {kind}",
+    "bits": bits + 32 / size,
+    "unbiased": kind == "unbiased",
+    "errors": errors,
+  }
+
+
+def rows(names: Any, vectors: dict[str, np.ndarray], size: int) -> Iterator[Any]:
+  """Measures all codes, ours first."""
+  for name in names:
+    yield {"by": "gradcomp"} | ours(name, vectors, size)
+  for code in OTHERS:
+    yield {"by": "others"} | other(code, vectors, size)
+
+
+def lost(row: dict[str, Any]) -> float:
+  """Returns the bits that the bound does without, at a code's error of one message."""
+  return row["bits"] + math.log2(row["errors"]["Gaussian"][0]) / 2
+
+
+def plot(found: list[Any], path: pathlib.Path) -> None:
+  """Draws the errors of one message over bits, with a panel for each kind of vector."""
+  sources = list(found[0]["errors"])
+  figure = Figure(figsize=(3.1 * len(sources), 3.6), layout="constrained")
+  axes = figure.subplots(1, len(sources), sharey=True, squeeze=False)[0]
+  bits = np.linspace(0.5, 8.5)
+  handles: list[Any] = []
+  for axis, source in zip(axes, sources, strict=True):
+    handles = [axis.semilogy(bits, 4.0**-bits, "--", color="0.5", lw=1)[0]]
+    for by, unbiased, mark, color in (
+      ("gradcomp", True, "o", _BLUE),
+      ("gradcomp", False, "s", _BLUE),
+      ("others", True, "o", _ORANGE),
+      ("others", False, "s", _ORANGE),
+    ):
+      of = [x for x in found if (x["by"], x["unbiased"]) == (by, unbiased)]
+      errors = [x["errors"][source][0] for x in of]
+      face = color if unbiased else "none"
+      places = [x["bits"] for x in of]
+      handles += axis.plot(places, errors, mark, color=color, mfc=face, ms=5)
+    axis.set_title(source if source in DRAWN else f"gradient, {source}", fontsize=10)
+    axis.set_xlabel("bits an element")
+  axes[0].set_ylabel("squared error of one message")
+  names = ["bound of Gaussian", "gradcomp, unbiased", "gradcomp, biased"]
+  names += ["EDEN, unbiased", "EDEN and THC, biased"]
+  figure.legend(
+    handles, names, loc="outside lower center", ncols=len(names), frameon=False
+  )
+  figure.savefig(path, dpi=100, metadata={"Software": None})
+
+
+def main() -> None:
+  options = cli.options(
+    __doc__,
+    "two codecs, few elements, and gradients of numbers drawn at random",
+    "folder of the two files",
+    size=cli.Option(2**16, 2**13, "elements of a vector, a power of two"),
+    steps=cli.Option(30, 2, "of a training"),
+    data=cli.Option(None, help="file of the arrays", kind=pathlib.Path),
+  )
+  names = QUICK if options.quick else tuple(CODECS)
+  nets = NETS[:1] if options.quick else NETS
+  arrays = adam.random_arrays() if options.quick else adam.load(options.data)
+  vectors = drawn(options.size, seed=0)
+  for net in nets:
+    vectors[net] = gradient(net, arrays, options.steps, options.size)
+  found = []
+  for row in rows(names, vectors, options.size):
+    found.append(row)
+    first = {source: errors[0] for source, errors in row["errors"].items()}
+    tables.show({row["code"]: {"bits": row["bits"], "lost": lost(row), **first}})
+  if options.output:
+    about = {"size": options.size, "steps": options.steps, "workers": WORKERS}
+    cli.write_json(options.output / "distortion.json", {**about, "rows": found})
+    plot(found, options.output / "distortion.png")
+
+
+if __name__ == "__main__":
+  main()
