@@ -50,6 +50,10 @@ CODECS: dict[str, Any] = {
     f"QSGD, {bits} bits, fitted": QSGD(bits=bits, levels="nonuniform")
     for bits in (2, 3, 4)
   },
+  "QSGD, 2 bits, buckets of 128": QSGD(bits=2, bucket_size=128),
+  "QSGD, 2 bits, buckets of 128, fitted": QSGD(
+    bits=2, bucket_size=128, levels="nonuniform"
+  ),
   "QSGD, 1 bit, rms": QSGD(bits=1, **RMS),
   **{f"QSGD, {bits} bits, rms": QSGD(bits=bits, **RMS) for bits in (2, 3, 4)},
   "QSGD, 1 bit, rms, rotated": QSGD(bits=1, rotate=32, **RMS),
