@@ -93,7 +93,8 @@ def drawn(size: int, seed: int) -> dict[str, np.ndarray]:
 
 def gradient(net: str, arrays: adam.Arrays, steps: int, size: int) -> np.ndarray:
   """Trains, and returns the middle of each worker's gradient: ``float32[N, size]``."""
-  problem = adam.problem(net, arrays, WIDTH)
+  width = WIDTH if net == "transformer" else 0
+  problem = adam.problem(net, arrays, adam.FULL[net]._replace(width=width))
   tx = optax.adamw(adam.RATES[net])
   key, first = jax.random.split(jax.random.key(0))
   params = problem.init(first)
