@@ -174,6 +174,7 @@ def test_instructions_of_the_gpu_are_counted_by_name_and_loops_by_their_trips():
 
 # Kernels that integers bound, and not memory: a choice among 23 lines.
 _BOUND_BY_INTEGERS = {
+  "block_float nvfp4 stochastic",
   "eight_bit dynamic_tree, nearest",
   "eight_bit dynamic_tree, blocks, nearest",
 }

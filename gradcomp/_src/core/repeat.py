@@ -1,7 +1,7 @@
 """Repeats of a step: by codecs that hold all numbers, if the first ones did not."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax import lax
@@ -10,23 +10,20 @@ from gradcomp._src.exchange.collectives import REPEAT, any_nan
 from gradcomp._src.mesh import study
 from gradcomp._src.mesh.axes import AxisName, axis_names, manual_axes
 
-Facts = TypeVar("Facts")  # all that a step takes its codecs from
-
 
 def once_more(
-  take: Callable[[Facts], Any], first: Facts, again: Facts | None, axes: AxisName | None
+  taken: tuple[Any, Any], again: Callable[[], Any] | None, axes: AxisName | None
 ) -> Any:
-  """Returns ``take(first)``, or ``take(again)`` if the updates of that hold NaN.
+  """Returns updates and a state, or those that ``again`` takes if updates hold NaN.
 
-  ``take`` returns updates and a state. It exchanges words over ``axes``, along which
-  the updates have the same bits; over none if ``axes`` is None.
+  Steps exchange words over ``axes``, along which the updates have the same bits; over
+  none if ``axes`` is None.
   """
-  taken = take(first)
   updates = jax.tree.leaves(taken[0])
   # Studies read the usual step.
   if again is None or not updates or study.is_study():
     return taken
-  repeat = jax.named_scope(REPEAT)(lambda: take(again))
+  repeat = jax.named_scope(REPEAT)(again)
   # Devices along other axes have other updates, but must take one branch with these:
   # XLA's permutations wait for all devices of the program. Along the workers' axes
   # nobody has to ask.

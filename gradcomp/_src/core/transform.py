@@ -121,17 +121,20 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
     updates = not_differentiated(updates)
     across = parts.across(updates, state, params)
 
-    def step(updates: Any, state: CompressState) -> Taken:
+    def step(
+      updates: Any, state: CompressState, planned: MessagePlan | None = None
+    ) -> Taken:
       workers = parts.workers(across, updates, state)
-      plan = parts.plan(jax.tree.leaves(updates), paths_of(updates), across, workers)
+      leaves = jax.tree.leaves(updates)
+      plan = planned or parts.plan(leaves, paths_of(updates), across, workers)
       share = parts.error_share(across, workers)
       finish = functools.partial(as_updates, across.dtypes, share)
-
-      def take(plan: MessagePlan) -> Taken:
-        facts = parts.step(plan, workers, state)
-        return take_step(parts, facts, updates, state, finish)[:2]
-
-      return once_more(take, plan, plan.again, across.axes if plan.sends else None)
+      facts = parts.step(plan, workers, state)
+      taken = take_step(parts, facts, updates, state, finish)[:2]
+      if planned is not None or plan.again is None:
+        return taken
+      again = functools.partial(step, updates, state, plan.again)
+      return once_more(taken, again, across.axes if plan.sends else None)
 
     return per_device(step, updates, state, across.axes, keeps_addends=unsent)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from gradcomp._src.codecs.block_top import BlockTop
 from gradcomp._src.codecs.eight_bit import EightBit
+from gradcomp._src.codecs.floats.block_float import BlockFloat
 from gradcomp._src.codecs.floats.float_cast import FloatCast
 from gradcomp._src.codecs.floats.natural import Natural
 from gradcomp._src.codecs.joint import encode_leaf
@@ -38,6 +39,8 @@ CODECS: dict[str, Any] = {
   "float cast, e4m3": FloatCast(exponent_bits=4, mantissa_bits=3),
   "natural": Natural(),
   "block top": BlockTop(),
+  "block float, mxfp8": BlockFloat(),
+  "block float, nvfp4": BlockFloat(element="e2m1", scale="e4m3", block_size=16),
   "top k, by threshold": TopK(density=0.01, selection="threshold"),
 }
 

@@ -257,7 +257,9 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
         kept = owner_step.measured_zero(kept, rows, changes)
         return sent, ZeroState(kept, changes.after, inner_state)
 
-      return once_more(take, rows, rows.again, across.axes)
+      other = rows.again
+      again = None if other is None else lambda: take(other)
+      return once_more(take(rows), again, across.axes)
 
     given = jax.tree.map(pairs, params), extra_args
     return per_device(
