@@ -36,6 +36,7 @@ from benchmarks.common import cli
 from benchmarks.training import adam, allocate_page
 from benchmarks.training.adam_arms import AXIS, DECAY
 from benchmarks.training.adam_page import Line, append, read
+from benchmarks.training.plain_steps import plain_steps
 from gradcomp._src.cost.allocate import loss
 from gradcomp._src.cost.planner.candidates import name_of
 from gradcomp.codecs import QSGD, Dense
@@ -72,32 +73,11 @@ def optimizer(codec: Any, rate: Any, key: Any) -> optax.GradientTransformation:
 
 def pilot(problem: adam.Problem, rate: Any, steps: int) -> Pilot:
   """Trains in float32, and allocates bits from gradients on the way."""
-  tx = optax.adamw(rate, weight_decay=DECAY)
-  key, first = jax.random.split(jax.random.key(PILOT))
-  params = problem.init(first)
-  workers = jnp.arange(adam.WORKERS)
-
-  def gradients(params: Any, number: jax.Array) -> Any:
-    def of_worker(own: jax.Array) -> Any:
-      at = jax.random.fold_in(jax.random.fold_in(key, number), own)
-      return jax.grad(problem.loss)(params, problem.draw(at))
-
-    return jax.vmap(of_worker)(workers)
-
-  @jax.jit
-  def step(params: Any, state: Any, number: jax.Array) -> Any:
-    grads = gradients(params, number)
-    mean = jax.tree.map(lambda x: x.mean(0), grads)
-    updates, state = tx.update(mean, state, params)
-    return optax.apply_updates(params, updates), state, grads
-
-  kept = {}
-  state = tx.init(params)
-  for number in range(steps):
-    params, state, grads = step(params, state, jnp.asarray(number))
+  kept = []
+  for number, grads in enumerate(plain_steps(problem, rate, steps, PILOT)):
     if number in (0, steps // 10, steps - 1):
-      kept[number] = jax.device_get(grads)
-  *early, late = map(_each, kept.values())
+      kept.append(jax.device_get(grads))
+  *early, late = map(_each, kept)
   found = allocate([tree for trees in early for tree in trees], uniform=UNIFORM)
   return Pilot(found, _lost(found, late, allocated=True) / _lost(found, late))
 

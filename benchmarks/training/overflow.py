@@ -17,7 +17,6 @@ repeats  The share of steps that are sent again: one row of a worker or of the m
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import optax
 from benchmarks.common import cli
 from benchmarks.common.tables import table
 from benchmarks.training import adam
-from benchmarks.training.adam_arms import DECAY
+from benchmarks.training.plain_steps import mean_of, plain_steps
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.exchange.layout import leaf_codecs
@@ -51,30 +50,6 @@ def escapes_of(tree: Any, counted: list[bool]) -> jax.Array:
   return jnp.sum(codes == ESCAPE, axis=tuple(range(1, codes.ndim)))
 
 
-def steps_of(problem: adam.Problem, rate: Any, steps: int) -> Iterator[Any]:
-  """Trains, and yields the workers' gradients and their mean of each step."""
-  tx, workers = optax.adamw(rate, weight_decay=DECAY), jnp.arange(adam.WORKERS)
-  key, first = jax.random.split(jax.random.key(0))
-  params = problem.init(first)
-
-  @jax.jit
-  def step(params: Any, state: Any, number: jax.Array) -> Any:
-    def of_worker(own: jax.Array) -> Any:
-      at = jax.random.fold_in(jax.random.fold_in(key, number), own)
-      grads = jax.grad(problem.loss)(params, problem.draw(at))
-      return jax.tree.map(lambda x: x.astype(jnp.bfloat16), grads)
-
-    grads = jax.vmap(of_worker)(workers)
-    mean = jax.tree.map(lambda x: x.astype(jnp.float32).mean(0), grads)
-    updates, state = tx.update(mean, state, params)
-    return optax.apply_updates(params, updates), state, grads, mean
-
-  state = tx.init(params)
-  for number in range(steps):
-    params, state, grads, mean = step(params, state, jnp.asarray(number))
-    yield grads, mean
-
-
 def measure(problem: adam.Problem, rate: Any, steps: int) -> dict[str, Any]:
   """Returns the counts of each step, and the numbers that they are shares of."""
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
@@ -83,17 +58,18 @@ def measure(problem: adam.Problem, rate: Any, steps: int) -> dict[str, Any]:
   elements = sum(x.size for x, own in zip(leaves, counted, strict=True) if own)
 
   @jax.jit
-  def counts(grads: Any, mean: Any) -> Any:
+  def counts(grads: Any) -> Any:
     escapes = jax.vmap(lambda x: escapes_of(x, counted))(grads)
     is_full = lambda number: jnp.sum(number > ESCAPES, axis=-1)
     return {
       "escapes": escapes.sum(),
       "most": escapes.max(),
       "full": is_full(escapes),
-      "of_mean": is_full(escapes_of(mean, counted)),
+      "of_mean": is_full(escapes_of(mean_of(grads), counted)),
     }
 
-  found = [counts(*both) for both in steps_of(problem, rate, steps)]
+  trees = plain_steps(problem, rate, steps, 0, jnp.bfloat16)
+  found = [counts(grads) for grads in trees]
   rows = sum(-(-x.size // 1024) for x, own in zip(leaves, counted, strict=True) if own)
   by_name = {name: np.array([x[name] for x in found]).tolist() for name in found[0]}
   return by_name | {"elements": elements, "rows": rows}

@@ -79,7 +79,7 @@ def test_a_step_has_the_bits_of_plain_words(mode, workers, exchange, full):
 )
 @pytest.mark.parametrize("limits", [(31_000, 41_000), (15_000, 19_000)])
 def test_a_repeat_sends_the_same_messages(mode, limits):
-  """Those that its bytes would make have other owners. Two leaves are one, or two."""
+  """A plan of its own bytes would have other owners. Two leaves are one, or two."""
   given = gradients(4, 3, full=True, dtype=np.float32)
   options = dict(axis_name="data", feedback="error", exchange="two_shot")
   cut = gradcomp.compress(Lossless(), message_bytes=limits[0], **options)
@@ -180,7 +180,7 @@ def test_collectives_of_models_have_the_bits_of_plain_words(name, typed, full):
 
 @pytest.mark.parametrize("part", ["grads", "params"])
 def test_zero_has_the_bits_of_plain_words(part):
-  """Where the list of a gradient, or of an update, is full."""
+  """The list of a gradient, or of an update, is full."""
   given = gradients(4, 3, full=True, dtype=np.float32)
   if part == "params":
     given[1]["a"] = np.stack([wide(x, 9000) for x in given[1]["a"]])

@@ -131,9 +131,8 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
       finish = functools.partial(as_updates, across.dtypes, share)
       facts = parts.step(plan, workers, state)
       taken = take_step(parts, facts, updates, state, finish)[:2]
-      if planned is not None or plan.again is None:
-        return taken
-      again = functools.partial(step, updates, state, plan.again)
+      other = None if planned else plan.again
+      again = other and functools.partial(step, updates, state, other)
       return once_more(taken, again, across.axes if plan.sends else None)
 
     return per_device(step, updates, state, across.axes, keeps_addends=unsent)
