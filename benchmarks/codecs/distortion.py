@@ -95,7 +95,7 @@ def gradient(net: str, arrays: adam.Arrays, steps: int, size: int) -> np.ndarray
   """Trains, and returns the middle of each worker's gradient: ``float32[N, size]``."""
   width = WIDTH if net == "transformer" else 0
   problem = adam.problem(net, arrays, adam.FULL[net]._replace(width=width))
-  tx = optax.adamw(adam.RATES[net])
+  tx = optax.adamw(adam.FULL[net].rate)
   key, first = jax.random.split(jax.random.key(0))
   params = problem.init(first)
 

@@ -169,7 +169,7 @@ def settings(net: str, arm: str, args: Any) -> dict[str, Any]:
     "steps": args.steps,
     "width": size(net, args).width,
     "batch": adam.FULL[net].batch,
-    "rate": adam.RATES[net],
+    "rate": adam.FULL[net].rate,
   }
 
 
@@ -193,7 +193,7 @@ def main() -> None:
   for net in args.nets:
     own = adam.smaller(arrays) if net == "resnet" else arrays
     problem = adam.problem(net, own, size(net, args))
-    rate = optax.cosine_decay_schedule(adam.RATES[net], args.steps, alpha=0.1)
+    rate = optax.cosine_decay_schedule(adam.FULL[net].rate, args.steps, alpha=0.1)
     for arm in args.arms:
       setting = settings(net, arm, args)
       there = {x["seed"] for x in lines if setting.items() <= x.items()}

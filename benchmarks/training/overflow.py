@@ -134,7 +134,7 @@ def main() -> None:
     size = adam.FULL[net]._replace(
       width=dict(zip(NETS, args.width, strict=False)).get(net, 0)
     )
-    rate = optax.cosine_decay_schedule(adam.RATES[net], args.steps, alpha=0.1)
+    rate = optax.cosine_decay_schedule(adam.FULL[net].rate, args.steps, alpha=0.1)
     nets[net] = measure(adam.problem(net, own, size), rate, args.steps)
     print(*shares(net, nets[net], 0, args.steps))
   record |= {"commit": cli.commit(), "nets": nets}

@@ -11,7 +11,8 @@ from examples.lib.networks.inputs import centered, halved
 class LeNet(nnx.Module):
   """Two convolutions and three dense layers, with 0.85 million parameters on digits.
 
-  ``width`` is that of the first dense layer; the second has half of it.
+  ``width`` is that of the first dense layer; the second has half of it. ``channels``
+  are those of the first convolution; the second has twice as many.
   """
 
   def __init__(
@@ -20,12 +21,14 @@ class LeNet(nnx.Module):
     classes: int,
     *,
     width: int = 1024,
+    channels: int = 32,
     rngs: nnx.Rngs,
   ):
-    rows, columns, channels = image_shape
-    self.conv1 = nnx.Conv(channels, 32, (5, 5), rngs=rngs)
-    self.conv2 = nnx.Conv(32, 64, (5, 5), rngs=rngs)
-    self.dense1 = nnx.Linear((rows // 4) * (columns // 4) * 64, width, rngs=rngs)
+    rows, columns, inputs = image_shape
+    self.conv1 = nnx.Conv(inputs, channels, (5, 5), rngs=rngs)
+    self.conv2 = nnx.Conv(channels, 2 * channels, (5, 5), rngs=rngs)
+    pixels = (rows // 4) * (columns // 4)
+    self.dense1 = nnx.Linear(pixels * 2 * channels, width, rngs=rngs)
     self.dense2 = nnx.Linear(width, width // 2, rngs=rngs)
     self.head = nnx.Linear(width // 2, classes, rngs=rngs)
 

@@ -21,7 +21,7 @@ def test_the_baseline_is_adamw_of_the_mean(arrays):
   args = argparse.Namespace(steps=3, points=3, seeds=2, quick=True, small=False)
   curves = adam.run("transformer", adam_arms.BASELINE, arrays, args)
   found = adam.problem("transformer", arrays, adam.QUICK["transformer"])
-  rate = optax.cosine_decay_schedule(adam.RATES["transformer"], 3, alpha=0.1)
+  rate = optax.cosine_decay_schedule(2e-3, 3, alpha=0.1)
   tx = optax.adamw(rate, weight_decay=adam_arms.DECAY)
   key, first = jax.random.split(jax.random.key(1))
   params = found.init(first)
