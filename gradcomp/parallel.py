@@ -2,6 +2,7 @@
 
 from gradcomp._src.parallel.compress_in_scan import compress_in_scan
 from gradcomp._src.parallel.gather import gather, gather_residual
+from gradcomp._src.parallel.gather_matmul import gather_matmul
 from gradcomp._src.parallel.gather_scatter import all_gather, psum_scatter
 from gradcomp._src.parallel.permutations import all_to_all, ppermute
 from gradcomp._src.parallel.psum import psum, sum_gradients
@@ -10,6 +11,14 @@ from gradcomp._src.parallel.scan import scan, scan_residual
 from gradcomp._src.parallel.scan_shards import scan_shards
 from gradcomp._src.parallel.zero.transform import zero
 
-__all__ = ["all_gather", "all_to_all", "compress_in_scan", "gather", "gather_residual"]
-__all__ += ["ppermute", "psum", "psum_scatter", "reshard", "scan", "scan_residual"]
+__all__ = ["all_gather", "all_to_all", "compress_in_scan", "gather", "gather_matmul"]
+__all__ += [
+  "gather_residual",
+  "ppermute",
+  "psum",
+  "psum_scatter",
+  "reshard",
+  "scan",
+  "scan_residual",
+]
 __all__ += ["scan_shards", "sum_gradients", "zero"]

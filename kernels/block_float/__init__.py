@@ -1,6 +1,8 @@
 """Scales blocks, casts them to floats of few bits and packs them, and decodes them."""
 
 from gradcomp._src.kernels.block_float import pallas, reference, tpu
+from gradcomp._src.kernels.block_float.product import dot as dot
+from gradcomp._src.kernels.block_float.product import multiply as multiply
 from gradcomp._src.kernels.block_float.reference import ELEMENTS as ELEMENTS
 from gradcomp._src.kernels.block_float.reference import Element as Element
 from gradcomp._src.kernels.block_float.reference import Form as Form

@@ -28,6 +28,7 @@ from gradcomp._src.mesh.types import mesh_of
 SWITCH = "GRADCOMP_CHECK_KERNELS"
 
 HOPPER = 9.0  # the compute capability that kernels need
+BLACKWELL = 10.0  # the one that products of scaled blocks need
 
 # Two blocks or more of every kernel with buckets of up to 2048. TPUs have large blocks.
 _ELEMENTS = {"cuda": 1 << 17, "tpu": (1 << 19) + (1 << 17)}
@@ -159,8 +160,13 @@ def kernel_verdicts() -> dict[str, Verdict]:
 
 def too_old() -> str:
   """Returns the compute capability of a GPU that cannot run kernels; "" for none."""
+  return older_than(HOPPER)
+
+
+def older_than(least: float) -> str:
+  """Returns the compute capability of a GPU that has less; "" for none."""
   each = map(_capability, _gpus())
-  return next((str(found) for found in each if found < HOPPER), "")
+  return next((str(found) for found in each if found < least), "")
 
 
 def _capability(gpu: jax.Device) -> float:

@@ -138,6 +138,13 @@ class Codec(LeafCodec, abc.ABC):
     means = yield list(leaves)
     return means, list(memory)
 
+  def operand(self, payload: Payload, *, like: ArrayLike) -> tuple[Array, Array, Array]:
+    """Returns elements, scales and a factor, for the matrix units that take them."""
+    raise TypeError(
+      f"The codec must be one with numbers of matrix units, got {self}; they are in "
+      "payloads of gradcomp.codecs.BlockFloat, and decoded by others."
+    )
+
   def to_nearest(self) -> Self:
     """Returns the codec that rounds to nearest, with rows of the same format."""
     return self

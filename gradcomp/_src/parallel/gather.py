@@ -121,7 +121,7 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
     )
   x = mark_varying(x, _axes_of(axis_name, residual))
   if residual is not None:
-    _check_residual(residual, x, _residual_shape(x, axis, size))
+    check_residual(residual, x, _residual_shape(x, axis, size))
   send = lambda x: _gather(wire, axis, x, residual, key)
   whole = options.over_real_parts(send, x)
   return whole if shape is None else whole[: math.prod(shape)].reshape(shape)
@@ -169,21 +169,39 @@ def _gather(
   def scatter(
     cotangent: jax.Array, residual: jax.Array | None, key: Key
   ) -> tuple[jax.Array, jax.Array | None, None]:
-    back = dataclasses.replace(wire.reversed, own="exact")
-    key = options.folded(key, 1)
-    sent = cotangent.astype(jnp.float32)
-    old = None if residual is None else residual.astype(jnp.float32)
-    parts = sent if old is None else sent + old
-    parts = transport.split_parts(parts, axis, wire.size)
-    mine = transport.reduce_encoded(parts, back, key)
-    if residual is None or old is None:
-      return mine.astype(cotangent.dtype), None, None
-    unsent = transport.loss_of(parts, back, key)
-    mine, unsent = transport.narrowed_parts(mine, unsent, cotangent.dtype, back, axis)
-    kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
-    return mine, kept, None
+    return *scatter_gradient(cotangent, residual, wire, axis, key), None
 
   return options.transposed(gather, scatter, x, residual, key)
+
+
+def scatter_gradient(
+  cotangent: jax.Array, residual: jax.Array | None, wire: Wire, axis: int, key: Key
+) -> tuple[jax.Array, jax.Array | None]:
+  """Sends the parts of a gathered weight's cotangent to the owners of its shards.
+
+  Args:
+    cotangent: of the whole weight.
+    residual: of this worker's earlier ones, or None.
+    wire: of the forward pass.
+    axis: along which the weight is sharded.
+    key: of the forward pass.
+
+  Returns:
+    The sum of the workers' cotangents of this worker's shard, and the new residual.
+  """
+  back = dataclasses.replace(wire.reversed, own="exact")
+  key = options.folded(key, 1)
+  sent = cotangent.astype(jnp.float32)
+  old = None if residual is None else residual.astype(jnp.float32)
+  parts = sent if old is None else sent + old
+  parts = transport.split_parts(parts, axis, wire.size)
+  mine = transport.reduce_encoded(parts, back, key)
+  if residual is None or old is None:
+    return mine.astype(cotangent.dtype), None
+  unsent = transport.loss_of(parts, back, key)
+  mine, unsent = transport.narrowed_parts(mine, unsent, cotangent.dtype, back, axis)
+  kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
+  return mine, kept
 
 
 def _axes_of(axis_name: AxisName, x: jax.Array | None) -> tuple[str, ...]:
@@ -197,7 +215,7 @@ def _residual_shape(x: jax.Array, axis: int, size: int) -> tuple[int, ...]:
   return (*whole, 2) if jnp.iscomplexobj(x) else whole
 
 
-def _check_residual(residual: jax.Array, x: jax.Array, shape: tuple[int, ...]) -> None:
+def check_residual(residual: jax.Array, x: jax.Array, shape: tuple[int, ...]) -> None:
   """Raises an error for a residual that cannot get the new one as its cotangent."""
   residual = jnp.asarray(residual)
   if not jnp.issubdtype(residual.dtype, jnp.floating):

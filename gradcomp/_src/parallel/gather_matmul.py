@@ -1,0 +1,208 @@
+"""``gather_matmul``: a product with a weight that is gathered, and never decoded."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.policy import stateless
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs.sums.records import Payload
+from gradcomp._src.exchange.lines import split
+from gradcomp._src.kernels import block_float
+from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
+from gradcomp._src.mesh.types import mark_varying, varying_axes
+from gradcomp._src.parallel import options, transport
+from gradcomp._src.parallel.gather import check_residual, scatter_gradient
+from gradcomp._src.parallel.options import Key, Wire
+
+# Elements, scales and factors of rows: see BlockFloat.operand.
+Operand = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
+  x: jax.Array,
+  w_shard: jax.Array,
+  *,
+  axis_name: AxisName,
+  params: LeafCodec,
+  grads: LeafCodec | None,
+  inputs: LeafCodec | None = None,
+  residual: jax.Array | None = None,
+  key: jax.Array | None = None,
+) -> jax.Array:
+  r"""Multiplies by a weight that is gathered, and goes into the product as it came.
+
+  The weight W, ``[n, K]``, is sharded along its first axis. With the codecs
+  :math:`Q_w` of the weight and :math:`Q_x` of the inputs,
+
+  .. math:: y = Q_x(x) \, Q_w(W)^\top, \qquad
+     \bar{x} = \bar{y} \, Q_w(W), \qquad \bar{W} = \bar{y}^\top Q_x(x)
+
+  On GPUs from Blackwell on, the elements and scales of both go into
+  ``jax.nn.scaled_matmul`` as they came. Elsewhere they are decoded to ``bfloat16``,
+  which holds an element times a scale exactly, and multiplied. Sums are of ``float32``,
+  in the platform's order.
+
+  The backward pass decodes both to the dtype of x. It has their words from the forward
+  pass: 8.25 bits an element with MXFP8. :math:`\bar{W}` is sent to the owners of the
+  shards, and rounding errors come back as the cotangent of ``residual``, all as
+  :func:`gather` does it, with its bytes, its rules for NaN and its ``residual``.
+
+  It is biased if a codec rounds to nearest. The derivatives take each codec for the
+  identity.
+
+  Args:
+    x: the inputs, ``[..., K]`` real floats. They may differ between workers.
+    w_shard: this worker's rows of the weight, ``[n / N, K]`` real floats.
+    axis_name: the axis of the enclosing map, or a tuple of axes.
+    params: the codec of the weight, a ``BlockFloat`` with elements of 8 or 4 bits and
+      without a rotation. Its blocks lie along K, which is a multiple of them.
+    grads: the codec of the weight's gradient; None for ``float32``.
+    inputs: the codec of x, with the ``scale`` and ``block_size`` of ``params``; None
+      for ``params``, rounding to nearest. Default: None.
+    residual: the rounding errors of this worker's earlier gradients, ``[n, K]``: zeros
+      at first, see :func:`gather_residual`. Without one, they are dropped. Default:
+      None.
+    key: a key that all workers share, another one for each call, if a codec draws
+      random numbers. Default: None.
+
+  Returns:
+    The product, ``[..., n]``, of the dtype of x. It is typed as varying over the
+    workers.
+
+  Raises:
+    ValueError: the axis is not bound; K is another one for x and the weight, or no
+      multiple of the blocks; the codecs of x and the weight do not fit one product; or
+      another argument is not as above.
+    TypeError: an array has no real float dtype, or the codec of x or of the weight has
+      no numbers of matrix units.
+
+  Example:
+    >>> codec = gradcomp.codecs.BlockFloat()  # MXFP8
+    >>> def layer(x, w_shard):
+    ...   return gradcomp.parallel.gather_matmul(
+    ...     x, w_shard, axis_name="data", params=codec, grads=codec)
+    >>> x, w = jnp.ones((2, 3, 32)), jnp.ones((2, 4, 32))  # of two workers
+    >>> y = jax.vmap(layer, axis_name="data")(x, w)
+    >>> y.shape, y[0, 0, 0]
+    ((2, 3, 8), Array(32., dtype=float32))
+
+  References:
+    Rouhani et al., `Microscaling Data Formats for Deep Learning
+    <https://arxiv.org/abs/2310.10537>`_, 2023, section 3, which casts both inputs of
+    each product in this way
+  """
+  size = require_size(axis_name)
+  forward = stateless("params", params)
+  own = forward.to_nearest() if inputs is None else stateless("inputs", inputs)
+  back = (
+    Dense()
+    if grads is None
+    else stateless("grads", grads, corrected=residual is not None)
+  )
+  key = options.checked_key(key, forward, back, own)
+  x, w = _checked_floats("x", x), _checked_floats("w_shard", w_shard)
+  _check_shapes(x, w)
+  _check_kinds(forward, own, w)
+  axes = {axis for y in (x, w, residual) for axis in varying_axes(y)}
+  axes -= set(axis_names(axis_name))
+  x, w = mark_varying((x, w), (*axis_names(axis_name), *sorted(axes)))
+  if residual is not None:
+    check_residual(residual, w, (size * len(w), w.shape[1]))
+  wire = Wire(axis_name, forward, back, "coded", size)
+  return _multiplied(wire, (forward, own), x, w, residual, key)
+
+
+def _multiplied(
+  wire: Wire,
+  codecs: tuple[Codec, Codec],
+  x: jax.Array,
+  w: jax.Array,
+  residual: jax.Array | None,
+  key: Key,
+) -> jax.Array:
+  """Returns the product. The cotangent of the residual is the new one."""
+  params, inputs = codecs
+  shapes = x.shape, w.shape
+  dtypes = x.dtype, w.dtype
+  own = Wire(wire.axis_name, inputs, inputs, "coded", wire.size)
+
+  def forward(x: jax.Array, w: jax.Array, residual: Any, key: Key) -> Any:
+    lines = transport.gather_lines(w, wire, key)
+    sent = transport.to_lines(x[None], own, options.folded(key, 2))
+    rows, columns = _operand(sent, x, inputs), _operand(lines, w, params)
+    sums = block_float.multiply(rows[:2], columns[:2])
+    y = (sums * (rows[2][:, None] * columns[2])).astype(x.dtype)
+    y = y.reshape(*x.shape[:-1], -1)
+    return mark_varying(y, wire.axis_name), (sent, lines, residual, key)
+
+  def backward(saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    sent, lines, residual, key = saved
+    cotangent = options.differentiated_once(cotangent)
+    flat = cotangent.reshape(-1, cotangent.shape[-1])
+    decode = lambda lines, shape, codec: (
+      transport.from_lines(lines, shape, codec).astype(dtypes[0]).reshape(-1, shape[-1])
+    )
+    whole = decode(lines, shapes[1], params)
+    given = decode(sent, shapes[0], inputs)
+    of_x = block_float.dot(flat, whole, 0).astype(dtypes[0]).reshape(shapes[0])
+    of_whole = block_float.dot(flat.T, given, 0).astype(dtypes[1])
+    return of_x, *scatter_gradient(of_whole, residual, wire, 0, key), None
+
+  def started(x: jax.Array, w: jax.Array, residual: Any, key: Key) -> Any:
+    x, w = options.differentiated_once((x, w))
+    return forward(x, w, residual, key)
+
+  function = jax.custom_vjp(lambda *given: forward(*given)[0])
+  function.defvjp(started, backward)
+  return function(x, w, residual, key)
+
+
+def _operand(lines: jax.Array, like: jax.Array, codec: Codec) -> Operand:
+  """Reads lines of words: elements and scales of all rows, and a factor of each."""
+  rows = -(-like.size // codec.tile_size), codec.row_words
+  (words,) = split(lines, [rows])
+  read = lambda rows: codec.operand(Payload(rows), like=like)
+  elements, scales, factors = jax.vmap(read)(words)
+  flat = lambda x: x.reshape(-1, x.shape[-1])
+  of_row = jnp.repeat(factors, flat(elements).shape[0] // len(lines))
+  return flat(elements), flat(scales), of_row
+
+
+def _checked_floats(name: str, x: Any) -> jax.Array:
+  x = jnp.asarray(x)
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(f"`{name}` must have a real float dtype, got {x.dtype}.")
+  return x
+
+
+def _check_shapes(x: jax.Array, w: jax.Array) -> None:
+  """Raises ValueError unless the arrays have a product."""
+  if w.ndim != 2 or not w.size:
+    raise ValueError(
+      f"`w_shard` must be of the shape [n / N, K], got {w.shape}; use "
+      "gradcomp.parallel.gather for other shapes."
+    )
+  if not x.ndim or not x.size or x.shape[-1] != w.shape[1]:
+    raise ValueError(
+      f"`x` must be of the shape [..., {w.shape[1]}], as the rows of `w_shard`, got "
+      f"{x.shape}."
+    )
+
+
+def _check_kinds(params: Codec, inputs: Codec, w: jax.Array) -> None:
+  """Raises an error unless a matrix unit takes both codecs' numbers at once."""
+
+  def scales(codec: Codec) -> tuple[str, int]:
+    rows = -(-w.size // codec.tile_size), codec.row_words
+    read = lambda rows: codec.operand(Payload(rows), like=w)[1]
+    found = jax.eval_shape(read, jax.ShapeDtypeStruct(rows, jnp.uint32))
+    return str(found.dtype), w.shape[-1] // found.shape[-1]
+
+  if scales(params) != scales(inputs):
+    raise ValueError(
+      f"`inputs` must have the scales of `params`, {scales(params)} as dtype and "
+      f"block, got {scales(inputs)}; matrix units take one kind."
+    )

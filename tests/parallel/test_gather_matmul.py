@@ -1,0 +1,277 @@
+"""A product with a gathered weight takes its words as they came."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp._src.kernels.block_float.product import _by_unit as product_by_unit
+from gradcomp.codecs import QSGD, BlockFloat, Dense
+from gradcomp.parallel import gather_matmul
+from tests.plugins.slow_cases import slow
+from tests.support.assertions import assert_same_bits, says
+from tests.support.cases.parallel import KEY, dither, mapped, nbytes, numbers, roundtrip
+
+N, M, ROWS, K = 4, 6, 8, 64
+MXFP8, MXFP4 = BlockFloat(), BlockFloat(element="e2m1")
+NVFP4 = BlockFloat(element="e2m1", scale="e4m3", block_size=16)
+RANDOM = BlockFloat(element="e2m1", scale="e4m3", block_size=16, rounding="stochastic")
+CODECS = {
+  "mxfp8": MXFP8,
+  "mxfp8 e5m2": BlockFloat(element="e5m2"),
+  "mxfp4": MXFP4,
+  "nvfp4": NVFP4,
+  "nvfp4 stochastic": RANDOM,
+}
+DRAWN = jax.random.wrap_key_data(jnp.array(KEY, jnp.uint32))
+COARSE = QSGD(bits=2, bucket_size=32, rounding="nearest")
+
+
+def product(**options):
+  """``(x, w, cotangent) -> (y, dx, dw)`` of a product."""
+
+  def run(x, w, cotangent):
+    y, back = jax.vjp(
+      functools.partial(gather_matmul, axis_name="data", **options), x, w
+    )
+    return y, *back(cotangent)
+
+  return run
+
+
+def arrays(dtype=np.float32):
+  x, w, cotangent = (
+    numbers(N, M, K),
+    numbers(N, ROWS, K, seed=1),
+    numbers(N, M, N * ROWS),
+  )
+  return x.astype(dtype), w.astype(dtype), cotangent.astype(dtype)
+
+
+def assert_summed(got, a, b):
+  """``got`` is ``a @ b`` but for the order of sums: n eps of absolute values."""
+  bound = a.shape[-1] * 2.0**-23 * (np.abs(a) @ np.abs(b))
+  assert (np.abs(got - np.float64(a) @ np.float64(b)) <= bound).all()
+
+
+@pytest.mark.parametrize("mode", ["shard_map", *slow("vmap", "pmap")])
+@pytest.mark.parametrize(
+  "name", ["mxfp8", "nvfp4 stochastic", *slow("mxfp8 e5m2", "mxfp4", "nvfp4")]
+)
+def test_it_is_the_product_of_what_both_payloads_hold(name, mode):
+  """By NumPy alone, forward and backward, with sums in any order."""
+  codec, (x, w, cotangent) = CODECS[name], arrays()
+  options = dict(params=codec, grads=None, key=DRAWN if codec.needs_key else None)
+  y, dx, dw = mapped(mode, product(**options), N)(x, w, cotangent)
+  whole = np.concatenate([roundtrip(codec, w[i], dither(i)) for i in range(N)])
+  given = [roundtrip(codec.to_nearest(), x[i], None) for i in range(N)]
+  parts = [np.split(cotangent[i].T, N) for i in range(N)]
+  for i in range(N):
+    assert_summed(y[i], given[i], whole.T)
+    assert_summed(dx[i], cotangent[i], whole)
+    # One sum over all workers' rows is the sum of their products.
+    own = np.concatenate([parts[j][i] for j in range(N)], axis=1)
+    assert_summed(dw[i], own, np.concatenate(given))
+
+
+def test_inputs_may_have_a_codec_of_their_own():
+  """Of other elements, drawing by the third key."""
+  codec = BlockFloat(element="e5m2", rounding="stochastic")
+  options = dict(params=MXFP4, inputs=codec, grads=None, key=DRAWN)
+  x, w, cotangent = arrays()
+  y = mapped("vmap", product(**options), N)(x, w, cotangent)[0]
+  exact = mapped("vmap", product(**options | {"inputs": MXFP8}), N)(x, w, cotangent)[0]
+  whole = np.concatenate([roundtrip(MXFP4, w[i], None) for i in range(N)])
+  assert_summed(exact[0], roundtrip(MXFP8, x[0], None), whole.T)
+  # E5M2 has two bits of a mantissa: a step is at most a quarter of a number.
+  assert 0 < np.abs(y[0] - exact[0]).max() <= (np.abs(x[0]) @ np.abs(whole).T).max() / 4
+  again = mapped("vmap", product(**options), N)(x, w, cotangent)[0]
+  assert_same_bits(again, y)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+def test_any_leading_axes_and_the_dtypes_of_the_inputs(dtype):
+  x, w, _ = arrays(dtype)
+  options = dict(axis_name="data", params=MXFP8, grads=MXFP8)
+
+  def grads(x, w):
+    loss = lambda x, w: gather_matmul(x, w, **options).astype(jnp.float32).sum()
+    several = x.reshape(2, M // 2, K)
+    pairs = gather_matmul(several, w, **options), gather_matmul(x[0], w, **options)
+    return *pairs, gather_matmul(x, w, **options), *jax.grad(loss, (0, 1))(x, w)
+
+  several, one, y, dx, dw = mapped("vmap", grads, N)(x, w)
+  assert several.shape == (N, 2, M // 2, N * ROWS) and one.shape == (N, N * ROWS)
+  # Blocks are the same, so all but the order of sums is.
+  bound = dict(rtol=0, atol=float(jnp.finfo(dtype).eps) * float(jnp.abs(y).max()))
+  flat = np.float32(several).reshape(y.shape)
+  np.testing.assert_allclose(flat, np.float32(y), **bound)
+  np.testing.assert_allclose(np.float32(one), np.float32(y)[:, 0], **bound)
+  assert y.dtype == dx.dtype == dw.dtype == dtype and (dx.shape, dw.shape) == (
+    x.shape,
+    w.shape,
+  )
+
+
+@pytest.mark.parametrize("mode", ["shard_map", *slow("vmap")])
+def test_what_the_gradient_loses_is_the_new_residual(mode):
+  """With what came it is the sum of the cotangents, as of `gather`."""
+  x, w, cotangent = arrays()
+  old = 0.1 * numbers(N, N * ROWS, K, seed=3)
+
+  def run(grads, x, w, residual, cotangent):
+    function = lambda w, residual: gather_matmul(
+      x, w, axis_name="data", params=MXFP8, grads=grads, residual=residual
+    )
+    return jax.vjp(function, w, residual)[1](cotangent)
+
+  dw, new = mapped(mode, functools.partial(run, COARSE), N)(x, w, old, cotangent)
+  exact, none = mapped(mode, functools.partial(run, None), N)(x, w, old, cotangent)
+  assert np.abs(new).max() > 0.1 and not np.asarray(none).any()
+  whole = np.concatenate(dw) + np.asarray(new).sum(0)
+  # The sums have up to eight addends below 100 in another order: 2**-24 of each.
+  np.testing.assert_allclose(whole, np.concatenate(exact), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_words_alone_are_sent_and_none_is_decoded_before_the_product(check_vma):
+  """One gather of words forward, none backward; GPUs get operands of 8 bits."""
+  mode = "shard_map" if check_vma else "shard_map_unchecked"
+  traced = mapped(mode, product(params=MXFP8, grads=COARSE), N).trace(*arrays())
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  (line,) = [x for x in text.splitlines() if "@__op$block_scaled_dot" in x]
+  assert f"tensor<1x{M}x{K}xf8E4M3FN>, tensor<1x{N * ROWS}x{K}xf8E4M3FN>" in line
+  assert f"tensor<1x{N * ROWS}x{K // 32}xf8E8M0FNU>" in line
+  lowered = traced.lower()
+  (line,) = [
+    x for x in lowered.as_text().splitlines() if "dot_general" in x and "xbf16" in x
+  ]
+  assert f"tensor<{M}x{K}xbf16>, tensor<{N * ROWS}x{K}xbf16>" in line
+  report = gradcomp.wire_report(lowered.compile())
+  found = {c.kind: (c.dtype, c.bytes_sent) for c in report.collectives}
+  assert found == {
+    "all-gather": ("u32", (N - 1) * nbytes(MXFP8, ROWS * K)),
+    "all-to-all": ("u32", (N - 1) * nbytes(COARSE, ROWS * K)),
+  }
+
+
+def test_workers_of_a_vmap_on_gpus_take_their_products_one_by_one():
+  """Weights are one array of all workers there, which JAX's product cannot map over."""
+  of = lambda *shape: jnp.ones(shape, jnp.float8_e4m3fn)
+  scales = lambda *shape: jnp.ones(shape, jnp.float8_e8m0fnu)
+  every = jax.vmap(product_by_unit, (0, 0, None, None))
+  given = of(N, M, K), scales(N, M, 2), of(ROWS, K), scales(ROWS, 2)
+  y = jax.eval_shape(every, *given)
+  assert (y.shape, y.dtype) == ((N, M, ROWS), jnp.float32)
+
+
+@pytest.mark.parametrize("where", ["x", "w"])
+def test_a_nan_reaches_every_sum_that_has_it(where):
+  """Of an input, one row of one worker; of a weight, one column of all."""
+  x, w, cotangent = arrays()
+  {"x": x, "w": w}[where][2, 3, 40] = np.nan
+  y = np.asarray(
+    mapped("vmap", product(params=MXFP8, grads=None), N)(x, w, cotangent)[0]
+  )
+  want = np.zeros(y.shape, bool)
+  want[(2, 3) if where == "x" else (..., 2 * ROWS + 3)] = True
+  np.testing.assert_array_equal(np.isnan(y), want)
+
+
+def test_weights_of_equal_type_on_hosts_get_the_sum_over_hosts():
+  """By JAX, where types are checked, and inputs of all hosts and chips differ."""
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:N]).reshape(2, 2), ("host", "chip"))
+  both = P(("host", "chip"))
+  x, w = numbers(N * M, K), numbers(2 * ROWS, K, seed=1)
+
+  def grads(x, w):
+    loss = lambda w: gather_matmul(
+      x, w, axis_name="chip", params=MXFP8, grads=None
+    ).sum()
+    return jax.grad(loss)(w)
+
+  step = jax.shard_map(
+    grads, mesh=mesh, in_specs=(both, P("chip")), out_specs=P("chip")
+  )
+  rows = roundtrip(MXFP8, x, None).sum(0)
+  got = jax.jit(step)(x, w)
+  # Sums of 24 numbers below 4, in another order.
+  np.testing.assert_allclose(got, np.tile(rows, (2 * ROWS, 1)), rtol=0, atol=1e-4)
+
+
+WRONG = {
+  "no codec": (
+    TypeError,
+    dict(params=Dense()),
+    ["matrix units", "Dense", "BlockFloat"],
+  ),
+  "six bits": (
+    ValueError,
+    dict(params=BlockFloat(element="e3m2")),
+    ["`element`", "e3m2"],
+  ),
+  "rotated": (
+    ValueError,
+    dict(params=BlockFloat(element="e2m1", rotate=8)),
+    ["`rotate`", "8"],
+  ),
+  "inputs": (TypeError, dict(inputs=COARSE), ["matrix units", "QSGD"]),
+  "two kinds": (
+    ValueError,
+    dict(inputs=NVFP4),
+    ["`inputs`", "float8_e8m0fnu", "float8_e4m3fn"],
+  ),
+  "key": (ValueError, dict(params=BlockFloat(rounding="stochastic")), ["`key`"]),
+  "residual": (
+    ValueError,
+    dict(residual=jnp.zeros((4, K))),
+    ["`residual`", f"({N * ROWS}, {K})", "gather_residual"],
+  ),
+  "axis": (ValueError, dict(axis_name="model"), ["model"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_options_are_named(case):
+  error, options, words = WRONG[case]
+  options = dict(axis_name="data", params=MXFP8, grads=None) | options
+  function = lambda x, w: gather_matmul(x, w, **options)
+  with pytest.raises(error, match=says(*words)):
+    jax.eval_shape(jax.vmap(function, axis_name="data"), *arrays()[:2])
+
+
+@pytest.mark.parametrize(
+  "x, w, error, words",
+  [
+    ((M, 48), (ROWS, 48), ValueError, ["last axis", "multiple of 32", "(8, 48)"]),
+    ((M, K), (ROWS * K,), ValueError, ["`w_shard`", "gather"]),
+    ((M, 32), (ROWS, K), ValueError, ["`x`", "[..., 64]", "(6, 32)"]),
+    ((0, K), (ROWS, K), ValueError, ["`x`", "(0, 64)"]),
+    ((M, K, int), (ROWS, K), TypeError, ["`x`", "int32"]),
+    ((M, K), (ROWS, K, complex), TypeError, ["`w_shard`", "complex64"]),
+  ],
+)
+def test_bad_arrays_are_named(x, w, error, words):
+  make = lambda *given: jnp.ones(
+    (N, *[n for n in given if isinstance(n, int)]),
+    next((t for t in given if isinstance(t, type)), jnp.float32),
+  )
+  function = lambda x, w: gather_matmul(
+    x, w, axis_name="data", params=MXFP8, grads=None
+  )
+  with pytest.raises(error, match=says(*words)):
+    jax.eval_shape(jax.vmap(function, axis_name="data"), make(*x), make(*w))
+
+
+def test_derivatives_of_derivatives_are_refused():
+  x, w, _ = arrays()
+  loss = lambda x, w: (
+    gather_matmul(x, w, axis_name="data", params=MXFP8, grads=None) ** 2
+  ).sum()
+  twice = jax.grad(lambda x, w: jax.grad(loss)(x, w).sum(), 1)
+  with pytest.raises(TypeError, match="differentiated once"):
+    jax.eval_shape(jax.vmap(twice, axis_name="data"), x, w)
