@@ -1,19 +1,20 @@
-"""Trains with 4 bits for each leaf, and with those that gradcomp.cost.allocate finds.
+"""Trains with 4 bits for each leaf, and with bits that its gradients ask for.
 
   python -m benchmarks.training.allocate [--nets transformer lenet resnet]
-    [--arms ...] [--steps 60] [--seeds 0 1 2 3 4] [--data FILE] [--output FOLDER]
-    [--quick]
+    [--arms ...] [--steps 300] [--seeds 0 1 2 3 4] [--width 128] [--batch 8]
+    [--data FILE] [--output FOLDER] [--quick]
 
 The nets, the data and the four workers are those of benchmarks.training.adam, and so is
-AdamW. ResNet sees images of half the height and width. The bits are allocated once a
-net, from the gradients of all workers of another seed: at its start and behind a tenth
-of its steps in float32. A seed is the same initialization and the same batches for
-every arm:
+AdamW. Images have half the height and width. The bits are allocated once a net, from
+the gradients of all workers of another seed: at its start and behind a tenth of its
+steps in float32. A seed is the same initialization and the same batches for every arm:
 
 pilot      the allocation alone
 float32    the plain mean
 uniform    QSGD of 4 bits for each leaf
 allocated  the same squared error of these gradients, at fewer bytes
+adaptive   QSGD of 2, 3, 4 or 8 bits, measured every 20 steps: the fewest with at most
+           the relative error that 4 bits have in the gradients of the pilot
 
 A net, an arm and a seed are a line of allocate_study.jsonl in --output; lines that are
 there already are not run again. The page allocate_study.md compares ends seed by seed.
@@ -23,7 +24,7 @@ import argparse
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,15 +38,19 @@ from benchmarks.training import adam, allocate_page
 from benchmarks.training.adam_arms import AXIS, DECAY
 from benchmarks.training.adam_page import Line, append, read
 from benchmarks.training.plain_steps import plain_steps
+from gradcomp import contrib
 from gradcomp._src.cost.allocate import loss
 from gradcomp._src.cost.planner.candidates import name_of
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.cost import Allocation, allocate
 
 NETS = ("transformer", "lenet", "resnet")
-ARMS = ("pilot", "float32", "uniform", "allocated")
-Trained = Callable[[int], tuple[float, float]]
+ARMS = ("pilot", "float32", "uniform", "allocated", "adaptive")
+Trained = Callable[[int], tuple[float, float, list[int]]]
+Exchange = Callable[..., optax.GradientTransformation]
 UNIFORM = QSGD(bits=4)
+WIDTHS = [QSGD(bits=bits) for bits in (2, 3, 4, 8)]
+EVERY = 20  # steps from one measurement of errors to the next
 TESTED = 6500  # images, or characters, to test on
 PILOT = 1000  # the seed of the gradients that bits are allocated from
 
@@ -57,18 +62,25 @@ class Pilot(NamedTuple):
     found: the allocation.
     late_error: squared errors of the gradients at the end of the pilot, those of the
       allocated bits over those of the uniform ones.
+    tolerance: the squared error of the uniform bits over the square of the gradients
+      that bits are allocated from.
   """
 
   found: Allocation
   late_error: float
+  tolerance: float
 
 
-def optimizer(codec: Any, rate: Any, key: Any) -> optax.GradientTransformation:
-  """Returns AdamW behind the exchange of a codec."""
+def exchange_by(make: Callable[..., Any], codec: Any, **own: Any) -> Exchange:
+  """Returns a function from a key to the exchange by a codec, or by several."""
   # Owners that kept residuals would have states of their own.
   two_shot = gradcomp.exchange.TwoShot(feedback=False)
-  exchange = gradcomp.compress(codec, axis_name=AXIS, exchange=two_shot, key=key)
-  return optax.chain(exchange, optax.adamw(rate, weight_decay=DECAY))
+  return functools.partial(make, codec, axis_name=AXIS, exchange=two_shot, **own)
+
+
+def optimizer(exchange: Exchange, rate: Any, key: Any) -> optax.GradientTransformation:
+  """Returns AdamW behind an exchange."""
+  return optax.chain(exchange(key=key), optax.adamw(rate, weight_decay=DECAY))
 
 
 def pilot(problem: adam.Problem, rate: Any, steps: int) -> Pilot:
@@ -78,8 +90,11 @@ def pilot(problem: adam.Problem, rate: Any, steps: int) -> Pilot:
     if number in (0, steps // 10, steps - 1):
       kept.append(jax.device_get(grads))
   *early, late = map(_each, kept)
-  found = allocate([tree for trees in early for tree in trees], uniform=UNIFORM)
-  return Pilot(found, _lost(found, late, allocated=True) / _lost(found, late))
+  trees = [tree for trees in early for tree in trees]
+  found = allocate(trees, uniform=UNIFORM)
+  square = sum(float(optax.tree.norm(tree, squared=True)) for tree in trees)
+  late_error = _lost(found, late, allocated=True) / _lost(found, late)
+  return Pilot(found, late_error, _lost(found, trees) / square)
 
 
 def _lost(found: Allocation, trees: Any, *, allocated: bool = False) -> float:
@@ -99,8 +114,11 @@ def _each(grads: Any) -> list[Any]:
   return [of(own) for own in range(adam.WORKERS)]
 
 
-def train(problem: adam.Problem, codec: Any, rate: Any, args: Any) -> Trained:
-  """Returns a function that trains from a seed, to the test's loss and accuracy."""
+def train(problem: adam.Problem, exchange: Exchange, rate: Any, args: Any) -> Trained:
+  """Returns a function that trains from a seed.
+
+  It returns the test's loss and accuracy, and the codec of each step, if they change.
+  """
   workers = jnp.arange(adam.WORKERS)
   over = functools.partial(jax.vmap, axis_name=AXIS, axis_size=adam.WORKERS)
 
@@ -108,13 +126,13 @@ def train(problem: adam.Problem, codec: Any, rate: Any, args: Any) -> Trained:
   def first(seed: jax.Array) -> Any:
     key, own = jax.random.split(jax.random.key(seed))
     params = problem.init(own)
-    tx = optimizer(codec, rate, jax.random.key_data(key))
+    tx = optimizer(exchange, rate, jax.random.key_data(key))
     # No state differs between workers: there is no residual of theirs or of owners.
     return key, params, over(lambda _: tx.init(params), out_axes=None)(workers)
 
   @jax.jit
   def step(key: Any, params: Any, state: Any, number: jax.Array) -> Any:
-    tx = optimizer(codec, rate, jax.random.key_data(key))
+    tx = optimizer(exchange, rate, jax.random.key_data(key))
 
     def worker(own: jax.Array) -> Any:
       at = jax.random.fold_in(jax.random.fold_in(key, number), own)
@@ -126,37 +144,85 @@ def train(problem: adam.Problem, codec: Any, rate: Any, args: Any) -> Trained:
 
   score = jax.jit(problem.score)
 
-  def trained(seed: int) -> tuple[float, float]:
+  def trained(seed: int) -> tuple[float, float, list[int]]:
     key, params, state = first(seed)
+    taken = []
     for number in range(args.steps):
       params, state = step(key, params, state, jnp.asarray(number))
+      many = isinstance(state[0], contrib.AdaptiveState)
+      taken.append(state[0].index if many else 0)
     loss, right = score(params)
-    return float(loss), float(right)
+    return float(loss), float(right), list(map(int, taken))
 
   return trained
 
 
-def results(problem: adam.Problem, codec: Any, rate: Any, args: Any) -> Iterator[Line]:
-  """Trains from each seed, one after the other, and yields what a line says of it."""
+def results(
+  problem: adam.Problem,
+  exchanges: Sequence[Exchange],
+  run: Exchange,
+  rate: Any,
+  args: Any,
+) -> Iterator[Line]:
+  """Trains from each seed, one after the other, and yields what a line says of it.
+
+  Args:
+    problem: the net.
+    exchanges: the one of each codec that a step may have.
+    run: what trains: one of them, or all of them.
+    rate: of AdamW.
+    args: of the command line.
+  """
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
-  plan = gradcomp.explain(optimizer(codec, rate, 0), shapes, workers=adam.WORKERS)
-  trained = train(problem, codec, rate, args)
+  sent = [
+    gradcomp.explain(optimizer(x, rate, 0), shapes, workers=adam.WORKERS).bytes_per_step
+    for x in exchanges
+  ]
+  trained = train(problem, run, rate, args)
   for seed in args.seeds:
     start = time.perf_counter()
-    loss, right = trained(seed)
+    loss, right, taken = trained(seed)
     yield {
       "seed": seed,
       "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
-      "bytes_a_step": float(plan.bytes_per_step),
+      "bytes_a_step": sum(float(sent[i]) for i in taken) / len(taken),
+      "taken": [taken.count(i) for i in range(len(sent))],
       "test_loss": loss,
       "accuracy": right,
       "seconds": round(time.perf_counter() - start, 1),
     }
 
 
+def exchanges_of(
+  arm: str, problem: adam.Problem, rate: Any, args: Any
+) -> tuple[list[Exchange], Exchange, dict[str, Any]]:
+  """Returns the exchange of each codec, one by all of them, and what a line says."""
+  codec: Any = {"float32": Dense(), "uniform": UNIFORM}.get(arm)
+  about: dict[str, Any] = {}
+  if codec is None:
+    found, late_error, tolerance = pilot(problem, rate, args.steps)
+    codec = found.policy
+    about = {
+      "parameters": sum(x.elements for x in found.leaves),
+      "payload": found.nbytes,
+      "uniform_payload": found.uniform_nbytes,
+      "early_error": found.error / found.uniform_error,
+      "late_error": late_error,
+      "tolerance": tolerance,
+      "codecs": {x.path: name_of(x.codec) for x in found.leaves},
+    }
+    print(f"late error {late_error:.3g} of the uniform one\n{found}")
+  if arm == "adaptive":
+    each = [exchange_by(gradcomp.compress, x) for x in WIDTHS]
+    own = {"tolerance": about["tolerance"], "every": EVERY}
+    return each, exchange_by(contrib.adaptive, WIDTHS, **own), about
+  one = exchange_by(gradcomp.compress, codec)
+  return [one], one, about
+
+
 def size(net: str, args: Any) -> adam.Size:
   """Returns the sizes of a net."""
-  own = adam.FULL[net]
+  own = adam.FULL[net]._replace(batch=args.batch, tested=TESTED)
   return own._replace(width=args.width) if net == "transformer" else own
 
 
@@ -168,8 +234,8 @@ def settings(net: str, arm: str, args: Any) -> dict[str, Any]:
     "workers": adam.WORKERS,
     "steps": args.steps,
     "width": size(net, args).width,
-    "batch": adam.FULL[net].batch,
-    "rate": adam.FULL[net].rate,
+    "batch": size(net, args).batch,
+    "rate": size(net, args).rate,
   }
 
 
@@ -181,19 +247,19 @@ def main() -> None:
     "folder of allocate_study.jsonl and .md",
     nets=cli.Option([*NETS], ["transformer"], choices=NETS),
     arms=cli.Option([*ARMS], choices=ARMS),
-    steps=cli.Option(60, 3),
+    steps=cli.Option(300, 3),
     seeds=cli.Option([0, 1, 2, 3, 4], [0, 1]),
-    width=cli.Option(64, 16, "of the transformer"),
+    width=cli.Option(128, 16, "of the transformer"),
+    batch=cli.Option(8, 2, "of a worker and step"),
     data=cli.Option(None, help="file of the arrays", kind=Path),
   )
   arrays = adam.random_arrays() if args.quick else adam.load(args.data)
-  arrays |= {name: arrays[name][:TESTED] for name in arrays if name.endswith("_test")}
+  arrays = adam.smaller(arrays)
   path = args.output and args.output / "allocate_study.jsonl"
   lines = read(path)
   for net in args.nets:
-    own = adam.smaller(arrays) if net == "resnet" else arrays
-    problem = adam.problem(net, own, size(net, args))
-    rate = optax.cosine_decay_schedule(adam.FULL[net].rate, args.steps, alpha=0.1)
+    problem = adam.problem(net, arrays, size(net, args))
+    rate = optax.cosine_decay_schedule(size(net, args).rate, args.steps, alpha=0.1)
     for arm in args.arms:
       setting = settings(net, arm, args)
       there = {x["seed"] for x in lines if setting.items() <= x.items()}
@@ -202,23 +268,11 @@ def main() -> None:
       if not missing:
         continue
       about = {"device": jax.devices()[0].device_kind, "commit": cli.commit()}
-      codec: Any = {"float32": Dense(), "uniform": UNIFORM}.get(arm)
-      if codec is None:
-        found, late_error = pilot(problem, rate, args.steps)
-        codec = found.policy
-        about |= {
-          "parameters": sum(x.elements for x in found.leaves),
-          "payload": found.nbytes,
-          "uniform_payload": found.uniform_nbytes,
-          "early_error": found.error / found.uniform_error,
-          "late_error": late_error,
-          "codecs": {x.path: name_of(x.codec) for x in found.leaves},
-        }
-        print(f"{net}: late error {late_error:.3g} of the uniform one\n{found}")
+      exchanges, run, own = exchanges_of(arm, problem, rate, args)
       own_args = argparse.Namespace(**vars(args) | {"seeds": missing})
       pilots = [{"seed": PILOT}] if arm == "pilot" else []
-      for result in pilots or results(problem, codec, rate, own_args):
-        line = setting | about | result
+      for result in pilots or results(problem, exchanges, run, rate, own_args):
+        line = setting | about | own | result
         lines.append(line)
         print(f"{net}, {arm}, seed {line['seed']}: {line.get('test_loss', '')}")
         append(path, line)

@@ -15,7 +15,8 @@ def markdown(lines: Sequence[Line]) -> str:
     "# Bits for each leaf",
     "`python -m benchmarks.training.allocate` writes this file, and says what it "
     "trains. *More loss* and *less accuracy* are against 4 bits for each leaf, at the "
-    "end, seed by seed, with an interval of 95 %; points are of a hundred.",
+    "end, seed by seed, with an interval of 95 %; points are of a hundred. *Steps by "
+    "bits* are the shares of the steps with 2, 3, 4 and 8 bits.",
   ]
   header = ["net", "parameters", "payload", "of 4 bits", "of its error", "at the end"]
   pilots = [x for x in lines if x["arm"] == "pilot"]
@@ -34,7 +35,7 @@ def markdown(lines: Sequence[Line]) -> str:
     title = f"{net}, {parameters:,} parameters, {steps} steps, {workers} workers"
     paragraphs.append(f"## {title}, on {device}")
     header = ["arm", "seeds", "bytes a step", "of uniform", "loss", "accuracy"]
-    header += ["more loss", "less accuracy, points"]
+    header += ["more loss", "less accuracy, points", "steps by bits"]
     rows = [_row(arm, own, arms.get("uniform", [])) for arm, own in arms.items()]
     paragraphs.append(table(header, rows))
   return "\n\n".join(paragraphs) + "\n"
@@ -54,12 +55,15 @@ def _bits(line: Line) -> list[str]:
 
 def _row(arm: str, own: Sequence[Line], uniform: Sequence[Line]) -> list[str]:
   losses, right = (_ends(own, name) for name in ("test_loss", "accuracy"))
-  sent = own[0]["bytes_a_step"]
+  sent = float(np.mean([line["bytes_a_step"] for line in own]))
   row = [arm, str(len(own)), f"{sent:,.0f}", ""]
   mean = lambda ends: float(np.mean([*ends.values()]))
-  row += [f"{mean(losses):.4f}", f"{mean(right):.2%}", "", ""]
+  row += [f"{mean(losses):.4f}", f"{mean(right):.2%}", "", "", ""]
   if uniform and arm != "uniform":
     row[3] = f"{sent / uniform[0]['bytes_a_step']:.3f}"
+    taken = np.sum([line["taken"] for line in own], axis=0)
+    if len(taken) > 1:
+      row[8] = ", ".join(f"{share:.0%}" for share in taken / taken.sum())
     for place, name, ends, sign in (
       (6, "test_loss", losses, 1),
       (7, "accuracy", right, -100),
