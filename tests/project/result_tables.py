@@ -414,22 +414,6 @@ def local_loss():
   return table(["method", "H = 15", "H = 30", "H = 100", "fewer bytes, H = 30"], lines)
 
 
-def papers():
-  """What is wrong in the papers; of several numbers with one reason, the furthest."""
-  worst = {}
-  for row in load("paper_models.json"):
-    if row["verdict"] == "wrong":
-      key = row["paper"], row["what"], row["why"]
-      known = worst.setdefault(key, row)
-      worst[key] = max(known, row, key=lambda x: abs(x["difference"]))
-  lines = [
-    [x["paper"], x["what"], x["inputs"], digits(x["printed"]), digits(x["ours"])]
-    + [x["why"]]
-    for x in worst.values()
-  ]
-  return table(["paper", "what", "of", "printed", "recomputed", "why"], lines)
-
-
 _STUDY = same("codec", "test accuracy", "points to f32", "bytes a step", "ratio")
 _SPARSE = ("method", "accuracy", "relative to f32", "seeds", "bytes a step")
 _WORDS = ("method", "perplexity", "relative to f32", "seeds", "bytes a step")
@@ -472,7 +456,6 @@ TABLES = {
   "distortion": distortion,
   "trainers": lambda: pick("trainers.md"),
   "ways to round": lambda: pick("rounding_study.md"),
-  "papers": papers,
   "quantizing": lambda: pick("codec_study.md", 0, _STUDY),
   "400 steps": lambda: pick("codec_study.md", 1, _STUDY),
   "few images": lambda: pick("codec_study.md", 2, _STUDY),

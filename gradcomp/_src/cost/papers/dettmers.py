@@ -21,7 +21,7 @@ __all__ += ["latency_seconds", "message_bytes", "naive_sync_seconds"]
 __all__ += ["single_node_speedup"]
 
 # Tables 3, 4 and 5. Where they contradict each other, the rows hold what reproduces
-# the paper's results; docs/results/papers.md lists every repair.
+# the paper's results; docs/results/errata.md lists every repair.
 KIB = 1024
 
 
