@@ -158,6 +158,15 @@ TANG_2021 = _entry("""tang2021onebitadam 2102.02888
 Tang, Hanlin and others
 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence \
 Speed""")
+VARGAFTIK_2021 = _entry("""vargaftik2021drive 2105.08339
+Vargaftik, Shay and Ben-Basat, Ran and Portnoy, Amit and Mendelson, Gal and \
+Ben-Itzhak, Yaniv and Mitzenmacher, Michael
+DRIVE: One-bit Distributed Mean Estimation""")
+VARGAFTIK_2022 = _entry("""vargaftik2022eden 2108.08842
+Vargaftik, Shay and Ben-Basat, Ran and Portnoy, Amit and Mendelson, Gal and \
+Ben-Itzhak, Yaniv and Mitzenmacher, Michael
+EDEN: Communication-Efficient and Robust Distributed Mean Estimation for Federated \
+Learning""")
 VOGELS_2019 = _entry("""vogels2019powersgd 1905.13727
 Vogels, Thijs and Karimireddy, Sai Praneeth and Jaggi, Martin
 PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization""")
