@@ -1,9 +1,8 @@
 """EDEN: blocks that each worker rotates at random, rounded to levels for a Gaussian."""
 
 import dataclasses
-import functools
 import math
-from statistics import NormalDist
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import jax
@@ -15,6 +14,7 @@ from gradcomp._src.bibliography import VARGAFTIK_2021, VARGAFTIK_2022, Citation
 from gradcomp._src.checks import one_of, static_integer
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context
+from gradcomp._src.codecs.sums.tiles import in_order
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.common.fixed_point import (
   divide,
@@ -23,8 +23,10 @@ from gradcomp._src.kernels.common.fixed_point import (
   sign_bit,
   signed,
 )
+from gradcomp._src.kernels.common.normal_levels import normal_levels
 from gradcomp._src.kernels.common.scales import norms, sum_by_halves
 from gradcomp._src.kernels.common.threefry import threefry2x32
+from gradcomp._src.kernels.materialize import LARGE
 
 Scale = Literal["unbiased", "least squares"]
 
@@ -34,10 +36,88 @@ _SMALLEST = np.float32(2.0**-96)  # a block of smaller numbers is sent as zeros
 _MOST = np.float32(np.finfo(np.float32).max)
 _SPARE = 4  # powers of two by which a scale is less, so that it does not overflow
 _FEW = 8  # levels that comparisons find sooner than reads of a table do
+_PART = 2**15  # elements that a CPU encodes at a time, in its cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eden(Codec):
+  r"""Rotates each block at random, and rounds it to the best levels for a Gaussian.
+
+  A worker turns a block :math:`x` of d elements by :math:`R = H D`, with random signs
+  :math:`D` of its own and the orthonormal Hadamard matrix :math:`H`. Elements of
+  :math:`\sqrt d R x / |x|` are nearly standard normal, whatever :math:`x` is. Each is
+  rounded to the nearest of ``2**bits`` levels, those of least squared error for normal
+  numbers (Lloyd and Max), which are :math:`q`. A block decodes by itself to
+
+  .. math:: R^{-1} S q, \qquad S = \frac{|x|^2}{\langle R x, q \rangle} \text{ or }
+     S = \frac{\langle R x, q \rangle}{|q|^2}
+
+  for ``scale="unbiased"`` and ``"least squares"``. A row holds ``bits`` bits an
+  element, the seed of the signs and the scale: ``bits + 64 / block_size`` bits an
+  element, 1.016 bits at 1 bit. A leaf is filled with zeros to whole blocks.
+
+  The squared error over :math:`|x|^2` is D by least squares, with the error D of the
+  levels, and D / (1 - D) unbiased. Errors of workers are independent: a mean of N
+  unbiased messages has an Nth of it, the least of all codecs here at equal bits.
+
+  ========  ======  ======  ======  ======  =======  =======  =======  =======
+  bits      1       2       3       4       5        6        7        8
+  ========  ======  ======  ======  ======  =======  =======  =======  =======
+  D         0.3634  0.1175  0.0345  0.0095  0.00250  0.00064  0.00016  0.00004
+  unbiased  0.5708  0.1331  0.0358  0.0096  0.00251  0.00064  0.00016  0.00004
+  ========  ======  ======  ======  ======  =======  =======  =======  =======
+
+  Use it with ``exchange="all_gather"``, where each message is encoded once. A worker
+  then decodes N messages, each by log2(d) additions an element. Other exchanges work,
+  and rotate and round partial sums again. An owner that keeps a residual encodes by
+  least squares. Least squares are biased, and have error feedback by default.
+
+  The unbiased scale makes :math:`\langle x, R^{-1} S q \rangle` equal to
+  :math:`|x|^2` in each message. It is exactly unbiased for a uniformly random rotation
+  only, which random signs with H stand for. In 20,000 messages no bias was found for
+  Gaussian blocks of 1024. If one element has half the squared length of its block, the
+  others arrive as 0.83 of what they are on average at 1 bit, and as 0.999 at 4 bits. If
+  it has nearly all of it, the others arrive as 0. ``rotations=2`` turns twice, by other
+  signs: then that was 1.000 and, with an element of 1000 times the others' squared
+  length, 1.01 at 1 bit. It takes twice the time.
+
+  A block that holds a NaN or an infinity decodes to NaN, all of it. One without a
+  magnitude of ``2**-96`` or more decodes to zeros. Elements that would be larger than
+  the largest float32 number become that number.
+
+  Three things differ from the papers. They turn a whole vector, and here it is cut into
+  blocks with a scale each, so that owners can have shares and each row decodes alone.
+  Levels are rounded to multiples of ``2**-16``. The second rotation is not theirs.
+
+  Attributes:
+    bits: bits of a code, 1 to 8; 1 bit is DRIVE. Default: 4.
+    block_size: d, the elements that are turned together, a power of two from 32 to
+      65536. Default: 4096.
+    scale: ``"unbiased"`` or ``"least squares"``. Default: ``"unbiased"``.
+    rotations: how often a block is turned, 1 or 2. Default: 1.
+
+  Raises:
+    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
+      has no key.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> codec = Eden(bits=2)
+    >>> x = jax.random.normal(jax.random.key(0), (4096,))
+    >>> payload = codec.encode(x, key=jax.random.key(1))
+    >>> payload.rows.shape  # 2 bits an element, a seed and a scale
+    (1, 258)
+    >>> lost = codec.decode(payload, like=x) - x
+    >>> print(f"{jnp.sum(lost**2) / jnp.sum(x**2):.2f}")
+    0.13
+
+  References:
+    Vargaftik et al., `EDEN: Communication-Efficient and Robust Distributed Mean
+    Estimation for Federated Learning <https://arxiv.org/abs/2108.08842>`_, 2022;
+    Vargaftik et al., `DRIVE: One-bit Distributed Mean Estimation
+    <https://arxiv.org/abs/2105.08339>`_, 2021
+  """
+
   bits: int = 4
   block_size: int = 4096
   scale: Scale = "unbiased"
@@ -45,8 +125,12 @@ class Eden(Codec):
 
   needs_key: ClassVar[bool] = True
   citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(VARGAFTIK_2022, ""),
-    Citation(VARGAFTIK_2021, ""),
+    Citation(
+      VARGAFTIK_2022,
+      "Blocks are rotated, each with a scale of its own, and not the whole vector. "
+      "Levels are multiples of 2**-16. A second rotation is not the paper's.",
+    ),
+    Citation(VARGAFTIK_2021, "It is the codec with 1 bit, by blocks."),
   )
 
   def __post_init__(self) -> None:
@@ -65,7 +149,7 @@ class Eden(Codec):
     return self.scale == "unbiased"
 
   def to_nearest(self) -> "Eden":
-    """Returns the codec with least squares, for owners who keep what they lose."""
+    """Returns the codec with least squares, for owners that keep residuals."""
     return dataclasses.replace(self, scale="least squares")
 
   @property
@@ -87,38 +171,74 @@ class Eden(Codec):
     return self.rotations * self._stages // 2
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
-    x = tiles.reshape(-1, self.block_size)
-    drawn, count = context.drawn, jnp.arange(len(x), dtype=jnp.uint32)
-    # A worker's mask is counted, so that each has signs of its own. XORed with them, it
-    # would leave them, or turn all around, which changes no error.
-    seeds, _ = threefry2x32(drawn[:2], (count, drawn[2]), _ROUNDS)
+    x, drawn = tiles.reshape(-1, self.block_size), context.drawn
+    # A worker's mask is counted, so that each has signs of its own. XORed with signs it
+    # would leave them, or turn all of them around, which changes no error.
+    number = jnp.arange(len(x), dtype=jnp.uint32)
+    seeds, _ = threefry2x32(drawn[:2], (number, drawn[2]), _ROUNDS)
+    return _by_parts(self._encode, self.block_size, x, seeds)
+
+  def decode_rows(self, rows: Array) -> Array:
+    return _by_parts(self._decode, self.block_size, rows)
+
+  def sum_rows(self, rows: Array) -> Array:
+    """Decodes ``uint32[K, rows, words]``, and adds K payloads in their order."""
+    return _by_parts(self._sum, self.block_size, rows.swapaxes(0, 1))
+
+  def _sum(self, rows: Array) -> Array:
+    add = lambda k, total: total + self._decode(rows[:, k])
+    # A decoder is too long to be compiled anew for each worker.
+    return in_order(add, rows.shape[1], self._decode(rows[:, 0]), unrolled=1)
+
+  def _encode(self, x: Array, seeds: Array) -> Array:
     turned, unit = _near_one(x, self._halvings)
     for turn in range(self.rotations):
       turned = _hadamard(_with_signs(turned, seeds, turn))
     size, energy = jnp.abs(turned), sum_by_halves(held(turned * turned))
     normal = size * inverse(math.sqrt(self.block_size), jnp.sqrt(energy))[:, None]
-    number, level = _nearest(normal, _levels(self.bits))
+    number, level = _nearest(normal, normal_levels(self.bits))
     along = sum_by_halves(held(size * level))
     if self.scale == "unbiased":
       scale = divide(energy, along)
     else:
       scale = divide(along, sum_by_halves(held(level * level)))
-    scale = jnp.where(unit == 0, 0.0, scale * unit)
+    scale = planes.float_words(jnp.where(unit == 0, 0.0, scale * unit))
     codes = number | sign_bit(turned) >> (32 - self.bits)
     words = _packed(codes, self.bits)
-    behind = jnp.stack([seeds, planes.float_words(scale)], axis=1)
-    return jnp.concatenate([*words, behind], axis=1)
+    return jnp.concatenate([*words, seeds[:, None], scale[:, None]], axis=1)
 
-  def decode_rows(self, rows: Array) -> Array:
+  def _decode(self, rows: Array) -> Array:
     codes = _unpacked(rows, self.block_size, self.bits)
-    seeds, scale = rows[:, -2], planes.floats(rows[:, -1])
+    seeds, scale = rows[:, -2], planes.floats(rows[:, -1:])
     back = 2.0 ** (_SPARE + self._halvings - self.rotations * self._stages)
-    level = _read(codes & np.uint32(2 ** (self.bits - 1) - 1), back * _levels(self.bits))
+    levels = normal_levels(self.bits) * np.float32(back)
+    level = _read(codes & np.uint32(len(levels) - 1), levels)
     turned = _hadamard(signed(level, sign_bit(codes << (32 - self.bits))))
     for turn in range(self.rotations - 1, 0, -1):
       turned = _hadamard(_with_signs(turned, seeds, turn))
-    # Signs come last, which no compiler contracts with a following addition.
-    return _with_signs(jnp.clip(turned * scale[:, None], -_MOST, _MOST), seeds, 0)
+    # Signs come last, so that no compiler contracts the product with a sum behind it.
+    return _with_signs(jnp.clip(turned * scale, -_MOST, _MOST), seeds, 0)
+
+
+def _by_parts(function: Callable[..., Array], block: int, *given: Array) -> Array:
+  """Returns a function's rows of rows, of a few at a time on a CPU if there are many.
+
+  The temporary arrays of a part stay in the cache of a processor's core.
+  """
+  rows, each = len(given[0]), max(1, _PART // block)
+  sharded = any(axis for x in given for axis in jax.typeof(x).sharding.spec)
+  if rows * block < LARGE or sharded:
+    return function(*given)
+
+  def parts(*given: Array) -> Array:
+    def cut(x: Array) -> Array:
+      filled = jnp.pad(x, [(0, -rows % each)] + [(0, 0)] * (x.ndim - 1))
+      return filled.reshape(-1, each, *x.shape[1:])
+
+    found = jax.lax.map(lambda part: function(*part), tuple(map(cut, given)))
+    return found.reshape(-1, found.shape[-1])[:rows]
+
+  return jax.lax.platform_dependent(*given, cpu=parts, default=function)
 
 
 def _near_one(x: Array, halvings: int) -> tuple[Array, Array]:
@@ -144,7 +264,9 @@ def _with_signs(x: Array, seeds: Array, turn: int) -> Array:
   """Changes signs of elements at random, by each row's seed and the turn's number."""
   each = x.shape[1] // 32
   columns = jax.lax.broadcasted_iota(jnp.uint32, (1, each), 1)
-  words, _ = threefry2x32((seeds[:, None], jnp.uint32(turn)), (columns, jnp.uint32(0)), _ROUNDS)
+  words, _ = threefry2x32(
+    (seeds[:, None], jnp.uint32(turn)), (columns, jnp.uint32(0)), _ROUNDS
+  )
   plane = jax.lax.broadcasted_iota(jnp.uint32, (1, 32, 1), 1)
   signs = (words[:, None] >> plane) << 31
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32) ^ signs.reshape(x.shape)
@@ -153,42 +275,22 @@ def _with_signs(x: Array, seeds: Array, turn: int) -> Array:
 
 def _hadamard(x: Array) -> Array:
   """Multiplies rows by the Hadamard matrix of entries 1 and -1, which is symmetric."""
-  rows, size = x.shape
-  width = 1
-  while width < size:
-    pairs = x.reshape(rows, size // (2 * width), 2, width)
-    # Products with -1 are exact, so that it does not matter if they are contracted.
-    turned = pairs[:, :, 1:] * np.array([[1], [-1]], np.float32)
-    x = (pairs[:, :, :1] + turned).reshape(rows, size)
-    width *= 2
-  return x
+  pairs, last = divmod(x.shape[1].bit_length() - 1, 2)
+  x = jax.lax.fori_loop(0, pairs, lambda _, x: _round(x, 4), x)
+  return _round(x, 2) if last else x
 
 
-@functools.cache
-def _levels(bits: int) -> np.ndarray:
-  """Returns the positive levels of least squared error for normal numbers.
-
-  Each is the mean of the numbers that are nearest to it (Lloyd, 1957; Max, 1960), found
-  by Newton's method, and rounded to a multiple of 2**-16: hosts with other libraries of
-  mathematics have the same bits.
-  """
-  count, normal = 2 ** (bits - 1), NormalDist()
-  # Many levels are as dense as the third root of the density (Panter and Dite, 1951).
-  start = [normal.inv_cdf((count + i + 0.5) / (2 * count)) for i in range(count)]
-  levels = math.sqrt(3) * np.array(start)
-  for _ in range(12):
-    edges = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [np.inf]])
-    density = np.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)
-    above = np.array([math.erfc(x / math.sqrt(2)) / 2 for x in edges])
-    share = above[:-1] - above[1:]
-    mean = (density[:-1] - density[1:]) / share
-    # By how much a mean moves with the edge below and above, half as fast as a level.
-    below = (mean - edges[:-1]) * density[:-1] / share / 2
-    over = (edges[1:-1] - mean[:-1]) * density[1:-1] / share[:-1] / 2
-    slopes = np.diag(1 - np.append(0.0, below[1:]) - np.append(over, 0.0))
-    slopes -= np.diag(below[1:], -1) + np.diag(over, 1)
-    levels = levels - np.linalg.solve(slopes, levels - mean)
-  return np.float32(np.round(levels * 2**16) / 2**16)
+def _round(x: Array, count: int) -> Array:
+  """Transforms groups of 2 or 4 neighbors, and puts like results side by side."""
+  # Behind all rounds elements have their first order again. The rounds are one program,
+  # in a loop, which XLA:CPU would else fuse, and compute elements anew for each reader.
+  groups = x.reshape(len(x), x.shape[1] // count, count)
+  parts = [groups[..., k] for k in range(count)]
+  for _ in range(count.bit_length() - 1):
+    first, second = parts[0::2], parts[1::2]
+    sums = [*map(jnp.add, first, second)]
+    parts = sums + [*map(jnp.subtract, first, second)]
+  return jnp.concatenate(parts, axis=1)
 
 
 def _nearest(size: Array, levels: np.ndarray) -> tuple[Array, Array]:
@@ -196,24 +298,25 @@ def _nearest(size: Array, levels: np.ndarray) -> tuple[Array, Array]:
   edges = (levels[1:] + levels[:-1]) / 2
   number = jnp.zeros(size.shape, jnp.uint32)
   if len(levels) <= _FEW:
+    level = jnp.full(size.shape, levels[0])
     for i, edge in enumerate(edges, start=1):
-      number = jnp.where(size >= edge, jnp.uint32(i), number)
-    return number, _read(number, levels)
+      reached = size >= edge
+      number = jnp.where(reached, np.uint32(i), number)
+      level = jnp.where(reached, levels[i], level)
+    return number, level
   step = len(levels) // 2
   while step:  # a search by halves
-    reached = size >= jnp.asarray(edges)[number + jnp.uint32(step - 1)]
-    number, step = number + jnp.where(reached, jnp.uint32(step), jnp.uint32(0)), step // 2
+    reached = size >= _read(number + np.uint32(step - 1), edges)
+    number = number + jnp.where(reached, np.uint32(step), np.uint32(0))
+    step //= 2
   return number, _read(number, levels)
 
 
-def _read(number: Array, levels: np.ndarray) -> Array:
-  """Returns the levels of numbers."""
-  if len(levels) > _FEW:
-    return jnp.asarray(levels)[number]
-  level = jnp.full(number.shape, levels[0])
-  for i, other in enumerate(levels[1:], start=1):
-    level = jnp.where(number == i, other, level)
-  return level
+def _read(number: Array, table: np.ndarray) -> Array:
+  """Returns the entries of a table that have these numbers."""
+  if len(table) == 1:
+    return jnp.full(number.shape, table[0])
+  return jnp.asarray(table).at[number].get(mode="promise_in_bounds")
 
 
 def _widths(bits: int) -> list[tuple[int, int]]:
