@@ -14,7 +14,7 @@ the elements, with all that is in it: scales, levels, indices and padding. The b
 2^(-2b), which no code of Gaussian numbers in b bits is below. *Lost* are the bits by
 which a code's message is longer than the bound's at the error that it has there.
 
-The other codes are those of benchmarks.codecs.published. With --output, writes
+Eden is the library's, by blocks; EDEN and the other codes are those of benchmarks.codecs.published. With --output, writes
 distortion.json and distortion.png there.
 """
 
@@ -35,6 +35,7 @@ from benchmarks.common import cli, tables
 from benchmarks.training import adam
 from gradcomp import codecs
 from gradcomp.codecs import QSGD
+from gradcomp.contrib import Eden
 
 WORKERS = (1, 4, 16)
 NETS = ("lenet", "transformer", "resnet")
@@ -61,6 +62,14 @@ CODECS: dict[str, Any] = {
     f"QSGD, {bits} bits, rms, rotated": QSGD(bits=bits, rotate=32, **RMS)
     for bits in (2, 4)
   },
+  "Eden, 1 bit": Eden(bits=1),
+  **{f"Eden, {bits} bits": Eden(bits=bits) for bits in (2, 3, 4, 8)},
+  "Eden, 1 bit, least squares": Eden(bits=1, scale="least squares"),
+  **{
+    f"Eden, {bits} bits, least squares": Eden(bits=bits, scale="least squares")
+    for bits in (2, 4)
+  },
+  "Eden, 1 bit, two rotations": Eden(bits=1, rotations=2),
   "1-bit SGD, buckets of 512": codecs.OneBit(bucket_size=512),
   "signs, buckets of 64": codecs.Sign(),
   "TernGrad": codecs.Ternary(),

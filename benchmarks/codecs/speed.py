@@ -41,6 +41,7 @@ from gradcomp.codecs import (
   OneBit,
   Ternary,
 )
+from gradcomp.contrib import Eden
 
 _WORKERS = 4  # whose payloads decode-and-sum adds
 _MIB = 2**20
@@ -88,6 +89,7 @@ CODECS: dict[str, Codec] = {
     element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
   ),
   **{f"blocktop-{bits}": BlockTop(bits=bits) for bits in (2, 8, 32)},
+  **{f"eden-{bits}": Eden(bits=bits) for bits in (1, 2, 4)},
   "dense-f32": Dense(),
   "dense-bf16": Dense(dtype=jnp.bfloat16),
   "dense-f16": Dense(dtype=jnp.float16),
