@@ -14,8 +14,9 @@ the elements, with all that is in it: scales, levels, indices and padding. The b
 2^(-2b), which no code of Gaussian numbers in b bits is below. *Lost* are the bits by
 which a code's message is longer than the bound's at the error that it has there.
 
-Eden is the library's, by blocks; EDEN and the other codes are those of benchmarks.codecs.published. With --output, writes
-distortion.json and distortion.png there.
+Eden is the library's, by blocks. EDEN and the other codes are those of
+benchmarks.codecs.published. With --output, writes distortion.json and distortion.png
+there.
 """
 
 import math

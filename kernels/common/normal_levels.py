@@ -17,7 +17,7 @@ def normal_levels(bits: int) -> np.ndarray:
 
   Example:
     >>> normal_levels(2)
-    array([0.45278931, 1.51042175], dtype=float32)
+    array([0.45277405, 1.5104218 ], dtype=float32)
   """
   count, normal = 2 ** (bits - 1), NormalDist()
   # Many levels are as dense as the third root of the density (Panter and Dite, 1951).

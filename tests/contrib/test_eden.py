@@ -233,6 +233,15 @@ def test_many_rows_have_the_bits_of_few():
   assert_same_bits(codec.sum_rows(three), values + values[::-1] + values)
 
 
+@pytest.mark.parametrize("workers", slow(2))
+def test_large_leaves_have_the_same_bits_in_every_mode(workers):
+  """Also where parts of the rows are a loop in a map, or sharded."""
+  tx = gradcomp.compress(Eden(bits=2), axis_name="data", exchange="all_gather")
+  given = [jnp.asarray(gaussian(workers, 40, 4096))]
+  laws.workers_agree(tx, given)
+  laws.same_bits_in_every_mode(tx, given)
+
+
 def test_owners_that_keep_what_they_lose_lose_least():
   codec = Eden(bits=2)
   assert codec.to_nearest() == Eden(bits=2, scale="least squares")
