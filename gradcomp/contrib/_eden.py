@@ -111,7 +111,7 @@ class Eden(Codec):
     (1, 258)
     >>> lost = codec.decode(payload, like=x) - x
     >>> print(f"{jnp.sum(lost**2) / jnp.sum(x**2):.2f}")
-    0.13
+    0.14
 
   References:
     Vargaftik et al., `EDEN: Communication-Efficient and Robust Distributed Mean
