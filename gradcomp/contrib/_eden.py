@@ -223,9 +223,9 @@ class Eden(Codec):
 
 
 def _by_parts(function: Callable[..., Array], block: int, *given: Array) -> Array:
-  """Returns a function's rows of rows, of a few at a time on a CPU if there are many.
+  """Applies a function to rows, on a CPU to a few of many rows at a time.
 
-  The temporary arrays of a part stay in the cache of a processor's core.
+  So its temporary arrays are small, and stay in the cache of a processor's core.
   """
   rows, each = len(given[0]), max(1, _PART // block)
   sharded = any(axis for x in given for axis in jax.typeof(x).sharding.spec)
