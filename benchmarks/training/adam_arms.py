@@ -10,8 +10,6 @@ shared-topk-1   AdamW behind the 1 % of the rows that workers agree on
 adam-onebit     1-bit Adam: a variance that is frozen after a dense start
 adam-onebit-eps the same with an eps of 1e-5
 adam-doubling   0/1 Adam's variance
-adam-onebit-scaled, adam-doubling-scaled
-                both with momenta that are exchanged over the root of the variance
 adam-local      0/1 Adam: that, and local steps in gaps that double, up to 4
 lamb, lamb-onebit
                 LAMB of the plain mean, at five times the rate, and 1-bit LAMB
@@ -180,10 +178,6 @@ ARMS: dict[str, Arm] = {
   "adam-onebit": Arm(_adam, START),
   "adam-onebit-eps": Arm(functools.partial(_adam, eps=1e-5), START),
   "adam-doubling": Arm(functools.partial(_adam, variance="doubling"), START),
-  "adam-onebit-scaled": Arm(functools.partial(_adam, scaled=True), START),
-  "adam-doubling-scaled": Arm(
-    functools.partial(_adam, scaled=True, variance="doubling"), START
-  ),
   "adam-local": Arm(_local, START),
   "lamb": Arm(_plain_lamb),
   "lamb-onebit": Arm(_lamb, START),

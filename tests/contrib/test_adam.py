@@ -116,40 +116,19 @@ def doubled(first, steps, each):
   return [x for x in found if x < steps]
 
 
-@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("variance", ["frozen", "doubling"])
-def test_it_is_that_of_the_paper(variance, scaled):
-  """And with scaled momenta by the same model, of which no paper has one."""
+def test_it_is_that_of_the_paper(variance):
   shapes, steps = {"v": (8 * BUCKET,)}, 60 if variance == "doubling" else 12
   params, given = tree(0, shapes), gradients(steps, shapes)
-  tx = onebit(3, variance=variance, b2=0.9, min_leaf_size=0, scaled=scaled)
+  tx = onebit(3, variance=variance, b2=0.9, min_leaf_size=0)
   got = [np.asarray(x["v"][0]) for x, _ in train("vmap", tx, params, given)]
   dense = range(3) if variance == "frozen" else doubled(3, steps, 16)
   assert (30 in dense) == (31 not in dense) or variance == "frozen"
   given = [x["v"] for x in given]
-  options = dict(b1=0.9, b2=0.9, bucket=BUCKET, scaled=scaled)
-  moments = oracle.moments(given, set(dense), **options)
+  moments = oracle.moments(given, set(dense), b1=0.9, b2=0.9, bucket=BUCKET)
   expected = oracle.adam(params["v"], moments, rate=0.1)
   # Parameters stay below 16, and a step adds less than ten float32 roundings to each.
   np.testing.assert_allclose(got, expected, rtol=0, atol=steps * 10 * 2.0**-20)
-
-
-@pytest.mark.parametrize("local", [None, 2])
-def test_scaled_momenta_make_no_leaps_where_variances_are_small(local):
-  """Steps of Adam are about one rate; a bucket's noise over a small root is more."""
-  shapes = {"v": (8 * BUCKET,)}
-  scale = np.where(np.arange(8 * BUCKET) % 4 == 0, 1e-4, 1.0).astype(np.float32)
-  given = [{"v": x["v"] * scale} for x in gradients(30, shapes)]
-
-  def largest(scaled):
-    tx = onebit(4, scaled=scaled, local=local, min_leaf_size=0)
-    moved = [
-      np.asarray(x["v"][0]) for x, _ in train("shard_map", tx, tree(0, shapes), given)
-    ]
-    return np.abs(np.diff(moved, axis=0)).max() / 0.1
-
-  # A gap of two steps moves by both, and 1 bit sends up to the largest of a bucket.
-  assert largest(True) < 10 < 100 < largest(False)
 
 
 def test_the_warm_up_ends_once_the_variance_is_stable():
@@ -165,13 +144,12 @@ def test_the_warm_up_ends_once_the_variance_is_stable():
   assert ended.index(True) == 20 - 1
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_elements_without_a_gradient_do_not_move(scaled):
+def test_elements_without_a_gradient_do_not_move():
   """A codec without a zero sends noise for them."""
   params, given = tree(0, LEAVES), gradients(5, LEAVES)
   dead = lambda x: x.at[:, ::3].set(0)
   given = [x | {"v": dead(x["v"])} for x in given]
-  got, _ = last("vmap", onebit(scaled=scaled), params, given)
+  got, _ = last("vmap", onebit(), params, given)
   assert_same_bits(got["v"][0][::3], params["v"][::3])
   assert (got["v"][0][1::3] != params["v"][1::3]).all()
 
@@ -275,9 +253,7 @@ def test_it_trains_any_tree_alone_or_masked():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "options",
-  [{}, {"scaled": True}, {"variance": "doubling", "local": DoublingGaps(every=100)}],
-  ids=str,
+  "options", [{}, {"variance": "doubling", "local": DoublingGaps(every=100)}], ids=str
 )
 def test_it_learns_as_adam_where_a_compressed_gradient_does_not(options):
   """A least-squares problem of ill-scaled inputs, whose minimum is known."""

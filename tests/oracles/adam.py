@@ -5,7 +5,7 @@ import numpy as np
 from tests.oracles.one_bit import one_bit_ideal
 
 
-def moments(given, dense, *, b1, b2, bucket, scaled=False):
+def moments(given, dense, *, b1, b2, bucket):
   """Yields the moments after each step, both corrected for their start at zero.
 
   Args:
@@ -14,25 +14,22 @@ def moments(given, dense, *, b1, b2, bucket, scaled=False):
       owners their means, and both keep what is lost.
     b1, b2: the decays.
     bucket: the elements with two means.
-    scaled: whether momenta are sent over the root of the corrected variance.
   """
   m, v, updates = 0.0, 0.0, 0
   own, owned = np.zeros(np.shape(given[0])), np.zeros(np.shape(given[0])[1])
   coded = lambda x: np.concatenate([*map(one_bit_ideal, x.reshape(-1, bucket))])
-  for number, gradient in enumerate(np.float64(given)):
-    if number in dense:
+  for step, gradient in enumerate(np.float64(given)):
+    if step in dense:
       mean = gradient.mean(axis=0)
       m, v = b1 * m + (1 - b1) * mean, b2 * v + (1 - b2) * mean**2
       updates += 1
     else:
-      s = np.sqrt(v / (1 - b2**updates)) if scaled else 1.0
-      own = own + (b1 * m + (1 - b1) * gradient) / s
+      own = own + b1 * m + (1 - b1) * gradient
       sent = np.stack([*map(coded, own)])
       owned = owned + sent.mean(axis=0)
-      step = coded(owned)
-      own, owned = own - sent, owned - step
-      m = s * step
-    yield m / (1 - b1 ** (number + 1)), v / (1 - b2**updates)
+      m = coded(owned)
+      own, owned = own - sent, owned - m
+    yield m / (1 - b1 ** (step + 1)), v / (1 - b2**updates)
 
 
 def adam(start, moments, *, rate):

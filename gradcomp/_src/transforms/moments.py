@@ -135,11 +135,7 @@ def as_warmup(value: Any) -> Warmup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moments:
-  """The options of the moments: their decays, and the exchange of momenta.
-
-  With ``scaled`` momenta are exchanged as the steps that they make, over the root of
-  the variance and that number. None exchanges them as they are.
-  """
+  """The options of the moments: their decays, and the exchange of momenta."""
 
   b1: float
   b2: float
@@ -147,7 +143,6 @@ class Moments:
   variance: Variance
   compressed: Any  # the optax transformation of the momenta
   axis_name: AxisName | None
-  scaled: float | None = None
 
   def __post_init__(self) -> None:
     share_below_1("b1", self.b1)
@@ -157,8 +152,7 @@ class Moments:
   @property
   def told(self) -> dict[str, Any]:
     """The options of moments, which all workers must share."""
-    decays = {"variance": self.variance, "b2": self.b2}
-    return {"warmup": self.warmup, "scaled": self.scaled, **decays}
+    return {"warmup": self.warmup, "variance": self.variance, "b2": self.b2}
 
   def init(self, params: Any) -> MomentsState:
     """Creates the state, of zeros."""
@@ -196,21 +190,10 @@ class Moments:
 
   def exchanged(self, own: Any, state: MomentsState) -> MomentsState:
     """Sets the mean momentum to the compressed mean of the workers' own."""
-    if self.scaled is not None:
-      scales = self._scales(state, self.scaled)
-      own = jax.tree.map(jnp.divide, own, scales)
     mu, exchange = self.compressed.update(own, state.exchange)
-    if self.scaled is not None:
-      mu = jax.tree.map(jnp.multiply, mu, scales)
     # Codecs without a zero send noise for elements that have had no gradient yet.
     mu = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m), mu, state.nu)
     return state._replace(mu=mu, exchange=exchange)
-
-  def _scales(self, state: MomentsState, eps: float) -> Any:
-    """Returns the numbers by which momenta are divided for their exchange."""
-    nu = optax.tree.bias_correction(state.nu, self.b2, state.updates)
-    # The momentum of an element without a variance is sent as it is, and dropped.
-    return jax.tree.map(lambda v: jnp.where(v == 0, 1, jnp.sqrt(v) + eps), nu)
 
   def _mean(self, grads: Any, state: MomentsState, axis_name: AxisName | None) -> Any:
     """Returns the mean gradient of all workers, float32 or wider."""
