@@ -11,6 +11,9 @@ adam-onebit     1-bit Adam: a variance that is frozen after a dense start
 adam-onebit-eps the same with an eps of 1e-5
 adam-doubling   0/1 Adam's variance
 adam-local      0/1 Adam: that, and local steps in gaps that double, up to 4
+adam-onebit-floor, adam-doubling-floor, adam-local-floor
+                these three with the library's floor of variances, which the papers' and
+                so all of the others have not
 lamb, lamb-onebit
                 LAMB of the plain mean, at five times the rate, and 1-bit LAMB
 des-loc         local AdamW: parameters meet in every 4th step, first moments in every
@@ -39,6 +42,7 @@ from gradcomp import contrib
 AXIS = "data"
 BASELINE = "adamw"
 DECAY = 0.01  # weight decay
+FLOOR = 0.1  # of variances, the library's own
 START = 0.1  # the share of the steps that are dense, of arms that start so
 
 
@@ -82,9 +86,11 @@ def _warm(rate: Any, first: int, **options: Any) -> optax.GradientTransformation
   return optax.chain(exchange, optax.adamw(rate, weight_decay=DECAY))
 
 
-def _adam(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
-  make = contrib.adam
-  return make(rate, warmup=max(1, first), weight_decay=DECAY, **options)
+def _adam(
+  rate: Any, first: int, floor: float = 0.0, **options: Any
+) -> optax.GradientTransformation:
+  own = {"warmup": max(1, first), "floor": floor, "weight_decay": DECAY}
+  return contrib.adam(rate, **own, **options)
 
 
 def _local(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
@@ -179,6 +185,11 @@ ARMS: dict[str, Arm] = {
   "adam-onebit-eps": Arm(functools.partial(_adam, eps=1e-5), START),
   "adam-doubling": Arm(functools.partial(_adam, variance="doubling"), START),
   "adam-local": Arm(_local, START),
+  "adam-onebit-floor": Arm(functools.partial(_adam, floor=FLOOR), START),
+  "adam-doubling-floor": Arm(
+    functools.partial(_adam, variance="doubling", floor=FLOOR), START
+  ),
+  "adam-local-floor": Arm(functools.partial(_local, floor=FLOOR), START),
   "lamb": Arm(_plain_lamb),
   "lamb-onebit": Arm(_lamb, START),
   "des-loc": Arm(_des_loc),

@@ -45,6 +45,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   warmup: int | Warmup = _STABLE,
   variance: Variance = "frozen",
   local: int | Gaps | None = None,
+  floor: float = 0.1,
   b1: float = 0.9,
   b2: float = 0.999,
   eps: float = 1e-8,
@@ -106,10 +107,17 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   has had no gradient, and its momentum stays zero: else the noise of codecs without a
   zero would be divided by :math:`\epsilon`.
 
-  A variance that stays far below the noise of the codec makes leaps. LeNet on images
-  was NaN some steps behind the warm-up, with 1 bit and with 4. Give a larger ``eps``
-  there: with ``1e-5`` its loss fell in a short trial. Cutting momenta or steps to the
-  most that Adam's are was worse, for what is cut off does not return from residuals.
+  A variance far below the noise of the codec makes leaps: elements of a bucket get the
+  same noise, and each divides it by a root of its own. So from the first momenta that
+  are sent on, the root in all formulas is, with k over the n elements of the leaf,
+
+  .. math:: \max\Bigl(\sqrt{\hat v}, \frac{f}{n} \sum_k \sqrt{\hat v_k}\Bigr)
+
+  where :math:`f` is ``floor``. It is not in the papers, whose algorithms have
+  ``floor=0``: with that LeNet on images was NaN some steps behind the warm-up. It does
+  not help where gradients grow behind the warm-up: let that last for longer, or take
+  ``"doubling"``. If a map makes further mesh axes manual that shard parameters, it must
+  check types, as for :class:`gradcomp.contrib.Stable`.
 
   In the warm-up 32 bits an element travel, and then those of the codec. All is one
   program, which compiles once. Small leaves travel in float32, see ``min_leaf_size``.
@@ -131,6 +139,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     local: the steps from one exchange to the next, after the warm-up: a number, or
       :class:`gradcomp.contrib.DoublingGaps`. None exchanges in every step. It needs
       ``axis_name``.
+    floor: :math:`f`, at least 0 and below 1. Default: 0.1.
     b1, b2: :math:`\beta_1` and :math:`\beta_2`, at least 0 and below 1.
     eps: :math:`\epsilon`.
     weight_decay: :math:`\lambda`, decoupled. Above 0, ``update`` needs the parameters.
@@ -180,8 +189,14 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
       dither=dither,
     ),
     axis_name=axis_name,
+    floor=floor,
   )
-  papers = [Citation(TANG_2021, "Moments are corrected for their start at zero.")]
+  papers = [
+    Citation(
+      TANG_2021,
+      "Moments are corrected for their start at zero. Variances have a floor.",
+    )
+  ]
   if variance == "doubling" or local is not None:
     papers.append(Citation(LU_2022, "Dense steps send no momenta."))
 

@@ -163,6 +163,7 @@ def lamb(  # noqa: PLR0913 - options of users, by keyword
       dither=dither,
     ),
     axis_name=axis_name,
+    floor=0.0,
   )
   decay: Any = optax.add_decayed_weights(weight_decay, mask)
   of_leaves = lambda function, *trees: jnp.stack(

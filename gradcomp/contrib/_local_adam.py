@@ -245,7 +245,7 @@ class LocalAdam:
     )
 
   def _divisors(self, moments: MomentsState) -> Any:
-    nu = optax.tree.bias_correction(moments.nu, self.moments.b2, moments.updates)
+    nu = self.moments.variances(moments)
     return jax.tree.map(lambda v: jnp.sqrt(v) + self.eps, nu)
 
   def _together(self, moments: MomentsState, like: Any) -> tuple[MomentsState, _Own]:

@@ -25,7 +25,8 @@ MODES = ["vmap", "pmap", "shard_map", "shard_map_unchecked", "auto", "explicit"]
 
 
 def onebit(warmup=2, codec=ONE_BIT, **options):
-  given = {"axis_name": "data", "min_leaf_size": 10, "warmup": warmup} | options
+  given = {"axis_name": "data", "min_leaf_size": 10, "warmup": warmup, "floor": 0.0}
+  given |= options
   return adam(0.1, codec=codec, **given)
 
 
@@ -116,19 +117,39 @@ def doubled(first, steps, each):
   return [x for x in found if x < steps]
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.9])
 @pytest.mark.parametrize("variance", ["frozen", "doubling"])
-def test_it_is_that_of_the_paper(variance):
+def test_it_is_that_of_the_paper(variance, floor):
+  """And with a floor, which no paper has, by the same model."""
   shapes, steps = {"v": (8 * BUCKET,)}, 60 if variance == "doubling" else 12
   params, given = tree(0, shapes), gradients(steps, shapes)
-  tx = onebit(3, variance=variance, b2=0.9, min_leaf_size=0)
+  tx = onebit(3, variance=variance, b2=0.9, min_leaf_size=0, floor=floor)
   got = [np.asarray(x["v"][0]) for x, _ in train("vmap", tx, params, given)]
   dense = range(3) if variance == "frozen" else doubled(3, steps, 16)
   assert (30 in dense) == (31 not in dense) or variance == "frozen"
   given = [x["v"] for x in given]
   moments = oracle.moments(given, set(dense), b1=0.9, b2=0.9, bucket=BUCKET)
-  expected = oracle.adam(params["v"], moments, rate=0.1)
+  options = dict(rate=0.1, dense=set(dense), floor=floor)
+  expected = oracle.adam(params["v"], moments, **options)
   # Parameters stay below 16, and a step adds less than ten float32 roundings to each.
   np.testing.assert_allclose(got, expected, rtol=0, atol=steps * 10 * 2.0**-20)
+
+
+@pytest.mark.parametrize("local", [None, 2])
+def test_no_variance_is_so_small_that_a_step_is_a_leap(local):
+  """Steps of Adam are about one rate; a bucket's noise over a small root is more."""
+  shapes = {"v": (8 * BUCKET,)}
+  scale = np.where(np.arange(8 * BUCKET) % 4 == 0, 1e-4, 1.0).astype(np.float32)
+  given = [{"v": x["v"] * scale} for x in gradients(30, shapes)]
+
+  def largest(**options):
+    tx = onebit(4, local=local, min_leaf_size=0, **options)
+    run = train("shard_map", tx, tree(0, shapes), given)
+    moved = [np.asarray(x["v"][0]) for x, _ in run]
+    return np.abs(np.diff(moved, axis=0)).max() / 0.1
+
+  # A gap of two steps moves by both, and noise is about a root over the floor.
+  assert largest(floor=0.1) < 2 * 2 / 0.1 < 1000 < largest()
 
 
 def test_the_warm_up_ends_once_the_variance_is_stable():
@@ -294,6 +315,7 @@ def test_it_learns_as_adam_where_a_compressed_gradient_does_not(options):
     ({"variance": "thawed"}, ("`variance`", "frozen", "thawed")),
     ({"b2": 1.0}, ("`b2`", "below 1", "1.0")),
     ({"b1": -0.1}, ("`b1`", "at least 0", "-0.1")),
+    ({"floor": 1}, ("`floor`", "below 1", "1")),
   ],
 )
 def test_bad_options_are_named(options, parts):

@@ -25,7 +25,12 @@ MODES = ["pmap", "vmap", "shard_map", "shard_map_unchecked", "auto", "explicit"]
 
 
 def alone(local=3, codec=ONE_BIT, rate=0.1, **options):
-  given = {"axis_name": "data", "min_leaf_size": 10, "warmup": 2} | options
+  given = {
+    "axis_name": "data",
+    "min_leaf_size": 10,
+    "warmup": 2,
+    "floor": 0.0,
+  } | options
   return adam(rate, codec=codec, local=local, **given)
 
 

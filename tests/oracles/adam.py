@@ -32,9 +32,18 @@ def moments(given, dense, *, b1, b2, bucket):
     yield m / (1 - b1 ** (step + 1)), v / (1 - b2**updates)
 
 
-def adam(start, moments, *, rate):
-  """The parameters after each step, ``[steps, n]``, without epsilon."""
-  steps = [rate * m / np.sqrt(v) for m, v in moments]
+def adam(start, moments, *, rate, dense, floor=0.0):
+  """The parameters after each step, ``[steps, n]``, without epsilon.
+
+  Behind the first step that is not in ``dense``, roots of variances are lifted to a
+  floor, relative to their mean.
+  """
+  steps = []
+  for number, (m, v) in enumerate(moments):
+    root = np.sqrt(v)
+    if not set(range(number + 1)) <= set(dense):
+      root = np.maximum(root, floor * root.mean())
+    steps.append(rate * m / root)
   return np.float64(start) - np.cumsum(steps, axis=0)
 
 

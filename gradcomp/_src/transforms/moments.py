@@ -135,7 +135,7 @@ def as_warmup(value: Any) -> Warmup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moments:
-  """The options of the moments: their decays, and the exchange of momenta."""
+  """The options of the moments: their decays, floor, and the exchange of momenta."""
 
   b1: float
   b2: float
@@ -143,16 +143,19 @@ class Moments:
   variance: Variance
   compressed: Any  # the optax transformation of the momenta
   axis_name: AxisName | None
+  floor: float
 
   def __post_init__(self) -> None:
     share_below_1("b1", self.b1)
     share_below_1("b2", self.b2)
+    share_below_1("floor", self.floor)
     one_of("variance", Variance, self.variance)
 
   @property
   def told(self) -> dict[str, Any]:
     """The options of moments, which all workers must share."""
-    return {"warmup": self.warmup, "variance": self.variance, "b2": self.b2}
+    own = {"variance": self.variance, "b2": self.b2, "floor": self.floor}
+    return {"warmup": self.warmup, **own}
 
   def init(self, params: Any) -> MomentsState:
     """Creates the state, of zeros."""
@@ -236,7 +239,20 @@ class Moments:
   def corrected(self, state: MomentsState) -> tuple[Any, Any]:
     """Returns both moments as if they had not begun at zero."""
     mu = optax.tree.bias_correction(state.mu, self.b1, state.count)
-    return mu, optax.tree.bias_correction(state.nu, self.b2, state.updates)
+    return mu, self.variances(state)
+
+  def variances(self, state: MomentsState) -> Any:
+    """Returns the corrected variance, with its floor once momenta were sent."""
+    sent = state.count > state.updates
+    nu = optax.tree.bias_correction(state.nu, self.b2, state.updates)
+
+    def lifted(v: jax.Array) -> jax.Array:
+      root = jnp.sqrt(v)
+      mean = of_leaf(root) / of_leaf(jnp.ones_like(root))
+      least = jnp.square(self.floor * mean).astype(v.dtype)
+      return jnp.where(sent, jnp.maximum(v, least), v)
+
+    return jax.tree.map(lifted, nu) if self.floor else nu
 
 
 def with_decay(
