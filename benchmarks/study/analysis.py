@@ -19,7 +19,6 @@ from benchmarks.study.records import Record
 from benchmarks.study.settings import Setting
 from gradcomp._src.cost.papers import grubic
 
-ENOUGH = 5  # seeds, from which on a mean counts whatever its interval
 LATE = 0.2  # points of accuracy that a codec may lack to have reached float32's
 # Those of Grubic's line, by bits.
 QSGD = {32: "f32", 16: "qsgd-16", 8: "qsgd-8", 4: "qsgd-4", 2: "qsgd-2"}
@@ -39,26 +38,41 @@ class Spread(NamedTuple):
     return f"{self.mean:+.2f}{half}"
 
   def at_least(self, limit: float) -> bool | None:
-    """Says whether the mean is ``limit`` or more; None if it takes more seeds to say.
+    """Says whether the mean is ``limit`` or more, by the whole interval.
 
-    Five seeds are enough. Fewer are where ``limit`` is outside of the interval.
+    True where all of the interval is, False where none of it is, and None where the
+    interval holds the limit, or is that of one seed. These are two one-sided tests.
     """
-    return self.mean >= limit if self._tells(limit) else None
+    if self.mean - self.half >= limit:
+      return True
+    return False if self.mean + self.half < limit else None
 
   def at_most(self, limit: float) -> bool | None:
     """Says whether the mean is ``limit`` or less; None as in ``at_least``."""
-    return self.mean <= limit if self._tells(limit) else None
+    return (-self).at_least(-limit)
 
-  def is_below(self, limit: float) -> bool | None:
-    """Says whether the whole interval is below ``limit``; None as in ``at_least``."""
-    return self.mean + self.half < limit if self._tells(limit) else None
+  def below(self, effect: float) -> bool | None:
+    """Says whether the mean is below zero, as where a paper has ``-effect``.
 
-  def is_above(self, limit: float) -> bool | None:
-    """Says whether the whole interval is above ``limit``; None as in ``at_least``."""
-    return self.mean - self.half > limit if self._tells(limit) else None
+    True where the whole interval is below zero, and False where it is not, and all of
+    it is above ``-effect``. Between them it holds both zero and the paper's number.
 
-  def _tells(self, limit: float) -> bool:
-    return self.count >= ENOUGH or abs(self.mean - limit) > self.half
+    Example:
+      >>> [Spread(mean, 0.5, 5).below(1.0) for mean in (-0.6, -0.4, -0.6 + 1.0)]
+      [True, False, False]
+      >>> Spread(-0.6, 0.7, 5).below(1.0) is None
+      True
+    """
+    if self.mean + self.half < 0:
+      return True
+    return False if self.mean - self.half > -effect else None
+
+  def above(self, effect: float) -> bool | None:
+    """Says whether the mean is above zero, as where a paper has ``effect``."""
+    return (-self).below(effect)
+
+  def __neg__(self) -> "Spread":
+    return self._replace(mean=-self.mean)
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -143,22 +157,35 @@ class Group(NamedTuple):
 
     None where fewer than two seeds have both.
     """
-    return _paired(_less(self.ends(codec), self.ends(against)))
+    return _paired(self.differences(codec, against))
 
-  def perplexity(self, codec: str) -> Spread | None:
-    """Returns the percents by which a codec's perplexity is above float32's at the end.
+  def differences(self, codec: str, against: str = "f32") -> pd.Series:
+    """Returns the same by seed."""
+    return _less(self.ends(codec), self.ends(against))
+
+  def perplexity(self, codec: str, against: str = "f32") -> Spread | None:
+    """Returns the percents by which a codec's perplexity is above another's at the end.
 
     None where fewer than two seeds have both. A perplexity beyond 1e300 is that.
     """
-    more = _less(self.ends(codec, "test_loss"), self.ends("f32", "test_loss"))
+    more = _less(self.ends(codec, "test_loss"), self.ends(against, "test_loss"))
     return _paired(100 * (np.exp(more.clip(upper=690.0)) - 1))
 
-  def early(self, codec: str) -> Spread | None:
-    """Returns the points above float32 in the first half of a training.
+  def training_loss(self, codec: str, against: str = "f32") -> Spread | None:
+    """Returns by how much a codec's training loss is above another's at the end.
+
+    None as in ``difference``.
+    """
+    return _paired(
+      _less(self.ends(codec, "train_loss"), self.ends(against, "train_loss"))
+    )
+
+  def early(self, codec: str, against: str = "f32") -> Spread | None:
+    """Returns the points above another codec in the first half of a training.
 
     None as in ``difference``, and where curves have one point.
     """
-    return _paired(_less(self._first_half(codec), self._first_half("f32")))
+    return _paired(_less(self._first_half(codec), self._first_half(against)))
 
   def caught_up(self, codec: str) -> Spread | None:
     """Returns the points by which ``difference`` is above ``early``."""
@@ -169,8 +196,7 @@ class Group(NamedTuple):
 
   def gained(self, codec: str, other: "Group") -> Spread | None:
     """Returns the points by which ``difference`` is above that of another group."""
-    ours, theirs = (_less(x.ends(codec), x.ends("f32")) for x in (self, other))
-    return _paired(_less(ours, theirs))
+    return _paired(_less(self.differences(codec), other.differences(codec)))
 
   def _first_half(self, codec: str) -> pd.Series:
     """Returns the mean accuracy of the first half of each curve that has one."""

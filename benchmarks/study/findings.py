@@ -1,20 +1,23 @@
 """Reads the papers' claims, each with what judges it, from claims/*.toml.
 
-A claim has the sentence, where the paper has it and the paper's number. Either it names
-one of the ``judges`` or, of ``judges.elsewhere``, how to look at the ``record`` of
-another benchmark. All other keys are options of that.
+A claim has the sentence, where the paper has it, the paper's number, and the paper's
+setting: one of the file's ``settings`` by its name, or the words. ``here`` says what
+differs in ours that the names of runs do not say. ``ours`` marks a sentence that no
+paper has. Either it names one of the ``judges`` or, of ``judges.elsewhere``, how to
+look at the ``record`` of another benchmark; ``also`` has more of both, which count
+alike. All other keys are options of that.
 """
 
 import json
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import cli
 from benchmarks.study.analysis import Study
-from benchmarks.study.judges import accuracy, elsewhere, speed
-from benchmarks.study.judges.accuracy import Judge, Verdict, concluded
+from benchmarks.study.judges import accuracy, elsewhere, groups, speed
+from benchmarks.study.judges.verdicts import Judge, Seen
 
 RESULTS = cli.RESULTS
 _CLAIMS = Path(__file__).with_name("claims")
@@ -29,36 +32,45 @@ class Finding(NamedTuple):
     paper: where it is.
     said: the paper's number.
     judge: from a study to a verdict.
+    setting: the paper's.
+    here: what differs in ours, but for what the names of runs say.
+    ours: whether no paper says it, and it is our own reading of one.
   """
 
   claim: str
   paper: str
   said: str
   judge: Judge
+  setting: str
+  here: str = ""
+  ours: bool = False
 
 
 def findings(name: str) -> list[Finding]:
   """Reads the claims of a file."""
-  text = (_CLAIMS / f"{name}.toml").read_text()
-  return [_finding(**entry) for entry in tomllib.loads(text)["claim"]]
+  found = tomllib.loads((_CLAIMS / f"{name}.toml").read_text())
+  return [_finding(found["settings"], **entry) for entry in found["claim"]]
 
 
 def _finding(
-  claim: str,
-  paper: str,
-  said: str,
-  judge: str = "",
-  record: str = "",
-  look: str = "",
-  **options: Any,
+  settings: dict[str, str],
+  *,
+  setting: str,
+  also: Sequence[dict[str, Any]] = (),
+  **entry: Any,
 ) -> Finding:
-  if "groups" in options:
-    options["groups"] = getattr(accuracy, options["groups"])
+  said = {x: entry.pop(x) for x in Finding._fields if x in entry and x != "judge"}
+  judge = _judge(**entry).beside(_judge(**x) for x in also)
+  return Finding(**said, judge=judge, setting=settings.get(setting, setting))
+
+
+def _judge(judge: str = "", record: str = "", look: str = "", **options: Any) -> Judge:
+  """Returns the judge that a claim names, or one that looks at a record."""
+  for name in options.keys() & {"groups", "own"}:
+    options[name] = getattr(groups, options[name])
   if record:
-    return Finding(
-      claim, paper, said, _of(record, _made(vars(elsewhere)[look], options))
-    )
-  return Finding(claim, paper, said, _made(_JUDGES[judge], options))
+    return _of(record, _made(vars(elsewhere)[look], options))
+  return _made(_JUDGES[judge], options)
 
 
 def _made(found: Callable[..., Any], options: dict[str, Any]) -> Any:
@@ -66,16 +78,15 @@ def _made(found: Callable[..., Any], options: dict[str, Any]) -> Any:
   return found(**options) if options else found
 
 
-def _of(record: str, look: Callable[..., Any]) -> Judge:
+def _of(record: str, look: elsewhere.Look) -> Judge:
   """Returns a judge that looks at a record of benchmarks/results."""
 
-  def judge(study: Study) -> Verdict:
+  def looked(study: Study) -> Iterable[Seen]:
     del study
     path = RESULTS / f"{record}.json"
-    seen = look(json.loads(path.read_text())) if path.exists() else ()
-    return concluded(seen, f"{record}.json, or more seeds in it")
+    return look(json.loads(path.read_text())) if path.exists() else ()
 
-  return judge
+  return Judge(looked, f"{record}.json, or more seeds in it")
 
 
 ELSEWHERE = findings("elsewhere")

@@ -16,7 +16,7 @@ from benchmarks.study.figures import accuracy as figures_accuracy
 from benchmarks.study.figures import speed as figures_speed
 from benchmarks.study.figures.style import Rows, Shown
 from benchmarks.study.findings import FINDINGS, Finding
-from benchmarks.study.judges.accuracy import Verdict
+from benchmarks.study.judges.verdicts import WORDS, Verdict
 
 _PAGES = jinja2.Environment(
   loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
@@ -175,23 +175,33 @@ def _png(shown: Shown) -> bytes:
 
 
 def summary(judged: Judged) -> str:
-  """Counts the verdicts."""
-  verdicts = [verdict.verdict for _, verdict in judged]
-  counts = [f"{verdicts.count(x)} {x}" for x in ("holds", "does not", "not tested")]
-  return f"{len(judged)} findings: {', '.join(counts)}"
+  """Counts the verdicts, and in the same order those on our own claims."""
+  papers, own = (
+    [verdict.verdict for finding, verdict in judged if finding.ours == ours]
+    for ours in (False, True)
+  )
+  counts = ", ".join(f"{papers.count(word)} {word}" for word in WORDS)
+  ours = ", ".join(str(own.count(word)) for word in WORDS)
+  return (
+    f"{len(judged)} findings; {len(papers)} of papers: {counts}; {len(own)} of our "
+    f"own: {ours}"
+  )
 
 
 def claims(judged: Judged) -> tuple[list[str], Rows]:
-  """Returns the table of the findings."""
-  header = ["claim", "paper", "it says", "verdict", "our numbers"]
+  """Returns the table of the findings, the papers' before our own."""
+  header = ["claim", "paper", "it says", "its setting", "verdict", "our numbers"]
   rows = [
     [
       finding.claim,
-      finding.paper,
+      f"ours, of {finding.paper}" if finding.ours else finding.paper,
       finding.said,
+      finding.setting,
       verdict.verdict,
-      "; ".join(verdict.numbers),
+      "; ".join(
+        [*([f"Here: {finding.here}"] if finding.here else ()), *verdict.numbers]
+      ),
     ]
-    for finding, verdict in judged
+    for finding, verdict in sorted(judged, key=lambda x: x[0].ours)
   ]
   return header, rows

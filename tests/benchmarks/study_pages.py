@@ -13,6 +13,7 @@ from tests.support.pages import ROOT
 
 FOLDER = ROOT / "docs" / "results"
 RECORDS = ROOT / "benchmarks" / "results" / "study" / "papers"
+EVIDENCE = RECORDS.with_name("evidence")
 CLAIMS = "# What the papers say"
 STEPS = "## Steps on links"
 _LENET = "lenet-on-fashion-mnist-14-n-8-batch-128"
@@ -31,6 +32,11 @@ PICTURES = {
 
 def study():
   return analysis.grouped(records.read(RECORDS))
+
+
+def judged():
+  """All findings with their verdicts, by the records of the evidence queue, too."""
+  return report.judge(analysis.grouped(records.read(RECORDS, EVIDENCE)))
 
 
 def short(text):
@@ -53,8 +59,8 @@ def steps(found):
   return header, rows
 
 
-def tables(found):
-  """Yields the tables of a study, behind their headings."""
+def tables(found, findings):
+  """Yields the tables of a study and its findings, behind their headings."""
   sweeps = accuracy.by_workers(found)
   for group in found.groups:
     if group.name_for_any_workers not in sweeps:
@@ -62,13 +68,13 @@ def tables(found):
   for title, groups in sweeps.items():
     yield f"### {title}", table(*accuracy.ends_by_workers(groups))
   yield STEPS, table(*steps(found))
-  header, rows = report.claims(report.judge(found))
+  header, rows = report.claims(findings)
   yield CLAIMS, short(table(header, rows))
 
 
-def count(found):
+def count(findings):
   """Returns the line that counts the verdicts."""
-  return f"{report.summary(report.judge(found))}."
+  return f"{report.summary(findings)}."
 
 
 def written(page, tables, counted):
@@ -78,12 +84,12 @@ def written(page, tables, counted):
       before, after = page[: found.end()], page[found.end() :]
       old = re.search(r"(^\|.*\n)+", after, re.M)
       page = before + after.replace(old[0], f"{lines}\n", 1)
-  return re.sub(r"^\d+ findings: .*$", counted, page, flags=re.M)
+  return re.sub(r"^\d+ findings; .*$", counted, page, flags=re.M)
 
 
 def main():
-  found = study()
-  every, counted = list(tables(found)), count(found)
+  found, findings = study(), judged()
+  every, counted = list(tables(found, findings)), count(findings)
   for page in FOLDER.glob("*.md"):
     page.write_text(written(page.read_text(), every, counted))
   shown = [*accuracy.curves(found), *accuracy.sweeps(found)]

@@ -1,197 +1,129 @@
 """Judges what papers say of accuracy by the trainings of a study.
 
 Each judge looks at every group that has what it needs, among those that the claim is
-about: by default, of images and SGD. A claim holds if it holds in all of them.
-Differences are means over seeds, seed by seed, with their intervals of 95 %. A codec is
-as good as float32 within some points if the mean is. It is worse if the whole interval
-is below 0. Five seeds tell, or fewer if their interval does.
+about: by default, of images and SGD. Trainings in the paper's own setting decide alone:
+by default those that went to their end, since all papers' did. Differences are means
+over seeds, seed by seed, with their intervals of 95 %.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from benchmarks.study.analysis import ENOUGH, Group, Spread, Study
-from benchmarks.study.tasks import TEXTS
-from benchmarks.training.model_parallel.data_types import anova
+import pandas as pd
+from scipy import stats
 
-FAILS = 1.0  # points below float32
+from benchmarks.study.analysis import Group, Study, spread
+from benchmarks.study.judges import groups as chosen
+from benchmarks.study.judges.groups import Chosen
+from benchmarks.study.judges.verdicts import (
+  OWN,
+  USUAL,
+  Judge,
+  Rule,
+  Seen,
+  judged,
+  needing,
+  of_all,
+  rule,
+)
+
+EQUAL = 0.2  # points within which ends are equal where the paper has no number
+# What is compared, by the methods of Group, and how the numbers say it.
+_OF = {
+  "difference": "{codec}{less} {found}",
+  "early": "{codec}{less} {found} in the first half",
+  "perplexity": "{codec}{less}, % of perplexity: {found}",
+  "training_loss": "{codec}{less}, training loss: {found.mean:+.3f} ± {found.half:.3f}",
+}
 
 
-class Verdict(NamedTuple):
-  """Holds what the runs say of a claim, and lines with the numbers that say it."""
-
-  verdict: Literal["holds", "does not", "not tested"]
-  numbers: tuple[str, ...]
-
-
-Judge = Callable[[Study], Verdict]
-Chosen = Callable[[Group], bool]
-
-
-class Seen(NamedTuple):
-  """Holds what one group or cell says.
+class Comparison(NamedTuple):
+  """Says what is compared, and how it should end.
 
   Attributes:
-    holds: whether the claim does; None if the numbers do not tell.
-    numbers: that say it.
+    codecs: each of which should.
+    ends: the rule of ``Spread`` that decides.
+    than: the codec beside which they end.
+    of: the method of ``Group`` that compares.
+    groups: that the claim is about.
+    own: those of them in the paper's own setting.
   """
 
-  holds: bool | None
-  numbers: str
+  codecs: Sequence[str]
+  ends: Rule
+  than: str = "f32"
+  of: str = "difference"
+  groups: Chosen = chosen.images
+  own: Chosen = chosen.trained
+
+  def seen(self, study: Study) -> Iterator[tuple[Group, Seen]]:
+    """Yields what each group says of each codec that was run in it."""
+    less = "" if self.than == "f32" else f" - {self.than}"
+    for group in filter(self.groups, study.groups):
+      for codec in self.codecs:
+        if found := getattr(group, self.of)(codec, self.than):
+          text = _OF[self.of].format(codec=codec, less=less, found=found)
+          numbers = f"{group.name}: {text} ({found.count} seeds)"
+          yield group, judged(found, self.ends, numbers, self.own(group))
+
+  @property
+  def needs(self) -> str:
+    return f"seeds of {self.than} and {' or '.join(self.codecs)}"
 
 
-def concluded(seen: Iterable[Seen], needs: str, share: float = 1.0) -> Verdict:
-  """Concludes from all that was seen; a claim must hold in a share of what decides."""
-  found = list(seen)
-  numbers = tuple(
-    x.numbers + (": this does not tell" if x.holds is None else "") for x in found
-  )
-  told = [x.holds for x in found if x.holds is not None]
-  if not told:
-    return Verdict("not tested", (f"It needs {needs}", *numbers))
-  if any(told) and sum(told) < len(found):
-    numbers = (f"It holds in {sum(told)} of {len(found)}", *numbers)
-  return Verdict("holds" if sum(told) >= share * len(told) else "does not", numbers)
-
-
-def needing(
-  needs: str, share: float = 1.0
-) -> Callable[[Callable[[Study], Iterable[Seen]]], Judge]:
-  """Makes a judge of what yields all that a study says: see ``concluded``."""
-  return lambda look: lambda study: concluded(look(study), needs, share)
-
-
-def images(group: Group) -> bool:
-  """Returns whether a group is of images, SGD, and 64 workers at most."""
-  return _of_images(group, "sgd") and group.setting.workers <= 64
-
-
-def lenet_of_wen(group: Group) -> bool:
-  """Returns whether a group is of LeNet and a polynomial, as Wen et al.'s figure 3."""
-  x = group.setting
-  return images(group) and (x.network, x.schedule) == ("lenet", "polynomial")
-
-
-def images_by_adam(group: Group) -> bool:
-  """Returns whether a group is of images, Adam, and a batch for each worker."""
-  return _of_images(group, "adam") and group.setting.rule == "per-worker"
-
-
-def images_of_many(group: Group) -> bool:
-  """Returns whether a group has as many workers as Han et al., 256."""
-  return _of_images(group, "sgd") and group.setting.workers >= 256
-
-
-def _of_images(group: Group, optimizer: str) -> bool:
-  return group.setting.network not in TEXTS and group.setting.optimizer == optimizer
-
-
-def recurrent(group: Group) -> bool:
-  """Returns whether a group is of a recurrent net."""
-  return group.setting.network in ("gru", "lstm")
-
-
-def long(group: Group) -> bool:
-  """Returns whether a codec that sends a thousandth a step had time to send all."""
-  return group.setting.steps >= 10_000
-
-
-def usual_batches(group: Group) -> bool:
-  """Returns whether a group of ``images`` has 256 in a step at most."""
-  return images(group) and group.setting.batch <= 256
-
-
-def large_batches(group: Group) -> bool:
-  """Returns whether a group of ``images`` has more than 256 in a step."""
-  return images(group) and not usual_batches(group)
-
-
-Compared = Callable[[Group, str], Spread | None]
-Decided = Callable[[Spread], bool | None]
-
-
-def _seen(
-  study: Study,
-  codecs: Iterable[str],
-  chosen: Chosen,
-  decide: Decided,
-  compare: Compared = Group.difference,
-  what: str = "",
-) -> Iterator[tuple[Group, Seen]]:
-  """Yields what each chosen group says of each codec that was run in it."""
-  names = list(codecs)
-  for group in filter(chosen, study.groups):
-    for name in names:
-      if found := compare(group, name):
-        numbers = f"{group.name}: {name}{what} {found} ({found.count} seeds)"
-        yield group, Seen(decide(found), numbers)
-
-
-def _judge(needs: str, look: Callable[[Study], Iterator[tuple[Group, Seen]]]) -> Judge:
-  """Returns a judge of all that ``look`` sees, which is ``_seen`` of some claim."""
-  return lambda study: concluded((x for _, x in look(study)), needs)
-
-
-def _seeds(codecs: Iterable[str]) -> str:
-  return f"seeds of f32 and {' or '.join(codecs)}"
-
-
-def within(codecs: list[str], limit: float, groups: Chosen = images) -> Judge:
-  """Returns a judge of whether codecs are at most ``limit`` points below float32."""
-  decide: Decided = lambda x: x.at_least(-limit)
-  return _judge(_seeds(codecs), lambda study: _seen(study, codecs, groups, decide))
-
-
-def fails(codecs: list[str]) -> Judge:
-  """Returns a judge of whether codecs end more than a point below float32."""
-  decide: Decided = lambda x: x.is_below(-FAILS)
-  return _judge(_seeds(codecs), lambda study: _seen(study, codecs, images, decide))
-
-
-def little_perplexed(codecs: list[str], limit: float) -> Judge:
-  """Returns a judge of whether perplexities are at most ``limit`` % above float32's."""
-  how = Group.perplexity, ", % above f32's perplexity:"
-  decide: Decided = lambda x: x.at_most(limit)
-  return _judge(
-    f"{_seeds(codecs)} on a text",
-    lambda study: _seen(study, codecs, recurrent, decide, *how),
-  )
-
-
-def worse(codec: str, than: str, groups: Chosen = images) -> Judge:
-  """Returns a judge of whether a codec is worse than another."""
-  return _compared(codec, than, groups, lambda x: x.is_below(0.0))
-
-
-def no_better(codec: str, than: str) -> Judge:
-  """Returns a judge of whether a codec is not better than another."""
-  return _compared(codec, than, images, lambda x: _not(x.is_above(0.0)))
-
-
-def _not(told: bool | None) -> bool | None:
-  """Returns the opposite of what seeds tell, if they do."""
-  return None if told is None else not told
-
-
-def _compared(codec: str, than: str, chosen: Chosen, decide: Decided) -> Judge:
-  compare: Compared = lambda group, name: group.difference(name, than)
-  return _judge(
-    f"seeds of {codec} and {than}",
-    lambda study: _seen(study, [codec], chosen, decide, compare, f" - {than}"),
-  )
+def compared(codecs: list[str], ends: dict[str, float], **options: Any) -> Judge:
+  """Returns a judge of a ``Comparison``; ``ends``: a rule of ``Spread``: its limit."""
+  found = Comparison(codecs, rule(ends), **options)
+  return Judge(lambda study: (x for _, x in found.seen(study)), found.needs)
 
 
 def any_workers(
-  codec: str, limit: float, counts: Iterable[int], groups: Chosen
+  codecs: list[str], limit: float, counts: Iterable[int], groups: Chosen
 ) -> Judge:
-  """Returns a judge of whether a codec is as good with few workers and with many."""
-  needed = sorted(counts)
-  what = f"{_seeds([codec])} with {' and '.join(map(str, needed))} workers"
+  """Returns a judge of whether codecs are as good with few workers and with many.
 
-  def judge(study: Study) -> Verdict:
-    found = list(_seen(study, [codec], groups, lambda x: x.at_least(-limit)))
-    known = {group.setting.workers for group, _ in found}
-    return concluded((x for _, x in found) if known.issuperset(needed) else [], what)
+  Trainings to their end decide alone if there are some of all counts.
+  """
+  needed = sorted(counts)
+  every = Comparison(codecs, rule({"at_least": -limit}), groups=groups)
+
+  @needing(f"{every.needs} with {' and '.join(map(str, needed))} workers")
+  def judge(study: Study) -> Iterator[Seen]:
+    found = list(every.seen(study))
+    ended = [(group, x) for group, x in found if x.rank == OWN]
+    usual = [(group, x._replace(rank=min(x.rank, USUAL))) for group, x in found]
+    for part in (ended, usual):
+      if {group.setting.workers for group, _ in part}.issuperset(needed):
+        yield from (x for _, x in part)
+        break
+
+  return judge
+
+
+def on_average(codecs: list[str], limit: float) -> Judge:
+  """Returns a judge of whether codecs lose at most ``limit`` points on average.
+
+  The mean of all groups is taken seed by seed, over the seeds that all of them have.
+  """
+
+  @needing(f"seeds of f32 and {' or '.join(codecs)}")
+  def judge(study: Study) -> Iterator[Seen]:
+    found = [
+      x
+      for group in filter(chosen.images, study.groups)
+      for codec in codecs
+      if len(x := group.differences(codec)) > 1
+    ]
+    if found:
+      means = pd.concat(found, axis=1, join="inner").mean(axis=1)
+      ends = [x.mean() for x in found]
+      mean = spread(means.tolist())
+      numbers = (
+        f"the mean of {len(found)} settings: {mean} ({mean.count} seeds); the worst "
+        f"{min(ends):+.2f}, the best {max(ends):+.2f}"
+      )
+      yield judged(mean, rule({"at_least": -limit}), numbers)
 
   return judge
 
@@ -199,13 +131,35 @@ def any_workers(
 def less_dropout(codec: str) -> Judge:
   """Returns a judge of whether a codec loses less where a net drops nothing."""
 
-  @needing(f"{_seeds([codec])} with --dropout 0 and without")
+  @needing(f"seeds of f32 and {codec} with --dropout 0 and without")
   def judge(study: Study) -> Iterator[Seen]:
-    groups = {x.setting: x for x in filter(images, study.groups)}
+    groups = {x.setting: x for x in filter(chosen.images, study.groups)}
     for setting, group in groups.items():
       usual = groups.get(setting._replace(dropout=None))
       if setting.dropout == 0 and usual and (more := group.gained(codec, usual)):
-        yield Seen(more.is_above(0.0), f"{group.name}: {more} points better")
+        numbers = f"{group.name}: {more} points better"
+        yield judged(more, rule({"above": EQUAL}), numbers, chosen.trained(group))
+
+  return judge
+
+
+def larger_batch(codecs: list[str], limit: float) -> Judge:
+  """Returns a judge of whether codecs lose less with more workers of a batch each."""
+
+  @needing(f"seeds of f32 and {' or '.join(codecs)} with few and with many workers")
+  def judge(study: Study) -> Iterator[Seen]:
+    same: dict[Any, list[Group]] = {}
+    for group in filter(chosen.images_by_adam, study.groups):
+      x = group.setting
+      same.setdefault((x.network, x.dataset), []).append(group)
+    for groups in same.values():
+      few, many = groups[0], groups[-1]  # groups are in the order of their workers
+      for codec in codecs:
+        if few.setting.workers < many.setting.workers and (
+          more := many.gained(codec, few)
+        ):
+          numbers = f"{many.name}: {codec} {more} points better than with few"
+          yield judged(more, rule({"above": limit}), numbers, chosen.trained(few))
 
   return judge
 
@@ -213,39 +167,63 @@ def less_dropout(codec: str) -> Judge:
 def later(codec: str) -> Judge:
   """Returns a judge of whether a codec is behind float32 at first, and catches up."""
 
-  @needing(f"{_seeds([codec])}, with two points of a curve or more")
+  @needing(f"seeds of f32 and {codec}, with two points of a curve or more")
   def judge(study: Study) -> Iterator[Seen]:
-    for group in filter(images, study.groups):
+    for group in filter(chosen.images, study.groups):
       early, gained = group.early(codec), group.caught_up(codec)
       if early and gained:
-        told = early.is_below(0.0), gained.is_above(0.0)
-        holds = None if None in told else all(told)
-        numbers = f"{early} in the first half, of which {gained} come back"
-        yield Seen(holds, f"{group.name}: {numbers}")
+        numbers = (
+          f"{group.name}: {early} in the first half, of which {gained} come back"
+        )
+        decide = lambda x, gained=gained: of_all([x.below(EQUAL), gained.above(EQUAL)])
+        yield judged(early, decide, numbers, chosen.trained(group))
 
   return judge
 
 
-def alike(codecs: Iterable[str]) -> Judge:
-  """Returns a judge of whether codecs and float32 end alike: p above 0.05."""
-  names = ["f32", *codecs]
+def blocked(arms: dict[str, Sequence[float]]) -> tuple[bool | None, str]:
+  """Says whether arms end as float32, by an analysis of variance with seeds as blocks.
 
-  @needing(f"five seeds of {', '.join(names)}")
+  It is Friedman's, of scipy. They do not if p is 0.05 or less. They do if it is more,
+  and the intervals of all arms are above float32 less 0.2 points. Else it cannot be
+  told: that no difference was found does not say that there is none.
+
+  Example:
+    >>> blocked({"f32": [1.0, 2.0, 3.0], "a": [1.1, 2.0, 3.0], "b": [1.0, 2.1, 3.1]})
+    (True, 'p = 0.368')
+  """
+  p = float(stats.friedmanchisquare(*arms.values()).pvalue)
+  full = arms["f32"]
+  within = [
+    spread([a - b for a, b in zip(ends, full, strict=True)]).at_least(-EQUAL)
+    for name, ends in arms.items()
+    if name != "f32"
+  ]
+  holds = False if p <= 0.05 else True if all(within) else None
+  return holds, f"p = {p:.3f}"
+
+
+def alike(arms: list[list[str]], groups: Chosen = chosen.images_as_dettmers) -> Judge:
+  """Returns a judge of whether codecs and float32 end alike: see ``blocked``.
+
+  ``arms``: of the codecs, and of such that are as good a test; the first that is there.
+  """
+
+  @needing(f"five seeds of f32, {', '.join(arms[0])}")
   def judge(study: Study) -> Iterator[Seen]:
-    for group in filter(images, study.groups):
-      ends = [group.ends(name).tolist() for name in names]
-      if all(len(values) >= ENOUGH for values in ends):
-        found = anova(ends)
-        means = ", ".join(
-          f"{name} {sum(values) / len(values):.2f}"
-          for name, values in zip(names, ends, strict=True)
-        )
-        numbers = f"{group.name}: F = {found['F']:.2f}, p = {found['p']:.2f}; {means}"
-        yield Seen(found["p"] > 0.05, numbers)
+    for group in filter(groups, study.groups):
+      for codecs in arms:
+        ends = pd.DataFrame({x: group.ends(x) for x in ["f32", *codecs]}).dropna()
+        if len(ends) > 4:
+          holds, text = blocked({x: ends[x].tolist() for x in ends})
+          means = ", ".join(f"{x} {statistics.fmean(ends[x]):.2f}" for x in ends)
+          own = OWN if chosen.trained(group) else USUAL
+          yield Seen(holds, f"{group.name}: {text}; {means}", own)
+          break
 
   return judge
 
 
 def untested(needs: str) -> Judge:
   """Returns a judge of what nothing here can decide."""
-  return lambda study: concluded([], needs)
+  return Judge(lambda study: (), needs)

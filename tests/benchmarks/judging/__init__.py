@@ -1,0 +1,1 @@
+"""Tests of what judges the claims of the papers."""
