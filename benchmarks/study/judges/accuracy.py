@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
-from scipy import stats
 
 from benchmarks.study.analysis import Group, Study, spread
 from benchmarks.study.judges import groups as chosen
 from benchmarks.study.judges.groups import Chosen
 from benchmarks.study.judges.verdicts import (
+  ENOUGH,
   OWN,
   USUAL,
   Judge,
@@ -27,6 +27,7 @@ from benchmarks.study.judges.verdicts import (
   of_all,
   rule,
 )
+from benchmarks.training.model_parallel.data_types import friedman
 
 EQUAL = 0.2  # points within which ends are equal where the paper has no number
 # What is compared, by the methods of Group, and how the numbers say it.
@@ -104,26 +105,29 @@ def any_workers(
 def on_average(codecs: list[str], limit: float) -> Judge:
   """Returns a judge of whether codecs lose at most ``limit`` points on average.
 
-  The mean of all groups is taken seed by seed, over the seeds that all of them have.
+  The mean of all groups is taken seed by seed, over the seeds that all of them have:
+  three or more. Trainings to their end decide alone, as elsewhere.
   """
 
-  @needing(f"seeds of f32 and {' or '.join(codecs)}")
+  @needing(f"{ENOUGH} seeds of f32 and {' or '.join(codecs)}")
   def judge(study: Study) -> Iterator[Seen]:
-    found = [
-      x
+    every = [
+      (chosen.trained(group), found)
       for group in filter(chosen.images, study.groups)
       for codec in codecs
-      if len(x := group.differences(codec)) > 1
+      if len(found := group.differences(codec)) >= ENOUGH
     ]
-    if found:
-      means = pd.concat(found, axis=1, join="inner").mean(axis=1)
-      ends = [x.mean() for x in found]
-      mean = spread(means.tolist())
-      numbers = (
-        f"the mean of {len(found)} settings: {mean} ({mean.count} seeds); the worst "
-        f"{min(ends):+.2f}, the best {max(ends):+.2f}"
-      )
-      yield judged(mean, rule({"at_least": -limit}), numbers)
+    for ended in (True, False):
+      found = [x for long, x in every if long or not ended]
+      if found:
+        means = pd.concat(found, axis=1, join="inner").mean(axis=1)
+        ends = [x.mean() for x in found]
+        mean = spread(means.tolist())
+        numbers = (
+          f"the mean of {len(found)} settings: {mean} ({mean.count} seeds); the worst "
+          f"{min(ends):+.2f}, the best {max(ends):+.2f}"
+        )
+        yield judged(mean, rule({"at_least": -limit}), numbers, own=ended)
 
   return judge
 
@@ -184,7 +188,7 @@ def later(codec: str) -> Judge:
 def blocked(arms: dict[str, Sequence[float]]) -> tuple[bool | None, str]:
   """Says whether arms end as float32, by an analysis of variance with seeds as blocks.
 
-  It is Friedman's, of scipy. They do not if p is 0.05 or less. They do if it is more,
+  It is Friedman's. They do not if p is 0.05 or less. They do if it is more,
   and the intervals of all arms are above float32 less 0.2 points. Else it cannot be
   told: that no difference was found does not say that there is none.
 
@@ -192,7 +196,7 @@ def blocked(arms: dict[str, Sequence[float]]) -> tuple[bool | None, str]:
     >>> blocked({"f32": [1.0, 2.0, 3.0], "a": [1.1, 2.0, 3.0], "b": [1.0, 2.1, 3.1]})
     (True, 'p = 0.368')
   """
-  p = float(stats.friedmanchisquare(*arms.values()).pvalue)
+  p = friedman(arms.values())
   full = arms["f32"]
   within = [
     spread([a - b for a, b in zip(ends, full, strict=True)]).at_least(-EQUAL)

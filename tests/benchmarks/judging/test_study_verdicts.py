@@ -151,11 +151,19 @@ def test_a_claim_reads_other_records_beside_the_study(tmp_path):
 
 
 def test_on_average_one_setting_may_lose_more():
-  """Two points are lost with 4 workers, none with 8: one on average."""
+  """Three points are lost with 4 workers, none with 8."""
   many = trained("f32", *SAME, workers=4) + trained("terngrad", 87, 88, workers=4)
   found = verdict("TernGrad ends less than 2", trained("terngrad", *SAME) + many)
   assert found.verdict == "holds"
   assert found.numbers[0].startswith("the mean of 2 settings: -1.50 ± 0.00")
+
+
+def test_on_average_trainings_to_their_end_decide_alone():
+  ended = trained("f32", *SAME, steps=200) + trained("terngrad", *SAME, steps=200)
+  found = verdict("TernGrad ends less than 2", trained("terngrad", 80, 81) + ended)
+  assert found.verdict == "holds"
+  assert found.numbers[0].startswith("the mean of 1 settings: +0.00")
+  assert found.numbers[1].endswith(", and does not count")
 
 
 def test_what_can_be_holds_in_one_case():
