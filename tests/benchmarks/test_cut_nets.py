@@ -1,8 +1,8 @@
 """The benchmark's nets that are sharded over workers take the steps of whole nets."""
 
 import doctest
-import math
 import functools
+import math
 
 import jax
 import jax.numpy as jnp

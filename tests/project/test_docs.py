@@ -26,7 +26,7 @@ STUDIED = (
   "| codec | accuracy | points | seeds | steps to f32 - 0.2 | bytes / f32 |",
   "| workers | codec | accuracy | points | seeds | steps to f32 - 0.2 | bytes / f32 |",
   "| network | hosts | link | f32, ms | communication |",
-  "| claim | paper | it says | verdict | our numbers |",
+  "| claim | paper | it says | its setting | verdict | our numbers |",
 )
 # What a page can be in: Python is run, and nothing else is.
 LANGUAGES = {"python", "pycon", "console", "text"}
