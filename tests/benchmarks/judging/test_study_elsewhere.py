@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks.study import analysis, findings
+from benchmarks.study.judges import elsewhere, verdicts
 from benchmarks.training.model_parallel.layer_errors import PAPER
 
 NOTHING = analysis.Study([], [])
@@ -139,3 +140,78 @@ def test_each_verdict_comes_out_each_way(tmp_path, monkeypatch, start):
 
 def test_every_claim_has_a_case():
   assert len(CASES) == len(findings.ELSEWHERE)
+
+
+def perplexities(name, **percents):
+  """A record of training/redsync_study.py, whose codec has so many percents more."""
+  record = {}
+  for part, more in percents.items():
+    full = [4.0, 4.1, 4.2]
+    ends = {
+      "f32": full,
+      name: [x * (1 + y / 100) for x, y in zip(full, more, strict=True)],
+    }
+    rows = {
+      codec: {
+        "runs": {str(i): {"points": [{"perplexity": x}]} for i, x in enumerate(xs)}
+      }
+      for codec, xs in ends.items()
+    }
+    record[part] = {
+      "title": "A net, of some size",
+      "metric": "perplexity",
+      "steps": 12_000,
+      "rows": rows,
+    }
+  return record
+
+
+@pytest.mark.parametrize(
+  "more, expected",
+  [
+    ([0.7, 0.8, 0.75], "holds"),
+    ([0.2, 0.9, 1.6], None),
+    ([1.7, 1.8, 1.75], "does not"),
+  ],
+)
+def test_a_long_training_says_how_perplexed_a_sparse_codec_is(more, expected):
+  record = perplexities("RedSync", long=more)
+  look = elsewhere.redsync("long", ["RedSync"], {"at_most": 1.0}, trained=True)
+  (seen,) = look(record)
+  assert seen.holds is {"holds": True, "does not": False}.get(expected)
+  assert seen.rank == verdicts.OWN
+  assert seen.numbers.startswith("A net, 12,000 steps: RedSync, % of perplexity: +")
+
+
+def test_images_of_a_sparse_codec_have_points_of_accuracy():
+  ends = {"f32": [98.0, 98.5], "RedSync": [97.0, 97.5]}
+  rows = {
+    codec: {"runs": {str(i): {"points": [{"accuracy": x}]} for i, x in enumerate(xs)}}
+    for codec, xs in ends.items()
+  }
+  part = {"title": "A net", "metric": "accuracy", "steps": 200, "rows": rows}
+  (seen,) = elsewhere.redsync("digits", ["RedSync"], {"at_least": -1.0})(
+    {"digits": part}
+  )
+  assert seen == (
+    True,
+    "A net, 200 steps: RedSync -1.00 ± 0.00 (2 seeds)",
+    verdicts.USUAL,
+  )
+
+
+@pytest.mark.parametrize(
+  "ends, holds, rank",
+  [
+    ([90.0, 91.0, 92.0], True, verdicts.USUAL),
+    ([80.0, 81.0, 82.0], False, verdicts.USUAL),
+    ([89.0, 91.0, 93.0], None, verdicts.FEW),
+  ],
+)
+def test_digits_count_where_they_tell(ends, holds, rank):
+  rows = [{"codec": "f32", "accuracy_percent": [90.0, 91.0, 92.0]}]
+  rows += [{"codec": "a", "accuracy_percent": ends}]
+  record = [{"title": "8 workers; mean", "rows": rows}, {"title": "LARS", "rows": rows}]
+  look = elsewhere.on_digits(["a", "b"], {"at_least": -0.2}, of="8 workers")
+  (seen,) = look(record)
+  assert (seen.holds, seen.rank) == (holds, rank)
