@@ -41,6 +41,7 @@ from benchmarks.training.plain_steps import plain_steps
 from gradcomp import contrib
 from gradcomp._src.cost.allocate import loss
 from gradcomp._src.cost.planner.candidates import name_of
+from gradcomp._src.mesh.trees import unboxed
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.cost import Allocation, allocate
 
@@ -102,7 +103,7 @@ def _lost(found: Allocation, trees: Any, *, allocated: bool = False) -> float:
   codecs = {leaf.path: leaf.codec for leaf in found.leaves}
   total = 0.0
   for tree in trees:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(unboxed(tree)):
       name = jax.tree_util.keystr(path, simple=True, separator="/")
       total += loss(codecs[name] if allocated else UNIFORM, [leaf], None)
   return total

@@ -152,6 +152,19 @@ def test_residuals_of_biased_candidates_stay_bounded():
     allocated(like, uniform=QSGD(bits=2, norm="l2"), candidates=[OneBit()])
 
 
+def test_a_box_of_an_array_is_no_part_of_its_path():
+  """Rules for a state of flax.nnx match the leaves that an exchange has of it."""
+  nnx = pytest.importorskip("flax.nnx")
+  params = nnx.state(nnx.Linear(64, 128, rngs=nnx.Rngs(0)), nnx.Param)
+  found = allocate([jax.tree.map(jnp.ones_like, params)], candidates=WIDTHS)
+  assert [leaf.path for leaf in found.leaves] == ["bias", "kernel"]
+  gradcomp.policy(found.rules).init(params)
+  link = gradcomp.cost.Link(latency=1e-5, bytes_per_second=1e8)
+  options = gradcomp.cost.PlanOptions(candidates=[found.candidate])
+  plan = gradcomp.cost.plan(params, workers=4, link=link, budget=0.2, options=options)
+  assert "allocated" in str(plan)
+
+
 def test_complex_and_narrow_leaves():
   wide = gradients("ab")
   like = {"a": wide["a"] + 1j * wide["b"], "b": jnp.asarray(wide["b"], jnp.bfloat16)}

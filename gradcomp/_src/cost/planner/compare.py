@@ -24,6 +24,7 @@ from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.ring import Ring
 from gradcomp._src.exchange.two_shot import TwoShot
 from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.trees import unboxed
 from gradcomp._src.report.explain import Explanation, explain
 
 _FEW = 8  # leaves that are not worth joining
@@ -70,6 +71,7 @@ class SampledModel(NamedTuple):
 
 def model_of(params: Any, name: str = "params") -> SampledModel:
   """Returns the model of a tree of arrays of floats, the argument ``name``."""
+  params = unboxed(params)  # no box is part of a path: see paths_of in core
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     kind = getattr(leaf, "dtype", type(leaf).__name__)
     if not hasattr(leaf, "shape") or not jnp.issubdtype(kind, jnp.inexact):
