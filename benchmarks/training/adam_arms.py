@@ -14,6 +14,8 @@ adam-local      0/1 Adam: that, and local steps in gaps that double, up to 4
 adam-onebit-floor, adam-doubling-floor, adam-local-floor
                 these three with the library's floor of variances, which the papers' and
                 so all of the others have not
+adam-onebit-late
+                1-bit Adam with the floor behind a dense start of 30 %
 lamb, lamb-onebit
                 LAMB of the plain mean, at five times the rate, and 1-bit LAMB
 des-loc         local AdamW: parameters meet in every 4th step, first moments in every
@@ -186,6 +188,7 @@ ARMS: dict[str, Arm] = {
   "adam-doubling": Arm(functools.partial(_adam, variance="doubling"), START),
   "adam-local": Arm(_local, START),
   "adam-onebit-floor": Arm(functools.partial(_adam, floor=FLOOR), START),
+  "adam-onebit-late": Arm(functools.partial(_adam, floor=FLOOR), 0.3),
   "adam-doubling-floor": Arm(
     functools.partial(_adam, variance="doubling", floor=FLOOR), START
   ),

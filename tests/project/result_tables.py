@@ -417,6 +417,7 @@ def local_loss():
 _STUDY = same("codec", "test accuracy", "points to f32", "bytes a step", "ratio")
 _SPARSE = ("method", "accuracy", "relative to f32", "seeds", "bytes a step")
 _WORDS = ("method", "perplexity", "relative to f32", "seeds", "bytes a step")
+_SMALL = ("small transformer", "small lstm", "small lenet")
 _LOCAL = {
   **same("method", "tokens/s", "x f32", "in communication"),
   "MB in 30 steps": "MB a round",
@@ -476,7 +477,7 @@ TABLES = {
   "local loss": local_loss,
   **{
     f"adam, {net}": lambda k=k: pick("adam_study.md", k)
-    for k, net in enumerate(("transformer", "lstm", "lenet", "small transformer"))
+    for k, net in enumerate(("transformer", "lstm", "lenet", *_SMALL))
   },
   "allocated bits": lambda: pick("allocate_study.md"),
   "lossless": lambda: pick("lossless_overflow.md"),
