@@ -479,7 +479,10 @@ TABLES = {
     f"adam, {net}": lambda k=k: pick("adam_study.md", k)
     for k, net in enumerate(("transformer", "lstm", "lenet", *_SMALL))
   },
-  "allocated bits": lambda: pick("allocate_study.md"),
+  **{
+    f"allocated {what}": lambda k=k: pick("allocate_study.md", k)
+    for k, what in enumerate(("bits", "transformer", "lenet", "resnet"))
+  },
   "lossless": lambda: pick("lossless_overflow.md"),
   "inspection": lambda: pick("inspect_cost.md", 0, same(*_INSPECTED)),
 }
