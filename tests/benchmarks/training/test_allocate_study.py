@@ -10,6 +10,7 @@ def line(arm, seed, loss):
     "parameters": 100,
     "seed": seed,
     "bytes_a_step": 30.0 if arm == "allocated" else 40.0,
+    "taken": [8],
     "test_loss": loss,
     "accuracy": 1 - loss,
   }
@@ -29,7 +30,18 @@ def test_ends_are_compared_by_seeds():
   assert cells(page, "uniform")[1:4] == ["3", "40", ""]
   found = cells(page, "allocated")
   assert found[1:4] == ["2", "30", "0.750"]
-  assert found[-2:] == ["+0.1250 ± 0.0000", "+12.5000 ± 0.0000"]
+  assert found[-3:] == ["+0.1250 ± 0.0000", "+12.5000 ± 0.0000", ""]
+
+
+def test_codecs_that_change_are_counted_over_all_steps():
+  """Bytes are a mean over seeds, and shares those of all their steps."""
+  lines = [line("uniform", seed, 0.5) for seed in (0, 1)]
+  steps = {0: ([8, 0], 40.0), 1: ([4, 4], 60.0)}
+  for seed, (taken, sent) in steps.items():
+    own = {"taken": taken, "bytes_a_step": sent}
+    lines.append(line("adaptive", seed, 0.5) | own)
+  found = cells(allocate_page.markdown(lines), "adaptive")
+  assert found[2:4] == ["50", "1.250"] and found[-1] == "75%, 25%"
 
 
 def test_bits_are_compared_with_uniform_ones():
