@@ -95,6 +95,7 @@ def pilot(problem: adam.Problem, rate: Any, steps: int) -> Pilot:
   found = allocate(trees, uniform=UNIFORM)
   square = sum(float(optax.tree.norm(tree, squared=True)) for tree in trees)
   late_error = _lost(found, late, allocated=True) / _lost(found, late)
+  print(f"late error {late_error:.3g} of the uniform one\n{found}")
   return Pilot(found, late_error, _lost(found, trees) / square)
 
 
@@ -195,13 +196,13 @@ def results(
 
 
 def exchanges_of(
-  arm: str, problem: adam.Problem, rate: Any, args: Any
+  arm: str, piloted: Callable[[], Pilot]
 ) -> tuple[list[Exchange], Exchange, dict[str, Any]]:
   """Returns the exchange of each codec, one by all of them, and what a line says."""
   codec: Any = {"float32": Dense(), "uniform": UNIFORM}.get(arm)
   about: dict[str, Any] = {}
   if codec is None:
-    found, late_error, tolerance = pilot(problem, rate, args.steps)
+    found, late_error, tolerance = piloted()
     codec = found.policy
     about = {
       "parameters": sum(x.elements for x in found.leaves),
@@ -212,7 +213,6 @@ def exchanges_of(
       "tolerance": tolerance,
       "codecs": {x.path: name_of(x.codec) for x in found.leaves},
     }
-    print(f"late error {late_error:.3g} of the uniform one\n{found}")
   if arm == "adaptive":
     each = [exchange_by(gradcomp.compress, x) for x in WIDTHS]
     own = {"tolerance": about["tolerance"], "every": EVERY}
@@ -261,6 +261,7 @@ def main() -> None:
   for net in args.nets:
     problem = adam.problem(net, arrays, size(net, args))
     rate = optax.cosine_decay_schedule(size(net, args).rate, args.steps, alpha=0.1)
+    piloted = functools.cache(functools.partial(pilot, problem, rate, args.steps))
     for arm in args.arms:
       setting = settings(net, arm, args)
       there = {x["seed"] for x in lines if setting.items() <= x.items()}
@@ -269,7 +270,7 @@ def main() -> None:
       if not missing:
         continue
       about = {"device": jax.devices()[0].device_kind, "commit": cli.commit()}
-      exchanges, run, own = exchanges_of(arm, problem, rate, args)
+      exchanges, run, own = exchanges_of(arm, piloted)
       own_args = argparse.Namespace(**vars(args) | {"seeds": missing})
       pilots = [{"seed": PILOT}] if arm == "pilot" else []
       for result in pilots or results(problem, exchanges, run, rate, own_args):

@@ -9,8 +9,9 @@ import pytest
 
 import gradcomp
 from gradcomp._src.testing.modes import lowered
+from gradcomp._src.transforms.moments import Moments
 from gradcomp.codecs import QSGD, Dense, OneBit, TopK
-from gradcomp.contrib import DoublingGaps, Stable, adam
+from gradcomp.contrib import DoublingGaps, MomentsState, Stable, adam
 from gradcomp.testing import check_transformation
 from tests.oracles import adam as oracle
 from tests.plugins.slow_cases import slow
@@ -150,6 +151,22 @@ def test_no_variance_is_so_small_that_a_step_is_a_leap(local):
 
   # A gap of two steps moves by both, and noise is about a root over the floor.
   assert largest(floor=0.1) < 2 * 2 / 0.1 < 1000 < largest()
+
+
+def test_the_floor_of_a_leaf_in_shards_is_that_of_the_whole_leaf():
+  """Shards have variances of different sizes, and no shard decides by itself."""
+  options = dict(b1=0.9, b2=0.9, warmup=2, variance="frozen", floor=0.5)
+  moments = Moments(compressed=None, axis_name=None, **options)
+  nu = jnp.asarray(np.random.default_rng(0).uniform(size=(8, 6)) ** 6, jnp.float32)
+  two, zero = jnp.int32(2), jnp.zeros([])
+  state = MomentsState(two + 1, -two, two, two, zero, nu, nu, ())
+  lifted = lambda nu: moments.variances(state._replace(nu=nu))
+  cut = jax.sharding.PartitionSpec("data")
+  mapped = jax.shard_map(lifted, mesh=modes.mesh(N), in_specs=cut, out_specs=cut)
+  whole = lifted(nu)
+  assert (whole > nu / (1 - 0.9**2)).sum() > 8
+  # The mean is of 48 roots below one, in another order: some roundings of 2**-24.
+  np.testing.assert_allclose(jax.jit(mapped)(nu), whole, rtol=0, atol=4 * 2.0**-24)
 
 
 def test_the_warm_up_ends_once_the_variance_is_stable():

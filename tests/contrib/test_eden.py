@@ -154,7 +154,7 @@ def test_the_error_is_the_papers(bits, scale):
 
 @pytest.mark.parametrize("dither", ["shared", *slow("independent")])
 def test_the_mean_of_16_workers_has_a_16th_of_the_error(dither):
-  """Of the same vector: errors are independent, however workers draw."""
+  """Errors of the same vector are independent, however workers draw."""
   x = gaussian(4, 4096)
   tx = gradcomp.compress(
     Eden(bits=1), axis_name="data", exchange="all_gather", feedback=None, dither=dither

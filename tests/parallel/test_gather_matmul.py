@@ -79,7 +79,7 @@ def test_it_is_the_product_of_what_both_payloads_hold(name, mode):
 
 
 def test_inputs_may_have_a_codec_of_their_own():
-  """Of other elements, drawing by the third key."""
+  """Its elements are others, and it draws by the third key."""
   codec = BlockFloat(element="e5m2", rounding="stochastic")
   options = dict(params=MXFP4, inputs=codec, grads=None, key=DRAWN)
   x, w, cotangent = arrays()
@@ -171,7 +171,7 @@ def test_workers_of_a_vmap_on_gpus_take_their_products_one_by_one():
 
 @pytest.mark.parametrize("where", ["x", "w"])
 def test_a_nan_reaches_every_sum_that_has_it(where):
-  """Of an input, one row of one worker; of a weight, one column of all."""
+  """An input's fills one row of one worker, and a weight's one column of all."""
   x, w, cotangent = arrays()
   {"x": x, "w": w}[where][2, 3, 40] = np.nan
   y = np.asarray(

@@ -119,7 +119,7 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
       f"elements of {shape}, got {x.shape}; cut jnp.pad(w.reshape(-1), "
       "(0, -w.size % N))."
     )
-  x = mark_varying(x, _axes_of(axis_name, residual))
+  x = mark_varying(x, axes_of(axis_name, residual))
   if residual is not None:
     check_residual(residual, x, _residual_shape(x, axis, size))
   send = lambda x: _gather(wire, axis, x, residual, key)
@@ -155,7 +155,7 @@ def gather_residual(
   x = jnp.atleast_1d(options.checked_floats(w_shard))
   axis = options.checked_axis("axis", axis, x.ndim)
   zeros = jnp.zeros(_residual_shape(x, axis, size), jnp.float32)
-  return mark_varying(zeros, _axes_of(axis_name, x))
+  return mark_varying(zeros, axes_of(axis_name, x))
 
 
 def _gather(
@@ -204,9 +204,10 @@ def scatter_gradient(
   return mine, kept
 
 
-def _axes_of(axis_name: AxisName, x: jax.Array | None) -> tuple[str, ...]:
-  """Returns the axes of the workers, and other axes over which an array varies."""
-  others = varying_axes(x).difference(axis_names(axis_name))
+def axes_of(axis_name: AxisName, *arrays: jax.Array | None) -> tuple[str, ...]:
+  """Returns the axes of the workers, and other axes over which arrays vary."""
+  others = {axis for x in arrays for axis in varying_axes(x)}
+  others -= set(axis_names(axis_name))
   return (*axis_names(axis_name), *sorted(others))
 
 

@@ -11,10 +11,10 @@ from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import Payload
 from gradcomp._src.exchange.lines import split
 from gradcomp._src.kernels import block_float
-from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
-from gradcomp._src.mesh.types import mark_varying, varying_axes
+from gradcomp._src.mesh.axes import AxisName, require_size
+from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel import options, transport
-from gradcomp._src.parallel.gather import check_residual, scatter_gradient
+from gradcomp._src.parallel.gather import axes_of, check_residual, scatter_gradient
 from gradcomp._src.parallel.options import Key, Wire
 
 # Elements, scales and factors of rows: see BlockFloat.operand.
@@ -106,9 +106,7 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   x, w = _checked_floats("x", x), _checked_floats("w_shard", w_shard)
   _check_shapes(x, w)
   _check_kinds(forward, own, w)
-  axes = {axis for y in (x, w, residual) for axis in varying_axes(y)}
-  axes -= set(axis_names(axis_name))
-  x, w = mark_varying((x, w), (*axis_names(axis_name), *sorted(axes)))
+  x, w = mark_varying((x, w), axes_of(axis_name, x, w, residual))
   if residual is not None:
     check_residual(residual, w, (size * len(w), w.shape[1]))
   wire = Wire(axis_name, forward, back, "coded", size)
@@ -162,13 +160,17 @@ def _multiplied(
 
 def _operand(lines: jax.Array, like: jax.Array, codec: Codec) -> Operand:
   """Reads lines of words: elements and scales of all rows, and a factor of each."""
-  rows = -(-like.size // codec.tile_size), codec.row_words
-  (words,) = split(lines, [rows])
+  (words,) = split(lines, [_rows(like, codec)])
   read = lambda rows: codec.operand(Payload(rows), like=like)
   elements, scales, factors = jax.vmap(read)(words)
   flat = lambda x: x.reshape(-1, x.shape[-1])
   of_row = jnp.repeat(factors, flat(elements).shape[0] // len(lines))
   return flat(elements), flat(scales), of_row
+
+
+def _rows(like: jax.Array, codec: Codec) -> tuple[int, int]:
+  """Returns the shape of the rows of an array's payload."""
+  return -(-like.size // codec.tile_size), codec.row_words
 
 
 def _checked_floats(name: str, x: Any) -> jax.Array:
@@ -196,9 +198,8 @@ def _check_kinds(params: Codec, inputs: Codec, w: jax.Array) -> None:
   """Raises an error unless a matrix unit takes both codecs' numbers at once."""
 
   def scales(codec: Codec) -> tuple[str, int]:
-    rows = -(-w.size // codec.tile_size), codec.row_words
     read = lambda rows: codec.operand(Payload(rows), like=w)[1]
-    found = jax.eval_shape(read, jax.ShapeDtypeStruct(rows, jnp.uint32))
+    found = jax.eval_shape(read, jax.ShapeDtypeStruct(_rows(w, codec), jnp.uint32))
     return str(found.dtype), w.shape[-1] // found.shape[-1]
 
   if scales(params) != scales(inputs):

@@ -248,7 +248,7 @@ class Moments:
 
     def lifted(v: jax.Array) -> jax.Array:
       root = jnp.sqrt(v)
-      mean = of_leaf(root) / of_leaf(jnp.ones_like(root))
+      mean = of_leaf(root, jnp.mean, collectives.pmean)  # shards have one size
       least = jnp.square(self.floor * mean).astype(v.dtype)
       return jnp.where(sent, jnp.maximum(v, least), v)
 
@@ -283,7 +283,7 @@ def of_leaf(
 ) -> jax.Array:
   """Returns the sum of a leaf in float32, also over the axes that its type is cut by.
 
-  ``reduce`` and ``between``, in and between devices, may be maxima in their place.
+  ``reduce`` and ``between``, in and between devices, may be maxima or means instead.
   """
   part, axes = reduce(x.astype(jnp.float32)), varying_axes(x)
   return between(part, tuple(sorted(axes))) if axes else part

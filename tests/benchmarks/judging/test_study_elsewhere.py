@@ -1,4 +1,4 @@
-"""What the records of other benchmarks say of each finding that they bear on."""
+"""Records of other benchmarks decide the findings that they bear on."""
 
 import json
 

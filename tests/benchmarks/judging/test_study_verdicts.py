@@ -1,4 +1,4 @@
-"""What a study says of each finding of the papers."""
+"""A study decides each finding of the papers."""
 
 import json
 
