@@ -1,8 +1,8 @@
 """Trains by AdamW behind compressed gradients, and by optimizers that compress more.
 
   python -m benchmarks.training.adam [--nets transformer lstm lenet] [--arms ...]
-    [--small] [--steps 3000] [--points 20] [--seeds 5] [--data FILE]
-    [--output FOLDER] [--quick]
+    [--small] [--images 60000] [--steps 3000] [--points 20] [--seeds 5]
+    [--data FILE] [--output FOLDER] [--quick]
 
 The transformer and the LSTM learn the next character of the Brown corpus, and LeNet
 classifies Fashion-MNIST. Four workers are a ``vmap`` on one device, the seeds another
@@ -248,7 +248,8 @@ def run(net: str, arm: str, arrays: Arrays, args: Any) -> dict[str, Any]:
 
 def settings(net: str, arm: str, args: Any) -> dict[str, Any]:
   """Returns all that a line depends on."""
-  return {
+  learned = {"images": args.images} if net in networks.IMAGES else {}
+  return learned | {
     "net": net,
     "arm": arm,
     "workers": WORKERS,
@@ -277,6 +278,11 @@ def smaller(arrays: Arrays) -> Arrays:
   return arrays | {name: halved(arrays[name]) for name in pictures}
 
 
+def fewer(arrays: Arrays, images: int) -> Arrays:
+  """Returns arrays with the first images to learn from."""
+  return arrays | {name: arrays[name][:images] for name in ("images", "labels")}
+
+
 def main() -> None:
   sys.stdout.reconfigure(line_buffering=True)
   args = cli.options(
@@ -288,11 +294,13 @@ def main() -> None:
     steps=cli.Option(3000, 2),
     points=cli.Option(20, 2, "of a curve"),
     seeds=cli.Option(5, 2),
+    images=cli.Option(60_000, 200, "to learn from"),
     small=cli.Option(False, help="narrow nets and small batches"),
     data=cli.Option(None, help="file of the arrays", kind=Path),
   )
   arrays = random_arrays() if args.quick else load(args.data)
   arrays = smaller(arrays) if args.small else arrays
+  arrays = fewer(arrays, args.images)
   path = args.output and args.output / "adam_study.jsonl"
   lines = adam_page.read(path)
   for net in args.nets:

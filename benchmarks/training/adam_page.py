@@ -61,14 +61,11 @@ def markdown(lines: Sequence[Line]) -> str:
     "that of AdamW of the plain mean, seed by seed, with an interval of 95 %. Bytes a "
     "step are those behind a dense start, if an arm has one; *fewer* counts it, too.",
   ]
-  apart = ("net", "steps", "seeds", "parameters", "workers", "device")
-  groups: dict[Any, list[Line]] = {}
+  groups: dict[str, list[Line]] = {}
   for line in lines:
-    groups.setdefault(tuple(line[x] for x in apart), []).append(line)
-  for (net, steps, seeds, parameters, workers, device), group in groups.items():
+    groups.setdefault(_title(line), []).append(line)
+  for title, group in groups.items():
     first = next((x for x in group if x["arm"] == BASELINE), None)
-    title = f"{net}, {parameters:,} parameters, {steps} steps, {workers} workers, "
-    title += f"{seeds} seeds, on {device}"
     paragraphs.append(f"## {title}")
     if first:
       drop = _last_quarter(first)
@@ -78,6 +75,15 @@ def markdown(lines: Sequence[Line]) -> str:
     header = ["arm", "bytes a step", "fewer", "loss", "accuracy", "more", ""]
     paragraphs.append(table(header, [_row(line, first) for line in group]))
   return "\n\n".join(paragraphs) + "\n"
+
+
+def _title(line: Line) -> str:
+  """Names what the trainings of a table have in common."""
+  learned = f"{line['images']:,} images, " if "images" in line else ""
+  return (
+    f"{line['net']}, {line['parameters']:,} parameters, {learned}{line['steps']} steps, "
+    f"{line['workers']} workers, {line['seeds']} seeds, on {line['device']}"
+  )
 
 
 def _row(line: Line, first: Line | None) -> list[str]:
