@@ -5,8 +5,8 @@
 
 Of each candidate it has the points of accuracy by which it ended above float32, in the
 worst of its trainings: the mean over seeds of the differences, seed by seed. Those of
-study/command.py count, and three tables of digits. A candidate of which no training saw
-all of its data once has none, and so has one that nobody trained.
+study/command.py and of its queue count, and three tables of digits. A candidate of
+which no training saw all of its data once has none, and so has one that nobody trained.
 """
 
 import csv
@@ -56,7 +56,7 @@ class Training(NamedTuple):
 
 
 def of_study(study: Study) -> Iterator[Training]:
-  """Yields the trainings of study/command.py."""
+  """Yields the trainings of study/command.py and of its queue."""
   for group in study.groups:
     x = group.setting
     ended = x.steps * x.batch >= _EPOCH * x.epoch
@@ -100,7 +100,8 @@ def main() -> None:
     __doc__, quick="the same, which takes seconds", output="JSON file to write"
   )
   options = parser.parse_args()
-  found = accuracies(grouped(records.read(cli.RESULTS / "study" / "papers")))
+  folders = (cli.RESULTS / "study" / x for x in ("papers", "evidence"))
+  found = accuracies(grouped(records.read(*folders)))
   print(json.dumps(found, indent=1))
   cli.write_json(options.output, found)
 

@@ -79,10 +79,10 @@ def markdown(lines: Sequence[Line]) -> str:
 
 def _title(line: Line) -> str:
   """Names what the trainings of a table have in common."""
-  learned = f"{line['images']:,} images, " if "images" in line else ""
+  images = f"{line['images']:,} images, " if "images" in line else ""
   return (
-    f"{line['net']}, {line['parameters']:,} parameters, {learned}{line['steps']} steps, "
-    f"{line['workers']} workers, {line['seeds']} seeds, on {line['device']}"
+    f"{line['net']}, {line['parameters']:,} parameters, {images}{line['steps']} "
+    f"steps, {line['workers']} workers, {line['seeds']} seeds, on {line['device']}"
   )
 
 
