@@ -45,7 +45,9 @@ _TEXTS: dict[str, Callable[[], text.Text]] = {
   "brown": brown.characters,
   "brown-words": brown.words,
 }
-NETWORKS = (*networks.IMAGES, *networks.TEXTS)
+# LeNet with dense layers that are as many times as wide, as Grubic's figure 16 has it.
+WIDENED = {f"lenet-x{times}": times * 1024 for times in (2, 4, 8)}
+NETWORKS = (*networks.IMAGES, *WIDENED, *networks.TEXTS)
 KNOWN = 1000  # inputs by whose statistics a batch norm normalizes in tests
 
 
@@ -99,13 +101,22 @@ def source(
   order = np.arange(len(train.labels), dtype=np.int32)
   return Source(
     name=name,
-    model=networks.for_images(network, train.images.shape[1:], classes, dropout),
+    model=_for_images(network, train.images.shape[1:], classes, dropout),
     arrays=tuple(train),
     test=tuple(test),
     epoch=len(order),
     draw=functools.partial(data.batches, data.Split(order, order)),
     recurrent=False,
   )
+
+
+def _for_images(network: str, *given: Any) -> Any:
+  """Returns what makes a network for images, or a widened one."""
+  base = network.partition("-")[0]
+  model = networks.for_images(base, *given)
+  if network in WIDENED:
+    return functools.partial(model, width=WIDENED[network])
+  return model
 
 
 def images(
