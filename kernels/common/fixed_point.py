@@ -115,7 +115,12 @@ def divide(x: Array, divisor: Array) -> Array:
     # last place, so that `exact_divide` takes its place there. Others divide correctly.
     return jax.lax.optimization_barrier(exact_divide(x, divisor))
 
-  traced = jax.jit(jnp.divide).trace(x, divisor)
+  def plainly(x: Array, divisor: Array) -> Array:
+    # XLA divides by a constant as it multiplies by its reciprocal, which rounds twice.
+    # With a choice that depends on `x` no divisor is a constant: NaN stays NaN by it.
+    return jnp.divide(x, jnp.where(x == x, divisor, x))
+
+  traced = jax.jit(plainly).trace(x, divisor)
   return by_platform((x, divisor), {"cuda": exactly}, traced)
 
 

@@ -21,6 +21,14 @@ SCALES = ("unbiased", "least squares")
 BITS = (1, 2, 4, *slow(3, 5, 6, 7, 8))
 
 
+# As one program each: operations one by one are some thirty.
+encode = jax.jit(lambda codec, x, key: codec.encode(x, key=key), static_argnums=0)
+decode = jax.jit(
+  lambda codec, payload, like: codec.decode(payload, like=like), static_argnums=0
+)
+roundtrip = jax.jit(lambda codec, x, key: codec.roundtrip(x, key=key), static_argnums=0)
+
+
 def gaussian(*shape, seed=0):
   return np.float32(np.random.default_rng(seed).standard_normal(shape))
 
@@ -116,10 +124,10 @@ def oracle(codec, x, key, worker_word=0):
 def test_rows_and_values_are_those_of_numpy(bits, block, rotations, scale):
   codec = Eden(bits=bits, block_size=block, rotations=rotations, scale=scale)
   x = gaussian(5, block) * np.float32([[1], [3e-5], [1e30], [0.1], [7]])
-  payload = codec.encode(jnp.asarray(x), key=jnp.asarray(KEY))
+  payload = encode(codec, x, KEY)
   rows, values = oracle(codec, x, KEY)
   assert_same_bits(payload.rows, rows)
-  assert_same_bits(codec.decode(payload, like=jnp.asarray(x)), np.float32(values))
+  assert_same_bits(decode(codec, payload, x), np.float32(values))
 
 
 def distortion(bits):
@@ -138,7 +146,7 @@ def test_the_error_is_the_papers(bits, scale):
     np.stack([rng.standard_normal((16, 4096)), rng.laplace(size=(16, 4096))])
   )
   codec = Eden(bits=bits, scale=scale)
-  sent = codec.roundtrip(jnp.asarray(x), key=jax.random.key(bits))
+  sent = roundtrip(codec, x, jax.random.key(bits))
   model = [published.eden(np.float64(blocks), bits, scale, seed=1) for blocks in x]
   own, others = (squared(y - x, -1) / squared(x, -1) for y in (sent, np.array(model)))
   expected = distortion(bits)
@@ -199,7 +207,7 @@ def test_one_number_is_exact_and_zeros_and_bad_numbers_are_alone():
   x[0, 3], x[1, 9] = 3.0, -(2.0**-90)
   x[2] = 2.0**-97
   x[3, 5], x[4, 6] = np.nan, -np.inf
-  sent = np.asarray(codec.roundtrip(jnp.asarray(x), key=jax.random.key(0)))
+  sent = np.asarray(roundtrip(codec, x, jax.random.key(0)))
   np.testing.assert_allclose(sent[:2], x[:2], rtol=1e-6)
   assert not sent[2].any() and not sent[5].any()
   assert np.isnan(sent[3:5]).all()
@@ -211,7 +219,7 @@ def test_the_largest_numbers_stay_finite(rotations, scale):
   """Their squares and their transform overflow, and so may what they decode to."""
   x = np.float32(31 / 16) * np.sign(gaussian(64, 32))  # times 2**127, the largest ones
   codec = Eden(bits=1, block_size=32, rotations=rotations, scale=scale)
-  send = lambda x: np.asarray(codec.roundtrip(jnp.asarray(x), key=jax.random.key(0)))
+  send = lambda x: np.asarray(roundtrip(codec, x, jax.random.key(0)))
   sent, small = send(x * np.float32(2.0**127)), send(x)
   most = np.finfo(np.float32).max
   assert (np.abs(sent) == most).any()
@@ -251,7 +259,7 @@ def test_owners_that_keep_what_they_lose_lose_least():
 @pytest.mark.parametrize("bits", [1, 3, 8])
 def test_bytes_are_those_of_the_docstring(bits):
   """A leaf of 10,000 elements has three blocks, and two words beside each."""
-  payload = Eden(bits=bits).encode(jnp.zeros(10_000), key=jax.random.key(0))
+  payload = encode(Eden(bits=bits), np.zeros(10_000, np.float32), jax.random.key(0))
   assert payload.rows.nbytes == 3 * (4096 * bits // 8 + 8)
   laws.bytes_are_the_claim(Eden(bits=bits), jnp.zeros(10_000))
 

@@ -139,6 +139,14 @@ def test_exact_division_is_correctly_rounded():
   np.testing.assert_array_equal(jax.jit(fixed_point.exact_divide)(x, by), expected)
 
 
+def test_a_division_by_a_constant_is_one():
+  """Compilers would multiply by its reciprocal."""
+  x = np.exp(np.random.default_rng(0).uniform(-60, 60, 20_000)).astype(np.float32)
+  for by in np.float32([0.7, 3, 64 * 0.79788]):
+    found = jax.jit(lambda x, by=by: fixed_point.divide(x, jnp.full_like(x, by)))(x)
+    np.testing.assert_array_equal(found, x / by)
+
+
 @pytest.mark.parametrize(("platform", "corrects"), [("cpu", False), ("cuda", True)])
 def test_integers_correct_the_division_of_gpus(platform, corrects):
   """XLA's division of floats there is not correctly rounded."""

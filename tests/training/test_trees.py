@@ -247,7 +247,8 @@ def test_every_transformation_takes_a_module():
         found.setdefault(name, []).append((updates, state, at))
     return found
 
-  for name, (whole, arrays) in jax.vmap(worker, axis_name="data")(jnp.ones(2)).items():
+  found = jax.jit(jax.vmap(worker, axis_name="data"))(jnp.ones(2))
+  for name, (whole, arrays) in found.items():
     assert jax.tree.structure(whole) == jax.tree.structure(arrays), name
     assert_same_bits(jax.tree.leaves(whole), jax.tree.leaves(arrays))
   # Displacements are zero after the exchange of each step, and all else comes back.
