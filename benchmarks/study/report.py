@@ -3,6 +3,8 @@
 import base64
 import functools
 import io
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +15,9 @@ from benchmarks.common.tables import table
 from benchmarks.study import records
 from benchmarks.study.analysis import Study, grouped
 from benchmarks.study.figures import accuracy as figures_accuracy
+from benchmarks.study.figures import claims as figures_claims
 from benchmarks.study.figures import speed as figures_speed
-from benchmarks.study.figures.style import Rows, Shown
+from benchmarks.study.figures.style import Rows, Shown, slug
 from benchmarks.study.findings import FINDINGS, Finding
 from benchmarks.study.judges.verdicts import WORDS, Verdict
 
@@ -25,7 +28,30 @@ _PAGES = jinja2.Environment(
 )
 _PAGES.globals["table"] = table
 _PAGES.filters["base64"] = lambda data: base64.b64encode(data).decode()
+_PAGES.filters["heading"] = lambda claim: claim.removesuffix(".")
 Judged = list[tuple[Finding, Verdict]]
+
+
+def filled(text: str, indent: str = "") -> str:
+  r"""Breaks a text of Markdown into lines of 120, all but the first with an indent.
+
+  No line begins with a sign that would make it an item of a list, or a quotation.
+
+  Example:
+    >>> filled("a " * 58 + "b - c").splitlines()[-1]
+    'b - c'
+  """
+  held = re.sub(r" ([->+]) ", "\0\\1\0", text)
+  lines = textwrap.fill(
+    *(held, 120),
+    subsequent_indent=indent,
+    break_long_words=False,
+    break_on_hyphens=False,
+  )
+  return lines.replace("\0", " ")
+
+
+_PAGES.filters["filled"] = filled
 
 
 class Section(NamedTuple):
@@ -142,6 +168,10 @@ def write(folders: Sequence[Path], output: Path, price: float | None = None) -> 
   judged = judge(study)
   drawn = list(sections(study, price))
   pictures = {shown.name: _png(shown) for part in drawn for shown in part.shown}
+  of_claims = {x.claim: f"claim-{slug(x.claim)}" for x, found in judged if found.drawn}
+  for finding, verdict in judged:
+    if verdict.drawn:
+      pictures[of_claims[finding.claim]] = figures_claims.png(verdict.drawn)
   (output / "figures").mkdir(parents=True, exist_ok=True)
   for name, picture in pictures.items():
     (output / "figures" / f"{name}.png").write_bytes(picture)
@@ -153,7 +183,7 @@ def write(folders: Sequence[Path], output: Path, price: float | None = None) -> 
     text = _PAGES.get_template(f"{name}.j2").render(
       summary=summary(judged),
       judged=judged,
-      claims=claims(judged),
+      of_claims=of_claims,
       sections=drawn,
       pictures=pictures,
       tables=tables.items(),
@@ -188,20 +218,21 @@ def summary(judged: Judged) -> str:
   )
 
 
-def claims(judged: Judged) -> tuple[list[str], Rows]:
-  """Returns the table of the findings, the papers' before our own."""
-  header = ["claim", "paper", "it says", "its setting", "verdict", "our numbers"]
-  rows = [
-    [
-      finding.claim,
-      f"ours, of {finding.paper}" if finding.ours else finding.paper,
-      finding.said,
-      finding.setting,
-      verdict.verdict,
-      "; ".join(
-        [*([f"Here: {finding.here}"] if finding.here else ()), *verdict.numbers]
-      ),
-    ]
-    for finding, verdict in sorted(judged, key=lambda x: x[0].ours)
-  ]
-  return header, rows
+def claims_page(
+  title: str, about: str, judged: Judged, pictures: dict[str, str]
+) -> str:
+  """Writes a page of claims, with a section for each.
+
+  ``pictures``: their paths, by claims.
+  """
+  page = _PAGES.get_template("claims.md.j2").render(
+    title=title, about=about, judged=judged, pictures=pictures, count=counted(judged)
+  )
+  return f"{page.rstrip()}\n"
+
+
+def counted(judged: Judged) -> str:
+  """Counts the verdicts of a page."""
+  words = [verdict.verdict for _, verdict in judged]
+  counts = ", ".join(f"{words.count(word)} {word}" for word in WORDS)
+  return f"{len(words)} claims: {counts}."

@@ -1,7 +1,8 @@
-"""The tables in docs/results/ that the committed records of the study make.
+"""The tables, pages and pictures in docs/results/ that the records of the study make.
 
-``python -m tests.benchmarks.study_pages`` writes them anew, each behind its heading,
-and those pictures of the report that the pages show.
+``python -m tests.benchmarks.study_pages`` writes them anew: each table behind its
+heading, the pages of docs/results/claims/ whole, a picture for each claim that has
+numbers, and those pictures of the report that the pages show.
 """
 
 import re
@@ -9,6 +10,9 @@ import re
 from benchmarks.common.tables import table
 from benchmarks.study import analysis, records, report
 from benchmarks.study.figures import accuracy
+from benchmarks.study.figures import claims as figures_claims
+from benchmarks.study.figures.style import slug
+from benchmarks.study.judges.verdicts import WORDS
 from tests.support.pages import ROOT
 
 FOLDER = ROOT / "docs" / "results"
@@ -16,6 +20,39 @@ RECORDS = ROOT / "benchmarks" / "results" / "study" / "papers"
 EVIDENCE = RECORDS.with_name("evidence")
 CLAIMS = "# What the papers say"
 STEPS = "## Steps on links"
+PAGES = FOLDER / "claims"
+DRAWN = PAGES / "pictures"
+# Of each page: its claims' paper, or our own, and what it is about.
+PAPERS = {
+  "grubic": (
+    "Grubic",
+    "Grubic et al., 2018: [Synchronous Multi-GPU Deep Learning with Low-Precision "
+    "Communication](https://doi.org/10.3929/ethz-b-000319485).",
+  ),
+  "wen": (
+    "Wen",
+    "Wen et al., 2017: [TernGrad](https://arxiv.org/abs/1705.07878).",
+  ),
+  "dettmers": (
+    "Dettmers",
+    "Dettmers, 2016: [8-Bit Approximations for Parallelism in Deep "
+    "Learning](https://arxiv.org/abs/1511.04561).",
+  ),
+  "han": (
+    "Han",
+    "Han et al., 2021: [Auto-Precision Scaling for Distributed Deep "
+    "Learning](https://arxiv.org/abs/1911.08907).",
+  ),
+  "fang": (
+    "Fang",
+    "Fang et al., 2018: [RedSync](https://arxiv.org/abs/1808.04357).",
+  ),
+  "ours": (
+    "Our own",
+    "No paper has these sentences. They are our reading of one, or are about a setting "
+    "that it does not have.",
+  ),
+}
 _LENET = "lenet-on-fashion-mnist-14-n-8-batch-128"
 _MLP = "mlp-on-fashion-mnist-14-n-8-batch-128"
 # The pictures of the page, and what the report calls them.
@@ -36,7 +73,8 @@ def study():
 
 def judged():
   """All findings with their verdicts, by the records of the evidence queue, too."""
-  return report.judge(analysis.grouped(records.read(RECORDS, EVIDENCE)))
+  found = report.judge(analysis.grouped(records.read(RECORDS, EVIDENCE)))
+  return [(finding, shortened(verdict)) for finding, verdict in found]
 
 
 def short(text):
@@ -44,6 +82,41 @@ def short(text):
   return re.sub(
     r" on fashion-mnist/14|, N = 8, batch 128, 2 epochs|, batch 128", "", text
   )
+
+
+def shortened(verdict):
+  """Returns a verdict whose numbers and labels are short."""
+  drawn = ((word, bar._replace(label=short(bar.label))) for word, bar in verdict.drawn)
+  return verdict._replace(
+    numbers=tuple(map(short, verdict.numbers)), drawn=tuple(drawn)
+  )
+
+
+def page_of(finding):
+  """Returns the name of a claim's page."""
+  return "ours" if finding.ours else finding.paper.split()[0].lower()
+
+
+def by_page(findings):
+  """Returns the findings of each page."""
+  return {x: [y for y in findings if page_of(y[0]) == x] for x in PAPERS}
+
+
+def anchor(claim):
+  """Returns the address of a claim's section, as GitHub makes it of a heading."""
+  kept = re.sub(r"[^\w\- ]", "", claim.removesuffix(".").lower())
+  return kept.replace(" ", "-")
+
+
+def claims_pages(findings):
+  """Returns the text of each page of claims."""
+  shown = {x.claim: f"pictures/{slug(x.claim)}.png" for x, y in findings if y.drawn}
+  return {
+    name: report.claims_page(f"Claims: {title}", about, found, shown)
+    for (name, (title, about)), found in zip(
+      PAPERS.items(), by_page(findings).values(), strict=True
+    )
+  }
 
 
 def steps(found):
@@ -68,8 +141,28 @@ def tables(found, findings):
   for title, groups in sweeps.items():
     yield f"### {title}", table(*accuracy.ends_by_workers(groups))
   yield STEPS, table(*steps(found))
-  header, rows = report.claims(findings)
-  yield CLAIMS, short(table(header, rows))
+  papers = by_page(findings)
+  rows = [
+    [f"[{PAPERS[name][0]}](claims/{name}.md)", *verdicts(own)]
+    for name, own in papers.items()
+  ]
+  yield CLAIMS, table(["paper", *WORDS], rows)
+  for name, own in papers.items():
+    rows = [
+      [
+        f"[{x.claim.removesuffix('.')}](claims/{name}.md#{anchor(x.claim)})",
+        x.said,
+        y.verdict,
+      ]
+      for x, y in own
+    ]
+    yield f"## {PAPERS[name][0]}", table(["claim", "it says", "verdict"], rows)
+
+
+def verdicts(findings):
+  """Counts the verdicts of some findings."""
+  words = [verdict.verdict for _, verdict in findings]
+  return [str(words.count(word)) for word in WORDS]
 
 
 def count(findings):
@@ -87,11 +180,25 @@ def written(page, tables, counted):
   return re.sub(r"^\d+ findings; .*$", counted, page, flags=re.M)
 
 
+def write_pictures(findings):
+  """Writes a picture for each claim that has numbers, and removes all others."""
+  DRAWN.mkdir(parents=True, exist_ok=True)
+  for file in DRAWN.iterdir():
+    file.unlink()
+  for finding, verdict in findings:
+    if verdict.drawn:
+      path = DRAWN / f"{slug(finding.claim)}.png"
+      path.write_bytes(figures_claims.png(verdict.drawn))
+
+
 def main():
   found, findings = study(), judged()
   every, counted = list(tables(found, findings)), count(findings)
   for page in FOLDER.glob("*.md"):
     page.write_text(written(page.read_text(), every, counted))
+  for name, text in claims_pages(findings).items():
+    (PAGES / f"{name}.md").write_text(text)
+  write_pictures(findings)
   shown = [*accuracy.curves(found), *accuracy.sweeps(found)]
   figures = {x.name: x.figure for x in shown}
   for picture, name in PICTURES.items():

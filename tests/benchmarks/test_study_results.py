@@ -7,6 +7,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
+from PIL import Image
 
 import gradcomp
 from benchmarks.links import methods as links_methods
@@ -14,6 +15,9 @@ from benchmarks.links import results
 from benchmarks.models import package_accuracy
 from benchmarks.study import findings, methods, runner
 from benchmarks.study import records as study_records
+from benchmarks.study.figures import claims
+from benchmarks.study.figures.style import slug
+from benchmarks.study.judges.verdicts import APART
 from benchmarks.study.options import launches
 from benchmarks.study.tasks import TEXTS, Source
 from gradcomp.cost import CANDIDATES
@@ -126,6 +130,70 @@ def test_the_pages_have_each_table(study, judged):
   lines = [line for text in texts for line in text.splitlines()]
   for line in (*(heading for heading, _ in every), counted):
     assert lines.count(line) == 1, line
+
+
+def test_the_pages_of_claims_are_those_that_the_records_make(judged):
+  """Each claim is on one of them."""
+  made = study_pages.claims_pages(judged)
+  assert {x.stem for x in study_pages.PAGES.glob("*.md")} == made.keys()
+  for name, text in made.items():
+    assert (study_pages.PAGES / f"{name}.md").read_text() == text
+  lines = "\n".join(made.values()).splitlines()
+  headings = [x.removeprefix("## ") for x in lines if x.startswith("## ")]
+  assert sorted(headings) == sorted(x.claim.removesuffix(".") for x, _ in judged)
+
+
+def test_the_pictures_of_claims_show_the_bars_of_the_records(judged):
+  """Each claim with numbers has one that says so by its digest, and no other is there.
+
+  The pixels are left to those who draw: fonts differ between machines.
+  """
+  expected = {slug(x.claim): claims.digest(y.drawn) for x, y in judged if y.drawn}
+  found = {
+    x.stem: Image.open(x).text[claims.SHOWS] for x in study_pages.DRAWN.iterdir()
+  }
+  assert found == expected
+  untested = [y.verdict for _, y in judged if not y.drawn]
+  assert set(untested) <= {"not tested"}  # other judges have bars
+
+
+def beside(bar):
+  """Whether a whole bar is where its claim holds, or elsewhere; None if neither."""
+  limit = bar.limit
+  sign = 1 if limit.above else -1
+  least, most = sorted((sign * bar.low, sign * bar.high))
+  if least >= sign * limit.value:
+    return True
+  excluded = limit.value if limit.theirs is None else limit.theirs
+  return False if most < sign * excluded else None
+
+
+# Claims whose settings say what more than one bar, or none, can show.
+COMPOUND = (
+  "Dettmers' four types of 8 bits end",
+  "Dettmers' four types of 8 bits on",
+  "1-bit SGD converges later",
+  "Clipping at 2.5 sigma",
+  "The gain rises",
+)
+
+
+def test_bars_are_beside_their_limits_where_their_settings_say_so(judged):
+  """A reader who looks at a picture comes to the words of its colors."""
+  words = {True: "holds", False: "does not", None: "cannot tell"}
+  seen = Counter()
+  for finding, verdict in judged:
+    for word, bar in verdict.drawn:
+      seen[word] += 1
+      assert bar.low <= bar.mean <= bar.high
+      if word != APART and not finding.claim.startswith(COMPOUND):
+        assert words[beside(bar)] == word, (finding.claim, bar)
+  assert min(seen[x] for x in (*words.values(), APART)) > 20
+
+
+def test_the_rows_of_a_picture_have_one_unit(judged):
+  for finding, verdict in judged:
+    assert len({bar.limit.unit for _, bar in verdict.drawn}) < 2, finding.claim
 
 
 def front(label):

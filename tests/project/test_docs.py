@@ -26,7 +26,8 @@ STUDIED = (
   "| codec | accuracy | points | seeds | steps to f32 - 0.2 | bytes / f32 |",
   "| workers | codec | accuracy | points | seeds | steps to f32 - 0.2 | bytes / f32 |",
   "| network | hosts | link | f32, ms | communication |",
-  "| claim | paper | it says | its setting | verdict | our numbers |",
+  "| paper | holds | does not | cannot tell | not tested |",
+  "| claim | it says | verdict |",
 )
 # What a page can be in: Python is run, and nothing else is.
 LANGUAGES = {"python", "pycon", "console", "text"}
@@ -186,7 +187,7 @@ def anchors(page):
   for _, line in pages.read(page)[1]:
     if heading := re.fullmatch(r"#+ +(.*)", line):
       text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading[1]).lower()
-      found.add(re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-"))
+      found.add(re.sub(r"[^\w\- ]", "", text.strip()).replace(" ", "-"))
   return found
 
 

@@ -12,31 +12,41 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from benchmarks.study.analysis import Group, Study, spread
+from benchmarks.study.analysis import Group, Spread, Study, spread
 from benchmarks.study.judges import groups as chosen
 from benchmarks.study.judges.groups import Chosen
 from benchmarks.study.judges.verdicts import (
   ENOUGH,
   OWN,
+  POINTS,
   USUAL,
+  Bar,
   Judge,
   Rule,
   Seen,
+  bar,
   judged,
   needing,
   of_all,
+  ranked,
   rule,
 )
 from benchmarks.training.model_parallel.data_types import friedman
 
 EQUAL = 0.2  # points within which ends are equal where the paper has no number
-# What is compared, by the methods of Group, and how the numbers say it.
-_OF = {
-  "difference": "{codec}{less} {found}",
-  "early": "{codec}{less} {found} in the first half",
-  "perplexity": "{codec}{less}, % of perplexity: {found}",
-  "training_loss": "{codec}{less}, training loss: {found.mean:+.3f} ± {found.half:.3f}",
+# What is compared, by the methods of Group: how the numbers say it, and their unit.
+OF = {
+  "difference": ("{label} {found}", POINTS),
+  "early": ("{label} {found} in the first half", f"{POINTS}, in the first half"),
+  "perplexity": ("{label}, % of perplexity: {found}", "% of perplexity"),
+  "training_loss": (
+    "{label}, training loss: {found.mean:+.3f} ± {found.half:.3f}",
+    "training loss",
+  ),
 }
+
+
+_NO_LOSS = rule({"at_least": -EQUAL})
 
 
 class Comparison(NamedTuple):
@@ -61,12 +71,21 @@ class Comparison(NamedTuple):
   def seen(self, study: Study) -> Iterator[tuple[Group, Seen]]:
     """Yields what each group says of each codec that was run in it."""
     less = "" if self.than == "f32" else f" - {self.than}"
+    text, unit = OF[self.of]
     for group in filter(self.groups, study.groups):
       for codec in self.codecs:
         if found := getattr(group, self.of)(codec, self.than):
-          text = _OF[self.of].format(codec=codec, less=less, found=found)
-          numbers = f"{group.name}: {text} ({found.count} seeds)"
-          yield group, judged(found, self.ends, numbers, self.own(group))
+          yield (
+            group,
+            judged(
+              found,
+              self.ends,
+              f"{group.name}: {codec}{less}",
+              f"{text} ({{found.count}} seeds)",
+              unit=unit,
+              own=self.own(group),
+            ),
+          )
 
   @property
   def needs(self) -> str:
@@ -123,11 +142,12 @@ def on_average(codecs: list[str], limit: float) -> Judge:
         means = pd.concat(found, axis=1, join="inner").mean(axis=1)
         ends = [x.mean() for x in found]
         mean = spread(means.tolist())
+        label = f"the mean of {len(found)} settings"
         numbers = (
-          f"the mean of {len(found)} settings: {mean} ({mean.count} seeds); the worst "
-          f"{min(ends):+.2f}, the best {max(ends):+.2f}"
+          f"{{label}}: {{found}} ({{found.count}} seeds); the worst {min(ends):+.2f}, "
+          f"the best {max(ends):+.2f}"
         )
-        yield judged(mean, rule({"at_least": -limit}), numbers, own=ended)
+        yield judged(mean, rule({"at_least": -limit}), label, numbers, own=ended)
 
   return judge
 
@@ -141,8 +161,9 @@ def less_dropout(codec: str) -> Judge:
     for setting, group in groups.items():
       usual = groups.get(setting._replace(dropout=None))
       if setting.dropout == 0 and usual and (more := group.gained(codec, usual)):
-        numbers = f"{group.name}: {more} points better"
-        yield judged(more, rule({"above": EQUAL}), numbers, chosen.trained(group))
+        numbers = "{label}: {found} points better"
+        own = chosen.trained(group)
+        yield judged(more, rule({"above": EQUAL}), group.name, numbers, own=own)
 
   return judge
 
@@ -162,8 +183,10 @@ def larger_batch(codecs: list[str], limit: float) -> Judge:
         if few.setting.workers < many.setting.workers and (
           more := many.gained(codec, few)
         ):
-          numbers = f"{many.name}: {codec} {more} points better than with few"
-          yield judged(more, rule({"above": limit}), numbers, chosen.trained(few))
+          label = f"{many.name}: {codec}"
+          numbers = "{label} {found} points better than with few"
+          own = chosen.trained(few)
+          yield judged(more, rule({"above": limit}), label, numbers, own=own)
 
   return judge
 
@@ -179,13 +202,41 @@ def later(codec: str) -> Judge:
         numbers = (
           f"{group.name}: {early} in the first half, of which {gained} come back"
         )
-        decide = lambda x, gained=gained: of_all([x.below(EQUAL), gained.above(EQUAL)])
-        yield judged(early, decide, numbers, chosen.trained(group))
+        parts = (
+          ("in the first half", early, rule({"below": EQUAL})),
+          ("what comes back", gained, rule({"above": EQUAL})),
+        )
+        holds = of_all([decide(found) for _, found, decide in parts])
+        bars = tuple(
+          bar(f"{group.name}: {part}", found, decide.limit())
+          for part, found, decide in parts
+        )
+        rank = ranked(holds, early, chosen.trained(group))
+        yield Seen(holds, numbers, rank, bars)
 
   return judge
 
 
-def blocked(arms: dict[str, Sequence[float]]) -> tuple[bool | None, str]:
+class Blocked(NamedTuple):
+  """Says whether arms end as float32, by which p, and by how much each differs."""
+
+  holds: bool | None
+  p: float
+  differences: dict[str, Spread]
+
+  @property
+  def text(self) -> str:
+    return f"p = {self.p:.3f}"
+
+  def bars(self, where: str) -> tuple[Bar, ...]:
+    """Returns a bar for each arm, beside the loss that is to be ruled out."""
+    return tuple(
+      bar(f"{where}: {name}", found, _NO_LOSS.limit())
+      for name, found in self.differences.items()
+    )
+
+
+def blocked(arms: dict[str, Sequence[float]]) -> Blocked:
   """Says whether arms end as float32, by an analysis of variance with seeds as blocks.
 
   It is Friedman's. They do not if p is 0.05 or less. They do if it is more,
@@ -193,18 +244,19 @@ def blocked(arms: dict[str, Sequence[float]]) -> tuple[bool | None, str]:
   told: that no difference was found does not say that there is none.
 
   Example:
-    >>> blocked({"f32": [1.0, 2.0, 3.0], "a": [1.1, 2.0, 3.0], "b": [1.0, 2.1, 3.1]})
+    >>> found = blocked({"f32": [1, 2, 3], "a": [1.1, 2, 3], "b": [1, 2.1, 3.1]})
+    >>> found.holds, found.text
     (True, 'p = 0.368')
   """
   p = friedman(arms.values())
   full = arms["f32"]
-  within = [
-    spread([a - b for a, b in zip(ends, full, strict=True)]).at_least(-EQUAL)
+  differences = {
+    name: spread([a - b for a, b in zip(ends, full, strict=True)])
     for name, ends in arms.items()
     if name != "f32"
-  ]
-  holds = False if p <= 0.05 else True if all(within) else None
-  return holds, f"p = {p:.3f}"
+  }
+  within = all(_NO_LOSS(found) for found in differences.values())
+  return Blocked(False if p <= 0.05 else True if within else None, p, differences)
 
 
 def alike(arms: list[list[str]], groups: Chosen = chosen.images_as_dettmers) -> Judge:
@@ -219,10 +271,11 @@ def alike(arms: list[list[str]], groups: Chosen = chosen.images_as_dettmers) -> 
       for codecs in arms:
         ends = pd.DataFrame({x: group.ends(x) for x in ["f32", *codecs]}).dropna()
         if len(ends) > 4:
-          holds, text = blocked({x: ends[x].tolist() for x in ends})
+          found = blocked({x: ends[x].tolist() for x in ends})
           means = ", ".join(f"{x} {statistics.fmean(ends[x]):.2f}" for x in ends)
           own = OWN if chosen.trained(group) else USUAL
-          yield Seen(holds, f"{group.name}: {text}; {means}", own)
+          numbers = f"{group.name}: {found.text}; {means}"
+          yield Seen(found.holds, numbers, own, found.bars(group.name))
           break
 
   return judge

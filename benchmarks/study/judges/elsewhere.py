@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from benchmarks.study.analysis import Spread, spread
-from benchmarks.study.judges.accuracy import blocked
-from benchmarks.study.judges.speed import more
-from benchmarks.study.judges.verdicts import FEW, Seen, judged, rule
+from benchmarks.study.judges.accuracy import OF, blocked
+from benchmarks.study.judges.speed import GAIN, more, timed
+from benchmarks.study.judges.verdicts import FEW, Bar, Limit, Seen, judged, rule
 from benchmarks.training.model_parallel.layer_errors import PAPER
 
 Look = Callable[[Any], Iterable[Seen]]
+
+
+def _point(label: str, value: float, limit: Limit) -> tuple[Bar, ...]:
+  """Returns the bar of a number without an interval."""
+  return (Bar(label, value, value, value, limit),)
 
 
 def _differences(found: list[float], than: list[float]) -> Spread:
@@ -28,11 +33,13 @@ def units(way: str) -> Look:
     for x in record["types"]:
       if x["way"] == way:
         arms = x["accuracy_percent"]
-        holds, text = blocked(arms)
+        found = blocked(arms)
         ends = ", ".join(
           f"{name} {statistics.fmean(y):.2f}" for name, y in arms.items()
         )
-        yield Seen(holds, f"digits, {x['unit']} units: {text}; {ends}")
+        where = f"digits, {x['unit']} units"
+        numbers = f"{where}: {found.text}; {ends}"
+        yield Seen(found.holds, numbers, bars=found.bars(where))
 
   return look
 
@@ -49,8 +56,8 @@ def little_error(
     for name in types:
       found = _differences(arms[name], full)
       limit = points + share * error
-      numbers = f"{name} {found} of {limit:.2f} points at most"
-      yield judged(found, rule({"at_least": -limit}), f"{network}: {numbers}")
+      numbers = f"{{label}} {{found}} of {limit:.2f} points at most"
+      yield judged(found, rule({"at_least": -limit}), f"{network}: {name}", numbers)
 
   return look
 
@@ -65,8 +72,8 @@ def one_bit(record: Any) -> Iterator[Seen]:
   ends = {"gradients, with feedback": "at_least", "activations": "at_most"}
   for what, name in ends.items():
     found = _differences(record["coarse"][what]["1 bit"], full)
-    numbers = f"{what}: {found} ({found.count} seeds)"
-    yield judged(found, rule({name: -1.0}), numbers)
+    numbers = "{label}: {found} ({found.count} seeds)"
+    yield judged(found, rule({name: -1.0}), what, numbers)
 
 
 def least_error(record: Any) -> Iterator[Seen]:
@@ -74,9 +81,11 @@ def least_error(record: Any) -> Iterator[Seen]:
   for numbers, types in record["as_paper"].items():
     errors = {name: x["relative_percent"] for name, x in types.items()}
     text = ", ".join(f"{name} {error:.1f} %" for name, error in errors.items())
-    yield Seen(
-      min(errors, key=errors.__getitem__) == "dynamic_tree", f"{numbers}: {text}"
-    )
+    tree = errors.pop("dynamic_tree")
+    least = min(errors.values())
+    limit = Limit(1.0, above=True, unit="the least error of others over the tree's")
+    bars = _point(numbers, least / tree, limit)
+    yield Seen(tree < least, f"{numbers}: {text}", bars=bars)
 
 
 def layers_alike(record: Any) -> Iterator[Seen]:
@@ -88,8 +97,10 @@ def layers_alike(record: Any) -> Iterator[Seen]:
       ours = means[-len(theirs) :]  # those of activations begin with the inputs
       ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
       text = ", ".join(f"{x:.1f} %" for x in ours)
-      holds = 0.5 <= min(ratios) and max(ratios) <= 2
-      yield Seen(holds, f"{kind}, {name}: {text}")
+      apart = max(max(x, 1 / x) for x in ratios)
+      unit = "factor between our error and the paper's, at most"
+      bars = _point(f"{kind}, {name}", apart, Limit(2.0, above=False, unit=unit))
+      yield Seen(apart <= 2, f"{kind}, {name}: {text}", bars=bars)
 
 
 def groups_of_16(record: Any) -> Iterator[Seen]:
@@ -97,7 +108,10 @@ def groups_of_16(record: Any) -> Iterator[Seen]:
   for what, found in record["formats"]["(5, 2)"].items():
     errors = {size: found[f"sequential {size}"]["mean"] for size in (8, 16, 32, 256)}
     text = ", ".join(f"{size}: {error:.1f} %" for size, error in errors.items())
-    yield Seen(min(errors, key=errors.__getitem__) == 16, f"{what}, {text}")
+    least = errors.pop(16)
+    ratio = min(errors.values()) / least
+    limit = Limit(1.0, above=True, unit="the least error of other groups over 16's")
+    yield Seen(ratio > 1, f"{what}, {text}", bars=_point(what, ratio, limit))
 
 
 def on_digits(
@@ -117,8 +131,7 @@ def on_digits(
         for codec in filter(rows.__contains__, codecs):
           found = _differences(rows[codec], rows[than])
           less = "" if than == "f32" else f" - {than}"
-          numbers = f"digits, {what}: {codec}{less} {found} ({found.count} seeds)"
-          seen = judged(found, rule(ends), numbers)
+          seen = judged(found, rule(ends), f"digits, {what}: {codec}{less}")
           yield seen._replace(rank=FEW) if seen.holds is None else seen
 
   return look
@@ -147,9 +160,15 @@ def redsync(
         more = [100 * (x / full[seed] - 1) for seed, x in last[name].items()]
       else:
         more = [x - full[seed] for seed, x in last[name].items()]
-      found, unit = spread(more), ", % of perplexity:" * (metric == "perplexity")
-      numbers = f"{what}: {name}{unit} {found} ({found.count} seeds)"
-      yield judged(found, rule(ends), numbers, own=trained)
+      text, unit = OF["perplexity" if metric == "perplexity" else "difference"]
+      yield judged(
+        spread(more),
+        rule(ends),
+        f"{what}: {name}",
+        f"{text} ({{found.count}} seeds)",
+        unit=unit,
+        own=trained,
+      )
 
   return look
 
@@ -165,8 +184,9 @@ def transfers(record: Any) -> Iterator[Seen]:
       plain = times.get((way, "lax", *shape))
       if plain and sent not in ("lax", "f32"):
         sizes, ratio = f"{shape[0]} x {shape[1]}", plain / seconds
-        numbers = f"{run['hosts']} hosts, {run['rate']}: {way} of {sizes}, {sent}"
-        yield Seen(more(ratio, 2.0), f"{numbers} {ratio:.2f} x")
+        label = f"{run['hosts']} hosts, {run['rate']}: {way} of {sizes}, {sent}"
+        bar = timed(label, ratio, Limit(2.0, above=True, unit=GAIN))
+        yield Seen(more(ratio, 2.0), f"{label} {ratio:.2f} x", bars=(bar,))
 
 
 def selection(record: Any) -> Iterator[Seen]:
@@ -176,21 +196,33 @@ def selection(record: Any) -> Iterator[Seen]:
       seconds = x["seconds"]
       for name in ("trimmed", "sampled, again"):
         ratio = seconds["exact"] / seconds[name]
-        yield Seen(ratio > 1, f"{numbers.split(',')[0]}: {name} {ratio:.1f} x")
+        label = f"{numbers.split(',')[0]}: {name}"
+        limit = Limit(1.0, above=True, unit="times as fast as an exact selection")
+        bars = _point(label, ratio, limit)
+        yield Seen(ratio > 1, f"{label} {ratio:.1f} x", bars=bars)
 
 
 def _each_weight(
-  holds: Callable[[Any], bool], text: str, but: tuple[str, ...] = ()
+  numbers: Callable[[Any], dict[str, float]],
+  limit: Limit,
+  text: str,
+  but: tuple[str, ...] = (),
 ) -> Look:
-  """Returns what yields whether something holds of each weight's gradient.
+  """Returns what yields whether numbers of each weight's gradient keep to a limit.
 
-  It leaves out the weights whose names begin with one of ``but``.
+  It leaves out the weights whose names begin with one of ``but``. ``numbers``: by what
+  they are of.
   """
 
   def look(record: Any) -> Iterator[Seen]:
     for name, x in record["weights"].items():
       if not name.startswith(but):
-        yield Seen(holds(x), f"{name}: {text.format(**x)}")
+        found = numbers(x)
+        bars = tuple(Bar(f"{name}{what}", y, y, y, limit) for what, y in found.items())
+        holds = all(
+          y >= limit.value if limit.above else y <= limit.value for y in found.values()
+        )
+        yield Seen(holds, f"{name}: {text.format(**x)}", bars=bars)
 
   return look
 
@@ -199,22 +231,34 @@ def union(record: Any) -> Iterator[Seen]:
   """Yields whether few of the elements that workers choose are chosen by several."""
   most = record["workers"] * record["density"]
   numbers = f"{record['workers']} workers: {record['union']:.2%} of {most:.1%} at most"
-  yield Seen(record["union"] >= 0.9 * most, numbers)
+  limit = Limit(90.0, above=True, unit="% of what they would be if all were others")
+  bars = _point(f"{record['workers']} workers", 100 * record["union"] / most, limit)
+  yield Seen(record["union"] >= 0.9 * most, numbers, bars=bars)
 
 
 def layers_apart(record: Any) -> Iterator[Seen]:
   """Yields whether layers' gradients have other exponents: a factor of 4 or more."""
   found = {name: x["largest_exponent"] for name, x in record["weights"].items()}
   numbers = ", ".join(f"{name} 2^{x:.0f}" for name, x in found.items())
-  yield Seen(max(found.values()) - min(found.values()) >= 2, f"largest: {numbers}")
+  apart = max(found.values()) - min(found.values())
+  limit = Limit(2.0, above=True, unit="exponents between the largest and the least")
+  bars = _point("all layers", apart, limit)
+  yield Seen(apart >= 2, f"largest: {numbers}", bars=bars)
 
 
 mostly_zeros = _each_weight(
-  lambda x: x["zeros_clipped"] >= 0.7132, "{zeros_clipped:.1%}", ("conv",)
+  lambda x: {"": 100 * x["zeros_clipped"]},
+  Limit(71.32, above=True, unit="% of zeros"),
+  "{zeros_clipped:.1%}",
+  ("conv",),
 )
 little_clipped = _each_weight(
-  lambda x: x["shorter"] <= 0.015 and x["turned"] <= 3, "{shorter:.1%}, {turned:.1f}°"
+  lambda x: {", length": x["shorter"] / 0.015, ", angle": x["turned"] / 3},
+  Limit(1.0, above=False, unit="times the paper's 1.5 % and 3°"),
+  "{shorter:.1%}, {turned:.1f}°",
 )
 closer_bound = _each_weight(
-  lambda x: x["moment_clipped"] < x["moment"], "{moment:.1f} to {moment_clipped:.1f}"
+  lambda x: {"": x["moment_clipped"] / x["moment"]},
+  Limit(1.0, above=False, unit="the bound with clipping over that without"),
+  "{moment:.1f} to {moment_clipped:.1f}",
 )

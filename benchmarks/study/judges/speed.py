@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.common import cli
 from benchmarks.study.analysis import QSGD, Cell, Study
-from benchmarks.study.judges.verdicts import Judge, Seen, needing, of_all
+from benchmarks.study.judges.verdicts import Bar, Judge, Limit, Seen, needing, of_all
 from gradcomp._src.cost.papers import grubic
 
 LINKS = cli.RESULTS / "links" / "link_speed.json"
@@ -23,6 +23,7 @@ _BOUND = 1 / grubic.wire_share(8)  # 3.97: what 8 bits gain without any computat
 _NOISE = 0.05  # the share by which times of one program differ
 _RARELY = 0.25  # the share of all cases in which at most something is so
 _LITTLE = 1.2  # x, above all that 2 bits gain over 4 in Grubic's tables, 1.19
+GAIN = "times as fast as float32"
 _FAST = 1.4  # x, the most that few bits gain with NCCL, as his introduction says
 
 
@@ -31,16 +32,30 @@ def more(a: float, b: float) -> bool | None:
   return None if abs(a - b) <= _NOISE * b else a > b
 
 
+def timed(label: str, ratio: float, limit: Limit) -> Bar:
+  """Returns the bar of a ratio of times, which holds the limit where ``more`` is None.
+
+  Its length is the noise of one of the two, of that which would have to be more.
+  """
+  low, high = 1 - _NOISE, 1 + _NOISE
+  if limit.above:
+    low, high = 1 / high, 1 / low
+  return Bar(label, low * ratio, ratio, high * ratio, limit)
+
+
 @needing("times of f32 and three QSGD codecs or more")
 def line(study: Study) -> Iterator[Seen]:
   """Judges whether times follow ``a + c w``."""
   for cell in study.cells:
     if cell.setting.workers > 1 and (found := cell.fit()):
-      yield Seen(
-        found.error <= _ERROR,
+      error = 100 * found.error
+      limit = Limit(100 * _ERROR, above=False, unit="error of the line, %")
+      numbers = (
         f"{cell.name}: a = {1e3 * found.computation:.3g} ms a sample, c = "
-        f"{1e3 * found.communication:.3g} ms, error {found.error:.1%}",
+        f"{1e3 * found.communication:.3g} ms, error {found.error:.1%}"
       )
+      bar = Bar(cell.name, error, error, error, limit)
+      yield Seen(found.error <= _ERROR, numbers, bars=(bar,))
 
 
 @needing("times of f32 and two QSGD codecs where a fifth of a step is communication")
@@ -54,17 +69,17 @@ def falls(study: Study) -> Iterator[Seen]:
       numbers = " > ".join(
         f"{name} {1e3 * x:.1f} ms" for name, x in zip(names, found, strict=True)
       )
-      yield Seen(of_all(less), f"{cell.name}: {numbers}")
+      least = min(a / b for a, b in itertools.pairwise(found))
+      unit = "times as long as with fewer bits, at the least of all steps down"
+      bar = timed(cell.name, least, Limit(1.0, above=True, unit=unit))
+      yield Seen(of_all(less), f"{cell.name}: {numbers}", bars=(bar,))
 
 
 @needing("times of qsgd-4 and qsgd-2", share=1 - _RARELY)
 def diminishing(study: Study) -> Iterator[Seen]:
   """Judges whether 2 bits rarely bring much over 4."""
-  return _of_cells(
-    study,
-    ("qsgd-4", "qsgd-2"),
-    lambda cell: more(_LITTLE * cell.speed("qsgd-4"), cell.speed("qsgd-2")),
-  )
+  limit = Limit(_LITTLE, above=False, unit="times as fast with qsgd-2 as with qsgd-4")
+  return _of_cells(study, "qsgd-2", "qsgd-4", limit)
 
 
 def slower(codec: str, than: str, network: str = "", share: float = 1.0) -> Judge:
@@ -78,8 +93,9 @@ def slower(codec: str, than: str, network: str = "", share: float = 1.0) -> Judg
   def judge(study: Study) -> Iterator[Seen]:
     return _of_cells(
       study,
-      (codec, than),
-      lambda cell: more(cell.speed(than), cell.speed(codec)),
+      than,
+      codec,
+      Limit(1.0, above=True, unit=f"times as fast with {than} as with {codec}"),
       lambda cell: (
         network in ("", cell.setting.network)
         and cell.times[codec]["bytes_a_step"] != cell.times[than]["bytes_a_step"]
@@ -91,16 +107,23 @@ def slower(codec: str, than: str, network: str = "", share: float = 1.0) -> Judg
 
 def _of_cells(
   study: Study,
-  codecs: tuple[str, ...],
-  holds: Callable[[Cell], bool | None],
+  first: str,
+  second: str,
+  limit: Limit,
   chosen: Callable[[Cell], bool] = lambda cell: True,
 ) -> Iterator[Seen]:
-  """Yields what cells say that exchange, have the codecs, and are chosen."""
+  """Yields whether steps with one codec are so many times as fast as with another.
+
+  Cells say it that exchange, have both codecs, and are chosen.
+  """
   for cell in study.cells:
-    has = cell.setting.workers > 1 and cell.times.keys() >= set(codecs)
+    has = cell.setting.workers > 1 and cell.times.keys() >= {first, second}
     if has and chosen(cell):
-      speeds = (f"{name} {cell.speed(name):.0f} samples/s" for name in codecs)
-      yield Seen(holds(cell), f"{cell.name}: {', '.join(speeds)}")
+      a, b = cell.speed(first), limit.value * cell.speed(second)
+      holds = more(a, b) if limit.above else more(b, a)
+      speeds = (f"{name} {cell.speed(name):.0f} samples/s" for name in (second, first))
+      bar = timed(cell.name, limit.value * a / b, limit)
+      yield Seen(holds, f"{cell.name}: {', '.join(speeds)}", bars=(bar,))
 
 
 def _linked(study: Study) -> Iterator[tuple[Cell, Cell]]:
@@ -125,7 +148,10 @@ def fast_link(study: Study) -> Iterator[Seen]:
         f"{fast.name}: f32 {fast.speed('f32'):.0f} samples/s; {slow.link}: {best} "
         f"{slow.speed(best):.0f}"
       )
-      yield Seen(more(fast.speed("f32"), slow.speed(best)), numbers)
+      a, b = fast.speed("f32"), slow.speed(best)
+      unit = "times as fast with f32 on the fast link"
+      bar = timed(fast.name, a / b, Limit(1.0, above=True, unit=unit))
+      yield Seen(more(a, b), numbers, bars=(bar,))
 
 
 def _best(study: Study) -> Iterator[tuple[tuple[Cell, Cell], list[float]]]:
@@ -141,14 +167,17 @@ def fades(study: Study) -> Iterator[Seen]:
   """Judges whether few bits gain less on the fast link."""
   for (slow, fast), gains in _best(study):
     numbers = f"{slow.name}: {gains[0]:.2f} x; {fast.link}: {gains[1]:.2f} x"
-    yield Seen(more(*gains), numbers)
+    unit = "the gain on the slow link over that on the fast one"
+    bar = timed(slow.name, gains[0] / gains[1], Limit(1.0, above=True, unit=unit))
+    yield Seen(more(*gains), numbers, bars=(bar,))
 
 
 @needing("times of f32 and QSGD on two links")
 def vanishes(study: Study) -> Iterator[Seen]:
   """Judges whether few bits gain 1.4 x at most on the fast link."""
   for (_, fast), (_, gain) in _best(study):
-    yield Seen(more(_FAST, gain), f"{fast.name}: {gain:.2f} x")
+    bar = timed(fast.name, gain, Limit(_FAST, above=False, unit=GAIN))
+    yield Seen(more(_FAST, gain), f"{fast.name}: {gain:.2f} x", bars=(bar,))
 
 
 def _networks(study: Study, codec: str) -> Iterator[list[Cell]]:
@@ -173,10 +202,11 @@ def bound_nets(study: Study) -> Iterator[Seen]:
       f"{cell.setting.network} {cell.share:.0%} of a step: {gain:.2f} x"
       for cell, gain in zip(order, gains, strict=True)
     )
-    yield Seen(
-      more(gains[-1], max(gains[:-1])),
-      f"N = {cells[0].setting.workers}, {cells[0].link}: {numbers}",
-    )
+    where = f"N = {cells[0].setting.workers}, {cells[0].link}"
+    unit = "its gain over the largest of others"
+    least = max(gains[:-1])
+    bar = timed(where, gains[-1] / least, Limit(1.0, above=True, unit=unit))
+    yield Seen(more(gains[-1], least), f"{where}: {numbers}", bars=(bar,))
 
 
 @needing("times of f32 and qsgd-8 on two networks")
@@ -190,7 +220,10 @@ def rises(study: Study) -> Iterator[Seen]:
     )
     low = max(gains) <= _BOUND * (1 + _NOISE)
     rise = more(gains[-1], gains[0]) if low else False
-    yield Seen(rise, f"N = {cells[0].setting.workers}, {cells[0].link}: {numbers}")
+    where = f"N = {cells[0].setting.workers}, {cells[0].link}"
+    unit = "the gain of the last net over the first one's"
+    bar = timed(where, gains[-1] / gains[0], Limit(1.0, above=True, unit=unit))
+    yield Seen(rise, f"{where}: {numbers}", bars=(bar,))
 
 
 @needing(
@@ -213,7 +246,10 @@ def doubling(study: Study) -> Iterator[Seen]:
       for codec in cell.times.keys() & twice.times.keys():
         if twice.times[codec]["compute"] <= 0.75 * cell.times[codec]["compute"]:
           ratio = twice.speed(codec) / cell.speed(codec)
-          yield Seen(more(2.0, ratio), f"{twice.name}: {codec} {ratio:.2f} x")
+          unit = "times as fast with twice the workers"
+          label = f"{twice.name}: {codec}"
+          bar = timed(label, ratio, Limit(2.0, above=False, unit=unit))
+          yield Seen(more(2.0, ratio), f"{label} {ratio:.2f} x", bars=(bar,))
 
 
 def of_links(first: str, second: str, rates: list[str], leaves: int | str = 1) -> Judge:
@@ -230,10 +266,12 @@ def of_links(first: str, second: str, rates: list[str], leaves: int | str = 1) -
       steps, rate = run["steps"], run["rate"]
       if rate in rates and run["leaves"] == leaves and {first, second} <= steps.keys():
         a, b = (steps[name]["median_seconds"] for name in (first, second))
-        yield Seen(
-          more(a, b),
-          f"{run['hosts']} hosts, {rate}, {run['mib']:g} MiB: {first} {1e3 * a:.0f} "
-          f"ms, {second} {1e3 * b:.0f} ms",
+        where = f"{run['hosts']} hosts, {rate}, {run['mib']:g} MiB"
+        numbers = f"{first} {1e3 * a:.0f} ms, {second} {1e3 * b:.0f} ms"
+        limit = Limit(
+          1.0, above=True, unit="the first one's time over the second one's"
         )
+        bar = timed(f"{where}: {first} / {second}", a / b, limit)
+        yield Seen(more(a, b), f"{where}: {numbers}", bars=(bar,))
 
   return judge

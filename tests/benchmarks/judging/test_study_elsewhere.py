@@ -193,7 +193,7 @@ def test_images_of_a_sparse_codec_have_points_of_accuracy():
   (seen,) = elsewhere.redsync("digits", ["RedSync"], {"at_least": -1.0})(
     {"digits": part}
   )
-  assert seen == (
+  assert seen[:3] == (
     True,
     "A net, 200 steps: RedSync -1.00 ± 0.00 (2 seeds)",
     verdicts.USUAL,
