@@ -106,10 +106,10 @@ class Eden(Codec):
   Example:
     >>> codec = Eden(bits=2)
     >>> x = jax.random.normal(jax.random.key(0), (4096,))
-    >>> payload = codec.encode(x, key=jax.random.key(1))
+    >>> payload = jax.jit(codec.encode)(x, key=jax.random.key(1))
     >>> payload.rows.shape  # 2 bits an element, a seed and a scale
     (1, 258)
-    >>> lost = codec.decode(payload, like=x) - x
+    >>> lost = jax.jit(codec.decode)(payload, like=x) - x
     >>> print(f"{jnp.sum(lost**2) / jnp.sum(x**2):.2f}")
     0.14
 

@@ -338,13 +338,16 @@ def test_it_learns_as_adam_where_a_compressed_gradient_does_not(options):
 def test_bad_options_are_named(options, parts):
   with pytest.raises(ValueError, match=says(*parts)):
     adam(0.1, **options)
+
+
+def test_a_bad_ratio_and_a_missing_axis_are_named():
   with pytest.raises(ValueError, match=says("`ratio`", "above 0", "2")):
     Stable(ratio=2)
   with pytest.raises(ValueError, match=says("`axis_name`", "must name the axis")):
-    tx, given = adam(0.1, codec=Dense()), jnp.ones((2, 40))
+    tx, given = adam(0.1, codec=Dense()), jax.ShapeDtypeStruct((2, 40), jnp.float32)
     P, mesh = jax.sharding.PartitionSpec("data"), modes.mesh(2)
     step = lambda x: tx.update(x, tx.init(x))[0]
-    jax.shard_map(step, mesh=mesh, in_specs=P, out_specs=P)(given)
+    jax.eval_shape(jax.shard_map(step, mesh=mesh, in_specs=P, out_specs=P), given)
 
 
 def test_citation_names_the_papers():

@@ -338,7 +338,7 @@ def test_a_resharded_sum_waits_for_what_does_not_fit(target):
     over = {"spec": target} if target else {"axis_name": "data"}
     return parallel.reshard(x, **over, codec=codec, residual=residual)
 
-  result, residual = jax.vmap(local, axis_name="data")(
+  result, residual = jax.jit(jax.vmap(local, axis_name="data"))(
     addends, jnp.zeros((4, 8), jnp.float32)
   )
   exact = addends.astype(np.float64).sum(axis=0)

@@ -76,7 +76,8 @@ class Sign(Codec):
     >>> tx = gradcomp.compress(
     ...   Sign(scale="one", vote="majority"), axis_name="data", feedback=None)
     >>> votes = jnp.array([[2., 1.], [3., -1.], [-9., 1.]])
-    >>> jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="data")(votes)[0]
+    >>> step = lambda x: tx.update(x, tx.init(x))[0]
+    >>> jax.jit(jax.vmap(step, axis_name="data"))(votes)[0]
     Array([1., 1.], dtype=float32)
 
   References:

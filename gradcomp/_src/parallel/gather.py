@@ -94,7 +94,7 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
     ...     w_shard, axis_name="data", params=codec, grads=codec, residual=residual)
     ...   return jnp.dot(w, x)
     >>> x = jnp.array([[1.0, 2.0], [4.0, 0.1]])
-    >>> grad = jax.vmap(jax.grad(loss, (0, 1)), axis_name="data")
+    >>> grad = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), axis_name="data"))
     >>> grads, residuals = grad(jnp.ones((2, 1)), jnp.zeros((2, 2)), x)
     >>> grads.ravel(), residuals[0]  # of two in bfloat16, nothing is lost
     (Array([5. , 2.1], dtype=float32), Array([0., 0.], dtype=float32))

@@ -85,7 +85,7 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
     ...   return gradcomp.parallel.gather_matmul(
     ...     x, w_shard, axis_name="data", params=codec, grads=codec)
     >>> x, w = jnp.ones((2, 3, 32)), jnp.ones((2, 4, 32))  # of two workers
-    >>> y = jax.vmap(layer, axis_name="data")(x, w)
+    >>> y = jax.jit(jax.vmap(layer, axis_name="data"))(x, w)
     >>> y.shape, y[0, 0, 0]
     ((2, 3, 8), Array(32., dtype=float32))
 

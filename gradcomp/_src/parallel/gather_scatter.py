@@ -68,7 +68,8 @@ def all_gather(  # noqa: PLR0913 - options of users, by keyword
     >>> x = jnp.array([[127.0, 0.4], [1.0, 0.25]])
     >>> gather = lambda x: gradcomp.parallel.all_gather(
     ...   x, axis_name="model", codec=codec)
-    >>> jax.vmap(gather, axis_name="model")(x)[1]  # its own numbers are as they were
+    >>> both = jax.jit(jax.vmap(gather, axis_name="model"))(x)
+    >>> both[1]  # its own numbers are as they were
     Array([127.  ,   0.  ,   1.  ,   0.25], dtype=float32)
 
   References:
@@ -141,7 +142,8 @@ def psum_scatter(  # noqa: PLR0913 - options of users, by keyword
   Example:
     >>> scatter = lambda x: gradcomp.parallel.psum_scatter(
     ...   x, axis_name="model", codec=gradcomp.codecs.Dense())
-    >>> jax.vmap(scatter, axis_name="model")(jnp.array([[1.0, 2.0], [30.0, 40.0]]))
+    >>> x = jnp.array([[1.0, 2.0], [30.0, 40.0]])
+    >>> jax.jit(jax.vmap(scatter, axis_name="model"))(x)
     Array([[31.],
            [42.]], dtype=float32)
   """

@@ -50,7 +50,7 @@ def all_to_all(  # noqa: PLR0913 - options of users, by keyword
     >>> codec = gradcomp.codecs.Dense()
     >>> swap = lambda x: gradcomp.parallel.all_to_all(
     ...   x, axis_name="expert", split_axis=0, concat_axis=0, codec=codec)
-    >>> jax.vmap(swap, axis_name="expert")(jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+    >>> jax.jit(jax.vmap(swap, axis_name="expert"))(jnp.array([[1.0, 2.0], [3.0, 4.0]]))
     Array([[1., 3.],
            [2., 4.]], dtype=float32)
   """
@@ -94,7 +94,7 @@ def ppermute(
   Example:
     >>> send = lambda x: gradcomp.parallel.ppermute(
     ...   x, axis_name="stage", perm=[(0, 1), (1, 0)], codec=gradcomp.codecs.Dense())
-    >>> jax.vmap(send, axis_name="stage")(jnp.array([1.0, 2.0]))
+    >>> jax.jit(jax.vmap(send, axis_name="stage"))(jnp.array([1.0, 2.0]))
     Array([2., 1.], dtype=float32)
   """
   wire = options.wire(axis_name, codec, backward)

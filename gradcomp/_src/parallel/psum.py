@@ -44,7 +44,7 @@ def psum(
   Example:
     >>> total = lambda x: gradcomp.parallel.psum(
     ...   x, axis_name="model", codec=gradcomp.codecs.Dense())
-    >>> jax.vmap(total, axis_name="model")(jnp.array([1.0, 2.0]))
+    >>> jax.jit(jax.vmap(total, axis_name="model"))(jnp.array([1.0, 2.0]))
     Array([3., 3.], dtype=float32)
 
   References:
@@ -86,7 +86,7 @@ def sum_gradients(
     ...     x, axis_name="model", codec=gradcomp.codecs.Dense())
     ...   return x * w
     >>> w = jnp.array([3.0, 5.0])
-    >>> jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="model")(1.0, w)
+    >>> jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="model"))(1.0, w)
     Array([8., 8.], dtype=float32)
   """
   own_wire = options.wire(axis_name, codec, own="coded")

@@ -95,7 +95,8 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
   Example:
     >>> codec = gradcomp.codecs.Dense()
     >>> total = lambda x: gradcomp.parallel.reshard(x, axis_name="data", codec=codec)
-    >>> jax.vmap(total, axis_name="data")(jnp.array([[1.0, 2.0], [30.0, 40.0]]))
+    >>> x = jnp.array([[1.0, 2.0], [30.0, 40.0]])
+    >>> jax.jit(jax.vmap(total, axis_name="data"))(x)
     Array([[31., 42.],
            [31., 42.]], dtype=float32)
   """

@@ -118,7 +118,8 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     ...     layer, x, layers, axis_name="data", codec=gradcomp.codecs.Dense())
     ...   return x
     >>> layers, x = jnp.array([2.0, 3.0]), jnp.array([1.0, 5.0])
-    >>> jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="data")(layers, x)
+    >>> grad = jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="data")
+    >>> jax.jit(grad)(layers, x)
     Array([[9., 6.],
            [9., 6.]], dtype=float32)
 
@@ -175,7 +176,8 @@ def scan_residual(
     >>> codec = gradcomp.codecs.QSGD(bits=4)
     >>> zeros = lambda w: gradcomp.parallel.scan_residual(
     ...   w, axis_name="data", codec=codec, exchange="all_gather")
-    >>> jax.vmap(zeros, axis_name="data")(jnp.ones((2, 3, 8, 64))).leaves[0].shape
+    >>> residuals = jax.vmap(zeros, axis_name="data")(jnp.ones((2, 3, 8, 64)))
+    >>> residuals.leaves[0].shape
     (2, 3, 8, 64)
   """
   layers = jax.tree.map(jnp.asarray, layers)

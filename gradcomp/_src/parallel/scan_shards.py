@@ -109,7 +109,7 @@ def scan_shards(  # noqa: PLR0913 - options of users, by keyword
     ...     layer, x, shards, axis_name="data", params=None, grads=None)
     ...   return jnp.sum(x)
     >>> shards, x = jnp.ones((2, 3, 1)), jnp.array([[1.0, 2.0], [0.0, 1.0]])
-    >>> jax.vmap(jax.grad(loss), axis_name="data")(shards, x).shape
+    >>> jax.jit(jax.vmap(jax.grad(loss), axis_name="data"))(shards, x).shape
     (2, 3, 1)
 
   References:
