@@ -46,7 +46,7 @@ _TEXTS: dict[str, Callable[[], text.Text]] = {
   "brown-words": brown.words,
 }
 # LeNet with dense layers that are as many times as wide, as Grubic's figure 16 has it.
-WIDENED = {f"lenet-x{times}": times * 1024 for times in (2, 4, 8)}
+WIDENED = {f"lenet-x{times}": times * 1024 for times in (1, 2, 4, 8)}
 NETWORKS = (*networks.IMAGES, *WIDENED, *networks.TEXTS)
 KNOWN = 1000  # inputs by whose statistics a batch norm normalizes in tests
 

@@ -71,9 +71,14 @@ def study():
   return analysis.grouped(records.read(RECORDS))
 
 
+def with_queue():
+  """The study with the records of the evidence queue."""
+  return analysis.grouped(records.read(RECORDS, EVIDENCE))
+
+
 def judged():
   """All findings with their verdicts, by the records of the evidence queue, too."""
-  found = report.judge(analysis.grouped(records.read(RECORDS, EVIDENCE)))
+  found = report.judge(with_queue())
   return [(finding, shortened(verdict)) for finding, verdict in found]
 
 

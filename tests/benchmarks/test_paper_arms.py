@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import gradcomp
-from benchmarks.study import methods
+from benchmarks.study import methods, tasks
+from examples.lib.data.images import ImageSet, Split
 from gradcomp.codecs import EightBit, Ternary
 from tests.benchmarks.study_records import SETTING
 
@@ -135,3 +137,16 @@ def test_shares_are_clipped_at_the_root_of_n():
   ours = np.concatenate([np.ravel(x[0]) for x in jax.tree.leaves(found)])
   # Float32 adds eight addends, each within some units in the last place.
   np.testing.assert_allclose(ours, clipped.sum(axis=0), atol=1e-6)
+
+
+def test_widened_nets_are_lenet_with_wider_dense_layers(monkeypatch):
+  """Their name says how many times as wide; convolutions stay."""
+  split = Split(np.zeros((4, 8, 8, 1), np.uint8), np.zeros(4, np.int32))
+  read = lambda *given: ("images/8", ImageSet(split, split, 10))
+  monkeypatch.setattr(tasks, "images", read)
+  for name, times in (("lenet", 1), ("lenet-x1", 1), ("lenet-x4", 4)):
+    made = tasks.source.__wrapped__(name).model
+    net = nnx.eval_shape(lambda made=made: made(rngs=nnx.Rngs(0)))
+    assert net.dense1.kernel.shape == (4 * 64, 1024 * times)
+    assert net.dense2.kernel.shape == (1024 * times, 512 * times)
+    assert net.conv2.kernel.shape == (5, 5, 32, 64)

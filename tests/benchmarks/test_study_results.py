@@ -93,9 +93,9 @@ def test_the_launches_make_the_records_and_no_others(monkeypatch):
   assert max(made.values()) == 1  # no run is in two launches
 
 
-def test_plan_has_the_points_of_the_records(study):
+def test_plan_has_the_points_of_the_records():
   """1-bit SGD lost points, and RedSync with ASQ was never trained on images."""
-  found = package_accuracy.accuracies(study)
+  found = package_accuracy.accuracies(study_pages.with_queue())
   assert found == {x.name: x.points for x in CANDIDATES}
   assert found["1-bit"] < -4 and found["top 0.1 % ASQ"] is None
   kept = (pages.ROOT / "gradcomp/_src/cost/planner/accuracy.json").read_text()

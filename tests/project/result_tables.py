@@ -9,8 +9,9 @@ import json
 import math
 import re
 
-from benchmarks.study import analysis, records, safe
+from benchmarks.study import safe
 from gradcomp._src.cost.planner.candidates import packaged_speeds
+from tests.benchmarks import study_pages
 from tests.support.pages import ROOT
 
 FOLDER = ROOT / "docs"
@@ -61,8 +62,7 @@ def pick(name, number=0, columns=None, keep=None):
 
 def safe_codecs():
   """The codecs that are safe in each training of the study and of its queue."""
-  folders = (RECORDS / "study" / x for x in ("papers", "evidence"))
-  return table(*safe.table(analysis.grouped(records.read(*folders))))
+  return table(*safe.table(study_pages.with_queue()))
 
 
 def same(*names):

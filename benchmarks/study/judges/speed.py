@@ -13,7 +13,17 @@ from typing import Any
 
 from benchmarks.common import cli
 from benchmarks.study.analysis import QSGD, Cell, Study
-from benchmarks.study.judges.verdicts import Bar, Judge, Limit, Seen, needing, of_all
+from benchmarks.study.judges.verdicts import (
+  OWN,
+  USUAL,
+  Bar,
+  Judge,
+  Limit,
+  Seen,
+  needing,
+  of_all,
+)
+from benchmarks.study.tasks import WIDENED
 from gradcomp._src.cost.papers import grubic
 
 LINKS = cli.RESULTS / "links" / "link_speed.json"
@@ -130,8 +140,9 @@ def _linked(study: Study) -> Iterator[tuple[Cell, Cell]]:
   """Yields cells that differ in their links alone, the slowest and the fastest."""
   alike: dict[Any, list[Cell]] = {}
   for cell in study.cells:
-    if cell.setting.link and "f32" in cell.times:
-      alike.setdefault(cell.setting._replace(link=""), []).append(cell)
+    x = cell.setting
+    if x.link and x.workers > 1 and "f32" in cell.times:
+      alike.setdefault(x._replace(link=""), []).append(cell)
   for cells in alike.values():
     if len(cells) > 1:
       cells.sort(key=lambda cell: cell.times["f32"]["step"])
@@ -211,19 +222,32 @@ def bound_nets(study: Study) -> Iterator[Seen]:
 
 @needing("times of f32 and qsgd-8 on two networks")
 def rises(study: Study) -> Iterator[Seen]:
-  """Judges whether 8 bits gain more with more MB a GFLOP, and 3.97 at most."""
+  """Judges whether 8 bits gain more with more MB a GFLOP, and 3.97 at most.
+
+  Widths of one net, as the paper has them, decide alone.
+  """
   for cells in _networks(study, "qsgd-8"):
-    gains = [cell.gain("qsgd-8") for cell in cells]
-    numbers = ", ".join(
-      f"{cell.setting.network} {cell.intensity:.0f} MB/GFLOP: {gain:.2f} x"
-      for cell, gain in zip(cells, gains, strict=True)
-    )
-    low = max(gains) <= _BOUND * (1 + _NOISE)
-    rise = more(gains[-1], gains[0]) if low else False
-    where = f"N = {cells[0].setting.workers}, {cells[0].link}"
-    unit = "the gain of the last net over the first one's"
-    bar = timed(where, gains[-1] / gains[0], Limit(1.0, above=True, unit=unit))
-    yield Seen(rise, f"{where}: {numbers}", bars=(bar,))
+    nets = [cell for cell in cells if cell.setting.network not in WIDENED]
+    widths = [cell for cell in cells if cell.setting.network in WIDENED]
+    yield from _rise(nets, USUAL)
+    yield from _rise(widths, OWN)
+
+
+def _rise(cells: list[Cell], rank: int) -> Iterator[Seen]:
+  """Yields whether the last of some cells gains more than the first."""
+  if len(cells) < 2:
+    return
+  gains = [cell.gain("qsgd-8") for cell in cells]
+  numbers = ", ".join(
+    f"{cell.setting.network} {cell.intensity:.0f} MB/GFLOP: {gain:.2f} x"
+    for cell, gain in zip(cells, gains, strict=True)
+  )
+  low = max(gains) <= _BOUND * (1 + _NOISE)
+  rise = more(gains[-1], gains[0]) if low else False
+  where = f"N = {cells[0].setting.workers}, {cells[0].link}"
+  unit = "the gain of the last net over the first one's"
+  bar = timed(where, gains[-1] / gains[0], Limit(1.0, above=True, unit=unit))
+  yield Seen(rise, f"{where}: {numbers}", rank, bars=(bar,))
 
 
 @needing(

@@ -99,6 +99,27 @@ def test_workers_on_the_same_processors_are_no_twice_as_many():
   assert verdict("Twice the workers", records).verdict == "not tested"
 
 
+@pytest.mark.parametrize("last, expected", [(3.0, "does not"), (1.0, "holds")])
+def test_widths_of_one_net_decide_on_its_own_claim(last, expected):
+  """Nets of different kinds are shown beside them."""
+  records = CASES["The gain rises"][0]
+  for network, step in (("lenet-x2", 1.5), ("lenet-x8", last)):
+    sizes = {"network": network, "megabytes": 9.0 + len(network)}
+    records = [*records, *timed("f32", 4.0, **sizes), *timed("qsgd-8", step, **sizes)]
+  found = verdict("The gain rises", records)
+  assert found.verdict == expected
+  assert "does not count" in found.numbers[-2]
+
+
+def test_one_host_has_no_link():
+  """Its steps are as long on any."""
+  records = []
+  for link in ("1gbit", "100mbit"):
+    records += timed("f32", 4.0, link=link, workers=1, hosts=1)
+    records += timed("qsgd-4", 2.0, link=link, workers=1, hosts=1)
+  assert verdict("Float32 on a fast link", records).verdict == "not tested"
+
+
 @pytest.mark.parametrize("many, expected", [(2, "holds"), (3, "does not")])
 def test_a_claim_on_many_cells_must_hold_in_half_of_them(many, expected):
   records = timed("onebit-64", 2.0) + timed("qsgd-2", 1.0)
