@@ -8,11 +8,12 @@ numbers, and those pictures of the report that the pages show.
 import re
 
 from benchmarks.common.tables import table
-from benchmarks.study import analysis, records, report
+from benchmarks.study import analysis, records, report, safe
 from benchmarks.study.figures import accuracy
 from benchmarks.study.figures import claims as figures_claims
 from benchmarks.study.figures.style import slug
 from benchmarks.study.judges.verdicts import WORDS
+from benchmarks.study.queue import items, status
 from tests.support.pages import ROOT
 
 FOLDER = ROOT / "docs" / "results"
@@ -20,6 +21,8 @@ RECORDS = ROOT / "benchmarks" / "results" / "study" / "papers"
 EVIDENCE = RECORDS.with_name("evidence")
 CLAIMS = "# What the papers say"
 STEPS = "## Steps on links"
+SAFE = "## What does it cost in accuracy?"
+QUEUE = "### How far the trainings are"
 PAGES = FOLDER / "claims"
 DRAWN = PAGES / "pictures"
 # Of each page: its claims' paper, or our own, and what it is about.
@@ -68,17 +71,13 @@ PICTURES = {
 
 
 def study():
-  return analysis.grouped(records.read(RECORDS))
-
-
-def with_queue():
   """The study with the records of the evidence queue."""
   return analysis.grouped(records.read(RECORDS, EVIDENCE))
 
 
 def judged():
   """All findings with their verdicts, by the records of the evidence queue, too."""
-  found = report.judge(with_queue())
+  found = report.judge(study())
   return [(finding, shortened(verdict)) for finding, verdict in found]
 
 
@@ -137,6 +136,27 @@ def steps(found):
   return header, rows
 
 
+def launches():
+  """Returns how far each launch of the queue is, with hours of CPU time."""
+  known = {x.setting: x for x in records.read(EVIDENCE)}
+  costs, own = status.costs(known.values(), []), {}
+  for item in items.items():
+    own.setdefault(item.launch, []).append(item)
+  counts = ("done", "to do", "seeds", "timed")
+  header = ["launch", "done", "to do", "whole seeds", "to time", "hours", "hours to do"]
+  rows = []
+  for name, found in own.items():
+    row = status.row(found, known, {}, costs)
+    hours = (f"{row[x]:.1f}" for x in ("h done", "h to do"))
+    rows.append([name, *(str(row[x]) for x in counts), *hours])
+  return header, rows
+
+
+def pages():
+  """The pages that have the tables."""
+  return [*sorted(FOLDER.glob("*.md")), FOLDER.with_name("start") / "how-to-choose.md"]
+
+
 def tables(found, findings):
   """Yields the tables of a study and its findings, behind their headings."""
   sweeps = accuracy.by_workers(found)
@@ -146,6 +166,8 @@ def tables(found, findings):
   for title, groups in sweeps.items():
     yield f"### {title}", table(*accuracy.ends_by_workers(groups))
   yield STEPS, table(*steps(found))
+  yield SAFE, table(*safe.table(found))
+  yield QUEUE, table(*launches())
   papers = by_page(findings)
   rows = [
     [f"[{PAPERS[name][0]}](claims/{name}.md)", *verdicts(own)]
@@ -199,7 +221,7 @@ def write_pictures(findings):
 def main():
   found, findings = study(), judged()
   every, counted = list(tables(found, findings)), count(findings)
-  for page in FOLDER.glob("*.md"):
+  for page in pages():
     page.write_text(written(page.read_text(), every, counted))
   for name, text in claims_pages(findings).items():
     (PAGES / f"{name}.md").write_text(text)

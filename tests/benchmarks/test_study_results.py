@@ -93,9 +93,9 @@ def test_the_launches_make_the_records_and_no_others(monkeypatch):
   assert max(made.values()) == 1  # no run is in two launches
 
 
-def test_plan_has_the_points_of_the_records():
+def test_plan_has_the_points_of_the_records(study):
   """1-bit SGD lost points, and RedSync with ASQ was never trained on images."""
-  found = package_accuracy.accuracies(study_pages.with_queue())
+  found = package_accuracy.accuracies(study)
   assert found == {x.name: x.points for x in CANDIDATES}
   assert found["1-bit"] < -4 and found["top 0.1 % ASQ"] is None
   kept = (pages.ROOT / "gradcomp/_src/cost/planner/accuracy.json").read_text()
@@ -124,7 +124,7 @@ def test_the_pages_have_each_table(study, judged):
   """Each behind its heading, on one page, and the line that counts the findings."""
   every = list(study_pages.tables(study, judged))
   counted = study_pages.count(judged)
-  texts = [page.read_text() for page in sorted(study_pages.FOLDER.glob("*.md"))]
+  texts = [page.read_text() for page in study_pages.pages()]
   for text in texts:
     assert study_pages.written(text, every, counted) == text
   lines = [line for text in texts for line in text.splitlines()]

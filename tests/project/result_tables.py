@@ -9,9 +9,7 @@ import json
 import math
 import re
 
-from benchmarks.study import safe
 from gradcomp._src.cost.planner.candidates import packaged_speeds
-from tests.benchmarks import study_pages
 from tests.support.pages import ROOT
 
 FOLDER = ROOT / "docs"
@@ -58,11 +56,6 @@ def pick(name, number=0, columns=None, keep=None):
     by_name = {row[first]: row for row in found}
     found = [{**by_name[old], first: new} for new, old in keep.items()]
   return table(columns, [[row[old] for old in columns.values()] for row in found])
-
-
-def safe_codecs():
-  """The codecs that are safe in each training of the study and of its queue."""
-  return table(*safe.table(study_pages.with_queue()))
 
 
 def same(*names):
@@ -496,7 +489,6 @@ TABLES = {
     f"allocated {what}": lambda k=k: pick("allocate_study.md", k)
     for k, what in enumerate(("bits", "transformer", "lenet", "resnet"))
   },
-  "safe": safe_codecs,
   "lossless": lambda: pick("lossless_overflow.md"),
   "inspection": lambda: pick("inspect_cost.md", 0, same(*_INSPECTED)),
 }

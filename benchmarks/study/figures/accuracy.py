@@ -67,14 +67,15 @@ def losses(study: Study) -> Iterator[Shown]:
 def sweeps(study: Study) -> Iterator[Shown]:
   """Yields the points to float32 of groups that differ in their workers alone."""
   for title, groups in by_workers(study).items():
-    figure, axes = panel(title)
     codecs = dict.fromkeys(x for group in groups for x in group.runs if x != "f32")
-    for i, codec in enumerate(codecs):
-      found = [
-        (group.setting.workers, difference)
-        for group in groups
-        if (difference := group.difference(codec))
-      ]
+    pairs = {
+      codec: [(x.setting.workers, y) for x in groups if (y := x.difference(codec))]
+      for codec in codecs
+    }
+    if not any(pairs.values()):
+      continue
+    figure, axes = panel(title)
+    for i, (codec, found) in enumerate(pairs.items()):
       if found:
         counts, differences = zip(*found, strict=True)
         y, half = [x.mean for x in differences], [x.half for x in differences]
