@@ -8,10 +8,11 @@ numbers, and those pictures of the report that the pages show.
 import re
 
 from benchmarks.common.tables import table
-from benchmarks.study import analysis, records, report, safe
+from benchmarks.study import analysis, records, report
 from benchmarks.study.figures import accuracy
 from benchmarks.study.figures import claims as figures_claims
 from benchmarks.study.figures.style import slug
+from benchmarks.study.judges import safe
 from benchmarks.study.judges.verdicts import WORDS
 from benchmarks.study.queue import items, status
 from tests.support.pages import ROOT

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.study import analysis, safe
+from benchmarks.study import analysis
+from benchmarks.study.judges import safe
 from tests.benchmarks.study_records import trained
 
 ENDS = (90.0, 91.0)
