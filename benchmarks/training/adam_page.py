@@ -58,8 +58,9 @@ def markdown(lines: Sequence[Line]) -> str:
     "# What to put in front of Adam, or in its place",
     "`python -m benchmarks.training.adam` writes this file, and says what it trains. "
     "*More* is by how much the perplexity (of LeNet: the loss) at the end is above "
-    "that of AdamW of the plain mean, seed by seed, with an interval of 95 %. Bytes a "
-    "step are those behind a dense start, if an arm has one; *fewer* counts it, too.",
+    "that of AdamW of the plain mean, seed by seed, with an interval of 95 %, and "
+    "*points* are those of accuracy above it. Bytes a step are those behind a dense "
+    "start, if an arm has one; *fewer* counts it, too.",
   ]
   groups: dict[str, list[Line]] = {}
   for line in lines:
@@ -72,7 +73,7 @@ def markdown(lines: Sequence[Line]) -> str:
       paragraphs.append(
         f"In the last quarter of AdamW's training its loss falls by {drop:.2%}."
       )
-    header = ["arm", "bytes a step", "fewer", "loss", "accuracy", "more", ""]
+    header = ["arm", "bytes a step", "fewer", "loss", "accuracy", "points", "more", ""]
     paragraphs.append(table(header, [_row(line, first) for line in group]))
   return "\n\n".join(paragraphs) + "\n"
 
@@ -95,8 +96,10 @@ def _row(line: Line, first: Line | None) -> list[str]:
     row[-1] = f"{dense / (start * dense + (1 - start) * sent):.1f} x"
   row += [f"{losses.mean():.4f}", f"{right.mean():.2%}"]
   if first is None:
-    return [*row, "", ""]
-  theirs = np.array(first["test_loss"])[:, -1]
+    return [*row, "", "", ""]
+  theirs, others = (np.array(first[x])[:, -1] for x in ("test_loss", "accuracy"))
+  points = interval((100 * (right - others)).tolist())
+  row.append("{:+.2f} ± {:.2f}".format(*points))
   if losses.max() > 100 * theirs.max() or np.isnan(losses).any():
     return [*row, "diverged", "worse"]
   relative = losses / theirs if line["net"] == "lenet" else np.exp(losses - theirs)

@@ -423,7 +423,8 @@ def local_loss():
 _STUDY = same("codec", "test accuracy", "points to f32", "bytes a step", "ratio")
 _SPARSE = ("method", "accuracy", "relative to f32", "seeds", "bytes a step")
 _WORDS = ("method", "perplexity", "relative to f32", "seeds", "bytes a step")
-_SMALL = ("small transformer", "small lstm", "small lenet")
+_LENET = "small lenet"
+_SMALL = ("small transformer", "small lstm", _LENET, f"{_LENET} of few images")
 _LOCAL = {
   **same("method", "tokens/s", "x f32", "in communication"),
   "MB in 30 steps": "MB a round",

@@ -67,3 +67,5 @@ def test_ends_are_compared_by_seeds():
   assert "| diverged | worse" in page
   assert "+0.50% ± 0.00% | within 1 %" in page
   assert "+2.00% ± 0.00% | worse" in page
+  # Accuracies of these lines are their losses, which the points compare.
+  assert "| +1.98 ± 0.00 | +2.00% ± 0.00%" in page
