@@ -28,6 +28,7 @@ STUDIED = (
   "| network | hosts | link | f32, ms | communication |",
   "| paper | holds | does not | cannot tell | not tested |",
   "| claim | it says | verdict |",
+  "| launch | done | to do | whole seeds |",
 )
 # What a page can be in: Python is run, and nothing else is.
 LANGUAGES = {"python", "pycon", "console", "text"}
