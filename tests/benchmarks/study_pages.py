@@ -59,6 +59,10 @@ PAPERS = {
 }
 _LENET = "lenet-on-fashion-mnist-14-n-8-batch-128"
 _MLP = "mlp-on-fashion-mnist-14-n-8-batch-128"
+_MNIST = {
+  "momentum": "rate-0-01-weight-decay-0-0005-polynomial-mean-by-0-9999",
+  "plain": "rate-0-1-no-momentum-weight-decay-0-0005-polynomial-mean-by-0-9999",
+}
 # The pictures of the page, and what the report calls them.
 PICTURES = {
   "qsgd": f"curve-qsgd-{_LENET}-2-epochs",
@@ -68,6 +72,12 @@ PICTURES = {
   "sparse": f"curve-sparse-{_MLP}-2-epochs",
   "workers": "workers-lenet-on-fashion-mnist-14-batch-64-0-999-epochs-rate-0-01-weight-"
   "decay-0-0005-polynomial",
+  **{
+    f"mnist-{way}-{workers}": f"curve-terngrad-lenet-on-mnist-14-n-{workers}-batch-64-"
+    f"10-7-epochs-{name}"
+    for way, name in _MNIST.items()
+    for workers in (2, 4)
+  },
 }
 
 
