@@ -204,18 +204,24 @@ def _png(shown: Shown) -> bytes:
   return file.getvalue()
 
 
+def counts(judged: Judged) -> list[int]:
+  """Counts the verdicts, in the order of ``WORDS``."""
+  words = [verdict.verdict for _, verdict in judged]
+  return [words.count(word) for word in WORDS]
+
+
 def summary(judged: Judged) -> str:
   """Counts the verdicts, and in the same order those on our own claims."""
-  papers, own = (
-    [verdict.verdict for finding, verdict in judged if finding.ours == ours]
-    for ours in (False, True)
-  )
-  counts = ", ".join(f"{papers.count(word)} {word}" for word in WORDS)
-  ours = ", ".join(str(own.count(word)) for word in WORDS)
+  papers, own = ([x for x in judged if x[0].ours == ours] for ours in (False, True))
+  ours = ", ".join(map(str, counts(own)))
   return (
-    f"{len(judged)} findings; {len(papers)} of papers: {counts}; {len(own)} of our "
-    f"own: {ours}"
+    f"{len(judged)} findings; {len(papers)} of papers: {_named(papers)}; {len(own)} of "
+    f"our own: {ours}"
   )
+
+
+def _named(judged: Judged) -> str:
+  return ", ".join(f"{x} {y}" for x, y in zip(counts(judged), WORDS, strict=True))
 
 
 def claims_page(
@@ -226,13 +232,10 @@ def claims_page(
   ``pictures``: their paths, by claims.
   """
   page = _PAGES.get_template("claims.md.j2").render(
-    title=title, about=about, judged=judged, pictures=pictures, count=counted(judged)
+    title=title,
+    about=about,
+    judged=judged,
+    pictures=pictures,
+    count=f"{len(judged)} claims: {_named(judged)}.",
   )
   return f"{page.rstrip()}\n"
-
-
-def counted(judged: Judged) -> str:
-  """Counts the verdicts of a page."""
-  words = [verdict.verdict for _, verdict in judged]
-  counts = ", ".join(f"{words.count(word)} {word}" for word in WORDS)
-  return f"{len(words)} claims: {counts}."

@@ -150,14 +150,11 @@ def steps(found):
 def launches():
   """Returns how far each launch of the queue is, with hours of CPU time."""
   known = {x.setting: x for x in records.read(EVIDENCE)}
-  costs, own = status.costs(known.values(), []), {}
-  for item in items.items():
-    own.setdefault(item.launch, []).append(item)
+  costs = status.costs(known.values(), [])
   counts = ("done", "to do", "seeds", "timed")
   header = ["launch", "done", "to do", "whole seeds", "to time", "hours", "hours to do"]
   rows = []
-  for name, found in own.items():
-    row = status.row(found, known, {}, costs)
+  for name, row in status.rows(items.items(), known, {}, costs).items():
     hours = (f"{row[x]:.1f}" for x in ("h done", "h to do"))
     rows.append([name, *(str(row[x]) for x in counts), *hours])
   return header, rows
@@ -181,7 +178,7 @@ def tables(found, findings):
   yield QUEUE, table(*launches())
   papers = by_page(findings)
   rows = [
-    [f"[{PAPERS[name][0]}](claims/{name}.md)", *verdicts(own)]
+    [f"[{PAPERS[name][0]}](claims/{name}.md)", *map(str, report.counts(own))]
     for name, own in papers.items()
   ]
   yield CLAIMS, table(["paper", *WORDS], rows)
@@ -195,12 +192,6 @@ def tables(found, findings):
       for x, y in own
     ]
     yield f"## {PAPERS[name][0]}", table(["claim", "it says", "verdict"], rows)
-
-
-def verdicts(findings):
-  """Counts the verdicts of some findings."""
-  words = [verdict.verdict for _, verdict in findings]
-  return [str(words.count(word)) for word in WORDS]
 
 
 def count(findings):

@@ -158,7 +158,7 @@ def test_the_pictures_of_claims_show_the_bars_of_the_records(judged):
 
 
 def beside(bar):
-  """Whether a whole bar is where its claim holds, or elsewhere; None if neither."""
+  """Returns whether a whole bar is where its claim holds; None if only a part is."""
   limit = bar.limit
   sign = 1 if limit.above else -1
   least, most = sorted((sign * bar.low, sign * bar.high))

@@ -1,15 +1,15 @@
 """Makes the table of the codecs that are safe in each training of a study.
 
 A codec is safe in a training that ends as float32's: by the whole interval of 95 % over
-seeds, with at most ``POINTS`` less accuracy of images, or at most ``PERCENT`` more
-perplexity of a text. It loses where the whole interval is beyond that, and else the
-seeds cannot tell.
+seeds, with at most ``EQUAL`` points less accuracy of images, or at most ``PERCENT``
+more perplexity of a text. It loses where the whole interval is beyond that, and else
+the seeds cannot tell.
 """
 
 from benchmarks.study.analysis import Group, Study
+from benchmarks.study.judges.accuracy import EQUAL
 from benchmarks.study.tasks import TEXTS
 
-POINTS = 0.2  # of accuracy
 PERCENT = 1.0  # of perplexity
 CODECS = {
   "QSGD, 8 bits": "qsgd-8",
@@ -47,7 +47,7 @@ def cell(group: Group, codec: str) -> str:
     safe = found and found.at_most(PERCENT)
   else:
     found, unit = group.difference(codec), ""
-    safe = found and found.at_least(-POINTS)
+    safe = found and found.at_least(-EQUAL)
   if safe:
     return "safe"
   return f"{'open: ' if safe is None else ''}{found}{unit}" if found else ""

@@ -83,6 +83,19 @@ def row(
   }
 
 
+def rows(
+  items: Iterable[Item],
+  records: Mapping[Setting, Record],
+  beats: Mapping[str, child.Heartbeat],
+  known: Sequence[Cost],
+) -> dict[str, dict[str, Any]]:
+  """Returns the row of each launch."""
+  launches: dict[str, list[Item]] = {}
+  for item in items:
+    launches.setdefault(item.launch, []).append(item)
+  return {name: row(own, records, beats, known) for name, own in launches.items()}
+
+
 def page(items: Sequence[Item], folders: Folders, cores: int) -> str:
   """Writes the status of all launches, and of what runs on so many cores."""
   records = {x.setting: x for x in study_records.read(folders.records)}
@@ -92,14 +105,10 @@ def page(items: Sequence[Item], folders: Folders, cores: int) -> str:
   known = costs(
     records.values(), [(x, beats[x.digest]) for x in items if x.digest in beats]
   )
-  launches: dict[str, list[Item]] = {}
-  for item in items:
-    launches.setdefault(item.launch, []).append(item)
-  found = {name: row(own, records, beats, known) for name, own in launches.items()}
-  rows = pd.DataFrame.from_dict(found, orient="index")
-  ahead = rows["h to do"].sum()
+  found = pd.DataFrame.from_dict(rows(items, records, beats, known), orient="index")
+  ahead = found["h to do"].sum()
   lines = [
-    rows.to_string(float_format="{:.1f}".format),
+    found.to_string(float_format="{:.1f}".format),
     "",
     f"{ahead:.1f} h of CPU time to do: {ahead / cores:.1f} h of {cores} cores",
   ]
