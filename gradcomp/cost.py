@@ -28,7 +28,6 @@ from gradcomp._src.cost.step import (
 )
 
 if TYPE_CHECKING:
-  from gradcomp._src.cost import papers
   from gradcomp._src.cost.allocate import AllocatedLeaf, Allocation, allocate
   from gradcomp._src.cost.planner.candidates import CANDIDATES, Candidate
   from gradcomp._src.cost.planner.choice import Plan, PlanOptions, plan
@@ -37,11 +36,11 @@ __all__ = ["AllocatedLeaf", "Allocation", "Breakdown", "CANDIDATES", "Candidate"
 __all__ += ["Cluster", "CodecSpeed", "Link", "Plan", "PlanOptions"]
 __all__ += ["all_gather_seconds", "all_reduce_seconds", "all_to_all_seconds"]
 __all__ += ["allocate", "crossover_rate", "crossover_workers"]
-__all__ += ["dense_seconds", "exchange_seconds", "message_seconds", "papers", "plan"]
+__all__ += ["dense_seconds", "exchange_seconds", "message_seconds", "plan"]
 __all__ += ["ppermute_seconds", "reduce_scatter_seconds", "step_seconds"]
 __all__ += ["strong_scaling", "tree_seconds", "weak_scaling"]
 
-# The planner needs JAX, and the papers' tables are large.
+# The planner needs JAX.
 _LATER = {
   **dict.fromkeys(
     ("AllocatedLeaf", "Allocation", "allocate"), "gradcomp._src.cost.allocate"
@@ -54,8 +53,6 @@ _LATER = {
 if not TYPE_CHECKING:  # a checker would take it for a promise of every name
 
   def __getattr__(name: str) -> Any:
-    if name == "papers":
-      return importlib.import_module("gradcomp._src.cost.papers")
     if name in _LATER:
       return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,7 +33,7 @@ from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch
 from benchmarks.links import results as links_results
 from benchmarks.links.activations_worker import CODECS, PLAIN
-from gradcomp._src.cost.papers import dettmers
+from benchmarks.models.papers import dettmers
 
 _STEPS = ("f32", "dynamic_tree", "linear")
 

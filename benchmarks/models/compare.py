@@ -2,7 +2,7 @@
 
   python -m benchmarks.models.compare [--output FOLDER]
 
-Each number has its inputs, what gradcomp.cost gives, what the paper prints, and whether
+Each number has its inputs, what the model gives, what the paper prints, and whether
 that can be right:
 
   agrees  The model gives the printed number, within the tolerance beside it.
@@ -61,7 +61,7 @@ def page(rows: list[papers.Number]) -> str:
   parts = [
     "# What the papers predict, recomputed\n\n"
     "Made by `python -m benchmarks.models.compare`; "
-    "[papers.md](../../../docs/results/papers.md) says what it means.\n\n"
+    "[the models' page](../../models/README.md) says what it means.\n\n"
     "* *agrees*: the model gives the printed number, within the relative tolerance "
     "beside it.\n"
     "* *wrong*: the paper's own inputs give another number.\n"

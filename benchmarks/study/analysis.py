@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from benchmarks.models.papers import grubic
 from benchmarks.study import methods, tasks
 from benchmarks.study.records import Record
 from benchmarks.study.settings import Setting
-from gradcomp._src.cost.papers import grubic
 
 LATE = 0.2  # points of accuracy that a codec may lack to have reached float32's
 # Those of Grubic's line, by bits.

@@ -17,7 +17,6 @@ import pytest
 import gradcomp
 import gradcomp.testing
 from gradcomp import codecs, cost, exchange, floats
-from gradcomp._src.cost.papers import dettmers, fang, grubic, han, wen
 from gradcomp.cost import Cluster, CodecSpeed, Link
 from gradcomp.wire import trace_wire
 from tests.support import modes
@@ -32,7 +31,6 @@ LINK = Link(latency=1e-5, bytes_per_second=1e8)
 MODEL = dict(workers=4, link=LINK)
 SPEED = dict(encode=1e-10, decode=1e-10, add=1e-10)
 CLUSTER = Cluster(workers=4, link=LINK)
-WEN = dict(profiled=9.0, nbytes=1.0, gpus=2, machines=2, links=wen.ETHERNET)
 part = functools.partial
 
 
@@ -155,41 +153,6 @@ CASES = [
     part(planning, forward=1.0, backward=1.0, **MODEL),
     "forward backward",
   ),
-  (part(fang.sparse_seconds, elements=4, density=0.1, **MODEL), "elements density"),
-  (part(fang.sparse_seconds, elements=4, density=0.1, **MODEL), "workers link speeds"),
-  (part(fang.dense_seconds, elements=4, **MODEL), "elements workers link speeds"),
-  (part(fang.bandwidth_ratio, density=0.1, workers=4), "density workers entry_bytes"),
-  (part(fang.crossover_density, elements=4, **MODEL), "elements workers entry_bytes"),
-  (part(fang.crossover_workers, density=0.1), "density entry_bytes"),
-  (part(fang.union_density, density=0.1, workers=4), "density workers"),
-  (grubic.wire_share, "bits"),
-  (
-    part(grubic.dollars, epochs=1.0, images_per_second=1.0, hour=1.0),
-    "epochs images_per_second hour images",
-  ),
-  (
-    part(dettmers.single_node_speedup, penalty=0.001),
-    "penalty forward_backward gpus",
-  ),
-  (part(dettmers.message_bytes, sub_batch=128, bits=8), "sub_batch bits"),
-  (dettmers.latency_seconds, "nbytes"),
-  (
-    part(dettmers.exposed_seconds, single=1.0, hidden=0.5, passes=2),
-    "single hidden passes",
-  ),
-  (part(dettmers.cluster_speedup, total=1.0), "total forward_backward"),
-  (dettmers.naive_sync_seconds, "parameters bytes_per_second messages"),
-  (han.ring_steps, "workers"),
-  (part(han.three_step_steps, workers=4, group_size=2), "workers group_size"),
-  (
-    part(han.implied_latency_bytes, speedup=1.2, elements=[100], workers=4),
-    "speedup workers",
-  ),
-  (part(wen.strong_scaling_seconds, **WEN), "profiled gpus machines"),
-  (part(wen.gain, **WEN), "profiled ratio gpus machines"),
-  (part(wen.estimated_profile, wen.ALEXNET, 1e12), "share"),
-  (wen.pull_bits, "workers"),
-  (wen.pull_ratio, "workers"),
 ]
 # What would run for as long as it is told.
 KIT = [

@@ -195,7 +195,7 @@ def test_the_modules_need_no_jax():
   """
   folder = pages.ROOT / "gradcomp"
   room = folder / "_src"
-  files = [path for x in ("cost", "cost/papers") for path in (room / x).glob("*.py")]
+  files = list((room / "cost").glob("*.py"))
   files.remove(room / "cost/measure.py")
   files.remove(room / "cost/allocate.py")
   names = sorted(".".join(x.relative_to(room).with_suffix("").parts) for x in files)
@@ -211,6 +211,6 @@ for name in {names!r}:
 from gradcomp import cost
 from gradcomp.cost import Link, all_gather_seconds
 assert all_gather_seconds(1e6, 2, Link(latency=0, bytes_per_second=1e6)) == 1
-assert cost.papers.wen.pull_bits(2) == 3 and "plan" in dir(cost)
+assert "plan" in dir(cost)
 """
   subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

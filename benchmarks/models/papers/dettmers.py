@@ -1,14 +1,329 @@
-"""Dettmers's numbers, recomputed: see models/compare.py."""
+"""Dettmers's model of AlexNet on 4 and on 96 GPUs: how much faster than on one.
+
+Convolutions are data-parallel. Fully connected layers are model-parallel on 4 GPUs: a
+sub-batch's activations travel while the one before is computed. On 96 GPUs in 32 nodes
+the activations of the last convolution travel, and hide under a matrix product.
+
+Times are seconds, and sizes bytes. A number that is out of its range, or in no table of
+the paper, raises ValueError.
+
+Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016, section 5.
+"""
+
+import math
+from typing import Literal, NamedTuple
 
 from benchmarks.models.papers.number import Number, Paper
-from gradcomp._src.cost.papers import dettmers
+from gradcomp._src.cost.rules import above_0, at_least_0, count, one_of
 
+# Tables 3, 4 and 5. Where they contradict each other, the rows hold what reproduces
+# the paper's results; benchmarks/models/errata.md lists every repair.
+KIB = 1024
+
+
+class Activation(NamedTuple):
+  """A row of tables 3 and 4: seconds of a transfer, and of the work that hides it."""
+
+  sync: dict[int, float]  # the transfer, by bits
+  hides: float  # the computation
+
+
+# In the order of the terms of section 5.1.2: forward, then backward, then the update.
+TRANSFERS = (
+  Activation({32: 0.9e-3, 8: 0.4e-3}, 0.9e-3),
+  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.3e-3),
+  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.15e-3),
+  Activation({32: 0.4e-3, 8: 0.25e-3}, 0.3e-3),
+  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.9e-3),
+  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.43e-3 + 0.13e-3 + 0.08e-3),
+)
+
+
+class Row(NamedTuple):
+  """A row of table 5, with repaired latencies."""
+
+  sub_batch: int  # the images of a pass
+  # Of a message between two nodes, by bits. Those of 8 bits are an eighth of those of
+  # 32 bits, as printed; a quarter would be right.
+  nbytes: dict[int, float]
+  latency: dict[int, float]  # the seconds of a message without bytes, by bits
+
+
+ROWS = (
+  Row(128, {32: 144 * KIB, 8: 18 * KIB}, {32: 0.035e-3, 8: 0.007e-3}),
+  Row(256, {32: 288 * KIB, 8: 36 * KIB}, {32: 0.07e-3, 8: 0.01e-3}),
+  Row(512, {32: 576 * KIB, 8: 72 * KIB}, {32: 0.1e-3, 8: 0.02e-3}),
+  Row(1024, {32: 1152 * KIB, 8: 144 * KIB}, {32: 0.3e-3, 8: 0.04e-3}),
+  # Printed as 2048, with 0.7 and 0.07 ms: table 6 was made with the row above.
+  Row(2056, {32: 2312 * KIB, 8: 289 * KIB}, {32: 0.3e-3, 8: 0.04e-3}),
+  # Printed with 0.06 ms at 8 bits.
+  Row(12288, {32: 13872 * KIB, 8: 1734 * KIB}, {32: 5e-3, 8: 0.6e-3}),
+)
+
+Bits = Literal[8, 32]
+Sizes = Literal["table", "derived"]
+Penalty = Literal["nodes", "passes"]
+
+NODES, GPUS = 32, 96
+FORWARD_BACKWARD = 104.1e-3  # of AlexNet on one GPU, NervanaGPU's estimate
+CONVNET2 = 177e-3  # the same with Krizhevsky's kernels
+MEASURED = 3.66  # Krizhevsky's speed-up on 4 GPUs
+DENSE = 6.5e-3  # of the above, the fully connected layers
+DENSE_PARALLEL = 3.34e-3  # the same, sharded over 4 GPUs
+LAST_CONVOLUTION = 0.05e-3  # table 3: the one gradient that hides under nothing
+PRINTED_PENALTY = {8: 2.55e-3, 32: 6.81e-3}  # whose terms add up to 7.01 for 32 bits
+BYTES_PER_SECOND = 6e9  # InfiniBand
+PCIE = 1 / 3  # of InfiniBand's time; not printed, but table 6 needs it
+HIDDEN = 1.3e-3  # of a pass that a matrix product hides
+DENSE_LATENCY = {128: 0.008e-3, 256: 0.015e-3}  # table 5, of a dense layer's message
+ACTIVATIONS = 9216  # of an image after the last convolution
+_BATCH = 12288
+
+
+class Pass(NamedTuple):
+  """The seconds of a step on the cluster.
+
+  Attributes:
+    single: one transfer of a sub-batch's activations to all other nodes.
+    exposed: all transfers of a step, as far as no computation hides them.
+    total: with the fully connected layers of all passes.
+  """
+
+  single: float
+  exposed: float
+  total: float
+
+
+def dense_penalty_seconds(bits: Bits) -> float:
+  """Returns the seconds of a step on 4 GPUs in which no computation hides a transfer.
+
+  Of each transfer it is ``max(0, sync - hides)``, and five times the first one.
+
+  Args:
+    bits: of an activation on the wire.
+
+  >>> round(dense_penalty_seconds(32), 5), round(dense_penalty_seconds(8), 5)
+  (0.00701, 0.00255)
+  """
+  one_of("bits", Bits, bits)
+  terms = (max(0.0, row.sync[bits] - row.hides) for row in TRANSFERS)
+  return sum(terms) + 5 * TRANSFERS[0].sync[bits]
+
+
+def single_node_speedup(
+  penalty: float, *, forward_backward: float = FORWARD_BACKWARD, gpus: int = 4
+) -> float:
+  """Returns the speed-up of a node over one GPU (section 5.1.3).
+
+  ``G T / (T - F + conv + G f + penalty)``, where F and f are the seconds of the fully
+  connected layers on one GPU and sharded over G. There are as many sub-batches as GPUs.
+
+  Args:
+    penalty: the seconds of transfers that hide under nothing.
+    forward_backward: T, the seconds of a step on one GPU.
+    gpus: G. The paper has f only for 4.
+
+  Raises:
+    ValueError: the penalty is below 0, or T not above F.
+
+  >>> [round(single_node_speedup(PRINTED_PENALTY[bits]), 2) for bits in (32, 8)]
+  [3.53, 3.67]
+  """
+  whole = _whole(forward_backward)
+  parallel = LAST_CONVOLUTION + count("gpus", gpus) * DENSE_PARALLEL
+  return gpus * whole / (whole - DENSE + parallel + at_least_0("penalty", penalty))
+
+
+def message_bytes(sub_batch: int, bits: Bits) -> float:
+  """Returns the bytes that a node sends to each other: its share of the activations.
+
+  Args:
+    sub_batch, bits: as for :func:`cluster_pass`.
+
+  >>> message_bytes(1024, 32) / KIB, message_bytes(1024, 8) / KIB
+  (1152.0, 288.0)
+  """
+  one_of("bits", Bits, bits)
+  return count("sub_batch", sub_batch) * ACTIVATIONS * bits / 8 / NODES
+
+
+def latency_seconds(nbytes: float) -> float:
+  """Returns a message's latency, interpolated between table 5's for 32 bits.
+
+  The interpolation is linear in the logarithms of both. The row of 2056 is left out:
+  table 6 was made with other numbers than those printed there.
+
+  Args:
+    nbytes: the bytes of the message.
+
+  >>> round(1e3 * latency_seconds(288 * KIB), 3), round(1e3 * latency_seconds(2**20), 3)
+  (0.07, 0.249)
+  """
+  x = math.log(above_0("nbytes", nbytes))
+  rows = [row for row in ROWS if row.sub_batch != 2056]
+  points = [(math.log(row.nbytes[32]), math.log(row.latency[32])) for row in rows]
+  inner = sum(x > left for left, _ in points[1:-1])
+  (x0, y0), (x1, y1) = points[inner], points[inner + 1]
+  return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def cluster_pass(
+  sub_batch: int, *, bits: Bits = 32, sizes: Sizes = "table", penalty: Penalty = "nodes"
+) -> Pass:
+  """Returns the seconds of the model-parallel part of a step on 32 nodes (section 5.2).
+
+  A transfer takes ``31 (latency + 4/3 bytes / 6 GB/s)``. Where a matrix product of 1.3
+  ms does not hide it, the paper multiplies the rest by 31, the other nodes, for any
+  number of passes.
+
+  Args:
+    sub_batch: the images of a sub-batch; one of table 5 for ``sizes="table"``.
+    bits: of an activation on the wire.
+    sizes: ``"table"`` for the paper's sizes, of which those of 8 bits are too small by
+      half; ``"derived"`` for :func:`message_bytes` and :func:`latency_seconds`.
+    penalty: ``"nodes"`` for the paper's rule; ``"passes"`` for one that a pipeline has:
+      the first transfer in full, and the rest of every other pass.
+
+  >>> paper = cluster_pass(1024, bits=8)
+  >>> round(1e3 * paper.single, 2), round(1e3 * paper.total, 1)
+  (2.26, 107.6)
+  """
+  one_of("bits", Bits, bits)
+  one_of("sizes", Sizes, sizes)
+  one_of("penalty", Penalty, penalty)
+  passes = max(1, round(_BATCH / count("sub_batch", sub_batch)))
+  if sizes == "derived":
+    nbytes = message_bytes(sub_batch, bits)
+    latency = latency_seconds(nbytes)
+  else:
+    rows = [row for row in ROWS if row.sub_batch == sub_batch]
+    if not rows:
+      known = ", ".join(str(row.sub_batch) for row in ROWS)
+      raise ValueError(f"`sub_batch` must be one of {known}, got {sub_batch!r}.")
+    nbytes, latency = rows[0].nbytes[bits], rows[0].latency[bits]
+  single = (NODES - 1) * (latency + (1 + PCIE) * nbytes / BYTES_PER_SECOND)
+  exposed = exposed_seconds(single, HIDDEN, passes, penalty=penalty)
+  return Pass(single, exposed, passes * DENSE + exposed)
+
+
+def exposed_seconds(
+  single: float,
+  hidden: float,
+  passes: int,
+  *,
+  penalty: Penalty = "passes",
+  nodes: int = NODES,
+) -> float:
+  """Returns the seconds of a step's transfers that no computation hides.
+
+  Args:
+    single: the seconds of one pass's transfer.
+    hidden: the seconds of a pass's computation, under which the next transfer hides.
+    passes: the number of passes.
+    penalty: as in :func:`cluster_pass`. Both rules give ``single`` where it is no
+      longer than ``hidden``.
+    nodes: the factor of ``"nodes"`` is one less.
+
+  >>> exposed_seconds(2.0, 1.5, passes=4), exposed_seconds(2.0, 2.5, passes=4)
+  (3.5, 2.0)
+  >>> exposed_seconds(2.0, 1.5, passes=4, penalty="nodes")
+  15.5
+  """
+  one_of("penalty", Penalty, penalty)
+  left = at_least_0("single", single) - at_least_0("hidden", hidden)
+  if left <= 0:
+    return single
+  if penalty == "nodes":
+    return (count("nodes", nodes) - 1) * left
+  return single + (count("passes", passes) - 1) * left
+
+
+def cluster_speedup(
+  total: float, *, forward_backward: float = FORWARD_BACKWARD
+) -> float:
+  """Returns the speed-up of the 96 GPUs over one: ``G T / (T - F + total)``.
+
+  Args:
+    total: the seconds of :func:`cluster_pass`, ``.total``.
+    forward_backward: T, the seconds of a step on one GPU.
+
+  Raises:
+    ValueError: ``total`` is below 0, or T not above F.
+
+  >>> round(cluster_speedup(cluster_pass(2056, bits=8).total), 1)  # printed: 50.6
+  50.5
+  >>> right = cluster_pass(1024, bits=8, sizes="derived")
+  >>> round(cluster_speedup(right.total), 1)
+  37.6
+  """
+  whole = _whole(forward_backward)
+  return GPUS * whole / (whole - DENSE + at_least_0("total", total))
+
+
+def naive_sync_seconds(
+  parameters: int = 60_000_000, bytes_per_second: float = 7 * 2**30, messages: int = 4
+) -> float:
+  """Returns the seconds of a plain exchange of AlexNet's gradient on 4 GPUs (2.3.2).
+
+  Args:
+    parameters: the elements of the gradient, in float32.
+    bytes_per_second: the rate of a link.
+    messages: the messages of a worker, one after the other.
+
+  >>> round(naive_sync_seconds(), 4)  # more than a step's computation, 0.1
+  0.1277
+  """
+  rate = above_0("bytes_per_second", bytes_per_second)
+  return count("messages", messages) * 4 * count("parameters", parameters) / rate
+
+
+def gradient_sync_seconds() -> float:
+  """Returns the seconds in which 32 nodes add the largest convolution's part (5.2.2).
+
+  Twice, two messages of 36 KiB over PCIe at 5 GB/s, and 31 latencies of 0.03 ms, in
+  which the printed figure already has the transfers of 108 KiB.
+
+  >>> round(1e3 * gradient_sync_seconds(), 3)
+  1.889
+  """
+  return 2 * (2 * 36 * KIB / 5e9 + (NODES - 1) * 0.03e-3)
+
+
+def dense_latency_seconds(sub_batch: int) -> float:
+  """Returns the latency of a dense layer's activations among 32 nodes (5.2.2).
+
+  They are more than the 0.1 ms of its matrix product, so that the model keeps these
+  layers on one GPU.
+
+  Args:
+    sub_batch: 128 or 256 images.
+
+  >>> dense_latency_seconds(128), dense_latency_seconds(256)
+  (0.000256, 0.00048)
+  """
+  if sub_batch not in DENSE_LATENCY:
+    known = tuple(DENSE_LATENCY)
+    raise ValueError(f"`sub_batch` must be one of {known}, got {sub_batch!r}.")
+  return NODES * DENSE_LATENCY[sub_batch]
+
+
+def _whole(forward_backward: float) -> float:
+  whole = above_0("forward_backward", forward_backward)
+  if whole <= DENSE:
+    raise ValueError(
+      f"`forward_backward` must be above {DENSE}, the seconds of the fully connected "
+      f"layers in it, got {forward_backward!r}."
+    )
+  return whole
+
+
+# Printed numbers beside what the model gives.
 MS, MIB = 1e-3, 2**20
 KERNELS = {
-  "NervanaGPU": dettmers.FORWARD_BACKWARD,
-  "convnet2": dettmers.CONVNET2,
+  "NervanaGPU": FORWARD_BACKWARD,
+  "convnet2": CONVNET2,
 }
-BATCHES = tuple(row.sub_batch for row in dettmers.ROWS)
+BATCHES = tuple(row.sub_batch for row in ROWS)
 BITS = (32, 8)
 # Table 6, in ms, by bits: of each sub-batch a single transfer, what is exposed, all.
 TABLE_6 = {
@@ -49,7 +364,7 @@ CONVOLUTIONS = (
   ("conv3, 384 to 256", 3 * 3 * 384 * 256, 1.3),
   ("conv3, 256 to 256", 3 * 3 * 256 * 256, 0.9),
 )
-ACTIVATIONS = (
+ACTIVATION_MESSAGES = (
   ("conv3 activation", 128 * 9216, 0.9),
   ("fc 3072 activation", 128 * 3072 * 4, 1.1),
   ("fc 1000 activation", 128 * 1000 * 4, 0.4),
@@ -72,19 +387,19 @@ def numbers() -> list[Number]:
 
 def _tables(paper: Paper) -> None:
   """Adds the naive exchange, and checks tables 3 and 4 against themselves."""
-  naive = 4 * 60e6 / 2**30, 1e3 * dettmers.naive_sync_seconds(messages=1)
+  naive = 4 * 60e6 / 2**30, 1e3 * naive_sync_seconds(messages=1)
   last = "three digits are printed"
   paper.agrees("gradient of AlexNet (GB)", "60 M, f32", naive[0], 0.223, 0.003, last)
   two = "two digits are printed"
   paper.agrees("one transfer of it (ms)", "7 GB/s", naive[1], 32, 0.01, two)
-  whole = 1e3 * dettmers.naive_sync_seconds()
+  whole = 1e3 * naive_sync_seconds()
   paper.agrees("four of them (ms)", "7 GB/s", whole, 128, 0.01, last)
   why = "printed to one or two digits, from a measured rate of about 5.25 GB/s"
   for name, size, printed in CONVOLUTIONS:
     ours = 1e3 * 8 * size / 5.25e9
     inputs = "8 messages of a quarter, 5.25 GB/s"
     paper.agrees(f"sync of {name} (ms)", inputs, ours, printed, 0.05, why)
-  for name, size, printed in ACTIVATIONS:
+  for name, size, printed in ACTIVATION_MESSAGES:
     ours = 1e3 * 4 * size / 5.25e9
     inputs = "4 messages, 5.25 GB/s"
     paper.agrees(f"sync of {name} (ms)", inputs, ours, printed, 0.1, why)
@@ -94,10 +409,10 @@ def _tables(paper: Paper) -> None:
   )
   paper.wrong("conv11's transfer (MB)", "table 3", size, 0.045, why)
   why = "an eighth of the 32-bit size is printed; a byte is a quarter of four"
-  for row in dettmers.ROWS:
-    ours = dettmers.message_bytes(row.sub_batch, 8) / dettmers.KIB
+  for row in ROWS:
+    ours = message_bytes(row.sub_batch, 8) / KIB
     inputs = f"table 5, sub-batch {row.sub_batch}"
-    printed = row.nbytes[8] / dettmers.KIB
+    printed = row.nbytes[8] / KIB
     paper.wrong("message of 8 bits (KiB)", inputs, ours, printed, why)
   why = "the printed total is NervanaGPU's estimate of the network, not this sum"
   paper.unknown("table 4, its layers (ms)", "table 4", sum(LAYERS), 104.1, why)
@@ -105,7 +420,7 @@ def _tables(paper: Paper) -> None:
 
 def _single_node(paper: Paper) -> None:
   """Adds section 5.1: 4 GPUs in a node."""
-  penalty = {bits: dettmers.dense_penalty_seconds(bits) for bits in (32, 8)}
+  penalty = {bits: dense_penalty_seconds(bits) for bits in (32, 8)}
   why = "the printed terms add up to 7.01: 1.1 - 0.9 was left out"
   paper.wrong("penalty, 32 bits (ms)", "5.1.2", penalty[32] / MS, 6.81, why)
   exact = "the same sum of the same terms"
@@ -113,30 +428,30 @@ def _single_node(paper: Paper) -> None:
   digits = "half of the last digit that is printed"
   for kernels, bits, printed in SINGLE_NODE:
     whole = KERNELS[kernels]
-    speedup = dettmers.single_node_speedup
-    ours = speedup(dettmers.PRINTED_PENALTY[bits], forward_backward=whole)
+    speedup = single_node_speedup
+    ours = speedup(PRINTED_PENALTY[bits], forward_backward=whole)
     inputs = f"{kernels}, {bits} bits, printed penalty"
     paper.agrees("speed-up on 4 GPUs", inputs, ours, printed, 0.002, digits)
     if bits == 32:
       ours = speedup(penalty[32], forward_backward=whole)
       paper.ours("speed-up on 4 GPUs", f"{kernels}, 32 bits, penalty 7.01 ms", ours)
-  error = 3.71 / dettmers.MEASURED - 1
+  error = 3.71 / MEASURED - 1
   why = "3.71 is 1.4 % above the 3.66 that Krizhevsky measured"
   paper.wrong("error against Krizhevsky (%)", "3.71, 3.66", 100 * error, 1, why)
 
 
 def _cluster(paper: Paper) -> None:
   """Adds section 5.2: 96 GPUs in 32 nodes."""
-  ours = dettmers.gradient_sync_seconds() / MS
+  ours = gradient_sync_seconds() / MS
   two = "two digits are printed"
   paper.agrees("gradient sync, 32 nodes (ms)", "5.2.2", ours, 1.9, 0.01, two)
   for batch, printed in ((128, 0.256), (256, 0.48)):
-    ours = dettmers.dense_latency_seconds(batch) / MS
+    ours = dense_latency_seconds(batch) / MS
     what, inputs = "latencies of a dense layer (ms)", f"sub-batch {batch}"
     paper.agrees(what, inputs, ours, printed, 1e-6, "the same product")
   for bits in BITS:
     for at, batch in enumerate(BATCHES):
-      found = dettmers.cluster_pass(batch, bits=bits)
+      found = cluster_pass(batch, bits=bits)
       parts = found.single, found.exposed, found.total
       tolerance = 0.03 if batch == 12288 else 0.035 if parts[0] < MS else 0.015
       why = "the printed latencies have one or two digits; the last row has a '?'"
@@ -148,13 +463,13 @@ def _cluster(paper: Paper) -> None:
     for at, (batch, printed) in enumerate(zip(BATCHES, row, strict=True)):
       inputs = f"sub-batch {batch}, {bits} bits, {kernels}"
       whole = KERNELS[kernels]
-      total = dettmers.cluster_pass(batch, bits=bits).total
-      ours = dettmers.cluster_speedup(total, forward_backward=whole)
+      total = cluster_pass(batch, bits=bits).total
+      ours = cluster_speedup(total, forward_backward=whole)
       tolerance = 0.035 if batch == 12288 else 0.015
       why = "as the totals; the last row is printed with two digits"
       paper.agrees("speed-up on 96 GPUs", inputs, ours, printed, tolerance, why)
       total = TABLE_6[bits][at][2] * MS
-      ours = dettmers.cluster_speedup(total, forward_backward=whole)
+      ours = cluster_speedup(total, forward_backward=whole)
       tolerance, why = 0.01, "rounding of the printed totals"
       if printed == 1.3:
         tolerance, why = 0.025, "two digits are printed"
@@ -175,9 +490,7 @@ def _cluster(paper: Paper) -> None:
       paper.ours("speed-up on 96 GPUs", inputs, ours)
 
 
-def speedup(
-  batch: int, bits: dettmers.Bits, sizes: dettmers.Sizes, penalty: dettmers.Penalty
-) -> float:
+def speedup(batch: int, bits: Bits, sizes: Sizes, penalty: Penalty) -> float:
   """Returns a speed-up on 96 GPUs, with NervanaGPU's kernels."""
-  found = dettmers.cluster_pass(batch, bits=bits, sizes=sizes, penalty=penalty)
-  return dettmers.cluster_speedup(found.total)
+  found = cluster_pass(batch, bits=bits, sizes=sizes, penalty=penalty)
+  return cluster_speedup(found.total)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.common import cli
+from benchmarks.models.papers import grubic
 from benchmarks.study.analysis import QSGD, Cell, Study
 from benchmarks.study.judges.verdicts import (
   OWN,
@@ -24,7 +25,6 @@ from benchmarks.study.judges.verdicts import (
   of_all,
 )
 from benchmarks.study.tasks import WIDENED
-from gradcomp._src.cost.papers import grubic
 
 LINKS = cli.RESULTS / "links" / "link_speed.json"
 _ERROR = 0.08  # of the line through a cell's times

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradcomp._src.cost.papers import grubic, han
+from benchmarks.models.papers import grubic, han
 from gradcomp.cost import Link
 
 # Milliseconds an image: a, c; the largest error in percent, communication in percent.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradcomp._src.cost.papers import dettmers, fang, grubic, han, wen
+from benchmarks.models.papers import dettmers, fang, grubic, han, wen
 from gradcomp.cost import Link
 
 LINK = Link(latency=0.0, bytes_per_second=1e9)

@@ -1,18 +1,29 @@
 """Dettmers's, Wen's and Fang's models give their numbers, or show why nobody can."""
 
+import doctest
 import json
 import math
 
 import pytest
 
 from benchmarks.models import papers
-from benchmarks.models.papers import fang as fang_numbers
-from benchmarks.models.papers import wen as wen_numbers
-from gradcomp._src.cost.papers import dettmers, fang, wen
+from benchmarks.models.papers import dettmers, fang, grubic, han, wen
 from gradcomp.cost import Link
 from tests.support import pages
 
 MS = 1e-3
+MODELS = pages.ROOT / "benchmarks" / "models"
+
+
+@pytest.mark.parametrize("paper", [dettmers, fang, grubic, han, wen])
+def test_the_examples_of_a_model_run(paper):
+  found = doctest.testmod(paper)
+  assert found.attempted and not found.failed
+
+
+@pytest.mark.parametrize("page", ["README.md", "errata.md"])
+def test_the_blocks_of_the_models_pages_run(page):
+  pages.run(MODELS / page)
 
 
 @pytest.mark.parametrize("bits", [8, 32])
@@ -129,16 +140,16 @@ def test_wen_takes_the_profile_s_own_transfer_off():
 
 def test_wen_trends_of_figure_5():
   """Gains grow with machines, with parameters a product, and on slower links."""
-  gain, counts = wen_numbers.estimated_gain, (1, 2, 4, 8, 16, 32, 64, 128)
-  ethernet, infiniband = wen_numbers.CLUSTERS
-  for cluster in wen_numbers.CLUSTERS:
-    for network in wen_numbers.MODELS:
+  gain, counts = wen.estimated_gain, (1, 2, 4, 8, 16, 32, 64, 128)
+  ethernet, infiniband = wen.CLUSTERS
+  for cluster in wen.CLUSTERS:
+    for network in wen.MODELS:
       gains = [gain(network, cluster, j) for j in counts]
       assert gains == sorted(gains) and 1 < gains[0] < gains[-1] < 16
     for machines in counts:
       low = gain("GoogLeNet", cluster, machines)
       assert low < min(gain(x, cluster, machines) for x in ("AlexNet", "VGG-A"))
-  for network in wen_numbers.MODELS:
+  for network in wen.MODELS:
     assert gain(network, ethernet, 8) > gain(network, infiniband, 8)
   # "Double": as wide as the unknown bandwidths and times may be off.
   assert 1.6 < gain("VGG-A", infiniband, 128) < 3
@@ -177,7 +188,7 @@ GAINS = {
 
 @pytest.mark.parametrize("entry_bytes", GAINS)
 def test_fang_golden_gains(entry_bytes):
-  found = [fang_numbers.gain(p, entry_bytes) for p in fang_numbers.WORKERS]
+  found = [fang.gain(p, entry_bytes) for p in fang.WORKERS]
   assert found == pytest.approx(GAINS[entry_bytes], rel=2e-4)
   assert max(found) in found[1:3]  # at 4 or 8 workers; the paper says 4 to 16
   assert found[2:] == sorted(found[2:], reverse=True)
@@ -190,7 +201,7 @@ def test_fang_crossovers():
     found = fang.crossover_density(1e6, workers, fast, entry_bytes=6)
     assert 100 * found == pytest.approx(percent, abs=0.05)
     assert fang.bandwidth_ratio(found, workers, entry_bytes=6) == pytest.approx(1)
-  link, speeds = fang_numbers.LINK, fang_numbers.SPEEDS
+  link, speeds = fang.LINK, fang.SPEEDS
   density = fang.crossover_density(1e6, 64, link, speeds)
   sparse = fang.sparse_seconds(1e6, density, 64, link, speeds)
   dense = fang.dense_seconds(1e6, 64, link, speeds)
