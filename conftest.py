@@ -1,7 +1,6 @@
 """Eight CPU devices for the tests, and the names that every doctest may use."""
 
 import gc
-import importlib.util
 import os
 import sys
 
@@ -26,11 +25,6 @@ if sys.prefix != sys.base_prefix:
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
   jax.config.update("jax_compilation_cache_dir", folder)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-
-# What draws needs the extra `plots`.
-if importlib.util.find_spec("matplotlib") is None:
-  collect_ignore = ["gradcomp/_src/telemetry/plots.py"]
 
 
 def pytest_report_header() -> str:

@@ -1,7 +1,6 @@
 """Measurements of compression errors, and comparisons of replicas."""
 
 from gradcomp._src.core.fingerprint import fingerprint
-from gradcomp._src.telemetry import plots
 from gradcomp._src.telemetry.inspect import (
   Inspection,
   Metrics,
@@ -12,4 +11,4 @@ from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 from gradcomp._src.telemetry.scalars import scalars
 
 __all__ = ["Inspection", "Metrics", "Replicas", "compare_replicas", "fingerprint"]
-__all__ += ["inspect", "inspected_update", "plots", "scalars"]
+__all__ += ["inspect", "inspected_update", "scalars"]

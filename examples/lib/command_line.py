@@ -152,7 +152,7 @@ def add_comparison(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
     type=positive,
     metavar="K",
     help="show what compression does to each leaf every K steps, with --local-steps "
-    "in the last step of a round: a table at the end, and three plots for each codec",
+    "in the last step of a round: a table at the end, and two plots for each codec",
   )
   add(
     "--output",

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from examples.lib import inspections
 from examples.lib.parsing import positive
-from gradcomp.telemetry import plots
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--inspect",
     type=positive,
     metavar="K",
-    help="inspect what is sent every K steps: a table at the end, and three plots",
+    help="inspect what is sent every K steps: a table at the end, and two plots",
   )
   group.add_argument(
     "--output", type=Path, default=Path("results"), help="folder of the plots"
@@ -65,7 +65,7 @@ class Log:
       self.found.append(jax.device_get(metrics["inspection"]))
 
   def write(self, folder: Path, name: str) -> list[Path]:
-    """Prints the last inspection as a table, and draws three figures in the folder.
+    """Prints the last inspection as a table, and draws two figures in the folder.
 
     Returns:
       The paths of the figures; none where nothing was inspected.
@@ -75,9 +75,8 @@ class Log:
     last = self.found[-1]
     print(f"step {self.steps[-1]} of {name}:\n{last}")
     figures = {
-      "exponents": plots.exponents(last),
-      "errors": plots.errors(last),
-      "telemetry": plots.curves(self.found, self.steps),
+      "errors": inspections.errors(last),
+      "telemetry": inspections.curves(self.found, self.steps),
     }
     folder.mkdir(parents=True, exist_ok=True)
     written = []

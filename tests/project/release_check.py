@@ -106,7 +106,7 @@ def environment(folder, *packages):
 
 def check_wheel(wheel, folder):
   """The front page and all doctests run where nothing else is."""
-  packages = (f"{wheel}[plots]", "pytest", "pytest-xdist")
+  packages = (wheel, "pytest", "pytest-xdist")
   here = {"cwd": folder / "elsewhere", "python": environment(folder / "env", *packages)}
   here["cwd"].mkdir()
   (block,) = (x for x in pages.read(ROOT / "README.md")[0] if x.language == "python")

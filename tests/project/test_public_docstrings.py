@@ -16,7 +16,6 @@ NAMES = [getattr(gradcomp, name) for name in gradcomp.__all__]
 NAMESPACES = [gradcomp, *filter(inspect.ismodule, NAMES)]
 MODULES = [
   *(space for space in NAMESPACES if hasattr(space, "__all__")),
-  gradcomp.telemetry.plots,
   gradcomp.testing.modes,
 ]
 PUBLIC = {

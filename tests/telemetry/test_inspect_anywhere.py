@@ -75,17 +75,16 @@ EMPTY = jnp.zeros((0, 3))
 def test_what_is_not_finite_makes_numbers_nan(bad):
   grads = {"a": jnp.ones(64).at[3].set(bad), "b": jnp.linspace(-1, 1, 64)}
   found = of_three(grads | {"x": EMPTY})
-  for name in ("relative_error", "cosine", "wen_bound"):
+  for name in ("relative_error", "cosine"):
     assert np.isnan(getattr(found.leaves["['a']"], name)), name
     assert np.isnan(getattr(found.total, name)), name
     assert np.isfinite(getattr(found.leaves["['b']"], name)), name
   assert not np.isfinite(found.total.gradient_norm)
-  assert found.leaves["['a']"].exponents[255] == 1 / 64
 
 
 def test_zeros_and_nothing_have_numbers():
   found = of_three({"a": jnp.zeros(64), "b": jnp.zeros(64), "x": EMPTY})
-  assert found.total.zeros == 1 and found.total.levels == 1
+  assert found.total.zeros == 1
   for leaf in jax.tree.leaves(found):
     assert np.all(np.isfinite(leaf))
   empty = gradcomp.telemetry.inspect(KEEPS, {}, KEEPS.init({}))
@@ -127,13 +126,6 @@ def test_complex_gradients_are_seen_as_pairs():
   tx = gradcomp.qsgd(bits=4, min_leaf_size=0)
   found = inspected(tx, {"w": jnp.array([3 + 4j, 0j] * 50)})
   np.testing.assert_allclose(found.total.gradient_norm, 5 * np.sqrt(50), rtol=1e-6)
-
-
-def test_exponents_of_a_large_leaf_are_sampled():
-  """In 128 runs of 128, evenly spaced: the share of each half is exact."""
-  x = jnp.concatenate([jnp.full(2**17, 0.75), jnp.full(2**17, -3.0)])
-  found = inspected(gradcomp.qsgd(bits=4), {"w": x})
-  assert found.total.exponents[126] == found.total.exponents[128] == 0.5
 
 
 @pytest.mark.parametrize("axis_name", ["data", *slow(None)])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_flatten_with_path
 
-from gradcomp._src.telemetry.inspect import Inspection, Metrics
+from gradcomp._src.telemetry.inspect import Inspection
 from gradcomp._src.telemetry.replicas import Replicas
 
 # A key in the path of a gradient's leaf, by which an inspection names it.
@@ -30,9 +30,8 @@ def scalars(metrics: Any) -> dict[str, float]:
   call this alone, for values that are replicated over the devices of all processes.
 
   Args:
-    metrics: a tree of real numbers, like those of a train step. Of :class:`Metrics` the
-      histogram ``exponents`` is left out. :class:`Replicas` are one number, ``equal``:
-      1.0 if all workers agree, or else 0.0.
+    metrics: a tree of real numbers, like those of a train step. :class:`Replicas` are
+      one number, ``equal``: 1.0 if all workers agree, or else 0.0.
 
   Returns:
     The numbers by name, in the order of the tree's leaves.
@@ -49,14 +48,11 @@ def scalars(metrics: Any) -> dict[str, float]:
     >>> grads = {"layer": {"w": jnp.linspace(-1.0, 1.0, 4096)}}
     >>> found = gradcomp.telemetry.inspect(optimizer, grads, optimizer.init(grads))
     >>> record = scalars({"loss": jnp.float32(0.5), "inspection": found})
-    >>> record["loss"], record["inspection/leaves/layer/w/levels"]
-    (0.5, 8.0)
+    >>> record["loss"], record["inspection/leaves/layer/w/zeros"]
+    (0.5, 0.0)
   """
-  is_metrics = lambda x: isinstance(x, Metrics)
   is_replicas = lambda x: isinstance(x, Replicas)
-  without = lambda x: x._replace(exponents=None) if is_metrics(x) else x
-  numbers = jax.tree.map(without, metrics, is_leaf=is_metrics)
-  leaves, treedef = tree_flatten_with_path(numbers, is_leaf=is_replicas)
+  leaves, treedef = tree_flatten_with_path(metrics, is_leaf=is_replicas)
   for path, x in leaves:
     if not is_replicas(x):
       _check_number(f"`metrics`{keystr(path)}", x)

@@ -108,8 +108,7 @@ def measured_zero(
   if found is None:
     return state
   back = _sums(rows, changes)
-  nan = jnp.full_like(found.union, jnp.nan)
-  gradients = found._replace(owned=back.owned, union=nan)
+  gradients = found._replace(owned=back.owned)
   both = jax.tree.map(lambda *x: jnp.concatenate(x), gradients, back)
   return with_measures(state, both)
 
@@ -138,7 +137,6 @@ def _sums(rows: SharedRows, changes: Changes) -> Sums:
       sums = psum(sums, (*own, *others))
     for name, column in zip(columns, sums, strict=True):
       result[name] += column
-  nan = jnp.full(count, jnp.nan, jnp.float32)
   none = jnp.zeros(count, jnp.float32)
   return Sums(
     **result,
@@ -146,10 +144,5 @@ def _sums(rows: SharedRows, changes: Changes) -> Sums:
     corrected=result["gradient"],
     unsent=result["owned"],
     true=result["gradient"],
-    top=nan,
-    levels=nan,
-    spread=nan,
     equal=none,
-    union=result["size"] - result["zeros"],
-    exponents=jnp.full((count, 256), jnp.nan, jnp.float32),
   )
