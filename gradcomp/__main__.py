@@ -1,4 +1,4 @@
-"""The command line: ``plan`` for a model and a link, ``kernels`` for a GPU.
+"""The command line: ``plan`` for a model and a link.
 
   python -m gradcomp plan --params 25M --workers 8 --gbit 10
 
@@ -8,10 +8,6 @@ the options. `gradcomp.cost.plan` does this for the parameters of a program. Wit
   python -m gradcomp plan --gradients step.npz --workers 8 --gbit 10 --budget 0.01
 
 bits for each leaf are one of the candidates, see `gradcomp.cost.allocate`.
-
-  python -m gradcomp kernels
-
-compares and times the kernels on the GPU of this machine.
 """
 
 import argparse
@@ -67,8 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
   add("--device", default="cpu", help='its codec speeds: cpu, H100, or "TPU v5e"')
   slower = "times that codecs are slower here than on that device"
   add("--slower", type=_times, default=1.0, help=slower)
-  kernels = commands.add_parser("kernels", help="compare the kernels with XLA's code")
-  kernels.set_defaults(run=lambda options: gradcomp.testing.compare_kernels())
   options = parser.parse_args(arguments)
   if not hasattr(options, "run"):
     parser.print_help()

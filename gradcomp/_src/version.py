@@ -6,7 +6,7 @@ from importlib import metadata
 # would not read each other's words: whenever a hash of a case in tests/golden.json
 # changes, or the form of a line. An editable install keeps the version of its day; this
 # number is the code's.
-WIRE = 4
+WIRE = 1
 
 try:
   __version__ = metadata.version("gradcomp")

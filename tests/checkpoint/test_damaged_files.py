@@ -71,7 +71,7 @@ def test_a_damaged_record_is_no_error_of_python(tx):
   assert taken < 60
 
 
-@pytest.mark.parametrize("key", ["axes", "codecs", "leaves", "feedback", "owned"])
+@pytest.mark.parametrize("key", ["axes", "codecs", "leaves", "feedback", "arrays"])
 def test_the_error_says_what_is_lost(key):
   record = record_of(TX)
   saved = changed(record, ("transformations", 0, key), lose)

@@ -192,7 +192,7 @@ def test_options_that_another_version_lacks_are_not_compared():
 def test_another_format_is_refused(monkeypatch):
   saved = recorded(qsgd())
   monkeypatch.setattr(records, "FORMAT", 1000)
-  with pytest.raises(ValueError, match=says("of the format 1000", "got 2,", "go on")):
+  with pytest.raises(ValueError, match=says("of the format 1000", "got 1,", "go on")):
     gradcomp.checkpoint.check_record(saved, recorded(qsgd()))
 
 
@@ -213,14 +213,14 @@ def test_a_part_of_the_leaves_and_no_leaves():
     {"type": "Dense", "dtype": "bfloat16", "rounding": "nearest"}
   ]
   (found,) = recorded(qsgd(), params={})["transformations"]
-  assert not found["leaves"] and not found["owned"]
+  assert not found["leaves"] and not found["arrays"]
 
 
 def test_without_a_name_owners_keep_nothing():
   """Under Explicit axes ``init`` does not know who will exchange."""
   tx = gradcomp.compress(QSGD(bits=4, bucket_size=64), exchange="two_shot")
   record = recorded(tx)
-  assert not record["stacked"] and not record["transformations"][0]["owned"]
+  assert not record["stacked"] and not record["transformations"][0]["arrays"]
   alone = recorded(gradcomp.compress(Dense()), workers=1)
   assert alone["workers"] == [1] and not alone["stacked"]
 

@@ -1,9 +1,8 @@
-"""Keeps a state of each format in a file, and goes on from it.
+"""Keeps a state in a file, and goes on from it.
 
-``saved_states/format-2.npz`` holds the arrays of a state by their paths, its record,
+``saved_states/format-1.npz`` holds the arrays of a state by their paths, its record,
 and the hash of what two more steps give. ``python -m tests.support.saved_format``
-writes the file of the present format, for a change that raises
-``gradcomp._src.checkpoint.records.FORMAT``. The files of old formats stay.
+writes it.
 """
 
 import hashlib

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _ALL = object()  # the key that stands for all keys
-_MAY = {"arrays", "params", "platform"}  # keys that a record may lack
+_MAY = {"params"}  # a key that a record may lack
 
 # A form is a type, a list with the form of all items, or a dict of keys and forms.
 _OPTION = {"type": str}
@@ -19,7 +19,6 @@ WHOLE: dict[str, Any] = FIRST | {
       "codecs": [_OPTION],
       "leaves": {_ALL: {"shape": [int], "codec": int}},
       "feedback": _OPTION,
-      "owned": [{"exchange": _OPTION, "leaves": [str]}],
       "arrays": [{"exchange": _OPTION, "leaves": [str]}],
       "params": _OPTION,
     }

@@ -13,7 +13,7 @@ from gradcomp._src.checkpoint.forms import FIRST, WHOLE, check_form
 from gradcomp._src.checks import see
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.exchange.layout import leaf_codecs
-from gradcomp._src.exchange.owners import owned_matrices, owner_shapes
+from gradcomp._src.exchange.owners import owned_matrices
 from gradcomp._src.exchange.plan import MessagePlan, own_axes
 from gradcomp._src.mesh import platforms
 from gradcomp._src.mesh.axes import WorkerSizes, sizes_of
@@ -23,7 +23,7 @@ from gradcomp._src.version import WIRE, __version__
 
 # The version of states. It grows with every change after which a saved state would not
 # go on with equal bits: of fields, shapes, orders, units, keys or defaults.
-FORMAT = 2
+FORMAT = 1
 
 _HOW = {"implementation"}  # fields of codecs that change no bits
 
@@ -58,7 +58,7 @@ def record(
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
     >>> saved = record(optimizer, {"w": jnp.zeros((256, 256))}, workers=4)
     >>> saved["format"], saved["workers"]
-    (2, [4])
+    (1, [4])
     >>> (transformation,) = saved["transformations"]
     >>> transformation["leaves"], transformation["feedback"]
     ({"['w']": {'shape': [256, 256], 'codec': 0}}, {'type': 'NoFeedback'})
@@ -163,20 +163,20 @@ def _transformation(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, Any
     leaves[name] = {"shape": list(leaf.shape), "codec": codecs.index(codec)}
   axes = own_axes(plan.axis_name, ())
   named = axes[:1] != tracing.UNNAMED[:1]  # else init cannot know the number of owners
-  cut = "params" in made  # zero, whose owners keep the rows of every message
-  owns = lambda x: cut or (named and owner_shapes(plan._replace(messages=(x,))))
-  names = lambda x: [plan.names[i] for i in x.leaves]
-  owner = lambda x: {"exchange": _described(x.exchange), "leaves": names(x)}
-  owned = [owner(x) for x in plan.messages if owns(x)]
-  # Platforms may cut other messages, and owners keep the same arrays nevertheless.
-  matrices = itertools.chain(*owned_matrices(plan).values()) if named else ()
-  of_array = lambda x: [plan.names[i] for i, *_ in x.leaves()]
-  array = lambda x: owner(x.message) | {"leaves": of_array(x)}
+  names = lambda exchange, numbers: {
+    "exchange": _described(exchange),
+    "leaves": [plan.names[i] for i in numbers],
+  }
   result = {"axes": list(axes) if named else [], "codecs": codecs, "leaves": leaves}
-  result |= {"feedback": _described(made["feedback"]), "owned": owned}
-  result["arrays"] = owned if cut else [array(x) for x in matrices]
-  if cut:
+  result["feedback"] = _described(made["feedback"])
+  if "params" in made:  # zero, whose owners keep the rows of every message
     result["params"] = _described(made["params"])
+    result["arrays"] = [names(x.exchange, x.leaves) for x in plan.messages]
+  else:
+    # Platforms may cut other messages, and owners keep the same arrays nevertheless.
+    matrices = itertools.chain(*owned_matrices(plan).values()) if named else ()
+    of_array = lambda x: names(x.message.exchange, [i for i, *_ in x.leaves()])
+    result["arrays"] = list(map(of_array, matrices))
   if made.get("delay"):  # of local steps, which keep a mean until it is applied
     result["delay"] = made["delay"]
   return result
@@ -205,10 +205,9 @@ def _differences(saved: Any, record: Any) -> Iterator[tuple[str, Any, Any]]:
     was, now = (" x ".join(map(str, x["workers"])) for x in (saved, record))
     yield _WORKERS, was, now
   old, new = saved["transformations"], record["transformations"]
-  places = [x.get("platform") for x in (saved, record)]
-  kept = "arrays" if all("arrays" in x for x in (*old, *new)) else "owned"
-  owned = [[y[kept] for y in x] for x in (old, new)]
-  if places[0] != places[1] and None not in places and owned[0] != owned[1]:
+  places = [x["platform"] for x in (saved, record)]
+  owned = [[y["arrays"] for y in x] for x in (old, new)]
+  if places[0] != places[1] and owned[0] != owned[1]:
     yield _PLATFORM, *places
   if len(old) != len(new):
     yield "the number of gradcomp transformations", len(old), len(new)
@@ -220,7 +219,7 @@ def _differences(saved: Any, record: Any) -> Iterator[tuple[str, Any, Any]]:
     if any(lists):
       was, now = (f"one with {_listed(x)}" if x else "one without" for x in lists)
       yield "the list of leaves" + where, was, now
-    facts, others = (_facts(made, stacked, made[kept]) for made in pair)
+    facts, others = (_facts(made, stacked) for made in pair)
     for what, was in facts.items():
       now = others.get(what, was)
       if isinstance(was, dict):
@@ -229,9 +228,9 @@ def _differences(saved: Any, record: Any) -> Iterator[tuple[str, Any, Any]]:
         yield what + where, _text(was), _text(now)
 
 
-def _facts(made: Mapping[str, Any], stacked: bool, owned: Any) -> dict[str, Any]:
+def _facts(made: Mapping[str, Any], stacked: bool) -> dict[str, Any]:
   """Names the facts that give the arrays of a transformation their meaning."""
-  leaves, codecs = made["leaves"], made["codecs"]
+  leaves, codecs, owned = made["leaves"], made["codecs"], made["arrays"]
   facts: dict[str, Any] = {
     **{f"the shape of {x}": str([*kept["shape"]]) for x, kept in leaves.items()},
     **{f"the codec of {x}": codecs[kept["codec"]] for x, kept in leaves.items()},
