@@ -24,13 +24,11 @@ from benchmarks.common import cli
 
 ROOT = cli.ROOT
 RUNS = (
-  "codecs.approximation",
   "study run",
   "codecs.speed",
   "codecs.growth",
   "compilers",
   "models.fit_links",
-  "codecs.fingerprint",
   "links.front_picture",
   "gpu.check",
   "gpu.check --interpret",
@@ -40,7 +38,6 @@ RUNS = (
   "training.adam",
   "training.allocate",
   "training.overflow",
-  "codecs.inspect",
   "links.speed",
   "links.speed --loopback",
   "codecs.memory",
@@ -63,9 +60,6 @@ RUNS = (
   "training.local",
   "gpu.ptx",
   "codecs.random_bits.test",
-  "codecs.residual_storage",
-  "codecs.roundoff",
-  "codecs.selection",
 )
 _AT_ONCE = 2
 _LIMIT = 600  # seconds, after which a script has failed

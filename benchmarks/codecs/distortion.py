@@ -14,14 +14,14 @@ the elements, with all that is in it: scales, levels, indices and padding. The b
 2^(-2b), which no code of Gaussian numbers in b bits is below. *Lost* are the bits by
 which a code's message is longer than the bound's at the error that it has there.
 
-Eden is the library's, by blocks. EDEN and the other codes are those of
-benchmarks.codecs.published. With --output, writes distortion.json and distortion.png
-there.
+Eden is the library's, by blocks. EDEN and THC were measured once, by models in NumPy,
+and keep their rows of the record. With --output, writes distortion.json and
+distortion.png there.
 """
 
+import json
 import math
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,7 +31,6 @@ import optax
 from matplotlib.figure import Figure
 
 import gradcomp
-from benchmarks.codecs import published
 from benchmarks.common import cli, tables
 from benchmarks.training import adam
 from gradcomp import codecs
@@ -87,11 +86,7 @@ CODECS: dict[str, Any] = {
   "random k, 1/8": codecs.RandomK(density=1 / 8),
 }
 QUICK = ("QSGD, 4 bits", "QSGD, 1 bit, rms")
-OTHERS = (
-  *(("EDEN", bits, scale) for bits in range(1, 9) for scale in published.SCALES),
-  ("THC", 4, "uniform"),
-  ("THC", 4, "table"),
-)
+RECORD = cli.RESULTS / "codecs" / "distortion.json"
 
 
 def drawn(size: int, seed: int) -> dict[str, np.ndarray]:
@@ -160,38 +155,6 @@ def ours(name: str, vectors: dict[str, np.ndarray], size: int) -> dict[str, Any]
   return {"code": name, "bits": bits, "unbiased": codec.unbiased, "errors": errors}
 
 
-def other(code: tuple[str, int, str], vectors: dict[str, np.ndarray], size: int) -> Any:
-  """Measures one of the other codes, with a float32 beside each message."""
-  name, bits, kind = code
-  errors = {}
-  for source, x in vectors.items():
-    wide = x.astype(np.float64)
-    if name == "EDEN":  # a message does not depend on the other workers
-      decoded = published.eden(wide, bits, kind, seed=1)
-      means = [decoded[:count].mean(0) for count in WORKERS]
-    else:
-      grid = 2**bits - 1 if kind == "uniform" else published.GRID
-      parts = (wide[:count] for count in WORKERS)
-      means = [published.thc(part, bits, grid, seed=1).mean(0) for part in parts]
-    errors[source] = [
-      error(mean, x[:count]) for mean, count in zip(means, WORKERS, strict=True)
-    ]
-  return {
-    "code": f"{name}, {bits} bit{'s' if bits > 1 else ''}, {kind}",
-    "bits": bits + 32 / size,
-    "unbiased": kind == "unbiased",
-    "errors": errors,
-  }
-
-
-def rows(names: Any, vectors: dict[str, np.ndarray], size: int) -> Iterator[Any]:
-  """Measures all codes, ours first."""
-  for name in names:
-    yield {"by": "gradcomp"} | ours(name, vectors, size)
-  for code in OTHERS:
-    yield {"by": "others"} | other(code, vectors, size)
-
-
 def lost(row: dict[str, Any]) -> float:
   """Returns the bits that the bound does without, at a code's error of one message."""
   return row["bits"] + math.log2(row["errors"]["Gaussian"][0]) / 2
@@ -244,11 +207,15 @@ def main() -> None:
   for net in nets:
     vectors[net] = gradient(net, arrays, options.steps, options.size)
   found = []
-  for row in rows(names, vectors, options.size):
+  for name in names:
+    row = {"by": "gradcomp"} | ours(name, vectors, options.size)
     found.append(row)
     first = {source: errors[0] for source, errors in row["errors"].items()}
     tables.show({row["code"]: {"bits": row["bits"], "lost": lost(row), **first}})
   if options.output:
+    if not options.quick:
+      kept = json.loads(RECORD.read_text())["rows"]
+      found += [row for row in kept if row["by"] == "others"]
     about = {"size": options.size, "steps": options.steps, "workers": WORKERS}
     cli.write_json(options.output / "distortion.json", {**about, "rows": found})
     plot(found, options.output / "distortion.png")

@@ -430,7 +430,6 @@ _LOCAL = {
   "MB in 30 steps": "MB a round",
   "fewer bytes": "fewer",
 }
-_INSPECTED = ("net", "parameters", "codec", "inspected, steps", "of 50 steps")
 _QSGD = ("QSGD, 4 bits", "QSGD, `ring`", "QSGD, error feedback")
 _COMPILED = same("plain mean", *_QSGD, "TernGrad")
 _TYPES = ("f32", *TYPES.values(), "p")
@@ -491,7 +490,6 @@ TABLES = {
     for k, what in enumerate(("bits", "transformer", "lenet", "resnet"))
   },
   "lossless": lambda: pick("lossless_overflow.md"),
-  "inspection": lambda: pick("inspect_cost.md", 0, same(*_INSPECTED)),
 }
 
 

@@ -18,7 +18,8 @@ from tests.support.installs import run
 README = pages.ROOT / "README.md"
 FOLDER = pages.ROOT / "docs"
 MAP = FOLDER / "README.md"
-PAGES = [README, *sorted(FOLDER.rglob("*.md"))]
+MODELS = pages.ROOT / "benchmarks" / "models"
+PAGES = [README, *sorted(FOLDER.rglob("*.md")), *sorted(MODELS.glob("*.md"))]
 ROOMS = pages.ROOT / "gradcomp" / "_src"
 HOSTS = FOLDER / "operate" / "many-hosts.md"
 # How tables of the study begin, which test_study_results.py compares.

@@ -12,18 +12,12 @@ from gradcomp.cost import Link
 from tests.support import pages
 
 MS = 1e-3
-MODELS = pages.ROOT / "benchmarks" / "models"
 
 
 @pytest.mark.parametrize("paper", [dettmers, fang, grubic, han, wen])
 def test_the_examples_of_a_model_run(paper):
   found = doctest.testmod(paper)
   assert found.attempted and not found.failed
-
-
-@pytest.mark.parametrize("page", ["README.md", "errata.md"])
-def test_the_blocks_of_the_models_pages_run(page):
-  pages.run(MODELS / page)
 
 
 @pytest.mark.parametrize("bits", [8, 32])

@@ -1,13 +1,12 @@
-"""Models of other projects' codes have the errors that the papers state."""
+"""The model of EDEN has the errors that the papers state."""
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 from scipy import linalg, stats
 
-from benchmarks.codecs import published
+from tests.oracles import published_eden as published
 
 # Max, Quantizing for Minimum Distortion, 1960, table I, with 2 to 16 levels.
 MAX_1960 = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}
@@ -92,23 +91,3 @@ def test_unbiased_eden_has_no_bias():
   # The scale is 1 - D times the unbiased one: the bias D^2 is left.
   expected = d**2 + (1 - d) ** 2 * d / (1 - d) / 64
   assert math.isclose(found["least squares"], expected, rel_tol=0.05)
-
-
-@pytest.mark.parametrize("grid", [5, 9, 12])
-def test_tables_have_the_least_variance(grid):
-  cost = published.interval_costs(grid, 1 / 32)
-  of = lambda table: sum(cost[a, b] for a, b in itertools.pairwise(table))
-  tables = [(0, *x, grid) for x in itertools.combinations(range(1, grid), 2)]
-  # Tables that mirror each other have the same variance but for float64's rounding.
-  assert of(published.thc_table(4, grid, 1 / 32)) <= min(map(of, tables)) + 1e-12
-
-
-def test_thc_has_the_variance_of_its_table_and_of_what_it_cuts():
-  x, cut = gaussian(), published.CUT
-  table = published.thc_table(16, published.GRID, cut)
-  cost = published.interval_costs(published.GRID, cut)
-  inside = sum(cost[a, b] for a, b in itertools.pairwise(table))
-  t = stats.norm.isf(cut / 2)
-  outside = 2 * ((1 + t**2) * stats.norm.sf(t) - t * stats.norm.pdf(t))
-  found = error(published.thc(x, 4, published.GRID, seed=3), x)
-  assert math.isclose(found, inside + outside, rel_tol=0.05)  # as above
