@@ -865,18 +865,18 @@ three {{
 }}
 """
   line = "conditional(%i, %x, %x)"
-  entry = f"""%b = u8[9] {line}, branch_computations={{%half, %none, %two}}
+  entry = f"""%b = u8[9] {line}, branch_computations={{%half, %three, %two}}
   %c = u8[9] {line}, true_computation=%three, false_computation=%none"""
   report = wire_report(hlo(entry, computations))
   # A step of `two` takes two means.
   assert report.dense_bytes == 2 * dense
-  assert report.bytes_sent == 7 * NBYTES // 8 * (2 + 1 + 4)
+  assert report.bytes_sent == 7 * NBYTES // 8 * (4 + 4)
   assert report.ratio == max(map(max, report.branch_ratios.values()))
   main = "main.0_spmd"
   assert report.branch_ratios == {
-    f"{main}/b": (5 / 4, 4 / 4, 7 / 4),
+    f"{main}/b": (5 / 4, 8 / 4, 7 / 4),
     f"{main}/b[2] two/c": (6 / 4, 7 / 4),
-    f"{main}/c": (7 / 4, 3 / 4),
+    f"{main}/c": (8 / 4, 4 / 4),
   }
   lines = str(report).splitlines()
   assert lines[-4].startswith("branch: of a conditional; the branch with the most")
