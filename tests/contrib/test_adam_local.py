@@ -220,7 +220,7 @@ def test_it_keeps_all_laws(local):
 
 
 def test_nothing_is_sent_outside_of_the_branches():
-  """A program has both exchanges, and explain counts that of one in H steps."""
+  """A program's bytes are its warm-up's, and explain counts that of one in H steps."""
   tx = alone(DoublingGaps(every=10, most=8), min_leaf_size=None)
   params, state, mesh = sharded(tx, {"w": jnp.ones((64, 256))})
   loss_fn = lambda params, batch: jnp.mean((params["w"] - batch) ** 2)
@@ -230,7 +230,12 @@ def test_nothing_is_sent_outside_of_the_branches():
   coded = gradcomp.onebit_sgd(BUCKET, axis_name="data", exchange="two_shot")
   each = gradcomp.explain(coded, params, workers=N).bytes_sent
   dense = gradcomp.explain(gradcomp.dense(axis_name="data"), params, workers=N)
-  assert program.bytes_sent == each + dense.bytes_sent
+  assert program.bytes_sent == dense.bytes_sent
+  coded = each / dense.bytes_sent
+  assert {*map(frozenset, program.branch_ratios.values())} == {
+    frozenset((1, coded)),
+    frozenset((0, coded)),
+  }
   found = gradcomp.explain(tx, params, workers=N)
   assert found.bytes_sent == each and found.bytes_per_step == each / 8
 

@@ -187,7 +187,7 @@ def test_of_branches_the_last_that_sends_something_is_shown():
   assert found.leaves == alone.leaves
   assert all(x.in_branch for x in found.collectives)
   assert alone.collectives == tuple(
-    dataclasses.replace(x, in_branch=False) for x in found.collectives
+    dataclasses.replace(x, branches=()) for x in found.collectives
   )
 
 
@@ -267,7 +267,12 @@ def test_hierarchical_over_two_axes():
   assert b.bytes_sent == (3 * 2 + 1 + 7) * 512
   assert explanation.bytes_sent == w.bytes_sent + b.bytes_sent
   assert explanation.bytes_inside == dense + inside + 2 * 3 * 2 * 512
-  assert "stay inside groups" in str(explanation)
+  between = 2 * 8 * ROW + 2 * 512
+  plain = 2 * (2 - 1) / 2 * 4 * (b.elements + w.elements) / 4
+  assert explanation.bytes_between == between
+  assert explanation.ratio_between == between / plain
+  told = f"{between:,} of them go between groups, {between / plain:.4g} x those of a"
+  assert told in str(explanation) and "stay inside groups" in str(explanation)
 
 
 def test_transformations_inside_others():

@@ -210,12 +210,22 @@ def test_a_program_of_transfers_does_not_send_nothing(line):
 def test_devices_of_several_slices_have_the_axes_of_the_mesh():
   """A text is the program of one slice, of four chips."""
   mesh = AbstractMesh((2, 4), ("slice", "chip"))
-  report = wire_report(COMPILED["tpu_two_slices_hierarchical"], mesh=mesh)
+  text = COMPILED["tpu_two_slices_hierarchical"]
+  report = wire_report(text, mesh=mesh)
   sent = {axis: part.bytes_sent for axis, part in report.by_axis.items()}
   words = 4 * 8320  # bytes of a worker's share
   loss = 4 * 128  # bytes of a number, as XLA pads it
   inside = 3 * 2**19 + 6 * words + 2 * 3 * loss // 4
   assert sent == {"chip": inside, "slice": 2 * words + loss}
+  # A plain mean of 2**19 numbers adds inside slices first, and the quarters between.
+  dense = {axis: part.dense_bytes for axis, part in report.by_axis.items()}
+  loss_inside = 2 * 3 * loss // 4
+  assert dense == {"slice": 2**19 + loss, "chip": 2 * 3 * 2**19 + loss_inside}
+  assert sum(dense.values()) == report.dense_bytes == wire_report(text).dense_bytes
+  assert [*report.by_axis] == ["slice", "chip"]  # as in the mesh
+  ratios = [f"{part.ratio:.4g}" for part in report.by_axis.values()]
+  last = f"Sends {ratios[0]} x the bytes of a plain f32 mean over slice, {ratios[1]} x "
+  assert str(report).endswith(f"{last}over chip, {report.ratio:.4g} x in all.")
   with pytest.raises(ValueError, match="with 8 devices, got 4"):
     wire_report(
       COMPILED["tpu_two_slices_hierarchical"], mesh=AbstractMesh((4,), ("chip",))

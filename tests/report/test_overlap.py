@@ -403,6 +403,26 @@ def test_the_dearest_branch_is_the_work_of_a_conditional():
   assert names(found) == ["b"] and found.flops == FLOPS
 
 
+def test_of_branches_the_one_that_sends_most_counts():
+  others = f"""
+  one {{
+    p = u32[8,64] parameter(0)
+    ROOT a = u32[8,64] all-to-all(p), {GROUPS}, dimensions={{0}}
+  }}
+  both {{
+    q = u32[8,64] parameter(0)
+    b = u32[8,64] all-to-all(q), {GROUPS}, dimensions={{0}}
+    ROOT c = u32[8,64] all-to-all(b), {GROUPS}, dimensions={{0}}
+  }}"""
+  line = (
+    "r = u32[8,64] conditional(s, x, x), true_computation=one, false_computation=both"
+  )
+  text = program(line, others=others)
+  found = overlap_report(text)
+  assert found.bytes_sent == wire_report(text).bytes_sent == 2 * 7 * 4 * 64
+  assert (found.exposed_bytes, found.exposed_share) == (2 * 7 * 4 * 64, 1)
+
+
 def test_a_wrapped_loop_of_collectives_is_asynchronous_as_a_whole():
   """All its trips have what is between the ends of the wrapping beside them."""
   others = f"""

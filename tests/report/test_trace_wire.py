@@ -134,12 +134,35 @@ def test_loops_and_branches_are_told_apart():
     x = lax.scan(once, x, None, length=3)[0]
     return lax.cond(True, lambda x: jnp.sum(send(x)), lambda x: jnp.float32(0), x)
 
-  found = trace_wire(function, floats(8, 64), workers=AXES).forward.collectives
+  report = trace_wire(function, floats(8, 64), workers=AXES).forward
+  found = report.collectives
+  permuted = found[0].times * found[0].bytes_sent
+  ratios = permuted / report.dense_bytes, report.ratio
+  assert [*report.branch_ratios.values()] == [ratios]
   assert [(x.kind, x.times, x.in_branch) for x in found] == [
     ("collective-permute", 3, False),
     ("all-to-all", 1, True),
     ("all-gather", 1, True),
   ]
+
+
+def test_a_mean_in_groups_is_booked_by_axis():
+  """As a plain mean that adds inside groups first; elements need not be cut evenly."""
+
+  def exchange(x):
+    with jax.named_scope("gradcomp_stage"):
+      part = lax.psum_scatter(jnp.tile(x, 4), "chip", tiled=True)
+      between = lax.all_gather(part[:2], "host")
+    with jax.named_scope("gradcomp_mean_13_over_8"):
+      return lax.all_gather(between, "chip")
+
+  workers = {"host": 2, "chip": 4}
+  report = trace_wire(exchange, floats(13), workers=workers).forward
+  dense = {axis: x.dense_bytes for axis, x in report.by_axis.items()}
+  assert dense == {"host": 2 * 7 * 52 // 8 - 2 * 3 * 52 // 4, "chip": 2 * 3 * 52 // 4}
+  assert [*dense] == ["host", "chip"] and report.dense_bytes == 2 * 7 * 52 // 8
+  moved = [x.moved for x in report.collectives]
+  assert moved == [0, dense["host"], -dense["host"]]
 
 
 def test_one_worker_sends_nothing():

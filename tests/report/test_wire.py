@@ -167,7 +167,8 @@ def test_each_axis_has_a_name_and_a_total():
   assert [words[1:-1] for words in totals[:-1]] == [
     [axis, f"{nbytes:,}"] for axis, nbytes in sent.items()
   ]
-  assert "x over host, 1 x over host,model" in lines[-1]
+  assert "mean over host, 1 x over host,model, 1 x over chip" in lines[-1]
+  assert lines[-1].endswith(" in all.")
   assert wire_report(compiled.as_text(), mesh=mesh) == report
   assert wire_report(compiled.as_text(), mesh=mesh.abstract_mesh) == report
   assert set(wire_report(compiled.as_text()).by_axis) == {""}
@@ -226,7 +227,7 @@ def test_unknown_trip_count_counts_once():
   assert "counted once, a lower bound" in str(report)
 
 
-def test_every_branch_counts():
+def test_the_branch_with_the_most_counts():
   def function(x):
     return lax.cond(
       x[0, 0] > 0,
@@ -238,9 +239,11 @@ def test_every_branch_counts():
   assert {c.kind for c in report.collectives} == {"all-reduce", "all-gather"}
   assert all(c.in_branch and not c.in_loop for c in report.collectives)
   nbytes = ROWS * COLUMNS * 4
-  assert report.bytes_sent == 2 * 7 * nbytes // 8 + 7 * nbytes
+  assert report.bytes_sent == report.dense_bytes == 7 * nbytes
+  assert [*report.branch_ratios.values()] == [(1.0, 0.25)]
   assert "branch 1" in str(report)
-  assert "every branch counts, an upper bound" in str(report)
+  assert "the branch with the most counts, an upper bound" in str(report)
+  assert str(report).endswith(": 1 x or 0.25 x, by branch.")
 
 
 def test_pmap():
@@ -831,6 +834,108 @@ def test_branches(branches):
   assert "a lower bound" in table and "an upper bound" in table
 
 
+def gather(scope, nbytes=NBYTES):
+  """A gather of that many bytes in a scope."""
+  operand = f"u8[{nbytes}] x"
+  return f'all-gather({operand}), {G8}, metadata={{op_name="{scope}/all_gather"}}'
+
+
+MEAN = "gradcomp_mean_1024_over_8"
+
+
+def test_each_branch_has_a_ratio_of_one_plain_mean():
+  """One in another and one beside it, of the same name, and a branch of nothing."""
+  dense = 2 * 7 * NBYTES // 8
+  computations = f"""
+none {{
+  ROOT x = u8[8] parameter(0)
+}}
+half {{
+  x = u8[8] parameter(0)
+  ROOT g = u8[9] {gather(MEAN, NBYTES // 8)}
+}}
+two {{
+  x = u8[8] parameter(0)
+  h = u8[9] {gather(MEAN, NBYTES // 4)}
+  ROOT c = u8[9] conditional(i, x, x), branch_computations={{none, half}}
+}}
+three {{
+  x = u8[8] parameter(0)
+  ROOT k = u8[9] {gather("gradcomp_stage", NBYTES // 2)}
+}}
+"""
+  line = "conditional(%i, %x, %x)"
+  entry = f"""%b = u8[9] {line}, branch_computations={{%half, %three, %two}}
+  %c = u8[9] {line}, true_computation=%three, false_computation=%none"""
+  report = wire_report(hlo(entry, computations))
+  # A step of `two` takes two means.
+  assert report.dense_bytes == 2 * dense
+  assert report.bytes_sent == 7 * NBYTES // 8 * (4 + 4)
+  assert report.ratio == max(map(max, report.branch_ratios.values()))
+  main = "main.0_spmd"
+  assert report.branch_ratios == {
+    f"{main}/b": (5 / 4, 8 / 4, 7 / 4),
+    f"{main}/b[2] two/c": (6 / 4, 7 / 4),
+    f"{main}/c": (8 / 4, 4 / 4),
+  }
+  lines = str(report).splitlines()
+  assert lines[-4].startswith("branch: of a conditional; the branch with the most")
+  assert lines[-2] == f"{main}/b[2] two/c: 1.5 x or 1.75 x, by branch."
+
+
+def test_of_many_conditionals_the_first_are_printed():
+  computations = f"""
+none {{
+  ROOT x = u8[8] parameter(0)
+}}
+one {{
+  x = u8[8] parameter(0)
+  ROOT g = u8[9] {gather(MEAN)}
+}}
+"""
+  branches = "conditional(i, x, x), branch_computations={none, one}"
+  entry = "\n".join(f"c.{i} = u8[9] {branches}" for i in range(6))
+  *_, last, more = str(wire_report(hlo(entry, computations))).splitlines()
+  assert last == "main.0_spmd/c.3: 3.333 x or 4 x, by branch."
+  assert more == "2 more: see branch_ratios."
+
+
+def test_a_repeat_is_of_the_same_plain_mean():
+  """A codec that does not fit sends once more, in a branch behind the first send."""
+  computations = f"""
+none {{
+  ROOT x = u8[8] parameter(0)
+}}
+again {{
+  x = u8[8] parameter(0)
+  ROOT g = u8[9] {gather(f"cond/gradcomp_repeat/{MEAN}")}
+}}
+"""
+  branches = "conditional(i, x, x), branch_computations={none, again}"
+  entry = f"g = u8[9] {gather(MEAN)}\n  c = u8[9] {branches}"
+  report = wire_report(hlo(entry, computations))
+  assert (report.ratio, [*report.branch_ratios.values()]) == (8, [(4, 8)])
+
+
+def test_a_mean_in_front_of_branches_is_taken_again():
+  """It is as large as the mean of each branch, and not as those of both."""
+  computations = f"""
+one {{
+  x = f32[8,128] parameter(0)
+  ROOT g = u8[9] {gather(MEAN)}
+}}
+two {{
+  x = f32[8,128] parameter(0)
+  ROOT g = u8[9] {gather(MEAN, 99)}
+}}
+"""
+  entry = f"""%m = f32[8,128] all-reduce(%x), {G8}, to_apply=%add
+  %c = u8[9] conditional(%i, %m, %m), branch_computations={{%one, %two}}"""
+  report = wire_report(hlo(entry, computations))
+  assert [c.again for c in report.collectives] == [True, False, False]
+  assert "are a mean of the gradient, which the exchange takes again" in str(report)
+
+
 def test_short_text_in_any_order():
   """Without percent signs, signatures and layouts, which XLA can leave out."""
   text = """HloModule short, replica_count=4
@@ -885,11 +990,11 @@ def test_scopes_inside_longer_names(longer):
   assert dense_bytes("another_scope") == 7 * NBYTES
 
 
-def test_ratio_without_a_plain_mean():
+def test_bytes_without_a_plain_mean_have_no_ratio_in_words():
   metadata = 'metadata={op_name="gradcomp_stage/all_gather"}'
   report = wire_report(hlo(f"%a = u32[64,128] all-gather(%x), {G8}, {metadata}"))
   assert report.ratio == math.inf
-  assert str(report).endswith("Sends inf x the bytes of a plain f32 mean.")
+  assert str(report).endswith("Sends 28,672 bytes where a plain f32 mean sends none.")
 
 
 def test_table():

@@ -49,12 +49,15 @@ def bits(dtype: str) -> int:
 # before it, and of gradcomp.parallel, with the floats that the plain one would send.
 _MEAN = re.compile(r"gradcomp_mean_(\d+)_over_(\d+)")
 _STAGE = "gradcomp_stage"
+_REPEAT = "gradcomp_repeat"
 _OURS = re.compile(r"gradcomp_([a-z_]+)")
 # The scopes of work in front of an exchange and behind it.
 _BESIDE = frozenset(("correct", "decode", "fingerprint", "inner", "residual"))
 _FLOATS = re.compile(r"gradcomp_float32_(\d+)")
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each array
+# The conditional, the number of its branch from 0, and the number of its branches.
+Branch = tuple[str, int, int]
 Pairs = Iterable[tuple[int, int]]  # of a permutation: from whom to whom
 _Axes = Sequence[str]
 
@@ -71,12 +74,16 @@ class Collective:
     in_loop: whether it is in a loop.
     trips_unknown: whether a loop around it has no known trip count: ``times`` counts
       that once.
-    in_branch: whether it is in a branch, which ``times`` counts as taken.
+    branches: the branches around it, the outermost first, which ``times`` counts as
+      taken: the name of the conditional, the number of the branch from 0, and the
+      number of all its branches.
     scope: the ``op_name`` of the instruction, with the names of ``jax.named_scope``.
     axis: the mesh axes along which these workers lie, joined by commas. It is empty if
       the mesh is unknown, or if no two workers exchange.
     again: whether it is a plain mean of a gradient that an exchange averages, too: see
       :func:`wire_report`.
+    moved: the part of a plain mean's bytes that counts for a stage along another axis,
+      above 0, in place of the collective that completes the mean, below 0.
     message: the number of its message in an :class:`Explanation`; else 0.
     packed: whether types narrower than a byte take their bits alone; else each number
       takes a byte.
@@ -91,14 +98,20 @@ class Collective:
   times: int
   in_loop: bool
   trips_unknown: bool
-  in_branch: bool
   scope: str
+  branches: tuple[Branch, ...] = ()
   axis: str = ""
   again: bool = False
+  moved: int = 0
   message: int = 0
   span: int = 0
   packed: bool = False
   quantized: str = ""
+
+  @property
+  def in_branch(self) -> bool:
+    """Whether it is in a branch."""
+    return bool(self.branches)
 
   @property
   def dtype(self) -> str:
@@ -138,20 +151,24 @@ class Collective:
 
     The collective that completes a mean counts for all stages of it. A collective of
     :mod:`gradcomp.parallel` counts for the same one of ``float32``, and others as sent,
-    but for a mean that is taken again.
+    but for a mean that is taken again, and what a codec sends once more.
     """
-    floats = [int(size) for size in self._named(_FLOATS)]
-    exact = [SHARE_SENT[self.kind](self.workers) * 4 * size for size in floats]
-    exact += [SHARE_SENT["all-reduce"](n) * 4 * size for size, n in self.means]
-    if exact:
-      return sum(map(math.ceil, exact))
-    if _STAGE in self.scope or self.again:
+    if _REPEAT in self.scope:
       return 0
+    floats = [int(size) for size in self._named(_FLOATS)]
+    plain = [math.ceil(SHARE_SENT[self.kind](self.workers) * 4 * x) for x in floats]
+    plain += [_plain(size, n) for size, n in self.means]
+    if plain:
+      return sum(plain) + self.moved
+    if _STAGE in self.scope or self.again:
+      return self.moved
     return dataclasses.replace(self, quantized="").bytes_sent
 
   @property
   def means(self) -> list[tuple[int, int]]:
     """The elements and the workers of each mean that it completes."""
+    if _REPEAT in self.scope:  # of a mean that was completed before
+      return []
     return [(int(size), int(workers)) for size, workers in self._named(_MEAN)]
 
   def _named(self, pattern: re.Pattern[str]) -> list[Any]:
@@ -164,6 +181,11 @@ class Collective:
     return _repeated(found, self.shapes)
 
 
+def _plain(elements: int, workers: int) -> int:
+  """Returns the bytes that a worker sends by a plain mean in float32."""
+  return math.ceil(SHARE_SENT["all-reduce"](workers) * 4 * elements)
+
+
 def _repeated(found: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
   """Returns the parts of joined names, once for each of several arrays."""
   # Arrays of one name have one size, and more numbers are in a larger array.
@@ -174,6 +196,48 @@ def _repeated(found: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
   number = lambda one: int(one[0] if isinstance(one, tuple) else one)
   by_size = dict(zip(order, sorted(found, key=number), strict=True))
   return [by_size[size] for size in sizes]
+
+
+def dearest(
+  found: Iterable[Collective], count: Callable[[Collective], int], depth: int = 0
+) -> int:
+  """Adds a count of collectives, and for each conditional the most of its branches."""
+  total = 0
+  inside: dict[str, dict[int, list[Collective]]] = {}
+  for x in found:
+    if len(x.branches) == depth:
+      total += count(x)
+    else:
+      name, number, _ = x.branches[depth]
+      inside.setdefault(name, {}).setdefault(number, []).append(x)
+  for branches in inside.values():
+    total += max(dearest(x, count, depth + 1) for x in branches.values())
+  return total
+
+
+def by_link(found: Sequence[Collective]) -> tuple[Collective, ...]:
+  """Splits plain means that are completed along one of two axes between both.
+
+  A mean inside groups of C, of N workers in all, keeps ``2 (C-1)/C 4 e`` of its bytes.
+  The rest is between groups, as where a plain mean adds inside groups first.
+  """
+  moved = [0] * len(found)
+  stages = [i for i, x in enumerate(found) if x.axis and _STAGE in x.scope]
+  for i, x in enumerate(found):
+    for elements, workers in x.means if x.axis else []:
+      beyond = [
+        j
+        for j in stages
+        if x.workers * found[j].workers == workers
+        and (x.times, x.branches) == (found[j].times, found[j].branches)
+        and set(x.axis.split(",")).isdisjoint(found[j].axis.split(","))
+      ]
+      if beyond:
+        whole, own = (_plain(elements, n) for n in (workers, x.workers))
+        moved[i] -= whole - own
+        moved[min(beyond, key=lambda j: abs(i - j))] += whole - own
+  pairs = zip(found, moved, strict=True)
+  return tuple(dataclasses.replace(x, moved=n) if n else x for x, n in pairs)
 
 
 def means_in(scope: str) -> list[str]:

@@ -29,7 +29,7 @@ class Program(NamedTuple):
 
   ``unseen`` has the names of what sends, too, and cannot be counted: transfers to or
   from the host, and kernels that communicate. ``untold`` has the collectives and means
-  of exchanges that are left without a name.
+  of exchanges that are left without a name. ``axes`` are those of the mesh.
   """
 
   module: Module
@@ -37,6 +37,7 @@ class Program(NamedTuple):
   devices: Devices
   unseen: tuple[str, ...]
   untold: tuple[str, ...]
+  axes: tuple[str, ...] = ()
 
 
 def parse_program(text: str) -> Program:
@@ -88,7 +89,7 @@ def parse_program(text: str) -> Program:
       else:
         trips = trip_count(x, named, module) if x.opcode == "while" else 1
         inside = met if x.opcode == "fusion" else None
-        for callee, here in _calls(x, around, trips):
+        for callee, here in _calls(x, name, around, trips):
           yield from walk(path, callee, here, ahead, inside)
 
   found = tuple(walk((), module.entry, Place(), in_front=False, chains=None))
@@ -102,20 +103,21 @@ def _at(module: Module, path: Path) -> Instruction:
 
 
 def _calls(
-  x: Instruction, around: Place, trips: int | None
+  x: Instruction, caller: str, around: Place, trips: int | None
 ) -> Iterator[tuple[str, Place]]:
   """Yields the computations that an instruction calls, and the places of their runs."""
   loop = around.in_loop or x.opcode == "while"
   unknown = around.trips_unknown or trips is None
-  branch = around.in_branch or x.opcode == "conditional"
   # What XLA wraps or fuses may have no name of its own.
   scope = x.op_name if x.opcode == "fusion" or x.opcode.endswith("-start") else ""
   calls = x.calls
   if x.opcode.endswith("-start") and "calls" in calls:
     # Other attributes are those of the instruction that it wraps.
     calls = {"calls": calls["calls"]}
-  for attribute, callees in calls.items():
-    runs = 1 if trips is None else trips + (attribute == "condition")
-    inside = Place(scope, around.times * runs, loop, unknown, branch)
-    for callee in callees:
-      yield callee, inside
+  callees = [(key, callee) for key in calls for callee in calls[key]]
+  for number, (key, callee) in enumerate(callees):
+    runs = 1 if trips is None else trips + (key == "condition")
+    branches = around.branches
+    if x.opcode == "conditional":
+      branches += ((f"{caller}/{x.name}", number, len(callees)),)
+    yield callee, Place(scope, around.times * runs, loop, unknown, branches)

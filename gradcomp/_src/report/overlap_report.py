@@ -4,7 +4,7 @@
 # program that runs in its order, from a start to its end, can be read without a device.
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -13,6 +13,7 @@ from gradcomp._src.report.collectives import (
   Collective,
   aligned,
   counted,
+  dearest,
   end_of_scope,
 )
 from gradcomp._src.report.hlo_text import Instruction
@@ -81,13 +82,13 @@ class OverlapReport:
 
   @property
   def bytes_sent(self) -> int:
-    """The bytes that each worker sends in one execution of the program."""
-    return sum(x.bytes_sent for x in self.collectives)
+    """The bytes that each worker sends in one execution, as in a WireReport."""
+    return _sent(self.collectives)
 
   @property
   def exposed_bytes(self) -> int:
-    """The bytes of the collectives that nothing computes beside."""
-    return sum(x.bytes_sent for x in self.collectives if x.exposed)
+    """The bytes of the collectives that nothing computes beside, counted likewise."""
+    return _sent(x for x in self.collectives if x.exposed)
 
   @property
   def exposed_share(self) -> float:
@@ -112,6 +113,11 @@ class OverlapReport:
       f"{self.exposed_share:.3g} of {self.bytes_sent:,} bytes."
     )
     return "\n".join([*lines, *unseen, *self.hints])
+
+
+def _sent(overlaps: Iterable[Overlap]) -> int:
+  """Returns the bytes of collectives, and of each conditional those of one branch."""
+  return dearest((x.collective for x in overlaps), lambda x: x.times * x.bytes_sent)
 
 
 def _row(x: Overlap) -> list[str]:

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from gradcomp._src.mesh.axes import UnboundAxisError
 from gradcomp._src.mesh.study import NOTE
-from gradcomp._src.report.collectives import KINDS, Collective, connected
+from gradcomp._src.report.collectives import KINDS, Branch, Collective, connected
 
 
 class Place(NamedTuple):
@@ -20,7 +20,7 @@ class Place(NamedTuple):
   times: int = 1  # the number of its runs
   in_loop: bool = False
   trips_unknown: bool = False  # of one of the loops
-  in_branch: bool = False
+  branches: tuple[Branch, ...] = ()
 
 
 class Event(NamedTuple):
@@ -34,19 +34,25 @@ class Event(NamedTuple):
 
 def events(jaxpr: Jaxpr) -> list[Event]:
   """Returns the notes and collectives of a function, and of those that it calls."""
-  return _events(jaxpr, {}, Place(), set())
+  return _events(jaxpr, {}, Place(), set(), itertools.count())
 
 
 def _events(
-  jaxpr: Jaxpr, states: dict[Var, int], around: Place, quiet: set[int]
+  jaxpr: Jaxpr,
+  states: dict[Var, int],
+  around: Place,
+  quiet: set[int],
+  numbers: Iterator[int],
 ) -> list[Event]:
   """Returns the events of a function at a place, where some are known to have none."""
-  # states are the counts of states, by variables, and quiet the ids of functions.
+  # states are the counts of states, by variables, quiet the ids of functions, and
+  # numbers those of conditionals.
   result: list[Event] = []
   for equation in jaxpr.eqns:
     name, params = equation.primitive.name.removesuffix("_invariant"), equation.params
     is_event = equation.primitive is NOTE or name in KINDS
-    inside = [] if is_event else [x for x in functions(equation) if id(x) not in quiet]
+    called = [] if is_event else [*functions(equation)]
+    inside = [(i, x) for i, x in enumerate(called) if id(x) not in quiet]
     if not is_event and not inside:
       continue
     known = [None if isinstance(x, Literal) else states.get(x) for x in equation.invars]
@@ -62,14 +68,18 @@ def _events(
       times,
       in_loop=around.in_loop or name in ("scan", "while"),
       trips_unknown=around.trips_unknown or name == "while",
-      in_branch=around.in_branch or name == "cond",
+      branches=around.branches,
     )
+    conditional = f"cond.{next(numbers)}" if name == "cond" else ""
     found: list[list[Event]] = []
-    for part in inside:
+    for i, part in inside:
+      if conditional:
+        branch = conditional, i, len(called)
+        here = here._replace(branches=(*around.branches, branch))
       # A function takes the last arguments of its equation.
       pairs = zip(reversed(part.invars), reversed(known), strict=False)
       inner = {x: number for x, number in pairs if number is not None}
-      found.append(_events(part, inner, here, quiet))
+      found.append(_events(part, inner, here, quiet, numbers))
       if not found[-1]:
         quiet.add(id(part))
     if name == "cond":

@@ -12,6 +12,7 @@ from gradcomp._src.checks import static_integer
 from gradcomp._src.mesh.axes import abstract_mesh
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.report import reader
+from gradcomp._src.report.collectives import by_link
 from gradcomp._src.report.wire_report import WireReport
 
 _AXES_RULE = "the axes of the workers with their sizes, like {'model': 4}"
@@ -48,8 +49,7 @@ def trace_wire(
   Nothing is computed, and no device is needed: the function and its gradient are traced
   with shapes, as a ``jax.shard_map`` over the axes would trace them. Bytes are counted
   as :func:`gradcomp.wire_report` counts them in a compiled program. Trips of loops
-  count, but for those of ``while``, and so does every branch. For an optimizer, see
-  :func:`gradcomp.explain`.
+  count, but for those of ``while``. For an optimizer, see :func:`gradcomp.explain`.
 
   Args:
     function: a function of the arrays that one worker has: a call of one collective, a
@@ -104,5 +104,6 @@ def trace_wire(
 
   there = traced(forward)
   both = traced(backward)
+  report = lambda found: WireReport(by_link(found), axes=names)
   # JAX computes a function before its gradient, which may send some of it once more.
-  return Directions(WireReport(there), WireReport(both[len(there) :]))
+  return Directions(report(there), report(both[len(there) :]))

@@ -4,6 +4,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,13 +16,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gradcomp._src.report import hlo
 from gradcomp._src.report.collectives import (
+  Branch,
   Collective,
   aligned,
+  by_link,
   counted,
+  dearest,
   end_of_scope,
   is_exchange,
 )
 from gradcomp._src.report.groups import Devices, Groups
+
+_MOST = 4  # conditionals whose ratios are printed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +41,27 @@ class WireReport:
     untold: the names of collectives that XLA has left without a scope, and of means
       that no collective is left to complete. With them, nothing says what a plain mean
       would send. It is empty in programs without an exchange of gradcomp.
+    axes: the axes of the mesh, the outermost first; empty if the mesh is unknown.
   """
 
   collectives: tuple[Collective, ...]
   unseen: tuple[str, ...] = ()
   untold: tuple[str, ...] = ()
+  axes: tuple[str, ...] = ()
 
   @property
   def bytes_sent(self) -> int:
-    """The bytes that each worker sends in one execution of the program."""
-    return sum(c.times * c.bytes_sent for c in self.collectives)
+    """The bytes that each worker sends in one execution of the program.
+
+    Of a conditional, the branch with the most counts.
+    """
+    return dearest(self.collectives, lambda x: x.times * x.bytes_sent)
 
   @property
   def dense_bytes(self) -> int:
     """The bytes that each worker would send if every exchange were a plain f32 mean.
+
+    Of a conditional, the branch with the most counts, as in ``bytes_sent``.
 
     Raises:
       ValueError: names are ``untold``.
@@ -58,7 +71,7 @@ class WireReport:
         "`dense_bytes` and `ratio` must be read from the names of collectives, got "
         f"none of {', '.join(self.untold)}; take those of gradcomp.explain."
       )
-    return sum(c.times * c.dense_bytes for c in self.collectives)
+    return dearest(self.collectives, lambda x: x.times * x.dense_bytes)
 
   @property
   def ratio(self) -> float:
@@ -67,18 +80,53 @@ class WireReport:
     Raises:
       ValueError: names are ``untold``.
     """
+    return self._ratio(self.bytes_sent)
+
+  def _ratio(self, sent: int) -> float:
     if self.dense_bytes:
-      return self.bytes_sent / self.dense_bytes
-    return math.inf if self.bytes_sent else 1.0
+      return sent / self.dense_bytes
+    return math.inf if sent else 1.0
 
   @property
   def by_axis(self) -> dict[str, "WireReport"]:
-    """The report of each ``axis`` by itself, in the order of the program."""
+    """The report of each ``axis`` by itself, along the outermost axis first."""
     parts: dict[str, list[Collective]] = {}
     for collective in self.collectives:
       parts.setdefault(collective.axis, []).append(collective)
-    untold = self.untold
-    return {axis: WireReport(tuple(x), untold=untold) for axis, x in parts.items()}
+    places = {axis: i for i, axis in enumerate(self.axes)}
+    order = lambda axis: [places.get(x, len(places)) for x in axis.split(",")]
+    part = lambda axis: dataclasses.replace(
+      self, collectives=tuple(parts[axis]), unseen=()
+    )
+    return {axis: part(axis) for axis in sorted(parts, key=order)}
+
+  @property
+  def branch_ratios(self) -> dict[str, tuple[float, ...]]:
+    """The ratio of a step that takes a branch, for each branch of each conditional.
+
+    It is ``bytes_sent`` of that step over ``dense_bytes``. Of other conditionals the
+    branch with the most counts. A conditional is named by its computation, and one
+    inside a branch also by those around it.
+
+    Raises:
+      ValueError: names are ``untold``.
+    """
+    found: dict[str, tuple[float, ...]] = {}
+    for x in self.collectives:
+      for depth, (name, _, count) in enumerate(x.branches):
+        around = x.branches[:depth]
+        key = "".join(f"{other}[{number}] " for other, number, _ in around) + name
+        if key not in found:
+          ways = ((*around, (name, number, count)) for number in range(count))
+          found[key] = tuple(self._ratio(self._sent_by(way)) for way in ways)
+    return found
+
+  def _sent_by(self, way: tuple[Branch, ...]) -> int:
+    """Returns the bytes of a step that takes these branches."""
+    taken = {name: number for name, number, _ in way}
+    agrees = lambda branch: taken.get(branch[0], branch[1]) == branch[1]
+    kept = tuple(x for x in self.collectives if all(map(agrees, x.branches)))
+    return dataclasses.replace(self, collectives=kept).bytes_sent
 
   def __str__(self) -> str:
     unseen = f"Transfers that are not counted: {', '.join(self.unseen)}."
@@ -98,7 +146,8 @@ class WireReport:
     last = len(rows[0]) - 1
     lines = aligned(rows, right=range(last - 4, last))
     lines.append(self._compared(several))
-    if again := sum(c.times * c.bytes_sent for c in self.collectives if c.again):
+    means = [c for c in self.collectives if c.again]
+    if again := dearest(means, lambda x: x.times * x.bytes_sent):
       told = "are a mean of the gradient, which the exchange takes again"
       lines.append(f"{again:,} bytes {told}: delete the pmean.")
     if self.unseen:
@@ -106,16 +155,37 @@ class WireReport:
     if any(c.trips_unknown for c in self.collectives):
       lines.append("loop: its trip count is unknown; counted once, a lower bound.")
     if any(c.in_branch for c in self.collectives):
-      lines.append("branch: of a conditional; every branch counts, an upper bound.")
+      lines += self._branched()
     return "\n".join(lines)
 
   def _compared(self, parts: Mapping[str, "WireReport"]) -> str:
-    """Returns the line with the ratio, and the ratios of axes."""
+    """Returns the line with the ratio, behind the ratios of axes."""
     if self.untold:
       names = f"XLA kept no names of {', '.join(self.untold)}"
       return f"{names}: the bytes of a plain f32 mean cannot be told."
-    shares = [f", {part.ratio:.4g} x over {axis}" for axis, part in parts.items()]
-    return f"Sends {self.ratio:.4g} x the bytes of a plain f32 mean{''.join(shares)}."
+    told, plain = [], " the bytes of a plain f32 mean"
+    for where, x in [*((f" over {axis}", x) for axis, x in parts.items()), ("", self)]:
+      where = where or " in all" * bool(parts)
+      if x.ratio < math.inf:
+        told.append(f"{x.ratio:.4g} x{plain}{where}")
+        plain = ""
+      else:
+        told.append(f"{x.bytes_sent:,} bytes{where} where a plain f32 mean sends none")
+    return f"Sends {', '.join(told)}."
+
+  def _branched(self) -> list[str]:
+    """Returns lines with the ratios of branches."""
+    told = "branch: of a conditional; the branch with the most counts, an upper bound."
+    if self.untold or not self.dense_bytes:
+      return [told]
+    found = self.branch_ratios.items()
+    each = [
+      f"{x}: {' or '.join(f'{y:.4g} x' for y in ys)}, by branch." for x, ys in found
+    ]
+    more = (
+      [f"{len(each) - _MOST:,} more: see branch_ratios."] if len(each) > _MOST else []
+    )
+    return [told, *each[:_MOST], *more]
 
 
 def _row(x: Collective) -> list[str]:
@@ -161,10 +231,11 @@ def wire_report(
   several fusions count as one.
 
   A loop multiplies by its trip count, from the text or from a condition that counts up
-  to a constant. Else it counts once, which is a lower bound. Every branch of a
-  conditional counts, which is an upper bound. Transfers to or from the host, and
-  kernels of Pallas for TPUs that communicate, are listed as ``unseen``. Other custom
-  calls are taken to send nothing.
+  to a constant. Else it counts once, which is a lower bound. Of the branches of a
+  conditional the one with the most counts, which is an upper bound. The ratio of each
+  is in ``branch_ratios``. Transfers to or from the host, and kernels of Pallas for TPUs
+  that communicate, are listed as ``unseen``. Other custom calls are taken to send
+  nothing.
 
   The exchanges of gradcomp also have ``dense_bytes``: ``2 (n-1)/n 4 e``, for an f32
   all-reduce of their ``e`` gradient elements on a device. Others count their
@@ -173,6 +244,11 @@ def wire_report(
   that has been left in front, which a plain step would not take twice. This is read
   from names. Where XLA leaves none of a collective beside an exchange, it is
   ``untold``: ``ratio`` and ``dense_bytes`` are ValueErrors, and ``bytes_sent`` is not.
+
+  Where an exchange completes a mean inside groups of ``c`` workers, along one axis, and
+  has a stage between them, along another one, the plain mean adds inside groups first,
+  too: ``2 (c-1)/c 4 e`` of its ``dense_bytes`` count along the first axis, and the rest
+  along the second one.
 
   Args:
     program: ``jax.jit(step).lower(...).compile()``, or the same without ``.compile()``,
@@ -204,7 +280,7 @@ def wire_report(
   """
   found = read_program(program, mesh)
   collectives = tuple(x for x, *_ in found.collectives)
-  return WireReport(collectives, found.unseen, found.untold)
+  return WireReport(collectives, found.unseen, found.untold, found.axes)
 
 
 def read_program(program: Any, mesh: Mesh | AbstractMesh | None) -> hlo.Program:
@@ -236,12 +312,13 @@ def read_program(program: Any, mesh: Mesh | AbstractMesh | None) -> hlo.Program:
     mesh = next((x for x in meshes if x.size == count), None)
   indices = _indices(mesh, found.devices)
   again = _taken_again(found.collectives)
-  collectives: list[hlo.Found] = []
-  for number, (x, groups, ahead, path) in enumerate(found.collectives):
+  named: list[Collective] = []
+  for number, (x, groups, *_) in enumerate(found.collectives):
     axis = _axes_of(groups, indices)
-    x = dataclasses.replace(x, axis=axis, again=number in again)
-    collectives.append((x, groups, ahead, path))
-  return found._replace(collectives=tuple(collectives))
+    named.append(dataclasses.replace(x, axis=axis, again=number in again))
+  pairs = zip(by_link(named), found.collectives, strict=True)
+  collectives = ((x, groups, ahead, path) for x, (_, groups, ahead, path) in pairs)
+  return found._replace(collectives=tuple(collectives), axes=tuple(indices))
 
 
 def _taken_again(found: Sequence[hlo.Found]) -> set[int]:
@@ -253,11 +330,16 @@ def _taken_again(found: Sequence[hlo.Found]) -> set[int]:
       sums.setdefault(groups, []).append(number)
   result: set[int] = set()
   for groups, numbers in sums.items():
-    means = [mean for x, own, *_ in found if _in(own, groups) for mean in x.means]
-    sizes = [size for size, workers in means if workers == groups.workers]
-    if sizes and sum(found[i][0].elements for i in numbers) >= sum(sizes):
+    inside = [x for x, own, *_ in found if _in(own, groups)]
+    size = dearest(inside, functools.partial(_averaged, workers=groups.workers))
+    if size and sum(found[i][0].elements for i in numbers) >= size:
       result.update(numbers)
   return result
+
+
+def _averaged(x: Collective, *, workers: int) -> int:
+  """Returns the number of elements of the means over so many workers."""
+  return sum(size for size, number in x.means if number == workers)
 
 
 def _in(parts: Groups, wholes: Groups) -> bool:
