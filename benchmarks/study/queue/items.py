@@ -36,17 +36,22 @@ class Item(NamedTuple):
     return f"{x.network} on {x.dataset}, {x.name}, N = {x.workers}, {where}"
 
 
+_FIRST = 3  # seeds that come before the later ones of all launches
+
+
 def items() -> list[Item]:
   """Returns the trainings of all launches, each in the first that has it."""
   found: dict[Setting, Item] = {}
-  for launch in LAUNCHES:
-    for item in _of(launch):
-      found.setdefault(item.setting, item)
+  for late in (False, True):
+    for launch in LAUNCHES:
+      seeds = range(launch.seeds)
+      for item in _of(launch, seeds[_FIRST:] if late else seeds[:_FIRST]):
+        found.setdefault(item.setting, item)
   return list(found.values())
 
 
-def _of(launch: Launch) -> Iterator[Item]:
-  for seed in range(launch.seeds):
+def _of(launch: Launch, seeds: range) -> Iterator[Item]:
+  for seed in seeds:
     for arms in launch.arms:
       for setting in arms.settings:
         for codec in arms.codecs:
