@@ -76,8 +76,9 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
     A gradient transformation; its state is a :class:`gradcomp.state.CompressState`.
     Inside the map, ``init`` makes the worker's own state. Outside, under
     ``jax.set_mesh(mesh)`` or with arrays that lie on a mesh, it makes the global one:
-    see :func:`gradcomp.state_specs`. Elsewhere it cannot count the workers, and
-    ``update`` warns if their second stage loses something for that.
+    see :func:`gradcomp.state_specs`. Elsewhere, and without ``jax.set_mesh`` in
+    ``jax.jit`` or ``jax.eval_shape``, it cannot count the workers. Then ``update``
+    warns if their second stage loses something for that.
 
   Raises:
     ValueError: an option is bad, or the codec or the axes do not allow the exchange. In
