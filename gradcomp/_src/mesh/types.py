@@ -65,7 +65,7 @@ def under_mesh_of(tree: Any) -> AbstractContextManager[Any]:
   """Sets the mesh that concrete arrays lie on, if none is set."""
   arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
   placed = [x.sharding for x in arrays if not is_traced(x)]
-  meshes = {x.mesh for x in placed if isinstance(x, NamedSharding)}
+  meshes: set[Any] = {x.mesh for x in placed if isinstance(x, NamedSharding)}
   if len(meshes) == 1 and jax.sharding.get_abstract_mesh().empty:
     with contextlib.suppress(ValueError):  # where JAX traces, it can set none
       return jax.set_mesh(*meshes)
