@@ -155,7 +155,11 @@ def test_pieces_round_their_means_apart():
 
 def test_a_piece_depends_on_its_own_leaves_alone():
   tx = gradcomp.compress(
-    CODEC, axis_name="data", exchange="two_shot", message_bytes=6000, min_leaf_size=0
+    CODEC,
+    axis_name="data",
+    exchange=TwoShot(feedback=False),
+    message_bytes=6000,
+    min_leaf_size=0,
   )
   grads = [jnp.ones((WORKERS, WIDTH, WIDTH)) for _ in range(LAYERS)]
   state = tx.init([g[0] for g in grads])
@@ -185,7 +189,11 @@ def test_a_piece_depends_on_its_own_leaves_alone():
 def test_pieces_can_go_before_the_backward_pass_is_done():
   """The last layers' message needs no weight gradient of an earlier layer."""
   optimizer = gradcomp.compress(
-    CODEC, axis_name="data", exchange="two_shot", message_bytes=2600, min_leaf_size=0
+    CODEC,
+    axis_name="data",
+    exchange=TwoShot(feedback=False),
+    message_bytes=2600,
+    min_leaf_size=0,
   )
 
   def loss_fn(params, x):

@@ -1,18 +1,23 @@
 """Owners round means to nearest, and send what that loses with the next mean."""
 
 import dataclasses
+import warnings
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense, EightBit, Natural, OneBit, Ternary
-from gradcomp.exchange import Hierarchical, TwoShot
+from gradcomp.exchange import Auto, Hierarchical, TwoShot
 from tests.plugins.slow_cases import slow
 from tests.support import laws, modes
+from tests.support.cases import recipe
 from tests.support.cases.exchange import transformation
 
 WORKERS = 3
@@ -131,8 +136,12 @@ def test_a_state_from_outside_the_map_still_works():
   tx = transformation(RANDOM[0], "two_shot", WORKERS, min_leaf_size=0)
   state = tx.init({"w": jnp.zeros(1100)})
   assert state.server_residual is None
-  update = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")
-  output, after = jax.jit(update)(given[0], state)
+  update = jax.jit(jax.vmap(tx.update, in_axes=(0, None), axis_name="data"))
+  with pytest.warns(UserWarning, match="3 workers of 'data', whose second") as caught:
+    output, after = update(given[0], state)
+  assert len(caught) == 1
+  assert "exchange.TwoShot(feedback=False)" in str(caught[0].message)
+  update(given[0], state)  # is traced already
   forgotten, _ = run(RANDOM[0], TwoShot(feedback=False), given)
   np.testing.assert_array_equal(output["w"][0], forgotten[0])
   assert after.server_residual is None
@@ -144,6 +153,83 @@ def test_a_state_from_outside_the_map_still_works():
   assert not explained.bytes_kept
 
 
+def told(tx, params, workers):
+  """What an update says of a state that was made outside of the map; it is traced."""
+  state = jax.eval_shape(tx.init, params)
+  copied = lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype)
+  update = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    try:
+      jax.eval_shape(update, jax.tree.map(copied, params), state)
+    except ValueError as error:
+      return str(error)
+  return "".join(str(x.message) for x in caught)
+
+
+@pytest.mark.parametrize("name", sorted(recipe.RECIPES))
+@pytest.mark.parametrize("exchange", ["auto", "two_shot"])
+def test_a_line_is_one_method_or_says_what_is_lost(name, exchange):
+  """Wherever ``init`` was called: by an error where workers keep something, too."""
+  params = {"w": jnp.zeros((512, 512))}
+  try:
+    tx = recipe.make(name, axis_name="data", exchange=exchange)
+  except ValueError:
+    return  # it has no such exchange
+  inside = jax.eval_shape(
+    jax.vmap(tx.init, axis_name="data"),
+    {"w": jax.ShapeDtypeStruct((8, 512, 512), jnp.float32)},
+  )
+  loses = inside.server_residual is not None
+  assert ("whose second stage loses" in told(tx, params, 8)) == loses
+
+
+@pytest.mark.parametrize(
+  "exchange", [Auto(), TwoShot(), Hierarchical(group_size=2)], ids=laws.name
+)
+def test_who_asked_owners_to_forget_is_not_told(exchange):
+  """Nor is one worker, who has nobody to send anything to."""
+  params = {"w": jnp.zeros((512, 512))}
+  make = lambda exchange: gradcomp.qsgd(axis_name="data", exchange=exchange)
+  text = told(make(exchange), params, 4)
+  assert f"exchange.{type(exchange).__name__}(feedback=False)" in text
+  asked = dataclasses.replace(exchange, feedback=False)
+  assert not told(make(asked), params, 4)
+  if exchange != Hierarchical(group_size=2):
+    assert not told(make(exchange), params, 1)
+
+
+ON_MESH = {
+  "compress": gradcomp.qsgd(bits=4, axis_name="data", feedback="error"),
+  "zero": gradcomp.parallel.zero(
+    optax.adam(0.1), grads=QSGD(bits=4), params=QSGD(bits=4), axis_name="data"
+  ),
+  "local_steps": gradcomp.local.local_steps(
+    optax.sgd(0.1), optax.sgd(0.7), every=2, codec=QSGD(bits=4), axis_name="data"
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  "name, kind", [*((name, "Auto") for name in ON_MESH), ("compress", "Explicit")]
+)
+def test_init_counts_the_workers_of_the_mesh_of_its_parameters(name, kind):
+  """Without ``jax.set_mesh`` it makes the state that it makes under it."""
+  mesh = jax.make_mesh((4,), ("data",), axis_types=(getattr(AxisType, kind),))
+  init = optax.chain(ON_MESH[name], optax.scale(1.0)).init
+  params = jax.device_put({"w": np.ones((256, 512))}, NamedSharding(mesh, P()))
+  with jax.set_mesh(mesh):
+    expected = init(params)
+  state = init(params)
+  chex.assert_trees_all_equal(state, expected)
+  places = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+  assert places(state) == places(expected)
+  assert jax.sharding.get_abstract_mesh().empty
+  # Where JAX traces, no mesh can be set.
+  traced = jax.vmap(lambda x: x + ON_MESH["compress"].init(params).count)
+  assert not traced(jnp.zeros(2)).any()
+
+
 def test_explain_counts_what_owners_keep():
   tx = transformation(RANDOM[0], "two_shot", WORKERS, min_leaf_size=0)
   params = {"w": jnp.zeros(1100)}
@@ -153,6 +239,15 @@ def test_explain_counts_what_owners_keep():
   assert explained.bytes_kept == 4 * kept.size // WORKERS
   assert f"{explained.bytes_kept:,} bytes" in str(explained)
   assert gradcomp.explain(tx, params, workers=WORKERS, opt_state=state) == explained
+
+
+def test_owners_of_layers_in_a_scan_keep_nothing_without_feedback():
+  """No place of ``init`` would change that, and so nothing is advised."""
+  params = {"w": jnp.zeros((3, 256, 512))}
+  tx = gradcomp.parallel.compress_in_scan(QSGD(bits=4), axis_name="data")
+  explained = gradcomp.explain(tx, params, workers=4, opt_state=tx.init(params))
+  assert {leaf.exchange for leaf in explained.leaves} == {"two_shot"}
+  assert (explained.forgets, explained.bytes_kept) == (False, 0)
 
 
 def test_a_mean_that_is_not_finite_is_not_kept():

@@ -1,5 +1,7 @@
 """Layers in a loop exchange their gradients as behind the loop, to the bit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,18 +69,24 @@ def in_the_loop(layers, x, weights, residual, options):
   return jax.grad(loss, (0, 1))(layers, residual)
 
 
+def dropping(options):
+  """The options of a message without any residual: of workers, or of owners."""
+  exchange = as_exchange(options["exchange"])
+  if exchange.keeps:
+    exchange = dataclasses.replace(exchange, feedback=False)
+  return options | {"exchange": exchange, "feedback": None}
+
+
 def behind_it(grads, residual, options):
   """``(means, residuals of leaves, of owners)`` by a message for each layer."""
-  feedback = None if residual is None else "error"
-  one = gradcomp.compress(feedback=feedback, message_bytes=None, **options)
+  kept = dropping(options) if residual is None else options | {"feedback": "error"}
+  one = gradcomp.compress(message_bytes=None, **kept)
   treedef = jax.tree.structure(grads)
 
   def exchanged(given):
     number, grads, residual = given
     state = one.init(grads)._replace(key=fold_key(key_words(KEY), number))
-    if residual is None:  # with no residual at all, owners keep none
-      state = state._replace(server_residual=None)
-    else:
+    if residual is not None:
       own = jax.tree.unflatten(treedef, residual.leaves)
       state = state._replace(residual=own, server_residual=residual.owners or None)
     means, state = one.update(grads, state)
@@ -245,8 +253,8 @@ def test_as_many_bytes_are_sent_as_behind_the_loop(name):
 
   def one_layer(x):
     grads = jax.tree.map(lambda w: w[0] * x[0, 0], layers)
-    one = gradcomp.compress(feedback=None, message_bytes=None, **options)
-    return one.update(grads, one.init(grads)._replace(server_residual=None))[0]
+    one = gradcomp.compress(message_bytes=None, **dropping(options))
+    return one.update(grads, one.init(grads))[0]
 
   one = report_of(one_layer, x)
   assert report.bytes_sent == length * one.bytes_sent > 0

@@ -130,8 +130,9 @@ def test_a_norm_or_a_mean_in_allow_frozen_is_that_of_each_worker(name):
 def test_a_state_that_was_made_before_the_mesh_is_an_error():
   mesh = modes.mesh(WORKERS)
   params, batch = problem(mesh)
+  early = kept4.init(jax.device_get(params))
   with pytest.raises(ValueError, match=r"residual.* must stack the parts of 4 workers"):
-    jax.eval_shape(step_of(kept4), params, kept4.init(params), batch)
+    jax.eval_shape(step_of(kept4), params, early, batch)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -208,23 +209,42 @@ class Compression:
     sums = across.is_sum and self.exchange.sends
     return 1 / workers.size if workers is not None and sums else 1.0
 
+  def warn_of_owners(self, plan: MessagePlan, state: CompressState) -> None:
+    """Warns if owners keep nothing because ``init`` could not count the workers."""
+    known = self.feedback.keeps or state.server_residual is not None or plan.workers < 2
+    if known or study.is_study() or not owner_shapes(plan):
+      return
+    own = type(self.exchange).__name__
+    effect = (
+      ". Now that is gone in every step, and a codec that rounds at random does so "
+      "there, too, with twice the variance. To have it so without this warning, give "
+      f"the exchange feedback=False, as gradcomp.exchange.{own}(feedback=False)"
+    )
+    warnings.warn(self._unknown_owners(plan, effect), stacklevel=2)
+
   def _owned(self, plan: MessagePlan, state: CompressState) -> OwnerResiduals | None:
     """Returns the owner residuals, or None; ValueError if needed ones are missing."""
     if plan.axis_name is None or not owner_shapes(plan):
       return None
     if state.server_residual is None and self.feedback.keeps:
-      names = axis_names(plan.axis_name)
-      counts = tuple(map(bound_size, names)) if names[1:] else plan.workers
-      raise ValueError(
-        f"`state.server_residual` must be kept by the {plan.workers} workers of "
-        f"{plan.axis_name!r}, whose second stage loses something; make the state by "
-        "optimizer.init inside the map or under jax.set_mesh(mesh); where a program "
-        "copies one state to its workers, give it gradcomp.wrappers.replicable("
-        f"optimizer, axis_name={plan.axis_name!r}, workers={counts})."
-        f"{see('whose-second-stage-loses-something')}"
-      )
+      raise ValueError(self._unknown_owners(plan, ""))
     # Without feedback they may be None: the second stage then rounds as the first does.
     return state.server_residual
+
+  def _unknown_owners(self, plan: MessagePlan, effect: str) -> str:
+    """Returns the text about a state without the owner residuals that a plan needs."""
+    assert plan.axis_name is not None
+    names = axis_names(plan.axis_name)
+    counts = tuple(map(bound_size, names)) if names[1:] else plan.workers
+    given = "" if self.axis_name else f"give axis_name={plan.axis_name!r}, and "
+    return (
+      f"`state.server_residual` must be kept by the {plan.workers} workers of "
+      f"{plan.axis_name!r}, whose second stage loses something; {given}make the state "
+      "by optimizer.init inside the map or under jax.set_mesh(mesh); where a program "
+      "copies one state to its workers, give it gradcomp.wrappers.replicable("
+      f"optimizer, axis_name={plan.axis_name!r}, workers={counts}){effect}."
+      f"{see('whose-second-stage-loses-something')}"
+    )
 
 
 def paths_of(tree: Any) -> list[KeyPath]:

@@ -15,6 +15,7 @@ from gradcomp._src.mesh import trees
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.per_worker import of_all
 from gradcomp._src.mesh.shard_maps import map_addends
+from gradcomp._src.mesh.types import under_mesh_of
 
 
 def on_real_pairs(
@@ -31,7 +32,9 @@ def on_real_pairs(
   """
 
   def init(params: Any) -> Any:
-    return init_fn(jax.tree.map(pairs, trees.trainable(params)))
+    params = trees.trainable(params)
+    with under_mesh_of(params):
+      return init_fn(jax.tree.map(pairs, params))
 
   def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
     grads, kept, params = _opened(updates, state, params)
@@ -63,7 +66,9 @@ def any_tree(
   """
 
   def init(params: Any) -> Any:
-    return init_fn(trees.trainable(params))
+    params = trees.trainable(params)
+    with under_mesh_of(params):
+      return init_fn(params)
 
   def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
     given = _opened(updates, state, params)

@@ -75,7 +75,10 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
   Returns:
     A gradient transformation; its state is a :class:`gradcomp.state.CompressState`.
     Inside the map, ``init`` makes the worker's own state. Outside, under
-    ``jax.set_mesh(mesh)``, it makes the global one: see :func:`gradcomp.state_specs`.
+    ``jax.set_mesh(mesh)`` or with arrays that lie on a mesh, it makes the global one:
+    see :func:`gradcomp.state_specs`. Elsewhere, and without ``jax.set_mesh`` in
+    ``jax.jit`` or ``jax.eval_shape``, it cannot count the workers. Then ``update``
+    warns if their second stage loses something for that.
 
   Raises:
     ValueError: an option is bad, or the codec or the axes do not allow the exchange. In
@@ -127,6 +130,7 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
       workers = parts.workers(across, updates, state)
       leaves = jax.tree.leaves(updates)
       plan = planned or parts.plan(leaves, paths_of(updates), across, workers)
+      parts.warn_of_owners(plan, state)
       share = parts.error_share(across, workers)
       finish = functools.partial(as_updates, across.dtypes, share)
       facts = parts.step(plan, workers, state)

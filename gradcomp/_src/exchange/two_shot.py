@@ -33,9 +33,10 @@ class TwoShot:
 
   Attributes:
     feedback: whether owners keep r, an Nth of the gradient in float32. ``init`` must
-      know the number of workers for it: call it inside the map, or under
-      ``jax.set_mesh(mesh)``. If it does not, that is an error if the workers keep
-      residuals. Else owners keep nothing, as with False: :math:`Q_2` then rounds at
+      know the number of workers for it: call it inside the map, under
+      ``jax.set_mesh(mesh)``, or with parameters on the mesh. If it does not, ``update``
+      raises an error if the workers keep residuals, and warns if they keep none. Then
+      owners keep nothing, as with False: :math:`Q_2` rounds at
       random where the codec does, with the mean zero and twice the variance. It always
       does so with ``QSGD(bits=1)``, which has no value near zero to round to; owners
       keep r of it only if the workers keep residuals.

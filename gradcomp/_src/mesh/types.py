@@ -3,6 +3,8 @@
 An array is ``unreduced`` over Explicit axes where each device holds an addend.
 """
 
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -57,6 +59,17 @@ def mesh_of(tree: Any) -> AbstractMesh:
     if mesh is not None and not mesh.empty:
       return mesh
   return jax.sharding.get_abstract_mesh()
+
+
+def under_mesh_of(tree: Any) -> AbstractContextManager[Any]:
+  """Sets the mesh that concrete arrays lie on, if none is set."""
+  arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+  placed = [x.sharding for x in arrays if not is_traced(x)]
+  meshes: set[Any] = {x.mesh for x in placed if isinstance(x, NamedSharding)}
+  if len(meshes) == 1 and jax.sharding.get_abstract_mesh().empty:
+    with contextlib.suppress(ValueError):  # where JAX traces, it can set none
+      return jax.set_mesh(*meshes)
+  return contextlib.nullcontext()
 
 
 def is_explicit(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:

@@ -283,7 +283,9 @@ def explain(
   forgets = False
   for found in transformations:
     plan, memory = found.plan, None
-    owned = [*itertools.chain(*owner_shapes(plan).values())]
+    # In a scan owners keep something only where workers do.
+    keeps = plan.feedback or not found.layers
+    owned = [*itertools.chain(*owner_shapes(plan).values())] if keeps else []
     kept += sum(4 * math.prod((*found.layers, *shape)) for shape in owned)
     if states and found.state is not None:
       memory = states[found.state].memory
