@@ -53,12 +53,14 @@ def local_params(params: Params, opt_state: Any) -> Params:
     opt_state: the state of the optimizer, inside the map: of one worker.
 
   Raises:
-    ValueError: the state is that of all workers together.
+    ValueError: the state is that of all workers together, or one of
+      ``optax.contrib.schedule_free`` around local steps.
 
   Example:
     >>> local_params(jnp.ones(2), optax.sgd(0.1).init(jnp.ones(2)))
     Array([1., 1.], dtype=float32)
   """
+  _check_not_averaged(opt_state)
   is_hole = lambda x: isinstance(x, optax.MaskedNode)
   add = lambda moved, x: x if is_hole(moved) else rounds.own_params(x, moved)
   arrays, others = split(params)
@@ -273,6 +275,21 @@ def _on_mesh(update: Update, axes: AxisName) -> Update:
     return mapped(updates, state, params, **extra_args)
 
   return on_mesh
+
+
+def _check_not_averaged(opt_state: Any) -> None:
+  """Raises ValueError for schedule_free that averages what moves once in a round."""
+  averages = lambda x: isinstance(x, optax.contrib.ScheduleFreeState)
+  for node in jax.tree.leaves(opt_state, is_leaf=averages):
+    if averages(node) and any(
+      map(is_own_steps, jax.tree.leaves(node, is_leaf=is_own_steps))
+    ):
+      raise ValueError(
+        "`opt_state` must have no optax.contrib.schedule_free around local steps, for "
+        "it averages parameters in each step, which move in the last step of a round "
+        "alone, got a ScheduleFreeState with such steps inside; give schedule_free to "
+        "gradcomp.local.local_steps as `outer`, which runs once a round, or as `inner`."
+      )
 
 
 def _check_given(state: Any, params: Any, fragments: int) -> None:
