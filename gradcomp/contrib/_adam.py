@@ -103,9 +103,17 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   :math:`u_i`: gaps of one step are then as without ``local``. Weights decay where all
   move. Both moments are corrected for their first value of zero, as Adam's are:
   :math:`\hat m` by the number of steps, and :math:`\hat v` by that of its updates, so
-  that the end of the warm-up is no jump. And while :math:`v` of an element is zero, it
-  has had no gradient, and its momentum stays zero: else the noise of codecs without a
-  zero would be divided by :math:`\epsilon`.
+  that the end of the warm-up is no jump.
+
+  While :math:`v` of an element is zero, it has had no gradient. Its first momentum
+  behind the warm-up sets its variance: :math:`\hat v` is the square of the gradient
+  that this momentum implies, :math:`m / (1 - \beta_1^h)` after a gap of h steps. So
+  rows of rare tokens, and layers that wait for others, train from then on. Until then
+  they stay where they are, in local steps, too. A sparse codec sends the sum of many
+  steps at once, which implies too large a gradient, and makes slow steps. A codec
+  without a zero sends noise for elements that share a bucket with others. Without a
+  gradient of their own these move by some rates at most, because error feedback takes
+  the noise back.
 
   A variance far below the noise of the codec makes leaps: elements of a bucket get the
   same noise, and each divides it by a root of its own. So from the first momenta that

@@ -240,7 +240,7 @@ class _Factors(InRounds):
     """Returns a leaf's first right factors, which are random, and no left ones."""
     stack, m, n = self.matrix
     rows = random_rows(key, stack * self.rank, n).reshape(stack, self.rank, n)
-    return Memory(shared=(rows, jnp.zeros((stack, self.rank, m))))
+    return Memory(shared=(rows, jnp.zeros((stack, self.rank, m), jnp.float32)))
 
   def in_rounds(self, leaves: Sequence[Array], memory: Sequence[Any]) -> Talk:
     """Computes the share of the mean that is sent, while others average the factors."""
