@@ -155,7 +155,6 @@ BRIEF = (
   "adam psum",
   "1-bit adam two_shot",
   "lion by votes two_shot",
-  "scape-1% psum",
   "dion-4 psum",
 )
 # The same for many leaves, whose programs take 3 to 30 s to compile on one core each.

@@ -43,9 +43,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     lambda name: contrib.lion(_RATE, axis_name="data", exchange=name, weight_decay=0.0),
     ("two_shot", "all_gather"),
   ),
-  "scape-1%": Optimizer(
-    lambda name: contrib.scape(_RATE, axis_name="data", warmup=1), ("psum",)
-  ),
   "dion-4": Optimizer(
     lambda name: contrib.dion(_RATE, axis_name="data", exchange=name, rank=4), ("psum",)
   ),

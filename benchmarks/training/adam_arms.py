@@ -22,9 +22,6 @@ des-loc         local AdamW: parameters meet in every 4th step, first moments in
                 12th, second ones in every 24th, all in float32
 lion            Lion by a majority vote, at a fifth of the rate and with five times
                 the decay
-scape-1         SCAPE with 1 %, behind a dense start
-scape-1-fast    the same at three times the rate
-scape-1-cold    SCAPE without the start
 muon            Muon of the plain mean, at 2.5 times the rate
 muon-ef21       the same behind an estimate that 1 bit an element corrects
 dion-16         Dion of rank 16 for matrices inside, at five times the rate, and AdamW
@@ -149,17 +146,6 @@ def _lion(rate: Any, first: int, **options: Any) -> optax.GradientTransformation
   )
 
 
-def _scape(
-  rate: Any, first: int, factor: float = 1.0, **options: Any
-) -> optax.GradientTransformation:
-  return contrib.scape(
-    _times(rate, factor),
-    warmup=first,
-    weight_decay=DECAY,
-    axis_name=options["axis_name"],
-  )
-
-
 def _muon(recipe: Callable[..., Any], **own: Any) -> Arm:
   def make(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
     del first
@@ -197,9 +183,6 @@ ARMS: dict[str, Arm] = {
   "lamb-onebit": Arm(_lamb, START),
   "des-loc": Arm(_des_loc),
   "lion": Arm(_lion),
-  "scape-1": Arm(_scape, START),
-  "scape-1-fast": Arm(functools.partial(_scape, factor=3.0), START),
-  "scape-1-cold": Arm(_scape),
   "muon": _muon(gradcomp.dense),
   "muon-ef21": _muon(gradcomp.onebit_sgd, feedback="ef21"),
   "dion-16": Arm(_dion),

@@ -181,6 +181,3 @@ ZHANG_2017 = _entry("""zhang2017zipml 1611.05402
 Zhang, Hantian and Li, Jerry and Kara, Kaan and Alistarh, Dan and Liu, Ji and Zhang, Ce
 ZipML: Training Linear Models with End-to-End Low Precision, and a Little Bit of Deep \
 Learning""")
-ZHENG_2026 = _entry("""zheng2026scape 2607.01678
-Zheng, Mingkai and Chen, Junlin and Xie, Haotian and Zhang, Zhao
-SCAPE: Accurate and Efficient LLM Training with Extreme Sparse Communication""")
