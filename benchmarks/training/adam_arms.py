@@ -6,7 +6,6 @@ qsgd-4, qsgd-2, onebit, terngrad, topk-1
 topk-1-warm     the same behind a dense start
 onebit-ef21     AdamW behind an estimate that 1 bit an element corrects
 acp-4           AdamW behind PowerSGD of rank 4 that sends one factor a step
-shared-topk-1   AdamW behind the 1 % of the rows that workers agree on
 adam-onebit     1-bit Adam: a variance that is frozen after a dense start
 adam-onebit-eps the same with an eps of 1e-5
 adam-doubling   0/1 Adam's variance
@@ -156,7 +155,6 @@ def _muon(recipe: Callable[..., Any], **own: Any) -> Arm:
 
 
 _ACP = gradcomp.codecs.PowerSGD(rank=4, alternate=True)
-_SHARED = contrib.SharedTopK(density=0.01)
 
 ARMS: dict[str, Arm] = {
   BASELINE: _behind(gradcomp.dense),
@@ -168,7 +166,6 @@ ARMS: dict[str, Arm] = {
   "topk-1-warm": Arm(_warm, START),
   "onebit-ef21": _behind(gradcomp.onebit_sgd, feedback="ef21"),
   "acp-4": _behind(gradcomp.compress, _ACP),
-  "shared-topk-1": _behind(gradcomp.compress, _SHARED, exchange="psum"),
   "adam-onebit": Arm(_adam, START),
   "adam-onebit-eps": Arm(functools.partial(_adam, eps=1e-5), START),
   "adam-doubling": Arm(functools.partial(_adam, variance="doubling"), START),

@@ -56,11 +56,6 @@ CHEN_2020 = _entry("""chen2020scalecom 2104.11125
 Chen, Chia-Yu and others
 ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient \
 Distributed Training""")
-CHEN_2025 = _entry("""chen2025arc 2510.26709
-Chen, Chuyan and Ma, Chenyang and Li, Zhangxin and He, Yutong and Dong, Yanjie and \
-Yuan, Kun
-An All-Reduce Compatible Top-K Compressor for Communication-Efficient Distributed \
-Learning""")
 DETTMERS_2016 = _entry("""dettmers2016approximations 1511.04561
 Dettmers, Tim
 8-Bit Approximations for Parallelism in Deep Learning""")

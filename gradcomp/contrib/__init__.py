@@ -14,10 +14,9 @@ from gradcomp.contrib._eden import Eden
 from gradcomp.contrib._lamb import LambState, lamb
 from gradcomp.contrib._lion import lion, scale_by_lion
 from gradcomp.contrib._local_adam import DoublingGaps, LocalMomentsState
-from gradcomp.contrib._shared_top_k import SharedTopK
 
 __all__ = ["EF21", "AdaptiveState", "DoublingGaps", "Eden", "LambState"]
-__all__ += ["LocalMomentsState", "MomentsState", "SharedTopK", "Stable"]
+__all__ += ["LocalMomentsState", "MomentsState", "Stable"]
 __all__ += ["adam", "adaptive", "dion", "lamb", "lion", "scale_by_lion"]
 
 _public.publish(vars())
