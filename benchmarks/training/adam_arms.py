@@ -17,8 +17,6 @@ adam-onebit-late
                 1-bit Adam with the floor behind a dense start of 30 %
 lamb, lamb-onebit
                 LAMB of the plain mean, at five times the rate, and 1-bit LAMB
-des-loc         local AdamW: parameters meet in every 4th step, first moments in every
-                12th, second ones in every 24th, all in float32
 lion            Lion by a majority vote, at a fifth of the rate and with five times
                 the decay
 muon            Muon of the plain mean, at 2.5 times the rate
@@ -107,18 +105,6 @@ def _lamb(rate: Any, first: int, **options: Any) -> optax.GradientTransformation
   return contrib.lamb(_times(rate, 5), **own, **options)
 
 
-def _des_loc(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
-  del first
-  return gradcomp.local.local_steps(
-    optax.adamw(rate, weight_decay=DECAY),
-    optax.sgd(1.0),
-    axis_name=options["axis_name"],
-    every=4,
-    codec=gradcomp.codecs.Dense(),
-    options=gradcomp.local.LocalOptions(sync_state={"mu": 3, "nu": 6}),
-  )
-
-
 def _dion(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
   del first
   inside = contrib.dion(_times(rate, 5), rank=16, weight_decay=DECAY / 5, **options)
@@ -178,7 +164,6 @@ ARMS: dict[str, Arm] = {
   "adam-local-floor": Arm(functools.partial(_local, floor=FLOOR), START),
   "lamb": Arm(_plain_lamb),
   "lamb-onebit": Arm(_lamb, START),
-  "des-loc": Arm(_des_loc),
   "lion": Arm(_lion),
   "muon": _muon(gradcomp.dense),
   "muon-ef21": _muon(gradcomp.onebit_sgd, feedback="ef21"),

@@ -83,10 +83,6 @@ Auto-Precision Scaling for Distributed Deep Learning""")
 HORVATH_2019 = _entry("""horvath2019natural 1905.10988
 Horv{\\'a}th, Samuel and others
 Natural Compression for Distributed Deep Learning""")
-IACOB_2025 = _entry("""iacob2025desloc 2505.22549
-Iacob, Alex and others
-DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation \
-Models""")
 JIA_2024 = _entry("""jia2024sdp4bit 2410.15526
 Jia, Jinda and Xie, Cong and Lu, Hanlin and Wang, Daoce and Feng, Hao and Zhang, \
 Chengming and Sun, Baixi and Lin, Haibin and Zhang, Zhi and Liu, Xin and Tao, Dingwen
