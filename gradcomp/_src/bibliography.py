@@ -37,11 +37,6 @@ def _entry(text: str) -> str:
   return f"@misc{{{key},\n" + ",\n".join(lines) + "\n}"
 
 
-AGARWAL_2021 = _entry("""agarwal2021accordion 2010.16248
-Agarwal, Saurabh and Wang, Hongyi and Lee, Kangwook and Venkataraman, Shivaram and \
-Papailiopoulos, Dimitris
-Accordion: Adaptive Gradient Communication via Critical Learning Regime \
-Identification""")
 AHN_2025 = _entry("""ahn2025dion 2504.05295
 Ahn, Kwangjun and Xu, Byron and Abreu, Natalie and Fan, Ying and Magakyan, Gagik and \
 Sharma, Pratyusha and Zhan, Zheng and Langford, John
@@ -106,10 +101,6 @@ Don't Use Large Mini-Batches, Use Local SGD""")
 LU_2022 = _entry("""lu2022zeroone 2202.06009
 Lu, Yucheng and Li, Conglong and Zhang, Minjia and De Sa, Christopher and He, Yuxiong
 Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam""")
-MARKOV_2024 = _entry("""markov2024lgreco 2210.17357
-Markov, Ilia and Alim, Kaveh and Frantar, Elias and Alistarh, Dan
-L-GreCo: Layerwise-Adaptive Gradient Compression for Efficient and Accurate Deep \
-Learning""")
 MICIKEVICIUS_2017 = _entry("""micikevicius2017mixed 1710.03740
 Micikevicius, Paulius and others
 Mixed Precision Training""")
