@@ -1,7 +1,7 @@
 """Names the optimizers that are timed on links: they exchange in place of gradients.
 
 A time covers the way from the gradient to the update. Each makes its first step, which
-is not timed, in float32 where it has a warm-up. LAMB exchanges as Adam does.
+is not timed, in float32 where it has a warm-up.
 """
 
 from collections.abc import Callable

@@ -15,8 +15,6 @@ adam-onebit-floor, adam-doubling-floor, adam-local-floor
                 so all of the others have not
 adam-onebit-late
                 1-bit Adam with the floor behind a dense start of 30 %
-lamb, lamb-onebit
-                LAMB of the plain mean, at five times the rate, and 1-bit LAMB
 lion            Lion by a majority vote, at a fifth of the rate and with five times
                 the decay
 muon            Muon of the plain mean, at 2.5 times the rate
@@ -94,17 +92,6 @@ def _local(rate: Any, first: int, **options: Any) -> optax.GradientTransformatio
   return _adam(rate, first, variance="doubling", local=gaps, **options)
 
 
-def _plain_lamb(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
-  del first
-  lamb = optax.lamb(_times(rate, 5), weight_decay=DECAY)
-  return optax.chain(gradcomp.dense(**options), lamb)
-
-
-def _lamb(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
-  own = {"warmup": max(1, first), "weight_decay": DECAY}
-  return contrib.lamb(_times(rate, 5), **own, **options)
-
-
 def _dion(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
   del first
   inside = contrib.dion(_times(rate, 5), rank=16, weight_decay=DECAY / 5, **options)
@@ -162,8 +149,6 @@ ARMS: dict[str, Arm] = {
     functools.partial(_adam, variance="doubling", floor=FLOOR), START
   ),
   "adam-local-floor": Arm(functools.partial(_local, floor=FLOOR), START),
-  "lamb": Arm(_plain_lamb),
-  "lamb-onebit": Arm(_lamb, START),
   "lion": Arm(_lion),
   "muon": _muon(gradcomp.dense),
   "muon-ef21": _muon(gradcomp.onebit_sgd, feedback="ef21"),

@@ -86,11 +86,6 @@ Training""")
 KARIMIREDDY_2019 = _entry("""karimireddy2019error 1901.09847
 Karimireddy, Sai Praneeth and Rebjock, Quentin and Stich, Sebastian U. and Jaggi, Martin
 Error Feedback Fixes SignSGD and other Gradient Compression Schemes""")
-LI_2021 = _entry("""li2021onebitlamb 2104.06069
-Li, Conglong and Awan, Ammar Ahmad and Tang, Hanlin and Rajbhandari, Samyam and He, \
-Yuxiong
-1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's \
-Convergence Speed""")
 LIN_2018 = _entry("""lin2018dgc 1712.01887
 Lin, Yujun and Han, Song and Mao, Huizi and Wang, Yu and Dally, William J.
 Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed \

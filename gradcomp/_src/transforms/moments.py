@@ -296,7 +296,7 @@ def of_leaf(
 ) -> jax.Array:
   """Returns the sum of a leaf in float32, also over the axes that its type is cut by.
 
-  ``reduce`` and ``between``, in and between devices, may be maxima or means instead.
+  ``reduce`` and ``between``, in and between devices, may be means instead.
   """
   part, axes = reduce(x.astype(jnp.float32)), varying_axes(x)
   return between(part, tuple(sorted(axes))) if axes else part
