@@ -151,7 +151,6 @@ BRIEF = (
   "powersgd-4 psum",
   "adam psum",
   "1-bit adam two_shot",
-  "lion by votes two_shot",
   "dion-4 psum",
 )
 # The same for many leaves, whose programs take 3 to 30 s to compile on one core each.

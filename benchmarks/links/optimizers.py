@@ -39,10 +39,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     lambda name: contrib.adam(_RATE, axis_name="data", exchange=name, warmup=1),
     ("two_shot", "all_gather"),
   ),
-  "lion by votes": Optimizer(
-    lambda name: contrib.lion(_RATE, axis_name="data", exchange=name, weight_decay=0.0),
-    ("two_shot", "all_gather"),
-  ),
   "dion-4": Optimizer(
     lambda name: contrib.dion(_RATE, axis_name="data", exchange=name, rank=4), ("psum",)
   ),

@@ -15,8 +15,6 @@ adam-onebit-floor, adam-doubling-floor, adam-local-floor
                 so all of the others have not
 adam-onebit-late
                 1-bit Adam with the floor behind a dense start of 30 %
-lion            Lion by a majority vote, at a fifth of the rate and with five times
-                the decay
 muon            Muon of the plain mean, at 2.5 times the rate
 muon-ef21       the same behind an estimate that 1 bit an element corrects
 dion-16         Dion of rank 16 for matrices inside, at five times the rate, and AdamW
@@ -111,13 +109,6 @@ def _places(params: Any) -> Any:
   return jax.tree.map_with_path(place, params)
 
 
-def _lion(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
-  del first
-  return contrib.lion(
-    _times(rate, 1 / 5), weight_decay=5 * DECAY, axis_name=options["axis_name"]
-  )
-
-
 def _muon(recipe: Callable[..., Any], **own: Any) -> Arm:
   def make(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
     del first
@@ -149,7 +140,6 @@ ARMS: dict[str, Arm] = {
     functools.partial(_adam, variance="doubling", floor=FLOOR), START
   ),
   "adam-local-floor": Arm(functools.partial(_local, floor=FLOOR), START),
-  "lion": Arm(_lion),
   "muon": _muon(gradcomp.dense),
   "muon-ef21": _muon(gradcomp.onebit_sgd, feedback="ef21"),
   "dion-16": Arm(_dion),

@@ -10,11 +10,10 @@ from gradcomp._src.core.feedback import EF21
 from gradcomp.contrib._adam import MomentsState, Stable, adam
 from gradcomp.contrib._dion import dion
 from gradcomp.contrib._eden import Eden
-from gradcomp.contrib._lion import lion, scale_by_lion
 from gradcomp.contrib._local_adam import DoublingGaps, LocalMomentsState
 
 __all__ = ["EF21", "DoublingGaps", "Eden"]
 __all__ += ["LocalMomentsState", "MomentsState", "Stable"]
-__all__ += ["adam", "dion", "lion", "scale_by_lion"]
+__all__ += ["adam", "dion"]
 
 _public.publish(vars())
