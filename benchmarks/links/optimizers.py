@@ -10,7 +10,7 @@ from typing import NamedTuple
 import optax
 
 import gradcomp
-from gradcomp import contrib
+from gradcomp import contrib, optimizers
 
 _RATE = 1e-3
 
@@ -36,7 +36,7 @@ def _adam(exchange: str) -> optax.GradientTransformation:
 OPTIMIZERS: dict[str, Optimizer] = {
   "adam": Optimizer(_adam, ("psum",)),
   "1-bit adam": Optimizer(
-    lambda name: contrib.adam(_RATE, axis_name="data", exchange=name, warmup=1),
+    lambda name: optimizers.adam(_RATE, axis_name="data", exchange=name, warmup=1),
     ("two_shot", "all_gather"),
   ),
   "dion-4": Optimizer(

@@ -29,7 +29,7 @@ import jax
 import optax
 
 import gradcomp
-from gradcomp import contrib
+from gradcomp import contrib, optimizers
 
 AXIS = "data"
 BASELINE = "adamw"
@@ -82,11 +82,11 @@ def _adam(
   rate: Any, first: int, floor: float = 0.0, **options: Any
 ) -> optax.GradientTransformation:
   own = {"warmup": max(1, first), "floor": floor, "weight_decay": DECAY}
-  return contrib.adam(rate, **own, **options)
+  return optimizers.adam(rate, **own, **options)
 
 
 def _local(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
-  gaps = contrib.DoublingGaps(every=3 * max(1, first), most=4)
+  gaps = optimizers.DoublingGaps(every=3 * max(1, first), most=4)
   return _adam(rate, first, variance="doubling", local=gaps, **options)
 
 

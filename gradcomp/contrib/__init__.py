@@ -7,13 +7,9 @@ its paper.
 
 from gradcomp._src import public as _public
 from gradcomp._src.core.feedback import EF21
-from gradcomp.contrib._adam import MomentsState, Stable, adam
 from gradcomp.contrib._dion import dion
 from gradcomp.contrib._eden import Eden
-from gradcomp.contrib._local_adam import DoublingGaps, LocalMomentsState
 
-__all__ = ["EF21", "DoublingGaps", "Eden"]
-__all__ += ["LocalMomentsState", "MomentsState", "Stable"]
-__all__ += ["adam", "dion"]
+__all__ = ["EF21", "Eden", "dion"]
 
 _public.publish(vars())

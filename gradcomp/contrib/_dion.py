@@ -35,7 +35,7 @@ from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.shard_maps import map_addends
-from gradcomp._src.transforms.moments import with_decay
+from gradcomp._src.optimizers.moments import with_decay
 
 __all__ = ["dion"]
 

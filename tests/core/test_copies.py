@@ -173,7 +173,7 @@ def test_what_zero_refuses_inside_of_itself(name):
 
 STEPS_ALONE = {
   "local steps": gradcomp.local.local_steps(SGD, optax.sgd(1.0), **ROUNDS),
-  "adam": gradcomp.contrib.adam(0.1, axis_name="data", local=2, warmup=1),
+  "adam": gradcomp.optimizers.adam(0.1, axis_name="data", local=2, warmup=1),
 }
 
 

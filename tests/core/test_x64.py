@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import gradcomp
-from gradcomp import contrib, local, parallel, wrappers
+from gradcomp import contrib, local, optimizers, parallel, wrappers
 from gradcomp.codecs import QSGD, Dense
 from tests.support.cases import recipe
 
@@ -25,7 +25,7 @@ LEAVES = {"w": ((8, 64), "float32"), "h": ((4, 64), "bfloat16"), "one": ((), "fl
 
 _scan = functools.partial(parallel.compress_in_scan, **DATA)
 _rounds = functools.partial(local.local_steps, SGD, optax.adam(0.1), **DATA)
-_adam = functools.partial(contrib.adam, RATE, warmup=2, weight_decay=0.1, **DATA)
+_adam = functools.partial(optimizers.adam, RATE, warmup=2, weight_decay=0.1, **DATA)
 
 # By the name of the public function, and what makes other programs of it.
 TRANSFORMATIONS = {
@@ -39,8 +39,8 @@ TRANSFORMATIONS = {
     [1], [gradcomp.dense(**DATA), gradcomp.qsgd(**DATA)]
   ),
   "adam": _adam,
-  "adam, doubling": lambda: _adam(variance="doubling", warmup=contrib.Stable()),
-  "adam, local": lambda: _adam(local=contrib.DoublingGaps(), floor=0.0),
+  "adam, doubling": lambda: _adam(variance="doubling", warmup=optimizers.Stable()),
+  "adam, local": lambda: _adam(local=optimizers.DoublingGaps(), floor=0.0),
   "dion": lambda: optax.masked(
     contrib.dion(RATE, rank=2, **DATA), {"w": True, "h": True, "one": False}
   ),
@@ -82,7 +82,7 @@ def test_a_transformation_keeps_its_dtypes(name):
 
 
 def test_each_public_transformation_is_here():
-  spaces = gradcomp, wrappers, contrib, parallel, local
+  spaces = gradcomp, wrappers, optimizers, contrib, parallel, local
   returns = lambda x: getattr(x, "__annotations__", {}).get("return")
   kinds = optax.GradientTransformation, optax.GradientTransformationExtraArgs
   names = {n for space in spaces for n, x in vars(space).items() if returns(x) in kinds}

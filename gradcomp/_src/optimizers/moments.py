@@ -39,7 +39,7 @@ class MomentsState(NamedTuple):
     exchange: the residuals of the momenta, and their key.
 
   Example:
-    >>> state = gradcomp.contrib.adam(0.1).init({"w": jnp.ones(300)})
+    >>> state = gradcomp.optimizers.adam(0.1).init({"w": jnp.ones(300)})
     >>> state[0].mu["w"].shape, int(state[0].dense)
     ((300,), 0)
   """

@@ -20,7 +20,7 @@ from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.study import Options, note
 from gradcomp._src.mesh.types import mark_varying, other_axes
 from gradcomp._src.mesh.unsharded_params import check_whole_params
-from gradcomp._src.transforms.moments import Moments, MomentsState, begun
+from gradcomp._src.optimizers.moments import Moments, MomentsState, begun
 
 
 class LocalMomentsState(NamedTuple):
@@ -34,7 +34,7 @@ class LocalMomentsState(NamedTuple):
     decay: the state of the weight decay.
 
   Example:
-    >>> tx = gradcomp.contrib.adam(0.1, axis_name="data", local=4)
+    >>> tx = gradcomp.optimizers.adam(0.1, axis_name="data", local=4)
     >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
     ...   state = tx.init({"w": jnp.ones(300)})
     >>> state.own.moved["w"].shape, int(state.synced)
@@ -165,7 +165,7 @@ class LocalAdam:
     check_whole_params(params, self._axes)
     grads = not_differentiated(updates)
     told = self.moments.told | {"local": self.gaps}
-    agreement.require_agreement("gradcomp.contrib.adam", told, grads, self._axes)
+    agreement.require_agreement("gradcomp.optimizers.adam", told, grads, self._axes)
     is_sum = reduction(grads, self._axes, local=False).is_sum
     like = grads if params is None else params
     schedule: Any = self.learning_rate

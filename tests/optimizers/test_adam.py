@@ -1,4 +1,4 @@
-"""contrib.adam: AdamW in the warm-up, and then the mean of compressed momenta."""
+"""optimizers.adam: AdamW in the warm-up, and then the mean of compressed momenta."""
 
 import chex
 import jax
@@ -8,10 +8,10 @@ import optax
 import pytest
 
 import gradcomp
+from gradcomp._src.optimizers.moments import Moments
 from gradcomp._src.testing.modes import lowered
-from gradcomp._src.transforms.moments import Moments
 from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Policy, TopK
-from gradcomp.contrib import DoublingGaps, MomentsState, Stable, adam
+from gradcomp.optimizers import DoublingGaps, MomentsState, Stable, adam
 from gradcomp.testing import check_transformation
 from tests.oracles import adam as oracle
 from tests.plugins.slow_cases import slow

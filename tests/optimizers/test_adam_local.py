@@ -1,4 +1,4 @@
-"""contrib.adam with local steps: workers move alone between two exchanges."""
+"""optimizers.adam with local steps: workers move alone between two exchanges."""
 
 import chex
 import jax
@@ -9,8 +9,8 @@ import pytest
 
 import gradcomp
 from gradcomp.codecs import Dense, OneBit, TopK
-from gradcomp.contrib import DoublingGaps, adam
 from gradcomp.local import local_params
+from gradcomp.optimizers import DoublingGaps, adam
 from gradcomp.testing import check_transformation
 from tests.oracles import adam as oracle
 from tests.plugins.slow_cases import slow

@@ -20,7 +20,8 @@ from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.unsharded_params import check_whole_params
-from gradcomp._src.transforms.moments import (
+from gradcomp._src.optimizers.local_adam import Gaps, LocalAdam, as_gaps
+from gradcomp._src.optimizers.moments import (
   Moments,
   MomentsState,
   Stable,
@@ -30,9 +31,6 @@ from gradcomp._src.transforms.moments import (
   decoupled,
   with_decay,
 )
-from gradcomp.contrib._local_adam import Gaps, LocalAdam, as_gaps
-
-__all__ = ["MomentsState", "Stable", "adam"]
 
 _ONE_BIT, _STABLE = OneBit(), Stable()
 
@@ -125,7 +123,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   ``floor=0``: with that LeNet on images was NaN some steps behind the warm-up. It does
   not help where gradients grow behind the warm-up: let that last for longer, or take
   ``"doubling"``. If a map makes further mesh axes manual that shard parameters, it must
-  check types, as for :class:`gradcomp.contrib.Stable`.
+  check types, as for :class:`gradcomp.optimizers.Stable`.
 
   In the warm-up 32 bits an element travel, and then those of the codec. All is one
   program, which compiles once. Small leaves travel in float32, see ``min_leaf_size``.
@@ -141,11 +139,11 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     learning_rate: :math:`\gamma`, a number or a schedule of optax.
     axis_name: as of :func:`gradcomp.compress`.
     codec: of the momenta.
-    warmup: a number of steps, 1 or more, or :class:`gradcomp.contrib.Stable`. It
+    warmup: a number of steps, 1 or more, or :class:`gradcomp.optimizers.Stable`. It
       should last for as long as the rate rises.
     variance: ``"frozen"`` or ``"doubling"``, after the warm-up.
     local: the steps from one exchange to the next, after the warm-up: a number, or
-      :class:`gradcomp.contrib.DoublingGaps`. None exchanges in every step. It needs
+      :class:`gradcomp.optimizers.DoublingGaps`. None exchanges in every step. It needs
       ``axis_name``.
     floor: :math:`f`, at least 0 and below 1. Default: 0.1.
     b1, b2: :math:`\beta_1` and :math:`\beta_2`, at least 0 and below 1.
@@ -157,16 +155,16 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
 
   Returns:
     A gradient transformation, an ``optax.chain`` that begins with a
-    :class:`gradcomp.contrib.MomentsState`. With ``local`` its state is a
-    :class:`gradcomp.contrib.LocalMomentsState`; call ``init`` inside the map then, or
-    under ``jax.set_mesh(mesh)``.
+    :class:`gradcomp.optimizers.MomentsState`. With ``local`` its state is a
+    :class:`gradcomp.optimizers.LocalMomentsState`; call ``init`` inside the map then,
+    or under ``jax.set_mesh(mesh)``.
 
   Raises:
     ValueError: an option is bad, or as of :func:`gradcomp.compress`.
     TypeError: ``codec`` is not one.
 
   Example:
-    >>> tx = gradcomp.contrib.adam(0.1, axis_name="data", warmup=2)
+    >>> tx = gradcomp.optimizers.adam(0.1, axis_name="data", warmup=2)
     >>> def worker(target):
     ...   params = jnp.float32(0.0)
     ...   state = tx.init(params)
