@@ -198,7 +198,7 @@ class Moments:
     mu, exchange = self.compressed.update(own, state.exchange)
 
     def first(m: jax.Array, v: jax.Array) -> jax.Array:
-      # A variance of zero would stay so: the first momentum tells of its gradient.
+      # A variance of zero would stay so: the first momentum shows its gradient.
       gradient = jnp.abs(m) / begun(self.b1, gap, v.dtype)
       square = begun(self.b2, state.updates, v.dtype) * jnp.square(gradient)
       return jnp.where(v == 0, square, v)
