@@ -12,6 +12,7 @@ from gradcomp import (
   floats,
   kernels,
   local,
+  optimizers,
   parallel,
   state,
   telemetry,
@@ -56,7 +57,15 @@ __all__ += ["TrainOptions", "TrainStep", "__version__", "aps", "blocktop", "chec
 __all__ += ["citation", "codecs", "compress", "contrib", "cost", "defer_reduction"]
 __all__ += ["dense", "eight_bit", "exchange", "explain", "floats", "init_state"]
 __all__ += ["kernels", "local", "loss_scaling_cast", "make_train_step", "mean_over"]
-__all__ += ["natural", "onebit_sgd", "overlap_report", "parallel", "policy", "powersgd"]
+__all__ += [
+  "natural",
+  "onebit_sgd",
+  "optimizers",
+  "overlap_report",
+  "parallel",
+  "policy",
+  "powersgd",
+]
 __all__ += ["qsgd", "randomk", "redsync", "reshard_state", "skip_nonfinite", "state"]
 __all__ += ["state_specs", "telemetry", "terngrad", "testing", "topk", "value_and_grad"]
 __all__ += ["wire", "wire_report", "wrappers"]
@@ -74,8 +83,8 @@ def __dir__() -> list[str]:
   return sorted(__all__)
 
 
-for _space in (checkpoint, codecs, cost, exchange, floats, kernels, local, parallel):
+for _space in (checkpoint, codecs, cost, exchange, floats, kernels, local, optimizers):
   _public.publish(vars(_space))
-for _space in (state, telemetry, wire, wrappers):
+for _space in (parallel, state, telemetry, wire, wrappers):
   _public.publish(vars(_space))
 _public.publish(globals())

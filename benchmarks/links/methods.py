@@ -16,7 +16,6 @@ import optax
 
 import gradcomp
 from benchmarks.links.optimizers import OPTIMIZERS, Optimizer
-from gradcomp import contrib
 from gradcomp._src.core.feedback import FeedbackName
 from gradcomp._src.exchange.auto import ExchangeName
 from gradcomp.codecs import (
@@ -117,7 +116,6 @@ CASES: dict[str, Case] = {
   "powersgd-4 alternate": Case(PowerSGD(rank=4, alternate=True), ("psum",), "error"),
   "sign by votes": Case(Sign(), _SUMS),
   "onebit-512 ef21": Case(OneBit(bucket_size=512), _SUMS[:1], "ef21"),
-  "shared top-1%": Case(contrib.SharedTopK(density=0.01), ("psum",), "error"),
   # One message in parts; with one leaf these are one message, too, and left out.
   "f16 in leaves": Case(Dense(dtype=jnp.float16), _CHAINS, message_bytes=1),
   "bf16 in leaves": Case(Dense(dtype=jnp.bfloat16), ("two_shot",), message_bytes=1),
@@ -151,11 +149,8 @@ BRIEF = (
   "powersgd-1 psum",
   "powersgd-2 psum",
   "powersgd-4 psum",
-  "shared top-1% psum",
   "adam psum",
   "1-bit adam two_shot",
-  "lion by votes two_shot",
-  "scape-1% psum",
   "dion-4 psum",
 )
 # The same for many leaves, whose programs take 3 to 30 s to compile on one core each.

@@ -1,7 +1,7 @@
 """Names the optimizers that are timed on links: they exchange in place of gradients.
 
 A time covers the way from the gradient to the update. Each makes its first step, which
-is not timed, in float32 where it has a warm-up. LAMB exchanges as Adam does.
+is not timed, in float32 where it has a warm-up.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import optax
 
 import gradcomp
-from gradcomp import contrib
+from gradcomp import contrib, optimizers
 
 _RATE = 1e-3
 
@@ -36,15 +36,8 @@ def _adam(exchange: str) -> optax.GradientTransformation:
 OPTIMIZERS: dict[str, Optimizer] = {
   "adam": Optimizer(_adam, ("psum",)),
   "1-bit adam": Optimizer(
-    lambda name: contrib.adam(_RATE, axis_name="data", exchange=name, warmup=1),
+    lambda name: optimizers.adam(_RATE, axis_name="data", exchange=name, warmup=1),
     ("two_shot", "all_gather"),
-  ),
-  "lion by votes": Optimizer(
-    lambda name: contrib.lion(_RATE, axis_name="data", exchange=name, weight_decay=0.0),
-    ("two_shot", "all_gather"),
-  ),
-  "scape-1%": Optimizer(
-    lambda name: contrib.scape(_RATE, axis_name="data", warmup=1), ("psum",)
   ),
   "dion-4": Optimizer(
     lambda name: contrib.dion(_RATE, axis_name="data", exchange=name, rank=4), ("psum",)

@@ -6,7 +6,6 @@ qsgd-4, qsgd-2, onebit, terngrad, topk-1
 topk-1-warm     the same behind a dense start
 onebit-ef21     AdamW behind an estimate that 1 bit an element corrects
 acp-4           AdamW behind PowerSGD of rank 4 that sends one factor a step
-shared-topk-1   AdamW behind the 1 % of the rows that workers agree on
 adam-onebit     1-bit Adam: a variance that is frozen after a dense start
 adam-onebit-eps the same with an eps of 1e-5
 adam-doubling   0/1 Adam's variance
@@ -16,15 +15,6 @@ adam-onebit-floor, adam-doubling-floor, adam-local-floor
                 so all of the others have not
 adam-onebit-late
                 1-bit Adam with the floor behind a dense start of 30 %
-lamb, lamb-onebit
-                LAMB of the plain mean, at five times the rate, and 1-bit LAMB
-des-loc         local AdamW: parameters meet in every 4th step, first moments in every
-                12th, second ones in every 24th, all in float32
-lion            Lion by a majority vote, at a fifth of the rate and with five times
-                the decay
-scape-1         SCAPE with 1 %, behind a dense start
-scape-1-fast    the same at three times the rate
-scape-1-cold    SCAPE without the start
 muon            Muon of the plain mean, at 2.5 times the rate
 muon-ef21       the same behind an estimate that 1 bit an element corrects
 dion-16         Dion of rank 16 for matrices inside, at five times the rate, and AdamW
@@ -39,7 +29,7 @@ import jax
 import optax
 
 import gradcomp
-from gradcomp import contrib
+from gradcomp import contrib, optimizers
 
 AXIS = "data"
 BASELINE = "adamw"
@@ -92,35 +82,12 @@ def _adam(
   rate: Any, first: int, floor: float = 0.0, **options: Any
 ) -> optax.GradientTransformation:
   own = {"warmup": max(1, first), "floor": floor, "weight_decay": DECAY}
-  return contrib.adam(rate, **own, **options)
+  return optimizers.adam(rate, **own, **options)
 
 
 def _local(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
-  gaps = contrib.DoublingGaps(every=3 * max(1, first), most=4)
+  gaps = optimizers.DoublingGaps(every=3 * max(1, first), most=4)
   return _adam(rate, first, variance="doubling", local=gaps, **options)
-
-
-def _plain_lamb(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
-  del first
-  lamb = optax.lamb(_times(rate, 5), weight_decay=DECAY)
-  return optax.chain(gradcomp.dense(**options), lamb)
-
-
-def _lamb(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
-  own = {"warmup": max(1, first), "weight_decay": DECAY}
-  return contrib.lamb(_times(rate, 5), **own, **options)
-
-
-def _des_loc(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
-  del first
-  return gradcomp.local.local_steps(
-    optax.adamw(rate, weight_decay=DECAY),
-    optax.sgd(1.0),
-    axis_name=options["axis_name"],
-    every=4,
-    codec=gradcomp.codecs.Dense(),
-    options=gradcomp.local.LocalOptions(sync_state={"mu": 3, "nu": 6}),
-  )
 
 
 def _dion(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
@@ -142,24 +109,6 @@ def _places(params: Any) -> Any:
   return jax.tree.map_with_path(place, params)
 
 
-def _lion(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
-  del first
-  return contrib.lion(
-    _times(rate, 1 / 5), weight_decay=5 * DECAY, axis_name=options["axis_name"]
-  )
-
-
-def _scape(
-  rate: Any, first: int, factor: float = 1.0, **options: Any
-) -> optax.GradientTransformation:
-  return contrib.scape(
-    _times(rate, factor),
-    warmup=first,
-    weight_decay=DECAY,
-    axis_name=options["axis_name"],
-  )
-
-
 def _muon(recipe: Callable[..., Any], **own: Any) -> Arm:
   def make(rate: Any, first: int, **options: Any) -> optax.GradientTransformation:
     del first
@@ -170,7 +119,6 @@ def _muon(recipe: Callable[..., Any], **own: Any) -> Arm:
 
 
 _ACP = gradcomp.codecs.PowerSGD(rank=4, alternate=True)
-_SHARED = contrib.SharedTopK(density=0.01)
 
 ARMS: dict[str, Arm] = {
   BASELINE: _behind(gradcomp.dense),
@@ -182,7 +130,6 @@ ARMS: dict[str, Arm] = {
   "topk-1-warm": Arm(_warm, START),
   "onebit-ef21": _behind(gradcomp.onebit_sgd, feedback="ef21"),
   "acp-4": _behind(gradcomp.compress, _ACP),
-  "shared-topk-1": _behind(gradcomp.compress, _SHARED, exchange="psum"),
   "adam-onebit": Arm(_adam, START),
   "adam-onebit-eps": Arm(functools.partial(_adam, eps=1e-5), START),
   "adam-doubling": Arm(functools.partial(_adam, variance="doubling"), START),
@@ -193,13 +140,6 @@ ARMS: dict[str, Arm] = {
     functools.partial(_adam, variance="doubling", floor=FLOOR), START
   ),
   "adam-local-floor": Arm(functools.partial(_local, floor=FLOOR), START),
-  "lamb": Arm(_plain_lamb),
-  "lamb-onebit": Arm(_lamb, START),
-  "des-loc": Arm(_des_loc),
-  "lion": Arm(_lion),
-  "scape-1": Arm(_scape, START),
-  "scape-1-fast": Arm(functools.partial(_scape, factor=3.0), START),
-  "scape-1-cold": Arm(_scape),
   "muon": _muon(gradcomp.dense),
   "muon-ef21": _muon(gradcomp.onebit_sgd, feedback="ef21"),
   "dion-16": Arm(_dion),

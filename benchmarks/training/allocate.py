@@ -13,8 +13,6 @@ pilot      the allocation alone
 float32    the plain mean
 uniform    QSGD of 4 bits for each leaf
 allocated  the same squared error of these gradients, at fewer bytes
-adaptive   QSGD of 2, 3, 4 or 8 bits, measured every 20 steps: the fewest with at most
-           the relative error that 4 bits have in the gradients of the pilot
 
 A net, an arm and a seed are a line of allocate_study.jsonl in --output; lines that are
 there already are not run again. The page allocate_study.md compares ends seed by seed.
@@ -24,7 +22,7 @@ import argparse
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +36,6 @@ from benchmarks.training import adam, allocate_page
 from benchmarks.training.adam_arms import AXIS, DECAY
 from benchmarks.training.adam_page import Line, append, read
 from benchmarks.training.plain_steps import plain_steps
-from gradcomp import contrib
 from gradcomp._src.cost.allocate import loss
 from gradcomp._src.cost.planner.candidates import name_of
 from gradcomp._src.mesh.trees import unboxed
@@ -46,12 +43,10 @@ from gradcomp.codecs import QSGD, Dense
 from gradcomp.cost import Allocation, allocate
 
 NETS = ("transformer", "lenet", "resnet")
-ARMS = ("pilot", "float32", "uniform", "allocated", "adaptive")
-Trained = Callable[[int], tuple[float, float, list[int]]]
+ARMS = ("pilot", "float32", "uniform", "allocated")
+Trained = Callable[[int], tuple[float, float]]
 Exchange = Callable[..., optax.GradientTransformation]
 UNIFORM = QSGD(bits=4)
-WIDTHS = [QSGD(bits=bits) for bits in (2, 3, 4, 8)]
-EVERY = 20  # steps from one measurement of errors to the next
 TESTED = 6500  # images, or characters, to test on
 PILOT = 1000  # the seed of the gradients that bits are allocated from
 
@@ -63,20 +58,17 @@ class Pilot(NamedTuple):
     found: the allocation.
     late_error: squared errors of the gradients at the end of the pilot, those of the
       allocated bits over those of the uniform ones.
-    tolerance: the squared error of the uniform bits over the square of the gradients
-      that bits are allocated from.
   """
 
   found: Allocation
   late_error: float
-  tolerance: float
 
 
-def exchange_by(make: Callable[..., Any], codec: Any, **own: Any) -> Exchange:
-  """Returns a function from a key to the exchange by a codec, or by several."""
+def exchange_by(codec: Any) -> Exchange:
+  """Returns a function from a key to the exchange by a codec."""
   # Owners that kept residuals would have states of their own.
   two_shot = gradcomp.exchange.TwoShot(feedback=False)
-  return functools.partial(make, codec, axis_name=AXIS, exchange=two_shot, **own)
+  return functools.partial(gradcomp.compress, codec, axis_name=AXIS, exchange=two_shot)
 
 
 def optimizer(exchange: Exchange, rate: Any, key: Any) -> optax.GradientTransformation:
@@ -93,10 +85,9 @@ def pilot(problem: adam.Problem, rate: Any, steps: int) -> Pilot:
   *early, late = map(_each, kept)
   trees = [tree for trees in early for tree in trees]
   found = allocate(trees, uniform=UNIFORM)
-  square = sum(float(optax.tree.norm(tree, squared=True)) for tree in trees)
   late_error = _lost(found, late, allocated=True) / _lost(found, late)
   print(f"late error {late_error:.3g} of the uniform one\n{found}")
-  return Pilot(found, late_error, _lost(found, trees) / square)
+  return Pilot(found, late_error)
 
 
 def _lost(found: Allocation, trees: Any, *, allocated: bool = False) -> float:
@@ -119,7 +110,7 @@ def _each(grads: Any) -> list[Any]:
 def train(problem: adam.Problem, exchange: Exchange, rate: Any, args: Any) -> Trained:
   """Returns a function that trains from a seed.
 
-  It returns the test's loss and accuracy, and the codec of each step, if they change.
+  It returns the test's loss and accuracy.
   """
   workers = jnp.arange(adam.WORKERS)
   over = functools.partial(jax.vmap, axis_name=AXIS, axis_size=adam.WORKERS)
@@ -146,63 +137,46 @@ def train(problem: adam.Problem, exchange: Exchange, rate: Any, args: Any) -> Tr
 
   score = jax.jit(problem.score)
 
-  def trained(seed: int) -> tuple[float, float, list[int]]:
+  def trained(seed: int) -> tuple[float, float]:
     key, params, state = first(seed)
-    taken = []
     for number in range(args.steps):
       params, state = step(key, params, state, jnp.asarray(number))
-      many = isinstance(state[0], contrib.AdaptiveState)
-      taken.append(state[0].index if many else 0)
     loss, right = score(params)
-    return float(loss), float(right), list(map(int, taken))
+    return float(loss), float(right)
 
   return trained
 
 
 def results(
-  problem: adam.Problem,
-  exchanges: Sequence[Exchange],
-  run: Exchange,
-  rate: Any,
-  args: Any,
+  problem: adam.Problem, exchange: Exchange, rate: Any, args: Any
 ) -> Iterator[Line]:
-  """Trains from each seed, one after the other, and yields what a line says of it.
-
-  Args:
-    problem: the net.
-    exchanges: the one of each codec that a step may have.
-    run: what trains: one of them, or all of them.
-    rate: of AdamW.
-    args: of the command line.
-  """
+  """Trains from each seed, one after the other, and yields what a line says of it."""
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
-  sent = [
-    gradcomp.explain(optimizer(x, rate, 0), shapes, workers=adam.WORKERS).bytes_per_step
-    for x in exchanges
-  ]
-  trained = train(problem, run, rate, args)
+  tx = optimizer(exchange, rate, 0)
+  sent = gradcomp.explain(tx, shapes, workers=adam.WORKERS).bytes_per_step
+  trained = train(problem, exchange, rate, args)
   for seed in args.seeds:
     start = time.perf_counter()
-    loss, right, taken = trained(seed)
+    loss, right = trained(seed)
     yield {
       "seed": seed,
       "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
-      "bytes_a_step": sum(float(sent[i]) for i in taken) / len(taken),
-      "taken": [taken.count(i) for i in range(len(sent))],
+      "bytes_a_step": float(sent),
+      "taken": [args.steps],
       "test_loss": loss,
       "accuracy": right,
       "seconds": round(time.perf_counter() - start, 1),
     }
 
 
-def exchanges_of(
+def exchange_of(
   arm: str, piloted: Callable[[], Pilot]
-) -> tuple[list[Exchange], Exchange, dict[str, Any]]:
-  """Returns the exchange of each codec, one by all of them, and what a line says."""
+) -> tuple[Exchange, dict[str, Any]]:
+  """Returns the exchange of an arm, and what a line says of its codecs."""
   codec: Any = {"float32": Dense(), "uniform": UNIFORM}.get(arm)
   about: dict[str, Any] = {}
   if codec is None:
-    found, late_error, tolerance = piloted()
+    found, late_error = piloted()
     codec = found.policy
     about = {
       "parameters": sum(x.elements for x in found.leaves),
@@ -210,15 +184,9 @@ def exchanges_of(
       "uniform_payload": found.uniform_nbytes,
       "early_error": found.error / found.uniform_error,
       "late_error": late_error,
-      "tolerance": tolerance,
       "codecs": {x.path: name_of(x.codec) for x in found.leaves},
     }
-  if arm == "adaptive":
-    each = [exchange_by(gradcomp.compress, x) for x in WIDTHS]
-    own = {"tolerance": about["tolerance"], "every": EVERY}
-    return each, exchange_by(contrib.adaptive, WIDTHS, **own), about
-  one = exchange_by(gradcomp.compress, codec)
-  return [one], one, about
+  return exchange_by(codec), about
 
 
 def size(net: str, args: Any) -> adam.Size:
@@ -270,10 +238,10 @@ def main() -> None:
       if not missing:
         continue
       about = {"device": jax.devices()[0].device_kind, "commit": cli.commit()}
-      exchanges, run, own = exchanges_of(arm, piloted)
+      exchange, own = exchange_of(arm, piloted)
       own_args = argparse.Namespace(**vars(args) | {"seeds": missing})
       pilots = [{"seed": PILOT}] if arm == "pilot" else []
-      for result in pilots or results(problem, exchanges, run, rate, own_args):
+      for result in pilots or results(problem, exchange, rate, own_args):
         line = setting | about | own | result
         lines.append(line)
         print(f"{net}, {arm}, seed {line['seed']}: {line.get('test_loss', '')}")

@@ -37,11 +37,6 @@ def _entry(text: str) -> str:
   return f"@misc{{{key},\n" + ",\n".join(lines) + "\n}"
 
 
-AGARWAL_2021 = _entry("""agarwal2021accordion 2010.16248
-Agarwal, Saurabh and Wang, Hongyi and Lee, Kangwook and Venkataraman, Shivaram and \
-Papailiopoulos, Dimitris
-Accordion: Adaptive Gradient Communication via Critical Learning Regime \
-Identification""")
 AHN_2025 = _entry("""ahn2025dion 2504.05295
 Ahn, Kwangjun and Xu, Byron and Abreu, Natalie and Fan, Ying and Magakyan, Gagik and \
 Sharma, Pratyusha and Zhan, Zheng and Langford, John
@@ -56,11 +51,6 @@ CHEN_2020 = _entry("""chen2020scalecom 2104.11125
 Chen, Chia-Yu and others
 ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient \
 Distributed Training""")
-CHEN_2025 = _entry("""chen2025arc 2510.26709
-Chen, Chuyan and Ma, Chenyang and Li, Zhangxin and He, Yutong and Dong, Yanjie and \
-Yuan, Kun
-An All-Reduce Compatible Top-K Compressor for Communication-Efficient Distributed \
-Learning""")
 DETTMERS_2016 = _entry("""dettmers2016approximations 1511.04561
 Dettmers, Tim
 8-Bit Approximations for Parallelism in Deep Learning""")
@@ -88,10 +78,6 @@ Auto-Precision Scaling for Distributed Deep Learning""")
 HORVATH_2019 = _entry("""horvath2019natural 1905.10988
 Horv{\\'a}th, Samuel and others
 Natural Compression for Distributed Deep Learning""")
-IACOB_2025 = _entry("""iacob2025desloc 2505.22549
-Iacob, Alex and others
-DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation \
-Models""")
 JIA_2024 = _entry("""jia2024sdp4bit 2410.15526
 Jia, Jinda and Xie, Cong and Lu, Hanlin and Wang, Daoce and Feng, Hao and Zhang, \
 Chengming and Sun, Baixi and Lin, Haibin and Zhang, Zhi and Liu, Xin and Tao, Dingwen
@@ -100,11 +86,6 @@ Training""")
 KARIMIREDDY_2019 = _entry("""karimireddy2019error 1901.09847
 Karimireddy, Sai Praneeth and Rebjock, Quentin and Stich, Sebastian U. and Jaggi, Martin
 Error Feedback Fixes SignSGD and other Gradient Compression Schemes""")
-LI_2021 = _entry("""li2021onebitlamb 2104.06069
-Li, Conglong and Awan, Ammar Ahmad and Tang, Hanlin and Rajbhandari, Samyam and He, \
-Yuxiong
-1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's \
-Convergence Speed""")
 LIN_2018 = _entry("""lin2018dgc 1712.01887
 Lin, Yujun and Han, Song and Mao, Huizi and Wang, Yu and Dally, William J.
 Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed \
@@ -115,10 +96,6 @@ Don't Use Large Mini-Batches, Use Local SGD""")
 LU_2022 = _entry("""lu2022zeroone 2202.06009
 Lu, Yucheng and Li, Conglong and Zhang, Minjia and De Sa, Christopher and He, Yuxiong
 Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam""")
-MARKOV_2024 = _entry("""markov2024lgreco 2210.17357
-Markov, Ilia and Alim, Kaveh and Frantar, Elias and Alistarh, Dan
-L-GreCo: Layerwise-Adaptive Gradient Compression for Efficient and Accurate Deep \
-Learning""")
 MICIKEVICIUS_2017 = _entry("""micikevicius2017mixed 1710.03740
 Micikevicius, Paulius and others
 Mixed Precision Training""")
@@ -181,6 +158,3 @@ ZHANG_2017 = _entry("""zhang2017zipml 1611.05402
 Zhang, Hantian and Li, Jerry and Kara, Kaan and Alistarh, Dan and Liu, Ji and Zhang, Ce
 ZipML: Training Linear Models with End-to-End Low Precision, and a Little Bit of Deep \
 Learning""")
-ZHENG_2026 = _entry("""zheng2026scape 2607.01678
-Zheng, Mingkai and Chen, Junlin and Xie, Haotian and Zhang, Zhao
-SCAPE: Accurate and Efficient LLM Training with Extreme Sparse Communication""")

@@ -7,18 +7,9 @@ its paper.
 
 from gradcomp._src import public as _public
 from gradcomp._src.core.feedback import EF21
-from gradcomp.contrib._adam import MomentsState, Stable, adam
-from gradcomp.contrib._adaptive import AdaptiveState, adaptive
 from gradcomp.contrib._dion import dion
 from gradcomp.contrib._eden import Eden
-from gradcomp.contrib._lamb import LambState, lamb
-from gradcomp.contrib._lion import lion, scale_by_lion
-from gradcomp.contrib._local_adam import DoublingGaps, LocalMomentsState
-from gradcomp.contrib._scape import ScapeState, scape
-from gradcomp.contrib._shared_top_k import SharedTopK
 
-__all__ = ["EF21", "AdaptiveState", "DoublingGaps", "Eden", "LambState"]
-__all__ += ["LocalMomentsState", "MomentsState", "ScapeState", "SharedTopK", "Stable"]
-__all__ += ["adam", "adaptive", "dion", "lamb", "lion", "scale_by_lion", "scape"]
+__all__ = ["EF21", "Eden", "dion"]
 
 _public.publish(vars())

@@ -35,7 +35,7 @@ from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.shard_maps import map_addends
-from gradcomp._src.transforms.moments import with_decay
+from gradcomp._src.optimizers.moments import with_decay
 
 __all__ = ["dion"]
 
@@ -240,7 +240,7 @@ class _Factors(InRounds):
     """Returns a leaf's first right factors, which are random, and no left ones."""
     stack, m, n = self.matrix
     rows = random_rows(key, stack * self.rank, n).reshape(stack, self.rank, n)
-    return Memory(shared=(rows, jnp.zeros((stack, self.rank, m))))
+    return Memory(shared=(rows, jnp.zeros((stack, self.rank, m), jnp.float32)))
 
   def in_rounds(self, leaves: Sequence[Array], memory: Sequence[Any]) -> Talk:
     """Computes the share of the mean that is sent, while others average the factors."""

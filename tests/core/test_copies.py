@@ -65,11 +65,10 @@ def test_parameters_that_someone_moves_stay_moved():
   assert jnp.abs(stays + 0.3 * grads.mean(axis=0)).max() > 0.02  # of what waited
 
 
-@pytest.mark.parametrize("name", ["schedule free", "lookahead", "halved"])
+@pytest.mark.parametrize("name", ["lookahead", "halved"])
 def test_local_steps_inside_of_what_moves_parameters(name):
   tx = gradcomp.local.local_steps(SGD, optax.sgd(1.0), **ROUNDS)
   displacement = {
-    "schedule free": lambda state: state.base_optimizer_state[1],
     "lookahead": lambda state: state.fast_state[1],
     "halved": lambda state: state[0][1],
   }
@@ -170,6 +169,20 @@ def test_what_zero_refuses_inside_of_itself(name):
   inner, text = REFUSED[name]
   with pytest.raises(ValueError, match=says(text)):
     train(zero(inner, **CODECS), 1, place_of(name))
+
+
+STEPS_ALONE = {
+  "local steps": gradcomp.local.local_steps(SGD, optax.sgd(1.0), **ROUNDS),
+  "adam": gradcomp.optimizers.adam(0.1, axis_name="data", local=2, warmup=1),
+}
+
+
+@pytest.mark.parametrize("name", STEPS_ALONE)
+def test_schedule_free_around_steps_alone_is_refused(name):
+  """It would average parameters that stay where they are for a round."""
+  text = "no optax.contrib.schedule_free around local steps", "`outer`"
+  with pytest.raises(ValueError, match=says(*text)):
+    train(AROUND["schedule free"](STEPS_ALONE[name]), 1)
 
 
 def test_lookahead_inside_of_local_steps_is_refused():

@@ -26,10 +26,6 @@ def local(inner=SGD, outer=SGD, **options):
   return gradcomp.local.local_steps(inner, outer, **options)
 
 
-def momentum(**options):
-  return local(MOMENTUM, **options)
-
-
 def sparse(**options):
   return local(codec=TopK(), exchange="all_gather", **options)
 
@@ -76,7 +72,6 @@ LOCAL = [
   (local, dict(delay=1), "delay", "1"),
   (local, dict(mixing=0.5), "mixing", "0.5"),
   (local, dict(start=2), "start", "2"),
-  (momentum, dict(sync_state={"trace": 2}), "sync_state", r"\{'trace': 2\}"),
   (sparse, dict(merge="senders"), "exchange", "senders"),
   (local, dict(min_leaf_size=1), "min_leaf_size", "1"),
   (local, dict(message_bytes=1000), "message_bytes", "1000"),

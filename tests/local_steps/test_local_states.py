@@ -19,9 +19,9 @@ from tests.support.cases.zero import gradients, last, loss_fn, sharded, tree
   [
     {"every": 4},
     {"every": 8, "fragments": 2, "delay": 3, "mixing": 0.5},
-    {"every": 2, "sync_state": {"mu": 2, "nu": 1}, "start": 3},
+    {"every": 2, "start": 3},
   ],
-  ids=["apart", "arriving", "moments"],
+  ids=["apart", "arriving", "first"],
 )
 def test_resumed_in_the_midst_of_a_round_it_goes_on_with_the_same_bits(
   options, tmp_path
@@ -64,21 +64,6 @@ def test_another_number_of_workers_goes_on_behind_an_exchange():
   state = state._replace(own=state.own._replace(by_axes=own))
   with pytest.raises(ValueError, match="must be that behind an exchange"):
     gradcomp.reshard_state(tx, params, state, **how)
-
-
-def test_workers_that_join_behind_a_mean_of_moments_have_that():
-  tx = local(ADAM, NESTEROV, Dense(), 2, sync_state={"mu": 1, "nu": 2})
-  params = tree(0, {"w": (20, 50)})
-  for steps, equal in (2, False), (4, True):
-    _, state = last("shard_map", tx, params, gradients(steps, {"w": (20, 50)}))
-    specs = gradcomp.state_specs(state, axis_name="data")
-    whole = lambda x, spec: x.reshape(-1, *x.shape[2:]) if spec != P() else x[0]
-    state = jax.tree.map(whole, state, specs)
-    how = dict(axis_name="data", old_workers=N, workers=6)
-    moments = gradcomp.reshard_state(tx, params, state, **how).own.inner_state[0]
-    mu, nu = (x["w"].reshape(6, -1) for x in (moments.mu, moments.nu))
-    assert (mu == mu[0]).all()
-    assert (nu == nu[0]).all() == equal
 
 
 def test_a_record_says_what_the_state_belongs_to():

@@ -1,4 +1,4 @@
-"""Computes the moments of 1-bit Adam and 1-bit LAMB in float64, from the papers."""
+"""Computes the moments of 1-bit Adam and 0/1 Adam in float64, from the papers."""
 
 import numpy as np
 
@@ -45,39 +45,6 @@ def adam(start, moments, *, rate, dense, floor=0.0):
       root = np.maximum(root, floor * root.mean())
     steps.append(rate * m / root)
   return np.float64(start) - np.cumsum(steps, axis=0)
-
-
-def lamb(start, moments, *, warmup, rate, decays, bounds, change):
-  """Algorithm 1 of 1-bit LAMB, for one leaf, without epsilon: parameters and factors.
-
-  Args:
-    start: the parameters.
-    moments: corrected, of each step.
-    warmup: the number of steps with trust ratios of their own.
-    rate: of learning.
-    decays: those of both moments, and of the mean of trust ratios.
-    bounds: the least and the largest factor of that mean.
-    change: the share of a factor by which the next may differ.
-  """
-  x, mean, factor, before, result = np.float64(start), 0.0, 1.0, 0.0, []
-  b1, b2, b3 = decays
-  for step, (m_hat, v) in enumerate(moments, 1):
-    m, direction = m_hat * (1 - b1**step), m_hat / np.sqrt(v)
-    if step <= warmup:
-      ratio = np.linalg.norm(x) / np.linalg.norm(direction)
-      mean, fresh = b3 * mean + (1 - b3) * ratio, v * (1 - b2**step)
-    else:
-      gradient = (m - b1 * before) / (1 - b1)
-      fresh = b2 * fresh + (1 - b2) * gradient**2
-      found = min(
-        max(np.sqrt(v / (fresh / (1 - b2**step))).max(), bounds[0]), bounds[1]
-      )
-      factor = min(max(found, factor * (1 - change)), factor * (1 + change))
-      ratio = factor * mean / (1 - b3**warmup)
-    before = m
-    x = x - rate * ratio * direction
-    result.append((x, factor))
-  return [*map(np.stack, zip(*result, strict=True))]
 
 
 def zero_one(start, gradient, rates, dense, sent, *, b1, b2, decay, bucket=None):

@@ -48,6 +48,11 @@ WRONG = {
     ValueError,
     ["`layers`", "[2, 3]", "jnp.stack"],
   ),
+  "no layer": (
+    dict(layers=STACK[:0]),
+    ValueError,
+    ["`layers`", "one layer or more", "[0]", "leave the scan out"],
+  ),
   "no floats": (dict(layers=jnp.ones((3, 8), int)), TypeError, ["`layers`", "int32"]),
   "complex": (dict(layers=1j * STACK), TypeError, ["`layers`", "complex64"]),
   "no pair": (dict(body=lambda x, w: x @ w), TypeError, ["`body`", "pair"]),

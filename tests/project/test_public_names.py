@@ -25,7 +25,16 @@ FLAT = {
 }
 NAMESPACES = {
   *("checkpoint", "codecs", "contrib", "cost", "exchange", "floats", "kernels"),
-  *("local", "parallel", "state", "telemetry", "testing", "wire", "wrappers"),
+  *(
+    "local",
+    "optimizers",
+    "parallel",
+    "state",
+    "telemetry",
+    "testing",
+    "wire",
+    "wrappers",
+  ),
 }
 
 

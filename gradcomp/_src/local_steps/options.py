@@ -1,7 +1,6 @@
 """The options of local steps, and their checks."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from jax.typing import ArrayLike
 from gradcomp._src.bibliography import (
   DOUILLARD_2023,
   DOUILLARD_2025,
-  IACOB_2025,
   LIN_2018_LOCAL,
   Citation,
 )
@@ -43,8 +41,6 @@ class LocalOptions:
       drop their displacement of the ``delay``.
     merge: ``"mean"``, or ``"senders"``, which divides the sum of an element by the
       number of workers that sent it. Only sparse codecs allow that.
-    sync_state: the rounds between two means of a field of the state of ``inner``, by
-      its name, like ``{"mu": 3, "nu": 6}``. None leaves each worker its own.
     start: T, the number of the first steps that are data-parallel.
 
   Raises:
@@ -62,7 +58,6 @@ class LocalOptions:
   delay: int = 0
   mixing: float = 1.0
   merge: Merge = "mean"
-  sync_state: Mapping[str, int] | None = None
   start: int = 0
 
   def __post_init__(self) -> None:
@@ -76,8 +71,6 @@ def papers_of(options: LocalOptions) -> list[Citation]:
   if options.fragments > 1 or options.delay:
     why = "Fragments are consecutive leaves, of about as many elements each."
     papers.append(Citation(DOUILLARD_2025, why))
-  if options.sync_state:
-    papers.append(Citation(IACOB_2025, "Parameters have an optimizer, and a codec."))
   if options.start:
     why = "Parameters are averaged in the first steps, and not gradients."
     papers.append(Citation(LIN_2018_LOCAL, why))

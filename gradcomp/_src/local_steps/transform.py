@@ -22,8 +22,8 @@ from gradcomp._src.core.state import (
   is_own_steps,
 )
 from gradcomp._src.core.transform import compress
-from gradcomp._src.local_steps import moments, rounds
 from gradcomp._src.local_steps import options as rules
+from gradcomp._src.local_steps import rounds
 from gradcomp._src.local_steps.options import LocalOptions
 from gradcomp._src.mesh.axes import (
   AxisName,
@@ -53,12 +53,14 @@ def local_params(params: Params, opt_state: Any) -> Params:
     opt_state: the state of the optimizer, inside the map: of one worker.
 
   Raises:
-    ValueError: the state is that of all workers together.
+    ValueError: the state is that of all workers together, or one of
+      ``optax.contrib.schedule_free`` around local steps.
 
   Example:
     >>> local_params(jnp.ones(2), optax.sgd(0.1).init(jnp.ones(2)))
     Array([1., 1.], dtype=float32)
   """
+  _check_not_averaged(opt_state)
   is_hole = lambda x: isinstance(x, optax.MaskedNode)
   add = lambda moved, x: x if is_hole(moved) else rounds.own_params(x, moved)
   arrays, others = split(params)
@@ -106,12 +108,9 @@ def local_steps(
   - SparseLoCo: a sparse codec, ``outer=optax.sgd(1.0)``, ``feedback=
     ErrorFeedback(residual_decay=0.95)``.
   - MuLoCo: ``inner=optax.contrib.muon(...)``, and 2 bits, rounded to the nearest level.
-  - DES-LOC: ``sync_state={"mu": 3, "nu": 6}``. Behind every third round the workers'
-    first moments in the state of ``inner`` become their mean, dense in their own dtype,
-    and behind every sixth the second ones. So all workers have equal ones then.
   - Post-local SGD: ``start=T``. The first T steps are data-parallel: in each of them
-    the parameters, and what ``sync_state`` names, move to the workers' mean, dense and
-    without ``outer``. The first round begins behind them.
+    the parameters move to the workers' mean, dense and without ``outer``. The first
+    round begins behind them.
   - Streaming DiLoCo: ``fragments``, ``delay``, ``mixing=0.5`` and ``FloatCast`` of 3
     and 0 bits. Fragment k of P is exchanged in step :math:`kH/P` of a round, and the
     result is applied :math:`\tau` steps later. With :math:`p'` after that,
@@ -169,8 +168,7 @@ def local_steps(
   References:
     Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, algorithm 1;
     Douillard et al., `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025,
-    section 2; Iacob et al., `DES-LOC <https://arxiv.org/abs/2505.22549>`_, 2025,
-    algorithm 1; Lin et al., `Don't Use Large Mini-Batches, Use Local SGD
+    section 2; Lin et al., `Don't Use Large Mini-Batches, Use Local SGD
     <https://arxiv.org/abs/1808.07217>`_, 2018, section 3; Sarfi et al., `SparseLoCo
     <https://arxiv.org/abs/2508.15706>`_, 2025; Therien et al., `MuLoCo
     <https://arxiv.org/abs/2505.23725>`_, 2025
@@ -180,7 +178,6 @@ def local_steps(
   fragments = rules.up_to("fragments", 1, every, options.fragments)
   delay = rules.up_to("delay", 0, every - 1, options.delay)
   mixing = float(options.mixing)
-  periods = moments.checked_periods(options.sync_state)
   start = step_count("start", options.start, least=0)
   names = axis_names(axis_name)
   axes = as_axis_name(names)
@@ -195,7 +192,6 @@ def local_steps(
     dither=options.dither,
   )
   plain = compress(Dense(), axis_name=axes)
-  synced = moments.Moments(plain, axes, every, periods).synced
   takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
   inner = rules.checked_optimizer("inner", inner)
   outer = rules.checked_optimizer("outer", outer)
@@ -205,7 +201,6 @@ def local_steps(
   def init_fn(params: Any) -> LocalStepsState:
     one_tree("local_steps", params)
     rules.check_floats("params", params)
-    moments.check_fields(periods, jax.eval_shape(inner.init, params))
 
     def first(fragment: rounds.Fragment) -> FragmentState:
       leaves = rounds.select_fragment(params, fragment)
@@ -228,9 +223,8 @@ def local_steps(
     check_whole_params(params, axes)
     across = reduction(updates, axes, local=False)
     told: dict[str, Any] = dict(
-      every=every, fragments=fragments, delay=delay, mixing=mixing
+      every=every, fragments=fragments, delay=delay, mixing=mixing, start=start
     )
-    told |= dict(sync_state=periods, start=start)
     agreement.require_agreement(
       "gradcomp.local.local_steps",
       told,
@@ -254,7 +248,7 @@ def local_steps(
       number = count - start  # of the local step
       given = moved, params, value
       new, moved, kept = round_.all_share(number, state.fragments, *given)
-      stored = rounds.stored((moved, synced(number, inner_state)))
+      stored = rounds.stored((moved, inner_state))
       return new, LocalStepsState(count, OwnSteps({names: stored}), kept)
 
     given = params, extra_args
@@ -273,6 +267,21 @@ def _on_mesh(update: Update, axes: AxisName) -> Update:
     return mapped(updates, state, params, **extra_args)
 
   return on_mesh
+
+
+def _check_not_averaged(opt_state: Any) -> None:
+  """Raises ValueError for schedule_free that averages what moves once in a round."""
+  averages = lambda x: isinstance(x, optax.contrib.ScheduleFreeState)
+  for node in jax.tree.leaves(opt_state, is_leaf=averages):
+    if averages(node) and any(
+      map(is_own_steps, jax.tree.leaves(node, is_leaf=is_own_steps))
+    ):
+      raise ValueError(
+        "`opt_state` must have no optax.contrib.schedule_free around local steps, for "
+        "it averages parameters in each step, which move in the last step of a round "
+        "alone, got a ScheduleFreeState with such steps inside; give schedule_free to "
+        "gradcomp.local.local_steps as `outer`, which runs once a round, or as `inner`."
+      )
 
 
 def _check_given(state: Any, params: Any, fragments: int) -> None:

@@ -104,10 +104,10 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   Raises:
     ValueError: the axis is neither bound nor Explicit; the codec keeps a memory, or
       needs a residual or a key that is not given; the exchange sends nothing, or the
-      codec's sums refuse it; ``layers`` do not stack as many each, or are typed as
-      differing between workers; the residual is another one's; a gradient is taken
-      through ``jax.vmap`` over examples; or in plain ``jax.jit`` layers are sharded,
-      the carry is not, or an output has no rows.
+      codec's sums refuse it; ``layers`` do not stack as many each, one or more, or are
+      typed as differing between workers; the residual is another one's; a gradient is
+      taken through ``jax.vmap`` over examples; or in plain ``jax.jit`` layers are
+      sharded, the carry is not, or an output has no rows.
     TypeError: ``codec`` is no codec, ``body`` returns no pair, or ``layers`` have no
       real floats.
 
@@ -233,8 +233,9 @@ def first_layer(name: str, layers: Any, axis_name: AxisName) -> tuple[int, Any]:
   lengths = {x.shape[0] if x.ndim else 0 for x in leaves}
   if len(lengths) != 1 or not max(lengths):
     raise ValueError(
-      f"`{name}` must stack as many layers in each array, on the first axis, got "
-      f"{sorted(lengths)} of them; stack them by jnp.stack."
+      f"`{name}` must stack one layer or more, as many in each array, on the first "
+      f"axis, got {sorted(lengths)} of them; stack them by jnp.stack, and leave the "
+      "scan out where there are no layers."
     )
   if not any(map(is_trainable, leaves)) or any(map(jnp.iscomplexobj, leaves)):
     raise TypeError(

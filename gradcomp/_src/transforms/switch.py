@@ -95,9 +95,7 @@ def switch(
 
   def init_fn(params: Any) -> SwitchState:
     states = [tx.init(params) for tx in choices]
-    return SwitchState(
-      jnp.zeros([], jnp.int32), largest_state("transformations", states)
-    )
+    return SwitchState(jnp.zeros([], jnp.int32), _largest_state(states))
 
   def update_fn(
     updates: Any, state: SwitchState, params: Any = None, **extra_args: Any
@@ -113,11 +111,11 @@ def switch(
   return any_tree(init_fn, update_fn)
 
 
-def largest_state(name: str, states: Sequence[Any]) -> Any:
+def _largest_state(states: Sequence[Any]) -> Any:
   """Returns the state that keeps most; ValueError unless others keep a part of it."""
   largest = max(states, key=lambda state: len(jax.tree.leaves(state)))
   for number, state in enumerate(states):
-    _check_part(f"`{name}`[{number}]", state, largest)
+    _check_part(f"`transformations`[{number}]", state, largest)
   return largest
 
 

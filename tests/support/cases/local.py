@@ -112,28 +112,3 @@ def streaming(start, gradients, *, rate, every, parts, delay, mixing, outers):
         own[:, part] = (1 - mixing) * own[:, part] + mixing * shared[part]
     result.append(shared)
   return result
-
-
-def des_loc(start, gradients, *, rate, betas, every, periods):
-  """Algorithm 1 of DES-LOC with Adam; parameters of all, and moments, after each step.
-
-  What the next step would average first, this one averages last.
-  """
-  shared = np.float64(start)
-  own = np.stack([shared] * N)
-  moments = [np.zeros_like(own) for _ in betas]
-  result = []
-  for t, gradient in enumerate(map(np.float64, gradients), 1):
-    new = [gradient, gradient**2]
-    for j, beta in enumerate(betas):
-      moments[j] = beta * moments[j] + (1 - beta) * new[j]
-    first, second = (x / (1 - y**t) for x, y in zip(moments, betas, strict=True))
-    own = own - rate * first / (np.sqrt(second) + 1e-8)
-    for j, period in enumerate(periods):
-      if t % period == 0:
-        moments[j] = np.stack([moments[j].mean(axis=0)] * N)
-    if t % every == 0:
-      own = np.stack([own.mean(axis=0)] * N)
-      shared = own[0]
-    result.append((shared, *moments))
-  return result

@@ -240,7 +240,8 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
 
         def finish(reduced: Reduced) -> tuple[Reduced, Any]:
           """Runs the optimizer on the means of this worker; sends the changes."""
-          before, means = rows.owned(leaves), rows.by_axes(reduced.shares)
+          singles = [x.astype(jnp.float32) for x in leaves]
+          before, means = rows.owned(singles), rows.by_axes(reduced.shares)
           held = state.inner_state, rows, before, state.unsent
           moved = owner_step.step_owned(seen, means, *held)
           lacks, own = rows.to_all(moved.lacking)

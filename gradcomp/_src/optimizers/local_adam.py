@@ -20,7 +20,7 @@ from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.study import Options, note
 from gradcomp._src.mesh.types import mark_varying, other_axes
 from gradcomp._src.mesh.unsharded_params import check_whole_params
-from gradcomp._src.transforms.moments import Moments, MomentsState
+from gradcomp._src.optimizers.moments import Moments, MomentsState, begun
 
 
 class LocalMomentsState(NamedTuple):
@@ -34,7 +34,7 @@ class LocalMomentsState(NamedTuple):
     decay: the state of the weight decay.
 
   Example:
-    >>> tx = gradcomp.contrib.adam(0.1, axis_name="data", local=4)
+    >>> tx = gradcomp.optimizers.adam(0.1, axis_name="data", local=4)
     >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
     ...   state = tx.init({"w": jnp.ones(300)})
     >>> state.own.moved["w"].shape, int(state.synced)
@@ -153,7 +153,7 @@ class LocalAdam:
       moments=self.moments.init(params),
       own=rounds.first_own(params, self._names, zeros),
       synced=jnp.zeros([], jnp.int32),
-      rate=jnp.zeros([]),
+      rate=jnp.zeros([], jnp.float32),
       decay=self.decay.init(params),
     )
 
@@ -165,7 +165,7 @@ class LocalAdam:
     check_whole_params(params, self._axes)
     grads = not_differentiated(updates)
     told = self.moments.told | {"local": self.gaps}
-    agreement.require_agreement("gradcomp.contrib.adam", told, grads, self._axes)
+    agreement.require_agreement("gradcomp.optimizers.adam", told, grads, self._axes)
     is_sum = reduction(grads, self._axes, local=False).is_sum
     like = grads if params is None else params
     schedule: Any = self.learning_rate
@@ -196,9 +196,8 @@ class LocalAdam:
     moments = state.moments._replace(count=optax.safe_increment(state.moments.count))
     # The correction is one in all steps of a gap, so that these add up.
     first, total = state.synced + 1, state.rate + rate
-    scales = jax.tree.map(
-      lambda s: s * (1 - self.moments.b1**first), self._divisors(moments)
-    )
+    scale = lambda s: s * begun(self.moments.b1, first, s.dtype)
+    scales = jax.tree.map(scale, self._divisors(moments))
 
     def alone(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
       momenta = self.moments.moved(grads, own.momenta, self.moments.b1)
@@ -213,14 +212,15 @@ class LocalAdam:
       note(Options((("every", self.gaps.most),)))
       share = jnp.where(total == 0, 1, rate / total)
 
-      def mean(m: jax.Array, d: jax.Array, s: jax.Array) -> jax.Array:
-        """Returns the mean of a gap's momenta, weighted by their rates."""
+      def mean(m: jax.Array, d: jax.Array, s: jax.Array, v: jax.Array) -> jax.Array:
+        """Returns the mean of a gap's momenta by their rates; the last without v."""
         before = jnp.where(state.rate == 0, 0, -d * s / state.rate)
-        return before + share * (m - before)
+        return jnp.where(v == 0, m, before + share * (m - before))
 
       momenta = self.moments.moved(grads, own.momenta, self.moments.b1)
-      means = jax.tree.map(mean, momenta, own.moved, scales)
-      return self._together(self.moments.exchanged(means, moments), like)
+      means = jax.tree.map(mean, momenta, own.moved, scales, moments.nu)
+      gap = moments.count - state.synced
+      return self._together(self.moments.exchanged(means, moments, gap), like)
 
     def dense(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
       del own

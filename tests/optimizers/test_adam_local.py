@@ -1,4 +1,4 @@
-"""contrib.adam with local steps: workers move alone between two exchanges."""
+"""optimizers.adam with local steps: workers move alone between two exchanges."""
 
 import chex
 import jax
@@ -9,8 +9,8 @@ import pytest
 
 import gradcomp
 from gradcomp.codecs import Dense, OneBit, TopK
-from gradcomp.contrib import DoublingGaps, adam
 from gradcomp.local import local_params
+from gradcomp.optimizers import DoublingGaps, adam
 from gradcomp.testing import check_transformation
 from tests.oracles import adam as oracle
 from tests.plugins.slow_cases import slow
@@ -186,13 +186,16 @@ def test_nothing_of_a_momentum_is_lost():
 
 
 def test_nothing_moves_without_a_rate_or_a_variance():
-  """A gap of rates of zero keeps the last momentum, and is no division by zero."""
+  """A gap of rates of zero keeps the last momentum, and is no division by zero.
+
+  Without a variance, workers do not move alone: all do, by the first mean momentum.
+  """
   rate = lambda count: jnp.where(count < 4, 0.0, 0.1)
-  params, given = tree(0, LEAVES), gradients(5, LEAVES)
+  params, given = tree(0, LEAVES), gradients(6, LEAVES)
   dead = lambda x: x.at[:, :, ::3].set(0)
-  given = [x | {"w": dead(x["w"])} for x in given[:2]] + given[2:]
+  given = [x | {"w": dead(x["w"])} for x in given[:4]] + given[4:]
   held = [*train("vmap", alone(2, Dense(), rate), params, given)]
-  for got, _ in held:
+  for got, _ in held[:5]:
     assert_same_bits(got["w"], np.stack([params["w"]] * N))
   before, after = (held[i][1].own for i in (3, 4))
   assert_same_bits(before.moved["w"], np.zeros_like(before.moved["w"]))
@@ -206,6 +209,12 @@ def test_nothing_moves_without_a_rate_or_a_variance():
   np.testing.assert_allclose(kept, mean.mean(axis=0)[:, live], **close)
   assert (after.moved["w"][..., ~live] == 0).all()
   assert (after.moved["w"][..., live] != 0).all()
+  assert (held[5][0]["w"] != held[4][0]["w"]).all()
+  # Both gradients of the gap are in the first momentum, with the weights of both.
+  mean = (0.9 * given[4]["w"] + given[5]["w"]).mean(axis=0) / (1 + 0.9)
+  root = jnp.sqrt(held[5][1].moments.nu["w"][0] / (1 - 0.999**2))
+  # 0.999**2 is rounded to 2**-24, and what is left of 1 is 0.002.
+  np.testing.assert_allclose(root[:, ~live], np.abs(mean)[:, ~live], rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ class MomentsState(NamedTuple):
     exchange: the residuals of the momenta, and their key.
 
   Example:
-    >>> state = gradcomp.contrib.adam(0.1).init({"w": jnp.ones(300)})
+    >>> state = gradcomp.optimizers.adam(0.1).init({"w": jnp.ones(300)})
     >>> state[0].mu["w"].shape, int(state[0].dense)
     ((300,), 0)
   """
@@ -165,7 +165,7 @@ class Moments:
     zero = lambda: jnp.zeros([], jnp.int32)
     counts = zero(), zero(), zero(), zero()
     first = self.compressed.init(mu)
-    return MomentsState(*counts, jnp.zeros([]), mu, nu, first)
+    return MomentsState(*counts, jnp.zeros([], jnp.float32), mu, nu, first)
 
   def step(self, grads: Any, state: MomentsState) -> MomentsState:
     """Returns the state after the gradients of a worker, or of all."""
@@ -191,12 +191,20 @@ class Moments:
     nu = optax.tree.update_moment_per_elem_norm(mean, state.nu, self.b2, 2)
     return self._counted(state._replace(mu=mu, nu=nu))
 
-  def exchanged(self, own: Any, state: MomentsState) -> MomentsState:
-    """Sets the mean momentum to the compressed mean of the workers' own."""
+  def exchanged(
+    self, own: Any, state: MomentsState, gap: jax.Array | int = 1
+  ) -> MomentsState:
+    """Sets the mean momentum to the mean of the workers' own, of ``gap`` steps."""
     mu, exchange = self.compressed.update(own, state.exchange)
-    # Codecs without a zero send noise for elements that have had no gradient yet.
-    mu = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m), mu, state.nu)
-    return state._replace(mu=mu, exchange=exchange)
+
+    def first(m: jax.Array, v: jax.Array) -> jax.Array:
+      # A variance of zero would stay so: the first momentum shows its gradient.
+      gradient = jnp.abs(m) / begun(self.b1, gap, v.dtype)
+      square = begun(self.b2, state.updates, v.dtype) * jnp.square(gradient)
+      return jnp.where(v == 0, square, v)
+
+    nu = jax.tree.map(first, mu, state.nu)
+    return state._replace(mu=mu, nu=nu, exchange=exchange)
 
   def _mean(self, grads: Any, state: MomentsState, axis_name: AxisName | None) -> Any:
     """Returns the mean gradient of all workers, float32 or wider."""
@@ -273,9 +281,14 @@ def decoupled(weight_decay: Any, mask: Any) -> optax.GradientTransformation | No
   return optax.add_decayed_weights(weight_decay, mask)
 
 
+def begun(decay: float, count: jax.Array | int, dtype: Any) -> jax.Array:
+  """Returns the share of the mean in a moment that began at zero: 1 - decay**count."""
+  return jnp.asarray(1 - decay**count, dtype)
+
+
 def _norm_1(tree: Any) -> jax.Array:
   """Returns the sum of a tree of magnitudes."""
-  return sum(map(of_leaf, jax.tree.leaves(tree)), jnp.zeros([]))
+  return sum(map(of_leaf, jax.tree.leaves(tree)), jnp.float32(0))
 
 
 def of_leaf(
@@ -283,7 +296,7 @@ def of_leaf(
 ) -> jax.Array:
   """Returns the sum of a leaf in float32, also over the axes that its type is cut by.
 
-  ``reduce`` and ``between``, in and between devices, may be maxima or means instead.
+  ``reduce`` and ``between``, in and between devices, may be means instead.
   """
   part, axes = reduce(x.astype(jnp.float32)), varying_axes(x)
   return between(part, tuple(sorted(axes))) if axes else part

@@ -20,7 +20,8 @@ from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.unsharded_params import check_whole_params
-from gradcomp._src.transforms.moments import (
+from gradcomp._src.optimizers.local_adam import Gaps, LocalAdam, as_gaps
+from gradcomp._src.optimizers.moments import (
   Moments,
   MomentsState,
   Stable,
@@ -30,9 +31,6 @@ from gradcomp._src.transforms.moments import (
   decoupled,
   with_decay,
 )
-from gradcomp.contrib._local_adam import Gaps, LocalAdam, as_gaps
-
-__all__ = ["MomentsState", "Stable", "adam"]
 
 _ONE_BIT, _STABLE = OneBit(), Stable()
 
@@ -103,9 +101,17 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   :math:`u_i`: gaps of one step are then as without ``local``. Weights decay where all
   move. Both moments are corrected for their first value of zero, as Adam's are:
   :math:`\hat m` by the number of steps, and :math:`\hat v` by that of its updates, so
-  that the end of the warm-up is no jump. And while :math:`v` of an element is zero, it
-  has had no gradient, and its momentum stays zero: else the noise of codecs without a
-  zero would be divided by :math:`\epsilon`.
+  that the end of the warm-up is no jump.
+
+  While :math:`v` of an element is zero, it has had no gradient. Its first momentum
+  behind the warm-up sets its variance: :math:`\hat v` is the square of the gradient
+  that this momentum implies, :math:`m / (1 - \beta_1^h)` after a gap of h steps. So
+  rows of rare tokens, and layers that wait for others, train from then on. Until then
+  they stay where they are, in local steps, too. A sparse codec sends the sum of many
+  steps at once, which implies too large a gradient, and makes slow steps. A codec
+  without a zero sends noise for elements that share a bucket with others. Without a
+  gradient of their own these move by some rates at most, because error feedback takes
+  the noise back.
 
   A variance far below the noise of the codec makes leaps: elements of a bucket get the
   same noise, and each divides it by a root of its own. So from the first momenta that
@@ -117,7 +123,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   ``floor=0``: with that LeNet on images was NaN some steps behind the warm-up. It does
   not help where gradients grow behind the warm-up: let that last for longer, or take
   ``"doubling"``. If a map makes further mesh axes manual that shard parameters, it must
-  check types, as for :class:`gradcomp.contrib.Stable`.
+  check types, as for :class:`gradcomp.optimizers.Stable`.
 
   In the warm-up 32 bits an element travel, and then those of the codec. All is one
   program, which compiles once. Small leaves travel in float32, see ``min_leaf_size``.
@@ -133,11 +139,11 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     learning_rate: :math:`\gamma`, a number or a schedule of optax.
     axis_name: as of :func:`gradcomp.compress`.
     codec: of the momenta.
-    warmup: a number of steps, 1 or more, or :class:`gradcomp.contrib.Stable`. It
+    warmup: a number of steps, 1 or more, or :class:`gradcomp.optimizers.Stable`. It
       should last for as long as the rate rises.
     variance: ``"frozen"`` or ``"doubling"``, after the warm-up.
     local: the steps from one exchange to the next, after the warm-up: a number, or
-      :class:`gradcomp.contrib.DoublingGaps`. None exchanges in every step. It needs
+      :class:`gradcomp.optimizers.DoublingGaps`. None exchanges in every step. It needs
       ``axis_name``.
     floor: :math:`f`, at least 0 and below 1. Default: 0.1.
     b1, b2: :math:`\beta_1` and :math:`\beta_2`, at least 0 and below 1.
@@ -149,16 +155,16 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
 
   Returns:
     A gradient transformation, an ``optax.chain`` that begins with a
-    :class:`gradcomp.contrib.MomentsState`. With ``local`` its state is a
-    :class:`gradcomp.contrib.LocalMomentsState`; call ``init`` inside the map then, or
-    under ``jax.set_mesh(mesh)``.
+    :class:`gradcomp.optimizers.MomentsState`. With ``local`` its state is a
+    :class:`gradcomp.optimizers.LocalMomentsState`; call ``init`` inside the map then,
+    or under ``jax.set_mesh(mesh)``.
 
   Raises:
     ValueError: an option is bad, or as of :func:`gradcomp.compress`.
     TypeError: ``codec`` is not one.
 
   Example:
-    >>> tx = gradcomp.contrib.adam(0.1, axis_name="data", warmup=2)
+    >>> tx = gradcomp.optimizers.adam(0.1, axis_name="data", warmup=2)
     >>> def worker(target):
     ...   params = jnp.float32(0.0)
     ...   state = tx.init(params)

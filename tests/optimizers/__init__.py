@@ -1,0 +1,1 @@
+"""Tests of optimizers that exchange momenta in place of gradients."""
