@@ -10,6 +10,7 @@ from jax import Array
 
 from gradcomp._src import checks
 from gradcomp._src.bibliography import WEN_2017, Citation
+from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
@@ -128,6 +129,17 @@ class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
         '`clip_sigmas` must be a number with scaler="sigma", got None; use '
         'scaler="clipped".'
       )
+
+  @property
+  def contraction(self) -> float:
+    draws, size = self.needs_key, self.bucket_size
+    shared = contractions.SHARING if self.share_scale and size else 1
+    energy = contractions.of_levels(1, size and shared * size, draws=draws)
+    if self.clip_sigmas is None:
+      return contractions.of_energy(energy, draws=draws)
+    energy = min(energy, contractions.of_clipped(self.clip_sigmas))
+    waits = 0.3 * min(self.clip_sigmas, 1.0)  # what is clipped
+    return min(waits, contractions.of_energy(energy, draws=draws))
 
   @property
   def _form(self) -> ternary.Form:

@@ -160,7 +160,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     "min_leaf_size": optional_size("min_leaf_size", "elements", min_leaf_size),
     "message_bytes": optional_size("message_bytes", "bytes", message_bytes),
   }
-  keeper = as_feedback(feedback, grads)
+  keeper = as_feedback(feedback, grads, "grads")
   if keeper.estimates:
     raise ValueError(
       '`feedback` must be None, "auto", "error" or "momentum" where owners keep the '
