@@ -44,7 +44,7 @@ class Sign(Codec):
 
   With ``scale="one"`` workers send signs and nothing else: ``1 + 2 / bucket_size`` bits
   an element. What comes back is in units of its own, so every leaf is encoded, however
-  small, and ``feedback=None`` suits it: a residual would never come down to zero. With
+  small, and it needs ``feedback=None``: a residual would never come down to zero. With
   N workers the result is the mean of the signs, or with ``vote="majority"``
 
   .. math:: \mathrm{sgn} \Bigl( \sum_k \mathrm{sgn}(v_i^{(k)}) \Bigr)

@@ -44,7 +44,9 @@ class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
   itself is a bias: at 2.5 it shortens a Gaussian gradient by 1.1 % and turns it by 2.8
   degrees. The variance of an element is :math:`|f| (s - |f|)`. It is large, and without
   clipping it grows with the leaf. No residual is kept by default, because rounding
-  errors may be longer than the gradient, and a residual could grow without bound.
+  errors may be longer than the gradient. Error feedback refuses the codec, whose
+  residual grows, but for small buckets without shared scales, for fewer sigmas, and for
+  ``rounding="nearest"``.
 
   A payload has 2 bits an element, or 1.6 with ``packing="base3"`` (20 in a word), and
   one scale a leaf, in whole rows of 8192 or 10240 elements. Sums of N workers' codes
@@ -135,11 +137,10 @@ class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
     draws, size = self.needs_key, self.bucket_size
     shared = contractions.SHARING if self.share_scale and size else 1
     energy = contractions.of_levels(1, size and shared * size, draws=draws)
-    if self.clip_sigmas is None:
-      return contractions.of_energy(energy, draws=draws)
-    energy = min(energy, contractions.of_clipped(self.clip_sigmas))
-    waits = 0.3 * min(self.clip_sigmas, 1.0)  # what is clipped
-    return min(waits, contractions.of_energy(energy, draws=draws))
+    if self.clip_sigmas is not None:
+      energy = min(energy, contractions.of_clipped(self.clip_sigmas))
+      energy = max(energy, 18 / self.clip_sigmas**2)  # what is clipped waits
+    return contractions.of_energy(energy, draws=draws)
 
   @property
   def _form(self) -> ternary.Form:

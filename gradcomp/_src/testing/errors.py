@@ -26,9 +26,9 @@ def errors_are_contractions(
 ) -> Findings:
   """A leaf loses no more of its energy than the codec says: ``1 - contraction``.
 
-  The squared error over the squared length is tried on a Gaussian leaf, and on one
-  whose magnitudes differ and tell each position, in the mean over 16 keys if the codec
-  draws; 5 % more are allowed. An unbiased codec passes: its contraction is of residuals
+  The squared error over the squared length is tried on a Gaussian leaf, and on one with
+  another magnitude at each position. It is the mean over 16 keys, if the codec draws,
+  and 5 % more are allowed. An unbiased codec passes: its contraction is of residuals
   alone, and :func:`mean_is_the_leaf` is its law.
 
   Args:
@@ -47,10 +47,10 @@ def errors_are_contractions(
     most = min(1.0, 1 - codec.bind(Leaf(both.shape[1:])).contraction)
   lost, _ = _sent(codec, both)
   for share, kind in zip(lost, ("normal", "different"), strict=True):
-    told = f"it loses {share:.3g}"
+    seen = f"it loses {share:.3g}"
     within = share <= _SLACK * most + 1e-6
     expected = f"lose at most {most:.3g} of the energy of {kind} numbers"
-    yield codec, expected, None if within else told
+    yield codec, expected, None if within else seen
 
 
 @law(look="`decode_rows`, and the scale of what it returns")
@@ -60,29 +60,28 @@ def decoded_leaves_do_not_grow(
   r"""A decoded leaf that is sent again does not become larger.
 
   With :math:`y = Q(x)` it is :math:`\langle y, Q(y) \rangle \le (1 + most) |y|^2`,
-  for the leaves and keys of :func:`errors_are_contractions`. A codec whose levels y
-  has sends y as it is, and one that shortens a leaf shortens y. An unbiased codec
-  passes, by the same law as there.
+  for the normal leaf and the keys of :func:`errors_are_contractions`. A codec whose
+  levels y has sends y as it is, and one that shortens a leaf shortens y. An unbiased
+  codec passes, by the same law as there.
 
   Example:
     >>> gradcomp.testing.laws.decoded_leaves_do_not_grow(gradcomp.codecs.OneBit())
   """
   if codec.unbiased:
     return
-  _, grown = _sent(codec, _leaves(codec, x))
-  for factor, kind in zip(grown, ("normal", "different"), strict=True):
-    told = f"they come back as {factor:.4g} of what they were"
-    expected = f"send decoded {kind} numbers again as at most {1 + most:.4g} of them"
-    yield codec, expected, None if factor <= 1 + most else told
+  _, (grown, _) = _sent(codec, _leaves(codec, x))
+  seen = f"they come back as {grown:.4g} of what they were"
+  expected = f"send decoded normal numbers again as at most {1 + most:.4g} of them"
+  yield codec, expected, None if grown <= 1 + most else seen
 
 
 def _leaves(codec: LeafCodec, x: ArrayLike | None) -> np.ndarray:
-  """Returns a Gaussian leaf, and one of which each magnitude tells a position."""
+  """Returns a Gaussian leaf, and one with another magnitude at each position."""
   shape = leaves.leaf_of(codec, x).shape
   normal, size = leaves.gaussian(shape), math.prod(shape)
   magnitudes = (1 + np.random.default_rng(1).permutation(size)) / max(size, 1)
-  telling = np.copysign(magnitudes.astype(np.float32).reshape(shape), normal)
-  return np.stack([normal, telling])
+  apart = np.copysign(magnitudes.astype(np.float32).reshape(shape), normal)
+  return np.stack([normal, apart])
 
 
 def _sent(codec: LeafCodec, both: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -157,7 +156,7 @@ def residuals_are_bounded(
   for energy, most, kind in zip(
     found, ((1 - c) / c, same), ("fresh", "equal"), strict=True
   ):
-    told = f"it has {energy:.3g} times"
+    seen = f"it has {energy:.3g} times"
     expected = f"keep a residual of at most {most:.3g} times the energy of {kind}"
     expected += f" gradients, as a contraction of {c:.3g} says"
-    yield codec, expected, None if energy <= 1.1 * most + 1e-6 else told
+    yield codec, expected, None if energy <= 1.1 * most + 1e-6 else seen
