@@ -114,6 +114,21 @@ def test_a_broken_codec_breaks_its_law(codec, law, words):
   assert error.value.law == law and str(error.value).endswith(".")
 
 
+@pytest.mark.parametrize(
+  ("error", "kind", "words"),
+  [
+    (ValueError("no rows"), ValueError, "zeros_decode_to_zeros: no rows"),
+    (ValueError(), ValueError, "zeros_decode_to_zeros: "),
+    (OSError(2, "gone"), RuntimeError, "zeros_decode_to_zeros: FileNotFoundError"),
+  ],
+  ids=str,
+)
+def test_errors_in_a_law_begin_with_its_name(error, kind, words):
+  with pytest.raises(kind) as caught:
+    laws.zeros_decode_to_zeros(broken.Failing(error=error))
+  assert str(caught.value).startswith(words)
+
+
 @every_broken("Unhashable", "MoreThanClaimed")
 def test_check_codec_names_the_first_law_that_is_broken(codec, law, words):
   with pytest.raises(AssertionError, match=says(f"{law}: ", *words)):

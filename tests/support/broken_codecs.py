@@ -309,6 +309,16 @@ class Keeping(QSGD):
   contraction = 0.5
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failing(Honest):
+  """Fails while it encodes."""
+
+  error: Exception = dataclasses.field(default_factory=lambda: ValueError("no rows"))
+
+  def encode_rows(self, tiles, context):
+    raise self.error
+
+
 class FloatRows(Honest):
   """Sends floats, which XLA may send as others."""
 

@@ -57,7 +57,7 @@ def of_signs(size: int) -> float:
 
   Of one gradient again and again, the largest elements wait the longest.
   """
-  return 0.8 / math.log(2 * size)
+  return min(1.0, 0.8 / math.log(2 * size))
 
 
 def of_clipped(sigmas: float) -> float:
