@@ -59,7 +59,9 @@ class QSGD(quantizing.BucketCodec):
   multiple of 2**-16, cut downwards, so the mean can be short by 2**-16 of a level.
   The variance is at most :math:`\min(n/s^2, \sqrt{n}/s) \lVert v \rVert_2^2` with
   ``norm="l2"`` and ``sign_magnitude``. Nearest rounding (ties away from zero) is
-  biased: use error feedback.
+  biased: use error feedback. Of 2 bits at random it takes buckets of 128 elements or
+  fewer, and refuses others, whose residual would grow: see ``contraction`` of
+  :class:`gradcomp.codecs.Codec`.
 
   With ``share_scale``, all workers encode with the largest of their norms, which the
   exchange finds first. Rows then carry no scales, and codes add up as integers,

@@ -100,6 +100,9 @@ class ErrorFeedback(NoFeedback):
   :math:`1/63` of the largest. Where residuals keep their old value, because something
   is not finite, it is the old one up to such a rounding.
 
+  It refuses a codec with a ``contraction`` of 0, whose residual would grow: see
+  :class:`gradcomp.codecs.Codec`.
+
   Attributes:
     residual_dtype: how residuals are stored: ``float32``, ``bfloat16`` or ``"int8"``.
     residual_decay: d, above 0 and at most 1. Below 1, old residuals fade.
