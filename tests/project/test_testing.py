@@ -121,7 +121,7 @@ def test_a_broken_codec_breaks_its_law(codec, law, words):
     (ValueError(), ValueError, "zeros_decode_to_zeros: "),
     (OSError(2, "gone"), RuntimeError, "zeros_decode_to_zeros: FileNotFoundError"),
   ],
-  ids=str,
+  ids=["text", "nothing", "number"],
 )
 def test_errors_in_a_law_begin_with_its_name(error, kind, words):
   with pytest.raises(kind) as caught:
