@@ -20,7 +20,7 @@ from gradcomp._src.kernels import materialize
 from gradcomp._src.kernels.materialize import LARGE
 from gradcomp.codecs import QSGD, EightBit, FloatCast, Natural, OneBit, Ternary
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 
 WORKERS = 2
 SHAPE = (LARGE // 256, 256)  # whole tiles of every codec here
@@ -33,7 +33,7 @@ CASES = [
     (OneBit(), "two_shot", MomentumFeedback()),
     (OneBit(), "all_gather", ErrorFeedback()),
     (OneBit(), "all_gather", ErrorFeedback(residual_dtype="int8")),
-    (Ternary(), "psum", ErrorFeedback()),
+    (laws.kept(Ternary()), "psum", ErrorFeedback()),
     (EightBit(), "ring", ErrorFeedback()),
     (QSGD(bits=4, levels="nonuniform"), "two_shot", MomentumFeedback()),
   ),

@@ -262,7 +262,7 @@ RESIDUALS = {
   "redsync": gradcomp.redsync(0.02, axis_name="data", momentum=None, min_leaf_size=0),
   "momentum": gradcomp.redsync(0.02, axis_name="data", min_leaf_size=0),
   "onebit": gradcomp.onebit_sgd(axis_name="data", exchange="ring", min_leaf_size=0),
-  "qsgd": gradcomp.qsgd(2, axis_name="data", feedback="error", min_leaf_size=0),
+  "qsgd": gradcomp.qsgd(3, axis_name="data", feedback="error", min_leaf_size=0),
   "powersgd": gradcomp.powersgd(2, axis_name="data", min_leaf_size=0),
 }
 FED = ["redsync", *slow("momentum", "onebit", "qsgd", "powersgd")]

@@ -22,7 +22,7 @@ from gradcomp.codecs import (
   TopK,
 )
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 
 WORKERS, CHIPS = 4, 2
@@ -85,7 +85,7 @@ def on_one_axis(codec, exchange):
 def transformation(codec, exchange):
   feedback = None if codec == Dense() else "error"
   return gradcomp.compress(
-    codec,
+    laws.kept(codec),
     axis_name="data",
     exchange=modes.grouped(exchange),
     feedback=feedback,

@@ -45,9 +45,8 @@ def gradients(codec, workers):
 
 def run(codec, exchange, x, **options):
   """Each step's output, and the residuals after the last one."""
-  tx = gradcomp.compress(
-    codec, axis_name="data", exchange=exchange, feedback="error", key=SEED, **options
-  )
+  options |= dict(axis_name="data", exchange=exchange, feedback="error", key=SEED)
+  tx = gradcomp.compress(laws.kept(codec), **options)
   steps = [{"w": jnp.asarray(step)} for step in x]
   outputs, residual, owned = modes.run_all("vmap", tx, steps)
   owned = [np.asarray(array) for arrays in (owned or {}).values() for array in arrays]

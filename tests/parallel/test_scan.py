@@ -32,6 +32,7 @@ from gradcomp.codecs import (
 from gradcomp.cost import allocate
 from gradcomp.exchange import Hierarchical
 from tests.plugins.slow_cases import slow
+from tests.support import laws
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.parallel import mapped
 from tests.support.cases.scan import KEY, ROWS, WIDTH, body, loss_of, stack, whole
@@ -146,8 +147,8 @@ EXCHANGES = {
   "all_gather": dict(codec=RANDOM, exchange="all_gather"),
   "auto": dict(codec=RANDOM, exchange="auto"),
   "plain mean": dict(codec=Dense(), exchange="psum"),
-  "shared scales": dict(codec=Ternary(), exchange="two_shot"),
-  "sums of codes": dict(codec=Ternary(), exchange="psum"),
+  "shared scales": dict(codec=laws.kept(Ternary()), exchange="two_shot"),
+  "sums of codes": dict(codec=laws.kept(Ternary()), exchange="psum"),
   "aps": dict(codec=FloatCast(exponent_bits=5, mantissa_bits=2), exchange="two_shot"),
   "ring": dict(codec=RANDOM, exchange="ring"),
   "groups": dict(codec=RANDOM, exchange=Hierarchical(group_size=2)),

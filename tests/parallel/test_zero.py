@@ -67,7 +67,7 @@ def test_all_workers_hold_the_same_bits(codec):
   "codec",
   [
     FOUR_BITS,
-    Ternary(),
+    laws.kept(Ternary()),
     *slow(
       OneBit(per_column=True),
       QSGD(bits=2, norm="rms", levels="uniform", rotate=8, bucket_size=64),

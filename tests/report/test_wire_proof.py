@@ -61,7 +61,9 @@ def padded_nbytes(layout, workers):
 
 TWO_SHOT = list(
   itertools.product(
-    (QSGD(bits=4), QSGD(bits=2), Dense(dtype=jnp.bfloat16)), (2, 8), (None, "error")
+    (QSGD(bits=4), QSGD(bits=2, bucket_size=128), Dense(dtype=jnp.bfloat16)),
+    (2, 8),
+    (None, "error"),
   )
 )
 

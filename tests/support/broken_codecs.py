@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.sums.records import Encoded
-from gradcomp.codecs import Codec, Dense, Payload, RandomK
+from gradcomp.codecs import QSGD, Codec, Dense, Payload, RandomK
 from gradcomp.kernels import pack_planes, random_lanes, unpack_planes
 
 
@@ -270,6 +270,53 @@ class Saturating(Honest):
   def encode_rows(self, tiles, context):
     cut = jnp.clip(tiles, -(2.0**20), 2.0**20)
     return super().encode_rows(jnp.where(jnp.isfinite(tiles), cut, tiles), context)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nearest(Honest):
+  """Rounds to nearest."""
+
+  unbiased = needs_key = False
+
+  def drawn(self, context):
+    return None
+
+  def lanes(self, drawn, rows):
+    return jnp.uint32(2**15)
+
+
+class Swapping(Nearest):
+  """Decodes every pair of neighbors in swapped order."""
+
+  def decode_rows(self, rows):
+    tiles = super().decode_rows(rows)
+    return jnp.flip(tiles.reshape(-1, 2), axis=1).reshape(tiles.shape)
+
+
+class Larger(Nearest):
+  """Decodes everything 1 % too large."""
+
+  def decode_rows(self, rows):
+    return super().decode_rows(rows) * 1.01
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keeping(QSGD):
+  """Says that feedback suits it, which does not."""
+
+  bits: int = 2
+
+  contraction = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failing(Honest):
+  """Fails while it encodes."""
+
+  error: Exception = dataclasses.field(default_factory=lambda: ValueError("no rows"))
+
+  def encode_rows(self, tiles, context):
+    raise self.error
 
 
 class FloatRows(Honest):

@@ -85,6 +85,7 @@ def transformation(case):
   codec = case.codec
   if getattr(codec, "implementation", "") is None:
     codec = dataclasses.replace(codec, implementation="xla")
+  codec = laws.kept(codec) if case.feedback else codec
   exchange = modes.grouped(case.exchange, {1: 1, 3: 3, 4: 2}[case.workers])
   return gradcomp.compress(
     codec,

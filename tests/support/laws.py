@@ -70,6 +70,19 @@ def here(codec):
 
 
 @functools.cache
+def _stated(kind):
+  return type(kind.__name__, (kind,), {"contraction": 0.5})
+
+
+def kept(codec):
+  """The codec, with a contraction: its residual would grow, but its sums are tried."""
+  if codec.contraction > 0:
+    return codec
+  fields = {x.name: getattr(codec, x.name) for x in dataclasses.fields(codec)}
+  return _stated(type(codec))(**fields)
+
+
+@functools.cache
 def encoder(codec):
   return jax.jit(functools.partial(encode, here(codec)))
 

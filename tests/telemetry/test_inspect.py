@@ -15,7 +15,7 @@ from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD, FloatCast, OneBit, Ternary, TopK
 from tests.oracles import inspect as oracle_inspect
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.inspect import WORKERS, gradients, some
 
@@ -30,7 +30,7 @@ CODECS = {
 
 def exchange(codec, **options):
   options = {"feedback": "error", "min_leaf_size": 0, **options}
-  return gradcomp.compress(codec, axis_name="data", **options)
+  return gradcomp.compress(laws.kept(codec), axis_name="data", **options)
 
 
 def of_workers(function):

@@ -219,7 +219,7 @@ def test_init_inside_and_outside_the_map_agree():
 @pytest.mark.parametrize(
   "bits, options",
   [
-    (3, {"levels": "uniform", "norm": "l2", "feedback": "error"}),
+    (6, {"levels": "uniform", "norm": "l2", "feedback": "error"}),
     (8, {"bucket_size": None, "rounding": "nearest"}),
   ],
 )

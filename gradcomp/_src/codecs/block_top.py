@@ -127,6 +127,10 @@ class BlockTop(Codec):
     return block_top.Form(self.block_size, self.count, self.bits)
 
   @property
+  def contraction(self) -> float:
+    return self.density
+
+  @property
   def sums(self) -> Sum:
     return Blocks(self)
 

@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gradcomp._src.checks import float_dtype, one_of
+from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.quantizing import RoundsAtRandom
 from gradcomp._src.codecs.sums.records import Context, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
@@ -88,6 +89,12 @@ class Dense(RoundsAtRandom):
   @property
   def unbiased(self) -> bool:
     return self._bits == 32 or super().unbiased
+
+  @property
+  def contraction(self) -> float:
+    step = float(jnp.finfo(self.dtype).eps)
+    lost = 0.0 if self._bits == 32 else contractions.of_floats(step, self.rounding)
+    return contractions.of_energy(lost)
 
   @property
   def largest(self) -> float | None:

@@ -12,6 +12,7 @@ from jax import Array
 
 from gradcomp._src import checks
 from gradcomp._src.bibliography import DETTMERS_2016, Citation
+from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
@@ -179,6 +180,10 @@ class EightBit(quantizing.RoundsAtRandom):
   @property
   def unbiased(self) -> bool:
     return super().unbiased and self.exponent_offset is None
+
+  @property
+  def contraction(self) -> float:
+    return contractions.of_energy(0.05)
 
   @property
   def tile_size(self) -> int:

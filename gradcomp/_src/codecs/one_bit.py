@@ -7,6 +7,7 @@ from jax import Array
 
 from gradcomp._src.bibliography import GRUBIC_2018, SEIDE_2014, Citation
 from gradcomp._src.checks import bucket, flag, optional_one_of, static_integer
+from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import ArrayLike, ArrayT, Context, Encoded, Leaf
 from gradcomp._src.codecs.sums.sum import Sum
@@ -95,6 +96,10 @@ class OneBit(Codec):
       static_integer("bucket_size", "a number of rows", self.bucket_size)
     else:
       object.__setattr__(self, "bucket_size", bucket("bucket_size", self.bucket_size))
+
+  @property
+  def contraction(self) -> float:
+    return contractions.of_signs(self.bucket_size)
 
   @property
   def sums(self) -> Sum:

@@ -9,7 +9,12 @@ import jax
 import numpy as np
 
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.protocol import Codec, LeafCodec, is_codec
+from gradcomp._src.codecs.protocol import (
+  Codec,
+  LeafCodec,
+  is_codec,
+  require_contraction,
+)
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import SumFacts, joined
 
@@ -25,7 +30,7 @@ class Policy:
   the path. A leaf that no rule matches is sent as it is, in float32. Whatever the rules
   say, small leaves are, too: see ``min_leaf_size``.
 
-  It is unbiased if all its codecs are.
+  It is unbiased if all its codecs are. Its ``contraction`` is the least of theirs.
 
   Attributes:
     rules: pairs of a regular expression, for ``re.search`` in paths like
@@ -67,6 +72,10 @@ class Policy:
   @property
   def needs_key(self) -> bool:
     return any(codec.needs_key for codec in self.codecs)
+
+  @property
+  def contraction(self) -> float:
+    return min(codec.contraction for codec in self.codecs)
 
   @property
   def facts(self) -> SumFacts:
@@ -133,6 +142,8 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
   elif not codec.facts.of_leaf or _remembers(codec):
     rule = "be without a memory, which nothing here carries from call to call"
   else:
+    if corrected:
+      require_contraction(name, codec, "`residual=None`")
     return cast(Codec, codec)
   raise ValueError(
     f"`{name}` must {rule}, got {codec}; choose EightBit, QSGD, FloatCast, Natural, "

@@ -192,6 +192,12 @@ class PowerSGD(InRounds):
     """The codec of both factors."""
     return Dense() if self.bits == 32 else QSGD(bits=8, rounding="nearest")
 
+  @property
+  def contraction(self) -> float:
+    # A random subspace of `rank` dimensions holds so much of a matrix.
+    share = self.rank / max(self.matrix) if self.matrix else 0.0
+    return min(1.0, share) or super().contraction
+
   def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
     """Returns the left factor and the right one, or the longer, columns as rows."""
     m, n = self._shape

@@ -1,6 +1,7 @@
 """Random-k: sends a random element of every stride, the same one on all workers."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
@@ -78,6 +79,10 @@ class RandomK(sparse.SparseRows):
   def __post_init__(self) -> None:
     object.__setattr__(self, "density", sparse.checked_density(self.density))
     object.__setattr__(self, "range_size", sparse.checked_range(self.range_size))
+
+  @property
+  def contraction(self) -> float:
+    return 1 / math.ceil(1 / self.density)
 
   @property
   def sums(self) -> Sum:

@@ -9,6 +9,7 @@ from jax import Array
 
 from gradcomp._src.bibliography import BERNSTEIN_2018, KARIMIREDDY_2019, Citation
 from gradcomp._src.checks import bucket, one_of
+from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
@@ -43,7 +44,7 @@ class Sign(Codec):
 
   With ``scale="one"`` workers send signs and nothing else: ``1 + 2 / bucket_size`` bits
   an element. What comes back is in units of its own, so every leaf is encoded, however
-  small, and ``feedback=None`` suits it: a residual would never come down to zero. With
+  small, and it needs ``feedback=None``: a residual would never come down to zero. With
   N workers the result is the mean of the signs, or with ``vote="majority"``
 
   .. math:: \mathrm{sgn} \Bigl( \sum_k \mathrm{sgn}(v_i^{(k)}) \Bigr)
@@ -112,6 +113,11 @@ class Sign(Codec):
         '`vote` must be "mean" for signs with the mean magnitude of their bucket, got '
         '"majority"; use scale="one".'
       )
+
+  @property
+  def contraction(self) -> float:
+    # A unit is not smaller for a small gradient.
+    return 0.0 if self.scale == "one" else contractions.of_signs(self.bucket_size)
 
   @property
   def sums(self) -> Sum:

@@ -10,6 +10,7 @@ from jax import Array
 
 from gradcomp._src import checks
 from gradcomp._src.bibliography import WEN_2017, Citation
+from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
@@ -43,7 +44,9 @@ class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
   itself is a bias: at 2.5 it shortens a Gaussian gradient by 1.1 % and turns it by 2.8
   degrees. The variance of an element is :math:`|f| (s - |f|)`. It is large, and without
   clipping it grows with the leaf. No residual is kept by default, because rounding
-  errors may be longer than the gradient, and a residual could grow without bound.
+  errors may be longer than the gradient. Error feedback refuses the codec, whose
+  residual grows, but for small buckets without shared scales, for fewer sigmas, and for
+  ``rounding="nearest"``.
 
   A payload has 2 bits an element, or 1.6 with ``packing="base3"`` (20 in a word), and
   one scale a leaf, in whole rows of 8192 or 10240 elements. Sums of N workers' codes
@@ -128,6 +131,16 @@ class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
         '`clip_sigmas` must be a number with scaler="sigma", got None; use '
         'scaler="clipped".'
       )
+
+  @property
+  def contraction(self) -> float:
+    draws, size = self.needs_key, self.bucket_size
+    shared = contractions.SHARING if self.share_scale and size else 1
+    energy = contractions.of_levels(1, size and shared * size, draws=draws)
+    if self.clip_sigmas is not None:
+      energy = min(energy, contractions.of_clipped(self.clip_sigmas))
+      energy = max(energy, 18 / self.clip_sigmas**2)  # what is clipped waits
+    return contractions.of_energy(energy, draws=draws)
 
   @property
   def _form(self) -> ternary.Form:

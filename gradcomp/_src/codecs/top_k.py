@@ -151,6 +151,10 @@ class TopK(sparse.SparseRows):
     checks.optional_one_of("implementation", Implementation, self.implementation)
 
   @property
+  def contraction(self) -> float:
+    return self.density
+
+  @property
   def sums(self) -> Sum:
     if self.dtype == jnp.float16:
       beyond = (

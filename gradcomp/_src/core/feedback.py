@@ -18,7 +18,7 @@ from gradcomp._src.bibliography import (
   Citation,
 )
 from gradcomp._src.checks import flag, share_above_0, share_below_1
-from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec, require_contraction
 from gradcomp._src.core import residual_storage
 from gradcomp._src.core.residual_storage import Storage, Stored
 from gradcomp._src.exchange.step import Reduced
@@ -99,6 +99,9 @@ class ErrorFeedback(NoFeedback):
   each block: the elements of a block, at most 256 of the last axis, lose less than
   :math:`1/63` of the largest. Where residuals keep their old value, because something
   is not finite, it is the old one up to such a rounding.
+
+  It refuses a codec with a ``contraction`` of 0, whose residual would grow: see
+  :class:`gradcomp.codecs.Codec`.
 
   Attributes:
     residual_dtype: how residuals are stored: ``float32``, ``bfloat16`` or ``"int8"``.
@@ -266,7 +269,15 @@ class EF21(NoFeedback):
     return reduced._replace(mean=mean, unsent=own, own=[None] * len(own))
 
 
-def as_feedback(given: Any, codec: LeafCodec) -> Feedback:
+def as_feedback(given: Any, codec: LeafCodec, name: str = "codec") -> Feedback:
+  """Returns a codec's feedback; ValueError for none, or if its residual would grow."""
+  rule = _as_feedback(given, codec)
+  if rule.keeps:
+    require_contraction(name, codec, "feedback=None")
+  return rule
+
+
+def _as_feedback(given: Any, codec: LeafCodec) -> Feedback:
   """Returns the feedback of a short form, or the object itself; else ValueError."""
   auto = NoFeedback if codec.unbiased else ErrorFeedback
   short: dict[str, type[Feedback]] = {

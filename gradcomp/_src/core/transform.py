@@ -81,11 +81,12 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
     warns if their second stage loses something for that.
 
   Raises:
-    ValueError: an option is bad, or the codec or the axes do not allow the exchange. In
-      ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
-      gradients are already reduced; residuals have other shapes than it needs; or
-      another process of the run has other options. In both, parameters are visibly
-      sharded over an axis that is averaged over.
+    ValueError: an option is bad, the codec or the axes do not allow the exchange, or
+      the codec's residual would grow: see ``contraction`` of
+      :class:`gradcomp.codecs.Codec`. In ``update``: an axis is not bound; there are
+      manual axes and no ``axis_name``; gradients are already reduced; residuals have
+      other shapes than it needs; or another process of the run has other options. In
+      both, parameters are visibly sharded over an axis that is averaged over.
     TypeError: ``codec`` is not one; in ``update``, a gradient leaf is neither real nor
       complex floating point, or ``jax.grad`` differentiates through it.
 

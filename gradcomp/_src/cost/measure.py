@@ -211,4 +211,5 @@ def updates(codec: LeafCodec, shape: tuple[int, ...]) -> list[Callable[[], Any]]
 
     return call
 
-  return [stepping(None), stepping(ErrorFeedback())]
+  kept = ErrorFeedback() if codec.contraction > 0 else None  # which refuses the others
+  return [stepping(None), stepping(kept)]

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from gradcomp._src.codecs.policy import stateless
-from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec, require_contraction
 from gradcomp._src.mesh.axes import (
   AxisName,
   as_axis_name,
@@ -47,7 +47,7 @@ def reshard(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-def reshard(  # noqa: PLR0913 - options of users, by keyword
+def reshard(  # noqa: PLR0912, PLR0913 - checks and options of users, by keyword
   x: jax.Array,
   spec: PartitionSpec | None = None,
   *,
@@ -101,6 +101,8 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
            [31., 42.]], dtype=float32)
   """
   codec = stateless("codec", codec)
+  if residual is not None:
+    require_contraction("codec", codec, "`residual=None`")
   key = checked_key(key, codec)
   x = checked_floats(x)
   if (spec is None) == (axis_name is None):

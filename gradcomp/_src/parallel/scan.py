@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from gradcomp._src.codecs.protocol import LeafCodec, is_codec
+from gradcomp._src.codecs.protocol import LeafCodec, is_codec, require_contraction
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import ErrorFeedback, NoFeedback
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
@@ -209,6 +209,8 @@ def _options(
       "`codec` must send every element, and work without error feedback, where "
       f"`residual` is None, got {codec}; start with gradcomp.parallel.scan_residual."
     )
+  if keeps:
+    require_contraction("codec", codec, "`residual=None`")
   way = as_exchange(exchange)
   if not way.sends:
     raise ValueError(

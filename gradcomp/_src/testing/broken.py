@@ -32,7 +32,7 @@ class BrokenLaw(AssertionError):
 
 
 def law(look: str = "") -> Callable[[Callable[P, Findings]], Callable[P, None]]:
-  """Makes a law of a generator of findings, by raising the first one that is broken."""
+  """Makes a law of findings; it raises the first broken one, and names all errors."""
 
   def declared(function: Callable[P, Findings]) -> Callable[P, None]:
     @functools.wraps(function)
@@ -44,8 +44,13 @@ def law(look: str = "") -> Callable[[Callable[P, Findings]], Callable[P, None]]:
             place = elsewhere[0] if elsewhere else look
             # In the law, so that a traceback shows its line, and the error that it saw.
             findings.throw(BrokenLaw(name, subject, expected, found, place))
+      except BrokenLaw:
+        raise
       except Exception as error:
-        error.add_note(f"While trying gradcomp.testing.laws.{name}.")
+        told = f"{name}: {error}"
+        error.args = (told,)
+        if str(error) != told:  # its text is not that of its arguments
+          raise RuntimeError(f"{name}: {error!r}") from error
         raise
 
     returning = inspect.signature(function).replace(return_annotation=None)

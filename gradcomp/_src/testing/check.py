@@ -44,6 +44,11 @@ class CheckOptions:
       multiplies matrices, because a compiler chooses the order of their sums.
     keeps_range: whether rows can hold all float16 numbers, and sums of four of them:
       not for a codec that casts to a smaller type without a scale.
+    most_error: the largest share of its energy that a leaf loses, if the codec is
+      biased; None for ``1 - contraction``. Above 1 for a codec that sends units.
+    most_growth: the share by which a decoded leaf may grow when it is sent again, if
+      the codec is biased: larger for a scale that rounding to nearest changes, as it
+      changes an l2 norm.
 
   Raises:
     ValueError: ``draws`` is below 1.
@@ -57,6 +62,8 @@ class CheckOptions:
   most_variance: float = 1.0
   same_bits: bool = True
   keeps_range: bool = True
+  most_error: float | None = None
+  most_growth: float = 0.005
 
   def __post_init__(self) -> None:
     static_integer("draws", _COUNT_RULE, self.draws, least=1)
@@ -188,6 +195,9 @@ def codec_laws(
     yield Law(laws.non_finite_elements_are_seen, codec, bad=bad, spoils=options.spoils)
   if options.constants:
     yield Law(laws.constants_are_exact, codec, tuple(options.constants))
+  yield Law(laws.errors_are_contractions, codec, most_error=options.most_error)
+  yield Law(laws.decoded_leaves_do_not_grow, codec, most=options.most_growth)
+  yield Law(laws.residuals_are_bounded, codec)
   yield Law(laws.odd_sizes_work, codec, tuple(options.sizes))
   if not options.own_statistics and leaves.tile_of(codec) is not None and first.of_leaf:
     yield Law(laws.zeros_behind_change_nothing, codec)
@@ -204,7 +214,8 @@ def codec_laws(
         yield Law(laws.half_precision_keeps_its_range, codec, partial)
     yield Law(laws.large_numbers_keep_their_size, codec)
   gradients = [laws.gradients_like(_params(shape), workers, seed) for seed in (0, 1)]
-  given: Any = {"axis_name": "data", "feedback": "error", "min_leaf_size": 0}
+  feedback = "error" if codec.contraction > 0 else None  # which refuses the others
+  given: Any = {"axis_name": "data", "feedback": feedback, "min_leaf_size": 0}
   for exchange in map(as_exchange, exchanges):
     if getattr(exchange, "way", None) not in refused:
       tx = compress(codec, exchange=exchange, **given)

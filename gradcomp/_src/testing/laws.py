@@ -11,6 +11,11 @@ A law raises :class:`gradcomp.testing.BrokenLaw`, or returns. These are its argu
 """
 
 from gradcomp._src.testing.conservation import nothing_is_lost
+from gradcomp._src.testing.errors import (
+  decoded_leaves_do_not_grow,
+  errors_are_contractions,
+  residuals_are_bounded,
+)
 from gradcomp._src.testing.leaves import gradients_like
 from gradcomp._src.testing.noise import (
   elements_draw_apart,
@@ -54,6 +59,8 @@ from gradcomp._src.testing.values import (
 )
 
 __all__ = ["nothing_is_lost", "gradients_like"]
+__all__ += ["decoded_leaves_do_not_grow", "errors_are_contractions"]
+__all__ += ["residuals_are_bounded"]
 __all__ += ["elements_draw_apart", "errors_of_workers_cancel", "key_decides_the_bits"]
 __all__ += ["mean_is_the_leaf", "workers_choose_alike"]
 __all__ += ["bytes_are_the_claim", "half_precision_is_computed_in_float32"]

@@ -59,7 +59,9 @@ def is_a_value(codec: LeafCodec) -> Findings:
 
 @law()
 def facts_are_plain(codec: LeafCodec) -> Findings:
-  """Facts are bools and positive integers that do not depend on a leaf's values.
+  """Facts are plain numbers that do not depend on a leaf's values.
+
+  They are bools and positive integers, and a float from 0 to 1 for ``contraction``.
 
   Example:
     >>> gradcomp.testing.laws.facts_are_plain(gradcomp.codecs.TopK(density=0.1))
@@ -75,6 +77,10 @@ def facts_are_plain(codec: LeafCodec) -> Findings:
     sign = "" if kind is bool else "positive "
     expected = f"have a {sign}{kind.__name__} for `{name}`"
     yield codec, expected, found, f"the property `{name}`"
+  share = codec.contraction
+  found = None if type(share) is float and 0 <= share <= 1 else f"it is {share!r}"
+  expected = "have a float from 0 to 1 for `contraction`"
+  yield codec, expected, found, "the property `contraction`"
 
 
 @law(look="`encode`")

@@ -53,8 +53,8 @@ class CompressOptions(ExchangeOptions, total=False):
       ``"momentum"``, or :class:`gradcomp.MomentumFeedback`, does so with a momentum of
       each worker's gradients in place of the gradient. ``"ef21"``, see
       :class:`gradcomp.contrib.EF21`, sends its difference to an estimate.
-      ``"auto"`` is ``"error"`` for biased codecs, and None for others. Default:
-      ``"auto"``.
+      ``"auto"`` is ``"error"`` for biased codecs, and None for others. All but None
+      need a codec with a ``contraction`` above 0. Default: ``"auto"``.
     min_leaf_size: elements, 0 or more: leaves with fewer travel in float32, in the same
       message, or in one of their own where sums of codes are exact. With None these are
       the smallest leaves that together hold less than 0.5 % of all elements, or 0.01 %

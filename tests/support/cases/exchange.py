@@ -141,6 +141,8 @@ def plain_and_slow(cases, *plain):
 @functools.cache  # for modes, which compiles once a transformation
 def transformation(codec, exchange, workers, **options):
   exchange = modes.grouped(exchange, 2 if workers % 2 == 0 else 1)
+  if options.get("feedback", not codec.unbiased):
+    codec = laws.kept(codec)
   return gradcomp.compress(codec, axis_name="data", exchange=exchange, **options)
 
 

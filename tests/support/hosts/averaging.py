@@ -34,7 +34,7 @@ from gradcomp.codecs import (
   Ternary,
 )
 from gradcomp.exchange import Hierarchical
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.hosts.moved import moved
 from tests.support.hosts.sharded import CUT, gradients
 
@@ -90,7 +90,8 @@ def exchange(name, hosts, between=lambda state: state):
   The state passes through ``between`` before the second.
   """
   mesh = modes.mesh(hosts)
-  transformation = gradcomp.compress(**CASES[name], axis_name="data", feedback="error")
+  given = CASES[name] | {"codec": laws.kept(CASES[name]["codec"])}
+  transformation = gradcomp.compress(**given, axis_name="data", feedback="error")
   steps = [gradients(hosts, step) for step in range(2)]
   with jax.set_mesh(mesh):
     state = transformation.init(jax.tree.map(lambda leaf: leaf[0], steps[0]))

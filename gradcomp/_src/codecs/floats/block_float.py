@@ -10,6 +10,7 @@ from jax.lax import bitcast_convert_type
 
 from gradcomp._src.bibliography import MISHRA_2025, NVIDIA_2025, ROUHANI_2023, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_integer
+from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.records import (
   ArrayLike,
@@ -158,6 +159,11 @@ class BlockFloat(quantizing.RoundsAtRandom):
       return (formats,)
     up = Citation(MISHRA_2025, "Scales are rounded up, and elements at random.")
     return formats, up
+
+  @property
+  def contraction(self) -> float:
+    # Largest elements are clipped to nearest, and few bits are far apart near zero.
+    return contractions.of_energy(0.12 if self.element == "e2m1" else 0.03)
 
   @property
   def tile_size(self) -> int:

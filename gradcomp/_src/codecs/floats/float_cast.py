@@ -9,6 +9,7 @@ from jax import Array
 
 from gradcomp._src.bibliography import HAN_2021, MICIKEVICIUS_2017, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_factor, static_integer
+from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.numbers import Numbers
 from gradcomp._src.codecs.sums.records import (
@@ -172,6 +173,15 @@ class FloatCast(Codec):
   def format(self) -> FloatFormat:
     """The number format."""
     return FloatFormat(self.exponent_bits, self.mantissa_bits)
+
+  @property
+  def contraction(self) -> float:
+    fmt, draws = self.format, self.needs_key
+    lost = contractions.of_floats(2.0**-self.mantissa_bits, self.rounding)
+    if self.scale == "auto":  # small elements have numbers of equal distances
+      top = 2.0**fmt.max_exponent / self.addends
+      lost += contractions.of_levels(max(2, top / fmt.smallest / 2), None, draws=draws)
+    return contractions.of_energy(lost, draws=draws)
 
   @property
   def sums(self) -> Sum:

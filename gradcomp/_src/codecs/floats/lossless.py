@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.kernels import lossless
@@ -54,6 +55,10 @@ class Lossless(Codec):
 
   tile_size: ClassVar[int] = lossless.PLANES * lossless.COLUMNS
   row_words: ClassVar[int] = lossless.ROW_WORDS
+
+  @property
+  def contraction(self) -> float:
+    return contractions.of_energy(contractions.of_floats(2.0**-7, "nearest"))
 
   @property
   def largest(self) -> float:

@@ -7,6 +7,7 @@ from jax import Array
 
 from gradcomp._src.bibliography import HORVATH_2019, Citation
 from gradcomp._src.checks import one_of, optional_one_of
+from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.quantizing import RoundsAtRandom
 from gradcomp._src.codecs.sums.records import Context, Rounding
 from gradcomp._src.codecs.tiles import codec_dither
@@ -86,6 +87,10 @@ class Natural(RoundsAtRandom):
   def __post_init__(self) -> None:
     one_of("rounding", Rounding, self.rounding)
     optional_one_of("implementation", Implementation, self.implementation)
+
+  @property
+  def contraction(self) -> float:
+    return contractions.of_energy(contractions.of_floats(1.0, self.rounding))
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     form = float_cast.Form(

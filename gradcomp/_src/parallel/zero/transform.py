@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from gradcomp._src.bibliography import JIA_2024, RAJBHANDARI_2020, Citation, cites
 from gradcomp._src.checks import optional_size
-from gradcomp._src.codecs.protocol import LeafCodec, is_codec
+from gradcomp._src.codecs.protocol import LeafCodec, is_codec, require_contraction
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core import agreement
 from gradcomp._src.core.compression import Across, Compression, Dither, paths_of
@@ -160,7 +160,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     "min_leaf_size": optional_size("min_leaf_size", "elements", min_leaf_size),
     "message_bytes": optional_size("message_bytes", "bytes", message_bytes),
   }
-  keeper = as_feedback(feedback, grads)
+  keeper = as_feedback(feedback, grads, "grads")
   if keeper.estimates:
     raise ValueError(
       '`feedback` must be None, "auto", "error" or "momentum" where owners keep the '
@@ -304,6 +304,7 @@ def _check_codecs(grads: Any, params: Any) -> None:
       f"`params` must be a codec whose rows can be decoded alone, got {params}, whose "
       "workers agree on a scale; give it scales of its own (share_scale=False)."
     )
+  require_contraction("params", last, "params=gradcomp.codecs.Dense()")
 
 
 def _check_given(state: Any, params: Any) -> None:
