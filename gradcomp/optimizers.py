@@ -1,4 +1,4 @@
-"""Optimizers whose workers exchange compressed momenta in place of gradients."""
+"""Optimizers that exchange compressed momenta in place of gradients."""
 
 from gradcomp._src.optimizers.adam import adam
 from gradcomp._src.optimizers.local_adam import DoublingGaps, LocalMomentsState

@@ -97,7 +97,7 @@ def measured(
     rows = jnp.concatenate([own, jnp.stack(_columns(map(_of_all, group, true)))])
     if others:
       rows = _sum(rows, others)
-    sums = Sums(*rows, equal=rows[0])
+    sums = Sums(*rows, rows[0])
     same = (sums.true >= _SAME * sums.gradient) & (size > 1)
     found.append(sums._replace(equal=jnp.where(same, sums.size, 0.0)))
   order = np.argsort([i for numbers in groups.values() for i in numbers])
@@ -106,13 +106,13 @@ def measured(
 
 
 def _of_worker(leaf: WorkerLeaf) -> tuple[jax.Array, ...]:
-  """Returns what each worker has of its own of a leaf."""
+  """Returns the sums of a leaf that differ between workers."""
   squared = map(squares, (leaf.gradient, leaf.residual, leaf.corrected, leaf.unsent))
   return *squared, jnp.sum(leaf.sent == 0, dtype=jnp.float32)
 
 
 def _of_all(leaf: WorkerLeaf, true: jax.Array) -> tuple[jax.Array, ...]:
-  """Returns what all workers have of a leaf: size, result, and the mean gradient."""
+  """Returns the sums of a leaf that all workers share: size, result, mean gradient."""
   product = jnp.sum(leaf.mean * true)
   return jnp.float32(true.size), squares(leaf.mean), squares(true), product
 

@@ -270,7 +270,7 @@ def _on_mesh(update: Update, axes: AxisName) -> Update:
 
 
 def _check_not_averaged(opt_state: Any) -> None:
-  """Raises ValueError for schedule_free that averages what moves once in a round."""
+  """Raises ValueError for schedule_free around local steps."""
   averages = lambda x: isinstance(x, optax.contrib.ScheduleFreeState)
   for node in jax.tree.leaves(opt_state, is_leaf=averages):
     if averages(node) and any(

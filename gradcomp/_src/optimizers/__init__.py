@@ -1,1 +1,1 @@
-"""Optimizers whose workers exchange compressed momenta in place of gradients."""
+"""Optimizers that exchange compressed momenta in place of gradients."""

@@ -116,7 +116,7 @@ class OverlapReport:
 
 
 def _sent(overlaps: Iterable[Overlap]) -> int:
-  """Returns the bytes of collectives, and of each conditional those of one branch."""
+  """Returns the bytes of collectives, with one branch of each conditional."""
   return dearest((x.collective for x in overlaps), lambda x: x.times * x.bytes_sent)
 
 

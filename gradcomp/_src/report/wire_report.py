@@ -338,7 +338,7 @@ def _taken_again(found: Sequence[hlo.Found]) -> set[int]:
 
 
 def _averaged(x: Collective, *, workers: int) -> int:
-  """Returns the number of elements of the means over so many workers."""
+  """Returns the number of elements of the means over N workers."""
   return sum(size for size, number in x.means if number == workers)
 
 
