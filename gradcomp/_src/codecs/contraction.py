@@ -1,4 +1,4 @@
-"""Contractions of codecs, by the energy of their residuals over that of a gradient.
+"""Contractions of codecs, by the energy of residuals over the energy of a gradient.
 
 They bound what 200 steps of error feedback gave, of one gradient and of fresh ones, as
 ``gradcomp.testing.laws.residuals_are_bounded`` tries them.

@@ -97,7 +97,7 @@ def measured(
     rows = jnp.concatenate([own, jnp.stack(_columns(map(_of_all, group, true)))])
     if others:
       rows = _sum(rows, others)
-    sums = Sums(*rows, rows[0])
+    sums = Sums._make([*rows, rows[0]])
     same = (sums.true >= _SAME * sums.gradient) & (size > 1)
     found.append(sums._replace(equal=jnp.where(same, sums.size, 0.0)))
   order = np.argsort([i for numbers in groups.values() for i in numbers])

@@ -24,7 +24,7 @@ _SLACK = 1.05  # of a mean over as many keys as that, and of leaves as short as 
 def errors_are_contractions(
   codec: LeafCodec, x: ArrayLike | None = None, *, most_error: float | None = None
 ) -> Findings:
-  """A leaf loses no more of its energy than the codec says: ``1 - contraction``.
+  """A leaf loses no more of its energy than the codec states: ``1 - contraction``.
 
   The squared error over the squared length is tried on a Gaussian leaf, and on one with
   another magnitude at each position. It is the mean over 16 keys, if the codec draws,
