@@ -88,8 +88,7 @@ trainers:  ## run trainers of other projects, made to send 4 bits
 breaks: $(VENV)/.installed-dev  ## break the library on purpose: the tests must see it
 	$(python) -m tests.breaks.run $(ARGS)
 
-# JAX and optax are all that it needs of the environment.
-budgets: $(VENV)/.installed-dev  ## lower tests/project/budgets.toml to what is there
+budgets: $(VENV)/.installed-lint  ## lower tests/project/budgets.toml to what is there
 	@$(python) -m tests.project.budgets $(ARGS)
 
 nightly:  ## run all checks of .ci/steps, of which a merge takes some in turns, the cheapest first

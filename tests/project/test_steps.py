@@ -51,7 +51,7 @@ def test_each_step_has_its_place_and_its_turn_is_short():
   assert {where for _, where, *_ in ROWS} == {"gate", "night", *map(str, range(TURNS))}
   for turn in range(TURNS):
     assert sum(row[3] for row in ROWS if row[1] == str(turn)) <= 10, turn
-  assert sum(row[3] for row in ROWS if row[1] == "gate") + 10 <= 48  # minutes
+  assert sum(row[3] for row in ROWS if row[1] == "gate") + 10 <= 45  # minutes
 
 
 def test_the_turn_is_a_number():
