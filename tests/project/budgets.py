@@ -9,6 +9,7 @@ import argparse
 import inspect
 import json
 import re
+import sys
 import tomllib
 from collections import Counter
 
@@ -132,8 +133,10 @@ def main():
   FILE.write_text(written(text, budgets))
   for name, count in sums(found).items():
     print(f"{count:>8,} {name}, and {budgets['goals'][name]:,} is the goal")
-  for problem in problems(found, budgets):
+  above = problems(found, budgets)
+  for problem in above:
     print(f"{problem}; --raise WHY would raise it")
+  sys.exit(bool(above))
 
 
 if __name__ == "__main__":
