@@ -22,9 +22,9 @@ schema := $(VENV)/bin/check-jsonschema --builtin-schema vendor
 # Warnings are errors.
 sphinx := JAX_PLATFORMS=cpu $(python) -m sphinx -qW --keep-going -d docs/_build/doctrees
 
-.PHONY: help train train-lm data test test-core test-lowest test-all trainers breaks lint \
-  types docs release-check bench bench-quick links evidence evidence-status evidence-times gpu-check \
-  ptx-check aot test-ray clean
+.PHONY: help train train-lm smoke data test test-slow test-core test-lowest test-newest test-all \
+  trainers breaks budgets nightly lint types docs release-check bench bench-quick links evidence \
+  evidence-status evidence-times gpu-check ptx-check aot aot-check test-ray clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -34,6 +34,12 @@ train: $(VENV)/.installed-examples  ## train the example with several codecs and
 
 train-lm: $(VENV)/.installed-examples  ## the same of the language model
 	$(python) -m examples.language_model --compare $(ARGS)
+
+smoke: $(VENV)/.installed-examples  ## train some steps, which must leave a table and a plot
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	$(python) -m examples.image_classification --compare f32 qsgd-4 --steps 4 --evaluate-every 2 \
+	  --data-dir $$folder/data --output $$folder/results && \
+	test -s $$folder/results/summary.csv -a -s $$folder/results/curves.png
 
 data: $(VENV)/.installed-examples  ## prepare Fashion-MNIST, MNIST and the Brown corpus in datasets/
 	$(python) -W ignore -m benchmarks.study.mirrors.prepare $(ARGS)
@@ -49,6 +55,10 @@ endef
 test: $(VENV)/.installed-dev  ## run the tests and doctests, but for slow ones
 	$(run-tests)
 
+test-slow: pytest += --only-slow
+test-slow: $(VENV)/.installed-dev  ## run slow tests alone, with ARGS='--slow all' or a share of them
+	$(run-tests)
+
 test-core: pytest += --ignore tests/benchmarks --ignore tests/examples
 test-core: $(VENV)/.installed-test  ## the same of the library alone, which needs few packages
 	$(run-tests)
@@ -57,6 +67,14 @@ test-lowest:  ## the same on the lowest versions of JAX, optax and NumPy
 	@$(MAKE) VENV=.venv-lowest .venv-lowest/.made-by-$(version)
 	@$(PYTHON) -c '$(lowest)' > .venv-lowest/constraints.txt
 	@PIP_CONSTRAINT=.venv-lowest/constraints.txt $(MAKE) VENV=.venv-lowest test-core
+
+# The newest JAX needs Python 3.12. A shim of pyenv runs what PYENV_VERSION says.
+NEWEST ?= 3.12
+test-newest:  ## run the library's tests on the newest JAX, if there is a Python for it
+	@if newest=$$(PYENV_VERSION=$(NEWEST) python$(NEWEST) -c 'import sys; print(sys.executable)'); then \
+	  $(MAKE) test PYTHON="$$newest" VENV=.venv-newest \
+	    ARGS='$(ARGS) --ignore tests/benchmarks --ignore tests/project'; \
+	else echo "skipped: the newest JAX, there is no python$(NEWEST) here"; fi
 
 test-all: $(VENV)/.installed-dev  ## run all tests, compiled as users compile
 	$(pytest) --slow all --optimize $(ARGS)
@@ -69,6 +87,12 @@ trainers:  ## run trainers of other projects, made to send 4 bits
 
 breaks: $(VENV)/.installed-dev  ## break the library on purpose: the tests must see it
 	$(python) -m tests.breaks.run $(ARGS)
+
+budgets: $(VENV)/.installed-lint  ## lower tests/project/budgets.toml to what is there
+	@$(python) -m tests.project.budgets $(ARGS)
+
+nightly:  ## run all checks of .ci/steps, of which a merge takes some in turns, the cheapest first
+	@bash .ci/run nightly $(ARGS)
 
 lint: $(VENV)/.installed-lint  ## check code, pages, words, forms and workflows
 	$(python) -m ruff check
@@ -142,6 +166,9 @@ ptx-check:  ## compile the kernels for Hopper without a GPU
 aot:  ## compile codecs and train steps for TPUs and GPUs that are not here
 	@$(MAKE) VENV=.venv-accelerators .venv-accelerators/.installed-accelerators
 	.venv-accelerators/bin/python -W ignore -m benchmarks.compilers $(ARGS)
+
+aot-check: aot  ## the same, and the tests of its tables
+	.venv-accelerators/bin/python -m pytest -n 0 tests/benchmarks/test_compiled_*.py
 
 clean:  ## remove virtual environments, builds and caches
 	rm -rf .venv .venv-* dist docs/_build docs/api/generated .hypothesis .*_cache

@@ -263,6 +263,7 @@ def arguments() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   add = parser.add_argument
   add("--only", default="", metavar="TEXT", help="breaks that have this in their table")
+  add("--share", nargs=2, type=int, default=(0, 1), metavar=("K", "N"))
   add("--list", action="store_true", help="run nothing, but look whether edits apply")
   add("--output", type=Path, metavar="FILE", help="where to write the table")
   add("--verbose", action="store_true", help="show what pytest prints")
@@ -271,7 +272,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
   options = arguments()
-  breaks = read(options.only)
+  first, step = options.share
+  breaks = read(options.only)[first::step]
   problems = {}
   for case in breaks:
     try:

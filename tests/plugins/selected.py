@@ -23,6 +23,9 @@ def add_options(parser: pytest.Parser) -> None:
     help="run slow tests as well: all, or the K-th of N shares of them",
   )
   parser.addoption(
+    "--only-slow", action="store_true", help="leave out tests that are not slow"
+  )
+  parser.addoption(
     "--files",
     type=share,
     default=(0, 1),
@@ -78,6 +81,7 @@ class Selected:
 
   def __init__(self, config: pytest.Config) -> None:
     self._slow, self._files = config.getoption("--slow"), config.getoption("--files")
+    self._plain = not config.getoption("--only-slow")
 
   def pytest_report_header(self) -> str:
     named = lambda k, n: f"share {k} of {n}" if n else "none"
@@ -92,9 +96,8 @@ class Selected:
   def _runs(self, item: pytest.Item) -> bool:
     file = item.nodeid.partition("::")[0]
     slow = item.get_closest_marker("slow") is not None
-    return _within(file, *self._files) and (
-      not slow or _within(item.nodeid, *self._slow)
-    )
+    chosen = _within(item.nodeid, *self._slow) if slow else self._plain
+    return chosen and _within(file, *self._files)
 
 
 def _within(name: str, number: int, shares: int) -> bool:

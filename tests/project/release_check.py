@@ -24,7 +24,7 @@ PYTEST = ("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "-m", "not 
 # Addresses of the package page that lead into the repository.
 OURS = re.compile(
   r"https://(?:github|raw\.githubusercontent)\.com/gradcomp/gradcomp/"
-  r"(?:(?:blob/)?v(?P<version>[^/]+)/(?P<file>[^#]+)|actions/workflows/(?P<run>[^/]+))"
+  r"(?:blob/)?v(?P<version>[^/]+)/(?P<file>[^#]+)"
 )
 SITE = re.compile(r"https://gradcomp\.readthedocs\.io/en/stable/([\w/-]*)(?:\.html)?")
 
@@ -72,10 +72,9 @@ def check_page(wheel):
   assert any(map(OURS.match, links)) and any(map(SITE.match, links)), links
   for link in links:
     assert link.startswith("https://"), f"{link} is relative on the package page"
-    if ours := OURS.fullmatch(link.removesuffix("/badge.svg")):
-      file = ours["file"] or f".github/workflows/{ours['run']}"
-      assert ours["version"] in (version, None), f"{link} is not of {version}"
-      assert (ROOT / file).exists(), f"{link} leads nowhere"
+    if ours := OURS.match(link):
+      assert ours["version"] == version, f"{link} is not of {version}"
+      assert (ROOT / ours["file"]).exists(), f"{link} leads nowhere"
     elif site := SITE.match(link):
       sources = ROOT.glob(f"docs/{site[1] or 'README'}.*")
       assert list(sources), f"{link} leads nowhere"
@@ -116,6 +115,10 @@ def check_wheel(wheel, folder):
   for name in ("conftest.py", "pyproject.toml"):
     shutil.copy(ROOT / name, here["cwd"])
   shutil.copytree(ROOT / "tests" / "plugins", here["cwd"] / "tests" / "plugins")
+  (here["cwd"] / "tests" / "project").mkdir()
+  shutil.copy(
+    ROOT / "tests" / "project" / "budgets.toml", here["cwd"] / "tests" / "project"
+  )
   return last(installs.run(*PYTEST, "--pyargs", "gradcomp", **here, **CACHE))
 
 

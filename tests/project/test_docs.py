@@ -1,6 +1,7 @@
 """Every page's code runs, its links lead somewhere, and its tables are the records'."""
 
 import ast
+import inspect
 import itertools
 import re
 import socket
@@ -10,9 +11,12 @@ from unittest import mock
 import jax
 import pytest
 
+from gradcomp import codecs
 from gradcomp._src.checks import see
+from gradcomp.codecs import Codec, PowerSGD
+from gradcomp.contrib import Eden
 from tests.project import architecture_page, result_tables
-from tests.support import pages
+from tests.support import laws, pages
 from tests.support.installs import run
 
 README = pages.ROOT / "README.md"
@@ -265,6 +269,20 @@ def test_tables_of_results_have_a_record_or_say_that_they_have_none(page):
       studied = header.startswith(STUDIED)
       said = re.search(r"No record of these|Listed by hand", before)
       assert marked or studied or said, f"{name(page)}: {header}"
+
+
+def test_the_table_of_codecs_has_the_papers_that_they_declare():
+  """A codec of the library is one of the cases, from which its laws and hashes come."""
+  kinds = {type(codec) for codec in laws.CODECS} | {Codec, PowerSGD}  # averages twice
+  public = {x for x in vars(codecs).values() if inspect.isclass(x)}
+  assert {x for x in public if issubclass(x, Codec)} == kinds
+  text = (FOLDER / "methods" / "codecs.md").read_text()
+  rows = re.findall(r"^\| `(?:gradcomp\.|compress\().*\| (.*) \|$", text, re.M)
+  named = {name.lower() for row in rows for name in row.split(", ")}
+  for codec in (*laws.CODECS, PowerSGD, Eden):
+    for bibtex, _ in getattr(codec, "citations", ()):
+      author, year = re.match(r"@\w+{([a-z]+)(\d{4})", bibtex).groups()
+      assert f"{author} {year}" in named, codec
 
 
 def test_every_record_is_named_by_a_page():

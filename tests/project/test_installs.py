@@ -4,6 +4,7 @@
 """
 
 import re
+import shlex
 import zipfile
 
 import pytest
@@ -12,7 +13,7 @@ from tests.support import installs, pages
 from tests.support.installs import run
 from tests.support.pages import ROOT
 
-PLAN = ("-m", "gradcomp", "plan", "--params", "1e6", "--workers", "2", "--gbit", "1")
+FRONT_PAGE = pages.read(ROOT / "README.md")[0]
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +27,16 @@ def place(tmp_path_factory):
 
 def test_the_front_page_runs(place):
   """Pasted, and saved as a file."""
-  (block,) = [x for x in pages.read(ROOT / "README.md")[0] if x.language == "python"]
+  (block,) = [x for x in FRONT_PAGE if x.language == "python"]
   said = run("-W", "error", "-c", block.text, **place)
   assert "0.127 x the bytes of a plain f32 mean" in said
 
 
 def test_the_command_line_runs(place):
-  assert "QSGD-4" in run(*PLAN, **place)
+  """As the front page calls it."""
+  (block,) = [x for x in FRONT_PAGE if x.language == "console"]
+  (line,) = re.findall(r"^python (-m gradcomp plan .*)$", block.text, re.M)
+  assert "QSGD-4" in run(*shlex.split(line, comments=True), **place)
 
 
 @pytest.mark.slow

@@ -4,17 +4,20 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from tests.plugins import selected
 from tests.support.pages import ROOT
 
+OLDEST = jax.__version_info__ < (0, 11)  # whose programs the budget counts
+
 CONFTEST = """
-import jax
+import os, jax
 from tests.plugins import costs, selected
 
 jax.config.update("jax_platforms", "cpu")
-costs.PROGRAMS = 2
+costs.PROGRAMS = int(os.environ["PROGRAMS"])
 
 def pytest_addoption(parser):
   selected.add_options(parser)
@@ -47,12 +50,14 @@ def test_compiles(size):
 def test_a_run_with_the_plugins(tmp_path):
   (tmp_path / "conftest.py").write_text(CONFTEST)
   (tmp_path / "test_it.py").write_text(TESTS)
+  (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\n")
   for number in range(8):
     (tmp_path / f"test_{number}.py").write_text("def test_passes(): pass")
 
-  def run(*options):
+  def run(*options, programs=2):
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options]
     path = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    path["PROGRAMS"] = str(programs)
     result = subprocess.run(
       command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=300
     )
@@ -66,6 +71,13 @@ def test_a_run_with_the_plugins(tmp_path):
   assert 13 < out.count(" PASSED") < 13 + 20  # a share of the slow ones
   code, out = run("-k", "passes", "--files", "1/2")
   assert not code and 0 < out.count(" PASSED") < 8, out  # a share of the files
+  code, out = run("--slow", "all", "--only-slow")
+  assert not code and "20 passed" in out, out
+  # Only a whole run says that a budget is too high.
+  spared = "may 5: run make budgets ARGS='--programs 4'"
+  for options in ((), ("-k", "compiles"), (".",)):
+    code, out = run("-m", "not bits", *options, programs=5)
+    assert code == (spared in out) == (not options and OLDEST), out
 
 
 @pytest.mark.parametrize("text", ["", "1", "4/4", "-1/4", "a/b", "1/4/2", "every"])
