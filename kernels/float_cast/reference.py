@@ -70,6 +70,7 @@ class Form:
     """Returns the codes of one plane; a lane rounds them if that is stochastic."""
     rounding: float_codes.FloatRounding | Array = self.rounding
     if rounding == "stochastic":
+      assert lane is not None
       rounding = dithers.signed_lane(lane, x) << 16
     return float_codes.to_codes(
       x, self.fmt, rounding=rounding, exponent=exponent, saturate=self.saturate
