@@ -40,7 +40,6 @@ _MANTISSA = np.uint32((1 << 23) - 1)
 _UP = np.uint32(0xFFFFFFFF)  # the random bits that round every number up
 _LARGEST = np.finfo(np.float32).max
 _SMALLEST_NORMAL = np.float32(2.0**-126)
-_SMALLEST_SCALE = np.float32(2.0**-96)  # of a tensor: its reciprocal is finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +73,22 @@ class Form:
     """The number of words in a row: of codes, of scales, and of the shared scale."""
     return self.bucket_size + self.blocks // 4 + (self.scale == "e4m3")
 
+  @property
+  def least_shared(self) -> np.float32:
+    """The least shared scale, with which the smallest number is 2**-126."""
+    return _SMALLEST_NORMAL / np.float32(ELEMENTS["e4m3"].smallest * self.fmt.smallest)
+
   def scale_codes(
     self, largest: Array, shared: Array | None, divide: Divide = fixed_point.divide
   ) -> Array:
     """Returns the scales of blocks as bytes, from their largest magnitudes."""
     if shared is not None:
       unit = fixed_point.inverse(1 / self.fmt.max_finite, shared, divide)
+      scale = self._whole(largest * unit, shared)
       up = jnp.full(largest.shape, _UP)
       rounding: _Rounding = up if self.up else "nearest_even"
       fmt = ELEMENTS["e4m3"]
-      return float_codes.to_codes(largest * unit, fmt, rounding=rounding, saturate=True)
+      return float_codes.to_codes(scale, fmt, rounding=rounding, saturate=True)
     # With `f 2**e` for the largest magnitude and `F 2**E` for the format's largest
     # number, where `f` and `F` are from 1 to 2, the exponent is `e - E`. With one more
     # where `f > F`, no element is too large.
@@ -95,6 +100,17 @@ class Form:
     byte = jnp.maximum(exponent, 0)
     finite = largest < np.inf  # Pallas for GPUs lowers no jnp.isfinite
     return jnp.where(finite, byte, _NOT_FINITE).astype(jnp.uint32)
+
+  def _whole(self, scale: Array, shared: Array) -> Array:
+    """Rounds scales up to multiples of the smallest one, under the least shared one."""
+    # So small blocks of small tensors are neither clipped nor zero. Integers round, for
+    # which every kernel has an operation.
+    unit = np.float32(ELEMENTS["e4m3"].smallest)
+    steps = scale * (1 / unit)
+    count = steps.astype(jnp.int32)
+    count = count + (count.astype(jnp.float32) < steps).astype(jnp.int32)
+    whole = count.astype(jnp.float32) * unit
+    return jnp.where(shared == self.least_shared, whole, scale)
 
   def factors(
     self, scale: Array, shared: Array | None, divide: Divide = fixed_point.divide
@@ -151,7 +167,7 @@ class Form:
 def tensor_scales(largest: Array, form: Form) -> Array:
   """Returns shared scales, with which the largest block has the largest E4M3 scale."""
   top = ELEMENTS["e4m3"].max_finite * form.fmt.max_finite
-  scale = jnp.maximum(largest * np.float32(1 / top), _SMALLEST_SCALE)
+  scale = jnp.maximum(largest * np.float32(1 / top), form.least_shared)
   return jnp.where(largest < _SMALLEST_NORMAL, np.float32(0), scale)
 
 

@@ -67,8 +67,11 @@ class Form:
 
   @functools.partial(jax.jit, static_argnums=0, inline=True)
   def code(self, x: Array, lane: fixed_point.Lane, exponent: Array | None) -> Array:
-    """Returns the codes of one plane, see :func:`to_codes`; 16 random bits round."""
-    rounding = self.rounding if lane is None else dithers.signed_lane(lane, x) << 16
+    """Returns the codes of one plane; a lane rounds them if that is stochastic."""
+    rounding: float_codes.FloatRounding | Array = self.rounding
+    if rounding == "stochastic":
+      assert lane is not None
+      rounding = dithers.signed_lane(lane, x) << 16
     return float_codes.to_codes(
       x, self.fmt, rounding=rounding, exponent=exponent, saturate=self.saturate
     )

@@ -14,7 +14,16 @@ import gradcomp
 from gradcomp import parallel
 from gradcomp._src.codecs.sums.sum import Partial, Sent
 from gradcomp._src.codecs.tiles import to_tiles
-from gradcomp.codecs import NOTHING, QSGD, Dense, EightBit, FloatCast, OneBit, TopK
+from gradcomp.codecs import (
+  NOTHING,
+  QSGD,
+  Dense,
+  EightBit,
+  FloatCast,
+  Natural,
+  OneBit,
+  TopK,
+)
 from gradcomp.exchange import Hierarchical, TwoShot
 from gradcomp.testing import BrokenLaw, laws
 from tests.plugins.slow_cases import slow
@@ -48,15 +57,20 @@ every_end = pytest.mark.parametrize(
   "numbers", [near_the_top, near_the_smallest], ids=["top", "smallest"]
 )
 
-# Codecs that cast to floats. All others have scales, but for some of a fixed range.
+
+def of_any_range(codec):
+  """Whether a codec sends float16 gradients of any size, and sums of four of them.
+
+  A constant factor or scale has a range of its own, and signs have no size.
+  """
+  if isinstance(codec, FloatCast) and codec.scale != "auto":
+    return codec.format.max_finite / codec.scale > 4 * TOP
+  return getattr(codec, "exponent_offset", None) is None and not codec.facts.own_units
+
+
+# Codecs that cast to floats; the others have scales.
 CASTING = [HALF, BFLOAT, TopK(density=0.5, dtype=jnp.float16)]
-KEEPING = [
-  codec
-  for codec in suite.CODECS
-  if codec not in CASTING
-  and getattr(codec, "scale", "auto") == "auto"
-  and str(getattr(codec, "dtype", "")) != "mantissa"
-]
+KEEPING = [x for x in suite.CODECS if x not in CASTING and of_any_range(x)]
 
 
 def allowed(codec, exchange):
@@ -264,8 +278,11 @@ RESIDUALS = {
   "onebit": gradcomp.onebit_sgd(axis_name="data", exchange="ring", min_leaf_size=0),
   "qsgd": gradcomp.qsgd(3, axis_name="data", feedback="error", min_leaf_size=0),
   "powersgd": gradcomp.powersgd(2, axis_name="data", min_leaf_size=0),
+  "natural": gradcomp.compress(
+    Natural(), axis_name="data", feedback="error", min_leaf_size=0
+  ),
 }
-FED = ["redsync", *slow("momentum", "onebit", "qsgd", "powersgd")]
+FED = ["redsync", *slow(*list(RESIDUALS)[1:])]
 
 
 @pytest.mark.parametrize("name", FED)
@@ -281,6 +298,35 @@ def test_what_does_not_fit_waits(name, dtype):
   assert {x["w"].dtype for x in outputs} == {jnp.dtype(dtype)}
   assert np.isfinite(np.asarray(state.residual["w"])).all()
   laws.nothing_is_lost(tx, steps)
+
+
+def test_what_a_codec_makes_too_large_is_the_largest_number():
+  """60,000 becomes 2**16, as does a sum of numbers that become 2**14; NaN stays NaN."""
+  codec = Natural(rounding="nearest")
+  own = {"axis_name": "data", "codec": codec}
+  coded = own | {"own": "coded"}
+
+  def every(whole, part):
+    _, pull = jax.vjp(lambda x: parallel.sum_gradients(x, **own), part)
+    tx = gradcomp.compress(codec, axis_name="data", exchange="two_shot", feedback=None)
+    return {
+      "roundtrip": codec.roundtrip(whole),
+      "update": tx.update(whole, tx.init(whole))[0],
+      "psum": parallel.psum(part, **own),
+      "sum_gradients": pull(part)[0],
+      "psum_scatter": parallel.psum_scatter(part, **coded),
+      "all_gather": parallel.all_gather(whole, **coded),
+      "all_to_all": parallel.all_to_all(whole, split_axis=0, concat_axis=0, **coded),
+      "ppermute": parallel.ppermute(whole, perm=[(i, i ^ 1) for i in range(4)], **own),
+      "gather": parallel.gather(whole, axis_name="data", params=codec, grads=codec),
+    }
+
+  whole, part = (np.full((4, 4096), x, np.float16) for x in (60000.0, 15000.0))
+  whole[:, 0] = part[:, 0] = np.nan
+  for name, found in jax.jit(jax.vmap(every, axis_name="data"))(whole, part).items():
+    numbers = np.asarray(found)
+    assert numbers.dtype == np.float16 and np.isnan(numbers).any(), name
+    assert (numbers[~np.isnan(numbers)] == TOP).all(), name
 
 
 def test_what_vanishes_in_the_cast_waits():
@@ -364,6 +410,31 @@ def test_a_gradient_norm_is_added_in_float32():
     w = jnp.zeros(300, jnp.float16)
     _, _, metrics = step(w, tx.init(w), near_the_top(4))
   assert np.isfinite(float(metrics["gradient_norm"]))
+
+
+def test_norms_of_a_step_have_the_range_of_float32():
+  """Squares of numbers near 2^100 are none of float32, nor are those near 2^-100."""
+  tx = optax.chain(gradcomp.dense(axis_name="data"), optax.sgd(0.5))
+  mesh = modes.mesh(4)
+  step = gradcomp.make_train_step(
+    lambda w, x: jnp.sum(w * x[0]),
+    tx,
+    axis_name="data",
+    mesh=mesh,
+    donate=False,
+    options=gradcomp.TrainOptions(report=True),
+  )
+  x = suite.gaussian((4, 300))
+  length = np.sqrt((np.float64(x) ** 2).sum() / 4)
+  moved = np.linalg.norm(np.float64(x).mean(axis=0)) / 2
+  with jax.set_mesh(mesh):
+    w = jnp.zeros(300)
+    for power in (-100, -45, 0, 45, 100):
+      *_, metrics = step(w, tx.init(w), x * np.float32(2.0**power))
+      found = [metrics["gradient_norm"], metrics["update_norm"]]
+      # Some 300 additions in binary32, by XLA's order.
+      expected = np.ldexp([length, moved], power)
+      np.testing.assert_allclose(np.float64(found), expected, rtol=1e-5)
 
 
 def test_owners_keep_what_a_half_does_not():

@@ -151,6 +151,13 @@ def test_errors_in_the_table_are_those_of_normal_numbers(name):
   assert omega(candidate.codec) == pytest.approx(candidate.omega, rel=0.03)
 
 
+def test_errors_are_measured_wherever_gradients_are_float32_numbers():
+  x = np.random.default_rng(0).standard_normal(8192).astype(np.float32)
+  codec = BY_NAME["QSGD-4"].codec
+  found = [omega(codec, [x * np.float32(2.0**power)]) for power in (-90, 0, 100)]
+  assert found[0] == found[1] == found[2] > 0
+
+
 def test_errors_of_gradients_are_measured():
   """Buckets of ones are exact with a scale, so that 4 bits lose nothing."""
   like = {"w": jnp.ones((64, 512))}

@@ -45,11 +45,18 @@ def wide(codec, binades):
   return np.float32(x)
 
 
+def small(codec):
+  """Numbers that need the least scale of a tensor, and blocks of the smallest ones."""
+  x = wide(codec, 3) * np.float32(2.0**-118)
+  x[-32:] *= np.float32(2.0**-6)
+  return np.where(np.abs(x) < 2.0**-126, np.float32(0), x)
+
+
 def is_the_oracles(fields, rounding):
   codec = BlockFloat(rounding=rounding, **fields)
   key = np.asarray(laws.KEY) if codec.needs_key else None
-  for binades in (90, 3) if codec.scale == "e8m0" else (12, 3):
-    x = wide(codec, binades)
+  every = [wide(codec, n) for n in ((90, 3) if codec.scale == "e8m0" else (12, 3))]
+  for x in (*every, small(codec)):
     payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
     rows = oracle.encode(x, key=key, **layout(codec))
     np.testing.assert_array_equal(payload.rows, rows)
@@ -62,6 +69,21 @@ def is_the_oracles(fields, rounding):
 def test_rows_are_the_oracles(fields, rounding):
   """Codes and scales to the bit, and the page's decoder reads the values."""
   is_the_oracles(fields, rounding)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("fields", [NVFP4, *slow(*FORMATS[1::2])], ids=str)
+def test_small_tensors_keep_their_precision(fields, rounding):
+  """Down to 2**-126, which is the distance of numbers there."""
+  codec = BlockFloat(rounding=rounding, **fields)
+  x = laws.gaussian(codec.tile_size)
+  expected = np.abs(laws.round_trip(codec, x) - x).max()
+  for power in (-100, -110, -118, -124):
+    scale = np.float32(2.0**power)
+    given = np.where(np.abs(x * scale) < 2.0**-126, np.float32(0), x * scale)
+    lost = np.abs(np.float64(laws.round_trip(codec, given)) - given).max()
+    # A scale that is rounded up is at most twice as large as the block needs.
+    assert lost <= 2 * expected * scale + 2.0**-126
 
 
 @every_format

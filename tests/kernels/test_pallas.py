@@ -83,7 +83,8 @@ def test_plain_runs_have_every_operation():
 def operands(case: Case, size: int, rows: int) -> list[np.ndarray]:
   """Makes the arrays that a kernel reads beside the gradient, independent of that.
 
-  Scales differ from row to row; the first is zero and the last NaN.
+  Scales differ from row to row; the first is zero and the last NaN. The fourth is the
+  least that a tensor's may be.
   """
   x = jax.ShapeDtypeStruct((size,), jnp.float32)
   found = []
@@ -98,6 +99,8 @@ def operands(case: Case, size: int, rows: int) -> list[np.ndarray]:
       scale = np.random.default_rng(3).uniform(0.5, 3, (rows, like.shape[1]))
       found.append(scale.astype(np.float32))
       found[-1][0, 0], found[-1][-1, -1] = 0, np.nan
+      if case.operation == "block_float":
+        found[-1][3:4] = case.codec._form.least_shared
   return found
 
 
@@ -107,6 +110,7 @@ def gradient(size: int, tile: int) -> np.ndarray:
   part = tile // 8
   for number, value in enumerate((0, 1.25, 3e38, -1e-37, -0.0, 1e-42)):
     x[(number + 8) * part :][:part] = value
+  x[3 * tile : 4 * tile] *= np.float32(2.0**-112)
   x[part + 1 :: tile], x[3 * part + 2 :: tile] = np.nan, -np.inf
   return x
 

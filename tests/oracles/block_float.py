@@ -71,7 +71,12 @@ def shared_scale(amax, element):
   amax = np.float32(amax)
   if not amax >= np.float32(TINY):
     return np.float32(np.nan if np.isnan(amax) else 0)
-  return max(amax * np.float32(1 / (448 * largest(element))), np.float32(2.0**-96))
+  return max(amax * np.float32(1 / (448 * largest(element))), least_shared(element))
+
+
+def least_shared(element):
+  """The scale with which the smallest number under the smallest scale is 2^-126."""
+  return np.float32(TINY / (2.0**-9 * numbers(element)[1]))
 
 
 def number_scales(amax, shared, element, up):
@@ -79,6 +84,8 @@ def number_scales(amax, shared, element, up):
   if shared == 0:
     return np.zeros(amax.shape, np.uint32)
   ratio = np.float32(amax) * (np.float32(1 / largest(element)) / shared)
+  if shared == least_shared(element):
+    ratio = np.ceil(ratio * 2**9) / np.float32(2**9)
   codes = cast(ratio, "e4m3", 2**16 - 1 if up else None)
   if not up:
     return codes

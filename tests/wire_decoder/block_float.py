@@ -13,13 +13,13 @@ from tests.wire_decoder.words import (
   floats_of_words,
 )
 
-# Bits of the exponent and of the mantissa, and the largest number.
+# Bits of the exponent and of the mantissa, the largest number, and the smallest.
 _FORMATS = {
-  "e4m3": (4, 3, 448),
-  "e5m2": (5, 2, 57344),
-  "e3m2": (3, 2, 28),
-  "e2m3": (2, 3, 7.5),
-  "e2m1": (2, 1, 6),
+  "e4m3": (4, 3, 448, 2.0**-9),
+  "e5m2": (5, 2, 57344, 2.0**-16),
+  "e3m2": (3, 2, 28, 2.0**-4),
+  "e2m3": (2, 3, 7.5, 2.0**-3),
+  "e2m1": (2, 1, 6, 2.0**-1),
 }
 
 
@@ -33,7 +33,7 @@ def decode_block_float(rows, size, *, element, scale, block_size):
     scale: "e8m0" or "e4m3".
     block_size: the elements that share a scale.
   """
-  e, m, largest = _FORMATS[element]
+  e, m, largest, smallest = _FORMATS[element]
   per_word = 32 // (1 + e + m)
   words = per_word * DENSE_WORDS // block_size // 4
   shares = scale == "e4m3"
@@ -44,7 +44,7 @@ def decode_block_float(rows, size, *, element, scale, block_size):
   negative = codes >> np.uint32(e + m) == 1
   shared = floats_of_words(rows[:, DENSE_WORDS + words :]).ravel()
   if shares:
-    step, bad = _steps(scales, shared, len(rows))
+    step, bad = _steps(scales, shared, len(rows), 2.0**-117 / smallest)
   else:
     step, bad = np.ldexp(1.0, scales.astype(np.int64) - 127), scales == 255
   step, bad = step.repeat(block_size), bad.repeat(block_size)
@@ -78,12 +78,12 @@ def _lengths(codes, e, m):
   return length
 
 
-def _steps(scales, shared, rows):
+def _steps(scales, shared, rows, least):
   """The scale of each block, float32, and where it is NaN, of bytes and floats."""
   if (shared[1:] != shared[:-1])[~np.isnan(shared[1:])].any():
     raise ValueError("all rows of a leaf must have the same scale.")
-  if not (np.isnan(shared) | (shared == 0) | (shared >= 2.0**-96)).all():
-    raise ValueError("a shared scale must be 0, NaN or at least 2^-96.")
+  if not (np.isnan(shared) | (shared == 0) | (shared >= least)).all():
+    raise ValueError(f"a shared scale must be 0, NaN or at least {least}.")
   each = shared.repeat(scales.size // max(rows, 1))
   bad = np.isnan(each)
   if (scales[~bad] > 126).any():

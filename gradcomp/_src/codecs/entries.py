@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from gradcomp._src.floats.dtypes import within
+from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common import sparse
 from gradcomp._src.kernels.common.scales import sum_by_halves
 
@@ -69,7 +69,7 @@ class EntryRow(NamedTuple):
   def _encode_values(self, values: Array, used: Array) -> tuple[Array, Array]:
     """Packs values; returns words and decoded values."""
     if self.quantize is None:
-      narrow = within(values, self.value_dtype).astype(self.value_dtype)
+      narrow = fitted(values, self.value_dtype)
       return _float_words(narrow), narrow.astype(jnp.float32)
     if self.quantize == "asq":
       mean = _mean(values, used)

@@ -8,6 +8,7 @@ from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context, Leaf, Payload
 from gradcomp._src.codecs.tiles import decode_payload
+from gradcomp._src.floats.dtypes import fitted
 
 if TYPE_CHECKING:
   from gradcomp._src.codecs.protocol import Codec
@@ -88,7 +89,8 @@ def decoded_alone(codec: "Codec", payload: Payload, like: Array) -> Array:
     first, start = start, start + -(-array.size // codec.tile_size)
     return decode_payload(Payload(payload.rows[first:start]), array, codec)
 
-  return _mean(codec, jnp.zeros(like.shape), Context(), receive).astype(like.dtype)
+  mean = _mean(codec, jnp.zeros(like.shape), Context(), receive)
+  return fitted(mean, like.dtype)
 
 
 def payload_of(codec: "Codec", x: Array, context: Context) -> Payload:

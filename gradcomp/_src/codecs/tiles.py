@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gradcomp._src.codecs.sums.records import ArrayLike, ArrayT, Context, Payload
+from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common.planes import joined
 from gradcomp._src.kernels.common.threefry import key_words
 from gradcomp._src.kernels.materialize import LARGE, materialized
@@ -68,7 +69,7 @@ def decode_payload(payload: Payload, like: ArrayLike, codec: "Codec") -> Array:
     and tile_shape(codec)[0] > 1
   )
   decoded = materialized(tiles, rows) if large else tiles(rows)
-  return from_tiles(decoded, like, codec).astype(like.dtype)
+  return fitted(from_tiles(decoded, like, codec), like.dtype)
 
 
 def codec_key(key: Array | None, codec: "Codec") -> Array | None:

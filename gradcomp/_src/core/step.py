@@ -17,7 +17,7 @@ from gradcomp._src.core.state import CompressState, residual_key
 from gradcomp._src.exchange.averaging import Averaging
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.exchange.step import Reduced, Step, agree, decode, encode, exchange
-from gradcomp._src.floats.dtypes import narrowed
+from gradcomp._src.floats.dtypes import fitted, narrowed
 from gradcomp._src.kernels.common.fixed_point import scaled
 
 Finish = Callable[[Reduced], tuple[Reduced, Any]]
@@ -63,7 +63,7 @@ def as_updates(
   """Casts the means, and adds the rounding errors of the cast to the unsent parts.
 
   Every worker keeps the same ``share`` of the error: 1, or 1/N of a sum. It is None if
-  workers keep no residuals; then a mean that is too large becomes infinite.
+  workers keep no residuals. A mean that is too large becomes the largest number.
   """
   means, unsent, own = list(reduced.mean), list(reduced.unsent), list(reduced.own)
   for i, dtype in enumerate(dtypes):
@@ -71,7 +71,7 @@ def as_updates(
       means[i], lost = narrowed(means[i], dtype)
       unsent[i] = unsent[i] + scaled(lost, share).reshape(unsent[i].shape)
       own[i] = None
-  casts = [mean.astype(dtype) for mean, dtype in zip(means, dtypes, strict=True)]
+  casts = list(map(fitted, means, dtypes))
   return reduced._replace(mean=casts, unsent=unsent, own=own), None
 
 

@@ -54,7 +54,8 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
   returns that sum, replicated. There is then no :math:`1/N` in the formula.
 
   All is computed in float32, and returned in the gradient's dtype. With feedback, the
-  error of that cast joins the residual, too. Float64 numbers beyond 3.4e38 become
+  error of that cast joins the residual, too. A mean that a codec makes too large for
+  the dtype becomes its largest number. Float64 numbers beyond 3.4e38 become
   infinite. But with ``Dense()``, float64 is added as float64.
   Complex gradients are sent, and kept in residuals, as pairs of reals.
 

@@ -38,8 +38,13 @@ def narrowed(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
   # NaN.
   if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
     return x.astype(dtype), jnp.zeros_like(x)
-  narrow = within(x, dtype).astype(dtype)
+  narrow = fitted(x, dtype)
   return narrow, x - narrow.astype(x.dtype)
+
+
+def fitted(x: Array, dtype: DTypeLike) -> Array:
+  """Casts an array; finite numbers that are too large become the largest number."""
+  return within(x, dtype).astype(dtype)
 
 
 def within(x: Array, dtype: DTypeLike) -> Array:

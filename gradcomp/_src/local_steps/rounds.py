@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from gradcomp._src.core.state import FragmentState, OwnSteps, is_own_steps
 from gradcomp._src.exchange.collectives import pmean
+from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
 from gradcomp._src.mesh.axes import (
   AxisName,
@@ -215,7 +216,7 @@ class LocalRound:
       note(Options((("stateless", True),)))
       mean, _ = self.plain.update(moved, self.plain.init(moved))
       left = lambda x, like: self._own(jnp.zeros_like(x), like)
-      new = optax.tree.cast_like(mean, params)
+      new = jax.tree.map(lambda x, like: fitted(x, like.dtype), mean, params)
       return new, jax.tree.map(left, moved, params), states
 
     if not self.start:

@@ -9,6 +9,7 @@ from jax import lax
 
 from gradcomp._src.checks import one_of
 from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel import options, transport
@@ -92,7 +93,7 @@ def all_gather(  # noqa: PLR0913 - options of users, by keyword
 
   def gather(x: jax.Array, key: options.Key) -> jax.Array:
     whole = transport.concat(transport.gather_encoded(x, wire, key), axis)
-    return whole.astype(x.dtype)
+    return fitted(whole, x.dtype)
 
   def part(cotangent: jax.Array, _: options.Key) -> tuple[jax.Array, None]:
     # It is equal on all workers, and that of all of them together.
@@ -160,7 +161,7 @@ def _gathered(
 ) -> jax.Array:
   """Concatenates all workers' arrays along an axis, typed as varying over them."""
   whole = transport.concat(transport.gather_encoded(x, wire, key), axis)
-  return mark_varying(whole.astype(x.dtype), wire.axis_name)
+  return mark_varying(fitted(whole, x.dtype), wire.axis_name)
 
 
 def _scattered(
@@ -168,4 +169,4 @@ def _scattered(
 ) -> jax.Array:
   """Returns this worker's part of the sum, ``[..., n, ...]`` of ``[..., N n, ...]``."""
   parts = transport.split_parts(x, axis, wire.size)
-  return transport.reduce_encoded(parts, wire, key).astype(x.dtype)
+  return fitted(transport.reduce_encoded(parts, wire, key), x.dtype)

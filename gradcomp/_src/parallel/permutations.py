@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.parallel import options, transport
 
@@ -103,7 +104,7 @@ def ppermute(
 
   def along(pairs: Pairs) -> options.Send:
     send = transport.send_along
-    return lambda x, wire, key: send(x, wire, pairs, key).astype(x.dtype)
+    return lambda x, wire, key: fitted(send(x, wire, pairs, key), x.dtype)
 
   back = tuple((receiver, sender) for sender, receiver in pairs)
   return options.paired(along(pairs), along(back), wire, x, key)
@@ -115,7 +116,7 @@ def _sent(
   """Sends part d to worker d; concatenates the parts from all workers."""
   parts = transport.split_parts(x, cut, wire.size)
   parts = transport.exchange_encoded(parts, wire, key)
-  return transport.concat(parts, along).astype(x.dtype)
+  return fitted(transport.concat(parts, along), x.dtype)
 
 
 def _checked_pairs(perm: Sequence[tuple[int, int]], workers: int) -> Pairs:

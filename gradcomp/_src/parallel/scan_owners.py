@@ -10,6 +10,7 @@ from jax import lax
 
 from gradcomp._src.codecs.sums.tiles import sum_in_order
 from gradcomp._src.exchange.collectives import scatter
+from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.parallel import options, transport
 from gradcomp._src.parallel.options import Wire
@@ -69,7 +70,7 @@ class Owners:
       came = transport.arrived(lines, self.wire, own)
       total = sum_in_order(lambda part: part, came)
       if old is None:
-        sums.append(total.astype(dtype))
+        sums.append(fitted(total, dtype))
         continue
       axis = self._axis(total)
       unsent = transport.split_parts(lost[i], axis, self.wire.size)

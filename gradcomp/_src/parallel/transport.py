@@ -23,7 +23,7 @@ from gradcomp._src.exchange.collectives import (
   scatter,
 )
 from gradcomp._src.exchange.lines import join, split
-from gradcomp._src.floats.dtypes import narrowed
+from gradcomp._src.floats.dtypes import fitted, narrowed
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.kernels.materialize import materialized
@@ -143,7 +143,7 @@ def joined(lines: jax.Array, wire: Wire, shard: jax.Array, axis: int) -> jax.Arr
   The whole is typed as differing between workers, so that its gradient is each one's.
   """
   whole = concat(gathered(lines, wire, shard), axis)
-  return mark_varying(whole.astype(shard.dtype), wire.axis_name)
+  return mark_varying(fitted(whole, shard.dtype), wire.axis_name)
 
 
 def exchange_encoded(

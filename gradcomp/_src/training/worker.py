@@ -13,7 +13,7 @@ from gradcomp._src.checks import flag, optional_one_of, step_count
 from gradcomp._src.core.inputs import extra_args
 from gradcomp._src.core.state import states_in, steps_alone
 from gradcomp._src.exchange.collectives import pmean
-from gradcomp._src.floats.dtypes import widened
+from gradcomp._src.floats import norms
 from gradcomp._src.local_steps.transform import local_params
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.telemetry.inspect import measured_update
@@ -153,15 +153,15 @@ class WorkerStep:
       updates, opt_state = self.optimizer.update(*args, **more_args)
     self._check_equal(updates, given.params)
     if self.options.report:
-      own["gradient_norm"] = optax.tree.norm(jax.tree.map(widened, grads), squared=True)
+      own["gradient_norm"] = norms.squares(norms.norm(grads))
     if alone:
       own = jax.tree.map(lambda x: x[None], own | {"loss": metrics.pop("loss")})
     else:
       metrics, own = metrics | self._mean(own), {}
     if self.options.report:
-      norms = own if alone else metrics
-      norms["gradient_norm"] = jnp.sqrt(norms["gradient_norm"])
-      metrics["update_norm"] = optax.tree.norm(jax.tree.map(widened, updates))
+      found = own if alone else metrics
+      found["gradient_norm"] = norms.root(found["gradient_norm"])
+      metrics["update_norm"] = norms.norm(updates)
     params = optax.apply_updates(given.params, updates)
     return Stepped(params, opt_state, model_state, metrics, own)
 

@@ -82,7 +82,9 @@ class BlockFloat(quantizing.RoundsAtRandom):
   A block that holds a NaN or an infinity decodes to NaN, all of it; with ``e4m3``
   scales all of its tensor, and with ``rotate`` all blocks that it is spread over. Zeros
   stay zeros. A block, or with ``e4m3`` scales a tensor, in which no element reaches
-  2**-126 decodes to zeros. Values below 2**-126 are zeros.
+  2**-126 decodes to zeros. Values below 2**-126 are zeros. With ``e4m3`` scales
+  :math:`s` is at least 2**-117 over the smallest number of the elements, so that
+  numbers near 2**-126 become multiples of it.
 
   Kernels encode and decode on TPUs. Elsewhere it is XLA's code.
 

@@ -1,7 +1,7 @@
 """The errors of codecs and of means of workers, and the budgets that bound them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -38,7 +38,7 @@ def omega(codec: LeafCodec, leaves: Sequence[Any] | None = None) -> float:
   if leaves is None:
     leaves = [np.random.default_rng(0).standard_normal((512, 512))]
   given = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
-  energy = sum(float(jnp.sum(leaf**2)) for leaf in given)
+  energy = _energy(given)
   if not 0 < energy < np.inf:
     raise ValueError(
       "`gradients` must have a norm that is finite and not 0, got the square "
@@ -46,8 +46,12 @@ def omega(codec: LeafCodec, leaves: Sequence[Any] | None = None) -> float:
     )
   tx = compress(codec, feedback=None, min_leaf_size=0)
   sent, _ = jax.jit(tx.update)(given, tx.init(given))
-  lost = sum(float(jnp.sum((a - b) ** 2)) for a, b in zip(sent, given, strict=True))
-  return lost / energy
+  return _energy(map(jnp.subtract, sent, given)) / energy
+
+
+def _energy(leaves: Iterable[jax.Array]) -> float:
+  """Returns the sum of all squares, in the range of float64."""
+  return sum(float(np.sum(np.asarray(leaf, np.float64) ** 2)) for leaf in leaves)
 
 
 def checked_budget(budget: Any) -> BudgetName | float:

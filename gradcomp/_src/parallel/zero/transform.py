@@ -29,7 +29,7 @@ from gradcomp._src.core.step import take_step
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.exchange.two_shot import ReduceScatter, TwoShot
-from gradcomp._src.floats.dtypes import narrowed
+from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.mesh.axes import (
   AxisName,
   UnboundAxisError,
@@ -245,8 +245,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
           held = state.inner_state, rows, before, state.unsent
           moved = owner_step.step_owned(seen, means, *held)
           lacks, own = rows.to_all(moved.lacking)
-          casts = zip(lacks, across.dtypes, strict=True)
-          sent = [narrowed(*cast)[0] for cast in casts]
+          sent = list(map(fitted, lacks, across.dtypes))
           dtypes = [(p.dtype, u.dtype) for p, u in zip(leaves, sent, strict=True)]
           unsent = still_lacking(moved.master, before, own, state.unsent, rows, dtypes)
           changes = owner_step.Changes(moved.lacking, own, unsent)
