@@ -101,7 +101,7 @@ class JittedStep:
   """A train step in ``jax.jit``, with any tree of parameters.
 
   What is not trained comes back as it was given. With ``donate``, parameters and
-  optimizer state are donated, each buffer once. The second occurrence is copied:
+  optimizer state are donated, each buffer once. Another array of it is copied:
   ``optax.contrib.prodigy`` has the first parameters in its state, and JAX ends the
   process where one buffer is donated twice.
 
@@ -194,18 +194,30 @@ def _check_static(rest: Any) -> None:
 def _donated_once(
   params: Any, opt_state: Any, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-  """Copies arrays of a train step's arguments that are donated before."""
+  """Copies arrays of a train step's arguments whose buffers are donated before."""
   leaves, treedef = jax.tree.flatten(((params, opt_state), args, kwargs))
   donated = len(jax.tree.leaves((params, opt_state)))
-  seen: set[int] = set()
+  seen: set[tuple[Any, int]] = set()
   for i, x in enumerate(leaves):
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-      if id(x) in seen:
+      buffers = _buffers(x)
+      if not seen.isdisjoint(buffers):
         leaves[i] = jnp.copy(x)
       elif i < donated:
-        seen.add(id(x))
+        seen.update(buffers)
   given, args, kwargs = jax.tree.unflatten(treedef, leaves)
   return (*given, *args), kwargs
+
+
+def _buffers(x: jax.Array) -> list[tuple[Any, int]]:
+  """Returns the devices of this process and the addresses of an array's parts there.
+
+  Two arrays may share them: JAX's ``device_put`` to the same places in other words
+  returns another object of the same buffers.
+  """
+  count = len(x.sharding.addressable_devices)
+  parts: list[Any] = [x.addressable_data(i) for i in range(count)]
+  return [(part.device, part.unsafe_buffer_pointer()) for part in parts]
 
 
 _DEFAULTS = TrainOptions()
