@@ -28,6 +28,7 @@ from gradcomp._src.transforms.moments import (
   Warmup,
   as_warmup,
   decoupled,
+  require_agreement,
   with_decay,
 )
 from gradcomp.contrib._local_adam import Gaps, LocalAdam, as_gaps
@@ -173,6 +174,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, 2021, algorithm 1; Lu
     et al., `0/1 Adam <https://arxiv.org/abs/2202.06009>`_, 2022, algorithm 1
   """
+  told = dict(locals())
   moments = Moments(
     b1=b1,
     b2=b2,
@@ -208,6 +210,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     if axis_name is not None:
       check_whole_params(params, axis_name)
     grads = not_differentiated(updates)
+    require_agreement("gradcomp.contrib.adam", told, grads, params)
     state = moments.step(grads, state)
     like = grads if params is None else params
     step = lambda m, v, x: (m / (jnp.sqrt(v) + eps)).astype(x.dtype)
@@ -215,6 +218,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
 
   if local is not None:
     alone = LocalAdam(
+      told=told,
       moments=moments,
       gaps=as_gaps(local),
       learning_rate=learning_rate,

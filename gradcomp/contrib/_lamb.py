@@ -30,6 +30,7 @@ from gradcomp._src.transforms.moments import (
   Warmup,
   as_warmup,
   of_leaf,
+  require_agreement,
 )
 
 __all__ = ["LambState", "lamb"]
@@ -143,6 +144,7 @@ def lamb(  # noqa: PLR0913 - options of users, by keyword
   References:
     Li et al., `1-bit LAMB <https://arxiv.org/abs/2104.06069>`_, 2021, algorithm 1
   """
+  told = dict(locals())
   share_below_1("b3", b3)
   share_below_1("factor_change", factor_change)
   _check_bounds("ratio_bounds", ratio_bounds)
@@ -209,6 +211,7 @@ def lamb(  # noqa: PLR0913 - options of users, by keyword
       )
     if axis_name is not None:
       check_whole_params(params, axis_name)
+    require_agreement("gradcomp.contrib.lamb", told, updates, params)
     old = state.moments
     now = moments.step(not_differentiated(updates), old)
     state = state._replace(moments=now)

@@ -245,7 +245,9 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     whole = own_loss, tuple(args), kwargs
     if _in_explicit_jit(around, axis_name):
       _check_cut([args[i] for i in differentiated], (args, kwargs), axis_name)
-      return _addends(form, whole, axis_name)
+      value, grads = _addends(form, whole, axis_name)
+      form.require_agreement(value, axis_name)
+      return value, grads
     if _in_auto_jit(around, axis_name):
       behind = set(range(max(differentiated) + 1, count))
       cut = _batches(args, behind, batch_argnums)
@@ -256,13 +258,15 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
           x.ndim for x in jax.tree.leaves(args[i]) if is_array(x)
         )
         parts = dataclasses.replace(form, cut=tuple(filter(has_rows, sorted(cut))))
-      return _of_workers(parts, whole, cut, axis_name, param_specs, around)
+      value, grads = _of_workers(parts, whole, cut, axis_name, param_specs, around)
+      form.require_agreement(value, axis_name)
+      return value, grads
     for i in differentiated:
       args[i] = defer_reduction(args[i], axis_name=axis_name)
     value, grads = form.value_and_grad(own_loss, axis_name)(*args, **kwargs)
-    if has_aux:
-      return (pmean(value[0], axis_name), value[1]), grads
-    return pmean(value, axis_name), grads
+    loss = pmean(value[0] if has_aux else value, axis_name)
+    form.require_agreement(loss, axis_name)
+    return (loss, value[1]) if has_aux else loss, grads
 
   return local_value_and_grad
 

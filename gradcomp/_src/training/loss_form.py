@@ -10,6 +10,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from gradcomp._src.checks import static_integer
+from gradcomp._src.core import agreement
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.trees import combine, split
@@ -56,6 +57,11 @@ class LossForm:
   has_weight: bool
   accumulate: int
   cut: tuple[int, ...] = (1,)  # batch_argnums
+
+  def require_agreement(self, means: Any, axis_name: AxisName) -> None:
+    """Raises ValueError if another process averages other values, or in other form."""
+    told = {x: y for x, y in vars(self).items() if x != "accumulate"}  # sends nothing
+    agreement.require_agreement("gradcomp.value_and_grad", told, means, axis_name)
 
   def value_and_grad(
     self, loss_fn: Callable[..., Any], axis_name: AxisName | None

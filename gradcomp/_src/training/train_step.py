@@ -409,14 +409,22 @@ def _on_mesh(
       check_vma=check_vma,
     )(arrays, given)
 
-  # What decides what is sent; how many micro-batches there are does not.
-  names_sent = ("has_aux", "model_state", "report", "compare_every")
-  told = {"axis_name": axis_name} | {x: getattr(options, x) for x in names_sent}
+  # How many micro-batches there are decides nothing that is sent.
+  told = vars(options) | {"axis_name": axis_name, "inspect": inspect}
+  del told["accumulate"]
   trees = {x: getattr(given, x) for x in ("params", "opt_state", "model_state")}
-  record = "gradcomp.make_train_step", told | {"inspect": inspect}
-  with agreement.one_record(mesh, *record, **trees) as parts:
+
+  def compared(check_vma: bool) -> Stepped:
+    stepped = mapped(check_vma)
+    # The loss has decided the form of these, which are averaged.
+    trees["metrics"] = stepped.metrics | stepped.own
+    trees["new_model_state"] = stepped.model_state
+    return stepped
+
+  record = "gradcomp.make_train_step", told, trees
+  with agreement.one_record(mesh, *record) as parts:
     try:
-      return mapped(True)
+      return compared(True)
     except TypeError as error:
       # An optimizer of a worker's own may have branches of which one returns a
       # constant, as optax's reduce_on_plateau has. JAX takes them only unchecked.
@@ -426,5 +434,5 @@ def _on_mesh(
     parts.clear()  # the second trace adds them again
     # An error of the loss is one of both traces, and is raised once.
     with contextlib.suppress(TypeError):
-      return mapped(False)
+      return compared(False)
     raise first
