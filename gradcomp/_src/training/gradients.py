@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.tree_util import Partial
 
 from gradcomp._src.checks import flag, positions
 from gradcomp._src.core.specs import state_specs
@@ -173,8 +174,9 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     batch_argnums: the arguments that are split into micro-batches on their first axis,
       if ``accumulate`` is above 1, and into the workers' parts under Auto axes. By
       default argument 1; under Auto axes all behind those of ``argnums``, which then
-      must have first axes of one length. Of an optimizer's state a worker has its own
-      there.
+      must have first axes of one length, and no other array may have that: none of
+      another argument, and none that ``loss_fn`` closes over. Of an optimizer's state a
+      worker has its own there.
     param_specs: under Auto axes, the specs of the arguments of ``argnums`` over other
       axes of the mesh: a tree like them of ``jax.P`` or of
       ``jax.tree.map(lambda x: x.sharding, params)``, or one for all. ``update`` then
@@ -196,7 +198,8 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     ValueError: ``accumulate`` is no number of micro-batches; when called, the axis is
       not bound, or the micro-batches or the workers' parts would not be equal; under
       Explicit axes, no argument is sharded over the axis, or a differentiated one is;
-      or under Auto axes, ``param_specs`` are not those of the parameters, or missing.
+      or under Auto axes, ``param_specs`` are not those of the parameters, or missing,
+      or another array is as long as the batches that nobody has named.
     NotImplementedError: when called under Explicit axes, the loss closes over an array
       of the mesh. JAX raises it, and a note has the cure.
     TypeError: when called, an argument to differentiate has no array of real or complex
@@ -258,6 +261,13 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
           x.ndim for x in jax.tree.leaves(args[i]) if is_array(x)
         )
         parts = dataclasses.replace(form, cut=tuple(filter(has_rows, sorted(cut))))
+      if batch_argnums is None and _size(around, axis_name) > 1:
+        own = cut.union(differentiated)
+        others = {i: x for i, x in enumerate(args) if i not in own}
+        held: dict[Any, Any] = {"": loss_fn}
+        uncut = {"argument": others, "keyword": kwargs, "`loss_fn`": held}
+        rows = _check_uncut([args[i] for i in sorted(cut)], uncut)
+        whole = Partial(_closing_over_no_batch, own_loss, rows), *whole[1:]
       value, grads = _of_workers(parts, whole, cut, axis_name, param_specs, around)
       form.require_agreement(value, axis_name)
       return value, grads
@@ -320,7 +330,7 @@ def _of_workers(
   places = [i for i, (_, x) in enumerate(leaves) if is_array(x)]
   names = axis_names(axis_name)
   param_specs = specs_like(params, param_specs, axis_name, mesh)
-  size = math.prod(mesh.shape[name] for name in names)
+  size = _size(mesh, axis_name)
   in_batch = lambda path: path[0].idx == 0 and path[1].idx in cut
   rows = [in_batch(leaves[i][0]) and not _is_key(leaves[i][1]) for i in places]
   for i, is_cut in zip(places, rows, strict=True):
@@ -363,6 +373,47 @@ def _of_workers(
     check_vma=False,
   )([leaves[i][1] for i in places], held)
   return value, marked(stack, axis_name, param_specs)
+
+
+def _size(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
+  return math.prod(mesh.shape[name] for name in axis_names(axis_name))
+
+
+def _check_uncut(batches: Any, uncut: dict[str, Any]) -> set[int]:
+  """Returns the lengths of batches; ValueError for one among what no worker cuts."""
+  rows = {x.shape[0] for x in jax.tree.leaves(batches) if is_array(x) and x.ndim}
+  for kind, given in uncut.items():
+    parts = {name: x for name, x in given.items() if not states_in(x)}
+    for path, x in jax.tree_util.tree_leaves_with_path(parts):
+      name = f"{kind} {path[0].key}{jax.tree_util.keystr(path[1:])}"
+      _check_no_batch(name, x, rows)
+  return rows
+
+
+def _check_no_batch(name: str, x: Any, rows: set[int]) -> None:
+  """Raises ValueError for an array that may be a batch."""
+  if is_array(x) and x.ndim and x.shape[0] in rows:
+    raise ValueError(
+      "`batch_argnums` must name the batches where another array has as many rows, "
+      f"got None and {x.dtype}{list(x.shape)} in {name}, which every worker has whole. "
+      "If it is a batch, pass it by position, behind the parameters; if it is none, "
+      "pass the positions of the batches, as in batch_argnums=1."
+    )
+
+
+def _closing_over_no_batch(
+  loss_fn: Callable[..., Any], rows: set[int], *args: Any, **kwargs: Any
+) -> Any:
+  """Calls a loss; ValueError for an array that it closes over and may be a batch."""
+  arrays, with_arrays = arrays_of((loss_fn, args, kwargs))
+
+  def traced(arrays: Sequence[jax.Array]) -> None:
+    own_loss, args, kwargs = with_arrays(arrays)
+    own_loss(*args, **kwargs)
+
+  for x in jax.make_jaxpr(traced)(arrays).consts:
+    _check_no_batch("what `loss_fn` closes over", x, rows)
+  return loss_fn(*args, **kwargs)
 
 
 def _batches(
