@@ -203,8 +203,9 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     NotImplementedError: when called under Explicit axes, the loss closes over an array
       of the mesh. JAX raises it, and a note has the cure.
     TypeError: when called, an argument to differentiate has no array of real or complex
-      floats, the loss returns no weight with ``has_weight``, or ``param_specs`` are no
-      specs.
+      floats, the loss returns no weight with ``has_weight``, an ``aux`` that is
+      averaged has something that is no number, like a PRNG key, or ``param_specs`` are
+      no specs.
 
   Example:
     >>> grad_fn = value_and_grad(lambda w, x: jnp.mean(w * x), axis_name="data")
@@ -294,7 +295,8 @@ def _addends(
 
   def local(*arrays: jax.Array) -> tuple[Any, Any]:
     loss_fn, args, kwargs = with_arrays(arrays)
-    grad_fn = form.value_and_grad(loss_with_note(loss_fn, mesh, names), axis_name)
+    own_loss = loss_with_note(loss_fn, mesh, names)
+    grad_fn = form.value_and_grad(own_loss, axis_name, averages_aux=True)
     value, grads = grad_fn(*args, **kwargs)
     share = 1 / require_size(axis_name)
     wide = lambda g: g.astype(addend_dtype(g.dtype))
@@ -356,7 +358,7 @@ def _of_workers(
     for i, x in zip(places, arrays, strict=True):
       every[i] = jax.random.fold_in(x, index) if _is_key(x) else x
     args, kwargs = jax.tree.unflatten(treedef, every)
-    grad_fn = form.value_and_grad(with_held(held), axis_name)
+    grad_fn = form.value_and_grad(with_held(held), axis_name, averages_aux=True)
     value, grads = grad_fn(*args, **kwargs)
     return pmean(value, axis_name), jax.tree.map(lambda g: g[None], grads)
 

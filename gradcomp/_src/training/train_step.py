@@ -266,8 +266,8 @@ def make_train_step(
       batch, no exchange has averaged a parameter's gradient, layers reach the loss
       beside its ``scan``, or another process of the run traces another step, or none.
     TypeError: when called, no parameter is an array of floats, or something in a model
-      state that is averaged is no float; or the loss returns another form than the
-      options say.
+      state that is averaged is no float, or in ``aux`` no number; or the loss returns
+      another form than the options say.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
