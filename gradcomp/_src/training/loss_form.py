@@ -94,10 +94,8 @@ class LossForm:
     *,
     averages_aux: bool = False,
   ) -> Callable[..., tuple[Any, Any]]:
-    """Returns a function with a worker's value and gradients, or its part of means.
-
-    ``averages_aux`` says that workers average aux, which then must have numbers.
-    """
+    """Returns a function with a worker's value and gradients, or its part of means."""
+    # What workers or micro-batches average must be numbers.
     if self.has_aux and (averages_aux or self.accumulate > 1):
       loss_fn = _with_checked_aux(loss_fn)
 

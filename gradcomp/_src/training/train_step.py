@@ -210,11 +210,8 @@ def _donated_once(
 
 
 def _buffers(x: jax.Array) -> list[tuple[Any, int]]:
-  """Returns the devices of this process and the addresses of an array's parts there.
-
-  Two arrays may share them: JAX's ``device_put`` to the same places in other words
-  returns another object of the same buffers.
-  """
+  """Returns the devices of this process and the addresses of an array's parts there."""
+  # JAX's device_put to the same places, in other words, returns another object of them.
   count = len(x.sharding.addressable_devices)
   parts: list[Any] = [x.addressable_data(i) for i in range(count)]
   return [(part.device, part.unsafe_buffer_pointer()) for part in parts]

@@ -255,10 +255,7 @@ class Moments:
 def require_agreement(
   what: str, told: Mapping[str, Any], grads: Any, params: Any
 ) -> None:
-  """Compares the arguments of an optimizer between processes.
-
-  Of a schedule it has the rates at some steps, and of a mask each leaf.
-  """
+  """Compares arguments of an optimizer: schedules by some rates, masks by leaves."""
   if is_alone():
     return
   decay, mask = told["weight_decay"], told["mask"]
