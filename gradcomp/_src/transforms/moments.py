@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -270,8 +271,10 @@ def require_agreement(
 
 def _at_steps(schedule: Any) -> Any:
   """Returns the numbers of a schedule by steps; a traced array if they are traced."""
-  with jax.ensure_compile_time_eval():
-    rates = jnp.stack([jnp.asarray(schedule(jnp.int32(step))) for step in _STEPS])
+  number = lambda step: jnp.asarray(schedule(jnp.int32(step)))
+  # In a thread of its own, for JAX computes no number inside of some maps.
+  with ThreadPoolExecutor(1) as outside:
+    rates = outside.submit(lambda: jnp.stack([*map(number, _STEPS)])).result()
   if isinstance(rates, jax.core.Tracer):
     return rates
   short = [float(str(rate)) for rate in np.asarray(rates)]

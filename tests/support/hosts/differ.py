@@ -40,7 +40,7 @@ def train(optimizer, names=("a", "b"), fails=False, aux=None):
   )
   with jax.set_mesh(mesh):
     state = jax.eval_shape(optimizer.init, params)
-  jax.eval_shape(step, params, state, jax.ShapeDtypeStruct((2, 4), jnp.float32))
+    jax.eval_shape(step, params, state, jax.ShapeDtypeStruct((2, 4), jnp.float32))
 
 
 def step_of(codec=QSGD4, **options):
@@ -70,7 +70,8 @@ def later():
 
 
 def adam(eps):
-  return gradcomp.contrib.adam(0.1, axis_name="data", warmup=2, eps=eps)
+  rate = optax.exponential_decay(0.1, 10, 0.5)  # whose numbers are compared, too
+  return gradcomp.contrib.adam(rate, axis_name="data", warmup=2, eps=eps)
 
 
 def local(every):
