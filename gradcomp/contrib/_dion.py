@@ -35,7 +35,7 @@ from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.shard_maps import map_addends
-from gradcomp._src.optimizers.moments import with_decay
+from gradcomp._src.optimizers.moments import require_agreement, with_decay
 
 __all__ = ["dion"]
 
@@ -123,6 +123,7 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
     <https://arxiv.org/abs/2504.05295>`_, 2025, algorithm 1, and its form for data
     parallel workers
   """
+  told = dict(locals())
   if not getattr(as_exchange(exchange), "sends", True):
     raise ValueError(
       '`exchange` must send something, for steps are of all workers, got "local"; '
@@ -141,6 +142,7 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
   def update_fn(
     updates: Any, state: Any, params: Any = None, **extra_args: Any
   ) -> tuple[Any, Any]:
+    require_agreement("gradcomp.contrib.dion", told, updates, params)
     # The rounding error of a step in fewer bits must not join the momentum.
     wide = jax.tree.map(_in_float32, updates)
     steps, state = factors.update(wide, state, params, **extra_args)

@@ -112,7 +112,7 @@ DOORS = {
     Policy([("b", OneBit()), ("w", Policy([("w", TWO_BITS)]))])
   ),
   "auto": lambda: gradcomp.compress(Sign(scale="one")),
-  "adam": lambda: gradcomp.contrib.adam(0.1, codec=TWO_BITS),
+  "adam": lambda: gradcomp.optimizers.adam(0.1, codec=TWO_BITS),
   "zero": lambda: gradcomp.parallel.zero(
     optax.sgd(0.1), grads=TWO_BITS, params=OneBit(), axis_name="data", feedback="error"
   ),

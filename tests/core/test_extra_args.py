@@ -257,6 +257,22 @@ def test_what_is_donated_twice_is_copied_on_one_device():
     params, state, _ = step(params, state, x)
 
 
+def test_what_shares_a_buffer_with_a_donated_array_is_copied():
+  """JAX's ``device_put`` to the same places in other words returns such an array."""
+  mesh, (params, x) = modes.mesh(1, AxisType.Auto), problem()
+  place = lambda w, *spec: jax.device_put(w, NamedSharding(mesh, P(*spec)))
+  kept = place(params["w"])
+  params = {"w": place(kept, None, None), "v": place(params["v"])}
+  start = place(kept, None)
+  assert params["w"] is not kept and start is not kept
+  loss = lambda params, x, start: loss_fn(params, x) + jnp.sum(start)
+  keep = optax.GradientTransformation(lambda p: kept, lambda u, s, p=None: (u, s))
+  tx = optax.chain(keep, optax.sgd(0.1))
+  step = gradcomp.make_train_step(loss, tx, axis_name=None)
+  _, state, _ = step(params, tx.init(params), x, start)
+  np.testing.assert_array_equal(state[0], problem()[0]["w"])
+
+
 STATIC = ("bits", "bucket_size", "refit_every", "min_leaf_size")
 
 

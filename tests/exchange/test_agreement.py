@@ -1,6 +1,7 @@
 """Processes that would misread each other's messages are told so when they trace."""
 
 import collections
+import dataclasses
 import threading
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax._src.lib import _jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.checks import see
@@ -155,9 +158,23 @@ def test_addresses_do_not_differ():
   assert parts[0] == parts[1] and "Codec object>" in parts[0]["codec"]
 
 
-def train(*chain, loss=lambda params, batch: jnp.sum(params["v"] * batch), **options):
+def loss_of(has_aux=False, has_weight=False, model_state=None, aux=1.0, **_):
+  """A loss that returns what the options of a train step say."""
+
+  def loss_fn(params, *args):
+    loss = jnp.sum(params["v"] * args[-1])
+    loss = (loss, jnp.float32(1)) if has_weight else loss
+    rest = [*args[:-1], *[aux] * has_aux]
+    return (loss, rest[0] if len(rest) == 1 else (*rest,)) if rest else loss
+
+  return loss_fn
+
+
+def train(*chain, loss=None, **options):
   """Traces a step of make_train_step."""
   optimizer = optax.chain(*chain)
+  loss = loss_of(**options) if loss is None else loss
+  options.pop("aux", None)
   step = gradcomp.make_train_step(
     loss,
     optimizer,
@@ -170,7 +187,8 @@ def train(*chain, loss=lambda params, batch: jnp.sum(params["v"] * batch), **opt
     state = jax.eval_shape(optimizer.init, params)
   inspects = options.get("compare_every") == 3
   batch = jax.ShapeDtypeStruct((jax.device_count(), 64), jnp.float32)
-  jax.eval_shape(lambda *args: step(*args, inspect=inspects), params, state, batch)
+  args = params, state, *[B] * ("model_state" in options), batch
+  jax.eval_shape(lambda *args: step(*args, inspect=inspects), *args)
 
 
 @pytest.mark.parametrize(
@@ -180,22 +198,17 @@ def train(*chain, loss=lambda params, batch: jnp.sum(params["v"] * batch), **opt
       lambda: train(compressed(), SGD),
       lambda: train(compressed(), gradcomp.wrappers.switch([2], [SGD, MOMENTUM])),
       "`transformation` .*make_train_step in process 0 and gradcomp.wrappers.switch in "
-      "process 1, in number 2 of the step",
+      "process 1, in number 3 of the step",
     ),
     (
       lambda: train(compressed(), SGD),
       lambda: train(compressed(), MOMENTUM),
-      r"`opt_state\[\d\]` .* in number 2 of the step, gradcomp.make_train_step",
+      r"`opt_state\[\d\]` .* in number 3 of the step, gradcomp.make_train_step",
     ),
     (
-      lambda: train(compressed(), SGD, compare_every=2),
-      lambda: train(compressed(), SGD, compare_every=5),
-      "`compare_every` .* 2 in process 0 and 5 in process 1",
-    ),
-    (
-      lambda: train(compressed(), SGD),
-      lambda: train(compressed(), SGD, report=True),
-      "`report` .* False in process 0 and True in process 1",
+      lambda: train(compressed(), SGD, has_aux=True, aux={"accuracy": 0.5}),
+      lambda: train(compressed(), SGD, has_aux=True, aux={"perplexity": 90.0}),
+      r"`metrics\[0\]` .* \['aux'\]\['accuracy'\] float32.* and .*\['perplexity'\]",
     ),
     (
       lambda: train(compressed(), SGD, loss=lambda params, batch: 1 / 0),
@@ -203,7 +216,7 @@ def train(*chain, loss=lambda params, batch: jnp.sum(params["v"] * batch), **opt
       None,
     ),
   ],
-  ids=["chain", "optimizer", "check", "report", "failed"],
+  ids=["chain", "optimizer", "aux", "failed"],
 )
 def test_steps_are_compared_whole(first, second, match, together):
   told = together(first, second)
@@ -217,3 +230,40 @@ def test_steps_are_compared_whole(first, second, match, together):
   # Nobody has agreed, and all go on to the next.
   again = lambda: train(compressed(), SGD)
   assert together(again, again) == [None, None]
+
+
+# But for the number of micro-batches, which decides nothing that is sent.
+STEP = dict(
+  has_aux=True, has_weight=True, model_state="mean", report=True, compare_every=5
+)
+
+
+@pytest.mark.parametrize("name", sorted(STEP))
+def test_another_option_of_a_step_is_an_error(name, together):
+  fields = {x.name for x in dataclasses.fields(gradcomp.TrainOptions)}
+  assert fields == {*STEP, "accumulate"}
+  told = together(
+    lambda: train(compressed(), SGD),
+    lambda: train(compressed(), SGD, **{name: STEP[name]}),
+  )
+  assert_told(told[0], "must be the same in all processes")
+  assert_told(told[1], "must be the same in all processes")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_other_values_of_a_loss_are_an_error_in_plain_jit(kind, together):
+  """Which averages them by itself."""
+  own = mesh().update(axis_types=(kind,))
+  sharding = NamedSharding(own, P("data"))
+  batch = jax.ShapeDtypeStruct((own.size, 64), jnp.float32, sharding=sharding)
+
+  def gradients(**aux):
+    loss_fn = loss_of(has_aux=True, aux=aux)
+    grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data", has_aux=True)
+    with jax.sharding.use_abstract_mesh(own):
+      jax.eval_shape(grad_fn, {"v": A}, batch)
+
+  told = together(lambda: gradients(accuracy=0.5), lambda: gradients(perplexity=90.0))
+  match = r"`leaves\[1\]` .*'accuracy'\] .*'perplexity'\] .* gradcomp.value_and_grad"
+  assert_told(told[0], match)
+  assert_told(told[1], "must be the same in all processes")

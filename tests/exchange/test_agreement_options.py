@@ -1,139 +1,208 @@
-"""Each option of each transformation is in what processes compare."""
+"""Each option of each public transformation is in what processes compare.
 
+Options are found in signatures and dataclasses, so that none is forgotten here.
+"""
+
+import copy
 import dataclasses
 import inspect
+from typing import Literal, get_args, get_origin
 
+import jax.numpy as jnp
 import optax
 import pytest
 
 import gradcomp
+from gradcomp._src.core import agreement
 from gradcomp.codecs import QSGD, TopK
-from tests.support.cases.agreement import assert_told, processes, trace
-from tests.support.cases.local import decaying
+from tests.support.cases.agreement import GRADS, assert_told, processes, trace
 from tests.support.option_fields import with_options
 
 SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
-NEAREST = QSGD(bits=4, rounding="nearest")
+QSGD4, NEAREST = QSGD(bits=4), QSGD(bits=4, rounding="nearest")
+FIRST, LATER = (gradcomp.compress(QSGD(bits=x), axis_name="data") for x in (4, 8))
+NAMES = ("codecs", "contrib", "exchange", "local", "optimizers", "parallel")
+NAMES += ("wrappers",)
+SPACES = [gradcomp, *(getattr(gradcomp, name) for name in NAMES)]
+
+# What has no option that decides messages.
+OF_STATES = {"allow_frozen", "replicable"}
+
+# What transformations are given beside axis_name.
+GIVEN = {
+  "compress": {"codec": QSGD4},
+  "compress_in_scan": {"codec": QSGD4, "feedback": None},
+  "dense": {"dtype": jnp.bfloat16},
+  "policy": {"rules": [("v", QSGD4)]},
+  "eight_bit": {"dtype": "static_tree"},
+  "redsync": {"max_norm": 1.0},
+  "loss_scaling_cast": {"factor": 8.0},
+  "zero": {"inner": SGD, "grads": QSGD4, "params": QSGD(bits=8, rounding="nearest")},
+  "local_steps": {"inner": MOMENTUM, "outer": SGD, "every": 4, "codec": TopK()},
+  "switch": {"boundaries": [2], "transformations": [optax.identity(), FIRST]},
+  "skip_nonfinite": {"inner": optax.chain(FIRST, SGD), "max_consecutive_errors": 5},
+  "clip_by_local_norm": {"max_norm": 1.0},
+  "adam": {"learning_rate": 0.1, "warmup": 2, "weight_decay": 0.1},
+  "dion": {"learning_rate": 0.1, "rank": 2, "weight_decay": 0.1},
+}
+
+# Another value of an option, of one transformation or of all that have it.
+OTHER = {
+  "adam.codec": NEAREST,
+  "policy.rules": [("w", QSGD4)],
+  "local_steps.inner": SGD,
+  "skip_nonfinite.inner": optax.chain(FIRST, MOMENTUM),
+  "inner": MOMENTUM,
+  "outer": MOMENTUM,
+  "boundaries": [3],
+  "transformations": [optax.identity(), LATER],
+  "codec": QSGD(bits=8),
+  "grads": QSGD(bits=8),
+  "params": NEAREST,
+  "exchange": "all_gather",
+  "feedback": "error",
+  "adam.feedback": None,
+  "compress_in_scan.feedback": "auto",
+  "local_steps.feedback": None,
+  "min_leaf_size": 1,
+  "message_bytes": 1000,
+  "policy": lambda *_, **__: True,
+  "mask": {"v": True, "w": False},
+  "dion.mask": {"w": False},
+  "local": 3,
+  "bucket_size": 128,
+  "dtype": jnp.float16,
+  "eight_bit.dtype": "linear",
+  "exponent_offset": 1,
+  "block_size": 128,
+  "rotate": 32,
+}
+
+# How the error names an option that has another name there.
+SHOWN = {
+  "zero.inner": r"inner_state\[",
+  "local_steps.inner": r"inner_state\[",
+  "local_steps.outer": r"outer_state\[",
+  "zero.grads": "codec",
+  "skip_nonfinite.inner": r"inner_state\[",
+  "switch.transformations": "codec",
+}
 
 
-def compressed(**options):
-  return gradcomp.compress(**{"codec": QSGD(bits=4), "axis_name": "data"} | options)
+def transformations():
+  """Public functions that return a transformation, by name."""
+  each = {name: getattr(space, name) for space in SPACES for name in space.__all__}
+  made = {name: x for name, x in each.items() if inspect.isfunction(x)}
+  kind = lambda f: str(inspect.signature(f).return_annotation)
+  found = {x: f for x, f in made.items() if "GradientTransformation" in kind(f)}
+  return {x: found[x] for x in found.keys() - OF_STATES}
 
 
-def local(inner=SGD, outer=SGD, **options):
-  options = {"every": 4, "codec": QSGD(bits=8), "axis_name": "data"} | options
-  options = with_options(gradcomp.local.LocalOptions, options)
-  return gradcomp.local.local_steps(inner, outer, **options)
+def is_recipe(function):
+  return "__signature__" in vars(function)
 
 
-def sparse(**options):
-  return local(codec=TopK(), exchange="all_gather", **options)
+def options_of(function):
+  """Its options with their annotations and defaults, by name."""
+  found = dict(inspect.signature(function).parameters)
+  if is_recipe(function):  # which hands on what is compress's
+    shared = inspect.signature(gradcomp.compress).parameters
+    found = {name: x for name, x in found.items() if name not in shared}
+  if "options" in found:
+    fields = inspect.signature(type(found.pop("options").default)).parameters
+    found |= fields
+  return {name: x for name, x in found.items() if name != "axis_name"}
 
 
-def zero(inner=SGD, **options):
-  codecs = {"grads": QSGD(bits=4), "params": QSGD(bits=8, rounding="nearest")}
-  return gradcomp.parallel.zero(inner, axis_name="data", **codecs | options)
+def other(name, option, parameter):
+  """Returns another value than the default."""
+  for key in (f"{name}.{option}", option):
+    if key in OTHER:
+      return OTHER[key]
+  kinds = [parameter.annotation, *get_args(parameter.annotation)]
+  literals = [get_args(x) for x in kinds if get_origin(x) is Literal]
+  default = GIVEN.get(name, {}).get(option, parameter.default)
+  if isinstance(default, bool):
+    return not default
+  if literals:
+    return next(x for x in literals[0] if x != default)
+  return default + 1 if isinstance(default, int) else default / 2
 
 
-def switch(boundaries=(2,), bits=4):
-  later = compressed(codec=QSGD(bits=bits))
-  return gradcomp.wrappers.switch(boundaries, [optax.identity(), later])
+FOUND = transformations()
+CASES = [(name, option) for name in sorted(FOUND) for option in options_of(FOUND[name])]
 
 
-def skip(max_consecutive_errors=5, inner=SGD):
-  inner = optax.chain(compressed(), inner)
-  return gradcomp.skip_nonfinite(inner, max_consecutive_errors, axis_name="data")
-
-
-def clip(max_norm=1.0, rule="own"):
-  return gradcomp.wrappers.clip_by_local_norm(max_norm, axis_name="data", rule=rule)
-
-
-# Each option of each transformation, with another value than in the default: what the
-# error names, and how it shows the value.
-EXCHANGE = [
-  (compressed, dict(codec=QSGD(bits=8)), "codec", "bits=8"),
-  (compressed, dict(exchange="two_shot"), "exchange", "TwoShot"),
-  (compressed, dict(feedback="error"), "feedback", "ErrorFeedback"),
-  (compressed, dict(min_leaf_size=1), "min_leaf_size", "1"),
-  (compressed, dict(message_bytes=1000), "message_bytes", "1000"),
-  (compressed, dict(key=7), "key", "7"),
-  (compressed, dict(dither="independent"), "dither", "'independent'"),
-]
-LOCAL = [
-  (local, dict(inner=MOMENTUM), r"inner_state\[\d\]", r".*\.trace\['v'\] float32.*"),
-  (local, dict(outer=MOMENTUM), r"outer_state\[\d\]", r".*\.trace\['v'\] float32.*"),
-  (local, dict(every=5), "every", "5"),
-  (local, dict(codec=QSGD(bits=4)), "codec", "bits=4"),
-  (local, dict(exchange="two_shot"), "exchange", "TwoShot"),
-  (local, dict(feedback=None), "feedback", "NoFeedback"),
-  (local, dict(feedback=decaying(0.9)), "feedback", "residual_decay=0.9"),
-  (local, dict(fragments=2), "fragments", "2"),
-  (local, dict(delay=1), "delay", "1"),
-  (local, dict(mixing=0.5), "mixing", "0.5"),
-  (local, dict(start=2), "start", "2"),
-  (sparse, dict(merge="senders"), "exchange", "senders"),
-  (local, dict(min_leaf_size=1), "min_leaf_size", "1"),
-  (local, dict(message_bytes=1000), "message_bytes", "1000"),
-  (local, dict(key=7), "key", "7"),
-  (local, dict(dither="independent"), "dither", "'independent'"),
-]
-ZERO = [
-  (zero, dict(inner=MOMENTUM), r"inner_state\[0\]", r".*\.trace.*"),
-  (zero, dict(grads=QSGD(bits=8)), "codec", "bits=8"),
-  (zero, dict(params=NEAREST), "params", "bits=4"),
-  (zero, dict(feedback="error"), "feedback", "ErrorFeedback"),
-  (zero, dict(min_leaf_size=1), "min_leaf_size", "1"),
-  (zero, dict(message_bytes=1000), "message_bytes", "1000"),
-  (zero, dict(key=7), "key", "7"),
-  (zero, dict(dither="independent"), "dither", "'independent'"),
-]
-OTHERS = [
-  (switch, dict(boundaries=(3,)), "boundaries", r"\[3\]"),
-  (switch, dict(bits=2), "codec", "bits=2"),
-  (skip, dict(inner=MOMENTUM), r"inner_state\[\d\]", r".*\.trace\['v'\] .*"),
-  (skip, dict(max_consecutive_errors=4), "max_consecutive_errors", "4"),
-  (clip, dict(max_norm=2.0), "max_norm", "2.0"),
-  (clip, dict(rule="share"), "rule", "'share'"),
-]
+def make(name, **options):
+  axes = {"axis_name": "data"} if name != "switch" else {}
+  given = GIVEN.get(name, {}) | axes | options
+  if name == "local_steps":
+    given = with_options(gradcomp.local.LocalOptions, given)
+  return FOUND[name](**given)
 
 
 @pytest.fixture
 def together(monkeypatch):
-  return processes(monkeypatch)
+  run = processes(monkeypatch)
+  monkeypatch.setenv("GRADCOMP_PATIENCE_SECONDS", "5")
+  return run
 
 
-ALL = EXCHANGE + LOCAL + ZERO + OTHERS
+def assert_compared(together, name, option, value, **given):
+  # All of Dion's leaves are matrices.
+  grads = {"w": GRADS["w"]} if name == "dion" else GRADS
+  run = lambda **options: trace(make(name, **given | options), grads)
+  told = together(run, lambda: run(**{option: value}))
+  shown = SHOWN.get(f"{name}.{option}", option)
+  shown = "" if is_recipe(FOUND[name]) else shown
+  for error in told:
+    assert_told(error, f"`{shown}.*` must be the same in all processes, ")
+
+
+@pytest.mark.parametrize("name, option", CASES, ids=map(".".join, CASES))
+def test_another_option_is_an_error_on_both_hosts(name, option, together):
+  value = other(name, option, options_of(FOUND[name])[option])
+  assert_compared(together, name, option, value)
 
 
 @pytest.mark.parametrize(
-  "make, options, name, value",
-  ALL,
-  ids=[f"{make.__name__}-{'-'.join(x)}-{value}" for make, x, _, value in ALL],
-)
-def test_other_options_are_an_error_that_names_them(
-  make, options, name, value, together
-):
-  told = together(lambda: trace(make()), lambda: trace(make(**options)))
-  assert_told(told[0], f"`{name}` must be the same .*process 0 and .*{value}.* proc")
-  assert_told(told[1], f"`{name}` must be the same .*{value}.* process 1 and ")
-
-
-@pytest.mark.parametrize(
-  "function, cases, given",
+  "option, values",
   [
-    (gradcomp.compress, EXCHANGE, {"axis_name"}),
-    (gradcomp.local.local_steps, LOCAL, {"axis_name", "options"}),
-    (gradcomp.parallel.zero, ZERO, {"axis_name"}),
-    (gradcomp.wrappers.switch, OTHERS[:1], {"transformations"}),
-    (gradcomp.skip_nonfinite, OTHERS[2:4], {"axis_name"}),
-    (gradcomp.wrappers.clip_by_local_norm, OTHERS[4:], {"axis_name"}),
+    ("learning_rate", [optax.linear_schedule(0.1, x, 200) for x in (0.01, 0.02)]),
+    ("weight_decay", [optax.constant_schedule(x) for x in (0.1, 0.2)]),
+    ("mask", [lambda tree, x=x: {"v": x, "w": True} for x in (False, True)]),
   ],
+  ids=["rate", "decay", "mask"],
 )
-def test_no_option_is_forgotten_above(function, cases, given):
-  """What is added to a transformation is compared, or says here why it is not."""
-  names = {name for _, options, *_ in cases for name in options}
-  options = set(inspect.signature(function).parameters)
-  if function is gradcomp.local.local_steps:
-    options |= {field.name for field in dataclasses.fields(gradcomp.local.LocalOptions)}
-  assert options == names | given
+@pytest.mark.parametrize("local", [None, 2])
+def test_functions_are_compared_by_what_they_return(option, values, local, together):
+  first, second = values
+  assert_compared(together, "adam", option, second, local=local, **{option: first})
+
+
+def dataclasses_of_options():
+  """Public dataclasses that are made without arguments, and a policy."""
+  each = {name: getattr(space, name) for space in SPACES for name in space.__all__}
+  kinds = [x for x in each.values() if inspect.isclass(x)]
+  for kind in filter(dataclasses.is_dataclass, kinds):
+    fields = inspect.signature(kind).parameters.values()
+    if all(x.default is not x.empty for x in fields):
+      yield kind()
+  yield gradcomp.codecs.Policy(rules=[("v", QSGD4)])
+
+
+VALUES = [*dataclasses_of_options()]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=[type(x).__name__ for x in VALUES])
+def test_each_field_is_in_the_words_of_an_option(value):
+  for field in dataclasses.fields(value):
+    changed = copy.copy(value)
+    object.__setattr__(changed, field.name, "something else")
+    assert agreement._words(changed) != agreement._words(value), field.name
+
+
+def test_all_elements_of_an_array_are_in_its_words():
+  zeros = jnp.zeros(3000)
+  each = [zeros, zeros.at[1500].set(1e-9)]
+  assert len({agreement._words({"decay": x}) for x in each}) == 2

@@ -211,6 +211,12 @@ def test_hosts_that_trace_other_steps_are_told_so(tmp_path, subtests):
     "order": ("leaves[0]", "['a'] float32[64, 64]", "['b'] float32[64, 64]"),
     "rounds": ("every", "2", "3"),
     "exchange": ("exchange", "TwoShot(feedback=True, in_turn=False)", "Ring()"),
+    "option": ("eps", "1e-08", "1e-06"),
+    "aux": (
+      "metrics[0]",
+      "['aux']['accuracy'] float32[]",
+      "['aux']['perplexity'] float32[]",
+    ),
     "chain": ("transformation", "gradcomp.make_train_step", "gradcomp.wrappers.switch"),
   }
   for case, (name, *got) in values.items():

@@ -1,5 +1,7 @@
 """Plain jit under Auto axes: gradients of all workers, and updates that take them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,51 @@ def test_a_batch_that_workers_cannot_share_is_named():
     gradcomp.value_and_grad(lambda w, x: jnp.sum(w * x), **OVER)(given[0], x=x)
 
 
+def product(w, x, y):
+  return jnp.sum(w * x * y)
+
+
+# What a call does with the second of two batches, and how the error names it.
+UNCUT = {
+  "keyword": (
+    lambda grad, w, x, y: grad(product)(w, x, y=y),
+    "keyword y",
+  ),
+  "in_front": (
+    lambda grad, w, x, y: grad(lambda y, w, x: product(w, x, y), argnums=1)(y, w, x),
+    "argument 0",
+  ),
+  "closed_over": (
+    lambda grad, w, x, y: grad(lambda w, x: product(w, x, y))(w, x),
+    "what `loss_fn` closes over",
+  ),
+  "held": (
+    lambda grad, w, x, y: grad(jax.tree_util.Partial(product, y=y))(w, x),
+    r"`loss_fn` .*\['y'\]",
+  ),
+}
+
+
+@pytest.mark.parametrize("way", UNCUT)
+def test_a_batch_that_no_worker_cuts_is_an_error(way):
+  """With one row a worker it broadcast, and the gradient was another."""
+  call, name = UNCUT[way]
+  grad = functools.partial(gradcomp.value_and_grad, **OVER)
+  place = NamedSharding(modes.mesh(WORKERS), P("data"))
+  x, y = (
+    jax.ShapeDtypeStruct((WORKERS, n), jnp.float32, sharding=place) for n in (3, 1)
+  )
+  step = lambda grad: jax.eval_shape(
+    lambda *args: call(grad, *args), jnp.ones(()), x, y
+  )
+  with pytest.raises(
+    ValueError, match=rf"`batch_argnums` .*float32\[4, 1\] in {name},"
+  ):
+    step(grad)
+  # What is as long by chance is whole, where batches are named.
+  step(functools.partial(grad, batch_argnums=2 if way == "in_front" else 1))
+
+
 def test_statistics_are_whole_on_each_worker_and_come_back_averaged():
   """With micro-batches: those that a worker has of its own rows."""
   mesh = modes.mesh(WORKERS)
@@ -85,12 +132,12 @@ def test_all_batches_are_cut_into_the_same_micro_batches():
   rows = jax.device_put(x, NamedSharding(mesh, P("data")))
 
   def loss(frozen, w, x, y, rng):
-    assert (frozen.shape, x.shape, y.shape) == ((8,), (1,), (1,))
+    assert (frozen.shape, x.shape, y.shape) == ((7,), (1,), (1,))
     return w * jnp.sum(x * y)
 
   options = {"argnums": 1, "accumulate": 2}
   grad_fn = gradcomp.value_and_grad(loss, **options, **OVER)
-  _, grads = grad_fn(x, jnp.float32(1), rows, rows, jax.random.key(0))
+  _, grads = grad_fn(x[:7], jnp.float32(1), rows, rows, jax.random.key(0))
   # Sums of small integers, and halves of them, are exact.
   np.testing.assert_array_equal(grads.rows, (x * x).reshape(WORKERS, 2).mean(1))
 

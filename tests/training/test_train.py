@@ -160,6 +160,51 @@ def test_compressed_train_step_learns(kind, feedback):
   assert int(state[0].count) == 30
 
 
+def with_key(w, x):
+  return jnp.sum(w * x), {"loss": w, "state": [jax.random.key(0)]}
+
+
+def gradients_with_key(kind=None, **options):
+  """The shapes of gradients of one device, or of plain jit over axes of a kind."""
+  axes = {"axis_name": None if kind is None else "data"}
+  place = None if kind is None else NamedSharding(modes.mesh(WORKERS, kind), P("data"))
+  grad_fn = gradcomp.value_and_grad(with_key, has_aux=True, **axes, **options)
+  x = jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=place)
+  return jax.eval_shape(grad_fn, jnp.float32(1), x)
+
+
+def step_with_key(**options):
+  mesh, tx = modes.mesh(WORKERS), gradcomp.dense(axis_name="data")
+  options = gradcomp.TrainOptions(has_aux=True, **options)
+  made = {"axis_name": "data", "mesh": mesh, "options": options}
+  step = gradcomp.make_train_step(with_key, tx, **made)
+  w = jnp.float32(1)
+  step.trace(w, tx.init(w), jnp.ones((8, 3)))
+
+
+@pytest.mark.parametrize(
+  "averaged",
+  [
+    lambda: gradients_with_key(AxisType.Auto),
+    lambda: gradients_with_key(AxisType.Explicit),
+    lambda: gradients_with_key(accumulate=2),
+    step_with_key,
+    lambda: step_with_key(accumulate=2),
+  ],
+  ids=["auto", "explicit", "micro-batches", "step", "step of micro-batches"],
+)
+def test_what_is_no_number_is_named_where_aux_is_averaged(averaged):
+  with pytest.raises(
+    TypeError, match=r"`aux`\['state'\]\[0\] .* got key<fry>\[\]; let"
+  ):
+    averaged()
+
+
+def test_any_aux_is_returned_where_it_is_not_averaged():
+  (_, aux), _ = gradients_with_key()
+  assert jnp.issubdtype(aux["state"][0].dtype, jax.dtypes.prng_key)
+
+
 def test_train_step_reports_aux_and_donates():
   def with_aux(params, batch):
     return loss_fn(params, batch), jnp.mean(batch["x"])

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import AxisName, axis_names
@@ -42,9 +44,16 @@ _open: ContextVar[list[Part] | None] = ContextVar("_open", default=None)
 
 
 def require_agreement(
-  what: str, options: Any, leaves: Any, axes: AxisName | None = None, **trees: Any
+  what: str,
+  options: Mapping[str, Any],
+  leaves: Any,
+  axes: AxisName | None = None,
+  **trees: Any,
 ) -> None:
   """Raises ValueError if another process traces another transformation in this place.
+
+  ``options`` come from ``locals()`` at the first line of a public function, or from
+  ``vars`` of a dataclass: a list of names would lack the next option.
 
   In :func:`one_record` it adds to the record. Elsewhere it compares a record of its
   own, if the mesh has all devices of the run: only then are all processes known.
@@ -55,7 +64,7 @@ def require_agreement(
   mesh = mesh_of(leaves)
   names = () if axes is None else axis_names(axes)
   sizes = {"axes": {name: mesh.shape.get(name) for name in names}}
-  part = _part(what, sizes | dict(options), leaves=leaves, **trees)
+  part = _part(what, {**sizes, **options}, leaves=leaves, **trees)
   if parts is not None:
     parts.append(part)
   elif set(names).issubset(mesh.axis_names):
@@ -64,12 +73,12 @@ def require_agreement(
 
 @contextlib.contextmanager
 def one_record(
-  mesh: Any, what: str, options: Mapping[str, Any], **trees: Any
+  mesh: Any, what: str, options: Mapping[str, Any], trees: Mapping[str, Any]
 ) -> Iterator[list[Part]]:
   """Compares all transformations that are traced in the body as one record.
 
-  It yields the parts so far, which a body that traces again clears. If the body fails,
-  the other processes read the error.
+  It yields the parts so far, which a body that traces again clears. The body may add to
+  ``trees``. If it fails, the other processes read the error.
   """
   processes = () if is_alone() else processes_of(mesh)
   parts: list[Part] = []
@@ -92,14 +101,28 @@ def one_record(
 def _part(what: str, options: Mapping[str, Any], **trees: Any) -> Part:
   """Describes a transformation in words: options and leaves first, then its states."""
   leaves = _listed("leaves", trees.pop("leaves", None))
-  # Addresses differ between processes.
-  told = {x: re.sub(r" at 0x[0-9a-f]+", "", repr(y)) for x, y in options.items()}
+  told = {x: _words(y) for x, y in options.items() if not _is_told_elsewhere(y)}
   part = {"transformation": what, "gradcomp": __version__, "WIRE": str(WIRE)}
   part |= leaves | told
   # States come last, because other leaves or options are the cause of other states.
   for name, tree in trees.items():
     part |= _listed(name, tree)
   return part
+
+
+def _words(value: Any) -> str:
+  """Describes an option in words, with all elements of arrays."""
+  with np.printoptions(threshold=sys.maxsize, floatmode="unique"):
+    # Addresses differ between processes.
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _is_told_elsewhere(value: Any) -> bool:
+  """Returns True for numbers of the state, and for optimizers, which show theirs."""
+  if isinstance(value, jax.core.Tracer | optax.GradientTransformation):
+    return True
+  several = isinstance(value, list | tuple) and bool(value)
+  return several and all(map(_is_told_elsewhere, value))
 
 
 def _listed(name: str, tree: Any) -> Part:

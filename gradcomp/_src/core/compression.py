@@ -162,9 +162,7 @@ class Compression:
     if is_sum:
       first_state.check_residual_types(state.residual, updates, axes)
     if axes is not None and self.exchange.sends:
-      told = {x: y for x, y in vars(self).items() if x != "axis_name"}
-      told = {x: y for x, y in told.items() if not isinstance(y, jax.core.Tracer)}
-      told["inspected"] = measures(state) is not None
+      told = vars(self) | {"inspected": measures(state) is not None}
       agreement.require_agreement("gradcomp.compress", told, updates, axes)
     made = ("codec", "feedback", "min_leaf_size")
     study.note(study.Options(tuple((name, getattr(self, name)) for name in made)))

@@ -173,8 +173,9 @@ def local_steps(
     <https://arxiv.org/abs/2508.15706>`_, 2025; Therien et al., `MuLoCo
     <https://arxiv.org/abs/2505.23725>`_, 2025
   """
+  told = dict(locals())
   every = step_count("every", every)
-  options = instance_of("options", LocalOptions, options)
+  options = instance_of("options", LocalOptions, told.pop("options"))
   fragments = rules.up_to("fragments", 1, every, options.fragments)
   delay = rules.up_to("delay", 0, every - 1, options.delay)
   mixing = float(options.mixing)
@@ -222,12 +223,9 @@ def local_steps(
     updates = not_differentiated(updates)
     check_whole_params(params, axes)
     across = reduction(updates, axes, local=False)
-    told: dict[str, Any] = dict(
-      every=every, fragments=fragments, delay=delay, mixing=mixing, start=start
-    )
     agreement.require_agreement(
       "gradcomp.local.local_steps",
-      told,
+      told | vars(options),
       updates,
       axes,
       inner_state=state.own,

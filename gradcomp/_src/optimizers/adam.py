@@ -29,6 +29,7 @@ from gradcomp._src.optimizers.moments import (
   Warmup,
   as_warmup,
   decoupled,
+  require_agreement,
   with_decay,
 )
 
@@ -179,6 +180,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, 2021, algorithm 1; Lu
     et al., `0/1 Adam <https://arxiv.org/abs/2202.06009>`_, 2022, algorithm 1
   """
+  told = dict(locals())
   moments = Moments(
     b1=b1,
     b2=b2,
@@ -214,6 +216,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     if axis_name is not None:
       check_whole_params(params, axis_name)
     grads = not_differentiated(updates)
+    require_agreement("gradcomp.optimizers.adam", told, grads, params)
     state = moments.step(grads, state)
     like = grads if params is None else params
     step = lambda m, v, x: (m / (jnp.sqrt(v) + eps)).astype(x.dtype)
@@ -221,6 +224,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
 
   if local is not None:
     alone = LocalAdam(
+      told=told,
       moments=moments,
       gaps=as_gaps(local),
       learning_rate=learning_rate,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,7 +11,6 @@ import optax
 from jax import lax
 
 from gradcomp._src.checks import step_count
-from gradcomp._src.core import agreement
 from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import OwnSteps
 from gradcomp._src.local_steps import rounds
@@ -20,7 +20,12 @@ from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.study import Options, note
 from gradcomp._src.mesh.types import mark_varying, other_axes
 from gradcomp._src.mesh.unsharded_params import check_whole_params
-from gradcomp._src.optimizers.moments import Moments, MomentsState, begun
+from gradcomp._src.optimizers.moments import (
+  Moments,
+  MomentsState,
+  begun,
+  require_agreement,
+)
 
 
 class LocalMomentsState(NamedTuple):
@@ -124,6 +129,7 @@ class _Own(NamedTuple):
 class LocalAdam:
   """Adam with workers that move by themselves between two exchanges."""
 
+  told: Mapping[str, Any]  # the arguments of adam
   moments: Moments
   gaps: Gaps
   learning_rate: optax.ScalarOrSchedule
@@ -164,8 +170,7 @@ class LocalAdam:
     del extra_args
     check_whole_params(params, self._axes)
     grads = not_differentiated(updates)
-    told = self.moments.told | {"local": self.gaps}
-    agreement.require_agreement("gradcomp.optimizers.adam", told, grads, self._axes)
+    require_agreement("gradcomp.optimizers.adam", self.told, grads, params)
     is_sum = reduction(grads, self._axes, local=False).is_sum
     like = grads if params is None else params
     schedule: Any = self.learning_rate

@@ -1,10 +1,13 @@
 """Moments of Adam that workers share: of mean gradients, or of compressed momenta."""
 
 import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -16,11 +19,13 @@ from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange import collectives
 from gradcomp._src.mesh.axes import AxisName, require_size
 from gradcomp._src.mesh.reduction import Reduction, reduction
+from gradcomp._src.mesh.run_store import is_alone
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import varying_axes
 
 Variance = Literal["frozen", "doubling"]
 
+_STEPS = (0, 1, 10, 100, 1000, 10_000, 100_000)  # at which rates are compared
 _GAPS = 16  # updates of the variance at each gap, as in the experiments of 0/1 Adam
 _NEVER = -1  # no step has this number
 
@@ -151,12 +156,6 @@ class Moments:
     share_below_1("floor", self.floor)
     one_of("variance", Variance, self.variance)
 
-  @property
-  def told(self) -> dict[str, Any]:
-    """The options of moments, which all workers must share."""
-    own = {"variance": self.variance, "b2": self.b2, "floor": self.floor}
-    return {"warmup": self.warmup, **own}
-
   def init(self, params: Any) -> MomentsState:
     """Creates the state, of zeros."""
     wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)
@@ -169,7 +168,6 @@ class Moments:
 
   def step(self, grads: Any, state: MomentsState) -> MomentsState:
     """Returns the state after the gradients of a worker, or of all."""
-    agreement.require_agreement("moments", self.told, grads, self.axis_name)
     across = reduction(grads, self.axis_name, local=False)
     count = optax.safe_increment(state.count)
 
@@ -261,6 +259,34 @@ class Moments:
       return jnp.where(sent, jnp.maximum(v, least), v)
 
     return jax.tree.map(lifted, nu) if self.floor else nu
+
+
+def require_agreement(
+  what: str, told: Mapping[str, Any], grads: Any, params: Any
+) -> None:
+  """Compares arguments of an optimizer: schedules by some rates, masks by leaves."""
+  if is_alone():
+    return
+  decay, mask = told["weight_decay"], told["mask"]
+  rates = {x: _at_steps(y) for x, y in told.items() if callable(y) and x != "mask"}
+  if callable(mask) and params is not None and decoupled(decay, mask):
+    mask = mask(params)
+  leaves = jax.tree_util.tree_leaves_with_path(mask)
+  masked = {f"mask{jax.tree_util.keystr(path)}": x for path, x in leaves}
+  options = {**told, "mask": None, **rates, **masked}
+  agreement.require_agreement(what, options, grads, told["axis_name"])
+
+
+def _at_steps(schedule: Any) -> Any:
+  """Returns the numbers of a schedule by steps; a traced array if they are traced."""
+  number = lambda step: jnp.asarray(schedule(jnp.int32(step)))
+  # In a thread of its own, for JAX computes no number inside of some maps.
+  with ThreadPoolExecutor(1) as outside:
+    rates = outside.submit(lambda: jnp.stack([*map(number, _STEPS)])).result()
+  if isinstance(rates, jax.core.Tracer):
+    return rates
+  short = [float(str(rate)) for rate in np.asarray(rates)]
+  return dict(zip(_STEPS, short, strict=True))
 
 
 def with_decay(

@@ -92,6 +92,7 @@ def compress_in_scan(
     >>> metrics["loss"], params["layers"]
     (Array(6., dtype=float32), Array([0.5, 2. ], dtype=float32))
   """
+  told = dict(locals())
   names = axis_names(axis_name)
   rule = as_feedback(feedback, codec)
   if rule not in (NoFeedback(), ErrorFeedback()):
@@ -121,8 +122,6 @@ def compress_in_scan(
       return updates, state
     if study.is_study():
       return _studied(options, updates, state.layers), state
-    told = {x.name: getattr(options, x.name) for x in dataclasses.fields(options)}
-    told = {name: x for name, x in told.items() if name not in ("axis_name", "policy")}
     what = "gradcomp.parallel.compress_in_scan"
     agreement.require_agreement(what, told, updates, options.axis_name)
     _check_means(updates, options)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.tree_util import Partial
 
 from gradcomp._src.checks import flag, positions
 from gradcomp._src.core.specs import state_specs
@@ -173,8 +174,9 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     batch_argnums: the arguments that are split into micro-batches on their first axis,
       if ``accumulate`` is above 1, and into the workers' parts under Auto axes. By
       default argument 1; under Auto axes all behind those of ``argnums``, which then
-      must have first axes of one length. Of an optimizer's state a worker has its own
-      there.
+      must have first axes of one length, and no other array may have that: none of
+      another argument, and none that ``loss_fn`` closes over. Of an optimizer's state a
+      worker has its own there.
     param_specs: under Auto axes, the specs of the arguments of ``argnums`` over other
       axes of the mesh: a tree like them of ``jax.P`` or of
       ``jax.tree.map(lambda x: x.sharding, params)``, or one for all. ``update`` then
@@ -196,12 +198,14 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     ValueError: ``accumulate`` is no number of micro-batches; when called, the axis is
       not bound, or the micro-batches or the workers' parts would not be equal; under
       Explicit axes, no argument is sharded over the axis, or a differentiated one is;
-      or under Auto axes, ``param_specs`` are not those of the parameters, or missing.
+      or under Auto axes, ``param_specs`` are not those of the parameters, or missing,
+      or another array is as long as the batches that nobody has named.
     NotImplementedError: when called under Explicit axes, the loss closes over an array
       of the mesh. JAX raises it, and a note has the cure.
     TypeError: when called, an argument to differentiate has no array of real or complex
-      floats, the loss returns no weight with ``has_weight``, or ``param_specs`` are no
-      specs.
+      floats, the loss returns no weight with ``has_weight``, an ``aux`` that is
+      averaged has something that is no number, like a PRNG key, or ``param_specs`` are
+      no specs.
 
   Example:
     >>> grad_fn = value_and_grad(lambda w, x: jnp.mean(w * x), axis_name="data")
@@ -245,7 +249,9 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     whole = own_loss, tuple(args), kwargs
     if _in_explicit_jit(around, axis_name):
       _check_cut([args[i] for i in differentiated], (args, kwargs), axis_name)
-      return _addends(form, whole, axis_name)
+      value, grads = _addends(form, whole, axis_name)
+      form.require_agreement(value, axis_name)
+      return value, grads
     if _in_auto_jit(around, axis_name):
       behind = set(range(max(differentiated) + 1, count))
       cut = _batches(args, behind, batch_argnums)
@@ -256,13 +262,22 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
           x.ndim for x in jax.tree.leaves(args[i]) if is_array(x)
         )
         parts = dataclasses.replace(form, cut=tuple(filter(has_rows, sorted(cut))))
-      return _of_workers(parts, whole, cut, axis_name, param_specs, around)
+      if batch_argnums is None and _size(around, axis_name) > 1:
+        own = cut.union(differentiated)
+        others = {i: x for i, x in enumerate(args) if i not in own}
+        held: dict[Any, Any] = {"": loss_fn}
+        uncut = {"argument": others, "keyword": kwargs, "`loss_fn`": held}
+        rows = _check_uncut([args[i] for i in sorted(cut)], uncut)
+        whole = Partial(_closing_over_no_batch, own_loss, rows), *whole[1:]
+      value, grads = _of_workers(parts, whole, cut, axis_name, param_specs, around)
+      form.require_agreement(value, axis_name)
+      return value, grads
     for i in differentiated:
       args[i] = defer_reduction(args[i], axis_name=axis_name)
     value, grads = form.value_and_grad(own_loss, axis_name)(*args, **kwargs)
-    if has_aux:
-      return (pmean(value[0], axis_name), value[1]), grads
-    return pmean(value, axis_name), grads
+    loss = pmean(value[0] if has_aux else value, axis_name)
+    form.require_agreement(loss, axis_name)
+    return (loss, value[1]) if has_aux else loss, grads
 
   return local_value_and_grad
 
@@ -280,7 +295,8 @@ def _addends(
 
   def local(*arrays: jax.Array) -> tuple[Any, Any]:
     loss_fn, args, kwargs = with_arrays(arrays)
-    grad_fn = form.value_and_grad(loss_with_note(loss_fn, mesh, names), axis_name)
+    own_loss = loss_with_note(loss_fn, mesh, names)
+    grad_fn = form.value_and_grad(own_loss, axis_name, averages_aux=True)
     value, grads = grad_fn(*args, **kwargs)
     share = 1 / require_size(axis_name)
     wide = lambda g: g.astype(addend_dtype(g.dtype))
@@ -316,7 +332,7 @@ def _of_workers(
   places = [i for i, (_, x) in enumerate(leaves) if is_array(x)]
   names = axis_names(axis_name)
   param_specs = specs_like(params, param_specs, axis_name, mesh)
-  size = math.prod(mesh.shape[name] for name in names)
+  size = _size(mesh, axis_name)
   in_batch = lambda path: path[0].idx == 0 and path[1].idx in cut
   rows = [in_batch(leaves[i][0]) and not _is_key(leaves[i][1]) for i in places]
   for i, is_cut in zip(places, rows, strict=True):
@@ -342,7 +358,7 @@ def _of_workers(
     for i, x in zip(places, arrays, strict=True):
       every[i] = jax.random.fold_in(x, index) if _is_key(x) else x
     args, kwargs = jax.tree.unflatten(treedef, every)
-    grad_fn = form.value_and_grad(with_held(held), axis_name)
+    grad_fn = form.value_and_grad(with_held(held), axis_name, averages_aux=True)
     value, grads = grad_fn(*args, **kwargs)
     return pmean(value, axis_name), jax.tree.map(lambda g: g[None], grads)
 
@@ -359,6 +375,47 @@ def _of_workers(
     check_vma=False,
   )([leaves[i][1] for i in places], held)
   return value, marked(stack, axis_name, param_specs)
+
+
+def _size(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
+  return math.prod(mesh.shape[name] for name in axis_names(axis_name))
+
+
+def _check_uncut(batches: Any, uncut: dict[str, Any]) -> set[int]:
+  """Returns the lengths of batches; ValueError for one among what no worker cuts."""
+  rows = {x.shape[0] for x in jax.tree.leaves(batches) if is_array(x) and x.ndim}
+  for kind, given in uncut.items():
+    parts = {name: x for name, x in given.items() if not states_in(x)}
+    for path, x in jax.tree_util.tree_leaves_with_path(parts):
+      name = f"{kind} {path[0].key}{jax.tree_util.keystr(path[1:])}"
+      _check_no_batch(name, x, rows)
+  return rows
+
+
+def _check_no_batch(name: str, x: Any, rows: set[int]) -> None:
+  """Raises ValueError for an array that may be a batch."""
+  if is_array(x) and x.ndim and x.shape[0] in rows:
+    raise ValueError(
+      "`batch_argnums` must name the batches where another array has as many rows, "
+      f"got None and {x.dtype}{list(x.shape)} in {name}, which every worker has whole. "
+      "If it is a batch, pass it by position, behind the parameters; if it is none, "
+      "pass the positions of the batches, as in batch_argnums=1."
+    )
+
+
+def _closing_over_no_batch(
+  loss_fn: Callable[..., Any], rows: set[int], *args: Any, **kwargs: Any
+) -> Any:
+  """Calls a loss; ValueError for an array that it closes over and may be a batch."""
+  arrays, with_arrays = arrays_of((loss_fn, args, kwargs))
+
+  def traced(arrays: Sequence[jax.Array]) -> None:
+    own_loss, args, kwargs = with_arrays(arrays)
+    own_loss(*args, **kwargs)
+
+  for x in jax.make_jaxpr(traced)(arrays).consts:
+    _check_no_batch("what `loss_fn` closes over", x, rows)
+  return loss_fn(*args, **kwargs)
 
 
 def _batches(

@@ -10,6 +10,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from gradcomp._src.checks import static_integer
+from gradcomp._src.core import agreement
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.trees import combine, split
@@ -38,6 +39,30 @@ def of_trainable(
   return Partial(_with_others, loss_fn, others), own
 
 
+def check_numbers(aux: Any) -> None:
+  """Raises TypeError for what has no mean in an aux that is averaged."""
+  for path, x in jax.tree_util.tree_leaves_with_path(aux):
+    kind = getattr(x, "dtype", type(x))
+    if not any(jnp.issubdtype(kind, x) for x in (jnp.number, jnp.bool_)):
+      raise TypeError(
+        f"`aux`{jax.tree_util.keystr(path)} must be a number or an array of numbers, "
+        "because aux is averaged over workers and micro-batches, got "
+        f"{jax.typeof(x).str_short() if hasattr(x, 'dtype') else repr(x)}; let "
+        "`loss_fn` return an aux without it."
+      )
+
+
+def _with_checked_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+  def checked(*args: Any, **kwargs: Any) -> Any:
+    result = loss_fn(*args, **kwargs)
+    match result:
+      case (_, aux):
+        check_numbers(aux)
+    return result
+
+  return checked
+
+
 def _with_others(
   loss_fn: Callable[..., Any], others: dict[int, Any], *args: Any, **kwargs: Any
 ) -> Any:
@@ -57,10 +82,22 @@ class LossForm:
   accumulate: int
   cut: tuple[int, ...] = (1,)  # batch_argnums
 
+  def require_agreement(self, means: Any, axis_name: AxisName) -> None:
+    """Raises ValueError if another process averages other values, or in other form."""
+    told = {x: y for x, y in vars(self).items() if x != "accumulate"}  # sends nothing
+    agreement.require_agreement("gradcomp.value_and_grad", told, means, axis_name)
+
   def value_and_grad(
-    self, loss_fn: Callable[..., Any], axis_name: AxisName | None
+    self,
+    loss_fn: Callable[..., Any],
+    axis_name: AxisName | None,
+    *,
+    averages_aux: bool = False,
   ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function with a worker's value and gradients, or its part of means."""
+    # What workers or micro-batches average must be numbers.
+    if self.has_aux and (averages_aux or self.accumulate > 1):
+      loss_fn = _with_checked_aux(loss_fn)
 
     def whole(*args: Any, **kwargs: Any) -> Any:
       total, weight, aux = self._weighed(loss_fn(*args, **kwargs))

@@ -101,7 +101,7 @@ class JittedStep:
   """A train step in ``jax.jit``, with any tree of parameters.
 
   What is not trained comes back as it was given. With ``donate``, parameters and
-  optimizer state are donated, each buffer once. The second occurrence is copied:
+  optimizer state are donated, each buffer once. Another array of it is copied:
   ``optax.contrib.prodigy`` has the first parameters in its state, and JAX ends the
   process where one buffer is donated twice.
 
@@ -194,18 +194,27 @@ def _check_static(rest: Any) -> None:
 def _donated_once(
   params: Any, opt_state: Any, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-  """Copies arrays of a train step's arguments that are donated before."""
+  """Copies arrays of a train step's arguments whose buffers are donated before."""
   leaves, treedef = jax.tree.flatten(((params, opt_state), args, kwargs))
   donated = len(jax.tree.leaves((params, opt_state)))
-  seen: set[int] = set()
+  seen: set[tuple[Any, int]] = set()
   for i, x in enumerate(leaves):
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-      if id(x) in seen:
+      buffers = _buffers(x)
+      if not seen.isdisjoint(buffers):
         leaves[i] = jnp.copy(x)
       elif i < donated:
-        seen.add(id(x))
+        seen.update(buffers)
   given, args, kwargs = jax.tree.unflatten(treedef, leaves)
   return (*given, *args), kwargs
+
+
+def _buffers(x: jax.Array) -> list[tuple[Any, int]]:
+  """Returns the devices of this process and the addresses of an array's parts there."""
+  # JAX's device_put to the same places, in other words, returns another object of them.
+  count = len(x.sharding.addressable_devices)
+  parts: list[Any] = [x.addressable_data(i) for i in range(count)]
+  return [(part.device, part.unsafe_buffer_pointer()) for part in parts]
 
 
 _DEFAULTS = TrainOptions()
@@ -254,8 +263,8 @@ def make_train_step(
       batch, no exchange has averaged a parameter's gradient, layers reach the loss
       beside its ``scan``, or another process of the run traces another step, or none.
     TypeError: when called, no parameter is an array of floats, or something in a model
-      state that is averaged is no float; or the loss returns another form than the
-      options say.
+      state that is averaged is no float, or in ``aux`` no number; or the loss returns
+      another form than the options say.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -397,14 +406,22 @@ def _on_mesh(
       check_vma=check_vma,
     )(arrays, given)
 
-  # What decides what is sent; how many micro-batches there are does not.
-  names_sent = ("has_aux", "model_state", "report", "compare_every")
-  told = {"axis_name": axis_name} | {x: getattr(options, x) for x in names_sent}
+  # How many micro-batches there are decides nothing that is sent.
+  told = vars(options) | {"axis_name": axis_name, "inspect": inspect}
+  del told["accumulate"]
   trees = {x: getattr(given, x) for x in ("params", "opt_state", "model_state")}
-  record = "gradcomp.make_train_step", told | {"inspect": inspect}
-  with agreement.one_record(mesh, *record, **trees) as parts:
+
+  def compared(check_vma: bool) -> Stepped:
+    stepped = mapped(check_vma)
+    # The loss has decided the form of these, which are averaged.
+    trees["metrics"] = stepped.metrics | stepped.own
+    trees["new_model_state"] = stepped.model_state
+    return stepped
+
+  record = "gradcomp.make_train_step", told, trees
+  with agreement.one_record(mesh, *record) as parts:
     try:
-      return mapped(True)
+      return compared(True)
     except TypeError as error:
       # An optimizer of a worker's own may have branches of which one returns a
       # constant, as optax's reduce_on_plateau has. JAX takes them only unchecked.
@@ -414,5 +431,5 @@ def _on_mesh(
     parts.clear()  # the second trace adds them again
     # An error of the loss is one of both traces, and is raised once.
     with contextlib.suppress(TypeError):
-      return mapped(False)
+      return compared(False)
     raise first

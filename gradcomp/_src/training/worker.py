@@ -19,7 +19,7 @@ from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.telemetry.inspect import measured_update
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 from gradcomp._src.training.gradients import defer_reduction, value_and_grad
-from gradcomp._src.training.loss_form import LossForm, check_accumulate
+from gradcomp._src.training.loss_form import LossForm, check_accumulate, check_numbers
 from gradcomp._src.training.scanned import check_alone, scanned_layers
 from gradcomp._src.transforms.freeze import unaveraged
 
@@ -118,7 +118,7 @@ class WorkerStep:
     together = None if alone else self.axis_name
     weight, count = self.options.has_weight, self.options.accumulate
     form: dict[str, Any] = dict(has_aux=True, has_weight=weight, accumulate=count)
-    loss_fn = self._uniform(loss_fn)
+    loss_fn = self._uniform(loss_fn, together is not None or count > 1)
     rows, before = (given.batch, self._keys(given.rng)), given.model_state
     if self.options.model_state == "local":
       before = jax.tree.map(lambda x: x[0], before)
@@ -187,7 +187,9 @@ class WorkerStep:
     check_alone(given.opt_state, used | {"inspect": inspect})
     return layers.value_and_grad(loss_fn, LossForm(**form), given.opt_state)
 
-  def _uniform(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+  def _uniform(
+    self, loss_fn: Callable[..., Any], averages_aux: bool
+  ) -> Callable[..., Any]:
     """Returns a loss with the same arguments and results for all options."""
 
     def uniform(
@@ -199,7 +201,10 @@ class WorkerStep:
         options["scan"] = scan
       if self.options.model_state is not None:
         batch, extra = model_state, (batch, *extra)
-      return self._parts(loss_fn(params, batch, *extra, **options))
+      loss, (model_state, aux) = self._parts(loss_fn(params, batch, *extra, **options))
+      if averages_aux:
+        check_numbers(aux)
+      return loss, (model_state, aux)
 
     return uniform
 

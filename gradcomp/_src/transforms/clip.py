@@ -78,6 +78,7 @@ def clip_by_local_norm(
     section 3.2; Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018,
     section 2.4
   """
+  told = dict(locals())
   max_norm = static_number("max_norm", "a positive, finite number", max_norm)
   one_of("rule", ClipRule, rule)
   if axis_name is not None:
@@ -93,8 +94,8 @@ def clip_by_local_norm(
   def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
     del params, extra_args
     axes, is_sum = reduction(updates, axis_name, local=False)
-    told = "gradcomp.wrappers.clip_by_local_norm", {"max_norm": max_norm, "rule": rule}
-    agreement.require_agreement(*told, updates, axes)
+    what = "gradcomp.wrappers.clip_by_local_norm"
+    agreement.require_agreement(what, told, updates, axes)
     others = [other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
 
     def on_device(updates: Any, state: Any) -> tuple[Any, Any]:

@@ -76,6 +76,7 @@ def skip_nonfinite(
     >>> update.tolist(), int(state.total_notfinite)
     ([0.0, 0.0], 1)
   """
+  told = dict(locals())
   most = step_count("max_consecutive_errors", max_consecutive_errors, least=0)
   if axis_name is not None:
     axis_names(axis_name)
@@ -88,10 +89,8 @@ def skip_nonfinite(
   def update_fn(
     updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, SkipNonfiniteState]:
-    told = {"max_consecutive_errors": most}
-    agreement.require_agreement(
-      "gradcomp.skip_nonfinite", told, updates, axis_name, inner_state=state.inner_state
-    )
+    record = "gradcomp.skip_nonfinite", told, updates, axis_name
+    agreement.require_agreement(*record, inner_state=state.inner_state)
     new, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
     finite = _all_finite(updates, new, axis_name)
     more = optax.safe_increment(state.notfinite_count)

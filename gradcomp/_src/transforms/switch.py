@@ -80,6 +80,7 @@ def switch(
     section 3.3; Han et al., `Auto-Precision Scaling for Distributed Deep Learning
     <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
   """
+  told = dict(locals())
   rule = "steps in ascending order, above 0 and below 2**31"
   if not isinstance(boundaries, Sequence):
     raise ValueError(f"`boundaries` must be {rule}, got {boundaries!r}.")
@@ -100,7 +101,6 @@ def switch(
   def update_fn(
     updates: Any, state: SwitchState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, SwitchState]:
-    told = {"boundaries": steps, "transformations": len(choices)}
     agreement.require_agreement("gradcomp.wrappers.switch", told, updates)
 
     branch = lambda tx: lambda g, inner: tx.update(g, inner, params, **extra_args)

@@ -21,22 +21,26 @@ from gradcomp._src.kernels.quantize import pallas, reference
 from tests.support.hosts.averaging import QSGD4
 
 
-def train(optimizer, names=("a", "b"), fails=False):
+def train(optimizer, names=("a", "b"), fails=False, aux=None):
   """Traces a step of ``make_train_step``."""
   mesh = jax.make_mesh((jax.device_count(),), ("data",))
 
   def loss_fn(params, batch):
     if fails:
       raise ZeroDivisionError("of this process alone")
-    return jnp.sum(params["a"]) + 10 * jnp.sum(params["b"]) * jnp.mean(batch)
+    loss = jnp.sum(params["a"]) + 10 * jnp.sum(params["b"]) * jnp.mean(batch)
+    return loss if aux is None else (loss, {aux: loss})
 
-  step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+  options = gradcomp.TrainOptions(has_aux=aux is not None)
+  step = gradcomp.make_train_step(
+    loss_fn, optimizer, axis_name="data", mesh=mesh, options=options
+  )
   params = collections.OrderedDict(
     (name, jax.ShapeDtypeStruct((64, 64), jnp.float32)) for name in names
   )
   with jax.set_mesh(mesh):
     state = jax.eval_shape(optimizer.init, params)
-  jax.eval_shape(step, params, state, jax.ShapeDtypeStruct((2, 4), jnp.float32))
+    jax.eval_shape(step, params, state, jax.ShapeDtypeStruct((2, 4), jnp.float32))
 
 
 def step_of(codec=QSGD4, **options):
@@ -63,6 +67,11 @@ def chain(codec=QSGD4):
 
 def later():
   return gradcomp.wrappers.switch([2], [optax.identity(), optax.scale(0.5)])
+
+
+def adam(eps):
+  rate = optax.exponential_decay(0.1, 10, 0.5)  # whose numbers are compared, too
+  return gradcomp.optimizers.adam(rate, axis_name="data", warmup=2, eps=eps)
 
 
 def local(every):
@@ -105,6 +114,8 @@ CASES = {
   "rounds": lambda host: train(local(every=2 + host)),
   "exchange": lambda host: update("ring" if host else "two_shot"),
   "chain": lambda host: train(optax.chain(chain(), *[later()] * host)),
+  "option": lambda host: train(adam((1e-8, 1e-6)[host])),
+  "aux": lambda host: train(chain(), aux=("accuracy", "perplexity")[host]),
   "failed": lambda host: train(chain(), fails=host == 1),
   "same": lambda host: train(chain()),
   "kernels": kernels,

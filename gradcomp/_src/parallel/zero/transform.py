@@ -152,6 +152,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     Jia et al., `SDP4Bit <https://arxiv.org/abs/2410.15526>`_, 2024, section 3.1, for
     the differences
   """
+  told = dict(locals())
   _check_codecs(grads, params)
   names = axis_names(axis_name)
   axes = as_axis_name(names)
@@ -218,10 +219,9 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     _check_given(state, params)
     updates = not_differentiated(updates)
     across = parts.across(updates, state.gradients, params)
-    told = {"params": of_updates}
     record = "gradcomp.parallel.zero", told, updates, across.axes
     agreement.require_agreement(*record, inner_state=state.inner_state)
-    note(Options(tuple(told.items())))
+    note(Options((("params", of_updates),)))
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
 
     def step(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
