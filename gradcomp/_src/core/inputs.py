@@ -10,10 +10,9 @@ import optax
 from jax import lax
 from jax.tree_util import Partial
 
-from gradcomp._src.core.of_workers import in_shards, of_workers
+from gradcomp._src.core.of_workers import of_workers
 from gradcomp._src.mesh import trees
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.per_worker import of_all
 from gradcomp._src.mesh.shard_maps import map_addends
 
 
@@ -31,13 +30,9 @@ def on_real_pairs(
   """
 
   def init(params: Any) -> Any:
-    return init_fn(jax.tree.map(pairs, trees.trainable(params)))
+    return init_fn(jax.tree.map(pairs, params))
 
-  def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-    grads, kept, params = _opened(updates, state, params)
-    if of_all(grads) or in_shards(grads, kept):
-      new, kept = mapped(grads, kept, params, **extra_args)
-      return _closed(updates, state, new, kept)
+  def on_worker(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
       name = f"`updates`{jax.tree_util.keystr(path)}"
       if not hasattr(leaf, "dtype"):
@@ -46,11 +41,11 @@ def on_real_pairs(
         raise TypeError(
           f"{name} must have a real or complex float dtype, got {leaf.dtype}."
         )
-    reals, kept = update_fn(jax.tree.map(pairs, grads), kept, params, **extra_args)
-    return _closed(updates, state, jax.tree.map(_like, reals, grads), kept)
+    reals, state = update_fn(jax.tree.map(pairs, grads), state, params, **extra_args)
+    return jax.tree.map(_like, reals, grads), state
 
-  mapped = of_workers(update, axis_name, keeps_rows=keeps_rows)
-  return optax.GradientTransformationExtraArgs(init, update)
+  mapped = of_workers(on_worker, axis_name, keeps_rows=keeps_rows)
+  return any_tree(init, mapped)
 
 
 def any_tree(

@@ -16,6 +16,13 @@ AxisName = str | tuple[str, ...]
 # The axes that stack arrays which differ between workers: keys in states.
 Axes = tuple[str, ...]
 
+# A cure in several errors: such transformations hide whose gradients they have.
+AROUND = (
+  "Around an exchange, use accumulate= of gradcomp.value_and_grad in place of optax."
+  "MultiSteps, and leave out optax.flatten, for leaves share messages anyway; or put "
+  "both behind it: optax.chain(exchange, optax.MultiSteps(optimizer, k))."
+)
+
 
 class UnboundAxisError(ValueError):
   """No map binds an axis here; ``axis_name`` holds the axes that are needed."""
