@@ -72,7 +72,7 @@ def test_what_cannot_take_the_gradients_is_an_error_that_names_them(name):
 
   with jax.set_mesh(mesh):
     state = tx.init(params)
-    cure = r"of a gradcomp\.PerWorker is not defined.* use accumulate= of gradcomp"
+    cure = r"Around an exchange, use accumulate= of gradcomp\.value_and_grad in place"
     with pytest.raises((TypeError, ValueError), match=cure):
       jax.eval_shape(step, params, state)
 
@@ -121,10 +121,10 @@ def test_a_norm_or_a_mean_in_allow_frozen_is_that_of_each_worker(name):
   (got, _), _ = trained(step_of(tx), tx, mesh)
   (expected, _), _ = trained(mapped(chain, mesh), chain, mesh)
   for leaf, x in expected.items():
-    # Sums of 8,192 squares in another order. Without the wrapper they differ by 4e-4.
+    # Sums of 8,192 squares in another order.
     np.testing.assert_allclose(got[leaf], x, rtol=0, atol=1e-6, err_msg=leaf)
-  (other, _), _ = trained(step_of(chain), chain, mesh)
-  assert max(np.max(np.abs(other[leaf] - x)) for leaf, x in expected.items()) > 2e-4
+  with pytest.raises(TypeError, match="PerWorker is not defined"):
+    trained(step_of(chain), chain, mesh)
 
 
 def test_a_state_that_was_made_before_the_mesh_is_an_error():

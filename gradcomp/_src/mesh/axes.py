@@ -91,10 +91,11 @@ def require_size(axis_name: AxisName, mesh: AbstractMesh | None = None) -> int:
   size = bound_size(axis_name)
   if size is None:
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    around = f" {AROUND}" if set(axis_names(axis_name)) <= {*mesh.axis_names} else ""
     raise UnboundAxisError(
       f"`axis_name` must be an axis of the enclosing jax.shard_map, jax.pmap or "
       f"jax.vmap, and {axis_name!r} is not bound here; {_cure(axis_name, mesh)}or pass "
-      f"axis_name=None to compress on one device.{see('is-not-bound-here')}",
+      f"axis_name=None to compress on one device.{around}{see('is-not-bound-here')}",
       axis_name,
     )
   return size

@@ -148,7 +148,7 @@ class PerWorker(metaclass=_Named):
     jax.copy_to_host_async(self.rows)
 
   def __array__(self, *given: Any, **options: Any) -> Any:
-    # NumPy 2 always passes an option; jax.device_get does not, and takes any result.
+    # jax.device_get takes any result, and NumPy refuses what is no array.
     if given or options:
       raise UndefinedError("numpy.asarray")
     return dataclasses.replace(self, rows=jax.device_get(self.rows))
