@@ -1,17 +1,16 @@
 """Checks of hyperparameters that several constructors share."""
 
-import functools
-import inspect
 import math
 import operator
 import sys
-from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from gradcomp._src.public import StaticError
 
 _SITE = "https://gradcomp.readthedocs.io/en/stable/"
 _MOST = sys.float_info.max
@@ -89,49 +88,9 @@ def static_factor(name: str, rule: str, value: Any) -> float:
   return static_number(name, rule, value, least=2.0**-126, most=2.0**126)
 
 
-class StaticError(ValueError):
-  """An array in the place of an argument that a trace must know."""
-
-  def __init__(self, name: str, rule: str, names: tuple[str, ...]):
-    super().__init__(
-      f"`{name}` must be {rule}, and known when a program is traced, got an array; "
-      f"with optax.inject_hyperparams, name all such arguments: static_args={names}."
-    )
-    self.name, self.rule = name, rule
-
-
 def _check_static(name: str, rule: str, value: Any) -> None:
   if isinstance(value, jax.Array):
-    raise StaticError(name, rule, (name,))
-
-
-@functools.cache  # a function that two modules publish stays one
-def lists_static(make: Callable[..., Any]) -> Callable[..., Any]:
-  """Wraps a factory: its error for one such argument lists all of them."""
-  signature = inspect.signature(make)
-
-  @functools.wraps(make)
-  def listed(*args: Any, **kwargs: Any) -> Any:
-    try:
-      return make(*args, **kwargs)
-    except StaticError as error:
-      names, first = [error.name], error
-    given = signature.bind(*args, **kwargs)
-    # Each array is replaced by a number, until nothing else is missing.
-    while names[-1] in given.arguments:
-      default = signature.parameters[names[-1]].default
-      given.arguments[names[-1]] = default if isinstance(default, int | float) else 1
-      try:
-        make(*given.args, **given.kwargs)
-      except StaticError as error:
-        names.append(error.name)
-      except (TypeError, ValueError):
-        break
-      else:
-        break
-    raise StaticError(first.name, first.rule, tuple(names)) from None
-
-  return listed
+    raise StaticError(name, rule)
 
 
 def one_of(name: str, choices: Any, value: Any) -> None:

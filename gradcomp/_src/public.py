@@ -1,11 +1,11 @@
-"""The public module of each public class and function."""
+"""The public module of each public class and function, and what factories refuse."""
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import optax
-
-from gradcomp._src.checks import lists_static
 
 
 def publish(names: dict[str, Any]) -> None:
@@ -31,3 +31,44 @@ def _makes(value: Any) -> bool:
   return inspect.isclass(returned) and issubclass(
     returned, optax.GradientTransformation
   )
+
+
+class StaticError(ValueError):
+  """An array in the place of an argument that a trace must know."""
+
+  def __init__(self, name: str, rule: str, cure: str = "", names: tuple[str, ...] = ()):
+    super().__init__(
+      f"`{name}` must be {rule}, and known when a program is traced, got an array; "
+      f"{cure}with optax.inject_hyperparams, name all such arguments: "
+      f"static_args={names or (name,)}."
+    )
+    self.given = name, rule, cure
+
+
+@functools.cache  # a function that two modules publish stays one
+def lists_static(make: Callable[..., Any]) -> Callable[..., Any]:
+  """Wraps a factory: its error for one such argument lists all of them."""
+  signature = inspect.signature(make)
+
+  @functools.wraps(make)
+  def listed(*args: Any, **kwargs: Any) -> Any:
+    try:
+      return make(*args, **kwargs)
+    except StaticError as error:
+      names, first = [error.given[0]], error
+    given = signature.bind(*args, **kwargs)
+    # Each array is replaced by a number, until nothing else is missing.
+    while names[-1] in given.arguments:
+      default = signature.parameters[names[-1]].default
+      given.arguments[names[-1]] = default if isinstance(default, int | float) else 1
+      try:
+        make(*given.args, **given.kwargs)
+      except StaticError as error:
+        names.append(error.given[0])
+      except (TypeError, ValueError):
+        break
+      else:
+        break
+    raise StaticError(*first.given, tuple(names)) from None
+
+  return listed

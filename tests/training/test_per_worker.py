@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.mesh import per_worker
+from gradcomp._src.mesh.jit_trees import IN_JIT
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
 
@@ -151,8 +151,8 @@ def test_jit_and_its_kin_take_the_leaf_apart():
 
 
 def test_jax_has_the_registries_that_make_it_a_leaf():
-  """If this fails, JAX has moved them: gradcomp._src.mesh.per_worker says where."""
-  assert len(per_worker.IN_JIT) == 2
+  """If this fails, JAX has moved them: mesh/jit_trees.py has their names."""
+  assert len(IN_JIT) == 2
 
 
 def test_without_them_it_is_a_node_and_exchanges_as_before():

@@ -95,7 +95,7 @@ def test_a_circle_is_found():
 @pytest.mark.parametrize(
   "factory, options, expected",
   [
-    (contrib.adam, {"learning_rate": 0.1}, ("b1", "b2", "eps", "floor")),
+    (contrib.adam, {"learning_rate": 0.1}, ("b1", "b2", "floor")),
     (gradcomp.qsgd, {"bits": 4, "bucket_size": 64}, ("bits", "bucket_size")),
     (gradcomp.redsync, {"max_norm": 1.0}, ("density", "max_norm")),
     (wrappers.clip_by_local_norm, {"max_norm": 1.0}, ("max_norm",)),

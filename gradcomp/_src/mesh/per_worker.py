@@ -14,15 +14,8 @@ from jax.sharding import PartitionSpec
 
 from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import AROUND, AxisName
+from gradcomp._src.mesh.jit_trees import IN_JIT
 from gradcomp._src.mesh.specs import is_spec
-
-try:  # the trees of jax.jit, and not those of jax.tree; private in JAX 0.10 to 0.12
-  from jax._src.tree_util import dispatch_registry, tracing_registry
-
-  IN_JIT: tuple[Any, ...] = (dispatch_registry, tracing_registry)
-except ImportError:  # then a PerWorker is a node for all
-  IN_JIT = ()
-
 
 _CURE = (
   "of a gradcomp.PerWorker is not defined: it holds the gradients of all workers, "
@@ -75,6 +68,18 @@ def _operators(function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
   return operate, functools.partialmethod(operate, swapped=True)
 
 
+def _node(kind: type) -> type:
+  """Makes a class a node of ``jax.jit`` and its kin, and a leaf of ``jax.tree``."""
+  flatten = lambda x: ((x.rows,), (x.axis_name, x.spec))
+  unflatten = lambda static, rows: kind(*rows, *static)
+  for registry in IN_JIT:
+    registry.register_node(kind, flatten, unflatten)
+  if not IN_JIT:
+    jax.tree_util.register_pytree_node(kind, flatten, unflatten)
+  return kind
+
+
+@_node
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerWorker(metaclass=_Named):
   """The gradient of all workers in plain ``jax.jit`` under Auto axes.
@@ -162,15 +167,6 @@ class PerWorker(metaclass=_Named):
 
   def __getattr__(self, name: str) -> Any:
     raise AttributeError(name) if name.startswith("__") else UndefinedError(name)
-
-
-_flatten = lambda x: ((x.rows,), (x.axis_name, x.spec))
-_unflatten = lambda static, rows: PerWorker(*rows, *static)
-if IN_JIT:
-  for _registry in IN_JIT:
-    _registry.register_node(PerWorker, _flatten, _unflatten)
-else:
-  jax.tree_util.register_pytree_node(PerWorker, _flatten, _unflatten)
 
 
 def is_marked(x: Any) -> bool:
