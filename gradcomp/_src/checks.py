@@ -107,8 +107,10 @@ def optional_one_of(name: str, choices: Any, value: Any) -> None:
 
 def float_dtype(name: str, value: Any) -> np.dtype:
   """Returns a dtype of floats on the wire; ValueError otherwise."""
+  rule = "float32, bfloat16 or float16"
+  _check_static(name, rule, value)  # optax takes jnp.float32 for a schedule
   if value not in [jnp.dtype(x) for x in (jnp.float32, jnp.bfloat16, jnp.float16)]:
-    raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {value!r}.")
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
   return jnp.dtype(value)
 
 

@@ -57,10 +57,10 @@ def lists_static(make: Callable[..., Any]) -> Callable[..., Any]:
     except StaticError as error:
       names, first = [error.given[0]], error
     given = signature.bind(*args, **kwargs)
-    # Each array is replaced by a number, until nothing else is missing.
+    # Each array is replaced by a default, until nothing else is missing.
     while names[-1] in given.arguments:
       default = signature.parameters[names[-1]].default
-      given.arguments[names[-1]] = default if isinstance(default, int | float) else 1
+      given.arguments[names[-1]] = 1 if default is inspect.Parameter.empty else default
       try:
         make(*given.args, **given.kwargs)
       except StaticError as error:

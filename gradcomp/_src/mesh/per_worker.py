@@ -49,7 +49,7 @@ def _refused(name: str) -> Callable[..., Any]:
   return refuse
 
 
-def _operators(function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+def _operators(function: Callable[..., Any]) -> tuple[Any, Any]:
   """Returns an operator of the rows and a number or an array, and its reflection."""
 
   def operate(self: Any, other: Any, swapped: bool = False) -> Any:

@@ -59,7 +59,7 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     return jax.vmap(lambda own: _own_norm(own, [()] * len(own)))([*map(pairs, rows)])
   grads = [*map(pairs, jax.tree.leaves(grads))]
   axes, is_sum = reduction(grads, axis_name, local=True)
-  if not is_sum:
+  if axes is None or not is_sum:
     varying = [varying_axes(x) for x in grads]
     found = frozenset().union(*varying)
     if axes is None and len(found) > 1:
