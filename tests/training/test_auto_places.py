@@ -112,8 +112,7 @@ def test_leaves_are_inspected_by_their_own_names():
   assert found.leaves.keys() == {"['w']", "['b']", "['v']"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["clip", "centralize"])
+@pytest.mark.parametrize("name", ["clip", *slow("centralize")])
 def test_a_norm_or_a_mean_in_allow_frozen_is_that_of_each_worker(name):
   front = {"clip": optax.clip_by_global_norm(0.1), "centralize": optax.centralize()}
   chain = optax.chain(front[name], gradcomp.dense(**OVER), optax.sgd(0.1))

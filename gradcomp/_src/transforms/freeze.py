@@ -37,8 +37,8 @@ def allow_frozen(
   by itself.
 
   In plain ``jax.jit`` under Auto axes it runs the optimizer on the gradients of each
-  worker, in a map over the axes of :class:`gradcomp.PerWorker`. So ``optax.partition``
-  and ``optax.masked`` around an exchange see a tree like the parameters.
+  worker, in a map over the axes of :class:`gradcomp.PerWorker`. So a norm in front of
+  an exchange is that of the worker's own gradient.
 
   Args:
     optimizer: an optax transformation, like ``optax.partition`` with gradcomp's and
