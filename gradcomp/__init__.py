@@ -33,6 +33,7 @@ from gradcomp._src.report.wire_report import wire_report
 from gradcomp._src.training.gradients import defer_reduction, value_and_grad
 from gradcomp._src.training.train_step import TrainStep, make_train_step
 from gradcomp._src.training.worker import TrainOptions
+from gradcomp._src.transforms.each_worker import global_norm
 from gradcomp._src.transforms.low_precision import aps, loss_scaling_cast
 from gradcomp._src.transforms.low_rank import powersgd
 from gradcomp._src.transforms.options import CompressOptions
@@ -55,17 +56,10 @@ if TYPE_CHECKING:
 __all__ = ["CompressOptions", "ErrorFeedback", "MomentumFeedback", "PerWorker"]
 __all__ += ["TrainOptions", "TrainStep", "__version__", "aps", "blocktop", "checkpoint"]
 __all__ += ["citation", "codecs", "compress", "contrib", "cost", "defer_reduction"]
-__all__ += ["dense", "eight_bit", "exchange", "explain", "floats", "init_state"]
-__all__ += ["kernels", "local", "loss_scaling_cast", "make_train_step", "mean_over"]
-__all__ += [
-  "natural",
-  "onebit_sgd",
-  "optimizers",
-  "overlap_report",
-  "parallel",
-  "policy",
-  "powersgd",
-]
+__all__ += ["dense", "eight_bit", "exchange", "explain", "floats", "global_norm"]
+__all__ += ["init_state", "kernels", "local", "loss_scaling_cast", "make_train_step"]
+__all__ += ["mean_over", "natural", "onebit_sgd", "optimizers", "overlap_report"]
+__all__ += ["parallel", "policy", "powersgd"]
 __all__ += ["qsgd", "randomk", "redsync", "reshard_state", "skip_nonfinite", "state"]
 __all__ += ["state_specs", "telemetry", "terngrad", "testing", "topk", "value_and_grad"]
 __all__ += ["wire", "wire_report", "wrappers"]

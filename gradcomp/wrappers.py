@@ -1,10 +1,11 @@
 """Wrappers of transformations: clipping, skipping, switching, freezing, copies."""
 
 from gradcomp._src.transforms.clip import clip_by_local_norm
+from gradcomp._src.transforms.each_worker import on_each_worker
 from gradcomp._src.transforms.freeze import allow_frozen
 from gradcomp._src.transforms.replicable import replicable
 from gradcomp._src.transforms.skip import skip_nonfinite
 from gradcomp._src.transforms.switch import switch
 
-__all__ = ["allow_frozen", "clip_by_local_norm", "replicable", "skip_nonfinite"]
-__all__ += ["switch"]
+__all__ = ["allow_frozen", "clip_by_local_norm", "on_each_worker", "replicable"]
+__all__ += ["skip_nonfinite", "switch"]

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradcomp._src.public import StaticError
+
 _SITE = "https://gradcomp.readthedocs.io/en/stable/"
 _MOST = sys.float_info.max
 _Kind = TypeVar("_Kind")
@@ -88,10 +90,7 @@ def static_factor(name: str, rule: str, value: Any) -> float:
 
 def _check_static(name: str, rule: str, value: Any) -> None:
   if isinstance(value, jax.Array):
-    raise ValueError(
-      f"`{name}` must be {rule}, and known when a program is traced, got an array; "
-      "with optax.inject_hyperparams, name it in static_args."
-    )
+    raise StaticError(name, rule)
 
 
 def one_of(name: str, choices: Any, value: Any) -> None:
@@ -108,8 +107,10 @@ def optional_one_of(name: str, choices: Any, value: Any) -> None:
 
 def float_dtype(name: str, value: Any) -> np.dtype:
   """Returns a dtype of floats on the wire; ValueError otherwise."""
+  rule = "float32, bfloat16 or float16"
+  _check_static(name, rule, value)  # optax takes jnp.float32 for a schedule
   if value not in [jnp.dtype(x) for x in (jnp.float32, jnp.bfloat16, jnp.float16)]:
-    raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {value!r}.")
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
   return jnp.dtype(value)
 
 

@@ -204,3 +204,14 @@ def test_a_part_of_the_arguments_is_trained():
   after, state, before = adapt(adapters, state, base, x)
   assert after["body"] is None
   assert adapt(after, state, base, x)[2] < before
+
+
+def test_a_leaf_that_no_exchange_sees_is_named_in_the_errors_of_jax():
+  """Under Explicit axes JAX refuses to multiply its addends by a rate."""
+  parts = {"train": exchange, "frozen": optax.inject_hyperparams(optax.sgd)(0.1)}
+  optimizer = gradcomp.wrappers.allow_frozen(optax.partition(parts, LABELS))
+  mesh = modes.mesh(WORKERS, AxisType.Explicit)
+  params, state, x = placed(mesh, *problem(), optimizer)
+  with pytest.raises(Exception, match="reduced") as error:
+    jax.eval_shape(functools.partial(step, optimizer), params, state, x)
+  assert "optax.partition" in "".join(error.value.__notes__)

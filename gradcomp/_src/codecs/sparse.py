@@ -12,6 +12,7 @@ from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.kernels.common.sparse import add_entries
+from gradcomp._src.public import StaticError
 
 _MOST_ELEMENTS = 1 << 30  # of a row: int32 counts twice as many
 
@@ -58,10 +59,8 @@ def checked_density(value: Any) -> float:
   """Returns a valid density; raises ValueError for other numbers, and for arrays."""
   rule = "a share of the elements, above 0 and at most 1"
   if isinstance(value, Array):
-    raise ValueError(
-      f"`density` must be {rule}, and known when a program is traced, got an array; "
-      "change it by steps with gradcomp.wrappers.switch."
-    )
+    cure = "change it by steps with gradcomp.wrappers.switch, or, "
+    raise StaticError("density", rule, cure)
   density = static_number("density", rule, value)
   if density > 1:
     raise ValueError(f"`density` must be {rule}, got {value!r}.")

@@ -36,24 +36,38 @@ def on_real_pairs(
     with under_mesh_of(params):
       return init_fn(jax.tree.map(pairs, params))
 
+  def on_worker(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
+    return _joined(grads, *update_fn(_paired(grads), state, params, **extra_args))
+
   def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
     grads, kept, params = _opened(updates, state, params)
     if of_all(grads) or in_shards(grads, kept):
       new, kept = mapped(grads, kept, params, **extra_args)
-      return _closed(updates, state, new, kept)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-      name = f"`updates`{jax.tree_util.keystr(path)}"
-      if not hasattr(leaf, "dtype"):
-        raise TypeError(f"{name} must be an array, got {leaf!r}; use jnp.asarray.")
-      if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        raise TypeError(
-          f"{name} must have a real or complex float dtype, got {leaf.dtype}."
-        )
-    reals, kept = update_fn(jax.tree.map(pairs, grads), kept, params, **extra_args)
-    return _closed(updates, state, jax.tree.map(_like, reals, grads), kept)
+    else:  # no call of on_worker, so that a kernel is not deeper below an update
+      reals = _paired(grads)
+      new, kept = _joined(grads, *update_fn(reals, kept, params, **extra_args))
+    return _closed(updates, state, new, kept)
 
-  mapped = of_workers(update, axis_name, keeps_rows=keeps_rows)
+  mapped = of_workers(on_worker, axis_name, keeps_rows=keeps_rows)
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _paired(grads: Any) -> Any:
+  """Returns :func:`pairs` of gradients; TypeError for leaves that are no floats."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+    name = f"`updates`{jax.tree_util.keystr(path)}"
+    if not hasattr(leaf, "dtype"):
+      raise TypeError(f"{name} must be an array, got {leaf!r}; use jnp.asarray.")
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+      raise TypeError(
+        f"{name} must have a real or complex float dtype, got {leaf.dtype}."
+      )
+  return jax.tree.map(pairs, grads)
+
+
+def _joined(grads: Any, reals: Any, state: Any) -> tuple[Any, Any]:
+  """Returns updates with complex numbers where the gradients have some."""
+  return jax.tree.map(_like, reals, grads), state
 
 
 def any_tree(

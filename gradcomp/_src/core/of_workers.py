@@ -46,7 +46,7 @@ def of_workers(
       return _on_shards(update, updates, state, params, extra_args)
     if not of_all(updates):
       return update(updates, state, params, **extra_args)
-    tree, specs, axes = unmarked(updates)
+    tree, placed_as, axes = unmarked(updates)
     _check_axes(axes, axis_name)
     arrays, with_arrays = arrays_of(extra_args)
     mesh, names = mesh_of(updates), axis_names(axes)
@@ -54,7 +54,8 @@ def of_workers(
 
     _check_rows(tree, workers)
     own_shape = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-    shapes, placed = jax.tree.map(own_shape, tree), PLACED.value
+    shapes, specs = jax.tree.map(own_shape, tree), placed_as
+    placed = PLACED.value
     if whole:
       placed = by_leaf(shapes, jax.tree.leaves(specs, is_leaf=is_spec))
       specs = jax.tree.map(lambda _: P(), specs, is_leaf=is_spec)
@@ -79,7 +80,7 @@ def of_workers(
       # Over axes that shard nothing each device still sends a part of the words.
       axis_names=set(names).union(others),
     )(tree, state, params, arrays)
-    return (marked(new, axes, specs) if keeps_rows else new), state
+    return (marked(new, axes, placed_as) if keeps_rows else new), state
 
   return mapped
 

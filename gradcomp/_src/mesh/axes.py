@@ -16,6 +16,13 @@ AxisName = str | tuple[str, ...]
 # The axes that stack arrays which differ between workers: keys in states.
 Axes = tuple[str, ...]
 
+# A cure in several errors: such transformations hide whose gradients they have.
+AROUND = (
+  "Around an exchange, use accumulate= of gradcomp.value_and_grad in place of optax."
+  "MultiSteps, and leave out optax.flatten, for leaves share messages anyway; or put "
+  "both behind it: optax.chain(exchange, optax.MultiSteps(optimizer, k))."
+)
+
 
 class UnboundAxisError(ValueError):
   """No map binds an axis here; ``axis_name`` holds the axes that are needed."""
@@ -84,10 +91,11 @@ def require_size(axis_name: AxisName, mesh: AbstractMesh | None = None) -> int:
   size = bound_size(axis_name)
   if size is None:
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    around = f" {AROUND}" if set(axis_names(axis_name)) <= {*mesh.axis_names} else ""
     raise UnboundAxisError(
       f"`axis_name` must be an axis of the enclosing jax.shard_map, jax.pmap or "
       f"jax.vmap, and {axis_name!r} is not bound here; {_cure(axis_name, mesh)}or pass "
-      f"axis_name=None to compress on one device.{see('is-not-bound-here')}",
+      f"axis_name=None to compress on one device.{around}{see('is-not-bound-here')}",
       axis_name,
     )
   return size

@@ -7,7 +7,7 @@ import jax
 from gradcomp._src.checks import see
 from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.mesh import types
-from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names
+from gradcomp._src.mesh.axes import AROUND, AxisName, as_axis_name, axis_names
 from gradcomp._src.mesh.study import is_followed, studied_axes
 
 _name = lambda path: f"`updates`{jax.tree_util.keystr(path)}"
@@ -83,7 +83,7 @@ def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:
     "says that it is equal on all: inside jax.shard_map, and under Explicit axes, "
     "jax.grad with respect to replicated parameters has already all-reduced it in full "
     "precision. Use gradcomp.value_and_grad in place of jax.value_and_grad, or "
-    "gradcomp.defer_reduction(params, axis_name=axis_name) before jax.grad; and put "
-    "optax.MultiSteps behind the exchange. Layers of compress_in_scan are means "
-    f"already: leave them out by optax.partition.{see('says-that-it-is-equal-on-all')}"
+    f"gradcomp.defer_reduction(params, axis_name=axis_name) before jax.grad. {AROUND} "
+    "Layers of compress_in_scan are means already: leave them out by optax.partition."
+    f"{see('says-that-it-is-equal-on-all')}"
   )

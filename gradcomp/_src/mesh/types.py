@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.per_worker import with_rows
 from gradcomp._src.mesh.specs import entries, sharded_axes
 
 
@@ -54,7 +55,7 @@ def other_axes(x: Any, axis_name: AxisName | None) -> tuple[str, ...]:
 
 def mesh_of(tree: Any) -> AbstractMesh:
   """Returns the mesh in the types of a tree's arrays, or of ``jax.set_mesh``."""
-  for leaf in jax.tree.leaves(tree):
+  for leaf in jax.tree.leaves(with_rows(tree)):
     mesh = jax.typeof(leaf).sharding.mesh if isinstance(leaf, jax.Array) else None
     if mesh is not None and not mesh.empty:
       return mesh

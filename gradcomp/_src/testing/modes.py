@@ -14,7 +14,7 @@ from gradcomp._src.core.residual_storage import is_stored
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import CompressState, is_state
 from gradcomp._src.floats.dtypes import addend_dtype
-from gradcomp._src.mesh.per_worker import PerWorker, of_all, unmarked
+from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp._src.testing.leaves import Transformation, workers_of
 
@@ -215,7 +215,7 @@ def _explicit(tx: Transformation, workers: int, axis_name: str) -> Mapped:
 def _auto(tx: Transformation, workers: int, axis_name: str) -> Mapped:
   @jax.jit
   def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    return tx.update(PerWorker(gradient, axis_name), state, params)
+    return tx.update(marked(gradient, axis_name, P()), state, params)
 
   def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     output, state = step(gradient, state, params)

@@ -6,17 +6,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from gradcomp._src.bibliography import LIN_2018, Citation, cites
 from gradcomp._src.checks import one_of, static_number
 from gradcomp._src.core import agreement
 from gradcomp._src.core.inputs import on_real_pairs
-from gradcomp._src.exchange.collectives import largest, psum
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.reduction import reduction
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import other_axes
+from gradcomp._src.transforms.each_worker import scaled_norm
 
 ClipRule = Literal["own", "share", "root"]
 
@@ -104,7 +103,7 @@ def clip_by_local_norm(
       limit = max_norm * {"own": 1.0, "share": root, "root": 1 / root}[rule]
       if is_sum:  # each addend is a gradient divided by N
         limit /= workers
-      down, norm = _norm(jax.tree.leaves(updates), others)
+      down, norm = scaled_norm(jax.tree.leaves(updates), others)
       clips = (norm > limit * down) & jnp.isfinite(norm)
       factors = jnp.where(clips, down, 1.0), jnp.where(clips, limit / norm, 1.0)
       scale = lambda g: (g * factors[0] * factors[1]).astype(g.dtype)
@@ -114,21 +113,3 @@ def clip_by_local_norm(
 
   empty = lambda params: optax.EmptyState()
   return on_real_pairs(empty, update_fn, axis_name, keeps_rows=True)
-
-
-def _norm(
-  leaves: list[jax.Array], others: list[tuple[str, ...]]
-) -> tuple[jax.Array, jax.Array]:
-  """Returns a power of two by which no square overflows, and the l2 norm times it."""
-  wide = [leaf.astype(jnp.float32) for leaf in leaves]
-  top = jnp.zeros([], jnp.float32)
-  for leaf, axes in zip(wide, others, strict=True):
-    own = jnp.max(jnp.abs(leaf), initial=0.0)
-    top = jnp.maximum(top, largest(own, axes) if axes else own)
-  exponent = jnp.clip(lax.bitcast_convert_type(top, jnp.int32) >> 23, 1, 253)
-  down = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
-  total = jnp.zeros([], jnp.float32)
-  for leaf, axes in zip(wide, others, strict=True):
-    square = jnp.sum(jnp.square(leaf * down))
-    total = total + (psum(square, axes) if axes else square)
-  return down, jnp.sqrt(total)

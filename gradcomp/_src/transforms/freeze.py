@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from gradcomp._src.core.inputs import any_tree
 from gradcomp._src.core.of_workers import of_workers
@@ -15,6 +16,12 @@ from gradcomp._src.mesh.per_worker import of_all, unmarked
 from gradcomp._src.mesh.specs import reduced_spec, sharded_axes
 from gradcomp._src.mesh.study import STUDY, Study
 from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes, varying_axes
+
+_LEFT_OUT = (
+  "If the error above is about an array that is unreduced: it may be the gradient of a "
+  "leaf that optax.partition or optax.masked leaves out of every exchange. Let one see "
+  "it, or freeze it by optax.set_to_zero."
+)
 
 
 def allow_frozen(
@@ -30,8 +37,8 @@ def allow_frozen(
   by itself.
 
   In plain ``jax.jit`` under Auto axes it runs the optimizer on the gradients of each
-  worker, in a map over the axes of :class:`gradcomp.PerWorker`. So ``optax.partition``
-  and ``optax.masked`` around an exchange see a tree like the parameters.
+  worker, in a map over the axes of :class:`gradcomp.PerWorker`. So a norm in front of
+  an exchange is that of the worker's own gradient.
 
   Args:
     optimizer: an optax transformation, like ``optax.partition`` with gradcomp's and
@@ -52,10 +59,7 @@ def allow_frozen(
   """
   optimizer = optax.with_extra_args_support(optimizer)
 
-  def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-    if of_all(updates):
-      mapped = of_workers(update_fn, unmarked(updates)[2], whole=True)
-      return mapped(updates, state, params, **extra_args)
+  def on_worker(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
     call = lambda updates: optimizer.update(updates, state, params, **extra_args)
     leaves, treedef = jax.tree.flatten(updates)
     # JAX refuses most work on unreduced gradients, so these are looked at first.
@@ -65,18 +69,29 @@ def allow_frozen(
         return result
     read = _reads(optimizer, updates, state, params, extra_args)
     given = [x if used else _zeros(x) for x, used in zip(leaves, read, strict=True)]
-    return call(jax.tree.unflatten(treedef, given))
+    try:
+      return call(jax.tree.unflatten(treedef, given))
+    except Exception as error:
+      if "reduced" in str(error):
+        error.add_note(_LEFT_OUT)
+      raise
+
+  def update_fn(updates: Any, *args: Any, **extra_args: Any) -> Any:
+    if not of_all(updates):
+      return on_worker(updates, *args, **extra_args)
+    mapped = of_workers(on_worker, unmarked(updates)[2], whole=True)
+    return mapped(updates, *args, **extra_args)
 
   return any_tree(optimizer.init, update_fn)
 
 
 def unaveraged(updates: Any, params: Any) -> list[str]:
   """Returns the paths of updates that vary over more axes than their parameters."""
-  leaves = jax.tree_util.tree_leaves_with_path(updates)
+  leaves = tree_leaves_with_path(updates)
   allowed = [_axes_of(x) for x in jax.tree.leaves(params)]
   allowed = allowed or [frozenset()] * len(leaves)
   return [
-    jax.tree_util.keystr(path)
+    keystr(path)
     for (path, x), axes in zip(leaves, allowed, strict=True)
     if not _axes_of(x) <= axes
   ]
@@ -102,19 +117,39 @@ def _reads(
   optimizer: optax.GradientTransformation, updates: Any, *rest: Any
 ) -> list[bool]:
   """Returns for each gradient whether any result of ``update`` depends on it."""
-  arrays, with_arrays = arrays_of((updates, *rest))
+  jaxpr = _traced(optimizer, updates, *rest)
+  alive = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
+  for equation in reversed(jaxpr.eqns):
+    if equation.effects or alive.intersection(equation.outvars):
+      alive.update(x for x in equation.invars if not isinstance(x, Literal))
+  return [x in alive for x in jaxpr.invars[: len(jax.tree.leaves(updates))]]
+
+
+def decided(
+  optimizer: optax.GradientTransformation, updates: Any, state: Any, *rest: Any
+) -> list[str]:
+  """Returns the paths in the next state of arrays that depend on the gradients."""
+  names = [keystr(path) for path, _ in tree_leaves_with_path(state)]
+  if not names:
+    return []
+  jaxpr = _traced(optimizer, updates, state, *rest)
+  found = set(jaxpr.invars[: len(jax.tree.leaves(updates))])
+  for equation in jaxpr.eqns:
+    if any(x in found for x in equation.invars if not isinstance(x, Literal)):
+      found.update(equation.outvars)
+  last = zip(names, jaxpr.outvars[-len(names) :], strict=True)
+  return [name for name, x in last if not isinstance(x, Literal) and x in found]
+
+
+def _traced(optimizer: optax.GradientTransformation, *given: Any) -> Any:
+  """Returns the program of ``update`` of arrays, with shapes: nothing is exchanged."""
+  arrays, with_arrays = arrays_of(given)
 
   def update(*arrays: jax.Array) -> Any:
     updates, state, params, extra_args = with_arrays(arrays)
     return optimizer.update(updates, state, params, **extra_args)
 
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-  # Traced with shapes, so that nothing is exchanged.
   with STUDY(Study(follows=True)), jax.disable_jit():
     # Without disable_jit, a jit that reads one argument would read all.
-    jaxpr = jax.make_jaxpr(update)(*shapes).jaxpr
-  alive = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
-  for equation in reversed(jaxpr.eqns):
-    if equation.effects or alive.intersection(equation.outvars):
-      alive.update(x for x in equation.invars if not isinstance(x, Literal))
-  return [x in alive for x in jaxpr.invars[: len(jax.tree.leaves(updates))]]
+    return jax.make_jaxpr(update)(*shapes).jaxpr

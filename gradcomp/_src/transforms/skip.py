@@ -14,7 +14,7 @@ from gradcomp._src.core import agreement
 from gradcomp._src.core.inputs import any_tree
 from gradcomp._src.exchange.collectives import largest
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.per_worker import of_all
+from gradcomp._src.mesh.per_worker import is_marked, of_all, on_rows, with_rows
 from gradcomp._src.mesh.reduction import reduction
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import other_axes
@@ -97,7 +97,8 @@ def skip_nonfinite(
     count = jnp.where(finite, jnp.zeros_like(more), more)
     total = optax.safe_increment(state.total_notfinite)
     taken = finite | (count > most)
-    zeros = jax.tree.map(jnp.zeros_like, new)
+    empty = functools.partial(on_rows, jnp.zeros_like)
+    zeros = jax.tree.map(empty, new, is_leaf=is_marked)
     return _choose(taken, new, zeros), SkipNonfiniteState(
       count,
       finite,
@@ -117,7 +118,7 @@ def _all_finite(updates: Any, new: Any, axis_name: AxisName | None) -> jax.Array
     None if of_all(updates) else reduction(updates, axis_name, local=False).axis_name
   )
   own = () if axes is None else axis_names(axes)
-  both = (updates, new)
+  both = with_rows((updates, new))
   others = {x for leaf in jax.tree.leaves(both) for x in other_axes(leaf, axes)}
   over = (*own, *sorted(others))
 
@@ -133,4 +134,5 @@ def _all_finite(updates: Any, new: Any, axis_name: AxisName | None) -> jax.Array
 
 def _choose(taken: jax.Array, new: Any, old: Any) -> Any:
   """Returns one of two trees, without a branch."""
-  return jax.tree.map(lambda a, b: lax.select(taken, a, jnp.asarray(b)), new, old)
+  choose = lambda a, b: lax.select(taken, a, jnp.asarray(b))
+  return jax.tree.map(functools.partial(on_rows, choose), new, old, is_leaf=is_marked)

@@ -122,10 +122,8 @@ CHAINS = {
 
 AROUND = {
   "MultiSteps": optax.MultiSteps(optax.chain(qsgd4, SGD), 2).gradient_transformation(),
+  "flatten": optax.flatten(optax.chain(qsgd4, SGD)),
   "masked": optax.masked(qsgd4, TRAINED),
-  "partition": partitioned(),
   "apply_if_finite": optax.apply_if_finite(optax.chain(qsgd4, SGD), 2),
-  "momentum": optax.chain(optax.trace(0.9), qsgd4),
-  "weight decay": optax.chain(optax.add_decayed_weights(0.1), qsgd4),
   "no exchange": optax.adam(0.1),
 }

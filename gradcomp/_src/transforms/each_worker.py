@@ -1,0 +1,172 @@
+"""Each worker's own gradient: its norm, and transformations of it alone."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gradcomp._src.core.inputs import any_tree, pairs
+from gradcomp._src.core.of_workers import of_workers
+from gradcomp._src.exchange.collectives import largest, psum
+from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
+from gradcomp._src.mesh.per_worker import of_all, unmarked
+from gradcomp._src.mesh.reduction import reduction
+from gradcomp._src.mesh.shard_maps import per_device
+from gradcomp._src.mesh.trees import unboxed
+from gradcomp._src.mesh.types import mesh_of, other_axes, varying_axes
+from gradcomp._src.transforms.freeze import decided
+
+
+def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
+  r"""Returns the l2 norm of each worker's own gradient, before the exchange.
+
+  .. math:: \sqrt{\sum_j |g_{ij}|^2}
+
+  of worker i's gradient, over the elements j of all leaves. It is for logs, and sends
+  nothing. The norm of the mean is ``optax.global_norm`` of what an exchange like
+  :func:`gradcomp.dense` returns. It is at most the mean of these norms, and shorter the
+  less the workers' gradients agree.
+
+  Args:
+    grads: gradients from :func:`gradcomp.value_and_grad`, in any place, or another tree
+      of real or complex floats.
+    axis_name: the axis of the workers, or a tuple of axes. It must be given inside a
+      map where gradients differ, by their types, along more than one axis.
+
+  Returns:
+    Inside a map, the worker's norm, ``float32[]``. In plain ``jax.jit`` the norms of
+    all N workers, ``float32[N]``, sharded over their axis. Of gradients that are no
+    workers' own, one number.
+
+  Raises:
+    ValueError: ``axis_name`` is missing as above, or is not the axis of the gradients.
+
+  Example:
+    >>> rows = jnp.array([[3.0, 4.0], [0.0, 1.0]])  # of two workers
+    >>> global_norm({"w": gradcomp.PerWorker(rows, "data")})
+    Array([5., 1.], dtype=float32)
+    >>> jax.vmap(gradcomp.global_norm, axis_name="data")({"w": rows})
+    Array([5., 1.], dtype=float32)
+  """
+  grads = unboxed(grads)
+  if of_all(grads):
+    rows = jax.tree.leaves(unmarked(grads)[0])
+    return jax.vmap(lambda own: _own_norm(own, [()] * len(own)))([*map(pairs, rows)])
+  grads = [*map(pairs, jax.tree.leaves(grads))]
+  axes, is_sum = reduction(grads, axis_name, local=True)
+  if axes is None or not is_sum:
+    varying = [varying_axes(x) for x in grads]
+    found = frozenset().union(*varying)
+    if axes is None and len(found) > 1:
+      raise ValueError(
+        "`axis_name` must name the axes of the workers where gradients differ along "
+        f"several, {sorted(found)}, got None: along others, each device has a shard."
+      )
+    own = found if axes is None else axis_names(axes)
+    return _own_norm(grads, [tuple(sorted(x.difference(own))) for x in varying])
+  others = [other_axes(x, axes) for x in grads]
+  mesh = mesh_of(grads)
+  workers = math.prod(mesh.shape[name] for name in axis_names(axes))
+  zeros = jax.reshard(jnp.zeros(workers), NamedSharding(mesh, P(axes)))
+  on_device = lambda grads, zeros: (grads, zeros + workers * _own_norm(grads, others))
+  return per_device(on_device, grads, zeros, axes, keeps_addends=True)[1]
+
+
+def on_each_worker(
+  transformation: optax.GradientTransformation, *, axis_name: AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+  r"""Runs a transformation of others on each worker's own gradient, in every place.
+
+  Of worker i's gradient it returns :math:`g_i' = f(g_i)`, where :math:`f` is the
+  transformation, in front of an exchange: of ``optax.clip_by_global_norm(1.0)`` each
+  worker's gradient clipped by its own norm. In plain ``jax.jit``, where such a
+  transformation alone is an error, it runs in a map over the axis. Under Explicit axes
+  it sees N times the device's addend, which is the worker's gradient, and what it
+  returns is divided by N. In maps it changes nothing.
+
+  The state must be equal on all workers: nothing, or counts as of
+  ``optax.scale_by_schedule``. For moments, put the optimizer behind the exchange, or
+  use :class:`gradcomp.MomentumFeedback`.
+
+  Args:
+    transformation: of optax, or another one that sends nothing.
+    axis_name: the axis of the workers, or a tuple of axes; None for one worker, or for
+      the axes that gradients are unreduced over.
+
+  Returns:
+    A gradient transformation with the state of ``transformation``.
+
+  Raises:
+    ValueError: in ``update``, the axes are wrong, as for :func:`gradcomp.compress`;
+      the gradients decide what the state becomes; or a gradient is a shard, over an
+      axis that is not the workers'.
+
+  Example:
+    >>> own = on_each_worker(optax.clip_by_global_norm(1.0), axis_name="data")
+    >>> tx = optax.chain(own, gradcomp.dense(axis_name="data"))
+    >>> rows = jnp.array([[3.0, 4.0], [0.0, 0.5]])  # of two workers
+    >>> mean = lambda g: tx.update(g, tx.init(g))[0]
+    >>> jax.vmap(mean, axis_name="data")(rows)[0]
+    Array([0.3 , 0.65], dtype=float32)
+  """
+  inner = optax.with_extra_args_support(transformation)
+  if axis_name is not None:
+    axis_names(axis_name)
+
+  def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    axes, is_sum = reduction(updates, axis_name, local=False)
+    for path, x in jax.tree_util.tree_leaves_with_path(updates):
+      if others := other_axes(x, axes):
+        raise ValueError(
+          f"`updates`{jax.tree_util.keystr(path)} must be the whole gradient of a "
+          f"worker, got a shard over {others}, and would be treated as if it were all; "
+          "use gradcomp.wrappers.clip_by_local_norm, or transform the mean behind the "
+          "exchange."
+        )
+    if paths := decided(inner, updates, state, params, extra_args):
+      raise ValueError(
+        "`transformation` must keep a state that is equal on all workers, but "
+        f"gradients decide its {', '.join(paths)}; put it behind the exchange, or, for "
+        'a momentum, use feedback="momentum" of the exchange.'
+      )
+
+    def on_device(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
+      workers = require_size(axes) if is_sum and axes is not None else 1
+      own = jax.tree.map(lambda g: g * workers, updates)
+      new, state = inner.update(own, state, params, **extra_args)
+      return jax.tree.map(lambda g: g / workers, new), state
+
+    given = params, extra_args
+    return per_device(on_device, updates, state, axes, keeps_addends=True, given=given)
+
+  mapped = of_workers(update_fn, axis_name, keeps_rows=True, whole=True)
+  return any_tree(inner.init, mapped)
+
+
+def scaled_norm(
+  leaves: list[jax.Array], others: list[tuple[str, ...]]
+) -> tuple[jax.Array, jax.Array]:
+  """Returns a power of two by which no square overflows, and the l2 norm times it."""
+  wide = [leaf.astype(jnp.float32) for leaf in leaves]
+  top = jnp.zeros([], jnp.float32)
+  for leaf, axes in zip(wide, others, strict=True):
+    own = jnp.max(jnp.abs(leaf), initial=0.0)
+    top = jnp.maximum(top, largest(own, axes) if axes else own)
+  exponent = jnp.clip(lax.bitcast_convert_type(top, jnp.int32) >> 23, 1, 253)
+  down = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
+  total = jnp.zeros([], jnp.float32)
+  for leaf, axes in zip(wide, others, strict=True):
+    square = jnp.sum(jnp.square(leaf * down))
+    total = total + (psum(square, axes) if axes else square)
+  return down, jnp.sqrt(total)
+
+
+def _own_norm(grads: list[jax.Array], others: list[tuple[str, ...]]) -> jax.Array:
+  """Returns the norm over these leaves, and over the shards of other axes."""
+  down, scaled = scaled_norm(grads, others)
+  return scaled / down
