@@ -53,6 +53,15 @@ def started(tx, params):
   return jax.eval_shape(jax.vmap(tx.init, axis_name="data"), params)
 
 
+def test_owners_round_at_random_what_would_all_be_zeros():
+  """An l2 norm with few levels: to nearest, no element of a mean would ever be sent."""
+  codec = QSGD(bits=2, bucket_size=128, norm="l2")
+  assert codec.to_nearest() == codec
+  means, owned = run(codec, "two_shot", steps(2))
+  assert not owned
+  assert np.all(np.any(means, axis=1))
+
+
 @pytest.mark.parametrize("codec", [RANDOM[0], *slow(*RANDOM[1:])], ids=laws.name)
 def test_what_owners_lose_is_sent_later(codec):
   """All that two_shot adds to the workers' own errors is what waits at last."""

@@ -176,11 +176,13 @@ class QSGD(quantizing.BucketCodec):
     return contractions.of_energy(energy, draws=draws)
 
   def to_nearest(self) -> "QSGD":
-    """Returns the codec that rounds to nearest; with 1 bit and ``"max"`` this one.
+    """Returns the codec that rounds to nearest; this one if that has no contraction.
 
-    Rounded to nearest, every element of a bucket would be as large as the largest.
+    With 1 bit and ``"max"`` every element would be as large as the largest. With an l2
+    norm and few levels all elements would be zeros, and owners would send nothing.
     """
-    return self if self.bits == 1 and self.norm != "rms" else super().to_nearest()
+    nearest = super().to_nearest()
+    return nearest if nearest.contraction > 0 else self
 
   @property
   def without_key(self) -> str:
