@@ -1,4 +1,4 @@
-"""The public module of each public class and function, and what factories refuse."""
+"""The public module of each public class and function, and refusals of factories."""
 
 import functools
 import inspect

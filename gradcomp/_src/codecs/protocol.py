@@ -58,7 +58,7 @@ class LeafCodec(Protocol):
 
   @property
   def contraction(self) -> float:
-    """c of ``E |x - decode(encode(x))|^2 <= (1 - c) |x|^2``: see :class:`Codec`."""
+    """c of ``E |x - decode(encode(x))|^2 <= (1 - c) |x|^2`` on average."""
     return _SOME
 
   @property

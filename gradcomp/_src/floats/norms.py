@@ -1,4 +1,4 @@
-"""l2 norms whose squares neither overflow nor vanish."""
+"""l2 norms by squares that neither overflow nor vanish."""
 
 import functools
 from typing import Any
@@ -25,7 +25,7 @@ def norm(tree: Any) -> Array:
 
 
 def squares(length: Array) -> Array:
-  """Returns the squares of a norm in three units, of which workers take the mean."""
+  """Returns the squares of a norm in three units, for a mean over the workers."""
   return jnp.square(held(length * jnp.array(_FACTORS, jnp.float32)))
 
 

@@ -1,4 +1,4 @@
-"""The registries of trees that make a class a node of ``jax.jit`` alone."""
+"""The registries of trees that make a class a node of ``jax.jit`` only."""
 
 from typing import Any
 

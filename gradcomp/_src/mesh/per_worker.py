@@ -29,14 +29,14 @@ _CURE = (
 
 
 class UndefinedError(TypeError, AttributeError):
-  """The error for what sees several elements; ``hasattr`` takes it for an answer."""
+  """The error for operations on several elements; ``hasattr`` takes it for no."""
 
   def __init__(self, name: str):
     super().__init__(f"`{name}` {_CURE}{see('of-a-gradcompperworker-is-not-defined')}")
 
 
 class _Named(type):
-  """Puts the cure into errors of others, which name the type of what they refuse."""
+  """Puts the cure into errors of others, which name the type that they refuse."""
 
   def __repr__(cls) -> str:
     return f"<class 'gradcomp.PerWorker'>, and `array` {_CURE}"
@@ -144,7 +144,7 @@ class PerWorker(metaclass=_Named):
     return dataclasses.replace(self, rows=self.rows.astype(dtype))
 
   def block_until_ready(self) -> "PerWorker":
-    """Waits for the rows, as ``jax.block_until_ready`` asks each leaf."""
+    """Blocks until the rows are there, as ``jax.block_until_ready`` asks each leaf."""
     jax.block_until_ready(self.rows)
     return self
 

@@ -382,7 +382,7 @@ def _size(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
 
 
 def _check_uncut(batches: Any, uncut: dict[str, Any]) -> set[int]:
-  """Returns the lengths of batches; ValueError for one among what no worker cuts."""
+  """Returns the lengths of batches; ValueError for one among uncut arrays."""
   rows = {x.shape[0] for x in jax.tree.leaves(batches) if is_array(x) and x.ndim}
   for kind, given in uncut.items():
     parts = {name: x for name, x in given.items() if not states_in(x)}

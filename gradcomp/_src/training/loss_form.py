@@ -40,7 +40,7 @@ def of_trainable(
 
 
 def check_numbers(aux: Any) -> None:
-  """Raises TypeError for what has no mean in an aux that is averaged."""
+  """Raises TypeError for a leaf without a mean in an aux that is averaged."""
   for path, x in jax.tree_util.tree_leaves_with_path(aux):
     kind = getattr(x, "dtype", type(x))
     if not any(jnp.issubdtype(kind, x) for x in (jnp.number, jnp.bool_)):

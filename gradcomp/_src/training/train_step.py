@@ -194,7 +194,7 @@ def _check_static(rest: Any) -> None:
 def _donated_once(
   params: Any, opt_state: Any, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-  """Copies arrays of a train step's arguments whose buffers are donated before."""
+  """Copies arrays of a train step's arguments that share a buffer donated before."""
   leaves, treedef = jax.tree.flatten(((params, opt_state), args, kwargs))
   donated = len(jax.tree.leaves((params, opt_state)))
   seen: set[tuple[Any, int]] = set()

@@ -1,4 +1,4 @@
-"""Each worker's own gradient: its norm, and transformations of it alone."""
+"""Each worker's own gradient: its norm, and transformations of it."""
 
 import math
 from typing import Any
