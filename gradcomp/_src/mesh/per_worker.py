@@ -32,7 +32,7 @@ class UndefinedError(TypeError, AttributeError):
   """The error for operations on several elements; ``hasattr`` takes it for no."""
 
   def __init__(self, name: str):
-    super().__init__(f"`{name}` {_CURE}{see('of-a-gradcompperworker-is-not-defined')}")
+    super().__init__(f"`{name}` {_CURE}{see('holds-the-gradients-of-all-workers')}")
 
 
 class _Named(type):
