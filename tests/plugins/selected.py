@@ -7,6 +7,7 @@ Tests compile for longer than they compute. So XLA compiles in the least time, u
 
 import argparse
 import os
+import pathlib
 import platform
 import zlib
 
@@ -86,6 +87,14 @@ class Selected:
   def pytest_report_header(self) -> str:
     named = lambda k, n: f"share {k} of {n}" if n else "none"
     return f"slow tests: {named(*self._slow)}; files: {named(*self._files)}"
+
+  def pytest_ignore_collect(
+    self, collection_path: pathlib.Path, config: pytest.Config
+  ) -> bool | None:
+    """Leaves files out that name no mark of `bits`, where those tests run alone."""
+    if config.option.markexpr != "bits" or collection_path.suffix != ".py":
+      return None
+    return None if "mark.bits" in collection_path.read_text() else True
 
   def pytest_collection_modifyitems(
     self, config: pytest.Config, items: list[pytest.Item]

@@ -2,6 +2,7 @@
 
 import ast
 import email
+import functools
 import importlib
 import inspect
 import re
@@ -31,6 +32,7 @@ COLLECTIVES = (
 )
 
 
+@functools.cache
 def sources():
   """The files of the library, by the name that each has in the wheel."""
   folders = {"gradcomp": ROOT / "gradcomp", "gradcomp/_src/kernels": ROOT / "kernels"}
