@@ -33,6 +33,9 @@ TRANSFORMATIONS = {
   "compress": lambda: gradcomp.compress(FOUR_BITS, feedback="error", **DATA),
   "allow_frozen": lambda: wrappers.allow_frozen(gradcomp.qsgd(**DATA)),
   "clip_by_local_norm": lambda: wrappers.clip_by_local_norm(1.0, **DATA),
+  "on_each_worker": lambda: wrappers.on_each_worker(
+    optax.clip_by_global_norm(1.0), **DATA
+  ),
   "replicable": lambda: wrappers.replicable(gradcomp.qsgd(**DATA), workers=N, **DATA),
   "skip_nonfinite": lambda: wrappers.skip_nonfinite(gradcomp.qsgd(**DATA), 3, **DATA),
   "switch": lambda: wrappers.switch(

@@ -25,8 +25,8 @@ NAMES = ("codecs", "contrib", "exchange", "local", "optimizers", "parallel")
 NAMES += ("wrappers",)
 SPACES = [gradcomp, *(getattr(gradcomp, name) for name in NAMES)]
 
-# What has no option that decides messages.
-OF_STATES = {"allow_frozen", "replicable"}
+# What has no option of its own that decides messages.
+OF_STATES = {"allow_frozen", "on_each_worker", "replicable"}
 
 # What transformations are given beside axis_name.
 GIVEN = {

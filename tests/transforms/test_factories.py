@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import gradcomp
-from gradcomp import contrib, local, parallel, wrappers
+from gradcomp import contrib, local, optimizers, parallel, wrappers
 from gradcomp.codecs import QSGD
 from tests.support.cases.recipe import NEEDED
 
@@ -30,13 +30,12 @@ ARGUMENTS = {
   "zero": {"inner": SGD, "grads": QSGD(), "params": QSGD(), **OVER},
   "compress_in_scan": {"codec": QSGD(), "exchange": "all_gather", **OVER},
   "local_steps": {"inner": SGD, "outer": SGD, "every": 2, "codec": QSGD(), **OVER},
-  "adaptive": {"codecs": [QSGD()], "tolerance": 0.1, "every": 2},
   "dion": {"learning_rate": 0.1, "rank": 2},
 }
 
 
 def factories():
-  spaces = gradcomp, contrib, local, parallel, wrappers
+  spaces = gradcomp, contrib, local, optimizers, parallel, wrappers
   for space in spaces:
     for name in space.__all__:
       make = getattr(space, name)
@@ -95,7 +94,7 @@ def test_a_circle_is_found():
 @pytest.mark.parametrize(
   "factory, options, expected",
   [
-    (contrib.adam, {"learning_rate": 0.1}, ("b1", "b2", "floor")),
+    (optimizers.adam, {"learning_rate": 0.1}, ("b1", "b2", "floor")),
     (gradcomp.qsgd, {"bits": 4, "bucket_size": 64}, ("bits", "bucket_size")),
     (gradcomp.redsync, {"max_norm": 1.0}, ("density", "max_norm")),
     (wrappers.clip_by_local_norm, {"max_norm": 1.0}, ("max_norm",)),
