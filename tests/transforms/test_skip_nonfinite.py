@@ -68,7 +68,7 @@ def test_the_run_goes_on_as_if_there_had_been_no_such_step(mode, bad):
 
 
 def test_workers_skip_what_reaches_no_other_worker():
-  """An exchange tells all of a NaN; what stands in its place may not."""
+  """Here no exchange sends the NaN to the others."""
   tx = gradcomp.skip_nonfinite(optax.identity(), 2, axis_name="data")
   update = jax.vmap(lambda grads: tx.update(grads, tx.init(grads)), axis_name="data")
   output, state = jax.jit(update)(gradients(0, np.nan))
