@@ -140,17 +140,28 @@ def test_words_are_written_under_vmap_too(codec):
   assert re.findall(rf"= \(u32\[{WORKERS},\d+,\d+\].*? conditional\(", text)
 
 
-def test_a_residual_keeps_its_place_on_auto_axes():
-  """Else the second step of a training would be compiled again."""
+@pytest.mark.parametrize("spec", [P(None, "model"), P()], ids=str)
+def test_a_leaf_keeps_its_place_on_auto_axes(spec):
+  """In a map of the data axis alone, where XLA places what a train step would.
+
+  Else the second step of a training would be compiled again.
+  """
   mesh = jax.make_mesh((WORKERS, 2), ("data", "model"), (AxisType.Auto,) * 2)
-  spec = P(None, "model")
-  tx = gradcomp.compress(QSGD(bits=4), axis_name="data", feedback=ErrorFeedback())
+  tx = gradcomp.compress(
+    QSGD(bits=4), axis_name="data", exchange="all_gather", feedback=ErrorFeedback()
+  )
+  place = lambda shape, spec: jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
+  params, grads = place(SHAPE, spec), place((WORKERS, *SHAPE), P("data", *spec))
   with jax.set_mesh(mesh):
-    params = jax.device_put(jnp.ones(SHAPE), NamedSharding(mesh, spec))
     state = tx.init(params)
-    loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)
-    step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
-    program = step.lower(params, state, jnp.ones((WORKERS, SHAPE[0]))).compile()
-  (placed, kept, _) = program.output_shardings
-  assert placed.is_equivalent_to(NamedSharding(mesh, spec), 2)
-  assert kept.residual.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
+  specs = gradcomp.state_specs(state, axis_name="data")
+  update = jax.shard_map(
+    lambda grads, state: tx.update(grads[0], state),
+    mesh=mesh,
+    in_specs=(P("data"), specs),
+    out_specs=(P(), specs),
+    axis_names={"data"},
+  )
+  mean, kept = jax.jit(update).lower(grads, state).compile().output_shardings
+  assert mean.is_equivalent_to(params.sharding, 2)
+  assert kept.residual.is_equivalent_to(state.residual.sharding, 2)

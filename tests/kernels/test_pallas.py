@@ -18,7 +18,7 @@ from gradcomp._src.codecs import quantizing
 from gradcomp._src.kernels.common import fixed_point
 from gradcomp._src.kernels.common.fixed_point import exact_quotient, top_multiplier
 from gradcomp._src.kernels.common.scales import scales
-from gradcomp._src.kernels.gpu import dispatch, self_check
+from gradcomp._src.kernels.gpu import dispatch, self_check, tiles
 from gradcomp._src.kernels.gpu.verdicts import Verdict
 from gradcomp._src.kernels.quantize import qsgd, reference
 from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary
@@ -116,12 +116,14 @@ def gradient(size: int, tile: int) -> np.ndarray:
 
 
 @every_case
-def test_an_interpreted_kernel_has_the_references_bits(name, small):
+def test_an_interpreted_kernel_has_the_references_bits(name, small, monkeypatch):
+  # Of two tiles or one, as a large bucket fills a block of the real size.
+  monkeypatch.setattr(tiles, "_ELEMENTS", 128)
   case = small(name)
   tile = case.tile or case.codec.tile_size
-  # Six tiles are two blocks that overlap, or blocks of one; the last is a partial one.
-  size = 6 * tile + 77
-  x, given = gradient(size, tile), operands(case, size, 7)
+  # Several blocks, and a tile and a part of one behind them.
+  size = 7 * tile + 77
+  x, given = gradient(size, tile), operands(case, size, 8)
   expected = compiled(case.function("xla"), x, *given)
   found = compiled(case.function("pallas_interpret"), x, *given)
   assert jax.tree.structure(found) == jax.tree.structure(expected)

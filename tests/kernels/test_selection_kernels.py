@@ -21,8 +21,8 @@ from tests.support.assertions import assert_same_bits
 from tests.support.lowering import KERNEL, lowered_for_cuda
 
 TILE = 1024
-# One block; blocks of four tiles that overlap; and of sixteen. Partial tiles.
-SIZES = (TILE, 5 * TILE + 37, 21 * TILE + 1023)
+# A block of one tile; one of four; two of sixteen. Tiles and a partial one behind them.
+SIZES = (TILE, 5 * TILE + 37, 37 * TILE + 1023)
 SIGNS = (None, np.float32(1), np.float32(-1))
 THRESHOLDS = np.uint32([0, 1, 0x3F000000, 0x7F800000, 0x7FC00000, 0x80000000])
 

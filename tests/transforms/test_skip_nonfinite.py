@@ -67,6 +67,15 @@ def test_the_run_goes_on_as_if_there_had_been_no_such_step(mode, bad):
   assert found == [fine(0), [[1], [False], [1]], fine(1)]
 
 
+def test_workers_skip_what_reaches_no_other_worker():
+  """Here no exchange sends the NaN to the others."""
+  tx = gradcomp.skip_nonfinite(optax.identity(), 2, axis_name="data")
+  update = jax.vmap(lambda grads: tx.update(grads, tx.init(grads)), axis_name="data")
+  output, state = jax.jit(update)(gradients(0, np.nan))
+  assert not any(leaf.any() for leaf in jax.tree.leaves(output))
+  assert state.total_notfinite.tolist() == [1] * WORKERS
+
+
 def test_as_optax_does_on_one_device():
   """Also once the steps in a row are too many, and the next is applied.
 

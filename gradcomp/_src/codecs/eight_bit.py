@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -208,16 +207,6 @@ class EightBit(quantizing.RoundsAtRandom):
   def decode_rows(self, rows: Array) -> Array:
     by = self.implementation
     return eight_bit.decode_rows(rows, form=self._form, implementation=by)
-
-  def sum_rows(self, rows: Array) -> Array:
-    # XLA materializes values looked up in a table wherever a sum has two users. Added
-    # in one expression, all payloads would lie in memory at once, in float32. A loop
-    # holds one sum.
-    first = self.decode_rows(rows[0])
-    # Minus zero changes no addend, and differs between workers where types say so.
-    nothing = jnp.where(first == first, np.float32(-0.0), np.float32(-0.0))
-    add = lambda k, total: total + self.decode_rows(rows[k])
-    return jax.lax.fori_loop(0, rows.shape[0], add, nothing)
 
   @property
   def _scales_inside(self) -> bool:

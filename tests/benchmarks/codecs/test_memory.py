@@ -16,7 +16,6 @@ EXCEEDING = {
 # So it does of several leaves, beside every ring but that of APS with Kahan's sums.
 TOGETHER = EXCEEDING | {
   ("float32", "all_gather"),
-  ("8 bits, dynamic tree", "all_gather"),
   ("APS (5, 2)", "hierarchical"),
   ("APS (5, 2), Kahan", "hierarchical"),
 }

@@ -112,6 +112,20 @@ def placed(hosts):
   return [*map(words, (read, made, turned, cut_again))]
 
 
+def gathered(hosts):
+  """Returns the residual with which one worker goes on, of which each had a part."""
+  mesh = modes.mesh(hosts)
+  tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error", min_leaf_size=0)
+  params = np.zeros((2, 3), np.float32)
+  with jax.set_mesh(mesh):
+    state = tx.init(params)
+  rows = np.random.default_rng(13).standard_normal((2 * hosts, 3), np.float32)
+  state = state._replace(residual=gradcomp.checkpoint.place(rows, mesh, P("data")))
+  options = dict(axis_name="data", old_workers=hosts, workers=1)
+  alone = gradcomp.reshard_state(tx, params, state, **options)
+  return gradcomp.checkpoint.place(alone.residual, mesh, P())
+
+
 def plain(hosts):
   """Parameters and state after three steps in plain jit under Auto axes."""
   tx = auto.kept4
@@ -122,4 +136,4 @@ def plain(hosts):
 # Of models, optimizers and states that are sharded over the hosts, of copies that
 # differ, and of a step in plain jit.
 CUT = {"moved": moved, "optimized": optimized, "compared": compared, "placed": placed}
-CUT["plain"] = plain
+CUT |= {"gathered": gathered, "plain": plain}
