@@ -280,6 +280,12 @@ def test_every_record_is_named_by_a_page():
     assert re.search(name, text), name
 
 
+def test_a_record_is_summarised():
+  """To what a page or a judge reads, in at most 300 kB."""
+  sizes = {x.name: x.stat().st_size for x in records.RECORDS.rglob("*.json*")}
+  assert not {name for name, size in sizes.items() if size > 300_000}
+
+
 def test_the_tree_has_all_folders():
   """``python -m tests.project.architecture_page`` writes it."""
   page = architecture_page.PAGE.read_text()
