@@ -12,6 +12,9 @@ import gradcomp
 from gradcomp._src.public import publish
 
 PAGES = pathlib.Path(__file__).parent
+sys.path.append(str(PAGES.parent))  # behind what is installed
+from benchmarks.pages import records, study  # noqa: E402
+
 REPOSITORY = "https://github.com/gradcomp/gradcomp"
 
 project = "gradcomp"
@@ -87,6 +90,11 @@ for name, space in NAMESPACES.items():
   publish(vars(space) | {"__name__": name})  # coverage counts what is at home there
 
 
+def fill(app, page, source):
+  """Puts tables of the records behind the marks of a page."""
+  source[0] = records.filled(source[0], records.TABLES | study.TABLES)
+
+
 def lead_out(app, page, *arguments):
   """Leads the links of a page to files outside of docs/ to the repository."""
   source = arguments[-1]  # a list of one text, to be replaced
@@ -127,6 +135,7 @@ def formula(translator, node):
 
 
 def setup(app):
+  app.connect("source-read", fill)
   app.connect("source-read", lead_out)
   app.connect("include-read", lead_out)
   app.connect("autodoc-process-docstring", names_together, priority=600)

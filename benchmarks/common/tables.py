@@ -4,8 +4,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
 
 def spread(values: Sequence[float], sign: str = "", digits: int = 2) -> str:
   """Returns the mean of values and, if there are several, their standard deviation.
@@ -20,6 +18,8 @@ def spread(values: Sequence[float], sign: str = "", digits: int = 2) -> str:
 
 def show(rows: Mapping[Any, Mapping[Any, Any]]) -> None:
   """Prints a line for each row."""
+  import pandas as pd  # which the tables of pages do not need
+
   found = pd.DataFrame.from_dict(rows, orient="index")
   print(found.to_string(float_format="{:,.4g}".format, na_rep=""))
 

@@ -1,6 +1,5 @@
 """Writes the tables of the record in Markdown."""
 
-import collections
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -187,17 +186,16 @@ def step_cells(row: Row) -> list[str]:
     cycles = f"{sum(row['cycles'].values()) / unit['cycles']:.2f}"
     of = lambda part: f"{100 * row['cycles'].get(part, 0) / unit['cycles']:.0f}"
     parts = ", ".join(map(of, ("encode", "decode", "exchange")))
-  sent = sum(x["bytes"] for x in row["collectives"]) or 1
-  padded = sum(x["padded"] for x in row["collectives"])
+  sent, padded = row["sent"]["bytes"] or 1, row["sent"]["padded"]
   return [
     cycles,
     parts,
-    f"{sum(v for k, v in row['moved'].items() if k != 'model') / gradient:.2f}",
+    f"{sum(row['moved'].values()) / gradient:.2f}",
     f"{(row['temporaries'] - unit['temporaries']) / gradient:+.2f}",
     f"{launches(row)} ({unit['launches']})",
     str(row["launches"].get("scalars", 0)),
-    ", ".join(str(x["trips"] or "?") for x in row["loops"] if x["part"] != "model"),
-    collectives(row),
+    ", ".join(str(x or "?") for x in row["loops"]),
+    ", ".join(f"{count} {name}" for name, count in row["collectives"].items()),
     f"{100 * (padded - sent) / sent:.0f}" if padded else "",
     _wire(row["wire"]),
     f"{row['compile_seconds']:.0f}",
@@ -209,15 +207,6 @@ def _wire(wire: Row) -> str:
     return "refused"
   ratio = wire["ratio"]
   return f"{wire['bytes']:,} bytes" if ratio is None else f"{ratio:.4f}"
-
-
-def collectives(row: Row) -> str:
-  """Returns how often each kind of collective runs, with dtypes; ``~`` overlaps."""
-  found: collections.Counter[str] = collections.Counter()
-  for x in row["collectives"]:
-    dtypes = "+".join(sorted({of.partition("[")[0] for of in x["types"]}))
-    found[f"{x['kind']}{'~' if x['asynchronous'] else ''} {dtypes}"] += x["times"]
-  return ", ".join(f"{count} {name}" for name, count in found.items())
 
 
 def _table(header: list[str], lines: list[list[str]]) -> str:

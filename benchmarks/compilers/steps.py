@@ -6,6 +6,7 @@ plain mean and 4 bits both ways, and 4 bits also in plain ``jax.jit`` with Expli
 axes.
 """
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -163,14 +164,27 @@ def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
   net = Net(scanned=case.scanned, dtype=method.dtype)
   compiled, facts = _compiled(target, case)
   found = {
-    "method": case.method,
-    "net": "scanned" if case.scanned else "unrolled",
-    "form": case.form,
     "gradient": 4 * net.size(),
     "unit": _unit(target, case.scanned),
     "wire": _wire(compiled) | {"explained": _explained(case)},
   }
-  return found | facts, compiled.as_text()
+  return found | kept(facts), compiled.as_text()
+
+
+def kept(facts: dict[str, Any]) -> dict[str, Any]:
+  """Returns the facts that the record keeps: what its page and its tests read."""
+  every = facts["collectives"]
+  collectives: collections.Counter[str] = collections.Counter()
+  for x in every:
+    dtypes = "+".join(sorted({of.partition("[")[0] for of in x["types"]}))
+    collectives[f"{x['kind']}{'~' if x['asynchronous'] else ''} {dtypes}"] += x["times"]
+  left = {k: v for k, v in facts.items() if k not in ("kernels", "lower_seconds")}
+  return left | {
+    "moved": {part: x for part, x in facts["moved"].items() if part != "model"},
+    "loops": [x["trips"] for x in facts["loops"] if x["part"] != "model"],
+    "collectives": dict(collectives),
+    "sent": {of: sum(x[of] for x in every) for of in ("bytes", "padded")},
+  }
 
 
 @functools.cache
@@ -189,7 +203,7 @@ def _wire(compiled: Any) -> dict[str, Any]:
   try:
     report = gradcomp.wire_report(compiled)
     # Between slices XLA breaks plain sums up, and names no part of them.
-    ratio = None if report.untold else report.ratio
+    ratio = None if report.untold else round(report.ratio, 6)
     return {"bytes": report.bytes_sent, "ratio": ratio}
   except Exception as error:  # the table says it
     return {"error": f"{type(error).__name__}: {str(error)[:300]}"}

@@ -12,8 +12,8 @@ seed is the same initialization and the same batches for every arm.
 With --small, nets and batches are those of SMALL, which one core trains in minutes, and
 images have half the height and width.
 
-An arm and a net are a line of adam_study.jsonl in --output, with the curves of each
-seed. Lines that are there already are not run again. The page adam_study.md compares
+An arm and a net are a line of adam_study.jsonl in --output, with the end of each seed.
+Lines that are there already are not run again. The page adam_study.md compares
 their ends with those of AdamW of the plain mean, seed by seed.
 
 With --data, arrays come from that file of NumPy. It is written where it is missing, for
@@ -232,15 +232,16 @@ def run(net: str, arm: str, arrays: Arrays, args: Any) -> dict[str, Any]:
   done = time.perf_counter()
   shapes = jax.eval_shape(found.init, jax.random.key(0))
   plan = gradcomp.explain(make(0), shapes, workers=WORKERS)
-  names = ("train_loss", "test_loss", "accuracy")
+  losses, right = (np.asarray(x, float) for x in curves[1:])
   return settings(net, arm, args) | {
     "device": jax.devices()[0].device_kind,
     "commit": cli.commit(),
     "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
     "bytes_a_step": float(plan.bytes_per_step),  # behind a dense start
     "start": ARMS[arm].start,
-    "at": [every * (i + 1) for i in range(points)],
-    **{name: np.asarray(x).tolist() for name, x in zip(names, curves, strict=True)},
+    "test_loss": losses[:, -1].round(9).tolist(),
+    "accuracy": right[:, -1].round(9).tolist(),
+    "last_quarter": round(adam_page.last_quarter(losses), 9),
     "compile_seconds": round(built - start, 1),
     "seconds": round(done - built, 1),
   }
@@ -310,8 +311,7 @@ def main() -> None:
         continue
       line = run(net, arm, arrays, args)
       lines.append(line)
-      losses = [curve[-1] for curve in line["test_loss"]]
-      ended = f"loss {np.mean(losses):.4f}, {line['seconds']:.0f} s"
+      ended = f"loss {np.mean(line['test_loss']):.4f}, {line['seconds']:.0f} s"
       print(f"{net}, {arm}: {ended}, {line['compile_seconds']:.0f} s to compile")
       adam_page.append(path, line)
   page = adam_page.markdown(lines)

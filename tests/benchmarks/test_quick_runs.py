@@ -78,7 +78,7 @@ def test_runs_that_fail(folder, capsys, monkeypatch):
 
 
 def test_all_scripts_are_run():
-  """All but those that another one starts, and what fetches data."""
+  """All but those that another one starts, that fetch data, or that write pages."""
   folder = quick.ROOT / "benchmarks"
   scripts = {
     ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__main__")
@@ -95,4 +95,5 @@ def test_all_scripts_are_run():
     f"study.queue.{x}" for x in ("start", "status", "supervisor", "times", "train")
   }
   others = {"quick", "study.mirrors.prepare", "compilers.cut"}
+  others |= {"pages.records", "pages.study"}
   assert started == scripts - started_by_others - of_trainings - others

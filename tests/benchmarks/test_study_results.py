@@ -13,6 +13,8 @@ import gradcomp
 from benchmarks.links import methods as links_methods
 from benchmarks.links import results
 from benchmarks.models import package_accuracy
+from benchmarks.pages import records as page_records
+from benchmarks.pages import study as study_pages
 from benchmarks.study import findings, methods, runner
 from benchmarks.study import records as study_records
 from benchmarks.study.figures import claims
@@ -21,13 +23,11 @@ from benchmarks.study.judges.verdicts import APART
 from benchmarks.study.options import launches
 from benchmarks.study.tasks import TEXTS, Source
 from gradcomp.cost import CANDIDATES
-from tests.benchmarks import study_pages
 from tests.benchmarks.study_records import SETTING
 from tests.support import pages
 
 RESULTS = pages.ROOT / "benchmarks" / "results"
 README = pages.ROOT / "README.md"
-LENET = "lenet on fashion-mnist/14, N = 8, batch 128, 2 epochs"
 # What the front page calls a codec, its name here, its row of link_speed.json or "" if
 # it was not timed, and how the claim about it begins.
 FRONT = {
@@ -64,7 +64,7 @@ def judged():
 
 @pytest.fixture(scope="module")
 def lenet(study):
-  (group,) = (x for x in study.groups if x.name == LENET)
+  (group,) = (x for x in study.groups if x.name == study_pages.HEADLINE)
   return group
 
 
@@ -130,6 +130,19 @@ def test_the_pages_have_each_table(study, judged):
   lines = [line for text in texts for line in text.splitlines()]
   for line in (*(heading for heading, _ in every), counted):
     assert lines.count(line) == 1, line
+
+
+def test_the_site_has_a_table_behind_each_mark():
+  """Each once, and with a number; those of the study among them."""
+  tables = page_records.TABLES | study_pages.TABLES
+  made = {name: make() for name, make in tables.items()}
+  text = "\n".join(x.read_text() for x in page_records.FOLDER.rglob("*.md"))
+  names = [name for name, _ in page_records.MARK.findall(text)]
+  assert sorted(names) == sorted(made)
+  shown = page_records.filled(text, {x: lambda x=x: made[x] for x in made})
+  for name, lines in made.items():
+    assert f"<!-- records: {name} -->\n\n{lines}\n" in shown
+    assert re.search(r"^\| --- .*\n\|.*\d", lines, re.M), name
 
 
 def test_the_pages_of_claims_are_those_that_the_records_make(judged):

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import gradcomp
+from benchmarks.pages import records
 from examples.trainers import __main__ as table
 from tests.plugins.slow_cases import slow
-from tests.project import result_tables
 from tests.support.pages import ROOT
 
 AXES = {"tunix": {"fsdp": 8}, "kauldron": {"devices": 8}}
@@ -67,7 +67,7 @@ def test_an_example_is_short_and_in_the_record(name):
   source = (ROOT / "examples" / "trainers" / f"{name}.py").read_text()
   assert source.count("\n") <= 60
   title, what, changed = table.about(name)
-  (row,) = [x for x in result_tables.rows("trainers.md") if x["trainer"] == title]
+  (row,) = [x for x in records.rows("trainers.md") if x["trainer"] == title]
   assert (row["what changes"], row["lines changed"]) == (what, changed)
 
 

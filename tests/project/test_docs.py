@@ -11,11 +11,12 @@ from unittest import mock
 import jax
 import pytest
 
+from benchmarks.pages import records
 from gradcomp import codecs
 from gradcomp._src.checks import see
 from gradcomp.codecs import Codec, PowerSGD
 from gradcomp.contrib import Eden
-from tests.project import architecture_page, result_tables
+from tests.project import architecture_page
 from tests.support import laws, pages
 from tests.support.installs import run
 
@@ -29,11 +30,8 @@ HOSTS = FOLDER / "operate" / "many-hosts.md"
 # How tables of the study begin, which test_study_results.py compares.
 STUDIED = (
   "| codec | accuracy | points | seeds | steps to f32 - 0.2 | bytes / f32 |",
-  "| workers | codec | accuracy | points | seeds | steps to f32 - 0.2 | bytes / f32 |",
-  "| network | hosts | link | f32, ms | communication |",
   "| paper | holds | does not | cannot tell | not tested |",
   "| claim | it says | verdict |",
-  "| launch | done | to do | whole seeds |",
 )
 # What a page can be in: Python is run, and nothing else is.
 LANGUAGES = {"python", "pycon", "console", "text"}
@@ -239,26 +237,38 @@ def test_errors_name_their_sections_of_the_page():
 
 
 def test_every_page_is_on_the_map():
-  """It links to every page, and the front page to it."""
+  """It links to every page of docs/, and the front page to it.
+
+  The page of results links to those of benchmarks/: the site includes the map by a
+  parser whose links must stay in the site.
+  """
   assert "docs/README.md" in {target for target, _ in links(README)}
-  shown = {MAP, *((FOLDER / target).resolve() for target, _ in links(MAP))}
-  assert not {x for x in PAGES[1:] if x.is_relative_to(FOLDER)} - shown
+  assert not [target for target, _ in links(MAP) if target.startswith("..")]
+  maps = MAP, FOLDER / "results" / "README.md"
+  shown = {(x.parent / target).resolve() for x in maps for target, _ in links(x)} | {
+    MAP
+  }
+  assert not set(PAGES[1:]) - shown
 
 
 @every_page
 def test_tables_are_those_of_the_records(page):
-  """``python -m tests.project.result_tables`` writes them."""
-  assert result_tables.written(page.read_text()) == page.read_text()
+  """``python -m benchmarks.pages.records`` writes them; the site has more."""
+  assert records.written(page.read_text()) == page.read_text()
 
 
-def test_each_table_of_the_records_is_on_one_page():
-  text = "\n".join(page.read_text() for page in PAGES)
-  assert sorted(result_tables.MARK.findall(text)) == sorted(result_tables.TABLES)
+RESULTS = [x for x in PAGES if x.parent.name == "results"]
 
 
-@pytest.mark.parametrize(
-  "page", [x for x in PAGES if x.parent.name == "results"], ids=name
-)
+@pytest.mark.parametrize("page", RESULTS, ids=name)
+def test_a_page_of_results_is_short(page):
+  """At most 3,000 words and one table of the records; findings are all of them."""
+  text = page.read_text()
+  assert page.stem == "findings" or len(text.split()) <= 3000
+  assert sum(bool(lines) for _, lines in records.MARK.findall(text)) <= 1
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=name)
 def test_tables_of_results_have_a_record_or_say_that_they_have_none(page):
   """Before a table stand a mark, a heading of the study, or words that say so."""
   parts = re.split(r"\n\n+", page.read_text())
@@ -288,12 +298,18 @@ def test_the_table_of_codecs_has_the_papers_that_they_declare():
 def test_every_record_is_named_by_a_page():
   """By its file, a file beside it of the same name, or the folder of its lines."""
   text = "\n".join(page.read_text() for page in PAGES)
-  for file in result_tables.RECORDS.rglob("*.*"):
+  for file in records.RECORDS.rglob("*.*"):
     if file.suffix == ".jsonl":
       name = rf"results/(\w+/)?{file.parent.name}\b"
     else:
       name = rf"/{re.escape(file.stem)}\.(md|json|png|csv)\b"
     assert re.search(name, text), name
+
+
+def test_a_record_is_summarised():
+  """To what a page or a judge reads, in at most 300 kB."""
+  sizes = {x.name: x.stat().st_size for x in records.RECORDS.rglob("*.json*")}
+  assert not {name for name, size in sizes.items() if size > 300_000}
 
 
 def test_the_tree_has_all_folders():

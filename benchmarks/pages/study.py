@@ -1,13 +1,17 @@
 """The tables, pages and pictures in docs/results/ that the records of the study make.
 
-``python -m tests.benchmarks.study_pages`` writes them anew: each table behind its
-heading, the pages of docs/results/claims/ whole, a picture for each claim that has
-numbers, and those pictures of the report that the pages show.
+``python -m benchmarks.pages.study`` writes what the tree has of them: each table behind
+its heading, the pages of docs/results/claims/ whole, a picture for each claim that has
+numbers, and those pictures of the report that the pages show. All other tables, behind
+marks, are built with the site.
 """
 
+import functools
 import re
 
 from benchmarks.common.tables import table
+from benchmarks.pages.records import FOLDER as DOCS
+from benchmarks.pages.records import RECORDS as RESULTS
 from benchmarks.study import analysis, records, report
 from benchmarks.study.figures import accuracy
 from benchmarks.study.figures import claims as figures_claims
@@ -15,15 +19,13 @@ from benchmarks.study.figures.style import slug
 from benchmarks.study.judges import safe
 from benchmarks.study.judges.verdicts import WORDS
 from benchmarks.study.queue import items, status
-from tests.support.pages import ROOT
 
-FOLDER = ROOT / "docs" / "results"
-RECORDS = ROOT / "benchmarks" / "results" / "study" / "papers"
+FOLDER = DOCS / "results"
+RECORDS = RESULTS / "study" / "papers"
 EVIDENCE = RECORDS.with_name("evidence")
 CLAIMS = "# What the papers say"
-STEPS = "## Steps on links"
+HEADLINE = "lenet on fashion-mnist/14, N = 8, batch 128, 2 epochs"
 SAFE = "## What does it cost in accuracy?"
-QUEUE = "### How far the trainings are"
 PAGES = FOLDER / "claims"
 DRAWN = PAGES / "pictures"
 # Of each page: its claims' paper, or our own, and what it is about.
@@ -81,6 +83,7 @@ PICTURES = {
 }
 
 
+@functools.cache
 def study():
   """The study with the records of the evidence queue."""
   return analysis.grouped(records.read(RECORDS, EVIDENCE))
@@ -134,8 +137,22 @@ def claims_pages(findings):
   }
 
 
-def steps(found):
+def trainings():
+  """Returns a table for each group, or for all of one way by workers, and headings."""
+  found = study()
+  sweeps = accuracy.by_workers(found)
+  named = {
+    x.name: table(*accuracy.ends(x))
+    for x in found.groups
+    if x.name_for_any_workers not in sweeps and x.name != HEADLINE
+  }
+  named |= {x: table(*accuracy.ends_by_workers(y)) for x, y in sweeps.items()}
+  return "\n\n".join(f"### {name}\n\n{lines}" for name, lines in named.items())
+
+
+def steps():
   """Returns how many times as fast steps are as float32's, a row for each cell."""
+  found = study()
   codecs = list(dict.fromkeys(x for cell in found.cells for x in cell.times))[1:]
   header = ["network", "hosts", "link", "f32, ms", "communication", *codecs]
   rows = []
@@ -144,7 +161,7 @@ def steps(found):
     gains = [f"{cell.gain(name):.2f}" if name in cell.times else "" for name in codecs]
     step = f"{1e3 * cell.times['f32']['step']:.0f}"
     rows.append([x.network, str(x.hosts), x.link, step, f"{cell.share:.0%}", *gains])
-  return header, rows
+  return table(header, rows)
 
 
 def launches():
@@ -157,7 +174,15 @@ def launches():
   for name, row in status.rows(items.items(), known, {}, costs).items():
     hours = (f"{row[x]:.1f}" for x in ("h done", "h to do"))
     rows.append([name, *(str(row[x]) for x in counts), *hours])
-  return header, rows
+  return table(header, rows)
+
+
+# Behind marks, when the site is built.
+TABLES = {
+  "study, trainings": trainings,
+  "study, steps on links": steps,
+  "study, launches": launches,
+}
 
 
 def pages():
@@ -166,16 +191,10 @@ def pages():
 
 
 def tables(found, findings):
-  """Yields the tables of a study and its findings, behind their headings."""
-  sweeps = accuracy.by_workers(found)
-  for group in found.groups:
-    if group.name_for_any_workers not in sweeps:
-      yield f"### {group.name}", table(*accuracy.ends(group))
-  for title, groups in sweeps.items():
-    yield f"### {title}", table(*accuracy.ends_by_workers(groups))
-  yield STEPS, table(*steps(found))
+  """Yields the tables of a study and its findings that the tree has, by headings."""
+  (group,) = (x for x in found.groups if x.name == HEADLINE)
+  yield f"### {HEADLINE}", table(*accuracy.ends(group))
   yield SAFE, table(*safe.table(found))
-  yield QUEUE, table(*launches())
   papers = by_page(findings)
   rows = [
     [f"[{PAPERS[name][0]}](claims/{name}.md)", *map(str, report.counts(own))]

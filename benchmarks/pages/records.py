@@ -1,20 +1,21 @@
 """The tables of the pages that committed records make.
 
-``python -m tests.project.result_tables`` writes them anew: the table of that name
-behind each ``<!-- records: NAME -->`` of docs/. Those of the study are in
-study_pages.py.
+One stands behind each ``<!-- records: NAME -->`` of docs/ when the site is built. In
+the tree a mark has its table where that is a page's headline, and ``python -m
+benchmarks.pages.records`` writes those anew. Those of the study are in study.py.
 """
 
 import json
 import math
 import re
+from pathlib import Path
 
+from benchmarks.common.tables import table
 from gradcomp._src.cost.planner.candidates import packaged_speeds
-from tests.support.pages import ROOT
 
-FOLDER = ROOT / "docs"
-RECORDS = ROOT / "benchmarks" / "results"
-MARK = re.compile(r"^<!-- records: (.*) -->\n", re.M)
+FOLDER = Path(__file__).parents[2] / "docs"
+RECORDS = FOLDER.parent / "benchmarks" / "results"
+MARK = re.compile(r"^<!-- records: (.*) -->\n(\n(?:\|.*\n)+)?", re.M)
 
 
 def record(name):
@@ -24,11 +25,6 @@ def record(name):
 
 def load(name):
   return json.loads(record(name))
-
-
-def table(header, lines):
-  every = [header, ["---"] * len(header), *lines]
-  return "\n".join(f"| {' | '.join(cells)} |" for cells in every)
 
 
 def rows(name, number=0):
@@ -389,17 +385,24 @@ def noise():
   return table(["gradients", "codec", "N = 2", "3", "4", "8", "16"], lines)
 
 
-def distortion():
+def distortion(keep=None):
   """Errors of one message and of the mean of 16, by the bits of a message."""
   found = load("distortion.json")["rows"]
   lines = []
   for row in sorted(found, key=lambda x: x["bits"]):
+    if keep and row["code"] not in keep:
+      continue
     errors = [f"{x[0]:.2g} / {x[-1]:.2g}" for x in row["errors"].values()]
     kind = "no" if row["unbiased"] else "yes"
     lost = row["bits"] + math.log2(row["errors"]["Gaussian"][0]) / 2
     lines.append([row["code"], f"{row['bits']:.2f}", kind, f"{lost:.2f}", *errors])
   kinds = found[0]["errors"]
   return table(["code", "bits", "biased", "lost", *kinds], lines)
+
+
+def memory(exchange):
+  found = [x for x in rows("memory.md") if x["exchange"] == f"`{exchange}`"]
+  return table(found[0], [row.values() for row in found])
 
 
 def digits(number):
@@ -432,6 +435,13 @@ _LOCAL = {
 }
 _QSGD = ("QSGD, 4 bits", "QSGD, `ring`", "QSGD, error feedback")
 _COMPILED = same("plain mean", *_QSGD, "TernGrad")
+_DISTORTION = (
+  "top-k, 1/64",
+  *(f"Eden, {bits}" for bits in ("1 bit", "2 bits", "4 bits", "8 bits")),
+  *("1-bit SGD, buckets of 512", "TernGrad", "QSGD, 2 bits, buckets of 128"),
+  *("QSGD, 2 bits, buckets of 128, fitted", "QSGD, 4 bits", "QSGD, 4 bits, fitted"),
+  *("MXFP4", "NVFP4", "float (5, 2)", "8 bits, dynamic tree", "QSGD, 8 bits"),
+)
 _TYPES = ("f32", *TYPES.values(), "p")
 TABLES = {
   "overlap, TPU slices": lambda: overlaps("v5e", "v6e", "v5p", "tpu7x"),
@@ -456,11 +466,13 @@ TABLES = {
   "trace": lambda: pick("growth.md", 1),
   "temporaries": lambda: pick("growth.md", 2),
   "memory": lambda: pick("memory.md"),
+  "memory, two_shot": lambda: memory("two_shot"),
   "model axes": lambda: pick("model_axes.md"),
   "rounding": rounding,
   "sums": sums,
   "noise": noise,
   "distortion": distortion,
+  "distortion, short": lambda: distortion(_DISTORTION),
   "trainers": lambda: pick("trainers.md"),
   "ways to round": lambda: pick("rounding_study.md"),
   "quantizing": lambda: pick("codec_study.md", 0, _STUDY),
@@ -493,14 +505,20 @@ TABLES = {
 }
 
 
+def filled(page, tables, every=True):
+  """Returns a page with the table of its name behind each mark, or that has one."""
+
+  def put(found):
+    if not every and not found[2]:
+      return found[0]
+    return f"<!-- records: {found[1]} -->\n\n{tables[found[1]]()}\n"
+
+  return MARK.sub(put, page)
+
+
 def written(page):
-  """Returns a page with the table of its name behind each mark."""
-  parts = MARK.split(page)
-  out = [parts[0]]
-  for name, after in zip(parts[1::2], parts[2::2], strict=True):
-    rest = re.sub(r"\A\s*(?:^\|.*\n)+", "", after, count=1, flags=re.M)
-    out.append(f"<!-- records: {name} -->\n\n{TABLES[name]()}\n{rest}")
-  return "".join(out)
+  """Returns a page as it is in the tree."""
+  return filled(page, TABLES, every=False)
 
 
 def main():
