@@ -15,15 +15,13 @@ import pytest
 import gradcomp
 from gradcomp._src.core import agreement
 from gradcomp.codecs import QSGD, TopK
+from tests.support import factories
 from tests.support.cases.agreement import GRADS, assert_told, processes, trace
 from tests.support.option_fields import with_options
 
 SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
 QSGD4, NEAREST = QSGD(bits=4), QSGD(bits=4, rounding="nearest")
 FIRST, LATER = (gradcomp.compress(QSGD(bits=x), axis_name="data") for x in (4, 8))
-NAMES = ("codecs", "contrib", "exchange", "local", "optimizers", "parallel")
-NAMES += ("wrappers",)
-SPACES = [gradcomp, *(getattr(gradcomp, name) for name in NAMES)]
 
 # What has no option of its own that decides messages.
 OF_STATES = {"allow_frozen", "on_each_worker", "replicable"}
@@ -89,15 +87,6 @@ SHOWN = {
 }
 
 
-def transformations():
-  """Public functions that return a transformation, by name."""
-  each = {name: getattr(space, name) for space in SPACES for name in space.__all__}
-  made = {name: x for name, x in each.items() if inspect.isfunction(x)}
-  kind = lambda f: str(inspect.signature(f).return_annotation)
-  found = {x: f for x, f in made.items() if "GradientTransformation" in kind(f)}
-  return {x: found[x] for x in found.keys() - OF_STATES}
-
-
 def is_recipe(function):
   return "__signature__" in vars(function)
 
@@ -129,7 +118,7 @@ def other(name, option, parameter):
   return default + 1 if isinstance(default, int) else default / 2
 
 
-FOUND = transformations()
+FOUND = {x: f for x, f in factories.found().items() if x not in OF_STATES}
 CASES = [(name, option) for name in sorted(FOUND) for option in options_of(FOUND[name])]
 
 
@@ -182,8 +171,7 @@ def test_functions_are_compared_by_what_they_return(option, values, local, toget
 
 def dataclasses_of_options():
   """Public dataclasses that are made without arguments, and a policy."""
-  each = {name: getattr(space, name) for space in SPACES for name in space.__all__}
-  kinds = [x for x in each.values() if inspect.isclass(x)]
+  kinds = [x for x in factories.names().values() if inspect.isclass(x)]
   for kind in filter(dataclasses.is_dataclass, kinds):
     fields = inspect.signature(kind).parameters.values()
     if all(x.default is not x.empty for x in fields):

@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import gradcomp
-from gradcomp import contrib, local, optimizers, parallel, wrappers
+from gradcomp import optimizers, wrappers
 from gradcomp.codecs import QSGD
+from tests.support import factories
 from tests.support.cases.recipe import NEEDED
 
 PARAMS = {"w": jnp.ones((4, 64))}
@@ -34,19 +35,7 @@ ARGUMENTS = {
 }
 
 
-def factories():
-  spaces = gradcomp, contrib, local, optimizers, parallel, wrappers
-  for space in spaces:
-    for name in space.__all__:
-      make = getattr(space, name)
-      returned = getattr(make, "__annotations__", {}).get("return")
-      if inspect.isclass(returned) and issubclass(
-        returned, optax.GradientTransformation
-      ):
-        yield name, make
-
-
-FACTORIES = dict(factories())
+FACTORIES = factories.found()
 
 
 def make(name):
