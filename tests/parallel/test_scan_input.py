@@ -51,7 +51,7 @@ WRONG = {
   "no layer": (
     dict(layers=STACK[:0]),
     ValueError,
-    ["`layers`", "one layer or more", "[0]", "leave the scan out"],
+    ["`layers`", "one layer or more", "[0]", "leave the scan"],
   ),
   "no floats": (dict(layers=jnp.ones((3, 8), int)), TypeError, ["`layers`", "int32"]),
   "complex": (dict(layers=1j * STACK), TypeError, ["`layers`", "complex64"]),

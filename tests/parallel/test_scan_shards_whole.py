@@ -145,7 +145,7 @@ WRONG = {
   "tree": (dict(whole=list(GOOD.values())), ["`whole`", "a tree like `shards`"]),
   "lengths": (
     dict(whole=GOOD | {"b": GOOD["b"][:2]}),
-    ["`whole`", "as many layers", "[2, 3]"],
+    ["`whole`", "the same number in each", "[2, 3]"],
   ),
 }
 

@@ -235,9 +235,9 @@ def first_layer(name: str, layers: Any, axis_name: AxisName) -> tuple[int, Any]:
   lengths = {x.shape[0] if x.ndim else 0 for x in leaves}
   if len(lengths) != 1 or not max(lengths):
     raise ValueError(
-      f"`{name}` must stack one layer or more, as many in each array, on the first "
-      f"axis, got {sorted(lengths)} of them; stack them by jnp.stack, and leave the "
-      "scan out where there are no layers."
+      f"`{name}` must stack one layer or more on the first axis, the same number in "
+      f"each array, got {sorted(lengths)}; stack them by jnp.stack, and leave the scan "
+      "out where there are no layers."
     )
   if not any(map(is_trainable, leaves)) or any(map(jnp.iscomplexobj, leaves)):
     raise TypeError(
