@@ -154,10 +154,14 @@ def test_double_precision_changes_nothing(codec):
   key = laws.KEY if codec.needs_key else None
   encode = lambda x: codec.encode(x, key=key)
   rows = np.asarray(jax.jit(encode)(jnp.asarray(x)).rows)
+
+  @jax.jit
+  def both_ways(x, nothing):
+    payload = encode(x)
+    return payload, encode(nothing), codec.decode(payload, like=x)
+
   with jax.enable_x64(True):
-    wide = jax.jit(lambda x: encode(x))(jnp.asarray(x))
-    empty = codec.encode(jnp.zeros(0, jnp.float32), key=key)
-    restored = jax.jit(lambda p: codec.decode(p, like=x))(wide)
+    wide, empty, restored = both_ways(x, np.zeros(0, np.float32))
   assert wide.rows.dtype == empty.rows.dtype == jnp.uint32
   assert restored.dtype == jnp.float32
   np.testing.assert_array_equal(wide.rows, rows)
@@ -221,8 +225,8 @@ def test_errors_stay_below_a_step(case):
   """Stochastic: less than a step of the bucket's scale; nearest: half of it."""
   codec = case.codec
   x = ragged(codec)
-  rows = laws.encoder(codec)(jnp.asarray(x), laws.KEY).rows
-  step = np.asarray(rows[:, codec.bucket_size or 512 :]).view(np.float32)
+  rows = np.asarray(laws.encoder(codec)(jnp.asarray(x), laws.KEY).rows)
+  step = rows[:, codec.bucket_size or 512 :].view(np.float32)
   intervals = 2 ** (codec.bits - 1) - 1
   step = (
     step / intervals
@@ -252,10 +256,12 @@ def test_variance_is_within_the_papers_bound(bits):
   n = 256
   codec = QSGD(bits=bits, bucket_size=n, norm="l2")
   s = 2 ** (bits - 1) - 1
+  one = lambda key, x: codec.decode(codec.encode(x, key=key), like=x)
+  draw = jax.jit(jax.vmap(one, in_axes=(0, None)))
   for x in (laws.gaussian(n), np.eye(1, n, 3, dtype=np.float32)[0] + 1e-3):
-    batch = jnp.stack([laws.KEY] * 400).at[:, 1].set(jnp.arange(400, dtype=jnp.uint32))
-    draw = jax.vmap(lambda key, x=x: codec.decode(codec.encode(x, key=key), like=x))
-    error = np.asarray(jax.jit(draw)(batch), np.float64) - x
+    batch = np.stack([laws.KEY] * 400)
+    batch[:, 1] = np.arange(400)
+    error = np.asarray(draw(batch, x), np.float64) - x
     squares = (error**2).sum(axis=1)
     bound = min(n / s**2, np.sqrt(n) / s) * np.sum(np.float64(x) ** 2)
     # The sample mean of 400 draws, less 5 of its standard errors.
@@ -334,7 +340,8 @@ def test_l2_norms_of_tiny_and_huge_buckets():
   x = laws.gaussian((5, 64)) * np.float32([[1e-30], [1e-22], [1], [1e22], [1e37]])
   expected = np.sqrt(np.square(x, dtype=np.float64).sum(axis=1))
   # 64 additions and a square root in float32: see test_payload_is_the_oracles.
-  np.testing.assert_allclose(norms(jnp.asarray(x), "l2"), expected, rtol=1e-6)
+  found = jax.jit(norms, static_argnums=1)(x, "l2")
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)

@@ -26,7 +26,7 @@ def both(**options):
     networks.Transformer(16, stacked=x, **SIZES, **options) for x in (True, False)
   ]
   loop, unrolled = (functions(x, BATCH[0]) for x in made)
-  params = loop.init(jax.random.key(1))
+  params = jax.device_get(jax.jit(loop.init)(jax.random.key(1)))
   rest = {name: x for name, x in params.items() if name != "blocks"}
   one = lambda i: jax.tree.map(lambda x: x[i], params["blocks"])
   return loop, unrolled, params, rest | {f"block{i}": one(i) for i in range(3)}
@@ -37,8 +37,9 @@ def test_a_loop_has_the_logits_and_gradients_of_unrolled_blocks():
   shapes = jax.tree.map(jnp.shape, jax.eval_shape(unrolled.init, jax.random.key(0)))
   assert jax.tree.map(jnp.shape, apart) == shapes
   loss = lambda run: lambda params: jnp.mean(run.train(params, BATCH[0], None) ** 2)
-  value, grads = jax.value_and_grad(loss(loop))(params)
-  want, expected = jax.value_and_grad(loss(unrolled))(apart)
+  grad = lambda run: jax.value_and_grad(loss(run))
+  both_of = jax.jit(lambda params, apart: (grad(loop)(params), grad(unrolled)(apart)))
+  (value, grads), (want, expected) = jax.device_get(both_of(params, apart))
   # XLA fuses other operations in a loop: some ulp of float32, over three blocks.
   np.testing.assert_allclose(value, want, rtol=1e-5)
   for i in range(3):
@@ -53,17 +54,22 @@ def test_a_loop_has_the_logits_and_gradients_of_unrolled_blocks():
 def test_each_block_drops_units_of_its_own():
   """With the same parameters in all blocks, and nothing but dropout between them."""
   loop, _, params, _ = both(dropout=0.5)
-  seen = []
 
-  def scan(body, x, layers):
-    _, keys = layers
-    seen.append(jax.random.key_data(keys))
-    return jax.lax.scan(body, x, layers)
+  @jax.jit
+  def train(key):
+    seen = []
 
-  before = loop.train(params, BATCH[0], jax.random.key(1), scan=scan)
-  after = loop.train(params, BATCH[0], jax.random.key(2), scan=scan)
-  assert not np.array_equal(before, after)
-  assert all(len(np.unique(keys, axis=0)) == 3 for keys in seen)
+    def scan(body, x, layers):
+      _, keys = layers
+      seen.append(jax.random.key_data(keys))
+      return jax.lax.scan(body, x, layers)
+
+    return loop.train(params, BATCH[0], key, scan=scan), seen
+
+  before, after = train(jax.random.key(1)), train(jax.random.key(2))
+  assert not np.array_equal(before[0], after[0])
+  seen = before[1] + after[1]
+  assert len(seen) == 2 and all(len(np.unique(keys, axis=0)) == 3 for keys in seen)
   assert np.array_equal(
     loop.test(params, None, BATCH[0]), loop.test(params, None, BATCH[0])
   )

@@ -113,13 +113,15 @@ def test_a_state_of_shapes():
 
 def test_the_norm_of_complex_gradients():
   tx = gradcomp.wrappers.clip_by_local_norm(2.5)
-  grads = {"w": jnp.array([3 + 0j, 4j])}
-  np.testing.assert_allclose(tx.update(grads, tx.init(grads))[0]["w"], [1.5, 2j])
+  update = jax.jit(lambda grads: tx.update(grads, tx.init(grads))[0])
+  clipped = update({"w": np.array([3 + 0j, 4j], np.complex64)})
+  np.testing.assert_allclose(clipped["w"], [1.5, 2j])
 
 
 def test_a_bad_part_is_seen():
   """And the whole bucket with it, as of real gradients."""
   tx = gradcomp.qsgd(bits=4, bucket_size=32, min_leaf_size=0)
-  grads = jnp.ones(1024, jnp.complex64).at[20].set(complex(1.0, np.inf))
-  update, _ = tx.update(grads, tx.init(grads))
+  grads = np.ones(1024, np.complex64)
+  grads[20] = complex(1.0, np.inf)
+  update = jax.jit(lambda grads: tx.update(grads, tx.init(grads))[0])(grads)
   np.testing.assert_array_equal(np.isnan(update), np.arange(1024) // 16 == 1)

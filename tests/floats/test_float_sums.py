@@ -30,6 +30,14 @@ FORMATS = [
 ]
 METHODS = ("sequential", "pairwise", "kahan")
 
+# As one program each: operations one by one are up to forty.
+add = jax.jit(floats.add, static_argnums=2)
+multiply = jax.jit(floats.multiply, static_argnums=2)
+all_reduce = jax.jit(
+  floats.all_reduce, static_argnums=(1, 2), static_argnames=("group_size", "method")
+)
+round_off_error = jax.jit(floats.round_off_error)
+
 
 def operands(fmt, count, seed=0):
   """Two arrays of all signs and sizes, each a number of the format.
@@ -58,9 +66,9 @@ def operands(fmt, count, seed=0):
 @pytest.mark.parametrize("fmt", one_in(2, FORMATS), ids=name)
 def test_sums_and_products_are_rounded_once(fmt):
   a, b = operands(fmt, 12000)
-  assert_same_floats(floats.add(a, b, library(fmt)), float_sums.add(a, b, fmt))
+  assert_same_floats(add(a, b, library(fmt)), float_sums.add(a, b, fmt))
   product = float_sums.multiply(a, b, fmt)
-  assert_same_floats(floats.multiply(a, b, library(fmt)), product)
+  assert_same_floats(multiply(a, b, library(fmt)), product)
   if fmt.subnormals and fmt.specials == "ieee":  # the oracle's own proof
     finite = np.flatnonzero(np.isfinite(a) & np.isfinite(b))[-200:]
     pairs = [(Fraction(float(a[i])), Fraction(float(b[i]))) for i in finite]
@@ -75,11 +83,11 @@ def test_operands_are_rounded_first():
   x, y = np.float32([1.3, 1e5, 0.1]), np.float32([2.7, -1e5, 3e-6])
   rounded = [oracle_floats.quantize(part, fmt) for part in (x, y)]
   expected = float_sums.add(*rounded, fmt)
-  assert_same_floats(floats.add(x, y, library(fmt)), expected)
+  assert_same_floats(add(x, y, library(fmt)), expected)
   expected = float_sums.multiply(*rounded, fmt)
-  assert_same_floats(floats.multiply(x, y, library(fmt)), expected)
+  assert_same_floats(multiply(x, y, library(fmt)), expected)
   assert_same_floats(
-    floats.add(jnp.asarray(x, jnp.bfloat16), jnp.float16(1.5), library(fmt)),
+    add(jnp.asarray(x, jnp.bfloat16), jnp.float16(1.5), library(fmt)),
     float_sums.add(
       oracle_floats.quantize(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32), fmt),
       np.float32(1.5),
@@ -97,7 +105,7 @@ def test_sums_that_double_rounding_gets_wrong(fmt):
   little = 2.0 ** (2 - fmt.bias - fmt.m)
   b = np.float32([step / 2 + 2.0**-27, step / 2 - 2.0**-27] * 2 + [little, little])
   b = oracle_floats.quantize(b, fmt)
-  ours = floats.add(a, b, library(fmt))
+  ours = np.asarray(add(a, b, library(fmt)))
   exact = [
     oracle_floats.round_exactly(Fraction(float(u)) + Fraction(float(v)), fmt)
     for u, v in zip(a, b, strict=True)
@@ -119,7 +127,7 @@ def test_products_that_double_rounding_gets_wrong():
   assert differs.size > 100
   a, b = (x[differs].astype(np.float32) for x in (a, b))
   expected = float_sums.multiply(a, b, fmt)
-  assert_same_floats(floats.multiply(a, b, library(fmt)), expected)
+  assert_same_floats(multiply(a, b, library(fmt)), expected)
 
 
 def test_products_beside_half_of_the_smallest_number():
@@ -133,7 +141,7 @@ def test_products_beside_half_of_the_smallest_number():
   a, b = a.astype(np.float32), b.astype(np.float32)
   expected = float_sums.multiply(a, b, fmt)
   assert (expected == 2.0**-84).all()
-  assert_same_floats(floats.multiply(a, b, library(fmt)), expected)
+  assert_same_floats(multiply(a, b, library(fmt)), expected)
 
 
 def test_products_of_large_and_tiny_numbers():
@@ -143,7 +151,7 @@ def test_products_of_large_and_tiny_numbers():
   for up, down in ((2.0**70, 2.0**-120), (2.0**100, 2.0**-126), (2.0**-60, 1.0)):
     large, tiny = a * np.float32(up), b * np.float32(down)
     expected = float_sums.multiply(large, tiny, fmt)
-    assert_same_floats(floats.multiply(large, tiny, library(fmt)), expected)
+    assert_same_floats(multiply(large, tiny, library(fmt)), expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -169,19 +177,24 @@ def test_sums_of_many(fmt, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_sums_of_nothing_and_of_one(method):
   fmt = floats.FloatFormat(5, 2)
-  empty = floats.sum(jnp.zeros((0, 3)), fmt, 0, method)
+
+  @jax.jit
+  def sums(empty, one):
+    nothing = floats.sum(empty[:, 0], fmt, method=method)
+    return floats.sum(empty, fmt, 0, method), nothing, floats.sum(one, fmt, 0, method)
+
+  empty, nothing, one = sums(np.zeros((0, 3), np.float32), np.float32([[1.1, 1e9]]))
   np.testing.assert_array_equal(empty, np.zeros(3, np.float32))
-  assert floats.sum(jnp.zeros(0), fmt, method=method) == 0
-  one = floats.sum(jnp.array([[1.1, 1e9]]), fmt, 0, method)
+  assert float(nothing) == 0
   np.testing.assert_array_equal(one, np.float32([1, np.inf]))
 
 
 def test_kahan_keeps_what_sequential_sums_lose():
   """Ones in (5, 2) stop at 8, for 8 + 1 is 8; with a compensation they go on."""
-  fmt, ones = floats.FloatFormat(5, 2), jnp.ones(64)
-  assert floats.sum(ones, fmt) == 8
-  assert floats.sum(ones, fmt, method="pairwise") == 64
-  assert floats.sum(ones, fmt, method="kahan") == 64
+  fmt, ones = floats.FloatFormat(5, 2), np.ones(64, np.float32)
+  assert float(floats.sum(ones, fmt)) == 8
+  assert float(floats.sum(ones, fmt, method="pairwise")) == 64
+  assert float(floats.sum(ones, fmt, method="kahan")) == 64
 
 
 @pytest.mark.parametrize(
@@ -210,30 +223,38 @@ def test_matmul_of_figure_12():
   each step are 1, 1 + 1 = 2, 2 + 1 = 2 (a tie; 2 has the even code), and so on.
   """
   fmt = floats.FloatFormat(2, 0)
-  ones = jnp.ones((1, 4))
-  assert floats.matmul(ones, ones.T, fmt) == 2
-  assert np.isinf(floats.round_to(ones @ ones.T, fmt))
-  wide = floats.FloatFormat(5, 10)
-  assert floats.matmul(ones, ones.T, fmt, wide) == 4
-  assert floats.matmul(ones, ones.T, fmt, method="pairwise") == np.inf
-  # Products are rounded before they meet the accumulator: 1.25 * 1.25 is 1.5 there.
-  x = jnp.full((1, 1), 1.25)
-  assert floats.matmul(x, x, floats.FloatFormat(5, 2), wide) == 1.5
+  wide, small = floats.FloatFormat(5, 10), floats.FloatFormat(5, 2)
+
+  @jax.jit
+  def products(ones, x):
+    return (
+      floats.matmul(ones, ones.T, fmt),
+      floats.round_to(ones @ ones.T, fmt),
+      floats.matmul(ones, ones.T, fmt, wide),
+      floats.matmul(ones, ones.T, fmt, method="pairwise"),
+      # Products are rounded before they meet the accumulator: 1.25 * 1.25 is 1.5 there.
+      floats.matmul(x, x, small, wide),
+    )
+
+  found = products(np.ones((1, 4), np.float32), np.full((1, 1), 1.25, np.float32))
+  assert [x.item() for x in found] == [2, np.inf, 4, np.inf, 1.5]
 
 
 def test_matmul_of_nothing():
   fmt = floats.FloatFormat(5, 2)
   for m, k, n in ((2, 0, 3), (0, 2, 3), (2, 3, 0)):
-    product = floats.matmul(jnp.ones((m, k)), jnp.ones((k, n)), fmt)
+    a, b = np.ones((m, k), np.float32), np.ones((k, n), np.float32)
+    product = floats.matmul(a, b, fmt)
     np.testing.assert_array_equal(product, np.zeros((m, n), np.float32))
 
 
 def test_derivatives_of_matmul():
   """Zero, or those of the plain product of the rounded operands."""
   rng, fmt = np.random.default_rng(2), floats.FloatFormat(5, 2)
-  a, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((3, 4), (4, 2)))
-  cotangent = jnp.asarray(rng.standard_normal((3, 2)), jnp.float32)
-  rounded = [np.asarray(floats.round_to(x, fmt)) for x in (a, b)]
+  a, b, cotangent = (
+    np.float32(rng.standard_normal(s)) for s in ((3, 4), (4, 2), (3, 2))
+  )
+  rounded = [oracle_floats.quantize(x, Format(5, 2)) for x in (a, b)]
   for through in (False, True):
     f = lambda a, b, through=through: floats.matmul(a, b, fmt, straight_through=through)
     slopes = jax.jit(lambda a, b, f=f: jax.vjp(f, a, b)[1](cotangent))(a, b)
@@ -257,7 +278,7 @@ def test_all_reduce(order, group_size, workers, method):
   rng = np.random.default_rng(workers)
   fmt, shape = Format(4, 3), () if workers == 6 else (7, 9)
   x = rng.standard_normal((workers, *shape)).astype(np.float32)
-  ours = floats.all_reduce(x, library(fmt), order, group_size=group_size, method=method)
+  ours = all_reduce(x, library(fmt), order, group_size=group_size, method=method)
   expected = float_sums.all_reduce(x, fmt, order, group_size, method)
   chex.assert_shape(ours, shape)
   assert_same_floats(ours, expected)
@@ -265,10 +286,10 @@ def test_all_reduce(order, group_size, workers, method):
 
 def test_groups_lose_least():
   """256 workers' ones in (5, 2): rings stop at 8, as in table 9 of the paper."""
-  ones, fmt = jnp.ones((256, 3)), floats.FloatFormat(5, 2)
-  exact = jnp.full(3, 256.0)
+  ones, fmt = np.ones((256, 3), np.float32), floats.FloatFormat(5, 2)
+  exact = np.full(3, 256, np.float32)
   error = lambda *order, **options: float(
-    floats.round_off_error(exact, floats.all_reduce(ones, fmt, *order, **options))
+    round_off_error(exact, all_reduce(ones, fmt, *order, **options))
   )
   assert error("ring") == 1 - 8 / 256
   assert error("hierarchical", group_size=16) == 1 - 64 / 256
@@ -277,41 +298,45 @@ def test_groups_lose_least():
 def test_round_off_error_is_equation_5():
   exact = np.float32([1, -2, 0, 4, 0])
   rounded = np.float32([1.5, -2, 7, 3, 0])
-  np.testing.assert_allclose(floats.round_off_error(exact, rounded), 0.25, rtol=1e-6)
-  assert floats.round_off_error(exact, exact) == 0
-  assert floats.round_off_error(np.zeros(2, np.float32), np.ones(2, np.float32)) == 0
+  np.testing.assert_allclose(round_off_error(exact, rounded), 0.25, rtol=1e-6)
+  assert float(round_off_error(exact, exact)) == 0
+  assert round_off_error(np.zeros(5, np.float32), np.ones(5, np.float32)) == 0
 
 
 FMT = floats.FloatFormat(5, 2)
 
 
+def ones(*shape):
+  return np.ones(shape, np.float32)
+
+
 @pytest.mark.parametrize(
   "call, parts",
   [
-    (lambda: floats.sum(jnp.ones(3), FMT, method="fast"), ("`method`", "'fast'")),
-    (lambda: floats.sum(jnp.ones(3), FMT, 1), ("`axis`", "1")),
-    (lambda: floats.matmul(jnp.ones((2, 3)), jnp.ones((2, 3)), FMT), ("(2, 3)",)),
-    (lambda: floats.matmul(jnp.ones(3), jnp.ones((3, 1)), FMT), ("(3,)",)),
+    (lambda: floats.sum(ones(3), FMT, method="fast"), ("`method`", "'fast'")),
+    (lambda: floats.sum(ones(3), FMT, 1), ("`axis`", "1")),
+    (lambda: floats.matmul(ones(2, 3), ones(2, 3), FMT), ("(2, 3)",)),
+    (lambda: floats.matmul(ones(3), ones(3, 1), FMT), ("(3,)",)),
     (
-      lambda: floats.matmul(jnp.ones((1, 1)), jnp.ones((1, 1)), FMT, method="x"),
+      lambda: floats.matmul(ones(1, 1), ones(1, 1), FMT, method="x"),
       ("`method`", "'x'"),
     ),
-    (lambda: floats.all_reduce(jnp.ones((4, 1)), FMT, "tree"), ("`order`", "'tree'")),
-    (lambda: floats.all_reduce(jnp.ones((4, 1)), FMT, method="x"), ("`method`", "'x'")),
+    (lambda: floats.all_reduce(ones(4, 1), FMT, "tree"), ("`order`", "'tree'")),
+    (lambda: floats.all_reduce(ones(4, 1), FMT, method="x"), ("`method`", "'x'")),
     (
-      lambda: floats.all_reduce(jnp.ones((4, 1)), FMT, "hierarchical"),
+      lambda: floats.all_reduce(ones(4, 1), FMT, "hierarchical"),
       ("`group_size`", "None"),
     ),
     *[
       (
         lambda size=size: floats.all_reduce(
-          jnp.ones((4, 1)), FMT, "hierarchical", group_size=size
+          ones(4, 1), FMT, "hierarchical", group_size=size
         ),
         ("`group_size`", str(size)),
       )
       for size in (0, 3, 8, -2, 1.5)
     ],
-    (lambda: floats.all_reduce(jnp.ones((4, 1)), FMT, group_size=2), ("`group_size`",)),
+    (lambda: floats.all_reduce(ones(4, 1), FMT, group_size=2), ("`group_size`",)),
   ],
 )
 def test_mistakes(call, parts):
@@ -324,12 +349,12 @@ def test_mistakes(call, parts):
   [
     lambda x: floats.sum(x, FMT),
     lambda x: floats.all_reduce(x, FMT),
-    lambda x: floats.matmul(jnp.ones((1, 2)), x, FMT),
-    lambda x: floats.add(jnp.ones(2), x, FMT),
-    lambda x: floats.multiply(x, jnp.ones(2), FMT),
+    lambda x: floats.matmul(ones(1, 2), x, FMT),
+    lambda x: floats.add(ones(2), x, FMT),
+    lambda x: floats.multiply(x, ones(2), FMT),
   ],
   ids=["sum", "all_reduce", "matmul", "add", "multiply"],
 )
 def test_integers_are_refused(call):
   with pytest.raises(TypeError, match="real float dtype, got int32"):
-    call(jnp.ones((2, 2), jnp.int32))
+    call(ones(2, 2).astype(np.int32))

@@ -29,6 +29,9 @@ def wide(x, count=600):
   return x
 
 
+roundtrips = jax.jit(jax.vmap(Lossless().roundtrip))
+
+
 def gradients(workers, steps, *, full, dtype=ml_dtypes.bfloat16):
   """Each worker's, ``[N, ...]``; in the second step the last's lists are full, or not.
 
@@ -39,8 +42,7 @@ def gradients(workers, steps, *, full, dtype=ml_dtypes.bfloat16):
   trees = [{"a": draw(9000), "b": draw(9000), "c": draw(40)} for _ in range(steps)]
   if full:
     trees[1]["a"][-1] = wide(trees[1]["a"][-1])
-    fits = jax.vmap(Lossless().roundtrip)(trees[1]["a"])
-    found = np.isnan(np.float32(fits)).any(axis=1)
+    found = np.isnan(np.float32(roundtrips(trees[1]["a"]))).any(axis=1)
     assert found.tolist() == [False] * (workers - 1) + [True]
   return trees
 
@@ -164,7 +166,7 @@ def test_collectives_of_models_have_the_bits_of_plain_words(name, typed, full):
   x = np.random.default_rng(0).standard_normal((4, 4096)).astype(np.float32)
   if full:
     x[2] = wide(x[2])
-  assert np.isnan(jax.vmap(Lossless().roundtrip)(x)).any() == full
+  assert np.isnan(roundtrips(x)).any() == full
   mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
   def mapped(codec):
@@ -189,21 +191,22 @@ def test_zero_has_the_bits_of_plain_words(part):
     codecs = {"grads": Dense(), "params": Dense()} | {part: codec}
     tx = parallel.zero(optax.sgd(1.0), axis_name="data", min_leaf_size=0, **codecs)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    params = jax.tree.map(lambda x: jnp.zeros_like(x[0]), given[0])
+    params = jax.tree.map(lambda x: np.zeros_like(x[0]), given[0])
     with jax.set_mesh(mesh):
       state = tx.init(params)
     specs = gradcomp.state_specs(state, axis_name="data")
 
-    @functools.partial(
-      jax.shard_map, mesh=mesh, in_specs=(P("data"), specs, P()), out_specs=(P(), specs)
-    )
+    places = dict(in_specs=(P("data"), specs, P()), out_specs=(P(), specs))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, **places)
     def step(gradient, state, params):
       own = jax.tree.map(lambda x: x[0], gradient)
       updates, state = tx.update(own, state, params)
       return optax.apply_updates(params, updates), state
 
     for gradient in given:
-      params, state = jax.jit(step)(gradient, state, params)
+      params, state = step(gradient, state, params)
     return jax.tree.leaves((params, state))
 
   found = run(Lossless())
@@ -214,10 +217,11 @@ def test_zero_has_the_bits_of_plain_words(part):
 def test_scans_refuse_it():
   body = lambda x, w: (w * x, None)
   scan = functools.partial(parallel.scan, body, axis_name="data", codec=Lossless())
-  grad = lambda w: jax.grad(lambda w: scan(jnp.ones(1024), w)[0].sum())(w)
+  ones = lambda *shape: np.ones(shape, np.float32)
+  grad = lambda w: jax.grad(lambda w: scan(ones(1024), w)[0].sum())(w)
   with pytest.raises(ValueError, match=says("must send any numbers at once")):
-    jax.vmap(grad, in_axes=None, axis_size=2, axis_name="data")(jnp.ones((2, 1024)))
+    jax.vmap(grad, in_axes=None, axis_size=2, axis_name="data")(ones(2, 1024))
   codecs = dict(axis_name="data", params=Lossless(), grads=Lossless())
-  shards = functools.partial(parallel.scan_shards, body, jnp.ones(4), **codecs)
+  shards = functools.partial(parallel.scan_shards, body, ones(4), **codecs)
   with pytest.raises(ValueError, match=says("must send any numbers at once")):
-    jax.vmap(shards, axis_name="data")(jnp.ones((2, 3, 2)))
+    jax.vmap(shards, axis_name="data")(ones(2, 3, 2))

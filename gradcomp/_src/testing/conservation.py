@@ -14,7 +14,13 @@ from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.report import tracing
 from gradcomp._src.testing import modes
 from gradcomp._src.testing.broken import Findings, law
-from gradcomp._src.testing.leaves import Gradients, Transformation, workers_of, zipped
+from gradcomp._src.testing.leaves import (
+  Gradients,
+  Transformation,
+  params_of,
+  workers_of,
+  zipped,
+)
 
 # The rounding error of a stored residual, as a part of the largest element.
 _STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
@@ -49,14 +55,14 @@ def nothing_is_lost(
   if not keeps or state.velocity is not None:
     return
   if plan is None:
-    params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
+    params = params_of(gradients)
     ((plan, options),) = tracing.study(transformation, params, workers).made
     if float(options["feedback"].waits(jnp.float32(1.0))) != 1.0:  # it decays
       return
   owned = _owned_leaves(plan, gradients[0], state.server_residual)
   stored = jax.tree.leaves(state.residual, is_leaf=is_stored)
   for i, (path, *given) in enumerate(zipped(*gradients)):
-    means = [np.asarray(jax.tree.leaves(x)[i][0], np.float64) for x in outputs]
+    means = [np.asarray(jax.tree.leaves(x)[i], np.float64)[0] for x in outputs]
     sent = workers * np.sum(means, axis=0)
     rest = np.asarray(read_residual(stored[i]), np.float64)
     waiting = rest.sum(axis=0).reshape(sent.shape)
@@ -92,7 +98,7 @@ def _owned_leaves(plan: MessagePlan, gradients: Any, owned: Any) -> list[Any]:
   leaves: list[Any] = [np.zeros(x.shape[1:]) for x in jax.tree.leaves(gradients)]
   for axes, matrices in owned_matrices(plan).items() if owned else ():
     for matrix, array in zip(matrices, owned[axes], strict=True):
-      rows = jnp.asarray(array).reshape(-1, *array.shape[2:])
+      rows: Any = np.asarray(array).reshape(-1, *array.shape[2:])
       for i, slot, like in matrix.leaves():
         # Else owner residuals are of low-rank factors.
         if plan.codecs[i].rounds(plan.leaves[i].shape)[0].of_leaf:

@@ -84,7 +84,7 @@ def gradients_like(params: Any, workers: int, seed: int = 0) -> Any:
     shape = (workers, *x.shape)
     small = jnp.issubdtype(x.dtype, jnp.floating) and has_smaller_range(x.dtype)
     numbers = near_the_top(shape, x.dtype, seed) if small else gaussian(shape, seed)
-    return jnp.asarray(numbers, x.dtype)
+    return jnp.asarray(numbers.astype(x.dtype))
 
   made = [make(x, 1000 * seed + i) for i, x in enumerate(leaves)]
   return jax.tree.unflatten(treedef, made)
@@ -92,6 +92,11 @@ def gradients_like(params: Any, workers: int, seed: int = 0) -> Any:
 
 def workers_of(gradients: Gradients) -> int:
   return jax.tree.leaves(gradients[0])[0].shape[0]
+
+
+def params_of(gradients: Gradients) -> Any:
+  """Returns parameters: the first worker's first gradients, in NumPy's arrays."""
+  return jax.tree.map(lambda leaf: np.asarray(leaf)[0, ...], gradients[0])
 
 
 def zipped(first: Any, *trees: Any) -> list[tuple[Any, ...]]:

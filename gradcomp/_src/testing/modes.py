@@ -16,7 +16,7 @@ from gradcomp._src.core.state import CompressState, is_state
 from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.shard_maps import unreduce
-from gradcomp._src.testing.leaves import Transformation, workers_of
+from gradcomp._src.testing.leaves import Transformation, params_of, workers_of
 
 __all__ = ["Run", "modes_for", "run"]
 
@@ -103,7 +103,7 @@ def run(
     (2, 5)
   """
   workers = workers_of(gradients)
-  params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
+  params = params_of(gradients)
   update = mapped(mode, transformation, workers, axis_name=axis_name)
   state, outputs = None, []
   for gradient in gradients:
@@ -177,7 +177,7 @@ def _replicated_map(
 
   def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     if state is None:
-      state = init(jax.tree.map(lambda leaf: jnp.stack([leaf] * workers), params))
+      state = init(jax.tree.map(lambda leaf: np.stack([leaf] * workers), params))
     return update(gradient, state)
 
   return mapped
@@ -248,7 +248,7 @@ def _sharded_map(
   def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     output, state = step(gradient, state)
     if check_vma:
-      output = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * workers), output)
+      output = jax.tree.map(lambda leaf: np.concatenate([leaf] * workers), output)
     return output, state
 
   return _on_devices(devices, tx, axis_name, update)

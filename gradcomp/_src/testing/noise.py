@@ -242,7 +242,7 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
   # In the tiles, where a codec rounds: one that rotates has other elements there.
   tiles = np.resize(np.abs(leaves.gaussian(width)), (_ROWS, *tile_shape(bound)))
   like = jax.ShapeDtypeStruct((size - width // 2,), jnp.float32)
-  x = from_tiles(jnp.asarray(tiles), like, bound)
+  x = jax.jit(lambda tiles: from_tiles(tiles, like, bound))(tiles)
 
   @jax.jit
   def sent(x: jax.Array, keys: jax.Array) -> jax.Array:

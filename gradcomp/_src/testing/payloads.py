@@ -67,10 +67,11 @@ def half_precision_is_computed_in_float32(codec: LeafCodec) -> Findings:
     >>> gradcomp.testing.laws.half_precision_is_computed_in_float32(codec)
   """
   shapes = {"bfloat16": ((), (3, 3, 8, 16)), "float16": ((1,), (5, 7))}
-  leaves = [jnp.asarray(gaussian(x), kind) for kind in shapes for x in shapes[kind]]
+  cast = lambda x, kind: gaussian(x).astype(jnp.dtype(kind))
+  leaves = [cast(x, kind) for kind in shapes for x in shapes[kind]]
 
   @jax.jit
-  def run(leaves: list[jax.Array]) -> list[list[jax.Array]]:
+  def run(leaves: list[Any]) -> list[list[jax.Array]]:
     value = lambda x: round_trip(codec, x)
     wide = lambda x: value(x.astype(jnp.float32)).astype(x.dtype)
     return [jax.tree.map(function, leaves) for function in (value, wide)]

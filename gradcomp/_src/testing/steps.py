@@ -20,7 +20,13 @@ from gradcomp._src.report.explain import explain
 from gradcomp._src.report.wire_report import wire_report
 from gradcomp._src.testing import modes
 from gradcomp._src.testing.broken import Findings, described, difference, law
-from gradcomp._src.testing.leaves import Gradients, Transformation, workers_of, zipped
+from gradcomp._src.testing.leaves import (
+  Gradients,
+  Transformation,
+  params_of,
+  workers_of,
+  zipped,
+)
 
 _SUBJECT = "the transformation"
 
@@ -106,9 +112,9 @@ def non_finite_gradients_are_seen(
   """
   leaves, treedef = jax.tree.flatten(gradients[-1])
   number = max(range(len(leaves)), key=lambda i: leaves[i].size)
+  leaves[number] = np.array(leaves[number], order="C")
   flat = leaves[number].reshape(leaves[number].shape[0], -1)
-  flat = flat.at[-1, flat.shape[1] // 2].set(bad)
-  leaves[number] = flat.reshape(leaves[number].shape)
+  flat[-1, flat.shape[1] // 2] = bad
   dirty = [*gradients[:-1], jax.tree.unflatten(treedef, leaves)]
   outputs, state = modes.run("vmap", transformation, dirty, axis_name=axis_name)
   expected = f"bring a {bad} of one worker to all workers' updates, and to no residual"
@@ -135,7 +141,7 @@ def bytes_are_explained(
     >>> gradcomp.testing.laws.bytes_are_explained(tx, [{"w": jnp.ones((2, 600))}])
   """
   workers = workers_of(gradients)
-  params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
+  params = params_of(gradients)
   told = explain(transformation, params, workers=workers).bytes_sent
   expected = f"send the {told} bytes a step that gradcomp.explain counts"
   where: Any = {"workers": workers, "axis_name": axis_name}
@@ -184,7 +190,7 @@ def state_is_stable(
     same = not weak and (old.shape, old.dtype) == (new.shape, new.dtype)
     told = f"{path}, [worker, ...], {described(old)} becomes {described(new)}{weak}"
     yield _SUBJECT, expected, None if same else told
-  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
+  stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *gradients)
 
   def scanned(state: Any, gradients: Any, params: Any) -> Any:
     step = lambda state, x: (transformation.update(x, state, params)[1], None)

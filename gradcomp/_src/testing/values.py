@@ -250,7 +250,7 @@ def half_precision_keeps_its_range(
   shape = (workers, *leaves.ragged(codec))
 
   def mean(gradients: np.ndarray) -> np.ndarray:
-    half = jnp.asarray(gradients, jnp.float16)
+    half = np.asarray(gradients, np.float16)
     found = modes.run("vmap", transformation, [half]).outputs[0]
     return np.asarray(found, np.float64)[0]
 

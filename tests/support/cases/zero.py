@@ -23,7 +23,7 @@ LEAVES = {"w": (3, 700), "v": (2 * TILE,), "b": (7,), "one": (), "odd": (N + 1,)
 
 def tree(seed, shapes, *stack):
   rng = np.random.default_rng(seed)
-  draw = lambda shape: jnp.asarray(rng.standard_normal((*stack, *shape)), jnp.float32)
+  draw = lambda shape: jnp.asarray(np.float32(rng.standard_normal((*stack, *shape))))
   return {name: draw(shape) for name, shape in shapes.items()}
 
 
@@ -60,7 +60,7 @@ def last(*args):
 
 def _copies(transform, tx, params, given):
   step = transform(stepper(tx), axis_name="data")
-  params = jax.tree.map(lambda x: jnp.stack([x] * N), params)
+  params = jax.tree.map(lambda x: np.stack([x] * N), params)
   state = transform(tx.init, axis_name="data")(params)
   for gradient in given:
     params, state = step(gradient, state, params)
@@ -92,7 +92,7 @@ def _mapped(check_vma, tx, params, given):
     )
   )
   if not check_vma:
-    params = jax.tree.map(lambda x: jnp.stack([x] * N), params)
+    params = jax.tree.map(lambda x: np.stack([x] * N), params)
   for gradient in given:
     params, state = step(gradient, state, params)
     copies = params
@@ -154,12 +154,16 @@ def masters(held, state):
 
 def plain(inner, params, given):
   """Data-parallel training without this library: one optimizer for the mean."""
-  state = inner.init(params)
-  for gradient in given:
-    mean = jax.tree.map(lambda x: x.mean(axis=0), gradient)
-    updates, state = inner.update(mean, state, params)
-    params = optax.apply_updates(params, updates)
-  return params
+
+  @jax.jit
+  def train(params, given):
+    state, step = inner.init(params), stepper(inner)
+    for gradient in given:
+      mean = jax.tree.map(lambda x: x.mean(axis=0), gradient)
+      params, state = step(mean, state, params)
+    return params
+
+  return train(params, given)
 
 
 def sharded(tx, params, kind=AxisType.Auto):
