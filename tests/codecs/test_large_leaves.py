@@ -19,6 +19,7 @@ from gradcomp._src.exchange import layout
 from gradcomp._src.kernels import materialize
 from gradcomp._src.kernels.materialize import LARGE
 from gradcomp.codecs import QSGD, EightBit, FloatCast, Natural, OneBit, Ternary
+from gradcomp.exchange import TwoShot
 from tests.plugins.slow_cases import slow
 from tests.support import laws, modes
 
@@ -95,8 +96,8 @@ def test_a_payload_decodes_in_the_shape_of_tiles(codec, monkeypatch):
 @pytest.mark.parametrize(
   ("codec", "exchange"),
   [
-    (Natural(), "two_shot"),
-    *slow((FloatCast(), "ring"), (Ternary(), "two_shot")),
+    (Natural(), TwoShot(feedback=False)),
+    *slow((FloatCast(), "ring"), (Ternary(), TwoShot(feedback=False))),
   ],
   ids=str,
 )

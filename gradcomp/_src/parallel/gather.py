@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.types import mark_varying, varying_axes
 from gradcomp._src.parallel import options, transport
@@ -197,7 +198,7 @@ def scatter_gradient(
   parts = transport.split_parts(parts, axis, wire.size)
   mine = transport.reduce_encoded(parts, back, key)
   if residual is None or old is None:
-    return mine.astype(cotangent.dtype), None
+    return fitted(mine, cotangent.dtype), None
   unsent = transport.loss_of(parts, back, key)
   mine, unsent = transport.narrowed_parts(mine, unsent, cotangent.dtype, back, axis)
   kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)

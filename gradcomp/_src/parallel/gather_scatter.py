@@ -169,4 +169,4 @@ def _scattered(
 ) -> jax.Array:
   """Returns this worker's part of the sum, ``[..., n, ...]`` of ``[..., N n, ...]``."""
   parts = transport.split_parts(x, axis, wire.size)
-  return transport.reduce_encoded(parts, wire, key).astype(x.dtype)
+  return fitted(transport.reduce_encoded(parts, wire, key), x.dtype)

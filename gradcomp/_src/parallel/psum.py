@@ -6,6 +6,7 @@ from jax import lax
 
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.exchange.collectives import Workers, final_stage
+from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.types import mark_varying, varying_axes
 from gradcomp._src.parallel import options
@@ -55,8 +56,7 @@ def psum(
   x, key = options.inputs(x, own_wire, key)
 
   def add(x: jax.Array, key: Key) -> jax.Array:
-    # A sum may be too large for the dtype in truth: then it is infinite, as lax.psum's.
-    return total(x, own_wire, key).astype(x.dtype)
+    return fitted(total(x, own_wire, key), x.dtype)
 
   back = lambda cotangent, _: (mark_varying(cotangent, axis_name), None)
   send = lambda x: options.transposed(add, back, x, key)
@@ -100,7 +100,7 @@ def sum_gradients(
 
   def back(cotangent: jax.Array, key: Key) -> tuple[jax.Array, None]:
     summed = total(cotangent, own_wire, folded(key, 1))
-    summed = summed.astype(cotangent.dtype)
+    summed = fitted(summed, cotangent.dtype)
     # The cotangent has the type of x.
     return mark_varying(summed, varying) if varying else summed, None
 
