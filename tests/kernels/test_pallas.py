@@ -62,10 +62,8 @@ CHECKED = {
 
 def every(plain):
   """Parametrizes a test by all cases, of which plain runs have those named."""
-  marks = {True: (), False: pytest.mark.slow}
-  return pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=marks[x in plain]) for x in CASES]
-  )
+  names = [pytest.param(x, marks=[pytest.mark.slow] * (x not in plain)) for x in CASES]
+  return pytest.mark.parametrize("name", names)
 
 
 every_case = every(PLAIN)

@@ -259,10 +259,7 @@ def run(task, which, hosts, host, folder):
 
 
 def main(task, address, hosts, host, folder):
-  """Runs "compare-few", "saved-all", "train", or what host 1 spoils: "kill-1".
-
-  Several tasks, joined by "+", are one after the other.
-  """
+  """Runs tasks, joined by "+": "compare-few", or what host 1 spoils: "kill-1"."""
   hosts, host, folder = int(hosts), int(host), pathlib.Path(folder)
   if task == "move":
     jax.config.update("jax_num_cpu_devices", 2)
