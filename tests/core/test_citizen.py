@@ -39,6 +39,7 @@ def every(*plain):
 
 # Without and with a residual.
 every_transformation = every("dense", "qsgd4-error")
+every_output = every("qsgd4-error")  # of tests that do the same for both
 
 
 def signs():
@@ -95,24 +96,26 @@ def test_compresses_what_is_large_and_nothing_else(name):
   """So that the tests below compare what a codec has touched."""
   grads, output = gradients(), plain(name)[0][0]
   for leaf in ("m", "odd"):
-    assert (output[leaf] == grads[leaf]).all() == (name == "dense")
+    assert np.array_equal(output[leaf], grads[leaf]) == (name == "dense")
   assert_equal(pick(output, "b", "s", "empty"), pick(grads, "b", "s", "empty"))
 
 
 @every_transformation
 def test_dtypes_return_and_sums_are_in_float32(name):
   tx, grads = FACTORIES[name](), gradients()
+  cast = functools.partial(jax.tree.map, lambda x, kind: np.asarray(x).astype(kind))
   for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
-    args = optax.tree.cast(grads, dtype), tx.init(optax.tree.cast(grads, dtype))
+    typed = cast(grads, dict.fromkeys(grads, dtype))
+    args = typed, tx.init(typed)
     assert jax.eval_shape(tx.update, *args) == jax.eval_shape(lambda *args: args, *args)
   kinds = dict(m=jnp.bfloat16, odd=jnp.float16, b=jnp.float16, s=jnp.float32)
   kinds["empty"] = jnp.bfloat16
-  mixed = jax.tree.map(jnp.astype, grads, kinds)
+  mixed = cast(grads, kinds)
   update = jax.jit(tx.update)
   got, state = update(mixed, tx.init(mixed))
-  wide = optax.tree.cast(mixed, jnp.float32)
-  expected, expected_state = update(wide, tx.init(wide))
-  assert_equal(got, jax.tree.map(jnp.astype, expected, kinds))
+  wide = cast(mixed, dict.fromkeys(kinds, jnp.float32))
+  expected, expected_state = jax.device_get(update(wide, tx.init(wide)))
+  assert_equal(got, cast(expected, kinds))
   if getattr(expected_state, "residual", None) is not None:
     # It is float32 for all, and keeps what the cast of the mean loses.
     keep = lambda r, x, kind: r + (x - x.astype(kind).astype(x.dtype)).reshape(r.shape)
@@ -128,7 +131,7 @@ def test_dtypes_return_and_sums_are_in_float32(name):
 @every_transformation
 def test_state_is_stable_under_scan_and_cond(name):
   tx, grads = FACTORIES[name](), [gradients(seed) for seed in range(3)]
-  stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+  stacked = jax.tree.map(lambda *xs: np.stack(xs), *grads)
 
   def step(state, tree):
     keep = lambda state: (optax.tree.zeros_like(tree), state)
@@ -141,7 +144,7 @@ def test_state_is_stable_under_scan_and_cond(name):
     tx.init(grads[0]), stacked
   )
   expected, states = plain(name)
-  assert_equal(outputs, jax.tree.map(lambda *xs: jnp.stack(xs), *expected))
+  assert_equal(outputs, jax.tree.map(lambda *xs: np.stack(xs), *expected))
   assert_equal(state, states[-1])
   assert int(state.count) == 3
 
@@ -157,7 +160,7 @@ def test_init_takes_abstract_parameters(name):
   assert_equal(state.residual, zero_residual(name))
 
 
-@every_transformation
+@every_output
 def test_init_takes_numpy_arrays_and_numbers(name):
   """As optax's own do; ``jax.grad`` makes arrays of both."""
   params = {"m": np.ones((32, 32), np.float32), "s": np.float32(1)}
@@ -165,14 +168,14 @@ def test_init_takes_numpy_arrays_and_numbers(name):
   assert_equal(state, FACTORIES[name]().init(jax.tree.map(jnp.asarray, params)))
 
 
-@every_transformation
+@every_output
 def test_what_is_no_array_passes_through(name):
   tx, holes = FACTORIES[name](), {"a": None, "x": optax.MaskedNode(), "z": [None, {}]}
   output = steps(tx, [{**gradients(), **holes}])[0][0]
   assert_equal(output, {**plain(name)[0][0], **holes})
 
 
-@every_transformation
+@every_output
 @pytest.mark.parametrize(
   "tree", [{}, None, (), [None], optax.MaskedNode(), {"e": jnp.zeros((0, 3))}], ids=str
 )
@@ -185,10 +188,10 @@ def test_trees_without_anything_to_send(name, tree):
   assert jax.tree.structure(output) == jax.tree.structure(tree)
 
 
-@every_transformation
+@every_output
 def test_chains(name):
   tx, grads = FACTORIES[name](), gradients()
-  expected = jax.tree.map(jnp.negative, plain(name)[0][0])
+  expected = jax.tree.map(np.negative, plain(name)[0][0])
   (output,), _ = steps(optax.chain(tx, optax.scale(-1.0)), [grads])
   assert_equal(output, expected)
   named = optax.named_chain(("compress", tx), ("negate", optax.scale(-1.0)))
@@ -197,7 +200,7 @@ def test_chains(name):
   assert_equal(state["compress"], plain(name)[1][0])
 
 
-@every_transformation
+@every_output
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_clip_by_global_norm(name, first):
   order = [optax.clip_by_global_norm(8.0), FACTORIES[name]()]
@@ -223,7 +226,7 @@ def test_masked_and_partition(name):
   assert_equal(steps(nothing, [grads])[0][0], grads)
 
 
-@every_transformation
+@every_output
 def test_flatten(name):
   flat, unravel = ravel_pytree(gradients())
   (expected,), (flat_state,) = steps(FACTORIES[name](), [flat])
@@ -232,7 +235,7 @@ def test_flatten(name):
   assert_equal(state, flat_state)
 
 
-@every_transformation
+@every_output
 def test_multi_steps(name):
   """The mean of two equal gradients is exact: the second step emits what one would."""
   tx = optax.MultiSteps(FACTORIES[name](), every_k_schedule=2)
@@ -253,7 +256,7 @@ def test_apply_if_finite_after_it(name):
   assert [int(state[1].notfinite_count) for state in states] == [0, 1, 0]
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states[2][0]))
   if name not in KEEP_RESIDUAL:  # the third step does not know of the second one
-    assert_equal(outputs[2], jax.tree.map(jnp.negative, plain(name)[0][2]))
+    assert_equal(outputs[2], jax.tree.map(np.negative, plain(name)[0][2]))
 
 
 @pytest.mark.parametrize("factory", [gradcomp.compress, gradcomp.qsgd])
@@ -285,13 +288,13 @@ def test_state_is_found_and_mapped_by_name(name):
     assert_equal(optax.tree.get(wrapped.init(grads), "residual"), expected)
   chained = optax.chain(tx, optax.trace(0.9))
   state = chained.init(grads)
-  mapped = optax.tree.map_params(chained, lambda leaf: leaf + 1, state)
+  mapped = optax.tree.map_params(chained, lambda leaf: np.asarray(leaf) + 1, state)
   ones = functools.partial(jax.tree.map, jnp.ones_like)
   assert_equal(mapped[0], state[0]._replace(residual=ones(expected)))
   assert_equal(mapped[1].trace, ones(grads))
 
 
-@every_transformation
+@every_output
 def test_state_survives_plain_numpy(name, tmp_path):
   outputs, states = plain(name)
   leaves, treedef = jax.tree.flatten(states[1])
@@ -302,13 +305,13 @@ def test_state_survives_plain_numpy(name, tmp_path):
   assert_equal(got, (outputs[2], states[2]))
 
 
-@every_transformation
+@every_output
 def test_flax_train_state(name):
   """``apply_gradients`` hands over no extra argument."""
   grads, optimizer = gradients(), optax.chain(FACTORIES[name](), optax.scale(-1.0))
   state = TrainState.create(apply_fn=None, params=grads, tx=optimizer)
   state = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
-  assert_equal(state.params, jax.tree.map(jnp.subtract, grads, plain(name)[0][0]))
+  assert_equal(state.params, jax.tree.map(np.subtract, grads, plain(name)[0][0]))
   assert_equal(state.opt_state[0], plain(name)[1][0])
 
 
@@ -343,7 +346,7 @@ def test_what_codecs_remember_passes_through_nnx_and_optax(codec):
     optimizer.update(model, nnx.grad(lambda m: jnp.sum(m["m"][...] ** 3))(model))
 
   step(model, optimizer)
-  assert not jnp.array_equal(model["m"][...], jnp.ones((32, 64)))
+  assert not np.array_equal(model["m"][...], np.ones((32, 64)))
   params = {"m": jnp.ones((32, 64)), "b": jnp.ones(3)}
   state = chained.init(params)
   mapped = optax.tree.map_params(chained, lambda leaf: leaf + 1, state)

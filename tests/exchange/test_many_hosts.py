@@ -1,8 +1,7 @@
 """Processes have the bits of emulated devices, and a fault ends all of them.
 
-The processes run tests/support/hosts/averaging.py. All that one number of hosts
-computes is one test: a fixture would start the processes again in every worker of
-pytest-xdist that takes a test.
+The processes run tests/support/hosts/averaging.py. Starting them is what costs: those
+of a plain run start once, for both of its tests.
 """
 
 import contextlib
@@ -19,7 +18,6 @@ import jax
 import numpy as np
 import pytest
 
-from tests.plugins.slow_cases import slow
 from tests.support import loopback, pages
 from tests.support.hosts import averaging, moved
 
@@ -113,33 +111,45 @@ def assert_hosts_agree(folder, name, tree, hosts, bound=0.0):
         np.testing.assert_array_equal(part, other)
 
 
-@pytest.mark.parametrize(
-  "hosts, cases",
-  [
-    (2, "few"),
-    *slow((2, "all"), (4, "all")),
-  ],
-)
-def test_hosts_hold_the_bits_of_emulated_devices(hosts, cases, tmp_path, subtests):
-  with run_task(f"compare-{cases}", hosts, tmp_path) as processes:
-    expected = {
-      name: averaging.exchange(name, hosts) for name in averaging.compared(cases)
-    }
-    expected |= {name: function(hosts) for name, function in averaging.CUT.items()}
-    trained = emulated_training(hosts) if hosts == 2 else None
-    assert codes(processes, tmp_path) == [0] * hosts, said(tmp_path)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+  """Two processes that compute a few cases and trace other steps, and their folder."""
+  folder = tmp_path_factory.mktemp("two")
+  with run_task("compare-few+differ", 2, folder) as processes:
+    yield processes, folder
+
+
+def assert_bits_of_emulated_devices(processes, hosts, cases, folder, subtests):
+  expected = {
+    name: averaging.exchange(name, hosts) for name in averaging.compared(cases)
+  }
+  expected |= {name: function(hosts) for name, function in averaging.CUT.items()}
+  trained = emulated_training(hosts) if hosts == 2 else None
+  assert codes(processes, folder) == [0] * hosts, said(folder)
   # Two orders of addition: each rounds N - 1 sums below 5 N, which are divided by N.
   rounding = 2 * (hosts - 1) * 5 * 2.0**-24
   for name, tree in expected.items():
     bound = rounding if name in averaging.TRANSPORT_ADDS else 0.0
     with subtests.test(name):
-      assert_hosts_agree(tmp_path, name, tree, hosts, bound)
+      assert_hosts_agree(folder, name, tree, hosts, bound)
   with subtests.test("link"):  # plans that differed would not end
-    links = {(tmp_path / f"link.{i}.json").read_text() for i in range(hosts)}
+    links = {(folder / f"link.{i}.json").read_text() for i in range(hosts)}
     assert len(links) == 1
   if trained is not None:
     with subtests.test("training"):
-      assert_hosts_agree(tmp_path, f"step-{averaging.STEPS}", trained, hosts)
+      assert_hosts_agree(folder, f"step-{averaging.STEPS}", trained, hosts)
+
+
+def test_hosts_hold_the_bits_of_emulated_devices(two, subtests):
+  processes, folder = two
+  assert_bits_of_emulated_devices(processes, 2, "few", folder, subtests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_hold_the_bits_in_all_cases(hosts, tmp_path, subtests):
+  with run_task("compare-all", hosts, tmp_path) as processes:
+    assert_bits_of_emulated_devices(processes, hosts, "all", tmp_path, subtests)
 
 
 @pytest.mark.slow
@@ -199,12 +209,12 @@ def test_a_killed_host_ends_all_and_nothing_is_lost(hosts, tmp_path):
   assert_hosts_agree(tmp_path, f"step-{averaging.STEPS}", trained, hosts)
 
 
-def test_hosts_that_trace_other_steps_are_told_so(tmp_path, subtests):
+def test_hosts_that_trace_other_steps_are_told_so(two, subtests):
   """Both of them, and before either of them waits in an exchange."""
-  with run_task("differ", 2, tmp_path) as processes:
-    assert codes(processes, tmp_path) == [0, 0], said(tmp_path)
+  processes, folder = two
+  assert codes(processes, folder) == [0, 0], said(folder)
   first, second = (
-    json.loads((tmp_path / f"told.{i}.json").read_text()) for i in range(2)
+    json.loads((folder / f"told.{i}.json").read_text()) for i in range(2)
   )
   same = "must be the same in all processes"
   values = {

@@ -51,10 +51,22 @@ PLAIN = {
   "block_top 2 of 16, 8 bits, residual",
   "block_float nvfp4 stochastic",
 }
-every_case = pytest.mark.parametrize(
-  "name",
-  [pytest.param(x, marks=() if x in PLAIN else pytest.mark.slow) for x in CASES],
-)
+# All kinds of what a check gives to a kernel: an example of its own, scales of rows and
+# one of all, random words, an exponent.
+CHECKED = {
+  "top_k 1.0%",
+  "ternary base3 shared",
+  "float_cast (5, 2) stochastic, exponent",
+}
+
+
+def every(plain):
+  """Parametrizes a test by all cases, of which plain runs have those named."""
+  names = [pytest.param(x, marks=[pytest.mark.slow] * (x not in plain)) for x in CASES]
+  return pytest.mark.parametrize("name", names)
+
+
+every_case = every(PLAIN)
 
 
 @pytest.fixture
@@ -75,7 +87,7 @@ def small(monkeypatch):
 
 
 def test_plain_runs_have_every_operation():
-  assert PLAIN < set(CASES)
+  assert CHECKED < PLAIN < set(CASES)
   operations = {CASES[name].operation for name in CASES}
   assert {CASES[name].operation for name in PLAIN} == operations
 
@@ -131,7 +143,7 @@ def test_an_interpreted_kernel_has_the_references_bits(name, small, monkeypatch)
     np.testing.assert_array_equal(_bits(a), _bits(b))
 
 
-@every_case
+@every(CHECKED)
 @pytest.mark.parametrize("interpreter", INTERPRETERS)
 def test_an_interpreted_kernel_passes_its_own_check(
   name, interpreter, small, monkeypatch

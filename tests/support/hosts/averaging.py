@@ -243,26 +243,30 @@ FAULTS = {
 }
 
 
+def run(task, which, hosts, host, folder):
+  if task == "compare":
+    compare(which, hosts, host, folder)
+  elif task == "saved":
+    compare_saved(which, hosts, host, folder)
+  elif task == "move":
+    save(folder / f"moved.{host}.npz", moved(hosts))
+  elif task == "differ":
+    from tests.support.hosts.differ import differ
+
+    differ(host, folder)
+  else:
+    train(hosts, host, folder, FAULTS[task] if which == str(host) else None)
+
+
 def main(task, address, hosts, host, folder):
-  """Runs "compare-few", "saved-all", "train", or what host 1 spoils: "kill-1"."""
+  """Runs tasks, joined by "+": "compare-few", or what host 1 spoils: "kill-1"."""
   hosts, host, folder = int(hosts), int(host), pathlib.Path(folder)
   if task == "move":
     jax.config.update("jax_num_cpu_devices", 2)
   jax.distributed.initialize(address, hosts, host, **LIMITS)
-  task, _, which = task.partition("-")
   try:
-    if task == "compare":
-      compare(which, hosts, host, folder)
-    elif task == "saved":
-      compare_saved(which, hosts, host, folder)
-    elif task == "move":
-      save(folder / f"moved.{host}.npz", moved(hosts))
-    elif task == "differ":
-      from tests.support.hosts.differ import differ
-
-      differ(host, folder)
-    else:
-      train(hosts, host, folder, FAULTS[task] if which == str(host) else None)
+    for each in task.split("+"):
+      run(*each.partition("-")[::2], hosts, host, folder)
   except Exception:
     traceback.print_exc()
     sys.stderr.flush()
