@@ -36,7 +36,7 @@ def of_levels(intervals: float, size: int | None, *, draws: bool) -> float:
   """
   if intervals < 1:
     return math.inf
-  size = size or _TENSOR
+  size = min(size or _TENSOR, _TENSOR)
   if intervals == 1 and draws:
     # Small elements become the largest one, or nothing. So the energy grows with the
     # bucket: 4.2 with 32 elements, 17 with 128, 69 with 512.
@@ -48,7 +48,7 @@ def of_levels(intervals: float, size: int | None, *, draws: bool) -> float:
 
 def of_lengths(intervals: float, size: int | None, *, draws: bool) -> float:
   """Returns the energy with equal intervals from 0 to the l2 norm of a bucket."""
-  lost = (size or _TENSOR) / intervals**2 / (4 if draws else 11)
+  lost = min(size or _TENSOR, _TENSOR) / intervals**2 / (4 if draws else 11)
   return lost / (1 - lost) if lost < 1 else math.inf
 
 
@@ -57,7 +57,7 @@ def of_signs(size: int) -> float:
 
   Of one gradient again and again, the largest elements wait the longest.
   """
-  return min(1.0, 0.8 / math.log(2 * size))
+  return min(1.0, 0.8 / math.log(2 * min(size, _TENSOR)))
 
 
 def of_clipped(sigmas: float) -> float:
