@@ -59,7 +59,7 @@ every_end = pytest.mark.parametrize(
 
 
 def of_any_range(codec):
-  """Whether a codec sends float16 gradients of any size, and sums of four of them.
+  """Says whether a codec sends float16 gradients of any size, and sums of four of them.
 
   A constant factor or scale has a range of its own, and signs have no size.
   """

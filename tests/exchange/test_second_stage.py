@@ -163,7 +163,7 @@ def test_a_state_from_outside_the_map_still_works():
 
 
 def told(tx, params, workers):
-  """What an update says of a state that was made outside of the map; it is traced."""
+  """Returns the warning of an update with a state from outside of the map; traced."""
   state = jax.eval_shape(tx.init, params)
   copied = lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype)
   update = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")

@@ -224,7 +224,7 @@ def test_each_element_with_gradients_moves_and_no_other(local):
 
 
 def test_elements_without_a_gradient_do_not_move():
-  """Of codecs without a zero, whole buckets."""
+  """Codecs without a zero keep whole buckets in place."""
   params, given = tree(0, LEAVES), gradients(5, LEAVES)
   dead = lambda x: x.at[:, BUCKET : 8 * BUCKET].set(0)
   given = [x | {"v": dead(x["v"])} for x in given]

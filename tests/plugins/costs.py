@@ -97,7 +97,7 @@ class Costs:
       terminalreporter.write_line(f"FAILED: {wrong}", red=True)
 
   def _wrong(self, config: pytest.Config) -> str:
-    """What the budget has against this run."""
+    """Says how this run breaks the budget; "" if it does not."""
     found = self._programs()
     said = f"the tests compile {found} programs, and may {PROGRAMS}"
     if found > PROGRAMS:
@@ -123,7 +123,7 @@ class Costs:
 
 
 def _is_whole(config: pytest.Config) -> bool:
-  """Whether it is the first run of `make test`, on the JAX of which the budget is."""
+  """Returns True for the first run of `make test`, on the oldest JAX."""
   option = config.option
   whole = option.markexpr == "not bits" and option.files == (0, 1)
   chosen = option.keyword or option.ignore or option.deselect or option.only_slow

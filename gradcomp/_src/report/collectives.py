@@ -110,7 +110,7 @@ class Collective:
 
   @property
   def in_branch(self) -> bool:
-    """Whether it is in a branch."""
+    """True for a collective in a branch."""
     return bool(self.branches)
 
   @property
