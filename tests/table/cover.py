@@ -1,0 +1,94 @@
+"""Completes ``rows.txt`` by rows for the pairs that no row has.
+
+``python -m tests.table.cover`` keeps the rows that are there and are allowed, and adds
+others by a greedy search. A plain run has each pair of a codec's family, exchange,
+feedback, place and number of workers, and each plain setting; ``rows.txt`` marks the
+other rows, which have each pair of settings, by ``slow``.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterable
+
+import jax
+
+from tests.table import run, settings
+from tests.table.run import Row
+
+
+_KINDS = {"nesterov": "momentum", "int8": "error", "bfloat16": "error"}
+
+
+def rows() -> list[Row]:
+  """Every row that the library allows."""
+  every = itertools.product(
+    settings.SETTINGS, run.EXCHANGES, run.FEEDBACK, run.PLACES, run.WORKERS
+  )
+  return [row for row in itertools.starmap(Row, every) if row.allowed]
+
+
+def family(row: Row) -> tuple:
+  return (type(row.codec).__name__, *row[1:])
+
+
+def pairs(values: tuple) -> frozenset:
+  return frozenset(itertools.combinations(enumerate(values), 2))
+
+
+def plain(row: Row) -> frozenset:
+  """What a plain run must have once: pairs of families, and plain settings."""
+  slow = settings.SETTINGS[row.setting].slow
+  return pairs(family(row)) | ({row.setting} if not slow else set())
+
+
+def every(row: Row) -> frozenset:
+  """What all rows together must have once: each setting, and pairs of plain ones.
+
+  Kinds of storing and of momentum are one feedback here.
+  """
+  if settings.SETTINGS[row.setting].slow:
+    return frozenset({row.setting})
+  return pairs(tuple(row._replace(feedback=_KINDS.get(row.feedback, row.feedback))))
+
+
+def completed(
+  have: Iterable[Row], allowed: list[Row], facts: Callable[[Row], frozenset]
+) -> list[Row]:
+  """Adds rows until all facts that allowed rows have are there."""
+  rng = random.Random(0)
+  sets = {row: facts(row) for row in allowed}
+  left = frozenset().union(*sets.values()) - frozenset().union(*map(facts, have))
+  found, holders = [], {}
+  for row, parts in sets.items():
+    for part in parts & left:
+      holders.setdefault(part, []).append(row)
+  while left:
+    # A fact that few rows have, and of its rows the one with the most that is missing.
+    rarest = min(left, key=lambda part: (len(holders[part]), str(part)))
+    candidates = holders[rarest]
+    if len(candidates) > 300:
+      candidates = rng.sample(candidates, 300)
+    best = max(candidates, key=lambda row: len(sets[row] & left))
+    found.append(best)
+    left -= sets[best]
+  return found
+
+
+def main() -> None:
+  jax.config.update("jax_platforms", "cpu")
+  allowed = rows()
+  known = set(allowed)
+  quick = [row for row, slow in run.read() if row in known and not slow]
+  quick += completed(quick, allowed, plain)
+  rest = [row for row, slow in run.read() if row in known and slow]
+  rest += completed([*quick, *rest], allowed, every)
+  marked = [(row, "") for row in quick] + [(row, "slow") for row in rest]
+  lines = [
+    " ".join((*map(str, row), mark)).rstrip() for row, mark in sorted(marked)
+  ]
+  run.ROWS.write_text("\n".join(lines) + "\n")
+  print(f"{len(quick)} plain rows and {len(rest)} slow ones")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,317 @@
+"""The laws of the table: each reads the arrays of a run, and compiles nothing.
+
+A law returns False where a row has nothing that it speaks of.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gradcomp
+from gradcomp._src.codecs.tiles import from_tiles
+from gradcomp._src.core.residual_storage import is_stored, kind, read_residual
+from gradcomp._src.exchange.collectives import REPEAT
+from gradcomp._src.exchange.owners import owned_matrices
+from gradcomp.codecs import FloatCast, PowerSGD
+from tests.support.cases import reshard as cases
+from tests.table import run as table
+from tests.table import settings
+
+GOLDEN = Path(__file__).with_name("golden.json")
+
+# The rounding error of a stored residual, as a part of the largest element.
+_STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
+
+
+def same(a, b):
+  return all(
+    np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  )
+
+
+def owned(run, state):
+  """What owners keep, by the names of leaves; zeros where it is of low-rank factors."""
+  found = {name: np.zeros(x.shape) for name, x in run.params.items()}
+  names = list(run.params)
+  if not state.server_residual:
+    return found
+  for axes, matrices in owned_matrices(run.plan).items():
+    arrays = state.server_residual[axes]
+    for matrix, array in zip(matrices, arrays, strict=True):
+      rows = np.asarray(array).reshape(-1, *array.shape[2:])
+      for i, slot, like in matrix.leaves():
+        if not run.plan.codecs[i].rounds(run.plan.leaves[i].shape)[0].of_leaf:
+          continue
+        part = rows[slot.start : slot.stop]
+        if getattr(matrix.codec, "rotate", None) or matrix.codec.tile_size == 0:
+          part = np.asarray(from_tiles(jnp.asarray(part), like, matrix.codec))
+        found[names[i]] = part.ravel()[: like.size].reshape(like.shape)
+  return found
+
+
+def residuals(run, step):
+  """Each worker's residual in float64, ``[N, ...]``; None without one."""
+  kept = run.stacked[step].residual
+  if kept is None:
+    return None
+  floats = jax.tree.map(read_residual, kept, is_leaf=is_stored)
+  return {
+    k: np.float64(floats[k]).reshape(run.row.workers, *x.shape)
+    for k, x in run.params.items()
+  }
+
+
+def nothing_is_lost(run):
+  """In each clean step, what comes in is what is sent and what waits.
+
+  N times the mean, the residuals, and N times what owners keep are together the
+  gradients and what has waited. With momentum u' = m u + g takes a gradient's place.
+  With EF21 workers keep -h, and the mean of h is the update and what owners keep.
+  """
+  feedback, n = run.row.feedback, run.row.workers
+  if feedback == "none" or run.row.exchange == "local":
+    return False
+  for step in (0, 1):
+    before, after = run.stacked[step], run.stacked[step + 1]
+    waited, waits = residuals(run, step), residuals(run, step + 1)
+    was, owns = owned(run, before), owned(run, after)
+    for name in run.params:
+      given = np.float64(run.gradients[step][name])
+      if feedback in ("momentum", "nesterov"):
+        old = np.float64(before.velocity[name]).reshape(given.shape)
+        momentum = np.float64(np.float32(0.9) * np.float32(old)) + given
+        given = momentum if feedback == "momentum" else given + 0.9 * momentum
+      sent = n * np.float64(run.outputs[step][name][0])
+      total = sent + waits[name].sum(0) + n * np.float64(owns[name])
+      expected = (given + waited[name]).sum(0) + n * np.float64(was[name])
+      if feedback == "ef21":
+        expected = np.zeros_like(total)
+      parts = (given, sent, waits[name], owns[name], waited[name], was[name])
+      largest = max(np.abs(x).max(initial=0) for x in parts)
+      # Each of at most 4 N + 8 numbers that are rounded is below the largest.
+      stored = 2 * n * _STORING[kind(after.residual[name])]
+      bound = ((4 * n + 8) * 2.0**-23 + stored) * max(1.0, largest)
+      wrong = np.abs(total - expected).max(initial=0)
+      assert wrong <= bound, f"{name} in step {step}: {wrong} > {bound}"
+
+
+def workers_agree(run):
+  """All have the same bytes, of the gradients' shapes and types."""
+  for output, given in zip(run.outputs, run.gradients, strict=True):
+    for name, x in output.items():
+      assert (x.dtype, x.shape) == (given[name].dtype, given[name].shape), name
+      if run.row.exchange != "local":
+        assert all(same(x[0], y) for y in x[1:]), name
+
+
+def non_finite_is_seen(run):
+  """A NaN of one worker is everyone's, in its leaf alone, and in no state."""
+  dirty, n = run.outputs[2], run.row.workers
+  hit = np.isnan(np.float32(dirty["a"])).reshape(n, -1)
+  seen = hit.any(axis=1)
+  if run.row.exchange == "local":
+    assert seen[n // 2] and seen.sum() == 1
+  elif not (run.row.setting.startswith("randomk") and not seen.any()):
+    assert seen.all()
+  for name in ("b", "h", "s"):
+    assert np.isfinite(np.float32(dirty[name])).all(), name
+  for state in run.states:
+    for x in jax.tree.leaves(state):
+      if jnp.issubdtype(x.dtype, jnp.floating):
+        assert np.isfinite(np.float32(x)).all()
+  spoils = settings.SETTINGS[run.row.setting].spoils
+  if run.row.feedback in ("error", "ef21") and run.row.exchange != "local":
+    was, now = (residuals(run, k)["a"].reshape(n, -1) for k in (2, 3))
+    np.testing.assert_array_equal(was[:, hit[0]], now[:, hit[0]])
+    if isinstance(spoils, int) and not hit[0].all():
+      assert (was != now).any()
+
+
+def spoils_as_the_setting_says(run):
+  """A NaN makes no more elements NaN than its codec's page says."""
+  spoils = settings.SETTINGS[run.row.setting].spoils
+  n = run.row.workers
+  if run.row.exchange == "local" or spoils in ("sent", "row", "column", None):
+    return False
+  hit = np.isnan(np.float32(run.outputs[2]["a"][0])).ravel()
+  size = 1 if spoils == "itself" else spoils
+  at = hit.size // 2 // size * size
+  if run.row.exchange == "all_gather":
+    assert hit[at : at + size].all()
+    assert not np.delete(hit, slice(at, at + size)).any()
+  del n
+
+
+def range_is_kept(run):
+  """Halves near 65,504 with equal signs have a finite mean."""
+  for output in run.outputs[:2]:
+    for name, x in output.items():
+      assert np.isfinite(np.float32(x)).all(), name
+
+
+def zeros_stay_zeros(run):
+  """In the first step, where nothing waits, a bucket of zeros is one of zeros."""
+  spoils = settings.SETTINGS[run.row.setting].spoils
+  codec = run.row.codec
+  size = {"itself": 1, 1: 1}.get(spoils, spoils)
+  if not isinstance(size, int) or size > table.ZEROS or getattr(codec, "own_units", 0):
+    return False
+  if codec.facts.own_units:
+    return False
+  first = np.float32(run.outputs[0]["a"]).reshape(run.row.workers, -1)
+  assert not first[:, : table.ZEROS // size * size].any()
+
+
+def bytes_are_explained(run):
+  """The program sends what ``explain`` counts; each collective is rounded up.
+
+  Beside an axis of the compiler, two devices of a worker send a half each.
+  """
+  if run.sends is None:
+    return False
+  explained = gradcomp.explain(run.tx, run.params, workers=run.row.sizes)
+  usual = [c for c in run.sends if REPEAT not in c.scope]
+  usual = [c for c in usual if c.axis != "model"]
+  total = sum(c.times * c.bytes_sent for c in usual)
+  told, few = explained.bytes_sent, len(usual)
+  if run.row.place == "beside":
+    # Single numbers are sent twice, and lengths are filled up.
+    told, few = told / 2, 16 * len(usual)
+  assert abs(total - told) <= few, (total, told)
+
+
+def codec_is_used(run):
+  """The leaf of several tiles is not sent as it is."""
+  codec = dict(zip(run.params, run.plan.codecs, strict=True))["a"]
+  assert type(codec).__name__ == type(run.row.codec).__name__
+
+
+def state_is_stable(run):
+  """A step returns a state of the structure, shapes and types that it was given."""
+  for state in run.states[1:]:
+    assert jax.tree.structure(state) == jax.tree.structure(run.states[0])
+    for x, y in zip(*map(jax.tree.leaves, (state, run.states[0])), strict=True):
+      assert (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
+def checkpoint_goes_on(run):
+  """From a state that was pickled the second step has the same bits."""
+  assert same(run.again, (run.outputs[1], run.states[2]))
+
+
+def digest(run):
+  """The hash of all outputs and states; every NaN is the same."""
+  hashed = hashlib.sha256()
+  for output, state in zip(run.outputs, run.stacked[1:], strict=True):
+    memory = state.memory and state.memory._replace(own=())
+    residual = jax.tree.map(read_residual, state.residual, is_leaf=is_stored)
+    state = state._replace(memory=memory, residual=residual)
+    for leaf in jax.tree.leaves((output, state)):
+      array = np.asarray(leaf)
+      if array.dtype.kind == "f":
+        array = np.where(np.isnan(array), array.dtype.type(np.nan), array)
+      hashed.update(array.dtype.str.encode() + array.tobytes())
+  return hashed.hexdigest()[:16]
+
+
+@functools.cache
+def golden():
+  return json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {"hashes": {}}
+
+
+def golden_bits(run):
+  """A row has the bits that it had, whatever its place."""
+  known = golden()["hashes"].get(run.row.anywhere)
+  if known is None:
+    return False
+  assert digest(run) == known
+
+
+def reshard_keeps_sums(run):
+  """With one worker less and one more: sums stay, rows stay in their order.
+
+  N times what owners keep stays in its elements, and shared arrays stay as they are.
+  """
+  n = run.row.workers
+  if run.row.exchange == "local" or run.row.place in ("vmap", "pmap", "two_axes"):
+    return False
+  # Ranges of a sparse codec are cut anew; groups must divide the workers.
+  if hasattr(run.row.codec, "ranged") or run.row.exchange == "hierarchical":
+    return False
+  state = run.states[2]
+  for new in {max(1, n - 1), n + 1} - {n}:
+    moved = gradcomp.reshard_state(
+      run.tx, run.params, state, axis_name="data", old_workers=n, workers=new
+    )
+    found = dict(cases.leaves(moved))
+    for path, x in cases.leaves(state):
+      parts = (cases.is_addends, cases.is_rows, cases.is_memory)
+      if not any(part(path) for part in parts):
+        assert same(found[path], x), path
+    kept, keeps = owned(run, state), owned(run, moved)
+    for name in run.params:
+      waited, waits = (
+        _read(x, k, run.params[name], name) for x, k in ((state, n), (moved, new))
+      )
+      before, after = waited.sum(0), waits.sum(0)
+      if bool(state.server_residual) == bool(moved.server_residual):
+        np.testing.assert_allclose(new * keeps[name], n * kept[name], rtol=2.0**-22)
+      else:
+        before, after = before + n * kept[name], after + new * keeps[name]
+      if run.row.feedback == "ef21":  # means of estimates
+        before, after = before / n, after / new
+      largest = max(np.abs(x).max(initial=0) for x in (waited, waits))
+      # Each of at most N additions rounds, and storing does.
+      stored = _STORING[kind(state.residual[name])] if state.residual else 0
+      bound = (n + 2) * (2.0**-23 + stored) * largest
+      np.testing.assert_allclose(after, before, rtol=0, atol=bound, err_msg=name)
+
+
+def _read(state, workers, like, name):
+  """A residual of a global state in float64, ``[N, ...]``; zeros without one."""
+  if state.residual is None:
+    return np.zeros((workers, *like.shape))
+  kept = state.residual[name]
+  kept = read_residual(kept) if is_stored(kept) else kept
+  return np.float64(kept).reshape(workers, *like.shape)
+
+
+def record_is_its_own(run):
+  """A record passes with itself, and fails with another N and without a part."""
+  if run.row.place == "two_axes":
+    return False  # its record has two numbers of workers
+  made = gradcomp.checkpoint.record(run.tx, run.params, workers=run.row.sizes)
+  saved = json.loads(json.dumps(made))
+  gradcomp.checkpoint.check_record(saved, made)
+  less = {k: v for k, v in saved.items() if k != "workers"}
+  for wrong in (saved | {"workers": [5]}, less):
+    try:
+      gradcomp.checkpoint.check_record(wrong, made)
+    except (ValueError, TypeError) as error:
+      assert "workers" in str(error)
+    else:
+      assert wrong is not less and not saved["stacked"], "a wrong record passes"
+
+
+LAWS = (
+  nothing_is_lost,
+  workers_agree,
+  non_finite_is_seen,
+  spoils_as_the_setting_says,
+  range_is_kept,
+  zeros_stay_zeros,
+  bytes_are_explained,
+  codec_is_used,
+  state_is_stable,
+  checkpoint_goes_on,
+  golden_bits,
+  record_is_its_own,
+  reshard_keeps_sums,
+)

@@ -1,0 +1,383 @@
+"""Runs a row of the table: one compiled update, five calls, one record for all laws."""
+
+import functools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp._src.core.residual_storage import is_stored, read_residual
+from gradcomp._src.core.state import CompressState
+from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.floats.dtypes import addend_dtype
+from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
+from gradcomp._src.mesh.shard_maps import unreduce
+from gradcomp._src.report import tracing
+from gradcomp.codecs import Codec, FloatCast
+from tests.support import laws
+from tests.table import settings
+
+ROWS = Path(__file__).with_name("rows.txt")
+SEED = 7
+EXCHANGES = ("all_gather", "two_shot", "ring", "hierarchical", "psum", "local")
+FEEDBACK = {
+  "none": None,
+  "error": "error",
+  "momentum": "momentum",
+  "nesterov": gradcomp.MomentumFeedback(nesterov=True),
+  "ef21": "ef21",
+  "int8": gradcomp.ErrorFeedback(residual_dtype="int8"),
+  "bfloat16": gradcomp.ErrorFeedback(residual_dtype=jnp.bfloat16),
+}
+WORKERS = (1, 2, 3, 4, 8)
+ZEROS = 512  # elements that are zero in all gradients of ``a``
+GROUPS = {1: 1, 2: 2, 3: 3, 4: 2, 8: 2}
+
+
+class Row(NamedTuple):
+  """A line of ``rows.txt``.
+
+  Attributes:
+    setting: the name of a codec in ``settings.SETTINGS``.
+    exchange: one of ``EXCHANGES``; groups of two workers, or all where two are too many.
+    feedback: a key of ``FEEDBACK``.
+    place: a key of ``PLACES``.
+    workers: N.
+  """
+
+  setting: str
+  exchange: str
+  feedback: str
+  place: str
+  workers: int
+
+  @property
+  def name(self) -> str:
+    return " ".join(map(str, self))
+
+  @property
+  def anywhere(self) -> str:
+    """The name without the place, which must change no bits."""
+    return " ".join(map(str, (*self[:3], self.workers)))
+
+  @property
+  def codec(self) -> Codec:
+    return settings.SETTINGS[self.setting].codec
+
+  def transformation(self) -> Any:
+    codec = laws.here(self.codec)
+    codec = laws.kept(codec) if self.feedback != "none" else codec
+    return gradcomp.compress(
+      codec,
+      axis_name=AXES.get(self.place, "data"),
+      exchange=self._exchange(),
+      feedback=FEEDBACK[self.feedback],
+      min_leaf_size=64,
+      key=SEED,
+    )
+
+  def _exchange(self) -> Any:
+    if self.exchange != "hierarchical":
+      return self.exchange
+    size = None if self.place == "two_axes" else GROUPS[self.workers]
+    return gradcomp.exchange.Hierarchical(group_size=size)
+
+  @property
+  def sizes(self) -> int | tuple[int, int]:
+    """N, or the sizes of both axes."""
+    return (self.workers // 2, 2) if self.place == "two_axes" else self.workers
+
+  @property
+  def allowed(self) -> bool:
+    """Whether the library takes it, and the place has so many workers."""
+    if self.place in ("checked", "explicit") and self.exchange == "local":
+      return False  # updates are not equal, and stay addends
+    fits = self.workers in PLACES[self.place].workers
+    return fits and _taken(self.setting, self.exchange, self.feedback)
+
+
+@functools.cache
+def _taken(setting: str, exchange: str, feedback: str) -> bool:
+  try:
+    Row(setting, exchange, feedback, "vmap", 4).transformation()
+  except ValueError:
+    return False
+  return True
+
+
+def read() -> list[tuple[Row, bool]]:
+  """The rows of the file, and whether plain runs leave them out."""
+  if not ROWS.exists():
+    return []
+  lines = [line.split() for line in ROWS.read_text().splitlines()]
+  return [(Row(*line[:4], int(line[4])), line[5:] == ["slow"]) for line in lines]
+
+
+class Run(NamedTuple):
+  """What a row did.
+
+  Attributes:
+    gradients: of each step, leaves ``[N, ...]``; in the last step one worker has a NaN.
+    outputs: of each step, leaves ``[N, ...]``.
+    states: the first state and the one after each step, as the place has them.
+    stacked: the same with leaves ``[N, ...]``, in the units of gradients.
+    again: output and state of the second step once more, from a pickled state.
+    sends: the collectives of the program; None where no device sends anything.
+    plan: of its messages.
+  """
+
+  row: Row
+  tx: Any
+  params: dict[str, jax.ShapeDtypeStruct]
+  gradients: list[dict[str, np.ndarray]]
+  outputs: list[dict[str, np.ndarray]]
+  states: list[CompressState]
+  stacked: list[CompressState]
+  again: tuple[Any, Any]
+  sends: tuple[Any, ...] | None
+  plan: MessagePlan
+
+
+def sizes(codec: Codec) -> tuple[int, int]:
+  """The elements of the leaves that are encoded: some tiles, and one and a part."""
+  tile = codec.tile_size or 1000
+  return (4 if tile <= 2048 else 2) * tile + 77, tile + 45
+
+
+def leaves(codec: Codec) -> dict[str, jax.ShapeDtypeStruct]:
+  """A leaf of no whole rows, a half, small leaves that stay dense, and an empty one."""
+  long, short = sizes(codec)
+  shape = lambda *s, d=np.float32: jax.ShapeDtypeStruct(s, d)
+  matrix = (-(-long // 7), 7)
+  return {
+    "a": shape(*matrix),
+    "b": shape(3),
+    "e": shape(0, 3),
+    "h": shape(short, d=np.float16),
+    "s": shape(),
+  }
+
+
+def gradients(row: Row, step: int) -> dict[str, np.ndarray]:
+  """Gaussian numbers; ``a`` begins with zeros and constants, and halves are large.
+
+  All workers' halves have one sign in an element, so that sums of four overflow.
+  """
+  codec, workers = row.codec, row.workers
+  rng = np.random.default_rng(step)
+  tree = {
+    name: rng.standard_normal((workers, *leaf.shape)).astype(leaf.dtype)
+    for name, leaf in leaves(codec).items()
+  }
+  flat = tree["a"].reshape(workers, -1)
+  flat[:, :ZEROS] = 0.0
+  flat[:, ZEROS : ZEROS + 64] = 0.25
+  if of_any_range(codec):
+    near = np.sign(tree["h"][:1]) * rng.uniform(0.3, 0.39, tree["h"].shape)
+    # With momentum three of them add up.
+    top = 65504 / (3 if row.feedback in ("momentum", "nesterov") else 1)
+    tree["h"] = (top * near).astype(np.float16)
+  if step == 2:
+    flat[workers // 2, flat.shape[1] // 2] = np.nan
+  return tree
+
+
+def of_any_range(codec: Codec) -> bool:
+  """Whether it sends float16 of any size: a constant scale has a range of its own."""
+  if isinstance(codec, FloatCast) and codec.scale != "auto":
+    return codec.format.max_finite / codec.scale > 4 * 65504
+  return getattr(codec, "exponent_offset", None) is None and not codec.facts.own_units
+
+
+class Started(NamedTuple):
+  """A row in its place.
+
+  Attributes:
+    state: the first one.
+    step: ``step(gradients, state)``, to be compiled.
+    stacked: ``stacked(state)`` has leaves ``[N, ...]``.
+    mesh: None where no device sends anything.
+  """
+
+  state: Any
+  step: Any
+  stacked: Any
+  mesh: Any = None
+
+
+class Place(NamedTuple):
+  """Where a transformation runs: ``start(tx, params, N)``, and the N that it takes."""
+
+  start: Callable[..., Started]
+  workers: tuple[int, ...] = WORKERS
+
+
+def _mesh(shape, names, kind=AxisType.Auto):
+  devices = jax.devices()[: int(np.prod(shape))]
+  return jax.make_mesh(shape, names, (kind,) * len(names), devices=devices)
+
+
+def _emulated(transform, tx, params, workers):
+  """Maps ``init``, too, for the second stage counts the workers."""
+  init, update = (transform(f, axis_name="data") for f in (tx.init, tx.update))
+  zeros = {k: np.zeros((workers, *x.shape), x.dtype) for k, x in params.items()}
+  return Started(init(zeros), update, functools.partial(jax.tree.map, np.asarray))
+
+
+def _zeros(params):
+  return {k: np.zeros(x.shape, x.dtype) for k, x in params.items()}
+
+
+def _first(tx, params, mesh):
+  with jax.set_mesh(mesh):
+    return tx.init(_zeros(params))
+
+
+def _unstacked(axes, workers, state):
+  """Each worker's shard of a state of global arrays, ``[N, ...]``."""
+
+  def stack(x, spec):
+    x = np.asarray(x)
+    if any(set(np.ravel(part)) & set(axes) for part in spec if part is not None):
+      return x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
+    return np.stack([x] * workers)
+
+  name = axes if len(axes) > 1 else axes[0]
+  return jax.tree.map(stack, state, gradcomp.state_specs(state, axis_name=name))
+
+
+def _mapped(mesh, axes, tx, params, workers, check_vma=False, **options):
+  """In ``shard_map`` over some axes, with each worker's own copy of the output."""
+  state = _first(tx, params, mesh)
+  name = axes if len(axes) > 1 else axes[0]
+  specs = gradcomp.state_specs(state, axis_name=name)
+
+  def local(gradient, state):
+    gradient = jax.tree.map(lambda x: x[0], gradient)
+    output, state = tx.update(gradient, state)
+    return output if check_vma else jax.tree.map(lambda x: x[None], output), state
+
+  # Checked, P() is accepted only because outputs are proved equal.
+  out = (P() if check_vma else P(name), specs)
+  options |= {"in_specs": (P(name), specs), "check_vma": check_vma}
+  step = jax.jit(jax.shard_map(local, mesh=mesh, out_specs=out, **options))
+  return Started(state, step, functools.partial(_unstacked, axes, workers), mesh)
+
+
+def _shard_map(tx, params, workers):
+  return _mapped(_mesh((workers,), ("data",)), ("data",), tx, params, workers)
+
+
+def _checked(tx, params, workers):
+  mesh = _mesh((workers,), ("data",))
+  return _mapped(mesh, ("data",), tx, params, workers, check_vma=True)
+
+
+def _beside(tx, params, workers):
+  """Beside an axis of the compiler, over which nothing is split."""
+  mesh = _mesh((workers, 2), ("data", "model"))
+  return _mapped(mesh, ("data",), tx, params, workers, axis_names={"data"})
+
+
+def _two_axes(tx, params, workers):
+  mesh = _mesh((workers // 2, 2), ("host", "chip"))
+  return _mapped(mesh, ("host", "chip"), tx, params, workers)
+
+
+def _auto(tx, params, workers):
+  """In plain jit, with gradients that are marked as those of all workers."""
+  mesh = _mesh((workers,), ("data",))
+
+  @jax.jit
+  def step(gradient, state):
+    output, state = tx.update(marked(gradient, "data", P()), state, _zeros(params))
+    return unmarked(output)[0] if of_all(output) else output, state
+
+  state = _first(tx, params, mesh)
+  stacked = functools.partial(_unstacked, ("data",), workers)
+  return Started(state, step, stacked, mesh)
+
+
+def _explicit(tx, params, workers):
+  """In plain jit over Explicit axes, whose sums are of gradients over N."""
+  mesh = _mesh((workers,), ("data",), AxisType.Explicit)
+
+  @jax.jit
+  def step(gradient, state):
+    wide = lambda x: x.astype(addend_dtype(x.dtype)) * (1 / workers)
+    addends = unreduce(jax.tree.map(wide, gradient), "data")
+    return tx.update(addends, state, _zeros(params))
+
+  def stacked(state):
+    state = _unstacked(("data",), workers, state)
+    times = lambda x: (
+      x._replace(scales=x.scales * np.float32(workers))
+      if is_stored(x)
+      else x * x.dtype.type(workers)
+    )
+    scale = lambda tree: jax.tree.map(times, tree, is_leaf=is_stored)
+    return state._replace(
+      residual=scale(state.residual), velocity=scale(state.velocity)
+    )
+
+  return Started(_first(tx, params, mesh), step, stacked, mesh)
+
+
+_vmap = lambda f, axis_name: jax.jit(jax.vmap(f, axis_name=axis_name))
+PLACES = {
+  "vmap": Place(functools.partial(_emulated, _vmap)),
+  "pmap": Place(functools.partial(_emulated, jax.pmap)),
+  "shard_map": Place(_shard_map),
+  "checked": Place(_checked),
+  "auto": Place(_auto),
+  # Gradients over N are exact for a power of two alone.
+  "explicit": Place(_explicit, (1, 2, 4, 8)),
+  "two_axes": Place(_two_axes, (2, 4, 8)),
+  "beside": Place(_beside, (1, 2, 3, 4)),
+}
+AXES = {"two_axes": ("host", "chip")}
+
+
+def run(row: Row) -> Run:
+  """Compiles a row's update once, and calls it four times."""
+  tx = row.transformation()
+  params = leaves(row.codec)
+  state, step, stacked, mesh = PLACES[row.place].start(tx, params, row.workers)
+  given = [gradients(row, k) for k in range(3)]
+  first = given[0]
+  if mesh is not None:
+    axes = P(AXES.get(row.place, "data"))
+    first = jax.device_put(first, NamedSharding(mesh, axes))
+  lowered = step.lower(first, state)
+  compiled = lowered.compile()
+  where = compiled.input_shardings[0]
+  whole = row.exchange != "local" and row.place in ("checked", "auto", "explicit")
+
+  def call(gradient, state):
+    output, state = compiled(*jax.device_put((gradient, state), where))
+    output = jax.device_get(output)
+    if whole:
+      output = jax.tree.map(lambda x: np.stack([x] * row.workers), output)
+    return output, jax.device_get(state)
+
+  outputs, states = [], [jax.device_get(state)]
+  for gradient in given:
+    output, state = call(gradient, states[-1])
+    outputs.append(output)
+    states.append(state)
+  again = call(given[1], pickle.loads(pickle.dumps(states[1])))
+  ((plan, _),) = tracing.study(tx, params, row.sizes).made
+  stacked = [stacked(x) for x in states]
+  sends = None
+  if mesh is not None:
+    # Where XLA splits a program over an axis, it is the compiled one that is split.
+    program = compiled if row.place == "beside" else lowered
+    sends = gradcomp.wire_report(program).collectives
+  return Run(row, tx, params, given, outputs, states, stacked, again, sends, plan)
