@@ -97,7 +97,9 @@ def test_payload_is_the_oracles(codec):
 def test_values_are_those_of_the_papers_equations(codec):
   x = ragged(codec)
   words, scales = encode(codec, x)
-  lanes = ternary.random_lanes(np.asarray(laws.KEY), len(words), **options(codec))
+  shape = dict(bits=1, bucket_size=codec.bucket_size)
+  lanes = dithers.random_lanes(np.asarray(laws.KEY), len(words), **shape)
+  lanes = lanes[:, : ternary.PER_WORD[codec.packing]]
   each = np.broadcast_to(scales[:, :, None], lanes.shape).ravel()[: x.size]
   lanes = dithers.signed_lanes(lanes.ravel()[: x.size], x)
   uniform = (lanes + 0.5) / 2**16

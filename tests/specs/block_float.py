@@ -99,10 +99,7 @@ def number_scales(amax, shared, element, up):
 def encode(x, *, element, scale, block_size, key=None):
   """The rows of a leaf, uint32[tiles, words]; without a key rounded to nearest.
 
-  Args:
-    x: the leaf, of any shape; finite if `scale` is "e4m3".
-    element, scale, block_size: the fields of the codec.
-    key: the words of a key, and perhaps a mask.
+  It is finite if `scale` is "e4m3". Behind the words of the key there may be a mask.
   """
   bits, words, up = bits_of(element), planes.ROW_WORDS, key is not None
   flat = planes.as_leaf(x)
@@ -136,13 +133,7 @@ def encode(x, *, element, scale, block_size, key=None):
 
 
 def decode(rows, size, *, element, scale, block_size):
-  """The values of a payload, float32[size].
-
-  Args:
-    rows: uint32[tiles, words], the payload.
-    size: the number of elements of the leaf.
-    element, scale, block_size: the fields of the codec.
-  """
+  """The values of a payload, float32[size]."""
   bits, words = bits_of(element), planes.ROW_WORDS
   per_word = 32 // bits
   bytes_end = words + per_word * words // block_size // 4

@@ -15,10 +15,8 @@ _BITS = {
 def encode(x, *, dtype, key=None):
   """The rows of a leaf, uint32[tiles, 128].
 
-  Args:
-    x: the leaf, of any shape.
-    dtype: float32, float16 or ml_dtypes.bfloat16.
-    key: uint32[2] for stochastic rounding; else the cast rounds to nearest even.
+  The dtype is float32, float16 or bfloat16. With a key rounding is stochastic, and else
+  to nearest even.
   """
   dtype = np.dtype(dtype)
   bits, leaf = _BITS[dtype], planes.as_leaf(x)
@@ -33,10 +31,7 @@ def encode(x, *, dtype, key=None):
 def stochastic(x, dtype, draws):
   """Each number as one of its two neighbors of 16 bits: a table of all is searched.
 
-  Args:
-    x: float32[n].
-    dtype: float16 or ml_dtypes.bfloat16.
-    draws: uint32[n], from 0 to 2^16 - 1.
+  Draws are uint32 of the shape of x, from 0 to 2^16 - 1.
   """
   with np.errstate(over="ignore"):
     cast = x.astype(dtype)

@@ -12,12 +12,6 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 def threefry2x32(key, c0, c1, rounds=20):
   """Threefry-2x32 (Salmon et al. 2011): two uint32 arrays of the counters' shape.
 
-  Args:
-    key: two 32-bit words.
-    c0: the first word of each counter, an integer or an array.
-    c1: the second word.
-    rounds: the number of rounds.
-
   Example:
     >>> [hex(word) for word in threefry2x32((0, 0), 0, 0)]
     ['0x6b200159', '0x99ba4efe']
@@ -92,12 +86,8 @@ def leaf_dither(seed, step, name, worker, *more):
 def random_lanes(key, tiles, *, bits, bucket_size, first_row=0):
   """The 16-bit integers of stochastic rounding, uint32[tiles, P, B].
 
-  Args:
-    key: the leaf's key, two 32-bit words; a mask behind them is XORed with each.
-    tiles: the number of rows.
-    bits: the bits of a code.
-    bucket_size: the words of a row; None is one scale a tensor, 512 words.
-    first_row: the index of the first of the rows.
+  A mask behind the two words of the key is XORed with each. The rows are those from
+  ``first_row`` on.
   """
   per_word, words = planes.geometry(bits, bucket_size)
   groups = -(-per_word // 8)
@@ -125,17 +115,13 @@ def of_leaf(key, flat, *, bits):
   return signed_lanes(lanes.ravel()[: flat.size], flat)
 
 
-def addend(rounding, x, key=None, lanes=None, **rows):
-  """The 16-bit integers that round magnitudes of tiles, an int or like the lanes.
+def addend(rounding, x, key, **rule):
+  """The 16-bit integers that round magnitudes of tiles [tiles, P, B], or the one.
 
-  Args:
-    rounding: "nearest" or "stochastic".
-    x: the tiles, float32[tiles, P, B].
-    key, rows: of :func:`random_lanes`.
-    lanes: to use instead of these.
+  ``rounding`` is "nearest" or "stochastic", ``rule`` of :func:`random_lanes`.
   """
   if rounding == "nearest":
     return np.uint32(2**15)
   if rounding != "stochastic":
     raise ValueError(f"`rounding` must be 'nearest' or 'stochastic', got {rounding!r}.")
-  return signed_lanes(random_lanes(key, len(x), **rows) if lanes is None else lanes, x)
+  return signed_lanes(random_lanes(key, len(x), **rule)[:, : x.shape[1]], x)

@@ -47,10 +47,8 @@ def levels(data_type):
 def tree(path, bits, first):
   """Returns where the cell at the end of a path would be split next, a Fraction.
 
-  Args:
-    path: an integer, whose highest bit is the first step: 1 to the upper part.
-    bits: the steps of the path.
-    first: the split of (0.1, 1); all others bisect.
+  The highest of the path's bits is its first step: 1 to the upper part of (0.1, 1),
+  which is split at ``first``; all other splits bisect.
   """
   low, high, split = Fraction(1, 10), Fraction(1), first
   for step in reversed(range(bits)):
@@ -120,20 +118,11 @@ def encode(
   scales=None,
   rounding="nearest",
   exponent_offset=None,
-  lanes=None,
-  first_row=0,
 ):
   """The rows of a leaf, uint32[tiles, B + scales].
 
   Where the scale is NaN the page leaves the codes open; here they are those of zero.
-
-  Args:
-    x: the leaf, of any shape.
-    key: the leaf's key, two 32-bit words; only read for stochastic rounding.
-    data_type, bucket_size, rounding, exponent_offset: as in :func:`scales_of`.
-    scales: float32[tiles, P or 1] to use instead of :func:`scales_of`.
-    lanes: uint32[tiles, P, B] to use instead of those of the key.
-    first_row: the index of the first row, for the key's.
+  Scales may be given, float32[tiles, P or 1], in place of those of :func:`scales_of`.
   """
   if scales is None:
     scales = scales_of(
@@ -149,11 +138,10 @@ def encode(
     factor = np.where(scales == 0, np.float32(0), np.float32(2**16) / scales)
     t = np.abs(tiles) * factor[:, :, None]
   fixed = _positions(np.where(np.isnan(t), np.float32(0), t), data_type)
-  rule = dict(bits=8, bucket_size=bucket_size, first_row=first_row)
-  addend = np.int64(dithers.addend(rounding, tiles, key, lanes, **rule))
+  addend = dithers.addend(rounding, tiles, key, bits=8, bucket_size=bucket_size)
   last = len(levels(data_type)) - 1
   top = np.where(tiles < 0, min(last, 127), last).astype(np.int64)
-  codes = (np.minimum(fixed, top << 16) + addend) >> 16
+  codes = (np.minimum(fixed, top << 16) + np.int64(addend)) >> 16
   codes = np.where((tiles < 0) & (codes > 0), codes + 128, codes)
   return planes.with_floats(planes.pack(codes, 8, bucket_size), scales)
 

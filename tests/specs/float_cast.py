@@ -114,18 +114,9 @@ class Cast(NamedTuple):
     return self.unscaled(self.values(rows, size))
 
 
-def cast_of(
-  *,
-  exponent_bits,
-  mantissa_bits,
-  rounding="nearest_even",
-  byte=None,
-  addends=1,
-  scale=1.0,
-):
-  """The cast of a codec's fields; its byte is what the workers agreed on, or None."""
-  fmt = floats.Format(exponent_bits, mantissa_bits)
-  return Cast(fmt, rounding, byte, scale, addends)
+def cast_of(*, exponent_bits, mantissa_bits, **how):
+  """The cast of a codec's fields; ``how`` has other fields of :class:`Cast`."""
+  return Cast(floats.Format(exponent_bits, mantissa_bits), **how)
 
 
 def encode(x, *, key=None, **fields):
@@ -144,13 +135,8 @@ def exchange(x, cast, order, *, group_size=None, accumulate="format", keys=None)
   Args:
     x: float32[N, size].
     cast: a :class:`Cast`, with the agreed byte.
-    order: the name of an exchange.
-    group_size: of "hierarchical".
-    accumulate: as in :func:`ordered`.
+    order, group_size, accumulate: as in :func:`ordered`.
     keys: a key for each worker, for stochastic rounding.
-
-  Returns:
-    float32[size] and float32[N, size].
   """
   workers, size = x.shape
   rows = [cast.encode(x[i], keys and keys[i]) for i in range(workers)]

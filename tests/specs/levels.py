@@ -28,11 +28,7 @@ def first(bits):
 def counts_of(x, *, bits, bucket_size):
   """The magnitudes that a worker counts of a leaf, int64[256].
 
-  Args:
-    x: the leaf, of any shape.
-    bits: the bits of a code.
-    bucket_size: the elements that share a scale; None is one scale a tensor, which is
-      counted in pieces of 512.
+  With one scale a tensor, None, they are counted in pieces of 512.
   """
   leaf = planes.as_leaf(x)
   size = min(planes.geometry(bits, bucket_size)[1], max(leaf.size, 1))
@@ -56,10 +52,6 @@ def variance(counts, k):
 
   Between neighboring levels a and b it is (b - v) (v - a); below the first level,
   whose other neighbor is its negative, a^2 - v^2.
-
-  Args:
-    counts: int[256].
-    k: the integers of the levels.
 
   Example:
     >>> counts = np.zeros(256)
@@ -99,36 +91,14 @@ def best(counts, bits):
   return np.array(k[::-1])
 
 
-def encode(
-  x,
-  *,
-  k,
-  key=None,
-  bits,
-  bucket_size,
-  rounding="stochastic",
-  lanes=None,
-  first_row=0,
-  scale_per_row=False,
-):
-  """The rows of a leaf, uint32[tiles, B + scales + L].
+def encode(x, *, k, key=None, bits, bucket_size, rounding="stochastic"):
+  """The rows of a leaf under levels k, uint32[tiles, B + scales + L].
 
-  Where the scale is NaN the page leaves the codes open; here they are those of zero.
-
-  Args:
-    x: the leaf, of any shape.
-    k: the integers of the levels.
-    key: the leaf's key, two 32-bit words; only read for stochastic rounding.
-    bits: the bits of a code, 2 to 4.
-    bucket_size: the elements that share a scale; None is one scale a tensor.
-    rounding: "nearest" or "stochastic".
-    lanes: uint32[tiles, P, B] to use instead of those of the key.
-    first_row: the index of the first row, for the key's.
-    scale_per_row: by tensor, one scale for each row, as in later stages.
+  All else is as in :func:`qsgd.encode`, with the norm "max" and 2 to 4 bits.
   """
   rule = dict(bits=bits, bucket_size=bucket_size)
   tiles = planes.tiled(planes.as_leaf(x), *planes.geometry(**rule))
-  scales = qsgd.scales_of(x, norm="max", scale_per_row=scale_per_row, **rule)
+  scales = qsgd.scales_of(x, norm="max", **rule)
   with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
     factor = np.where(scales == 0, np.float32(0), np.float32(2**16) / scales)
     t = np.abs(tiles) * factor[:, :, None]
@@ -138,9 +108,7 @@ def encode(
   product = np.trunc(t * np.array(slopes, np.float32)[piece]).astype(np.int64)
   middle = 2**15 * (2**bits - 1)
   fixed = np.minimum(product + np.array(offsets)[piece], middle)
-  addend = dithers.addend(
-    rounding, np.abs(tiles), key, lanes, first_row=first_row, **rule
-  )
+  addend = dithers.addend(rounding, np.abs(tiles), key, **rule)
   codes = (middle + np.where(tiles < 0, -fixed, fixed) + addend) >> 16
   levels = np.broadcast_to(np.float32(np.divide(k, BINS)), (len(tiles), len(k)))
   return planes.with_floats(planes.pack(codes, bits, bucket_size), scales, levels)
@@ -157,14 +125,7 @@ def _pieces(k):
 
 
 def decode(rows, size, *, bits, bucket_size):
-  """The values of a payload, float32[size].
-
-  Args:
-    rows: uint32[tiles, B + scales + L], the payload.
-    size: the number of elements of the leaf.
-    bits: the bits of a code, 2 to 4.
-    bucket_size: the elements that share a scale; None is one scale a tensor.
-  """
+  """The values of a payload, float32[size]."""
   if bits not in (2, 3, 4):
     raise ValueError(f"`bits` must be 2 to 4, got {bits}.")
   per_word, words = planes.geometry(bits, bucket_size)

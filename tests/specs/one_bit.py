@@ -42,10 +42,7 @@ def means_of(x, *, bucket_size=None, column=None):
 def encode(x, *, bucket_size=None, column=None, means=None):
   """The rows of a leaf, uint32[tiles, B + 64] or uint32[columns, ceil(d0 / 32) + 2].
 
-  Args:
-    x: the leaf, of any shape.
-    bucket_size, column: as in :func:`means_of`.
-    means: to use instead of :func:`means_of`.
+  Means may be given in place of those of :func:`means_of`.
   """
   if means is None:
     means = means_of(x, bucket_size=bucket_size, column=column)
@@ -54,18 +51,13 @@ def encode(x, *, bucket_size=None, column=None, means=None):
   else:
     negative = planes.as_leaf(x).reshape(column, -1).T < 0
     padded = np.pad(negative, ((0, 0), (0, -column % 32)))
-    words = np.packbits(padded, axis=1, bitorder="little").view("<u4")
+    octets = np.packbits(padded, axis=1, bitorder="little")
+    words = np.ascontiguousarray(octets).view("<u4")
   return planes.with_floats(words, means)
 
 
 def decode(rows, size, *, bucket_size=None, column=None):
-  """The values of a payload, float32[size]; a bucket with NaN means is NaN.
-
-  Args:
-    rows: the payload.
-    size: the number of elements of the leaf.
-    bucket_size, column: as in :func:`means_of`.
-  """
+  """The values of a payload, float32[size]; a bucket with NaN means is NaN."""
   if column is not None:
     words = -(-column // 32)
     rows = planes.checked(rows, (size // column if column else 1, words + 2))

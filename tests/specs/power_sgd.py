@@ -41,13 +41,7 @@ def orthonormal_rows(rows):
 
 
 def encode(x, *, rank, bits=32):
-  """The rows of one worker alone, both factors: uint32[rows, words], but for rounding.
-
-  Args:
-    x: the leaf.
-    rank: the columns of both factors.
-    bits: 8 or 32.
-  """
+  """The rows of one worker alone, both factors: uint32[rows, words]; it is rounded."""
   m, n = matrix_of(np.shape(x))
   matrix = np.float64(x).reshape(m, n)
   left = start((0, 0), rank, n) @ matrix.T
@@ -73,16 +67,6 @@ def decode(rows, shape, *, rank, bits=32):
   return (orthonormal_rows(factors[0]).T @ factors[1]).reshape(shape)
 
 
-def orthogonalize(p):
-  """Orthonormal columns with the spans of the first columns, one after another.
-
-  Householder's factors have them up to signs; Gram and Schmidt's have the signs of the
-  columns themselves.
-  """
-  q, r = np.linalg.qr(p)
-  return q * np.where(np.diag(r) < 0, -1.0, 1.0)
-
-
 def compress_and_aggregate(matrices, q):
   """Algorithm 1: the factors of the mean of all workers' matrices.
 
@@ -94,7 +78,7 @@ def compress_and_aggregate(matrices, q):
     `[m, r]` with orthonormal columns, and `[n, r]`.
   """
   p = np.mean([matrix @ q for matrix in matrices], axis=0)
-  p = orthogonalize(p)
+  p = orthonormal_rows(p.T).T
   q = np.mean([matrix.T @ p for matrix in matrices], axis=0)
   return p, q
 
@@ -139,7 +123,7 @@ class AlternateSGD:
   def step(self, gradients):
     """The mean that the factors of one step stand for, given all workers' gradients."""
     corrected = np.asarray(gradients, np.float64) + self.errors
-    basis = orthogonalize(self.factor)
+    basis = orthonormal_rows(self.factor.T).T
     sided = corrected if self.sends_left else corrected.swapaxes(1, 2)
     own = sided @ basis
     lost = sided - own @ basis.T

@@ -76,8 +76,6 @@ def encode(
   levels,
   rounding,
   scales=None,
-  lanes=None,
-  first_row=0,
   scale_per_row=False,
   inline=True,
 ):
@@ -87,16 +85,12 @@ def encode(
 
   Args:
     x: the leaf, of any shape.
-    key: the leaf's key, two 32-bit words; only read for stochastic rounding.
+    key: the leaf's key, and perhaps a mask; only read for stochastic rounding.
     bits: the bits of a code, 1 to 8 or 16.
-    bucket_size: the elements that share a scale; None is one scale a tensor.
-    norm: as in :func:`scales_of`.
     levels: "sign_magnitude" or "uniform".
     rounding: "nearest" or "stochastic".
     scales: float32[tiles, P or 1] to use instead of :func:`scales_of`.
-    lanes: uint32[tiles, P, B] to use instead of those of the key.
-    first_row: the index of the first row, for the key's.
-    scale_per_row: as in :func:`scales_of`.
+    bucket_size, norm, scale_per_row: as in :func:`scales_of`.
     inline: whether the scales follow the words; not where workers share them.
   """
   per_word, words = planes.geometry(bits, bucket_size)
@@ -114,8 +108,7 @@ def encode(
   fixed = fixed_point(tiles, scales, full)
   # With uniform levels positions are rounded, not magnitudes.
   signed = tiles if levels == "sign_magnitude" else np.abs(tiles)
-  rule = dict(bits=bits, bucket_size=bucket_size, first_row=first_row)
-  addend = dithers.addend(rounding, signed, key, lanes, **rule)
+  addend = dithers.addend(rounding, signed, key, bits=bits, bucket_size=bucket_size)
   if levels == "sign_magnitude":
     sign = np.signbit(tiles).astype(np.uint32) << np.uint32(bits - 1)
     codes = (fixed + addend) >> np.uint32(16) | sign
@@ -139,13 +132,7 @@ def fixed_point(tiles, scales, full, limit=np.inf):
 def decode(rows, size, *, bits, bucket_size, levels, scales=None):
   """The values of a payload, float32[size]; a bucket with a NaN scale is NaN.
 
-  Args:
-    rows: uint32[tiles, words], the payload.
-    size: the number of elements of the leaf.
-    bits: the bits of a code, 1 to 8 or 16.
-    bucket_size: the elements that share a scale; None is one scale a tensor.
-    levels: "sign_magnitude" or "uniform".
-    scales: float32[tiles, P or 1] that all workers share: rows have words alone.
+  Shared scales are given, float32[tiles, P or 1]: rows then have words alone.
   """
   rule = dict(bits=bits, bucket_size=bucket_size, levels=levels)
   if scales is not None:
@@ -178,13 +165,7 @@ def magnitudes(count, scale, top):
 
 
 def integers(rows, size, *, bits, bucket_size, levels):
-  """The integers of rows whose scales all workers share, int64[size].
-
-  Args:
-    rows: uint32[tiles, B], words alone.
-    size: the number of elements of the leaf.
-    bits, bucket_size, levels: as in :func:`decode`.
-  """
+  """The integers of rows of words alone, whose scales workers share: int64[size]."""
   rows = planes.checked_rows(rows, size, *planes.geometry(bits, bucket_size))
   codes = planes.unpack(rows, bits)[:size].astype(np.int64)
   top = top_of(bits, levels)
@@ -193,12 +174,9 @@ def integers(rows, size, *, bits, bucket_size, levels):
 
 
 def decode_sums(sums, scales, *, bits, bucket_size, levels):
-  """The values of sums of codes that share their scales, float32 like the sums.
+  """The values of sums of integers under shared scales, float32 like the sums.
 
-  Args:
-    sums: integers, in the leaf's order; codes of one worker are sums as well.
-    scales: float32[tiles, P or 1], or float32[1, 1] for all.
-    bits, bucket_size, levels: as in :func:`decode`.
+  Scales are float32[tiles, P or 1], or float32[1, 1] for all.
   """
   per_word, words = planes.geometry(bits, bucket_size)
   tiles = -(-len(sums) // (per_word * words))
@@ -223,11 +201,7 @@ def pack_sums(sums, workers, *, bits, bucket_size, levels):
 def unpack_sums(words, size, workers, *, bits, bucket_size, levels):
   """The sums that an owner sends in the second stage of `two_shot`, int64[size].
 
-  Args:
-    words: uint32[rows, B].
-    size: the number of elements of the share, whole tiles.
-    workers: N.
-    bits, bucket_size, levels: as in :func:`decode`; the bits are those of a code.
+  The size is that of a share, whole tiles, and bits are those of a code, not of a sum.
   """
   limit, width, row = _sum_rule(workers, bits, bucket_size, levels)
   if size % (32 // bits * row):
@@ -264,24 +238,19 @@ def split_stats(message, sizes, *, bits, bucket_size):
   return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def expected_variance(x, *, bits, bucket_size, norm, levels, scales=None):
+def expected_variance(x, *, bits, bucket_size, norm, levels):
   """E || Q(x) - x ||^2 of equation 1 of Grubic et al. 2018, exactly, in float64.
 
   With `sign_magnitude`, section 2.3: |v| / norm is in [l / s, (l + 1) / s] and becomes
   (l + 1) / s with probability p = |v| / norm * s - l. With `uniform`, section 3.2.2:
   the same on [-norm, norm], cut into s = 2^bits - 1 intervals. So the variance is the
-  sum of step^2 p (1 - p). ``scales`` are used in place of norms, float[tiles, P or 1].
+  sum of step^2 p (1 - p).
   """
   x = np.asarray(x, np.float64).ravel()
-  per_word, words = planes.geometry(bits, bucket_size)
-  if scales is None:
-    tiles = planes.tiled(x, per_word, words)
-    buckets = tiles if bucket_size else tiles.reshape(1, 1, -1)
-    order = {"max": np.inf, "l2": 2}[norm]
-    lengths = np.linalg.norm(buckets, ord=order, axis=2)
-    norms = lengths.repeat(buckets.shape[2])[: x.size]
-  else:
-    norms = scale_table.per_element(np.float64(scales), per_word, words)[: x.size]
+  tiles = planes.tiled(x, *planes.geometry(bits, bucket_size))
+  buckets = tiles if bucket_size else tiles.reshape(1, 1, -1)
+  lengths = np.linalg.norm(buckets, ord={"max": np.inf, "l2": 2}[norm], axis=2)
+  norms = lengths.repeat(buckets.shape[2])[: x.size]
   top, safe = top_of(bits, levels), np.where(norms == 0, 1, norms)
   if levels == "uniform":
     position, step = (x / safe + 1) / 2 * top, 2 * norms / top

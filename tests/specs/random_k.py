@@ -33,11 +33,7 @@ def positions(key, rows, size, density):
 def encode(x, *, key, range_size, stride):
   """The rows of a leaf that is finite, uint32[ranges, 2 + S].
 
-  Args:
-    x: the leaf, of any shape.
-    key: the leaf's shared key, two words.
-    range_size: n, the elements of a range.
-    stride: the elements of which one is sent.
+  The key is that of the leaf, which all workers share; of a stride one element is sent.
   """
   parts = planes.tiled(planes.as_leaf(x), 1, range_size)[:, 0]
   keys, rows = row_keys(key, len(parts)), []

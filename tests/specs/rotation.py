@@ -34,11 +34,7 @@ def matrix(group):
 def rotate(x, *, bits, bucket_size, group):
   """The rotated tiles of a leaf that zeros fill, float32[tiles * P * B].
 
-  Args:
-    x: the leaf, of any shape.
-    bits: the bits of a code, 1, 2 or 4.
-    bucket_size: B; None is one scale a tensor.
-    group: the elements of a group, 8 or 32.
+  The bits of a code are 1, 2 or 4, and a group has 8 or 32 elements.
   """
   per_word, words = planes.geometry(bits, bucket_size)
   tiles = planes.tiled(planes.as_leaf(x), 1, per_word * words)[:, 0]

@@ -20,11 +20,7 @@ def scales_of(x, *, bucket_size, scale):
 def encode(x, *, bucket_size, scale, scales=None):
   """The rows of a leaf, uint32[tiles, B + 32], or [tiles, B + 2] of scales of one.
 
-  Args:
-    x: the leaf, of any shape.
-    bucket_size: the elements that share a scale.
-    scale: "mean" or "one".
-    scales: float32[tiles, 32] to use instead of :func:`scales_of`.
+  Scales may be given, float32[tiles, 32], in place of those of :func:`scales_of`.
   """
   if scales is None:
     scales = scales_of(x, bucket_size=bucket_size, scale=scale)
@@ -75,12 +71,7 @@ def vote(values, kind):
 def unpack_votes(words, size, workers, *, bucket_size, vote):
   """The counts that an owner sends in the second stage of `two_shot`, float32[size].
 
-  Args:
-    words: uint32[rows, B].
-    size: the number of elements of the share, whole tiles.
-    workers: N.
-    bucket_size: the elements that share a scale.
-    vote: "mean" or "majority".
+  The size is that of a share, whole tiles; the vote is "mean" or "majority".
   """
   most = workers if vote == "mean" else 1
   width = (2 * most + 1).bit_length()

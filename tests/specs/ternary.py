@@ -59,8 +59,6 @@ def encode(
   scales=None,
   limit=np.inf,
   rounding="stochastic",
-  lanes=None,
-  first_row=0,
   inline=True,
 ):
   """The rows of a leaf, uint32[tiles, B + scales].
@@ -69,14 +67,10 @@ def encode(
 
   Args:
     x: the leaf, of any shape.
-    key: the leaf's key, two 32-bit words.
-    packing: "2bit" or "base3".
-    bucket_size: the elements that share a scale; None is one scale a leaf.
+    key: the leaf's key, and perhaps a mask.
+    packing, bucket_size, limit: as in :func:`scales_of`.
     scales: float32[tiles, P or 1] to use instead of :func:`scales_of`.
-    limit: as :func:`clip_limit`.
     rounding: "stochastic" or "nearest".
-    lanes: uint32[tiles, P, B] to use instead of :func:`random_lanes`.
-    first_row: the index of the first row, for :func:`random_lanes`.
     inline: whether the scales follow the words; not where workers share them.
   """
   rule = dict(packing=packing, bucket_size=bucket_size)
@@ -85,24 +79,12 @@ def encode(
     scales = scales_of(x, limit=limit, **rule)
   scales = scale_table.given(scales, len(tiles), PER_WORD[packing], bucket_size)
   fixed = qsgd.fixed_point(tiles, scales, 2**16, limit)
-  if rounding == "stochastic" and lanes is None:
-    lanes = random_lanes(key, len(tiles), first_row=first_row, **rule)
-  addend = dithers.addend(rounding, tiles, lanes=lanes)
+  # Planes of a word take lanes in order however many there are, so the first of the 32
+  # planes of 1-bit codes are those of any fewer.
+  addend = dithers.addend(rounding, tiles, key, bits=1, bucket_size=bucket_size)
   magnitude = ((fixed + addend) >> np.uint32(16)).astype(np.int64)
   packed = pack(np.where(tiles < 0, -magnitude, magnitude), packing)
   return planes.with_floats(packed, scales) if inline else packed
-
-
-def random_lanes(key, tiles, *, packing, bucket_size, first_row=0):
-  """The 16-bit integers of stochastic rounding, uint32[tiles, P, B].
-
-  Planes of a word take them in order however many there are, so the first of the 32
-  planes of 1-bit codes are those of any fewer.
-  """
-  lanes = dithers.random_lanes(
-    key, tiles, bits=1, bucket_size=bucket_size, first_row=first_row
-  )
-  return lanes[:, : PER_WORD[packing]]
 
 
 def pack(z, packing):
@@ -128,13 +110,8 @@ def _word_of_digits(digits):
 def decode(rows, size, *, packing, bucket_size, scales=None):
   """The values of a payload, float32[size].
 
-  Args:
-    rows: uint32[tiles, B + scales], the payload.
-    size: the number of elements of the leaf.
-    packing: "2bit" or "base3".
-    bucket_size: the elements that share a scale; None is one scale a leaf.
-    scales: float32[tiles, P], or [tiles, 1] or [1, 1] without buckets, if all workers
-      share them; None reads them behind the words.
+  Scales that all workers share are given, [tiles, P], or [tiles, 1] or [1, 1] without
+  buckets; else they are read behind the words.
   """
   z, scale = _read(rows, size, packing, bucket_size, scales)
   return z.astype(np.float32) * scale
@@ -198,11 +175,7 @@ def ternarize(g, uniform, scaler=None):
 
   b_k is 1 with probability |g_k| / s: where `uniform >= 1 - |g_k| / s`, so that
   `uniform = (r + 0.5) / 2^16` makes the choice of the fixed-point rule with r.
-
-  Args:
-    g: the gradient, clipped already.
-    uniform: in [0, 1): a number, or an array of the shape of `g`.
-    scaler: s; None is max(abs(g)).
+  The gradient g is clipped already, and s is max(abs(g)), or given.
 
   Example:
     >>> ternarize([-4, 1, 3, 0], 0.5)
