@@ -23,14 +23,7 @@ def cut(x, block_size):
 
 
 def encode(x, *, block_size, count, value_bits):
-  """The rows of a leaf, uint32[tiles, words].
-
-  Args:
-    x: the leaf, of any shape.
-    block_size: the elements of a block, B.
-    count: the entries of a block.
-    value_bits: the bits of a value.
-  """
+  """The rows of a leaf, uint32[tiles, words]."""
   bits, below, blocks = _layout(block_size, value_bits)
   tiles = planes.tiled(planes.as_leaf(x), blocks, block_size)
   order = np.abs(cut(tiles, block_size)).view(np.uint32).astype(np.int64)

@@ -80,27 +80,10 @@ def fixed_scale(data_type, exponent_offset):
 
 
 def scales_of(
-  x,
-  *,
-  data_type,
-  bucket_size,
-  rounding="nearest",
-  exponent_offset=None,
-  scale_per_row=False,
+  x, *, data_type, bucket_size, rounding="nearest", exponent_offset=None, **rows
 ):
-  """The scales that a row carries, float32[tiles, P], or [tiles, 1] by tensor.
-
-  Args:
-    x: the leaf, of any shape.
-    data_type: one of `DATA_TYPES`.
-    bucket_size: the elements that share a scale; None is one scale a tensor.
-    rounding: "nearest" or "stochastic".
-    exponent_offset: None, or k for fixed scales of 10^k, or 1.5 * 10^k for "mantissa".
-    scale_per_row: by tensor, one scale for each row, as in later stages.
-  """
-  scales = qsgd.scales_of(
-    x, bits=8, bucket_size=bucket_size, norm="max", scale_per_row=scale_per_row
-  )
+  """The scales that a row carries, float32[tiles, P], or [tiles, 1] by tensor."""
+  scales = qsgd.scales_of(x, bits=8, bucket_size=bucket_size, norm="max", **rows)
   if exponent_offset is not None:
     return np.where(np.isnan(scales), scales, fixed_scale(data_type, exponent_offset))
   if rounding == "stochastic":
@@ -110,28 +93,12 @@ def scales_of(
 
 
 def encode(
-  x,
-  *,
-  key=None,
-  data_type,
-  bucket_size,
-  scales=None,
-  rounding="nearest",
-  exponent_offset=None,
+  x, *, key=None, data_type, bucket_size, scales=None, rounding="nearest", **offset
 ):
-  """The rows of a leaf, uint32[tiles, B + scales].
-
-  Where the scale is NaN the page leaves the codes open; here they are those of zero.
-  Scales may be given, float32[tiles, P or 1], in place of those of :func:`scales_of`.
-  """
+  """The rows of a leaf, uint32[tiles, B + scales]."""
+  rule = dict(data_type=data_type, bucket_size=bucket_size)
   if scales is None:
-    scales = scales_of(
-      x,
-      data_type=data_type,
-      bucket_size=bucket_size,
-      rounding=rounding,
-      exponent_offset=exponent_offset,
-    )
+    scales = scales_of(x, rounding=rounding, **rule, **offset)
   tiles = planes.tiled(planes.as_leaf(x), *planes.geometry(8, bucket_size))
   scales = scale_table.given(scales, len(tiles), 4, bucket_size)
   with np.errstate(divide="ignore", over="ignore", invalid="ignore"):

@@ -130,14 +130,7 @@ def decode(rows, size, **fields):
 
 
 def exchange(x, cast, order, *, group_size=None, accumulate="format", keys=None):
-  """The mean of the leaves x[N, size] of N workers, and what each one sent.
-
-  Args:
-    x: float32[N, size].
-    cast: a :class:`Cast`, with the agreed byte.
-    order, group_size, accumulate: as in :func:`ordered`.
-    keys: a key for each worker, for stochastic rounding.
-  """
+  """The mean of the leaves x[N, size] of N workers, and what each one sent."""
   workers, size = x.shape
   rows = [cast.encode(x[i], keys and keys[i]) for i in range(workers)]
   tile = 32 // cast.width * planes.ROW_WORDS

@@ -15,12 +15,8 @@ PER_WORD = 32
 def means_of(x, *, bucket_size=None, column=None):
   """The means that a row carries: avg+ of each bucket or column, then avg-.
 
-  Sums are taken in float64 and rounded once.
-
-  Args:
-    x: the leaf, of any shape.
-    bucket_size: the elements that share a pair of means: float32[tiles, 64].
-    column: the elements of a column, the leaf's first dimension: float32[columns, 2].
+  A bucket has 64 in all of a row; a column, ``column`` elements along the leaf's first
+  dimension, has a row of its own with two. Sums are in float64 and rounded once.
   """
   leaf = planes.as_leaf(x)
   if column is not None:

@@ -29,14 +29,6 @@ def scales_of(x, *, bits, bucket_size, norm, scale_per_row=False):
 
   The l2 norm is accumulated in float64 and rounded once, so it neither overflows nor
   underflows on the way; a sum in binary32 may differ in the last bits.
-
-  Args:
-    x: the leaf, of any shape.
-    bits: the bits of a code.
-    bucket_size: the elements that share a scale; None is one scale a tensor.
-    norm: "max", "l2" or "rms".
-    scale_per_row: with `bucket_size=None`, one scale for each row instead, as in the
-      second stage of `two_shot`.
   """
   per_word, words = planes.geometry(bits, bucket_size)
   leaf = planes.filled(x, bucket_size) if norm == "rms" else planes.as_leaf(x)
@@ -79,20 +71,7 @@ def encode(
   scale_per_row=False,
   inline=True,
 ):
-  """The rows of a leaf, uint32[tiles, B + scales].
-
-  Where the scale is NaN the page leaves the codes open; here they are those of zero.
-
-  Args:
-    x: the leaf, of any shape.
-    key: the leaf's key, and perhaps a mask; only read for stochastic rounding.
-    bits: the bits of a code, 1 to 8 or 16.
-    levels: "sign_magnitude" or "uniform".
-    rounding: "nearest" or "stochastic".
-    scales: float32[tiles, P or 1] to use instead of :func:`scales_of`.
-    bucket_size, norm, scale_per_row: as in :func:`scales_of`.
-    inline: whether the scales follow the words; not where workers share them.
-  """
+  """The rows of a leaf, uint32[tiles, B + scales]."""
   per_word, words = planes.geometry(bits, bucket_size)
   top = top_of(bits, levels)
   if scales is None:
@@ -216,14 +195,7 @@ def unpack_sums(words, size, workers, *, bits, bucket_size, levels):
 
 
 def split_stats(message, sizes, *, bits, bucket_size):
-  """The scales of each leaf in a message of statistics: a list of float32[tiles, P].
-
-  Args:
-    message: int32[floats], bit patterns.
-    sizes: the elements of each leaf that the codec encodes.
-    bits: the bits of a code.
-    bucket_size: the elements that share a scale; None is one scale a tensor, [1, 1].
-  """
+  """The scales of each leaf in a message of bit patterns: float32[tiles, P]."""
   per_word = 32 // bits
   shapes = [
     (1, 1) if bucket_size is None else (-(-size // (per_word * bucket_size)), per_word)

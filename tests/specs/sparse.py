@@ -56,10 +56,6 @@ def clipped_sum(shares, threshold):
   By its section 3.2 and equation 3: a worker's gradient is its share of the sum,
   ``1 / (N b)`` times what its b examples add up to. Each is clipped at ``N^(-1/2)`` of
   the threshold of the whole.
-
-  Args:
-    shares: of each worker, a list of leaves.
-    threshold: the norm that is clipped at where one worker has all examples.
   """
   limit = len(shares) ** -0.5 * threshold
   return [sum(leaves) for leaves in zip(*(clip(x, limit) for x in shares), strict=True)]
@@ -74,12 +70,7 @@ def sparse_sum(parts, scale):
 
 
 def all_gather(corrected, density):
-  """The mean after ``all_gather`` of exact selections, and what each did not send.
-
-  Args:
-    corrected: float32[N, n], gradients with residuals.
-    density: the share to send.
-  """
+  """The mean of exact selections of [N, n], and what each did not send."""
   sent = np.stack([exact(x, density) for x in corrected])
   return sparse_sum(sent, 1 / len(sent)), corrected - sent
 
@@ -87,10 +78,7 @@ def all_gather(corrected, density):
 def two_shot(corrected, density, owned):
   """Like :func:`all_gather`, of N ranges that each have an owner, who selects again.
 
-  Args:
-    corrected: float32[N, n].
-    density: the share of each range to send.
-    owned: float32[N, ceil(n / N)], what owners kept; replaced in place.
+  What owners kept, float32[N, ceil(n / N)], is replaced in place.
   """
   workers, size = corrected.shape
   padded = np.zeros((workers, owned.size), np.float32)

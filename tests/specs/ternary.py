@@ -24,16 +24,7 @@ def clip_limit(x, clip_sigmas):
 def scales_of(
   x, *, packing, bucket_size, scaler="clipped", limit=np.inf, scale_per_row=False
 ):
-  """A worker's own scales, float32[tiles, P], or [tiles, 1] without buckets.
-
-  Args:
-    x: the leaf, of any shape.
-    packing: "2bit" or "base3".
-    bucket_size: the elements that share a scale; None is one scale a leaf.
-    scaler: "clipped" or "sigma".
-    limit: as :func:`clip_limit`.
-    scale_per_row: with `bucket_size=None`, one scale for each row, as in later stages.
-  """
+  """A worker's own scales, float32[tiles, P], or [tiles, 1] without buckets."""
   buckets = tiles = _tiles(x, packing, bucket_size)
   if bucket_size is None:
     rows = len(tiles) if scale_per_row else 1
@@ -61,18 +52,7 @@ def encode(
   rounding="stochastic",
   inline=True,
 ):
-  """The rows of a leaf, uint32[tiles, B + scales].
-
-  Where the scale is NaN the page leaves the codes open; here they are those of zero.
-
-  Args:
-    x: the leaf, of any shape.
-    key: the leaf's key, and perhaps a mask.
-    packing, bucket_size, limit: as in :func:`scales_of`.
-    scales: float32[tiles, P or 1] to use instead of :func:`scales_of`.
-    rounding: "stochastic" or "nearest".
-    inline: whether the scales follow the words; not where workers share them.
-  """
+  """The rows of a leaf, uint32[tiles, B + scales]."""
   rule = dict(packing=packing, bucket_size=bucket_size)
   tiles = _tiles(x, **rule)
   if scales is None:

@@ -17,12 +17,7 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 def range_of(size, owners=1):
-  """n, the elements of a range of a leaf of so many elements.
-
-  Args:
-    size: the number of elements of the leaf.
-    owners: N in two_shot and hierarchical, else 1.
-  """
+  """n, the elements of a range of a leaf of so many elements."""
   ranges = owners
   while size > ranges * 2**30:
     ranges *= 2
@@ -113,25 +108,12 @@ def _layout(range_size, slots, quantize, value_dtype):
 
 
 def encode(
-  x,
-  *,
-  range_size,
-  slots,
-  quantize=None,
-  value_dtype="float32",
-  positive=True,
-  positions=None,
+  x, *, range_size, slots, quantize=None, value_dtype="float32", positions=None
 ):
   """The rows of a leaf, uint32[ranges, words]; entries by their places.
 
-  Args:
-    x: the leaf, of any shape; finite where values are means.
-    range_size: n, the elements of a range.
-    slots: S.
-    quantize: None, "asq" or "mean".
-    value_dtype: "float32", "bfloat16" or "float16".
-    positive: with "asq", the sign of the elements that are sent.
-    positions: of one range's entries; None is of its S largest elements.
+  They are the S largest elements of a range of n, or at given ``positions``; with "asq"
+  of positive ones, as in even steps. The leaf is finite where values are means.
   """
   block, blocks, half, _ = _layout(range_size, slots, quantize, value_dtype)
   rows = []
@@ -140,7 +122,7 @@ def encode(
     if place is None:
       own = np.arange(range_size)
       if quantize == "asq":
-        own = np.flatnonzero(part > 0 if positive else part < 0)
+        own = np.flatnonzero(part > 0)
       place = own[positions_of_largest(part[own], min(slots, own.size))]
     ends = np.searchsorted(place, block * np.arange(1, blocks + 1))
     chosen = part[place]
@@ -148,12 +130,12 @@ def encode(
     if quantize == "mean":
       codes = codes | (chosen < 0) * block
       groups = chosen[chosen >= 0], chosen[chosen < 0]
-      values = np.float32([g.mean() if g.size else 0 for g in groups]).view(np.uint32)
+      tail = np.float32([g.mean() if g.size else 0 for g in groups]).view(np.uint32)
     elif quantize == "asq":
-      values = np.float32([chosen.mean() if chosen.size else 0]).view(np.uint32)
+      tail = np.float32([chosen.mean() if chosen.size else 0]).view(np.uint32)
     else:
-      values = _value_words(chosen, slots, value_dtype)
-    words = ends.astype(np.uint32), _joined(codes, half), values
+      tail = _value_words(chosen, slots, value_dtype)
+    words = ends.astype(np.uint32), _joined(codes, half), tail
     rows.append(np.concatenate(words))
   return np.array(rows, np.uint32)
 
