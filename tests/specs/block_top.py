@@ -92,8 +92,7 @@ def decode(rows, size, *, block_size, count, value_bits):
     leaf[tile, block, place] = value[tile, block]
   leaf[bad] = np.nan
   flat = leaf.ravel()
-  if flat[size:][np.isfinite(flat[size:])].any():
-    raise ValueError("the elements that fill the last tile must not be sent.")
+  planes.refuse_filler(flat[size:][np.isfinite(flat[size:])])
   return flat[:size]
 
 

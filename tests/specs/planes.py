@@ -70,10 +70,6 @@ def as_floats(words):
 
 def checked_rows(rows, size, per_word, words, floats=0):
   """The rows, uint32[tiles, words + floats], if a leaf of so many elements has them."""
-  if words < 1:
-    raise ValueError(f"`bucket_size` must be at least 1, got {words}.")
-  if size < 0:
-    raise ValueError(f"`size` must not be negative, got {size}.")
   return checked(rows, (-(-size // (per_word * words)), words + floats))
 
 
@@ -87,7 +83,7 @@ def checked(rows, shape):
   return rows
 
 
-def refuse_filler(filler, name="elements"):
+def refuse_filler(filler):
   """Raises where something behind the end of a leaf is not zero."""
   if filler.any():
-    raise ValueError(f"the {name} that fill the last tile must have the code 0.")
+    raise ValueError("the elements that fill the last tile must have the code 0.")

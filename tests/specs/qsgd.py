@@ -187,8 +187,7 @@ def unpack_sums(words, size, workers, *, bits, bucket_size, levels):
     raise ValueError(f"a share has whole tiles, got {size} elements.")
   words = planes.checked_rows(words, size, 32 // width, row)
   fields = planes.unpack(words, width)
-  if fields[size:].any():
-    raise ValueError("the fields behind the last bucket must be zero.")
+  planes.refuse_filler(fields[size:])
   if (fields[:size] > 2 * limit).any():
     raise ValueError(f"a sum of {workers} codes is at most {limit}.")
   return fields[:size].astype(np.int64) - limit

@@ -77,8 +77,7 @@ def unpack_votes(words, size, workers, *, bucket_size, vote):
   width = (2 * most + 1).bit_length()
   words = planes.checked_rows(words, size, 32 // width, bucket_size)
   fields = planes.unpack(words, width)
-  if fields[size:].any():
-    raise ValueError("the fields behind the last bucket must be zero.")
+  planes.refuse_filler(fields[size:])
   if (fields > 2 * most + 1).any():
     raise ValueError(f"a count is at most {most}.")
   counts = np.float32(fields[:size].astype(np.int64) - most - 1)
