@@ -42,10 +42,7 @@ def cast(y, element, r=None):
     return inside.view(np.uint8).astype(np.uint32)
   table = numbers(element)
   table = table[: int(np.flatnonzero(table == top)[0]) + 1]  # increasing, from zero
-  size = np.minimum(np.abs(y), top)
-  code = np.minimum(np.searchsorted(table, size, "right") - 1, len(table) - 2)
-  chance = (size - table[code]) / (table[code + 1] - table[code])
-  code = code + (chance + r / 2.0**16 >= 1)
+  code = dithers.one_of_two(np.minimum(np.abs(y), top), table, r)
   sign = np.signbit(y).astype(np.uint32) << (bits_of(element) - 1)
   return code.astype(np.uint32) | sign
 

@@ -38,12 +38,8 @@ def stochastic(x, dtype, draws):
   infinity = np.array(np.inf, dtype).view(np.uint16)
   table = np.arange(infinity, dtype=np.uint16).view(dtype).astype(np.float64)
   size = np.where(np.isfinite(cast), np.abs(x), 0).astype(np.float64)
-  below = np.searchsorted(table, size, "right") - 1
-  above = np.minimum(below + 1, len(table) - 1)  # nothing is above the largest
-  step = np.where(above > below, table[above] - table[below], 1)
-  share = (size - table[below]) / step  # exact: binary64, and steps are powers of two
-  up = (above > below) & (np.floor(share * 2**16) + draws >= 2**16)
-  rounded = np.where(up, above, below).astype(np.uint16).view(dtype)
+  code = dithers.one_of_two(np.minimum(size, table[-1]), table, draws)
+  rounded = code.astype(np.uint16).view(dtype)
   return np.where(np.isfinite(cast), np.copysign(rounded, cast), cast)
 
 

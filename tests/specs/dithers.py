@@ -125,3 +125,13 @@ def addend(rounding, x, key, **rule):
   if rounding != "stochastic":
     raise ValueError(f"`rounding` must be 'nearest' or 'stochastic', got {rounding!r}.")
   return signed_lanes(random_lanes(key, len(x), **rule)[:, : x.shape[1]], x)
+
+
+def one_of_two(size, table, r):
+  """The codes of one of each number's two neighbors in a table, by 16-bit integers r.
+
+  The table increases, and is not exceeded. Chances are exact in binary64.
+  """
+  code = np.minimum(np.searchsorted(table, size, "right") - 1, len(table) - 2)
+  chance = (size - table[code]) / (table[code + 1] - table[code])
+  return code + (chance + r / 2.0**16 >= 1)
