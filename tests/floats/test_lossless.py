@@ -11,8 +11,8 @@ import gradcomp
 from gradcomp._src.codecs.floats.lossless import Halves
 from gradcomp._src.kernels import lossless
 from gradcomp.codecs import Lossless
-from tests.oracles import lossless as oracle
 from tests.plugins.slow_cases import slow
+from tests.specs import lossless as oracle
 
 
 def bits(x):

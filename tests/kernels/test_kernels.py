@@ -8,8 +8,9 @@ from jax.extend.random import threefry_2x32
 
 from gradcomp._src.kernels.common import dithers, fixed_point, planes
 from gradcomp.kernels import pack_planes, random_lanes, threefry2x32, unpack_planes
-from tests.oracles import qsgd
 from tests.plugins.slow_cases import slow
+from tests.specs import dithers as dithers_spec
+from tests.specs import planes as planes_spec
 from tests.support import laws
 from tests.support.assertions import rank
 
@@ -42,7 +43,9 @@ def test_every_size_round_trips_through_packing(bits, step):
   words = pack([jnp.asarray(leaf) for leaf in leaves])
   unpacked = jax.jit(lambda words: [unpack_planes(w, bits) for w in words])(words)
   for leaf, word, codes in zip(leaves, words, unpacked, strict=True):
-    np.testing.assert_array_equal(np.asarray(word), qsgd.pack(leaf, bits, bucket_size))
+    np.testing.assert_array_equal(
+      np.asarray(word), planes_spec.pack(leaf, bits, bucket_size)
+    )
     np.testing.assert_array_equal(np.asarray(codes).reshape(-1)[: leaf.size], leaf)
     assert not np.asarray(codes).reshape(-1)[leaf.size :].any()
 
@@ -62,17 +65,19 @@ def test_threefry_of_fewer_rounds_is_the_oracles(rounds):
   key = jnp.array([123, 456], jnp.uint32)
   counter = jnp.arange(50, dtype=jnp.uint32) * jnp.uint32(2654435761)
   ours = threefry2x32(key, (counter, counter + 7), rounds)
-  theirs = qsgd.threefry2x32((123, 456), counter, counter + 7, rounds)
+  theirs = dithers_spec.threefry2x32((123, 456), counter, counter + 7, rounds)
   np.testing.assert_array_equal(ours, theirs)
 
 
 def test_lanes_are_quarters_of_blocks_and_sums_of_them():
   shape, lanes = (3, 64), 10
-  dither = jnp.array([*np.asarray(laws.KEY), qsgd.mask(5) * 0x10001], jnp.uint32)
+  dither = jnp.array(
+    [*np.asarray(laws.KEY), dithers_spec.mask(5) * 0x10001], jnp.uint32
+  )
   got = np.stack(random_lanes(dither, shape, lanes, first_row=5), axis=1)
-  words = (*np.asarray(laws.KEY).tolist(), qsgd.mask(5))
+  words = (*np.asarray(laws.KEY).tolist(), dithers_spec.mask(5))
   # Ten planes of three bits.
-  expected = qsgd.random_lanes(words, 3, bits=3, bucket_size=64, first_row=5)
+  expected = dithers_spec.random_lanes(words, 3, bits=3, bucket_size=64, first_row=5)
   np.testing.assert_array_equal(got, expected)
 
 
@@ -97,10 +102,10 @@ def test_any_two_lanes_are_independent():
 
 
 def test_masks_are_the_pages():
-  traced = jax.jit(jax.vmap(dithers.mask))(jnp.arange(300))
-  expected = [qsgd.mask(i) for i in range(300)]
+  traced = jax.jit(jax.vmap(dithers_spec.mask))(jnp.arange(300))
+  expected = [dithers_spec.mask(i) for i in range(300)]
   assert traced.tolist() == expected
-  assert [int(dithers.mask(i)) for i in range(300)] == expected
+  assert [int(dithers_spec.mask(i)) for i in range(300)] == expected
   # Half of the pairs lie on either side of any half, quarter, eighth...
   for count in (2, 4, 8, 16):
     places = [(0x5A5A ^ m) * count >> 16 for m in expected[: 2 * count : 2]]
