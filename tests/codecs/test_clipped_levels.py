@@ -10,7 +10,7 @@ from gradcomp.codecs import QSGD
 from tests.plugins.slow_cases import slow
 from tests.specs import qsgd
 from tests.support import laws, modes
-from tests.support.cases.codec import CLIPPED_QSGD_CASES
+from tests.table.settings import CLIPPED_QSGD_CASES
 from tests.support.laws import name
 
 WIDTHS = (1, 2, 3, 4)

@@ -37,7 +37,7 @@ from gradcomp.codecs import (
 from tests.plugins.slow_cases import one_in, slow
 from tests.specs import qsgd
 from tests.support import laws
-from tests.support.cases.codec import QSGD_CASES, SCHEMES
+from tests.table.settings import QSGD_CASES, SCHEMES
 from tests.support.laws import name
 
 

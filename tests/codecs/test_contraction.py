@@ -12,7 +12,7 @@ from gradcomp.testing import laws
 from tests.plugins.slow_cases import slow
 from tests.support import laws as suite
 from tests.support.assertions import says
-from tests.support.cases.codec import CASES
+from tests.table.settings import CASES
 
 TWO_BITS = QSGD(bits=2)
 OTHERS = [

@@ -13,7 +13,7 @@ from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import EightBit
 from tests.specs import eight_bit, planes
 from tests.support import laws
-from tests.support.cases.codec import EIGHT_BIT_CASES
+from tests.table.settings import EIGHT_BIT_CASES
 
 every_type = pytest.mark.parametrize("data_type", eight_bit.DATA_TYPES)
 

@@ -22,7 +22,7 @@ def test_nothing_is_above_its_budget_and_none_stands_idle():
     ("gradcomp/_src/checks.py", "gradcomp/_src"),
     ("gradcomp/_src/cost/planner/tables.py", "gradcomp/_src/cost"),
     ("kernels/quantize/pallas.py", "kernels"),
-    ("tests/support/cases/codec.py", "tests/support"),
+    ("tests/table/settings.py", "tests/table"),
     ("docs/results/claims/wen.md", "docs/results/claims"),
     ("docs/results/speed.md", "docs/results"),
   ],

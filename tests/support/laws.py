@@ -1,4 +1,4 @@
-"""Holds the cases of `cases/codec.py` to the laws of `gradcomp.testing`.
+"""Holds the cases of `tests/table/settings.py` to the laws of `gradcomp.testing`.
 
 What only a case knows is here: how the page reads a payload, and whose statistics they
 are. And the tests' ways to encode and to decode a leaf.
@@ -14,7 +14,7 @@ import numpy as np
 from gradcomp._src.codecs.rounds import payload_of
 from gradcomp.codecs import NOTHING, Context, Leaf, Memory
 from gradcomp.testing import laws, trial
-from tests.support.cases.codec import CASES
+from tests.table.settings import CASES, LOW_RANK
 
 CODECS = [case.codec for case in CASES]
 
@@ -39,6 +39,9 @@ def _told(value, field):
   if isinstance(value, bool):
     return field if value else f"no_{field}"
   return str(value) if isinstance(value, str | int | float | None) else value.name
+
+
+SETTINGS = {name(case.codec): case for case in CASES + LOW_RANK}
 
 
 def encode(codec, x, key, levels=None):

@@ -1,0 +1,1 @@
+"""The table of codecs, exchanges, feedback, places and workers, and its laws."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 
 import jax
 
-from tests.table import run, settings
+from tests.support import laws
+from tests.table import run
 from tests.table.run import Row
-
 
 _KINDS = {"nesterov": "momentum", "int8": "error", "bfloat16": "error"}
 
@@ -22,7 +22,7 @@ _KINDS = {"nesterov": "momentum", "int8": "error", "bfloat16": "error"}
 def rows() -> list[Row]:
   """Every row that the library allows."""
   every = itertools.product(
-    settings.SETTINGS, run.EXCHANGES, run.FEEDBACK, run.PLACES, run.WORKERS
+    laws.SETTINGS, run.EXCHANGES, run.FEEDBACK, run.PLACES, run.WORKERS
   )
   return [row for row in itertools.starmap(Row, every) if row.allowed]
 
@@ -37,7 +37,7 @@ def pairs(values: tuple) -> frozenset:
 
 def plain(row: Row) -> frozenset:
   """What a plain run must have once: pairs of families, and plain settings."""
-  slow = settings.SETTINGS[row.setting].slow
+  slow = laws.SETTINGS[row.setting].slow
   return pairs(family(row)) | ({row.setting} if not slow else set())
 
 
@@ -46,7 +46,7 @@ def every(row: Row) -> frozenset:
 
   Kinds of storing and of momentum are one feedback here.
   """
-  if settings.SETTINGS[row.setting].slow:
+  if laws.SETTINGS[row.setting].slow:
     return frozenset({row.setting})
   return pairs(tuple(row._replace(feedback=_KINDS.get(row.feedback, row.feedback))))
 
@@ -83,9 +83,7 @@ def main() -> None:
   rest = [row for row, slow in run.read() if row in known and slow]
   rest += completed([*quick, *rest], allowed, every)
   marked = [(row, "") for row in quick] + [(row, "slow") for row in rest]
-  lines = [
-    " ".join((*map(str, row), mark)).rstrip() for row, mark in sorted(marked)
-  ]
+  lines = [" ".join((*map(str, row), mark)).rstrip() for row, mark in sorted(marked)]
   run.ROWS.write_text("\n".join(lines) + "\n")
   print(f"{len(quick)} plain rows and {len(rest)} slow ones")
 

@@ -5,7 +5,6 @@ A law returns False where a row has nothing that it speaks of.
 
 import functools
 import hashlib
-import itertools
 import json
 from pathlib import Path
 
@@ -18,10 +17,10 @@ from gradcomp._src.codecs.tiles import from_tiles
 from gradcomp._src.core.residual_storage import is_stored, kind, read_residual
 from gradcomp._src.exchange.collectives import REPEAT
 from gradcomp._src.exchange.owners import owned_matrices
-from gradcomp.codecs import FloatCast, PowerSGD
+from tests.support import laws as suite
 from tests.support.cases import reshard as cases
+from tests.table import oracle
 from tests.table import run as table
-from tests.table import settings
 
 GOLDEN = Path(__file__).with_name("golden.json")
 
@@ -45,7 +44,7 @@ def owned(run, state):
   for axes, matrices in owned_matrices(run.plan).items():
     arrays = state.server_residual[axes]
     for matrix, array in zip(matrices, arrays, strict=True):
-      rows = np.asarray(array).reshape(-1, *array.shape[2:])
+      rows = np.asarray(array).reshape(-1, *array.shape[-2:])
       for i, slot, like in matrix.leaves():
         if not run.plan.codecs[i].rounds(run.plan.leaves[i].shape)[0].of_leaf:
           continue
@@ -126,7 +125,7 @@ def non_finite_is_seen(run):
     for x in jax.tree.leaves(state):
       if jnp.issubdtype(x.dtype, jnp.floating):
         assert np.isfinite(np.float32(x)).all()
-  spoils = settings.SETTINGS[run.row.setting].spoils
+  spoils = suite.SETTINGS[run.row.setting].spoils
   if run.row.feedback in ("error", "ef21") and run.row.exchange != "local":
     was, now = (residuals(run, k)["a"].reshape(n, -1) for k in (2, 3))
     np.testing.assert_array_equal(was[:, hit[0]], now[:, hit[0]])
@@ -136,7 +135,7 @@ def non_finite_is_seen(run):
 
 def spoils_as_the_setting_says(run):
   """A NaN makes no more elements NaN than its codec's page says."""
-  spoils = settings.SETTINGS[run.row.setting].spoils
+  spoils = suite.SETTINGS[run.row.setting].spoils
   n = run.row.workers
   if run.row.exchange == "local" or spoils in ("sent", "row", "column", None):
     return False
@@ -158,7 +157,7 @@ def range_is_kept(run):
 
 def zeros_stay_zeros(run):
   """In the first step, where nothing waits, a bucket of zeros is one of zeros."""
-  spoils = settings.SETTINGS[run.row.setting].spoils
+  spoils = suite.SETTINGS[run.row.setting].spoils
   codec = run.row.codec
   size = {"itself": 1, 1: 1}.get(spoils, spoils)
   if not isinstance(size, int) or size > table.ZEROS or getattr(codec, "own_units", 0):
@@ -181,10 +180,11 @@ def bytes_are_explained(run):
   usual = [c for c in usual if c.axis != "model"]
   total = sum(c.times * c.bytes_sent for c in usual)
   told, few = explained.bytes_sent, len(usual)
-  if run.row.place == "beside":
-    # Single numbers are sent twice, and lengths are filled up.
-    told, few = told / 2, 16 * len(usual)
-  assert abs(total - told) <= few, (total, told)
+  least = told - few
+  if run.row.place == "beside" and not any(c.dtype == "f32" for c in usual):
+    # Sums of floats and single numbers are sent by both, and lengths are filled up.
+    least, told = told / 2 - few, told / 2 + 15 * few
+  assert least <= total <= told + few, (total, told)
 
 
 def codec_is_used(run):
@@ -204,6 +204,36 @@ def state_is_stable(run):
 def checkpoint_goes_on(run):
   """From a state that was pickled the second step has the same bits."""
   assert same(run.again, (run.outputs[1], run.states[2]))
+
+
+def specification_agrees(run):
+  """Each clean step of ``a`` is the one of NumPy, from the state before it."""
+  n, spoken = run.row.workers, False
+  for number in (0, 1):
+    expected = oracle.step(run, number)
+    if expected is None:
+      continue
+    spoken = True
+    after = run.stacked[number + 1]
+    got = run.outputs[number]["a"].reshape(n, -1)
+    _agrees(got, np.broadcast_to(expected.mean, got.shape), expected, "the mean")
+    if run.row.feedback == "error" and expected.kept is not None:
+      kept = np.asarray(after.residual["a"]).reshape(n, -1)
+      _agrees(kept, expected.kept, expected, "residuals")
+    if expected.owned is not None:
+      ((array,),) = after.server_residual.values()
+      found = np.asarray(array).reshape(expected.owned.shape)
+      _agrees(found, expected.owned, expected, "what owners keep")
+  return None if spoken else False
+
+
+def _agrees(got, expected, step, what):
+  if step.exact:
+    np.testing.assert_array_equal(got, expected, err_msg=what)
+    return
+  # Sums in another order: last bits differ, and with them the rounding of a few.
+  near = np.isclose(got, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+  assert near.mean() > 0.9, f"{what}: {near.mean():.4f} are near"
 
 
 def digest(run):
@@ -245,6 +275,8 @@ def reshard_keeps_sums(run):
   # Ranges of a sparse codec are cut anew; groups must divide the workers.
   if hasattr(run.row.codec, "ranged") or run.row.exchange == "hierarchical":
     return False
+  if run.row.feedback == "ef21" and run.row.place == "explicit":
+    return False  # an estimate is of a sum there
   state = run.states[2]
   for new in {max(1, n - 1), n + 1} - {n}:
     moved = gradcomp.reshard_state(
@@ -262,7 +294,9 @@ def reshard_keeps_sums(run):
       )
       before, after = waited.sum(0), waits.sum(0)
       if bool(state.server_residual) == bool(moved.server_residual):
-        np.testing.assert_allclose(new * keeps[name], n * kept[name], rtol=2.0**-22)
+        np.testing.assert_allclose(
+          new * keeps[name], n * kept[name], rtol=2.0**-22, atol=1e-7
+        )
       else:
         before, after = before + n * kept[name], after + new * keeps[name]
       if run.row.feedback == "ef21":  # means of estimates
@@ -310,6 +344,7 @@ LAWS = (
   bytes_are_explained,
   codec_is_used,
   state_is_stable,
+  specification_agrees,
   checkpoint_goes_on,
   golden_bits,
   record_is_its_own,

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.core.residual_storage import is_stored, read_residual
+from gradcomp._src.core.residual_storage import is_stored
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.floats.dtypes import addend_dtype
@@ -22,7 +22,6 @@ from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp._src.report import tracing
 from gradcomp.codecs import Codec, FloatCast
 from tests.support import laws
-from tests.table import settings
 
 ROWS = Path(__file__).with_name("rows.txt")
 SEED = 7
@@ -45,8 +44,8 @@ class Row(NamedTuple):
   """A line of ``rows.txt``.
 
   Attributes:
-    setting: the name of a codec in ``settings.SETTINGS``.
-    exchange: one of ``EXCHANGES``; groups of two workers, or all where two are too many.
+    setting: the name of a codec in ``laws.SETTINGS``.
+    exchange: one of ``EXCHANGES``; groups are of ``GROUPS`` workers.
     feedback: a key of ``FEEDBACK``.
     place: a key of ``PLACES``.
     workers: N.
@@ -69,7 +68,7 @@ class Row(NamedTuple):
 
   @property
   def codec(self) -> Codec:
-    return settings.SETTINGS[self.setting].codec
+    return laws.SETTINGS[self.setting].codec
 
   def transformation(self) -> Any:
     codec = laws.here(self.codec)
@@ -237,7 +236,7 @@ def _zeros(params):
 
 def _first(tx, params, mesh):
   with jax.set_mesh(mesh):
-    return tx.init(_zeros(params))
+    return jax.jit(tx.init)(_zeros(params))
 
 
 def _unstacked(axes, workers, state):

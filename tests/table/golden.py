@@ -1,0 +1,40 @@
+"""Writes ``golden.json`` anew, for changes that mean to change bits.
+
+``python -m tests.table.golden`` runs every row. From the first release on, such a
+change raises ``gradcomp._src.version.WIRE``, which the file keeps.
+"""
+
+import concurrent.futures
+import json
+import multiprocessing
+import os
+
+import jax
+
+from gradcomp._src.version import WIRE
+from tests.plugins import selected
+from tests.table import laws, run
+
+
+def hashed(row: run.Row) -> tuple[str, str]:
+  try:
+    return row.anywhere, laws.digest(run.run(row))
+  finally:
+    jax.clear_caches()
+
+
+def main() -> None:
+  os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # of the processes that are started here
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ["XLA_FLAGS"] = " ".join(selected.IN_LEAST_TIME)
+  rows = {row.anywhere: row for row, _ in run.read()}
+  spawned = multiprocessing.get_context("spawn")
+  with concurrent.futures.ProcessPoolExecutor(2, spawned) as pool:
+    hashes = dict(sorted(pool.map(hashed, rows.values(), chunksize=8)))
+  text = json.dumps({"wire": WIRE, "hashes": hashes}, indent=0)
+  laws.GOLDEN.write_text(text + "\n")
+  print(f"wrote {len(hashes)} hashes to {laws.GOLDEN}")
+
+
+if __name__ == "__main__":
+  main()
