@@ -7,6 +7,7 @@ import numpy as np
 
 import gradcomp
 from gradcomp import MomentumFeedback
+from tests.specs import sparse as sparse_spec
 from tests.support import modes
 
 N, DENSITY, SIZE = 4, 0.05, 630
@@ -68,7 +69,7 @@ def check_conservation(passed, steps, momentum, nesterov, sparse=lambda step: Tr
   """
   for leaf in ("b", "v", "w"):
     shape = steps[0][leaf].shape[1:]
-    workers = [sparse.Worker(shape, momentum, nesterov) for _ in range(N)]
+    workers = [sparse_spec.Worker(shape, momentum, nesterov) for _ in range(N)]
     total, largest = 0.0, 0.0
     for number, ((output, state), gradient) in enumerate(
       zip(passed, steps, strict=True)
