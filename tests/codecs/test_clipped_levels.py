@@ -10,8 +10,8 @@ from gradcomp.codecs import QSGD
 from tests.plugins.slow_cases import slow
 from tests.specs import qsgd
 from tests.support import laws, modes
-from tests.table.settings import CLIPPED_QSGD_CASES
 from tests.support.laws import name
+from tests.table.settings import CLIPPED_QSGD_CASES
 
 WIDTHS = (1, 2, 3, 4)
 INLINE = [case for case in CLIPPED_QSGD_CASES if not case.codec.share_scale]

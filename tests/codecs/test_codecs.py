@@ -37,8 +37,8 @@ from gradcomp.codecs import (
 from tests.plugins.slow_cases import one_in, slow
 from tests.specs import qsgd
 from tests.support import laws
-from tests.table.settings import QSGD_CASES, SCHEMES
 from tests.support.laws import name
+from tests.table.settings import QSGD_CASES, SCHEMES
 
 
 def every(cases):
