@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gradcomp
 from gradcomp._src.codecs.encoding import encode_leaves
 from gradcomp._src.exchange.layout import arrange, default_min_leaf_size, plan_rows
-from gradcomp.codecs import QSGD, Context, Dense
+from gradcomp.codecs import QSGD, Context, Dense, RandomK, TopK
 from tests.support import laws
 
 
@@ -40,6 +41,21 @@ def test_a_leaf_is_never_sent_in_more_bytes_than_dense():
   codec = QSGD(bits=4)
   layout = plan_rows(shapes(500, 1000), codec, min_leaf_size=0)
   assert [layout.codecs[slot.group] for slot in layout.slots] == [Dense(), codec]
+
+
+@pytest.mark.parametrize("codec", [TopK(density=0.01), RandomK(density=0.01)])
+def test_leaves_below_a_hundredth_of_a_percent_are_dense(codec):
+  """Of a million elements, those of leaves that together hold less than a hundred."""
+  sizes = [40, 50, 60, 5000, 994_850]
+  assert sum(sizes) == 10**6
+  assert default_min_leaf_size(sizes, drops=codec.facts.drops) == 60
+  assert default_min_leaf_size(sizes) == 5000
+  assert default_min_leaf_size([99, 999_901], drops=True) == 999_901
+  assert default_min_leaf_size([100, 999_900], drops=True) == 100
+  tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather")
+  like = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
+  leaves = gradcomp.explain(tx, like, workers=4).leaves
+  assert [leaf.codec == Dense() for leaf in leaves] == [True, True, False, False, False]
 
 
 def test_min_leaf_size_is_in_elements():

@@ -10,7 +10,6 @@ import pytest
 import gradcomp
 from gradcomp._src.exchange import lines
 from gradcomp.codecs import QSGD
-from tests.plugins.slow_cases import slow
 from tests.specs.lines import LEAST, split_line
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
@@ -80,33 +79,20 @@ def gradients():
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("mode", ["vmap", *slow("shard_map", "pmap")])
-@pytest.mark.parametrize("exchange", ["two_shot", *slow("ring", "all_gather", GROUPS)])
-def test_lanes_change_no_bits(monkeypatch, exchange, mode):
-  """Of means and of what is kept; all lines are short here, or all of them long."""
-  codec = QSGD(bits=3, bucket_size=32)
+def test_lanes_change_no_bits(monkeypatch):
+  """Of means and of what is kept; all lines are short here, or all of them long.
+
+  A sum of gradcomp.parallel takes an exchange of parts, and a gather.
+  """
+  options = dict(axis_name="data", exchange="two_shot", feedback="error", key=3)
+  nearest = QSGD(bits=4, bucket_size=32, rounding="nearest")
 
   def run():
-    tx = gradcomp.compress(
-      codec, axis_name="data", exchange=exchange, feedback="error", key=3
-    )
-    return modes.run_all(mode, tx, gradients())
+    tx = gradcomp.compress(QSGD(bits=3, bucket_size=32), **options)
+    psum = lambda x: gradcomp.parallel.psum(x, axis_name="data", codec=nearest)
+    total = jax.jit(jax.vmap(psum, axis_name="data"))(gradients()[0]["w"])
+    return modes.run_all("vmap", tx, gradients()), total
 
   flat = run()
   monkeypatch.setattr(lines, "_LEAST", 1)
   assert_same_bits(run(), flat)
-
-
-@pytest.mark.bits
-def test_lanes_change_no_bits_of_arrays(monkeypatch):
-  """Of gradcomp.parallel: a sum takes an exchange of parts, and a gather."""
-  codec = QSGD(bits=4, bucket_size=32, rounding="nearest")
-  x = gradients()[0]["w"]
-
-  def total():
-    psum = lambda x: gradcomp.parallel.psum(x, axis_name="data", codec=codec)
-    return jax.jit(jax.vmap(psum, axis_name="data"))(x)
-
-  flat = total()
-  monkeypatch.setattr(lines, "_LEAST", 1)
-  assert_same_bits(total(), flat)

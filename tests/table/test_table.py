@@ -4,9 +4,21 @@ import functools
 
 import pytest
 
+from gradcomp._src.version import WIRE
+from tests.support import pages
 from tests.table import cover, laws, run
 
 ROWS = run.read()
+# Of each kind of sum that has an order, and of each exchange; and a place for each.
+KINDS = {
+  ("qsgd-4-64", "two_shot", "error", 4): "shard_map",
+  ("qsgd-4-64-share_scale", "psum", "error", 4): "explicit",
+  ("qsgd-8-None-nearest", "ring", "error", 3): "checked",
+  ("qsgd-4-64-nonuniform", "hierarchical", "error", 8): "two_axes",
+  ("floatcast-stochastic", "ring", "error", 4): "pmap",
+  ("onebit-64-per_column", "hierarchical", "error", 4): "auto",
+  ("topk-0.02-threshold-asq-1000", "two_shot", "momentum", 4): "beside",
+}
 
 
 @pytest.mark.parametrize(
@@ -17,7 +29,10 @@ ROWS = run.read()
   ],
 )
 def test_laws(row):
-  found = run.run(row)
+  obeys(run.run(row))
+
+
+def obeys(found):
   broken = []
   for law in laws.LAWS:
     try:
@@ -25,6 +40,36 @@ def test_laws(row):
     except AssertionError as error:
       broken.append(f"{law.__name__}: {error}")
   assert not broken, "\n".join(broken)
+
+
+def placed(kind, *places, marks=()):
+  told = places if len(places) == 2 else ["everywhere"]
+  name = " ".join(map(str, (*kind, *told)))
+  return pytest.param(kind, places, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(
+  "kind, places",
+  [
+    *(placed(kind, "vmap", place) for kind, place in KINDS.items()),
+    *(placed(x, *run.PLACES, marks=pytest.mark.bits) for x in list(KINDS)[:4]),
+    *(placed(x, *run.PLACES, marks=pytest.mark.slow) for x in list(KINDS)[4:]),
+  ],
+)
+def test_places_have_the_same_bits(kind, places):
+  """And obey the laws: those of specifications, too, where XLA optimizes."""
+  rows = [run.Row(*kind[:3], place, kind[3]) for place in places]
+  runs = [run.run(row) for row in rows if row.workers in run.PLACES[row.place].workers]
+  obeys(runs[-1])
+  assert len({laws.digest(found) for found in runs}) == 1
+
+
+def test_the_wire_has_the_number_of_the_hashes():
+  """And of the page that specifies it; and a hash has its row."""
+  assert laws.golden()["wire"] == WIRE
+  assert laws.golden()["hashes"].keys() <= {row.anywhere for row, _ in ROWS}
+  page = pages.ROOT / "docs" / "inside" / "wire-format.md"
+  assert f"This is wire {WIRE}," in page.read_text()
 
 
 @functools.cache

@@ -82,43 +82,10 @@ CASES = [
   (NVFP4, "two_shot"),
 ]
 
-# Of these, each exchange, each kind of sum, and what is new in each codec once.
-PLAIN = CASES[:4] + CASES[11:12] + CASES[17:19] + CASES[22:39:2] + CASES[39:]
 
 # Of these, each exchange and each kind of sum: what is sent follows from them, and from
 # the length of a row.
 SENT = [*CASES[:4], *CASES[17:19], CASES[26], *CASES[32:39:2]]
-
-# Other numbers of workers: one, some that are no power of two, and eight.
-NUMBERS = [
-  *((CODECS[0], exchange, n) for exchange, n in [("two_shot", 1), ("ring", 8)]),
-  *((SHARED[0], exchange, n) for exchange, n in [("psum", 1), ("two_shot", 2)]),
-]
-MORE_NUMBERS = [
-  *((*case, 4) for case in CASES[4:16] + CASES[19:]),
-  *((case[0], case[1], n) for case in CASES[:4] for n in (1, 4, 8)),
-  *((case[0], case[1], n) for case in CASES[16:19] for n in (1, 2, 4)),
-]
-
-# Each kind of sum and each topology in the places where transformations run: the first
-# in all of them, one of each kind of sum in two, and the others in one.
-KINDS_OF_SUM = [
-  (CODECS[0], "two_shot"),
-  (SHARED[0], "psum"),
-  (FloatCast(accumulate="kahan", rounding="stochastic"), "ring"),
-  (QSGD(bits=4, bucket_size=None, levels="nonuniform"), "hierarchical"),
-]
-IN_MODES = [
-  ((CODECS[1], "all_gather"), modes.EXPLICIT),
-  ((CODECS[1], "ring"), "shard_map"),
-  ((SHARED[0], "two_shot"), "shard_map"),
-  ((OneBit(per_column=True), "hierarchical"), "shard_map"),
-  ((Ternary(packing="base3"), "psum"), modes.EXPLICIT),
-  ((FloatCast(accumulate="float32"), "two_shot"), modes.EXPLICIT),
-  ((CLIPPED, "two_shot"), modes.EXPLICIT),
-  ((ROTATED, "two_shot"), "shard_map"),
-  ((VOTES, "two_shot"), modes.EXPLICIT),
-]
 
 
 def case_name(part):
@@ -144,16 +111,6 @@ def transformation(codec, exchange, workers, **options):
   if options.get("feedback", not codec.unbiased):
     codec = laws.kept(codec)
   return gradcomp.compress(codec, axis_name="data", exchange=exchange, **options)
-
-
-def gradients(workers, seed=0):
-  """A large ragged leaf, a matrix, small leaves, a scalar and an empty leaf."""
-  rng = np.random.default_rng(seed)
-  shapes = {"a": (70, 71), "b": (37,), "c": (), "d": (0, 3), "w": (3, 3, 16, 8)}
-  return {
-    name: jnp.asarray(rng.standard_normal((workers, *shape)), jnp.float32)
-    for name, shape in shapes.items()
-  }
 
 
 def small_gradients(workers, seed=0):

@@ -1,4 +1,4 @@
-"""Sparse leaves in pieces have the mean of the whole; cut leaves are sent by parts."""
+"""Sparse leaves: shares of ranges, pieces, parts of cut leaves, and their memories."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,59 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.exchange.layout import default_min_leaf_size
 from gradcomp._src.mesh.shard_maps import unreduce
-from gradcomp.codecs import Dense, RandomK, TopK
+from gradcomp.codecs import TopK
+from tests.specs import sparse
+from tests.support import modes
 from tests.support.assertions import assert_same_bits
-from tests.support.sparse_steps import N, gradients, trail, transformation
+from tests.support.sparse_steps import (
+  DENSITY,
+  SIZE,
+  N,
+  check_conservation,
+  gradients,
+  trail,
+  transformation,
+)
 
 SAMPLED = TopK(density=0.05, selection="sampled", search_every=2)
+
+
+@pytest.mark.parametrize(
+  "hyper, exchange, rows",
+  [
+    (dict(selection="threshold"), "all_gather", 1),
+    pytest.param(dict(quantize="mean"), "two_shot", N, marks=pytest.mark.slow),
+  ],
+  ids=["threshold", "two_shot"],
+)
+def test_nothing_is_lost_and_momentum_is_that_of_what_waits(hyper, exchange, rows):
+  codec, steps = TopK(density=DENSITY, **hyper), gradients(6)
+  passed = trail(transformation(codec, exchange, 0.9, True), steps)
+  check_conservation(passed, steps, 0.9, True)
+  _, state = passed[-1]
+  assert bool(state.server_residual) == (exchange == "two_shot")
+  # Something waits and, but where a second stage sends all of it, something was sent.
+  assert np.count_nonzero(state.residual["w"]) > 100
+  used = np.asarray(state.memory.own[("data",)][2].used)
+  assert used.shape == (N, rows) and used.all()
+
+
+def test_owners_of_ranges_send_the_mean_of_the_page():
+  """Bit for bit, for three workers, whose third no binary fraction is."""
+  workers = 3
+  steps = [{"w": jnp.asarray(g["w"])} for g in gradients(4, workers)]
+  residual = np.zeros((workers, SIZE), np.float32)
+  owned = np.zeros((workers, SIZE // workers), np.float32)
+  tx = transformation(TopK(density=DENSITY), "two_shot")
+  outputs, rest, kept = modes.run_all("vmap", tx, steps)
+  for gradient, output in zip(steps, outputs, strict=True):
+    corrected = residual + np.asarray(gradient["w"]).reshape(workers, SIZE)
+    mean, residual = sparse.two_shot(corrected, DENSITY, owned)
+    got = np.asarray(output["w"]).reshape(workers, SIZE)
+    np.testing.assert_array_equal(got, np.stack([mean] * workers))
+  np.testing.assert_array_equal(np.reshape(rest["w"], residual.shape), residual)
+  np.testing.assert_array_equal(np.ravel(kept[("data",)][0]), owned.ravel())
 
 
 def test_pieces_send_what_the_whole_sends():
@@ -57,21 +103,6 @@ def test_parts_of_a_leaf_are_selected_from_apart():
       for part in range(2):
         kept = own.memory.own[("data",)][part]
         np.testing.assert_array_equal(used[:, part], kept.used)
-
-
-@pytest.mark.parametrize("codec", [TopK(density=0.01), RandomK(density=0.01)])
-def test_leaves_below_a_hundredth_of_a_percent_are_dense(codec):
-  """Of a million elements, those of leaves that together hold less than a hundred."""
-  sizes = [40, 50, 60, 5000, 994_850]
-  assert sum(sizes) == 10**6
-  assert default_min_leaf_size(sizes, drops=codec.facts.drops) == 60
-  assert default_min_leaf_size(sizes) == 5000
-  assert default_min_leaf_size([99, 999_901], drops=True) == 999_901
-  assert default_min_leaf_size([100, 999_900], drops=True) == 100
-  tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather")
-  like = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
-  leaves = gradcomp.explain(tx, like, workers=N).leaves
-  assert [leaf.codec == Dense() for leaf in leaves] == [True, True, False, False, False]
 
 
 def test_explain_says_how_many_slots_were_used():

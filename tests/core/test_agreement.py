@@ -83,13 +83,8 @@ def test_another_version_is_an_error(name, attribute, together, monkeypatch):
 
 def test_equal_programs_pass_however_far_ahead_one_is(together):
   """Several transformations of the same leaves, of others, and traced repeatedly."""
-  few = {"v": A}
-  program = [
-    (compressed(), GRADS),
-    (compressed(8), GRADS),
-    (compressed(), GRADS),
-    (compressed(), few),
-  ]
+  program = [(compressed(bits), GRADS) for bits in (4, 8, 4)]
+  program.append((compressed(), {"v": A}))
 
   def run(seconds):
     for tx, grads in program:
@@ -191,33 +186,32 @@ def train(*chain, loss=None, **options):
   jax.eval_shape(lambda *args: step(*args, inspect=inspects), *args)
 
 
-@pytest.mark.parametrize(
-  "first, second, match",
-  [
-    (
-      lambda: train(compressed(), SGD),
-      lambda: train(compressed(), gradcomp.wrappers.switch([2], [SGD, MOMENTUM])),
-      "`transformation` .*make_train_step in process 0 and gradcomp.wrappers.switch in "
-      "process 1, in number 3 of the step",
-    ),
-    (
-      lambda: train(compressed(), SGD),
-      lambda: train(compressed(), MOMENTUM),
-      r"`opt_state\[\d\]` .* in number 3 of the step, gradcomp.make_train_step",
-    ),
-    (
-      lambda: train(compressed(), SGD, has_aux=True, aux={"accuracy": 0.5}),
-      lambda: train(compressed(), SGD, has_aux=True, aux={"perplexity": 90.0}),
-      r"`metrics\[0\]` .* \['aux'\]\['accuracy'\] float32.* and .*\['perplexity'\]",
-    ),
-    (
-      lambda: train(compressed(), SGD, loss=lambda params, batch: 1 / 0),
-      lambda: train(compressed(), SGD),
-      None,
-    ),
-  ],
-  ids=["chain", "optimizer", "aux", "failed"],
-)
+def usual(**options):
+  train(compressed(), SGD, **options)
+
+
+STEPS = {
+  "chain": (
+    usual,
+    lambda: train(compressed(), gradcomp.wrappers.switch([2], [SGD, MOMENTUM])),
+    "`transformation` .*make_train_step in process 0 and gradcomp.wrappers.switch in "
+    "process 1, in number 3 of the step",
+  ),
+  "optimizer": (
+    usual,
+    lambda: train(compressed(), MOMENTUM),
+    r"`opt_state\[\d\]` .* in number 3 of the step, gradcomp.make_train_step",
+  ),
+  "aux": (
+    lambda: usual(has_aux=True, aux={"accuracy": 0.5}),
+    lambda: usual(has_aux=True, aux={"perplexity": 90.0}),
+    r"`metrics\[0\]` .* \['aux'\]\['accuracy'\] float32.* and .*\['perplexity'\]",
+  ),
+  "failed": (lambda: usual(loss=lambda params, batch: 1 / 0), usual, None),
+}
+
+
+@pytest.mark.parametrize("first, second, match", STEPS.values(), ids=STEPS)
 def test_steps_are_compared_whole(first, second, match, together):
   told = together(first, second)
   if match is None:
@@ -228,8 +222,7 @@ def test_steps_are_compared_whole(first, second, match, together):
     assert_told(told[1], "must be the same in all processes")
     assert str(told[1]).endswith(see("must-be-the-same-in-all-processes"))
   # Nobody has agreed, and all go on to the next.
-  again = lambda: train(compressed(), SGD)
-  assert together(again, again) == [None, None]
+  assert together(usual, usual) == [None, None]
 
 
 # But for the number of micro-batches, which decides nothing that is sent.
@@ -242,12 +235,8 @@ STEP = dict(
 def test_another_option_of_a_step_is_an_error(name, together):
   fields = {x.name for x in dataclasses.fields(gradcomp.TrainOptions)}
   assert fields == {*STEP, "accumulate"}
-  told = together(
-    lambda: train(compressed(), SGD),
-    lambda: train(compressed(), SGD, **{name: STEP[name]}),
-  )
-  assert_told(told[0], "must be the same in all processes")
-  assert_told(told[1], "must be the same in all processes")
+  for error in together(usual, lambda: usual(**{name: STEP[name]})):
+    assert_told(error, "must be the same in all processes")
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

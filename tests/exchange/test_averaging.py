@@ -1,0 +1,190 @@
+"""Levels are fitted to all workers, and pieces of a step are sent on their own."""
+
+import dataclasses
+import re
+from typing import ClassVar
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp.codecs import QSGD, OneBit
+from gradcomp.exchange import TwoShot
+from tests.support import laws, modes
+from tests.support.hlo_order import (
+  ancestors,
+  compiled,
+  first_collectives,
+  weight_gradients,
+)
+
+WORKERS, LAYERS, WIDTH = 4, 6, 64
+
+
+def test_levels_are_fitted_to_all_workers_every_few_steps():
+  """To the sum of their counts, in the first step and every third."""
+  codec = QSGD(bits=3, bucket_size=64, levels="nonuniform", refit_every=3)
+  rng = np.random.default_rng(0)
+  # One worker's gradients are nearly sparse, so that its own levels would be others.
+  steps = rng.standard_normal((5, WORKERS, 64 * 300)).astype(np.float32)
+  steps[1:4] **= 3
+  steps[:, 1] **= 3
+  tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather")
+  measure, levels = jax.jit(codec.measure), codec.init().shared
+  fitted = []
+  for step in (steps[0], steps[3]):
+    counts = sum(np.asarray(measure(leaf)) for leaf in step)
+    fitted.append(np.asarray(codec.fits.fit(jnp.asarray(counts), levels)))
+  alone = codec.fits.fit(measure(steps[0, 1]), levels)
+  assert (fitted[0] != fitted[1]).any() and (fitted[0] != np.asarray(alone)).any()
+  update, state = modes.mapped("vmap", tx, WORKERS), None
+  for number, step in enumerate(steps):
+    _, state = update({"w": jnp.asarray(step)}, state, {"w": jnp.zeros(step[0].shape)})
+    memory = np.asarray(state.memory.shared[()][0])
+    np.testing.assert_array_equal(memory, np.stack([fitted[number // 3]] * WORKERS))
+
+
+def test_a_leaf_that_nobody_encodes_fits_nothing():
+  """Nothing is remembered, and nothing is counted."""
+  tx = gradcomp.qsgd(bits=3, levels="nonuniform", axis_name="data", min_leaf_size=10**6)
+  update = jax.vmap(tx.update, axis_name="data")
+  grads = {"w": jax.ShapeDtypeStruct((2, 512), jnp.float32)}
+  state = jax.eval_shape(jax.vmap(tx.init, axis_name="data"), grads)
+  assert jax.eval_shape(update, grads, state)[1].memory is None
+  assert not re.search(r"i32\[.*psum", str(jax.make_jaxpr(update)(grads, state)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ManyCounts(QSGD):
+  """As if of very many leaves: 2**30 counts in the first bin."""
+
+  most_counted: ClassVar[int] = 2**30
+
+  def measure(self, x):
+    return super().measure(x).at[0].set(2**30)
+
+
+def test_counts_of_many_workers_do_not_overflow():
+  """Eight times 2**30 would be zero, as if the first bin were empty."""
+  codec = ManyCounts(bits=3, bucket_size=64, levels="nonuniform")
+  tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather")
+  leaves = {"w": jnp.asarray(np.stack([laws.gaussian(6400)] * 8))}
+  state = jax.vmap(tx.init, axis_name="data")(leaves)
+  _, state = jax.jit(jax.vmap(tx.update, axis_name="data"))(leaves, state)
+  fitted = np.asarray(state.memory.shared[()][0])
+  # The first bin is worth two levels; what the others get is settled by what is left.
+  np.testing.assert_array_equal(fitted[:, :2] * 256, np.float32([[0, 1]] * 8))
+
+
+def test_a_state_without_memory_is_refused_and_one_with_it_is_left_alone():
+  grads = {"w": jnp.ones((128, 128))}
+  fitted, plain = gradcomp.qsgd(bits=3, levels="nonuniform"), gradcomp.qsgd(bits=3)
+  with pytest.raises(ValueError, match="`state.memory.shared.*must have"):
+    fitted.update(grads, plain.init(grads))
+  state = fitted.init(grads)
+  _, after = jax.jit(plain.update)(grads, state)
+  chex.assert_trees_all_equal(after.memory, state.memory)
+
+
+def test_alone_a_worker_fits_its_own_levels():
+  tx, codec = gradcomp.qsgd(bits=3, levels="nonuniform"), QSGD(bits=3)
+  codec = dataclasses.replace(codec, levels="nonuniform")
+  grads = {"w": jnp.asarray(laws.gaussian(512 * 64))}
+  _, state = jax.jit(tx.update)(grads, tx.init(grads))
+  expected = codec.fits.fit(codec.measure(grads["w"]), codec.init().shared)
+  np.testing.assert_array_equal(state.memory.shared[()][0], expected)
+
+
+@pytest.mark.parametrize("exchange", ["two_shot", "ring", "hierarchical"])
+def test_means_of_a_short_last_bucket_are_of_its_elements(exchange):
+  """Rows know no leaf: what fills them up must not draw means to zero.
+
+  Two elements behind two whole tiles, equal on all workers: both means are exact.
+  """
+  x = np.concatenate([laws.gaussian(OneBit().tile_size), np.float32([2.5, -1.5])])
+  tx = gradcomp.onebit_sgd(axis_name="data", exchange=modes.grouped(exchange))
+  (output,), _ = modes.run("vmap", tx, [{"w": jnp.asarray(np.stack([x] * 4))}])
+  np.testing.assert_array_equal(output["w"][:, -2:], np.float32([[2.5, -1.5]] * 4))
+
+
+def test_sums_of_ternary_codes_travel_in_few_bits():
+  """ceil(log2(2N + 1)) bits, as many as fit in a word: 5 for 8 workers, 6 a word."""
+  like = {"w": jax.ShapeDtypeStruct((16 * 512 * 24,), jnp.float32)}  # 3 rows an owner
+  tx = gradcomp.terngrad(axis_name="data", exchange="two_shot")
+  explained = gradcomp.explain(tx, like, workers=8)
+  assert {x for c in explained.collectives for x, _ in c.operands} == {"u32", "s32"}
+  first = 7 * 3 * 512 * 4  # three rows of 512 words to each other worker
+  second = 7 * 8 * 512 * 4  # 48 buckets, six a word
+  assert explained.bytes_sent == first + second + 7  # and one scale, all-reduced
+
+
+def in_pieces(message_bytes):
+  return gradcomp.compress(
+    QSGD(bits=4, bucket_size=32),
+    axis_name="data",
+    exchange=TwoShot(feedback=False),
+    message_bytes=message_bytes,
+    min_leaf_size=0,
+  )
+
+
+def test_pieces_round_their_means_apart():
+  """Signs are exact in the first stage: what differs is what the owners draw."""
+  signs = np.random.default_rng(0).choice(np.float32([-1, 1]), (WORKERS, 1024))
+  (output,), _ = modes.run("vmap", in_pieces(100), [{"a": signs, "b": signs}])
+  assert (np.asarray(output["a"][0]) != np.asarray(output["b"][0])).mean() > 0.05
+
+
+def test_a_piece_depends_on_its_own_leaves_alone():
+  tx = in_pieces(6000)
+  grads = [jnp.ones((WORKERS, WIDTH, WIDTH)) for _ in range(LAYERS)]
+  state = tx.init([g[0] for g in grads])
+  mapped = jax.shard_map(
+    lambda state, *grads: tx.update([g[0] for g in grads], state)[0],
+    mesh=modes.mesh(WORKERS),
+    in_specs=(P(), *[P("data")] * LAYERS),
+    out_specs=P(),
+  )
+  instructions = compiled(mapped, state, *grads)
+  like = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
+  assert gradcomp.explain(tx, like, workers=WORKERS).messages == 3
+  pieces = []
+  for name in first_collectives(instructions):
+    lines = [instructions[n][1] for n in ancestors(instructions, name)]
+    shape = rf"f32\[1,{WIDTH},{WIDTH}\]"
+    leaves = [re.search(rf"{shape}.* parameter\((\d+)\)", line) for line in lines]
+    pieces.append(sorted(int(leaf[1]) for leaf in leaves if leaf))
+  assert sorted(pieces) == [[2, 3], [4, 5], [6, 7]]  # after the step and the key
+
+
+def test_pieces_can_go_before_the_backward_pass_is_done():
+  """The last layers' message needs no weight gradient of an earlier layer."""
+  optimizer = in_pieces(2600)
+
+  def loss_fn(params, x):
+    for w in params:
+      x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+  def step(params, state, x):
+    grads = gradcomp.value_and_grad(loss_fn, axis_name="data")(params, x)[1]
+    return optimizer.update(grads, state)[0]
+
+  places = dict(in_specs=(P(), P(), P("data")), out_specs=P())
+  mapped = jax.shard_map(step, mesh=modes.mesh(WORKERS), **places)
+  params = [jnp.eye(WIDTH)] * LAYERS
+  args = params, optimizer.init(params), jnp.ones((32, WIDTH))
+  instructions = compiled(mapped, *args)
+  products = weight_gradients(instructions, WIDTH)
+  assert len(products) == LAYERS
+  first = first_collectives(instructions)
+  needed = [len(ancestors(instructions, name) & set(products)) for name in first]
+  assert needed == [1] * LAYERS
+  # XLA has put them in this order: the first message goes before the last product.
+  order = list(instructions)
+  sends = [n for n, (_, line) in instructions.items() if " all-to-all(" in line]
+  assert order.index(sends[0]) < order.index(products[-1])

@@ -1,0 +1,166 @@
+"""Rounds of permutations, largest statistics, and the names of collectives."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp._src.exchange import collectives
+from gradcomp._src.exchange.collectives import largest, rounds, scatter, scatter_within
+from gradcomp.codecs import QSGD, Dense, RandomK
+from tests.specs import qsgd
+from tests.support import modes
+
+
+@pytest.mark.parametrize("size", [*range(1, 13), 14])
+def test_everyone_sends_every_part_to_each_other_once(size):
+  """And no two to each other, but for one round of 2, 8 and 12."""
+  parts, found = rounds(size)
+  workers = range(size)
+  sent = [(i, to[i], part[i]) for to, part in found for i in workers]
+  pairs = [(i, j) for i in workers for j in workers if i != j]
+  assert sorted(sent) == sorted((*pair, k) for pair in pairs for k in range(parts))
+  assert all(sorted(x.to) == list(workers) for x in found)
+  mutual = [x for x in found if any(x.to[j] == i for i, j in enumerate(x.to))]
+  assert len(mutual) == (size in (2, 8, 12))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+  "groups, size, words", [(1, 2, 3), (1, 4, 7), (2, 4, 2), (2, 3, 1)]
+)
+def test_lines_come_from_each_member(groups, size, words):
+  """Groups are interleaved, so that a worker's place is not its number."""
+  workers = groups * size
+  members = [range(g, workers, groups) for g in range(groups)]
+  lines = np.arange(workers * size * words).reshape(workers, size, words)
+  send = functools.partial(scatter_within, axis_name="data", members=members)
+  received = jax.jit(jax.vmap(send, axis_name="data"))(jnp.asarray(lines))
+  for group in members:
+    for i, worker in enumerate(group):
+      np.testing.assert_array_equal(received[worker], lines[list(group), i])
+
+
+@pytest.mark.parametrize(
+  "processes, size, primitive",
+  [(1, 3, "all_to_all"), (2, 2, "all_to_all"), (3, 3, "ppermute")],
+)
+def test_processes_on_cpus_send_in_rounds(monkeypatch, processes, size, primitive):
+  """With two workers there are only pairs, and nothing is gained."""
+  monkeypatch.setattr(jax, "process_count", lambda: processes)
+  lines = np.arange(size * size * 5).reshape(size, size, 5)
+  send = functools.partial(scatter, axis_name="data")
+  program = str(jax.make_jaxpr(send, axis_env=[("data", size)])(lines[0]))
+  found = {x for x in ("all_to_all", "ppermute") if x in program}
+  assert found == {primitive}
+  received = jax.jit(jax.vmap(send, axis_name="data"))(jnp.asarray(lines))
+  np.testing.assert_array_equal(received, lines.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("size", [3, 6])
+def test_rounds_stand_for_the_floats_of_one_collective(monkeypatch, size):
+  """A worker sends all parts but its own, whatever carries them."""
+  x = jax.ShapeDtypeStruct((size * 96,), jnp.float32)
+  given = dict(axis_name="data", codec=QSGD(bits=4, bucket_size=32, rounding="nearest"))
+
+  def sent():
+    for sum_of in (gradcomp.parallel.psum_scatter, gradcomp.parallel.psum):
+      traced = lambda x, f=sum_of: f(x, **given)
+      found = gradcomp.wire.trace_wire(traced, x, workers={"data": size}).forward
+      kinds = {collective.kind for collective in found.collectives}
+      yield found.bytes_sent, found.dense_bytes, kinds
+
+  plain = list(sent())
+  assert plain[0][1:] == (4 * 96 * (size - 1), {"all-to-all"})
+  monkeypatch.setattr(collectives, "_over_gloo", lambda: True)
+  in_rounds = list(sent())
+  assert in_rounds[0][2] == {"collective-permute"}
+  assert [x[:2] for x in in_rounds] == [x[:2] for x in plain]
+
+
+def test_the_largest_statistics_and_nan_wins():
+  """Over all orders of what a scale can be, with NaN of both signs."""
+  nans = np.array([0x7FC00000, 0xFFC00001], np.uint32).view(np.float32)
+  kinds = np.array([0, 2.0**-96, 1, 3.4e38, *nans], np.float32)
+  stats = np.array(list(itertools.product(kinds, repeat=3))).T  # float32[3, 6^3]
+  find = jax.shard_map(
+    lambda x: largest(x[0], "data"),
+    mesh=modes.mesh(3),
+    in_specs=P("data"),
+    out_specs=P(),
+  )
+  got = np.asarray(jax.jit(find)(stats))
+  np.testing.assert_array_equal(got, np.max(stats, axis=0))
+  assert np.isnan(got[np.isnan(stats).any(axis=0)]).all()
+  (read,) = qsgd.split_stats(got.view(np.int32), [216 * 32], bits=4, bucket_size=32)
+  np.testing.assert_array_equal(read.ravel(), got)
+
+
+PARAMS = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+COLLECTIVES = ("psum", "pmax", "all_gather", "all_to_all", "ppermute")
+
+
+def equations(jaxpr, outside=""):
+  """The names of all primitives, each with its scopes."""
+  for equation in jaxpr.eqns:
+    scopes = f"{outside}/{equation.source_info.name_stack}"
+    yield equation.primitive.name, scopes
+    for inner in jax.extend.core.jaxprs_in_params(equation.params):
+      yield from equations(inner, scopes)
+
+
+def traced(tx, like=PARAMS):
+  """What an update of four workers does."""
+
+  def update(scale):
+    grads = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype) * scale[0], like)
+    return tx.update(grads, tx.init(grads))[0]
+
+  mapped = jax.shard_map(
+    update, mesh=modes.mesh(4), in_specs=P("data"), out_specs=P("data"), check_vma=False
+  )
+  return list(equations(jax.make_jaxpr(mapped)(jnp.ones(4)).jaxpr))
+
+
+@pytest.mark.parametrize("exchange", ["two_shot", "ring", "hierarchical"])
+def test_every_stage_has_its_name(exchange):
+  tx = gradcomp.qsgd(
+    axis_name="data",
+    exchange=modes.grouped(exchange),
+    min_leaf_size=0,
+    feedback="error",
+  )
+  found = set(re.findall(r"gradcomp_\w+", " ".join(scopes for _, scopes in traced(tx))))
+  stages = ("correct", "encode", exchange, "decode", "residual")
+  assert found.issuperset(f"gradcomp_{name}" for name in stages)
+
+
+def test_collectives_keep_the_names_that_reports_read():
+  """One completes the mean, and the other is a stage, both inside the exchange's."""
+  found = [
+    scopes
+    for name, scopes in traced(gradcomp.qsgd(axis_name="data", exchange="two_shot"))
+    if name.startswith(COLLECTIVES)
+  ]
+  assert len(found) == 2 and all("gradcomp_two_shot" in scopes for scopes in found)
+  assert ["gradcomp_stage" in scopes for scopes in found] == [True, False]
+  assert ["gradcomp_mean_4096_over_4" in scopes for scopes in found] == [False, True]
+
+
+def test_one_array_of_a_message_has_the_name_of_its_mean():
+  """However many arrays are summed, and XLA makes one sum of these or several."""
+  rules = [("w", RandomK(density=0.1)), ("", Dense())]
+  like = {"v": (64, 64), "w": (64, 64), "x": (4096,), "y": (1,)}
+  like = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in like.items()}
+  tx = gradcomp.policy(rules, axis_name="data", exchange="psum", message_bytes=None)
+  sent = [scope for name, scope in traced(tx, like) if name.startswith(COLLECTIVES)]
+  names = [x for x in sent if "gradcomp_mean" in x]
+  assert len(names) == 1 and "gradcomp_mean_12289_over_4" in names[0]
+  assert all("gradcomp_stage" in x for x in sent if x not in names)
