@@ -146,8 +146,8 @@ def read(only: str) -> tuple[Break, ...]:
 class Copy:
   """The tracked files as they are in the checkout, in a folder where tests can run."""
 
-  def __init__(self, folder: Path):
-    self.root = folder
+  def __init__(self, folder: Path, longest: float = _LONGEST):
+    self.root, self.longest = folder, longest
     command = ["git", "-C", str(ROOT), "ls-files", "-z"]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for name in names.split("\0"):
@@ -162,7 +162,7 @@ class Copy:
       "PYTHONDONTWRITEBYTECODE": "1",
     }
     code = "import gradcomp; print(gradcomp.__file__)"
-    _, text = self._run([sys.executable, "-c", code], _LONGEST)
+    _, text = self._run([sys.executable, "-c", code], longest)
     if not text.startswith(str(folder)):
       raise RuntimeError(f"The tests would not import the copy, but {text}")
 
@@ -193,7 +193,7 @@ class Copy:
     selected = [*catchers, *(["-k", cases] if cases else [])]
     selected += ["--optimize"] * optimize
     command = [sys.executable, "-m", "pytest", *options, *selected]
-    code, text = self._run(command, _LONGEST * len(catchers))
+    code, text = self._run(command, self.longest * len(catchers))
     if not report.exists():  # as after an error of usage, or in time
       return "no verdict", text
     suite = ElementTree.parse(report).getroot().find("testsuite")

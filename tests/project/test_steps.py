@@ -16,7 +16,7 @@ ROWS = [x.split(maxsplit=4) for x in (CI / "steps").read_text().splitlines()]
 ROWS = [
   (*row[:2], *map(int, row[2:4]), row[4]) for row in ROWS if row and row[0] != "#"
 ]
-TURNS = 8
+TURNS = 9
 
 
 def script(*arguments, folder=ROOT, code=0):
