@@ -188,7 +188,12 @@ redsync(momentum=0.9, feedback="momentum").init(W).velocity is not None
 redsync(momentum=None, feedback="error").init(W).velocity is None
 
 onebit_sgd(feedback="momentum").init(W).velocity is not None
+
+Cluster(workers=np.int64(4), link=LINK) == Cluster(workers=4, link=LINK)
+
+cost.plan(W, workers=np.int64(1), link=LINK).chosen is not None
 """
+LINK = gradcomp.cost.Link(latency=1e-5, bytes_per_second=1e8)
 COUNTING = {"w": 2.0, "layer": [jnp.zeros(3, jnp.int32)]}
 
 

@@ -193,6 +193,32 @@ local_steps(v, SGD, **ROUNDS) for v in 0.5, None, optax.sgd
   TypeError: `inner` ... optax.GradientTransformation ... got {v}
 local_steps(SGD, v, **ROUNDS) for v in 0.5, None, optax.sgd
   TypeError: `outer` ... optax.GradientTransformation ... got {v}
+# Means over rows.
+f({"w": np.ones(4)}, codec=Dense(), axis=1) for f in mean_over, mean_state
+  `tree`['w'] ... axis 1
+f({"w": np.ones(4)}, codec=Dense(), axis="x") for f in mean_over, mean_state
+  `axis` must be
+f({}, codec=Dense()) for f in mean_over, mean_state
+  equally many rows on axis 0, ... got none
+f(np.ones((0, 4)), codec=Dense()) for f in mean_over, mean_state
+  got 0 in `tree`
+f({"a": np.ones((4, 2)), "b": np.ones((3, 2))}, codec=Dense())
+for f in mean_over, mean_state
+  got 4 in `tree`['a'], 3 in `tree`['b']
+f([np.ones((4, 2), int)], codec=Dense()) for f in mean_over, mean_state
+  TypeError: `tree`[0] ... floats
+f({"w": 1.0}, codec=Dense()) for f in mean_over, mean_state
+  TypeError: `tree`['w'] must be an array of floats
+f(np.ones((4, 2)), codec=Dense(), mesh_axis="data") for f in mean_over, mean_state
+  `mesh_axis` ... call jax.set_mesh
+f(np.ones((4, 2)), codec=Dense) for f in mean_over, mean_state
+  TypeError: `codec` must be
+mean_over(np.ones((4, 8)), codec=QSGD())
+  `key` must be given for ... another one
+mean_over(W, codec=QSGD(), state=mean_state(W, codec=QSGD()), key=KEY)
+  `key` must be None with a state
+jax.grad(lambda x: jnp.sum(mean_over(x, codec=Dense())))(jnp.ones((4, 3)))
+  TypeError: must not be differentiated
 # States that are another's.
 qsgd(feedback="error").update(W, qsgd(feedback=None).init(W))
   `state.residual` ... must be kept ... ErrorFeedback
