@@ -189,11 +189,21 @@ redsync(momentum=None, feedback="error").init(W).velocity is None
 
 onebit_sgd(feedback="momentum").init(W).velocity is not None
 
+ErrorFeedback(residual_dtype=jnp.bfloat16) == ErrorFeedback(residual_dtype="bfloat16")
+
+hash(ErrorFeedback(residual_dtype=jnp.bfloat16)) is not None
+
+policy([("kernel", QSGD())]).init({}) is not None
+
+jax.tree.all(jax.tree.map(np.array_equal, FITTED.memory, qsgd(3).update(W,
+FITTED)[1].memory))
+
 Cluster(workers=np.int64(4), link=LINK) == Cluster(workers=4, link=LINK)
 
 cost.plan(W, workers=np.int64(1), link=LINK).chosen is not None
 """
 LINK = gradcomp.cost.Link(latency=1e-5, bytes_per_second=1e8)
+FITTED = gradcomp.qsgd(3, levels="nonuniform").init(W)
 COUNTING = {"w": 2.0, "layer": [jnp.zeros(3, jnp.int32)]}
 
 
