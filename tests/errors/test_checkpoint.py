@@ -32,6 +32,12 @@ state_shapes(TX, cases.PARAMS, workers=v, axis_name="data") for v in 0, -3, "4"
   `workers` must be a number of workers
 jax.eval_shape(lambda state: reshard(opt_state=state), state())
   `opt_state`.count ... inside a transformed function; call gradcomp.reshard_state
+f(platform=v) for f in functools.partial(record, TX, cases.PARAMS, workers=4),
+functools.partial(state_shapes, TX, cases.PARAMS, workers=4, axis_name="data"),
+functools.partial(explain, TX, {}, workers=4), PlanOptions for v in "TPU", 3
+  `platform` must be one of ('cpu', 'gpu', 'tpu'), ... got {v}
+reshard(old_platform=v) for v in "TPU", 3
+  `old_platform` must be one of ('cpu', 'gpu', 'tpu'), ... got {v}
 # States of others.
 reshard(old_workers=8)
   `opt_state` must be the global state of 8 workers ... .residual['b']

@@ -153,6 +153,12 @@ adam(0.1, b2=1.0)
   `b2` ... below 1 ... 1.0
 adam(0.1, b1=-0.1)
   `b1` ... at least 0 ... -0.1
+adam(0.1, local=0)
+  `local` ... 1 or more ... 0
+adam(0.1, local=3, axis_name=None)
+  `axis_name` ... `local` ... None
+adam(0.1, codec=OneBit(), local=3, warmup=2, axis_name="data").init(W)
+  `axis_name` ... set_mesh
 adam(0.1, floor=1)
   `floor` ... below 1 ... 1
 Stable(ratio=2)
@@ -193,6 +199,46 @@ local_steps(v, SGD, **ROUNDS) for v in 0.5, None, optax.sgd
   TypeError: `inner` ... optax.GradientTransformation ... got {v}
 local_steps(SGD, v, **ROUNDS) for v in 0.5, None, optax.sgd
   TypeError: `outer` ... optax.GradientTransformation ... got {v}
+skip_nonfinite(SGD, v) for v in 1.5, "2", None, True
+  `max_consecutive_errors` ... steps ... 0 or more ... {v}
+replicable(OWNERS, axis_name="data", workers=v) for v in 0, 2.0, True, (2, 2), None
+  `workers` must be ... {v}
+replicable(OWNERS, axis_name=("a", "b"), workers=4)
+  `workers` ... ('a', 'b') ... got 4
+init_state(OWNERS, W, axis_name="data", replicate=0)
+  `replicate` must be ... got 0
+init_state(OWNERS, W, axis_name="data", replicate=4, param_specs={"w": P()})
+  `param_specs` must be None ... replicate=N
+init_state(OWNERS, W, axis_name="data")
+  `mesh` must be ... jax.set_mesh(mesh)
+# Residuals that would grow, at every door.
+compress(v, feedback="error") for v in TWO_BITS, QSGD(bits=2, bucket_size=128,
+share_scale=True), QSGD(bits=1, levels="uniform", bucket_size=32, rounding="nearest"),
+QSGD(bits=4, norm="l2"), Ternary(), Ternary(clip_sigmas=None), Sign(scale="one")
+  `codec` ... contraction above 0 ... grows ... smaller buckets ... nearest
+    ... more bits ... feedback=None
+compress(v) for v in Sign(scale="one"), Policy([("b", OneBit()), ("w", Policy([("w",
+TWO_BITS)]))])
+  `codec` ... contraction above 0 ... grows ... None
+qsgd(bits=2, feedback=v) for v in ErrorFeedback(), "momentum", "ef21"
+  `codec` ... contraction above 0 ... grows ... None
+policy([("w", TWO_BITS)], feedback="error")
+  `codec` ... contraction above 0 ... grows ... None
+adam(0.1, codec=TWO_BITS)
+  `codec` ... contraction above 0 ... grows ... None
+zero(SGD, grads=TWO_BITS, params=OneBit(), axis_name="data", feedback="error")
+  `grads` ... contraction above 0 ... grows ... None
+rounds(codec=TWO_BITS)
+  `codec` ... contraction above 0 ... grows ... None
+mean_state(jnp.ones((1, 8)), codec=TWO_BITS)
+  `codec` ... contraction above 0 ... grows ... None
+parallel.compress_in_scan(TWO_BITS, axis_name="data", feedback="error")
+  `codec` ... contraction above 0 ... grows ... None
+on_all(lambda x: gather(x, axis_name="data", params=None, grads=TWO_BITS, residual=x,
+key=KEY))
+  `grads` ... contraction above 0 ... grows ... None
+on_all(lambda x: reshard(x, axis_name="data", codec=TWO_BITS, residual=x, key=KEY))
+  `codec` ... contraction above 0 ... grows ... None
 # Means over rows.
 f({"w": np.ones(4)}, codec=Dense(), axis=1) for f in mean_over, mean_state
   `tree`['w'] ... axis 1
@@ -250,6 +296,7 @@ W = {"w": np.linspace(-1, 1, 8 * 256, dtype=np.float32).reshape(8, 256)}
 LEAF = jax.ShapeDtypeStruct((64, 512), jnp.float32)
 WIDE = jax.ShapeDtypeStruct((512, 512), jnp.float32)
 SGD = optax.sgd(0.1)
+TWO_BITS = QSGD(bits=2)
 NEAREST = QSGD(rounding="nearest")
 SUMS = QSGD(bits=16, levels="uniform", share_scale=True)
 SHARED = gradcomp.compress(SUMS, axis_name="data")
@@ -280,6 +327,11 @@ def two_of_four(tx):
   half = lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype)
   state = jax.tree.map(half, jax.eval_shape(on_all(tx.init), grads(4)))
   return jax.eval_shape(on_all(tx.update), grads(2), state)
+
+
+def on_all(function):
+  """Traces it for two workers."""
+  return jax.eval_shape(jax.vmap(function, axis_name="data"), jnp.ones((2, 8, 8)))
 
 
 def start(tx):
