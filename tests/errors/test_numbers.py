@@ -30,7 +30,28 @@ from tests.support.assertions import says
 from tests.support.cases.recipe import NEEDED, RECIPES
 from tests.support.option_fields import with_options
 
-NEVER = (-1, math.inf, math.nan, np.float32("nan"), "4", [4], 4j)  # of any argument
+NEVER = (
+  -1,
+  math.inf,
+  math.nan,
+  np.float32("nan"),
+  "4",
+  [4],
+  4j,
+  True,
+)  # of any argument
+# Where nothing is a number too, and where parts are.
+ZEROS = {
+  *("add", "b1", "b2", "backward", "decay", "decode", "delay", "elements", "encode"),
+  *("floor", "forward", "keep", "latency", "mantissa_bits", "margin", "momentum", "mu"),
+  *("max_consecutive_errors", "message_bytes", "messages", "min_leaf_size", "nbytes"),
+  "start",
+}
+FRACTIONS = {
+  *("add", "backward", "bytes_per_second", "clip_sigmas", "decode", "elements"),
+  *("encode", "factor", "forward", "keep", "latency", "max_norm", "messages"),
+  *("min_rate", "nbytes", "scale", "slack"),
+}
 HUGE = (1e30, 2**31, 10**400)  # may be taken, if they work
 PARAMS = {"w": jax.ShapeDtypeStruct((16, 256), jnp.float32)}
 LINK = Link(latency=1e-5, bytes_per_second=1e8)
@@ -96,9 +117,7 @@ def numbers(described, *left_out):
   return [name for name in names if name in hints and one(hints[name])]
 
 
-SECONDS = (
-  *("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "ppermute", "tree"),
-)
+SECONDS = (*("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "ppermute"),)
 DOORS = [
   *((stepping(f, **NEEDED.get(x, {})), numbers(f)) for x, f in RECIPES.items()),
   *(
@@ -145,6 +164,7 @@ DOORS = [
     (part(f, nbytes=1.0, **MODEL), ["link", *numbers(f)])
     for f in (getattr(cost, f"{x}_seconds") for x in SECONDS)
   ),
+  (part(cost.tree_seconds, workers=4, link=LINK, nbytes=1.0), ["link", "nbytes"]),
   (part(cost.dense_seconds, elements=4, cluster=CLUSTER), ["elements", "cluster"]),
   (
     part(cost.step_seconds, forward=1.0, backward=1.0, messages=(), overlap=True),
@@ -173,8 +193,9 @@ def each(doors):
 
 @each([*DOORS, *KIT])
 def test_what_breaks_the_rule_is_refused_by_name(make, name):
-  for value in NEVER:
-    with pytest.raises((ValueError, TypeError), match=says(f"`{name}`")):
+  zero, fraction = [] if name in ZEROS else [0], [] if name in FRACTIONS else [1.5]
+  for value in (*NEVER, *zero, *fraction):
+    with pytest.raises((ValueError, TypeError), match=says(f"`{name}`", "must", "got")):
       make(**{name: value})
 
 
