@@ -26,32 +26,10 @@ for v in 0, 1, 100, -32, 64.0, True, "64", [64]
 Sign(bucket_size=40)
   `bucket_size` ... 32 ... 40
 # Choices, flags and types.
-Ternary(packing=v) for v in "", None, 1, True, ["2bit"]
-  `packing` ... 2bit ... base3 ... {v}
-Ternary(scaler=v) for v in "", None, 1, True, ["sigma"]
-  `scaler` ... clipped ... sigma ... {v}
-EightBit(dtype=v) for v in "", None, 1, True, ["linear"]
-  `dtype` ... dynamic_tree ... dynamic_map ... static_tree ... mantissa ... {v}
-f(rounding=v) for f in QSGD, qsgd, EightBit for v in "", None, 1, True, ["nearest"]
-  `rounding` ... stochastic ... nearest ... {v}
-f(levels=v) for f in QSGD, qsgd for v in "", None, 1, True, ["uniform"]
-  `levels` ... sign_magnitude ... uniform ... nonuniform ... {v}
-f(norm=v) for f in QSGD, qsgd for v in "", None, 1, True, ["max"]
-  `norm` ... max ... l2 ... rms ... {v}
-f(share_scale=v) for f in QSGD, qsgd, Ternary for v in 0, 1, None, "yes"
-  `share_scale` must be a bool, got {v}
-OneBit(per_column=v) for v in 0, 1, None, "yes"
-  `per_column` must be a bool, got {v}
 f(dtype=v) for f in Dense, dense for v in jnp.int8, np.float64, "float8", None, 3
   `dtype` ... float32, bfloat16 or float16 ... {v}
-f(dtype=jnp.bfloat16, rounding="up") for f in Dense, dense
-  `rounding` ... nearest ... 'up'
 f(rounding="stochastic") for f in Dense, dense
   `rounding` ... float32 ... stochastic
-f(implementation="cuda") for f in BlockTop, Natural
-  `implementation` ... cuda
-Sign(scale="two")
-  `scale` ... two
 # Ternary and 8 bits.
 Ternary(clip_sigmas=v) for v in 0, -1.0, inf, nan, "2.5", True
   `clip_sigmas` ... above 0 ... {v}
@@ -90,10 +68,6 @@ f(density=jnp.float32(0.1)) for f in TopK, RandomK
   `density` ... traced ... gradcomp.wrappers.switch
 f(range_size=v) for f in TopK, RandomK for v in 0, -1, 2.0**20, 2**40, "1", True
   `range_size` ... from 1 to ... None ... {v}
-f(selection=v) for f in TopK, redsync for v in "best", None
-  `selection` ... auto ... exact ... trimmed ... threshold ... sampled ... {v}
-f(quantize=v) for f in TopK, redsync for v in "strom", True
-  `quantize` ... asq ... mean ... {v}
 f(dtype=v) for f in TopK, redsync for v in np.int8, "float8"
   `dtype` ... float32, bfloat16 or float16 ... {v}
 f(slack=v) for f in TopK, redsync for v in 0.5, 2.5, "2", True, nan
@@ -115,10 +89,6 @@ f(mantissa_bits=v) for f in FloatCast, aps, cast for v in -1, 24
   `mantissa_bits` ... {v}
 f(mantissa_bits=0, exponent_bits=1) for f in FloatCast, aps, cast
   `mantissa_bits` ... 0
-f(rounding="nearest") for f in FloatCast, aps, cast
-  `rounding` ... 'nearest'
-f(accumulate=v) for f in FloatCast, aps, cast for v in "float16", None
-  `accumulate` ... {v}
 FloatCast(scale=v)
 for v in 0, 0.0, -1.0, nan, inf, 1e39, 2.0**127, 2.0**-127, "large", None, True
   `scale` ... {v}
@@ -134,8 +104,6 @@ Eden(bits=v) for v in 0, 9
   `bits` must be 1 to 8, got {v}
 Eden(block_size=v) for v in 96, 16
   `block_size` must be a power of two from 32 to 65536 ... {v}
-Eden(scale="largest")
-  `scale` must be one of
 Eden(rotations=3)
   `rotations` must be 1 or 2, got 3
 # Policies.

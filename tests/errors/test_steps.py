@@ -110,8 +110,6 @@ value_and_grad(jnp.sum, axis_name="data", argnums=1)(jnp.ones(2))
   `argnums` ... 1 arguments ... got 1
 train_step(DENSE, accumulate=3)
   `accumulate` ... 3 ... (2, 8)
-train_step(DENSE, report=1)
-  `report` must be a bool, got 1
 train_step(DENSE, model_state="sum")
   `model_state` ... 'local' ... 'sum'
 train_step(DENSE, model_state="mean", state={"count": np.zeros(2, np.int32)})
