@@ -157,6 +157,27 @@ rounds(exchange=v) for v in "local", Local()
   `exchange` must send ... got {v} ... use exchange="auto"
 local_steps(v, SGD, **ROUNDS) for v in 0.5, None, optax.sgd
   TypeError: `inner` ... optax.GradientTransformation ... got {v}
+# What goes inside of what.
+step(zero(v, **CODED)) for v in local_steps(SGD, SGD, **ROUNDS), zero(SGD, **CODED),
+optax.chain(dense(axis_name="data"), SGD)
+  `inner` must
+step(zero(optax.lookahead(SGD, 2, 0.5), **CODED), params_of=PAIR)
+  `params` ... LookaheadParams ... around zero
+step(local_steps(optax.lookahead(SGD, 2, 0.5), SGD, **ROUNDS), params_of=PAIR)
+  `params` ... LookaheadParams ... around local_steps
+# States and parameters of local steps.
+rounds().init(W)
+  `axis_name` must be an axis that init can
+rounds().init({"w": jnp.ones(3, jnp.complex64)})
+  TypeError: `params`['w'] must have a real float dtype
+start(rounds(fragments=2))
+  `fragments` must be at most the number of
+local_params(W, start(rounds()))
+  must be that of one worker
+rounds().update(W, (), W)
+  TypeError: `state` must be a gradcomp.state.LocalStepsState
+rounds().update(W, start(rounds()))
+  `params` must be given
 local_steps(SGD, v, **ROUNDS) for v in 0.5, None, optax.sgd
   TypeError: `outer` ... optax.GradientTransformation ... got {v}
 replicable(OWNERS, axis_name="data", workers=v) for v in 0, 2.0, True, (2, 2), None
@@ -259,6 +280,8 @@ NEAREST = QSGD(rounding="nearest")
 SUMS = QSGD(bits=16, levels="uniform", share_scale=True)
 SHARED = gradcomp.compress(SUMS, axis_name="data")
 OWNERS = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+CODED = dict(grads=QSGD(), params=QSGD(bits=8), axis_name="data")
+PAIR = optax.LookaheadParams.init_synced
 ROUNDS = dict(codec=Dense(), axis_name="data", every=4)
 STATIC = {"bits", "bucket_size", "min_leaf_size", "refit_every"}
 
@@ -271,9 +294,13 @@ def update(tx, params, grads=None):
   return tx.update(params if grads is None else grads, tx.init(params))
 
 
-def step(tx, state=None):
+def step(tx, state=None, params_of=lambda x: x):
   """Traces an update of four workers, of a state that is the same on all of them."""
-  worker = lambda g: tx.update(g, tx.init(g) if state is None else state)
+
+  def worker(g):
+    params = params_of(g)
+    return tx.update(g, tx.init(params) if state is None else state, params)
+
   stack = {"w": jax.ShapeDtypeStruct((4, 64, 512), jnp.float32)}
   return jax.eval_shape(jax.vmap(worker, axis_name="data"), stack)
 
@@ -294,7 +321,7 @@ def on_all(function):
 
 def start(tx):
   """Traces what four workers start with."""
-  return step(optax.GradientTransformation(tx.init, lambda updates, state: state))
+  return step(optax.GradientTransformation(tx.init, lambda *given: given[1]))
 
 
 def injected(make, static_args=(), **given):
