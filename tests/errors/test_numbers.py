@@ -113,11 +113,11 @@ def numbers(described, *left_out):
   """The arguments that are numbers, by their types."""
   hints = typing.get_type_hints(described)
   one = lambda hint: hint in (int, float) or any(map(one, typing.get_args(hint)))
-  names = inspect.signature(described).parameters.keys() - {"key", *left_out}
-  return [name for name in names if name in hints and one(hints[name])]
+  names = [x for x in inspect.signature(described).parameters if x in hints]
+  return [x for x in names if one(hints[x]) and x not in ("key", *left_out)]
 
 
-SECONDS = (*("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "ppermute"),)
+SECONDS = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "ppermute")
 DOORS = [
   *((stepping(f, **NEEDED.get(x, {})), numbers(f)) for x, f in RECIPES.items()),
   *(
