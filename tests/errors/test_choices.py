@@ -60,7 +60,7 @@ def arguments():
         yield pytest.param(call, argument, names, types.NoneType in kinds, id=place)
 
 
-@pytest.mark.parametrize("call, argument, names, optional", arguments())
+@pytest.mark.parametrize("call, argument, names, optional", [*arguments()])
 def test_what_is_no_choice_is_refused(call, argument, names, optional):
   for value in ("", 1, 0, "yes", None, True, ["a"]):
     if (value is True and not names) or (value is None and optional):
