@@ -1,4 +1,4 @@
-"""Small changes of the files that were touched last, at random: do the tests see them?
+"""Changes files that the last landing touched, and asks whether the tests see it.
 
 ``make mutants`` copies the tracked files, as :mod:`tests.breaks.run` does, and changes
 one operator, number or condition of a file after the other, by Cosmic Ray. For each it

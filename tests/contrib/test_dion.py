@@ -12,7 +12,7 @@ from gradcomp.testing import check_transformation
 from tests.plugins.slow_cases import slow
 from tests.specs.dion import Dion
 from tests.support import modes, saved
-from tests.support.assertions import assert_same_bits, says
+from tests.support.assertions import assert_same_bits
 
 N, MU, RANK = 4, 0.9, 3
 SHAPES = {"layers": (3, 6, 8), "up": (12, 9)}
@@ -234,20 +234,3 @@ def test_a_state_goes_on_with_other_workers(workers):
     expected = np.reshape(filled[name], (N, *shape)).mean(axis=0)
     # Means of numbers below 4 in float32.
     np.testing.assert_allclose(momenta.mean(axis=0), expected, atol=1e-6, rtol=0)
-
-
-def test_mistakes():
-  with pytest.raises(ValueError, match=says("`rank`", "1 or more", "0")):
-    dion(0.1, rank=0)
-  with pytest.raises(ValueError, match=says("`mu`", "below 1", "1.0")):
-    dion(0.1, rank=1, mu=1.0)
-  with pytest.raises(ValueError, match=says("`exchange`", "local")):
-    dion(0.1, rank=1, exchange="local")
-  for leaf in jnp.zeros(3), jnp.zeros(()), jnp.zeros((0, 3)):
-    with pytest.raises(ValueError, match=says("`params`", "'b'", "optax.partition")):
-      dion(0.1, rank=1).init({"w": jnp.zeros((2, 2)), "b": leaf})
-  tx = dion(0.1, rank=1)
-  state = tx.init(jnp.zeros((2, 2)))
-  for dtype in "int32", "complex64":
-    with pytest.raises(TypeError, match=says("`updates`", "real float", dtype)):
-      tx.update(jnp.zeros((2, 2), dtype), state)

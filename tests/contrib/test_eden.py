@@ -279,20 +279,3 @@ def test_each_level_is_the_mean_of_its_numbers(bits):
   edges = np.concatenate([[0], (levels[1:] + levels[:-1]) / 2, [np.inf]])
   means = -np.diff(stats.norm.pdf(edges)) / np.diff(stats.norm.cdf(edges))
   np.testing.assert_allclose(levels, means, atol=2**-16, rtol=0)
-
-
-@pytest.mark.parametrize(
-  "options, rule",
-  [
-    ({"bits": 0}, "`bits` must be 1 to 8, got 0"),
-    ({"bits": 9}, "`bits` must be 1 to 8, got 9"),
-    ({"block_size": 96}, "`block_size` must be a power of two from 32 to 65536"),
-    ({"block_size": 16}, "`block_size` must be a power of two from 32 to 65536"),
-    ({"scale": "largest"}, "`scale` must be one of"),
-    ({"rotations": 3}, "`rotations` must be 1 or 2, got 3"),
-  ],
-  ids=str,
-)
-def test_a_bad_hyperparameter_is_an_error(options, rule):
-  with pytest.raises(ValueError, match=rule):
-    Eden(**options)

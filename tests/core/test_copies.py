@@ -153,24 +153,6 @@ def test_zero_as_the_outer_optimizer():
   assert_close(train(tx, 4), by_hand(rounds(SGD, nesterov), lambda state: state[1]))
 
 
-REFUSED = {
-  "lookahead": (optax.lookahead(SGD, 2, 0.5), "around zero"),
-  "local steps": (
-    gradcomp.local.local_steps(SGD, optax.sgd(1.0), **ROUNDS),
-    "`inner` must",
-  ),
-  "an exchange": (optax.chain(gradcomp.dense(axis_name="data"), SGD), "`inner` must"),
-  "zero": (zero(SGD, **CODECS), "`inner` must"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_zero_refuses_inside_of_itself(name):
-  inner, text = REFUSED[name]
-  with pytest.raises(ValueError, match=says(text)):
-    train(zero(inner, **CODECS), 1, place_of(name))
-
-
 STEPS_ALONE = {
   "local steps": gradcomp.local.local_steps(SGD, optax.sgd(1.0), **ROUNDS),
   "adam": gradcomp.optimizers.adam(0.1, axis_name="data", local=2, warmup=1),
@@ -183,11 +165,3 @@ def test_schedule_free_around_steps_alone_is_refused(name):
   text = "no optax.contrib.schedule_free around local steps", "`outer`"
   with pytest.raises(ValueError, match=says(*text)):
     train(AROUND["schedule free"](STEPS_ALONE[name]), 1)
-
-
-def test_lookahead_inside_of_local_steps_is_refused():
-  tx = gradcomp.local.local_steps(
-    optax.lookahead(SGD, 2, 0.5), optax.sgd(1.0), **ROUNDS
-  )
-  with pytest.raises(ValueError, match=says("LookaheadParams", "around local_steps")):
-    train(tx, 1, PAIR)

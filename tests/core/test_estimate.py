@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import codecs
-from gradcomp.exchange import AllGather, Hierarchical
+from gradcomp.exchange import Hierarchical
 from tests.plugins.slow_cases import slow
 from tests.specs import top_k
 from tests.support import modes
-from tests.support.assertions import assert_same_bits, says
+from tests.support.assertions import assert_same_bits
 
 N = 4
 TOP = codecs.TopK(density=0.1, selection="exact")
@@ -187,26 +187,3 @@ def test_specs_of_parameters_reach_the_estimate():
   found = gradcomp.state_specs(state, axis_name="data", param_specs=specs)
   assert found.estimate == specs and found.residual == {"w": P("data", "model")}
   assert gradcomp.state_specs(state, axis_name="data").estimate == {"w": P()}
-
-
-def test_what_shares_no_estimate_is_refused():
-  with pytest.raises(ValueError, match=says("`exchange`", '"local"', "'data'")):
-    ef21(TOP, "local")
-  with pytest.raises(ValueError, match=says("`exchange`", '"senders"')):
-    ef21(TOP, AllGather(merge="senders"))
-  with pytest.raises(ValueError, match=says("`feedback`", "'ef21'")):
-    gradcomp.parallel.zero(
-      optax.sgd(0.1), grads=ONE_BIT, params=NEAREST, axis_name="data", feedback="ef21"
-    )
-  with pytest.raises(ValueError, match=says("`feedback`", "'ef21'")):
-    gradcomp.parallel.compress_in_scan(ONE_BIT, axis_name="data", feedback="ef21")
-
-
-def test_states_of_other_feedback_are_refused():
-  params = {"w": jnp.ones(600)}
-  of = lambda feedback: ef21(TOP, axis_name=None, feedback=feedback)
-  with pytest.raises(ValueError, match=says("`state.estimate`", "must be kept")):
-    of("ef21").update(params, of("error").init(params))
-  for other in ("error", None):
-    with pytest.raises(ValueError, match=says("`state.estimate`", "must be None")):
-      of(other).update(params, of("ef21").init(params))

@@ -80,8 +80,3 @@ def test_a_report_says_the_bytes_behind_them():
   plain = gradcomp.explain(gradcomp.dense(axis_name="data"), params, workers=N)
   tx = local(optax.adam(0.1), PLAIN, Dense(), 10, start=100)
   assert gradcomp.explain(tx, params, workers=N).bytes_per_step == plain.bytes_sent / 10
-
-
-def test_a_bad_number_is_an_error():
-  with pytest.raises(ValueError, match="`start` must be a number of steps, 0 or more"):
-    local(MOMENTUM, PLAIN, Dense(), start=-1)

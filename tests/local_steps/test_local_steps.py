@@ -8,9 +8,8 @@ import pytest
 from jax import lax
 
 from gradcomp.codecs import QSGD, BlockTop, Dense, FloatCast, TopK
-from gradcomp.exchange import Local
 from tests.plugins.slow_cases import slow
-from tests.support.assertions import assert_same_bits, says
+from tests.support.assertions import assert_same_bits
 from tests.support.cases.local import (
   ADAM,
   LEAVES,
@@ -211,38 +210,3 @@ def test_what_is_not_finite_is_seen_and_does_not_stay_in_residuals():
     assert np.isfinite(got["v"]).all()
     counts = state.own.inner_state.total_notfinite
     assert np.ravel(counts).tolist() == [0, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-  "options, rule",
-  [
-    ({"every": 0}, "`every` must be a number of steps, 1 or more"),
-    ({"fragments": 4}, "`fragments` must be a number, from 1 to 3"),
-    ({"delay": 3}, "`delay` must be a number, from 0 to 2"),
-    ({"mixing": 0.0}, "`mixing` must be a number above 0"),
-    ({"merge": "all"}, "`merge` must be one of"),
-    ({"merge": "senders"}, '`merge` must be "mean" for a codec of which each worker'),
-    (
-      {"merge": "senders", "codec": TopK(), "exchange": "two_shot"},
-      '`exchange` must be "auto" or "all_gather"',
-    ),
-    (
-      {"exchange": "local"},
-      "`exchange` must send .* got 'local'; use exchange=\"auto\"",
-    ),
-    ({"exchange": Local()}, "`exchange` must send .* got Local\\(\\)"),
-  ],
-  ids=str,
-)
-def test_a_bad_option_is_an_error(options, rule):
-  with pytest.raises(ValueError, match=rule):
-    local(ADAM, NESTEROV, **{"codec": Dense(), **options})
-
-
-@pytest.mark.parametrize("bad", [0.5, None, optax.sgd], ids=["number", "None", "sgd"])
-@pytest.mark.parametrize("name", ["inner", "outer"])
-def test_what_is_no_optimizer_is_an_error(name, bad):
-  parts = {"inner": ADAM, "outer": NESTEROV} | {name: bad}
-  said = says(f"`{name}`", "optax.GradientTransformation", f"got {bad!r}")
-  with pytest.raises(TypeError, match=said):
-    local(**parts, codec=Dense())

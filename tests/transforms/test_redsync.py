@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD, RandomK, TopK
-from gradcomp.exchange import Hierarchical
 from tests.specs import sparse, top_k
 from tests.support import modes
 from tests.support.assertions import says
@@ -59,45 +58,6 @@ def test_a_residual_that_nothing_keeps_is_sent():
   check_conservation(passed, steps, None, False)
   waiting = [np.count_nonzero(state.residual["w"]) for _, state in passed]
   assert waiting[0] > 600 and waiting[1] == 0 and waiting[2] > 600
-
-
-@pytest.mark.parametrize(
-  "boundaries, parts",
-  [
-    ([0], ("`boundaries`", "ascending", "[0]")),
-    ([-1], ("`boundaries`", "ascending", "[-1]")),
-    ([2, 2], ("`boundaries`", "ascending", "[2, 2]")),
-    ([3, 2], ("`boundaries`", "ascending", "[3, 2]")),
-    ([1.5], ("`boundaries`", "ascending", "1.5")),
-    ([True], ("`boundaries`", "ascending", "True")),
-    ([5, 2**31], ("`boundaries`", "below 2**31", "[5, 2147483648]")),
-    (3, ("`boundaries`", "ascending", "3")),
-    ([], ("`transformations`", "one more", "0 boundaries", "2")),
-    ([1, 2], ("`transformations`", "one more", "2 boundaries", "2")),
-  ],
-  ids=str,
-)
-def test_bad_boundaries(boundaries, parts):
-  with pytest.raises(ValueError, match=says(*parts)):
-    gradcomp.wrappers.switch(boundaries, [optax.identity(), optax.identity()])
-
-
-@pytest.mark.parametrize(
-  "other",
-  [
-    optax.trace(0.9),
-    optax.scale_by_adam(),
-    gradcomp.compress(TopK(), exchange=Hierarchical(group_size=2), axis_name="data"),
-    redsync(0.02, exchange="two_shot"),
-  ],
-  ids=["trace", "adam", "hierarchical", "two_shot"],
-)
-def test_states_that_do_not_fit_together(other):
-  params = {"w": jnp.ones((9, 70))}
-  tx = gradcomp.wrappers.switch([3], [redsync(0.02), other])
-  init = jax.vmap(lambda p: tx.init(params), axis_name="data")
-  with pytest.raises(ValueError, match=says("`transformations`", "must keep")):
-    init(jnp.arange(N))
 
 
 def test_a_parameter_may_be_named_like_what_owners_keep():

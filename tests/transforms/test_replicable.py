@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD
 from tests.plugins.slow_cases import slow
 from tests.support import modes
-from tests.support.assertions import assert_same_bits, says
+from tests.support.assertions import assert_same_bits
 
 WORKERS = 4
 OVER = {"axis_name": "data"}
@@ -128,21 +127,3 @@ def test_copies_of_a_state_that_differs_between_workers_are_refused():
   tx = gradcomp.wrappers.replicable(APART["rows"](), workers=WORKERS, **OVER)
   with pytest.raises(ValueError, match=r"init_state\(optimizer, params.*replicate=4"):
     tx.init(PARAMS)
-
-
-def test_numbers_of_workers_that_are_none_are_named():
-  tx = ALIKE["two_shot"]()
-  wrap, stack = gradcomp.wrappers.replicable, gradcomp.init_state
-  for bad in (0, 2.0, True, (2, 2), None):
-    with pytest.raises(ValueError, match=says("`workers` must be", repr(bad))):
-      wrap(tx, workers=bad, **OVER)
-  with pytest.raises(ValueError, match=says("`workers`", "('a', 'b')", "got 4")):
-    wrap(tx, workers=4, axis_name=("a", "b"))
-  with pytest.raises(ValueError, match=says("`replicate` must be", "got 0")):
-    stack(tx, PARAMS, replicate=0, **OVER)
-  with pytest.raises(
-    ValueError, match=says("`param_specs` must be None", "replicate=N")
-  ):
-    stack(tx, PARAMS, replicate=4, param_specs={"b": P(), "w": P()}, **OVER)
-  with pytest.raises(ValueError, match=says("`mesh` must be", "jax.set_mesh(mesh)")):
-    stack(tx, PARAMS, **OVER)

@@ -149,13 +149,6 @@ def test_explain_looks_inside():
   assert explain(skipping).leaves == explain(chained).leaves
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "2", None, True], ids=repr)
-def test_max_consecutive_errors(value):
-  parts = ("`max_consecutive_errors`", "steps", "0 or more", repr(value))
-  with pytest.raises(ValueError, match=says(*parts)):
-    gradcomp.skip_nonfinite(optax.identity(), value)
-
-
 def test_no_axis_name_inside_a_map():
   """Workers would decide differently, and those that exchange would wait."""
   tx = gradcomp.skip_nonfinite(exchange4, 1)

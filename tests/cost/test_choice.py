@@ -1,7 +1,6 @@
-"""plan refuses bad arguments with the rule, and answers on the command line."""
+"""plan chooses by platform and link, and answers on the command line."""
 
 import collections
-import math
 
 import jax
 import jax.numpy as jnp
@@ -15,49 +14,6 @@ from gradcomp.cost import CANDIDATES, CodecSpeed, Link, PlanOptions
 from tests.support.cases.plan import GIGABIT, LIKE, QSGD4, plan
 
 FREE = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
-
-
-@pytest.mark.parametrize(
-  "options, message",
-  [
-    ({"workers": 0}, "`workers` must be an integer of 1 or more, got 0"),
-    ({"workers": 2.0}, "`workers` must be an integer .* got 2.0"),
-    ({"workers": (2, 2, 2)}, r"`workers` must be .* got \(2, 2, 2\)"),
-    ({"workers": (2, 2)}, "`link` must be .* for two axes a pair"),
-    ({"link": (GIGABIT, GIGABIT)}, "`link` must be a Link.*workers=4"),
-    ({"link": 125e6}, "`link` must be a Link, .* got 125000000.0"),
-    ({"forward": -1.0, "backward": 1.0}, "`forward` must be .* 0 or more, got -1.0"),
-    ({"forward": 1.0, "backward": math.nan}, "`backward` must be a finite.* got nan"),
-    ({"forward": 1.0}, "`backward` must be given with `forward`"),
-    ({"speeds": {"QSGD-4": 3.0}}, "`speeds` must be CodecSpeeds by name, got QSGD-4"),
-    ({"speeds": 3.0}, "`speeds` must be None, .* got 3.0"),
-    ({"steps": 0}, "`steps` must be an integer of 1 or more, got 0"),
-    ({"budget": "low"}, r"`budget` must be one of \('none', .*, got 'low'"),
-    ({"budget": 0.0}, "`budget` must be a finite number above 0, got 0.0"),
-    ({"budget": math.nan}, "`budget` must be a finite number above 0, got nan"),
-    ({"candidates": ["qsgd"]}, "`candidates` must hold codecs, .* got 'qsgd'"),
-    ({"candidates": [QSGD]}, "`candidates` must hold codecs"),
-    ({"candidates": "qsgd"}, "`candidates` must be a sequence of codecs, got 'qsgd'"),
-    ({"margin": 1.0}, "`margin` must be a number of at least 0 and below 1, got 1.0"),
-    ({"params": {}}, "`params` must have a leaf with an element, got 0 leaves"),
-    ({"params": {"w": jnp.zeros((0, 3))}}, "`params` must have .* got 1 leaves"),
-    ({"gradients": {"v": jnp.ones((64, 512))}}, "`gradients` must have the tree"),
-    ({"gradients": {"w": jnp.ones((64, 51))}}, r"`gradients` must have the shapes"),
-    ({"gradients": {}}, "`gradients` must have a leaf with an element, got 0 leaves"),
-    ({"gradients": {"w": jnp.zeros((64, 512))}}, "`gradients` must have a norm .* 0.0"),
-  ],
-)
-def test_bad_arguments_are_refused_with_the_rule(options, message):
-  with pytest.raises(ValueError, match=message):
-    plan(**options)
-
-
-def test_parameters_that_are_not_trained_are_refused():
-  with pytest.raises(TypeError, match=r"`params`\['ids'\] must be an array .* int32"):
-    plan({"w": jnp.zeros(3), "ids": jnp.zeros(3, jnp.int32)})
-  for number in (3, 2**31, "w"):
-    with pytest.raises(TypeError, match="`params`.* must be an array of floats"):
-      plan({"w": number})
 
 
 def test_leaves_with_more_rows_than_32_bits_count():
@@ -77,15 +33,6 @@ def test_leaves_with_more_rows_than_32_bits_count():
 def test_times_of_slow_links_are_short():
   slow = Link(latency=0.0, bytes_per_second=1e-300)
   assert max(map(len, str(plan(link=slow)).splitlines())) < 200
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
-def test_bad_links_cannot_be_made(rate):
-  with pytest.raises(ValueError, match="`bytes_per_second` must be a finite number"):
-    Link(latency=0.0, bytes_per_second=rate)
-  if rate:
-    with pytest.raises(ValueError, match="`latency` must be a finite number"):
-      Link(latency=rate, bytes_per_second=1.0)
 
 
 def test_a_sparse_codec_of_ones_own_is_gathered():
@@ -119,11 +66,6 @@ def test_the_command_line_answers(capsys):
   assert said[-1].startswith("compress: QSGD-4 all_gather ")
   source = "Codec speeds are packaged ones of two cores (backend 'cpu')."
   assert f"{source} Times 2." in said
-  for wrong in (["--gbit", "nan"], ["--params", "0"], ["--inside-gbit", "3"]):
-    with pytest.raises(SystemExit) as ended:
-      __main__.main([*words, *wrong])
-    assert ended.value.code == 2
-    assert "must be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
