@@ -9,6 +9,7 @@ stays as it is. It ends with 1 if a test passes in spite of its break.
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import os
 import re
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
@@ -34,7 +35,6 @@ _LONGEST = 240  # seconds that one break may take
 # Of a run of tests. Without a verdict no test failed, and not all passed: an error of
 # the collection or of a fixture, no test at all, or no time left.
 Verdict = Literal["passed", "failed", "no verdict"]
-
 
 _STRING = r"""[rbfu]{0,2}(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
 _TOKEN = re.compile(rf"{_STRING}|\w+|\S", re.IGNORECASE)
@@ -156,43 +156,33 @@ class Copy:
         shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     # An edit may leave a file's size and second as they were: Python would take the
     # bytecode that it has kept for that of the edited file.
-    self._env = {
-      **os.environ,
-      "PYTHONPATH": str(folder),
-      "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    own = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    self._env = {**os.environ, **own}
     code = "import gradcomp; print(gradcomp.__file__)"
     _, text = self._run([sys.executable, "-c", code], _LONGEST)
     if not text.startswith(str(folder)):
       raise RuntimeError(f"The tests would not import the copy, but {text}")
 
-  def test(
-    self,
-    catchers: Sequence[str],
-    cases: str,
-    optimize: bool,
-    broken: Break | None = None,
-  ) -> tuple[Verdict, str]:
-    """Runs tests, with a break or without: what came of it, and what was printed."""
-    if broken is None:
-      return self._test(catchers, cases, optimize)
-    path = broken.path(self.root)
+  @contextlib.contextmanager
+  def broken(self, case: Break) -> Iterator[None]:
+    """Applies a break for as long as a body runs."""
+    path = case.path(self.root)
     whole = path.read_text()
-    path.write_text(broken.applied(self.root))
+    path.write_text(case.applied(self.root))
     try:
-      return self._test(catchers, cases, optimize)
+      yield
     finally:
       path.write_text(whole)
 
-  def _test(
+  def test(
     self, catchers: Sequence[str], cases: str, optimize: bool
   ) -> tuple[Verdict, str]:
+    """Runs tests: what came of it, and what was printed."""
     report = self.root / "report.xml"
     report.unlink(missing_ok=True)
     options = ["-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    selected = [*catchers, *(["-k", cases] if cases else [])]
-    selected += ["--optimize"] * optimize
-    command = [sys.executable, "-m", "pytest", *options, *selected]
+    options += [*catchers, *(["-k", cases] if cases else [])]
+    command = [sys.executable, "-m", "pytest", *options, *["--optimize"] * optimize]
     code, text = self._run(command, _LONGEST * len(catchers))
     if not report.exists():  # as after an error of usage, or in time
       return "no verdict", text
@@ -245,18 +235,16 @@ def unbroken(copy: Copy, breaks: Sequence[Break]) -> dict[tuple[str, str, bool],
   return wrong
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-  lines = [
-    ("break", "law", "caught by", "seconds"),
-    ("---", "---", "---", "---:"),
-    *rows,
-  ]
+def table(
+  breaks: Sequence[Break], problems: dict[Break, str], seconds: dict[Break, str]
+) -> str:
+  """What was broken, and which test saw it."""
+  lines = [("break", "law", "caught by", "seconds"), ("---", "---", "---", "---:")]
+  for case in breaks:
+    caught = f"`{case.catcher}`" + (f" of `{case.cases}`" if case.cases else "")
+    wrong = f"**{problems[case]}**: " if case in problems else ""
+    lines.append((case.name, case.law, wrong + caught, seconds.get(case, "")))
   return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def row(case: Break, wrong: str, seconds: str) -> tuple[str, ...]:
-  caught = f"`{case.catcher}`" + (f" of `{case.cases}`" if case.cases else "")
-  return case.name, case.law, f"**{wrong}**: {caught}" if wrong else caught, seconds
 
 
 def arguments() -> argparse.Namespace:
@@ -274,17 +262,16 @@ def main() -> int:
   options = arguments()
   first, step = options.share
   breaks = read(options.only)[first::step]
-  problems = {}
+  problems, seconds = {}, {}
   for case in breaks:
     try:
       case.applied(ROOT)
     except (OSError, SyntaxError, ValueError) as error:
       problems[case] = f"does not apply: {error}"
-  seconds = dict.fromkeys(breaks, "")
   if not options.list:
     with tempfile.TemporaryDirectory(prefix="gradcomp-breaks-") as folder:
-      run(Path(folder).resolve(), breaks, problems, seconds, options.verbose)
-  text = table([row(case, problems.get(case, ""), seconds[case]) for case in breaks])
+      seconds = run(Path(folder).resolve(), breaks, problems, options.verbose)
+  text = table(breaks, problems, seconds)
   if options.output:
     options.output.write_text(text)
   else:
@@ -295,14 +282,10 @@ def main() -> int:
 
 
 def run(
-  folder: Path,
-  breaks: Sequence[Break],
-  problems: dict[Break, str],
-  seconds: dict[Break, str],
-  verbose: bool,
-) -> None:
-  """Applies one break after the other; adds what is wrong, and the time of each."""
-  copy = Copy(folder)
+  folder: Path, breaks: Sequence[Break], problems: dict[Break, str], verbose: bool
+) -> dict[Break, str]:
+  """Applies one break after the other; adds what is wrong, and returns the times."""
+  copy, seconds = Copy(folder), {}
   failing = unbroken(copy, breaks)
   for number, case in enumerate(breaks, start=1):
     start, text = time.monotonic(), ""
@@ -311,7 +294,8 @@ def run(
       problems[case] = "does not pass without a break"
       text = failing[tested]
     elif case not in problems:
-      verdict, text = copy.test([case.catcher], case.cases, case.optimize, case)
+      with copy.broken(case):
+        verdict, text = copy.test([case.catcher], case.cases, case.optimize)
       if verdict != "failed":
         problems[case] = "SURVIVED" if verdict == "passed" else verdict
     seconds[case] = f"{time.monotonic() - start:.1f}"
@@ -319,6 +303,7 @@ def run(
     print(f"[{number}/{len(breaks)}] {wrong}: {case.name}", file=sys.stderr, flush=True)
     if verbose or case in problems:
       print(text, file=sys.stderr)
+  return seconds
 
 
 if __name__ == "__main__":

@@ -15,10 +15,32 @@ SLOW = Verdict("", 3.0, 2.5)
 BOTH = (0, 1)
 
 
+class PerProcess(dict):
+  """A memory of each process, which here is a thread."""
+
+  def own(self, key):
+    return key, jax.process_index()
+
+  def __contains__(self, key):
+    return super().__contains__(self.own(key))
+
+  def __getitem__(self, key):
+    return super().__getitem__(self.own(key))
+
+  def __setitem__(self, key, value):
+    super().__setitem__(self.own(key), value)
+
+
+class Counts(PerProcess):
+  def __getitem__(self, key):
+    return self.get(self.own(key), 0)
+
+
 @pytest.fixture
 def together(monkeypatch):
   """Returns what tries a kernel on processes: their verdicts, and their errors."""
-  monkeypatch.setattr(verdicts, "_agreed", PerThread(monkeypatch))
+  monkeypatch.setattr(verdicts, "_agreed", PerProcess())
+  monkeypatch.setattr(verdicts, "_failed", Counts())
   run = processes(monkeypatch)
 
   def trying(*tries):
@@ -34,32 +56,6 @@ def together(monkeypatch):
     return found, errors
 
   return trying
-
-
-class PerThread(dict):
-  """A memory of each process, which here is a thread."""
-
-  def __init__(self, monkeypatch):
-    super().__init__()
-    monkeypatch.setattr(verdicts, "_failed", self.Failed())
-
-  class Failed(dict):
-    """How often each process failed."""
-
-    def __getitem__(self, key):
-      return self.get((key, jax.process_index()), 0)
-
-    def __setitem__(self, key, value):
-      super().__setitem__((key, jax.process_index()), value)
-
-  def __contains__(self, key):
-    return super().__contains__((key, jax.process_index()))
-
-  def __getitem__(self, key):
-    return super().__getitem__((key, jax.process_index()))
-
-  def __setitem__(self, key, value):
-    super().__setitem__((key, jax.process_index()), value)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Chooses which tests run, and how they compile: a pytest plugin.
 
 Tests compile for longer than they compute. So XLA compiles in the least time, unless
-``--optimize`` is given, and tests marked ``slow`` are left out unless ``--slow`` is.
-``--files`` runs a share of the files.
+``--optimize`` is given, and tests marked ``slow`` are left out unless ``--slow`` is,
+but for those with ``slow(now=True)``. ``--files`` runs a share of the files.
 """
 
 import argparse
@@ -104,8 +104,9 @@ class Selected:
 
   def _runs(self, item: pytest.Item) -> bool:
     file = item.nodeid.partition("::")[0]
-    slow = item.get_closest_marker("slow") is not None
-    chosen = _within(item.nodeid, *self._slow) if slow else self._plain
+    slow, chosen = item.get_closest_marker("slow"), self._plain
+    if slow and not (chosen and slow.kwargs.get("now")):
+      chosen = _within(item.nodeid, *self._slow)
     return chosen and _within(file, *self._files)
 
 

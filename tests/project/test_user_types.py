@@ -19,18 +19,13 @@ def test_programs_of_users_pass(way, tmp_path):
   pytest.importorskip("mypy")
   folder, place = tmp_path / "programs", tmp_path / "site"
   shutil.copytree(PROGRAMS, folder, ignore=shutil.ignore_patterns("__*"))
-  (block,) = [
-    x for x in pages.read(pages.ROOT / "README.md")[0] if x.language == "python"
-  ]
-  (folder / "readme.py").write_text(block.text)
+  blocks = {x.language: x.text for x in pages.read(pages.ROOT / "README.md")[0]}
+  (folder / "readme.py").write_text(blocks["python"])
   if way == "wheel":
     zipfile.ZipFile(installs.wheel(pages.ROOT, tmp_path)).extractall(place)
   else:
     place = pages.ROOT  # which an editable install adds to the path
-  said = installs.run(
-    *("-m", "mypy", *OPTIONS, "import-untyped", "--cache-dir", tmp_path / "cache"),
-    *sorted(folder.iterdir()),
-    cwd=folder,
-    PYTHONPATH=str(place),
-  )
+  options = (*OPTIONS, "import-untyped", "--cache-dir", tmp_path / "cache")
+  given = {"cwd": folder, "PYTHONPATH": str(place)}
+  said = installs.run("-m", "mypy", *options, *sorted(folder.iterdir()), **given)
   assert "no issues found in 4 source files" in said
