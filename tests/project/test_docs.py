@@ -58,21 +58,11 @@ CHANGED_ROOMS = {(*file.split("/"), "", "")[2] for file in CHANGED if "_src/" in
 
 
 def slow(page):
-  """The mark of a page that runs in its turn, and where it or its rooms changed."""
+  """The mark of a page that runs in its turn, and where it or its imports changed."""
   code = "".join(block.text for block in pages.read(page)[0])
-  rooms = CHANGED_ROOMS.intersection(re.findall(r"\w+", code))
+  named = " ".join(re.findall(r"\bgradcomp(?:\.| import )([\w, ]+)", code))
+  rooms = CHANGED_ROOMS.intersection(re.findall(r"\w+", named))
   return pytest.mark.slow(now=name(page) in CHANGED or bool(rooms))
-
-
-def run_alone(page, folder, *arguments, then="pass"):
-  """Returns the output of a page, run as a program where warnings are errors.
-
-  ``then`` is code that looks at its ``names``.
-  """
-  names = f"names = pages.run(pages.ROOT / {str(page)!r})"
-  code = f"from tests.support import pages\n{names}\n{then}\n"
-  here = {"cwd": folder, "PYTHONPATH": str(pages.ROOT)}
-  return run("-W", "error", "-c", code, *arguments, **here)
 
 
 @slow(HOSTS)
@@ -82,22 +72,10 @@ def test_the_script_for_many_hosts_runs_on_one(tmp_path):
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reserved.bind(("127.0.0.1", 0))
     arguments = (f"127.0.0.1:{reserved.getsockname()[1]}", "1", "0", "checkpoints")
-    said = run_alone(HOSTS, tmp_path, *arguments)
+    code = f"from tests.support import pages; pages.run(pages.ROOT / {name(HOSTS)!r})"
+    here = {"cwd": tmp_path, "PYTHONPATH": str(pages.ROOT)}
+    said = run("-W", "error", "-c", code, *arguments, **here)
   assert "step 40: loss" in said
-
-
-@slow(README)
-def test_the_front_page_survives_a_larger_number(tmp_path):
-  """Steps that nobody waits for make XLA's threads wait for one another.
-
-  The page as it is runs in test_installs.py.
-  """
-  page = README.read_text()
-  longer = tmp_path / "longer.md"
-  longer.write_text(page.replace("range(20)", "range(300)"))
-  assert "range(300)" in longer.read_text()
-  said = run_alone(longer, tmp_path, then="print('loss', float(names['loss']))")
-  assert float(re.search(r"^loss (\S+)$", said, re.M)[1]) < 0.01
 
 
 @pytest.fixture
