@@ -235,25 +235,17 @@ def unbroken(copy: Copy, breaks: Sequence[Break]) -> dict[tuple[str, str, bool],
   return wrong
 
 
-def table(
-  breaks: Sequence[Break], problems: dict[Break, str], seconds: dict[Break, str]
-) -> str:
-  """What was broken, and which test saw it."""
-  lines = [("break", "law", "caught by", "seconds"), ("---", "---", "---", "---:")]
-  for case in breaks:
-    caught = f"`{case.catcher}`" + (f" of `{case.cases}`" if case.cases else "")
-    wrong = f"**{problems[case]}**: " if case in problems else ""
-    lines.append((case.name, case.law, wrong + caught, seconds.get(case, "")))
-  return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def arguments() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   add = parser.add_argument
-  add("--only", default="", metavar="TEXT", help="breaks that have this in their table")
+  add(
+    "--only",
+    default="",
+    metavar="TEXT",
+    help="those with this in name, law, place or catcher",
+  )
   add("--share", nargs=2, type=int, default=(0, 1), metavar=("K", "N"))
   add("--list", action="store_true", help="run nothing, but look whether edits apply")
-  add("--output", type=Path, metavar="FILE", help="where to write the table")
   add("--verbose", action="store_true", help="show what pytest prints")
   return parser.parse_args()
 
@@ -262,7 +254,7 @@ def main() -> int:
   options = arguments()
   first, step = options.share
   breaks = read(options.only)[first::step]
-  problems, seconds = {}, {}
+  problems = {}
   for case in breaks:
     try:
       case.applied(ROOT)
@@ -270,12 +262,9 @@ def main() -> int:
       problems[case] = f"does not apply: {error}"
   if not options.list:
     with tempfile.TemporaryDirectory(prefix="gradcomp-breaks-") as folder:
-      seconds = run(Path(folder).resolve(), breaks, problems, options.verbose)
-  text = table(breaks, problems, seconds)
-  if options.output:
-    options.output.write_text(text)
-  else:
-    print(text, end="")
+      run(Path(folder).resolve(), breaks, problems, options.verbose)
+  for case, wrong in problems.items():
+    print(f"{wrong}: {case.name} ({case.law}): {case.catcher} {case.cases}")
   what = "apply" if options.list else "were caught"
   print(f"{len(breaks) - len(problems)} of {len(breaks)} breaks {what}.")
   return 0 if breaks and not problems else 1
@@ -283,9 +272,9 @@ def main() -> int:
 
 def run(
   folder: Path, breaks: Sequence[Break], problems: dict[Break, str], verbose: bool
-) -> dict[Break, str]:
-  """Applies one break after the other; adds what is wrong, and returns the times."""
-  copy, seconds = Copy(folder), {}
+) -> None:
+  """Applies one break after the other, and adds what is wrong."""
+  copy = Copy(folder)
   failing = unbroken(copy, breaks)
   for number, case in enumerate(breaks, start=1):
     start, text = time.monotonic(), ""
@@ -298,12 +287,11 @@ def run(
         verdict, text = copy.test([case.catcher], case.cases, case.optimize)
       if verdict != "failed":
         problems[case] = "SURVIVED" if verdict == "passed" else verdict
-    seconds[case] = f"{time.monotonic() - start:.1f}"
     wrong = problems.get(case, "ok")
-    print(f"[{number}/{len(breaks)}] {wrong}: {case.name}", file=sys.stderr, flush=True)
+    spent = f"{time.monotonic() - start:.0f} s"
+    print(f"[{number}/{len(breaks)}] {wrong}: {case.name}, {spent}", flush=True)
     if verbose or case in problems:
-      print(text, file=sys.stderr)
-  return seconds
+      print(text)
 
 
 if __name__ == "__main__":

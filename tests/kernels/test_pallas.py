@@ -16,12 +16,10 @@ from gradcomp._src.codecs import quantizing
 from gradcomp._src.kernels.gpu import dispatch, self_check, tiles
 from gradcomp._src.kernels.gpu.verdicts import Verdict
 from gradcomp._src.kernels.quantize import qsgd
-from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.lowering import KERNEL, lowered_for_cuda
 
-KEY = np.array([123, 456], np.uint32)
 DITHER = np.array([123, 456, 0x80018001], np.uint32)
 
 
@@ -213,26 +211,3 @@ def test_few_tiles_are_whole_blocks(tiles):
     ]
   )(x)
   np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize(
-  "codec",
-  [
-    *(QSGD(bits=4, bucket_size=64), OneBit()),
-    *slow(FloatCast(), Ternary(), EightBit(bucket_size=64)),
-    *slow(QSGD(bits=8, bucket_size=None, norm="l2", rounding="nearest")),
-    *slow(QSGD(bits=2, bucket_size=64, share_scale=True)),
-    *slow(QSGD(bits=2, bucket_size=64, norm="rms", levels="uniform")),
-    *slow(QSGD(bits=4, bucket_size=64, rotate=8)),
-  ],
-  ids=str,
-)
-def test_a_codec_runs_its_kernel_on_cuda_and_the_reference_here(codec):
-  x = gradient(2 * codec.tile_size + 5, codec.tile_size)
-  encode = lambda x: codec.encode(x, key=KEY).rows
-  here = jax.jit(encode).lower(x)
-  assert KERNEL in lowered_for_cuda(encode, x)
-  assert KERNEL not in here.as_text()
-  interpreted = dataclasses.replace(codec, implementation="pallas_interpret")
-  found = jax.jit(lambda x: interpreted.encode(x, key=KEY).rows)(x)
-  np.testing.assert_array_equal(found, here.compile()(x))

@@ -105,9 +105,8 @@ def test_the_reference_takes_the_place_of_a_wrong_kernel(function, monkeypatch):
     jax.eval_shape(encoder(), X)
   (warning,) = caught
   says = str(warning.message)
-  assert says.startswith(
-    "On cpu, the kernel gradcomp._src.kernels.quantize.pallas.encode_rows("
-  )
+  own = "gradcomp._src.kernels.quantize.pallas.encode_rows("
+  assert says.startswith(f"On cpu, the kernel {own}")
   address = see("runs-the-reference-instead")
   assert says.endswith(f"XLA runs the reference instead.{address}")
   # Programs that are traced later take the reference, and warn no more.

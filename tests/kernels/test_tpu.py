@@ -167,7 +167,8 @@ def lines_of_a_sample(size):
   yield pair(*forms, {}, values(1024, size), start)
 
 
-# The arguments of each, of which plain runs have the first.
+# The arguments of each, of which plain runs have the first; `levels` run the code of
+# those of rows.
 FORMS = {
   one_bit_rows: [
     *((64, True, 77), (32, True, 0), (64, False, 0), (96, True, 5)),
@@ -204,7 +205,9 @@ FORMS = {
 @pytest.mark.parametrize(
   "pairs, given",
   [
-    pytest.param(pairs, given, marks=[pytest.mark.slow] * (number > 0))
+    pytest.param(
+      pairs, given, marks=[pytest.mark.slow] * (number > 0 or pairs is levels)
+    )
     for pairs, every in FORMS.items()
     for number, given in enumerate(every)
   ],

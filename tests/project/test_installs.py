@@ -45,16 +45,3 @@ def test_the_command_line_runs(place):
   """As the front page calls it."""
   line = re.search(r"^python (-m gradcomp plan .*)$", BLOCKS["console"], re.M)[1]
   assert "QSGD-4" in run(*shlex.split(line, comments=True), **place)
-
-
-@pytest.mark.slow
-def test_pytest_runs(place):
-  """Tests and doctests of what is there."""
-  files = (
-    "gradcomp/_src/exchange/layout.py",
-    "tests/project/test_packaging.py",
-    "tests/exchange/test_layout.py",
-  )
-  said = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, **place)
-  assert re.search(r"\d+ passed", said)
-  assert "failed" not in said

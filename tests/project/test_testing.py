@@ -71,28 +71,6 @@ def test_an_honest_codec_holds(exchanges):
   assert tried == (every.keys() if exchanges else every.keys() - of_steps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "codec",
-  [
-    *(codecs.QSGD(bits=4, share_scale=True), codecs.QSGD(bits=3, levels="nonuniform")),
-    *(
-      codecs.OneBit(per_column=True),
-      codecs.TopK(density=0.1),
-      codecs.RandomK(density=0.1),
-    ),
-    *(codecs.PowerSGD(rank=2), codecs.FloatCast(), codecs.Dense()),
-  ],
-  ids=str,
-)
-def test_codecs_of_every_kind_hold(codec):
-  options = CheckOptions(
-    own_statistics=isinstance(codec, codecs.OneBit),
-    same_bits=not isinstance(codec, codecs.PowerSGD),
-  )
-  check_codec(codec, options=options)
-
-
 @pytest.mark.parametrize(
   "codec",
   [
