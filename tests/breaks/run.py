@@ -98,27 +98,20 @@ def _spans(text: str, definition: str) -> list[tuple[int, int]]:
   for name in definition.split("."):
     children = [child for node in nodes for child in getattr(node, "body", [])]
     nodes = [child for child in children if name in _names(child)]
-  lines = [0]
-  for line in text.split("\n"):
-    lines.append(lines[-1] + len(line) + 1)
+  lines = text.splitlines(keepends=True)
+  place = lambda number: sum(map(len, lines[:number]))  # of the end of a line
   spans = []
   for node in nodes:
     decorators = getattr(node, "decorator_list", [])
     first = min(part.lineno for part in (node, *decorators))
-    spans.append((lines[first - 1], lines[node.end_lineno]))
+    spans.append((place(first - 1), place(node.end_lineno)))
   return spans
 
 
 def _names(statement: ast.stmt) -> list[str]:
-  """The names that a statement defines."""
-  match statement:
-    case ast.FunctionDef() | ast.ClassDef():
-      return [statement.name]
-    case ast.Assign():
-      return [target.id for target in statement.targets if isinstance(target, ast.Name)]
-    case ast.AnnAssign(target=ast.Name(id=name)):
-      return [name]
-  return []
+  """The names that a statement defines: of a function, a class or constants."""
+  targets = getattr(statement, "targets", [getattr(statement, "target", statement)])
+  return [getattr(x, "id", getattr(x, "name", "")) for x in targets]
 
 
 def _pattern(code: str) -> str:
