@@ -23,9 +23,9 @@ from gradcomp._src.kernels.common.threefry import key_words
 from gradcomp.codecs import QSGD, BlockTop, Context, OneBit, RandomK, TopK
 from gradcomp.parallel import zero
 from tests.plugins.slow_cases import slow
+from tests.specs import top_k
 from tests.support import laws, sparse_steps
 from tests.support.assertions import assert_same_bits
-from tests.wire_decoder import sparse as wire_decoder_sparse
 
 SMALL, LARGE = (2**10 + 1, 2**10 - 3), (2**18 + 1, 2**18 - 3)  # 2**20 and 2**36
 MEGABYTES = 20
@@ -192,7 +192,7 @@ def test_ranges_of_large_leaves_are_cut(size, owners, ranges, each):
   """As the page says: no int32 counts the positions in more."""
   for codec in (TopK(), RandomK()):
     assert codec.ranged(size, ranges=owners).range_size == each
-  assert wire_decoder_sparse.range_of(size, owners) == each
+  assert top_k.range_of(size, owners) == each
   assert -(-size // each) == ranges
 
 

@@ -7,8 +7,8 @@ import pytest
 
 import gradcomp
 from gradcomp.codecs import QSGD
-from tests.oracles import clipped as oracle_clipped
 from tests.plugins.slow_cases import slow
+from tests.specs import qsgd
 from tests.support import laws, modes
 from tests.support.cases.codec import CLIPPED_QSGD_CASES
 from tests.support.laws import name
@@ -43,10 +43,12 @@ def test_payload_is_the_oracles(case):
   hyper = dict(bits=codec.bits, bucket_size=codec.bucket_size)
   rows = np.asarray(laws.encoder(codec)(jnp.asarray(x), laws.KEY).rows)
   scales = rows[:, codec.bucket_size :].view(np.float32)
-  np.testing.assert_allclose(scales, oracle_clipped.scales(x, **hyper), rtol=1e-6)
-  expected = oracle_clipped.encode(
+  np.testing.assert_allclose(scales, qsgd.scales_of(x, norm="rms", **hyper), rtol=1e-6)
+  expected = qsgd.encode(
     x,
     key=np.asarray(laws.KEY) if codec.needs_key else None,
+    norm="rms",
+    levels="uniform",
     rounding=codec.rounding,
     scales=scales,
     **hyper,

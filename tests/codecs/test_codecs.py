@@ -34,8 +34,8 @@ from gradcomp.codecs import (
   Ternary,
   TopK,
 )
-from tests.oracles import qsgd
 from tests.plugins.slow_cases import one_in, slow
+from tests.specs import qsgd
 from tests.support import laws
 from tests.support.cases.codec import QSGD_CASES, SCHEMES
 from tests.support.laws import name
@@ -199,7 +199,7 @@ def test_payload_is_the_oracles(case):
   hyper = dict(bits=codec.bits, bucket_size=codec.bucket_size)
   rows = np.asarray(laws.encoder(codec)(jnp.asarray(x), laws.KEY).rows)
   scales = rows[:, codec.bucket_size or 512 :].view(np.float32)
-  expected = qsgd.qsgd_scales(x, norm=codec.norm, **hyper)
+  expected = qsgd.scales_of(x, norm=codec.norm, **hyper)
   if codec.norm == "max":
     np.testing.assert_array_equal(scales, expected.reshape(scales.shape))
   else:
@@ -208,7 +208,7 @@ def test_payload_is_the_oracles(case):
     np.testing.assert_allclose(scales, expected.reshape(scales.shape), rtol=1e-6)
   np.testing.assert_array_equal(
     rows,
-    qsgd.qsgd_encode(
+    qsgd.encode(
       x,
       key=np.asarray(laws.KEY) if codec.needs_key else None,
       norm=codec.norm,
@@ -266,7 +266,7 @@ def test_variance_is_within_the_papers_bound(bits):
     bound = min(n / s**2, np.sqrt(n) / s) * np.sum(np.float64(x) ** 2)
     # The sample mean of 400 draws, less 5 of its standard errors.
     assert squares.mean() - 5 * squares.std() / 20 <= bound
-    expected = qsgd.qsgd_expected_variance(
+    expected = qsgd.expected_variance(
       x, bits=bits, bucket_size=n, norm="l2", levels="sign_magnitude"
     )
     assert abs(squares.mean() - expected) <= 5 * squares.std() / 20 + 1e-4 * expected

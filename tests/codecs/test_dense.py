@@ -9,7 +9,7 @@ import pytest
 import gradcomp
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import Dense
-from tests.oracles import qsgd
+from tests.specs import dense
 from tests.support import laws
 from tests.support.assertions import says
 
@@ -39,7 +39,7 @@ def test_codes_are_the_neighbors_of_the_definition(dtype):
   """Exactly, with the same bits: subnormal numbers, overflow and infinities too."""
   x = edges(dtype)
   found = laws.encoder(codec_of(dtype))(jnp.asarray(x), laws.KEY)
-  expected = qsgd.dense_encode(x, DTYPES[dtype], np.asarray(laws.KEY))
+  expected = dense.encode(x, dtype=DTYPES[dtype], key=np.asarray(laws.KEY))
   np.testing.assert_array_equal(found.rows, expected)
 
 
@@ -52,7 +52,7 @@ def test_the_definition_is_unbiased(dtype):
   tiny = 2.0 ** rng.integers(-44, -17, 40)
   for scale, short in ((exact, 0), (tiny, 0 if dtype == "bfloat16" else 2.0**-40)):
     for x in (rng.uniform(1, 2, 40) * scale * rng.choice([-1, 1], 40)).astype("f4"):
-      values = qsgd.dense_stochastic(np.full(2**16, x), DTYPES[dtype], draws)
+      values = dense.stochastic(np.full(2**16, x), DTYPES[dtype], draws)
       mean = np.float64(values).mean()  # exact: 2^16 multiples of one power of two
       assert 0 <= abs(x) - abs(mean) <= short
 

@@ -11,7 +11,7 @@ import pytest
 
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import EightBit
-from tests.oracles import eight_bit, qsgd
+from tests.specs import eight_bit, planes
 from tests.support import laws
 from tests.support.cases.codec import EIGHT_BIT_CASES
 
@@ -34,7 +34,7 @@ def options(codec):
 
 def scales_of(codec, x):
   """Each element's scale, float64[size]."""
-  scales = eight_bit.eight_bit_scales(
+  scales = eight_bit.scales_of(
     x, exponent_offset=codec.exponent_offset, **options(codec)
   )
   each = np.broadcast_to(scales, (len(scales), 4)).ravel().astype(np.float64)
@@ -43,7 +43,7 @@ def scales_of(codec, x):
 
 def decoded_table(data_type):
   """What all 256 codes decode to under the scale 1."""
-  words = qsgd.pack(np.tile(np.arange(256), 8), 8, 512)
+  words = planes.pack(np.tile(np.arange(256), 8), 8, 512)
   rows = np.concatenate([words, np.float32([[1]]).view(np.uint32)], axis=1)
   codec = EightBit(dtype=data_type)
   return np.asarray(jax.jit(codec.decode_rows)(rows)).ravel()[:256]
@@ -129,14 +129,12 @@ def test_the_dynamic_map_is_that_of_bitsandbytes():
 def test_payload_is_the_oracles(codec):
   x = wide_range(codec.tile_size + 3 * (codec.bucket_size or 64) + 13)
   rows = np.asarray(laws.encoder(codec)(x, laws.KEY).rows)
-  scales = eight_bit.eight_bit_scales(
+  scales = eight_bit.scales_of(
     x, exponent_offset=codec.exponent_offset, **options(codec)
   )
   np.testing.assert_array_equal(
     rows,
-    eight_bit.eight_bit_encode(
-      x, key=np.asarray(laws.KEY), scales=scales, **options(codec)
-    ),
+    eight_bit.encode(x, key=np.asarray(laws.KEY), scales=scales, **options(codec)),
   )
 
 
@@ -145,7 +143,7 @@ def test_codes_are_the_nearest(data_type):
   """As a search in float64 finds them, but for numbers almost between two levels."""
   codec, x = EightBit(dtype=data_type), wide_range(200_000)
   rows = np.asarray(laws.encoder(codec)(x, laws.KEY).rows)
-  codes = qsgd.unpack(rows[:, :512], x.size, 8).astype(int)
+  codes = planes.unpack(rows[:, :512], 8)[: x.size].astype(int)
   magnitudes = np.where(x < 0, codes % 128, codes)
   t = x / scales_of(codec, x)
   nearest = eight_bit.nearest(t, data_type)
@@ -270,10 +268,10 @@ def test_bits_an_element():
 def test_later_stages_have_a_scale_a_row():
   codec = EightBit()
   tiles = np.float32([[1], [100]]) * laws.gaussian((2, codec.tile_size))
-  scales = eight_bit.eight_bit_scales(tiles, scale_per_row=True, **options(codec))
+  scales = eight_bit.scales_of(tiles, scale_per_row=True, **options(codec))
   np.testing.assert_array_equal(
     laws.encoded_rows(codec, tiles),
-    eight_bit.eight_bit_encode(tiles, scales=scales, **options(codec)),
+    eight_bit.encode(tiles, scales=scales, **options(codec)),
   )
 
 

@@ -15,13 +15,12 @@ from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp._src.testing.payloads import half_precision_is_computed_in_float32
 from gradcomp.codecs import Context, FloatCast, Leaf
-from tests.oracles import float_cast, float_sums
-from tests.oracles import floats as oracle_floats
-from tests.oracles.floats import Format
+from tests.specs import float_cast, float_sums
+from tests.specs import floats as oracle_floats
+from tests.specs.floats import Format
 from tests.support import laws
 from tests.support.assertions import assert_same_floats, says
 from tests.support.cases.float import cast_of, codec_of, wide_leaf
-from tests.wire_decoder import codecs as wire_decoder_codecs
 
 # Formats of all widths, 4, 8, 16 and 32 bits, filled and not.
 CASES = [
@@ -57,7 +56,7 @@ def assert_documented(codec, payload, cast, x):
   np.testing.assert_array_equal(payload.rows, rows)
   decoded = laws.decoder(codec, x.shape)(payload)
   assert_same_floats(decoded, cast.decode(rows, x.size))
-  read = wire_decoder_codecs.decode_float_cast(
+  read = float_cast.decode(
     np.asarray(payload.rows),
     x.size,
     exponent_bits=codec.exponent_bits,

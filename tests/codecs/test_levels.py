@@ -11,9 +11,9 @@ import pytest
 from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import QSGD, Context, Memory
-from tests.oracles import levels as oracle_levels
-from tests.oracles import qsgd
 from tests.plugins.slow_cases import slow
+from tests.specs import levels as oracle_levels
+from tests.specs import qsgd
 from tests.support import laws
 
 every_width = pytest.mark.parametrize("bits", [3, *slow(2, 4)])
@@ -49,7 +49,7 @@ def draw(kind, size=10_000):
 
 def fitted_to(x, bits, bucket_size=64):
   counts = oracle_levels.counts_of(x, bits=bits, bucket_size=bucket_size)
-  return oracle_levels.best_levels(counts, bits)
+  return oracle_levels.best(counts, bits)
 
 
 def test_what_the_codec_says_of_itself():
@@ -64,7 +64,7 @@ def test_what_the_codec_says_of_itself():
 @every_width
 def test_the_first_levels_are_equally_spaced(bits):
   levels = np.asarray(nonuniform(bits).init().shared)
-  np.testing.assert_array_equal(256 * levels, oracle_levels.first_levels(bits))
+  np.testing.assert_array_equal(256 * levels, oracle_levels.first(bits))
   both = np.concatenate([-levels[::-1], levels])
   # Each level is rounded to 1/256, by half of that at most.
   np.testing.assert_allclose(np.diff(both), 2 / (2**bits - 1), atol=1 / 256)
@@ -80,16 +80,14 @@ def test_the_fit_is_the_optimum(bits, kind):
   k = 256 * levels
   assert (k == np.trunc(k)).all() and k[0] >= 0 and k[-1] == 256
   assert (np.diff(k) > 0).all()
-  best = oracle_levels.best_levels(counts, bits)
-  least = oracle_levels.levels_variance(counts, best)
+  best = oracle_levels.best(counts, bits)
+  least = oracle_levels.variance(counts, best)
   # Counts are rounded to one in 7936 of all; 7e-4 is the worst that this costs here.
-  found = oracle_levels.levels_variance(counts, k.astype(int))
+  found = oracle_levels.variance(counts, k.astype(int))
   assert least * (1 - 1e-9) <= found <= least * (1 + 2e-3)
   # And the search matters: equally spaced levels are worse.
-  first = oracle_levels.first_levels(bits)
-  assert kind == "uniform" or found < 0.95 * oracle_levels.levels_variance(
-    counts, first
-  )
+  first = oracle_levels.first(bits)
+  assert kind == "uniform" or found < 0.95 * oracle_levels.variance(counts, first)
 
 
 def test_a_fit_to_two_bins_by_hand():
@@ -107,8 +105,8 @@ def test_large_counts_do_not_overflow():
   levels = 256 * np.asarray(fitter(3)(counts, nonuniform(3).init().shared))
   np.testing.assert_array_equal(
     *(
-      oracle_levels.levels_variance(counts, k)
-      for k in (levels.astype(int), oracle_levels.best_levels(counts, 3))
+      oracle_levels.variance(counts, k)
+      for k in (levels.astype(int), oracle_levels.best(counts, 3))
     )
   )
 
@@ -183,9 +181,9 @@ def test_payload_is_the_oracles(bits, bucket_size, rounding):
   )
   for k in (fitted_to(x, bits), [0, *range(250, 249 + 2 ** (bits - 1) - 1), 256]):
     rows = encode(x, np.float32(k) / 256).rows
-    expected = oracle_levels.levels_encode(
+    expected = oracle_levels.encode(
       x,
-      k,
+      k=k,
       key=np.asarray(laws.KEY),
       bits=bits,
       bucket_size=bucket_size,
@@ -208,7 +206,7 @@ def test_stochastic_rounding_is_unbiased(bits):
   """Under the fitted levels, against each element's own distance of levels."""
   codec, x = nonuniform(bits), laws.gaussian(500)
   k = fitted_to(x, bits)
-  scales = qsgd.qsgd_scales(x, bits=bits, bucket_size=64, norm="max")
+  scales = qsgd.scales_of(x, bits=bits, bucket_size=64, norm="max")
   scales = scales.ravel().repeat(64)[: x.size]
   edges = np.concatenate([[-k[0]], k]) / 256
   above = np.searchsorted(edges, np.abs(x) / scales).clip(1, len(k))
@@ -222,10 +220,8 @@ def test_fitted_levels_lose_less_than_equal_ones(bits):
   """On Gaussian buckets of 512, with as many levels, as the histogram promises."""
   x = laws.gaussian(100 * 512)
   counts = oracle_levels.counts_of(x, bits=bits, bucket_size=512)
-  fitted, first = fitted_to(x, bits, 512), oracle_levels.first_levels(bits)
-  ratio = oracle_levels.levels_variance(counts, fitted) / oracle_levels.levels_variance(
-    counts, first
-  )
+  fitted, first = fitted_to(x, bits, 512), oracle_levels.first(bits)
+  ratio = oracle_levels.variance(counts, fitted) / oracle_levels.variance(counts, first)
   squares = []
   for codec, levels in [
     (nonuniform(bits, 512), np.float32(fitted) / 256),
@@ -253,7 +249,7 @@ def test_the_largest_element_and_zeros(bits):
   # A factor that is rounded down may miss it by 2^-16 of a code, once in 2^16 times.
   np.testing.assert_array_equal(restored[::64], x[::64])
   zeros = np.delete(restored, np.s_[::64]).reshape(64, 63)
-  first = np.float32(oracle_levels.first_levels(bits)[0] / 256)
+  first = np.float32(oracle_levels.first(bits)[0] / 256)
   np.testing.assert_array_equal(
     np.abs(zeros), (np.abs(x[::64]) * first)[:, None].repeat(63, axis=1)
   )

@@ -10,7 +10,7 @@ import gradcomp
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import Context, Natural
-from tests.oracles import natural, qsgd
+from tests.specs import dithers, natural
 from tests.support import laws
 from tests.support.assertions import assert_same_floats, says
 from tests.support.cases.float import wide_leaf
@@ -35,12 +35,12 @@ def test_payload_is_the_oracles(leaf):
   """Rows and values, bit for bit, by the same random numbers."""
   x = leaf(8 * CODEC.tile_size + 77)
   payload = laws.encoder(CODEC)(jnp.asarray(x), laws.KEY)
-  rows = natural.natural_encode(x, np.asarray(laws.KEY))
+  rows = natural.encode(x, key=np.asarray(laws.KEY))
   chex.assert_shape(payload.rows, (9, CODEC.row_words))
   np.testing.assert_array_equal(payload.rows, rows)
-  lanes = qsgd.random_lanes(np.asarray(laws.KEY), 9, bits=8, bucket_size=128)
-  lanes = qsgd.signed_lanes(lanes.ravel()[: x.size], x)
-  expected = natural.natural(x, lanes)
+  lanes = dithers.random_lanes(np.asarray(laws.KEY), 9, bits=8, bucket_size=128)
+  lanes = dithers.signed_lanes(lanes.ravel()[: x.size], x)
+  expected = natural.values(x, lanes)
   assert_same_floats(laws.decoder(CODEC, x.shape)(payload), expected)
 
 
@@ -51,7 +51,7 @@ def test_nearest_payload_is_the_oracles():
   x[:400:3] *= -1
   nearest = Natural(rounding="nearest")
   payload = laws.encoder(nearest)(jnp.asarray(x), None)
-  np.testing.assert_array_equal(payload.rows, natural.natural_encode(x, None))
+  np.testing.assert_array_equal(payload.rows, natural.encode(x))
 
 
 def test_the_pages_example():

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from gradcomp.codecs import OneBit, Payload
-from tests.oracles import one_bit
+from tests.specs import one_bit
 from tests.support import laws
 from tests.support.assertions import assert_same_bits
-from tests.wire_decoder import codecs as wire_decoder_codecs
 
 COLUMN_SHAPES = [(), (1,), (5,), (33, 7), (70, 2, 3)]
 
@@ -40,10 +39,10 @@ def test_payload_is_the_oracles(bucket_size):
   x[3], x[40], x[64:128] = 0.0, -0.0, 0.0
   rows = rows_of(codec, x)
   means = rows[:, bucket_size:].view(np.float32)
-  expected = one_bit.one_bit_means(x, bucket_size=bucket_size)
+  expected = one_bit.means_of(x, bucket_size=bucket_size)
   np.testing.assert_allclose(means, expected, rtol=laws.mean_bound(bucket_size))
   np.testing.assert_array_equal(
-    rows, one_bit.one_bit_encode(x, bucket_size=bucket_size, means=means)
+    rows, one_bit.encode(x, bucket_size=bucket_size, means=means)
   )
 
 
@@ -59,7 +58,7 @@ def test_each_bucket_is_the_papers_quantiser(x):
     bucket = slice(start, start + 64)
     np.testing.assert_allclose(
       restored[bucket],
-      one_bit.one_bit_ideal(x[bucket]),
+      one_bit.ideal(x[bucket]),
       rtol=laws.mean_bound(64),
     )
 
@@ -158,13 +157,14 @@ def test_bytes_of_columns_and_of_buckets():
 def test_columns_are_the_oracles(shape):
   codec = OneBit(per_column=True)
   x = laws.gaussian(shape)
-  rows = rows_of(codec, x)
+  rows, column = rows_of(codec, x), (*shape, 1)[0]
   means = np.ascontiguousarray(rows[:, -2:]).view(np.float32)
-  expected = one_bit.one_bit_column_means(x)
+  expected = one_bit.means_of(x, column=column)
   np.testing.assert_allclose(means, expected, rtol=laws.mean_bound(70))
-  np.testing.assert_array_equal(rows, one_bit.one_bit_encode_columns(x, means=means))
+  np.testing.assert_array_equal(rows, one_bit.encode(x, column=column, means=means))
   np.testing.assert_array_equal(
-    laws.round_trip(codec, x), wire_decoder_codecs.decode_one_bit_columns(rows, shape)
+    laws.round_trip(codec, x),
+    one_bit.decode(rows, x.size, column=column).reshape(shape),
   )
 
 

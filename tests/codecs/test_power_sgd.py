@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradcomp.codecs import Leaf, PowerSGD
-from tests.oracles import power_sgd
+from tests.specs import power_sgd
 from tests.support.assertions import assert_same_bits
 from tests.support.low_rank import KEY, bound, error, first, gaussian, of_rank, together
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from gradcomp.codecs import QSGD, Dense, Leaf, PowerSGD
+from tests.specs import power_sgd
 from tests.support.assertions import assert_same_bits, says
 from tests.support.low_rank import bound, error, gaussian, of_rank, together
-from tests.wire_decoder import low_rank
 
 QUANTIZED = PowerSGD(rank=2, bits=8)
 
@@ -60,7 +60,7 @@ def test_the_page_reads_the_payload(codec, shape):
     return
   tiles = [-(-np.prod(r.shape) // r.codec.tile_size) for r in own.rounds(shape)]
   chex.assert_shape(rows, (sum(tiles), own.inner.row_words))
-  read = low_rank.decode_power_sgd(rows, shape, rank=2, bits=codec.bits)
+  read = power_sgd.decode(rows, shape, rank=2, bits=codec.bits)
   # One sum of two products, and rows whose length is rounded.
   np.testing.assert_allclose(value, read, atol=1e-6 * np.abs(read).max())
 

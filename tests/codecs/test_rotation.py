@@ -9,13 +9,11 @@ import gradcomp
 from gradcomp._src.kernels.common import rotation
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import QSGD
-from tests.oracles import exchange as oracle_exchange
-from tests.oracles import qsgd
-from tests.oracles import rotated as oracle_rotated
 from tests.plugins.slow_cases import slow
+from tests.specs import dithers, qsgd
+from tests.specs import exchange as oracle_exchange
+from tests.specs import rotation as rotation_spec
 from tests.support import laws, modes
-from tests.wire_decoder import rotated as wire_decoder_rotated
-from tests.wire_decoder import words
 
 GROUPS = (8, 32)
 BUCKET = 64
@@ -39,10 +37,10 @@ def test_rotations_are_the_oracles(group, bits):
   """Bit for bit, both ways."""
   x = laws.gaussian(3 * 32 // bits * BUCKET)
   rotated = np.asarray(rotate(tiles(x, 32 // bits), 32 // bits, group)).ravel()
-  expected = oracle_rotated.rotate(x, group=group, **layout(bits))
+  expected = rotation_spec.rotate(x, group=group, **layout(bits))
   np.testing.assert_array_equal(rotated, expected)
   back = np.asarray(unrotate(tiles(rotated, 32 // bits), 32 // bits, group)).ravel()
-  expected = wire_decoder_rotated.unrotate(rotated, group=group, **layout(bits))
+  expected = rotation_spec.unrotate(rotated, group=group, **layout(bits))
   np.testing.assert_array_equal(back, expected)
   # Ten sums of two or fewer, each rounded to 2^-24 of at most the largest element.
   np.testing.assert_allclose(back, x, rtol=0, atol=10 * 2.0**-24 * np.abs(x).max())
@@ -52,9 +50,9 @@ def test_rotations_are_the_oracles(group, bits):
 def test_a_rotation_is_a_hadamard_matrix_with_signs(group):
   """Of integers, all sums of which are exact."""
   x = np.random.default_rng(0).integers(-9, 10, 8 * BUCKET).astype(np.float32) * group
-  signed = x * oracle_rotated.signs(x.size)
+  signed = x * rotation_spec.signs(x.size)
   of_groups = lambda a: np.asarray(a).reshape(group, -1)
-  expected = oracle_rotated.matrix(group) @ of_groups(signed) / group
+  expected = rotation_spec.matrix(group) @ of_groups(signed) / group
   rotated = rotate(tiles(x), 8, group)
   np.testing.assert_array_equal(of_groups(rotated), expected)
   np.testing.assert_array_equal(np.asarray(unrotate(rotated, 8, group)).ravel(), x)
@@ -77,21 +75,21 @@ def rotated_two_shot(codec, x, seed):
 
   def decode(rows):
     size = rows.shape[0] * codec.tile_size
-    values = words.decode_qsgd(rows, size, levels="sign_magnitude", **layout())
+    values = qsgd.decode(rows, size, levels="sign_magnitude", **layout())
     return values.reshape(-1, codec.tile_size)
 
   first = []
   for worker, own in enumerate(x):
-    tiles = oracle_rotated.rotate(own, group=codec.rotate, **layout())
-    key = qsgd.leaf_dither(seed, 0, "['w']", worker)
-    rows = qsgd.qsgd_encode(tiles, key=key, rounding="stochastic", **rule)
+    tiles = rotation_spec.rotate(own, group=codec.rotate, **layout())
+    key = dithers.leaf_dither(seed, 0, "['w']", worker)
+    rows = qsgd.encode(tiles, key=key, rounding="stochastic", **rule)
     first.append(decode(rows))
   # Owners keep what their rounding to nearest loses.
   recode = lambda mean, owner: decode(
-    qsgd.qsgd_encode(mean.ravel(), rounding="nearest", **rule)
+    qsgd.encode(mean.ravel(), rounding="nearest", **rule)
   )
-  mean = oracle_exchange.exchange_two_shot(np.stack(first), recode).ravel()
-  unrotated = wire_decoder_rotated.unrotate(mean, group=codec.rotate, **layout())
+  mean = oracle_exchange.two_shot(np.stack(first), recode).ravel()
+  unrotated = rotation_spec.unrotate(mean, group=codec.rotate, **layout())
   return unrotated[: x.shape[1]]
 
 

@@ -7,10 +7,9 @@ import pytest
 
 import gradcomp
 from gradcomp.codecs import Sign
-from tests.oracles import sign
+from tests.specs import sign
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_floats, says
-from tests.wire_decoder.codecs import unpack_votes
 
 MEAN = Sign(bucket_size=32)
 ONE = Sign(bucket_size=32, scale="one")
@@ -35,16 +34,14 @@ def test_payload_is_the_oracles(codec, size):
   x = leaf(size)
   payload = laws.encoder(codec)(jnp.asarray(x), None)
   rows = np.asarray(payload.rows)
-  scales = sign.sign_scales(x, **hyper(codec))
+  scales = sign.scales_of(x, **hyper(codec))
   if codec is MEAN:
     own = rows[:, 32:].view(np.float32)
     # Sums of 32 magnitudes in binary32, by halves: five roundings.
     np.testing.assert_allclose(own, scales, rtol=5 * 2.0**-24)
     scales = own
-  np.testing.assert_array_equal(
-    rows, sign.sign_encode(x, **hyper(codec), scales=scales)
-  )
-  expected = sign.sign(x, **hyper(codec))
+  np.testing.assert_array_equal(rows, sign.encode(x, **hyper(codec), scales=scales))
+  expected = sign.values(x, **hyper(codec))
   if codec is ONE:
     assert_same_floats(laws.decoder(codec, x.shape)(payload), expected)
 
@@ -90,7 +87,7 @@ def test_signs_are_counted_exactly(codec, exchange, workers):
   x = np.stack([leaf(2500, seed) for seed in range(workers)])
   x[1, 32:64] = -1.0  # here the others do not vote
   x[:, 200:232] = np.random.default_rng(9).choice([-1.0, 1.0], (workers, 32))
-  values = [sign.sign(one, **hyper(codec)) for one in x]
+  values = [sign.values(one, **hyper(codec)) for one in x]
   expected = sign.vote(values, codec.vote)
   assert np.isnan(expected[96:128]).all()
   assert_same_floats(averaged(codec, x, exchange), expected)
@@ -120,7 +117,9 @@ def test_owners_send_the_pages_words(codec, workers):
 
   words = np.asarray(finished(counts))
   told = dict(bucket_size=32, vote=codec.vote)
-  assert_same_floats(unpack_votes(words, counts.size, workers, **told), counts.ravel())
+  assert_same_floats(
+    sign.unpack_votes(words, counts.size, workers, **told), counts.ravel()
+  )
   bits = int(np.ceil(np.log2(2 * most + 2)))
   assert len(words) == -(-3 * 32 // (32 // bits))
 

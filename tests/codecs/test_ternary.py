@@ -11,10 +11,9 @@ import pytest
 from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import Context, Ternary
-from tests.oracles import qsgd, ternary
 from tests.plugins.slow_cases import slow
+from tests.specs import dithers, ternary
 from tests.support import laws
-from tests.wire_decoder import codecs as wire_decoder_codecs
 
 CODECS = [
   Ternary(),
@@ -71,7 +70,7 @@ def test_payload_is_the_oracles(codec):
   """Codes bit for bit; scales to the last bits of a standard deviation."""
   x = ragged(codec)
   words, scales = encode(codec, x)
-  expected = ternary.ternary_scales(
+  expected = ternary.scales_of(
     x,
     scaler=codec.scaler,
     limit=ternary.clip_limit(x, codec.clip_sigmas),
@@ -81,7 +80,7 @@ def test_payload_is_the_oracles(codec):
   np.testing.assert_allclose(scales, expected, rtol=tolerance)
   np.testing.assert_array_equal(
     words,
-    ternary.ternary_encode(
+    ternary.encode(
       x,
       key=np.asarray(laws.KEY),
       scales=scales,
@@ -98,9 +97,11 @@ def test_payload_is_the_oracles(codec):
 def test_values_are_those_of_the_papers_equations(codec):
   x = ragged(codec)
   words, scales = encode(codec, x)
-  lanes = ternary.random_lanes(np.asarray(laws.KEY), len(words), **options(codec))
+  shape = dict(bits=1, bucket_size=codec.bucket_size)
+  lanes = dithers.random_lanes(np.asarray(laws.KEY), len(words), **shape)
+  lanes = lanes[:, : ternary.PER_WORD[codec.packing]]
   each = np.broadcast_to(scales[:, :, None], lanes.shape).ravel()[: x.size]
-  lanes = qsgd.signed_lanes(lanes.ravel()[: x.size], x)
+  lanes = dithers.signed_lanes(lanes.ravel()[: x.size], x)
   uniform = (lanes + 0.5) / 2**16
   clipped = ternary.clip(x, scales.max())
   ideal = ternary.ternarize(clipped, uniform, each.astype(np.float64))
@@ -113,12 +114,10 @@ def test_an_independent_decoder_reads_shared_scales_too(codec):
   x = ragged(codec)
   payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
   rows, scales = np.asarray(payload.rows), payload.agreed
-  decoded = wire_decoder_codecs.decode_ternary(
-    rows, x.size, scales=scales, **options(codec)
-  )
+  decoded = ternary.decode(rows, x.size, scales=scales, **options(codec))
   np.testing.assert_array_equal(laws.round_trip(codec, x), decoded)
   codes = np.asarray(codec.codes(payload.rows)).ravel()[: x.size]
-  z = wire_decoder_codecs.ternary_codes(rows, x.size, scales=scales, **options(codec))
+  z = ternary.integers(rows, x.size, scales=scales, **options(codec))
   np.testing.assert_array_equal(codes, z)
 
 
@@ -214,7 +213,7 @@ def test_a_larger_shared_scale_leaves_the_own_limit(bucket_size):
   np.testing.assert_array_equal(payload.agreed, shared)
   rows = np.asarray(payload.rows)
   expected, unlimited = (
-    ternary.ternary_encode(
+    ternary.encode(
       x,
       key=np.asarray(laws.KEY),
       scales=np.broadcast_to(shared, (len(rows), shared.shape[1])),
@@ -246,12 +245,10 @@ def test_later_stages_have_no_limit(scaler):
   codec = Ternary(share_scale=False, scaler=scaler)
   tiles = laws.gaussian((2, codec.tile_size))
   rows = np.asarray(laws.encoded_rows(codec, tiles))
-  scales = ternary.ternary_scales(tiles, scale_per_row=True, **options(codec))
+  scales = ternary.scales_of(tiles, scale_per_row=True, **options(codec))
   np.testing.assert_array_equal(
     rows,
-    ternary.ternary_encode(
-      tiles, key=np.asarray(laws.KEY), scales=scales, **options(codec)
-    ),
+    ternary.encode(tiles, key=np.asarray(laws.KEY), scales=scales, **options(codec)),
   )
 
 

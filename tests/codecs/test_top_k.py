@@ -12,8 +12,8 @@ import pytest
 from gradcomp._src.codecs import selecting
 from gradcomp._src.codecs.sums import entries as _entries
 from gradcomp.codecs import NOTHING, TopK
-from tests.oracles import top_k
 from tests.plugins.slow_cases import slow
+from tests.specs import top_k
 from tests.support import laws
 from tests.support.assertions import assert_same_bits
 from tests.support.selections import (
@@ -25,7 +25,6 @@ from tests.support.selections import (
   layout,
   values_of,
 )
-from tests.wire_decoder import sparse
 
 SIZES = {1000: 0.01, 100_003: 0.001, 1_000_000: 0.001}  # each with a density
 METHODS = ("exact", "trimmed", "threshold")
@@ -103,7 +102,7 @@ def test_ten_million_elements():
   assert codec.ranged(size).method == "threshold"
   x = np.random.default_rng(0).random(size, np.float32) - np.float32(0.5)
   rows, rest = encode(codec, x)
-  entries = sparse.top_k_entries(rows, range_size=size, slots=2 * k)[0]
+  entries = top_k.entries(rows, range_size=size, slots=2 * k)[0]
   check_selection(x, entries.positions, k, 2 * k)
   assert_same_bits(entries.values, x[entries.positions])
   assert np.count_nonzero(rest) == np.count_nonzero(x) - len(entries.positions)

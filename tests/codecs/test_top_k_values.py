@@ -9,7 +9,7 @@ import pytest
 import gradcomp
 from gradcomp._src.codecs.sums.entries import Entries
 from gradcomp.codecs import RandomK, TopK
-from tests.oracles import qsgd, top_k
+from tests.specs import dithers, random_k, sparse, top_k
 from tests.support import laws
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.exchange import case_name
@@ -21,7 +21,6 @@ from tests.support.selections import (
   layout,
   values_of,
 )
-from tests.wire_decoder import sparse
 
 SIZE, DENSITY, K = 100_003, 0.001, 101
 
@@ -187,7 +186,7 @@ def test_the_library_decodes_what_the_page_says(codec, size):
   alone, total = decode(jnp.stack(rows))
   np.testing.assert_array_equal(alone, values[0])
   np.testing.assert_array_equal(
-    np.ravel(total)[:size], top_k.sparse_sum(values, np.float32(1) / 3)
+    np.ravel(total)[:size], sparse.sparse_sum(values, np.float32(1) / 3)
   )
 
 
@@ -255,21 +254,23 @@ def test_random_k_sends_one_of_each_stride(size, options):
   """The same of all leaves with the same key: positions need no bytes."""
   codec = RandomK(density=0.03, **options)
   n = codec.range_size or size
-  ranges, stride = -(-size // n), top_k.random_k_stride(0.03, n)
+  ranges, stride = -(-size // n), random_k.stride_of(0.03, n)
   keys = [(7, 9), (0, 2**32 - 1)]
   for key, name in zip(keys, ("normal", "half zero"), strict=True):
     x = data(size)[name]
     words = jnp.array(key, jnp.uint32)
     rows = np.asarray(laws.encoder(codec)(jnp.asarray(x), words).rows)
-    sent = sparse.decode_random_k(rows, size, range_size=n, stride=stride)
-    positions = top_k.random_k_positions(key, ranges, n, 0.03)
+    sent = random_k.decode(rows, size, range_size=n, stride=stride)
+    positions = random_k.positions(key, ranges, n, 0.03)
     expected = np.zeros(ranges * n + 1, np.float32)
     padded = np.append(x, np.zeros(ranges * n + 1 - size, np.float32))
     flat = np.where(positions < n, positions + n * np.arange(ranges)[:, None], -1)
     expected[flat] = padded[flat]
     np.testing.assert_array_equal(sent, expected[:size])
     for row, number in zip(rows, range(ranges), strict=True):
-      assert tuple(row[:2]) == tuple(map(int, qsgd.threefry2x32(key, number, number)))
+      assert tuple(row[:2]) == tuple(
+        map(int, dithers.threefry2x32(key, number, number))
+      )
     np.testing.assert_array_equal(
       laws.decoder(codec, x.shape)(gradcomp.codecs.Payload(rows)), sent
     )
@@ -279,7 +280,7 @@ def test_random_k_chooses_all_elements_alike():
   """Counts of 512 keys: each element of a stride of 32 expects 16 a block."""
   counts = np.zeros(1024)
   for key in range(512):
-    counts[top_k.random_k_positions((0, key), 1, 1024, 1 / 32)[0]] += 1
+    counts[random_k.positions((0, key), 1, 1024, 1 / 32)[0]] += 1
   # Binomial, sigma 3.9; 5.5 sigma are passed by 1024 elements with probability 4e-5.
   assert np.abs(counts - 16).max() < 5.5 * 3.94
 

@@ -9,8 +9,8 @@ import pytest
 import gradcomp
 from gradcomp.contrib import dion
 from gradcomp.testing import check_transformation
-from tests.oracles.dion import Dion
 from tests.plugins.slow_cases import slow
+from tests.specs.dion import Dion
 from tests.support import modes, saved
 from tests.support.assertions import assert_same_bits, says
 

@@ -13,9 +13,9 @@ from gradcomp._src.kernels.common.normal_levels import normal_levels
 from gradcomp.codecs import Context
 from gradcomp.contrib import Eden
 from gradcomp.testing import CheckOptions, check_codec, laws
-from tests.oracles import published_eden as published
-from tests.oracles.qsgd import threefry2x32
 from tests.plugins.slow_cases import slow
+from tests.specs import eden as published
+from tests.specs.dithers import threefry2x32
 from tests.support.assertions import assert_same_bits
 
 KEY = np.array([7, 11], np.uint32)

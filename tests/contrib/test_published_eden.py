@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import linalg, stats
 
-from tests.oracles import published_eden as published
+from tests.specs import eden as published
 
 # Max, Quantizing for Minimum Distortion, 1960, table I, with 2 to 16 levels.
 MAX_1960 = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}

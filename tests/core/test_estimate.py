@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp import codecs
 from gradcomp.exchange import AllGather, Hierarchical
-from tests.oracles import top_k
 from tests.plugins.slow_cases import slow
+from tests.specs import top_k
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, says
 

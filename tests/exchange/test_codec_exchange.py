@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD, OneBit, Ternary
-from tests.oracles import qsgd, ternary
 from tests.plugins.slow_cases import slow
+from tests.specs import dithers, ternary
 from tests.support import laws, modes
 from tests.support.cases.exchange import transformation
-from tests.wire_decoder import codecs as wire_decoder_codecs
 
 
 @pytest.mark.parametrize(
@@ -41,18 +40,16 @@ def test_the_mean_of_ternary_gradients_is_exact(packing, workers):
   hyper = dict(packing=packing, bucket_size=None)
   total = 0
   for i in range(workers):
-    words = ternary.ternary_encode(
+    words = ternary.encode(
       x[i],
-      key=qsgd.leaf_dither(9, 0, "['w']", i),
+      key=dithers.leaf_dither(9, 0, "['w']", i),
       scales=np.full((rows, 1), shared),
       limit=own[i],  # 12,345 Gaussian values go beyond 2.5 sigma
       inline=False,
       **hyper,
     )
     scales = np.full((rows, 1), 1, np.float32)
-    total += wire_decoder_codecs.decode_ternary(
-      words, x.shape[1], scales=scales, **hyper
-    )
+    total += ternary.decode(words, x.shape[1], scales=scales, **hyper)
   assert np.abs(total).max() <= workers
   expected = (total * shared).astype(np.float32) * np.float32(1 / workers)
   for exchange in ("two_shot", "psum", "all_gather"):

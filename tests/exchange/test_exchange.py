@@ -17,9 +17,9 @@ from gradcomp._src.testing.conservation import nothing_is_lost
 from gradcomp._src.testing.steps import same_bits_in_every_mode, workers_agree
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.exchange import AllGather, AllReduce, Auto, TwoShot, choose
-from tests.oracles import exchange as oracle_exchange
-from tests.oracles import qsgd
 from tests.plugins.slow_cases import slow
+from tests.specs import dithers, qsgd
+from tests.specs import exchange as oracle_exchange
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.exchange import (
@@ -36,7 +36,6 @@ from tests.support.cases.exchange import (
   small_gradients,
   transformation,
 )
-from tests.wire_decoder import words
 
 
 @pytest.mark.parametrize(
@@ -124,15 +123,15 @@ def sent_values(codec, tree, workers, seed):
         leaves.append(x)
         continue
       hyper = dict(bits=codec.bits, bucket_size=codec.bucket_size)
-      rows = qsgd.qsgd_encode(
+      rows = qsgd.encode(
         x,
-        key=qsgd.leaf_dither(seed, 0, jax.tree_util.keystr(path), worker),
+        key=dithers.leaf_dither(seed, 0, jax.tree_util.keystr(path), worker),
         norm=codec.norm,
         levels=codec.levels,
         rounding=codec.rounding,
         **hyper,
       )
-      value = words.decode_qsgd(rows, x.size, levels=codec.levels, **hyper)
+      value = qsgd.decode(rows, x.size, levels=codec.levels, **hyper)
       leaves.append(value.reshape(x.shape))
     values.append(leaves)
   return values
@@ -146,9 +145,7 @@ def test_all_gather_is_the_mean_of_the_decoded_payloads(workers):
   (output,), _ = modes.run("shard_map", tx, [tree])
   values = sent_values(codec, tree, workers, seed=5)
   for i, leaf in enumerate(jax.tree.leaves(output)):
-    expected = oracle_exchange.exchange_all_gather(
-      np.stack([value[i] for value in values])
-    )
+    expected = oracle_exchange.all_gather(np.stack([value[i] for value in values]))
     np.testing.assert_array_equal(leaf[0], expected)
 
 
@@ -169,23 +166,23 @@ def test_two_shot_is_the_owners_encoding_of_the_mean(keeps, workers):
   hyper = dict(bits=4, bucket_size=64)
   rule = dict(norm="max", levels="sign_magnitude", **hyper)
   random, nearest = dict(rule, rounding="stochastic"), dict(rule, rounding="nearest")
-  decode = lambda rows: words.decode_qsgd(
+  decode = lambda rows: qsgd.decode(
     rows, len(rows) * codec.tile_size, levels="sign_magnitude", **hyper
   ).reshape(len(rows), codec.tile_size)
-  key = functools.partial(qsgd.leaf_key, 7, 0)
-  dither = functools.partial(qsgd.leaf_dither, 7, 0)
+  key = functools.partial(dithers.leaf_key, 7, 0)
+  dither = functools.partial(dithers.leaf_dither, 7, 0)
   first = np.stack(
     [
-      decode(qsgd.qsgd_encode(x[i], key=dither("['w']", i), **random))
+      decode(qsgd.encode(x[i], key=dither("['w']", i), **random))
       for i in range(workers)
     ]
   )
   recode = lambda mean, owner: decode(
-    qsgd.qsgd_encode(mean.ravel(), **nearest)
+    qsgd.encode(mean.ravel(), **nearest)
     if keeps
-    else qsgd.qsgd_encode(mean.ravel(), key=key("['w']\n", owner), **random)
+    else qsgd.encode(mean.ravel(), key=key("['w']\n", owner), **random)
   )
-  expected = oracle_exchange.exchange_two_shot(first, recode).ravel()[: x.shape[1]]
+  expected = oracle_exchange.two_shot(first, recode).ravel()[: x.shape[1]]
   np.testing.assert_array_equal(output["w"][0], expected)
 
 
@@ -304,9 +301,7 @@ def test_sixty_four_emulated_workers():
   tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather", key=1)
   (output,), _ = modes.run("vmap", tx, [{"w": jnp.asarray(x)}])
   values = sent_values(codec, {"w": x}, workers, seed=1)
-  expected = oracle_exchange.exchange_all_gather(
-    np.stack([value[0] for value in values])
-  )
+  expected = oracle_exchange.all_gather(np.stack([value[0] for value in values]))
   np.testing.assert_array_equal(output["w"][0], expected)
 
 

@@ -1,6 +1,6 @@
 """Every exchange is its description in NumPy, bit by bit.
 
-tests/oracles/qsgd.py is written from docs/inside/wire-format.md and the papers, so what
+tests/specs/qsgd.py is written from docs/inside/wire-format.md and the papers, so what
 these tests compare are two programs with nothing in common but the page. Workers are
 emulated: that maps of real devices have the same bits is a law of test_exchange.py.
 """
@@ -19,11 +19,10 @@ from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.codecs.sums.codes import pack_sums
 from gradcomp._src.exchange.collectives import largest
 from gradcomp.codecs import QSGD, Context
-from tests.oracles import exchange as oracle_exchange
-from tests.oracles import qsgd
 from tests.plugins.slow_cases import slow
+from tests.specs import dithers, qsgd
+from tests.specs import exchange as oracle_exchange
 from tests.support import laws, modes
-from tests.wire_decoder import words as wire_decoder
 
 STOCHASTIC = QSGD(bits=4, bucket_size=32)
 NEAREST = QSGD(bits=8, bucket_size=32, levels="uniform", rounding="nearest")
@@ -54,7 +53,7 @@ def run(codec, exchange, x, **options):
 
 
 def dither(step, name, worker, *more):
-  return qsgd.leaf_dither(SEED, step, name, worker, *more)
+  return dithers.leaf_dither(SEED, step, name, worker, *more)
 
 
 def hyper(codec):
@@ -62,7 +61,7 @@ def hyper(codec):
 
 
 def encode(codec, x, key, **options):
-  return qsgd.qsgd_encode(
+  return qsgd.encode(
     x,
     key=key,
     norm=codec.norm,
@@ -76,9 +75,7 @@ def encode(codec, x, key, **options):
 def recode(codec, rows, key):
   """What rows decode to after one more encoding."""
   words = encode(codec, rows, key, scale_per_row=True)
-  decoded = wire_decoder.decode_qsgd(
-    words, rows.size, levels=codec.levels, **hyper(codec)
-  )
+  decoded = qsgd.decode(words, rows.size, levels=codec.levels, **hyper(codec))
   return decoded.reshape(rows.shape)
 
 
@@ -114,7 +111,7 @@ def test_ring(codec, workers):
   x = gradients(codec, workers)
   residual, outputs = np.zeros_like(x[0]), []
   for step in range(STEPS):
-    mean, lost = oracle_exchange.exchange_ring(
+    mean, lost = oracle_exchange.ring(
       tiled(x[step] + residual, codec),
       lambda rows, worker, hop, step=step: recode(
         codec,
@@ -142,7 +139,7 @@ def test_hierarchical(codec, workers):
     means = lambda rows, owner: recode(
       dataclasses.replace(codec, rounding="nearest"), rows, None
     )
-    mean, lost = oracle_exchange.exchange_hierarchical(
+    mean, lost = oracle_exchange.hierarchical(
       tiled(x[step] + residual, codec),
       2,
       inside,
@@ -169,9 +166,7 @@ def test_two_shot_with_both_residuals(codec, workers):
     again = lambda mean, owner: recode(
       dataclasses.replace(codec, rounding="nearest"), mean, None
     )
-    mean = oracle_exchange.exchange_two_shot(
-      sent, oracle_exchange.with_feedback(again, owned)
-    )
+    mean = oracle_exchange.two_shot(sent, oracle_exchange.with_feedback(again, owned))
     outputs.append(flat(mean, x.shape[2]))
     residual = flat(corrected - sent, x.shape[2])
   assert_steps_equal(run(codec, "two_shot", x), (outputs, residual, [owned]))
@@ -190,14 +185,9 @@ def shared_step(codec, x, keys):
   rows = np.stack(
     [encode(codec, x[i], keys[i], scales=scales, inline=False) for i in range(workers)]
   )
-  sums = qsgd.sum_of_codes(rows, bits=codec.bits, levels=codec.levels)
-  values = qsgd.values_of_sums(sums, scales, **options)[:size]
-  stats = scales[:1] if codec.bucket_size is None else scales
-  codes = np.stack([wire_decoder.shared_codes(r, size, **options) for r in rows])
-  np.testing.assert_array_equal(codes.sum(axis=0), sums[:size])
-  decode = lambda codes: wire_decoder.decode_sums(codes, stats, **options)
-  np.testing.assert_array_equal(decode(codes.sum(axis=0)), values)
-  sent = np.stack([decode(own) for own in codes])
+  codes = np.stack([qsgd.integers(r, size, **options) for r in rows])
+  decode = lambda codes: qsgd.decode_sums(codes, scales, **options)
+  values, sent = decode(codes.sum(axis=0)), np.stack([*map(decode, codes)])
   return rows, scales, sent, values * (np.float32(1) / np.float32(workers))
 
 
@@ -236,9 +226,7 @@ def test_the_largest_statistics_and_nan_wins():
   got = np.asarray(jax.jit(find)(stats))
   np.testing.assert_array_equal(got, np.max(stats, axis=0))
   assert np.isnan(got[np.isnan(stats).any(axis=0)]).all()
-  (read,) = wire_decoder.split_stats(
-    got.view(np.int32), [216 * 32], bits=4, bucket_size=32
-  )
+  (read,) = qsgd.split_stats(got.view(np.int32), [216 * 32], bits=4, bucket_size=32)
   np.testing.assert_array_equal(read.ravel(), got)
 
 
@@ -264,7 +252,7 @@ def test_packed_sums_are_the_documented_words(codec, workers):
   given = sums.reshape(3, -1, words).astype(np.int32)
   packed = np.asarray(jax.jit(lambda x: pack_sums(codec, x, workers))(given))
   np.testing.assert_array_equal(packed, qsgd.pack_sums(sums, workers, **options))
-  read = wire_decoder.unpack_sums(packed, sums.size, workers, **options)
+  read = qsgd.unpack_sums(packed, sums.size, workers, **options)
   np.testing.assert_array_equal(read, sums)
 
 
@@ -293,7 +281,7 @@ def test_a_shared_codec_alone_and_among_others(bits, bucket_size, levels):
   stats = jax.jit(codec.agree)(jnp.asarray(x))
   again = encoder(jnp.asarray(x), stats)
   jax.tree.map(np.testing.assert_array_equal, payload, again)
-  scales = qsgd.qsgd_scales(x, norm="max", bits=bits, bucket_size=bucket_size)
+  scales = qsgd.scales_of(x, norm="max", bits=bits, bucket_size=bucket_size)
   np.testing.assert_array_equal(np.broadcast_to(stats, scales.shape), scales)
   rows = encode(codec, x, np.asarray(laws.KEY), inline=False)
   np.testing.assert_array_equal(payload.rows, rows)
@@ -303,8 +291,8 @@ def test_a_shared_codec_alone_and_among_others(bits, bucket_size, levels):
   other = encoder(jnp.asarray(x[::-1].copy()), 2 * stats)
   both = np.stack([payload.rows, other.rows])
   added = np.asarray(jax.jit(codec.codes)(jnp.asarray(both))).sum(axis=0)
-  sums = qsgd.sum_of_codes(both, bits=bits, levels=levels)
+  sums = sum(qsgd.integers(rows, added.size, **shape) for rows in both)
   np.testing.assert_array_equal(added.ravel(), sums)
   values = np.asarray(jax.jit(codec.from_codes)(jnp.asarray(added), stats)).ravel()
-  expected = qsgd.values_of_sums(sums, scales, **shape)
+  expected = qsgd.decode_sums(sums, scales, **shape)
   np.testing.assert_array_equal(values.view(np.uint32), expected.view(np.uint32))

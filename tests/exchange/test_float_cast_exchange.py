@@ -14,8 +14,8 @@ from gradcomp import floats
 from gradcomp._src.exchange.plan import PlanOptions, plan_messages
 from gradcomp.codecs import Context, FloatCast, Leaf
 from gradcomp.exchange import TwoShot
-from tests.oracles import float_cast, qsgd
 from tests.plugins.slow_cases import slow
+from tests.specs import dithers, float_cast
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits, assert_same_floats
 from tests.support.cases.exchange import ELEMENTS, SHAPES
@@ -81,7 +81,7 @@ def test_one_law(fmt, rounding, scale, accumulate, exchange, workers, group_size
   assert not jax.tree.leaves(owned)
 
   cast = agreed(codec, steps[0])
-  keys = [qsgd.leaf_dither(SEED, 0, "['w']", i) for i in range(workers)]
+  keys = [dithers.leaf_dither(SEED, 0, "['w']", i) for i in range(workers)]
   expected, sent = float_cast.exchange(
     steps[0],
     cast,

@@ -16,8 +16,8 @@ from gradcomp._src.kernels.common.dithers import random_lanes
 from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import QSGD, Codec, Dense, EightBit, FloatCast, Natural, Ternary
-from tests.oracles import qsgd
 from tests.plugins.slow_cases import slow
+from tests.specs import qsgd
 from tests.support import laws, modes
 
 WORKERS, SIZE = 8, 2**15
@@ -148,7 +148,7 @@ def test_the_mean_is_better_than_with_independent_draws(codec, even, three, work
   output, _ = run(codec, "all_gather", x)
   above = np.square(output[0] - x.mean(axis=0, dtype=np.float64)) * workers**2
   independent = sum(
-    qsgd.qsgd_expected_variance(
+    qsgd.expected_variance(
       part,
       bits=codec.bits,
       bucket_size=codec.bucket_size,

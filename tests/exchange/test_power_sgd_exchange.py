@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD, PowerSGD
-from tests.oracles import power_sgd
 from tests.plugins.slow_cases import slow
+from tests.specs import power_sgd
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, says
 

@@ -11,9 +11,9 @@ import pytest
 import gradcomp
 from gradcomp import MomentumFeedback
 from gradcomp.codecs import RandomK, TopK
-from tests.oracles import exchange as oracle_exchange
-from tests.oracles import qsgd, top_k
 from tests.plugins.slow_cases import slow
+from tests.specs import dithers, random_k, sparse, top_k
+from tests.specs import exchange as oracle_exchange
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
 from tests.support.sparse_steps import (
@@ -113,9 +113,9 @@ def test_the_mean_is_the_oracles(exchange):
   for gradient in steps:
     corrected = residual + np.asarray(gradient["w"]).reshape(workers, SIZE)
     if exchange == "all_gather":
-      mean, residual = top_k.all_gather(corrected, DENSITY)
+      mean, residual = sparse.all_gather(corrected, DENSITY)
     else:
-      mean, residual = top_k.two_shot(corrected, DENSITY, owned)
+      mean, residual = sparse.two_shot(corrected, DENSITY, owned)
     expected.append(mean)
   for mode in ("vmap", "shard_map"):
     outputs, rest, kept = modes.run_all(mode, tx, steps)
@@ -123,7 +123,7 @@ def test_the_mean_is_the_oracles(exchange):
       for i in range(workers):
         np.testing.assert_array_equal(output["w"][i].ravel(), mean)
         np.testing.assert_array_equal(
-          output["b"][i], oracle_exchange.exchange_all_gather(gradient["b"])
+          output["b"][i], oracle_exchange.all_gather(gradient["b"])
         )
     np.testing.assert_array_equal(np.reshape(rest["w"], residual.shape), residual)
     if exchange == "two_shot":
@@ -139,8 +139,8 @@ def test_random_k_sends_the_same_elements_from_all():
   seen = set()
   for number, (output, _) in enumerate(passed):
     for name in ("v", "w"):
-      key = qsgd.leaf_key(7, number, f"['{name}']")
-      place = top_k.random_k_positions(key, 1, SIZE, DENSITY)[0]
+      key = dithers.leaf_key(7, number, f"['{name}']")
+      place = random_k.positions(key, 1, SIZE, DENSITY)[0]
       sent = np.flatnonzero(output[name][0])
       np.testing.assert_array_equal(sent, place[place < SIZE])
       seen.add(tuple(sent))
@@ -234,7 +234,7 @@ def test_explain_says_what_is_sent(codec, exchange, kinds):
     # The dense row is one of three shares; the others are filled.
     assert explanation.bytes_sent == 2 * 4 * (128 + row) * (workers - 1)
   else:
-    slots = -(-size // top_k.random_k_stride(0.01, size))
+    slots = -(-size // random_k.stride_of(0.01, size))
     assert explanation.bytes_sent == -(-4 * 2 * 2 * (slots + 128) // 3)
 
 

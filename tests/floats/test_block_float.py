@@ -10,14 +10,11 @@ import pytest
 
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import BlockFloat, Payload
-from tests.oracles import block_float as oracle
-from tests.oracles import qsgd
-from tests.oracles import rotated as oracle_rotated
 from tests.plugins.slow_cases import slow
+from tests.specs import block_float as oracle
+from tests.specs import planes, rotation
 from tests.support import laws
 from tests.support.assertions import assert_same_floats, says
-from tests.wire_decoder import rotated as wire_decoder_rotated
-from tests.wire_decoder.block_float import decode_block_float
 
 MXFP4 = dict(element="e2m1")
 NVFP4 = dict(element="e2m1", scale="e4m3", block_size=16)
@@ -67,7 +64,7 @@ def test_rows_are_the_oracles(fields, rounding):
     payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
     rows = oracle.encode(x, key=key, **layout(codec))
     np.testing.assert_array_equal(payload.rows, rows)
-    read = decode_block_float(rows, x.size, **layout(codec))
+    read = oracle.decode(rows, x.size, **layout(codec))
     assert_same_floats(laws.decoder(codec, x.shape)(payload), read)
 
 
@@ -94,7 +91,7 @@ def test_every_code_under_every_power_of_two(element):
   codec = BlockFloat(element=element)
   numbers = oracle.numbers(element)
   codes = np.resize(np.arange(numbers.size), codec.tile_size).astype(np.uint32)
-  rows = qsgd.pack(codes, ml_dtypes.finfo(oracle.DTYPES[element]).bits, oracle.WORDS)
+  rows = planes.pack(codes, oracle.bits_of(element), planes.ROW_WORDS)
   rows = np.repeat(rows, 256, axis=0)
   bytes_of = np.arange(256, dtype=np.uint32)[:, None]
   words = np.broadcast_to(
@@ -160,13 +157,13 @@ def test_rotated_rows_are_the_oracles_of_rotated_tiles(fields, group, rounding):
   codec = BlockFloat(rounding=rounding, rotate=group, **fields)
   key = np.asarray(laws.KEY) if codec.needs_key else None
   x = wide(codec, 3)
-  words = dict(bits=4, bucket_size=oracle.WORDS, group=group)
-  tiles = oracle_rotated.rotate(x, **words)
+  words = dict(bits=4, bucket_size=planes.ROW_WORDS, group=group)
+  tiles = rotation.rotate(x, **words)
   rows = oracle.encode(tiles, key=key, **layout(codec))
   payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
   np.testing.assert_array_equal(payload.rows, rows)
-  read = decode_block_float(rows, tiles.size, **layout(codec))
-  read = wire_decoder_rotated.unrotate(read, **words)[: x.size]
+  read = oracle.decode(rows, tiles.size, **layout(codec))
+  read = rotation.unrotate(read, **words)[: x.size]
   assert_same_floats(laws.decoder(codec, x.shape)(payload), read)
 
 

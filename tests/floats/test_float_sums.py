@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from gradcomp import floats
-from tests.oracles import float_sums
-from tests.oracles import floats as oracle_floats
-from tests.oracles.floats import Format
 from tests.plugins.slow_cases import one_in
+from tests.specs import float_sums
+from tests.specs import floats as oracle_floats
+from tests.specs.floats import Format
 from tests.support.assertions import assert_same_floats, says
 from tests.support.cases.float import library, name
 

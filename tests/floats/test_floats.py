@@ -12,9 +12,9 @@ import pytest
 
 from gradcomp import floats
 from gradcomp._src.kernels.common.float_codes import to_codes
-from tests.oracles import floats as oracle_floats
-from tests.oracles.floats import Format
 from tests.plugins.slow_cases import one_in, slow
+from tests.specs import floats as oracle_floats
+from tests.specs.floats import Format
 from tests.support.assertions import assert_same_floats, says
 from tests.support.cases.float import library, name
 

@@ -18,8 +18,8 @@ from gradcomp._src.exchange.collectives import REPEAT
 from gradcomp._src.kernels import lossless
 from gradcomp._src.testing.modes import lowered as lowered_step
 from gradcomp.codecs import Dense, Lossless
-from tests.oracles import lossless as oracle
 from tests.plugins.slow_cases import slow
+from tests.specs import lossless as oracle
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, says
 

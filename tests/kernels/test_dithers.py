@@ -15,8 +15,8 @@ from benchmarks.codecs.random_bits import streams
 from gradcomp._src.kernels.common import dithers
 from gradcomp.exchange import TwoShot
 from gradcomp.kernels import random_lanes, threefry2x32
-from tests.oracles import qsgd
 from tests.plugins.slow_cases import slow
+from tests.specs import dithers as spec
 from tests.support import laws
 from tests.support.assertions import rank
 
@@ -29,7 +29,7 @@ def test_threefry_is_the_pages_and_jaxs_own():
   given = counter[:1000], counter[1000:]
   for rounds in (8, 13, 20):
     found = jax.jit(functools.partial(threefry2x32, rounds=rounds))(key, given)
-    expected = np.stack(qsgd.threefry2x32(key, *given, rounds))
+    expected = np.stack(spec.threefry2x32(key, *given, rounds))
     np.testing.assert_array_equal(found, expected)
     model = streams.threefry((123, 456), given, rounds)
     np.testing.assert_array_equal(model, expected)
@@ -39,19 +39,19 @@ def test_threefry_is_the_pages_and_jaxs_own():
 def test_lanes_are_the_pages_wherever_their_rows_begin():
   """Quarters of blocks and of their sums; of ten, which are planes of three bits."""
   words = np.asarray(laws.KEY)
-  dither = np.array([*words, qsgd.mask(5) * 0x10001], np.uint32)
+  dither = np.array([*words, spec.mask(5) * 0x10001], np.uint32)
   draw = jax.jit(random_lanes, static_argnums=(1, 2), static_argnames="first_row")
   got = np.stack(draw(dither, (3, 64), 10, first_row=5), axis=1)
-  key = (*words.tolist(), qsgd.mask(5))
-  expected = qsgd.random_lanes(key, 3, bits=3, bucket_size=64, first_row=5)
+  key = (*words.tolist(), spec.mask(5))
+  expected = spec.random_lanes(key, 3, bits=3, bucket_size=64, first_row=5)
   np.testing.assert_array_equal(got, expected)
   a, b = streams.threefry(key[:2], (np.uint32([5]), np.arange(64, dtype=np.uint32)), 13)
-  np.testing.assert_array_equal(got[0, :LANES] ^ qsgd.mask(5), streams.lanes(a, b))
+  np.testing.assert_array_equal(got[0, :LANES] ^ spec.mask(5), streams.lanes(a, b))
 
 
 def test_masks_are_the_pages():
   traced = jax.jit(jax.vmap(dithers.mask))(jnp.arange(300))
-  expected = [qsgd.mask(i) for i in range(300)]
+  expected = [spec.mask(i) for i in range(300)]
   assert traced.tolist() == expected
   assert [int(dithers.mask(i)) for i in range(300)] == expected
   # Half of the pairs lie on either side of any half, quarter, eighth...

@@ -7,8 +7,8 @@ import pytest
 
 from gradcomp._src.kernels.common import planes
 from gradcomp.kernels import pack_planes, unpack_planes
-from tests.oracles import qsgd
 from tests.plugins.slow_cases import slow
+from tests.specs import planes as spec
 
 
 # Each width has others of the sizes up to 200, and the ends of tiles.
@@ -32,7 +32,7 @@ def test_every_size_round_trips_through_packing(bits, step):
     return words, [unpack_planes(word, bits) for word in words]
 
   for leaf, word, codes in zip(leaves, *both_ways(leaves), strict=True):
-    np.testing.assert_array_equal(word, qsgd.pack(leaf, bits, bucket_size))
+    np.testing.assert_array_equal(word, spec.pack(leaf, bits, bucket_size))
     codes = np.asarray(codes).reshape(-1)
     np.testing.assert_array_equal(codes[: leaf.size], leaf)
     assert not codes[leaf.size :].any()

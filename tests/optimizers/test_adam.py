@@ -13,8 +13,8 @@ from gradcomp._src.testing.modes import lowered
 from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Policy, TopK
 from gradcomp.optimizers import DoublingGaps, MomentsState, Stable, adam
 from gradcomp.testing import check_transformation
-from tests.oracles import adam as oracle
 from tests.plugins.slow_cases import slow
+from tests.specs import adam as oracle
 from tests.support import modes, saved
 from tests.support.assertions import assert_same_bits, says
 from tests.support.cases.zero import N, gradients, last, train, tree

@@ -12,8 +12,8 @@ from gradcomp.codecs import Dense, OneBit, TopK
 from gradcomp.local import local_params
 from gradcomp.optimizers import DoublingGaps, adam
 from gradcomp.testing import check_transformation
-from tests.oracles import adam as oracle
 from tests.plugins.slow_cases import slow
+from tests.specs import adam as oracle
 from tests.support import modes, saved
 from tests.support.assertions import assert_same_bits, says
 from tests.support.cases.zero import N, gradients, sharded, train, tree

@@ -8,9 +8,8 @@ import numpy as np
 
 from gradcomp._src.codecs.selecting import Selected
 from gradcomp.codecs import Context, Memory
-from tests.oracles import top_k
+from tests.specs import top_k
 from tests.support import laws
-from tests.wire_decoder import sparse
 
 
 @functools.cache
@@ -42,11 +41,11 @@ def layout(codec, size):
 
 
 def entries_of(codec, rows, size):
-  return sparse.top_k_entries(rows, **layout(codec, size))
+  return top_k.entries(rows, **layout(codec, size))
 
 
 def values_of(codec, rows, size):
-  return sparse.decode_top_k(rows, size, **layout(codec, size))
+  return top_k.decode(rows, size, **layout(codec, size))
 
 
 @functools.cache

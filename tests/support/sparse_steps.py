@@ -7,7 +7,6 @@ import numpy as np
 
 import gradcomp
 from gradcomp import MomentumFeedback
-from tests.oracles import top_k
 from tests.support import modes
 
 N, DENSITY, SIZE = 4, 0.05, 630
@@ -69,7 +68,7 @@ def check_conservation(passed, steps, momentum, nesterov, sparse=lambda step: Tr
   """
   for leaf in ("b", "v", "w"):
     shape = steps[0][leaf].shape[1:]
-    workers = [top_k.Worker(shape, momentum, nesterov) for _ in range(N)]
+    workers = [sparse.Worker(shape, momentum, nesterov) for _ in range(N)]
     total, largest = 0.0, 0.0
     for number, ((output, state), gradient) in enumerate(
       zip(passed, steps, strict=True)

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD, FloatCast, OneBit, Ternary, TopK
-from tests.oracles import inspect as oracle_inspect
 from tests.plugins.slow_cases import slow
+from tests.specs import inspect as oracle_inspect
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.inspect import WORKERS, gradients, some

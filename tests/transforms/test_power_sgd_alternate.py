@@ -7,8 +7,8 @@ import pytest
 
 import gradcomp
 from gradcomp.codecs import Leaf, PowerSGD
-from tests.oracles import power_sgd
 from tests.plugins.slow_cases import slow
+from tests.specs import power_sgd
 from tests.support import modes
 from tests.support.low_rank import KEY, error, first, gaussian, of_rank, together
 

@@ -15,7 +15,7 @@ import gradcomp
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD, RandomK, TopK
 from gradcomp.exchange import Hierarchical
-from tests.oracles import top_k
+from tests.specs import sparse, top_k
 from tests.support import modes
 from tests.support.assertions import says
 from tests.support.sparse_steps import N, check_conservation, gradients, trail
@@ -107,7 +107,7 @@ def test_a_parameter_may_be_named_like_what_owners_keep():
 
 
 def clipped_mean(gradient, limit):
-  parts = [top_k.clip([x[i] for x in gradient.values()], limit) for i in range(N)]
+  parts = [sparse.clip([x[i] for x in gradient.values()], limit) for i in range(N)]
   return [np.mean(leaves, axis=0) for leaves in zip(*parts, strict=True)]
 
 
@@ -175,7 +175,7 @@ def test_shares_are_clipped_as_in_deep_gradient_compression(workers):
   shares = [[x[i] / np.float64(workers) for x in parts] for i in range(workers)]
   clipped = [np.sqrt(sum((x**2).sum() for x in s)) > 20 * workers**-0.5 for s in shares]
   assert any(clipped) and (workers == 1 or not all(clipped))
-  for x, expected in zip(got, top_k.clipped_sum(shares, 20.0), strict=True):
+  for x, expected in zip(got, sparse.clipped_sum(shares, 20.0), strict=True):
     # A norm of 256 squares, two factors and a mean of eight, each within an ulp of
     # elements below 8.
     np.testing.assert_allclose(x[0], expected, rtol=0, atol=4e-6)

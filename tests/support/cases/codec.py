@@ -30,10 +30,24 @@ from gradcomp.codecs import (
   Ternary,
   TopK,
 )
-from tests.oracles import clipped, one_bit, rotated, top_k
-from tests.wire_decoder import block_float, blocks, lossless, sparse, words
-from tests.wire_decoder import codecs as wire_decoder_codecs
-from tests.wire_decoder import rotated as wire_decoder_rotated
+from tests.specs import (
+  block_float,
+  block_top,
+  dense,
+  eight_bit,
+  float_cast,
+  levels,
+  lossless,
+  natural,
+  one_bit,
+  planes,
+  qsgd,
+  random_k,
+  rotation,
+  sign,
+  ternary,
+  top_k,
+)
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 LEVELS = ("sign_magnitude", "uniform")
@@ -85,18 +99,15 @@ def _qsgd(slow=False, **hyper):
   def read(rows, stats, shape):
     if codec.rotate:
       tiles = read_tiles(rows, stats, (len(rows) * codec.tile_size,))
-      whole = wire_decoder_rotated.unrotate(tiles, group=codec.rotate, **layout)
+      whole = rotation.unrotate(tiles, group=codec.rotate, **layout)
       return whole[: int(np.prod(shape))]
     return read_tiles(rows, stats, shape)
 
   def read_tiles(rows, stats, shape):
     size = int(np.prod(shape))
     if codec.levels == "nonuniform":
-      return wire_decoder_codecs.decode_nonuniform(rows, size, **layout)
-    if stats is None:
-      return words.decode_qsgd(rows, size, levels=codec.levels, **layout)
-    codes = words.shared_codes(rows, size, levels=codec.levels, **layout)
-    return words.decode_sums(codes, stats, levels=codec.levels, **layout)
+      return levels.decode(rows, size, **layout)
+    return qsgd.decode(rows, size, levels=codec.levels, scales=stats, **layout)
 
   own = None
   if codec.norm == "rms":
@@ -115,10 +126,10 @@ def _scales_are_of_copies(codec, x, rows, value):
     return  # they are not in the rows, which the page reads with them
   found = np.ascontiguousarray(rows[:, codec.bucket_size :]).view(np.float32)
   layout = dict(bits=codec.bits, bucket_size=codec.bucket_size)
-  leaf = clipped.filled(x, codec.bucket_size)
+  leaf = planes.filled(x, codec.bucket_size)
   if codec.rotate:
-    leaf = rotated.rotate(leaf, group=codec.rotate, **layout)
-  expected = clipped.scales(leaf, **layout)
+    leaf = rotation.rotate(leaf, group=codec.rotate, **layout)
+  expected = qsgd.scales_of(leaf, norm="rms", **layout)
   # At most 64 additions in binary32, a square root and a product: 1e-6 is 8 ulp.
   np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -130,20 +141,20 @@ def _scale_is_the_norm(x, rows, value):
 
 
 def _dense(dtype, numpy_dtype, slow=False, **hyper):
-  read = lambda rows, stats, shape: words.decode_dense(
-    rows, int(np.prod(shape)), numpy_dtype
+  read = lambda rows, stats, shape: dense.decode(
+    rows, int(np.prod(shape)), dtype=numpy_dtype
   )
   return Case(Dense(dtype=dtype, **hyper), read, "itself", slow=slow)
 
 
 def _one_bit(bucket_size):
-  read = lambda rows, stats, shape: wire_decoder_codecs.decode_one_bit(
+  read = lambda rows, stats, shape: one_bit.decode(
     rows, int(np.prod(shape)), bucket_size=bucket_size
   )
 
   def own(x, rows, value):
     tail = x[x.size // bucket_size * bucket_size :]
-    expected = one_bit.one_bit_ideal(tail)
+    expected = one_bit.ideal(tail)
     # Sums of at most 512 elements of one sign in binary32.
     np.testing.assert_allclose(value[x.size - tail.size :], expected, rtol=1e-6)
 
@@ -151,13 +162,13 @@ def _one_bit(bucket_size):
 
 
 def _one_bit_columns():
-  read = lambda rows, stats, shape: wire_decoder_codecs.decode_one_bit_columns(
-    rows, shape
-  )
+  read = lambda rows, stats, shape: one_bit.decode(
+    rows, int(np.prod(shape)), column=shape[0]
+  ).reshape(shape)
 
   def own(x, rows, value):
     for column, found in zip(x.reshape(45, 6).T, value.reshape(45, 6).T, strict=True):
-      expected = one_bit.one_bit_ideal(column)
+      expected = one_bit.ideal(column)
       # Sums of at most 45 elements of one sign in binary32.
       np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -167,9 +178,7 @@ def _one_bit_columns():
 def _sign(**hyper):
   codec = Sign(**hyper)
   given = dict(bucket_size=codec.bucket_size, scale=codec.scale)
-  read = lambda rows, stats, shape: wire_decoder_codecs.decode_sign(
-    rows, int(np.prod(shape)), **given
-  )
+  read = lambda rows, stats, shape: sign.decode(rows, int(np.prod(shape)), **given)
 
   def own(x, rows, value):
     tail = x[x.size // codec.bucket_size * codec.bucket_size :]
@@ -182,7 +191,7 @@ def _sign(**hyper):
 
 def _ternary(slow=False, **hyper):
   codec = Ternary(**hyper)
-  read = lambda rows, stats, shape: wire_decoder_codecs.decode_ternary(
+  read = lambda rows, stats, shape: ternary.decode(
     rows,
     int(np.prod(shape)),
     packing=codec.packing,
@@ -205,7 +214,7 @@ def _ternary(slow=False, **hyper):
 
 def _eight_bit(slow=False, **hyper):
   codec = EightBit(**hyper)
-  read = lambda rows, stats, shape: wire_decoder_codecs.decode_eight_bit(
+  read = lambda rows, stats, shape: eight_bit.decode(
     rows,
     int(np.prod(shape)),
     data_type=codec.dtype,
@@ -222,7 +231,7 @@ def _float_cast(slow=False, **hyper):
     known = dict(scale=codec.scale)
     if stats is not None:
       known = dict(byte=int(stats[0, 0]), addends=codec.addends)
-    return wire_decoder_codecs.decode_float_cast(
+    return float_cast.decode(
       rows,
       int(np.prod(shape)),
       exponent_bits=codec.exponent_bits,
@@ -241,10 +250,10 @@ def _block_float(slow=False, **hyper):
   def read(rows, stats, shape):
     size = int(np.prod(shape))
     if not codec.rotate:
-      return block_float.decode_block_float(rows, size, **layout)
-    tiles = block_float.decode_block_float(rows, len(rows) * codec.tile_size, **layout)
-    group = dict(bits=4, bucket_size=block_float.DENSE_WORDS, group=codec.rotate)
-    return wire_decoder_rotated.unrotate(tiles, **group)[:size]
+      return block_float.decode(rows, size, **layout)
+    tiles = block_float.decode(rows, len(rows) * codec.tile_size, **layout)
+    group = dict(bits=4, bucket_size=planes.ROW_WORDS, group=codec.rotate)
+    return rotation.unrotate(tiles, **group)[:size]
 
   # With scales of numbers, those of blocks are multiples of the leaf's.
   spoils = codec.block_size if codec.scale == "e8m0" else None
@@ -254,14 +263,12 @@ def _block_float(slow=False, **hyper):
 
 
 def _lossless():
-  read = lambda rows, stats, shape: lossless.decode_lossless(rows, int(np.prod(shape)))
+  read = lambda rows, stats, shape: lossless.decode(rows, int(np.prod(shape)))
   return Case(Lossless(), read, "itself")
 
 
 def _natural(slow=False, **hyper):
-  read = lambda rows, stats, shape: wire_decoder_codecs.decode_natural(
-    rows, int(np.prod(shape))
-  )
+  read = lambda rows, stats, shape: natural.decode(rows, int(np.prod(shape)))
   return Case(Natural(**hyper), read, 1, slow=slow)
 
 
@@ -271,7 +278,7 @@ def _top_k(slow=False, **hyper):
   def read(rows, stats, shape):
     size = int(np.prod(shape))
     n = codec.range_size or size
-    return sparse.decode_top_k(
+    return top_k.decode(
       rows,
       size,
       range_size=n,
@@ -291,8 +298,8 @@ def _random_k(**hyper):
   def read(rows, stats, shape):
     size = int(np.prod(shape))
     n = codec.range_size or size
-    stride = top_k.random_k_stride(codec.density, n)
-    return sparse.decode_random_k(rows, size, range_size=n, stride=stride)
+    stride = random_k.stride_of(codec.density, n)
+    return random_k.decode(rows, size, range_size=n, stride=stride)
 
   shape = None if codec.range_size else (2077,)
   return Case(codec, read, "row", shape=shape)
@@ -300,7 +307,7 @@ def _random_k(**hyper):
 
 def _block_top(slow=False, **hyper):
   codec = BlockTop(**hyper)
-  read = lambda rows, stats, shape: blocks.decode_block_top(
+  read = lambda rows, stats, shape: block_top.decode(
     rows,
     int(np.prod(shape)),
     block_size=codec.block_size,

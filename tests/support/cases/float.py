@@ -4,8 +4,8 @@ import numpy as np
 
 from gradcomp import floats
 from gradcomp.codecs import FloatCast
-from tests.oracles.float_cast import Cast
-from tests.oracles.floats import Format
+from tests.specs.float_cast import Cast
+from tests.specs.floats import Format
 
 
 def name(part):

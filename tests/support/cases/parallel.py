@@ -15,13 +15,10 @@ from gradcomp.codecs import (
   Natural,
   Ternary,
 )
-from tests.oracles import block_float, eight_bit, natural, qsgd, ternary
-from tests.oracles import floats as oracle_floats
-from tests.oracles.float_cast import Cast, aps_byte
+from tests.specs import block_float, dense, dithers, eight_bit, natural, qsgd, ternary
+from tests.specs import floats as oracle_floats
+from tests.specs.float_cast import Cast, aps_byte
 from tests.support import modes
-from tests.wire_decoder import codecs as wire_decoder_codecs
-from tests.wire_decoder import words
-from tests.wire_decoder.block_float import decode_block_float
 
 KEY = (0, 7)  # of jax.random.key(7, impl="threefry2x32")
 
@@ -125,26 +122,26 @@ def dither(worker, part=0, *stages, base=KEY):
     base: the key of the call.
   """
   for number in (*stages, part):
-    base = qsgd.fold_in(base, number)
-  return (*base, qsgd.mask(worker))
+    base = dithers.fold_in(base, number)
+  return (*base, dithers.mask(worker))
 
 
 def _dense(codec, x, key):
-  rows = qsgd.dense_encode(x, ml_dtypes.bfloat16)
-  return words.decode_dense(rows, x.size, "bfloat16")
+  rows = dense.encode(x, dtype=ml_dtypes.bfloat16)
+  return dense.decode(rows, x.size, dtype="bfloat16")
 
 
 def _eight_bit(codec, x, key):
   rule = dict(data_type=codec.dtype, bucket_size=codec.bucket_size)
-  scales = eight_bit.eight_bit_scales(x, **rule)
-  rows = eight_bit.eight_bit_encode(x, scales=scales, **rule)
-  return wire_decoder_codecs.decode_eight_bit(rows, x.size, **rule)
+  scales = eight_bit.scales_of(x, **rule)
+  rows = eight_bit.encode(x, scales=scales, **rule)
+  return eight_bit.decode(rows, x.size, **rule)
 
 
 def _qsgd(codec, x, key):
   rule = dict(bits=codec.bits, bucket_size=codec.bucket_size, levels=codec.levels)
-  rows = qsgd.qsgd_encode(x, key=key, norm=codec.norm, rounding=codec.rounding, **rule)
-  return words.decode_qsgd(rows, x.size, **rule)
+  rows = qsgd.encode(x, key=key, norm=codec.norm, rounding=codec.rounding, **rule)
+  return qsgd.decode(rows, x.size, **rule)
 
 
 def _float_cast(codec, x, key):
@@ -155,20 +152,20 @@ def _float_cast(codec, x, key):
 
 def _ternary(codec, x, key):
   rule = dict(packing=codec.packing, bucket_size=codec.bucket_size)
-  scales = ternary.ternary_scales(x, **rule)
-  rows = ternary.ternary_encode(x, key=key, scales=scales, **rule)
-  return wire_decoder_codecs.decode_ternary(rows, x.size, **rule)
+  scales = ternary.scales_of(x, **rule)
+  rows = ternary.encode(x, key=key, scales=scales, **rule)
+  return ternary.decode(rows, x.size, **rule)
 
 
 def _natural(codec, x, key):
-  rows = natural.natural_encode(x, key)
-  return wire_decoder_codecs.decode_natural(rows, x.size)
+  rows = natural.encode(x, key=key)
+  return natural.decode(rows, x.size)
 
 
 def _block_float(codec, x, key):
   rule = dict(element=codec.element, scale=codec.scale, block_size=codec.block_size)
   rows = block_float.encode(x, key=key if codec.needs_key else None, **rule)
-  return decode_block_float(rows, x.size, **rule)
+  return block_float.decode(rows, x.size, **rule)
 
 
 _ROUNDTRIPS = {

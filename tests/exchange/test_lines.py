@@ -1,0 +1,112 @@
+"""A line of a message holds its rows as the page says, and in whole lanes if long."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradcomp
+from gradcomp._src.exchange import lines
+from gradcomp.codecs import QSGD
+from tests.plugins.slow_cases import slow
+from tests.specs.lines import LEAST, split_line
+from tests.support import modes
+from tests.support.assertions import assert_same_bits
+
+SHAPES = {
+  "short": [(3, 520), (6, 128)],
+  "one word less": [(1, LEAST - 1)],
+  "just long": [(1, LEAST)],
+  "codes and scales": [(30, 520), (4, 128)],
+  "narrow rows": [(400, 40), (0, 130), (7, 1)],
+  "one long row": [(1, 45_003), (1, 900)],
+  "more columns than are cut": [(3, 33 * 128 + 5), (2, 700)],
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_lines_are_those_of_the_page(shapes):
+  rng = np.random.default_rng(0)
+  draw = lambda shape: rng.integers(1, 2**32, (2, *shape), np.uint32)
+  parts = list(map(draw, shapes))
+
+  @jax.jit
+  def there_and_back(parts):
+    joined = lines.join(parts)
+    return joined, lines.split(joined, shapes)
+
+  joined, split = jax.device_get(there_and_back(parts))
+  for number, line in enumerate(joined):
+    for found, part in zip(split_line(line, shapes), parts, strict=True):
+      np.testing.assert_array_equal(found, part[number])
+  for found, part in zip(split, parts, strict=True):
+    np.testing.assert_array_equal(found, part)
+  words = sum(map(math.prod, shapes))
+  assert joined[0].size < 1.01 * words
+  assert joined[0].size == words or joined.shape[2] == 128
+
+
+GROUPS = gradcomp.exchange.Hierarchical(group_size=2)
+EXCHANGES = ["all_gather", "two_shot", "ring", GROUPS]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
+@pytest.mark.parametrize("elements", [40_000, 4_000_001])
+def test_long_lines_travel_in_lanes(exchange, elements):
+  """Read from a trace, of what each worker sends to another at once."""
+  tx = gradcomp.qsgd(bits=4, axis_name="data", exchange=exchange)
+  params = {"b": np.zeros(100), "w": jax.ShapeDtypeStruct((elements,), jnp.float32)}
+  found = gradcomp.explain(tx, params, workers=4)
+  assert found.collectives
+  for one in found.collectives:
+    ((dtype, shape),) = one.operands
+    line = shape[1:] if one.kind == "all-to-all" else shape
+    assert dtype == "u32"
+    assert math.prod(line) < LEAST or line[1:] == (128,), (one.kind, shape)
+  # A device of a ring sends 2 (N-1)/N payloads of 4 bits and 8 scales a tile of 4,096.
+  words = 520 * -(-elements // 4096)
+  sent = {"all_gather": 3 * words, "two_shot": 1.5 * words, "ring": 1.5 * words}
+  if isinstance(exchange, str):  # rows fill shares, and zeros fill lines
+    most = 1.01 * (4 * sent[exchange] + 4 * 6 * 520 * 4)
+    assert 4 * sent[exchange] <= found.bytes_sent <= most
+
+
+def gradients():
+  rng = np.random.default_rng(1)
+  draw = lambda *shape: jnp.asarray(rng.standard_normal((4, *shape)), jnp.float32)
+  return [{"b": draw(9), "w": draw(64, 41)}, {"b": draw(9), "w": draw(64, 41)}]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("mode", ["vmap", *slow("shard_map", "pmap")])
+@pytest.mark.parametrize("exchange", ["two_shot", *slow("ring", "all_gather", GROUPS)])
+def test_lanes_change_no_bits(monkeypatch, exchange, mode):
+  """Of means and of what is kept; all lines are short here, or all of them long."""
+  codec = QSGD(bits=3, bucket_size=32)
+
+  def run():
+    tx = gradcomp.compress(
+      codec, axis_name="data", exchange=exchange, feedback="error", key=3
+    )
+    return modes.run_all(mode, tx, gradients())
+
+  flat = run()
+  monkeypatch.setattr(lines, "_LEAST", 1)
+  assert_same_bits(run(), flat)
+
+
+@pytest.mark.bits
+def test_lanes_change_no_bits_of_arrays(monkeypatch):
+  """Of gradcomp.parallel: a sum takes an exchange of parts, and a gather."""
+  codec = QSGD(bits=4, bucket_size=32, rounding="nearest")
+  x = gradients()[0]["w"]
+
+  def total():
+    psum = lambda x: gradcomp.parallel.psum(x, axis_name="data", codec=codec)
+    return jax.jit(jax.vmap(psum, axis_name="data"))(x)
+
+  flat = total()
+  monkeypatch.setattr(lines, "_LEAST", 1)
+  assert_same_bits(total(), flat)

@@ -1,1 +1,0 @@
-"""Models of the papers' algorithms in NumPy."""

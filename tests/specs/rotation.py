@@ -1,0 +1,72 @@
+"""Rotates tiles, and rotates them back.
+
+:func:`matrix` is the rotation as a matrix, of which the page's stages are a
+factorization.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+
+from tests.specs import planes
+
+
+def signs(count):
+  """The Rudin-Shapiro sequence: -1 for each pair of neighboring ones in a number.
+
+  Example:
+    >>> signs(8).tolist()
+    [1, 1, 1, -1, 1, 1, -1, 1]
+  """
+  ones = [bin(number) for number in range(count)]
+  pairs = [sum(a == b == "1" for a, b in itertools.pairwise(x)) for x in ones]
+  return np.array([(-1) ** n for n in pairs])
+
+
+def matrix(group):
+  """The Hadamard matrix of a group, float64: Kronecker powers of a 2 by 2 matrix."""
+  return functools.reduce(
+    np.kron, [np.array([[1.0, 1], [1, -1]])] * int(np.log2(group))
+  )
+
+
+def rotate(x, *, bits, bucket_size, group):
+  """The rotated tiles of a leaf that zeros fill, float32[tiles * P * B].
+
+  The bits of a code are 1, 2 or 4, and a group has 8 or 32 elements.
+  """
+  per_word, words = planes.geometry(bits, bucket_size)
+  tiles = planes.tiled(planes.as_leaf(x), 1, per_word * words)[:, 0]
+  scaled = np.float32(signs(per_word * words)) * (tiles * np.float32(1 / group))
+  return _transformed(scaled, per_word, words, group).ravel()
+
+
+def unrotate(values, *, bits, bucket_size, group):
+  """What rotated values stand for, float32 in the leaf's order; of whole tiles."""
+  per_word, words = planes.geometry(bits, bucket_size)
+  tiles = np.asarray(values, np.float32).reshape(-1, per_word * words)
+  sums = _transformed(tiles, per_word, words, group)
+  return np.where(signs(per_word * words) < 0, -sums, sums).ravel()
+
+
+def _transformed(tiles, per_word, words, group):
+  """The tiles with all groups transformed, float32[tiles, P * B]."""
+  quarters = group // 8
+  tile = np.arange(per_word * words).reshape(
+    per_word // 8, 8, quarters, words // quarters
+  )
+  # Of each group the places of its elements in the tile, by their numbers.
+  places = tile.transpose(1, 2, 0, 3).reshape(group, -1)
+  y = tiles[:, places]
+  bit = group
+  with np.errstate(invalid="ignore", over="ignore"):
+    while bit > 1:
+      bit //= 2
+      low = [i for i in range(group) if not i & bit]
+      high = [i | bit for i in low]
+      sums, differences = y[:, low] + y[:, high], y[:, low] - y[:, high]
+      y[:, low], y[:, high] = sums, differences
+  result = np.empty_like(tiles)
+  result[:, places] = y
+  return result

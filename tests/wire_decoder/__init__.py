@@ -1,1 +1,0 @@
-"""A decoder of payloads, written from docs/inside/wire-format.md alone."""
