@@ -131,15 +131,15 @@ def test_what_owners_keep_and_send_is_that_of_their_leaves(in_vmap):
     assert found.leaves[leaf.path].bytes_sent == np.float32(leaf.bytes_sent)
 
 
-def numbers(tree):
-  return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])
+def numbers(tree, numpy=np):
+  return numpy.concatenate([numpy.ravel(x) for x in jax.tree.leaves(tree)])
 
 
 def looking(tx):
   """Returns numbers in place of the mean, so that modes.run can run it."""
 
   def update(grads, state, params=None):
-    return {"found": numbers(inspect(tx, grads, state, params))}, state
+    return {"found": numbers(inspect(tx, grads, state, params), jnp)}, state
 
   return optax.GradientTransformation(tx.init, update)
 

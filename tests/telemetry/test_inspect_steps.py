@@ -125,7 +125,8 @@ def test_update_takes_and_returns_states_of_their_own_type():
 
   optimizer = optax.GradientTransformation(QSGD4.init, update)
   before = QSGD4.init({"w": RISING})
-  _, state, found = inspected_update(optimizer, {"w": RISING}, before)
+  look = jax.jit(lambda grads, state: inspected_update(optimizer, grads, state))
+  _, state, found = look({"w": RISING}, before)
   assert set(seen) == {CompressState} and type(state) is CompressState
   assert found.total.cosine > 0.9
   assert jax.tree.structure(state) == jax.tree.structure(before)

@@ -35,15 +35,15 @@ def check(tree):
 
 def found(mode, parts):
   """What the workers of a mode find, each with its own tree."""
-  workers = len(parts)
   if mode in ("vmap", "pmap"):
     transform = jax.vmap if mode == "vmap" else jax.pmap
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
-    every = transform(check, axis_name="data")(stacked)
+    mapped = transform(check, axis_name="data")
+    every = (jax.jit(mapped) if mode == "vmap" else mapped)(stacked)
     assert_same_bits(every.words[0], every.words[-1])
     return jax.tree.map(lambda x: x[0], every)
-  explicit = mode in ("explicit", "outside_explicit")
-  mesh = modes.mesh(workers, AxisType.Explicit if explicit else AxisType.Auto)
+  kind = AxisType.Explicit if "explicit" in mode else AxisType.Auto
+  mesh = modes.mesh(len(parts), kind)
   copies = flips.copies(parts, mesh)
   if mode.startswith("outside"):
     return check(copies)
@@ -52,14 +52,8 @@ def found(mode, parts):
   if mode == "jit":
     with jax.set_mesh(mesh):
       return jax.jit(check)(copies)
-  mapped = jax.shard_map(
-    check,
-    mesh=mesh,
-    in_specs=P(),
-    out_specs=P(),
-    check_vma=mode == "shard_map",
-  )
-  return jax.jit(mapped)(copies)
+  options = dict(in_specs=P(), out_specs=P(), check_vma=mode == "shard_map")
+  return jax.jit(jax.shard_map(check, mesh=mesh, **options))(copies)
 
 
 MODES = ("shard_map", "vmap", "explicit", "jit", "outside")
@@ -135,13 +129,12 @@ def training(mesh, optimizer, spec, **options):
 
 def flipped(x, mesh, worker):
   """A parameter of which one worker's copy has another bit."""
-  parts = [np.asarray(shard.data) for shard in x.addressable_shards]
-  devices = [shard.device for shard in x.addressable_shards]
+  shards = x.addressable_shards
+  parts = [np.asarray(shard.data) for shard in shards]
+  devices = [shard.device for shard in shards]
   number = devices.index(mesh.devices.reshape(WORKERS, -1)[worker, 0])
   parts[number] = flips.flip(parts[number], 7)
-  parts = [
-    jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)
-  ]
+  parts = list(map(jax.device_put, parts, devices))
   return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
