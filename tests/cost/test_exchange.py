@@ -1,4 +1,4 @@
-"""Seconds of exchanges are those of arithmetic by hand, and near the measured ones."""
+"""Seconds of exchanges and of steps are those of arithmetic by hand."""
 
 import dataclasses
 import math
@@ -20,12 +20,14 @@ from tests.support.cases.cost import (
   PAYLOAD,
   SIZE,
   SPEED,
-  approx,
   codec,
   explain,
   message,
   seconds,
 )
+
+FOUR = Cluster(workers=4, link=LINK)
+GROUPS = Hierarchical(group_size=2)
 
 
 def test_seconds_of_each_exchange_by_hand():
@@ -33,7 +35,7 @@ def test_seconds_of_each_exchange_by_hand():
   m, c, n = SIZE, PAYLOAD, 4
   byte = 1 / LINK.bytes_per_second
   gather = lambda nbytes: (n - 1) * (1e-3 + nbytes * byte)
-  shares = (n - 1) * 1e-3 + (n - 1) / n * c * byte
+  approx = lambda *values: pytest.approx(values)
 
   found = seconds(n, "all_gather")
   assert codec(found) == approx(m * 1e-6, n * m * 3e-6, 0)
@@ -41,6 +43,7 @@ def test_seconds_of_each_exchange_by_hand():
 
   found = seconds(n, "two_shot")
   assert codec(found) == approx(m * 1e-6 * (1 + 1 / n), m * 3e-6, m * 2e-6)
+  shares = (n - 1) * 1e-3 + (n - 1) / n * c * byte
   assert found.wire_seconds == pytest.approx(shares + gather(c / n))
   assert found.bytes_sent == 2 * 3 / 4 * c == explain(n).bytes_sent
 
@@ -55,10 +58,9 @@ def test_seconds_of_each_exchange_by_hand():
   both = sum(cost.all_reduce_seconds(x, n, LINK) for x in (statistic, sums))
   assert found.wire_seconds == pytest.approx(both)
 
-  found = seconds(n, Hierarchical(group_size=2), add=7e-6)
-  assert codec(found) == approx(
-    m * 1e-6 * (1 / 2 + 1 / 4), m * (3e-6 + 7e-6) / 2, m * 2e-6
-  )
+  found = seconds(n, GROUPS, add=7e-6)
+  encoded, added = m * 1e-6 * (1 / 2 + 1 / 4), m * (3e-6 + 7e-6) / 2
+  assert codec(found) == approx(encoded, added, m * 2e-6)
   inside, between = (1e-3 + x * byte for x in (4 * m / 2, c / 4))
   assert found.wire_seconds == pytest.approx(inside + between + gather(c / n))
 
@@ -69,23 +71,17 @@ def test_what_workers_keep_takes_time():
   assert kept.wire == without.wire
 
 
-def test_a_plain_mean_costs_no_codec():
-  explanation = gradcomp.explain(gradcomp.dense(axis_name="data"), LIKE, workers=4)
+def test_a_plain_mean_costs_no_codec_and_one_message():
+  """XLA joins the sums of leaves, so that the latency counts once."""
   cluster = Cluster(workers=4, link=LINK, add=1e-9)
-  found = cost.exchange_seconds(explanation, cluster, SPEED)
-  assert found == cost.dense_seconds(SIZE, cluster)
-  assert found.codec_seconds == 0
-  wire = 6e-3 + 1.5 * 4 * SIZE * 1e-6 + 0.75 * SIZE * 1e-9
-  assert found.total == pytest.approx(wire)
-
-
-def test_leaves_of_a_plain_mean_are_one_message():
-  """XLA joins their sums, so that the latency counts once."""
-  like = {name: jax.ShapeDtypeStruct((SIZE // 4,), jnp.float32) for name in "abcd"}
-  explanation = gradcomp.explain(gradcomp.dense(axis_name="data"), like, workers=4)
-  cluster = Cluster(workers=4, link=LINK)
-  found = cost.exchange_seconds(explanation, cluster, SPEED)
-  assert found == cost.dense_seconds(SIZE, cluster)
+  leaves = {name: jax.ShapeDtypeStruct((SIZE // 4,), jnp.float32) for name in "abcd"}
+  for like in (LIKE, leaves):
+    explanation = gradcomp.explain(gradcomp.dense(axis_name="data"), like, workers=4)
+    found = cost.exchange_seconds(explanation, cluster, SPEED)
+    assert found == cost.dense_seconds(SIZE, cluster)
+    assert found.codec_seconds == 0
+    wire = 6e-3 + 1.5 * 4 * SIZE * 1e-6 + 0.75 * SIZE * 1e-9
+    assert found.total == pytest.approx(wire)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot", "ring"])
@@ -105,7 +101,7 @@ def test_one_worker_sends_nothing_and_a_fast_link_takes_no_time():
   assert seconds(1, "two_shot").wire_seconds == 0
   still = dataclasses.replace(LINK, latency=0.0)
   twice = dataclasses.replace(still, bytes_per_second=2e6)
-  for exchange in ("all_gather", "two_shot", "ring", Hierarchical(group_size=2)):
+  for exchange in ("all_gather", "two_shot", "ring", GROUPS):
     slow, fast = (seconds(4, exchange, link=x).wire_seconds for x in (still, twice))
     assert slow == pytest.approx(2 * fast) and fast > 0
 
@@ -115,7 +111,7 @@ def test_groups_have_a_link_of_their_own():
   inside = Link(latency=0.0, bytes_per_second=1e12)
   for workers, options in [
     ((4, 2), {"axis_name": ("host", "chip"), "exchange": "hierarchical"}),
-    (8, {"exchange": Hierarchical(group_size=2)}),
+    (8, {"exchange": GROUPS}),
   ]:
     explanation = explain(workers, **options)
     cluster = Cluster(workers=8, link=LINK, inside=inside, group_size=2)
@@ -126,37 +122,34 @@ def test_groups_have_a_link_of_their_own():
     assert found.total < seconds(workers, speed=FREE, **options).total / 2
 
 
-def test_a_codec_that_sends_other_arrays_encodes_its_leaf_once():
-  tx = gradcomp.powersgd(rank=2, axis_name="data", min_leaf_size=0)
-  explanation = gradcomp.explain(tx, LIKE, workers=4)
-  found = cost.exchange_seconds(explanation, Cluster(workers=4, link=LINK), SPEED)
-  assert codec(found) == approx(SIZE * (1e-6 + 5e-6), 0, SIZE * 2e-6)
-  assert [kind for kind, _, _ in found.wire] == ["all_reduce", "all_reduce"]
-
-
 def test_each_codec_has_its_own_speed():
+  """And one that sends other arrays encodes its leaf once."""
+  tx = gradcomp.powersgd(rank=2, axis_name="data", min_leaf_size=0)
+  found = cost.exchange_seconds(gradcomp.explain(tx, LIKE, workers=4), FOUR, SPEED)
+  assert codec(found) == pytest.approx((SIZE * (1e-6 + 5e-6), 0, SIZE * 2e-6))
+  assert [kind for kind, _, _ in found.wire] == ["all_reduce", "all_reduce"]
   like = {name: jax.ShapeDtypeStruct((256, 512), jnp.float32) for name in "ab"}
-  fast, slow = gradcomp.codecs.QSGD(bits=8), gradcomp.codecs.QSGD(bits=2)
+  fast, slow = (gradcomp.codecs.QSGD(bits=bits) for bits in (8, 2))
   rules = [("a", fast), (".*", slow)]
   tx = gradcomp.policy(rules, axis_name="data", exchange="ring")
-  explanation = gradcomp.explain(tx, like, workers=4)
   speeds = {fast: FREE, slow: SPEED}.__getitem__
-  found = cost.exchange_seconds(explanation, Cluster(workers=4, link=LINK), speeds)
+  found = cost.exchange_seconds(gradcomp.explain(tx, like, workers=4), FOUR, speeds)
   assert found.encode == pytest.approx(SIZE * 1e-6)
 
 
 def test_steps_overlap_by_hand():
   """Half of the backward pass of 4 s hides a message of 1 s, and a part of one of 5."""
-  step = cost.step_seconds
   short, long = [(0.5, message(wire=1.0))], [(0.5, message(wire=5.0))]
-  assert step(2.0, 4.0, short, overlap=False) == 7
-  assert step(2.0, 4.0, short, overlap=True) == 6
-  assert step(2.0, 4.0, long, overlap=True) == 9
-  assert step(2.0, 4.0, [], overlap=True) == step(2.0, 4.0, [], overlap=False) == 6
   # The codec stalls the device, and the second message waits for the first.
   stalled = [(0.5, message(codec=1.0, wire=5.0)), (1.0, message(codec=1.0, wire=1.0))]
-  assert step(2.0, 4.0, stalled, overlap=True) == 11
-  assert step(2.0, 4.0, stalled, overlap=False) == 14
+  for messages, serial, hidden in [
+    (short, 7, 6),
+    (long, 11, 9),
+    ([], 6, 6),
+    (stalled, 14, 11),
+  ]:
+    assert cost.step_seconds(2.0, 4.0, messages, overlap=False) == serial
+    assert cost.step_seconds(2.0, 4.0, messages, overlap=True) == hidden
 
 
 seconds_of_messages = st.lists(
@@ -166,10 +159,8 @@ seconds_of_messages = st.lists(
 
 @settings(max_examples=50, deadline=None)
 @given(st.floats(0, 9), st.floats(0, 9), seconds_of_messages)
-def test_overlap_hides_no_work_and_adds_none(forward, backward, given_messages):
-  messages = [
-    (share, message(codec, wire)) for share, codec, wire in sorted(given_messages)
-  ]
+def test_overlap_hides_no_work_and_adds_none(forward, backward, drawn):
+  messages = [(share, message(codec, wire)) for share, codec, wire in sorted(drawn)]
   compute = forward + backward + sum(x.codec_seconds for _, x in messages)
   wire = sum(x.wire_seconds for _, x in messages)
   hidden = cost.step_seconds(forward, backward, messages, overlap=True)
@@ -181,42 +172,30 @@ def test_overlap_hides_no_work_and_adds_none(forward, backward, given_messages):
 
 def test_the_crossover_rate_by_hand():
   """Dense bytes less sent bytes, over the codec's seconds; both take equally long."""
-  link = Link(latency=0.0, bytes_per_second=1e6)
-  explanation, cluster = explain(4), Cluster(workers=4, link=link)
-  rate = cost.crossover_rate(explanation, cluster, SPEED)
+  link, explanation = Link(latency=0.0, bytes_per_second=1e6), explain(4)
+  rate = cost.crossover_rate(explanation, Cluster(workers=4, link=link), SPEED)
   saved = 1.5 * 4 * SIZE - explanation.bytes_sent
-  codec_seconds = SIZE * (1.25e-6 + 2e-6 + 3e-6)
-  assert rate == pytest.approx(saved / codec_seconds)
+  assert rate == pytest.approx(saved / (SIZE * (1.25e-6 + 2e-6 + 3e-6)))
   there = Link(latency=1e-3, bytes_per_second=123.0, factor={("all_to_all", 4): 1.7})
-  cluster = Cluster(workers=4, link=there)
-  rate = cost.crossover_rate(explanation, cluster, SPEED)
+  rate = cost.crossover_rate(explanation, Cluster(workers=4, link=there), SPEED)
   at = Cluster(workers=4, link=dataclasses.replace(there, bytes_per_second=rate))
   equal = cost.exchange_seconds(explanation, at, SPEED).total
   assert equal == pytest.approx(cost.dense_seconds(SIZE, at).total)
-
-
-def test_crossovers_that_are_nowhere():
-  cluster = Cluster(workers=16, link=LINK)
+  many = Cluster(workers=16, link=LINK)
   gathered = explain(16, "all_gather")  # 15 payloads of an eighth: more than dense
-  assert cost.crossover_rate(gathered, cluster, SPEED) == 0
-  assert cost.crossover_rate(explain(16), cluster, FREE) == math.inf
+  assert cost.crossover_rate(gathered, many, SPEED) == 0
+  assert cost.crossover_rate(explain(16), many, FREE) == math.inf
 
 
 def test_scaling_over_workers():
   explanations = [explain(n, "all_gather") for n in (1, 2, 4, 8, 16, 32)]
-  cluster = Cluster(workers=1, link=LINK)
-  costs = [seconds(x.workers, "all_gather").total for x in explanations]
-  strong = cost.strong_scaling(8.0, explanations, cluster, SPEED)
-  weak = cost.weak_scaling(8.0, explanations, cluster, SPEED)
-  numbers = [x.workers for x in explanations]
-  assert strong == pytest.approx(
-    tuple(8 / n + s for n, s in zip(numbers, costs, strict=True))
-  )
-  assert weak == pytest.approx(tuple(8 + s for s in costs))
+  alone = Cluster(workers=1, link=LINK)
+  pairs = [(x.workers, seconds(x.workers, "all_gather").total) for x in explanations]
+  strong = cost.strong_scaling(8.0, explanations, alone, SPEED)
+  weak = cost.weak_scaling(8.0, explanations, alone, SPEED)
+  assert strong == pytest.approx(tuple(8 / n + s for n, s in pairs))
+  assert weak == pytest.approx(tuple(8 + s for _, s in pairs))
   # (N-1) c bytes against 2 (N-1)/N 4 m: about N = 8 m / c = 15.75.
-  link = dataclasses.replace(LINK, latency=0.0)
-  crossover = cost.crossover_workers(
-    explanations[1:], Cluster(workers=1, link=link), FREE
-  )
-  assert crossover == 16
-  assert cost.crossover_workers(explanations[1:3], cluster, FREE) is None
+  still = Cluster(workers=1, link=dataclasses.replace(LINK, latency=0.0))
+  assert cost.crossover_workers(explanations[1:], still, FREE) == 16
+  assert cost.crossover_workers(explanations[1:3], alone, FREE) is None

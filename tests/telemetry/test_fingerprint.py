@@ -63,7 +63,10 @@ def test_it_is_a_sum_in_any_order(dtype):
   orders = (range, lambda n: np.random.default_rng(1).permutation(n))
   first, second = (expected("['x']", x, order) for order in orders)
   np.testing.assert_array_equal(first, second)
-  np.testing.assert_array_equal(gradcomp.telemetry.fingerprint({"x": x}), first)
+  np.testing.assert_array_equal(of({"x": x}), first)
+
+
+of = jax.jit(gradcomp.telemetry.fingerprint)
 
 
 def fingerprints(trees):
@@ -88,17 +91,21 @@ def test_every_flipped_bit_changes_it():
   assert len(set(found)) == len(found) > 800
 
 
-def test_two_flips_of_one_bit_do_not_undo_each_other():
-  """Of equal elements, where a sum of hashes could be blind to a structure."""
+def test_changes_that_could_undo_each_other_change_it():
+  """Two flips of one bit in equal elements, NaN and zeros, and keys of other words."""
   x = np.ones(48, np.float32)
+  twice = lambda i, j, bit: flips.flip(flips.flip(x, 32 * i + bit), 32 * j + bit)
   pairs = itertools.combinations(range(x.size), 2)
-  changed = [
-    flips.flip(flips.flip(x, 32 * i + bit), 32 * j + bit)
-    for i, j in pairs
-    for bit in (0, 31)
-  ]
-  found = fingerprints([x, *changed])
-  assert len(set(found)) == len(found)
+  words = [0x00000000, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000]
+  for trees in (
+    [x, *(twice(i, j, bit) for i, j in pairs for bit in (0, 31))],
+    list(np.array(words, np.uint32).view(np.float32).reshape(-1, 1)),
+  ):
+    found = fingerprints(trees)
+    assert len(set(found)) == len(found)
+  keys = jax.random.split(jax.random.key(0), 3)
+  found = as_integers(jax.jit(jax.vmap(gradcomp.telemetry.fingerprint))(keys))
+  assert len(set(found)) == 3
 
 
 def test_words_that_trade_places_as_their_places_do_change_it():
@@ -109,9 +116,7 @@ def test_words_that_trade_places_as_their_places_do_change_it():
   x = np.array([7, 1, 2, 9], np.uint32)
   y = x.copy()
   y[0], y[3] = x[3] ^ place[3] ^ place[0], x[0] ^ place[0] ^ place[3]
-  first, second = np.asarray(
-    [gradcomp.telemetry.fingerprint(x), gradcomp.telemetry.fingerprint(y)]
-  )
+  first, second = (np.asarray(of(z)) for z in (x, y))
   assert first[0] == second[0] and first[1] != second[1]
 
 
@@ -135,14 +140,8 @@ def test_elements_and_leaves_that_change_places_change_it():
     {"a": a.view(np.int32), "b": b},
     {"a": a, "b": b, "c": np.zeros(0, np.float32)},
   ]
-  each = [as_integers(gradcomp.telemetry.fingerprint(tree))[0] for tree in trees]
+  each = [as_integers(of(tree))[0] for tree in trees]
   assert len(set(each)) == len(each)
-
-
-def test_zeros_and_nan_are_their_bits():
-  x = np.array([0x00000000, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000], np.uint32)
-  found = fingerprints(list(x.view(np.float32).reshape(-1, 1)))
-  assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
@@ -177,12 +176,6 @@ def test_small_leaves_of_one_shape_share_a_program():
   assert text.count("stablehlo.reduce(") == 2 + 1  # and that of the leaves
 
 
-def test_keys_count_with_their_words():
-  keys = [jax.random.key(seed) for seed in range(3)]
-  found = [as_integers(gradcomp.telemetry.fingerprint(key))[0] for key in keys]
-  assert len(set(found)) == 3
-
-
 def test_64_bit_elements_count_whole():
   x = np.array([1.0, -2.0, np.nan])
   with pytest.raises(TypeError, match=says("`tree`['x']", "float64", "jax_enable_x64")):
@@ -193,7 +186,7 @@ def test_64_bit_elements_count_whole():
     assert len(set(found)) == len(found)
     for y in (x, np.array([1, -1, 2**40])):
       whole = expected("['x']", y, range)
-      np.testing.assert_array_equal(gradcomp.telemetry.fingerprint({"x": y}), whole)
+      np.testing.assert_array_equal(of({"x": y}), whole)
 
 
 def test_what_is_unreduced_has_none():

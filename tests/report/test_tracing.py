@@ -18,9 +18,9 @@ from gradcomp._src.report import tracing
 PARAMS = {"b": jnp.zeros(64), "w": jnp.zeros((64, 64))}
 
 
-def counted(make=lambda: gradcomp.qsgd(bits=4, axis_name="data")):
+def counted():
   """An optimizer, and a list that grows with each trace of its update to the end."""
-  tx, traces = make(), []
+  tx, traces = gradcomp.qsgd(bits=4, axis_name="data"), []
 
   def update(updates, state, params=None, **extra_args):
     result = tx.update(updates, state, params, **extra_args)
@@ -52,20 +52,16 @@ def test_other_shapes_dtypes_and_workers_are_other_studies():
   gradcomp.explain(optimizer, halves, workers=4)
   gradcomp.explain(optimizer, PARAMS, workers={"data": 4})  # as without the name
   assert len(traces) == 7
-
-
-def test_the_last_studies_are_kept():
-  optimizer, traces = counted()
   for size in (*range(20), 19, 0):
     gradcomp.explain(optimizer, {"w": jnp.zeros(size)}, workers=4)
-  assert len(traces) == 21
+  assert len(traces) == 7 + 21  # the last ones are kept
   assert len(tracing._kept_of(optimizer)) == tracing._MOST
 
 
 @pytest.mark.parametrize("inspect", [False, True])
 def test_a_step_with_a_report_is_traced_twice(inspect):
   """Once for itself, and once for all readers; a later program of it, once."""
-  optimizer, traces = counted(lambda: gradcomp.qsgd(bits=4, axis_name="data"))
+  optimizer, traces = counted()
   mesh = jax.make_mesh((2,), ("data",))
   options = gradcomp.TrainOptions(report=True)
   for _ in range(2):
@@ -140,13 +136,7 @@ def test_plans_of_first_states_are_found_in_transformed_functions():
   tx = gradcomp.qsgd(bits=4, axis_name="data")
   for init in (tx.init, jax.jit(tx.init)):
     optimizer = optax.chain(optax.GradientTransformation(init, tx.update))
-    first = first_state_of(
-      optimizer,
-      PARAMS,
-      workers=4,
-      axis_name="data",
-      param_specs=None,
-      mesh=None,
-    )
+    given = dict(workers=4, axis_name="data", param_specs=None, mesh=None)
+    first = first_state_of(optimizer, PARAMS, **given)
     (plan,) = first.plans
     assert plan.names == ("['b']", "['w']") and plan.workers == 4
