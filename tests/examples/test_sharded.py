@@ -5,12 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from examples import fsdp_linen, hsdp
+from examples.lib.data import text
+from examples.lib.networks import Transformer
+from examples.lib.sharded import cut_gradients, cut_layers
+from examples.lib.sharded.fsdp import Fsdp
 from gradcomp._src.report import hlo
+from gradcomp.codecs import QSGD, Dense
 from tests.plugins.slow_cases import slow
 from tests.support.cases.parallel import nbytes
 
@@ -21,8 +26,6 @@ LENGTH = 6
 @pytest.fixture
 def batch():
   tokens = np.random.default_rng(0).integers(0, 16, (2 * N, LENGTH + 1))
-  from examples.lib.data import text
-
   return text.Tokens(tokens[:, :-1].astype(np.uint8), tokens[:, 1:].astype(np.int32))
 
 
@@ -46,10 +49,8 @@ def close(got, want):
 
 
 def test_linen_has_the_gradients_of_whole_parameters(batch, monkeypatch):
-  from examples import fsdp_linen
-  from examples.lib.networks import Transformer
 
-  sizes = dict(symbols=16, width=8, heads=2, layers=2)
+  sizes = dict(symbols=16, width=8, heads=2, layers=1)
   monkeypatch.setattr(fsdp_linen, "WEIGHTS", None)
   monkeypatch.setattr(fsdp_linen, "GRADS", None)
   model = Transformer(**sizes, block=fsdp_linen.GatheredBlock)
@@ -75,47 +76,9 @@ def test_linen_has_the_gradients_of_whole_parameters(batch, monkeypatch):
   assert not any(x.any() for x in jax.tree.leaves(residuals))
 
 
-def test_nnx_has_the_gradients_of_whole_parameters(batch, monkeypatch):
-  from examples import fsdp_nnx
-
-  monkeypatch.setattr(fsdp_nnx, "WEIGHTS", None)
-  monkeypatch.setattr(fsdp_nnx, "GRADS", None)
-  made = fsdp_nnx.layers(12, LENGTH, 1, rngs=nnx.Rngs(0))
-  graphs, whole = zip(*map(nnx.split, made), strict=True)
-  parts = [(g, jax.tree.map(jax.typeof, w)) for g, w in zip(graphs, whole, strict=True)]
-  flat = lambda w: jnp.pad(w.reshape(-1), (0, -w.size % N))
-
-  @jax.jit
-  def both(whole, batch):
-    def loss(whole):
-      embed, place, *rest = map(nnx.merge, graphs, whole)
-      x = embed(batch.inputs) + place(jnp.arange(LENGTH))
-      for layer in rest:
-        x = layer(x)
-      return mean_loss(x, batch.labels)
-
-    params = jax.tree.map(flat, whole)
-    worker = jax.vmap(
-      lambda *args: jax.grad(fsdp_nnx.loss_fn, (1, 2))(parts, *args), axis_name="data"
-    )
-    given = per_worker(params), zeros(params), per_worker(batch)
-    look = lambda *args: fsdp_nnx.whole_gradients(parts, *args)
-    own, waits = jax.vmap(look, axis_name="data")(*given)
-    added = jax.tree.map(lambda x: x.sum(axis=0), own)
-    want = jax.grad(loss)(whole)
-    return worker(*given), (added, waits), (per_worker(jax.tree.map(flat, want)), want)
-
-  (grads, residuals), (added, waits), want = both(whole, batch)
-  close((grads, added), want)
-  close(jax.tree.map(lambda x: x[0], waits), jax.tree.map(jnp.zeros_like, want[1]))
-  assert not any(x.any() for x in jax.tree.leaves(residuals))
-
-
 def test_what_gathers_lose_is_seen_by_another_exchange(monkeypatch):
   """Of 4 parts one stays as it is: gather loses some 3/4 of the squares seen."""
-  from examples.lib.sharded import cut_gradients
-
-  codec = gradcomp.codecs.QSGD(bits=3, bucket_size=32, rounding="nearest")
+  codec = QSGD(bits=3, bucket_size=32, rounding="nearest")
   monkeypatch.setattr(cut_gradients, "SMALL", 64)
   rng = np.random.default_rng(0)
   normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
@@ -158,9 +121,6 @@ SMALL = dict(symbols=16, width=64, heads=2, layers=1)
 
 def hosts_step(exchange, kind, batch):
   """A step of the example over hosts and chips, compiled; its arguments; the model."""
-  from examples import hsdp
-  from examples.lib.networks import Transformer
-
   plain = Transformer(**SMALL)
   params = jax.jit(plain.init)(jax.random.key(0), batch.inputs)["params"]
   cut = jax.tree.map(lambda _: P("chip"), params)
@@ -190,7 +150,7 @@ def test_between_hosts_only_words_of_gradients_travel(hosts, batch):
 
   One number is an exception, the loss that is shown.
   """
-  codec = gradcomp.codecs.QSGD(bits=4, bucket_size=32)
+  codec = QSGD(bits=4, bucket_size=32)
   exchange = gradcomp.compress(
     codec, axis_name="host", exchange="all_gather", min_leaf_size=1024
   )
@@ -209,7 +169,7 @@ def test_between_hosts_only_words_of_gradients_travel(hosts, batch):
   assert [array for array in arrays if array[0] != "u32"] == [("f32", ())]
   words = sum(int(np.prod(shape)) for dtype, shape in arrays if dtype == "u32")
   sizes = [w.size // CHIPS for w in jax.tree.leaves(params)]
-  dense = gradcomp.codecs.Dense()
+  dense = Dense()
   assert 4 * words == sum(nbytes(codec if n >= 1024 else dense, n) for n in sizes)
   assert {dtype for x in inside for dtype, _ in x.operands} == {"f32"}
   report = gradcomp.wire_report(program, mesh=jax.sharding.get_mesh())
@@ -229,17 +189,123 @@ def test_hosts_take_the_step_of_one_whole_model(hosts, batch):
   close(stepped, jax.tree.map(jnp.subtract, params, grads))
 
 
-def test_a_block_of_another_class_takes_the_place_of_the_transformers():
-  from examples.lib.networks import Block, Transformer
+def small_loss(params, batch):
+  """Of a model whose matrices fill whole rows of 128 elements for each worker."""
+  logits = MODEL.apply({"params": params}, batch[0])
+  return mean_loss(logits, batch[1])
 
-  class Twice(linen.Module):
-    heads: int
 
-    @linen.compact
-    def __call__(self, x):
-      return 2 * Block(self.heads)(x)
+MODEL = Transformer(32, width=32, heads=2, layers=1)
+ADAM = optax.adam(1e-3)
 
-  tokens = np.zeros((1, 3), np.uint8)
-  model = Transformer(16, width=8, heads=2, layers=1, block=Twice)
-  params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
-  assert set(params["block0"]) == {"Block_0"}
+
+def start():
+  return MODEL.init(jax.random.key(0), np.zeros((1, 2), np.uint8))["params"]
+
+
+def two_batches():
+  """Stacked, of tokens and labels."""
+  drawn = text.batches(np.arange(1000, dtype=np.uint8) % 31, 2 * N, 8, seed=0)
+  return jax.tree.map(lambda *x: np.stack(x), next(drawn), next(drawn))
+
+
+@pytest.fixture(scope="module")
+def plain():
+  """Two steps of Adam on the whole batch: the losses, the last gradient, parameters."""
+
+  def step(carry, batch):
+    params, state = carry
+    loss, grads = jax.value_and_grad(small_loss)(params, batch)
+    updates, state = ADAM.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), (loss, grads)
+
+  @jax.jit
+  def steps(batches):
+    params = start()
+    carry = params, ADAM.init(params)
+    (params, _), (losses, grads) = jax.lax.scan(step, carry, batches)
+    return losses, jax.tree.map(lambda x: x[-1], grads), params
+
+  return jax.device_get(steps(two_batches()))
+
+
+def training(feedback, weights, grads):
+  """Makes two steps of four workers: the losses, and each one's residuals and parts."""
+  options = dict(loss_fn=small_loss, optimizer=ADAM, weights=weights, grads=grads)
+  fsdp = Fsdp(**options, feedback=feedback)
+
+  def worker(shards, batches):
+    def step(carry, batch):
+      shards, state, metrics = fsdp.step(*carry, batch)
+      return (shards, state), metrics["loss"]
+
+    (shards, state), losses = jax.lax.scan(step, (shards, fsdp.init(shards)), batches)
+    return losses, state.residuals, shards
+
+  @jax.jit
+  def run(batches):
+    each = jax.vmap(worker, axis_name="data")
+    cut = lambda x: x.reshape(2, N, -1, *x.shape[2:]).swapaxes(0, 1)
+    return each(per_worker(start()), jax.tree.map(cut, batches))
+
+  return run
+
+
+def test_cut_parameters_train_as_whole_ones_do(plain):
+  losses, residuals, shards = training(True, Dense(), Dense())(two_batches())
+  # Four means of two sequences are added up, and not one of eight.
+  np.testing.assert_allclose(losses, np.tile(plain[0], (N, 1)), rtol=1e-5)
+  for got, want, grad in zip(
+    *map(jax.tree.leaves, (shards, per_worker(plain[2]), per_worker(plain[1]))),
+    strict=True,
+  ):
+    # Adam divides by the gradient's size: what is next to zero may go either way.
+    sure = np.abs(grad) > 1e-5
+    np.testing.assert_allclose(got[sure], want[sure], atol=1e-5)
+    assert sure.mean() > 0.5
+  kept = jax.tree.leaves(residuals)
+  assert len(kept) == 5 and not any(np.any(x) for x in kept)  # float32 loses nothing
+
+
+@pytest.mark.slow
+def test_cut_parameters_keep_what_their_gradients_lose(plain):
+  weights, grads = (QSGD(bits=bits, bucket_size=128) for bits in (8, 4))
+  losses, residuals, _ = training(True, weights, grads)(two_batches())
+  np.testing.assert_allclose(losses[0], plain[0], rtol=0.02)  # of weights in 8 bits
+  matrices = [x for x in jax.tree.leaves(plain[2]) if x.ndim > 1]
+  for kept, like in zip(jax.tree.leaves(residuals), matrices, strict=True):
+    assert kept.shape == (N, *like.shape)
+    own = np.stack([np.split(np.asarray(kept[i]), N)[i] for i in range(N)])
+    assert np.any(kept) and not np.any(own)  # a worker sends itself nothing
+  _, forgotten, _ = jax.eval_shape(training(False, weights, grads), two_batches())
+  assert not jax.tree.leaves(forgotten)
+
+
+def test_cut_layers_are_the_whole_net():
+  def gather(y, layer):
+    last = dict(own="coded", to="invarying") if layer == 2 else {}
+    return gradcomp.parallel.all_gather(
+      y, axis_name="model", codec=Dense(), axis=1, **last
+    )
+
+  def columns(tree):
+    return jax.tree.map(lambda x: jnp.stack(jnp.split(x, 4, axis=-1)), tree)
+
+  parts = cut_layers.in_passes(np.arange(8), 2, 2)  # an equal part of each worker
+  assert parts.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+  @jax.jit
+  def both():
+    layers = cut_layers.init(jax.random.key(0), (6, 8, 8, cut_layers.padded(3, 4)))
+    x = jax.random.normal(jax.random.key(1), (5, 6))
+
+    def loss(layers, **options):
+      return jnp.sum(cut_layers.apply(layers, x, 3, **options) ** 2)
+
+    worker = jax.value_and_grad(lambda layers: loss(layers, gather=gather))
+    value, grads = jax.value_and_grad(loss)(layers)
+    cut = jax.vmap(worker, axis_name="model")(columns(layers))
+    return cut, (jnp.full(4, value), columns(grads))
+
+  for got, want in zip(*map(jax.tree.leaves, both()), strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
