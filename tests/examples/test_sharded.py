@@ -252,7 +252,8 @@ def training(feedback, weights, grads):
 
 
 def test_cut_parameters_train_as_whole_ones_do(plain):
-  losses, residuals, shards = training(True, Dense(), Dense())(two_batches())
+  trained = training(True, Dense(), Dense())(two_batches())
+  losses, residuals, shards = jax.device_get(trained)
   # Four means of two sequences are added up, and not one of eight.
   np.testing.assert_allclose(losses, np.tile(plain[0], (N, 1)), rtol=1e-5)
   for got, want, grad in zip(
@@ -270,12 +271,13 @@ def test_cut_parameters_train_as_whole_ones_do(plain):
 @pytest.mark.slow
 def test_cut_parameters_keep_what_their_gradients_lose(plain):
   weights, grads = (QSGD(bits=bits, bucket_size=128) for bits in (8, 4))
-  losses, residuals, _ = training(True, weights, grads)(two_batches())
+  trained = training(True, weights, grads)(two_batches())
+  losses, residuals, _ = jax.device_get(trained)
   np.testing.assert_allclose(losses[0], plain[0], rtol=0.02)  # of weights in 8 bits
   matrices = [x for x in jax.tree.leaves(plain[2]) if x.ndim > 1]
   for kept, like in zip(jax.tree.leaves(residuals), matrices, strict=True):
     assert kept.shape == (N, *like.shape)
-    own = np.stack([np.split(np.asarray(kept[i]), N)[i] for i in range(N)])
+    own = np.stack([np.split(kept[i], N)[i] for i in range(N)])
     assert np.any(kept) and not np.any(own)  # a worker sends itself nothing
   _, forgotten, _ = jax.eval_shape(training(False, weights, grads), two_batches())
   assert not jax.tree.leaves(forgotten)
