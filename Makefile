@@ -171,7 +171,7 @@ aot:  ## compile codecs and train steps for TPUs and GPUs that are not here
 	.venv-accelerators/bin/python -W ignore -m benchmarks.compilers $(ARGS)
 
 aot-check: aot  ## the same, and the tests of its tables
-	.venv-accelerators/bin/python -m pytest -n 0 tests/benchmarks/test_compiled_*.py
+	.venv-accelerators/bin/python -m pytest -n 0 tests/benchmarks/test_compilers.py
 
 clean:  ## remove virtual environments, builds and caches
 	rm -rf .venv .venv-* dist docs/_build docs/api/generated .hypothesis .*_cache
