@@ -55,7 +55,9 @@ def case(run, link):
   return pytest.param(run, link, id=name, marks=() if plain else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("run, link", map(case, FITTED, fit_links.fit_links(FITTED)))
+@pytest.mark.parametrize(
+  "run, link", list(map(case, FITTED, fit_links.fit_links(FITTED)))
+)
 def test_the_choice_is_near_the_best_row_that_was_measured(run, link):
   """In every cell, among the rows with codecs that plan knows, and their speeds."""
   names = {name.rpartition(" ")[0] for name in run["steps"]}
