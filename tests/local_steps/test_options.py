@@ -1,0 +1,123 @@
+"""Options, states and parameters that local steps refuse, and records of them."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gradcomp
+from gradcomp.codecs import Dense, TopK
+from gradcomp.exchange import Local
+from tests.support import modes
+from tests.support.assertions import says
+from tests.support.cases.local import ADAM, LEAVES, NESTEROV, N, decaying, local
+from tests.support.cases.zero import sharded, tree
+
+
+@pytest.mark.parametrize(
+  "options, rule",
+  [
+    ({"every": 0}, "`every` must be a number of steps, 1 or more"),
+    ({"start": -1}, "`start` must be a number of steps, 0 or more"),
+    ({"fragments": 4}, "`fragments` must be a number, from 1 to 3"),
+    ({"delay": 3}, "`delay` must be a number, from 0 to 2"),
+    ({"mixing": 0.0}, "`mixing` must be a number above 0"),
+    ({"merge": "all"}, "`merge` must be one of"),
+    ({"merge": "senders"}, '`merge` must be "mean" for a codec of which each worker'),
+    (
+      {"merge": "senders", "codec": TopK(), "exchange": "two_shot"},
+      '`exchange` must be "auto" or "all_gather"',
+    ),
+    (
+      {"exchange": "local"},
+      "`exchange` must send .* got 'local'; use exchange=\"auto\"",
+    ),
+    ({"exchange": Local()}, "`exchange` must send .* got Local\\(\\)"),
+  ],
+  ids=str,
+)
+def test_a_bad_option_is_an_error(options, rule):
+  with pytest.raises(ValueError, match=rule):
+    local(ADAM, NESTEROV, **{"codec": Dense(), **options})
+
+
+@pytest.mark.parametrize("bad", [0.5, None, optax.sgd], ids=["number", "None", "sgd"])
+@pytest.mark.parametrize("name", ["inner", "outer"])
+def test_what_is_no_optimizer_is_an_error(name, bad):
+  parts = {"inner": ADAM, "outer": NESTEROV} | {name: bad}
+  said = says(f"`{name}`", "optax.GradientTransformation", f"got {bad!r}")
+  with pytest.raises(TypeError, match=said):
+    local(**parts, codec=Dense())
+
+
+def stepped_with_a_mean(params, state):
+  """A step whose statistics all workers would average in each step."""
+  step = gradcomp.make_train_step(
+    lambda p, m, x: (jnp.sum(p["w"]) * x.mean(), m),
+    local(ADAM, NESTEROV, Dense()),
+    axis_name="data",
+    mesh=modes.mesh(N),
+    options=gradcomp.TrainOptions(model_state="mean"),
+  )
+  step.eval_shape(params, state, jnp.ones(1), jnp.ones(N))
+
+
+def test_a_bad_state_or_parameter_is_an_error():
+  tx, params = local(ADAM, NESTEROV, Dense()), {"w": jnp.ones(3)}
+  parts = {x: local(ADAM, NESTEROV, Dense(), fragments=x) for x in (2, 3)}
+  mapped = jax.vmap(parts[2].init, axis_name="data")
+  placed, state, _ = sharded(tx, params)
+  more = tree(0, LEAVES)
+  three = sharded(parts[3], more)[1]
+  for error, message, call in (
+    (ValueError, "`axis_name` must be an axis that init can", lambda: tx.init(params)),
+    (
+      TypeError,
+      "must have a real float dtype",
+      lambda: tx.init({"w": jnp.ones(3, jnp.complex64)}),
+    ),
+    (
+      ValueError,
+      "`fragments` must be at most the number of",
+      lambda: mapped({"w": jnp.ones((2, 3))}),
+    ),
+    (
+      ValueError,
+      "must be that of one worker",
+      lambda: gradcomp.local.local_params(placed, state),
+    ),
+    (
+      TypeError,
+      "`state` must be a gradcomp.state.LocalStepsState",
+      lambda: tx.update(params, (), params),
+    ),
+    (ValueError, "`params` must be given", lambda: tx.update(params, state)),
+    (
+      ValueError,
+      "must be made for 1 fragments, got 3",
+      lambda: tx.update(more, three, more),
+    ),
+    (
+      ValueError,
+      '`model_state` must be "local" or None',
+      lambda: stepped_with_a_mean(placed, state),
+    ),
+  ):
+    with pytest.raises(error, match=message):
+      call()
+
+
+def test_a_record_says_what_the_state_belongs_to():
+  def record(workers=N, **options):
+    tx = local(ADAM, NESTEROV, TopK(density=0.1), **options)
+    return gradcomp.checkpoint.record(tx, tree(0, LEAVES), workers=workers)
+
+  gradcomp.checkpoint.check_record(record(), record(every=5))
+  for what, old in {
+    "number of gradcomp transformations": record(fragments=3),
+    "residual_decay": record(feedback=decaying(0.5)),
+    "number of workers": record(workers=8),
+    "delay": record(delay=1),
+  }.items():
+    with pytest.raises(ValueError, match=what):
+      gradcomp.checkpoint.check_record(old, record())
