@@ -10,8 +10,8 @@ from gradcomp.codecs import Dense, TopK
 from gradcomp.exchange import Local
 from tests.support import modes
 from tests.support.assertions import says
-from tests.support.cases.local import ADAM, LEAVES, NESTEROV, N, decaying, local
-from tests.support.cases.zero import sharded, tree
+from tests.support.cases.local import ADAM, LEAVES, NESTEROV, N, decaying, local, placed
+from tests.support.cases.zero import tree
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_a_bad_state_or_parameter_is_an_error():
   tx, params = local(ADAM, NESTEROV, Dense()), {"w": jnp.ones(3)}
   parts = {x: local(ADAM, NESTEROV, Dense(), fragments=x) for x in (2, 3)}
   mapped = jax.vmap(parts[2].init, axis_name="data")
-  placed, state, _ = sharded(tx, params)
+  own, state, _ = placed(tx, params)
   more = tree(0, LEAVES)
-  three = sharded(parts[3], more)[1]
+  three = placed(parts[3], more)[1]
   for error, message, call in (
     (ValueError, "`axis_name` must be an axis that init can", lambda: tx.init(params)),
     (
@@ -84,7 +84,7 @@ def test_a_bad_state_or_parameter_is_an_error():
     (
       ValueError,
       "must be that of one worker",
-      lambda: gradcomp.local.local_params(placed, state),
+      lambda: gradcomp.local.local_params(own, state),
     ),
     (
       TypeError,
@@ -100,7 +100,7 @@ def test_a_bad_state_or_parameter_is_an_error():
     (
       ValueError,
       '`model_state` must be "local" or None',
-      lambda: stepped_with_a_mean(placed, state),
+      lambda: stepped_with_a_mean(own, state),
     ),
   ):
     with pytest.raises(error, match=message):

@@ -198,10 +198,10 @@ with jax.set_mesh(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)))
 def test_leaves_are_inspected_by_their_own_names():
   """Traced alone: tests/telemetry compares the numbers in all places."""
   with jax.set_mesh(modes.mesh(N)):
-    state = steps.kept4.init(PARAMS)
+    params, state = steps.begun(steps.kept4, modes.mesh(N))
     inspect = functools.partial(gradcomp.telemetry.inspect, steps.kept4)
-    found = jax.eval_shape(inspect, marked(ROWS), state, PARAMS)
-  assert found.leaves.keys() == {"['w']", "['b']"}
+    found = jax.eval_shape(inspect, marked(steps.normal(1, N)), state, params)
+  assert found.leaves.keys() == {f"['{name}']" for name in steps.SHAPES}
 
 
 CLIP = optax.chain(

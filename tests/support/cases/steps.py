@@ -29,6 +29,24 @@ class Held(NamedTuple):
   state: Any
 
 
+def put(tree, mesh, *spec):
+  return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
+
+
+def explicit_mesh(shape=(N,), names=("data",)):
+  devices = jax.devices()[: int(np.prod(shape))]
+  return jax.make_mesh(shape, names, (AxisType.Explicit,) * len(names), devices=devices)
+
+
+def unreduced_axes(tree):
+  """The axes that every leaf is unreduced over; they must be the same."""
+  specs = {
+    frozenset(jax.typeof(x).sharding.spec.unreduced) for x in jax.tree.leaves(tree)
+  }
+  (axes,) = specs
+  return axes
+
+
 def normal(seed, *lead):
   rng = np.random.default_rng(seed)
   draw = lambda shape: rng.standard_normal((*lead, *shape)).astype(np.float32)
@@ -71,7 +89,7 @@ def mapped(tx, mesh):
 
 def begun(tx, mesh, around=False):
   """Parameters and a state on a mesh; of gradients that wait for an exchange, too."""
-  params = jax.device_put(normal(0), NamedSharding(mesh, P()))
+  params = put(normal(0), mesh)
   with jax.set_mesh(mesh):
     if around:
       whole = jax.tree.map(lambda _: P(), params)
@@ -80,8 +98,7 @@ def begun(tx, mesh, around=False):
 
 
 def targets_of(mesh, seed):
-  rows = normal(seed, mesh.shape["data"])
-  return jax.device_put(rows, NamedSharding(mesh, P("data")))
+  return put(normal(seed, mesh.shape["data"]), mesh, "data")
 
 
 def _whole(x):
