@@ -1,5 +1,6 @@
 """A gradient of all workers is a leaf: what looks at several elements is an error."""
 
+import functools
 import operator
 import subprocess
 import sys
@@ -17,9 +18,9 @@ import gradcomp
 from gradcomp._src.mesh.jit_trees import IN_JIT
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
+from tests.support.cases import steps
 
-N = 4
-OVER = {"axis_name": "data"}
+N, OVER = steps.N, steps.OVER
 PARAMS = {"w": np.ones((3, 2), np.float32), "b": np.full(2, 2, np.float32)}
 CURE = r"of a gradcomp\.PerWorker is not defined.* ask gradcomp\.global_norm"
 # Means of four small integers, and halves of them, are exact.
@@ -81,13 +82,31 @@ SEVERAL = {
   "flatten": optax.flatten(optax.scale(1.0)),
   "apply_if_finite": optax.apply_if_finite(optax.identity(), 2),
 }
+# Around an exchange; the last has none, and adds gradients to the parameters.
+AROUND = {
+  "MultiSteps": steps.multi_steps(optax.chain(steps.qsgd4, steps.SGD)),
+  "flatten": optax.flatten(optax.chain(steps.qsgd4, steps.SGD)),
+  "masked": optax.masked(steps.qsgd4, {"w": True, "b": False}),
+  "apply_if_finite": optax.apply_if_finite(optax.chain(steps.qsgd4, steps.SGD), 2),
+  "no exchange": optax.adam(0.1),
+}
+ACCUMULATE = r"Around an exchange, use accumulate= of gradcomp\.value_and_grad in place"
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", [*SEVERAL, *(f"{name} around" for name in AROUND)])
 def test_what_sees_several_elements_is_an_error_with_the_cures(name):
-  tx = SEVERAL[name]
-  with pytest.raises((TypeError, ValueError), match=CURE):
-    jax.eval_shape(lambda rows: tx.update(marked(rows), tx.init(PARAMS), PARAMS), ROWS)
+  """The words are those of docs/operate/troubleshooting.md."""
+  around = AROUND.get(name.removesuffix(" around")) if "around" in name else None
+  tx = around or SEVERAL[name]
+
+  def step(rows):
+    updates, _ = tx.update(marked(rows), tx.init(PARAMS), PARAMS)
+    return optax.apply_updates(PARAMS, updates) if around else updates
+
+  message = ACCUMULATE if around else CURE
+  with jax.set_mesh(modes.mesh(N)):
+    with pytest.raises((TypeError, ValueError), match=message):
+      jax.eval_shape(step, ROWS)
 
 
 READERS = {
@@ -130,12 +149,6 @@ def test_gradients_that_wait_around_an_exchange_have_one_error_in_all_places():
     jax.eval_shape(mapped, ROWS)
 
 
-def test_numpy_makes_no_array_of_it():
-  """In words of NumPy: what is no array of numbers, JAX's device_get alone takes."""
-  with pytest.raises(ValueError, match="not producing an array"):
-    np.asarray(marked(ROWS)["w"])
-
-
 def test_jit_and_its_kin_take_the_leaf_apart():
   """As an argument, a result, a carry and what is donated, and jax.tree does not."""
   grads = marked(jax.tree.map(jnp.asarray, ROWS))
@@ -153,15 +166,15 @@ def test_jit_and_its_kin_take_the_leaf_apart():
   assert_same_bits(
     {name: x.rows for name, x in got.items()}, double(double(double(ROWS)))
   )
+  # What is no array of numbers, device_get alone takes.
   assert all(isinstance(x.rows, np.ndarray) for x in got.values())
+  with pytest.raises(ValueError, match="not producing an array"):
+    np.asarray(marked(ROWS)["w"])
 
 
-def test_jax_has_the_registries_that_make_it_a_leaf():
-  """If this fails, JAX has moved them: mesh/jit_trees.py has their names."""
+def test_without_registries_it_is_a_node_and_exchanges_as_before():
+  """If the first line fails, JAX has moved them: mesh/jit_trees.py has their names."""
   assert len(IN_JIT) == 2
-
-
-def test_without_them_it_is_a_node_and_exchanges_as_before():
   code = """
 import sys, types, jax, jax.numpy as jnp
 name, fewer = "jax._src.tree_util", types.ModuleType("jax._src.tree_util")
@@ -180,6 +193,15 @@ with jax.set_mesh(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)))
   command = [sys.executable, "-c", code]
   done = subprocess.run(command, capture_output=True, text=True, timeout=120)
   assert done.stdout == "[1. 3.]\n", done.stderr
+
+
+def test_leaves_are_inspected_by_their_own_names():
+  """Traced alone: tests/telemetry compares the numbers in all places."""
+  with jax.set_mesh(modes.mesh(N)):
+    params, state = steps.begun(steps.kept4, modes.mesh(N))
+    inspect = functools.partial(gradcomp.telemetry.inspect, steps.kept4)
+    found = jax.eval_shape(inspect, marked(steps.normal(1, N)), state, params)
+  assert found.leaves.keys() == {f"['{name}']" for name in steps.SHAPES}
 
 
 CLIP = optax.chain(
@@ -216,38 +238,32 @@ def test_a_state_that_gradients_decide_or_a_shard_is_an_error():
 
 @pytest.mark.parametrize("place", [modes.AUTO, modes.EXPLICIT, "shard_map", "vmap"])
 def test_the_norm_of_each_workers_own_gradient(place):
-  # Of batches of one example the gradient is the example, 3-4-5 and so on.
+  # Of batches of one example the gradient is the example, 3-4-5 and so on. Squares of
+  # 2**70 times these would overflow. Roots of exact squares are exact.
   batch = np.float32([[3, 4], [6, 8], [0, 0], [5, 12]]) * np.float32(2.0**70)
   loss = lambda params, batch: jnp.mean(batch @ params["w"])
-  grads_of = lambda batch: gradcomp.value_and_grad(loss, **OVER)(
-    {"w": jnp.ones(2)}, batch
-  )[1]
-  norms = lambda batch: gradcomp.global_norm(grads_of(batch))
+  grad_fn = gradcomp.value_and_grad(loss, **OVER)
+  params = {"w": np.ones(2, np.float32)}
+  norms = lambda batch: gradcomp.global_norm(grad_fn(params, batch)[1])
+  mesh = modes.mesh(N, AxisType.Explicit if place == modes.EXPLICIT else AxisType.Auto)
   if place == "vmap":
-    got = jax.jit(jax.vmap(norms, axis_name="data"))(batch[:, None])
+    got = jax.jit(jax.vmap(norms, **OVER))(batch[:, None])
   else:
-    kind = AxisType.Explicit if place == modes.EXPLICIT else AxisType.Auto
-    mesh = modes.mesh(N, kind)
     if place == "shard_map":
-      local = lambda batch: norms(batch)[None]
-      norms_of = jax.shard_map(
-        local, mesh=mesh, in_specs=P("data"), out_specs=P("data")
-      )
-    else:
-      norms_of = norms
+      each, spec = lambda batch: norms(batch)[None], P("data")
+      of_all = jax.shard_map(each, mesh=mesh, in_specs=spec, out_specs=spec)
     with jax.set_mesh(mesh):
-      batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-      got = jax.jit(norms_of)(batch)
-  # Squares of 2**70 times these would overflow. Roots of exact squares are exact.
+      batch_of_all = jax.device_put(batch, NamedSharding(mesh, P("data")))
+      got = jax.jit(of_all if place == "shard_map" else norms)(batch_of_all)
   np.testing.assert_array_equal(got, np.float32([5, 10, 0, 13]) * np.float32(2.0**70))
 
 
 def test_along_several_axes_the_norm_needs_their_names():
   mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2)
-  whole = {"in_specs": P("data", "model"), "out_specs": P("data")}
+  whole = {"in_specs": P("data", "model"), "out_specs": P("data"), "mesh": mesh}
   rows = np.float32([[3, 4], [5, 12]])
   norm = lambda **options: jax.shard_map(
-    lambda x: gradcomp.global_norm(x, **options)[None], mesh=mesh, **whole
+    lambda x: gradcomp.global_norm(x, **options)[None], **whole
   )
   with pytest.raises(ValueError, match=r"`axis_name` must name .*\['data', 'model'\]"):
     jax.eval_shape(norm(), rows)

@@ -1,6 +1,4 @@
-"""With weights, the loss and the gradient are those of all tokens on one device."""
-
-import functools
+"""Losses with weights are those of all tokens on one device; aux is of numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from tests.plugins.slow_cases import one_in, slow
+from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import says
 from tests.support.cases.recipe import RECIPES, make
@@ -36,6 +34,7 @@ def problem(kind=np.int32):
   return {"w": normal(16, 16) / 4}, {"x": normal(N * ROWS, 16), "weight": weight}
 
 
+@jax.jit
 def on_one_device(params, batch):
   def mean(params):
     total, weight = loss_fn(params, batch)
@@ -52,20 +51,12 @@ def assert_close(got, expected):
   np.testing.assert_allclose(grads["w"], true["w"], rtol=0, atol=6e-7 * largest)
 
 
-def across(mode, tx, params, batch, **options):
-  """The loss and the mean gradient, in one of the places where workers are."""
-  grad_fn = gradcomp.value_and_grad(
-    loss_fn, axis_name="data", has_weight=True, **options
-  )
-
-  def step(params, batch):
-    loss, grads = grad_fn(params, batch)
-    return loss, tx.update(grads, tx.init(params))[0]
-
+def across(mode, step, params, batch):
+  """What a step returns in one of the places where workers are."""
   if mode in ("vmap", "pmap"):
     rows = jax.tree.map(lambda x: x.reshape(N, ROWS, *x.shape[1:]), batch)
-    mapped = functools.partial(getattr(jax, mode), axis_name="data", in_axes=(None, 0))
-    return jax.tree.map(lambda x: x[0], jax.jit(mapped(step))(params, rows))
+    each = getattr(jax, mode)(step, axis_name="data", in_axes=(None, 0))
+    return jax.tree.map(lambda x: x[0], jax.jit(each)(params, rows))
   explicit = mode == modes.EXPLICIT
   mesh = modes.mesh(N, AxisType.Explicit if explicit else AxisType.Auto)
   if not explicit and mode != modes.AUTO:
@@ -77,36 +68,48 @@ def across(mode, tx, params, batch, **options):
     return jax.jit(step)(*placed)
 
 
+def weighted(tx, **options):
+  """The loss and the mean gradient."""
+
+  def step(params, batch):
+    grad_fn = gradcomp.value_and_grad(
+      loss_fn, axis_name="data", has_weight=True, **options
+    )
+    loss, grads = grad_fn(params, batch)
+    return loss, tx.update(grads, tx.init(params))[0]
+
+  return step
+
+
 @pytest.mark.parametrize(
-  "mode, accumulate",
+  "mode",
   [
-    *[("vmap", 4), (modes.EXPLICIT, 1), (modes.EXPLICIT, 4), ("shard_map", 4)],
-    *slow(
-      (modes.AUTO, 1),
-      (modes.AUTO, 4),
-      ("vmap", 1),
-      ("pmap", 1),
-      ("pmap", 4),
-      ("shard_map", 1),
-    ),
-    *slow(("shard_map_unchecked", 1), ("shard_map_unchecked", 2)),
+    "vmap",
+    modes.EXPLICIT,
+    *slow(modes.AUTO, "pmap", "shard_map", "shard_map_unchecked"),
   ],
 )
-def test_it_is_the_mean_over_all_that_counts(mode, accumulate):
+def test_it_is_the_mean_over_all_that_counts(mode):
+  """Of whole batches, and of micro-batches; where nothing counts, nothing moves."""
   params, batch = problem()
-  got = across(mode, dense, params, batch, accumulate=accumulate)
-  assert_close(got, on_one_device(params, batch))
+  none = batch | {"weight": np.zeros_like(batch["weight"])}
+  steps = [weighted(dense, accumulate=count) for count in (1, 4)]
+  run = lambda params, batches: [[step(params, x) for step in steps] for x in batches]
+  found, still = across(mode, run, params, [batch, none])
+  for each in found:
+    assert_close(each, on_one_device(params, batch))
+  assert not any(map(np.any, jax.tree.leaves(still)))
 
 
-@pytest.mark.parametrize("name", one_in(4, [x for x in RECIPES if x != "dense"]))
-def test_every_recipe_has_it_in_its_dense_mean(name):
+def test_every_recipe_has_it_in_its_dense_mean():
   options = {"axis_name": "data", "min_leaf_size": 10**6}
-  tx = optax.chain(make(name, **options | _NO_MOMENTUM.get(name, {})))
+  own = {"redsync": {"momentum": None}}
+  txs = {x: make(x, **options, **own.get(x, {})) for x in RECIPES if x != "dense"}
+  steps = {name: weighted(tx) for name, tx in txs.items()}
+  run = lambda params, batch: {x: step(params, batch) for x, step in steps.items()}
   params, batch = problem(np.float32)
-  assert_close(across("vmap", tx, params, batch), on_one_device(params, batch))
-
-
-_NO_MOMENTUM = {"redsync": {"momentum": None}}
+  for found in across("vmap", run, params, batch).values():
+    assert_close(found, on_one_device(params, batch))
 
 
 def trained(kind, has_aux, **options):
@@ -156,14 +159,6 @@ def test_in_local_steps_a_worker_has_the_mean_of_its_own_tokens():
   np.testing.assert_allclose(params["w"] - after["w"], mean, atol=1e-6)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_where_nothing_counts_nothing_moves(accumulate):
-  params, batch = problem()
-  batch["weight"][:] = 0
-  loss, grads = across("vmap", dense, params, batch, accumulate=accumulate)
-  assert float(loss) == 0 and not np.any(grads["w"])
-
-
 def test_weights_are_not_differentiated():
   grad_fn = gradcomp.value_and_grad(
     lambda w, x: (w * jnp.sum(x), w), axis_name=None, has_weight=True
@@ -173,43 +168,75 @@ def test_weights_are_not_differentiated():
 
 def test_sums_of_half_precision_may_be_larger_than_its_range():
   """The sum of the gradients is 20 times the largest number of float16."""
-  x = jnp.full(4096, 320, jnp.float16)
+  x = np.full(4096, 320, np.float16)
   loss = lambda w, x: (jnp.sum((w * x).astype(jnp.float32)), len(x))
   for accumulate in (1, 4):
-    grad_fn = gradcomp.value_and_grad(
-      loss, axis_name=None, has_weight=True, accumulate=accumulate
-    )
+    options = {"has_weight": True, "accumulate": accumulate}
+    grad_fn = jax.jit(gradcomp.value_and_grad(loss, axis_name=None, **options))
     value, grad = grad_fn(jnp.float16(1), x)
     assert (float(value), float(grad), grad.dtype) == (320, 320, jnp.float16)
 
 
-@pytest.mark.parametrize(
-  "returned",
-  [
-    lambda total, weight: total,
-    lambda total, weight: (total, None),
-    lambda total, weight: (total, jnp.ones(3)),
-    lambda total, weight: (weight, weight),
-    lambda total, weight: ((total, weight), weight),
-  ],
-  ids=["loss", "none", "vector", "integer", "aux"],
-)
-def test_a_loss_without_a_weight(returned):
-  loss = lambda params, batch: returned(*loss_fn(params, batch))
+def with_key(w, x):
+  return jnp.sum(w * x), {"loss": w, "state": [jax.random.key(0)]}
+
+
+def gradients_with_key(kind=None, **options):
+  """The shapes of gradients of one device, or of plain jit over axes of a kind."""
+  axes = {"axis_name": None if kind is None else "data"}
+  place = None if kind is None else NamedSharding(modes.mesh(N, kind), P("data"))
+  grad_fn = gradcomp.value_and_grad(with_key, has_aux=True, **axes, **options)
+  x = jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=place)
+  return jax.eval_shape(grad_fn, jnp.float32(1), x)
+
+
+def step_with_key(**options):
+  options = gradcomp.TrainOptions(has_aux=True, **options)
+  made = {"axis_name": "data", "mesh": modes.mesh(N), "options": options}
+  step = gradcomp.make_train_step(with_key, dense, **made)
+  w = jnp.float32(1)
+  step.eval_shape(w, dense.init(w), np.ones((8, 3), np.float32))
+
+
+AVERAGED = {
+  "auto": lambda: gradients_with_key(AxisType.Auto),
+  "explicit": lambda: gradients_with_key(AxisType.Explicit),
+  "micro-batches": lambda: gradients_with_key(accumulate=2),
+  "step": step_with_key,
+  "step of micro-batches": lambda: step_with_key(accumulate=2),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_what_is_no_number_is_named_where_aux_is_averaged(name):
+  """Elsewhere any aux is returned."""
+  message = r"`aux`\['state'\]\[0\] .* got key<fry>\[\]; let"
+  with pytest.raises(TypeError, match=message):
+    AVERAGED[name]()
+  (_, aux), _ = gradients_with_key()
+  assert jnp.issubdtype(aux["state"][0].dtype, jax.dtypes.prng_key)
+
+
+RETURNED = {
+  "loss": lambda total, weight: total,
+  "none": lambda total, weight: (total, None),
+  "vector": lambda total, weight: (total, jnp.ones(3)),
+  "integer": lambda total, weight: (weight, weight),
+  "aux": lambda total, weight: ((total, weight), weight),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_loss_without_a_weight(name):
+  loss = lambda params, batch: RETURNED[name](*loss_fn(params, batch))
   parts = ("`loss_fn`", "(total, weight)", "has_weight=True", "got")
   grad_fn = gradcomp.value_and_grad(loss, axis_name=None, has_weight=True)
   with pytest.raises(TypeError, match=says(*parts)):
-    grad_fn(*problem())
-
-
-def test_a_train_step_says_what_a_loss_must_return():
-  params, batch = problem()
-  step = gradcomp.make_train_step(
-    lambda *args: loss_fn(*args)[0],
-    optax.sgd(0.1),
-    axis_name=None,
-    options=gradcomp.TrainOptions(has_weight=True),
-  )
-  parts = ("`loss_fn`", "return (total, weight)", "has_weight=True", "got")
-  with pytest.raises(TypeError, match=says(*parts)):
-    step(params, optax.sgd(0.1).init(params), batch)
+    jax.eval_shape(grad_fn, *problem())
+  if name == "loss":
+    options = gradcomp.TrainOptions(has_weight=True)
+    made = {"axis_name": None, "options": options}
+    step = gradcomp.make_train_step(loss, optax.sgd(0.1), **made)
+    params, batch = problem()
+    with pytest.raises(TypeError, match=says("`loss_fn`", "return (total, weight)")):
+      step.eval_shape(params, optax.sgd(0.1).init(params), batch)
