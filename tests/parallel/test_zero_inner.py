@@ -37,11 +37,24 @@ def test_zero_is_the_optimizer_inside(name):
   assert_close(train(zero(inner, **CODECS)), plain(inner))
 
 
-@pytest.mark.parametrize("name", WHOLE)
+GRID = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+scaled = optax.stateless(lambda g, _: jax.tree.map(jnp.multiply, g, GRID))
+mixed = optax.stateless(lambda g, _: g | {"kernel": g["kernel"] + g["one"]})
+MIXING = {name: (WHOLE[name], [REFUSED[name]]) for name in WHOLE} | {
+  # All owners would draw the same, as rows have one shape and one key.
+  "noise": (NOISE, ["at random", "add_noise"]),
+  "another shape": (scaled, ["another array"]),
+  "leaves": (mixed, ["treat each", "['one']"]),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
 def test_zero_refuses_what_needs_more_than_an_element(name):
-  tx = zero(WHOLE[name], **CODECS)
-  with pytest.raises(ValueError, match=says("`inner` must", REFUSED[name])):
-    jax.eval_shape(jax.vmap(tx.init, axis_name="data"), targets())
+  inner, words = MIXING[name]
+  tx = zero(inner, **CODECS)
+  run = lambda x: tx.update(x, tx.init(x), x)
+  with pytest.raises(ValueError, match=says("`inner` must", *words)):
+    jax.eval_shape(jax.vmap(run, axis_name="data"), targets())
 
 
 @pytest.mark.parametrize("name", one_in(60, [*LOOKING, *PLAIN, *WHOLE]))
@@ -100,24 +113,3 @@ def test_moments_of_complex_numbers_are_refused(inner):
   """Of optax, both parts share one: that of their absolute value."""
   with pytest.raises(ValueError, match=says("imaginary part of ['w']", "computes")):
     complex_run(zero(inner, **CODECS))
-
-
-def test_noise_is_refused():
-  """All owners would draw the same, as rows have one shape and one key."""
-  with pytest.raises(ValueError, match=says("`inner` must", "at random", "add_noise")):
-    train(zero(NOISE, **CODECS))
-
-
-def test_an_array_of_another_shape_is_refused():
-  grid = {name: np.ones(shape) for name, shape in SHAPES.items()}
-  scaled = optax.stateless(lambda g, _: jax.tree.map(jnp.multiply, g, grid))
-  with pytest.raises(ValueError, match=says("`inner` must", "another array")):
-    train(zero(scaled, **CODECS))
-
-
-def test_what_mixes_leaves_is_refused():
-  def mixed(updates, _):
-    return updates | {"kernel": updates["kernel"] + updates["one"]}
-
-  with pytest.raises(ValueError, match=says("`inner` must treat each", "['one']")):
-    train(zero(optax.stateless(mixed), **CODECS))

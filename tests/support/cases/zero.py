@@ -180,4 +180,4 @@ def loss_fn(params, batch):
 def wire(tx, params):
   params, state, mesh = sharded(tx, params)
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
-  return gradcomp.wire_report(step.lower(params, state, jnp.ones(N)))
+  return gradcomp.wire_report(step.lower(params, state, np.ones(N, np.float32)))
