@@ -66,34 +66,33 @@ def test_local_steps_are_those_of_the_optimizer_inside(name):
   assert_close(train(tx, 4), by_hand(rounds(inner), lambda state: state[1]))
 
 
+of = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def states(tx, params):
+  """The shapes of the states of all workers."""
+  every = jax.tree.map(lambda x: of(N, *x.shape), params)
+  return jax.eval_shape(jax.vmap(tx.init, axis_name="data"), every)
+
+
 def test_kinds_of_leaves_have_matrices_of_their_own_and_share_two_messages():
-  params = {"w": jnp.ones((8, 512)), "v": jnp.ones((4, 512)), "b": jnp.ones(512)}
-  codec = QSGD(bits=4, bucket_size=64)
-  tx = zero(
-    LOOKING["mask by rank"],
-    grads=codec,
-    params=codec,
-    axis_name="data",
-    min_leaf_size=0,
-  )
-  stacked = jax.tree.map(lambda x: jnp.stack([x] * N), params)
-  state = jax.eval_shape(jax.vmap(tx.init, axis_name="data"), stacked)
-  mu = state.inner_state[0].mu.arrays["data",]
+  params = {"w": of(8, 512), "v": of(4, 512), "b": of(512)}
+  codecs = dict.fromkeys(("grads", "params"), QSGD(bits=4, bucket_size=64))
+  tx = zero(LOOKING["mask by rank"], **codecs, axis_name="data", min_leaf_size=0)
+  mu = states(tx, params).inner_state[0].mu.arrays["data",]
   assert [x.shape[:2] for x in mu] == [(N, 1), (N, 12 // N)]
   assert gradcomp.explain(tx, params, workers=N).messages == 1
 
 
 def test_what_has_rows_only_where_its_mask_is_true():
   inner = optax.masked(optax.trace(0.9), {"w": True, "b": False})
-  tx = zero(inner, **CODECS)
-  params = {"w": jnp.ones((N, 256)), "b": jnp.ones((N, 128))}
-  state = jax.vmap(tx.init, axis_name="data")(params)
+  state = states(zero(inner, **CODECS), {"w": of(256), "b": of(128)})
   (held,) = state.inner_state.inner_state.trace.arrays["data",]
   assert held.shape == (N, 1, 1, 128)
 
 
 def complex_run(tx):
-  params = {"w": jnp.ones((N, 130), jnp.complex64), "b": jnp.ones((N, 3))}
+  params = {"w": np.ones((N, 130), np.complex64), "b": np.ones((N, 3), np.float32)}
   grads = {"w": params["w"] * (3 + 0.1j), "b": params["b"]}
   state = jax.jit(jax.vmap(tx.init, axis_name="data"))(params)
   return jax.jit(jax.vmap(tx.update, axis_name="data"))(grads, state, params)[0]

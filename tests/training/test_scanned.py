@@ -63,7 +63,7 @@ def problem():
 
 def begin(optimizer, params):
   with jax.set_mesh(modes.mesh(N)):
-    return optimizer.init(params)
+    return jax.jit(optimizer.init)(params)
 
 
 def step_of(optimizer, loss=loss_fn, **options):
