@@ -44,7 +44,7 @@ def test_results_are_those_of_layers_in_turn(row):
   assert_same_bits(door.clean, turn.clean[0])
   assert_same_bits(door.dirty, turn.dirty[0])
   assert all(x.any() for x in jax.tree.leaves(door.clean[:3]))
-  assert any(x.any() for x in door.clean.kept) == row.keeps
+  assert bool(door.clean.kept) == row.keeps  # of float32 all zeros
   if row.door == "whole":  # rows and residuals of shards have the dtype of these
     assert {x.dtype for x in jax.tree.leaves(door.clean.layers)} == {np.dtype("f4")}
   if "model" in dict(row.axes):  # each half of the model has layers of its own
