@@ -178,33 +178,30 @@ def test_two_axes_of_a_mesh():
     assert_same_bits(np.asarray(array), x)
 
 
+EXACTLY = ["`spec` or `axis_name`", "not both"]
 WRONG = {
-  "sparse": (dict(codec=TopK()), P(), ["`codec`", "every element"]),
-  "key": (dict(codec=RANDOM), P(), ["`key`", "QSGD"]),
-  "nothing": (dict(codec=EIGHT), P("data"), ["`spec`", "jax.reshard"]),
-  "turned": (dict(codec=EIGHT), P(None, "data"), ["`spec`", "one array axis"]),
+  "sparse": (dict(spec=P(), codec=TopK()), ["`codec`", "every element"]),
+  "key": (dict(spec=P(), codec=RANDOM), ["`key`", "QSGD"]),
+  "nothing": (dict(spec=P("data")), ["`spec`", "jax.reshard"]),
+  "turned": (dict(spec=P(None, "data")), ["`spec`", "one array axis"]),
+  "no target": ({}, EXACTLY),
+  "two targets": (dict(spec=P(), axis_name="data"), EXACTLY),
+  "a name": (dict(spec="data"), ["`spec` must be a jax.P", "axis_name="]),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_other_changes_are_refused(case, mesh):
-  options, target, words = WRONG[case]
-  with pytest.raises(ValueError, match=says(*words)):
-    jax.eval_shape(lambda x: reshard(x, target, **options), put(numbers(8, 8), "data"))
-
-
-def test_the_result_is_said_in_one_way():
-  for how in ({}, {"spec": P(), "axis_name": "data"}):
-    with pytest.raises(ValueError, match=says("`spec` or `axis_name`", "not both")):
-      reshard(jnp.ones(8), **how, codec=EIGHT)
-  with pytest.raises(TypeError, match=says("`spec` must be a jax.P", "axis_name=")):
-    reshard(jnp.ones(8), "data", codec=EIGHT)
+  options, words = WRONG[case]
+  kind = TypeError if case == "a name" else ValueError
+  with pytest.raises(kind, match=says(*words)):
+    change = lambda x: reshard(x, **{"codec": EIGHT} | options)
+    jax.eval_shape(change, put(numbers(8, 8), "data"))
 
 
 def test_a_mesh_that_hides_its_types_is_refused():
-  x = jnp.ones((8, 8))
   with pytest.raises(ValueError, match=says("`spec`", "jax.reshard")):
-    reshard(x, P(), codec=EIGHT)
+    reshard(numbers(8, 8), P(), codec=EIGHT)
 
 
 def test_a_residual_has_no_gradient(mesh):

@@ -1,4 +1,4 @@
-"""A train step whose loss scans its layers takes the steps of an exchange behind."""
+"""A train step whose loss scans its layers takes the steps of a scan by hand."""
 
 import functools
 import pickle
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp import parallel
 from gradcomp._src.kernels.common.threefry import fold_key
+from gradcomp._src.parallel.scan_layer import Kept
 from gradcomp.codecs import QSGD, Dense, OneBit
 from tests.plugins.slow_cases import slow
 from tests.support import modes
@@ -29,7 +30,7 @@ LABELS = {"layers": "layers", "embedding": "others"}
 
 def loss_fn(params, batch, scan):
   x = batch["x"] @ params["embedding"]
-  return loss_of(lambda x: scan(body, x, params["layers"]), x, batch["weights"])
+  return loss_of(scan(body, x, params["layers"]), batch["weights"])
 
 
 # Updates that leave whole numbers, of which sums are exact in any order.
@@ -51,7 +52,7 @@ def in_scan(feedback=None, **options):
 def problem():
   sparse = whole(LENGTH, WIDTH, WIDTH, seed=1) * (np.arange(WIDTH) % 4 == 0)[:, None]
   layers = {"w": jnp.asarray(sparse), "b": jnp.asarray(whole(LENGTH, WIDTH))}
-  embedding = jnp.eye(WIDTH) * jnp.asarray(whole(WIDTH, 1, seed=2))
+  embedding = jnp.asarray(np.eye(WIDTH, dtype=np.float32) * whole(WIDTH, 1, seed=2))
   rows = lambda seed: np.concatenate(
     [whole(ROWS, WIDTH, seed=seed + i) for i in range(N)]
   )
@@ -62,7 +63,7 @@ def problem():
 
 def begin(optimizer, params):
   with jax.set_mesh(modes.mesh(N)):
-    return optimizer.init(params)
+    return jax.jit(optimizer.init)(params)
 
 
 def step_of(optimizer, loss=loss_fn, **options):
@@ -72,44 +73,43 @@ def step_of(optimizer, loss=loss_fn, **options):
   )
 
 
-def layers_behind(state, grads, exchange):
-  """The means of layers, and the state, by a message for each behind the loop."""
-  state = state.layers
-  feedback = None if state.residual is None else "error"
-  one = gradcomp.compress(feedback=feedback, message_bytes=None, **exchange)
-  key = fold_key(state.key, state.count)
-
-  def exchanged(given):
-    number, grads, residual, owners = given
-    own = state._replace(
-      count=jnp.int32(0),
-      key=fold_key(key, number),
-      residual=residual,
-      server_residual=owners,
-    )
-    means, own = one.update(grads, own)
-    return means, own.residual, own.server_residual
-
-  numbers = jnp.arange(LENGTH, dtype=jnp.int32)
-  given = numbers, grads, state.residual, state.server_residual
-  means, residual, owners = lax.map(exchanged, given)
-  return means, state._replace(
-    count=state.count + 1, residual=residual, server_residual=owners
-  )
+@functools.cache
+def ready(feedback="error", exchange="two_shot"):
+  """An optimizer, parameters and a batch, its first state, and its compiled step."""
+  optimizer = optimizer_of(in_scan(feedback, exchange=exchange))
+  params, batch = problem()
+  # Placed as a step places them, so that all steps are one program.
+  params = jax.device_put(params, jax.NamedSharding(modes.mesh(N), P()))
+  step = step_of(optimizer, report=True)
+  return optimizer, params, batch, begin(optimizer, params), step
 
 
-def step_behind(others, exchange):
-  """A step that scans by ``lax.scan``, and exchanges layer after layer behind it."""
+def step_by_hand(others, exchange):
+  """A step that a user writes with `scan`, whose new residual is a gradient."""
 
   def worker(params, states, batch):
-    own = gradcomp.defer_reduction(params, axis_name="data")
-    loss, grads = jax.value_and_grad(loss_fn)(own, batch, scan=lax.scan)
-    scanned, state = states
-    means, scanned = layers_behind(scanned, grads["layers"], exchange)
-    rest, state = others.update({"embedding": grads["embedding"]}, state)
-    updates, _ = to_whole.update({"layers": means, **rest}, optax.EmptyState(), params)
-    states = gradcomp.state.ScanState(scanned), state
-    return optax.apply_updates(params, updates), states, lax.pmean(loss, "data")
+    layers, others_state = states
+    own = gradcomp.defer_reduction(params["embedding"], axis_name="data")
+    owners = layers.server_residual or {}
+    kept = layers.residual and Kept(jax.tree.leaves(layers.residual), owners)
+    words = fold_key(layers.key, layers.count)
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+
+    def loss(layers, embedding, kept):
+      scan = lambda *given: parallel.scan(*given, residual=kept, key=key, **exchange)
+      return loss_fn({"layers": layers, "embedding": embedding}, batch, scan=scan)
+
+    grad = jax.value_and_grad(loss, (0, 1, 2))
+    value, (means, grads, kept) = grad(params["layers"], own, kept)
+    layers = layers._replace(count=layers.count + 1)
+    if kept is not None:
+      residual = jax.tree.unflatten(jax.tree.structure(layers.residual), kept.leaves)
+      owners = kept.owners if layers.server_residual else layers.server_residual
+      layers = layers._replace(residual=residual, server_residual=owners)
+    rest, others_state = others.update({"embedding": grads}, others_state)
+    updates = to_whole.update({"layers": means, **rest}, optax.EmptyState(), params)[0]
+    params = optax.apply_updates(params, updates)
+    return params, (layers, others_state), lax.pmean(value, "data")
 
   def step(params, states, batch):
     specs = gradcomp.state_specs(states, axis_name="data")
@@ -130,26 +130,20 @@ CASES = [
 
 
 @pytest.mark.parametrize("feedback, exchange", CASES)
-def test_steps_are_those_of_an_exchange_behind_the_loop(feedback, exchange):
-  """Parameters, residuals and losses of three steps, to the bit."""
+def test_steps_are_those_of_a_scan_by_hand(feedback, exchange):
+  """Parameters, states and losses of three steps, to the bit."""
   others = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
-  optimizer = optimizer_of(in_scan(feedback, exchange=exchange), others)
-  params, batch = problem()
-  state, step = begin(optimizer, params), step_of(optimizer)
+  _, params, batch, state, step = ready(feedback, exchange)
   rest = begin(others, {"embedding": params["embedding"]})
-  inner = state[0].inner_states["layers"].inner_state
-  only = lambda tree: tree and tree["layers"]
-  first = inner.layers._replace(residual=only(inner.layers.residual))
-  plain, states = params, (gradcomp.state.ScanState(first), rest)
-  behind = step_behind(others, WAY | dict(exchange=exchange))
+  scanned = lambda state: state[0].inner_states["layers"].inner_state.layers
+  plain, states = params, (scanned(state), rest)
+  by_hand = step_by_hand(others, WAY | dict(exchange=exchange))
   for _ in range(3):
     params, state, metrics = step(params, state, batch)
-    plain, states, loss = behind(plain, states, batch)
-    assert_same_bits((params, metrics["loss"]), (plain, loss))
-    got = state[0].inner_states["layers"].inner_state.layers
-    assert_same_bits(only(got.residual), states[0].layers.residual)
-    assert_same_bits(got.server_residual, states[0].layers.server_residual)
-  kept = jax.tree.leaves((got.residual, got.server_residual))
+    plain, states, loss = by_hand(plain, states, batch)
+    got = params, metrics["loss"], scanned(state)
+    assert_same_bits(got, (plain, loss, states[0]))
+  kept = jax.tree.leaves((got[2].residual, got[2].server_residual))
   assert bool(kept) == (feedback is not None) and all(np.any(x) for x in kept)
 
 
@@ -206,14 +200,14 @@ def test_every_form_of_a_loss_has_the_step_of_a_plain_mean(name):
 
 def test_a_training_goes_on_from_what_was_saved():
   """With the bits that it had, from arrays and a record that went through bytes."""
-  optimizer = optimizer_of(in_scan("error"))
-  params, batch = problem()
-  state, step = begin(optimizer, params), step_of(optimizer)
+  optimizer, params, batch, state, step = ready()
   params, state, _ = step(params, state, batch)
   record = gradcomp.checkpoint.record(optimizer, params, workers=N)
   saved = pickle.loads(pickle.dumps((jax.device_get((params, state)), record)))
   gradcomp.checkpoint.check_record(saved[1], record)
-  assert_same_bits(step(*saved[0], batch), step(params, state, batch))
+  places = jax.tree.map(lambda x: x.sharding, (params, state))
+  restored = jax.device_put(saved[0], places)
+  assert_same_bits(step(*restored, batch), step(params, state, batch))
   other = optimizer_of(in_scan("error", codec=QSGD(bits=8)))
   with pytest.raises(ValueError, match=says("the codec of ['layers']['b']", "bits=8")):
     gradcomp.checkpoint.check_record(
@@ -247,9 +241,7 @@ def test_residuals_go_on_with_fewer_workers_where_nobody_owns_rows():
 
 
 def test_the_state_has_the_shapes_and_places_of_its_specs():
-  optimizer = optimizer_of(in_scan("error"))
-  params, batch = problem()
-  state = begin(optimizer, params)
+  optimizer, params, batch, state, step = ready()
   specs = gradcomp.state_specs(state, axis_name="data")
   inner = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
   assert inner.count(P("data")) == 2 + 1 + 1  # residuals of layers, owners, the rest
@@ -258,16 +250,14 @@ def test_the_state_has_the_shapes_and_places_of_its_specs():
   )
   shape = lambda x: (x.shape, x.dtype)
   assert jax.tree.map(shape, shapes) == jax.tree.map(shape, state)
-  assert jax.tree.map(
-    shape, jax.eval_shape(step_of(optimizer), params, state, batch)[1]
-  ) == (jax.tree.map(shape, state))
+  assert jax.tree.map(shape, jax.eval_shape(step, params, state, batch)[1]) == (
+    jax.tree.map(shape, state)
+  )
 
 
 @pytest.mark.parametrize("exchange", ["two_shot", *slow("all_gather")])
 def test_explain_has_the_bytes_of_the_program(exchange):
-  optimizer = optimizer_of(in_scan("error", exchange=exchange))
-  params, batch = problem()
-  state, step = begin(optimizer, params), step_of(optimizer, report=True)
+  optimizer, params, batch, state, step = ready("error", exchange)
   plan = gradcomp.explain(optimizer, params, workers=N)
   report = gradcomp.wire_report(step.lower(params, state, batch).compile())
   metrics = 2 * 4 * 4 * (N - 1) // N  # a sum of float32: the loss, three of the norm
@@ -283,7 +273,8 @@ def test_the_loss_is_that_of_lax_scan():
   optimizer = optimizer_of(in_scan(), then=optax.scale(-1.0))
   metrics = step_of(optimizer)(params, begin(optimizer, params), batch)[2]
   parts = [jax.tree.map(lambda x, i=i: np.split(x, N)[i], batch) for i in range(N)]
-  each = [loss_fn(params, part, scan=lax.scan) for part in parts]
+  loss = jax.jit(lambda *given: loss_fn(*given, scan=lax.scan))
+  each = [loss(params, part) for part in parts]
   assert metrics["loss"] == np.mean(each)
   alone = gradcomp.make_train_step(loss_fn, optax.sgd(0.1), axis_name=None)
   state = optax.sgd(0.1).init(params)
@@ -313,56 +304,33 @@ def without(params, batch):
 
 
 QSGD4 = gradcomp.qsgd(bits=4, axis_name="data")
-EVERY = {"layers": "layers", "embedding": "layers"}
-CURE = "optax.partition"
+IN_SCAN = optimizer_of(in_scan())
+TWO = optimizer_of(in_scan(), in_scan())
+ALONE = optax.masked(in_scan(), {"layers": True, "embedding": False})
+SEVERAL = optax.MultiSteps(IN_SCAN, 2).gradient_transformation()
 WRONG = {
-  "none in the optimizer": (loss_fn, QSGD4, {}, ["`loss_fn`", "0 of them", CURE]),
-  "two in the optimizer": (
+  "none in the optimizer": (loss_fn, QSGD4, ["`loss_fn`", "0 of them", "partition"]),
+  "two in the optimizer": (loss_fn, TWO, ["`loss_fn`", "2 of them"]),
+  "no scan": (without, IN_SCAN, ["`loss_fn`", "no parameter `scan`"]),
+  "no call": (never, IN_SCAN, ["`loss_fn` must call"]),
+  "two calls": (twice, IN_SCAN, ["`scan`", "once", "another call"]),
+  "cast": (half, IN_SCAN, ["`scan`", "0 of 2", "in the body"]),
+  "beside": (seen, IN_SCAN, ["['layers']['w']", "decay"]),
+  "no mask": (loss_fn, optax.chain(in_scan(), QSGD4), ["`scan`", "2 of 3"]),
+  "one alone": (
     loss_fn,
-    optimizer_of(in_scan(), in_scan()),
-    {},
-    ["`loss_fn`", "2 of them"],
+    optax.chain(ALONE, QSGD4),
+    ["`updates`['layers']['b']", "compress_in_scan", "optax.partition"],
   ),
-  "no scan": (
-    without,
-    optimizer_of(in_scan()),
-    {},
-    ["`loss_fn`", "no parameter `scan`"],
-  ),
-  "no call": (never, optimizer_of(in_scan()), {}, ["`loss_fn` must call"]),
-  "two calls": (twice, optimizer_of(in_scan()), {}, ["`scan`", "once", "another call"]),
-  "cast": (half, optimizer_of(in_scan()), {}, ["`scan`", "0 of 2", "in the body"]),
-  "beside": (seen, optimizer_of(in_scan()), {}, ["['layers']['w']", "decay"]),
-  "no mask": (
-    loss_fn,
-    optax.chain(in_scan(), QSGD4),
-    {},
-    ["`scan`", "2 of 3", "this call"],
-  ),
-  "a mask of one alone": (
-    loss_fn,
-    optax.chain(optax.masked(in_scan(), {"layers": True, "embedding": False}), QSGD4),
-    {},
-    ["`updates`['layers']['b']", "compress_in_scan", CURE],
-  ),
-  "micro-batches": (
-    loss_fn,
-    optimizer_of(in_scan()),
-    dict(accumulate=2),
-    ["`accumulate`", "lax.scan"],
-  ),
-  "MultiSteps": (
-    loss_fn,
-    optax.MultiSteps(optimizer_of(in_scan()), 2).gradient_transformation(),
-    {},
-    ["`optax.MultiSteps`", "lax.scan"],
-  ),
+  "micro-batches": (loss_fn, IN_SCAN, ["`accumulate`", "lax.scan"]),
+  "MultiSteps": (loss_fn, SEVERAL, ["`optax.MultiSteps`", "lax.scan"]),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_would_average_twice_or_not_at_all_is_refused(case):
-  loss, optimizer, options, words = WRONG[case]
+  loss, optimizer, words = WRONG[case]
+  options = dict(accumulate=2) if case == "micro-batches" else {}
   params, batch = problem()
   step = step_of(optimizer, loss, **options)
   first = dict(axis_name="data", mesh=modes.mesh(N))
@@ -395,11 +363,9 @@ def test_another_axis_may_shard_all_but_the_layers():
 
 
 def test_an_inspected_step_is_refused():
-  optimizer = optimizer_of(in_scan())
-  params, batch = problem()
-  state = begin(optimizer, params)
+  _, params, batch, state, step = ready()
   with pytest.raises(ValueError, match=says("`inspect`", "scan")):
-    step_of(optimizer).eval_shape(params, state, batch, inspect=True)
+    step.eval_shape(params, state, batch, inspect=True)
 
 
 def test_options_are_checked():
