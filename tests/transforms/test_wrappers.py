@@ -132,7 +132,7 @@ def test_optimizers_see_the_loss_of_the_whole_batch(around, inner, options):
   np.testing.assert_allclose(params["w"], plainly(inner)["w"], atol=1e-5)
 
 
-@pytest.mark.parametrize("inner", [optax.polyak_sgd(), *slow(searched)])
+@pytest.mark.parametrize("inner", [optax.polyak_sgd(), *slow((searched,))])
 def test_in_local_steps_it_is_the_workers_own(inner):
   params, x = problem()
   after, *_ = train(local(inner, every=1), steps=1)
