@@ -23,7 +23,7 @@ schema := $(VENV)/bin/check-jsonschema --builtin-schema vendor
 sphinx := JAX_PLATFORMS=cpu $(python) -m sphinx -qW --keep-going -d docs/_build/doctrees
 
 .PHONY: help train train-lm smoke data test test-slow test-core test-lowest test-newest test-all \
-  trainers breaks budgets nightly lint types docs release-check bench bench-quick links evidence \
+  trainers breaks mutants budgets nightly lint types docs release-check bench bench-quick links evidence \
   evidence-status evidence-times gpu-check ptx-check aot aot-check test-ray clean
 
 help:  ## this list
@@ -87,6 +87,9 @@ trainers:  ## run trainers of other projects, made to send 4 bits
 
 breaks: $(VENV)/.installed-dev  ## break the library on purpose: the tests must see it
 	$(python) -m tests.breaks.run $(ARGS)
+
+mutants: $(VENV)/.installed-mutants  ## change what the last landing touched: do the tests see it?
+	$(python) -m tests.breaks.mutants $(ARGS)
 
 budgets: $(VENV)/.installed-lint  ## lower tests/project/budgets.toml to what is there
 	@$(python) -m tests.project.budgets $(ARGS)
@@ -168,7 +171,7 @@ aot:  ## compile codecs and train steps for TPUs and GPUs that are not here
 	.venv-accelerators/bin/python -W ignore -m benchmarks.compilers $(ARGS)
 
 aot-check: aot  ## the same, and the tests of its tables
-	.venv-accelerators/bin/python -m pytest -n 0 tests/benchmarks/test_compiled_*.py
+	.venv-accelerators/bin/python -m pytest -n 0 tests/benchmarks/test_compilers.py
 
 clean:  ## remove virtual environments, builds and caches
 	rm -rf .venv .venv-* dist docs/_build docs/api/generated .hypothesis .*_cache

@@ -1,42 +1,34 @@
-"""The benchmark of links: what it chooses to measure, and what it makes of it."""
+"""The benchmarks of links: what they choose to measure, and what they make of it."""
 
-import argparse
 import doctest
 import json
-import math
 import re
 
+import jax
+import numpy as np
 import pytest
 
-from benchmarks.common import shapes as common_shapes
-from benchmarks.links import cells, front_picture, methods, results, tables
+from benchmarks.common import tables as common_tables
+from benchmarks.links import (
+  activations,
+  cells,
+  front_picture,
+  layers,
+  layers_worker,
+  methods,
+  results,
+  tables,
+)
+from benchmarks.links.activations import Sizes, name_of, parts, programs, step
 from tests.support import pages
+from tests.support.assertions import assert_same_bits
 
-CELL = {
-  "hosts": 2,
-  "rate": "1gbit",
-  "bits_per_second": 1e9,
-  "mib": 64,
-  "leaves": 1,
-  "repeats": 2,
-}
+HOSTS = 2
+CELL = {"hosts": HOSTS, "mib": 64, "leaves": 1, "repeats": 2}
 MACHINE = {"jax": "1", "cpu": "a", "cores": 2}
 
 
-def reported(seconds, sent=(8, 8), crc32=1):
-  """A step in the report of one host."""
-  return {
-    "seconds": seconds,
-    "cpu_seconds": [0.5, 0.5],
-    "sent": list(sent),
-    "arithmetic": None,
-    "wire_report": 8,
-    "error": 0.0,
-    "crc32": crc32,
-  }
-
-
-def step(milliseconds, baseline=100.0, sent=8e6):
+def took(milliseconds, baseline=100.0, sent=8e6):
   return {
     "median_seconds": milliseconds / 1e3,
     "baseline_seconds": baseline / 1e3,
@@ -50,18 +42,26 @@ def run(steps, rate="1gbit", **others):
   return CELL | {"rate": rate, "bits_per_second": speed, "steps": steps} | kinds
 
 
-def options(**chosen):
-  empty = {"rates": None, "leaves": None, "codecs": None, "hosts": [2, 4]}
-  return argparse.Namespace(**(empty | {"buckets": False} | chosen))
-
-
-@pytest.mark.parametrize("module", [methods, cells, results, tables], ids=str)
+@pytest.mark.parametrize(
+  "module",
+  [methods, cells, results, tables, common_tables, layers_worker],
+  ids=lambda module: module.__name__,
+)
 def test_the_examples_run(module):
   found = doctest.testmod(module)
   assert found.attempted and not found.failed
 
 
 def test_the_slowest_host_takes_the_time():
+  def reported(seconds, crc32=1):
+    of_host = {"cpu_seconds": [0.5, 0.5], "arithmetic": None, "error": 0.0}
+    return of_host | {
+      "seconds": seconds,
+      "sent": [8, 8],
+      "wire_report": 8,
+      "crc32": crc32,
+    }
+
   reports = [
     {"steps": {"plain": reported([4.0, 6.0]), "x": reported([1.0, 5.0])}},
     {"steps": {"plain": reported([5.0, 5.0]), "x": reported([3.0, 2.0], crc32=2)}},
@@ -77,15 +77,15 @@ def test_the_slowest_host_takes_the_time():
 
 
 def test_cells_stay_apart_and_steps_join():
-  runs = results.merge([], run({"a": step(1), "b": step(2)}))
-  runs = results.merge(runs, run({"a": step(3)}, rate="100mbit"))
-  again = run({"b": step(4)}, probe=[], failed={"c": "hung after 60 s"})
+  runs = results.merge([], run({"a": took(1), "b": took(2)}))
+  runs = results.merge(runs, run({"a": took(3)}, rate="100mbit"))
+  again = run({"b": took(4)}, probe=[], failed={"c": "hung after 60 s"})
   runs = results.merge(runs, again)
   assert [len(run["steps"]) for run in runs] == [2, 1]
   first = results.find(runs, hosts=2, rate="1gbit", leaves=1)
-  assert first["steps"] == {"a": step(1), "b": step(4)}
+  assert first["steps"] == {"a": took(1), "b": took(4)}
   assert first["probe"] == [1.2e8, 1.1e8] and first["failed"]
-  runs = results.merge(runs, run({"c": step(5)}))
+  runs = results.merge(runs, run({"c": took(5)}))
   assert not runs[0]["failed"]
   with pytest.raises(KeyError):
     results.find(runs, hosts=4, rate="1gbit", leaves=1)
@@ -100,96 +100,77 @@ def test_results_of_another_machine_are_not_joined(tmp_path):
     results.read(path, MACHINE | {"cores": 4})
 
 
-def test_the_table_compares_within_a_framework():
-  fast = run(
-    {
-      "ddp f32": step(110, 110),
-      "plain f32 mean": step(100),
-      "qsgd-4 two_shot": step(25, sent=1e6),
-    },
-    parts={"encode": {"median_seconds": 0.0025}},
-    failed={"ddp powersgd-1 in buckets": "hung after 60 s"},
+def test_the_words_of_the_picture_are_the_times_of_the_records():
+  times = [f"{time:.0f}" for time in front_picture.milliseconds().values()]
+  for page in ("README.md", "docs/results/speed.md"):
+    text = (pages.ROOT / page).read_text()
+    (words,) = re.findall(r"!\[(.*)\]\(.*speed\.png\)", text)
+    assert re.findall(r"(?:f32|bf16|bits) (\d+)", words) == times
+
+
+SIZES = Sizes(8, 64, 32, (64,), (1, 4))
+
+
+def measured(**seconds):
+  """Seconds of all programs: of transfers and products by their names, 9 of others."""
+  return {name_of(call): seconds.get(call[0], 9.0) for call in programs(SIZES, HOSTS)}
+
+
+def test_every_program_runs_once_and_the_tables_need_no_other():
+  """A pass sends its part of the samples; one pass has nothing to gather ahead."""
+  names = [name_of(call) for call in programs(SIZES, HOSTS)]
+  assert len(set(names)) == len(names)
+  for codec in ("f32", "linear"):
+    for passes in SIZES.passes:
+      assert set(map(name_of, parts(SIZES, HOSTS, codec, passes))) <= set(names)
+      assert name_of(step(SIZES, codec, passes, True)) in names
+  assert name_of(step(SIZES, "f32", 1, False)) not in names
+  assert name_of(step(SIZES, "f32", 4, False)) in names
+  gather, scatter, product, products = parts(SIZES, HOSTS, "linear", 4)
+  assert gather == ["gather", "linear", 2, 64, 0]
+  assert scatter == ["scatter", "linear", 2, 64, 0]
+  assert product[1:] == products[1:] == [HOSTS * 2, 64, 32]
+
+
+@pytest.mark.parametrize(
+  "there, back, ahead, after, paper",
+  [
+    # Products of 2 s forward and 3 s backward, four passes: 20 s of them.
+    (1, 1, 20 + 1 + 1, 20 + 8, 20 + 1 + 1),  # both are hidden but for the first
+    (5, 1, 20 + 5 + 3 * 3 + 1, 20 + 24, 20 + 3 + 1),
+    (5, 7, 20 + 5 + 3 * 3 + 7 + 3 * 4, 20 + 48, 20 + 3 + 4),
+  ],
+)
+def test_a_transfer_hides_under_the_products_of_its_direction(
+  there, back, ahead, after, paper
+):
+  seconds = measured(gather=there, scatter=back, product=2, products=5)
+  found = activations.predicted(seconds, SIZES, HOSTS, "f32", 4)
+  assert found == {"ahead": ahead, "after": after, "paper": paper}
+
+
+@pytest.mark.bits
+def test_steps_of_layers_have_the_means_of_one_another():
+  """The plain ones to the bit, and 4 bits to their rounding."""
+  mesh = jax.make_mesh((HOSTS,), ("data",), devices=jax.devices()[:HOSTS])
+  rng = np.random.default_rng(0)
+  stack = rng.standard_normal((3, 64, 64), np.float32) / 8
+  x = rng.standard_normal((HOSTS * 4, 64), np.float32)
+  arrays = (
+    jax.device_put(stack, jax.NamedSharding(mesh, jax.P())),
+    jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))),
   )
-  slow = run({"qsgd-4 two_shot": step(200, 1000)}, rate="100mbit")
-  lines = tables.markdown([fast, slow]).splitlines()
-  table = lines[lines.index("|  | MB | 100mbit | 1gbit |") + 2 :]
-  assert table == [
-    "| qsgd-4 two_shot | 1.00 | 200 (5.0) | 25 (4.0) |",
-    "| plain f32 mean | 8.00 |  | 100 (1.0) |",
-    "| ddp f32 | 8.00 |  | 110 (1.0) |",
-    "| ddp powersgd-1 in buckets |  |  | hung after 60 s |",
-    "| *part:* encode |  |  | 2.5 |",
-  ]
-
-
-def test_a_rate_that_is_not_reached_has_no_column():
-  runs = [run({"a": step(1)}), run({}, rate="100mbit", probe=[1e6])]
-  text = tables.markdown(runs)
-  assert "|  | MB | 1gbit |" in text
-  assert "* 100mbit: raw TCP carries 8 Mbit/s or more. This machine does not" in text
-
-
-def test_default_cells():
-  """All rates with one leaf, and one cell with ResNet-50, which shows the hang."""
-  found = cells.cells(options())
-  assert len(found) == 2 * 5 + 1
-  assert [cell[:3] for cell in found if not cell.brief] == [
-    ("1gbit", 2, 1),
-    ("1gbit", 4, 1),
-  ]
-  assert [cell[:3] for cell in found if cell.hangs] == [("1gbit", 2, "resnet50")]
-
-
-def test_options_choose_cells():
-  chosen = options(hosts=[4], leaves=[8, "resnet50"], codecs=["f16"])
-  assert [cell[:3] for cell in cells.cells(chosen)] == [
-    ("1gbit", 4, 8),
-    ("1gbit", 4, "resnet50"),
-  ]
-
-
-def test_leaves_have_the_sizes_that_are_told():
-  assert sum(map(math.prod, cells.shapes_of(8, mib=64))) == 2**24
-  shapes = cells.shapes_of("resnet50", mib=64)
-  assert shapes == common_shapes.resnet50_shapes()
-  assert (len(shapes), sum(map(math.prod, shapes))) == (161, 25_557_032)
-
-
-def test_brief_choices_are_of_steps_that_exist():
-  everything = methods.chosen(None, brief=False, merged=False)
-  assert len(set(everything)) == len(everything)
-  for merged in (True, False):
-    brief = methods.chosen(None, brief=True, merged=merged)
-    assert set(brief) <= set(methods.chosen(None, brief=False, merged=merged))
-
-
-def test_what_splits_messages_needs_several_leaves():
-  one = methods.chosen(None, brief=False, merged=True)
-  several = methods.chosen(None, brief=False, merged=False)
-  assert {name.rsplit(" ", 1)[0] for name in set(several) - set(one)} == {
-    name for name, case in methods.CASES.items() if case.message_bytes
+  programs = {x: layers_worker.program(mesh, x, arrays) for x in layers_worker.STEPS}
+  means = {
+    name: np.asarray(timed.program(*arrays)[0][0]) for name, timed in programs.items()
   }
-
-
-def test_steps_are_compared_with_what_their_bytes_need():
-  full = {"seconds": [0.09, 0.12], "cpu_seconds_a_host": 0.05, "error": 0.1}
-  known = {"bytes_arithmetic": 8e6, "bytes_wire_report": 4e6}
-  one = run({"f16 ring": step(100, 200) | full | known})
-  row = tables.frame(one).loc["f16 ring"]
-  assert row["x f32"] == 2.0 and row["wire ms"] == pytest.approx(32.0)
-  assert (row["least"], row["most"]) == (90.0, 120.0)
-  assert (row["/ formula"], row["/ HLO"]) == (1.0, 2.0)
-  theirs = {"bytes_arithmetic": None, "bytes_wire_report": None}
-  alone = run({"ddp f32": step(100) | full | theirs}, rate="loopback")
-  assert tables.frame(alone).loc["ddp f32"].isna()[["wire ms", "/ HLO"]].all()
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/results/speed.md"])
-def test_the_picture_is_of_these_times(page, tmp_path):
-  """Its words for those who do not see it hold the times that the script draws."""
-  times = front_picture.milliseconds()
-  (words,) = re.findall(r"!\[(.*)\]\(.*speed\.png\)", (pages.ROOT / page).read_text())
-  numbers = re.findall(r"(?:f32|bf16|bits) (\d+)", words)
-  assert numbers == [f"{time:.0f}" for time in times.values()]
-  front_picture.draw(times, tmp_path / "speed.png")
-  assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+  own = means.pop(layers.ALONE).reshape(HOSTS, *stack.shape)
+  plain = means.pop(layers_worker.PLAIN)
+  assert_same_bits(plain, (own[0] + own[1]) / 2)
+  assert_same_bits(means.pop("plain mean, inside"), plain)
+  # Of 7 levels: one where numbers are rounded at random, and half of one for means.
+  bound = np.abs(own).max() * (1 + 1 / 2) / 7
+  assert len(means) == 3
+  assert all(np.abs(mean - plain).max() <= bound for mean in means.values())
+  traced = layers_worker.side_by_side(programs[layers_worker.PLAIN])
+  assert min(traced["collectives"], traced["work"]) > 0

@@ -9,6 +9,7 @@ stays as it is. It ends with 1 if a test passes in spite of its break.
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import os
 import re
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
@@ -34,7 +35,6 @@ _LONGEST = 240  # seconds that one break may take
 # Of a run of tests. Without a verdict no test failed, and not all passed: an error of
 # the collection or of a fixture, no test at all, or no time left.
 Verdict = Literal["passed", "failed", "no verdict"]
-
 
 _STRING = r"""[rbfu]{0,2}(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
 _TOKEN = re.compile(rf"{_STRING}|\w+|\S", re.IGNORECASE)
@@ -98,27 +98,20 @@ def _spans(text: str, definition: str) -> list[tuple[int, int]]:
   for name in definition.split("."):
     children = [child for node in nodes for child in getattr(node, "body", [])]
     nodes = [child for child in children if name in _names(child)]
-  lines = [0]
-  for line in text.split("\n"):
-    lines.append(lines[-1] + len(line) + 1)
+  lines = text.splitlines(keepends=True)
+  place = lambda number: sum(map(len, lines[:number]))  # of the end of a line
   spans = []
   for node in nodes:
     decorators = getattr(node, "decorator_list", [])
     first = min(part.lineno for part in (node, *decorators))
-    spans.append((lines[first - 1], lines[node.end_lineno]))
+    spans.append((place(first - 1), place(node.end_lineno)))
   return spans
 
 
 def _names(statement: ast.stmt) -> list[str]:
-  """The names that a statement defines."""
-  match statement:
-    case ast.FunctionDef() | ast.ClassDef():
-      return [statement.name]
-    case ast.Assign():
-      return [target.id for target in statement.targets if isinstance(target, ast.Name)]
-    case ast.AnnAssign(target=ast.Name(id=name)):
-      return [name]
-  return []
+  """The names that a statement defines: of a function, a class or constants."""
+  targets = getattr(statement, "targets", [getattr(statement, "target", statement)])
+  return [getattr(x, "id", getattr(x, "name", "")) for x in targets]
 
 
 def _pattern(code: str) -> str:
@@ -146,8 +139,8 @@ def read(only: str) -> tuple[Break, ...]:
 class Copy:
   """The tracked files as they are in the checkout, in a folder where tests can run."""
 
-  def __init__(self, folder: Path):
-    self.root = folder
+  def __init__(self, folder: Path, longest: float = _LONGEST):
+    self.root, self.longest = folder, longest
     command = ["git", "-C", str(ROOT), "ls-files", "-z"]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for name in names.split("\0"):
@@ -156,44 +149,34 @@ class Copy:
         shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     # An edit may leave a file's size and second as they were: Python would take the
     # bytecode that it has kept for that of the edited file.
-    self._env = {
-      **os.environ,
-      "PYTHONPATH": str(folder),
-      "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    own = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    self._env = {**os.environ, **own}
     code = "import gradcomp; print(gradcomp.__file__)"
-    _, text = self._run([sys.executable, "-c", code], _LONGEST)
+    _, text = self._run([sys.executable, "-c", code], longest)
     if not text.startswith(str(folder)):
       raise RuntimeError(f"The tests would not import the copy, but {text}")
 
-  def test(
-    self,
-    catchers: Sequence[str],
-    cases: str,
-    optimize: bool,
-    broken: Break | None = None,
-  ) -> tuple[Verdict, str]:
-    """Runs tests, with a break or without: what came of it, and what was printed."""
-    if broken is None:
-      return self._test(catchers, cases, optimize)
-    path = broken.path(self.root)
+  @contextlib.contextmanager
+  def broken(self, case: Break) -> Iterator[None]:
+    """Applies a break for as long as a body runs."""
+    path = case.path(self.root)
     whole = path.read_text()
-    path.write_text(broken.applied(self.root))
+    path.write_text(case.applied(self.root))
     try:
-      return self._test(catchers, cases, optimize)
+      yield
     finally:
       path.write_text(whole)
 
-  def _test(
+  def test(
     self, catchers: Sequence[str], cases: str, optimize: bool
   ) -> tuple[Verdict, str]:
+    """Runs tests: what came of it, and what was printed."""
     report = self.root / "report.xml"
     report.unlink(missing_ok=True)
     options = ["-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    selected = [*catchers, *(["-k", cases] if cases else [])]
-    selected += ["--optimize"] * optimize
-    command = [sys.executable, "-m", "pytest", *options, *selected]
-    code, text = self._run(command, _LONGEST * len(catchers))
+    options += [*catchers, *(["-k", cases] if cases else [])]
+    command = [sys.executable, "-m", "pytest", *options, *["--optimize"] * optimize]
+    code, text = self._run(command, self.longest * len(catchers))
     if not report.exists():  # as after an error of usage, or in time
       return "no verdict", text
     suite = ElementTree.parse(report).getroot().find("testsuite")
@@ -245,27 +228,17 @@ def unbroken(copy: Copy, breaks: Sequence[Break]) -> dict[tuple[str, str, bool],
   return wrong
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-  lines = [
-    ("break", "law", "caught by", "seconds"),
-    ("---", "---", "---", "---:"),
-    *rows,
-  ]
-  return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def row(case: Break, wrong: str, seconds: str) -> tuple[str, ...]:
-  caught = f"`{case.catcher}`" + (f" of `{case.cases}`" if case.cases else "")
-  return case.name, case.law, f"**{wrong}**: {caught}" if wrong else caught, seconds
-
-
 def arguments() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   add = parser.add_argument
-  add("--only", default="", metavar="TEXT", help="breaks that have this in their table")
+  add(
+    "--only",
+    default="",
+    metavar="TEXT",
+    help="those with this in name, law, place or catcher",
+  )
   add("--share", nargs=2, type=int, default=(0, 1), metavar=("K", "N"))
   add("--list", action="store_true", help="run nothing, but look whether edits apply")
-  add("--output", type=Path, metavar="FILE", help="where to write the table")
   add("--verbose", action="store_true", help="show what pytest prints")
   return parser.parse_args()
 
@@ -280,28 +253,20 @@ def main() -> int:
       case.applied(ROOT)
     except (OSError, SyntaxError, ValueError) as error:
       problems[case] = f"does not apply: {error}"
-  seconds = dict.fromkeys(breaks, "")
   if not options.list:
     with tempfile.TemporaryDirectory(prefix="gradcomp-breaks-") as folder:
-      run(Path(folder).resolve(), breaks, problems, seconds, options.verbose)
-  text = table([row(case, problems.get(case, ""), seconds[case]) for case in breaks])
-  if options.output:
-    options.output.write_text(text)
-  else:
-    print(text, end="")
+      run(Path(folder).resolve(), breaks, problems, options.verbose)
+  for case, wrong in problems.items():
+    print(f"{wrong}: {case.name} ({case.law}): {case.catcher} {case.cases}")
   what = "apply" if options.list else "were caught"
   print(f"{len(breaks) - len(problems)} of {len(breaks)} breaks {what}.")
   return 0 if breaks and not problems else 1
 
 
 def run(
-  folder: Path,
-  breaks: Sequence[Break],
-  problems: dict[Break, str],
-  seconds: dict[Break, str],
-  verbose: bool,
+  folder: Path, breaks: Sequence[Break], problems: dict[Break, str], verbose: bool
 ) -> None:
-  """Applies one break after the other; adds what is wrong, and the time of each."""
+  """Applies one break after the other, and adds what is wrong."""
   copy = Copy(folder)
   failing = unbroken(copy, breaks)
   for number, case in enumerate(breaks, start=1):
@@ -311,14 +276,15 @@ def run(
       problems[case] = "does not pass without a break"
       text = failing[tested]
     elif case not in problems:
-      verdict, text = copy.test([case.catcher], case.cases, case.optimize, case)
+      with copy.broken(case):
+        verdict, text = copy.test([case.catcher], case.cases, case.optimize)
       if verdict != "failed":
         problems[case] = "SURVIVED" if verdict == "passed" else verdict
-    seconds[case] = f"{time.monotonic() - start:.1f}"
     wrong = problems.get(case, "ok")
-    print(f"[{number}/{len(breaks)}] {wrong}: {case.name}", file=sys.stderr, flush=True)
+    spent = f"{time.monotonic() - start:.0f} s"
+    print(f"[{number}/{len(breaks)}] {wrong}: {case.name}, {spent}", flush=True)
     if verbose or case in problems:
-      print(text, file=sys.stderr)
+      print(text)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from tests.support import modes
-from tests.support.assertions import assert_same_bits, says
+from tests.support.assertions import assert_same_bits
 
 MESH = modes.mesh(4)
 PARAMS = {"w": np.linspace(-1, 1, 40 * 32, dtype=np.float32).reshape(40, 32)}
@@ -81,25 +81,3 @@ def test_numbers_have_the_types_of_jax():
   assert [placed[name].dtype.name for name in "abcd"] == [
     *("float32", "int32", "float32", "int8")
   ]
-
-
-@pytest.mark.parametrize(
-  "shape, spec",
-  [
-    ((6, 3), P("data")),
-    ((8,), P(None, "data")),
-    ((), P("data")),
-    ((8, 8), P("model")),
-    ((8, 8), P(("data", "model"))),
-  ],
-)
-def test_a_spec_that_cannot_cut_an_array_is_refused(shape, spec):
-  pattern = says("`specs['x'][0]` must cut", str(shape), "{'data': 4}", str(spec))
-  with pytest.raises(ValueError, match=pattern):
-    gradcomp.checkpoint.place({"x": [np.zeros(shape)]}, MESH, {"x": spec})
-
-
-def test_specs_of_another_tree_are_refused():
-  pattern = says("`specs` must be a tree of PartitionSpec like `state`", "state_specs")
-  with pytest.raises(ValueError, match=pattern):
-    gradcomp.checkpoint.place({"x": np.zeros(4)}, MESH, {"y": P()})

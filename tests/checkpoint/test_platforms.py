@@ -217,24 +217,6 @@ def test_a_record_whose_owners_keep_nothing_fits_any_platform():
   gradcomp.checkpoint.check_record(recorded(ring, "tpu"), recorded(ring, "cpu"))
 
 
-ASKED = {
-  "record": recorded,
-  "state_shapes": shapes,
-  "explain": lambda tx, x: gradcomp.explain(tx, {}, workers=4, platform=x),
-  "plan": lambda _, x: gradcomp.cost.PlanOptions(platform=x),
-  "reshard_state": lambda tx, x: cases.reshard({}, tx, 4, 2, old_platform=x),
-}
-
-
-@pytest.mark.parametrize("name", ASKED)
-@pytest.mark.parametrize("platform", ["TPU", 3])
-def test_what_is_no_platform(name, platform):
-  argument = "old_platform" if name == "reshard_state" else "platform"
-  said = rf"`{argument}` must be one of \('cpu', 'gpu', 'tpu'\), .*got {platform!r}"
-  with pytest.raises(ValueError, match=said):
-    ASKED[name](cases.compressed("two_shot", "error"), platform)
-
-
 @pytest.fixture
 def default_is_tpu(monkeypatch):
   """A process with TPUs, where a mesh of its CPUs is used."""

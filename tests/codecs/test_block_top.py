@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp._src.codecs.policy import stateless
 from gradcomp.codecs import BlockTop, Payload
 from gradcomp.exchange import AllGather
 from tests.plugins.slow_cases import slow
 from tests.specs import block_top
 from tests.support import laws
-from tests.support.assertions import says
 
 CODEC = BlockTop()
 CODECS = [
@@ -264,28 +262,6 @@ def test_workers_gather_until_it_sends_more_than_a_mean():
   assert "all_gather" in str(told)
   assert told.bytes_sent == 7 * 2**20 // 8192 * 132
   assert "two_shot" in str(gradcomp.explain(tx, params, workers=1024))
-
-
-def test_it_is_for_gradients_only():
-  with pytest.raises(ValueError, match=says("`codec`", "must send every element")):
-    stateless("codec", CODEC)
-
-
-def test_mistakes():
-  for name, values in {
-    "block_size": (7, 48, 4, 8192),
-    "count": (0, 5),
-    "bits": (1, 4, 16),
-  }.items():
-    for value in values:
-      with pytest.raises(ValueError, match=says(f"`{name}` must be", str(value))):
-        BlockTop(**{name: value})
-  with pytest.raises(TypeError, match=says("`x`", "float", "int32")):
-    CODEC.encode(jnp.arange(3))
-  with pytest.raises(ValueError, match=says("`exchange`", "psum")):
-    gradcomp.blocktop(exchange="psum")
-  with pytest.raises(ValueError, match=says("`implementation`", "cuda")):
-    BlockTop(implementation="cuda")
 
 
 def test_a_sum_is_divided_by_those_who_sent_an_element():

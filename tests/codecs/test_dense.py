@@ -11,7 +11,6 @@ from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import Dense
 from tests.specs import dense
 from tests.support import laws
-from tests.support.assertions import says
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -108,23 +107,6 @@ def test_no_residual_is_kept_and_the_mean_of_workers_is_unbiased(dtype):
   error = np.asarray(means[0]) - x
   assert (np.abs(error) <= 1.5 * steps).all()
   assert abs((error / steps).mean()) <= 5 * 0.5 / np.sqrt(512)
-
-
-def test_float32_is_not_rounded():
-  for make in (Dense, gradcomp.dense):
-    with pytest.raises(ValueError, match=says("`rounding`", "float32", "stochastic")):
-      make(rounding="stochastic")
-
-
-@pytest.mark.parametrize("make", [Dense, gradcomp.dense])
-def test_roundings(make):
-  with pytest.raises(ValueError, match=says("`rounding`", "nearest", "'up'")):
-    make(dtype=jnp.bfloat16, rounding="up")
-
-
-def test_encoding_needs_a_key():
-  with pytest.raises(ValueError, match=says("`key`", "jax.random.key", "nearest")):
-    codec_of("bfloat16").encode(jnp.ones(3))
 
 
 def test_facts():

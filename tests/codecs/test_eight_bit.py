@@ -254,12 +254,6 @@ def test_fixed_exponents_do_not_depend_on_the_leaf():
   assert np.isnan(laws.round_trip(codec, x)).all()
 
 
-@pytest.mark.parametrize("data_type", ["linear", "dynamic_tree", "dynamic_map"])
-def test_only_two_data_types_take_an_exponent(data_type):
-  with pytest.raises(ValueError, match="exponent_offset"):
-    EightBit(dtype=data_type, exponent_offset=1)
-
-
 def test_bits_an_element():
   for codec, bits in [(EightBit(), 8 + 32 / 2048), (EightBit(bucket_size=512), 8.0625)]:
     assert 32 * codec.row_words / codec.tile_size == bits

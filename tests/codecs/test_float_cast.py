@@ -6,20 +6,18 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import gradcomp
 from gradcomp import floats
 from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp._src.testing.payloads import half_precision_is_computed_in_float32
-from gradcomp.codecs import Context, FloatCast, Leaf
+from gradcomp.codecs import Context, Leaf
 from tests.specs import float_cast, float_sums
 from tests.specs import floats as oracle_floats
 from tests.specs.floats import Format
 from tests.support import laws
-from tests.support.assertions import assert_same_floats, says
+from tests.support.assertions import assert_same_floats
 from tests.support.cases.float import cast_of, codec_of, wide_leaf
 
 # Formats of all widths, 4, 8, 16 and 32 bits, filled and not.
@@ -269,69 +267,3 @@ def test_facts():
     assert (codec.agree(jnp.ones(3)) is not None) == (codec.scale == "auto")
     assert codec.needs_key == (codec.rounding == "stochastic")
     assert hash(codec) == hash(eval(repr(codec)))
-
-
-MAKERS = [FloatCast, gradcomp.aps, lambda **o: gradcomp.loss_scaling_cast(2.0, **o)]
-
-
-@pytest.mark.parametrize("make", MAKERS, ids=["FloatCast", "aps", "loss_scaling_cast"])
-@pytest.mark.parametrize(
-  "name, value, options",
-  [
-    ("exponent_bits", 0, {}),
-    ("exponent_bits", 9, {}),
-    ("exponent_bits", 4.5, {}),
-    ("mantissa_bits", -1, {}),
-    ("mantissa_bits", 24, {}),
-    ("mantissa_bits", 0, dict(exponent_bits=1)),
-    ("rounding", "nearest", {}),
-    ("accumulate", "float16", {}),
-    ("accumulate", None, {}),
-  ],
-)
-def test_hyperparameters(make, name, value, options):
-  shown = str(value) if isinstance(value, int) else repr(value)
-  with pytest.raises(ValueError, match=says(f"`{name}`", shown)):
-    make(**{name: value}, **options)
-
-
-@pytest.mark.parametrize(
-  "scale",
-  [0, 0.0, -1.0, np.nan, np.inf, 1e39, 2.0**127, 2.0**-127, "large", None, True],
-  ids=repr,
-)
-def test_scales(scale):
-  """And what has no normal inverse in binary32."""
-  with pytest.raises(ValueError, match=says("`scale`", repr(scale))):
-    FloatCast(scale=scale)
-  with pytest.raises(ValueError, match=says("`factor`", repr(scale))):
-    gradcomp.loss_scaling_cast(scale)
-
-
-def test_a_factor_is_a_number():
-  """No factor is "auto", and inject_hyperparams says which arguments are static."""
-  with pytest.raises(ValueError, match=says("`factor`", "auto")):
-    gradcomp.loss_scaling_cast("auto")
-  static = ("exponent_bits", "mantissa_bits")
-  tx = optax.inject_hyperparams(gradcomp.loss_scaling_cast, static_args=static)
-  with pytest.raises(ValueError, match=says("`factor`", "static_args")):
-    tx(factor=2.0).init({"w": jnp.ones(3)})
-
-
-def test_mistakes():
-  with pytest.raises(ValueError, match=says("`addends`", "0")):
-    FloatCast(addends=0)
-  codec_of((3, 0), addends=63)
-  codec_of((3, 0), scale=1.0, addends=64)
-  with pytest.raises(ValueError, match=says("`exponent_bits`", "64 workers", "zero")):
-    codec_of((3, 0), addends=64)  # 2^3 / 64 is half of the smallest number
-  with pytest.raises(ValueError, match=says("`key`", "jax.random.key")):
-    FloatCast(rounding="stochastic").encode(jnp.ones(3))
-  with pytest.raises(TypeError, match=says("`x`", "float", "int32")):
-    FloatCast().encode(jnp.arange(3))
-  for make in (gradcomp.aps, lambda **o: gradcomp.loss_scaling_cast(2.0, **o)):
-    with pytest.raises(ValueError, match=says("`exchange`", "psum")):
-      make(exchange="psum")
-  tx = optax.inject_hyperparams(gradcomp.loss_scaling_cast)(factor=2.0)
-  with pytest.raises(ValueError, match=says("static_args")):
-    tx.init({"w": jnp.zeros(3)})

@@ -12,7 +12,7 @@ from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import Context, Natural
 from tests.specs import dithers, natural
 from tests.support import laws
-from tests.support.assertions import assert_same_floats, says
+from tests.support.assertions import assert_same_floats
 from tests.support.cases.float import wide_leaf
 
 CODEC = Natural()
@@ -115,14 +115,3 @@ def test_the_short_form_keeps_no_residual():
   other = gradcomp.compress(CODEC, key=3, feedback=None)
   expected = other.update(gradient, other.init(gradient))[0]
   chex.assert_trees_all_equal(tx.update(gradient, state)[0], expected)
-
-
-def test_mistakes():
-  with pytest.raises(ValueError, match=says("`key`", "jax.random.key")):
-    CODEC.encode(jnp.ones(3))
-  with pytest.raises(TypeError, match=says("`x`", "float", "int32")):
-    CODEC.encode(jnp.arange(3), key=jax.random.key(0))
-  with pytest.raises(ValueError, match=says("`implementation`", "cuda")):
-    Natural(implementation="cuda")
-  with pytest.raises(ValueError, match=says("`exchange`", "psum")):
-    gradcomp.natural(exchange="psum")

@@ -1,7 +1,5 @@
 """A policy sends each leaf as its codec alone would, all of them in one message."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,6 @@ from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Policy, RandomK, TopK
 from gradcomp.exchange import TwoShot
 from tests.plugins.slow_cases import slow
 from tests.support import modes
-from tests.support.assertions import says
 
 WORKERS = 4
 SHAPES = {"a": {"bias": (300,), "kernel": (70, 71)}, "b": [(64, 40)], "c": ()}
@@ -136,42 +133,6 @@ def test_codecs_with_memories_remember_side_by_side():
   assert list(state.memory.own[("data",)]) == [2]
   used = state.memory.own[("data",)][2].used
   assert used.shape == (WORKERS, 1) and (np.asarray(used) > 0).all()
-
-
-def test_a_rule_that_matches_no_leaf_is_named():
-  tx = transformation(Policy([("kernel", QSGD()), ("head", Dense())]))
-  params = jax.tree.map(lambda leaf: leaf[0], gradients(1)[0])
-  parts = ("`rules`", "'head'", "Dense", "'a/bias'", "leave the rule out")
-  with pytest.raises(ValueError, match=says(*parts)):
-    run(tx, gradients(1))
-  with pytest.raises(ValueError, match=says(*parts)):
-    jax.eval_shape(tx.init, params)
-  tx.init({})  # no leaves, nothing to match
-
-
-@pytest.mark.parametrize(
-  "rules, parts",
-  [
-    ((), ("sequence of pairs",)),
-    ("a", ("sequence of pairs", "'a'")),
-    ([("a",)], ("sequence of pairs", "('a',)")),
-    ([(3, QSGD())], ("got 3",)),
-    ([("(", QSGD())], ("'('", "unterminated")),
-    ([("a", gradcomp.qsgd())], ("for 'a'", "not a transformation")),
-    ([("a", QSGD)], ("for 'a'",)),
-  ],
-)
-def test_bad_rules(rules, parts):
-  with pytest.raises(ValueError, match=says("`rules` must be", *parts)):
-    gradcomp.policy(rules)
-
-
-def test_what_one_codec_refuses_the_policy_refuses():
-  policy = functools.partial(gradcomp.policy, axis_name="data")
-  with pytest.raises(ValueError, match=says('"ring"', "TopK")):
-    policy([("a", QSGD()), ("b", TopK())], exchange="ring")
-  with pytest.raises(ValueError, match=says('"psum"', "QSGD")):
-    policy([("a", QSGD()), ("b", Dense())], exchange="psum")
 
 
 def test_it_stands_in_a_chain():

@@ -1,6 +1,5 @@
 """A step reads as its equation, and a kernel lies few calls below it."""
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -19,59 +18,38 @@ REFERENCE = str(Path(reference.__file__))
 NAMES = "encode_rows", "decode_rows"
 
 
-@contextlib.contextmanager
-def each_call(report):
-  """Reports each call of a Python function in the body, by its frame."""
-
-  def look(frame, event, _):
-    if event == "call":
-      report(frame)
-
-  # What earlier tests have traced would be taken from JAX's caches, without a call.
-  jax.clear_caches()
-  sys.setprofile(look)
-  try:
-    yield
-  finally:
-    sys.setprofile(None)
-
-
 def trace_updates(size, report):
-  """Traces an update in two_shot with feedback, on two workers."""
+  """Reports each call of Python functions in an update, two_shot with feedback."""
   tx = gradcomp.qsgd(
     bits=4, axis_name="data", exchange="two_shot", feedback="error", min_leaf_size=0
   )
 
   def update(grads):
     state = tx.init(grads)
-    with each_call(report):
+    sys.setprofile(lambda frame, event, _: event == "call" and report(frame))
+    try:
       return tx.update(grads, state)[0]
+    finally:
+      sys.setprofile(None)
 
   mapped = jax.shard_map(
     update, mesh=modes.mesh(2), in_specs=P("data"), out_specs=P("data"), check_vma=False
   )
-  jax.make_jaxpr(mapped)(jnp.ones((2, size)))
-
-
-def caller_and_name(frame):
-  return frame.f_back.f_code.co_name, frame.f_code.co_name
-
-
-def test_a_step_is_six_calls_in_one_function():
-  called = []
-  trace_updates(4096, lambda frame: called.append(caller_and_name(frame)))
-  words = ["correct", "agree", "encode", "exchange", "decode", "keep"]
-  found = [name for caller, name in called if caller == "take_step" and name in words]
-  assert found == words
+  # What earlier tests have traced would be taken from JAX's caches, without a call.
+  jax.clear_caches()
+  jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((2, size), jnp.float32))
 
 
 @pytest.mark.parametrize("size", [4096, LARGE], ids=["small", "large"])
-def test_a_kernel_is_at_most_16_calls_below_an_update(size):
+def test_a_step_is_six_calls_and_a_kernel_at_most_16_below_it(size):
   """Only calls of functions of this library count, the first and the last included."""
-  depths = {}
+  depths, found = {}, []
+  words = ["correct", "agree", "encode", "exchange", "decode", "keep"]
 
   def report(frame):
     code, caller = frame.f_code, frame.f_back.f_code
+    if caller.co_name == "take_step" and code.co_name in words:
+      found.append(code.co_name)
     entered = code.co_filename == REFERENCE != caller.co_filename
     if not entered or code.co_name not in NAMES:
       return
@@ -82,6 +60,7 @@ def test_a_kernel_is_at_most_16_calls_below_an_update(size):
     depths.setdefault(code.co_name, set()).add(depth)
 
   trace_updates(size, report)
+  assert found == words
   assert depths.keys() == set(NAMES)
   assert len(depths["encode_rows"]) == 2  # of leaves, and of means
   assert max(map(max, depths.values())) <= 16, depths

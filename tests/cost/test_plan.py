@@ -51,12 +51,10 @@ def test_sparse_for_many_workers_until_it_is_dense():
   [
     ("QSGD-8", {"budget": "none"}, r"allows no error, and omega is 0\.00011"),
     ("QSGD-2 fitted", {}, ""),
-    ("APS (5, 2)", {}, ""),
     ("QSGD-2", {}, r"it ended 0\.95 points below"),
     ("top 0.1 % ASQ", {"steps": 10_000}, "no training of the study with it went to"),
     ("1-bit", {}, "it ended 17 points below float32 in the study; .* allows 0.5"),
     ("TernGrad", {}, r"it ended 2\.2 points below"),
-    ("top 1 %", {}, r"it ended 5\.7 points below"),
     ("top 1 %", {"budget": "aggressive"}, ""),
     ("top 0.1 %", {"budget": "aggressive"}, "about 1,000 steps; it needs steps=10000"),
     (
@@ -77,19 +75,13 @@ def test_every_refusal_has_its_number(name, options, says):
   "name, exchange, budget, workers, says",
   [
     ("QSGD-8", Ring(), "tight", 8, ""),
-    ("bfloat16", TwoShot(), "tight", 2, ""),
-    ("APS (5, 2)", Ring(), "tight", 8, ""),
     ("QSGD-4", TwoShot(), "tight", 4, ""),
-    ("QSGD-4", AllGather(), "tight", 2, ""),
     ("QSGD-4", TwoShot(), "tight", 2, r"error is 0\.0362, and 0\.0181 over the work"),
     ("QSGD-4", Ring(), "tight", 4, r"0\.0115 over the workers; .* allows 0\.01"),
     ("1-bit", TwoShot(), "tight", 99, r"error is 0\.581"),
-    ("QSGD-8", Ring(), "paper", 64, ""),
-    ("QSGD-4", TwoShot(), "paper", 3, ""),
     ("QSGD-4", TwoShot(), "paper", 512, ""),
     ("QSGD-4", Ring(), "paper", 8, r"is 0\.0848, and 0\.0362 where it was trained"),
     ("QSGD-2 fitted", AllGather(), "paper", 8, ""),
-    ("QSGD-2 fitted", Ring(), "paper", 4, r"where it was trained"),
     ("APS (5, 2)", Ring(), "paper", 8, ""),
     ("APS (5, 2)", Ring(), "paper", 256, r"is 0\.363, and 0\.015 where it was trained"),
     ("QSGD-4", TwoShot(), 0.01, 4, ""),
@@ -112,28 +104,23 @@ def test_a_candidate_that_no_exchange_is_good_enough_for_is_refused_once():
   assert found.verdict == "do not: of 1 candidates none is allowed"
 
 
-@pytest.mark.parametrize("gbit, name", [(0.1, "QSGD-2 fitted"), (1, "QSGD-2 fitted")])
-def test_the_default_is_what_the_study_trained(gbit, name):
+def test_the_default_is_what_the_study_trained():
   """1-bit SGD, which it found 4 points below and more, was the default at 0.1."""
-  link = Link(latency=50e-6, bytes_per_second=gbit * 1e9 / 8)
+  link = Link(latency=50e-6, bytes_per_second=0.1e9 / 8)
   found = plan(LIKE, workers=8, link=link, candidates=gradcomp.cost.CANDIDATES)
-  assert pair(found) == (name, "two_shot")
+  assert pair(found) == ("QSGD-2 fitted", "two_shot")
   assert "ended 17 points below" in str(found)
   names = {x.candidate.name for x in found.rows}
   assert not names & {"1-bit", "TernGrad", "QSGD-2", "top 1 %"}
   assert f"{found.chosen.error:.2g}" in str(found)
 
 
-def test_biased_codecs_need_residuals_that_shrink():
+def test_biased_codecs_need_residuals_and_all_residuals_must_shrink():
+  """With 2 bits of an unbiased codec they grow to 17 times the gradient's energy."""
   errors = Errors(budget="aggressive", sizes=(4,))
   biased = dataclasses.replace(BY_NAME["1-bit"], feedback=False)
   assert "keeps no residual" in errors.refusal(biased, 0.353)
   assert "a residual would grow" in errors.refusal(BY_NAME["1-bit"], 1.2)
-
-
-def test_residuals_of_unbiased_codecs_must_shrink_too():
-  """With 2 bits they grow to 17 times the gradient's energy."""
-  errors = Errors(budget="aggressive", sizes=(4,))
   alone = BY_NAME["QSGD-2"]
   assert not errors.refusal(alone, alone.omega)
   kept = dataclasses.replace(alone, feedback=True)
@@ -152,14 +139,11 @@ def test_errors_in_the_table_are_those_of_normal_numbers(name):
 
 
 def test_errors_are_measured_wherever_gradients_are_float32_numbers():
+  """Buckets of ones are exact with a scale, so that 4 bits lose nothing."""
   x = np.random.default_rng(0).standard_normal(8192).astype(np.float32)
   codec = BY_NAME["QSGD-4"].codec
   found = [omega(codec, [x * np.float32(2.0**power)]) for power in (-90, 0, 100)]
   assert found[0] == found[1] == found[2] > 0
-
-
-def test_errors_of_gradients_are_measured():
-  """Buckets of ones are exact with a scale, so that 4 bits lose nothing."""
   like = {"w": jnp.ones((64, 512))}
   found = plan(like, gradients=like, budget=1e-6)
   assert found.chosen.error == 0.0 and found.verdict.startswith("compress: QSGD-4 ")
@@ -202,13 +186,9 @@ def test_what_is_printed():
   assert sum("Accuracy is not measured" in line for line in lines) == 1
   assert lines[-1] == found.verdict
   assert found.explanation.bytes_sent == 12_779_520
-  breakdown = found.predicted.breakdown
-  assert found.predicted.step_seconds == breakdown.total
-
-
-def test_bfloat16_has_a_verdict_of_its_own():
-  found = plan(LIKE, candidates=[BY_NAME["bfloat16"]])
-  assert found.verdict.startswith("send bfloat16: bfloat16 two_shot ")
+  assert found.predicted.step_seconds == found.predicted.breakdown.total
+  half = plan(LIKE, candidates=[BY_NAME["bfloat16"]])
+  assert half.verdict.startswith("send bfloat16: bfloat16 two_shot ")
 
 
 def test_dense_is_a_plain_mean_and_a_counter():
@@ -268,14 +248,11 @@ def test_few_leaves_stand_for_many_and_the_choice_is_of_all():
   whole = {x.model for x in found.rows if x.model is found.chosen.model}
   (joined,) = {x.model for x in found.rows} - whole
   assert len(joined.leaves) == 2
-  exact = explained(*_given(found.chosen), found.chosen.model, 4, "cpu")
-  short = explained(*_given(found.chosen), joined, 4, "cpu")
+  own = found.chosen.candidate, found.chosen.exchange
+  exact = explained(*own, found.chosen.model, 4, "cpu")
+  short = explained(*own, joined, 4, "cpu")
   assert 0.9 * exact.bytes_sent < short.bytes_sent <= exact.bytes_sent
   assert any("few leaves in place of 15" in note for note in found.notes)
-
-
-def _given(row):
-  return row.candidate, row.exchange
 
 
 def test_the_transformation_trains():

@@ -28,14 +28,6 @@ def options(*given, main=image_classification):
   return command_line.complete(parser, args, main.DEFAULTS)
 
 
-def refused(capsys, main, *given):
-  """The complaint about a command line."""
-  with pytest.raises(SystemExit) as stop:
-    main.main(list(map(str, given)))
-  assert stop.value.code == 2
-  return capsys.readouterr().err
-
-
 @pytest.mark.parametrize("decay", [0.5, 0.999, 0.9999])
 def test_the_average_is_that_of_numpy(decay):
   """Weights of decay ** age, divided by their sum, in doubles."""
@@ -231,42 +223,6 @@ def test_dropout_is_that_of_the_option():
     assert not functions(make(dropout=0.0), inputs).drops
 
 
-@pytest.mark.parametrize("main", BOTH)
-def test_options_that_do_not_go_together_are_refused(main, capsys):
-  say = functools.partial(refused, capsys, main)
-  assert "later steps must make up" in say("--codec", "onebit-64", "--feedback", "none")
-  assert "choose f32 for Adam" in say("--codec", "redsync", "--optimizer", "adam")
-  warm = say("--codec", "redsync", "--warmup", 5, "--steps", 5)
-  assert "--warmup must leave some of the 5 steps" in warm
-  assert "leave out none" in say("--codec", "none", "--inspect", 1)
-  assert "must be in [0, 1), got 1" in say("--dropout", 1)
-  for decay in (0, 1):
-    assert f"must be in (0, 1), got {decay}" in say("--ema", decay)
-  assert "must be above 0 and at most 1e+09, got 0" in say("--clip", 0)
-
-
-def test_networks_without_dropout_refuse_its_option(capsys):
-  for main, name in zip(BOTH, ("resnet", "gru"), strict=True):
-    error = refused(capsys, main, "--model", name, "--dropout", 0.1)
-    assert f"--dropout does not go with {name}" in error
-
-
-@pytest.mark.parametrize(
-  "given",
-  [
-    ["--ema", 0.9],
-    ["--compare"],
-    ["--codec", "f32"],
-    ["--clip", 2],
-    ["--weight-decay", 0.1],
-    ["--schedule", "plateau"],
-  ],
-)
-def test_cut_optimizers_refuse_what_they_do_not_do(given, capsys):
-  error = refused(capsys, language_model, "--parallel", "zero", *given)
-  assert f"{given[0]}" in error and "does not go with --parallel zero" in error
-
-
 @pytest.mark.parametrize("codec, momentum", [("blocktop", False), ("qsgd-4", True)])
 def test_local_steps_are_sparseloco_or_diloco(codec, momentum):
   """Outer momentum stands in for what the residual of a sparse codec does."""
@@ -286,19 +242,6 @@ def test_local_steps_are_sparseloco_or_diloco(codec, momentum):
   assert not np.any(moved[0]) and np.any(moved[1])
   outer = state[0].fragments[0].outer_state
   assert bool(jax.tree.leaves(outer)) == momentum
-
-
-@pytest.mark.parametrize(
-  "given, said",
-  [
-    (("--codec", "redsync"), "--local-steps does not go with redsync"),
-    (("--codec", "none"), "--local-steps does not go with none"),
-    (("--codec", "f32", "--schedule", "plateau"), "does not go with --local-steps"),
-    (("--parallel", "zero"), "--local-steps does not go with --parallel zero"),
-  ],
-)
-def test_local_steps_do_not_go_with_all_options(given, said, capsys):
-  assert said in refused(capsys, language_model, *given, "--local-steps", 3)
 
 
 @pytest.mark.parametrize("every, steps", [(10, 1), (6, 4), (2, 5), (5, 5), (1, 3)])

@@ -11,7 +11,9 @@ from flax import linen, nnx
 
 from examples.lib import networks
 from examples.lib.calling import functions
+from examples.lib.networks import attention, turned
 from examples.lib.training import Task
+from tests.plugins.slow_cases import slow
 
 MNIST, DIGITS = (28, 28, 1), (8, 8, 1)
 # Of images of MNIST and of digits, and of ASCII. The docstrings say them.
@@ -54,30 +56,26 @@ def sizes_of(network, inputs):
   return sum(x.size for x in jax.tree.leaves(params)), logits.shape
 
 
-@pytest.mark.parametrize("name", networks.IMAGES)
-def test_image_networks_have_the_sizes_they_say(name):
-  for shape, count in zip((MNIST, DIGITS), COUNTS[name], strict=True):
-    network, images = image_network(name, shape)
-    assert sizes_of(network, images) == (count, (4, 10))
-    assert network.drops == (name in DROPPING)
-  # Other sizes, and color.
-  assert sizes_of(*image_network(name, (11, 9, 3)))[1] == (4, 10)
-
-
-@pytest.mark.parametrize("name", networks.TEXTS)
-def test_text_networks_have_the_sizes_they_say(name):
-  network, tokens = text_network(name)
-  assert sizes_of(network, tokens) == (COUNTS[name], (2, 5, 128))
+@pytest.mark.parametrize("name", COUNTS)
+def test_networks_have_the_sizes_they_say(name):
+  if name in networks.TEXTS:
+    network, tokens = text_network(name)
+    assert sizes_of(network, tokens) == (COUNTS[name], (2, 5, 128))
+  else:
+    for shape, count in zip((MNIST, DIGITS), COUNTS[name], strict=True):
+      network, images = image_network(name, shape)
+      assert sizes_of(network, images) == (count, (4, 10))
+    # Other sizes, and color.
+    assert sizes_of(*image_network(name, (11, 9, 3)))[1] == (4, 10)
   assert network.drops == (name in DROPPING)
+  assert COUNTS.keys() == {*networks.IMAGES, *networks.TEXTS}
 
 
-@pytest.mark.parametrize("network", [networks.LSTM, networks.Transformer])
-def test_words_cost_their_embedding_once(network):
+def test_words_cost_their_embedding_once():
   """The output layer is the embedding: 100 words more are 100 rows more."""
-  name = network.__name__.lower()
-  counts = [sizes_of(*text_network(name, n, width=32))[0] for n in (100, 200)]
-  bias = 100 if name == "lstm" else 0
-  assert counts[1] - counts[0] == 100 * 32 + bias
+  for name, bias in (("lstm", 100), ("transformer", 0)):
+    few, many = (sizes_of(*text_network(name, n, width=32))[0] for n in (100, 200))
+    assert many - few == 100 * 32 + bias
 
 
 def sigmoid(x):
@@ -104,6 +102,46 @@ def test_lstm_is_that_of_numpy():
   expected = x @ p["embed"]["embedding"].T + p["bias"]
   # float32 over ten steps of states below 1.
   np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def attended(query, key, value):
+  """Attention in NumPy's doubles, one query after another."""
+  query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+  batch, length, heads, size = query.shape
+  out = np.zeros_like(value)
+  for b, i, h in np.ndindex(batch, length, heads):
+    scores = key[b, : i + 1, h] @ query[b, i, h] / np.sqrt(size)
+    weights = np.exp(scores - scores.max())
+    out[b, i, h] = weights @ value[b, : i + 1, h] / weights.sum()
+  return out.reshape(batch, length, -1)
+
+
+def test_attention_is_that_of_numpy():
+  """A transformer sees no later byte, and turned products depend on the distance."""
+  parts = np.random.default_rng(0).standard_normal((3, 2, 5, 3, 4), np.float32)
+  query, key = parts.reshape(-1, 6)[:2]
+  model = networks.Transformer(16, width=8, heads=2, layers=2)
+  tokens = np.arange(6)[None] % 4
+  later = tokens + (np.arange(6) == 3)
+
+  @jax.jit
+  def run(parts, query, key):
+    at = lambda x: turned(jnp.broadcast_to(x, (1, 8, 1, 6)))[0, :, 0]
+    params = model.init(jax.random.key(1), tokens)["params"]
+    logits = [model.apply({"params": params}, x) for x in (tokens, later)]
+    return attention(*parts), at(query) @ at(key).T, logits
+
+  found, products, (before, after) = jax.device_get(run(parts, query, key))
+  # Sums of five terms in float32.
+  np.testing.assert_allclose(found, attended(*parts), atol=1e-5)
+  for distance in range(-7, 8):
+    # Angles of up to 7 radians are known to 1e-6 in float32.
+    np.testing.assert_allclose(np.ptp(np.diagonal(products, distance)), 0, atol=1e-5)
+  np.testing.assert_allclose(products[0, 0], query @ key, rtol=1e-5, atol=1e-6)
+  assert np.ptp(products[0]) > 0.1
+  assert before.shape == (1, 6, 16)
+  assert np.array_equal(before[:, :3], after[:, :3])
+  assert not np.allclose(before[:, 3:], after[:, 3:])
 
 
 SMALL = {
@@ -138,68 +176,46 @@ def test_dropout_draws_from_the_key_and_leaves_tests_alone(name):
     assert np.array_equal(test, trained)
 
 
-def test_dropout_without_a_key_is_an_error():
-  network, images = SMALL["mlp"]()
-  params = jax.eval_shape(network.init, jax.random.key(0))
-  with pytest.raises(ValueError, match="no `rngs` argument was provided to Dropout"):
-    jax.eval_shape(network.train, params, images, None)
-
-
 def test_mlp_drops_two_thirds_as_many_pixels_as_units():
   """The first layer is the identity of 64 pixels, which none of them makes zero."""
-  network, images = SMALL["mlp"](dropout=0.3)
+  network, _ = SMALL["mlp"](dropout=0.3)
   images = np.full((400, *DIGITS), 255, np.uint8)
-  params = jax.jit(network.init)(jax.random.key(0))
-  params["dense1"]["kernel"][...] = jnp.eye(64)
-  params["dense2"]["kernel"][...] = jnp.eye(64)
-  params["head"]["kernel"][...] = jnp.tile(jnp.eye(10), (7, 1))[:64] * (
-    jnp.arange(64)[:, None] < 10
-  )
-  kept = np.asarray(jax.jit(network.train)(params, images, jax.random.key(1)))
+
+  @jax.jit
+  def run():
+    params = network.init(jax.random.key(0))
+    params["dense1"]["kernel"][...] = params["dense2"]["kernel"][...] = jnp.eye(64)
+    params["head"]["kernel"][...] = jnp.eye(64, 10)
+    return network.train(params, images, jax.random.key(1))
+
+  kept = np.asarray(run())
   # A unit of 1 is there with probability 0.8 * 0.7 * 0.7, as large as its inverse.
   p, n = 0.8 * 0.7 * 0.7, kept.size
   assert set(np.unique(kept.round(4))) == {0, np.float32(1 / p).round(4)}
   assert abs((kept > 0).mean() - p) < 5 * np.sqrt(p * (1 - p) / n)
 
 
-@pytest.fixture(scope="module")
-def normed():
-  """AlexNet's logits of four images: as it trains, and in tests with statistics."""
+def test_batch_norm_normalizes_by_the_batch_while_it_trains():
+  """Tests have known statistics, and do not know the other images."""
   network, images = image_network("alexnet", dropout=0.0)
+  changed = np.concatenate([images[:1], 255 - images[1:]])
 
   @jax.jit
-  def run(images, known):
+  def run(images, changed):
     params = network.init(jax.random.key(0))
-    kept = network.statistics(params, known)
-    return network.train(params, images, None), network.test(params, kept, images), kept
+    kept = network.statistics(params, images)
+    trained = [network.train(params, x, None) for x in (images, changed)]
+    return trained, [network.test(params, kept, x) for x in (images, changed)]
 
-  return run, images
-
-
-def test_batch_norm_normalizes_by_the_batch_while_it_trains(normed):
-  run, images = normed
-  trained, tested, kept = run(images, images)
+  trained, tested = jax.device_get(run(images, changed))
   # With the statistics of the very batch, tests are like training, to float32.
-  np.testing.assert_allclose(tested, trained, rtol=1e-4, atol=1e-4)
-  assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(kept))
-
-
-def test_batch_norm_of_tests_does_not_know_the_other_images(normed):
-  run, images = normed
-  changed = np.concatenate([images[:1], 255 - images[1:]])
-  (trained, tested, _), (other_trained, other, _) = (
-    run(x, images) for x in (images, changed)
-  )
-  np.testing.assert_allclose(tested[0], other[0], rtol=1e-5, atol=1e-5)
-  assert not np.allclose(trained[0], other_trained[0], atol=1e-2)
-
-
-def test_batch_norm_without_statistics_is_an_error():
+  np.testing.assert_allclose(tested[0], trained[0], rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(tested[1][0], tested[0][0], rtol=1e-5, atol=1e-5)
+  assert not np.allclose(trained[1][0], trained[0][0], atol=1e-2)
   images = np.zeros((1, *DIGITS), np.uint8)
-  network = functools.partial(networks.AlexNet, DIGITS, 10)
-  mesh = jax.make_mesh((1,), ("data",))
+  alexnet = functools.partial(networks.AlexNet, DIGITS, 10)
   with pytest.raises(ValueError, match="`known` must be inputs to train on"):
-    Task(network, (images, np.zeros(1, np.int32)), mesh)
+    Task(alexnet, (images, np.zeros(1, np.int32)), jax.make_mesh((1,), ("data",)))
 
 
 def learns(network, inputs, labels, steps, rate=3e-3):
@@ -227,23 +243,22 @@ def learns(network, inputs, labels, steps, rate=3e-3):
   assert losses[-1] < 0.5 * losses[0], losses
 
 
-def test_mlp_learns():
-  network, images = image_network("mlp", hidden=64, dropout=0.1)
-  learns(network, images, np.arange(4), steps=20)
+LEARNT = {
+  "mlp": lambda: image_network("mlp", hidden=64, dropout=0.1),
+  "lstm": lambda: text_network("lstm", 16, width=32, dropout=0.1),
+  "gru": lambda: text_network("gru", 16, width=8, hidden=32),
+} | {
+  name: functools.partial(image_network, name)
+  for name in ("vgg", "alexnet", "lenet", "resnet")
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["vgg", "alexnet", "lenet", "resnet"])
-def test_convolutions_learn(name):
-  # AlexNet jumps at the rate of the others, to 3.8 from 0.2 two steps before.
-  rate = 1e-3 if name == "alexnet" else 3e-3
-  learns(*image_network(name), np.arange(4), steps=12, rate=rate)
-
-
-@pytest.mark.parametrize("name", ["lstm", "gru"])
-def test_recurrent_nets_learn(name):
-  sizes = (
-    {"width": 32, "dropout": 0.1} if name == "lstm" else {"width": 8, "hidden": 32}
-  )
-  network, tokens = text_network(name, 16, **sizes)
-  learns(network, tokens, tokens.astype(np.int32)[:, ::-1], steps=150)
+@pytest.mark.parametrize("name", ["mlp", *slow(*(x for x in LEARNT if x != "mlp"))])
+def test_networks_learn(name):
+  network, inputs = LEARNT[name]()
+  if name in networks.TEXTS:
+    learns(network, inputs, inputs.astype(np.int32)[:, ::-1], steps=150)
+  else:
+    # AlexNet jumps at the rate of the others, to 3.8 from 0.2 two steps before.
+    rate = 1e-3 if name == "alexnet" else 3e-3
+    learns(network, inputs, np.arange(4), steps=20, rate=rate)

@@ -1,5 +1,7 @@
 """The blocks of the language model in one loop are the blocks one after the other."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ TOKENS = np.random.default_rng(0).integers(16, size=(8, 9)).astype(np.uint8)
 BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
 
 
+@functools.cache
 def both(**options):
   """The functions of the network with and without a loop, and parameters of both."""
   made = [

@@ -21,57 +21,47 @@ NAMES = ["linen", *slow("nnx", "equinox", "tunix", "kauldron", "maxtext")]
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-@pytest.fixture
-def trained(monkeypatch):
-  """Trains an example on its mesh; returns the loss and the bytes over its workers."""
+@pytest.mark.parametrize("name", NAMES)
+def test_sent_densely_steps_are_those_of_the_plain_trainer(name, monkeypatch):
+  """And with 4 bits a step sends an eighth and more."""
+  if name not in ("linen", "nnx", "maxtext"):
+    pytest.importorskip(name)
+  # Optimizers of fixed step size would hide a mean that is a sum.
   monkeypatch.setattr(optax, "adam", lambda _: optax.sgd(0.1))
+  axes = AXES.get(name, {"data": 8})
+  kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+  mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), kinds)
 
-  def train(name, compressed, steps):
-    if name not in ("linen", "nnx", "maxtext"):
-      pytest.importorskip(name)
+  def train(compressed, steps=5):
+    """The loss and the bytes over its workers."""
     example = importlib.import_module(f"examples.trainers.{name}")
-    axes = AXES.get(name, {"data": 8})
-    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), kinds)
     with jax.set_mesh(mesh):
       loss, program = example.train(steps, compressed)
     report = gradcomp.wire_report(program, mesh=mesh)
     return loss, report.by_axis[next(iter(axes))].bytes_sent
 
-  return train
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_sent_densely_steps_are_those_of_the_plain_trainer(name, trained, monkeypatch):
-  """Optimizers of fixed step size would hide a mean that is a sum."""
-  loss, sent = trained(name, False, 5)
+  loss, sent = train(False)
+  _, few = train(True, steps=1)
+  # 4 of 32 bits and scales, and small leaves in full. But JAX adds up both gradients of
+  # an embedding that is the output layer, too.
+  assert 0.1 < few / sent < 0.17
   dense = lambda bits, axis_name: gradcomp.dense(axis_name=axis_name)
   monkeypatch.setattr(gradcomp, "qsgd", dense)
-  dense_loss, dense_sent = trained(name, True, 5)
+  dense_loss, dense_sent = train(True)
   # Sums of a batch in another order, over five steps.
   assert dense_loss == pytest.approx(loss, rel=1e-5)
   assert dense_sent == pytest.approx(sent, rel=0.2)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_sends_four_bits(name, trained):
-  _, sent = trained(name, False, 1)
-  _, compressed = trained(name, True, 1)
-  # 4 of 32 bits and scales, and small leaves in full: an eighth and more. But JAX adds
-  # up both gradients of an embedding that is the output layer, too.
-  assert 0.1 < compressed / sent < 0.17
+def test_examples_are_short_and_in_the_record():
+  """Changed lines are those of branches and classes."""
+  for name in table.PACKAGES:
+    source = (ROOT / "examples" / "trainers" / f"{name}.py").read_text()
+    assert source.count("\n") <= 60
+    title, what, changed = table.about(name)
+    (row,) = [x for x in records.rows("trainers.md") if x["trainer"] == title]
+    assert (row["what changes"], row["lines changed"]) == (what, changed)
 
-
-@pytest.mark.parametrize("name", table.PACKAGES)
-def test_an_example_is_short_and_in_the_record(name):
-  source = (ROOT / "examples" / "trainers" / f"{name}.py").read_text()
-  assert source.count("\n") <= 60
-  title, what, changed = table.about(name)
-  (row,) = [x for x in records.rows("trainers.md") if x["trainer"] == title]
-  assert (row["what changes"], row["lines changed"]) == (what, changed)
-
-
-def test_changed_lines_are_those_of_branches_and_classes():
   def example(compressed):
     class CompressedStep:
       def step(self):

@@ -4,7 +4,6 @@ import dataclasses
 import re
 from typing import ClassVar
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,16 +77,6 @@ def test_counts_of_many_workers_do_not_overflow():
   fitted = np.asarray(state.memory.shared[()][0])
   # The first bin is worth two levels; what the others get is settled by what is left.
   np.testing.assert_array_equal(fitted[:, :2] * 256, np.float32([[0, 1]] * 8))
-
-
-def test_a_state_without_memory_is_refused_and_one_with_it_is_left_alone():
-  grads = {"w": jnp.ones((128, 128))}
-  fitted, plain = gradcomp.qsgd(bits=3, levels="nonuniform"), gradcomp.qsgd(bits=3)
-  with pytest.raises(ValueError, match="`state.memory.shared.*must have"):
-    fitted.update(grads, plain.init(grads))
-  state = fitted.init(grads)
-  _, after = jax.jit(plain.update)(grads, state)
-  chex.assert_trees_all_equal(after.memory, state.memory)
 
 
 def test_alone_a_worker_fits_its_own_levels():

@@ -10,7 +10,6 @@ from gradcomp.codecs import QSGD, PowerSGD
 from tests.plugins.slow_cases import slow
 from tests.specs import power_sgd
 from tests.support import modes
-from tests.support.assertions import says
 
 SHAPES = {"a": (40, 30), "b": (3,), "c": (3, 3, 8, 12), "d": (40, 30)}
 LIKE = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in SHAPES.items()}
@@ -140,17 +139,3 @@ def test_leaves_of_a_policy_are_its_own():
       np.testing.assert_allclose(mean[name], expected[name], atol=1e-5)
     error = mean["c"][0] - given["c"].mean(axis=0)
     assert 0 < np.abs(error).max() < 0.1  # 127 levels up to 5, and a residual
-
-
-@pytest.mark.parametrize(
-  "wrong, words",
-  [
-    (dict(feedback=None), ("`feedback`", "error", "None", "compress")),
-    (dict(start=-1), ("`start`", "0 or more", "-1")),
-    (dict(start=1.5), ("`start`", "1.5")),
-    (dict(bits=8, exchange="psum"), ("`exchange`", "psum", "QSGD")),
-  ],
-)
-def test_mistakes(wrong, words):
-  with pytest.raises(ValueError, match=says(*words)):
-    gradcomp.powersgd(**wrong)

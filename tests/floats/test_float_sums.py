@@ -1,10 +1,10 @@
 """Sums, products and reductions in a format are the exact result, rounded once."""
 
+import functools
 from fractions import Fraction
 
-import chex
 import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,26 +17,26 @@ from tests.support.assertions import assert_same_floats, says
 from tests.support.cases.float import library, name
 
 FORMATS = [
-  Format(5, 2),
-  Format(4, 3),
-  Format(3, 0),
-  Format(5, 10),
-  Format(8, 7),
-  Format(6, 14),
-  Format(8, 23),
-  Format(7, 22),
-  Format(4, 3, "nan"),
+  *(Format(5, 2), Format(4, 3), Format(3, 0), Format(5, 10), Format(8, 7)),
+  *(Format(6, 14), Format(8, 23), Format(7, 22), Format(4, 3, "nan")),
   Format(5, 12, subnormals=False),
 ]
 METHODS = ("sequential", "pairwise", "kahan")
+FMT = floats.FloatFormat(5, 2)
 
 # As one program each: operations one by one are up to forty.
 add = jax.jit(floats.add, static_argnums=2)
 multiply = jax.jit(floats.multiply, static_argnums=2)
+total = jax.jit(floats.sum, static_argnums=(1, 2, 3))
+matmul = jax.jit(floats.matmul, static_argnums=(2, 3, 4))
 all_reduce = jax.jit(
   floats.all_reduce, static_argnums=(1, 2), static_argnames=("group_size", "method")
 )
 round_off_error = jax.jit(floats.round_off_error)
+
+
+def ones(*shape):
+  return np.ones(shape, np.float32)
 
 
 def operands(fmt, count, seed=0):
@@ -82,18 +82,12 @@ def test_operands_are_rounded_first():
   fmt = Format(5, 2)
   x, y = np.float32([1.3, 1e5, 0.1]), np.float32([2.7, -1e5, 3e-6])
   rounded = [oracle_floats.quantize(part, fmt) for part in (x, y)]
-  expected = float_sums.add(*rounded, fmt)
-  assert_same_floats(add(x, y, library(fmt)), expected)
-  expected = float_sums.multiply(*rounded, fmt)
-  assert_same_floats(multiply(x, y, library(fmt)), expected)
-  assert_same_floats(
-    add(jnp.asarray(x, jnp.bfloat16), jnp.float16(1.5), library(fmt)),
-    float_sums.add(
-      oracle_floats.quantize(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32), fmt),
-      np.float32(1.5),
-      fmt,
-    ),
-  )
+  assert_same_floats(add(x, y, FMT), float_sums.add(*rounded, fmt))
+  assert_same_floats(multiply(x, y, FMT), float_sums.multiply(*rounded, fmt))
+  half = x.astype(ml_dtypes.bfloat16)
+  rounded = oracle_floats.quantize(half.astype(np.float32), fmt)
+  expected = float_sums.add(rounded, np.float32(1.5), fmt)
+  assert_same_floats(add(half, np.float16(1.5), FMT), expected)
 
 
 @pytest.mark.parametrize("fmt", [Format(7, 22), Format(6, 14), Format(5, 12)], ids=name)
@@ -106,52 +100,51 @@ def test_sums_that_double_rounding_gets_wrong(fmt):
   b = np.float32([step / 2 + 2.0**-27, step / 2 - 2.0**-27] * 2 + [little, little])
   b = oracle_floats.quantize(b, fmt)
   ours = np.asarray(add(a, b, library(fmt)))
-  exact = [
-    oracle_floats.round_exactly(Fraction(float(u)) + Fraction(float(v)), fmt)
-    for u, v in zip(a, b, strict=True)
-  ]
-  assert_same_floats(ours, exact)
+  pairs = [map(Fraction, map(float, pair)) for pair in zip(a, b, strict=True)]
+  assert_same_floats(ours, [oracle_floats.round_exactly(sum(x), fmt) for x in pairs])
   if fmt.m == 22:  # what is tested here is seen by this
     assert (oracle_floats.quantize(a + b, fmt) != ours).any()
 
 
-def test_products_that_double_rounding_gets_wrong():
+def beside_half_a_step():
   """Numbers of 23 bits whose product is next to half a step of the format."""
   fmt, rng = Format(7, 22), np.random.default_rng(0)
   a = rng.integers(2**22, 2**23, 100000)
   b = (2 * rng.integers(2**21, 2**22, 100000) + 1) * 2**22 // a  # about half of a step
   a, b = a * 2.0**-22, b * 2.0**-22
-  wide = a * b
-  naive = oracle_floats.quantize(wide.astype(np.float32), fmt)
-  differs = np.flatnonzero(naive != oracle_floats.quantize(wide, fmt))
+  naive = oracle_floats.quantize((a * b).astype(np.float32), fmt)
+  differs = np.flatnonzero(naive != oracle_floats.quantize(a * b, fmt))
   assert differs.size > 100
-  a, b = (x[differs].astype(np.float32) for x in (a, b))
-  expected = float_sums.multiply(a, b, fmt)
-  assert_same_floats(multiply(a, b, library(fmt)), expected)
+  yield fmt, a[differs], b[differs]
 
 
-def test_products_beside_half_of_the_smallest_number():
+def beside_half_of_the_smallest():
   """The bits that decide are below 2^-126, which XLA flushes on CPUs."""
-  fmt = Format(7, 22)
   a = np.arange(2**22 + 1, 2**22 + 2**20)
   b = -(-(2**45) // a)
   beside = np.flatnonzero((a * b - 2**45 <= 8) & (a * b > 2**45) & (b < 2**23))
   assert beside.size
-  a, b = a[beside] * 2.0**-62, b[beside] * 2.0**-68  # products above 2^-85
-  a, b = a.astype(np.float32), b.astype(np.float32)
-  expected = float_sums.multiply(a, b, fmt)
-  assert (expected == 2.0**-84).all()
-  assert_same_floats(multiply(a, b, library(fmt)), expected)
+  yield Format(7, 22), a[beside] * 2.0**-62, b[beside] * 2.0**-68  # above 2^-85
 
 
-def test_products_of_large_and_tiny_numbers():
+def large_and_tiny():
   """With 8 exponent bits the factors of a small product can be far apart."""
   fmt, rng = Format(8, 22), np.random.default_rng(0)
   a, b = (oracle_floats.quantize(rng.uniform(1, 2, 20000), fmt) for _ in range(2))
   for up, down in ((2.0**70, 2.0**-120), (2.0**100, 2.0**-126), (2.0**-60, 1.0)):
-    large, tiny = a * np.float32(up), b * np.float32(down)
-    expected = float_sums.multiply(large, tiny, fmt)
-    assert_same_floats(multiply(large, tiny, library(fmt)), expected)
+    yield fmt, a * np.float32(up), b * np.float32(down)
+
+
+@pytest.mark.parametrize(
+  "factors", [beside_half_a_step, beside_half_of_the_smallest, large_and_tiny]
+)
+def test_products_that_double_rounding_gets_wrong(factors):
+  for fmt, a, b in factors():
+    a, b = np.float32(a), np.float32(b)
+    expected = float_sums.multiply(a, b, fmt)
+    assert_same_floats(multiply(a, b, library(fmt)), expected)
+    if factors is beside_half_of_the_smallest:
+      assert (expected == 2.0**-84).all()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -165,36 +158,26 @@ def test_sums_of_many(fmt, method):
     x *= np.float32(1.001)  # which the sum is to round first
   x = x.reshape(13, 21)
   rounded = oracle_floats.quantize(x, fmt)
-  expected = float_sums.total(rounded, fmt, method)[0]
-  assert_same_floats(floats.sum(x, library(fmt), 0, method), expected)
-  if fmt == FORMATS[0]:
-    expected = float_sums.total(rounded.T, fmt, method)[0]
-    assert_same_floats(floats.sum(x, library(fmt), -1, method), expected)
-    expected = float_sums.total(rounded.ravel(), fmt, method)[0]
-    assert_same_floats(floats.sum(x, library(fmt), method=method), expected)
+  ways = {0: rounded, -1: rounded.T, None: rounded.ravel()}
+  for axis in ways if fmt == FORMATS[0] else (0,):
+    expected = float_sums.total(ways[axis], fmt, method)[0]
+    assert_same_floats(total(x, library(fmt), axis, method), expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_sums_of_nothing_and_of_one(method):
-  fmt = floats.FloatFormat(5, 2)
+def test_sums_of_nothing_of_one_and_of_ones(method):
+  """Ones in (5, 2) stop at 8, for 8 + 1 is 8; with a compensation they go on."""
 
   @jax.jit
-  def sums(empty, one):
-    nothing = floats.sum(empty[:, 0], fmt, method=method)
-    return floats.sum(empty, fmt, 0, method), nothing, floats.sum(one, fmt, 0, method)
+  def sums(*parts):
+    return [floats.sum(x, FMT, 0, method=method) for x in parts]
 
-  empty, nothing, one = sums(np.zeros((0, 3), np.float32), np.float32([[1.1, 1e9]]))
-  np.testing.assert_array_equal(empty, np.zeros(3, np.float32))
-  assert float(nothing) == 0
-  np.testing.assert_array_equal(one, np.float32([1, np.inf]))
-
-
-def test_kahan_keeps_what_sequential_sums_lose():
-  """Ones in (5, 2) stop at 8, for 8 + 1 is 8; with a compensation they go on."""
-  fmt, ones = floats.FloatFormat(5, 2), np.ones(64, np.float32)
-  assert float(floats.sum(ones, fmt)) == 8
-  assert float(floats.sum(ones, fmt, method="pairwise")) == 64
-  assert float(floats.sum(ones, fmt, method="kahan")) == 64
+  given = np.zeros((0, 3), np.float32), ones(0), np.float32([[1.1, 1e9]]), ones(64)
+  most = 8 if method == "sequential" else 64
+  for found, expected in zip(
+    sums(*given), ([0] * 3, 0, [1, np.inf], most), strict=True
+  ):
+    np.testing.assert_array_equal(found, np.float32(expected))
 
 
 @pytest.mark.parametrize(
@@ -211,52 +194,45 @@ def test_matmul(fmt, accumulator, method):
   rng = np.random.default_rng(1)
   a = rng.standard_normal((5, 19)).astype(np.float32)
   b = rng.standard_normal((19, 3)).astype(np.float32)
-  accumulated = accumulator and library(accumulator)
-  ours = floats.matmul(a, b, library(fmt), accumulated, method)
+  ours = matmul(a, b, library(fmt), accumulator and library(accumulator), method)
   assert_same_floats(ours, float_sums.matmul(a, b, fmt, accumulator, method))
 
 
-def test_matmul_of_figure_12():
+def test_matmul_of_figure_12_and_of_nothing():
   """Two exponent bits and none of the mantissa: numbers 0, 1 and 2, and no sum of 3.
 
   A dot product in float32 that is cast at the end is 4, which is infinite; the sums of
   each step are 1, 1 + 1 = 2, 2 + 1 = 2 (a tie; 2 has the even code), and so on.
   """
-  fmt = floats.FloatFormat(2, 0)
-  wide, small = floats.FloatFormat(5, 10), floats.FloatFormat(5, 2)
+  fmt, wide = floats.FloatFormat(2, 0), floats.FloatFormat(5, 10)
 
   @jax.jit
-  def products(ones, x):
+  def products(ones, x, empty):
     return (
       floats.matmul(ones, ones.T, fmt),
       floats.round_to(ones @ ones.T, fmt),
       floats.matmul(ones, ones.T, fmt, wide),
       floats.matmul(ones, ones.T, fmt, method="pairwise"),
       # Products are rounded before they meet the accumulator: 1.25 * 1.25 is 1.5 there.
-      floats.matmul(x, x, small, wide),
-    )
+      floats.matmul(x, x, FMT, wide),
+    ), [floats.matmul(a, b, FMT) for a, b in empty]
 
-  found = products(np.ones((1, 4), np.float32), np.full((1, 1), 1.25, np.float32))
+  empty = [(ones(m, k), ones(k, n)) for m, k, n in ((2, 0, 3), (0, 2, 3), (2, 3, 0))]
+  found, nothing = products(ones(1, 4), np.full((1, 1), 1.25, np.float32), empty)
   assert [x.item() for x in found] == [2, np.inf, 4, np.inf, 1.5]
-
-
-def test_matmul_of_nothing():
-  fmt = floats.FloatFormat(5, 2)
-  for m, k, n in ((2, 0, 3), (0, 2, 3), (2, 3, 0)):
-    a, b = np.ones((m, k), np.float32), np.ones((k, n), np.float32)
-    product = floats.matmul(a, b, fmt)
-    np.testing.assert_array_equal(product, np.zeros((m, n), np.float32))
+  for product, (a, b) in zip(nothing, empty, strict=True):
+    np.testing.assert_array_equal(product, a @ b)
 
 
 def test_derivatives_of_matmul():
   """Zero, or those of the plain product of the rounded operands."""
-  rng, fmt = np.random.default_rng(2), floats.FloatFormat(5, 2)
+  rng = np.random.default_rng(2)
   a, b, cotangent = (
     np.float32(rng.standard_normal(s)) for s in ((3, 4), (4, 2), (3, 2))
   )
   rounded = [oracle_floats.quantize(x, Format(5, 2)) for x in (a, b)]
   for through in (False, True):
-    f = lambda a, b, through=through: floats.matmul(a, b, fmt, straight_through=through)
+    f = lambda a, b, through=through: floats.matmul(a, b, FMT, straight_through=through)
     slopes = jax.jit(lambda a, b, f=f: jax.vjp(f, a, b)[1](cotangent))(a, b)
     expected = [cotangent @ rounded[1].T, rounded[0].T @ cotangent]
     for slope, exact in zip(slopes, expected, strict=True):
@@ -280,16 +256,15 @@ def test_all_reduce(order, group_size, workers, method):
   x = rng.standard_normal((workers, *shape)).astype(np.float32)
   ours = all_reduce(x, library(fmt), order, group_size=group_size, method=method)
   expected = float_sums.all_reduce(x, fmt, order, group_size, method)
-  chex.assert_shape(ours, shape)
+  assert ours.shape == shape
   assert_same_floats(ours, expected)
 
 
 def test_groups_lose_least():
   """256 workers' ones in (5, 2): rings stop at 8, as in table 9 of the paper."""
-  ones, fmt = np.ones((256, 3), np.float32), floats.FloatFormat(5, 2)
   exact = np.full(3, 256, np.float32)
   error = lambda *order, **options: float(
-    round_off_error(exact, all_reduce(ones, fmt, *order, **options))
+    round_off_error(exact, all_reduce(ones(256, 3), FMT, *order, **options))
   )
   assert error("ring") == 1 - 8 / 256
   assert error("hierarchical", group_size=16) == 1 - 64 / 256
@@ -300,61 +275,38 @@ def test_round_off_error_is_equation_5():
   rounded = np.float32([1.5, -2, 7, 3, 0])
   np.testing.assert_allclose(round_off_error(exact, rounded), 0.25, rtol=1e-6)
   assert float(round_off_error(exact, exact)) == 0
-  assert round_off_error(np.zeros(5, np.float32), np.ones(5, np.float32)) == 0
+  assert round_off_error(np.zeros(5, np.float32), ones(5)) == 0
 
 
-FMT = floats.FloatFormat(5, 2)
+reduced = functools.partial(floats.all_reduce, ones(4, 1), FMT)
+integers = np.ones((2, 2), np.int32)
+BAD = {
+  lambda: floats.sum(ones(3), FMT, method="fast"): ("`method`", "'fast'"),
+  lambda: floats.sum(ones(3), FMT, 1): ("`axis`", "1"),
+  lambda: floats.matmul(ones(2, 3), ones(2, 3), FMT): ("(2, 3)",),
+  lambda: floats.matmul(ones(3), ones(3, 1), FMT): ("(3,)",),
+  lambda: floats.matmul(ones(1, 1), ones(1, 1), FMT, method="x"): ("`method`", "'x'"),
+  lambda: floats.all_reduce(np.float32(1), FMT): ("`x`", "first axis of workers"),
+  lambda: reduced("tree"): ("`order`", "'tree'"),
+  lambda: reduced(method="x"): ("`method`", "'x'"),
+  lambda: reduced(group_size=2): ("`group_size`",),
+  **{
+    lambda size=size: reduced("hierarchical", group_size=size): (
+      "`group_size`",
+      f"{size}",
+    )
+    for size in (None, 0, 3, 8, -2, 1.5)
+  },
+  lambda: floats.sum(integers, FMT): ("real float dtype, got int32",),
+  lambda: floats.all_reduce(integers, FMT): ("real float dtype, got int32",),
+  lambda: floats.matmul(ones(1, 2), integers, FMT): ("real float dtype, got int32",),
+  lambda: floats.add(ones(2), integers, FMT): ("real float dtype, got int32",),
+  lambda: floats.multiply(integers, ones(2), FMT): ("real float dtype, got int32",),
+}
 
 
-def ones(*shape):
-  return np.ones(shape, np.float32)
-
-
-@pytest.mark.parametrize(
-  "call, parts",
-  [
-    (lambda: floats.sum(ones(3), FMT, method="fast"), ("`method`", "'fast'")),
-    (lambda: floats.sum(ones(3), FMT, 1), ("`axis`", "1")),
-    (lambda: floats.matmul(ones(2, 3), ones(2, 3), FMT), ("(2, 3)",)),
-    (lambda: floats.matmul(ones(3), ones(3, 1), FMT), ("(3,)",)),
-    (
-      lambda: floats.matmul(ones(1, 1), ones(1, 1), FMT, method="x"),
-      ("`method`", "'x'"),
-    ),
-    (lambda: floats.all_reduce(ones(4, 1), FMT, "tree"), ("`order`", "'tree'")),
-    (lambda: floats.all_reduce(ones(4, 1), FMT, method="x"), ("`method`", "'x'")),
-    (
-      lambda: floats.all_reduce(ones(4, 1), FMT, "hierarchical"),
-      ("`group_size`", "None"),
-    ),
-    *[
-      (
-        lambda size=size: floats.all_reduce(
-          ones(4, 1), FMT, "hierarchical", group_size=size
-        ),
-        ("`group_size`", str(size)),
-      )
-      for size in (0, 3, 8, -2, 1.5)
-    ],
-    (lambda: floats.all_reduce(ones(4, 1), FMT, group_size=2), ("`group_size`",)),
-  ],
-)
-def test_mistakes(call, parts):
-  with pytest.raises(ValueError, match=says(*parts)):
-    call()
-
-
-@pytest.mark.parametrize(
-  "call",
-  [
-    lambda x: floats.sum(x, FMT),
-    lambda x: floats.all_reduce(x, FMT),
-    lambda x: floats.matmul(ones(1, 2), x, FMT),
-    lambda x: floats.add(ones(2), x, FMT),
-    lambda x: floats.multiply(x, ones(2), FMT),
-  ],
-  ids=["sum", "all_reduce", "matmul", "add", "multiply"],
-)
-def test_integers_are_refused(call):
-  with pytest.raises(TypeError, match="real float dtype, got int32"):
-    call(ones(2, 2).astype(np.int32))
+def test_mistakes():
+  for call, parts in BAD.items():
+    kind = TypeError if "real float" in parts[0] else ValueError
+    with pytest.raises(kind, match=says(*parts)):
+      call()

@@ -1,22 +1,27 @@
 """Lossless bfloat16: every bit pattern arrives, and a full list is never seen."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp import parallel
 from gradcomp._src.codecs.floats.lossless import Halves
+from gradcomp._src.exchange.collectives import REPEAT
 from gradcomp._src.kernels import lossless
-from gradcomp.codecs import Lossless
+from gradcomp._src.testing.modes import lowered as lowered_step
+from gradcomp.codecs import Dense, Lossless
 from tests.plugins.slow_cases import slow
 from tests.specs import lossless as oracle
-
-
-def bits(x):
-  return np.asarray(x).view(np.uint16)
+from tests.support import modes
+from tests.support.assertions import assert_same_bits, says
 
 
 def test_every_bit_pattern_arrives():
@@ -51,91 +56,225 @@ def rows_of_all_kinds():
   return np.concatenate([rows, patterns, np.uint16(own)]).view(ml_dtypes.bfloat16)
 
 
+encode_rows = jax.jit(lossless.encode_rows)
+
+
 def test_rows_are_the_oracles():
+  """Wider numbers are rounded. Of NaN, casts of NumPy keep the sign alone."""
   x = rows_of_all_kinds()
-  rows = jax.jit(lossless.encode_rows)(lossless.numbers(jnp.uint32(bits(x))))
   expected = oracle.encode(x)
+  rows = encode_rows(jax.jit(lossless.numbers)(np.uint32(x.view(np.uint16))))
   np.testing.assert_array_equal(rows, expected)
   full = expected[:, -1] == 0xFFFFFFFE
   assert 0.3 < full.mean() < 0.7
-
-
-def test_wider_numbers_are_rounded_as_the_oracles():
-  """But for NaN, of which casts of NumPy keep the sign alone."""
   patterns = np.random.default_rng(8).integers(0, 2**32, 2**16, np.uint32)
   near = np.arange(2**12, dtype=np.uint32) * 0x8000 + 0x3F80_0000  # with all ties
   x = np.concatenate([patterns, near]).view(np.float32)
   x = np.where(np.isnan(x), np.float32(0), x)
-  rows = lossless.encode_rows(jnp.asarray(x))
-  np.testing.assert_array_equal(rows, oracle.encode(x))
+  np.testing.assert_array_equal(encode_rows(x), oracle.encode(x))
 
 
-@pytest.mark.parametrize("small", [10, 11])
-def test_a_row_lists_ten_escapes(small):
-  x = np.ones(1024, ml_dtypes.bfloat16)
-  x[7 : 7 + small] = 2.0**-14
-  came = jax.jit(Lossless().roundtrip)(x)
-  if small == 10:
-    np.testing.assert_array_equal(bits(came), bits(x))
-  else:
-    assert np.isnan(np.float32(came)).all()
+roundtrip = jax.jit(Lossless().roundtrip)
 
 
-def gradients(workers, *, wide):
-  """Each worker's; those of the last do not fit its lists if they are wide."""
-  rng = np.random.default_rng(workers)
-  x = rng.standard_normal((workers, 5000)).astype(np.float32)
-  if wide:
-    x[-1, :600] *= 2.0 ** rng.integers(-30, 0, 600)
-  b = np.ones((workers, 3), ml_dtypes.bfloat16)
-  return {"w": x.astype(ml_dtypes.bfloat16), "b": b}
-
-
-def two_steps(codec, exchange, grads):
-  options = dict(feedback=None, exchange=exchange, min_leaf_size=0)
-  tx = gradcomp.compress(codec, axis_name="data", **options)
-  state = tx.init(grads)
-  for _ in range(2):
-    updates, state = tx.update(grads, state)
-  return updates
-
-
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize(
-  "exchange, typed",
-  [
-    ("two_shot", True),
-    *slow(("two_shot", False), ("all_gather", True), ("ring", True)),
-  ],
-)
-def test_the_mean_is_that_of_plain_words(exchange, wide, typed):
-  """Also where one worker's lists are full."""
-  mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-  grads = gradients(4, wide=wide)
-  full = np.isnan(np.float32(jax.vmap(Lossless().roundtrip)(grads["w"]))).any()
-  assert full == wide
-
-  def mean(codec):
-    own = lambda x: two_steps(codec, exchange, jax.tree.map(lambda x: x[0], x))
-    specs = dict(in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
-    mapped = jax.shard_map(own, mesh=mesh, check_vma=typed, **specs)
-    return jax.jit(mapped)(grads)
-
-  jax.tree.map(
-    lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)),
-    mean(Lossless()),
-    mean(Halves()),
-  )
-
-
-@pytest.mark.parametrize("codec", slow(Lossless()), ids=repr)
-def test_the_laws_of_codecs_hold(codec):
-  gradcomp.testing.check_codec(codec)
+def test_a_row_lists_ten_escapes():
+  for count in (10, 11):
+    x = np.ones(1024, ml_dtypes.bfloat16)
+    x[7 : 7 + count] = 2.0**-14
+    came = np.asarray(roundtrip(x), np.float32)
+    expected = np.float32(x) if count == 10 else np.full(1024, np.nan)
+    np.testing.assert_array_equal(came, expected)
 
 
 def test_explain_shows_the_usual_step():
   tx = gradcomp.compress(Lossless(), axis_name="data", feedback=None)
-  grads = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+  grads = {"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
   shown = str(gradcomp.explain(tx, grads, workers=4))
   assert "12.38" in shown
   assert "Halves" not in shown
+
+
+# A step that does not fit is sent again as plain words, and has their bits everywhere.
+
+
+def wide(x, count=600):
+  """The array, with more exponents in its first row than a list holds."""
+  x = np.array(x)
+  x.flat[:count] *= (2.0 ** -np.arange(count).clip(0, 60)).astype(x.dtype)
+  return x
+
+
+roundtrips = jax.jit(jax.vmap(Lossless().roundtrip))
+
+
+def gradients(workers, dtype=ml_dtypes.bfloat16):
+  """Each worker's of three steps; in the second the lists of the last are full.
+
+  Leaves are ``[N, ...]``. Those of 9000 are cut into messages elsewhere at 12 bits than
+  at 16.
+  """
+  rng = np.random.default_rng(workers)
+  draw = lambda n: rng.standard_normal((workers, n)).astype(dtype)
+  trees = [{"a": draw(9000), "b": draw(9000), "c": draw(40)} for _ in range(3)]
+  trees[1]["a"][-1] = wide(trees[1]["a"][-1])
+  found = np.isnan(np.float32(roundtrips(trees[1]["a"]))).any(axis=1)
+  assert found.tolist() == [False] * (workers - 1) + [True]
+  return trees
+
+
+@pytest.mark.parametrize(
+  "mode, workers, exchange",
+  [
+    ("shard_map", 2, "all_gather"),
+    ("shard_map", 4, "two_shot"),
+    *slow(
+      *[("shard_map", n, x) for n in (2, 8) for x in ("two_shot", "ring")],
+      *[
+        (mode, 4, exchange)
+        for mode in ("shard_map_unchecked", "pmap", "vmap", "auto", "explicit")
+        for exchange in ("all_gather", "two_shot", "ring", "hierarchical")
+      ],
+      ("shard_map", 8, "hierarchical"),
+    ),
+  ],
+)
+def test_a_step_has_the_bits_of_plain_words(mode, workers, exchange):
+  """Its mean and its state, also where one worker's lists are full in one step."""
+  options = dict(axis_name="data", feedback=None, min_leaf_size=0)
+  options["exchange"] = modes.grouped(exchange)
+  runs = [
+    modes.run_with_state(mode, gradcomp.compress(x, **options), gradients(workers))
+    for x in (Lossless(), Halves())
+  ]
+  assert_same_bits(*runs)
+
+
+@pytest.mark.parametrize(
+  "mode", ["shard_map_unchecked", *slow("shard_map", "auto", "explicit", "vmap")]
+)
+@pytest.mark.parametrize("limits", [(31_000, 41_000), (15_000, 19_000)])
+def test_a_repeat_sends_the_same_messages(mode, limits):
+  """A plan of its own bytes would have other owners. Two leaves are one, or two."""
+  given = gradients(4, np.float32)
+  options = dict(axis_name="data", feedback="error", exchange="two_shot")
+  cut = gradcomp.compress(Lossless(), message_bytes=limits[0], **options)
+  apart = gradcomp.compress(Halves(), message_bytes=limits[1], **options)
+  runs = [modes.run_with_state(mode, tx, given) for tx in (cut, apart)]
+  assert_same_bits(*runs)
+
+
+@pytest.mark.parametrize("typed", [True, *slow(False)])
+@pytest.mark.parametrize("exchange", ["ring", *slow("two_shot", "all_gather")])
+def test_devices_of_other_axes_take_the_same_branch(exchange, typed):
+  """They ask each other, or a permutation would wait for those that repeat nothing.
+
+  The mean is over ``data`` of ``x[data, model]``.
+  """
+  x = np.random.default_rng(0).standard_normal((2, 2, 5000)).astype(ml_dtypes.bfloat16)
+  x[1, 1] = wide(x[1, 1])
+  options = dict(axis_name="data", exchange=exchange, feedback=None, min_leaf_size=0)
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+  places = dict(in_specs=P("data", "model"), out_specs=P("model"), check_vma=typed)
+
+  def lowered(codec):
+    tx = gradcomp.compress(codec, **options)
+    step = lambda x: tx.update(x[0], tx.init(x[0]))[0]
+    return jax.jit(jax.shard_map(step, mesh=mesh, **places)).lower(x)
+
+  steps = lowered(Lossless()), lowered(Halves())
+  sent = gradcomp.wire_report(steps[0]).collectives
+  assert [c for c in sent if REPEAT in c.scope and c.kind == "all-reduce"]
+  assert_same_bits(*[step.compile()(x) for step in steps])
+
+
+def test_workers_alone_ask_nobody():
+  tx = gradcomp.compress(Lossless(), axis_name="data", exchange="all_gather")
+  params = {"w": jnp.ones(5000, jnp.bfloat16)}
+  lowered = lowered_step(tx, params, axis_name="data", workers=2)
+  kinds = [c.kind for c in gradcomp.wire_report(lowered).collectives]
+  assert kinds == ["all-gather"] * 2
+
+
+def collectives(codec, x):
+  """What one worker gets of each collective of ``float32[4096]`` over ``data``."""
+  given = dict(axis_name="data", codec=codec)
+  ring = [(i, (i + 1) % 4) for i in range(4)]
+  residual = parallel.gather_residual(x, axis_name="data")
+  weight = lambda x, residual: parallel.gather(
+    x, residual=residual, axis_name="data", params=codec, grads=codec
+  )
+  whole, pull = jax.vjp(weight, x, residual)
+  return {
+    "gather": (whole, pull(jnp.tile(x, 4) * (1 + jax.lax.axis_index("data")))),
+    "all_gather": parallel.all_gather(x, **given),
+    "psum": parallel.psum(x, **given),
+    "psum_scatter": parallel.psum_scatter(x, **given),
+    "ppermute": parallel.ppermute(x, perm=ring, **given),
+    "all_to_all": parallel.all_to_all(x, split_axis=0, concat_axis=0, **given),
+    "reshard": parallel.reshard(x, residual=jnp.zeros_like(x), **given),
+  }
+
+
+@pytest.mark.parametrize("typed", [True, *slow(False)])
+def test_collectives_of_models_have_the_bits_of_plain_words(typed):
+  narrow = np.random.default_rng(0).standard_normal((4, 4096)).astype(np.float32)
+  full = narrow.copy()
+  full[2] = wide(full[2])
+  assert np.isnan(roundtrips(full)).any() and not np.isnan(roundtrips(narrow)).any()
+  mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+  places = dict(in_specs=P("data"), out_specs=P("data"), check_vma=typed)
+
+  def mapped(codec):
+    own = lambda x: jax.tree.map(lambda y: y[None], collectives(codec, x[0]))
+    program = jax.jit(jax.shard_map(own, mesh=mesh, **places))
+    return jax.device_get([program(x) for x in (narrow, full)])
+
+  found = mapped(Lossless())
+  assert_same_bits(found, mapped(Halves()))
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("part", ["grads", "params"])
+def test_zero_has_the_bits_of_plain_words(part):
+  """The list of a gradient, or of an update, is full."""
+  given = gradients(4, np.float32)
+  if part == "params":
+    given[1]["a"] = np.stack([wide(x, 9000) for x in given[1]["a"]])
+
+  def run(codec):
+    codecs = {"grads": Dense(), "params": Dense()} | {part: codec}
+    tx = parallel.zero(optax.sgd(1.0), axis_name="data", min_leaf_size=0, **codecs)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    params = jax.tree.map(lambda x: np.zeros_like(x[0]), given[0])
+    with jax.set_mesh(mesh):
+      state = tx.init(params)
+    specs = gradcomp.state_specs(state, axis_name="data")
+    places = dict(in_specs=(P("data"), specs, P()), out_specs=(P(), specs))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, **places)
+    def step(gradient, state, params):
+      own = jax.tree.map(lambda x: x[0], gradient)
+      updates, state = tx.update(own, state, params)
+      return optax.apply_updates(params, updates), state
+
+    for gradient in given:
+      params, state = step(gradient, state, params)
+    return jax.tree.leaves((params, state))
+
+  found = run(Lossless())
+  assert_same_bits(found, run(Halves()))
+  assert all(np.isfinite(np.float32(x)).all() for x in found)
+
+
+def test_scans_refuse_it():
+  body = lambda x, w: (w * x, None)
+  scan = functools.partial(parallel.scan, body, axis_name="data", codec=Lossless())
+  ones = lambda *shape: np.ones(shape, np.float32)
+  grad = lambda w: jax.grad(lambda w: scan(ones(1024), w)[0].sum())(w)
+  with pytest.raises(ValueError, match=says("must send any numbers at once")):
+    jax.vmap(grad, in_axes=None, axis_size=2, axis_name="data")(ones(2, 1024))
+  codecs = dict(axis_name="data", params=Lossless(), grads=Lossless())
+  shards = functools.partial(parallel.scan_shards, body, ones(4), **codecs)
+  with pytest.raises(ValueError, match=says("must send any numbers at once")):
+    jax.vmap(shards, axis_name="data")(ones(2, 3, 2))

@@ -36,16 +36,13 @@ from tests.support.cases.zero import (
 ADAM = optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1)
 
 
-@pytest.mark.parametrize(
-  "mode", ["shard_map", *slow("auto", "explicit", "vmap", "pmap")]
-)
-def test_in_float32_it_is_adam(mode):
+def test_in_float32_it_is_adam():
   """Up to rounding: a sum of workers in their order, and ``p + (m - p)`` for ``m``.
 
   An ulp of a parameter below 4 is 2.4e-7, and each step may add one or two.
   """
   params, given = tree(0, LEAVES), gradients(3, LEAVES)
-  got, _ = last(mode, coded(ADAM, Dense()), params, given)
+  got, _ = last("shard_map", coded(ADAM, Dense()), params, given)
   expected = plain(ADAM, params, given)
   for name, leaf in expected.items():
     for copy in got[name]:
@@ -127,7 +124,7 @@ def test_what_was_not_sent_comes_later():
   """The gradient is zero behind the first step, and the differences go on."""
   shapes = {"w": (N * TILE,)}
   params, (first,) = tree(0, shapes), gradients(1, shapes)
-  nothing = jax.tree.map(jnp.zeros_like, first)
+  nothing = jax.tree.map(np.zeros_like, first)
   tx = coded(optax.sgd(0.1), FOUR_BITS, min_leaf_size=0)
   given = [first] + [nothing] * 3
   held, states = zip(*train("shard_map", tx, params, given), strict=True)
@@ -139,30 +136,21 @@ def test_what_was_not_sent_comes_later():
   assert gaps[2] < gaps[0] / 100
 
 
-def test_bfloat16_parameters_follow_a_float32_master():
-  """Steps of less than half an ulp would never move a parameter by themselves."""
-  params = {"w": jnp.ones(N * TILE, jnp.bfloat16)}
-  given = [{"w": jnp.ones((N, N * TILE), jnp.bfloat16)}] * 5
-  tx = coded(optax.sgd(2.0**-10), Dense())
-  held, state = last("shard_map", tx, params, given)
-  assert held["w"].dtype == jnp.bfloat16
-  np.testing.assert_array_equal(masters(held, state), 1 - 5 * 2.0**-10)
-  ((unsent,),) = state.unsent.arrays.values()
-  assert 0 < np.abs(unsent).max() <= 2.0**-8
-  assert (held["w"] < 1).all()
-
-
 def test_each_leaf_is_rounded_as_its_types_say():
-  """They share a matrix. What bfloat16 parameters or updates round, owners keep."""
+  """They share a matrix. What bfloat16 parameters or updates round, owners keep.
+
+  Steps of less than half an ulp would never move such a parameter by itself.
+  """
   shapes = {"u": jnp.float32, "v": jnp.float32, "w": jnp.bfloat16}
-  params = {name: jnp.ones(N * TILE, dtype) for name, dtype in shapes.items()}
+  params = {name: np.ones(N * TILE, dtype) for name, dtype in shapes.items()}
   types = shapes | {"u": jnp.bfloat16}
-  given = [{name: jnp.ones((N, N * TILE), dtype) for name, dtype in types.items()}] * 5
+  given = [{name: np.ones((N, N * TILE), dtype) for name, dtype in types.items()}] * 5
   rate = 2.0**-10 + 2.0**-20
   held, state = last("shard_map", coded(optax.sgd(rate), Dense()), params, given)
   ((unsent,),) = state.unsent.arrays.values()
   for name, waits in zip("uvw", unsent.reshape(3, -1), strict=True):
-    assert waits.any() == (name != "v")
+    assert waits.any() == (name != "v") and np.abs(waits).max() <= 2.0**-8
+    assert held[name].dtype == shapes[name] and (held[name] < 1).all()
     known = held[name][0].astype(np.float32) + waits
     np.testing.assert_array_equal(known, np.float32(1 - 5 * rate))
 
@@ -174,7 +162,7 @@ def bytes_of(tree):
 
 
 def test_a_worker_keeps_an_nth_of_the_optimizer():
-  params = {"w": jnp.ones((64, N * TILE))}
+  params = {"w": np.ones((64, N * TILE), np.float32)}
   tx = coded(optax.adam(0.1), feedback="error")
   params, state, _ = sharded(tx, params)
   whole = bytes_of(params)
@@ -190,7 +178,8 @@ def test_a_worker_keeps_an_nth_of_the_optimizer():
 def test_eight_bits_a_parameter_are_sent():
   """4 + 4 and the scales, in two messages of words. The loss takes four bytes more."""
   codec = QSGD(bits=4)
-  params = {"w": jnp.ones((256, 4096)), "b": jnp.ones(100), "s": jnp.ones(())}
+  params = {"w": (256, 4096), "b": (100,), "s": ()}
+  params = {name: np.ones(shape, np.float32) for name, shape in params.items()}
   tx = coded(optax.adam(0.1), codec)
   report = wire(tx, params)
   sent = [x for x in report.collectives if x.dtype == "u32"]
@@ -254,7 +243,8 @@ def test_what_is_not_finite_stays_out_of_the_state():
   """Its bucket of the updates is NaN for all, and the step behind it is a sound one."""
   shapes = {"w": (N * TILE,)}
   params, (first, then) = tree(0, shapes), gradients(2, shapes)
-  bad = {"w": first["w"].at[1, 3].set(jnp.nan).at[2, -1].set(jnp.inf)}
+  bad = {"w": np.array(first["w"])}
+  bad["w"][1, 3], bad["w"][2, -1] = np.nan, np.inf
   tx = coded(optax.adam(0.1), min_leaf_size=0, feedback="error")
   (held, state), _ = train("shard_map_unchecked", tx, params, [bad, then])
   broken = np.isnan(held["w"])
@@ -269,15 +259,17 @@ def test_what_is_not_finite_stays_out_of_the_state():
 def test_a_guard_around_it_leaves_everything_as_it_was():
   shapes = {"w": (N * TILE,)}
   params, (first,) = tree(0, shapes), gradients(1, shapes)
-  bad = {"w": first["w"].at[1, 3].set(jnp.nan)}
+  bad = {"w": np.array(first["w"])}
+  bad["w"][1, 3] = np.nan
   tx = coded(optax.adam(0.1), min_leaf_size=0)
   guarded = gradcomp.skip_nonfinite(tx, 5, axis_name="data")
-  got, state = last("shard_map", guarded, params, [first, bad])
-  expected, other = last("shard_map", guarded, params, [first])
+  (expected, other), (got, state) = train("shard_map", guarded, params, [first, bad])
   assert_same_bits(got, expected)
   assert_same_bits(state.inner_state, other.inner_state)
 
 
+TWO = {"w": np.ones((8, TILE), np.float32), "b": np.ones(3, np.float32)}
+INJECTED = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 9))
 WRAPPED = {
   "chain": lambda tx: optax.chain(
     gradcomp.wrappers.clip_by_local_norm(1.0, axis_name="data"), tx
@@ -294,15 +286,13 @@ WRAPPED = {
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_it_goes_where_optimizers_go(name):
-  params = {"w": jnp.ones((8, TILE)), "b": jnp.ones(3)}
-  inner = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 9))
-  tx = WRAPPED[name](coded(inner, feedback="error"))
-  params, state, mesh = sharded(tx, params)
+  tx = WRAPPED[name](coded(INJECTED, feedback="error"))
+  params, state, mesh = sharded(tx, TWO)
   step = gradcomp.make_train_step(
     loss_fn, tx, axis_name="data", mesh=mesh, donate=False
   )
   for _ in range(2):
-    params, state, metrics = step(params, state, jnp.ones(N))
+    params, state, metrics = step(params, state, np.ones(N, np.float32))
   assert metrics["loss"] < 1.9
   # A step of Adam is as long as its rate, which is 0.1 and then 0.09; of SGD it is a
   # tenth of the gradient.
@@ -316,7 +306,7 @@ def test_it_goes_where_optimizers_go(name):
 def test_parameters_may_be_cut_over_another_axis(kind):
   """Each device owns rows of its own part, or of the whole where JAX places it."""
   mesh = jax.make_mesh((N, 2), ("data", "model"), (kind,) * 2)
-  params = {"w": jnp.full((64, TILE), 2.0), "b": jnp.full(7, 2.0)}
+  params = {"w": np.full((64, TILE), 2, np.float32), "b": np.full(7, 2, np.float32)}
   cut = {"w": P(None, "model"), "b": P()}
   tx, whole = coded(optax.adam(0.1)), sharded(coded(optax.adam(0.1)), params)
   held = jax.tree.map(
@@ -330,20 +320,18 @@ def test_parameters_may_be_cut_over_another_axis(kind):
       loss_fn, tx, axis_name="data", mesh=devices, donate=False
     )
     for _ in range(3):
-      now, own, metrics = step(now, own, jnp.ones(N))
+      now, own, metrics = step(now, own, np.ones(N, np.float32))
     losses.append(float(metrics["loss"]))
   assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_orbax_restores_a_state(tmp_path):
-  params = {"w": jnp.ones((8, TILE)), "b": jnp.ones(3)}
-  inner = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 9))
-  tx = coded(inner, feedback="error")
-  params, state, mesh = sharded(tx, params)
+  tx = coded(INJECTED, feedback="error")
+  params, state, mesh = sharded(tx, TWO)
   step = gradcomp.make_train_step(
     loss_fn, tx, axis_name="data", mesh=mesh, donate=False
   )
-  batch = jnp.arange(1.0, 1 + 2 * N)
+  batch = np.arange(1, 1 + 2 * N, dtype=np.float32)
   params, state, _ = step(params, state, batch)
   _, new, _ = sharded(tx, params)
   with ocp.StandardCheckpointer() as checkpointer:
@@ -354,47 +342,37 @@ def test_orbax_restores_a_state(tmp_path):
   assert_same_bits(step(params, restored, batch)[:2], step(params, state, batch)[:2])
 
 
-def refused(
-  match, inner=ADAM, codec=FOUR_BITS, params=None, kind=ValueError, **options
-):
-  with pytest.raises(kind, match=match):
-    sharded(coded(inner, codec, params, **options), {"w": jnp.ones((8, TILE))})
+FLATTENED = optax.flatten(optax.adam(0.1))
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+ONE_BIT = QSGD(bits=1, levels="uniform")
+NEAREST = ["`params`", "to nearest", "2 bits or more"]
+WRONG = {
+  "no codec": (dict(grads=4), ["`grads` must be an instance of a codec, got 4"]),
+  "sparse": (dict(grads=TopK(density=0.01)), ["`grads`", "sparse codec TopK"]),
+  "sparse params": (dict(params=TopK(density=0.01)), ["`params`", "sparse codec"]),
+  "rounds": (dict(grads=PowerSGD(rank=1)), ["`grads`", "in the place of a leaf"]),
+  "far": (dict(params=ONE_BIT), NEAREST),
+  "shared": (dict(params=Ternary()), ["`params`", "alone", "share_scale=False"]),
+  "size": (dict(min_leaf_size=-1), ["`min_leaf_size`", "got -1"]),
+  "message": (dict(message_bytes=-1), ["`message_bytes`", "got -1"]),
+  "axis": (dict(axis_name=None), ["`axis_name` must be the name of an axis"]),
+  "norm": (dict(inner=CLIPPED), ["`inner` must", "clip_by_local_norm"]),
+  "flatten": (dict(inner=FLATTENED), ["`inner` must", "no optax.flatten"]),
+}
 
 
-def test_what_cannot_work_is_refused():
-  refused("`grads` must be an instance of a codec, got 4", codec=4, kind=TypeError)
-  refused(says("`grads`", "sparse codec TopK"), codec=TopK(density=0.01))
-  refused(says("`params`", "sparse codec"), params=TopK(density=0.01))
-  refused(says("`grads`", "in the place of a leaf"), codec=PowerSGD(rank=1))
-  one_bit = QSGD(bits=1, levels="uniform")
-  refused(says("`params`", "to nearest", "2 bits or more"), params=one_bit)
-  refused(says("`params`", "decoded alone", "share_scale=False"), params=Ternary())
-  refused(says("`min_leaf_size`", "got -1"), min_leaf_size=-1)
-  with pytest.raises(ValueError, match="`axis_name` must be the name of an axis"):
-    zero(ADAM, grads=Dense(), params=Dense(), axis_name=None)
-
-
-@pytest.mark.parametrize(
-  "inner, text",
-  [
-    (optax.chain(optax.clip_by_global_norm(1.0), ADAM), "clip_by_local_norm"),
-    (optax.lamb(0.1), "each element"),
-    (optax.adafactor(0.1), "each element"),
-    (optax.flatten(optax.adam(0.1)), "no optax.flatten"),
-  ],
-  ids=["norm", "lamb", "adafactor", "flatten"],
-)
-def test_optimizers_that_need_whole_gradients_are_refused(inner, text):
-  refused(says("`inner` must", text), inner=inner)
-
-
-@pytest.mark.parametrize("inner", [optax.lion(0.1), optax.rmsprop(0.1)])
-def test_optimizers_of_single_elements_are_taken(inner):
-  sharded(coded(inner), {"w": jnp.ones((8, TILE))})
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_work_is_refused(case):
+  options, words = WRONG[case]
+  given = dict(grads=FOUR_BITS, params=FOUR_BITS, axis_name="data") | options
+  with pytest.raises(
+    TypeError if case == "no codec" else ValueError, match=says(*words)
+  ):
+    sharded(zero(given.pop("inner", ADAM), **given), {"w": TWO["w"]})
 
 
 def test_a_state_that_does_not_fit_is_refused():
-  params = {"w": jnp.ones((8, TILE))}
+  params = {"w": TWO["w"]}
   tx = coded(ADAM)
   with pytest.raises(ValueError, match="nobody knows which Nth .* jax.set_mesh"):
     tx.init(params)
@@ -403,8 +381,7 @@ def test_a_state_that_does_not_fit_is_refused():
     tx.update(params, (), params)
   with pytest.raises(ValueError, match="`params` must be given to update"):
     tx.update(params, state)
-  grown = {"w": jnp.ones((80, TILE))}
-  _, other, _ = sharded(tx, grown)
+  _, other, _ = sharded(tx, {"w": np.ones((80, TILE), np.float32)})
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
   with pytest.raises(ValueError, match=says("`state.unsent` must", "got", "20")):
-    step(params, other, jnp.ones(N))
+    step(params, other, np.ones(N, np.float32))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -65,11 +66,11 @@ def test_pieces_have_the_bits_of_the_whole(codec, mode):
 def compiled(tx, params):
   params, state, mesh = sharded(tx, params)
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
-  return step.lower(params, state, jnp.ones(N)).compile()
+  return step.lower(params, state, np.ones(N, np.float32)).compile()
 
 
 def test_each_message_has_two_collectives_and_takes_its_own_memory():
-  params = {f"w{i}": jnp.ones((64, 2 * TILE)) for i in range(LAYERS)}
+  params = {f"w{i}": np.ones((64, 2 * TILE), np.float32) for i in range(LAYERS)}
   each = 4 * 33 * 64 * 2 * 4  # words of 128 rows, of a leaf's codes and its scales
   programs = {}
   for size, count in ((None, 1), (2 * each, 2), (0, LAYERS)):
@@ -91,7 +92,7 @@ def test_each_message_has_two_collectives_and_takes_its_own_memory():
 def test_a_piece_waits_for_its_own_leaves_alone():
   """Both its collectives: the gradients' and that of the differences."""
   tx = coded(optax.adam(0.1), message_bytes=0, min_leaf_size=0)
-  weights = [jnp.eye(WIDTH)] * LAYERS
+  weights = [np.eye(WIDTH, dtype=np.float32)] * LAYERS
   params, state, mesh = sharded(tx, weights)
   specs = gradcomp.state_specs(state, axis_name="data")
 
@@ -107,7 +108,7 @@ def test_a_piece_waits_for_its_own_leaves_alone():
   mapped = jax.shard_map(
     step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=P()
   )
-  lowered = jax.jit(mapped).lower(params, state, jnp.ones((8 * N, WIDTH)))
+  lowered = jax.jit(mapped).lower(params, state, np.ones((8 * N, WIDTH), np.float32))
   instructions = entry_instructions(lowered.compile().as_text())
   products = set(weight_gradients(instructions, WIDTH))
   for kind in ("all-to-all", "all-gather"):
@@ -117,11 +118,9 @@ def test_a_piece_waits_for_its_own_leaves_alone():
 
 
 def test_another_size_needs_another_state():
-  params = {"w": jnp.ones((8, TILE)), "v": jnp.ones((8, TILE))}
+  params = dict.fromkeys("wv", np.ones((8, TILE), np.float32))
   params, state, mesh = sharded(coded(optax.sgd(0.1)), params)
   tx = coded(optax.sgd(0.1), message_bytes=0)
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
   with pytest.raises(ValueError, match=says("`state.unsent` must", "message_bytes")):
-    step(params, state, jnp.ones(N))
-  with pytest.raises(ValueError, match=says("`message_bytes`", "got -1")):
-    coded(optax.sgd(0.1), message_bytes=-1)
+    step(params, state, np.ones(N, np.float32))

@@ -58,9 +58,7 @@ class Costs:
   def _read(self) -> collections.Counter:
     times = os.times()
     cpu = times.user + times.system + times.children_user + times.children_system
-    return self._now + collections.Counter(
-      {"CPU s": cpu, "wall s": time.perf_counter()}
-    )
+    return self._now + collections.Counter({"CPU s": cpu, "wall s": time.monotonic()})
 
   @pytest.hookimpl(wrapper=True, tryfirst=True)
   def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
@@ -79,11 +77,10 @@ class Costs:
     return result
 
   def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-    if report.when != "teardown":
-      return
-    row, costs = dict(report.user_properties)["costs"]
-    total = self.of_files.setdefault(row, collections.Counter())
-    total.update(dict(zip(_COLUMNS, costs, strict=True)), tests=1)
+    if report.when == "teardown":
+      row, costs = dict(report.user_properties)["costs"]
+      total = self.of_files.setdefault(row, collections.Counter())
+      total.update(dict(zip(_COLUMNS, costs, strict=True)), tests=1)
 
   def pytest_sessionfinish(self, session: pytest.Session) -> None:
     if self._wrong(session.config) and session.exitstatus == pytest.ExitCode.OK:
@@ -98,7 +95,7 @@ class Costs:
 
   def _wrong(self, config: pytest.Config) -> str:
     """Says how this run breaks the budget; "" if it does not."""
-    found = self._programs()
+    found = sum(x["programs"] for row, x in self.of_files.items() if row != SLOW)
     said = f"the tests compile {found} programs, and may {PROGRAMS}"
     if found > PROGRAMS:
       return said
@@ -106,20 +103,15 @@ class Costs:
       return f"{said}: run make budgets ARGS='--programs {found}'"
     return ""
 
-  def _programs(self) -> int:
-    """What a plain run compiles: slow tests are no part of it."""
-    return sum(x["programs"] for row, x in self.of_files.items() if row != SLOW)
-
   def _table(self) -> list[str]:
     """The costs of files, the dearest first, and the sum of all."""
     rows = sorted(self.of_files.items(), key=lambda row: -row[1]["CPU s"])
     total = sum((costs for _, costs in rows), collections.Counter())
     shown = [row for row in rows if row[1]["CPU s"] >= 1]
     names = ("tests", *_COLUMNS)
-    lines = ["".join(f"{name:>10}" for name in names)]
-    for path, costs in [*shown, ("all files", total)]:
-      lines.append("".join(f"{costs[n]:10.0f}" for n in names) + f"  {path}")
-    return lines
+    row = lambda path, costs: "".join(f"{costs[n]:10.0f}" for n in names) + f"  {path}"
+    head = "".join(f"{name:>10}" for name in names)
+    return [head, *(row(*x) for x in [*shown, ("all files", total)])]
 
 
 def _is_whole(config: pytest.Config) -> bool:

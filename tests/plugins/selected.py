@@ -1,8 +1,8 @@
 """Chooses which tests run, and how they compile: a pytest plugin.
 
 Tests compile for longer than they compute. So XLA compiles in the least time, unless
-``--optimize`` is given, and tests marked ``slow`` are left out unless ``--slow`` is.
-``--files`` runs a share of the files.
+``--optimize`` is given, and tests marked ``slow`` are left out unless ``--slow`` is,
+but for those with ``slow(now=True)``. ``--files`` runs a share of the files.
 """
 
 import argparse
@@ -16,28 +16,17 @@ import pytest
 
 
 def add_options(parser: pytest.Parser) -> None:
-  parser.addoption(
-    "--slow",
-    type=share,
-    default=(0, 0),
-    metavar="all|K/N",
-    help="run slow tests as well: all, or the K-th of N shares of them",
-  )
-  parser.addoption(
-    "--only-slow", action="store_true", help="leave out tests that are not slow"
-  )
-  parser.addoption(
-    "--files",
-    type=share,
-    default=(0, 1),
-    metavar="all|K/N",
-    help="run the tests of all files, or of the K-th of N shares of them",
-  )
-  parser.addoption(
-    "--optimize",
-    action="store_true",
-    help="compile as users do, with all optimizations, which tests of `bits` are for",
-  )
+  for name, default, said in (
+    ("--slow", (0, 0), "run slow tests as well: all, or the K-th of N shares of them"),
+    ("--files", (0, 1), "run the tests of all files, or of the K-th of N shares"),
+  ):
+    options = {"type": share, "default": default, "metavar": "all|K/N"}
+    parser.addoption(name, help=said, **options)
+  for name, said in (
+    ("--only-slow", "leave out tests that are not slow"),
+    ("--optimize", "compile as users do, which tests of `bits` are for"),
+  ):
+    parser.addoption(name, action="store_true", help=said)
 
 
 def share(text: str) -> tuple[int, int]:
@@ -104,8 +93,9 @@ class Selected:
 
   def _runs(self, item: pytest.Item) -> bool:
     file = item.nodeid.partition("::")[0]
-    slow = item.get_closest_marker("slow") is not None
-    chosen = _within(item.nodeid, *self._slow) if slow else self._plain
+    slow, chosen = item.get_closest_marker("slow"), self._plain
+    if slow and not (chosen and slow.kwargs.get("now")):
+      chosen = _within(item.nodeid, *self._slow)
     return chosen and _within(file, *self._files)
 
 

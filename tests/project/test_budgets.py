@@ -1,9 +1,6 @@
 """Budgets only fall: nothing is above one, and none stands far above what is there."""
 
-import copy
 import tomllib
-
-import pytest
 
 from tests.project import budgets
 
@@ -13,22 +10,6 @@ BUDGETS = tomllib.loads(budgets.FILE.read_text())
 def test_nothing_is_above_its_budget_and_none_stands_idle():
   """``make budgets`` lowers them."""
   assert not budgets.problems(budgets.counts(), BUDGETS)
-
-
-@pytest.mark.parametrize(
-  "file, name",
-  [
-    ("gradcomp/qsgd.py", "gradcomp"),
-    ("gradcomp/_src/checks.py", "gradcomp/_src"),
-    ("gradcomp/_src/cost/planner/tables.py", "gradcomp/_src/cost"),
-    ("kernels/quantize/pallas.py", "kernels"),
-    ("tests/table/settings.py", "tests/table"),
-    ("docs/results/claims/wen.md", "docs/results/claims"),
-    ("docs/results/speed.md", "docs/results"),
-  ],
-)
-def test_a_file_belongs_to_one_folder(file, name):
-  assert budgets.room(budgets.ROOT / file) == name
 
 
 def changed(**lines):
@@ -54,16 +35,14 @@ def test_a_budget_is_a_bound_from_both_sides():
 def test_they_are_written_down_and_never_up():
   """What is new enters, what is gone leaves, and a reason raises and stays."""
   found, old = changed(kernels=900, new=40)
+  old["lines"]["gone"] = 5
   assert budgets.lowered(found, old)["lines"] == {"kernels": 900, "new": 40}
   found, old = changed(kernels=1001)
-  before = copy.deepcopy(old)
-  assert budgets.lowered(found, old) == before == old
+  assert budgets.lowered(found, old) == old
   raised = budgets.lowered(found, old, "A decoder for a format.")
   assert raised["lines"] == {"kernels": 1001}
   assert raised["raised"] == {"kernels": "1000 to 1001 lines: A decoder for a format."}
   assert not budgets.problems(found, raised)
-  old["lines"]["gone"] = 5
-  assert "gone" not in budgets.lowered(found, old)["lines"]
 
 
 def test_the_file_is_what_is_written():
@@ -72,6 +51,3 @@ def test_the_file_is_what_is_written():
   assert budgets.written(text, BUDGETS) == text
   other = budgets.written(text, {**BUDGETS, "raised": {"kernels": 'Says "why".'}})
   assert tomllib.loads(other)["raised"] == {"kernels": 'Says "why".'}
-  assert set(budgets.sums(budgets.counts())) | {"programs", "rooms"} == set(
-    BUDGETS["goals"]
-  )

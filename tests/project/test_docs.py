@@ -5,6 +5,7 @@ import inspect
 import itertools
 import re
 import socket
+import subprocess
 import sys
 from unittest import mock
 
@@ -26,6 +27,8 @@ MAP = FOLDER / "README.md"
 MODELS = pages.ROOT / "benchmarks" / "models"
 PAGES = [README, *sorted(FOLDER.rglob("*.md")), *sorted(MODELS.glob("*.md"))]
 ROOMS = pages.ROOT / "gradcomp" / "_src"
+QUICKSTART = FOLDER / "start" / "quickstart.md"
+TELEMETRY = FOLDER / "operate" / "telemetry.md"
 HOSTS = FOLDER / "operate" / "many-hosts.md"
 # How tables of the study begin, which test_study_results.py compares.
 STUDIED = (
@@ -41,61 +44,38 @@ def name(page):
   return str(page.relative_to(pages.ROOT))
 
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=name)
+def changes():
+  """The files that differ from the last commit but one, as far as Git knows them."""
+  command = ["git", "-C", str(pages.ROOT), "diff", "--name-only", "HEAD^"]
+  try:
+    return set(subprocess.run(command, capture_output=True, text=True).stdout.split())
+  except OSError:  # there is no Git
+    return set()
 
 
-def run_alone(page, folder, *arguments, then="pass"):
-  """Returns the output of a page, run as a program where warnings are errors.
-
-  ``then`` is code that looks at its ``names``.
-  """
-  names = f"names = pages.run(pages.ROOT / {str(page)!r})"
-  code = f"from tests.support import pages\n{names}\n{then}\n"
-  return run(
-    "-W", "error", "-c", code, *arguments, cwd=folder, PYTHONPATH=str(pages.ROOT)
-  )
+CHANGED = changes()
+CHANGED_ROOMS = {(*file.split("/"), "", "")[2] for file in CHANGED if "_src/" in file}
 
 
-def test_the_front_page_runs_as_a_newcomer_pastes_it(tmp_path):
-  """Its loss falls, and the table that it prints is the wire's: words, and a total."""
-  untrained = "names['loss_fn']({'w': 0 * names['params']['w']}, names['batch'])"
-  losses = f"print('losses', {untrained}, names['loss'])"
-  said = run_alone(README, tmp_path, then=losses)
-  before, after = map(float, re.search(r"^losses (\S+) (\S+)$", said, re.M).groups())
-  assert after < 0.1 * before
-  for stage in ("all-to-all", "all-gather"):
-    assert re.search(rf"^{stage} +u32 .* 116,480 ", said, re.M), said
-  assert "Sends 0.127 x the bytes of a plain f32 mean." in said
-  assert "# 0.127 x the bytes of f32" in README.read_text()
+def slow(page):
+  """The mark of a page that runs in its turn, and where it or its imports changed."""
+  code = "".join(block.text for block in pages.read(page)[0])
+  named = " ".join(re.findall(r"\bgradcomp(?:\.| import )([\w, ]+)", code))
+  rooms = CHANGED_ROOMS.intersection(re.findall(r"\w+", named))
+  return pytest.mark.slow(now=name(page) in CHANGED or bool(rooms))
 
 
-@pytest.mark.slow
+@slow(HOSTS)
 def test_the_script_for_many_hosts_runs_on_one(tmp_path):
   """With two, and again from its checkpoint, it runs in test_many_hosts.py."""
   with socket.socket() as reserved:  # as there: nobody else gets the port, gRPC does
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reserved.bind(("127.0.0.1", 0))
     arguments = (f"127.0.0.1:{reserved.getsockname()[1]}", "1", "0", "checkpoints")
-    said = run_alone(HOSTS, tmp_path, *arguments)
+    code = f"from tests.support import pages; pages.run(pages.ROOT / {name(HOSTS)!r})"
+    here = {"cwd": tmp_path, "PYTHONPATH": str(pages.ROOT)}
+    said = run("-W", "error", "-c", code, *arguments, **here)
   assert "step 40: loss" in said
-
-
-@pytest.mark.slow
-def test_the_front_page_survives_a_larger_number(tmp_path):
-  """Steps that nobody waits for make XLA's threads wait for one another."""
-  page = README.read_text()
-  longer = tmp_path / "longer.md"
-  longer.write_text(page.replace("range(20)", "range(300)"))
-  assert "range(300)" in longer.read_text()
-  said = run_alone(longer, tmp_path, then="print('loss', float(names['loss']))")
-  assert float(re.search(r"^loss (\S+)$", said, re.M)[1]) < 0.01
-
-
-QUICKSTART = FOLDER / "start" / "quickstart.md"
-TELEMETRY = FOLDER / "operate" / "telemetry.md"
-# Pages that compile several train steps.
-TRAINING = {"low-precision", "extending", "recipes", "scanned"}
-OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, TELEMETRY, HOSTS)]
 
 
 @pytest.fixture
@@ -108,12 +88,14 @@ def run_here(tmp_path, monkeypatch):
   jax.config.update("jax_traceback_filtering", filtering)
 
 
+# Those from which users begin, and the README and the quickstart by tests of their own.
+FIRST = {"how-to-choose", "extending"}
+OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, TELEMETRY, HOSTS)]
+
+
 @pytest.mark.parametrize(
   "page",
-  [
-    pytest.param(page, marks=pytest.mark.slow if page.stem in TRAINING else ())
-    for page in OTHERS
-  ],
+  [pytest.param(x, marks=() if x.stem in FIRST else slow(x)) for x in OTHERS],
   ids=name,
 )
 def test_the_blocks_of_a_page_run(page, run_here):
@@ -128,8 +110,11 @@ def test_the_quickstart_trains_in_each_way(run_here, capsys):
   losses = (names["metrics"]["loss"], names["loss"], names["auto_loss"], *last)
   assert max(map(float, losses)) < 0.1
   assert last
+  example = (pages.ROOT / "examples" / "quickstart.py").read_text()
+  assert pages.read(QUICKSTART)[0][0].text == example
 
 
+@slow(TELEMETRY)
 def test_each_logger_gets_the_scalars_of_the_step(run_here, monkeypatch):
   """By the call of its package, in whose place something records the calls."""
   pytest.importorskip("matplotlib")
@@ -140,18 +125,11 @@ def test_each_logger_gets_the_scalars_of_the_step(run_here, monkeypatch):
   record, step = names["record"], names["i"]
   assert all(type(value) is float for value in record.values())
   entered = lambda context: context.return_value.__enter__.return_value
-  writer = entered(loggers["tensorboardX"].SummaryWriter)
-  assert writer.add_scalar.call_args_list == [
-    mock.call(*x, step) for x in record.items()
-  ]
+  calls = entered(loggers["tensorboardX"].SummaryWriter).add_scalar.call_args_list
+  assert calls == [mock.call(*x, step) for x in record.items()]
   entered(loggers["wandb"].init).log.assert_called_once_with(record, step=step)
   loggers["mlflow"].start_run.assert_called_once()
   loggers["mlflow"].log_metrics.assert_called_once_with(record, step=step)
-
-
-def test_the_quickstart_shows_the_example():
-  example = (pages.ROOT / "examples" / "quickstart.py").read_text()
-  assert pages.read(QUICKSTART)[0][0].text == example
 
 
 def carries(loop):
@@ -161,28 +139,22 @@ def carries(loop):
   calls = [x for x in ast.walk(loop) if isinstance(x, ast.Assign)]
   calls = [x for x in calls if isinstance(x.value, ast.Call)]
   tuples = [x.targets[0] for x in calls if isinstance(x.targets[0], ast.Tuple)]
-  names = lambda trees: {
-    x.id for tree in trees for x in ast.walk(tree) if isinstance(x, ast.Name)
-  }
+  of = lambda trees: {x for tree in trees for x in ast.walk(tree)}
+  names = lambda trees: {x.id for x in of(trees) if isinstance(x, ast.Name)}
   return bool(names(tuples) & names(x.value for x in calls))
 
 
-@every_page
-def test_loops_wait_for_their_steps(page):
+def test_loops_wait_for_their_steps_and_blocks_say_their_language():
   """Emulated devices that are sent hundreds of steps ahead are stuck."""
-  for block in pages.read(page)[0]:
-    if block.language == "python":
-      for loop in ast.walk(ast.parse(block.text)):
-        if carries(loop):
+  waits = ("block_until_ready(", "assert_allclose(", "float(")
+  for page in PAGES:
+    for block in pages.read(page)[0]:
+      where = f"{name(page)}:{block.line}"
+      assert block.language in LANGUAGES, where
+      if block.language == "python":
+        for loop in filter(carries, ast.walk(ast.parse(block.text))):
           said = ast.unparse(loop)
-          waits = ("block_until_ready(", "assert_allclose(", "float(")
-          assert any(x in said for x in waits), f"{name(page)}:{block.line}: {said}"
-
-
-@every_page
-def test_every_block_says_its_language(page):
-  for block in pages.read(page)[0]:
-    assert block.language in LANGUAGES, f"{name(page)}:{block.line - 1}: {block}"
+          assert any(x in said for x in waits), f"{where}: {said}"
 
 
 def anchors(page):
@@ -204,16 +176,16 @@ def links(page):
       yield link[1], prose[text.count("\n", 0, link.start())][0]
 
 
-@every_page
-def test_links_lead_somewhere(page):
+def test_links_lead_somewhere():
   """To a file of this repository and, behind a #, to one of its headings."""
   wrong = []
-  for target, line in links(page):
-    path, _, anchor = target.partition("#")
-    file = (page.parent / path).resolve() if path else page
-    there = file.is_relative_to(pages.ROOT) and file.exists()
-    if not there or (anchor and anchor not in anchors(file)):
-      wrong.append(f"{name(page)}:{line}: {target}")
+  for page in PAGES:
+    for target, line in links(page):
+      path, _, anchor = target.partition("#")
+      file = (page.parent / path).resolve() if path else page
+      there = file.is_relative_to(pages.ROOT) and file.exists()
+      if not there or (anchor and anchor not in anchors(file)):
+        wrong.append(f"{name(page)}:{line}: {target}")
   assert not wrong
 
 
@@ -245,40 +217,38 @@ def test_every_page_is_on_the_map():
   assert "docs/README.md" in {target for target, _ in links(README)}
   assert not [target for target, _ in links(MAP) if target.startswith("..")]
   maps = MAP, FOLDER / "results" / "README.md"
-  shown = {(x.parent / target).resolve() for x in maps for target, _ in links(x)} | {
-    MAP
-  }
-  assert not set(PAGES[1:]) - shown
+  shown = {(x.parent / target).resolve() for x in maps for target, _ in links(x)}
+  assert not set(PAGES[1:]) - {*shown, MAP}
 
 
-@every_page
-def test_tables_are_those_of_the_records(page):
-  """``python -m benchmarks.pages.records`` writes them; the site has more."""
-  assert records.written(page.read_text()) == page.read_text()
+def test_tables_are_those_of_the_records():
+  """``python -m benchmarks.pages.records`` writes them; the site has more.
+
+  Before a table of results stand a mark, a heading of the study, or words that say that
+  there is no record.
+  """
+  for page in PAGES:
+    text = page.read_text()
+    assert records.written(text) == text, name(page)
+    for before, part in itertools.pairwise(re.split(r"\n\n+", text)):
+      if page.parent.name == "results" and part.startswith("|"):
+        header = part.partition("\n")[0]
+        said = re.search(r"^<!-- records: |No record of these|Listed by hand", before)
+        assert said or header.startswith(STUDIED), f"{name(page)}: {header}"
 
 
-RESULTS = [x for x in PAGES if x.parent.name == "results"]
+def test_every_record_is_named_by_a_page():
+  """By its file, a file beside it of the same name, or the folder of its lines.
 
-
-@pytest.mark.parametrize("page", RESULTS, ids=name)
-def test_a_page_of_results_is_short(page):
-  """At most 3,000 words and one table of the records; findings are all of them."""
-  text = page.read_text()
-  assert page.stem == "findings" or len(text.split()) <= 3000
-  assert sum(bool(lines) for _, lines in records.MARK.findall(text)) <= 1
-
-
-@pytest.mark.parametrize("page", RESULTS, ids=name)
-def test_tables_of_results_have_a_record_or_say_that_they_have_none(page):
-  """Before a table stand a mark, a heading of the study, or words that say so."""
-  parts = re.split(r"\n\n+", page.read_text())
-  for before, part in itertools.pairwise(parts):
-    if part.startswith("|"):
-      header = part.partition("\n")[0]
-      marked = before.startswith("<!-- records: ")
-      studied = header.startswith(STUDIED)
-      said = re.search(r"No record of these|Listed by hand", before)
-      assert marked or studied or said, f"{name(page)}: {header}"
+  A record is summarised to what a page or a judge reads, in at most 300 kB.
+  """
+  text = "\n".join(page.read_text() for page in PAGES)
+  for file in records.RECORDS.rglob("*.*"):
+    lines = file.suffix == ".jsonl"
+    named = rf"/{re.escape(file.stem)}\.(md|json|png|csv)\b"
+    named = rf"results/(\w+/)?{file.parent.name}\b" if lines else named
+    assert re.search(named, text), file
+    assert ".json" not in file.suffix or file.stat().st_size <= 300_000, file
 
 
 def test_the_table_of_codecs_has_the_papers_that_they_declare():
@@ -295,30 +265,10 @@ def test_the_table_of_codecs_has_the_papers_that_they_declare():
       assert f"{author} {year}" in named, codec
 
 
-def test_every_record_is_named_by_a_page():
-  """By its file, a file beside it of the same name, or the folder of its lines."""
-  text = "\n".join(page.read_text() for page in PAGES)
-  for file in records.RECORDS.rglob("*.*"):
-    if file.suffix == ".jsonl":
-      name = rf"results/(\w+/)?{file.parent.name}\b"
-    else:
-      name = rf"/{re.escape(file.stem)}\.(md|json|png|csv)\b"
-    assert re.search(name, text), name
-
-
-def test_a_record_is_summarised():
-  """To what a page or a judge reads, in at most 300 kB."""
-  sizes = {x.name: x.stat().st_size for x in records.RECORDS.rglob("*.json*")}
-  assert not {name for name, size in sizes.items() if size > 300_000}
-
-
-def test_the_tree_has_all_folders():
-  """``python -m tests.project.architecture_page`` writes it."""
+def test_the_tree_and_the_way_of_a_gradient_name_what_is_there():
+  """``python -m tests.project.architecture_page`` writes the tree."""
   page = architecture_page.PAGE.read_text()
   assert architecture_page.written(page) == page
-
-
-def test_the_way_of_a_gradient_names_what_is_there():
   text = (FOLDER / "inside" / "one-update.md").read_text()
   steps = re.findall(r"^\| `(\S+\.py)`: `(\w+)` \|", text, re.M)
   assert len(steps) == len(re.findall(r"^\| `", text, re.M))

@@ -12,11 +12,14 @@ from tests.support.pages import ROOT
 
 CI = ROOT / ".ci"
 WORKFLOWS = ROOT / ".github" / "workflows"
+MAKEFILE = (ROOT / "Makefile").read_text()
 ROWS = [x.split(maxsplit=4) for x in (CI / "steps").read_text().splitlines()]
-ROWS = [
-  (*row[:2], *map(int, row[2:4]), row[4]) for row in ROWS if row and row[0] != "#"
-]
-TURNS = 8
+# Of each step: where, into how many parts it is cut, minutes of a part, and its target.
+STEPS = {
+  name: (where, int(parts), int(minutes), re.search(r"\bmake ([\w-]+)", command)[1])
+  for name, where, parts, minutes, command in (x for x in ROWS if x and x[0] != "#")
+}
+TURNS = 9
 
 
 def script(*arguments, folder=ROOT, code=0):
@@ -33,10 +36,11 @@ def script(*arguments, folder=ROOT, code=0):
   return done.stdout
 
 
-def names(*arguments, folder=ROOT):
-  return [
-    x.split("\t")[0] for x in script("--list", *arguments, folder=folder).splitlines()
-  ]
+def listed(which, folder=ROOT):
+  """The names of steps that it would run, with their parts, and without."""
+  lines = script("--list", which, folder=folder).splitlines()
+  names = [x.split("\t")[0] for x in lines]
+  return names, [x.partition(":")[0] for x in names]
 
 
 @pytest.fixture
@@ -47,71 +51,59 @@ def elsewhere(tmp_path):
 
 
 def test_each_step_has_its_place_and_its_turn_is_short():
-  assert len({name for name, *_ in ROWS}) == len(ROWS)
-  assert {where for _, where, *_ in ROWS} == {"gate", "night", *map(str, range(TURNS))}
-  for turn in range(TURNS):
-    assert sum(row[3] for row in ROWS if row[1] == str(turn)) <= 10, turn
-  assert sum(row[3] for row in ROWS if row[1] == "gate") + 10 <= 45  # minutes
-
-
-def test_the_turn_is_a_number():
+  places = {"gate", "night", *map(str, range(TURNS))}
+  assert {where for where, *_ in STEPS.values()} == places
+  minutes = {where: 0 for where in places}
+  for where, _, each, target in STEPS.values():
+    minutes[where] += each
+    assert re.search(rf"^{target}:.*##", MAKEFILE, re.M), target
+  assert minutes["gate"] + 10 <= 45
+  assert max(minutes[str(turn)] for turn in range(TURNS)) <= 10
   assert re.fullmatch(r"(0|[1-9]\d*)\n", (CI / "turn").read_text())
 
 
-def test_turns_come_to_every_part(elsewhere):
+def test_turns_come_to_every_part_and_nights_run_all_the_cheapest_first(elsewhere):
   """Each merge runs what the gate has and one turn: no part is forgotten, or twice."""
-  seen = {}
-  for number in range(TURNS * max(row[2] for row in ROWS if row[1] != "night")):
+  seen = set()
+  most = max(parts for where, parts, *_ in STEPS.values() if where != "night")
+  for number in range(TURNS * most):
     (elsewhere / ".ci" / "turn").write_text(f"{number}\n")
-    found = names("gate", folder=elsewhere)
-    places = {name: where for name, where, *_ in ROWS}
-    of = {places[name.partition(":")[0]] for name in found}
-    assert of == {"gate", str(number % TURNS)}
-    seen.update(dict.fromkeys(found))
-  night = {name for name, where, *_ in ROWS if where == "night"}
-  assert set(seen) == {x for x in names("nightly") if x.partition(":")[0] not in night}
-
-
-def test_nights_run_all_parts_the_cheapest_first():
-  minutes = {name: row[1] for name, _, *row in ROWS}
-  found = names("nightly")
-  costs = [minutes[x.partition(":")[0]] for x in found]
+    names, steps = listed("gate", folder=elsewhere)
+    assert {STEPS[step][0] for step in steps} == {"gate", str(number % TURNS)}
+    seen.update(names)
+  names, steps = listed("nightly")
+  of_night = {
+    x for x, step in zip(names, steps, strict=True) if STEPS[step][0] == "night"
+  }
+  assert seen == set(names) - of_night
+  costs = [STEPS[step][2] for step in steps]
   assert costs == sorted(costs)
-  assert len(found) == len(set(found)) == sum(row[2] for row in ROWS)
+  assert len(names) == len(set(names)) == sum(parts for _, parts, *_ in STEPS.values())
   said = script("--list", "nightly", "slow:3")
   assert said == 'slow:3\t6\tmake test-slow ARGS="--slow 3/12"\n'
 
 
-def test_every_step_is_a_target_of_make():
-  makefile = (ROOT / "Makefile").read_text()
-  for name, *_, command in ROWS:
-    (target,) = re.findall(r"\bmake ([\w-]+)", command)
-    assert re.search(rf"^{target}:.*##", makefile, re.M), name
-
-
 def test_workflows_run_what_the_table_says():
   """They ask the script for the steps, and name none of them."""
-  targets = {re.search(r"make ([\w-]+)", row[4])[1] for row in ROWS}
-  for name, which in (("tests", "gate"), ("nightly", "nightly")):
+  targets = {target for *_, target in STEPS.values()}
+  for name, which, command in (
+    ("tests", "gate", "bash .ci/run gate"),
+    ("nightly", "nightly", "make nightly"),
+  ):
     jobs = yaml.safe_load((WORKFLOWS / f"{name}.yml").read_text())["jobs"]
-    runs = [
-      step["run"] for job in jobs.values() for step in job["steps"] if "run" in step
-    ]
-    (listed,) = (run for run in runs if "--list" in run)
-    assert f"bash .ci/run --list {which} " in listed
-    command = "make nightly" if which == "nightly" else "bash .ci/run gate"
-    step = jobs["step"]
-    assert (
-      step["strategy"]["matrix"]["step"] == "${{ fromJSON(needs.steps.outputs.steps) }}"
-    )
-    assert step["steps"][-1]["run"].startswith(command)
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    runs = [step["run"] for step in steps if "run" in step]
+    (lists,) = (run for run in runs if "--list" in run)
+    assert f"bash .ci/run --list {which} " in lists
+    matrix = jobs["step"]["strategy"]["matrix"]["step"]
+    assert matrix == "${{ fromJSON(needs.steps.outputs.steps) }}"
+    assert jobs["step"]["steps"][-1]["run"].startswith(command)
     used = set(re.findall(r"make ([\w-]+)", "\n".join(runs)))
     assert used & targets <= {"test"}, name  # elsewhere than in the table's step
-  makefile = (ROOT / "Makefile").read_text()
-  assert re.search(r"^nightly:.*\n\t@bash \.ci/run nightly \$\(ARGS\)$", makefile, re.M)
+  assert re.search(r"^nightly:.*\n\t@bash \.ci/run nightly \$\(ARGS\)$", MAKEFILE, re.M)
 
 
-STEPS = """
+SOME = """
 # name  where  parts  minutes  command
 late    gate   1      9        test -z "$ARGS" && echo "== 3 passed in 1s =="
 broken  gate   1      2        echo "ok: a run"; echo "FAILED tests/a.py::b"; exit 3
@@ -121,19 +113,15 @@ dreams  night  1      1        exit 1
 
 
 def test_every_step_runs_and_the_last_lines_say_how(elsewhere):
-  (elsewhere / ".ci" / "steps").write_text(STEPS)
+  (elsewhere / ".ci" / "steps").write_text(SOME)
   (elsewhere / ".ci" / "turn").write_text("8\n")
   said = script(folder=elsewhere, code=1)
   assert "part 1 of 2" in said and "typed" not in said
   last = re.sub(r"\d+ s", "0 s", said.partition("=== results\n")[2])
   assert last.splitlines() == [
-    "ok: reads:1, 0 s",
-    "[1/1] SURVIVED: this",
-    "FAILED: broken, 0 s",
-    "FAILED tests/a.py::b",
-    "ok: a run",
-    "ok: late, 0 s",
-    "== 3 passed in 1s ==",
+    *("ok: reads:1, 0 s", "[1/1] SURVIVED: this"),
+    *("FAILED: broken, 0 s", "FAILED tests/a.py::b", "ok: a run"),
+    *("ok: late, 0 s", "== 3 passed in 1s =="),
   ]
   assert "late" in script("gate", "late", folder=elsewhere)
   script("gate", "dreams", folder=elsewhere, code=2)

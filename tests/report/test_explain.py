@@ -45,10 +45,7 @@ def test_bytes_of_each_leaf_by_hand():
   )
   plain = 2 * 3 * (512 + 512 * 512) * 4 / 4
   assert explanation.ratio == explanation.bytes_sent / plain
-
-
-def test_rows_that_fill_up_shares_are_counted():
-  """65 rows among 4 workers are 4 shares of 17."""
+  # 65 rows among 4 workers are 4 shares of 17.
   params = {"w": jax.ShapeDtypeStruct((65 * 4096,), jnp.float32)}
   (leaf,) = explain(workers=4, params=params).leaves
   assert leaf.bytes_sent == 2 * 3 * 17 * ROW
@@ -214,8 +211,7 @@ def test_slots_that_were_used_are_found_behind_branches():
   assert {leaf.path: leaf.used for leaf in leaves} == {"['v']": 1, "['w']": 2}
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_a_map_it_explains_other_workers(check_vma):
+def test_inside_a_map_it_explains_other_workers():
   """The map's axis has the same name, and the mesh has other devices."""
   mesh = modes.mesh(2, AxisType.Explicit)
   found = []
@@ -224,13 +220,12 @@ def test_inside_a_map_it_explains_other_workers(check_vma):
     found.append(explain(workers=8))
     return x
 
-  mapped = jax.shard_map(
-    traced, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma
-  )
   with jax.set_mesh(mesh):
     found.append(explain(workers=8))
-    jax.make_jaxpr(mapped)(1.0)
-  assert found == [explain(workers=8)] * 2
+    for check_vma in (True, False):
+      specs = dict(in_specs=P(), out_specs=P(), check_vma=check_vma)
+      jax.make_jaxpr(jax.shard_map(traced, mesh=mesh, **specs))(1.0)
+  assert found == [explain(workers=8)] * 3
 
 
 def test_workers_that_are_no_groups():
@@ -250,11 +245,6 @@ def test_jit_inside_the_optimizer_keeps_no_trace():
     assert len(gradcomp.explain(jitted, grads, workers=4).leaves) == 1
     output, _ = jitted.update(grads, jitted.init(grads))
     assert (output["w"] != grads["w"]).any()
-
-
-def test_messages_are_numbered():
-  leaves = explain(workers=4, message_bytes=1000).leaves
-  assert [leaf.message for leaf in leaves] == [0, 1]
 
 
 def test_hierarchical_over_two_axes():
@@ -302,7 +292,9 @@ def test_nothing_runs_otherwise_while_it_is_asked():
   assert_same_bits(after, before)
 
 
-def test_table():
+def test_table_and_messages():
+  messages = explain(workers=4, message_bytes=1000).leaves
+  assert [leaf.message for leaf in messages] == [0, 1]
   lines = str(explain(workers=4)).splitlines()
   assert lines[0].split() == (
     "leaf shape codec bits exchange message sent /f32 /bf16".split()

@@ -40,26 +40,20 @@ def remembering(x):
   return jax.checkpoint(layer)(x)
 
 
+def of(name, codec=EIGHT, **options):
+  """A collective of gradcomp.parallel by its name."""
+  options = dict(axis_name="data", codec=codec, **options)
+  return lambda x: getattr(parallel, name)(x, **options)
+
+
 CASES = {
-  "all_gather": lambda x: parallel.all_gather(
-    x, axis_name="data", codec=EIGHT, backward=FOUR
-  ),
-  "equal": lambda x: parallel.all_gather(
-    x, axis_name="data", codec=EIGHT, own="coded", to="invarying"
-  ),
-  "psum_scatter": lambda x: parallel.psum_scatter(
-    x, axis_name="data", codec=FOUR, backward=None, axis=1
-  ),
-  "psum": lambda x: parallel.psum(
-    x.astype(jnp.bfloat16), axis_name="data", codec=EIGHT
-  ),
-  "sum_gradients": lambda x: parallel.sum_gradients(x, axis_name="data", codec=EIGHT),
-  "all_to_all": lambda x: parallel.all_to_all(
-    x, axis_name="data", split_axis=0, concat_axis=1, codec=FOUR
-  ),
-  "ppermute": lambda x: parallel.ppermute(
-    x, axis_name="data", perm=[(0, 1), (2, 3)], codec=EIGHT
-  ),
+  "all_gather": of("all_gather", backward=FOUR),
+  "equal": of("all_gather", own="coded", to="invarying"),
+  "psum_scatter": of("psum_scatter", FOUR, backward=None, axis=1),
+  "psum": lambda x: of("psum")(x.astype(jnp.bfloat16)),
+  "sum_gradients": of("sum_gradients"),
+  "all_to_all": of("all_to_all", FOUR, split_axis=0, concat_axis=1),
+  "ppermute": of("ppermute", perm=[(0, 1), (2, 3)]),
   "sub_batches": in_passes,
   "remembering": remembering,
   "lax": lambda x: (

@@ -1,5 +1,7 @@
 """Runs steps of sparse exchanges, and checks that none of them loses anything."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,10 @@ from tests.specs import sparse as sparse_spec
 from tests.support import modes
 
 N, DENSITY, SIZE = 4, 0.05, 630
+
+redsync = functools.partial(
+  gradcomp.redsync, axis_name="data", exchange="all_gather", min_leaf_size=64
+)
 
 
 def transformation(codec, exchange, momentum=None, nesterov=False, **options):

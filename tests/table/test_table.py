@@ -72,6 +72,18 @@ def test_the_wire_has_the_number_of_the_hashes():
   assert f"This is wire {WIRE}," in page.read_text()
 
 
+def test_each_law_speaks_of_some_row():
+  """A law that returned False everywhere would hold of nothing."""
+  rows = (
+    run.Row("qsgd-4-64", "all_gather", "error", "shard_map", 2),
+    run.Row("qsgd-4-64", "two_shot", "error", "shard_map", 3),
+    run.Row("blockfloat", "all_gather", "error", "vmap", 8),  # which has a hash
+  )
+  found = [run.run(row) for row in rows]
+  for law in laws.LAWS:
+    assert not all(law(each) is False for each in found), law.__name__
+
+
 @functools.cache
 def allowed():
   return cover.rows()

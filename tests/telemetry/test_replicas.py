@@ -35,15 +35,15 @@ def check(tree):
 
 def found(mode, parts):
   """What the workers of a mode find, each with its own tree."""
-  workers = len(parts)
   if mode in ("vmap", "pmap"):
     transform = jax.vmap if mode == "vmap" else jax.pmap
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
-    every = transform(check, axis_name="data")(stacked)
+    mapped = transform(check, axis_name="data")
+    every = (jax.jit(mapped) if mode == "vmap" else mapped)(stacked)
     assert_same_bits(every.words[0], every.words[-1])
     return jax.tree.map(lambda x: x[0], every)
-  explicit = mode in ("explicit", "outside_explicit")
-  mesh = modes.mesh(workers, AxisType.Explicit if explicit else AxisType.Auto)
+  kind = AxisType.Explicit if "explicit" in mode else AxisType.Auto
+  mesh = modes.mesh(len(parts), kind)
   copies = flips.copies(parts, mesh)
   if mode.startswith("outside"):
     return check(copies)
@@ -52,14 +52,8 @@ def found(mode, parts):
   if mode == "jit":
     with jax.set_mesh(mesh):
       return jax.jit(check)(copies)
-  mapped = jax.shard_map(
-    check,
-    mesh=mesh,
-    in_specs=P(),
-    out_specs=P(),
-    check_vma=mode == "shard_map",
-  )
-  return jax.jit(mapped)(copies)
+  options = dict(in_specs=P(), out_specs=P(), check_vma=mode == "shard_map")
+  return jax.jit(jax.shard_map(check, mesh=mesh, **options))(copies)
 
 
 MODES = ("shard_map", "vmap", "explicit", "jit", "outside")
@@ -87,19 +81,28 @@ def replicas(changes, workers=WORKERS):
   return gradcomp.telemetry.Replicas(jnp.stack(words), ("['b']", "['w']"))
 
 
-def test_several_leaves_and_workers_are_named():
-  both = replicas([(0, "b", 3), (3, "w", 0), (5, "w", 0)], 6)
-  assert both.differing() == {"['b']": [0], "['w']": [3, 5]}
-  with pytest.raises(RuntimeError, match=says("2 of 2", "worker 0", "workers 3, 5")):
-    both.require_equal()
+SEVERAL = [(0, "b", 3), (3, "w", 0), (5, "w", 0)]
 
 
-def test_a_tie_names_nobody():
-  assert replicas([(1, "w", 0)], 2).differing() == {"['w']": [0, 1]}
-  tie = replicas([(0, "w", 0), (1, "w", 1)])
-  assert tie.differing() == {"['w']": [0, 1, 2, 3]}
-  with pytest.raises(RuntimeError, match=says("['w']", "no more than half")):
-    tie.require_equal()
+@pytest.mark.parametrize(
+  ("workers", "changes", "differing", "words"),
+  [
+    (
+      6,
+      SEVERAL,
+      {"['b']": [0], "['w']": [3, 5]},
+      ["2 of 2", "workers 3, 5"],
+    ),
+    (2, [(1, "w", 0)], {"['w']": [0, 1]}, ["['w']", "no more than half"]),
+    (4, [(0, "w", 0), (1, "w", 1)], {"['w']": [0, 1, 2, 3]}, ["no more than half"]),
+  ],
+)
+def test_several_leaves_and_workers_are_named(workers, changes, differing, words):
+  """And a tie names nobody."""
+  found = replicas(changes, workers)
+  assert found.differing() == differing
+  with pytest.raises(RuntimeError, match=says(*words)):
+    found.require_equal()
 
 
 def loss_fn(params, batch):
@@ -126,13 +129,12 @@ def training(mesh, optimizer, spec, **options):
 
 def flipped(x, mesh, worker):
   """A parameter of which one worker's copy has another bit."""
-  parts = [np.asarray(shard.data) for shard in x.addressable_shards]
-  devices = [shard.device for shard in x.addressable_shards]
+  shards = x.addressable_shards
+  parts = [np.asarray(shard.data) for shard in shards]
+  devices = [shard.device for shard in shards]
   number = devices.index(mesh.devices.reshape(WORKERS, -1)[worker, 0])
   parts[number] = flips.flip(parts[number], 7)
-  parts = [
-    jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)
-  ]
+  parts = list(map(jax.device_put, parts, devices))
   return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
@@ -169,25 +171,17 @@ def test_a_training_sees_it_at_the_next_check(axes, kind, exchange):
   assert seen == [{}] * 6 + [{"['w']": [2]}]
 
 
-def test_the_other_results_of_a_step_stay_as_they_were():
+def test_a_check_changes_no_result_and_takes_at_most_a_copy_of_the_parameters():
   mesh = modes.mesh(WORKERS)
   batch = jnp.ones((WORKERS, 64))
-  results = []
+  results, memory = [], []
   for options in ({}, {"compare_every": 1}):
-    step, params, state = training(mesh, QSGD, P(), **options)
-    *result, metrics = step(params, state, batch)
+    step, *given = training(mesh, QSGD, P(), **options)
+    memory.append(step.lower(*given, batch).compile().memory_analysis())
+    *result, metrics = step(*given, batch)
     results.append((*result, metrics["loss"]))
   assert_same_bits(*results)
-
-
-def test_a_check_takes_at_most_a_copy_of_the_parameters():
-  mesh = modes.mesh(WORKERS)
-  found = []
-  for options in ({}, {"compare_every": 5}):
-    step, params, state = training(mesh, QSGD, P(), **options)
-    program = step.lower(params, state, jnp.ones((WORKERS, 64))).compile()
-    found.append(program.memory_analysis())
-  plain, checked = found
+  plain, checked = memory
   assert checked.alias_size_in_bytes == plain.alias_size_in_bytes
   # Fingerprints of two leaves and four workers; the parameters have 8,320 bytes. XLA of
   # JAX 0.12 copies these, because the branch reads what the step writes over.
@@ -196,25 +190,27 @@ def test_a_check_takes_at_most_a_copy_of_the_parameters():
 
 
 def test_what_cannot_be_compared():
-  with pytest.raises(ValueError, match=says("`axis_name`", "'data'", "()")):
-    check({"w": jnp.ones(3)})
   mesh = modes.mesh(WORKERS)
   cut = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
-  with pytest.raises(ValueError, match=says("`tree`['w']", "whole along 'data'")):
-    check({"w": cut})
-  options = dict(axis_name="data", mesh=mesh)
+  for tree, words in (
+    (jnp.ones(3), ["`axis_name`", "'data'", "()"]),
+    (cut, ["`tree`['w']", "whole along 'data'"]),
+  ):
+    with pytest.raises(ValueError, match=says(*words)):
+      check({"w": tree})
+
+  def make(optimizer, every, axis_name="data"):
+    options = gradcomp.TrainOptions(compare_every=every)
+    mesh_ = mesh if axis_name else None
+    given = dict(axis_name=axis_name, mesh=mesh_, options=options)
+    return gradcomp.make_train_step(loss_fn, optimizer, **given)
+
   for bad in (0, True, 1.5):
     with pytest.raises(ValueError, match=says("`compare_every`", "1 or more")):
-      gradcomp.make_train_step(
-        loss_fn, QSGD, **options, options=gradcomp.TrainOptions(compare_every=bad)
-      )
+      make(QSGD, bad)
   with pytest.raises(ValueError, match=says("`compare_every`", "axis_name=None")):
-    gradcomp.make_train_step(
-      loss_fn, QSGD, axis_name=None, options=gradcomp.TrainOptions(compare_every=2)
-    )
+    make(QSGD, 2, axis_name=None)
   _, params, _ = training(mesh, QSGD, P(), compare_every=2)
+  plain = optax.sgd(0.1)
   with pytest.raises(ValueError, match=says("`optimizer`", "compare_every=2")):
-    bare = gradcomp.make_train_step(
-      loss_fn, optax.sgd(0.1), **options, options=gradcomp.TrainOptions(compare_every=2)
-    )
-    bare(params, optax.sgd(0.1).init(params), jnp.ones((WORKERS, 64)))
+    make(plain, 2)(params, plain.init(params), jnp.ones((WORKERS, 64)))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from tests.plugins.slow_cases import slow
 from tests.support import modes
-from tests.support.assertions import assert_same_bits, says
+from tests.support.assertions import assert_same_bits
 from tests.support.option_fields import with_options
 
 WORKERS = 4
@@ -286,60 +286,6 @@ def test_a_scaled_loss_gives_the_same_step():
   expected, plain = run(loss_fn, exchange)
   assert_same_bits(ours, expected)
   assert_same_bits(metrics["aux"], plain["loss"])
-
-
-@pytest.mark.parametrize(
-  "options, state, error, parts",
-  [
-    ({"accumulate": 3}, None, ValueError, ("`accumulate`", "3", "(8, 16)")),
-    ({"accumulate": 0}, None, ValueError, ("`accumulate`", "1 or more", "got 0")),
-    ({"report": 1}, None, ValueError, ("`report`", "bool", "1")),
-    ({"model_state": "sum"}, {}, ValueError, ("`model_state`", "'local'", "'sum'")),
-    (
-      {"model_state": "mean"},
-      {"count": np.zeros(2, np.int32)},
-      TypeError,
-      ("`model_state`['count']", "float", "int32", "argument"),
-    ),
-    (
-      {"model_state": "local"},
-      {"mean": np.zeros(16, np.float32)},
-      ValueError,
-      ("`model_state`['mean']", "first axis of 4", "(16,)", "broadcast_to"),
-    ),
-  ],
-  ids=["parts", "none", "flag", "kind", "integers", "stack"],
-)
-def test_bad_options(options, state, error, parts):
-  args = () if state is None else (state,)
-  loss = loss_fn if state is None else centered
-  with pytest.raises(error, match=says(*parts)):
-    run(loss, dense, *args, **options)
-
-
-@pytest.mark.parametrize(
-  "returned, options, form",
-  [
-    ("loss, aux", {}, "loss"),
-    ("loss", {"has_aux": True}, "(loss, aux)"),
-    ("loss", {"model_state": "mean"}, "(loss, model_state)"),
-    (
-      "loss, aux",
-      {"model_state": "mean", "has_aux": True},
-      "(loss, (model_state, aux))",
-    ),
-  ],
-)
-def test_a_loss_that_returns_something_else(returned, options, form):
-  def loss(params, *rest):
-    value = loss_fn(params, rest[-1])
-    return value if returned == "loss" else (value, {"value": value, "step": 1.0})
-
-  args = ({},) if "model_state" in options else ()
-  has_aux = f"has_aux={options.get('has_aux', False)}"
-  parts = ("`loss_fn`", f"return {form} with {has_aux}", "model_state=", "got")
-  with pytest.raises(TypeError, match=says(*parts)):
-    run(loss, dense, *args, **options)
 
 
 @pytest.mark.parametrize("model_state", [None, "mean"])

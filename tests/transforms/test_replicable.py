@@ -8,32 +8,32 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD
 from tests.plugins.slow_cases import slow
 from tests.support import modes
-from tests.support.assertions import assert_same_bits, says
+from tests.support.assertions import assert_same_bits
 
 WORKERS = 4
 OVER = {"axis_name": "data"}
 PARAMS = {"b": np.ones(64, np.float32), "w": np.ones((96, 64), np.float32)}
+replicable, init_state = gradcomp.wrappers.replicable, gradcomp.init_state
 
-rows_of = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * WORKERS), tree)
-replicate = rows_of  # what flax.jax_utils.replicate does, but for devices
-
+# What flax.jax_utils.replicate does, but for devices.
+copies = lambda tree, n=WORKERS: jax.tree.map(lambda x: jnp.stack([x] * n), tree)
 zero = lambda inner: gradcomp.parallel.zero(
   inner, grads=QSGD(bits=4), params=QSGD(bits=8), **OVER
 )
 sent = lambda exchange, **options: gradcomp.qsgd(
   bits=4, exchange=exchange, **{"feedback": "error"} | options, **OVER
 )
+INT8 = gradcomp.ErrorFeedback(residual_dtype="int8")
 ALIKE = {
   "two_shot": lambda: sent("two_shot"),
   "no feedback": lambda: sent("two_shot", feedback=None),
   "momentum": lambda: sent("two_shot", feedback="momentum"),
-  "int8": lambda: sent("ring", feedback=gradcomp.ErrorFeedback(residual_dtype="int8")),
+  "int8": lambda: sent("ring", feedback=INT8),
   "groups": lambda: sent(gradcomp.exchange.Hierarchical(group_size=2)),
   "levels": lambda: sent("two_shot", levels="nonuniform"),
   "1-bit": lambda: gradcomp.onebit_sgd(**OVER),
@@ -46,30 +46,26 @@ ALIKE = {
   ),
 }
 # The first state of schedule_free has the parameters, of which a worker owns some.
-APART = {"rows": lambda: zero(optax.contrib.schedule_free(optax.sgd(0.1), 0.1))}
-
-
-def chained(name):
-  return optax.chain((ALIKE | APART)[name](), optax.scale(1.0))
+ROWS = lambda: zero(optax.contrib.schedule_free(optax.sgd(0.1), 0.1))
 
 
 def inside(tx):
   """The states of an init in the map, and those of an init for each worker."""
-  return jax.pmap(tx.init, axis_name="data")(rows_of(PARAMS))
+  return jax.pmap(tx.init, axis_name="data")(copies(PARAMS))
 
 
-@pytest.mark.parametrize("name", ["two_shot", *slow(*list(ALIKE)[1:])])
-def test_a_copied_state_has_the_bits_of_an_init_in_the_map(name):
-  tx = chained(name)
-  outside = gradcomp.wrappers.replicable(tx, workers=WORKERS, **OVER)
-  assert_same_bits(replicate(outside.init(PARAMS)), inside(tx))
-
-
-@pytest.mark.parametrize("name", ["rows", *slow(*ALIKE)])
-def test_stacked_states_have_the_bits_of_an_init_in_the_map(name):
-  tx = chained(name)
-  stacked = gradcomp.init_state(tx, PARAMS, replicate=WORKERS, **OVER)
-  assert_same_bits(stacked, inside(tx))
+@pytest.mark.parametrize("name", ["two_shot", "rows", *slow(*list(ALIKE)[1:])])
+def test_a_state_from_outside_has_the_bits_of_an_init_in_the_map(name):
+  """Stacked, or copied to the workers, but where it differs between them."""
+  tx = optax.chain((ALIKE | {"rows": ROWS})[name](), optax.scale(1.0))
+  expected = inside(tx)
+  assert_same_bits(init_state(tx, PARAMS, replicate=WORKERS, **OVER), expected)
+  outside = replicable(tx, workers=WORKERS, **OVER)
+  if name != "rows":
+    assert_same_bits(copies(outside.init(PARAMS)), expected)
+    return
+  with pytest.raises(ValueError, match=r"init_state\(optimizer, params.*replicate=4"):
+    outside.init(PARAMS)
 
 
 @pytest.mark.bits
@@ -82,7 +78,7 @@ def test_the_cure_in_the_error_trains_with_the_bits_of_an_init_in_the_map():
   grads = jax.tree.map(lambda x: x.astype(np.float32), drawn)
   step = jax.pmap(optimizer.update, axis_name="data")
   with pytest.raises(ValueError, match=r"copies one state") as found:
-    step(grads[0], replicate(optimizer.init(PARAMS)))
+    step(grads[0], copies(optimizer.init(PARAMS)))
   (cure,) = re.findall(r"gradcomp\.wrappers\.replicable\(.*?\)", str(found.value))
 
   def trained(state):
@@ -92,23 +88,22 @@ def test_the_cure_in_the_error_trains_with_the_bits_of_an_init_in_the_map():
 
   outside = eval(cure, {"gradcomp": gradcomp, "optimizer": optimizer})
   expected = trained(inside(optimizer))
-  assert_same_bits(trained(replicate(outside.init(PARAMS))), expected)
+  assert_same_bits(trained(copies(outside.init(PARAMS))), expected)
   assert np.any(expected[1][0].server_residual[("data",)][0])
 
 
 def test_inside_of_a_map_the_workers_are_counted():
   """Not those of the program outside; a mesh that is set is no map."""
   tx = ALIKE["two_shot"]()
-  outside = gradcomp.wrappers.replicable(tx, workers=WORKERS, **OVER)
-  given = jax.tree.map(lambda x: np.stack([x] * 2), PARAMS)
+  outside = replicable(tx, workers=WORKERS, **OVER)
+  given = jax.eval_shape(lambda: copies(PARAMS, 2))
   of = lambda tx: jax.eval_shape(jax.vmap(tx.init, axis_name="data"), given)
   assert of(outside) == of(tx)
   alone = jax.eval_shape(outside.init, PARAMS)
   with jax.set_mesh(modes.mesh(2)):
     assert jax.eval_shape(outside.init, PARAMS) == alone
-  assert str(gradcomp.explain(outside, PARAMS, workers=2)) == str(
-    gradcomp.explain(tx, PARAMS, workers=2)
-  )
+  both = [str(gradcomp.explain(x, PARAMS, workers=2)) for x in (outside, tx)]
+  assert both[0] == both[1]
 
 
 @pytest.mark.slow
@@ -116,33 +111,8 @@ def test_states_for_two_axes_are_stacked_by_both():
   axes = {"axis_name": ("host", "chip")}
   tx = gradcomp.qsgd(bits=4, exchange="hierarchical", feedback="error", **axes)
   init = jax.vmap(jax.vmap(tx.init, axis_name="chip"), axis_name="host")
-  expected = init(jax.tree.map(lambda x: np.broadcast_to(x, (2, 3, *x.shape)), PARAMS))
-  stacked = gradcomp.init_state(tx, PARAMS, replicate=(2, 3), **axes)
-  assert_same_bits(stacked, expected)
-  one = gradcomp.wrappers.replicable(tx, workers=(2, 3), **axes).init(PARAMS)
-  copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, 3, *x.shape)), one)
-  assert_same_bits(copies, expected)
-
-
-def test_copies_of_a_state_that_differs_between_workers_are_refused():
-  tx = gradcomp.wrappers.replicable(APART["rows"](), workers=WORKERS, **OVER)
-  with pytest.raises(ValueError, match=r"init_state\(optimizer, params.*replicate=4"):
-    tx.init(PARAMS)
-
-
-def test_numbers_of_workers_that_are_none_are_named():
-  tx = ALIKE["two_shot"]()
-  wrap, stack = gradcomp.wrappers.replicable, gradcomp.init_state
-  for bad in (0, 2.0, True, (2, 2), None):
-    with pytest.raises(ValueError, match=says("`workers` must be", repr(bad))):
-      wrap(tx, workers=bad, **OVER)
-  with pytest.raises(ValueError, match=says("`workers`", "('a', 'b')", "got 4")):
-    wrap(tx, workers=4, axis_name=("a", "b"))
-  with pytest.raises(ValueError, match=says("`replicate` must be", "got 0")):
-    stack(tx, PARAMS, replicate=0, **OVER)
-  with pytest.raises(
-    ValueError, match=says("`param_specs` must be None", "replicate=N")
-  ):
-    stack(tx, PARAMS, replicate=4, param_specs={"b": P(), "w": P()}, **OVER)
-  with pytest.raises(ValueError, match=says("`mesh` must be", "jax.set_mesh(mesh)")):
-    stack(tx, PARAMS, **OVER)
+  each = lambda tree: copies(copies(tree, 3), 2)
+  expected = init(each(PARAMS))
+  assert_same_bits(init_state(tx, PARAMS, replicate=(2, 3), **axes), expected)
+  one = replicable(tx, workers=(2, 3), **axes).init(PARAMS)
+  assert_same_bits(each(one), expected)

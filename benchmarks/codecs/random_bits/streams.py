@@ -3,7 +3,7 @@
 Rounding draws Threefry-2x32 with 13 rounds. A block of the cipher is two words a and b,
 which serve eight lanes of 16 bits: the halves of a, of b, of a ^ b, and of a ^ rotl(b,
 16). Any two lanes of a block are independent where a and b are uniform
-(tests/kernels/test_random_bits.py proves it), but some sets of three are not. So a
+(tests/kernels/test_dithers.py proves it), but some sets of three are not. So a
 stream has one lane, two lanes, or the four halves of a and b. It has them in the order
 in which an encoder of buckets of 512 draws them.
 """

@@ -5,7 +5,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import gradcomp
 from gradcomp import cost
@@ -32,10 +31,6 @@ def seconds(workers, exchange="two_shot", speed=SPEED, link=LINK, add=0.0, **opt
   explanation = explain(workers, exchange, **options)
   cluster = Cluster(workers=size, link=link, add=add)
   return cost.exchange_seconds(explanation, cluster, speed)
-
-
-def approx(*values):
-  return pytest.approx(values)
 
 
 def codec(breakdown):

@@ -157,7 +157,7 @@ def train(tx, steps=STEPS, place=lambda params: params):
     return optax.apply_updates(params, updates), state
 
   step = jax.jit(jax.vmap(step, axis_name="data"))
-  params = jax.tree.map(lambda x: jnp.stack([x] * N), place(first_params()))
+  params = jax.tree.map(lambda x: np.stack([x] * N), place(first_params()))
   state = jax.jit(jax.vmap(tx.init, axis_name="data"))(params)
   for _ in range(steps):
     params, state = step(params, state, targets())
@@ -167,14 +167,14 @@ def train(tx, steps=STEPS, place=lambda params: params):
 def plain(tx, steps=STEPS, place=lambda params: params):
   """The same with the mean of all gradients, by optax alone."""
   params = place(first_params())
-  goal = jax.tree.map(lambda x: x.mean(axis=0), targets())
+  goal = jax.tree.map(lambda x: np.mean(x, axis=0), targets())
 
   @jax.jit
   def step(params, state):
     updates, state = tx.update(optax.tree.sub(fast(params), goal), state, params)
     return optax.apply_updates(params, updates), state
 
-  state = tx.init(params)
+  state = jax.jit(tx.init)(params)
   for _ in range(steps):
     params, state = step(params, state)
   return fast(params)
@@ -183,28 +183,28 @@ def plain(tx, steps=STEPS, place=lambda params: params):
 def rounds(inner, outer=None, every=2):
   """Local steps of N workers as one transformation of optax, without this library.
 
-  It takes the gradients of all workers, ``[N, ...]``, and is not to be compiled.
+  It takes the gradients of all workers, ``[N, ...]``.
   """
   outer = optax.sgd(1.0) if outer is None else outer
   stacked = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * N), tree)
-  alone = jax.jit(jax.vmap(inner.update))
 
   def init(params):
     own = stacked(params)
-    return 0, optax.tree.zeros_like(own), jax.vmap(inner.init)(own), outer.init(params)
+    moved = optax.tree.zeros_like(own)
+    return jnp.int32(0), moved, jax.vmap(inner.init)(own), outer.init(params)
 
   def update(grads, state, params):
     count, moved, inner_state, outer_state = state
     own = optax.tree.add(stacked(params), moved)
-    steps, inner_state = alone(grads, inner_state, own)
+    steps, inner_state = jax.vmap(inner.update)(grads, inner_state, own)
     moved = optax.tree.add(moved, steps)
-    if (count + 1) % every:
-      updates = optax.tree.zeros_like(params)
-    else:
-      change = jax.tree.map(lambda x: -x.mean(axis=0), moved)
-      updates, outer_state = outer.update(change, outer_state, params)
-      moved = optax.tree.zeros_like(moved)
-    return updates, (count + 1, moved, inner_state, outer_state)
+    change = jax.tree.map(lambda x: -x.mean(axis=0), moved)
+    updates, then = outer.update(change, outer_state, params)
+    ends = (count + 1) % every == 0
+    at_end = lambda x, y: jax.tree.map(lambda x, y: jnp.where(ends, x, y), x, y)
+    updates = at_end(updates, optax.tree.zeros_like(params))
+    moved = at_end(optax.tree.zeros_like(moved), moved)
+    return updates, (count + 1, moved, inner_state, at_end(then, outer_state))
 
   return optax.GradientTransformation(init, update)
 
@@ -218,12 +218,17 @@ def by_hand(tx, displacement, steps=4, place=lambda params: params):
     steps: how many.
     place: makes of parameters what the optimizer takes.
   """
-  params = place(first_params())
-  state = tx.init(params)
-  for _ in range(steps):
+
+  @jax.jit
+  def step(params, state):
     own = jax.tree.map(jnp.add, fast(params), displacement(state))
     updates, state = tx.update(optax.tree.sub(own, targets()), state, params)
-    params = optax.apply_updates(params, updates)
+    return optax.apply_updates(params, updates), state
+
+  params = place(first_params())
+  state = jax.jit(tx.init)(params)
+  for _ in range(steps):
+    params, state = step(params, state)
   return fast(params)
 
 

@@ -4,11 +4,13 @@ They are in float64, and know one array of parameters a worker: ``[N, n]``.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from tests.support import modes
 from tests.support.cases.zero import gradients
 
 N = 4
@@ -25,6 +27,14 @@ def local(inner, outer, codec, every=3, **options):
   )
 
 
+def placed(tx, params):
+  """Parameters and state on a mesh of N devices."""
+  mesh = modes.mesh(N)
+  params = jax.device_put(params, NamedSharding(mesh, P()))
+  with jax.set_mesh(mesh):
+    return params, jax.jit(tx.init)(params), mesh
+
+
 def decaying(residual_decay):
   """Error feedback that forgets a part, as SparseLoCo's."""
   return gradcomp.ErrorFeedback(residual_decay=residual_decay)
@@ -38,7 +48,7 @@ def flat(params):
 
 def dyadic(steps):
   """Gradients whose sums are exact in any order: multiples of 2**-10 below 8."""
-  cut = lambda x: jnp.round(x * 1024) / 1024
+  cut = lambda x: np.round(np.asarray(x) * 1024) / 1024
   return [jax.tree.map(cut, given) for given in gradients(steps, LEAVES)]
 
 

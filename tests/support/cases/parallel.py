@@ -18,7 +18,6 @@ from gradcomp.codecs import (
 from tests.specs import block_float, dense, dithers, eight_bit, natural, qsgd, ternary
 from tests.specs import floats as oracle_floats
 from tests.specs.float_cast import Cast, aps_byte
-from tests.support import modes
 
 KEY = (0, 7)  # of jax.random.key(7, impl="threefry2x32")
 
@@ -35,19 +34,22 @@ def mapped(mode, function, workers):
   if mode == "vmap":
     return jax.jit(jax.vmap(function, axis_name="data"))
 
+  axes = {"data": workers}
+  return mapped_over(axes, function, check_vma=mode == "shard_map")
+
+
+def mapped_over(axes, function, *, check_vma=True):
+  """The same over axes of a mesh of the first devices, by their names and sizes."""
+  sizes, every = tuple(axes.values()), P(tuple(axes))
+  devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+
   def local(*arrays):
     result = function(*jax.tree.map(lambda x: x[0], arrays))
     return jax.tree.map(lambda x: x[None], result)
 
-  return jax.jit(
-    jax.shard_map(
-      local,
-      mesh=modes.mesh(workers),
-      in_specs=P("data"),
-      out_specs=P("data"),
-      check_vma=mode == "shard_map",
-    )
-  )
+  mesh = jax.sharding.Mesh(devices, tuple(axes))
+  specs = dict(in_specs=every, out_specs=every, check_vma=check_vma)
+  return jax.jit(jax.shard_map(local, mesh=mesh, **specs))
 
 
 def numbers(*shape, seed=0):

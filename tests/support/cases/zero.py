@@ -71,7 +71,7 @@ def _mapped(check_vma, tx, params, given):
   mesh = modes.mesh(N)
   params = jax.device_put(params, NamedSharding(mesh, P()))
   with jax.set_mesh(mesh):
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
   specs = gradcomp.state_specs(state, axis_name="data")
   # Unchecked, each worker's own copy comes back.
   out = P() if check_vma else P("data")
@@ -105,7 +105,7 @@ def _on_mesh(kind, tx, params, given):
   mesh = modes.mesh(N, kind)
   params = jax.device_put(params, NamedSharding(mesh, P()))
   with jax.set_mesh(mesh):
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
   specs = gradcomp.state_specs(state, axis_name="data")
 
   @jax.jit
@@ -170,7 +170,7 @@ def sharded(tx, params, kind=AxisType.Auto):
   mesh = modes.mesh(N, kind)
   params = jax.device_put(params, NamedSharding(mesh, P()))
   with jax.set_mesh(mesh):
-    return params, tx.init(params), mesh
+    return params, jax.jit(tx.init)(params), mesh
 
 
 def loss_fn(params, batch):
@@ -180,4 +180,4 @@ def loss_fn(params, batch):
 def wire(tx, params):
   params, state, mesh = sharded(tx, params)
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
-  return gradcomp.wire_report(step.lower(params, state, jnp.ones(N)))
+  return gradcomp.wire_report(step.lower(params, state, np.ones(N, np.float32)))

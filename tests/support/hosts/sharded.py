@@ -14,7 +14,7 @@ import gradcomp
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, EightBit
 from tests.support import flips, modes
-from tests.support.cases import auto
+from tests.support.cases import steps
 
 
 def gradients(hosts, step):
@@ -128,8 +128,11 @@ def gathered(hosts):
 
 def plain(hosts):
   """Parameters and state after three steps in plain jit under Auto axes."""
-  tx = auto.kept4
-  (params, _), state = auto.trained(auto.step_of(tx), tx, modes.mesh(hosts))
+  mesh, tx = modes.mesh(hosts), steps.kept4
+  params, state = steps.begun(tx, mesh)
+  step = jax.jit(steps.step_of(tx))
+  for seed in (1, 2, 3):
+    params, state, _ = step(params, state, steps.targets_of(mesh, seed))
   return params, state
 
 

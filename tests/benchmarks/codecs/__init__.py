@@ -1,1 +1,0 @@
-"""Tests of the programs in benchmarks/training."""

@@ -1,1 +1,0 @@
-"""Tests of what judges the claims of the papers."""

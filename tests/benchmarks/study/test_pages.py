@@ -1,0 +1,194 @@
+"""The pages say what the committed records of the study say."""
+
+import json
+import re
+from collections import Counter
+
+import jax
+import matplotlib.text
+import pytest
+from PIL import Image
+
+import gradcomp
+from benchmarks.links import methods as links_methods
+from benchmarks.links import results
+from benchmarks.models import package_accuracy
+from benchmarks.pages import records as page_records
+from benchmarks.pages import study as study_pages
+from benchmarks.study import findings, methods, runner
+from benchmarks.study import records as study_records
+from benchmarks.study.analysis import Spread
+from benchmarks.study.figures import claims
+from benchmarks.study.figures.style import slug
+from benchmarks.study.judges.verdicts import APART, Limit, bar
+from benchmarks.study.options import launches
+from benchmarks.study.tasks import TEXTS, Source
+from gradcomp.cost import CANDIDATES
+from tests.benchmarks.study.records import SETTING
+from tests.support import pages
+
+RESULTS = pages.ROOT / "benchmarks" / "results"
+README = pages.ROOT / "README.md"
+# What the front page calls a codec, its name here, and how the claim about it begins.
+FRONT = {
+  "QSGD, 8 bits": ("qsgd-8", "QSGD with 8 bits in"),
+  "QSGD, 4 bits": ("qsgd-4", "QSGD with 4 bits in buckets of 512"),
+  "QSGD, 2 bits, buckets of 128": ("qsgd-2", "QSGD with 2 bits in"),
+  "1-bit SGD, buckets of 64": ("onebit-64", "1-bit SGD in buckets of 64 ends"),
+  "TernGrad": ("terngrad", "TernGrad ends less than 2"),
+  "8 bits, dynamic tree": ("dynamic-tree", "Dettmers' four types of 8 bits end"),
+  "APS (5, 2), ring": ("aps-5-2", "APS with 8 bits ends less than 0.05"),
+  "RedSync, 1 %, a tenth of the steps dense": ("redsync-1", "RedSync with 1 % ends"),
+}
+# Rows of link_speed.json with other names, or none.
+STEPS = {"aps-5-2": "aps-8 ring", "redsync-1": "redsync-1% all_gather", "qsgd-2": ""}
+
+
+@pytest.fixture(scope="module")
+def study():
+  return study_pages.study()
+
+
+@pytest.fixture(scope="module")
+def judged():
+  return study_pages.judged()
+
+
+def test_the_launches_make_the_records_and_no_others(monkeypatch):
+  """With the names and sizes of their data, and none of the data."""
+
+  def source(args, network):
+    name, epoch = f"{args.dataset}/{args.pixels}", 60_000
+    if network in TEXTS:
+      name, epoch = args.text, 172_221
+    return Source(name, None, (), (), epoch, None, network in TEXTS)
+
+  monkeypatch.setattr(runner, "_source", source)
+  made = Counter(
+    job.setting for launch in launches("papers") for job in runner.jobs(launch)
+  )
+  records = study_records.read(study_pages.RECORDS)
+  kept = {x.setting for x in records if x.setting.way == "emulated"}
+  assert set(made) == kept
+  assert max(made.values()) == 1  # no run is in two launches
+
+
+def test_plan_has_the_points_of_the_records(study):
+  """Of trainings that saw their data: RedSync with ASQ was never trained on images."""
+  found = package_accuracy.accuracies(study)
+  assert found == {x.name: x.points for x in CANDIDATES}
+  assert found["1-bit"] < -4 and found["top 0.1 % ASQ"] is None
+  kept = (pages.ROOT / "gradcomp/_src/cost/planner/accuracy.json").read_text()
+  assert json.loads(kept) == found
+
+
+def test_the_pages_have_each_table(study, judged):
+  """Each behind its heading, on one page, and the line that counts the findings."""
+  every = list(study_pages.tables(study, judged))
+  counted = study_pages.count(judged)
+  texts = [page.read_text() for page in study_pages.pages()]
+  for text in texts:
+    assert study_pages.written(text, every, counted) == text
+  lines = [line for text in texts for line in text.splitlines()]
+  for line in (*(heading for heading, _ in every), counted):
+    assert lines.count(line) == 1, line
+  names = Counter(x.name for x in (*study.groups, *study.cells))
+  assert max(names.values()) == 1  # names are headings, and those of pictures
+
+
+def test_the_site_has_a_table_behind_each_mark():
+  """Each once, and with a number; those of the study among them."""
+  tables = page_records.TABLES | study_pages.TABLES
+  made = {name: make() for name, make in tables.items()}
+  text = "\n".join(x.read_text() for x in page_records.FOLDER.rglob("*.md"))
+  names = [name for name, _ in page_records.MARK.findall(text)]
+  assert sorted(names) == sorted(made)
+  shown = page_records.filled(text, {x: lambda x=x: made[x] for x in made})
+  for name, lines in made.items():
+    assert f"<!-- records: {name} -->\n\n{lines}\n" in shown
+    assert re.search(r"^\| --- .*\n\|.*\d", lines, re.M), name
+
+
+def test_the_pages_and_pictures_of_claims_are_those_that_the_records_make(judged):
+  """Each claim is on one page, and each with numbers has a picture of them.
+
+  A picture says so by its digest: fonts, and so pixels, differ between machines.
+  """
+  made = study_pages.claims_pages(judged)
+  assert {x.stem for x in study_pages.PAGES.glob("*.md")} == made.keys()
+  for name, text in made.items():
+    assert (study_pages.PAGES / f"{name}.md").read_text() == text
+  lines = "\n".join(made.values()).splitlines()
+  headings = [x.removeprefix("## ") for x in lines if x.startswith("## ")]
+  assert sorted(headings) == sorted(x.claim.removesuffix(".") for x, _ in judged)
+  expected = {slug(x.claim): claims.digest(y.drawn) for x, y in judged if y.drawn}
+  found = {
+    x.stem: Image.open(x).text[claims.SHOWS] for x in study_pages.DRAWN.iterdir()
+  }
+  assert found == expected
+  count = f"[{len(findings.FINDINGS)} findings](docs/results/findings.md"
+  assert count in README.read_text()
+  for finding, verdict in judged:
+    assert len({x.limit.unit for _, x in verdict.drawn}) < 2, finding.claim
+
+
+def test_what_does_not_count_does_not_widen_the_axis():
+  """A net that fails does not hide the others: its number stands beside an arrow."""
+  row = lambda mean, half, word: (
+    word,
+    bar("a net", Spread(mean, half, 5), Limit(-0.2, above=True)),
+  )
+  near = row(-0.05, 0.1, "holds")
+  for other, said in (
+    (row(-78.53, 0.6, "does not"), "-78.5"),
+    (row(-0.5, 12.0, APART), "-0.5"),
+  ):
+    (axes,) = claims.draw((near, other)).axes
+    low, high = axes.get_xlim()
+    assert -5 < low < -0.2 < 0.05 < high < 1
+    assert said in [x.get_text() for x in axes.findobj(matplotlib.text.Text)]
+
+
+def front(label):
+  """The cells of a row of the front page, behind its label."""
+  (row,) = re.findall(rf"^\| {re.escape(label)} \|.*", README.read_text(), re.M)
+  return [x.strip() for x in row.strip("|").split("|")][1:]
+
+
+def explained(tx):
+  """What is sent of the picture's gradient."""
+  like = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
+  return gradcomp.explain(tx, like, workers=4)
+
+
+@pytest.mark.parametrize("label", FRONT)
+def test_the_front_page_has_the_measured_numbers(study, judged, label):
+  """Bytes and times are of the setting of the accuracy, with its dense steps."""
+  codec, claim = FRONT[label]
+  step = STEPS.get(codec, f"{codec} two_shot")
+  *_, points, verdict, sent, times = front(label)
+  (found,) = (x for finding, x in judged if finding.claim.startswith(claim))
+  assert verdict.startswith(found.verdict)
+  (lenet,) = (x for x in study.groups if x.name == study_pages.HEADLINE)
+  assert points == str(lenet.difference(codec))
+  start = methods.METHODS[codec].start
+  setting = SETTING._replace(codec=codec, momentum=0.9)
+  explanation = explained(methods.make(setting, steady=True)[0])
+  ratio = start + (1 - start) * explanation.ratio
+  assert float(sent) == pytest.approx(ratio, abs=0.0011)
+  if not step:
+    assert times.startswith("not timed")
+    return
+  name, _, way = step.rpartition(" ")
+  case = links_methods.CASES[name]
+  options = dict(axis_name="data", exchange=way, feedback=case.feedback)
+  (leaf,), (timed,) = (
+    x.leaves for x in (explanation, explained(gradcomp.compress(case.codec, **options)))
+  )
+  assert (leaf.codec, leaf.exchange) == (timed.codec, timed.exchange)
+  runs = json.loads((RESULTS / "links" / "link_speed.json").read_text())["runs"]
+  steps = results.find(runs, hosts=4, rate="1gbit", leaves=1)["steps"]
+  found, plain = steps[step], steps["plain f32 mean"]
+  measured = found["bytes_wire_report"] / plain["bytes_wire_report"]
+  assert sent == f"{start + (1 - start) * measured:.3f}"
+  assert times == f"{1 / (start + (1 - start) / results.speed_up(found)):.1f}"

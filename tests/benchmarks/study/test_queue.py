@@ -1,0 +1,224 @@
+"""The queue trains what no record has, gives way, and leaves nothing behind."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from benchmarks.common import locks, quiet
+from benchmarks.study import records
+from benchmarks.study.queue import child, supervisor
+from benchmarks.study.queue import start as queue_start
+from benchmarks.study.queue import status as queue_status
+from tests.benchmarks.study.records import SETTING, TIMED
+from tests.support.pages import ROOT
+
+
+class Item:
+  def __init__(self, codec, seed=0, setting=SETTING, launch="lenets"):
+    self.setting = setting._replace(codec=codec, seed=seed)
+    self.launch, self.cpu = launch, 3600.0
+    self.digest = self.title = f"{codec}-{seed}"
+
+
+class Training:
+  """In place of a process: its codec says how it goes."""
+
+  def __init__(self, folders, command, state, log, core):
+    (self.item,), self.core, self.did = command, core, []
+    self.codec, self.folders = self.item.setting.codec, folders
+    (state / "saved-1").mkdir(parents=True)
+
+  def ended(self):
+    path = self.folders.records / f"{self.item.launch}.jsonl"
+    if self.codec == "good":
+      records.append(path, self.item.setting, {"points": []})
+    return {"good": 0, "silent": 0, "failing": 1}.get(self.codec)
+
+  def heartbeat(self):
+    return child.Heartbeat(estimate=0.001 if self.codec == "slow" else None)
+
+  def cpu(self):
+    return 2e3 if self.codec in ("slow", "busy") else 0.0
+
+  def idle(self):
+    return 1e3 if self.codec == "idle" else 0.0
+
+  def last_line(self):
+    return f"there is a bug in {self.folders.work.parent}/script.py"
+
+  def __getattr__(self, name):  # what else is done to it
+    return lambda: self.did.append(name)
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+  """Makes a queue, its folders and the list of what it starts."""
+  folders = supervisor.Folders(tmp_path / "records", tmp_path / "work")
+  folders.records.mkdir()
+  folders.work.mkdir()
+  started = []
+
+  def training(*given):
+    started.append(Training(folders, *given))
+    return started[-1]
+
+  monkeypatch.setattr(child, "Child", training)
+  monkeypatch.setattr(signal, "signal", lambda *given: None)
+  monkeypatch.setattr(quiet, "holder", lambda: None)
+
+  def make(*items, cores=(0,), **limits):
+    limits = supervisor.Limits(poll=0.0, ending=0.0, **limits)
+    command = lambda item: [item]
+    return supervisor.Queue(items, folders, command, cores, limits=limits)
+
+  return make, folders, started
+
+
+def test_each_training_without_a_record_runs_once_and_in_order(queue):
+  """What is timed needs a quiet machine. The last line of the file was torn.
+
+  One that fails twice is left: its record has what it printed, without folders of the
+  machine. So is one that takes too much or nothing.
+  """
+  make, folders, started = queue
+  path = folders.records / "other.jsonl"
+  records.append(path, Item("good", 1).setting, {"points": []})
+  path.write_text(f"{path.read_text()}{path.read_text()[:40]}")
+  codecs = ("failing", "silent", "good", "slow", "busy", "idle")
+  items = [Item("good", 1), Item("timed", 0, TIMED), *map(Item, codecs), Item("good")]
+  assert make(*items).run() == 0
+  twice = {"failing": 2, "silent": 2, "idle": 2}
+  assert [x.codec for x in started] == [
+    x for x in codecs for _ in range(twice.get(x, 1))
+  ]
+  found = {x.setting.codec: x.results for x in records.read(folders.records)}
+  assert "left" not in found.pop("good")
+  assert {codec: x["left"] for codec, x in found.items()} == {
+    "failing": "failed 2 times; last it ended with 1: there is a bug in script.py",
+    "silent": "failed 2 times; last it ended with 0: there is a bug in script.py",
+    "slow": "slower than 5 times its estimate of 0 CPU s",
+    "busy": "no estimate after 2000 CPU s",
+    "idle": "failed 2 times; last it took no CPU time for 1000 s: "
+    "there is a bug in script.py",
+  }
+  assert all(x.did == ["kill"] for x in started[-4:])
+
+
+def test_a_queue_whose_trainings_all_fail_ends(queue):
+  """The machine is at fault then: few trainings are left, and not all."""
+  make, folders, _ = queue
+  assert make(*(Item("failing", seed) for seed in range(9))).run() == 1
+  assert len(records.read(folders.records)) == 2
+
+
+def test_trainings_stop_for_a_quiet_machine_and_end_with_the_queue(queue, monkeypatch):
+  make, _, started = queue
+  one = make(*(Item("endless", seed) for seed in range(3)), cores=(0, 1))
+  said = iter([None, "a benchmark", "a benchmark", None])
+
+  def holder():
+    found = next(said, "ended")
+    if found == "ended":
+      one._note(signal.SIGTERM, None)
+      return None
+    return found
+
+  monkeypatch.setattr(quiet, "holder", holder)
+  assert one.run() == 143
+  assert [(x.core, x.did) for x in started] == [
+    (core, ["stop", "go_on", "end", "kill"]) for core in (0, 1)
+  ]
+
+
+TRAINING = "import os; print(os.getpid(), os.nice(0), len(os.sched_getaffinity(0)))"
+QUEUE = f"""
+import sys
+from pathlib import Path
+from benchmarks.study.queue import child
+training = child.Child(
+  [sys.executable, "-uc", "{TRAINING}\\nwhile True: pass"],
+  Path("state"), Path("log"), min(__import__("os").sched_getaffinity(0)),
+)
+input()
+training.stop()
+print("stopped", flush=True)
+input()
+"""
+
+
+def until(condition):
+  deadline = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_a_killed_queue_leaves_no_training(stopped, tmp_path):
+  """Which have the lowest priority, and a core."""
+  env = os.environ | {"PYTHONPATH": str(ROOT)}
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  process = subprocess.Popen(
+    [sys.executable, "-c", QUEUE], cwd=tmp_path, env=env, **pipes
+  )
+  until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text()[-1:])
+  number, *place = map(int, (tmp_path / "log").read_text().split())
+  training = psutil.Process(number)
+  if stopped:
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "stopped\n"
+  process.kill()
+  process.communicate()
+  until(lambda: not training.is_running() or training.status() == "zombie")
+  assert place == [19, 1]
+
+
+def test_a_second_queue_does_not_start(tmp_path, capsys, monkeypatch):
+  """The tree of the first is that of the newest commit, whatever was changed there."""
+  monkeypatch.setattr(sys, "argv", ["study/queue/start.py"])
+  folders = supervisor.Folders(tmp_path / "records", tmp_path / "work")
+  folders.work.mkdir()
+  held = locks.take(folders.lock)
+  queue_start.main(folders, tmp_path)
+  os.close(held)
+  out = capsys.readouterr().out
+  assert out.startswith(f"the queue runs already: process {os.getpid()}, ")
+  root, tree = tmp_path / "checkout", folders.work / "tree"
+  person = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+  git = functools.partial(subprocess.run, check=True, cwd=root)
+  root.mkdir()
+  git(["git", "init", "--quiet"])
+  for text in ("one", "two"):
+    (root / "a").write_text(text)
+    git(["git", "add", "a"])
+    git(["git", *person, "commit", "--quiet", "--message", text])
+    (root / "a").write_text("not committed")
+    queue_start.move(root, tree)
+    assert (tree / "a").read_text() == text
+    assert (tree / "datasets").readlink() == root / "datasets"
+    (tree / "a").write_text("changed")
+
+
+def test_the_status_counts_by_launches(tmp_path, monkeypatch):
+  """A step of 40 takes 90 s; of another network the launch says an hour."""
+  monkeypatch.setenv("GRADCOMP_QUIET_LOCK", str(tmp_path / "quiet.lock"))
+  folders = supervisor.Folders(tmp_path / "records", tmp_path / "work")
+  folders.records.mkdir()
+  items = [Item(codec, seed) for seed in (0, 1) for codec in ("f32", "qsgd")]
+  items.append(Item("f32", 0, TIMED))
+  items.append(Item("f32", 0, SETTING._replace(network="mlp"), launch="others"))
+  path = folders.records / "lenets.jsonl"
+  records.append(path, items[0].setting, {"points": [{"step": 40}], "cpu": 3600.0})
+  records.append(path, items[1].setting, {"left": "slow", "cpu": 1800.0})
+  lines = queue_status.page(items, folders, 2).splitlines()
+  assert lines[1].split() == ["lenets", *"1 1 0 2 1 1 of 2 1.5 2.0".split()]
+  assert lines[2].split() == ["others", *"0 0 0 1 0 0 of 1 0.0 1.0".split()]
+  assert "3.0 h of CPU time to do: 1.5 h of 2 cores" in lines
+  assert lines[-1] == "the queue does not run: make evidence starts it"

@@ -1,0 +1,126 @@
+"""The trainings of the evidence queue: what they are, and that they go on as before."""
+
+import jax
+import pytest
+
+from benchmarks.study import analysis, methods, options, records, runner
+from benchmarks.study.queue import items as queue_items
+from benchmarks.study.queue import launches, times, train
+from benchmarks.study.queue.train import Heart, Keeper
+from benchmarks.study.records import Record
+from benchmarks.study.tasks import TEXTS, Source
+from tests.benchmarks.study.records import SETTING
+
+DIGITS = SETTING._replace(workers=2, batch=32, steps=6, epoch=1437, points=2)
+
+
+def test_launches_have_each_training_once_and_beside_float32():
+  """Seeds are the outer loop; records of launches that share a setting join.
+
+  Names of comparisons are headings in the report.
+  """
+  items = queue_items.items()
+  assert len({x.digest for x in items}) == len({x.setting for x in items}) == len(items)
+  assert {x.launch for x in items} == {x.name for x in launches.LAUNCHES}
+  for x in items:
+    assert methods.check(x.setting.codec)
+    assert x.setting.batch % x.setting.workers == 0
+  for launch in launches.LAUNCHES:
+    assert all("f32" in arms.codecs for arms in launch.arms)
+    seeds = [x.setting.seed for x in items if x.launch == launch.name]
+    assert seeds == sorted(seeds) and set(seeds) == set(range(launch.seeds))
+    assert len(set(map(seeds.count, seeds))) == 1
+  found = analysis.grouped(Record(x.setting, {"points": []}) for x in items)
+  names = [x.name for x in found.groups]
+  assert len(set(names)) == len(names)
+  assert all("f32" in group.runs for group in found.groups)
+
+
+def test_timed_launches_are_those_of_the_study(monkeypatch):
+  """Each host runs these settings on its link, with the sizes of the data alone."""
+
+  def source(args, network):
+    images = (f"{args.dataset}/{args.pixels}", 60_000)
+    name, epoch = ("brown", 172_221) if network in TEXTS else images
+    return Source(name, None, (), (), epoch, None, network in TEXTS)
+
+  monkeypatch.setattr(runner, "_source", source)
+  timed = {x.setting for x in queue_items.items() if x.setting.way == "timed"}
+  made = set()
+  for _, rate, hosts, line in times.lines(timed):
+    monkeypatch.setattr(jax, "process_count", lambda hosts=hosts: hosts)
+    monkeypatch.setattr(jax, "device_count", lambda hosts=hosts: hosts)
+    args = options.parse(["run", *line, "--link", rate, "--output", "unused"])
+    made |= {x.setting for x in runner.jobs(args)}
+  assert made == timed
+
+
+class Killed(Exception):
+  pass
+
+
+@pytest.mark.parametrize(
+  "changed",
+  [
+    pytest.param(
+      {"codec": "redsync-1-paper", "max_norm": 0.1, "clipping": "share", "ema": 0.9},
+      id="momentum",
+      marks=pytest.mark.slow,
+    ),
+    pytest.param({"codec": "qsgd-2-feedback", "schedule": "plateau"}, id="feedback"),
+  ],
+)
+def test_a_training_goes_on_with_the_same_bits(changed, tmp_path, monkeypatch):
+  setting = DIGITS._replace(network="mlp", **changed)
+  monkeypatch.setattr(train, "_LONG", 0.0)
+  monkeypatch.setattr(train, "_BETWEEN", 0.0)
+  trainer, _ = train.trainer_of(setting)
+  whole = trainer.train(setting.seed)
+  assert len(whole["points"]) == 2
+
+  def keeper():
+    heart = Heart(tmp_path / "heartbeat.json", setting.steps)
+    heart.estimate = 1.0
+    return Keeper(tmp_path / "saved", heart, trainer.recorded()), heart
+
+  done = []
+
+  def stepped():
+    done.append(len(done))
+    if len(done) == 5:
+      raise Killed
+
+  first, _ = keeper()
+  with pytest.raises(Killed):
+    trainer.train(setting.seed, stepped, first)
+  again, heart = keeper()
+  later = []
+  found = trainer.train(setting.seed, lambda: later.append(1), again)
+  assert found == whole
+  assert len(later) == 2 and heart.cpu > 0
+
+
+def test_a_training_leaves_a_record_and_nothing_else(tmp_path):
+  setting = DIGITS._replace(network="mlp", steps=2, points=1)
+  path = tmp_path / "records" / "1-test.jsonl"
+  state = tmp_path / "state"
+  path.parent.mkdir()
+  ended = lambda results: records.append(path, setting, results)
+  train.train(setting, state, ended)
+  assert not state.exists()
+  [record] = records.read(path.parent)
+  assert record.setting == setting
+  found = record.results
+  assert found["points"][0]["step"] == 2 and found["cpu"] > 0
+  assert found["commit"] and len(found["fingerprint"]) == 16
+  assert found["ratio"] == 1.0 and found["bytes_a_step"] > 0
+
+
+def test_a_training_that_diverges_says_so():
+  """And data of another size is refused."""
+  setting = DIGITS._replace(network="mlp", dropout=0.0, learning_rate=1e30)
+  trainer, _ = train.trainer_of(setting)
+  found = trainer.train(0)
+  assert found["diverged"] == found["points"][-1]["step"] < setting.steps
+  with pytest.raises(ValueError, match="'digits' with 1437 .* got 'digits' with 1280"):
+    train.source_of(DIGITS._replace(epoch=1280))

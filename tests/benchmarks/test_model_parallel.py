@@ -1,0 +1,169 @@
+"""The benchmark's nets that are sharded over workers take the steps of whole nets."""
+
+import doctest
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks.training.model_parallel import convolutions, data_types, hybrid, nets
+from benchmarks.training.model_parallel.ways import Arm, Images, joined
+from gradcomp.codecs import Dense, EightBit
+
+CLASSES = 10
+MAKES = {
+  "local": functools.partial(convolutions.locally_connected, 8),
+  "dense": functools.partial(convolutions.three_dense, 8, 16),
+}
+NETS = {name: make() for name, make in MAKES.items()}
+
+
+def images(count):
+  rng = np.random.default_rng(0)
+  x = rng.random((count, 64), np.float32)
+  return Images(jnp.asarray(x), jnp.asarray(rng.integers(0, CLASSES, count)))
+
+
+def descent(updates):
+  """Plain descent, however often a step updates the layers."""
+  del updates
+  return optax.sgd(1.0)
+
+
+def whole(net, params, x):
+  """Logits of a net that nobody cuts, from ``[b, pixels]``, without dropout."""
+  front, layers = params
+  features = net.features(front, hybrid.square(x))
+  keep = lambda y, layer: y
+  return net.apply(layers, features, keep, keep)[:, :CLASSES]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_step_in_float32_is_that_of_the_whole_net(name, monkeypatch):
+  """Its gradients are sums in another order: ten times the eighth of an ulp of 1."""
+  monkeypatch.setattr(hybrid, "_DROPPED", 0.0)
+  net, given, key = NETS[name], images(16), jax.random.key(3)
+  way = hybrid.by_both(Arm("model", Dense()), net, CLASSES, descent)
+  state = jax.jit(way.start)(key)
+  front, cut = state[0]
+  params = front, jax.jit(joined)(cut)
+  # A batch of 18 is no multiple of the workers.
+  more = images(18).x
+  found = jax.jit(way.predict)(state, more, key)
+  np.testing.assert_allclose(
+    found, jax.jit(whole, static_argnums=0)(net, params, more), rtol=1e-5, atol=1e-5
+  )
+
+  def loss(params):
+    logits = whole(net, params, given.x)
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, given.labels)
+    return each.mean()
+
+  ((front, cut), *_), found = jax.jit(way.step)(state, given, key)
+  np.testing.assert_allclose(found, jax.jit(loss)(params), rtol=1e-5)
+  after = lambda params: jax.tree.map(jnp.subtract, params, jax.grad(loss)(params))
+  expected = jax.jit(after)(params)
+  for got, want in zip(
+    jax.tree.leaves((front, jax.jit(joined)(cut))),
+    jax.tree.leaves(expected),
+    strict=True,
+  ):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def tiny(passes):
+  """A net of a dense layer in front of two that are cut, of tanh, updated each pass."""
+
+  def apply(layers, x, gather, drop):
+    x = gather(jnp.tanh(x @ layers[0]["w"] + layers[0]["b"]), 0)
+    return gather(x @ layers[1]["w"] + layers[1]["b"], 1)
+
+  return convolutions.Net(
+    init_front=lambda key: convolutions.drawn(key, 4, 6),
+    features=lambda front, x: jnp.tanh(x.reshape(-1, 4) @ front["w"] + front["b"]),
+    init_layers=lambda key, classes: [
+      convolutions.drawn(jax.random.fold_in(key, i), *shape)
+      for i, shape in enumerate(((6, 8), (8, classes)))
+    ],
+    apply=apply,
+    last=1,
+    passes=passes,
+    updates=passes,
+  )
+
+
+def descend(layer, inputs, error, rate):
+  layer["w"] = layer["w"] - rate * inputs.T @ error
+  layer["b"] = layer["b"] - rate * error.sum(axis=0)
+
+
+def test_dense_layers_are_updated_behind_each_sub_batch():
+  """Two sub-batches against a model in float64, whose gradients are written out.
+
+  Columns are sent in the type of the arm: 8 bits change the step, and little.
+  """
+  rng, key, rate = np.random.default_rng(0), jax.random.key(1), 0.5
+  x = rng.normal(size=(16, 4)).astype(np.float32)
+  labels = rng.integers(0, 4, 16)
+  given = Images(jnp.asarray(x), jnp.asarray(labels))
+  way, coded = (
+    hybrid.by_both(Arm("model", codec), tiny(2), 4, lambda updates: optax.sgd(rate))
+    for codec in (Dense(), EightBit())
+  )
+  state = jax.jit(way.start)(key)
+  front, cut = state[0]
+  double = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+  front, (one, two) = double((front, jax.jit(joined)(cut)))
+  errors, total = np.zeros((16, 6)), 0.0
+  features = np.tanh(x @ front["w"] + front["b"])
+  for part in (0, 1):
+    # Of four samples a worker, the first two and then the last two.
+    own = [i for i in range(16) if i % 4 // 2 == part]
+    hidden = np.tanh(features[own] @ one["w"] + one["b"])
+    logits = hidden @ two["w"] + two["b"]
+    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    total -= np.log(shares[range(8), labels[own]]).mean() / 2
+    error = (shares - np.eye(4)[labels[own]]) / 8
+    behind = (error @ two["w"].T) * (1 - hidden**2)
+    errors[own] = behind @ one["w"].T / 2  # the step's mean has twice the samples
+    descend(two, hidden, error, rate)
+    descend(one, features[own], behind, rate)
+  descend(front, x, errors * (1 - features**2), rate)
+  ((new, cut), *_), loss = jax.jit(way.step)(state, given, key)
+  found = jax.tree.leaves((new, jax.jit(joined)(cut)))
+  expected = jax.tree.leaves((front, [one, two]))
+  for got, want in zip(found, expected, strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(loss, total, rtol=1e-5)
+  ((new, cut), *_), _ = jax.jit(coded.step)(state, given, key)
+  near = jax.tree.leaves((new, jax.jit(joined)(cut)))
+  for got, want in zip(near, expected, strict=True):
+    assert 1e-5 < np.abs(got - want).max() < 0.1 * np.abs(want).max()
+
+
+def test_layers_are_convolutions():
+  """The same weights in every place make a local layer one, too."""
+
+  @jax.jit
+  def layers():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 5, 3))
+    w = jax.random.normal(jax.random.key(1), (3, 3, 3, 4))
+    layer = {"w": w.reshape(27, 4), "b": jnp.zeros(4)}
+    dims = ("NHWC", "HWIO", "NHWC")
+    plain = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims)
+    spread = {"w": jnp.broadcast_to(layer["w"], (5, 5, 27, 4)), "b": jnp.zeros(4)}
+    found = convolutions.convolved(layer, x, 3), convolutions.local(spread, x)
+    return jax.nn.relu(plain), found
+
+  plain, found = layers()
+  for got in found:
+    np.testing.assert_allclose(got, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [data_types, nets], ids=str)
+def test_the_examples_run(module):
+  found = doctest.testmod(module)
+  assert found.attempted and not found.failed

@@ -1,0 +1,117 @@
+"""Changes files that the last landing touched, and asks whether the tests see it.
+
+``make mutants`` copies the tracked files, as :mod:`tests.breaks.run` does, and changes
+one operator, number or condition of a file after the other, by Cosmic Ray. For each it
+runs the tests that have the file's name, or those of its room. It stops after some
+minutes, prints what no test saw, and ends with 1 if that is more than a half. Some
+mutants change nothing that anyone could see.
+"""
+
+import argparse
+import difflib
+import itertools
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.breaks import run
+
+_LONGEST = 120  # seconds of one mutant
+
+
+def touched(since: str) -> list[str]:
+  """The files of the library that changed, below the repository's root."""
+  command = ["git", "-C", str(run.ROOT), "diff", "--name-only", "--diff-filter=d"]
+  names = subprocess.run(
+    [*command, since, "--", "gradcomp", "kernels"],
+    check=True,
+    capture_output=True,
+    text=True,
+  )
+  found = [name for name in names.stdout.split() if name.endswith(".py")]
+  return [name for name in found if not name.endswith("__init__.py") and tests_of(name)]
+
+
+def last_landing() -> str:
+  """The commit before the last change of ``.ci/turn``, which each landing raises."""
+  command = ["git", "-C", str(run.ROOT), "log", "-1", "--format=%H^", ".ci/turn"]
+  return subprocess.run(
+    command, check=True, capture_output=True, text=True
+  ).stdout.strip()
+
+
+def tests_of(name: str) -> str:
+  """The test file with the name of a module, or the folder of its room; "" for none."""
+  path = Path(name)
+  parts = [part for part in path.parts if part not in ("gradcomp", "_src")]
+  room, file = Path("tests", *parts[:-1][:1]), f"test_{path.name}"
+  for found in (room / file, room):
+    if (run.ROOT / found).exists() and found != Path("tests"):
+      return str(found)
+  return ""
+
+
+def mutants(text: str) -> list[str]:
+  """Every text with one mutation, by the operators that need no names."""
+  # Here, for tests collect this file where Cosmic Ray is not installed.
+  from cosmic_ray import mutating, plugins
+
+  found = []
+  for name in plugins.operator_names():
+    operator = plugins.get_operator(name)
+    if "Variable" in name:
+      continue
+    for occurrence in itertools.count():
+      changed = mutating.mutate_code(text, operator(), occurrence)
+      if changed is None:
+        break
+      found.append(changed)
+  return found
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  add = parser.add_argument
+  add("--minutes", type=float, default=8)
+  add("--since", help="a commit; by default the one before the last landing")
+  options = parser.parse_args()
+  end = time.monotonic() + 60 * options.minutes
+  names = touched(options.since or last_landing())
+  rng, seen, unseen, healthy = random.Random(0), 0, [], {}
+  with tempfile.TemporaryDirectory(prefix="gradcomp-mutants-") as folder:
+    copy = run.Copy(Path(folder).resolve(), longest=_LONGEST)
+    texts = {name: mutants((run.ROOT / name).read_text()) for name in names}
+    texts = {name: found for name, found in texts.items() if found}
+    while texts and time.monotonic() < end:
+      name = rng.choice(sorted(texts))
+      catcher = tests_of(name)
+      if catcher not in healthy:
+        healthy[catcher] = copy.test([catcher], "", False)[0] == "passed"
+      if not healthy[catcher]:
+        print(f"left out: {catcher} does not pass, or not in {_LONGEST} seconds")
+        texts = {x: found for x, found in texts.items() if tests_of(x) != catcher}
+        continue
+      changed = texts[name].pop(rng.randrange(len(texts[name])))
+      texts = {x: found for x, found in texts.items() if found}
+      path = copy.root / name
+      whole = path.read_text()
+      path.write_text(changed)
+      try:
+        passed = copy.test([catcher], "", False)[0] == "passed"
+      finally:
+        path.write_text(whole)
+      seen += not passed
+      if passed:
+        lines = difflib.unified_diff(whole.splitlines(), changed.splitlines(), n=0)
+        unseen.append(f"{name}, by {catcher}:\n" + "\n".join(list(lines)[2:]))
+  print(*unseen, sep="\n")
+  total = seen + len(unseen)
+  print(f"Tests saw {seen} of {total} mutants of {len(names)} files.")
+  return int(len(unseen) > total / 2)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,208 @@
+"""Seconds of collectives are those of their messages, one after the other."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradcomp import cost
+from gradcomp.cost import Cluster, CodecSpeed, Link
+from tests.support import pages
+from tests.support.cases.cost import LINK, SPEED, explain, message
+
+CLUSTER = Cluster(workers=4, link=LINK)
+N = 6e4  # bytes
+
+
+def simulated_ring(chunks, link, p):
+  """The time of so many steps, in each of which a chunk goes to the next worker."""
+  at = [0.0] * p
+  for chunk in chunks:
+    hop = link.latency + chunk / link.bytes_per_second
+    at = [max(at[i], at[i - 1] + hop) for i in range(p)]
+  return max(at)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
+def test_rings_take_as_long_as_their_messages_one_by_one(p):
+  whole, shares = [N] * (p - 1), [N / p] * (p - 1)
+  for function, chunks in [
+    (cost.all_gather_seconds, whole),
+    (cost.all_to_all_seconds, shares),
+    (cost.reduce_scatter_seconds, shares),
+    (cost.all_reduce_seconds, shares + shares),
+  ]:
+    assert function(N, p, LINK) == pytest.approx(simulated_ring(chunks, LINK, p))
+
+
+def simulated_doubling(n, link, p):
+  """The time of an all-gather whose steps double what each worker has."""
+  time, have = 0.0, 1
+  while have < p:
+    time += link.latency + have * n / link.bytes_per_second
+    have *= 2
+  return time
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 16])
+def test_recursive_ones_take_as_long_as_their_doublings(p):
+  doubled, halved = (simulated_doubling(n, LINK, p) for n in (N, N / p))
+  for function, expected in [
+    (cost.all_gather_seconds, doubled),
+    (cost.all_to_all_seconds, halved),
+    (cost.reduce_scatter_seconds, halved),
+    (cost.all_reduce_seconds, 2 * halved),
+  ]:
+    assert function(N, p, LINK, algorithm="recursive") == pytest.approx(expected)
+
+
+def test_additions_messages_trees_and_factors():
+  """A factor is of one collective and one number of workers."""
+  link = dataclasses.replace(LINK, factor={("all_gather", 4): 3.0})
+  for found, expected in [
+    (cost.all_reduce_seconds(0, 4, LINK, add=8.0), 6e-3 + 6),
+    (cost.reduce_scatter_seconds(0, 4, LINK, add=8.0), 3e-3 + 6),
+    (cost.ppermute_seconds(1e6, 4, LINK, messages=3), 3 * 1.001),
+    (cost.ppermute_seconds(1e6, 1, LINK), 0),
+    (cost.tree_seconds(1e6, 8, LINK), 3 * 1.001),
+    (cost.tree_seconds(1e6, 6, LINK), math.log2(6) * 1.001),
+    (cost.all_gather_seconds(1e6, 4, link), 3e-3 + 9),
+    (cost.all_gather_seconds(1e6, 5, link), 4e-3 + 4),
+    (cost.all_to_all_seconds(1e6, 4, link), 3e-3 + 0.75),
+  ]:
+    assert found == pytest.approx(expected)
+
+
+NAMES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "ppermute", "tree")
+FUNCTIONS = [getattr(cost, f"{name}_seconds") for name in NAMES]
+numbers = st.floats(1e-9, 1e9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(FUNCTIONS), st.integers(1, 300), numbers, numbers, numbers)
+def test_units_and_directions(function, p, n, latency, rate):
+  """Seconds are latency plus bytes over rate, and no input pulls the wrong way."""
+  still = Link(latency=0.0, bytes_per_second=rate)
+  twice = Link(latency=0.0, bytes_per_second=2 * rate)
+  assert function(n, p, twice) == pytest.approx(function(n, p, still) / 2)
+  assert function(2 * n, p, still) == pytest.approx(2 * function(n, p, still))
+  link = Link(latency=latency, bytes_per_second=rate)
+  here = function(n, p, link)
+  assert here == 0 if p == 1 else here > 0
+  assert function(n, p, still) <= here <= function(n, p + 1, link)
+  assert here <= function(2 * n, p, link)
+
+
+def test_files_bring_everything_back(tmp_path):
+  path = tmp_path / "file.json"
+  link = Link(latency=1 / 3, bytes_per_second=7e9, factor={("ppermute", 2): 2.1})
+  for value in (link, SPEED):
+    value.save(path)
+    read = type(value).load(path)
+    assert read == value and hash(value) == hash(read)
+  for other in (Link, CodecSpeed):
+    path.write_text('{"other": 1}')
+    with pytest.raises(ValueError, match="`path` must be a file of"):
+      other.load(path)
+
+
+ABOVE = "must be a finite number above 0, got"
+MORE = "must be a finite number of 0 or more, got"
+# What a bad number is given to, and the rule that refuses it.
+TAKERS = [
+  (f"`bytes_per_second` {ABOVE}", lambda x: Link(latency=0.0, bytes_per_second=x)),
+  (
+    "`factor.*above 0, got",
+    lambda x: Link(latency=0.0, bytes_per_second=1.0, factor={("all_gather", 2): x}),
+  ),
+  (f"`factor` {ABOVE}", SPEED.times),
+  (f"`latency` {MORE}", lambda x: Link(latency=x, bytes_per_second=1.0)),
+  (f"`encode` {MORE}", lambda x: CodecSpeed(encode=x, decode=0.0, add=0.0)),
+  (f"`keep` {MORE}", lambda x: CodecSpeed(encode=0.0, decode=0.0, add=0.0, keep=x)),
+  (f"`add` {MORE}", lambda x: Cluster(workers=1, link=LINK, add=x)),
+  (f"`nbytes` {MORE}", lambda x: cost.all_gather_seconds(x, 2, LINK)),
+  (f"`add` {MORE}", lambda x: cost.all_reduce_seconds(1.0, 2, LINK, add=x)),
+  (f"`forward` {MORE}", lambda x: cost.step_seconds(x, 1.0, [], overlap=True)),
+  (f"`compute` {MORE}", lambda x: cost.weak_scaling(x, [], CLUSTER, SPEED)),
+]
+
+
+@pytest.mark.parametrize(
+  "value", [0, -1.0, math.nan, math.inf, "1", None, True], ids=repr
+)
+def test_bad_numbers_are_refused_with_the_rule(value):
+  for rule, take in TAKERS:
+    if value == 0 and MORE in rule:
+      continue
+    with pytest.raises(ValueError, match=f"{rule} {value!r}"):
+      take(value)
+
+
+WRONG = [(0.6, message()), (0.5, message())]
+BAD = [
+  (lambda: FUNCTIONS[0](1, 0, LINK), "`workers` must be an integer of 1"),
+  (lambda: FUNCTIONS[0](1, 2.0, LINK), "`workers` must be an integer"),
+  (lambda: cost.tree_seconds(1, 0.5, LINK), "`workers` must be at least 1, got 0.5"),
+  (
+    lambda: cost.all_reduce_seconds(1, 6, LINK, algorithm="recursive"),
+    "`workers` must be a power of two .*, got 6",
+  ),
+  (
+    lambda: cost.all_reduce_seconds(1, 6, LINK, algorithm="tree"),
+    "`algorithm` must be one of .*, got 'tree'",
+  ),
+  (
+    lambda: Link(latency=0, bytes_per_second=1, factor={"all_gather": 1.0}),
+    "`factor` must have pairs of .*, got 'all_gather'",
+  ),
+  (lambda: Cluster(workers=0, link=LINK), "`workers` must be .* or more, got 0"),
+  (lambda: Cluster(workers=4, link=LINK, inside=LINK), "`group_size` must be given"),
+  (
+    lambda: Cluster(workers=4, link=LINK, inside=LINK, group_size=3),
+    "`group_size` must divide the 4 workers, got 3",
+  ),
+  (
+    lambda: cost.exchange_seconds(explain(2), CLUSTER, SPEED),
+    "`cluster` must have the 2 workers of the explanation, got 4",
+  ),
+  (
+    lambda: cost.step_seconds(1.0, 1.0, WRONG, overlap=True),
+    r"`messages` must have rising shares from 0 to 1, got \[0.6, 0.5\]",
+  ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_bad_arguments_are_refused_with_the_rule(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+def test_the_modules_need_no_jax():
+  """Each imports where JAX is not installed, and the package above it is empty.
+
+  The planner, measurements and bits for each leaf are the exceptions; the name of the
+  first comes with the package all the same.
+  """
+  folder = pages.ROOT / "gradcomp"
+  files = {x.stem for x in (folder / "_src" / "cost").glob("*.py")}
+  names = sorted(files - {"measure", "allocate"})
+  code = f"""
+import importlib, sys, types
+for name in ("jax", "jaxlib", "optax"):
+  sys.modules[name] = None  # importing it is an ImportError
+package = types.ModuleType("gradcomp")
+package.__path__ = [{str(folder)!r}]
+sys.modules["gradcomp"] = package
+for name in {names!r}:
+  importlib.import_module(("gradcomp._src.cost." + name).removesuffix(".__init__"))
+from gradcomp import cost
+from gradcomp.cost import Link, all_gather_seconds
+assert all_gather_seconds(1e6, 2, Link(latency=0, bytes_per_second=1e6)) == 1
+assert "plan" in dir(cost)
+"""
+  subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

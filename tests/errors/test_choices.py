@@ -1,0 +1,73 @@
+"""Every flag is a bool, and every named choice has one of its names.
+
+They are found by their types, in all public factories and dataclasses.
+"""
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+
+import optax
+import pytest
+
+from gradcomp import codecs
+from tests.support import factories
+from tests.support.assertions import says
+from tests.support.cases.recipe import NEEDED
+
+SGD = optax.sgd(0.1)
+CODEC = codecs.QSGD()
+OVER = {"codec": CODEC, "axis_name": "data"}
+BASE = NEEDED | {
+  "Policy": {"rules": [("w", CODEC)]},
+  "adam": {"learning_rate": 0.1},
+  "clip_by_local_norm": {"max_norm": 1.0},
+  "compress": {"codec": CODEC},
+  "FloatFormat": {"exponent_bits": 5, "mantissa_bits": 2},
+  "compress_in_scan": OVER,
+  "dion": {"learning_rate": 0.1, "rank": 1},
+  "local_steps": {"inner": SGD, "outer": SGD, "every": 2, **OVER},
+  "zero": {"inner": SGD, "axis_name": "data", "grads": CODEC, "params": CODEC},
+}
+# What the library makes, or a test is told; RedSync's momentum decides its feedback.
+LEFT_OUT = {
+  *("Candidate", "CheckOptions", "Collective", "Explanation", "LeafPlan", "Overlap"),
+  *("SumFacts", "redsync-feedback", "LocalOptions-dither"),
+}
+MAKERS = factories.found() | {
+  name: x
+  for name, x in factories.names().items()
+  if inspect.isclass(x) and dataclasses.is_dataclass(x)
+}
+
+
+def arguments():
+  """All flags, and all choices with their names."""
+  for name, make in MAKERS.items():
+    hints = typing.get_type_hints(make)
+    for argument in inspect.signature(make).parameters:
+      hint = hints.get(argument)
+      union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+      kinds = typing.get_args(hint) if union else (hint,)
+      literals = [x for x in kinds if typing.get_origin(x) is typing.Literal]
+      names = [str(y) for x in literals for y in typing.get_args(x)]
+      place = f"{name}-{argument}"
+      chosen = literals and {*kinds} <= {*literals, types.NoneType}
+      if (hint is bool or chosen) and not LEFT_OUT & {name, place}:
+        call = functools.partial(make, **BASE.get(name, {}))
+        yield pytest.param(call, argument, names, types.NoneType in kinds, id=place)
+
+
+@pytest.mark.parametrize("call, argument, names, optional", [*arguments()])
+def test_what_is_no_choice_is_refused(call, argument, names, optional):
+  for value in ("", 1, 0, "yes", None, True, ["a"]):
+    if (value is True and not names) or (value is None and optional):
+      continue
+    with pytest.raises(ValueError, match=says(f"`{argument}` must", "got")) as caught:
+      call(**{argument: value})
+    said = str(caught.value)
+    assert all(word in said for word in (*(names or ["a bool"]), f"got {value!r}")), (
+      said
+    )

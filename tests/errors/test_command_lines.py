@@ -1,0 +1,146 @@
+"""Command lines of the examples and of the planner refuse what is out of range.
+
+Each option has its name in the error, and the process ends with 2 before anything runs.
+"""
+
+import functools
+import re
+import shlex
+import types
+
+import pytest
+
+from examples import hsdp, image_classification, language_model, model_parallel
+from examples.lib.sharded import fsdp_training
+from gradcomp import __main__ as planner
+from tests.support.assertions import says
+
+NEVER = ("-1", "nan", "inf", "-inf", "x", "", "9223372036854775808", "1e30")
+ZERO = {  # that are off at 0, or count from it
+  *("--channels", "--dropout", "--momentum", "--process-id", "--seed", "--warmup"),
+  "--weight-decay",
+}
+PROGRAMS = {  # with what they need
+  "images": (image_classification.main, ""),
+  "text": (language_model.main, ""),
+  "layers": (model_parallel.main, ""),
+  "fsdp": (functools.partial(fsdp_training.arguments, "title"), ""),
+  "hsdp": (hsdp.main, ""),
+  "plan": (planner.main, "plan --params 1e6 --workers 2 --gbit 1"),
+}
+PARSERS = {
+  "images": image_classification.make_parser,
+  "text": language_model.make_parser,
+  "layers": model_parallel.make_parser,
+  "fsdp": lambda: fsdp_training.make_parser("title"),
+  "hsdp": hsdp.make_parser,
+}
+OPTIONS = [
+  (name, action.option_strings[-1])
+  for name, make in PARSERS.items()
+  for action in make()._actions
+  if isinstance(action.type, types.FunctionType) or action.type in (int, float)
+]
+LINES = """
+images --density 2: argument --density: must be in (0, 1], got 2
+images --bucket-size 48: --bucket-size: must be a multiple of 32, got 48
+images --dropout 1: argument --dropout: must be in [0, 1), got 1
+images --ema 0: argument --ema: must be in (0, 1), got 0
+text --ema 1: argument --ema: must be in (0, 1), got 1
+text --clip 0: argument --clip: must be above 0 and at most 1e+09, got 0
+fsdp --workers 3: --workers must divide the 32
+fsdp --workers 0: argument --workers: must be at least 1, got 0
+hsdp --hosts 0: argument --hosts: must be at least 1, got 0
+hsdp --inspect 0: argument --inspect: must be at least 1, got 0
+hsdp --save-every 0: argument --save-every: must be at least 1, got 0
+hsdp --steps -1: argument --steps: must be at least 1, got -1
+# Options that do not go together.
+images --local-steps 9 --steps 4: --local-steps must be at most
+text --local-steps 9 --steps 4: --local-steps must be at most
+text --process-id 2 --num-processes 2: --process-id must be below
+images --codec onebit-64 --feedback none: later steps must make up
+text --codec onebit-64 --feedback none: later steps must make up
+images --codec redsync --optimizer adam: choose f32 for Adam
+text --codec redsync --optimizer adam: choose f32 for Adam
+images --codec redsync --warmup 5 --steps 5: --warmup must leave some of the 5 steps
+text --codec redsync --warmup 5 --steps 5: --warmup must leave some of the 5 steps
+images --codec none --inspect 1: leave out none
+text --codec none --inspect 1: leave out none
+images --model resnet --dropout 0.1: --dropout does not go with resnet
+text --model gru --dropout 0.1: --dropout does not go with gru
+text --parallel zero --ema 0.9: --ema does not go with --parallel zero
+text --parallel zero --compare: --compare does not go with --parallel zero
+text --parallel zero --codec f32: --codec does not go with --parallel zero
+text --parallel zero --clip 2: --clip does not go with --parallel zero
+text --parallel zero --weight-decay 0.1: does not go with --parallel zero
+text --parallel zero --schedule plateau: does not go with --parallel zero
+text --local-steps 3 --codec redsync: --local-steps does not go with redsync
+text --local-steps 3 --codec none: --local-steps does not go with none
+text --local-steps 3 --codec f32 --schedule plateau: does not go with --local-steps
+text --local-steps 3 --parallel zero: does not go with --parallel zero
+# The planner.
+plan --workers=4x2x2: --workers: must be a number of workers, as 8, or ... got 4x2x2
+plan --workers=4x2: argument --inside-gbit: must be given with hosts x chips
+plan --inside-gbit=3: argument --inside-gbit: must be given with hosts x chips
+plan --workers=0: argument --workers: must be ... got 0
+plan --workers=262145: `workers` must be less
+plan --params=0: argument --params: must be ... got 0
+plan --params=1e30: from 1 to 1e15, such as 25M or 25e6, got 1e30
+plan --slower=0: argument --slower: must be a number from 1e-06 to 1e+06, got 0
+plan --gbit=0: argument --gbit: must be a number from 1e-06 to 1e+06, got 0
+plan --gbit=1e-300: argument --gbit: must be a number from 1e-06
+plan --forward=1: argument --forward: must be given with --backward
+plan --steps=1.5: argument --steps: must be a whole number of steps, got 1.5
+plan --budget=low: argument --budget: must be none, tight, paper, aggressive, or
+"""
+
+
+def refused(capsys, call, given):
+  """The complaint about a command line."""
+  with pytest.raises(SystemExit) as stop:
+    call(given)
+  assert stop.value.code == 2
+  return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name, option", OPTIONS)
+def test_numbers_are_bounded(name, option, capsys):
+  """And their defaults are within the bounds."""
+  parser = PARSERS[name]()
+  for value in (*NEVER, *([] if option in ZERO else ["0"])):
+    said = refused(capsys, parser.parse_args, [f"{option}={value}"])
+    assert f"argument {option}: " in said
+  (action,) = (x for x in parser._actions if option in x.option_strings)
+  if action.default is not None:
+    args = parser.parse_args([f"{option}={action.default}"])
+    assert getattr(args, action.dest) == action.default
+
+
+PLANNED = "params workers gbit inside-gbit latency forward backward steps slower budget"
+
+
+@pytest.mark.parametrize("option", PLANNED.split())
+def test_the_planner_bounds_its_options(option, capsys):
+  call, needed = PROGRAMS["plan"]
+  values = ("-1", "nan", "inf", "x", "", "1e300", "4x2x2")
+  for value in values[: 5 if option == "budget" else None]:
+    said = refused(capsys, call, [*needed.split(), f"--{option}={value}"])
+    assert f"argument --{option}: must be " in said and value in said
+
+
+@pytest.mark.parametrize("line", [x for x in LINES.split("\n") if x and x[0] != "#"])
+def test_bad_lines(line, capsys):
+  given, words = line.split(": ", 1)
+  name, *given = shlex.split(given)
+  call, needed = PROGRAMS[name]
+  said = refused(capsys, call, [*needed.split(), *given])
+  assert re.search(says(*words.split(" ... ")), said), said
+
+
+def test_parameters_have_suffixes_and_exponents():
+  for text, number in {
+    **dict.fromkeys(("25M", "25m", "25e6", "25_000_000"), 25_000_000),
+    **{"0.5B": 500_000_000, "7b": 7_000_000_000, "7G": 7_000_000_000, "100k": 100_000},
+    **{"1.5T": 1_500_000_000_000, "1e15": 10**15, "1": 1},
+  }.items():
+    assert planner._params(text) == number

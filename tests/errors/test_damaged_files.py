@@ -1,0 +1,126 @@
+"""What was saved and then cut, emptied or damaged is refused in words."""
+
+import copy
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gradcomp
+from gradcomp.codecs import QSGD
+from gradcomp.cost import CodecSpeed, Link
+from gradcomp.parallel import zero
+from tests.support.assertions import says
+
+TX = gradcomp.qsgd(bits=4, bucket_size=64, exchange="two_shot", axis_name="data")
+ZERO = zero(optax.adam(0.1), grads=QSGD(), params=QSGD(bits=8), axis_name="data")
+PARAMS = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+
+
+@functools.cache
+def record_of(tx):
+  return json.loads(json.dumps(gradcomp.checkpoint.record(tx, PARAMS, workers=4)))
+
+
+def places(value, path=()):
+  """The paths of all that is in a record."""
+  yield path
+  if isinstance(value, dict | list):
+    keys = value if isinstance(value, dict) else range(len(value))
+    for key in keys:
+      yield from places(value[key], (*path, key))
+
+
+def changed(record, path, change):
+  """A copy of a record, in which the item at a path was changed."""
+  record = copy.deepcopy(record)
+  *outer, last = path
+  holder = record
+  for key in outer:
+    holder = holder[key]
+  change(holder, last)
+  return record
+
+
+def lose(holder, key):
+  del holder[key]
+
+
+@pytest.mark.parametrize("tx", [TX, ZERO], ids=["qsgd", "zero"])
+def test_a_damaged_record_is_no_error_of_python(tx):
+  """Every item of it is lost, and every item has another type, in turn."""
+  record = record_of(tx)
+  gradcomp.checkpoint.check_record(record, record)
+  taken = 0
+  for path in list(places(record))[1:]:
+    changes = [lose]
+    for value in (None, [], {}, "x", -1, 7, [None], {"type": "x"}):
+      changes.append(lambda holder, key, value=value: holder.__setitem__(key, value))
+    for change in changes:
+      saved = changed(record, path, change)
+      try:
+        gradcomp.checkpoint.check_record(saved, record)
+        taken += saved != record
+      except (ValueError, TypeError) as error:
+        assert str(error).startswith("`saved` must be"), (path, saved)
+  # What decides nothing: the version, options of other versions, and the axes and the
+  # number of workers where nothing is stacked.
+  assert taken < 60
+
+
+@pytest.mark.parametrize("key", ["axes", "codecs", "leaves", "feedback", "arrays"])
+def test_the_error_says_what_is_lost(key):
+  record = record_of(TX)
+  saved = changed(record, ("transformations", 0, key), lose)
+  parts = ("`saved` must be what gradcomp.checkpoint.record returned", f"[0]['{key}']")
+  with pytest.raises(TypeError, match=says(*parts)):
+    gradcomp.checkpoint.check_record(saved, record)
+  saved = changed(record, ("transformations", 0, "codecs"), lambda x, y: x[y].clear())
+  with pytest.raises(TypeError, match=says("`saved`", "has no codec 0, that of ['w']")):
+    gradcomp.checkpoint.check_record(saved, record)
+
+
+SPEED = CodecSpeed(encode=1e-9, decode=2e-9, add=3e-9)
+LINK = Link(latency=1e-5, bytes_per_second=1e9, factor={("all_gather", 4): 1.5})
+DAMAGED = {
+  "empty": b"",
+  "cut": b'{\n "latency": 1e-5,\n "enc',
+  "binary": bytes(range(256)),
+  "list": b"[1, 2]",
+  "number": b"3",
+  "null": b"null",
+  "text": b'"latency"',
+  "other": b'{"a": 1, "factor": []}',
+  "lacks": b'{"factor": []}',
+  "wrong": b'{"latency": "x", "bytes_per_second": null, "factor": [], "encode": "x"}',
+  "factor": b'{"latency": 0, "bytes_per_second": 1, "factor": 5}',
+  "pairs": b'{"latency": 0, "bytes_per_second": 1, "factor": [[[1], 2, 3]]}',
+  "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("kept", [SPEED, LINK], ids=["CodecSpeed", "Link"])
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_files_that_are_cut_or_damaged(kept, damage, tmp_path):
+  path = tmp_path / "kept.json"
+  path.write_bytes(DAMAGED[damage])
+  parts = ("`path` must be", f"{type(kept).__name__}.save", str(path), "measure anew")
+  with pytest.raises(ValueError, match=says(*parts)):
+    type(kept).load(path)
+
+
+@pytest.mark.parametrize("kept", [SPEED, LINK], ids=["CodecSpeed", "Link"])
+def test_files_that_are_cut_anywhere(kept, tmp_path):
+  path = tmp_path / "kept.json"
+  kept.save(path)
+  whole = path.read_bytes()
+  assert type(kept).load(path) == kept
+  for length in range(len(whole.rstrip())):
+    path.write_bytes(whole[:length])
+    with pytest.raises(ValueError, match="`path` must be"):
+      type(kept).load(path)
+  with pytest.raises(FileNotFoundError):
+    type(kept).load(tmp_path / "none.json")

@@ -1,0 +1,207 @@
+"""Random bits are the cipher's, and each leaf, step and transformation has its own."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.random import threefry_2x32
+
+import gradcomp
+from benchmarks.codecs.random_bits import streams
+from gradcomp._src.kernels.common import dithers
+from gradcomp.exchange import TwoShot
+from gradcomp.kernels import random_lanes, threefry2x32
+from tests.plugins.slow_cases import slow
+from tests.specs import dithers as spec
+from tests.support import laws
+from tests.support.assertions import rank
+
+LANES, BITS, BLOCK = 8, 16, 64  # that share a block, of a lane, of a block
+
+
+def test_threefry_is_the_pages_and_jaxs_own():
+  key = np.array([123, 456], np.uint32)
+  counter = np.arange(2000, dtype=np.uint32) * np.uint32(2654435761)
+  given = counter[:1000], counter[1000:]
+  for rounds in (8, 13, 20):
+    found = jax.jit(functools.partial(threefry2x32, rounds=rounds))(key, given)
+    expected = np.stack(spec.threefry2x32(key, *given, rounds))
+    np.testing.assert_array_equal(found, expected)
+    model = streams.threefry((123, 456), given, rounds)
+    np.testing.assert_array_equal(model, expected)
+  np.testing.assert_array_equal(np.concatenate(found), threefry_2x32(key, counter))
+
+
+def test_lanes_are_the_pages_wherever_their_rows_begin():
+  """Quarters of blocks and of their sums; of ten, which are planes of three bits."""
+  words = np.asarray(laws.KEY)
+  dither = np.array([*words, spec.mask(5) * 0x10001], np.uint32)
+  draw = jax.jit(random_lanes, static_argnums=(1, 2), static_argnames="first_row")
+  got = np.stack(draw(dither, (3, 64), 10, first_row=5), axis=1)
+  key = (*words.tolist(), spec.mask(5))
+  expected = spec.random_lanes(key, 3, bits=3, bucket_size=64, first_row=5)
+  np.testing.assert_array_equal(got, expected)
+  a, b = streams.threefry(key[:2], (np.uint32([5]), np.arange(64, dtype=np.uint32)), 13)
+  np.testing.assert_array_equal(got[0, :LANES] ^ spec.mask(5), streams.lanes(a, b))
+
+
+def test_masks_are_the_pages():
+  traced = jax.jit(jax.vmap(dithers.mask))(jnp.arange(300))
+  expected = [spec.mask(i) for i in range(300)]
+  assert traced.tolist() == expected
+  assert [int(dithers.mask(i)) for i in range(300)] == expected
+  # Half of the pairs lie on either side of any half, quarter, eighth...
+  for count in (2, 4, 8, 16):
+    places = [(0x5A5A ^ m) * count >> 16 for m in expected[: 2 * count : 2]]
+    assert sorted(places) == list(range(count))
+
+
+def test_any_two_lanes_of_a_block_are_independent():
+  """Each is a linear function of the block's 64 bits over GF(2).
+
+  Lanes whose matrices have full rank together are independent and uniform where the
+  block is uniform: as many blocks give each of their values.
+  """
+  units = np.uint64(1) << np.arange(BLOCK, dtype=np.uint64)
+  a, b = (units & 0xFFFFFFFF).astype(np.uint32), (units >> 32).astype(np.uint32)
+  shifts = np.arange(BITS, dtype=np.uint32)[:, None]
+  matrices = (streams.lanes(a, b)[:, None] >> shifts & 1).astype(int)
+  rows = [["".join(map(str, row)) for row in matrix] for matrix in matrices]
+  rank_of = lambda some: rank(int(row, 2) for i in some for row in rows[i])
+
+  a, b = np.random.default_rng(0).integers(2**32, size=(2, 1000), dtype=np.uint32)
+  block = a + (b.astype(np.uint64) << 32)
+  bits = (block >> np.arange(BLOCK, dtype=np.uint64)[:, None] & 1).astype(int)
+  linear = ((matrices @ bits % 2) << np.arange(BITS)[:, None]).sum(1)
+  parts = streams.lanes(a, b)
+  np.testing.assert_array_equal(parts, linear)
+
+  for count in (1, 2):
+    some = itertools.combinations(range(LANES), count)
+    assert {rank_of(lanes) for lanes in some} == {count * BITS}
+  # The only triples that are not independent, each of which sums to zero.
+  triples = itertools.combinations(range(LANES), 3)
+  dependent = {lanes for lanes in triples if rank_of(lanes) < 3 * BITS}
+  assert dependent == {(0, 2, 4), (1, 3, 5), (0, 3, 6), (1, 2, 7)}
+  for i, j, k in dependent:
+    np.testing.assert_array_equal(parts[i] ^ parts[j], parts[k])
+  assert rank_of(range(LANES)) == BLOCK
+
+
+def test_a_stream_has_the_lanes_of_its_blocks_in_their_order():
+  """The model's: as drawn one by one, and with keys that jax.random derives."""
+  key = jax.random.key(5, impl="threefry2x32")
+  for word in (0, *streams.NAME):
+    key = jax.random.fold_in(key, word)
+  words = tuple(int(word) for word in jax.random.key_data(key))
+  found = streams.model(streams.Stream("46"), 13, 5, rows=2)
+  for row, column in [(0, 0), (0, 511), (1, 0), (1, 7)]:
+    counter = np.array([row], np.uint32), np.array([column], np.uint32)
+    drawn = streams.lanes(*streams.threefry(words, counter, 13))[:, 0]
+    assert found[row * 512 + column] == drawn[4] + (drawn[6] << 16)
+
+
+SIZE, WORKERS, STEPS = 4096, 2, 2
+X = np.random.default_rng(0).standard_normal(SIZE).astype(np.float32)
+
+
+def composed(how, **options):
+  """One transformation of leaves a and b, or two that share the work."""
+  make = functools.partial(gradcomp.qsgd, axis_name="data", **options)
+  if how == "one":
+    return make(bits=4)
+  if how == "masked":
+    masks = {"a": True, "b": False}, {"a": False, "b": True}
+    return optax.chain(*(optax.masked(make(bits=4), mask) for mask in masks))
+  parts = {"first": make(bits=4), "second": make(bits=4 if how == "partition" else 2)}
+  return optax.partition(parts, {"a": "first", "b": "second"})
+
+
+def outputs(tx, names="ab"):
+  """What each worker gets of equal leaves in each step, by leaf, worker and step."""
+  grads = {name: np.stack([X] * WORKERS) for name in names}
+
+  @functools.partial(jax.vmap, axis_name="data")
+  def train(grads):
+    state = tx.init(grads)
+    found = []
+    for _ in range(STEPS):
+      output, state = tx.update(grads, state)
+      found.append(output)
+    return found
+
+  return {
+    (name, worker, step): np.asarray(output[name][worker])
+    for step, output in enumerate(jax.device_get(jax.jit(train)(grads)))
+    for name in names
+    for worker in range(WORKERS)
+  }
+
+
+def correlations(streams):
+  """Those of any two streams' errors."""
+  return {
+    pair: np.corrcoef(streams[pair[0]] - X, streams[pair[1]] - X)[0, 1]
+    for pair in itertools.combinations(streams, 2)
+  }
+
+
+def assert_independent(correlations):
+  """Correlations of independent errors are 1 / sqrt(SIZE) at one sigma.
+
+  Of some hundred pairs, one is beyond 5 sigma with probability 1e-4.
+  """
+  for found in correlations.values():
+    assert abs(found) < 5 / SIZE**0.5
+
+
+ALONE = {}  # the streams of each composition with its defaults
+
+
+def streams_of(how):
+  if how not in ALONE:
+    ALONE[how] = outputs(composed(how, exchange="local"))
+  return ALONE[how]
+
+
+COMPOSITIONS = ["one", "partition", "partition, other bits", "masked"]
+
+
+@pytest.mark.parametrize("how", COMPOSITIONS)
+def test_leaves_and_steps_are_independent_and_workers_opposed(how):
+  """The two workers of a pair err to opposite sides, with a correlation of a half."""
+  found = correlations(streams_of(how))
+  of_workers = {x for x in found if x[0][::2] == x[1][::2]}
+  assert len(of_workers) == 2 * STEPS
+  assert_independent({x: found[x] for x in found.keys() - of_workers})
+  assert all(-0.55 < found[x] < -0.45 for x in of_workers)
+
+
+@pytest.mark.parametrize("how", ["one", *slow(*COMPOSITIONS[1:])])
+def test_workers_are_independent_with_independent_dithers(how):
+  found = outputs(composed(how, exchange="local", dither="independent"))
+  assert_independent(correlations(found))
+
+
+@pytest.mark.parametrize(
+  "exchange, dither",
+  [(TwoShot(feedback=False), "shared"), *slow(("ring", "independent"))],
+)
+def test_later_stages_are_independent(exchange, dither):
+  """Each encodes sums again. All workers have the same mean."""
+  found = outputs(composed("partition", exchange=exchange, dither=dither))
+  of_one = {key: x for key, x in found.items() if key[1] == 0}
+  assert_independent(correlations(of_one))
+
+
+def test_a_leaf_draws_the_same_whoever_else_is_there():
+  """Alone, in front of another, behind another, in a transformation of its own."""
+  expected = streams_of("one")
+  others = [outputs(composed("one", exchange="local"), names) for names in ("a", "0ab")]
+  for found in (*others, streams_of("partition"), streams_of("masked")):
+    for key in found.keys() & expected.keys():
+      np.testing.assert_array_equal(found[key], expected[key])

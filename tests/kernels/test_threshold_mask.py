@@ -1,0 +1,203 @@
+"""The kernels of selections give the bits of the reference and of NumPy."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from gradcomp._src.kernels import compaction, threshold_mask
+from gradcomp._src.kernels.common.row_view import RowView
+from gradcomp._src.kernels.gpu import self_check
+from gradcomp.codecs import NOTHING, TopK
+from tests.plugins.slow_cases import slow
+from tests.support import laws, modes
+from tests.support.assertions import assert_same_bits
+from tests.support.lowering import KERNEL, lowered_for_cuda
+
+TILE = 1024
+# A block of one tile; one of four; two of sixteen. Tiles and a partial one behind them.
+SIZES = (TILE, 5 * TILE + 37, 37 * TILE + 1023)
+SIGNS = (None, np.float32(1), np.float32(-1))
+THRESHOLDS = np.uint32([0, 1, 0x3F000000, 0x7F800000, 0x7FC00000, 0x80000000])
+
+
+def data(size):
+  rng = np.random.default_rng(size)
+  normal = rng.standard_normal(size).astype(np.float32)
+  spike = np.zeros(size, np.float32)
+  spike[size // 3] = -2.0
+  special = np.float32([np.nan, -np.nan, np.inf, -np.inf, -0.0, 1e-45, -1e-39, 0.5])
+  return {
+    "normal": normal,
+    "constant": np.full(size, -0.5, np.float32),
+    "half zero": np.where(rng.random(size) < 0.5, normal, np.float32(0)),
+    "spike": spike,
+    "special": rng.choice(special, size),
+  }
+
+
+def row_of(x):
+  return RowView([x[None]], np.int32(0))
+
+
+def expected(x, threshold, sign):
+  """Which elements reach a threshold, bool[n]."""
+  bits = x.view(np.uint32)
+  order = bits & 0x7FFFFFFF
+  if sign is not None:
+    other = (bits >> 31 == 0) != (sign > 0)
+    order = np.where(other & (order < 0x7F800000), 0, order)
+  return order >= threshold
+
+
+def packed(reached):
+  """Bit p of word w of a tile is element 32 p + w."""
+  tiles = np.pad(reached, (0, -reached.size % TILE)).reshape(-1, 32, 32)
+  place = np.arange(32, dtype=np.uint32)[:, None]
+  return (tiles.astype(np.uint32) << place).sum(1, dtype=np.uint32).reshape(-1)
+
+
+def positions_of(words):
+  """Of set bits, by words: int64[count]."""
+  word, bit = np.nonzero(words[:, None] >> np.arange(32, dtype=np.uint32) & 1)
+  return word // 32 * TILE + bit * 32 + word % 32
+
+
+every_implementation = pytest.mark.parametrize(
+  "implementation", ["xla", "pallas_interpret"]
+)
+
+
+def marker(implementation):
+  return jax.jit(functools.partial(threshold_mask.mark, implementation=implementation))
+
+
+@every_implementation
+@pytest.mark.parametrize("size", SIZES)
+def test_marks_are_those_that_reach_the_threshold(size, implementation):
+  mark = marker(implementation)
+  for (name, x), sign, threshold in itertools.product(
+    data(size).items(), SIGNS, THRESHOLDS
+  ):
+    words, count = mark(row_of(x), threshold, sign)
+    reached = expected(x, threshold, sign)
+    message = f"{name}, {threshold:#x}, {sign}"
+    np.testing.assert_array_equal(words, packed(reached), message)
+    assert count == reached.sum(), message
+
+
+@every_implementation
+def test_marks_of_one_row_out_of_several_matrices(implementation):
+  size, mark = 2 * TILE + 5, marker(implementation)
+  x = np.random.default_rng(0).standard_normal((2, 3, size)).astype(np.float32)
+  for number in range(6):
+    words, count = mark(RowView(list(x), np.int32(number)), THRESHOLDS[2], None)
+    reached = expected(x.reshape(6, size)[number], THRESHOLDS[2], None)
+    np.testing.assert_array_equal(words, packed(reached))
+    assert count == reached.sum()
+
+
+def words_of(size):
+  """From no bit to all of them."""
+  x = data(size)
+  yield packed(np.zeros(size, bool))
+  for name, least in (("spike", 0.5), ("normal", 2), ("normal", 1), ("constant", 0.5)):
+    yield packed(np.abs(x[name]) >= least)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_lists_are_in_order_and_end_where_they_should(size):
+  """With room for few, for all and more, and for just as many as there are."""
+  full = positions_of(packed(np.abs(data(size)["normal"]) >= 1)).size
+  capacities = (500, size + 3, full - 1, full, full + 1)
+
+  @jax.jit
+  def lists(words):
+    return [compaction.positions(words, capacity, size) for capacity in capacities]
+
+  for words in words_of(size):
+    found = positions_of(words)
+    for capacity, listed in zip(capacities, lists(words), strict=True):
+      assert listed.dtype == np.int32
+      filled = np.pad(found, (0, capacity), constant_values=size)[:capacity]
+      np.testing.assert_array_equal(listed, filled)
+
+
+@pytest.mark.parametrize("size", [SIZES[-1], *slow(*SIZES[:-1], 64 * TILE)])
+def test_kernels_lower_for_cuda(size):
+  for count, matrices in ((1, 1), (3, 2)):
+    like = [jax.ShapeDtypeStruct((count, size), jnp.float32)] * matrices
+    for sign in (None, np.float32(1)):
+      row = RowView(like, np.int32(0))
+      text = lowered_for_cuda(threshold_mask.mark, row, np.uint32(1), sign)
+      assert text.count(KERNEL) == 1  # for all matrices
+
+
+THRESHOLD = TopK(density=0.01, selection="threshold")
+CODECS = {
+  "threshold": THRESHOLD,
+  "trimmed": TopK(density=0.01, selection="trimmed"),
+  "of one sign": dataclasses.replace(THRESHOLD, quantize="asq"),
+}
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_a_codec_sends_the_same_with_kernels(codec):
+  """Of rows in a loop; equal elements and all that is not finite included."""
+  leaves = [data(2 * TILE + 5)[name] for name in ("constant", "special")]
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def encoded(leaves, name):
+    whole = dataclasses.replace(codec, implementation=name).ranged(leaves[0].size)
+    return [x[:2] for x in whole.encode_several(leaves, [NOTHING] * len(leaves), None)]
+
+  assert_same_bits(encoded(leaves, "pallas_interpret"), encoded(leaves, "xla"))
+
+
+@pytest.mark.slow
+def test_selections_call_kernels_on_cuda_wherever_they_are():
+  """In loops, conditionals, batches and typed shard_map, as on this machine."""
+  encode = functools.partial(laws.encoded, THRESHOLD)
+  x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2 * TILE)), jnp.float32)
+  each = lambda x: lax.map(encode, x)
+  placed = {
+    "map": each,
+    "vmap": jax.vmap(encode),
+    "switch": lambda x: lax.switch(
+      jnp.int32(x[0, 0] > 9), [each, lambda x: each(-x)], x
+    ),
+    "while": lambda x: lax.fori_loop(0, 2, lambda _, found: each(x), each(x)),
+    "shard_map": lambda x: jax.shard_map(
+      lambda x: each(x), in_specs=P("data"), out_specs=P("data")
+    )(x),
+  }
+  alone = [jax.jit(encode)(part) for part in x]
+  for name, function in placed.items():
+    with jax.set_mesh(modes.mesh(2)):
+      found = jax.jit(function)(x)
+      here = jax.jit(function).lower(x).as_text()
+    for i, own in enumerate(alone):
+      np.testing.assert_array_equal(found.rows[i], own.rows, name)
+      np.testing.assert_array_equal(found.unsent[i], own.unsent, name)
+    assert KERNEL not in here, name
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    assert lowered_for_cuda(function, shape, data=2).count(KERNEL) >= 1, name
+
+
+@pytest.mark.parametrize(
+  "several, signed", [(True, True), *slow((False, True), (True, False))]
+)
+def test_the_example_of_marks_passes_its_check(several, signed):
+  """The kernel is another one for an only row, and for elements of one sign."""
+  operands, options = threshold_mask._example(1 << 17, several, signed)
+  assert not options
+  assert threshold_mask.mark(*operands)[1] > 5000
+  interpreted = functools.partial(threshold_mask.pallas.mark, interpret=True)
+  given = interpreted, threshold_mask.reference.mark, operands, jax.devices()[0]
+  assert self_check.compare(*given) == ""

@@ -1,0 +1,1 @@
+"""Tests of meshes, workers and trees."""

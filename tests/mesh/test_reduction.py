@@ -1,0 +1,98 @@
+"""Addends of plain jit are reduced over the axes of their types, and those alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp.exchange import TwoShot
+from tests.plugins.slow_cases import slow
+from tests.support.assertions import assert_same_bits
+from tests.support.cases.steps import OVER, explicit_mesh, put, unreduced_axes
+
+BOTH = ("host", "chip")
+
+
+def linear_loss(params, batch):
+  """With one row a worker, its gradient is the row, exactly."""
+  return sum(jnp.vdot(params[k], batch[k].mean(0)) for k in params)
+
+
+def linear(workers):
+  rng = np.random.default_rng(3)
+  shapes = {"w": (40, 30), "b": (77,), "s": ()}
+  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  rows = {name: draw(workers, *shape) for name, shape in shapes.items()}
+  return {name: np.ones(shape, np.float32) for name, shape in shapes.items()}, rows
+
+
+def update_in_jit(txs, mesh, axis_name):
+  """``update`` of each in plain jit, and its state, which is made there."""
+  params, rows = linear(mesh.size)
+
+  @jax.jit
+  def once(params, rows):
+    grad_fn = gradcomp.value_and_grad(linear_loss, axis_name=axis_name)
+    grads = grad_fn(params, rows)[1]
+    assert unreduced_axes(grads) == set(np.ravel(axis_name))
+    return [tx.update(grads, tx.init(params)) for tx in txs]
+
+  with jax.set_mesh(mesh):
+    return once(put(params, mesh), put(rows, mesh, axis_name))
+
+
+def test_axes_are_taken_from_the_type():
+  """Nothing is kept here: ``init`` does not know the axes that only types tell."""
+  make = functools.partial(gradcomp.qsgd, bits=4, bucket_size=64, feedback=None)
+  ways = ["all_gather", TwoShot(feedback=False)]
+  txs = [make(exchange=x, **over) for x in ways for over in (OVER, {})]
+  named, typed, two, two_typed = update_in_jit(txs, explicit_mesh(), "data")
+  assert_same_bits((typed[0], two_typed[0]), (named[0], two[0]))
+
+
+@pytest.mark.parametrize("exchange", ["two_shot", *slow("hierarchical")])
+def test_two_axes_agree_with_shard_map(exchange):
+  """Sums of addends, g / 8, and means of samples have the same bits."""
+  mesh, over = explicit_mesh((2, 4), BOTH), {"axis_name": BOTH}
+  how = {"exchange": exchange, "feedback": "error"} | over
+  tx = gradcomp.qsgd(bits=4, bucket_size=64, **how)
+  ((total, state),) = update_in_jit([tx], mesh, BOTH)
+
+  def local(params, rows):
+    _, grads = gradcomp.value_and_grad(linear_loss, **over)(params, rows)
+    return tx.update(grads, tx.init(params))
+
+  specs = gradcomp.state_specs(state, **over)
+  places = {"in_specs": (P(), P(BOTH)), "out_specs": (P(), specs)}
+  params, rows = linear(8)
+  given = put(params, mesh), put(rows, mesh, BOTH)
+  mean, kept = jax.jit(jax.shard_map(local, mesh=mesh, **places))(*given)
+  assert_same_bits(total, mean)
+  # A residual is kept in the units of what is sent: here addends, there samples.
+  samples = jax.tree.map(lambda x: 8 * np.asarray(x), state.residual)
+  assert_same_bits(samples, kept.residual)
+  # What an owner keeps is what the sum, which is the mean, has lost.
+  assert_same_bits(state.server_residual, kept.server_residual)
+
+
+def test_reduced_gradients_are_refused():
+  params, rows = linear(4)
+  mesh, tx = explicit_mesh(), gradcomp.qsgd(bits=4, **OVER)
+  with jax.set_mesh(mesh):
+    state = tx.init(put(params, mesh))
+  update = lambda params, rows: tx.update(jax.grad(linear_loss)(params, rows), state)
+  message = r"gradcomp\.value_and_grad.*defer_reduction"
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(jax.jit(update), put(params, mesh), put(rows, mesh, "data"))
+
+
+@pytest.mark.parametrize("asked, found", [("host", "chip"), (BOTH, "host")])
+def test_another_axis_than_the_types_is_refused(asked, found):
+  tx = gradcomp.qsgd(bits=4, axis_name=asked)
+  message = rf"must be unreduced over .*says \('{found}',"
+  with pytest.raises(ValueError, match=message):
+    update_in_jit([tx], explicit_mesh((2, 2), BOTH), found)

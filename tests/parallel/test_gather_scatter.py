@@ -1,0 +1,199 @@
+"""Differentiable collectives are JAX's own, and what the page says of each codec."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradcomp
+from gradcomp import parallel
+from gradcomp.codecs import QSGD, EightBit
+from tests.parallel.table_collectives import (
+  EXACT,
+  OLD,
+  ROWS,
+  WEIGHTS,
+  N,
+  X,
+  gathering,
+  plain,
+  run,
+)
+from tests.support import laws, modes
+from tests.support.assertions import assert_same_bits
+from tests.support.cases.parallel import (
+  CODECS,
+  assert_rounded,
+  dither,
+  in_order,
+  mapped,
+  nbytes,
+  numbers,
+  roundtrip,
+)
+
+EIGHT = laws.here(EightBit(bucket_size=64))
+RANDOM = laws.here(QSGD(bits=4, bucket_size=64))
+COARSE = laws.here(QSGD(bits=2, bucket_size=32, rounding="nearest"))
+TERNARY = laws.here(CODECS["ternary"])
+ADDING = {"psum_scatter": (True, False), "all_gather": (False, True)}
+ADDING["gather"] = ADDING["all_gather"]  # values, and gradients
+
+
+@pytest.mark.parametrize("mode", modes.MODES)
+def test_float32_is_what_jax_sends(mode):
+  """Bit by bit where nothing is added, and up to rounding where something is."""
+  equal, found = plain(mode)
+  for name in ("all_gather", "psum_scatter", "all_to_all", "ppermute", "gather"):
+    for ours, theirs, adds in zip(
+      *found[name], ADDING.get(name, (False, False)), strict=True
+    ):
+      (assert_rounded if adds else assert_same_bits)(ours, theirs)
+  # The cotangent of a sum is that of all workers together: nothing is sent for it.
+  (total, dx), (value, gradient) = found["psum"], found["sum_gradients"]
+  assert_rounded(total, np.stack([X.sum(0)] * N))
+  assert_same_bits(dx, np.stack([equal] * N))
+  assert_same_bits(value, np.stack([equal] * N))
+  assert_rounded(gradient, np.stack([X.sum(0)] * N))
+  for array in (total, gradient):
+    assert_same_bits(array[1:], np.stack([array[0]] * (N - 1)))
+
+
+@pytest.mark.parametrize("mode", modes.MODES)
+def test_a_residual_is_sent_along_with_a_gradient(mode):
+  """Nothing is lost in float32; those of complex numbers are pairs."""
+  _, found = plain(mode)
+  sums = np.stack(np.split(OLD.sum(0), N, axis=1))
+  for theirs, (whole, dw, new), e in (
+    (found["gather"][1], found["kept"], sums),
+    (found["complex"], found["kept complex"], sums - 1j * sums),
+  ):
+    assert_same_bits(whole, theirs[0])
+    assert_rounded(dw, theirs[1] + e)
+    assert not new.any()
+
+
+def own_or_coded(own, codec, x, sender, receiver, key):
+  return x if own == "exact" and sender == receiver else roundtrip(codec, x, key)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name, own", ROWS)
+def test_each_codec_is_what_the_page_says(name, own):
+  """Forward and backward, of a gather and of sums, in the order of workers."""
+  codec, found = CODECS[name], run(name, own)
+  value, gradient = found["all_gather"]
+  for me in range(N):
+    sent = [own_or_coded(own, codec, X[i], i, me, dither(i)) for i in range(N)]
+    assert_same_bits(value[me], np.concatenate(sent, axis=1))
+    for stages, got in (((1,), gradient), ((), found["psum_scatter"])):
+      parts = [
+        own_or_coded(own, codec, WEIGHTS[i, :, 200 * me : 200 * (me + 1)], i, me, draw)
+        for i in range(N)
+        for draw in [dither(i, me, *stages)]
+      ]
+      np.testing.assert_array_equal(got[me], in_order(parts))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name, own", EXACT)
+def test_a_psum_is_what_the_page_says(name, own):
+  """Two stages, of which the second has keys of its own."""
+  codec, parts = CODECS[name], X.reshape(N, N, -1)
+  sums = [
+    in_order([roundtrip(codec, parts[i, me], dither(i, me)) for i in range(N)])
+    for me in range(N)
+  ]
+  whole = [roundtrip(codec, x, dither(me, 0, 2, me)) for me, x in enumerate(sums)]
+  want = np.concatenate(whole).reshape(X.shape[1:])
+  assert_same_bits(run(name, own)["psum"], np.stack([want] * N))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name, own", EXACT)
+def test_a_gather_is_what_the_page_says(name, own):
+  """Forward all parts are rounded, backward all but the owner's own."""
+  codec, (whole, dw, new) = CODECS[name], run(name, own)["gather"]
+  want = np.concatenate([roundtrip(codec, X[i], dither(i)) for i in range(N)], axis=1)
+  assert_same_bits(whole, np.stack([want] * N))
+  sent = np.split(WEIGHTS + OLD, N, axis=2)
+  for me in range(N):
+    parts = [
+      roundtrip(codec, sent[me][i], dither(i, me, 1)) if i != me else sent[me][i]
+      for i in range(N)
+    ]
+    np.testing.assert_array_equal(dw[me], in_order(parts))
+    for i in range(N):
+      # XLA may multiply and subtract in one operation: an ulp of numbers up to 4.
+      kept, lost = new[i, :, 200 * me : 200 * (me + 1)], sent[me][i] - parts[i]
+      np.testing.assert_allclose(kept, lost, rtol=0, atol=2**-22)
+
+
+def test_the_two_directions_have_codecs_of_their_own():
+  """None sends float32; the cotangents of the second are powers of two."""
+  x, weights = numbers(N, 40, seed=5), numbers(N, 40 * N, seed=6)
+  bf16, natural = CODECS["bf16"], laws.here(CODECS["natural"])
+  key = jax.random.key(0)
+
+  def function(x, weights):
+    options = dict(axis_name="data", codec=bf16, own="coded", key=key)
+    each = [
+      jax.vjp(lambda x, b=b: parallel.all_gather(x, backward=b, **options), x)
+      for b in (None, natural)
+    ]
+    ways = dict(params=None, grads=COARSE), dict(params=COARSE, grads=None)
+    old = jnp.zeros_like(weights)
+    gathered = [gathering(**way)(x, old, weights) for way in ways]
+    return [(y, *back(weights)) for y, back in each], gathered
+
+  ((first, exact), (second, rounded)), (down, up) = jax.device_get(
+    mapped("vmap", function, N)(x, weights)
+  )
+  assert_same_bits(first, second)
+  want = np.concatenate([roundtrip(bf16, x, None)[i] for i in range(N)])
+  assert_same_bits(first[0], want)
+  sums = weights.sum(0).reshape(N, -1)
+  assert_rounded(exact, sums)
+  assert 1e-3 < np.abs(rounded - sums).max() < np.abs(weights).max() * N
+  assert_same_bits(down[0][0], x.reshape(-1))
+  assert np.abs(up[0][0] - x.reshape(-1)).max() > 0.1
+  assert_rounded(up[1], sums)
+  assert np.abs(down[1] - sums).max() > 0.1
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "shard_map_unchecked"])
+def test_what_is_sent_are_words_and_as_many_as_the_payloads_have(mode):
+  key = jax.random.key(1)
+
+  def function(x, long):
+    gather = lambda x: parallel.all_gather(
+      x, axis_name="data", codec=EIGHT, backward=RANDOM, key=key
+    )
+    y, back = jax.vjp(gather, x)
+    total = parallel.psum(x.astype(jnp.float16), axis_name="data", codec=EIGHT)
+    swapped = parallel.all_to_all(
+      long, axis_name="data", split_axis=0, concat_axis=0, codec=RANDOM, key=key
+    )
+    sent = parallel.ppermute(x, axis_name="data", perm=[(0, 1)], codec=EIGHT)
+    scales = parallel.all_gather(x, axis_name="data", codec=TERNARY, key=key)
+    whole = gathering(params=EIGHT, grads=COARSE)(2 * x, 3 * long, long)
+    return back(long), total, swapped, sent, y, scales, whole
+
+  given = numbers(N, 5000), numbers(N, 5000 * N)
+  report = gradcomp.wire_report(mapped(mode, function, N).lower(*given).compile())
+  assert {c.dtype for c in report.collectives} <= {"u32", "u8"}
+  share = (N - 1) / N
+  a_quarter = 2 * share * N * nbytes(EIGHT, 1250)
+  once, coarse = nbytes(EIGHT, 5000), nbytes(COARSE, 5000)
+  shared = nbytes(TERNARY, 5000) + 4
+  expected = {
+    "all-gather": (N - 1) * (2 * once + shared) + a_quarter / 2,
+    "all-to-all": share * N * (2 * nbytes(RANDOM, 5000) + coarse) + a_quarter / 2,
+    "collective-permute": once,
+  }
+  assert {c.kind for c in report.collectives} == set(expected)
+  for kind, want in expected.items():
+    found = [c for c in report.collectives if c.kind == kind]
+    assert abs(sum(c.bytes_sent for c in found) / want - 1) < 0.01, kind
+  plain = 4 * 5000 * ((N - 1) * 3 + 3 * share * N + 2 * share + 1)
+  assert report.dense_bytes == plain  # the same in float32

@@ -1,0 +1,140 @@
+"""Scheduled programs with an asynchronous collective, written in each of its forms."""
+
+import re
+from typing import NamedTuple
+
+from gradcomp import overlap_report
+
+GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
+MEGASCALE = (
+  "is_host_transfer=true, frontend_attributes={"
+  '_xla_host_transfer_rendezvous="NAME",_xla_megascale_target={{100000,100001,100002,'
+  "100003,200000,200001,200002,200003}},"
+  '_xla_megascale_transfer_type="ALL_TO_ALL"}'
+)
+PAIRS = "frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{1,0}}}"
+FLOPS = 2 * 512**3
+PRODUCT = "m = W dot(w, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+class Form(NamedTuple):
+  """An asynchronous collective of ``x``: NAME is its own in all its parts."""
+
+  kind: str
+  start: str
+  done: str
+  inside: str = ""  # the computations that it calls
+
+
+WRAPPED = f"""NAME.inside {{
+  NAME.y = X parameter(0)
+  ROOT NAME.z = X all-to-all(NAME.y), {GROUPS}
+}}"""
+# U is the type of what an all-gather returns, S that of a send.
+FORMS = {
+  "all-gather": Form(
+    "all-gather",
+    f"NAME = (X, U) all-gather-start(x), {GROUPS}",
+    "NAME.end = U all-gather-done(NAME)",
+  ),
+  "all-to-all": Form(
+    "all-to-all",
+    f"NAME = ((X), X) all-to-all-start(x), {GROUPS}",
+    "NAME.end = X all-to-all-done(NAME)",
+  ),
+  "collective-permute": Form(
+    "collective-permute",
+    "NAME = (X, X, u32[], u32[]) collective-permute-start(x), "
+    "source_target_pairs={{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}",
+    "NAME.end = X collective-permute-done(NAME)",
+  ),
+  "wrapped": Form(
+    "all-to-all",
+    "NAME = ((X), X) async-start(x), calls=NAME.inside",
+    "NAME.end = X async-done(NAME)",
+    WRAPPED,
+  ),
+  "wrapped_send": Form(
+    "collective-permute",
+    """NAME.t = token[] after-all()
+  NAME = ((X, token[]), (S, S), s32[]) async-start(x, NAME.t), calls=NAME.inside""",
+    "NAME.end = (S, S) async-done(NAME)",
+    f"""NAME.inside {{
+  NAME.y = X parameter(0)
+  NAME.k = token[] parameter(1)
+  NAME.s = S send(NAME.y, NAME.k), channel_id=1, {PAIRS}
+  NAME.r = S recv(NAME.k), channel_id=1, {PAIRS}
+  ROOT NAME.z = (S, S) tuple(NAME.s, NAME.r)
+}}""",
+  ),
+  "updated": Form(
+    "all-to-all",
+    """NAME = ((X), X) async-start(x), calls=NAME.inside
+  NAME.next = ((X), X) async-update(NAME)""",
+    "NAME.end = X async-done(NAME.next)",
+    WRAPPED,
+  ),
+  "SparseCore": Form(
+    "all-to-all",
+    'NAME = ((X), X) call-start(x), to_apply=NAME.inside, async_execution_thread="s"',
+    "NAME.end = X call-done(NAME)",
+    WRAPPED,
+  ),
+  "slices": Form(
+    "all-to-all",
+    f"""NAME.token = token[] after-all()
+  NAME = S send(x, NAME.token), channel_id=1, {MEGASCALE}
+  NAME.in = S recv(NAME.token), channel_id=2, {MEGASCALE}
+  NAME.out = token[] send-done(NAME), channel_id=1, is_host_transfer=true""",
+    "NAME.end = (X, token[]) recv-done(NAME.in), channel_id=2, is_host_transfer=true",
+  ),
+  "chain": Form(
+    "all-gather",
+    "NAME = (X, U, u32[]) fusion(x), kind=kCustom, calls=NAME.first",
+    "NAME.end = U fusion(x), kind=kCustom, calls=NAME.last",
+    "\n".join(
+      f"""NAME.{part} {{
+  NAME.{part}.y = X parameter(0)
+  NAME.{part}.g = U all-gather(NAME.{part}.y), channel_id=1, {GROUPS},
+    frontend_attributes={{chain_id="CHAIN"}}
+  ROOT NAME.{part}.r = {result} custom-call(NAME.{part}.g),
+    custom_call_target="AsyncCollective{target}"
+}}"""
+      for part, target, result in (
+        ("first", "Start", "(X, U, u32[])"),
+        ("last", "Done", "U"),
+      )
+    ),
+  ),
+}
+
+
+def form(name, own="a"):
+  """A form whose names begin with a letter of its own."""
+  number = str(ord(own))
+  fill = lambda text: text.replace("NAME", own).replace("CHAIN", number)
+  kind, *parts = FORMS[name]
+  return Form(kind, *map(fill, parts))
+
+
+def program(*lines, inside=""):
+  """A module of eight devices; X, W, U and S stand for types."""
+  text = "\n  ".join(["x = X parameter(0)", "w = W parameter(1)", *lines])
+  text = f"{inside}\nENTRY main {{\n  s = f32[] parameter(2)\n  {text}\n}}"
+  types = {"S": "(X, u32[], token[])", "W": "f32[512,512]", "U": "u32[64,64]"}
+  for letter, type_ in [*types.items(), ("X", "u32[8,64]")]:
+    text = re.sub(rf"\b{letter}\b", type_, text)
+  return f"HloModule jit_step, is_scheduled=true, num_partitions=8\n{text}"
+
+
+def names(overlap):
+  return [work.name for work in overlap.beside]
+
+
+def the_one(*lines, inside=""):
+  (found,) = overlap_report(program(*lines, inside=inside)).collectives
+  return found
+
+
+_, START, DONE, _ = form("all-to-all")
+STARTED = "((X), X)"  # the type of what is on its way

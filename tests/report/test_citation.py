@@ -1,0 +1,177 @@
+"""``citation`` finds the papers of whatever a transformation consists of."""
+
+import functools
+import re
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gradcomp
+from gradcomp import codecs, exchange
+from tests.support.assertions import says
+from tests.support.cases.recipe import RECIPES, make
+
+NO_PAPER = "% Without a paper: "
+CODECS = [
+  codecs.QSGD(),
+  codecs.QSGD(bits=4, levels="nonuniform"),
+  *(codecs.OneBit(), codecs.Sign(), codecs.Ternary(), codecs.EightBit()),
+  *(codecs.Natural(), codecs.BlockFloat(rounding="stochastic")),
+  *(codecs.BlockFloat(scale="e4m3"), codecs.FloatCast(), codecs.FloatCast(scale=2.0)),
+  *(codecs.TopK(), codecs.TopK(quantize="mean"), codecs.RandomK()),
+  *(codecs.BlockTop(), codecs.PowerSGD()),
+]
+EXCHANGES = [
+  *(exchange.AllGather(), exchange.TwoShot(), exchange.AllReduce(), exchange.Ring()),
+  *(exchange.Auto(), exchange.Hierarchical(group_size=2)),
+]
+FEEDBACK = [gradcomp.ErrorFeedback(), gradcomp.MomentumFeedback()]
+
+
+def keys(text):
+  """The keys of the entries, in their order."""
+  return re.findall(r"^@misc\{(\w+),$", text, re.M)
+
+
+def told(text):
+  """The comments in front of each entry, by its key."""
+  found = re.findall(r"((?:^% .*\n)+)@misc\{(\w+),$", text, re.M)
+  return {key: comments for comments, key in found}
+
+
+def cited(codec=codecs.Dense(), exchange="local", feedback=None):  # noqa: B008
+  options = {"exchange": exchange, "feedback": feedback}
+  return gradcomp.citation(gradcomp.compress(codec, axis_name="data", **options))
+
+
+@pytest.mark.parametrize(
+  "part, text",
+  [
+    *((codec, functools.partial(cited, codec)) for codec in CODECS),
+    *(
+      (schedule, functools.partial(cited, exchange=schedule)) for schedule in EXCHANGES
+    ),
+    *(
+      (rule, functools.partial(cited, codecs.OneBit(), feedback=rule))
+      for rule in FEEDBACK
+    ),
+  ],
+  ids=str,
+)
+def test_every_part_has_a_paper_or_says_so(part, text):
+  text, name = text(), type(part).__name__
+  none = text.startswith(NO_PAPER) and name in text.split("\n")[0]
+  assert none != any(f"% {name}. " in lines for lines in told(text).values())
+  assert not none or isinstance(part, exchange.AllGather | exchange.AllReduce), text
+  assert len(keys(text)) == len(set(keys(text)))
+
+
+def test_parts_without_a_paper_say_so():
+  assert cited() == f"{NO_PAPER}Dense, Local, NoFeedback.\n"
+  text = cited(codecs.OneBit())
+  assert "NoFeedback" in text.split("\n")[0]
+  assert set(keys(text)) - {"grubic2018synchronous"} == {"seide2014onebit"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_found(name):
+  text = gradcomp.citation(make(name, axis_name="data", exchange="auto"))
+  assert "grubic2018synchronous" in keys(text)  # of an exchange that may be chosen
+  documented = RECIPES[name].__doc__.partition("References:")[2]
+  papers = re.findall(r"arxiv\.org/abs/([\d.]+)|doi\.org/([^>]+)", documented)
+  assert all((number or doi) in text for number, doi in papers)
+  # As BibTeX reads it: braces match, and no comment begins an entry.
+  for entry in text.split("\n\n"):
+    assert entry.count("{") == entry.count("}") and entry.count("@") <= 1
+
+
+def test_an_entry_says_once_who_uses_the_paper_and_how():
+  text = gradcomp.citation(optax.chain(gradcomp.qsgd(), gradcomp.qsgd(bits=8)))
+  lines = told(text)["grubic2018synchronous"].split("\n")
+  assert len(lines) == len(set(lines))
+  assert [line.split(".")[0] for line in lines if "." in line][:1] == ["% QSGD"]
+
+
+natural = gradcomp.natural()
+NATURAL = ("horvath2019natural",)
+RULES = [("w", codecs.Natural()), (".", codecs.OneBit())]
+local = functools.partial(
+  gradcomp.local.local_steps,
+  gradcomp.parallel.zero(
+    optax.adam(0.1), grads=codecs.Natural(), params=codecs.QSGD(), axis_name="chip"
+  ),
+  optax.sgd(1.0),
+  every=4,
+  codec=codecs.BlockTop(),
+  axis_name="host",
+)
+TWO = gradcomp.local.LocalOptions(fragments=2)
+OF_LOCAL = {
+  *("douillard2023diloco", "chen2020scalecom", "rajbhandari2020zero"),
+  *("jia2024sdp4bit", "alistarh2017qsgd", "seide2014onebit", *NATURAL),
+}
+
+
+@pytest.mark.parametrize(
+  "optimizer, expected",
+  [
+    (optax.chain(natural, optax.sgd(0.1)), NATURAL),
+    (optax.masked(natural, {"w": True}), NATURAL),
+    (optax.partition({"a": natural, "b": optax.sgd(0.1)}, {"w": "a"}), NATURAL),
+    (optax.MultiSteps(natural, 2).gradient_transformation(), NATURAL),
+    (optax.apply_if_finite(natural, 3), NATURAL),
+    (optax.flatten(natural), NATURAL),
+    (gradcomp.wrappers.switch([3], [gradcomp.dense(), natural]), NATURAL),
+    (gradcomp.skip_nonfinite(natural, 3), NATURAL),
+    (gradcomp.policy(RULES, exchange="local"), (*NATURAL, "seide2014onebit")),
+    (local(), OF_LOCAL),
+    (local(options=TWO), {*OF_LOCAL, "douillard2025streaming"}),
+    (
+      gradcomp.optimizers.adam(0.1, variance="doubling"),
+      ("tang2021onebitadam", "lu2022zeroone"),
+    ),
+    (gradcomp.wrappers.clip_by_local_norm(1.0, axis_name="data"), ("lin2018dgc",)),
+  ],
+)
+def test_papers_of_all_parts_are_found(optimizer, expected):
+  assert set(expected) <= set(keys(gradcomp.citation(optimizer)))
+
+
+def test_only_streams_have_the_paper_of_streams():
+  assert "douillard2025streaming" not in gradcomp.citation(local())
+
+
+class Halves(codecs.Codec):
+  """A stranger's codec, which has no paper."""
+
+  unbiased, needs_key, tile_size, row_words = False, False, 256, 128
+
+  def encode_rows(self, tiles, context):
+    return jnp.zeros((tiles.shape[0], 128), jnp.uint32)
+
+  def decode_rows(self, rows):
+    return jnp.zeros((*rows.shape[:-1], 256), jnp.float32)
+
+
+class Published(Halves):
+  """A stranger's codec with a paper."""
+
+  citations = (("@misc{doe2030halves,\n  author = {Doe, J.}\n}", "By doe@example."),)
+
+
+def test_a_strangers_codec_is_found_with_and_without_a_paper():
+  assert cited(Halves()) == f"{NO_PAPER}Halves, Local, NoFeedback.\n"
+  text = cited(Published())
+  assert told(text)["doe2030halves"] == "% Published. By doe at example.\n"
+  assert text.count("@") == len(keys(text))
+
+
+@pytest.mark.parametrize(
+  "optimizer",
+  [optax.sgd(0.1), optax.inject_hyperparams(gradcomp.natural)()],
+  ids=["sgd", "injected"],
+)
+def test_an_optimizer_without_any_is_refused(optimizer):
+  with pytest.raises(ValueError, match=says("`optimizer`", "inject_hyperparams")):
+    gradcomp.citation(optimizer)

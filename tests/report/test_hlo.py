@@ -1,0 +1,339 @@
+"""The walk through a program: called computations, loops, branches and fusions."""
+
+import re
+
+import pytest
+from jaxlib import _hlo
+
+from gradcomp.wire import wire_report
+from tests.report import texts
+from tests.report.texts import G8, NBYTES, gather, hlo, only, rows
+
+COMPILED = texts.read("compiled")
+SWAP = "collective-permute(y), source_target_pairs={{0,1},{1,0}}"
+PAIRS = "channel_id=1, frontend_attributes={_xla_send_recv_source_target_pairs={{0,1}}}"
+BODY = f"""
+body {{
+  s = (s32[], X) parameter(0)
+  i = s32[] get-tuple-element(s), index=0
+  y = X get-tuple-element(s), index=1
+  p = X {SWAP}
+  ROOT t = (s32[], X) tuple(i, p)
+}}
+condition {{
+  s = (s32[], X) parameter(0)
+  i = s32[] get-tuple-element(s), index=0
+  any = s32[] all-reduce(i), replica_groups={{}}, to_apply=add
+  ROOT r = pred[] compare(any, any), direction=LT
+}}
+"""
+COUNTED = f"""
+body {{
+  s = (s32[], X) parameter(0)
+  i = s32[] get-tuple-element(s), index=0
+  o = s32[] constant(1)
+  m = s32[] add(i, o)
+  n = s32[] NEXT
+  y = X get-tuple-element(s), index=1
+  p = X {SWAP}
+  ROOT t = (s32[], X) tuple(n, p)
+}}
+condition {{
+  s = (s32[], X) parameter(0)
+  i = s32[] get-tuple-element(s), index=0
+  k = s32[] constant(8)
+  ROOT c = pred[] compare(i, k), direction=LT
+}}
+"""
+BEGIN = """o = s32[] constant(1)
+  c = s32[] copy(o)
+  t = (s32[], X) tuple(c, x)
+  """
+WHILE = "(s32[], X) while(t), condition=condition, body=body"
+TRIPS = (
+  'backend_config={"known_induction_variable":{"tuple_index":"0"},'
+  '"known_trip_count":{"n":"5"}}'
+)
+SENT = ("collective-permute", 2, NBYTES)
+# A program, the kind, workers and bytes of what it sends, and how often: a computation
+# with a thread, a send that XLA prints as send-start, a sum that it prints as calls
+# where it is in place, and loops whose condition is known, of one or two additions.
+WRITTEN = {
+  "thread": (
+    hlo(
+      f"""s = ((X), X, u32[]) async-start(x), async_execution_thread="h", calls=inside
+  e = X async-done(s)
+  g = f32[64,128] all-gather(e), {G8}, dimensions={{0}}""",
+      """
+on_the_host {
+  x = X parameter(0)
+  ROOT y = X negate(x)
+}, execution_thread="h"
+inside {
+  x = X parameter(0)
+  ROOT y = X custom-call(x), custom_call_target="f", called_computations={on_the_host}
+}, execution_thread="h"
+""",
+    ),
+    ("all-gather", 8, 7 * NBYTES),
+    1,
+  ),
+  "send_wrapped": (
+    hlo(
+      f"""k = token[] after-all()
+  v = (X, u32[], token[]) recv(k), {PAIRS}
+  vd = (X, token[]) recv-done(v), channel_id=1
+  s = ((X, token[]), (X, u32[], token[]), s32[]) async-start(x, k), calls=inside
+  sd = (X, u32[], token[]) async-done(s)""",
+      f"""
+inside {{
+  x = X parameter(0)
+  k = token[] parameter(1)
+  ROOT s = (X, u32[], token[]) send(x, k), {PAIRS}
+}}
+""",
+    ),
+    SENT,
+    1,
+  ),
+  "sum_in_place": (
+    hlo(f"r = f32[1,128] reduce-scatter(x), {G8}, dimensions={{0}}, to_apply=add"),
+    ("reduce-scatter", 8, 7 * NBYTES // 8),
+    1,
+  ),
+  "trips": (
+    hlo(BEGIN + f"w = {WHILE}", COUNTED.replace("NEXT", "copy(m)")),
+    SENT,
+    7,
+  ),
+  "trips_by_steps": (
+    hlo(BEGIN + f"w = {WHILE}", COUNTED.replace("NEXT", "add(o, m)")),
+    SENT,
+    4,
+  ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_each_construct_is_counted(name):
+  text, sent, times = WRITTEN[name]
+  found = only(wire_report(text))
+  assert (rows(text), found.times) == ([sent], times)
+  assert not found.trips_unknown and found.in_loop == (times > 1)
+
+
+PROGRAMS = COMPILED | {name: text for name, (text, *_) in WRITTEN.items()}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_form_that_xla_prints_has_the_same_bytes(name):
+  """Called computations in their place, too; that form leaves out trip counts."""
+  module, text = _hlo.hlo_module_from_text(PROGRAMS[name]), PROGRAMS[name]
+  in_place = _hlo.HloPrintOptions()
+  in_place.print_operand_shape = True
+  in_place.is_in_nested_computation = False
+  forms = [_hlo.HloPrintOptions(), _hlo.HloPrintOptions.short_parsable(), in_place]
+  if "known_trip_count" not in text and "quantized" not in text:
+    forms.append(_hlo.HloPrintOptions.canonical())
+  sent = {wire_report(module.to_string(form)).bytes_sent for form in forms}
+  assert sent == {wire_report(text).bytes_sent}
+
+
+NESTED = f"""{BODY}
+inner {{
+  p = X parameter(0)
+  ROOT w = {WHILE}
+}}
+fused {{
+  p = X parameter(0)
+  ROOT rs = f32[1,128] reduce-scatter(p), {G8}, dimensions={{0}}, to_apply=add
+}}
+called {{
+  p = X parameter(0)
+  ROOT f = f32[1,128] fusion(p), kind=kCustom, calls=fused
+}}
+outer {{
+  s = (s32[], X) parameter(0)
+  v = X get-tuple-element(s), index=1
+  c = f32[1,128] call(v), to_apply=called
+  h = X custom-call(v), called_computations={{inner}}
+  ROOT t = (s32[], X) tuple(s, v)
+}}
+never {{
+  ROOT no = pred[] constant(false)
+}}
+known {{
+  t = (s32[], X) parameter(0)
+  ROOT w = {WHILE}, {TRIPS}
+}}
+one {{
+  p = X parameter(0)
+  ROOT g = f32[64,128] all-gather(p), {G8}, dimensions={{0}}
+}}
+"""
+LOOP = f"w = (s32[], X) while(t), condition=never, body=outer, {TRIPS}"
+BRANCH = f"r = X all-to-all(x), {G8}\n  c = X conditional(i, x, x), "
+CALLED = [
+  ("reduce-scatter", 5, False, False),
+  ("collective-permute", 5, True, False),
+  ("all-reduce", 5, True, False),
+]
+BRANCHES = [
+  ("all-to-all", 1, False, False),
+  ("all-gather", 1, False, True),
+  ("collective-permute", 1, True, True),
+  ("all-reduce", 1, True, True),
+]
+# Lines, and of each collective: its runs, whether a loop around it has no known trip
+# count, and whether it is in a branch.
+RUNS = {
+  # A condition runs once more than its body.
+  "a loop": (
+    f"w = {WHILE}, {TRIPS}",
+    [("collective-permute", 5, False, False), ("all-reduce", 6, False, False)],
+  ),
+  # A fusion in a call in a loop, which runs twice; a loop of unknown count inside.
+  "calls in a loop": (f"{LOOP}\n  {LOOP.replace('w =', 'z =')}", 2 * CALLED),
+  "a known loop in an unknown one": (
+    "w = (s32[], X) while(t), condition=condition, body=known",
+    [
+      ("collective-permute", 5, True, False),
+      ("all-reduce", 6, True, False),
+      ("all-reduce", 1, True, False),
+    ],
+  ),
+  "branches": (f"{BRANCH}branch_computations={{one, inner}}", BRANCHES),
+  "two branches": (f"{BRANCH}true_computation=one, false_computation=inner", BRANCHES),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_calls_multiply_and_are_followed(name):
+  lines, expected = RUNS[name]
+  report = wire_report(hlo(lines, NESTED))
+  assert sorted(
+    (c.kind, c.times, c.trips_unknown, c.in_branch) for c in report.collectives
+  ) == sorted(expected)
+  assert [c.in_loop for c in report.collectives].count(False) == 2 * ("branch" in name)
+  assert ("a lower bound" in str(report)) == any(
+    unknown for _, _, unknown, _ in expected
+  )
+  assert ("an upper bound" in str(report)) == ("branch" in name)
+
+
+def test_a_wrapped_collective_counts_once():
+  """In the text of some XLA versions all three instructions name the computation."""
+  wrapped = f"""
+async {{
+  p = X parameter(0)
+  ROOT all = X all-to-all(p), {G8}, dimensions={{0}}
+}}, execution_thread="parallel"
+"""
+  entry = """s = ((X), X) async-start(x), calls=async
+  u = ((X), X) async-update(s), calls=async
+  d = X async-done(u), calls=async"""
+  assert wire_report(hlo(entry, wrapped)).bytes_sent == 7 * NBYTES // 8
+
+
+MEAN = "gradcomp_mean_1024_over_8"
+NONE = "none {\n  ROOT x = u8[8] parameter(0)\n}\n"
+
+
+def sending(name, scope, nbytes=NBYTES):
+  """A computation that gathers so many bytes."""
+  return f"""{name} {{
+  x = u8[8] parameter(0)
+  ROOT g = u8[9] {gather(scope, nbytes)}
+}}
+"""
+
+
+def test_each_branch_has_a_ratio_of_one_plain_mean():
+  """One in another and one beside it, of the same name, and a branch of nothing."""
+  dense = 2 * 7 * NBYTES // 8
+  computations = f"""
+{NONE}{sending("half", MEAN, NBYTES // 8)}two {{
+  x = u8[8] parameter(0)
+  h = u8[9] {gather(MEAN, NBYTES // 4)}
+  ROOT c = u8[9] conditional(i, x, x), branch_computations={{none, half}}
+}}
+{sending("three", "gradcomp_stage", NBYTES // 2)}"""
+  line = "conditional(i, x, x)"
+  entry = f"""b = u8[9] {line}, branch_computations={{half, three, two}}
+  c = u8[9] {line}, true_computation=three, false_computation=none"""
+  report = wire_report(hlo(entry, computations))
+  # A step of `two` takes two means.
+  assert report.dense_bytes == 2 * dense
+  assert report.bytes_sent == 7 * NBYTES // 8 * (4 + 4)
+  assert report.ratio == max(map(max, report.branch_ratios.values()))
+  main = "main.0_spmd"
+  assert report.branch_ratios == {
+    f"{main}/b": (5 / 4, 8 / 4, 7 / 4),
+    f"{main}/b[2] two/c": (6 / 4, 7 / 4),
+    f"{main}/c": (8 / 4, 4 / 4),
+  }
+  lines = str(report).splitlines()
+  assert lines[-4].startswith("branch: of a conditional; the branch with the most")
+  assert lines[-2] == f"{main}/b[2] two/c: 1.5 x or 1.75 x, by branch."
+
+
+def test_of_many_conditionals_the_first_are_printed():
+  branches = "conditional(i, x, x), branch_computations={none, one}"
+  entry = "\n".join(f"c.{i} = u8[9] {branches}" for i in range(6))
+  text = hlo(entry, NONE + sending("one", MEAN))
+  *_, last, more = str(wire_report(text)).splitlines()
+  assert last == "main.0_spmd/c.3: 3.333 x or 4 x, by branch."
+  assert more == "2 more: see branch_ratios."
+
+
+def test_a_repeat_is_of_the_same_plain_mean():
+  """A codec that does not fit sends once more, in a branch behind the first send."""
+  branches = "conditional(i, x, x), branch_computations={none, again}"
+  entry = f"g = u8[9] {gather(MEAN)}\n  c = u8[9] {branches}"
+  again = sending("again", f"cond/gradcomp_repeat/{MEAN}")
+  report = wire_report(hlo(entry, NONE + again))
+  assert (report.ratio, [*report.branch_ratios.values()]) == (8, [(4, 8)])
+
+
+def test_a_mean_in_front_of_branches_is_taken_again():
+  """It is as large as the mean of each branch, and not as those of both."""
+  entry = f"""m = X all-reduce(x), {G8}, to_apply=add
+  c = u8[9] conditional(i, m, m), branch_computations={{one, two}}"""
+  report = wire_report(hlo(entry, sending("one", MEAN) + sending("two", MEAN, 99)))
+  assert [c.again for c in report.collectives] == [True, False, False]
+  assert "are a mean of the gradient, which the exchange takes again" in str(report)
+
+
+def test_short_text_in_any_order():
+  """A computation may stand behind those that call it, and be called twice."""
+  text = """HloModule short, replica_count=4
+ENTRY main-2.0 {
+  x = f32[8] parameter(0)
+  y = f32[8] call(x), to_apply=called.1
+  ROOT z = (f32[8], f32[8]) conditional(x, y, y), branch_computations={called.1, none}
+}
+none {
+  ROOT x = f32[8] parameter(0)
+}
+called.1 {
+  x = f32[8] parameter(0)
+  ROOT y = f32[8] all-reduce(x), replica_groups={{0,1},{2,3}}
+}"""
+  collectives = wire_report(text).collectives
+  assert [(c.in_branch, c.bytes_sent) for c in collectives] == [(False, 32), (True, 32)]
+
+
+def test_strings_and_names_are_not_parsed():
+  """Names of scopes and instructions, and the code of kernels, may hold anything."""
+  entry = (
+    "all-gather = X copy(x), sharding={replicated}\n"
+    '  k = X custom-call(all-gather), custom_call_target="all-reduce(x)", '
+    'backend_config="body=%missing calls=\\"%gone\\" all-reduce(%x)"\n'
+    f"  a = X all-reduce(all-gather), {G8}, to_apply=add, "
+    'metadata={op_type="x" op_name="f/[\\"replica_groups={{0}}\\"]/calls=%no/\\"g\\"" '
+    'source_file="calls=%no" source_line=3}'
+  )
+  collective = only(wire_report(hlo(entry)))
+  assert collective.bytes_sent == 2 * 7 * NBYTES // 8
+  assert collective.scope == r"f/[\"replica_groups={{0}}\"]/calls=%no/\"g\""
+  assert re.search(r"all-reduce +f32 +\[8, 128\]", str(wire_report(hlo(entry))))

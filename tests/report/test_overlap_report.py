@@ -1,0 +1,181 @@
+"""A report of overlaps: the work, the bytes that nothing hides, and words."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gradcomp
+from gradcomp import overlap_report, wire_report
+from tests.report import texts
+from tests.report.schedules import (
+  DONE,
+  FLOPS,
+  GROUPS,
+  PRODUCT,
+  START,
+  names,
+  program,
+  the_one,
+)
+
+
+def test_the_dearest_branch_is_the_work_of_a_conditional():
+  inside = f"""cheap {{
+  w = W parameter(0)
+  ROOT c = W add(w, w)
+}}
+dear {{
+  w = W parameter(0)
+  ROOT {PRODUCT}
+}}"""
+  line = "b = W conditional(s, w, w), true_computation=cheap, false_computation=dear"
+  found = the_one(START, line, DONE, inside=inside)
+  assert names(found) == ["b"] and found.flops == FLOPS
+
+
+def test_of_branches_the_one_that_sends_most_counts():
+  inside = f"""one {{
+  p = X parameter(0)
+  ROOT a = X all-to-all(p), {GROUPS}
+}}
+both {{
+  q = X parameter(0)
+  b = X all-to-all(q), {GROUPS}
+  ROOT c = X all-to-all(b), {GROUPS}
+}}"""
+  line = "r = X conditional(s, x, x), true_computation=one, false_computation=both"
+  text = program(line, inside=inside)
+  found = overlap_report(text)
+  assert found.bytes_sent == wire_report(text).bytes_sent == 2 * 7 * 4 * 64
+  assert (found.exposed_bytes, found.exposed_share) == (2 * 7 * 4 * 64, 1)
+
+
+def test_the_products_of_libraries_count():
+  """XLA calls cuBLAS with the dimensions of the dot."""
+  line = """m = (W, s8[1024]) custom-call(w, w),
+    custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{
+    "dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],
+    "rhs_contracting_dimensions":["0"]}}}"""
+  found = the_one(START, line, DONE)
+  assert names(found) == ["m"] and found.flops == FLOPS
+
+
+@pytest.mark.parametrize(
+  ("text", "error", "rule"),
+  [
+    (program(START), ValueError, "a -done for each -start"),
+    (program().replace("is_scheduled=true, ", ""), ValueError, r"scheduled.*compile\("),
+    (len, TypeError, "`program` must be a jax.stages.Compiled"),
+    ("HLO", ValueError, "HloModule"),
+  ],
+)
+def test_what_cannot_be_read_is_refused(text, error, rule):
+  with pytest.raises(error, match=rule):
+    overlap_report(text)
+
+
+def test_on_a_cpu_all_is_synchronous():
+  """Of what lower() returns, of what compile() does, and of its text."""
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  tx = gradcomp.qsgd(bits=4, axis_name="data", message_bytes=1)
+
+  def step(layers, x):
+    grads = jax.grad(lambda layers: jnp.sum((x @ layers[0] @ layers[1]) ** 2))(layers)
+    return tx.update(grads, tx.init(grads))[0]
+
+  specs = dict(in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(), check_vma=False)
+  shapes = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 2
+  mapped = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+  lowered = mapped.lower(shapes, jax.ShapeDtypeStruct((8, 128), jnp.float32))
+  compiled = lowered.compile()
+  report = overlap_report(lowered)
+  assert report.exposed_share == 1 and report.hints == ()
+  assert all(x.synchronous and not x.beside for x in report.collectives)
+  assert report.bytes_sent == wire_report(compiled).bytes_sent > 0
+  assert overlap_report(compiled) == report
+  assert {x.collective.axis for x in report.collectives} == {"data"}
+  count = len(overlap_report(compiled.as_text()).collectives)
+  header, *lines, last = str(report).splitlines()
+  assert header.split()[:3] == ["collective", "dtype", "axis"]
+  assert "kcycles" not in header and len(lines) == count == len(report.collectives)
+  assert all(" synchronous " in line for line in lines)
+  assert last.startswith(f"Exposed: {count} of {count} collectives, 1 of ")
+
+
+def test_a_program_without_collectives_exposes_nothing():
+  report = overlap_report(program(PRODUCT))
+  assert report.exposed_share == report.bytes_sent == 0
+  assert str(report) == "The program has no collectives."
+  text = program("t = token[] after-all()", "i = ((f32[8]), token[]) infeed(t)")
+  assert str(overlap_report(text)).endswith("Not counted: i.")
+
+
+TILED = f"a = u32[8,64]{{1,0:T(8,128)}} all-to-all(x), {GROUPS}"
+COMBINED = f"""a = ((u32[8], u32[8]), (u32[64], u32[64])) all-gather-start(y, z),
+    {GROUPS}, backend_config={{"collective_backend_config":{{"is_sync":false}}}}
+  b = (u32[64], u32[64]) all-gather-done(a)"""
+
+
+@pytest.mark.parametrize(
+  ("lines", "flag"),
+  [
+    ([TILED], "'xla_tpu_enable_async_all_to_all': True"),
+    (
+      ["y = u32[8] parameter(3)", "z = u32[8] parameter(4)", COMBINED],
+      "'xla_gpu_all_gather_combine_threshold_bytes': 1",
+    ),
+    ([TILED.replace(":T(8,128)", "")], None),
+    ([START, PRODUCT, DONE], None),
+  ],
+)
+def test_a_flag_that_would_help_is_named(lines, flag):
+  report = overlap_report(program(*lines))
+  last = str(report).splitlines()[-1]
+  if flag is None:
+    assert report.hints == () and last.startswith("Exposed: ")
+  else:
+    assert report.hints == (last,) and flag in last
+
+
+# How many products are beside each collective; None for a synchronous one.
+SCHEDULED = texts.read("scheduled")
+SENT, GATHERED = "all-to-all", "all-gather"
+RECORDED = {
+  "v5e": [
+    *[(SENT, None), (GATHERED, 6), (SENT, None), (SENT, None), (SENT, None)],
+    *[(GATHERED, None)] * 3,
+  ],
+  "v5p_async": [
+    *[(SENT, 1), (GATHERED, None), (SENT, 1), (GATHERED, None)],
+    *[(SENT, 0), (SENT, 0), (GATHERED, None), (GATHERED, None)],
+  ],
+  "tpu7x": [
+    *[(SENT, None), (GATHERED, 6), (SENT, None), (GATHERED, 4)],
+    *[(SENT, None), (GATHERED, 2), (SENT, None), (GATHERED, 0)],
+  ],
+  "two_slices": [
+    *[(SENT, 6), (SENT, 4), (SENT, 1), (SENT, 0)],
+    *[(GATHERED, 0)] * 4,  # between slices
+    *[(GATHERED, None)] * 4,  # inside
+  ],
+  "h100": [(SENT, 2), (SENT, 1), (SENT, 0), (SENT, 0), (GATHERED, 0)],
+}
+# Of all, also by XLA's parser: four layers of 1,024 rows of 520 words, both stages.
+NBYTES = 4 * 2 * 7 * 1024 * 520 * 4 // 8
+
+
+@pytest.mark.parametrize("file", RECORDED)
+def test_programs_of_compilers_have_their_overlaps(file):
+  text, expected = SCHEDULED[file], RECORDED[file]
+  report = overlap_report(text)
+  products = lambda x: sum(work.flops > 0 for work in x.beside)
+  found = report.collectives
+  assert [
+    (x.collective.kind, None if x.synchronous else products(x)) for x in found
+  ] == expected
+  assert report.bytes_sent == wire_report(text).bytes_sent == NBYTES
+  assert 0 < report.exposed_share < 1
+  # Each product is that of a worker's batch and a layer, both of 2048.
+  assert [x.flops for x in found] == [(n or 0) * 2**34 for _, n in expected]
+  timed = file != "h100"  # only compilers for TPUs estimate cycles
+  assert [x.cycles > 0 for x in found] == [timed and bool(n) for _, n in expected]

@@ -1,0 +1,142 @@
+"""A study is traced once, is seen by no program and no other thread, and goes again."""
+
+import functools
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gradcomp
+from gradcomp._src.checkpoint.shapes import first_state_of
+from gradcomp._src.mesh.study import STUDY, Study, is_study
+from gradcomp._src.report import tracing
+
+PARAMS = {"b": jnp.zeros(64), "w": jnp.zeros((64, 64))}
+
+
+def counted():
+  """An optimizer, and a list that grows with each trace of its update to the end."""
+  tx, traces = gradcomp.qsgd(bits=4, axis_name="data"), []
+
+  def update(updates, state, params=None, **extra_args):
+    result = tx.update(updates, state, params, **extra_args)
+    traces.append(1)
+    return result
+
+  return optax.GradientTransformationExtraArgs(tx.init, update), traces
+
+
+def test_an_update_is_traced_once_for_all_readers():
+  optimizer, traces = counted()
+  first = gradcomp.explain(optimizer, PARAMS, workers=4)
+  gradcomp.checkpoint.record(optimizer, PARAMS, workers=4)
+  assert gradcomp.explain(optimizer, PARAMS, workers=4) == first
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+  assert gradcomp.explain(optimizer, like, workers=4) == first
+  assert len(traces) == 1
+
+
+def test_other_shapes_dtypes_and_workers_are_other_studies():
+  optimizer, traces = counted()
+  sent = {
+    gradcomp.explain(optimizer, params, workers=workers).bytes_sent
+    for params in (PARAMS, {"w": jnp.zeros((64, 64))}, {"w": jnp.zeros((64, 65))})
+    for workers in (2, 4)
+  }
+  assert len(sent) == len(traces) == 6
+  halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+  gradcomp.explain(optimizer, halves, workers=4)
+  gradcomp.explain(optimizer, PARAMS, workers={"data": 4})  # as without the name
+  assert len(traces) == 7
+  for size in (*range(20), 19, 0):
+    gradcomp.explain(optimizer, {"w": jnp.zeros(size)}, workers=4)
+  assert len(traces) == 7 + 21  # the last ones are kept
+  assert len(tracing._kept_of(optimizer)) == tracing._MOST
+
+
+@pytest.mark.parametrize("inspect", [False, True])
+def test_a_step_with_a_report_is_traced_twice(inspect):
+  """Once for itself, and once for all readers; a later program of it, once."""
+  optimizer, traces = counted()
+  mesh = jax.make_mesh((2,), ("data",))
+  options = gradcomp.TrainOptions(report=True)
+  for _ in range(2):
+    step = gradcomp.make_train_step(
+      lambda params, batch: jnp.mean(params["w"]) * jnp.mean(batch),
+      optimizer,
+      axis_name="data",
+      mesh=mesh,
+      options=options,
+    )
+    with jax.set_mesh(mesh):
+      state = optimizer.init(PARAMS)
+    abstract = functools.partial(step, inspect=inspect)
+    jax.eval_shape(abstract, PARAMS, state, jnp.ones((4, 2)))
+  gradcomp.explain(optimizer, PARAMS, workers=2)
+  assert len(traces) == 3
+
+
+def test_what_is_found_goes_with_the_optimizer():
+  optimizer, _ = counted()
+  gradcomp.explain(optimizer, PARAMS, workers=4)
+  alive, before = weakref.ref(optimizer.update), len(tracing._kept)
+  del optimizer
+  gc.collect()
+  assert alive() is None and len(tracing._kept) < before
+
+
+def test_optimizers_that_cannot_be_keys_are_explained():
+  class Unhashable:
+    __hash__ = None
+
+    def __call__(self, *args, **extra_args):
+      return tx.update(*args, **extra_args)
+
+  tx = gradcomp.qsgd(bits=4, axis_name="data")
+  optimizer = optax.GradientTransformationExtraArgs(tx.init, Unhashable())
+  found = gradcomp.explain(optimizer, PARAMS, workers=4)
+  assert found == gradcomp.explain(tx, PARAMS, workers=4)
+
+
+def test_studies_share_the_caches_of_inner_functions_and_programs_do_not():
+  seen = []
+
+  @jax.jit
+  def double(x):
+    seen.append(is_study())
+    return 2 * x
+
+  def optimizer():
+    doubled = optax.stateless(lambda updates, _: jax.tree.map(double, updates))
+    return optax.chain(doubled, gradcomp.dense(axis_name="data"))
+
+  params = {"w": jnp.zeros(64)}
+  for _ in range(2):
+    gradcomp.explain(optimizer(), params, workers=4)
+  assert seen == [True]
+  jax.eval_shape(double, params["w"])
+  assert seen == [True, False]
+
+
+def test_other_threads_see_no_study():
+  seen = []
+  with STUDY(Study()):
+    assert is_study()
+    thread = threading.Thread(target=lambda: seen.append(is_study()))
+    thread.start()
+    thread.join()
+  assert seen == [False] and not is_study()
+
+
+def test_plans_of_first_states_are_found_in_transformed_functions():
+  tx = gradcomp.qsgd(bits=4, axis_name="data")
+  for init in (tx.init, jax.jit(tx.init)):
+    optimizer = optax.chain(optax.GradientTransformation(init, tx.update))
+    given = dict(workers=4, axis_name="data", param_specs=None, mesh=None)
+    first = first_state_of(optimizer, PARAMS, **given)
+    (plan,) = first.plans
+    assert plan.names == ("['b']", "['w']") and plan.workers == 4

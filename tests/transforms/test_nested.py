@@ -1,0 +1,180 @@
+"""Transformations that keep where parameters are, inside and around one another.
+
+Each pair is equal to the same without this library, or is refused with a cure.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import gradcomp
+from gradcomp.codecs import QSGD, Dense
+from gradcomp.parallel import zero
+from tests.plugins.slow_cases import one_in
+from tests.support.assertions import says
+from tests.support.cases import inner
+from tests.support.cases.inner import CODECS, N, assert_close, by_hand, plain, rounds
+
+SGD = optax.sgd(0.3)
+NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
+local_steps = functools.partial(
+  gradcomp.local.local_steps, codec=Dense(), axis_name="data"
+)
+local = functools.partial(local_steps, SGD, optax.sgd(1.0), every=2)
+
+# What moves parameters otherwise than the updates that it is given.
+AROUND = {
+  "schedule free": lambda tx: contrib.schedule_free(tx, 0.3),
+  "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
+  "halved": lambda tx: optax.chain(tx, optax.scale(0.5)),
+  "decayed": lambda tx: optax.chain(tx, optax.add_decayed_weights(-0.1)),
+  "not negative": lambda tx: optax.chain(tx, optax.keep_params_nonnegative()),
+  "switched": lambda tx: gradcomp.wrappers.switch([2], [tx, tx]),
+  "every second": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+}
+
+
+def place_of(name):
+  pair = optax.LookaheadParams.init_synced
+  return pair if name == "lookahead" else lambda params: params
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_zero_goes_on_from_where_parameters_are(name):
+  got = inner.train(AROUND[name](zero(SGD, **CODECS)), 4, place_of(name))
+  assert_close(got, plain(AROUND[name](SGD), 4, place_of(name)))
+
+
+def test_parameters_that_someone_moves_stay_moved():
+  """And what was not sent before is sent as it would have been."""
+  codec = QSGD(bits=4, bucket_size=64)
+  tx = zero(SGD, grads=Dense(), params=codec, axis_name="data", min_leaf_size=0)
+  params = np.zeros((N, 300), np.float32)
+  grads = np.random.default_rng(0).normal(size=(N, 300)).astype(np.float32)
+  state = jax.jit(jax.vmap(tx.init, axis_name="data"))(params)
+  update = jax.jit(jax.vmap(tx.update, axis_name="data"))
+  first, state = jax.device_get(update(grads, state, params))
+  stays, moved = (
+    np.asarray(update(grads, state, params + first + np.float32(x))[0])
+    for x in (0.0, 16.0)
+  )
+  np.testing.assert_allclose(moved, stays, atol=1e-4)
+  assert np.abs(stays + 0.3 * grads.mean(axis=0)).max() > 0.02  # of what waited
+
+
+@pytest.mark.parametrize(
+  "name, displacement",
+  [
+    ("lookahead", lambda state: state.fast_state[1]),
+    ("halved", lambda state: state[0][1]),
+  ],
+)
+def test_local_steps_inside_of_what_moves_parameters(name, displacement):
+  expected = by_hand(AROUND[name](rounds(SGD)), displacement, place=place_of(name))
+  assert_close(inner.train(AROUND[name](local()), 4, place_of(name)), expected)
+
+
+# Of the last one each owner keeps an Nth of the momentum.
+OUTER = {
+  "schedule free": [contrib.schedule_free(optax.sgd(0.7), 0.7)] * 2,
+  "prodigy": [contrib.prodigy(0.5)] * 2,
+  "nesterov": [NESTEROV] * 2,
+  "zero": [zero(NESTEROV, **CODECS), NESTEROV],
+}
+
+
+@pytest.mark.parametrize("name", one_in(3, OUTER))
+def test_what_keeps_parameters_outside_of_local_steps(name):
+  outer, expected = OUTER[name]
+  tx = local_steps(SGD, outer, every=2)
+  by_rounds = by_hand(rounds(SGD, expected), lambda state: state[1])
+  assert_close(inner.train(tx, 4), by_rounds)
+
+
+BATCHES = np.random.default_rng(0).normal(size=(8, 4, 3)).astype(np.float32)
+
+
+def trained(tx):
+  """The parameters behind eight steps of a train step on two hosts of two chips."""
+  mesh, axes = jax.make_mesh((2, 2), ("host", "chip")), ("host", "chip")
+  params = {"w": jnp.zeros(3), "b": jnp.zeros(())}
+  spec = dict.fromkeys(params, jax.P())
+  params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+  with jax.set_mesh(mesh):
+    state = gradcomp.init_state(tx, params, axis_name=axes, param_specs=spec)
+
+  def loss_fn(params, x):
+    return jnp.mean((params["w"] - x) ** 2) + jnp.mean((params["b"] - x) ** 2)
+
+  step = gradcomp.make_train_step(loss_fn, tx, axis_name=axes, mesh=mesh)
+  for x in BATCHES:
+    params, state, _ = step(params, state, x)
+    jax.block_until_ready(params)
+  return jax.device_get(params)
+
+
+def test_zero_inside_of_local_steps():
+  """It is the optimizer behind a dense exchange, on each host."""
+  chip = CODECS | {"axis_name": "chip"}
+  dense = optax.chain(gradcomp.dense(axis_name="chip"), optax.adam(0.1))
+  got, expected = (
+    trained(local_steps(tx, optax.sgd(1.0), every=4, axis_name="host"))
+    for tx in (zero(optax.adam(0.1), **chip), dense)
+  )
+  for name, leaf in expected.items():
+    np.testing.assert_allclose(got[name], leaf, atol=1e-5)
+
+
+def test_local_steps_inside_of_local_steps():
+  """Chips average every two steps, and hosts every four: hierarchical local SGD."""
+  outer = optax.sgd(1.0)
+  chips = local_steps(SGD, outer, every=2, axis_name="chip")
+  got = trained(local_steps(chips, outer, every=4, axis_name="host"))
+  w, b = np.zeros((2, 2, 3)), np.zeros((2, 2, 1))  # hosts, chips
+  for i, x in enumerate(BATCHES):
+    x = x.reshape(2, 2, 3)
+    w = w - 0.3 * 2 / 3 * (w - x)
+    b = b - 0.3 * 2 * (b - x.mean(axis=-1, keepdims=True))
+    if i % 2:
+      w, b = (np.stack([y.mean(axis=1)] * 2, axis=1) for y in (w, b))
+    if i % 4 == 3:
+      w, b = (np.stack([y.mean(axis=0)] * 2) for y in (w, b))
+  np.testing.assert_allclose(got["w"], w[0, 0], atol=1e-5)
+  np.testing.assert_allclose(got["b"], b[0, 0, 0], atol=1e-5)
+
+
+LOOKAHEAD = AROUND["lookahead"](SGD)
+ADAM = gradcomp.optimizers.adam(0.1, axis_name="data", local=2, warmup=1)
+EXCHANGED = optax.chain(gradcomp.dense(axis_name="data"), SGD)
+# Schedule-free would average parameters that stay where they are for a round.
+FREE = "no optax.contrib.schedule_free around local steps", "`outer`"
+
+
+@pytest.mark.parametrize(
+  "tx, place, parts",
+  [
+    (zero(LOOKAHEAD, **CODECS), "lookahead", ("around zero",)),
+    *(
+      (zero(tx, **CODECS), "", ("`inner` must",))
+      for tx in (local(), EXCHANGED, zero(SGD, **CODECS))
+    ),
+    *((AROUND["schedule free"](tx), "", FREE) for tx in (local(), ADAM)),
+    (
+      local_steps(LOOKAHEAD, optax.sgd(1.0), every=2),
+      "lookahead",
+      ("LookaheadParams", "around local_steps"),
+    ),
+  ],
+  ids=[
+    *("lookahead", "local", "exchange", "zero", "free-local", "free-adam"),
+    "lookahead-local",
+  ],
+)
+def test_what_cannot_be_nested_is_refused(tx, place, parts):
+  with pytest.raises(ValueError, match=says(*parts)):
+    inner.train(tx, 1, place_of(place))

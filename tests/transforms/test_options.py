@@ -1,0 +1,139 @@
+"""Recipes take the options of ``compress``, each by its name, and refuse all others."""
+
+import dataclasses
+import inspect
+import re
+import typing
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gradcomp
+from gradcomp._src.transforms.options import ExchangeOptions
+from tests.support.assertions import assert_equal, says
+from tests.support.cases.recipe import NEEDED, RECIPES, make
+
+OPTIONS = {
+  name: parameter
+  for name, parameter in inspect.signature(gradcomp.compress).parameters.items()
+  if parameter.kind is parameter.KEYWORD_ONLY
+}
+CODECS = [
+  value
+  for value in vars(gradcomp.codecs).values()
+  if dataclasses.is_dataclass(value) and hasattr(value, "bind")
+]
+# RedSync has a feedback of its own.
+OWN = {"redsync": {"feedback"}}
+
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def test_the_options_are_those_of_compress():
+  """Names and types, which mypy reads in one place and ``help`` in the other."""
+  expected = {name: parameter.annotation for name, parameter in OPTIONS.items()}
+  assert typing.get_type_hints(gradcomp.CompressOptions) == expected
+  listed = [line.split(":")[0] for line in gradcomp.CompressOptions.__doc__.split("\n")]
+  assert [line.strip() for line in listed if line[4:].strip() in OPTIONS] == [*OPTIONS]
+
+
+def test_the_recipes():
+  names = "dense qsgd onebit_sgd terngrad eight_bit natural aps loss_scaling_cast"
+  others = "redsync topk randomk blocktop policy powersgd"
+  assert RECIPES.keys() == {*names.split(), *others.split()}
+
+
+@every_recipe
+def test_signatures_name_every_option(name):
+  """As ``help`` shows them: a recipe's own arguments first, and compress's defaults."""
+  parameters = inspect.signature(RECIPES[name]).parameters
+  own = OWN.get(name, set())
+  assert parameters.keys() >= OPTIONS.keys()
+  shared = [option for option in OPTIONS if option not in own]
+  assert [*parameters][-len(shared) :] == shared
+  assert all(parameters[option].default == OPTIONS[option].default for option in shared)
+  hint = typing.get_type_hints(RECIPES[name])["options"]
+  (kind,) = typing.get_args(hint)
+  assert kind is (ExchangeOptions if own else gradcomp.CompressOptions)
+  assert set(kind.__annotations__) == set(shared)
+
+
+def entries(documented, title):
+  """The entries of a section of a docstring, each in one line, by name."""
+  text = inspect.getdoc(documented) + "\n\n"
+  (section,) = re.findall(rf"^{title}:\n(.*?)\n\n", text, re.M | re.S)
+  lines = re.sub(r"\n {4,}", " ", section)
+  return dict(re.match(r"  (\w+): (.*)", line).groups() for line in lines.split("\n"))
+
+
+def ending(parameter):
+  """Returns the words that the entry of an argument or a field ends with."""
+  if parameter.default is parameter.empty:
+    return " Required."
+  default = parameter.default
+  if isinstance(default, str):
+    return f' Default: ``"{default}"``.'
+  if default is jnp.float32:
+    return " Default: ``float32``."
+  return f" Default: {default!r}."
+
+
+@pytest.mark.parametrize("described", [*RECIPES.values(), *CODECS])
+def test_help_explains_every_argument_and_field(described):
+  """In the order of the signature, and with the default that it has there."""
+  parameters = inspect.signature(described).parameters
+  title = "Attributes" if inspect.isclass(described) else "Args"
+  told = entries(described, title) if parameters else {}
+  assert [*told] == [*parameters]
+  for argument, text in told.items():
+    assert text.endswith(ending(parameters[argument])), argument
+
+
+@every_recipe
+def test_arguments_are_fields_of_the_codec(name):
+  """Arguments that have a field's name have its type and default."""
+  recipe = RECIPES[name]
+  text = recipe.__doc__.split("Args:")[0]
+  found = re.findall(r"codec\s+:class:`gradcomp\.codecs\.(\w+)`", text)
+  codec = getattr(gradcomp.codecs, found[0] if found else "FloatCast")
+  fields = inspect.signature(codec).parameters
+  hints, own = typing.get_type_hints(codec), typing.get_type_hints(recipe)
+  shared = {
+    x: y for x, y in inspect.signature(recipe).parameters.items() if x in fields
+  }
+  assert shared
+  for argument, parameter in shared.items():
+    assert parameter.default == fields[argument].default, argument
+    assert own[argument] == hints[argument], argument
+
+
+@every_recipe
+def test_every_option_arrives(name):
+  """``compress``, or the codec, says what is wrong with it."""
+  bad = {"axis_name": (), "exchange": "gossip", "feedback": "none", "key": jnp.ones(2)}
+  bad |= {"min_leaf_size": -1, "message_bytes": -1}
+  if name not in ("dense", "policy", "powersgd", "randomk"):  # which have no kernels
+    bad["implementation"] = "cuda"
+  for option, value in bad.items():
+    with pytest.raises(ValueError, match=says(f"`{option}`")):
+      make(name, **{option: value}).init({"w": jnp.ones(3)})
+
+
+@every_recipe
+def test_unknown_options(name):
+  known = ", ".join(inspect.signature(RECIPES[name]).parameters)
+  with pytest.raises(TypeError, match=says("`axis`", name, known)):
+    make(name, axis="data")
+
+
+@every_recipe
+def test_recipes_can_be_injected(name):
+  """inject_hyperparams passes every argument by its name, numbers as arrays."""
+  parameters = inspect.signature(RECIPES[name]).parameters
+  static = parameters.keys() - OPTIONS.keys()
+  params = {"w": jnp.ones(8)}
+  inject = optax.inject_hyperparams(RECIPES[name], static_args=static)
+  state = inject(**NEEDED.get(name, {}), feedback="auto").init(params)
+  assert list(state.hyperparams) == ["key"]
+  assert_equal(state.inner_state, make(name).init(params))

@@ -1,0 +1,316 @@
+"""Wrappers hand on what optax gives an optimizer, and go on from where parameters are.
+
+Losses, functions and numbers set by hand reach it; and transformations that move
+parameters stand inside and around one another. Each is equal to the same without this
+library, or is refused with a cure.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax import contrib
+
+import gradcomp
+from gradcomp.codecs import Dense
+from gradcomp.parallel import zero
+from tests.plugins.slow_cases import slow
+from tests.support import modes
+from tests.support.assertions import says
+from tests.support.option_fields import with_options
+
+N, ROWS = 4, 4
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+CODECS = {"grads": Dense(), "params": Dense(), "axis_name": "data"}
+dense = gradcomp.dense(axis_name="data")
+plateau = lambda **options: contrib.reduce_on_plateau(patience=1, **options)
+adam = lambda: optax.chain(optax.adam(0.1), plateau(rtol=0.5))
+searched = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(8))
+
+
+def zeroed(inner):
+  return zero(inner, **CODECS)
+
+
+def local(inner, outer=None, every=2):
+  outer = optax.sgd(1.0) if outer is None else outer
+  options = {"every": every, "codec": Dense(), "axis_name": "data"}
+  return gradcomp.local.local_steps(inner, outer, **options)
+
+
+def skipped(inner):
+  return gradcomp.skip_nonfinite(optax.chain(dense, inner), 3, axis_name="data")
+
+
+def switched(inner):
+  return optax.chain(dense, gradcomp.wrappers.switch([1], [inner, inner]))
+
+
+def frozen(inner):
+  labels = {"w": "train", "v": "frozen"}
+  parts = {"train": optax.chain(dense, inner), "frozen": optax.set_to_zero()}
+  return gradcomp.wrappers.allow_frozen(optax.partition(parts, labels))
+
+
+def loss_fn(params, x):
+  return jnp.mean((jnp.tanh(x @ params["w"]) - x[:, ::-1]) ** 2) + params["v"] ** 2
+
+
+def problem():
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  return {"w": normal(8, 8) / 4, "v": np.float32(0)}, normal(N * ROWS, 8)
+
+
+def started(tx, kind=EXPLICIT, **options):
+  """Parameters and state on a mesh, and a train step."""
+  mesh = modes.mesh(N, kind)
+  params = jax.device_put(problem()[0], NamedSharding(mesh, P()))
+  options = with_options(gradcomp.TrainOptions, options)
+  with jax.set_mesh(mesh):
+    state = tx.init(params)
+  over = {"axis_name": "data", "mesh": mesh}
+  return params, state, gradcomp.make_train_step(loss_fn, tx, **over, **options)
+
+
+def train(tx, steps=3, kind=EXPLICIT, change=lambda state: state, **options):
+  """What all have after some steps, where ``change`` sets numbers in the state."""
+  params, state, step = started(tx, kind, **options)
+  for _ in range(steps):
+    params, state, metrics = step(params, change(state), problem()[1])
+  return params, state, metrics
+
+
+def stepped(tx, params, state, x):
+  """A step of optax alone, on one device."""
+
+  @jax.jit
+  def step(params, state):
+    value_fn = lambda params, obj_fn=None: loss_fn(params, x)
+    value, grad = jax.value_and_grad(value_fn)(params)
+    more = dict(value=value, grad=grad, value_fn=value_fn, obj_fn=value_fn)
+    more = more if isinstance(tx, optax.GradientTransformationExtraArgs) else {}
+    updates, state = tx.update(grad, state, params, **more)
+    return optax.apply_updates(params, updates), state
+
+  return step(params, state)
+
+
+def plainly(tx, steps=3):
+  params, x = problem()
+  state = tx.init(params)
+  for _ in range(steps):
+    params, state = stepped(tx, params, state, x)
+  return params
+
+
+@pytest.mark.parametrize(
+  "around, inner, options",
+  [
+    (None, searched, {"accumulate": 2}),
+    (zeroed, adam(), {}),
+    (skipped, adam(), {}),
+    *slow(
+      (None, adam(), {}),
+      (None, optax.polyak_sgd(), {"kind": AUTO}),
+      (None, contrib.momo(), {"accumulate": 2}),
+      (None, contrib.sophia(0.01), {"accumulate": 2}),
+      (None, optax.lbfgs(), {"report": True}),
+      (switched, adam(), {}),
+      (frozen, adam(), {}),
+    ),
+  ],
+)
+def test_optimizers_see_the_loss_of_the_whole_batch(around, inner, options):
+  """The steps are those of optax on one device, where all that is sent is dense."""
+  tx = optax.chain(dense, inner) if around is None else around(inner)
+  params, *_ = train(tx, **options)
+  # Means of means and means differ by some ulp, which three steps carry on.
+  np.testing.assert_allclose(params["w"], plainly(inner)["w"], atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", [optax.polyak_sgd(), *slow((searched,))])
+def test_in_local_steps_it_is_the_workers_own(inner):
+  params, x = problem()
+  after, *_ = train(local(inner, every=1), steps=1)
+  state = inner.init(params)
+  ends = [stepped(inner, params, state, rows)[0]["w"] for rows in np.split(x, N)]
+  np.testing.assert_allclose(after["w"], np.mean(ends, axis=0), atol=1e-6)
+
+
+def test_branches_of_optax_run_in_local_steps_and_outside_of_them():
+  """Each worker has a scale of its own, and ``outer`` sees the mean of the losses."""
+  inner = optax.chain(optax.sgd(0.1), plateau(cooldown=1))
+  tx = local(inner, optax.chain(optax.sgd(1.0), plateau()))
+  _, state, metrics = train(tx, steps=2)
+  own = state.own.inner_state[1].best_value
+  assert own.shape == (N,) and len(np.unique(own)) == N
+  seen = state.fragments[0].outer_state[1].best_value
+  np.testing.assert_allclose(seen, np.mean(metrics["loss"]), rtol=1e-6)
+
+
+def test_reports_know_optimizers_that_want_a_loss():
+  """And what nobody asks for is not sent."""
+  for inner in (adam(), optax.polyak_sgd()):
+    params, state, step = started(tx := optax.chain(dense, inner))
+    sent = gradcomp.wire_report(step.lower(params, state, problem()[1])).bytes_sent
+    # The loss is sent beside.
+    assert sent == gradcomp.explain(tx, params, workers=N).bytes_sent + 6
+  *_, metrics = step(params, state, problem()[1], inspect=True)
+  assert metrics["inspection"].total.gradient_norm > 0
+
+
+def test_a_step_takes_other_arguments():
+  """By any name; one that it knows takes the place of its own."""
+
+  def update(updates, state, params=None, *, value, shift, **others):
+    del params, others
+    return jax.tree.map(lambda u: 0 * u + value + shift, updates), state
+
+  tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+  params, state, step = started(optax.chain(dense, tx))
+  given = {"value": jnp.float32(2), "shift": jnp.float32(1)}
+  params, *_ = step(params, state, problem()[1], extra_args=given)
+  np.testing.assert_allclose(params["w"], problem()[0]["w"] + 3, rtol=1e-6)
+
+
+def plain_jit(tx, params, state):
+  """The parameters behind a step that users write, under Explicit axes."""
+
+  @jax.jit
+  def step(params, state, x):
+    loss, grads = gradcomp.value_and_grad(loss_fn, axis_name="data")(params, x)
+    updates, state = tx.update(grads, state, params, value=loss, grad=grads)
+    return optax.apply_updates(params, updates), state
+
+  with jax.set_mesh(modes.mesh(N, EXPLICIT)):
+    return step(params, state, jax.device_put(problem()[1], P("data")))[0]
+
+
+injected = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+SET = {
+  "zero": zeroed(injected),
+  "local_steps": local(injected, every=1),
+  "outer": local(optax.sgd(0.1), injected, every=1),
+  "skip": skipped(injected),
+  "switch": switched(injected),
+  "frozen": frozen(injected),
+}
+half = lambda state: optax.tree.set(state, learning_rate=jnp.float32(0.05))
+
+
+@pytest.mark.parametrize(
+  "name, place",
+  [
+    *(("zero", "train step"), ("local_steps", "train step"), ("local_steps", "jit")),
+    *slow(
+      ("zero", "jit"), ("skip", "jit"), *((x, "train step") for x in list(SET)[2:])
+    ),
+  ],
+)
+def test_a_rate_that_is_set_by_hand_reaches_the_optimizer(name, place):
+  """As optax documents it: between two steps, or after a restore."""
+  expected = plainly(optax.sgd(0.05 if name != "outer" else 0.005), steps=1)
+  if place == "jit":
+    params, state, _ = started(SET[name])
+    ours = plain_jit(SET[name], params, half(state))
+  else:
+    ours, *_ = train(SET[name], change=half, steps=1)
+  np.testing.assert_allclose(ours["w"], expected["w"], atol=1e-6)
+
+
+def test_a_map_of_ones_own_wants_a_rate_for_each_worker():
+  _, state, _ = started(SET["local_steps"])
+  parts = ("learning_rate", "number for each worker", "jnp.full")
+  with pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.state_specs(half(state), axis_name="data")
+
+
+PRODIGY = contrib.prodigy()
+
+
+@pytest.mark.parametrize(
+  "tx, axis",
+  [
+    (optax.chain(dense, PRODIGY), "data"),
+    (PRODIGY, None),
+    *slow(
+      (local(optax.sgd(0.1), PRODIGY), "data"),
+      (optax.chain(dense, PRODIGY, PRODIGY), "data"),
+    ),
+  ],
+  ids=["mesh", "one_device", "local", "twice"],
+)
+def test_what_is_donated_twice_is_copied(tx, axis):
+  """The optimizer keeps the parameters' own arrays; it ended the process once."""
+  mesh = modes.mesh(N if axis else 1, EXPLICIT if axis else AUTO)
+  params = jax.device_put(problem()[0], NamedSharding(mesh, P()))
+  with jax.set_mesh(mesh):
+    state = tx.init(params)
+  held = {id(x) for x in jax.tree.leaves(state)}
+  assert held & {id(x) for x in jax.tree.leaves(params)}
+  with_start = lambda params, x, start: loss_fn(params, x) + start["v"]
+  over = {"axis_name": axis, "mesh": mesh if axis else None}
+  step = gradcomp.make_train_step(with_start, tx, **over)
+  for _ in range(2):
+    params, state, _ = step(params, state, problem()[1], params)
+
+
+def test_what_shares_a_buffer_with_a_donated_array_is_copied():
+  """JAX's ``device_put`` to the same places in other words returns such an array."""
+  mesh, (params, x) = modes.mesh(1, AUTO), problem()
+  place = lambda w, *spec: jax.device_put(w, NamedSharding(mesh, P(*spec)))
+  kept = place(params["w"])
+  params = {"w": place(kept, None, None), "v": place(params["v"])}
+  start = place(kept, None)
+  assert params["w"] is not kept and start is not kept
+  loss = lambda params, x, start: loss_fn(params, x) + jnp.sum(start)
+  keep = optax.GradientTransformation(lambda p: kept, lambda u, s, p=None: (u, s))
+  tx = optax.chain(keep, optax.sgd(0.1))
+  step = gradcomp.make_train_step(loss, tx, axis_name=None)
+  _, state, _ = step(params, tx.init(params), x, start)
+  np.testing.assert_array_equal(state[0], problem()[0]["w"])
+
+
+def of_rate(make):
+  """With its rate injected, and without."""
+  return optax.inject_hyperparams(make)(rate=0.1), make(0.1)
+
+
+OPTIONS = dict(bits=8, min_leaf_size=0, axis_name="data", key=3)
+STATIC = ("bits", "bucket_size", "refit_every", "min_leaf_size")
+INJECTED = {
+  "qsgd": (
+    optax.inject_hyperparams(gradcomp.qsgd, static_args=STATIC)(**OPTIONS),
+    gradcomp.qsgd(**OPTIONS),
+  ),
+  "zero": of_rate(lambda rate: zeroed(optax.adam(rate))),
+  "local": of_rate(lambda rate: local(optax.adam(rate), every=1)),
+  "outer": of_rate(lambda rate: local(optax.sgd(0.1), optax.sgd(rate), every=1)),
+  "skip": of_rate(lambda rate: skipped(optax.sgd(rate))),
+}
+
+
+# Around zero and local steps, numbers of an Explicit mesh would be in closures, which
+# JAX refuses: see tests/training/test_closures.py.
+@pytest.mark.parametrize(
+  "name, kind",
+  [
+    *(("qsgd", EXPLICIT), ("qsgd", AUTO), ("zero", AUTO)),
+    *slow(("local", AUTO), ("outer", AUTO), ("skip", EXPLICIT), ("skip", AUTO)),
+  ],
+)
+def test_numbers_are_injected_around_an_exchange(name, kind):
+  """The state is made under the mesh, where each number is an array of it."""
+  pair = INJECTED[name]
+  both = [started(tx, kind) for tx in pair]
+  states = both[0][1].inner_state, both[1][1]
+  jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, states))
+  if kind == EXPLICIT:
+    ends = [plain_jit(tx, *x[:2]) for tx, x in zip(pair, both, strict=True)]
+  else:
+    ends = [train(tx, kind=kind)[0] for tx in pair]
+  np.testing.assert_allclose(ends[0]["w"], ends[1]["w"], atol=1e-6)
