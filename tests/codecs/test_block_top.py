@@ -130,15 +130,6 @@ def test_two_that_are_not_finite_in_one_block(bits):
     np.testing.assert_array_equal(laws.round_trip(codec, x), clean)
 
 
-def test_bytes():
-  """A byte for 64 elements, and a scale for 8192."""
-  for size in (1, 8192, 2**24):
-    leaf = jax.ShapeDtypeStruct((size,), jnp.float32)
-    rows = jax.eval_shape(laws.here(CODEC).encode, leaf).rows
-    assert rows.size * 4 == -(-size // 8192) * (8192 // 64 + 4)
-  assert CODEC.density == 1 / 64
-
-
 def test_encoding_and_decoding_are_one_pass():
   """No sort, no scatter, no gather; temporaries of an eighth of the leaf, and less."""
   x = jax.ShapeDtypeStruct((2**20,), jnp.float32)

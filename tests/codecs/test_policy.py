@@ -115,10 +115,7 @@ def test_feedback_is_on_where_one_codec_is_biased():
 
 
 def test_codecs_with_memories_remember_side_by_side():
-  rules = [
-    ("kernel", QSGD(bits=3, bucket_size=64, levels="nonuniform")),
-    *RULES[2:],
-  ]
+  rules = [("kernel", QSGD(bits=3, bucket_size=64, levels="nonuniform")), *RULES[2:]]
   _, state = run(transformation(Policy(rules)), gradients(2))
   assert list(state.memory.shared[()]) == [1]
   assert list(state.memory.own[("data",)]) == [2]

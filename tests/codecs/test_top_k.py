@@ -168,15 +168,6 @@ def test_what_is_not_finite_is_the_largest(method):
   assert len(entries.positions) == 10 and np.isnan(entries.values).all()
 
 
-def test_bytes_of_a_slot():
-  for quantize, most in ((None, 6.1), ("asq", 2.1), ("mean", 2.2)):
-    for density, size in ((0.001, 10**6), (0.01, 2**24)):
-      codec = TopK(density=density, quantize=quantize)
-      like = jax.ShapeDtypeStruct((size,), jnp.float32)
-      rows = jax.eval_shape(codec.encode, like).rows
-      assert 4 * rows.size / top_k.slots_of(density, size) <= most
-
-
 def check_means(name, x, rest, groups):
   """Entries of a sign have its mean, which is taken from each of them.
 
@@ -243,18 +234,6 @@ def test_asq_takes_turns_and_sends_all_in_the_end():
     assert state.memory.own[()][0].used == 10
   codec = TopK(density=0.01, quantize="asq")
   assert_same_bits(encode(codec, x)[0], encode(codec, x, 1)[0])
-
-
-@pytest.mark.parametrize("quantize", ["asq", "mean"])
-def test_a_mean_of_what_is_not_finite_is_not(quantize):
-  codec = TopK(density=0.01, selection="exact", quantize=quantize)
-  x = data(1000)["normal"].copy()
-  for bad, sign in ((np.nan, 1), (np.nan, -1), (np.inf, 1), (-np.inf, -1)):
-    x[500] = bad
-    rows, rest = encode(codec, x, sign if quantize == "asq" else None)
-    (entries,) = entries_of(codec, rows, 1000)
-    (value,) = entries.values[entries.positions == 500]
-    assert not np.isfinite(value) and np.isnan(rest[500])
 
 
 def test_what_is_too_large_for_16_bits_is_sent_in_part():

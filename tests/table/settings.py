@@ -65,12 +65,7 @@ ROTATED_QSGD_CASES = [
   cases.of_qsgd(bits=4, bucket_size=64, rotate=8),
   cases.of_qsgd(bits=1, bucket_size=32, levels="uniform", rotate=8, slow=True),
   cases.of_qsgd(
-    bits=2,
-    bucket_size=32,
-    norm="rms",
-    levels="uniform",
-    rounding="nearest",
-    rotate=32,
+    bits=2, bucket_size=32, norm="rms", levels="uniform", rounding="nearest", rotate=32
   ),
   cases.of_qsgd(bits=4, bucket_size=None, rotate=32, slow=True),
   cases.of_qsgd(bits=4, bucket_size=64, share_scale=True, rotate=32),
