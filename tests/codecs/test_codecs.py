@@ -43,9 +43,10 @@ every_case = pytest.mark.parametrize(
 
 
 def leaf(case):
-  """Gaussian numbers, zeros of both signs, and a bucket of them."""
+  """Gaussian numbers, zeros of both signs, a bucket of them, and small numbers."""
   x = laws.gaussian(case.leaf)
   x.flat[3], x.flat[40], x.flat[64:96] = 0.0, -0.0, 0.0
+  x.flat[41:45] = -1e-6, 1e-6, -1e-9, -1e-4
   return x
 
 

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gradcomp
 from gradcomp._src.kernels.common.scales import norms
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import QSGD
 from tests.plugins.slow_cases import slow
 from tests.specs import qsgd
-from tests.support import laws
+from tests.support import laws, modes
 from tests.table.settings import QSGD_CASES, SCHEMES
 
 # Other widths between them are the same code.
@@ -159,3 +160,15 @@ def test_residual_at_two_bits():
   uniform = dict(bits=2, levels="uniform", implementation="xla")
   assert 0.5 < steady(QSGD(rounding="nearest", **uniform)) < 0.65
   assert 1.5 < steady(QSGD(**uniform)) < 2.5
+
+
+def test_rings_fill_tiles_as_encoders_do():
+  """A ring of one worker encodes the tiles of a leaf: to the bits of that leaf."""
+  x = {"w": jnp.asarray(laws.gaussian((1, 70, 5)))}
+  options = dict(axis_name="data", min_leaf_size=0)
+  codec = laws.here(clipped(4, bucket_size=64))
+  ring, alone = (
+    modes.run("vmap", gradcomp.compress(codec, exchange=exchange, **options), [x])
+    for exchange in ("ring", "all_gather")
+  )
+  np.testing.assert_array_equal(ring[0][0]["w"], alone[0][0]["w"])

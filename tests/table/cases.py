@@ -261,7 +261,8 @@ def of_block_float(slow=False, **hyper):
   # With scales of numbers, those of blocks are multiples of the leaf's.
   spoils = codec.block_size if codec.scale == "e8m0" else None
   if codec.rotate and spoils:
-    spoils = codec.tile_size  # in all planes of which a group lies
+    # A group lies in all planes: of 32 elements in all blocks of them, of 8 in one.
+    spoils = codec.tile_size if codec.rotate == 32 else "row"
   return Case(codec, read, spoils, write, slow=slow)
 
 
@@ -292,7 +293,7 @@ def of_top_k(slow=False, **hyper):
     return top_k.decode(rows, size, **rule(size))
 
   write = None
-  if codec.quantize is None and codec.selection in ("exact", "trimmed", "auto"):
+  if codec.quantize is None and codec.selection in ("exact", "auto"):
     write = lambda x, key, rows, stats: top_k.encode(x, **rule(x.size))
   shape = None if codec.range_size else (2077,)
   spoils = "sent" if codec.quantize is None else "row"
