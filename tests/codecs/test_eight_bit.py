@@ -1,11 +1,8 @@
-"""EightBit sends the page's rows, and its data types are the paper's."""
+"""EightBit has the paper's data types, and rounds to their numbers."""
 
-import functools
 import hashlib
 
-import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +10,6 @@ from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import EightBit
 from tests.specs import eight_bit, planes
 from tests.support import laws
-from tests.table.settings import EIGHT_BIT_CASES
 
 every_type = pytest.mark.parametrize("data_type", eight_bit.DATA_TYPES)
 
@@ -26,17 +22,10 @@ def wide_range(size):
   return x
 
 
-def options(codec):
-  return dict(
-    data_type=codec.dtype, bucket_size=codec.bucket_size, rounding=codec.rounding
-  )
-
-
 def scales_of(codec, x):
   """Each element's scale, float64[size]."""
-  scales = eight_bit.scales_of(
-    x, exponent_offset=codec.exponent_offset, **options(codec)
-  )
+  rule = dict(data_type=codec.dtype, bucket_size=codec.bucket_size)
+  scales = eight_bit.scales_of(x, rounding=codec.rounding, **rule)
   each = np.broadcast_to(scales, (len(scales), 4)).ravel().astype(np.float64)
   return each.repeat(codec.bucket_size or 512)[: x.size]
 
@@ -47,13 +36,6 @@ def decoded_table(data_type):
   rows = np.concatenate([words, np.float32([[1]]).view(np.uint32)], axis=1)
   codec = EightBit(dtype=data_type)
   return np.asarray(jax.jit(codec.decode_rows)(rows)).ravel()[:256]
-
-
-def test_what_the_codec_says_of_itself():
-  for rounding in ("nearest", "stochastic"):
-    codec = EightBit(rounding=rounding)
-    assert codec.unbiased == codec.needs_key == (rounding == "stochastic")
-    assert codec.agree(jnp.ones(3)) is None
 
 
 @every_type
@@ -117,27 +99,6 @@ def test_the_dynamic_map_is_that_of_bitsandbytes():
   np.testing.assert_allclose(np.sort(decoded_table("dynamic_map")), theirs, rtol=2**-23)
 
 
-@pytest.mark.parametrize(
-  "codec",
-  [
-    *(case.codec for case in EIGHT_BIT_CASES),
-    EightBit(dtype="linear", bucket_size=32, rounding="stochastic"),
-    EightBit(dtype="static_tree", rounding="stochastic", exponent_offset=-2),
-  ],
-  ids=laws.name,
-)
-def test_payload_is_the_oracles(codec):
-  x = wide_range(codec.tile_size + 3 * (codec.bucket_size or 64) + 13)
-  rows = np.asarray(laws.encoder(codec)(x, laws.KEY).rows)
-  scales = eight_bit.scales_of(
-    x, exponent_offset=codec.exponent_offset, **options(codec)
-  )
-  np.testing.assert_array_equal(
-    rows,
-    eight_bit.encode(x, key=np.asarray(laws.KEY), scales=scales, **options(codec)),
-  )
-
-
 @every_type
 def test_codes_are_the_nearest(data_type):
   """As a search in float64 finds them, but for numbers almost between two levels."""
@@ -158,34 +119,20 @@ def test_codes_are_the_nearest(data_type):
   assert (excess <= 4 * 2.0**-16 * np.abs(far - near)).all()
 
 
-@pytest.mark.parametrize(
-  "codec",
-  [
-    EightBit(dtype="linear"),
-    EightBit(dtype="mantissa", bucket_size=64),
-    EightBit(dtype="dynamic_map"),
-    EightBit(dtype="static_tree", exponent_offset=0),
-    EightBit(dtype="mantissa", exponent_offset=1),
-  ],
-  ids=laws.name,
-)
-def test_nearest_rounding_is_idempotent(codec):
-  """Where the largest element keeps its value, and so the scale."""
-  x = np.abs(wide_range(3000))
-  once = laws.round_trip(codec, x)
-  np.testing.assert_array_equal(laws.round_trip(codec, once), once)
-
-
-@pytest.mark.parametrize("sign", [1, -1])
 @every_type
-def test_the_largest_element(data_type, sign):
+def test_the_largest_element(data_type):
   """It is the last level: 1 in three data types, and in the map if it is positive."""
-  x = sign * np.repeat(np.float32([0.1, 7, 3.4e38, 2.0**-96]), 64)
-  restored = laws.round_trip(EightBit(dtype=data_type, bucket_size=64), x)
-  last = eight_bit.levels(data_type)[-1]
-  if sign < 0:
-    last = eight_bit.largest_of_both_signs(data_type)
-  np.testing.assert_array_equal(restored, np.float32(last) * x)
+  x = np.repeat(np.float32([0.1, 7, 3.4e38, 2.0**-96]), 64)
+  codec = EightBit(dtype=data_type, bucket_size=64)
+  for sign, last in (
+    (1, eight_bit.levels(data_type)[-1]),
+    (-1, eight_bit.largest_of_both_signs(data_type)),
+  ):
+    restored = laws.round_trip(codec, sign * x)
+    np.testing.assert_array_equal(restored, np.float32(last) * sign * x)
+  if eight_bit.levels(data_type)[-1] == 1:  # and so the scale: a second time is exact
+    once = laws.round_trip(codec, np.abs(wide_range(256)))
+    np.testing.assert_array_equal(laws.round_trip(codec, once), once)
 
 
 @every_type
@@ -209,22 +156,6 @@ def test_zeros_among_others_stay_zero(data_type):
   assert np.flatnonzero(laws.round_trip(codec, x)).size == 2**14
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@every_type
-def test_huge_and_tiny_values(data_type, rounding):
-  """Neither the scale nor its inverse overflows or vanishes."""
-  codec = EightBit(dtype=data_type, bucket_size=32, rounding=rounding)
-  values = np.float32([3.4e38, 1e38, 2.0**-96, 1e-30, 1e-40])
-  x = np.concatenate([np.repeat(values, 16)[:, None], -values.repeat(16)[:, None]], 1)
-  x = np.ascontiguousarray(x.reshape(5, 32)).ravel()
-  restored = laws.round_trip(codec, x)
-  chex.assert_tree_all_finite(restored)
-  np.testing.assert_allclose(restored[:96], x[:96], rtol=0.03)
-  # Below 2^-96 a step of the scale 2^-96; a norm below 2^-126 is zero.
-  assert (np.abs(restored[96:128] - x[96:128]) <= 2.0**-96 / 8).all()
-  assert not restored[128:].any()
-
-
 def test_fixed_exponents_saturate():
   """Of numbers beyond 10^k, or 15 * 10^(k-1), the largest level remains."""
   x = np.float32([1000, -1000, 10, 0, 3, 15, -15])
@@ -239,47 +170,3 @@ def test_fixed_exponents_saturate():
     [15, -15, 10, 0, 3, 15, -15],
     rtol=2.0**-23,  # k / 15 is rounded, and its product with 15
   )
-  assert "cut to the largest level" in EightBit.__doc__
-
-
-def test_fixed_exponents_do_not_depend_on_the_leaf():
-  codec = EightBit(dtype="mantissa", exponent_offset=3)
-  x = wide_range(2048)
-  rows = np.asarray(laws.encoder(codec)(x, laws.KEY).rows)
-  np.testing.assert_array_equal(rows[:, 512:].view(np.float32), 1500)
-  np.testing.assert_array_equal(
-    laws.round_trip(codec, x[:100]), laws.round_trip(codec, x)[:100]
-  )
-  x[5] = np.nan
-  assert np.isnan(laws.round_trip(codec, x)).all()
-
-
-def test_bits_an_element():
-  for codec, bits in [(EightBit(), 8 + 32 / 2048), (EightBit(bucket_size=512), 8.0625)]:
-    assert 32 * codec.row_words / codec.tile_size == bits
-
-
-def test_later_stages_have_a_scale_a_row():
-  codec = EightBit()
-  tiles = np.float32([[1], [100]]) * laws.gaussian((2, codec.tile_size))
-  scales = eight_bit.scales_of(tiles, scale_per_row=True, **options(codec))
-  np.testing.assert_array_equal(
-    laws.encoded_rows(codec, tiles),
-    eight_bit.encode(tiles, scales=scales, **options(codec)),
-  )
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_payloads_are_added_in_their_order(count):
-  """Bit for bit as by one addition after the other."""
-  codec = EightBit(bucket_size=32)
-  rows = np.stack(
-    [
-      codec.encode(jnp.asarray(wide_range(256) * np.float32(3**k))).rows
-      for k in range(count)
-    ]
-  )
-  addends = [np.asarray(codec.decode_rows(own)) for own in rows]
-  expected = functools.reduce(np.add, addends)
-  total = np.asarray(jax.jit(codec.sum_rows)(rows))
-  np.testing.assert_array_equal(total.view(np.uint32), expected.view(np.uint32))

@@ -27,28 +27,18 @@ from tests.plugins.slow_cases import slow
 from tests.support import for_tpus
 
 SHAPE = (1024, 1024)
-RMS = {"norm": "rms", "levels": "uniform"}
 OURS = [
   QSGD(),
-  *slow(
-    QSGD(bits=3),
-    QSGD(bits=8, bucket_size=None),
-    QSGD(levels="nonuniform"),
-    QSGD(share_scale=True, rounding="nearest"),
-    QSGD(bits=16, levels="uniform"),
-  ),
-  *slow(Natural(), FloatCast(), FloatCast(scale=8.0), BlockFloat()),
-  *slow(Dense(), Dense(dtype=jnp.bfloat16, rounding="stochastic")),
+  *slow(QSGD(bits=3), QSGD(bits=8, bucket_size=None), QSGD(levels="nonuniform")),
+  *slow(QSGD(share_scale=True, rounding="nearest"), QSGD(bits=16, levels="uniform")),
+  *slow(Natural(), FloatCast(), FloatCast(scale=8.0), BlockFloat(), Dense()),
+  *slow(Dense(dtype=jnp.bfloat16, rounding="stochastic"), QSGD(norm="l2")),
   *slow(PowerSGD(), RandomK(density=0.01)),
-  *slow(QSGD(norm="l2"), QSGD(bits=2, rotate=32, **RMS)),
+  *slow(QSGD(bits=2, rotate=32, norm="rms", levels="uniform")),
 ]
 NARROW = [
   pytest.param(codec, marks=pytest.mark.xfail(strict=True, reason="narrow rows"))
-  for codec in (
-    OneBit(),
-    BlockTop(),
-    TopK(density=0.01),
-  )
+  for codec in (OneBit(), BlockTop(), TopK(density=0.01))
 ]
 
 

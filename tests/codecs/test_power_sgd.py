@@ -1,14 +1,21 @@
 """PowerSGD sends the mean of all workers' matrices as the paper's factors."""
 
-import dataclasses
+import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradcomp.codecs import Leaf, PowerSGD
-from tests.specs import power_sgd
+from gradcomp._src.codecs import power_sgd
+from gradcomp.codecs import Dense, Leaf, PowerSGD
+from tests.plugins.slow_cases import slow
+from tests.specs import power_sgd as spec
 from tests.support.assertions import assert_same_bits
 from tests.support.low_rank import KEY, bound, error, first, gaussian, of_rank, together
+
+# Stated in the docstring: the largest product of two rows, and 1 less that of a row.
+BOUND = 2.0**-20
 
 
 def steps(codec, memory, gradients):
@@ -20,14 +27,16 @@ def steps(codec, memory, gradients):
   return means, memory
 
 
-@pytest.mark.parametrize("workers", [1, 3, 4])
-@pytest.mark.parametrize("shape", [(40, 30), (9, 200), (3, 3, 8, 24)])
+@pytest.mark.parametrize(
+  "shape, workers",
+  [((40, 30), 3), ((3, 3, 8, 24), 1), *slow(((9, 200), 4), ((40, 30), 4))],
+)
 def test_five_steps_are_the_papers(shape, workers):
   """Algorithms 1 and 2, from the same first factor, with residuals and momentum."""
   codec, memory = bound(PowerSGD(rank=3, min_rate=1), shape)
   m, n = codec.matrix
   x = gaussian(m, n, seed=9)
-  paper = power_sgd.ErrorFeedbackSGD(x, np.float64(memory).T, workers, 0.1, 0.9)
+  paper = spec.ErrorFeedbackSGD(x, np.float64(memory).T, workers, 0.1, 0.9)
   residual, momentum = np.zeros((workers, *shape), np.float32), 0
   for step in range(5):
     gradients = gaussian(workers, *shape, seed=step)
@@ -43,31 +52,6 @@ def test_five_steps_are_the_papers(shape, workers):
   assert error(x, paper.x) <= 1e-5
 
 
-def test_what_is_not_sent_stays_in_residuals():
-  """The sum of residuals and N means is that of what was to be sent, to rounding."""
-  codec, memory = bound(PowerSGD(rank=2), (33, 47))
-  for bits in (32, 8):
-    codec = dataclasses.replace(codec, bits=bits)
-    corrected = gaussian(4, 33, 47)
-    (mean,), _ = together(codec, [corrected], [memory])
-    residual = corrected - mean
-    total = np.float64(residual).sum(axis=0) + 4 * np.float64(mean)
-    # Each residual is rounded once, by at most 2^-24 of itself.
-    bound_ = 2.0**-24 * np.abs(residual).sum(axis=0)
-    assert (np.abs(total - np.float64(corrected).sum(axis=0)) <= bound_).all()
-
-
-def test_means_of_low_rank_are_exact():
-  """Of the mean alone: each worker's own matrix has a full rank."""
-  codec, memory = bound(PowerSGD(rank=3), (60, 70))
-  mean = of_rank(3, 60, 70)
-  noise = gaussian(2, 60, 70)
-  leaves = mean + np.stack([noise[0], noise[1], -noise[0] - noise[1]])
-  (found,), _ = together(codec, [leaves], [memory])
-  # The workers' sums lose 2^-24 of their own matrices, which are 60 times the mean.
-  assert error(found, mean) <= 2e-5
-
-
 def test_the_warm_start_finds_the_best_matrix_of_its_rank():
   """Of one matrix again and again: the best one, by its singular values."""
   codec, memory = bound(PowerSGD(rank=2), (50, 80))
@@ -78,15 +62,6 @@ def test_the_warm_start_finds_the_best_matrix_of_its_rank():
   assert error(means[0], x) > 1.05 * best
   # Each step halves the angle to it or better, as the third value is half the second.
   assert error(means[-1], x) <= best * (1 + 1e-4)
-
-
-def test_zero_gradients_are_no_end():
-  """Their mean is zero, and the next step finds as much as any first step."""
-  codec, memory = bound(PowerSGD(rank=2), (30, 40))
-  zeros, x = np.zeros((30, 40), np.float32), of_rank(2, 30, 40)
-  means, after = steps(codec, memory, [zeros, zeros, x])
-  assert not means[0].any() and not means[1].any()
-  assert error(means[2], x) <= 1e-5 and np.isfinite(after).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -145,3 +120,121 @@ def test_the_first_memory_is_of_the_key():
   assert abs((rows**2).mean() - 1 / 3) < 5 * (4 / 45 / rows.size) ** 0.5
   products = np.abs(rows @ rows.T)[~np.eye(32, dtype=bool)]
   assert products.max() < 5 * 301**0.5 / 3
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def coded(codec, x):
+  """The rows of a leaf's payload, and what it decodes to."""
+  payload = codec.encode(x)
+  return payload.rows, codec.decode(payload, like=x)
+
+
+@pytest.mark.parametrize(
+  "shape, matrix",
+  [
+    ((64, 64), (64, 64)),
+    ((3, 3, 64, 128), (576, 128)),
+    ((128, 64, 3, 3), (128, 576)),
+    ((12, 64, 64), (768, 64)),
+    ((16, 17), (16, 17)),  # of 272 elements 264 would pay
+    ((16, 16), None),  # of 256 elements 256 would not
+    ((1000,), None),
+    ((1000, 1), None),
+    ((), None),
+    ((0, 64), None),
+  ],
+)
+def test_a_matrix_is_the_squarest_cut_or_dense(shape, matrix):
+  codec = PowerSGD(rank=4).bind(Leaf(shape))
+  if matrix is None:
+    assert codec == Dense()
+  else:
+    assert codec == PowerSGD(rank=4, matrix=matrix)
+    m, n = matrix
+    assert [wanted.shape for wanted in codec.rounds(shape)] == [(4, m), (4, n)]
+
+
+@pytest.mark.parametrize("codec", [PowerSGD(rank=2), PowerSGD(rank=2, bits=8)], ids=str)
+@pytest.mark.parametrize("shape", [(30, 41), (3, 3, 8, 24), (7,)])
+def test_the_page_reads_the_payload(codec, shape):
+  """A payload is what both rounds of one worker send, and no more."""
+  x = gaussian(*shape)
+  own = codec.bind(Leaf(shape))
+  rows, value = jax.device_get(coded(codec, x))
+  if own == Dense():
+    assert_same_bits((rows, value), jax.device_get(coded(own, x)))
+    return
+  tiles = [-(-np.prod(r.shape) // r.codec.tile_size) for r in own.rounds(shape)]
+  assert rows.shape == (sum(tiles), own.inner.row_words)
+  rule = dict(rank=2, bits=codec.bits)
+  read = spec.decode(rows, shape, **rule)
+  written = spec.decode(spec.encode(x, **rule), shape, **rule)
+  # A factor's rounding to eight bits may be another where its last bits are.
+  assert error(value, written) <= (1e-5 if codec.bits == 32 else 0.02)
+  # One sum of two products, and rows whose length is rounded.
+  np.testing.assert_allclose(value, read, atol=1e-6 * np.abs(read).max())
+
+
+@functools.cache
+def compiled():
+  return jax.jit(power_sgd.orthonormal)
+
+
+def orthonormal(rows):
+  basis, kept = compiled()(jnp.asarray(rows, jnp.float32))
+  return np.asarray(basis, np.float64), np.asarray(kept)
+
+
+def assert_orthonormal(basis, kept):
+  products = basis @ basis.T
+  np.testing.assert_allclose(products, np.diag(kept), rtol=0, atol=BOUND)
+  assert not basis[~kept].any()
+
+
+def of_condition(rows, columns, singular, seed=0):
+  """A matrix with random singular vectors."""
+  rng = np.random.default_rng(seed)
+  left, _ = np.linalg.qr(rng.standard_normal((rows, rows)))
+  right, _ = np.linalg.qr(rng.standard_normal((columns, rows)))
+  return (left * singular) @ right.T
+
+
+@pytest.mark.parametrize("rows, columns", [(4, 64), (32, 1000), *slow((4, 4096))])
+def test_rows_are_orthonormal_whatever_their_condition(rows, columns):
+  """Singular values that fall evenly, that fall at once, and of which one falls."""
+  for condition in (1, 1e3, 1e5, 1e7, 1e12):
+    spectra = np.ones((3, rows))
+    spectra[0] = np.geomspace(1, 1 / condition, rows)
+    spectra[1, 1:] = spectra[2, -1:] = 1 / condition
+    for singular in spectra:
+      check_condition(of_condition(rows, columns, singular), condition)
+
+
+def check_condition(a, condition):
+  basis, kept = orthonormal(a)
+  assert_orthonormal(basis, kept)
+  if condition <= 1e3:  # all are farther from each other than rounding
+    assert kept.all()
+  # What rows lack of themselves is what makes them dependent, and rounding.
+  unit = np.float64(np.float32(a))
+  unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+  lacks = np.linalg.norm(unit - unit @ basis.T @ basis, axis=1)
+  assert lacks.max() <= 2.0**-16 + BOUND
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_as_many_rows_are_kept_as_the_rank(rank):
+  """Exact products of small integers: every other row is zero, and said to be."""
+  rng = np.random.default_rng(2)
+  a = rng.integers(-8, 9, (6, rank)) @ rng.integers(-8, 9, (rank, 500))
+  basis, kept = orthonormal(a)
+  assert kept.tolist() == [True] * rank + [False] * (6 - rank)
+  assert_orthonormal(basis, kept)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_never_taken_for_dependent(bad):
+  a = np.random.default_rng(5).standard_normal((3, 50))
+  a[1, 7] = bad
+  basis, kept = orthonormal(a)
+  assert kept[1] and np.isnan(basis[1]).all()

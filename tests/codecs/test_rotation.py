@@ -10,8 +10,7 @@ from gradcomp._src.kernels.common import rotation
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import QSGD
 from tests.plugins.slow_cases import slow
-from tests.specs import dithers, qsgd
-from tests.specs import exchange as oracle_exchange
+from tests.specs import dithers, exchange, qsgd
 from tests.specs import rotation as rotation_spec
 from tests.support import laws, modes
 
@@ -31,21 +30,6 @@ def layout(bits=4):
   return dict(bits=bits, bucket_size=BUCKET)
 
 
-@pytest.mark.parametrize("bits", [4, *slow(1, 2)])
-@pytest.mark.parametrize("group", GROUPS)
-def test_rotations_are_the_oracles(group, bits):
-  """Bit for bit, both ways."""
-  x = laws.gaussian(3 * 32 // bits * BUCKET)
-  rotated = np.asarray(rotate(tiles(x, 32 // bits), 32 // bits, group)).ravel()
-  expected = rotation_spec.rotate(x, group=group, **layout(bits))
-  np.testing.assert_array_equal(rotated, expected)
-  back = np.asarray(unrotate(tiles(rotated, 32 // bits), 32 // bits, group)).ravel()
-  expected = rotation_spec.unrotate(rotated, group=group, **layout(bits))
-  np.testing.assert_array_equal(back, expected)
-  # Ten sums of two or fewer, each rounded to 2^-24 of at most the largest element.
-  np.testing.assert_allclose(back, x, rtol=0, atol=10 * 2.0**-24 * np.abs(x).max())
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_rotation_is_a_hadamard_matrix_with_signs(group):
   """Of integers, all sums of which are exact."""
@@ -56,73 +40,33 @@ def test_a_rotation_is_a_hadamard_matrix_with_signs(group):
   rotated = rotate(tiles(x), 8, group)
   np.testing.assert_array_equal(of_groups(rotated), expected)
   np.testing.assert_array_equal(np.asarray(unrotate(rotated, 8, group)).ravel(), x)
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_single_elements_and_constants_are_spread(group):
-  """One element becomes a whole group; a constant, none of whose sums is all of it."""
-  one = np.zeros(8 * BUCKET, np.float32)
-  one[100] = group
-  found = np.abs(np.asarray(rotate(tiles(one), 8, group)))
-  assert np.count_nonzero(found) == group and found.max() == 1
+  # A constant is spread: none of its sums is all of it.
   constant = rotate(tiles(np.ones(8 * BUCKET, np.float32)), 8, group)
   assert np.abs(constant).max() <= 0.5
 
 
-def rotated_two_shot(codec, x, seed):
-  """The whole arithmetic of the page: rotated first, and rotated back last."""
-  rule = dict(norm="max", levels="sign_magnitude", **layout())
-
-  def decode(rows):
-    size = rows.shape[0] * codec.tile_size
-    values = qsgd.decode(rows, size, levels="sign_magnitude", **layout())
-    return values.reshape(-1, codec.tile_size)
-
-  first = []
-  for worker, own in enumerate(x):
-    tiles = rotation_spec.rotate(own, group=codec.rotate, **layout())
-    key = dithers.leaf_dither(seed, 0, "['w']", worker)
-    rows = qsgd.encode(tiles, key=key, rounding="stochastic", **rule)
-    first.append(decode(rows))
-  # Owners keep what their rounding to nearest loses.
-  recode = lambda mean, owner: decode(
-    qsgd.encode(mean.ravel(), rounding="nearest", **rule)
-  )
-  mean = oracle_exchange.two_shot(np.stack(first), recode).ravel()
-  unrotated = rotation_spec.unrotate(mean, group=codec.rotate, **layout())
-  return unrotated[: x.shape[1]]
-
-
 @pytest.mark.parametrize("group", [8, *slow(32)])
 def test_owners_add_rotated_tiles(group):
+  """The whole arithmetic of the page: rotated first, and rotated back last."""
   codec = QSGD(**layout(), rotate=group, implementation="xla")
   x = np.stack([laws.gaussian(2 * codec.tile_size + 9, seed) for seed in range(2)])
   tx = gradcomp.compress(codec, axis_name="data", exchange="two_shot", key=7)
   (output,), _ = modes.run("vmap", tx, [{"w": jnp.asarray(x)}])
-  expected = rotated_two_shot(codec, x, seed=7)
+  rule = dict(levels="sign_magnitude", **layout())
+
+  def coded(tiles, key=None):
+    rounding = "nearest" if key is None else "stochastic"
+    rows = qsgd.encode(tiles, key=key, norm="max", rounding=rounding, **rule)
+    values = qsgd.decode(rows, rows.shape[0] * codec.tile_size, **rule)
+    return values.reshape(-1, codec.tile_size)
+
+  keys = [dithers.leaf_dither(7, 0, "['w']", worker) for worker in range(2)]
+  rotated = [rotation_spec.rotate(own, group=group, **layout()) for own in x]
+  sent = np.stack([*map(coded, rotated, keys)])
+  # Owners keep what their rounding to nearest loses.
+  mean = exchange.two_shot(sent, lambda mean, owner: coded(mean.ravel())).ravel()
+  expected = rotation_spec.unrotate(mean, group=group, **layout())[: x.shape[1]]
   np.testing.assert_array_equal(output["w"][0], expected)
-
-
-def test_shared_scales_are_of_rotated_elements():
-  """One element of a bucket makes all of its group's scales."""
-  codec = QSGD(**layout(), share_scale=True, rotate=8)
-  x = np.zeros(codec.tile_size, np.float32)
-  x[100] = 8.0
-  np.testing.assert_array_equal(jax.jit(codec.agree)(jnp.asarray(x)), np.ones((1, 8)))
-
-
-def test_rings_rotate_tiles_as_encoders_do():
-  """A ring of one worker encodes the tiles of a leaf: to the bits of that leaf."""
-  x = {"w": jnp.asarray(laws.gaussian((1, 70, 50)))}
-  options = dict(axis_name="data", min_leaf_size=0, feedback="error")
-  codec = QSGD(**layout(), rounding="nearest", rotate=8, implementation="xla")
-  ring, alone = (
-    modes.run("vmap", gradcomp.compress(codec, exchange=exchange, **options), [x])
-    for exchange in ("ring", "all_gather")
-  )
-  np.testing.assert_array_equal(ring[0][0]["w"], alone[0][0]["w"])
-  # The one is what tiles lost, rotated back; the other the leaf less what it sent.
-  np.testing.assert_allclose(ring[1]["w"], alone[1]["w"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("group", GROUPS)

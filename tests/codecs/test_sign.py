@@ -7,6 +7,7 @@ import pytest
 
 import gradcomp
 from gradcomp.codecs import Sign
+from tests.plugins.slow_cases import slow
 from tests.specs import sign
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_floats
@@ -28,24 +29,6 @@ def leaf(size, seed=0):
   return x
 
 
-@pytest.mark.parametrize("codec", [MEAN, ONE], ids=laws.name)
-@pytest.mark.parametrize("size", [131, 1024, 2100])
-def test_payload_is_the_oracles(codec, size):
-  x = leaf(size)
-  payload = laws.encoder(codec)(jnp.asarray(x), None)
-  rows = np.asarray(payload.rows)
-  scales = sign.scales_of(x, **hyper(codec))
-  if codec is MEAN:
-    own = rows[:, 32:].view(np.float32)
-    # Sums of 32 magnitudes in binary32, by halves: five roundings.
-    np.testing.assert_allclose(own, scales, rtol=5 * 2.0**-24)
-    scales = own
-  np.testing.assert_array_equal(rows, sign.encode(x, **hyper(codec), scales=scales))
-  expected = sign.values(x, **hyper(codec))
-  if codec is ONE:
-    assert_same_floats(laws.decoder(codec, x.shape)(payload), expected)
-
-
 def test_a_bucket_of_zeros_is_zeros_and_a_zero_is_positive():
   x = np.zeros(96, np.float32)
   x[70] = -2.0
@@ -54,12 +37,6 @@ def test_a_bucket_of_zeros_is_zeros_and_a_zero_is_positive():
     expected[64:] = scale
     expected[70] = -scale
     assert_same_floats(laws.round_trip(codec, x), expected)
-
-
-def test_equal_magnitudes_are_exact():
-  x = np.float32(0.3) * np.where(np.random.default_rng(1).random(999) < 0.5, -1, 1)
-  x = x.astype(np.float32)
-  assert_same_floats(laws.round_trip(Sign(), x), x)
 
 
 def test_it_is_a_contraction():
@@ -79,30 +56,32 @@ def averaged(codec, x, exchange):
   return np.asarray(outputs[0]["w"][0])
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
-@pytest.mark.parametrize("codec", [ONE, VOTE], ids=laws.name)
-@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+  "codec, exchange, workers",
+  [
+    (ONE, "two_shot", 3),
+    (VOTE, "two_shot", 4),
+    (VOTE, "all_gather", 4),
+    *slow(*((x, "all_gather", n) for x in (ONE, VOTE) for n in (2, 3, 5))),
+    *slow(*((x, "two_shot", n) for x in (ONE, VOTE) for n in (2, 5))),
+  ],
+  ids=str,
+)
 def test_signs_are_counted_exactly(codec, exchange, workers):
-  """By hand: ties, buckets that abstain, and a NaN of one worker."""
+  """By hand: ties, which are zero, buckets that abstain, and a NaN of one worker."""
   x = np.stack([leaf(2500, seed) for seed in range(workers)])
   x[1, 32:64] = -1.0  # here the others do not vote
   x[:, 200:232] = np.random.default_rng(9).choice([-1.0, 1.0], (workers, 32))
+  x[:, 320:352], x[: workers // 2, 320:352] = 1, -1
   values = [sign.values(one, **hyper(codec)) for one in x]
   expected = sign.vote(values, codec.vote)
   assert np.isnan(expected[96:128]).all()
+  assert workers % 2 or not expected[320:352].any()
   assert_same_floats(averaged(codec, x, exchange), expected)
 
 
-def test_a_tie_is_zero():
-  x = np.ones((4, 64), np.float32)
-  x[:2, :32] = -1
-  expected = np.where(np.arange(64) < 32, 0.0, 1.0)
-  for exchange in ("all_gather", "two_shot"):
-    np.testing.assert_array_equal(averaged(VOTE, x, exchange), expected)
-
-
 @pytest.mark.parametrize("codec", [ONE, VOTE], ids=laws.name)
-@pytest.mark.parametrize("workers", [1, 3, 7, 200])
+@pytest.mark.parametrize("workers", [1, 3, 200])
 def test_owners_send_the_pages_words(codec, workers):
   """In as few bits as hold every count, with NaN as the code 0, which is free."""
   rng = np.random.default_rng(workers)
@@ -131,10 +110,3 @@ def test_small_leaves_are_encoded_too():
   outputs, *_ = modes.run_all("vmap", tx, [grads])
   np.testing.assert_array_equal(outputs[0]["b"], 1.0)
   np.testing.assert_array_equal(outputs[0]["w"], -1.0)
-
-
-def test_ef_signsgd_keeps_what_it_does_not_send():
-  tx = gradcomp.compress(Sign())
-  x = jnp.asarray(laws.gaussian(4096))
-  update, state = tx.update(x, tx.init(x))
-  np.testing.assert_array_equal(state.residual, x - update)

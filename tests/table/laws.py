@@ -290,8 +290,11 @@ def reshard_keeps_sums(run):
       )
       before, after = waited.sum(0), waits.sum(0)
       if bool(state.server_residual) == bool(moved.server_residual):
+        # Sums of up to 32, of which rotated rows are made, round ten times both ways.
+        turned = 20 * 2.0**-24 * np.abs(n * kept[name]).max(initial=0)
+        near = turned if getattr(run.row.codec, "rotate", None) else 1e-7
         np.testing.assert_allclose(
-          new * keeps[name], n * kept[name], rtol=2.0**-22, atol=1e-7
+          new * keeps[name], n * kept[name], rtol=2.0**-22, atol=near
         )
       else:
         before, after = before + n * kept[name], after + new * keeps[name]
