@@ -109,8 +109,9 @@ CASES |= {
 }
 
 
-def shapes(tx, workers, params=PARAMS):
-  return gradcomp.checkpoint.state_shapes(tx, params, workers=workers, axis_name="data")
+def shapes(tx, workers, params=PARAMS, **options):
+  given = {"workers": workers, "axis_name": "data"} | options
+  return gradcomp.checkpoint.state_shapes(tx, params, **given)
 
 
 def reshard(state, tx, old, new, params=PARAMS, axis_name="data", **options):
