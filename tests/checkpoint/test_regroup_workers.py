@@ -31,11 +31,11 @@ MOVES = {
   "zero": [(3, 4), (4, 1)],
   "zero messages": [(2, 8), (3, 2)],
   "around": [(3, 8), (8, 2)],
-  "sampled all_gather": [(2, 4), (4, 2)],
-  "threshold two_shot": [(2, 8), (4, 3)],
-  "asq all_gather": [(4, 8), (8, 1)],
-  "levels two_shot": [(3, 4), (4, 2)],
-  "powersgd all_gather": [(3, 8), (8, 3)],
+  "sampled error": [(2, 4), (4, 2)],
+  "threshold error": [(2, 8), (4, 3)],
+  "asq error": [(4, 8), (8, 1)],
+  "levels error": [(3, 4), (4, 2)],
+  "powersgd error": [(3, 8), (8, 3)],
 }
 
 
@@ -71,7 +71,7 @@ def test_each_part_keeps_its_law(name, pair):
 def check_memory(before, after, old, new, name):
   """What is shared stays; what is a worker's own stays with it, and begins anew."""
   assert_same_bits(after.shared, before.shared)
-  if name != "sampled all_gather":
+  if name != "sampled error":
     return
   stay = min(old, new)
   for i, kept in before.own["data",].items():
@@ -95,7 +95,7 @@ def check_nothing_changed(state, back, factor):
 
 
 @pytest.mark.parametrize("pair", [(8, 3), (1, 4), (4, 2)])
-@pytest.mark.parametrize("name", ["two_shot error", "messages", "threshold two_shot"])
+@pytest.mark.parametrize("name", ["two_shot error", "messages", "threshold error"])
 def test_what_owners_keep_stays_with_its_elements(name, pair):
   """Rows lie in one order over the owners, as docs/methods/exchanges.md says.
 
