@@ -115,14 +115,9 @@ def loss_fn(params, batch):
 
 
 def optimizer_over(axis_name="data", exchange="two_shot"):
-  exchange = gradcomp.compress(
-    cases.FOUR_BITS,
-    axis_name=axis_name,
-    exchange=exchange,
-    feedback="error",
-    min_leaf_size=0,
-  )
-  return optax.chain(exchange, optax.sgd(0.1, momentum=0.9))
+  options = {"exchange": exchange, "feedback": "error", "min_leaf_size": 0}
+  tx = gradcomp.compress(cases.FOUR_BITS, axis_name=axis_name, **options)
+  return optax.chain(tx, optax.sgd(0.1, momentum=0.9))
 
 
 def trained(optimizer, mesh, steps=2, axis_name="data"):
@@ -286,12 +281,10 @@ def entropy(params, x, y):
 
 @functools.cache
 def learner(feedback):
-  codec = gradcomp.codecs.QSGD(bits=2, bucket_size=32)
-  exchange = gradcomp.compress(
-    codec, axis_name="data", exchange="two_shot", feedback=feedback, min_leaf_size=0
-  )
+  options = {"exchange": "two_shot", "feedback": feedback, "min_leaf_size": 0}
+  tx = gradcomp.qsgd(2, bucket_size=32, axis_name="data", **options)
   momentum = None if feedback == "momentum" else 0.9
-  tx = optax.chain(exchange, optax.sgd(0.1, momentum=momentum))
+  tx = optax.chain(tx, optax.sgd(0.1, momentum=momentum))
 
   def step(params, state, x, y):
     updates, state = tx.update(jax.grad(entropy)(params, x, y), state)
