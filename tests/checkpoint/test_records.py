@@ -1,33 +1,44 @@
 """A record says what a state belongs to, and anything else is refused by its name."""
 
-import functools
+import contextlib
+import copy
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import gradcomp
 from gradcomp._src.checkpoint import records
-from gradcomp.codecs import QSGD, Dense, TopK
+from gradcomp._src.exchange import message_size
+from gradcomp.codecs import QSGD, Dense, PowerSGD, RandomK, TopK
 from gradcomp.exchange import Hierarchical, TwoShot
 from gradcomp.local import LocalOptions, local_steps
 from gradcomp.parallel import zero
-from tests.plugins.slow_cases import slow
 from tests.support.assertions import says
+from tests.support.cases import recipe
+from tests.support.cases import reshard as cases
 
 PARAMS = {"w": jnp.zeros((64, 64)), "v": jnp.zeros(4096), "b": jnp.zeros(8)}
 
 
-def recorded(tx, params=PARAMS, workers=4):
+def recorded(tx, params=PARAMS, workers=4, platform=None):
   """As a file gives it back."""
-  return json.loads(json.dumps(gradcomp.checkpoint.record(tx, params, workers=workers)))
+  found = gradcomp.checkpoint.record(tx, params, workers=workers, platform=platform)
+  return json.loads(json.dumps(found))
+
+
+def check(saved, here):
+  gradcomp.checkpoint.check_record(saved, here)
 
 
 def qsgd(bits=4, **options):
-  options = {"bucket_size": 64, "exchange": "two_shot", "feedback": "error"} | options
-  return gradcomp.qsgd(bits=bits, axis_name="data", **options)
+  given = {"bucket_size": 64, "exchange": "two_shot", "feedback": "error"}
+  return gradcomp.qsgd(bits, **({"axis_name": "data"} | given | options))
 
 
 def adam_zero(bits, **options):
@@ -41,104 +52,79 @@ def local(**options):
   return local_steps(optax.adam(0.1), optax.sgd(0.5), **given, options=options)
 
 
-OTHERS = {
-  "codec": (qsgd(), qsgd(8), {}, ["the codec of ['v'] was", "bits=4", "bits=8"]),
-  "kind": (qsgd(), gradcomp.onebit_sgd(axis_name="data"), {}, ["QSGD", "OneBit"]),
-  "small": (qsgd(), qsgd(min_leaf_size=4097), {}, ["codec of ['v'] was QSGD", "Dense"]),
-  "feedback": (
-    qsgd(),
-    qsgd(feedback="momentum"),
-    {},
-    ["the feedback was ErrorFeedback and is MomentumFeedback. Make the"],
+def switched(first):
+  return gradcomp.wrappers.switch([3], [first, qsgd()])
+
+
+def grouped(size):
+  return qsgd(exchange=Hierarchical(group_size=size))
+
+
+# What was saved, what goes on, and what the error says.
+STORED = gradcomp.ErrorFeedback(residual_dtype="int8", residual_decay=0.5)
+decay = lambda x: qsgd(feedback=gradcomp.MomentumFeedback(decay=x))
+OTHERS = [
+  (qsgd(), qsgd(8), "the codec of ['v'] was", "bits=4", "bits=8"),
+  (qsgd(), gradcomp.onebit_sgd(axis_name="data"), "QSGD", "OneBit"),
+  (qsgd(), qsgd(min_leaf_size=4097), "codec of ['v'] was QSGD", "Dense"),
+  (qsgd(), qsgd(feedback="momentum"), "was ErrorFeedback and is MomentumFeedback."),
+  (decay(0.9), decay(0.5), "decay=0.9", "decay=0.5"),
+  (qsgd(), qsgd(feedback=STORED), "dtype='float32', residual_decay=1.0", "'int8'"),
+  (qsgd(), qsgd(axis_name="x"), "the axis of workers was ['data'] and is ['x']"),
+  (grouped(2), grouped(4), "the exchange of", "group_size=2", "group_size=4"),
+  (qsgd(), qsgd(exchange=TwoShot(feedback=False)), "owners", "['w'] and is nothing"),
+  (qsgd(), qsgd(message_bytes=3000), "owners", "; ['w']"),
+  (switched(qsgd()), qsgd(), "number of gradcomp transformations was 2 and is 1"),
+  (
+    switched(qsgd()),
+    switched(qsgd(rounding="nearest")),
+    *("rounding='stochastic'", "rounding='nearest'", "of transformation 0"),
   ),
-  "decay": (
-    qsgd(feedback=gradcomp.MomentumFeedback(decay=0.9)),
-    qsgd(feedback=gradcomp.MomentumFeedback(decay=0.5)),
-    {},
-    ["decay=0.9", "decay=0.5"],
-  ),
-  "storage": (
-    qsgd(),
-    qsgd(feedback=gradcomp.ErrorFeedback(residual_dtype="int8", residual_decay=0.5)),
-    {},
-    ["residual_dtype='float32', residual_decay=1.0", "residual_dtype='int8'", "Make"],
-  ),
-  "workers": (
-    qsgd(),
-    qsgd(),
-    {"workers": 8},
-    ["the number of workers was 4 and is 8", "Restore", "gradcomp.reshard_state"],
-  ),
-  "axis": (
-    qsgd(),
-    gradcomp.qsgd(
-      bits=4, bucket_size=64, axis_name="x", exchange="two_shot", feedback="error"
-    ),
-    {},
-    ["the axis of workers was ['data'] and is ['x']"],
-  ),
-  "exchange": (
-    qsgd(exchange=Hierarchical(group_size=2)),
-    qsgd(exchange=Hierarchical(group_size=4)),
-    {},
-    ["the exchange of", "group_size=2", "group_size=4"],
-  ),
-  "owners": (
-    qsgd(),
-    qsgd(exchange=TwoShot(feedback=False)),
-    {},
-    ["owners", "was ['v'], ['w'] and is nothing"],
-  ),
-  "messages": (qsgd(), qsgd(message_bytes=3000), {}, ["owners", "; ['w']"]),
-  "shape": (
-    qsgd(),
-    qsgd(),
-    {"params": PARAMS | {"w": jnp.zeros((32, 128))}},
-    ["the shape of ['w'] was [64, 64] and is [32, 128]"],
-  ),
-  "leaves": (
-    qsgd(),
-    qsgd(),
-    {"params": {"w": PARAMS["w"], "u": PARAMS["v"], "b": PARAMS["b"]}},
-    ["the list of leaves was one with ['v'] and is one with ['u']"],
-  ),
-  "number": (
-    gradcomp.wrappers.switch([3], [qsgd(), qsgd()]),
-    qsgd(),
-    {},
-    ["the number of gradcomp transformations was 2 and is 1"],
-  ),
-  "branch": (
-    gradcomp.wrappers.switch([3], [qsgd(), qsgd()]),
-    gradcomp.wrappers.switch([3], [qsgd(rounding="nearest"), qsgd()]),
-    {},
-    ["rounding='stochastic'", "rounding='nearest'", "of transformation 0"],
-  ),
-  "rows": (
-    adam_zero(4),
-    adam_zero(4, message_bytes=3000),
-    {},
-    ["owners of messages", "['b'], ['v'], ['w'] and is"],
-  ),
-  "zero": (
-    adam_zero(4),
-    adam_zero(8),
-    {},
-    ["the codec of parameters was QSGD(bits=4) and is QSGD(bits=8)"],
-  ),
-}
-QUICK = ("codec", "storage", "workers", "messages", "leaves", "branch", "zero")
+  (adam_zero(4), adam_zero(4, message_bytes=3000), "owners of messages", "['w'] and"),
+  (adam_zero(4), adam_zero(8), "of parameters was QSGD(bits=4) and is QSGD(bits=8)"),
+]
+
+
+NAMES = "codec kind small feedback decay storage axis exchange owners messages"
+NAMES = [*NAMES.split(), "number", "branch", "rows", "zero"]
 
 
 @pytest.mark.parametrize(
-  "name", [*QUICK, *slow(*(name for name in OTHERS if name not in QUICK))]
+  "old, new, words", [(x, y, z) for x, y, *z in OTHERS], ids=NAMES
 )
-def test_what_differs_is_named_with_both_values_and_a_cure(name):
-  old, new, how, words = OTHERS[name]
+def test_what_differs_is_named_with_both_values_and_a_cure(old, new, words):
   saved = recorded(old)
-  gradcomp.checkpoint.check_record(saved, recorded(old))
+  check(saved, recorded(old))
   with pytest.raises(ValueError, match=says("`saved`", *words, "optimizer.init")):
-    gradcomp.checkpoint.check_record(saved, recorded(new, **how))
+    check(saved, recorded(new))
+
+
+OTHER_LEAVES = {"w": PARAMS["w"], "u": PARAMS["v"], "b": PARAMS["b"]}
+
+
+@pytest.mark.parametrize(
+  "how, words",
+  [
+    ({"workers": 8}, ["number of workers was 4 and is 8", "gradcomp.reshard_state"]),
+    (
+      {"params": PARAMS | {"w": jnp.zeros((32, 128))}},
+      ["the shape of ['w'] was [64, 64] and is [32, 128]"],
+    ),
+    (
+      {"params": OTHER_LEAVES},
+      ["the list of leaves was one with ['v'] and is one with ['u']"],
+    ),
+  ],
+  ids=["workers", "shape", "leaves"],
+)
+def test_other_workers_and_parameters_are_named(how, words):
+  saved = recorded(qsgd())
+  with pytest.raises(ValueError, match=says("`saved`", *words)):
+    check(saved, recorded(qsgd(), **how))
+
+
+def chained(inner):
+  return optax.chain(qsgd(), inner)
 
 
 SOUND = {
@@ -148,31 +134,32 @@ SOUND = {
   "what auto picks": (qsgd(exchange="all_gather"), qsgd(exchange="auto")),
   "no owners": (qsgd(exchange="ring"), qsgd(exchange="all_gather")),
   "messages": (qsgd(exchange="ring"), qsgd(exchange="ring", message_bytes=3000)),
-  "what is behind": (
-    optax.chain(qsgd(), optax.sgd(0.1)),
-    optax.chain(qsgd(), optax.adam(1.0)),
-  ),
+  "what is behind": (chained(optax.sgd(0.1)), chained(optax.adam(1.0))),
   "first steps": (local(), local(start=5)),
 }
 
 
-FIRST = ("implementation", "no owners", "first steps")
-
-
-@pytest.mark.parametrize("name", [*FIRST, *slow(*(x for x in SOUND if x not in FIRST))])
+@pytest.mark.parametrize("name", SOUND)
 def test_what_changes_no_state_may_differ(name):
   saved, record = map(recorded, SOUND[name])
-  gradcomp.checkpoint.check_record(saved, record)
-  gradcomp.checkpoint.check_record(record, saved)
+  check(saved, record)
+  check(record, saved)
 
 
 def test_workers_that_keep_nothing_may_be_any_number():
   tx = qsgd(feedback=None, exchange="all_gather")
   saved = recorded(tx)
   assert not saved["stacked"]
-  gradcomp.checkpoint.check_record(saved, recorded(tx, workers=8))
+  check(saved, recorded(tx, workers=8))
   around = optax.MultiSteps(tx, 2).gradient_transformation()
   assert recorded(around)["stacked"]  # gradients that are not exchanged yet
+  # Under Explicit axes ``init`` does not know who will exchange.
+  unnamed = recorded(
+    gradcomp.compress(QSGD(bits=4, bucket_size=64), exchange="two_shot")
+  )
+  assert not unnamed["stacked"] and not unnamed["transformations"][0]["arrays"]
+  alone = recorded(gradcomp.compress(Dense()), workers=1)
+  assert alone["workers"] == [1] and not alone["stacked"]
 
 
 def test_bound_codecs_say_nothing_of_the_workers():
@@ -182,18 +169,14 @@ def test_bound_codecs_say_nothing_of_the_workers():
   assert codecs[0] == codecs[1]
 
 
-def test_options_that_another_version_lacks_are_not_compared():
+def test_another_version_may_lack_options_but_not_have_another_format(monkeypatch):
   saved = recorded(qsgd())
   del saved["transformations"][0]["codecs"][1]["norm"]
   saved["gradcomp"] = "0.0.1"
-  gradcomp.checkpoint.check_record(saved, recorded(qsgd()))
-
-
-def test_another_format_is_refused(monkeypatch):
-  saved = recorded(qsgd())
+  check(saved, recorded(qsgd()))
   monkeypatch.setattr(records, "FORMAT", 1000)
   with pytest.raises(ValueError, match=says("of the format 1000", "got 1,", "go on")):
-    gradcomp.checkpoint.check_record(saved, recorded(qsgd()))
+    check(saved, recorded(qsgd()))
 
 
 def test_a_part_of_the_leaves_and_no_leaves():
@@ -201,27 +184,79 @@ def test_a_part_of_the_leaves_and_no_leaves():
   labels = {"w": "x", "v": "y", "b": "y"}
   (found,) = recorded(optax.partition(parts, labels))["transformations"]
   assert list(found["leaves"]) == ["['w']"]
-  assert found["codecs"] == [
-    {"type": "Dense", "dtype": "bfloat16", "rounding": "nearest"}
-  ]
+  codec = {"type": "Dense", "dtype": "bfloat16", "rounding": "nearest"}
+  assert found["codecs"] == [codec]
   (found,) = recorded(qsgd(), params={})["transformations"]
   assert not found["leaves"] and not found["arrays"]
 
 
-def test_without_a_name_owners_keep_nothing():
-  """Under Explicit axes ``init`` does not know who will exchange."""
-  tx = gradcomp.compress(QSGD(bits=4, bucket_size=64), exchange="two_shot")
-  record = recorded(tx)
-  assert not record["stacked"] and not record["transformations"][0]["arrays"]
-  alone = recorded(gradcomp.compress(Dense()), workers=1)
-  assert alone["workers"] == [1] and not alone["stacked"]
+def test_shapes_and_names_of_sizes_are_enough():
+  expected = recorded(qsgd())
+  assert recorded(qsgd(), jax.eval_shape(lambda: PARAMS)) == expected
+  assert recorded(qsgd(), workers={"data": 4}) == expected
 
 
-def test_shapes_are_enough():
-  abstract = jax.eval_shape(lambda: PARAMS)
-  make = functools.partial(recorded, qsgd())
-  assert make(abstract) == make()
+# On TPUs "auto" cuts messages, which owners keep what they lost of.
+def coded(name, exchange):
+  options = {"axis_name": "data", "feedback": "error", "min_leaf_size": 0}
+  return recipe.make(name, exchange=exchange, **options)
 
 
-def test_sizes_may_have_names():
-  assert recorded(qsgd(), workers={"data": 4}) == recorded(qsgd(), workers=4)
+PLANNED = {
+  "qsgd two_shot": coded("qsgd", "two_shot"),
+  "qsgd ring": coded("qsgd", "ring"),
+  "policy auto": coded("policy", "auto"),
+  "local steps": local(exchange="two_shot", feedback="error", min_leaf_size=0),
+  # One message, or each of its codecs on a way of its own.
+  "mixed": gradcomp.policy(
+    [("u", RandomK(density=0.1)), ("v", PowerSGD(rank=2)), (".*", QSGD(bits=4))],
+    **{"axis_name": "data", "feedback": "error", "min_leaf_size": 0},
+  ),
+}
+OWNING = ("qsgd two_shot", "local steps")
+# Three leaves of many rows, and two that travel as they are.
+LIKE = {"b": (7,), "one": (), "u": (64, 1024), "v": (3, 5, 4096), "w": (130, 1000)}
+LIKE = {name: jax.ShapeDtypeStruct(x, np.float32) for name, x in LIKE.items()}
+
+
+def first_shapes(tx, platform):
+  """Returns the shapes of ``init`` under a mesh of devices that are not here."""
+  device = AbstractDevice(platform, 1, platform)
+  mesh = AbstractMesh((4,), ("data",), abstract_device=device)
+  with use_abstract_mesh(mesh):
+    return jax.eval_shape(tx.init, LIKE)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_states_of_two_platforms_differ_in_what_their_records_say(name, monkeypatch):
+  """In the arrays of owners, and only there; and records without any are equal."""
+  monkeypatch.setattr(message_size, "automatic_bytes", lambda payload, workers: 1)
+  tx, platforms = PLANNED[name], ("cpu", "tpu")
+  states = [first_shapes(tx, x) for x in platforms]
+  both = [recorded(tx, LIKE, platform=x) for x in platforms]
+  saved, here = copy.deepcopy(both)
+  for platform, state, record in zip(platforms, states, both, strict=True):
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+      cases.shapes(tx, 4, LIKE, platform=platform), state
+    )
+    assert record.pop("platform") == platform
+  arrays = [
+    {jax.tree_util.keystr(path): x.shape for path, x in cases.leaves(state)}
+    for state in states
+  ]
+  differ = {
+    x for x in {**arrays[0], **arrays[1]} if len({a.get(x) for a in arrays}) > 1
+  }
+  assert all("server_residual" in path for path in differ)
+  assert bool(differ) == (name in OWNING)
+  words = (
+    *("`saved`", "the platform that cut the messages was cpu and is tpu"),
+    "what the owners",
+    "that platform=, and take gradcomp.reshard_state with it as old_platform=",
+  )
+  refused = pytest.raises(ValueError, match=says(*words))
+  with refused if differ else contextlib.nullcontext():
+    check(saved, here)
+  owned = [[part.pop("arrays") for part in x["transformations"]] for x in both]
+  assert both[0] == both[1]
+  assert (owned[0] != owned[1]) == bool(differ)

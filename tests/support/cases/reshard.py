@@ -29,15 +29,15 @@ EXCHANGES = {
   "ring": (FOUR_BITS, "ring"),
   "hierarchical": (FOUR_BITS, Hierarchical(group_size=2)),
   "psum": (SHARED, "psum"),
-}
-FEEDBACK = (None, "error", "momentum")
-# With memories: shared levels and rows, and thresholds of a worker's own.
-REMEMBERING = {
-  "levels": codecs.QSGD(bits=3, bucket_size=BUCKET, levels="nonuniform"),
-  "threshold": codecs.TopK(density=0.05, selection="threshold"),
-  "sampled": codecs.TopK(density=0.05, selection="sampled"),
-  "asq": codecs.TopK(density=0.05, quantize="asq"),
-  "powersgd": codecs.PowerSGD(rank=2, min_rate=1),
+  # With memories: shared levels and rows, and thresholds of a worker's own.
+  "levels": (
+    codecs.QSGD(bits=3, bucket_size=BUCKET, levels="nonuniform"),
+    "two_shot",
+  ),
+  "threshold": (codecs.TopK(density=0.05, selection="threshold"), "two_shot"),
+  "sampled": (codecs.TopK(density=0.05, selection="sampled"), "all_gather"),
+  "asq": (codecs.TopK(density=0.05, quantize="asq"), "all_gather"),
+  "powersgd": (codecs.PowerSGD(rank=2, min_rate=1), "all_gather"),
 }
 
 
@@ -50,13 +50,6 @@ def compressed(name, feedback, **options):
     feedback=feedback,
     min_leaf_size=0,
     **options,
-  )
-
-
-def remembering(name, exchange):
-  codec = REMEMBERING[name]
-  return gradcomp.compress(
-    codec, axis_name="data", exchange=exchange, feedback="error", min_leaf_size=0
   )
 
 
@@ -94,12 +87,7 @@ def params_of(name):
 CASES = {
   f"{name} {feedback}": functools.partial(compressed, name, feedback)
   for name in EXCHANGES
-  for feedback in FEEDBACK
-}
-CASES |= {
-  f"{name} {exchange}": functools.partial(remembering, name, exchange)
-  for name in REMEMBERING
-  for exchange in ("all_gather", "two_shot")
+  for feedback in (None, "error", "momentum")
 }
 CASES |= {
   "messages": functools.partial(compressed, "two_shot", "error", message_bytes=600),
@@ -109,8 +97,9 @@ CASES |= {
 }
 
 
-def shapes(tx, workers, params=PARAMS):
-  return gradcomp.checkpoint.state_shapes(tx, params, workers=workers, axis_name="data")
+def shapes(tx, workers, params=PARAMS, **options):
+  given = {"workers": workers, "axis_name": "data"} | options
+  return gradcomp.checkpoint.state_shapes(tx, params, **given)
 
 
 def reshard(state, tx, old, new, params=PARAMS, axis_name="data", **options):

@@ -18,7 +18,6 @@ from gradcomp.exchange import Local, TwoShot
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
-from tests.support.cases import reshard
 
 MIB = 2**20
 CODEC = QSGD(bits=4)
@@ -33,18 +32,12 @@ def pieces(sizes, workers, message_bytes="auto"):
   return cut(message_bytes, dict(enumerate(sizes)), paths, workers)
 
 
-@pytest.mark.parametrize(
-  "payload, workers, limit",
-  [
-    (100, 2, 4 * MIB),  # the least
-    (64 * MIB, 32, 4 * MIB),  # where all three are equal
-    (64 * MIB, 33, 33 * 128 * 2**10),  # workers
-    (64 * MIB + 1, 32, 4 * MIB + 1),  # the payload
-    (2**40, 8192, 2**36),
-  ],
-)
-def test_the_rule_by_hand(payload, workers, limit):
-  assert automatic_bytes(payload, workers) == limit
+def test_the_rule_by_hand():
+  assert automatic_bytes(100, 2) == 4 * MIB  # the least
+  assert automatic_bytes(64 * MIB, 32) == 4 * MIB  # where all three are equal
+  assert automatic_bytes(64 * MIB, 33) == 33 * 128 * 2**10  # workers
+  assert automatic_bytes(64 * MIB + 1, 32) == 4 * MIB + 1  # the payload
+  assert automatic_bytes(2**40, 8192) == 2**36
 
 
 def test_messages_partition_the_leaves_from_the_last_one_in_sizes_of_the_rule():
@@ -68,28 +61,24 @@ def test_messages_partition_the_leaves_from_the_last_one_in_sizes_of_the_rule():
 
 
 def test_a_payload_up_to_the_limit_is_one_message_in_the_order_of_the_tree():
+  """A small rest joins the message beside it: the first leaves, which come last."""
   assert pieces([MIB] * 4, 2) == [[0, 1, 2, 3]] == pieces([MIB] * 4, 2, None)
   assert pieces([MIB] * 8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
   assert pieces([MIB] * 8, 64) == [list(range(8))]
-
-
-def test_a_small_rest_joins_the_message_beside_it():
-  """The rest are the first leaves, whose gradients are there last."""
-  sizes = [MIB - 1, 4 * MIB, 4 * MIB]
-  assert pieces(sizes, 2) == [[0, 1], [2]]
-  assert pieces([MIB, *sizes[1:]], 2) == [[0], [1], [2]]
+  assert pieces([MIB - 1, 4 * MIB, 4 * MIB], 2) == [[0, 1], [2]]
+  assert pieces([MIB, 4 * MIB, 4 * MIB], 2) == [[0], [1], [2]]
 
 
 def test_numbers_in_names_count_as_numbers():
-  """``Dense_10`` comes after ``Dense_9``; other nodes keep the order of the tree."""
+  """``Dense_10`` comes after ``Dense_9``; other nodes keep the order of the tree.
+
+  The kind of a key and equal numbers do not matter: fields have the order of keys, as
+  flax.nnx has one or the other.
+  """
   paths = paths_of(({f"Dense_{i}": 0 for i in range(12)}, [0] * 4))
   found = cut("auto", dict.fromkeys(range(16), 4 * MIB), paths, 2)
   order = [jax.tree_util.keystr(paths[i], simple=True) for (i,) in found]
   assert order == [f"0Dense_{i}" for i in range(12)] + [f"1{i}" for i in range(4)]
-
-
-def test_the_kind_of_a_key_and_equal_numbers_do_not_matter():
-  """Fields have the order of keys, as flax.nnx has one or the other."""
   names = [f"layer_{i}" for i in (1, 10, 2, 9)]
   sizes = dict.fromkeys(range(4), 4 * MIB)
   kinds = jax.tree_util.DictKey, jax.tree_util.GetAttrKey
@@ -97,8 +86,7 @@ def test_the_kind_of_a_key_and_equal_numbers_do_not_matter():
   assert orders[0] == orders[1]
   assert sorted(orders[0]) == [[0], [1], [2], [3]] != orders[0]
   mixed = paths_of({"w1": 0, "w01": {"j": 0, "k": 0}, "w2": 0})
-  pieces = cut("auto", sizes, mixed, 2)
-  assert sorted(pieces) == [[0], [1], [2], [3]]
+  assert sorted(cut("auto", sizes, mixed, 2)) == [[0], [1], [2], [3]]
 
 
 def plan_on(platform, monkeypatch, workers=4, **options):
@@ -153,8 +141,7 @@ def test_the_platform_is_that_of_the_mesh():
 def cut_small(monkeypatch):
   """Makes ``"auto"`` cut small leaves into several messages, on CPUs too."""
   monkeypatch.setattr(plan, "platform", lambda: "tpu")
-  least = lambda payload, workers: 600 if workers == 2 else 300
-  monkeypatch.setattr(message_size, "automatic_bytes", least)
+  monkeypatch.setattr(message_size, "automatic_bytes", lambda payload, workers: 300)
 
 
 def four_bits(exchange="two_shot", **options):
@@ -174,9 +161,7 @@ def traced(tx, like):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize(
-  "exchange", ["two_shot", TwoShot(in_turn=True), *slow("all_gather")]
-)
+@pytest.mark.parametrize("exchange", ["two_shot", TwoShot(in_turn=True)])
 def test_messages_have_the_bits_of_one(exchange, cut_small):
   """Rows are encoded to nearest by their owners, whoever these are."""
   draw = np.random.default_rng(0).standard_normal
@@ -201,50 +186,33 @@ def test_the_program_sends_what_is_explained(cut_small):
   assert gradcomp.wire_report(traced(tx, like).lower()).bytes_sent == found.bytes_sent
 
 
+def barriers(platform, exchange):
+  """The waits in a program of three messages."""
+  # Kernels have barriers of their own.
+  codec = QSGD(bits=4, bucket_size=32, implementation="xla")
+  codec = Dense(dtype=jnp.float32) if exchange == "psum" else codec
+  tx = gradcomp.compress(codec, exchange=exchange, min_leaf_size=0, axis_name="data")
+  like = [jax.ShapeDtypeStruct((2560,), jnp.float32)] * 3
+  text = traced(tx, like).lower(lowering_platforms=(platform,)).as_text()
+  assert (
+    text.count("stablehlo.all_" + ("reduce" if exchange == "psum" else "gather")) == 3
+  )
+  return text.count("stablehlo.optimization_barrier")
+
+
 @pytest.mark.parametrize("exchange", ["two_shot", "psum", *slow("all_gather", "ring")])
 def test_a_gpu_ends_one_message_after_the_other(exchange, cut_small, monkeypatch):
   """So that XLA:GPU cannot join the last stages; elsewhere none waits for another."""
-  like = [jax.ShapeDtypeStruct((2560,), jnp.float32)] * 3
-  plain = exchange == "psum"
-
-  def barriers(platform):
-    codec = QSGD(bits=4, bucket_size=32, implementation="xla")  # kernels have barriers
-    codec = Dense(dtype=jnp.float32) if plain else codec
-    tx = gradcomp.compress(codec, exchange=exchange, min_leaf_size=0, axis_name="data")
-    text = traced(tx, like).lower(lowering_platforms=(platform,)).as_text()
-    assert text.count(f"stablehlo.{'all_reduce' if plain else 'all_gather'}") == 3
-    return text.count("stablehlo.optimization_barrier")
-
   platforms = "cuda", "tpu", "cpu"
-  found = list(map(barriers, platforms))
+  found = [barriers(x, exchange) for x in platforms]
   for module in (one_stage, ring, two_shot):
     monkeypatch.setattr(module, "in_turn", lambda arrays, before: list(arrays))
   jax.clear_caches()
-  others = map(barriers, platforms)  # of decoders for TPUs
-  waiting = [a - b for a, b in zip(found, others, strict=True)]
-  assert waiting == [2, 0, 0]
+  others = [barriers(x, exchange) for x in platforms]  # of decoders for TPUs
+  assert np.subtract(found, others).tolist() == [2, 0, 0]
 
 
 def test_a_message_waits_for_the_one_before_it_if_asked(cut_small):
-  """Each needs the line that the one before it brought, and has the same bits."""
-  like = [jax.ShapeDtypeStruct((2560,), jnp.float32)] * 3
-  codec = QSGD(bits=4, bucket_size=32, implementation="xla")  # kernels have barriers
-
-  def lowered(in_turn):
-    way = dict(min_leaf_size=0, axis_name="data", message_bytes="auto")
-    tx = gradcomp.compress(codec, exchange=TwoShot(in_turn=in_turn), **way)
-    return traced(tx, like).lower(lowering_platforms=("tpu",)).as_text()
-
-  counts = [lowered(x).count("stablehlo.optimization_barrier") for x in (False, True)]
+  """Each needs the line that the one before it brought."""
+  counts = [barriers("tpu", TwoShot(in_turn=x)) for x in (False, True)]
   assert counts[1] - counts[0] == 2
-
-
-def test_owners_residuals_follow_their_leaves_to_other_messages(cut_small):
-  """Two workers have two messages, and four have four: rows move with their leaves."""
-  tx = reshard.compressed("two_shot", "error")
-  state = reshard.filled(tx, 2)
-  moved = reshard.reshard(state, tx, 2, 4)
-  before = reshard.owned_leaves(state, [("b", "one", "v"), ("w",)])
-  after = reshard.owned_leaves(moved, [("b", "one"), ("v",), ("w",)])
-  for name, x in before.items():
-    np.testing.assert_array_equal(after[name], x * np.float32(2 / 4))

@@ -1,0 +1,98 @@
+"""Trainings go on to the same bits: through Orbax, and from a file of the past."""
+
+import json
+
+import numpy as np
+import optax
+import pytest
+
+import gradcomp
+from gradcomp._src.checkpoint import records
+from gradcomp.codecs import QSGD, PowerSGD
+from gradcomp.parallel import zero
+from tests.plugins.slow_cases import slow
+from tests.support import saved, saved_format
+
+N = 4
+QSGD4 = QSGD(bits=4, bucket_size=32)
+OPTIONS = {"axis_name": "data", "min_leaf_size": 10}
+
+
+def given(steps=4):
+  """Gradients of a leaf that is compressed and one that stays dense."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.standard_normal((N, *shape)).astype(np.float32)
+  return [{"w": draw(9, 70), "b": draw(3)} for _ in range(steps)]
+
+
+def compressed(codec, exchange, feedback="error", **options):
+  options = OPTIONS | {"exchange": exchange, "feedback": feedback} | options
+  return gradcomp.compress(codec, **options)
+
+
+def redsync(density, **options):
+  return gradcomp.redsync(density, **({"exchange": "all_gather"} | OPTIONS | options))
+
+
+def local():
+  return gradcomp.local.local_steps(
+    optax.adam(0.1),
+    optax.sgd(0.7, 0.9, nesterov=True),
+    axis_name="data",
+    every=4,
+    codec=QSGD4,
+    options=gradcomp.local.LocalOptions(fragments=2, delay=1, min_leaf_size=10),
+  )
+
+
+def collected(*inner):
+  return optax.MultiSteps(optax.chain(*inner), 3).gradient_transformation()
+
+
+OWNERS = compressed(QSGD4, "two_shot", "momentum", message_bytes=600)
+INT8 = gradcomp.ErrorFeedback(residual_dtype="int8")
+LEVELS = QSGD(bits=3, bucket_size=32, levels="nonuniform")
+# What each kind of state has that others have not, and a place to save it in. Two
+# steps are taken: the third is the last before the switch, and of collected gradients.
+KEPT = {
+  "owners": (OWNERS, "shard_map"),
+  "levels": (compressed(LEVELS, "two_shot"), "explicit"),
+  "switch": (
+    gradcomp.wrappers.switch([3], [redsync(1.0), redsync(0.1, quantize="asq")]),
+    "vmap",
+  ),
+  "codes": (compressed(QSGD4, "all_gather", INT8), "auto"),
+  "thresholds": (redsync(0.1, selection="sampled"), "pmap"),
+  "turn": (redsync(0.1, quantize="asq"), "shard_map_unchecked"),
+  "factors": (compressed(PowerSGD(rank=1), "psum"), "explicit"),
+  "shares": (
+    zero(optax.adam(0.1), grads=QSGD4, params=QSGD4, axis_name="data"),
+    "auto",
+  ),
+  "round": (local(), "shard_map"),
+  "guard": (gradcomp.skip_nonfinite(OWNERS, 2, axis_name="data"), "shard_map"),
+  "behind": (optax.chain(OWNERS, collected(optax.sgd(0.1))), "explicit"),
+  "around": (collected(OWNERS, optax.sgd(0.1)), "pmap"),
+}
+
+
+@pytest.mark.parametrize("kind", [*list(KEPT)[:4], *slow(*list(KEPT)[4:])])
+def test_what_a_state_keeps_is_all_that_a_training_needs(kind, tmp_path):
+  tx, mode = KEPT[kind]
+  if kind not in ("behind", "around"):
+    tx = optax.chain(tx, optax.sgd(0.1, momentum=0.9))
+  saved.assert_goes_on(mode, tx, given(), tmp_path)
+
+
+def test_a_saved_state_goes_on(request):
+  """If this fails, a saved state would go on with other bits.
+
+  Then write the file anew by ``python -m tests.support.saved_format``; from the first
+  release on raise records.FORMAT before.
+  """
+  file = saved_format.load(saved_format.FOLDER / f"format-{records.FORMAT}.npz")
+  made = json.loads(str(file["record"]))
+  gradcomp.checkpoint.check_record(made, saved_format.record())
+  if request.config.getoption("--optimize"):
+    pytest.skip("the hash is that of programs that contract no floats")
+  assert saved_format.goes_on(file) == str(file["goes_on"])
