@@ -51,6 +51,8 @@ in_mesh(lambda: jax.eval_shape(lambda x: update(TX, x), jnp.ones((8, 64)))) ;
 in_map(lambda g: update(qsgd(), g), check_vma=v) for v in True, False ;
   jax.eval_shape(jax.pmap(lambda g: update(qsgd(), g), axis_name="data"), BATCH) ->
   `axis_name` ... ('data',) ... None ... axis_name= ... exchange="local"
+in_map(lambda g: update(v, g)) for v in optimizers.adam(0.1), skip_nonfinite(TX, 1) ->
+  `axis_name` ... ('data',) ... None
 # Gradients and states that are already something else.
 in_map(lambda x: update(f(axis_name="data"), jax.grad(loss_fn)(W, x))) for f in qsgd,
   dense -> `updates`['w'] ... 'data' ... jax.grad ... already all-reduced ...

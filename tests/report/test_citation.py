@@ -9,7 +9,6 @@ import pytest
 
 import gradcomp
 from gradcomp import codecs, exchange
-from tests.support.assertions import says
 from tests.support.cases.recipe import RECIPES, make
 
 NO_PAPER = "% Without a paper: "
@@ -165,13 +164,3 @@ def test_a_strangers_codec_is_found_with_and_without_a_paper():
   text = cited(Published())
   assert told(text)["doe2030halves"] == "% Published. By doe at example.\n"
   assert text.count("@") == len(keys(text))
-
-
-@pytest.mark.parametrize(
-  "optimizer",
-  [optax.sgd(0.1), optax.inject_hyperparams(gradcomp.natural)()],
-  ids=["sgd", "injected"],
-)
-def test_an_optimizer_without_any_is_refused(optimizer):
-  with pytest.raises(ValueError, match=says("`optimizer`", "inject_hyperparams")):
-    gradcomp.citation(optimizer)
