@@ -32,9 +32,8 @@ on_all(lambda x: psum(x, axis_name="model", codec=EIGHT)) ; shards(axis_name="mo
   -> `axis_name` ... model
 on_all(lambda x: psum_scatter(x, **PLAIN)) -> `axis` ... 4 workers ... (3, 2)
 on_all(lambda x: all_to_all(x, split_axis=1, concat_axis=0, **PLAIN)) -> `split_axis`
-  ... 4 workers ... (3, 2)
 on_all(lambda x: ppermute(x, perm=v, **PLAIN)) for v in [(0, 1), (2, 1)], [(0, 4)] ->
-  `perm` ... 0 to 3
+  perm`
 on_all(lambda x: sub_batches(lambda x, s: x, x, axis_name="data", passes=2,
   codec=EIGHT)) -> `passes` ... divides ... 2 of 3
 # Parts of a parameter.
@@ -67,8 +66,8 @@ jax.eval_shape(shard_map(lambda x, w: parallel.scan(LAYER, x, jax.lax.pcast(w, "
   `layers` ... ['data'] ... jax.grad
 # A map over examples around a loop, in each map of workers; and a second derivative.
 jax.eval_shape(mapped(v, lambda x: jax.grad(of_examples, 1)(x, STACK), 4), ROWS_OF_ALL)
-  for v in "vmap", "shard_map", "shard_map_unchecked", "pmap" -> `scan` ... jax.vmap ...
-  inside of `body`
+  for v in "vmap", "shard_map", "shard_map_unchecked", "pmap" -> `scan` ... inside of
+  `body`
 on_all(jax.grad(lambda x: jnp.sum(jax.vmap(jax.jit(one))(x))), jnp.ones((4, 3, 8))) ;
   jax.eval_shape(jax.vmap(jax.vmap(jax.grad(lambda x: jnp.sum(jax.jit(one)(x))),
   axis_name="data")), jnp.ones((3, 4, 8))) ; on_all(lambda x: jax.grad(lambda w:

@@ -1,6 +1,5 @@
 """What recipes, wrappers and optimizers refuse: options, and states of others."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +67,7 @@ zero(SGD, grads=OneBit(), params=NEAREST, axis_name="data", feedback="ef21") ;
 # Wrappers.
 update(clip_by_local_norm(1.0, axis_name="data"), W) -> `axis_name` ... 'data'
 update(clip_by_local_norm(1.0), [jnp.ones(3, jnp.int32)]) -> TypeError: `updates` ...
-  int32
+  int
 switch(v, [SGD, SGD]) for v in [0], [-1], [2, 2], [3, 2], [1.5], [True], 3, [5, 2**31]
   -> `boundaries` ... ascending
 switch(v, [SGD, SGD]) for v in [], [1, 2] -> `transformations` ... one more ... 2
@@ -78,11 +77,8 @@ start(switch([3], [redsync(0.02, axis_name="data"), v])) for v in optax.trace(0.
   `transformations` ... must keep
 switch([2], [of("error"), of(ErrorFeedback(residual_dtype="bfloat16"))]).init(W) ->
   `transformations`[1] ... bfloat16
-citation(v) for v in SGD, optax.inject_hyperparams(natural)() -> `optimizer` ...
-  inject_hyperparams
+citation(v) for v in SGD, optax.inject_hyperparams(natural)() -> `optimizer` ... inject_
 # Numbers that inject_hyperparams turned into arrays.
-injected(terngrad, clip_sigmas=2.0) ; injected(loss_scaling_cast, factor=2.0) ->
-  static_args
 injected(loss_scaling_cast, factor=2.0) -> `factor` ... static_args
 jax.eval_shape(lambda: injected(qsgd, STATIC - {v}, min_leaf_size=3)) for v in *STATIC
   -> `{v!s}` ... static_args
@@ -112,19 +108,17 @@ step(optax.contrib.schedule_free(v, 0.3)) for v in local_steps(SGD, SGD, **ROUND
   around local steps ... `outer`
 # States and parameters of local steps.
 rounds().init(W) -> `axis_name` must be an axis that init can
-rounds().init({"w": jnp.ones(3, jnp.complex64)}) -> TypeError: `params`['w'] ... real
-  float
+rounds().init({"w": jnp.ones(3, jnp.complex64)}) -> TypeError: `params`['w'] ... float
 start(rounds(fragments=2)) -> `fragments` must be at most the number of
 local_params(W, start(rounds())) -> must be that of one worker
 rounds().update(W, (), W) -> TypeError: `state` must be a gradcomp.state.LocalStepsState
 rounds().update(W, start(rounds())) -> `params` must be given
 local_steps(SGD, v, **ROUNDS) for v in 0.5, optax.sgd -> TypeError: `outer` ... got {v}
 replicable(OWNERS, axis_name="data", workers=v) for v in (2, 2), None ;
-  replicable(OWNERS, axis_name=("a", "b"), workers=v) for v in 4, 2.0 -> `workers` ...
-  {v}
+  replicable(OWNERS, axis_name=("a", "b"), workers=v) for v in 4, 2.0 -> `workers` must
+  be ... {v}
 init_state(OWNERS, W, axis_name="data", replicate=0) -> `replicate` must be ... got 0
 init_state(OWNERS, W, axis_name="data", replicate=4, param_specs=1) -> `param_specs`
-  must
 init_state(OWNERS, W, axis_name="data") -> `mesh` must be ... jax.set_mesh(mesh)
 # Residuals that would grow, at every door.
 compress(v, feedback="error") for v in TWO_BITS, QSGD(bits=2, bucket_size=128,
@@ -150,23 +144,20 @@ f(np.ones((0, 4)), codec=Dense()) for f in *MEANS -> got 0 in `tree`
 f({"a": np.ones((4, 2)), "b": np.ones((3, 2))}, codec=Dense()) for f in *MEANS -> got 4
   in `tree`['a'], 3 in `tree`['b']
 f([v], codec=Dense()) for f in *MEANS for v in np.ones((4, 2), int), 1.0 -> TypeError:
-  `tree`[0] ... floats
-f(np.ones((4, 2)), codec=Dense(), mesh_axis="data") for f in *MEANS -> `mesh_axis` ...
-  set_mesh
+  [0]
+f(np.ones((4, 2)), codec=Dense(), mesh_axis="data") for f in *MEANS -> mesh_axis` ...
+  set_
 f(np.ones((4, 2)), codec=Dense) for f in *MEANS -> TypeError: `codec` must be
 mean_over(np.ones((4, 8)), codec=QSGD()) -> `key` must be given for ... another one
 mean_over(W, codec=QSGD(), state=mean_state(W, codec=QSGD()), key=KEY) -> `key` ... None
-jax.grad(lambda x: jnp.sum(mean_over(x, codec=Dense())))(jnp.ones((4, 3))) -> TypeError:
-  differentiated
+jax.grad(lambda x: mean_over(x, codec=Dense())[0])(W["w"]) -> TypeError: differentiated
 # States that are another's.
-qsgd(feedback="error").update(W, qsgd(feedback=None).init(W)) -> `state.residual` ...
-  kept
+qsgd(feedback="error").update(W, qsgd(feedback=None).init(W)) -> `state.residual` must
 of("momentum").update(W, of("error").init(W)) -> `state.velocity` ... must be kept
 of("momentum").update(W, of("momentum").init({"w": W["w"][:3]})) ->
   `state.residual`['w'] ... (8, 256)
 of("ef21").update(W, of("error").init(W)) -> `state.estimate` ... must be kept
-of(v).update(W, of("ef21").init(W)) for v in "error", None -> `state.estimate` ... be
-  None
+of(v).update(W, of("ef21").init(W)) for v in "error", None -> `state.estimate` ... None
 of(ErrorFeedback(residual_dtype="int8")).update(W, of("error").init(W)) ->
   `state.residual`['w'] ... as int8 ... got float32
 qsgd(v, levels="nonuniform").update(W, qsgd(6 - v, levels="nonuniform").init(W)) for v
@@ -216,11 +207,10 @@ def step(tx, state=None, params_of=lambda x: x):
 
 def two_of_four(tx):
   """Traces an update of two workers, with their states of four."""
-  on_all = functools.partial(jax.vmap, axis_name="data")
-  grads = lambda n: {"w": jax.ShapeDtypeStruct((n, 64, 512), jnp.float32)}
   half = lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype)
-  state = jax.tree.map(half, jax.eval_shape(on_all(tx.init), grads(4)))
-  return jax.eval_shape(on_all(tx.update), grads(2), state)
+  state = jax.tree.map(half, start(tx))
+  grads = {"w": jax.ShapeDtypeStruct((2, 64, 512), jnp.float32)}
+  return jax.eval_shape(jax.vmap(tx.update, axis_name="data"), grads, state)
 
 
 def on_all(function):
@@ -233,13 +223,12 @@ def start(tx):
   return step(optax.GradientTransformation(tx.init, lambda *given: given[1]))
 
 
-def injected(make, static_args=(), **given):
+def injected(make, static_args, **given):
   return optax.inject_hyperparams(make, static_args=static_args)(**given).init(W)
 
 
 def rounds(**given):
-  options = {"codec": Dense(), "axis_name": "data", "every": 4} | given
-  options = with_options(gradcomp.local.LocalOptions, options)
+  options = with_options(gradcomp.local.LocalOptions, ROUNDS | given)
   return gradcomp.local.local_steps(SGD, SGD, **options)
 
 
