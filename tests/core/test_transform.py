@@ -82,10 +82,10 @@ LABELS = {name: "own" if kept else "dense" for name, kept in MASK.items()}
 NOTHING = dict.fromkeys(MASK, False)
 ZEROS = optax.tree.zeros_like(THREE[0])
 UNRAVEL = ravel_pytree(THREE[0])[1]
-injected = optax.inject_hyperparams(gradcomp.compress)
-injected_bits = optax.inject_hyperparams(gradcomp.qsgd, static_args=STATIC)
-FOUR = {"bucket_size": 32, "bits": 4}
-inner_state = operator.attrgetter("inner_state")
+inject, inner_state = optax.inject_hyperparams, operator.attrgetter("inner_state")
+CODEC, KEPT = QSGD(bucket_size=32, bits=4), {"feedback": "error", "min_leaf_size": 100}
+COMPRESS = inject(gradcomp.compress)(codec=CODEC, feedback="error", key=0)
+QSGD4 = inject(gradcomp.qsgd, static_args=STATIC)(bits=4, bucket_size=32, **KEPT)
 
 named = lambda tx: optax.named_chain(("compress", tx), ("negate", scale))
 # What is around a transformation, which outputs are expected, and where its state is.
@@ -101,16 +101,8 @@ AROUND = {
   "nothing": (lambda tx: optax.masked(tx, NOTHING), lambda _: THREE, None),
   "flatten": (optax.flatten, lambda _: flattened(), None),
   # A codec passes as it is; integers that make shapes are to be named static.
-  "inject_hyperparams of compress": (
-    lambda tx: injected(codec=QSGD(**FOUR), feedback="error", key=0),
-    list,
-    inner_state,
-  ),
-  "inject_hyperparams of qsgd": (
-    lambda tx: injected_bits(**FOUR, min_leaf_size=100, feedback="error"),
-    list,
-    inner_state,
-  ),
+  "inject_hyperparams of compress": (lambda _: COMPRESS, list, inner_state),
+  "inject_hyperparams of qsgd": (lambda _: QSGD4, list, inner_state),
 }
 
 
@@ -179,12 +171,11 @@ def test_state_is_stable_under_scan_and_cond(name):
     update = lambda state: tx.update(tree, state, tree, value_fn=print, **extra)
     return jax.lax.cond(state.count >= 0, update, keep, state)[::-1]
 
-  stacked = jax.tree.map(lambda *xs: np.stack(xs), *THREE)
-  state, outputs = jax.jit(lambda s, g: jax.lax.scan(step, s, g))(
-    tx.init(THREE[0]), stacked
-  )
+  stacked = lambda trees: jax.tree.map(lambda *xs: np.stack(xs), *trees)
+  scan = jax.jit(lambda state, grads: jax.lax.scan(step, state, grads))
+  state, outputs = scan(tx.init(THREE[0]), stacked(THREE))
   expected, states = plain(name)
-  assert_equal(outputs, jax.tree.map(lambda *xs: np.stack(xs), *expected))
+  assert_equal(outputs, stacked(expected))
   assert_equal(state, states[-1])
   assert int(state.count) == 3
 

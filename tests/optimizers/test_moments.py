@@ -66,7 +66,8 @@ def test_all_modes_have_the_same_moments(name):
   """
   tx, local = make(**KINDS[name]), name == "local"
   params, given = tree(0, LEAVES), gradients(8 if local else 5, LEAVES)
-  own = lambda state: (moments_of(state)._replace(exchange=()), local and state.own)
+  moments = lambda state: moments_of(state)._replace(exchange=())
+  own = lambda state: (moments(state), state.own) if local else moments(state)
   expected = list(train("pmap", tx, params, given))
   for mode in MODES:
     for found, like in zip(train(mode, tx, params, given), expected, strict=True):
@@ -183,7 +184,8 @@ def test_another_number_of_workers_goes_on_behind_an_exchange(local, new):
   held = [moments_of(x) for x in (state, moved)]
   assert_same_bits(*(x._replace(exchange=None) for x in held))
   total = lambda x, n: np.reshape(np.float64(x), (n, -1)).sum(axis=0)
-  for old, other in zip(*(x.exchange.residual.values() for x in held), strict=True):
+  for name in LEAVES:
+    old, other = (x.exchange.residual[name] for x in held)
     # Sums of some residuals below one, each rounded by at most 2**-24.
     np.testing.assert_allclose(total(old, N), total(other, new), rtol=0, atol=1e-6)
   shapes = gradcomp.checkpoint.state_shapes(tx, params, workers=new, axis_name="data")
