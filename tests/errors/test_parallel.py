@@ -25,7 +25,7 @@ gathered(own="mine") -> `own` ... exact ... 'mine'
 gathered(to="invarying") -> `to` ... coded
 gathered(axis=2) ; shards(axis=2) -> `axis` ... 2 axes ... got 2
 gathered(backward=QSGD()) ; gathered(codec=QSGD()) ; scanned(codec=QSGD(bits=4)) ;
-  shards(grads=QSGD(bits=4)) -> `key` ... QSGD ... nearest
+  shards(grads=QSGD(bits=4)) -> `key` ... QSGD
 on_all(lambda x: psum(x > 0, **PLAIN)) -> TypeError: `x`
 on_all(lambda x: psum(x, axis_name="model", codec=EIGHT)) ; shards(axis_name="model") ;
   scanned(axis_name="model") ; on_all(lambda x: gather_residual(x, axis_name="model"))

@@ -95,7 +95,7 @@ rounds(fragments=5) -> `fragments` must be a number, from 1 to 4 ... 5
 rounds(merge="senders") -> `merge` must be "mean" for a codec of which each worker
 rounds(merge="senders", codec=TopK(), exchange="two_shot") -> `exchange` must be "auto"
 rounds(exchange=v) for v in "local", Local() ; dion(0.1, rank=1, exchange=v) for v in
-  "local" -> `exchange` must ... {v}
+  "local" -> `exchange` must ... {v!s}
 local_steps(v, SGD, **ROUNDS) for v in 0.5, optax.sgd -> TypeError: `inner` ... got {v}
 # What goes inside of what.
 step(zero(v, **CODED)) for v in local_steps(SGD, SGD, **ROUNDS), zero(SGD, **CODED),
