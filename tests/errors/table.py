@@ -29,7 +29,7 @@ from tests.support.assertions import says
 
 NAMES = factories.names() | {
   **{"jax": jax, "jnp": jnp, "np": np, "optax": optax, "P": P, "gradcomp": gradcomp},
-  **{"KEY": jax.random.key(0), "nan": np.nan, "inf": np.inf},
+  **{"KEY": jax.random.key(0), "nan": np.nan, "inf": np.inf, "functools": functools},
 }
 
 

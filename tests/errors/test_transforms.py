@@ -1,6 +1,5 @@
 """What recipes, wrappers and optimizers refuse: options, and states of others."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
