@@ -17,18 +17,16 @@ OVER = {"axis_name": "data"}
 QSGD4 = {"bits": 4, "min_leaf_size": 0}
 
 
+NORMAL = np.float32(np.random.default_rng(0).standard_normal((65, 4)))
+ARRAYS = {"b": NORMAL[0], "w": NORMAL[1:]}
+
+
 class Linear(nnx.Module):
   """Has Variables of numbers and of keys, which are not trained."""
 
   def __init__(self):
-    self.b, self.w = (nnx.Param(x) for x in arrays().values())
+    self.b, self.w = (nnx.Param(jnp.asarray(x)) for x in ARRAYS.values())
     self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-
-
-def arrays():
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-  return {"b": normal(4), "w": normal(64, 4)}
 
 
 @pytest.mark.parametrize("placed", [False, *slow(True)])
@@ -52,7 +50,7 @@ def test_arrays_may_be_in_boxes_or_not(placed):
   with jax.set_mesh(modes.mesh(N)):
     boxed = nnx.Optimizer(Linear(), tx, wrt=nnx.Param).opt_state
     given = [(params, boxed), (pure(params), boxed), (params, pure(boxed))]
-    given.append((arrays(), tx.init(arrays())))
+    given.append((ARRAYS, tx.init(ARRAYS)))
     *found, expected = jax.jit(lambda pairs: [step(*x) for x in pairs])(given)
   for pair, result in zip(given, found, strict=False):
     assert jax.tree.structure(result) == jax.tree.structure(pair)
@@ -62,10 +60,10 @@ def test_arrays_may_be_in_boxes_or_not(placed):
 INT8 = gradcomp.ErrorFeedback(residual_dtype="int8")
 BOXED = {
   # ``init`` puts a residual of two arrays in the place of one.
-  "int8": gradcomp.qsgd(feedback=INT8, axis_name=None, **QSGD4),
+  "int8": gradcomp.qsgd(feedback=INT8, **QSGD4),
   # ``optax.masked`` leaves an empty node in a box; other leaves keep their names.
   "masked": optax.masked(
-    gradcomp.qsgd(feedback="error", axis_name=None, **QSGD4),
+    gradcomp.qsgd(feedback="error", **QSGD4),
     lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree),
   ),
 }

@@ -73,10 +73,8 @@ def test_orbax_restores_what_owners_of_two_axes_keep(tmp_path):
   """The keys of these arrays are tuples of axes, which a file can only spell."""
   axes, kinds = ("data", "model"), (AxisType.Explicit,) * 2
   mesh = jax.make_mesh((2, 2), axes, kinds, devices=jax.devices()[:4])
-  params = {
-    "w": placed(jnp.ones((64, 128)), mesh, P(None, "model")),
-    "b": placed(jnp.ones(4096), mesh),
-  }
+  params = placed({"b": jnp.ones(4096)}, mesh)
+  params["w"] = placed(jnp.ones((64, 128)), mesh, P(None, "model"))
   with jax.set_mesh(mesh):
     new = sent(exchange="two_shot", min_leaf_size=0).init(params)
   assert sorted(new.server_residual) == [("data",), axes]
@@ -108,12 +106,10 @@ def test_states_of_a_part_of_the_parameters(bare):
   """optax.partition leaves holes, and one bare array looks like any number."""
   mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
   tx, dense = sent(bits=8), gradcomp.dense(axis_name="data")
+  parts = optax.partition({"x": tx, "y": dense}, {"w": "x", "c": "y"})
   specs = {"w": P(None, "model"), "c": P()}
   params = {"w": jnp.ones((8, 256)), "c": jnp.ones((8, 16))}
-  if bare:
-    specs, params = specs["w"], params["w"]
-  else:
-    tx = optax.partition({"x": tx, "y": dense}, {"w": "x", "c": "y"})
+  tx, specs, params = (tx, specs["w"], params["w"]) if bare else (parts, specs, params)
   optimizer = optax.chain(tx, optax.adam(0.1))
   over = {"axis_name": "data", "param_specs": specs}
   state = gradcomp.init_state(optimizer, params, mesh=mesh, **over)

@@ -1,8 +1,7 @@
 """Every transformation is what optax, flax and JAX expect of a good citizen.
 
-A new transformation is one more line in ``FACTORIES`` of cases/citizen.py. Gradients
-pass through a wrapper as they would without it, bit for bit: whatever compiles the
-codecs, the bits agree.
+Gradients pass through a wrapper as they would without it, bit for bit: whatever
+compiles the codecs, the bits agree.
 """
 
 import functools
@@ -20,24 +19,28 @@ from flax.training.train_state import TrainState
 from jax.flatten_util import ravel_pytree
 
 import gradcomp
-from gradcomp.codecs import QSGD
+from gradcomp.codecs import QSGD, PowerSGD, TopK
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import assert_equal
 from tests.support.cases import inner
-from tests.support.cases.citizen import (
-  FACTORIES,
-  KEEP_RESIDUAL,
-  REMEMBERING,
-  error4,
-  gradients,
-  pick,
-)
+from tests.support.cases.citizen import FACTORIES, error4
 
 PLAIN = ("dense", "qsgd4-error")  # without and with a residual
 every_transformation = pytest.mark.parametrize(
   "name", [*PLAIN, *slow(*(name for name in FACTORIES if name not in PLAIN))]
 )
-THREE = [gradients(seed) for seed in range(3)]
+REMEMBERING = [
+  QSGD(bits=3, bucket_size=32, levels="nonuniform"),
+  TopK(density=0.1, selection="sampled"),
+  PowerSGD(rank=1),
+]
+KEEP_RESIDUAL = ("qsgd4-error", "qsgd8-nearest", "dense-bfloat16")
+# A leaf to compress, an odd one, a small one, a scalar and an empty one.
+SHAPES = {"m": (32, 32), "odd": (3, 5, 43), "b": (5,), "s": (), "empty": (0, 3)}
+NORMAL = np.random.default_rng(0).standard_normal
+draw = lambda: {name: jnp.asarray(NORMAL(x), jnp.float32) for name, x in SHAPES.items()}
+pick = lambda tree, *names: {name: tree[name] for name in names}
+THREE = [draw() for _ in range(3)]
 negated = functools.partial(jax.tree.map, np.negative)
 scale = optax.scale(-1.0)
 
@@ -76,51 +79,36 @@ HOLES = {"a": None, "x": optax.MaskedNode(), "z": [None, {}]}
 STATIC = ("bits", "bucket_size", "min_leaf_size", "refit_every")
 MASK = {"odd": True, "s": True, "b": False, "m": False, "empty": False}
 LABELS = {name: "own" if kept else "dense" for name, kept in MASK.items()}
+NOTHING = dict.fromkeys(MASK, False)
 ZEROS = optax.tree.zeros_like(THREE[0])
 UNRAVEL = ravel_pytree(THREE[0])[1]
-injected = optax.inject_hyperparams(gradcomp.compress)
-injected_bits = optax.inject_hyperparams(gradcomp.qsgd, static_args=STATIC)
-FOUR = {"bucket_size": 32, "bits": 4}
-inner_state = operator.attrgetter("inner_state")
+inject, inner_state = optax.inject_hyperparams, operator.attrgetter("inner_state")
+CODEC, KEPT = QSGD(bucket_size=32, bits=4), {"feedback": "error", "min_leaf_size": 100}
+COMPRESS = inject(gradcomp.compress)(codec=CODEC, feedback="error", key=0)
+QSGD4 = inject(gradcomp.qsgd, static_args=STATIC)(bits=4, bucket_size=32, **KEPT)
 
+named = lambda tx: optax.named_chain(("compress", tx), ("negate", scale))
 # What is around a transformation, which outputs are expected, and where its state is.
 AROUND = {
   "chain": (lambda tx: optax.chain(tx, scale), negated, operator.itemgetter(0)),
-  "named_chain": (
-    lambda tx: optax.named_chain(("compress", tx), ("negate", scale)),
-    negated,
-    operator.itemgetter("compress"),
-  ),
+  "named_chain": (named, negated, operator.itemgetter("compress")),
   # The mean of two equal gradients is exact: the second step emits what one would.
   "MultiSteps": (
     lambda tx: optax.MultiSteps(tx, every_k_schedule=2),
     lambda outputs: [x for y in outputs for x in (ZEROS, y)],
     operator.attrgetter("inner_opt_state"),
   ),
-  "nothing": (
-    lambda tx: optax.masked(tx, dict.fromkeys(MASK, False)),
-    lambda _: THREE,
-    None,
-  ),
-  "flatten": (
-    optax.flatten,
-    lambda _: jax.device_get(
-      [*map(UNRAVEL, steps(error4(), [ravel_pytree(x)[0] for x in THREE])[0])]
-    ),
-    None,
-  ),
+  "nothing": (lambda tx: optax.masked(tx, NOTHING), lambda _: THREE, None),
+  "flatten": (optax.flatten, lambda _: flattened(), None),
   # A codec passes as it is; integers that make shapes are to be named static.
-  "inject_hyperparams of compress": (
-    lambda tx: injected(codec=QSGD(**FOUR), feedback="error", key=0),
-    list,
-    inner_state,
-  ),
-  "inject_hyperparams of qsgd": (
-    lambda tx: injected_bits(**FOUR, min_leaf_size=100, feedback="error"),
-    list,
-    inner_state,
-  ),
+  "inject_hyperparams of compress": (lambda _: COMPRESS, list, inner_state),
+  "inject_hyperparams of qsgd": (lambda _: QSGD4, list, inner_state),
 }
+
+
+def flattened():
+  outputs, _ = steps(error4(), [ravel_pytree(x)[0] for x in THREE])
+  return jax.device_get([*map(UNRAVEL, outputs)])
 
 
 @pytest.mark.parametrize("around", AROUND)
@@ -150,7 +138,7 @@ def test_it_compresses_what_is_large_and_nothing_else(name):
 
 @every_transformation
 def test_dtypes_return_and_sums_are_in_float32(name):
-  tx, grads = FACTORIES[name](), gradients()
+  tx, grads = FACTORIES[name](), THREE[0]
   cast = functools.partial(jax.tree.map, lambda x, kind: np.asarray(x).astype(kind))
   kinds = dict(m=jnp.bfloat16, odd=jnp.float16, b=jnp.float16, s=jnp.float32)
   kinds["empty"] = jnp.bfloat16
@@ -183,12 +171,11 @@ def test_state_is_stable_under_scan_and_cond(name):
     update = lambda state: tx.update(tree, state, tree, value_fn=print, **extra)
     return jax.lax.cond(state.count >= 0, update, keep, state)[::-1]
 
-  stacked = jax.tree.map(lambda *xs: np.stack(xs), *THREE)
-  state, outputs = jax.jit(lambda s, g: jax.lax.scan(step, s, g))(
-    tx.init(THREE[0]), stacked
-  )
+  stacked = lambda trees: jax.tree.map(lambda *xs: np.stack(xs), *trees)
+  scan = jax.jit(lambda state, grads: jax.lax.scan(step, state, grads))
+  state, outputs = scan(tx.init(THREE[0]), stacked(THREE))
   expected, states = plain(name)
-  assert_equal(outputs, jax.tree.map(lambda *xs: np.stack(xs), *expected))
+  assert_equal(outputs, stacked(expected))
   assert_equal(state, states[-1])
   assert int(state.count) == 3
 
@@ -197,7 +184,7 @@ def test_state_is_stable_under_scan_and_cond(name):
 @pytest.mark.parametrize("name", [*PLAIN, "qsgd8-nearest"])
 def test_init_takes_abstract_parameters_arrays_and_numbers(name):
   """Also NumPy's, as optax's own do; ``jax.grad`` makes arrays of both."""
-  tx, grads = FACTORIES[name](), gradients()
+  tx, grads = FACTORIES[name](), THREE[0]
   state, abstract = tx.init(grads), jax.eval_shape(lambda: grads)
   assert_equal(tx.init(abstract), state)
   assert_equal(tx.init(jax.device_get(grads) | {"s": np.float32(1)}), state)
@@ -278,9 +265,7 @@ def test_nnx_optimizer(codec):
   update, and have no shapes here. So it does through optax's map of parameters.
   """
   grads = pick(THREE[0], "m")
-  tx = error4()
-  if codec is not None:
-    tx = gradcomp.compress(codec, min_leaf_size=1)
+  tx = error4() if codec is None else gradcomp.compress(codec, min_leaf_size=1)
   chained = optax.chain(tx, scale)
   model = nnx.Dict(m=nnx.Param(jnp.zeros((32, 32))))
   optimizer = nnx.Optimizer(model, chained, wrt=nnx.Param)
@@ -316,12 +301,8 @@ def losses(name, dtype, exchange):
   goal = np.linspace(-1, 1, 128).reshape(8, 16) ** 3 * (1 + 1j)
   goal = jnp.asarray(goal if dtype == "complex64" else goal.real, dtype)
   optimizer = optax.with_extra_args_support(OPTIMIZERS[name])
-  if exchange is not None:
-    optimizer = optax.chain(EXCHANGES[exchange], optimizer)
-
-  def objective(params):
-    distance = params - goal
-    return jnp.sum(jnp.real(distance * jnp.conj(distance)))
+  optimizer = optax.chain(EXCHANGES[exchange], optimizer) if exchange else optimizer
+  objective = lambda params: jnp.sum(jnp.abs(params - goal) ** 2)
 
   def step(carry, _):
     params, state = carry

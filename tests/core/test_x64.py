@@ -7,42 +7,34 @@ import pytest
 from gradcomp import parallel
 from gradcomp.codecs import QSGD
 
-N = 2
-DATA = {"axis_name": "data"}
 FOUR_BITS = QSGD(bits=4, bucket_size=32)
+GIVEN = {"axis_name": "data", "codec": FOUR_BITS}
+SHARDS = {"axis_name": "data", "params": QSGD(bits=8), "grads": FOUR_BITS}
+KEY = jax.random.PRNGKey(0)
 
 
-def _scanned(grads):
-  layers, key = jax.tree.map(lambda x: x, grads["w"]), jax.random.key(0)
-  way = {"codec": FOUR_BITS, "axis_name": "data"}
-
-  def loss(layers, residual):
-    layer = lambda x, w: (x * w, x.sum())
-    given = {"residual": residual, "key": key} | way
-    carry, ys = parallel.scan(layer, layers[0], layers, **given)
-    return jnp.sum(carry) + jnp.sum(ys)
-
-  return jax.grad(loss, (0, 1))(layers, parallel.scan_residual(layers, **way))
+def scanned(layers, residual):
+  layer, given = lambda x, w: (x * w, x.sum()), {"residual": residual, "key": KEY}
+  return parallel.scan(layer, layers[0], layers, **given, **GIVEN)
 
 
-def _scanned_shards(grads):
-  def loss(shards):
-    layer = lambda x, w: (x * w.sum(0), x.sum())
-    given = {"params": QSGD(bits=8), "grads": FOUR_BITS, "key": jax.random.key(0)}
-    carry, ys = parallel.scan_shards(layer, shards[0, 0], shards, **given, **DATA)
-    return jnp.sum(carry) + jnp.sum(ys)
-
-  return jax.grad(loss)(grads["w"].reshape(4, 2, 64))
+def scanned_shards(shards, _):
+  layer = lambda x, w: (x * w.sum(0), x.sum())
+  return parallel.scan_shards(layer, shards[0, 0], shards, key=KEY, **SHARDS)
 
 
-@pytest.mark.parametrize("function", [_scanned, _scanned_shards])
-def test_a_scan_keeps_its_dtypes(function):
+@pytest.mark.parametrize(
+  "scan, shape", [(scanned, (8, 64)), (scanned_shards, (4, 2, 64))]
+)
+def test_a_scan_keeps_its_dtypes(scan, shape):
+  def grads(layers):
+    loss = lambda *x: sum(map(jnp.sum, scan(*x)))
+    return jax.grad(loss, (0, 1))(layers, parallel.scan_residual(layers, **GIVEN))
+
   def types(x64):
+    of_two = jax.ShapeDtypeStruct((2, *shape), "float32")
     with jax.enable_x64(x64):
-      found = jax.eval_shape(
-        jax.vmap(function, axis_name="data"),
-        {"w": jax.ShapeDtypeStruct((N, 8, 64), "float32")},
-      )
+      found = jax.eval_shape(jax.vmap(grads, axis_name="data"), of_two)
     return jax.tree.map(lambda x: (x.shape, str(x.dtype)), found)
 
   assert types(True) == types(False)

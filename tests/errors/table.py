@@ -1,20 +1,20 @@
 """Reads tables of bad calls, and asks of each call what every error must say.
 
-A row is a call and, indented below it, its error:
+A row is a call and its error, whose further lines are indented:
 
-    f(bits=v) for f in QSGD, qsgd for v in 0, 9, "4"
-      `bits` must be ... 1 to 8 or 16 ... {v}
+    f(bits=v) for f in QSGD, qsgd for v in 0, 9, "4" -> `bits` must be ... 1 to 8 or
+      16 ... {v}
 
-The call is evaluated once for each combination. It knows all public names, and those
-of the test's module. Errors are ValueErrors, unless TypeError stands in front. Three
-dots are any text, {v} is how Python writes the value of a name, and {v!s} its text.
-Further lines of a call are not indented, and those of an error are so twice.
+The call is evaluated once for each combination, and so are others of the same error
+behind " ; ". It knows all public names, and those of the test's module. Errors are
+ValueErrors, unless TypeError stands in front. Three dots are any text, {v} is how
+Python writes the value of a name, and {v!s} its text.
 """
 
 import ast
+import functools
 import itertools
 import re
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -29,40 +29,33 @@ from tests.support.assertions import says
 
 NAMES = factories.names() | {
   **{"jax": jax, "jnp": jnp, "np": np, "optax": optax, "P": P, "gradcomp": gradcomp},
-  **{"KEY": jax.random.key(0), "nan": np.nan, "inf": np.inf},
+  **{"KEY": jax.random.key(0), "nan": np.nan, "inf": np.inf, "functools": functools},
 }
 
 
 def rows(text):
-  """The calls of a table, each with its error."""
-  found, call = [], []
-  for line in textwrap.dedent(text).strip().splitlines():
-    if line.startswith("    "):
-      found[-1] = (found[-1][0], f"{found[-1][1]} {line.strip()}")
-    elif line.startswith("  "):
-      found.append((" ".join(call), line.strip()))
-      call = []
-    elif line and not line.startswith("#"):
-      call.append(line)
-  assert found and not call
-  return found
+  """The rows of a table, each in one line."""
+  lines = re.sub(r"\n +", " ", text).splitlines()
+  return [line for line in lines if line and not line.startswith("#")]
 
 
 def calls(text, names):
   """What a row calls, and the values of its names, for each combination."""
-  call, *loops = re.split(r" for (\w) in ", text)
-  known = NAMES | names
-  values = [eval(f"({x},)", known) for x in loops[1::2]]
-  code = compile(ast.parse(call, mode="eval"), call, "eval")
-  for each in itertools.product(*values):
-    given = dict(zip(loops[::2], each, strict=True))
-    yield lambda given=given: eval(code, known | given), given
+  for part in text.split(" ; "):
+    call, *loops = re.split(r" for (\w) in ", part)
+    known = NAMES | names
+    values = [eval(f"({x},)", known) for x in loops[1::2]]
+    code = compile(ast.parse(call, mode="eval"), call, "eval")
+    for each in itertools.product(*values):
+      given = dict(zip(loops[::2], each, strict=True))
+      yield functools.partial(eval, code, known | given), given
 
 
 def each_row(text):
   """Parametrizes a test over the rows of a table."""
+  found = [row.split(" -> ") for row in rows(text)]
   return pytest.mark.parametrize(
-    "call, error", [pytest.param(*row, id=row[0][:90]) for row in rows(text)]
+    "call, error", [pytest.param(*row, id=row[0][:90]) for row in found]
   )
 
 

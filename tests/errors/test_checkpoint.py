@@ -14,71 +14,48 @@ from tests.support.cases import reshard as cases
 
 ROWS = """
 # Numbers of workers, axes and meshes.
-reshard(workers=v) for v in 0, 1.5
-  `workers` must be a number of workers, 1 or more, got {v}
-reshard(old_workers=-1)
-  `old_workers` must be ... got -1
-reshard(axis_name="model")
-  `axis_name` must be ... 'data', got 'model'
-reshard(axis_name=())
-  `axis_name` must be
-reshard(keep="both")
-  `keep` must be one of
-reshard(mesh=MESH)
-  `workers` must be ... 'data': 4 ... got 2; pass mesh
-under_mesh(reshard)
-  `workers` must be ... 'data': 4 ... got 2; pass mesh=
-state_shapes(TX, cases.PARAMS, workers=v, axis_name="data") for v in 0, -3, "4"
-  `workers` must be a number of workers
-jax.eval_shape(lambda state: reshard(opt_state=state), state())
-  `opt_state`.count ... inside a transformed function; call gradcomp.reshard_state
+reshard(workers=v) for v in 0, 1.5 ; shapes_of(workers=v) for v in 0, "4" -> `workers`
+  must be a number of workers, ... got {v}
+reshard(old_workers=-1) -> `old_workers` must be ... got -1
+reshard(axis_name="model") -> `axis_name` must be ... 'data', got 'model'
+reshard(keep="both") -> `keep` must be one of
+under_mesh(reshard) ; reshard(mesh=MESH) -> `workers` ... 'data': 4 ... got 2; pass mesh
+jax.eval_shape(lambda state: reshard(opt_state=state), state()) -> `opt_state`.count ...
+  inside a transformed function; call gradcomp.reshard_state
 f(platform=v) for f in functools.partial(record, TX, cases.PARAMS, workers=4),
-functools.partial(state_shapes, TX, cases.PARAMS, workers=4, axis_name="data"),
-functools.partial(explain, TX, {}, workers=4), PlanOptions for v in "TPU", 3
-  `platform` must be one of ('cpu', 'gpu', 'tpu'), ... got {v}
-reshard(old_platform=v) for v in "TPU", 3
-  `old_platform` must be one of ('cpu', 'gpu', 'tpu'), ... got {v}
+  shapes_of, functools.partial(explain, TX, {}, workers=4), PlanOptions for v in "TPU",
+  3 ; reshard(old_platform=v) for v in "TPU", 3 -> platform` must be one of ('cpu',
+  'gpu', 'tpu'), ... got {v}
 # States of others.
-reshard(old_workers=8)
-  `opt_state` must be the global state of 8 workers ... .residual['b']
-    must be float32[56], got float32[28], as if made for 4
-    workers ... more. Pass old_workers=
-reshard(params=cases.PARAMS | {"w": jnp.zeros((40, 33))})
-  `opt_state` ... .residual['w'] must be float32[160, 33], got ... [160, 32]
-reshard(params={"w": cases.PARAMS["w"]})
-  `opt_state` ... .residual['b'] is too much; .residual['one'] is too much
-reshard(optimizer=cases.compressed("ring", "error"))
-  `opt_state` ... .server_residual ... too much
-reshard(optimizer=cases.compressed("two_shot", "momentum"))
-  `opt_state` ... .velocity ... is missing
-reshard(optimizer=optax.chain(TX))
-  `opt_state` ... [0].count is missing
-reshard(opt_state=[*state()])
-  `opt_state` ... is missing
-reshard(opt_state=state()._replace(server_residual=None))
-  `opt_state` ... .server_residual ... is missing
-reshard(opt_state=state()._replace(residual=state().residual | {"b": HALF}))
+reshard(old_workers=8) -> `opt_state` must be the global state of 8 workers ...
+  .residual['b'] must be float32[56], got float32[28], as if made for 4 workers ... Pass
+  old_workers=
+reshard(params=cases.PARAMS | {"w": jnp.zeros((40, 33))}) -> `opt_state` ...
+  .residual['w'] must be float32[160, 33], got ... [160, 32]
+reshard(params={"w": cases.PARAMS["w"]}) -> ['b'] is too much; .residual['one'] is too
+reshard(optimizer=cases.compressed("ring", "error")) -> .server_residual ... too much
+reshard(optimizer=cases.compressed("two_shot", "momentum")) -> .velocity ... is missing
+reshard(opt_state=[*state()]) ; reshard(optimizer=optax.chain(TX)) -> state` ... missing
+reshard(opt_state=state()._replace(server_residual=None)) -> .server_residual ...
+  missing
+reshard(opt_state=state()._replace(residual=state().residual | {"b": HALF})) ->
   `opt_state` ... ['b'] must be float32[28], got float16[28]. Pass
-reshard(optimizer=optax.GradientTransformation(counted, TX.update))
-  `optimizer.init` must return ... `count`
+reshard(optimizer=optax.GradientTransformation(counted, TX.update)) -> `optimizer.init`
+  must return ... `count`
 # Records, and places.
-check_record(v, RECORD) for v in None, {}, {"format": 1}
-  TypeError: `saved` must be what gradcomp.checkpoint.record returned
-check_record(RECORD, {"format": 1, "gradcomp": "0"})
-  TypeError: `record` must be
-place({"x": [np.zeros(s)]}, MESH, {"x": P("data")}) for s in (6, 3), ()
-  `specs['x'][0]` must cut ... {s} ... {'data': 4} ... P('data',)
-place({"x": [np.zeros(8)]}, MESH, {"x": P(None, "data")})
-  `specs['x'][0]` must cut ... (8,) ... {'data': 4} ... P(None, 'data')
-place({"x": [np.zeros((8, 8))]}, MESH, {"x": v})
-for v in P("model"), P(("data", "model"))
-  `specs['x'][0]` must cut ... (8, 8) ... {'data': 4} ... {v!s}
-place({"x": np.zeros(4)}, MESH, {"y": P()})
-  `specs` must be a tree of PartitionSpec like `state` ... state_specs
+check_record(v, RECORD) for v in None, {}, {"format": 1} -> TypeError: `saved` must be
+check_record(RECORD, {"format": 1, "gradcomp": "0"}) -> TypeError: `record` must be
+place({"x": [np.zeros(s)]}, MESH, {"x": v}) for s in (6, 3), () for v in P("data"),
+  P(None, "data"), P("model"), P(("data", "model")) -> `specs['x'][0]` must cut ... {s}
+  ... {'data': 4} ... {v!s}
+place({"x": np.zeros(4)}, MESH, {"y": P()}) -> `specs` must be a tree of PartitionSpec
 """
 TX = cases.compressed("two_shot", "error")
 MESH = modes.mesh(4)
 HALF = np.zeros(28, np.float16)
+shapes_of = functools.partial(
+  gradcomp.checkpoint.state_shapes, TX, cases.PARAMS, workers=4, axis_name="data"
+)
 RECORD = gradcomp.checkpoint.record(TX, cases.PARAMS, workers=4)
 
 

@@ -20,6 +20,7 @@ import pytest
 import gradcomp
 import gradcomp.testing
 from gradcomp import codecs, cost, floats, local, skip_nonfinite
+from gradcomp.checkpoint import record, state_shapes
 from gradcomp.contrib import Eden, dion
 from gradcomp.cost import Cluster, CodecSpeed, Link
 from gradcomp.exchange import Hierarchical
@@ -30,16 +31,8 @@ from tests.support.assertions import says
 from tests.support.cases.recipe import NEEDED, RECIPES
 from tests.support.option_fields import with_options
 
-NEVER = (
-  -1,
-  math.inf,
-  math.nan,
-  np.float32("nan"),
-  "4",
-  [4],
-  4j,
-  True,
-)  # of any argument
+# Of any argument.
+NEVER = (-1, math.inf, math.nan, np.float32("nan"), "4", [4], 4j, True)
 # Where nothing is a number too, and where parts are.
 ZEROS = {
   *("add", "b1", "b2", "backward", "decay", "decode", "delay", "elements", "encode"),
@@ -57,6 +50,7 @@ PARAMS = {"w": jax.ShapeDtypeStruct((16, 256), jnp.float32)}
 LINK = Link(latency=1e-5, bytes_per_second=1e8)
 MODEL = dict(workers=4, link=LINK)
 SPEED = dict(encode=1e-10, decode=1e-10, add=1e-10)
+PASSES = dict(forward=1.0, backward=1.0)
 CLUSTER = Cluster(**MODEL)
 DENSE = gradcomp.dense(axis_name="data")
 FORMAT = floats.FloatFormat(5, 2)
@@ -92,14 +86,12 @@ def rounds(**given):
 
 def planning(**given):
   given = MODEL | {"candidates": []} | given
-  if "forward" in given or "backward" in given:
-    given = {"forward": 1.0, "backward": 1.0} | given
+  given = PASSES | given if given.keys() & PASSES else given
   cost.plan(PARAMS, **with_options(cost.PlanOptions, given))
 
 
 def grads(**given):
-  loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
-  take = gradcomp.value_and_grad(loss, axis_name=None, **given)
+  take = gradcomp.value_and_grad(lambda p, x: jnp.mean(x), axis_name=None, **given)
   jax.eval_shape(take, PARAMS, jax.ShapeDtypeStruct((32, 16), jnp.float32))
 
 
@@ -127,9 +119,9 @@ DOORS = [
   ),
   (stepping(gradcomp.qsgd, levels="nonuniform"), ["refit_every"]),
   (stepping(gradcomp.redsync, selection="sampled"), ["search_every"]),
-  *(
-    (stepping(gradcomp.compress, codec=codecs.QSGD()), [x])
-    for x in ("min_leaf_size", "message_bytes")
+  (
+    stepping(gradcomp.compress, codec=codecs.QSGD()),
+    ["min_leaf_size", "message_bytes"],
   ),
   (lambda **x: step(skip_nonfinite(DENSE, **x)), ["max_consecutive_errors"]),
   (stepping(gradcomp.wrappers.clip_by_local_norm), ["max_norm"]),
@@ -143,14 +135,8 @@ DOORS = [
   (stepping(zero, **ZERO), numbers(zero)),
   *((x, numbers(x)) for x in (DoublingGaps, Stable, Eden)),
   (part(gradcomp.wrappers.replicable, DENSE, axis_name="data"), ["workers"]),
-  *(
-    (part(f, DENSE, PARAMS, **where), ["workers"])
-    for f, where in [
-      (gradcomp.explain, {}),
-      (gradcomp.checkpoint.record, {}),
-      (gradcomp.checkpoint.state_shapes, {"axis_name": "data"}),
-    ]
-  ),
+  *((part(f, DENSE, PARAMS), ["workers"]) for f in (gradcomp.explain, record)),
+  (part(state_shapes, DENSE, PARAMS, axis_name="data"), ["workers"]),
   (training, numbers(gradcomp.TrainOptions)),
   (grads, ["accumulate"]),
   (part(floats.FloatFormat, exponent_bits=5, mantissa_bits=2), ["exponent_bits"]),
@@ -166,10 +152,7 @@ DOORS = [
   ),
   (part(cost.tree_seconds, workers=4, link=LINK, nbytes=1.0), ["link", "nbytes"]),
   (part(cost.dense_seconds, elements=4, cluster=CLUSTER), ["elements", "cluster"]),
-  (
-    part(cost.step_seconds, forward=1.0, backward=1.0, messages=(), overlap=True),
-    ["forward", "backward"],
-  ),
+  (part(cost.step_seconds, messages=(), overlap=True, **PASSES), [*PASSES]),
   (planning, ["link", *numbers(cost.plan, "budget"), *numbers(cost.PlanOptions)]),
 ]
 # What would run for as long as it is told.
@@ -181,14 +164,9 @@ KIT = [
 
 
 def each(doors):
-  return pytest.mark.parametrize(
-    "make, name",
-    [
-      pytest.param(make, name, id=f"{name}-{i}")
-      for i, (make, names) in enumerate(doors)
-      for name in names
-    ],
-  )
+  pairs = [(i, make, x) for i, (make, names) in enumerate(doors) for x in names]
+  found = [pytest.param(make, name, id=f"{name}-{i}") for i, make, name in pairs]
+  return pytest.mark.parametrize("make, name", found)
 
 
 @each([*DOORS, *KIT])

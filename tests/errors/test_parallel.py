@@ -13,134 +13,70 @@ from tests.support.cases.parallel import mapped as mapped
 
 ROWS = """
 # Codecs and options of a collective.
-gathered(codec=v) for v in TopK(), RandomK()
-  `codec` ... every element ... {v}
-gathered(codec=OneBit())
-  `codec` ... error feedback ... OneBit
-gathered(codec=v) for v in PowerSGD(), PowerSGD(rank=300), QSGD(levels="nonuniform")
-  `codec` ... memory ... {v}
-gathered(codec=Policy([(".", EIGHT)]))
-  `codec` ... one array
-gathered(codec="int8")
-  TypeError: `codec` ... 'int8'
-gathered(codec=BlockTop())
-  `codec` ... must send every element
-gathered(backward=TopK())
-  `backward` ... every
-gathered(own="mine")
-  `own` ... exact ... 'mine'
-gathered(to="invarying")
-  `to` ... coded
-gathered(axis=2)
-  `axis` ... 2 axes ... got 2
-gathered(codec=QSGD())
-  `key` ... QSGD ... nearest
-gathered(backward=QSGD())
-  `key` ... QSGD
-on_all(lambda x: psum(x > 0, **PLAIN))
-  TypeError: `x`
-on_all(lambda x: psum(x, axis_name="model", codec=EIGHT))
-  `axis_name` ... model
-on_all(lambda x: psum_scatter(x, **PLAIN))
-  `axis` ... 4 workers ... (3, 2)
-on_all(lambda x: all_to_all(x, split_axis=1, concat_axis=0, **PLAIN))
-  `split_axis` ... 4 workers ... (3, 2)
-on_all(lambda x: ppermute(x, perm=[(0, 1), (2, 1)], **PLAIN))
-  `perm` ... 0 to 3 ... (2, 1)
-on_all(lambda x: ppermute(x, perm=[(0, 4)], **PLAIN))
-  `perm` ... 0 to 3
-on_all(lambda x: sub_batches(lambda x, s: x, x, axis_name="data", passes=2,
-codec=EIGHT))
-  `passes` ... divides ... 2 of 3
-# Parts of a parameter.
-shards(params=TopK())
-  `params` ... every element ... TopK
-shards(grads=TopK())
-  `grads` ... every element
-shards(grads=OneBit())
-  `grads` ... `residual` is None
-shards(params=OneBit(), residual=jnp.zeros((12, 2)))
-  `params` ... error feedback
-shards(grads=QSGD(bits=4))
-  `key` ... QSGD
-shards(axis=2)
-  `axis` ... 2 axes ... got 2
-shards(shape=(4, 5))
-  `w_shard` ... (5,) ... (3, 2) ... jnp.pad
-shards(residual=jnp.zeros((3, 2)))
-  `residual` ... (12, 2) ... (3, 2) ... gather_residual
-shards(residual=jnp.zeros((12, 2), int))
-  TypeError: `residual` ... float dtype ... gather_residual
-shards(params="int8")
-  TypeError: `params`
-shards(axis_name="model")
-  `axis_name` ... model
-on_all(lambda x: gather(x > 0, **SHARDS))
-  TypeError: `x` ... float
-on_all(lambda x: gather_residual(x, axis_name="x"))
-  `axis_name` ... 'x'
-jax.eval_shape(shard_map(lambda w, e: jax.grad(lambda e: jnp.sum(gather(w, residual=e,
-**SHARDS)))(e), (P("data"), P()), P("data")), jnp.ones((8, 2)), jnp.ones((8, 2)))
-  `residual` ... ['data'] ... in_specs
-# Loops over layers.
-scanned(axis_name="model")
-  `axis_name` ... model
-scanned(codec="int8")
-  TypeError: `codec` ... 'int8'
-scanned(codec=OneBit())
-  `codec` ... `residual` is None
-scanned(codec=TopK())
+gathered(codec=v) for v in TopK(), RandomK(), BlockTop() ; scanned(codec=TopK()) ->
   `codec` ... every element
-scanned(codec=QSGD(bits=4))
-  `key` ... QSGD
-scanned(exchange="local")
-  `exchange` ... 'local'
-scanned(codec=QSGD(bits=4, rounding="nearest"), exchange="psum")
-  `exchange` ... psum
-scanned(layers=(jnp.ones((3, 8)), jnp.ones((2, 8))))
-  `layers` ... [2, 3] ... jnp.stack
-scanned(layers=STACK[:0])
-  `layers` ... one layer or more ... [0] ... leave the scan
-scanned(layers=jnp.ones((3, 8), int))
-  TypeError: `layers` ... int32
-scanned(layers=1j * STACK)
-  TypeError: `layers` ... complex64
-scanned(body=lambda x, w: x @ w)
-  TypeError: `body` ... pair
-scanned(residual=STACK)
-  `residual` ... scan_residual
-scanned(codec=FOUR, exchange="two_shot", residual=residual_of(FOUR, "all_gather"))
-  `residual` ... scan_residual
-residual_of(v) for v in PowerSGD(rank=2), TopK()
+gathered(codec=OneBit()) -> `codec` ... error feedback ... OneBit
+gathered(codec=v) for v in PowerSGD(), PowerSGD(rank=300), QSGD(levels="nonuniform") ->
   `codec` ... memory ... {v}
-jax.eval_shape(shard_map(lambda x, e: parallel.scan(LAYER, x, STACK, residual=e,
-**MEAN)[0], (P("data"), P()), P("data")), jnp.ones((4, 8)), residual_of(Dense()))
+gathered(codec=Policy([(".", EIGHT)])) -> `codec` ... one array
+gathered(codec="int8") ; scanned(codec="int8") -> TypeError: `codec` ... 'int8'
+gathered(backward=TopK()) -> `backward` ... every
+gathered(own="mine") -> `own` ... exact ... 'mine'
+gathered(to="invarying") -> `to` ... coded
+gathered(axis=2) ; shards(axis=2) -> `axis` ... 2 axes ... got 2
+gathered(backward=QSGD()) ; gathered(codec=QSGD()) ; scanned(codec=QSGD(bits=4)) ;
+  shards(grads=QSGD(bits=4)) -> `key` ... QSGD
+on_all(lambda x: psum(x > 0, **PLAIN)) -> TypeError: `x`
+on_all(lambda x: psum(x, axis_name="model", codec=EIGHT)) ; shards(axis_name="model") ;
+  scanned(axis_name="model") ; on_all(lambda x: gather_residual(x, axis_name="model"))
+  -> `axis_name` ... model
+on_all(lambda x: psum_scatter(x, **PLAIN)) -> `axis` ... 4 workers ... (3, 2)
+on_all(lambda x: all_to_all(x, split_axis=1, concat_axis=0, **PLAIN)) -> `split_axis`
+on_all(lambda x: ppermute(x, perm=v, **PLAIN)) for v in [(0, 1), (2, 1)], [(0, 4)] ->
+  perm`
+on_all(lambda x: sub_batches(lambda x, s: x, x, axis_name="data", passes=2,
+  codec=EIGHT)) -> `passes` ... divides ... 2 of 3
+# Parts of a parameter.
+shards(params=TopK()) -> `params` ... every element ... TopK
+shards(grads=TopK()) -> `grads` ... every element
+shards(grads=OneBit()) ; scanned(codec=OneBit()) -> ` ... `residual` is None
+shards(params=OneBit(), residual=jnp.zeros((12, 2))) -> `params` ... error feedback
+shards(shape=(4, 5)) -> `w_shard` ... (5,) ... (3, 2) ... jnp.pad
+shards(residual=jnp.zeros((3, 2))) -> `residual` ... (12, 2) ... (3, 2) ... gather_
+shards(residual=jnp.zeros((12, 2), int)) -> TypeError: `residual` ... float dtype
+shards(params="int8") -> TypeError: `params`
+on_all(lambda x: gather(x > 0, **SHARDS)) -> TypeError: `x` ... float
+# Loops over layers.
+scanned(exchange="local") -> `exchange` ... 'local'
+scanned(codec=QSGD(bits=4, rounding="nearest"), exchange="psum") -> `exchange` ... psum
+scanned(layers=(jnp.ones((3, 8)), jnp.ones((2, 8)))) -> `layers` ... [2, 3] ... stack
+scanned(layers=STACK[:0]) -> `layers` ... one layer or more ... [0] ... leave the scan
+scanned(layers=STACK.astype(v)) for v in "int32", "complex64" -> TypeError: ... {v!s}
+scanned(body=lambda x, w: x @ w) -> TypeError: `body` ... pair
+scanned(residual=STACK) ; scanned(codec=FOUR, exchange="two_shot",
+  residual=residual_of(FOUR, "all_gather")) -> `residual` ... scan_residual
+residual_of(v) for v in PowerSGD(rank=2), TopK() -> `codec` ... memory ... {v}
+jax.eval_shape(shard_map(lambda w, e: jax.grad(lambda e: jnp.sum(gather(w, residual=e,
+  **SHARDS)))(e), (P("data"), P()), P("data")), jnp.ones((8, 2)), jnp.ones((8, 2))) ;
+  jax.eval_shape(shard_map(lambda x, e: parallel.scan(LAYER, x, STACK, residual=e,
+  **MEAN)[0], (P("data"), P()), P("data")), jnp.ones((4, 8)), residual_of(Dense())) ->
   `residual` ... ['data'] ... in_specs
-jax.eval_shape(shard_map(lambda x, w: parallel.scan(LAYER, x, jax.lax.pcast(w,
-"data", to="varying"), **MEAN)[0], (P("data"), P()), P("data")),
-jnp.ones((4, 8)), STACK)
+jax.eval_shape(shard_map(lambda x, w: parallel.scan(LAYER, x, jax.lax.pcast(w, "data",
+  to="varying"), **MEAN)[0], (P("data"), P()), P("data")), jnp.ones((4, 8)), STACK) ->
   `layers` ... ['data'] ... jax.grad
 # A map over examples around a loop, in each map of workers; and a second derivative.
 jax.eval_shape(mapped(v, lambda x: jax.grad(of_examples, 1)(x, STACK), 4), ROWS_OF_ALL)
-for v in "vmap", "shard_map", "shard_map_unchecked", "pmap"
-  `scan` ... jax.vmap ... inside of `body`
-on_all(jax.grad(lambda x: jnp.sum(jax.vmap(jax.jit(one))(x))), jnp.ones((4, 3, 8)))
-  `scan` ... jax.vmap
-jax.eval_shape(jax.vmap(jax.vmap(jax.grad(lambda x: jnp.sum(jax.jit(one)(x))),
-axis_name="data")), jnp.ones((3, 4, 8)))
-  `scan` ... jax.vmap
-on_all(lambda x: jax.grad(lambda w: jnp.sum(jax.vmap(lambda x: scan_shards(SQUARES, x,
-w, **SHARDS)[0])(x)))(jnp.ones((2, 8))), jnp.ones((4, 3, 2, 8)))
-  `scan` ... jax.vmap
-twice(lambda w, x: jnp.sum(gather(w, **SHARDS) ** 2) * x)
+  for v in "vmap", "shard_map", "shard_map_unchecked", "pmap" -> `scan` ... inside of
+  `body`
+on_all(jax.grad(lambda x: jnp.sum(jax.vmap(jax.jit(one))(x))), jnp.ones((4, 3, 8))) ;
+  jax.eval_shape(jax.vmap(jax.vmap(jax.grad(lambda x: jnp.sum(jax.jit(one)(x))),
+  axis_name="data")), jnp.ones((3, 4, 8))) ; on_all(lambda x: jax.grad(lambda w:
+  jnp.sum(jax.vmap(lambda x: scan_shards(SQUARES, x, w, **SHARDS)[0])(x)))(jnp.ones((2,
+  8))), jnp.ones((4, 3, 2, 8))) -> `scan` ... jax.vmap
+twice(lambda w, x: jnp.sum(gather(w, **SHARDS) ** 2) * x) ; twice(lambda w, x:
+  jnp.sum(all_gather(w, **MEAN) ** 2) * x) ; twice(lambda w, x: parallel.scan(SQUARES,
+  x, w, **MEAN)[0]) ; twice(lambda w, x: scan_shards(SQUARES, x, w, **SHARDS)[0]) ->
   TypeError: must be differentiated once
-twice(lambda w, x: jnp.sum(all_gather(w, **MEAN) ** 2) * x)
-  TypeError: must be differentiated once
-twice(lambda w, x: parallel.scan(SQUARES, x, w, **MEAN)[0])
-  TypeError: must be differentiated once
-twice(lambda w, x: scan_shards(SQUARES, x, w, **SHARDS)[0])
-  TypeError: must be differentiated once
-
 """
 EIGHT = EightBit(bucket_size=64)
 FOUR = QSGD(bits=4, rounding="nearest", bucket_size=32)
@@ -201,11 +137,11 @@ def twice(loss):
 
 
 def test_residual_of_the_helper_is_taken():
-  def loss(w):
-    e = parallel.gather_residual(w, axis_name="data")
-    return jax.grad(lambda e: jnp.sum(parallel.gather(w, residual=e, **SHARDS)))(e)
-
-  step = shard_map(loss, P("data"), P("data"))
+  gathered = lambda w, e: jnp.sum(parallel.gather(w, residual=e, **SHARDS))
+  own = lambda w: jax.grad(gathered, 1)(
+    w, parallel.gather_residual(w, axis_name="data")
+  )
+  step = shard_map(own, P("data"), P("data"))
   assert jax.eval_shape(step, jnp.ones((8, 2))).shape == (32, 2)
 
 

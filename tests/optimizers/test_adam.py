@@ -58,9 +58,8 @@ def test_it_is_that_of_the_paper(variance, floor):
   got = [np.asarray(x["v"][0]) for x, _ in train("vmap", tx, params, given)]
   dense = set(range(3)) if variance == "frozen" else dense_steps(3, steps)
   assert (30 in dense) == (31 not in dense) or variance == "frozen"
-  moments = oracle.moments(
-    [x["v"] for x in given], dense, b1=0.9, b2=0.9, bucket=BUCKET
-  )
+  vectors = [x["v"] for x in given]
+  moments = oracle.moments(vectors, dense, b1=0.9, b2=0.9, bucket=BUCKET)
   expected = oracle.adam(params["v"], moments, rate=0.1, dense=dense, floor=floor)
   # Parameters stay below 16, and a step adds less than ten float32 roundings to each.
   np.testing.assert_allclose(got, expected, rtol=0, atol=steps * 10 * 2.0**-20)

@@ -29,9 +29,8 @@ def gaussian(*shape, seed=0):
 
 def of_rank(rank, *shape, seed=0):
   """A matrix whose singular values fall by a half."""
-  rng = np.random.default_rng(seed)
-  left, _ = np.linalg.qr(rng.standard_normal((shape[0], rank)))
-  right, _ = np.linalg.qr(rng.standard_normal((shape[1], rank)))
+  draw = np.random.default_rng(seed).standard_normal
+  left, right = (np.linalg.qr(draw((size, rank)))[0] for size in shape)
   return np.float32((left * 0.5 ** np.arange(rank)) @ right.T)
 
 
@@ -65,13 +64,7 @@ def _answer(worker, means):
 
 
 def together(codec, leaves, memory):
-  """The means of all workers' leaves, and the new memory.
-
-  Args:
-    codec: bound to the leaves.
-    leaves: a list of them, `[N, ...]`.
-    memory: for each leaf what all workers share.
-  """
+  """The means of all workers' leaves, `[N, ...]` each, and what all share anew."""
   answers = jax.device_get(_together(codec)(leaves, memory))
   for other in answers[1:]:
     assert_same_bits(other, answers[0])

@@ -4,7 +4,6 @@ import functools
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import gradcomp
@@ -29,15 +28,10 @@ def transformation(codec, exchange, momentum=None, nesterov=False, **options):
 
 def gradients(steps, workers=N):
   """A leaf that stays dense and two of one size, which share a matrix."""
-  rng = np.random.default_rng(workers)
+  normal = np.random.default_rng(workers).standard_normal
   shapes = {"b": (3,), "v": (SIZE,), "w": (9, 70)}
-  return [
-    {
-      name: rng.standard_normal((workers, *shape)).astype(np.float32)
-      for name, shape in shapes.items()
-    }
-    for _ in range(steps)
-  ]
+  draw = lambda: {x: np.float32(normal((workers, *y))) for x, y in shapes.items()}
+  return [draw() for _ in range(steps)]
 
 
 def trail(tx, steps):
@@ -45,12 +39,10 @@ def trail(tx, steps):
 
   One program does for all steps.
   """
-  like = jax.tree.map(jnp.asarray, steps[0])
-  state = jax.vmap(tx.init, axis_name="data")(like)
+  state, result = jax.vmap(tx.init, axis_name="data")(jax.device_put(steps[0])), []
   chex.clear_trace_counter()
   once = chex.assert_max_traces(lambda g, s: tx.update(g, s), n=1)
   update = jax.jit(jax.vmap(once, axis_name="data"))
-  result = []
   for gradient in steps:
     output, state = update(gradient, state)
     result.append((output, state))
@@ -61,8 +53,7 @@ def owned_of(state, leaf):
   """Returns what owners keep of one of the leaves: the first ranges are those of v."""
   if not state.server_residual:
     return np.zeros(SIZE)
-  (rows,) = state.server_residual[("data",)]
-  rows = np.float64(rows)
+  rows = np.float64(*state.server_residual[("data",)])
   rows = rows.reshape(-1, rows.shape[-1])
   first = N * (leaf == "w")
   return rows[first : first + N].ravel()[:SIZE]
@@ -76,10 +67,8 @@ def check_conservation(passed, steps, momentum, nesterov, sparse=lambda step: Tr
   for leaf in ("b", "v", "w"):
     shape = steps[0][leaf].shape[1:]
     workers = [sparse_spec.Worker(shape, momentum, nesterov) for _ in range(N)]
-    total, largest = 0.0, 0.0
-    for number, ((output, state), gradient) in enumerate(
-      zip(passed, steps, strict=True)
-    ):
+    total, largest, pairs = 0.0, 0.0, zip(passed, steps, strict=True)
+    for number, ((output, state), gradient) in enumerate(pairs):
       for i, worker in enumerate(workers):
         x = worker.correct(gradient[leaf][i])
         rest = np.asarray(state.residual[leaf][i])

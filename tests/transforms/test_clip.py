@@ -34,21 +34,16 @@ def means(tx, grads):
 @pytest.mark.parametrize(
   "place, rule, limit",
   [
-    ("shard_map", "root", 10),
-    (modes.AUTO, "root", 10),
-    (modes.EXPLICIT, "own", 20),
-    (modes.EXPLICIT, "share", 40),
-    *slow(("vmap", "own", 20)),
+    *(("shard_map", "root", 10), (modes.AUTO, "root", 10), (modes.EXPLICIT, "own", 20)),
+    *((modes.EXPLICIT, "share", 40), *slow(("vmap", "own", 20))),
   ],
   ids=str,
 )
 def test_local_clipping(place, rule, limit):
   """Of each worker's whole gradient; some are below the limit, one is zero."""
-  (gradient,) = gradients(1)
-  gradient = {
-    name: x * np.float32([1, 0.01, 30, 0]).reshape(N, *[1] * (x.ndim - 1))
-    for name, x in gradient.items()
-  }
+  sizes = np.float32([1, 0.01, 30, 0])
+  scaled = lambda x: x * sizes.reshape(N, *[1] * (x.ndim - 1))
+  gradient = jax.tree.map(scaled, *gradients(1))
   tx = clipping(20.0, rule)  # a normal gradient here has a norm of about 35
   (output,), _ = modes.run_with_state(place, tx, [gradient])
   for x, expected in zip(output.values(), clipped_mean(gradient, limit), strict=True):

@@ -38,12 +38,6 @@ def test_the_options_are_those_of_compress():
   assert [line.strip() for line in listed if line[4:].strip() in OPTIONS] == [*OPTIONS]
 
 
-def test_the_recipes():
-  names = "dense qsgd onebit_sgd terngrad eight_bit natural aps loss_scaling_cast"
-  others = "redsync topk randomk blocktop policy powersgd"
-  assert RECIPES.keys() == {*names.split(), *others.split()}
-
-
 @every_recipe
 def test_signatures_name_every_option(name):
   """As ``help`` shows them: a recipe's own arguments first, and compress's defaults."""
@@ -63,20 +57,7 @@ def entries(documented, title):
   """The entries of a section of a docstring, each in one line, by name."""
   text = inspect.getdoc(documented) + "\n\n"
   (section,) = re.findall(rf"^{title}:\n(.*?)\n\n", text, re.M | re.S)
-  lines = re.sub(r"\n {4,}", " ", section)
-  return dict(re.match(r"  (\w+): (.*)", line).groups() for line in lines.split("\n"))
-
-
-def ending(parameter):
-  """Returns the words that the entry of an argument or a field ends with."""
-  if parameter.default is parameter.empty:
-    return " Required."
-  default = parameter.default
-  if isinstance(default, str):
-    return f' Default: ``"{default}"``.'
-  if default is jnp.float32:
-    return " Default: ``float32``."
-  return f" Default: {default!r}."
+  return dict(re.findall(r"^  (\w+): (.*)", re.sub(r"\n {4,}", " ", section), re.M))
 
 
 @pytest.mark.parametrize("described", [*RECIPES.values(), *CODECS])
@@ -87,7 +68,11 @@ def test_help_explains_every_argument_and_field(described):
   told = entries(described, title) if parameters else {}
   assert [*told] == [*parameters]
   for argument, text in told.items():
-    assert text.endswith(ending(parameters[argument])), argument
+    default = parameters[argument].default
+    said = f'``"{default}"``' if isinstance(default, str) else repr(default)
+    said = "``float32``" if default is jnp.float32 else said
+    required = default is inspect.Parameter.empty
+    assert text.endswith(" Required." if required else f" Default: {said}."), argument
 
 
 @every_recipe
@@ -97,14 +82,11 @@ def test_arguments_are_fields_of_the_codec(name):
   text = recipe.__doc__.split("Args:")[0]
   found = re.findall(r"codec\s+:class:`gradcomp\.codecs\.(\w+)`", text)
   codec = getattr(gradcomp.codecs, found[0] if found else "FloatCast")
-  fields = inspect.signature(codec).parameters
+  fields, given = (inspect.signature(x).parameters for x in (codec, recipe))
   hints, own = typing.get_type_hints(codec), typing.get_type_hints(recipe)
-  shared = {
-    x: y for x, y in inspect.signature(recipe).parameters.items() if x in fields
-  }
-  assert shared
-  for argument, parameter in shared.items():
-    assert parameter.default == fields[argument].default, argument
+  assert fields.keys() & given.keys()
+  for argument in fields.keys() & given.keys():
+    assert given[argument].default == fields[argument].default, argument
     assert own[argument] == hints[argument], argument
 
 
@@ -130,8 +112,7 @@ def test_unknown_options(name):
 @every_recipe
 def test_recipes_can_be_injected(name):
   """inject_hyperparams passes every argument by its name, numbers as arrays."""
-  parameters = inspect.signature(RECIPES[name]).parameters
-  static = parameters.keys() - OPTIONS.keys()
+  static = inspect.signature(RECIPES[name]).parameters.keys() - OPTIONS.keys()
   params = {"w": jnp.ones(8)}
   inject = optax.inject_hyperparams(RECIPES[name], static_args=static)
   state = inject(**NEEDED.get(name, {}), feedback="auto").init(params)

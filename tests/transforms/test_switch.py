@@ -1,14 +1,11 @@
-"""A switch goes on with what waits, and refuses states that do not fit together."""
+"""A switch goes on with what waits, and thresholds are used again where N is known."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import gradcomp
-from gradcomp.codecs import TopK
-from gradcomp.exchange import Hierarchical
 from tests.specs import top_k
 from tests.support.assertions import says
 from tests.support.sparse_steps import (
@@ -51,49 +48,22 @@ def test_a_residual_that_nothing_keeps_is_sent():
   assert waiting[0] > 600 and waiting[1] == 0 and waiting[2] > 600
 
 
-TWO = [optax.identity()] * 2
-
-
-@pytest.mark.parametrize(
-  "boundaries, said",
-  [
-    *(
-      ([x] if isinstance(x, int | float) else x, f"{x}")
-      for x in (0, -1, 1.5, True, [2, 2], [3, 2], [5, 2**31])
-    ),
-    (3, "3"),
-  ],
-  ids=str,
-)
-def test_bad_boundaries_are_named(boundaries, said):
-  with pytest.raises(ValueError, match=says("`boundaries`", "ascending", said)):
-    switch(boundaries, TWO)
-
-
-@pytest.mark.parametrize("boundaries", [[], [1, 2]])
-def test_too_few_or_many_transformations_are_named(boundaries):
-  parts = "`transformations`", "one more", f"{len(boundaries)} boundaries", "2"
-  with pytest.raises(ValueError, match=says(*parts)):
-    switch(boundaries, TWO)
-
-
-@pytest.mark.parametrize(
-  "other",
-  [
-    optax.trace(0.9),
-    optax.scale_by_adam(),
-    gradcomp.compress(TopK(), exchange=Hierarchical(group_size=2), axis_name="data"),
-    redsync(0.02, exchange="two_shot"),
-  ],
-  ids=["trace", "adam", "hierarchical", "two_shot"],
-)
-def test_states_that_do_not_fit_together(other):
-  tx, params = switch([3], [redsync(0.02), other]), {"w": jnp.ones((N, 9, 70))}
-  with pytest.raises(ValueError, match=says("`transformations`", "must keep")):
-    jax.eval_shape(jax.vmap(tx.init, axis_name="data"), params)
-
-
 def test_a_parameter_may_be_named_like_what_owners_keep():
   """Only their own residuals must not wait through a transformation without them."""
   tx = switch([3], [redsync(0.02), redsync(0.02, None)])
   jax.eval_shape(tx.init, {".server_residual": jnp.ones((9, 70))})
+
+
+def test_without_a_map_or_a_mesh_nothing_is_selected_again():
+  """Nobody knows the workers; only what uses thresholds again needs them."""
+  params, given = {"w": np.ones((10, 70), np.float32)}, {"w": np.ones((N, 10, 70))}
+  exact, sampled = (redsync(0.05, selection=x) for x in ("exact", "sampled"))
+
+  def update(tx):
+    state = tx.init(params)
+    assert state.memory is None
+    return jax.jit(jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data"))
+
+  assert np.count_nonzero(update(exact)(given)["w"][0]) == 35
+  with pytest.raises(ValueError, match=says("`memory`", "thresholds", "got none")):
+    update(sampled)(given)

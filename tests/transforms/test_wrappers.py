@@ -24,29 +24,22 @@ from tests.support.option_fields import with_options
 
 N, ROWS = 4, 4
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-CODECS = {"grads": Dense(), "params": Dense(), "axis_name": "data"}
-dense = gradcomp.dense(axis_name="data")
+OVER = {"axis_name": "data"}
+CODECS = {"grads": Dense(), "params": Dense(), **OVER}
+dense = gradcomp.dense(**OVER)
 plateau = lambda **options: contrib.reduce_on_plateau(patience=1, **options)
 adam = lambda: optax.chain(optax.adam(0.1), plateau(rtol=0.5))
 searched = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(8))
 
 
-def zeroed(inner):
-  return zero(inner, **CODECS)
+zeroed = lambda inner: zero(inner, **CODECS)
+skipped = lambda inner: gradcomp.skip_nonfinite(optax.chain(dense, inner), 3, **OVER)
+switched = lambda x: optax.chain(dense, gradcomp.wrappers.switch([1], [x, x]))
 
 
 def local(inner, outer=None, every=2):
   outer = optax.sgd(1.0) if outer is None else outer
-  options = {"every": every, "codec": Dense(), "axis_name": "data"}
-  return gradcomp.local.local_steps(inner, outer, **options)
-
-
-def skipped(inner):
-  return gradcomp.skip_nonfinite(optax.chain(dense, inner), 3, axis_name="data")
-
-
-def switched(inner):
-  return optax.chain(dense, gradcomp.wrappers.switch([1], [inner, inner]))
+  return gradcomp.local.local_steps(inner, outer, every=every, codec=Dense(), **OVER)
 
 
 def frozen(inner):
@@ -69,11 +62,10 @@ def started(tx, kind=EXPLICIT, **options):
   """Parameters and state on a mesh, and a train step."""
   mesh = modes.mesh(N, kind)
   params = jax.device_put(problem()[0], NamedSharding(mesh, P()))
-  options = with_options(gradcomp.TrainOptions, options)
+  options = with_options(gradcomp.TrainOptions, options) | OVER
   with jax.set_mesh(mesh):
     state = tx.init(params)
-  over = {"axis_name": "data", "mesh": mesh}
-  return params, state, gradcomp.make_train_step(loss_fn, tx, **over, **options)
+  return params, state, gradcomp.make_train_step(loss_fn, tx, mesh=mesh, **options)
 
 
 def train(tx, steps=3, kind=EXPLICIT, change=lambda state: state, **options):
@@ -144,8 +136,8 @@ def test_in_local_steps_it_is_the_workers_own(inner):
 def test_branches_of_optax_run_in_local_steps_and_outside_of_them():
   """Each worker has a scale of its own, and ``outer`` sees the mean of the losses."""
   inner = optax.chain(optax.sgd(0.1), plateau(cooldown=1))
-  tx = local(inner, optax.chain(optax.sgd(1.0), plateau()))
-  _, state, metrics = train(tx, steps=2)
+  outer = optax.chain(optax.sgd(1.0), plateau())
+  _, state, metrics = train(local(inner, outer), steps=2)
   own = state.own.inner_state[1].best_value
   assert own.shape == (N,) and len(np.unique(own)) == N
   seen = state.fragments[0].outer_state[1].best_value
@@ -167,7 +159,6 @@ def test_a_step_takes_other_arguments():
   """By any name; one that it knows takes the place of its own."""
 
   def update(updates, state, params=None, *, value, shift, **others):
-    del params, others
     return jax.tree.map(lambda u: 0 * u + value + shift, updates), state
 
   tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
@@ -202,13 +193,14 @@ SET = {
 half = lambda state: optax.tree.set(state, learning_rate=jnp.float32(0.05))
 
 
+PLACES = [(name, "train step") for name in SET]
+
+
 @pytest.mark.parametrize(
   "name, place",
   [
-    *(("zero", "train step"), ("local_steps", "train step"), ("local_steps", "jit")),
-    *slow(
-      ("zero", "jit"), ("skip", "jit"), *((x, "train step") for x in list(SET)[2:])
-    ),
+    *(*PLACES[:2], ("local_steps", "jit")),
+    *slow(("zero", "jit"), ("skip", "jit"), *PLACES[2:]),
   ],
 )
 def test_a_rate_that_is_set_by_hand_reaches_the_optimizer(name, place):
@@ -224,36 +216,32 @@ def test_a_rate_that_is_set_by_hand_reaches_the_optimizer(name, place):
 
 def test_a_map_of_ones_own_wants_a_rate_for_each_worker():
   _, state, _ = started(SET["local_steps"])
-  parts = ("learning_rate", "number for each worker", "jnp.full")
-  with pytest.raises(ValueError, match=says(*parts)):
-    gradcomp.state_specs(half(state), axis_name="data")
+  said = says("learning_rate", "number for each worker", "jnp.full")
+  with pytest.raises(ValueError, match=said):
+    gradcomp.state_specs(half(state), **OVER)
 
 
 PRODIGY = contrib.prodigy()
+KEEPING = {
+  "mesh": optax.chain(dense, PRODIGY),
+  "one_device": PRODIGY,
+  "local": local(optax.sgd(0.1), PRODIGY),
+  "twice": optax.chain(dense, PRODIGY, PRODIGY),
+}
 
 
-@pytest.mark.parametrize(
-  "tx, axis",
-  [
-    (optax.chain(dense, PRODIGY), "data"),
-    (PRODIGY, None),
-    *slow(
-      (local(optax.sgd(0.1), PRODIGY), "data"),
-      (optax.chain(dense, PRODIGY, PRODIGY), "data"),
-    ),
-  ],
-  ids=["mesh", "one_device", "local", "twice"],
-)
-def test_what_is_donated_twice_is_copied(tx, axis):
+@pytest.mark.parametrize("name", ["mesh", "one_device", *slow("local", "twice")])
+def test_what_is_donated_twice_is_copied(name):
   """The optimizer keeps the parameters' own arrays; it ended the process once."""
-  mesh = modes.mesh(N if axis else 1, EXPLICIT if axis else AUTO)
+  alone, tx = name == "one_device", KEEPING[name]
+  mesh = modes.mesh(1 if alone else N, AUTO if alone else EXPLICIT)
   params = jax.device_put(problem()[0], NamedSharding(mesh, P()))
   with jax.set_mesh(mesh):
     state = tx.init(params)
-  held = {id(x) for x in jax.tree.leaves(state)}
-  assert held & {id(x) for x in jax.tree.leaves(params)}
+  held = [{id(x) for x in jax.tree.leaves(tree)} for tree in (state, params)]
+  assert held[0] & held[1]
   with_start = lambda params, x, start: loss_fn(params, x) + start["v"]
-  over = {"axis_name": axis, "mesh": mesh if axis else None}
+  over = {"axis_name": None} if alone else OVER | {"mesh": mesh}
   step = gradcomp.make_train_step(with_start, tx, **over)
   for _ in range(2):
     params, state, _ = step(params, state, problem()[1], params)
@@ -275,18 +263,15 @@ def test_what_shares_a_buffer_with_a_donated_array_is_copied():
   np.testing.assert_array_equal(state[0], problem()[0]["w"])
 
 
-def of_rate(make):
-  """With its rate injected, and without."""
-  return optax.inject_hyperparams(make)(rate=0.1), make(0.1)
-
-
-OPTIONS = dict(bits=8, min_leaf_size=0, axis_name="data", key=3)
+# With a rate that is injected, and without.
+of_rate = lambda make: (optax.inject_hyperparams(make)(rate=0.1), make(0.1))
+OPTIONS = dict(bits=8, min_leaf_size=0, key=3, **OVER)
 STATIC = ("bits", "bucket_size", "refit_every", "min_leaf_size")
 INJECTED = {
-  "qsgd": (
-    optax.inject_hyperparams(gradcomp.qsgd, static_args=STATIC)(**OPTIONS),
-    gradcomp.qsgd(**OPTIONS),
-  ),
+  "qsgd": [
+    make(**OPTIONS)
+    for make in (optax.inject_hyperparams(gradcomp.qsgd, STATIC), gradcomp.qsgd)
+  ],
   "zero": of_rate(lambda rate: zeroed(optax.adam(rate))),
   "local": of_rate(lambda rate: local(optax.adam(rate), every=1)),
   "outer": of_rate(lambda rate: local(optax.sgd(0.1), optax.sgd(rate), every=1)),

@@ -31,8 +31,7 @@ def settled(tx, done=0):
 
   def init(params):
     state = tx.init(params)
-    nu = jax.tree.map(jnp.ones_like, moments_of(state).nu)
-    one = jnp.ones([], jnp.int32)
+    nu, one = jax.tree.map(jnp.ones_like, moments_of(state).nu), jnp.int32(1)
     after = {"count": one + done, "dense": -one, "updates": one, "later": one, "nu": nu}
     moments = moments_of(state)._replace(**after)
     if hasattr(state, "moments"):
