@@ -18,6 +18,8 @@ BATCH = np.ones((8, 8), np.float32)
 DENSE = gradcomp.dense(axis_name="data")
 TX = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
 MESH = modes.mesh(N)
+SIX = np.ones(6, np.float32)
+CUT = jax.device_put(np.ones(8, np.float32), NamedSharding(MESH, P("data")))
 REPLICATED = jax.device_put(W["w"], NamedSharding(MESH, P()))
 
 ROWS = """
@@ -100,6 +102,17 @@ axis_name="data")(BATCH[:, None])
   TypeError: argument 0 of `loss_fn` ... ['layer'][0] ... int32[3] ... jnp.asarray
 make_train_step(loss_fn, DENSE, axis_name="data", mesh=MESH)(COUNTING, (), BATCH)
   TypeError: `params` ... ['layer'][0] ... int32[3] ... jnp.asarray
+# Batches that workers cannot share.
+of_batches({"mask": SIX}, batch_argnums=(1, 2))
+  argument 2 ... share equally, got ... (6,) at ['mask']
+of_batches(SIX)
+  `batch_argnums` ... differ ... got [6, 8]
+of_batches(SIX, batch_argnums=3)
+  `batch_argnums` must be among the 3 ... got 3
+of_batches(np.array([0, 7], np.uint32), batch_argnums=(1, 2))
+  uint32 ... (2,) ... jax.random.key(seed)
+value_and_grad(lambda w, x: jnp.sum(w * x), axis_name="data")(jnp.float32(1), x=CUT)
+  would compute the same gradient ... by position
 # Positions, options and states of a model.
 value_and_grad(jnp.sum, axis_name=None, argnums=v) for v in 1.5, "0", {}, 4j, [0.5]
   `argnums` must be the position ... got
@@ -125,6 +138,11 @@ train_step(DENSE, model_state="mean")
   TypeError: `loss_fn` ... return (loss, model_state) with has_aux=False ... got
 train_step(DENSE, loss=with_aux, model_state="mean", has_aux=True)
   TypeError: `loss_fn` ... return (loss, (model_state, aux)) with has_aux=True ... got
+weighted(v) for v in lambda t, w: t, lambda t, w: (t, None), lambda t, w: (t,
+jnp.ones(3)), lambda t, w: (w, w), lambda t, w: ((t, w), w)
+  TypeError: `loss_fn` ... (total, weight) ... has_weight=True ... got
+train_step(DENSE, has_weight=True)
+  TypeError: `loss_fn` ... return (total, weight)
 # Numbers of workers, and metrics.
 explain(qsgd(), W, workers=v) for v in 0, -2, 1.5, None, (), (2, 0), (2, 2, 2), {},
 {"data": 0}
@@ -217,6 +235,19 @@ def with_aux(params, *rest):
 def update(tx, grads, params=None):
   """``update`` with a state that it made for these gradients."""
   return tx.update(grads, tx.init(grads if params is None else params))[0]
+
+
+def of_batches(*more, **options):
+  """Gradients of a batch on the mesh, and of more."""
+  loss = lambda w, x, *_: jnp.sum(w * x)
+  grad_fn = gradcomp.value_and_grad(loss, axis_name="data", **options)
+  return grad_fn(jnp.float32(1), CUT, *more)
+
+
+def weighted(result):
+  """Gradients of a loss that returns what is made of a total and a weight."""
+  loss = lambda w, x: result(jnp.sum(w * x), jnp.int32(3))
+  return gradcomp.value_and_grad(loss, axis_name=None, has_weight=True)(2.0, BATCH)
 
 
 def in_map(function, x=BATCH, **options):

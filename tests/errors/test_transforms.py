@@ -92,6 +92,12 @@ zero(SGD, grads=OneBit(), params=NEAREST, axis_name="data", feedback="ef21")
   `feedback` ... 'ef21'
 parallel.compress_in_scan(OneBit(), axis_name="data", feedback="ef21")
   `feedback` ... 'ef21'
+parallel.compress_in_scan(QSGD(), axis_name="data", feedback="momentum")
+  `feedback` ... momentum
+on_all(lambda x: update(IN_SCAN, x))
+  `scan_residual` ... make_train_step
+IN_SCAN.init(W)
+  `axis_name` ... 'data'
 # Wrappers.
 update(clip_by_local_norm(1.0, axis_name="data"), W)
   `axis_name` ... 'data'
@@ -165,6 +171,25 @@ step(zero(optax.lookahead(SGD, 2, 0.5), **CODED), params_of=PAIR)
   `params` ... LookaheadParams ... around zero
 step(local_steps(optax.lookahead(SGD, 2, 0.5), SGD, **ROUNDS), params_of=PAIR)
   `params` ... LookaheadParams ... around local_steps
+# Codecs and optimizers of zero.
+zeroed(grads=4)
+  TypeError: `grads` must be an instance of a codec, got 4
+zeroed(**{v: TopK(density=0.01)}) for v in "grads", "params"
+  `{v!s}` ... sparse codec TopK
+zeroed(grads=PowerSGD(rank=1))
+  `grads` ... in the place of a leaf
+zeroed(params=QSGD(bits=1, levels="uniform"))
+  `params` ... to nearest ... 2 bits or more
+zeroed(params=Ternary())
+  `params` ... alone ... share_scale=False
+zeroed(**{v: -1}) for v in "min_leaf_size", "message_bytes"
+  `{v!s}` ... got -1
+zeroed(axis_name=None)
+  `axis_name` must be the name of an axis
+zeroed(optax.chain(optax.clip_by_global_norm(1.0), SGD))
+  `inner` must ... clip_by_local_norm
+zeroed(optax.flatten(optax.adam(0.1)))
+  `inner` must ... no optax.flatten
 # States and parameters of local steps.
 rounds().init(W)
   `axis_name` must be an axis that init can
@@ -178,6 +203,8 @@ rounds().update(W, (), W)
   TypeError: `state` must be a gradcomp.state.LocalStepsState
 rounds().update(W, start(rounds()))
   `params` must be given
+on_all(lambda x: rounds().update([x] * 3, rounds(fragments=3).init([x] * 3), [x] * 3))
+  must be made for 1 fragments, got 3
 local_steps(SGD, v, **ROUNDS) for v in 0.5, None, optax.sgd
   TypeError: `outer` ... optax.GradientTransformation ... got {v}
 replicable(OWNERS, axis_name="data", workers=v) for v in 0, 2.0, True, (2, 2), None
@@ -280,6 +307,9 @@ NEAREST = QSGD(rounding="nearest")
 SUMS = QSGD(bits=16, levels="uniform", share_scale=True)
 SHARED = gradcomp.compress(SUMS, axis_name="data")
 OWNERS = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+IN_SCAN = gradcomp.parallel.compress_in_scan(
+  QSGD(), axis_name="data", exchange="two_shot", feedback="error"
+)
 CODED = dict(grads=QSGD(), params=QSGD(bits=8), axis_name="data")
 PAIR = optax.LookaheadParams.init_synced
 ROUNDS = dict(codec=Dense(), axis_name="data", every=4)
@@ -303,6 +333,10 @@ def step(tx, state=None, params_of=lambda x: x):
 
   stack = {"w": jax.ShapeDtypeStruct((4, 64, 512), jnp.float32)}
   return jax.eval_shape(jax.vmap(worker, axis_name="data"), stack)
+
+
+def zeroed(inner=SGD, **options):
+  return step(gradcomp.parallel.zero(inner, **CODED | options))
 
 
 def two_of_four(tx):

@@ -189,12 +189,18 @@ NORMED = {
     codec=Dense(),
     **OVER,
   ),
+  "zero": gradcomp.parallel.zero(
+    optax.sgd(0.5, 0.5), grads=Dense(), params=Dense(), min_leaf_size=0, **OVER
+  ),
 }
 
 
-@pytest.mark.parametrize("name", NORMED)
+@pytest.mark.parametrize("name", ["allow_frozen", "local_steps", *slow("zero")])
 def test_norms_are_those_of_whole_gradients(name):
-  """A worker's own norm, over all shards of its gradient, as if no axis cut them."""
+  """A worker's own norm, over all shards of its gradient, as if no axis cut them.
+
+  Owners in zero have other rows of shards, and the same updates.
+  """
   tx, outputs, mesh = NORMED[name], [], mesh_of(MODEL)
   for specs in (SPECS, {name: P() for name in SPECS}):
     params = place(normal(0), mesh, specs)
