@@ -247,7 +247,9 @@ def of_batches(*more, **options):
 def weighted(result):
   """Gradients of a loss that returns what is made of a total and a weight."""
   loss = lambda w, x: result(jnp.sum(w * x), jnp.int32(3))
-  return gradcomp.value_and_grad(loss, axis_name=None, has_weight=True)(2.0, BATCH)
+  return gradcomp.value_and_grad(loss, axis_name=None, has_weight=True)(
+    jnp.float32(2), BATCH
+  )
 
 
 def in_map(function, x=BATCH, **options):

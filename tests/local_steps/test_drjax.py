@@ -88,17 +88,19 @@ def trained(reduce, codec=None):
   mesh = modes.mesh(WORKERS, AxisType.Auto, axis_name="diloco")
   put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
   step, outer = diloco(reduce)
-  data = np.random.default_rng(1).standard_normal((STEPS, WORKERS, 64, 64), np.float32)
+  data = np.random.default_rng(1).standard_normal((STEPS, WORKERS, 64, 64))
   with jax.set_mesh(mesh):
-    params, inner = put(jnp.zeros((64, 64))), put(np.zeros_like(data[0]), "diloco")
+    params = put(jnp.zeros((64, 64)))
+    inner = put(jnp.zeros((WORKERS, 64, 64)), "diloco")
     state = {"params": params, "inner": inner, "momentum": outer.init(params)}
     given = {"codec": codec, "mesh_axis": "diloco"}
-    kept = codec and gradcomp.local.mean_state(inner, **given)
+    kept = None if codec is None else gradcomp.local.mean_state(inner, **given)
     state = state | {"kept": kept, "count": jnp.int32(0)}
-    compiled = step.lower(state, put(data[0], "diloco")).compile()
+    batches = [put(x.astype(np.float32), "diloco") for x in data]
+    compiled = step.lower(state, batches[0]).compile()
     losses = []
-    for batch in data:
-      state, loss = compiled(state, put(batch, "diloco"))
+    for batch in batches:
+      state, loss = compiled(state, batch)
       losses.append(float(loss))
   return losses, gradcomp.wire_report(compiled).bytes_sent
 

@@ -169,7 +169,7 @@ def test_a_train_step_returns_the_module_that_it_was_given(kind, name):
   over = {"axis_name": "data" if kind else None}
   exchange = gradcomp.compress(CODEC, min_leaf_size=0, **over)
   adam = optax.chain(exchange, optax.adam(0.1))
-  tx = adam if name == "adam" else WRAPPED[name]()
+  tx = adam if name == "adam" else WRAPPED[name]
   ends = {}
   for given in ("dict", "eqx.Module"):
     mesh, tree, x = over_mesh(kind or AxisType.Auto, TREES[given]())
@@ -191,29 +191,22 @@ def test_a_train_step_returns_the_module_that_it_was_given(kind, name):
   assert_same_bits(ends["eqx.Module"], ends["dict"])
 
 
+dense, adamw = gradcomp.dense(**OVER), optax.adamw(0.1)
+of_codec = dict(grads=CODEC, params=CODEC, min_leaf_size=0)
 WRAPPED = {
-  "clip": lambda: gradcomp.wrappers.clip_by_local_norm(0.5, **OVER),
-  "zero": lambda: gradcomp.parallel.zero(
-    optax.adamw(0.1), grads=CODEC, params=CODEC, min_leaf_size=0, **OVER
-  ),
-  "local_steps": lambda: gradcomp.local.local_steps(
+  "clip": gradcomp.wrappers.clip_by_local_norm(0.5, **OVER),
+  "zero": gradcomp.parallel.zero(adamw, **of_codec, **OVER),
+  "local_steps": gradcomp.local.local_steps(
     optax.adam(0.1), optax.sgd(0.7), every=1, codec=Dense(), **OVER
   ),
-  "skip_nonfinite": lambda: gradcomp.skip_nonfinite(
-    optax.chain(gradcomp.dense(**OVER), optax.adamw(0.1)), 3, **OVER
-  ),
-  "switch": lambda: gradcomp.wrappers.switch(
-    [1], [gradcomp.dense(**OVER), gradcomp.terngrad(**OVER)]
-  ),
-  "allow_frozen": lambda: gradcomp.wrappers.allow_frozen(
-    optax.chain(gradcomp.dense(**OVER), optax.adamw(0.1))
-  ),
+  "skip_nonfinite": gradcomp.skip_nonfinite(optax.chain(dense, adamw), 3, **OVER),
+  "switch": gradcomp.wrappers.switch([1], [dense, gradcomp.terngrad(**OVER)]),
+  "allow_frozen": gradcomp.wrappers.allow_frozen(optax.chain(dense, adamw)),
 }
 
 
 def test_every_transformation_takes_a_module():
   """Also wrappers around optimizers of optax, which see the arrays that are trained."""
-  txs = {name: make() for name, make in WRAPPED.items()}
 
   def updated(tx, tree, x):
     state = tx.init(tree)
@@ -222,9 +215,9 @@ def test_every_transformation_takes_a_module():
     return updates, state, trained(gradcomp.local.local_params(tree, state))
 
   def worker(x):
-    pairs = (model(), trained(model()))
-    found = {name: [updated(tx, y, x) for y in pairs] for name, tx in txs.items()}
-    return found, txs["switch"].init(model())
+    both = lambda tx: [updated(tx, y, x) for y in (model(), trained(model()))]
+    found = {name: both(tx) for name, tx in WRAPPED.items()}
+    return found, WRAPPED["switch"].init(model())
 
   found, state = jax.jit(jax.vmap(worker, axis_name="data"))(jnp.ones(2))
   for name, (whole, arrays) in found.items():

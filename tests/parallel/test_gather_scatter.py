@@ -219,12 +219,8 @@ def test_any_shape_and_dtype(mode):
 
   def each(x):
     whole = parallel.all_gather(x, **options)
-    return (
-      x,
-      whole,
-      parallel.psum(x, **options),
-      parallel.psum_scatter(whole, **options),
-    )
+    back = parallel.psum_scatter(whole, **options)
+    return x, whole, parallel.psum(x, **options), back
 
   function = lambda number: [each(x + number.astype(x.dtype)) for x in arrays]
   near = functools.partial(np.testing.assert_allclose, rtol=0.1)

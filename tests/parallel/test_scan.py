@@ -130,8 +130,6 @@ def test_nothing_under_way_needs_the_layer_that_computes():
 
 MEAN = dict(axis_name="data", codec=Dense())
 LAYER = lambda x, w: (x @ w, None)
-
-
 SAVED = jax.checkpoint_policies.everything_saveable
 
 

@@ -75,9 +75,8 @@ def test_whole_layers_are_constant():
   shards = jax.tree.map(lambda x: np.stack(np.split(x, 4, axis=1)), layers)
 
   def loss(shards, layers):
-    return loss_of(
-      parallel.scan_shards(body, x, shards, whole=layers, **PLAIN), weights
-    )
+    values = parallel.scan_shards(body, x, shards, whole=layers, **PLAIN)
+    return loss_of(values, weights)
 
   grads = jax.vmap(jax.grad(loss, (0, 1)), (0, None), axis_name="data")
   rows, zeros = jax.device_get(jax.jit(grads)(shards, layers))

@@ -3,6 +3,8 @@
 In several messages it has the bits of one, and each waits for its own leaves.
 """
 
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -37,21 +39,17 @@ from tests.support.hlo_order import ancestors, entry_instructions, weight_gradie
 ADAM = optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1)
 
 
-@pytest.mark.parametrize(
-  "codec",
-  [
-    FOUR_BITS,
-    laws.kept(Ternary()),
-    *slow(
-      OneBit(per_column=True),
-      QSGD(bits=2, norm="rms", levels="uniform", rotate=8, bucket_size=64),
-      QSGD(bits=2, levels="nonuniform", bucket_size=64),
-      FloatCast(accumulate="float32"),
-      Ternary(bucket_size=64, share_scale=False),
-    ),
-  ],
-  ids=laws.name,
+ADDED = [FOUR_BITS, laws.kept(Ternary())]
+ADDED += slow(
+  OneBit(per_column=True),
+  QSGD(bits=2, norm="rms", levels="uniform", rotate=8, bucket_size=64),
+  QSGD(bits=2, levels="nonuniform", bucket_size=64),
+  FloatCast(accumulate="float32"),
+  Ternary(bucket_size=64, share_scale=False),
 )
+
+
+@pytest.mark.parametrize("codec", ADDED, ids=laws.name)
 def test_owners_add_what_workers_would_gather(codec):
   """With the same residuals. Each step of SGD rounds, and so does ``p + (m - p)``."""
   params, given = tree(0, LEAVES), gradients(3, LEAVES)
@@ -93,9 +91,8 @@ def test_an_owner_knows_what_was_not_sent_and_sends_it_later():
   params, given = tree(0, shapes), gradients(3, shapes)
   given += [jax.tree.map(np.zeros_like, given[0])] * 3
   before, known, gaps = np.asarray(params["w"]), [], []
-  for held, state in train(
-    "shard_map", coded(optax.sgd(0.1), min_leaf_size=0), params, given
-  ):
+  tx = coded(optax.sgd(0.1), min_leaf_size=0)
+  for held, state in train("shard_map", tx, params, given):
     after, master = held["w"][0], masters(held, state)
     largest = np.abs((master - before).reshape(-1, 64)).max(axis=1, keepdims=True)
     gap = np.abs((master - after).reshape(-1, 64))
@@ -278,27 +275,18 @@ WIDTH = 64
 BYTES = 1200  # of 4 bits: the leaf "w" needs more, and others share a message
 
 
-@pytest.mark.parametrize(
-  "codec, mode",
-  [
-    (QSGD(bits=4, bucket_size=64), "shard_map"),
-    *slow(
-      (QSGD(bits=4, bucket_size=64), "vmap"),
-      (QSGD(bits=4, bucket_size=64), "explicit"),
-      (OneBit(bucket_size=64), "shard_map"),
-      (EightBit(bucket_size=64), "shard_map"),
-      (Ternary(bucket_size=64, share_scale=False), "shard_map"),
-    ),
-  ],
-  ids=str,
-)
+OTHERS = OneBit(), EightBit(), Ternary(share_scale=False)
+PIECES = [(FOUR_BITS, "shard_map"), *slow((FOUR_BITS, "vmap"), (FOUR_BITS, "explicit"))]
+PIECES += slow(*((replace(x, bucket_size=64), "shard_map") for x in OTHERS))
+
+
+@pytest.mark.parametrize("codec, mode", PIECES, ids=str)
 def test_pieces_have_the_bits_of_the_whole(codec, mode):
   """Keys are those of leaves, scales those of buckets, and owners add in one order."""
   params, given = tree(0, LEAVES), gradients(2, LEAVES)
   inner = optax.sgd(0.1, momentum=0.5)
   whole, pieces = (
-    coded(inner, codec, QSGD(bits=4, bucket_size=64), message_bytes=size)
-    for size in (None, BYTES)
+    coded(inner, codec, FOUR_BITS, message_bytes=size) for size in (None, BYTES)
   )
   messages = [
     gradcomp.explain(tx, params, workers=N).messages for tx in (whole, pieces)
