@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from examples.lib.sharded.sub_batches import sub_batches as sub_batches
 from gradcomp import parallel
-from gradcomp.codecs import QSGD, Dense, EightBit
+from gradcomp.codecs import QSGD, BlockFloat, Dense, EightBit
+from gradcomp.parallel import gather_matmul
 from tests.errors import table
 from tests.support import modes
 from tests.support.cases.parallel import mapped as mapped
@@ -77,16 +79,62 @@ twice(lambda w, x: jnp.sum(gather(w, **SHARDS) ** 2) * x) ; twice(lambda w, x:
   jnp.sum(all_gather(w, **MEAN) ** 2) * x) ; twice(lambda w, x: parallel.scan(SQUARES,
   x, w, **MEAN)[0]) ; twice(lambda w, x: scan_shards(SQUARES, x, w, **SHARDS)[0]) ->
   TypeError: must be differentiated once
+# Loops over layers of which workers have parts.
+of_shards(grads=QSGD(bits=4)) -> `key` ... QSGD
+of_shards(grads=OneBit()) -> `grads` ... `residual` is None
+of_shards(axis=2) -> `axis` ... 1 axes
+of_shards(residual=jax.tree.map(lambda x: x[..., :16], WHOLE)) ->
+  `residual` ... (3, 32, 32) ... gather_residual
+of_shards(params=EightBit(), whole=WHOLE) -> `params` ... None with `whole` ... EightBit
+of_shards(backward_axis_name="data", whole=WHOLE) -> `backward_axis_name` ... 'data'
+of_shards(whole=OWN) -> `whole` ... (3, 32, 32) ... (3, 8, 32) ... all_gather
+of_shards(whole=[*WHOLE.values()]) -> `whole` ... a tree like `shards`
+of_shards(whole=WHOLE | {"b": jnp.ones((2, 32))}) ->
+  `whole` ... the same number in each ... [2, 3]
+# Products with parts.
+product(params=Dense()) -> TypeError: matrix units ... Dense ... BlockFloat
+product(inputs=FOUR) -> TypeError: matrix units ... QSGD
+product(params=BlockFloat(element="e3m2")) -> `element` ... e3m2
+product(params=BlockFloat(element="e2m1", rotate=8)) -> `rotate` ... 8
+product(inputs=BlockFloat(element="e2m1", scale="e4m3", block_size=16)) ->
+  `inputs` ... float8_e8m0fnu ... float8_e4m3fn
+product(params=BlockFloat(rounding="stochastic")) -> `key`
+product(residual=jnp.zeros((4, 64))) -> `residual` ... (32, 64) ... gather_residual
+product(axis_name="model") -> model
+product(jnp.ones((6, 48)), jnp.ones((8, 48))) ->
+  last axis ... multiple of 32 ... (8, 48)
+product(w=jnp.ones(512)) -> `w_shard` ... gather
+product(jnp.ones(v)) for v in (6, 32), (0, 64) -> `x` ... {v}
+product(jnp.ones((6, 64), int)) -> TypeError: `x` ... int32
+product(w=1j * jnp.ones((8, 64))) -> TypeError: `w_shard` ... complex64
+# Other places of arrays.
+on_mesh(lambda x: reshard(x, P(), codec=v)) for v in TopK(), RandomK() ->
+  `codec` ... every element
+on_mesh(lambda x: reshard(x, P(), codec=QSGD())) -> `key` ... QSGD
+on_mesh(lambda x: reshard(x, P("data"), codec=EIGHT)) -> `spec` ... jax.reshard
+on_mesh(lambda x: reshard(x, P(None, "data"), codec=EIGHT)) -> `spec` ... one array axis
+on_mesh(lambda x: reshard(x, codec=EIGHT, **v)) for v in {}, dict(spec=P(),
+  axis_name="data") -> `spec` or `axis_name` ... not both
+on_mesh(lambda x: reshard(x, "data", codec=EIGHT)) ->
+  TypeError: `spec` must be a jax.P ... axis_name=
+reshard(jnp.ones((8, 8)), P(), codec=EIGHT) -> `spec` ... jax.reshard
+on_mesh(jax.grad(lambda x: jnp.sum(reshard(x, P(), codec=EIGHT, residual=x)[0]))) ->
+  `residual` ... differentiated
+twice(lambda w, x: jnp.sum(gather_matmul(jnp.ones((6, 64)), w[0, 0] * jnp.ones((8,
+  64)), **PRODUCT) ** 2) * x) -> TypeError: must be differentiated once
 """
 EIGHT = EightBit(bucket_size=64)
 FOUR = QSGD(bits=4, rounding="nearest", bucket_size=32)
 PLAIN = dict(axis_name="data", codec=EIGHT)
 MEAN = dict(axis_name="data", codec=Dense())
 SHARDS = dict(axis_name="data", params=None, grads=None)
+PRODUCT = dict(axis_name="data", params=BlockFloat(), grads=None)
 STACK = jnp.ones((3, 8, 8))
 ROWS_OF_ALL = jnp.ones((4, 2, 8))
 LAYER = lambda x, w: (x @ w, None)
 SQUARES = lambda x, w: (jnp.sum(w * w) * x, None)
+OWN = {"b": jnp.ones((3, 8)), "w": jnp.ones((3, 8, 32))}  # parts of layers
+WHOLE = {"b": jnp.ones((3, 32)), "w": jnp.ones((3, 32, 32))}
 
 
 def on_all(function, x=None):
@@ -111,6 +159,26 @@ def shards(**options):
 def scanned(body=LAYER, layers=STACK, **options):
   run = lambda x: parallel.scan(body, x, layers, **MEAN | options)
   return on_all(run, ROWS_OF_ALL)
+
+
+def of_shards(**options):
+  layer = lambda x, w: (jnp.tanh(x @ w["w"] + w["b"]), None)
+  run = lambda x: parallel.scan_shards(layer, x, OWN, **SHARDS | options)
+  return on_all(run, jnp.ones((4, 8, 32)))
+
+
+def product(x=None, w=None, **options):
+  """Of arrays that all workers have."""
+  x = jnp.ones((6, 64)) if x is None else x
+  w = jnp.ones((8, 64)) if w is None else w
+  return on_all(lambda _: gather_matmul(x, w, **PRODUCT | options))
+
+
+def on_mesh(function):
+  """Traces it in plain jit for rows of four workers."""
+  with jax.set_mesh(modes.mesh(4, AxisType.Explicit)):
+    x = jax.device_put(jnp.ones((8, 8)), P("data"))
+    return jax.eval_shape(function, x)
 
 
 def residual_of(codec, exchange="auto"):

@@ -18,6 +18,8 @@ BATCH = np.ones((8, 8), np.float32)
 DENSE = gradcomp.dense(axis_name="data")
 TX = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
 MESH = modes.mesh(N)
+SIX = np.ones(6, np.float32)
+CUT = jax.device_put(np.ones(8, np.float32), NamedSharding(MESH, P("data")))
 OVER = {"axis_name": "data", "mesh": MESH}
 REPLICATED = jax.device_put(W["w"], NamedSharding(MESH, P()))
 
@@ -109,6 +111,19 @@ explain(DENSE, W, workers=v) for v in 2**18 + 1, 2**31 ; explain(dense(axis_name
 scalars({"loss": jnp.ones(8)}) -> `metrics`['loss'] must be one ... (8,)
 scalars({"a": [0.5, v(1)]}) for v in str, complex, jax.random.key -> TypeError: ['a'][1]
 scalars({"a": {"b": 1.0}, "a/b": 2.0}) -> `metrics`['a/b'] must have ... rename
+# Batches that workers cannot share.
+of_batches({"mask": SIX}, batch_argnums=(1, 2)) ->
+  argument 2 ... share equally, got ... (6,) at ['mask']
+of_batches(SIX) -> `batch_argnums` ... differ ... got [6, 8]
+of_batches(SIX, batch_argnums=3) -> `batch_argnums` must be among the 3 ... got 3
+of_batches(np.array([0, 7], np.uint32), batch_argnums=(1, 2)) ->
+  uint32 ... (2,) ... jax.random.key(seed)
+value_and_grad(lambda w, x: jnp.sum(w * x), axis_name="data")(jnp.float32(1), x=CUT) ->
+  would compute the same gradient ... by position
+weighted(v) for v in lambda t, w: t, lambda t, w: (t, None), lambda t, w: (t,
+  jnp.ones(3)), lambda t, w: (w, w), lambda t, w: ((t, w), w) ->
+  TypeError: `loss_fn` ... (total, weight) ... has_weight=True ... got
+train_step(DENSE, has_weight=True) -> TypeError: `loss_fn` ... return (total, weight)
 """
 # What errors advise, and what is as good as what they ask for.
 TAKEN = """
@@ -159,6 +174,21 @@ def with_aux(params, *rest):
 def update(tx, grads, params=None):
   """``update`` with a state that it made for these gradients."""
   return tx.update(grads, tx.init(grads if params is None else params))[0]
+
+
+def of_batches(*more, **options):
+  """Gradients of a batch on the mesh, and of more."""
+  loss = lambda w, x, *_: jnp.sum(w * x)
+  grad_fn = gradcomp.value_and_grad(loss, axis_name="data", **options)
+  return grad_fn(jnp.float32(1), CUT, *more)
+
+
+def weighted(result):
+  """Gradients of a loss that returns what is made of a total and a weight."""
+  loss = lambda w, x: result(jnp.sum(w * x), jnp.int32(3))
+  return gradcomp.value_and_grad(loss, axis_name=None, has_weight=True)(
+    jnp.float32(2), BATCH
+  )
 
 
 def in_map(function, x=BATCH, **options):

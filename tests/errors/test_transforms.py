@@ -168,6 +168,25 @@ step(OWNERS, OWNERS.init({"w": LEAF})) -> `state.server_residual` ... 4 workers 
   set_mesh ... replicable( ... workers=4)
 two_of_four(qsgd(axis_name="data", feedback="error", exchange="two_shot")) ->
   `state.server_residual` ... (4, 8, 512) ... (2, 8, 512) ... as many workers
+parallel.compress_in_scan(QSGD(), axis_name="data", feedback="momentum") ->
+  `feedback` ... momentum
+on_all(lambda x: update(IN_SCAN, x)) -> `scan_residual` ... make_train_step
+IN_SCAN.init(W) -> `axis_name` ... 'data'
+# Codecs and optimizers of zero.
+zeroed(grads=4) -> TypeError: `grads` must be an instance of a codec, got 4
+zeroed(**{v: TopK(density=0.01)}) for v in "grads", "params" ->
+  `{v!s}` ... sparse codec TopK
+zeroed(grads=PowerSGD(rank=1)) -> `grads` ... in the place of a leaf
+zeroed(params=QSGD(bits=1, levels="uniform")) ->
+  `params` ... to nearest ... 2 bits or more
+zeroed(params=Ternary()) -> `params` ... alone ... share_scale=False
+zeroed(**{v: -1}) for v in "min_leaf_size", "message_bytes" -> `{v!s}` ... got -1
+zeroed(axis_name=None) -> `axis_name` must be the name of an axis
+zeroed(optax.chain(optax.clip_by_global_norm(1.0), SGD)) ->
+  `inner` must ... clip_by_local_norm
+zeroed(optax.flatten(optax.adam(0.1))) -> `inner` must ... no optax.flatten
+on_all(lambda x: rounds().update([x] * 3, rounds(fragments=3).init([x] * 3), [x] * 3))
+  -> must be made for 1 fragments, got 3
 """
 W = {"w": np.linspace(-1, 1, 8 * 256, dtype=np.float32).reshape(8, 256)}
 LEAF = jax.ShapeDtypeStruct((64, 512), jnp.float32)
@@ -178,6 +197,9 @@ NEAREST = QSGD(rounding="nearest")
 SUMS = QSGD(bits=16, levels="uniform", share_scale=True)
 SHARED = gradcomp.compress(SUMS, axis_name="data")
 OWNERS = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+IN_SCAN = gradcomp.parallel.compress_in_scan(
+  QSGD(), axis_name="data", exchange="two_shot", feedback="error"
+)
 CODED = dict(grads=QSGD(), params=QSGD(bits=8), axis_name="data")
 PAIR = optax.LookaheadParams.init_synced
 ROUNDS = dict(codec=Dense(), axis_name="data", every=4)
@@ -202,6 +224,10 @@ def step(tx, state=None, params_of=lambda x: x):
 
   stack = {"w": jax.ShapeDtypeStruct((4, 64, 512), jnp.float32)}
   return jax.eval_shape(jax.vmap(worker, axis_name="data"), stack)
+
+
+def zeroed(inner=SGD, **options):
+  return step(gradcomp.parallel.zero(inner, **CODED | options))
 
 
 def two_of_four(tx):

@@ -20,7 +20,6 @@ from tests.support.cases.local import (
   N,
   Nesterov,
   decaying,
-  diloco,
   dyadic,
   flat,
   local,
@@ -51,13 +50,11 @@ def data_parallel(inner, params, given, of_updates=False):
   return params, state
 
 
+OTHERS = slow(*((mode, "sgd") for mode in ("pmap", "auto", "explicit")))
+
+
 @pytest.mark.parametrize(
-  "mode, inner",
-  [
-    ("vmap", "adam"),
-    ("shard_map", "sgd"),
-    *slow(("pmap", "sgd"), ("auto", "sgd"), ("explicit", "sgd")),
-  ],
+  "mode, inner", [("vmap", "adam"), ("shard_map", "sgd"), *OTHERS]
 )
 def test_with_one_step_a_round_it_is_data_parallel_training(mode, inner):
   """Of the mean of the workers' updates, to the bit.
@@ -131,7 +128,9 @@ def streaming_paper(delay, mixing):
 
 
 def diloco_paper():
-  oracle = functools.partial(diloco, outer=Nesterov(0.7, 0.9), every=3)
+  """One part, which arrives at once."""
+  how = {"parts": [slice(None)], "outers": [Nesterov(0.7, 0.9)], "every": 3}
+  oracle = functools.partial(streaming, delay=0, mixing=1.0, **how)
   return local(SGD, NESTEROV, Dense()), LEAVES, oracle
 
 
@@ -156,19 +155,16 @@ def test_rounds_are_those_of_the_paper(name):
   np.testing.assert_allclose(got, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-  "codec, options",
-  [
-    (TopK(density=0.1), {"exchange": "all_gather"}),
-    (BlockTop(block_size=8), {"exchange": "two_shot", "fragments": 2}),
-    *slow(
-      (QSGD(bits=2, bucket_size=64), {"exchange": "all_gather"}),
-      (TopK(density=0.1), {"exchange": "two_shot"}),
-      (QSGD(bits=2, bucket_size=64), {"exchange": "two_shot", "fragments": 3}),
-    ),
-  ],
-  ids=repr,
-)
+TWO_BITS = QSGD(bits=2, bucket_size=64)
+KEPT = [
+  (TopK(density=0.1), {"exchange": "all_gather"}),
+  (BlockTop(block_size=8), {"exchange": "two_shot", "fragments": 2}),
+  *slow((TWO_BITS, {"exchange": "all_gather"})),
+  *slow((TWO_BITS, {"exchange": "two_shot", "fragments": 3})),
+]
+
+
+@pytest.mark.parametrize("codec, options", KEPT, ids=repr)
 def test_nothing_of_what_workers_did_is_lost(codec, options):
   """All that workers did is what all have, what a worker has more, and what waits.
 

@@ -25,25 +25,30 @@ DENSE = optax.chain(gradcomp.dense(axis_name="data"), optax.sgd(0.1))
 
 
 def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
-  """Its bytes are those of the payload, as explain says them."""
+  """Its bytes are those of the payload, as explain says them.
+
+  An inspection measures the difference in the step that sends it.
+  """
   tx = local(optax.sgd(0.5), NESTEROV, QSGD(bits=4))
   params, state, mesh = placed(tx, tree(0, {"w": (64, 512)}))
-  step = gradcomp.make_train_step(
-    loss_fn, tx, axis_name="data", mesh=mesh, options=gradcomp.TrainOptions(report=True)
-  )
-  batch = jnp.ones(N)
+  given = dict(mesh=mesh, options=gradcomp.TrainOptions(report=True), donate=False)
+  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", **given)
+  batch = jax.device_put(jnp.ones(N), jax.NamedSharding(mesh, P("data")))
   report = gradcomp.wire_report(step.lower(params, state, batch))
   assert report.collectives and all(x.in_branch for x in report.collectives)
   found = gradcomp.explain(tx, params, workers=N)
   assert report.bytes_sent == found.bytes_sent
   assert "a round of 3 steps" in str(found) and "2.03 bits" in str(found)
-  batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("data")))
-  for i in range(7):
-    params, state, metrics = step(params, state, batch)
+  for i in range(6):
+    before, (params, state, metrics) = (params, state), step(params, state, batch)
     assert (metrics["update_norm"] > 0) == (i % 3 == 2)
   assert metrics["loss"].shape == metrics["gradient_norm"].shape == (N,)
   np.testing.assert_allclose(metrics["bytes_sent"], found.bytes_sent / 3)
   assert step._cache_size() == 1
+  for start, sends in ((params, state), False), (before, True):
+    inspection = step(*start, batch, inspect=True)[2]["inspection"]
+    error = float(inspection.total.relative_error)
+    assert 0 < error < 1 if sends else np.isnan(error)
 
 
 def test_an_error_of_the_loss_is_raised_once():
@@ -82,32 +87,25 @@ def test_a_step_that_is_traced_again_has_one_record(monkeypatch):
     assert names == [f"gradcomp.{name}" for name in ours]
 
 
-@pytest.mark.parametrize(
-  "options",
-  [
-    {"every": 8, "fragments": 2, "delay": 3, "mixing": 0.5},
-    {"every": 2, "start": 3},
-  ],
-  ids=["arriving", "first"],
-)
+ARRIVING = {"every": 8, "fragments": 2, "delay": 3, "mixing": 0.5}
+
+
+@pytest.mark.parametrize("options", [ARRIVING, {"every": 2, "start": 3}], ids=len)
 def test_resumed_in_the_midst_of_a_round_it_goes_on_with_the_same_bits(
   options, tmp_path
 ):
   """Through Orbax, where workers are apart, and where an exchange has not arrived."""
   tx = local(ADAM, NESTEROV, TopK(density=0.05), feedback=decaying(0.95), **options)
   params, state, mesh = placed(tx, tree(0, LEAVES))
-  step = gradcomp.make_train_step(
-    loss_fn, tx, axis_name="data", mesh=mesh, donate=False
-  )
+  given = dict(axis_name="data", mesh=mesh, donate=False)
+  step = gradcomp.make_train_step(loss_fn, tx, **given)
   batches = np.random.default_rng(0).normal(size=(11, N)).astype(np.float32)
   held = [(params, state)]
   for batch in batches:
-    params, state, _ = step(*held[-1], batch)
-    held.append((params, state))
+    held.append(step(*held[-1], batch)[:2])
   again = saved.through_orbax(held[6], tmp_path)
   for batch, expected in zip(batches[6:], held[7:], strict=True):
-    params, state, _ = step(*again, batch)
-    again = params, state
+    again = step(*again, batch)[:2]
     assert_same_bits(again, expected)
   assert step._cache_size() == 1
 
@@ -158,16 +156,13 @@ def compiled(tx, shape, axes):
   return found, metrics["bytes_sent"]
 
 
-@pytest.mark.parametrize(
-  "codec, options",
-  [
-    (BlockTop(), {"exchange": "two_shot"}),
-    (BlockTop(block_size=512), {"exchange": "all_gather", "merge": "senders"}),
-  ],
-  ids=repr,
-)
-def test_the_wire_has_4000_times_fewer_bytes_in_rounds_of_30_steps(codec, options):
+@pytest.mark.parametrize("way", ["two_shot", "senders"])
+def test_the_wire_has_4000_times_fewer_bytes_in_rounds_of_30_steps(way):
   """Than plain means in float32: both numbers are those of the compiled program."""
+  codec, options = {
+    "two_shot": (BlockTop(), {"exchange": "two_shot"}),
+    "senders": (BlockTop(block_size=512), {"exchange": "all_gather", "merge": way}),
+  }[way]
   workers, elements = (("data", 8),), 16 * 8192  # a tile for each owner, and more
   tx = local(optax.sgd(0.1), PLAIN, codec, every=30, **options)
   found, told = compiled(tx, (elements,), workers)
@@ -181,20 +176,9 @@ def test_the_wire_has_4000_times_fewer_bytes_in_rounds_of_30_steps(codec, option
 def test_a_report_says_the_bytes_behind_the_first_steps():
   """Data-parallel steps are not those that a table of a long training is about."""
   params = tree(0, {"w": (6, 50)})
-  plain = gradcomp.explain(gradcomp.dense(axis_name="data"), params, workers=N)
+  told = lambda tx: gradcomp.explain(tx, params, workers=N)
   tx = local(optax.adam(0.1), PLAIN, Dense(), 10, start=100)
-  assert gradcomp.explain(tx, params, workers=N).bytes_per_step == plain.bytes_sent / 10
-
-
-def test_inspect_measures_the_difference_in_a_step_that_sends_it():
-  tx = local(optax.sgd(0.5), NESTEROV, TopK(density=0.1))
-  params, state, mesh = placed(tx, tree(0, {"w": (20, 50)}))
-  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
-  errors = []
-  for _ in range(3):
-    params, state, metrics = step(params, state, jnp.ones(N), inspect=True)
-    errors.append(float(metrics["inspection"].total.relative_error))
-  assert np.isnan(errors[:2]).all() and 0 < errors[2] < 1
+  assert told(tx).bytes_per_step == told(DENSE).bytes_sent / 10
 
 
 def test_each_worker_has_the_gradient_at_its_own_parameters():
@@ -209,18 +193,17 @@ def test_each_worker_has_the_gradient_at_its_own_parameters():
 
   def step(target, state, params):
     grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data")
-    _, grads = grad_fn(params, state, target)
-    updates, state = tx.update(grads, state, params)
+    updates, state = tx.update(grad_fn(params, state, target)[1], state, params)
     return optax.apply_updates(params, updates), state
 
-  # Two steps of a quarter leave 9/16 of the distance to a worker's own target.
-  expected = params["w"] * 9 / 16 + target["w"].mean(axis=0) * 7 / 16
   got, state, mesh = placed(tx, params)
   specs = gradcomp.state_specs(state, axis_name="data")
   places = {"in_specs": (P("data"), specs, P()), "out_specs": (P(), specs)}
   mapped = jax.jit(jax.shard_map(step, mesh=mesh, **places))
   for _ in range(2):
     got, state = mapped(target, state, got)
+  # Two steps of a quarter leave 9/16 of the distance to a worker's own target.
+  expected = params["w"] * 9 / 16 + target["w"].mean(axis=0) * 7 / 16
   np.testing.assert_allclose(got["w"], expected, atol=1e-6, rtol=0)  # an ulp or two
 
 
@@ -228,10 +211,10 @@ def test_gradients_may_be_collected_for_a_local_step():
   """By MultiSteps: four gradients are two local steps, and one round."""
   tx = optax.MultiSteps(local(optax.sgd(0.5), PLAIN, Dense(), every=2), 2)
   loss_fn = lambda params, x: jnp.mean(jnp.sum((params["w"] - x) ** 2, 1)) / 2
-  zeros = {"w": np.zeros(8, np.float32)}
-  step, params, state, put = stepped(tx, {"data": N}, zeros, loss_fn)
+  params = {"w": np.zeros(8, np.float32)}
+  step, params, state, put = stepped(tx, {"data": N}, params, loss_fn)
   got = []
-  for target in (1.0, 3.0, 2.0, 4.0):
+  for target in np.float32([1, 3, 2, 4]):
     batch = np.outer(target * np.arange(N), np.ones(8)).astype(np.float32)
     params, state, _ = step(params, state, put(batch))
     got.append(float(params["w"][0]))
@@ -241,11 +224,10 @@ def test_gradients_may_be_collected_for_a_local_step():
 
 def test_leaves_that_a_mask_leaves_out_are_those_that_all_workers_have():
   """Workers move the others: gradients are computed at both."""
-  tx = optax.masked(
-    local(optax.sgd(0.5), PLAIN, Dense(), every=2), {"w": True, "v": False}
-  )
-  params = tree(0, {"w": (5,), "v": (3,)})
-  grads = tree(1, {"w": (5,), "v": (3,)}, N)
+  inside = local(optax.sgd(0.5), PLAIN, Dense(), every=2)
+  tx = optax.masked(inside, {"w": True, "v": False})
+  shapes = {"w": (5,), "v": (3,)}
+  params, grads = tree(0, shapes), tree(1, shapes, N)
 
   def step(grads):
     _, state = tx.update(grads, tx.init(params), params)
@@ -256,20 +238,13 @@ def test_leaves_that_a_mask_leaves_out_are_those_that_all_workers_have():
   assert_same_bits(own["v"], np.stack([params["v"]] * N))
 
 
-def moved_on_devices(state):
-  """What each device's worker moved its one leaf by, in the devices' order."""
-  ((moved, _),) = state.own.by_axes.values()
-  return sorted(moved["w"].addressable_shards, key=lambda x: x.device.id)
-
-
 @pytest.mark.parametrize("codec", [QSGD(bits=8), *slow(Dense())], ids=repr)
 def test_islands_average_in_every_step_and_step_alone_between(codec):
   """Two axes: a compressed exchange inside of the worker's optimizer."""
   how = {"axis_name": "chip", "feedback": "error", "exchange": "two_shot"}
   inside = optax.chain(gradcomp.qsgd(bits=8, **how), optax.sgd(0.25))
-  tx = gradcomp.local.local_steps(
-    inside, PLAIN, every=2, codec=codec, axis_name="island"
-  )
+  over = {"axis_name": "island", "codec": codec, "every": 2}
+  tx = gradcomp.local.local_steps(inside, PLAIN, **over)
   away = lambda params, target: jnp.sum((params["w"] - target) ** 2, (1, 2))
   loss_fn = lambda *args: jnp.mean(away(*args)) / 2
   params, target = tree(0, {"w": (4, 256)}), tree(1, {"w": (4, 256)}, N)["w"]
@@ -278,7 +253,9 @@ def test_islands_average_in_every_step_and_step_alone_between(codec):
   for number in range(2):
     got, state, metrics = step(got, state, put(target))
     # What an island's chips moved by is of the same bits, and what all have, too.
-    moved = [np.asarray(x.data) for x in moved_on_devices(state)]
+    ((leaf, _),) = state.own.by_axes.values()
+    shards = sorted(leaf["w"].addressable_shards, key=lambda x: x.device.id)
+    moved = [np.asarray(x.data) for x in shards]
     assert_same_bits(np.stack(moved[::2]), np.stack(moved[1::2]))
     assert np.any(moved[0] != moved[2]) == (number == 0)
     for shard in got["w"].addressable_shards:
@@ -341,3 +318,30 @@ def test_muloco_with_two_bits_trains_and_brings_all_workers_together(mode, dtype
   for name, leaf in got.items():
     away = lambda x, name=name: np.linalg.norm(np.asarray(x) - np.asarray(goal[name]))
     assert away(leaf[0]) < 0.6 * away(params[name])
+
+
+def test_a_mean_of_models_in_each_step_is_refused():
+  """All workers would average statistics of parameters that are each one's own."""
+  tx, loss = local(ADAM, NESTEROV, Dense()), lambda p, m, x: (jnp.sum(p["w"]), m)
+  params, state, mesh = placed(tx, {"w": jnp.ones(3)})
+  given = dict(axis_name="data", mesh=mesh)
+  given |= {"options": gradcomp.TrainOptions(model_state="mean")}
+  step = gradcomp.make_train_step(loss, tx, **given)
+  with pytest.raises(ValueError, match='`model_state` must be "local" or None'):
+    step.eval_shape(params, state, jnp.ones(1), jnp.ones(N))
+
+
+def test_a_record_says_what_the_state_belongs_to():
+  def record(workers=N, **options):
+    tx = local(ADAM, NESTEROV, TopK(density=0.1), **options)
+    return gradcomp.checkpoint.record(tx, tree(0, LEAVES), workers=workers)
+
+  gradcomp.checkpoint.check_record(record(), record(every=5))
+  for what, old in {
+    "number of gradcomp transformations": record(fragments=3),
+    "residual_decay": record(feedback=decaying(0.5)),
+    "number of workers": record(workers=8),
+    "delay": record(delay=1),
+  }.items():
+    with pytest.raises(ValueError, match=what):
+      gradcomp.checkpoint.check_record(old, record())

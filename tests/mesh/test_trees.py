@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,44 +106,30 @@ def trained(tree):
   return eqx.filter(tree, eqx.is_inexact_array)
 
 
-def step(tx, tree, state, x, axis_name):
-  grad_fn = gradcomp.value_and_grad(loss_fn, axis_name=axis_name, accumulate=2)
-  return tx.update(grad_fn(tree, x)[1], state, tree)
-
-
 def local(tx, axis_name, x, trees):
-  """A step of each tree on one worker, whose state is made there."""
-  return [step(tx, tree, tx.init(tree), x, axis_name)[0] for tree in trees]
+  """Updates of each tree on one worker, whose state is made there."""
+  options = {"axis_name": axis_name, "accumulate": 2}
+  grad_fn = gradcomp.value_and_grad(loss_fn, **options)
+  return [tx.update(grad_fn(y, x)[1], tx.init(y), y)[0] for y in trees]
 
 
-def whole(tx, kind, x, trees):
-  """A step of each tree in plain jit."""
+def updates_in(place, tx, x, trees):
+  if place == "none":
+    return jax.jit(lambda x: local(tx, None, x, trees))(x)
+  own = lambda x: local(tx, "data", x, trees)
+  if place in ("pmap", "vmap"):
+    rows = x.reshape(WORKERS, -1, x.shape[-1])
+    found = jax.jit(getattr(jax, place)(own, **OVER))(rows)
+    return jax.tree.map(lambda x: x[0], found)
+  kind = AxisType.Explicit if place == "explicit" else AxisType.Auto
   mesh = modes.mesh(WORKERS, kind)
+  if place == "shard_map":
+    each = {"mesh": mesh, "in_specs": P("data"), "out_specs": P()}
+    return jax.jit(jax.shard_map(own, **each))(x)
   with jax.set_mesh(mesh):
     parts, others = eqx.partition(trees, eqx.is_array)
     steps = lambda parts, x: local(tx, "data", x, eqx.combine(parts, others))
     return jax.jit(steps)(parts, jax.device_put(x, NamedSharding(mesh, P("data"))))
-
-
-def in_map(tx, x, trees):
-  each = {"mesh": modes.mesh(WORKERS), "in_specs": P("data"), "out_specs": P()}
-  return jax.jit(jax.shard_map(lambda x: local(tx, "data", x, trees), **each))(x)
-
-
-def mapped(tx, map_over, x, trees):
-  rows = x.reshape(WORKERS, -1, x.shape[-1])
-  found = jax.jit(map_over(lambda x: local(tx, "data", x, trees), **OVER))(rows)
-  return jax.tree.map(lambda x: x[0], found)
-
-
-PLACES = {
-  "shard_map": in_map,
-  "pmap": lambda tx, x, trees: mapped(tx, jax.pmap, x, trees),
-  "vmap": lambda tx, x, trees: mapped(tx, jax.vmap, x, trees),
-  "explicit": lambda tx, x, trees: whole(tx, AxisType.Explicit, x, trees),
-  "auto": lambda tx, x, trees: whole(tx, AxisType.Auto, x, trees),
-  "none": lambda tx, x, trees: jax.jit(lambda x: local(tx, None, x, trees))(x),
-}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +141,8 @@ def test_updates_are_those_of_a_dict_in_the_tree_that_was_given(place):
   tx = gradcomp.compress(CODEC, feedback="error", min_leaf_size=0, **over)
   x = np.random.default_rng(1).standard_normal((8, 64)).astype(np.float32)
   trees = {name: make() for name, make in TREES.items()}
-  found = dict(zip(trees, PLACES[place](tx, x, [*trees.values()]), strict=True))
+  updates = updates_in(place, tx, x, [*trees.values()])
+  found = dict(zip(trees, updates, strict=True))
   for name, update in found.items():
     assert jax.tree.structure(update) == jax.tree.structure(trained(trees[name])), name
     assert type(update) is type(trees[name])
@@ -181,7 +169,7 @@ def test_a_train_step_returns_the_module_that_it_was_given(kind, name):
   over = {"axis_name": "data" if kind else None}
   exchange = gradcomp.compress(CODEC, min_leaf_size=0, **over)
   adam = optax.chain(exchange, optax.adam(0.1))
-  tx = adam if name == "adam" else WRAPPED[name]()
+  tx = adam if name == "adam" else WRAPPED[name]
   ends = {}
   for given in ("dict", "eqx.Module"):
     mesh, tree, x = over_mesh(kind or AxisType.Auto, TREES[given]())
@@ -203,29 +191,22 @@ def test_a_train_step_returns_the_module_that_it_was_given(kind, name):
   assert_same_bits(ends["eqx.Module"], ends["dict"])
 
 
+dense, adamw = gradcomp.dense(**OVER), optax.adamw(0.1)
+of_codec = dict(grads=CODEC, params=CODEC, min_leaf_size=0)
 WRAPPED = {
-  "clip": lambda: gradcomp.wrappers.clip_by_local_norm(0.5, **OVER),
-  "zero": lambda: gradcomp.parallel.zero(
-    optax.adamw(0.1), grads=CODEC, params=CODEC, min_leaf_size=0, **OVER
-  ),
-  "local_steps": lambda: gradcomp.local.local_steps(
+  "clip": gradcomp.wrappers.clip_by_local_norm(0.5, **OVER),
+  "zero": gradcomp.parallel.zero(adamw, **of_codec, **OVER),
+  "local_steps": gradcomp.local.local_steps(
     optax.adam(0.1), optax.sgd(0.7), every=1, codec=Dense(), **OVER
   ),
-  "skip_nonfinite": lambda: gradcomp.skip_nonfinite(
-    optax.chain(gradcomp.dense(**OVER), optax.adamw(0.1)), 3, **OVER
-  ),
-  "switch": lambda: gradcomp.wrappers.switch(
-    [1], [gradcomp.dense(**OVER), gradcomp.terngrad(**OVER)]
-  ),
-  "allow_frozen": lambda: gradcomp.wrappers.allow_frozen(
-    optax.chain(gradcomp.dense(**OVER), optax.adamw(0.1))
-  ),
+  "skip_nonfinite": gradcomp.skip_nonfinite(optax.chain(dense, adamw), 3, **OVER),
+  "switch": gradcomp.wrappers.switch([1], [dense, gradcomp.terngrad(**OVER)]),
+  "allow_frozen": gradcomp.wrappers.allow_frozen(optax.chain(dense, adamw)),
 }
 
 
 def test_every_transformation_takes_a_module():
   """Also wrappers around optimizers of optax, which see the arrays that are trained."""
-  txs = {name: make() for name, make in WRAPPED.items()}
 
   def updated(tx, tree, x):
     state = tx.init(tree)
@@ -234,9 +215,9 @@ def test_every_transformation_takes_a_module():
     return updates, state, trained(gradcomp.local.local_params(tree, state))
 
   def worker(x):
-    pairs = (model(), trained(model()))
-    found = {name: [updated(tx, y, x) for y in pairs] for name, tx in txs.items()}
-    return found, txs["switch"].init(model())
+    both = lambda tx: [updated(tx, y, x) for y in (model(), trained(model()))]
+    found = {name: both(tx) for name, tx in WRAPPED.items()}
+    return found, WRAPPED["switch"].init(model())
 
   found, state = jax.jit(jax.vmap(worker, axis_name="data"))(jnp.ones(2))
   for name, (whole, arrays) in found.items():
@@ -310,26 +291,19 @@ def test_a_wire_report_takes_what_equinox_lowers():
   """And any object with ``as_text()``; its ``input_shardings`` name the axes."""
   mesh, tree, x = over_mesh(AxisType.Auto, model())
   spec = {"mesh": mesh, "in_specs": P("data"), "out_specs": P()}
-
-  def mean(x):
-    return jax.shard_map(lambda x: jax.lax.pmean(x, "data"), **spec)(x)
-
+  mean = jax.shard_map(lambda x: jax.lax.pmean(x, "data"), **spec)
   lowered = eqx.filter_jit(lambda tree, x: mean(tree.twice(x))).lower(tree, x)
   compiled = lowered.compile()
-
-  class Text:
-    def as_text(self):
-      return compiled.compiled.as_text()
-
+  text = types.SimpleNamespace(as_text=compiled.compiled.as_text)
   expected = gradcomp.wire_report(jax.jit(lambda x: mean(twice(x))).lower(x))
   assert expected.collectives[0].axis == "data"
   same = [x.operands for x in expected.collectives]
-  for program in (lowered, lowered.lowered, compiled, compiled.compiled, Text()):
+  for program in (lowered, lowered.lowered, compiled, compiled.compiled, text):
     found = gradcomp.wire_report(program).collectives
     assert [x.operands for x in found] == same
-    assert [x.axis for x in found] == ["" if isinstance(program, Text) else "data"]
+    assert [x.axis for x in found] == ["" if program is text else "data"]
   with pytest.raises(TypeError, match=says("`program`", "as_text()", "got function")):
-    gradcomp.wire_report(mean)
+    gradcomp.wire_report(twice)
 
 
 @pytest.mark.parametrize("leaf", [3, True, 2.0, "name", None, twice, np.arange(3)])

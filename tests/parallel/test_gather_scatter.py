@@ -1,14 +1,21 @@
-"""Differentiable collectives are JAX's own, and what the page says of each codec."""
+"""Differentiable collectives are JAX's own, and what the page says of each codec.
+
+They take any shape and dtype, and keep NaN.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import parallel
-from gradcomp.codecs import QSGD, EightBit
+from gradcomp.codecs import QSGD, Dense, EightBit
 from tests.parallel.table_collectives import (
+  DRAWN,
   EXACT,
   OLD,
   ROWS,
@@ -19,6 +26,7 @@ from tests.parallel.table_collectives import (
   plain,
   run,
 )
+from tests.plugins.slow_cases import slow
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.parallel import (
@@ -197,3 +205,108 @@ def test_what_is_sent_are_words_and_as_many_as_the_payloads_have(mode):
     assert abs(sum(c.bytes_sent for c in found) / want - 1) < 0.01, kind
   plain = 4 * 5000 * ((N - 1) * 3 + 3 * share * N + 2 * share + 1)
   assert report.dense_bytes == plain  # the same in float32
+
+
+DENSE = dict(axis_name="data", codec=Dense())
+
+
+@pytest.mark.parametrize("mode", ["shard_map", *slow("pmap", "vmap")])
+def test_any_shape_and_dtype(mode):
+  """Scalars, primes and nothing; half precision comes back as it was."""
+  arrays = [np.float32(3.0), numbers(0, 3), numbers(7).astype(np.float16)]
+  arrays.append(jnp.asarray(numbers(3, 1, 13), jnp.bfloat16))
+  options = dict(axis_name="data", codec=EIGHT)
+
+  def each(x):
+    whole = parallel.all_gather(x, **options)
+    back = parallel.psum_scatter(whole, **options)
+    return x, whole, parallel.psum(x, **options), back
+
+  function = lambda number: [each(x + number.astype(x.dtype)) for x in arrays]
+  near = functools.partial(np.testing.assert_allclose, rtol=0.1)
+  for x, y, total, own in jax.device_get(
+    mapped(mode, function, N)(np.float32(range(N)))
+  ):
+    assert x.dtype == y.dtype == total.dtype == own.dtype
+    assert y.shape[1:] == (N * (x.shape[1] if x.ndim > 1 else 1), *x.shape[2:])
+    wide = np.float32(x)
+    near(np.float32(y[0]), wide.reshape(y.shape[1:]), atol=0.2)
+    near(np.float32(total[1]), wide.sum(0), atol=0.5)
+    near(np.float32(own).reshape(wide.shape), N * wide, atol=0.5)
+
+
+@pytest.mark.parametrize(
+  "codec", [EIGHT, *slow(CODECS["float_cast"], CODECS["ternary"])], ids=str
+)
+def test_a_nan_is_seen_by_all(codec):
+  """At least its own block is NaN, on every worker; also where it is rounded again."""
+  x = numbers(N, 80)
+  x[1, 70] = np.nan
+
+  def function(x):
+    gather = parallel.all_gather(x, axis_name="data", codec=codec, key=DRAWN)
+    total = parallel.psum(x, axis_name="data", codec=codec, key=DRAWN)
+    part = parallel.psum_scatter(x, axis_name="data", codec=codec, key=DRAWN)
+    return gather[80 + 70], total[70], part[10]
+
+  gathered, total, part = mapped("vmap", function, N)(x)
+  assert np.isnan(gathered).all() and np.isnan(total).all() and np.isnan(part[3])
+
+
+def test_complex_numbers_travel_as_pairs_and_equal_arrays_once():
+  """What is equal on all workers has no axis of theirs under vmap, as JAX knows it."""
+  x, equal = numbers(N, 2, 8) + 1j * numbers(N, 2, 8, seed=1), numbers(8)
+
+  def function(x):
+    loss = lambda x: jnp.sum(jnp.abs(parallel.psum(x, **DENSE)) ** 2)
+    whole = parallel.all_gather(x, axis=-1, **DENSE)
+    swapped = parallel.all_to_all(equal, split_axis=0, concat_axis=0, **DENSE)
+    part = parallel.psum_scatter(equal, **DENSE)
+    of_equal = part, swapped, parallel.psum(equal, **DENSE)
+    back = parallel.psum_scatter(whole, axis=-1, **DENSE)
+    return (whole, back, jax.grad(loss)(x)), of_equal
+
+  (whole, back, gradient), (part, swapped, total) = mapped("vmap", function, N)(x)
+  np.testing.assert_array_equal(whole[0], np.concatenate(x, axis=-1))
+  np.testing.assert_allclose(back, N * x, rtol=1e-6)
+  # JAX's gradient of |z|^2 is twice the conjugate of z.
+  want = np.stack([2 * x.sum(0).conj()] * N)
+  np.testing.assert_allclose(gradient, want, rtol=1e-5, atol=1e-5)
+  np.testing.assert_array_equal(part, 4 * equal.reshape(N, 2))
+  every = np.repeat(equal.reshape(N, 1, 2), N, 1).reshape(N, 8)
+  np.testing.assert_array_equal(swapped, every)
+  np.testing.assert_array_equal(total, np.stack([4 * equal] * N))
+
+
+def test_types_say_what_is_equal():
+  """Only a sum, and what is rounded alike, may leave a map as replicated."""
+
+  def out(function):
+    own = lambda x: function(x, axis_name="data", codec=EIGHT)
+    places = dict(mesh=modes.mesh(N), in_specs=P("data"), out_specs=P())
+    return lambda x: jax.eval_shape(jax.shard_map(own, **places), x)
+
+  x, same = numbers(N * 3), dict(own="coded", to="invarying")
+  alike = functools.partial(parallel.all_gather, **same)
+  assert out(parallel.psum)(x).shape == (3,) and out(alike)(x).shape == x.shape
+  with pytest.raises(ValueError, match="out_specs"):
+    out(parallel.all_gather)(x)
+
+
+def test_random_numbers_differ_by_part_and_direction():
+  """Half a step everywhere: equal draws would round equal numbers alike."""
+  codec = QSGD(bits=2, bucket_size=32, norm="max")
+  drawn = dict(axis_name="data", codec=codec, key=DRAWN)
+  x = np.full((N, N * 64), 0.5, np.float32)
+  x[:, ::32] = 1.0
+  ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
+
+  def function(x):
+    swap = dict(split_axis=0, concat_axis=0, own="coded")
+    y, back = jax.vjp(lambda x: parallel.ppermute(x, perm=ring, **drawn), x)
+    return parallel.all_to_all(x, **swap, **drawn), y, back(x)[0]
+
+  parts, there, back = jax.device_get(mapped("vmap", function, N)(x))
+  parts = parts.reshape(N, N, 64)
+  assert all((parts[i, 0] != parts[j, 0]).any() for i in range(N) for j in range(i))
+  assert (there[1] != back[0]).any()

@@ -1,6 +1,5 @@
 """Layers that are cut by their outputs or inputs train as whole ones, by sums."""
 
-import functools
 import itertools
 
 import jax
@@ -45,13 +44,6 @@ def by_both(params, x):
   return jnp.mean(jnp.tanh(parallel.psum(x @ second, **SENT)) ** 2)
 
 
-def by_shares(params, x):
-  """As by_outputs, but cotangents stay per worker: each has a share of the loss."""
-  for w in params:
-    x = parallel.all_gather(jnp.tanh(x @ w), axis=1, **SENT)
-  return jnp.mean(x**2) / N
-
-
 def cut(w, axis=1):
   return np.stack(np.split(w, N, axis=axis))
 
@@ -65,24 +57,17 @@ with_x = lambda model: jax.value_and_grad(model, (0, 1))
   "mode", ["shard_map", "vmap", *slow("shard_map_unchecked", "pmap")]
 )
 def test_layers_that_are_cut_have_the_gradients_of_whole_ones(mode):
-  """By outputs, with a loss of all or a share of it for each; and by both."""
-
-  def grads(columns, pair):
-    x = jnp.asarray(X)
-    each = [jax.value_and_grad(f)(columns, x) for f in (by_outputs, by_shares)]
-    return *each, with_x(by_both)(pair, x)
-
-  *each, (_, ((first, second), dx)) = mapped(mode, grads, N)(COLUMNS, PAIR)
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  x = jnp.asarray(X)
+  run = lambda columns, pair: (with_x(by_outputs)(columns, x), with_x(by_both)(pair, x))
+  found = mapped(mode, run, N)(COLUMNS, PAIR)
+  (values, (columns, _)), (_, ((first, second), dx)) = found
   want = jax.jit(lambda *given: (with_x(whole)(*given), with_x(whole)(PARAMS[:2], X)))
   (value, (params, _)), (_, (pair, of_x)) = jax.device_get(want(PARAMS, X))
-  for share, (got, found) in zip((1, N), each, strict=True):
-    np.testing.assert_allclose(got, [value / share] * N, rtol=1e-5)
-    for w, own in zip(params, found, strict=True):
-      np.testing.assert_allclose(own, cut(w), rtol=1e-5, atol=1e-5 * np.abs(w).max())
-  close(first, cut(pair[0]))
-  close(second, cut(pair[1], 0))
-  close(dx, np.stack([of_x] * N))
+  np.testing.assert_allclose(values, [value] * N, rtol=1e-5)
+  given = [*map(cut, params), cut(pair[0]), cut(pair[1], 0), np.stack([of_x] * N)]
+  for got, expected in zip([*columns, first, second, dx], given, strict=True):
+    largest = np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * largest)
 
 
 def test_a_pair_of_layers_sends_one_sum_in_each_direction():

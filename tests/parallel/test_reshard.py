@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.mesh.shard_maps import unreduce
-from gradcomp.codecs import QSGD, Dense, EightBit, TopK
+from gradcomp.codecs import QSGD, Dense, EightBit
 from gradcomp.parallel import reshard
 from tests.plugins.slow_cases import slow
 from tests.support import modes
-from tests.support.assertions import assert_same_bits, says
+from tests.support.assertions import assert_same_bits
 from tests.support.cases.parallel import mapped, numbers
 
 N = 4
@@ -176,36 +176,3 @@ def test_two_axes_of_a_mesh():
     arrays = in_words(every, put(x, ("host", "chip")), put(x, "host", "chip"))
   for array in arrays:
     assert_same_bits(np.asarray(array), x)
-
-
-EXACTLY = ["`spec` or `axis_name`", "not both"]
-WRONG = {
-  "sparse": (dict(spec=P(), codec=TopK()), ["`codec`", "every element"]),
-  "key": (dict(spec=P(), codec=RANDOM), ["`key`", "QSGD"]),
-  "nothing": (dict(spec=P("data")), ["`spec`", "jax.reshard"]),
-  "turned": (dict(spec=P(None, "data")), ["`spec`", "one array axis"]),
-  "no target": ({}, EXACTLY),
-  "two targets": (dict(spec=P(), axis_name="data"), EXACTLY),
-  "a name": (dict(spec="data"), ["`spec` must be a jax.P", "axis_name="]),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_other_changes_are_refused(case, mesh):
-  options, words = WRONG[case]
-  kind = TypeError if case == "a name" else ValueError
-  with pytest.raises(kind, match=says(*words)):
-    change = lambda x: reshard(x, **{"codec": EIGHT} | options)
-    jax.eval_shape(change, put(numbers(8, 8), "data"))
-
-
-def test_a_mesh_that_hides_its_types_is_refused():
-  with pytest.raises(ValueError, match=says("`spec`", "jax.reshard")):
-    reshard(numbers(8, 8), P(), codec=EIGHT)
-
-
-def test_a_residual_has_no_gradient(mesh):
-  x = put(numbers(8, 8), "data")
-  loss = lambda x: jnp.sum(reshard(x, P(), codec=EIGHT, residual=x)[0])
-  with pytest.raises(ValueError, match=says("`residual`", "differentiated")):
-    jax.eval_shape(jax.grad(loss), x)

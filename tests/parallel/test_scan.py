@@ -1,7 +1,8 @@
 """Scans over layers exchange in their loop as layer after layer would, to the bit.
 
 The rows are those of ``table_scans``: of `scan` and of `scan_shards`, with and without
-a copy inside a host, and with layers that each worker has.
+a copy inside a host, and with layers that each worker has. The last tests are of what
+a scan takes beside layers, and of maps over whole models around it.
 """
 
 import collections
@@ -10,19 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
-from gradcomp._src.codecs.tiles import from_tiles
-from gradcomp._src.core.compression import Compression
-from gradcomp._src.core.feedback import ErrorFeedback
-from gradcomp._src.exchange.auto import as_exchange
-from gradcomp._src.exchange.owners import owned_matrices
-from gradcomp._src.parallel.scan_layer import layer_exchange
+from gradcomp import parallel
+from gradcomp.codecs import Dense
 from tests.parallel import scan_doors, table_scans
 from tests.parallel.table_scans import run
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import assert_same_bits
-from tests.support.cases.parallel import mapped
+from tests.support.cases.parallel import mapped, numbers
 from tests.support.cases.scan import ROWS, whole
 
 PLAIN, SLOW = map(table_scans.rows, (table_scans.TABLE, table_scans.SLOW))
@@ -39,91 +37,22 @@ def of_rows(chosen):
 
 @of_rows(lambda row: True)
 def test_results_are_those_of_layers_in_turn(row):
-  """Values, gradients, residuals of workers and of owners; also where one has a NaN."""
+  """Values, gradients, residuals of workers and of owners; also where one has a NaN.
+
+  What those keep is what their messages lose, and nothing that is not finite: laws of
+  `tests/table`, and of `test_gather`.
+  """
   door, turn = run(row).door, run(row).turn
   assert_same_bits(door.clean, turn.clean[0])
   assert_same_bits(door.dirty, turn.dirty[0])
   assert all(x.any() for x in jax.tree.leaves(door.clean[:3]))
   assert bool(door.clean.kept) == row.keeps  # of float32 all zeros
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(door.dirty[3:]))
   if row.door == "whole":  # rows and residuals of shards have the dtype of these
     assert {x.dtype for x in jax.tree.leaves(door.clean.layers)} == {np.dtype("f4")}
   if "model" in dict(row.axes):  # each half of the model has layers of its own
     own = door.clean.layers["w"]
     assert (own[0] != own[1]).any()
-
-
-def add(x):
-  return np.sum(np.float64(x), 0)
-
-
-def of_owners(owners, row, layers):
-  """The residuals of all owners, as sums in the shapes of the stacked leaves."""
-  plans, options = [], row.options
-
-  def plan(layer):
-    given = options["codec"], "data", as_exchange(options["exchange"])
-    one = Compression(*given, ErrorFeedback(), None, None, 0, "shared")
-    plans.append(layer_exchange(one, layer).plan)
-
-  one = jax.tree.map(lambda x: np.stack([x[0]] * row.workers), layers)
-  jax.eval_shape(jax.vmap(plan, axis_name="data"), one)
-  total = [np.zeros(x.shape) for x in jax.tree.leaves(layers)]
-  for axes, matrices in owned_matrices(plans[0]).items():
-    for matrix, array in zip(matrices, owners[axes], strict=True):
-      for number, slot, like in matrix.leaves():
-        for i, rows in enumerate(np.swapaxes(array, 0, 1)):
-          own = jnp.asarray(rows.reshape(-1, *rows.shape[2:])[slot.start : slot.stop])
-          total[number][i] = from_tiles(own, like, matrix.codec)
-  return total
-
-
-def exact(row):
-  """Whether layers are what others decode, and no half precision rounds."""
-  single = row.axis_name == "data" and row.kind != "explicit"
-  return row.keeps and row.dtype == np.float32 and row.door != "copy" and single
-
-
-@of_rows(exact)
-def test_what_came_and_what_is_kept_are_what_was_given(row):
-  """The means or the rows, and the residuals of all workers and of owners, in sums."""
-  result, (_, grads, old) = run(row).door.clean, run(row).turn.clean
-  for i, (came, grad) in enumerate(
-    zip(*map(jax.tree.leaves, (result.layers, grads)), strict=True)
-  ):
-    left, given = add(result.kept[i]), add(grad)
-    given = given + add(jax.tree.leaves(old)[i])
-    if row.door == "scan":
-      left = left + row.workers * np.float64(came[0])
-      layers = jax.tree.map(lambda x: x[0], result.layers)
-      now, before = (of_owners(x, row, layers)[i] for x in (result.owners, old.owners))
-      left, given = left + row.workers * now, given + row.workers * before
-    else:
-      left = left + np.concatenate(np.float64(came), axis=1)
-    # Means, residuals and their sums in float32, of numbers up to 2**8.
-    np.testing.assert_allclose(left, given, rtol=0, atol=2**-12)
-
-
-@of_rows(lambda row: row.keeps and row.length > 2 and row.axis_name == "data")
-def test_a_nan_is_seen_and_stays_out_of_residuals(row):
-  """That of layer 1 on one worker: layers below have it, too, and those above not."""
-  found, old, sender = run(row).door.dirty, run(row).turn.dirty[2], row.workers - 2
-  leaves = zip(
-    jax.tree.leaves(found.layers), found.kept, jax.tree.leaves(old), strict=False
-  )
-  for came, kept, before in leaves:
-    assert np.isfinite(np.float32(came[:, 2:])).all()
-    assert np.isfinite(kept).all()
-    seen = np.isnan(np.float32(came))[:, :2]
-    if row.door == "scan":
-      assert seen.any((0, 2) if came.ndim == 3 else (0, 2, 3)).all()
-      assert_same_bits(came, np.stack([came[0]] * row.workers))
-      assert_same_bits(kept[:, :2][seen], before[:, :2][seen])
-    else:
-      seen = np.concatenate(seen, axis=1)
-      assert seen.any()
-      # Only the worker that sent it keeps what it had: others have sent their own.
-      assert_same_bits(kept[sender, :2][seen], before[sender, :2][seen])
-  assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.owners))
 
 
 def sent(report):
@@ -197,3 +126,70 @@ def test_nothing_under_way_needs_the_layer_that_computes():
   assert sum(map(sends, loop.eqns)) == 2 and any(map(product, loop.eqns))
   assert not any(map(sends, behind(product)))
   assert not any(map(product, behind(sends)))
+
+
+MEAN = dict(axis_name="data", codec=Dense())
+LAYER = lambda x, w: (x @ w, None)
+SAVED = jax.checkpoint_policies.everything_saveable
+
+
+@pytest.mark.parametrize("mode, policy", [("shard_map", None), ("vmap", SAVED)])
+def test_all_that_a_scan_may_take(mode, policy):
+  """Carries of several kinds, outputs, keys a layer, and arrays that a body reads.
+
+  All are as with ``lax.scan``, and so are the gradients of what is not exchanged.
+  """
+  layers, x, own = numbers(3, 8, 8), numbers(4, 2, 8), numbers(4, 8)
+  keys = jax.random.split(jax.random.key(0), 3)
+
+  def loss(scan, layers, x, own):
+    rows = jnp.arange(2)
+
+    def body(carry, layer):
+      x, number = carry
+      w, key = layer
+      noise = jax.random.normal(key, (8,))
+      x = jnp.sin(x @ w + own * noise) * (rows[:, None] + number)
+      return (x, number + 1), {"x": x, "number": number}
+
+    (x, number), ys = scan(body, (x, jnp.int32(1)), (layers, keys))
+    return jnp.mean(x) + jnp.mean(ys["x"] ** 2), (x, number, ys)
+
+  def both(x, own):
+    ours = lambda *given: parallel.scan(*given, policy=policy, **MEAN)
+    grad = lambda scan: jax.grad(
+      lambda *given: loss(scan, *given), (0, 1, 2), has_aux=True
+    )
+    shared = jnp.asarray(layers)
+    theirs, aux = grad(lax.scan)(varying(shared), x, own)
+    got, found = grad(ours)(shared, x, own)
+    plain, _ = ours(lambda x, w: (x @ w, None), x, shared), None
+    want = lax.scan(lambda x, w: (x @ w, None), x, varying(shared))
+    return got, (lax.pmean(theirs[0], "data"), *theirs[1:]), (found, aux), (plain, want)
+
+  def varying(x):
+    return lax.pcast(x, "data", to="varying") if mode == "shard_map" else x
+
+  got, want, values, plain = mapped(mode, both, 4)(x, own)
+  assert_same_bits(values[0], values[1])
+  assert_same_bits(plain[0], plain[1])
+  for ours, theirs in zip(got, want, strict=True):
+    # The two programs compute the products of a layer in orders of their own.
+    np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
+def test_several_models_are_mapped_over_and_scans_without_a_gradient_too():
+  """Each model gets the bits that it would alone."""
+  x, layers = whole(4, 2, 8), whole(2, 3, 8, 8, seed=1)
+
+  def of_all(x, layers):
+    loss = lambda layers, x: jnp.sum(parallel.scan(LAYER, x, layers, **MEAN)[0])
+    grad = lambda x: jax.grad(loss)(layers, x)
+    return jax.vmap(grad, axis_name="data")(x)
+
+  got = jax.jit(jax.vmap(of_all, in_axes=(None, 0)))(x, layers)
+  want = [jax.jit(of_all)(x, each) for each in layers]
+  assert_same_bits(got, jnp.stack(want))
+  scan = lambda x: parallel.scan(LAYER, x, layers[0], **MEAN)[0]
+  values = jax.vmap(lambda x: jax.vmap(scan)(x), axis_name="data")
+  assert np.isfinite(values(jnp.asarray(x))).all()

@@ -17,18 +17,13 @@ STACK = jnp.ones((3, 8, 8))
 LAYER = lambda x, w: (x @ w, None)
 
 
-def on_mesh(workers):
-  mesh = jax.make_mesh((workers,), ("data",), devices=jax.devices()[:workers])
-  return jax.set_mesh(mesh)
+def on_mesh():
+  kinds, devices = (jax.sharding.AxisType.Explicit,), jax.devices()[:4]
+  return jax.set_mesh(jax.make_mesh((4,), ("data",), kinds, devices=devices))
 
 
 def on(spec, x):
   return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
-
-
-def cut(x):
-  """The array in parts of its first axis, one for each worker."""
-  return on(P("data"), x)
 
 
 def test_values_outputs_and_other_gradients_are_those_of_a_plain_scan():
@@ -44,10 +39,10 @@ def test_values_outputs_and_other_gradients_are_those_of_a_plain_scan():
   grad = lambda scan: jax.grad(lambda *given: of(scan, *given), (0, 1, 2), has_aux=True)
   scale = jnp.float32(2)
   want = jax.jit(grad(lax.scan))(layers, x, scale)
-  with on_mesh(4):
+  with on_mesh():
     scan = lambda *given: parallel.scan(*given, **PLAIN)
     both = lambda *given: (grad(scan)(*given), of(scan, *given)[1])
-    got, value = jax.jit(both)(layers, cut(x), scale)
+    got, value = jax.jit(both)(layers, on(P("data"), x), scale)
   assert_same_bits(got, want)  # of whole numbers, of which all sums are exact
   assert_same_bits(value, want[1])
 
@@ -59,19 +54,18 @@ def scanned(layers=STACK, body=LAYER, x=None, **options):
     last, ys = parallel.scan(body, x, layers, **{**PLAIN, **options})
     return jnp.sum(last) + sum(map(jnp.sum, jax.tree.leaves(ys)))
 
-  x = cut(jnp.ones((8, 8))) if x is None else x
+  x = on(P("data"), jnp.ones((8, 8))) if x is None else x
   return jax.eval_shape(jax.grad(loss), layers, x)
 
 
 def test_what_plain_jit_cannot_take_is_named():
-  deferred = lambda w: gradcomp.defer_reduction(w, axis_name="data")
-  with on_mesh(4):
-    array, cut_layers = on(P(), jnp.ones(8)), on(P(None, "data"), STACK[:, :4])
-    for wrong in (cut_layers, deferred(on(P(), STACK))):
-      with pytest.raises(ValueError, match=says("`layers`", "data", "scan_shards")):
-        scanned(wrong)
-      with pytest.raises(ValueError, match=says("`layers`", "data", "scan_shards")):
-        parallel.scan_residual(wrong, **PLAIN)
+  with on_mesh():
+    array, whole = on(P(), jnp.ones(8)), on(P(), STACK)
+    deferred = gradcomp.defer_reduction(whole, axis_name="data")
+    for wrong in (on(P(None, "data"), STACK[:, :4]), deferred):
+      for call in (scanned, lambda x: parallel.scan_residual(x, **PLAIN)):
+        with pytest.raises(ValueError, match=says("`layers`", "data", "scan_shards")):
+          call(wrong)
     with pytest.raises(ValueError, match=says("`carry`", "'data'", "jax.device_put")):
       scanned(x=jnp.ones((8, 8)))
     with pytest.raises(ValueError, match=says("`body`", "float32[]", "y[None]")):

@@ -1,18 +1,20 @@
-"""zero: every worker optimizes an Nth of the parameters, and all see the same ones."""
+"""zero: every worker optimizes an Nth of the parameters, and all see the same ones.
+
+In several messages it has the bits of one, and each waits for its own leaves.
+"""
+
+from dataclasses import replace
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense, FloatCast, OneBit, PowerSGD, Ternary, TopK
-from gradcomp.parallel import zero
+from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, OneBit, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import laws
 from tests.support.assertions import assert_same_bits, says
@@ -30,51 +32,24 @@ from tests.support.cases.zero import (
   sharded,
   train,
   tree,
-  wire,
+  wired,
 )
+from tests.support.hlo_order import ancestors, entry_instructions, weight_gradients
 
 ADAM = optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1)
 
 
-def test_in_float32_it_is_adam():
-  """Up to rounding: a sum of workers in their order, and ``p + (m - p)`` for ``m``.
-
-  An ulp of a parameter below 4 is 2.4e-7, and each step may add one or two.
-  """
-  params, given = tree(0, LEAVES), gradients(3, LEAVES)
-  got, _ = last("shard_map", coded(ADAM, Dense()), params, given)
-  expected = plain(ADAM, params, given)
-  for name, leaf in expected.items():
-    for copy in got[name]:
-      np.testing.assert_allclose(copy, leaf, atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("codec", [FOUR_BITS, *slow(OneBit(bucket_size=64))])
-def test_all_workers_hold_the_same_bits(codec):
-  """Nothing proves it here, and everyone's own copy comes back."""
-  given = gradients(3, LEAVES)
-  tx = coded(ADAM, codec)
-  for params, _ in train("shard_map_unchecked", tx, tree(0, LEAVES), given):
-    for leaf in jax.tree.leaves(params):
-      assert np.isfinite(leaf).all()
-      assert_same_bits(leaf, np.stack([leaf[0]] * N))
-
-
-@pytest.mark.parametrize(
-  "codec",
-  [
-    FOUR_BITS,
-    laws.kept(Ternary()),
-    *slow(
-      OneBit(per_column=True),
-      QSGD(bits=2, norm="rms", levels="uniform", rotate=8, bucket_size=64),
-      QSGD(bits=2, levels="nonuniform", bucket_size=64),
-      FloatCast(accumulate="float32"),
-      Ternary(bucket_size=64, share_scale=False),
-    ),
-  ],
-  ids=laws.name,
+ADDED = [FOUR_BITS, laws.kept(Ternary())]
+ADDED += slow(
+  OneBit(per_column=True),
+  QSGD(bits=2, norm="rms", levels="uniform", rotate=8, bucket_size=64),
+  QSGD(bits=2, levels="nonuniform", bucket_size=64),
+  FloatCast(accumulate="float32"),
+  Ternary(bucket_size=64, share_scale=False),
 )
+
+
+@pytest.mark.parametrize("codec", ADDED, ids=laws.name)
 def test_owners_add_what_workers_would_gather(codec):
   """With the same residuals. Each step of SGD rounds, and so does ``p + (m - p)``."""
   params, given = tree(0, LEAVES), gradients(3, LEAVES)
@@ -90,50 +65,42 @@ def test_owners_add_what_workers_would_gather(codec):
 
 
 @pytest.mark.parametrize(
-  "mode", ["explicit", *slow("auto", "pmap", "vmap", "shard_map_unchecked")]
+  "mode", ["explicit", "shard_map_unchecked", *slow("auto", "pmap", "vmap")]
 )
 def test_all_modes_train_alike(mode):
+  """All workers have the same bits, also where each one's own copy comes back."""
   params, given = tree(0, LEAVES), gradients(2, LEAVES)
   tx = coded(
     optax.sgd(0.1, momentum=0.5), QSGD(bits=4, bucket_size=64), feedback="error"
   )
   got, state = last(mode, tx, params, given)
   expected, other = last("shard_map", tx, params, given)
+  for leaf in got.values():
+    assert_same_bits(leaf, np.stack([leaf[0]] * N))
   chex.assert_trees_all_close(got, expected, atol=1e-6)
   chex.assert_trees_all_close(state.unsent, other.unsent, atol=1e-6)
 
 
-def test_what_the_owner_knows_is_half_a_step_away_at_most():
-  """A level of a bucket is a seventh of its largest difference, ties included.
+def test_an_owner_knows_what_was_not_sent_and_sends_it_later():
+  """It is half a step at most: a level is a seventh of the largest difference.
 
-  Rounding of ``p + d`` adds half an ulp of a parameter below 8.
+  Rounding of ``p + d`` adds half an ulp of a parameter below 8. The last gradients are
+  zero, and the differences go on.
   """
   shapes = {"w": (N * TILE,)}
-  params, given = tree(0, shapes), gradients(4, shapes)
-  before = np.asarray(params["w"])
-  for held, state in train("shard_map", coded(ADAM, min_leaf_size=0), params, given):
+  params, given = tree(0, shapes), gradients(3, shapes)
+  given += [jax.tree.map(np.zeros_like, given[0])] * 3
+  before, known, gaps = np.asarray(params["w"]), [], []
+  tx = coded(optax.sgd(0.1), min_leaf_size=0)
+  for held, state in train("shard_map", tx, params, given):
     after, master = held["w"][0], masters(held, state)
     largest = np.abs((master - before).reshape(-1, 64)).max(axis=1, keepdims=True)
     gap = np.abs((master - after).reshape(-1, 64))
     assert (gap <= largest / 7 / 2 + 2**-22).all()
-    assert gap.max() > 0.9 * largest.max() / 7 / 2 / 2
-    before = after
-
-
-def test_what_was_not_sent_comes_later():
-  """The gradient is zero behind the first step, and the differences go on."""
-  shapes = {"w": (N * TILE,)}
-  params, (first,) = tree(0, shapes), gradients(1, shapes)
-  nothing = jax.tree.map(np.zeros_like, first)
-  tx = coded(optax.sgd(0.1), FOUR_BITS, min_leaf_size=0)
-  given = [first] + [nothing] * 3
-  held, states = zip(*train("shard_map", tx, params, given), strict=True)
-  known = [masters(*both) for both in zip(held, states, strict=True)]
-  gaps = [np.abs(m - x["w"][0]).max() for m, x in zip(known, held, strict=True)]
-  assert_same_bits(known[-1], known[0])
-  assert gaps[0] > 1e-3
+    before, known, gaps = after, [*known, master], [*gaps, gap.max()]
+  np.testing.assert_allclose(known[-1], known[2], rtol=0, atol=2**-21)
   # Each step leaves a fourteenth of the largest difference.
-  assert gaps[2] < gaps[0] / 100
+  assert gaps[2] > 1e-3 and gaps[4] < gaps[2] / 100
 
 
 def test_each_leaf_is_rounded_as_its_types_say():
@@ -181,7 +148,7 @@ def test_eight_bits_a_parameter_are_sent():
   params = {"w": (256, 4096), "b": (100,), "s": ()}
   params = {name: np.ones(shape, np.float32) for name, shape in params.items()}
   tx = coded(optax.adam(0.1), codec)
-  report = wire(tx, params)
+  report = gradcomp.wire_report(wired(tx, params))
   sent = [x for x in report.collectives if x.dtype == "u32"]
   assert [x.kind for x in sent] == ["all-to-all", "all-gather"]
   assert [x.dtype for x in report.collectives if x not in sent] == ["f32"]
@@ -194,20 +161,12 @@ def test_eight_bits_a_parameter_are_sent():
   assert gradcomp.explain(tx, params, workers=N).bytes_sent == total
 
 
-ODD = {
-  "1": (1,),
-  "7": (7,),
-  "N-1": (N - 1,),
-  "N+1": (N + 1,),
-  "p": (4099,),
-  "q": (13, 61),
-}
-
-
 @pytest.mark.parametrize("least, dense", [(None, 4), (0, 0)])
-def test_leaves_of_any_size_share_two_messages(least, dense):
-  """Small ones in float32, exactly; the others within a few levels of the codec."""
-  params, given = tree(0, ODD), gradients(2, ODD)
+def test_leaves_of_any_size_are_within_a_few_levels(least, dense):
+  """And small ones in float32, exactly; messages are counted below."""
+  shapes = {"1": (1,), "7": (7,), "N-1": (N - 1,), "N+1": (N + 1,)}
+  shapes |= {"p": (4099,), "q": (13, 61)}
+  params, given = tree(0, shapes), gradients(2, shapes)
   inner = optax.sgd(0.1)
   codec = QSGD(bits=8, bucket_size=32, rounding="nearest")
   tx = coded(inner, codec, min_leaf_size=least)
@@ -219,8 +178,6 @@ def test_leaves_of_any_size_share_two_messages(least, dense):
   for name, leaf in expected.items():
     tolerance = 1e-6 if f"['{name}']" in exact else 0.01
     np.testing.assert_allclose(got[name][0], leaf, atol=tolerance)
-  kinds = [x.kind for x in wire(tx, params).collectives if x.dtype == "u32"]
-  assert kinds == ["all-to-all", "all-gather"]
 
 
 def test_what_fills_rows_up_is_never_sent():
@@ -240,7 +197,10 @@ def test_what_fills_rows_up_is_never_sent():
 
 
 def test_what_is_not_finite_stays_out_of_the_state():
-  """Its bucket of the updates is NaN for all, and the step behind it is a sound one."""
+  """Its bucket of the updates is NaN for all, and the step behind it is a sound one.
+
+  A guard around it leaves everything as it was.
+  """
   shapes = {"w": (N * TILE,)}
   params, (first, then) = tree(0, shapes), gradients(2, shapes)
   bad = {"w": np.array(first["w"])}
@@ -254,16 +214,8 @@ def test_what_is_not_finite_stays_out_of_the_state():
   assert not any(x.reshape(-1)[:64].any() for x in jax.tree.leaves(state.unsent))
   mu = state.inner_state[0].mu.arrays[("data",)][0].reshape(-1)
   assert not mu[:64].any() and mu[64:128].any()
-
-
-def test_a_guard_around_it_leaves_everything_as_it_was():
-  shapes = {"w": (N * TILE,)}
-  params, (first,) = tree(0, shapes), gradients(1, shapes)
-  bad = {"w": np.array(first["w"])}
-  bad["w"][1, 3] = np.nan
-  tx = coded(optax.adam(0.1), min_leaf_size=0)
   guarded = gradcomp.skip_nonfinite(tx, 5, axis_name="data")
-  (expected, other), (got, state) = train("shard_map", guarded, params, [first, bad])
+  (expected, other), (got, state) = train("shard_map", guarded, params, [then, bad])
   assert_same_bits(got, expected)
   assert_same_bits(state.inner_state, other.inner_state)
 
@@ -301,76 +253,6 @@ def test_it_goes_where_optimizers_go(name):
   np.testing.assert_allclose(params["b"], moved, atol=0.01)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_parameters_may_be_cut_over_another_axis(kind):
-  """Each device owns rows of its own part, or of the whole where JAX places it."""
-  mesh = jax.make_mesh((N, 2), ("data", "model"), (kind,) * 2)
-  params = {"w": np.full((64, TILE), 2, np.float32), "b": np.full(7, 2, np.float32)}
-  cut = {"w": P(None, "model"), "b": P()}
-  tx, whole = coded(optax.adam(0.1)), sharded(coded(optax.adam(0.1)), params)
-  held = jax.tree.map(
-    lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, cut
-  )
-  with jax.set_mesh(mesh):
-    state = tx.init(held)
-  losses = []
-  for now, own, devices in (held, state, mesh), whole:
-    step = gradcomp.make_train_step(
-      loss_fn, tx, axis_name="data", mesh=devices, donate=False
-    )
-    for _ in range(3):
-      now, own, metrics = step(now, own, np.ones(N, np.float32))
-    losses.append(float(metrics["loss"]))
-  assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-def test_orbax_restores_a_state(tmp_path):
-  tx = coded(INJECTED, feedback="error")
-  params, state, mesh = sharded(tx, TWO)
-  step = gradcomp.make_train_step(
-    loss_fn, tx, axis_name="data", mesh=mesh, donate=False
-  )
-  batch = np.arange(1, 1 + 2 * N, dtype=np.float32)
-  params, state, _ = step(params, state, batch)
-  _, new, _ = sharded(tx, params)
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / "state", state)
-    checkpointer.wait_until_finished()
-    restored = checkpointer.restore(tmp_path / "state", new)
-  assert_same_bits(restored, state)
-  assert_same_bits(step(params, restored, batch)[:2], step(params, state, batch)[:2])
-
-
-FLATTENED = optax.flatten(optax.adam(0.1))
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
-ONE_BIT = QSGD(bits=1, levels="uniform")
-NEAREST = ["`params`", "to nearest", "2 bits or more"]
-WRONG = {
-  "no codec": (dict(grads=4), ["`grads` must be an instance of a codec, got 4"]),
-  "sparse": (dict(grads=TopK(density=0.01)), ["`grads`", "sparse codec TopK"]),
-  "sparse params": (dict(params=TopK(density=0.01)), ["`params`", "sparse codec"]),
-  "rounds": (dict(grads=PowerSGD(rank=1)), ["`grads`", "in the place of a leaf"]),
-  "far": (dict(params=ONE_BIT), NEAREST),
-  "shared": (dict(params=Ternary()), ["`params`", "alone", "share_scale=False"]),
-  "size": (dict(min_leaf_size=-1), ["`min_leaf_size`", "got -1"]),
-  "message": (dict(message_bytes=-1), ["`message_bytes`", "got -1"]),
-  "axis": (dict(axis_name=None), ["`axis_name` must be the name of an axis"]),
-  "norm": (dict(inner=CLIPPED), ["`inner` must", "clip_by_local_norm"]),
-  "flatten": (dict(inner=FLATTENED), ["`inner` must", "no optax.flatten"]),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_work_is_refused(case):
-  options, words = WRONG[case]
-  given = dict(grads=FOUR_BITS, params=FOUR_BITS, axis_name="data") | options
-  with pytest.raises(
-    TypeError if case == "no codec" else ValueError, match=says(*words)
-  ):
-    sharded(zero(given.pop("inner", ADAM), **given), {"w": TWO["w"]})
-
-
 def test_a_state_that_does_not_fit_is_refused():
   params = {"w": TWO["w"]}
   tx = coded(ADAM)
@@ -385,3 +267,91 @@ def test_a_state_that_does_not_fit_is_refused():
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
   with pytest.raises(ValueError, match=says("`state.unsent` must", "got", "20")):
     step(params, other, np.ones(N, np.float32))
+
+
+# In several messages.
+LAYERS = 4
+WIDTH = 64
+BYTES = 1200  # of 4 bits: the leaf "w" needs more, and others share a message
+
+
+OTHERS = OneBit(), EightBit(), Ternary(share_scale=False)
+PIECES = [(FOUR_BITS, "shard_map"), *slow((FOUR_BITS, "vmap"), (FOUR_BITS, "explicit"))]
+PIECES += slow(*((replace(x, bucket_size=64), "shard_map") for x in OTHERS))
+
+
+@pytest.mark.parametrize("codec, mode", PIECES, ids=str)
+def test_pieces_have_the_bits_of_the_whole(codec, mode):
+  """Keys are those of leaves, scales those of buckets, and owners add in one order."""
+  params, given = tree(0, LEAVES), gradients(2, LEAVES)
+  inner = optax.sgd(0.1, momentum=0.5)
+  whole, pieces = (
+    coded(inner, codec, FOUR_BITS, message_bytes=size) for size in (None, BYTES)
+  )
+  messages = [
+    gradcomp.explain(tx, params, workers=N).messages for tx in (whole, pieces)
+  ]
+  assert messages[0] == 1 < messages[1]
+  got, state = last(mode, pieces, params, given)
+  expected, other = last(mode, whole, params, given)
+  assert_same_bits(got, expected)
+  assert_same_bits(state.gradients, other.gradients)
+  # A message has a matrix for each pair of codecs in it.
+  assert len(state.unsent.arrays["data",]) > len(other.unsent.arrays["data",])
+
+
+def test_each_message_has_two_collectives_and_takes_its_own_memory():
+  params = {f"w{i}": np.ones((64, 2 * TILE), np.float32) for i in range(LAYERS)}
+  each = 4 * 33 * 64 * 2 * 4  # words of 128 rows, of a leaf's codes and its scales
+  programs = {}
+  for size, count in ((None, 1), (2 * each, 2), (0, LAYERS)):
+    tx = coded(optax.adam(0.1), message_bytes=size)
+    programs[count] = wired(tx, params).compile()
+    report = gradcomp.wire_report(programs[count])
+    sent = [x for x in report.collectives if x.dtype == "u32"]
+    assert (
+      sorted(x.kind for x in sent) == ["all-gather"] * count + ["all-to-all"] * count
+    )
+    told = gradcomp.explain(tx, params, workers=N)
+    assert told.messages == count
+    assert told.bytes_sent == sum(x.bytes_sent for x in sent)
+  # Without pieces all rows, all means and all differences are there at once.
+  temps = {n: x.memory_analysis().temp_size_in_bytes for n, x in programs.items()}
+  assert temps[LAYERS] < 0.75 * temps[1]
+
+
+def test_a_piece_waits_for_its_own_leaves_alone():
+  """Both its collectives: the gradients' and that of the differences."""
+  tx = coded(optax.adam(0.1), message_bytes=0, min_leaf_size=0)
+  weights = [np.eye(WIDTH, dtype=np.float32)] * LAYERS
+  params, state, mesh = sharded(tx, weights)
+  specs = gradcomp.state_specs(state, axis_name="data")
+
+  def loss_of(params, x):
+    for w in params:
+      x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+  def step(params, state, x):
+    grads = gradcomp.value_and_grad(loss_of, axis_name="data")(params, x)[1]
+    return tx.update(grads, state, params)[0]
+
+  mapped = jax.shard_map(
+    step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=P()
+  )
+  lowered = jax.jit(mapped).lower(params, state, np.ones((8 * N, WIDTH), np.float32))
+  instructions = entry_instructions(lowered.compile().as_text())
+  products = set(weight_gradients(instructions, WIDTH))
+  for kind in ("all-to-all", "all-gather"):
+    named = [n for n, (_, line) in instructions.items() if f" {kind}(" in line]
+    needed = [len(ancestors(instructions, name) & products) for name in named]
+    assert needed == [1] * LAYERS, kind
+
+
+def test_another_size_needs_another_state():
+  params = dict.fromkeys("wv", np.ones((8, TILE), np.float32))
+  params, state, mesh = sharded(coded(optax.sgd(0.1)), params)
+  tx = coded(optax.sgd(0.1), message_bytes=0)
+  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+  with pytest.raises(ValueError, match=says("`state.unsent` must", "message_bytes")):
+    step(params, state, np.ones(N, np.float32))

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from tests.plugins.slow_cases import slow
 from tests.support import modes
-from tests.support.assertions import says
 from tests.support.cases.recipe import RECIPES, make
 
 N, ROWS = 4, 8  # workers, and the examples of each
@@ -181,62 +180,29 @@ def with_key(w, x):
   return jnp.sum(w * x), {"loss": w, "state": [jax.random.key(0)]}
 
 
-def gradients_with_key(kind=None, **options):
-  """The shapes of gradients of one device, or of plain jit over axes of a kind."""
-  axes = {"axis_name": None if kind is None else "data"}
-  place = None if kind is None else NamedSharding(modes.mesh(N, kind), P("data"))
-  grad_fn = gradcomp.value_and_grad(with_key, has_aux=True, **axes, **options)
-  x = jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=place)
-  return jax.eval_shape(grad_fn, jnp.float32(1), x)
-
-
-def step_with_key(**options):
-  options = gradcomp.TrainOptions(has_aux=True, **options)
-  made = {"axis_name": "data", "mesh": modes.mesh(N), "options": options}
-  step = gradcomp.make_train_step(with_key, dense, **made)
-  w = jnp.float32(1)
-  step.eval_shape(w, dense.init(w), np.ones((8, 3), np.float32))
-
-
-AVERAGED = {
-  "auto": lambda: gradients_with_key(AxisType.Auto),
-  "explicit": lambda: gradients_with_key(AxisType.Explicit),
-  "micro-batches": lambda: gradients_with_key(accumulate=2),
-  "step": step_with_key,
-  "step of micro-batches": lambda: step_with_key(accumulate=2),
-}
-
-
-@pytest.mark.parametrize("name", AVERAGED)
-def test_what_is_no_number_is_named_where_aux_is_averaged(name):
-  """Elsewhere any aux is returned."""
-  message = r"`aux`\['state'\]\[0\] .* got key<fry>\[\]; let"
-  with pytest.raises(TypeError, match=message):
-    AVERAGED[name]()
-  (_, aux), _ = gradients_with_key()
-  assert jnp.issubdtype(aux["state"][0].dtype, jax.dtypes.prng_key)
-
-
-RETURNED = {
-  "loss": lambda total, weight: total,
-  "none": lambda total, weight: (total, None),
-  "vector": lambda total, weight: (total, jnp.ones(3)),
-  "integer": lambda total, weight: (weight, weight),
-  "aux": lambda total, weight: ((total, weight), weight),
-}
-
-
-@pytest.mark.parametrize("name", RETURNED)
-def test_a_loss_without_a_weight(name):
-  loss = lambda params, batch: RETURNED[name](*loss_fn(params, batch))
-  parts = ("`loss_fn`", "(total, weight)", "has_weight=True", "got")
-  grad_fn = gradcomp.value_and_grad(loss, axis_name=None, has_weight=True)
-  with pytest.raises(TypeError, match=says(*parts)):
-    jax.eval_shape(grad_fn, *problem())
-  if name == "loss":
-    options = gradcomp.TrainOptions(has_weight=True)
-    made = {"axis_name": None, "options": options}
-    step = gradcomp.make_train_step(loss, optax.sgd(0.1), **made)
-    params, batch = problem()
-    with pytest.raises(TypeError, match=says("`loss_fn`", "return (total, weight)")):
-      step.eval_shape(params, optax.sgd(0.1).init(params), batch)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["none", "auto", "explicit", "step"])
+def test_what_is_no_number_is_named_where_aux_is_averaged(kind, accumulate):
+  """Without workers and micro-batches any aux is returned."""
+  over = {"axis_name": None if kind == "none" else "data"}
+  options = {"has_aux": True, "accumulate": accumulate}
+  if kind == "step":
+    options = gradcomp.TrainOptions(**options)
+    made = {"mesh": modes.mesh(N), "options": options} | over
+    step = gradcomp.make_train_step(with_key, dense, **made)
+    w = jnp.float32(1)
+    run = lambda: step.eval_shape(w, dense.init(w), np.ones((8, 3), np.float32))
+  else:
+    mesh = modes.mesh(N, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
+    place = NamedSharding(mesh, P("data")) if kind != "none" else None
+    grad_fn = gradcomp.value_and_grad(with_key, **over, **options)
+    x = jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=place)
+    run = lambda: jax.eval_shape(grad_fn, jnp.float32(1), x)
+  if kind == "none" and accumulate == 1:
+    (_, aux), _ = run()
+    assert jnp.issubdtype(aux["state"][0].dtype, jax.dtypes.prng_key)
+    return
+  with pytest.raises(
+    TypeError, match=r"`aux`\['state'\]\[0\] .* got key<fry>\[\]; let"
+  ):
+    run()

@@ -1,5 +1,6 @@
 """What a train step takes beside parameters and a batch, and what it reports."""
 
+import functools
 import inspect
 
 import chex
@@ -41,40 +42,19 @@ def run(loss_fn, tx, *args, kind=AxisType.Explicit, steps=1, rng=None, **options
   """What ``step`` returns after some steps that each take what the last returned."""
   params, x = problem()
   mesh = modes.mesh(WORKERS, kind)
-  params = jax.device_put(params, NamedSharding(mesh, P()))
   optimizer = optax.chain(tx, optax.sgd(0.5))
   with jax.set_mesh(mesh):
-    opt_state = optimizer.init(params)
-  step = gradcomp.make_train_step(
-    loss_fn,
-    optimizer,
-    axis_name="data",
-    mesh=mesh,
-    donate=False,
-    **with_options(gradcomp.TrainOptions, options),
-  )
+    held = [jax.device_put(params, P()), optimizer.init(params)]
+  made = dict(axis_name="data", mesh=mesh, donate=False)
+  made |= with_options(gradcomp.TrainOptions, options)
+  step = gradcomp.make_train_step(loss_fn, optimizer, **made)
+  if "model_state" in options:
+    held, args = [*held, args[0]], args[1:]
   keys = {} if rng is None else {"rng": rng}
-  if "model_state" not in options:
-    for _ in range(steps):
-      params, opt_state, metrics = step(params, opt_state, x, *args, **keys)
-    return params, metrics
-  state, *extra = args
   for _ in range(steps):
-    params, opt_state, state, metrics = step(
-      params, opt_state, state, x, *extra, **keys
-    )
-  return params, state, metrics
-
-
-@each_kind
-def test_further_arguments_are_the_same_on_all_workers(kind):
-  def scaled(params, x, scale, base):
-    return loss_fn({"w": params["w"] + base["w"]}, scale * x)
-
-  base = {"w": np.full((16, 16), 0.1, np.float32)}
-  ours = run(scaled, exchange, jnp.float32(2), base, kind=kind)
-  expected = run(lambda p, x: scaled(p, x, 2.0, base), exchange, kind=kind)
-  assert_same_bits(ours, expected)
+    *held, metrics = step(*held, x, *args, **keys)
+  del held[1]
+  return *held, metrics
 
 
 @each_kind
@@ -104,36 +84,6 @@ def test_micro_batches_share_one_exchange():
   assert report.bytes_sent == whole.bytes_sent > 0
 
 
-@pytest.mark.parametrize("mode", ["plain", "vmap", *slow("shard_map", "alone")])
-def test_gradients_of_micro_batches_in_a_step_of_ones_own(mode):
-  params, x = problem()
-  axis_name = None if mode == "alone" else "data"
-  grad_fn = gradcomp.value_and_grad(loss_fn, axis_name=axis_name, accumulate=2)
-  expected = jax.value_and_grad(loss_fn)(params, x)
-
-  def mean_gradient(params, x):
-    loss, grads = grad_fn(params, x)
-    if mode == "alone":
-      return loss, grads
-    return loss, dense.update(grads, dense.init(params))[0]
-
-  if mode == "vmap":
-    rows = x.reshape(WORKERS, ROWS, 16)
-    transformed = jax.vmap(mean_gradient, in_axes=(None, 0), axis_name="data")
-    got = jax.tree.map(lambda leaf: leaf[0], transformed(params, rows))
-  else:
-    kind = AxisType.Explicit if mode == "plain" else AxisType.Auto
-    mesh = modes.mesh(WORKERS, kind)
-    if mode == "shard_map":
-      mean_gradient = jax.shard_map(
-        mean_gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
-      )
-    if mode != "alone":
-      x = jax.device_put(x, NamedSharding(mesh, P("data")))
-    got = jax.jit(mean_gradient)(params, x)
-  chex.assert_trees_all_close(got, expected, rtol=0, atol=1e-6)
-
-
 def test_gradients_of_half_precision_add_up_in_float32():
   """Added up in bfloat16, 256 ones and more would stay 256."""
   grad_fn = gradcomp.value_and_grad(
@@ -146,17 +96,30 @@ def test_gradients_of_half_precision_add_up_in_float32():
 
 def centered(params, state, x, scale=1.0):
   """A loss with statistics, which move by a tenth of a batch's own mean."""
-  mean = 0.9 * state["mean"] + 0.1 * jnp.mean(x, axis=0).astype(state["mean"].dtype)
-  return loss_fn(params, scale * (x - mean.astype(x.dtype))), {"mean": mean}
+  mean = 0.9 * state["mean"] + 0.1 * jnp.mean(x, axis=0)
+  return loss_fn(params, scale * (x - mean)), {"mean": mean}
 
 
 @each_kind
 def test_a_model_state_is_the_mean_of_the_workers(kind):
+  """In its own dtype, as aux is; and further arguments are the same on all."""
   _, x = problem()
-  state = {"mean": np.zeros(16, np.float32)}
-  _, state, _ = run(centered, dense, state, kind=kind, model_state="mean", steps=2)
+  first = {"mean": np.zeros(16, np.float32), "half": jnp.ones(16, jnp.bfloat16)}
+
+  def with_aux(params, state, x, base):
+    loss, mean = centered({"w": params["w"] + base["w"]}, state, x)
+    return loss, (state | mean, jnp.max(x))
+
+  base = {"w": np.full((16, 16), 0.1, np.float32)}
+  options = dict(kind=kind, model_state="mean", has_aux=True, steps=2)
+  after, state, metrics = run(with_aux, dense, first, base, **options)
+  closed = lambda params, state, x: with_aux(params, state, x, base)
+  assert_same_bits(run(closed, dense, first, **options)[0], after)
   assert state["mean"].sharding.is_fully_replicated
   np.testing.assert_allclose(state["mean"], 0.19 * x.mean(0), rtol=1e-5, atol=1e-7)
+  assert state["half"].dtype == jnp.bfloat16 and (state["half"] == 1).all()
+  largest = x.reshape(WORKERS, -1).max(1).mean()
+  np.testing.assert_allclose(metrics["aux"], largest, rtol=1e-6)
 
 
 @each_kind
@@ -169,21 +132,6 @@ def test_a_model_state_is_each_workers_own(kind):
   own = x.reshape(WORKERS, ROWS, 16).mean(1)
   np.testing.assert_allclose(state["mean"], 0.19 * own, rtol=1e-5, atol=1e-7)
   assert metrics.keys() == {"loss"}
-
-
-def test_a_model_state_of_half_precision_is_averaged_in_float32():
-  state = {"mean": jnp.zeros(16, jnp.bfloat16)}
-  _, state, metrics = run(
-    lambda params, state, x: (loss_fn(params, x), (state, jnp.max(x))),
-    dense,
-    state,
-    model_state="mean",
-    has_aux=True,
-  )
-  assert state["mean"].dtype == jnp.bfloat16
-  _, x = problem()
-  largest = x.reshape(WORKERS, -1).max(1)
-  np.testing.assert_allclose(metrics["aux"], largest.mean(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("key", [jax.random.key(3), *slow(jax.random.PRNGKey(3))])
@@ -222,59 +170,46 @@ def test_each_exchange_is_reported_over_its_own_axis():
   """Chips first, and then islands: of both the wire has what the metrics say."""
   params, x = problem()
   axes = {"island": 2, "chip": 4}
-  mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * 2)
-  chips, islands = (
-    gradcomp.qsgd(bits=bits, bucket_size=64, min_leaf_size=0, axis_name=name)
-    for bits, name in ((8, "chip"), (4, "island"))
-  )
-  optimizer = optax.chain(chips, islands, optax.sgd(0.5))
+  names, options = tuple(axes), gradcomp.TrainOptions(report=True)
+  mesh = jax.make_mesh(tuple(axes.values()), names, (AxisType.Auto,) * 2)
+  make = functools.partial(gradcomp.qsgd, bucket_size=64, min_leaf_size=0)
+  parts = {"chip": make(bits=8, axis_name="chip")}
+  parts["island"] = make(bits=4, axis_name="island")
+  optimizer = optax.chain(*parts.values(), optax.sgd(0.5))
   with jax.set_mesh(mesh):
     state = optimizer.init(params)
-  step = gradcomp.make_train_step(
-    loss_fn,
-    optimizer,
-    axis_name=tuple(axes),
-    mesh=mesh,
-    options=gradcomp.TrainOptions(report=True),
-  )
+  given = dict(axis_name=names, mesh=mesh, options=options)
+  step = gradcomp.make_train_step(loss_fn, optimizer, **given)
   program = step.lower(params, state, x).compile()
-  given = jax.device_put(x, NamedSharding(mesh, P(tuple(axes))))
-  replicated = jax.device_put((params, state), NamedSharding(mesh, P()))
-  *_, metrics = program(*replicated, given)
+  placed = jax.device_put((params, state), NamedSharding(mesh, P()))
+  *_, metrics = program(*placed, jax.device_put(x, NamedSharding(mesh, P(names))))
   by_axis = gradcomp.wire_report(program, mesh=mesh).by_axis
-  each = [
-    gradcomp.explain(chips, params, workers=4).bytes_sent,
-    gradcomp.explain(islands, params, workers=2).bytes_sent,
-  ]
-  assert [by_axis[name].bytes_sent for name in ("chip", "island")] == each
-  assert metrics["bytes_sent"] == sum(each)
-  assert gradcomp.explain(optimizer, params, workers=axes).bytes_sent == sum(each)
+  each = 0
+  for name, exchange in parts.items():
+    told = gradcomp.explain(exchange, params, workers=axes[name]).bytes_sent
+    assert by_axis[name].bytes_sent == told
+    each += told
+  told = gradcomp.explain(optimizer, params, workers=axes).bytes_sent
+  assert metrics["bytes_sent"] == told == each
 
 
 def test_all_of_it_on_one_device():
   params, x = problem()
   optimizer = optax.chain(gradcomp.qsgd(bits=8), optax.sgd(0.5))
-  options = gradcomp.TrainOptions(
-    has_aux=True, model_state="mean", accumulate=2, report=True
-  )
 
   def noisy(params, state, x, scale, *, rng):
     x = scale * x + 0.01 * jax.random.normal(rng, x.shape)
     loss, state = centered(params, state, x)
     return loss, (state, jnp.max(x))
 
-  step = gradcomp.make_train_step(
-    noisy, optimizer, axis_name=None, donate=False, options=options
-  )
-  state, opt_state = {"mean": jnp.zeros(16)}, optimizer.init(params)
+  options = dict(has_aux=True, model_state="mean", accumulate=2, report=True)
+  made = dict(axis_name=None, donate=False, options=gradcomp.TrainOptions(**options))
+  step = gradcomp.make_train_step(noisy, optimizer, **made)
+  given = params, optimizer.init(params), {"mean": jnp.zeros(16)}
   for i in range(3):
-    params, opt_state, state, metrics = step(
-      params, opt_state, state, x, jnp.float32(1), rng=jax.random.key(i)
-    )
-  assert metrics.keys() == {
-    *("loss", "aux", "bytes_sent", "gradient_norm", "update_norm")
-  }
-  assert metrics["bytes_sent"] == 0
+    *given, metrics = step(*given, x, jnp.float32(1), rng=jax.random.key(i))
+  names = {"loss", "aux", "bytes_sent", "gradient_norm", "update_norm"}
+  assert metrics.keys() == names and metrics["bytes_sent"] == 0
 
 
 def test_a_scaled_loss_gives_the_same_step():
@@ -288,17 +223,14 @@ def test_a_scaled_loss_gives_the_same_step():
   assert_same_bits(metrics["aux"], plain["loss"])
 
 
-@pytest.mark.parametrize("model_state", [None, "mean"])
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate, model_state", [(True, None), (False, "mean")])
 def test_a_step_names_its_keywords(model_state, donate):
   """In its signature, and in the error of one that is misspelled."""
   options = gradcomp.TrainOptions(model_state=model_state)
-  step = gradcomp.make_train_step(
-    loss_fn, optax.sgd(0.5), axis_name=None, donate=donate, options=options
-  )
+  made = dict(axis_name=None, donate=donate, options=options)
+  step = gradcomp.make_train_step(loss_fn, optax.sgd(0.5), **made)
   found = inspect.signature(step).parameters.values()
   named = [x.name for x in found if x.kind is inspect.Parameter.KEYWORD_ONLY]
   assert named == ["rng", "extra_args", "inspect"]
-  params, x = problem()
   with pytest.raises(TypeError, match=r"\.step(_with_state)?\(\) .*'rgn'"):
-    step(params, (), x, x, rgn=jax.random.key(0))
+    step(*problem(), (), (), rgn=jax.random.key(0))

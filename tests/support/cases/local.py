@@ -63,20 +63,6 @@ class Nesterov:
     return -self.rate * (gradient + self.momentum * self.buffer)
 
 
-def diloco(start, gradients, *, rate, every, outer):
-  """Algorithm 1 of DiLoCo, with SGD inside; parameters of all after each step."""
-  shared = np.float64(start)
-  own = np.stack([shared] * N)
-  result = []
-  for t, gradient in enumerate(gradients, 1):
-    own = own - rate * np.float64(gradient)
-    if t % every == 0:
-      shared = shared + outer.step(np.mean(shared - own, axis=0))
-      own = np.stack([shared] * N)
-    result.append(shared)
-  return result
-
-
 def largest(x, count):
   """x where its magnitude is among the largest, and zeros elsewhere."""
   keep = np.argsort(-np.abs(x), axis=-1, kind="stable")[..., :count]
@@ -105,7 +91,10 @@ def sparseloco(start, gradients, *, rate, every, count, decay, senders=False):
 
 
 def streaming(start, gradients, *, rate, every, parts, delay, mixing, outers):
-  """Algorithm 2 of Streaming DiLoCo; ``mixing`` is what the shared parameters weigh."""
+  """Algorithm 2 of Streaming DiLoCo; ``mixing`` is what the shared parameters weigh.
+
+  With one part, no delay and a weight of 1 it is algorithm 1 of DiLoCo.
+  """
   shared = np.float64(start)
   own = np.stack([shared] * N)
   waiting = [None] * len(parts)

@@ -14,14 +14,6 @@ def whole(*shape, seed=0, most=1):
   return drawn.astype(np.float32)
 
 
-def stack(length, dtype=np.float32):
-  """Layers with a matrix of few entries, and a bias."""
-  sparse = whole(length, WIDTH, WIDTH, seed=1) * (whole(length, WIDTH, WIDTH) > 0)
-  thin = sparse * (np.arange(WIDTH) % 4 == 0)[:, None]
-  w, b = jnp.asarray(thin, dtype), jnp.asarray(whole(length, WIDTH), dtype)
-  return {"w": w, "b": b}
-
-
 def layers_of(length, dtype=np.float32):
   """Whole layers, ``[L, ...]``; eight bits hold them as they are."""
   thin = (np.arange(WIDTH) % 4 == 0)[:, None] * whole(length, WIDTH, WIDTH, seed=1)

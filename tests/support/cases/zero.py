@@ -177,7 +177,8 @@ def loss_fn(params, batch):
   return sum(jnp.mean((x * batch.mean()) ** 2) for x in jax.tree.leaves(params))
 
 
-def wire(tx, params):
+def wired(tx, params):
+  """A train step of all workers, which is not yet compiled."""
   params, state, mesh = sharded(tx, params)
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
-  return gradcomp.wire_report(step.lower(params, state, np.ones(N, np.float32)))
+  return step.lower(params, state, np.ones(N, np.float32))
