@@ -60,11 +60,10 @@ def test_a_run_with_the_plugins(tmp_path):
 
   def run(*options, programs=2):
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options]
-    path = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    path["PROGRAMS"] = str(programs)
-    result = subprocess.run(
-      command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=300
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    env["PROGRAMS"] = str(programs)
+    how = dict(cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, **how)
     return result.returncode, result.stdout
 
   code, out = run("-k", "not compiles", "--optimize")
