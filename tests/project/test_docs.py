@@ -23,8 +23,8 @@ from tests.support import laws, pages
 README = pages.ROOT / "README.md"
 FOLDER = pages.ROOT / "docs"
 MAP = FOLDER / "README.md"
-MODELS = pages.ROOT / "benchmarks" / "models"
-PAGES = [README, *sorted(FOLDER.rglob("*.md")), *sorted(MODELS.glob("*.md"))]
+MODELS = sorted((pages.ROOT / "benchmarks" / "models").glob("*.md"))
+PAGES = [README, *sorted(FOLDER.rglob("*.md")), *MODELS]
 ROOMS = pages.ROOT / "gradcomp" / "_src"
 QUICKSTART = FOLDER / "start" / "quickstart.md"
 TELEMETRY = FOLDER / "operate" / "telemetry.md"
@@ -67,8 +67,7 @@ def run_here(tmp_path, monkeypatch):
   jax.config.update("jax_traceback_filtering", filtering)
 
 
-# Those from which users begin; others have tests of their own, as many-hosts.md has in
-# test_many_hosts.py.
+# From which users begin. Others have tests of their own: test_many_hosts.py runs one.
 FIRST = {"how-to-choose", "extending"}
 OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, TELEMETRY, HOSTS)]
 
@@ -147,15 +146,13 @@ def links(page):
 
 def test_links_lead_somewhere():
   """To a file of this repository and, behind a #, to one of its headings."""
-  wrong = []
   for page in PAGES:
     for target, line in links(page):
       path, _, anchor = target.partition("#")
       file = (page.parent / path).resolve() if path else page
       there = file.is_relative_to(pages.ROOT) and file.exists()
-      if not there or (anchor and anchor not in anchors(file)):
-        wrong.append(f"{name(page)}:{line}: {target}")
-  assert not wrong
+      where = f"{name(page)}:{line}: {target}"
+      assert there and (not anchor or anchor in anchors(file)), where
 
 
 TROUBLES = FOLDER / "operate" / "troubleshooting.md"
