@@ -120,8 +120,7 @@ def test_an_independent_package_agrees():
   """gfloat quantizes blocks by the specification; of its float32 numbers."""
   gfloat = pytest.importorskip("gfloat")
   formats = pytest.importorskip("gfloat.formats")
-  for number in (4, 8):
-    element = {4: "e2m1", 8: "e4m3"}[number]
+  for number, element in ((4, "e2m1"), (8, "e4m3")):
     info = getattr(formats, f"format_info_mxfp{number}_{element}")
     x = wide(BlockFloat(element=element), 20)[: 32 * 12].reshape(-1, 32)
     by = gfloat.compute_scale_amax
