@@ -18,12 +18,8 @@ from tests.support.assertions import assert_same_floats, says
 
 MXFP4 = dict(element="e2m1")
 NVFP4 = dict(element="e2m1", scale="e4m3", block_size=16)
-FORMATS = [
-  dict(element=element, scale=scale, block_size=size)
-  for element, scale, size in itertools.product(
-    oracle.DTYPES, ("e8m0", "e4m3"), (16, 32)
-  )
-]
+FIELDS = itertools.product(oracle.DTYPES, ("e8m0", "e4m3"), (16, 32))
+FORMATS = [dict(element=e, scale=s, block_size=size) for e, s, size in FIELDS]
 FORMATS.remove(NVFP4)
 every_rounding = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 every_element = pytest.mark.parametrize(
@@ -92,12 +88,9 @@ def test_every_code_under_every_power_of_two(element):
   numbers = oracle.numbers(element)
   codes = np.resize(np.arange(numbers.size), codec.tile_size).astype(np.uint32)
   rows = planes.pack(codes, oracle.bits_of(element), planes.ROW_WORDS)
-  rows = np.repeat(rows, 256, axis=0)
-  bytes_of = np.arange(256, dtype=np.uint32)[:, None]
-  words = np.broadcast_to(
-    bytes_of * np.uint32(0x01010101), (256, codec.row_words - 128)
-  )
-  rows = np.concatenate([rows, words], axis=1)
+  words = np.arange(256, dtype=np.uint32)[:, None] * np.uint32(0x01010101)
+  words = words.repeat(codec.row_words - 128, axis=1)
+  rows = np.concatenate([rows.repeat(256, axis=0), words], axis=1)
   found = jax.jit(codec.decode_rows)(rows).reshape(256, -1)
   scales = np.arange(256).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
   with np.errstate(invalid="ignore"):
@@ -127,8 +120,7 @@ def test_an_independent_package_agrees():
   """gfloat quantizes blocks by the specification; of its float32 numbers."""
   gfloat = pytest.importorskip("gfloat")
   formats = pytest.importorskip("gfloat.formats")
-  for number in (4, 8):
-    element = {4: "e2m1", 8: "e4m3"}[number]
+  for number, element in ((4, "e2m1"), (8, "e4m3")):
     info = getattr(formats, f"format_info_mxfp{number}_{element}")
     x = wide(BlockFloat(element=element), 20)[: 32 * 12].reshape(-1, 32)
     by = gfloat.compute_scale_amax
@@ -235,7 +227,6 @@ def test_errors(fields, told):
 
 
 def test_any_row_decodes_to_something():
-  """Words that no encoder sends raise no error, and keep their shape."""
   rows = np.random.default_rng(0).integers(0, 2**32, (3, 145), dtype=np.uint32)
   shape = (3 * BlockFloat(**NVFP4).tile_size,)
   decode = laws.decoder(BlockFloat(**NVFP4), shape)

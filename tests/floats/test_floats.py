@@ -77,12 +77,6 @@ def random_values(fmt, count, seed=0):
 
 
 FUNCTIONS = (floats.to_code, floats.round_to)
-round_to = jax.jit(floats.round_to, static_argnums=(1, 2))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def round_to_all(arrays, fmt):
-  return [floats.round_to(x, fmt) for x in arrays]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -214,39 +208,28 @@ def test_other_rules_are_the_pages(fmt, rounding):
     assert (np.abs(rounded[finite]) <= np.abs(x[finite])).all()
 
 
-@pytest.mark.parametrize("fmt", [Format(5, 2), *slow((Format(8, 23),))], ids=name)
-def test_arrays_of_any_shape(fmt):
-  x = random_values(fmt, 1000)
+def test_arrays_of_any_shape_and_half_precision_return_as_they_were():
+  fmt, ours = Format(5, 2), floats.FloatFormat(5, 2)
+  x = random_values(fmt, 2000)
   shapes = ((), (0,), (1,), (7,), (2, 3), (3, 0), (2, 2, 2))
   given = [x[: math.prod(shape)].reshape(shape) for shape in shapes]
-  for one, rounded in zip(given, round_to_all(given, library(fmt)), strict=True):
-    assert_same_floats(rounded, oracle_floats.quantize(one, fmt))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_half_precision_returns_as_it_was(dtype):
   with np.errstate(over="ignore", invalid="ignore"):
-    x = random_values(Format(5, 2), 2000).astype(dtype)
-  rounded = np.asarray(round_to(x, floats.FloatFormat(5, 2)))
-  chex.assert_type(rounded, dtype)
-  expected = oracle_floats.quantize(x.astype(np.float32), Format(5, 2))
-  assert_same_floats(rounded.astype(np.float32), expected)
+    given += [x.astype(dtype) for dtype in (jnp.float16, jnp.bfloat16)]
+  found = jax.jit(lambda arrays: [floats.round_to(x, ours) for x in arrays])(given)
+  for one, rounded in zip(given, found, strict=True):
+    chex.assert_type(rounded, one.dtype)
+    expected = oracle_floats.quantize(one.astype(np.float32), fmt)
+    assert_same_floats(np.asarray(rounded).astype(np.float32), expected)
 
 
 def test_derivatives():
   """Zero, or straight through; also inside what JAX traces again."""
   x, fmt = np.float32([1.1, -300.0, 1e-9]), floats.FloatFormat(5, 2)
   for through in (False, True):
-
-    @jax.jit
-    def slope(x, through=through):
-      f = lambda x: floats.round_to(x, fmt, straight_through=through)
-      value, pull = jax.vjp(f, x)
-      return value, pull(jnp.float32([1, 2, 3]))[0]
-
-    found = slope(x)
-    np.testing.assert_array_equal(found[1], np.float32([1, 2, 3]) * through)
-    np.testing.assert_array_equal(found[0], oracle_floats.quantize(x, Format(5, 2)))
+    f = lambda x, through=through: floats.round_to(x, fmt, straight_through=through)
+    value, slope = jax.jit(lambda x, f=f: (f(x), jax.vjp(f, x)[1](x)[0]))(x)
+    np.testing.assert_array_equal(slope, x * through)
+    np.testing.assert_array_equal(value, oracle_floats.quantize(x, Format(5, 2)))
 
   @jax.checkpoint
   def step(x, key):
@@ -261,25 +244,22 @@ def test_derivatives():
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_cannot_be_rounded(function):
   x, fmt = np.ones(3, np.float32), floats.FloatFormat(5, 2)
-  for bad in (np.int32, bool, np.complex64):
-    with pytest.raises(TypeError, match=says("`x`", "float", np.dtype(bad).name)):
+  for bad in ("int32", "bool", "complex64"):
+    with pytest.raises(TypeError, match=says("`x`", "float", bad)):
       function(np.ones(3, bad), fmt)
-  for rounding in ("nearest", "", None, 1):
-    told = says("`rounding`", "nearest_even", repr(rounding))
-    with pytest.raises(ValueError, match=told):
-      function(x, fmt, rounding)
+  with pytest.raises(ValueError, match=says("`rounding`", "nearest_even", "'up'")):
+    function(x, fmt, "up")
   with pytest.raises(ValueError, match=says("`key`", "stochastic")):
     function(x, fmt, "stochastic")
 
 
 def test_what_is_no_format():
-  for argument, value, other in (
-    *(("exponent_bits", value, {"mantissa_bits": 2}) for value in (0, 9, 5.0, True)),
-    *(("mantissa_bits", value, {"exponent_bits": 5}) for value in (-1, 24, None)),
-    ("specials", "inf", {"exponent_bits": 5, "mantissa_bits": 2}),
-    ("subnormals", 1, {"exponent_bits": 5, "mantissa_bits": 2}),
-    # 2^(30 + 98), and 2^(1 - 126 - 2), which is subnormal.
-    *(("bias", x, dict(exponent_bits=5, mantissa_bits=2)) for x in (1.0, -98, 126)),
+  fields = dict(exponent_bits=5, mantissa_bits=2)
+  for argument, values in (
+    *(("exponent_bits", (0, 9, 5.0, True)), ("mantissa_bits", (-1, 24, None))),
+    *(("specials", ["inf"]), ("subnormals", [1])),
+    ("bias", (1.0, -98, 126)),  # 2^(30 + 98), and 2^(1 - 126 - 2), which is subnormal
   ):
-    with pytest.raises(ValueError, match=says(f"`{argument}`", repr(value))):
-      floats.FloatFormat(**{argument: value}, **other)
+    for value in values:
+      with pytest.raises(ValueError, match=says(f"`{argument}`", repr(value))):
+        floats.FloatFormat(**fields | {argument: value})

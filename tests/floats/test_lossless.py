@@ -90,8 +90,7 @@ def test_explain_shows_the_usual_step():
   tx = gradcomp.compress(Lossless(), axis_name="data", feedback=None)
   grads = {"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
   shown = str(gradcomp.explain(tx, grads, workers=4))
-  assert "12.38" in shown
-  assert "Halves" not in shown
+  assert "12.38" in shown and "Halves" not in shown
 
 
 # A step that does not fit is sent again as plain words, and has their bits everywhere.
@@ -108,11 +107,7 @@ roundtrips = jax.jit(jax.vmap(Lossless().roundtrip))
 
 
 def gradients(workers, dtype=ml_dtypes.bfloat16):
-  """Each worker's of three steps; in the second the lists of the last are full.
-
-  Leaves are ``[N, ...]``. Those of 9000 are cut into messages elsewhere at 12 bits than
-  at 16.
-  """
+  """Each worker's of three steps; in the second the lists of the last are full."""
   rng = np.random.default_rng(workers)
   draw = lambda n: rng.standard_normal((workers, n)).astype(dtype)
   trees = [{"a": draw(9000), "b": draw(9000), "c": draw(40)} for _ in range(3)]
@@ -122,21 +117,19 @@ def gradients(workers, dtype=ml_dtypes.bfloat16):
   return trees
 
 
+# Each place and each exchange twice.
+PLACES = [
+  *(("shard_map", 8, "hierarchical"), ("shard_map_unchecked", 4, "all_gather")),
+  *(("shard_map_unchecked", 2, "ring"), ("pmap", 4, "two_shot"), ("pmap", 8, "ring")),
+  *(("vmap", 4, "hierarchical"), ("vmap", 2, "two_shot"), ("auto", 4, "ring")),
+  *(("auto", 2, "all_gather"), ("explicit", 8, "two_shot")),
+  ("explicit", 4, "hierarchical"),
+]
+
+
 @pytest.mark.parametrize(
   "mode, workers, exchange",
-  [
-    ("shard_map", 2, "all_gather"),
-    ("shard_map", 4, "two_shot"),
-    *slow(
-      *[("shard_map", n, x) for n in (2, 8) for x in ("two_shot", "ring")],
-      *[
-        (mode, 4, exchange)
-        for mode in ("shard_map_unchecked", "pmap", "vmap", "auto", "explicit")
-        for exchange in ("all_gather", "two_shot", "ring", "hierarchical")
-      ],
-      ("shard_map", 8, "hierarchical"),
-    ),
-  ],
+  [("shard_map", 2, "all_gather"), ("shard_map", 4, "two_shot"), *slow(*PLACES)],
 )
 def test_a_step_has_the_bits_of_plain_words(mode, workers, exchange):
   """Its mean and its state, also where one worker's lists are full in one step."""
@@ -155,21 +148,17 @@ def test_a_step_has_the_bits_of_plain_words(mode, workers, exchange):
 @pytest.mark.parametrize("limits", [(31_000, 41_000), (15_000, 19_000)])
 def test_a_repeat_sends_the_same_messages(mode, limits):
   """A plan of its own bytes would have other owners. Two leaves are one, or two."""
-  given = gradients(4, np.float32)
   options = dict(axis_name="data", feedback="error", exchange="two_shot")
-  cut = gradcomp.compress(Lossless(), message_bytes=limits[0], **options)
-  apart = gradcomp.compress(Halves(), message_bytes=limits[1], **options)
-  runs = [modes.run_with_state(mode, tx, given) for tx in (cut, apart)]
-  assert_same_bits(*runs)
+  make = lambda x, limit: gradcomp.compress(x, message_bytes=limit, **options)
+  txs = map(make, (Lossless(), Halves()), limits)
+  given = gradients(4, np.float32)
+  assert_same_bits(*[modes.run_with_state(mode, tx, given) for tx in txs])
 
 
 @pytest.mark.parametrize("typed", [True, *slow(False)])
 @pytest.mark.parametrize("exchange", ["ring", *slow("two_shot", "all_gather")])
 def test_devices_of_other_axes_take_the_same_branch(exchange, typed):
-  """They ask each other, or a permutation would wait for those that repeat nothing.
-
-  The mean is over ``data`` of ``x[data, model]``.
-  """
+  """They ask each other, or a permutation would wait for those that repeat nothing."""
   x = np.random.default_rng(0).standard_normal((2, 2, 5000)).astype(ml_dtypes.bfloat16)
   x[1, 1] = wide(x[1, 1])
   options = dict(axis_name="data", exchange=exchange, feedback=None, min_leaf_size=0)
@@ -197,13 +186,11 @@ def test_workers_alone_ask_nobody():
 
 def collectives(codec, x):
   """What one worker gets of each collective of ``float32[4096]`` over ``data``."""
-  given = dict(axis_name="data", codec=codec)
+  given, both = dict(axis_name="data", codec=codec), dict(params=codec, grads=codec)
   ring = [(i, (i + 1) % 4) for i in range(4)]
   residual = parallel.gather_residual(x, axis_name="data")
-  weight = lambda x, residual: parallel.gather(
-    x, residual=residual, axis_name="data", params=codec, grads=codec
-  )
-  whole, pull = jax.vjp(weight, x, residual)
+  weight = functools.partial(parallel.gather, axis_name="data", **both)
+  whole, pull = jax.vjp(lambda x, own: weight(x, residual=own), x, residual)
   return {
     "gather": (whole, pull(jnp.tile(x, 4) * (1 + jax.lax.axis_index("data")))),
     "all_gather": parallel.all_gather(x, **given),
@@ -271,10 +258,9 @@ def test_scans_refuse_it():
   body = lambda x, w: (w * x, None)
   scan = functools.partial(parallel.scan, body, axis_name="data", codec=Lossless())
   ones = lambda *shape: np.ones(shape, np.float32)
-  grad = lambda w: jax.grad(lambda w: scan(ones(1024), w)[0].sum())(w)
-  with pytest.raises(ValueError, match=says("must send any numbers at once")):
-    jax.vmap(grad, in_axes=None, axis_size=2, axis_name="data")(ones(2, 1024))
+  grad = jax.grad(lambda w: scan(ones(1024), w)[0].sum())
   codecs = dict(axis_name="data", params=Lossless(), grads=Lossless())
   shards = functools.partial(parallel.scan_shards, body, ones(4), **codecs)
-  with pytest.raises(ValueError, match=says("must send any numbers at once")):
-    jax.vmap(shards, axis_name="data")(ones(2, 3, 2))
+  for call, x in ((grad, ones(2, 2, 1024)), (shards, ones(2, 3, 2))):
+    with pytest.raises(ValueError, match=says("must send any numbers at once")):
+      jax.vmap(call, axis_name="data")(x)

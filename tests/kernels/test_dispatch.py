@@ -27,10 +27,6 @@ def loss_fn(params, batch):
   return jnp.mean((batch @ params["w"]) ** 2)
 
 
-def shapes(tree):
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_train_step_lowers_for_tpu_and_rocm(name):
   """They run operations of XLA alone, but for the kernels of TPUs."""
@@ -71,7 +67,7 @@ def test_a_train_step_runs_the_kernels_on_cuda(bits, check_vma):
     return jax.shard_map(per_device, check_vma=check_vma, **places)(*args)
 
   args = params, state, jnp.ones((4, 512))
-  text = lowered_for_cuda(step, *shapes(args), data=2)
+  text = lowered_for_cuda(step, *jax.eval_shape(lambda: args), data=2)
   # What workers send first, with its residual, and what owners send.
   assert text.count(KERNEL) == 2
   assert text.count("qsgd_encode") >= 2
@@ -84,12 +80,10 @@ def test_a_train_step_runs_the_kernels_on_cuda(bits, check_vma):
 def test_one_export_has_the_kernel_for_gpus_and_the_reference_for_others():
   encode = jax.jit(lambda x: QSGD(bits=4).encode(x, key=KEY))
   x = np.linspace(-1, 1, 8192, dtype=np.float32)
+  checks = [jax.export.DisabledSafetyCheck.custom_call(KERNEL)]
+  how = dict(platforms=("cpu", "cuda"), disabled_checks=checks)
   with cuda():
-    exported = jax.export.export(
-      encode,
-      platforms=("cpu", "cuda"),
-      disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(KERNEL)],
-    )(x)
+    exported = jax.export.export(encode, **how)(x)
   assert KERNEL in exported.mlir_module()
   assert_same_bits(exported.call(x), encode(x))
 
@@ -97,11 +91,7 @@ def test_one_export_has_the_kernel_for_gpus_and_the_reference_for_others():
 def test_a_cpu_imports_no_back_end_of_gpus(tmp_path):
   """Neither with the library nor in a step, whose codec has kernels."""
   code = """
-import sys
-import jax
-import jax.numpy as jnp
-import gradcomp
-
+import sys, jax, jax.numpy as jnp, gradcomp
 codec = gradcomp.qsgd(bits=4)
 x = jnp.ones(8192)
 jax.jit(codec.update)(x, codec.init(x))
@@ -141,9 +131,8 @@ def test_other_sizes_take_the_reference_everywhere():
   codec = QSGD(bits=4, bucket_size=96)
   encode = lambda x: codec.encode(x, key=KEY).rows
   assert KERNEL not in lowered_for_cuda(encode, x)
-  assert (
-    scales(jnp.float32(1.0)) == np.asarray(jax.jit(encode)(x))[0, 96:].view("f4")[0]
-  )
+  found = np.asarray(jax.jit(encode)(x))[0, 96:].view("f4")
+  assert scales(jnp.float32(1.0)) == found[0]
 
 
 def test_leaves_of_one_shape_are_traced_and_lowered_once(monkeypatch):

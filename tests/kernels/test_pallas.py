@@ -46,11 +46,8 @@ PLAIN = {
 }
 # All kinds of what a check gives to a kernel: an example of its own, scales of rows and
 # one of all, random words, an exponent.
-CHECKED = {
-  "top_k 1.0%",
-  "ternary base3 shared",
-  "float_cast (5, 2) stochastic, exponent",
-}
+CHECKED = {"top_k 1.0%", "ternary base3 shared"}
+CHECKED |= {"float_cast (5, 2) stochastic, exponent"}
 
 
 def every(plain):
@@ -81,25 +78,16 @@ def tile_of(case: Case) -> int:
 
 def test_plain_runs_have_every_operation():
   assert CHECKED < PLAIN < set(CASES)
-  operations = {CASES[name].operation for name in CASES}
-  assert {CASES[name].operation for name in PLAIN} == operations
+  assert {CASES[x].operation for x in PLAIN} == {x.operation for x in CASES.values()}
 
 
 def operands(case: Case, size: int, rows: int) -> list[np.ndarray]:
-  """Makes the arrays that a kernel reads beside the gradient, independent of that.
-
-  Scales differ from row to row; the first is zero and the last NaN. The fourth is the
-  least that a tensor's may be.
-  """
+  """What a kernel reads beside the gradient: scales from zero, by the least, to NaN."""
   x = jax.ShapeDtypeStruct((size,), jnp.float32)
-  found = []
+  found, small = [], {"uint32": DITHER, "int32": np.int32(-3)}
   for like in jax.eval_shape(lambda x: case.operands(case.codec, x), x):
-    if like.dtype == jnp.uint32:
-      found.append(DITHER)
-    elif like.dtype == jnp.int32:
-      found.append(np.int32(-3))
-    elif not like.shape:
-      found.append(np.float32(1.5))
+    if not like.shape or like.dtype == jnp.uint32:
+      found.append(small.get(like.dtype.name, np.float32(1.5)))
     else:
       scale = np.random.default_rng(3).uniform(0.5, 3, (rows, like.shape[1]))
       found.append(scale.astype(np.float32))

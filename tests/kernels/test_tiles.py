@@ -1,5 +1,6 @@
 """Layouts of kernels hold each element once, and small and large blocks lower."""
 
+import itertools
 import math
 
 import jax
@@ -70,24 +71,16 @@ def test_a_layout_holds_each_element_once_and_neighbors_together(shape, vector):
 
 
 def test_blocks_are_powers_of_two_and_leave_less_than_one():
-  for most in (0, 1, 4, 64):
-    for tiles in range(1, 200):
-      rows, whole = blocks(tiles, most)
-      assert rows.bit_count() == 1
-      assert rows <= max(most, 1)
-      assert whole % rows == 0
-      assert tiles - rows < whole <= tiles
+  for most, tiles in itertools.product((0, 1, 4, 64), range(1, 200)):
+    rows, whole = blocks(tiles, most)
+    assert rows.bit_count() == 1 and rows <= max(most, 1)
+    assert whole % rows == 0 and tiles - rows < whole <= tiles
 
 
 @pytest.mark.parametrize(
   "codec, tiles",
-  [
-    (OneBit(bucket_size=64), 1),
-    *slow((OneBit(bucket_size=2048), 1), (OneBit(bucket_size=32), 3)),
-    *slow(*((QSGD(bits=4, bucket_size=size), 1) for size in (64, 2048))),
-    *slow((BlockTop(bits=32, block_size=16, count=2), 1)),
-    *slow((BlockTop(block_size=64), 5)),
-  ],
+  [(OneBit(bucket_size=64), 1), *slow((OneBit(bucket_size=32), 3))]
+  + slow((QSGD(bits=4, bucket_size=2048), 1), (BlockTop(block_size=64), 5)),
   ids=str,
 )
 def test_small_and_large_blocks_lower_for_cuda(codec, tiles):

@@ -34,15 +34,10 @@ def values(tile, size):
   """Normal numbers of many magnitudes, with tiles of zeros, constants and others."""
   rng = np.random.default_rng(size)
   x = (rng.standard_normal(size) ** 3).astype(np.float32)
-  each = tile // 8
-  for k, number in enumerate((0.0, -0.0, 0.3, -0.1, np.inf, np.nan, 1e36, 1e-36)):
-    part = x[k * each : (k + 1) * each]
-    if k < 4:
-      part[:] = number
-    elif k < 6:
-      part[each // 3] = number
-    else:
-      part *= number
+  parts = x[: tile // 8 * 8].reshape(8, -1)
+  parts[:4] = np.float32([0.0, -0.0, 0.3, -0.1])[:, None]
+  parts[4:6, tile // 24] = np.inf, np.nan
+  parts[6:] *= np.float32([1e36, 1e-36])[:, None]
   return x
 
 
@@ -122,8 +117,9 @@ def rotations(size, planes, bucket, rows):
     yield pair(interpreted(rotation.by_kernel), rotation.transform, options, tiles)
 
 
-def payloads(codec, size, rows):
+def payloads(codec, rows):
   """Two payloads of all codes, with scales of any size, of zero and not finite."""
+  size = codec.bucket_size or 512
   rng, count = np.random.default_rng(rows), codec.row_words - size
   words = rng.integers(0, 1 << 32, (2, rows, size), np.uint32)
   numbers = rng.uniform(1e-3, 1e3, (2, rows, count)).astype(np.float32)
@@ -133,14 +129,14 @@ def payloads(codec, size, rows):
 
 def codes_looked_up(codec, rows):
   """A scale a row or a bucket, a block that ends early, and what no kernel takes."""
-  given = payloads(codec, codec._form.bucket_size, rows)
+  given = payloads(codec, rows)
   form, plain = eight_bit.decode_by_lookup, eight_bit.reference_decode_rows
   yield pair(interpreted(form), plain, {"form": codec._form}, given)
 
 
 def levels(codec, rows):
   """Words of 32 codes to three, the last with bits that are not used."""
-  given = payloads(codec, codec._form.bucket_size, rows)
+  given = payloads(codec, rows)
   form, plain = interpreted(qsgd.decode_by_kernel), reference.decode_rows
   yield pair(form, plain, {"form": codec._form}, given)
 
@@ -148,7 +144,7 @@ def levels(codec, rows):
 def levels_of_rows(bits, bucket, rows):
   """Each row with its own fitted ones, which stand behind the scales."""
   codec = QSGD(bits=bits, bucket_size=bucket, levels="nonuniform")
-  given, sizes = payloads(codec, bucket, rows), dict(bits=bits, bucket_size=bucket)
+  given, sizes = payloads(codec, rows), dict(bits=bits, bucket_size=bucket)
   form, plain = interpreted(fitted.decode_by_kernel), fitted_levels.decode_rows
   yield pair(form, plain, sizes, given)
 
@@ -202,15 +198,13 @@ FORMS = {
 }
 
 
+CASES = [(pairs, given) for pairs, every in FORMS.items() for given in every]
+PLAIN = [(pairs, every[0]) for pairs, every in FORMS.items() if pairs is not levels]
+
+
 @pytest.mark.parametrize(
   "pairs, given",
-  [
-    pytest.param(
-      pairs, given, marks=[pytest.mark.slow] * (number > 0 or pairs is levels)
-    )
-    for pairs, every in FORMS.items()
-    for number, given in enumerate(every)
-  ],
+  PLAIN + slow(*(x for x in CASES if x not in PLAIN)),
   ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_a_form_for_tpus_has_the_bits_of_the_reference(pairs, given):
@@ -227,10 +221,11 @@ def tiles(codec, count):
   return jax.ShapeDtypeStruct((count * codec.tile_size,), jnp.float32)
 
 
+NEAREST = functools.partial(QSGD, rounding="nearest")
+
+
 @pytest.mark.parametrize(
-  "codec",
-  [OneBit(), BlockTop()]
-  + [Ternary(rounding="nearest"), QSGD(rotate=32, rounding="nearest")],
+  "codec", [OneBit(), BlockTop(), Ternary(rounding="nearest"), NEAREST(rotate=32)]
 )
 def test_a_program_has_the_kernel_where_xla_does_not_partition_it(codec):
   mesh = modes.mesh(2)
@@ -302,9 +297,6 @@ def test_blocks_of_any_codec_lower(codec, monkeypatch):
   assert KERNEL in lowered(codec.decode_rows, jax.eval_shape(encode, x))
 
 
-NEAREST = functools.partial(QSGD, rounding="nearest")
-
-
 @pytest.mark.parametrize(
   "make",
   [NEAREST, EightBit, *slow(OneBit, BlockTop)]
@@ -318,9 +310,7 @@ def test_a_codec_without_kernels_has_none(make):
   for codec in (make(), make(implementation="xla")):
     x = tiles(codec, 16)
     payload = jax.eval_shape(codec.encode, x)
-    texts = (
-      lowered(codec.encode, x),
-      lowered(functools.partial(codec.decode, like=x), payload),
-    )
-    kernels.append(sum(text.count(KERNEL) for text in texts))
+    decode = functools.partial(codec.decode, like=x)
+    texts = lowered(codec.encode, x) + lowered(decode, payload)
+    kernels.append(texts.count(KERNEL))
   assert kernels[0] and not kernels[1]

@@ -1,5 +1,6 @@
 """All processes of a run take the same implementation of a kernel, or fail together."""
 
+import collections
 import json
 
 import jax
@@ -15,7 +16,7 @@ SLOW = Verdict("", 3.0, 2.5)
 BOTH = (0, 1)
 
 
-class PerProcess(dict):
+class PerProcess(collections.defaultdict):
   """A memory of each process, which here is a thread."""
 
   def own(self, key):
@@ -31,16 +32,11 @@ class PerProcess(dict):
     super().__setitem__(self.own(key), value)
 
 
-class Counts(PerProcess):
-  def __getitem__(self, key):
-    return self.get(self.own(key), 0)
-
-
 @pytest.fixture
 def together(monkeypatch):
   """Returns what tries a kernel on processes: their verdicts, and their errors."""
   monkeypatch.setattr(verdicts, "_agreed", PerProcess())
-  monkeypatch.setattr(verdicts, "_failed", Counts())
+  monkeypatch.setattr(verdicts, "_failed", PerProcess(int))
   run = processes(monkeypatch)
 
   def trying(*tries):
@@ -72,10 +68,6 @@ def test_processes_agree_on_one_verdict(one, other, taken, together):
   assert first == second == of_all([one, other])
   assert first.for_kernel is taken
   assert first.failure == (one.failure or other.failure)
-
-
-def test_a_verdict_is_of_the_slowest_device():
-  assert of_all([RIGHT, SLOW]) == Verdict("", 3.0, 2.5)
   assert of_all([SLOW, RIGHT, WRONG]) == Verdict(WRONG.failure, 3.0, float("inf"))
 
 

@@ -1,8 +1,7 @@
 """Writes the quickstart as a notebook: python -m tests.project.quickstart_notebook.
 
 The page is the source. Its blocks are cells of code, also those of consoles and
-doctests, which jupytext would leave as text. A cell in front of them prepares a hosted
-notebook.
+doctests, which jupytext would leave as text.
 """
 
 import doctest
@@ -34,12 +33,13 @@ jax.config.update("jax_platforms", "cpu")  # which emulates the workers
 
 def notebook():
   """The text of the notebook, without outputs."""
-  page = PAGE.read_text()
-  title, *rest = re.split(r"^```(\w+)\n(.*?)^```\n", page, flags=re.M | re.S)
-  cells = [_markdown(title), _code(_FIRST)]
+  title, *rest = re.split(
+    r"^```(\w+)\n(.*?)^```\n", PAGE.read_text(), flags=re.M | re.S
+  )
+  cells = [_cell("markdown", _linked(title)), _cell("code", _FIRST)]
   for language, code, text in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
-    cells.append(_code(_CODE[language](code)))
-    cells += [_markdown(text)] if text.strip() else []
+    cells.append(_cell("code", _CODE[language](code)))
+    cells += [_cell("markdown", _linked(text))] if text.strip() else []
   for number, cell in enumerate(cells):
     cell["id"] = f"cell-{number}"
   kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -66,27 +66,19 @@ def _without_prompts(block):
 
 
 # From a block of a language to the code of a cell.
-_CODE = {
-  "python": str,
-  "console": _in_a_process,
-  "pycon": _without_prompts,
-}
+_CODE = {"python": str, "console": _in_a_process, "pycon": _without_prompts}
 
 
-def _markdown(text):
-  """A cell of text, whose links to other pages lead to the site."""
-  link = re.compile(r"\]\((?!\w+:)(\S+?)\.md(#\S+)?\)")
+def _linked(text):
+  """The text, whose links to other pages lead to the site."""
   to_site = lambda x: f"]({urljoin(_SITE, x[1])}.html{x[2] or ''})"
-  return _cell("markdown", link.sub(to_site, text))
-
-
-def _code(text):
-  return _cell("code", text) | {"execution_count": None, "outputs": []}
+  return re.sub(r"\]\((?!\w+:)(\S+?)\.md(#\S+)?\)", to_site, text)
 
 
 def _cell(kind, text):
   lines = text.strip().splitlines(keepends=True)
-  return {"cell_type": kind, "metadata": {}, "source": lines}
+  more = {"execution_count": None, "outputs": []} if kind == "code" else {}
+  return {"cell_type": kind, "metadata": {}, "source": lines, **more}
 
 
 if __name__ == "__main__":

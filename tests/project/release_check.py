@@ -7,13 +7,13 @@ import email
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 import zipfile
 from pathlib import Path
+from subprocess import check_call
 
 from tests.support import installs, pages
 from tests.support.pages import ROOT
@@ -29,30 +29,23 @@ OURS = re.compile(
 SITE = re.compile(r"https://gradcomp\.readthedocs\.io/en/stable/([\w/-]*)(?:\.html)?")
 
 
-def git(*args):
-  subprocess.run(["git", *map(str, args)], check=True)
-
-
 def check_versions(folder):
   """A tag is a version, and so is a commit without or behind one; they grow."""
-  clone = folder / "clone"
-  git("clone", "--quiet", "--no-tags", "--depth", "1", f"file://{ROOT}", clone)
-  version = lambda: installs.run("-m", "hatchling", "version", cwd=clone).strip()
+  git = ["git", "-C", folder, "-c", "user.name=release-check", "-c", "user.email="]
+  check_call([*git, "clone", "-q", "--no-tags", "--depth", "1", f"file://{ROOT}", "."])
+  version = lambda: installs.run("-m", "hatchling", "version", cwd=folder).strip()
   assert re.fullmatch(r"0\.1\.dev\d+\+g\w+", version()), version()
-  identity = ("-c", "user.name=release-check", "-c", "user.email=")
-  git("-C", clone, "tag", "v0.2.0")
+  check_call([*git, "tag", "v0.2.0"])
   assert version() == "0.2.0", version()
-  git("-C", clone, *identity, "commit", "--quiet", "--allow-empty", "-m", "Go on")
+  check_call([*git, "commit", "--quiet", "--allow-empty", "-m", "Go on"])
   assert re.fullmatch(r"0\.2\.1\.dev1\+g\w+", version()), version()
 
 
 def build(folder):
   """The archive of sources, and the wheel that is built of it."""
   shutil.rmtree(folder, ignore_errors=True)
-  installs.run(
-    *("-m", "build", "--quiet", "--installer", "uv", "--outdir", folder, ROOT),
-    cwd=ROOT,
-  )
+  how = ("--quiet", "--installer", "uv", "--outdir", folder, ROOT)
+  installs.run("-m", "build", *how, cwd=ROOT)
   (source,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
   installs.run("-m", "twine", "check", "--strict", source, wheel, cwd=folder)
   return source, wheel
@@ -65,20 +58,17 @@ def check_page(wheel):
   archive = zipfile.ZipFile(wheel)
   (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
   metadata = email.message_from_bytes(archive.read(name))
-  version = metadata["Version"]
   page = markdown.render(metadata.get_payload(decode=True).decode())
-  links = set(re.findall(r'(?:href|src)="([^"]+)"', page))
-  links -= {link for link in links if link.startswith("#")}
+  links = set(re.findall(r'(?:href|src)="([^#"][^"]*)"', page))
   assert any(map(OURS.match, links)) and any(map(SITE.match, links)), links
   for link in links:
     assert link.startswith("https://"), f"{link} is relative on the package page"
     if ours := OURS.match(link):
-      assert ours["version"] == version, f"{link} is not of {version}"
+      assert ours["version"] == metadata["Version"], f"{link} is of another version"
       assert (ROOT / ours["file"]).exists(), f"{link} leads nowhere"
     elif site := SITE.match(link):
-      sources = ROOT.glob(f"docs/{site[1] or 'README'}.*")
-      assert list(sources), f"{link} leads nowhere"
-  return version
+      assert [*ROOT.glob(f"docs/{site[1] or 'README'}.*")], f"{link} leads nowhere"
+  return metadata["Version"]
 
 
 def check_release(version):
@@ -95,11 +85,10 @@ def check_release(version):
 
 def environment(folder, *packages):
   """The Python of a new environment with some packages of the index."""
-  installs.run("-m", "uv", "venv", "-q", "-p", sys.executable, folder, cwd=ROOT)
   python = folder / "bin" / "python"
-  installs.run(
-    *("-m", "uv", "pip", "install", "-q", "--python", python, *packages), cwd=ROOT
-  )
+  for how in (("venv", "-p", sys.executable, folder), ("pip", "install", *packages)):
+    where = () if how[0] == "venv" else ("--python", python)
+    installs.run("-m", "uv", "-q", *how, *where, cwd=ROOT)
   return python
 
 
@@ -107,18 +96,14 @@ def check_wheel(wheel, folder):
   """The front page and all doctests run where nothing else is."""
   packages = (wheel, "pytest", "pytest-xdist")
   here = {"cwd": folder / "elsewhere", "python": environment(folder / "env", *packages)}
-  here["cwd"].mkdir()
   (block,) = (x for x in pages.read(ROOT / "README.md")[0] if x.language == "python")
+  # What names doctests may use, and how they are compared, the tests say.
+  names = ("conftest.py", "pyproject.toml", "tests/project/budgets.toml")
+  for name in (*names, *(x.relative_to(ROOT) for x in ROOT.glob("tests/plugins/*.py"))):
+    (here["cwd"] / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / name, here["cwd"] / name)
   said = installs.run("-W", "error", "-c", block.text, **here, **CACHE)
   assert "0.127 x the bytes of a plain f32 mean" in said
-  # What names doctests may use, and how they are compared, the tests say.
-  for name in ("conftest.py", "pyproject.toml"):
-    shutil.copy(ROOT / name, here["cwd"])
-  shutil.copytree(ROOT / "tests" / "plugins", here["cwd"] / "tests" / "plugins")
-  (here["cwd"] / "tests" / "project").mkdir()
-  shutil.copy(
-    ROOT / "tests" / "project" / "budgets.toml", here["cwd"] / "tests" / "project"
-  )
   return last(installs.run(*PYTEST, "--pyargs", "gradcomp", **here, **CACHE))
 
 
@@ -141,23 +126,19 @@ def last(said):
 def main():
   os.environ.pop("PYTHONPATH", None)  # each environment finds its own library
   start = time.monotonic()
-
-  def ok(what):
-    nonlocal start
-    print(f"ok: {what}, {time.monotonic() - start:.0f} s", flush=True)
-    start = time.monotonic()
-
+  ok = lambda what: print(f"ok: {what}, {time.monotonic() - start:.0f} s", flush=True)
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    check_versions(folder)
+    (folder / "clone").mkdir()
+    check_versions(folder / "clone")
     ok("versions come from tags")
     source, wheel = build(ROOT / "dist")
     sizes = [path.stat().st_size >> 10 for path in (source, wheel)]
     ok("twine takes {}, {} KiB, and its wheel, {} KiB".format(source.name, *sizes))
     version = check_page(wheel)
-    ok("links of the package page lead somewhere")
     if ".dev" not in version:
       check_release(version)
+    ok("links of the package page lead somewhere")
     ok(f"front page and doctests of the wheel: {check_wheel(wheel, folder / 'wheel')}")
     ok(f"tests of the sdist: {check_source(source, folder / 'sdist')}")
 

@@ -8,7 +8,6 @@ BUDGETS = tomllib.loads(budgets.FILE.read_text())
 
 
 def test_nothing_is_above_its_budget_and_none_stands_idle():
-  """``make budgets`` lowers them."""
   assert not budgets.problems(budgets.counts(), BUDGETS)
 
 
@@ -33,7 +32,6 @@ def test_a_budget_is_a_bound_from_both_sides():
 
 
 def test_they_are_written_down_and_never_up():
-  """What is new enters, what is gone leaves, and a reason raises and stays."""
   found, old = changed(kernels=900, new=40)
   old["lines"]["gone"] = 5
   assert budgets.lowered(found, old)["lines"] == {"kernels": 900, "new": 40}
@@ -46,7 +44,6 @@ def test_they_are_written_down_and_never_up():
 
 
 def test_the_file_is_what_is_written():
-  """With its words and its goals."""
   text = budgets.FILE.read_text()
   assert budgets.written(text, BUDGETS) == text
   other = budgets.written(text, {**BUDGETS, "raised": {"kernels": 'Says "why".'}})

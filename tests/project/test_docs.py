@@ -4,7 +4,7 @@ import ast
 import inspect
 import itertools
 import re
-import socket
+import shutil
 import subprocess
 import sys
 from unittest import mock
@@ -19,41 +19,33 @@ from gradcomp.codecs import Codec, PowerSGD
 from gradcomp.contrib import Eden
 from tests.project import architecture_page
 from tests.support import laws, pages
-from tests.support.installs import run
 
 README = pages.ROOT / "README.md"
 FOLDER = pages.ROOT / "docs"
 MAP = FOLDER / "README.md"
-MODELS = pages.ROOT / "benchmarks" / "models"
-PAGES = [README, *sorted(FOLDER.rglob("*.md")), *sorted(MODELS.glob("*.md"))]
+MODELS = sorted((pages.ROOT / "benchmarks" / "models").glob("*.md"))
+PAGES = [README, *sorted(FOLDER.rglob("*.md")), *MODELS]
 ROOMS = pages.ROOT / "gradcomp" / "_src"
 QUICKSTART = FOLDER / "start" / "quickstart.md"
 TELEMETRY = FOLDER / "operate" / "telemetry.md"
 HOSTS = FOLDER / "operate" / "many-hosts.md"
-# How tables of the study begin, which test_study_results.py compares.
+# How tables of the study begin, which benchmarks/study/test_pages.py compares.
 STUDIED = (
   "| codec | accuracy | points | seeds | steps to f32 - 0.2 | bytes / f32 |",
   "| paper | holds | does not | cannot tell | not tested |",
   "| claim | it says | verdict |",
 )
-# What a page can be in: Python is run, and nothing else is.
-LANGUAGES = {"python", "pycon", "console", "text"}
 
 
 def name(page):
   return str(page.relative_to(pages.ROOT))
 
 
-def changes():
-  """The files that differ from the last commit but one, as far as Git knows them."""
-  command = ["git", "-C", str(pages.ROOT), "diff", "--name-only", "HEAD^"]
-  try:
-    return set(subprocess.run(command, capture_output=True, text=True).stdout.split())
-  except OSError:  # there is no Git
-    return set()
-
-
-CHANGED = changes()
+# The files that differ from the last commit but one, as far as Git knows them.
+DIFFER = ["git", "-C", str(pages.ROOT), "diff", "--name-only", "HEAD^"]
+CHANGED = set()
+if shutil.which("git"):
+  CHANGED |= {*subprocess.run(DIFFER, capture_output=True, text=True).stdout.split()}
 CHANGED_ROOMS = {(*file.split("/"), "", "")[2] for file in CHANGED if "_src/" in file}
 
 
@@ -63,19 +55,6 @@ def slow(page):
   named = " ".join(re.findall(r"\bgradcomp(?:\.| import )([\w, ]+)", code))
   rooms = CHANGED_ROOMS.intersection(re.findall(r"\w+", named))
   return pytest.mark.slow(now=name(page) in CHANGED or bool(rooms))
-
-
-@slow(HOSTS)
-def test_the_script_for_many_hosts_runs_on_one(tmp_path):
-  """With two, and again from its checkpoint, it runs in test_many_hosts.py."""
-  with socket.socket() as reserved:  # as there: nobody else gets the port, gRPC does
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind(("127.0.0.1", 0))
-    arguments = (f"127.0.0.1:{reserved.getsockname()[1]}", "1", "0", "checkpoints")
-    code = f"from tests.support import pages; pages.run(pages.ROOT / {name(HOSTS)!r})"
-    here = {"cwd": tmp_path, "PYTHONPATH": str(pages.ROOT)}
-    said = run("-W", "error", "-c", code, *arguments, **here)
-  assert "step 40: loss" in said
 
 
 @pytest.fixture
@@ -88,7 +67,7 @@ def run_here(tmp_path, monkeypatch):
   jax.config.update("jax_traceback_filtering", filtering)
 
 
-# Those from which users begin, and the README and the quickstart by tests of their own.
+# From which users begin. Others have tests of their own: test_many_hosts.py runs one.
 FIRST = {"how-to-choose", "extending"}
 OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, TELEMETRY, HOSTS)]
 
@@ -132,29 +111,18 @@ def test_each_logger_gets_the_scalars_of_the_step(run_here, monkeypatch):
   loggers["mlflow"].log_metrics.assert_called_once_with(record, step=step)
 
 
-def carries(loop):
-  """Whether what a call returns, several things, goes to the next call of a range."""
-  if not (isinstance(loop, ast.For) and "range(" in ast.unparse(loop.iter)):
-    return False
-  calls = [x for x in ast.walk(loop) if isinstance(x, ast.Assign)]
-  calls = [x for x in calls if isinstance(x.value, ast.Call)]
-  tuples = [x.targets[0] for x in calls if isinstance(x.targets[0], ast.Tuple)]
-  of = lambda trees: {x for tree in trees for x in ast.walk(tree)}
-  names = lambda trees: {x.id for x in of(trees) if isinstance(x, ast.Name)}
-  return bool(names(tuples) & names(x.value for x in calls))
-
-
 def test_loops_wait_for_their_steps_and_blocks_say_their_language():
   """Emulated devices that are sent hundreds of steps ahead are stuck."""
   waits = ("block_until_ready(", "assert_allclose(", "float(")
   for page in PAGES:
     for block in pages.read(page)[0]:
       where = f"{name(page)}:{block.line}"
-      assert block.language in LANGUAGES, where
+      assert block.language in {"python", "pycon", "console", "text"}, where
       if block.language == "python":
-        for loop in filter(carries, ast.walk(ast.parse(block.text))):
-          said = ast.unparse(loop)
-          assert any(x in said for x in waits), f"{where}: {said}"
+        for loop in ast.walk(ast.parse(block.text)):
+          said = ast.unparse(loop) if isinstance(loop, ast.For) else ""
+          if "range(" in said and re.search(r"\w, .* = \w.*\(", said):  # steps
+            assert any(x in said for x in waits), f"{where}: {said}"
 
 
 def anchors(page):
@@ -178,15 +146,13 @@ def links(page):
 
 def test_links_lead_somewhere():
   """To a file of this repository and, behind a #, to one of its headings."""
-  wrong = []
   for page in PAGES:
     for target, line in links(page):
       path, _, anchor = target.partition("#")
       file = (page.parent / path).resolve() if path else page
       there = file.is_relative_to(pages.ROOT) and file.exists()
-      if not there or (anchor and anchor not in anchors(file)):
-        wrong.append(f"{name(page)}:{line}: {target}")
-  assert not wrong
+      where = f"{name(page)}:{line}: {target}"
+      assert there and (not anchor or anchor in anchors(file)), where
 
 
 TROUBLES = FOLDER / "operate" / "troubleshooting.md"
@@ -209,11 +175,7 @@ def test_errors_name_their_sections_of_the_page():
 
 
 def test_every_page_is_on_the_map():
-  """It links to every page of docs/, and the front page to it.
-
-  The page of results links to those of benchmarks/: the site includes the map by a
-  parser whose links must stay in the site.
-  """
+  """Its links stay in the site; the page of results links to those of benchmarks/."""
   assert "docs/README.md" in {target for target, _ in links(README)}
   assert not [target for target, _ in links(MAP) if target.startswith("..")]
   maps = MAP, FOLDER / "results" / "README.md"
@@ -222,11 +184,7 @@ def test_every_page_is_on_the_map():
 
 
 def test_tables_are_those_of_the_records():
-  """``python -m benchmarks.pages.records`` writes them; the site has more.
-
-  Before a table of results stand a mark, a heading of the study, or words that say that
-  there is no record.
-  """
+  """``python -m benchmarks.pages.records`` writes those that a mark names."""
   for page in PAGES:
     text = page.read_text()
     assert records.written(text) == text, name(page)
@@ -238,10 +196,7 @@ def test_tables_are_those_of_the_records():
 
 
 def test_every_record_is_named_by_a_page():
-  """By its file, a file beside it of the same name, or the folder of its lines.
-
-  A record is summarised to what a page or a judge reads, in at most 300 kB.
-  """
+  """By its file, one beside it, or the folder of its lines; it has 300 kB at most."""
   text = "\n".join(page.read_text() for page in PAGES)
   for file in records.RECORDS.rglob("*.*"):
     lines = file.suffix == ".jsonl"

@@ -52,19 +52,17 @@ def test_compiles(size):
 
 
 def test_a_run_with_the_plugins(tmp_path):
-  (tmp_path / "conftest.py").write_text(CONFTEST)
-  (tmp_path / "test_it.py").write_text(TESTS)
-  (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\n")
-  for number in range(8):
-    (tmp_path / f"test_{number}.py").write_text("def test_passes(): pass")
+  files = {f"test_{number}.py": "def test_passes(): pass" for number in range(8)}
+  files |= {"conftest.py": CONFTEST, "test_it.py": TESTS}
+  for name, text in {**files, "pytest.ini": "[pytest]\ntestpaths = .\n"}.items():
+    (tmp_path / name).write_text(text)
 
   def run(*options, programs=2):
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options]
-    path = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    path["PROGRAMS"] = str(programs)
-    result = subprocess.run(
-      command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=300
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    env["PROGRAMS"] = str(programs)
+    how = dict(cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, **how)
     return result.returncode, result.stdout
 
   code, out = run("-k", "not compiles", "--optimize")

@@ -26,17 +26,12 @@ NAMESPACES = {
   "wrappers",
 }
 SPACES = [gradcomp, *(getattr(gradcomp, name) for name in sorted(NAMESPACES))]
-
-
-def is_defined(value):
-  return inspect.isclass(value) or inspect.isroutine(value)
-
-
 PUBLIC = {
   f"{space.__name__}.{name}": value
   for space in (*SPACES, gradcomp.testing.modes)
   for name in getattr(space, "__all__", None) or vars(space)
-  if not name.startswith("_") and is_defined(value := getattr(space, name))
+  if not name.startswith("_")
+  and (inspect.isclass(value := getattr(space, name)) or inspect.isroutine(value))
   if hasattr(space, "__all__") or value.__module__ == space.__name__
 }
 
@@ -71,7 +66,6 @@ def entries(docstring, title):
 
 
 def test_functions_explain_their_arguments_their_result_and_their_errors():
-  """And the axis is their first keyword."""
   for name, function in PUBLIC.items():
     docstring = inspect.getdoc(function)
     assert docstring, name
@@ -91,7 +85,6 @@ def test_functions_explain_their_arguments_their_result_and_their_errors():
 
 
 def test_options_and_states_explain_their_fields():
-  """Where ``help`` would say that each field of a state is an alias for a number."""
   states = [getattr(gradcomp.state, name) for name in gradcomp.state.__all__]
   fields = {state: [*state._fields] for state in states}
   for name, value in PUBLIC.items():

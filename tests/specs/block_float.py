@@ -48,11 +48,7 @@ def cast(y, element, r=None):
 
 
 def power_of_two_scales(amax, element, up):
-  """The bytes of E8M0: 127 more than the exponents, 255 for what is not finite.
-
-  The specification has `floor(log2 amax) - floor(log2 largest)`. With `up` it is the
-  least exponent under which `amax` is not above the largest number.
-  """
+  """The bytes of E8M0: 127 more than the exponents, 255 for what is not finite."""
   amax = np.float64(amax)
   finite = np.isfinite(amax)
   safe = np.where(finite & (amax >= TINY), amax, TINY)
@@ -94,10 +90,7 @@ def number_scales(amax, shared, element, up):
 
 
 def encode(x, *, element, scale, block_size, key=None):
-  """The rows of a leaf, uint32[tiles, words]; without a key rounded to nearest.
-
-  It is finite if `scale` is "e4m3". Behind the words of the key there may be a mask.
-  """
+  """The rows of a leaf, uint32[tiles, words]; without a key rounded to nearest."""
   bits, words, up = bits_of(element), planes.ROW_WORDS, key is not None
   flat = planes.as_leaf(x)
   tiles = planes.tiled(flat, 32 // bits, words)

@@ -36,31 +36,18 @@ def threefry2x32(key, c0, c1, rounds=20):
 
 
 def fold_in(key, number):
-  """The key that `jax.random.fold_in` makes of a threefry key and a number.
-
-  Example:
-    >>> fold_in((0, 7), 3)
-    (276534068, 1641862660)
-  """
+  """The key that `jax.random.fold_in` makes of a threefry key and a number."""
   return tuple(int(word) for word in threefry2x32(key, 0, number))
 
 
 def name_words(text):
-  """The two words of a leaf's name, or of the names of a matrix's leaves.
-
-  Example:
-    >>> [hex(word) for word in name_words("abc")]
-    ['0xba7816bf', '0x8f01cfea']
-  """
+  """The two words of a leaf's name, or of the names of a matrix's leaves."""
   digest = hashlib.sha256(text.encode()).digest()
   return tuple(int.from_bytes(digest[i : i + 4], "big") for i in (0, 4))
 
 
 def leaf_key(seed, step, name, *more):
-  """The key of a leaf by its name, or of the stage of one, with a newline behind it.
-
-  All workers share it; with a worker's number behind it, it is that worker's own.
-  """
+  """The key of a leaf by its name, or of a stage; a worker's with its number behind."""
   result = (0, seed)
   for number in (step, *name_words(name), *more):
     result = fold_in(result, number)
@@ -68,12 +55,7 @@ def leaf_key(seed, step, name, *more):
 
 
 def mask(worker):
-  """The page's constant of a worker, below 2^16.
-
-  Example:
-    >>> [mask(i) for i in range(4)]
-    [0, 65535, 32768, 32767]
-  """
+  """The page's constant of a worker, below 2^16."""
   mirrored = int(f"{worker >> 1:016b}"[::-1], 2)
   return mirrored ^ 0xFFFF if worker % 2 else mirrored
 
@@ -84,11 +66,7 @@ def leaf_dither(seed, step, name, worker, *more):
 
 
 def random_lanes(key, tiles, *, bits, bucket_size, first_row=0):
-  """The 16-bit integers of stochastic rounding, uint32[tiles, P, B].
-
-  A mask behind the two words of the key is XORed with each. The rows are those from
-  ``first_row`` on.
-  """
+  """The 16-bit integers of stochastic rounding, uint32[tiles, P, B]."""
   per_word, words = planes.geometry(bits, bucket_size)
   groups = -(-per_word // 8)
   row = np.arange(first_row, first_row + tiles, dtype=np.uint32)[:, None]
@@ -116,22 +94,14 @@ def of_leaf(key, flat, *, bits):
 
 
 def addend(rounding, x, key, **rule):
-  """The 16-bit integers that round magnitudes of tiles [tiles, P, B], or the one.
-
-  ``rounding`` is "nearest" or "stochastic", ``rule`` of :func:`random_lanes`.
-  """
+  """The 16-bit integers that round magnitudes of tiles [tiles, P, B], or the one."""
   if rounding == "nearest":
     return np.uint32(2**15)
-  if rounding != "stochastic":
-    raise ValueError(f"`rounding` must be 'nearest' or 'stochastic', got {rounding!r}.")
   return signed_lanes(random_lanes(key, len(x), **rule)[:, : x.shape[1]], x)
 
 
 def one_of_two(size, table, r):
-  """The codes of one of each number's two neighbors in a table, by 16-bit integers r.
-
-  The table increases, and is not exceeded. Chances are exact in binary64.
-  """
+  """The codes of one of two neighbors of each number in a table, by 16-bit r."""
   code = np.minimum(np.searchsorted(table, size, "right") - 1, len(table) - 2)
   chance = (size - table[code]) / (table[code + 1] - table[code])
   return code + (chance + r / 2.0**16 >= 1)

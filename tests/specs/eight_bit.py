@@ -19,12 +19,7 @@ DATA_TYPES = ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"
 
 @functools.cache
 def levels(data_type):
-  """The magnitudes of positive numbers in the order of their codes, float64.
-
-  Example:
-    >>> len(levels("dynamic_map")), len(levels("mantissa"))
-    (129, 114)
-  """
+  """The magnitudes of positive numbers in the order of their codes, float64."""
   if data_type == "linear":
     return np.arange(128) / 127
   if data_type == "mantissa":
@@ -32,14 +27,12 @@ def levels(data_type):
     return np.array(sorted(integers)) / 15e7
   if data_type == "static_tree":
     table = [tree(j, 4, AT_ONCE) / 10 ** (7 - e) for e in range(8) for j in range(16)]
-  elif data_type in ("dynamic_tree", "dynamic_map"):
+  else:
     # Seven bits: n zeros, the flag, and 6 - n bits of the tree; or seven zeros.
     first = AT_0_45 if data_type == "dynamic_tree" else AT_ONCE
     table = [Fraction(0)]
     for n in range(6, -1, -1):
       table += [tree(j, 6 - n, first) / 10**n for j in range(2 ** (6 - n))]
-  else:
-    raise ValueError(f"no data type {data_type!r}.")
   numbers = [0.0, *map(float, table[1:])]  # each rounded once
   return np.array(numbers + [1.0] * (data_type == "dynamic_map"))
 

@@ -4,12 +4,7 @@ import numpy as np
 
 
 def all_gather(values, count=None):
-  """The mean that every worker computes, float32: workers in order, then times 1 / N.
-
-  Args:
-    values: float32[N, ...], what the payload of each worker decodes to.
-    count: divide by this number instead of N.
-  """
+  """The mean of decoded payloads [N, ...]: in order, then times 1 / N, or 1 / count."""
   values = np.asarray(values, np.float32)
   total = values[0]
   with np.errstate(over="ignore", invalid="ignore"):
@@ -21,11 +16,8 @@ def all_gather(values, count=None):
 def two_shot(values, recode=None):
   """What every worker ends with after `two_shot`, float32[R, tile].
 
-  Args:
-    values: float32[N, R, tile], the first-stage rows of each worker, decoded.
-    recode: called as `recode(mean, owner)` with the mean of the share of a worker,
-      float32[ceil(R / N), tile], and that worker's index; returns what its
-      second-stage rows decode to. None sends the mean as it is (Dense, float32).
+  Values are the decoded rows of workers, float32[N, R, tile]. `recode(mean, owner)`
+  is what an owner's share of the mean decodes to, float32[ceil(R / N), tile].
   """
   parts = _shares(values)
   means = [all_gather(parts[:, owner]) for owner in range(len(parts))]
@@ -35,12 +27,7 @@ def two_shot(values, recode=None):
 
 
 def with_feedback(recode, residuals):
-  """`recode` of the mean plus what the owner's last encoding lost.
-
-  Args:
-    recode: as in :func:`two_shot`.
-    residuals: float32[N, ceil(R / N), tile]; each call replaces its owner's in place.
-  """
+  """`recode` of the mean plus what the owner's last encoding lost: it is replaced."""
 
   def corrected(mean, owner):
     total = mean + residuals[owner]
@@ -53,15 +40,10 @@ def with_feedback(recode, residuals):
 
 
 def ring(values, recode):
-  """What every worker ends with after `ring`, and what its encodings lost.
+  """What all have after `ring`, [R, tile], and what each lost, [N, R, tile].
 
-  Args:
-    values: float32[N, R, tile], the rows of each worker, not encoded.
-    recode: called as `recode(rows, worker, hop)`; returns what the rows that the worker
-      sends in that hop decode to. Hop N - 1 is the one to all.
-
-  Returns:
-    float32[R, tile] and float32[N, R, tile].
+  Values are rows that are not encoded. `recode(rows, worker, hop)` is what those that a
+  worker sends in a hop decode to; hop N - 1 is the one to all.
   """
   parts = _shares(values)
   workers, rows = len(parts), values[0].shape[0]
@@ -78,17 +60,10 @@ def ring(values, recode):
 
 
 def hierarchical(values, group_size, encode_sum, encode_mean):
-  """What every worker ends with after `hierarchical`, and what its encodings lost.
+  """As :func:`ring`, of groups of workers that follow each other.
 
-  Args:
-    values: float32[N, R, tile], the rows of each worker, not encoded.
-    group_size: the workers of a group, which follow each other.
-    encode_sum: called as `encode_sum(rows, worker)` with the sums of its group, of all
-      shares that lie at its place in their groups; returns what it sends, decoded.
-    encode_mean: as `recode` in :func:`two_shot`.
-
-  Returns:
-    float32[R, tile] and float32[N, R, tile].
+  `encode_sum(rows, worker)` is given the sums of its group, of all shares that lie at
+  its place in their groups; `encode_mean` is `recode` of :func:`two_shot`.
   """
   parts = _shares(values)
   workers, rows = len(parts), values[0].shape[0]
@@ -110,10 +85,8 @@ def hierarchical(values, group_size, encode_sum, encode_mean):
 def _shares(values):
   """float32[N, R, tile] as [N, N, ceil(R / N), tile], filled with zeros."""
   workers, rows, tile = np.shape(values)
-  share = -(-rows // workers)
-  padded = np.zeros((workers, share * workers, tile), np.float32)
-  padded[:, :rows] = values
-  return padded.reshape(workers, workers, share, tile)
+  padded = np.pad(np.float32(values), ((0, 0), (0, -rows % workers), (0, 0)))
+  return padded.reshape(workers, workers, -(-rows // workers), tile)
 
 
 def _rows(shares):

@@ -46,15 +46,7 @@ def shifted(x, exponent):
 
 
 class Cast(NamedTuple):
-  """A leaf's FloatCast: the format, the rounding, and how it is scaled.
-
-  Attributes:
-    fmt: the format.
-    rounding: as in :func:`floats.encode`.
-    byte: the agreed byte of APS, or None.
-    scale: the constant factor where there is no byte.
-    addends: N.
-  """
+  """A leaf's FloatCast: by APS' agreed byte for N addends, or a constant scale."""
 
   fmt: floats.Format
   rounding: str = "nearest_even"

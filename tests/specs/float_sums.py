@@ -3,6 +3,8 @@
 From docs/inside/wire-format.md, section FloatCast, and Han et al. 2021, section 5.
 """
 
+import functools
+
 import numpy as np
 
 from tests.specs.floats import quantize
@@ -34,34 +36,24 @@ def multiply(a, b, fmt):
     return quantize(np.asarray(a, np.float64) * np.asarray(b, np.float64), fmt)
 
 
-def total(parts, fmt, method="sequential", carry=None, **options):
-  """The sum of numbers of the format along the first axis, and Kahan's q.
-
-  Args:
-    parts: float32[K, ...], numbers of the format.
-    fmt: the format of the sums.
-    method: "sequential", "pairwise" or "kahan".
-    carry: the q to begin with.
-    options: of :func:`quantize`.
-  """
+def total(parts, fmt, method="sequential", **options):
+  """The sum of numbers of the format along the first axis; options of `quantize`."""
   plus = lambda a, b: add(a, b, fmt, **options)
   parts = np.asarray(parts, np.float32)
   if method == "pairwise":
     while len(parts) > 1:
       paired = plus(parts[: len(parts) // 2 * 2 : 2], parts[1::2])
       parts = np.concatenate([paired, parts[len(parts) // 2 * 2 :]])
-    return parts[0], None
-  s = parts[0]
-  q = np.zeros_like(s) if carry is None else carry
+    return parts[0]
+  if method == "sequential":
+    return functools.reduce(plus, parts)
+  s, q = parts[0], np.zeros_like(parts[0])
   for v in parts[1:]:
-    if method == "sequential":
-      s = plus(s, v)
-      continue
     y = plus(v, -q)
     t = plus(s, y)
     q = np.where(np.isfinite(t), plus(plus(t, -s), -y), np.float32(0))
     s = t
-  return s, q
+  return s
 
 
 def matmul(a, b, fmt, accumulator=None, method="sequential"):
@@ -69,63 +61,40 @@ def matmul(a, b, fmt, accumulator=None, method="sequential"):
   accumulator = accumulator or fmt
   a, b = quantize(a, fmt), quantize(b, fmt)
   products = multiply(np.moveaxis(a, -1, 0)[..., None], b[:, None, :], fmt)
-  return total(quantize(products, accumulator), accumulator, method)[0]
+  return total(quantize(products, accumulator), accumulator, method)
 
 
 def all_reduce(x, fmt, order="gathered", group_size=None, method="sequential"):
   """The sum of x[N, ...] in the order of an exchange, elements cut into N shares."""
   x = quantize(x, fmt)
   workers, size = len(x), x[0].size
-  share = -(-size // workers)
-  flat = np.zeros((workers, share * workers), np.float32)
-  flat[:, :size] = x.reshape(workers, -1)
-  shares = flat.reshape(workers, workers, share)
+  flat = np.pad(x.reshape(workers, -1), ((0, 0), (0, -size % workers)))
+  shares = flat.reshape(workers, workers, -1)
   result = ordered(shares, fmt, order, group_size, method)
   return result.ravel()[:size].reshape(x.shape[1:])
 
 
 def ordered(shares, fmt, order, group_size=None, accumulate="format", saturate=False):
-  """The sums of the shares [N, share, ...] of N workers, in an exchange's order.
-
-  Args:
-    shares: what each worker's codes stand for, scale included.
-    fmt: the format.
-    order: "gathered" ("all_gather", "two_shot"), "ring" or "hierarchical".
-    group_size: the workers of a group.
-    accumulate: "format" or "sequential", "kahan", or "float32", rounded where sent.
-    saturate: as in APS.
-  """
-  workers = len(shares)
-  wide = accumulate == "float32"
-  method = "kahan" if accumulate == "kahan" else "sequential"
+  """The sums of the shares [N, share, ...] of N workers, in an exchange's order."""
+  workers, wide = len(shares), accumulate == "float32"
   sent = lambda x: quantize(x, fmt, saturate=saturate) if wide else x
 
   def added(parts):
-    if not wide:
-      return total(parts, fmt, method, saturate=saturate)[0]
-    s = parts[0]
-    for part in parts[1:]:
-      s = s + part  # binary32
-    return s
+    if wide:
+      return functools.reduce(np.add, parts)  # binary32
+    method = "kahan" if accumulate == "kahan" else "sequential"
+    return total(parts, fmt, method, saturate=saturate)
 
   if order in ("gathered", "all_gather"):
     return added(shares)
   if order == "two_shot":
     return sent(added(shares))
   if order == "hierarchical":
-    groups = [
-      sent(added(shares[first : first + group_size]))
-      for first in range(0, workers, group_size)
-    ]
-    return sent(added(groups))
+    first = range(0, workers, group_size)
+    return sent(added([sent(added(shares[i : i + group_size])) for i in first]))
   result = np.zeros_like(shares[0])
   for d in range(workers):
     visits = [shares[(d + 1 + hop) % workers, d] for hop in range(workers)]
-    if wide:
-      s = visits[0]
-      for own in visits[1:]:
-        s = sent(s + own)
-      result[d] = s
-    else:
-      result[d] = added(visits)
+    hop = lambda s, own: sent(s + own)
+    result[d] = functools.reduce(hop, visits) if wide else added(visits)
   return result

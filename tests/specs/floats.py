@@ -1,14 +1,9 @@
-"""Rounds to floats of few bits in plain NumPy.
+"""Rounds to floats of few bits, by the page's section FloatCast and Han et al. 2021.
 
-From docs/inside/wire-format.md, section FloatCast, and Han et al. 2021. Three
-descriptions of the same rounding, none taken from the library:
-
-* :func:`encode_by_table` searches among all numbers of a format, up to 16 bits;
-* :func:`encode` counts quanta in float64, where every step is exact;
-* :func:`round_exactly` rounds one rational number.
-
-Numbers are float32 or float64 arrays; float64 holds every product of two float32
-numbers, and ``float_sums.odd_sum`` what matters of every sum.
+:func:`encode_by_table` searches among all numbers of a format, :func:`encode` counts
+quanta in float64, where every step is exact, and :func:`round_exactly` rounds one
+rational number. Float64 holds every product of two float32 numbers, and
+``float_sums.odd_sum`` what matters of every sum.
 """
 
 from fractions import Fraction
@@ -29,9 +24,8 @@ class Format(NamedTuple):
   @property
   def options(self):
     """The keyword arguments of ``FloatFormat``."""
-    return dict(
-      specials=self.specials, subnormals=self.subnormals, bias=self.given_bias
-    )
+    special = {"specials": self.specials, "subnormals": self.subnormals}
+    return special | {"bias": self.given_bias}
 
   @property
   def bias(self):
@@ -127,15 +121,7 @@ def encode_by_table(x, fmt):
 
 
 def encode(x, fmt, rounding="nearest_even", *, draws=None, saturate=False):
-  """The codes of numbers, uint32, for every format.
-
-  Args:
-    x: float32 or float64; sums by way of ``float_sums.odd_sum``.
-    fmt: a :class:`Format`.
-    rounding: "nearest_even", "toward_zero" or "stochastic", which needs float32.
-    draws: the 32-bit integers R of stochastic rounding.
-    saturate: what is too large becomes the largest number.
-  """
+  """The codes of numbers, uint32; draws are the 32-bit R of stochastic rounding."""
   x = np.asarray(x)
   to_largest = saturate or rounding == "toward_zero" or fmt.specials == "none"
   if rounding == "stochastic":

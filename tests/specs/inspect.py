@@ -9,20 +9,15 @@ def ratio(a, b):
 
 def leaf(gradients, corrected, unsent, mean):
   """Sums over a leaf of N workers, ``[N, ...]``; ``mean`` is what all receive."""
-  gradients, corrected, unsent, mean = (
-    np.asarray(x, np.float64) for x in (gradients, corrected, unsent, mean)
+  gradients, corrected, unsent, mean = map(
+    np.float64, (gradients, corrected, unsent, mean)
   )
   workers, true = len(gradients), gradients.mean(axis=0)
-  return {
-    "size": float(true.size),
-    "gradient": np.sum(gradients**2) / workers,
-    "corrected": np.sum(corrected**2) / workers,
-    "unsent": np.sum(unsent**2) / workers,
-    "mean": np.sum(mean**2),
-    "true": np.sum(true**2),
-    "product": np.sum(mean * true),
-    "zeros": np.sum(corrected == unsent) / workers,
-  }
+  sums = {"gradient": gradients**2, "corrected": corrected**2, "unsent": unsent**2}
+  sums |= {"zeros": corrected == unsent}
+  own = {name: np.sum(x) / workers for name, x in sums.items()}
+  of_all = {"mean": mean**2, "true": true**2, "product": mean * true}
+  return own | {name: np.sum(x) for name, x in of_all.items()} | {"size": true.size}
 
 
 def metrics(sums):

@@ -15,21 +15,13 @@ SAMPLED_BUCKETS = 128
 
 
 def first(bits):
-  """The integers for which all 2^bits levels on [-1, 1] are equally spaced.
-
-  Example:
-    >>> first(3)
-    array([ 37, 110, 183, 256])
-  """
+  """The integers for which all 2^bits levels on [-1, 1] are equally spaced."""
   count = 2 ** (bits - 1)
   return np.rint(BINS * (np.arange(count) + 0.5) / (count - 0.5)).astype(int)
 
 
 def counts_of(x, *, bits, bucket_size):
-  """The magnitudes that a worker counts of a leaf, int64[256].
-
-  With one scale a tensor, None, they are counted in pieces of 512.
-  """
+  """The magnitudes that a worker counts of a leaf, int64[256]."""
   leaf = planes.as_leaf(x)
   size = min(planes.geometry(bits, bucket_size)[1], max(leaf.size, 1))
   whole = leaf.size // size
@@ -52,12 +44,6 @@ def variance(counts, k):
 
   Between neighboring levels a and b it is (b - v) (v - a); below the first level,
   whose other neighbor is its negative, a^2 - v^2.
-
-  Example:
-    >>> counts = np.zeros(256)
-    >>> counts[127] = 2  # at 127.5 / 256, halfway between 0 and 255 / 256
-    >>> 256**2 * variance(counts, [0, 255, 256]) == 2 * 127.5**2
-    True
   """
   v = (np.arange(BINS) + 0.5) / BINS
   a = np.concatenate([[-k[0]], k]) / BINS
@@ -92,10 +78,7 @@ def best(counts, bits):
 
 
 def encode(x, *, k, key=None, bits, bucket_size, rounding="stochastic"):
-  """The rows of a leaf under levels k, uint32[tiles, B + scales + L].
-
-  All else is as in :func:`qsgd.encode`, with the norm "max" and 2 to 4 bits.
-  """
+  """The rows of a leaf under levels k, uint32[tiles, B + scales + L]."""
   rule = dict(bits=bits, bucket_size=bucket_size)
   tiles = planes.tiled(planes.as_leaf(x), *planes.geometry(**rule))
   scales = qsgd.scales_of(x, norm="max", **rule)
@@ -126,8 +109,6 @@ def _pieces(k):
 
 def decode(rows, size, *, bits, bucket_size):
   """The values of a payload, float32[size]."""
-  if bits not in (2, 3, 4):
-    raise ValueError(f"`bits` must be 2 to 4, got {bits}.")
   per_word, words = planes.geometry(bits, bucket_size)
   count = 2 ** (bits - 1)
   floats = (1 if bucket_size is None else per_word) + count
@@ -142,9 +123,7 @@ def decode(rows, size, *, bits, bucket_size):
     raise ValueError("all rows must have the same levels.")
   whole = (k == np.trunc(k)).all() and k[0] >= 0
   if not whole or k[-1] != 256 or (np.diff(k) <= 0).any():
-    raise ValueError(
-      "levels must be increasing multiples of 1/256, the last of them 1."
-    )
+    raise ValueError("levels are increasing multiples of 1/256, the last of them 1.")
   negative = codes < count
   value = scale * levels[0][np.where(negative, count - 1 - codes, codes - count)]
   return np.where(negative, -value, value)[:size]

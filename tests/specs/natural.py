@@ -8,10 +8,7 @@ SMALLEST, LARGEST = 2.0**-62, 2.0**63
 
 
 def neighbors(x):
-  """The numbers around each magnitude, and the chance of the upper one, float64.
-
-  They are powers of two; below the smallest one, zero and that one.
-  """
+  """The numbers around each magnitude, and the chance of the upper one, float64."""
   with np.errstate(invalid="ignore"):  # NaN, and infinity less a power of two
     size = np.abs(np.float64(x))
     _, exponent = np.frexp(size)  # size = f * 2^exponent with f from 1/2 on, below 1
@@ -21,11 +18,7 @@ def neighbors(x):
 
 
 def values(x, r=None):
-  """The values that elements become, float64, by 16-bit integers `r`.
-
-  All is exact in binary64: a chance has 24 significant bits, and 16 with `r`. Without
-  them values are the nearest; of two equally near, the one with the even code.
-  """
+  """The values that elements become, float64, by 16-bit integers `r`."""
   lower, upper, chance = neighbors(x)
   if r is None:
     even = (upper > SMALLEST) & (np.frexp(upper)[1] % 2 == 0)

@@ -13,18 +13,12 @@ PER_WORD = 32
 
 
 def means_of(x, *, bucket_size=None, column=None):
-  """The means that a row carries: avg+ of each bucket or column, then avg-.
-
-  A bucket has 64 in all of a row; a column, ``column`` elements along the leaf's first
-  dimension, has a row of its own with two. Sums are in float64 and rounded once.
-  """
+  """The means that a row carries: avg+ of each bucket or column, then avg-."""
   leaf = planes.as_leaf(x)
+  cut = lambda y: planes.tiled(y, PER_WORD, bucket_size)
   if column is not None:
-    buckets = leaf.reshape(column, -1).T[:, None]
-    real = np.ones(buckets.shape, bool)
-  else:
-    buckets = planes.tiled(leaf, PER_WORD, bucket_size)
-    real = planes.tiled(np.ones(leaf.size, bool), PER_WORD, bucket_size)
+    cut = lambda y: y.reshape(column, -1).T[:, None]
+  buckets, real = cut(leaf), cut(np.ones(leaf.size, bool))
   means = []
   with np.errstate(invalid="ignore"):
     for side in (buckets >= 0, buckets < 0):
@@ -36,10 +30,7 @@ def means_of(x, *, bucket_size=None, column=None):
 
 
 def encode(x, *, bucket_size=None, column=None, means=None):
-  """The rows of a leaf, uint32[tiles, B + 64] or uint32[columns, ceil(d0 / 32) + 2].
-
-  Means may be given in place of those of :func:`means_of`.
-  """
+  """The rows of a leaf, uint32[tiles, B + 64] or uint32[columns, ceil(d0 / 32) + 2]."""
   if means is None:
     means = means_of(x, bucket_size=bucket_size, column=column)
   if column is None:
@@ -105,18 +96,10 @@ def _check_means(positive_mean, negative_mean, some_positive, some_negative):
 
 
 def ideal(v):
-  """Q^1b of one vector (Grubic et al. 2018, section 2.2), float64 of its shape.
-
-  avg+ is the mean over v_i >= 0, for it stands for those elements.
-
-  Example:
-    >>> ideal([-3, -1, 2, 4])
-    array([-2., -2.,  3.,  3.])
-  """
+  """Q^1b of one vector (Grubic et al. 2018, section 2.2), float64 of its shape."""
   v = np.asarray(v, np.float64)
-  positive = v >= 0
-  quantised = np.empty_like(v)
-  for side in (positive, ~positive):
+  result = np.empty_like(v)
+  for side in (v >= 0, v < 0):
     if side.any():
-      quantised[side] = v[side].mean()
-  return quantised
+      result[side] = v[side].mean()
+  return result

@@ -17,12 +17,7 @@ def as_leaf(x):
 
 
 def filled(x, bucket_size):
-  """The leaf, with a last bucket that repeats its own elements: float32[m B].
-
-  Example:
-    >>> filled([1, 2, 3, 4, 5, 6], 4).tolist()
-    [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 5.0, 6.0]
-  """
+  """The leaf, with a last bucket that repeats its own elements: float32[m B]."""
   leaf = as_leaf(x)
   whole = leaf.size // bucket_size * bucket_size
   copies = np.resize(leaf[whole:], bucket_size if leaf.size > whole else 0)

@@ -68,24 +68,10 @@ def decode(rows, shape, *, rank, bits=32):
 
 
 def compress_and_aggregate(matrices, q):
-  """Algorithm 1: the factors of the mean of all workers' matrices.
-
-  Args:
-    matrices: `[N, m, n]`.
-    q: the right factor of the step before, `[n, r]`.
-
-  Returns:
-    `[m, r]` with orthonormal columns, and `[n, r]`.
-  """
+  """Algorithm 1 of [N, m, n]: orthonormal columns [m, r], and a factor [n, r]."""
   p = np.mean([matrix @ q for matrix in matrices], axis=0)
   p = orthonormal_rows(p.T).T
-  q = np.mean([matrix.T @ p for matrix in matrices], axis=0)
-  return p, q
-
-
-def decompress(p, q):
-  """The matrix that two factors stand for."""
-  return p @ q.T
+  return p, np.mean([matrix.T @ p for matrix in matrices], axis=0)
 
 
 class ErrorFeedbackSGD:
@@ -102,7 +88,7 @@ class ErrorFeedbackSGD:
     """One step with the gradients of all workers; returns what they decompress."""
     corrected = np.asarray(gradients, np.float64) + self.errors
     p, self.q = compress_and_aggregate(corrected, self.q)
-    mean = decompress(p, self.q)
+    mean = p @ self.q.T
     self.errors = corrected - mean
     self.m = self.momentum * self.m + mean
     self.x -= self.learning_rate * (mean + self.m)
@@ -110,10 +96,7 @@ class ErrorFeedbackSGD:
 
 
 class AlternateSGD:
-  """Gradient descent by ACP-SGD (Zhang et al. 2023), for one matrix and N workers.
-
-  Each worker's error is what its own factor lacks of its own matrix.
-  """
+  """Gradient descent by ACP-SGD (Zhang et al. 2023), for one matrix and N workers."""
 
   def __init__(self, shape, q, workers):
     self.factor = np.array(q, np.float64)

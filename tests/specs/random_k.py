@@ -31,10 +31,7 @@ def positions(key, rows, size, density):
 
 
 def encode(x, *, key, range_size, stride):
-  """The rows of a leaf that is finite, uint32[ranges, 2 + S].
-
-  The key is that of the leaf, which all workers share; of a stride one element is sent.
-  """
+  """The rows of a leaf that is finite, uint32[ranges, 2 + S]."""
   parts = planes.tiled(planes.as_leaf(x), 1, range_size)[:, 0]
   keys, rows = row_keys(key, len(parts)), []
   for own, part in zip(keys, parts, strict=True):

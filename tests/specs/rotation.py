@@ -13,12 +13,7 @@ from tests.specs import planes
 
 
 def signs(count):
-  """The Rudin-Shapiro sequence: -1 for each pair of neighboring ones in a number.
-
-  Example:
-    >>> signs(8).tolist()
-    [1, 1, 1, -1, 1, 1, -1, 1]
-  """
+  """The Rudin-Shapiro sequence: -1 for each pair of neighboring ones in a number."""
   ones = [bin(number) for number in range(count)]
   pairs = [sum(a == b == "1" for a, b in itertools.pairwise(x)) for x in ones]
   return np.array([(-1) ** n for n in pairs])
@@ -32,10 +27,7 @@ def matrix(group):
 
 
 def rotate(x, *, bits, bucket_size, group):
-  """The rotated tiles of a leaf that zeros fill, float32[tiles * P * B].
-
-  The bits of a code are 1, 2 or 4, and a group has 8 or 32 elements.
-  """
+  """The rotated tiles of a leaf that zeros fill, float32[tiles * P * B]."""
   per_word, words = planes.geometry(bits, bucket_size)
   tiles = planes.tiled(planes.as_leaf(x), 1, per_word * words)[:, 0]
   scaled = np.float32(signs(per_word * words)) * (tiles * np.float32(1 / group))

@@ -18,10 +18,7 @@ def scales_of(x, *, bucket_size, scale):
 
 
 def encode(x, *, bucket_size, scale, scales=None):
-  """The rows of a leaf, uint32[tiles, B + 32], or [tiles, B + 2] of scales of one.
-
-  Scales may be given, float32[tiles, 32], in place of those of :func:`scales_of`.
-  """
+  """The rows of a leaf, uint32[tiles, B + 32], or [tiles, B + 2] of scales of one."""
   if scales is None:
     scales = scales_of(x, bucket_size=bucket_size, scale=scale)
   if scale == "mean":
@@ -69,10 +66,7 @@ def vote(values, kind):
 
 
 def unpack_votes(words, size, workers, *, bucket_size, vote):
-  """The counts that an owner sends in the second stage of `two_shot`, float32[size].
-
-  The size is that of a share, whole tiles; the vote is "mean" or "majority".
-  """
+  """The counts that an owner sends in the second stage of `two_shot`, float32[size]."""
   most = workers if vote == "mean" else 1
   width = (2 * most + 1).bit_length()
   words = planes.checked_rows(words, size, 32 // width, bucket_size)

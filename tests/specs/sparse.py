@@ -12,13 +12,7 @@ from tests.specs.top_k import exact
 
 
 class Worker:
-  """What one worker keeps of one leaf, and what it would send: float32.
-
-  Args:
-    shape: of the leaf.
-    momentum: m; None for plain residuals.
-    nesterov: whether ``m u' + g`` is sent.
-  """
+  """What one worker keeps of one leaf, float32; without momentum plain residuals."""
 
   def __init__(self, shape, momentum=None, nesterov=False):
     self.m = None if momentum is None else np.float32(momentum)
@@ -27,7 +21,7 @@ class Worker:
     self.given = np.zeros(shape)  # all that was ever to be sent
 
   def correct(self, gradient):
-    """The gradient with momentum and what was left: what is selected from."""
+    """What is selected from: the gradient with momentum, and what was left."""
     gradient = new = np.asarray(gradient, np.float32)
     if self.m is not None:
       self.u = new = self.m * self.u + gradient
@@ -51,12 +45,7 @@ def clip(tree, limit):
 
 
 def clipped_sum(shares, threshold):
-  """The sum of what N workers send in Deep Gradient Compression: a list of float64.
-
-  By its section 3.2 and equation 3: a worker's gradient is its share of the sum,
-  ``1 / (N b)`` times what its b examples add up to. Each is clipped at ``N^(-1/2)`` of
-  the threshold of the whole.
-  """
+  """The sum of what N workers send by section 3.2 of Lin et al.: a list of float64."""
   limit = len(shares) ** -0.5 * threshold
   return [sum(leaves) for leaves in zip(*(clip(x, limit) for x in shares), strict=True)]
 
@@ -76,13 +65,9 @@ def all_gather(corrected, density):
 
 
 def two_shot(corrected, density, owned):
-  """Like :func:`all_gather`, of N ranges that each have an owner, who selects again.
-
-  What owners kept, float32[N, ceil(n / N)], is replaced in place.
-  """
+  """Of N ranges with an owner each, who selects again, and replaces what it kept."""
   workers, size = corrected.shape
-  padded = np.zeros((workers, owned.size), np.float32)
-  padded[:, :size] = corrected
+  padded = np.pad(corrected, ((0, 0), (0, owned.size - size)))
   ranges = padded.reshape(workers, workers, -1)
   sent = np.stack([[exact(part, density) for part in own] for own in ranges])
   result = np.zeros_like(owned)

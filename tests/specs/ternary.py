@@ -32,10 +32,8 @@ def scales_of(
   largest = np.abs(buckets).max(axis=2, initial=0)
   if scaler == "clipped":
     norms = np.minimum(largest, limit)
-  elif scaler == "sigma":
+  else:  # sigma
     norms = np.where(np.isfinite(limit), limit, largest)
-  else:
-    raise ValueError(f"`scaler` must be 'clipped' or 'sigma', got {scaler!r}.")
   norms = np.where(np.isfinite(buckets).all(axis=2), norms, np.nan)
   scales = scale_table.of_norms(norms)
   return np.broadcast_to(scales, (len(tiles), scales.shape[1])).copy()
@@ -68,12 +66,7 @@ def encode(
 
 
 def pack(z, packing):
-  """Integers -1, 0, 1 of int64[tiles, P, B] as words, uint32[tiles, B].
-
-  Example:
-    >>> pack(np.full([1, 20, 1], -1), "base3")  # all digits 0
-    array([[1]], dtype=uint32)
-  """
+  """Integers -1, 0, 1 of int64[tiles, P, B] as words, uint32[tiles, B]."""
   if packing == "2bit":
     return planes.pack(z % 4, 2, z.shape[2])
   return _word_of_digits(np.moveaxis(z + 1, 1, 0))
@@ -88,11 +81,7 @@ def _word_of_digits(digits):
 
 
 def decode(rows, size, *, packing, bucket_size, scales=None):
-  """The values of a payload, float32[size].
-
-  Scales that all workers share are given, [tiles, P], or [tiles, 1] or [1, 1] without
-  buckets; else they are read behind the words.
-  """
+  """The values of a payload, float32[size]; scales that all workers share are given."""
   z, scale = _read(rows, size, packing, bucket_size, scales)
   return z.astype(np.float32) * scale
 
@@ -140,12 +129,7 @@ def _digits(words):
 
 
 def clip(g, limit):
-  """Equation 9 of Wen et al. 2017, float64: f(g_i), with c * sigma for `limit`.
-
-  Example:
-    >>> clip([-3, 1, 2], 1.5)
-    array([-1.5,  1. ,  1.5])
-  """
+  """Equation 9 of Wen et al. 2017, float64: f(g_i), with c * sigma for `limit`."""
   g = np.asarray(g, np.float64)
   return np.where(np.abs(g) <= limit, g, np.sign(g) * limit)
 
@@ -156,10 +140,6 @@ def ternarize(g, uniform, scaler=None):
   b_k is 1 with probability |g_k| / s: where `uniform >= 1 - |g_k| / s`, so that
   `uniform = (r + 0.5) / 2^16` makes the choice of the fixed-point rule with r.
   The gradient g is clipped already, and s is max(abs(g)), or given.
-
-  Example:
-    >>> ternarize([-4, 1, 3, 0], 0.5)
-    array([-4.,  0.,  4.,  0.])
   """
   g = np.asarray(g, np.float64)
   s = np.abs(g).max() if scaler is None else scaler

@@ -110,11 +110,7 @@ def _layout(range_size, slots, quantize, value_dtype):
 def encode(
   x, *, range_size, slots, quantize=None, value_dtype="float32", positions=None
 ):
-  """The rows of a leaf, uint32[ranges, words]; entries by their places.
-
-  They are the S largest elements of a range of n, or at given ``positions``; with "asq"
-  of positive ones, as in even steps. The leaf is finite where values are means.
-  """
+  """The rows of a leaf, uint32[ranges, words]; entries by their places."""
   block, blocks, half, _ = _layout(range_size, slots, quantize, value_dtype)
   rows = []
   for part in planes.tiled(planes.as_leaf(x), 1, range_size)[:, 0]:

@@ -1,11 +1,8 @@
-"""Copies of the tree, wheels of it, and programs there."""
+"""Wheels of the tree, and programs there."""
 
 import os
-import shutil
 import subprocess
 import sys
-
-from tests.support.pages import ROOT
 
 
 def run(*args, cwd, python=sys.executable, **env):
@@ -21,13 +18,6 @@ def run(*args, cwd, python=sys.executable, **env):
   )
   assert result.returncode == 0, result.stdout + result.stderr
   return result.stdout
-
-
-def tree(folder):
-  """A copy of the tree as it is, without its history and what git leaves out."""
-  left_out = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__")
-  shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
-  return folder
 
 
 def wheel(source, folder):

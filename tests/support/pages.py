@@ -11,13 +11,7 @@ _FENCE = re.compile(r" *```(.*)")
 
 
 class Block(NamedTuple):
-  """A fenced block.
-
-  Attributes:
-    line: of its first line of code, counted from 1.
-    language: the word behind the fence.
-    text: the code, without the indentation of the fence.
-  """
+  """A fenced block: its first line, counted from 1, its language, and its code."""
 
   line: int
   language: str
@@ -48,10 +42,7 @@ def read(page: pathlib.Path) -> tuple[list[Block], list[tuple[int, str]]]:
 
 
 def run(page: pathlib.Path) -> dict[str, Any]:
-  """Runs the Python blocks of a page in order, in one namespace, and returns it.
-
-  A traceback names the page and the line. A block in ``pycon`` is a doctest.
-  """
+  """Runs the Python blocks and doctests of a page in one namespace, and returns it."""
   names: dict[str, Any] = {"__name__": "__main__"}
   for block in read(page)[0]:
     if block.language == "python":
