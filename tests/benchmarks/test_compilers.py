@@ -1,12 +1,11 @@
 """The facts of a program are those of its text, and the record of programs is whole."""
 
-import itertools
 import subprocess
 
 import pytest
 
 from benchmarks.common import cli
-from benchmarks.compilers import bars, codecs, pages, record, steps, targets, worker
+from benchmarks.compilers import bars, pages, record, steps, targets, worker
 from benchmarks.compilers import program as hlo
 
 LOOP = """\
@@ -57,13 +56,6 @@ def trips(text):
   return hlo.trips_of(program.module, loop)
 
 
-def unpriced(text):
-  """What has no estimate of its own, and how much that moves."""
-  program = hlo.Program(text)
-  runs = [run for run in program.runs() if hlo.unpriced(run.instruction)]
-  return [(run.instruction.name, program.moved(run)) for run in runs]
-
-
 def test_what_a_loop_runs_counts_as_often_as_it_runs():
   program = hlo.Program(LOOP)
   runs = {x.instruction.name: x for x in program.runs() if hlo.launches(x.instruction)}
@@ -72,11 +64,10 @@ def test_what_a_loop_runs_counts_as_often_as_it_runs():
   # A fusion's own estimate counts, and not those of what is inside.
   assert hlo.cycles(runs["y"].instruction) == 10
   assert [x["times"] for x in program.collectives()] == [6]
-  assert [name for name, _ in unpriced(LOOP)] == ["flat"]
+  assert [name for name, x in runs.items() if hlo.unpriced(x.instruction)] == ["flat"]
 
 
 def test_a_loop_whose_trips_the_text_does_not_say_has_none():
-  assert trips(LOOP) == 6
   assert trips(LOOP.replace("constant(6)", "parameter(1)")) is None
   assert trips(LOOP.replace("direction=LT", "direction=NE")) is None
   known = 'body=%body, backend_config={"known_trip_count":{"n":"3"}}'
@@ -100,16 +91,6 @@ ENTRY %main (a: u32[4,256], b: u32[1,256], i: s32[]) -> u32[4,256] {
 """
 
 
-def test_an_update_of_a_slice_writes_the_slice_and_a_kernel_half_of_all():
-  kind = "ROOT %c = u32[4,256]{1,0:T(4,128)} "
-  update = ONE.replace("REST", f"{kind}dynamic-update-slice(%a, %b, %i, %i)")
-  assert unpriced(update) == [("c", 1024)]
-  call = f'{kind}custom-call(%a), custom_call_target="NAME"'
-  kernel = ONE.replace("REST", call.replace("NAME", "tpu_custom_call"))
-  assert unpriced(kernel) == [("c", (4 + 4) * 256 * 4 // 2)]
-  assert not unpriced(ONE.replace("REST", call.replace("NAME", "AllocateBuffer")))
-
-
 # Each from a compiled program: dtype, shape and layout, bytes, and with the tiles'.
 @pytest.mark.parametrize(
   ("text", "size", "padded"),
@@ -127,26 +108,21 @@ def test_an_array_takes_its_tiles(text, size, padded):
 
 
 def test_an_asynchronous_fusion_repeats_a_collective_that_runs_once():
-  step = """
-%NAME (p: u32[16]) -> u32[16] {
-  %p = u32[16]{0:T(128)} parameter(0)
-  ROOT %gathered.NAME = u32[16]{0:T(128)} all-gather(%p), dimensions={0}, \
-frontend_attributes={chain_id="0"}
-}
+  bodies = calls = ""
+  for name in ("start", "step", "end"):
+    bodies += f"""
+%{name} (p: u32[16]) -> u32[16] {{
+  %p = u32[16]{{0:T(128)}} parameter(0)
+  ROOT %gathered.{name} = u32[16]{{0:T(128)}} all-gather(%p), dimensions={{0}}, \
+frontend_attributes={{chain_id="0"}}
+}}
 """
-  call = "  %f.NAME = u32[16]{0:T(128)} fusion(%a), kind=kCustom, calls=%NAME\n"
-  names = ("start", "step", "end")
-  bodies, calls = (
-    "".join(x.replace("NAME", name) for name in names) for x in (step, call)
-  )
+    calls += f"  %f.{name} = u32[16]{{0}} fusion(%a), kind=kCustom, calls=%{name}\n"
   entry = "ENTRY %main (a: u32[16]) -> u32[16] {\n  %a = u32[16]{0} parameter(0)\n"
   text = f"HloModule m, is_scheduled=true\n{bodies}\n{entry}{calls}}}\n"
   (found,) = hlo.Program(text).collectives()
-  assert (found["kind"], found["asynchronous"], found["bytes"]) == (
-    "all-gather",
-    True,
-    64,
-  )
+  assert (found["kind"], found["bytes"]) == ("all-gather", 64)
+  assert found["asynchronous"]
 
 
 def test_a_start_that_the_compiler_made_synchronous_is_so():
@@ -165,17 +141,6 @@ backend_config={"is_sync":SYNC}
     assert (found["kind"], found["asynchronous"]) == (kind, asynchronous)
 
 
-def test_the_part_of_a_step_is_the_innermost_that_is_named():
-  parts = {
-    "jit(step)/dot_general": "model",
-    "jit(step)/gradcomp_mean_8_over_8/gradcomp_two_shot/concatenate": "exchange",
-    "a/gradcomp_mean_8_over_8/gradcomp_two_shot/gradcomp_encode/mul": "encode",
-    "a/gradcomp_two_shot/gradcomp_decode/mul": "decode",
-    "a/gradcomp_encode/gradcomp_decode/mul": "decode",
-  }
-  assert {scope: hlo.part(scope) for scope in parts} == parts
-
-
 TABLES = ("codecs", "steps", "overlap")
 ROWS = {name: record.read(record.FOLDER / f"{name}.jsonl") for name in TABLES}
 
@@ -188,24 +153,13 @@ def test_a_table_has_cases_that_compile_and_its_page(table, tmp_path):
     for case in worker.names(table, target, "all")
   }
   assert set(ROWS[table]) <= cases
+  assert {target for target, _ in ROWS["steps"]} == set(targets.TARGETS)
   for name, row in ROWS[table].items():
     assert "error" not in row and "host send" not in str(row["collectives"]), name
   record.write(tmp_path / f"{table}.jsonl", ROWS[table])
   pages.write(tmp_path, table)
-  for suffix in ("md", "jsonl"):
-    name = f"{table}.{suffix}"
+  for name in (f"{table}.md", f"{table}.jsonl"):
     assert (tmp_path / name).read_text() == (record.FOLDER / name).read_text()
-
-
-def test_each_codec_and_each_method_is_in_the_tables():
-  found = {(row["codec"], row["operation"]) for row in ROWS["codecs"].values()}
-  assert {codec for codec, _ in found} == set(codecs.CODECS)
-  assert {operation for _, operation in found} == set(codecs.OPERATIONS)
-  named = {tuple(case.rsplit(", ", 2)) for _, case in ROWS["steps"]}
-  assert {method for method, *_ in named} == set(steps.METHODS)
-  nets, forms = ("scanned", "unrolled"), ("shard_map", "jit")
-  assert {(net, form) for _, net, form in named} == set(itertools.product(nets, forms))
-  assert {target for target, _ in ROWS["steps"]} == set(targets.TARGETS)
 
 
 def test_programs_of_codecs_hold_their_bars():
@@ -215,10 +169,6 @@ def test_programs_of_codecs_hold_their_bars():
   assert not [row["case"] for row in rows if bars.above(row, bars.of(row))]
   assert bars.own() == bars.needed(rows), "python -m benchmarks.compilers --bars"
   assert all(bar.reason for bar in bars.own().values())
-
-
-def several(target):
-  return targets.TARGETS[target].slices > 1
 
 
 def test_the_wire_of_a_step_is_what_explain_says():
@@ -235,16 +185,15 @@ def test_the_wire_of_a_step_is_what_explain_says():
     sent, explained = row["wire"].get("bytes"), row["wire"]["explained"]
     if explained is None:
       continue
-    if several(target) and case.rsplit(", ", 2)[0] in summed:
+    several = targets.TARGETS[target].slices > 1
+    if several and case.rsplit(", ", 2)[0] in summed:
       between.append(sent / explained)
       continue
     dense = ROWS["steps"][target, f"{plain}, unrolled, shard_map"]["wire"]["bytes"]
     ratio = row["wire"]["ratio"]
-    padding = 10_000 if several(target) else 0
-    if sent != pytest.approx(explained, rel=1e-3, abs=padding) or (
-      ratio != pytest.approx(sent / dense, rel=1e-3)
-      and not (ratio is None and several(target))
-    ):
+    ratio = sent / dense if ratio is None and several else ratio
+    wanted = pytest.approx(explained, rel=1e-3, abs=10_000 if several else 0)
+    if sent != wanted or ratio != pytest.approx(sent / dense, rel=1e-3):
       wrong.append((target, case))
   assert not wrong
   assert between and 0.999 < min(between) and max(between) < 1.6
@@ -252,17 +201,21 @@ def test_the_wire_of_a_step_is_what_explain_says():
 
 def test_what_rose_is_said():
   row = next(iter(ROWS["codecs"].values()))
-  assert not record.dearer(row, row)
-  assert not record.dearer(row, None)
-  (said,) = record.dearer(row | {"temporaries": 10**9}, row | {"temporaries": 10**8})
-  assert said == "temporaries rose from 100,000,000 to 1,000,000,000"
-  row = ROWS["overlap"]["H100", "a message a layer"]
-  (said,) = record.dearer(row | {"exposed_share": 1.0}, row | {"exposed_share": 0.5})
-  assert said.startswith("exposed bytes rose from 7,454,720 to 14,909,440")
-  (said,) = record.dearer({"error": "no"}, row)
-  assert said == "it does not compile: no"
-  other = row | {"versions": {"jax": "0"}, "temporaries": 0}
-  assert not record.dearer(row, other), "another compiler made it"
+  layer = ROWS["overlap"]["H100", "a message a layer"]
+  exposed = "exposed bytes rose from 7,454,720 to 14,909,440"
+  for new, old, said in (
+    (row, row, None),
+    (row, None, None),
+    (row | {"versions": {"jax": "0"}}, row | {"temporaries": 0}, None),
+    (
+      *(row | {"temporaries": x} for x in (10**9, 10**8)),
+      "temporaries rose from 100,000,000 to 1,000,000,000",
+    ),
+    (*(layer | {"exposed_share": x} for x in (1.0, 0.5)), exposed),
+    ({"error": "no"}, row, "it does not compile: no"),
+  ):
+    found = record.dearer(new, old)
+    assert [x[: len(said or "")] for x in found] == [said] * bool(said)
 
 
 @pytest.mark.parametrize("target", ["v5e", "H100"])
@@ -272,24 +225,19 @@ def test_a_codec_compiles_as_the_table_says(target):
     pytest.skip(f"there is not {missing} here")
   options = ["--tables", "codecs", "--targets", target, "--quick"]
   command = cli.module("benchmarks.compilers", *options, "--cases", "4 bits, encode")
-  done = subprocess.run(
-    command, cwd=cli.ROOT, capture_output=True, text=True, check=False
-  )
+  pipes = dict(capture_output=True, text=True, check=False)
+  done = subprocess.run(command, cwd=cli.ROOT, **pipes)
   assert done.returncode == 0, done.stdout + done.stderr
   assert f"{target}, QSGD 4 bits, encode, 4096 x 4096:" in done.stdout
 
 
-# What docs/results/overlap.md says of the programs of these targets.
+# What docs/results/overlap.md says of the programs of these targets: of each all-to-all
+# in turn, whether nothing waits for it, and whether products are beside it.
 EACH, INSIDE = "a message a layer", "inside of a loop of layers"
 FLAG = "xla_tpu_enable_async_all_to_all"
 CORE = "xla_tpu_enable_sparse_core_collective_offload_"
-CORES = [f"{CORE}all_gather", f"{CORE}dense_all_to_all"]
-GPUS, SLICES = ("H100", "H200", "B200"), "2 slices of v5e"
-
-
-def stage(target, case):
-  found = ROWS["overlap"][target, case]["overlaps"]
-  return [x for x in found if x["kind"] == "all-to-all"]
+CORES = f"{CORE}all_gather, {CORE}dense_all_to_all"
+GPUS, SLICES, THREE = ("H100", "H200", "B200"), "2 slices of v5e", ("v5e", "v6e", "v5p")
 
 
 def test_messages_of_layers_are_sent_beside_products():
@@ -299,36 +247,34 @@ def test_messages_of_layers_are_sent_beside_products():
       assert not [x for x in row["overlaps"] if x["products"]]
     if case == "behind a loop of layers":
       assert row["exposed_share"] == 1
-  for gpu in GPUS:
-    assert len(stage(gpu, EACH)) == 4
-    assert not any(x["exposed"] for x in stage(gpu, EACH))
-  for chip in ("v5e", "v6e", "v5p"):  # in a slice all-to-alls need the flag
-    assert all(x["synchronous"] for x in stage(chip, EACH))
-    assert not any(x["synchronous"] for x in stage(chip, f"{EACH}, {FLAG}"))
-  for chip, beside in (("v5e", 3), ("v6e", 3), ("v5p", 3), ("tpu7x", 2)):
-    sent = stage(chip, f"{EACH}, in turn, {FLAG}")
-    assert [x["products"] > 0 for x in sent] == [i < beside for i in range(4)]
-  for case in (EACH, f"{EACH}, hierarchical"):  # between slices, without a flag
-    sent = [x for x in stage(SLICES, case) if not x["synchronous"]]
-    assert [x["products"] > 0 for x in sent] == [True, True, True, False]
+  for chips, case, told, beside in (
+    (GPUS, EACH, "exposed", None),
+    (THREE, f"{EACH}, {FLAG}", "synchronous", None),  # in a slice they need the flag
+    (THREE, f"{EACH}, in turn, {FLAG}", None, [True, True, True, False]),
+    (["tpu7x"], f"{EACH}, in turn, {FLAG}", None, [True, True, False, False]),
+    ([SLICES], EACH, None, [True, True, True, False]),  # between slices they do not
+    ([SLICES], f"{EACH}, hierarchical", None, [True, True, True, False]),
+  ):
+    for chip in chips:
+      found = ROWS["overlap"][chip, case]["overlaps"]
+      sent = [x for x in found if x["kind"] == "all-to-all"]
+      assert sent and not any(x[told] for x in sent if told), (chip, case)
+      if chip == SLICES:
+        sent = [x for x in sent if not x["synchronous"]]
+      assert beside in (None, [x["products"] > 0 for x in sent]), (chip, case)
   sent = [x for x in ROWS["overlap"][SLICES, INSIDE]["overlaps"] if x["times"] == 6]
   assert all(x["products"] > 0 for x in sent if not x["synchronous"])
   assert [x["kind"] for x in sent if x["synchronous"]] == ["all-gather"]
 
 
-@pytest.mark.parametrize(
-  "target, given, trips",
-  [
-    *[("v5e", [FLAG], 6), ("tpu7x", [FLAG], 6), ("v6e", CORES, 6), ("tpu7x", CORES, 6)],
-    *[(SLICES, ["hierarchical", FLAG], 4), *((gpu, [], 6) for gpu in GPUS)],
-  ],
-)
-def test_no_collective_in_a_loop_of_layers_is_exposed(target, given, trips):
+def test_no_collective_in_a_loop_of_layers_is_exposed():
   """Each stage of an exchange has work beside it, and some have products."""
-  row = ROWS["overlap"][target, ", ".join((INSIDE, *given))]
-  loop = [x for x in row["overlaps"] if x["times"] > 1]
-  assert {(x["kind"], x["times"]) for x in loop} == {
-    (kind, trips) for kind in ("all-to-all", "all-gather")
-  }
-  assert not [x for x in loop if x["synchronous"] or x["exposed"]]
-  assert any(x["products"] for x in loop)
+  flags = [("v5e", FLAG), ("tpu7x", FLAG), ("v6e", CORES), ("tpu7x", CORES)]
+  given = [(target, f"{INSIDE}, {flag}", 6) for target, flag in flags]
+  given += [(SLICES, f"{INSIDE}, hierarchical, {FLAG}", 4)]
+  for target, case, trips in given + [(gpu, INSIDE, 6) for gpu in GPUS]:
+    loop = [x for x in ROWS["overlap"][target, case]["overlaps"] if x["times"] > 1]
+    kinds = {(kind, trips) for kind in ("all-to-all", "all-gather")}
+    assert {(x["kind"], x["times"]) for x in loop} == kinds, target
+    assert not [x for x in loop if x["synchronous"] or x["exposed"]], target
+    assert any(x["products"] for x in loop), target

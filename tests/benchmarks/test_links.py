@@ -28,52 +28,42 @@ CELL = {"hosts": HOSTS, "mib": 64, "leaves": 1, "repeats": 2}
 MACHINE = {"jax": "1", "cpu": "a", "cores": 2}
 
 
-def took(milliseconds, baseline=100.0, sent=8e6):
-  return {
-    "median_seconds": milliseconds / 1e3,
-    "baseline_seconds": baseline / 1e3,
-    "bytes_sent": sent,
-  }
+def took(milliseconds):
+  seconds = {"median_seconds": milliseconds / 1e3, "baseline_seconds": 0.1}
+  return seconds | {"bytes_sent": 8e6}
 
 
 def run(steps, rate="1gbit", **others):
-  speed = {"1gbit": 1e9, "100mbit": 1e8, "loopback": None}[rate]
+  speed = {"1gbit": 1e9, "100mbit": 1e8}[rate]
   kinds = {"probe": [1.2e8, 1.1e8], "parts": {}, "failed": {}} | others
   return CELL | {"rate": rate, "bits_per_second": speed, "steps": steps} | kinds
 
 
-@pytest.mark.parametrize(
-  "module",
-  [methods, cells, results, tables, common_tables, layers_worker],
-  ids=lambda module: module.__name__,
-)
+MODULES = [methods, cells, results, tables, common_tables, layers_worker]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_the_examples_run(module):
   found = doctest.testmod(module)
   assert found.attempted and not found.failed
 
 
 def test_the_slowest_host_takes_the_time():
-  def reported(seconds, crc32=1):
-    of_host = {"cpu_seconds": [0.5, 0.5], "arithmetic": None, "error": 0.0}
-    return of_host | {
-      "seconds": seconds,
-      "sent": [8, 8],
-      "wire_report": 8,
-      "crc32": crc32,
-    }
-
+  alike = {"cpu_seconds": [0.5, 0.5], "arithmetic": None, "error": 0.0}
+  alike |= {"sent": [8, 8], "wire_report": 8}
   reports = [
-    {"steps": {"plain": reported([4.0, 6.0]), "x": reported([1.0, 5.0])}},
-    {"steps": {"plain": reported([5.0, 5.0]), "x": reported([3.0, 2.0], crc32=2)}},
+    {"steps": {name: alike | {"seconds": x, "crc32": crc} for name, x, crc in steps}}
+    for steps in (
+      [("plain", [4.0, 6.0], 1), ("x", [1.0, 5.0], 1)],
+      [("plain", [5.0, 5.0], 1), ("x", [3.0, 2.0], 2)],
+    )
   ]
   found = results.combine(reports, "steps", shared=False)
-  assert found["plain"]["seconds"] == [5.0, 6.0]
-  assert found["x"]["seconds"] == [3.0, 5.0]
+  assert [x["seconds"] for x in found.values()] == [[5.0, 6.0], [3.0, 5.0]]
+  assert [x["same_bits"] for x in found.values()] == [True, False]
   assert results.speed_up(found["x"]) == 5.5 / 4.0
-  assert [entry["same_bits"] for entry in found.values()] == [True, False]
-  assert found["x"]["bytes_sent"] == 8
   shared = results.combine(reports, "steps", shared=True)
-  assert shared["x"]["bytes_sent"] == 4
+  assert [x["x"]["bytes_sent"] for x in (found, shared)] == [8, 4]
 
 
 def test_cells_stay_apart_and_steps_join():
@@ -119,34 +109,32 @@ def measured(**seconds):
 def test_every_program_runs_once_and_the_tables_need_no_other():
   """A pass sends its part of the samples; one pass has nothing to gather ahead."""
   names = [name_of(call) for call in programs(SIZES, HOSTS)]
-  assert len(set(names)) == len(names)
-  for codec in ("f32", "linear"):
-    for passes in SIZES.passes:
-      assert set(map(name_of, parts(SIZES, HOSTS, codec, passes))) <= set(names)
-      assert name_of(step(SIZES, codec, passes, True)) in names
+  needed = {
+    name_of(call)
+    for codec in ("f32", "linear")
+    for passes in SIZES.passes
+    for call in (*parts(SIZES, HOSTS, codec, passes), step(SIZES, codec, passes, True))
+  }
+  needed |= {name_of(step(SIZES, "f32", 4, False))}
+  assert len(set(names)) == len(names) and needed <= set(names)
   assert name_of(step(SIZES, "f32", 1, False)) not in names
-  assert name_of(step(SIZES, "f32", 4, False)) in names
   gather, scatter, product, products = parts(SIZES, HOSTS, "linear", 4)
-  assert gather == ["gather", "linear", 2, 64, 0]
-  assert scatter == ["scatter", "linear", 2, 64, 0]
+  assert (gather, scatter) == tuple(
+    [x, "linear", 2, 64, 0] for x in ("gather", "scatter")
+  )
   assert product[1:] == products[1:] == [HOSTS * 2, 64, 32]
 
 
-@pytest.mark.parametrize(
-  "there, back, ahead, after, paper",
-  [
-    # Products of 2 s forward and 3 s backward, four passes: 20 s of them.
+def test_a_transfer_hides_under_the_products_of_its_direction():
+  """Products of 2 s forward and 3 s backward, four passes: 20 s of them."""
+  for there, back, ahead, after, paper in (
     (1, 1, 20 + 1 + 1, 20 + 8, 20 + 1 + 1),  # both are hidden but for the first
     (5, 1, 20 + 5 + 3 * 3 + 1, 20 + 24, 20 + 3 + 1),
     (5, 7, 20 + 5 + 3 * 3 + 7 + 3 * 4, 20 + 48, 20 + 3 + 4),
-  ],
-)
-def test_a_transfer_hides_under_the_products_of_its_direction(
-  there, back, ahead, after, paper
-):
-  seconds = measured(gather=there, scatter=back, product=2, products=5)
-  found = activations.predicted(seconds, SIZES, HOSTS, "f32", 4)
-  assert found == {"ahead": ahead, "after": after, "paper": paper}
+  ):
+    seconds = measured(gather=there, scatter=back, product=2, products=5)
+    found = activations.predicted(seconds, SIZES, HOSTS, "f32", 4)
+    assert found == {"ahead": ahead, "after": after, "paper": paper}
 
 
 @pytest.mark.bits
@@ -156,14 +144,10 @@ def test_steps_of_layers_have_the_means_of_one_another():
   rng = np.random.default_rng(0)
   stack = rng.standard_normal((3, 64, 64), np.float32) / 8
   x = rng.standard_normal((HOSTS * 4, 64), np.float32)
-  arrays = (
-    jax.device_put(stack, jax.NamedSharding(mesh, jax.P())),
-    jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))),
-  )
+  put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
+  arrays = put(stack), put(x, "data")
   programs = {x: layers_worker.program(mesh, x, arrays) for x in layers_worker.STEPS}
-  means = {
-    name: np.asarray(timed.program(*arrays)[0][0]) for name, timed in programs.items()
-  }
+  means = {x: np.asarray(y.program(*arrays)[0][0]) for x, y in programs.items()}
   own = means.pop(layers.ALONE).reshape(HOSTS, *stack.shape)
   plain = means.pop(layers_worker.PLAIN)
   assert_same_bits(plain, (own[0] + own[1]) / 2)

@@ -9,51 +9,47 @@ from benchmarks import quick
 from benchmarks.common import cli
 
 GOOD = "pathlib.Path(sys.argv[-1]).write_text('1')"
+# Benchmarks of one line each, and what is said of them.
 SCRIPTS = {
-  "good": GOOD,
-  "bare": "from benchmarks.common import cli; cli.skip('there is no GPU here')",
-  "broken": "print('before'); raise ValueError('a bug')",
-  "silent": "pass",
-  "rude": f"pathlib.Path('benchmarks/results/kept.md').touch(); {GOOD}",
+  "good": (GOOD, "ok: good, _ s"),
+  "bare": (
+    "from benchmarks.common import cli; cli.skip('there is no GPU here')",
+    "skipped: bare, _ s: there is no GPU here",
+  ),
+  "broken": ("raise ValueError('a bug')", "FAILED: broken, _ s: ValueError: a bug"),
+  "silent": ("pass", "FAILED: silent, _ s: it wrote nothing to --output"),
+  "rude": (
+    f"pathlib.Path('benchmarks/results/kept.md').touch(); {GOOD}",
+    "FAILED: a script wrote kept.md to benchmarks/results",
+  ),
 }
 
 
 def test_runs_end_well_are_skipped_or_fail(tmp_path, monkeypatch, capsys):
-  """Benchmarks of one line each."""
   folder = tmp_path / "benchmarks"
-  (folder / "common").mkdir(parents=True)
+  for part in (folder, folder / "common", folder / "results"):
+    part.mkdir()
+    (part / "__init__.py").touch()
   (folder / "common" / "cli.py").write_text(Path(cli.__file__).read_text())
-  (folder / "results").mkdir()
-  for path in (folder, folder / "common"):
-    (path / "__init__.py").touch()
-  for name, code in SCRIPTS.items():
-    lines = ["import os, pathlib, sys"]
-    lines += ['assert "--quick" in sys.argv and "--output" in sys.argv', code]
-    (folder / f"{name}.py").write_text("\n".join(lines))
+  checked = 'assert "--quick" in sys.argv and "--output" in sys.argv'
+  for name, (code, _) in SCRIPTS.items():
+    text = f"import os, pathlib, sys\n{checked}\n{code}"
+    (folder / f"{name}.py").write_text(text)
   monkeypatch.setattr(quick, "ROOT", tmp_path)
-
-  def run(*runs, share=()):
+  for runs, share, failed in (
+    (("good", "bare"), ("--share", "1", "2"), 0),
+    (tuple(SCRIPTS), (), 1),
+  ):
     monkeypatch.setattr(quick, "RUNS", runs)
     with pytest.raises(SystemExit) as ended:
       quick.main([*share])
-    out = re.sub(r"\b\d+ s\b", "_ s", capsys.readouterr().out)
-    return ended.value.code or 0, out.splitlines()
-
-  skipped = "skipped: bare, _ s: there is no GPU here"
-  assert run("good", "bare", share=("--share", "1", "2")) == (
-    0,
-    [skipped, "quick: 0 ok, 1 skipped, 0 FAILED, _ s"],
-  )
-  status, lines = run("good --option", "broken", "silent", "rude")
-  assert status == 1 and "before" in lines
-  assert [x for x in lines if x.startswith(("ok", "FAILED", "quick"))] == [
-    "ok: good --option, _ s",
-    "FAILED: broken, _ s: ValueError: a bug",
-    "FAILED: silent, _ s: it wrote nothing to --output",
-    "ok: rude, _ s",
-    "FAILED: a script wrote kept.md to benchmarks/results",
-    "quick: 2 ok, 0 skipped, 3 FAILED, _ s",
-  ]
+    assert (ended.value.code or 0) == failed
+    said = re.sub(r"\b\d+ s\b", "_ s", capsys.readouterr().out).splitlines()
+    if not failed:
+      skipped = SCRIPTS["bare"][1]
+      assert said == [skipped, "quick: 0 ok, 1 skipped, 0 FAILED, _ s"]
+  assert {line for _, line in SCRIPTS.values()} <= set(said)
+  assert said[-1] == "quick: 2 ok, 1 skipped, 3 FAILED, _ s"
 
 
 # Those that another one starts, that fetch data, or that write pages.
@@ -72,5 +68,4 @@ def test_all_scripts_are_run():
     for path in folder.glob("**/*.py")
     if '__name__ == "__main__"' in path.read_text()
   }
-  started = {line.split()[0] for line in quick.RUNS}
-  assert started == scripts - set(OTHERS.split())
+  assert {line.split()[0] for line in quick.RUNS} == scripts - set(OTHERS.split())

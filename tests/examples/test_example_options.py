@@ -1,8 +1,6 @@
 """The options of both trainers: averages, schedules, clipping, decay, and names."""
 
-import functools
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +9,10 @@ import optax
 import pytest
 
 from examples import image_classification, language_model
-from examples.lib import command_line, comparison, plateau, telemetry
+from examples.lib import command_line, plateau, telemetry
 from examples.lib.averaging import average_params, averaged
-from examples.lib.calling import functions
 from examples.lib.methods import METHODS, Redsync
-from examples.lib.networks import DROPPING, IMAGES, TEXTS, for_images, for_text
-from examples.lib.optimizers import make_optimizer, make_schedule, weights
+from examples.lib.optimizers import make_optimizer, make_schedule
 
 BOTH = (image_classification, language_model)
 
@@ -28,49 +24,32 @@ def options(*given, main=image_classification):
   return command_line.complete(parser, args, main.DEFAULTS)
 
 
-@pytest.mark.parametrize("decay", [0.5, 0.999, 0.9999])
-def test_the_average_is_that_of_numpy(decay):
+def test_the_average_is_that_of_numpy():
   """Weights of decay ** age, divided by their sum, in doubles."""
-  params = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(3.0)}
-  tx = average_params(decay)
+  tx, params = average_params(0.9), {"w": jnp.array([1.0, -2.0])}
 
   def step(carry, update):
     params, state = carry
-    updates = jax.tree.map(lambda x: update * jnp.ones_like(x), params)
-    same, state = tx.update(updates, state, params)
+    same, state = tx.update({"w": update * jnp.ones(2)}, state, params)
     params = optax.apply_updates(params, same)
-    return (params, state), (params, averaged(state, params))
+    return (params, state), (params["w"], averaged(state, params)["w"])
 
   moves = np.random.default_rng(0).standard_normal(40).astype(np.float32)
-  carry = params, tx.init(params)
-  _, (each, means) = jax.jit(functools.partial(jax.lax.scan, step))(carry, moves)
-  for name in params:
-    p, got = np.asarray(each[name], np.float64), np.asarray(means[name])
-    np.testing.assert_allclose(
-      np.diff(p, axis=0)[:, ..., None].ravel()[0], moves[1], rtol=1e-5
-    )
-    for t in range(40):
-      weight = decay ** np.arange(t, -1, -1.0)
-      expected = np.tensordot(weight, p[: t + 1], 1) / weight.sum()
-      # Forty steps, each rounded in float32 next to parameters of up to ten.
-      np.testing.assert_allclose(got[t], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_state_without_an_average_shows_the_parameters():
-  params = {"w": jnp.ones(2)}
+  start = params, tx.init(params)
+  _, (each, means) = jax.jit(lambda: jax.lax.scan(step, start, moves))()
+  each = np.asarray(each, np.float64)
+  np.testing.assert_allclose(np.diff(each[:, 0]), moves[1:], atol=1e-5)
+  for t in range(40):
+    weight = 0.9 ** np.arange(t, -1, -1.0)
+    expected = np.tensordot(weight, each[: t + 1], 1) / weight.sum()
+    # Forty steps, each rounded in float32 next to parameters of up to ten.
+    np.testing.assert_allclose(means[t], expected, rtol=1e-5, atol=1e-5)
   state = optax.adam(0.1).init(params)
   assert averaged(state, params) is params
-  chained = optax.chain(optax.adam(0.1), average_params(0.9))
-  _, state = chained.update(params, chained.init(params), params)
-  assert jax.tree.all(jax.tree.map(np.array_equal, averaged(state, None), params)) is (
-    False
-  )
-
-
-@pytest.mark.parametrize("decay", [0.0, 1.0, -1.0])
-def test_a_decay_that_is_no_share_is_refused(decay):
-  with pytest.raises(ValueError, match=r"`decay` must be in \(0, 1\), got"):
-    average_params(decay)
+  assert plateau.observe(state, 1.0) is state
+  for decay in (0.0, 1.0, -1.0):
+    with pytest.raises(ValueError, match=r"`decay` must be in \(0, 1\), got"):
+      average_params(decay)
 
 
 def test_schedules_have_the_values_of_their_formulas():
@@ -98,77 +77,45 @@ def test_a_plateau_halves_the_rate():
   assert scales == [1.0] * 4 + [0.5] * 7 + [0.25]
 
 
-def test_other_states_do_not_observe():
-  state = optax.sgd(0.1).init({"w": jnp.ones(2)})
-  assert plateau.observe(state, 1.0) is state
-
-
-WORKERS = 2
-
-
-def updates_of(args, method, grads, params, count=1):
-  """The updates of the last of some steps with the same gradients."""
-  optimizer = make_optimizer(method, args, seed=0)
-
-  def worker(grads):
-    state = optimizer.init(params)
-    for _ in range(count):
-      updates, state = optimizer.update(grads, state, params)
-    return updates
-
-  out = jax.jit(jax.vmap(worker, axis_name="data"))(grads)
-  first, second = (jax.tree.map(lambda x, i=i: np.asarray(x[i]), out) for i in range(2))
-  jax.tree.map(np.testing.assert_array_equal, first, second)
-  return first
-
-
+# Of two workers, whose mean has the norm 5.
 PARAMS = {"w": jnp.array([[1.0, -2.0]]), "b": jnp.array([3.0])}
 GRADS = {
   "w": np.array([[[3.0, 0]], [[5.0, 0]]], np.float32),
   "b": np.float32([[2], [4]]),
 }
-PLAIN = ("--momentum", 0, "--learning-rate", 1, "--schedule", "constant")
+MEAN, DECAYED = np.array([4.0, 0, 3]), 0.1 * np.array([1.0, -2, 0])
+OWN = [np.array([3, 0, 2.0]), np.array([5, 0, 4.0])]
+UNIT = sum(x / np.linalg.norm(x) for x in OWN) / 2
+SGD = "--learning-rate 1 --schedule constant"
+# Method, options, steps, and the descent of the last of them by hand.
+DESCENTS = [
+  ("f32", "--momentum 0 --clip 1", 1, MEAN / 5),
+  ("f32", "--momentum 0 --clip 10", 1, MEAN),
+  ("f32", "--no-nesterov", 1, MEAN),
+  ("f32", "--nesterov", 1, 1.9 * MEAN),
+  # A worker's norm may be 1, and momentum is in the exchange alone: 1 + 0.9 and 1.
+  ("redsync", "--density 0.9 --clip 1", 2, 1.9 * UNIT),
+  # Of weights, and not of biases.
+  ("f32", "--momentum 0 --weight-decay 0.1", 1, MEAN + DECAYED),
+  ("f32", "--optimizer adam --weight-decay 0.1", 1, np.sign(MEAN) + DECAYED),
+]
 
 
-def test_the_norm_of_the_mean_is_clipped():
-  """Its parts are 4 and 3, so the norm is 5."""
-  f32 = METHODS["f32"]
-  for clip, factor in ((1, 0.2), (10, 1)):
-    got = updates_of(options(*PLAIN, "--clip", clip), f32, GRADS, PARAMS)
-    np.testing.assert_allclose(got["w"], [[-4 * factor, 0]], rtol=1e-6)
-    np.testing.assert_allclose(got["b"], [-3 * factor], rtol=1e-6)
+@pytest.mark.parametrize("name, given, count, expected", DESCENTS)
+def test_descents_are_those_of_their_options(name, given, count, expected):
+  method = Redsync() if name == "redsync" else METHODS[name]
+  optimizer = make_optimizer(method, options(*SGD.split(), *given.split()), seed=0)
 
+  def worker(grads):
+    state = optimizer.init(PARAMS)
+    for _ in range(count):
+      updates, state = optimizer.update(grads, state, PARAMS)
+    return updates
 
-def test_redsync_clips_each_worker_and_has_its_momentum_once():
-  """A worker's norm may be 1. Two steps add up to 1 + 0.9 and 1."""
-  given = ["--learning-rate", 1, "--schedule", "constant", "--density", 0.9]
-  args = options(*given, "--clip", 1)
-  got = updates_of(args, Redsync(), GRADS, PARAMS, count=2)
-  parts = [np.array([3, 0, 2.0]), np.array([5, 0, 4.0])]
-  mean = sum(x / np.linalg.norm(x) for x in parts) / 2
-  found = np.concatenate([got["w"].ravel(), got["b"]])
-  np.testing.assert_allclose(found, -1.9 * mean, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_weights_decay_and_biases_do_not(optimizer):
-  assert weights(PARAMS) == {"w": True, "b": False}
-  args = [*PLAIN, "--optimizer", optimizer]
-  none = METHODS["none"]
-  plain = updates_of(options(*args), none, GRADS, PARAMS)
-  decayed = updates_of(options(*args, "--weight-decay", 0.1), none, GRADS, PARAMS)
-  np.testing.assert_allclose(
-    decayed["w"] - plain["w"], -0.1 * np.asarray(PARAMS["w"]), rtol=1e-5
-  )
-  np.testing.assert_array_equal(decayed["b"], plain["b"])
-
-
-def test_nesterov_looks_ahead():
-  args = ("--learning-rate", 1, "--schedule", "constant")
-  f32 = METHODS["f32"]
-  for given, factor in (("--no-nesterov", 1), ("--nesterov", 1.9)):
-    got = updates_of(options(*args, given), f32, GRADS, PARAMS)
-    np.testing.assert_allclose(got["b"], [-3 * factor], rtol=1e-6)
+  out = jax.device_get(jax.jit(jax.vmap(worker, axis_name="data"))(GRADS))
+  found = np.concatenate([out["w"].reshape(2, -1), out["b"]], axis=1)
+  np.testing.assert_array_equal(found[0], found[1])
+  np.testing.assert_allclose(found[0], -expected, rtol=1e-5, atol=1e-6)
 
 
 def test_all_options_together_are_one_chain():
@@ -178,94 +125,42 @@ def test_all_options_together_are_one_chain():
     args = options(*given, main=main)
     optimizer = make_optimizer(METHODS[name], args, seed=0)
     init = jax.vmap(lambda _, tx=optimizer: tx.init(PARAMS), axis_name="data")
-    state = jax.eval_shape(init, jnp.arange(WORKERS))
+    state = jax.eval_shape(init, jnp.arange(2))
     assert averaged(state, None).keys() == PARAMS.keys()
     assert optax.tree.get(state, "plateau").scale.dtype == jnp.float32
 
 
-def test_both_trainers_have_one_command_line():
-  def names(main):
-    actions = main.make_parser()._actions
-    return {x.option_strings[-1]: x for x in actions if x.option_strings}
-
+def test_both_trainers_have_one_command_line(capsys):
+  """With rates of the optimizer; wrong names are answered with the choices."""
+  names = lambda main: {x.option_strings[-1]: x for x in main.make_parser()._actions}
   images, texts = map(names, BOTH)
   assert images.keys() - texts.keys() == {"--dataset", "--data-dir"}
-  assert texts.keys() - images.keys() == {
-    "--text",
-    "--length",
-    "--parallel",
-    "--grads",
-    "--weights",
-    "--scan",
-  }
+  own = "--text --length --parallel --grads --weights --scan"
+  assert texts.keys() - images.keys() == set(own.split())
   for name in images.keys() & texts.keys() - {"--model"}:
     assert images[name].choices == texts[name].choices
     assert images[name].type == texts[name].type
-  for name in ("--codec", "--compare"):
-    assert {"f32", "qsgd-4", "powersgd-2", "redsync-asq"} <= set(images[name].choices)
-
-
-def test_rates_are_those_of_the_optimizer():
   for main, sgd, adam in ((*BOTH[:1], 0.05, 1e-3), (*BOTH[1:], 2.0, 2e-3)):
     assert options(main=main).learning_rate == sgd
     assert options("--optimizer", "adam", main=main).learning_rate == adam
-    assert options("--learning-rate", 0.3, main=main).learning_rate == 0.3
+  for given in (["--codec", "qsgd5"], ["--compare", "f32", "qsgd-9"], ["--steps", "0"]):
+    with pytest.raises(SystemExit):
+      options(*given)
+  errors = capsys.readouterr().err
+  assert "'qsgd', 'none', 'f32', 'bf16'" in errors
+  assert "'qsgd-8', 'qsgd-16', 'qsgd-2-nonuniform'" in errors
+  assert "must be at least 1, got 0" in errors
 
 
-def test_dropout_is_that_of_the_option():
-  images = np.zeros((1, 8, 8, 1), np.uint8)
-  for name in {*IMAGES, *TEXTS} & set(DROPPING):
-    make = functools.partial(for_text, name, 16)
-    inputs = np.zeros((1, 2), np.uint8)
-    if name in IMAGES:
-      make, inputs = functools.partial(for_images, name, (8, 8, 1), 10), images
-    assert functions(make(dropout=0.5), inputs).drops
-    assert not functions(make(dropout=0.0), inputs).drops
-
-
-@pytest.mark.parametrize("codec, momentum", [("blocktop", False), ("qsgd-4", True)])
-def test_local_steps_are_sparseloco_or_diloco(codec, momentum):
-  """Outer momentum stands in for what the residual of a sparse codec does."""
-  given = ("--codec", codec, "--local-steps", 2, "--optimizer", "adam", "--ema", 0.5)
-  tx = make_optimizer(METHODS[codec], options(*given), seed=0)
-  params = {"w": jnp.ones(300)}
-
-  def worker(target):
-    state = tx.init(params)
-    moved = []
-    for _ in range(2):
-      updates, state = tx.update({"w": params["w"] - target}, state, params)
-      moved.append(updates["w"])
-    return moved, state
-
-  moved, state = jax.vmap(worker, axis_name="data")(jnp.array([2.0, 3.0]))
-  assert not np.any(moved[0]) and np.any(moved[1])
-  outer = state[0].fragments[0].outer_state
-  assert bool(jax.tree.leaves(outer)) == momentum
-
-
-@pytest.mark.parametrize("every, steps", [(10, 1), (6, 4), (2, 5), (5, 5), (1, 3)])
-def test_the_last_step_of_a_round_is_inspected(every, steps):
+def test_the_last_step_of_a_round_is_inspected():
   """In place of the first step, and of each so many on: no other step sends anything.
 
   A run has as many inspections as it has such steps, or rounds if these are fewer.
   """
-  log = telemetry.Log(every, round_steps=steps)
-  taken = [number for number in range(1, 61) if log.takes(number)]
-  expected = {-(-number // steps) * steps for number in range(1, 61, every)}
-  assert taken == sorted(expected)
-  assert len(taken) == 60 // max(every, steps)
-  assert not telemetry.Log(round_steps=steps).takes(steps)
-
-
-def test_trainers_inspect_by_the_rounds_of_local_steps(monkeypatch, capsys):
-  wire = types.SimpleNamespace(bytes_sent=64, dense_bytes=64)
-  monkeypatch.setattr(comparison, "compile_step", lambda *_: (None, wire))
-  monkeypatch.setattr(comparison, "compile_inspecting", lambda *_: None)
-  params = lambda seed: {"w": jnp.zeros(8)}
-  task = types.SimpleNamespace(init_params=params, mesh=types.SimpleNamespace(size=2))
-  for given, expected in (([], [1, 7, 13, 19]), (["--local-steps", 4], [4, 8, 16, 20])):
-    args = options("--codec", "f32", "--inspect", 6, *given)
-    log = comparison.prepare(METHODS["f32"], task, None, args).log
-    assert [number for number in range(1, 24) if log.takes(number)] == expected
-  assert "a round of 4 steps" in capsys.readouterr().out
+  for every, steps in ((10, 1), (6, 4), (2, 5), (5, 5), (1, 3)):
+    log = telemetry.Log(every, round_steps=steps)
+    taken = [number for number in range(1, 61) if log.takes(number)]
+    expected = {-(-number // steps) * steps for number in range(1, 61, every)}
+    assert taken == sorted(expected)
+    assert len(taken) == 60 // max(every, steps)
+    assert not telemetry.Log(round_steps=steps).takes(steps)

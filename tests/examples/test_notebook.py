@@ -1,7 +1,5 @@
 """The quickstart's notebook is the page of today, and runs."""
 
-import re
-
 import nbclient
 import nbformat
 import pytest
@@ -19,14 +17,11 @@ def test_the_notebook_is_the_page():
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
-  """In a kernel of its own; the test of the page checks its results, too."""
+  """In a kernel of its own; the test of the page checks its results."""
   monkeypatch.setenv("PYTHONPATH", str(ROOT))
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   book = nbformat.read(quickstart_notebook.NOTEBOOK, as_version=4)
   place = {"metadata": {"path": str(tmp_path)}}
   nbclient.NotebookClient(book, timeout=200, resources=place).execute()
-  cells = [cell for cell in book.cells if cell.cell_type == "code"]
-  said = ["".join(x.get("text", "") for x in cell.outputs) for cell in cells]
-  (loss,) = re.findall(r"^step 19: loss (\S+)$", "".join(said), re.M)
-  assert float(loss) < 0.1
-  assert "`saved` must be the record of a state" in said[-1]
+  last = book.cells[-1].outputs
+  assert "`saved` must be the record of a state" in "".join(x.text for x in last)

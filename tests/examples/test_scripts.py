@@ -1,7 +1,6 @@
 """The example trainers run as their users run them, as scripts, and go on as well."""
 
 import csv
-import io
 import math
 import os
 import shutil
@@ -14,29 +13,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from examples import image_classification
-from examples.lib import progress
 from tests.support.pages import ROOT
-
-SHORT = ["--model", "mlp", "--steps", 4, "--evaluate-every", 2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def home(tmp_path_factory):
-  """An empty home folder, in which neither a test nor a process may leave anything."""
-  folder = tmp_path_factory.mktemp("home")
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("HOME", str(folder))
-    # matplotlib keeps a list of fonts.
-    patch.setenv("MPLCONFIGDIR", str(tmp_path_factory.mktemp("matplotlib")))
-    yield folder
-    assert not list(folder.iterdir())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """In which the data are prepared once."""
-  return tmp_path_factory.mktemp("datasets")
+  """Data are prepared once; the home folder stays empty, whatever a process writes."""
+  home = tmp_path_factory.mktemp("home")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("HOME", str(home))
+    # matplotlib keeps a list of fonts.
+    patch.setenv("MPLCONFIGDIR", str(tmp_path_factory.mktemp("matplotlib")))
+    yield tmp_path_factory.mktemp("datasets")
+    assert not list(home.iterdir())
 
 
 def start(*args, script="image_classification"):
@@ -68,21 +57,19 @@ def read(path):
 
 def test_a_comparison_writes_a_table_curves_and_lines(folder, tmp_path):
   """Two codecs on two workers; without a terminal progress is lines."""
-  args = ["--compare", "f32", "qsgd-4", "--devices", 2, *SHORT]
-  out, err = finish(start(*args, "--data-dir", folder, "--output", tmp_path))
+  codecs = ("f32", "qsgd-4")
+  args = ["--compare", *codecs, "--devices", 2, "--model", "mlp", "--steps", 4]
+  args += ["--evaluate-every", 2, "--data-dir", folder, "--output", tmp_path]
+  out, err = finish(start(*args))
   f32, qsgd = summary = read(tmp_path / "summary.csv")
-  assert [(row["codec"], row["seed"]) for row in summary] == [
-    ("f32", "0"),
-    ("qsgd-4", "0"),
-  ]
+  assert [(row["codec"], row["seed"]) for row in summary] == [(x, "0") for x in codecs]
   assert f32["bytes_a_step"] == f32["f32_bytes_a_step"] == qsgd["f32_bytes_a_step"]
   assert int(qsgd["bytes_a_step"]) < 0.14 * int(f32["bytes_a_step"])
   for row in summary:
     assert f"{int(row['bytes_a_step']):,}" in out and float(row["step_ms"]) > 0
   curves = read(tmp_path / "curves.csv")
-  assert [(row["codec"], row["step"]) for row in curves] == [
-    (codec, step) for codec in ("f32", "qsgd-4") for step in ("2", "4")
-  ]
+  found = [(row["codec"], row["step"]) for row in curves]
+  assert found == [(codec, step) for codec in codecs for step in ("2", "4")]
   for first, second in zip(curves[::2], curves[1::2], strict=True):
     assert math.isfinite(float(second["test_loss"]))
     assert 0 <= float(second["test_accuracy"]) <= 1
@@ -90,65 +77,23 @@ def test_a_comparison_writes_a_table_curves_and_lines(folder, tmp_path):
     assert int(second["bytes_sent"]) == 2 * int(first["bytes_sent"])
   assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
   lines = [line.partition(",")[0] for line in err.splitlines() if " seed " in line]
-  assert lines == [
-    f"{codec} seed 0: {step} of 4"
-    for codec in ("f32", "qsgd-4")
-    for step in range(1, 5)
-  ]
-  assert "\r" not in err
-
-
-def test_progress_is_a_line_a_tenth_or_a_bar(capsys, monkeypatch):
-  for steps in (1, 7, 25):
-    with progress.Progress("run", steps) as shown:
-      for _ in range(steps):
-        shown.step(loss="0.5")
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == min(steps, 10)
-    assert lines[-1] == f"run: {steps} of {steps}, loss 0.5"
-  with progress.Progress("run", steps, shown=False) as shown:
-    shown.step()
-  assert not capsys.readouterr().err
-
-  class Terminal(io.StringIO):
-    def isatty(self):
-      return True
-
-  monkeypatch.setattr(sys, "stderr", Terminal())
-  with progress.Progress("run", 2) as shown:
-    shown.step(loss="0.5")
-    shown.step()
-  said = sys.stderr.getvalue()
-  assert "run: 100%" in said and "loss=0.5" in said and "of 2" not in said
-
-
-def test_wrong_names_are_answered_with_the_choices(capsys):
-  for args in (["--codec", "qsgd5"], ["--compare", "f32", "qsgd-9"], ["--steps", "0"]):
-    with pytest.raises(SystemExit):
-      image_classification.make_parser().parse_args(args)
-  errors = capsys.readouterr().err
-  assert "'qsgd', 'none', 'f32', 'bf16'" in errors
-  assert "'qsgd-8', 'qsgd-16', 'qsgd-2-nonuniform'" in errors
-  assert "must be at least 1, got 0" in errors
+  assert lines == [f"{x} seed 0: {step} of 4" for x in codecs for step in (1, 2, 3, 4)]
 
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(folder, tmp_path):
   """The same batches and draws of dropout on the same four workers."""
   args = ["--model", "mlp", "--steps", 6, "--evaluate-every", 2, "--batch-size", 16]
-  args += ["--ema", 0.9, "--schedule", "plateau", "--data-dir", folder]
+  args += ["--ema", 0.9, "--schedule", "plateau", "--data-dir", folder, "--output"]
   with socket.socket() as probe:
     probe.bind(("localhost", 0))
     address = f"localhost:{probe.getsockname()[1]}"
-  two = ["--coordinator", address, "--num-processes", 2, "--devices", 2]
-  processes = [
-    start(*args, *two, "--process-id", i, "--output", tmp_path / f"{i}")
-    for i in range(2)
-  ]
-  outputs = [finish(process)[0] for process in processes]
-  assert "Workers: 4" in outputs[0] and "Workers: 4" not in outputs[1]
+  two = ["--coordinator", address, "--num-processes", 2, "--devices", 2, "--process-id"]
+  processes = [start(*args, tmp_path / f"{i}", *two, i) for i in range(2)]
+  first, second = (finish(process)[0] for process in processes)
+  assert "Workers: 4" in first and "Workers: 4" not in second
   assert not (tmp_path / "1").exists()  # the first process alone writes
-  finish(start(*args, "--devices", 4, "--output", tmp_path / "one"))
+  finish(start(*args, tmp_path / "one", "--devices", 4))
   curves = [read(tmp_path / name / "curves.csv") for name in ("0", "one")]
   for row, like in zip(*curves, strict=True):
     assert (row["step"], row["bytes_sent"]) == (like["step"], like["bytes_sent"])
@@ -163,30 +108,27 @@ NET = "model_parallel --hidden 256 --channels 4 --passes 2 --batch-size 64"
 BITS = 410_240 / 8  # of the transformer, of which 640 elements travel in float32
 # Options, the least and the most bytes of a step (in those of float32, or bits of each
 # element), and what the loss is below: equal chances among so many.
-TRAINED = {
-  "resnet": (
-    "--model resnet --codec bf16 --optimizer adam --feedback error",
-    0.49,
-    0.51,
-    math.inf,
+TRAINED = [
+  *(
+    (f"{IMAGES} --model {x} --codec bf16 --optimizer adam", 0.49, 0.51, math.inf)
+    for x in ("resnet", "vgg", "alexnet")
   ),
-  "codecs": ("--compare onebit-64 terngrad qsgd-2-nonuniform aps-3-0", 0, 0.15, 10),
-  "model_parallel": (f"{NET} --codec linear --steps 2", 0.2, 0.5, math.inf),
+  (f"{IMAGES} --compare onebit-64 terngrad qsgd-2-nonuniform aps-3-0", 0, 0.15, 10),
+  (f"{NET} --codec linear --steps 2", 0.2, 0.5, math.inf),
   # Slots of 1 % of the parameters, positions alone in all layers but one.
-  "redsync": (f"{TEXT} --codec redsync-asq --warmup 1", 0.005, 0.02, 1000),
+  (f"{TEXT} --codec redsync-asq --warmup 1", 0.005, 0.02, 1000),
   # Two payloads with 32 bits of scale a bucket. A worker of two sends half of each.
-  "zero": (f"{TEXT} --model transformer --parallel zero", 4.0625, 4.15, 100),
-  "fsdp": (f"{TEXT} --model transformer --parallel fsdp", 6.25, 6.375, 100),
-  "recurrent": (f"{TEXT} --parallel fsdp --weights 4 --feedback none", 0, 1, 1000),
-}
+  (f"{TEXT} --model transformer --parallel zero", 4.0625, 4.15, 100),
+  (f"{TEXT} --model transformer --parallel fsdp", 6.25, 6.375, 100),
+  (f"{TEXT} --parallel fsdp --weights 4 --feedback none", 0, 1, 1000),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINED)
-def test_an_example_learns_and_sends_few_bytes(name, folder, tmp_path):
-  options, low, high, chances = TRAINED[name]
-  if options.startswith("--"):
-    options = f"{IMAGES} {options}"
+@pytest.mark.parametrize("options, low, high, chances", TRAINED)
+def test_an_example_learns_and_sends_few_bytes(
+  options, low, high, chances, folder, tmp_path
+):
   script, *given = options.split()
   given += ["--devices", 2, "--output", tmp_path]
   given += [] if script == "language_model" else ["--data-dir", folder]
@@ -200,62 +142,45 @@ def test_an_example_learns_and_sends_few_bytes(name, folder, tmp_path):
 @pytest.mark.slow
 def test_an_inspected_run_is_the_same_and_shows_each_leaf(folder, tmp_path):
   """In the first step and the eleventh; bytes are those of other steps."""
-  args = ["--devices", 2, "--data-dir", folder, "--steps", 20]
-  finish(start(*args, "--output", tmp_path / "plain"))
-  out, _ = finish(start(*args, "--inspect", 10, "--output", tmp_path / "seen"))
+  for name, more in (("plain", []), ("seen", ["--inspect", 10])):
+    args = ["--devices", 2, "--data-dir", folder, "--steps", 20, *more]
+    out, _ = finish(start(*args, "--output", tmp_path / name))
   assert "step 11 of qsgd-4:" in out and "gradient norm" in out
-  for kind in ("errors", "telemetry"):
-    figure = tmp_path / "seen" / f"qsgd-4-{kind}.png"
-    assert figure.read_bytes().startswith(b"\x89PNG")
+  assert (tmp_path / "seen" / "qsgd-4-errors.png").exists()
   plain, seen = (read(tmp_path / name / "curves.csv") for name in ("plain", "seen"))
   assert plain == seen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "script, options, sent",
-  [
-    # 8 bits there, perhaps again in the backward pass, and 4 back, with scales.
-    ("fsdp_linen", ["--workers", 2], 0.24),
-    ("fsdp_nnx", ["--workers", 2], 0.24),
-    ("hsdp", ["--hosts", 2, "--chips", 2], 0.15),
-  ],
-)
-def test_transformers_with_cut_parameters_train(script, options, sent):
-  out, _ = finish(start(*options, "--steps", 6, script=script))
-  losses = [float(line.split()[-1]) for line in out.splitlines() if "loss" in line]
-  assert len(losses) == 6 and losses[-1] < 0.8 * max(losses)
-  ratio = float(out.splitlines()[-1].split()[1])
-  assert sent - 0.06 < ratio < sent, out
-
-
 WORDS = "language_model --devices 2 --batch-size 4 --length 8 --output {out}"
 BLOCKS = f"{WORDS} --model transformer"
-PIXELS = "--devices 2 --evaluate-every 3 --output {out} --data-dir {data}"
-# The folder of the run, the script, and its options.
-RUNS = {
-  "images": ("qsgd-4-0", f"image_classification --batch-size 16 {PIXELS}"),
-  "switch": (
-    "redsync-asq-0",
-    f"{WORDS} --model lstm --codec redsync-asq --warmup 3 --ema 0.9 --schedule plateau "
-    "--evaluate-every 1",
+PIXELS = "--devices 2 --evaluate-every 4 --output {out} --data-dir {data}"
+SWITCH = "--model lstm --codec redsync-asq --warmup 4 --ema 0.9 --schedule plateau"
+LOCAL = "--codec blocktop --local-steps 2 --optimizer adam --evaluate-every 1"
+# The folder of the run or the most bytes, of those of float32; script and options; and
+# options of another training, with what its refusal says: here before arrays are read.
+RUNS = [
+  ("qsgd-4-0", f"image_classification --batch-size 16 {PIXELS}", ()),
+  (
+    *("redsync-asq-0", f"{WORDS} {SWITCH} --evaluate-every 1"),
+    ("--density 0.1", "density=0.01", "density=0.1"),
   ),
-  "local": (  # in the midst of the second round
-    "blocktop-0",
-    f"{BLOCKS} --codec blocktop --local-steps 3 --optimizer adam --evaluate-every 1",
+  ("blocktop-0", f"{BLOCKS} {LOCAL}", ()),  # in the midst of the second round
+  ("qsgd-4-0", f"{BLOCKS} --scan --codec qsgd --bits 4 --feedback error", ()),
+  ("zero-0", f"{BLOCKS} --parallel zero", ()),
+  ("fsdp-0", f"{BLOCKS} --parallel fsdp", ()),
+  # 8 bits there, perhaps again in the backward pass, and 4 back, with scales.
+  (0.24, "fsdp_linen --workers 2", ()),
+  (0.24, "fsdp_nnx --workers 2", ()),
+  (0.15, "hsdp --hosts 2 --chips 2", ()),
+  (
+    *("linear-0", f"{NET} --codec linear {PIXELS}"),
+    ("--channels 8", "the list of leaves was one without"),
   ),
-  "scan": ("qsgd-4-0", f"{BLOCKS} --scan --codec qsgd --bits 4 --feedback error"),
-  "zero": ("zero-0", f"{BLOCKS} --parallel zero"),
-  "fsdp": ("fsdp-0", f"{BLOCKS} --parallel fsdp"),
-  "linen": (".", "fsdp_linen --workers 2"),
-  "nnx": (".", "fsdp_nnx --workers 2"),
-  "hsdp": (".", "hsdp --hosts 2 --chips 2"),
-  "activations": ("linear-0", f"{NET} --codec linear {PIXELS}"),
-}
+]
 
 
 def arrays(path):
-  """What was saved after four steps, by the names of the arrays."""
+  """What was saved, by the names of the arrays."""
   with ocp.PyTreeCheckpointer() as checkpointer:
     like = checkpointer.metadata(path).item_metadata.tree
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
@@ -265,50 +190,39 @@ def arrays(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(name, folder, tmp_path):
+@pytest.mark.parametrize("run, options, other", RUNS)
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+  run, options, other, folder, tmp_path
+):
   """Also its curve, of which a point is the mean of losses on both sides."""
-  run, options = RUNS[name]
-  last = tmp_path / "saved" / run / "4"
+  shown = not isinstance(run, str)  # the losses and the share of bytes, in its lines
+  last = tmp_path / "saved" / ("." if shown else run) / "6"
 
-  def train(number):
+  def train(number, *more):
     given = options.format(out=tmp_path / f"out-{number}", data=folder)
     script, *given = given.split()
-    kept = ["--steps", 4, "--save-every", 2, "--checkpoint", tmp_path / "saved"]
-    _, err = finish(start(*given, *kept, script=script))
-    return err, arrays(last / "state")
+    kept = ["--steps", 6, "--save-every", 3, "--checkpoint", tmp_path / "saved"]
+    return start(*given, *kept, *more, script=script)
 
-  err, expected = train(1)
+  out, err = finish(train(1))
   assert "goes on" not in err
+  expected = arrays(last / "state")
   shutil.rmtree(last)
-  err, got = train(2)
-  assert "goes on after step 2" in err
+  _, err = finish(train(2))
+  assert "goes on after step 3" in err
+  got = arrays(last / "state")
   assert got.keys() == expected.keys() and got
   for path, array in expected.items():
     np.testing.assert_array_equal(got[path], array, err_msg=path)
-  if "{out}" in options:
+  if shown:
+    losses = [float(line.split()[-1]) for line in out.splitlines() if "loss" in line]
+    assert len(losses) == 6 and losses[-1] < 0.8 * max(losses)
+    assert run - 0.06 < float(out.splitlines()[-1].split()[1]) < run, out
+  else:
     first, second = (read(tmp_path / f"out-{i}" / "curves.csv") for i in (1, 2))
-    assert first[-1]["step"] == "4" and first == second
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "options, changed, words",
-  [
-    (WORDS, "--density 0.1", ["density=0.01", "density=0.1"]),
-    (
-      "model_parallel --hidden 64 --batch-size 16 --devices 2 --output {out} "
-      "--data-dir {data}",
-      "--channels 4",
-      ["the list of leaves was one without"],
-    ),
-  ],
-)
-def test_another_run_is_refused(options, changed, words, folder, tmp_path):
-  """By the codec's name, and before arrays of another net are read."""
-  script, *given = options.format(out=tmp_path / "out", data=folder).split()
-  given += ["--save-every", 2, "--checkpoint", tmp_path / "saved", "--steps"]
-  finish(start(*given, 2, script=script))
-  process = start(*given, 4, *changed.split(), script=script)
-  _, err = process.communicate(timeout=300)
-  assert process.returncode and all(x in err for x in words), err
+    assert first[-1]["step"] == "6" and first == second
+  if other:
+    changed, *words = other
+    process = train(3, *changed.split())
+    _, err = process.communicate(timeout=300)
+    assert process.returncode and all(x in err for x in words), err

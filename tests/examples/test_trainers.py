@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import inspect
 
 import jax
 import optax
@@ -37,8 +36,8 @@ def test_sent_densely_steps_are_those_of_the_plain_trainer(name, monkeypatch):
     example = importlib.import_module(f"examples.trainers.{name}")
     with jax.set_mesh(mesh):
       loss, program = example.train(steps, compressed)
-    report = gradcomp.wire_report(program, mesh=mesh)
-    return loss, report.by_axis[next(iter(axes))].bytes_sent
+    by_axis = gradcomp.wire_report(program, mesh=mesh).by_axis
+    return loss, by_axis[next(iter(axes))].bytes_sent
 
   loss, sent = train(False)
   _, few = train(True, steps=1)
@@ -61,17 +60,3 @@ def test_examples_are_short_and_in_the_record():
     title, what, changed = table.about(name)
     (row,) = [x for x in records.rows("trainers.md") if x["trainer"] == title]
     assert (row["what changes"], row["lines changed"]) == (what, changed)
-
-  def example(compressed):
-    class CompressedStep:
-      def step(self):
-
-        return 1
-
-    kind = None
-    if compressed:
-      kind = CompressedStep
-    return kind
-
-  source = inspect.cleandoc("\n" + inspect.getsource(example))
-  assert table.changed_lines(source) == 4

@@ -74,7 +74,6 @@ CASES = {
     for early in (79.9, 79.7)
   ),
   "QSGD with 4 or 8 bits ends": than("qsgd-8", "f32", (90.3, 91.2), (90.0, 91.1)),
-  "Fitted levels": than("qsgd-2-fitted", "qsgd-2", (90.0, 91.1), BETTER),
   "1-bit SGD converges later": tuple(
     trained("f32", *SAME, early=80.0) + trained("onebit-64", *ends, early=early)
     for ends, early in (((89.9, 90.9), 75.0), ((89.0, 90.0), 80.0))
@@ -112,9 +111,6 @@ CASES = {
     )
     for step in (0.0, 5.0)
   ),
-  "RedSync with 0.1 % ends": than(
-    "redsync-0.1", "f32", (89.1, 90.1), (88.9, 89.9), steps=20_000
-  ),
   "RedSync has": tuple(
     trained("f32", 50.0, 51.0, network="lstm")
     + trained("redsync-1", 50.0, 51.0, network="lstm", loss=loss)
@@ -130,10 +126,6 @@ CASES = {
     line(b32=1, b8=1.2, b4=0.1, b2=0.07),
   ),
   "2 bits rarely": (line(b4=0.4, b2=0.3), line(b4=0.9, b2=0.1)),
-  "On a net with convolutions": (
-    timed("onebit-column", 2.0) + timed("onebit-64", 1.0),
-    timed("onebit-column", 1.0) + timed("onebit-64", 2.0),
-  ),
   "Float32 on a fast": tuple(
     timed("f32", 9, **SLOW) + timed("qsgd-4", 3, **SLOW) + timed("f32", step, **FAST)
     for step in (2.0, 4.0)

@@ -48,6 +48,17 @@ def test_runs_that_are_there_are_known_by_all_of_their_settings(tmp_path):
   later = Records(tmp_path)  # another launch
   records.append(SETTING._replace(seed=1), {"points": curve(1.0)})
   assert later.has(SETTING._replace(seed=1))  # while both run
+  # What was left is done, and what failed is run again. Both are shown.
+  for seed, how in ((2, "left"), (3, "failed")):
+    records.append(SETTING._replace(seed=seed), {how: f"{how} so"})
+    assert records.has(SETTING._replace(seed=seed)) is (how == "left")
+  study = analysis.grouped(study_records.read(tmp_path))
+  shown = str(report.runs(study))
+  assert "left so" in shown and "failed so" in shown
+  records.append(SETTING._replace(seed=3), {"points": curve(1.0)})
+  assert records.has(SETTING._replace(seed=3))
+  study = analysis.grouped(study_records.read(tmp_path))
+  assert [x.setting.seed for x in study.failed] == [2]
 
 
 def test_half_a_line_and_old_settings_are_read(tmp_path):
@@ -59,22 +70,6 @@ def test_half_a_line_and_old_settings_are_read(tmp_path):
   study_records.append(path, SETTING._replace(seed=1), {"points": []})
   assert [x.setting.seed for x in study_records.read(tmp_path)] == [0, 1]
   assert len(path.read_text().splitlines()) == 3
-
-
-@pytest.mark.parametrize("how, done", [("left", True), ("failed", False)])
-def test_what_was_left_is_done_and_what_failed_is_run_again(how, done, tmp_path):
-  """Neither has results, and both are shown."""
-  records = Records(tmp_path)
-  records.append(SETTING, {how: "a reason"})
-  assert records.has(SETTING) is done
-  study = analysis.grouped(study_records.read(tmp_path))
-  assert study.groups == study.cells == []
-  _, [row] = report.runs(study)
-  assert "a reason" in row[0] and row[1] == "f32"
-  if not done:
-    records.append(SETTING, {"points": curve(1.0)})
-    assert records.has(SETTING)
-    assert not analysis.grouped(study_records.read(tmp_path)).failed
 
 
 WRONG = {
@@ -99,26 +94,27 @@ def test_launches_that_cannot_run_say_why(capsys, tmp_path):
     report.write([tmp_path], tmp_path)
 
 
-def settings_of(line):
-  return [x.setting for x in runner.jobs(options.parse(["run", *line.split()]))]
+def jobs(line):
+  args = options.parse(["run", *line.split()])
+  return args, [x.setting for x in runner.jobs(args)]
 
 
 def test_a_launch_has_each_run_once():
   """Its rates and dropout are those of the optimizer and of the network."""
   line = "--emulate 2 4 --networks lenet --codecs f32 qsgd-4 --seeds 3"
-  every, parts = settings_of(line), []
+  (_, every), parts = jobs(line), []
   for part in ("0/2", "1/2"):
-    args = options.parse(["run", *line.split(), "--part", part])
+    args, found = jobs(f"{line} --part {part}")
     index, count = args.share
-    parts += [x.setting for i, x in enumerate(runner.jobs(args)) if i % count == index]
+    parts += [x for i, x in enumerate(found) if i % count == index]
   assert len(every) == 2 * 2 * 3 and sorted(parts) == sorted(every)
   assert [x.codec for x in every[:2]] == ["f32", "qsgd-4"]
   line = "--emulate 2 --networks lenet mlp --dropout 0.2 --optimizer adam --codecs f32"
-  lenet, mlp = settings_of(line)
+  _, (lenet, mlp) = jobs(line)
   assert (lenet.dropout, mlp.dropout) == (None, 0.2)
   assert lenet.learning_rate == mlp.learning_rate == 1e-3
   for rule, batches in (("fixed", [128, 128]), ("per-worker", [256, 512])):
-    found = settings_of(f"--emulate 2 4 --batch {rule} --codecs f32")
+    _, found = jobs(f"--emulate 2 4 --batch {rule} --codecs f32")
     assert [x.batch for x in found] == batches
     assert [x.steps for x in found] == [1437 // batch for batch in batches]
 

@@ -42,53 +42,46 @@ def test_each_verdict_comes_out_each_way(tmp_path, monkeypatch, start):
   monkeypatch.setattr(findings, "RESULTS", tmp_path)
   nothing = finding.judge(NOTHING)
   assert nothing.verdict == "not tested"
-  record = nothing.numbers[0].removeprefix("It needs ").split(",")[0]
+  path = tmp_path / nothing.numbers[0].removeprefix("It needs ").split(",")[0]
+  path.parent.mkdir()
   for expected, found in zip(("holds", "does not"), CASES[start], strict=True):
-    (tmp_path / record).parent.mkdir(exist_ok=True)
-    (tmp_path / record).write_text(json.dumps(found))
+    path.write_text(json.dumps(found))
     assert finding.judge(NOTHING).verdict == expected
 
 
-def seeded(key, ends):
-  """The rows of codecs, each with a run a seed."""
-  return {
-    codec: {"runs": {str(i): {"points": [{key: x}]} for i, x in enumerate(xs)}}
-    for codec, xs in ends.items()
-  }
-
-
-@pytest.mark.parametrize(
-  "more, holds", [((0.7, 0.8), True), ((0.2, 1.6), None), ((1.7, 1.8), False)]
-)
-def test_a_long_training_says_how_perplexed_a_sparse_codec_is(more, holds):
+def test_a_long_training_says_how_perplexed_a_sparse_codec_is():
   """Images of it have points of accuracy in place of percents."""
-  worse = [4.0 * (1 + x / 100) for x in (*more, sum(more) / 2)]
-  part = {"title": "A net, of some size", "metric": "perplexity", "steps": 12_000}
-  part["rows"] = seeded("perplexity", {"f32": [4.0] * 3, "RedSync": worse})
-  look = elsewhere.redsync("long", ["RedSync"], {"at_most": 1.0}, trained=True)
-  (seen,) = look({"long": part})
-  assert (seen.holds, seen.rank) == (holds, verdicts.OWN)
-  assert seen.numbers.startswith("A net, 12,000 steps: RedSync, % of perplexity: +")
-  part = {"title": "A net", "metric": "accuracy", "steps": 200}
-  part["rows"] = seeded("accuracy", {"f32": [98.0, 98.5], "RedSync": [97.0, 97.5]})
+
+  def part(title, key, steps, **ends):
+    rows = {
+      codec: {"runs": {str(i): {"points": [{key: x}]} for i, x in enumerate(xs)}}
+      for codec, xs in ends.items()
+    }
+    return {"title": title, "metric": key, "steps": steps, "rows": rows}
+
+  for more, holds in (((0.7, 0.8), True), ((0.2, 1.6), None), ((1.7, 1.8), False)):
+    worse = [4.0 * (1 + x / 100) for x in (*more, sum(more) / 2)]
+    found = part("A net, of", "perplexity", 12_000, f32=[4.0] * 3, RedSync=worse)
+    look = elsewhere.redsync("long", ["RedSync"], {"at_most": 1.0}, trained=True)
+    (seen,) = look({"long": found})
+    assert (seen.holds, seen.rank) == (holds, verdicts.OWN)
+    assert seen.numbers.startswith("A net, 12,000 steps: RedSync, % of perplexity: +")
+  found = part("A net", "accuracy", 200, f32=[98.0, 98.5], RedSync=[97.0, 97.5])
   look = elsewhere.redsync("digits", ["RedSync"], {"at_least": -1.0})
-  (seen,) = look({"digits": part})
+  (seen,) = look({"digits": found})
   said = "A net, 200 steps: RedSync -1.00 ± 0.00 (2 seeds)"
   assert seen[:3] == (True, said, verdicts.USUAL)
 
 
-@pytest.mark.parametrize(
-  "ends, holds, rank",
-  [
+def test_digits_count_where_they_tell():
+  for ends, holds, rank in (
     ([90.0, 91.0, 92.0], True, verdicts.USUAL),
     ([80.0, 81.0, 82.0], False, verdicts.USUAL),
     ([89.0, 91.0, 93.0], None, verdicts.FEW),
-  ],
-)
-def test_digits_count_where_they_tell(ends, holds, rank):
-  rows = [{"codec": "f32", "accuracy_percent": [90.0, 91.0, 92.0]}]
-  rows += [{"codec": "a", "accuracy_percent": ends}]
-  record = [{"title": "8 workers; mean", "rows": rows}, {"title": "LARS", "rows": rows}]
-  look = elsewhere.on_digits(["a", "b"], {"at_least": -0.2}, of="8 workers")
-  (seen,) = look(record)
-  assert (seen.holds, seen.rank) == (holds, rank)
+  ):
+    rows = [{"codec": "f32", "accuracy_percent": [90.0, 91.0, 92.0]}]
+    rows += [{"codec": "a", "accuracy_percent": ends}]
+    record = [{"title": x, "rows": rows} for x in ("8 workers; mean", "LARS")]
+    look = elsewhere.on_digits(["a", "b"], {"at_least": -0.2}, of="8 workers")
+    (seen,) = look(record)
+    assert (seen.holds, seen.rank) == (holds, rank)

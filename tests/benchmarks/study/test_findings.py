@@ -30,12 +30,6 @@ def test_each_verdict_comes_out_each_way(start):
   assert nothing.numbers[0].startswith("It needs ")
 
 
-def test_every_claim_names_the_papers_setting():
-  claims = [x.claim for x in findings.FINDINGS]
-  assert len(set(claims)) == len(claims)
-  assert all(len(x.setting) > 5 and x.said for x in findings.FINDINGS)
-
-
 def test_claims_about_links_read_what_link_speed_measured(tmp_path, monkeypatch):
   judge = speed.of_links("a", "b", ["1gbit"])
   run = {"hosts": 2, "rate": "1gbit", "leaves": 1, "mib": 64}
@@ -56,11 +50,6 @@ NOTHING, CANNOT = "not tested", "cannot tell"
 
 def both(codec, *ends, like=SAME, **options):
   return trained("f32", *like, **options) + trained(codec, *ends, **options)
-
-
-def seeds(*ends):
-  """Two seeds: t of one degree of freedom is 12.706."""
-  return trained("qsgd-8", *ends, times=1) + trained("terngrad", 90, 91, times=1)
 
 
 def widths(last):
@@ -93,10 +82,21 @@ ONE, OTHER = (
 )
 # A claim, its records, the verdict, and what the first number says.
 RECORDS = [
+  (
+    EIGHT,
+    trained("qsgd-8", *SAME) + both("qsgd-8", 80, 81, workers=4),
+    *("does not", "It holds in 1 of 2"),
+  ),
   (EIGHT, trained("qsgd-8", 90.0, times=1), NOTHING, ""),  # one seed
-  (EIGHT, seeds(89.0, 91.5), CANNOT, "(2 seeds): cannot tell"),
-  (EIGHT, seeds(90.0, 91.01), "holds", ""),
-  (EIGHT, seeds(80.0, 81.1), "does not", ""),
+  # Of two seeds: t of one degree of freedom is 12.706.
+  *(
+    (EIGHT, trained("qsgd-8", *ends, times=1), told, words)
+    for ends, told, words in (
+      ((89.0, 91.5), CANNOT, "(2 seeds): cannot tell"),
+      ((90.0, 91.01), "holds", ""),
+      ((80.0, 81.1), "does not", ""),
+    )
+  ),
   # Of images and SGD, with as many workers as usual, and of no fixed batch.
   (EIGHT, both("qsgd-8", 80, 81, network="lstm"), NOTHING, ""),
   (EIGHT, both("qsgd-8", 80, 81, optimizer="adam"), NOTHING, ""),
@@ -184,12 +184,6 @@ def test_a_claim_reads_other_records_beside_the_study(tmp_path):
   found = verdict(EIGHT, trained("qsgd-8", *SAME))
   assert found.verdict == "does not"
   assert found.numbers[-1].startswith("digits, 8 workers, momentum, 200 steps: QSGD")
-
-
-def test_a_claim_must_hold_in_all_groups():
-  found = verdict(EIGHT, trained("qsgd-8", *SAME) + both("qsgd-8", 80, 81, workers=4))
-  assert found.verdict == "does not"
-  assert found.numbers[0] == "It holds in 1 of 2"
 
 
 def test_own_claims_are_counted_apart():

@@ -84,10 +84,9 @@ def test_settings_that_cannot_tell_might_be_either(told, share, expected):
     assert of_all(told) is either[expected]
 
 
-@pytest.mark.parametrize("others", [[], [Seen(False, "far", USUAL)]])
-def test_the_papers_own_setting_decides_alone(others):
-  few = [Seen(None, "two seeds", FEW)]
-  found = concluded([*few, *others, Seen(True, "as the paper", OWN)], "")
+def test_the_papers_own_setting_decides_alone():
+  beside = [Seen(None, "two seeds", FEW), Seen(False, "far", USUAL)]
+  found = concluded([*beside, Seen(True, "as the paper", OWN)], "")
   assert found.verdict == "holds"
   assert found.numbers[-1] == "as the paper"
   assert all(x.endswith(", and does not count") for x in found.numbers[:-1])
@@ -111,15 +110,10 @@ def test_seeds_are_blocks_of_the_analysis_of_variance():
   sums = (np.array([*found.values()]).T.argsort(axis=1).argsort(axis=1) + 1).sum(axis=0)
   statistic = 12 / (5 * 4 * 5) * (sums**2).sum() - 3 * 5 * 5
   assert told.text == f"p = {stats.chi2.sf(statistic, df=3):.3f}"
-  assert told.holds is False
-  assert stats.f_oneway(*found.values()).pvalue > 0.9
-
-
-def test_no_difference_is_told_by_the_intervals_alone():
-  """One of two arms is far off in a seed: there is no difference that p could show."""
-  assert blocked(arms(0.0, 0.0, 0.0, 0.0)).holds is True
+  assert told.holds is False and stats.f_oneway(*found.values()).pvalue > 0.9
   found = arms(0.0, 0.0, 0.0, 0.0)
-  found["c"][0] -= 3.0
+  assert blocked(found).holds is True
+  found["c"][0] -= 3.0  # far off in a seed: no difference that p could show
   told = blocked(found)
   assert told.holds is None and told.p > 0.05
 

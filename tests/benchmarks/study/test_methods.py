@@ -34,15 +34,22 @@ def drawn(count):
   return jax.tree.map(normal, LIKE)
 
 
+def test_the_papers_arms_send_once_and_all_of_it():
+  """(N - 1) payloads of 8 bits an element, without residuals; no leaf in float32."""
+  for arm, codec in (("terngrad-paper", Ternary), ("dynamic-tree-paper", EightBit)):
+    tx, *_ = made(arm)
+    plan = gradcomp.explain(tx, LIKE, workers=WORKERS)
+    assert {type(leaf.codec) for leaf in plan.leaves} == {codec}
+    assert jax.eval_shape(tx.init, LIKE).residual is None
+  assert {leaf.exchange for leaf in plan.leaves} == {"all_gather"}
+
+
 def test_wens_workers_draw_bits_of_their_own_for_all_leaves():
-  """Equal gradients come out different, and no leaf is in float32.
+  """Equal gradients come out different.
 
   A worker's error has the variance (s - |g|) |g| an element; the mean's is an Nth of
   it. The mean square of 500 independent rounds is within 5 standard errors of it.
   """
-  tx, *_ = made("terngrad-paper")
-  plan = gradcomp.explain(tx, LIKE, workers=WORKERS)
-  assert {type(leaf.codec) for leaf in plan.leaves} == {Ternary}
   one = drawn(1)
   gradient = jax.tree.map(lambda x: np.repeat(x, WORKERS, axis=0), one)
   tx, *_ = made("terngrad-noclip-paper")
@@ -66,32 +73,10 @@ def test_wens_workers_draw_bits_of_their_own_for_all_leaves():
   assert abs(squares.mean() - expected) < bound
 
 
-def test_one_scale_of_all_layers_is_the_largest_element():
-  tx, *_ = made("terngrad-global-paper")
-  gradients = jax.tree.map(lambda x: np.ones((1, *x.shape), np.float32), LIKE)
-  gradients["head"]["kernel"] *= 100
-  found = exchanged(tx, gradients)
-  top = found["head"]["kernel"].max()
-  assert {x for leaf in jax.tree.leaves(found) for x in np.unique(leaf)} == {0.0, top}
-
-
-def test_dettmers_sends_once_and_all_of_it():
-  """(N - 1) payloads of 8 bits an element, without residuals."""
-  tx, *_ = made("dynamic-tree-paper")
-  plan = gradcomp.explain(tx, LIKE, workers=WORKERS)
-  assert {leaf.exchange for leaf in plan.leaves} == {"all_gather"}
-  assert {type(leaf.codec) for leaf in plan.leaves} == {EightBit}
-  assert jax.eval_shape(tx.init, LIKE).residual is None
-
-
 def test_fangs_arms_are_sparse_from_the_first_step_on():
   """ASQ has one value a leaf, but in the output layer, which comes first."""
-  like = {"kernel": (256, 256), "head": {"kernel": (256, 256)}}
-  gradient = jax.tree.map(
-    lambda shape: np.linspace(1, 2, 2**16, dtype=np.float32).reshape(1, *shape),
-    like,
-    is_leaf=lambda x: isinstance(x, tuple),
-  )
+  one = np.linspace(1, 2, 2**16, dtype=np.float32).reshape(1, 256, 256)
+  gradient = {"kernel": one, "head": {"kernel": one}}
   codec = "redsync-0.1-asq-paper"
   assert methods.first_steps(codec, 10_000) == 0
   tx, *_ = made(codec)
@@ -118,19 +103,14 @@ def test_shares_are_clipped_at_the_root_of_n():
 
 def test_a_part_has_the_leaves_that_the_whole_compresses():
   """The first convolution and the biases are small, in all parts of a network."""
-  like = jax.ShapeDtypeStruct
-  params = {
-    "conv1": {"kernel": like((5, 5, 1, 32), float), "bias": like((32,), float)},
-    "conv2": {"kernel": like((5, 5, 32, 64), float)},
-    "dense": {"kernel": like((576, 1024), float)},
-    "head": {"kernel": like((1024, 10), float)},
-  }
-  parts = {"conv": ["conv2"], "dense": ["dense", "head"], "body": ["conv2", "dense"]}
-  for part, expected in parts.items():
-    found = methods.labels(part, None, params)
-    low = [name for name, leaves in found.items() if "low" in leaves.values()]
-    assert low == expected
-    assert found["conv1"] == {"kernel": "full", "bias": "full"}
-  found = methods.labels("body", 0, params)  # APS has all leaves
-  assert found["conv1"] == {"kernel": "low", "bias": "low"}
-  assert found["head"] == {"kernel": "full"}
+  shapes = {"conv1": (5, 5, 1, 32), "conv2": (5, 5, 32, 64), "dense": (576, 1024)}
+  shapes["head"] = (1024, 10)
+  params = {k: {"kernel": jax.ShapeDtypeStruct(x, float)} for k, x in shapes.items()}
+  params["conv1"]["bias"] = jax.ShapeDtypeStruct((32,), float)
+  low = lambda *given: [
+    name for name, x in methods.labels(*given, params).items() if "low" in x.values()
+  ]
+  assert low("conv", None) == ["conv2"]
+  assert low("dense", None) == ["dense", "head"]
+  assert low("body", None) == ["conv2", "dense"]
+  assert low("body", 0) == ["conv1", "conv2", "dense"]  # APS has all leaves

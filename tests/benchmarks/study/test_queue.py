@@ -1,6 +1,5 @@
 """The queue trains what no record has, gives way, and leaves nothing behind."""
 
-import functools
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from benchmarks.common import locks, quiet
 from benchmarks.study import records
 from benchmarks.study.queue import child, supervisor
 from benchmarks.study.queue import start as queue_start
-from benchmarks.study.queue import status as queue_status
 from tests.benchmarks.study.records import SETTING, TIMED
 from tests.support.pages import ROOT
 
@@ -192,33 +190,13 @@ def test_a_second_queue_does_not_start(tmp_path, capsys, monkeypatch):
   assert out.startswith(f"the queue runs already: process {os.getpid()}, ")
   root, tree = tmp_path / "checkout", folders.work / "tree"
   person = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-  git = functools.partial(subprocess.run, check=True, cwd=root)
   root.mkdir()
-  git(["git", "init", "--quiet"])
   for text in ("one", "two"):
     (root / "a").write_text(text)
-    git(["git", "add", "a"])
-    git(["git", *person, "commit", "--quiet", "--message", text])
+    for command in (["init", "-q"], ["add", "a"], [*person, "commit", "-qm", text]):
+      subprocess.run(["git", *command], check=True, cwd=root)
     (root / "a").write_text("not committed")
     queue_start.move(root, tree)
     assert (tree / "a").read_text() == text
     assert (tree / "datasets").readlink() == root / "datasets"
     (tree / "a").write_text("changed")
-
-
-def test_the_status_counts_by_launches(tmp_path, monkeypatch):
-  """A step of 40 takes 90 s; of another network the launch says an hour."""
-  monkeypatch.setenv("GRADCOMP_QUIET_LOCK", str(tmp_path / "quiet.lock"))
-  folders = supervisor.Folders(tmp_path / "records", tmp_path / "work")
-  folders.records.mkdir()
-  items = [Item(codec, seed) for seed in (0, 1) for codec in ("f32", "qsgd")]
-  items.append(Item("f32", 0, TIMED))
-  items.append(Item("f32", 0, SETTING._replace(network="mlp"), launch="others"))
-  path = folders.records / "lenets.jsonl"
-  records.append(path, items[0].setting, {"points": [{"step": 40}], "cpu": 3600.0})
-  records.append(path, items[1].setting, {"left": "slow", "cpu": 1800.0})
-  lines = queue_status.page(items, folders, 2).splitlines()
-  assert lines[1].split() == ["lenets", *"1 1 0 2 1 1 of 2 1.5 2.0".split()]
-  assert lines[2].split() == ["others", *"0 0 0 1 0 0 of 1 0.0 1.0".split()]
-  assert "3.0 h of CPU time to do: 1.5 h of 2 cores" in lines
-  assert lines[-1] == "the queue does not run: make evidence starts it"
