@@ -38,6 +38,19 @@ def test_numbers_agree_with_the_papers_and_with_those_that_were_kept():
     assert (entry.get("printed"), entry["verdict"]) == (row.printed, row.verdict)
 
 
+def test_a_profile_holds_the_bytes_that_it_names():
+  found = wen.strong_scaling_seconds(0.5, 1e6, 4, 1, wen.ETHERNET, profiled_bytes=244e6)
+  expected = (0.5 - 244e6 / 10e9) / 4 + 1e6 / 10e9 * 3
+  assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_at_the_crossover_both_exchanges_take_as_long():
+  case = 64, fang.LINK, fang.SPEEDS
+  density = fang.crossover_density(1e6, *case)
+  sparse = fang.sparse_seconds(1e6, density, *case)
+  assert sparse == pytest.approx(fang.dense_seconds(1e6, *case), rel=1e-12)
+
+
 WRONG = [
   ("bits", lambda: dettmers.dense_penalty_seconds(16)),
   ("penalty", lambda: dettmers.single_node_speedup(-1)),
