@@ -15,8 +15,9 @@ from gradcomp import __main__
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.cost.allocate_search import PARTS, Option, least_bytes
 from gradcomp._src.cost.planner.candidates import packaged_speeds
-from gradcomp.codecs import QSGD, Dense, OneBit, PowerSGD, Sign
+from gradcomp.codecs import QSGD, Dense, PowerSGD, Sign
 from gradcomp.cost import allocate
+from tests.errors import table
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
@@ -29,17 +30,13 @@ SHAPE = (64, 128)  # whole tiles at 2 and 4 bits
 
 def gradients(names, *, seed=0, shape=SHAPE):
   """Makes leaves whose sizes of numbers differ by powers of 16."""
-  keys = jax.random.split(jax.random.key(seed), len(names))
-  scales = [16.0**-number for number in range(len(names))]
-  return {
-    name: np.asarray(scale * jax.random.normal(key, shape))
-    for name, key, scale in zip(names, keys, scales, strict=True)
-  }
+  rng = np.random.default_rng(seed)
+  normal = lambda n: (16.0**-n * rng.standard_normal(shape)).astype(np.float32)
+  return {name: normal(n) for n, name in enumerate(names)}
 
 
 def allocated(*trees, **options):
-  given = {"uniform": FOUR, "candidates": WIDTHS} | options
-  return allocate(trees, **given)
+  return allocate(trees, **{"uniform": FOUR, "candidates": WIDTHS} | options)
 
 
 def fewest(leaves, bound):
@@ -53,27 +50,22 @@ def problem(rng):
   """Makes four leaves with five options each; bytes fall as errors rise."""
   leaves = []
   for _ in range(4):
-    errors = np.sort(rng.lognormal(0, 2, 5))
-    sizes = np.sort(rng.integers(0, 1000, 5))[::-1]
-    leaves.append(
-      [Option(int(n), float(e)) for n, e in zip(sizes, errors, strict=True)]
-    )
+    errors, sizes = np.sort(rng.lognormal(0, 2, 5)), np.sort(rng.integers(0, 1000, 5))
+    pairs = zip(sizes[::-1], errors, strict=True)
+    leaves.append([Option(int(n), float(e)) for n, e in pairs])
   return leaves, math.fsum(options[2].error for options in leaves)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_no_choice_sends_fewer_bytes(seed):
-  leaves, bound = problem(np.random.default_rng(seed))
-  numbers = least_bytes(leaves, bound)
-  chosen = [options[n] for options, n in zip(leaves, numbers, strict=True)]
-  assert sum(Fraction(x.error) for x in chosen) <= Fraction(bound)
-  sent = sum(x.nbytes for x in chosen)
-  gap = Fraction(len(leaves), PARTS)
-  assert fewest(leaves, Fraction(bound)) <= sent
-  assert sent <= fewest(leaves, Fraction(bound) * (1 - gap))
-
-
-def test_a_bound_may_be_kept_by_none_or_by_ties():
+def test_no_choice_sends_fewer_bytes():
+  """And a bound may be kept by none or by ties."""
+  for seed in range(12):
+    leaves, bound = problem(np.random.default_rng(seed))
+    numbers = least_bytes(leaves, bound)
+    chosen = [options[n] for options, n in zip(leaves, numbers, strict=True)]
+    assert sum(Fraction(x.error) for x in chosen) <= Fraction(bound)
+    sent, gap = sum(x.nbytes for x in chosen), Fraction(len(leaves), PARTS)
+    assert fewest(leaves, Fraction(bound)) <= sent
+    assert sent <= fewest(leaves, Fraction(bound) * (1 - gap))
   assert least_bytes([[Option(1, 2.0)]], 1.0) is None
   assert least_bytes([[Option(1, 2.0), Option(5, 0.0)]], 0.0) == [1]
   assert least_bytes([[Option(3, 0.0), Option(3, 0.5)]], 1.0) == [0]
@@ -83,9 +75,8 @@ def test_errors_and_bytes_are_those_of_the_payloads():
   """Nearest rounding, so that a codec alone shows each error, added over steps."""
   steps = [gradients("abc", seed=seed) for seed in (0, 1)]
   found = allocated(*steps)
-  lost = lambda codec, x: np.sum(
-    (np.asarray(codec.roundtrip(x), np.float64) - x.astype(np.float64)) ** 2
-  )
+  double = lambda x: np.asarray(x, np.float64)
+  lost = lambda codec, x: np.sum((double(codec.roundtrip(x)) - double(x)) ** 2)
   for leaf in found.leaves:
     own = [step[leaf.path] for step in steps]
     assert leaf.error == math.fsum(lost(leaf.codec, x) for x in own)
@@ -95,13 +86,8 @@ def test_errors_and_bytes_are_those_of_the_payloads():
   assert found.error <= found.uniform_error
   assert found.nbytes < found.uniform_nbytes
   assert len({leaf.codec for leaf in found.leaves}) > 1
-
-
-def test_a_message_has_the_bytes():
-  like = gradients("abcd")
-  found = allocated(like)
   tx = gradcomp.policy(found.rules, axis_name="data", exchange="all_gather")
-  assert gradcomp.explain(tx, like, workers=2).bytes_sent == found.nbytes
+  assert gradcomp.explain(tx, steps[0], workers=2).bytes_sent == found.nbytes
 
 
 def test_the_uniform_codec_is_the_worst_case_and_order_does_not_matter():
@@ -140,15 +126,12 @@ def test_small_complex_and_narrow_leaves():
 
 
 def test_residuals_of_biased_candidates_stay_bounded():
-  like = {"a": gradients("a")["a"], "b": gradients("b")["b"] / 1e3}
-  found = allocated(like, candidates=[QSGD(bits=2), *WIDTHS])
+  found = allocated(BIASED, candidates=[QSGD(bits=2), *WIDTHS])
   for leaf in found.leaves:
-    assert leaf.energy == np.sum(like[leaf.path].astype(np.float64) ** 2)
+    assert leaf.energy == np.sum(BIASED[leaf.path].astype(np.float64) ** 2)
     assert leaf.error < leaf.energy
-  low_rank = allocated(like, candidates=[PowerSGD(rank=2), WIDTHS[2]])
+  low_rank = allocated(BIASED, candidates=[PowerSGD(rank=2), WIDTHS[2]])
   assert [leaf.codec for leaf in low_rank.leaves] == [WIDTHS[2], PowerSGD(rank=2)]
-  with pytest.raises(ValueError, match="`uniform` must lose less .* of a it loses"):
-    allocated(like, uniform=QSGD(bits=2, norm="l2"), candidates=[OneBit()])
 
 
 def test_a_box_of_an_array_is_no_part_of_its_path():
@@ -176,38 +159,43 @@ def test_each_leaf_is_sent_as_its_codec_sends_it(mode):
   assert len({leaf.codec for leaf in found.leaves}) > 1
   options = {"axis_name": "data", "exchange": "all_gather"}
   own = {name: np.stack([x, -x / 3, x[::-1], x * 2]) for name, x in like.items()}
-  means, _ = modes.mapped(mode, gradcomp.policy(found.rules, **options), 4)(
-    own, None, like
+  mapped = lambda tx, names: modes.mapped(mode, tx, 4)(
+    *({x: own[x] for x in names}, None, {x: like[x] for x in names})
   )
+  means, _ = mapped(gradcomp.policy(found.rules, **options), like)
   for leaf in found.leaves:
-    tx = gradcomp.compress(leaf.codec, **options)
-    part = lambda tree, path=leaf.path: {path: tree[path]}
-    alone, _ = modes.mapped(mode, tx, 4)(part(own), None, part(like))
-    assert_same_bits(part(means), alone)
+    alone, _ = mapped(gradcomp.compress(leaf.codec, **options), [leaf.path])
+    assert_same_bits({leaf.path: means[leaf.path]}, alone)
 
 
-@pytest.mark.parametrize(
-  ("given", "options", "error"),
-  [
-    ({"a": np.ones(SHAPE)}, {}, "a list or a tuple of trees .*, got dict"),
-    ([], {}, "`gradients` must be .*, got list, empty"),
-    ([{"a": np.ones(3)}, {"a": np.ones(4)}], {}, "number 1 has a float32.4., and"),
-    ([{"x": {"a": np.full(3, np.nan)}}], {}, "number 0 has nan in x/a"),
-    ([{"a": np.ones(3)}], {"candidates": "QSGD"}, "`candidates` must be a sequence"),
-    ([{"a": np.ones(3)}], {"candidates": [4]}, "`candidates` must have codecs"),
-    ([{"a": np.ones(3)}], {"uniform": 4}, "`uniform` must have codecs"),
-  ],
-)
-def test_errors(given, options, error):
-  with pytest.raises(ValueError, match=error):
-    allocate(given, **options)
+ROWS = """
+allocate({"a": np.ones(SHAPE)})
+  `gradients` must be ... a list or a tuple of trees ... , got dict
+allocate([])
+  `gradients` must be ... , got list, empty
+allocate([{"a": np.ones(3)}, {"a": np.ones(4)}])
+  `gradients` ... number 1 has a float32
+allocate([{"x": {"a": np.full(3, np.nan)}}])
+  `gradients` ... number 0 has nan in x/a
+allocate([{"a": np.ones(3)}], candidates="QSGD")
+  `candidates` must be a sequence
+allocate([{"a": np.ones(3)}], candidates=[4])
+  `candidates` must have codecs
+allocate([{"a": np.ones(3)}], uniform=4)
+  `uniform` must have codecs
+allocated(BIASED, uniform=QSGD(bits=2, norm="l2"), candidates=[OneBit()])
+  `uniform` must lose less ... of a it loses
+"""
+BIASED = {"a": gradients("a")["a"], "b": gradients("b")["b"] / 1e3}
 
 
-RANDOM = np.random.default_rng(0)
-LIKE = {
-  name: scale * RANDOM.normal(size=(512, 512)).astype(np.float32)
-  for name, scale in (("a", 1), ("b", 0.01), ("c", 0.01))
-}
+@table.each_row(ROWS)
+def test_errors(call, error):
+  table.refuses(call, error, globals())
+
+
+(RANDOM,) = gradients("a", shape=(512, 512)).values()
+LIKE = {"a": RANDOM, "b": RANDOM[::-1] / 100, "c": RANDOM.T / 100}
 
 
 @pytest.fixture(scope="module")
@@ -257,16 +245,13 @@ def test_the_command_line_reads_gradients(tmp_path, monkeypatch, capsys):
   words = f"plan --gradients {file} --workers 4 --gbit 1 --budget aggressive".split()
   __main__.main(words)
   said = capsys.readouterr().out
-  assert "fewer bytes than QSGD()." in said
-  assert "compress: allocated" in said
+  assert "fewer bytes than QSGD()." in said and "compress: allocated" in said
   np.savez(file, a=np.full(3, np.nan))
-  wrong = {
+  for message, given in {
     "must be finite, but number 0 has nan in a": words,
     "--gradients, and not both": [*words, "--params", "1e6"],
     "No such file": [*words[:2], "none.npz", *words[3:]],
-  }
-  for message, given in wrong.items():
-    with pytest.raises(SystemExit) as ended:
+  }.items():
+    with pytest.raises(SystemExit, match="2"):
       __main__.main(given)
-    assert ended.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())

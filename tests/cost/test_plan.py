@@ -13,20 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import cost
+from gradcomp import exchange as exchanges
 from gradcomp._src.cost.planner.compare import best, explained
 from gradcomp._src.cost.planner.errors import Errors, omega
 from gradcomp.codecs import QSGD, Dense, TopK
 from gradcomp.cost import Link
-from gradcomp.exchange import AllGather, Ring, TwoShot
-from tests.support.cases.plan import (
-  BY_NAME,
-  GIGABIT,
-  LIKE,
-  QSGD4,
-  SMALL,
-  pair,
-  plan,
-)
+from tests.support.cases.plan import BY_NAME, GIGABIT, LIKE, QSGD4, SMALL, pair, plan
 
 
 def test_sparse_for_many_workers_until_it_is_dense():
@@ -46,62 +38,57 @@ def test_sparse_for_many_workers_until_it_is_dense():
   assert "64 workers together choose up to 0.858" in reasons["two_shot"]
 
 
-@pytest.mark.parametrize(
-  "name, options, says",
-  [
-    ("QSGD-8", {"budget": "none"}, r"allows no error, and omega is 0\.00011"),
-    ("QSGD-2 fitted", {}, ""),
-    ("QSGD-2", {}, r"it ended 0\.95 points below"),
-    ("top 0.1 % ASQ", {"steps": 10_000}, "no training of the study with it went to"),
-    ("1-bit", {}, "it ended 17 points below float32 in the study; .* allows 0.5"),
-    ("TernGrad", {}, r"it ended 2\.2 points below"),
-    ("top 1 %", {"budget": "aggressive"}, ""),
-    ("top 0.1 %", {"budget": "aggressive"}, "about 1,000 steps; it needs steps=10000"),
-    (
-      *("top 0.1 %", {"budget": "aggressive", "steps": 9999}),
-      "1,000 steps, more than a tenth of 9,999",
-    ),
-    ("top 0.1 %", {"budget": "aggressive", "steps": 10_000}, ""),
-  ],
-)
+REFUSALS = r"""
+QSGD-8 | budget="none" | allows no error, and omega is 0\.00011
+QSGD-2 fitted | budget="paper" |
+QSGD-2 | budget="paper" | it ended 0\.95 points below
+top 0.1 % ASQ | budget="paper", steps=10_000 | no training of the study with it went to
+1-bit | budget="paper" | it ended 17 points below float32 in the study; .* allows 0.5
+TernGrad | budget="paper" | it ended 2\.2 points below
+top 1 % | budget="aggressive" |
+top 0.1 % | budget="aggressive" | about 1,000 steps; it needs steps=10000
+top 0.1 % | budget="aggressive", steps=9999 | 1,000 steps, more than a tenth of 9,999
+top 0.1 % | budget="aggressive", steps=10_000 |
+"""
+# Of a codec, an exchange, a budget and workers.
+BUDGETS = r"""
+QSGD-8 | Ring(), 8 | "tight" |
+QSGD-4 | TwoShot(), 4 | "tight" |
+QSGD-4 | TwoShot(), 2 | "tight" | error is 0\.0362, and 0\.0181 over the work
+QSGD-4 | Ring(), 4 | "tight" | 0\.0115 over the workers; .* allows 0\.01
+1-bit | TwoShot(), 99 | "tight" | error is 0\.581
+QSGD-4 | TwoShot(), 512 | "paper" |
+QSGD-4 | Ring(), 8 | "paper" | is 0\.0848, and 0\.0362 where it was trained
+QSGD-2 fitted | AllGather(), 8 | "paper" |
+APS (5, 2) | Ring(), 8 | "paper" |
+APS (5, 2) | Ring(), 256 | "paper" | is 0\.363, and 0\.015 where it was trained
+QSGD-4 | TwoShot(), 4 | 0.01 |
+QSGD-4 | TwoShot(), 4 | 0.008 | 0\.00904 over .*, above the budget of 0\.008
+QSGD-2 | Ring(), 512 | "aggressive" |
+"""
+
+
+def of_rows(text):
+  """The fields of each line."""
+  return [re.split(r" \|(?: |$)", line) for line in text.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("name", "options", "says"), of_rows(REFUSALS))
 def test_every_refusal_has_its_number(name, options, says):
   candidate = BY_NAME[name]
-  errors = Errors(**{"budget": "paper", "sizes": (4,)} | options)
+  errors = eval(f"Errors(sizes=(4,), {options})")
   reason = errors.refusal(candidate, candidate.omega)
   assert re.search(says, reason) if says else not reason
 
 
-@pytest.mark.parametrize(
-  "name, exchange, budget, workers, says",
-  [
-    ("QSGD-8", Ring(), "tight", 8, ""),
-    ("QSGD-4", TwoShot(), "tight", 4, ""),
-    ("QSGD-4", TwoShot(), "tight", 2, r"error is 0\.0362, and 0\.0181 over the work"),
-    ("QSGD-4", Ring(), "tight", 4, r"0\.0115 over the workers; .* allows 0\.01"),
-    ("1-bit", TwoShot(), "tight", 99, r"error is 0\.581"),
-    ("QSGD-4", TwoShot(), "paper", 512, ""),
-    ("QSGD-4", Ring(), "paper", 8, r"is 0\.0848, and 0\.0362 where it was trained"),
-    ("QSGD-2 fitted", AllGather(), "paper", 8, ""),
-    ("APS (5, 2)", Ring(), "paper", 8, ""),
-    ("APS (5, 2)", Ring(), "paper", 256, r"is 0\.363, and 0\.015 where it was trained"),
-    ("QSGD-4", TwoShot(), 0.01, 4, ""),
-    ("QSGD-4", TwoShot(), 0.008, 4, r"0\.00904 over .*, above the budget of 0\.008"),
-    ("QSGD-2", Ring(), "aggressive", 512, ""),
-  ],
-)
-def test_a_budget_bounds_the_error_of_the_mean(name, exchange, budget, workers, says):
+@pytest.mark.parametrize(("name", "where", "budget", "says"), of_rows(BUDGETS))
+def test_a_budget_bounds_the_error_of_the_mean(name, where, budget, says):
   """Of codec and exchange and workers: a ring's grows with them."""
-  candidate, errors = BY_NAME[name], Errors(budget=budget, sizes=(workers,))
+  exchange, workers = eval(where, dict(vars(exchanges)))
+  candidate, errors = BY_NAME[name], Errors(budget=eval(budget), sizes=(workers,))
   error = errors.of_mean(candidate, candidate.omega, exchange)
   reason = errors.excess(candidate, candidate.omega, error)
   assert re.search(says, reason) if says else not reason
-
-
-def test_a_candidate_that_no_exchange_is_good_enough_for_is_refused_once():
-  found = plan(LIKE, budget=1e-4)
-  (refusal,) = [x for x in found.refused if not x.exchange]
-  assert refusal.codec == "QSGD-4" and "the mean's error is 0.018" in refusal.reason
-  assert found.verdict == "do not: of 1 candidates none is allowed"
 
 
 def test_the_default_is_what_the_study_trained():
@@ -112,7 +99,6 @@ def test_the_default_is_what_the_study_trained():
   assert "ended 17 points below" in str(found)
   names = {x.candidate.name for x in found.rows}
   assert not names & {"1-bit", "TernGrad", "QSGD-2", "top 1 %"}
-  assert f"{found.chosen.error:.2g}" in str(found)
 
 
 def test_biased_codecs_need_residuals_and_all_residuals_must_shrink():
@@ -181,9 +167,8 @@ def test_what_is_printed():
   assert lines[0].split("  ")[0] == "codec" and lines[0].endswith("speed-up  error")
   numbers = r"12,779,520 +10\.3 +102\.5 +4\.1 +116\.9 +6\.89 +0\.036"
   assert re.fullmatch(rf"QSGD-4 +two_shot +{numbers}", lines[1])
-  assert sum(line.startswith("refused top 0.1 %:") for line in lines) == 1
-  assert sum("passes of a step are unknown" in line for line in lines) == 1
-  assert sum("Accuracy is not measured" in line for line in lines) == 1
+  for words in ("refused top 0.1 %:", "passes of a step are", "Accuracy is not meas"):
+    assert sum(words in line for line in lines) == 1
   assert lines[-1] == found.verdict
   assert found.explanation.bytes_sent == 12_779_520
   assert found.predicted.step_seconds == found.predicted.breakdown.total
@@ -196,11 +181,11 @@ def test_dense_is_a_plain_mean_and_a_counter():
   tx = gradcomp.cost.plan({"w": jnp.zeros(9)}, workers=1, link=GIGABIT).transformation
   tree = {"b": jnp.zeros(9), "w": jnp.zeros((64, 512))}
   mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-  dense = tx(axis_name="data")
-  programs = []
+  specs = dict(mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+  dense, programs = tx(axis_name="data"), []
   for mean in (lambda x, s: (jax.lax.pmean(x, "data"), s), dense.update):
-    over = jax.shard_map(mean, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    text = jax.jit(over).lower(tree, dense.init(tree)).compile().as_text()
+    over = jax.jit(jax.shard_map(mean, **specs))
+    text = over.lower(tree, dense.init(tree)).compile().as_text()
     found = re.findall(r"= (\(.*\)|\S+) ([a-z-]+)\(", text)
     programs.append(collections.Counter(found))
   plain, ours = programs
@@ -210,15 +195,19 @@ def test_dense_is_a_plain_mean_and_a_counter():
 
 
 def test_one_worker_and_one_memory_send_float32():
-  alone = plan(workers=1)
-  assert alone.verdict == "do not: one worker sends nothing"
-  assert [x.codec for x in alone.refused] == ["QSGD-4"]
   devices = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-  emulated = plan(link=devices)
-  assert emulated.verdict.startswith("do not: emulated devices share one memory")
-  assert pair(emulated) == pair(alone) == ("float32", "psum")
-  none = plan(budget="none")
-  assert none.verdict == "do not: of 1 candidates none is allowed"
+  for options, reason in [
+    ({"workers": 1}, "one worker sends nothing"),
+    ({"link": devices}, "emulated devices share one memory"),
+    ({"budget": "none"}, "of 1 candidates none is allowed"),
+    ({"budget": 1e-4}, "of 1 candidates none is allowed"),
+  ]:
+    found = plan(**options)
+    assert found.verdict.startswith(f"do not: {reason}")
+    assert pair(found) == ("float32", "psum")
+    assert {x.codec for x in found.refused} <= {"QSGD-4"}
+  (refusal,) = [x for x in found.refused if not x.exchange]
+  assert "the mean's error is 0.018" in refusal.reason
 
 
 def test_codecs_without_a_speed_are_refused():
@@ -245,12 +234,10 @@ def test_few_leaves_stand_for_many_and_the_choice_is_of_all():
   params += [jax.ShapeDtypeStruct((7,), jnp.float32)] * 3
   found = plan(params)
   assert len(found.explanation.leaves) == 15
-  whole = {x.model for x in found.rows if x.model is found.chosen.model}
-  (joined,) = {x.model for x in found.rows} - whole
+  (joined,) = {x.model for x in found.rows} - {found.chosen.model}
   assert len(joined.leaves) == 2
   own = found.chosen.candidate, found.chosen.exchange
-  exact = explained(*own, found.chosen.model, 4, "cpu")
-  short = explained(*own, joined, 4, "cpu")
+  exact, short = (explained(*own, x, 4, "cpu") for x in (found.chosen.model, joined))
   assert 0.9 * exact.bytes_sent < short.bytes_sent <= exact.bytes_sent
   assert any("few leaves in place of 15" in note for note in found.notes)
 
@@ -281,19 +268,18 @@ def test_between_groups_a_plain_mean_adds_inside_first():
   found = plan(LIKE, workers=(2, 4), link=(GIGABIT, fast))
   plain, *others = found.rows
   assert plain.name == "float32 hierarchical" and plain.predicted.speedup == 1
-  flat = plan(LIKE, workers=8).rows[0]
-  # Of the bytes of a flat mean, 2 (N-1)/N, a chip sends 2 (H-1)/H in a quarter.
-  ratio = flat.predicted.step_seconds / plain.predicted.step_seconds
-  assert ratio == pytest.approx(
-    (7 / 8) / (1 / 2 / 4), rel=0.02
-  )  # sums inside take time
+  # Of the bytes of a flat mean, 2 (N-1)/N, a chip sends 2 (H-1)/H in a quarter. Sums
+  # inside take time.
+  took, flat = (
+    x.predicted.step_seconds for x in (plain, plan(LIKE, workers=8).rows[0])
+  )
+  assert flat / took == pytest.approx((7 / 8) / (1 / 2 / 4), rel=0.02)
   for row in others:
-    gain = plain.predicted.step_seconds / row.predicted.step_seconds
+    gain = took / row.predicted.step_seconds
     assert row.predicted.speedup == pytest.approx(gain)
   # With links that are all alike the flat one is faster.
-  assert plan(LIKE, workers=(2, 4), link=(GIGABIT, GIGABIT)).rows[0].name == (
-    "float32 psum"
-  )
+  alike = plan(LIKE, workers=(2, 4), link=(GIGABIT, GIGABIT))
+  assert alike.rows[0].name == "float32 psum"
 
 
 def test_a_refusal_between_groups_names_the_rate_at_which_both_are_equal():

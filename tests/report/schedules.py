@@ -6,12 +6,10 @@ from typing import NamedTuple
 from gradcomp import overlap_report
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
-MEGASCALE = (
-  "is_host_transfer=true, frontend_attributes={"
-  '_xla_host_transfer_rendezvous="NAME",_xla_megascale_target={{100000,100001,100002,'
-  "100003,200000,200001,200002,200003}},"
-  '_xla_megascale_transfer_type="ALL_TO_ALL"}'
-)
+DEVICES = ",".join(f"{slice_}0000{chip}" for slice_ in (1, 2) for chip in range(4))
+MEGASCALE = f"""is_host_transfer=true, frontend_attributes={{
+    _xla_host_transfer_rendezvous="NAME",_xla_megascale_target={{{{{DEVICES}}}}},
+    _xla_megascale_transfer_type="ALL_TO_ALL"}}"""
 PAIRS = "frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{1,0}}}"
 FLOPS = 2 * 512**3
 PRODUCT = "m = W dot(w, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
@@ -31,23 +29,15 @@ WRAPPED = f"""NAME.inside {{
   ROOT NAME.z = X all-to-all(NAME.y), {GROUPS}
 }}"""
 # U is the type of what an all-gather returns, S that of a send.
+plain = lambda kind, type_, result, groups=GROUPS: Form(
+  *(kind, f"NAME = {type_} {kind}-start(x), {groups}"),
+  f"NAME.end = {result} {kind}-done(NAME)",
+)
+RING = "source_target_pairs={{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}"
 FORMS = {
-  "all-gather": Form(
-    "all-gather",
-    f"NAME = (X, U) all-gather-start(x), {GROUPS}",
-    "NAME.end = U all-gather-done(NAME)",
-  ),
-  "all-to-all": Form(
-    "all-to-all",
-    f"NAME = ((X), X) all-to-all-start(x), {GROUPS}",
-    "NAME.end = X all-to-all-done(NAME)",
-  ),
-  "collective-permute": Form(
-    "collective-permute",
-    "NAME = (X, X, u32[], u32[]) collective-permute-start(x), "
-    "source_target_pairs={{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}",
-    "NAME.end = X collective-permute-done(NAME)",
-  ),
+  "all-gather": plain("all-gather", "(X, U)", "U"),
+  "all-to-all": plain("all-to-all", "((X), X)", "X"),
+  "collective-permute": plain("collective-permute", "(X, X, u32[], u32[])", "X", RING),
   "wrapped": Form(
     "all-to-all",
     "NAME = ((X), X) async-start(x), calls=NAME.inside",
@@ -69,16 +59,14 @@ FORMS = {
   ),
   "updated": Form(
     "all-to-all",
-    """NAME = ((X), X) async-start(x), calls=NAME.inside
-  NAME.next = ((X), X) async-update(NAME)""",
-    "NAME.end = X async-done(NAME.next)",
-    WRAPPED,
+    "NAME = ((X), X) async-start(x), calls=NAME.inside\n"
+    "  NAME.next = ((X), X) async-update(NAME)",
+    *("NAME.end = X async-done(NAME.next)", WRAPPED),
   ),
   "SparseCore": Form(
     "all-to-all",
     'NAME = ((X), X) call-start(x), to_apply=NAME.inside, async_execution_thread="s"',
-    "NAME.end = X call-done(NAME)",
-    WRAPPED,
+    *("NAME.end = X call-done(NAME)", WRAPPED),
   ),
   "slices": Form(
     "all-to-all",
@@ -90,20 +78,17 @@ FORMS = {
   ),
   "chain": Form(
     "all-gather",
-    "NAME = (X, U, u32[]) fusion(x), kind=kCustom, calls=NAME.first",
-    "NAME.end = U fusion(x), kind=kCustom, calls=NAME.last",
+    "NAME = (X, U, u32[]) fusion(x), kind=kCustom, calls=NAME.Start",
+    "NAME.end = U fusion(x), kind=kCustom, calls=NAME.Done",
     "\n".join(
       f"""NAME.{part} {{
   NAME.{part}.y = X parameter(0)
   NAME.{part}.g = U all-gather(NAME.{part}.y), channel_id=1, {GROUPS},
     frontend_attributes={{chain_id="CHAIN"}}
   ROOT NAME.{part}.r = {result} custom-call(NAME.{part}.g),
-    custom_call_target="AsyncCollective{target}"
+    custom_call_target="AsyncCollective{part}"
 }}"""
-      for part, target, result in (
-        ("first", "Start", "(X, U, u32[])"),
-        ("last", "Done", "U"),
-      )
+      for part, result in (("Start", "(X, U, u32[])"), ("Done", "U"))
     ),
   ),
 }

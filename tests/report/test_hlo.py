@@ -1,7 +1,5 @@
 """The walk through a program: called computations, loops, branches and fusions."""
 
-import re
-
 import pytest
 from jaxlib import _hlo
 
@@ -64,8 +62,7 @@ WRITTEN = {
       f"""s = ((X), X, u32[]) async-start(x), async_execution_thread="h", calls=inside
   e = X async-done(s)
   g = f32[64,128] all-gather(e), {G8}, dimensions={{0}}""",
-      """
-on_the_host {
+      """on_the_host {
   x = X parameter(0)
   ROOT y = X negate(x)
 }, execution_thread="h"
@@ -85,13 +82,11 @@ inside {
   vd = (X, token[]) recv-done(v), channel_id=1
   s = ((X, token[]), (X, u32[], token[]), s32[]) async-start(x, k), calls=inside
   sd = (X, u32[], token[]) async-done(s)""",
-      f"""
-inside {{
+      f"""inside {{
   x = X parameter(0)
   k = token[] parameter(1)
   ROOT s = (X, u32[], token[]) send(x, k), {PAIRS}
-}}
-""",
+}}""",
     ),
     SENT,
     1,
@@ -101,17 +96,10 @@ inside {{
     ("reduce-scatter", 8, 7 * NBYTES // 8),
     1,
   ),
-  "trips": (
-    hlo(BEGIN + f"w = {WHILE}", COUNTED.replace("NEXT", "copy(m)")),
-    SENT,
-    7,
-  ),
-  "trips_by_steps": (
-    hlo(BEGIN + f"w = {WHILE}", COUNTED.replace("NEXT", "add(o, m)")),
-    SENT,
-    4,
-  ),
 }
+for name, next_, times in (("trips", "copy(m)", 7), ("trips_by_steps", "add(o, m)", 4)):
+  text = hlo(f"{BEGIN}w = {WHILE}", COUNTED.replace("NEXT", next_))
+  WRITTEN[name] = (text, SENT, times)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -171,39 +159,22 @@ one {{
   ROOT g = f32[64,128] all-gather(p), {G8}, dimensions={{0}}
 }}
 """
-LOOP = f"w = (s32[], X) while(t), condition=never, body=outer, {TRIPS}"
+LOOP = f"(s32[], X) while(t), condition=never, body=outer, {TRIPS}"
 BRANCH = f"r = X all-to-all(x), {G8}\n  c = X conditional(i, x, x), "
-CALLED = [
-  ("reduce-scatter", 5, False, False),
-  ("collective-permute", 5, True, False),
-  ("all-reduce", 5, True, False),
-]
-BRANCHES = [
-  ("all-to-all", 1, False, False),
-  ("all-gather", 1, False, True),
-  ("collective-permute", 1, True, True),
-  ("all-reduce", 1, True, True),
-]
-# Lines, and of each collective: its runs, whether a loop around it has no known trip
-# count, and whether it is in a branch.
+CALLED = "all-reduce 5?, collective-permute 5?, reduce-scatter 5"
+SEVERAL = "all-gather 1|, all-reduce 1?|, all-to-all 1, collective-permute 1?|"
+# Lines, and of each collective its runs: ? where a loop around it has no known trip
+# count, and | in a branch. A condition runs once more than its body.
 RUNS = {
-  # A condition runs once more than its body.
-  "a loop": (
-    f"w = {WHILE}, {TRIPS}",
-    [("collective-permute", 5, False, False), ("all-reduce", 6, False, False)],
-  ),
+  "a loop": (f"w = {WHILE}, {TRIPS}", "all-reduce 6, collective-permute 5"),
   # A fusion in a call in a loop, which runs twice; a loop of unknown count inside.
-  "calls in a loop": (f"{LOOP}\n  {LOOP.replace('w =', 'z =')}", 2 * CALLED),
+  "calls in a loop": (f"w = {LOOP}\n  z = {LOOP}", f"{CALLED}, {CALLED}"),
   "a known loop in an unknown one": (
     "w = (s32[], X) while(t), condition=condition, body=known",
-    [
-      ("collective-permute", 5, True, False),
-      ("all-reduce", 6, True, False),
-      ("all-reduce", 1, True, False),
-    ],
+    "all-reduce 1?, all-reduce 6?, collective-permute 5?",
   ),
-  "branches": (f"{BRANCH}branch_computations={{one, inner}}", BRANCHES),
-  "two branches": (f"{BRANCH}true_computation=one, false_computation=inner", BRANCHES),
+  "branches": (f"{BRANCH}branch_computations={{one, inner}}", SEVERAL),
+  "two branches": (f"{BRANCH}true_computation=one, false_computation=inner", SEVERAL),
 }
 
 
@@ -211,20 +182,17 @@ RUNS = {
 def test_calls_multiply_and_are_followed(name):
   lines, expected = RUNS[name]
   report = wire_report(hlo(lines, NESTED))
-  assert sorted(
-    (c.kind, c.times, c.trips_unknown, c.in_branch) for c in report.collectives
-  ) == sorted(expected)
+  marks = lambda c: "?" * c.trips_unknown + "|" * c.in_branch
+  runs = [f"{c.kind} {c.times}{marks(c)}" for c in report.collectives]
+  assert sorted(runs) == sorted(expected.split(", "))
   assert [c.in_loop for c in report.collectives].count(False) == 2 * ("branch" in name)
-  assert ("a lower bound" in str(report)) == any(
-    unknown for _, _, unknown, _ in expected
-  )
+  assert ("a lower bound" in str(report)) == ("?" in expected)
   assert ("an upper bound" in str(report)) == ("branch" in name)
 
 
 def test_a_wrapped_collective_counts_once():
   """In the text of some XLA versions all three instructions name the computation."""
-  wrapped = f"""
-async {{
+  wrapped = f"""async {{
   p = X parameter(0)
   ROOT all = X all-to-all(p), {G8}, dimensions={{0}}
 }}, execution_thread="parallel"
@@ -241,11 +209,8 @@ NONE = "none {\n  ROOT x = u8[8] parameter(0)\n}\n"
 
 def sending(name, scope, nbytes=NBYTES):
   """A computation that gathers so many bytes."""
-  return f"""{name} {{
-  x = u8[8] parameter(0)
-  ROOT g = u8[9] {gather(scope, nbytes)}
-}}
-"""
+  line = f"ROOT g = u8[9] {gather(scope, nbytes)}"
+  return f"{name} {{\n  x = u8[8] parameter(0)\n  {line}\n}}\n"
 
 
 def test_each_branch_has_a_ratio_of_one_plain_mean():
@@ -272,9 +237,7 @@ def test_each_branch_has_a_ratio_of_one_plain_mean():
     f"{main}/b[2] two/c": (6 / 4, 7 / 4),
     f"{main}/c": (8 / 4, 4 / 4),
   }
-  lines = str(report).splitlines()
-  assert lines[-4].startswith("branch: of a conditional; the branch with the most")
-  assert lines[-2] == f"{main}/b[2] two/c: 1.5 x or 1.75 x, by branch."
+  assert f"\n{main}/b[2] two/c: 1.5 x or 1.75 x, by branch.\n" in str(report)
 
 
 def test_of_many_conditionals_the_first_are_printed():
@@ -301,39 +264,15 @@ def test_a_mean_in_front_of_branches_is_taken_again():
   c = u8[9] conditional(i, m, m), branch_computations={{one, two}}"""
   report = wire_report(hlo(entry, sending("one", MEAN) + sending("two", MEAN, 99)))
   assert [c.again for c in report.collectives] == [True, False, False]
-  assert "are a mean of the gradient, which the exchange takes again" in str(report)
-
-
-def test_short_text_in_any_order():
-  """A computation may stand behind those that call it, and be called twice."""
-  text = """HloModule short, replica_count=4
-ENTRY main-2.0 {
-  x = f32[8] parameter(0)
-  y = f32[8] call(x), to_apply=called.1
-  ROOT z = (f32[8], f32[8]) conditional(x, y, y), branch_computations={called.1, none}
-}
-none {
-  ROOT x = f32[8] parameter(0)
-}
-called.1 {
-  x = f32[8] parameter(0)
-  ROOT y = f32[8] all-reduce(x), replica_groups={{0,1},{2,3}}
-}"""
-  collectives = wire_report(text).collectives
-  assert [(c.in_branch, c.bytes_sent) for c in collectives] == [(False, 32), (True, 32)]
 
 
 def test_strings_and_names_are_not_parsed():
   """Names of scopes and instructions, and the code of kernels, may hold anything."""
-  entry = (
-    "all-gather = X copy(x), sharding={replicated}\n"
-    '  k = X custom-call(all-gather), custom_call_target="all-reduce(x)", '
-    'backend_config="body=%missing calls=\\"%gone\\" all-reduce(%x)"\n'
-    f"  a = X all-reduce(all-gather), {G8}, to_apply=add, "
-    'metadata={op_type="x" op_name="f/[\\"replica_groups={{0}}\\"]/calls=%no/\\"g\\"" '
-    'source_file="calls=%no" source_line=3}'
-  )
+  entry = rf"""all-gather = X copy(x), sharding={{replicated}}
+  k = X custom-call(all-gather), custom_call_target="all-reduce(x)",
+    backend_config="body=%missing calls=\"%gone\" all-reduce(%x)"
+  a = X all-reduce(all-gather), {G8}, to_apply=add, metadata={{op_type="x"
+    op_name="f/[\"replica_groups={{{{0}}}}\"]/calls=%no/\"g\""}}"""
   collective = only(wire_report(hlo(entry)))
   assert collective.bytes_sent == 2 * 7 * NBYTES // 8
   assert collective.scope == r"f/[\"replica_groups={{0}}\"]/calls=%no/\"g\""
-  assert re.search(r"all-reduce +f32 +\[8, 128\]", str(wire_report(hlo(entry))))

@@ -44,8 +44,8 @@ MODULE = read_module(TEXT)
 def test_a_module_has_its_instructions():
   assert (MODULE.replicas, MODULE.partitions, MODULE.entry) == (2, 4, "main.0_spmd")
   assert list(MODULE.computations) == ["add", "body", "main.0_spmd"]
-  x, t, loop, c, reduced, last = MODULE.computations[MODULE.entry]
-  assert [i.name for i in (x, t, loop, c)] == ["x", "t", "ROOT", "c"]
+  x, t, loop, c, reduced, last = found = MODULE.computations[MODULE.entry]
+  assert [i.name for i in found] == ["x", "t", "ROOT", "c", "g", "z"]
   assert (x.type, x.opcode) == ("f32[8,128]{1,0:T(8,128)}", "parameter")
   assert t.op_name == "t = f32[8] f(%x)" and x.op_name == ""
   assert loop.calls == {"condition": ("add",), "body": ("body",)}
@@ -53,11 +53,9 @@ def test_a_module_has_its_instructions():
   assert (c.arguments, c.operands) == (("{1,2}",), ())
   assert reduced.attributes["device_ids"] == "([4,2]T(1,0)){'a b'}"
   assert reduced.attributes["replica_groups"] == "mesh['a b'=2,'c'=4]"
-  assert (last.operands, last.arguments[2]) == (
-    ("c", "g", "x"),
-    "f32[8,128]{1,0} %x",
-  )
-  assert [i.is_root for i in (x, t, loop, c, reduced, last)] == [False] * 5 + [True]
+  assert last.operands == ("c", "g", "x")
+  assert last.arguments[2] == "f32[8,128]{1,0} %x"
+  assert [i.is_root for i in found] == [False] * 5 + [True]
   assert last.calls == {"branch_computations": ("add", "body")}
 
 

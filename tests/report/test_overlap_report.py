@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import gradcomp
 from gradcomp import overlap_report, wire_report
 from tests.report import texts
 from tests.report.schedules import (
@@ -20,14 +19,9 @@ from tests.report.schedules import (
 
 
 def test_the_dearest_branch_is_the_work_of_a_conditional():
-  inside = f"""cheap {{
-  w = W parameter(0)
-  ROOT c = W add(w, w)
-}}
-dear {{
-  w = W parameter(0)
-  ROOT {PRODUCT}
-}}"""
+  lines = {"cheap": "c = W add(w, w)", "dear": PRODUCT}.items()
+  bodies = (f"{x} {{\n  w = W parameter(0)\n  ROOT {line}\n}}" for x, line in lines)
+  inside = "\n".join(bodies)
   line = "b = W conditional(s, w, w), true_computation=cheap, false_computation=dear"
   found = the_one(START, line, DONE, inside=inside)
   assert names(found) == ["b"] and found.flops == FLOPS
@@ -60,15 +54,15 @@ def test_the_products_of_libraries_count():
   assert names(found) == ["m"] and found.flops == FLOPS
 
 
-@pytest.mark.parametrize(
-  ("text", "error", "rule"),
-  [
-    (program(START), ValueError, "a -done for each -start"),
-    (program().replace("is_scheduled=true, ", ""), ValueError, r"scheduled.*compile\("),
-    (len, TypeError, "`program` must be a jax.stages.Compiled"),
-    ("HLO", ValueError, "HloModule"),
-  ],
-)
+REFUSED = [
+  (program(START), ValueError, "a -done for each -start"),
+  (program().replace("is_scheduled=true, ", ""), ValueError, r"scheduled.*compile\("),
+  (len, TypeError, "`program` must be a jax.stages.Compiled"),
+  ("HLO", ValueError, "HloModule"),
+]
+
+
+@pytest.mark.parametrize(("text", "error", "rule"), REFUSED)
 def test_what_cannot_be_read_is_refused(text, error, rule):
   with pytest.raises(error, match=rule):
     overlap_report(text)
@@ -77,18 +71,11 @@ def test_what_cannot_be_read_is_refused(text, error, rule):
 def test_on_a_cpu_all_is_synchronous():
   """Of what lower() returns, of what compile() does, and of its text."""
   mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  tx = gradcomp.qsgd(bits=4, axis_name="data", message_bytes=1)
-
-  def step(layers, x):
-    grads = jax.grad(lambda layers: jnp.sum((x @ layers[0] @ layers[1]) ** 2))(layers)
-    return tx.update(grads, tx.init(grads))[0]
-
-  specs = dict(in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(), check_vma=False)
-  shapes = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 2
+  step = lambda x: jax.lax.all_gather(jax.lax.psum(x @ x, "data"), "data")
+  specs = dict(in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
   mapped = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
-  lowered = mapped.lower(shapes, jax.ShapeDtypeStruct((8, 128), jnp.float32))
-  compiled = lowered.compile()
-  report = overlap_report(lowered)
+  lowered = mapped.lower(jax.ShapeDtypeStruct((128, 128), jnp.float32))
+  compiled, report = lowered.compile(), overlap_report(lowered)
   assert report.exposed_share == 1 and report.hints == ()
   assert all(x.synchronous and not x.beside for x in report.collectives)
   assert report.bytes_sent == wire_report(compiled).bytes_sent > 0
@@ -111,54 +98,36 @@ def test_a_program_without_collectives_exposes_nothing():
 
 
 TILED = f"a = u32[8,64]{{1,0:T(8,128)}} all-to-all(x), {GROUPS}"
-COMBINED = f"""a = ((u32[8], u32[8]), (u32[64], u32[64])) all-gather-start(y, z),
+COMBINED = f"""y = u32[8] parameter(3)
+  z = u32[8] parameter(4)
+  a = ((u32[8], u32[8]), (u32[64], u32[64])) all-gather-start(y, z),
     {GROUPS}, backend_config={{"collective_backend_config":{{"is_sync":false}}}}
   b = (u32[64], u32[64]) all-gather-done(a)"""
+FLAGS = [
+  (TILED, "'xla_tpu_enable_async_all_to_all': True"),
+  (COMBINED, "'xla_gpu_all_gather_combine_threshold_bytes': 1"),
+  (TILED.replace(":T(8,128)", ""), None),
+  (f"{START}\n  {PRODUCT}\n  {DONE}", None),
+]
 
 
-@pytest.mark.parametrize(
-  ("lines", "flag"),
-  [
-    ([TILED], "'xla_tpu_enable_async_all_to_all': True"),
-    (
-      ["y = u32[8] parameter(3)", "z = u32[8] parameter(4)", COMBINED],
-      "'xla_gpu_all_gather_combine_threshold_bytes': 1",
-    ),
-    ([TILED.replace(":T(8,128)", "")], None),
-    ([START, PRODUCT, DONE], None),
-  ],
-)
+@pytest.mark.parametrize(("lines", "flag"), FLAGS)
 def test_a_flag_that_would_help_is_named(lines, flag):
-  report = overlap_report(program(*lines))
+  report = overlap_report(program(lines))
   last = str(report).splitlines()[-1]
-  if flag is None:
-    assert report.hints == () and last.startswith("Exposed: ")
-  else:
-    assert report.hints == (last,) and flag in last
+  assert report.hints == ((last,) if flag else ())
+  assert (flag or "Exposed: ") in last
 
 
-# How many products are beside each collective; None for a synchronous one.
+# How many products are beside each all-to-all and all-gather; - if it is synchronous.
 SCHEDULED = texts.read("scheduled")
-SENT, GATHERED = "all-to-all", "all-gather"
 RECORDED = {
-  "v5e": [
-    *[(SENT, None), (GATHERED, 6), (SENT, None), (SENT, None), (SENT, None)],
-    *[(GATHERED, None)] * 3,
-  ],
-  "v5p_async": [
-    *[(SENT, 1), (GATHERED, None), (SENT, 1), (GATHERED, None)],
-    *[(SENT, 0), (SENT, 0), (GATHERED, None), (GATHERED, None)],
-  ],
-  "tpu7x": [
-    *[(SENT, None), (GATHERED, 6), (SENT, None), (GATHERED, 4)],
-    *[(SENT, None), (GATHERED, 2), (SENT, None), (GATHERED, 0)],
-  ],
-  "two_slices": [
-    *[(SENT, 6), (SENT, 4), (SENT, 1), (SENT, 0)],
-    *[(GATHERED, 0)] * 4,  # between slices
-    *[(GATHERED, None)] * 4,  # inside
-  ],
-  "h100": [(SENT, 2), (SENT, 1), (SENT, 0), (SENT, 0), (GATHERED, 0)],
+  "v5e": "to- gather6 to- to- to- gather- gather- gather-",
+  "v5p_async": "to1 gather- to1 gather- to0 to0 gather- gather-",
+  "tpu7x": "to- gather6 to- gather4 to- gather2 to- gather0",
+  # Gathers between slices, and inside.
+  "two_slices": f"to6 to4 to1 to0 {'gather0 ' * 4}{'gather- ' * 4}",
+  "h100": "to2 to1 to0 to0 gather0",
 }
 # Of all, also by XLA's parser: four layers of 1,024 rows of 520 words, both stages.
 NBYTES = 4 * 2 * 7 * 1024 * 520 * 4 // 8
@@ -166,16 +135,16 @@ NBYTES = 4 * 2 * 7 * 1024 * 520 * 4 // 8
 
 @pytest.mark.parametrize("file", RECORDED)
 def test_programs_of_compilers_have_their_overlaps(file):
-  text, expected = SCHEDULED[file], RECORDED[file]
+  text, kinds = SCHEDULED[file], {"all-to-all": "to", "all-gather": "gather"}
   report = overlap_report(text)
-  products = lambda x: sum(work.flops > 0 for work in x.beside)
   found = report.collectives
-  assert [
-    (x.collective.kind, None if x.synchronous else products(x)) for x in found
-  ] == expected
+  products = [sum(work.flops > 0 for work in x.beside) for x in found]
+  beside = ["-" if x.synchronous else n for x, n in zip(found, products, strict=True)]
+  shown = [f"{kinds[x.collective.kind]}{n}" for x, n in zip(found, beside, strict=True)]
+  assert shown == RECORDED[file].split()
   assert report.bytes_sent == wire_report(text).bytes_sent == NBYTES
   assert 0 < report.exposed_share < 1
   # Each product is that of a worker's batch and a layer, both of 2048.
-  assert [x.flops for x in found] == [(n or 0) * 2**34 for _, n in expected]
+  assert [x.flops for x in found] == [n * 2**34 for n in products]
   timed = file != "h100"  # only compilers for TPUs estimate cycles
-  assert [x.cycles > 0 for x in found] == [timed and bool(n) for _, n in expected]
+  assert [x.cycles > 0 for x in found] == [timed and n > 0 for n in products]

@@ -59,22 +59,16 @@ def test_two_on_their_way_have_the_same_work_beside(name):
   assert report.bytes_sent == wire_report(text).bytes_sent == 3 * report.exposed_bytes
 
 
-SYNCHRONOUS = {
-  "plain": [f"a = U all-gather(x), {GROUPS}"],
-  "marked": [
-    f"a = (X, U) all-gather-start(x), {GROUPS}, "
-    'backend_config={"collective_backend_config":{"is_sync":true}}',
-    PRODUCT,
-    "b = U all-gather-done(a)",
-  ],
-}
+MARK = 'backend_config={"collective_backend_config":{"is_sync":true}}'
+MARKED = f"a = (X, U) all-gather-start(x), {GROUPS}, {MARK}"
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_nothing_is_beside_a_synchronous_one(name):
+def test_nothing_is_beside_a_synchronous_one():
   """Also where XLA writes it as a start and marks it."""
-  found = the_one(*SYNCHRONOUS[name])
-  assert found.synchronous and found.exposed and not found.beside
+  plain = [f"a = U all-gather(x), {GROUPS}"]
+  for lines in (plain, [MARKED, PRODUCT, "b = U all-gather-done(a)"]):
+    found = the_one(*lines)
+    assert found.synchronous and found.exposed and not found.beside
 
 
 CARRIED = "X, W, f32[]"
@@ -158,48 +152,34 @@ def test_a_loop_that_only_carries_it_is_beside():
   """All trips of it, as one piece of work."""
   inside = f"{CARRIED}, {STARTED}"
   last = f"last = {STARTED} get-tuple-element(p), index=3"
-  called, line = loop(
-    f"{last}\n  {PRODUCT}\n  ROOT r = ({inside}) tuple(x, w, s, last)", inside
-  )
-  found = the_one(
-    *(START, f"t = ({inside}) tuple(x, w, s, a)", line),
-    *(
-      f"final = {STARTED} get-tuple-element(l), index=3",
-      DONE.replace("(a)", "(final)"),
-    ),
-    inside=called,
-  )
+  root = f"ROOT r = ({inside}) tuple(x, w, s, last)"
+  called, line = loop("\n  ".join([last, PRODUCT, root]), inside)
+  final = f"final = {STARTED} get-tuple-element(l), index=3"
+  lines = [START, f"t = ({inside}) tuple(x, w, s, a)", line, final]
+  found = the_one(*lines, DONE.replace("(a)", "(final)"), inside=called)
   assert names(found) == ["l"] and found.flops == 5 * FLOPS
 
 
-# The lines of a computation that is called, and those around the call.
-CALLS = {
-  "both ends inside": (
-    [START, PRODUCT, DONE, "ROOT r = X copy(a.end)"],
-    ["y = X call(x, w), to_apply=called"],
-  ),
-  "the start inside": (
+ROOT = "ROOT r = X copy(a.end)"
+CALL = f"y = ({STARTED}) call(x, w), to_apply=called"
+TAKE = f"z = {STARTED} get-tuple-element(y), index=0"
+GIVEN = f"a = {STARTED} parameter(2)"
+# The lines of a computation that is called, and those around the call: both ends,
+# the start or the end is inside.
+CALLS = [
+  ([START, PRODUCT, DONE, ROOT], ["y = X call(x, w), to_apply=called"]),
+  (
     [START, PRODUCT, f"ROOT r = ({STARTED}) tuple(a)"],
-    [
-      f"y = ({STARTED}) call(x, w), to_apply=called",
-      f"z = {STARTED} get-tuple-element(y), index=0",
-      DONE.replace("(a)", "(z)"),
-    ],
+    [CALL, TAKE, DONE.replace("(a)", "(z)")],
   ),
-  "the end inside": (
-    [f"a = {STARTED} parameter(2)", PRODUCT, DONE, "ROOT r = X copy(a.end)"],
-    [START, "y = X call(x, w, a), to_apply=called"],
-  ),
-}
+  ([GIVEN, PRODUCT, DONE, ROOT], [START, "y = X call(x, w, a), to_apply=called"]),
+]
 
 
-@pytest.mark.parametrize("where", CALLS)
-def test_ends_may_lie_in_computations_that_are_called(where):
-  inner, outer = CALLS[where]
-  lines = ["x = X parameter(0)", "w = W parameter(1)", *inner]
-  body = "\n  ".join(lines)
-  found = the_one(*outer, inside=f"called {{\n{body}\n}}")
-  assert names(found) == ["m"]
+@pytest.mark.parametrize(("inner", "outer"), CALLS)
+def test_ends_may_lie_in_computations_that_are_called(inner, outer):
+  lines = "\n".join(["x = X parameter(0)", "w = W parameter(1)", *inner])
+  assert names(the_one(*outer, inside=f"called {{\n{lines}\n}}")) == ["m"]
 
 
 def test_a_wrapped_loop_of_collectives_is_asynchronous_as_a_whole():

@@ -1,6 +1,5 @@
 """A study is traced once, is seen by no program and no other thread, and goes again."""
 
-import functools
 import gc
 import threading
 import weakref
@@ -8,7 +7,6 @@ import weakref
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 
 import gradcomp
 from gradcomp._src.checkpoint.shapes import first_state_of
@@ -52,30 +50,23 @@ def test_other_shapes_dtypes_and_workers_are_other_studies():
   gradcomp.explain(optimizer, halves, workers=4)
   gradcomp.explain(optimizer, PARAMS, workers={"data": 4})  # as without the name
   assert len(traces) == 7
-  for size in (*range(20), 19, 0):
+  for size in (*range(20), 19, 0):  # the last ones are kept
     gradcomp.explain(optimizer, {"w": jnp.zeros(size)}, workers=4)
-  assert len(traces) == 7 + 21  # the last ones are kept
-  assert len(tracing._kept_of(optimizer)) == tracing._MOST
+  assert len(traces) == 7 + 21 and len(tracing._kept_of(optimizer)) == tracing._MOST
 
 
-@pytest.mark.parametrize("inspect", [False, True])
-def test_a_step_with_a_report_is_traced_twice(inspect):
-  """Once for itself, and once for all readers; a later program of it, once."""
+def test_a_step_with_a_report_is_traced_twice():
+  """Once for itself, and once for all readers; a later, inspected program, once."""
   optimizer, traces = counted()
   mesh = jax.make_mesh((2,), ("data",))
-  options = gradcomp.TrainOptions(report=True)
-  for _ in range(2):
-    step = gradcomp.make_train_step(
-      lambda params, batch: jnp.mean(params["w"]) * jnp.mean(batch),
-      optimizer,
-      axis_name="data",
-      mesh=mesh,
-      options=options,
-    )
+  loss_fn = lambda params, batch: jnp.mean(params["w"]) * jnp.mean(batch)
+  given = dict(mesh=mesh, options=gradcomp.TrainOptions(report=True))
+  for inspect in (False, True):
+    step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", **given)
     with jax.set_mesh(mesh):
       state = optimizer.init(PARAMS)
-    abstract = functools.partial(step, inspect=inspect)
-    jax.eval_shape(abstract, PARAMS, state, jnp.ones((4, 2)))
+    look = lambda *args, step=step, inspect=inspect: step(*args, inspect=inspect)
+    jax.eval_shape(look, PARAMS, state, jnp.ones((4, 2)))
   gradcomp.explain(optimizer, PARAMS, workers=2)
   assert len(traces) == 3
 
@@ -90,35 +81,24 @@ def test_what_is_found_goes_with_the_optimizer():
 
 
 def test_optimizers_that_cannot_be_keys_are_explained():
-  class Unhashable:
-    __hash__ = None
-
-    def __call__(self, *args, **extra_args):
-      return tx.update(*args, **extra_args)
-
   tx = gradcomp.qsgd(bits=4, axis_name="data")
-  optimizer = optax.GradientTransformationExtraArgs(tx.init, Unhashable())
+  unhashable = type(
+    "Unhashable", (), {"__hash__": None, "__call__": staticmethod(tx.update)}
+  )
+  optimizer = optax.GradientTransformationExtraArgs(tx.init, unhashable())
   found = gradcomp.explain(optimizer, PARAMS, workers=4)
   assert found == gradcomp.explain(tx, PARAMS, workers=4)
 
 
 def test_studies_share_the_caches_of_inner_functions_and_programs_do_not():
   seen = []
-
-  @jax.jit
-  def double(x):
-    seen.append(is_study())
-    return 2 * x
-
-  def optimizer():
-    doubled = optax.stateless(lambda updates, _: jax.tree.map(double, updates))
-    return optax.chain(doubled, gradcomp.dense(axis_name="data"))
-
-  params = {"w": jnp.zeros(64)}
+  double = jax.jit(lambda x: seen.append(is_study()) or 2 * x)
   for _ in range(2):
-    gradcomp.explain(optimizer(), params, workers=4)
+    doubled = optax.stateless(lambda updates, _: jax.tree.map(double, updates))
+    tx = optax.chain(doubled, gradcomp.dense(axis_name="data"))
+    gradcomp.explain(tx, {"w": jnp.zeros(64)}, workers=4)
   assert seen == [True]
-  jax.eval_shape(double, params["w"])
+  jax.eval_shape(double, jnp.zeros(64))
   assert seen == [True, False]
 
 

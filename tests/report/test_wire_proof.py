@@ -12,16 +12,10 @@ from gradcomp._src.exchange.layout import plan_rows
 from gradcomp.codecs import QSGD, Dense, FloatCast
 from tests.plugins.slow_cases import slow
 from tests.support import collectives, laws, modes
-from tests.support.cases.exchange import (
-  CASES,
-  CODECS,
-  ELEMENTS,
-  SENT,
-  SHAPES,
-  SHARED,
-  plain_and_slow,
-  transformation,
-)
+from tests.support.cases import exchange as cases
+
+SHAPES, ELEMENTS = cases.SHAPES, cases.ELEMENTS
+LIKE = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in SHAPES.items()}
 
 
 def optimized_hlo(lowered):
@@ -32,10 +26,8 @@ def optimized_hlo(lowered):
 def compiled_step(transformation, workers):
   """A whole train step; every parameter is in the loss, which is averaged in f32."""
   mesh = modes.mesh(workers)
-
-  def loss_fn(params, batch):
-    return sum(jnp.sum(leaf**2) for leaf in params.values()) * jnp.mean(batch)
-
+  squares = lambda params: sum(jnp.sum(leaf**2) for leaf in params.values())
+  loss_fn = lambda params, batch: squares(params) * jnp.mean(batch)
   optimizer = optax.chain(transformation, optax.sgd(0.1))
   params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
   params = jax.device_put(params, NamedSharding(mesh, P()))
@@ -45,32 +37,17 @@ def compiled_step(transformation, workers):
   return optimized_hlo(step.lower(params, state, jnp.ones((2 * workers, 3))))
 
 
-def is_loss(collective):
-  """The mean of the loss: one float."""
-  return collective.kind == "all-reduce" and collective.bytes_sent <= 8
-
-
-def padded_nbytes(layout, workers):
-  return sum(
-    4 * codec.row_words * (rows + -rows % workers)
-    for codec, rows in zip(layout.codecs, layout.rows, strict=True)
-  )
-
-
-LIKE = {
-  name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()
-}
-
-
 def exchanged(program):
+  """The report, and the collectives but the mean of the loss, which is one float."""
   report = gradcomp.wire_report(program)
-  return report, [c for c in report.collectives if not is_loss(c)]
+  is_loss = lambda x: x.kind == "all-reduce" and x.bytes_sent <= 8
+  return report, [x for x in report.collectives if not is_loss(x)]
 
 
-@pytest.mark.parametrize(
-  "codec",
-  [QSGD(bits=4), *slow(QSGD(bits=2, bucket_size=128), Dense(dtype=jnp.bfloat16))],
-)
+OTHERS = slow(QSGD(bits=2, bucket_size=128), Dense(dtype=jnp.bfloat16))
+
+
+@pytest.mark.parametrize("codec", [QSGD(bits=4), *OTHERS])
 def test_two_shot_sends_two_stages_of_words(codec):
   """2 (N-1)/N c bytes, one u32 message a stage, and no float but the loss.
 
@@ -80,7 +57,9 @@ def test_two_shot_sends_two_stages_of_words(codec):
   tx = gradcomp.compress(codec, axis_name="data", exchange="two_shot")
   report, sent = exchanged(compiled_step(tx, workers))
   layout = plan_rows(jax.tree.leaves(LIKE), codec)
-  stage = padded_nbytes(layout, workers) * (workers - 1) // workers
+  rows = zip(layout.codecs, layout.rows, strict=True)
+  padded = sum(4 * codec.row_words * (n + -n % workers) for codec, n in rows)
+  stage = padded * (workers - 1) // workers
   expected = [(kind, "u32", stage) for kind in ("all-gather", "all-to-all")]
   assert sorted((c.kind, c.dtype, c.bytes_sent) for c in sent) == expected
   plain, _ = exchanged(compiled_step(gradcomp.dense(axis_name="data"), workers))
@@ -116,38 +95,31 @@ def traced_update(tx, workers, like=LIKE):
     mesh = modes.mesh(workers)
   with use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
     state = jax.eval_shape(tx.init, like)
-  specs = gradcomp.state_specs(state, axis_name="data")
+  state_specs = gradcomp.state_specs(state, axis_name="data")
   local = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)
-  update = jax.shard_map(
-    local, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs)
-  )
-  grads = {
-    k: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype) for k, x in like.items()
-  }
+  specs = dict(in_specs=(P("data"), state_specs), out_specs=(P(), state_specs))
+  update = jax.jit(jax.shard_map(local, mesh=mesh, **specs))
+  stack = lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype)
   explained = gradcomp.explain(tx, like, workers=workers)
-  return jax.jit(update).trace(grads, state), explained
+  return update.trace(jax.tree.map(stack, like), state), explained
 
 
-# Many: some sums are loops from five workers on, and need types of their own.
-TRACED = [(*case, 20) for case in CASES]
-# Two stages, two kinds of axes, and sums of codes; others in slow runs.
-COMPILED = [
-  (CODECS[0], "two_shot", 3),
-  (CODECS[0], "hierarchical", 8),
-  (SHARED[0], "psum", 8),
-]
-EVERY = TRACED + [(*case, 3) for case in CASES]
-EVERY += [(*case, 8) for case in CASES[:4] + CASES[16:19]]
-PLAIN = [*COMPILED, *((*case, 20) for case in SENT)]
+# Of many workers: some sums are loops from five on, and need types of their own.
+EVERY = [(*case, workers) for workers in (20, 3) for case in cases.CASES]
+EVERY += [(*case, 8) for case in cases.CASES[:4] + cases.CASES[16:19]]
+# Two stages, two kinds of axes, and sums of codes are compiled; others in slow runs.
+PLAIN = [(cases.CODECS[0], "two_shot", 3), (cases.CODECS[0], "hierarchical", 8)]
+PLAIN += [(cases.SHARED[0], "psum", 8), *((*case, 20) for case in cases.SENT)]
+CHOSEN = cases.plain_and_slow(EVERY, *PLAIN)
 
 
-@pytest.mark.parametrize("codec, exchange, workers", plain_and_slow(EVERY, *PLAIN))
+@pytest.mark.parametrize("codec, exchange, workers", CHOSEN)
 def test_explain_says_what_is_traced_and_compiled(codec, exchange, workers):
   """The table, before anything runs, and the collectives of the update agree.
 
   Codecs take their references, for kernels send nothing.
   """
-  tx = transformation(laws.here(codec), exchange, workers, feedback="error")
+  tx = cases.transformation(laws.here(codec), exchange, workers, feedback="error")
   traced, explanation = traced_update(tx, workers)
   sent = collectives.collectives(traced)
   dtypes = {c.dtype for c in sent}
@@ -164,15 +136,14 @@ def test_explain_says_what_is_traced_and_compiled(codec, exchange, workers):
   # Dense leaves have no integers to add up: they travel apart from psum's.
   others = {leaf.exchange for leaf in explanation.leaves} - {exchange}
   assert others <= ({"all_gather", "two_shot"} if exchange == "psum" else set())
-  if workers > jax.device_count():
-    return
-  report = gradcomp.wire_report(optimized_hlo(traced.lower()))
-  assert {c.dtype for c in report.collectives} == dtypes
-  rounded = sum(c.times for c in report.collectives)
-  assert 0 <= report.bytes_sent - explanation.bytes_sent <= rounded
-  # Hierarchical pairs every group of two with f32 before; every exchange is one mean.
-  mean = 2 * 4 * ELEMENTS * (workers - 1) // workers
-  assert mean <= report.dense_bytes <= mean + rounded
+  if workers <= jax.device_count():
+    report = gradcomp.wire_report(optimized_hlo(traced.lower()))
+    assert {c.dtype for c in report.collectives} == dtypes
+    rounded = sum(c.times for c in report.collectives)
+    assert 0 <= report.bytes_sent - explanation.bytes_sent <= rounded
+    # Every exchange is one mean.
+    mean = 2 * 4 * ELEMENTS * (workers - 1) // workers
+    assert mean <= report.dense_bytes <= mean + rounded
 
 
 @pytest.fixture

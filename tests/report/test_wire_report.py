@@ -28,43 +28,29 @@ def make_mesh(**sizes):
 
 def compile_mapped(function, dtype=jnp.float32, **sizes):
   """Compiles a function of each worker's array, on a mesh with these axes."""
-  mesh = make_mesh(**sizes)
+  mesh, spec = make_mesh(**sizes), P(tuple(sizes))
   x = jax.ShapeDtypeStruct((ROWS * mesh.size, COLUMNS), dtype)
-  spec = P(tuple(sizes))
-  mapped = jax.shard_map(
-    function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-  )
-  return jax.jit(mapped).lower(x).compile()
+  specs = dict(in_specs=spec, out_specs=spec, check_vma=False)
+  return jax.jit(jax.shard_map(function, mesh=mesh, **specs)).lower(x).compile()
 
 
 def rotation(workers):
   return [(i, (i + 1) % workers) for i in range(workers)]
 
 
+gathered = lambda n, b: (n - 1) * b
+cut = lambda n, b: (n - 1) * b // n
 # The function of a worker's array, the opcode, and the bytes that one of n workers
 # sends of b bytes.
 REAL = [
   (lambda x: lax.psum(x, "d"), "all-reduce", lambda n, b: 2 * (n - 1) * b // n),
-  (lambda x: lax.all_gather(x, "d"), "all-gather", lambda n, b: (n - 1) * b),
-  (
-    lambda x: lax.all_gather(x, "d", tiled=True),
-    "all-gather",
-    lambda n, b: (n - 1) * b,
-  ),
-  (
-    lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True),  # a piece for each worker
-    "all-to-all",
-    lambda n, b: (n - 1) * b // n,
-  ),
-  (
-    lambda x: lax.psum_scatter(x, "d", tiled=True),
-    "reduce-scatter",
-    lambda n, b: (n - 1) * b // n,
-  ),
+  (lambda x: lax.all_gather(x, "d"), "all-gather", gathered),
+  (lambda x: lax.all_gather(x, "d", tiled=True), "all-gather", gathered),
+  (lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True), "all-to-all", cut),
+  (lambda x: lax.psum_scatter(x, "d", tiled=True), "reduce-scatter", cut),
   (
     lambda x: lax.ppermute(x, "d", rotation(lax.axis_size("d"))),
-    "collective-permute",
-    lambda n, b: b,
+    *("collective-permute", lambda n, b: b),
   ),
 ]
 
@@ -86,8 +72,7 @@ def test_real_collectives(dtype, workers):
     assert x.dense_bytes == x.bytes_sent
 
 
-def test_arrays_of_one_dtype_and_sums_in_groups():
-  """Arrays of one dtype share an all-reduce."""
+def test_arrays_of_one_dtype_share_a_sum_and_groups_have_their_own():
   groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
   def function(x):
@@ -103,30 +88,24 @@ def test_arrays_of_one_dtype_and_sums_in_groups():
 
 def test_each_axis_has_a_name_and_a_total():
   """Two axes of one size, which the number of workers cannot tell apart."""
-  mesh = make_mesh(host=2, chip=2, model=2)
+  sizes = dict(host=2, chip=2, model=2)
+  mesh = make_mesh(**sizes)
 
   def function(x):
     y = lax.psum(x, "host") + lax.psum(2 * x, ("host", "model"))
     with jax.named_scope("gradcomp_mean_384_over_2"):
       return lax.ppermute(lax.all_gather(y, "chip")[0], "model", [(0, 1), (1, 0)])
 
-  compiled = compile_mapped(function, host=2, chip=2, model=2)
+  compiled = compile_mapped(function, **sizes)
   report = wire_report(compiled)
   sent = {axis: part.bytes_sent for axis, part in report.by_axis.items()}
   expected = {"host": NBYTES, "host,model": 3 * NBYTES // 2, "chip": NBYTES}
   assert sent == expected | {"model": NBYTES}
   assert sum(sent.values()) == report.bytes_sent
   assert report.by_axis["chip"].ratio == 1.0
-  lines = str(report).splitlines()
-  assert lines[0].split()[:4] == ["collective", "dtype", "operands", "axis"]
-  totals = [line.split() for line in lines if line.startswith("total")]
-  assert [words[1:-1] for words in totals[:-1]] == [
-    [axis, f"{nbytes:,}"] for axis, nbytes in sent.items()
-  ]
-  assert "mean over host, 1 x over host,model, 1 x over chip" in lines[-1]
-  assert lines[-1].endswith(" in all.")
-  assert wire_report(compiled.as_text(), mesh=mesh) == report
-  assert wire_report(compiled.as_text(), mesh=mesh.abstract_mesh) == report
+  assert "mean over host, 1 x over host,model, 1 x over chip" in str(report)
+  for given in (mesh, mesh.abstract_mesh):
+    assert wire_report(compiled.as_text(), mesh=given) == report
   assert set(wire_report(compiled.as_text()).by_axis) == {""}
 
 
@@ -135,28 +114,28 @@ def test_a_group_of_one_sends_nothing_and_another_mesh_is_refused():
   report = wire_report(compiled)
   assert [c.workers for c in report.collectives] in ([], [1])
   assert (report.bytes_sent, report.dense_bytes, report.ratio) == (0, 0, 1.0)
-  rule = "`mesh` must .* with 8 devices, got 4; leave it"
-  with pytest.raises(ValueError, match=rule):
+  with pytest.raises(ValueError, match="`mesh` must .* with 8 devices, got 4; leave"):
     wire_report(compiled, mesh=make_mesh(d=4))
 
 
-def test_collectives_of_the_partitioner():
+def test_collectives_of_the_partitioner_and_of_pmap():
   """Part of a mesh axis: 8 workers hold rows, each pair of them half of a sum."""
   sharding = NamedSharding(make_mesh(d=8), P("d"))
   x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
   summed = jax.jit(lambda x: x.reshape(4, 16, 128).sum(1), in_shardings=sharding)
-  lowered = summed.lower(x)
-  reduce, gather = wire_report(lowered).collectives
-  assert (reduce.kind, reduce.workers, reduce.bytes_sent) == ("all-reduce", 2, 512)
-  assert (gather.kind, gather.workers, gather.bytes_sent) == ("all-gather", 4, 1536)
-  assert wire_report(lowered.compile()) == wire_report(lowered)
+  mapped = jax.pmap(lambda x: lax.psum(x, "i"), axis_name="i")
+  for lowered, sent in (
+    (summed.lower(x), [("all-reduce", 2, 512), ("all-gather", 4, 1536)]),
+    (mapped.lower(jnp.ones((8, 33))), [("all-reduce", 8, 2 * 7 * 33 * 4 // 8)]),
+  ):
+    report = wire_report(lowered.compile())
+    assert [(x.kind, x.workers, x.bytes_sent) for x in report.collectives] == sent
+    assert wire_report(lowered) == report
 
 
 def test_scan_multiplies_by_the_trip_count():
   def outer(carry, _):
-    def inner(carry, _):
-      return lax.ppermute(carry, "d", rotation(8)) + 1.0, None
-
+    inner = lambda carry, _: (lax.ppermute(carry, "d", rotation(8)) + 1.0, None)
     return lax.psum(lax.scan(inner, carry, None, length=3)[0], "d"), None
 
   report = wire_report(compile_mapped(lambda x: lax.scan(outer, x, None, 5)[0], d=8))
@@ -165,18 +144,6 @@ def test_scan_multiplies_by_the_trip_count():
   assert all(c.in_loop and not c.trips_unknown for c in report.collectives)
   assert report.bytes_sent == 15 * NBYTES + 5 * PLAIN
   assert "loop" not in str(report)
-
-
-def test_unknown_trip_count_counts_once():
-  def function(x):
-    return lax.while_loop(lambda x: jnp.sum(x) < 9.0, lambda x: lax.psum(x, "d"), x)
-
-  report = wire_report(compile_mapped(function, d=8))
-  collective = only(report)
-  assert collective.times == 1 and collective.in_loop and collective.trips_unknown
-  assert report.bytes_sent == PLAIN
-  assert "loop 1" in str(report)
-  assert "counted once, a lower bound" in str(report)
 
 
 def test_the_branch_with_the_most_counts():
@@ -189,16 +156,8 @@ def test_the_branch_with_the_most_counts():
   assert all(c.in_branch and not c.in_loop for c in report.collectives)
   assert report.bytes_sent == report.dense_bytes == 7 * NBYTES
   assert [*report.branch_ratios.values()] == [(1.0, 0.25)]
-  assert "branch 1" in str(report)
-  assert "the branch with the most counts, an upper bound" in str(report)
+  assert "branch with the most counts, an upper bound" in str(report)
   assert str(report).endswith(": 1 x or 0.25 x, by branch.")
-
-
-def test_pmap():
-  mapped = jax.pmap(lambda x: lax.psum(x, "i"), axis_name="i")
-  collective = only(wire_report(mapped.lower(jnp.ones((8, 33))).compile()))
-  assert (collective.kind, collective.workers) == ("all-reduce", 8)
-  assert collective.bytes_sent == 2 * 7 * 33 * 4 // 8
 
 
 def test_an_exchange_knows_the_plain_mean():
@@ -212,9 +171,8 @@ def test_an_exchange_knows_the_plain_mean():
       return lax.all_gather(mean, "d", tiled=True), lax.psum(received.sum(), "d")[None]
 
   def loop(x):
-    once = function(x)
     again = lax.scan(lambda x, _: (function(x)[0][:ROWS], None), x + 1, None, 5)[0]
-    return once, again
+    return function(x), again
 
   report = wire_report(compile_mapped(loop, jnp.uint32, d=8))
   dense = collections.Counter()
@@ -247,15 +205,19 @@ def test_messages_of_one_size_complete_a_mean_each():
     assert collective.dense_bytes == 2 * (2 * 7 * 4 * 4096 // 8)
 
 
-def exchanged(x, workers, axis="d"):
+def psum(x):
+  return lax.psum(x, "d")
+
+
+def exchanged(x, workers=8, axis="d"):
   """An exchange of the gradient x, as wire_report sees one."""
   with jax.named_scope(f"gradcomp_mean_{ROWS * COLUMNS}_over_{workers}"):
     return lax.all_gather(lax.bitcast_convert_type(x, jnp.uint32), axis)
 
 
 def accumulated(x):
-  add = lambda total, _: (total + lax.psum(x * total, "d"), None)
-  return exchanged(lax.scan(add, x, None, 3)[0], 8)
+  add = lambda total, _: (total + psum(x * total), None)
+  return exchanged(lax.scan(add, x, None, 3)[0])
 
 
 def in_groups(x):
@@ -266,32 +228,23 @@ def in_groups(x):
 
 
 def in_parts(x):
-  parts = [lax.psum(jnp.sin(y), "d") for y in jnp.split(x, 2)]
-  return exchanged(jnp.concatenate(parts), 8)
+  return exchanged(jnp.concatenate([psum(jnp.sin(y)) for y in jnp.split(x, 2)]))
 
 
 ONE = {"d": 8}
 # The function of a worker's gradient, the mesh, and how often a mean runs that an
 # exchange takes again.
 IN_FRONT = {
-  "mean": (lambda x: exchanged(lax.psum(x, "d"), 8), ONE, 1),
+  "mean": (lambda x: exchanged(psum(x)), ONE, 1),
   "parts": (in_parts, ONE, 1),
   "accumulated": (accumulated, ONE, 3),
   "groups": (in_groups, {"a": 2, "b": 4}, 1),
-  "behind": (lambda x: lax.psum(exchanged(x, 8) * 1.5, "d"), ONE, 0),
-  "both": (
-    lambda x: lax.psum(x * exchanged(lax.psum(x, "d"), 8).sum(), "d"),
-    ONE,
-    1,
-  ),
-  "aside": (lambda x: (exchanged(x, 8), lax.psum(x, "d")), ONE, 0),
-  "small": (lambda x: exchanged(x * lax.psum(x.sum(), "d"), 8), ONE, 0),
+  "behind": (lambda x: psum(exchanged(x) * 1.5), ONE, 0),
+  "both": (lambda x: psum(x * exchanged(psum(x)).sum()), ONE, 1),
+  "aside": (lambda x: (exchanged(x), psum(x)), ONE, 0),
+  "small": (lambda x: exchanged(x * psum(x.sum())), ONE, 0),
   "model": (lambda x: exchanged(lax.psum(x, "m"), 2), {"d": 2, "m": 2}, 0),
-  "integers": (
-    lambda x: exchanged(x * lax.psum(x.astype(jnp.int32), "d"), 8),
-    ONE,
-    0,
-  ),
+  "integers": (lambda x: exchanged(x * psum(x.astype(jnp.int32))), ONE, 0),
 }
 
 
@@ -341,16 +294,12 @@ Sends 0.125 x the bytes of a plain f32 mean."""
 def test_other_programs_are_errors_and_one_without_collectives_is_none():
   lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
   report = wire_report(lowered)
-  assert report.collectives == ()
-  assert (report.bytes_sent, report.dense_bytes, report.ratio) == (0, 0, 1.0)
+  assert (report.collectives, report.bytes_sent, report.ratio) == ((), 0, 1.0)
   assert str(report) == "The program has no collectives: it sends nothing."
   for program in (None, jax.jit(jnp.sin), 3.0, b"HloModule"):
     with pytest.raises(TypeError, match=r"`program` must be .*, got \w+; pass jax.jit"):
       wire_report(program)
-  rule = r"`program` must be .* one HloModule .*, got 'module @jit_.*; pass jax.jit"
-  with pytest.raises(ValueError, match=rule):
-    wire_report(lowered.as_text())  # StableHLO
   headless = hlo("").replace("HloModule", "module")
-  for other in ["", "HloModule empty", headless, hlo("") + hlo("")]:
+  for other in (lowered.as_text(), "", "HloModule m", headless, hlo("") + hlo("")):
     with pytest.raises(ValueError, match="one HloModule with one ENTRY, got '"):
       wire_report(other)

@@ -45,6 +45,12 @@ ENTRY %main.0_spmd (x: X, y: u8[3]) -> X {{
   return re.sub(r"\bX\b", "f32[8,128]", text)
 
 
+def fields(text):
+  """The rows of a text, and the fields of each, which a bar stands between."""
+  lines = [line for line in text.strip().splitlines() if not line.startswith("#")]
+  return [line.split(" | ") for line in lines]
+
+
 def only(report):
   (collective,) = report.collectives
   return collective

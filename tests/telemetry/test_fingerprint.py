@@ -57,13 +57,21 @@ def expected(name, x, order):
   return total
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_a_sum_in_any_order(dtype):
-  x = random(dtype, 3, 5)
+def test_it_is_a_sum_in_any_order():
+  """Of the leaves, too, of which small ones of one shape share a program."""
+  tree = {dtype: random(dtype, 3, 5) for dtype in DTYPES} | {"last": np.int32(3)}
   orders = (range, lambda n: np.random.default_rng(1).permutation(n))
-  first, second = (expected("['x']", x, order) for order in orders)
+  first, second = (
+    [expected(f"['{name}']", x, order) for name, x in sorted(tree.items())]
+    for order in orders
+  )
   np.testing.assert_array_equal(first, second)
-  np.testing.assert_array_equal(of({"x": x}), first)
+  np.testing.assert_array_equal(jax.jit(leaf_fingerprints)(tree), first)
+  total = np.sum(first, axis=0, dtype=np.uint64).astype(np.uint32)
+  np.testing.assert_array_equal(of(tree), total)
+  assert gradcomp.telemetry.fingerprint(()).tolist() == [0, 0]
+  text = of.lower([np.ones(n, np.float32) for n in (5, 3, 5, 3, 5)]).as_text()
+  assert text.count("stablehlo.reduce(") == 2 + 1  # and that of the leaves
 
 
 of = jax.jit(gradcomp.telemetry.fingerprint)
@@ -122,20 +130,15 @@ def test_words_that_trade_places_as_their_places_do_change_it():
 
 def test_elements_and_leaves_that_change_places_change_it():
   x = np.arange(12, dtype=np.float32).reshape(3, 4)
-
-  def swapped(i, j):
-    y = x.copy()
-    y.flat[[i, j]] = x.flat[[j, i]]
-    return y
-
-  pairs = itertools.combinations(range(12), 2)
-  found = fingerprints([x, *itertools.starmap(swapped, pairs)])
+  trees = [x]
+  for i, j in itertools.combinations(range(12), 2):
+    trees.append(x.copy())
+    trees[-1].flat[[i, j]] = x.flat[[j, i]]
+  found = fingerprints(trees)
   assert len(set(found)) == len(found) == 67
   a, b = x, x + 1
   trees = [
-    {"a": a, "b": b},
-    {"a": b, "b": a},
-    {"a": a, "c": b},
+    *({"a": a, "b": b}, {"a": b, "b": a}, {"a": a, "c": b}),
     {"a": a.reshape(4, 3), "b": b},
     {"a": a.view(np.int32), "b": b},
     {"a": a, "b": b, "c": np.zeros(0, np.float32)},
@@ -157,25 +160,6 @@ def test_an_array_that_is_cut_has_that_of_the_whole(kind):
       assert_same_bits(jax.jit(gradcomp.telemetry.fingerprint)(cut), whole)
 
 
-def test_a_fingerprint_is_the_sum_of_those_of_the_leaves():
-  tree = {"a": random("float32", 3), "b": [random("bfloat16", 2, 2), np.int32(3)]}
-  parts = np.asarray(leaf_fingerprints(tree))
-  assert parts.shape == (3, 2)
-  total = parts.sum(axis=0, dtype=np.uint64).astype(np.uint32)
-  np.testing.assert_array_equal(gradcomp.telemetry.fingerprint(tree), total)
-  assert gradcomp.telemetry.fingerprint(()).tolist() == [0, 0]
-
-
-def test_small_leaves_of_one_shape_share_a_program():
-  rng = np.random.default_rng(3)
-  tree = [rng.standard_normal(shape).astype(np.float32) for shape in (5, 3, 5, 3, 5)]
-  found = leaf_fingerprints(tree)
-  each = [expected(f"[{i}]", x, range) for i, x in enumerate(tree)]
-  np.testing.assert_array_equal(found, each)
-  text = jax.jit(gradcomp.telemetry.fingerprint).lower(tree).as_text()
-  assert text.count("stablehlo.reduce(") == 2 + 1  # and that of the leaves
-
-
 def test_64_bit_elements_count_whole():
   x = np.array([1.0, -2.0, np.nan])
   with pytest.raises(TypeError, match=says("`tree`['x']", "float64", "jax_enable_x64")):
@@ -192,17 +176,14 @@ def test_64_bit_elements_count_whole():
 def test_what_is_unreduced_has_none():
   mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,))
   addends = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
+  look = lambda x: gradcomp.telemetry.fingerprint({"g": unreduce(x, "data")})
   with pytest.raises(ValueError, match=says("`tree`['g']", "unreduced", "'data'")):
-    jax.jit(lambda x: gradcomp.telemetry.fingerprint({"g": unreduce(x, "data")}))(
-      addends
-    )
+    jax.jit(look)(addends)
 
 
 @pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16", "complex64")])
 def test_it_reads_a_leaf_once_and_writes_nothing_down(dtype):
   leaf = jax.ShapeDtypeStruct((1024, 512), dtype)
-  tree = {"a": leaf, "b": leaf}
-  program = jax.jit(gradcomp.telemetry.fingerprint).lower(tree).compile()
-  memory = program.memory_analysis()
+  memory = of.lower({"a": leaf, "b": leaf}).compile().memory_analysis()
   # Words of each row at most; a thousandth of what is read.
   assert memory.temp_size_in_bytes <= memory.argument_size_in_bytes / 128

@@ -45,14 +45,14 @@ def test_numbers_are_those_of_numpy(codec):
   grads = gradients(seed=2)
   old, mean, after, found = of_workers(steps)(gradients(seed=1), grads)
   found = one(found)
-  sums = {}
+  sums = []
   for name, leaf in grads.items():
     corrected, unsent = leaf + np.asarray(old[name]), after.residual[name]
-    sums[name] = oracle_inspect.leaf(leaf, corrected, unsent, mean[name][0])
-    expected = oracle_inspect.metrics([sums[name]])
+    sums.append(oracle_inspect.leaf(leaf, corrected, unsent, mean[name][0]))
+    expected = oracle_inspect.metrics(sums[-1:])
     expected["residual_norm"] = np.sqrt(np.sum(np.square(unsent)) / WORKERS)
     close(found.leaves[f"['{name}']"], expected)
-  close(found.total, oracle_inspect.metrics(list(sums.values())))
+  close(found.total, oracle_inspect.metrics(sums))
 
 
 def step_and_look(tx):
@@ -67,16 +67,14 @@ TWO_SHOT = exchange(
 )
 
 
-@pytest.fixture(scope="module")
-def looks():
-  """A first step of all workers in vmap, with what inspect shows of it."""
-  return step_and_look(TWO_SHOT)
+LOOKS = step_and_look(TWO_SHOT)
+seen = lambda grads: one(LOOKS(grads)[2])
 
 
 @pytest.fixture(scope="module")
-def in_vmap(looks):
+def in_vmap():
   """What inspect shows of a first step in vmap, and the state after it."""
-  _, after, found = looks(gradients(**SHAPES))
+  _, after, found = LOOKS(gradients(**SHAPES))
   return one(found), after
 
 
@@ -84,9 +82,9 @@ def averaged(grads):
   return jax.tree.map(lambda x: np.stack([x.mean(axis=0)] * len(x)), grads)
 
 
-def test_gradients_that_are_averaged_already_are_warned_of(looks):
+def test_gradients_that_are_averaged_already_are_warned_of():
   """In the table, and by `scalars`, whose record has the share as a number."""
-  found = one(looks(averaged(gradients(**SHAPES)))[2])
+  found = seen(averaged(gradients(**SHAPES)))
   assert [x.equal for x in (found.total, *found.leaves.values())] == [1] * 4
   assert str(found).splitlines()[-2].startswith("The gradient is the same on all")
   with pytest.warns(UserWarning, match="Delete the `pmean` in front of the exchange"):
@@ -94,13 +92,13 @@ def test_gradients_that_are_averaged_already_are_warned_of(looks):
   assert record["seen/total/equal"] == 1
 
 
-def test_gradients_that_differ_in_an_element_are_not(looks, in_vmap):
+def test_gradients_that_differ_in_an_element_are_not(in_vmap):
   """One sign of one worker; or a small leaf that has equal gradients by chance."""
   elements = {name: np.prod(shape) for name, shape in SHAPES.items()}
   for name, size in elements.items():
     grads = averaged(gradients(**SHAPES))
     grads[name][-1].flat[size // 2] *= -1
-    found = one(looks(grads)[2])
+    found = seen(grads)
     assert {x for x in SHAPES if found.leaves[f"['{x}']"].equal < 1} == {name}
     close(found.total, {"equal": 1 - size / sum(elements.values())})
     assert not found.warning
@@ -108,8 +106,8 @@ def test_gradients_that_differ_in_an_element_are_not(looks, in_vmap):
   assert "The gradient is the same" not in str(in_vmap[0])
 
 
-def test_zeros_and_one_worker_are_not_warned_of(looks):
-  found = one(looks(jax.tree.map(np.zeros_like, gradients(**SHAPES)))[2])
+def test_zeros_and_one_worker_are_not_warned_of():
+  found = seen(jax.tree.map(np.zeros_like, gradients(**SHAPES)))
   assert found.total.equal == 1 and not found.warning
   tx = gradcomp.dense(axis_name="data")
   alone = one(step_and_look(tx)({"w": np.ones((1, 8), np.float32)})[2])
@@ -144,10 +142,10 @@ def looking(tx):
   return optax.GradientTransformation(tx.init, update)
 
 
-@pytest.mark.parametrize(
-  "mode",
-  [modes.EXPLICIT, *slow(modes.AUTO, "shard_map", "shard_map_unchecked", "pmap")],
-)
+OTHERS = slow(modes.AUTO, "shard_map", "shard_map_unchecked", "pmap")
+
+
+@pytest.mark.parametrize("mode", [modes.EXPLICIT, *OTHERS])
 def test_all_modes_show_the_same(mode, in_vmap):
   """And types say that all workers have it, or P() would not be accepted."""
   (output,), _ = modes.run(mode, looking(TWO_SHOT), [gradients(**SHAPES)])
@@ -177,15 +175,12 @@ def test_gradients_of_all_workers_show_the_same(in_vmap):
 def test_one_plain_mean_is_sent_beside_the_exchange():
   """The gradient in float32, and six sums a leaf."""
   tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="all_gather")
+  own = {"w": jnp.ones((128, 256))}
+  look = lambda grads, state: inspect(tx, {"w": grads["w"][0]}, state)
+  specs = dict(in_specs=(P("data"), P()), out_specs=P())
+  mapped = jax.jit(jax.shard_map(look, mesh=modes.mesh(WORKERS), **specs))
   grads = {"w": jnp.ones((WORKERS, 128, 256))}
-  own = {"w": grads["w"][0]}
-  mapped = jax.shard_map(
-    lambda grads, state: inspect(tx, jax.tree.map(lambda x: x[0], grads), state),
-    mesh=modes.mesh(WORKERS),
-    in_specs=(P("data"), P()),
-    out_specs=P(),
-  )
-  inspected = gradcomp.wire_report(jax.jit(mapped).lower(grads, tx.init(own)))
+  inspected = gradcomp.wire_report(mapped.lower(grads, tx.init(own)))
   exchanged = gradcomp.explain(tx, own, workers=WORKERS)
   more = inspected.bytes_sent - exchanged.bytes_sent
   # An all-reduce sends each share twice.
@@ -208,15 +203,13 @@ def test_leaves_that_are_cut_over_another_axis_are_measured_as_a_whole(typed):
   with jax.set_mesh(mesh):
     state = tx.init(jax.tree.map(lambda x, spec: put(x[0], spec), grads, parts))
 
-  def mapped(grads, state):
-    local = lambda grads, state: inspect(tx, jax.tree.map(lambda x: x[0], grads), state)
-    specs = (cut, gradcomp.state_specs(state, axis_name="data"))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(grads, state)
-
   def of_types(grads, state):
     addends = unreduce(jax.tree.map(lambda x: x / 2, grads), "data")
     return inspect(tx, addends, state)
 
+  local = lambda grads, state: inspect(tx, jax.tree.map(lambda x: x[0], grads), state)
+  specs = (cut, gradcomp.state_specs(state, axis_name="data"))
+  mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
   found = jax.jit(of_types if typed else mapped)(placed, state)
   whole = one(step_and_look(tx)(grads)[2]).total._asdict()
   names = ("gradient_norm", "relative_error", "cosine", "zeros")

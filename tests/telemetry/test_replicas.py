@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.core.fingerprint import leaf_fingerprints
+from tests.errors import table
 from tests.plugins.slow_cases import slow
 from tests.support import flips, modes
 from tests.support.assertions import assert_same_bits, says
-from tests.support.option_fields import with_options
 
 WORKERS = 4
 
@@ -82,21 +82,15 @@ def replicas(changes, workers=WORKERS):
 
 
 SEVERAL = [(0, "b", 3), (3, "w", 0), (5, "w", 0)]
+# Workers, what is flipped, the workers that differ by leaf, and what is said.
+FLIPPED = [
+  (6, SEVERAL, {"['b']": [0], "['w']": [3, 5]}, ["2 of 2", "workers 3, 5"]),
+  (2, [(1, "w", 0)], {"['w']": [0, 1]}, ["['w']", "no more than half"]),
+  (4, [(0, "w", 0), (1, "w", 1)], {"['w']": [0, 1, 2, 3]}, ["no more than half"]),
+]
 
 
-@pytest.mark.parametrize(
-  ("workers", "changes", "differing", "words"),
-  [
-    (
-      6,
-      SEVERAL,
-      {"['b']": [0], "['w']": [3, 5]},
-      ["2 of 2", "workers 3, 5"],
-    ),
-    (2, [(1, "w", 0)], {"['w']": [0, 1]}, ["['w']", "no more than half"]),
-    (4, [(0, "w", 0), (1, "w", 1)], {"['w']": [0, 1, 2, 3]}, ["no more than half"]),
-  ],
-)
+@pytest.mark.parametrize(("workers", "changes", "differing", "words"), FLIPPED)
 def test_several_leaves_and_workers_are_named(workers, changes, differing, words):
   """And a tie names nobody."""
   found = replicas(changes, workers)
@@ -111,20 +105,12 @@ def loss_fn(params, batch):
 
 def training(mesh, optimizer, spec, **options):
   """A step, and its first parameters and state."""
-  params = {"b": jnp.zeros(32), "w": jnp.full((64, 32), 0.5)}
-  specs = {"b": P(), "w": spec}
   place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+  params = {"b": place(jnp.zeros(32), P()), "w": place(jnp.full((64, 32), 0.5), spec)}
   with jax.set_mesh(mesh):
-    params = jax.tree.map(place, params, specs)
     state = optimizer.init(params)
-  step = gradcomp.make_train_step(
-    loss_fn,
-    optimizer,
-    axis_name="data",
-    mesh=mesh,
-    **with_options(gradcomp.TrainOptions, options),
-  )
-  return step, params, state
+  given = dict(axis_name="data", mesh=mesh, options=gradcomp.TrainOptions(**options))
+  return gradcomp.make_train_step(loss_fn, optimizer, **given), params, state
 
 
 def flipped(x, mesh, worker):
@@ -189,28 +175,31 @@ def test_a_check_changes_no_result_and_takes_at_most_a_copy_of_the_parameters():
   assert more <= (1024 if jax.__version_info__ < (0, 12) else 1024 + 8320)
 
 
-def test_what_cannot_be_compared():
-  mesh = modes.mesh(WORKERS)
-  cut = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
-  for tree, words in (
-    (jnp.ones(3), ["`axis_name`", "'data'", "()"]),
-    (cut, ["`tree`['w']", "whole along 'data'"]),
-  ):
-    with pytest.raises(ValueError, match=says(*words)):
-      check({"w": tree})
+def make(optimizer, every, axis_name="data"):
+  options = gradcomp.TrainOptions(compare_every=every)
+  given = dict(mesh=modes.mesh(WORKERS) if axis_name else None, options=options)
+  return gradcomp.make_train_step(loss_fn, optimizer, axis_name=axis_name, **given)
 
-  def make(optimizer, every, axis_name="data"):
-    options = gradcomp.TrainOptions(compare_every=every)
-    mesh_ = mesh if axis_name else None
-    given = dict(axis_name=axis_name, mesh=mesh_, options=options)
-    return gradcomp.make_train_step(loss_fn, optimizer, **given)
 
-  for bad in (0, True, 1.5):
-    with pytest.raises(ValueError, match=says("`compare_every`", "1 or more")):
-      make(QSGD, bad)
-  with pytest.raises(ValueError, match=says("`compare_every`", "axis_name=None")):
-    make(QSGD, 2, axis_name=None)
-  _, params, _ = training(mesh, QSGD, P(), compare_every=2)
-  plain = optax.sgd(0.1)
-  with pytest.raises(ValueError, match=says("`optimizer`", "compare_every=2")):
-    make(plain, 2)(params, plain.init(params), jnp.ones((WORKERS, 64)))
+def cut():
+  return jax.device_put(jnp.ones(8), NamedSharding(modes.mesh(WORKERS), P("data")))
+
+
+ROWS = """
+check({"w": jnp.ones(3)})
+  `axis_name` ... 'data' ... ()
+check({"w": cut()})
+  `tree`['w'] ... whole along 'data'
+make(QSGD, v) for v in 0, True, 1.5
+  `compare_every` ... 1 or more
+make(QSGD, 2, axis_name=None)
+  `compare_every` ... axis_name=None
+make(PLAIN, 2)(PARAMS, PLAIN.init(PARAMS), jnp.ones((WORKERS, 64)))
+  `optimizer` ... compare_every=2
+"""
+PLAIN, PARAMS = optax.sgd(0.1), {"b": jnp.zeros(32), "w": jnp.ones((64, 32))}
+
+
+@table.each_row(ROWS)
+def test_what_cannot_be_compared(call, error):
+  table.refuses(call, error, globals())
