@@ -280,7 +280,7 @@ INJECTED = {
 
 
 # Around zero and local steps, numbers of an Explicit mesh would be in closures, which
-# JAX refuses: see tests/training/test_closures.py.
+# JAX refuses: see tests/mesh/test_closures.py.
 @pytest.mark.parametrize(
   "name, kind",
   [
