@@ -34,7 +34,7 @@ def papers(tx, workers=N):
   made = lambda q, shape: Dion(q.T, workers, shape[-2:], MU)
   return {
     name: [made(q, shape) for q in np.float64(starts[0])]
-    for (name, shape), starts in zip(SHAPES.items(), memory, strict=True)
+    for (name, shape), starts in zip(SHAPES.items(), memory.values(), strict=True)
   }
 
 

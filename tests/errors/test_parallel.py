@@ -53,7 +53,8 @@ scanned(exchange="local") -> `exchange` ... 'local'
 scanned(codec=QSGD(bits=4, rounding="nearest"), exchange="psum") -> `exchange` ... psum
 scanned(layers=(jnp.ones((3, 8)), jnp.ones((2, 8)))) -> `layers` ... [2, 3] ... stack
 scanned(layers=STACK[:0]) -> `layers` ... one layer or more ... [0] ... leave the scan
-scanned(layers=STACK.astype(v)) for v in "int32", "complex64" -> TypeError: ... {v!s}
+scanned(layers=STACK.astype(v)) for v in "int32", "complex64" -> TypeError: `layers` ...
+  {v!s}
 scanned(body=lambda x, w: x @ w) -> TypeError: `body` ... pair
 scanned(residual=STACK) ; scanned(codec=FOUR, exchange="two_shot",
   residual=residual_of(FOUR, "all_gather")) -> `residual` ... scan_residual

@@ -78,7 +78,7 @@ switch([2], [of("error"), of(ErrorFeedback(residual_dtype="bfloat16"))]).init(W)
   `transformations`[1] ... bfloat16
 citation(v) for v in SGD, optax.inject_hyperparams(natural)() -> `optimizer` ... inject_
 # Numbers that inject_hyperparams turned into arrays.
-injected(loss_scaling_cast, factor=2.0) -> `factor` ... static_args
+injected(loss_scaling_cast, (), factor=2.0) -> `factor` ... static_args
 jax.eval_shape(lambda: injected(qsgd, STATIC - {v}, min_leaf_size=3)) for v in *STATIC
   -> `{v!s}` ... static_args
 # Optimizers and local steps.
@@ -102,9 +102,6 @@ step(zero(v, **CODED)) for v in local_steps(SGD, SGD, **ROUNDS), zero(SGD, **COD
 step(zero(optax.lookahead(SGD, 2, 0.5), **CODED), params_of=PAIR) ;
   step(local_steps(optax.lookahead(SGD, 2, 0.5), SGD, **ROUNDS), params_of=PAIR) ->
   `params` ... LookaheadParams ... around
-step(optax.contrib.schedule_free(v, 0.3)) for v in local_steps(SGD, SGD, **ROUNDS),
-  adam(0.1, axis_name="data", local=2, warmup=1) -> no optax.contrib.schedule_free
-  around local steps ... `outer`
 # States and parameters of local steps.
 rounds().init(W) -> `axis_name` must be an axis that init can
 rounds().init({"w": jnp.ones(3, jnp.complex64)}) -> TypeError: `params`['w'] ... float

@@ -16,6 +16,7 @@ import gradcomp
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.parallel import zero
 from tests.plugins.slow_cases import one_in
+from tests.support.assertions import says
 from tests.support.cases import inner
 from tests.support.cases.inner import CODECS, N, assert_close, by_hand, plain, rounds
 
@@ -147,3 +148,14 @@ def test_local_steps_inside_of_local_steps():
       w, b = (np.stack([y.mean(axis=0)] * 2) for y in (w, b))
   np.testing.assert_allclose(got["w"], w[0, 0], atol=1e-5)
   np.testing.assert_allclose(got["b"], b[0, 0, 0], atol=1e-5)
+
+
+ADAM = gradcomp.optimizers.adam(0.1, axis_name="data", local=2, warmup=1)
+
+
+@pytest.mark.parametrize("tx", [local(), ADAM], ids=["free-local", "free-adam"])
+def test_what_cannot_be_nested_is_refused(tx):
+  """Schedule-free would average parameters that stay where they are for a round."""
+  parts = "no optax.contrib.schedule_free around local steps", "`outer`"
+  with pytest.raises(ValueError, match=says(*parts)):
+    inner.train(AROUND["schedule free"](tx), 1)

@@ -38,7 +38,9 @@ TRANSFORMATIONS = {
   "compress, sampled": lambda: gradcomp.compress(SAMPLED, min_leaf_size=64, **DATA),
   "allow_frozen": lambda: wrappers.allow_frozen(_qsgd),
   "clip_by_local_norm": lambda: wrappers.clip_by_local_norm(1.0, **DATA),
-  "on_each_worker": lambda: wrappers.on_each_worker(SGD, **DATA),
+  "on_each_worker": lambda: wrappers.on_each_worker(
+    optax.clip_by_global_norm(1.0), **DATA
+  ),
   "replicable": lambda: wrappers.replicable(_qsgd, workers=N, **DATA),
   "skip_nonfinite": lambda: wrappers.skip_nonfinite(_qsgd, 3, **DATA),
   "switch": lambda: wrappers.switch([1], [_dense, _qsgd]),
