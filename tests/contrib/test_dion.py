@@ -10,7 +10,7 @@ import gradcomp
 from gradcomp.contrib import dion
 from gradcomp.testing import check_transformation
 from tests.plugins.slow_cases import slow
-from tests.specs.dion import Dion
+from tests.specs.methods.dion import Dion
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
 

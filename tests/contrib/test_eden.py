@@ -17,8 +17,8 @@ from gradcomp.codecs import Context
 from gradcomp.contrib import Eden
 from gradcomp.testing import CheckOptions, check_codec, laws
 from tests.plugins.slow_cases import slow
-from tests.specs import eden as published
 from tests.specs.dithers import threefry2x32
+from tests.specs.methods import eden as published
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
 

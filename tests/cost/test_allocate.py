@@ -169,21 +169,17 @@ def test_each_leaf_is_sent_as_its_codec_sends_it(mode):
 
 
 ROWS = """
-allocate({"a": np.ones(SHAPE)})
+allocate({"a": np.ones(SHAPE)}) ->
   `gradients` must be ... a list or a tuple of trees ... , got dict
-allocate([])
-  `gradients` must be ... , got list, empty
-allocate([{"a": np.ones(3)}, {"a": np.ones(4)}])
+allocate([]) -> `gradients` must be ... , got list, empty
+allocate([{"a": np.ones(3)}, {"a": np.ones(4)}]) ->
   `gradients` ... number 1 has a float32
-allocate([{"x": {"a": np.full(3, np.nan)}}])
+allocate([{"x": {"a": np.full(3, np.nan)}}]) ->
   `gradients` ... number 0 has nan in x/a
-allocate([{"a": np.ones(3)}], candidates="QSGD")
-  `candidates` must be a sequence
-allocate([{"a": np.ones(3)}], candidates=[4])
-  `candidates` must have codecs
-allocate([{"a": np.ones(3)}], uniform=4)
-  `uniform` must have codecs
-allocated(BIASED, uniform=QSGD(bits=2, norm="l2"), candidates=[OneBit()])
+allocate([{"a": np.ones(3)}], candidates="QSGD") -> `candidates` must be a sequence
+allocate([{"a": np.ones(3)}], candidates=[4]) -> `candidates` must have codecs
+allocate([{"a": np.ones(3)}], uniform=4) -> `uniform` must have codecs
+allocated(BIASED, uniform=QSGD(bits=2, norm="l2"), candidates=[OneBit()]) ->
   `uniform` must lose less ... of a it loses
 """
 BIASED = {"a": gradients("a")["a"], "b": gradients("b")["b"] / 1e3}

@@ -105,45 +105,43 @@ NEGATIVE = (-1.0, math.nan, math.inf, "1", None, True)
 PAIR = ("all_gather", 2)
 WRONG = [(0.6, message()), (0.5, message())]
 BAD = """
-Link(latency=0.0, bytes_per_second=v) for v in 0, *NEGATIVE
+Link(latency=0.0, bytes_per_second=v) for v in 0, *NEGATIVE ->
   `bytes_per_second` must be a finite number above 0, got {v}
-Link(latency=0.0, bytes_per_second=1.0, factor={PAIR: v}) for v in 0, *NEGATIVE
+Link(latency=0.0, bytes_per_second=1.0, factor={PAIR: v}) for v in 0, *NEGATIVE ->
   `factor ... must be a finite number above 0, got {v}
-SPEED.times(v) for v in 0, *NEGATIVE
+SPEED.times(v) for v in 0, *NEGATIVE ->
   `factor` must be a finite number above 0, got {v}
-Link(latency=v, bytes_per_second=1.0) for v in *NEGATIVE
+Link(latency=v, bytes_per_second=1.0) for v in *NEGATIVE ->
   `latency` must be a finite number of 0 or more, got {v}
-CodecSpeed(encode=v, decode=0.0, add=0.0) for v in *NEGATIVE
+CodecSpeed(encode=v, decode=0.0, add=0.0) for v in *NEGATIVE ->
   `encode` must be a finite number of 0 or more, got {v}
-CodecSpeed(encode=0.0, decode=0.0, add=0.0, keep=v) for v in *NEGATIVE
+CodecSpeed(encode=0.0, decode=0.0, add=0.0, keep=v) for v in *NEGATIVE ->
   `keep` must be a finite number of 0 or more, got {v}
-Cluster(workers=1, link=LINK, add=v) for v in *NEGATIVE
+Cluster(workers=1, link=LINK, add=v) for v in *NEGATIVE ->
   `add` must be a finite number of 0 or more, got {v}
-cost.all_gather_seconds(v, 2, LINK) for v in *NEGATIVE
+cost.all_gather_seconds(v, 2, LINK) for v in *NEGATIVE ->
   `nbytes` must be a finite number of 0 or more, got {v}
-cost.all_reduce_seconds(1.0, 2, LINK, add=v) for v in *NEGATIVE
+cost.all_reduce_seconds(1.0, 2, LINK, add=v) for v in *NEGATIVE ->
   `add` must be a finite number of 0 or more, got {v}
-cost.step_seconds(v, 1.0, [], overlap=True) for v in *NEGATIVE
+cost.step_seconds(v, 1.0, [], overlap=True) for v in *NEGATIVE ->
   `forward` must be a finite number of 0 or more, got {v}
-cost.weak_scaling(v, [], CLUSTER, SPEED) for v in *NEGATIVE
+cost.weak_scaling(v, [], CLUSTER, SPEED) for v in *NEGATIVE ->
   `compute` must be a finite number of 0 or more, got {v}
-cost.all_gather_seconds(1, v, LINK) for v in 0, 2.0
+cost.all_gather_seconds(1, v, LINK) for v in 0, 2.0 ->
   `workers` must be an integer of 1
-cost.all_reduce_seconds(1, 6, LINK, algorithm="recursive")
+cost.all_reduce_seconds(1, 6, LINK, algorithm="recursive") ->
   `workers` must be a power of two ... , got 6
-cost.all_reduce_seconds(1, 6, LINK, algorithm="tree")
+cost.all_reduce_seconds(1, 6, LINK, algorithm="tree") ->
   `algorithm` must be one of ... , got 'tree'
-Link(latency=0, bytes_per_second=1, factor={"all_gather": 1.0})
+Link(latency=0, bytes_per_second=1, factor={"all_gather": 1.0}) ->
   `factor` must have pairs of ... , got 'all_gather'
-Cluster(workers=0, link=LINK)
-  `workers` must be ... or more, got 0
-Cluster(workers=4, link=LINK, inside=LINK)
-  `group_size` must be given
-Cluster(workers=4, link=LINK, inside=LINK, group_size=3)
+Cluster(workers=0, link=LINK) -> `workers` must be ... or more, got 0
+Cluster(workers=4, link=LINK, inside=LINK) -> `group_size` must be given
+Cluster(workers=4, link=LINK, inside=LINK, group_size=3) ->
   `group_size` must divide the 4 workers, got 3
-cost.exchange_seconds(explain(2), CLUSTER, SPEED)
+cost.exchange_seconds(explain(2), CLUSTER, SPEED) ->
   `cluster` must have the 2 workers of the explanation, got 4
-cost.step_seconds(1.0, 1.0, WRONG, overlap=True)
+cost.step_seconds(1.0, 1.0, WRONG, overlap=True) ->
   `messages` must have rising shares from 0 to 1, got [0.6, 0.5]
 """
 

@@ -94,18 +94,12 @@ def test_speeds_are_seconds_an_element(codec, monkeypatch):
 
 
 ROWS = """
-Link.measure(mesh(1))
-  `mesh` must have 2 workers ... ('host',), got 1
-Link.measure(mesh(2), sizes=(4, 4))
-  `sizes` must hold two ... [4]
-Link.measure(mesh(2), sizes=(0, 4))
-  `sizes` must be ... , got 0
-Link.measure(mesh(2), repeats=0)
-  `repeats` must be ... , got 0
-CodecSpeed.measure(QSGD(), 0)
-  `elements` must be ... , got 0
-CodecSpeed.measure(QSGD(), repeats=-1)
-  `repeats` must be ... , got -1
+Link.measure(mesh(1)) -> `mesh` must have 2 workers ... ('host',), got 1
+Link.measure(mesh(2), sizes=(4, 4)) -> `sizes` must hold two ... [4]
+Link.measure(mesh(2), sizes=(0, 4)) -> `sizes` must be ... , got 0
+Link.measure(mesh(2), repeats=0) -> `repeats` must be ... , got 0
+CodecSpeed.measure(QSGD(), 0) -> `elements` must be ... , got 0
+CodecSpeed.measure(QSGD(), repeats=-1) -> `repeats` must be ... , got -1
 """
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import TopK
-from tests.specs import sparse
+from tests.specs.methods import sparse
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
 from tests.support.sparse_steps import (

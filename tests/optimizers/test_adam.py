@@ -14,7 +14,7 @@ from gradcomp._src.testing.modes import lowered
 from gradcomp.codecs import QSGD, OneBit
 from gradcomp.optimizers import adam
 from tests.plugins.slow_cases import slow
-from tests.specs import adam as oracle
+from tests.specs.methods import adam as oracle
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.adam import (
   BUCKET,

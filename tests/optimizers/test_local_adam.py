@@ -11,7 +11,7 @@ from gradcomp.codecs import Dense, TopK
 from gradcomp.local import local_params
 from gradcomp.optimizers import DoublingGaps
 from tests.plugins.slow_cases import slow
-from tests.specs import adam as oracle
+from tests.specs.methods import adam as oracle
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.adam import BUCKET, MODES, ONE_BIT, dense_steps, make, settled
 from tests.support.cases.zero import N, gradients, sharded, train, tree

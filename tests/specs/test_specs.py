@@ -271,7 +271,7 @@ def test_other_lines_are_refused():
 def test_specifications_know_nothing_of_the_library():
   """They import NumPy, SciPy and ml_dtypes, and each other."""
   known = {"numpy", "scipy", "ml_dtypes", "tests.specs", *sys.stdlib_module_names}
-  for path in pathlib.Path(__file__).parent.glob("*.py"):
+  for path in pathlib.Path(__file__).parent.rglob("*.py"):
     if not path.name.startswith("test_"):
       found = re.findall(r"^ *(?:import|from) ([\w.]+)", path.read_text(), re.M)
       assert known >= {re.sub(r"^(tests\.specs|\w+).*", r"\1", x) for x in found}, path

@@ -8,7 +8,7 @@ import numpy as np
 
 import gradcomp
 from gradcomp import MomentumFeedback
-from tests.specs import sparse as sparse_spec
+from tests.specs.methods import sparse as sparse_spec
 from tests.support import modes
 
 N, DENSITY, SIZE = 4, 0.05, 630

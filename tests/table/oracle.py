@@ -40,11 +40,11 @@ from tests.specs import (
   qsgd,
   rotation,
   sign,
-  sparse,
   ternary,
   top_k,
 )
 from tests.specs import scales as scale_table
+from tests.specs.methods import sparse
 from tests.support.cases.float import cast_of
 from tests.table.run import GROUPS, SEED
 

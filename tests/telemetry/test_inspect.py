@@ -14,7 +14,7 @@ from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD, FloatCast, OneBit, Ternary, TopK
 from gradcomp.telemetry import inspect, inspected_update
 from tests.plugins.slow_cases import slow
-from tests.specs import inspect as oracle_inspect
+from tests.specs.methods import inspect as oracle_inspect
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.inspect import WORKERS, close, gradients, of_workers, one, some

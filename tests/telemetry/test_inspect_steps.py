@@ -216,16 +216,14 @@ def test_numbers_of_zero_are_those_of_numpy():
 W = {"w": jnp.ones(64)}
 TWICE = optax.chain(QSGD4, QSGD4)
 ROWS = """
-inspect(QSGD4.update, W, ())
+inspect(QSGD4.update, W, ()) ->
   TypeError: `optimizer` must be an optax.Grad ... got <func
-inspect(optax.adam(0.1), W, optax.adam(0.1).init(W))
+inspect(optax.adam(0.1), W, optax.adam(0.1).init(W)) ->
   `optimizer` must have a gradcomp tr ... init
-inspect(QSGD4, W, ())
-  `opt_state` ... 0 states ... optimizer.init
-inspect(TWICE, W, QSGD4.init(W))
+inspect(QSGD4, W, ()) -> `opt_state` ... 0 states ... optimizer.init
+inspect(TWICE, W, QSGD4.init(W)) ->
   `opt_state` must be that of `optimizer` ... 2 gradcomp ... states of 1 ... init
-STEP(W, QSGD4.init(W), jnp.ones(2), inspect=50)
-  `inspect` must be a bool, got 50
+STEP(W, QSGD4.init(W), jnp.ones(2), inspect=50) -> `inspect` must be a bool, got 50
 """
 STEP = gradcomp.make_train_step(lambda params, batch: 0.0, QSGD4, axis_name=None)
 

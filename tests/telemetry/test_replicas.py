@@ -186,15 +186,11 @@ def cut():
 
 
 ROWS = """
-check({"w": jnp.ones(3)})
-  `axis_name` ... 'data' ... ()
-check({"w": cut()})
-  `tree`['w'] ... whole along 'data'
-make(QSGD, v) for v in 0, True, 1.5
-  `compare_every` ... 1 or more
-make(QSGD, 2, axis_name=None)
-  `compare_every` ... axis_name=None
-make(PLAIN, 2)(PARAMS, PLAIN.init(PARAMS), jnp.ones((WORKERS, 64)))
+check({"w": jnp.ones(3)}) -> `axis_name` ... 'data' ... ()
+check({"w": cut()}) -> `tree`['w'] ... whole along 'data'
+make(QSGD, v) for v in 0, True, 1.5 -> `compare_every` ... 1 or more
+make(QSGD, 2, axis_name=None) -> `compare_every` ... axis_name=None
+make(PLAIN, 2)(PARAMS, PLAIN.init(PARAMS), jnp.ones((WORKERS, 64))) ->
   `optimizer` ... compare_every=2
 """
 PLAIN, PARAMS = optax.sgd(0.1), {"b": jnp.zeros(32), "w": jnp.ones((64, 32))}

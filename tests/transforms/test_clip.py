@@ -8,7 +8,7 @@ import pytest
 import gradcomp
 from gradcomp.wrappers import clip_by_local_norm
 from tests.plugins.slow_cases import slow
-from tests.specs import sparse
+from tests.specs.methods import sparse
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
 from tests.support.sparse_steps import N, gradients, redsync, trail

@@ -1,0 +1,1 @@
+"""What optimizers and transformations around codecs do, in NumPy."""
