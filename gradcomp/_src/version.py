@@ -3,9 +3,9 @@
 from importlib import metadata
 
 # The version of the wire format. It grows with every change after which two processes
-# would not read each other's words: whenever a hash of a case in tests/table/golden.json
-# changes, or the form of a line. An editable install keeps the version of its day; this
-# number is the code's.
+# would not read each other's words: whenever a hash of tests/table/golden.json changes,
+# or the form of a line. An editable install keeps the version of its day; this number
+# is the code's.
 WIRE = 1
 
 try:
