@@ -13,7 +13,7 @@ ROWS = run.read()
 KINDS = {
   ("qsgd-4-64", "two_shot", "error", 4): "shard_map",
   ("qsgd-4-64-share_scale", "psum", "error", 4): "explicit",
-  ("qsgd-8-None-nearest", "ring", "error", 3): "checked",
+  ("qsgd-8-None-nearest", "two_shot", "error", 3): "checked",
   ("qsgd-4-64-nonuniform", "hierarchical", "error", 8): "two_axes",
   ("floatcast-stochastic", "ring", "error", 4): "pmap",
   ("onebit-64-per_column", "hierarchical", "error", 4): "auto",
