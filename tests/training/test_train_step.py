@@ -24,6 +24,7 @@ from tests.support.cases.steps import OPTIMIZERS, OVER, N, dense
 # Where an optimizer runs beside vmap, and on how many workers.
 ROWS = [
   ("feedback", modes.AUTO, 3),
+  ("local", modes.AUTO, N),
   ("local", modes.EXPLICIT, N),
   ("injected codec", "step", N),
   ("behind", "step", N),
