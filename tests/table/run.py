@@ -13,13 +13,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.core.residual_storage import is_stored
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp._src.report import tracing
+from gradcomp._src.testing.modes import _of_sums
 from gradcomp.codecs import Codec, FloatCast
 from tests.support import laws
 
@@ -128,7 +128,7 @@ class Run(NamedTuple):
     states: the first state and the one after each step, as the place has them.
     stacked: the same with leaves ``[N, ...]``, in the units of gradients.
     again: output and state of the second step once more, from a pickled state.
-    sends: the collectives of the program; None where no device sends anything.
+    program: what ``wire_report`` reads; None where no device sends anything.
     plan: of its messages.
   """
 
@@ -140,7 +140,7 @@ class Run(NamedTuple):
   states: list[CompressState]
   stacked: list[CompressState]
   again: tuple[Any, Any]
-  sends: tuple[Any, ...] | None
+  program: jax.stages.Lowered | jax.stages.Compiled | None
   plan: MessagePlan
 
 
@@ -314,18 +314,7 @@ def _explicit(tx, params, workers):
     addends = unreduce(jax.tree.map(wide, gradient), "data")
     return tx.update(addends, state, _zeros(params))
 
-  def stacked(state):
-    state = _unstacked(("data",), workers, state)
-    times = lambda x: (
-      x._replace(scales=x.scales * np.float32(workers))
-      if is_stored(x)
-      else x * x.dtype.type(workers)
-    )
-    scale = lambda tree: jax.tree.map(times, tree, is_leaf=is_stored)
-    return state._replace(
-      residual=scale(state.residual), velocity=scale(state.velocity)
-    )
-
+  stacked = lambda state: _of_sums(_unstacked(("data",), workers, state), workers)
   return Started(_first(tx, params, mesh), step, stacked, mesh)
 
 
@@ -374,9 +363,8 @@ def run(row: Row) -> Run:
   again = call(given[1], pickle.loads(pickle.dumps(states[1])))
   ((plan, _),) = tracing.study(tx, params, row.sizes).made
   stacked = [stacked(x) for x in states]
-  sends = None
+  program = None
   if mesh is not None:
     # Where XLA splits a program over an axis, it is the compiled one that is split.
     program = compiled if row.place == "beside" else lowered
-    sends = gradcomp.wire_report(program).collectives
-  return Run(row, tx, params, given, outputs, states, stacked, again, sends, plan)
+  return Run(row, tx, params, given, outputs, states, stacked, again, program, plan)
