@@ -83,33 +83,33 @@ def main() -> int:
   rng, seen, unseen, healthy = random.Random(0), 0, [], {}
   with tempfile.TemporaryDirectory(prefix="gradcomp-mutants-") as folder:
     copy = run.Copy(Path(folder).resolve(), longest=_LONGEST)
-    texts = {name: mutants((run.ROOT / name).read_text()) for name in names}
-    texts = {name: found for name, found in texts.items() if found}
-    while texts and time.monotonic() < end:
-      name = rng.choice(sorted(texts))
+    texts: dict[str, list[str]] = {}
+    while names and time.monotonic() < end:
+      name = rng.choice(names)
       catcher = tests_of(name)
       if catcher not in healthy:
         healthy[catcher] = copy.test([catcher], "", False)[0] == "passed"
       if not healthy[catcher]:
         print(f"left out: {catcher} does not pass, or not in {_LONGEST} seconds")
-        texts = {x: found for x, found in texts.items() if tests_of(x) != catcher}
+        names = [x for x in names if tests_of(x) != catcher]
         continue
-      changed = texts[name].pop(rng.randrange(len(texts[name])))
-      texts = {x: found for x, found in texts.items() if found}
       path = copy.root / name
       whole = path.read_text()
-      path.write_text(changed)
-      try:
+      if name not in texts:
+        texts[name] = mutants(whole)
+      if not texts[name]:
+        names.remove(name)
+        continue
+      changed = texts[name].pop(rng.randrange(len(texts[name])))
+      with copy.changed(path, changed):
         passed = copy.test([catcher], "", False)[0] == "passed"
-      finally:
-        path.write_text(whole)
       seen += not passed
       if passed:
         lines = difflib.unified_diff(whole.splitlines(), changed.splitlines(), n=0)
         unseen.append(f"{name}, by {catcher}:\n" + "\n".join(list(lines)[2:]))
   print(*unseen, sep="\n")
   total = seen + len(unseen)
-  print(f"Tests saw {seen} of {total} mutants of {len(names)} files.")
+  print(f"Tests saw {seen} of {total} mutants of {len(texts)} files.")
   return int(len(unseen) > total / 2)
 
 

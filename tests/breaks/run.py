@@ -157,11 +157,10 @@ class Copy:
       raise RuntimeError(f"The tests would not import the copy, but {text}")
 
   @contextlib.contextmanager
-  def broken(self, case: Break) -> Iterator[None]:
-    """Applies a break for as long as a body runs."""
-    path = case.path(self.root)
+  def changed(self, path: Path, text: str) -> Iterator[None]:
+    """Gives a file another text for as long as a body runs."""
     whole = path.read_text()
-    path.write_text(case.applied(self.root))
+    path.write_text(text)
     try:
       yield
     finally:
@@ -276,7 +275,7 @@ def run(
       problems[case] = "does not pass without a break"
       text = failing[tested]
     elif case not in problems:
-      with copy.broken(case):
+      with copy.changed(case.path(copy.root), case.applied(copy.root)):
         verdict, text = copy.test([case.catcher], case.cases, case.optimize)
       if verdict != "failed":
         problems[case] = "SURVIVED" if verdict == "passed" else verdict
