@@ -126,7 +126,7 @@ frontend_attributes={{chain_id="0"}}
 
 
 def test_a_start_that_the_compiler_made_synchronous_is_so():
-  """What another core gathers is asynchronous."""
+  """A gather by another core is asynchronous."""
   start = """%s = (u32[16]{0}, u32[16]{0}) all-to-all-start(%b), \
 backend_config={"is_sync":SYNC}
   ROOT %d = u32[16]{0} all-to-all-done(%s)"""

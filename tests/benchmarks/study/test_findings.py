@@ -53,7 +53,7 @@ def both(codec, *ends, like=SAME, **options):
 
 
 def widths(last):
-  """Of one net; nets of different kinds are shown beside them."""
+  """Adds times on one net of two widths to those of nets of other kinds."""
   cells = list(CASES[GAIN][0])
   for network, step in (("lenet-x2", 1.5), ("lenet-x8", last)):
     sizes = {"network": network, "megabytes": 9.0 + len(network)}

@@ -70,7 +70,7 @@ OTHERS = [
 
 
 def test_other_files_than_the_checksum_is_for_are_refused(tmp_path, monkeypatch):
-  """What is there is not fetched again."""
+  """Data that is there is not fetched again."""
   served, wanted, folder = (tmp_path / x for x in ("bin", "wanted", "data"))
   served.mkdir()
   wanted.mkdir()
@@ -104,7 +104,7 @@ def test_other_files_than_the_checksum_is_for_are_refused(tmp_path, monkeypatch)
 
 
 def test_brown_as_characters_and_as_words(tmp_path):
-  """Of eleven texts the first and the last are for testing."""
+  """The first and the last of eleven texts are for testing."""
   files = tmp_path / "files"
   files.mkdir()
   for i in range(11):

@@ -71,7 +71,7 @@ def test_the_launches_make_the_records_and_no_others(monkeypatch):
 
 
 def test_plan_has_the_points_of_the_records(study):
-  """Of trainings that saw their data: RedSync with ASQ was never trained on images."""
+  """Plans read trainings that saw data: RedSync with ASQ never trained on images."""
   found = package_accuracy.accuracies(study)
   assert found == {x.name: x.points for x in CANDIDATES}
   assert found["1-bit"] < -4 and found["top 0.1 % ASQ"] is None

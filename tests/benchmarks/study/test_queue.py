@@ -79,7 +79,7 @@ def queue(tmp_path, monkeypatch):
 
 
 def test_each_training_without_a_record_runs_once_and_in_order(queue):
-  """What is timed needs a quiet machine. The last line of the file was torn.
+  """A timed training needs a quiet machine. The last line of the file was torn.
 
   One that fails twice is left: its record has what it printed, without folders of the
   machine. So is one that takes too much or nothing.
