@@ -3,7 +3,7 @@
 from importlib import metadata
 
 # The version of the wire format. It grows with every change after which two processes
-# would not read each other's words: whenever a hash of tests/table/golden.json changes,
+# would not read each other's words: whenever a hash of tests/table/rows.txt changes,
 # or the form of a line. An editable install keeps the version of its day; this number
 # is the code's.
 WIRE = 1

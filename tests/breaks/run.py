@@ -1,10 +1,11 @@
 """Deliberate breaks of the library, each with the test that must catch it.
 
 `make breaks`, or `python -m tests.breaks.run`, proves that the tests still see what
-they should. The lists are beside this file. Each break is one edit of a definition and
-one test of plain `make test`. The script copies the tracked files to a temporary
-folder, where it applies one edit after the other and runs that test alone; the checkout
-stays as it is. It ends with 1 if a test passes in spite of its break.
+they should. The lists beside this file have one break for a law or promise, which is
+its name. Each break is one edit of a definition and one test of plain `make test`. The
+script copies the tracked files to a temporary folder, where it applies one edit after
+the other and runs that test alone; the checkout stays as it is. It ends with 1 if a
+test passes in spite of its break.
 """
 
 import argparse
@@ -46,7 +47,6 @@ class Break:
   """One deliberate mistake.
 
   Attributes:
-    name: what is broken.
     law: the law or promise that no longer holds.
     at: the module and the definition that is edited, as "module:Class.method",
       "module:function" or "module:CONSTANT"; "module" alone for text outside of them.
@@ -57,7 +57,6 @@ class Break:
     optimize: whether it is compiled as users compile, as tests of `bits` are.
   """
 
-  name: str
   law: str
   at: str
   old: str
@@ -126,14 +125,20 @@ def _pattern(code: str) -> str:
   return r"\s*".join(parts)
 
 
-def read(only: str) -> tuple[Break, ...]:
-  """The breaks that have a text in their name, law, place or catcher."""
-  return tuple(
-    case
+def read(only: str = "") -> tuple[Break, ...]:
+  """The breaks that have a text in their law, place or catcher.
+
+  ValueError for a law that has two.
+  """
+  entries = [
+    entry
     for path in sorted(LISTS.glob("*.toml"))
-    for case in (Break(**entry) for entry in tomllib.loads(path.read_text())["break"])
-    if any(only in text for text in (case.name, case.law, case.at, case.catcher))
-  )
+    for entry in tomllib.loads(path.read_text()).items()
+  ]
+  if len(dict(entries)) < len(entries):
+    raise ValueError("A law must have one break.")
+  breaks = (Break(law=law, **entry) for law, entry in entries)
+  return tuple(x for x in breaks if any(only in y for y in (x.law, x.at, x.catcher)))
 
 
 class Copy:
@@ -234,7 +239,7 @@ def arguments() -> argparse.Namespace:
     "--only",
     default="",
     metavar="TEXT",
-    help="those with this in name, law, place or catcher",
+    help="those with this in law, place or catcher",
   )
   add("--share", nargs=2, type=int, default=(0, 1), metavar=("K", "N"))
   add("--list", action="store_true", help="run nothing, but look whether edits apply")
@@ -256,7 +261,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gradcomp-breaks-") as folder:
       run(Path(folder).resolve(), breaks, problems, options.verbose)
   for case, wrong in problems.items():
-    print(f"{wrong}: {case.name} ({case.law}): {case.catcher} {case.cases}")
+    print(f"{wrong}: {case.law}: {case.catcher} {case.cases}")
   what = "apply" if options.list else "were caught"
   print(f"{len(breaks) - len(problems)} of {len(breaks)} breaks {what}.")
   return 0 if breaks and not problems else 1
@@ -281,7 +286,7 @@ def run(
         problems[case] = "SURVIVED" if verdict == "passed" else verdict
     wrong = problems.get(case, "ok")
     spent = f"{time.monotonic() - start:.0f} s"
-    print(f"[{number}/{len(breaks)}] {wrong}: {case.name}, {spent}", flush=True)
+    print(f"[{number}/{len(breaks)}] {wrong}: {case.law}, {spent}", flush=True)
     if verbose or case in problems:
       print(text)
 

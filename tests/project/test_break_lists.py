@@ -19,12 +19,12 @@ def plain_tests(file):
 
 def test_every_edit_applies_and_every_catcher_exists():
   wrong = []
-  for case in breaks.read(""):
+  for case in breaks.read():
     file, _, test = case.catcher.partition("::")
     try:
       case.applied(ROOT)
       if test not in plain_tests(file):
-        wrong.append(f"{case.name}: {case.catcher} does not exist, or is slow.")
+        wrong.append(f"{case.law}: {case.catcher} does not exist, or is slow.")
     except (OSError, SyntaxError, ValueError) as error:
-      wrong.append(f"{case.name}: {error}")
+      wrong.append(f"{case.law}: {error}")
   assert not wrong, "\n".join(wrong)

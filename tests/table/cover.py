@@ -78,14 +78,13 @@ def main() -> None:
   jax.config.update("jax_platforms", "cpu")
   allowed = rows()
   known = set(allowed)
-  quick = [row for row, slow in run.read() if row in known and not slow]
-  quick += completed(quick, allowed, plain)
-  rest = [row for row, slow in run.read() if row in known and slow]
-  rest += completed([*quick, *rest], allowed, every)
-  marked = [(row, "") for row in quick] + [(row, "slow") for row in rest]
-  lines = [" ".join((*map(str, row), mark)).rstrip() for row, mark in sorted(marked)]
-  run.ROWS.write_text("\n".join(lines) + "\n")
-  print(f"{len(quick)} plain rows and {len(rest)} slow ones")
+  wire, lines = run.read()
+  lines = [line for line in lines if line.row in known]
+  for facts, slow in ((plain, ""), (every, "slow")):
+    have = [line.row for line in lines if slow or not line.slow]
+    lines += [run.Line(row, "-", slow) for row in completed(have, allowed, facts)]
+  run.write(wire, lines)
+  print(f"{len(lines)} rows, {sum(not line.slow for line in lines)} of them plain")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Writes ``golden.json`` anew, for changes that mean to change bits.
+"""Writes the hashes of ``rows.txt`` anew, for changes that mean to change bits.
 
 ``python -m tests.table.golden`` runs every row. From the first release on, such a
 change raises ``gradcomp._src.version.WIRE``, which the file keeps.
 """
 
 import concurrent.futures
-import json
 import multiprocessing
 import os
 
@@ -27,13 +26,13 @@ def main() -> None:
   os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # of the processes that are started here
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ["XLA_FLAGS"] = " ".join(selected.IN_LEAST_TIME)
-  rows = {row.anywhere: row for row, _ in run.read()}
+  _, lines = run.read()
+  rows = {line.row.anywhere: line.row for line in lines}
   spawned = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(2, spawned) as pool:
-    hashes = dict(sorted(pool.map(hashed, rows.values(), chunksize=8)))
-  text = json.dumps({"wire": WIRE, "hashes": hashes}, indent=0)
-  laws.GOLDEN.write_text(text + "\n")
-  print(f"wrote {len(hashes)} hashes to {laws.GOLDEN}")
+    hashes = dict(pool.map(hashed, rows.values(), chunksize=8))
+  run.write(WIRE, [line._replace(hash=hashes[line.row.anywhere]) for line in lines])
+  print(f"wrote {len(hashes)} hashes to {run.ROWS}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,12 +111,23 @@ def _taken(setting: str, exchange: str, feedback: str) -> bool:
   return True
 
 
-def read() -> list[tuple[Row, bool]]:
-  """The rows of the file, and whether plain runs leave them out."""
-  if not ROWS.exists():
-    return []
-  lines = [line.split() for line in ROWS.read_text().splitlines()]
-  return [(Row(*line[:4], int(line[4])), line[5:] == ["slow"]) for line in lines]
+class Line(NamedTuple):
+  """A row of the file, the hash of its bits or "-", and "slow" or nothing."""
+
+  row: Row
+  hash: str
+  slow: str = ""
+
+
+def read() -> tuple[int, list[Line]]:
+  """The wire of the hashes, and the lines."""
+  first, *rest = (line.split() for line in ROWS.read_text().splitlines())
+  return int(first[2]), [Line(Row(*x[:4], int(x[4])), *x[5:]) for x in rest]
+
+
+def write(wire: int, lines: Iterable[Line]) -> None:
+  texts = [" ".join((x.row.name, x.hash, x.slow)).rstrip() for x in sorted(lines)]
+  ROWS.write_text("\n".join([f"# wire {wire}", *texts]) + "\n")
 
 
 class Run(NamedTuple):
