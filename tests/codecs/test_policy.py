@@ -30,7 +30,7 @@ def transformation(codec, exchange="all_gather", feedback="error"):
 
 
 def run(tx, steps):
-  update = modes.mapped("vmap", tx, WORKERS)
+  update = modes.started("vmap", tx, WORKERS).update
   outputs, state = [], None
   for grads in steps:
     output, state = update(grads, state, jax.tree.map(lambda leaf: leaf[0], grads))

@@ -56,9 +56,13 @@ class Case(NamedTuple):
       all become NaN, None for all of a leaf, ``"column"`` for all of its column;
       ``"itself"`` if it stays what it is; ``"sent"`` if it is sent as it is, and may
       displace others; ``"row"`` if what is sent of its row is no longer finite.
-    write: ``write(x, key, rows, stats)``, the rows of a finite leaf by the page alone.
-      Of the rows that were found it takes no more than sums in binary32, after it has
-      compared them. None where another test has the rule of selection.
+    write: ``write(x, key, rows, stats, per_row)``, the rows of a finite leaf by the
+      page alone; without a key it rounds to nearest, and ``per_row`` gives each row a
+      scale. Of rows that were found it takes no more than sums in binary32, after it
+      has compared them. None where another test has the rule of selection.
+    exact: whether what is written without such rows has the library's bits: norms and
+      means of buckets are summed in other orders, and rotations are done elsewhere.
+      None where a worker needs more than its key and its leaf.
     unclipped: the codec of what is left of a leaf that is not finite, if another.
     shape: of the leaf that the laws try; None for two tiles and a part of a third.
     slow: whether plain runs leave it out: what is its own is the same code elsewhere.
@@ -68,6 +72,7 @@ class Case(NamedTuple):
   read: Callable[[np.ndarray, np.ndarray | None, tuple[int, ...]], np.ndarray]
   spoils: int | str | None
   write: Callable[..., np.ndarray] | None = None
+  exact: bool | None = None
   unclipped: Codec | None = None
   shape: tuple[int, ...] | None = None
   slow: bool = False
@@ -77,14 +82,27 @@ class Case(NamedTuple):
     """The shape that the laws try, of a size that divides nothing."""
     return self.shape or (2 * self.codec.tile_size + 77,)
 
+  def through(self, x, key, per_row=False):
+    """What numbers become that are written and read, float32 of x's shape."""
+    if per_row and isinstance(self.codec, BlockFloat):  # whose scale is of all rows
+      return np.stack([self.through(row, key) for row in x])
+    rows = self.write(x, key, per_row=per_row)
+    return self.read(rows, None, x.shape).reshape(x.shape)
+
 
 def _random(codec, key):
   """The key, where numbers are rounded at random."""
   return key if codec.needs_key else None
 
 
+def _rounding(codec, key):
+  return "nearest" if key is None else codec.rounding
+
+
 def _known(rows, words, stats, expected, rtol):
   """The scales that rows or workers have, of which those of sums may be near."""
+  if rows is None:
+    return expected
   found = planes.as_floats(rows[:, words:]) if stats is None else stats
   found = np.broadcast_to(found, (len(rows), found.shape[1]))
   np.testing.assert_allclose(found, expected, rtol=rtol)
@@ -94,7 +112,6 @@ def _known(rows, words, stats, expected, rtol):
 def of_qsgd(slow=False, **hyper):
   codec = QSGD(**hyper)
   layout = dict(bits=codec.bits, bucket_size=codec.bucket_size)
-  rule = dict(norm=codec.norm, levels=codec.levels, rounding=codec.rounding)
 
   def read(rows, stats, shape):
     if codec.rotate:
@@ -109,26 +126,28 @@ def of_qsgd(slow=False, **hyper):
       return levels.decode(rows, size, **layout)
     return qsgd.decode(rows, size, levels=codec.levels, scales=stats, **layout)
 
-  def write(x, key, rows, stats):
-    key = _random(codec, key)
+  def write(x, key, rows=None, stats=None, per_row=False):
+    how = dict(key=_random(codec, key), rounding=_rounding(codec, key))
     if codec.levels == "nonuniform":
-      k = levels.first(codec.bits)
-      return levels.encode(x, k=k, key=key, rounding=codec.rounding, **layout)
+      return levels.encode(x, k=levels.first(codec.bits), **how, **layout)
     if codec.norm == "rms":
       x = planes.filled(x, codec.bucket_size)
     if codec.rotate:
       x = rotation.rotate(x, group=codec.rotate, **layout)
     # Squares are added in another order, by halves, and a root is taken.
-    expected = qsgd.scales_of(x, norm=codec.norm, **layout)
+    expected = qsgd.scales_of(x, norm=codec.norm, scale_per_row=per_row, **layout)
     rtol = 0 if codec.norm == "max" else 1e-6
-    scales = _known(rows, codec.bucket_size or 512, stats, expected, rtol)
-    inline = stats is None
-    return qsgd.encode(x, key=key, scales=scales, inline=inline, **rule, **layout)
+    how["scales"] = _known(rows, codec.bucket_size or 512, stats, expected, rtol)
+    how["inline"] = stats is None
+    return qsgd.encode(x, norm=codec.norm, levels=codec.levels, **how, **layout)
 
   spoils = codec.bucket_size
   if codec.rotate and spoils:
     spoils *= 8  # the planes that a group lies in
-  return Case(codec, read, spoils, write, slow=slow)
+  exact = None
+  if not codec.share_scale and codec.levels != "nonuniform":
+    exact = codec.norm == "max" and not codec.rotate
+  return Case(codec, read, spoils, write, exact, slow=slow)
 
 
 def of_dense(dtype, numpy_dtype, slow=False, **hyper):
@@ -136,23 +155,23 @@ def of_dense(dtype, numpy_dtype, slow=False, **hyper):
   read = lambda rows, stats, shape: dense.decode(
     rows, int(np.prod(shape)), dtype=numpy_dtype
   )
-  write = lambda x, key, rows, stats: dense.encode(
+  write = lambda x, key, *_, **__: dense.encode(
     x, dtype=numpy_dtype, key=_random(codec, key)
   )
-  return Case(codec, read, "itself", write, slow=slow)
+  return Case(codec, read, "itself", write, exact=True, slow=slow)
 
 
 def of_one_bit(bucket_size):
   rule = dict(bucket_size=bucket_size)
   read = lambda rows, stats, shape: one_bit.decode(rows, int(np.prod(shape)), **rule)
 
-  def write(x, key, rows, stats):
+  def write(x, key, rows=None, stats=None, per_row=False):
     # Sums of at most a bucket of one sign in binary32, and a division.
     rtol = (bucket_size + 1) * 2.0**-24
     means = _known(rows, bucket_size, None, one_bit.means_of(x, **rule), rtol)
     return one_bit.encode(x, means=means, **rule)
 
-  return Case(OneBit(bucket_size=bucket_size), read, bucket_size, write)
+  return Case(OneBit(bucket_size=bucket_size), read, bucket_size, write, exact=False)
 
 
 def of_one_bit_columns():
@@ -174,7 +193,7 @@ def of_sign(**hyper):
   rule = dict(bucket_size=codec.bucket_size, scale=codec.scale)
   read = lambda rows, stats, shape: sign.decode(rows, int(np.prod(shape)), **rule)
 
-  def write(x, key, rows, stats):
+  def write(x, key, rows=None, stats=None, per_row=False):
     scales = None
     if codec.scale == "mean":
       # Sums of a bucket's magnitudes in binary32, by halves.
@@ -182,7 +201,8 @@ def of_sign(**hyper):
       scales = _known(rows, codec.bucket_size, None, expected, 1e-6)
     return sign.encode(x, scales=scales, **rule)
 
-  return Case(codec, read, codec.bucket_size, write)
+  exact = False if codec.scale == "mean" else None
+  return Case(codec, read, codec.bucket_size, write, exact)
 
 
 def of_ternary(slow=False, **hyper):
@@ -192,22 +212,24 @@ def of_ternary(slow=False, **hyper):
     rows, int(np.prod(shape)), scales=stats, **rule
   )
 
-  def write(x, key, rows, stats):
+  def write(x, key, rows=None, stats=None, per_row=False):
     # Squares of some 10^4 elements in binary32, in no documented order.
     limit = ternary.clip_limit(x, codec.clip_sigmas)
-    expected = ternary.scales_of(x, scaler=codec.scaler, limit=limit, **rule)
+    how = dict(scaler=codec.scaler, limit=limit, scale_per_row=per_row)
+    expected = ternary.scales_of(x, **how, **rule)
     rtol = 0 if codec.clip_sigmas is None else 1e-5
     scales = _known(rows, codec.bucket_size or 512, stats, expected, rtol)
     # The largest scale is the limit, or all are below it and nothing is clipped.
     known = dict(scales=scales, limit=scales.max(), inline=stats is None)
-    key = _random(codec, key)
-    return ternary.encode(x, key=key, rounding=codec.rounding, **known, **rule)
+    how = dict(key=_random(codec, key), rounding=_rounding(codec, key))
+    return ternary.encode(x, **how, **known, **rule)
 
   unclipped = None
   if codec.clip_sigmas is not None:
     # A leaf that is not finite has no standard deviation: no bucket of it is clipped.
     unclipped = dataclasses.replace(codec, clip_sigmas=None, scaler="clipped")
-  return Case(codec, read, codec.bucket_size, write, unclipped, slow=slow)
+  exact = None if codec.share_scale or codec.clip_sigmas is not None else True
+  return Case(codec, read, codec.bucket_size, write, exact, unclipped, slow=slow)
 
 
 def of_eight_bit(slow=False, **hyper):
@@ -215,10 +237,14 @@ def of_eight_bit(slow=False, **hyper):
   rule = dict(data_type=codec.dtype, bucket_size=codec.bucket_size)
   rule["exponent_offset"] = codec.exponent_offset
   read = lambda rows, stats, shape: eight_bit.decode(rows, int(np.prod(shape)), **rule)
-  write = lambda x, key, rows, stats: eight_bit.encode(
-    x, key=_random(codec, key), rounding=codec.rounding, **rule
-  )
-  return Case(codec, read, codec.bucket_size, write, slow=slow)
+
+  def write(x, key, rows=None, stats=None, per_row=False):
+    how = dict(rounding=_rounding(codec, key))
+    scales = eight_bit.scales_of(x, scale_per_row=per_row, **how, **rule)
+    how["key"] = _random(codec, key)
+    return eight_bit.encode(x, scales=scales, **how, **rule)
+
+  return Case(codec, read, codec.bucket_size, write, exact=True, slow=slow)
 
 
 def of_float_cast(slow=False, **hyper):
@@ -234,7 +260,7 @@ def of_float_cast(slow=False, **hyper):
     byte = None if stats is None else stats[0, 0]
     return float_cast.decode(rows, int(np.prod(shape)), **known(byte))
 
-  def write(x, key, rows, stats):
+  def write(x, key, rows=None, stats=None):
     byte = None if stats is None else float_cast.aps_byte(x, codec.addends)
     return float_cast.encode(x, key=key, rounding=codec.rounding, **known(byte))
 
@@ -254,7 +280,7 @@ def of_block_float(slow=False, **hyper):
     tiles = block_float.decode(rows, len(rows) * codec.tile_size, **layout)
     return rotation.unrotate(tiles, **group)[:size]
 
-  def write(x, key, rows, stats):
+  def write(x, key, *_, **__):
     x = rotation.rotate(x, **group) if codec.rotate else x
     return block_float.encode(x, key=_random(codec, key), **layout)
 
@@ -263,7 +289,8 @@ def of_block_float(slow=False, **hyper):
   if codec.rotate and spoils:
     # A group lies in all planes: of 32 elements in all blocks of them, of 8 in one.
     spoils = codec.tile_size if codec.rotate == 32 else "row"
-  return Case(codec, read, spoils, write, slow=slow)
+  exact = None if codec.rotate else codec.scale == "e8m0"
+  return Case(codec, read, spoils, write, exact, slow=slow)
 
 
 def of_lossless():
@@ -275,8 +302,8 @@ def of_lossless():
 def of_natural(slow=False, **hyper):
   codec = Natural(**hyper)
   read = lambda rows, stats, shape: natural.decode(rows, int(np.prod(shape)))
-  write = lambda x, key, rows, stats: natural.encode(x, key=_random(codec, key))
-  return Case(codec, read, 1, write, slow=slow)
+  write = lambda x, key, *_, **__: natural.encode(x, key=_random(codec, key))
+  return Case(codec, read, 1, write, exact=True, slow=slow)
 
 
 def of_top_k(slow=False, **hyper):
@@ -292,12 +319,13 @@ def of_top_k(slow=False, **hyper):
     size = int(np.prod(shape))
     return top_k.decode(rows, size, **rule(size))
 
-  write = None
+  write = exact = None
   if codec.quantize is None and codec.selection in ("exact", "auto"):
-    write = lambda x, key, rows, stats: top_k.encode(x, **rule(x.size))
+    write = lambda x, key, *_, **__: top_k.encode(x, **rule(x.size))
+    exact = True if codec.selection == "exact" and codec.range_size else None
   shape = None if codec.range_size else (2077,)
   spoils = "sent" if codec.quantize is None else "row"
-  return Case(codec, read, spoils, write, shape=shape, slow=slow)
+  return Case(codec, read, spoils, write, exact, shape=shape, slow=slow)
 
 
 def of_random_k(**hyper):
@@ -320,6 +348,6 @@ def of_block_top(slow=False, **hyper):
   codec = BlockTop(**hyper)
   rule = dict(block_size=codec.block_size, count=codec.count, value_bits=codec.bits)
   read = lambda rows, stats, shape: block_top.decode(rows, int(np.prod(shape)), **rule)
-  write = lambda x, key, rows, stats: block_top.encode(x, **rule)
+  write = lambda x, key, *_, **__: block_top.encode(x, **rule)
   spoils = codec.block_size if codec.bits == 32 else codec.tile_size
-  return Case(codec, read, spoils, write, slow=slow)
+  return Case(codec, read, spoils, write, exact=True, slow=slow)

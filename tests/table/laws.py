@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcomp
-from gradcomp._src.codecs.tiles import from_tiles
 from gradcomp._src.core.residual_storage import is_stored, kind, read_residual
 from gradcomp._src.exchange.collectives import REPEAT
-from gradcomp._src.exchange.owners import owned_matrices
-from gradcomp._src.testing.conservation import _STORING
+from gradcomp._src.testing import conservation
 from tests.support import laws as suite
 from tests.support.cases import reshard as cases
 from tests.table import oracle
@@ -32,22 +30,8 @@ def same(a, b):
 
 def owned(run, state):
   """What owners keep, by the names of leaves; zeros where it is of low-rank factors."""
-  found = {name: np.zeros(x.shape) for name, x in run.params.items()}
-  names = list(run.params)
-  if not state.server_residual:
-    return found
-  for axes, matrices in owned_matrices(run.plan).items():
-    arrays = state.server_residual[axes]
-    for matrix, array in zip(matrices, arrays, strict=True):
-      rows = np.asarray(array).reshape(-1, *array.shape[-2:])
-      for i, slot, like in matrix.leaves():
-        if not run.plan.codecs[i].rounds(run.plan.leaves[i].shape)[0].of_leaf:
-          continue
-        part = rows[slot.start : slot.stop]
-        if getattr(matrix.codec, "rotate", None) or matrix.codec.tile_size == 0:
-          part = np.asarray(from_tiles(jnp.asarray(part), like, matrix.codec))
-        found[names[i]] = part.ravel()[: like.size].reshape(like.shape)
-  return found
+  leaves = conservation.owned_leaves(run.plan, state.server_residual)
+  return dict(zip(run.params, leaves, strict=True))
 
 
 def residuals(run, step):
@@ -90,7 +74,7 @@ def nothing_is_lost(run):
       parts = (given, sent, waits[name], owns[name], waited[name], was[name])
       largest = max(np.abs(x).max(initial=0) for x in parts)
       # Each of at most 4 N + 8 numbers that are rounded is below the largest.
-      stored = 2 * n * _STORING[kind(after.residual[name])]
+      stored = 2 * n * conservation.STORING[kind(after.residual[name])]
       bound = ((4 * n + 8) * 2.0**-23 + stored) * max(1.0, largest)
       wrong = np.abs(total - expected).max(initial=0)
       assert wrong <= bound, f"{name} in step {step}: {wrong} > {bound}"
@@ -298,7 +282,7 @@ def reshard_keeps_sums(run):
         before, after = before / n, after / new
       largest = max(np.abs(x).max(initial=0) for x in (waited, waits))
       # Each of at most N additions rounds, and storing does.
-      stored = _STORING[kind(state.residual[name])] if state.residual else 0
+      stored = conservation.STORING[kind(state.residual[name])] if state.residual else 0
       bound = (n + 2) * (2.0**-23 + stored) * largest
       np.testing.assert_allclose(after, before, rtol=0, atol=bound, err_msg=name)
 

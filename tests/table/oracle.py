@@ -5,157 +5,33 @@ are there, for owners' shares and the keys of sums span them.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from gradcomp.codecs import (
   QSGD,
-  BlockFloat,
-  BlockTop,
-  Codec,
-  Dense,
-  EightBit,
   FloatCast,
   Leaf,
-  Natural,
   OneBit,
-  Sign,
-  Ternary,
   TopK,
 )
 from tests.specs import (
-  block_float,
-  block_top,
-  dense,
   dithers,
-  eight_bit,
   exchange,
   float_cast,
-  natural,
-  one_bit,
   planes,
   qsgd,
-  rotation,
-  sign,
   ternary,
-  top_k,
 )
 from tests.specs import scales as scale_table
 from tests.specs.methods import sparse
+from tests.support import laws as suite
 from tests.support.cases.float import cast_of
 from tests.table.run import GROUPS, SEED
 
 LEAVES = ("a", "h")
 LATER = "['a']\n['h']\n"  # the name in keys of sums and means
-
-
-class Coding(NamedTuple):
-  """What numbers become that are encoded and decoded by the specification.
-
-  Attributes:
-    through: ``through(x, key, per_row)``, float32 of the size of x. Without a key it
-      rounds to nearest; ``per_row`` gives each row a scale, as of sums.
-    exact: whether it has the library's bits. Norms and means of buckets are summed in
-      other orders, and rotations are done elsewhere.
-  """
-
-  through: Callable[..., np.ndarray]
-  exact: bool = True
-
-
-def coding(codec: Codec) -> Coding | None:
-  """The coding of a codec whose workers share nothing but keys; None for others."""
-  match codec:
-    case QSGD(share_scale=False) if codec.levels != "nonuniform":
-      exact = codec.norm == "max" and not codec.rotate
-      return Coding(functools.partial(_qsgd, codec), exact)
-    case Ternary(share_scale=False, clip_sigmas=None):
-      return Coding(functools.partial(_ternary, codec))
-    case EightBit():
-      return Coding(functools.partial(_eight_bit, codec))
-    case BlockFloat(rotate=None):
-      return Coding(functools.partial(_block_float, codec), codec.scale == "e8m0")
-    case Dense():
-      rule = dict(dtype=codec.dtype)
-      return Coding(functools.partial(_simple, dense, rule, rule))
-    case Natural():
-      return Coding(functools.partial(_simple, natural, {}, {}))
-    case OneBit(per_column=False):
-      rule = dict(bucket_size=codec.bucket_size)
-      return Coding(functools.partial(_without_key, one_bit, rule), exact=False)
-    case Sign(scale="mean"):
-      rule = dict(bucket_size=codec.bucket_size, scale="mean")
-      return Coding(functools.partial(_without_key, sign, rule), exact=False)
-    case BlockTop():
-      names = dict(block_size=codec.block_size, count=codec.count)
-      rule = names | {"value_bits": codec.bits}
-      return Coding(functools.partial(_without_key, block_top, rule))
-    case TopK(selection="exact", quantize=None, range_size=int()):
-      slots = top_k.slots_of(codec.density, codec.range_size, "exact", codec.slack)
-      rule = dict(range_size=codec.range_size, slots=slots)
-      rule |= {"value_dtype": jnp.dtype(codec.dtype).name}
-      return Coding(functools.partial(_without_key, top_k, rule))
-  return None
-
-
-def _qsgd(codec, x, key, per_row=False):
-  layout = dict(bits=codec.bits, bucket_size=codec.bucket_size)
-  given = x
-  if codec.rotate:
-    given = rotation.rotate(x, group=codec.rotate, **layout)
-  rows = qsgd.encode(
-    given,
-    key=key,
-    norm=codec.norm,
-    levels=codec.levels,
-    rounding="nearest" if key is None else "stochastic",
-    scale_per_row=per_row,
-    **layout,
-  )
-  value = qsgd.decode(rows, given.size, levels=codec.levels, **layout)
-  if codec.rotate:
-    value = rotation.unrotate(value, group=codec.rotate, **layout)
-  return value[: x.size]
-
-
-def _ternary(codec, x, key, per_row=False):
-  rule = dict(packing=codec.packing, bucket_size=codec.bucket_size)
-  scales = ternary.scales_of(x, scale_per_row=per_row, **rule)
-  rounding = "nearest" if key is None else "stochastic"
-  rows = ternary.encode(x, key=key, scales=scales, rounding=rounding, **rule)
-  return ternary.decode(rows, x.size, **rule)
-
-
-def _eight_bit(codec, x, key, per_row=False):
-  rule = dict(data_type=codec.dtype, bucket_size=codec.bucket_size)
-  rule["exponent_offset"] = codec.exponent_offset
-  rounding = "nearest" if key is None else "stochastic"
-  scales = eight_bit.scales_of(x, rounding=rounding, scale_per_row=per_row, **rule)
-  rows = eight_bit.encode(x, key=key, scales=scales, rounding=rounding, **rule)
-  return eight_bit.decode(rows, x.size, **rule)
-
-
-def _block_float(codec, x, key, per_row=False):
-  rule = dict(element=codec.element, scale=codec.scale, block_size=codec.block_size)
-  parts = [x]
-  if per_row:  # of rows, one scale of numbers each
-    parts = x.reshape(-1, codec.tile_size)
-  found = []
-  for part in parts:
-    rows = block_float.encode(part, key=key, **rule)
-    found.append(block_float.decode(rows, part.size, **rule))
-  return np.concatenate(found)
-
-
-def _simple(spec, written, read, x, key, per_row=False):
-  return spec.decode(spec.encode(x, key=key, **written), x.size, **read)
-
-
-def _without_key(spec, rule, x, key, per_row=False):
-  return spec.decode(spec.encode(x, **rule), x.size, **rule)
 
 
 class Step(NamedTuple):
@@ -190,32 +66,23 @@ def step(run, number: int) -> Step | None:
     return _float_cast(row, codec, given, number)
   if getattr(codec, "share_scale", False):
     return _shared(row, codec, given["a"], number)
-  found = coding(codec)
-  if found is None:
+  case = suite.SETTINGS[row.setting]
+  if case.exact is None or row.exchange not in _EXCHANGES:
     return None
-  return _EXCHANGES.get(row.exchange, _none)(row, codec, found, given, number, before)
-
-
-def _none(*args):
-  return None
+  return _EXCHANGES[row.exchange](row, case, given, number, before)
 
 
 def _dither(number, name, worker, *more):
   return dithers.leaf_dither(SEED, number, name, worker, *more)
 
 
-def _random(codec):
-  """Whether the codec rounds at random."""
-  return getattr(codec, "rounding", "nearest") == "stochastic"
-
-
-def _sent(codec, found, given, number, whole=False):
+def _sent(case, given, number, whole=False):
   """What each worker sends of each leaf, float32[N, size]; or of all its rows."""
-  key = lambda name, i: _dither(number, f"['{name}']", i) if _random(codec) else None
   result = {}
   for name, x in given.items():
-    x = _tiled(codec, x).reshape(len(x), -1) if whole else x
-    result[name] = np.stack([found.through(v, key(name, i)) for i, v in enumerate(x)])
+    x = _tiled(case.codec, x).reshape(len(x), -1) if whole else x
+    keys = (_dither(number, f"['{name}']", i) for i in range(len(x)))
+    result[name] = np.stack(list(map(case.through, x, keys)))
   return result
 
 
@@ -233,77 +100,69 @@ def _flat(rows, size):
   return rows.reshape(*rows.shape[:-2], -1)[..., :size]
 
 
-def _all_gather(row, codec, found, given, number, before):
-  sent = _sent(codec, found, given, number)["a"]
-  if isinstance(codec, TopK):
+def _rows(case, leaves):
+  """The rows of all leaves of a message, float32[N, R, tile]."""
+  return np.concatenate([_tiled(case.codec, x) for x in leaves.values()], axis=1)
+
+
+def _all_gather(row, case, given, number, before):
+  sent = _sent(case, given, number)["a"]
+  if isinstance(case.codec, TopK):
     mean = sparse.sparse_sum(sent, np.float32(1 / row.workers))
   else:
     mean = exchange.all_gather(sent)
-  return Step(mean, given["a"] - sent, None, found.exact)
+  return Step(mean, given["a"] - sent, None, case.exact)
 
 
-def _local(row, codec, found, given, number, before):
-  sent = _sent(codec, found, given, number)["a"]
-  return Step(sent, given["a"] - sent, None, found.exact)
+def _local(row, case, given, number, before):
+  sent = _sent(case, given, number)["a"]
+  return Step(sent, given["a"] - sent, None, case.exact)
 
 
-def _owners(row, codec, found, number, before):
+def _owners(row, case, number, before):
   """The owners' encoding of means, and what they keep."""
   if not before.server_residual:
-    key = lambda owner: (
-      dithers.leaf_key(SEED, number, LATER, owner) if _random(codec) else None
-    )
-    again = lambda mean, owner: found.through(
-      mean.ravel(), key(owner), per_row=True
-    ).reshape(mean.shape)
-    return again, None
-  (arrays,) = before.server_residual.values()
-  (array,) = arrays
-  owned = np.array(array).reshape(row.workers, -1, codec.tile_size)
-  again = lambda mean, owner: found.through(mean.ravel(), None, per_row=True).reshape(
-    mean.shape
-  )
+    key = lambda owner: dithers.leaf_key(SEED, number, LATER, owner)
+    return lambda mean, owner: case.through(mean, key(owner), per_row=True), None
+  ((array,),) = before.server_residual.values()
+  owned = np.array(array).reshape(row.workers, -1, case.codec.tile_size)
+  again = lambda mean, owner: case.through(mean, None, per_row=True)
   return exchange.with_feedback(again, owned), owned
 
 
-def _two_shot(row, codec, found, given, number, before):
-  if isinstance(codec, TopK) or getattr(codec, "rotate", None):
+def _two_shot(row, case, given, number, before):
+  if isinstance(case.codec, TopK) or getattr(case.codec, "rotate", None):
     return None  # owners select from ranges, and add what is rotated
-  sent = _sent(codec, found, given, number, whole=True)
-  rows = np.concatenate([_tiled(codec, x) for x in sent.values()], axis=1)
-  again, owned = _owners(row, codec, found, number, before)
-  mean = exchange.two_shot(rows, again)
+  sent = _sent(case, given, number, whole=True)
+  again, owned = _owners(row, case, number, before)
+  mean = exchange.two_shot(_rows(case, sent), again)
   size = given["a"].shape[1]
-  return Step(_flat(mean, size), given["a"] - sent["a"][:, :size], owned, found.exact)
+  return Step(_flat(mean, size), given["a"] - sent["a"][:, :size], owned, case.exact)
 
 
-def _ring(row, codec, found, given, number, before):
+def _ring(row, case, given, number, before):
   n, size = row.workers, given["a"].shape[1]
-  rows = np.concatenate([_tiled(codec, x) for x in given.values()], axis=1)
 
   def recode(rows, worker, hop):
     key = _dither(number, LATER, n - 1 - hop, (worker - 1 - hop) % n)
-    key = key if _random(codec) else None
-    return found.through(rows.ravel(), key, per_row=True).reshape(rows.shape)
+    return case.through(rows, key, per_row=True)
 
-  mean, lost = exchange.ring(rows, recode)
-  return Step(_flat(mean, size), _flat(lost, size), None, found.exact)
+  mean, lost = exchange.ring(_rows(case, given), recode)
+  return Step(_flat(mean, size), _flat(lost, size), None, case.exact)
 
 
-def _hierarchical(row, codec, found, given, number, before):
-  if getattr(codec, "rotate", None):
+def _hierarchical(row, case, given, number, before):
+  if getattr(case.codec, "rotate", None):
     return None  # owners add what is rotated
   size, group = given["a"].shape[1], GROUPS[row.workers]
-  rows = np.concatenate([_tiled(codec, x) for x in given.values()], axis=1)
 
   def inside(rows, worker):
     key = _dither(number, LATER, worker // group, worker % group)
-    key = key if _random(codec) else None
-    return found.through(rows.ravel(), key, per_row=True).reshape(rows.shape)
+    return case.through(rows, key, per_row=True)
 
-  again, owned = _owners(row, codec, found, number, before)
-  mean, lost = exchange.hierarchical(rows, group, inside, again)
-  return Step(_flat(mean, size), _flat(lost, size), owned, found.exact)
+  again, owned = _owners(row, case, number, before)
+  mean, lost = exchange.hierarchical(_rows(case, given), group, inside, again)
+  return Step(_flat(mean, size), _flat(lost, size), owned, case.exact)
 
 
 _EXCHANGES = {
@@ -321,9 +180,7 @@ def _shared(row, codec, x, number):
     return None
   if getattr(codec, "rotate", None):
     return None  # sums are of rotated elements
-  keys = [
-    _dither(number, "['a']", i) if _random(codec) else None for i in range(len(x))
-  ]
+  keys = [_dither(number, "['a']", i) for i in range(len(x))]
   integers = _qsgd_integers if isinstance(codec, QSGD) else _ternary_integers
   codes, decode, exact = integers(codec, x, keys)
   sent = np.stack([decode(own) for own in codes])

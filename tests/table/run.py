@@ -2,24 +2,20 @@
 
 import functools
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
 import gradcomp
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.exchange.plan import MessagePlan
-from gradcomp._src.floats.dtypes import addend_dtype
-from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
-from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp._src.report import tracing
-from gradcomp._src.testing.modes import _of_sums
+from gradcomp._src.testing import modes
 from gradcomp.codecs import Codec, FloatCast
 from tests.support import laws
 
@@ -98,7 +94,7 @@ class Row(NamedTuple):
     """Whether the library takes it, and the place has so many workers."""
     if self.place in ("checked", "explicit") and self.exchange == "local":
       return False  # updates are not equal, and stay addends
-    fits = self.workers in PLACES[self.place].workers
+    fits = self.workers in PLACES[self.place][1]
     return fits and _taken(self.setting, self.exchange, self.feedback)
 
 
@@ -158,7 +154,7 @@ class Run(NamedTuple):
 def sizes(codec: Codec) -> tuple[int, int]:
   """The elements of the leaves that are encoded: some tiles, and one and a part."""
   tile = codec.tile_size or 1000
-  return (4 if tile <= 2048 else 2) * tile + 77, tile + 45
+  return max((4 if tile <= 2048 else 2) * tile, 2 * ZEROS) + 77, tile + 45
 
 
 def leaves(codec: Codec) -> dict[str, jax.ShapeDtypeStruct]:
@@ -206,165 +202,51 @@ def of_any_range(codec: Codec) -> bool:
   return getattr(codec, "exponent_offset", None) is None and not codec.facts.own_units
 
 
-class Started(NamedTuple):
-  """A row in its place.
-
-  Attributes:
-    state: the first one.
-    step: ``step(gradients, state)``, to be compiled.
-    stacked: ``stacked(state)`` has leaves ``[N, ...]``.
-    mesh: None where no device sends anything.
-  """
-
-  state: Any
-  step: Any
-  stacked: Any
-  mesh: Any = None
-
-
-class Place(NamedTuple):
-  """Where a transformation runs: ``start(tx, params, N)``, and the N that it takes."""
-
-  start: Callable[..., Started]
-  workers: tuple[int, ...] = WORKERS
-
-
-def _mesh(shape, names, kind=AxisType.Auto):
-  devices = jax.devices()[: int(np.prod(shape))]
-  return jax.make_mesh(shape, names, (kind,) * len(names), devices=devices)
-
-
-def _emulated(transform, tx, params, workers):
-  """Maps ``init``, too, for the second stage counts the workers."""
-  init, update = (transform(f, axis_name="data") for f in (tx.init, tx.update))
-  zeros = {k: np.zeros((workers, *x.shape), x.dtype) for k, x in params.items()}
-  return Started(init(zeros), update, functools.partial(jax.tree.map, np.asarray))
-
-
-def _zeros(params):
-  return {k: np.zeros(x.shape, x.dtype) for k, x in params.items()}
-
-
-def _first(tx, params, mesh):
-  with jax.set_mesh(mesh):
-    return jax.jit(tx.init)(_zeros(params))
-
-
-def _unstacked(axes, workers, state):
-  """Each worker's shard of a state of global arrays, ``[N, ...]``."""
-
-  def stack(x, spec):
-    x = np.asarray(x)
-    if any(set(np.ravel(part)) & set(axes) for part in spec if part is not None):
-      return x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
-    return np.stack([x] * workers)
-
-  name = axes if len(axes) > 1 else axes[0]
-  return jax.tree.map(stack, state, gradcomp.state_specs(state, axis_name=name))
-
-
-def _mapped(mesh, axes, tx, params, workers, check_vma=False, **options):
-  """In ``shard_map`` over some axes, with each worker's own copy of the output."""
-  state = _first(tx, params, mesh)
-  name = axes if len(axes) > 1 else axes[0]
-  specs = gradcomp.state_specs(state, axis_name=name)
-
-  def local(gradient, state):
-    gradient = jax.tree.map(lambda x: x[0], gradient)
-    output, state = tx.update(gradient, state)
-    return output if check_vma else jax.tree.map(lambda x: x[None], output), state
-
-  # Checked, P() is accepted only because outputs are proved equal.
-  out = (P() if check_vma else P(name), specs)
-  options |= {"in_specs": (P(name), specs), "check_vma": check_vma}
-  step = jax.jit(jax.shard_map(local, mesh=mesh, out_specs=out, **options))
-  return Started(state, step, functools.partial(_unstacked, axes, workers), mesh)
-
-
-def _shard_map(tx, params, workers):
-  return _mapped(_mesh((workers,), ("data",)), ("data",), tx, params, workers)
-
-
-def _checked(tx, params, workers):
-  mesh = _mesh((workers,), ("data",))
-  return _mapped(mesh, ("data",), tx, params, workers, check_vma=True)
-
-
-def _beside(tx, params, workers):
+def _beside(tx: Any, workers: int) -> modes.Place:
   """Beside an axis of the compiler, over which nothing is split."""
-  mesh = _mesh((workers, 2), ("data", "model"))
-  return _mapped(mesh, ("data",), tx, params, workers, axis_names={"data"})
+  devices = jax.devices()[: 2 * workers]
+  mesh = jax.make_mesh((workers, 2), ("data", "model"), _AUTO, devices=devices)
+  return modes.sharded_map(tx, workers, "data", devices=mesh, axis_names={"data"})
 
 
-def _two_axes(tx, params, workers):
-  mesh = _mesh((workers // 2, 2), ("host", "chip"))
-  return _mapped(mesh, ("host", "chip"), tx, params, workers)
+def _two_axes(tx: Any, workers: int) -> modes.Place:
+  devices, axes = jax.devices()[:workers], AXES["two_axes"]
+  mesh = jax.make_mesh((workers // 2, 2), axes, _AUTO, devices=devices)
+  return modes.sharded_map(tx, workers, *axes, devices=mesh)
 
 
-def _auto(tx, params, workers):
-  """In plain jit, with gradients that are marked as those of all workers."""
-  mesh = _mesh((workers,), ("data",))
-
-  @jax.jit
-  def step(gradient, state):
-    output, state = tx.update(marked(gradient, "data", P()), state, _zeros(params))
-    return unmarked(output)[0] if of_all(output) else output, state
-
-  state = _first(tx, params, mesh)
-  stacked = functools.partial(_unstacked, ("data",), workers)
-  return Started(state, step, stacked, mesh)
-
-
-def _explicit(tx, params, workers):
-  """In plain jit over Explicit axes, whose sums are of gradients over N."""
-  mesh = _mesh((workers,), ("data",), AxisType.Explicit)
-
-  @jax.jit
-  def step(gradient, state):
-    wide = lambda x: x.astype(addend_dtype(x.dtype)) * (1 / workers)
-    addends = unreduce(jax.tree.map(wide, gradient), "data")
-    return tx.update(addends, state, _zeros(params))
-
-  stacked = lambda state: _of_sums(_unstacked(("data",), workers, state), workers)
-  return Started(_first(tx, params, mesh), step, stacked, mesh)
-
-
-_vmap = lambda f, axis_name: jax.jit(jax.vmap(f, axis_name=axis_name))
+_AUTO = (AxisType.Auto, AxisType.Auto)
+_modes = lambda name: functools.partial(modes.started, name)
+# Where a transformation runs, and the N that it takes there.
 PLACES = {
-  "vmap": Place(functools.partial(_emulated, _vmap)),
-  "pmap": Place(functools.partial(_emulated, jax.pmap)),
-  "shard_map": Place(_shard_map),
-  "checked": Place(_checked),
-  "auto": Place(_auto),
+  "vmap": (_modes("vmap"), WORKERS),
+  "pmap": (_modes("pmap"), WORKERS),
+  "shard_map": (_modes("shard_map_unchecked"), WORKERS),
+  "checked": (_modes("shard_map"), WORKERS),
+  "auto": (_modes(modes.AUTO), WORKERS),
   # Gradients over N are exact for a power of two alone.
-  "explicit": Place(_explicit, (1, 2, 4, 8)),
-  "two_axes": Place(_two_axes, (2, 4, 8)),
-  "beside": Place(_beside, (1, 2, 3, 4)),
+  "explicit": (_modes(modes.EXPLICIT), (1, 2, 4, 8)),
+  "two_axes": (_two_axes, (2, 4, 8)),
+  "beside": (_beside, (1, 2, 3, 4)),
 }
 AXES = {"two_axes": ("host", "chip")}
 
 
 def run(row: Row) -> Run:
   """Compiles a row's update once, and calls it four times."""
-  tx = row.transformation()
+  tx, n = row.transformation(), row.workers
   params = leaves(row.codec)
-  state, step, stacked, mesh = PLACES[row.place].start(tx, params, row.workers)
+  zeros = {k: np.zeros(x.shape, x.dtype) for k, x in params.items()}
+  place = PLACES[row.place][0](tx, n)
+  state = place.init(zeros)
   given = [gradients(row, k) for k in range(3)]
-  first = given[0]
-  if mesh is not None:
-    axes = P(AXES.get(row.place, "data"))
-    first = jax.device_put(first, NamedSharding(mesh, axes))
-  lowered = step.lower(first, state)
+  first = jax.device_put(given[0], place.where)
+  lowered = place.step.lower(first, state, zeros)
   compiled = lowered.compile()
-  where = compiled.input_shardings[0]
-  whole = row.exchange != "local" and row.place in ("checked", "auto", "explicit")
 
   def call(gradient, state):
-    output, state = compiled(*jax.device_put((gradient, state), where))
-    output = jax.device_get(output)
-    if whole:
-      output = jax.tree.map(lambda x: np.stack([x] * row.workers), output)
-    return output, jax.device_get(state)
+    output, state = jax.device_get(compiled(gradient, state, zeros))
+    return place.each(output), state
 
   outputs, states = [], [jax.device_get(state)]
   for gradient in given:
@@ -373,9 +255,9 @@ def run(row: Row) -> Run:
     states.append(state)
   again = call(given[1], pickle.loads(pickle.dumps(states[1])))
   ((plan, _),) = tracing.study(tx, params, row.sizes).made
-  stacked = [stacked(x) for x in states]
+  stacked = [place.stacked(x) for x in states]
   program = None
-  if mesh is not None:
+  if place.where is not None:
     # Where XLA splits a program over an axis, it is the compiled one that is split.
     program = compiled if row.place == "beside" else lowered
   return Run(row, tx, params, given, outputs, states, stacked, again, program, plan)

@@ -5,6 +5,8 @@ import functools
 import pytest
 
 from gradcomp._src.version import WIRE
+from gradcomp.codecs import PowerSGD
+from tests.support import laws as support
 from tests.support import pages
 from tests.table import cover, laws, run
 
@@ -59,16 +61,23 @@ def placed(kind, *places, marks=()):
 def test_places_have_the_same_bits(kind, places):
   """And obey the laws: those of specifications, too, where XLA optimizes."""
   rows = [run.Row(*kind[:3], place, kind[3]) for place in places]
-  runs = [run.run(row) for row in rows if row.workers in run.PLACES[row.place].workers]
+  runs = [run.run(row) for row in rows if row.workers in run.PLACES[row.place][1]]
   obeys(runs[-1])
   assert len({laws.digest(found) for found in runs}) == 1
 
 
 def test_the_wire_has_the_number_of_the_hashes():
-  """And of the page that specifies it."""
+  """And of the page that specifies it; each row has one, but for PowerSGD's."""
   assert HASHED == WIRE
+  assert {type(x.row.codec) for x in LINES if x.hash == "-"} == {PowerSGD}
   page = pages.ROOT / "docs" / "inside" / "wire-format.md"
   assert f"This is wire {WIRE}," in page.read_text()
+
+
+def test_leaves_are_longer_than_their_zeros():
+  """Else nothing is lost where nothing was given."""
+  for case in support.SETTINGS.values():
+    assert run.sizes(case.codec)[0] > 2 * run.ZEROS
 
 
 def test_each_law_speaks_of_some_row():

@@ -23,7 +23,7 @@ from gradcomp._src.testing.leaves import (
 )
 
 # The rounding error of a stored residual, as a part of the largest element.
-_STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
+STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
 
 
 @law(look="the residual: x - decode(encode(x))")
@@ -59,7 +59,7 @@ def nothing_is_lost(
     ((plan, options),) = tracing.study(transformation, params, workers).made
     if float(options["feedback"].waits(jnp.float32(1.0))) != 1.0:  # it decays
       return
-  owned = _owned_leaves(plan, gradients[0], state.server_residual)
+  owned = owned_leaves(plan, state.server_residual)
   stored = jax.tree.leaves(state.residual, is_leaf=is_stored)
   for i, (path, *given) in enumerate(zipped(*gradients)):
     means = [np.asarray(jax.tree.leaves(x)[i], np.float64)[0] for x in outputs]
@@ -79,7 +79,7 @@ def nothing_is_lost(
     # one l2 norm a tensor makes residuals much larger than gradients.
     largest = max(np.abs(x).max(initial=0) for x in (*given, rest, own))
     unit = float(jnp.finfo(jnp.float32).eps)
-    storing = len(gradients) * workers * _STORING[kind(stored[i])]
+    storing = len(gradients) * workers * STORING[kind(stored[i])]
     bound = ((4 * workers + 8) * unit + storing) * max(5.0, float(largest))
     wrong = np.argwhere(~(np.abs(total - expected) <= bound))
     for at in map(tuple, wrong.tolist()):
@@ -93,14 +93,15 @@ def nothing_is_lost(
       )
 
 
-def _owned_leaves(plan: MessagePlan, gradients: Any, owned: Any) -> list[Any]:
-  """Returns the owner residuals in the shapes of their leaves."""
-  leaves: list[Any] = [np.zeros(x.shape[1:]) for x in jax.tree.leaves(gradients)]
+def owned_leaves(plan: MessagePlan, owned: Any) -> list[np.ndarray]:
+  """Returns the owner residuals in the shapes of their leaves; zeros without any."""
+  leaves: list[Any] = [np.zeros(x.shape) for x in plan.leaves]
   for axes, matrices in owned_matrices(plan).items() if owned else ():
     for matrix, array in zip(matrices, owned[axes], strict=True):
-      rows: Any = np.asarray(array).reshape(-1, *array.shape[2:])
+      rows: Any = np.asarray(array).reshape(-1, *matrix.shape[1:])
       for i, slot, like in matrix.leaves():
         # Else owner residuals are of low-rank factors.
         if plan.codecs[i].rounds(plan.leaves[i].shape)[0].of_leaf:
-          leaves[i] = from_tiles(rows[slot.start : slot.stop], like, matrix.codec)
+          leaf = from_tiles(rows[slot.start : slot.stop], like, matrix.codec)
+          leaves[i] = np.asarray(leaf)
   return leaves

@@ -42,15 +42,12 @@ def errors_are_contractions(
   if codec.unbiased:
     return
   both = _leaves(codec, x)
-  most = most_error
-  if most is None:
-    most = min(1.0, 1 - codec.bind(Leaf(both.shape[1:])).contraction)
+  stated = 1 - codec.bind(Leaf(both.shape[1:])).contraction
+  most = min(1.0, stated) if most_error is None else most_error
   lost, _ = _sent(codec, both)
   for share, kind in zip(lost, ("normal", "different"), strict=True):
-    seen = f"it loses {share:.3g}"
-    within = share <= _SLACK * most + 1e-6
-    expected = f"lose at most {most:.3g} of the energy of {kind} numbers"
-    yield codec, expected, None if within else seen
+    told = None if share <= _SLACK * most + 1e-6 else f"it loses {share:.3g}"
+    yield codec, f"lose at most {most:.3g} of the energy of {kind} numbers", told
 
 
 @law(look="`decode_rows`, and the scale of what it returns")

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradcomp._src.checkpoint.shapes import state_shapes
 from gradcomp._src.core.residual_storage import is_stored
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import CompressState, is_state
@@ -22,16 +23,41 @@ __all__ = ["Run", "modes_for", "run"]
 
 # Maps, in which the mean of the workers' gradients is taken.
 MODES = ("shard_map", "shard_map_unchecked", "pmap", "vmap")
-
 # Plain jit under Auto axes, with gradients that are marked as those of all workers.
 AUTO = "auto"
-
 # Plain jit, in which the sum of addends is taken: gradients over N, which is exact for
 # N a power of two.
 EXPLICIT = "explicit"
 
-# ``update(gradients, state or None, params)`` of all workers.
-Mapped = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+class Shared(NamedTuple):
+  """One update of all workers, whose leaves have no axis of workers."""
+
+  update: Any
+
+
+class Place(NamedTuple):
+  """A transformation of N workers in a mode, with its compiled programs."""
+
+  workers: int
+  init: Callable[[Any], Any]  # the first state, of params
+  step: Any  # of gradients, state and params: an update, or a Shared one, and the state
+  stacked: Callable[[Any], Any] = lambda state: state  # [N, ...], in gradients' units
+  where: NamedSharding | None = None  # of gradients, where devices send
+
+  def update(self, gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """Returns the updates, leaves ``[N, ...]``, and the state; None begins."""
+    state = self.init(params) if state is None else state
+    if self.where is not None:
+      gradients = jax.device_put(gradients, self.where)
+    output, state = self.step(gradients, state, params)
+    return self.each(output), state
+
+  def each(self, output: Any) -> Any:
+    """Returns the update of each worker, leaves ``[N, ...]``."""
+    if isinstance(output, Shared):
+      return jax.tree.map(lambda leaf: np.stack([leaf] * self.workers), output.update)
+    return output
 
 
 class Run(NamedTuple):
@@ -102,49 +128,34 @@ def run(
     >>> run("vmap", tx, [{"w": jnp.ones((2, 5))}]).outputs[0]["w"].shape
     (2, 5)
   """
-  workers = workers_of(gradients)
-  params = params_of(gradients)
-  update = mapped(mode, transformation, workers, axis_name=axis_name)
-  state, outputs = None, []
+  params, state, outputs = params_of(gradients), None, []
+  place = started(mode, transformation, workers_of(gradients), axis_name=axis_name)
   for gradient in gradients:
-    output, state = update(gradient, state, params)
+    output, state = place.update(gradient, state, params)
     outputs.append(output)
-  if mode not in ("pmap", "vmap"):
-    unstacked = functools.partial(_unstacked, workers, axis_name)
-    state = jax.tree.map(unstacked, state, state_specs(state, axis_name=axis_name))
-  if mode == EXPLICIT:
-    scaled = lambda x: _of_sums(x, workers) if is_state(x) else x
-    state = jax.tree.map(scaled, state, is_leaf=is_state)
-  return Run(outputs, state)
+  return Run(outputs, place.stacked(state))
 
 
 def lowered(
   transformation: Transformation, params: Any, *, axis_name: str, workers: int
 ) -> jax.stages.Lowered:
-  """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``."""
-
-  def local(gradient: Any) -> Any:
-    gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
-    update, state = transformation.update(gradient, transformation.init(gradient))
-    # XLA drops what nobody reads, and collectives of the next state with it.
-    return update, jax.tree.map(lambda leaf: leaf[None], state)
-
-  of_all = lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype)
-  devices, spec = mesh(workers, axis_name=axis_name), P(axis_name)
+  """Lowers a step in ``shard_map``, for ``wire_report``."""
   # Unchecked, because arrays of an optimizer's ``init`` are typed as varying.
-  specs: Any = {"in_specs": spec, "out_specs": (P(), spec), "check_vma": False}
-  step = jax.shard_map(local, mesh=devices, **specs)
-  return jax.jit(step).lower(jax.tree.map(of_all, params))
+  where: Any = {"workers": workers, "axis_name": axis_name}
+  step = started("shard_map_unchecked", transformation, **where).step
+  of_all = lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype)
+  state = state_shapes(transformation, params, **where)
+  return step.lower(jax.tree.map(of_all, params), state, params)
 
 
 @functools.lru_cache(maxsize=8)
-def mapped(
+def started(
   mode: str, transformation: Transformation, workers: int, *, axis_name: str = "data"
-) -> Mapped:
-  """Returns ``update`` of all workers, cached with its compiled programs."""
-  if mode not in _MAPS:
-    raise ValueError(f"`mode` must be one of {tuple(_MAPS)}, got {mode!r}.")
-  return _MAPS[mode](transformation, workers, axis_name)
+) -> Place:
+  """Returns a transformation in a mode, which is cached."""
+  if mode not in _PLACES:
+    raise ValueError(f"`mode` must be one of {tuple(_PLACES)}, got {mode!r}.")
+  return _PLACES[mode](transformation, workers, axis_name)
 
 
 def _of_sums(state: CompressState, workers: int) -> CompressState:
@@ -159,107 +170,103 @@ def _of_sums(state: CompressState, workers: int) -> CompressState:
   return state._replace(residual=scale(state.residual), velocity=scale(state.velocity))
 
 
-def _unstacked(workers: int, axis_name: str, x: Any, spec: P) -> np.ndarray:
-  """Returns each worker's shard of a global array, ``[N, ...]``."""
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    x = jax.random.key_data(x)
-  x = np.asarray(x)
-  if len(spec) and axis_name in np.ravel(spec[0]):
-    return x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
-  return np.stack([x] * workers)
+def of_each(axes: tuple[str, ...], workers: int, state: Any) -> Any:
+  """Returns each worker's shards of a state of global arrays, leaves ``[N, ...]``."""
+
+  def stack(x: Any, spec: P) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      x = jax.random.key_data(x)
+    x = np.asarray(x)
+    if len(spec) and set(axes) & set(np.ravel(spec[0])):
+      return x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
+    return np.stack([x] * workers)
+
+  return jax.tree.map(stack, state, state_specs(state, axis_name=axes))
 
 
-def _replicated_map(
+def _emulated(
   transform: Callable[..., Any], tx: Transformation, workers: int, axis_name: str
-) -> Mapped:
+) -> Place:
   """Maps ``init`` too, for the second stage counts the workers."""
-  update, init = (transform(f, axis_name=axis_name) for f in (tx.update, tx.init))
-
-  def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    if state is None:
-      state = init(jax.tree.map(lambda leaf: np.stack([leaf] * workers), params))
-    return update(gradient, state)
-
-  return mapped
+  init = transform(tx.init, axis_name=axis_name)
+  local = lambda gradient, state, params: tx.update(gradient, state)
+  step = transform(local, axis_name=axis_name, in_axes=(0, 0, None))
+  stack = lambda leaf: np.stack([leaf] * workers)
+  return Place(workers, lambda params: init(jax.tree.map(stack, params)), step)
 
 
 def _on_devices(
-  devices: Mesh, tx: Transformation, axis_name: str, update: Mapped
-) -> Mapped:
-  """Calls ``init`` in the mesh, and ``update`` with one gradient on each device."""
+  tx: Transformation, devices: Mesh, axes: tuple[str, ...], workers: int, step: Any
+) -> Place:
+  init = jax.jit(tx.init)
 
-  def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+  def first(params: Any) -> Any:
     with jax.set_mesh(devices):
-      state = tx.init(params) if state is None else state
-    gradient = jax.device_put(gradient, NamedSharding(devices, P(axis_name)))
-    return update(gradient, state, params)
+      return init(params)
 
-  return mapped
+  where = NamedSharding(devices, P(axes))
+  stacked = functools.partial(of_each, axes, workers)
+  return Place(workers, first, jax.jit(step), stacked, where)
 
 
-def _explicit(tx: Transformation, workers: int, axis_name: str) -> Mapped:
-  @jax.jit
-  def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+def _explicit(tx: Transformation, workers: int, axis_name: str) -> Place:
+  def step(gradient: Any, state: Any, params: Any) -> tuple[Shared, Any]:
     wide = lambda leaf: leaf.astype(addend_dtype(leaf.dtype))
     addends = jax.tree.map(lambda leaf: wide(leaf) * (1 / workers), gradient)
-    return tx.update(unreduce(addends, axis_name), state, params)
-
-  def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    output, state = step(gradient, state, params)
-    return jax.tree.map(lambda leaf: np.stack([leaf] * workers), output), state
+    output, state = tx.update(unreduce(addends, axis_name), state, params)
+    return Shared(output), state
 
   devices = mesh(workers, AxisType.Explicit, axis_name=axis_name)
-  return _on_devices(devices, tx, axis_name, update)
+  place = _on_devices(tx, devices, (axis_name,), workers, step)
+  scaled = lambda x: _of_sums(x, workers) if is_state(x) else x
+  stacked = lambda state: jax.tree.map(scaled, place.stacked(state), is_leaf=is_state)
+  return place._replace(stacked=stacked)
 
 
-def _auto(tx: Transformation, workers: int, axis_name: str) -> Mapped:
-  @jax.jit
+def _auto(tx: Transformation, workers: int, axis_name: str) -> Place:
   def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    return tx.update(marked(gradient, axis_name, P()), state, params)
+    output, state = tx.update(marked(gradient, axis_name, P()), state, params)
+    return unmarked(output)[0] if of_all(output) else Shared(output), state
 
-  def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    output, state = step(gradient, state, params)
-    if of_all(output):
-      return unmarked(output)[0], state
-    return jax.tree.map(lambda leaf: np.stack([leaf] * workers), output), state
-
-  return _on_devices(mesh(workers, axis_name=axis_name), tx, axis_name, update)
-
-
-def _sharded_map(
-  check_vma: bool, tx: Transformation, workers: int, axis_name: str
-) -> Mapped:
   devices = mesh(workers, axis_name=axis_name)
+  return _on_devices(tx, devices, (axis_name,), workers, step)
+
+
+def sharded_map(
+  tx: Transformation,
+  workers: int,
+  *axes: str,
+  devices: Mesh | None = None,
+  check_vma: bool = False,
+  **options: Any,
+) -> Place:
+  """Returns a transformation in ``shard_map`` over some axes of a mesh."""
+  devices = devices or mesh(workers, axis_name=axes[0])
 
   def local(gradient: Any, state: Any) -> tuple[Any, Any]:
     gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
     output, state = tx.update(gradient, state)
+    if check_vma:
+      return Shared(output), state
     return jax.tree.map(lambda leaf: leaf[None], output), state
 
-  @jax.jit
-  def step(gradient: Any, state: Any) -> tuple[Any, Any]:
-    specs = state_specs(state, axis_name=axis_name)
+  def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    specs = state_specs(state, axis_name=axes)
     # Unchecked, the outputs are sharded like the gradients, so that each worker's own
     # copy comes back; checked, P() is accepted only because they are proved equal.
-    out = (P() if check_vma else P(axis_name), specs)
-    given: Any = {"in_specs": (P(axis_name), specs), "check_vma": check_vma}
+    out = (P() if check_vma else P(axes), specs)
+    given: Any = {"in_specs": (P(axes), specs), "check_vma": check_vma, **options}
     return jax.shard_map(local, mesh=devices, out_specs=out, **given)(gradient, state)
 
-  def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    output, state = step(gradient, state)
-    if check_vma:
-      output = jax.tree.map(lambda leaf: np.concatenate([leaf] * workers), output)
-    return output, state
-
-  return _on_devices(devices, tx, axis_name, update)
+  return _on_devices(tx, devices, axes, workers, step)
 
 
-_vmap = lambda function, axis_name: jax.jit(jax.vmap(function, axis_name=axis_name))
-_MAPS: dict[str, Callable[..., Mapped]] = {
+_vmap = lambda function, **options: jax.jit(jax.vmap(function, **options))
+_PLACES: dict[str, Callable[..., Place]] = {
   AUTO: _auto,
   EXPLICIT: _explicit,
-  "shard_map": functools.partial(_sharded_map, True),
-  "shard_map_unchecked": functools.partial(_sharded_map, False),
-  "pmap": functools.partial(_replicated_map, jax.pmap),
-  "vmap": functools.partial(_replicated_map, _vmap),
+  "shard_map": functools.partial(sharded_map, check_vma=True),
+  "shard_map_unchecked": sharded_map,
+  "pmap": functools.partial(_emulated, jax.pmap),
+  "vmap": functools.partial(_emulated, _vmap),
 }
