@@ -15,27 +15,15 @@ import gradcomp
 from gradcomp._src.kernels.common.normal_levels import normal_levels
 from gradcomp.codecs import Context
 from gradcomp.contrib import Eden
-from gradcomp.testing import CheckOptions, check_codec, laws
+from gradcomp.testing import CheckOptions, check_codec
 from tests.plugins.slow_cases import slow
 from tests.specs.dithers import threefry2x32
 from tests.specs.methods import eden as published
-from tests.support import modes
+from tests.support import laws
 from tests.support.assertions import assert_same_bits
 
 KEY = np.array([7, 11], np.uint32)
 SCALES = ("unbiased", "least squares")
-
-
-# As one program each: operations one by one are some thirty.
-encode = jax.jit(lambda codec, x, key: codec.encode(x, key=key), static_argnums=0)
-decode = jax.jit(
-  lambda codec, payload, like: codec.decode(payload, like=like), static_argnums=0
-)
-roundtrip = jax.jit(lambda codec, x, key: codec.roundtrip(x, key=key), static_argnums=0)
-
-
-def gaussian(*shape, seed=0):
-  return np.float32(np.random.default_rng(seed).standard_normal(shape))
 
 
 def squared(x, axis=None):
@@ -57,17 +45,6 @@ TWICE = Eden(bits=6, block_size=512, rotations=2)
 def test_every_law(codec, exchange):
   options = CheckOptions(spoils=codec.block_size)
   check_codec(codec, workers=2, exchanges=[exchange], options=options)
-
-
-@pytest.mark.parametrize(
-  "mode", [modes.EXPLICIT, *slow(*(x for x in modes.MODES if x != modes.EXPLICIT))]
-)
-def test_every_place_has_the_same_bits(mode):
-  """Their squares and turns are summed in the order that the codec says."""
-  tx = gradcomp.compress(LEAST, axis_name="data", exchange="two_shot", feedback="error")
-  given = [{"w": gaussian(4, 24, 256)}] * 2
-  found, expected = (modes.run(x, tx, given) for x in (mode, "vmap"))
-  assert_same_bits(found, expected)
 
 
 def signs(seed, turn, size):
@@ -144,11 +121,11 @@ def oracle(codec, x, key, worker_word=0):
 )
 def test_rows_and_values_are_those_of_numpy(bits, block, rotations, scale):
   codec = Eden(bits=bits, block_size=block, rotations=rotations, scale=scale)
-  x = gaussian(5, block) * np.float32([[1], [3e-5], [1e30], [0.1], [7]])
-  payload = encode(codec, x, KEY)
+  x = laws.gaussian((5, block)) * np.float32([[1], [3e-5], [1e30], [0.1], [7]])
+  payload = laws.encoder(codec)(x, KEY)
   rows, values = oracle(codec, x, KEY)
   assert_same_bits(payload.rows, rows)
-  assert_same_bits(decode(codec, payload, x), np.float32(values))
+  assert_same_bits(laws.decoder(codec, x.shape)(payload), np.float32(values))
 
 
 @functools.cache
@@ -212,7 +189,7 @@ def test_the_model_has_the_printed_levels_and_errors(bits):
 @pytest.mark.parametrize("dither", ["shared", *slow("independent")])
 def test_the_mean_of_16_workers_has_a_16th_of_the_error(dither):
   """Errors of the same vector are independent, however workers draw."""
-  x = gaussian(4, 4096)
+  x = laws.gaussian((4, 4096))
   given = {"axis_name": "data", "exchange": "all_gather", "feedback": None}
   tx = gradcomp.compress(Eden(bits=1), dither=dither, **given)
   update = jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="data")
@@ -227,7 +204,7 @@ def test_the_mean_of_16_workers_has_a_16th_of_the_error(dither):
 )
 def test_what_a_large_element_leaves_of_the_others(share, rotations, rest):
   """One turn is no uniform rotation: others are shrunk, which a second turn cures."""
-  x, draws = gaussian(1024), 2000
+  x, draws = laws.gaussian(1024), 2000
   others = np.arange(x.size) != 5
   x[5] = np.sqrt(share / (1 - share) * squared(x[others]))
   codec = Eden(bits=1, block_size=1024, rotations=rotations)
@@ -245,16 +222,12 @@ def test_what_a_large_element_leaves_of_the_others(share, rotations, rest):
   assert found @ x == pytest.approx(squared(x), rel=1e-5)  # of each message, so it is
 
 
-def test_one_number_is_exact_and_zeros_and_bad_numbers_are_alone():
-  codec = Eden(bits=3, block_size=64)
-  x = np.zeros((6, 64), np.float32)
-  x[0, 3], x[1, 9] = 3.0, -(2.0**-90)
-  x[2] = 2.0**-97
-  x[3, 5], x[4, 6] = np.nan, -np.inf
-  sent = np.asarray(roundtrip(codec, x, jax.random.key(0)))
+def test_one_number_is_exact_and_tiny_ones_are_zeros():
+  x = np.zeros((3, 64), np.float32)
+  x[0, 3], x[1, 9], x[2] = 3.0, -(2.0**-90), 2.0**-97
+  sent = laws.round_trip(Eden(bits=3, block_size=64), x)
   np.testing.assert_allclose(sent[:2], x[:2], rtol=1e-6)
-  assert not sent[2].any() and not sent[5].any()
-  assert np.isnan(sent[3:5]).all()
+  assert not sent[2].any()
 
 
 @pytest.mark.parametrize(
@@ -263,21 +236,20 @@ def test_one_number_is_exact_and_zeros_and_bad_numbers_are_alone():
 )
 def test_the_largest_numbers_stay_finite(rotations, scale):
   """Their squares and their transform overflow, and so may what they decode to."""
-  x = np.float32(31 / 16) * np.sign(gaussian(64, 32))  # times 2**127, the largest ones
+  # Times 2**127, the largest ones.
+  x = np.float32(31 / 16) * np.sign(laws.gaussian((64, 32)))
   codec = Eden(bits=1, block_size=32, rotations=rotations, scale=scale)
-  send = lambda x: np.asarray(roundtrip(codec, x, jax.random.key(0)))
-  sent, small = send(x * np.float32(2.0**127)), send(x)
+  sent, small = (laws.round_trip(codec, x * np.float32(y)) for y in (2.0**127, 1))
   most = np.finfo(np.float32).max
   assert (np.abs(sent) == most).any()
-  np.testing.assert_array_equal(
-    sent, np.clip(np.float64(small) * 2.0**127, -most, most)
-  )
+  expected = np.clip(np.float64(small) * 2.0**127, -most, most)
+  np.testing.assert_array_equal(sent, expected)
 
 
 def test_many_rows_have_the_bits_of_few():
   """A CPU encodes and decodes some rows at a time, the last ones with zeros behind."""
   codec = Eden(bits=3, block_size=512)
-  x = gaussian(300, 512)  # 153,600 elements, more than are done at once
+  x = laws.gaussian((300, 512))  # 153,600 elements, more than are done at once
 
   @jax.jit
   def many_and_few(x, key):
@@ -301,7 +273,6 @@ def test_bytes_are_those_of_the_docstring(bits):
   codec, leaf = Eden(bits=bits), jax.ShapeDtypeStruct((10_000,), np.float32)
   payload = jax.eval_shape(functools.partial(codec.encode, key=KEY), leaf)
   assert payload.rows.size * 4 == 3 * (4096 * bits // 8 + 8)
-  laws.bytes_are_the_claim(codec, np.zeros(10_000, np.float32))
   assert codec.to_nearest() == Eden(bits=bits, scale="least squares")
   assert (codec.unbiased, codec.to_nearest().unbiased) == (True, False)
 

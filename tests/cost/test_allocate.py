@@ -18,9 +18,6 @@ from gradcomp._src.cost.planner.candidates import packaged_speeds
 from gradcomp.codecs import QSGD, Dense, PowerSGD, Sign
 from gradcomp.cost import allocate
 from tests.errors import table
-from tests.plugins.slow_cases import slow
-from tests.support import modes
-from tests.support.assertions import assert_same_bits
 from tests.support.cases.plan import BY_NAME, QSGD4, pair, plan
 
 WIDTHS = [QSGD(bits=bits, rounding="nearest") for bits in (2, 4, 5, 8)]
@@ -145,27 +142,6 @@ def test_a_box_of_an_array_is_no_part_of_its_path():
   options = gradcomp.cost.PlanOptions(candidates=[found.candidate])
   plan = gradcomp.cost.plan(params, workers=4, link=link, budget=0.2, options=options)
   assert "allocated" in str(plan)
-
-
-MODES = ["pmap", "explicit"]
-MODES += slow("vmap", "shard_map", "shard_map_unchecked", "auto")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_each_leaf_is_sent_as_its_codec_sends_it(mode):
-  """To the bit, for random bits are of a leaf's name."""
-  like = gradients("abc")
-  found = allocated(like)
-  assert len({leaf.codec for leaf in found.leaves}) > 1
-  options = {"axis_name": "data", "exchange": "all_gather"}
-  own = {name: np.stack([x, -x / 3, x[::-1], x * 2]) for name, x in like.items()}
-  mapped = lambda tx, names: modes.mapped(mode, tx, 4)(
-    *({x: own[x] for x in names}, None, {x: like[x] for x in names})
-  )
-  means, _ = mapped(gradcomp.policy(found.rules, **options), like)
-  for leaf in found.leaves:
-    alone, _ = mapped(gradcomp.compress(leaf.codec, **options), [leaf.path])
-    assert_same_bits({leaf.path: means[leaf.path]}, alone)
 
 
 ROWS = """

@@ -61,12 +61,9 @@ def test_seconds_of_each_exchange_by_hand():
     assert found.wire_seconds == approx(wire)
   assert seconds(n, "all_gather").wire == (("all_gather", 3 * c, approx(gather(c))),)
   assert seconds(n).bytes_sent == 2 * 3 / 4 * c == explain(n).bytes_sent
-
-
-def test_what_workers_keep_takes_time():
-  without, kept = seconds(4), seconds(4, feedback="error")
-  assert kept.encode == approx(6 * without.encode)
-  assert kept.wire == without.wire
+  # What workers keep takes time.
+  plain, kept = seconds(n), seconds(n, feedback="error")
+  assert kept.encode == approx(6 * plain.encode) and kept.wire == plain.wire
 
 
 def test_a_plain_mean_costs_no_codec_and_one_message():

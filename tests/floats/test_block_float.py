@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from gradcomp._src.testing.noise import mean_is_the_leaf
-from gradcomp.codecs import BlockFloat, Payload
+from gradcomp.codecs import BlockFloat
+from tests.errors import table
 from tests.plugins.slow_cases import slow
 from tests.specs import block_float as oracle
-from tests.specs import planes, rotation
+from tests.specs import planes
 from tests.support import laws
-from tests.support.assertions import assert_same_floats, says
+from tests.support.assertions import assert_same_floats
 
 MXFP4 = dict(element="e2m1")
 NVFP4 = dict(element="e2m1", scale="e4m3", block_size=16)
@@ -140,25 +141,6 @@ def test_stochastic_rounding_is_unbiased(fields):
   mean_is_the_leaf(codec, x)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", *slow("stochastic")])
-@pytest.mark.parametrize(
-  "fields, group", [(NVFP4, 8), *slow((NVFP4, 32), (MXFP4, 8), (MXFP4, 32))], ids=str
-)
-def test_rotated_rows_are_the_oracles_of_rotated_tiles(fields, group, rounding):
-  """Scales and codes are of rotated elements, and decoded ones are rotated back."""
-  codec = BlockFloat(rounding=rounding, rotate=group, **fields)
-  key = np.asarray(laws.KEY) if codec.needs_key else None
-  x = wide(codec, 3)
-  words = dict(bits=4, bucket_size=planes.ROW_WORDS, group=group)
-  tiles = rotation.rotate(x, **words)
-  rows = oracle.encode(tiles, key=key, **layout(codec))
-  payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
-  np.testing.assert_array_equal(payload.rows, rows)
-  read = oracle.decode(rows, tiles.size, **layout(codec))
-  read = rotation.unrotate(read, **words)[: x.size]
-  assert_same_floats(laws.decoder(codec, x.shape)(payload), read)
-
-
 def test_a_rotation_spreads_what_alone_is_far_larger():
   """The others of its block keep their signs, and are zeros without a rotation."""
   x = np.float32(np.random.default_rng(0).choice([-1, 1], 1024))
@@ -203,31 +185,22 @@ def test_operands_are_what_matrix_units_take(fields):
   assert product.shape == (1, 24, 40)
 
 
-@pytest.mark.parametrize(
-  "fields, told",
-  [
-    (dict(element="e4m2"), "`element` must be one of"),
-    (dict(scale="e5m3"), "`scale` must be one of"),
-    (dict(block_size=64), "`block_size` must be one of (16, 32), got 64"),
-    (dict(block_size=16.0), "`block_size` must be 16 or 32, got 16.0"),
-    (dict(rounding="up"), "`rounding` must be one of"),
-    (dict(element="e2m1", rotate=16), "`rotate` must be 8, 32, or None"),
-    (dict(rotate=8), '`element` must be "e2m1" with rotate=8, got'),
-    # Operands that no matrix unit takes.
-    ({}, "`like` must have a last axis"),
-    (dict(element="e2m1", rotate=8), "`rotate` must be None for matrix units"),
-    (dict(element="e3m2"), "`element` must be one of"),
-  ],
-)
-def test_errors(fields, told):
-  with pytest.raises(ValueError, match=says(told)):
-    codec = BlockFloat(**fields)
-    x = jax.ShapeDtypeStruct((3, 40), jnp.float32)
-    codec.operand(jax.eval_shape(codec.encode, x), like=x)
+def operand(**fields):
+  codec, x = BlockFloat(**fields), jax.ShapeDtypeStruct((3, 40), jnp.float32)
+  codec.operand(jax.eval_shape(codec.encode, x), like=x)
 
 
-def test_any_row_decodes_to_something():
-  rows = np.random.default_rng(0).integers(0, 2**32, (3, 145), dtype=np.uint32)
-  shape = (3 * BlockFloat(**NVFP4).tile_size,)
-  decode = laws.decoder(BlockFloat(**NVFP4), shape)
-  assert decode(Payload(rows)).shape == shape
+ROWS = """
+BlockFloat(block_size=16.0) -> `block_size` must be 16 or 32, got 16.0
+BlockFloat(element="e2m1", rotate=16) -> `rotate` must be 8, 32, or None
+BlockFloat(rotate=8) -> `element` must be "e2m1" with rotate=8, got
+# Operands that no matrix unit takes.
+operand() -> `like` must have a last axis
+operand(element="e2m1", rotate=8) -> `rotate` must be None for matrix units
+operand(element="e3m2") -> `element` must be one of
+"""
+
+
+@table.each_row(ROWS)
+def test_errors(call, error):
+  table.refuses(call, error, globals())

@@ -1,6 +1,5 @@
 """Sums, products and reductions in a format are the exact result, rounded once."""
 
-import functools
 from fractions import Fraction
 
 import jax
@@ -9,11 +8,12 @@ import numpy as np
 import pytest
 
 from gradcomp import floats
+from tests.errors import table
 from tests.plugins.slow_cases import one_in
 from tests.specs import float_sums
 from tests.specs import floats as oracle_floats
 from tests.specs.floats import Format
-from tests.support.assertions import assert_same_floats, says
+from tests.support.assertions import assert_same_floats
 from tests.support.cases.float import library, name
 
 FORMATS = [
@@ -258,29 +258,24 @@ def test_round_off_error_is_equation_5():
   assert round_off_error(np.zeros(5, np.float32), ones(5)) == 0
 
 
-reduced = functools.partial(floats.all_reduce, ones(4, 1), FMT)
 integers = np.ones((2, 2), np.int32)
-BAD = {
-  lambda: floats.sum(ones(3), FMT, method="fast"): ("`method`", "'fast'"),
-  lambda: floats.sum(ones(3), FMT, 1): ("`axis`", "1"),
-  lambda: floats.matmul(ones(2, 3), ones(2, 3), FMT): ("(2, 3)",),
-  lambda: floats.matmul(ones(1, 1), ones(1, 1), FMT, method="x"): ("`method`", "'x'"),
-  lambda: floats.all_reduce(np.float32(1), FMT): ("`x`", "first axis of workers"),
-  lambda: reduced("tree"): ("`order`", "'tree'"),
-  lambda: reduced(method="x"): ("`method`", "'x'"),
-  lambda: reduced(group_size=2): ("`group_size`",),
-  lambda: reduced("hierarchical", group_size=None): ("`group_size`", "None"),
-  lambda: reduced("hierarchical", group_size=3): ("`group_size`", "3"),
-  lambda: reduced("hierarchical", group_size=1.5): ("`group_size`", "1.5"),
-  lambda: floats.sum(integers, FMT): ("real float dtype, got int32",),
-  lambda: floats.all_reduce(integers, FMT): ("real float dtype, got int32",),
-  lambda: floats.matmul(ones(1, 2), integers, FMT): ("real float dtype, got int32",),
-  lambda: floats.add(ones(2), integers, FMT): ("real float dtype, got int32",),
-}
+ROWS = """
+floats.sum(ones(3), FMT, method="fast") -> `method` ... 'fast'
+floats.sum(ones(3), FMT, 1) -> `axis` ... 1
+floats.matmul(ones(2, 3), ones(2, 3), FMT) -> (2, 3)
+floats.matmul(ones(1, 1), ones(1, 1), FMT, method="x") -> `method` ... 'x'
+floats.all_reduce(np.float32(1), FMT) -> `x` ... first axis of workers
+floats.all_reduce(ones(4, 1), FMT, "tree") -> `order` ... 'tree'
+floats.all_reduce(ones(4, 1), FMT, method="x") -> `method` ... 'x'
+floats.all_reduce(ones(4, 1), FMT, group_size=2) -> `group_size`
+floats.all_reduce(ones(4, 1), FMT, "hierarchical", group_size=v) for v in None, 3, 1.5
+  -> `group_size` ... {v}
+f(integers, FMT) for f in floats.sum, floats.all_reduce ; floats.matmul(ones(1, 2),
+  integers, FMT) ; floats.add(ones(2), integers, FMT) -> TypeError: real float dtype,
+  got int32
+"""
 
 
-def test_mistakes():
-  for call, parts in BAD.items():
-    kind = TypeError if "real float" in parts[0] else ValueError
-    with pytest.raises(kind, match=says(*parts)):
-      call()
+@table.each_row(ROWS)
+def test_mistakes(call, error):
+  table.refuses(call, error, globals())

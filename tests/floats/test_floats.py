@@ -12,10 +12,11 @@ import pytest
 
 from gradcomp import floats
 from gradcomp._src.kernels.common.float_codes import to_codes
+from tests.errors import table
 from tests.plugins.slow_cases import one_in, slow
 from tests.specs import floats as oracle_floats
 from tests.specs.floats import Format
-from tests.support.assertions import assert_same_floats, says
+from tests.support.assertions import assert_same_floats
 from tests.support.cases.float import library, name
 
 TWINS = {
@@ -241,25 +242,19 @@ def test_derivatives():
   np.testing.assert_array_equal(jax.jit(jax.grad(loss))(np.ones(4, np.float32)), 8.0)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_what_cannot_be_rounded(function):
-  x, fmt = np.ones(3, np.float32), floats.FloatFormat(5, 2)
-  for bad in ("int32", "bool", "complex64"):
-    with pytest.raises(TypeError, match=says("`x`", "float", bad)):
-      function(np.ones(3, bad), fmt)
-  with pytest.raises(ValueError, match=says("`rounding`", "nearest_even", "'up'")):
-    function(x, fmt, "up")
-  with pytest.raises(ValueError, match=says("`key`", "stochastic")):
-    function(x, fmt, "stochastic")
+X, FORMAT = np.ones(3, np.float32), floats.FloatFormat(5, 2)
+ROWS = """
+f(np.ones(3, v), FORMAT) for f in *FUNCTIONS for v in "int32", "bool", "complex64" ->
+  TypeError: `x` ... float ... {v!s}
+f(X, FORMAT, "up") for f in *FUNCTIONS -> `rounding` ... nearest_even ... 'up'
+f(X, FORMAT, "stochastic") for f in *FUNCTIONS -> `key` ... stochastic
+FloatFormat(v, 2) for v in 0, 9, 5.0, True -> `exponent_bits` ... {v}
+FloatFormat(5, v) for v in -1, 24, None -> `mantissa_bits` ... {v}
+# 2^(30 + 98), and 2^(1 - 126 - 2), which is subnormal.
+FloatFormat(5, 2, bias=v) for v in 1.0, -98, 126 -> `bias` ... {v}
+"""
 
 
-def test_what_is_no_format():
-  fields = dict(exponent_bits=5, mantissa_bits=2)
-  for argument, values in (
-    *(("exponent_bits", (0, 9, 5.0, True)), ("mantissa_bits", (-1, 24, None))),
-    *(("specials", ["inf"]), ("subnormals", [1])),
-    ("bias", (1.0, -98, 126)),  # 2^(30 + 98), and 2^(1 - 126 - 2), which is subnormal
-  ):
-    for value in values:
-      with pytest.raises(ValueError, match=says(f"`{argument}`", repr(value))):
-        floats.FloatFormat(**fields | {argument: value})
+@table.each_row(ROWS)
+def test_what_cannot_be_rounded_or_is_no_format(call, error):
+  table.refuses(call, error, globals())

@@ -22,6 +22,7 @@ from tests.plugins.slow_cases import slow
 from tests.specs import lossless as oracle
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, says
+from tests.support.cases import zero as cases
 
 
 def test_every_bit_pattern_arrives():
@@ -84,13 +85,6 @@ def test_a_row_lists_ten_escapes():
     came = np.asarray(roundtrip(x), np.float32)
     expected = np.float32(x) if count == 10 else np.full(1024, np.nan)
     np.testing.assert_array_equal(came, expected)
-
-
-def test_explain_shows_the_usual_step():
-  tx = gradcomp.compress(Lossless(), axis_name="data", feedback=None)
-  grads = {"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
-  shown = str(gradcomp.explain(tx, grads, workers=4))
-  assert "12.38" in shown and "Halves" not in shown
 
 
 # A step that does not fit is sent again as plain words, and has their bits everywhere.
@@ -176,12 +170,14 @@ def test_devices_of_other_axes_take_the_same_branch(exchange, typed):
   assert_same_bits(*[step.compile()(x) for step in steps])
 
 
-def test_workers_alone_ask_nobody():
+def test_workers_alone_ask_nobody_and_explain_shows_the_usual_step():
   tx = gradcomp.compress(Lossless(), axis_name="data", exchange="all_gather")
   params = {"w": jnp.ones(5000, jnp.bfloat16)}
   lowered = lowered_step(tx, params, axis_name="data", workers=2)
   kinds = [c.kind for c in gradcomp.wire_report(lowered).collectives]
   assert kinds == ["all-gather"] * 2
+  shown = str(gradcomp.explain(tx, {"w": jnp.ones((64, 64), jnp.bfloat16)}, workers=4))
+  assert "12.38" in shown and "Halves" not in shown
 
 
 def collectives(codec, x):
@@ -231,27 +227,12 @@ def test_zero_has_the_bits_of_plain_words(part):
   def run(codec):
     codecs = {"grads": Dense(), "params": Dense()} | {part: codec}
     tx = parallel.zero(optax.sgd(1.0), axis_name="data", min_leaf_size=0, **codecs)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     params = jax.tree.map(lambda x: np.zeros_like(x[0]), given[0])
-    with jax.set_mesh(mesh):
-      state = tx.init(params)
-    specs = gradcomp.state_specs(state, axis_name="data")
-    places = dict(in_specs=(P("data"), specs, P()), out_specs=(P(), specs))
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, **places)
-    def step(gradient, state, params):
-      own = jax.tree.map(lambda x: x[0], gradient)
-      updates, state = tx.update(own, state, params)
-      return optax.apply_updates(params, updates), state
-
-    for gradient in given:
-      params, state = step(gradient, state, params)
-    return jax.tree.leaves((params, state))
+    return cases.last("shard_map", tx, params, given)
 
   found = run(Lossless())
   assert_same_bits(found, run(Halves()))
-  assert all(np.isfinite(np.float32(x)).all() for x in found)
+  assert all(np.isfinite(np.float32(x)).all() for x in jax.tree.leaves(found))
 
 
 def test_scans_refuse_it():

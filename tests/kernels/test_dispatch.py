@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.kernels.common.scales import scales
 from gradcomp._src.kernels.quantize import reference
-from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary, TopK
+from gradcomp.codecs import QSGD, TopK
+from tests.errors import table
 from tests.plugins.slow_cases import slow
 from tests.support import installs, modes
 from tests.support.assertions import assert_same_bits
@@ -55,17 +57,9 @@ def test_a_train_step_runs_the_kernels_on_cuda(bits, check_vma):
   with jax.set_mesh(modes.mesh(2)):
     state = optimizer.init(params)
   specs = gradcomp.state_specs(state, axis_name="data")
-  grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data")
-
-  def per_device(params, state, batch):
-    _, grads = grad_fn(params, batch)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  def step(*args):
-    places = dict(in_specs=(jax.P(), specs, jax.P("data")), out_specs=(jax.P(), specs))
-    return jax.shard_map(per_device, check_vma=check_vma, **places)(*args)
-
+  places = dict(in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P()))
+  per_device = modes.user_step(loss_fn, optimizer)
+  step = lambda *args: jax.shard_map(per_device, check_vma=check_vma, **places)(*args)
   args = params, state, jnp.ones((4, 512))
   text = lowered_for_cuda(step, *jax.eval_shape(lambda: args), data=2)
   # What workers send first, with its residual, and what owners send.
@@ -104,26 +98,25 @@ print(*sys.modules)
   assert not [module for module in loaded if module.startswith(back_ends)]
 
 
+def encoded(codec, name, size):
+  codec = dataclasses.replace(codec, implementation=name)
+  x = jax.ShapeDtypeStruct((size,), jnp.float32)
+  jax.eval_shape(lambda x: codec.encode(x, key=KEY), x)
+
+
 SELECTS = TopK(density=0.01, selection="threshold")
+ROWS = """
+encoded(QSGD(), "pallas", 4096) -> `implementation` ... here ... needs a GPU ... 'cpu'
+encoded(QSGD(bucket_size=96), "pallas", 4096) -> `implementation` ... powers of two
+encoded(QSGD(), "pallas_interpret", 100) -> `implementation` ... at least one tile
+encoded(SELECTS, v, 1023) for v in "pallas", "pallas_interpret" -> `implementation` must
+  be ... None or
+"""
 
 
-@pytest.mark.parametrize(
-  ("codec", "name", "size", "match"),
-  [
-    (QSGD(), "pallas", 4096, "that runs here.*needs a GPU.*'cpu'"),
-    (QSGD(bucket_size=96), "pallas", 4096, "powers of two"),
-    (QSGD(), "pallas_interpret", 100, "at least one tile"),
-    *((SELECTS, name, 1023, "None or") for name in ("pallas", "pallas_interpret")),
-    *((x(), "cuda", 0, "None or one of") for x in (QSGD, OneBit, Ternary, EightBit)),
-    *((x, "cuda", 0, "None or one of") for x in (FloatCast(), TopK())),
-  ],
-  ids=str,
-)
-def test_a_name_that_cannot_run_says_the_way_out(codec, name, size, match):
-  with pytest.raises(ValueError, match=f"`implementation` must be .*{match}"):
-    codec = dataclasses.replace(codec, implementation=name)
-    x = jax.ShapeDtypeStruct((size,), jnp.float32)
-    jax.eval_shape(lambda x: codec.encode(x, key=KEY), x)
+@table.each_row(ROWS)
+def test_a_name_that_cannot_run_says_the_way_out(call, error):
+  table.refuses(call, error, globals())
 
 
 def test_other_sizes_take_the_reference_everywhere():

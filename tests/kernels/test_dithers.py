@@ -17,7 +17,7 @@ from gradcomp.exchange import TwoShot
 from gradcomp.kernels import random_lanes, threefry2x32
 from tests.plugins.slow_cases import slow
 from tests.specs import dithers as spec
-from tests.support import laws
+from tests.support import laws, modes
 from tests.support.assertions import rank
 
 LANES, BITS, BLOCK = 8, 16, 64  # that share a block, of a lane, of a block
@@ -120,21 +120,11 @@ def composed(how, **options):
 def outputs(tx, names="ab"):
   """What each worker gets of equal leaves in each step, by leaf, worker and step."""
   grads = {name: np.stack([X] * WORKERS) for name in names}
-
-  @functools.partial(jax.vmap, axis_name="data")
-  def train(grads):
-    state = tx.init(grads)
-    found = []
-    for _ in range(STEPS):
-      output, state = tx.update(grads, state)
-      found.append(output)
-    return found
-
+  found, _ = modes.run_with_state("vmap", tx, [grads] * STEPS)
   return {
     (name, worker, step): np.asarray(output[name][worker])
-    for step, output in enumerate(jax.device_get(jax.jit(train)(grads)))
-    for name in names
-    for worker in range(WORKERS)
+    for step, output in enumerate(found)
+    for name, worker in itertools.product(names, range(WORKERS))
   }
 
 

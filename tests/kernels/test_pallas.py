@@ -18,7 +18,7 @@ from gradcomp._src.kernels.gpu.verdicts import Verdict
 from gradcomp._src.kernels.quantize import qsgd
 from tests.plugins.slow_cases import slow
 from tests.support import modes
-from tests.support.lowering import KERNEL, lowered_for_cuda
+from tests.support.lowering import KERNEL, lowered_for_cuda, stand_in
 
 DITHER = np.array([123, 456, 0x80018001], np.uint32)
 
@@ -136,14 +136,7 @@ def test_an_interpreted_kernel_passes_its_own_check(case, interpreter, monkeypat
     return Verdict()
 
   verdict = self_check.verdict
-  for attribute, value in (
-    ("verdict", interpreted),
-    ("_seconds", lambda *_: [1.0, 2.0]),
-    ("_gpus", lambda: jax.devices()[:1]),
-    *(("_known", {}), ("_taken", {})),
-  ):
-    monkeypatch.setattr(self_check, attribute, value)
-  monkeypatch.setitem(self_check._ELEMENTS, "cuda", 1 << 11)
+  stand_in(monkeypatch, "cuda", verdict=interpreted)
   x = jax.ShapeDtypeStruct((2 * tile_of(case),), jnp.float32)
   jax.eval_shape(case.function(None), x, *operands(case, x.size, 2))
   assert found == [""] * max(len(case.kernels), 1)

@@ -18,13 +18,14 @@ from gradcomp._src.kernels.common import (
   scales,
   selection,
 )
-from gradcomp._src.kernels.gpu import dispatch, self_check
+from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.quantize import eight_bit, fitted, qsgd, reference
 from gradcomp._src.kernels.tpu import lines, sums
 from gradcomp.codecs import QSGD, BlockTop, EightBit, OneBit, Payload, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
+from tests.support.lowering import stand_in
 
 pytestmark = pytest.mark.bits
 KERNEL = "tpu_custom_call"
@@ -260,13 +261,7 @@ def test_a_kernel_is_tried_before_a_program_takes_it(right, monkeypatch):
     found.append(operands)
     return "" if right else "gives other bits"
 
-  for name, value in (
-    ("_tpus", lambda: jax.devices()[:1]),
-    *(("_known", {}), ("_taken", {}), ("compare", compare)),
-    ("_seconds", lambda *_: [1.0, 2.0]),
-  ):
-    monkeypatch.setattr(self_check, name, value)
-  monkeypatch.setitem(self_check._ELEMENTS, "tpu", 1 << 12)
+  stand_in(monkeypatch, "tpu", 1 << 12, compare=compare)
   dispatch._warn_once.cache_clear()
   codec = OneBit(bucket_size=64)
   decode = lambda rows: one_bit.decode_rows(rows, bucket_size=64)

@@ -67,10 +67,8 @@ def test_it_is_that_of_the_paper(name):
   lengths = (lambda t: min(4, 2 ** (t // 5))) if name == "doubling" else lambda t: local
   sent = rounds_of(steps, 3, lengths, dense)
   assert 0 < len(sent) < steps - len(dense)
-  loss_at, rates = (
-    lambda i, x: noise[i] + 0.25 * x,
-    [*map(float, map(rate, range(steps)))],
-  )
+  loss_at = lambda i, x: noise[i] + 0.25 * x
+  rates = [*map(float, map(rate, range(steps)))]
   how = {"b1": 0.9, "b2": 0.9, "decay": 0.1, "bucket": None if exact else BUCKET}
   expected = oracle.zero_one(start, loss_at, rates, dense, sent, **how)
   all_of, each = map(np.stack, zip(*expected, strict=True))

@@ -176,7 +176,7 @@ def test_another_number_of_workers_goes_on_behind_an_exchange(local, new):
   """All that workers share stays, and so do the sums of what was not sent."""
   tx, params = make(local), tree(0, LEAVES)
   *given, another = gradients(6, LEAVES)
-  update, state = modes.mapped("auto", tx, N), None
+  update, state = modes.started("auto", tx, N).update, None
   for gradient in given:
     _, state = update(gradient, state, params)
   how = {"axis_name": "data", "old_workers": N, "workers": new}

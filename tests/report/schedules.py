@@ -59,9 +59,10 @@ FORMS = {
   ),
   "updated": Form(
     "all-to-all",
+    # In the text of some XLA versions all three name the computation.
     "NAME = ((X), X) async-start(x), calls=NAME.inside\n"
-    "  NAME.next = ((X), X) async-update(NAME)",
-    *("NAME.end = X async-done(NAME.next)", WRAPPED),
+    "  NAME.next = ((X), X) async-update(NAME), calls=NAME.inside",
+    *("NAME.end = X async-done(NAME.next), calls=NAME.inside", WRAPPED),
   ),
   "SparseCore": Form(
     "all-to-all",

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.exchange import Hierarchical
+from tests.errors import table
 from tests.support import modes
-from tests.support.assertions import assert_same_bits, says
+from tests.support.assertions import assert_same_bits
 
 
 def like(**shapes):
@@ -46,6 +47,9 @@ def test_bytes_of_each_leaf_by_hand():
   sent = 2 * 3 * (512 + 16 * ROW)
   assert explanation.bytes_sent == explanation.bytes_received == sent
   assert explanation.ratio == sent / (2 * 3 * (512 + 512 * 512) * 4 / 4)
+  # Few workers gather.
+  one, two = explain(workers=1), explain(workers=2)
+  assert (one.bytes_sent, one.ratio, two.bytes_sent) == (0, 1.0, 2048 + 64 * ROW)
   # 65 rows among 4 workers are 4 shares of 17.
   (leaf,) = explain(workers=4, params=like(w=(65 * 4096,))).leaves
   assert leaf.bytes_sent == 2 * 3 * 17 * ROW
@@ -53,15 +57,6 @@ def test_bytes_of_each_leaf_by_hand():
   sizes = dict(a=(3,), b=(64,), c=(1000,))
   dense = gradcomp.explain(gradcomp.dense(), like(**sizes), workers=4).leaves
   assert [x.bytes_sent for x in dense] == [Fraction(6 * n) for (n,) in sizes.values()]
-
-
-def test_auto():
-  for workers, exchange in ((1, "all_gather"), (2, "all_gather"), (8, "two_shot")):
-    explanation = explain(workers=workers)
-    assert {leaf.exchange for leaf in explanation.leaves} == {exchange}
-    if workers < 3:
-      assert explanation.bytes_sent == (0, 0, 2048 + 64 * ROW)[workers]
-  assert explain(workers=1).ratio == 1.0
 
 
 def test_shared_scales_take_the_cheaper_of_two_exact_sums():
@@ -87,9 +82,6 @@ def test_each_axis_has_its_own_size():
   # Chips are neighbors. Bytes between hosts cross the whole row of workers.
   assert [(x.workers, x.span) for x in found.collectives] == [(4, 4)] * 2 + [(2, 8)] * 2
   assert found.ratio == found.bytes_sent / of(gradcomp.dense(), 8).bytes_sent
-
-
-def test_permutations_between_hosts_cross_the_row_of_workers():
   for axis, span in (("host", 8), ("chip", 4)):
     found = of(gradcomp.qsgd(axis_name=axis, exchange="ring"), MESH).collectives
     assert {x.span for x in found if x.kind == "collective-permute"} == {span}
@@ -109,19 +101,16 @@ def test_names_are_another_way_to_say_the_sizes():
 
 BOTH = optax.chain(gradcomp.dense(axis_name="chip"), gradcomp.dense(axis_name="host"))
 IN_FOURS = gradcomp.qsgd(axis_name="data", exchange=Hierarchical(group_size=4))
+ROWS = """
+of(BOTH, {"chip": 4}) -> `workers` ... each axis ... over 'host' ... add its size
+of(OVER_TWO, 8) -> `workers` must be the sizes of both axes
+of(IN_FOURS, 6) -> `group_size` must divide the 6 workers
+"""
 
 
-@pytest.mark.parametrize(
-  ("tx", "workers", "words"),
-  [
-    (BOTH, {"chip": 4}, ["`workers`", "each axis", "over 'host'", "add its size"]),
-    (OVER_TWO, 8, ["`workers` must be the sizes of both axes"]),
-    (IN_FOURS, 6, ["`group_size` must divide the 6 workers"]),
-  ],
-)
-def test_workers_that_do_not_fit(tx, workers, words):
-  with pytest.raises(ValueError, match=says(*words)):
-    of(tx, workers)
+@table.each_row(ROWS)
+def test_workers_that_do_not_fit(call, error):
+  table.refuses(call, error, globals())
 
 
 def test_a_fit_is_not_a_part_of_a_leaf():

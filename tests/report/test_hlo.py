@@ -190,19 +190,6 @@ def test_calls_multiply_and_are_followed(name):
   assert ("an upper bound" in str(report)) == ("branch" in name)
 
 
-def test_a_wrapped_collective_counts_once():
-  """In the text of some XLA versions all three instructions name the computation."""
-  wrapped = f"""async {{
-  p = X parameter(0)
-  ROOT all = X all-to-all(p), {G8}, dimensions={{0}}
-}}, execution_thread="parallel"
-"""
-  entry = """s = ((X), X) async-start(x), calls=async
-  u = ((X), X) async-update(s), calls=async
-  d = X async-done(u), calls=async"""
-  assert wire_report(hlo(entry, wrapped)).bytes_sent == 7 * NBYTES // 8
-
-
 MEAN = "gradcomp_mean_1024_over_8"
 NONE = "none {\n  ROOT x = u8[8] parameter(0)\n}\n"
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gradcomp.wire import wire_report
+from tests.report import texts
 from tests.report.texts import G8, NBYTES, fields, hlo, only, rows
 
 PAIRS = "source_target_pairs={{0,1},{1,0}}"
@@ -58,19 +59,9 @@ def test_each_instruction_counts_once(kind, workers, sent, lines):
   assert rows(text) == [(kind, int(workers), math.ceil(eval(sent)))]
 
 
-CUT = """
-cut {
-  p = f32[1024] parameter(0)
-  r = f32[1024] all-reduce(p), replica_groups={{0,1,2,3}}, to_apply=add
-  i = u32[] partition-id()
-  ROOT d = f32[256] dynamic-slice(r, i), dynamic_slice_sizes={256}
-}
-"""
-
-
 def test_a_sum_that_is_cut_in_a_fusion_is_a_reduce_scatter():
-  text = hlo("f = f32[256] fusion(x), kind=kCustom, calls=cut", CUT)
-  assert rows(text) == [("reduce-scatter", 4, 3 * 4096 // 4)]
+  _, scatter = rows(texts.read("compiled")["tpu_fsdp"])
+  assert scatter == ("reduce-scatter", 8, 7 * 4 * 1024 * 512 // 8)
 
 
 # What numpy and ml_dtypes say about the width of a dtype.

@@ -1,149 +1,75 @@
-"""What crosses the wire is what the codec says, read from traces and optimized HLO."""
+"""What crosses the wire is what the codec says, read from traces and optimized HLO.
+
+The laws of the table compare the bytes of all compiled rows with those of `explain`.
+"""
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.exchange.layout import plan_rows
-from gradcomp.codecs import QSGD, Dense, FloatCast
+from gradcomp.codecs import QSGD, Dense, FloatCast, PowerSGD, RandomK
 from tests.plugins.slow_cases import slow
-from tests.support import collectives, laws, modes
-from tests.support.cases import exchange as cases
+from tests.support import laws, modes
+from tests.table import run as table
 
-SHAPES, ELEMENTS = cases.SHAPES, cases.ELEMENTS
+SHAPES = {"w": (512, 512), "b": (512,), "v": (3, 3, 64, 128), "c": (100, 37)}
 LIKE = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in SHAPES.items()}
+ELEMENTS = sum(x.size for x in LIKE.values())
 
 
-def optimized_hlo(lowered):
-  """Compiled to be read: what LLVM would optimize after the HLO never runs."""
-  return lowered.compile({"xla_backend_optimization_level": 0})
+STACKED = {k: jax.ShapeDtypeStruct((8, *x), jnp.float32) for k, x in SHAPES.items()}
 
 
-def compiled_step(transformation, workers):
-  """A whole train step; every parameter is in the loss, which is averaged in f32."""
-  mesh = modes.mesh(workers)
-  squares = lambda params: sum(jnp.sum(leaf**2) for leaf in params.values())
-  loss_fn = lambda params, batch: squares(params) * jnp.mean(batch)
-  optimizer = optax.chain(transformation, optax.sgd(0.1))
-  params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-  params = jax.device_put(params, NamedSharding(mesh, P()))
-  with jax.set_mesh(mesh):
-    state = optimizer.init(params)
-  step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
-  return optimized_hlo(step.lower(params, state, jnp.ones((2 * workers, 3))))
-
-
-def exchanged(program):
-  """The report, and the collectives but the mean of the loss, which is one float."""
-  report = gradcomp.wire_report(program)
-  is_loss = lambda x: x.kind == "all-reduce" and x.bytes_sent <= 8
-  return report, [x for x in report.collectives if not is_loss(x)]
+def sent(tx):
+  """The collectives of an update by eight workers."""
+  return modes.collectives(tx, LIKE, STACKED)
 
 
 OTHERS = slow(QSGD(bits=2, bucket_size=128), Dense(dtype=jnp.bfloat16))
 
 
 @pytest.mark.parametrize("codec", [QSGD(bits=4), *OTHERS])
-def test_two_shot_sends_two_stages_of_words(codec):
-  """2 (N-1)/N c bytes, one u32 message a stage, and no float but the loss.
-
-  The report says what a plain mean would send; pmap sends the same.
-  """
-  workers = 8
-  tx = gradcomp.compress(codec, axis_name="data", exchange="two_shot")
-  report, sent = exchanged(compiled_step(tx, workers))
+def test_two_shot_sends_two_stages_of_words_in_place_of_a_plain_mean(codec):
+  """2 (N-1)/N c bytes, one u32 message a stage."""
+  found = sent(gradcomp.compress(codec, axis_name="data", exchange="two_shot"))
   layout = plan_rows(jax.tree.leaves(LIKE), codec)
   rows = zip(layout.codecs, layout.rows, strict=True)
-  padded = sum(4 * codec.row_words * (n + -n % workers) for codec, n in rows)
-  stage = padded * (workers - 1) // workers
+  stage = sum(4 * codec.row_words * (n + -n % 8) for codec, n in rows) * 7 // 8
   expected = [(kind, "u32", stage) for kind in ("all-gather", "all-to-all")]
-  assert sorted((c.kind, c.dtype, c.bytes_sent) for c in sent) == expected
-  plain, _ = exchanged(compiled_step(gradcomp.dense(axis_name="data"), workers))
-  assert report.dense_bytes == plain.bytes_sent == plain.dense_bytes
-  loss = 2 * 4 * (workers - 1) // workers
-  assert plain.bytes_sent == 2 * 4 * ELEMENTS * (workers - 1) // workers + loss
-  assert report.ratio == report.bytes_sent / plain.bytes_sent
-  grads = {name: jnp.ones((workers, *shape)) for name, shape in SHAPES.items()}
-  state = jax.pmap(tx.init, axis_name="data")(grads)
-  mapped = jax.pmap(lambda g, s: tx.update(g, s), axis_name="data")
-  _, sent = exchanged(optimized_hlo(mapped.lower(grads, state)))
-  assert sorted((c.kind, c.dtype, c.bytes_sent) for c in sent) == expected
+  assert sorted((c.kind, c.dtype, c.bytes_sent) for c in found) == expected
+  plain = sum(c.bytes_sent for c in sent(gradcomp.dense(axis_name="data")))
+  assert sum(c.dense_bytes for c in found) == plain == 2 * 4 * ELEMENTS * 7 // 8
 
 
 def test_all_gather_sends_one_message_of_words():
-  workers, codec = 8, QSGD(bits=4)
+  codec = QSGD(bits=4)
   tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather")
-  _, (gather,) = exchanged(compiled_step(tx, workers))
+  (gather,) = sent(tx)
   assert (gather.kind, gather.dtype) == ("all-gather", "u32")
   nbytes = plan_rows(jax.tree.leaves(LIKE), codec).nbytes
   lanes = -(-nbytes // 512)  # the line is long enough to be cut into lanes
-  assert gather.bytes_sent == (workers - 1) * 512 * lanes
+  assert gather.bytes_sent == 7 * 512 * lanes
   assert 512 * lanes < 1.01 * nbytes
 
 
-def traced_update(tx, workers, like=LIKE):
-  """One update inside a typed shard_map, and what explain says of it.
-
-  More workers than this process has devices can be traced, and not compiled.
-  """
-  mesh = AbstractMesh((workers,), ("data",), (AxisType.Auto,))
-  if workers <= jax.device_count():
-    mesh = modes.mesh(workers)
-  with use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
-    state = jax.eval_shape(tx.init, like)
-  state_specs = gradcomp.state_specs(state, axis_name="data")
-  local = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)
-  specs = dict(in_specs=(P("data"), state_specs), out_specs=(P(), state_specs))
-  update = jax.jit(jax.shard_map(local, mesh=mesh, **specs))
-  stack = lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype)
-  explained = gradcomp.explain(tx, like, workers=workers)
-  return update.trace(jax.tree.map(stack, like), state), explained
+# A plain run has one setting of each type of codec.
+NAMES = {type(x.codec): name for name, x in reversed(laws.SETTINGS.items())}.values()
 
 
-# Of many workers: some sums are loops from five on, and need types of their own.
-EVERY = [(*case, workers) for workers in (20, 3) for case in cases.CASES]
-EVERY += [(*case, 8) for case in cases.CASES[:4] + cases.CASES[16:19]]
-# Two stages, two kinds of axes, and sums of codes are compiled; others in slow runs.
-PLAIN = [(cases.CODECS[0], "two_shot", 3), (cases.CODECS[0], "hierarchical", 8)]
-PLAIN += [(cases.SHARED[0], "psum", 8), *((*case, 20) for case in cases.SENT)]
-CHOSEN = cases.plain_and_slow(EVERY, *PLAIN)
-
-
-@pytest.mark.parametrize("codec, exchange, workers", CHOSEN)
-def test_explain_says_what_is_traced_and_compiled(codec, exchange, workers):
-  """The table, before anything runs, and the collectives of the update agree.
-
-  Codecs take their references, for kernels send nothing.
-  """
-  tx = cases.transformation(laws.here(codec), exchange, workers, feedback="error")
-  traced, explanation = traced_update(tx, workers)
-  sent = collectives.collectives(traced)
-  dtypes = {c.dtype for c in sent}
-  # Each collective's bytes are rounded up to whole ones, once a time that it runs.
-  assert abs(sum(c.nbytes for c in sent) - explanation.bytes_sent) <= len(sent)
-  # The one stage that sends full precision, and says so, is inside groups.
-  floats = [x for x in dtypes if x.startswith(("f", "bf"))]
-  assert not floats or (exchange == "hierarchical" and not isinstance(codec, FloatCast))
-  # Patterns of shared scales are s32; exponents are u8.
-  allowed = {"u32", "f32", "u8" if isinstance(codec, FloatCast) else "s32"}
-  sums = {"s8", "s16"} if exchange == "psum" else set()
-  assert dtypes <= allowed | sums
-  assert not sums or sums & dtypes
-  # Dense leaves have no integers to add up: they travel apart from psum's.
-  others = {leaf.exchange for leaf in explanation.leaves} - {exchange}
-  assert others <= ({"all_gather", "two_shot"} if exchange == "psum" else set())
-  if workers <= jax.device_count():
-    report = gradcomp.wire_report(optimized_hlo(traced.lower()))
-    assert {c.dtype for c in report.collectives} == dtypes
-    rounded = sum(c.times for c in report.collectives)
-    assert 0 <= report.bytes_sent - explanation.bytes_sent <= rounded
-    # Every exchange is one mean.
-    mean = 2 * 4 * ELEMENTS * (workers - 1) // workers
-    assert mean <= report.dense_bytes <= mean + rounded
+@pytest.mark.parametrize("name", [*NAMES, *slow(*sorted({*laws.SETTINGS} - {*NAMES}))])
+def test_words_are_sent_and_integers_are_added(name):
+  """Beside words, patterns of shared scales are s32, and shared exponents u8."""
+  codec = laws.SETTINGS[name].codec
+  shared = "u8" if isinstance(codec, FloatCast) else "s32"
+  for exchange in ("all_gather", "two_shot", "ring", "hierarchical", "psum"):
+    row = table.Row(name, exchange, "none", "vmap", 4)
+    if row.allowed:
+      found = gradcomp.explain(row.transformation(), LIKE, workers=4).collectives
+      dtypes = {x.dtype for x in found} - {"u32", shared}
+      assert bool(dtypes) == (exchange == "psum")
+      assert dtypes <= {"s8", "s16"} or isinstance(codec, Dense | RandomK | PowerSGD)
 
 
 @pytest.fixture
@@ -159,13 +85,15 @@ def names_in_cache_keys():
 @pytest.mark.usefixtures("names_in_cache_keys")
 def test_factors_stand_for_their_leaves():
   """A message of factors is one mean of its leaves, however XLA combines its sums."""
-  workers = 4
+  workers, tx = 4, gradcomp.powersgd(rank=2, axis_name="data")
   like = {"w": (64, 96), "v": (64, 96), "b": (96,)}  # XLA adds b with left factors
-  like = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in like.items()}
-  traced, explained = traced_update(
-    gradcomp.powersgd(rank=2, axis_name="data"), workers, like
+  own, stacked = (
+    {k: jax.ShapeDtypeStruct((*n, *s), jnp.float32) for k, s in like.items()}
+    for n in ((), (workers,))
   )
-  report = gradcomp.wire_report(optimized_hlo(traced.lower()))
-  elements = sum(x.size for x in like.values())
-  assert report.dense_bytes == 8 * elements * (workers - 1) // workers
-  assert report.bytes_sent == explained.bytes_sent
+  found = modes.collectives(tx, own, stacked)
+  elements = sum(x.size for x in own.values())
+  dense = sum(x.times * x.dense_bytes for x in found)
+  assert dense == 8 * elements * (workers - 1) // workers
+  explained = gradcomp.explain(tx, own, workers=workers)
+  assert sum(x.times * x.bytes_sent for x in found) == explained.bytes_sent

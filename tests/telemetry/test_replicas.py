@@ -188,7 +188,6 @@ def cut():
 ROWS = """
 check({"w": jnp.ones(3)}) -> `axis_name` ... 'data' ... ()
 check({"w": cut()}) -> `tree`['w'] ... whole along 'data'
-make(QSGD, v) for v in 0, True, 1.5 -> `compare_every` ... 1 or more
 make(QSGD, 2, axis_name=None) -> `compare_every` ... axis_name=None
 make(PLAIN, 2)(PARAMS, PLAIN.init(PARAMS), jnp.ones((WORKERS, 64))) ->
   `optimizer` ... compare_every=2
