@@ -8,13 +8,15 @@ import pytest
 
 import gradcomp
 from gradcomp._src.checkpoint import records
-from gradcomp.codecs import QSGD, PowerSGD
+from gradcomp.codecs import QSGD
 from gradcomp.parallel import zero
 from tests.plugins.slow_cases import slow
 from tests.support import saved, saved_format
 
 N = 4
 QSGD4 = QSGD(bits=4, bucket_size=32)
+LEVELS = QSGD(bits=4, bucket_size=32, levels="nonuniform")
+FEW_BITS = gradcomp.ErrorFeedback(residual_dtype="int8")
 OPTIONS = {"axis_name": "data", "min_leaf_size": 10}
 
 
@@ -25,58 +27,49 @@ def given(steps=4):
   return [{"w": draw(9, 70), "b": draw(3)} for _ in range(steps)]
 
 
-def compressed(codec, exchange, feedback="error", **options):
-  options = OPTIONS | {"exchange": exchange, "feedback": feedback} | options
-  return gradcomp.compress(codec, **options)
-
-
 def redsync(density, **options):
   return gradcomp.redsync(density, **({"exchange": "all_gather"} | OPTIONS | options))
 
 
 def local():
-  return gradcomp.local.local_steps(
-    optax.adam(0.1),
-    optax.sgd(0.7, 0.9, nesterov=True),
-    axis_name="data",
-    every=4,
-    codec=QSGD4,
-    options=gradcomp.local.LocalOptions(fragments=2, delay=1, min_leaf_size=10),
-  )
+  options = gradcomp.local.LocalOptions(fragments=2, delay=1, min_leaf_size=10)
+  given = {"axis_name": "data", "every": 4, "codec": QSGD4, "options": options}
+  outer = optax.sgd(0.7, 0.9, nesterov=True)
+  return gradcomp.local.local_steps(optax.adam(0.1), outer, **given)
 
 
 def collected(*inner):
   return optax.MultiSteps(optax.chain(*inner), 3).gradient_transformation()
 
 
-OWNERS = compressed(QSGD4, "two_shot", "momentum", message_bytes=600)
-INT8 = gradcomp.ErrorFeedback(residual_dtype="int8")
-LEVELS = QSGD(bits=3, bucket_size=32, levels="nonuniform")
-# What each kind of state has that others have not, and a place to save it in. Two
-# steps are taken: the third is the last before the switch, and of collected gradients.
+OWNERS = gradcomp.compress(
+  QSGD4, exchange="two_shot", feedback="momentum", message_bytes=600, **OPTIONS
+)
+# What each kind of state has that those of the table have not, and a place to save it
+# in. Two steps are taken: the third is the last before the switch, and of collected
+# gradients.
 KEPT = {
   "owners": (OWNERS, "shard_map"),
-  "levels": (compressed(LEVELS, "two_shot"), "explicit"),
   "switch": (
     gradcomp.wrappers.switch([3], [redsync(1.0), redsync(0.1, quantize="asq")]),
     "vmap",
   ),
-  "codes": (compressed(QSGD4, "all_gather", INT8), "auto"),
+  "factors": (gradcomp.powersgd(2, min_rate=1, **OPTIONS), "vmap"),
+  "few bits": (gradcomp.compress(LEVELS, feedback=FEW_BITS, **OPTIONS), "auto"),
   "thresholds": (redsync(0.1, selection="sampled"), "pmap"),
-  "turn": (redsync(0.1, quantize="asq"), "shard_map_unchecked"),
-  "factors": (compressed(PowerSGD(rank=1), "psum"), "explicit"),
   "shares": (
     zero(optax.adam(0.1), grads=QSGD4, params=QSGD4, axis_name="data"),
     "auto",
   ),
-  "round": (local(), "shard_map"),
+  "round": (local(), "explicit"),
   "guard": (gradcomp.skip_nonfinite(OWNERS, 2, axis_name="data"), "shard_map"),
   "behind": (optax.chain(OWNERS, collected(optax.sgd(0.1))), "explicit"),
   "around": (collected(OWNERS, optax.sgd(0.1)), "pmap"),
 }
+FAST = ["owners", "switch", "factors", "few bits", "shares", "round"]
 
 
-@pytest.mark.parametrize("kind", [*list(KEPT)[:4], *slow(*list(KEPT)[4:])])
+@pytest.mark.parametrize("kind", [*FAST, *slow(*(x for x in KEPT if x not in FAST))])
 def test_what_a_state_keeps_is_all_that_a_training_needs(kind, tmp_path):
   tx, mode = KEPT[kind]
   if kind not in ("behind", "around"):

@@ -63,7 +63,7 @@ def grouped(size):
 # What was saved, what goes on, and what the error says.
 STORED = gradcomp.ErrorFeedback(residual_dtype="int8", residual_decay=0.5)
 decay = lambda x: qsgd(feedback=gradcomp.MomentumFeedback(decay=x))
-OTHERS = [
+PAIRS = [
   (qsgd(), qsgd(8), "the codec of ['v'] was", "bits=4", "bits=8"),
   (qsgd(), gradcomp.onebit_sgd(axis_name="data"), "QSGD", "OneBit"),
   (qsgd(), qsgd(min_leaf_size=4097), "codec of ['v'] was QSGD", "Dense"),
@@ -82,15 +82,17 @@ OTHERS = [
   ),
   (adam_zero(4), adam_zero(4, message_bytes=3000), "owners of messages", "['w'] and"),
   (adam_zero(4), adam_zero(8), "of parameters was QSGD(bits=4) and is QSGD(bits=8)"),
+  (local(fragments=2), local(), "number of gradcomp transformations was 2 and is 1"),
+  (local(delay=1), local(), "delay", "was 1 and is 0"),
 ]
 
 
 NAMES = "codec kind small feedback decay storage axis exchange owners messages"
-NAMES = [*NAMES.split(), "number", "branch", "rows", "zero"]
+NAMES = [*NAMES.split(), "number", "branch", "rows", "zero", "parts", "delay"]
 
 
 @pytest.mark.parametrize(
-  "old, new, words", [(x, y, z) for x, y, *z in OTHERS], ids=NAMES
+  "old, new, words", [(x, y, z) for x, y, *z in PAIRS], ids=NAMES
 )
 def test_what_differs_is_named_with_both_values_and_a_cure(old, new, words):
   saved = recorded(old)
@@ -99,21 +101,16 @@ def test_what_differs_is_named_with_both_values_and_a_cure(old, new, words):
     check(saved, recorded(new))
 
 
-OTHER_LEAVES = {"w": PARAMS["w"], "u": PARAMS["v"], "b": PARAMS["b"]}
+TURNED = PARAMS | {"w": jnp.zeros((32, 128))}
+OTHERS = {"w": PARAMS["w"], "u": PARAMS["v"], "b": PARAMS["b"]}
 
 
 @pytest.mark.parametrize(
   "how, words",
   [
     ({"workers": 8}, ["number of workers was 4 and is 8", "gradcomp.reshard_state"]),
-    (
-      {"params": PARAMS | {"w": jnp.zeros((32, 128))}},
-      ["the shape of ['w'] was [64, 64] and is [32, 128]"],
-    ),
-    (
-      {"params": OTHER_LEAVES},
-      ["the list of leaves was one with ['v'] and is one with ['u']"],
-    ),
+    ({"params": TURNED}, ["the shape of ['w'] was [64, 64] and is [32, 128]"]),
+    ({"params": OTHERS}, ["the list of leaves was one with ['v'] and is one with"]),
   ],
   ids=["workers", "shape", "leaves"],
 )

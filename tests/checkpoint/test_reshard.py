@@ -1,6 +1,7 @@
 """States go from one mesh to another, and trainings go on with them."""
 
 import functools
+import math
 
 import chex
 import jax
@@ -29,62 +30,56 @@ def placed(tree, mesh, spec=WHOLE):
   return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
+def mesh_of(axes, sizes, kind):
+  devices = jax.devices()[: math.prod(sizes)]
+  return jax.make_mesh(sizes, axes, (kind,) * 2, devices=devices)
+
+
 def first(tx, workers):
   like = cases.shapes(tx, workers)
   return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
 
 
+def explicit_step(tx, state, gradients):
+  """``cases.step`` of sums, in plain jit under Explicit axes."""
+  mesh = modes.mesh(len(gradients["w"]), AxisType.Explicit)
+  update = jax.jit(lambda given, state: tx.update(unreduce(given, "data"), state))
+  specs = gradcomp.state_specs(state, axis_name="data")
+  state = gradcomp.checkpoint.place(state, mesh, specs)
+  return update(placed(gradients, mesh, P("data")), state)
+
+
 @pytest.mark.parametrize(
-  "name, pair",
+  "name, pair, explicit",
   [
-    ("two_shot error", (4, 3)),
-    ("hierarchical error", (8, 4)),
-    *slow(("messages", (2, 4)), ("two_shot error", (1, 4)), ("psum error", (2, 8))),
+    ("two_shot error", (4, 3), False),
+    ("hierarchical error", (8, 4), False),
+    ("two_shot error", (4, 8), True),
+    *slow(("messages", (2, 4), False), ("two_shot error", (1, 4), False)),
+    *slow(("psum error", (2, 8), False)),
   ],
 )
-def test_a_step_sends_what_waited_in_other_workers(name, pair):
+def test_a_step_sends_what_waited_in_other_workers(name, pair, explicit):
   """Gradients that came in = what M workers sent + what still waits, in each element.
 
-  A row that another owner had in another place would be sent as another element.
+  A row that another owner had in another place would be sent as another element. Under
+  Explicit axes owners keep a part of the sum, which has no number of workers in it.
   """
   old, new = pair
-  tx = cases.CASES[name]()
-  _, state = cases.step(tx, first(tx, old), cases.gradients(old, 1))
-  before = cases.waiting(state, old)
+  tx, step = cases.CASES[name](), explicit_step if explicit else cases.step
+  _, state = step(tx, first(tx, old), cases.gradients(old, 1))
+  weight = 1 if explicit else None
+  before = cases.waiting(state, old, weight)
   assert all(np.any(x) for x in (before["v"], before["w"]))
-  moved = cases.reshard(state, tx, old, new)
+  moved = cases.reshard(state, tx, old, new, keep="addends" if explicit else "sum")
   given = cases.gradients(new, 2)
-  output, after = cases.step(tx, moved, given)
-  waits = cases.waiting(after, new)
+  output, after = step(tx, moved, given)
+  waits = cases.waiting(after, new, weight)
   for key, x in before.items():
     came = x + np.asarray(given[key], np.float64).sum(axis=0)
+    sent = (1 if explicit else new) * np.asarray(output[key])
     # Sums of at most 8 numbers of about 5, each rounded by 2**-24.
-    np.testing.assert_allclose(new * output[key] + waits[key], came, atol=2e-5)
-
-
-def test_sums_under_explicit_axes():
-  """There owners keep a part of the sum, which has no number of workers in it."""
-  tx = cases.compressed("two_shot", "error")
-  meshes = {n: modes.mesh(n, AxisType.Explicit) for n in (4, 8)}
-  update = jax.jit(lambda given, state: tx.update(unreduce(given, "data"), state))
-
-  def step(state, n, seed):
-    given = cases.gradients(n, seed)
-    output, state = update(placed(given, meshes[n], P("data")), state)
-    return output, state, {key: x.sum(axis=0) for key, x in given.items()}
-
-  with jax.set_mesh(meshes[4]):
-    state = tx.init(placed(cases.PARAMS, meshes[4]))
-  _, state, _ = step(state, 4, 1)
-  before = cases.waiting(state, 4, weight=1)
-  moved = cases.reshard(state, tx, 4, 8, mesh=meshes[8], keep="addends")
-  output, after, came = step(moved, 8, 2)
-  waits = cases.waiting(after, 8, weight=1)
-  for key, x in before.items():
-    # Sums of at most 8 numbers of about 5, each rounded by 2**-24.
-    np.testing.assert_allclose(
-      np.asarray(output[key]) + waits[key], x + came[key], atol=2e-5
-    )
+    np.testing.assert_allclose(sent + waits[key], came, atol=2e-5)
 
 
 def test_zero_goes_on_as_one_that_never_changed():
@@ -180,17 +175,11 @@ def test_two_axes():
   """The owner of a share is counted over both axes, the first one first."""
   axes = ("host", "chip")
   optimizer = optimizer_over(axes, Hierarchical())
-  devices = jax.devices()
-  meshes = [
-    jax.make_mesh(x, axes, (AxisType.Auto,) * 2, devices=devices[: x[0] * x[1]])
-    for x in ((2, 2), (4, 2))
-  ]
+  meshes = [mesh_of(axes, x, AxisType.Auto) for x in ((2, 2), (4, 2))]
   params, state = trained(optimizer, meshes[0], axis_name=axes)
   moved = reshard(state, optimizer, 4, 8, mesh=meshes[1], axis_name=axes)
-  rows = [
-    np.asarray(x[0].server_residual[axes][0]).reshape(-1)[: PARAMS["w"].size]
-    for x in (state, moved)
-  ]
+  owned = lambda state: np.ravel(state[0].server_residual[axes][0])
+  rows = [owned(x)[: PARAMS["w"].size] for x in (state, moved)]
   assert rows[0].any()
   np.testing.assert_array_equal(rows[1], rows[0] * np.float32(4 / 8))
   assert moved[0].residual["w"].sharding.spec == P(axes)
@@ -201,10 +190,7 @@ def test_two_axes():
 def test_parameters_that_are_cut_over_another_axis(kind):
   """Each place along it has owners of its own, with the rows of its part."""
   axes = ("data", "model")
-  old, new = (
-    jax.make_mesh((n, 2), axes, (kind,) * 2, devices=jax.devices()[: 2 * n])
-    for n in (2, 3)
-  )
+  old, new = (mesh_of(axes, (n, 2), kind) for n in (2, 3))
   tx = gradcomp.compress(
     cases.FOUR_BITS, axis_name="data", exchange="two_shot", feedback="error"
   )
@@ -249,13 +235,9 @@ def test_a_train_step_takes_what_comes(name):
   tx, params, mesh = cases.CASES[name](), cases.params_of(name), modes.mesh(2)
   state = jax.tree.map(np.abs, cases.filled(tx, 4, params))  # Adam takes a root
   state = cases.reshard(state, tx, 4, 2, params, mesh=mesh)
-
-  def loss_fn(params, batch):
-    return sum(jnp.mean((leaf - batch[0, 0]) ** 2) for leaf in jax.tree.leaves(params))
-
-  step = gradcomp.make_train_step(
-    loss_fn, tx, axis_name="data", mesh=mesh, donate=False
-  )
+  loss_fn = lambda params, batch: optax.tree.sum(params) * batch.mean()
+  how = dict(axis_name="data", mesh=mesh, donate=False)
+  step = gradcomp.make_train_step(loss_fn, tx, **how)
   params, *_ = step(placed(params, mesh), state, np.ones((2, 2), np.float32))
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 

@@ -15,20 +15,18 @@ import gradcomp
 from gradcomp._src.core import agreement
 from gradcomp.codecs import QSGD, BlockTop, Dense, TopK
 from tests.plugins.slow_cases import slow
-from tests.support import saved
 from tests.support.assertions import assert_same_bits
-from tests.support.cases.local import ADAM, LEAVES, NESTEROV, N, decaying, local, placed
+from tests.support.cases.local import ADAM, NESTEROV, N, local
+from tests.support.cases.reshard import unstacked
 from tests.support.cases.zero import gradients, last, loss_fn, train, tree
+from tests.support.cases.zero import sharded as placed
 
 PLAIN = optax.sgd(1.0)
 DENSE = optax.chain(gradcomp.dense(axis_name="data"), optax.sgd(0.1))
 
 
 def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
-  """Its bytes are those of the payload, as explain says them.
-
-  An inspection measures the difference in the step that sends it.
-  """
+  """As explain says; an inspection measures the difference in the step that sends."""
   tx = local(optax.sgd(0.5), NESTEROV, QSGD(bits=4))
   params, state, mesh = placed(tx, tree(0, {"w": (64, 512)}))
   given = dict(mesh=mesh, options=gradcomp.TrainOptions(report=True), donate=False)
@@ -87,37 +85,12 @@ def test_a_step_that_is_traced_again_has_one_record(monkeypatch):
     assert names == [f"gradcomp.{name}" for name in ours]
 
 
-ARRIVING = {"every": 8, "fragments": 2, "delay": 3, "mixing": 0.5}
-
-
-@pytest.mark.parametrize("options", [ARRIVING, {"every": 2, "start": 3}], ids=len)
-def test_resumed_in_the_midst_of_a_round_it_goes_on_with_the_same_bits(
-  options, tmp_path
-):
-  """Through Orbax, where workers are apart, and where an exchange has not arrived."""
-  tx = local(ADAM, NESTEROV, TopK(density=0.05), feedback=decaying(0.95), **options)
-  params, state, mesh = placed(tx, tree(0, LEAVES))
-  given = dict(axis_name="data", mesh=mesh, donate=False)
-  step = gradcomp.make_train_step(loss_fn, tx, **given)
-  batches = np.random.default_rng(0).normal(size=(11, N)).astype(np.float32)
-  held = [(params, state)]
-  for batch in batches:
-    held.append(step(*held[-1], batch)[:2])
-  again = saved.through_orbax(held[6], tmp_path)
-  for batch, expected in zip(batches[6:], held[7:], strict=True):
-    again = step(*again, batch)[:2]
-    assert_same_bits(again, expected)
-  assert step._cache_size() == 1
-
-
 def test_another_number_of_workers_goes_on_behind_an_exchange():
   """Residuals keep their sum, and new workers get the inner state of old ones."""
   tx = local(ADAM, NESTEROV, TopK(density=0.1))
   params = tree(0, {"w": (20, 50)})
   _, state = last("shard_map", tx, params, gradients(3, {"w": (20, 50)}))
-  specs = gradcomp.state_specs(state, axis_name="data")
-  whole = lambda x, spec: x.reshape(-1, *x.shape[2:]) if spec != P() else x[0]
-  state = jax.tree.map(whole, state, specs)
+  state = unstacked(tx, state, N)
   how = dict(axis_name="data", old_workers=N, workers=6)
   moved = gradcomp.reshard_state(tx, params, state, **how)
   old, new = (x.own.inner_state[0].mu["w"] for x in (state, moved))
@@ -156,13 +129,14 @@ def compiled(tx, shape, axes):
   return found, metrics["bytes_sent"]
 
 
-@pytest.mark.parametrize("way", ["two_shot", "senders"])
-def test_the_wire_has_4000_times_fewer_bytes_in_rounds_of_30_steps(way):
+BY_SENDERS = BlockTop(block_size=512), {"exchange": "all_gather", "merge": "senders"}
+
+
+@pytest.mark.parametrize(
+  "codec, options", [(BlockTop(), {"exchange": "two_shot"}), BY_SENDERS]
+)
+def test_the_wire_has_4000_times_fewer_bytes_in_rounds_of_30_steps(codec, options):
   """Than plain means in float32: both numbers are those of the compiled program."""
-  codec, options = {
-    "two_shot": (BlockTop(), {"exchange": "two_shot"}),
-    "senders": (BlockTop(block_size=512), {"exchange": "all_gather", "merge": way}),
-  }[way]
   workers, elements = (("data", 8),), 16 * 8192  # a tile for each owner, and more
   tx = local(optax.sgd(0.1), PLAIN, codec, every=30, **options)
   found, told = compiled(tx, (elements,), workers)
@@ -179,32 +153,6 @@ def test_a_report_says_the_bytes_behind_the_first_steps():
   told = lambda tx: gradcomp.explain(tx, params, workers=N)
   tx = local(optax.adam(0.1), PLAIN, Dense(), 10, start=100)
   assert told(tx).bytes_per_step == told(DENSE).bytes_sent / 10
-
-
-def test_each_worker_has_the_gradient_at_its_own_parameters():
-  """Typed as its own in shard_map; tests/training has the bits of other places."""
-  params, target = tree(0, {"w": (5,)}), tree(1, {"w": (5,)}, N)
-  tx = local(optax.sgd(0.25), PLAIN, Dense(), every=2)
-
-  def loss_fn(params, state, target):
-    own = gradcomp.local.local_params(params, state)
-    assert jax.typeof(own["w"]).manual_axis_type.varying == {"data"}
-    return jnp.sum((own["w"] - target["w"].reshape(5)) ** 2) / 2
-
-  def step(target, state, params):
-    grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data")
-    updates, state = tx.update(grad_fn(params, state, target)[1], state, params)
-    return optax.apply_updates(params, updates), state
-
-  got, state, mesh = placed(tx, params)
-  specs = gradcomp.state_specs(state, axis_name="data")
-  places = {"in_specs": (P("data"), specs, P()), "out_specs": (P(), specs)}
-  mapped = jax.jit(jax.shard_map(step, mesh=mesh, **places))
-  for _ in range(2):
-    got, state = mapped(target, state, got)
-  # Two steps of a quarter leave 9/16 of the distance to a worker's own target.
-  expected = params["w"] * 9 / 16 + target["w"].mean(axis=0) * 7 / 16
-  np.testing.assert_allclose(got["w"], expected, atol=1e-6, rtol=0)  # an ulp or two
 
 
 def test_gradients_may_be_collected_for_a_local_step():
@@ -329,19 +277,3 @@ def test_a_mean_of_models_in_each_step_is_refused():
   step = gradcomp.make_train_step(loss, tx, **given)
   with pytest.raises(ValueError, match='`model_state` must be "local" or None'):
     step.eval_shape(params, state, jnp.ones(1), jnp.ones(N))
-
-
-def test_a_record_says_what_the_state_belongs_to():
-  def record(workers=N, **options):
-    tx = local(ADAM, NESTEROV, TopK(density=0.1), **options)
-    return gradcomp.checkpoint.record(tx, tree(0, LEAVES), workers=workers)
-
-  gradcomp.checkpoint.check_record(record(), record(every=5))
-  for what, old in {
-    "number of gradcomp transformations": record(fragments=3),
-    "residual_decay": record(feedback=decaying(0.5)),
-    "number of workers": record(workers=8),
-    "delay": record(delay=1),
-  }.items():
-    with pytest.raises(ValueError, match=what):
-      gradcomp.checkpoint.check_record(old, record())

@@ -7,35 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 import gradcomp
 from gradcomp.codecs import Dense
-from tests.plugins.slow_cases import slow
-from tests.support import modes
 from tests.support.assertions import assert_same_bits
+from tests.support.cases import steps
+from tests.support.cases.parallel import numbers
 
 N = 4
 OVER = {"axis_name": "data"}
-BASE = None  # a global variable, which a test sets
 dense = gradcomp.dense(**OVER)
 
 
 def loss_of_all(params, x, base):
   return jnp.mean((x @ (base["w"] + params["a"])) ** 2) + base["scale"][0]
-
-
-class Module(nnx.Module):
-  """A module of flax, which is a tree."""
-
-  def __init__(self, base):
-    self.w, self.scale = nnx.Param(base["w"]), nnx.Variable(base["scale"])
-
-  def __call__(self, params, x):
-    return loss_of_all(params, x, {"w": self.w[...], "scale": self.scale[...]})
 
 
 @jax.custom_vjp
@@ -55,41 +43,18 @@ def loss_with_rules(params, x, base):
   return total + loss_of_all(params, x, base) + branch + rows
 
 
-def loss_of_a_global(params, x):
-  """The variable is read by a function inside."""
-  return (lambda: loss_of_all(params, x, BASE))()
-
-
-def of_a_global(base):
-  globals()["BASE"] = base
-  return loss_of_a_global
-
-
-CLOSURES = {
-  "closure": lambda base: lambda params, x: loss_of_all(params, x, base),
-  "global": of_a_global,
-  "jitted": lambda base: jax.jit(CLOSURES["closure"](base)),
-}
+closed = lambda base: lambda params, x: loss_of_all(params, x, base)
 tree_of = lambda base: Partial(loss_of_all, base=base)
-# Losses that are trees, and the losses of three arguments that they are. An array that
-# is sharded like the batch is a worker's own rows there.
-TREES = {
-  "rules": (lambda base: Partial(loss_with_rules, base=base), loss_with_rules),
-  "nnx": (Module, loss_of_all),
-}
 
 
 @pytest.fixture(scope="module")
 def problem():
   """Parameters, rows and a base on the mesh."""
-  mesh = modes.mesh(N, AxisType.Explicit)
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-  put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
-  base = {"w": normal(8, 4), "scale": np.full(1, 3, np.float32)}
-  params, base = put(({"a": normal(8, 4)}, base), P())
-  base["rows"] = put(normal(8 * N, 8), P("data"))
-  return mesh, params, put(normal(8 * N, 8), P("data")), base
+  mesh = steps.explicit_mesh()
+  base = {"w": numbers(8, 4), "scale": np.full(1, 3, np.float32)}
+  params, base = steps.put(({"a": numbers(8, 4, seed=1)}, base), mesh)
+  base["rows"] = steps.put(numbers(8 * N, 8, seed=2), mesh, "data")
+  return mesh, params, steps.put(numbers(8 * N, 8, seed=3), mesh, "data"), base
 
 
 def reduced_gradient(loss):
@@ -114,26 +79,18 @@ def assert_refused(step, *args, cures=OF_LOSS):
   assert all(cure in note for cure in cures), note
 
 
-@pytest.mark.parametrize("way", ["closure", "jitted", "global"])
-def test_arrays_in_closures_are_refused(way, problem):
-  """Those of an enclosing jit, which are tracers; a global variable is an array."""
+def test_arrays_in_closures_are_refused(problem):
+  """Also those of an enclosing jit, which are tracers."""
   _, params, x, base = problem
-  of_base = lambda params, x, base: reduced_gradient(CLOSURES[way](base))(params, x)
-  try:
-    if way == "global":
-      assert_refused(reduced_gradient(CLOSURES[way](base)), params, x)
-    else:
-      assert_refused(functools.partial(jax.eval_shape, of_base), params, x, base)
-  finally:
-    globals()["BASE"] = None
+  assert_refused(reduced_gradient(closed(base)), params, x)
+  of_base = lambda params, x, base: reduced_gradient(closed(base))(params, x)
+  assert_refused(functools.partial(jax.eval_shape, of_base), params, x, base)
 
 
-@pytest.mark.parametrize("kind", ["rules", *slow("nnx")])
-def test_leaves_of_a_callable_tree_are_arguments(kind, problem):
+def test_leaves_of_a_callable_tree_are_arguments(problem):
   """The bits are those of an argument; the loss is traced once, and left as it was."""
   _, params, x, base = problem
-  make, loss_fn = TREES[kind]
-  expected = jax.jit(reduced_gradient(loss_fn))(params, x, base)
+  expected = jax.jit(reduced_gradient(loss_with_rules))(params, x, base)
   traces = []
 
   def counted(own_loss, *args):
@@ -142,7 +99,7 @@ def test_leaves_of_a_callable_tree_are_arguments(kind, problem):
 
   @jax.jit
   def run(params, x, base):
-    held = Partial(counted, make(base))
+    held = Partial(counted, Partial(loss_with_rules, base=base))
     leaves = jax.tree.leaves(held)
     result = reduced_gradient(held)(params, x)
     assert all(a is b for a, b in zip(leaves, jax.tree.leaves(held), strict=True))
@@ -167,23 +124,21 @@ def test_a_train_step(problem):
     return after, metrics["loss"]
 
   assert_same_bits(one(tree_of(base), 0.5), one(loss_of_all, 0.5, base))
-  assert_refused(one, CLOSURES["closure"](base), 0.5)
+  assert_refused(one, closed(base), 0.5)
   assert_refused(one, tree_of(base), rate, cures=OF_OPTIMIZER)
 
 
 def test_an_array_that_another_axis_shards():
   """Beside an Explicit axis that is not the workers', JAX says it in other words."""
-  mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Explicit,) * 2)
-  put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: rng.standard_normal(shape, np.float32)
-  base = {"w": put(normal(8, 4), None, "model"), "scale": put(normal(1))}
-  args = {"a": put(normal(8, 4), None, "model")}, put(normal(16, 8), "data")
+  mesh = steps.explicit_mesh((2, 2), ("data", "model"))
+  put = lambda seed, shape, *spec: steps.put(numbers(*shape, seed=seed), mesh, *spec)
+  base = {"w": put(0, (8, 4), None, "model"), "scale": put(1, (1,))}
+  args = {"a": put(2, (8, 4), None, "model")}, put(3, (16, 8), "data")
   with jax.set_mesh(mesh):
     got = jax.jit(reduced_gradient(tree_of(base)))(*args)
     assert_same_bits(got, jax.jit(reduced_gradient(loss_of_all))(*args, base))
     with pytest.raises(ValueError, match="8,4@model") as caught:
-      jax.eval_shape(reduced_gradient(CLOSURES["closure"](base)), *args)
+      jax.eval_shape(reduced_gradient(closed(base)), *args)
   assert any("`loss_fn` closes over" in note for note in caught.value.__notes__)
 
 
@@ -228,20 +183,13 @@ def test_a_function_that_update_is_given(problem):
     assert np.any(jax.jit(functools.partial(step, True))(*args))
 
 
-def test_numbers_of_an_optimizer(problem):
-  """Injected around a transformation they would be in closures; in it, in the state."""
+def test_numbers_that_are_injected_around_zero_would_be_in_closures(problem):
+  """Inside of it they are in the state: tests/transforms/test_wrappers.py."""
   mesh, params, x, base = problem
-  around = lambda inner: gradcomp.parallel.zero(
-    inner, grads=Dense(), params=Dense(), **OVER
-  )
-
-  def run(tx):
-    grad_fn = gradcomp.value_and_grad(tree_of(base), **OVER)
-    step = lambda *given: tx.update(grad_fn(*given)[1], tx.init(params), params)[0]
-    return jax.eval_shape(step, params, x)["a"]
-
-  inject = optax.inject_hyperparams
+  zero = functools.partial(gradcomp.parallel.zero, grads=Dense(), params=Dense())
+  around = lambda rate: zero(optax.adam(rate), **OVER)
+  tx = optax.inject_hyperparams(around)(rate=0.1)
+  grads = lambda *given: gradcomp.value_and_grad(tree_of(base), **OVER)(*given)[1]
+  step = lambda *given: tx.update(grads(*given), tx.init(params), params)
   with jax.set_mesh(mesh):
-    tx = inject(lambda rate: around(optax.adam(rate)))(rate=0.1)
-    assert_refused(run, tx, cures=OF_OPTIMIZER)
-    assert run(around(inject(optax.adam)(learning_rate=0.1))).shape == (8, 4)
+    assert_refused(jax.eval_shape, step, params, x, cures=OF_OPTIMIZER)

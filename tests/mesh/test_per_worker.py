@@ -52,10 +52,8 @@ def test_what_takes_one_element_at_a_time_is_right_in_front_of_the_exchange():
   @jax.jit
   def updates(rows):
     grads = marked(rows)
-    found = [
-      optax.chain(tx, sent).update(grads, (tx.init(PARAMS), sent.init(PARAMS)), PARAMS)
-      for tx in fronts
-    ]
+    chains = [optax.chain(tx, sent) for tx in fronts]
+    found = [tx.update(grads, tx.init(PARAMS), PARAMS) for tx in chains]
     # Parts that are frozen need no gradient, and so none of another kind.
     frozen = optax.partition({"a": sent, "z": two["z"]}, labels)
     last, _ = frozen.update(grads, frozen.init(PARAMS), PARAMS)
@@ -119,7 +117,6 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_no_reader_is_given_the_rows_of_all_workers(name):
-  """Neither in jax.jit nor outside of it."""
   read = READERS[name]
   with pytest.raises((TypeError, ValueError), match=CURE):
     read(marked(ROWS))

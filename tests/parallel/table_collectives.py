@@ -1,8 +1,4 @@
-"""A table of collectives: a program for each codec, and one for each place in float32.
-
-Each has all collectives of ``gradcomp.parallel`` that add or copy, and tests read what
-comes back.
-"""
+"""A table of collectives: programs for each codec, and for each place in float32."""
 
 import functools
 
@@ -66,33 +62,26 @@ def run(name, own):
 
 FLOATS = dict(axis_name="data", codec=Dense())
 WHOLE = dict(axis=1, params=None, grads=None)
-# Ours and JAX's, the array, and the weights of the loss.
+whole = lambda x: lax.all_gather(x, "data", axis=1, tiled=True)
+# Our options, the collective of JAX, and the weights of the loss.
 PAIRS = {
-  "all_gather": (
-    lambda x: parallel.all_gather(x, axis=1, **FLOATS),
-    lambda x: lax.all_gather(x, "data", axis=1, tiled=True),
-    WEIGHTS,
-  ),
+  "all_gather": (FLOATS | {"axis": 1}, whole, WEIGHTS),
   "psum_scatter": (
-    lambda x: parallel.psum_scatter(x, axis=-1, **FLOATS),
+    FLOATS | {"axis": -1},
     lambda x: lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True),
     X[:, :, :50],
   ),
   "all_to_all": (
-    lambda x: parallel.all_to_all(x, split_axis=1, concat_axis=0, **FLOATS),
+    FLOATS | {"split_axis": 1, "concat_axis": 0},
     lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True),
     X.reshape(N, 12, 50),
   ),
   "ppermute": (
-    lambda x: parallel.ppermute(x, perm=RING, **FLOATS),
+    FLOATS | {"perm": RING},
     lambda x: lax.ppermute(x, "data", RING),
     X[::-1],
   ),
-  "gather": (
-    lambda x: parallel.gather(x, axis_name="data", **WHOLE),
-    lambda x: lax.all_gather(x, "data", axis=1, tiled=True),
-    WEIGHTS,
-  ),
+  "gather": (WHOLE | {"axis_name": "data"}, whole, WEIGHTS),
 }
 
 
@@ -106,12 +95,12 @@ def plain(mode):
   equal, z = WEIGHTS[0, :, :200], X + 1j * X[::-1]
 
   def every(x, weights, old, z, dz):
-    found = {
-      name: [with_gradient(way, None)(x, weights[name]) for way in pair[:2]]
-      for name, pair in PAIRS.items()
-    }
-    theirs = lambda z: lax.all_gather(z, "data", axis=1, tiled=True)
-    value, back = jax.vjp(theirs, z)
+    found = {}
+    for name, (options, theirs, _) in PAIRS.items():
+      ours = functools.partial(getattr(parallel, name), **options)
+      ways = [with_gradient(way, None) for way in (ours, theirs)]
+      found[name] = [way(x, weights[name]) for way in ways]
+    value, back = jax.vjp(whole, z)
     found["complex"] = (value, *back(dz))
     entry = lambda x: parallel.sum_gradients(x, **FLOATS)
     found["psum"] = with_gradient(lambda x: parallel.psum(x, **FLOATS), equal)(x)

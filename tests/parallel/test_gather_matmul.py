@@ -44,12 +44,8 @@ def product(**options):
 
 
 def arrays(dtype=np.float32):
-  x, w, cotangent = (
-    numbers(N, M, K),
-    numbers(N, ROWS, K, seed=1),
-    numbers(N, M, N * ROWS),
-  )
-  return x.astype(dtype), w.astype(dtype), cotangent.astype(dtype)
+  given = numbers(N, M, K), numbers(N, ROWS, K, seed=1), numbers(N, M, N * ROWS)
+  return tuple(x.astype(dtype) for x in given)
 
 
 def assert_summed(got, a, b):
@@ -109,10 +105,8 @@ def test_any_leading_axes_and_the_dtypes_of_the_inputs(dtype):
   flat = np.float32(several).reshape(y.shape)
   np.testing.assert_allclose(flat, np.float32(y), **bound)
   np.testing.assert_allclose(np.float32(one), np.float32(y)[:, 0], **bound)
-  assert y.dtype == dx.dtype == dw.dtype == dtype and (dx.shape, dw.shape) == (
-    x.shape,
-    w.shape,
-  )
+  assert y.dtype == dx.dtype == dw.dtype == dtype
+  assert (dx.shape, dw.shape) == (x.shape, w.shape)
 
 
 @pytest.mark.parametrize("mode", ["shard_map", *slow("vmap")])

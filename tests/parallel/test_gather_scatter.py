@@ -1,44 +1,25 @@
-"""Differentiable collectives are JAX's own, and what the page says of each codec.
+"""Differentiable collectives are JAX's own, and what the page says of each codec."""
 
-They take any shape and dtype, and keep NaN.
-"""
-
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import parallel
-from gradcomp.codecs import QSGD, Dense, EightBit
-from tests.parallel.table_collectives import (
-  DRAWN,
-  EXACT,
-  OLD,
-  ROWS,
-  WEIGHTS,
-  N,
-  X,
-  gathering,
-  plain,
-  run,
-)
+from gradcomp.codecs import QSGD, Dense, EightBit, OneBit
+from tests.parallel import table_collectives as table
+from tests.parallel.table_collectives import OLD, WEIGHTS, N, X
 from tests.plugins.slow_cases import slow
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
-from tests.support.cases.parallel import (
-  CODECS,
-  assert_rounded,
-  dither,
-  in_order,
-  mapped,
-  nbytes,
-  numbers,
-  roundtrip,
-)
+from tests.support.cases import parallel as cases
+from tests.support.cases.parallel import CODECS, dither, mapped, numbers, roundtrip
 
 EIGHT = laws.here(EightBit(bucket_size=64))
 RANDOM = laws.here(QSGD(bits=4, bucket_size=64))
@@ -51,18 +32,18 @@ ADDING["gather"] = ADDING["all_gather"]  # values, and gradients
 @pytest.mark.parametrize("mode", modes.MODES)
 def test_float32_is_what_jax_sends(mode):
   """Bit by bit where nothing is added, and up to rounding where something is."""
-  equal, found = plain(mode)
+  equal, found = table.plain(mode)
   for name in ("all_gather", "psum_scatter", "all_to_all", "ppermute", "gather"):
     for ours, theirs, adds in zip(
       *found[name], ADDING.get(name, (False, False)), strict=True
     ):
-      (assert_rounded if adds else assert_same_bits)(ours, theirs)
+      (cases.assert_rounded if adds else assert_same_bits)(ours, theirs)
   # The cotangent of a sum is that of all workers together: nothing is sent for it.
   (total, dx), (value, gradient) = found["psum"], found["sum_gradients"]
-  assert_rounded(total, np.stack([X.sum(0)] * N))
+  cases.assert_rounded(total, np.stack([X.sum(0)] * N))
   assert_same_bits(dx, np.stack([equal] * N))
   assert_same_bits(value, np.stack([equal] * N))
-  assert_rounded(gradient, np.stack([X.sum(0)] * N))
+  cases.assert_rounded(gradient, np.stack([X.sum(0)] * N))
   for array in (total, gradient):
     assert_same_bits(array[1:], np.stack([array[0]] * (N - 1)))
 
@@ -70,14 +51,14 @@ def test_float32_is_what_jax_sends(mode):
 @pytest.mark.parametrize("mode", modes.MODES)
 def test_a_residual_is_sent_along_with_a_gradient(mode):
   """Nothing is lost in float32; those of complex numbers are pairs."""
-  _, found = plain(mode)
+  _, found = table.plain(mode)
   sums = np.stack(np.split(OLD.sum(0), N, axis=1))
   for theirs, (whole, dw, new), e in (
     (found["gather"][1], found["kept"], sums),
     (found["complex"], found["kept complex"], sums - 1j * sums),
   ):
     assert_same_bits(whole, theirs[0])
-    assert_rounded(dw, theirs[1] + e)
+    cases.assert_rounded(dw, theirs[1] + e)
     assert not new.any()
 
 
@@ -86,42 +67,40 @@ def own_or_coded(own, codec, x, sender, receiver, key):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name, own", ROWS)
+@pytest.mark.parametrize("name, own", table.ROWS)
 def test_each_codec_is_what_the_page_says(name, own):
   """Forward and backward, of a gather and of sums, in the order of workers."""
-  codec, found = CODECS[name], run(name, own)
+  codec, found = CODECS[name], table.run(name, own)
   value, gradient = found["all_gather"]
   for me in range(N):
     sent = [own_or_coded(own, codec, X[i], i, me, dither(i)) for i in range(N)]
     assert_same_bits(value[me], np.concatenate(sent, axis=1))
     for stages, got in (((1,), gradient), ((), found["psum_scatter"])):
-      parts = [
-        own_or_coded(own, codec, WEIGHTS[i, :, 200 * me : 200 * (me + 1)], i, me, draw)
-        for i in range(N)
-        for draw in [dither(i, me, *stages)]
-      ]
-      np.testing.assert_array_equal(got[me], in_order(parts))
+      mine = WEIGHTS[:, :, 200 * me : 200 * (me + 1)]
+      draws = [dither(i, me, *stages) for i in range(N)]
+      parts = [own_or_coded(own, codec, mine[i], i, me, draws[i]) for i in range(N)]
+      np.testing.assert_array_equal(got[me], cases.in_order(parts))
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name, own", EXACT)
+@pytest.mark.parametrize("name, own", table.EXACT)
 def test_a_psum_is_what_the_page_says(name, own):
   """Two stages, of which the second has keys of its own."""
   codec, parts = CODECS[name], X.reshape(N, N, -1)
   sums = [
-    in_order([roundtrip(codec, parts[i, me], dither(i, me)) for i in range(N)])
+    cases.in_order([roundtrip(codec, parts[i, me], dither(i, me)) for i in range(N)])
     for me in range(N)
   ]
   whole = [roundtrip(codec, x, dither(me, 0, 2, me)) for me, x in enumerate(sums)]
   want = np.concatenate(whole).reshape(X.shape[1:])
-  assert_same_bits(run(name, own)["psum"], np.stack([want] * N))
+  assert_same_bits(table.run(name, own)["psum"], np.stack([want] * N))
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name, own", EXACT)
+@pytest.mark.parametrize("name, own", table.EXACT)
 def test_a_gather_is_what_the_page_says(name, own):
   """Forward all parts are rounded, backward all but the owner's own."""
-  codec, (whole, dw, new) = CODECS[name], run(name, own)["gather"]
+  codec, (whole, dw, new) = CODECS[name], table.run(name, own)["gather"]
   want = np.concatenate([roundtrip(codec, X[i], dither(i)) for i in range(N)], axis=1)
   assert_same_bits(whole, np.stack([want] * N))
   sent = np.split(WEIGHTS + OLD, N, axis=2)
@@ -130,7 +109,7 @@ def test_a_gather_is_what_the_page_says(name, own):
       roundtrip(codec, sent[me][i], dither(i, me, 1)) if i != me else sent[me][i]
       for i in range(N)
     ]
-    np.testing.assert_array_equal(dw[me], in_order(parts))
+    np.testing.assert_array_equal(dw[me], cases.in_order(parts))
     for i in range(N):
       # XLA may multiply and subtract in one operation: an ulp of numbers up to 4.
       kept, lost = new[i, :, 200 * me : 200 * (me + 1)], sent[me][i] - parts[i]
@@ -151,7 +130,7 @@ def test_the_two_directions_have_codecs_of_their_own():
     ]
     ways = dict(params=None, grads=COARSE), dict(params=COARSE, grads=None)
     old = jnp.zeros_like(weights)
-    gathered = [gathering(**way)(x, old, weights) for way in ways]
+    gathered = [table.gathering(**way)(x, old, weights) for way in ways]
     return [(y, *back(weights)) for y, back in each], gathered
 
   ((first, exact), (second, rounded)), (down, up) = jax.device_get(
@@ -161,11 +140,11 @@ def test_the_two_directions_have_codecs_of_their_own():
   want = np.concatenate([roundtrip(bf16, x, None)[i] for i in range(N)])
   assert_same_bits(first[0], want)
   sums = weights.sum(0).reshape(N, -1)
-  assert_rounded(exact, sums)
+  cases.assert_rounded(exact, sums)
   assert 1e-3 < np.abs(rounded - sums).max() < np.abs(weights).max() * N
   assert_same_bits(down[0][0], x.reshape(-1))
   assert np.abs(up[0][0] - x.reshape(-1)).max() > 0.1
-  assert_rounded(up[1], sums)
+  cases.assert_rounded(up[1], sums)
   assert np.abs(down[1] - sums).max() > 0.1
 
 
@@ -184,27 +163,27 @@ def test_what_is_sent_are_words_and_as_many_as_the_payloads_have(mode):
     )
     sent = parallel.ppermute(x, axis_name="data", perm=[(0, 1)], codec=EIGHT)
     scales = parallel.all_gather(x, axis_name="data", codec=TERNARY, key=key)
-    whole = gathering(params=EIGHT, grads=COARSE)(2 * x, 3 * long, long)
+    whole = table.gathering(params=EIGHT, grads=COARSE)(2 * x, 3 * long, long)
     return back(long), total, swapped, sent, y, scales, whole
 
   given = numbers(N, 5000), numbers(N, 5000 * N)
   report = gradcomp.wire_report(mapped(mode, function, N).lower(*given).compile())
   assert {c.dtype for c in report.collectives} <= {"u32", "u8"}
   share = (N - 1) / N
-  a_quarter = 2 * share * N * nbytes(EIGHT, 1250)
-  once, coarse = nbytes(EIGHT, 5000), nbytes(COARSE, 5000)
-  shared = nbytes(TERNARY, 5000) + 4
+  a_quarter = 2 * share * N * cases.nbytes(EIGHT, 1250)
+  once, coarse = cases.nbytes(EIGHT, 5000), cases.nbytes(COARSE, 5000)
+  shared = cases.nbytes(TERNARY, 5000) + 4
   expected = {
     "all-gather": (N - 1) * (2 * once + shared) + a_quarter / 2,
-    "all-to-all": share * N * (2 * nbytes(RANDOM, 5000) + coarse) + a_quarter / 2,
+    "all-to-all": share * N * (2 * cases.nbytes(RANDOM, 5000) + coarse) + a_quarter / 2,
     "collective-permute": once,
   }
   assert {c.kind for c in report.collectives} == set(expected)
   for kind, want in expected.items():
     found = [c for c in report.collectives if c.kind == kind]
     assert abs(sum(c.bytes_sent for c in found) / want - 1) < 0.01, kind
-  plain = 4 * 5000 * ((N - 1) * 3 + 3 * share * N + 2 * share + 1)
-  assert report.dense_bytes == plain  # the same in float32
+  same = 4 * 5000 * ((N - 1) * 3 + 3 * share * N + 2 * share + 1)
+  assert report.dense_bytes == same  # in float32
 
 
 DENSE = dict(axis_name="data", codec=Dense())
@@ -244,9 +223,9 @@ def test_a_nan_is_seen_by_all(codec):
   x[1, 70] = np.nan
 
   def function(x):
-    gather = parallel.all_gather(x, axis_name="data", codec=codec, key=DRAWN)
-    total = parallel.psum(x, axis_name="data", codec=codec, key=DRAWN)
-    part = parallel.psum_scatter(x, axis_name="data", codec=codec, key=DRAWN)
+    gather = parallel.all_gather(x, axis_name="data", codec=codec, key=table.DRAWN)
+    total = parallel.psum(x, axis_name="data", codec=codec, key=table.DRAWN)
+    part = parallel.psum_scatter(x, axis_name="data", codec=codec, key=table.DRAWN)
     return gather[80 + 70], total[70], part[10]
 
   gathered, total, part = mapped("vmap", function, N)(x)
@@ -296,7 +275,7 @@ def test_types_say_what_is_equal():
 def test_random_numbers_differ_by_part_and_direction():
   """Half a step everywhere: equal draws would round equal numbers alike."""
   codec = QSGD(bits=2, bucket_size=32, norm="max")
-  drawn = dict(axis_name="data", codec=codec, key=DRAWN)
+  drawn = dict(axis_name="data", codec=codec, key=table.DRAWN)
   x = np.full((N, N * 64), 0.5, np.float32)
   x[:, ::32] = 1.0
   ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
@@ -310,3 +289,89 @@ def test_random_numbers_differ_by_part_and_direction():
   parts = parts.reshape(N, N, 64)
   assert all((parts[i, 0] != parts[j, 0]).any() for i in range(N) for j in range(i))
   assert (there[1] != back[0]).any()
+
+
+# Weights in shards of workers.
+PARTS = QSGD(bits=4), EightBit(), OneBit()  # in buckets of 32
+PARTS = [laws.here(dataclasses.replace(x, bucket_size=32)) for x in PARTS]
+
+
+@pytest.mark.parametrize("mode", ["shard_map", *slow("vmap")])
+def test_parts_of_any_shape_and_dtype(mode):
+  """Flat shards take all: fewer than N elements, primes, a scalar; half precision."""
+  shapes = {(): np.float32, (3,): np.float32, (7, 11): jnp.bfloat16, (5,): np.float16}
+  whole = [numbers(*shape).astype(dtype) for shape, dtype in shapes.items()]
+  pad = lambda w: np.pad(w.reshape(-1), (0, -w.size % N)).reshape(N, -1)
+  cut = [pad(w) for w in whole]
+
+  def each(w, x):
+    given = dict(axis_name="data", shape=x.shape, grads=None)
+    gather = lambda w, e: parallel.gather(w, residual=e, params=None, **given)
+    residual = parallel.gather_residual(w, axis_name="data")
+    grads = jax.grad(lambda *given: jnp.sum(x * gather(*given)), (0, 1))(w, residual)
+    return parallel.gather(w, params=PARTS[1], **given), *grads
+
+  function = lambda shards, weights: [*map(each, shards, weights)]
+  found = mapped(mode, function, N)(cut, [np.stack([w] * N) for w in whole])
+  wide = functools.partial(np.asarray, dtype=np.float32)
+  near = lambda a, b: np.testing.assert_allclose(wide(a), wide(b), rtol=0.1, atol=0.1)
+  for w, shard, (y, dw, new) in zip(whole, cut, jax.device_get(found), strict=True):
+    assert y.dtype == dw.dtype == w.dtype and y.shape[1:] == w.shape
+    assert_same_bits(y[1:], np.stack([y[0]] * (N - 1)))
+    near(y[0], w)
+    near(dw, N * wide(shard))  # zeros where nothing was
+    assert new.dtype == np.float32 and new.shape == (N, shard.size)
+
+
+@pytest.mark.parametrize("codec", [PARTS[0], *slow(*PARTS[1:])], ids=laws.name)
+def test_a_nan_is_seen_by_its_owner_and_stays_out_of_residuals(codec):
+  """Also one of the owner's own part."""
+  w, old, cotangent = numbers(N, 64), numbers(N, 64 * N, seed=1), numbers(N, 64 * N)
+  cotangent[1, 70 + 64] = np.nan  # of worker 2's part
+  cotangent[3, 64 * 3 + 5] = np.inf  # its own
+  run = table.gathering(params=None, grads=codec, key=jax.random.key(0))
+  _, dw, new = jax.device_get(mapped("vmap", run, N)(w, old, cotangent))
+  assert np.isnan(dw[2, :32]).all() and not np.isfinite(dw[3, 5])
+  assert np.isfinite(dw[:2]).all() and np.isfinite(dw[2, 32:]).all()
+  assert np.isfinite(new).all()
+  assert_same_bits(new[1, 128:160], old[1, 128:160])
+  assert new[3, 64 * 3 + 5] == old[3, 64 * 3 + 5]
+  assert (new[2, :32] != old[2, :32]).all()
+
+
+BOTH = P(("host", "chip"))
+# By the axes of a gather: the spec of its shards. Those of chips differ between hosts
+# by their type, or are equal, and JAX adds up their gradients where types are checked.
+AXES = {"differ": P("chip"), "both": BOTH, "equal": P("chip")}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_axes_of_a_mesh(check_vma):
+  """Over one of two, where gradients stay per host; and over both together."""
+  mesh = Mesh(np.array(jax.devices()[:N]).reshape(2, 2), ("host", "chip"))
+  w, x = numbers(8, 3), numbers(N, 8, 3)
+  specs = {name: spec for name, spec in AXES.items() if check_vma or name != "equal"}
+
+  def grads(shards, residual, x):
+    def loss(w, e, over):
+      given = dict(axis_name=over, params=None, grads=COARSE)
+      return jnp.sum(x[0] * parallel.gather(w, residual=e, **given))
+
+    if check_vma:
+      shards["differ"] = jax.lax.pcast(shards["differ"], "host", to="varying")
+    over = lambda name: ("host", "chip") if name == "both" else "chip"
+    grad = jax.grad(loss, (0, 1))
+    return {name: grad(w, residual, over(name)) for name, w in shards.items()}
+
+  out = {name: (P("chip") if name == "equal" else BOTH, BOTH) for name in specs}
+  places = dict(in_specs=(specs, BOTH, BOTH), out_specs=out, check_vma=check_vma)
+  step = jax.shard_map(grads, mesh=mesh, **places)
+  given = dict.fromkeys(specs, w), np.zeros((N * 8, 3), np.float32), x
+  found = jax.device_get(jax.jit(step)(*given))
+  for name, (dw, new) in found.items():
+    new = new.reshape(N, 8, 3)
+    if name == "differ":  # [hosts, 8, 3]
+      sums = new.reshape(2, 2, 8, 3).sum(1)
+      cases.assert_rounded(dw.reshape(2, 8, 3) + sums, x.reshape(2, 2, 8, 3).sum(1))
+    else:
+      cases.assert_rounded(dw.reshape(8, 3) + new.sum(0), x.sum(0))

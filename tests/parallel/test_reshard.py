@@ -1,10 +1,12 @@
 """Arrays change their sharding as by jax.reshard, in words, and with a residual."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
@@ -12,22 +14,22 @@ from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD, Dense, EightBit
 from gradcomp.parallel import reshard
 from tests.plugins.slow_cases import slow
-from tests.support import modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.parallel import mapped, numbers
+from tests.support.cases.steps import explicit_mesh
 
 N = 4
 EIGHT = EightBit(bucket_size=32)
 RANDOM = QSGD(bits=4, bucket_size=32)
 KEY = jax.random.key(5)
 ADDENDS = P(unreduced={"data"})
+dense = functools.partial(reshard, codec=Dense())
 
 
 @pytest.fixture
 def mesh():
-  mesh = modes.mesh(N, AxisType.Explicit)
-  with jax.set_mesh(mesh):
-    yield mesh
+  with jax.set_mesh(explicit_mesh()):
+    yield
 
 
 def put(x, *spec):
@@ -47,26 +49,15 @@ def test_each_way_on_explicit_axes(mesh):
   matrix, vector, scalar = numbers(N, 8, 12), numbers(N, 7), numbers(N)
 
   @jax.jit
-  def every(matrix, vector, scalar):
-    matrix, vector, scalar = (unreduce(x, "data") for x in (matrix, vector, scalar))
-    total = [
-      reshard(x, axis_name="data", codec=Dense()) for x in (matrix, vector, scalar)
-    ]
-    rows = reshard(matrix, P("data"), codec=Dense())
-    columns = reshard(matrix, P(None, "data"), codec=Dense())
-    back = (
-      reshard(rows, P(), codec=Dense()),
-      reshard(columns, axis_name="data", codec=Dense()),
-    )
-    reduced = reshard(columns, P(reduced={"data"}), codec=Dense())
+  def every(*given):
+    matrix, *_ = given = [unreduce(x, "data") for x in given]
+    total = [dense(x, axis_name="data") for x in given]
+    rows, columns = dense(matrix, P("data")), dense(matrix, P(None, "data"))
+    back = dense(rows, P()), dense(columns, axis_name="data")
+    reduced = dense(columns, P(reduced={"data"}))
     kinds = [jax.typeof(x).sharding.spec for x in (rows, columns, back[1], reduced)]
-    whole = P(None, None)
-    assert kinds == [
-      P("data", None),
-      P(None, "data"),
-      whole,
-      P(None, None, reduced={"data"}),
-    ]
+    assert kinds[:2] == [P("data", None), P(None, "data")]
+    assert kinds[2:] == [P(None, None), P(None, None, reduced={"data"})]
     return total, [rows, columns, *back]
 
   total, others = in_words(every, *(put(x, "data") for x in (matrix, vector, scalar)))
@@ -116,7 +107,7 @@ def test_gradients_go_the_way_back(mesh):
 
   def of_sum(a, b, target):
     addends = jnp.einsum("ij,jk->ik", a, b, out_sharding=ADDENDS)
-    return jnp.sum(jax.reshard(w, target) * reshard(addends, target, codec=Dense()))
+    return jnp.sum(jax.reshard(w, target) * dense(addends, target))
 
   for target in (P(), P("data")):
     loss = lambda a, b, target=target: of_sum(a, b, target)
@@ -124,8 +115,7 @@ def test_gradients_go_the_way_back(mesh):
     np.testing.assert_allclose(got, w @ b.T, rtol=1e-5, atol=1e-5)
 
   def of_shards(b, target):
-    whole = reshard(b, target, codec=Dense())
-    return jnp.sum(jnp.sin(jax.reshard(a, P("data")) @ whole))
+    return jnp.sum(jnp.sin(jax.reshard(a, P("data")) @ dense(b, target)))
 
   @jax.jit
   def both(b):
@@ -143,9 +133,8 @@ def test_inside_a_map_the_source_is_said(mode):
   x = numbers(N, 8, 12)
 
   def function(x):
-    total = reshard(x, axis_name="data", codec=Dense())
-    rows = reshard(x, P("data"), codec=Dense())
-    whole = reshard(rows, P(), source=P("data"), codec=Dense())
+    total, rows = dense(x, axis_name="data"), dense(x, P("data"))
+    whole = dense(rows, P(), source=P("data"))
     again, left = reshard(x, axis_name="data", codec=EIGHT, residual=jnp.zeros_like(x))
     return total, whole, again, left
 
@@ -155,22 +144,14 @@ def test_inside_a_map_the_source_is_said(mode):
   np.testing.assert_allclose(again[3] + left.sum(0), x.sum(0), rtol=1e-5, atol=1e-5)
 
 
-def test_two_axes_of_a_mesh():
-  """Over one of them, and over both together."""
-  kinds = (AxisType.Explicit,) * 2
-  devices = jax.devices()[:N]
-  mesh = jax.make_mesh((2, 2), ("host", "chip"), kinds, devices=devices)
-  x = numbers(8, 12)
+def test_one_of_two_axes_of_a_mesh_and_both():
+  mesh, x = explicit_mesh((2, 2), ("host", "chip")), numbers(8, 12)
 
   @jax.jit
   def every(both, one):
-    over = P("host", "chip")
-    assert jax.typeof(one).sharding.spec == over
-    return (
-      reshard(both, axis_name=("host", "chip"), codec=Dense()),
-      reshard(one, axis_name="host", codec=Dense()),
-      reshard(one, P("host"), codec=Dense()),
-    )
+    assert jax.typeof(one).sharding.spec == P("host", "chip")
+    whole = dense(both, axis_name=("host", "chip"))
+    return whole, dense(one, axis_name="host"), dense(one, P("host"))
 
   with jax.set_mesh(mesh):
     arrays = in_words(every, put(x, ("host", "chip")), put(x, "host", "chip"))

@@ -1,9 +1,4 @@
-"""Scans over layers exchange in their loop as layer after layer would, to the bit.
-
-The rows are those of ``table_scans``: of `scan` and of `scan_shards`, with and without
-a copy inside a host, and with layers that each worker has. The last tests are of what
-a scan takes beside layers, and of maps over whole models around it.
-"""
+"""Scans over layers exchange in their loop as layer after layer would, to the bit."""
 
 import collections
 
@@ -13,15 +8,19 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+import gradcomp
 from gradcomp import parallel
 from gradcomp.codecs import Dense
-from tests.parallel import scan_doors, table_scans
+from tests.parallel import table_scans
 from tests.parallel.table_scans import run
 from tests.plugins.slow_cases import slow
-from tests.support.assertions import assert_same_bits
-from tests.support.cases.parallel import mapped, numbers
-from tests.support.cases.scan import ROWS, whole
+from tests.support import modes
+from tests.support.assertions import assert_same_bits, says
+from tests.support.cases.parallel import mapped, mapped_over, nbytes, numbers
+from tests.support.cases.scan import KEY, ROWS, WIDTH, body, layers_of, loss_of, whole
 
 PLAIN, SLOW = map(table_scans.rows, (table_scans.TABLE, table_scans.SLOW))
 
@@ -37,11 +36,7 @@ def of_rows(chosen):
 
 @of_rows(lambda row: True)
 def test_results_are_those_of_layers_in_turn(row):
-  """Values, gradients, residuals of workers and of owners; also where one has a NaN.
-
-  What those keep is what their messages lose, and nothing that is not finite: laws of
-  `tests/table`, and of `test_gather`.
-  """
+  """Values, gradients, residuals of workers and of owners; also where one has a NaN."""
   door, turn = run(row).door, run(row).turn
   assert_same_bits(door.clean, turn.clean[0])
   assert_same_bits(door.dirty, turn.dirty[0])
@@ -105,8 +100,8 @@ def _loops(jaxpr):
 def test_nothing_under_way_needs_the_layer_that_computes():
   """Nor does that layer need it: a compiler may run the two side by side."""
   row = PLAIN[0]
-  x, weights = whole(4, ROWS, table_scans.WIDTH), whole(4, 4, table_scans.WIDTH)
-  step = lambda x, weights: scan_doors.door_of(row, x, weights, None, None).layers
+  x, weights = whole(4, ROWS, WIDTH), whole(4, 4, WIDTH)
+  step = lambda x, weights: table_scans.door_of(row, x, weights, None, None).layers
   trace = jax.make_jaxpr(mapped("shard_map", step, 4))(x, weights)
   sends = lambda eqn: _has(eqn, "all_to_all") or _has(eqn, "all_gather_invariant")
   (loop,) = (x for x in _loops(trace.jaxpr) if any(map(sends, x.eqns)))
@@ -193,3 +188,141 @@ def test_several_models_are_mapped_over_and_scans_without_a_gradient_too():
   scan = lambda x: parallel.scan(LAYER, x, layers[0], **MEAN)[0]
   values = jax.vmap(lambda x: jax.vmap(scan)(x), axis_name="data")
   assert np.isfinite(values(jnp.asarray(x))).all()
+
+
+# In plain jit under Explicit axes.
+STACK = jnp.ones((3, 8, 8))
+explicit = lambda: jax.set_mesh(modes.mesh(4, AxisType.Explicit))
+
+
+def on(spec, x):
+  return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
+
+
+def test_values_outputs_and_other_gradients_are_those_of_a_plain_scan():
+  """A body may be a Partial: its arrays have gradients of the whole batch."""
+  layers, x = whole(3, 8, 8), whole(4, 2, 8, seed=1)
+
+  def of(scan, layers, x, scale):
+    layer = lambda carry, w, scale: ((carry[0] @ w * scale, carry[1] + 1), carry[0])
+    given = jax.tree_util.Partial(layer, scale=scale), (x, jnp.int32(0)), layers
+    (x, number), ys = scan(*given)
+    return jnp.sum(x) + jnp.sum(ys), (x, number, ys)
+
+  grad = lambda scan: jax.grad(lambda *given: of(scan, *given), (0, 1, 2), has_aux=True)
+  scale = jnp.float32(2)
+  want = jax.jit(grad(lax.scan))(layers, x, scale)
+  with explicit():
+    scan = lambda *given: parallel.scan(*given, **MEAN)
+    both = lambda *given: (grad(scan)(*given), of(scan, *given)[1])
+    got, value = jax.jit(both)(layers, on(P("data"), x), scale)
+  assert_same_bits(got, want)  # of whole numbers, of which all sums are exact
+  assert_same_bits(value, want[1])
+
+
+def types_of(layers=STACK, body=LAYER, x=None, **options):
+  """The types of a gradient, by the sum of the last layer and of all outputs."""
+
+  def loss(layers, x):
+    last, ys = parallel.scan(body, x, layers, **MEAN | options)
+    return jnp.sum(last) + sum(map(jnp.sum, jax.tree.leaves(ys)))
+
+  x = on(P("data"), jnp.ones((8, 8))) if x is None else x
+  return jax.eval_shape(jax.grad(loss), layers, x)
+
+
+def test_what_plain_jit_cannot_take_is_named():
+  with explicit():
+    array, whole = on(P(), jnp.ones(8)), on(P(), STACK)
+    deferred = gradcomp.defer_reduction(whole, axis_name="data")
+    for wrong in (on(P(None, "data"), STACK[:, :4]), deferred):
+      for call in (types_of, lambda x: parallel.scan_residual(x, **MEAN)):
+        with pytest.raises(ValueError, match=says("`layers`", "data", "scan_shards")):
+          call(wrong)
+    with pytest.raises(ValueError, match=says("`carry`", "'data'", "jax.device_put")):
+      types_of(x=jnp.ones((8, 8)))
+    with pytest.raises(ValueError, match=says("`body`", "float32[]", "y[None]")):
+      types_of(body=lambda x, w: (x @ w, jnp.sum(x)))
+    with pytest.raises(NotImplementedError) as raised:
+      types_of(body=lambda x, w: (x @ w * array, None))
+    assert "jax.tree_util.Partial(body" in str(raised.value.__notes__)
+
+
+# Words that a host keeps, and whole layers.
+(ROW,) = (row for row in PLAIN if row.door == "copy")
+N, CHIPS, LENGTH, OWN = ROW.workers, 2, ROW.length, WIDTH // ROW.workers
+of = lambda *shape: jax.ShapeDtypeStruct((N, *shape), "float32")
+SHAPES = of(ROWS, WIDTH), {"b": of(LENGTH, OWN), "w": of(LENGTH, OWN, WIDTH)}
+FLOATS = dict(axis_name="data", params=None, grads=None)
+
+
+def payload(name):
+  """The bytes of a worker's shards of one layer."""
+  return sum(nbytes(ROW.options[name], size) for size in (OWN, OWN * WIDTH))
+
+
+def test_the_backward_pass_sends_no_weights_between_hosts():
+  sent = collections.Counter()
+  for axis, part in run(ROW).door.report.by_axis.items():
+    for x in part.collectives:
+      sent[axis, x.kind] += x.times * x.bytes_sent
+  assert sent == {
+    ("host,chip", "all-gather"): LENGTH * (N - 1) * payload("params"),
+    ("host,chip", "all-to-all"): LENGTH * (N - 1) * payload("grads"),
+    ("chip", "all-gather"): (LENGTH - 1) * (N - N // CHIPS) * payload("params"),
+  }
+
+
+def scanned(inner, x, shards):
+  given = dict(ROW.options, key=KEY, backward_axis_name=inner)
+  return parallel.scan_shards(body, x, shards, **given)
+
+
+def test_a_worker_keeps_the_share_of_a_chip():
+  """Of all layers but the last, of which the backward pass has all words."""
+
+  def saved(inner):
+    pull = lambda x, w: jax.tree.leaves(jax.vjp(lambda w: scanned(inner, x, w), w)[1])
+    found = jax.eval_shape(mapped_over(dict(ROW.axes), pull), *SHAPES)
+    return sum(x.size * x.dtype.itemsize for x in found) // N
+
+  kept = (LENGTH - 1) * N * payload("params") // CHIPS
+  assert saved("chip") - saved(None) == kept
+
+
+@pytest.mark.parametrize("inner", ["model", ROW.axis_name, (), ("chip", "chip"), 1])
+def test_axes_that_are_not_those_of_some_workers_are_refused(inner):
+  run = lambda x, w: scanned(inner, x, w)
+  words = ["`backward_axis_name`", "('host', 'chip')", str(inner)]
+  with pytest.raises(ValueError, match=says(*words)):
+    jax.eval_shape(mapped_over(dict(ROW.axes), run), *SHAPES)
+
+
+def test_whole_layers_are_constant():
+  layers, x, weights = layers_of(3), whole(ROWS, WIDTH, seed=5), whole(3, WIDTH, seed=6)
+  shards = jax.tree.map(lambda x: np.stack(np.split(x, 4, axis=1)), layers)
+
+  def loss(shards, layers):
+    values = parallel.scan_shards(body, x, shards, whole=layers, **FLOATS)
+    return loss_of(values, weights)
+
+  grads = jax.vmap(jax.grad(loss, (0, 1)), (0, None), axis_name="data")
+  rows, zeros = jax.device_get(jax.jit(grads)(shards, layers))
+  assert all(x.any() for x in jax.tree.leaves(rows))
+  assert not any(x.any() for x in jax.tree.leaves(zeros))
+
+
+@pytest.mark.parametrize(
+  "spec, missing", [(P("model"), "data"), (P("data"), "model")], ids=str
+)
+def test_a_residual_that_jax_would_add_up_is_refused(spec, missing):
+  """It is typed as equal on all workers, or over an axis over which shards differ."""
+  run = lambda x, w, e: parallel.scan_shards(LAYER, x, w, residual=e, **FLOATS)[0]
+  names, kinds = ("data", "model"), (AxisType.Auto,) * 2
+  every, mesh = P(names), jax.make_mesh((2, 2), names, kinds)
+  specs = dict(in_specs=(every, P(None, names), spec), out_specs=every)
+  step = jax.shard_map(run, mesh=mesh, **specs)
+  shapes = jnp.ones((8, 4)), jnp.ones((3, 8, 4)), jnp.ones((6, 4, 4))
+  words = "`residual`", f"['{missing}']", "in_specs"
+  with pytest.raises(ValueError, match=says(*words)):
+    jax.eval_shape(step, *shapes)

@@ -1,5 +1,7 @@
 """Losses with weights are those of all tokens on one device; aux is of numbers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from tests.plugins.slow_cases import slow
 from tests.support import modes
-from tests.support.cases.recipe import RECIPES, make
 
 N, ROWS = 4, 8  # workers, and the examples of each
 dense = gradcomp.dense(axis_name="data")
@@ -52,16 +53,14 @@ def assert_close(got, expected):
 
 def across(mode, step, params, batch):
   """What a step returns in one of the places where workers are."""
-  if mode in ("vmap", "pmap"):
+  if mode == "vmap":
     rows = jax.tree.map(lambda x: x.reshape(N, ROWS, *x.shape[1:]), batch)
-    each = getattr(jax, mode)(step, axis_name="data", in_axes=(None, 0))
+    each = jax.vmap(step, axis_name="data", in_axes=(None, 0))
     return jax.tree.map(lambda x: x[0], jax.jit(each)(params, rows))
-  explicit = mode == modes.EXPLICIT
-  mesh = modes.mesh(N, AxisType.Explicit if explicit else AxisType.Auto)
-  if not explicit and mode != modes.AUTO:
-    checked = mode == "shard_map"
-    specs = dict(in_specs=(P(), P("data")), out_specs=P(), check_vma=checked)
-    step = jax.shard_map(step, mesh=mesh, **specs)
+  kind = AxisType.Explicit if mode == modes.EXPLICIT else AxisType.Auto
+  mesh = modes.mesh(N, kind)
+  if mode == "shard_map":
+    step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
   with jax.set_mesh(mesh):
     placed = jax.device_put(params, P()), jax.device_put(batch, P("data"))
     return jax.jit(step)(*placed)
@@ -81,12 +80,7 @@ def weighted(tx, **options):
 
 
 @pytest.mark.parametrize(
-  "mode",
-  [
-    "vmap",
-    modes.EXPLICIT,
-    *slow(modes.AUTO, "pmap", "shard_map", "shard_map_unchecked"),
-  ],
+  "mode", ["vmap", modes.EXPLICIT, *slow(modes.AUTO, "shard_map")]
 )
 def test_it_is_the_mean_over_all_that_counts(mode):
   """Of whole batches, and of micro-batches; where nothing counts, nothing moves."""
@@ -100,17 +94,6 @@ def test_it_is_the_mean_over_all_that_counts(mode):
   assert not any(map(np.any, jax.tree.leaves(still)))
 
 
-def test_every_recipe_has_it_in_its_dense_mean():
-  options = {"axis_name": "data", "min_leaf_size": 10**6}
-  own = {"redsync": {"momentum": None}}
-  txs = {x: make(x, **options, **own.get(x, {})) for x in RECIPES if x != "dense"}
-  steps = {name: weighted(tx) for name, tx in txs.items()}
-  run = lambda params, batch: {x: step(params, batch) for x, step in steps.items()}
-  params, batch = problem(np.float32)
-  for found in across("vmap", run, params, batch).values():
-    assert_close(found, on_one_device(params, batch))
-
-
 def trained(kind, has_aux, **options):
   params, batch = problem()
   mesh = modes.mesh(N, kind)
@@ -119,14 +102,9 @@ def trained(kind, has_aux, **options):
   loss = lambda *args: (loss_fn(*args), jnp.mean(args[1]["x"]))
   with jax.set_mesh(mesh):
     state = tx.init(placed)
-  step = gradcomp.make_train_step(
-    loss if has_aux else loss_fn,
-    tx,
-    axis_name="data",
-    mesh=mesh,
-    donate=False,
-    options=gradcomp.TrainOptions(has_weight=True, has_aux=has_aux, **options),
-  )
+  options = gradcomp.TrainOptions(has_weight=True, has_aux=has_aux, **options)
+  made = {"axis_name": "data", "mesh": mesh, "donate": False, "options": options}
+  step = gradcomp.make_train_step(loss if has_aux else loss_fn, tx, **made)
   return params, batch, *step(placed, state, batch)
 
 
@@ -180,29 +158,23 @@ def with_key(w, x):
   return jnp.sum(w * x), {"loss": w, "state": [jax.random.key(0)]}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["none", "auto", "explicit", "step"])
-def test_what_is_no_number_is_named_where_aux_is_averaged(kind, accumulate):
+def test_what_is_no_number_is_named_where_aux_is_averaged(kind):
   """Without workers and micro-batches any aux is returned."""
-  over = {"axis_name": None if kind == "none" else "data"}
-  options = {"has_aux": True, "accumulate": accumulate}
-  if kind == "step":
-    options = gradcomp.TrainOptions(**options)
-    made = {"mesh": modes.mesh(N), "options": options} | over
-    step = gradcomp.make_train_step(with_key, dense, **made)
-    w = jnp.float32(1)
-    run = lambda: step.eval_shape(w, dense.init(w), np.ones((8, 3), np.float32))
-  else:
-    mesh = modes.mesh(N, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
-    place = NamedSharding(mesh, P("data")) if kind != "none" else None
-    grad_fn = gradcomp.value_and_grad(with_key, **over, **options)
-    x = jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=place)
-    run = lambda: jax.eval_shape(grad_fn, jnp.float32(1), x)
-  if kind == "none" and accumulate == 1:
-    (_, aux), _ = run()
+  grads_of = functools.partial(gradcomp.value_and_grad, with_key, has_aux=True)
+  w, x = jnp.float32(1), jax.ShapeDtypeStruct((8, 3), jnp.float32)
+  mesh = modes.mesh(N, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
+  given = w, x.update(sharding=NamedSharding(mesh, P("data")))
+  if kind == "none":
+    (_, aux), _ = jax.eval_shape(grads_of(axis_name=None), w, x)
     assert jnp.issubdtype(aux["state"][0].dtype, jax.dtypes.prng_key)
-    return
-  with pytest.raises(
-    TypeError, match=r"`aux`\['state'\]\[0\] .* got key<fry>\[\]; let"
-  ):
-    run()
+    step, given = grads_of(axis_name=None, accumulate=2), (w, x)
+  elif kind == "step":
+    made = {"options": gradcomp.TrainOptions(has_aux=True), "mesh": mesh}
+    step = gradcomp.make_train_step(with_key, dense, axis_name="data", **made)
+    given = w, dense.init(w), np.ones(x.shape, x.dtype)
+  else:
+    step = grads_of(axis_name="data")
+  says = r"`aux`\['state'\]\[0\] .* got key<fry>\[\]; let"
+  with pytest.raises(TypeError, match=says):
+    jax.eval_shape(step, *given)

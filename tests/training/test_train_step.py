@@ -1,15 +1,18 @@
-"""A step trains alike wherever it runs: by make_train_step, in maps, in plain jit."""
+"""A step trains alike wherever it runs: by make_train_step, in maps, in plain jit.
+
+And what a train step takes beside parameters and a batch, and what it reports.
+"""
 
 import functools
+import inspect
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
@@ -20,12 +23,16 @@ from tests.support import modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases import steps
 from tests.support.cases.steps import OPTIMIZERS, OVER, N, dense
+from tests.support.option_fields import with_options
 
 # Where an optimizer runs beside vmap, and on how many workers.
 ROWS = [
   ("feedback", modes.AUTO, 3),
+  ("feedback", modes.EXPLICIT, 1),
   ("local", modes.AUTO, N),
   ("local", modes.EXPLICIT, N),
+  ("local", "shard_map", N),
+  ("zero", "shard_map", N),
   ("injected codec", "step", N),
   ("behind", "step", N),
   ("around", "shard_map", N),
@@ -66,7 +73,7 @@ def test_a_training_has_the_bits_of_vmap(name, place, workers):
   pairs = zip(*map(jax.tree.leaves, (expected.state, specs)), strict=True)
   differing = [spec for x, spec in pairs if np.any(x != x[:1])]
   assert set(differing) <= {P("data")}
-  assert differing or name in ("terngrad", "switch", "behind")  # they keep nothing
+  assert differing or workers == 1 or name in ("terngrad", "switch", "behind")
 
 
 @pytest.mark.parametrize("name", ["clip", *slow("centralize")])
@@ -74,138 +81,219 @@ def test_a_norm_or_a_mean_in_allow_frozen_is_that_of_each_worker(name):
   front = {"clip": optax.clip_by_global_norm(0.1), "centralize": optax.centralize()}
   chain = optax.chain(front[name], dense, optax.sgd(0.1))
   tx = gradcomp.wrappers.allow_frozen(chain)
-  got, expected = (
-    list(steps.trained(place, tx))[-1].params
-    for place, tx in ((modes.AUTO, tx), ("vmap", chain))
-  )
+  last = lambda place, tx: list(steps.trained(place, tx))[-1].params
+  got, expected = last(modes.AUTO, tx), last("vmap", chain)
   for leaf, x in expected.items():
     # Sums of 8,192 squares in another order.
     np.testing.assert_allclose(got[leaf], x, rtol=0, atol=1e-6, err_msg=leaf)
 
 
-def test_a_state_that_was_made_before_the_mesh_is_an_error():
-  tx, mesh = steps.kept4, modes.mesh(N)
-  params, _ = steps.begun(tx, mesh)
-  early = tx.init(jax.device_get(params))
-  with pytest.raises(ValueError, match=r"residual.* must stack the parts of 4 workers"):
-    jax.eval_shape(steps.step_of(tx), params, early, steps.targets_of(mesh, 1))
-
-
-def mlp():
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-  params = {"w": normal(16, 256) / 4, "b": normal(256), "v": normal(256, 32) / 16}
-
-  def loss_fn(params, batch):
-    hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
-    return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
-
-  return loss_fn, params, {"x": normal(32, 16), "y": normal(32, 32)}
-
-
-class ConvNet(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    x = nn.relu(nn.GroupNorm(num_groups=2)(nn.Conv(8, (3, 3))(x)))
-    return nn.Dense(10)(nn.LayerNorm()(x.mean((1, 2))))
-
-
-def conv_net():
-  rng = np.random.default_rng(1)
-  x = rng.standard_normal((8, 6, 6, 3)).astype(np.float32)
-
-  def loss_fn(params, batch):
-    logits = ConvNet().apply(params, batch["x"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-    return losses.mean()
-
-  params = jax.jit(ConvNet().init)(jax.random.key(0), x[:1])
-  return loss_fn, params, {"x": x, "y": rng.integers(10, size=8)}
-
-
-def start(tx, params, batch, mesh):
-  """Parameters, state and batch on the mesh."""
-  params = jax.device_put(jax.tree.map(np.array, params), NamedSharding(mesh, P()))
-  batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-  with jax.set_mesh(mesh):
-    return params, jax.jit(tx.init)(params), batch
-
-
-# An epsilon far above a gradient's rounding error: Adam divides what is zero but for
-# rounding by its own size, and would make whole steps of it.
-ADAM = optax.adam(1e-2, eps=1e-3)
-
-
-@pytest.mark.parametrize(
-  "model, made, kind",
-  [
-    (mlp, True, AxisType.Auto),
-    (conv_net, False, AxisType.Explicit),
-    *slow((mlp, True, AxisType.Explicit)),
-  ],
-)
-def test_dense_training_is_ordinary_training(model, made, kind):
-  """The trajectory of plain jit on the whole batch, without a mesh."""
-  loss_fn, params, batch = model()
-  tx, mesh = optax.chain(dense, ADAM), modes.mesh(N, kind)
-  if made:
-    chex.clear_trace_counter()
-    counted = chex.assert_max_traces(loss_fn, n=1)  # nothing is traced a second time
-    step = gradcomp.make_train_step(counted, tx, mesh=mesh, **OVER)
-  else:
-    step = jax.jit(modes.user_step(loss_fn, tx))
-  ours, _, losses = modes.train(step, *start(tx, params, batch, mesh))
-  alone = jax.jit(modes.user_step(loss_fn, ADAM, None))
-  theirs, _, expected = modes.train(alone, params, jax.jit(ADAM.init)(params), batch)
-  # The mean of 4 means against one mean: a few ulp, which 5 steps carry on.
-  np.testing.assert_allclose(losses, expected, rtol=1e-5)
-  # Gradients agree to some 1e-6; Adam divides by no less than its epsilon 1e-3, and 5
-  # steps of 1e-2 make at most 5e-5 of that.
-  chex.assert_trees_all_close(ours, theirs, rtol=0, atol=5e-5)
-  assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(ours))
-
-
 def test_a_step_averages_aux_and_donates_what_it_has_taken():
   """An error leaves parameters and state as they were."""
-  loss_fn, params, batch = mlp()
-  with_aux = lambda params, batch: (loss_fn(params, batch), jnp.mean(batch["x"]))
-  mesh, tx = modes.mesh(N), optax.chain(gradcomp.qsgd(bits=8, **OVER), optax.sgd(0.1))
-  options = gradcomp.TrainOptions(has_aux=True)
-  make = functools.partial(gradcomp.make_train_step, with_aux, tx, mesh=mesh, **OVER)
-  params, state, batch = start(tx, params, batch, mesh)
-  kept = make(donate=False, options=options)(params, state, batch)
+  with_aux = lambda params, x: (steps.loss_fn(params, x), jnp.mean(x["w"]))
+  mesh, options = modes.mesh(N), gradcomp.TrainOptions(has_aux=True)
+  tx = OPTIMIZERS["feedback"]
+  (params, state), targets = steps.begun(tx, mesh), steps.targets_of(mesh, 1)
+  given = dict(mesh=mesh, options=options, **OVER)
+  kept = gradcomp.make_train_step(with_aux, tx, donate=False, **given)(
+    params, state, targets
+  )
   # A mean of 4 means and a mean of all are within a few ulp of about 1.
-  np.testing.assert_allclose(kept[2]["aux"], np.mean(batch["x"]), atol=1e-6)
-  step = make(options=options)
+  np.testing.assert_allclose(kept[2]["aux"], np.mean(targets["w"]), atol=1e-6)
+  step = gradcomp.make_train_step(with_aux, tx, **given)
   with pytest.raises(ValueError, match="workers can share equally"):
-    step(params, state, jax.tree.map(lambda x: np.asarray(x)[1:], batch))
+    step(params, state, jax.tree.map(lambda x: np.asarray(x)[1:], targets))
   assert not params["w"].is_deleted()
-  assert_same_bits(step(params, state, batch), kept)
+  assert_same_bits(step(params, state, targets), kept)
   assert params["w"].is_deleted()
-
-
-def test_init_inside_and_outside_of_a_map_agree():
-  """Inside: the worker's own; outside, under the mesh: all of them, sharded."""
-  mesh, tx = modes.mesh(N), steps.kept4
-  params = {"w": np.ones((6, 5), np.float32), "s": np.float32(1)}
-  specs = gradcomp.state_specs(jax.eval_shape(tx.init, params), **OVER)
-  mapped = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
-  with jax.set_mesh(mesh):
-    made = jax.jit(mapped)(params), tx.init(params), jax.jit(tx.init)(params)
-  for state in made:
-    assert jax.tree.map(jnp.shape, state.residual) == {"w": (N * 6, 5), "s": (N,)}
-    for leaf in state.residual.values():
-      assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), leaf.ndim)
 
 
 def test_users_may_forbid_promotion():
   """JAX's strictest settings, which some projects train with."""
-  loss_fn, params, batch = mlp()
-  params |= {"b": np.zeros((1, 256), np.float32)}
   norms = gradcomp.qsgd(bits=6, levels="uniform", norm="l2", feedback="error", **OVER)
   nearest = gradcomp.qsgd(bits=8, bucket_size=None, rounding="nearest", **OVER)
+  mesh = modes.mesh(N)
   for tx in (norms, nearest):
-    tx, mesh = optax.chain(tx, optax.sgd(0.1)), modes.mesh(N)
+    tx = optax.chain(tx, optax.sgd(0.1))
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-      step = gradcomp.make_train_step(loss_fn, tx, mesh=mesh, **OVER)
-      step.eval_shape(*start(tx, params, batch, mesh))
+      step = gradcomp.make_train_step(steps.loss_fn, tx, mesh=mesh, **OVER)
+      step.eval_shape(*steps.begun(tx, mesh), steps.targets_of(mesh, 1))
+
+
+EXAMPLES = 8  # of a worker
+exchange = gradcomp.qsgd(
+  bits=8, bucket_size=64, rounding="nearest", min_leaf_size=0, axis_name="data"
+)
+each_kind = pytest.mark.parametrize("kind", [AxisType.Explicit, *slow(AxisType.Auto)])
+
+
+def loss_fn(params, x):
+  return jnp.mean((jnp.tanh(x @ params["w"]) - x[:, ::-1]) ** 2)
+
+
+def problem():
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  return {"w": normal(16, 16)}, normal(EXAMPLES * N, 16)
+
+
+def started(loss_fn, tx, kind=AxisType.Explicit, **options):
+  """A step, and what it takes: parameters, a state and a batch."""
+  params, x = problem()
+  mesh, optimizer = modes.mesh(N, kind), optax.chain(tx, optax.sgd(0.5))
+  given = with_options(gradcomp.TrainOptions, options)
+  given |= dict(mesh=mesh, donate=False, **OVER)
+  step = gradcomp.make_train_step(loss_fn, optimizer, **given)
+  with jax.set_mesh(mesh):
+    return step, jax.device_put(params, P()), optimizer.init(params), x
+
+
+def run(loss_fn, tx, *args, kind=AxisType.Explicit, steps=1, rng=None, **options):
+  """What ``step`` returns after some steps that each take what the last returned."""
+  step, *held, x = started(loss_fn, tx, kind, **options)
+  if "model_state" in options:
+    held, args = [*held, args[0]], args[1:]
+  keys = {} if rng is None else {"rng": rng}
+  for _ in range(steps):
+    *held, metrics = step(*held, x, *args, **keys)
+  del held[1]
+  return *held, metrics
+
+
+@each_kind
+def test_micro_batches_are_the_whole_batch_and_share_one_exchange(kind):
+  with_aux = lambda params, x: (loss_fn(params, x), {"first": jnp.mean(x[:, 0])})
+  chex.clear_trace_counter()
+  counted = chex.assert_max_traces(with_aux, n=1)
+  ends, sent = [], []
+  for loss, count in (with_aux, 1), (counted, 4):
+    step, *given = started(loss, dense, kind, has_aux=True, accumulate=count)
+    ends.append(step(*given))
+    sent.append(gradcomp.wire_report(step.lower(*given)).bytes_sent)
+  # Means of 2 rows, and of 4 of them, against means of 8: a few ulp of values about 1.
+  chex.assert_trees_all_close(*ends, rtol=0, atol=1e-6)
+  assert sent[0] == sent[1] > 0
+
+
+def test_gradients_of_half_precision_add_up_in_float32():
+  """Added up in bfloat16, 256 ones and more would stay 256."""
+  grad_fn = gradcomp.value_and_grad(
+    lambda w, x: jnp.sum(w * x), axis_name=None, accumulate=1024
+  )
+  _, grad = grad_fn(jnp.ones(1, jnp.bfloat16), jnp.ones(1024, jnp.bfloat16))
+  assert grad.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(grad, [1.0])
+
+
+def centered(params, state, x, scale=1.0):
+  """A loss with statistics, which move by a tenth of a batch's own mean."""
+  mean = 0.9 * state["mean"] + 0.1 * jnp.mean(x, axis=0)
+  return loss_fn(params, scale * (x - mean)), {"mean": mean}
+
+
+@each_kind
+def test_a_model_state_is_the_mean_of_the_workers(kind):
+  """In its own dtype, as aux is; and further arguments are the same on all."""
+  _, x = problem()
+  first = {"mean": np.zeros(16, np.float32), "half": jnp.ones(16, jnp.bfloat16)}
+
+  def with_aux(params, state, x, base):
+    loss, mean = centered({"w": params["w"] + base["w"]}, state, x)
+    return loss, (state | mean, jnp.max(x))
+
+  base = {"w": np.full((16, 16), 0.1, np.float32)}
+  options = dict(kind=kind, model_state="mean", has_aux=True, steps=2)
+  after, state, metrics = run(with_aux, dense, first, base, **options)
+  closed = lambda params, state, x: with_aux(params, state, x, base)
+  assert_same_bits(run(closed, dense, first, **options)[0], after)
+  assert state["mean"].sharding.is_fully_replicated
+  np.testing.assert_allclose(state["mean"], 0.19 * x.mean(0), rtol=1e-5, atol=1e-7)
+  assert state["half"].dtype == jnp.bfloat16 and (state["half"] == 1).all()
+  largest = x.reshape(N, -1).max(1).mean()
+  np.testing.assert_allclose(metrics["aux"], largest, rtol=1e-6)
+
+
+@each_kind
+def test_a_model_state_is_each_workers_own(kind):
+  _, x = problem()
+  state = {"mean": np.zeros((N, 16), np.float32)}
+  options = {"model_state": "local", "accumulate": 2, "steps": 2, "kind": kind}
+  _, state, metrics = run(centered, dense, state, np.float32(1), **options)
+  own = x.reshape(N, EXAMPLES, 16).mean(1)
+  np.testing.assert_allclose(state["mean"], 0.19 * own, rtol=1e-5, atol=1e-7)
+  assert metrics.keys() == {"loss"}
+
+
+@pytest.mark.parametrize("key", [jax.random.key(3), *slow(jax.random.PRNGKey(3))])
+def test_each_worker_and_micro_batch_has_a_key_of_its_own(key):
+  """Seen through a state that keeps what was drawn."""
+
+  def draws(params, state, x, *, rng):
+    return loss_fn(params, x), (state + jax.random.uniform(rng)) / 2
+
+  state = np.zeros((N, 2), np.float32)
+  options = {"model_state": "local", "rng": key}
+  _, once, _ = run(draws, dense, state, **options)
+  _, again, _ = run(draws, dense, state, **options)
+  assert_same_bits(once, again)
+  assert len(np.unique(once)) == N
+  _, both, _ = run(draws, dense, state, **options, accumulate=2)
+  assert len(np.unique(np.stack([once, both]))) == 2 * N
+
+
+def test_the_report_agrees_with_the_wire_and_with_the_arrays():
+  (params, x), (step, *given) = problem(), started(loss_fn, exchange, report=True)
+  after, _, metrics = step(*given)
+  explained = gradcomp.explain(exchange, params, workers=N).bytes_sent
+  assert float(metrics["bytes_sent"]) == explained
+  sent = gradcomp.wire_report(started(loss_fn, exchange)[0].lower(*given))
+  assert sent.bytes_sent == explained + 6  # the mean of the loss
+  # Norms of the same numbers, added up in another order.
+  step = np.linalg.norm(after["w"] - params["w"])
+  np.testing.assert_allclose(metrics["update_norm"], step, rtol=1e-5)
+  own = [jax.grad(loss_fn)(params, part)["w"] for part in np.split(x, N)]
+  norm = np.sqrt(np.mean([np.linalg.norm(g) ** 2 for g in own]))
+  np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
+
+
+def test_all_of_it_on_one_device():
+  params, x = problem()
+  optimizer = optax.chain(gradcomp.qsgd(bits=8), optax.sgd(0.5))
+
+  def noisy(params, state, x, scale, *, rng):
+    x = scale * x + 0.01 * jax.random.normal(rng, x.shape)
+    loss, state = centered(params, state, x)
+    return loss, (state, jnp.max(x))
+
+  options = dict(has_aux=True, model_state="mean", accumulate=2, report=True)
+  made = dict(axis_name=None, donate=False, options=gradcomp.TrainOptions(**options))
+  step = gradcomp.make_train_step(noisy, optimizer, **made)
+  given = params, optimizer.init(params), {"mean": jnp.zeros(16)}
+  for i in range(3):
+    *given, metrics = step(*given, x, jnp.float32(1), rng=jax.random.key(i))
+  names = {"loss", "aux", "bytes_sent", "gradient_norm", "update_norm"}
+  assert metrics.keys() == names and metrics["bytes_sent"] == 0
+
+
+def test_a_scaled_loss_gives_the_same_step():
+  """A power of two, taken back behind the exchange: no bit differs."""
+  scale = 2.0**10
+  scaled = lambda params, x: (scale * loss_fn(params, x), loss_fn(params, x))
+  behind = optax.chain(exchange, optax.scale(1 / scale))
+  ours, metrics = run(scaled, behind, has_aux=True)
+  expected, plain = run(loss_fn, exchange)
+  assert_same_bits(ours, expected)
+  assert_same_bits(metrics["aux"], plain["loss"])
+
+
+@pytest.mark.parametrize("donate, model_state", [(True, None), (False, "mean")])
+def test_a_step_names_its_keywords(model_state, donate):
+  """In its signature, and in the error of one that is misspelled."""
+  options = gradcomp.TrainOptions(model_state=model_state)
+  made = dict(axis_name=None, donate=donate, options=options)
+  step = gradcomp.make_train_step(loss_fn, optax.sgd(0.5), **made)
+  found = inspect.signature(step).parameters.values()
+  named = [x.name for x in found if x.kind is inspect.Parameter.KEYWORD_ONLY]
+  assert named == ["rng", "extra_args", "inspect"]
+  with pytest.raises(TypeError, match=r"\.step(_with_state)?\(\) .*'rgn'"):
+    step(*problem(), (), (), rgn=jax.random.key(0))

@@ -1,7 +1,5 @@
 """Frozen parameters are not exchanged, and stay as they are to the bit."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ import gradcomp
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, says
+from tests.support.cases.steps import explicit_mesh
 
 WORKERS = 4
 LABELS = {"body": "frozen", "head": "train"}
@@ -44,12 +43,6 @@ def problem():
   return {"body": normal(64, 64), "head": normal(64, 64)}, normal(8 * WORKERS, 64)
 
 
-def step(optimizer, params, state, x):
-  loss, grads = gradcomp.value_and_grad(loss_fn, axis_name="data")(params, x)
-  updates, state = optimizer.update(grads, state, params)
-  return optax.apply_updates(params, updates), state, loss
-
-
 def compiled(mode, optimizer, params, x):
   """A compiled step of a mode with one program, and its arguments."""
   explicit = mode.endswith("explicit")
@@ -57,10 +50,8 @@ def compiled(mode, optimizer, params, x):
   place = lambda tree, *spec: jax.device_put(tree, NamedSharding(mesh, P(*spec)))
   with jax.set_mesh(mesh):
     state = optimizer.init(place(params))
-  args, run = (
-    (place(params), state, place(x, "data")),
-    functools.partial(step, optimizer),
-  )
+  args = place(params), state, place(x, "data")
+  run = modes.user_step(loss_fn, optimizer)
   if mode.startswith("train_step"):
     options = {"axis_name": "data", "mesh": mesh, "donate": False}
     run = gradcomp.make_train_step(loss_fn, optimizer, **options)
@@ -73,17 +64,11 @@ def compiled(mode, optimizer, params, x):
 
 
 DOORS = (modes.EXPLICIT, modes.AUTO, "shard_map", "train_step")
-MORE = ("shard_map_unchecked", "train_step_explicit")
+FAST = [*((mode, "partition") for mode in DOORS), ("train_step_explicit", "masked")]
+SLOW = [*((mode, "masked") for mode in DOORS[:3]), ("shard_map_unchecked", "partition")]
 
 
-@pytest.mark.parametrize(
-  "mode, kind",
-  [
-    *(*((mode, "partition") for mode in DOORS), (MORE[1], "masked")),
-    *slow(*((mode, "masked") for mode in DOORS[:3])),
-    *slow(*((mode, "partition") for mode in MORE)),
-  ],
-)
+@pytest.mark.parametrize("mode, kind", [*FAST, *slow(*SLOW)])
 def test_a_frozen_leaf_stays_and_is_not_sent(mode, kind):
   optimizer = partitioned if kind == "partition" else masked
   if mode in (modes.AUTO, modes.EXPLICIT, "shard_map"):
@@ -98,18 +83,6 @@ def test_a_frozen_leaf_stays_and_is_not_sent(mode, kind):
   assert [leaf.path for leaf in explained.leaves] == ["['head']"]
   # Beside it there is the mean of the loss: an all-reduce of 4 bytes sends 6.
   assert gradcomp.wire_report(run).bytes_sent == explained.bytes_sent + 6
-
-
-@pytest.mark.parametrize("transform", [jax.vmap, *slow(jax.pmap)])
-def test_where_no_type_tells_optax_freezes_alone(transform):
-  params, x = problem()
-  everywhere = jax.tree.map(lambda leaf: np.stack([leaf] * WORKERS), params)
-  first = lambda p, x: step(partitioned, p, partitioned.init(p), x)[0]
-  run = transform(first, axis_name="data")
-  run = jax.jit(run) if transform is jax.vmap else run
-  after = run(everywhere, x.reshape(WORKERS, -1, 64))
-  assert_same_bits(after["body"], everywhere["body"])
-  assert np.abs(after["head"] - everywhere["head"]).mean() > 0.05  # one step of Adam
 
 
 def test_weights_of_a_frozen_leaf_decay_as_optax_says():
@@ -127,10 +100,8 @@ def test_a_train_step_refuses_a_leaf_that_nobody_has_averaged():
     compiled("train_step", optimizer, *problem())
 
 
-def test_a_frozen_leaf_that_another_axis_cuts():
-  """And stays sharded over it."""
-  kinds = (AxisType.Explicit,) * 2
-  mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=jax.devices()[:4])
+def test_a_frozen_leaf_that_another_axis_cuts_stays_so():
+  mesh = explicit_mesh((2, 2), ("data", "model"))
   put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
   params, x = problem()
   params = {"head": put(params["head"], None, "model"), "body": put(x[0], "model")}
@@ -138,13 +109,8 @@ def test_a_frozen_leaf_that_another_axis_cuts():
   optimizer = allowed(partitioned)
   with jax.set_mesh(mesh):
     state = optimizer.init(params)
-
-  @jax.jit
-  def updated(params, state, x):
-    _, grads = gradcomp.value_and_grad(loss, axis_name="data")(params, x)
-    return optax.apply_updates(params, optimizer.update(grads, state, params)[0])
-
-  after = updated(params, state, put(x, "data"))
+  step = jax.jit(modes.user_step(loss, optimizer))
+  after, *_ = step(params, state, put(x, "data"))
   assert_same_bits(after["body"], params["body"])
   for name, leaf in params.items():
     assert after[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)

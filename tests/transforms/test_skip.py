@@ -5,14 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
-from tests.support.cases.citizen import FACTORIES
 
 WORKERS = 4
 
@@ -36,7 +33,7 @@ def gradients(seed, bad=None):
 def steps(mode, tx, trees):
   """The outputs and states of all workers, one for each tree of gradients."""
   params = jax.tree.map(lambda leaf: leaf[0], trees[0])
-  update, state, held = modes.mapped(mode, tx, WORKERS), None, []
+  update, state, held = modes.started(mode, tx, WORKERS).update, None, []
   for tree in trees:
     output, state = update(tree, state, params)
     held.append(jax.device_get((output, state)))
@@ -87,28 +84,6 @@ def test_as_optax_does_on_one_device():
     if counts != [4, 0]:
       assert_same_bits(*((output, *state) for output, state in results))
   assert counts == [4, 0]
-
-
-@pytest.mark.parametrize("name", ["dense", *slow(*sorted(set(FACTORIES) - {"dense"}))])
-@pytest.mark.parametrize("kind", [AxisType.Auto, *slow(AxisType.Explicit)], ids=str)
-def test_a_train_step_goes_on(name, kind):
-  """With the optimizer behind, and the state that init makes outside of the map."""
-  mesh = modes.mesh(WORKERS, kind)
-  loss_fn = lambda params, x: jnp.mean((x @ params["w"] - x) ** 2)
-  x = np.random.default_rng(0).standard_normal((8, 32)).astype(np.float32)
-  chain = optax.chain(FACTORIES[name](axis_name="data"), optax.adam(0.1))
-  tx = gradcomp.skip_nonfinite(chain, 5, axis_name="data")
-  params = jax.device_put({"w": np.zeros((32, 32))}, NamedSharding(mesh, P()))
-  options = {"axis_name": "data", "mesh": mesh, "donate": False}
-  step = gradcomp.make_train_step(loss_fn, tx, **options)
-  with jax.set_mesh(mesh):
-    state = tx.init(params)
-  good = step(params, state, x)
-  bad = step(*good[:2], np.where(np.arange(8)[:, None] == 3, np.nan, x))
-  assert_same_bits((bad[0], bad[1].inner_state), (good[0], good[1].inner_state))
-  assert np.isnan(bad[2]["loss"]) and int(bad[1].total_notfinite) == 1
-  after = step(*bad[:2], x)
-  assert after[2]["loss"] < good[2]["loss"] and int(after[1].notfinite_count) == 0
 
 
 def test_workers_agree_by_one_byte():

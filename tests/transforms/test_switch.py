@@ -8,13 +8,7 @@ import pytest
 import gradcomp
 from tests.specs import top_k
 from tests.support.assertions import says
-from tests.support.sparse_steps import (
-  N,
-  check_conservation,
-  gradients,
-  redsync,
-  trail,
-)
+from tests.support.sparse_steps import N, check_conservation, gradients, redsync, trail
 
 switch = gradcomp.wrappers.switch
 
