@@ -6,7 +6,6 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from jax._src.lib import _jax
 from jax.sharding import AxisType, NamedSharding
@@ -16,40 +15,34 @@ import gradcomp
 from gradcomp._src.checks import see
 from gradcomp._src.core import agreement
 from gradcomp._src.mesh.run_store import run_store
-from gradcomp.codecs import QSGD
 from tests.support.assertions import vanish
+from tests.support.cases import agreement as cases
 from tests.support.cases.agreement import (
-  GRADS,
+  A,
   assert_told,
-  mesh,
-  processes,
+  compressed,
   trace,
-  trace_rows,
+  train,
+  usual,
 )
-from tests.support.option_fields import with_options
-
-SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
-
-
-def compressed(bits=4, **options):
-  return gradcomp.compress(QSGD(bits=bits), axis_name="data", **options)
 
 
 @pytest.fixture
 def together(monkeypatch):
-  return processes(monkeypatch)
-
-
-A, B = GRADS["v"], jax.ShapeDtypeStruct((64,), jnp.bfloat16)
+  return cases.processes(monkeypatch)
 
 
 @pytest.mark.parametrize(
   "first, second, match",
   [
     ([("a", A), ("b", A)], [("b", A), ("a", A)], r"`leaves\[0\]` .*'a'.* and \['b'\]"),
-    ([("a", A)], [("a", B)], r"`leaves\[0\]` .*\['a'\] float32.* and .*bfloat16"),
+    ([("a", A)], [("a", cases.B)], r"`leaves\[0\]` .*\['a'\] float32.* and .*bfloat16"),
     ([("a", A)], [("c", A)], r"`leaves\[0\]` .*'a'.* and \['c'\]"),
-    ([("a", A)], [("a", GRADS["w"])], r"`leaves\[0\]` .*\[64\] in .*\[256, 64\] in"),
+    (
+      [("a", A)],
+      [("a", cases.GRADS["w"])],
+      r"`leaves\[0\]` .*\[64\] in .*\[256, 64\] in",
+    ),
     ([("a", A)], [("a", A), ("b", A)], r"`leaves\[1\]` .*nothing .* and \['b'\]"),
   ],
   ids=["order", "dtype", "name", "shape", "number"],
@@ -62,9 +55,9 @@ def test_other_leaves_are_an_error_that_names_the_first(first, second, match, to
 
 
 def test_other_codecs_are_an_error_under_auto_axes(together):
-  told = together(*(lambda b=b: trace_rows(compressed(b)) for b in (4, 8)))
+  told = together(*(lambda b=b: cases.trace_rows(compressed(b)) for b in (4, 8)))
   assert_told(told[0], r"`codec` must be the same .*bits=4.* and .*bits=8.*")
-  assert together(*[lambda: trace_rows(compressed())] * 2) == [None, None]
+  assert together(*[lambda: cases.trace_rows(compressed())] * 2) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +76,7 @@ def test_another_version_is_an_error(name, attribute, together, monkeypatch):
 
 def test_equal_programs_pass_however_far_ahead_one_is(together):
   """Several transformations of the same leaves, of others, and traced repeatedly."""
-  program = [(compressed(bits), GRADS) for bits in (4, 8, 4)]
+  program = [(compressed(bits), cases.GRADS) for bits in (4, 8, 4)]
   program.append((compressed(), {"v": A}))
 
   def run(seconds):
@@ -125,8 +118,8 @@ def test_nothing_is_compared_where_no_other_process_takes_part(together):
 
   def run():
     trace(compressed(exchange="local"))
-    trace(compressed(), over=mesh(1))  # of some devices; nobody knows whose
-    gradcomp.explain(compressed(), GRADS, workers=jax.device_count())
+    trace(compressed(), over=cases.mesh(1))  # of some devices; nobody knows whose
+    gradcomp.explain(compressed(), cases.GRADS, workers=jax.device_count())
     rows = jax.ShapeDtypeStruct((jax.device_count(), 64), jnp.float32)
     step = lambda g: compressed().update(g, compressed().init(g))[0]
     jax.eval_shape(jax.vmap(step, axis_name="data"), rows)
@@ -153,53 +146,18 @@ def test_addresses_do_not_differ():
   assert parts[0] == parts[1] and "Codec object>" in parts[0]["codec"]
 
 
-def loss_of(has_aux=False, has_weight=False, model_state=None, aux=1.0, **_):
-  """A loss that returns what the options of a train step say."""
-
-  def loss_fn(params, *args):
-    loss = jnp.sum(params["v"] * args[-1])
-    loss = (loss, jnp.float32(1)) if has_weight else loss
-    rest = [*args[:-1], *[aux] * has_aux]
-    return (loss, rest[0] if len(rest) == 1 else (*rest,)) if rest else loss
-
-  return loss_fn
-
-
-def train(*chain, loss=None, **options):
-  """Traces a step of make_train_step."""
-  optimizer = optax.chain(*chain)
-  loss = loss_of(**options) if loss is None else loss
-  options.pop("aux", None)
-  step = gradcomp.make_train_step(
-    loss,
-    optimizer,
-    axis_name="data",
-    mesh=mesh(),
-    **with_options(gradcomp.TrainOptions, options),
-  )
-  params = {"v": A}
-  with jax.sharding.use_abstract_mesh(mesh()):
-    state = jax.eval_shape(optimizer.init, params)
-  inspects = options.get("compare_every") == 3
-  batch = jax.ShapeDtypeStruct((jax.device_count(), 64), jnp.float32)
-  args = params, state, *[B] * ("model_state" in options), batch
-  jax.eval_shape(lambda *args: step(*args, inspect=inspects), *args)
-
-
-def usual(**options):
-  train(compressed(), SGD, **options)
-
-
 STEPS = {
   "chain": (
     usual,
-    lambda: train(compressed(), gradcomp.wrappers.switch([2], [SGD, MOMENTUM])),
+    lambda: train(
+      compressed(), gradcomp.wrappers.switch([2], [cases.SGD, cases.MOMENTUM])
+    ),
     "`transformation` .*make_train_step in process 0 and gradcomp.wrappers.switch in "
     "process 1, in number 3 of the step",
   ),
   "optimizer": (
     usual,
-    lambda: train(compressed(), MOMENTUM),
+    lambda: train(compressed(), cases.MOMENTUM),
     r"`opt_state\[\d\]` .* in number 3 of the step, gradcomp.make_train_step",
   ),
   "aux": (
@@ -242,12 +200,12 @@ def test_another_option_of_a_step_is_an_error(name, together):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_other_values_of_a_loss_are_an_error_in_plain_jit(kind, together):
   """Which averages them by itself."""
-  own = mesh().update(axis_types=(kind,))
+  own = cases.mesh().update(axis_types=(kind,))
   sharding = NamedSharding(own, P("data"))
   batch = jax.ShapeDtypeStruct((own.size, 64), jnp.float32, sharding=sharding)
 
   def gradients(**aux):
-    loss_fn = loss_of(has_aux=True, aux=aux)
+    loss_fn = cases.loss_of(has_aux=True, aux=aux)
     grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data", has_aux=True)
     with jax.sharding.use_abstract_mesh(own):
       jax.eval_shape(grad_fn, {"v": A}, batch)

@@ -16,23 +16,15 @@ import gradcomp
 from gradcomp._src.codecs.tiles import tile_shape
 from gradcomp._src.kernels import materialize
 from gradcomp.codecs import QSGD, RandomK
+from gradcomp.local import local_steps
 from gradcomp.parallel import zero
 from tests.plugins.slow_cases import slow
 
 SMALL, LARGE = (2**10 + 1, 2**10 - 3), (2**18 + 1, 2**18 - 3)  # 2**20 and 2**36
 MEGABYTES = 20
 OPTIONS = dict(axis_name="data", min_leaf_size=0)
-
-
-def zeroed(codec):
-  return zero(optax.adam(0.1), grads=codec, params=codec, axis_name="data")
-
-
-def local():
-  codec = QSGD(bits=4)
-  return gradcomp.local.local_steps(
-    optax.adam(0.1), optax.sgd(0.7), every=4, codec=codec, axis_name="data"
-  )
+CODEC = QSGD(bits=4)
+ADAM, SGD = optax.adam(0.1), optax.sgd(0.7)
 
 
 def qsgd(bits=4, **options):
@@ -43,10 +35,13 @@ INT8 = gradcomp.ErrorFeedback(residual_dtype="int8")
 # And the binds of a further leaf, a sixth more than there were.
 TRANSFORMATIONS = {
   "1-bit SGD": (lambda: gradcomp.onebit_sgd(**OPTIONS), 40),
-  "zero": (lambda: zeroed(QSGD(bits=4)), 85),
+  "zero": (lambda: zero(ADAM, grads=CODEC, params=CODEC, axis_name="data"), 85),
   "RedSync": (lambda: gradcomp.redsync(density=0.001, **OPTIONS), 65),
   "QSGD": (lambda: qsgd(feedback="error"), 40),
-  "local steps": (local, 95),
+  "local steps": (
+    lambda: local_steps(ADAM, SGD, every=4, codec=CODEC, axis_name="data"),
+    95,
+  ),
   "int8 residuals": (lambda: qsgd(feedback=INT8), 85),
   "APS": (lambda: gradcomp.aps(**OPTIONS), 55),
   "TernGrad": (lambda: gradcomp.terngrad(**OPTIONS), 40),

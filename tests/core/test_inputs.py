@@ -8,16 +8,17 @@ import pytest
 from flax import nnx
 
 import gradcomp
+from gradcomp.codecs import PowerSGD, TopK
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
 
 N = 4
 OVER = {"axis_name": "data"}
-QSGD4 = {"bits": 4, "min_leaf_size": 0}
+QSGD4 = {"bits": 4, "bucket_size": 32, "min_leaf_size": 0}
 
 
-NORMAL = np.float32(np.random.default_rng(0).standard_normal((65, 4)))
+NORMAL = np.float32(np.random.default_rng(0).standard_normal((65, 32)))
 ARRAYS = {"b": NORMAL[0], "w": NORMAL[1:]}
 
 
@@ -66,6 +67,12 @@ BOXED = {
     gradcomp.qsgd(feedback="error", **QSGD4),
     lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree),
   ),
+  # What codecs remember has no box.
+  "levels": gradcomp.qsgd(**QSGD4, levels="nonuniform"),
+  "thresholds": gradcomp.compress(
+    TopK(density=0.1, selection="sampled"), min_leaf_size=0
+  ),
+  "low rank": gradcomp.compress(PowerSGD(rank=1), min_leaf_size=0),
 }
 
 

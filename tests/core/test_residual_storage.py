@@ -17,7 +17,7 @@ import gradcomp
 from gradcomp import ErrorFeedback
 from gradcomp._src.core import residual_storage
 from gradcomp.codecs import QSGD
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 
 WORKERS = 4
@@ -122,15 +122,13 @@ def test_blocks_divide_the_last_axis():
 
 
 def exchange(stored, **options):
-  feedback = ErrorFeedback(residual_dtype=stored)
+  feedback = stored if stored == "ef21" else ErrorFeedback(residual_dtype=stored)
   options = {"exchange": "all_gather", "axis_name": "data"} | options
   return gradcomp.compress(CODEC, min_leaf_size=0, feedback=feedback, **options)
 
 
 def gradients(seed):
-  rng = np.random.default_rng(seed)
-  normal = lambda *shape: rng.standard_normal((WORKERS, *shape)).astype(np.float32)
-  return {"w": normal(6, 64), "b": normal(7), "s": normal()}
+  return laws.tree({"w": (6, 64), "b": (7,), "s": ()}, WORKERS, seed=seed)
 
 
 @each_way
@@ -180,7 +178,7 @@ def test_where_nothing_is_finite_the_old_residual_stays(stored):
   trees = [gradients(0), gradients(1)]
   trees[1]["w"][1, 2, ::32] = np.inf
   trees[1]["b"][2, 3] = np.nan
-  update = modes.mapped("vmap", exchange(stored), WORKERS)
+  update = modes.started("vmap", exchange(stored), WORKERS).update
   state, kept = None, []
   for tree in trees:
     _, state = update(tree, state, jax.tree.map(lambda leaf: leaf[0], tree))
@@ -226,33 +224,35 @@ def test_a_state_takes_what_the_page_says():
     assert kinds == {stored}
 
 
-@each_way
+@pytest.mark.parametrize("stored", [*STORED, "ef21"])
 def test_specs_of_parameters_reach_every_part(stored):
   """And a training keeps its state there, on a mesh whose second axis cuts them."""
   mesh = jax.make_mesh((WORKERS, 2), ("data", "model"), (AxisType.Auto,) * 2)
-  specs = {"w": P(None, "model"), "b": P()}
-  tx = exchange(stored)
-  state = gradcomp.init_state(
-    tx, PARAMS, axis_name="data", param_specs=specs, mesh=mesh
-  )
-  for leaf in jax.tree.leaves(state.residual["w"]):
-    assert leaf.sharding.spec == P("data", "model")
-  found = gradcomp.state_specs(state, axis_name="data", param_specs=specs)
-  assert set(jax.tree.leaves(found.residual["w"])) == {P("data", "model")}
-  place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+  specs, over = {"w": P(None, "model"), "b": P()}, {"axis_name": "data"}
+  tx = exchange(stored, exchange="two_shot")
+  state = gradcomp.init_state(tx, PARAMS, param_specs=specs, mesh=mesh, **over)
+  of = lambda x: x.sharding.spec
+  for found in (
+    gradcomp.state_specs(state, param_specs=specs, **over),
+    jax.tree.map(of, state),
+  ):
+    assert set(jax.tree.leaves(found.residual["w"])) == {P("data", "model")}
+    assert found.estimate == (specs if stored == "ef21" else None)
   tx = optax.chain(tx, optax.sgd(0.1))
+  place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
   params = jax.tree.map(place, PARAMS, specs)
   with jax.set_mesh(mesh):
     state = tx.init(params)
-  spec = lambda x: residual_storage.shaped(x[0].residual)["w"].sharding.spec
-  about = lambda x: (jax.tree.map(lambda x: (x.shape, x.dtype), x), spec(x))
+
+  def about(state):
+    placed = residual_storage.shaped(state[0].residual), state[0].estimate
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    return shapes, [of(tree["w"]) for tree in placed if tree]
+
   before = about(state)
   loss_fn = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
-  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+  step = gradcomp.make_train_step(loss_fn, tx, mesh=mesh, **over)
   batch = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
-  losses = []
-  for _ in range(5):
-    params, state, metrics = step(params, state, batch)
-    losses.append(float(metrics["loss"]))
+  _, state, losses = modes.train(step, params, state, batch)
   assert before == about(state)
   assert losses[-1] < losses[0]

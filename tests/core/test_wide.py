@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.mesh.shard_maps import unreduce
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
@@ -60,9 +61,7 @@ def test_a_complex_model_trains():
   conjugate = optax.stateless(lambda updates, _: jax.tree.map(jnp.conj, updates))
   optimizer = optax.chain(error4(), conjugate, optax.adam(0.1))
   params = {"w": jnp.zeros((32, 32), jnp.complex64)}
-  params = jax.device_put(params, NamedSharding(mesh, P()))
-  with jax.set_mesh(mesh):
-    state = optimizer.init(params)
+  params, state = modes.placed(optimizer, params, mesh)
   step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
   _, state, losses = modes.train(step, params, state, x, steps=30)
   assert losses[-1] < 0.05 * losses[0]
@@ -72,22 +71,16 @@ def test_a_complex_model_trains():
 def test_addends_that_stay_where_they_are():
   """Under Explicit axes "local" returns them as unreduced as it takes them."""
   tx = gradcomp.dense(exchange="local")
-  mesh = modes.mesh(WORKERS, AxisType.Explicit)
-  grad_fn = gradcomp.value_and_grad(
-    lambda w, x: jnp.mean(jnp.abs(w * x) ** 2), axis_name="data"
-  )
 
   @jax.jit
-  def update(w, x):
-    grads = grad_fn(w, x)[1]
-    got = tx.update(grads, tx.init(w))[0]
+  def update(x):
+    grads = unreduce(x, "data")
+    got = tx.update(grads, tx.init(grads))[0]
     assert jax.typeof(got) == jax.typeof(grads)
     return jax.reshard(got, P()), jax.reshard(grads, P())
 
-  with jax.set_mesh(mesh):
-    x = jax.device_put(complex_gradients(0)["w"].reshape(-1, 32), P("data"))
-    w = jax.device_put(np.ones(32, np.complex64), P())
-    got, expected = update(w, x)
+  with jax.set_mesh(modes.mesh(WORKERS, AxisType.Explicit)):
+    got, expected = update(jax.device_put(complex_gradients(0)["w"], P("data")))
   np.testing.assert_array_equal(got, expected)
 
 

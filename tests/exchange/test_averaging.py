@@ -13,13 +13,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp.codecs import QSGD, OneBit
 from gradcomp.exchange import TwoShot
-from tests.support import laws, modes
-from tests.support.hlo_order import (
-  ancestors,
-  compiled,
-  first_collectives,
-  weight_gradients,
-)
+from tests.support import hlo_order, laws, modes
 
 WORKERS, LAYERS, WIDTH = 4, 6, 64
 
@@ -40,7 +34,7 @@ def test_levels_are_fitted_to_all_workers_every_few_steps():
     fitted.append(np.asarray(codec.fits.fit(jnp.asarray(counts), levels)))
   alone = codec.fits.fit(measure(steps[0, 1]), levels)
   assert (fitted[0] != fitted[1]).any() and (fitted[0] != np.asarray(alone)).any()
-  update, state = modes.mapped("vmap", tx, WORKERS), None
+  update, state = modes.started("vmap", tx, WORKERS).update, None
   for number, step in enumerate(steps):
     _, state = update({"w": jnp.asarray(step)}, state, {"w": jnp.zeros(step[0].shape)})
     memory = np.asarray(state.memory.shared[()][0])
@@ -112,12 +106,9 @@ def test_sums_of_ternary_codes_travel_in_few_bits():
 
 
 def in_pieces(message_bytes):
-  return gradcomp.compress(
-    QSGD(bits=4, bucket_size=32),
-    axis_name="data",
-    exchange=TwoShot(feedback=False),
-    message_bytes=message_bytes,
-    min_leaf_size=0,
+  options = dict(message_bytes=message_bytes, min_leaf_size=0)
+  return laws.compressed(
+    QSGD(bits=4, bucket_size=32), TwoShot(feedback=False), **options
   )
 
 
@@ -128,30 +119,8 @@ def test_pieces_round_their_means_apart():
   assert (np.asarray(output["a"][0]) != np.asarray(output["b"][0])).mean() > 0.05
 
 
-def test_a_piece_depends_on_its_own_leaves_alone():
-  tx = in_pieces(6000)
-  grads = [jnp.ones((WORKERS, WIDTH, WIDTH)) for _ in range(LAYERS)]
-  state = tx.init([g[0] for g in grads])
-  mapped = jax.shard_map(
-    lambda state, *grads: tx.update([g[0] for g in grads], state)[0],
-    mesh=modes.mesh(WORKERS),
-    in_specs=(P(), *[P("data")] * LAYERS),
-    out_specs=P(),
-  )
-  instructions = compiled(mapped, state, *grads)
-  like = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
-  assert gradcomp.explain(tx, like, workers=WORKERS).messages == 3
-  pieces = []
-  for name in first_collectives(instructions):
-    lines = [instructions[n][1] for n in ancestors(instructions, name)]
-    shape = rf"f32\[1,{WIDTH},{WIDTH}\]"
-    leaves = [re.search(rf"{shape}.* parameter\((\d+)\)", line) for line in lines]
-    pieces.append(sorted(int(leaf[1]) for leaf in leaves if leaf))
-  assert sorted(pieces) == [[2, 3], [4, 5], [6, 7]]  # after the step and the key
-
-
 def test_pieces_can_go_before_the_backward_pass_is_done():
-  """The last layers' message needs no weight gradient of an earlier layer."""
+  """The last layers' message needs no weight gradient of another layer."""
   optimizer = in_pieces(2600)
 
   def loss_fn(params, x):
@@ -167,12 +136,12 @@ def test_pieces_can_go_before_the_backward_pass_is_done():
   mapped = jax.shard_map(step, mesh=modes.mesh(WORKERS), **places)
   params = [jnp.eye(WIDTH)] * LAYERS
   args = params, optimizer.init(params), jnp.ones((32, WIDTH))
-  instructions = compiled(mapped, *args)
-  products = weight_gradients(instructions, WIDTH)
+  instructions = hlo_order.compiled(mapped, *args)
+  products = hlo_order.weight_gradients(instructions, WIDTH)
   assert len(products) == LAYERS
-  first = first_collectives(instructions)
-  needed = [len(ancestors(instructions, name) & set(products)) for name in first]
-  assert needed == [1] * LAYERS
+  first = hlo_order.first_collectives(instructions)
+  needed = [hlo_order.ancestors(instructions, name) & set(products) for name in first]
+  assert [len(x) for x in needed] == [1] * LAYERS
   # XLA has put them in this order: the first message goes before the last product.
   order = list(instructions)
   sends = [n for n, (_, line) in instructions.items() if " all-to-all(" in line]

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.exchange import collectives
-from gradcomp._src.exchange.collectives import largest, rounds, scatter, scatter_within
+from gradcomp._src.exchange.collectives import largest, rounds, scatter
 from gradcomp.codecs import QSGD, Dense, RandomK
 from tests.specs import qsgd
-from tests.support import modes
+from tests.support import laws, modes
 
 
 @pytest.mark.parametrize("size", [*range(1, 13), 14])
@@ -30,22 +30,6 @@ def test_everyone_sends_every_part_to_each_other_once(size):
   assert all(sorted(x.to) == list(workers) for x in found)
   mutual = [x for x in found if any(x.to[j] == i for i, j in enumerate(x.to))]
   assert len(mutual) == (size in (2, 8, 12))
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize(
-  "groups, size, words", [(1, 2, 3), (1, 4, 7), (2, 4, 2), (2, 3, 1)]
-)
-def test_lines_come_from_each_member(groups, size, words):
-  """Groups are interleaved, so that a worker's place is not its number."""
-  workers = groups * size
-  members = [range(g, workers, groups) for g in range(groups)]
-  lines = np.arange(workers * size * words).reshape(workers, size, words)
-  send = functools.partial(scatter_within, axis_name="data", members=members)
-  received = jax.jit(jax.vmap(send, axis_name="data"))(jnp.asarray(lines))
-  for group in members:
-    for i, worker in enumerate(group):
-      np.testing.assert_array_equal(received[worker], lines[list(group), i])
 
 
 @pytest.mark.parametrize(
@@ -118,25 +102,17 @@ def equations(jaxpr, outside=""):
 
 def traced(tx, like=PARAMS):
   """What an update of four workers does."""
+  return list(equations(modes.traced(tx, like, 4).jaxpr.jaxpr))
 
-  def update(scale):
-    grads = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype) * scale[0], like)
-    return tx.update(grads, tx.init(grads))[0]
 
-  mapped = jax.shard_map(
-    update, mesh=modes.mesh(4), in_specs=P("data"), out_specs=P("data"), check_vma=False
-  )
-  return list(equations(jax.make_jaxpr(mapped)(jnp.ones(4)).jaxpr))
+def sent(tx, like=PARAMS):
+  """The scopes of its collectives."""
+  return [x for name, x in traced(tx, like) if name.startswith(COLLECTIVES)]
 
 
 @pytest.mark.parametrize("exchange", ["two_shot", "ring", "hierarchical"])
 def test_every_stage_has_its_name(exchange):
-  tx = gradcomp.qsgd(
-    axis_name="data",
-    exchange=modes.grouped(exchange),
-    min_leaf_size=0,
-    feedback="error",
-  )
+  tx = laws.compressed(QSGD(bits=4), exchange, "error", min_leaf_size=0)
   found = set(re.findall(r"gradcomp_\w+", " ".join(scopes for _, scopes in traced(tx))))
   stages = ("correct", "encode", exchange, "decode", "residual")
   assert found.issuperset(f"gradcomp_{name}" for name in stages)
@@ -144,11 +120,7 @@ def test_every_stage_has_its_name(exchange):
 
 def test_collectives_keep_the_names_that_reports_read():
   """One completes the mean, and the other is a stage, both inside the exchange's."""
-  found = [
-    scopes
-    for name, scopes in traced(gradcomp.qsgd(axis_name="data", exchange="two_shot"))
-    if name.startswith(COLLECTIVES)
-  ]
+  found = sent(gradcomp.qsgd(axis_name="data", exchange="two_shot"))
   assert len(found) == 2 and all("gradcomp_two_shot" in scopes for scopes in found)
   assert ["gradcomp_stage" in scopes for scopes in found] == [True, False]
   assert ["gradcomp_mean_4096_over_4" in scopes for scopes in found] == [False, True]
@@ -160,7 +132,7 @@ def test_one_array_of_a_message_has_the_name_of_its_mean():
   like = {"v": (64, 64), "w": (64, 64), "x": (4096,), "y": (1,)}
   like = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in like.items()}
   tx = gradcomp.policy(rules, axis_name="data", exchange="psum", message_bytes=None)
-  sent = [scope for name, scope in traced(tx, like) if name.startswith(COLLECTIVES)]
-  names = [x for x in sent if "gradcomp_mean" in x]
+  found = sent(tx, like)
+  names = [x for x in found if "gradcomp_mean" in x]
   assert len(names) == 1 and "gradcomp_mean_12289_over_4" in names[0]
-  assert all("gradcomp_stage" in x for x in sent if x not in names)
+  assert all("gradcomp_stage" in x for x in found if x not in names)

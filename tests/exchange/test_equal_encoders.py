@@ -5,9 +5,9 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from tests.support import modes
 
 # Instructions: they have more, and the arithmetic of one slice's start has fewer.
 ENCODERS, DECODERS, READERS = 60, 30, 8
@@ -15,20 +15,8 @@ ENCODERS, DECODERS, READERS = 60, 30, 8
 
 def long_fusions(optimizer, leaves, least):
   """The distinct texts of long fusions in the update of equal leaves, without names."""
-  mesh = jax.make_mesh((2,), ("data",))
   gradients = [jax.ShapeDtypeStruct((512, 1024), jnp.float32)] * leaves
-  with jax.set_mesh(mesh):
-    state = jax.eval_shape(optimizer.init, gradients)
-  specs = gradcomp.state_specs(state, axis_name="data")
-
-  def update(gradients, state):
-    gradients = gradcomp.defer_reduction(gradients, axis_name="data")
-    return optimizer.update(gradients, state)
-
-  mapped = jax.shard_map(
-    update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs)
-  )
-  text = jax.jit(mapped).lower(gradients, state).compile().as_text()
+  text = modes.traced(optimizer, gradients, 2).lower().compile().as_text()
   found = re.findall(r"^%fused_computation\S* \(.*?^\}", text, re.DOTALL | re.MULTILINE)
   return {anonymous(x) for x in found if x.count("\n") > least and "while" not in x}
 

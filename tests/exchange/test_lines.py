@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,7 +10,7 @@ import gradcomp
 from gradcomp._src.exchange import lines
 from gradcomp.codecs import QSGD
 from tests.specs.lines import LEAST, split_line
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 
 SHAPES = {
@@ -56,7 +55,7 @@ EXCHANGES = ["all_gather", "two_shot", "ring", GROUPS]
 def test_long_lines_travel_in_lanes(exchange, elements):
   """Read from a trace, of what each worker sends to another at once."""
   tx = gradcomp.qsgd(bits=4, axis_name="data", exchange=exchange)
-  params = {"b": np.zeros(100), "w": jax.ShapeDtypeStruct((elements,), jnp.float32)}
+  params = {"b": np.zeros(100), "w": jax.ShapeDtypeStruct((elements,), "float32")}
   found = gradcomp.explain(tx, params, workers=4)
   assert found.collectives
   for one in found.collectives:
@@ -72,12 +71,6 @@ def test_long_lines_travel_in_lanes(exchange, elements):
     assert 4 * sent[exchange] <= found.bytes_sent <= most
 
 
-def gradients():
-  rng = np.random.default_rng(1)
-  draw = lambda *shape: jnp.asarray(rng.standard_normal((4, *shape)), jnp.float32)
-  return [{"b": draw(9), "w": draw(64, 41)}, {"b": draw(9), "w": draw(64, 41)}]
-
-
 @pytest.mark.bits
 def test_lanes_change_no_bits(monkeypatch):
   """Of means and of what is kept; all lines are short here, or all of them long.
@@ -87,11 +80,13 @@ def test_lanes_change_no_bits(monkeypatch):
   options = dict(axis_name="data", exchange="two_shot", feedback="error", key=3)
   nearest = QSGD(bits=4, bucket_size=32, rounding="nearest")
 
+  steps = [laws.tree({"b": (9,), "w": (64, 41)}, 4, seed=i) for i in range(2)]
+
   def run():
     tx = gradcomp.compress(QSGD(bits=3, bucket_size=32), **options)
     psum = lambda x: gradcomp.parallel.psum(x, axis_name="data", codec=nearest)
-    total = jax.jit(jax.vmap(psum, axis_name="data"))(gradients()[0]["w"])
-    return modes.run_all("vmap", tx, gradients()), total
+    total = jax.jit(jax.vmap(psum, axis_name="data"))(steps[0]["w"])
+    return modes.run_all("vmap", tx, steps), total
 
   flat = run()
   monkeypatch.setattr(lines, "_LEAST", 1)

@@ -7,20 +7,18 @@ import pytest
 
 import gradcomp
 from gradcomp.codecs import QSGD, PowerSGD
+from gradcomp.testing import laws
 from tests.plugins.slow_cases import slow
 from tests.specs import power_sgd
+from tests.support import laws as suite
 from tests.support import modes
 
 SHAPES = {"a": (40, 30), "b": (3,), "c": (3, 3, 8, 12), "d": (40, 30)}
-LIKE = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in SHAPES.items()}
+PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 
 
 def gradients(workers, seed=0):
-  rng = np.random.default_rng(seed)
-  return {
-    name: rng.standard_normal((workers, *shape)).astype(np.float32)
-    for name, shape in SHAPES.items()
-  }
+  return suite.tree(SHAPES, workers, seed=seed)
 
 
 def transformation(exchange="auto", rank=2, **options):
@@ -30,16 +28,14 @@ def transformation(exchange="auto", rank=2, **options):
 
 def mapped(tx):
   """``update(gradients, state or None)`` of 4 workers, whose results are NumPy's."""
-  update = modes.mapped("vmap", tx, 4)
-  params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-  return lambda given, state: jax.device_get(update(given, state, params))
+  update = modes.started("vmap", tx, 4).update
+  return lambda given, state: jax.device_get(update(given, state, PARAMS))
 
 
 def papers(name):
   """The paper's model of a leaf, and the memory that the library starts from."""
   bound = PowerSGD(rank=2).bind(gradcomp.codecs.Leaf(SHAPES[name]))
-  params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-  (memory,) = gradcomp.powersgd(2).init(params).memory.shared.values()
+  (memory,) = gradcomp.powersgd(2).init(PARAMS).memory.shared.values()
   start = np.float64(memory[sorted(SHAPES).index(name)])
   return power_sgd.ErrorFeedbackSGD(np.zeros(bound.matrix), start.T, 4, 0.1, 0.9)
 
@@ -68,7 +64,7 @@ def test_bytes_are_those_of_the_factors_and_of_their_rows():
 
   Quantized: two stages a round, of 4 rows of 2048 codes with 4 scales.
   """
-  explained = gradcomp.explain(transformation("psum"), LIKE, workers=4)
+  explained = gradcomp.explain(transformation("psum"), PARAMS, workers=4)
   kinds = {(c.kind, c.dtype) for c in explained.collectives}
   assert kinds == {("all-reduce", "f32")}
   numbers = 2 * ((40 + 30) + (72 + 12) + (40 + 30)) + 3
@@ -85,16 +81,8 @@ def test_bytes_are_those_of_the_factors_and_of_their_rows():
 
 def test_residuals_hold_what_quantized_means_lack():
   """The sum of N means and all residuals is that of gradients and old residuals."""
-  update = mapped(transformation("two_shot", bits=8, min_rate=1))
-  state, old = None, dict.fromkeys(SHAPES, 0)
-  for seed in range(3):
-    given = gradients(4, seed)
-    mean, state = update(given, state)
-    for name in SHAPES:
-      total = given[name].sum(axis=0) + old[name]
-      old[name] = np.asarray(state.residual[name]).sum(axis=0).reshape(SHAPES[name])
-      # Sums of eight numbers up to 5, each rounded by 2^-24 of itself.
-      np.testing.assert_allclose(4 * mean[name][0] + old[name], total, atol=1e-5)
+  tx = transformation("two_shot", bits=8, min_rate=1)
+  laws.nothing_is_lost(tx, [gradients(4, seed) for seed in range(3)])
 
 
 def test_the_start_is_dense():

@@ -11,16 +11,14 @@ import pytest
 import gradcomp
 from gradcomp._src.exchange import message_size, one_stage, plan, ring, two_shot
 from gradcomp._src.exchange.message_size import automatic_bytes, cut
-from gradcomp._src.exchange.plan import PlanOptions
 from gradcomp._src.mesh.platforms import platform
 from gradcomp.codecs import QSGD, Dense
-from gradcomp.exchange import Local, TwoShot
+from gradcomp.exchange import TwoShot
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 
 MIB = 2**20
-CODEC = QSGD(bits=4)
 
 
 def paths_of(tree):
@@ -89,31 +87,26 @@ def test_numbers_in_names_count_as_numbers():
   assert sorted(cut("auto", sizes, mixed, 2)) == [[0], [1], [2], [3]]
 
 
-def plan_on(platform, monkeypatch, workers=4, **options):
-  monkeypatch.setattr(plan, "platform", lambda: platform)
-  options = dict(exchange=TwoShot(), message_bytes="auto") | options
-  leaves = [jax.ShapeDtypeStruct((4 * MIB,), jnp.float32)] * 6
-  made = plan.plan_messages(
-    leaves,
-    paths_of(leaves),
-    [()] * 6,
-    PlanOptions(CODEC, **options),
-    axis_name="data",
-    workers=workers,
-  )
-  return [message.leaves for message in made.messages]
+PARAMS = {f"w{i}": jax.ShapeDtypeStruct((4 * MIB,), jnp.float32) for i in range(6)}
 
 
-def test_nothing_is_cut_where_nothing_can_hide(monkeypatch):
+def messages(platform, workers=4, **options):
+  """The number of each leaf's message."""
+  tx = gradcomp.qsgd(bits=4, axis_name="data", **{"exchange": "two_shot"} | options)
+  found = gradcomp.explain(tx, PARAMS, workers=workers, platform=platform)
+  return [leaf.message for leaf in found.leaves]
+
+
+def test_nothing_is_cut_where_nothing_can_hide():
   """A leaf has 2 MiB of codes, and their scales."""
   for other in ("tpu", "gpu"):
-    assert plan_on(other, monkeypatch) == [(0, 1), (2, 3), (4, 5)]
-  whole = [(0, 1, 2, 3, 4, 5)]
-  assert plan_on("cpu", monkeypatch) == whole
-  assert plan_on("cpu", monkeypatch, message_bytes=1)[1:]
-  assert plan_on("tpu", monkeypatch, workers=1) == whole
-  assert plan_on("tpu", monkeypatch, exchange=Local()) == whole
-  assert plan_on("tpu", monkeypatch, message_bytes=None) == whole
+    assert messages(other) == [0, 0, 1, 1, 2, 2]
+  whole = [0] * 6
+  assert messages("cpu") == whole
+  assert messages("cpu", message_bytes=1) == [*range(6)]
+  assert messages("tpu", workers=1) == whole
+  assert messages("tpu", exchange="local") == whole
+  assert messages("tpu", message_bytes=None) == whole
 
 
 def test_the_platform_is_that_of_the_mesh():
@@ -121,9 +114,8 @@ def test_the_platform_is_that_of_the_mesh():
   assert platform() == jax.default_backend() == "cpu"
   device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
   mesh = jax.sharding.AbstractMesh((4,), ("data",), abstract_device=device)
-  params = {f"w{i}": jax.ShapeDtypeStruct((4 * MIB,), jnp.float32) for i in range(6)}
   tx = gradcomp.qsgd(bits=4, axis_name="data")
-  explain = functools.partial(gradcomp.explain, tx, params, workers=4)
+  explain = functools.partial(gradcomp.explain, tx, PARAMS, workers=4)
   assert explain().messages == 1
   with jax.sharding.use_abstract_mesh(mesh):
     assert platform() == "tpu"
@@ -144,30 +136,17 @@ def cut_small(monkeypatch):
   monkeypatch.setattr(message_size, "automatic_bytes", lambda payload, workers: 300)
 
 
-def four_bits(exchange="two_shot", **options):
+def four_bits(exchange="two_shot", feedback="error", **options):
   codec = QSGD(bits=4, bucket_size=32)
-  options = dict(feedback="error", exchange=exchange, min_leaf_size=0) | options
-  return gradcomp.compress(codec, axis_name="data", **options)
-
-
-def traced(tx, like):
-  """A step of four workers, each with gradients of these shapes."""
-  update = lambda grads: tx.update(grads, tx.init(grads))[0]
-  mapped = jax.shard_map(
-    update, mesh=modes.mesh(4), in_specs=jax.P("data"), out_specs=jax.P()
-  )
-  stacked = lambda x: jax.ShapeDtypeStruct((4 * x.size,), x.dtype)
-  return jax.jit(mapped).trace(jax.tree.map(stacked, like))
+  return laws.compressed(codec, exchange, feedback, min_leaf_size=0, **options)
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize("exchange", ["two_shot", TwoShot(in_turn=True)])
 def test_messages_have_the_bits_of_one(exchange, cut_small):
   """Rows are encoded to nearest by their owners, whoever these are."""
-  draw = np.random.default_rng(0).standard_normal
   shapes = {"a": (33, 40), "b": (7,), "c": (50, 41)}
-  leaves = lambda: {x: np.float32(draw((4, *y))) for x, y in shapes.items()}
-  steps = [leaves(), leaves()]
+  steps = [laws.tree(shapes, 4, seed=i) for i in range(2)]
   like = {x: jax.ShapeDtypeStruct(y, jnp.float32) for x, y in shapes.items()}
   auto, one = four_bits(exchange), four_bits(exchange, message_bytes=None)
   assert gradcomp.explain(auto, like, workers=4).messages == 2
@@ -183,7 +162,10 @@ def test_the_program_sends_what_is_explained(cut_small):
   assert found.messages == 2
   assert found.bytes_sent == 2 * 3 / 4 * (12 + 8) * row
   assert found.bytes_filling == 2 * 3 / 4 * (2 + 1) * row
-  assert gradcomp.wire_report(traced(tx, like).lower()).bytes_sent == found.bytes_sent
+  assert (
+    gradcomp.wire_report(modes.traced(tx, like, 4).lower()).bytes_sent
+    == found.bytes_sent
+  )
 
 
 def barriers(platform, exchange):
@@ -193,7 +175,7 @@ def barriers(platform, exchange):
   codec = Dense(dtype=jnp.float32) if exchange == "psum" else codec
   tx = gradcomp.compress(codec, exchange=exchange, min_leaf_size=0, axis_name="data")
   like = [jax.ShapeDtypeStruct((2560,), jnp.float32)] * 3
-  text = traced(tx, like).lower(lowering_platforms=(platform,)).as_text()
+  text = modes.traced(tx, like, 4).lower(lowering_platforms=(platform,)).as_text()
   assert (
     text.count("stablehlo.all_" + ("reduce" if exchange == "psum" else "gather")) == 3
   )

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gradcomp
 from gradcomp._src.kernels.common.dithers import random_lanes
 from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes
-from gradcomp._src.testing.noise import mean_is_the_leaf
+from gradcomp._src.testing.noise import mean_is_the_leaf, variance_of_sums
 from gradcomp.codecs import QSGD, Codec, Dense, EightBit, FloatCast, Natural, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import laws, modes
@@ -79,9 +78,7 @@ def gradients(workers, cosine=0.0):
 
 def run(codec, exchange, x, feedback=None):
   """What each worker gets, and its residual, float64[N, SIZE]."""
-  tx = gradcomp.compress(
-    codec, axis_name="data", exchange=exchange, feedback=feedback, min_leaf_size=0
-  )
+  tx = laws.compressed(codec, exchange, feedback, min_leaf_size=0)
   (output,), residual = modes.run("vmap", tx, [x])
   return np.asarray(output, np.float64), residual
 
@@ -97,15 +94,8 @@ def own_errors(codec, cosine=0.0):
 
 
 def assert_ratio(errors, most):
-  """The ratio of errors, float64[N, elements], is at most ``most``, but for chance.
-
-  No two elements are correlated. So the deviation of the ratio is that of the sum of
-  ``above - ratio * below``, to first order.
-  """
-  above = np.square(errors.sum(axis=0))
-  below = np.square(errors).sum(axis=0)
-  ratio = above.sum() / below.sum()
-  deviation = np.sqrt(np.square(above - ratio * below).sum()) / below.sum()
+  """The ratio of errors, float64[N, elements], is at most ``most``, but for chance."""
+  ratio, deviation = variance_of_sums(errors, axis=0)
   assert ratio <= most + Z * deviation, (ratio, deviation)
 
 
@@ -147,8 +137,7 @@ def test_errors_of_partial_sums_cancel(codec, exchange, workers, most):
   Sums of a ring grow, and with them the steps, so that less cancels; `hierarchical`
   adds those of groups of two.
   """
-  codec = laws.kept(codec)
-  _, lost = run(codec, modes.grouped(exchange), gradients(workers), feedback="error")
+  _, lost = run(codec, exchange, gradients(workers), feedback="error")
   assert_ratio(np.asarray(lost, np.float64), most)
 
 

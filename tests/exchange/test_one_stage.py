@@ -1,35 +1,24 @@
 """What one stage gathers or adds, where the table of rows does not reach."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import gradcomp
 from gradcomp._src.codecs.sums.codes import pack_sums, sum_dtype
 from gradcomp.codecs import QSGD
-from tests.specs import dithers, qsgd
-from tests.specs import exchange as oracle_exchange
-from tests.support import laws, modes
-from tests.support.assertions import assert_same_bits
+from tests.specs import qsgd
+from tests.support import modes
+from tests.table import laws as table
+from tests.table import run
 
 
 def test_sixty_four_emulated_workers():
-  """Beyond the unrolled sum: the loop adds in the same order."""
-  workers, codec = 64, QSGD(bits=8, bucket_size=64)
-  x = np.stack([laws.gaussian(2100, seed) for seed in range(workers)])
-  tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather", key=1)
-  (output,), _ = modes.run("vmap", tx, [{"w": jnp.asarray(x)}])
-  layout = dict(bits=8, bucket_size=64)
-  rule = dict(norm="max", levels=codec.levels, rounding=codec.rounding, **layout)
-  key = lambda worker: dithers.leaf_dither(1, 0, "['w']", worker)
-  rows = [qsgd.encode(own, key=key(i), **rule) for i, own in enumerate(x)]
-  sent = [qsgd.decode(own, 2100, levels=codec.levels, **layout) for own in rows]
-  expected = oracle_exchange.all_gather(np.stack(sent))
-  np.testing.assert_array_equal(output["w"][0], expected)
+  """Beyond the unrolled sum: the loop adds in the same order, and obeys every law."""
+  found = run.run(run.Row("qsgd-8-64", "all_gather", "none", "vmap", 64))
+  for law in table.LAWS:
+    law(found)
 
 
 @pytest.mark.parametrize("workers, dtype", [(18, "s8"), (19, "s16")])
@@ -63,34 +52,6 @@ def test_packed_sums_are_the_documented_words(bits, bucket_size, levels, workers
   np.testing.assert_array_equal(packed, qsgd.pack_sums(sums, workers, **options))
   read = qsgd.unpack_sums(packed, sums.size, workers, **options)
   np.testing.assert_array_equal(read, sums)
-
-
-def test_guards_after_the_exchange_skip_the_step():
-  """A NaN of one worker changes neither parameters nor momentum of any."""
-  tx = gradcomp.compress(
-    QSGD(bits=4, bucket_size=32),
-    axis_name="data",
-    exchange="two_shot",
-    feedback="error",
-  )
-  guarded = optax.apply_if_finite(optax.sgd(0.5, momentum=0.5), 5)
-  optimizer = optax.chain(tx, guarded)
-  clean = {"a": np.stack([laws.gaussian((9, 70), i) for i in range(4)])}
-  dirty = {"a": clean["a"].copy()}
-  dirty["a"][1, 0, 0] = np.nan
-
-  @functools.partial(jax.vmap, axis_name="data")
-  def train(clean, dirty):
-    state = optimizer.init(clean)
-    _, state = optimizer.update(clean, state)
-    updates, after = optimizer.update(dirty, state)
-    return updates, state[1].inner_state, after
-
-  updates, momentum, (sent, guard) = jax.device_get(jax.jit(train)(clean, dirty))
-  assert not updates["a"].any()
-  assert_same_bits(guard.inner_state, momentum)
-  assert (guard.notfinite_count == 1).all()
-  assert np.isfinite(sent.residual["a"]).all()
 
 
 def test_a_cpu_writes_rows_down_before_it_decodes_them():

@@ -29,9 +29,7 @@ def steps(count, size=1100, workers=WORKERS):
 
 
 def transformation(codec, exchange, feedback=None):
-  options = dict(axis_name="data", exchange=exchange, min_leaf_size=0)
-  codec = codec if feedback is None else laws.kept(codec)
-  return gradcomp.compress(codec, feedback=feedback, **options)
+  return laws.compressed(codec, exchange, feedback, min_leaf_size=0)
 
 
 def run(codec, exchange, given, feedback=None):

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import gradcomp
@@ -47,12 +46,6 @@ def test_a_message_has_one_type_and_dense_leaves_travel_apart_from_sums():
   assert messages[0].layout.codecs == (Dense(),)
 
 
-def in_groups(codec, **options):
-  exchange = modes.grouped("hierarchical")
-  codec = laws.kept(codec)
-  return gradcomp.compress(codec, axis_name="data", exchange=exchange, **options)
-
-
 @pytest.mark.parametrize(
   "codec, names",
   [(CODEC, "abcd"), (CODEC, "e"), (FloatCast(accumulate="kahan"), "abcd")],
@@ -62,17 +55,16 @@ def test_groups_that_add_piece_by_piece_have_the_bits_of_the_whole(
   codec, names, monkeypatch
 ):
   """Shares of several rows, zeros behind the last, in pieces of unequal length."""
-  rng = np.random.default_rng(3)
   shapes = {"a": (70, 71), "b": (3,), "c": (33, 40), "d": (0,), "e": (90, 70)}
-  draw = lambda shape: jnp.asarray(rng.standard_normal((WORKERS, *shape)), jnp.float32)
-  steps = [{name: draw(shapes[name]) for name in names} for _ in range(2)]
+  shapes = {name: shapes[name] for name in names}
+  steps = [laws.tree(shapes, WORKERS, seed=i) for i in range(2)]
   asked = []
 
   def run(pieces):
     patched = lambda _, share: asked.append(share) or pieces
     monkeypatch.setattr(hierarchical, "_pieces", patched)
     jax.clear_caches()  # an equal update would not be traced again
-    return modes.run("vmap", in_groups(codec, feedback="error"), steps)
+    return modes.run("vmap", laws.compressed(codec, "hierarchical", "error"), steps)
 
   assert_same_bits(run(1), run(3))
   assert len(asked) == 2  # both were traced
@@ -84,7 +76,7 @@ def test_groups_that_add_piece_by_piece_have_the_bits_of_the_whole(
 def test_groups_add_large_messages_piece_by_piece(elements, pieces):
   """Each piece is a permute inside groups of two. A small leaf does not have rows."""
   like = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (elements - 8, 8)]
-  tx = in_groups(CODEC, feedback=None)
+  tx = laws.compressed(CODEC, "hierarchical")
   found = gradcomp.explain(tx, like, workers=WORKERS).collectives
   permutes = [x for x in found if x.kind == "collective-permute"]
   assert len(permutes) == pieces + 1  # one is between groups

@@ -12,17 +12,9 @@ import gradcomp
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import TopK
 from tests.specs.methods import sparse
-from tests.support import modes
+from tests.support import modes, sparse_steps
 from tests.support.assertions import assert_same_bits
-from tests.support.sparse_steps import (
-  DENSITY,
-  SIZE,
-  N,
-  check_conservation,
-  gradients,
-  trail,
-  transformation,
-)
+from tests.support.sparse_steps import SIZE, N, gradients, trail, transformation
 
 SAMPLED = TopK(density=0.05, selection="sampled", search_every=2)
 
@@ -36,9 +28,9 @@ SAMPLED = TopK(density=0.05, selection="sampled", search_every=2)
   ids=["threshold", "two_shot"],
 )
 def test_nothing_is_lost_and_momentum_is_that_of_what_waits(hyper, exchange, rows):
-  codec, steps = TopK(density=DENSITY, **hyper), gradients(6)
+  codec, steps = TopK(density=sparse_steps.DENSITY, **hyper), gradients(6)
   passed = trail(transformation(codec, exchange, 0.9, True), steps)
-  check_conservation(passed, steps, 0.9, True)
+  sparse_steps.check_conservation(passed, steps, 0.9, True)
   _, state = passed[-1]
   assert bool(state.server_residual) == (exchange == "two_shot")
   # Something waits and, but where a second stage sends all of it, something was sent.
@@ -53,11 +45,11 @@ def test_owners_of_ranges_send_the_mean_of_the_page():
   steps = [{"w": jnp.asarray(g["w"])} for g in gradients(4, workers)]
   residual = np.zeros((workers, SIZE), np.float32)
   owned = np.zeros((workers, SIZE // workers), np.float32)
-  tx = transformation(TopK(density=DENSITY), "two_shot")
+  tx = transformation(TopK(density=sparse_steps.DENSITY), "two_shot")
   outputs, rest, kept = modes.run_all("vmap", tx, steps)
   for gradient, output in zip(steps, outputs, strict=True):
     corrected = residual + np.asarray(gradient["w"]).reshape(workers, SIZE)
-    mean, residual = sparse.two_shot(corrected, DENSITY, owned)
+    mean, residual = sparse.two_shot(corrected, sparse_steps.DENSITY, owned)
     got = np.asarray(output["w"]).reshape(workers, SIZE)
     np.testing.assert_array_equal(got, np.stack([mean] * workers))
   np.testing.assert_array_equal(np.reshape(rest["w"], residual.shape), residual)

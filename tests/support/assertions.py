@@ -29,12 +29,7 @@ def bits_of(x):
 
 
 def rank(numbers):
-  """Returns the rank of rows of bits modulo 2, each row an integer.
-
-  Example:
-    >>> rank([0b011, 0b110, 0b101])  # each is the sum of the two others
-    2
-  """
+  """The rank of rows of bits modulo 2, each row an integer."""
   basis = []
   for number in numbers:
     for other in basis:

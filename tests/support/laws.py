@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import gradcomp
 from gradcomp._src.codecs.rounds import payload_of
 from gradcomp.codecs import NOTHING, Context, Leaf, Memory
 from gradcomp.testing import laws, trial
+from tests.support import modes
 from tests.table.settings import CASES, LOW_RANK
 
 CODECS = [case.codec for case in CASES]
@@ -86,6 +88,13 @@ def kept(codec):
   return _stated(type(codec))(**fields)
 
 
+def compressed(codec, exchange, feedback=None, **options):
+  """A transformation over the axis "data"; with feedback of a codec that is kept."""
+  codec = kept(codec) if feedback else codec
+  given = {"exchange": modes.grouped(exchange), "feedback": feedback} | options
+  return gradcomp.compress(codec, axis_name="data", **given)
+
+
 @functools.cache
 def encoder(codec):
   return jax.jit(functools.partial(encode, here(codec)))
@@ -108,6 +117,12 @@ def round_trip(codec, x, key=KEY):
 
 def gaussian(size, seed=0):
   return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+
+def tree(shapes, *lead, seed=0):
+  """Gaussian numbers by the names of shapes, ``[*lead, ...]`` each."""
+  normal = np.random.default_rng(seed).standard_normal
+  return {name: np.float32(normal((*lead, *x))) for name, x in shapes.items()}
 
 
 def mean_bound(count):

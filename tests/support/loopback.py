@@ -6,10 +6,7 @@ import socket
 from tests.support.pages import ROOT
 
 # What one of them has compiled serves all.
-_INHERITED = (
-  "JAX_COMPILATION_CACHE_DIR",
-  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
-)
+_INHERITED = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
 
 def hostname_resolves():

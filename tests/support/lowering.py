@@ -1,9 +1,11 @@
-"""Lowers programs for NVIDIA's GPUs on a machine that has none."""
+"""Lowers programs for NVIDIA's GPUs on a machine that has none, and stands for one."""
 
 import contextlib
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+from gradcomp._src.kernels.gpu import self_check
 
 KERNEL = "custom_call @mosaic_gpu"  # a call of a kernel
 
@@ -21,12 +23,17 @@ def cuda(**axes):
 
 
 def lowered_for_cuda(function, *args, **axes):
-  """The text of a program for H200s: kernels are in it, encoded.
-
-  Args:
-    function: what is lowered.
-    *args: arrays, or what says their shapes.
-    **axes: sizes of the mesh for jax.shard_map's without one.
-  """
+  """The text of a program for H200s, on a mesh of these axes: kernels are encoded."""
   with cuda(**axes):
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def stand_in(monkeypatch, platform, elements=1 << 11, **attributes):
+  """Lets a CPU stand for a met GPU or TPU whose kernels are unknown, and fast."""
+  for name, value in {
+    "_gpus" if platform == "cuda" else "_tpus": lambda: jax.devices()[:1],
+    **{"_known": {}, "_taken": {}, "_seconds": lambda *_: [1e-3, 2e-3]},
+    **attributes,
+  }.items():
+    monkeypatch.setattr(self_check, name, value)
+  monkeypatch.setitem(self_check._ELEMENTS, platform, elements)

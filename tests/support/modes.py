@@ -4,17 +4,20 @@ The tests look at residuals, name the exchanges of groups, and train with a user
 """
 
 import jax
+import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.testing import modes as kit
 from gradcomp._src.testing.modes import AUTO as AUTO
 from gradcomp._src.testing.modes import EXPLICIT as EXPLICIT
 from gradcomp._src.testing.modes import MODES as MODES
-from gradcomp._src.testing.modes import mapped as mapped
 from gradcomp._src.testing.modes import mesh as mesh
 from gradcomp._src.testing.modes import modes_for as modes_for
 from gradcomp._src.testing.modes import run as run_with_state
+from gradcomp._src.testing.modes import started as started
 
 
 def grouped(exchange, group_size=2):
@@ -36,19 +39,63 @@ def run_all(mode, transformation, gradients):
   return outputs, state.residual, state.server_residual
 
 
-def collectives(transformation, params, gradients):
-  """What an update of gradients, leaves ``[N, ...]``, sends between N devices."""
-  workers = len(jax.tree.leaves(gradients)[0])
-  devices = mesh(workers)
-  with jax.set_mesh(devices):
-    state = transformation.init(params)
+def of_each(state, workers):
+  """Each worker's part of a state on a mesh, ``[N, ...]``."""
+  return kit.of_each(("data",), workers, state)
+
+
+def words(x):
+  """An array of NumPy: of a typed key, what it consists of."""
+  typed = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return np.asarray(jax.random.key_data(x) if typed else x)
+
+
+def placed(transformation, params, mesh):
+  """Equal parameters on all devices of a mesh, and the state that is made there."""
+  params = jax.device_put(params, NamedSharding(mesh, P()))
+  with jax.set_mesh(mesh):
+    return params, jax.jit(transformation.init)(params)
+
+
+def on_mesh(transformation, devices, state, **options):
+  """``update(gradients, state)`` of all workers, whose gradients are ``[N, ...]``."""
   specs = gradcomp.state_specs(state, axis_name="data")
 
   def local(gradients, state):
     return transformation.update(jax.tree.map(lambda x: x[0], gradients), state)
 
-  places = dict(in_specs=(P("data"), specs), out_specs=(P(), specs))
-  update = jax.jit(jax.shard_map(local, mesh=devices, **places))
+  options |= {"in_specs": (P("data"), specs), "out_specs": (P(), specs)}
+  return jax.jit(jax.shard_map(local, mesh=devices, **options))
+
+
+def traced(transformation, like, workers):
+  """A step of all workers, each with a gradient like this tree of shapes."""
+  devices = mesh(workers)
+  with jax.set_mesh(devices):
+    state = jax.eval_shape(transformation.init, like)
+  stack = lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype)
+  update = on_mesh(transformation, devices, state)
+  return update.trace(jax.tree.map(stack, like), state)
+
+
+def training(optimizer):
+  """A transformation whose state has the parameters, too, as a checkpoint has."""
+  optimizer = optax.with_extra_args_support(optimizer)
+
+  def update(updates, state, _=None):
+    params, inner = state
+    updates, inner = optimizer.update(updates, inner, params)
+    return updates, (optax.apply_updates(params, updates), inner)
+
+  return optax.GradientTransformation(lambda p: (p, optimizer.init(p)), update)
+
+
+def collectives(transformation, params, gradients):
+  """What an update of gradients, leaves ``[N, ...]``, sends between N devices."""
+  devices = mesh(len(jax.tree.leaves(gradients)[0]))
+  with jax.set_mesh(devices):
+    state = transformation.init(params)
+  update = on_mesh(transformation, devices, state)
   return gradcomp.wire_report(update.lower(gradients, state)).collectives
 
 

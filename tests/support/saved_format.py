@@ -10,18 +10,17 @@ import json
 import os
 import pathlib
 
+import chex
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 
 import gradcomp
 from gradcomp._src.checkpoint import records
 from gradcomp.codecs import QSGD
 from gradcomp.parallel import zero
 from tests.plugins import selected
-from tests.support import modes
-from tests.support.saved import training
+from tests.support import laws, modes
 
 FOLDER = pathlib.Path(__file__).parents[1] / "checkpoint" / "saved_states"
 N = 4
@@ -73,14 +72,10 @@ def first_params():
 
 def steps(numbers, state=None):
   """Returns all outputs, and the state behind the last step."""
-  update = modes.mapped("shard_map", training(optimizer()), N)
+  update = modes.started("shard_map", modes.training(optimizer()), N).update
   outputs = []
   for number in numbers:
-    rng = np.random.default_rng(number)
-    gradient = {
-      name: rng.standard_normal((N, *shape)).astype(np.float32)
-      for name, shape in SHAPES.items()
-    }
+    gradient = laws.tree(SHAPES, N, seed=number)
     output, state = update(gradient, state, first_params())
     outputs.append(output)
   return outputs, state
@@ -98,19 +93,14 @@ def goes_on(file):
 def restored(file):
   """The state of a file, in the structure of a new one."""
   mesh = modes.mesh(N)
-  with jax.set_mesh(mesh):
-    new = training(optimizer()).init(first_params())
-  specs = gradcomp.state_specs(new, axis_name="data")
+  _, new = modes.placed(modes.training(optimizer()), first_params(), mesh)
   arrays = {name: file[name] for name in file if name.startswith("[")}
-
-  def place(path, like, spec):
-    array = arrays.pop(jax.tree_util.keystr(path))
-    assert (array.shape, array.dtype) == (like.shape, like.dtype)
-    return jax.device_put(array, NamedSharding(mesh, spec))
-
-  state = jax.tree_util.tree_map_with_path(place, new, specs)
+  named = lambda path, _: arrays.pop(jax.tree_util.keystr(path))
+  state = jax.tree_util.tree_map_with_path(named, new)
   assert not arrays
-  return state
+  chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
+  specs = gradcomp.state_specs(new, axis_name="data")
+  return gradcomp.checkpoint.place(state, mesh, specs)
 
 
 def load(path):

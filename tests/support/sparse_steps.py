@@ -9,7 +9,7 @@ import numpy as np
 import gradcomp
 from gradcomp import MomentumFeedback
 from tests.specs.methods import sparse as sparse_spec
-from tests.support import modes
+from tests.support import laws
 
 N, DENSITY, SIZE = 4, 0.05, 630
 
@@ -19,11 +19,9 @@ redsync = functools.partial(
 
 
 def transformation(codec, exchange, momentum=None, nesterov=False, **options):
-  exchange = modes.grouped(exchange)
-  if momentum is not None:
-    options["feedback"] = MomentumFeedback(decay=momentum, nesterov=nesterov)
-  options.setdefault("min_leaf_size", 64)
-  return gradcomp.compress(codec, axis_name="data", exchange=exchange, **options)
+  moving = MomentumFeedback(decay=momentum or 0.0, nesterov=nesterov)
+  feedback = "error" if momentum is None else moving
+  return laws.compressed(codec, exchange, feedback, **{"min_leaf_size": 64} | options)
 
 
 def gradients(steps, workers=N):

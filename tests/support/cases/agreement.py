@@ -7,18 +7,24 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax._src import distributed
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+import gradcomp
 from gradcomp._src.core import agreement
 from gradcomp._src.mesh.per_worker import PerWorker
+from gradcomp.codecs import QSGD
+from tests.support.option_fields import with_options
 
 GRADS = {
   "v": jax.ShapeDtypeStruct((64,), jnp.float32),
   "w": jax.ShapeDtypeStruct((256, 64), jnp.float32),
 }
+A, B = GRADS["v"], jax.ShapeDtypeStruct((64,), jnp.bfloat16)
+SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
 
 
 class Store:
@@ -72,16 +78,19 @@ def mesh(size=None):
   return AbstractMesh((jax.device_count() if size is None else size,), ("data",))
 
 
+def compressed(bits=4, **options):
+  return gradcomp.compress(QSGD(bits=bits), axis_name="data", **options)
+
+
+def step_of(tx, over=None):
+  """A step that the user has written, with ``update`` alone in it."""
+  step = lambda grads: tx.update(grads, tx.init(grads), grads)[0]
+  whole = {"in_specs": P(), "out_specs": P(), "check_vma": False}
+  return jax.shard_map(step, mesh=over or mesh(), **whole)
+
+
 def trace(tx, grads=GRADS, over=None):
-  """Traces a step that the user has written, with ``update`` alone in it."""
-
-  def step(grads):
-    return tx.update(grads, tx.init(grads), grads)[0]
-
-  mapped = jax.shard_map(
-    step, mesh=over or mesh(), in_specs=P(), out_specs=P(), check_vma=False
-  )
-  jax.eval_shape(mapped, grads)
+  jax.eval_shape(step_of(tx, over), grads)
 
 
 def trace_rows(tx):
@@ -91,6 +100,43 @@ def trace_rows(tx):
   with jax.sharding.use_abstract_mesh(auto):
     grads = PerWorker(jax.tree.map(rows, GRADS), "data")
     jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, GRADS), GRADS)
+
+
+def loss_of(has_aux=False, has_weight=False, model_state=None, aux=1.0, **_):
+  """A loss that returns what the options of a train step say."""
+
+  def loss_fn(params, *args):
+    loss = jnp.sum(params["v"] * args[-1])
+    loss = (loss, jnp.float32(1)) if has_weight else loss
+    rest = [*args[:-1], *[aux] * has_aux]
+    return (loss, rest[0] if len(rest) == 1 else (*rest,)) if rest else loss
+
+  return loss_fn
+
+
+def train(*chain, loss=None, **options):
+  """Traces a step of make_train_step."""
+  optimizer = optax.chain(*chain)
+  loss = loss_of(**options) if loss is None else loss
+  options.pop("aux", None)
+  step = gradcomp.make_train_step(
+    loss,
+    optimizer,
+    axis_name="data",
+    mesh=mesh(),
+    **with_options(gradcomp.TrainOptions, options),
+  )
+  params = {"v": A}
+  with jax.sharding.use_abstract_mesh(mesh()):
+    state = jax.eval_shape(optimizer.init, params)
+  inspects = options.get("compare_every") == 3
+  batch = jax.ShapeDtypeStruct((jax.device_count(), 64), jnp.float32)
+  args = params, state, *[B] * ("model_state" in options), batch
+  jax.eval_shape(lambda *args: step(*args, inspect=inspects), *args)
+
+
+def usual(**options):
+  train(compressed(), SGD, **options)
 
 
 def assert_told(error, match):

@@ -17,24 +17,16 @@ def library(fmt):
 
 
 def codec_of(fmt, rounding="nearest_even", scale="auto", **options):
-  return FloatCast(
-    exponent_bits=fmt[0],
-    mantissa_bits=fmt[1],
-    rounding=rounding,
-    scale=scale,
-    **options,
-  )
+  exponent, mantissa = fmt
+  options |= {"rounding": rounding, "scale": scale}
+  return FloatCast(exponent_bits=exponent, mantissa_bits=mantissa, **options)
 
 
 def cast_of(codec, byte=None):
   """The oracle's description of a codec."""
-  return Cast(
-    Format(codec.exponent_bits, codec.mantissa_bits),
-    codec.rounding,
-    byte,
-    1.0 if codec.scale == "auto" else codec.scale,
-    codec.addends,
-  )
+  fmt = Format(codec.exponent_bits, codec.mantissa_bits)
+  scale = 1.0 if codec.scale == "auto" else codec.scale
+  return Cast(fmt, codec.rounding, byte, scale, codec.addends)
 
 
 def wide_leaf(size, seed=0, spread=12):

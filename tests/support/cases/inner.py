@@ -13,6 +13,7 @@ from optax import contrib
 
 import gradcomp
 from gradcomp.codecs import Dense
+from tests.support import laws
 
 N = 2
 STEPS = 3
@@ -22,16 +23,12 @@ RATE = optax.linear_schedule(0.1, 0.02, 4)
 
 
 def first_params():
-  rng = np.random.default_rng(0)
-  draw = lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-  return {name: draw(shape) for name, shape in SHAPES.items()}
+  return jax.tree.map(jnp.asarray, laws.tree(SHAPES))
 
 
 def targets():
   """Of each worker: the gradient of its loss at p is ``p - target``."""
-  rng = np.random.default_rng(1)
-  draw = lambda shape: jnp.asarray(rng.standard_normal((N, *shape)), jnp.float32)
-  return {name: draw(shape) for name, shape in SHAPES.items()}
+  return jax.tree.map(jnp.asarray, laws.tree(SHAPES, N, seed=1))
 
 
 def by_rank(params):
@@ -140,16 +137,7 @@ def fast(params):
 
 
 def train(tx, steps=STEPS, place=lambda params: params):
-  """Trains N workers of vmap, each with the gradients of its own loss.
-
-  Args:
-    tx: an optimizer with exchanges over the axis "data".
-    steps: how many.
-    place: makes of parameters what the optimizer takes.
-
-  Returns:
-    The parameters of each worker.
-  """
+  """The parameters of N workers of vmap, each with the gradients of its own loss."""
 
   def step(params, state, goal):
     own = gradcomp.local.local_params(fast(params), state)
@@ -164,20 +152,26 @@ def train(tx, steps=STEPS, place=lambda params: params):
   return fast(params)
 
 
-def plain(tx, steps=STEPS, place=lambda params: params):
-  """The same with the mean of all gradients, by optax alone."""
-  params = place(first_params())
-  goal = jax.tree.map(lambda x: np.mean(x, axis=0), targets())
+def _alone(tx, gradient, steps, place):
+  """Trains without workers, by ``gradient(params, state)``."""
 
   @jax.jit
   def step(params, state):
-    updates, state = tx.update(optax.tree.sub(fast(params), goal), state, params)
+    updates, state = tx.update(gradient(params, state), state, params)
     return optax.apply_updates(params, updates), state
 
+  params = place(first_params())
   state = jax.jit(tx.init)(params)
   for _ in range(steps):
     params, state = step(params, state)
   return fast(params)
+
+
+def plain(tx, steps=STEPS, place=lambda params: params):
+  """The same with the mean of all gradients, by optax alone."""
+  goal = jax.tree.map(lambda x: np.mean(x, axis=0), targets())
+  away = lambda params, _: optax.tree.sub(fast(params), goal)
+  return _alone(tx, away, steps, place)
 
 
 def rounds(inner, outer=None, every=2):
@@ -210,26 +204,13 @@ def rounds(inner, outer=None, every=2):
 
 
 def by_hand(tx, displacement, steps=4, place=lambda params: params):
-  """Trains by such rounds, and whatever is around them.
+  """Trains by such rounds; ``displacement(state)`` is how far workers are from all."""
 
-  Args:
-    tx: the optimizer.
-    displacement: gets of its state how far workers are from the parameters of all.
-    steps: how many.
-    place: makes of parameters what the optimizer takes.
-  """
-
-  @jax.jit
-  def step(params, state):
+  def away(params, state):
     own = jax.tree.map(jnp.add, fast(params), displacement(state))
-    updates, state = tx.update(optax.tree.sub(own, targets()), state, params)
-    return optax.apply_updates(params, updates), state
+    return optax.tree.sub(own, targets())
 
-  params = place(first_params())
-  state = jax.jit(tx.init)(params)
-  for _ in range(steps):
-    params, state = step(params, state)
-  return fast(params)
+  return _alone(tx, away, steps, place)
 
 
 def assert_close(got, expected):

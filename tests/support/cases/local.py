@@ -6,11 +6,8 @@ They are in float64, and know one array of parameters a worker: ``[N, n]``.
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from tests.support import modes
 from tests.support.cases.zero import gradients
 
 N = 4
@@ -25,14 +22,6 @@ def local(inner, outer, codec, every=3, **options):
   return gradcomp.local.local_steps(
     inner, outer, axis_name="data", every=every, codec=codec, options=options
   )
-
-
-def placed(tx, params):
-  """Parameters and state on a mesh of N devices."""
-  mesh = modes.mesh(N)
-  params = jax.device_put(params, NamedSharding(mesh, P()))
-  with jax.set_mesh(mesh):
-    return params, jax.jit(tx.init)(params), mesh
 
 
 def decaying(residual_decay):

@@ -1,23 +1,17 @@
 """Runs differentiable collectives in every mode, and computes them in plain NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from gradcomp.codecs import (
-  QSGD,
-  BlockFloat,
-  Dense,
-  EightBit,
-  FloatCast,
-  Natural,
-  Ternary,
-)
-from tests.specs import block_float, dense, dithers, eight_bit, natural, qsgd, ternary
-from tests.specs import floats as oracle_floats
-from tests.specs.float_cast import Cast, aps_byte
+from gradcomp import codecs
+from tests.specs import dithers
+from tests.specs.float_cast import aps_byte
+from tests.support.cases.float import cast_of
+from tests.table import cases
 
 KEY = (0, 7)  # of jax.random.key(7, impl="threefry2x32")
 
@@ -29,13 +23,10 @@ def mapped(mode, function, workers):
   all workers.
   """
   if mode == "pmap":
-    devices = jax.devices()[:workers]
-    return jax.pmap(function, axis_name="data", devices=devices)
+    return jax.pmap(function, axis_name="data", devices=jax.devices()[:workers])
   if mode == "vmap":
     return jax.jit(jax.vmap(function, axis_name="data"))
-
-  axes = {"data": workers}
-  return mapped_over(axes, function, check_vma=mode == "shard_map")
+  return mapped_over({"data": workers}, function, check_vma=mode == "shard_map")
 
 
 def mapped_over(axes, function, *, check_vma=True):
@@ -87,95 +78,46 @@ def with_gradient(function, weights):
 
 
 CODECS = {
-  "bf16": Dense(dtype=jnp.bfloat16),
-  "eight_bit": EightBit(),
-  "eight_bit_buckets": EightBit(dtype="linear", bucket_size=64),
-  "qsgd8": QSGD(bits=8, bucket_size=64),
-  "qsgd4_nearest": QSGD(bits=4, bucket_size=32, rounding="nearest"),
-  "float_cast": FloatCast(exponent_bits=4, mantissa_bits=3),
-  "ternary": Ternary(clip_sigmas=None),
-  "natural": Natural(),
-  "mxfp4": BlockFloat(element="e2m1"),
-  "nvfp4": BlockFloat(
+  "bf16": codecs.Dense(dtype=jnp.bfloat16),
+  "eight_bit": codecs.EightBit(),
+  "eight_bit_buckets": codecs.EightBit(dtype="linear", bucket_size=64),
+  "qsgd8": codecs.QSGD(bits=8, bucket_size=64),
+  "qsgd4_nearest": codecs.QSGD(bits=4, bucket_size=32, rounding="nearest"),
+  "float_cast": codecs.FloatCast(exponent_bits=4, mantissa_bits=3),
+  "ternary": codecs.Ternary(clip_sigmas=None),
+  "natural": codecs.Natural(),
+  "mxfp4": codecs.BlockFloat(element="e2m1"),
+  "nvfp4": codecs.BlockFloat(
     element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
   ),
 }
 
 
-def roundtrip(codec, x, key):
-  """What a payload of ``x`` decodes to, by NumPy alone: ``float32`` like ``x``.
+MAKERS = {
+  codecs.BlockFloat: cases.of_block_float,
+  codecs.EightBit: cases.of_eight_bit,
+  codecs.Natural: cases.of_natural,
+  codecs.QSGD: cases.of_qsgd,
+  codecs.Ternary: cases.of_ternary,
+}
 
-  Args:
-    codec: one of ``CODECS``.
-    x: an array.
-    key: three words, a key and a mask; only read for stochastic rounding.
-  """
+
+def roundtrip(codec, x, key):
+  """What a payload of ``x`` decodes to, by NumPy alone: ``float32`` like ``x``."""
   x = np.asarray(x, np.float32)
-  return _ROUNDTRIPS[type(codec)](codec, x, key).reshape(x.shape)
+  if isinstance(codec, codecs.FloatCast):
+    cast = cast_of(codec, aps_byte(x))
+    return cast.decode(cast.encode(x), x.size).reshape(x.shape)
+  if isinstance(codec, codecs.Ternary):  # scales are each worker's own here
+    codec = dataclasses.replace(codec, share_scale=False)
+  fields = {x.name: getattr(codec, x.name) for x in dataclasses.fields(codec)}
+  if isinstance(codec, codecs.Dense):
+    return cases.of_dense(numpy_dtype=codec.dtype, **fields).through(x, key)
+  return MAKERS[type(codec)](**fields).through(x, key)
 
 
 def dither(worker, part=0, *stages, base=KEY):
-  """The key that all workers share for a part, and a worker's mask.
-
-  Args:
-    worker: the number of the worker.
-    part: the number of the array among those that the worker encodes at once.
-    *stages: what is folded into the key before: 1 in a backward pass.
-    base: the key of the call.
-  """
+  """The key of a part, behind stages (1 is a backward pass), and a worker's mask."""
   for number in (*stages, part):
     base = dithers.fold_in(base, number)
   return (*base, dithers.mask(worker))
-
-
-def _dense(codec, x, key):
-  rows = dense.encode(x, dtype=ml_dtypes.bfloat16)
-  return dense.decode(rows, x.size, dtype="bfloat16")
-
-
-def _eight_bit(codec, x, key):
-  rule = dict(data_type=codec.dtype, bucket_size=codec.bucket_size)
-  scales = eight_bit.scales_of(x, **rule)
-  rows = eight_bit.encode(x, scales=scales, **rule)
-  return eight_bit.decode(rows, x.size, **rule)
-
-
-def _qsgd(codec, x, key):
-  rule = dict(bits=codec.bits, bucket_size=codec.bucket_size, levels=codec.levels)
-  rows = qsgd.encode(x, key=key, norm=codec.norm, rounding=codec.rounding, **rule)
-  return qsgd.decode(rows, x.size, **rule)
-
-
-def _float_cast(codec, x, key):
-  fmt = oracle_floats.Format(codec.exponent_bits, codec.mantissa_bits)
-  cast = Cast(fmt, byte=aps_byte(x))
-  return cast.decode(cast.encode(x), x.size)
-
-
-def _ternary(codec, x, key):
-  rule = dict(packing=codec.packing, bucket_size=codec.bucket_size)
-  scales = ternary.scales_of(x, **rule)
-  rows = ternary.encode(x, key=key, scales=scales, **rule)
-  return ternary.decode(rows, x.size, **rule)
-
-
-def _natural(codec, x, key):
-  rows = natural.encode(x, key=key)
-  return natural.decode(rows, x.size)
-
-
-def _block_float(codec, x, key):
-  rule = dict(element=codec.element, scale=codec.scale, block_size=codec.block_size)
-  rows = block_float.encode(x, key=key if codec.needs_key else None, **rule)
-  return block_float.decode(rows, x.size, **rule)
-
-
-_ROUNDTRIPS = {
-  BlockFloat: _block_float,
-  Dense: _dense,
-  EightBit: _eight_bit,
-  QSGD: _qsgd,
-  FloatCast: _float_cast,
-  Ternary: _ternary,
-  Natural: _natural,
-}

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp import codecs
 from gradcomp.exchange import Hierarchical
+from tests.support import laws, modes
 
 PARAMS = {
   "b": jnp.zeros(7),
@@ -30,10 +31,7 @@ EXCHANGES = {
   "hierarchical": (FOUR_BITS, Hierarchical(group_size=2)),
   "psum": (SHARED, "psum"),
   # With memories: shared levels and rows, and thresholds of a worker's own.
-  "levels": (
-    codecs.QSGD(bits=3, bucket_size=BUCKET, levels="nonuniform"),
-    "two_shot",
-  ),
+  "levels": (codecs.QSGD(bits=3, bucket_size=BUCKET, levels="nonuniform"), "two_shot"),
   "threshold": (codecs.TopK(density=0.05, selection="threshold"), "two_shot"),
   "sampled": (codecs.TopK(density=0.05, selection="sampled"), "all_gather"),
   "asq": (codecs.TopK(density=0.05, quantize="asq"), "all_gather"),
@@ -42,15 +40,7 @@ EXCHANGES = {
 
 
 def compressed(name, feedback, **options):
-  codec, exchange = EXCHANGES[name]
-  return gradcomp.compress(
-    codec,
-    axis_name="data",
-    exchange=exchange,
-    feedback=feedback,
-    min_leaf_size=0,
-    **options,
-  )
+  return laws.compressed(*EXCHANGES[name], feedback, min_leaf_size=0, **options)
 
 
 def zero(**options):
@@ -104,13 +94,7 @@ def shapes(tx, workers, params=PARAMS, **options):
 
 def reshard(state, tx, old, new, params=PARAMS, axis_name="data", **options):
   return gradcomp.reshard_state(
-    tx,
-    params,
-    state,
-    axis_name=axis_name,
-    old_workers=old,
-    workers=new,
-    **options,
+    tx, params, state, axis_name=axis_name, old_workers=old, workers=new, **options
   )
 
 
@@ -157,12 +141,9 @@ def total(x, workers):
 
 
 def owned_leaves(state, groups=None):
-  """What owners keep of leaves, by the wire format: rows of one leaf after another.
+  """What owners keep of leaves: rows of one leaf after another.
 
-  Args:
-    state: of an exchange.
-    groups: the leaves of each array; by default all are in one, or, in several, as
-      ``message_bytes=600`` cuts them.
+  ``groups`` are the leaves of each array: all, or as ``message_bytes=600`` cuts them.
   """
   (arrays,) = state.server_residual.values()
   if groups is None:
@@ -199,16 +180,9 @@ def waiting(state, workers, weight=None):
   return kept
 
 
-def stacked(tx, state, workers):
+def stacked(_, state, workers):
   """The state as ``jax.vmap`` has it: ``[N, ...]``."""
-
-  def stack(x, spec):
-    x = np.asarray(x)
-    if spec == P():
-      return np.stack([x] * workers)
-    return x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
-
-  return jax.tree.map(stack, state, gradcomp.state_specs(state, axis_name="data"))
+  return modes.of_each(state, workers)
 
 
 def unstacked(tx, state, workers):
@@ -223,7 +197,7 @@ def step(tx, state, gradients, params=None):
   """One step of all workers: the global state, and gradients ``[N, ...]``."""
   workers = jax.tree.leaves(gradients)[0].shape[0]
   update = jax.vmap(lambda g, state: tx.update(g, state, params), axis_name="data")
-  output, state = jax.jit(update)(gradients, stacked(tx, state, workers))
+  output, state = jax.jit(update)(gradients, modes.of_each(state, workers))
   return jax.tree.map(lambda x: np.asarray(x)[0], output), unstacked(tx, state, workers)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD
-from tests.support import modes
+from tests.support import laws, modes
 
 N = 4
 OVER = {"axis_name": "data"}
@@ -40,17 +40,13 @@ def explicit_mesh(shape=(N,), names=("data",)):
 
 def unreduced_axes(tree):
   """The axes that every leaf is unreduced over; they must be the same."""
-  specs = {
-    frozenset(jax.typeof(x).sharding.spec.unreduced) for x in jax.tree.leaves(tree)
-  }
-  (axes,) = specs
+  of = lambda x: frozenset(jax.typeof(x).sharding.spec.unreduced)
+  (axes,) = set(map(of, jax.tree.leaves(tree)))
   return axes
 
 
 def normal(seed, *lead):
-  rng = np.random.default_rng(seed)
-  draw = lambda shape: rng.standard_normal((*lead, *shape)).astype(np.float32)
-  return {name: draw(shape) for name, shape in SHAPES.items()}
+  return laws.tree(SHAPES, *lead, seed=seed)
 
 
 def loss_fn(params, targets):
@@ -101,21 +97,6 @@ def targets_of(mesh, seed):
   return put(normal(seed, mesh.shape["data"]), mesh, "data")
 
 
-def _whole(x):
-  keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return np.asarray(jax.random.key_data(x) if keys else x)
-
-
-def of_each(tree, workers):
-  """Each worker's part of a state on a mesh, ``[N, ...]``."""
-
-  def part(x, spec):
-    cut = len(spec) and spec[0] == "data"
-    return np.stack(np.split(_whole(x), workers) if cut else [_whole(x)] * workers)
-
-  return jax.tree.map(part, tree, gradcomp.state_specs(tree, **OVER))
-
-
 def trained(place, tx, workers=N, steps=3, around=False):
   """Yields what workers hold behind each step, which takes what it is given."""
   if place in ("vmap", "pmap"):
@@ -126,7 +107,7 @@ def trained(place, tx, workers=N, steps=3, around=False):
     for seed in range(1, steps + 1):
       targets = jax.tree.map(lambda x: x[:, None], normal(seed, workers))
       params, state, _ = step(params, state, targets)
-      yield Held(jax.device_get(params), jax.tree.map(_whole, state))
+      yield Held(jax.device_get(params), jax.tree.map(modes.words, state))
     return
   kind = AxisType.Explicit if place == modes.EXPLICIT else AxisType.Auto
   mesh = modes.mesh(workers, kind)
@@ -143,7 +124,7 @@ def trained(place, tx, workers=N, steps=3, around=False):
     params, state, _ = step(params, state, targets_of(mesh, seed))
     assert place != "step" or all(x.is_deleted() for x in before.values())
     copies = jax.tree.map(lambda x: np.stack([x] * workers), jax.device_get(params))
-    yield Held(copies, of_each(state, workers))
+    yield Held(copies, modes.of_each(state, workers))
   assert place != "step" or step._cache_size() == 1
 
 
@@ -197,9 +178,7 @@ OPTIMIZERS = {
   ),
   "flatten": optax.chain(optax.flatten(kept4), SGD),
   "behind": optax.chain(
-    qsgd4,
-    optax.clip_by_global_norm(0.1),
-    optax.apply_if_finite(multi_steps(SGD), 2),
+    qsgd4, optax.clip_by_global_norm(0.1), optax.apply_if_finite(multi_steps(SGD), 2)
   ),
   "scaled": optax.chain(optax.scale(0.5), kept4, SGD),
   "around": multi_steps(optax.chain(kept4, SGD)),

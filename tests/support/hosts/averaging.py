@@ -15,28 +15,17 @@ import time
 import traceback
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp.codecs import (
-  QSGD,
-  BlockTop,
-  Dense,
-  EightBit,
-  FloatCast,
-  Natural,
-  OneBit,
-  Sign,
-  Ternary,
-)
+from gradcomp.codecs import QSGD, Dense, FloatCast, Sign, Ternary
 from gradcomp.exchange import Hierarchical
 from tests.support import laws, modes
-from tests.support.hosts.moved import moved
-from tests.support.hosts.sharded import CUT, gradients
+from tests.support.cases import steps
+from tests.support.hosts.sharded import CUT, gradients, regrouped
 
 # In seconds: no wait is endless, and none ends early where many processes share a core.
 LIMITS = {
@@ -58,23 +47,13 @@ CASES = {
   "nonuniform-two_shot": dict(
     codec=QSGD(bits=3, bucket_size=32, levels="nonuniform"), exchange="two_shot"
   ),
-  "onebit-two_shot": dict(codec=OneBit(bucket_size=32), exchange="two_shot"),
   "votes-two_shot": dict(codec=Sign(scale="one", vote="majority"), exchange="two_shot"),
   "terngrad-psum": dict(codec=Ternary(), exchange="psum"),
-  "terngrad-two_shot": dict(codec=Ternary(packing="base3"), exchange="two_shot"),
-  "dynamic_tree-two_shot": dict(codec=EightBit(bucket_size=32), exchange="two_shot"),
-  "natural-two_shot": dict(codec=Natural(), exchange="two_shot"),
-  "blocktop-two_shot": dict(codec=BlockTop(block_size=8), exchange="two_shot"),
   "aps-ring": dict(codec=FloatCast(accumulate="kahan"), exchange="ring"),
-  "bfloat16-all_gather": dict(codec=Dense(dtype=jnp.bfloat16), exchange="all_gather"),
   "float32-psum": dict(codec=Dense(), exchange="psum"),
 }
 # One of each kind of sum, beside those of the training.
-FEW = (
-  "terngrad-psum",
-  "aps-ring",
-  "float32-psum",
-)
+FEW = ("terngrad-psum", "aps-ring", "float32-psum")
 # Cases whose sum the transport computes, in an order of its own: around a ring of hosts
 # by gloo, from the first to the last on emulated devices. Floats round differently.
 TRANSPORT_ADDS = {"float32-psum"}
@@ -90,71 +69,41 @@ def exchange(name, hosts, between=lambda state: state):
   The state passes through ``between`` before the second.
   """
   mesh = modes.mesh(hosts)
-  given = CASES[name] | {"codec": laws.kept(CASES[name]["codec"])}
-  transformation = gradcomp.compress(**given, axis_name="data", feedback="error")
-  steps = [gradients(hosts, step) for step in range(2)]
-  with jax.set_mesh(mesh):
-    state = transformation.init(jax.tree.map(lambda leaf: leaf[0], steps[0]))
-  specs = gradcomp.state_specs(state, axis_name="data")
-
-  def update(gradient, state):
-    own = jax.tree.map(lambda leaf: leaf[0], gradient)
-    return transformation.update(own, state)
-
-  update = jax.jit(
-    jax.shard_map(
-      update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs)
-    )
-  )
+  transformation = laws.compressed(**CASES[name], feedback="error")
+  given = [gradients(hosts, step) for step in range(2)]
+  params = jax.tree.map(lambda leaf: leaf[0], given[0])
+  state = modes.placed(transformation, params, mesh)[1]
+  update = modes.on_mesh(transformation, mesh, state)
   outputs = []
-  for gradient in steps:
+  for gradient in given:
     output, state = update(gradient, between(state) if outputs else state)
     outputs.append(output)
   return outputs, state
 
 
-def loss_fn(params, batch):
-  hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
-  return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
-
-
 class Training:
-  """A small regression with ``make_train_step`` and residuals.
-
-  Attributes:
-    state: parameters and optimizer state.
-    step: the number of steps behind it.
-  """
+  """A training: its parameters and state, and the steps behind it."""
 
   def __init__(self, hosts):
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.standard_normal(shape, np.float32)
-    params = {"w": normal(16, 256) / 4, "b": normal(256), "v": normal(256, 32) / 16}
-    optimizer = optax.chain(
-      gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot", feedback="error"),
-      optax.adam(1e-2),
-    )
     self.mesh = modes.mesh(hosts)
-    with jax.set_mesh(self.mesh):
-      params = jax.device_put(params, NamedSharding(self.mesh, P()))
-      self.state = params, optimizer.init(params)
+    tx = gradcomp.qsgd(bits=4, exchange="two_shot", feedback="error", **steps.OVER)
+    optimizer = optax.chain(tx, optax.adam(1e-2))
+    self.state = steps.begun(optimizer, self.mesh)
     # Without donation: a step that fails leaves what it was given.
     self._step = gradcomp.make_train_step(
-      loss_fn, optimizer, axis_name="data", mesh=self.mesh, donate=False
+      steps.loss_fn, optimizer, mesh=self.mesh, donate=False, **steps.OVER
     )
     self.step = 0
 
   def advance(self):
-    rng = np.random.default_rng(1000 + self.step)
     cut = NamedSharding(self.mesh, P("data"))
 
-    def read(columns):
+    def read(targets):
       """A batch, of which this process provides its own part."""
-      rows = rng.standard_normal((8 * self.mesh.size, columns), np.float32)
-      rows = np.split(rows, jax.process_count())[jax.process_index()]
-      return jax.make_array_from_process_local_data(cut, rows)
+      own = np.split(targets, jax.process_count())[jax.process_index()]
+      return jax.make_array_from_process_local_data(cut, own)
 
-    batch = {"x": read(16), "y": read(32)}
+    batch = jax.tree.map(read, steps.normal(1000 + self.step, self.mesh.size))
     *state, metrics = self._step(*self.state, batch)
     # JAX runs ahead of the devices: the errors of this step must be raised here.
     self.state = jax.block_until_ready(tuple(state))
@@ -197,25 +146,23 @@ def compared(cases):
   return CASES if cases == "all" else FEW
 
 
-def compare(cases, hosts, host, folder):
-  for name in compared(cases):
-    save(folder / f"{name}.{host}.npz", exchange(name, hosts))
-  for name, function in CUT.items():
-    save(folder / f"{name}.{host}.npz", function(hosts))
-  mesh = jax.make_mesh((hosts,), ("data",))
-  link = gradcomp.cost.Link.measure(mesh, sizes=(1 << 10, 1 << 14), repeats=1)
-  link.save(folder / f"link.{host}.json")
-  if hosts == 2:
-    train(hosts, host, folder)
-
-
-def compare_saved(cases, hosts, host, folder):
-  """What all hosts save together by Orbax, and restore, takes the second step."""
+def compare(task, cases, hosts, host, folder):
+  """Saves what cases give; with a state that all hosts saved together by Orbax, too."""
   from tests.support.saved import through_orbax
 
   for name in compared(cases):
     between = functools.partial(through_orbax, folder=folder / f"{name}.saved")
-    save(folder / f"{name}.{host}.npz", exchange(name, hosts, between))
+    options = {"between": between} if task == "saved" else {}
+    save(folder / f"{name}.{host}.npz", exchange(name, hosts, **options))
+  if task == "saved":
+    return
+  for name, function in CUT.items():
+    save(folder / f"{name}.{host}.npz", function(hosts))
+  sizes = (1 << 10, 1 << 14)
+  link = gradcomp.cost.Link.measure(modes.mesh(hosts), sizes=sizes, repeats=1)
+  link.save(folder / f"link.{host}.json")
+  if hosts == 2:
+    train(hosts, host, folder)
 
 
 def train(hosts, host, folder, fault=None):
@@ -244,12 +191,10 @@ FAULTS = {
 
 
 def run(task, which, hosts, host, folder):
-  if task == "compare":
-    compare(which, hosts, host, folder)
-  elif task == "saved":
-    compare_saved(which, hosts, host, folder)
+  if task in ("compare", "saved"):
+    compare(task, which, hosts, host, folder)
   elif task == "move":
-    save(folder / f"moved.{host}.npz", moved(hosts))
+    save(folder / f"moved.{host}.npz", regrouped(hosts))
   elif task == "differ":
     from tests.support.hosts.differ import differ
 

@@ -1,30 +1,25 @@
 """Computes what hosts do where a model or its optimizer is sharded over them.
 
-And where their copies of a model differ.
+And where their copies of a model differ, and where they become other workers.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, EightBit
-from tests.support import flips, modes
+from tests.support import flips, laws, modes
 from tests.support.cases import steps
 
 
 def gradients(hosts, step):
   """A large ragged leaf, a small one and a scalar."""
-  rng = np.random.default_rng(step)
-  shapes = {"a": (9, 70), "b": (3,), "c": ()}
-  return {
-    name: rng.standard_normal((hosts, *shape), np.float32)
-    for name, shape in shapes.items()
-  }
+  return laws.tree({"a": (9, 70), "b": (3,), "c": ()}, hosts, seed=step)
 
 
 def moved(hosts):
@@ -57,33 +52,22 @@ def optimized(hosts):
   """Parameters and state after three steps of ZeRO, in two messages a direction."""
   mesh = modes.mesh(hosts)
   codec = QSGD(bits=4, bucket_size=32)
-  optimizer = parallel.zero(
-    optax.adam(1e-2),
-    grads=codec,
-    params=codec,
-    axis_name="data",
-    feedback="error",
-    message_bytes=100,
-  )
-  params = jax.tree.map(lambda leaf: leaf[0], gradients(hosts, 99))
-  with jax.set_mesh(mesh):
-    params = jax.device_put(params, NamedSharding(mesh, P()))
-    state = optimizer.init(params)
-  specs = gradcomp.state_specs(state, axis_name="data")
-
-  def step(gradient, state, params):
-    own = jax.tree.map(lambda leaf: leaf[0], gradient)
-    updates, state = optimizer.update(own, state, params)
-    return optax.apply_updates(params, updates), state
-
-  step = jax.jit(
-    jax.shard_map(
-      step, mesh=mesh, in_specs=(P("data"), specs, P()), out_specs=(P(), specs)
+  optimizer = modes.training(
+    parallel.zero(
+      optax.adam(1e-2),
+      grads=codec,
+      params=codec,
+      axis_name="data",
+      feedback="error",
+      message_bytes=100,
     )
   )
+  params = jax.tree.map(lambda leaf: leaf[0], gradients(hosts, 99))
+  state = modes.placed(optimizer, params, mesh)[1]
+  step = modes.on_mesh(optimizer, mesh, state)
   for number in range(3):
-    params, state = step(gradients(hosts, number), state, params)
-  return params, state
+    _, state = step(gradients(hosts, number), state)
+  return state
 
 
 def compared(hosts):
@@ -134,6 +118,42 @@ def plain(hosts):
   for seed in (1, 2, 3):
     params, state, _ = step(params, state, steps.targets_of(mesh, seed))
   return params, state
+
+
+def with_momentum():
+  """Its state has integers of 8 bits, rows of owners, a momentum and a typed key."""
+  int8 = gradcomp.ErrorFeedback(residual_dtype="int8")
+  return optax.chain(
+    laws.compressed(QSGD(bits=4, bucket_size=32), "two_shot", int8, min_leaf_size=0),
+    optax.trace(0.9),
+    optax.add_noise(0.01, 0.5, jax.random.key(3)),
+  )
+
+
+def words(x):
+  """An array, or what a typed key consists of."""
+  typed = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return jax.random.key_data(x) if typed else x
+
+
+def regrouped(hosts):
+  """Output and state after a step of two workers a host, and one of one a host."""
+  tx = with_momentum()
+  devices = np.array(jax.devices()[: 2 * hosts])
+  old, new = Mesh(devices, ("data",)), Mesh(devices[::2], ("data",))
+  params = jax.tree.map(lambda leaf: leaf[0], gradients(hosts, 0))
+  params, state = modes.placed(tx, params, old)
+  _, state = modes.on_mesh(tx, old, state)(gradients(old.size, 1), state)
+  options = dict(axis_name="data", old_workers=old.size, workers=new.size)
+  placed = gradcomp.reshard_state(tx, params, state, mesh=new, **options)
+  on_host = jax.tree.map(words, gradcomp.reshard_state(tx, params, state, **options))
+  for x, whole in zip(
+    jax.tree.leaves(jax.tree.map(words, placed)), jax.tree.leaves(on_host), strict=True
+  ):
+    for part in x.addressable_shards:
+      np.testing.assert_array_equal(part.data, np.asarray(whole)[part.index])
+  output, state = modes.on_mesh(tx, new, placed)(gradients(new.size, 2), placed)
+  return output, jax.tree.map(words, state)
 
 
 # Of models, optimizers and states that are sharded over the hosts, of copies that
