@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from tests.plugins import costs, selected
 
+pytest_plugins = "tests.plugins.costs", "tests.plugins.selected"
 jax.config.update("jax_num_cpu_devices", 8)
 if not jax.config.jax_platforms:  # JAX_PLATFORMS=cuda,cpu for the tests that need a GPU
   jax.config.update("jax_platforms", "cpu")
@@ -29,16 +29,6 @@ if sys.prefix != sys.base_prefix:
 
 def pytest_report_header() -> str:
   return f"jax {jax.__version__}, numpy {np.__version__}, optax {optax.__version__}"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-  selected.add_options(parser)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-  selected.set_flags(config)
-  config.pluginmanager.register(costs.Costs(), "costs")
-  config.pluginmanager.register(selected.Selected(config), "selected")
 
 
 def pytest_collection_finish() -> None:

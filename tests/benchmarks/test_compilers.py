@@ -1,12 +1,11 @@
 """The facts of a program are those of its text, and the record of programs is whole."""
 
-import subprocess
-
 import pytest
 
-from benchmarks.common import cli
 from benchmarks.compilers import bars, pages, record, steps, targets, worker
 from benchmarks.compilers import program as hlo
+from tests.support import installs
+from tests.support.pages import ROOT
 
 LOOP = """\
 HloModule jit_step, is_scheduled=true
@@ -31,9 +30,7 @@ HloModule jit_step, is_scheduled=true
 %body (t: (s32[], f32[8])) -> (s32[], f32[8]) {
   %t = (s32[]{:T(128)}, f32[8]{0:T(128)}) parameter(0)
   %x = f32[8]{0:T(128)} get-tuple-element(%t), index=1
-  %y = f32[8]{0:T(128)} fusion(%x), kind=kLoop, calls=%fused, \
-metadata={op_name="jit(step)/gradcomp_mean_8_over_8/gradcomp_encode/add"}, \
-backend_config={"estimated_cycles":"10"}
+  %y = f32[8] fusion(%x), calls=%fused, backend_config={"estimated_cycles":"10"}
   %sent = f32[8]{0:T(128)} collective-permute(%y), source_target_pairs={{0,1},{1,0}}
   ROOT %r = (s32[]{:T(128)}, f32[8]{0:T(128)}) tuple(%n, %sent)
 }
@@ -43,17 +40,10 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %flat = f32[2,4]{1,0:T(8,128)} reshape(%a)
   %zero = s32[]{:T(128)} constant(0)
   %in = (s32[]{:T(128)}, /*index=1*/f32[8]{0:T(128)}) tuple(%zero, %a)
-  %loop = (s32[]{:T(128)}, f32[8]{0:T(128)}) while(%in), \
-condition=%condition, body=%body
+  %loop = (s32[], f32[8]) while(%in), condition=%condition, body=%body
   ROOT %out = f32[8]{0:T(128)} get-tuple-element(%loop), index=1
 }
 """
-
-
-def trips(text):
-  program = hlo.Program(text)
-  (loop,) = [x.instruction for x in program.runs() if x.instruction.opcode == "while"]
-  return hlo.trips_of(program.module, loop)
 
 
 def test_what_a_loop_runs_counts_as_often_as_it_runs():
@@ -68,10 +58,28 @@ def test_what_a_loop_runs_counts_as_often_as_it_runs():
 
 
 def test_a_loop_whose_trips_the_text_does_not_say_has_none():
-  assert trips(LOOP.replace("constant(6)", "parameter(1)")) is None
-  assert trips(LOOP.replace("direction=LT", "direction=NE")) is None
   known = 'body=%body, backend_config={"known_trip_count":{"n":"3"}}'
-  assert trips(LOOP.replace("body=%body", known)) == 3
+  for old, new, trips in (
+    ("constant(6)", "parameter(1)", None),
+    ("direction=LT", "direction=NE", None),
+    ("body=%body", known, 3),
+  ):
+    program = hlo.Program(LOOP.replace(old, new))
+    (loop,) = (x for x in program.runs() if x.instruction.opcode == "while")
+    assert hlo.trips_of(program.module, loop.instruction) == trips
+
+
+# Each from a compiled program: dtype, shape and layout, bytes, and with the tiles'.
+def test_an_array_takes_its_tiles():
+  for text, size, padded in (
+    ("u32[8,1,130]{2,1,0:T(1,128)}", 8 * 130 * 4, 8 * 256 * 4),
+    ("f32[16384,1,16,4]{3,2,1,0:T(8,128)}", 1 << 22, 1 << 27),
+    ("bf16[3,130]{1,0:T(8,128)(2,1)S(1)}", 780, 8 * 256 * 2),
+    ("s4[9]{0:T(128)E(4)}", 5, 64),
+    ("f32[7,3]{1,0}", 84, 84),
+  ):
+    (array,) = hlo.arrays(text)
+    assert (array.bytes, array.padded) == (size, padded)
 
 
 ONE = """\
@@ -79,66 +87,34 @@ HloModule m, is_scheduled=true
 
 %gather (p: u32[16]) -> u32[128] {
   %p = u32[16]{0:T(128)} parameter(0)
-  ROOT %g = u32[128]{0:T(128)} all-gather(%p), dimensions={0}
+  ROOT %g = u32[128]{0:T(128)} all-gather(%p), frontend_attributes={chain_id="0"}
 }
 
-ENTRY %main (a: u32[4,256], b: u32[1,256], i: s32[]) -> u32[4,256] {
-  %a = u32[4,256]{1,0:T(4,128)} parameter(0)
-  %b = u32[1,256]{1,0:T(1,128)} parameter(1)
-  %i = s32[]{:T(128)} parameter(2)
+ENTRY %main (b: u32[16]) -> u32[16] {
+  %b = u32[16]{0:T(128)} parameter(0)
   REST
 }
 """
-
-
-# Each from a compiled program: dtype, shape and layout, bytes, and with the tiles'.
-@pytest.mark.parametrize(
-  ("text", "size", "padded"),
-  [
-    ("u32[8,1,130]{2,1,0:T(1,128)}", 8 * 130 * 4, 8 * 256 * 4),
-    ("f32[16384,1,16,4]{3,2,1,0:T(8,128)}", 1 << 22, 1 << 27),
-    ("bf16[3,130]{1,0:T(8,128)(2,1)S(1)}", 780, 8 * 256 * 2),
-    ("s4[9]{0:T(128)E(4)}", 5, 64),
-    ("f32[7,3]{1,0}", 84, 84),
-  ],
-)
-def test_an_array_takes_its_tiles(text, size, padded):
-  (array,) = hlo.arrays(text)
-  assert (array.bytes, array.padded) == (size, padded)
-
-
-def test_an_asynchronous_fusion_repeats_a_collective_that_runs_once():
-  bodies = calls = ""
-  for name in ("start", "step", "end"):
-    bodies += f"""
-%{name} (p: u32[16]) -> u32[16] {{
-  %p = u32[16]{{0:T(128)}} parameter(0)
-  ROOT %gathered.{name} = u32[16]{{0:T(128)}} all-gather(%p), dimensions={{0}}, \
-frontend_attributes={{chain_id="0"}}
-}}
-"""
-    calls += f"  %f.{name} = u32[16]{{0}} fusion(%a), kind=kCustom, calls=%{name}\n"
-  entry = "ENTRY %main (a: u32[16]) -> u32[16] {\n  %a = u32[16]{0} parameter(0)\n"
-  text = f"HloModule m, is_scheduled=true\n{bodies}\n{entry}{calls}}}\n"
-  (found,) = hlo.Program(text).collectives()
-  assert (found["kind"], found["bytes"]) == ("all-gather", 64)
-  assert found["asynchronous"]
+# How a program starts and ends a collective.
+START = """%s = (u32[16]{0}, u32[16]{0}) all-to-all-start(%b), \
+backend_config={"is_sync":SYNC}
+  ROOT %d = u32[16]{0} all-to-all-done(%s)"""
+CALL = """%s = ((u32[16]{0}), u32[128]{0}) call-start(%b), to_apply=%gather
+  ROOT %d = u32[128]{0} call-done(%s)"""
+# An asynchronous fusion repeats a collective that runs once.
+FUSED = "".join(f"%{x} = u32[128]{{0}} fusion(%b), calls=%gather\n  " for x in "xyz")
 
 
 def test_a_start_that_the_compiler_made_synchronous_is_so():
-  """A gather by another core is asynchronous."""
-  start = """%s = (u32[16]{0}, u32[16]{0}) all-to-all-start(%b), \
-backend_config={"is_sync":SYNC}
-  ROOT %d = u32[16]{0} all-to-all-done(%s)"""
-  call = """%s = ((u32[16]{0}), u32[128]{0}) call-start(%b), to_apply=%gather
-  ROOT %d = u32[128]{0} call-done(%s)"""
-  for text, kind, asynchronous in (
-    (start.replace("SYNC", "true"), "all-to-all", False),
-    (start.replace("SYNC", "false"), "all-to-all", True),
-    (call, "all-gather", True),
+  for text, kind, size, asynchronous in (
+    (START.replace("SYNC", "true"), "all-to-all", 64, False),
+    (START.replace("SYNC", "false"), "all-to-all", 64, True),
+    (CALL, "all-gather", 64, True),
+    (FUSED, "all-gather", 64, True),
   ):
     (found,) = hlo.Program(ONE.replace("REST", text)).collectives()
-    assert (found["kind"], found["asynchronous"]) == (kind, asynchronous)
+    got = found["kind"], found["bytes"], found["asynchronous"]
+    assert got == (kind, size, asynchronous)
 
 
 TABLES = ("codecs", "steps", "overlap")
@@ -147,12 +123,8 @@ ROWS = {name: record.read(record.FOLDER / f"{name}.jsonl") for name in TABLES}
 
 @pytest.mark.parametrize("table", TABLES)
 def test_a_table_has_cases_that_compile_and_its_page(table, tmp_path):
-  cases = {
-    (target, case)
-    for target in targets.TARGETS
-    for case in worker.names(table, target, "all")
-  }
-  assert set(ROWS[table]) <= cases
+  named = {x: [*worker.names(table, x, "all")] for x in targets.TARGETS}
+  assert all(case in named[target] for target, case in ROWS[table])
   assert {target for target, _ in ROWS["steps"]} == set(targets.TARGETS)
   for name, row in ROWS[table].items():
     assert "error" not in row and "host send" not in str(row["collectives"]), name
@@ -203,19 +175,17 @@ def test_what_rose_is_said():
   row = next(iter(ROWS["codecs"].values()))
   layer = ROWS["overlap"]["H100", "a message a layer"]
   exposed = "exposed bytes rose from 7,454,720 to 14,909,440"
-  for new, old, said in (
-    (row, row, None),
-    (row, None, None),
-    (row | {"versions": {"jax": "0"}}, row | {"temporaries": 0}, None),
-    (
-      *(row | {"temporaries": x} for x in (10**9, 10**8)),
-      "temporaries rose from 100,000,000 to 1,000,000,000",
-    ),
+  temporaries = "temporaries rose from 100,000,000 to 1,000,000,000"
+  for new, old, *said in (
+    (row, row),
+    (row, None),
+    (row | {"versions": {"jax": "0"}}, row | {"temporaries": 0}),
+    (*(row | {"temporaries": x} for x in (10**9, 10**8)), temporaries),
     (*(layer | {"exposed_share": x} for x in (1.0, 0.5)), exposed),
     ({"error": "no"}, row, "it does not compile: no"),
   ):
     found = record.dearer(new, old)
-    assert [x[: len(said or "")] for x in found] == [said] * bool(said)
+    assert [x[: len(said[0])] for x in found] == said
 
 
 @pytest.mark.parametrize("target", ["v5e", "H100"])
@@ -224,11 +194,9 @@ def test_a_codec_compiles_as_the_table_says(target):
   if missing := targets.TARGETS[target].missing():
     pytest.skip(f"there is not {missing} here")
   options = ["--tables", "codecs", "--targets", target, "--quick"]
-  command = cli.module("benchmarks.compilers", *options, "--cases", "4 bits, encode")
-  pipes = dict(capture_output=True, text=True, check=False)
-  done = subprocess.run(command, cwd=cli.ROOT, **pipes)
-  assert done.returncode == 0, done.stdout + done.stderr
-  assert f"{target}, QSGD 4 bits, encode, 4096 x 4096:" in done.stdout
+  options += ["--cases", "4 bits, encode"]
+  said = installs.run("-m", "benchmarks.compilers", *options, cwd=ROOT)
+  assert f"{target}, QSGD 4 bits, encode, 4096 x 4096:" in said
 
 
 # What docs/results/overlap.md says of the programs of these targets: of each all-to-all
@@ -243,10 +211,8 @@ GPUS, SLICES, THREE = ("H100", "H200", "B200"), "2 slices of v5e", ("v5e", "v6e"
 def test_messages_of_layers_are_sent_beside_products():
   """One message has none beside it, and behind a loop of layers all is exposed."""
   for (_, case), row in ROWS["overlap"].items():
-    if case == "one message":
-      assert not [x for x in row["overlaps"] if x["products"]]
-    if case == "behind a loop of layers":
-      assert row["exposed_share"] == 1
+    assert case != "one message" or not any(x["products"] for x in row["overlaps"])
+    assert case != "behind a loop of layers" or row["exposed_share"] == 1
   for chips, case, told, beside in (
     (GPUS, EACH, "exposed", None),
     (THREE, f"{EACH}, {FLAG}", "synchronous", None),  # in a slice they need the flag

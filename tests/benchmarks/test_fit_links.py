@@ -23,21 +23,20 @@ PARTS = {(x["rate"], x["hosts"]) for x in RUNS if x["parts"]}
 FITTED = [x for x in RUNS if (x["rate"], x["hosts"]) in PARTS]
 
 
-def timed(name, /, **changes):
-  """A candidate as links/speed.py times it: quantizers keep no residuals there."""
-  return dataclasses.replace(BY_NAME[name], **changes)
-
-
-SHARED = QSGD(bits=4, share_scale=True)
-# What plan knows of the rows of link_speed.json, by the codecs' names there.
+# What plan knows of the rows of link_speed.json, by the codecs' names there:
+# links/speed.py times quantizers without residuals.
+SHARED = dict(name="QSGD-4 shared", codec=QSGD(bits=4, share_scale=True))
 ROWS = {
-  "bf16": timed("bfloat16", feedback=False, biased=False),
-  "qsgd-8": BY_NAME["QSGD-8"],
-  "qsgd-4": BY_NAME["QSGD-4"],
-  "qsgd-2": timed("QSGD-2", codec=QSGD(bits=2), feedback=False),
-  "qsgd-4 shared": timed("QSGD-4", name="QSGD-4 shared", codec=SHARED),
-  "terngrad": BY_NAME["TernGrad"],
-  "aps-8": timed("APS (5, 2)", feedback=False, biased=False),
+  row: dataclasses.replace(BY_NAME[name], **changes)
+  for row, name, changes in (
+    ("bf16", "bfloat16", dict(feedback=False, biased=False)),
+    ("qsgd-8", "QSGD-8", {}),
+    ("qsgd-4", "QSGD-4", {}),
+    ("qsgd-2", "QSGD-2", dict(codec=QSGD(bits=2), feedback=False)),
+    ("qsgd-4 shared", "QSGD-4", SHARED),
+    ("terngrad", "TernGrad", {}),
+    ("aps-8", "APS (5, 2)", dict(feedback=False, biased=False)),
+  )
 }
 
 
@@ -51,12 +50,10 @@ def case(run, link):
   "run, link", list(map(case, FITTED, fit_links.fit_links(FITTED)))
 )
 def test_the_choice_is_near_the_best_row_that_was_measured(run, link):
-  """In every cell, among the rows with codecs that plan knows, and their speeds."""
-  if run["leaves"] == "resnet50":
-    like = jax.eval_shape(shapes.resnet50)
-  else:
-    size = run["mib"] * 2**20 // 4 // run["leaves"]
-    like = [jax.ShapeDtypeStruct((size,), "float32")] * run["leaves"]
+  like, leaves = jax.eval_shape(shapes.resnet50), run["leaves"]
+  if leaves != "resnet50":
+    size = run["mib"] * 2**20 // 4 // leaves
+    like = [jax.ShapeDtypeStruct((size,), "float32")] * leaves
   names = {name.rpartition(" ")[0] for name in run["steps"]}
   codecs = {ROWS[name]: name for name in sorted(names & ROWS.keys())}
   of_host = NAMES | {"QSGD-4 shared": "qsgd-4 shared"}

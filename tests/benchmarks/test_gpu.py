@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import time
+from unittest import mock
 
 from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu import check, speed
@@ -56,19 +57,13 @@ def test_a_wrong_bit_is_found(monkeypatch):
 
 
 def test_a_kernel_that_ends_its_process_fails_alone(monkeypatch):
-  def run(command, **_):
-    assert "--interpret" in command
-    lines, errors = [], {"loud": ["an error"]}
-    for name in command[command.index("--cases") + 1 :]:
-      if name == "silent":
-        break
-      lines.append(json.dumps([name, errors.get(name, [])]))
-      if name == "loud":
-        break
-    return subprocess.CompletedProcess(command, 1, "\n".join(lines))
-
+  # What processes print before they end, each given the cases that are left.
+  said = ['["good", []]\n["loud", ["an error"]]', '["fine", []]', "", '["last", []]']
+  ended = [subprocess.CompletedProcess([], 1, x) for x in said]
+  run = mock.Mock(side_effect=ended)
   monkeypatch.setattr(check.subprocess, "run", run)
   names = ["good", "loud", "fine", "silent", "last"]
   found = check.run_apart(names, time.monotonic() + 60, "--interpret")
   assert {name for name in names if found[name]} == {"loud", "silent"}
+  assert run.call_args.args[0][-3:] == ["--interpret", "--cases", "last"]
   assert check.run_apart(names, time.monotonic()) == {}

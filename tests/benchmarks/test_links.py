@@ -1,6 +1,6 @@
 """The benchmarks of links: what they choose to measure, and what they make of it."""
 
-import doctest
+import functools
 import json
 import re
 
@@ -8,17 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.common import tables as common_tables
-from benchmarks.links import (
-  activations,
-  cells,
-  front_picture,
-  layers,
-  layers_worker,
-  methods,
-  results,
-  tables,
-)
+from benchmarks.links import activations, front_picture, layers, layers_worker, results
 from benchmarks.links.activations import Sizes, name_of, parts, programs, step
 from tests.support import pages
 from tests.support.assertions import assert_same_bits
@@ -39,25 +29,13 @@ def run(steps, rate="1gbit", **others):
   return CELL | {"rate": rate, "bits_per_second": speed, "steps": steps} | kinds
 
 
-MODULES = [methods, cells, results, tables, common_tables, layers_worker]
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_the_examples_run(module):
-  found = doctest.testmod(module)
-  assert found.attempted and not found.failed
-
-
 def test_the_slowest_host_takes_the_time():
   alike = {"cpu_seconds": [0.5, 0.5], "arithmetic": None, "error": 0.0}
   alike |= {"sent": [8, 8], "wire_report": 8}
-  reports = [
-    {"steps": {name: alike | {"seconds": x, "crc32": crc} for name, x, crc in steps}}
-    for steps in (
-      [("plain", [4.0, 6.0], 1), ("x", [1.0, 5.0], 1)],
-      [("plain", [5.0, 5.0], 1), ("x", [3.0, 2.0], 2)],
-    )
-  ]
+  took = lambda crc32, *seconds: alike | {"seconds": [*seconds], "crc32": crc32}
+  first = {"plain": took(1, 4.0, 6.0), "x": took(1, 1.0, 5.0)}
+  second = {"plain": took(1, 5.0, 5.0), "x": took(2, 3.0, 2.0)}
+  reports = [{"steps": first}, {"steps": second}]
   found = results.combine(reports, "steps", shared=False)
   assert [x["seconds"] for x in found.values()] == [[5.0, 6.0], [3.0, 5.0]]
   assert [x["same_bits"] for x in found.values()] == [True, False]
@@ -67,10 +45,9 @@ def test_the_slowest_host_takes_the_time():
 
 
 def test_cells_stay_apart_and_steps_join():
-  runs = results.merge([], run({"a": took(1), "b": took(2)}))
-  runs = results.merge(runs, run({"a": took(3)}, rate="100mbit"))
   again = run({"b": took(4)}, probe=[], failed={"c": "hung after 60 s"})
-  runs = results.merge(runs, again)
+  once = run({"a": took(1), "b": took(2)}), run({"a": took(3)}, rate="100mbit")
+  runs = functools.reduce(results.merge, (*once, again), [])
   assert [len(run["steps"]) for run in runs] == [2, 1]
   first = results.find(runs, hosts=2, rate="1gbit", leaves=1)
   assert first["steps"] == {"a": took(1), "b": took(4)}
@@ -101,13 +78,7 @@ def test_the_words_of_the_picture_are_the_times_of_the_records():
 SIZES = Sizes(8, 64, 32, (64,), (1, 4))
 
 
-def measured(**seconds):
-  """Seconds of all programs: of transfers and products by their names, 9 of others."""
-  return {name_of(call): seconds.get(call[0], 9.0) for call in programs(SIZES, HOSTS)}
-
-
 def test_every_program_runs_once_and_the_tables_need_no_other():
-  """A pass sends its part of the samples; one pass has nothing to gather ahead."""
   names = [name_of(call) for call in programs(SIZES, HOSTS)]
   needed = {
     name_of(call)
@@ -119,9 +90,7 @@ def test_every_program_runs_once_and_the_tables_need_no_other():
   assert len(set(names)) == len(names) and needed <= set(names)
   assert name_of(step(SIZES, "f32", 1, False)) not in names
   gather, scatter, product, products = parts(SIZES, HOSTS, "linear", 4)
-  assert (gather, scatter) == tuple(
-    [x, "linear", 2, 64, 0] for x in ("gather", "scatter")
-  )
+  assert [gather, scatter] == [[x, "linear", 2, 64, 0] for x in ("gather", "scatter")]
   assert product[1:] == products[1:] == [HOSTS * 2, 64, 32]
 
 
@@ -132,7 +101,8 @@ def test_a_transfer_hides_under_the_products_of_its_direction():
     (5, 1, 20 + 5 + 3 * 3 + 1, 20 + 24, 20 + 3 + 1),
     (5, 7, 20 + 5 + 3 * 3 + 7 + 3 * 4, 20 + 48, 20 + 3 + 4),
   ):
-    seconds = measured(gather=there, scatter=back, product=2, products=5)
+    takes = {"gather": there, "scatter": back, "product": 2, "products": 5}
+    seconds = {name_of(x): takes.get(x[0], 9.0) for x in programs(SIZES, HOSTS)}
     found = activations.predicted(seconds, SIZES, HOSTS, "f32", 4)
     assert found == {"ahead": ahead, "after": after, "paper": paper}
 

@@ -12,10 +12,8 @@ from tests.plugins.slow_cases import slow
 pytestmark = pytest.mark.bits  # programs that XLA optimizes as for users
 
 ROWS = json.loads((cli.RESULTS / "codecs" / "memory.json").read_text())["rows"]
-RECORD = {
-  Case(*map(row.get, Case._fields)): Memory(row["payloads"], row["temporary"])
-  for row in ROWS
-}
+measured = lambda row: Memory(row["payloads"], row["temporary"])
+RECORD = {Case(*map(row.get, Case._fields)): measured(row) for row in ROWS}
 PLAIN = [
   Case("bfloat16", "all_gather", "momentum"),
   Case("1-bit SGD", "all_gather", "momentum"),
@@ -49,10 +47,7 @@ def test_groups_hold_at_most_a_gradient_more_than_a_mean():
 
 
 def test_what_residuals_of_fewer_bits_need():
-  """In bfloat16 a payload more than is saved; for int8 the unsent part and random bits.
-
-  Rows are decoded for the residual while the lanes of the line hold them, too.
-  """
+  """A payload more than bfloat16 saves; for int8 the unsent part and random bits."""
   floats, half, quarter = (
     memory.measure(Case("QSGD, 4 bits", "two_shot", feedback)).temporary
     for feedback in ("error", "error, bfloat16", "error, int8")

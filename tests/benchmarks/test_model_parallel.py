@@ -1,34 +1,26 @@
 """The benchmark's nets that are sharded over workers take the steps of whole nets."""
 
-import doctest
+import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from benchmarks.training.model_parallel import convolutions, data_types, hybrid, nets
+from benchmarks.training.model_parallel import convolutions, hybrid
 from benchmarks.training.model_parallel.ways import Arm, Images, joined
 from gradcomp.codecs import Dense
 
 CLASSES = 10
-NETS = {
-  "local": convolutions.locally_connected(8),
-  "dense": convolutions.three_dense(8, 16),
-}
+NETS = [convolutions.locally_connected(8), convolutions.three_dense(8, 16)]
 
 
 def images(count):
   rng = np.random.default_rng(0)
   x = rng.random((count, 64), np.float32)
   return Images(jnp.asarray(x), jnp.asarray(rng.integers(0, CLASSES, count)))
-
-
-def descent(updates):
-  """Plain descent, however often a step updates the layers."""
-  del updates
-  return optax.sgd(1.0)
 
 
 def whole(net, params, x):
@@ -39,36 +31,34 @@ def whole(net, params, x):
   return net.apply(layers, features, keep, keep)[:, :CLASSES]
 
 
-def close(found, expected):
-  for got, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NETS)
-def test_a_step_in_float32_is_that_of_the_whole_net(name, monkeypatch):
+@pytest.mark.parametrize("net", NETS, ids=["local", "dense"])
+def test_a_step_in_float32_is_that_of_the_whole_net(net, monkeypatch):
   """Its gradients are sums in another order: ten times the eighth of an ulp of 1."""
   monkeypatch.setattr(hybrid, "_DROPPED", 0.0)
-  net, given, key = NETS[name], images(16), jax.random.key(3)
-  way = hybrid.by_both(Arm("model", Dense()), net, CLASSES, descent)
+  given, key = images(16), jax.random.key(3)
+  way = hybrid.by_both(Arm("model", Dense()), net, CLASSES, lambda _: optax.sgd(1.0))
   state = jax.jit(way.start)(key)
   front, cut = state[0]
   params = front, jax.jit(joined)(cut)
   # A batch of 18 is no multiple of the workers.
   more = images(18).x
-  found = jax.jit(way.predict)(state, more, key)
   want = jax.jit(whole, static_argnums=0)(net, params, more)
-  np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+  close(jax.jit(way.predict)(state, more, key), want)
 
-  def loss(params):
+  @jax.jit
+  @jax.value_and_grad
+  def loss_and_grads(params):
     logits = whole(net, params, given.x)
     each = optax.softmax_cross_entropy_with_integer_labels(logits, given.labels)
     return each.mean()
 
   ((front, cut), *_), found = jax.jit(way.step)(state, given, key)
-  np.testing.assert_allclose(found, jax.jit(loss)(params), rtol=1e-5)
-  after = lambda params: jax.tree.map(jnp.subtract, params, jax.grad(loss)(params))
-  expected = jax.jit(after)(params)
-  close((front, jax.jit(joined)(cut)), expected)
+  loss, grads = loss_and_grads(params)
+  np.testing.assert_allclose(found, loss, rtol=1e-5)
+  close((front, jax.jit(joined)(cut)), jax.tree.map(jnp.subtract, params, grads))
 
 
 def tiny(passes):
@@ -92,13 +82,13 @@ def tiny(passes):
   )
 
 
-def descend(layer, inputs, error, rate):
-  layer["w"] = layer["w"] - rate * inputs.T @ error
-  layer["b"] = layer["b"] - rate * error.sum(axis=0)
-
-
 def test_dense_layers_are_updated_behind_each_sub_batch():
   """Two sub-batches against a model in float64, whose gradients are written out."""
+
+  def descend(layer, inputs, error):
+    layer["w"] = layer["w"] - rate * inputs.T @ error
+    layer["b"] = layer["b"] - rate * error.sum(axis=0)
+
   rng, rate = np.random.default_rng(0), 0.5
   x = rng.normal(size=(16, 4)).astype(np.float32)
   labels = rng.integers(0, 4, 16)
@@ -118,16 +108,15 @@ def test_dense_layers_are_updated_behind_each_sub_batch():
     error = (shares - np.eye(4)[labels[own]]) / 8
     behind = (error @ two["w"].T) * (1 - hidden**2)
     errors[own] = behind @ one["w"].T / 2  # the step's mean has twice the samples
-    descend(two, hidden, error, rate)
-    descend(one, features[own], behind, rate)
-  descend(front, x, errors * (1 - features**2), rate)
+    descend(two, hidden, error)
+    descend(one, features[own], behind)
+  descend(front, x, errors * (1 - features**2))
   given = Images(jnp.asarray(x), jnp.asarray(labels))
   ((new, cut), *_), loss = jax.jit(way.step)(state, given, jax.random.key(1))
   close((new, jax.jit(joined)(cut), loss), (front, [one, two], total))
 
 
 def test_layers_are_convolutions():
-  """The same weights in every place make a local layer one, too."""
 
   @jax.jit
   def layers():
@@ -138,12 +127,6 @@ def test_layers_are_convolutions():
     layer = {"w": w.reshape(27, 4), "b": jnp.zeros(4)}
     spread = layer | {"w": jnp.broadcast_to(layer["w"], (5, 5, 27, 4))}
     found = convolutions.convolved(layer, x, 3), convolutions.local(spread, x)
-    return found, [jax.nn.relu(plain)] * 2
+    return found, (jax.nn.relu(plain),) * 2
 
   close(*layers())
-
-
-@pytest.mark.parametrize("module", [data_types, nets], ids=str)
-def test_the_examples_run(module):
-  found = doctest.testmod(module)
-  assert found.attempted and not found.failed

@@ -36,20 +36,19 @@ def test_runs_end_well_are_skipped_or_fail(tmp_path, monkeypatch, capsys):
     text = f"import os, pathlib, sys\n{checked}\n{code}"
     (folder / f"{name}.py").write_text(text)
   monkeypatch.setattr(quick, "ROOT", tmp_path)
-  for runs, share, failed in (
-    (("good", "bare"), ("--share", "1", "2"), 0),
-    (tuple(SCRIPTS), (), 1),
-  ):
+
+  def run(runs, *share):
     monkeypatch.setattr(quick, "RUNS", runs)
     with pytest.raises(SystemExit) as ended:
       quick.main([*share])
-    assert (ended.value.code or 0) == failed
-    said = re.sub(r"\b\d+ s\b", "_ s", capsys.readouterr().out).splitlines()
-    if not failed:
-      skipped = SCRIPTS["bare"][1]
-      assert said == [skipped, "quick: 0 ok, 1 skipped, 0 FAILED, _ s"]
-  assert {line for _, line in SCRIPTS.values()} <= set(said)
-  assert said[-1] == "quick: 2 ok, 1 skipped, 3 FAILED, _ s"
+    said = re.sub(r"\b\d+ s\b", "_ s", capsys.readouterr().out)
+    return ended.value.code or 0, said.splitlines()
+
+  skipped = [SCRIPTS["bare"][1], "quick: 0 ok, 1 skipped, 0 FAILED, _ s"]
+  assert run(("good", "bare"), "--share", "1", "2") == (0, skipped)
+  code, said = run(tuple(SCRIPTS))
+  assert {line for _, line in SCRIPTS.values()} <= {*said}
+  assert (code, said[-1]) == (1, "quick: 2 ok, 1 skipped, 3 FAILED, _ s")
 
 
 # Those that another one starts, that fetch data, or that write pages.

@@ -14,14 +14,10 @@ def test_ends_of_adam_are_compared_by_seeds():
   about = {"net": "lstm", "steps": 8, "seeds": 3, "parameters": 4, "workers": 4}
   about |= {"device": "cpu", "bytes_a_step": 8.0, "start": 0.0, "last_quarter": 0.1}
   ends = np.array([1.0, 1.5, 2.0])
+  more = {adam_arms.BASELINE: 0.0, "close": math.log(1.005), "far": math.log(1.02)}
   lines = [
-    about | {"arm": arm, "test_loss": ends + more, "accuracy": ends + more}
-    for arm, more in (
-      (adam_arms.BASELINE, 0.0),
-      ("close", math.log(1.005)),
-      ("far", math.log(1.02)),
-      ("gone", np.array([0, 0, 400])),
-    )
+    about | {"arm": arm, "test_loss": ends + x, "accuracy": ends + x}
+    for arm, x in (more | {"gone": np.array([0, 0, 400])}).items()
   ]
   page = adam_page.markdown(lines)
   assert "| diverged | worse" in page
@@ -32,14 +28,10 @@ def test_ends_of_adam_are_compared_by_seeds():
 
 @pytest.mark.parametrize("name", ["tensor parallel", *slow("HSDP", "both")])
 def test_no_word_leaves_the_axis_of_the_exchange(name):
-  """Over it go the words of the Explicit form and the loss.
-
-  Elsewhere there is what the model sends without an exchange.
-  """
+  """Elsewhere there is what the model sends without an exchange."""
   sizes = model_axes.QUICK
-  plain, auto, explicit = (
-    model_axes.sent(name, form, sizes) for form in model_axes.FORMS
-  )
+  sent = [model_axes.sent(name, form, sizes) for form in model_axes.FORMS]
+  plain, auto, explicit = sent
   layout = model_axes.LAYOUTS[name]
   first, size = layout.axis_name, layout.axes[layout.axis_name]
   assert auto[first] == explicit[first] and set(auto) == set(layout.axes)

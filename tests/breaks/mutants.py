@@ -1,17 +1,14 @@
 """Changes files that the last landing touched, and asks whether the tests see it.
 
-``make mutants`` copies the tracked files, as :mod:`tests.breaks.run` does, and changes
-one operator, number or condition of a file after the other, by Cosmic Ray. For each it
-runs the tests that have the file's name, or those of its room. It stops after some
-minutes, prints what no test saw, and ends with 1 if that is more than a half. Some
-mutants change nothing that anyone could see.
+``make mutants`` changes one operator, number or condition after the other in a copy, by
+Cosmic Ray, and runs the tests with the file's name, or those of its room. It stops
+after some minutes, prints what no test saw, and ends with 1 if that is more than half.
 """
 
 import argparse
 import difflib
 import itertools
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,23 +21,14 @@ _LONGEST = 120  # seconds of one mutant
 
 def touched(since: str) -> list[str]:
   """The files of the library that changed, below the repository's root."""
-  command = ["git", "-C", str(run.ROOT), "diff", "--name-only", "--diff-filter=d"]
-  names = subprocess.run(
-    [*command, since, "--", "gradcomp", "kernels"],
-    check=True,
-    capture_output=True,
-    text=True,
-  )
-  found = [name for name in names.stdout.split() if name.endswith(".py")]
-  return [name for name in found if not name.endswith("__init__.py") and tests_of(name)]
+  kept = ("--name-only", "--diff-filter=d", since, "--", "gradcomp", "kernels")
+  names = [x for x in run.git("diff", *kept).split() if x.endswith(".py")]
+  return [name for name in names if not name.endswith("__init__.py") and tests_of(name)]
 
 
 def last_landing() -> str:
   """The commit before the last change of ``.ci/turn``, which each landing raises."""
-  command = ["git", "-C", str(run.ROOT), "log", "-1", "--format=%H^", ".ci/turn"]
-  return subprocess.run(
-    command, check=True, capture_output=True, text=True
-  ).stdout.strip()
+  return run.git("log", "-1", "--format=%H^", ".ci/turn").strip()
 
 
 def tests_of(name: str) -> str:
@@ -59,16 +47,12 @@ def mutants(text: str) -> list[str]:
   # Here, for tests collect this file where Cosmic Ray is not installed.
   from cosmic_ray import mutating, plugins
 
-  found = []
+  found: list[str] = []
   for name in plugins.operator_names():
-    operator = plugins.get_operator(name)
-    if "Variable" in name:
-      continue
-    for occurrence in itertools.count():
-      changed = mutating.mutate_code(text, operator(), occurrence)
-      if changed is None:
-        break
-      found.append(changed)
+    if "Variable" not in name:
+      operator = plugins.get_operator(name)()
+      each = (mutating.mutate_code(text, operator, n) for n in itertools.count())
+      found += itertools.takewhile(bool, each)
   return found
 
 
@@ -87,8 +71,9 @@ def main() -> int:
     while names and time.monotonic() < end:
       name = rng.choice(names)
       catcher = tests_of(name)
+      passes = lambda of=catcher: copy.test([of], "", False)[0] == "passed"
       if catcher not in healthy:
-        healthy[catcher] = copy.test([catcher], "", False)[0] == "passed"
+        healthy[catcher] = passes()
       if not healthy[catcher]:
         print(f"left out: {catcher} does not pass, or not in {_LONGEST} seconds")
         names = [x for x in names if tests_of(x) != catcher]
@@ -97,12 +82,13 @@ def main() -> int:
       whole = path.read_text()
       if name not in texts:
         texts[name] = mutants(whole)
+        rng.shuffle(texts[name])
       if not texts[name]:
         names.remove(name)
         continue
-      changed = texts[name].pop(rng.randrange(len(texts[name])))
+      changed = texts[name].pop()
       with copy.changed(path, changed):
-        passed = copy.test([catcher], "", False)[0] == "passed"
+        passed = passes()
       seen += not passed
       if passed:
         lines = difflib.unified_diff(whole.splitlines(), changed.splitlines(), n=0)

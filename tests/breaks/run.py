@@ -1,17 +1,16 @@
 """Deliberate breaks of the library, each with the test that must catch it.
 
-`make breaks`, or `python -m tests.breaks.run`, proves that the tests still see what
-they should. The lists beside this file have one break for a law or promise, which is
-its name. Each break is one edit of a definition and one test of plain `make test`. The
-script copies the tracked files to a temporary folder, where it applies one edit after
-the other and runs that test alone; the checkout stays as it is. It ends with 1 if a
-test passes in spite of its break.
+`make breaks`, or `python -m tests.breaks.run`, copies the tracked files to a temporary
+folder, where it applies one break after the other and runs its test alone: a test of
+plain `make test`. It ends with 1 if one passes in spite of its break. The lists beside
+this file have one break for a law or promise, which is its name.
 """
 
 import argparse
 import ast
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import shutil
@@ -35,7 +34,8 @@ _LONGEST = 240  # seconds that one break may take
 
 # Of a run of tests. Without a verdict no test failed, and not all passed: an error of
 # the collection or of a fixture, no test at all, or no time left.
-Verdict = Literal["passed", "failed", "no verdict"]
+Ran = tuple[Literal["passed", "failed", "no verdict"], str]
+Failing = dict[tuple[str, str, bool], str]  # what pytest printed of tests
 
 _STRING = r"""[rbfu]{0,2}(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
 _TOKEN = re.compile(rf"{_STRING}|\w+|\S", re.IGNORECASE)
@@ -66,7 +66,6 @@ class Break:
   optimize: bool = False
 
   def path(self, root: Path) -> Path:
-    """The file of the module below a folder."""
     path = root.joinpath(*self.at.partition(":")[0].split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
@@ -96,18 +95,13 @@ def _spans(text: str, definition: str) -> list[tuple[int, int]]:
   nodes: list[ast.AST] = [ast.parse(text)]
   for name in definition.split("."):
     children = [child for node in nodes for child in getattr(node, "body", [])]
-    nodes = [child for child in children if name in _names(child)]
-  lines = text.splitlines(keepends=True)
-  place = lambda number: sum(map(len, lines[:number]))  # of the end of a line
-  spans = []
-  for node in nodes:
-    decorators = getattr(node, "decorator_list", [])
-    first = min(part.lineno for part in (node, *decorators))
-    spans.append((place(first - 1), place(node.end_lineno)))
-  return spans
+    nodes = [child for child in children if name in names(child)]
+  ends = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
+  first = lambda x: min(y.lineno for y in (x, *getattr(x, "decorator_list", ())))
+  return [(ends[first(node) - 1], ends[node.end_lineno]) for node in nodes]
 
 
-def _names(statement: ast.stmt) -> list[str]:
+def names(statement: ast.stmt) -> list[str]:
   """The names that a statement defines: of a function, a class or constants."""
   targets = getattr(statement, "targets", [getattr(statement, "target", statement)])
   return [getattr(x, "id", getattr(x, "name", "")) for x in targets]
@@ -126,19 +120,17 @@ def _pattern(code: str) -> str:
 
 
 def read(only: str = "") -> tuple[Break, ...]:
-  """The breaks that have a text in their law, place or catcher.
-
-  ValueError for a law that has two.
-  """
-  entries = [
-    entry
-    for path in sorted(LISTS.glob("*.toml"))
-    for entry in tomllib.loads(path.read_text()).items()
-  ]
-  if len(dict(entries)) < len(entries):
+  """The breaks that have a text in their law, place or catcher."""
+  lists = [tomllib.loads(path.read_text()) for path in sorted(LISTS.glob("*.toml"))]
+  breaks = [Break(law=law, **entry) for x in lists for law, entry in x.items()]
+  if len({x.law for x in breaks}) < len(breaks):
     raise ValueError("A law must have one break.")
-  breaks = (Break(law=law, **entry) for law, entry in entries)
-  return tuple(x for x in breaks if any(only in y for y in (x.law, x.at, x.catcher)))
+  return tuple(x for x in breaks if only in f"{x.law}\n{x.at}\n{x.catcher}")
+
+
+def git(*arguments: str) -> str:
+  command = ["git", "-C", str(ROOT), *arguments]
+  return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 class Copy:
@@ -146,9 +138,7 @@ class Copy:
 
   def __init__(self, folder: Path, longest: float = _LONGEST):
     self.root, self.longest = folder, longest
-    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
-    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    for name in names.split("\0"):
+    for name in git("ls-files", "-z").split("\0"):
       if name and (ROOT / name).exists():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
@@ -171,38 +161,29 @@ class Copy:
     finally:
       path.write_text(whole)
 
-  def test(
-    self, catchers: Sequence[str], cases: str, optimize: bool
-  ) -> tuple[Verdict, str]:
+  def test(self, catchers: Sequence[str], cases: str, optimize: bool) -> Ran:
     """Runs tests: what came of it, and what was printed."""
     report = self.root / "report.xml"
     report.unlink(missing_ok=True)
     options = ["-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    options += [*catchers, *(["-k", cases] if cases else [])]
-    command = [sys.executable, "-m", "pytest", *options, *["--optimize"] * optimize]
+    options += ["-k", cases] * bool(cases) + ["--optimize"] * optimize
+    command = [sys.executable, "-m", "pytest", *options, *catchers]
     code, text = self._run(command, self.longest * len(catchers))
     if not report.exists():  # as after an error of usage, or in time
       return "no verdict", text
     suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None
-    kinds = ("tests", "skipped", "errors", "failures")
-    tests, skipped, errors, failures = (int(suite.attrib[kind]) for kind in kinds)
-    if failures:
+    of = lambda kind: int(suite.attrib[kind])
+    if of("failures"):
       return "failed", text
-    ran = tests > skipped and not errors
+    ran = of("tests") > of("skipped") and not of("errors")
     return "passed" if code == pytest.ExitCode.OK and ran else "no verdict", text
 
   def _run(self, command: Sequence[str], seconds: float) -> tuple[int | None, str]:
     """The exit code, None where the time was up, and all that was printed."""
-    process = subprocess.Popen(
-      command,
-      cwd=self.root,
-      env=self._env,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-      start_new_session=True,
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    place = dict(cwd=self.root, env=self._env, start_new_session=True)
+    process = subprocess.Popen(command, **place, **pipes)
     try:
       text, _ = process.communicate(timeout=seconds)
       return process.returncode, text
@@ -214,35 +195,22 @@ class Copy:
         process.communicate()
 
 
-def unbroken(copy: Copy, breaks: Sequence[Break]) -> dict[tuple[str, str, bool], str]:
-  """The tests that do not pass without a break, and what pytest printed.
-
-  Tests of which all cases are run share a process, which spares the imports.
-  """
-  wrong = {}
+def unbroken(copy: Copy, breaks: Sequence[Break]) -> Failing:
+  """The tests that do not pass without a break; those of one way share a process."""
+  wrong: Failing = {}
   for how in sorted({(case.cases, case.optimize) for case in breaks}):
-    same = [case for case in breaks if (case.cases, case.optimize) == how]
-    catchers = sorted({case.catcher for case in same})
-    if copy.test(catchers, *how)[0] == "passed":
-      continue
-    for catcher in catchers:
-      verdict, text = copy.test([catcher], *how)
-      if verdict != "passed":
-        wrong[catcher, *how] = text
+    catchers = {x.catcher for x in breaks if (x.cases, x.optimize) == how}
+    if copy.test(sorted(catchers), *how)[0] != "passed":
+      each = {(catcher, *how): copy.test([catcher], *how) for catcher in catchers}
+      wrong |= {x: text for x, (verdict, text) in each.items() if verdict != "passed"}
   return wrong
 
 
 def arguments() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   add = parser.add_argument
-  add(
-    "--only",
-    default="",
-    metavar="TEXT",
-    help="those with this in law, place or catcher",
-  )
+  add("--only", default="", metavar="TEXT", help="those with this in law or catcher")
   add("--share", nargs=2, type=int, default=(0, 1), metavar=("K", "N"))
-  add("--list", action="store_true", help="run nothing, but look whether edits apply")
   add("--verbose", action="store_true", help="show what pytest prints")
   return parser.parse_args()
 
@@ -252,43 +220,37 @@ def main() -> int:
   first, step = options.share
   breaks = read(options.only)[first::step]
   problems = {}
-  for case in breaks:
-    try:
-      case.applied(ROOT)
-    except (OSError, SyntaxError, ValueError) as error:
-      problems[case] = f"does not apply: {error}"
-  if not options.list:
-    with tempfile.TemporaryDirectory(prefix="gradcomp-breaks-") as folder:
-      run(Path(folder).resolve(), breaks, problems, options.verbose)
+  with tempfile.TemporaryDirectory(prefix="gradcomp-breaks-") as folder:
+    copy = Copy(Path(folder).resolve())
+    failing = unbroken(copy, breaks)
+    for number, case in enumerate(breaks, start=1):
+      start = time.monotonic()
+      wrong, text = tried(copy, case, failing)
+      if wrong:
+        problems[case] = wrong
+      spent = f"{time.monotonic() - start:.0f} s"
+      told = f"{wrong or 'ok'}: {case.law}, {spent}"
+      print(f"[{number}/{len(breaks)}] {told}", flush=True)
+      if options.verbose or wrong:
+        print(text)
   for case, wrong in problems.items():
     print(f"{wrong}: {case.law}: {case.catcher} {case.cases}")
-  what = "apply" if options.list else "were caught"
-  print(f"{len(breaks) - len(problems)} of {len(breaks)} breaks {what}.")
+  print(f"{len(breaks) - len(problems)} of {len(breaks)} breaks were caught.")
   return 0 if breaks and not problems else 1
 
 
-def run(
-  folder: Path, breaks: Sequence[Break], problems: dict[Break, str], verbose: bool
-) -> None:
-  """Applies one break after the other, and adds what is wrong."""
-  copy = Copy(folder)
-  failing = unbroken(copy, breaks)
-  for number, case in enumerate(breaks, start=1):
-    start, text = time.monotonic(), ""
-    tested = case.catcher, case.cases, case.optimize
-    if tested in failing:
-      problems[case] = "does not pass without a break"
-      text = failing[tested]
-    elif case not in problems:
-      with copy.changed(case.path(copy.root), case.applied(copy.root)):
-        verdict, text = copy.test([case.catcher], case.cases, case.optimize)
-      if verdict != "failed":
-        problems[case] = "SURVIVED" if verdict == "passed" else verdict
-    wrong = problems.get(case, "ok")
-    spent = f"{time.monotonic() - start:.0f} s"
-    print(f"[{number}/{len(breaks)}] {wrong}: {case.law}, {spent}", flush=True)
-    if verbose or case in problems:
-      print(text)
+def tried(copy: Copy, case: Break, failing: Failing) -> tuple[str, str]:
+  """Applies a break: what is wrong, "" if it was caught, and what pytest printed."""
+  tested = case.catcher, case.cases, case.optimize
+  if tested in failing:
+    return "does not pass without a break", failing[tested]
+  try:
+    text = case.applied(copy.root)
+  except (OSError, SyntaxError, ValueError) as error:
+    return f"does not apply: {error}", ""
+  with copy.changed(case.path(copy.root), text):
+    verdict, text = copy.test([case.catcher], case.cases, case.optimize)
+  return {"failed": "", "passed": "SURVIVED"}.get(verdict, verdict), text
 
 
 if __name__ == "__main__":

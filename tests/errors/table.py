@@ -34,7 +34,6 @@ NAMES = factories.names() | {
 
 
 def rows(text):
-  """The rows of a table, each in one line."""
   lines = re.sub(r"\n +", " ", text).splitlines()
   return [line for line in lines if line and not line.startswith("#")]
 
@@ -49,14 +48,6 @@ def calls(text, names):
     for each in itertools.product(*values):
       given = dict(zip(loops[::2], each, strict=True))
       yield functools.partial(eval, code, known | given), given
-
-
-def each_row(text):
-  """Parametrizes a test over the rows of a table."""
-  found = [row.split(" -> ") for row in rows(text)]
-  return pytest.mark.parametrize(
-    "call, error", [pytest.param(*row, id=row[0][:90]) for row in found]
-  )
 
 
 def refuses(text, error, names):
@@ -75,3 +66,20 @@ def refuses(text, error, names):
     assert re.search(r"`[a-z][^`]*`|gradcomp\.\w+", message), message
     # A sentence, or the heading of a page that says more.
     assert re.search(r"\.$|\nSee https://\S+#[-\w]+$", message), message
+
+
+def each_row(text):
+  """Parametrizes a test over the rows of a table."""
+  found = [row.split(" -> ") for row in rows(text)]
+  ids = [call[:90] for call, _ in found]
+  return pytest.mark.parametrize("call, error", found, ids=ids)
+
+
+def refused(text, names):
+  """A test of the calls in a table, for a module that has these names."""
+
+  @each_row(text)
+  def refused(call, error):
+    refuses(call, error, names)
+
+  return refused

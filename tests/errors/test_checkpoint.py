@@ -13,7 +13,6 @@ from tests.support import modes
 from tests.support.cases import reshard as cases
 
 ROWS = """
-# Numbers of workers, axes and meshes.
 reshard(workers=v) for v in 0, 1.5 ; shapes_of(workers=v) for v in 0, "4" -> `workers`
   must be a number of workers, ... got {v}
 reshard(old_workers=-1) -> `old_workers` must be ... got -1
@@ -42,7 +41,6 @@ reshard(opt_state=state()._replace(residual=state().residual | {"b": HALF})) ->
   `opt_state` ... ['b'] must be float32[28], got float16[28]. Pass
 reshard(optimizer=optax.GradientTransformation(counted, TX.update)) -> `optimizer.init`
   must return ... `count`
-# Records, and places.
 check_record(v, RECORD) for v in None, {}, {"format": 1} -> TypeError: `saved` must be
 check_record(RECORD, {"format": 1, "gradcomp": "0"}) -> TypeError: `record` must be
 place({"x": [np.zeros(s)]}, MESH, {"x": v}) for s in (6, 3), () for v in P("data"),
@@ -79,9 +77,7 @@ def counted(params):
   return TX.init(params)._replace(count=jnp.zeros([], jnp.int32))
 
 
-@table.each_row(ROWS)
-def test_bad_calls(call, error):
-  table.refuses(call, error, globals())
+test_bad_calls = table.refused(ROWS, globals())
 
 
 def test_an_init_in_jit_is_looked_into():

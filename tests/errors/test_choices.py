@@ -1,13 +1,10 @@
-"""Every flag is a bool, and every named choice has one of its names.
+"""Every flag is a bool, and every named choice has one of its names, found by types."""
 
-They are found by their types, in all public factories and dataclasses.
-"""
-
-import dataclasses
 import functools
 import inspect
 import types
 import typing
+from dataclasses import is_dataclass
 
 import optax
 import pytest
@@ -36,15 +33,11 @@ LEFT_OUT = {
   *("Candidate", "CheckOptions", "Collective", "Explanation", "LeafPlan", "Overlap"),
   *("SumFacts", "redsync-feedback", "LocalOptions-dither"),
 }
-MAKERS = factories.found() | {
-  name: x
-  for name, x in factories.names().items()
-  if inspect.isclass(x) and dataclasses.is_dataclass(x)
-}
+CLASSES = {k: x for k, x in factories.names().items() if inspect.isclass(x)}
+MAKERS = factories.found() | {k: x for k, x in CLASSES.items() if is_dataclass(x)}
 
 
 def arguments():
-  """All flags, and all choices with their names."""
   for name, make in MAKERS.items():
     hints = typing.get_type_hints(make)
     for argument in inspect.signature(make).parameters:

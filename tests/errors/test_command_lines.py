@@ -1,7 +1,4 @@
-"""Command lines of the examples and of the planner refuse what is out of range.
-
-Each option has its name in the error, and the process ends with 2 before anything runs.
-"""
+"""Command lines of examples and of the planner refuse what is out of range, by name."""
 
 import functools
 import re
@@ -25,8 +22,10 @@ EXAMPLES["layers"] = model_parallel
 PROGRAMS = {name: example.main for name, example in EXAMPLES.items()} | {
   "fsdp": functools.partial(fsdp_training.arguments, "title"),
   "plan": lambda given: planner.main(PLAN.split() + given),
+  "scan": lambda given: language_model.main([*SCAN.split(), *given]),
 }
 PLAN = "plan --params 1e6 --workers 2 --gbit 1"
+SCAN = "--model transformer --scan"
 PARSERS = {name: example.make_parser for name, example in EXAMPLES.items()}
 PARSERS["fsdp"] = functools.partial(fsdp_training.make_parser, "title")
 OPTIONS = [
@@ -39,15 +38,10 @@ LINES = """
 images --density 2: argument --density: must be in (0, 1], got 2
 images --bucket-size 48: --bucket-size: must be a multiple of 32, got 48
 images --dropout 1: argument --dropout: must be in [0, 1), got 1
-images --ema 0: argument --ema: must be in (0, 1), got 0
+images --codec qsgd5: 'qsgd', 'none', 'f32', 'bf16'
+images --compare f32 qsgd-9: 'qsgd-8', 'qsgd-16', 'qsgd-2-nonuniform'
 text --ema 1: argument --ema: must be in (0, 1), got 1
-text --clip 0: argument --clip: must be above 0 and at most 1e+09, got 0
 fsdp --workers 3: --workers must divide the 32
-fsdp --workers 0: argument --workers: must be at least 1, got 0
-hsdp --hosts 0: argument --hosts: must be at least 1, got 0
-hsdp --inspect 0: argument --inspect: must be at least 1, got 0
-hsdp --save-every 0: argument --save-every: must be at least 1, got 0
-hsdp --steps -1: argument --steps: must be at least 1, got -1
 # Options that do not go together.
 images,text --local-steps 9 --steps 4: --local-steps must be at most
 text --process-id 2 --num-processes 2: --process-id must be below
@@ -67,6 +61,13 @@ text --local-steps 3 --codec redsync: --local-steps does not go with redsync
 text --local-steps 3 --codec none: --local-steps does not go with none
 text --local-steps 3 --codec f32 --schedule plateau: does not go with --local-steps
 text --local-steps 3 --parallel zero: does not go with --parallel zero
+scan --model lstm --codec f32: a model without blocks
+scan --codec redsync: does not go with redsync
+scan --codec topk-1: does not go with topk-1
+scan --codec qsgd-4-nonuniform: does not go with qsgd-4-nonuniform
+scan --codec none: does not go with none
+scan --local-steps 4 --codec f32: --local-steps does not go
+scan --parallel zero: --scan does not go with --parallel zero
 # The planner.
 plan --workers=4x2x2: --workers: must be a number of workers, as 8, or ... got 4x2x2
 plan --workers=4x2: argument --inside-gbit: must be given with hosts x chips
@@ -74,7 +75,6 @@ plan --inside-gbit=3: argument --inside-gbit: must be given with hosts x chips
 plan --workers=0: argument --workers: must be ... got 0
 plan --workers=262145: `workers` must be less
 plan --params=0: argument --params: must be ... got 0
-plan --params=1e30: from 1 to 1e15, such as 25M or 25e6, got 1e30
 plan --slower=0: argument --slower: must be a number from 1e-06 to 1e+06, got 0
 plan --gbit=0: argument --gbit: must be a number from 1e-06 to 1e+06, got 0
 plan --gbit=1e-300: argument --gbit: must be a number from 1e-06
@@ -85,7 +85,6 @@ plan --budget=low: argument --budget: must be none, tight, paper, aggressive, or
 
 
 def refused(capsys, call, given):
-  """The complaint about a command line."""
   with pytest.raises(SystemExit) as stop:
     call(given)
   assert stop.value.code == 2
@@ -94,7 +93,6 @@ def refused(capsys, call, given):
 
 @pytest.mark.parametrize("name, option", OPTIONS)
 def test_numbers_are_bounded(name, option, capsys):
-  """And their defaults are within the bounds."""
   parser = PARSERS[name]()
   for value in (*NEVER, *([] if option in ZERO else ["0"])):
     said = refused(capsys, parser.parse_args, [f"{option}={value}"])

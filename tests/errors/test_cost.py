@@ -35,6 +35,4 @@ tree_seconds(1.0, v, GIGABIT) for v in 0, -1, 0.5, nan, "4" -> `workers` ... got
 HUGE = jax.ShapeDtypeStruct((8 * 10**15,), jnp.float32)
 
 
-@table.each_row(ROWS)
-def test_bad_calls(call, error):
-  table.refuses(call, error, globals())
+test_bad_calls = table.refused(ROWS, globals())

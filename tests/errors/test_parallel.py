@@ -14,12 +14,12 @@ from tests.support import modes
 from tests.support.cases.parallel import mapped as mapped
 
 ROWS = """
-# Codecs and options of a collective.
-gathered(codec=v) for v in TopK(), RandomK(), BlockTop() ; scanned(codec=TopK()) ->
-  `codec` ... every element
+gathered(codec=v) for v in TopK(), RandomK(), BlockTop() ; scanned(codec=TopK()) ;
+  on_mesh(lambda x: reshard(x, P(), codec=v)) for v in TopK(), RandomK() -> `codec` ...
+  every element
 gathered(codec=OneBit()) -> `codec` ... error feedback ... OneBit
-gathered(codec=v) for v in PowerSGD(), PowerSGD(rank=300), QSGD(levels="nonuniform") ->
-  `codec` ... memory ... {v}
+gathered(codec=v) for v in PowerSGD(), PowerSGD(rank=300), QSGD(levels="nonuniform") ;
+  residual_of(v) for v in PowerSGD(rank=2), TopK() -> `codec` ... memory ... {v}
 gathered(codec=Policy([(".", EIGHT)])) -> `codec` ... one array
 gathered(codec="int8") ; scanned(codec="int8") -> TypeError: `codec` ... 'int8'
 gathered(backward=TopK()) -> `backward` ... every
@@ -27,7 +27,8 @@ gathered(own="mine") -> `own` ... exact ... 'mine'
 gathered(to="invarying") -> `to` ... coded
 gathered(axis=2) ; shards(axis=2) -> `axis` ... 2 axes ... got 2
 gathered(backward=QSGD()) ; gathered(codec=QSGD()) ; scanned(codec=QSGD(bits=4)) ;
-  shards(grads=QSGD(bits=4)) -> `key` ... QSGD
+  shards(grads=QSGD(bits=4)) ; of_shards(grads=QSGD(bits=4)) ;
+  on_mesh(lambda x: reshard(x, P(), codec=QSGD())) -> `key` ... QSGD
 on_all(lambda x: psum(x > 0, **PLAIN)) -> TypeError: `x`
 on_all(lambda x: psum(x, axis_name="model", codec=EIGHT)) ; shards(axis_name="model") ;
   scanned(axis_name="model") ; on_all(lambda x: gather_residual(x, axis_name="model"))
@@ -38,9 +39,7 @@ on_all(lambda x: ppermute(x, perm=v, **PLAIN)) for v in [(0, 1), (2, 1)], [(0, 4
   perm`
 on_all(lambda x: sub_batches(lambda x, s: x, x, axis_name="data", passes=2,
   codec=EIGHT)) -> `passes` ... divides ... 2 of 3
-# Parts of a parameter.
-shards(params=TopK()) -> `params` ... every element ... TopK
-shards(grads=TopK()) -> `grads` ... every element
+shards(**{v: TopK()}) for v in "params", "grads" -> `{v!s}` ... every element ... TopK
 shards(grads=OneBit()) ; scanned(codec=OneBit()) -> ` ... `residual` is None
 shards(params=OneBit(), residual=jnp.zeros((12, 2))) -> `params` ... error feedback
 shards(shape=(4, 5)) -> `w_shard` ... (5,) ... (3, 2) ... jnp.pad
@@ -48,7 +47,6 @@ shards(residual=jnp.zeros((3, 2))) -> `residual` ... (12, 2) ... (3, 2) ... gath
 shards(residual=jnp.zeros((12, 2), int)) -> TypeError: `residual` ... float dtype
 shards(params="int8") -> TypeError: `params`
 on_all(lambda x: gather(x > 0, **SHARDS)) -> TypeError: `x` ... float
-# Loops over layers.
 scanned(exchange="local") -> `exchange` ... 'local'
 scanned(codec=QSGD(bits=4, rounding="nearest"), exchange="psum") -> `exchange` ... psum
 scanned(layers=(jnp.ones((3, 8)), jnp.ones((2, 8)))) -> `layers` ... [2, 3] ... stack
@@ -58,7 +56,6 @@ scanned(layers=STACK.astype(v)) for v in "int32", "complex64" -> TypeError: `lay
 scanned(body=lambda x, w: x @ w) -> TypeError: `body` ... pair
 scanned(residual=STACK) ; scanned(codec=FOUR, exchange="two_shot",
   residual=residual_of(FOUR, "all_gather")) -> `residual` ... scan_residual
-residual_of(v) for v in PowerSGD(rank=2), TopK() -> `codec` ... memory ... {v}
 jax.eval_shape(shard_map(lambda w, e: jax.grad(lambda e: jnp.sum(gather(w, residual=e,
   **SHARDS)))(e), (P("data"), P()), P("data")), jnp.ones((8, 2)), jnp.ones((8, 2))) ;
   jax.eval_shape(shard_map(lambda x, e: parallel.scan(LAYER, x, STACK, residual=e,
@@ -78,10 +75,9 @@ on_all(jax.grad(lambda x: jnp.sum(jax.vmap(jax.jit(one))(x))), jnp.ones((4, 3, 8
   8))), jnp.ones((4, 3, 2, 8))) -> `scan` ... jax.vmap
 twice(lambda w, x: jnp.sum(gather(w, **SHARDS) ** 2) * x) ; twice(lambda w, x:
   jnp.sum(all_gather(w, **MEAN) ** 2) * x) ; twice(lambda w, x: parallel.scan(SQUARES,
-  x, w, **MEAN)[0]) ; twice(lambda w, x: scan_shards(SQUARES, x, w, **SHARDS)[0]) ->
-  TypeError: must be differentiated once
-# Loops over layers of which workers have parts.
-of_shards(grads=QSGD(bits=4)) -> `key` ... QSGD
+  x, w, **MEAN)[0]) ; twice(lambda w, x: scan_shards(SQUARES, x, w, **SHARDS)[0]) ;
+  twice(lambda w, x: jnp.sum(gather_matmul(jnp.ones((6, 64)), w[0, 0] * jnp.ones((8,
+  64)), **PRODUCT) ** 2) * x) -> TypeError: must be differentiated once
 of_shards(grads=OneBit()) -> `grads` ... `residual` is None
 of_shards(axis=2) -> `axis` ... 1 axes
 of_shards(residual=jax.tree.map(lambda x: x[..., :16], WHOLE)) ->
@@ -92,7 +88,6 @@ of_shards(whole=OWN) -> `whole` ... (3, 32, 32) ... (3, 8, 32) ... all_gather
 of_shards(whole=[*WHOLE.values()]) -> `whole` ... a tree like `shards`
 of_shards(whole=WHOLE | {"b": jnp.ones((2, 32))}) ->
   `whole` ... the same number in each ... [2, 3]
-# Products with parts.
 product(params=Dense()) -> TypeError: matrix units ... Dense ... BlockFloat
 product(inputs=FOUR) -> TypeError: matrix units ... QSGD
 product(params=BlockFloat(element="e3m2")) -> `element` ... e3m2
@@ -102,27 +97,20 @@ product(inputs=BlockFloat(element="e2m1", scale="e4m3", block_size=16)) ->
 product(params=BlockFloat(rounding="stochastic")) -> `key`
 product(residual=jnp.zeros((4, 64))) -> `residual` ... (32, 64) ... gather_residual
 product(axis_name="model") -> model
-product(jnp.ones((6, 48)), jnp.ones((8, 48))) ->
-  last axis ... multiple of 32 ... (8, 48)
+product(jnp.ones((6, 48)), jnp.ones((8, 48))) -> last axis ... multiple of 32 ... 48
 product(w=jnp.ones(512)) -> `w_shard` ... gather
 product(jnp.ones(v)) for v in (6, 32), (0, 64) -> `x` ... {v}
 product(jnp.ones((6, 64), int)) -> TypeError: `x` ... int32
 product(w=1j * jnp.ones((8, 64))) -> TypeError: `w_shard` ... complex64
-# Other places of arrays.
-on_mesh(lambda x: reshard(x, P(), codec=v)) for v in TopK(), RandomK() ->
-  `codec` ... every element
-on_mesh(lambda x: reshard(x, P(), codec=QSGD())) -> `key` ... QSGD
-on_mesh(lambda x: reshard(x, P("data"), codec=EIGHT)) -> `spec` ... jax.reshard
+on_mesh(lambda x: reshard(x, P("data"), codec=EIGHT)) ; reshard(jnp.ones((8, 8)), P(),
+  codec=EIGHT) -> `spec` ... jax.reshard
 on_mesh(lambda x: reshard(x, P(None, "data"), codec=EIGHT)) -> `spec` ... one array axis
 on_mesh(lambda x: reshard(x, codec=EIGHT, **v)) for v in {}, dict(spec=P(),
   axis_name="data") -> `spec` or `axis_name` ... not both
 on_mesh(lambda x: reshard(x, "data", codec=EIGHT)) ->
   TypeError: `spec` must be a jax.P ... axis_name=
-reshard(jnp.ones((8, 8)), P(), codec=EIGHT) -> `spec` ... jax.reshard
 on_mesh(jax.grad(lambda x: jnp.sum(reshard(x, P(), codec=EIGHT, residual=x)[0]))) ->
   `residual` ... differentiated
-twice(lambda w, x: jnp.sum(gather_matmul(jnp.ones((6, 64)), w[0, 0] * jnp.ones((8,
-  64)), **PRODUCT) ** 2) * x) -> TypeError: must be differentiated once
 """
 EIGHT = EightBit(bucket_size=64)
 FOUR = QSGD(bits=4, rounding="nearest", bucket_size=32)
@@ -131,16 +119,14 @@ MEAN = dict(axis_name="data", codec=Dense())
 SHARDS = dict(axis_name="data", params=None, grads=None)
 PRODUCT = dict(axis_name="data", params=BlockFloat(), grads=None)
 STACK = jnp.ones((3, 8, 8))
-ROWS_OF_ALL = jnp.ones((4, 2, 8))
+ROWS_OF_ALL, THREE_ROWS = jnp.ones((4, 2, 8)), jnp.ones((4, 3, 2))
 LAYER = lambda x, w: (x @ w, None)
 SQUARES = lambda x, w: (jnp.sum(w * w) * x, None)
 OWN = {"b": jnp.ones((3, 8)), "w": jnp.ones((3, 8, 32))}  # parts of layers
 WHOLE = {"b": jnp.ones((3, 32)), "w": jnp.ones((3, 32, 32))}
 
 
-def on_all(function, x=None):
-  """Traces it for four workers."""
-  x = jnp.ones((4, 3, 2)) if x is None else x
+def on_all(function, x=THREE_ROWS):
   return jax.eval_shape(jax.vmap(function, axis_name="data"), x)
 
 
@@ -169,7 +155,6 @@ def of_shards(**options):
 
 
 def product(x=None, w=None, **options):
-  """Of arrays that all workers have."""
   x = jnp.ones((6, 64)) if x is None else x
   w = jnp.ones((8, 64)) if w is None else w
   return on_all(lambda _: gather_matmul(x, w, **PRODUCT | options))
@@ -195,7 +180,6 @@ def one(x):
 
 
 def of_examples(x, layers):
-  """The loss of a scan for each row of the worker."""
   return jnp.sum(jax.vmap(lambda x: parallel.scan(LAYER, x, layers, **MEAN)[0])(x))
 
 
@@ -205,15 +189,4 @@ def twice(loss):
   return on_all(of_one, jnp.ones(2))
 
 
-def test_residual_of_the_helper_is_taken():
-  gathered = lambda w, e: jnp.sum(parallel.gather(w, residual=e, **SHARDS))
-  own = lambda w: jax.grad(gathered, 1)(
-    w, parallel.gather_residual(w, axis_name="data")
-  )
-  step = shard_map(own, P("data"), P("data"))
-  assert jax.eval_shape(step, jnp.ones((8, 2))).shape == (32, 2)
-
-
-@table.each_row(ROWS)
-def test_bad_calls(call, error):
-  table.refuses(call, error, globals())
+test_bad_calls = table.refused(ROWS, globals())

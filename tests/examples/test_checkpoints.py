@@ -8,7 +8,6 @@ from examples.lib.checkpoints import Saved
 
 
 def test_the_examples_draw_the_batches_again_that_were_used(tmp_path):
-  """And have the notes beside the state; nothing is done where there is no folder."""
 
   def resumed(folder):
     batches = iter("abcdef")

@@ -11,13 +11,13 @@ def entry(time, what, **more):
 
 def test_a_change_lasts_until_others_take_a_step():
   """It reads any number of steps of the old group, and groups that took none."""
-  steps = [entry(t, "step", step=t, workers=4) for t in (1, 2)]
-  kill = [entry(3, "a node is killed"), entry(3.5, "failed"), entry(4.5, "failed")]
-  kill += [entry(6, "started", workers=4)]
-  new = [entry(t, "started", workers=3) for t in (9, 9.5)]
-  new += [entry(10, "connected"), entry(12, "restored", step=2)]
-  new += [entry(14, "step", step=3, workers=3), entry(15, "started", workers=4)]
-  assert list(diary.told([*steps, *kill, *new])) == [
+  entries = [entry(t, "step", step=t, workers=4) for t in (1, 2)]
+  entries += [entry(3, "a node is killed"), entry(3.5, "failed"), entry(4.5, "failed")]
+  entries += [entry(6, "started", workers=4)]
+  entries += [entry(t, "started", workers=3) for t in (9, 9.5)]
+  entries += [entry(10, "connected"), entry(12, "restored", step=2)]
+  entries += [entry(14, "step", step=3, workers=3), entry(15, "started", workers=4)]
+  assert list(diary.told(entries)) == [
     "a node is killed after step 2",
     "    0.5 s  the first worker fails in an exchange",
     "    6.5 s  the last worker of a new group has started",

@@ -25,14 +25,13 @@ STEPS, SAVE_EVERY = 320, 10
 def test_a_training_goes_on_with_the_nodes_that_are_there(tmp_path):
   """Four, three when one has died, and four again, each from where the others were."""
   options = f"--nodes 4 --kill-after 3 --add-after 3 --steps {STEPS} --save-every 10"
+  command = [sys.executable, "-m", ray_train.__name__, *options.split(), "--folder"]
+  pipes = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
   done = subprocess.run(
-    [sys.executable, "-m", ray_train.__name__, *options.split()]
-    + ["--folder", str(tmp_path / "ray")],
+    [*command, str(tmp_path / "ray")],
     env=loopback.environment(collective_timeout=30),
-    stdin=subprocess.DEVNULL,
-    capture_output=True,
-    text=True,
     timeout=400,  # seconds for what takes 100 to 140 on two cores with other work
+    **pipes,
   )
   said = f"{done.stdout[-6000:]}\n---\n{done.stderr[-6000:]}"
   assert done.returncode == 0, said

@@ -1,6 +1,7 @@
 """The example trainers run as their users run them, as scripts, and go on as well."""
 
 import csv
+import itertools
 import math
 import os
 import shutil
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 
+import chex
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -29,18 +31,11 @@ def folder(tmp_path_factory):
 
 
 def start(*args, script="image_classification"):
-  """The script of examples/ on emulated devices, whatever this machine has.
-
-  It runs for longer than it compiles, so LLVM optimizes it.
-  """
-  return subprocess.Popen(
-    [sys.executable, "-m", f"examples.{script}", *map(str, args)],
-    cwd=ROOT,
-    env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  """A script on emulated devices: LLVM optimizes it, for it runs more than compiles."""
+  command = [sys.executable, "-m", f"examples.{script}", *map(str, args)]
+  place = dict(cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""})
+  pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  return subprocess.Popen(command, **place, **pipes)
 
 
 def finish(process):
@@ -56,11 +51,10 @@ def read(path):
 
 
 def test_a_comparison_writes_a_table_curves_and_lines(folder, tmp_path):
-  """Two codecs on two workers; without a terminal progress is lines."""
   codecs = ("f32", "qsgd-4")
-  args = ["--compare", *codecs, "--devices", 2, "--model", "mlp", "--steps", 4]
-  args += ["--evaluate-every", 2, "--data-dir", folder, "--output", tmp_path]
-  out, err = finish(start(*args))
+  given = f"--devices 2 --model mlp --steps 4 --evaluate-every 2 --data-dir {folder}"
+  line = f"--compare f32 qsgd-4 {given} --output {tmp_path}"
+  out, err = finish(start(*line.split()))
   f32, qsgd = summary = read(tmp_path / "summary.csv")
   assert [(row["codec"], row["seed"]) for row in summary] == [(x, "0") for x in codecs]
   assert f32["bytes_a_step"] == f32["f32_bytes_a_step"] == qsgd["f32_bytes_a_step"]
@@ -69,7 +63,7 @@ def test_a_comparison_writes_a_table_curves_and_lines(folder, tmp_path):
     assert f"{int(row['bytes_a_step']):,}" in out and float(row["step_ms"]) > 0
   curves = read(tmp_path / "curves.csv")
   found = [(row["codec"], row["step"]) for row in curves]
-  assert found == [(codec, step) for codec in codecs for step in ("2", "4")]
+  assert found == [*itertools.product(codecs, ("2", "4"))]
   for first, second in zip(curves[::2], curves[1::2], strict=True):
     assert math.isfinite(float(second["test_loss"]))
     assert 0 <= float(second["test_accuracy"]) <= 1
@@ -77,14 +71,13 @@ def test_a_comparison_writes_a_table_curves_and_lines(folder, tmp_path):
     assert int(second["bytes_sent"]) == 2 * int(first["bytes_sent"])
   assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
   lines = [line.partition(",")[0] for line in err.splitlines() if " seed " in line]
-  assert lines == [f"{x} seed 0: {step} of 4" for x in codecs for step in (1, 2, 3, 4)]
+  assert lines == [f"{x} seed 0: {step} of 4" for x in codecs for step in range(1, 5)]
 
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(folder, tmp_path):
-  """The same batches and draws of dropout on the same four workers."""
-  args = ["--model", "mlp", "--steps", 6, "--evaluate-every", 2, "--batch-size", 16]
-  args += ["--ema", 0.9, "--schedule", "plateau", "--data-dir", folder, "--output"]
+  line = "--model mlp --steps 6 --evaluate-every 2 --batch-size 16 --ema 0.9"
+  args = [*f"{line} --schedule plateau --data-dir {folder}".split(), "--output"]
   with socket.socket() as probe:
     probe.bind(("localhost", 0))
     address = f"localhost:{probe.getsockname()[1]}"
@@ -108,11 +101,9 @@ NET = "model_parallel --hidden 256 --channels 4 --passes 2 --batch-size 64"
 BITS = 410_240 / 8  # of the transformer, of which 640 elements travel in float32
 # Options, the least and the most bytes of a step (in those of float32, or bits of each
 # element), and what the loss is below: equal chances among so many.
+ADAM = f"{IMAGES} --codec bf16 --optimizer adam --model"
 TRAINED = [
-  *(
-    (f"{IMAGES} --model {x} --codec bf16 --optimizer adam", 0.49, 0.51, math.inf)
-    for x in ("resnet", "vgg", "alexnet")
-  ),
+  *((f"{ADAM} {x}", 0.49, 0.51, math.inf) for x in ("resnet", "vgg", "alexnet")),
   (f"{IMAGES} --compare onebit-64 terngrad qsgd-2-nonuniform aps-3-0", 0, 0.15, 10),
   (f"{NET} --codec linear --steps 2", 0.2, 0.5, math.inf),
   # Slots of 1 % of the parameters, positions alone in all layers but one.
@@ -126,9 +117,8 @@ TRAINED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options, low, high, chances", TRAINED)
-def test_an_example_learns_and_sends_few_bytes(
-  options, low, high, chances, folder, tmp_path
-):
+def test_an_example_learns(options, low, high, chances, folder, tmp_path):
+  """And sends few bytes."""
   script, *given = options.split()
   given += ["--devices", 2, "--output", tmp_path]
   given += [] if script == "language_model" else ["--data-dir", folder]
@@ -141,7 +131,6 @@ def test_an_example_learns_and_sends_few_bytes(
 
 @pytest.mark.slow
 def test_an_inspected_run_is_the_same_and_shows_each_leaf(folder, tmp_path):
-  """In the first step and the eleventh; bytes are those of other steps."""
   for name, more in (("plain", []), ("seen", ["--inspect", 10])):
     args = ["--devices", 2, "--data-dir", folder, "--steps", 20, *more]
     out, _ = finish(start(*args, "--output", tmp_path / name))
@@ -158,12 +147,11 @@ SWITCH = "--model lstm --codec redsync-asq --warmup 4 --ema 0.9 --schedule plate
 LOCAL = "--codec blocktop --local-steps 2 --optimizer adam --evaluate-every 1"
 # The folder of the run or the most bytes, of those of float32; script and options; and
 # options of another training, with what its refusal says: here before arrays are read.
+WIDER = "--channels 8", "the list of leaves was one without"
+DENSER = "--density 0.1", "density=0.01", "density=0.1"
 RUNS = [
   ("qsgd-4-0", f"image_classification --batch-size 16 {PIXELS}", ()),
-  (
-    *("redsync-asq-0", f"{WORDS} {SWITCH} --evaluate-every 1"),
-    ("--density 0.1", "density=0.01", "density=0.1"),
-  ),
+  ("redsync-asq-0", f"{WORDS} {SWITCH} --evaluate-every 1", DENSER),
   ("blocktop-0", f"{BLOCKS} {LOCAL}", ()),  # in the midst of the second round
   ("qsgd-4-0", f"{BLOCKS} --scan --codec qsgd --bits 4 --feedback error", ()),
   ("zero-0", f"{BLOCKS} --parallel zero", ()),
@@ -172,28 +160,20 @@ RUNS = [
   (0.24, "fsdp_linen --workers 2", ()),
   (0.24, "fsdp_nnx --workers 2", ()),
   (0.15, "hsdp --hosts 2 --chips 2", ()),
-  (
-    *("linear-0", f"{NET} --codec linear {PIXELS}"),
-    ("--channels 8", "the list of leaves was one without"),
-  ),
+  ("linear-0", f"{NET} --codec linear {PIXELS}", WIDER),
 ]
 
 
 def arrays(path):
-  """What was saved, by the names of the arrays."""
   with ocp.PyTreeCheckpointer() as checkpointer:
     like = checkpointer.metadata(path).item_metadata.tree
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
-    tree = checkpointer.restore(path, restore_args=as_numpy)
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    return checkpointer.restore(path, restore_args=as_numpy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run, options, other", RUNS)
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(
-  run, options, other, folder, tmp_path
-):
+def test_a_stopped_run_ends_as_others_do(run, options, other, folder, tmp_path):
   """Also its curve, of which a point is the mean of losses on both sides."""
   shown = not isinstance(run, str)  # the losses and the share of bytes, in its lines
   last = tmp_path / "saved" / ("." if shown else run) / "6"
@@ -210,10 +190,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
   shutil.rmtree(last)
   _, err = finish(train(2))
   assert "goes on after step 3" in err
-  got = arrays(last / "state")
-  assert got.keys() == expected.keys() and got
-  for path, array in expected.items():
-    np.testing.assert_array_equal(got[path], array, err_msg=path)
+  assert expected
+  chex.assert_trees_all_equal(arrays(last / "state"), expected)
   if shown:
     losses = [float(line.split()[-1]) for line in out.splitlines() if "loss" in line]
     assert len(losses) == 6 and losses[-1] < 0.8 * max(losses)

@@ -1,5 +1,8 @@
 """The examples of sharded parameters compute the numbers of whole models."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +32,8 @@ def batch():
   return text.Tokens(tokens[:, :-1].astype(np.uint8), tokens[:, 1:].astype(np.int32))
 
 
-def mean_loss(logits, labels):
+def loss_of(params, model, batch):
+  logits, (_, labels) = model.apply({"params": params}, batch[0]), batch
   return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
@@ -38,34 +42,25 @@ def per_worker(tree):
   return jax.tree.map(lambda x: x.reshape(N, x.shape[0] // N, *x.shape[1:]), tree)
 
 
-def zeros(params):
-  return jax.tree.map(lambda w: jnp.zeros((N, *w.shape), jnp.float32), params)
-
-
-def close(got, want):
-  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    # Sums of a few terms in other orders.
-    np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-6)
+# Sums of a few terms in other orders.
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-4, atol=1e-6)
 
 
 def test_linen_has_the_gradients_of_whole_parameters(batch, monkeypatch):
   sizes = dict(symbols=16, width=8, heads=2, layers=1)
-  monkeypatch.setattr(fsdp_linen, "WEIGHTS", None)
-  monkeypatch.setattr(fsdp_linen, "GRADS", None)
-  model = Transformer(**sizes, block=fsdp_linen.GatheredBlock)
-  monkeypatch.setattr(fsdp_linen, "model", model)
   plain = Transformer(**sizes)
-  monkeypatch.setattr(fsdp_linen, "plain", plain)
+  model = Transformer(**sizes, block=fsdp_linen.GatheredBlock)
+  of_example = dict(WEIGHTS=None, GRADS=None, model=model, plain=plain)
+  for name, value in of_example.items():
+    monkeypatch.setattr(fsdp_linen, name, value)
 
   @jax.jit
   def both(batch):
     params = plain.init(jax.random.key(0), batch.inputs)["params"]
-    loss = lambda params: mean_loss(
-      plain.apply({"params": params}, batch.inputs), batch.labels
-    )
     worker = jax.vmap(fsdp_linen.worker, axis_name="data")
-    given = per_worker(params), zeros(params), per_worker(batch)
-    value, grads = jax.value_and_grad(loss)(params)
+    zeros = jax.tree.map(lambda w: jnp.zeros((N, *w.shape), jnp.float32), params)
+    given = per_worker(params), zeros, per_worker(batch)
+    value, grads = jax.value_and_grad(loss_of)(params, plain, batch)
     whole, _ = jax.vmap(fsdp_linen.whole_gradients, axis_name="data")(*given)
     added = jax.tree.map(lambda x: x.sum(axis=0), whole)
     return worker(*given), added, (jnp.stack([value] * N), per_worker(grads), grads)
@@ -80,29 +75,26 @@ def test_what_gathers_lose_is_seen_by_another_exchange(monkeypatch):
   codec = QSGD(bits=3, bucket_size=32, rounding="nearest")
   monkeypatch.setattr(cut_gradients, "SMALL", 64)
   rng = np.random.default_rng(0)
-  grads, old = rng.standard_normal((2, N, 16, 40), np.float32) * [[[[1]]], [[[0.1]]]]
+  grads, old = rng.standard_normal((2, N, 16, 40), np.float32)
+  old /= 10
   exchange = cut_gradients.exchange_of(codec)
 
   def both(g, e):
     # A scale beside it, of which nothing waits.
     seen = cut_gradients.inspect(exchange, {"w": g, "s": g[0]}, {"w": e, "s": None})
-    gathered = lambda w, e: gradcomp.parallel.gather(
-      w, axis_name="data", params=None, grads=codec, residual=e
-    )
+    options = dict(axis_name="data", params=None, grads=codec)
+    gathered = lambda w, e: gradcomp.parallel.gather(w, residual=e, **options)
     _, pull = jax.vjp(gathered, jnp.zeros((16 // N, 40)), e)
     return seen.leaves, pull(g)[1]
 
-  leaves, unsent = jax.jit(jax.vmap(both, axis_name="data"))(
-    grads.astype(np.float32), old.astype(np.float32)
-  )
+  leaves, unsent = jax.jit(jax.vmap(both, axis_name="data"))(grads, old)
   leaf = jax.tree.map(lambda x: x[0], leaves["['w']"])
   # 2,560 errors, whose squares differ by about their mean: 4 standard deviations.
   ratio = np.mean(np.square(unsent)) * N / (leaf.residual_norm**2 / 640 * (N - 1))
   assert abs(ratio - 1) < 4 / np.sqrt(2560)
   corrected = np.sqrt(np.sum(np.square(grads + old)) / N)
-  np.testing.assert_allclose(
-    leaf.relative_error, leaf.residual_norm / corrected, rtol=1e-5
-  )
+  relative = leaf.residual_norm / corrected
+  np.testing.assert_allclose(leaf.relative_error, relative, rtol=1e-5)
   # Each of three parts of 160 elements fills its rows.
   assert leaf.bytes_sent == 3 * nbytes(codec, 640) / N
   assert leaves["['s']"].relative_error[0] == 0
@@ -137,15 +129,10 @@ def _hosts(request):
 
 @pytest.mark.usefixtures("_hosts")
 def test_between_hosts_only_words_of_gradients_travel(batch):
-  """Each collective of the optimized program whose groups join different hosts.
-
-  One number is an exception, the loss that is shown.
-  """
+  """One number is an exception, the loss that is shown."""
   codec = QSGD(bits=4, bucket_size=32)
-  exchange = gradcomp.compress(
-    codec, axis_name="host", exchange="all_gather", min_leaf_size=1024
-  )
-  program, _, (_, params) = hosts_step(exchange, batch)
+  options = dict(axis_name="host", exchange="all_gather", min_leaf_size=1024)
+  program, _, (_, params) = hosts_step(gradcomp.compress(codec, **options), batch)
   found = hlo.parse_program(program.as_text())
   assert found.devices.number == HOSTS * CHIPS
   crossing, inside = [], []
@@ -172,10 +159,8 @@ def test_hosts_take_the_step_of_one_whole_model(batch):
   exchange = gradcomp.dense(axis_name="host")
   program, given, (plain, params) = hosts_step(exchange, batch)
   stepped, _, loss = program(*given)
-  plain_loss = lambda params: mean_loss(
-    plain.apply({"params": params}, batch.inputs), batch.labels
-  )
-  want, grads = jax.jit(jax.value_and_grad(plain_loss))(params)
+  whole = jax.jit(jax.value_and_grad(loss_of), static_argnums=1)
+  want, grads = whole(params, plain, batch)
   np.testing.assert_allclose(loss, want, rtol=1e-5)
   close(stepped, jax.tree.map(jnp.subtract, params, grads))
 
@@ -184,24 +169,19 @@ MODEL = Transformer(32, width=32, heads=2, layers=1)  # rows of 128 a worker
 DESCENT = optax.sgd(0.5, momentum=0.9)
 
 
-def small_loss(params, batch):
-  return mean_loss(MODEL.apply({"params": params}, batch[0]), batch[1])
-
-
 @pytest.mark.parametrize("bits", [32, *slow(4)])
 def test_cut_parameters_train_as_whole_ones_do(bits):
   """Two steps of four workers; what is lost is kept, and nobody sends to himself."""
-  grads, weights = (
-    Dense() if bits == 32 else QSGD(bits=x, bucket_size=128) for x in (bits, 2 * bits)
-  )
-  options = dict(loss_fn=small_loss, optimizer=DESCENT, feedback=True)
-  fsdp = Fsdp(**options, weights=weights, grads=grads)
+  loss_fn = lambda params, batch: loss_of(params, MODEL, batch)
+  few = lambda x: Dense() if bits == 32 else QSGD(bits=x, bucket_size=128)
+  grads, weights = few(bits), few(2 * bits)
+  fsdp = Fsdp(loss_fn, DESCENT, weights=weights, grads=grads, feedback=True)
   drawn = text.batches(np.arange(1000, dtype=np.uint8) % 31, 2 * N, 8, seed=0)
   batches = jax.tree.map(lambda *x: np.stack(x), next(drawn), next(drawn))
 
   def whole(carry, batch):
     params, state = carry
-    loss, grads = jax.value_and_grad(small_loss)(params, batch)
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
     updates, state = DESCENT.update(grads, state, params)
     return (optax.apply_updates(params, updates), state), loss
 

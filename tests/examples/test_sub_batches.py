@@ -1,7 +1,6 @@
 """Sub-batches of a sharded layer: equal gradients, and the next one comes meanwhile."""
 
-import re
-
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from examples.lib.sharded.sub_batches import sub_batches
 from gradcomp.codecs import Dense, EightBit
 from tests.plugins.slow_cases import slow
+from tests.support import hlo_order
 from tests.support.cases.parallel import mapped, numbers
 
 N = 4
@@ -19,7 +19,6 @@ WEIGHTS = numbers(12, 16) / np.float32(12**0.5)
 
 @pytest.mark.parametrize("mode", ["shard_map", *slow("vmap")])
 def test_passes_have_equal_gradients(mode):
-  """Of the weights and of the features, with and without fetching ahead."""
   params, x = np.stack(np.split(WEIGHTS, N, axis=1)), numbers(N, 8, 12, seed=9)
 
   def grads(w, x):
@@ -34,12 +33,10 @@ def test_passes_have_equal_gradients(mode):
     return [jax.grad(loss, (0, 1))(w, x, *case) for case in cases]
 
   first, *others = mapped(mode, grads, N)(params, x)
-  each = x.reshape(N * 8, 12)
-  want = 2 * np.tanh(each @ WEIGHTS) * (1 - np.tanh(each @ WEIGHTS) ** 2) @ WEIGHTS.T
-  np.testing.assert_allclose(first[1], want.reshape(x.shape), rtol=1e-5, atol=1e-5)
-  for other in others:
-    for got, want in zip(other, first, strict=True):
-      np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+  each = np.tanh(x.reshape(N * 8, 12) @ WEIGHTS)
+  want = (2 * each * (1 - each**2) @ WEIGHTS.T).reshape(x.shape)
+  for other in (*others, (first[0], want)):
+    chex.assert_trees_all_close(tuple(other), tuple(first), rtol=1e-5, atol=1e-5)
 
 
 def test_the_sub_batches_are_those_that_the_page_says():
@@ -47,31 +44,16 @@ def test_the_sub_batches_are_those_that_the_page_says():
 
   def passes(x):
     keep = lambda batch, s: (batch, s)
-    options = dict(axis_name="data", codec=Dense())
-    return sub_batches(keep, x, passes=2, **options)
+    return sub_batches(keep, x, axis_name="data", codec=Dense(), passes=2)
 
   batches, numbers = mapped("vmap", passes, N)(x)
-  assert batches[1].tolist() == [
-    [0, 1, 4, 5, 8, 9, 12, 13],
-    [2, 3, 6, 7, 10, 11, 14, 15],
-  ]
+  first, second = [0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]
+  assert batches[1].tolist() == [first, second]
   assert numbers[0].tolist() == [0, 1]
-
-
-def needs(body):
-  """What each instruction of a computation needs, directly or not, by their names."""
-  found = {}
-  for line in body.splitlines()[1:]:
-    if match := re.match(r"\s+(?:ROOT )?(%\S+) = ", line):
-      operands = re.findall(r"%[\w.-]+", line[match.end() :].split(", metadata")[0])
-      each = (found.get(name, {name}) for name in operands)
-      found[match[1]] = {match[1]}.union(*each)
-  return found
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_the_next_sub_batch_is_gathered_under_the_product(prefetch):
-  """In the loop of the optimized program neither of the two waits for the other."""
   x, w = numbers(N, 32, 64), numbers(N, 64, 64)
 
   def layer(w, x):
@@ -83,13 +65,8 @@ def test_the_next_sub_batch_is_gathered_under_the_product(prefetch):
   (body,) = [part for part in loops if "ENTRY" not in part]
   # The first one stands before the loop.
   assert text.count(" all-gather(") == len(loops) == 1 + prefetch
-
-  def named(pattern):
-    lines = [line for line in body.splitlines() if re.search(pattern, line)]
-    return {re.search(r"%[\w.-]+", line)[0] for line in lines}
-
-  (gather,) = named(r" all-gather\(")
-  (product,) = named(r'/dot_general"')
-  found = needs(body)
-  assert (gather in found[product]) != prefetch
-  assert product not in found[gather]
+  instructions = hlo_order.entry_instructions("\nENTRY " + body)
+  named = lambda word: [x for x, (_, line) in instructions.items() if word in line]
+  (gather,), (product,) = named(" all-gather("), named('/dot_general"')
+  assert (gather in hlo_order.ancestors(instructions, product)) != prefetch
+  assert product not in hlo_order.ancestors(instructions, gather)

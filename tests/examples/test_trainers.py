@@ -14,7 +14,7 @@ from tests.plugins.slow_cases import slow
 from tests.support.pages import ROOT
 
 AXES = {"tunix": {"fsdp": 8}, "kauldron": {"devices": 8}}
-AXES |= {"maxtext": {"data": 4, "tensor": 2}}
+AXES["maxtext"] = {"data": 4, "tensor": 2}
 NAMES = ["linen", *slow("nnx", "equinox", "tunix", "kauldron", "maxtext")]
 # Of packages that these trainers import.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sent_densely_steps_are_those_of_the_plain_trainer(name, monkeypatch):
-  """And with 4 bits a step sends an eighth and more."""
   if name not in ("linen", "nnx", "maxtext"):
     pytest.importorskip(name)
   # Optimizers of fixed step size would hide a mean that is a sum.
@@ -32,7 +31,6 @@ def test_sent_densely_steps_are_those_of_the_plain_trainer(name, monkeypatch):
   mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), kinds)
 
   def train(compressed, steps=5):
-    """The loss and the bytes over its workers."""
     example = importlib.import_module(f"examples.trainers.{name}")
     with jax.set_mesh(mesh):
       loss, program = example.train(steps, compressed)
@@ -53,7 +51,6 @@ def test_sent_densely_steps_are_those_of_the_plain_trainer(name, monkeypatch):
 
 
 def test_examples_are_short_and_in_the_record():
-  """Changed lines are those of branches and classes."""
   for name in table.PACKAGES:
     source = (ROOT / "examples" / "trainers" / f"{name}.py").read_text()
     assert source.count("\n") <= 60

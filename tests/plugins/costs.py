@@ -1,17 +1,14 @@
 """Counts what each test file compiles, and bounds the sum: a pytest plugin.
 
-Compiling is what most tests spend their time on. JAX reports every program that it
-compiles; the summary of a run lists, for each file, the programs, how many of them the
-compilation cache held, and the seconds. A run fails whose tests, but for slow ones,
-compile more programs together than the budget says: their number hardly depends on the
-machine, as seconds do. A whole run fails, too, that compiles 3 % less, so that the
-budget falls.
+The summary of a run lists, for each file, the programs that JAX compiled or found in
+its cache, and the seconds. A run fails whose tests, but for slow ones, compile more
+than the budget says, which hardly depends on the machine; and a whole run that compiles
+3 % less, so that the budget falls.
 """
 
 import collections
 import os
 import pathlib
-import time
 import tomllib
 from collections.abc import Iterator
 
@@ -22,9 +19,11 @@ _BUDGETS = pathlib.Path(__file__).parents[1] / "project" / "budgets.toml"
 PROGRAMS = tomllib.loads(_BUDGETS.read_text())["programs"]["make test"]
 
 _COMPILE = "/jax/core/compile/backend_compile_duration"
-_TRACE = "/jax/core/compile/jaxpr_trace_duration"
-_LOWER = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-_HIT = "/jax/compilation_cache/cache_hits"
+_SECONDS = {
+  _COMPILE: "XLA s",
+  "/jax/core/compile/jaxpr_trace_duration": "trace s",
+  "/jax/core/compile/jaxpr_to_mlir_module_duration": "trace s",
+}
 
 SLOW = "slow tests"  # their row, in place of those of their files
 
@@ -32,33 +31,30 @@ SLOW = "slow tests"  # their row, in place of those of their files
 _COLUMNS = ("programs", "cached", "XLA s", "trace s", "CPU s", "wall s")
 
 
-class Costs:
-  """Adds up what JAX reports of this process, and prints what all processes reported.
+def pytest_configure(config: pytest.Config) -> None:
+  config.pluginmanager.register(Costs())
 
-  Attributes:
-    of_files: the sums of ``_COLUMNS`` for each file.
-  """
+
+class Costs:
+  """Adds up what JAX reports of a process, and prints what all processes reported."""
 
   def __init__(self) -> None:
     self._now = collections.Counter()
-    self.of_files: dict[str, collections.Counter] = {}
+    # The sums of ``_COLUMNS`` for each file.
+    self.of_files = collections.defaultdict(collections.Counter)
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     jax.monitoring.register_event_listener(self._on_event)
 
   def _on_duration(self, event: str, seconds: float, **kwargs) -> None:
-    if event == _COMPILE:
-      self._now["programs"] += 1
-      self._now["XLA s"] += seconds
-    elif event in (_TRACE, _LOWER):
-      self._now["trace s"] += seconds
+    self._now["programs"] += event == _COMPILE
+    self._now[_SECONDS.get(event, "")] += seconds
 
   def _on_event(self, event: str, **kwargs) -> None:
-    self._now["cached"] += event == _HIT
+    self._now["cached"] += event == "/jax/compilation_cache/cache_hits"
 
   def _read(self) -> collections.Counter:
-    times = os.times()
-    cpu = times.user + times.system + times.children_user + times.children_system
-    return self._now + collections.Counter({"CPU s": cpu, "wall s": time.monotonic()})
+    *cpu, wall = os.times()
+    return self._now + collections.Counter({"CPU s": sum(cpu), "wall s": wall})
 
   @pytest.hookimpl(wrapper=True, tryfirst=True)
   def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
@@ -79,8 +75,7 @@ class Costs:
   def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
     if report.when == "teardown":
       row, costs = dict(report.user_properties)["costs"]
-      total = self.of_files.setdefault(row, collections.Counter())
-      total.update(dict(zip(_COLUMNS, costs, strict=True)), tests=1)
+      self.of_files[row].update(dict(zip(_COLUMNS, costs, strict=True)), tests=1)
 
   def pytest_sessionfinish(self, session: pytest.Session) -> None:
     if self._wrong(session.config) and session.exitstatus == pytest.ExitCode.OK:
@@ -88,8 +83,7 @@ class Costs:
 
   def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("what was compiled")
-    for line in self._table():
-      terminalreporter.write_line(line)
+    terminalreporter.write("\n".join([*self._table(), ""]))
     if wrong := self._wrong(terminalreporter.config):
       terminalreporter.write_line(f"FAILED: {wrong}", red=True)
 
@@ -97,29 +91,26 @@ class Costs:
     """Says how this run breaks the budget; "" if it does not."""
     found = sum(x["programs"] for row, x in self.of_files.items() if row != SLOW)
     said = f"the tests compile {found} programs, and may {PROGRAMS}"
-    if found > PROGRAMS:
-      return said
     if _is_whole(config) and PROGRAMS > found * 1.03:
       return f"{said}: run make budgets ARGS='--programs {found}'"
-    return ""
+    return said if found > PROGRAMS else ""
 
   def _table(self) -> list[str]:
     """The costs of files, the dearest first, and the sum of all."""
+    total = sum(self.of_files.values(), collections.Counter())
     rows = sorted(self.of_files.items(), key=lambda row: -row[1]["CPU s"])
-    total = sum((costs for _, costs in rows), collections.Counter())
-    shown = [row for row in rows if row[1]["CPU s"] >= 1]
+    shown = [row for row in rows if row[1]["CPU s"] >= 1] + [("all files", total)]
     names = ("tests", *_COLUMNS)
     row = lambda path, costs: "".join(f"{costs[n]:10.0f}" for n in names) + f"  {path}"
-    head = "".join(f"{name:>10}" for name in names)
-    return [head, *(row(*x) for x in [*shown, ("all files", total)])]
+    return ["".join(f"{name:>10}" for name in names), *(row(*x) for x in shown)]
 
 
 def _is_whole(config: pytest.Config) -> bool:
   """Returns True for the first run of `make test`, on the oldest JAX."""
   option = config.option
   whole = option.markexpr == "not bits" and option.files == (0, 1)
+  whole = whole and config.args_source == pytest.Config.ArgsSource.TESTPATHS
   chosen = option.keyword or option.ignore or option.deselect or option.only_slow
-  everything = config.args_source == pytest.Config.ArgsSource.TESTPATHS
   in_one_of_many = hasattr(config, "workerinput")
   oldest = jax.__version_info__ < (0, 11)
-  return whole and everything and oldest and not (chosen or in_one_of_many)
+  return whole and oldest and not (chosen or in_one_of_many)

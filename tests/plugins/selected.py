@@ -6,6 +6,7 @@ but for those with ``slow(now=True)``. ``--files`` runs a share of the files.
 """
 
 import argparse
+import functools
 import os
 import pathlib
 import platform
@@ -15,18 +16,16 @@ import jax
 import pytest
 
 
-def add_options(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
   for name, default, said in (
     ("--slow", (0, 0), "run slow tests as well: all, or the K-th of N shares of them"),
     ("--files", (0, 1), "run the tests of all files, or of the K-th of N shares"),
   ):
     options = {"type": share, "default": default, "metavar": "all|K/N"}
     parser.addoption(name, help=said, **options)
-  for name, said in (
-    ("--only-slow", "leave out tests that are not slow"),
-    ("--optimize", "compile as users do, which tests of `bits` are for"),
-  ):
-    parser.addoption(name, action="store_true", help=said)
+  add = functools.partial(parser.addoption, action="store_true")
+  add("--only-slow", help="leave out tests that are not slow")
+  add("--optimize", help="compile as users do, which tests of `bits` are for")
 
 
 def share(text: str) -> tuple[int, int]:
@@ -53,21 +52,16 @@ elif platform.machine() == "x86_64":
   IN_LEAST_TIME.append("--xla_cpu_max_isa=AVX")
 
 
-def set_flags(config: pytest.Config) -> None:
-  """Sets how XLA compiles, in this process and in those that tests start.
-
-  XLA reads its flags when the first device is asked for.
-  """
+def pytest_configure(config: pytest.Config) -> None:
+  """Sets how XLA compiles, here and in processes of tests, before a device is there."""
   if not config.getoption("--optimize"):
     flags = [*os.environ.get("XLA_FLAGS", "").split(), *IN_LEAST_TIME]
     os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(flags))
+  config.pluginmanager.register(Selected(config))
 
 
 class Selected:
-  """Leaves slow tests out, and files.
-
-  By a hash of the name: the same ones are in the same share on every machine.
-  """
+  """Leaves slow tests out, and files: on every machine the same, by their names."""
 
   def __init__(self, config: pytest.Config) -> None:
     self._slow, self._files = config.getoption("--slow"), config.getoption("--files")
@@ -81,9 +75,8 @@ class Selected:
     self, collection_path: pathlib.Path, config: pytest.Config
   ) -> bool | None:
     """Leaves files out that name no mark of `bits`, where those tests run alone."""
-    if config.option.markexpr != "bits" or collection_path.suffix != ".py":
-      return None
-    return None if "mark.bits" in collection_path.read_text() else True
+    code = config.option.markexpr == "bits" and collection_path.suffix == ".py"
+    return True if code and "mark.bits" not in collection_path.read_text() else None
 
   def pytest_collection_modifyitems(
     self, config: pytest.Config, items: list[pytest.Item]
@@ -92,11 +85,10 @@ class Selected:
     items[:] = [item for item in items if self._runs(item)]
 
   def _runs(self, item: pytest.Item) -> bool:
-    file = item.nodeid.partition("::")[0]
     slow, chosen = item.get_closest_marker("slow"), self._plain
     if slow and not (chosen and slow.kwargs.get("now")):
       chosen = _within(item.nodeid, *self._slow)
-    return chosen and _within(file, *self._files)
+    return chosen and _within(item.nodeid.partition("::")[0], *self._files)
 
 
 def _within(name: str, number: int, shares: int) -> bool:

@@ -11,7 +11,5 @@ def one_in(step, cases):
 
 def slow(*cases):
   """Returns parameters marked ``slow``; a tuple holds the values of several names."""
-  return [
-    pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow)
-    for x in cases
-  ]
+  values = [x if isinstance(x, tuple) else (x,) for x in cases]
+  return [pytest.param(*x, marks=pytest.mark.slow) for x in values]

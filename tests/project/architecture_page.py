@@ -1,7 +1,4 @@
-"""The tree of gradcomp/ in docs/inside/architecture.md, from the docstrings of folders.
-
-``python -m tests.project.architecture_page`` writes it anew.
-"""
+"""Writes the tree of architecture.md: python -m tests.project.architecture_page."""
 
 import ast
 import re
@@ -16,21 +13,18 @@ def first_line(file):
   return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
 
 
-def entries(folder, depth):
-  """Yields the indented name and the first line of each package in a folder."""
-  for inner in sorted(x.parent for x in folder.glob("*/__init__.py")):
-    yield f"{'  ' * depth}{inner.name}/", first_line(inner / "__init__.py")
-    if depth < 3:
-      yield from entries(inner, depth + 1)
+def entries(folder, depth=0):
+  """Yields the indented name and the first line of a package and of those inside."""
+  yield f"{'  ' * depth}{folder.name}/", first_line(folder / "__init__.py")
+  for file in [] if depth else sorted(folder.glob("[!_]*.py")):
+    yield f"  {file.name}", first_line(file)
+  for inner in sorted(folder.glob("*/__init__.py")) if depth < 3 else ():
+    yield from entries(inner.parent, depth + 1)
 
 
 def written(page):
   """Returns the page with the public modules, and the folders of _src two deep."""
-  package = ROOT / "gradcomp"
-  files = [x for x in sorted(package.glob("*.py")) if not x.name.startswith("_")]
-  lines = [(f"{package.name}/", first_line(package / "__init__.py"))]
-  lines += [(f"  {file.name}", first_line(file)) for file in files]
-  lines += entries(package, 1)
+  lines = [*entries(ROOT / "gradcomp")]
   width = max(len(name) for name, _ in lines) + 2
   found = "".join(f"{name:{width}}{said}".rstrip() + "\n" for name, said in lines)
   return TREE.sub(lambda _: found, page)

@@ -1,7 +1,6 @@
 """Writes the quickstart as a notebook: python -m tests.project.quickstart_notebook.
 
-The page is the source. Its blocks are cells of code, also those of consoles and
-doctests, which jupytext would leave as text.
+Blocks of consoles and doctests are cells, too, which jupytext would leave as text.
 """
 
 import doctest
@@ -32,10 +31,8 @@ jax.config.update("jax_platforms", "cpu")  # which emulates the workers
 
 
 def notebook():
-  """The text of the notebook, without outputs."""
-  title, *rest = re.split(
-    r"^```(\w+)\n(.*?)^```\n", PAGE.read_text(), flags=re.M | re.S
-  )
+  fences = re.compile(r"^```(\w+)\n(.*?)^```\n", re.M | re.S)
+  title, *rest = fences.split(PAGE.read_text())
   cells = [_cell("markdown", _linked(title)), _cell("code", _FIRST)]
   for language, code, text in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
     cells.append(_cell("code", _CODE[language](code)))
@@ -48,7 +45,6 @@ def notebook():
 
 
 def _in_a_process(block):
-  """The code that runs a program of Python and prints its output."""
   program = f"[sys.executable, *{block.strip().removeprefix('python ')!r}.split()]"
   return f"print(subprocess.check_output({program}, text=True))"
 
@@ -56,12 +52,11 @@ def _in_a_process(block):
 def _without_prompts(block):
   code = ""
   for example in doctest.DocTestParser().get_examples(block):
-    if example.exc_msg is None:
-      code += example.source
-    else:
-      body = textwrap.indent(example.source, "  ")
-      error = example.exc_msg.partition(":")[0]
-      code += f"try:\n{body}except {error} as error:\n  print(error)\n"
+    source = example.source
+    if example.exc_msg is not None:
+      body, error = textwrap.indent(source, "  "), example.exc_msg.partition(":")[0]
+      source = f"try:\n{body}except {error} as error:\n  print(error)\n"
+    code += source
   return code
 
 
@@ -70,7 +65,6 @@ _CODE = {"python": str, "console": _in_a_process, "pycon": _without_prompts}
 
 
 def _linked(text):
-  """The text, whose links to other pages lead to the site."""
   to_site = lambda x: f"]({urljoin(_SITE, x[1])}.html{x[2] or ''})"
   return re.sub(r"\]\((?!\w+:)(\S+?)\.md(#\S+)?\)", to_site, text)
 

@@ -1,14 +1,10 @@
-"""Builds a release into dist/, and tests both archives in environments of their own.
-
-``make release-check`` runs it. It installs from the package index, as no test does.
-"""
+"""Builds a release into dist/, and tests both archives as installed from the index."""
 
 import email
 import os
 import re
 import shutil
 import sys
-import tarfile
 import tempfile
 import time
 import zipfile
@@ -20,7 +16,7 @@ from tests.support.pages import ROOT
 
 # What the tests of this environment compiled need not be compiled again.
 CACHE = {"JAX_COMPILATION_CACHE_DIR": f"{sys.prefix}/xla-cache"}
-PYTEST = ("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "-m", "not bits")
+PYTEST = ("-q", "-n", "2", "-p", "no:cacheprovider", "-m", "not bits")
 # Addresses of the package page that lead into the repository.
 OURS = re.compile(
   r"https://(?:github|raw\.githubusercontent)\.com/gradcomp/gradcomp/"
@@ -42,7 +38,6 @@ def check_versions(folder):
 
 
 def build(folder):
-  """The archive of sources, and the wheel that is built of it."""
   shutil.rmtree(folder, ignore_errors=True)
   how = ("--quiet", "--installer", "uv", "--outdir", folder, ROOT)
   installs.run("-m", "build", *how, cwd=ROOT)
@@ -72,55 +67,50 @@ def check_page(wheel):
 
 
 def check_release(version):
-  """The files that name a release name this one."""
-  number = re.escape(version)
   for file, line in (
-    ("CHANGELOG.md", rf"## \[{number}\] - \d{{4}}-\d\d-\d\d"),
-    ("CITATION.cff", f"version: {number}"),
-    (".github/conda/recipe.yaml", f'  version: "{number}"'),
+    ("CHANGELOG.md", f"\n## [{version}] - 20"),
+    ("CITATION.cff", f"\nversion: {version}\n"),
+    (".github/conda/recipe.yaml", f'\n  version: "{version}"\n'),
   ):
-    text = (ROOT / file).read_text()
-    assert re.search(f"^{line}$", text, re.M), f"{file} does not name {version}"
+    assert line in (ROOT / file).read_text(), f"{file} does not name {version}"
 
 
 def environment(folder, *packages):
-  """The Python of a new environment with some packages of the index."""
-  python = folder / "bin" / "python"
-  for how in (("venv", "-p", sys.executable, folder), ("pip", "install", *packages)):
-    where = () if how[0] == "venv" else ("--python", python)
-    installs.run("-m", "uv", "-q", *how, *where, cwd=ROOT)
+  python, uv = folder / "bin" / "python", ("-m", "uv", "-q")
+  installs.run(*uv, "venv", "-p", sys.executable, folder, cwd=ROOT)
+  installs.run(*uv, "pip", "install", *packages, "--python", python, cwd=ROOT)
   return python
+
+
+def tested(*what, **here):
+  """The line in which pytest counts, without which no test has run."""
+  said = installs.run("-m", "pytest", *PYTEST, *what, **here, **CACHE)
+  return re.findall(r"^\d+ passed.*$", said, re.M)[-1]
 
 
 def check_wheel(wheel, folder):
   """The front page and all doctests run where nothing else is."""
   packages = (wheel, "pytest", "pytest-xdist")
   here = {"cwd": folder / "elsewhere", "python": environment(folder / "env", *packages)}
-  (block,) = (x for x in pages.read(ROOT / "README.md")[0] if x.language == "python")
   # What names doctests may use, and how they are compared, the tests say.
-  names = ("conftest.py", "pyproject.toml", "tests/project/budgets.toml")
-  for name in (*names, *(x.relative_to(ROOT) for x in ROOT.glob("tests/plugins/*.py"))):
-    (here["cwd"] / name).parent.mkdir(parents=True, exist_ok=True)
+  shutil.copytree(ROOT / "tests" / "plugins", here["cwd"] / "tests" / "plugins")
+  (here["cwd"] / "tests" / "project").mkdir()
+  for name in ("conftest.py", "pyproject.toml", "tests/project/budgets.toml"):
     shutil.copy(ROOT / name, here["cwd"] / name)
+  (block,) = (x for x in pages.read(ROOT / "README.md")[0] if x.language == "python")
   said = installs.run("-W", "error", "-c", block.text, **here, **CACHE)
   assert "0.127 x the bytes of a plain f32 mean" in said
-  return last(installs.run(*PYTEST, "--pyargs", "gradcomp", **here, **CACHE))
+  return tested("--pyargs", "gradcomp", **here)
 
 
 def check_source(source, folder):
   """Tests run from the archive, as distributions of systems run them."""
-  with tarfile.open(source) as archive:
-    archive.extractall(folder, filter="data")
+  shutil.unpack_archive(source, folder, filter="data")
   (there,) = folder.glob("gradcomp-*")
   group = f"{there}/pyproject.toml:test"
   python = environment(folder / "env", source, "--group", group)
   files = ("tests/project/test_packaging.py", "tests/codecs/test_codecs.py")
-  return last(installs.run(*PYTEST, *files, cwd=there, python=python, **CACHE))
-
-
-def last(said):
-  """The line in which pytest counts, without which no test has run."""
-  return re.findall(r"^\d+ passed.*$", said, re.M)[-1]
+  return tested(*files, cwd=there, python=python)
 
 
 def main():

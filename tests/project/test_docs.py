@@ -1,10 +1,9 @@
-"""Every page's code runs, its links lead somewhere, and its tables are the records'."""
+"""Pages run, are on the map, and have the tables of the records; lint follows links."""
 
 import ast
 import inspect
 import itertools
 import re
-import shutil
 import subprocess
 import sys
 from unittest import mock
@@ -42,10 +41,8 @@ def name(page):
 
 
 # The files that differ from the last commit but one, as far as Git knows them.
-DIFFER = ["git", "-C", str(pages.ROOT), "diff", "--name-only", "HEAD^"]
-CHANGED = set()
-if shutil.which("git"):
-  CHANGED |= {*subprocess.run(DIFFER, capture_output=True, text=True).stdout.split()}
+DIFFER = f"git -C '{pages.ROOT}' diff --name-only HEAD^ 2>&1"
+CHANGED = {*subprocess.getoutput(DIFFER).split()}
 CHANGED_ROOMS = {(*file.split("/"), "", "")[2] for file in CHANGED if "_src/" in file}
 
 
@@ -67,18 +64,17 @@ def run_here(tmp_path, monkeypatch):
   jax.config.update("jax_traceback_filtering", filtering)
 
 
-# From which users begin. Others have tests of their own: test_many_hosts.py runs one.
+# Users begin with the first; others have tests of their own, as in test_many_hosts.py.
 FIRST = {"how-to-choose", "extending"}
-OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, TELEMETRY, HOSTS)]
+OTHERS = [
+  pytest.param(page, marks=() if page.stem in FIRST else slow(page), id=name(page))
+  for page in PAGES
+  if page not in (README, QUICKSTART, TELEMETRY, HOSTS)
+]
 
 
-@pytest.mark.parametrize(
-  "page",
-  [pytest.param(x, marks=() if x.stem in FIRST else slow(x)) for x in OTHERS],
-  ids=name,
-)
-def test_the_blocks_of_a_page_run(page, run_here):
-  """One after the other, in one namespace."""
+@pytest.mark.parametrize("page", OTHERS)
+def test_the_blocks_of_a_page_run_in_one_namespace(page, run_here):
   run_here(page)
 
 
@@ -125,34 +121,8 @@ def test_loops_wait_for_their_steps_and_blocks_say_their_language():
             assert any(x in said for x in waits), f"{where}: {said}"
 
 
-def anchors(page):
-  """What GitHub makes of the headings of a page."""
-  found = set()
-  for _, line in pages.read(page)[1]:
-    if heading := re.fullmatch(r"#+ +(.*)", line):
-      text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading[1]).lower()
-      found.add(re.sub(r"[^\w\- ]", "", text.strip()).replace(" ", "-"))
-  return found
-
-
 def links(page):
-  """The relative targets of a page, and their lines."""
-  prose = pages.read(page)[1]
-  text = "\n".join(re.sub(r"`[^`]*`", "", line) for _, line in prose)
-  for link in re.finditer(r"\]\(([^)\s]+)\)", text):  # a link's words may be broken
-    if not re.match(r"\w+:", link[1]):
-      yield link[1], prose[text.count("\n", 0, link.start())][0]
-
-
-def test_links_lead_somewhere():
-  """To a file of this repository and, behind a #, to one of its headings."""
-  for page in PAGES:
-    for target, line in links(page):
-      path, _, anchor = target.partition("#")
-      file = (page.parent / path).resolve() if path else page
-      there = file.is_relative_to(pages.ROOT) and file.exists()
-      where = f"{name(page)}:{line}: {target}"
-      assert there and (not anchor or anchor in anchors(file)), where
+  return re.findall(r"\]\((?!\w+:)([^)\s#]+)[^)\s]*\)", page.read_text())
 
 
 TROUBLES = FOLDER / "operate" / "troubleshooting.md"
@@ -169,17 +139,16 @@ def test_errors_name_their_sections_of_the_page():
   identity = lambda x: re.sub(r"[^a-z0-9]+", "-", x.lower()).strip("-")  # docutils'
   sections = {identity(name): text for name, text in SECTION.findall(errors)}
   assert sorted(named) == sorted(sections) and len(named) == 12
-  assert set(sections) <= anchors(TROUBLES)
   for name, text in sections.items():
     assert re.findall(r"^See http.*$", text, re.M) == [see(name).strip()]
 
 
 def test_every_page_is_on_the_map():
   """Its links stay in the site; the page of results links to those of benchmarks/."""
-  assert "docs/README.md" in {target for target, _ in links(README)}
-  assert not [target for target, _ in links(MAP) if target.startswith("..")]
+  assert "docs/README.md" in links(README)
+  assert not [target for target in links(MAP) if target.startswith("..")]
   maps = MAP, FOLDER / "results" / "README.md"
-  shown = {(x.parent / target).resolve() for x in maps for target, _ in links(x)}
+  shown = {(x.parent / target).resolve() for x in maps for target in links(x)}
   assert not set(PAGES[1:]) - {*shown, MAP}
 
 

@@ -1,9 +1,8 @@
 """The wheel holds the whole library, and modules import no more than they may."""
 
 import ast
-import email
 import functools
-import importlib
+import importlib.metadata
 import inspect
 import re
 import shlex
@@ -35,8 +34,6 @@ SOURCES = {
   for path in folder.rglob("*.py")  # follows no link
 }
 SRC = "gradcomp/_src/"
-
-
 BLOCKS = {block.language: block.text for block in pages.read(ROOT / "README.md")[0]}
 # Behind the program of the front page: its loss before and after.
 LOSSES = """
@@ -52,14 +49,12 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(wheel, tmp_path_factory):
-  """Where the wheel is installed."""
   folder = tmp_path_factory.mktemp("site")
   wheel.extractall(folder)
   return str(folder)
 
 
 def test_the_front_page_runs_as_a_newcomer_pastes_it(site):
-  """In the folder itself. Its loss falls, and its table is that of the wire."""
   place = {"cwd": ROOT, "PYTHONPATH": site}
   said = installs.run("-W", "error", "-c", BLOCKS["python"] + LOSSES, **place)
   before, after = map(float, re.search(r"^losses (\S+) (\S+)$", said, re.M).groups())
@@ -75,16 +70,14 @@ def test_the_front_page_runs_as_a_newcomer_pastes_it(site):
 def test_the_wheel_holds_every_file(wheel):
   names = set(wheel.namelist())
   info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
-  data = {"gradcomp/py.typed"}
-  data |= {f"{SRC}cost/planner/{name}.json" for name in ("accuracy", "speeds")}
-  assert names - info == {*SOURCES, *data}
+  data = [f"{SRC}cost/planner/{name}.json" for name in ("accuracy", "speeds")]
+  assert names - info == {*SOURCES, *data, "gradcomp/py.typed"}
   assert any(name.endswith("/LICENSE") for name in info)
 
 
-def test_the_wheel_and_the_conda_recipe_need_three_distributions(wheel):
-  (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
-  required = email.message_from_bytes(wheel.read(name)).get_all("Requires-Dist")
-  always = [Requirement(line) for line in required if "extra ==" not in line]
+def test_the_wheel_and_the_conda_recipe_need_three_distributions(site):
+  (found,) = importlib.metadata.distributions(path=[site])
+  always = [Requirement(line) for line in found.requires if "extra ==" not in line]
   assert sorted(x.name for x in always) == ["jax", "numpy", "optax"]
   recipe = yaml.safe_load((ROOT / ".github" / "conda" / "recipe.yaml").read_text())
   declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -135,20 +128,12 @@ def test_the_tests_run_on_this_tree_and_import_no_file_twice():
 
 
 @functools.cache
-def tree(path):
-  return ast.parse(path.read_text())
-
-
-@functools.cache
 def imports(path):
   """What a file imports: its own name of each module or part of one, and the full."""
   found = []
-  for node in ast.walk(tree(path)):
+  for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
-      for alias in node.names:
-        first = alias.name.partition(".")[0]
-        found.append((alias.asname or first, alias.name if alias.asname else first))
-        found.append((alias.name, alias.name))
+      found += [(x.asname or x.name, x.name) for x in node.names]
     elif isinstance(node, ast.ImportFrom):
       module = "." * node.level + (node.module or "")
       found.append((module, module))
@@ -161,43 +146,23 @@ def jax_names(path):
   """The full names that a file imports from JAX or reads off what it imported."""
   full = dict(imports(path))
   names = {name for _, name in imports(path)}
-  for node in ast.walk(tree(path)):
+  for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Attribute):
       first, _, rest = ast.unparse(node).partition(".")
       names.add(f"{full.get(first, first)}.{rest}")
   return {name for name in names if name.startswith("jax.")}
 
 
-def test_the_check_sees_every_spelling(tmp_path):
-  path = tmp_path / "module.py"
-  for line in (
-    "from jax import lax\nlax.psum(x, 'i')",
-    "import jax\ny = jax.lax.psum(x, 'i').sum()",
-    "import jax.lax as l\nl.psum(x, 'i')",
-    "from jax.lax import psum as add",
-    "import jax.numpy as jnp, jax.lax\njax.lax.psum",
-  ):
-    for cached in (tree, imports, jax_names):
-      cached.cache_clear()
-    path.write_text(line)
-    assert "jax.lax.psum" in jax_names(path)
-
-
-def using(wanted):
-  """The files of the library that use a name of JAX."""
-  return {file for file, path in SOURCES.items() if any(map(wanted, jax_names(path)))}
-
-
 def test_what_few_files_may_use_of_jax():
   """Collectives, Pallas, and private names, which may go, have files of their own."""
   names = "all_gather|all_to_all|pbroadcast|pmax|pmean|pmin|ppermute|pshuffle|psum"
   names += "|pswapaxes|ragged_all_to_all|unreduced_psum"
-  calls = re.compile(rf"jax\.lax\.(.*\.)?({names})[^.]*").fullmatch
-  assert using(calls) == {f"{SRC}exchange/collectives.py"}
-  assert all(x.startswith(f"{SRC}kernels/") for x in using(lambda x: "pallas" in x))
-  own = "mesh/jit_trees.py", "mesh/run_store.py", "kernels/gpu/backends.py"
-  private = using(lambda x: x.startswith("jax._src"))
-  assert private == {SRC + file for file in own}
+  texts = {x.removeprefix(SRC): "\n".join(jax_names(y)) for x, y in SOURCES.items()}
+  using = lambda name: {x for x, y in texts.items() if re.search(f"^{name}$", y, re.M)}
+  assert using(rf"jax\.lax\.(.*\.)?({names})[^.]*") == {"exchange/collectives.py"}
+  assert all(x.startswith("kernels/") for x in using(".*pallas.*"))
+  own = {"mesh/jit_trees.py", "mesh/run_store.py", "kernels/gpu/backends.py"}
+  assert using(r"jax\._src.*") == own
 
 
 def test_no_test_module_is_imported():
@@ -244,26 +209,22 @@ def test_rooms_import_one_way():
 
 
 def test_public_modules_hold_no_code_of_their_own():
-  """They name what is public, and rooms import none of them."""
   for file, path in SOURCES.items():
     if file.startswith(SRC):
       ours = {x for _, x in imports(path) if x.split(".")[0] == "gradcomp"}
       assert all(name.startswith("gradcomp._src") for name in ours), file
     elif not file.startswith(("gradcomp/__main__.py", "gradcomp/contrib/")):
-      kinds = ast.FunctionDef | ast.ClassDef
-      names = {node.name for node in tree(path).body if isinstance(node, kinds)}
-      assert names <= {"__getattr__", "__dir__"}, file
+      names = re.findall(r"^(?:def|class) (\w+)", path.read_text(), re.M)
+      assert {*names} <= {"__getattr__", "__dir__"}, file
 
 
 def test_folders_are_read_at_a_glance():
-  hidden = lambda x: x.name.startswith((".", "__pycache__"))
-  entries = lambda folder: [x for x in folder.iterdir() if not hidden(x)]
   written = {"results", "_build", "generated"}  # by programs
   for top in FOLDERS:
     for folder in (top, *(path for path in top.rglob("*") if path.is_dir())):
-      if not written.intersection(folder.parts):
-        most = 21 if folder in (ROOT / "gradcomp", ROOT / "gradcomp/_src") else 26
-        assert len(entries(folder)) <= most, folder
+      entries = [x for x in folder.iterdir() if not x.name.startswith((".", "__p"))]
+      most = 21 if folder in (ROOT / "gradcomp", ROOT / "gradcomp/_src") else 26
+      assert len(entries) <= most or written.intersection(folder.parts), folder
 
 
 def test_public_names_have_public_homes():

@@ -1,32 +1,24 @@
 """A plain run leaves slow tests out, compiles in the least time, and is bounded."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
 
 from tests.plugins import selected
 from tests.support.pages import ROOT
 
+pytest_plugins = "pytester"
 OLDEST = jax.__version_info__ < (0, 11)  # whose programs the budget counts
 
 CONFTEST = """
 import os, jax
-from tests.plugins import costs, selected
 
 jax.config.update("jax_platforms", "cpu")
-costs.PROGRAMS = int(os.environ["PROGRAMS"])
-
-def pytest_addoption(parser):
-  selected.add_options(parser)
+pytest_plugins = "tests.plugins.costs", "tests.plugins.selected"
 
 def pytest_configure(config):
   config.addinivalue_line("markers", "slow: left out")
-  selected.set_flags(config)
-  config.pluginmanager.register(costs.Costs())
-  config.pluginmanager.register(selected.Selected(config))
+  from tests.plugins import costs
+  costs.PROGRAMS = int(os.environ["PROGRAMS"])
 """
 
 TESTS = """
@@ -51,19 +43,18 @@ def test_compiles(size):
 """
 
 
-def test_a_run_with_the_plugins(tmp_path):
-  files = {f"test_{number}.py": "def test_passes(): pass" for number in range(8)}
-  files |= {"conftest.py": CONFTEST, "test_it.py": TESTS}
-  for name, text in {**files, "pytest.ini": "[pytest]\ntestpaths = .\n"}.items():
-    (tmp_path / name).write_text(text)
+def test_a_run_with_the_plugins(pytester, monkeypatch):
+  pytester.makeconftest(CONFTEST)
+  pytester.makeini("[pytest]\ntestpaths = .\n")
+  others = {f"test_{number}": "def test_passes(): pass" for number in range(8)}
+  pytester.makepyfile(test_it=TESTS, **others)
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
+  monkeypatch.setenv("XLA_FLAGS", "")
 
   def run(*options, programs=2):
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    env["PROGRAMS"] = str(programs)
-    how = dict(cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    result = subprocess.run(command, **how)
-    return result.returncode, result.stdout
+    monkeypatch.setenv("PROGRAMS", str(programs))
+    result = pytester.runpytest_subprocess("-v", *options, timeout=300)
+    return result.ret, result.stdout.str()
 
   code, out = run("-k", "not compiles", "--optimize")
   assert code == 0 and "10 passed, 24 deselected" in out, out

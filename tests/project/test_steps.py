@@ -1,5 +1,6 @@
 """The script, the Makefile and the workflows run what .ci/steps says."""
 
+import collections
 import os
 import re
 import shutil
@@ -14,35 +15,28 @@ CI = ROOT / ".ci"
 WORKFLOWS = ROOT / ".github" / "workflows"
 MAKEFILE = (ROOT / "Makefile").read_text()
 ROW = r"^([\w-]+) +(\w+) +(\d+) +(\d+) .*\bmake ([\w-]+)"
+ROWS = re.findall(ROW, (CI / "steps").read_text(), re.M)
 # Of each step: where, into how many parts it is cut, minutes of a part, and its target.
-STEPS = {
-  name: (where, int(parts), int(minutes), target)
-  for name, where, parts, minutes, target in re.findall(
-    ROW, (CI / "steps").read_text(), re.M
-  )
-}
+STEPS = {name: (x, int(parts), int(long), of) for name, x, parts, long, of in ROWS}
 TURNS = 9
 
 
 def script(*arguments, folder=ROOT, code=0):
   """What .ci/run prints, which reads nothing."""
-  done = subprocess.run(
-    ["bash", folder / ".ci" / "run", *arguments],
-    env={**os.environ, "ARGS": "of an outer make"},
-    input="typed",
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
+  command = ["bash", folder / ".ci" / "run", *arguments]
+  env = {**os.environ, "ARGS": "of an outer make"}
+  pipes = dict(input="typed", capture_output=True, text=True, timeout=60)
+  done = subprocess.run(command, env=env, **pipes)
   assert done.returncode == code, done.stdout + done.stderr
   return done.stdout
 
 
 def listed(which, folder=ROOT):
-  """The names of steps that it would run, with their parts, and without."""
+  """The steps that it would run, by their names with their parts."""
   lines = script("--list", which, folder=folder).splitlines()
   names = [x.split("\t")[0] for x in lines]
-  return names, [x.partition(":")[0] for x in names]
+  assert len(names) == len(set(names))
+  return {x: x.partition(":")[0] for x in names}
 
 
 @pytest.fixture
@@ -53,14 +47,13 @@ def elsewhere(tmp_path):
 
 
 def test_each_step_has_its_place_and_its_turn_is_short():
-  places = {"gate", "night", *map(str, range(TURNS))}
-  assert {where for where, *_ in STEPS.values()} == places
-  minutes = {where: 0 for where in places}
+  minutes = collections.Counter()
   for where, _, each, target in STEPS.values():
     minutes[where] += each
     assert re.search(rf"^{target}:.*##", MAKEFILE, re.M), target
-  assert minutes["gate"] + 10 <= 45
-  assert max(minutes[str(turn)] for turn in range(TURNS)) <= 10
+  turns = [*map(str, range(TURNS))]
+  assert minutes.keys() == {"gate", "night", *turns}
+  assert minutes["gate"] + 10 <= 45 and max(minutes[x] for x in turns) <= 10
   assert re.fullmatch(r"(0|[1-9]\d*)\n", (CI / "turn").read_text())
 
 
@@ -69,24 +62,22 @@ def test_turns_come_to_every_part_and_nights_run_all_the_cheapest_first(elsewher
   most = max(parts for where, parts, *_ in STEPS.values() if where != "night")
   for number in range(TURNS * most):
     (elsewhere / ".ci" / "turn").write_text(f"{number}\n")
-    names, steps = listed("gate", folder=elsewhere)
-    assert {STEPS[step][0] for step in steps} == {"gate", str(number % TURNS)}
-    seen.update(names)
-  names, steps = listed("nightly")
-  both = zip(names, steps, strict=True)
-  assert seen == {name for name, step in both if STEPS[step][0] != "night"}
-  costs = [STEPS[step][2] for step in steps]
+    steps = listed("gate", folder=elsewhere)
+    assert {STEPS[x][0] for x in steps.values()} == {"gate", str(number % TURNS)}
+    seen.update(steps)
+  steps = listed("nightly")
+  assert seen == {name for name, x in steps.items() if STEPS[x][0] != "night"}
+  costs = [STEPS[x][2] for x in steps.values()]
   assert costs == sorted(costs)
-  assert len(names) == len(set(names)) == sum(parts for _, parts, *_ in STEPS.values())
+  assert len(steps) == sum(parts for _, parts, *_ in STEPS.values())
   said = script("--list", "nightly", "slow:3")
   assert said == 'slow:3\t6\tmake test-slow ARGS="--slow 3/12"\n'
 
 
 def test_workflows_run_what_the_table_says():
-  """They ask the script for the steps, and name none of them."""
   targets = {target for *_, target in STEPS.values()}
-  gate, night = ("gate", "bash .ci/run gate"), ("nightly", "make nightly")
-  for name, which, command in (("tests", *gate), ("nightly", *night)):
+  gate, night = ("tests", "gate", "bash .ci/run"), ("nightly", "nightly", "make")
+  for name, which, command in (gate, night):
     jobs = yaml.safe_load((WORKFLOWS / f"{name}.yml").read_text())["jobs"]
     steps = [step for job in jobs.values() for step in job["steps"]]
     runs = [step["run"] for step in steps if "run" in step]
@@ -94,7 +85,7 @@ def test_workflows_run_what_the_table_says():
     assert f"bash .ci/run --list {which} " in lists
     matrix = jobs["step"]["strategy"]["matrix"]["step"]
     assert matrix == "${{ fromJSON(needs.steps.outputs.steps) }}"
-    assert jobs["step"]["steps"][-1]["run"].startswith(command)
+    assert jobs["step"]["steps"][-1]["run"].startswith(f"{command} {which}")
     used = set(re.findall(r"make ([\w-]+)", "\n".join(runs)))
     assert used & targets <= {"test"}, name  # elsewhere than in the table's step
   assert re.search(r"^nightly:.*\n\t@bash \.ci/run nightly \$\(ARGS\)$", MAKEFILE, re.M)

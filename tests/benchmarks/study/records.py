@@ -2,6 +2,7 @@
 
 from benchmarks.study.records import Record
 from benchmarks.study.settings import Setting
+from benchmarks.study.tasks import TEXTS, Source
 
 SETTING = Setting(
   **dict(way="emulated", network="lenet", dataset="digits", codec="f32"),
@@ -10,6 +11,13 @@ SETTING = Setting(
   max_norm=None,
 )
 TIMED = SETTING._replace(way="timed", points=0, link="1gbit", workers=2, hosts=2)
+
+
+def unread(args, network):
+  """The source of a network's data, with their name and size alone."""
+  if network in TEXTS:
+    return Source(args.text, None, (), (), 172_221, None, True)
+  return Source(f"{args.dataset}/{args.pixels}", None, (), (), 60_000, None, False)
 
 
 def curve(*accuracies, loss=1.0, learned=1.0):
@@ -39,120 +47,107 @@ def timed(codec, step, communication=0.0, megabytes=1.0, sent=None, **changed):
   return [Record(TIMED._replace(codec=codec, **changed), results)]
 
 
+def all_of(*records):
+  return [x for some in records for x in some]
+
+
 def line(**seconds):
   """Times of float32 and QSGD on one link, by the bits."""
-  names = {32: "f32", 16: "qsgd-16", 8: "qsgd-8", 4: "qsgd-4", 2: "qsgd-2"}
-  return [
-    record
-    for bits, x in seconds.items()
-    for record in timed(names[int(bits[1:])], 1 + x, x)
-  ]
+  name = lambda bits: "f32" if bits == "b32" else f"qsgd-{bits[1:]}"
+  return all_of(*(timed(name(bits), 1 + x, x) for bits, x in seconds.items()))
+
+
+def link(rate, hosts=2, **steps):
+  place = dict(link=rate, workers=hosts, hosts=hosts)
+  return all_of(*(timed(x.replace("_", "-"), s, **place) for x, s in steps.items()))
 
 
 FULL = trained("f32", 90.0, 91.0)
-SLOW = {"link": "1gbit"}
-FAST = {"link": "loopback"}
+EARLY = trained("f32", 90.0, 91.0, early=80.0)
+SLOW = link("1gbit", f32=9, qsgd_4=3)
 ADAM = {"optimizer": "adam", "rule": "per-worker"}
-WORSE, SAME, BETTER = (88.0, 89.1), (90.0, 91.0), (91.0, 92.1)
+MORE = ADAM | {"workers": 16, "batch": 128}
+SAME = (90.0, 91.0)
+RESNET = {"network": "resnet"}
 
 
 def than(codec, other, good, bad, **changed):
   """Records of two codecs: what bears out that one is as a claim says, and what not."""
   beside = trained(other, *SAME, **changed)
-  return tuple([*beside, *trained(codec, *ends, **changed)] for ends in (good, bad))
+  return [beside + trained(codec, *ends, **changed) for ends in (good, bad)]
 
 
-def all_of(*records):
-  return [x for some in records for x in some]
+def both(codec, *ends, like=SAME, **options):
+  return trained("f32", *like, **options) + trained(codec, *ends, **options)
 
 
 # For claims of each judge, what bears them out, and what does not.
 CASES = {
   "QSGD with 8 bits in": than("qsgd-8", "f32", (89.9, 91), (89.0, 90.1)),
-  "QSGD with 8 bits learns": tuple(
-    trained("f32", *SAME, early=80.0) + trained("qsgd-8", *SAME, early=early)
-    for early in (79.9, 79.7)
-  ),
+  "QSGD with 8 bits learns": [
+    EARLY + trained("qsgd-8", *SAME, early=early) for early in (79.9, 79.7)
+  ],
   "QSGD with 4 or 8 bits ends": than("qsgd-8", "f32", (90.3, 91.2), (90.0, 91.1)),
-  "1-bit SGD converges later": tuple(
-    trained("f32", *SAME, early=80.0) + trained("onebit-64", *ends, early=early)
-    for ends, early in (((89.9, 90.9), 75.0), ((89.0, 90.0), 80.0))
-  ),
-  "TernGrad ends at most 0.22": tuple(
-    all_of(
-      *(
-        trained(codec, *found, workers=workers, schedule="polynomial")
-        for workers in (2, 64)
-        for codec, found in (("f32", SAME), ("terngrad", ends))
-      )
-    )
+  "1-bit SGD converges later": [
+    EARLY + trained("onebit-64", 89.9, 90.9, early=75.0),
+    EARLY + trained("onebit-64", 89.0, 90.0, early=80.0),
+  ],
+  "TernGrad ends at most 0.22": [
+    both("terngrad", *ends, workers=2, schedule="polynomial")
+    + both("terngrad", *ends, workers=64, schedule="polynomial")
     for ends in ((89.9, 90.9), (89.7, 90.7))
-  ),
-  "TernGrad with Adam loses": tuple(
-    trained("f32", *SAME, **ADAM)
-    + trained("terngrad", 89.0, 90.0, **ADAM)
-    + trained("f32", *SAME, **ADAM, workers=16, batch=128)
-    + trained("terngrad", *ends, **ADAM, workers=16, batch=128)
+  ],
+  "TernGrad with Adam loses": [
+    both("terngrad", 89.0, 90.0, **ADAM) + both("terngrad", *ends, **MORE)
     for ends in ((89.5, 90.6), (89.0, 90.1))
-  ),
+  ],
   "TernGrad ends less than 2": than("terngrad", "f32", (88.1, 89.1), (87.9, 88.9)),
-  "TernGrad loses less": tuple(
-    trained("f32", *SAME, dropout=0.0)
-    + trained("terngrad", *ends, dropout=0.0)
-    + trained("terngrad", 89.0, 90.0)
+  "TernGrad loses less": [
+    both("terngrad", *ends, dropout=0.0) + trained("terngrad", 89.0, 90.0)
     for ends in ((89.5, 90.51), (88.5, 89.5))
-  ),
-  "Dettmers' four types of 8 bits end": tuple(
-    all_of(
-      trained("dynamic-tree", 90.05, 90.95),
-      trained("linear", 89.95, 91.05 - step),
-      trained("mantissa", 90.05, 90.95 - 2 * step),
-      trained("static-tree", 89.95, 91.05 - 3 * step),
-    )
+  ],
+  "Dettmers' four types of 8 bits end": [
+    trained("dynamic-tree", 90.05, 90.95)
+    + trained("linear", 89.95, 91.05 - step)
+    + trained("mantissa", 90.05, 90.95 - 2 * step)
+    + trained("static-tree", 89.95, 91.05 - 3 * step)
     for step in (0.0, 5.0)
-  ),
-  "RedSync has": tuple(
+  ],
+  "RedSync has": [
     trained("f32", 50.0, 51.0, network="lstm")
     + trained("redsync-1", 50.0, 51.0, network="lstm", loss=loss)
     for loss in (1.009, 1.011)
-  ),
+  ],
   "Communication falls": (line(b32=1, b8=0.3, b4=0.2), line(b32=1, b8=0.3, b4=0.4)),
   "1-bit SGD in buckets of 64 is rarely": (
-    timed("onebit-64", 2.0) + timed("qsgd-4", 1.0),
-    timed("onebit-64", 1.0) + timed("qsgd-4", 2.0),
+    link("1gbit", onebit_64=2.0, qsgd_4=1.0),
+    link("1gbit", onebit_64=1.0, qsgd_4=2.0),
   ),
   "The time of a sample": (
     line(b32=1, b8=0.252, b4=0.127, b2=0.07),
     line(b32=1, b8=1.2, b4=0.1, b2=0.07),
   ),
   "2 bits rarely": (line(b4=0.4, b2=0.3), line(b4=0.9, b2=0.1)),
-  "Float32 on a fast": tuple(
-    timed("f32", 9, **SLOW) + timed("qsgd-4", 3, **SLOW) + timed("f32", step, **FAST)
-    for step in (2.0, 4.0)
-  ),
-  "On a fast link few bits gain 1.4": tuple(
-    timed("f32", 9, **SLOW)
-    + timed("qsgd-4", 3, **SLOW)
-    + timed("f32", 2, **FAST)
-    + timed("qsgd-4", step, **FAST)
-    for step in (1.65, 1.3)
-  ),
-  "The net that communicates": tuple(
+  "Float32 on a fast": [SLOW + link("loopback", f32=step) for step in (2.0, 4.0)],
+  "On a fast link few bits gain 1.4": [
+    SLOW + link("loopback", f32=2, qsgd_4=step) for step in (1.65, 1.3)
+  ],
+  "The net that communicates": [
     timed("f32", 4, 3.0)
     + timed("qsgd-4", first)
-    + timed("f32", 4, 1.0, network="resnet")
-    + timed("qsgd-4", 3.5, network="resnet")
+    + timed("f32", 4, 1.0, **RESNET)
+    + timed("qsgd-4", 3.5, **RESNET)
     for first in (1.0, 3.8)
-  ),
-  "Twice the workers": tuple(
+  ],
+  "Twice the workers": [
     timed("f32", 4.0, 1.0) + timed("f32", step, communication, workers=4, hosts=4)
     for step, communication in ((3.0, 1.5), (1.8, 0.4))
-  ),
-  "The gain rises": tuple(
+  ],
+  "The gain rises": [
     timed("f32", 4.0, megabytes=9.0)
     + timed("qsgd-8", first, megabytes=9.0)
-    + timed("f32", 4.0, network="resnet")
-    + timed("qsgd-8", 3.5, network="resnet")
+    + timed("f32", 4.0, **RESNET)
+    + timed("qsgd-8", 3.5, **RESNET)
     for first in (1.5, 0.5)
-  ),
+  ],
 }

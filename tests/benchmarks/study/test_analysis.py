@@ -12,7 +12,7 @@ from tests.benchmarks.study.records import FULL, SETTING, curve, line, timed, tr
 
 
 def group_of(records):
-  [group] = analysis.grouped(trained("f32", 90.0, 91.0) + list(records)).groups
+  [group] = analysis.grouped(FULL + records).groups
   return group
 
 
@@ -62,7 +62,6 @@ def test_runs_that_are_there_are_known_by_all_of_their_settings(tmp_path):
 
 
 def test_half_a_line_and_old_settings_are_read(tmp_path):
-  """And a run is appended behind them."""
   old = {k: v for k, v in SETTING._asdict().items() if k != "dropout"}
   text, path = json.dumps({"run": old, "points": []}), tmp_path / "a.jsonl"
   path.write_text(f"{text}\n{text[:40]}")
@@ -72,18 +71,15 @@ def test_half_a_line_and_old_settings_are_read(tmp_path):
   assert len(path.read_text().splitlines()) == 3
 
 
-WRONG = {
-  "--emulate 8 --steps-only 5": "--steps-only does not go with --emulate",
-  "--emulate 3 --batch-size 128": "--batch-size must be a multiple",
-  "--emulate 8 --rate 1gbit": "--emulate takes one process",
-  "--codecs qsgd-5": "such as qsgd-4 or qsgd-4:conv, got 'qsgd-5'. Methods: f32",
-  "--codecs redsync-1:conv": "must have no part where the exchange has",
-  "--part 2/2": "must be like 0/2 or 1/2, got '2/2'",
-}
-
-
 def test_launches_that_cannot_run_say_why(capsys, tmp_path):
-  for given, message in WRONG.items():
+  for given, message in {
+    "--emulate 8 --steps-only 5": "--steps-only does not go with --emulate",
+    "--emulate 3 --batch-size 128": "--batch-size must be a multiple",
+    "--emulate 8 --rate 1gbit": "--emulate takes one process",
+    "--codecs qsgd-5": "such as qsgd-4 or qsgd-4:conv, got 'qsgd-5'. Methods: f32",
+    "--codecs redsync-1:conv": "must have no part where the exchange has",
+    "--part 2/2": "must be like 0/2 or 1/2, got '2/2'",
+  }.items():
     with pytest.raises(SystemExit):
       command.main(f"run --output unused {given}".split())
     assert message in capsys.readouterr().err
@@ -96,25 +92,22 @@ def test_launches_that_cannot_run_say_why(capsys, tmp_path):
 
 def jobs(line):
   args = options.parse(["run", *line.split()])
-  return args, [x.setting for x in runner.jobs(args)]
+  index, count = args.share
+  return [x.setting for x in runner.jobs(args)][index::count]
 
 
 def test_a_launch_has_each_run_once():
-  """Its rates and dropout are those of the optimizer and of the network."""
   line = "--emulate 2 4 --networks lenet --codecs f32 qsgd-4 --seeds 3"
-  (_, every), parts = jobs(line), []
-  for part in ("0/2", "1/2"):
-    args, found = jobs(f"{line} --part {part}")
-    index, count = args.share
-    parts += [x for i, x in enumerate(found) if i % count == index]
+  every = jobs(line)
+  parts = jobs(f"{line} --part 0/2") + jobs(f"{line} --part 1/2")
   assert len(every) == 2 * 2 * 3 and sorted(parts) == sorted(every)
   assert [x.codec for x in every[:2]] == ["f32", "qsgd-4"]
   line = "--emulate 2 --networks lenet mlp --dropout 0.2 --optimizer adam --codecs f32"
-  _, (lenet, mlp) = jobs(line)
+  lenet, mlp = jobs(line)
   assert (lenet.dropout, mlp.dropout) == (None, 0.2)
   assert lenet.learning_rate == mlp.learning_rate == 1e-3
   for rule, batches in (("fixed", [128, 128]), ("per-worker", [256, 512])):
-    _, found = jobs(f"--emulate 2 4 --batch {rule} --codecs f32")
+    found = jobs(f"--emulate 2 4 --batch {rule} --codecs f32")
     assert [x.batch for x in found] == batches
     assert [x.steps for x in found] == [1437 // batch for batch in batches]
 

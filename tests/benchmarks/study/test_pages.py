@@ -1,5 +1,6 @@
 """The pages say what the committed records of the study say."""
 
+import functools
 import json
 import re
 from collections import Counter
@@ -22,9 +23,8 @@ from benchmarks.study.figures import claims
 from benchmarks.study.figures.style import slug
 from benchmarks.study.judges.verdicts import APART, Limit, bar
 from benchmarks.study.options import launches
-from benchmarks.study.tasks import TEXTS, Source
 from gradcomp.cost import CANDIDATES
-from tests.benchmarks.study.records import SETTING
+from tests.benchmarks.study.records import SETTING, unread
 from tests.support import pages
 
 RESULTS = pages.ROOT / "benchmarks" / "results"
@@ -44,102 +44,76 @@ FRONT = {
 STEPS = {"aps-5-2": "aps-8 ring", "redsync-1": "redsync-1% all_gather", "qsgd-2": ""}
 
 
-@pytest.fixture(scope="module")
-def study():
-  return study_pages.study()
-
-
-@pytest.fixture(scope="module")
-def judged():
-  return study_pages.judged()
+study, judged = map(functools.cache, (study_pages.study, study_pages.judged))
 
 
 def test_the_launches_make_the_records_and_no_others(monkeypatch):
-  """With the names and sizes of their data, and none of the data."""
-
-  def source(args, network):
-    text = network in TEXTS
-    name, epoch = f"{args.dataset}/{args.pixels}", 60_000
-    name, epoch = (args.text, 172_221) if text else (name, epoch)
-    return Source(name, None, (), (), epoch, None, text)
-
-  monkeypatch.setattr(runner, "_source", source)
+  monkeypatch.setattr(runner, "_source", unread)
   made = [job.setting for launch in launches("papers") for job in runner.jobs(launch)]
   records = study_records.read(study_pages.RECORDS)
   kept = {x.setting for x in records if x.setting.way == "emulated"}
   assert set(made) == kept and len(made) == len(kept)  # no run is in two launches
 
 
-def test_plan_has_the_points_of_the_records(study):
+def test_plan_has_the_points_of_the_records():
   """Plans read trainings that saw data: RedSync with ASQ never trained on images."""
-  found = package_accuracy.accuracies(study)
+  found = package_accuracy.accuracies(study())
   assert found == {x.name: x.points for x in CANDIDATES}
   assert found["1-bit"] < -4 and found["top 0.1 % ASQ"] is None
   kept = (pages.ROOT / "gradcomp/_src/cost/planner/accuracy.json").read_text()
   assert json.loads(kept) == found
 
 
-def test_the_pages_have_each_table(study, judged):
-  """Each behind its heading, on one page, and the line that counts the findings."""
-  every = list(study_pages.tables(study, judged))
-  counted = study_pages.count(judged)
+def test_the_pages_have_each_table():
+  every = list(study_pages.tables(study(), judged()))
+  counted = study_pages.count(judged())
   texts = [page.read_text() for page in study_pages.pages()]
   for text in texts:
     assert study_pages.written(text, every, counted) == text
   lines = [line for text in texts for line in text.splitlines()]
   for line in (*(heading for heading, _ in every), counted):
     assert lines.count(line) == 1, line
-  names = Counter(x.name for x in (*study.groups, *study.cells))
+  names = Counter(x.name for x in (*study().groups, *study().cells))
   assert max(names.values()) == 1  # names are headings, and those of pictures
 
 
 def test_the_site_has_a_table_behind_each_mark():
-  """Each once, and with a number; those of the study among them."""
   tables = page_records.TABLES | study_pages.TABLES
-  made = {name: make() for name, make in tables.items()}
   text = "\n".join(x.read_text() for x in page_records.FOLDER.rglob("*.md"))
   names = [name for name, _ in page_records.MARK.findall(text)]
-  assert sorted(names) == sorted(made)
-  shown = page_records.filled(text, {x: lambda x=x: made[x] for x in made})
-  for name, lines in made.items():
-    assert f"<!-- records: {name} -->\n\n{lines}\n" in shown
-    assert re.search(r"^\| --- .*\n\|.*\d", lines, re.M), name
+  assert sorted(names) == sorted(tables)
+  made = {name: functools.cache(make) for name, make in tables.items()}
+  shown = page_records.filled(text, made)
+  for name, make in made.items():
+    assert f"<!-- records: {name} -->\n\n{make()}\n" in shown
+    assert re.search(r"^\| --- .*\n\|.*\d", make(), re.M), name
 
 
-def test_the_pages_and_pictures_of_claims_are_those_that_the_records_make(judged):
-  """Each claim is on one page, and each with numbers has a picture of them.
-
-  A picture says so by its digest: fonts, and so pixels, differ between machines.
-  """
-  made = study_pages.claims_pages(judged)
+def test_the_pages_and_pictures_of_claims_are_those_that_the_records_make():
+  """A picture says so by its digest: fonts, and so pixels, differ between machines."""
+  made = study_pages.claims_pages(judged())
   assert {x.stem for x in study_pages.PAGES.glob("*.md")} == made.keys()
   for name, text in made.items():
     assert (study_pages.PAGES / f"{name}.md").read_text() == text
   lines = "\n".join(made.values()).splitlines()
   headings = [x.removeprefix("## ") for x in lines if x.startswith("## ")]
-  assert sorted(headings) == sorted(x.claim.removesuffix(".") for x, _ in judged)
-  expected = {slug(x.claim): claims.digest(y.drawn) for x, y in judged if y.drawn}
-  found = {
-    x.stem: Image.open(x).text[claims.SHOWS] for x in study_pages.DRAWN.iterdir()
-  }
-  assert found == expected
+  assert sorted(headings) == sorted(x.claim.removesuffix(".") for x, _ in judged())
+  expected = {slug(x.claim): claims.digest(y.drawn) for x, y in judged() if y.drawn}
+  pictures = {x.stem: Image.open(x) for x in study_pages.DRAWN.iterdir()}
+  assert {name: x.text[claims.SHOWS] for name, x in pictures.items()} == expected
   count = f"[{len(findings.FINDINGS)} findings](docs/results/findings.md"
   assert count in README.read_text()
-  for finding, verdict in judged:
+  for finding, verdict in judged():
     assert len({x.limit.unit for _, x in verdict.drawn}) < 2, finding.claim
 
 
 def test_what_does_not_count_does_not_widen_the_axis():
   """A net that fails does not hide the others: its number stands beside an arrow."""
-  near, *others = (
-    (word, bar("a net", Spread(mean, half, 5), Limit(-0.2, above=True)))
-    for word, mean, half in (
-      ("holds", -0.05, 0.1),
-      ("does not", -78.53, 0.6),
-      (APART, -0.5, 12.0),
-    )
-  )
-  for other, said in zip(others, ("-78.5", "-0.5"), strict=True):
+  limit = Limit(-0.2, above=True)
+  near = "holds", bar("a net", Spread(-0.05, 0.1, 5), limit)
+  refuted, apart = ("does not", -78.53, 0.6, "-78.5"), (APART, -0.5, 12.0, "-0.5")
+  for word, mean, half, said in (refuted, apart):
+    other = word, bar("a net", Spread(mean, half, 5), limit)
     (axes,) = claims.draw((near, other)).axes
     low, high = axes.get_xlim()
     assert -5 < low < -0.2 < 0.05 < high < 1
@@ -147,14 +121,13 @@ def test_what_does_not_count_does_not_widen_the_axis():
 
 
 @pytest.mark.parametrize("label", FRONT)
-def test_the_front_page_has_the_measured_numbers(study, judged, label):
-  """Bytes and times are of the setting of the accuracy, with its dense steps."""
+def test_the_front_page_has_the_measured_numbers(label):
   codec, claim = FRONT[label]
   (row,) = re.findall(rf"^\| {re.escape(label)} \|.*", README.read_text(), re.M)
   *_, points, verdict, sent, times = (x.strip() for x in row.strip("|").split("|"))
-  (found,) = (x for finding, x in judged if finding.claim.startswith(claim))
+  (found,) = (x for finding, x in judged() if finding.claim.startswith(claim))
   assert verdict.startswith(found.verdict)
-  (lenet,) = (x for x in study.groups if x.name == study_pages.HEADLINE)
+  (lenet,) = (x for x in study().groups if x.name == study_pages.HEADLINE)
   assert points == str(lenet.difference(codec))
   start = methods.METHODS[codec].start
   setting = SETTING._replace(codec=codec, momentum=0.9)

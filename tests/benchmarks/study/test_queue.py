@@ -56,7 +56,6 @@ class Training:
 
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
-  """Makes a queue, its folders and the list of what it starts."""
   folders = supervisor.Folders(tmp_path / "records", tmp_path / "work")
   folders.records.mkdir()
   folders.work.mkdir()
@@ -70,40 +69,33 @@ def queue(tmp_path, monkeypatch):
   monkeypatch.setattr(signal, "signal", lambda *given: None)
   monkeypatch.setattr(quiet, "holder", lambda: None)
 
-  def make(*items, cores=(0,), **limits):
-    limits = supervisor.Limits(poll=0.0, ending=0.0, **limits)
-    command = lambda item: [item]
-    return supervisor.Queue(items, folders, command, cores, limits=limits)
+  def make(*items, cores=(0,)):
+    limits = supervisor.Limits(poll=0.0, ending=0.0)
+    return supervisor.Queue(items, folders, lambda x: [x], cores, limits=limits)
 
   return make, folders, started
 
 
 def test_each_training_without_a_record_runs_once_and_in_order(queue):
-  """A timed training needs a quiet machine. The last line of the file was torn.
-
-  One that fails twice is left: its record has what it printed, without folders of the
-  machine. So is one that takes too much or nothing.
-  """
+  """One that fails twice is left, and so is one that takes too much or nothing."""
   make, folders, started = queue
   path = folders.records / "other.jsonl"
   records.append(path, Item("good", 1).setting, {"points": []})
   path.write_text(f"{path.read_text()}{path.read_text()[:40]}")
-  codecs = ("failing", "silent", "good", "slow", "busy", "idle")
+  codecs = "failing silent good slow busy idle".split()
   items = [Item("good", 1), Item("timed", 0, TIMED), *map(Item, codecs), Item("good")]
   assert make(*items).run() == 0
-  twice = {"failing": 2, "silent": 2, "idle": 2}
-  assert [x.codec for x in started] == [
-    x for x in codecs for _ in range(twice.get(x, 1))
-  ]
+  twice = "failing failing silent silent good slow busy idle idle"
+  assert [x.codec for x in started] == twice.split()
   found = {x.setting.codec: x.results for x in records.read(folders.records)}
   assert "left" not in found.pop("good")
+  last, bug = "failed 2 times; last it", "there is a bug in script.py"
   assert {codec: x["left"] for codec, x in found.items()} == {
-    "failing": "failed 2 times; last it ended with 1: there is a bug in script.py",
-    "silent": "failed 2 times; last it ended with 0: there is a bug in script.py",
+    "failing": f"{last} ended with 1: {bug}",
+    "silent": f"{last} ended with 0: {bug}",
     "slow": "slower than 5 times its estimate of 0 CPU s",
     "busy": "no estimate after 2000 CPU s",
-    "idle": "failed 2 times; last it took no CPU time for 1000 s: "
-    "there is a bug in script.py",
+    "idle": f"{last} took no CPU time for 1000 s: {bug}",
   }
   assert all(x.did == ["kill"] for x in started[-4:])
 
@@ -118,20 +110,15 @@ def test_a_queue_whose_trainings_all_fail_ends(queue):
 def test_trainings_stop_for_a_quiet_machine_and_end_with_the_queue(queue, monkeypatch):
   make, _, started = queue
   one = make(*(Item("endless", seed) for seed in range(3)), cores=(0, 1))
-  said = iter([None, "a benchmark", "a benchmark", None])
 
-  def holder():
-    found = next(said, "ended")
-    if found == "ended":
-      one._note(signal.SIGTERM, None)
-      return None
-    return found
+  def holders():
+    yield from (None, "a benchmark", "a benchmark", None)
+    yield one._note(signal.SIGTERM, None)
 
-  monkeypatch.setattr(quiet, "holder", holder)
+  monkeypatch.setattr(quiet, "holder", holders().__next__)
   assert one.run() == 143
-  assert [(x.core, x.did) for x in started] == [
-    (core, ["stop", "go_on", "end", "kill"]) for core in (0, 1)
-  ]
+  did = ["stop", "go_on", "end", "kill"]
+  assert [(x.core, x.did) for x in started] == [(0, did), (1, did)]
 
 
 TRAINING = "import os; print(os.getpid(), os.nice(0), len(os.sched_getaffinity(0)))"
@@ -159,12 +146,10 @@ def until(condition):
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
 def test_a_killed_queue_leaves_no_training(stopped, tmp_path):
-  """Which have the lowest priority, and a core."""
   env = os.environ | {"PYTHONPATH": str(ROOT)}
   pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-  process = subprocess.Popen(
-    [sys.executable, "-c", QUEUE], cwd=tmp_path, env=env, **pipes
-  )
+  command = [sys.executable, "-c", QUEUE]
+  process = subprocess.Popen(command, cwd=tmp_path, env=env, **pipes)
   until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text()[-1:])
   number, *place = map(int, (tmp_path / "log").read_text().split())
   training = psutil.Process(number)

@@ -1,5 +1,7 @@
 """The trainings of the evidence queue: what they are, and that they go on as before."""
 
+from unittest import mock
+
 import jax
 import pytest
 
@@ -8,15 +10,13 @@ from benchmarks.study.queue import items as queue_items
 from benchmarks.study.queue import launches, times, train
 from benchmarks.study.queue.train import Heart, Keeper
 from benchmarks.study.records import Record
-from benchmarks.study.tasks import TEXTS, Source
-from tests.benchmarks.study.records import SETTING
+from tests.benchmarks.study.records import SETTING, unread
 from tests.plugins.slow_cases import slow
 
 DIGITS = SETTING._replace(workers=2, batch=32, steps=6, epoch=1437, points=2)
 
 
 def test_launches_have_each_training_once_and_beside_float32():
-  """Seeds are the outer loop; records of launches that share a setting join."""
   items = queue_items.items()
   assert len({x.digest for x in items}) == len({x.setting for x in items}) == len(items)
   assert {x.launch for x in items} == {x.name for x in launches.LAUNCHES}
@@ -34,13 +34,7 @@ def test_launches_have_each_training_once_and_beside_float32():
 
 def test_timed_launches_are_those_of_the_study(monkeypatch):
   """Each host runs these settings on its link, with the sizes of the data alone."""
-
-  def source(args, network):
-    images = (f"{args.dataset}/{args.pixels}", 60_000)
-    name, epoch = ("brown", 172_221) if network in TEXTS else images
-    return Source(name, None, (), (), epoch, None, network in TEXTS)
-
-  monkeypatch.setattr(runner, "_source", source)
+  monkeypatch.setattr(runner, "_source", unread)
   timed = {x.setting for x in queue_items.items() if x.setting.way == "timed"}
   made = set()
   for _, rate, hosts, line in times.lines(timed):
@@ -49,10 +43,6 @@ def test_timed_launches_are_those_of_the_study(monkeypatch):
     args = options.parse(["run", *line, "--link", rate, "--output", "unused"])
     made |= {x.setting for x in runner.jobs(args)}
   assert made == timed
-
-
-class Killed(Exception):
-  pass
 
 
 @pytest.mark.parametrize(
@@ -69,23 +59,18 @@ def test_a_training_goes_on_with_the_same_bits(changed, tmp_path, monkeypatch):
   trainer, _ = train.trainer_of(setting)
   whole = trainer.train(setting.seed)
   assert len(whole["points"]) == 2
-  done = []
-
-  def stepped():
-    done.append(len(done))
-    if len(done) == 5:
-      raise Killed
+  stepped = mock.Mock(side_effect=[None] * 4 + [InterruptedError] + [None] * 2)
 
   def kept():
     heart = Heart(tmp_path / "heartbeat.json", setting.steps)
     heart.estimate = 1.0
     return heart, Keeper(tmp_path / "saved", heart, trainer.recorded())
 
-  with pytest.raises(Killed):
+  with pytest.raises(InterruptedError):
     trainer.train(setting.seed, stepped, kept()[1])
   heart, keeper = kept()
   assert trainer.train(setting.seed, stepped, keeper) == whole
-  assert len(done) == 5 + 2 and heart.cpu > 0
+  assert stepped.call_count == 5 + 2 and heart.cpu > 0
 
 
 def test_a_training_leaves_a_record_and_nothing_else(tmp_path):
@@ -101,7 +86,6 @@ def test_a_training_leaves_a_record_and_nothing_else(tmp_path):
 
 
 def test_a_training_that_diverges_says_so():
-  """And data of another size is refused."""
   setting = DIGITS._replace(network="mlp", dropout=0.0, learning_rate=1e30)
   trainer, _ = train.trainer_of(setting)
   found = trainer.train(0)

@@ -1,5 +1,1 @@
-"""Programs of users, as type checkers see them: read by mypy and pyright, never run.
-
-A comment ``type: ignore[...]`` stands where both must find a mistake. Where one finds
-none, it says that the comment is unused.
-"""
+"""Programs of users: mypy and pyright must find what each ``type: ignore`` is for."""
