@@ -31,7 +31,7 @@ EXPLICIT = "explicit"
 
 
 class Shared(NamedTuple):
-  """One update of all workers, whose leaves have no axis of workers."""
+  """One update for all workers: its leaves have no axis of workers."""
 
   update: Any
 
