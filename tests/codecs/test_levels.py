@@ -109,6 +109,7 @@ def test_whole_leaves_are_counted(bucket_size):
   # A tensor of which an element is not finite has no scale.
   x[:] = [0] if bucket_size else [np.nan, *[1] * (x.size - 1)]
   assert not np.asarray(jax.jit(codec.measure)(x)).any()
+  assert not np.asarray(codec.measure(np.zeros(0, np.float32))).any()
   short = np.asarray(jax.jit(codec.measure)(np.float32([-2, 1, 0.25, 0])))
   expected = np.bincount([0, 32, 128, 255], minlength=256)  # the last bin is closed
   np.testing.assert_array_equal(short, expected)

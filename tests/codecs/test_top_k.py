@@ -234,6 +234,8 @@ def test_asq_takes_turns_and_sends_all_in_the_end():
     assert state.memory.own[()][0].used == 10
   codec = TopK(density=0.01, quantize="asq")
   assert_same_bits(encode(codec, x)[0], encode(codec, x, 1)[0])
+  alone = [TopK(density=0.01, selection=way) for way in ("sampled", "threshold")]
+  assert_same_bits(*(codec.encode(jnp.asarray(x)).rows for codec in alone))
 
 
 def test_what_is_too_large_for_16_bits_is_sent_in_part():

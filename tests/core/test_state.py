@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.core.state import seed_words
 from tests.support import modes, saved
 from tests.support.assertions import assert_same_bits
 
@@ -93,6 +94,8 @@ def test_keys_are_copied_into_the_state(make):
   step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
   step(params, state, jnp.ones((8, 8)))
   assert not jax.random.key_data(key).is_deleted()
+  words = np.asarray(jax.random.key_data(key))
+  assert_same_bits(seed_words(words), words)
   optimizer.init({"a": jnp.ones(3), "b": jnp.ones(3)})
 
 

@@ -175,7 +175,8 @@ def test_cut_parameters_train_as_whole_ones_do(bits):
   loss_fn = lambda params, batch: loss_of(params, MODEL, batch)
   few = lambda x: Dense() if bits == 32 else QSGD(bits=x, bucket_size=128)
   grads, weights = few(bits), few(2 * bits)
-  fsdp = Fsdp(loss_fn, DESCENT, weights=weights, grads=grads, feedback=True)
+  of = dict(loss_fn=loss_fn, optimizer=DESCENT, feedback=True)
+  fsdp = Fsdp(weights=weights, grads=grads, **of)
   drawn = text.batches(np.arange(1000, dtype=np.uint8) % 31, 2 * N, 8, seed=0)
   batches = jax.tree.map(lambda *x: np.stack(x), next(drawn), next(drawn))
 

@@ -173,9 +173,10 @@ def test_all_that_a_scan_may_take(mode, policy):
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
 
 
-def test_several_models_are_mapped_over_and_scans_without_a_gradient_too():
+@pytest.mark.parametrize("length", [1, 3])
+def test_several_models_are_mapped_over_and_scans_without_a_gradient_too(length):
   """Each model gets the bits that it would alone."""
-  x, layers = whole(4, 2, 8), whole(2, 3, 8, 8, seed=1)
+  x, layers = whole(4, 2, 8), whole(2, length, 8, 8, seed=1)
 
   def of_all(x, layers):
     loss = lambda layers, x: jnp.sum(parallel.scan(LAYER, x, layers, **MEAN)[0])

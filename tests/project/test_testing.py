@@ -118,6 +118,7 @@ BROKEN = {
   "Printing": dict(scales=prints),
   "Communicating": dict(scales=lambda self, x: jax.lax.pmax(SCALES(self, x), "data")),
   "DrawingInPython": dict(rounded=lambda s, x, _: jnp.floor(x + np.random.random())),
+  "OfWords": dict(encode_rows=lambda s, *of: jnp.int32(ENCODE(s, *of))),
   "MoreThanClaimed": dict(row_words=property(lambda self: self.bucket_size)),
   "ZerosNotZeros": dict(
     scales=lambda self, x: jnp.maximum(SCALES(self, x), 1e-3),
@@ -146,6 +147,7 @@ AskingForValues is_pure: with shapes alone ... values are asked for
 Printing is_pure: have no effects ... callbacks and prints
 Communicating is_pure: without collectives ... data
 DrawingInPython is_pure: the same program ... take `key`
+OfWords shapes_and_dtypes_return: uint32[rows, words] ... they are int32
 MoreThanClaimed payload_is_rows_of_words: uint32[3,32] ... 432 bytes in place of 384
 ZerosNotZeros zeros_decode_to_zeros: to zeros ... element [0]
 MixedRows rows_stand_alone: without the others ... `decode_rows`
@@ -215,6 +217,11 @@ DRAWING = [
 @pytest.mark.parametrize("codec", [QSGD(bits=4, rotate=8), *slow(*DRAWING)], ids=str)
 def test_elements_of_codecs_draw_apart(codec):
   laws.elements_draw_apart(codec)
+
+
+def test_zeros_behind_a_leaf_and_in_its_rotation():
+  laws.zeros_behind_change_nothing(QSGD(bits=4), by_row=True)
+  laws.padding_never_leaks(QSGD(bits=4, rotate=8))
 
 
 SMALL = {"h": np.zeros((5, 7), jnp.bfloat16), "w": np.zeros(300, np.float32)}
@@ -292,6 +299,9 @@ def test_what_decays_or_moves_is_not_conserved():
   steps = [laws.gradients_like(SMALL, 2, seed) for seed in range(2)]
   for feedback in ("momentum", gradcomp.ErrorFeedback(residual_decay=0.5)):
     laws.nothing_is_lost(changed(feedback=feedback), steps)
+  laws.nothing_is_lost(changed(feedback="ef21"), steps)
+  matrices = [laws.gradients_like(np.zeros((64, 64)), 2, seed) for seed in range(2)]
+  laws.nothing_is_lost(gradcomp.powersgd(2, axis_name="data", bits=8), matrices)
   stored = gradcomp.ErrorFeedback(residual_dtype="int8")
   empty = lambda u, s: (u, s._replace(residual=optax.tree.zeros_like(s.residual)))
   with pytest.raises(BrokenLaw, match=says("nothing_is_lost", "0 in residuals")):

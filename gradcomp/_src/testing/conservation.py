@@ -28,11 +28,7 @@ STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
 
 @law(look="the residual: x - decode(encode(x))")
 def nothing_is_lost(
-  transformation: Transformation,
-  gradients: Gradients,
-  *,
-  plan: MessagePlan | None = None,
-  axis_name: str = "data",
+  transformation: Transformation, gradients: Gradients, *, axis_name: str = "data"
 ) -> Findings:
   """Updates, residuals and owner residuals add up to the gradients, with feedback.
 
@@ -41,8 +37,7 @@ def nothing_is_lost(
   residuals with fewer bits. Two steps show residuals. A transformation without
   residuals passes; so does one that sends momentum, one with decaying residuals, and a
   chain of several, because its updates are not means. With ``feedback="ef21"`` the
-  mean of the workers' estimates is the shared one and the owner residuals. ``plan`` is
-  read from a trace if it is not given.
+  mean of the workers' estimates is the shared one and the owner residuals.
 
   Example:
     >>> tx = gradcomp.onebit_sgd(axis_name="data")
@@ -54,11 +49,10 @@ def nothing_is_lost(
   keeps = isinstance(state, CompressState) and state.residual is not None
   if not keeps or state.velocity is not None:
     return
-  if plan is None:
-    params = params_of(gradients)
-    ((plan, options),) = tracing.study(transformation, params, workers).made
-    if float(options["feedback"].waits(jnp.float32(1.0))) != 1.0:  # it decays
-      return
+  params = params_of(gradients)
+  ((plan, options),) = tracing.study(transformation, params, workers).made
+  if float(options["feedback"].waits(jnp.float32(1.0))) != 1.0:  # it decays
+    return
   owned = owned_leaves(plan, state.server_residual)
   stored = jax.tree.leaves(state.residual, is_leaf=is_stored)
   for i, (path, *given) in enumerate(zipped(*gradients)):

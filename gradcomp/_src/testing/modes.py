@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradcomp._src.checkpoint.shapes import state_shapes
 from gradcomp._src.core.residual_storage import is_stored
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import CompressState, is_state
@@ -139,13 +138,20 @@ def run(
 def lowered(
   transformation: Transformation, params: Any, *, axis_name: str, workers: int
 ) -> jax.stages.Lowered:
-  """Lowers a step in ``shard_map``, for ``wire_report``."""
-  # Unchecked, because arrays of an optimizer's ``init`` are typed as varying.
-  where: Any = {"workers": workers, "axis_name": axis_name}
-  step = started("shard_map_unchecked", transformation, **where).step
+  """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``."""
+
+  def local(gradient: Any) -> Any:
+    gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
+    update, state = transformation.update(gradient, transformation.init(gradient))
+    # XLA drops what nobody reads, and collectives of the next state with it.
+    return update, jax.tree.map(lambda leaf: leaf[None], state)
+
   of_all = lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype)
-  state = state_shapes(transformation, params, **where)
-  return step.lower(jax.tree.map(of_all, params), state, params)
+  devices, spec = mesh(workers, axis_name=axis_name), P(axis_name)
+  # Unchecked, because arrays of an optimizer's ``init`` are typed as varying.
+  specs: Any = {"in_specs": spec, "out_specs": (P(), spec), "check_vma": False}
+  step = jax.shard_map(local, mesh=devices, **specs)
+  return jax.jit(step).lower(jax.tree.map(of_all, params))
 
 
 @functools.lru_cache(maxsize=8)
