@@ -28,6 +28,7 @@ SHAPE = (LARGE // 256, 256)  # whole tiles of every codec here
 
 CASES = [
   (QSGD(bits=4), "all_gather", ErrorFeedback()),
+  (QSGD(bits=4, share_scale=True), "all_gather", ErrorFeedback()),
   (FloatCast(), "two_shot", ErrorFeedback()),
   (OneBit(), "two_shot", MomentumFeedback(residual_dtype="bfloat16")),
   *slow(

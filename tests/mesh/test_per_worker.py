@@ -71,7 +71,7 @@ SEVERAL = {
   "clip": optax.clip(1.0),
   "centralize": optax.centralize(),
   "adam": optax.scale_by_adam(),
-  "lion": optax.scale_by_lion(),
+  "clip_by_block_rms": optax.clip_by_block_rms(1.0),
   "zero_nans": optax.zero_nans(),
   "MultiSteps": optax.MultiSteps(optax.identity(), 2).gradient_transformation(),
   "flatten": optax.flatten(optax.scale(1.0)),
