@@ -27,16 +27,16 @@ def touched(since: str) -> list[str]:
 
 
 def last_landing() -> str:
-  """The commit before the last change of ``.ci/turn``, which each landing raises."""
-  return run.git("log", "-1", "--format=%H^", ".ci/turn").strip()
+  """The commit in which the landing before this one raised ``.ci/turn``."""
+  return run.git("log", "-2", "--format=%H", ".ci/turn").split()[-1]
 
 
 def tests_of(name: str) -> str:
-  """The test file with the name of a module, or the folder of its room; "" for none."""
+  """The test file of a module, or the folder or the file of its room; "" for none."""
   path = Path(name)
   parts = [part for part in path.parts if part not in ("gradcomp", "_src")]
   room, file = Path("tests", *parts[:-1][:1]), f"test_{path.name}"
-  for found in (room / file, room):
+  for found in (room / file, room, Path("tests", "project", f"test_{room.name}.py")):
     if (run.ROOT / found).exists() and found != Path("tests"):
       return str(found)
   return ""
