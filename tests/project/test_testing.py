@@ -294,8 +294,8 @@ def test_residuals_of_few_bits_hold(stored):
   check_tx(tx, SMALL, workers=2, places=["explicit"])
 
 
-def test_what_decays_or_moves_is_not_conserved():
-  """And nobody promised it; what is lost of few bits is more than they round."""
+def test_what_moves_is_conserved_and_what_decays_is_not():
+  """What is lost of few bits is more than they round."""
   steps = [laws.gradients_like(SMALL, 2, seed) for seed in range(2)]
   for feedback in ("momentum", gradcomp.ErrorFeedback(residual_decay=0.5)):
     laws.nothing_is_lost(changed(feedback=feedback), steps)

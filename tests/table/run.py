@@ -137,6 +137,7 @@ class Run(NamedTuple):
     again: output and state of the second step once more, from a pickled state.
     program: what ``wire_report`` reads; None where no device sends anything.
     plan: of its messages.
+    feedback: as the transformation has it.
   """
 
   row: Row
@@ -149,6 +150,7 @@ class Run(NamedTuple):
   again: tuple[Any, Any]
   program: jax.stages.Lowered | jax.stages.Compiled | None
   plan: MessagePlan
+  feedback: Any
 
 
 def sizes(codec: Codec) -> tuple[int, int]:
@@ -254,10 +256,11 @@ def run(row: Row) -> Run:
     outputs.append(output)
     states.append(state)
   again = call(given[1], pickle.loads(pickle.dumps(states[1])))
-  ((plan, _),) = tracing.study(tx, params, row.sizes).made
+  ((plan, options),) = tracing.study(tx, params, row.sizes).made
   stacked = [place.stacked(x) for x in states]
   program = None
   if place.where is not None:
     # Where XLA splits a program over an axis, it is the compiled one that is split.
     program = compiled if row.place == "beside" else lowered
-  return Run(row, tx, params, given, outputs, states, stacked, again, program, plan)
+  ran = given, outputs, states, stacked, again, program
+  return Run(row, tx, params, *ran, plan, options["feedback"])

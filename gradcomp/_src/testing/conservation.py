@@ -1,5 +1,6 @@
 """The law of conservation: updates and residuals add up to the gradients."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,58 +33,78 @@ def nothing_is_lost(
 ) -> Findings:
   """Updates, residuals and owner residuals add up to the gradients, with feedback.
 
-  N times the updates, the residuals of all workers, and N times the residuals of the
-  owners, are together the sum of all gradients, to float32's rounding, or that of
-  residuals with fewer bits. Two steps show residuals. A transformation without
-  residuals passes; so does one that sends momentum, one with decaying residuals, and a
-  chain of several, because its updates are not means. With ``feedback="ef21"`` the
-  mean of the workers' estimates is the shared one and the owner residuals.
+  In each step the updates and residuals of all workers, and N times the residuals of
+  the owners, are together the sum of all gradients and of what waited before, to
+  float32's rounding, or that of residuals with fewer bits. Momentum, ``m u + g``, takes
+  the place of a gradient where it is sent. With ``feedback="ef21"`` the mean of the
+  workers' estimates is the update and the owner residuals. Two steps show residuals. A
+  transformation without residuals passes; so does one with decaying residuals, and a
+  chain of several, because its updates are not means.
 
   Example:
     >>> tx = gradcomp.onebit_sgd(axis_name="data")
     >>> steps = [{"w": jax.random.normal(jax.random.key(i), (2, 600))} for i in (0, 1)]
     >>> gradcomp.testing.laws.nothing_is_lost(tx, steps)
   """
-  workers = workers_of(gradients)
-  outputs, state = modes.run("vmap", transformation, gradients, axis_name=axis_name)
-  keeps = isinstance(state, CompressState) and state.residual is not None
-  if not keeps or state.velocity is not None:
+  params, workers = params_of(gradients), workers_of(gradients)
+  place = modes.started("vmap", transformation, workers, axis_name=axis_name)
+  state = place.init(params)
+  if not isinstance(state, CompressState) or state.residual is None:
     return
-  params = params_of(gradients)
   ((plan, options),) = tracing.study(transformation, params, workers).made
-  if float(options["feedback"].waits(jnp.float32(1.0))) != 1.0:  # it decays
+  feedback = options["feedback"]
+  if float(feedback.waits(jnp.float32(1.0))) != 1.0:  # it decays
     return
-  owned = owned_leaves(plan, state.server_residual)
-  stored = jax.tree.leaves(state.residual, is_leaf=is_stored)
-  for i, (path, *given) in enumerate(zipped(*gradients)):
-    means = [np.asarray(jax.tree.leaves(x)[i], np.float64)[0] for x in outputs]
-    sent = workers * np.sum(means, axis=0)
-    rest = np.asarray(read_residual(stored[i]), np.float64)
-    waiting = rest.sum(axis=0).reshape(sent.shape)
-    own = workers * np.asarray(owned[i], np.float64)
-    total = sent + waiting + own
-    expected = np.sum([np.asarray(x, np.float64).sum(axis=0) for x in given], axis=0)
-    if state.estimate is not None:  # the last update, while residuals are negative
-      sent, expected = workers * means[-1], np.zeros_like(expected)
-      total = sent + waiting + own
-    if total.shape != expected.shape:
-      found = f"has the shape {total.shape}, not {expected.shape}"
-      yield "the transformation", f"keep the shape of {path}", found
-    # Every number that is rounded, at most 4 N + 8 of them an element, is below this;
-    # one l2 norm a tensor makes residuals much larger than gradients.
-    largest = max(np.abs(x).max(initial=0) for x in (*given, rest, own))
-    unit = float(jnp.finfo(jnp.float32).eps)
-    storing = len(gradients) * workers * STORING[kind(stored[i])]
-    bound = ((4 * workers + 8) * unit + storing) * max(5.0, float(largest))
-    wrong = np.argwhere(~(np.abs(total - expected) <= bound))
+  for number, gradient in enumerate(gradients):
+    output, after = place.update(gradient, state, params)
+    for path, found in lost_in_step(plan, feedback, gradient, output, state, after):
+      expected = f"keep what it does not send: in step {number} what is sent and what"
+      expected += f" waits of {path} are the sum of all gradients, and what waited"
+      yield "the transformation", expected, found
+    state = after
+
+
+def lost_in_step(
+  plan: MessagePlan,
+  feedback: Any,
+  gradients: Any,
+  updates: Any,
+  before: CompressState,
+  after: CompressState,
+) -> Iterator[tuple[str, str]]:
+  """Yields leaf and words for each element that a step loses; leaves ``[N, ...]``."""
+  was, owns = (owned_leaves(plan, x.server_residual) for x in (before, after))
+  old, new = (jax.tree.leaves(x.residual, is_leaf=is_stored) for x in (before, after))
+  velocity = jax.tree.leaves(before.velocity)
+  for i, (path, *both) in enumerate(zipped(gradients, updates)):
+    given, sent = (np.asarray(x, np.float64) for x in both)
+    if sent.shape != given.shape:
+      yield path, f"it has the shape {sent.shape[1:]}, not {given.shape[1:]}"
+      continue
+    residuals = (np.asarray(read_residual(x[i]), np.float64) for x in (old, new))
+    waited, waits = (x.reshape(given.shape) for x in residuals)
+    if velocity:
+      last = np.asarray(velocity[i], np.float32).reshape(given.shape)
+      momentum = np.float64(np.float32(feedback.decay) * last) + given
+      given = given + feedback.decay * momentum if feedback.nesterov else momentum
+    workers = len(given)
+    sums = sent.sum(axis=0), waits.sum(axis=0), workers * np.float64(owns[i])
+    expected = (given + waited).sum(axis=0) + workers * np.float64(was[i])
+    if after.estimate is not None:  # residuals are negative estimates
+      expected = np.zeros_like(expected)
+    total = sum(sums)
+    # Each of at most 4 N + 8 numbers that are rounded is below the largest; one l2 norm
+    # a tensor makes residuals much larger than gradients.
+    parts = (given, sent, waited, waits, was[i], owns[i])
+    largest = max(np.abs(x).max(initial=0) for x in parts)
+    unit = (4 * workers + 8) * 2.0**-23 + 2 * workers * STORING[kind(new[i])]
+    wrong = np.argwhere(~(np.abs(total - expected) <= unit * max(1.0, largest)))
     for at in map(tuple, wrong.tolist()):
+      kept = "{:.4g} sent, {:.4g} in residuals, {:.4g} with its owner"
+      words = kept.format(*(x[at] for x in sums))
       yield (
-        "the transformation",
-        f"keep what it does not send: after {len(gradients)} steps, what is sent and "
-        "what waits are the sum of all gradients",
-        f"of {path} element {list(at)} is {total[at]:.7g} and not {expected[at]:.7g}, "
-        f"{sent[at]:.4g} sent, {waiting[at]:.4g} in residuals, {own[at]:.4g} with its "
-        "owner",
+        path,
+        f"element {list(at)} is {total[at]:.7g}, not {expected[at]:.7g}, {words}",
       )
 
 
