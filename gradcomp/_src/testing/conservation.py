@@ -88,11 +88,11 @@ def lost_in_step(
       momentum = np.float64(np.float32(feedback.decay) * last) + given
       given = given + feedback.decay * momentum if feedback.nesterov else momentum
     workers = len(given)
-    sums = sent.sum(axis=0), waits.sum(axis=0), workers * np.float64(owns[i])
-    expected = (given + waited).sum(axis=0) + workers * np.float64(was[i])
+    sums = np.stack([sent.sum(axis=0), waits.sum(axis=0), workers * owns[i]])
+    expected = np.asarray((given + waited).sum(axis=0) + workers * was[i])
     if after.estimate is not None:  # residuals are negative estimates
       expected = np.zeros_like(expected)
-    total = sum(sums)
+    total = np.asarray(sums.sum(axis=0))
     # Each of at most 4 N + 8 numbers that are rounded is below the largest; one l2 norm
     # a tensor makes residuals much larger than gradients.
     parts = (given, sent, waited, waits, was[i], owns[i])
@@ -118,5 +118,5 @@ def owned_leaves(plan: MessagePlan, owned: Any) -> list[np.ndarray]:
         # Else owner residuals are of low-rank factors.
         if plan.codecs[i].rounds(plan.leaves[i].shape)[0].of_leaf:
           leaf = from_tiles(rows[slot.start : slot.stop], like, matrix.codec)
-          leaves[i] = np.asarray(leaf)
+          leaves[i] = np.asarray(leaf, np.float64)
   return leaves
