@@ -97,7 +97,7 @@ def test_zero_goes_on_as_one_that_never_changed():
     return optax.apply_updates(params, update), state
 
   init = jax.vmap(tx.init, in_axes=None, axis_size=4, axis_name="data")
-  state = cases.unstacked(tx, jax.jit(init)(params), 4)
+  state = cases.unstacked(jax.jit(init)(params))
   params, state = stepped(params, state, 4)
   expected, _ = stepped(params, state, 4)
   got, _ = stepped(params, cases.reshard(state, tx, 4, 3, params), 3)
@@ -287,13 +287,13 @@ def learned(feedback, counts, seed, keep="mean"):
   for workers in counts:
     state = cases.reshard(state, tx, old, workers, LEARNED, keep=keep)
     old = workers
-    given = cases.stacked(tx, state, workers)
+    given = modes.of_each(state, workers)
     copies = jax.tree.map(lambda x, n=workers: np.stack([x] * n), params)
     for _ in range(60):
       picked = draw.integers(0, len(X), (workers, 48 // workers))
       copies, given = step(copies, given, X[picked], Y[picked])
     params = jax.tree.map(lambda x: np.asarray(x)[0], copies)
-    state = cases.unstacked(tx, given, workers)
+    state = cases.unstacked(given)
   return float(entropy(params, X, Y))
 
 

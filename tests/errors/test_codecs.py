@@ -1,6 +1,5 @@
 """What codecs refuse: hyperparameters, and arrays that are no floats."""
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import gradcomp
 from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, Natural, Ternary
 from tests.errors import table
+from tests.support import factories
 
 ROWS = """
 f(bits=v, levels="uniform") for f in QSGD, qsgd for v in 9, 4.0, None -> 1 to 8 or 16
@@ -72,8 +72,7 @@ QSGD().encode(jnp.ones(3), key=v) for v in jax.random.key(0, impl="rbg"),
 f().encode(jnp.ones((3, 3), v), key=KEY) for f in *CODECS for v in "int32", "bool",
   "complex64" -> TypeError: `x` ... real float ... {v!s}
 """
-PUBLIC = vars(gradcomp.codecs).values()
-CODECS = [x for x in PUBLIC if hasattr(x, "bind") and dataclasses.is_dataclass(x)]
+CODECS = factories.codecs()
 CODECS.remove(gradcomp.codecs.Policy)
 DRAWING = [
   *(QSGD(), QSGD(levels="nonuniform"), Ternary(), Natural()),

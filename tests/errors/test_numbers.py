@@ -3,7 +3,6 @@
 At once, as a ValueError or a TypeError; whatever is taken also works.
 """
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -24,7 +23,7 @@ from gradcomp.cost import Cluster, CodecSpeed, Link
 from gradcomp.exchange import Hierarchical
 from gradcomp.optimizers import DoublingGaps, Stable, adam
 from gradcomp.parallel import zero
-from tests.support import modes
+from tests.support import factories, modes
 from tests.support.assertions import says
 from tests.support.cases.recipe import NEEDED, RECIPES
 from tests.support.option_fields import with_options
@@ -103,13 +102,11 @@ def numbers(described, *left_out):
   return [x for x in names if one(hints[x]) and x not in ("key", *left_out)]
 
 
-PUBLIC = vars(codecs).values()
-CODECS = [x for x in PUBLIC if hasattr(x, "bind") and dataclasses.is_dataclass(x)]
 SECONDS = (cost.all_gather_seconds, cost.all_to_all_seconds, cost.all_reduce_seconds)
 SECONDS += (cost.reduce_scatter_seconds, cost.ppermute_seconds)
 DOORS = [
   *((stepping(f, **NEEDED.get(x, {})), numbers(f)) for x, f in RECIPES.items()),
-  *((coding(x), numbers(x)) for x in CODECS),
+  *((coding(x), numbers(x)) for x in factories.codecs()),
   (stepping(gradcomp.qsgd, levels="nonuniform"), ["refit_every"]),
   (stepping(gradcomp.redsync, selection="sampled"), ["search_every"]),
   (stepping(gradcomp.qsgd), ["min_leaf_size", "message_bytes"]),

@@ -19,7 +19,7 @@ WORKERS, EVERY, STEPS = 4, 5, 40
 
 
 def test_it_is_reduce_mean():
-  """Of each dtype, as narrow sums are rounded once."""
+  """Both round narrow sums once, in each dtype."""
   normal = np.random.default_rng(0).standard_normal((WORKERS, 64, 64))
   tree = {"w": normal.astype(np.float32), "b": (jnp.asarray(normal[:, 0], "bfloat16"),)}
   program = drjax.program(placements={"diloco": WORKERS})

@@ -40,7 +40,7 @@ def data_parallel(inner, params, given, of_updates=False):
 
 @pytest.mark.parametrize("mode, inner", [("vmap", ADAM), ("shard_map", optax.sgd(0.5))])
 def test_with_one_step_a_round_it_is_data_parallel_training(mode, inner):
-  """Of the mean of updates: both add in one order, or sums are exact in any."""
+  """Both add updates in one order, or sums are exact in any."""
   params, given = tree(0, LEAVES), dyadic(3)
   got, _ = last(mode, local(inner, PLAIN, Dense(), every=1), params, given)
   expected, _ = data_parallel(inner, params, given, of_updates=True)

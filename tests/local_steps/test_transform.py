@@ -26,7 +26,7 @@ DENSE = optax.chain(gradcomp.dense(axis_name="data"), optax.sgd(0.1))
 
 
 def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
-  """As explain says; an inspection measures the difference in the step that sends."""
+  """It sends what explain says, and an inspection measures what that step changes."""
   tx = local(optax.sgd(0.5), NESTEROV, QSGD(bits=4))
   params, state, mesh = placed(tx, tree(0, {"w": (64, 512)}))
   given = dict(mesh=mesh, options=gradcomp.TrainOptions(report=True), donate=False)
@@ -90,7 +90,7 @@ def test_another_number_of_workers_goes_on_behind_an_exchange():
   tx = local(ADAM, NESTEROV, TopK(density=0.1))
   params = tree(0, {"w": (20, 50)})
   _, state = last("shard_map", tx, params, gradients(3, {"w": (20, 50)}))
-  state = unstacked(tx, state, N)
+  state = unstacked(state)
   how = dict(axis_name="data", old_workers=N, workers=6)
   moved = gradcomp.reshard_state(tx, params, state, **how)
   old, new = (x.own.inner_state[0].mu["w"] for x in (state, moved))

@@ -166,7 +166,7 @@ def test_members_train_as_if_alone(name, kind):
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, *slow(AxisType.Auto)])
 def test_losses_are_differentiated_in_plain_jit(kind):
-  """Of what value_and_grad returns, JAX knows the derivative."""
+  """JAX knows the derivative of what value_and_grad returns."""
   params, x = problem("float32")
   member = jax.tree.map(lambda leaf: leaf[0], params)
   grad_fn = gradcomp.value_and_grad(loss_fn, **OVER)

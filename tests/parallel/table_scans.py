@@ -149,7 +149,7 @@ def rows(text):
 
 
 class Result(NamedTuple):
-  """What a scan has; of all workers ``[N, ...]``."""
+  """A scan returns these, of all workers ``[N, ...]``."""
 
   values: Any  # the last carry, and the outputs of all layers
   x: Any  # the gradient of the first carry

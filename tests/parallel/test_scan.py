@@ -280,7 +280,7 @@ def scanned(inner, x, shards):
 
 
 def test_a_worker_keeps_the_share_of_a_chip():
-  """Of all layers but the last, of which the backward pass has all words."""
+  """The last layer needs none: the backward pass has all of its words."""
 
   def saved(inner):
     pull = lambda x, w: jax.tree.leaves(jax.vjp(lambda w: scanned(inner, x, w), w)[1])

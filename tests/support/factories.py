@@ -1,5 +1,6 @@
-"""All public names, and the functions among them that make a transformation."""
+"""All public names, with the codecs and the functions that make a transformation."""
 
+import dataclasses
 import inspect
 
 import optax
@@ -12,6 +13,12 @@ def names():
   spaces = [gradcomp, *(getattr(gradcomp, name) for name in gradcomp.__all__)]
   spaces = [space for space in spaces if hasattr(space, "__all__")]
   return {name: getattr(space, name) for space in spaces for name in space.__all__}
+
+
+def codecs():
+  """The public types of codecs, a policy among them."""
+  public = vars(gradcomp.codecs).values()
+  return [x for x in public if hasattr(x, "bind") and dataclasses.is_dataclass(x)]
 
 
 def found():

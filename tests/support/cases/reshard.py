@@ -180,12 +180,9 @@ def waiting(state, workers, weight=None):
   return kept
 
 
-def stacked(_, state, workers):
-  """The state as ``jax.vmap`` has it: ``[N, ...]``."""
-  return modes.of_each(state, workers)
+def unstacked(state):
+  """Undoes ``modes.of_each``: the global arrays of a state."""
 
-
-def unstacked(tx, state, workers):
   def join(x, spec):
     x = np.asarray(x)
     return x[0] if spec == P() else x.reshape(-1, *x.shape[2:])
@@ -198,7 +195,7 @@ def step(tx, state, gradients, params=None):
   workers = jax.tree.leaves(gradients)[0].shape[0]
   update = jax.vmap(lambda g, state: tx.update(g, state, params), axis_name="data")
   output, state = jax.jit(update)(gradients, modes.of_each(state, workers))
-  return jax.tree.map(lambda x: np.asarray(x)[0], output), unstacked(tx, state, workers)
+  return jax.tree.map(lambda x: np.asarray(x)[0], output), unstacked(state)
 
 
 def gradients(workers, seed):
