@@ -1,9 +1,11 @@
-"""Checks of hyperparameters that several constructors share."""
+"""Checks of hyperparameters, and fields of dataclasses that know theirs."""
 
+import dataclasses
 import math
 import operator
 import sys
-from typing import Any, TypeVar, get_args
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -95,14 +97,7 @@ def _check_static(name: str, rule: str, value: Any) -> None:
 
 def one_of(name: str, choices: Any, value: Any) -> None:
   """Raises ValueError unless the value is in a ``Literal``."""
-  if value not in get_args(choices):
-    raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")
-
-
-def optional_one_of(name: str, choices: Any, value: Any) -> None:
-  """Raises ValueError unless the value is None or in a ``Literal``."""
-  if value not in (names := get_args(choices)) and value is not None:
-    raise ValueError(f"`{name}` must be None or one of {names}, got {value!r}.")
+  choice(choices).check(name, value)
 
 
 def float_dtype(name: str, value: Any) -> np.dtype:
@@ -118,24 +113,6 @@ def flag(name: str, value: Any) -> None:
   """Raises ValueError unless the value is a bool."""
   if not isinstance(value, bool):
     raise ValueError(f"`{name}` must be a bool, got {value!r}.")
-
-
-def bucket(name: str, value: Any) -> int:
-  """Returns the elements of a bucket, a multiple of 32; ValueError otherwise."""
-  return _multiple_of_32(name, "a positive multiple of 32", value)
-
-
-def optional_bucket(name: str, value: Any) -> int | None:
-  """Returns a bucket's elements, or None for a scale a tensor; ValueError otherwise."""
-  rule = "a positive multiple of 32, or None for one scale a tensor"
-  return None if value is None else _multiple_of_32(name, rule, value)
-
-
-def _multiple_of_32(name: str, rule: str, value: Any) -> int:
-  size = static_integer(name, rule, value, least=1)
-  if size % 32:  # planes stay whole vectors
-    raise ValueError(f"`{name}` must be {rule}, got {size}.")
-  return size
 
 
 def optional_size(name: str, unit: str, value: Any) -> int | None:
@@ -159,3 +136,96 @@ def one_tree(around: str, params: Any) -> None:
       "`params` must be a tree like the gradients, got optax.LookaheadParams; put "
       f"optax.lookahead around {around}: optax.lookahead({around}(...), ...)."
     )
+
+
+class Rule(NamedTuple):
+  """What a field may be."""
+
+  check: Callable[[str, Any], Any]  # (name, value) -> the value as it is kept
+  words: str = ""  # in errors and on pages
+  outside: tuple[Any, ...] = ()  # values that just break it
+
+
+class Checked:
+  """A base of frozen dataclasses, which checks their declared fields."""
+
+  def __post_init__(self) -> None:
+    for name, rule in rules(type(self)).items():
+      object.__setattr__(self, name, rule.check(name, getattr(self, name)))
+
+
+def field(default: Any, rule: Rule) -> Any:
+  """Declares a field of a dataclass; ``...`` stands for no default."""
+  given = {} if default is ... else {"default": default}
+  return dataclasses.field(**given, metadata={"rule": rule})
+
+
+def rules(kind: Any) -> dict[str, Rule]:
+  """Returns the rules of a dataclass, by the names of its fields."""
+  found = dataclasses.fields(kind)
+  return {x.name: x.metadata["rule"] for x in found if "rule" in x.metadata}
+
+
+def optional(rule: Rule) -> Rule:
+  """Returns the rule of a field that may be None, too."""
+  check = lambda name, value: None if value is None else rule.check(name, value)
+  return rule._replace(check=check)
+
+
+def integer(
+  words: str,
+  least: int | None = None,
+  most: int | None = None,
+  such: Callable[[int], Any] = lambda number: True,
+) -> Rule:
+  """Returns the rule of Python integers in a range, ``such`` that more holds."""
+
+  def check(name: str, value: Any) -> int:
+    found = static_integer(name, words, value, least=least, most=most)
+    if not such(found):
+      raise ValueError(f"`{name}` must be {words}, got {found}.")
+    return found
+
+  ends = (least, -1), (most, 1)
+  return Rule(check, words, tuple(end + by for end, by in ends if end is not None))
+
+
+def power_of_two(least: int, most: int) -> Rule:
+  """Returns the rule of powers of two in a range."""
+  words = f"a power of two from {least} to {most}"
+  return integer(words, least, most, lambda found: not found & (found - 1))
+
+
+def number(words: str, least: float = 0.0, most: float = _MOST) -> Rule:
+  """Returns the rule of positive Python floats in a range."""
+  check = lambda name, x: static_number(name, words, x, least=least, most=most)
+  return Rule(check, words, (0, least / 2, *[2 * most] * (most < _MOST)))
+
+
+def choice(choices: Any, *, none: bool = False) -> Rule:
+  """Returns the rule of the values in a ``Literal``, and of None if asked for."""
+
+  def check(name: str, value: Any) -> Any:
+    if value not in (names := get_args(choices)) and not (none and value is None):
+      or_none = "None or " if none else ""
+      raise ValueError(f"`{name}` must be {or_none}one of {names}, got {value!r}.")
+    return value
+
+  return Rule(check, outside=("", "none of these", 0.5))
+
+
+def _flag(name: str, value: Any) -> Any:
+  flag(name, value)
+  return value
+
+
+FLAG = Rule(_flag, outside=(0, 1, None, "True"))
+FLOAT_DTYPE = Rule(float_dtype, outside=(np.float64, np.int32, None))
+STEPS = Rule(step_count, outside=(0, 2**31))
+ABOVE_0 = Rule(share_above_0, "above 0 and at most 1", (0, 1.5))
+BELOW_1 = Rule(share_below_1, "at least 0 and below 1", (-0.1, 1))
+_bucket = lambda words: integer(words, 1, None, lambda found: not found % 32)
+BUCKET = _bucket("a positive multiple of 32")  # planes stay whole vectors
+TENSOR_BUCKET = optional(
+  _bucket("a positive multiple of 32, or None for one scale a tensor")
+)

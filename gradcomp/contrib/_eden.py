@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import VARGAFTIK_2021, VARGAFTIK_2022, Citation
-from gradcomp._src.checks import one_of, static_integer
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.tiles import in_order
@@ -30,7 +30,6 @@ from gradcomp._src.kernels.materialize import LARGE
 
 Scale = Literal["unbiased", "least squares"]
 
-_BLOCK_RULE = "a power of two from 32 to 65536"
 # Squared errors of the levels for normal numbers, by bits.
 _LOST = (0.3634, 0.1175, 0.0345, 0.0095, 0.0025, 0.00064, 0.00016, 0.00004)
 _ROUNDS = 13  # of the cipher, as in dithers
@@ -122,10 +121,10 @@ class Eden(Codec):
     <https://arxiv.org/abs/2105.08339>`_, 2021
   """
 
-  bits: int = 4
-  block_size: int = 4096
-  scale: Scale = "unbiased"
-  rotations: int = 1
+  bits: int = checks.field(4, checks.integer("1 to 8", 1, 8))
+  block_size: int = checks.field(4096, checks.power_of_two(32, 65536))
+  scale: Scale = checks.field("unbiased", checks.choice(Scale))
+  rotations: int = checks.field(1, checks.integer("1 or 2", 1, 2))
 
   needs_key: ClassVar[bool] = True
   citations: ClassVar[tuple[Citation, ...]] = (
@@ -136,17 +135,6 @@ class Eden(Codec):
     ),
     Citation(VARGAFTIK_2021, "It is the codec with 1 bit, by blocks."),
   )
-
-  def __post_init__(self) -> None:
-    bits = static_integer("bits", "1 to 8", self.bits, least=1, most=8)
-    object.__setattr__(self, "bits", bits)
-    size = static_integer("block_size", _BLOCK_RULE, self.block_size)
-    if size & (size - 1) or not 32 <= size <= 65536:
-      raise ValueError(f"`block_size` must be {_BLOCK_RULE}, got {size}.")
-    object.__setattr__(self, "block_size", size)
-    one_of("scale", Scale, self.scale)
-    turns = static_integer("rotations", "1 or 2", self.rotations, least=1, most=2)
-    object.__setattr__(self, "rotations", turns)
 
   @property
   def unbiased(self) -> bool:

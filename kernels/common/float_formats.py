@@ -3,15 +3,19 @@
 import dataclasses
 from typing import Literal
 
-from gradcomp._src.checks import flag, one_of, static_integer
+from gradcomp._src import checks
 
 Specials = Literal["ieee", "nan", "negative_zero", "none"]
 
 _FLOAT32_BIAS = 127
 
+EXPONENT_BITS = checks.integer("from 1 to 8", 1, 8)
+MANTISSA_BITS = checks.integer("from 0 to 23", 0, 23)
+_BIAS = checks.optional(checks.integer("an integer or None"))
+
 
 @dataclasses.dataclass(frozen=True)
-class FloatFormat:
+class FloatFormat(checks.Checked):
   r"""A binary floating-point format with numbers that are ``float32`` numbers.
 
   A code is a sign, ``exponent_bits`` and ``mantissa_bits``, from the highest bit down.
@@ -58,25 +62,15 @@ class FloatFormat:
     <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1
   """
 
-  exponent_bits: int
-  mantissa_bits: int
+  exponent_bits: int = checks.field(..., EXPONENT_BITS)
+  mantissa_bits: int = checks.field(..., MANTISSA_BITS)
   _: dataclasses.KW_ONLY
-  specials: Specials = "ieee"
-  subnormals: bool = True
-  bias: int | None = None
+  specials: Specials = checks.field("ieee", checks.choice(Specials))
+  subnormals: bool = checks.field(True, checks.FLAG)
+  bias: int | None = checks.field(None, _BIAS)
 
   def __post_init__(self) -> None:
-    for name, low, high in (("exponent_bits", 1, 8), ("mantissa_bits", 0, 23)):
-      rule = f"from {low} to {high}"
-      value = static_integer(name, rule, getattr(self, name))
-      if not low <= value <= high:
-        raise ValueError(f"`{name}` must be {rule}, got {value}.")
-      object.__setattr__(self, name, value)
-    one_of("specials", Specials, self.specials)
-    flag("subnormals", self.subnormals)
-    if self.bias is not None:
-      value = static_integer("bias", "an integer or None", self.bias)
-      object.__setattr__(self, "bias", value)
+    super().__post_init__()
     bias = self.exponent_bias
     low, high = 1 - bias - self.mantissa_bits, self._top_field - bias
     if high > 127 or (low < -126 and bias != _FLOAT32_BIAS):

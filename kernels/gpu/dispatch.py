@@ -16,12 +16,13 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-from gradcomp._src.checks import see
+from gradcomp._src import checks
 from gradcomp._src.kernels.gpu import self_check, tiles
 
 Implementation = Literal["xla", "pallas", "pallas_interpret"]
+RULE = checks.choice(Implementation, none=True)
 
-_SEE = see("runs-the-reference-instead")
+_SEE = checks.see("runs-the-reference-instead")
 
 # Whatever the filters of warnings say, each text once in a process.
 _warn_once = functools.cache(warnings.warn)

@@ -1,7 +1,8 @@
-"""Every flag is a bool, and every named choice has one of its names, found by types."""
+"""Flags, named choices and fields with a rule refuse all else, found by types."""
 
 import functools
 import inspect
+import re
 import types
 import typing
 from dataclasses import is_dataclass
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 from gradcomp import codecs
+from gradcomp._src import checks
 from tests.support import factories
 from tests.support.assertions import says
 from tests.support.cases.recipe import NEEDED
@@ -61,3 +63,24 @@ def test_what_is_no_choice_is_refused(call, argument, names, optional):
       call(**{argument: value})
     for word in (*(names or ["a bool"]), f"got {value!r}"):
       assert word in str(caught.value)
+
+
+def declared():
+  for name, make in MAKERS.items():
+    if inspect.isclass(make) and issubclass(make, checks.Checked):
+      call = functools.partial(make, **BASE.get(name, {}))
+      for field, rule in checks.rules(make).items():
+        yield pytest.param(call, field, rule, id=f"{name}-{field}")
+
+
+@pytest.mark.parametrize("call, field, rule", [*declared()])
+def test_a_field_keeps_its_rule_and_its_page_tells_it(call, field, rule):
+  for value in rule.outside:
+    with pytest.raises(ValueError, match=says(f"`{field}` must be", rule.words, "got")):
+      call(**{field: value})
+  owner = next(x for x in call.func.__mro__ if field in vars(x)["__annotations__"])
+  entry = re.search(
+    rf"^  {field}: .*\n(?:    .*\n)*", f"{inspect.getdoc(owner)}\n", re.M
+  )
+  bounds = re.findall(r"\d[\d*.-]*", rule.words)
+  assert entry and all(x in entry[0] for x in bounds), (field, rule.words)

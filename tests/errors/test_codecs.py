@@ -10,8 +10,8 @@ from tests.errors import table
 from tests.support import factories
 
 ROWS = """
-f(bits=v, levels="uniform") for f in QSGD, qsgd for v in 9, 4.0, None -> 1 to 8 or 16
-  ... {v}
+f(bits=v, levels="uniform") for f in QSGD, qsgd for v in 0, 9, 4.0, None -> 1 to 8 or
+  16 ... {v}
 QSGD(bits=1) -> `bits` ... at least 2 ... sign_magnitude ... 1 ... levels="uniform"
 QSGD(bits=v, levels="nonuniform") for v in 1, 5 -> `bits` must be ... {v}
 f(bucket_size=v) for f in OneBit, onebit_sgd, Sign, QSGD, qsgd, Ternary, terngrad,
@@ -22,7 +22,6 @@ f(dtype=v) for f in Dense, dense for v in jnp.int8, np.float64, "float8", None, 
   bfloat16 or float16 ... {v}
 f(rounding="stochastic") for f in Dense, dense -> `rounding` ... float32 ... stochastic
 Ternary(clip_sigmas=None, scaler="sigma") -> `clip_sigmas` ... None ... "clipped"
-EightBit(exponent_offset=v) for v in 31, -31, 1.0 -> offset` ... -30 to 30 ... {v}
 EightBit(dtype=v, exponent_offset=1) for v in "dynamic_tree", "dynamic_map", "linear" ->
   `exponent_offset` ... None ... {v}
 # Options of QSGD that go together.
@@ -38,24 +37,19 @@ QSGD(rotate=8, bits=v) for v in 3, 8 ; QSGD(rotate=32, bits=v) for v in 3, 8 -> 
 QSGD(rotate=8, levels="nonuniform") -> `rotate` ... None ... nonuniform ... 8
 f(density=jnp.float32(0.1)) for f in TopK, RandomK -> `density` ... traced ...
   gradcomp.wrappers.switch
-TopK(slack=v) for v in 0.5, 2.5 -> `slack` ... from 1 to 2 ... {v}
 TopK(quantize=v, selection="sampled") for v in "asq", "mean" -> `selection` ...
   "sampled" ... {v} ... "threshold"
 TopK(quantize=v, dtype=jnp.bfloat16) for v in "asq", "mean" -> `dtype` ... float32 ...
   {v}
-BlockTop(block_size=v) for v in 7, 48, 4, 8192 ; BlockTop(count=v) for v in 0, 5 ;
-  BlockTop(bits=v) for v in 1, 4, 16 -> must be ... {v}
-f(exponent_bits=v) for f in FloatCast, aps, cast for v in 9, 4.5 ; f(mantissa_bits=v)
-  for f in FloatCast, aps, cast for v in -1, 24 -> _bits` ... {v}
+BlockTop(block_size=v) for v in 7, 48 ; BlockTop(bits=v) for v in 1, 4 -> must ... {v}
+f(exponent_bits=v) for f in aps, cast for v in 9, 4.5 -> _bits` ... {v}
 FloatCast(mantissa_bits=0, exponent_bits=1) -> `mantissa_bits` ... 0
 FloatCast(scale=v) for v in 1e39, 2.0**127, 2.0**-127, "large", None -> `scale` ... {v}
 loss_scaling_cast(v) for v in 0.0, 1e39, 2.0**127, 2.0**-127, None -> `factor` ... {v}
 FloatCast(exponent_bits=3, mantissa_bits=0, addends=64) -> `exponent_bits` ... 64
   workers
 PowerSGD(bits=4) -> `bits` ... 8 ... 32 ... 4
-Eden(bits=v) for v in 0, 9 -> `bits` must be 1 to 8, got {v}
-Eden(block_size=v) for v in 96, 16 -> `block_size` must be a power of two from 32 to
-Eden(rotations=3) -> `rotations` must be 1 or 2, got 3
+Eden(block_size=96) -> `block_size` must be a power of two from 32 to
 policy(v) for v in (), "a", [("a",)] -> `rules` must be ... sequence of pairs
 policy([(3, QSGD())]) -> `rules` must be ... got 3
 policy([("(", QSGD())]) -> `rules` must be ... '(' ... unterminated

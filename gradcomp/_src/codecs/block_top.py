@@ -6,20 +6,17 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import CHEN_2020, SARFI_2025, Citation
-from gradcomp._src.checks import one_of, optional_one_of, static_integer
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.entries import Blocks
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels import block_top
-from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.gpu import dispatch
 
 ValueBits = Literal[2, 8, 32]
-
-_SIZE_RULE = "a power of two from 8 to 4096"
-_COUNT_RULE = "a number of elements from 1 to 4"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,10 +92,10 @@ class BlockTop(Codec):
     <https://arxiv.org/abs/2508.15706>`_, 2025, which sends 2-bit values of chunks
   """
 
-  block_size: int = 64
-  count: int = 1
-  bits: ValueBits = 2
-  implementation: Implementation | None = None
+  block_size: int = checks.field(64, checks.power_of_two(8, 4096))
+  count: int = checks.field(1, checks.integer("a number of elements from 1 to 4", 1, 4))
+  bits: ValueBits = checks.field(2, checks.choice(ValueBits))
+  implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -111,16 +108,6 @@ class BlockTop(Codec):
       "Values of 2 bits are a sign and the largest magnitude of a tile or 3/8 of it.",
     ),
   )
-
-  def __post_init__(self) -> None:
-    size = static_integer("block_size", _SIZE_RULE, self.block_size)
-    if not 8 <= size <= 4096 or size & (size - 1):
-      raise ValueError(f"`block_size` must be {_SIZE_RULE}, got {size}.")
-    object.__setattr__(self, "block_size", size)
-    count = static_integer("count", _COUNT_RULE, self.count, least=1, most=4)
-    object.__setattr__(self, "count", count)
-    one_of("bits", ValueBits, self.bits)
-    optional_one_of("implementation", Implementation, self.implementation)
 
   @property
   def _form(self) -> block_top.Form:

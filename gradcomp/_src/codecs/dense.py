@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from gradcomp._src.checks import float_dtype, one_of
+from gradcomp._src import checks
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.quantizing import RoundsAtRandom
 from gradcomp._src.codecs.sums.records import Context, Rounding
@@ -72,14 +72,13 @@ class Dense(RoundsAtRandom):
     Array([1., 1.], dtype=float32)
   """
 
-  dtype: DTypeLike = jnp.float32
-  rounding: Rounding = "nearest"
+  dtype: DTypeLike = checks.field(jnp.float32, checks.FLOAT_DTYPE)
+  rounding: Rounding = checks.field("nearest", checks.choice(Rounding))
 
   row_words: ClassVar[int] = _ROW_SIZE
 
   def __post_init__(self) -> None:
-    object.__setattr__(self, "dtype", float_dtype("dtype", self.dtype))
-    one_of("rounding", Rounding, self.rounding)
+    super().__post_init__()
     if self.rounding == "stochastic" and self._bits == 32:
       raise ValueError(
         '`rounding` must be "nearest" with float32, which is not rounded, got '

@@ -17,12 +17,16 @@ from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels.common.piecewise_linear import Line, lines_between
 from gradcomp._src.kernels.common.scales import scales
-from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.quantize import eight_bit
 
 DataType = Literal["dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"]
 
-_OFFSET_RULE = "a power of ten from -30 to 30, or None to scale by the largest element"
+_OFFSET = checks.optional(
+  checks.integer(
+    "a power of ten from -30 to 30, or None to scale by the largest element", -30, 30
+  )
+)
 
 
 @functools.cache
@@ -145,11 +149,11 @@ class EightBit(quantizing.RoundsAtRandom):
     <https://arxiv.org/abs/1511.04561>`_, 2016, section 3.1
   """
 
-  dtype: DataType = "dynamic_tree"
-  bucket_size: int | None = None
-  rounding: Rounding = "nearest"
-  exponent_offset: int | None = None
-  implementation: Implementation | None = None
+  dtype: DataType = checks.field("dynamic_tree", checks.choice(DataType))
+  bucket_size: int | None = checks.field(None, checks.TENSOR_BUCKET)
+  rounding: Rounding = checks.field("nearest", checks.choice(Rounding))
+  exponent_offset: int | None = checks.field(None, _OFFSET)
+  implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -162,21 +166,13 @@ class EightBit(quantizing.RoundsAtRandom):
   )
 
   def __post_init__(self) -> None:
-    checks.one_of("dtype", DataType, self.dtype)
-    checks.one_of("rounding", Rounding, self.rounding)
-    checks.optional_one_of("implementation", Implementation, self.implementation)
-    size = checks.optional_bucket("bucket_size", self.bucket_size)
-    object.__setattr__(self, "bucket_size", size)
-    if self.exponent_offset is None:
+    super().__post_init__()
+    if self.exponent_offset is None or self.dtype in ("static_tree", "mantissa"):
       return
-    given = "exponent_offset", _OFFSET_RULE, self.exponent_offset
-    offset = checks.static_integer(*given, least=-30, most=30)
-    if self.dtype not in ("static_tree", "mantissa"):
-      raise ValueError(
-        "`exponent_offset` must be None but for static_tree and mantissa, got "
-        f"{offset} with {self.dtype!r}."
-      )
-    object.__setattr__(self, "exponent_offset", offset)
+    raise ValueError(
+      "`exponent_offset` must be None but for static_tree and mantissa, got "
+      f"{self.exponent_offset} with {self.dtype!r}."
+    )
 
   @property
   def unbiased(self) -> bool:

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import GRUBIC_2018, SEIDE_2014, Citation
-from gradcomp._src.checks import bucket, flag, optional_one_of, static_integer
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import ArrayLike, ArrayT, Context, Encoded, Leaf
@@ -15,7 +15,7 @@ from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles
 from gradcomp._src.codecs.tiles import as_float32, as_matrix
 from gradcomp._src.kernels import one_bit
 from gradcomp._src.kernels.common import planes
-from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.gpu import dispatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,9 @@ class OneBit(Codec):
     3.2.1
   """
 
-  bucket_size: int = 64
-  per_column: bool = False
-  implementation: Implementation | None = None
+  bucket_size: int = checks.field(64, checks.integer("a positive multiple of 32"))
+  per_column: bool = checks.field(False, checks.FLAG)
+  implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -90,12 +90,9 @@ class OneBit(Codec):
   )
 
   def __post_init__(self) -> None:
-    flag("per_column", self.per_column)
-    optional_one_of("implementation", Implementation, self.implementation)
-    if self.per_column:
-      static_integer("bucket_size", "a number of rows", self.bucket_size)
-    else:
-      object.__setattr__(self, "bucket_size", bucket("bucket_size", self.bucket_size))
+    super().__post_init__()
+    if not self.per_column:
+      checks.BUCKET.check("bucket_size", self.bucket_size)
 
   @property
   def contraction(self) -> float:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.codecs.joint import joint_leaves, vmapped
 from gradcomp._src.codecs.rounds import decoded_alone, encoded_alone
 from gradcomp._src.codecs.sums.records import (
@@ -77,7 +78,7 @@ class LeafCodec(Protocol):
     """Returns the codec for a leaf of this shape and path."""
 
 
-class Codec(LeafCodec, abc.ABC):
+class Codec(LeafCodec, checks.Checked, abc.ABC):
   r"""The base class of codecs; each needs four members.
 
   These are ``tile_size``, ``row_words``, ``encode_rows`` and ``decode_rows``. A codec

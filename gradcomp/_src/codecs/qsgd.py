@@ -13,7 +13,7 @@ from gradcomp._src.codecs.sums.records import Context, Encoded, Payload, Roundin
 from gradcomp._src.codecs.sums.tiles import sum_in_order
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
 from gradcomp._src.kernels.common import fitted_levels, planes
-from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.quantize import fitted, qsgd, reference
 
 
@@ -116,28 +116,20 @@ class QSGD(quantizing.BucketCodec):
     al., `ZipML <https://arxiv.org/abs/1611.05402>`_, 2017, section 3
   """
 
-  bits: int = 4
-  bucket_size: int | None = 512
-  norm: quantizing.ScaleNorm = "max"
-  levels: quantizing.Levels = "sign_magnitude"
-  rounding: Rounding = "stochastic"
-  share_scale: bool = False
-  rotate: int | None = None
-  refit_every: int = 100
-  implementation: Implementation | None = None
+  bits: int = checks.field(4, quantizing.BITS)
+  bucket_size: int | None = checks.field(512, checks.TENSOR_BUCKET)
+  norm: quantizing.ScaleNorm = checks.field("max", checks.choice(quantizing.ScaleNorm))
+  levels: quantizing.Levels = checks.field(
+    "sign_magnitude", checks.choice(quantizing.Levels)
+  )
+  rounding: Rounding = checks.field("stochastic", checks.choice(Rounding))
+  share_scale: bool = checks.field(False, checks.FLAG)
+  rotate: int | None = checks.field(None, quantizing.ROTATE)
+  refit_every: int = checks.field(100, checks.STEPS)
+  implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   def __post_init__(self) -> None:
-    checks.one_of("norm", quantizing.ScaleNorm, self.norm)
-    checks.one_of("levels", quantizing.Levels, self.levels)
-    checks.one_of("rounding", Rounding, self.rounding)
-    object.__setattr__(self, "bits", quantizing.checked_bits(self.bits, self.levels))
-    size = checks.optional_bucket("bucket_size", self.bucket_size)
-    object.__setattr__(self, "bucket_size", size)
-    checks.flag("share_scale", self.share_scale)
-    object.__setattr__(self, "rotate", quantizing.checked_rotate(self.rotate))
-    steps = checks.step_count("refit_every", self.refit_every)
-    object.__setattr__(self, "refit_every", steps)
-    checks.optional_one_of("implementation", Implementation, self.implementation)
+    super().__post_init__()
     self.check_levels()
 
   @property

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from gradcomp._src.checks import static_integer
+from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.codes import Codes
 from gradcomp._src.codecs.sums.records import (
@@ -121,32 +121,10 @@ class SharedScales(Codec):
 ScaleNorm = Literal["max", "l2", "rms"]
 Levels = Literal["sign_magnitude", "uniform", "nonuniform"]
 
-_BITS_RULE = "1 to 8 or 16"
-_ROTATE_RULE = "8, 32, or None to rotate nothing"
-
-
-def checked_bits(value: int, levels: Levels) -> int:
-  """Returns the width of a code; ValueError for all that no code can have."""
-  bits = static_integer("bits", _BITS_RULE, value)
-  if bits not in (1, 2, 3, 4, 5, 6, 7, 8, 16):
-    raise ValueError(f"`bits` must be {_BITS_RULE}, got {bits}.")
-  if bits == 1 and levels == "sign_magnitude":
-    raise ValueError(
-      '`bits` must be at least 2 with levels="sign_magnitude", which spends one bit '
-      'on the sign, got 1; use levels="uniform".'
-    )
-  return bits
-
-
-def checked_rotate(value: int | None) -> int | None:
-  """Returns the elements of a group that is rotated, or None; ValueError for others."""
-  if value is None:
-    return None
-  size = static_integer("rotate", _ROTATE_RULE, value)
-  if size not in (8, 32):
-    raise ValueError(f"`rotate` must be {_ROTATE_RULE}, got {size}.")
-  return size
-
+BITS = checks.integer("1 to 8 or 16", such=(*range(1, 9), 16).__contains__)
+ROTATE = checks.optional(
+  checks.integer("8, 32, or None to rotate nothing", such=(8, 32).__contains__)
+)
 
 # The distance of 2, 4, 8 and 16 equally spaced levels, half of them on each side of
 # zero, that has the least squared error for Gaussian numbers of variance 1.
@@ -174,6 +152,11 @@ class BucketCodec(RoundsAtRandom, SharedScales):
     """Raises ValueError for hyperparameters that do not go together."""
     bits, norm, levels = self.bits, self.norm, self.levels
     fitted, clipped = levels == "nonuniform", norm == "rms"
+    if bits == 1 and levels == "sign_magnitude":
+      raise ValueError(
+        '`bits` must be at least 2 with levels="sign_magnitude", which spends one bit '
+        'on the sign, got 1; use levels="uniform".'
+      )
     if self.rotate and bits not in (1, 2, 4):
       raise ValueError(
         f"`bits` must be 1, 2 or 4 with rotate={self.rotate}, got {bits}; only their "

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import STICH_2018, Citation
 from gradcomp._src.codecs import sparse
 from gradcomp._src.codecs.sums.entries import Chosen
@@ -43,8 +44,8 @@ class RandomK(sparse.SparseRows):
   Attributes:
     density: the share of the elements to send, above 0 and at most 1: one of every
       ``1 / density`` consecutive ones. Default: 0.001.
-    range_size: elements of a row, consecutive ones of a leaf, 1 or more. None for whole
-      leaves, or for 2, 4, 8, ... parts where these have more than 2**30 elements.
+    range_size: elements of a row, consecutive ones of a leaf, from 1 to 2**30. None
+      for whole leaves, or for 2, 4, 8, ... parts where these have more elements.
       Default: None.
 
   Raises:
@@ -64,8 +65,8 @@ class RandomK(sparse.SparseRows):
     2018, section 2
   """
 
-  density: float = 0.001
-  range_size: int | None = None
+  density: float = checks.field(0.001, sparse.DENSITY)
+  range_size: int | None = checks.field(None, sparse.RANGE)
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -75,10 +76,6 @@ class RandomK(sparse.SparseRows):
   )
   needs_key: ClassVar[bool] = True
   header_words: ClassVar[int] = _KEY_WORDS
-
-  def __post_init__(self) -> None:
-    object.__setattr__(self, "density", sparse.checked_density(self.density))
-    object.__setattr__(self, "range_size", sparse.checked_range(self.range_size))
 
   @property
   def contraction(self) -> float:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import BERNSTEIN_2018, KARIMIREDDY_2019, Citation
-from gradcomp._src.checks import bucket, one_of
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Encoded
@@ -87,9 +87,9 @@ class Sign(Codec):
     with Majority Vote <https://arxiv.org/abs/1810.05291>`_, 2018, algorithm 1
   """
 
-  bucket_size: int = 64
-  scale: Scale = "mean"
-  vote: Vote = "mean"
+  bucket_size: int = checks.field(64, checks.BUCKET)
+  scale: Scale = checks.field("mean", checks.choice(Scale))
+  vote: Vote = checks.field("mean", checks.choice(Vote))
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -105,9 +105,7 @@ class Sign(Codec):
   )
 
   def __post_init__(self) -> None:
-    object.__setattr__(self, "bucket_size", bucket("bucket_size", self.bucket_size))
-    one_of("scale", Scale, self.scale)
-    one_of("vote", Vote, self.vote)
+    super().__post_init__()
     if self.vote == "majority" and self.scale != "one":
       raise ValueError(
         '`vote` must be "mean" for signs with the mean magnitude of their bucket, got '

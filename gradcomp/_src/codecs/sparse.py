@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from jax import Array
 
-from gradcomp._src.checks import static_integer, static_number
+from gradcomp._src import checks
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Leaf
@@ -55,24 +55,22 @@ class SparseRows(Codec):
     return dense.reshape(*rows.shape[:-1], 1, self.tile_size)
 
 
-def checked_density(value: Any) -> float:
-  """Returns a valid density; raises ValueError for other numbers, and for arrays."""
+def _density(name: str, value: Any) -> float:
   rule = "a share of the elements, above 0 and at most 1"
   if isinstance(value, Array):
     cure = "change it by steps with gradcomp.wrappers.switch, or, "
-    raise StaticError("density", rule, cure)
-  density = static_number("density", rule, value)
-  if density > 1:
-    raise ValueError(f"`density` must be {rule}, got {value!r}.")
-  return density
+    raise StaticError(name, rule, cure)
+  return checks.static_number(name, rule, value, most=1)
 
 
-def checked_range(value: Any) -> int | None:
-  """Returns a valid number of elements of a row, or None; else raises ValueError."""
-  if value is None:
-    return None
-  rule = f"a number of elements from 1 to {_MOST_ELEMENTS}, or None for whole leaves"
-  return static_integer("range_size", rule, value, least=1, most=_MOST_ELEMENTS)
+DENSITY = checks.Rule(_density, "above 0 and at most 1", (0, 1.5))
+RANGE = checks.optional(
+  checks.integer(
+    "a number of elements from 1 to 2**30, or None for whole leaves",
+    1,
+    _MOST_ELEMENTS,
+  )
+)
 
 
 def range_of(size: int, ranges: int) -> int:

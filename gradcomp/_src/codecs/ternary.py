@@ -17,12 +17,14 @@ from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels.common.deviation import deviation
 from gradcomp._src.kernels.common.planes import floats
 from gradcomp._src.kernels.common.scales import norms, scales
-from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.quantize import ternary
 
 Scaler = Literal["clipped", "sigma"]
 
-_SIGMAS_RULE = "a number of standard deviations above 0, or None to clip nothing"
+_SIGMAS = checks.optional(
+  checks.number("a number of standard deviations above 0, or None to clip nothing")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,13 +99,13 @@ class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
     3.3
   """
 
-  clip_sigmas: float | None = 2.5
-  bucket_size: int | None = None
-  share_scale: bool = True
-  packing: ternary.Packing = "2bit"
-  scaler: Scaler = "clipped"
-  rounding: Rounding = "stochastic"
-  implementation: Implementation | None = None
+  clip_sigmas: float | None = checks.field(2.5, _SIGMAS)
+  bucket_size: int | None = checks.field(None, checks.TENSOR_BUCKET)
+  share_scale: bool = checks.field(True, checks.FLAG)
+  packing: ternary.Packing = checks.field("2bit", checks.choice(ternary.Packing))
+  scaler: Scaler = checks.field("clipped", checks.choice(Scaler))
+  rounding: Rounding = checks.field("stochastic", checks.choice(Rounding))
+  implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -116,17 +118,8 @@ class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
   max_code: ClassVar[int] = 1
 
   def __post_init__(self) -> None:
-    size = checks.optional_bucket("bucket_size", self.bucket_size)
-    object.__setattr__(self, "bucket_size", size)
-    checks.flag("share_scale", self.share_scale)
-    checks.one_of("packing", ternary.Packing, self.packing)
-    checks.one_of("scaler", Scaler, self.scaler)
-    checks.one_of("rounding", Rounding, self.rounding)
-    checks.optional_one_of("implementation", Implementation, self.implementation)
-    if self.clip_sigmas is not None:
-      sigmas = checks.static_number("clip_sigmas", _SIGMAS_RULE, self.clip_sigmas)
-      object.__setattr__(self, "clip_sigmas", sigmas)
-    elif self.scaler == "sigma":
+    super().__post_init__()
+    if self.clip_sigmas is None and self.scaler == "sigma":
       raise ValueError(
         '`clip_sigmas` must be a number with scaler="sigma", got None; use '
         'scaler="clipped".'

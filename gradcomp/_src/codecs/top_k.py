@@ -21,9 +21,7 @@ from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.common.selection import at_least, largest, trimmed
-from gradcomp._src.kernels.gpu.dispatch import Implementation
-
-_SLACK_RULE = "a number from 1 to 2"
+from gradcomp._src.kernels.gpu import dispatch
 
 _SMALL = 1 << 15  # Fang 2018, sections 2.1 and 3.1: 128 KB of float32
 # From this size on up to twice the needed elements are sent, which is no large message.
@@ -88,8 +86,8 @@ class TopK(sparse.SparseRows):
       Default: 2.0.
     search_every: steps that a ``sampled`` threshold is used for, 1 or more. Default: 5.
     range_size: the n elements that k and the threshold are for, consecutive ones of a
-      leaf, 1 or more. None for whole leaves, and for an Nth of a leaf where workers own
-      ranges, or for 2, 4, 8, ... times as many where that has more than 2**30 elements.
+      leaf, from 1 to 2**30. None for whole leaves, and for an Nth of a leaf where
+      workers own ranges, or for 2, 4, 8, ... times as many where that has more.
       Default: None.
     implementation: how elements that reach a threshold are counted and marked, but with
       ``exact``: ``"xla"``; ``"pallas"``, on GPUs from Hopper on;
@@ -115,22 +113,19 @@ class TopK(sparse.SparseRows):
     2015
   """
 
-  density: float = 0.001
-  selection: selecting.Selection = "auto"
-  quantize: Quantize | None = None
-  dtype: DTypeLike = jnp.float32
-  slack: float = 2.0
-  search_every: int = 5
-  range_size: int | None = None
-  implementation: Implementation | None = None
+  density: float = checks.field(0.001, sparse.DENSITY)
+  selection: selecting.Selection = checks.field(
+    "auto", checks.choice(selecting.Selection)
+  )
+  quantize: Quantize | None = checks.field(None, checks.choice(Quantize, none=True))
+  dtype: DTypeLike = checks.field(jnp.float32, checks.FLOAT_DTYPE)
+  slack: float = checks.field(2.0, checks.number("a number from 1 to 2", 1, 2))
+  search_every: int = checks.field(5, checks.STEPS)
+  range_size: int | None = checks.field(None, sparse.RANGE)
+  implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   def __post_init__(self) -> None:
-    object.__setattr__(self, "density", sparse.checked_density(self.density))
-    object.__setattr__(self, "range_size", sparse.checked_range(self.range_size))
-    checks.one_of("selection", selecting.Selection, self.selection)
-    if self.quantize is not None:
-      checks.one_of("quantize", Quantize, self.quantize)
-    object.__setattr__(self, "dtype", checks.float_dtype("dtype", self.dtype))
+    super().__post_init__()
     if self.quantize is not None and self.selection == "sampled":
       raise ValueError(
         f'`selection` must not be "sampled" with quantize={self.quantize!r}: the '
@@ -142,13 +137,6 @@ class TopK(sparse.SparseRows):
         f"`dtype` must be float32 with quantize={self.quantize!r}, whose means "
         f"are all its values, got {self.dtype}."
       )
-    slack = checks.static_number("slack", _SLACK_RULE, self.slack)
-    if not 1 <= slack <= 2:
-      raise ValueError(f"`slack` must be {_SLACK_RULE}, got {slack!r}.")
-    object.__setattr__(self, "slack", slack)
-    every = checks.step_count("search_every", self.search_every)
-    object.__setattr__(self, "search_every", every)
-    checks.optional_one_of("implementation", Implementation, self.implementation)
 
   @property
   def contraction(self) -> float:

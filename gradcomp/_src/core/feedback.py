@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import (
   FANG_2018,
   LIN_2018,
@@ -17,7 +18,6 @@ from gradcomp._src.bibliography import (
   SEIDE_2014,
   Citation,
 )
-from gradcomp._src.checks import flag, share_above_0, share_below_1
 from gradcomp._src.codecs.protocol import LeafCodec, require_contraction
 from gradcomp._src.core import residual_storage
 from gradcomp._src.core.residual_storage import Storage, Stored
@@ -85,7 +85,7 @@ class NoFeedback:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ErrorFeedback(NoFeedback):
+class ErrorFeedback(NoFeedback, checks.Checked):
   r"""Error feedback: keeps the unsent part, and adds it to the next gradient.
 
   With the gradient :math:`g`, the residual :math:`e`, and encoding and decoding
@@ -121,8 +121,10 @@ class ErrorFeedback(NoFeedback):
     section 3.1; Grubic et al., 2018, section 2.2
   """
 
-  residual_dtype: DTypeLike | Storage = "float32"
-  residual_decay: float = 1.0
+  residual_dtype: DTypeLike | Storage = checks.field(
+    "float32", checks.Rule(residual_storage.storage)
+  )
+  residual_decay: float = checks.field(1.0, checks.ABOVE_0)
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -131,12 +133,6 @@ class ErrorFeedback(NoFeedback):
     ),
   )
   keeps: ClassVar[bool] = True
-
-  def __post_init__(self) -> None:
-    stored = residual_storage.storage("residual_dtype", self.residual_dtype)
-    object.__setattr__(self, "residual_dtype", stored)
-    decay = share_above_0("residual_decay", self.residual_decay)
-    object.__setattr__(self, "residual_decay", decay)
 
   def first(self, shape: tuple[int, ...]) -> Stored:
     return residual_storage.zeros(shape, cast(Storage, self.residual_dtype))
@@ -168,8 +164,8 @@ class MomentumFeedback(ErrorFeedback):
     2018, section 2.4
   """
 
-  decay: float = 0.9
-  nesterov: bool = False
+  decay: float = checks.field(0.9, checks.BELOW_1)
+  nesterov: bool = checks.field(False, checks.FLAG)
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -182,11 +178,6 @@ class MomentumFeedback(ErrorFeedback):
     ),
   )
   moves: ClassVar[bool] = True
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    object.__setattr__(self, "decay", share_below_1("decay", self.decay))
-    flag("nesterov", self.nesterov)
 
   def sent(self, updates: Any, momentum: Any) -> Any:
     with jax.named_scope("gradcomp_correct"):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import Citation
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.exchange.hierarchical import Hierarchical
@@ -25,14 +26,14 @@ _TINY_MESSAGE = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Auto:
+class Auto(checks.Checked):
   """Picks the exchange of each message: see :func:`choose`.
 
   Attributes:
     feedback: the option of :class:`TwoShot`, where it is picked.
   """
 
-  feedback: bool = True
+  feedback: bool = checks.field(True, checks.FLAG)
 
   citations: ClassVar[tuple[Citation, ...]] = tuple(
     citation._replace(departure=f"It may choose two_shot. {citation.departure}")
@@ -42,9 +43,6 @@ class Auto:
   owners: ClassVar[bool] = False  # unknown until it has picked
   of_leaves: ClassVar[bool] = True
   sends: ClassVar[bool] = True
-
-  def __post_init__(self) -> None:
-    TwoShot(feedback=self.feedback)
 
   @property
   def keeps(self) -> bool:

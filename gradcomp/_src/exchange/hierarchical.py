@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import HAN_2021, Citation
-from gradcomp._src.checks import flag, static_integer
 from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
 from gradcomp._src.exchange import collectives, lines, shares
 from gradcomp._src.exchange.collectives import STAGE, Workers
@@ -19,7 +19,7 @@ from gradcomp._src.exchange.protocol import Outgoing, Received, StageRun, Work
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.study import Parts, note
 
-_GROUP_RULE = "a number of workers, 1 or more"
+_GROUP = checks.integer("a number of workers, 1 or more", 1)
 
 # The rows inside groups go in at most so many messages, of this many elements or more:
 # fewer elements need little memory, and each message takes a latency.
@@ -27,7 +27,7 @@ _MOST_PIECES, _PIECE_ELEMENTS = 8, 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hierarchical:
+class Hierarchical(checks.Checked):
   r"""Adds inside groups first, and sends the sums, encoded, between groups.
 
   There are H groups of C workers. Worker (h, c) has place c in group h, and owns one
@@ -43,8 +43,8 @@ class Hierarchical:
   3. The owners encode the means and send them to all, as in :class:`TwoShot`.
 
   Attributes:
-    group_size: the number of consecutive workers of one axis in a group. With None
-      there are two axes, ``("host", "chip")``, and groups lie along the second one.
+    group_size: the number of consecutive workers of one axis in a group, 1 or more.
+      With None there are two axes, ``("host", "chip")``, with groups along the second.
     feedback: the same as in :class:`TwoShot`.
 
   References:
@@ -52,8 +52,8 @@ class Hierarchical:
     <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
   """
 
-  group_size: int | None = None
-  feedback: bool = True
+  group_size: int | None = checks.field(None, checks.optional(_GROUP))
+  feedback: bool = checks.field(True, checks.FLAG)
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -67,12 +67,6 @@ class Hierarchical:
   owners: ClassVar[bool] = True
   of_leaves: ClassVar[bool] = False
   sends: ClassVar[bool] = True
-
-  def __post_init__(self) -> None:
-    flag("feedback", self.feedback)
-    if self.group_size is not None:
-      size = static_integer("group_size", _GROUP_RULE, self.group_size, least=1)
-      object.__setattr__(self, "group_size", size)
 
   @property
   def keeps(self) -> bool:

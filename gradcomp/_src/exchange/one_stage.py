@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._src.checks import one_of
+from gradcomp._src import checks
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sum, Way
 from gradcomp._src.exchange.collectives import (
   Workers,
@@ -28,7 +28,7 @@ Merge = Literal["mean", "senders"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AllGather(WithoutOwners):
+class AllGather(WithoutOwners, checks.Checked):
   """Sends every payload to every worker, which decodes all of them and adds.
 
   A worker sends ``(N-1) c`` bytes, where c is the bytes of a payload. It keeps what an
@@ -42,13 +42,10 @@ class AllGather(WithoutOwners):
     ValueError: ``merge`` is neither.
   """
 
-  merge: Merge = "mean"
+  merge: Merge = checks.field("mean", checks.choice(Merge))
 
   name: ClassVar[str] = "all_gather"
   way: ClassVar[Way] = "gathered"
-
-  def __post_init__(self) -> None:
-    one_of("merge", Merge, self.merge)
 
   def run(self, own: Outgoing, workers: Workers) -> Received:
     gathered = gather_rows(own.layout, in_turn(own.parts, own.before), workers)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import ClassVar
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import GRUBIC_2018, Citation
-from gradcomp._src.checks import flag
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
 from gradcomp._src.exchange import lines, shares
 from gradcomp._src.exchange.collectives import Workers
@@ -17,7 +17,7 @@ from gradcomp._src.mesh.axes import AxisName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoShot:
+class TwoShot(checks.Checked):
   r"""Sends each share to its owner, which adds it up and sends the mean to all.
 
   Each worker owns an Nth of the rows. If the codec has scales of its own, the owner
@@ -52,8 +52,8 @@ class TwoShot:
     Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1
   """
 
-  feedback: bool = True
-  in_turn: bool = False
+  feedback: bool = checks.field(True, checks.FLAG)
+  in_turn: bool = checks.field(False, checks.FLAG)
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -66,10 +66,6 @@ class TwoShot:
   owners: ClassVar[bool] = True
   of_leaves: ClassVar[bool] = True
   sends: ClassVar[bool] = True
-
-  def __post_init__(self) -> None:
-    flag("feedback", self.feedback)
-    flag("in_turn", self.in_turn)
 
   @property
   def keeps(self) -> bool:

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import (
   DOUILLARD_2023,
   DOUILLARD_2025,
   LIN_2018_LOCAL,
   Citation,
 )
-from gradcomp._src.checks import one_of, share_above_0, static_integer
+from gradcomp._src.checks import static_integer
 from gradcomp._src.codecs.protocol import is_codec
 from gradcomp._src.core.compression import Dither
 from gradcomp._src.core.feedback import ErrorFeedback, Feedback, FeedbackName
@@ -26,7 +27,7 @@ from gradcomp._src.mesh.closures import optimizer_with_note
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalOptions:
+class LocalOptions(checks.Checked):
   r"""The options of :func:`gradcomp.local.local_steps` that are seldom set.
 
   Attributes:
@@ -56,13 +57,9 @@ class LocalOptions:
   feedback: FeedbackName | Feedback | None = "error"
   fragments: int = 1
   delay: int = 0
-  mixing: float = 1.0
-  merge: Merge = "mean"
+  mixing: float = checks.field(1.0, checks.ABOVE_0)
+  merge: Merge = checks.field("mean", checks.choice(Merge))
   start: int = 0
-
-  def __post_init__(self) -> None:
-    share_above_0("mixing", self.mixing)
-    one_of("merge", Merge, self.merge)
 
 
 def papers_of(options: LocalOptions) -> list[Citation]:

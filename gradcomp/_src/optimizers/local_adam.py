@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from gradcomp._src import checks
 from gradcomp._src.checks import step_count
 from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import OwnSteps
@@ -77,7 +78,7 @@ class EqualGaps:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DoublingGaps:
+class DoublingGaps(checks.Checked):
   r"""Doubles the gap between two exchanges after every k steps, as 0/1 Adam does.
 
   A gap that begins :math:`t` steps behind the warm-up has :math:`\min(H, 2^{\lfloor t /
@@ -101,12 +102,8 @@ class DoublingGaps:
     steps that synchronize
   """
 
-  every: int = 2**15
-  most: int = 16
-
-  def __post_init__(self) -> None:
-    step_count("every", self.every)
-    step_count("most", self.most)
+  every: int = checks.field(2**15, checks.STEPS)
+  most: int = checks.field(16, checks.STEPS)
 
   def gap(self, since: jax.Array) -> jax.Array:
     """Returns the gap that begins ``since`` steps behind the warm-up."""

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from gradcomp._src.checks import one_of, share_above_0, share_below_1, step_count
+from gradcomp._src import checks
+from gradcomp._src.checks import one_of, share_below_1, step_count
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.core import agreement
 from gradcomp._src.core.state import CompressState
@@ -87,7 +88,7 @@ class Steps:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stable:
+class Stable(checks.Checked):
   r"""Ends the warm-up once the variance hardly changes, as 1-bit Adam does.
 
   After every :math:`\Delta = 1 / (1 - \beta_2)` steps it compares the 1-norm of the
@@ -117,12 +118,8 @@ class Stable:
     Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, 2021, section 7.1
   """
 
-  ratio: float = 0.96
-  least: int = 1
-
-  def __post_init__(self) -> None:
-    share_above_0("ratio", self.ratio)
-    step_count("least", self.least)
+  ratio: float = checks.field(0.96, checks.ABOVE_0)
+  least: int = checks.field(1, checks.STEPS)
 
   def ended(
     self, count: jax.Array, nu: Any, norm: jax.Array, span: int

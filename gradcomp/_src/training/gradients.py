@@ -25,7 +25,7 @@ from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp._src.mesh.specs import restrict_spec, sharded_axes
 from gradcomp._src.mesh.trees import combine, is_array, is_trainable, split
 from gradcomp._src.mesh.unsharded_params import GATHER_FIRST
-from gradcomp._src.training.loss_form import LossForm, check_accumulate, of_trainable
+from gradcomp._src.training.loss_form import ACCUMULATE, LossForm, of_trainable
 
 P = ParamSpec("P")
 Params = TypeVar("Params")
@@ -228,7 +228,7 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     argnums=positions("argnums", argnums),
     has_aux=has_aux,
     has_weight=has_weight,
-    accumulate=check_accumulate(accumulate),
+    accumulate=ACCUMULATE.check("accumulate", accumulate),
     cut=_several(split),
   )
 

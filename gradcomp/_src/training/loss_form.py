@@ -9,18 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import Partial
 
-from gradcomp._src.checks import static_integer
+from gradcomp._src import checks
 from gradcomp._src.core import agreement
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.trees import combine, split
 from gradcomp._src.mesh.types import mark_varying
 
-
-def check_accumulate(value: Any) -> int:
-  """Returns the number of micro-batches; ValueError otherwise."""
-  rule = "a number of micro-batches, 1 or more"
-  return static_integer("accumulate", rule, value, least=1)
+ACCUMULATE = checks.integer("a number of micro-batches, 1 or more", 1)
 
 
 def of_trainable(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from gradcomp._src.checks import flag, optional_one_of, step_count
+from gradcomp._src import checks
 from gradcomp._src.core.inputs import extra_args
 from gradcomp._src.core.state import states_in, steps_alone
 from gradcomp._src.exchange.collectives import pmean
@@ -19,7 +19,7 @@ from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.telemetry.inspect import measured_update
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 from gradcomp._src.training.gradients import defer_reduction, value_and_grad
-from gradcomp._src.training.loss_form import LossForm, check_accumulate, check_numbers
+from gradcomp._src.training.loss_form import ACCUMULATE, LossForm, check_numbers
 from gradcomp._src.training.scanned import check_alone, scanned_layers
 from gradcomp._src.transforms.freeze import unaveraged
 
@@ -27,7 +27,7 @@ ModelState = Literal["mean", "local"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class TrainOptions(checks.Checked):
   """The options of :func:`gradcomp.make_train_step` that are seldom set.
 
   Attributes:
@@ -40,8 +40,8 @@ class TrainOptions:
       statistics. ``"mean"`` averages it over the workers in every step, in float32.
       ``"local"`` leaves each worker its own; arrays then have a first axis of N, for
       the workers. None is for models without one.
-    accumulate: the number of micro-batches that a worker takes one after the other.
-      Gradients, model state and ``aux`` are means over them.
+    accumulate: the number of micro-batches that a worker takes one after the other, 1
+      or more. Gradients, model state and ``aux`` are means over them.
     report: whether ``metrics`` has ``"bytes_sent"`` (of a worker for gradients in a
       step, as ``float32``: see :func:`gradcomp.explain`), ``"gradient_norm"`` (the root
       mean square over the workers of their own gradients' l2 norms, with the means of
@@ -56,21 +56,14 @@ class TrainOptions:
     ValueError: a field breaks its rule.
   """
 
-  has_aux: bool = False
-  has_weight: bool = False
-  model_state: ModelState | None = None
-  accumulate: int = 1
-  report: bool = False
-  compare_every: int | None = None
-
-  def __post_init__(self) -> None:
-    for name in ("has_aux", "has_weight", "report"):
-      flag(name, getattr(self, name))
-    optional_one_of("model_state", ModelState, self.model_state)
-    object.__setattr__(self, "accumulate", check_accumulate(self.accumulate))
-    if self.compare_every is not None:
-      steps = step_count("compare_every", self.compare_every)
-      object.__setattr__(self, "compare_every", steps)
+  has_aux: bool = checks.field(False, checks.FLAG)
+  has_weight: bool = checks.field(False, checks.FLAG)
+  model_state: ModelState | None = checks.field(
+    None, checks.choice(ModelState, none=True)
+  )
+  accumulate: int = checks.field(1, ACCUMULATE)
+  report: bool = checks.field(False, checks.FLAG)
+  compare_every: int | None = checks.field(None, checks.optional(checks.STEPS))
 
 
 class Given(NamedTuple):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import bitcast_convert_type
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import MISHRA_2025, NVIDIA_2025, ROUHANI_2023, Citation
-from gradcomp._src.checks import one_of, optional_one_of, static_integer
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.records import (
@@ -22,7 +22,7 @@ from gradcomp._src.codecs.sums.records import (
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
 from gradcomp._src.kernels import block_float
 from gradcomp._src.kernels.common import rotation
-from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.gpu import dispatch
 
 BlockSize = Literal[16, 32]
 
@@ -125,22 +125,19 @@ class BlockFloat(quantizing.RoundsAtRandom):
     <https://arxiv.org/abs/2509.25149>`_, 2025, section 2 and appendix B
   """
 
-  element: block_float.Element = "e4m3"
-  scale: block_float.Scale = "e8m0"
-  block_size: BlockSize = 32
-  rounding: Rounding = "nearest"
-  rotate: int | None = None
-  implementation: Implementation | None = None
+  element: block_float.Element = checks.field(
+    "e4m3", checks.choice(block_float.Element)
+  )
+  scale: block_float.Scale = checks.field("e8m0", checks.choice(block_float.Scale))
+  block_size: BlockSize = checks.field(
+    32, checks.integer("16 or 32", such=lambda size: size in (16, 32))
+  )
+  rounding: Rounding = checks.field("nearest", checks.choice(Rounding))
+  rotate: int | None = checks.field(None, quantizing.ROTATE)
+  implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   def __post_init__(self) -> None:
-    one_of("element", block_float.Element, self.element)
-    one_of("scale", block_float.Scale, self.scale)
-    size = static_integer("block_size", "16 or 32", self.block_size)
-    one_of("block_size", BlockSize, size)
-    object.__setattr__(self, "block_size", size)
-    optional_one_of("implementation", Implementation, self.implementation)
-    one_of("rounding", Rounding, self.rounding)
-    object.__setattr__(self, "rotate", quantizing.checked_rotate(self.rotate))
+    super().__post_init__()
     if self.rotate and self.element != "e2m1":
       raise ValueError(
         f'`element` must be "e2m1" with rotate={self.rotate}, got {self.element!r}; '

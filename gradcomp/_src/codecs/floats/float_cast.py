@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import HAN_2021, MICIKEVICIUS_2017, Citation
-from gradcomp._src.checks import one_of, optional_one_of, static_factor, static_integer
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.numbers import Numbers
@@ -23,15 +23,21 @@ from gradcomp._src.codecs.sums.records import (
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels import float_cast
+from gradcomp._src.kernels.common import float_formats
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.float_codes import FloatRounding
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.common.planes import planes_per_word
 from gradcomp._src.kernels.common.scales import tensor_norm
-from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.gpu import dispatch
 
-_SCALE_RULE = 'a number from 2**-126 to 2**126, or "auto"'
-_ADDENDS_RULE = "a number of addends, 1 or more"
+
+def _scale(name: str, value: Any) -> Any:
+  rule = 'a number from 2**-126 to 2**126, or "auto"'
+  return value if value == "auto" else checks.static_factor(name, rule, value)
+
+
+_SCALE = checks.Rule(_scale, outside=(0, 2.0**127, "none"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,42 +118,32 @@ class FloatCast(Codec):
     <https://arxiv.org/abs/1911.08907>`_, 2021, sections 3 and 4.2, algorithm 1
   """
 
-  exponent_bits: int = 5
-  mantissa_bits: int = 2
-  rounding: FloatRounding = "nearest_even"
-  scale: float | Literal["auto"] = "auto"
-  accumulate: Accumulate = "format"
-  addends: int = 1
-  implementation: Implementation | None = None
+  exponent_bits: int = checks.field(5, float_formats.EXPONENT_BITS)
+  mantissa_bits: int = checks.field(2, float_formats.MANTISSA_BITS)
+  rounding: FloatRounding = checks.field("nearest_even", checks.choice(FloatRounding))
+  scale: float | Literal["auto"] = checks.field("auto", _SCALE)
+  accumulate: Accumulate = checks.field("format", checks.choice(Accumulate))
+  addends: int = checks.field(
+    1, checks.integer("a number of addends, 1 or more", 1, 2**23 - 1)
+  )
+  implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   row_words: ClassVar[int] = float_cast.Form.bucket_size
 
   def __post_init__(self) -> None:
-    for name in ("exponent_bits", "mantissa_bits"):
-      rule = "1 to 8" if name == "exponent_bits" else "0 to 23"
-      value = static_integer(name, rule, getattr(self, name))
-      object.__setattr__(self, name, value)
+    super().__post_init__()
     if not self.format.max_finite:
       raise ValueError(
         "`mantissa_bits` must be 1 or more with one exponent bit, got 0: the format "
         "has no number but zero."
       )
-    one_of("rounding", FloatRounding, self.rounding)
-    one_of("accumulate", Accumulate, self.accumulate)
-    optional_one_of("implementation", Implementation, self.implementation)
-    if self.scale != "auto":
-      scale = static_factor("scale", _SCALE_RULE, self.scale)
-      object.__setattr__(self, "scale", scale)
-    most = 2**23 - 1
-    addends = static_integer("addends", _ADDENDS_RULE, self.addends, least=1, most=most)
-    object.__setattr__(self, "addends", addends)
-    room = 2.0**self.format.max_exponent / addends
+    room = 2.0**self.format.max_exponent / self.addends
     if self.scale == "auto" and room <= self.format.smallest / 2:
       raise ValueError(
         "`exponent_bits` must leave room for the sum of all workers' numbers, got "
-        f"{self.exponent_bits}, with {self.mantissa_bits} mantissa bits and {addends} "
-        "workers: scaled so that it cannot overflow, even the largest element would be "
-        "cast to zero. Use more bits, or a constant scale."
+        f"{self.exponent_bits}, with {self.mantissa_bits} mantissa bits and "
+        f"{self.addends} workers: scaled so that it cannot overflow, even the largest "
+        "element would be cast to zero. Use more bits, or a constant scale."
       )
 
   @property

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import HORVATH_2019, Citation
-from gradcomp._src.checks import one_of, optional_one_of
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.quantizing import RoundsAtRandom
 from gradcomp._src.codecs.sums.records import Context, Rounding
@@ -14,7 +14,7 @@ from gradcomp._src.codecs.tiles import codec_dither
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.common.planes import planes_per_word
-from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.gpu import dispatch
 
 # The 126 powers of two have the bias of IEEE formats, 63: so the square of each is a
 # normal float32, and an optimizer's second moment neither overflows nor vanishes.
@@ -71,8 +71,8 @@ class Natural(RoundsAtRandom):
     <https://arxiv.org/abs/1905.10988>`_, 2019, sections 2 and 3
   """
 
-  rounding: Rounding = "stochastic"
-  implementation: Implementation | None = None
+  rounding: Rounding = checks.field("stochastic", checks.choice(Rounding))
+  implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -83,10 +83,6 @@ class Natural(RoundsAtRandom):
   )
   row_words: ClassVar[int] = float_cast.Form.bucket_size
   tile_size: ClassVar[int] = planes_per_word(8) * row_words
-
-  def __post_init__(self) -> None:
-    one_of("rounding", Rounding, self.rounding)
-    optional_one_of("implementation", Implementation, self.implementation)
 
   @property
   def contraction(self) -> float:
