@@ -7,18 +7,9 @@ from gradcomp._src.parallel.gather_scatter import all_gather, psum_scatter
 from gradcomp._src.parallel.permutations import all_to_all, ppermute
 from gradcomp._src.parallel.psum import psum, sum_gradients
 from gradcomp._src.parallel.reshard import reshard
-from gradcomp._src.parallel.scan import scan, scan_residual
-from gradcomp._src.parallel.scan_shards import scan_shards
+from gradcomp._src.parallel.scan import scan
 from gradcomp._src.parallel.zero.transform import zero
 
 __all__ = ["all_gather", "all_to_all", "compress_in_scan", "gather", "gather_matmul"]
-__all__ += [
-  "gather_residual",
-  "ppermute",
-  "psum",
-  "psum_scatter",
-  "reshard",
-  "scan",
-  "scan_residual",
-]
-__all__ += ["scan_shards", "sum_gradients", "zero"]
+__all__ += ["gather_residual", "ppermute", "psum", "psum_scatter", "reshard", "scan"]
+__all__ += ["sum_gradients", "zero"]

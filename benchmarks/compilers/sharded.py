@@ -31,7 +31,8 @@ def program(mesh: Mesh, form: str) -> tuple[Any, tuple[Any, ...]]:
   way: dict[str, Any] = {
     "axis_name": names,
     "params": None if form == OWNERS else EightBit(bucket_size=128),
-    "grads": QSGD(bits=4),
+    "codec": QSGD(bits=4),
+    "axis": 0,
     "key": jax.random.key(0, impl="threefry2x32"),
     "backward_axis_name": "chip" if form == INNER else None,
   }
@@ -43,7 +44,7 @@ def program(mesh: Mesh, form: str) -> tuple[Any, tuple[Any, ...]]:
     whole = layers if form == OWNERS else None
 
     def loss(shards: jax.Array) -> jax.Array:
-      y, _ = parallel.scan_shards(body, x, shards, whole=whole, **way)
+      y, _ = parallel.scan(body, x, shards, whole=whole, **way)
       return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
     return shards - (0.1 * jax.grad(loss)(shards)).astype(shards.dtype)

@@ -9,7 +9,7 @@ from gradcomp.codecs import QSGD
 
 FOUR_BITS = QSGD(bits=4, bucket_size=32)
 GIVEN = {"axis_name": "data", "codec": FOUR_BITS}
-SHARDS = {"axis_name": "data", "params": QSGD(bits=8), "grads": FOUR_BITS}
+SHARDS = {"params": QSGD(bits=8), "axis": 0}
 KEY = jax.random.PRNGKey(0)
 
 
@@ -20,7 +20,7 @@ def scanned(layers, residual):
 
 def scanned_shards(shards, _):
   layer = lambda x, w: (x * w.sum(0), x.sum())
-  return parallel.scan_shards(layer, shards[0, 0], shards, key=KEY, **SHARDS)
+  return parallel.scan(layer, shards[0, 0], shards, key=KEY, **SHARDS, **GIVEN)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,8 @@ def scanned_shards(shards, _):
 def test_a_scan_keeps_its_dtypes(scan, shape):
   def grads(layers):
     loss = lambda *x: sum(map(jnp.sum, scan(*x)))
-    return jax.grad(loss, (0, 1))(layers, parallel.scan_residual(layers, **GIVEN))
+    first = parallel.compress_in_scan(feedback="error", **GIVEN).init(layers)
+    return jax.grad(loss, (0, 1))(layers, first.residual)
 
   def types(x64):
     of_two = jax.ShapeDtypeStruct((2, *shape), "float32")

@@ -27,7 +27,7 @@ gathered(own="mine") -> `own` ... exact ... 'mine'
 gathered(to="invarying") -> `to` ... coded
 gathered(axis=2) ; shards(axis=2) -> `axis` ... 2 axes ... got 2
 gathered(backward=QSGD()) ; gathered(codec=QSGD()) ; scanned(codec=QSGD(bits=4)) ;
-  shards(grads=QSGD(bits=4)) ; of_shards(grads=QSGD(bits=4)) ;
+  shards(grads=QSGD(bits=4)) ; of_shards(codec=QSGD(bits=4)) ;
   on_mesh(lambda x: reshard(x, P(), codec=QSGD())) -> `key` ... QSGD
 on_all(lambda x: psum(x > 0, **PLAIN)) -> TypeError: `x`
 on_all(lambda x: psum(x, axis_name="model", codec=EIGHT)) ; shards(axis_name="model") ;
@@ -55,7 +55,7 @@ scanned(layers=STACK.astype(v)) for v in "int32", "complex64" -> TypeError: `lay
   {v!s}
 scanned(body=lambda x, w: x @ w) -> TypeError: `body` ... pair
 scanned(residual=STACK) ; scanned(codec=FOUR, exchange="two_shot",
-  residual=residual_of(FOUR, "all_gather")) -> `residual` ... scan_residual
+  residual=residual_of(FOUR, "all_gather")) -> `residual` ... compress_in_scan
 jax.eval_shape(shard_map(lambda w, e: jax.grad(lambda e: jnp.sum(gather(w, residual=e,
   **SHARDS)))(e), (P("data"), P()), P("data")), jnp.ones((8, 2)), jnp.ones((8, 2))) ;
   jax.eval_shape(shard_map(lambda x, e: parallel.scan(LAYER, x, STACK, residual=e,
@@ -71,21 +71,26 @@ jax.eval_shape(mapped(v, lambda x: jax.grad(of_examples, 1)(x, STACK), 4), ROWS_
 on_all(jax.grad(lambda x: jnp.sum(jax.vmap(jax.jit(one))(x))), jnp.ones((4, 3, 8))) ;
   jax.eval_shape(jax.vmap(jax.vmap(jax.grad(lambda x: jnp.sum(jax.jit(one)(x))),
   axis_name="data")), jnp.ones((3, 4, 8))) ; on_all(lambda x: jax.grad(lambda w:
-  jnp.sum(jax.vmap(lambda x: scan_shards(SQUARES, x, w, **SHARDS)[0])(x)))(jnp.ones((2,
-  8))), jnp.ones((4, 3, 2, 8))) -> `scan` ... jax.vmap
+  jnp.sum(jax.vmap(lambda x: parallel.scan(SQUARES, x, w, axis=0, **MEAN)[0])(x)))(
+  jnp.ones((2, 8))), jnp.ones((4, 3, 2, 8))) -> `scan` ... jax.vmap
 twice(lambda w, x: jnp.sum(gather(w, **SHARDS) ** 2) * x) ; twice(lambda w, x:
   jnp.sum(all_gather(w, **MEAN) ** 2) * x) ; twice(lambda w, x: parallel.scan(SQUARES,
-  x, w, **MEAN)[0]) ; twice(lambda w, x: scan_shards(SQUARES, x, w, **SHARDS)[0]) ;
-  twice(lambda w, x: jnp.sum(gather_matmul(jnp.ones((6, 64)), w[0, 0] * jnp.ones((8,
-  64)), **PRODUCT) ** 2) * x) -> TypeError: must be differentiated once
-of_shards(grads=OneBit()) -> `grads` ... `residual` is None
+  x, w, **MEAN)[0]) ; twice(lambda w, x: parallel.scan(SQUARES, x, w, axis=0,
+  **MEAN)[0]) ; twice(lambda w, x: jnp.sum(gather_matmul(jnp.ones((6, 64)), w[0, 0] *
+  jnp.ones((8, 64)), **PRODUCT) ** 2) * x) -> TypeError: must be differentiated once
+of_shards(codec=OneBit()) -> `codec` ... `residual` is None
+of_shards(codec=TopK()) ; of_shards(params=TopK()) -> ` ... every element ... TopK
 of_shards(axis=2) -> `axis` ... 1 axes
+of_shards(exchange="two_shot") -> `exchange` ... left out ... owners ... 'two_shot'
+scanned(**{v: "data"}) for v in "params", "backward_axis_name" ->
+  `{v!s}` must be None ... 'data' ... axis=0
+scanned(whole=[STACK]) -> `whole` must be None ... PyTreeDef([*]) ... axis=0
 of_shards(residual=jax.tree.map(lambda x: x[..., :16], WHOLE)) ->
   `residual` ... (3, 32, 32) ... gather_residual
 of_shards(params=EightBit(), whole=WHOLE) -> `params` ... None with `whole` ... EightBit
 of_shards(backward_axis_name="data", whole=WHOLE) -> `backward_axis_name` ... 'data'
 of_shards(whole=OWN) -> `whole` ... (3, 32, 32) ... (3, 8, 32) ... all_gather
-of_shards(whole=[*WHOLE.values()]) -> `whole` ... a tree like `shards`
+of_shards(whole=[*WHOLE.values()]) -> `whole` ... a tree like `layers`
 of_shards(whole=WHOLE | {"b": jnp.ones((2, 32))}) ->
   `whole` ... the same number in each ... [2, 3]
 product(params=Dense()) -> TypeError: matrix units ... Dense ... BlockFloat
@@ -150,7 +155,7 @@ def scanned(body=LAYER, layers=STACK, **options):
 
 def of_shards(**options):
   layer = lambda x, w: (jnp.tanh(x @ w["w"] + w["b"]), None)
-  run = lambda x: parallel.scan_shards(layer, x, OWN, **SHARDS | options)
+  run = lambda x: parallel.scan(layer, x, OWN, **MEAN | dict(axis=0) | options)
   return on_all(run, jnp.ones((4, 8, 32)))
 
 
@@ -169,9 +174,10 @@ def on_mesh(function):
 
 def residual_of(codec, exchange="auto"):
   """The residual of one of four workers, of zeros."""
-  given = dict(axis_name="data", codec=codec, exchange=exchange)
+  given = dict(axis_name="data", exchange=exchange, feedback="error")
+  first = parallel.compress_in_scan(codec, **given)
   layers = STACK if codec in (FOUR, Dense()) else jnp.ones((2, 256, 256))
-  made = on_all(lambda _: parallel.scan_residual(layers, **given), jnp.ones(4))
+  made = on_all(lambda _: first.init(layers).residual, jnp.ones(4))
   return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), made)
 
 

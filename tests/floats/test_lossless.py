@@ -240,8 +240,7 @@ def test_scans_refuse_it():
   scan = functools.partial(parallel.scan, body, axis_name="data", codec=Lossless())
   ones = lambda *shape: np.ones(shape, np.float32)
   grad = jax.grad(lambda w: scan(ones(1024), w)[0].sum())
-  codecs = dict(axis_name="data", params=Lossless(), grads=Lossless())
-  shards = functools.partial(parallel.scan_shards, body, ones(4), **codecs)
+  shards = functools.partial(scan, ones(4), params=Lossless(), axis=0)
   for call, x in ((grad, ones(2, 2, 1024)), (shards, ones(2, 3, 2))):
     with pytest.raises(ValueError, match=says("must send any numbers at once")):
       jax.vmap(call, axis_name="data")(x)

@@ -118,7 +118,7 @@ class Row(NamedTuple):
 
   @property
   def options(self):
-    """Those of `parallel.scan`, or of `parallel.scan_shards`."""
+    """Those of `parallel.scan`, or of `parallel.gather` for shards."""
     codec, options = CODECS[self.codec], dict(axis_name=self.axis_name)
     match self.door:
       case "scan":
@@ -128,10 +128,22 @@ class Row(NamedTuple):
         return options | dict(params=codec, grads=CODECS["qsgd"])
     return options | dict(params=CODECS[self.way], grads=codec)
 
+  def scan(self, *given, **more):
+    """Scans with these options, and a key."""
+    options = dict(key=KEY, **self.options, **more)
+    if self.door != "scan":
+      options |= dict(axis=0, codec=options.pop("grads") or codecs.Dense())
+    return parallel.scan(*given, **options)
+
   @property
   def inner(self):
     names = tuple(self.way.split(","))
     return names if len(names) > 1 else self.way
+
+  def first(self, layers):
+    """The first residual of whole layers."""
+    given = self.options | dict(feedback="error")
+    return parallel.compress_in_scan(**given).init(layers).residual
 
 
 def rows(text):
@@ -171,7 +183,7 @@ def old_of(row, shards):
   if not row.keeps:
     return None
   if row.door == "scan":
-    zeros = parallel.scan_residual(layers_at(row), **row.options)
+    zeros = row.first(layers_at(row))
   else:
     one = lambda w: parallel.gather_residual(w, axis_name=row.axis_name, axis=1)
     zeros = jax.tree.map(one, shards)
@@ -189,21 +201,18 @@ def by_gradient(scan, x, weights, given, old):
 
   (of_x, means, new), values = jax.grad(loss, (0, 1, 2), has_aux=True)(x, given, old)
   if isinstance(new, tuple):  # of workers, and of owners
-    return Result(values, of_x, means, new.leaves, new.owners)
+    return Result(values, of_x, means, jax.tree.leaves(new.leaves), new.owners)
   return Result(values, of_x, means, jax.tree.leaves(new))
 
 
 def door_of(row, x, weights, shards, old):
-  given = dict(key=KEY, **row.options)
-  if row.door == "scan":
-    scan = lambda x, w, e: parallel.scan(body, x, w, residual=e, **given)
-    return by_gradient(scan, x, weights, layers_at(row), old)
+  given, layers = {}, layers_at(row) if row.door == "scan" else shards
   if row.door == "copy":
     given |= dict(backward_axis_name=row.inner)
   if row.door == "whole":
     given |= dict(whole=layers_at(row))
-  scan = lambda x, w, e: parallel.scan_shards(body, x, w, residual=e, **given)
-  return by_gradient(scan, x, weights, shards, old)
+  scan = lambda x, w, e: row.scan(body, x, w, residual=e, **given)
+  return by_gradient(scan, x, weights, layers, old)
 
 
 def plain(row, x, weights):
@@ -229,8 +238,7 @@ def turn_of(row, x, weights, shards):
     case "shards":
       result = by_gradient(gathering(row), x, weights, shards, old)
     case "copy":
-      given = dict(key=KEY, **row.options)
-      scan = lambda x, w, e: parallel.scan_shards(body, x, w, residual=e, **given)
+      scan = lambda x, w, e: row.scan(body, x, w, residual=e)
       result = by_gradient(scan, x, weights, shards, old)
   return result, grads, old
 
@@ -254,8 +262,8 @@ def averaged(row, grads, residual):
     number, grads, residual = given
     state = one.init(grads)._replace(key=fold_key(key_words(KEY), number))
     if residual is not None:
-      own = jax.tree.unflatten(jax.tree.structure(grads), residual.leaves)
-      state = state._replace(residual=own, server_residual=residual.owners or None)
+      owners = residual.owners or None
+      state = state._replace(residual=residual.leaves, server_residual=owners)
     means, state = one.update(grads, state)
     owners = state.server_residual or {}
     return means, jax.tree.leaves(state.residual), owners if row.keeps else ()
@@ -320,15 +328,15 @@ def explicit(row):
 
   def run(x, weights, old):
     layers = layers_at(row)
-    zeros = old and parallel.scan_residual(layers, **row.options)
+    zeros = old and row.first(layers)
     if old is not None:  # owners have theirs in the units of means
       flat = lambda x: x.reshape(-1, *x.shape[2:], out_sharding=P("data"))
       old = jax.tree.map(lambda x, zero: flat(x) + zero, old, zeros)
-      old = old._replace(leaves=[x * jnp.float32(share) for x in old.leaves])
+      own = jax.tree.map(lambda x: x * jnp.float32(share), old.leaves)
+      old = old._replace(leaves=own)
 
     def loss(x, layers, old):
-      given = dict(residual=old, key=KEY, **row.options)
-      last, ys = parallel.scan(of_rows, x, layers, **given)
+      last, ys = row.scan(of_rows, x, layers, residual=old)
       ys = jnp.swapaxes(ys, 0, 1)
       own = weights.astype(x.dtype)
       return share * (jnp.sum(last[:, 0] * own[:, 0]) + jnp.sum(ys * own)), (last, ys)
@@ -343,7 +351,7 @@ def explicit(row):
     of_x = of_x * np.asarray(many, of_x.dtype)
     if new is None:
       return Result(values, of_x, means, [])
-    kept = [each(x) * np.float32(many) for x in new.leaves]
+    kept = [each(x) * np.float32(many) for x in jax.tree.leaves(new.leaves)]
     return Result(values, of_x, means, kept, jax.tree.map(each, new.owners))
 
   return run, result

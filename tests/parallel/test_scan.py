@@ -20,7 +20,7 @@ from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, says
 from tests.support.cases.parallel import mapped, mapped_over, nbytes, numbers
-from tests.support.cases.scan import KEY, ROWS, WIDTH, body, layers_of, loss_of, whole
+from tests.support.cases.scan import ROWS, WIDTH, body, layers_of, loss_of, whole
 
 PLAIN, SLOW = map(table_scans.rows, (table_scans.TABLE, table_scans.SLOW))
 
@@ -237,9 +237,8 @@ def test_what_plain_jit_cannot_take_is_named():
     array, whole = on(P(), jnp.ones(8)), on(P(), STACK)
     deferred = gradcomp.defer_reduction(whole, axis_name="data")
     for wrong in (on(P(None, "data"), STACK[:, :4]), deferred):
-      for call in (types_of, lambda x: parallel.scan_residual(x, **MEAN)):
-        with pytest.raises(ValueError, match=says("`layers`", "data", "scan_shards")):
-          call(wrong)
+      with pytest.raises(ValueError, match=says("`layers`", "data", "axis=")):
+        types_of(wrong)
     with pytest.raises(ValueError, match=says("`carry`", "'data'", "jax.device_put")):
       types_of(x=jnp.ones((8, 8)))
     with pytest.raises(ValueError, match=says("`body`", "float32[]", "y[None]")):
@@ -254,7 +253,7 @@ def test_what_plain_jit_cannot_take_is_named():
 N, CHIPS, LENGTH, OWN = ROW.workers, 2, ROW.length, WIDTH // ROW.workers
 of = lambda *shape: jax.ShapeDtypeStruct((N, *shape), "float32")
 SHAPES = of(ROWS, WIDTH), {"b": of(LENGTH, OWN), "w": of(LENGTH, OWN, WIDTH)}
-FLOATS = dict(axis_name="data", params=None, grads=None)
+SUMS = dict(axis_name="data", codec=Dense(), axis=0)
 
 
 def payload(name):
@@ -275,8 +274,7 @@ def test_the_backward_pass_sends_no_weights_between_hosts():
 
 
 def scanned(inner, x, shards):
-  given = dict(ROW.options, key=KEY, backward_axis_name=inner)
-  return parallel.scan_shards(body, x, shards, **given)
+  return ROW.scan(body, x, shards, backward_axis_name=inner)
 
 
 def test_a_worker_keeps_the_share_of_a_chip():
@@ -304,7 +302,7 @@ def test_whole_layers_are_constant():
   shards = jax.tree.map(lambda x: np.stack(np.split(x, 4, axis=1)), layers)
 
   def loss(shards, layers):
-    values = parallel.scan_shards(body, x, shards, whole=layers, **FLOATS)
+    values = parallel.scan(body, x, shards, whole=layers, **SUMS)
     return loss_of(values, weights)
 
   grads = jax.vmap(jax.grad(loss, (0, 1)), (0, None), axis_name="data")
@@ -318,7 +316,7 @@ def test_whole_layers_are_constant():
 )
 def test_a_residual_that_jax_would_add_up_is_refused(spec, missing):
   """It is typed as equal on all workers, or over an axis over which shards differ."""
-  run = lambda x, w, e: parallel.scan_shards(LAYER, x, w, residual=e, **FLOATS)[0]
+  run = lambda x, w, e: parallel.scan(LAYER, x, w, residual=e, **SUMS)[0]
   names, kinds = ("data", "model"), (AxisType.Auto,) * 2
   every, mesh = P(names), jax.make_mesh((2, 2), names, kinds)
   specs = dict(in_specs=(every, P(None, names), spec), out_specs=every)

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp import parallel
 from gradcomp._src.kernels.common.threefry import fold_key
-from gradcomp._src.parallel.scan_layer import Kept
 from gradcomp.codecs import QSGD, Dense
 from tests.plugins.slow_cases import slow
 from tests.support import modes
@@ -91,8 +90,7 @@ def step_by_hand(others, exchange):
   def worker(params, states, batch):
     layers, others_state = states
     own = gradcomp.defer_reduction(params["embedding"], axis_name="data")
-    owners = layers.server_residual or {}
-    kept = layers.residual and Kept(jax.tree.leaves(layers.residual), owners)
+    kept, layers = layers.residual, layers.layers
     words = fold_key(layers.key, layers.count)
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
 
@@ -104,13 +102,13 @@ def step_by_hand(others, exchange):
     value, (means, grads, kept) = grad(params["layers"], own, kept)
     layers = layers._replace(count=layers.count + 1)
     if kept is not None:
-      residual = jax.tree.unflatten(jax.tree.structure(layers.residual), kept.leaves)
-      owners = kept.owners if layers.server_residual else layers.server_residual
-      layers = layers._replace(residual=residual, server_residual=owners)
+      owners = kept.owners or None
+      layers = layers._replace(residual=kept.leaves, server_residual=owners)
     rest, others_state = others.update({"embedding": grads}, others_state)
     updates = to_whole.update({"layers": means, **rest}, optax.EmptyState(), params)[0]
     params = optax.apply_updates(params, updates)
-    return params, (layers, others_state), lax.pmean(value, "data")
+    states = gradcomp.state.ScanState(layers), others_state
+    return params, states, lax.pmean(value, "data")
 
   def step(params, states, batch):
     specs = gradcomp.state_specs(states, axis_name="data")
@@ -130,7 +128,7 @@ def test_steps_are_those_of_a_scan_by_hand(feedback, exchange):
   others = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
   _, params, batch, state, step = ready(feedback, exchange)
   rest = begin(others, {"embedding": params["embedding"]})
-  scanned = lambda state: state[0].inner_states["layers"].inner_state.layers
+  scanned = lambda state: state[0].inner_states["layers"].inner_state
   plain, states = params, (scanned(state), rest)
   by_hand = step_by_hand(others, WAY | dict(exchange=exchange))
   for _ in range(3):
@@ -138,7 +136,7 @@ def test_steps_are_those_of_a_scan_by_hand(feedback, exchange):
     plain, states, loss = by_hand(plain, states, batch)
     got = params, metrics["loss"], scanned(state)
     assert_same_bits(got, (plain, loss, states[0]))
-  kept = jax.tree.leaves((got[2].residual, got[2].server_residual))
+  kept = jax.tree.leaves(got[2].residual)
   assert bool(kept) == (feedback is not None) and all(np.any(x) for x in kept)
 
 

@@ -54,6 +54,13 @@ class CompressState(NamedTuple):
   estimate: Any = None
 
 
+class Kept(NamedTuple):
+  """The residual of layers in a scan, stacked, on one worker."""
+
+  leaves: Any  # of each leaf, like the layers, but float32 and of at least one axis
+  owners: OwnerResiduals
+
+
 class ScanState(NamedTuple):
   """The state of :func:`gradcomp.parallel.compress_in_scan`.
 
@@ -72,6 +79,13 @@ class ScanState(NamedTuple):
   """
 
   layers: CompressState
+
+  @property
+  def residual(self) -> Kept | None:
+    """The residual, as :func:`gradcomp.parallel.scan` takes it; None without one."""
+    if self.layers.residual is None:
+      return None
+    return Kept(self.layers.residual, self.layers.server_residual or {})
 
 
 class OwnedRows(NamedTuple):

@@ -1,6 +1,7 @@
 """``compress_in_scan``: layers in a loop that exchanges their gradients."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,34 +9,20 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core import agreement
-from gradcomp._src.core.feedback import (
-  ErrorFeedback,
-  Feedback,
-  FeedbackName,
-  NoFeedback,
-  as_feedback,
-)
-from gradcomp._src.core.inputs import any_tree
-from gradcomp._src.core.state import CompressState, ScanState, check_type, seed_words
-from gradcomp._src.core.transform import compress
+from gradcomp._src.core import agreement, inputs, transform
+from gradcomp._src.core import feedback as feedbacks
+from gradcomp._src.core import state as states
+from gradcomp._src.core.feedback import Feedback, FeedbackName
+from gradcomp._src.core.state import CompressState, Kept, ScanState
 from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh import study, types
-from gradcomp._src.mesh.axes import (
-  AxisName,
-  as_axis_name,
-  axis_names,
-  bound_size,
-  mesh_size,
-  require_size,
-)
-from gradcomp._src.parallel.scan import scan, scan_residual
-from gradcomp._src.parallel.scan_layer import Kept
+from gradcomp._src.mesh import axes, study, types
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.parallel import scan_checks, scan_loop, scan_means
+from gradcomp._src.parallel.scan import scan
 
 
 def compress_in_scan(
@@ -64,11 +51,12 @@ def compress_in_scan(
     key: a seed, or a key, that all workers share. Each step folds in its number.
 
   Returns:
-    A gradient transformation; its state is a :class:`gradcomp.state.ScanState`. Call
-    ``init`` inside the map, or under ``jax.set_mesh(mesh)``.
+    A gradient transformation; its state is a :class:`gradcomp.state.ScanState`, whose
+    ``residual`` is the first one of :func:`scan`. Call ``init`` inside the map, or
+    under ``jax.set_mesh(mesh)``.
 
   Raises:
-    ValueError: an option is bad; in ``init``, those of :func:`scan_residual`; in
+    ValueError: an option is bad; in ``init``, as for :func:`scan`; in
       ``update``, a gradient differs between workers, because it comes from no scan.
     TypeError: ``codec`` is no codec, or layers have no real floats.
 
@@ -93,20 +81,20 @@ def compress_in_scan(
     (Array(6., dtype=float32), Array([0.5, 2. ], dtype=float32))
   """
   told = dict(locals())
-  names = axis_names(axis_name)
-  rule = as_feedback(feedback, codec)
-  if rule not in (NoFeedback(), ErrorFeedback()):
+  names = axes.axis_names(axis_name)
+  rule = feedbacks.as_feedback(feedback, codec)
+  if rule not in (feedbacks.NoFeedback(), feedbacks.ErrorFeedback()):
     raise ValueError(
       '`feedback` must be None, "auto" or "error" for layers in a scan, whose '
       f"residuals are float32, got {feedback!r}; put momentum behind the exchange."
     )
-  options = ScanOptions(codec, as_axis_name(names), exchange, rule.keeps, policy)
+  options = ScanOptions(codec, axes.as_axis_name(names), exchange, rule.keeps, policy)
 
   def init_fn(params: Any) -> ScanState:
     study.note(options, *jax.tree.leaves(params))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    kept = {"residual": None, "server_residual": None} | _first(options, shapes)
-    return ScanState(CompressState(jnp.zeros([], jnp.int32), seed_words(key), **kept))
+    kept = _first(options, params) if options.keeps else _fields(None, params)
+    count = jnp.zeros([], jnp.int32)
+    return ScanState(CompressState(count, states.seed_words(key), **kept))
 
   def update_fn(
     updates: Any,
@@ -117,26 +105,31 @@ def compress_in_scan(
     **extra_args: Any,
   ) -> tuple[Any, ScanState]:
     del params, extra_args
-    check_type(state, ScanState)
+    states.check_type(state, ScanState)
     if study.is_followed():
       return updates, state
     if study.is_study():
       return _studied(options, updates, state.layers), state
     what = "gradcomp.parallel.compress_in_scan"
     agreement.require_agreement(what, told, updates, options.axis_name)
-    _check_means(updates, options)
-    kept: dict[str, Any] = {"count": optax.safe_increment(state.layers.count)}
-    if options.keeps:
-      if scan_residual is None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+      if own := types.varying_axes(leaf).intersection(names):
         raise ValueError(
-          "`scan_residual` must be the new residual of the scan with "
-          f"{options.codec}, got None; take the step by gradcomp.make_train_step, and "
-          "let transformations around this one pass on extra arguments."
+          f"`updates`{jax.tree_util.keystr(path)} must be a mean that the scan of its "
+          f"layer has made, but it differs between the workers of {sorted(own)}; take "
+          "the step by gradcomp.make_train_step, with a loss that calls its scan=."
         )
-      kept |= _as_fields(scan_residual, updates)
-    return updates, ScanState(state.layers._replace(**kept))
+    if options.keeps and scan_residual is None:
+      raise ValueError(
+        "`scan_residual` must be the new residual of the scan with "
+        f"{options.codec}, got None; take the step by gradcomp.make_train_step, and "
+        "let transformations around this one pass on extra arguments."
+      )
+    kept = _fields(scan_residual if options.keeps else None, updates)
+    count = optax.safe_increment(state.layers.count)
+    return updates, ScanState(state.layers._replace(count=count, **kept))
 
-  return any_tree(init_fn, update_fn)
+  return inputs.any_tree(init_fn, update_fn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,62 +142,40 @@ class ScanOptions:
   keeps: bool  # whether there is a residual
   policy: Callable[..., bool] | None
 
-  def scan(
-    self,
-    body: Callable[[Any, Any], tuple[Any, Any]],
-    carry: Any,
-    layers: Any,
-    *,
-    residual: Kept | None,
-    key: jax.Array,
-  ) -> tuple[Any, Any]:
+  def scan(self, *given: Any, residual: Kept | None, key: jax.Array) -> Any:
     """Scans over the layers of a step, which has its own key."""
-    return scan(
-      body,
-      carry,
-      layers,
-      axis_name=self.axis_name,
-      codec=self.codec,
-      exchange=self.exchange,
-      residual=residual,
-      policy=self.policy,
-      key=key,
-    )
+    way: dict[str, Any] = dict(axis_name=self.axis_name, exchange=self.exchange)
+    way |= dict(codec=self.codec, policy=self.policy)
+    return scan(*given, residual=residual, key=key, **way)
 
 
-def kept_by(state: ScanState) -> Kept | None:
-  """Returns the residual of a worker's state, as the scan takes it."""
-  if state.layers.residual is None:
-    return None
-  leaves = jax.tree.leaves(state.layers.residual)
-  return Kept(leaves, state.layers.server_residual or {})
-
-
-def _as_fields(kept: Kept, like: Any) -> dict[str, Any]:
+def _fields(kept: Kept | None, like: Any) -> dict[str, Any]:
   """Returns the two fields of a state that are the residual of the scan."""
-  residual = jax.tree.unflatten(jax.tree.structure(like), kept.leaves)
+  if kept is None:
+    return {"residual": None, "server_residual": None}
+  residual = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(kept.leaves))
   return {"residual": residual, "server_residual": kept.owners or None}
 
 
-def _first(options: ScanOptions, shapes: Any) -> dict[str, Any]:
+def _first(options: ScanOptions, params: Any) -> dict[str, Any]:
   """Makes the first residual: of this worker, or of all outside of the map."""
-  axes = options.axis_name
-  if not options.keeps:
-    return {}
+  names = options.axis_name
 
-  def first() -> dict[str, Any]:
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    way: dict[str, Any] = dict(codec=options.codec, exchange=options.exchange)
-    kept = scan_residual(zeros, axis_name=axes, **way)
-    return _as_fields(kept, shapes)
+  def first(like: Any) -> dict[str, Any]:
+    way = scan_checks.layer_options(names, options.codec, options.exchange, keeps=True)
+    length, layer = scan_checks.first_layer("layers", scan_loop.zeros_of(like), names)
+    zeros = scan_means.mean_exchange(way, layer, is_sum=False).first()
+    stacked = lambda x: jnp.broadcast_to(x, (length, *x.shape))
+    return _fields(jax.tree.map(stacked, zeros), params)
 
-  if bound_size(study.studied_axes(axes) or axes) is not None:
-    return first()
-  if mesh_size(axes) is None:
-    require_size(axes)  # raises
-  mapped = jax.shard_map(
-    first, in_specs=(), out_specs=P(axes), axis_names=set(axis_names(axes))
-  )
+  if axes.bound_size(study.studied_axes(names) or names) is not None:
+    return first(params)
+  if axes.mesh_size(names) is None:
+    axes.require_size(names)  # raises
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+  given: dict[str, Any] = dict(in_specs=(), out_specs=jax.P(names))
+  of_worker = functools.partial(first, shapes)
+  mapped = jax.shard_map(of_worker, axis_names={*axes.axis_names(names)}, **given)
   return jax.jit(mapped)()
 
 
@@ -212,7 +183,7 @@ def _studied(options: ScanOptions, updates: Any, state: CompressState) -> Any:
   """Exchanges layer after layer, as the scan does, for the readers of a study."""
   length = len(jax.tree.leaves(updates)[0])
   study.note(study.Options((("layers", (length,)),)))
-  one = compress(
+  one = transform.compress(
     options.codec,
     axis_name=options.axis_name,
     exchange=options.exchange,
@@ -226,15 +197,3 @@ def _studied(options: ScanOptions, updates: Any, state: CompressState) -> Any:
     return one.update(grads, own)[0]
 
   return lax.map(exchanged, (updates, state.residual, state.server_residual))
-
-
-def _check_means(updates: Any, options: ScanOptions) -> None:
-  """Raises ValueError for a gradient that is typed as differing between workers."""
-  names = axis_names(options.axis_name)
-  for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
-    if own := types.varying_axes(leaf).intersection(names):
-      raise ValueError(
-        f"`updates`{jax.tree_util.keystr(path)} must be a mean that the scan of its "
-        f"layer has made, but it differs between the workers of {sorted(own)}; take "
-        "the step by gradcomp.make_train_step, with a loss that calls its scan=."
-      )

@@ -6,25 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import PartitionSpec
 
-from gradcomp._src.codecs.protocol import LeafCodec, is_codec, require_contraction
-from gradcomp._src.core.compression import Compression
-from gradcomp._src.core.feedback import ErrorFeedback, NoFeedback
-from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.policy import stateless
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.core.state import Kept
+from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.kernels.common.threefry import key_words
-from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
-from gradcomp._src.mesh.trees import is_trainable, trainable
-from gradcomp._src.mesh.types import mark_varying, varying_axes
-from gradcomp._src.parallel.scan_backward import Given, LayerScan, Whole
-from gradcomp._src.parallel.scan_jit import (
-  check_whole,
-  in_plain_jit,
-  on_parts,
-  scan_parts,
+from gradcomp._src.mesh import axes, trees, types
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.parallel import (
+  options,
+  scan_checks,
+  scan_loop,
+  scan_maps,
+  scan_means,
+  scan_shards,
 )
-from gradcomp._src.parallel.scan_layer import Kept, LayerExchange, layer_exchange
 
 
 def scan(  # noqa: PLR0913 - options of users, by keyword
@@ -35,11 +33,15 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   axis_name: AxisName,
   codec: LeafCodec,
   exchange: ExchangeName | Auto | Exchange = "auto",
+  axis: int | None = None,
+  params: LeafCodec | None = None,
+  whole: Any = None,
+  backward_axis_name: AxisName | None = None,
   residual: Any = None,
   policy: Callable[..., bool] | None = None,
   key: jax.Array | None = None,
 ) -> tuple[Any, Any]:
-  r"""Scans over layers as ``lax.scan``; their gradients come out averaged over workers.
+  r"""Scans over layers as ``lax.scan``; their gradients are exchanged in the loop.
 
   The backward pass computes layer after layer, from the last one on. While it computes
   layer l, the message of layer l+1 is on its way to the owners, and the means of layer
@@ -54,14 +56,7 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
 
   ``two_shot`` encodes the mean once more. Every worker gets the same bits: give them to
   an optimizer as they are, and exchange those of other parameters by
-  :func:`gradcomp.compress`.
-
-  In plain ``jax.jit`` under Explicit axes, a ``jax.shard_map`` over the axis runs the
-  layers, on arguments sharded by their types: ``body`` sees a worker's rows of the
-  carry, and those of ``ys`` are joined, ``[L, N rows, ...]``. There the loss is that of
-  the whole batch, so that :math:`g_{il}` is worker i's addend, and :math:`\bar g_l` the
-  sum. ``body`` must not close over arrays of the mesh, but may be a
-  ``jax.tree_util.Partial``, whose arrays become arguments.
+  :func:`gradcomp.compress`. In a train step, :func:`compress_in_scan` does all this.
 
   **The new residual comes back as the cotangent of** ``residual``. So take the gradient
   with respect to the layers and the residuals together, and scan each stack once::
@@ -71,32 +66,78 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   The forward pass saves what each layer takes from the one before it, and what
   ``policy`` says. The backward pass computes the rest again, as ``jax.checkpoint``.
   Layers in flight take the memory of their messages. A residual takes as much as the
-  layers in ``float32``.
+  layers in ``float32``. A worker sends as many bytes as behind the loop. Whether they
+  hide behind a layer is up to the compiler: see :func:`gradcomp.overlap_report`. Codecs
+  whose workers agree on statistics, like ``FloatCast`` and ``Ternary``, wait for these
+  in each layer.
 
-  A worker sends as many bytes as behind the loop. Whether they hide behind a layer is
-  up to the compiler: see :func:`gradcomp.overlap_report`. Codecs whose workers agree on
-  statistics, like ``FloatCast`` and ``Ternary``, wait for these in each layer.
+  In plain ``jax.jit`` under Explicit axes, a ``jax.shard_map`` over the axis runs the
+  layers, on arguments sharded by their types: ``body`` sees a worker's rows of the
+  carry, and those of ``ys`` are joined, ``[L, N rows, ...]``. There the loss is that of
+  the whole batch, so that :math:`g_{il}` is worker i's addend, and :math:`\bar g_l` the
+  sum. ``body`` must not close over arrays of the mesh, but may be a
+  ``jax.tree_util.Partial``, whose arrays become arguments.
 
   Put ``jax.vmap`` over examples inside ``body``: around a scan, each example would be
-  exchanged by itself, and take the residual once more, which is an error.
+  exchanged by itself, and take the residual once more, which is an error. A gradient
+  that is not finite makes at least its bucket NaN on every worker. The residual keeps
+  its old value there.
 
-  A gradient that is not finite makes at least its bucket NaN on every worker. The
-  residual keeps its old value there.
+  **Layers in shards** (FSDP), with ``axis``: ``layers`` are the shards of this worker,
+  and the body gets whole layers. The values and gradients are those of :func:`gather`
+  of each array in a ``jax.checkpoint`` of the body, and gradients are sums: divide the
+  loss of each worker by N for means. Worker d has the shard :math:`w_{ld}` of layer l,
+  and gets part d of all gradients,
+
+  .. math::
+     w_l = [Q_w(w_{l0}), \ldots, Q_w(w_{l,N-1})], \qquad
+     \bar{w}_{ld} = \sum_{i=0}^{N-1} Q((g_{il} + e_{il})[d])
+
+  While layer l computes, the encoded shards of layer l+1 come. In the backward pass
+  those of layer l-1 come, while the gradient of layer l+1 goes to its owners. The
+  backward pass starts with the layer that the forward pass ended with, and does not
+  gather it again. So of L layers a worker sends ``(2 L - 1) (N-1) c_w`` bytes of shards
+  and ``L (N-1) c_g`` of gradients, where c are the bytes of the payload of a shard.
+
+  **Hosts with several chips** (hpZ of ZeRO++). With ``backward_axis_name``, the n chips
+  of a host keep the words of each layer that came, an nth each, and the backward pass
+  gathers these inside the host: it sends no weights between hosts. They are the words
+  that the forward pass decoded, so that gradients keep their bits, where ZeRO++ encodes
+  once more. The copy takes ``(L-1) N c_w / n`` bytes of a worker until its backward
+  pass is over.
+
+  **Workers that have all layers** (ZeRO 1 and 2). With ``whole``, nobody gathers: the
+  body reads these layers, and only gradients travel, ``L (N-1) c_g`` bytes. They are
+  the gradients of ``layers``, the shards, whose values are not read. ``whole`` counts
+  as constant: its own gradient is zero.
 
   Args:
-    body: ``(carry, layer) -> (carry, y)``, as for ``lax.scan``. Gradients of arrays
-      that it closes over are as JAX has them: per worker, if they are typed so.
+    body: ``(carry, layer) -> (carry, y)``, as for ``lax.scan``, of whole layers.
+      Gradients of arrays that it closes over are as JAX has them: per worker, if they
+      are typed so.
     carry: the input of the first layer, each worker's own: a tree of arrays.
     layers: a tree of arrays that stack all layers on their first axes, ``[L, ...]``,
-      equal on all workers. Floats are averaged; others, like keys, have no gradient.
+      equal on all workers, or this worker's shards. Floats have gradients; others, like
+      keys, have none, are given whole, and are no shards.
     axis_name: the axis of the enclosing map, or a tuple of axes.
-    codec: the codec of the gradients. Sparse codecs and ``OneBit`` need a residual.
-    exchange: as of :class:`gradcomp.CompressOptions`, but for ``"local"``.
-    residual: the rounding errors of earlier steps: zeros at first, see
-      :func:`scan_residual`. Without one, they are dropped.
+    codec: the codec of the gradients. Sparse codecs and ``OneBit`` need a residual, and
+      sparse ones do not send shards.
+    exchange: as of :class:`gradcomp.CompressOptions`, but for ``"local"``. Leave it out
+      for shards, whose gradients go to their owners.
+    axis: the array axis of a layer along which each array is sharded; None where each
+      worker has whole layers. The following three are for shards.
+    params: the codec of the shards; None sends them as they are.
+    whole: a tree like ``layers`` of whole layers, ``[L, ...]``, perhaps of another
+      float dtype, which this worker has already; ``params`` is None then.
+    backward_axis_name: some of the axes of ``axis_name``, and not all: along them the
+      workers of one host differ.
+    residual: the rounding errors of earlier steps; None drops them. The first one has
+      zeros: it is ``compress_in_scan(codec, ..., feedback="error").init(layers)
+      .residual``, or, for shards, a tree like their floats of ``gather_residual(w,
+      axis_name=axis_name, axis=axis + 1)``, or a negative axis.
     policy: of ``jax.checkpoint``; None saves nothing but the inputs of layers.
-    key: a key that all workers share, another one for each step, if the codec draws
-      random numbers. Layer l folds in l.
+    key: a key that all workers share, another one for each step, if a codec draws
+      random numbers. Layer l folds in l, and in shards its arrays then their numbers.
 
   Returns:
     ``(carry, ys)``: the output of the last layer, and the stacked outputs of all.
@@ -105,191 +146,91 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     ValueError: the axis is neither bound nor Explicit; the codec keeps a memory, or
       needs a residual or a key that is not given; the exchange sends nothing, or the
       codec's sums refuse it; ``layers`` do not stack as many each, one or more, or are
-      typed as differing between workers; the residual is another one's; a gradient is
-      taken through ``jax.vmap`` over examples; or in plain ``jax.jit`` layers are
-      sharded, the carry is not, or an output has no rows.
-    TypeError: ``codec`` is no codec, ``body`` returns no pair, or ``layers`` have no
-      real floats.
+      typed as differing between workers that have whole ones; the residual is another
+      one's; an option of shards is not as above; a gradient is taken through
+      ``jax.vmap`` over examples; or in plain ``jax.jit`` layers are sharded, the carry
+      is not, or an output has no rows.
+    TypeError: a codec is none, ``body`` returns no pair, or ``layers`` have no real
+      floats.
 
   Example:
-    >>> def loss(layers, x):
+    >>> def loss(layers, x, **options):
     ...   layer = lambda x, w: (w * x, None)
     ...   x, _ = gradcomp.parallel.scan(
-    ...     layer, x, layers, axis_name="data", codec=gradcomp.codecs.Dense())
-    ...   return x
+    ...     layer, x, layers, axis_name="data", codec=gradcomp.codecs.Dense(),
+    ...     **options)
+    ...   return jnp.sum(x)
     >>> layers, x = jnp.array([2.0, 3.0]), jnp.array([1.0, 5.0])
     >>> grad = jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="data")
     >>> jax.jit(grad)(layers, x)
     Array([[9., 6.],
            [9., 6.]], dtype=float32)
+    >>> sums = jax.grad(lambda *given: loss(*given, axis=0))
+    >>> shards, x = jnp.ones((2, 3, 1)), jnp.array([[1.0, 2.0], [0.0, 1.0]])
+    >>> jax.jit(jax.vmap(sums, axis_name="data"))(shards, x).ravel()
+    Array([1., 1., 1., 3., 3., 3.], dtype=float32)
 
   References:
     Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
-    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1
+    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1;
+    Zhao et al., `PyTorch FSDP <https://arxiv.org/abs/2304.11277>`_, 2023, section 3.3;
+    Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020, section 5;
+    Wang et al., `ZeRO++ <https://arxiv.org/abs/2306.10209>`_, 2023, section 3.2
   """
-  carry, layers = jax.tree.map(jnp.asarray, (carry, layers))
-  words = jnp.zeros(2, jnp.uint32) if key is None else key_words(key)
-  plain = in_plain_jit((carry, layers), axis_name)
+  keeps = residual is not None
+  inner = backward_axis_name
+  gathering = {"params": params, "backward_axis_name": inner}
+  if axis is None:
+    gathering["whole"] = None if whole is None else jax.tree.structure(whole)
+    scan_checks.check_none(scan_checks.NO_SHARDS, **gathering)
+    sending = scan_checks.layer_options(axis_name, codec, exchange, keeps=keeps)
+    words = scan_checks.checked_key(codec, key)
+    if isinstance(residual, Kept):
+      residual = Kept(jax.tree.leaves(residual.leaves), residual.owners)
+  else:
+    forward = Dense() if params is None else stateless("params", params)
+    back = stateless("codec", codec, corrected=keeps)
+    scan_checks.check_shards(back, exchange, axis_name, inner)
+    if whole is not None:
+      scan_checks.check_none(scan_checks.NOTHING_GATHERED, **gathering)
+    words = options.checked_key(key, forward, back)
+    residual = Kept(jax.tree.leaves(residual), {}) if keeps else None
+  carry, layers, whole = jax.tree.map(jnp.asarray, (carry, layers, whole))
+  words = jnp.zeros(2, jnp.uint32) if words is None else words
+  # In plain jax.jit a map over the workers is made here.
+  explicit = types.is_explicit(types.mesh_of((carry, layers)), axis_name)
+  plain = axis is None and explicit and axes.bound_size(axis_name) is None
 
-  def of_worker(body: Any, carry: Any, given: Given) -> tuple[Any, Any]:
-    options = _options(axis_name, codec, exchange, keeps=given.kept is not None)
-    _check_key(codec, key)
-    length, layer = first_layer("layers", given.layers, axis_name)
-    _check_equal(given.layers, axis_name)
-    plan = layer_exchange(options, trainable(layer), is_sum=plain)
+  def of_worker(body: Any, carry: Any, given: scan_loop.Given) -> tuple[Any, Any]:
+    size = axes.require_size(axis_name)
+    length, layer = scan_checks.first_layer("layers", given.layers, axis_name)
+    if axis is None:
+      scan_checks.check_equal(given.layers, axis_name)
+      source = scan_loop.whole_layers(axis_name)
+      sends = scan_means.mean_exchange(sending, trees.trainable(layer), is_sum=plain)
+    else:
+      given = given._replace(layers=types.mark_varying(given.layers, axis_name))
+      wire = options.Wire(axis_name, forward, back, "coded", size)
+      source = scan_shards.gathered_layers(wire, axis, inner)
+      sends = scan_shards.owner_exchange(wire, axis, layer)
+      layer = scan_shards.zeros_of_whole(layer, axis, size)
+    if whole is not None:
+      source = scan_loop.whole_layers(axis_name)
+      layer = scan_checks.first_whole(whole, given.layers, layer, axis_name)
     if given.kept is not None:
-      _check_residual(given.kept, plan, length)
-    function, closed = with_closed(body, carry, layer)
-    given = given._replace(closed=closed)
-    return LayerScan(function, policy, Whole(axis_name), plan, length)(carry, given)
+      cure = scan_checks.FIRST_OF_WHOLE if axis is None else scan_checks.FIRST_OF_SHARDS
+      scan_checks.check_residual(given.kept, sends.first(), length, cure)
+    function, closed = _with_closed(body, carry, layer)
+    loop = scan_loop.LayerScan(function, policy, axis_name, source, sends, length)
+    return loop(carry, given._replace(closed=closed))
 
-  given = Given(None, layers, residual, words)
+  given = scan_loop.Given(None, layers, residual, words, whole)
   if plain:
-    return scan_parts(of_worker, body, carry, given, axis_name)
+    return scan_maps.of_parts(of_worker, body, carry, given, axis_name)
   return of_worker(body, carry, given)
 
 
-def scan_residual(
-  layers: Any,
-  *,
-  axis_name: AxisName,
-  codec: LeafCodec,
-  exchange: ExchangeName | Auto | Exchange = "auto",
-) -> Any:
-  """Returns the first residual of layers for :func:`scan`: zeros.
-
-  Call it where the axis is bound, in a map with ``out_specs=P(axis_name)``, or in plain
-  ``jax.jit``: stacked on the first axis, the residuals of all workers are global
-  arrays, ``[N L, ...]``.
-
-  Args:
-    layers, axis_name, codec, exchange: as for :func:`scan`.
-
-  Returns:
-    A tree of ``float32`` arrays ``[L, ...]``: of each leaf, and of the rows of means
-    that the worker owns, where the exchange has owners.
-
-  Raises:
-    ValueError, TypeError: as for :func:`scan`.
-
-  Example:
-    >>> codec = gradcomp.codecs.QSGD(bits=4)
-    >>> zeros = lambda w: gradcomp.parallel.scan_residual(
-    ...   w, axis_name="data", codec=codec, exchange="all_gather")
-    >>> residuals = jax.vmap(zeros, axis_name="data")(jnp.ones((2, 3, 8, 64)))
-    >>> residuals.leaves[0].shape
-    (2, 3, 8, 64)
-  """
-  layers = jax.tree.map(jnp.asarray, layers)
-
-  def of_worker(layers: Any) -> Kept:
-    options = _options(axis_name, codec, exchange, keeps=True)
-    length, layer = first_layer("layers", layers, axis_name)
-    zeros = layer_exchange(options, trainable(layer)).first()
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (length, *x.shape)), zeros)
-
-  if not in_plain_jit(layers, axis_name):
-    return of_worker(layers)
-  check_whole(layers)
-  return on_parts(of_worker, (layers,), axis_name, PartitionSpec(axis_name))
-
-
-def _options(
-  axis_name: AxisName, codec: Any, exchange: Any, *, keeps: bool
-) -> Compression:
-  """Returns the options of the exchange of a layer; an error for bad ones."""
-  require_size(axis_name)
-  if not is_codec(codec):
-    raise TypeError(
-      f"`codec` must be a codec of gradcomp.codecs, got {codec!r}; "
-      "gradcomp.codecs.Dense() sends float32."
-    )
-  if not keeps and (codec.facts.needs_feedback or codec.facts.drops):
-    raise ValueError(
-      "`codec` must send every element, and work without error feedback, where "
-      f"`residual` is None, got {codec}; start with gradcomp.parallel.scan_residual."
-    )
-  if keeps:
-    require_contraction("codec", codec, "`residual=None`")
-  way = as_exchange(exchange)
-  if not way.sends:
-    raise ValueError(
-      "`exchange` must send gradients, or there is nothing to hide, got "
-      f"{way.name!r}; use lax.scan, and gradcomp.compress behind it."
-    )
-  feedback = ErrorFeedback() if keeps else NoFeedback()
-  return Compression(codec, axis_name, way, feedback, None, None, 0, "shared")
-
-
-def _check_key(codec: LeafCodec, key: jax.Array | None) -> None:
-  if codec.needs_key and key is None:
-    raise ValueError(
-      f"`key` must be given for {codec}, which draws random numbers: pass a "
-      "jax.random.key that all workers share, another one for each step."
-    )
-
-
-def first_layer(name: str, layers: Any, axis_name: AxisName) -> tuple[int, Any]:
-  """Returns the number of layers, and one, typed as differing between workers."""
-  leaves = jax.tree.leaves(layers)
-  lengths = {x.shape[0] if x.ndim else 0 for x in leaves}
-  if len(lengths) != 1 or not max(lengths):
-    raise ValueError(
-      f"`{name}` must stack one layer or more on the first axis, the same number in "
-      f"each array, got {sorted(lengths)}; stack them by jnp.stack, and leave the scan "
-      "out where there are no layers."
-    )
-  if not any(map(is_trainable, leaves)) or any(map(jnp.iscomplexobj, leaves)):
-    raise TypeError(
-      f"`{name}` must have arrays of real floats, and none of complex ones, got "
-      f"{sorted({str(x.dtype) for x in leaves})}."
-    )
-  layer = jax.tree.map(lambda x: x[0], layers)
-  return max(lengths), mark_varying(layer, axis_name)
-
-
-def _check_equal(layers: Any, axis_name: AxisName) -> None:
-  """Raises ValueError for layers that are typed as differing between workers."""
-  names = set(axis_names(axis_name))
-  for x in jax.tree.leaves(trainable(layers)):
-    if own := names & varying_axes(x):
-      raise ValueError(
-        "`layers` must be typed as equal on all workers, or compress would exchange "
-        f"their means once more, got {jax.typeof(x).str_short(True)}, which differs "
-        f"over {sorted(own)}; leave them out of gradcomp.defer_reduction and "
-        "gradcomp.value_and_grad, and take their gradient by jax.grad."
-      )
-
-
-def _check_residual(residual: Any, plan: LayerExchange, length: int) -> None:
-  """Raises ValueError for a residual that cannot get the new one as its cotangent."""
-  want: Any = jax.eval_shape(plan.first)
-  structure: Any = jax.tree.structure
-  shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
-  stacked = [(length, *shape) for shape in shapes(want)]
-  cure = (
-    "start with gradcomp.parallel.scan_residual(layers, ...) of the same options, "
-    "in the map if there is one."
-  )
-  same = structure(residual) == structure(want)
-  if not isinstance(residual, Kept) or not same or shapes(residual) != stacked:
-    raise ValueError(
-      f"`residual` must have arrays of the shapes {stacked} here, got "
-      f"{shapes(residual)}; {cure}"
-    )
-  for x, y in zip(
-    jax.tree.leaves(residual), jax.tree.leaves(plan.first()), strict=True
-  ):
-    missing = varying_axes(y) - varying_axes(x)
-    if missing or x.dtype != jnp.float32:
-      raise ValueError(
-        "`residual` must be float32, and differ between the workers of "
-        f"{sorted(varying_axes(y))}, got {x.dtype} that is typed as equal over "
-        f"{sorted(missing)}; {cure} Pass it with in_specs=P(axes)."
-      )
-
-
-def with_closed(
+def _with_closed(
   body: Callable[[Any, Any], Any], carry: Any, layer: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
   """Returns the body as a function also of the arrays that it closes over."""

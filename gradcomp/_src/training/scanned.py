@@ -1,9 +1,11 @@
 """The layers of a train step that the loss gives to its ``scan``."""
 
+import contextlib
 import dataclasses
+import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +21,7 @@ from gradcomp._src.mesh.placed import shards_of
 from gradcomp._src.mesh.specs import axes_in, is_spec
 from gradcomp._src.mesh.study import NOTE, STUDY, Study
 from gradcomp._src.mesh.trees import combine, split
-from gradcomp._src.parallel.compress_in_scan import ScanOptions, kept_by
-from gradcomp._src.parallel.scan_layer import Kept
+from gradcomp._src.parallel.compress_in_scan import ScanOptions
 from gradcomp._src.training.gradients import defer_reduction
 from gradcomp._src.training.loss_form import LossForm
 
@@ -58,89 +59,65 @@ class ScannedLayers:
 
     def averaged(params: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
       leaves, treedef = jax.tree.flatten(params)
-      _check_whole(params, self.places)
+      specs = jax.tree.leaves(shards_of(params), is_leaf=is_spec)
+      if cut := axes_in([specs[i] for i in self.places] if specs else []):
+        raise ValueError(
+          "`params` must have layers that Auto axes do not shard where the loss scans "
+          "them, or words would be sent over these, got layers sharded over "
+          f"{sorted(cut)}; call gradcomp.parallel.scan in a jax.shard_map over all "
+          "axes of the mesh."
+        )
       paths = [jax.tree_util.keystr(x) for x, _ in tree_leaves_with_path(params)]
-      names = [paths[i] for i in self.places]
-      is_layer = [i in self.places for i in range(len(leaves))]
+      # Leaves by their numbers.
+      layers = {i: leaves[i] for i in self.places}
+      others = {i: x for i, x in enumerate(leaves) if i not in layers}
+      together = lambda x: jax.tree.unflatten(treedef, [x[i] for i in sorted(x)])
 
       def loss(parts: Any, *args: Any) -> Any:
         others, layers, residual = parts
-        seen = [_only_in_scan(name)(x) for name, x in zip(names, layers, strict=True)]
-        scan = _Scan(self.options, seen, layers, residual, key)
-        result = loss_fn(together(others, seen), *args, scan=scan)
-        scan.check_called()
-        return result
+        seen = {i: _only_in_scan(paths[i])(x) for i, x in layers.items()}
+        way = functools.partial(self.options.scan, residual=residual, key=key)
+        with _once(way, [*seen.values()], [*layers.values()]) as scan:
+          return loss_fn(together(others | seen), *args, scan=scan)
 
-      def together(others: Sequence[Any], layers: Sequence[Any]) -> Any:
-        rest, own = iter(others), dict(zip(self.places, layers, strict=True))
-        every = [own[i] if x else next(rest) for i, x in enumerate(is_layer)]
-        return jax.tree.unflatten(treedef, every)
-
-      others = [x for x, layer in zip(leaves, is_layer, strict=True) if not layer]
       # Layers stay typed as equal on all workers, and so do their means.
-      others = defer_reduction(others, axis_name=axes)
-      parts = others, [leaves[i] for i in self.places], kept_by(state)
+      parts = defer_reduction(others, axis_name=axes), layers, state.residual
       value, grads = form.value_and_grad(loss, axes)(parts, *args)
       loss_value, aux = value
       kept = {"scan_residual": grads[2]} if self.options.keeps else {}
-      return (pmean(loss_value, axes), aux), together(*grads[:2]), kept
+      return (pmean(loss_value, axes), aux), together(grads[0] | grads[1]), kept
 
     return averaged
 
 
-def _check_whole(params: Any, places: Sequence[int]) -> None:
-  """Raises ValueError for layers that Auto axes shard."""
-  specs = jax.tree.leaves(shards_of(params), is_leaf=is_spec)
-  if cut := axes_in([specs[i] for i in places] if specs else []):
-    raise ValueError(
-      "`params` must have layers that Auto axes do not shard where the loss scans "
-      f"them, or words would be sent over these, got layers sharded over {sorted(cut)};"
-      " call gradcomp.parallel.scan in a jax.shard_map over all axes of the mesh."
-    )
+@contextlib.contextmanager
+def _once(
+  scan: Callable[..., Any], seen: Sequence[jax.Array], layers: Sequence[jax.Array]
+) -> Iterator[Callable[..., Any]]:
+  """Gives a loss its scan of layers; ValueError unless it is called once with them."""
+  called: list[bool] = []
 
-
-class _Scan:
-  """A scan over the layers of a loss, called once with all of them."""
-
-  def __init__(
-    self,
-    options: ScanOptions,
-    seen: Sequence[jax.Array],
-    layers: Sequence[jax.Array],
-    residual: Kept | None,
-    key: jax.Array,
-  ):
-    self._options, self._seen, self._layers = options, seen, layers
-    self._residual, self._key = residual, key
-    self.called = False
-
-  def __call__(
-    self, body: Callable[[Any, Any], Any], carry: Any, layers: Any
-  ) -> tuple[Any, Any]:
-    floats, others = split(layers)
+  def checked(body: Any, carry: Any, tree: Any) -> Any:
+    floats, others = split(tree)
     given, treedef = jax.tree.flatten(floats)
-    same = [any(x is y for y in self._seen) for x in given]
-    alike = len(given) == len(self._seen) and all(map(operator.is_, given, self._seen))
-    if self.called or not alike:
+    same = [any(x is y for y in seen) for x in given]
+    if called or len(given) != len(seen) or not all(map(operator.is_, given, seen)):
       raise ValueError(
         "`scan` must be called once, with all layers of compress_in_scan as they are "
-        f"in the parameters, got {sum(same)} of {len(self._seen)} in "
-        f"{'another' if self.called else 'this'} call, beside {len(same) - sum(same)} "
-        "other arrays of floats; cast layers in the body, and close over other arrays."
+        f"in the parameters, got {sum(same)} of {len(seen)} in "
+        f"{'another' if called else 'this'} call, beside {len(same) - sum(same)} other "
+        "arrays of floats; cast layers in the body, and close over other arrays."
       )
-    self.called = True
-    whole = combine(jax.tree.unflatten(treedef, self._layers), others)
-    return self._options.scan(
-      body, carry, whole, residual=self._residual, key=self._key
-    )
+    called.append(True)
+    return scan(body, carry, combine(jax.tree.unflatten(treedef, layers), others))
 
-  def check_called(self) -> None:
-    if not self.called:
-      raise ValueError(
-        "`loss_fn` must call the `scan` that it is given, as scan(body, carry, "
-        "layers), or no gradient of its layers is exchanged; call it, or take "
-        "gradcomp.compress in place of compress_in_scan."
-      )
+  yield checked
+  if not called:
+    raise ValueError(
+      "`loss_fn` must call the `scan` that it is given, as scan(body, carry, layers), "
+      "or no gradient of its layers is exchanged; call it, or take gradcomp.compress "
+      "in place of compress_in_scan."
+    )
 
 
 def _only_in_scan(path: str) -> Callable[[jax.Array], jax.Array]:
@@ -201,10 +178,8 @@ def check_alone(opt_state: Any, options: dict[str, bool]) -> None:
   """Raises ValueError for options that would exchange layers, or drop residuals."""
   several = lambda x: isinstance(x, optax.MultiStepsState)
   nodes = filter(several, jax.tree.leaves(opt_state, is_leaf=several))
-  options = options | {
-    "optax.MultiSteps": any(_states_in(x.inner_opt_state) for x in nodes)
-  }
-  for name, given in options.items():
+  several_steps = any(_states_in(x.inner_opt_state) for x in nodes)
+  for name, given in (options | {"optax.MultiSteps": several_steps}).items():
     if given:
       raise ValueError(
         f"`{name}` must not be used with a loss that takes `scan`, which exchanges "

@@ -1,33 +1,26 @@
-"""A scan over layers, and its backward pass with the exchange inside the loop."""
+"""The loop over layers, whose backward pass exchanges gradients while it computes."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._src.kernels.common.threefry import fold_key
-from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.closures import arrays_of
-from gradcomp._src.mesh.trees import combine, split, trainable
-from gradcomp._src.mesh.types import mark_varying, varying_axes
-from gradcomp._src.parallel.options import differentiated_once
-from gradcomp._src.parallel.scan_layer import GradientExchange, Kept
-from gradcomp._src.parallel.scan_vmap import not_of_examples
-
-# The messages of the layers above, by the number of their stages that have run.
-Pending = list[Any]
+from gradcomp._src.core.state import Kept
+from gradcomp._src.kernels.common import threefry
+from gradcomp._src.mesh import closures, trees, types
+from gradcomp._src.parallel import options, scan_maps
 
 
 class Given(NamedTuple):
-  """The arrays that a scan takes, beside the carry."""
+  """The arrays that a scan takes beside the carry, or their cotangents so far."""
 
   closed: Any  # over which the body closes
   layers: Any
-  kept: Kept | None  # of all layers, stacked
+  kept: Kept | None  # the residual of all layers, stacked
   key: jax.Array | None  # uint32[2]; a cotangent is None
   whole: Any = None  # what is read in place of layers; a cotangent is None
 
@@ -36,11 +29,32 @@ class Given(NamedTuple):
     return self.layers if self.whole is None else self.whole
 
 
-class Found(NamedTuple):
-  """The results of layers, stacked, in which some are still zeros."""
+class Source(NamedTuple):
+  """Hands a worker its layers, one after the other; ``parts`` come from others."""
 
-  means: Any  # like the leaves of the layers that are trained
-  kept: Kept | None
+  ahead: int  # 1: parts are asked for while the layer before computes; else 0
+  ask: Callable[..., Any]  # (given, key) -> parts, still encoded, or None
+  keep: Callable[..., Any]  # (parts) -> the share of them kept for the backward pass
+  again: Callable[..., Any]  # (given, share, key) -> parts, in the backward pass
+  layer: Callable[..., Any]  # (given, parts) -> layer, typed as differing by worker
+
+
+class Exchange(NamedTuple):
+  """Exchanges the gradient of one layer, in ``depth`` stages."""
+
+  depth: int
+  first: Callable[[], Kept]  # () -> the first residual of a layer: zeros
+  begin: Callable[..., Any]  # (grads, kept, key) -> messages, each leaf's error
+  advance: Callable[..., Any]  # (messages, age) -> messages, behind stage age
+  finish: Callable[..., Any]  # (messages, errors, kept) -> results, new kept
+
+
+def whole_layers(axis_name: Any) -> Source:
+  """The source of layers that each worker has."""
+  nothing = lambda *_: None
+  # Typed so, or JAX adds up the gradients of all workers.
+  layer = lambda given, _: types.mark_varying(given, axis_name)
+  return Source(0, nothing, nothing, nothing, layer)
 
 
 @functools.partial(
@@ -50,10 +64,7 @@ class Found(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Pull:
-  """The cotangent of a layer's inputs, as a function of its outputs' cotangent.
-
-  It is a tree of the arrays that it needs, without those which the backward pass has.
-  """
+  """The pull of a layer's cotangents, without arrays that the backward pass has."""
 
   saved: Sequence[jax.Array | None]
   places: tuple[int | None, ...]  # among the arrays that the backward pass has
@@ -65,67 +76,15 @@ class Pull:
     return jax.tree.unflatten(self.treedef, leaves)(cotangent)[0]
 
 
-class Source(Protocol):
-  """Hands a worker its layers, one after the other.
-
-  Attributes:
-    axis_name: the axes of the workers.
-    ahead: 1 if what it asks of others for a layer should be asked for while the one
-      before it computes, else 0.
-  """
-
-  ahead: ClassVar[int]
-
-  @property
-  def axis_name(self) -> AxisName: ...
-
-  def ask(self, given: Any, key: jax.Array) -> Any:
-    """Returns the encoded parts of a layer from others; None if nothing is sent."""
-
-  def keep(self, asked: Any) -> Any:
-    """Returns the share of these parts that a worker keeps for the backward pass."""
-
-  def again(self, given: Any, kept: Any, key: jax.Array) -> Any:
-    """Returns the parts of a layer once more, in the backward pass."""
-
-  def layer(self, given: Any, asked: Any) -> Any:
-    """Returns a layer, typed as differing between workers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Whole:
-  """The source of layers that each worker has."""
-
-  axis_name: AxisName
-
-  ahead: ClassVar[int] = 0
-
-  def ask(self, given: Any, key: jax.Array) -> None:
-    return None
-
-  def keep(self, asked: None) -> None:
-    return None
-
-  def again(self, given: Any, kept: None, key: jax.Array) -> None:
-    return None
-
-  def layer(self, given: Any, asked: None) -> Any:
-    # Typed so, or JAX adds up the gradients of all workers.
-    return mark_varying(given, self.axis_name)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerScan:
-  """A scan over layers.
-
-  ``body(closed, carry, layer)`` closes over no array, and ``exchange`` is that of a
-  layer's gradient.
-  """
+  """A scan over layers, ``body(closed, carry, layer) -> (carry, y)`` of no closure."""
 
   body: Callable[..., tuple[Any, Any]]
-  policy: Callable[..., bool] | None
+  policy: Callable[..., bool] | None  # of jax.checkpoint
+  axis_name: Any
   source: Source
-  exchange: GradientExchange
+  exchange: Exchange
   length: int
 
   def __call__(self, carry: Any, given: Given) -> tuple[Any, Any]:
@@ -140,35 +99,28 @@ class LayerScan:
     return scan(carry, given)
 
   def _forward(self, carry: Any, given: Given) -> tuple[Any, Any]:
-    carry, given = differentiated_once((carry, given))
+    carry, given = options.differentiated_once((carry, given))
     own = carry, given.closed
-    carry, closed = not_of_examples(own, given.layers, self.source.axis_name)
+    carry, closed = scan_maps.not_of_examples(own, given.layers, self.axis_name)
     given = given._replace(closed=closed)
     result, saved, asked = self._walk(self._linearized, carry, given)
     return result, (given, saved, asked)
 
-  def _walk(
-    self, run: Callable[..., Any], carry: Any, given: Given
-  ) -> tuple[Any, Any, Any]:
-    """Runs layer after layer; returns the results of ``run``, and the parts asked for.
-
-    What belongs to the last layers, which run behind the loop, is apart. Of others the
-    parts are given up but for what the source keeps.
-    """
+  def _walk(self, run: Any, carry: Any, given: Given) -> tuple[Any, Any, Any]:
+    """Runs all layers; returns results, what ``run`` saves, and the last parts."""
 
     def step(state: Any, i: Any, last: bool = False) -> Any:
       carry, asked = state
-      more = None if last else self._ask(given, i + 1)
+      more = asked if last else self._ask(given, i + 1)
       layer = self.source.layer(_at(given.read, i), asked)
       (carry, y), beside = run(given.closed, carry, layer)
       kept = None if last else self.source.keep(asked)
-      return (carry, asked if last else more), (y, beside, kept)
+      return (carry, more), (y, beside, kept)
 
     inside = self.length - self.source.ahead
     state = carry, self._ask(given, 0)
-    state, (ys, beside, kept) = lax.scan(
-      step, state, jnp.arange(inside, dtype=jnp.int32)
-    )
+    numbers = jnp.arange(inside, dtype=jnp.int32)
+    state, (ys, beside, kept) = lax.scan(step, state, numbers)
     behind = []
     for i in range(inside, self.length):
       state, (y, own, _) = step(state, i, last=True)
@@ -180,54 +132,55 @@ class LayerScan:
   def _ask(self, given: Given, i: Any) -> Any:
     return self.source.ask(_at(given.read, i), _key(given, i))
 
-  def _again(self, given: Given, copies: Any, i: Any) -> Any:
-    own, kept = _at((given.read, copies), i)
-    return self.source.again(own, kept, _key(given, i))
-
   def _linearized(self, closed: Any, carry: Any, layer: Any) -> tuple[Any, Pull]:
     """Returns the outputs of a layer, and the pull of its cotangents."""
-    floats, others = split((closed, carry, layer))
+    floats, others = trees.split((closed, carry, layer))
 
     def of_floats(floats: Any) -> tuple[Any, Any]:
-      return split(self.body(*combine(floats, others)))
+      return trees.split(self.body(*trees.combine(floats, others)))
 
     saved = jax.checkpoint(of_floats, policy=self.policy, prevent_cse=False)
     result, pull, rest = jax.vjp(saved, floats, has_aux=True)
     leaves, treedef = jax.tree.flatten(pull)
     known = jax.tree.leaves((closed, layer))
-    places = tuple(
-      next((i for i, y in enumerate(known) if x is y), None) for x in leaves
-    )
+    place = lambda x: next((i for i, y in enumerate(known) if x is y), None)
+    places = tuple(map(place, leaves))
     own = [x if at is None else None for x, at in zip(leaves, places, strict=True)]
-    return combine(result, rest), Pull(own, places, treedef)
+    return trees.combine(result, rest), Pull(own, places, treedef)
 
   def _backward(self, saved: Any, cotangents: Any) -> tuple[Any, Given]:
     given, (pulls, copies, behind), asked = saved
-    cotangent, of_outputs = map(trainable, differentiated_once(cotangents))
+    cotangent, of_outputs = map(
+      trees.trainable, options.differentiated_once(cotangents)
+    )
     depth, inside = self.exchange.depth, self.length - len(behind)
 
     def layer_back(i: Any, state: Any, last: bool = False) -> Any:
       """Computes layer i, while the messages of layers above it are under way."""
-      cotangent, of_closed, found, asked, pending = state
+      cotangent, found, asked, pending = state
       pending, found = self._advance(i, pending, found, given)
-      more = None if last else self._again(given, copies, i - 1)
+      more = None
+      if not last:
+        below, share = _at((given.read, copies), i - 1)
+        more = self.source.again(below, share, _key(given, i - 1))
       own, of_output = _at((given.read, of_outputs), i)
       apart = isinstance(i, int) and i >= inside
       pull = behind[i - inside] if apart else _at(pulls, i)
       known = jax.tree.leaves((given.closed, self.source.layer(own, asked)))
       new, cotangent, of_layer = pull(known, (cotangent, of_output))
-      of_closed = jax.tree.map(jnp.add, of_closed, new)
+      found = found._replace(closed=jax.tree.map(jnp.add, found.closed, new))
       grads, kept = jax.tree.leaves(of_layer), _at(given.kept, i)
       pending[0], lost = self.exchange.begin(grads, kept, _key(given, i))
       if found.kept is not None:
         leaves = _put(found.kept.leaves, i, lost)
         found = found._replace(kept=found.kept._replace(leaves=leaves))
-      return cotangent, of_closed, found, more, pending
+      return cotangent, found, more, pending
 
-    of_closed = zeros_of(trainable(given.closed))
-    found = Found(zeros_of(trainable(given.layers)), zeros_of(given.kept))
-    nothing: Pending = [None] * depth
-    state = cotangent, of_closed, found, asked, nothing
+    closed, layers = zeros_of(trees.trainable((given.closed, given.layers)))
+    found = Given(closed, layers, zeros_of(given.kept), None)
+    # The messages of the layers above, by the number of their stages that have run.
+    nothing: list[Any] = [None] * depth
+    state = cotangent, found, asked, nothing
     # A message of no layer would cost bytes: the loop starts when each stage has one,
     # and ends before nothing is left to ask for.
     stop = max(self.length - depth, 0)
@@ -236,51 +189,45 @@ class LayerScan:
       state = layer_back(i, state, last=i == 0)
     if start < stop:
       *begun, pending = state
-      own, with_arrays = arrays_of(pending)
+      own, with_arrays = closures.arrays_of(pending)
 
       def step(state: Any, i: jax.Array) -> tuple[Any, None]:
         *others, own = state
         *others, pending = layer_back(i, (*others, with_arrays(own)))
-        return (*others, arrays_of(pending)[0]), None
+        return (*others, closures.arrays_of(pending)[0]), None
 
       numbers = jnp.arange(start, stop, dtype=jnp.int32)
       (*begun, own), _ = lax.scan(step, (*begun, own), numbers, reverse=True)
       state = *begun, with_arrays(own)
     for i in reversed(range(start)):
       state = layer_back(i, state, last=True)
-    cotangent, of_closed, found, _, pending = state
+    cotangent, found, _, pending = state
     for i in range(depth):
       pending, found = self._advance(-1 - i, pending, found, given)
-    return cotangent, Given(of_closed, found.means, found.kept, None)
+    return cotangent, found
 
   def _advance(
-    self, i: Any, pending: Pending, found: Found, given: Given
-  ) -> tuple[Pending, Found]:
+    self, i: Any, pending: list[Any], found: Given, given: Given
+  ) -> tuple[list[Any], Given]:
     """Runs the next stage of the messages of the layers above layer i."""
-    depth = self.exchange.depth
-    moved: Pending = [None] * depth
-    for age, messages in enumerate(pending):
-      if messages is None:
-        continue
-      messages = self.exchange.advance(messages, age)
-      if age + 1 < depth:
-        moved[age + 1] = messages
-      else:
-        found = self._arrived(i + depth, messages, found, given)
-    return moved, found
-
-  def _arrived(self, i: Any, messages: Any, found: Found, given: Given) -> Found:
-    """Writes the mean of layer i, and this worker's residual of it."""
-    lost = [] if found.kept is None else _at(found.kept.leaves, i)
-    means, kept = self.exchange.finish(messages, lost, _at(given.kept, i))
-    means = jax.tree.unflatten(jax.tree.structure(found.means), means)
-    return Found(_put(found.means, i, means), _put(found.kept, i, kept))
+    *on_the_way, last = [
+      None if messages is None else self.exchange.advance(messages, age)
+      for age, messages in enumerate(pending)
+    ]
+    if last is not None:
+      at = i + self.exchange.depth
+      lost = [] if found.kept is None else _at(found.kept.leaves, at)
+      results, kept = self.exchange.finish(last, lost, _at(given.kept, at))
+      results = jax.tree.unflatten(jax.tree.structure(found.layers), results)
+      layers, kept = _put((found.layers, found.kept), at, (results, kept))
+      found = found._replace(layers=layers, kept=kept)
+    return [None, *on_the_way], found
 
 
 def _key(given: Given, i: Any) -> jax.Array:
   """Returns the key of layer i."""
   assert given.key is not None
-  return fold_key(given.key, i)
+  return threefry.fold_key(given.key, i)
 
 
 def _at(tree: Any, i: Any) -> Any:
@@ -291,16 +238,18 @@ def _put(tree: Any, i: Any, new: Any) -> Any:
   """Writes arrays at place i of stacked ones, typed as these."""
 
   def put(x: jax.Array, y: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(x, like(y.reshape(x.shape[1:]), x), i, 0)
+    y = like(y.reshape(x.shape[1:]), x)
+    return lax.dynamic_update_index_in_dim(x, y, i, 0)
 
   return jax.tree.map(put, tree, new)
 
 
 def zeros_of(tree: Any) -> Any:
+  """Returns zeros in place of arrays, typed as these."""
   return jax.tree.map(lambda x: like(jnp.zeros(x.shape, x.dtype), x), tree)
 
 
 def like(x: jax.Array, y: jax.Array) -> jax.Array:
   """Types an array as varying over the axes of another."""
-  axes = tuple(sorted(varying_axes(y)))
-  return mark_varying(x, axes) if axes else x
+  axes = tuple(sorted(types.varying_axes(y)))
+  return types.mark_varying(x, axes) if axes else x
