@@ -9,7 +9,6 @@ from gradcomp._src.codecs.floats.lossless import Lossless
 from gradcomp._src.codecs.floats.natural import Natural
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.policy import Policy
-from gradcomp._src.codecs.power_sgd import PowerSGD
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.random_k import RandomK
@@ -29,5 +28,5 @@ from gradcomp._src.codecs.top_k import TopK
 
 __all__ = ["BlockFloat", "BlockTop", "Codec", "Context", "Dense", "EightBit", "Encoded"]
 __all__ += ["FloatCast", "Leaf", "LeafCodec", "Lossless", "Memory", "NOTHING"]
-__all__ += ["Natural", "OneBit", "Partial", "Payload", "Policy", "PowerSGD", "QSGD"]
+__all__ += ["Natural", "OneBit", "Partial", "Payload", "Policy", "QSGD"]
 __all__ += ["RandomK", "Sent", "Sign", "Sum", "SumFacts", "Ternary", "Tiles", "TopK"]

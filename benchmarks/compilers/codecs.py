@@ -30,7 +30,6 @@ from gradcomp.codecs import (
   Natural,
   OneBit,
   Payload,
-  PowerSGD,
   RandomK,
   Ternary,
   TopK,
@@ -69,7 +68,6 @@ CODECS: dict[str, Codec] = {
   "TopK 1 %": TopK(density=0.01),
   "TopK 0.1 %, ASQ": TopK(density=0.001, quantize="asq"),
   "RandomK 1 %": RandomK(density=0.01),
-  "PowerSGD rank 4": PowerSGD(rank=4),
 }
 QUICK = ("QSGD 4 bits", "OneBit", "Dense bfloat16")
 WHOLE = ("v5e", "H100")  # of each compiler the target whose table is whole
@@ -104,14 +102,8 @@ def cases(target: str, extent: Extent) -> dict[str, Case]:
     Case(codec, operation, shape)
     for codec in (QUICK if quick else CODECS if whole else SOME)
     for shape in (LARGE, *(ODD if whole and not quick else ()))
-    # Odd ones show what padding and reshapes cost, for which two are enough. Nobody
-    # keeps a residual of PowerSGD, or adds its payloads: it has rounds, of matrices.
-    for operation in (
-      OPERATIONS
-      if whole and shape == LARGE and codec != "PowerSGD rank 4"
-      else ("encode", "decode")
-    )
-    if codec != "PowerSGD rank 4" or len(shape) > 1
+    # Odd ones show what padding and reshapes cost, for which two are enough.
+    for operation in (OPERATIONS if whole and shape == LARGE else ("encode", "decode"))
   ]
   return {case.name: case for case in every}
 

@@ -9,15 +9,19 @@ Optimizers that exchange in place of gradients (links/optimizers.py) stand besid
 """
 
 import dataclasses
-from typing import get_args
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import optax
 
 import gradcomp
 from benchmarks.links.optimizers import OPTIMIZERS, Optimizer
+from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import FeedbackName
+from gradcomp._src.core.transform import transformation
 from gradcomp._src.exchange.auto import ExchangeName
+from gradcomp._src.transforms.factors import OneByOne
+from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.codecs import (
   QSGD,
   BlockFloat,
@@ -27,7 +31,6 @@ from gradcomp.codecs import (
   LeafCodec,
   Natural,
   OneBit,
-  PowerSGD,
   Sign,
   Ternary,
   TopK,
@@ -60,13 +63,16 @@ class Case:
     Raises:
       ValueError: these do not go together.
     """
-    return gradcomp.compress(
-      self.codec,
-      axis_name="data",
-      exchange=GROUPED if exchange == GROUPED.name else exchange,
-      feedback=self.feedback,
-      message_bytes=self.message_bytes,
-    )
+    options: dict[str, Any] = {
+      "axis_name": "data",
+      "exchange": GROUPED if exchange == GROUPED.name else exchange,
+      "feedback": self.feedback,
+      "message_bytes": self.message_bytes,
+    }
+    if isinstance(self.codec, PowerSGD):  # factors, which are no codec
+      given = Compression.of(self.codec, averaging=OneByOne, **options)
+      return transformation(given)
+    return gradcomp.compress(self.codec, **options)
 
 
 APS = FloatCast(exponent_bits=5, mantissa_bits=2)

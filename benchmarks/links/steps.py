@@ -78,8 +78,6 @@ def _arithmetic(
     return None
   if jax.eval_shape(codec.agree, like[0]) is not None:
     return None
-  if not codec.rounds(like[0].shape)[-1].of_leaf:  # other arrays than the leaves
-    return None
   if not codec.tile_size:  # sparse payloads have no tiles
     return None
   payload = payload_bytes(codec, like, 1 if exchange == "all_gather" else hosts)

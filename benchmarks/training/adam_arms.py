@@ -118,8 +118,6 @@ def _muon(recipe: Callable[..., Any], **own: Any) -> Arm:
   return Arm(make)
 
 
-_ACP = gradcomp.codecs.PowerSGD(rank=4, alternate=True)
-
 ARMS: dict[str, Arm] = {
   BASELINE: _behind(gradcomp.dense),
   "qsgd-4": _behind(gradcomp.qsgd, 4),
@@ -129,7 +127,7 @@ ARMS: dict[str, Arm] = {
   "topk-1": _behind(gradcomp.topk, 0.01),
   "topk-1-warm": Arm(_warm, START),
   "onebit-ef21": _behind(gradcomp.onebit_sgd, feedback="ef21"),
-  "acp-4": _behind(gradcomp.compress, _ACP),
+  "acp-4": _behind(gradcomp.powersgd, 4, alternate=True),
   "adam-onebit": Arm(_adam, START),
   "adam-onebit-eps": Arm(functools.partial(_adam, eps=1e-5), START),
   "adam-doubling": Arm(functools.partial(_adam, variance="doubling"), START),

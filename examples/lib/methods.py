@@ -21,7 +21,6 @@ from gradcomp.codecs import (
   LeafCodec,
   Natural,
   OneBit,
-  PowerSGD,
   RandomK,
   Ternary,
   TopK,
@@ -39,8 +38,19 @@ class Redsync:
   asq: bool = False
 
 
-Method = LeafCodec | Redsync | None
-KEEPING = Redsync | PowerSGD | TopK  # with a memory, which no loop carries
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRank:
+  """PowerSGD, which averages two thin matrices in place of a leaf.
+
+  Args:
+    rank: the columns of both.
+  """
+
+  rank: int
+
+
+Method = LeafCodec | Redsync | LowRank | None
+KEEPING = Redsync | LowRank | TopK  # with a memory, which no loop carries
 FORMATS = ((5, 2), (4, 3), (3, 0))
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
 TYPES = ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
@@ -68,7 +78,7 @@ METHODS: dict[str, Method] = {
   "topk-1-asq": TopK(density=0.01, quantize="asq"),
   "blocktop": BlockTop(),
   "randomk-1": RandomK(density=0.01),
-  **{f"powersgd-{n}": PowerSGD(rank=n) for n in (1, 2, 4)},
+  **{f"powersgd-{n}": LowRank(rank=n) for n in (1, 2, 4)},
   "redsync": Redsync(),
   "redsync-asq": Redsync(asq=True),
 }
@@ -93,12 +103,12 @@ def choose(
   if args.inspect and None in methods.values():
     parser.error("--inspect shows what gradcomp sends: leave out none")
   for name, method in methods.items():
-    if isinstance(method, OneBit) and args.feedback == "none":
+    if isinstance(method, OneBit | LowRank) and args.feedback == "none":
       parser.error(
-        f"--feedback none does not go with {name}: two means a bucket leave much of a "
-        "gradient out, which later steps must make up for"
+        f"--feedback none does not go with {name}: it leaves much of a gradient out, "
+        "which later steps must make up for"
       )
-    if args.local_steps and (method is None or isinstance(method, Redsync)):
+    if args.local_steps and isinstance(method, Redsync | LowRank | None):
       parser.error(f"--local-steps does not go with {name}, but with all codecs")
     fitted = isinstance(method, QSGD) and method.levels == "nonuniform"
     if args.scan and (fitted or isinstance(method, KEEPING | None)):
@@ -127,6 +137,8 @@ def make_exchange(
     feedback=None if args.feedback == "none" else args.feedback,
     key=seed,
   )
+  if isinstance(method, LowRank):
+    return gradcomp.powersgd(method.rank, **options)
   rest = gradcomp.compress(method, **options)
   if not args.scan:
     return rest

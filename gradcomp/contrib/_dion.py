@@ -14,21 +14,13 @@ from jax.typing import ArrayLike
 from gradcomp._src.bibliography import AHN_2025, Citation
 from gradcomp._src.checks import share_below_1, static_integer
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.power_sgd import (
-  each_orthonormal,
-  left_factor,
-  multiplied,
-  random_rows,
-  remembered,
-  right_factor,
-)
-from gradcomp._src.codecs.protocol import InRounds, Round, Talk
 from gradcomp._src.codecs.sums.records import Leaf, Memory
 from gradcomp._src.codecs.sums.sum import SumFacts
+from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import NoFeedback
 from gradcomp._src.core.inputs import any_tree
 from gradcomp._src.core.of_workers import of_workers
-from gradcomp._src.core.transform import compress
+from gradcomp._src.core.transform import transformation
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
 from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
@@ -36,6 +28,7 @@ from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.shard_maps import map_addends
 from gradcomp._src.optimizers.moments import require_agreement, with_decay
+from gradcomp._src.transforms import factors
 
 __all__ = ["dion"]
 
@@ -69,8 +62,8 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
      \lambda X\Bigr)
 
   Both sums are sums of plain numbers, and gradients are not averaged: a worker sends
-  ``r * (m + n)`` numbers of 32 bits in two rounds, r being ``rank`` or the shorter side
-  if that is less. What they lack waits in momenta. It is the paper's form with
+  ``r * (m + n)`` numbers of 32 bits in two averages, r being ``rank`` or the shorter
+  side if that is less. What they lack waits in momenta. It is the paper's form with
   decoupled momenta, in which the mean of all :math:`M_i` is the momentum that averaged
   gradients would have.
 
@@ -83,7 +76,7 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
 
   Three things differ from the paper. Rows are inputs, as JAX has them, so that the
   paper's :math:`\sqrt{m / n}` is :math:`\sqrt{n / m}`. Columns are made orthonormal as
-  in :class:`gradcomp.codecs.PowerSGD`, not by a randomized Cholesky QR: one that
+  in :func:`gradcomp.powersgd`, not by a randomized Cholesky QR: one that
   depends on others becomes zero. And columns of :math:`Q` that are zero begin again
   from random numbers, from which the step itself gets nothing.
 
@@ -129,7 +122,7 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
       '`exchange` must send something, for steps are of all workers, got "local"; '
       "with axis_name=None there is one worker."
     )
-  factors = compress(
+  parts = Compression.of(
     _Factors(rank=rank, mu=share_below_1("mu", mu)),
     axis_name=axis_name,
     exchange=exchange,
@@ -137,7 +130,9 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
     min_leaf_size=0,
     message_bytes=message_bytes,
     key=key,
+    averaging=factors.OneByOne,
   )
+  step = transformation(parts)
 
   def update_fn(
     updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -145,10 +140,10 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
     require_agreement("gradcomp.contrib.dion", told, updates, params)
     # The rounding error of a step in fewer bits must not join the momentum.
     wide = jax.tree.map(_in_float32, updates)
-    steps, state = factors.update(wide, state, params, **extra_args)
+    steps, state = step.update(wide, state, params, **extra_args)
     return jax.tree.map(lambda x, g: x.astype(g.dtype), steps, updates), state
 
-  first = any_tree(factors.init, of_workers(update_fn, axis_name))
+  first = any_tree(step.init, of_workers(update_fn, axis_name))
   return with_decay(first, learning_rate, weight_decay, mask)
 
 
@@ -175,7 +170,7 @@ class _Momentum(NoFeedback):
 def _step(mean: Array, right: Array, left: Array) -> Array:
   """Returns the step of a leaf, by factors; NaN where its mean is not finite."""
   m, n = left.shape[-1], right.shape[-1]
-  step = math.sqrt(n / m) * multiplied(left, right).reshape(mean.shape)
+  step = math.sqrt(n / m) * factors.multiplied(left, right).reshape(mean.shape)
   return jnp.where(jnp.isfinite(mean), step, jnp.nan)
 
 
@@ -183,7 +178,7 @@ _RANK_RULE = "a number of columns, 1 or more and below 2**31"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Factors(InRounds):
+class _Factors(factors.Factors):
   """Sends ``1 - mu`` of the mean matrix as factors, as error feedback has it.
 
   The shared codec state of a leaf is the right factor, ``float32[stack, rank, n]``, and
@@ -192,7 +187,7 @@ class _Factors(InRounds):
 
   rank: int
   mu: float
-  matrix: tuple[int, int, int] = (0, 0, 0)  # the stack, m and n, once a leaf is bound
+  matrix: tuple[int, int, int] | None = None  # the stack, m and n, once bound
 
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
@@ -208,8 +203,17 @@ class _Factors(InRounds):
 
   @property
   def inner(self) -> Dense:
-    """The codec of both factors."""
     return Dense()
+
+  @property
+  def sides(self) -> tuple[tuple[int, ...], ...]:
+    """The left factors and the right ones, columns as rows."""
+    stack, m, n = self._shape
+    return (stack, self.rank, m), (stack, self.rank, n)
+
+  @property
+  def _shape(self) -> tuple[int, int, int]:
+    return self.matrix or (0, 0, 0)  # until bind knows the leaf
 
   @property
   def facts(self) -> SumFacts:
@@ -226,42 +230,38 @@ class _Factors(InRounds):
           "another optimizer by optax.partition."
         )
 
-  def bind(self, leaf: Leaf) -> "_Factors":
+  def bind(self, leaf: Leaf) -> Any:
     """Returns the codec of a leaf's matrices."""
     *stack, m, n = leaf.shape
     rank = min(self.rank, m, n)
     return dataclasses.replace(self, rank=rank, matrix=(math.prod(stack), m, n))
 
-  def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
-    """Returns the left factors and the right ones, columns as rows."""
-    stack, m, n = self.matrix
-    sides = ((stack, self.rank, side) for side in (m, n))
-    return tuple(Round(side, self.inner) for side in sides)
-
   def init(self, leaf: Leaf, key: Array) -> Memory:
     """Returns a leaf's first right factors, which are random, and no left ones."""
-    stack, m, n = self.matrix
-    rows = random_rows(key, stack * self.rank, n).reshape(stack, self.rank, n)
+    stack, m, n = self._shape
+    rows = factors.random_rows(key, stack * self.rank, n).reshape(stack, self.rank, n)
     return Memory(shared=(rows, jnp.zeros((stack, self.rank, m), jnp.float32)))
 
-  def in_rounds(self, leaves: Sequence[Array], memory: Sequence[Any]) -> Talk:
+  def talk(self, leaves: Sequence[Array], memory: Sequence[Any]) -> factors.Talk:
     """Computes the share of the mean that is sent, while others average the factors."""
-    stacks = [leaf.reshape(self.matrix) for leaf in leaves]
+    stacks = [leaf.reshape(self._shape) for leaf in leaves]
     old = [right for right, _ in memory]
-    sums = yield [*map(left_factor, stacks, old)]
-    basis, _ = each_orthonormal(jnp.concatenate(sums))
+    sums = yield [*map(factors.left_factor, stacks, old)]
+    basis, _ = factors.each_orthonormal(jnp.concatenate(sums))
     lefts = basis.reshape(len(leaves), *sums[0].shape)
-    rights = yield [*map(right_factor, stacks, lefts)]
+    rights = yield [*map(factors.right_factor, stacks, lefts)]
     finite = [jnp.isfinite(x).all(axis=(1, 2), keepdims=True) for x in rights]
     # Else a number that is not finite would reach its column alone.
+    pairs = zip(finite, rights, strict=True)
+    sent = [jnp.where(ok, (1 - self.mu) * right, jnp.nan) for ok, right in pairs]
     shares = [
-      multiplied(left, jnp.where(ok, (1 - self.mu) * right, jnp.nan)).reshape(x.shape)
-      for left, right, ok, x in zip(lefts, rights, finite, leaves, strict=True)
+      factors.multiplied(left, right).reshape(x.shape)
+      for left, right, x in zip(lefts, sent, leaves, strict=True)
     ]
-    start = random_rows(jnp.zeros(2, jnp.uint32), self.rank, self.matrix[2])
-    found = [remembered(*pair, start) for pair in zip(old, rights, strict=True)]
+    start = factors.random_rows(jnp.zeros(2, jnp.uint32), self.rank, self._shape[2])
+    found = [factors.remembered(*pair, start) for pair in zip(old, rights, strict=True)]
     kept = [
       (jnp.where(ok, new, right), jnp.where(ok, left, last))
       for ok, new, left, (right, last) in zip(finite, found, lefts, memory, strict=True)
     ]
-    return shares, kept
+    yield shares, kept

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from gradcomp.codecs import QSGD, BlockFloat, OneBit, PowerSGD, Sign, Ternary
+from gradcomp.codecs import QSGD, BlockFloat, OneBit, Sign, Ternary
 from gradcomp.contrib import Eden
 from gradcomp.testing import laws
 from tests.plugins.slow_cases import slow
@@ -19,8 +19,6 @@ OTHERS = [
     QSGD(bits=2, bucket_size=128, rotate=32),
     Ternary(clip_sigmas=2.0),
     Ternary(rounding="nearest"),
-    PowerSGD(rank=2),
-    PowerSGD(rank=2, alternate=True),
     Eden(bits=1, block_size=32),
     Eden(bits=1, scale="least squares"),
   ),

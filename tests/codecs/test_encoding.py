@@ -38,7 +38,7 @@ SMALL = (64, 45)
 def test_leaves_have_the_bits_that_each_has_alone(codec, keep, monkeypatch):
   """Five of one shape in groups of two, among leaves of other shapes and dtypes."""
   monkeypatch.setattr(
-    "gradcomp._src.codecs.joint.JOINT_ENCODING_ELEMENTS", 2 * 64 * 45 + 7
+    "gradcomp._src.codecs.encoding.JOINT_ENCODING_ELEMENTS", 2 * 64 * 45 + 7
   )
   shapes = [SMALL, (7,), SMALL, (0, 3), SMALL, SMALL, (0, 3), SMALL]
   leaves = [jnp.asarray(laws.gaussian(x, seed)) for seed, x in enumerate(shapes)]

@@ -18,7 +18,6 @@ from gradcomp.codecs import (
   FloatCast,
   Natural,
   OneBit,
-  PowerSGD,
   RandomK,
   Ternary,
   TopK,
@@ -33,7 +32,7 @@ OURS = [
   *slow(QSGD(share_scale=True, rounding="nearest"), QSGD(bits=16, levels="uniform")),
   *slow(Natural(), FloatCast(), FloatCast(scale=8.0), BlockFloat(), Dense()),
   *slow(Dense(dtype=jnp.bfloat16, rounding="stochastic"), QSGD(norm="l2")),
-  *slow(PowerSGD(), RandomK(density=0.01)),
+  *slow(RandomK(density=0.01)),
   *slow(QSGD(bits=2, rotate=32, norm="rms", levels="uniform")),
 ]
 NARROW = [

@@ -9,10 +9,11 @@ import pytest
 
 import gradcomp
 from gradcomp import codecs
+from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.exchange import Hierarchical
 from tests.plugins.slow_cases import slow
 from tests.specs import top_k
-from tests.support import modes
+from tests.support import low_rank, modes
 from tests.support.assertions import assert_same_bits
 
 N = 4
@@ -23,7 +24,7 @@ NEAREST = codecs.QSGD(bits=2, bucket_size=32, rounding="nearest")
 
 def ef21(codec, exchange="all_gather", **options):
   given = {"axis_name": "data", "feedback": "ef21", "min_leaf_size": 0} | options
-  return gradcomp.compress(codec, **given | {"exchange": exchange})
+  return low_rank.compress(codec, **given | {"exchange": exchange})
 
 
 def integers(steps, size=600):
@@ -70,7 +71,7 @@ GROUPS = Hierarchical(group_size=2)
   "codec, exchange",
   [
     *((ONE_BIT, "two_shot"), (NEAREST, "ring"), *slow((ONE_BIT, GROUPS))),
-    *slow((TOP, "all_gather"), (codecs.PowerSGD(rank=1), "psum")),
+    *slow((TOP, "all_gather"), (PowerSGD(rank=1), "psum")),
   ],
   ids=str,
 )

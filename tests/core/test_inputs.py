@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import gradcomp
-from gradcomp.codecs import PowerSGD, TopK
+from gradcomp.codecs import TopK
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
@@ -72,7 +72,7 @@ BOXED = {
   "thresholds": gradcomp.compress(
     TopK(density=0.1, selection="sampled"), min_leaf_size=0
   ),
-  "low rank": gradcomp.compress(PowerSGD(rank=1), min_leaf_size=0),
+  "low rank": gradcomp.powersgd(1, min_leaf_size=0),
 }
 
 

@@ -15,7 +15,7 @@ from gradcomp import __main__
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.cost.allocate_search import PARTS, Option, least_bytes
 from gradcomp._src.cost.planner.candidates import packaged_speeds
-from gradcomp.codecs import QSGD, Dense, PowerSGD, Sign
+from gradcomp.codecs import QSGD, Dense, Sign
 from gradcomp.cost import allocate
 from tests.errors import table
 from tests.support.cases.plan import BY_NAME, QSGD4, pair, plan
@@ -127,8 +127,6 @@ def test_residuals_of_biased_candidates_stay_bounded():
   for leaf in found.leaves:
     assert leaf.energy == np.sum(BIASED[leaf.path].astype(np.float64) ** 2)
     assert leaf.error < leaf.energy
-  low_rank = allocated(BIASED, candidates=[PowerSGD(rank=2), WIDTHS[2]])
-  assert [leaf.codec for leaf in low_rank.leaves] == [WIDTHS[2], PowerSGD(rank=2)]
 
 
 def test_a_box_of_an_array_is_no_part_of_its_path():

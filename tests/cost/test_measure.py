@@ -6,7 +6,7 @@ import pytest
 
 from gradcomp import cost
 from gradcomp._src.cost.measure import line
-from gradcomp.codecs import QSGD, PowerSGD, TopK
+from gradcomp.codecs import QSGD, TopK
 from gradcomp.cost import CodecSpeed, Link
 from tests.errors import table
 
@@ -85,7 +85,7 @@ def test_short_messages_count_as_much_as_long_ones():
   assert line([(1.0, 3.0), (2.0, 2.0)])[1] > 0.0
 
 
-@pytest.mark.parametrize("codec", [QSGD(bits=4), TopK(density=0.1), PowerSGD(rank=1)])
+@pytest.mark.parametrize("codec", [QSGD(bits=4), TopK(density=0.1)])
 def test_speeds_are_seconds_an_element(codec, monkeypatch):
   clock(monkeypatch, [4.0, 8.0, 16.0, 10.0, 16.0])
   speed = CodecSpeed.measure(codec, elements=4096, repeats=1)

@@ -48,12 +48,13 @@ FloatCast(scale=v) for v in 1e39, 2.0**127, 2.0**-127, "large", None -> `scale` 
 loss_scaling_cast(v) for v in 0.0, 1e39, 2.0**127, 2.0**-127, None -> `factor` ... {v}
 FloatCast(exponent_bits=3, mantissa_bits=0, addends=64) -> `exponent_bits` ... 64
   workers
-PowerSGD(bits=4) -> `bits` ... 8 ... 32 ... 4
+powersgd(bits=4) -> `bits` ... 8 ... 32 ... 4
 Eden(block_size=96) -> `block_size` must be a power of two from 32 to
 policy(v) for v in (), "a", [("a",)] -> `rules` must be ... sequence of pairs
 policy([(3, QSGD())]) -> `rules` must be ... got 3
 policy([("(", QSGD())]) -> `rules` must be ... '(' ... unterminated
 policy([("a", v)]) for v in qsgd(), QSGD -> `rules` must be ... for 'a'
+policy([("a", powersgd())]) -> `rules` must be ... for 'a' ... optax.partition
 jax.eval_shape(policy([("w", QSGD()), ("head", Dense())]).init, {"w": jnp.ones(3)}) ->
   `rules` ... 'head' ... Dense ... 'w' ... leave the rule out
 # What an encoder needs.

@@ -18,8 +18,8 @@ gathered(codec=v) for v in TopK(), RandomK(), BlockTop() ; scanned(codec=TopK())
   on_mesh(lambda x: reshard(x, P(), codec=v)) for v in TopK(), RandomK() -> `codec` ...
   every element
 gathered(codec=OneBit()) -> `codec` ... error feedback ... OneBit
-gathered(codec=v) for v in PowerSGD(), PowerSGD(rank=300), QSGD(levels="nonuniform") ;
-  residual_of(v) for v in PowerSGD(rank=2), TopK() -> `codec` ... memory ... {v}
+gathered(codec=QSGD(levels="nonuniform")) -> `codec` ... memory ... nonuniform
+residual_of(TopK()) -> `codec` ... memory ... TopK
 gathered(codec=Policy([(".", EIGHT)])) -> `codec` ... one array
 gathered(codec="int8") ; scanned(codec="int8") -> TypeError: `codec` ... 'int8'
 gathered(backward=TopK()) -> `backward` ... every

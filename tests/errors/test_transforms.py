@@ -166,7 +166,6 @@ IN_SCAN.init(W) -> `axis_name` ... 'data'
 zeroed(grads=4) -> TypeError: `grads` must be an instance of a codec, got 4
 zeroed(**{v: TopK(density=0.01)}) for v in "grads", "params" ->
   `{v!s}` ... sparse codec TopK
-zeroed(grads=PowerSGD(rank=1)) -> `grads` ... in the place of a leaf
 zeroed(params=QSGD(bits=1, levels="uniform")) ->
   `params` ... to nearest ... 2 bits or more
 zeroed(params=Ternary()) -> `params` ... alone ... share_scale=False

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gradcomp
-from gradcomp.codecs import QSGD, PowerSGD
+from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.testing import laws
 from tests.plugins.slow_cases import slow
 from tests.specs import power_sgd
@@ -62,7 +63,7 @@ def test_every_exchange_takes_the_papers_steps(exchange):
 def test_bytes_are_those_of_the_factors_and_of_their_rows():
   """Both factors of all matrices, and the dense leaf, by all-reduces alone.
 
-  Quantized: two stages a round, of 4 rows of 2048 codes with 4 scales.
+  Quantized: two stages an average, of 4 rows of 2048 codes with 4 scales.
   """
   explained = gradcomp.explain(transformation("psum"), PARAMS, workers=4)
   kinds = {(c.kind, c.dtype) for c in explained.collectives}
@@ -72,11 +73,9 @@ def test_bytes_are_those_of_the_factors_and_of_their_rows():
   large = {"w": jax.ShapeDtypeStruct((2048, 2048), jnp.float32)}
   tx = transformation("two_shot", bits=8, rank=4)
   found = gradcomp.explain(tx, large, workers=4).collectives
-  rounds = [("all-to-all", "u32"), ("all-gather", "u32")] * 2
-  assert [(c.kind, c.dtype) for c in found] == rounds
+  stages = [("all-to-all", "u32"), ("all-gather", "u32")] * 2
+  assert [(c.kind, c.dtype) for c in found] == stages
   assert [c.bytes_sent for c in found] == [4 * 516 * 4 * 3 // 4] * 4
-  payload = jax.eval_shape(PowerSGD(rank=4, bits=8).encode, large["w"])
-  assert payload.rows.shape == (2 * 4, 516)
 
 
 def test_residuals_hold_what_quantized_means_lack():
@@ -113,16 +112,17 @@ def test_one_device_needs_no_axis():
     np.testing.assert_allclose(mean[name] + state.residual[name], leaf, atol=1e-6)
 
 
-def test_leaves_of_a_policy_are_its_own():
-  """Beside another codec, in the same message, matrices are what they are alone."""
-  rules = [("a|d", PowerSGD(rank=2)), (".", QSGD(bits=8, rounding="nearest"))]
-  options = dict(axis_name="data", exchange="two_shot", feedback="error")
-  mixed, alone = map(mapped, (gradcomp.policy(rules, **options), transformation()))
-  state = other = None
+def test_a_partition_has_leaves_of_its_own():
+  """Beside another transformation, matrices are what they are alone."""
+  other = gradcomp.qsgd(8, rounding="nearest", axis_name="data", feedback="error")
+  labels = {name: "low" if name in "ad" else "rest" for name in SHAPES}
+  mixed = mapped(optax.partition({"low": transformation(), "rest": other}, labels))
+  alone = mapped(transformation())
+  state = last = None
   for seed in range(2):
     given = gradients(4, seed)
     mean, state = mixed(given, state)
-    expected, other = alone(given, other)
+    expected, last = alone(given, last)
     for name in ("a", "d"):
       np.testing.assert_allclose(mean[name], expected[name], atol=1e-5)
     error = mean["c"][0] - given["c"].mean(axis=0)

@@ -8,7 +8,9 @@ import pytest
 
 import gradcomp
 from gradcomp import codecs, exchange
+from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.optimizers import adam
+from tests.support import low_rank
 from tests.support.cases.recipe import RECIPES, make
 
 NO_PAPER = "% Without a paper: "
@@ -18,7 +20,7 @@ CODECS = [
   *(codecs.Natural(), codecs.BlockFloat(rounding="stochastic")),
   *(codecs.BlockFloat(scale="e4m3"), codecs.FloatCast(), codecs.FloatCast(scale=2.0)),
   *(codecs.TopK(), codecs.TopK(quantize="mean"), codecs.RandomK()),
-  *(codecs.BlockTop(), codecs.PowerSGD()),
+  *(codecs.BlockTop(), PowerSGD()),
 ]
 EXCHANGES = [
   *(exchange.AllGather(), exchange.TwoShot(), exchange.AllReduce(), exchange.Ring()),
@@ -40,7 +42,7 @@ def told(text):
 
 def cited(codec=None, **options):
   given = {"exchange": "local", "feedback": None, "axis_name": "data"} | options
-  return gradcomp.citation(gradcomp.compress(codec or codecs.Dense(), **given))
+  return gradcomp.citation(low_rank.compress(codec or codecs.Dense(), **given))
 
 
 @pytest.mark.parametrize(

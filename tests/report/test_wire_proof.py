@@ -9,7 +9,8 @@ import pytest
 
 import gradcomp
 from gradcomp._src.exchange.layout import plan_rows
-from gradcomp.codecs import QSGD, Dense, FloatCast, PowerSGD, RandomK
+from gradcomp._src.transforms.low_rank import PowerSGD
+from gradcomp.codecs import QSGD, Dense, FloatCast, RandomK
 from tests.plugins.slow_cases import slow
 from tests.support import laws, modes
 from tests.table import run as table

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import gradcomp
-from gradcomp._src.codecs.rounds import payload_of
+from gradcomp._src.codecs.tiles import payload_of
 from gradcomp.codecs import NOTHING, Context, Leaf, Memory
 from gradcomp.testing import laws, trial
-from tests.support import modes
+from tests.support import low_rank, modes
 from tests.table.settings import CASES, LOW_RANK
 
 CODECS = [case.codec for case in CASES]
@@ -92,7 +91,7 @@ def compressed(codec, exchange, feedback=None, **options):
   """A transformation over the axis "data"; with feedback of a codec that is kept."""
   codec = kept(codec) if feedback else codec
   given = {"exchange": modes.grouped(exchange), "feedback": feedback} | options
-  return gradcomp.compress(codec, axis_name="data", **given)
+  return low_rank.compress(codec, axis_name="data", **given)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Makes matrices of low rank, and runs the rounds of a codec for N workers by hand."""
+"""Makes matrices of low rank, and averages factors of N workers by hand."""
 
 import functools
 
@@ -6,10 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import gradcomp
+from gradcomp._src.core.compression import Compression
+from gradcomp._src.core.transform import transformation
+from gradcomp._src.transforms.factors import Factors, OneByOne
 from gradcomp.codecs import Leaf
 from tests.support.assertions import assert_same_bits
 
 KEY = jnp.array([1, 2], jnp.uint32)
+
+
+def compress(codec, **options):
+  """A transformation of a codec, or of factors, which are none."""
+  if isinstance(codec, Factors):
+    return transformation(Compression.of(codec, averaging=OneByOne, **options))
+  return gradcomp.compress(codec, **options)
 
 
 def bound(codec, shape):
@@ -40,27 +51,20 @@ def error(got, expected):
 
 @functools.cache
 def _together(codec):
-  """All workers' rounds as one program, which averages in between."""
+  """All workers' averages as one program, which takes the means in between."""
 
   @jax.jit
   def run(leaves, memory):
     own = [list(parts) for parts in zip(*leaves, strict=True)]
-    workers = [codec.in_rounds(parts, memory) for parts in own]
+    workers = [codec.talk(parts, memory) for parts in own]
     asked = [next(worker) for worker in workers]
-    for wanted in codec.rounds(leaves[0][0].shape):
-      assert all(x.shape == wanted.shape for parts in asked for x in parts)
+    for side in codec.sides:
+      assert all(x.shape == side for parts in asked for x in parts)
       means = [sum(parts) / len(workers) for parts in zip(*asked, strict=True)]
-      asked = [_answer(worker, means) for worker in workers]
+      asked = [worker.send(means) for worker in workers]
     return asked
 
   return run
-
-
-def _answer(worker, means):
-  try:
-    return worker.send(means)
-  except StopIteration as stop:
-    return stop.value
 
 
 def together(codec, leaves, memory):

@@ -10,8 +10,8 @@ import os
 
 import jax
 
+from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp._src.version import WIRE
-from gradcomp.codecs import PowerSGD
 from tests.plugins import selected
 from tests.table import laws, run
 

@@ -17,7 +17,7 @@ from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.report import tracing
 from gradcomp._src.testing import modes
 from gradcomp.codecs import Codec, FloatCast
-from tests.support import laws
+from tests.support import laws, low_rank
 
 ROWS = Path(__file__).with_name("rows.txt")
 SEED = 7
@@ -69,7 +69,7 @@ class Row(NamedTuple):
   def transformation(self) -> Any:
     codec = laws.here(self.codec)
     codec = laws.kept(codec) if self.feedback != "none" else codec
-    return gradcomp.compress(
+    return low_rank.compress(
       codec,
       axis_name=AXES.get(self.place, "data"),
       exchange=self._exchange(),

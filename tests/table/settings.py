@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from gradcomp.codecs import PowerSGD
+from gradcomp._src.transforms.low_rank import PowerSGD
 from tests.table import cases
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
@@ -180,7 +180,7 @@ CASES = [
   cases.of_block_top(block_size=16, bits=32),
   cases.of_block_top(block_size=256, count=3, slow=True),
 ]
-# Codecs without rows of their own: their rounds send those of others.
+# Factors, which are no codecs: their averages send rows of others.
 LOW_RANK = [
   cases.Case(PowerSGD(rank=2, min_rate=1), None, "row"),
   cases.Case(PowerSGD(rank=2, min_rate=1, alternate=True), None, "row"),

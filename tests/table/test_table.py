@@ -6,8 +6,8 @@ import itertools
 import jax
 import pytest
 
+from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp._src.version import WIRE
-from gradcomp.codecs import PowerSGD
 from tests.support import laws as support
 from tests.support import pages
 from tests.table import cover, laws, run

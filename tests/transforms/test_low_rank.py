@@ -1,4 +1,4 @@
-"""PowerSGD with factors in turn is ACP-SGD: one factor a step, in one round."""
+"""PowerSGD with factors in turn is ACP-SGD: one factor a step, by one average."""
 
 import functools
 
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp.codecs import Leaf, PowerSGD
+from gradcomp._src.transforms.low_rank import PowerSGD
+from gradcomp.codecs import Leaf
 from tests.specs import power_sgd
 from tests.support.low_rank import KEY, error, first, gaussian, of_rank, together
 

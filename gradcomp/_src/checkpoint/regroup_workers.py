@@ -100,13 +100,13 @@ def recut_owned(
   Returns the arrays, and by leaf the residuals that no worker owns any more.
   """
   old, new = plans
-  waiting: dict[tuple[int, int], _Rows] = {}  # by leaf, and the round that sends rows
+  waiting: dict[int, _Rows] = {}  # by leaf
   for axes, matrices in owned_matrices(old).items():
     for matrix, array in zip(matrices, owned[axes], strict=True):
       rows = concat_rows(array, old.workers, places[axes])
       for leaf, slot, like in matrix.leaves():
         found = _Rows(rows[:, slot.start : slot.stop], matrix.codec, like)
-        waiting[leaf, matrix.message.round] = found
+        waiting[leaf] = found
   result: dict[Axes, tuple[np.ndarray, ...]] = {}
   for axes, matrices in owned_matrices(new).items():
     arrays = []
@@ -114,13 +114,12 @@ def recut_owned(
       share, *tile = matrix.shape
       rows = np.zeros((places[axes], new.workers * share, *tile), np.float32)
       for leaf, slot, _ in matrix.leaves():
-        place = leaf, matrix.message.round
-        if place in waiting:
-          moved = _as_rows_of(waiting.pop(place), matrix.codec)
+        if leaf in waiting:
+          moved = _as_rows_of(waiting.pop(leaf), matrix.codec)
           rows[:, slot.start : slot.stop] = moved * np.float32(factor)
       arrays.append(stack_rows(rows, new.workers))
     result[axes] = tuple(arrays)
-  return result, {i: _leaf(found) for (i, _), found in waiting.items()}
+  return result, {i: _leaf(found) for i, found in waiting.items()}
 
 
 def recut_rows(x: np.ndarray, old: int, new: int, places: int, size: int) -> np.ndarray:

@@ -118,7 +118,8 @@ def _check_rule(text: object, codec: object) -> None:
   if not is_codec(codec):
     raise ValueError(
       f"`rules` must be {_RULE}, got {codec!r} for {text!r}; take a codec of "
-      "gradcomp.codecs, not a transformation."
+      "gradcomp.codecs, not a transformation; powersgd, which is one, gets leaves "
+      "of its own by optax.partition."
     )
 
 
@@ -139,7 +140,7 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
     rule = "work without error feedback, which nothing here keeps for it"
     if corrected is not None:
       rule = "work without error feedback where `residual` is None"
-  elif not codec.facts.of_leaf or _remembers(codec):
+  elif _remembers(codec):
     rule = "be without a memory, which nothing here carries from call to call"
   else:
     if corrected:

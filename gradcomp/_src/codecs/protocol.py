@@ -1,18 +1,16 @@
 """``LeafCodec``, the protocol of codecs that users give, and ``Codec``, their base."""
 
 import abc
-import dataclasses
 import math
-from collections.abc import Generator, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol, Self, TypeGuard, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs.joint import joint_leaves, vmapped
-from gradcomp._src.codecs.rounds import decoded_alone, encoded_alone
+from gradcomp._src.codecs.encoding import joint_leaves, vmapped
 from gradcomp._src.codecs.sums.records import (
   ArrayLike,
   ArrayT,
@@ -25,22 +23,17 @@ from gradcomp._src.codecs.sums.records import (
 )
 from gradcomp._src.codecs.sums.sum import Sum, SumFacts
 from gradcomp._src.codecs.sums.tiles import Ranged, Tiles, sum_in_order
-from gradcomp._src.codecs.tiles import as_float32, codec_key, tile_shape, to_tiles
-
-# Yields the arrays of each round, gets their means, and returns means and memories.
-Talk = Generator[list[Array], list[Array], tuple[list[Array], list[Any]]]
-
+from gradcomp._src.codecs.tiles import (
+  as_float32,
+  codec_key,
+  decode_payload,
+  payload_of,
+  tile_shape,
+  to_tiles,
+)
 
 # Of codecs that say nothing: they lose less than all.
 _SOME = 2.0**-20
-
-
-class Round(NamedTuple):
-  """An array that all workers average."""
-
-  shape: tuple[int, ...]
-  codec: "Codec"  # of its rows
-  of_leaf: bool = False  # whether it is the leaf itself
 
 
 @runtime_checkable
@@ -146,20 +139,6 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
   def bind(self, leaf: Leaf) -> "Codec":
     """Returns the codec of a leaf: itself, for it depends on no leaf."""
     return self
-
-  def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
-    """Returns the only round of a leaf, in which workers average the leaf itself."""
-    return (Round(shape, self, of_leaf=True),)
-
-  def in_rounds(self, leaves: Sequence[Array], memory: Sequence[Any]) -> Talk:
-    """Computes the means of leaves of one shape, while others average their arrays.
-
-    Takes this worker's ``float32`` leaves and their shared codec states. Yields for
-    each leaf the array of the next round, and gets the means of all workers. Returns
-    the means of the leaves, by default of their only round, and their new states.
-    """
-    means = yield list(leaves)
-    return means, list(memory)
 
   def operand(self, payload: Payload, *, like: ArrayLike) -> tuple[Array, Array, Array]:
     """Returns elements, scales and a factor, for the matrix units that take them."""
@@ -300,48 +279,15 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     """
     codec = self.bind(Leaf(x.shape))
     context = Context(codec_key(key, codec))
-    return encoded_alone(codec, as_float32(x).reshape(x.shape), context)
+    return payload_of(codec, as_float32(x).reshape(x.shape), context)
 
   def decode(self, payload: Payload, *, like: Array) -> Array:
     """Decodes a payload to an array with the shape and dtype of ``like``."""
-    return decoded_alone(self.bind(Leaf(like.shape)), payload, like)
+    return decode_payload(payload, like, self.bind(Leaf(like.shape)))
 
   def roundtrip(self, x: Array, *, key: Array | None = None) -> Array:
     """Returns the array that arrives: ``decode(encode(x, key=key), like=x)``."""
     return self.decode(self.encode(x, key=key), like=x)
-
-
-class InRounds(Codec):
-  """A base of codecs that send other arrays in place of a leaf, all by one codec."""
-
-  @property
-  @abc.abstractmethod
-  def inner(self) -> Codec:
-    """The codec of the arrays of all rounds."""
-
-  @property
-  def sums(self) -> Sum:
-    return self.inner.sums
-
-  @property
-  def facts(self) -> SumFacts:
-    """The facts about the sums of these arrays, which are float32."""
-    facts = self.inner.facts.naming(self.inner)
-    return dataclasses.replace(facts, keeps_float64=False, of_leaf=False)
-
-  @property
-  def tile_size(self) -> int:
-    return self.inner.tile_size
-
-  @property
-  def row_words(self) -> int:
-    return self.inner.row_words
-
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
-    return self.inner.encode_rows(tiles, context)
-
-  def decode_rows(self, rows: Array) -> Array:
-    return self.inner.decode_rows(rows)
 
 
 def require_contraction(name: str, codec: LeafCodec, without: str) -> None:

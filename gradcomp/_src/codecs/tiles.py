@@ -56,6 +56,13 @@ def elements(tiles: Array, codec: "Codec") -> Array:
   return codec.unrotated(tiles).reshape(tiles.shape)
 
 
+def payload_of(codec: "Codec", x: Array, context: Context) -> Payload:
+  """Encodes a leaf by its bound codec, with statistics of its own."""
+  agreed = codec.agree(x) if context.agreed is None else context.agreed
+  encoded = codec.encode_leaf(x, context._replace(agreed=agreed), keep=False)
+  return Payload(encoded.rows, agreed)
+
+
 def decode_payload(payload: Payload, like: ArrayLike, codec: "Codec") -> Array:
   """Decodes a payload to the shape and dtype of ``like``, materialized on a CPU."""
   rows = payload.rows

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,22 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
-from gradcomp._src.checks import one_of, see
+from gradcomp._src.checks import one_of, optional_size, see
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core import agreement, codec_memory, first_state, residual_storage
 from gradcomp._src.core import state as states
-from gradcomp._src.core.feedback import Feedback
+from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
 from gradcomp._src.core.state import CompressState, measures
-from gradcomp._src.exchange.auto import Auto, check_exchange
+from gradcomp._src.exchange.auto import (
+  Auto,
+  ExchangeName,
+  as_exchange,
+  check_exchange,
+)
+from gradcomp._src.exchange.averaging import Averaging
 from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.message_size import MessageBytes
+from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
 from gradcomp._src.exchange.owners import OwnerResiduals, owner_shapes
 from gradcomp._src.exchange.plan import MessagePlan, PlanOptions, plan_messages
 from gradcomp._src.exchange.protocol import Exchange, returns_means
@@ -31,6 +37,7 @@ from gradcomp._src.mesh import study, types, unsharded_params
 from gradcomp._src.mesh.axes import (
   Axes,
   AxisName,
+  as_axis_name,
   axis_names,
   bound_size,
   require_size,
@@ -62,6 +69,28 @@ class Compression:
   message_bytes: MessageBytes
   key: ArrayLike
   dither: Dither
+  averaging: type[Averaging] = Averaging
+
+  @classmethod
+  def of(  # noqa: PLR0913 - options of users, by keyword
+    cls,
+    codec: LeafCodec,
+    *,
+    axis_name: AxisName | None = None,
+    exchange: ExchangeName | Auto | Exchange = "auto",
+    feedback: FeedbackName | Feedback | None = "auto",
+    min_leaf_size: int | None = None,
+    message_bytes: MessageBytes = "auto",
+    key: ArrayLike = 0,
+    dither: Dither = "shared",
+    averaging: type[Averaging] = Averaging,
+  ) -> Self:
+    """Resolves and checks the options of users."""
+    axes = None if axis_name is None else as_axis_name(axis_names(axis_name))
+    way, rule = as_exchange(exchange), as_feedback(feedback, codec)
+    size = optional_size("min_leaf_size", "elements", min_leaf_size)
+    limits = size, as_message_bytes(message_bytes)
+    return cls(codec, axes, way, rule, *limits, key, dither, averaging)
 
   def __post_init__(self) -> None:
     one_of("dither", Dither, self.dither)
@@ -95,7 +124,8 @@ class Compression:
   ) -> MessagePlan:
     """Plans the messages of a step."""
     sizes = self.min_leaf_size, self.message_bytes
-    options = PlanOptions(self.codec, self.exchange, *sizes, self.feedback.keeps)
+    rest = self.feedback.keeps, self.averaging.parts
+    options = PlanOptions(self.codec, self.exchange, *sizes, *rest)
     count = 1 if workers is None else workers.size
     others, axes = across.others, across.axes
     return plan_messages(leaves, paths, others, options, axis_name=axes, workers=count)
@@ -188,6 +218,7 @@ class Compression:
     self, plan: MessagePlan, workers: Workers | None, state: CompressState
   ) -> Step:
     """Returns the facts of a step; ValueError if the state does not have its arrays."""
+    study.note(plan, state.count)
     return Step(
       plan,
       workers,

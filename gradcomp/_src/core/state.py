@@ -268,7 +268,7 @@ def step_keys(
   stages: list[tuple[str, Codec]] = []
   for message in plan.messages:
     codecs = message.layout.codecs
-    texts = [f"round {message.round}\n" if message.round else ""] * len(codecs)
+    texts = [""] * len(codecs)
     for i, slot in zip(message.leaves, message.layout.slots, strict=True):
       leaves[i] = codecs[slot.group]
       texts[slot.group] += f"{plan.names[i]}\n"

@@ -14,7 +14,6 @@ from gradcomp._src.core.measures import measured
 from gradcomp._src.core.residual_storage import add_residual, is_stored
 from gradcomp._src.core.residual_update import Again, remainder
 from gradcomp._src.core.state import CompressState, residual_key
-from gradcomp._src.exchange.averaging import Averaging
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.exchange.step import Reduced, Step, agree, decode, encode, exchange
 from gradcomp._src.floats.dtypes import fitted, narrowed
@@ -32,7 +31,7 @@ def take_step(
   whose rounding errors join the unsent parts, and further results, the rest.
   """
   corrected = correct(options, updates, state)
-  averaging = Averaging(step, corrected)
+  averaging = options.averaging(step, corrected)
   came: Sequence[jax.Array] = ()
   for sending in averaging:
     with sending.scope():

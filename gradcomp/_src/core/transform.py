@@ -7,19 +7,17 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from gradcomp._src.checks import optional_size
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.core.compression import Compression, Dither, paths_of
-from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
+from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.core.inputs import not_differentiated, on_real_pairs
-from gradcomp._src.core.repeat import once_more
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.step import as_updates, take_step
-from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
-from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
-from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.exchange import otherwise
+from gradcomp._src.exchange.auto import Auto, ExchangeName
+from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names
+from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.shard_maps import per_device
 
 Taken = tuple[Any, CompressState]  # updates, and the next state
@@ -107,18 +105,11 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
   """
   if not is_codec(codec):
     raise TypeError(f"`codec` must be an instance of a codec, got {codec!r}.")
-  if axis_name is not None:
-    axis_name = as_axis_name(axis_names(axis_name))
-  parts = Compression(
-    codec,
-    axis_name,
-    as_exchange(exchange),
-    as_feedback(feedback, codec),
-    optional_size("min_leaf_size", "elements", min_leaf_size),
-    as_message_bytes(message_bytes),
-    key,
-    dither,
-  )
+  return transformation(Compression.of(**locals()))
+
+
+def transformation(parts: Compression) -> optax.GradientTransformationExtraArgs:
+  """Returns the transformation that averages gradients as its parts do."""
 
   def update_fn(
     updates: Any, state: CompressState, params: Any = None, **extra_args: Any
@@ -126,22 +117,21 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
     updates = not_differentiated(updates)
     across = parts.across(updates, state, params)
 
-    def step(
-      updates: Any, state: CompressState, planned: MessagePlan | None = None
-    ) -> Taken:
+    def step(updates: Any, state: CompressState) -> Taken:
       workers = parts.workers(across, updates, state)
       leaves = jax.tree.leaves(updates)
-      plan = planned or parts.plan(leaves, paths_of(updates), across, workers)
+      plan = parts.plan(leaves, paths_of(updates), across, workers)
       parts.warn_of_owners(plan, state)
       share = parts.error_share(across, workers)
       finish = functools.partial(as_updates, across.dtypes, share)
-      facts = parts.step(plan, workers, state)
-      taken = take_step(parts, facts, updates, state, finish)[:2]
-      other = None if planned else plan.again
-      again = other and functools.partial(step, updates, state, other)
-      return once_more(taken, again, across.axes if plan.sends else None)
+      facts = lambda plan: parts.step(plan, workers, state)
+      rest = updates, state, finish
+      taken = take_step(parts, facts(plan), *rest)[:2]
+      again = lambda plan: take_step(parts, facts(plan), *rest)[:2]
+      axes = across.axes if plan.sends else None
+      return otherwise.otherwise(taken, again, plan, axes)
 
     return per_device(step, updates, state, across.axes, keeps_addends=unsent)
 
   unsent = not parts.exchange.sends
-  return on_real_pairs(parts.init, update_fn, axis_name, keeps_rows=unsent)
+  return on_real_pairs(parts.init, update_fn, parts.axis_name, keeps_rows=unsent)

@@ -155,10 +155,10 @@ def allocate(
   So with L leaves no choice within :math:`1 - L / 2^{15}` of the sum has fewer bytes.
 
   It is a choice for these gradients. Choose again where training has changed them.
-  Errors are those of a first step, without a residual, and before PowerSGD's matrices
-  have turned to the gradient. Each is of one worker's encoding, with one drawing of
-  random bits. What owners lose of a mean is not in it. Nor are the zeros that fill up
-  shares and lines in the bytes, which :func:`gradcomp.explain` counts.
+  Errors are those of a first step, without a residual. Each is of one worker's
+  encoding, with one drawing of random bits. What owners lose of a mean is not in it.
+  Nor are the zeros that fill up shares and lines in the bytes, which
+  :func:`gradcomp.explain` counts.
 
   Where a candidate is biased, workers keep residuals. These would grow with a codec
   that loses all of a leaf's energy, so none that does is chosen.
@@ -168,7 +168,7 @@ def allocate(
       worker, that counts. Take them in front of the exchange.
     uniform: the codec that sets the error.
     candidates: the codecs to choose from, beside ``uniform``. By default QSGD of 2 to
-      8 and of 16 bits, and float32. ``TopK`` and ``PowerSGD`` are others.
+      8 and of 16 bits, and float32. ``TopK`` is another.
     min_leaf_size: as for :class:`gradcomp.CompressOptions`.
 
   Returns:

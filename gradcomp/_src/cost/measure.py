@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.rounds import encoded_alone
 from gradcomp._src.codecs.sums.records import Context, Leaf
+from gradcomp._src.codecs.tiles import payload_of
 from gradcomp._src.core.feedback import ErrorFeedback
 from gradcomp._src.core.transform import compress
 from gradcomp._src.cost.cluster import CodecSpeed
@@ -181,7 +181,7 @@ def _calls(codec: LeafCodec, shape: tuple[int, int]) -> list[Callable[[], Any]]:
   bound: Any = codec.bind(leaf)
   memory = bound.init(leaf, key)
   context = Context(key, memory=memory, step=jnp.int32(0))
-  encode = jax.jit(lambda x: encoded_alone(bound, x, context))
+  encode = jax.jit(lambda x: payload_of(bound, x, context))
   decode = jax.jit(lambda payload: bound.decode(payload, like=x))
 
   def add(payload: Any, received: jax.Array) -> jax.Array:

@@ -2,105 +2,84 @@
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.rounds import in_rounds
 from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.exchange.collectives import STAGE, totals
 from gradcomp._src.exchange.owners import OwnerResiduals, owner_residuals
-from gradcomp._src.exchange.plan import Message
+from gradcomp._src.exchange.plan import Message, whole_leaves
 from gradcomp._src.exchange.protocol import Stage
 from gradcomp._src.exchange.step import Leaves, Own, Reduced, Sending, Step, times
-from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.mesh.axes import axis_names, require_size
-from gradcomp._src.mesh.study import FITTING, note, noted
+from gradcomp._src.mesh.study import FITTING, noted
 
 Owned = Sequence[jax.Array | None]  # the owner residual of each codec
+Arrays = Sequence[jax.Array] | Mapping[int, jax.Array]  # by the numbers of leaves
 
 
 class Averaging:
-  """Averages leaves over all workers, message by message and round by round.
+  """Averages arrays over all workers, message by message.
 
-  It yields each message before it is sent, and takes its result by :meth:`add`. Arrays
-  that stand for leaves in a round need the means of the round before it. In a round the
+  It yields each message before it is sent, and takes its result by :meth:`add`. The
   last message is the first to go, as the backward pass comes to its leaves first.
   """
 
-  def __init__(self, step: Step, leaves: Sequence[jax.Array]):
-    note(step.plan, step.number)
-    self._step = step._replace(memory=refit(step, leaves))
-    self._leaves = leaves
-    self._means: dict[int, jax.Array] = {}
+  parts = staticmethod(whole_leaves)  # what each average takes, which messages hold
+
+  def __init__(self, step: Step, arrays: Arrays):
+    self._step = step._replace(memory=refit(step, arrays))
+    self._arrays = arrays
     self._done: list[tuple[Message, Reduced]] = []
-    shared = [x.shared for x in self._step.memory]
-    self._rounds = in_rounds(step.plan.codecs, leaves, shared)
 
   def __iter__(self) -> Iterator[Sending]:
     step = self._step
-    number, arrays = 0, next(self._rounds)
     residuals = owner_residuals(step.plan, step.owned)
     parts = list(zip(step.plan.messages, step.later, residuals, strict=True))
-    for message, keys, owned in sorted(reversed(parts), key=lambda x: x[0].round):
-      if message.round > number:
-        number, arrays = message.round, self._rounds.send(self._means)
-      leaves = [arrays[i] for i in message.leaves]
+    for message, keys, owned in reversed(parts):
+      leaves = [self._arrays[i] for i in message.leaves]
       yield _sending(step, message, leaves, keys, owned)
 
   def add(self, sending: Sending, reduced: Reduced) -> None:
     """Takes the result of a message."""
-    numbers = sending.message.leaves
-    self._means |= zip(numbers, reduced.mean, strict=bool(reduced.mean))
     self._done.append((sending.message, reduced))
 
   def result(self) -> Reduced:
-    """Returns the results of all messages, by the leaves of the step."""
-    plan, workers, memory = self._step.plan, self._step.workers, self._step.memory
-    mean, keep, watch = self._means, self._step.keep, self._step.watch
+    """Returns the results of all messages, by the numbers of their leaves."""
+    plan, memory = self._step.plan, self._step.memory
+    keep, watch = self._step.keep, self._step.watch
+    mean: dict[int, jax.Array] = {}
     unsent: dict[int, jax.Array] = {}
     rows: dict[int, Own | None] = {}
     chosen: dict[int, jax.Array | None] = {}
     sent: dict[int, jax.Array] = {}
-    own = {i: x.own for i, x in enumerate(memory)}
+    own: dict[int, Memory] = {}
     owned: OwnerResiduals = {axes: () for axes in self._step.owned or {}}
     self._done.sort(key=lambda x: plan.messages.index(x[0]))
     for message, part in self._done:
       leaves = message.leaves
+      mean |= zip(leaves, part.mean, strict=bool(part.mean))
       unsent |= zip(leaves, part.unsent, strict=keep)
       rows |= zip(leaves, part.own, strict=keep)
       chosen |= zip(leaves, part.chosen, strict=True)
       sent |= zip(leaves, part.sent, strict=watch)
-      own |= zip(leaves, [x.own for x in part.memory], strict=True)
+      own |= zip(leaves, part.memory, strict=True)
       for axes, arrays in (part.owned or {}).items():
         owned[axes] = (*owned.get(axes, ()), *arrays)
-    try:
-      self._rounds.send(mean)
-    except StopIteration as end:
-      restored, shared = end.value
-    if plan.axis_name is not None and not plan.sends:
-      shared = [x.shared for x in memory]  # or it would no longer be equal on all
-    for i, leaf in restored.items():
-      mean[i] = leaf
-      if not keep:
-        continue
-      sent[i] = leaf
-      if workers is not None and workers.scale == 1:  # of a sum a worker sends an Nth
-        sent[i] = leaf / workers.size
-      unsent[i], rows[i] = self._leaves[i] - sent[i], None
-    count = range(len(self._leaves))
+    numbers = sorted(chosen)
     return Reduced(
-      [mean[i] for i in count if i in mean],
+      [mean[i] for i in numbers if i in mean],
       [shares for _, part in self._done for shares in part.shares],
-      [unsent[i] for i in count if keep],
-      [rows[i] for i in count if keep],
-      [chosen[i] for i in count],
+      [unsent[i] for i in numbers if keep],
+      [rows[i] for i in numbers if keep],
+      [chosen[i] for i in numbers],
       None if self._step.owned is None else owned,
-      [Memory(shared[i], own[i]) for i in count],
-      [sent[i] for i in count if watch],
+      [memory[i]._replace(own=own[i].own) for i in numbers],
+      [sent[i] for i in numbers if watch],
     )
 
 
@@ -124,25 +103,14 @@ def _sending(
     Stage(key._replace(memory=Memory(first[i], None), step=step.number), residual)
     for i, (key, residual) in enumerate(zip(keys, owned, strict=True))
   ]
-  own = [_in_round(step.keys[i], message.round) for i in message.leaves]
-  pairs = zip(own, memory, strict=True)
+  pairs = zip([step.keys[i] for i in message.leaves], memory, strict=True)
   contexts = [context._replace(memory=x, step=step.number) for context, x in pairs]
   if not layout.elements or not message.exchange.sends:
     workers = None
   return Sending(step, message, leaves, workers, contexts, stages, factor)
 
 
-def _in_round(context: Context, number: int) -> Context:
-  """Returns the context for a round of messages, unchanged for round 0."""
-  if not number or context.key is None:
-    return context
-  key, shared = fold_key(context.key, number), context.dither
-  if shared is not None:
-    shared = jnp.append(fold_key(shared[:2], number), shared[2])
-  return context._replace(key=key, dither=shared)
-
-
-def refit(step: Step, leaves: Sequence[jax.Array]) -> list[Memory]:
+def refit(step: Step, leaves: Arrays) -> list[Memory]:
   """Fits the shared memories of float32 leaves to all workers; own ones stay.
 
   A codec with ``fits`` counts all leaves that it encodes. Counts are added as integers,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.joint import JOINT_ENCODING_ELEMENTS
+from gradcomp._src.codecs.encoding import JOINT_ENCODING_ELEMENTS
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import ArrayLike, Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sum
@@ -44,8 +43,8 @@ class Layout:
   codecs: tuple[Codec, ...]  # in the order of their first leaves
   slots: tuple[Slot, ...]
   like: tuple[jax.ShapeDtypeStruct, ...]  # the shape and dtype of each leaf
-  # The elements of the leaves' mean that its last collective completes, where arrays of
-  # a round stand for leaves: 0 before the last round.
+  # The elements of the leaves' mean that its last collective completes, where other
+  # arrays stand for leaves: 0 before the last of them. Owners keep nothing of these.
   replaced: int | None = None
 
   @property
@@ -78,12 +77,6 @@ class Layout:
   def plain(self) -> bool:
     """True if all leaves can be added as they are."""
     return all(codec.facts.plain for codec in self.codecs)
-
-  @property
-  def again(self) -> "Layout":
-    """The same rows by the fallbacks of codecs that have one."""
-    codecs = tuple(codec.fallback or codec for codec in self.codecs)
-    return dataclasses.replace(self, codecs=codecs)
 
   def codec_of(self, number: int) -> Codec:
     """Returns the codec of a leaf."""
@@ -209,14 +202,13 @@ def plan_rows(
   min_leaf_size: int | None = None,
   places: Sequence[Leaf] | None = None,
 ) -> Layout:
-  """Lays out leaves for the last rounds of a codec. Small leaves stay dense.
+  """Lays out leaves for a codec. Small leaves stay dense.
 
   ``places`` are their shapes and paths, where the codec of a leaf depends on its path.
   """
   places = places or [Leaf(leaf.shape) for leaf in leaves]
   codecs = leaf_codecs(places, codec, min_leaf_size=min_leaf_size)
-  rounds = [x.rounds(leaf.shape) for x, leaf in zip(codecs, leaves, strict=True)]
-  return arrange(leaves, [x[-1].codec for x in rounds])
+  return arrange(leaves, codecs)
 
 
 def arrange(
@@ -253,9 +245,7 @@ def leaf_codecs(
   for leaf in leaves:
     bound = codec.bind(leaf)
     facts = bound.facts
-    rounds = bound.rounds(leaf.shape)
-    words = sum(_words(x.codec, math.prod(x.shape)) for x in rounds)
-    dense = _words(Dense(), leaf.size)
+    words, dense = (_words(x, leaf.size) for x in (bound, Dense()))
     saves = words < dense or (words == dense and facts.in_format)
     large = leaf.size >= least[facts.drops]
     result.append(bound if facts.own_units or (large and saves) else Dense())

@@ -98,7 +98,7 @@ def owner_residuals(
 def _shapes(plan: MessagePlan, message: Message) -> list[tuple[int, ...] | None]:
   """Returns the shape of each codec's owner residual; None for one without."""
   layout, exchange = message.layout, message.exchange
-  if not (exchange.owners and exchange.keeps and message.keeps):
+  if not (exchange.owners and exchange.keeps and layout.replaced is None):
     return [None] * len(layout.codecs)
 
   # Owners of exact sums keep none. If a codec rounds sums at random in any case, they

@@ -1,13 +1,13 @@
 """The messages of a step: the leaves of each, their layout and exchange."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.tree_util import KeyPath, keystr
 
-from gradcomp._src.codecs.protocol import Codec, LeafCodec, Round
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import sum_limit
 from gradcomp._src.codecs.tiles import working_dtype
@@ -28,8 +28,6 @@ class Message(NamedTuple):
   exchange: Exchange
   others: tuple[str, ...]  # the other axes, over which the leaves vary
   reason: str  # the reason for the exchange
-  round: int = 0  # the number of the round that sends the message
-  keeps: bool = True  # whether owners may keep residuals of it
 
 
 class MessagePlan(NamedTuple):
@@ -40,7 +38,7 @@ class MessagePlan(NamedTuple):
   others: tuple[tuple[str, ...], ...]  # other axes over which each leaf varies
   codecs: tuple[Codec, ...]  # the codec of each leaf
   rules: tuple[str, ...]  # the rule that chose each codec; "" without a policy
-  messages: tuple[Message, ...]  # the messages, round by round
+  messages: tuple[Message, ...]  # the messages, those of a first average before others
   axis_name: AxisName | None  # the axes of the workers, or None
   workers: int  # their number N
   feedback: bool  # whether workers keep residuals
@@ -55,15 +53,6 @@ class MessagePlan(NamedTuple):
     """True if each worker encodes its leaves before anything is added."""
     return all(message.exchange.of_leaves for message in self.messages)
 
-  @property
-  def again(self) -> "MessagePlan | None":
-    """The same messages by the fallbacks of codecs; None if none has one."""
-    if not any(codec.fallback for x in self.messages for codec in x.layout.codecs):
-      return None
-    messages = tuple(x._replace(layout=x.layout.again) for x in self.messages)
-    codecs = tuple(codec.fallback or codec for codec in self.codecs)
-    return self._replace(codecs=codecs, messages=messages)
-
   def own_axes(self, number: int) -> Axes:
     """Returns the axes that stack a worker's arrays of a leaf."""
     return own_axes(self.axis_name, self.others[number])
@@ -74,6 +63,27 @@ def own_axes(axis_name: AxisName | None, others: tuple[str, ...]) -> Axes:
   return (*(() if axis_name is None else axis_names(axis_name)), *others)
 
 
+class Part(NamedTuple):
+  """An array that all workers average, a leaf or another in its place."""
+
+  like: jax.ShapeDtypeStruct
+  codec: Codec
+  completes: int | None = None  # elements of the leaf's mean, of which it is a part
+
+
+# From the codecs and the shapes of leaves to what each average takes, by leaf.
+Averages = Callable[
+  [Sequence[Codec], Sequence[jax.ShapeDtypeStruct]], list[dict[int, Part]]
+]
+
+
+def whole_leaves(
+  codecs: Sequence[Codec], like: Sequence[jax.ShapeDtypeStruct]
+) -> list[dict[int, Part]]:
+  """Returns the only average: of the leaves themselves."""
+  return [dict(enumerate(map(Part, like, codecs)))]
+
+
 class PlanOptions(NamedTuple):
   """The options of a transformation that decide its messages."""
 
@@ -82,6 +92,7 @@ class PlanOptions(NamedTuple):
   min_leaf_size: int | None = None  # the smallest size of a large leaf
   message_bytes: MessageBytes = None  # the limit in bytes, or None for no limit
   feedback: bool = False  # whether workers keep residuals
+  averages: Averages = whole_leaves
 
 
 def plan_messages(
@@ -95,18 +106,17 @@ def plan_messages(
 ) -> MessagePlan:
   """Splits a list of leaves into messages.
 
-  A round has one message, unless one of these rules makes more.
+  An average has one message, unless one of these rules makes more.
 
   - ``message_bytes`` limits the payload of a message of consecutive leaves. ``"auto"``
     cuts a large payload from the last leaf on: see :func:`automatic_bytes`.
   - Leaves that vary over different ``others`` cannot share a message of one type.
   - Dense leaves have no integer codes to share a message with codes that ``psum`` adds.
-  - Owners keep owner residuals of leaves, but not of arrays in a leaf's place.
   - Leaves of float64 are only added plainly.
 
   ValueError for sums of codes beyond 32 bits, and for a policy's rule without a leaf.
   """
-  codec, exchange, min_leaf_size, message_bytes, feedback = options
+  codec, exchange, min_leaf_size, message_bytes, feedback, averages = options
   dtypes = [working_dtype(codec, leaf.dtype) for leaf in leaves]
   like = [jax.ShapeDtypeStruct(x.shape, y) for x, y in zip(leaves, dtypes, strict=True)]
   facts = codec.facts
@@ -125,35 +135,31 @@ def plan_messages(
   codecs = layouts.leaf_codecs(bound, codec, min_leaf_size=min_leaf_size)
   for one in dict.fromkeys(codecs):
     sum_limit(one.facts.max_code, workers, one)
-  rounds = [c.rounds(x.shape) for c, x in zip(codecs, like, strict=True)]
-  count = max(map(len, rounds), default=1)
   apart = facts.max_code > 0 and isinstance(exchange, AllReduce | Auto)
   # CPUs compute nothing beside their collectives, and each message takes time.
   hides = exchange.sends and workers > 1 and platform() != "cpu"
   size = message_bytes if hides or message_bytes != "auto" else None
   messages = []
-  for number in range(count):
-    late = {i: x for i, x in enumerate(rounds) if len(x) >= count - number}
-    sent = {i: x[number - count] for i, x in late.items()}
-    parts = {i: jax.ShapeDtypeStruct(x.shape, like[i].dtype) for i, x in sent.items()}
-    kinds = _kinds(parts, sent, others, apart).items()
+  for parts in averages(codecs, like):
+    kinds = _kinds(parts, others, apart).items()
     pieces = [(kind, x) for kind, own in kinds for x in cut(size, own, paths, workers)]
     for kind, piece in pieces:
-      own = [parts[i] for i in piece]
+      own, coded, counts = zip(*(parts[i] for i in piece), strict=True)
       replaced = None
-      if not all(sent[i].of_leaf for i in piece):
-        replaced = sum(like[i].size for i in piece) if number == count - 1 else 0
-      layout = layouts.arrange(own, [sent[i].codec for i in piece], replaced)
+      if any(count is not None for count in counts):
+        done = zip(own, counts, strict=True)
+        replaced = sum(x.size if count is None else count for x, count in done)
+      layout = layouts.arrange(own, coded, replaced)
       pick = reencoding if kind.plain else choose
       picked = decided or pick(exchange, layout, workers)
       if kind.wide and exchange.sends:
         picked = Choice(AllReduce(), "float64 is added as it is")
-      facts_of = kind.others, picked.reason, number, kind.keeps
-      messages.append(Message(tuple(piece), layout, picked.exchange, *facts_of))
+      told = picked.exchange, kind.others, picked.reason
+      messages.append(Message(tuple(piece), layout, *told))
   names, rules = tuple(map(keystr, paths)), tuple(map(codec.rule, whole))
-  of_leaves = tuple(bound), tuple(others), tuple(codecs), rules
+  each = tuple(bound), tuple(others), tuple(codecs), rules
   across = axis_name, workers, feedback
-  return MessagePlan(names, *of_leaves, tuple(messages), *across)
+  return MessagePlan(names, *each, tuple(messages), *across)
 
 
 class _Kind(NamedTuple):
@@ -162,21 +168,16 @@ class _Kind(NamedTuple):
   others: tuple[str, ...]
   plain: bool  # True for plain leaves that are added apart from codes
   wide: bool
-  keeps: bool
 
 
 def _kinds(
-  parts: dict[int, jax.ShapeDtypeStruct],
-  sent: dict[int, Round],
-  others: Sequence[tuple[str, ...]],
-  apart: bool,
+  parts: Mapping[int, Part], others: Sequence[tuple[str, ...]], apart: bool
 ) -> dict[_Kind, dict[int, int]]:
-  """Returns the numbers of the leaves of each kind in a round, with their bytes."""
+  """Returns the numbers of the leaves of each kind in an average, with their bytes."""
   kinds: dict[_Kind, dict[int, int]] = {}
-  for i, part in parts.items():
-    codec, facts = sent[i].codec, sent[i].codec.facts
-    alone, keeps = apart and facts.plain, sent[i].of_leaf or facts.exact
-    kind = _Kind(others[i], alone, part.dtype == np.float64, keeps)
-    nbytes = part.dtype.itemsize * layouts.leaf_rows(codec, part) * codec.row_words
+  for i, (like, codec, _) in parts.items():
+    alone = apart and codec.facts.plain
+    kind = _Kind(others[i], alone, like.dtype == np.float64)
+    nbytes = like.dtype.itemsize * layouts.leaf_rows(codec, like) * codec.row_words
     kinds.setdefault(kind, {})[i] = nbytes
   return kinds

@@ -11,6 +11,7 @@ from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import ErrorFeedback, NoFeedback
 from gradcomp._src.core.state import Kept
 from gradcomp._src.exchange.auto import as_exchange
+from gradcomp._src.exchange.otherwise import by_fallbacks
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.kernels.common import threefry
 from gradcomp._src.mesh import trees, types
@@ -62,13 +63,13 @@ def layer_options(
 def check_plan(plan: MessagePlan, codec: LeafCodec) -> None:
   """Raises ValueError for codecs that need more than one message of one step."""
   remembers = codec_memory.first_stored(plan, jnp.zeros(2, jnp.uint32)) is not None
-  if remembers or any(not x.facts.of_leaf for x in plan.codecs):
+  if remembers:
     raise ValueError(
       "`codec` must be without a memory, which nothing here carries from step to step, "
       f"got {codec}; choose another, or exchange the gradients of all layers behind "
       "the loop, by gradcomp.compress."
     )
-  if plan.again is not None:
+  if by_fallbacks(plan) != plan:
     raise ValueError(
       "`codec` must send any numbers at once, because a scan sends no layer again, got "
       f"{codec}; choose Dense(dtype=jnp.bfloat16), or exchange the gradients of all "
@@ -95,7 +96,7 @@ def check_none(rule: str, **given: Any) -> None:
 
 def check_shards(back: Any, exchange: Any, axis_name: AxisName, inner: Any) -> None:
   """Raises ValueError for options with which shards are not sent."""
-  if back.fallback is not None:
+  if by_fallbacks(back) != back:
     raise ValueError(
       "`codec` must send any numbers at once, because a scan sends no gradient again, "
       f"got {back}; choose Dense(dtype=jnp.bfloat16)."

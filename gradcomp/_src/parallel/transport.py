@@ -10,24 +10,21 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.codecs.sums.records import Context, Payload
 from gradcomp._src.codecs.sums.tiles import sum_in_order
-from gradcomp._src.codecs.tiles import from_tiles
+from gradcomp._src.codecs.tiles import from_tiles, payload_of
 from gradcomp._src.exchange.collectives import (
-  REPEAT,
-  any_nan,
   as_floats,
   gather,
   permute,
   scatter,
 )
 from gradcomp._src.exchange.lines import join, split
+from gradcomp._src.exchange.otherwise import by_fallbacks, otherwise
 from gradcomp._src.floats.dtypes import fitted, narrowed
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.kernels.materialize import materialized
-from gradcomp._src.mesh.axes import axis_names, manual_axes
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.options import Key, Wire
 
@@ -104,15 +101,10 @@ def arrived(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:
 def once_more(
   first: jax.Array, wire: Wire, send: Callable[[Wire], jax.Array]
 ) -> jax.Array:
-  """Returns ``first``, or ``send`` by the codec's fallback if a worker's holds NaN."""
-  fallback = wire.codec.fallback
-  if fallback is None:
-    return first
-  again = dataclasses.replace(wire, codec=fallback)
-  repeat = jax.named_scope(REPEAT)(lambda: send(again))
-  # Workers receive different parts. See core/repeat.py for the other axes.
-  asked = dict.fromkeys((*manual_axes(), *axis_names(wire.axis_name)))
-  return lax.cond(any_nan([first], tuple(asked)), repeat, lambda: first)
+  """Returns ``first``, or ``send`` by the codec's fallback, if a worker's has NaN."""
+  again = lambda codec: (send(dataclasses.replace(wire, codec=codec)),)
+  # Workers receive different parts.
+  return otherwise((first,), again, wire.codec, wire.axis_name, alike=False)[0]
 
 
 def gather_encoded(
@@ -173,7 +165,7 @@ def reduce_encoded(
 def loss_of(parts: jax.Array, wire: Wire, key: Key) -> jax.Array:
   """Returns the rounding errors of sent parts, ``[K, ...]``; K is 1 for a gather."""
   # A repeat loses as much: what a first step lost that held NaN, it has sent.
-  wire = dataclasses.replace(wire, codec=wire.codec.fallback or wire.codec)
+  wire = dataclasses.replace(wire, codec=by_fallbacks(wire.codec))
   # Encoded as for sending: XLA sees that, and encodes once.
   return parts - arrived(to_lines(parts, wire, key), wire, parts)
 

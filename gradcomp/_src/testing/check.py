@@ -178,7 +178,6 @@ def codec_laws(
 ) -> Iterator[Law]:
   """Yields the laws of a codec, each bound to its arguments."""
   shape = leaves.ragged(codec)
-  first = codec.bind(Leaf(shape)).rounds(shape)[0]
   for law in (
     *(laws.is_a_value, laws.facts_are_plain, laws.is_pure),
     *(laws.shapes_and_dtypes_return, laws.payload_is_rows_of_words),
@@ -199,11 +198,11 @@ def codec_laws(
   yield Law(laws.decoded_leaves_do_not_grow, codec, most=options.most_growth)
   yield Law(laws.residuals_are_bounded, codec)
   yield Law(laws.odd_sizes_work, codec, tuple(options.sizes))
-  if not options.own_statistics and leaves.tile_of(codec) is not None and first.of_leaf:
+  if not options.own_statistics and leaves.tile_of(codec) is not None:
     yield Law(laws.zeros_behind_change_nothing, codec)
   if codec.unbiased:
     yield Law(laws.mean_is_the_leaf, codec, draws=options.draws)
-    if codec.needs_key and not first.codec.facts.same_draws:
+    if codec.needs_key and not codec.bind(Leaf(shape)).facts.same_draws:
       yield Law(laws.mean_is_the_leaf, codec, draws=options.draws, workers=workers)
       yield Law(laws.errors_of_workers_cancel, codec, options.most_variance)
   yield Law(laws.bytes_are_the_claim, codec, workers=workers)

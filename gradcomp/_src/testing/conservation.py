@@ -115,8 +115,6 @@ def owned_leaves(plan: MessagePlan, owned: Any) -> list[np.ndarray]:
     for matrix, array in zip(matrices, owned[axes], strict=True):
       rows: Any = np.asarray(array).reshape(-1, *matrix.shape[1:])
       for i, slot, like in matrix.leaves():
-        # Else owner residuals are of low-rank factors.
-        if plan.codecs[i].rounds(plan.leaves[i].shape)[0].of_leaf:
-          leaf = from_tiles(rows[slot.start : slot.stop], like, matrix.codec)
-          leaves[i] = np.asarray(leaf, np.float64)
+        leaf = from_tiles(rows[slot.start : slot.stop], like, matrix.codec)
+        leaves[i] = np.asarray(leaf, np.float64)
   return leaves

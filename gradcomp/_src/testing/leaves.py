@@ -27,15 +27,9 @@ def gaussian(shape: int | tuple[int, ...], seed: int = 0) -> np.ndarray:
   return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def parts_of(codec: LeafCodec, shape: tuple[int, ...]) -> Sequence[Any]:
-  """Returns the rounds of a codec for a leaf of a shape."""
-  return codec.bind(Leaf(shape)).rounds(shape)
-
-
 def tile_of(codec: LeafCodec) -> int | None:
   """Returns the elements of a row; None if they depend on the leaf."""
-  parts = [part for shape in ((6, 13), (45, 46)) for part in parts_of(codec, shape)]
-  found = {part.codec.tile_size if part.of_leaf else None for part in parts}
+  found = {codec.bind(Leaf(shape)).tile_size for shape in ((6, 13), (45, 46))}
   return found.pop() if len(found) == 1 else None
 
 

@@ -146,7 +146,7 @@ def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> Findin
     >>> gradcomp.testing.laws.workers_choose_alike(codec)
   """
   leaf = leaves.leaf_of(codec, x)
-  total = leaves.parts_of(codec, leaf.shape)[0].codec.sums
+  total = codec.bind(Leaf(leaf.shape)).sums
   if not total.facts.same_draws:
     return
 
@@ -188,7 +188,7 @@ def errors_of_workers_cancel(
     >>> codec = gradcomp.codecs.QSGD(bits=4)
     >>> gradcomp.testing.laws.errors_of_workers_cancel(codec, most=0.51)
   """
-  facts = leaves.parts_of(codec, (size,))[0].codec.facts
+  facts = codec.bind(Leaf((size,))).facts
   if not codec.needs_key or not codec.unbiased or facts.same_draws:
     return
   x = leaves.gaussian((workers, size))

@@ -15,7 +15,7 @@ from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.lines import form
 from gradcomp._src.report.explain import explain
 from gradcomp._src.testing.broken import Findings, described, difference, law
-from gradcomp._src.testing.leaves import KEY, first_context, gaussian, leaf_of, parts_of
+from gradcomp._src.testing.leaves import KEY, first_context, gaussian, leaf_of
 from gradcomp._src.testing.steps import sent_otherwise
 from gradcomp._src.testing.trial import decode, encode, round_trip, trial
 
@@ -93,9 +93,8 @@ def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
   leaf = leaf_of(codec, x)
   payload = trial(codec, leaf).payload
   yield from _types(codec, payload)
-  parts = parts_of(codec, leaf.shape)
-  rows = sum(-(-math.prod(part.shape) // part.codec.tile_size) for part in parts)
-  words = parts[0].codec.row_words
+  bound = codec.bind(Leaf(leaf.shape))
+  rows, words = -(-leaf.size // bound.tile_size), bound.row_words
   if payload.rows.shape != (rows, words):
     yield (
       codec,
@@ -105,7 +104,7 @@ def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
       f"place of {4 * rows * words}",
       "`row_words`, or what `encode` stacks",
     )
-  shared = jax.eval_shape(parts[0].codec.agree, leaf)
+  shared = jax.eval_shape(bound.agree, leaf)
   if (shared is None) != (payload.agreed is None):
     found = f"`agree` gives {shared} and the payload {payload.agreed}"
     agreed = "put into `payload.agreed` what workers agree on, and nothing else"
@@ -146,18 +145,17 @@ def zeros_behind_change_nothing(
   """
   leaf = leaf_of(codec, x)
   bound = codec.bind(Leaf(leaf.shape))
-  ((_, rows_codec, _),) = parts_of(codec, leaf.shape)
 
   @jax.jit
   def run(padded: jax.Array) -> tuple[Payload, jax.Array]:
     payload = encode(bound, padded, KEY)
     if not by_row:
       return payload, payload.rows
-    tiles = to_tiles(padded, rows_codec).reshape(-1, rows_codec.tile_size // 32, 32)
+    tiles = to_tiles(padded, bound).reshape(-1, bound.tile_size // 32, 32)
     context = first_context(bound, Leaf(padded.shape))
-    return payload, rows_codec.encode_rows(tiles, context)
+    return payload, bound.encode_rows(tiles, context)
 
-  tile = rows_codec.tile_size
+  tile = bound.tile_size
   padded, rows = run(np.pad(leaf.reshape(-1), (0, -leaf.size % tile)))
   found = trial(codec, leaf).payload
   whole = f"encode {described(leaf)} as with zeros behind it, to whole tiles of {tile}"
@@ -182,7 +180,7 @@ def bytes_are_the_claim(
     >>> gradcomp.testing.laws.bytes_are_the_claim(codec, workers=2)
   """
   leaf = leaf_of(codec, x)
-  agreed = jax.eval_shape(parts_of(codec, leaf.shape)[0].codec.agree, leaf)
+  agreed = jax.eval_shape(codec.bind(Leaf(leaf.shape)).agree, leaf)
   rows = trial(codec, leaf).payload.rows
   nbytes = 4 * math.prod(form(rows.size))
   sent = (workers - 1) * nbytes

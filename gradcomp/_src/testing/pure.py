@@ -12,10 +12,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.report.collectives import KINDS
 from gradcomp._src.report.reader import functions
 from gradcomp._src.testing.broken import Findings, difference, law
-from gradcomp._src.testing.leaves import KEY, leaf_of, parts_of
+from gradcomp._src.testing.leaves import KEY, leaf_of
 from gradcomp._src.testing.trial import batch, decode, encode, trial
 
 # Of JAX's primitives, without the endings that they have in typed maps.
@@ -66,10 +67,10 @@ def facts_are_plain(codec: LeafCodec) -> Findings:
   Example:
     >>> gradcomp.testing.laws.facts_are_plain(gradcomp.codecs.TopK(density=0.1))
   """
-  parts = [part.codec for part in parts_of(codec, leaf_of(codec, None).shape)]
+  bound = codec.bind(Leaf(leaf_of(codec, None).shape))
   facts: list[tuple[str, Any, type[int]]] = [
     *((name, getattr(codec, name), bool) for name in ("unbiased", "needs_key")),
-    *((x, getattr(part, x), int) for part in parts for x in ("tile_size", "row_words")),
+    *((x, getattr(bound, x), int) for x in ("tile_size", "row_words")),
   ]
   for name, value, kind in facts:
     plain = type(value) is kind and (kind is bool or value > 0)

@@ -9,8 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.rounds import encoded_alone
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Payload
+from gradcomp._src.codecs.tiles import payload_of
 from gradcomp._src.testing.leaves import KEY, first_context
 
 
@@ -36,7 +36,7 @@ def encode(
   leaf = Leaf(x.shape)
   bound = codec.bind(leaf)
   given = (context or first_context(bound, leaf))._replace(key=jnp.asarray(key))
-  return encoded_alone(bound, x.astype(jnp.float32), given)
+  return payload_of(bound, x.astype(jnp.float32), given)
 
 
 def decode(codec: LeafCodec, payload: Payload, like: jax.Array) -> jax.Array:
@@ -92,8 +92,6 @@ def _trial(codec: LeafCodec, x: jax.Array, key: jax.Array) -> Trial:
 def _batch(codec: LeafCodec, x: jax.Array, keys: jax.Array) -> Encoded:
   leaf = Leaf(x.shape[1:])
   bound = codec.bind(leaf)
-  if not bound.rounds(leaf.shape)[-1].of_leaf:  # its residual is not of its own payload
-    return Encoded(jax.vmap(lambda *own: _encoded(codec, *own).rows)(x, keys))
 
   def one(x: jax.Array, key: jax.Array) -> Encoded:
     given = first_context(bound, leaf, key)._replace(agreed=bound.agree(x))

@@ -128,10 +128,7 @@ def _spoiled(
   if spoils == "column":
     columns = number.size // shape[0]
     return number % columns == position % columns
-  (first, *_) = leaves.parts_of(codec, shape)
-  # Rows of a round are none of the leaf, which is spoiled as a whole then.
-  row = first.codec.tile_size if first.of_leaf else number.size
-  size = spoils if isinstance(spoils, int) else row
+  size = spoils if isinstance(spoils, int) else codec.bind(Leaf(shape)).tile_size
   return number // size == position // size
 
 

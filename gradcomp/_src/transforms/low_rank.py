@@ -1,15 +1,166 @@
-"""Builds PowerSGD: means of low rank, and a dense start."""
+"""PowerSGD: averages leaves as products of two thin matrices, and a dense start."""
 
-from typing import Literal, Unpack
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Unpack
 
+import jax
+import jax.numpy as jnp
 import optax
+from jax import Array
 
-from gradcomp._src.checks import step_count
+from gradcomp._src.bibliography import VOGELS_2019, ZHANG_2023, Citation
+from gradcomp._src.checks import flag, one_of, static_integer, static_number, step_count
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.power_sgd import PowerSGD
-from gradcomp._src.core.transform import compress
+from gradcomp._src.codecs.qsgd import QSGD
+from gradcomp._src.codecs.sums.records import Leaf, Memory
+from gradcomp._src.core.compression import Compression
+from gradcomp._src.core.transform import compress, transformation
+from gradcomp._src.transforms import factors
 from gradcomp._src.transforms.options import CompressOptions, checked, recipe
 from gradcomp._src.transforms.switch import switch
+
+_RANK_RULE = "a number of columns, 1 or more and below 2**31"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PowerSGD(factors.Factors):
+  """The factors of each leaf, as :func:`gradcomp.powersgd` describes them.
+
+  Attributes:
+    rank: the columns of both factors, 1 or more. The paper tries 1, 2 and 4.
+      Default: 4.
+    min_rate: the elements of a leaf for each number of its factors, above 0: a leaf
+      that has no more than so many is dense. Default: 2.0.
+    bits: bits of a number of the factors: 32, or 8, rounded to nearest by
+      ``QSGD(bits=8)``. Default: 32.
+    alternate: whether each step sends one factor. Default: False.
+
+  References:
+    Vogels et al., `PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization <https://arxiv.org/abs/1905.13727>`_, 2019, section 3; Zhang et al.,
+    `Evaluation and Optimization of Gradient Compression for Distributed Deep Learning
+    <https://arxiv.org/abs/2306.08881>`_, 2023, section IV, for ``alternate``
+  """
+
+  rank: int = 4
+  min_rate: float = 2.0
+  bits: Literal[8, 32] = 32
+  alternate: bool = False
+  matrix: tuple[int, int] | None = None  # m and n, which bind finds
+
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      VOGELS_2019,
+      "Columns of the right factor are kept with length 1. The first ones are uniform, "
+      "and not normal. Those that the mean does not need are remembered as random "
+      "numbers. A leaf becomes the matrix whose sides are least. Factors of 8 bits are "
+      "not the paper's.",
+    ),
+    Citation(ZHANG_2023, "One factor a step, with alternate=True only."),
+  )
+
+  def __post_init__(self) -> None:
+    rank = static_integer("rank", _RANK_RULE, self.rank, least=1, most=2**31 - 1)
+    object.__setattr__(self, "rank", rank)
+    rate = static_number("min_rate", "a positive number", self.min_rate)
+    object.__setattr__(self, "min_rate", rate)
+    one_of("bits", Literal[8, 32], self.bits)
+    flag("alternate", self.alternate)
+
+  @property
+  def inner(self) -> Dense | QSGD:
+    return Dense() if self.bits == 32 else QSGD(bits=8, rounding="nearest")
+
+  @property
+  def sides(self) -> tuple[tuple[int, ...], ...]:
+    """The left factor and the right one, or the longer; columns are rows."""
+    m, n = self._shape
+    if self.alternate:
+      return ((self.rank, max(m, n)),)
+    return (self.rank, m), (self.rank, n)
+
+  def bind(self, leaf: Leaf) -> Any:
+    """Returns the factors of a leaf's matrix; ``Dense()`` if they save too little."""
+    shape = leaf.shape
+    cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+    m, n = min(cuts, key=sum, default=(1, leaf.size))
+    if not (m + n) * self.rank * self.min_rate < m * n:
+      return Dense()
+    return dataclasses.replace(self, matrix=(m, n))
+
+  def init(self, leaf: Leaf, key: Array) -> Memory:
+    """Returns a leaf's first right factor: random rows, ``float32[rank, n]``.
+
+    If factors alternate, zeros fill it to ``max(m, n)``, and beside it is the turn,
+    ``int32[1]``: 0 if it is a right factor, and 1 if it is a left one.
+    """
+    rows = factors.random_rows(key, self.rank, self._shape[1])
+    if not self.alternate:
+      return Memory(shared=rows)
+    return Memory(shared=(_filled(rows, max(self._shape)), jnp.zeros(1, jnp.int32)))
+
+  def talk(self, leaves: Sequence[Array], memory: Sequence[Any]) -> factors.Talk:
+    """Yields left factors and then right ones, or those that the memory lacks."""
+    if self.alternate:
+      yield from self._in_turn(leaves, memory)
+      return
+    matrices = [leaf.reshape(self._shape) for leaf in leaves]
+    pairs = zip(matrices, memory, strict=True)
+    sums = yield [factors.left_factor(m, q) for m, q in pairs]
+    basis, _ = factors.each_orthonormal(jnp.stack(sums))
+    pairs = zip(matrices, basis, strict=True)
+    rights = yield [factors.right_factor(m, p) for m, p in pairs]
+    given = zip(basis, rights, leaves, strict=True)
+    means = [factors.multiplied(p, q).reshape(leaf.shape) for p, q, leaf in given]
+    old, new = jnp.stack(memory), jnp.stack(rights)
+    yield means, list(factors.remembered(old, new, self._restarts[1]))
+
+  def _in_turn(self, leaves: Sequence[Array], memory: Sequence[Any]) -> factors.Talk:
+    matrices = [leaf.reshape(self._shape) for leaf in leaves]
+    old, turns = (jnp.stack(parts) for parts in zip(*memory, strict=True))
+    basis, _ = factors.each_orthonormal(old)
+    sums = yield [*map(_other_factor, matrices, basis, turns)]
+    new = jnp.stack(sums)
+    finite = jnp.isfinite(new).all(axis=(1, 2))[:, None]
+    # Else a number that is not finite would reach its row alone.
+    new = jnp.where(finite[..., None], new, jnp.nan)
+    is_left = turns[:, :, None] == 1  # the basis
+    left = jnp.where(is_left, basis, new)[..., : self._shape[0]]
+    right = jnp.where(is_left, new, basis)[..., : self._shape[1]]
+    given = zip(left, right, leaves, strict=True)
+    means = [factors.multiplied(p, q).reshape(leaf.shape) for p, q, leaf in given]
+    found = factors.unit_rows(new)
+    begins = [_filled(rows, max(self._shape)) for rows in self._restarts]
+    begin = jnp.where(is_left, begins[1], begins[0])
+    found = jnp.where((found == 0).all(axis=-1, keepdims=True), begin, found)
+    kept = jnp.where(finite[..., None], found, old)
+    yield means, list(zip(kept, jnp.where(finite, 1 - turns, turns), strict=True))
+
+  @property
+  def _shape(self) -> tuple[int, int]:
+    return self.matrix or (0, 0)  # until bind knows the leaf
+
+  @property
+  def _restarts(self) -> list[Array]:
+    """The fixed random rows of a left and a right factor that begin again from zero."""
+    key = jnp.zeros(2, jnp.uint32)
+    return [factors.random_rows(key, self.rank, side) for side in self._shape]
+
+
+def _filled(rows: Array, columns: int) -> Array:
+  """Fills rows with zeros."""
+  return jnp.pad(rows, ((0, 0), (0, columns - rows.shape[1])))
+
+
+@jax.jit
+def _other_factor(matrix: Array, basis: Array, turn: Array) -> Array:
+  """Returns the factor beside a basis, which is a left one if ``turn`` is 1."""
+  m, n = matrix.shape
+  right = lambda: _filled(factors.right_factor(matrix, basis[:, :m]), max(m, n))
+  left = lambda: _filled(factors.left_factor(matrix, basis[:, :n]), max(m, n))
+  return jax.lax.cond(turn[0] == 1, right, left)
 
 
 @recipe(PowerSGD)
@@ -24,19 +175,53 @@ def powersgd(
 ) -> optax.GradientTransformationExtraArgs:
   r"""PowerSGD: averages gradients over ``axis_name`` as products of thin matrices.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.PowerSGD`. With
-  worker :math:`i`'s gradient :math:`g_i` and residual :math:`e_i`, as matrices, it
-  returns
+  A leaf of worker :math:`i`, with its residual, is read as a matrix :math:`M_i` of m by
+  n. With the right factor :math:`Q` that the last step left, a step of subspace
+  iteration finds the mean of N workers, by two averages one after the other,
 
-  .. math:: \hat P Q'^T \approx \frac{1}{N} \sum_i (g_i + e_i), \qquad
-     e_i' = g_i + e_i - \hat P Q'^T
+  .. math:: P = \frac{1}{N} \sum_i M_i Q, \qquad \hat P = \mathrm{orthonormalize}(P),
+     \qquad Q' = \frac{1}{N} \sum_i M_i^T \hat P, \qquad
+     \frac{1}{N} \sum_i M_i \approx \hat P Q'^T
 
-  It is biased, and always keeps a residual. Momentum is best behind it, as in the
-  paper: ``optax.sgd(0.1, momentum=0.9)``.
+  Both sums are sums of plain numbers. So what a worker sends does not depend on N:
+  ``rank * (m + n)`` numbers of 32 bits, or of 8 bits with ``bits=8``. Without that, a
+  mean of rank ``rank`` or less is exact but for rounding, where :math:`P` spans its
+  columns, as it does from almost every :math:`Q`.
 
-  A payload has ``32 * rank * (m + n)`` bits for a matrix of m by n, or 8 bits a number
-  with ``bits=8``. With ``alternate=True`` (ACP-SGD) it has ``32 * rank * max(m, n)``,
-  in one round.
+  It is biased, and always keeps a residual: :math:`M_i - \hat P Q'^T`, against the mean
+  of all workers, so that the residuals of all together hold what the mean lacks. Each
+  worker computes :math:`\hat P` by itself, from the same bits. So all workers need the
+  same kind of device. Momentum is best behind it, as in the paper: ``optax.sgd(0.1,
+  momentum=0.9)``.
+
+  The matrix is the cut of a leaf's shape, between two of its axes, that makes ``m + n``
+  least. Of two axes it is the leaf itself. (The paper cuts behind the first axis, where
+  PyTorch's convolutions have their output channels; JAX's have them last.) A leaf of at
+  most ``min_rate`` times the numbers that its factors have, as every vector is, goes in
+  float32 with the left factors. It is no codec, so that no policy has it: give some
+  leaves to it, and others to another transformation, by ``optax.partition``.
+
+  Three things differ from the paper. Columns of :math:`Q` are kept with length 1: their
+  span is the same, and no scale of gradients overflows or vanishes. The first :math:`Q`
+  is uniform, not normal. A column of :math:`P` of which 2**-16 or less lies outside the
+  span of those before it becomes zero in :math:`\hat P`. Columns of :math:`Q'` that are
+  zero, as they are then and of a zero gradient, are remembered as fixed random numbers
+  instead, from which the next step can find something.
+
+  With ``alternate=True`` a step sends one factor, by one average (ACP-SGD). Even steps
+  take :math:`Q` from memory and send :math:`P`, odd ones the other way around:
+
+  .. math:: \hat Q = \mathrm{orthonormalize}(Q), \quad
+     P' = \frac{1}{N} \sum_i M_i \hat Q, \quad
+     \frac{1}{N} \sum_i M_i \approx P' \hat Q^T
+
+  So two steps are one of subspace iteration. That factor fills the longer side with
+  zeros, for all steps to be one program: ``rank * max(m, n)`` numbers, half of both for
+  a square matrix. The paper's residual is :math:`M_i - M_i \hat Q \hat Q^T`; the sum of
+  all workers', on which alone means depend, is that of the residuals here.
+
+  A NaN or an infinity makes the whole leaf NaN on every worker, and leaves its factor
+  as it was.
 
   Args:
     start: steps that are dense before the first compressed one, 0 or more. Default: 0.
@@ -45,11 +230,12 @@ def powersgd(
 
   Returns:
     A gradient transformation, as :func:`gradcomp.compress` returns it; with ``start`` a
-    :func:`gradcomp.wrappers.switch` to that.
+    :func:`gradcomp.wrappers.switch` to that. The shared memory of its state has the
+    right factors, ``float32[rank, n]`` each.
 
   Raises:
-    ValueError: an argument that the codec or ``compress`` does not allow; ``feedback``
-      is None; or ``start`` is no number of steps.
+    ValueError: an argument that factors or ``compress`` do not allow; ``feedback`` is
+      None; or ``start`` is no number of steps.
 
   Example:
     >>> tx = gradcomp.powersgd(rank=1)
@@ -63,15 +249,15 @@ def powersgd(
   if feedback is None:
     raise ValueError(
       '`feedback` must be "auto", "error" or "momentum" in PowerSGD, whose means lack '
-      "what no residual keeps, got None; gradcomp.compress(PowerSGD(), feedback=None) "
-      "may."
+      "what no residual keeps, got None."
     )
   steps = step_count("start", start, least=0)
   codec = PowerSGD(rank=rank, min_rate=min_rate, bits=bits, alternate=alternate)
-  low_rank = compress(codec, **checked(powersgd, options))
+  given = checked(powersgd, options)
+  parts = Compression.of(codec, averaging=factors.OneByOne, **given)
   if not steps:
-    return low_rank
+    return transformation(parts)
   # It keeps the residuals that the next one needs. They stay zero.
   dense: CompressOptions = {**options}
   dense["feedback"] = "error" if feedback == "auto" else feedback
-  return switch([steps], [compress(Dense(), **dense), low_rank])
+  return switch([steps], [compress(Dense(), **dense), transformation(parts)])

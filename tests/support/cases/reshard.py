@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import codecs
+from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.exchange import Hierarchical
 from tests.support import laws, modes
 
@@ -35,7 +36,7 @@ EXCHANGES = {
   "threshold": (codecs.TopK(density=0.05, selection="threshold"), "two_shot"),
   "sampled": (codecs.TopK(density=0.05, selection="sampled"), "all_gather"),
   "asq": (codecs.TopK(density=0.05, quantize="asq"), "all_gather"),
-  "powersgd": (codecs.PowerSGD(rank=2, min_rate=1), "all_gather"),
+  "powersgd": (PowerSGD(rank=2, min_rate=1), "all_gather"),
 }
 
 

@@ -75,7 +75,6 @@ class SumFacts:
     max_code: the largest magnitude of a code that is added as an integer; 0 for none.
       Plain leaves cannot share a message with integers in every exchange.
     needs_feedback: whether a payload is of no use without a residual.
-    of_leaf: whether payloads hold the elements of a leaf, and not arrays in its place.
     parts: the facts of all codecs of a policy; of others none.
   """
 
@@ -91,7 +90,6 @@ class SumFacts:
   of_rows: bool = True
   max_code: int = 0
   needs_feedback: bool = False
-  of_leaf: bool = True
   parts: "tuple[SumFacts, ...]" = ()
 
   @property

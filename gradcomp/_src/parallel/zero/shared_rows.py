@@ -38,16 +38,6 @@ class SharedRows:
   codecs: tuple[tuple[Codec, ...], ...]  # of updates, a matrix of each message
   workers: Workers
 
-  @property
-  def again(self) -> "SharedRows | None":
-    """The same rows by the fallbacks of codecs; None if none has one."""
-    plan = self.plan.again
-    of_updates = [codec for own in self.codecs for codec in own]
-    if plan is None and not any(codec.fallback for codec in of_updates):
-      return None
-    codecs = tuple(tuple(x.fallback or x for x in own) for own in self.codecs)
-    return dataclasses.replace(self, plan=plan or self.plan, codecs=codecs)
-
   def owned(self, leaves: Sequence[jax.Array]) -> OwnedRows:
     """Returns this worker's rows of float32 leaves."""
     matrices = (_matrices(message, leaves) for message in self.plan.messages)
@@ -207,7 +197,7 @@ def _paired(
 
 def _bound(codec: Codec, size: int) -> Codec:
   """Binds a codec to a worker's rows as one flat leaf, rounding to nearest."""
-  return codec.bind(Leaf((size,))).rounds((size,))[-1].codec.to_nearest()
+  return codec.bind(Leaf((size,))).to_nearest()
 
 
 def _decoded(codec: Codec, words: jax.Array, like: jax.Array) -> jax.Array:

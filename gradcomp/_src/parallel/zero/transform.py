@@ -23,10 +23,10 @@ from gradcomp._src.core.inputs import (
   pairs,
   whole,
 )
-from gradcomp._src.core.repeat import once_more
 from gradcomp._src.core.state import CompressState, OwnedRows, check_type
 from gradcomp._src.core.step import take_step
 from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange.otherwise import otherwise
 from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.exchange.two_shot import ReduceScatter, TwoShot
 from gradcomp._src.floats.dtypes import fitted
@@ -157,7 +157,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   names = axis_names(axis_name)
   axes = as_axis_name(names)
   exchange = TwoShot(feedback=False)
-  limits = {
+  limits: dict[str, Any] = {
     "min_leaf_size": optional_size("min_leaf_size", "elements", min_leaf_size),
     "message_bytes": optional_size("message_bytes", "bytes", message_bytes),
   }
@@ -234,7 +234,8 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
       rows = shared_rows.share_rows(plan, of_updates, limit, workers, seen.kinds)
       rows.check(state.unsent)
 
-      def take(rows: shared_rows.SharedRows) -> tuple[Any, ZeroState]:
+      def take(of: tuple[Any, Any]) -> tuple[Any, ZeroState]:
+        rows = shared_rows.SharedRows(*of, workers)
         facts = parts.step(rows.plan, workers, state.gradients)
         facts = facts._replace(instead=ReduceScatter())
 
@@ -257,9 +258,8 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
         kept = owner_step.measured_zero(kept, rows, changes)
         return sent, ZeroState(kept, changes.after, inner_state)
 
-      other = rows.again
-      again = None if other is None else lambda: take(other)
-      return once_more(take(rows), again, across.axes)
+      of = rows.plan, rows.codecs
+      return otherwise(take(of), take, of, across.axes)
 
     given = jax.tree.map(pairs, params), extra_args
     return per_device(
@@ -280,18 +280,12 @@ def _check_codecs(grads: Any, params: Any) -> None:
         f"`{name}` must send all elements, got the sparse codec {given}; use a "
         "quantizer like gradcomp.codecs.QSGD(bits=4)."
       )
-    if not all(part.of_leaf for part in given.bind(leaf).rounds(leaf.shape)):
-      raise ValueError(
-        f"`{name}` must encode the elements of a leaf, of which each worker owns some, "
-        f"got {given}, which sends other arrays in the place of a leaf of the shape "
-        f"{leaf.shape}; use a quantizer like gradcomp.codecs.QSGD(bits=4)."
-      )
   refusal = grads.facts.naming(grads).refusals.get("owned")
   if refusal:
     raise ValueError(
       f"`grads` must be a codec that owners of rows can add, not {refusal}"
     )
-  last = params.bind(leaf).rounds(leaf.shape)[-1].codec.to_nearest()
+  last = params.bind(leaf).to_nearest()
   if last.needs_key:
     raise ValueError(
       f"`params` must be a codec that rounds to nearest, for owners keep what it "

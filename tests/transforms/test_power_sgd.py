@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradcomp._src.codecs import power_sgd
-from gradcomp.codecs import Dense, Leaf, PowerSGD
+from gradcomp._src.transforms import factors
+from gradcomp._src.transforms.low_rank import PowerSGD
+from gradcomp.codecs import Dense, Leaf
 from tests.plugins.slow_cases import slow
 from tests.specs import power_sgd as spec
 from tests.support.assertions import assert_same_bits
@@ -122,13 +123,6 @@ def test_the_first_memory_is_of_the_key():
   assert products.max() < 5 * 301**0.5 / 3
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def coded(codec, x):
-  """The rows of a leaf's payload, and what it decodes to."""
-  payload = codec.encode(x)
-  return payload.rows, codec.decode(payload, like=x)
-
-
 @pytest.mark.parametrize(
   "shape, matrix",
   [
@@ -151,33 +145,12 @@ def test_a_matrix_is_the_squarest_cut_or_dense(shape, matrix):
   else:
     assert codec == PowerSGD(rank=4, matrix=matrix)
     m, n = matrix
-    assert [wanted.shape for wanted in codec.rounds(shape)] == [(4, m), (4, n)]
-
-
-@pytest.mark.parametrize("codec", [PowerSGD(rank=2), PowerSGD(rank=2, bits=8)], ids=str)
-@pytest.mark.parametrize("shape", [(30, 41), (3, 3, 8, 24), (7,)])
-def test_the_page_reads_the_payload(codec, shape):
-  """A payload is what both rounds of one worker send, and no more."""
-  x = gaussian(*shape)
-  own = codec.bind(Leaf(shape))
-  rows, value = jax.device_get(coded(codec, x))
-  if own == Dense():
-    assert_same_bits((rows, value), jax.device_get(coded(own, x)))
-    return
-  tiles = [-(-np.prod(r.shape) // r.codec.tile_size) for r in own.rounds(shape)]
-  assert rows.shape == (sum(tiles), own.inner.row_words)
-  rule = dict(rank=2, bits=codec.bits)
-  read = spec.decode(rows, shape, **rule)
-  written = spec.decode(spec.encode(x, **rule), shape, **rule)
-  # A factor's rounding to eight bits may be another where its last bits are.
-  assert error(value, written) <= (1e-5 if codec.bits == 32 else 0.02)
-  # One sum of two products, and rows whose length is rounded.
-  np.testing.assert_allclose(value, read, atol=1e-6 * np.abs(read).max())
+    assert codec.sides == ((4, m), (4, n))
 
 
 @functools.cache
 def compiled():
-  return jax.jit(power_sgd.orthonormal)
+  return jax.jit(factors.orthonormal)
 
 
 def orthonormal(rows):
