@@ -1,15 +1,21 @@
 """Compressed collectives of sharded models."""
 
+from gradcomp._src.parallel.collectives import (
+  all_gather,
+  all_to_all,
+  ppermute,
+  psum,
+  psum_scatter,
+  sum_gradients,
+)
 from gradcomp._src.parallel.compress_in_scan import compress_in_scan
 from gradcomp._src.parallel.gather import gather, gather_residual
 from gradcomp._src.parallel.gather_matmul import gather_matmul
-from gradcomp._src.parallel.gather_scatter import all_gather, psum_scatter
-from gradcomp._src.parallel.permutations import all_to_all, ppermute
-from gradcomp._src.parallel.psum import psum, sum_gradients
+from gradcomp._src.parallel.options import CollectiveOptions
 from gradcomp._src.parallel.reshard import reshard
 from gradcomp._src.parallel.scan import scan
 from gradcomp._src.parallel.zero.transform import zero
 
 __all__ = ["all_gather", "all_to_all", "compress_in_scan", "gather", "gather_matmul"]
 __all__ += ["gather_residual", "ppermute", "psum", "psum_scatter", "reshard", "scan"]
-__all__ += ["sum_gradients", "zero"]
+__all__ += ["sum_gradients", "zero", "CollectiveOptions"]

@@ -70,7 +70,7 @@ def by_local_steps(
     axis_name=AXIS,
     every=every,
     codec=codec,
-    options=gradcomp.local.LocalOptions(**options),
+    **options,
   )
 
 

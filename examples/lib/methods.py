@@ -174,12 +174,10 @@ def make_local_steps(
     axis_name=AXIS,
     every=args.local_steps,
     codec=method,
-    options=gradcomp.local.LocalOptions(
-      exchange=args.exchange,
-      feedback=kept,
-      merge="senders" if drops and gathers else "mean",
-      key=seed,
-    ),
+    exchange=args.exchange,
+    feedback=kept,
+    merge="senders" if drops and gathers else "mean",
+    key=seed,
   )
 
 

@@ -53,7 +53,8 @@ def make_optimizer(local_steps: int = 0) -> optax.GradientTransformation:
     axis_name="data",
     every=local_steps,
     codec=BlockTop(),
-    options=gradcomp.local.LocalOptions(feedback=feedback, merge="senders"),
+    feedback=feedback,
+    merge="senders",
   )
 
 

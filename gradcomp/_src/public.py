@@ -1,11 +1,16 @@
-"""The public module of each public class and function, and refusals of factories."""
+"""The public module, the help and the refusals of public classes and functions."""
 
 import functools
 import inspect
+import re
+import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import optax
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Options = TypeVar("_Options", bound=typing.Mapping[str, Any])
 
 
 def publish(names: dict[str, Any]) -> None:
@@ -72,3 +77,60 @@ def lists_static(make: Callable[..., Any]) -> Callable[..., Any]:
     raise StaticError(*first.given, tuple(names)) from None
 
   return listed
+
+
+_BREAK = r"\n\n(?=[A-Z][a-z]+:\n)"  # in front of a section
+_SHARED = ("Returns", "Raises", "References")
+
+
+def shows_options(
+  function: _Function, defaults: Callable[..., Any], *texts: str
+) -> _Function:
+  """Names each option in a function's help, in the place of ``**options``.
+
+  Their type is a TypedDict, and ``defaults`` a function of them. ``texts`` are
+  docstrings: an argument that the function does not explain is one of the Attributes of
+  the last that does, and sections that it lacks are those of the last that has them.
+  """
+  signature = inspect.signature(function)
+  shown = dict(signature.parameters)
+  name, _ = shown.popitem()
+  (options,) = typing.get_args(typing.get_type_hints(function)[name])
+  names = typing.get_type_hints(options)
+  for name, parameter in inspect.signature(defaults).parameters.items():
+    if name in names:  # without types, for a short help
+      shown.setdefault(name, parameter.replace(annotation=parameter.empty))
+  function.__dict__["__signature__"] = signature.replace(parameters=[*shown.values()])
+  text = inspect.getdoc(function) or ""
+  titled: dict[str, str] = {}
+  entries: dict[str, str] = {}
+  for source in (*map(inspect.cleandoc, texts), text):
+    for section in re.split(_BREAK, f"\n\n{source}")[1:]:
+      title = section.partition(":\n")[0]
+      if source is text or title in _SHARED:
+        titled[title] = section.rstrip()
+      if title in ("Args", "Attributes"):
+        entries |= _entries(section)
+  listed = "".join(entries[name] for name in shown if name in entries)
+  titled["Args"] = f"Args:\n{listed}".rstrip()
+  order = ("Args", "Returns", "Raises", "Example", "References")
+  parts = [re.split(_BREAK, text)[0], *(titled[x] for x in order if x in titled)]
+  function.__doc__ = "\n\n".join(parts) + "\n"
+  return function
+
+
+def _entries(section: str) -> dict[str, str]:
+  """Returns the entries of a section of a docstring by name, each with its lines."""
+  found = re.finditer(r"^  (\w+): .*\n(?:    .*\n)*", f"{section.rstrip()}\n", re.M)
+  return {entry[1]: entry[0] for entry in found}
+
+
+def checked(function: Callable[..., Any], options: _Options) -> _Options:
+  """Returns the options that a function was given; TypeError for another name."""
+  names = inspect.signature(function).parameters
+  for name in options.keys() - names:
+    raise TypeError(
+      f"`{name}` must be one of the arguments of {function.__name__}, which are "
+      f"{', '.join(names)}."
+    )
+  return options

@@ -32,8 +32,8 @@ def redsync(density, **options):
 
 
 def local():
-  options = gradcomp.local.LocalOptions(fragments=2, delay=1, min_leaf_size=10)
-  given = {"axis_name": "data", "every": 4, "codec": QSGD4, "options": options}
+  given = {"axis_name": "data", "every": 4, "codec": QSGD4}
+  given |= {"fragments": 2, "delay": 1, "min_leaf_size": 10}
   outer = optax.sgd(0.7, 0.9, nesterov=True)
   return gradcomp.local.local_steps(optax.adam(0.1), outer, **given)
 

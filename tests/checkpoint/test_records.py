@@ -17,7 +17,7 @@ from gradcomp._src.checkpoint import records
 from gradcomp._src.exchange import message_size
 from gradcomp.codecs import QSGD, Dense, RandomK, TopK
 from gradcomp.exchange import Hierarchical, TwoShot
-from gradcomp.local import LocalOptions, local_steps
+from gradcomp.local import local_steps
 from gradcomp.parallel import zero
 from tests.support.assertions import says
 from tests.support.cases import recipe
@@ -48,8 +48,7 @@ def adam_zero(bits, **options):
 
 def local(**options):
   given = {"axis_name": "data", "every": 2, "codec": QSGD(bits=4)}
-  options = LocalOptions(**options)
-  return local_steps(optax.adam(0.1), optax.sgd(0.5), **given, options=options)
+  return local_steps(optax.adam(0.1), optax.sgd(0.5), **given, **options)
 
 
 def switched(first):

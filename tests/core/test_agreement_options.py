@@ -17,7 +17,7 @@ from gradcomp._src.core import agreement
 from gradcomp.codecs import QSGD, TopK
 from tests.support import factories
 from tests.support.cases.agreement import GRADS, assert_told, processes, trace
-from tests.support.option_fields import with_options
+from tests.support.cases.recipe import RECIPES
 
 SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
 QSGD4, NEAREST = QSGD(bits=4), QSGD(bits=4, rounding="nearest")
@@ -64,6 +64,7 @@ OTHER = {
   "local_steps.feedback": None,
   "min_leaf_size": 1,
   "message_bytes": 1000,
+  "dither": "independent",
   "policy": lambda *_, **__: True,
   "mask": {"v": True, "w": False},
   "dion.mask": {"w": False},
@@ -87,19 +88,12 @@ SHOWN = {
 }
 
 
-def is_recipe(function):
-  return "__signature__" in vars(function)
-
-
 def options_of(function):
   """Its options with their annotations and defaults, by name."""
   found = dict(inspect.signature(function).parameters)
-  if is_recipe(function):  # which hands on what is compress's
+  if function in RECIPES.values():  # which hands on what is compress's
     shared = inspect.signature(gradcomp.compress).parameters
     found = {name: x for name, x in found.items() if name not in shared}
-  if "options" in found:
-    fields = inspect.signature(type(found.pop("options").default)).parameters
-    found |= fields
   return {name: x for name, x in found.items() if name != "axis_name"}
 
 
@@ -125,8 +119,6 @@ CASES = [(name, option) for name in sorted(FOUND) for option in options_of(FOUND
 def make(name, **options):
   axes = {"axis_name": "data"} if name != "switch" else {}
   given = GIVEN.get(name, {}) | axes | options
-  if name == "local_steps":
-    given = with_options(gradcomp.local.LocalOptions, given)
   return FOUND[name](**given)
 
 
@@ -143,7 +135,7 @@ def assert_compared(together, name, option, value, **given):
   run = lambda **options: trace(make(name, **given | options), grads)
   told = together(run, lambda: run(**{option: value}))
   shown = SHOWN.get(f"{name}.{option}", option)
-  shown = "" if is_recipe(FOUND[name]) else shown
+  shown = "" if FOUND[name] in RECIPES.values() else shown
   for error in told:
     assert_told(error, f"`{shown}.*` must be the same in all processes, ")
 

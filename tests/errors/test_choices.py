@@ -33,7 +33,7 @@ BASE = NEEDED | {
 # What the library makes, or a test is told; RedSync's momentum decides its feedback.
 LEFT_OUT = {
   *("Candidate", "CheckOptions", "Collective", "Explanation", "LeafPlan", "Overlap"),
-  *("SumFacts", "redsync-feedback", "LocalOptions-dither"),
+  *("SumFacts", "redsync-feedback"),
 }
 CLASSES = {k: x for k, x in factories.names().items() if inspect.isclass(x)}
 MAKERS = factories.found() | {k: x for k, x in CLASSES.items() if is_dataclass(x)}

@@ -74,7 +74,6 @@ def feeding(kind):
 
 def rounds(**given):
   given = {"codec": codecs.Dense(), "axis_name": "data", "every": 4} | given
-  given = with_options(local.LocalOptions, given)
   step(local.local_steps(optax.sgd(1.0), optax.sgd(1.0), **given))
 
 
@@ -112,7 +111,7 @@ DOORS = [
   (stepping(gradcomp.qsgd), ["min_leaf_size", "message_bytes"]),
   (lambda **x: step(skip_nonfinite(DENSE, **x)), ["max_consecutive_errors"]),
   (stepping(gradcomp.wrappers.clip_by_local_norm), ["max_norm"]),
-  (rounds, ["every", *numbers(local.LocalOptions)]),
+  (rounds, [*numbers(local.local_steps), "min_leaf_size", "message_bytes"]),
   (feeding(gradcomp.ErrorFeedback), numbers(gradcomp.ErrorFeedback)),
   (feeding(gradcomp.MomentumFeedback), numbers(gradcomp.MomentumFeedback)),
   (lambda **x: stepping(gradcomp.qsgd)(exchange=Hierarchical(**x)), ["group_size"]),

@@ -24,6 +24,8 @@ gathered(codec=Policy([(".", EIGHT)])) -> `codec` ... one array
 gathered(codec="int8") ; scanned(codec="int8") -> TypeError: `codec` ... 'int8'
 gathered(backward=TopK()) -> `backward` ... every
 gathered(own="mine") -> `own` ... exact ... 'mine'
+gathered(along=1) -> TypeError: `along` ... all_gather ... backward
+on_all(lambda x: psum(x, **PLAIN, own="coded")) -> TypeError: `own` ... psum
 gathered(to="invarying") -> `to` ... coded
 gathered(axis=2) ; shards(axis=2) -> `axis` ... 2 axes ... got 2
 gathered(backward=QSGD()) ; gathered(codec=QSGD()) ; scanned(codec=QSGD(bits=4)) ;

@@ -8,7 +8,6 @@ import optax
 import gradcomp
 from gradcomp.codecs import QSGD, Dense, TopK
 from tests.errors import table
-from tests.support.option_fields import with_options
 
 ROWS = """
 f(exchange=v) for f in qsgd, dense for v in "gossip", "", None, True, 3, ["auto"],
@@ -240,8 +239,7 @@ def injected(make, static_args, **given):
 
 
 def rounds(**given):
-  options = with_options(gradcomp.local.LocalOptions, ROUNDS | given)
-  return gradcomp.local.local_steps(SGD, SGD, **options)
+  return gradcomp.local.local_steps(SGD, SGD, **ROUNDS | given)
 
 
 test_bad_calls = table.refused(ROWS, globals())

@@ -99,7 +99,6 @@ local = functools.partial(
   codec=codecs.BlockTop(),
   axis_name="host",
 )
-TWO = gradcomp.local.LocalOptions(fragments=2)
 STREAMS = "douillard2025streaming"
 OF_LOCAL = {
   *("douillard2023diloco", "chen2020scalecom", "rajbhandari2020zero"),
@@ -108,7 +107,7 @@ OF_LOCAL = {
 PAPERS = [
   (gradcomp.policy(RULES, exchange="local"), {"horvath2019natural", "seide2014onebit"}),
   (local(), OF_LOCAL),
-  (local(options=TWO), OF_LOCAL | {STREAMS}),
+  (local(fragments=2), OF_LOCAL | {STREAMS}),
   (adam(0.1, variance="doubling"), {"tang2021onebitadam", "lu2022zeroone"}),
   (gradcomp.wrappers.clip_by_local_norm(1.0, axis_name="data"), {"lin2018dgc"}),
 ]

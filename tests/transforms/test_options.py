@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import gradcomp
+from gradcomp._src.parallel import options
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp._src.transforms.options import ExchangeOptions
 from tests.support.assertions import assert_equal, says
@@ -37,6 +38,21 @@ def test_the_options_are_those_of_compress():
   assert typing.get_type_hints(gradcomp.CompressOptions) == expected
   listed = [line.split(":")[0] for line in gradcomp.CompressOptions.__doc__.split("\n")]
   assert [line.strip() for line in listed if line[4:].strip() in OPTIONS] == [*OPTIONS]
+
+
+def test_the_options_of_collectives_are_those_of_a_wire():
+  """Names and types; the help of each shows the defaults of those that it takes."""
+  shared = inspect.signature(options.wire).parameters
+  expected = {name: parameter.annotation for name, parameter in shared.items()}
+  hints = typing.get_type_hints(gradcomp.parallel.CollectiveOptions)
+  assert hints == expected
+  for name in "all_gather psum_scatter all_to_all ppermute psum sum_gradients".split():
+    function = getattr(gradcomp.parallel, name)
+    (kind,) = typing.get_args(typing.get_type_hints(function)["given"])
+    shown = inspect.signature(function).parameters
+    assert shared.keys() & shown.keys() == typing.get_type_hints(kind).keys(), name
+    for option in shared.keys() & shown.keys():
+      assert shown[option].default == shared[option].default, (name, option)
 
 
 @every_recipe

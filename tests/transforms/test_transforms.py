@@ -51,7 +51,7 @@ TRANSFORMATIONS = {
   "zero": lambda: parallel.zero(SGD, grads=FOUR_BITS, params=QSGD(bits=8), **DATA),
   "local_steps": lambda: _rounds(every=2, codec=FOUR_BITS),
   "local_steps, delay": lambda: _rounds(
-    every=4, codec=Dense(), options=local.LocalOptions(fragments=2, delay=1, start=2)
+    every=4, codec=Dense(), fragments=2, delay=1, start=2
   ),
   "compress_in_scan": lambda: parallel.compress_in_scan(Dense(), **DATA),
 }

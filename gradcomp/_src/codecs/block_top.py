@@ -9,9 +9,9 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.bibliography import CHEN_2020, SARFI_2025, Citation
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.sums.entries import Blocks
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
+from gradcomp._src.codecs.sums.tiles import Blocks
 from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels import block_top
 from gradcomp._src.kernels.gpu import dispatch

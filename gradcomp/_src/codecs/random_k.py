@@ -11,9 +11,9 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.bibliography import STICH_2018, Citation
 from gradcomp._src.codecs import sparse
-from gradcomp._src.codecs.sums.entries import Chosen
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
+from gradcomp._src.codecs.sums.tiles import Chosen
 from gradcomp._src.codecs.tiles import from_tiles, to_tiles
 from gradcomp._src.kernels.common.threefry import threefry2x32
 

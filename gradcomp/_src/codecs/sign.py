@@ -11,10 +11,10 @@ from gradcomp._src import checks
 from gradcomp._src.bibliography import BERNSTEIN_2018, KARIMIREDDY_2019, Citation
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.codes import Votes
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles
-from gradcomp._src.codecs.sums.votes import Votes
 from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.common.fixed_point import scaled

@@ -14,9 +14,9 @@ from gradcomp._src import checks
 from gradcomp._src.bibliography import FANG_2018, STICH_2018, STROM_2015, Citation
 from gradcomp._src.codecs import selecting, sparse
 from gradcomp._src.codecs.entries import EntryRow, Quantize
-from gradcomp._src.codecs.sums.entries import OF_BLOCKS, Entries
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Memory
 from gradcomp._src.codecs.sums.sum import Sum
+from gradcomp._src.codecs.sums.tiles import OF_BLOCKS, Entries
 from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common.row_view import RowView

@@ -11,24 +11,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from gradcomp._src.checks import static_integer
+from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core.of_workers import of_workers
-from gradcomp._src.core.specs import init_state
-from gradcomp._src.core.transform import compress
-from gradcomp._src.local_steps.options import feedback_of
-from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, mesh_size
-from gradcomp._src.mesh.param_specs import specs_like
-from gradcomp._src.mesh.per_worker import marked
-from gradcomp._src.mesh.specs import (
-  axes_in,
-  names_by_axis,
-  rows_spec,
-  spec_of,
+from gradcomp._src.core import of_workers, transform
+from gradcomp._src.core import specs as states
+from gradcomp._src.local_steps import options
+from gradcomp._src.mesh import (
+  axes,
+  per_worker,
+  specs,
+  types,
 )
-from gradcomp._src.mesh.types import is_explicit, mesh_of, placed_spec, typed_spec
+from gradcomp._src.mesh import (
+  param_specs as given_specs,
+)
+from gradcomp._src.mesh.axes import AxisName
 
 _ROWS = "gradcomp_rows"  # the axis of the workers on one device
+_first = functools.partial(jax.tree.map, lambda x: x[0])
 
 
 def mean_over(  # noqa: PLR0913 - options of users, by keyword
@@ -98,8 +98,14 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
   """
   kept = state is not None
   _exchange(codec, mesh_axis, None, kept=kept)  # TypeError for what is no codec
-  _check_key(codec, key, kept=kept)
-  _check_rows(tree, axis, mesh_axis)
+  if key is not None and kept:
+    raise ValueError("`key` must be None with a state, which has the key of all calls.")
+  if key is None and codec.needs_key and not kept:
+    raise ValueError(
+      f"`key` must be given for {codec} without a state, because it draws random "
+      "numbers: pass a jax.random.key, another one in each call."
+    )
+  count = _workers(tree, axis, mesh_axis)
   tree = jax.tree.map(jnp.asarray, tree)  # a jitted vmap takes no arrays of NumPy
 
   # The key is an argument: a map over Explicit axes closes over no array.
@@ -112,12 +118,18 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
   if mesh_axis is None:
     own = functools.partial(worker, key=key)
     rows, state = jax.vmap(own, (axis, 0), axis_name=_ROWS)(tree, state)
-    mean = jax.tree.map(lambda x: x[0], rows)
-  elif bound_size(mesh_axis) is not None:
-    mean, state = worker(_means(tree, axis), state, key=key)
+    mean = _first(rows)
+  elif axes.bound_size(mesh_axis) is not None:
+    mean, state = worker(_first(_means(tree, axis, 1)), state, key=key)
   else:
-    rows = _of_devices(tree, axis, mesh_axis, param_specs)
-    mean, state = of_workers(worker, mesh_axis)(rows, state, key=key)
+    rows = _means(tree, axis, count)
+    if param_specs is None and types.is_explicit(types.mesh_of(tree), mesh_axis):
+      row = lambda x: P(*specs.entries(types.typed_spec(x))[1:])
+      param_specs = jax.tree.map(row, rows)
+    param_specs = P() if param_specs is None else param_specs
+    whole = given_specs.specs_like(tree, param_specs, mesh_axis)
+    rows = per_worker.marked(rows, mesh_axis, whole)
+    mean, state = of_workers.of_workers(worker, mesh_axis)(rows, state, key=key)
   return (mean, state) if kept else mean
 
 
@@ -127,8 +139,8 @@ def mean_state(
   axis: int = 0,
   codec: LeafCodec,
   mesh_axis: AxisName | None = None,
-  key: ArrayLike = 0,
   param_specs: Any = None,
+  key: ArrayLike = 0,
 ) -> Any:
   """Returns the first state of :func:`gradcomp.mean_over`, with residuals of zero.
 
@@ -139,9 +151,8 @@ def mean_state(
 
   Args:
     tree: arrays like those to average; their values do not matter.
-    axis, codec, mesh_axis: as of :func:`gradcomp.mean_over`.
+    axis, codec, mesh_axis, param_specs: as of :func:`gradcomp.mean_over`.
     key: the random bits of all calls.
-    param_specs: as of :func:`gradcomp.mean_over`.
 
   Returns:
     A :class:`gradcomp.state.CompressState`.
@@ -156,55 +167,44 @@ def mean_state(
     (2, 300)
   """
   tx = _exchange(codec, mesh_axis, key, kept=True)
-  _check_rows(tree, axis, mesh_axis)
+  _workers(tree, axis, mesh_axis)
   if mesh_axis is None:
     return jax.vmap(tx.init, axis, axis_name=_ROWS)(tree)
-  if bound_size(mesh_axis) is not None:
-    return tx.init(_means(tree, axis))
-  if mesh_size(mesh_axis) is None:
+  if axes.bound_size(mesh_axis) is not None:
+    return tx.init(_first(_means(tree, axis, 1)))
+  if axes.mesh_size(mesh_axis) is None:
     raise ValueError(
       f"`mesh_axis` must name axes of the mesh of jax.set_mesh, got {mesh_axis!r}; "
       "call gradcomp.local.mean_state under jax.set_mesh(mesh)."
     )
-  mesh = jax.sharding.get_mesh()
 
   def zeros(x: Any) -> jax.Array:
-    row = jax.eval_shape(lambda x: jnp.mean(x, axis), x)
-    spec = _without(axis, placed_spec(x), x.ndim)
-    return jnp.zeros(row.shape, x.dtype, device=NamedSharding(mesh, spec))
+    names, shape = [*specs.names_by_axis(types.placed_spec(x), x.ndim)], [*x.shape]
+    del names[axis], shape[axis]
+    row = NamedSharding(jax.sharding.get_mesh(), specs.spec_of(names))
+    return jnp.zeros(shape, x.dtype, device=row)
 
   params = jax.tree.map(zeros, tree)
   if param_specs is None:
     return tx.init(params)
-  return init_state(tx, params, axis_name=mesh_axis, param_specs=param_specs)
+  return states.init_state(tx, params, axis_name=mesh_axis, param_specs=param_specs)
 
 
 def _exchange(
   codec: LeafCodec, mesh_axis: AxisName | None, key: Any, *, kept: bool
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the transformation of the workers' rows, with residuals if ``kept``."""
-  return compress(
+  return transform.compress(
     codec,
     axis_name=_ROWS if mesh_axis is None else mesh_axis,
-    feedback=feedback_of("error", codec) if kept else None,
+    feedback=options.feedback_of("error", codec) if kept else None,
     key=0 if key is None else key,
   )
 
 
-def _check_key(codec: LeafCodec, key: Any, *, kept: bool) -> None:
-  """Raises ValueError for a missing key, or one beside a state."""
-  if key is not None and kept:
-    raise ValueError("`key` must be None with a state, which has the key of all calls.")
-  if key is None and codec.needs_key and not kept:
-    raise ValueError(
-      f"`key` must be given for {codec} without a state, because it draws random "
-      "numbers: pass a jax.random.key, another one in each call."
-    )
-
-
-def _check_rows(tree: Any, axis: int, mesh_axis: AxisName | None) -> None:
-  """Raises an error if leaves are no floats, or lack rows that workers can share."""
-  static_integer("axis", "the axis of the rows", axis)
+def _workers(tree: Any, axis: int, mesh_axis: AxisName | None) -> int:
+  """Returns the workers of a mesh, else 1; raises errors for rows that do not fit."""
+  checks.static_integer("axis", "the axis of the rows", axis)
   counts: dict[int, str] = {}
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     name = f"`tree`{jax.tree_util.keystr(path)}"
@@ -221,9 +221,9 @@ def _check_rows(tree: Any, axis: int, mesh_axis: AxisName | None) -> None:
       f"`tree` must have arrays with equally many rows on axis {axis}, one or more, "
       f"got {found or 'none'}."
     )
-  if mesh_axis is None or bound_size(mesh_axis) is not None:
-    return
-  mesh, names = mesh_of(tree), axis_names(mesh_axis)
+  if mesh_axis is None or axes.bound_size(mesh_axis) is not None:
+    return 1
+  mesh, names = types.mesh_of(tree), axes.axis_names(mesh_axis)
   if not set(names).issubset(mesh.axis_names):
     raise ValueError(
       f"`mesh_axis` must name axes of a mesh or of an enclosing map, got {mesh_axis!r} "
@@ -236,38 +236,16 @@ def _check_rows(tree: Any, axis: int, mesh_axis: AxisName | None) -> None:
       f"`tree` must have as many rows for each of {workers} devices along "
       f"{mesh_axis!r}, got {rows} rows."
     )
+  return workers
 
 
-def _without(axis: int, spec: P, ndim: int) -> P:
-  """Returns the spec of a row, which lacks the axis."""
-  names = [*names_by_axis(spec, ndim)]
-  del names[axis]
-  return spec_of(names)
+def _means(tree: Any, axis: int, devices: int) -> Any:
+  """Returns the means of equally many rows, ``[devices, ...]``."""
 
+  def mean(x: jax.Array) -> jax.Array:
+    rows = jnp.moveaxis(x, axis, 0)
+    if len(rows) == devices:  # a single row keeps its bits
+      return rows
+    return jnp.mean(rows.reshape(devices, -1, *rows.shape[1:]), 1)
 
-def _means(tree: Any, axis: int) -> Any:
-  """Returns the mean of a device's rows; a single row keeps its bits."""
-  mean = lambda x: jnp.squeeze(x, axis) if x.shape[axis] == 1 else jnp.mean(x, axis)
   return jax.tree.map(mean, tree)
-
-
-def _of_devices(tree: Any, axis: int, mesh_axis: AxisName, param_specs: Any) -> Any:
-  """Returns the mean of the rows of each device, in a map over all axes that cut it."""
-  mesh, names = mesh_of(tree), axis_names(mesh_axis)
-  if param_specs is None and is_explicit(mesh, mesh_axis):
-    param_specs = jax.tree.map(lambda x: _without(axis, typed_spec(x), x.ndim), tree)
-  whole = specs_like(tree, P() if param_specs is None else param_specs, mesh_axis)
-
-  def stacked(x: Any, spec: P) -> P:
-    cut = [*names_by_axis(spec, x.ndim - 1)]
-    cut.insert(axis % x.ndim, names)
-    return spec_of(cut)
-
-  rows = jax.shard_map(
-    lambda tree: jax.tree.map(lambda x: x[None], _means(tree, axis)),
-    mesh=mesh,
-    in_specs=(jax.tree.map(stacked, tree, whole),),
-    out_specs=jax.tree.map(lambda _, spec: rows_spec(mesh_axis, spec), tree, whole),
-    axis_names=axes_in(whole).union(names),
-  )(tree)
-  return marked(rows, mesh_axis, whole)

@@ -1,83 +1,38 @@
-"""The options of local steps, and their checks."""
+"""Checks of the options of local steps, and their papers."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
-from gradcomp._src import checks
-from gradcomp._src.bibliography import (
-  DOUILLARD_2023,
-  DOUILLARD_2025,
-  LIN_2018_LOCAL,
-  Citation,
-)
-from gradcomp._src.checks import static_integer
+from gradcomp._src import bibliography, checks
+from gradcomp._src.bibliography import Citation
 from gradcomp._src.codecs.protocol import is_codec
-from gradcomp._src.core.compression import Dither
-from gradcomp._src.core.feedback import ErrorFeedback, Feedback, FeedbackName
-from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
-from gradcomp._src.exchange.message_size import MessageBytes
-from gradcomp._src.exchange.one_stage import AllGather, Merge
+from gradcomp._src.core.feedback import ErrorFeedback
+from gradcomp._src.exchange.auto import Auto, as_exchange
+from gradcomp._src.exchange.one_stage import AllGather
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.closures import optimizer_with_note
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalOptions(checks.Checked):
-  r"""The options of :func:`gradcomp.local.local_steps` that are seldom set.
-
-  Attributes:
-    exchange, min_leaf_size, message_bytes, key, dither: the options of the exchange,
-      see :class:`gradcomp.CompressOptions`. It must send something.
-    feedback: as there. ``"error"`` keeps no residual for a codec that is exact.
-      ``gradcomp.ErrorFeedback(residual_decay=0.95)`` is :math:`\beta = 0.95`.
-    fragments: P, the number of parts of about equal size, each of consecutive leaves,
-      that are exchanged in different steps; from 1 to ``every``.
-    delay: :math:`\tau`, the steps after which an exchange is applied, below ``every``.
-    mixing: m, above 0 and at most 1. With 1, workers go on from the parameters, and
-      drop their displacement of the ``delay``.
-    merge: ``"mean"``, or ``"senders"``, which divides the sum of an element by the
-      number of workers that sent it. Only sparse codecs allow that.
-    start: T, the number of the first steps that are data-parallel.
-
-  Raises:
-    ValueError: ``mixing`` or ``merge`` breaks its rule;
-      :func:`gradcomp.local.local_steps` checks the others.
-  """
-
-  exchange: ExchangeName | Auto | Exchange = "auto"
-  min_leaf_size: int | None = None
-  message_bytes: MessageBytes = "auto"
-  key: ArrayLike = 0
-  dither: Dither = "shared"
-  feedback: FeedbackName | Feedback | None = "error"
-  fragments: int = 1
-  delay: int = 0
-  mixing: float = checks.field(1.0, checks.ABOVE_0)
-  merge: Merge = checks.field("mean", checks.choice(Merge))
-  start: int = 0
-
-
-def papers_of(options: LocalOptions) -> list[Citation]:
+def papers_of(fragments: int, delay: int, start: int) -> list[Citation]:
   """Returns the papers of local steps with these options."""
-  papers = [Citation(DOUILLARD_2023, "Differences may be compressed, with feedback.")]
-  if options.fragments > 1 or options.delay:
+  why = "Differences may be compressed, with feedback."
+  papers = [Citation(bibliography.DOUILLARD_2023, why)]
+  if fragments > 1 or delay:
     why = "Fragments are consecutive leaves, of about as many elements each."
-    papers.append(Citation(DOUILLARD_2025, why))
-  if options.start:
+    papers.append(Citation(bibliography.DOUILLARD_2025, why))
+  if start:
     why = "Parameters are averaged in the first steps, and not gradients."
-    papers.append(Citation(LIN_2018_LOCAL, why))
+    papers.append(Citation(bibliography.LIN_2018_LOCAL, why))
   return papers
 
 
 def up_to(name: str, least: int, most: int, value: Any) -> int:
   """Returns an integer in a range; ValueError otherwise."""
   rule = f"a number, from {least} to {most}, which depends on `every`"
-  return static_integer(name, rule, value, least=least, most=most)
+  return checks.static_integer(name, rule, value, least=least, most=most)
 
 
 def checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:

@@ -16,13 +16,7 @@ from gradcomp._src.core.state import FragmentState, OwnSteps, is_own_steps
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
-from gradcomp._src.mesh.axes import (
-  AxisName,
-  UnboundAxisError,
-  axis_names,
-  bound_size,
-  mesh_size,
-)
+from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.mesh.specs import stack_spec
 from gradcomp._src.mesh.study import Options, note
 from gradcomp._src.mesh.types import is_explicit, mark_varying, other_axes
@@ -42,12 +36,12 @@ def first_own(
     moved = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), params)
     return stored((moved, init(params)))
 
-  if bound_size(names) is not None:
+  if mesh_axes.bound_size(names) is not None:
     # The inner optimizer gets the types of arrays that update will give it.
     own = make(mark_varying(params, names))
     return OwnSteps({names: mark_varying(own, names)})
-  if mesh_size(names) is None:
-    raise UnboundAxisError(
+  if mesh_axes.mesh_size(names) is None:
+    raise mesh_axes.UnboundAxisError(
       f"`axis_name` must be an axis that init can count, and {names} is not bound "
       "here, so that nobody knows how many workers have parameters of their own; call "
       "optimizer.init under jax.set_mesh(mesh), or inside the map; where a program "
@@ -169,7 +163,7 @@ class LocalRound:
   outer: optax.GradientTransformationExtraArgs
   compressed: optax.GradientTransformationExtraArgs
   plain: optax.GradientTransformationExtraArgs  # the dense mean, without a state
-  axes: AxisName
+  axes: mesh_axes.AxisName
   every: int
   start: int
   fragments: int
@@ -274,4 +268,5 @@ class LocalRound:
 
   def _own(self, moved: jax.Array, x: jax.Array) -> jax.Array:
     """Types a displacement as varying over the workers, as both branches need it."""
-    return mark_varying(moved, (*axis_names(self.axes), *other_axes(x, self.axes)))
+    own = mesh_axes.axis_names(self.axes)
+    return mark_varying(moved, (*own, *other_axes(x, self.axes)))

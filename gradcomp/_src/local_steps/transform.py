@@ -1,45 +1,35 @@
 """``local_steps``: several steps of each worker between two exchanges."""
 
 import functools
-from typing import Any, TypeVar
+import inspect
+from typing import Any, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from gradcomp._src import checks, public
 from gradcomp._src.bibliography import cites
-from gradcomp._src.checks import instance_of, one_tree, step_count
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import agreement
+from gradcomp._src.core import state as states
+from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.core.inputs import any_tree, not_differentiated
 from gradcomp._src.core.of_workers import Update, of_workers
-from gradcomp._src.core.state import (
-  FragmentState,
-  LocalStepsState,
-  OwnSteps,
-  check_type,
-  is_own_steps,
-)
 from gradcomp._src.core.transform import compress
+from gradcomp._src.exchange.one_stage import Merge
 from gradcomp._src.local_steps import options as rules
 from gradcomp._src.local_steps import rounds
-from gradcomp._src.local_steps.options import LocalOptions
-from gradcomp._src.mesh.axes import (
-  AxisName,
-  as_axis_name,
-  axis_names,
-  bound_size,
-  require_size,
-)
+from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.mesh.reduction import reduction
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.trees import boxed_like, combine, split, unboxed
 from gradcomp._src.mesh.types import mesh_of, unreduced_axes
 from gradcomp._src.mesh.unsharded_params import check_whole_params
+from gradcomp._src.transforms.options import MessageOptions, recipe
 
 Params = TypeVar("Params")
-_DEFAULTS = LocalOptions()
 
 
 def local_params(params: Params, opt_state: Any) -> Params:
@@ -65,21 +55,28 @@ def local_params(params: Params, opt_state: Any) -> Params:
   add = lambda moved, x: x if is_hole(moved) else rounds.own_params(x, moved)
   arrays, others = split(params)
   own = unboxed(arrays)
-  for node in jax.tree.leaves(opt_state, is_leaf=is_own_steps):
-    if is_own_steps(node):
+  for node in jax.tree.leaves(opt_state, is_leaf=states.is_own_steps):
+    if states.is_own_steps(node):
       own = jax.tree.map(add, unboxed(node.moved), own, is_leaf=is_hole)
       own = local_params(own, node.inner_state)
   return combine(boxed_like(arrays, own), others)
 
 
-def local_steps(
+@recipe()
+def local_steps(  # noqa: PLR0913 - options of users, by keyword
   inner: optax.GradientTransformation,
   outer: optax.GradientTransformation,
   *,
-  axis_name: AxisName,
+  axis_name: mesh_axes.AxisName,
   every: int,
   codec: LeafCodec,
-  options: LocalOptions = _DEFAULTS,
+  fragments: int = 1,
+  delay: int = 0,
+  mixing: float = 1.0,
+  merge: Merge = "mean",
+  start: int = 0,
+  feedback: FeedbackName | Feedback | None = "error",
+  **options: Unpack[MessageOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""Runs ``inner`` on each worker, and exchanges displacements in every H-th step.
 
@@ -135,7 +132,17 @@ def local_steps(
     axis_name: the axis of the workers, or a tuple of axes.
     every: H, the number of steps in a round.
     codec: of the differences.
-    options: of the exchange, its feedback, fragments and delay.
+    fragments: P, the number of parts of about equal size, each of consecutive leaves,
+      that are exchanged in different steps; from 1 to ``every``.
+    delay: :math:`\tau`, the steps after which an exchange is applied, below ``every``.
+    mixing: m, above 0 and at most 1. With 1, workers go on from the parameters, and
+      drop their displacement of the ``delay``.
+    merge: ``"mean"``, or ``"senders"``, which divides the sum of an element by the
+      number of workers that sent it. Only sparse codecs allow that.
+    start: T, the number of the first steps that are data-parallel.
+    feedback: as of :func:`gradcomp.compress`. ``"error"`` keeps no residual for a codec
+      that is exact. ``gradcomp.ErrorFeedback(residual_decay=0.95)`` is :math:`\beta =
+      0.95`.
 
   Returns:
     A gradient transformation; its state is a :class:`gradcomp.state.LocalStepsState`.
@@ -174,24 +181,20 @@ def local_steps(
     <https://arxiv.org/abs/2505.23725>`_, 2025
   """
   told = dict(locals())
-  every = step_count("every", every)
-  options = instance_of("options", LocalOptions, told.pop("options"))
-  fragments = rules.up_to("fragments", 1, every, options.fragments)
-  delay = rules.up_to("delay", 0, every - 1, options.delay)
-  mixing = float(options.mixing)
-  start = step_count("start", options.start, least=0)
-  names = axis_names(axis_name)
-  axes = as_axis_name(names)
-  compressed = compress(
-    codec,
-    axis_name=axes,
-    exchange=rules.exchange_of_rounds(options.exchange, options.merge, codec),
-    feedback=rules.feedback_of(options.feedback, codec),
-    min_leaf_size=options.min_leaf_size,
-    message_bytes=options.message_bytes,
-    key=options.key,
-    dither=options.dither,
-  )
+  told |= public.checked(local_steps, told.pop("options"))
+  shown = inspect.signature(local_steps).parameters
+  told = {name: option.default for name, option in shown.items()} | told
+  every = checks.step_count("every", every)
+  fragments = rules.up_to("fragments", 1, every, fragments)
+  delay = rules.up_to("delay", 0, every - 1, delay)
+  mixing = checks.share_above_0("mixing", mixing)
+  checks.one_of("merge", Merge, merge)
+  start = checks.step_count("start", start, least=0)
+  names = mesh_axes.axis_names(axis_name)
+  axes = mesh_axes.as_axis_name(names)
+  options["exchange"] = rules.exchange_of_rounds(told["exchange"], merge, codec)
+  kept = rules.feedback_of(feedback, codec)
+  compressed = compress(codec, axis_name=axes, feedback=kept, **options)
   plain = compress(Dense(), axis_name=axes)
   takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
   inner = rules.checked_optimizer("inner", inner)
@@ -199,25 +202,25 @@ def local_steps(
   exchanges, lengths = (compressed, plain, axes), (every, start, fragments, delay)
   round_ = rounds.LocalRound(inner, outer, *exchanges, *lengths, mixing)
 
-  def init_fn(params: Any) -> LocalStepsState:
-    one_tree("local_steps", params)
+  def init_fn(params: Any) -> states.LocalStepsState:
+    checks.one_tree("local_steps", params)
     rules.check_floats("params", params)
 
-    def first(fragment: rounds.Fragment) -> FragmentState:
+    def first(fragment: rounds.Fragment) -> states.FragmentState:
       leaves = rounds.select_fragment(params, fragment)
       zeros = jax.tree.map(lambda x: jnp.zeros_like(rounds.wide(x)), leaves)
       exchange = compressed.init(leaves)
       outer_state = outer.init(jax.tree.map(rounds.wide, leaves))
-      return FragmentState(exchange, outer_state, zeros if delay else None)
+      return states.FragmentState(exchange, outer_state, zeros if delay else None)
 
     own = rounds.first_own(params, names, inner.init)
     parts = map(first, rounds.split_fragments(params, fragments, every))
-    return LocalStepsState(jnp.zeros([], jnp.int32), own, tuple(parts))
+    return states.LocalStepsState(jnp.zeros([], jnp.int32), own, tuple(parts))
 
-  @cites(*rules.papers_of(options))
+  @cites(*rules.papers_of(fragments, delay, start))
   def update_fn(
-    updates: Any, state: LocalStepsState, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, LocalStepsState]:
+    updates: Any, state: states.LocalStepsState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, states.LocalStepsState]:
     _check_given(state, params, fragments)
     rules.check_floats("updates", updates)
     updates = not_differentiated(updates)
@@ -225,7 +228,7 @@ def local_steps(
     across = reduction(updates, axes, local=False)
     agreement.require_agreement(
       "gradcomp.local.local_steps",
-      told | vars(options),
+      told,
       updates,
       axes,
       inner_state=state.own,
@@ -236,7 +239,7 @@ def local_steps(
 
     def step(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
       value = extra_args.get("value") if takes_value else None
-      times = lambda g: g * jnp.asarray(require_size(axes), g.dtype)
+      times = lambda g: g * jnp.asarray(mesh_axes.require_size(axes), g.dtype)
       whole = functools.partial(jax.tree.map, times)
       if across.is_sum:
         grads = whole(grads)
@@ -247,7 +250,7 @@ def local_steps(
       given = moved, params, value
       new, moved, kept = round_.all_share(number, state.fragments, *given)
       stored = rounds.stored((moved, inner_state))
-      return new, LocalStepsState(count, OwnSteps({names: stored}), kept)
+      return new, states.LocalStepsState(count, states.OwnSteps({names: stored}), kept)
 
     given = params, extra_args
     return per_device(step, updates, state, axes, keeps_addends=False, given=given)
@@ -255,12 +258,12 @@ def local_steps(
   return any_tree(init_fn, _on_mesh(update_fn, axes))
 
 
-def _on_mesh(update: Update, axes: AxisName) -> Update:
+def _on_mesh(update: Update, axes: mesh_axes.AxisName) -> Update:
   """Wraps ``update`` for the state of all workers, in which one number may be set."""
   mapped = of_workers(update, axes, whole=True)
 
   def on_mesh(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-    if bound_size(axes) is None:
+    if mesh_axes.bound_size(axes) is None:
       state = rounds.numbers_of_all(state, mesh_of(updates))
     return mapped(updates, state, params, **extra_args)
 
@@ -272,7 +275,7 @@ def _check_not_averaged(opt_state: Any) -> None:
   averages = lambda x: isinstance(x, optax.contrib.ScheduleFreeState)
   for node in jax.tree.leaves(opt_state, is_leaf=averages):
     if averages(node) and any(
-      map(is_own_steps, jax.tree.leaves(node, is_leaf=is_own_steps))
+      map(states.is_own_steps, jax.tree.leaves(node, is_leaf=states.is_own_steps))
     ):
       raise ValueError(
         "`opt_state` must have no optax.contrib.schedule_free around local steps, for "
@@ -284,7 +287,7 @@ def _check_not_averaged(opt_state: Any) -> None:
 
 def _check_given(state: Any, params: Any, fragments: int) -> None:
   """Raises an error for missing parameters, or another transformation's state."""
-  check_type(state, LocalStepsState)
+  states.check_type(state, states.LocalStepsState)
   if len(state.fragments) != fragments:
     raise ValueError(
       f"`state` must be made for {fragments} fragments, got {len(state.fragments)}; "

@@ -1,21 +1,19 @@
 """``gather_matmul``: a product with a weight that is gathered, and never decoded."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.policy import stateless
+from gradcomp._src.codecs import policy
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import Payload
 from gradcomp._src.exchange.lines import split
 from gradcomp._src.kernels import block_float
-from gradcomp._src.mesh.axes import AxisName, require_size
-from gradcomp._src.mesh.types import mark_varying
-from gradcomp._src.parallel import options, transport
-from gradcomp._src.parallel.gather import axes_of, check_residual, scatter_gradient
-from gradcomp._src.parallel.options import Key, Wire
+from gradcomp._src.mesh import axes, types
+from gradcomp._src.parallel import gather, options, transport
+from gradcomp._src.parallel.options import Key
 
 # Elements, scales and factors of rows: see BlockFloat.operand.
 Operand = tuple[jax.Array, jax.Array, jax.Array]
@@ -25,12 +23,12 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   x: jax.Array,
   w_shard: jax.Array,
   *,
-  axis_name: AxisName,
+  axis_name: axes.AxisName,
   params: LeafCodec,
-  grads: LeafCodec | None,
   inputs: LeafCodec | None = None,
+  grads: LeafCodec | None,
   residual: jax.Array | None = None,
-  key: jax.Array | None = None,
+  key: Key = None,
 ) -> jax.Array:
   r"""Multiplies by a weight that is gathered, and goes into the product as it came.
 
@@ -56,26 +54,19 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   Args:
     x: the inputs, ``[..., K]`` real floats. They may differ between workers.
     w_shard: this worker's rows of the weight, ``[n / N, K]`` real floats.
-    axis_name: the axis of the enclosing map, or a tuple of axes.
+    axis_name: as for :func:`gather`.
     params: the codec of the weight, a ``BlockFloat`` with elements of 8 or 4 bits and
       without a rotation. Its blocks lie along K, which is a multiple of them.
-    grads: the codec of the weight's gradient; None for ``float32``.
     inputs: the codec of x, with the ``scale`` and ``block_size`` of ``params``; None
-      for ``params``, rounding to nearest. Default: None.
-    residual: the rounding errors of this worker's earlier gradients, ``[n, K]``: zeros
-      at first, see :func:`gather_residual`. Without one, they are dropped. Default:
-      None.
-    key: a key that all workers share, another one for each call, if a codec draws
-      random numbers. Default: None.
+      for ``params``, rounding to nearest.
+    grads, residual, key: as for :func:`gather`.
 
   Returns:
-    The product, ``[..., n]``, of the dtype of x. It is typed as varying over the
-    workers.
+    The product, ``[..., n]``, of the dtype of x, typed as varying over the workers.
 
   Raises:
-    ValueError: the axis is not bound; K is another one for x and the weight, or no
-      multiple of the blocks; the codecs of x and the weight do not fit one product; or
-      another argument is not as above.
+    ValueError: as :func:`gather`; K is another one for x and the weight, or no multiple
+      of the blocks; or the codecs of x and the weight do not fit one product.
     TypeError: an array has no real float dtype, or the codec of x or of the weight has
       no numbers of matrix units.
 
@@ -94,68 +85,43 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
     <https://arxiv.org/abs/2310.10537>`_, 2023, section 3, which casts both inputs of
     each product in this way
   """
-  size = require_size(axis_name)
-  forward = stateless("params", params)
-  own = forward.to_nearest() if inputs is None else stateless("inputs", inputs)
-  back = (
-    Dense()
-    if grads is None
-    else stateless("grads", grads, corrected=residual is not None)
-  )
-  key = options.checked_key(key, forward, back, own)
-  x, w = _checked_floats("x", x), _checked_floats("w_shard", w_shard)
+  wire = options.shard_wire(axis_name, params, grads, residual)
+  of_w, of_x = wire.codec, wire.codec.to_nearest()
+  if inputs is not None:
+    of_x = policy.stateless("inputs", inputs)
+  key = options.checked_key(key, of_w, wire.backward, of_x)
+  x = options.checked_floats(x, real=True)
+  w = options.checked_floats(w_shard, "w_shard", real=True)
   _check_shapes(x, w)
-  _check_kinds(forward, own, w)
-  x, w = mark_varying((x, w), axes_of(axis_name, x, w, residual))
+  _check_kinds(of_w, of_x, w)
+  x, w = types.mark_varying((x, w), gather.axes_of(axis_name, x, w, residual))
   if residual is not None:
-    check_residual(residual, w, (size * len(w), w.shape[1]))
-  wire = Wire(axis_name, forward, back, "coded", size)
-  return _multiplied(wire, (forward, own), x, w, residual, key)
-
-
-def _multiplied(
-  wire: Wire,
-  codecs: tuple[Codec, Codec],
-  x: jax.Array,
-  w: jax.Array,
-  residual: jax.Array | None,
-  key: Key,
-) -> jax.Array:
-  """Returns the product. The cotangent of the residual is the new one."""
-  params, inputs = codecs
-  shapes = x.shape, w.shape
-  dtypes = x.dtype, w.dtype
-  own = Wire(wire.axis_name, inputs, inputs, "coded", wire.size)
+    gather.check_residual(residual, w, (wire.size * len(w), w.shape[1]))
+  own = dataclasses.replace(wire, codec=of_x)
 
   def forward(x: jax.Array, w: jax.Array, residual: Any, key: Key) -> Any:
     lines = transport.gather_lines(w, wire, key)
     sent = transport.to_lines(x[None], own, options.folded(key, 2))
-    rows, columns = _operand(sent, x, inputs), _operand(lines, w, params)
+    rows, columns = _operand(sent, x, of_x), _operand(lines, w, of_w)
     sums = block_float.multiply(rows[:2], columns[:2])
     y = (sums * (rows[2][:, None] * columns[2])).astype(x.dtype)
     y = y.reshape(*x.shape[:-1], -1)
-    return mark_varying(y, wire.axis_name), (sent, lines, residual, key)
+    return types.mark_varying(y, axis_name), (sent, lines, residual, key)
+
+  (x_shape, w_shape), (x_dtype, w_dtype) = (x.shape, w.shape), (x.dtype, w.dtype)
 
   def backward(saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     sent, lines, residual, key = saved
-    cotangent = options.differentiated_once(cotangent)
+    whole = transport.from_lines(lines, w_shape, of_w)
+    given = transport.from_lines(sent, x_shape, of_x)
+    whole, given = (y.astype(x_dtype).reshape(-1, y.shape[-1]) for y in (whole, given))
     flat = cotangent.reshape(-1, cotangent.shape[-1])
-    decode = lambda lines, shape, codec: (
-      transport.from_lines(lines, shape, codec).astype(dtypes[0]).reshape(-1, shape[-1])
-    )
-    whole = decode(lines, shapes[1], params)
-    given = decode(sent, shapes[0], inputs)
-    of_x = block_float.dot(flat, whole, 0).astype(dtypes[0]).reshape(shapes[0])
-    of_whole = block_float.dot(flat.T, given, 0).astype(dtypes[1])
-    return of_x, *scatter_gradient(of_whole, residual, wire, 0, key), None
+    of_inputs = block_float.dot(flat, whole, 0).astype(x_dtype).reshape(x_shape)
+    of_whole = block_float.dot(flat.T, given, 0).astype(w_dtype)
+    of_shard, new = gather.scatter_gradient(of_whole, residual, wire, key, 0)
+    return of_inputs, of_shard, new, None
 
-  def started(x: jax.Array, w: jax.Array, residual: Any, key: Key) -> Any:
-    x, w = options.differentiated_once((x, w))
-    return forward(x, w, residual, key)
-
-  function = jax.custom_vjp(lambda *given: forward(*given)[0])
-  function.defvjp(started, backward)
-  return function(x, w, residual, key)
+  return options.transposed(forward, backward, x, w, residual, key)
 
 
 def _operand(lines: jax.Array, like: jax.Array, codec: Codec) -> Operand:
@@ -171,13 +137,6 @@ def _operand(lines: jax.Array, like: jax.Array, codec: Codec) -> Operand:
 def _rows(like: jax.Array, codec: Codec) -> tuple[int, int]:
   """Returns the shape of the rows of an array's payload."""
   return -(-like.size // codec.tile_size), codec.row_words
-
-
-def _checked_floats(name: str, x: Any) -> jax.Array:
-  x = jnp.asarray(x)
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise TypeError(f"`{name}` must have a real float dtype, got {x.dtype}.")
-  return x
 
 
 def _check_shapes(x: jax.Array, w: jax.Array) -> None:

@@ -1,33 +1,76 @@
-"""The validated options of a differentiable collective."""
+"""What the collectives of models share: options, their checks, and derivatives."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._src.checks import one_of, static_integer
-from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.policy import stateless
+from gradcomp._src import checks, public
+from gradcomp._src.codecs import dense, policy
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
-from gradcomp._src.core.inputs import raises_under_derivatives
-from gradcomp._src.kernels.common.threefry import fold_key, key_words
-from gradcomp._src.mesh.axes import AxisName, require_size
-from gradcomp._src.mesh.types import mark_varying
+from gradcomp._src.core import inputs
+from gradcomp._src.floats.dtypes import fitted
+from gradcomp._src.kernels.common import threefry
+from gradcomp._src.mesh import axes, types
 
 Own = Literal["exact", "coded"]
 Backward = LeafCodec | Literal["same"] | None
 Key = jax.Array | None
+Function = TypeVar("Function", bound=Callable[..., Any])
 Send = Callable[[jax.Array, "Wire", Key], jax.Array]
+
+
+class SumOptions(TypedDict, total=False):
+  """The options of sums: what all send is rounded, in one direction."""
+
+  axis_name: Required[axes.AxisName]
+  codec: Required[LeafCodec]
+  key: Key
+
+
+class PairOptions(SumOptions, total=False):
+  """The options of collectives in which all that workers have travels."""
+
+  backward: Backward
+
+
+class CollectiveOptions(PairOptions, total=False):
+  """The options of collectives of a model's layers, by keyword.
+
+  A function of your own passes them on by ``**options:
+  Unpack[gradcomp.parallel.CollectiveOptions]``.
+
+  Attributes:
+    axis_name: the axis of the enclosing map, or a tuple of axes. Required.
+    codec: the codec of the values. Required.
+    backward: the codec of the cotangents; ``"same"`` for that of the values, None for
+      ``float32``. Default: ``"same"``.
+    own: ``"exact"`` leaves what stays with its worker as it is. Then the results of the
+      workers differ by the rounding, and so do gradients of replicated weights behind
+      it. ``"coded"`` rounds it, too, so that all have the same bits. Default:
+      ``"exact"``.
+    key: a key that all workers share, another one for each call, if a codec draws
+      random numbers. The backward pass folds in 1. Default: None.
+
+  Raises:
+    ValueError: the axis is not bound; the codec is sparse, or needs a memory or error
+      feedback; a codec needs a key, and there is none; or another argument is not as
+      above.
+    TypeError: ``x`` has no float dtype, ``codec`` is no codec, or there is no such
+      option.
+  """
+
+  own: Own
 
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
   """The axes and codecs of a collective."""
 
-  axis_name: AxisName
+  axis_name: axes.AxisName
   codec: Codec  # of values, in the forward pass
   backward: Codec  # of their cotangents
   own: Own  # "coded": a worker also encodes its own part, which is not sent
@@ -40,16 +83,50 @@ class Wire:
 
 
 def wire(
-  axis_name: AxisName, codec: LeafCodec, backward: Backward = "same", own: Own = "exact"
+  *,
+  axis_name: axes.AxisName,
+  codec: LeafCodec,
+  backward: Backward = "same",
+  own: Own = "exact",
+  key: Key = None,
+) -> tuple[Wire, Key]:
+  """Validates the options of a call; returns the words of the key, ``uint32[2]``."""
+  size = axes.require_size(axis_name)
+  checks.one_of("own", Own, own)
+  forward = back = policy.stateless("codec", codec)
+  if not (isinstance(backward, str) and backward == "same"):
+    back = codec_of("backward", backward)
+  return Wire(axis_name, forward, back, own, size), checked_key(key, forward, back)
+
+
+def shard_wire(
+  axis_name: axes.AxisName, params: Any, grads: Any, residual: Any
 ) -> Wire:
-  """Validates the options of a call."""
-  size = require_size(axis_name)
-  one_of("own", Own, own)
-  forward = stateless("codec", codec)
-  if isinstance(backward, str) and backward == "same":
-    return Wire(axis_name, forward, forward, own, size)
-  other = Dense() if backward is None else stateless("backward", backward)
-  return Wire(axis_name, forward, other, own, size)
+  """Returns the wire of a weight that is gathered, and of its gradient."""
+  size = axes.require_size(axis_name)
+  forward = codec_of("params", params)
+  back = codec_of("grads", grads, corrected=residual is not None)
+  return Wire(axis_name, forward, back, "coded", size)
+
+
+def codec_of(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
+  """Returns a codec that carries nothing from call to call; ``float32`` for None."""
+  if codec is None:
+    return dense.Dense()
+  return policy.stateless(name, codec, corrected=corrected)
+
+
+def collective(function: Function) -> Function:
+  """Shows :class:`CollectiveOptions` in the help of a function of some of them."""
+  return public.shows_options(function, wire, CollectiveOptions.__doc__ or "")
+
+
+def opened(
+  function: Callable[..., Any], x: Any, given: Any, **own: Any
+) -> tuple[jax.Array, Wire, Key]:
+  """Returns a function's array, typed as varying over the workers, and its options."""
+  of_call, key = wire(**public.checked(function, given), **own)
+  return types.mark_varying(checked_floats(x), of_call.axis_name), of_call, key
 
 
 def checked_key(key: Key, *codecs: Codec) -> Key:
@@ -61,19 +138,36 @@ def checked_key(key: Key, *codecs: Codec) -> Key:
         f"jax.random.key that all workers share, another one for each "
         f"call{codec.without_key}."
       )
-  if not any(codec.needs_key for codec in codecs):
+  if key is None or not any(codec.needs_key for codec in codecs):
     return None
-  return None if key is None else key_words(key)
+  return threefry.key_words(key)
 
 
-def inputs(x: Any, wire: Wire, key: Key) -> tuple[jax.Array, Key]:
-  """Returns an array of floats, typed as varying over the workers, and its key."""
-  key = checked_key(key, wire.codec, wire.backward)
-  return mark_varying(checked_floats(x), wire.axis_name), key
+def folded(key: Key, number: jax.Array | int) -> Key:
+  """Returns the key of a later stage; None without a key."""
+  return None if key is None else threefry.fold_key(key, number)
+
+
+def checked_floats(x: Any, name: str = "x", *, real: bool = False) -> jax.Array:
+  """Returns an array of floats; TypeError for other numbers."""
+  x = jnp.asarray(x)
+  if not jnp.issubdtype(x.dtype, jnp.floating if real else jnp.inexact):
+    kind = "real float" if real else "float or complex"
+    raise TypeError(f"`{name}` must have a {kind} dtype, got {x.dtype}.")
+  return x
+
+
+def checked_axis(name: str, axis: Any, ndim: int) -> int:
+  """Returns the number of an array axis, 0 or more; ValueError otherwise."""
+  rule = f"an axis of an array with {ndim} axes"
+  number = checks.static_integer(name, rule, axis)
+  if not -ndim <= number < ndim:
+    raise ValueError(f"`{name}` must be {rule}, got {number}.")
+  return number % ndim
 
 
 # The bits of a message have no derivative: JAX would take zeros for it in silence.
-@raises_under_derivatives(
+@inputs.raises_under_derivatives(
   "A collective of gradcomp.parallel must be differentiated once, got a derivative of "
   "its derivative, which encoded arrays do not have; use those of jax.lax there."
 )
@@ -83,45 +177,31 @@ def differentiated_once(tree: Any) -> Any:
 
 
 def transposed(
-  forward: Callable[..., jax.Array],
-  backward: Callable[..., tuple[Any, ...]],
-  x: jax.Array,
-  *saved: Any,
+  forward: Callable[..., tuple[jax.Array, Any]],
+  backward: Callable[[Any, jax.Array], tuple[Any, ...]],
+  *given: Any,
 ) -> jax.Array:
-  """Returns ``forward(x, *saved)``, with another gradient than JAX would take.
-
-  ``backward(cotangent, *saved)`` returns the cotangents of ``x`` and of ``saved``. The
-  two functions must close over no array.
-  """
-  function = jax.custom_vjp(forward)
+  """Returns ``forward(*given)[0]``; ``backward(saved, cotangent)`` is its gradient."""
+  # `saved` is what else forward returns. Both functions must close over no array.
+  function = jax.custom_vjp(lambda *given: forward(*given)[0])
   function.defvjp(
-    lambda x, *saved: (forward(differentiated_once(x), *saved), saved),
-    lambda saved, cotangent: backward(differentiated_once(cotangent), *saved),
+    lambda *given: forward(*differentiated_once(given)),
+    lambda saved, cotangent: backward(saved, differentiated_once(cotangent)),
   )
-  return function(x, *saved)
+  return function(*given)
 
 
-def paired(send: Send, back: Send, wire: Wire, x: jax.Array, key: Key) -> jax.Array:
-  """Returns ``send(x, wire, key)``; each of it and ``back`` is the other's gradient."""
+def paired(send: Send, back: Send, x: jax.Array, wire: Wire, key: Key) -> jax.Array:
+  """Returns ``send(x, wire, key)`` in x's dtype; ``back`` is its gradient."""
 
-  def pull(cotangent: jax.Array, key: Key) -> tuple[jax.Array, None]:
-    return paired(back, send, wire.reversed, cotangent, folded(key, 1)), None
+  def forward(x: jax.Array, key: Key) -> tuple[jax.Array, Key]:
+    return fitted(send(x, wire, key), x.dtype), key
 
-  run = lambda x, key: send(x, wire, key)
-  return over_real_parts(lambda x: transposed(run, pull, x, key), x)
+  def pull(key: Key, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    came = back(cotangent, wire.reversed, folded(key, 1))
+    return fitted(came, cotangent.dtype), None
 
-
-def folded(key: Key, number: jax.Array | int) -> Key:
-  """Returns the key of a later stage; None without a key."""
-  return None if key is None else fold_key(key, number)
-
-
-def checked_floats(x: Any) -> jax.Array:
-  """Returns an array of floats; TypeError for other numbers."""
-  x = jnp.asarray(x)
-  if not jnp.issubdtype(x.dtype, jnp.inexact):
-    raise TypeError(f"`x` must have a float or complex dtype, got {x.dtype}.")
-  return x
+  return over_real_parts(lambda x: transposed(forward, pull, x, key), x)
 
 
 def over_real_parts(
@@ -132,21 +212,3 @@ def over_real_parts(
     return function(x)
   result = function(jnp.stack([x.real, x.imag], axis=-1))
   return lax.complex(result[..., 0], result[..., 1])
-
-
-def checked_axis(name: str, axis: Any, ndim: int) -> int:
-  """Returns the number of an array axis, 0 or more; ValueError otherwise."""
-  rule = f"an axis of an array with {ndim} axes"
-  number = static_integer(name, rule, axis)
-  if not -ndim <= number < ndim:
-    raise ValueError(f"`{name}` must be {rule}, got {number}.")
-  return number % ndim
-
-
-def check_divides(name: str, shape: tuple[int, ...], axis: int, workers: int) -> None:
-  """Raises ValueError unless the workers get equal parts of an axis."""
-  if shape[axis] % workers:
-    raise ValueError(
-      f"`{name}` must be one whose length the {workers} workers divide, got {axis} of "
-      f"the shape {shape}; pad it with zeros."
-    )

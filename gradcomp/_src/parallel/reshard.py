@@ -1,61 +1,51 @@
-"""``reshard``: a compressed ``jax.reshard``."""
+"""``reshard``: a compressed ``jax.reshard``, in a map or on an Explicit mesh."""
 
+import dataclasses
 import functools
-from typing import Any, overload
+from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import jax
-from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from gradcomp._src.codecs.policy import stateless
-from gradcomp._src.codecs.protocol import LeafCodec, require_contraction
-from gradcomp._src.mesh.axes import (
-  AxisName,
-  as_axis_name,
-  axis_names,
-  bound_size,
-  require_size,
-)
-from gradcomp._src.mesh.specs import names_by_axis, sharded_axes, spec_of
-from gradcomp._src.mesh.types import mesh_of, typed_spec
-from gradcomp._src.parallel import transfer
-from gradcomp._src.parallel.options import checked_floats, checked_key, transposed
+from gradcomp._src.codecs import policy, protocol
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.floats import dtypes
+from gradcomp._src.mesh import axes, specs, types
+from gradcomp._src.parallel import collectives, options, transport
+from gradcomp._src.parallel.options import Key, Wire
+
+
+class _Given(TypedDict, total=False):
+  axis_name: axes.AxisName | None
+  codec: Required[LeafCodec]
+  key: Key
+  source: P | None
 
 
 @overload
 def reshard(
-  x: jax.Array,
-  spec: PartitionSpec | None = None,
-  *,
-  axis_name: AxisName | None = None,
-  codec: LeafCodec,
-  key: jax.Array | None = None,
-  residual: None = None,
-  source: PartitionSpec | None = None,
+  x: jax.Array, spec: P | None = None, *, residual: None = None, **given: Unpack[_Given]
 ) -> jax.Array: ...
 
 
 @overload
 def reshard(
-  x: jax.Array,
-  spec: PartitionSpec | None = None,
-  *,
-  axis_name: AxisName | None = None,
-  codec: LeafCodec,
-  key: jax.Array | None = None,
-  residual: jax.Array,
-  source: PartitionSpec | None = None,
+  x: jax.Array, spec: P | None = None, *, residual: jax.Array, **given: Unpack[_Given]
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-def reshard(  # noqa: PLR0912, PLR0913 - checks and options of users, by keyword
+def reshard(  # noqa: PLR0913 - options of users, by keyword
   x: jax.Array,
-  spec: PartitionSpec | None = None,
+  spec: P | None = None,
   *,
-  axis_name: AxisName | None = None,
+  axis_name: axes.AxisName | None = None,
   codec: LeafCodec,
-  key: jax.Array | None = None,
+  key: Key = None,
   residual: jax.Array | None = None,
-  source: PartitionSpec | None = None,
+  source: P | None = None,
 ) -> Any:
   """Changes the sharding of an array over some axes, compressed.
 
@@ -100,69 +90,183 @@ def reshard(  # noqa: PLR0912, PLR0913 - checks and options of users, by keyword
     Array([[31., 42.],
            [31., 42.]], dtype=float32)
   """
-  codec = stateless("codec", codec)
+  codec = policy.stateless("codec", codec)
   if residual is not None:
-    require_contraction("codec", codec, "`residual=None`")
-  key = checked_key(key, codec)
-  x = checked_floats(x)
+    protocol.require_contraction("codec", codec, "`residual=None`")
+  key = options.checked_key(key, codec)
+  x = options.checked_floats(x)
   if (spec is None) == (axis_name is None):
     raise ValueError(
       "`spec` or `axis_name` must be given, and not both, got "
       f"spec={spec} and axis_name={axis_name!r}."
     )
-  if spec is None:
-    assert axis_name is not None
-    named = set(axis_names(axis_name))
-  elif isinstance(spec, PartitionSpec):
-    named = set(sharded_axes(spec))
+  if axis_name is not None:
+    named = set(axes.axis_names(axis_name))
+  elif isinstance(spec, P):
+    named = set(specs.sharded_axes(spec))
   else:
     raise TypeError(
       f"`spec` must be a jax.P, got {spec!r}; pass the name of an axis by axis_name=."
     )
   if source is not None:
-    named |= {*sharded_axes(source), *source.unreduced}
-  outside = not any(bound_size(name) for name in named)
-  if outside:
-    given = typed_spec(x)
-  elif source is not None:
-    given = source
-  else:
-    given = PartitionSpec(unreduced=named)
-  target = spec
-  if target is None:
-    cut = names_by_axis(given, x.ndim)
-    target = spec_of([[name for name in names if name not in named] for names in cut])
-  move = _move(given, target, x.ndim)
-  if outside:
-    mesh = mesh_of(x)
-    transfer.check_explicit(mesh)
-    path = transfer.Path(move, codec, given, target, mesh)
-    if residual is None:
-      back = lambda cotangent, key: (path.pull(cotangent, key), None)
-      return transposed(path.run, back, x, key)
-    return transfer.undifferentiated(path.with_residual, x, residual, key)
-  require_size(move.axis_name)
-  if residual is None:
-    return transfer.transfer(x, move, codec, key)
-  with_residual = functools.partial(transfer.moved_with_residual, move, codec)
-  return transfer.undifferentiated(with_residual, x, residual, key)
+    named |= {*specs.sharded_axes(source), *source.unreduced}
+  outside = not any(axes.bound_size(name) for name in named)
+  given = P(unreduced=named) if source is None else source
+  given = types.typed_spec(x) if outside else given
+  if spec is None:
+    cut = specs.names_by_axis(given, x.ndim)
+    spec = specs.spec_of([[x for x in names if x not in named] for names in cut])
+  move = _move(given, spec, x.ndim, codec)
+  if not outside:
+    axes.require_size(move.axis_name)
+  path = _Path(move, given, spec, types.mesh_of(x)) if outside else None
+  run = functools.partial(_moved, move=move) if path is None else path.run
+  if residual is not None:
+    refuse = functools.partial(_refuse, residual.shape)
+    refused = jax.custom_vjp(run)
+    refused.defvjp(refuse, refuse)
+    return refused(x, key, residual)
+  if path is None:
+    return run(x, key)[0]
+  back = lambda key, cotangent: (path.pull(cotangent, key), None)
+  return options.transposed(lambda x, key: (run(x, key)[0], key), back, x, key)
 
 
-def _move(source: PartitionSpec, target: PartitionSpec, ndim: int) -> transfer.Transfer:
+def _refuse(shape: tuple[int, ...], *_: Any) -> Any:
+  raise ValueError(
+    "`residual` must be None where the result is differentiated, because a residual "
+    f"corrects what is sent after the gradient, got one of the shape {shape}."
+  )
+
+
+class _Move(NamedTuple):
+  """A collective that changes the sharding of an array over some axes.
+
+  ``"sum"`` adds up addends on all workers; ``"scatter"`` adds up each worker's part on
+  it; ``"gather"`` concatenates shards.
+  """
+
+  kind: Literal["sum", "scatter", "gather"]
+  axis_name: axes.AxisName
+  axis: int  # of the array, that is, or will be, sharded
+  codec: Codec
+
+
+def _move(source: P, target: P, ndim: int, codec: Codec) -> _Move:
   """Returns the collective from one spec to another; ValueError if there is none."""
-  before, after = names_by_axis(source, ndim), names_by_axis(target, ndim)
+  before, after = (specs.names_by_axis(spec, ndim) for spec in (source, target))
   changed = [i for i in range(len(after)) if before[i : i + 1] != after[i : i + 1]]
   addends = frozenset(source.unreduced)
   if addends and not target.unreduced:
     if not changed:
-      return transfer.Transfer("sum", as_axis_name(tuple(sorted(addends))))
+      return _Move("sum", axes.as_axis_name(tuple(sorted(addends))), 0, codec)
     (axis, *more) = changed
     if not more and not before[axis] and set(after[axis]) == addends:
-      return transfer.Transfer("scatter", as_axis_name(after[axis]), axis)
+      return _Move("scatter", axes.as_axis_name(after[axis]), axis, codec)
   elif len(changed) == 1 and not addends and not after[changed[0]]:
-    return transfer.Transfer("gather", as_axis_name(before[changed[0]]), changed[0])
+    return _Move("gather", axes.as_axis_name(before[changed[0]]), changed[0], codec)
   raise ValueError(
     "`spec` must lead from addends to their sum, replicated or sharded along one "
     "array axis over the same mesh axes, or from shards to the whole of one array "
     f"axis, got {target} for an array of {source}; jax.reshard does what needs neither."
   )
+
+
+def _moved(x: jax.Array, key: Key, residual: Any = None, *, move: _Move) -> Any:
+  """Sends one worker's array, and its residual; returns the result and the new one."""
+  given: Any = {"axis_name": move.axis_name, "codec": move.codec, "key": key}
+  if residual is None and move.kind == "sum":
+    return collectives.psum(x, **given), None
+  if residual is None and move.kind == "scatter":
+    return collectives.psum_scatter(x, axis=move.axis, **given), None
+  own: Any = {"own": "exact" if move.kind == "scatter" else "coded"}
+  if residual is None:
+    own |= {"to": "invarying"}
+    return collectives.all_gather(x, axis=move.axis, **own, **given), None
+  if jnp.iscomplexobj(x):
+    raise TypeError(f"`x` must be real where `residual` is given, got {x.dtype}.")
+  wire, key = options.wire(**own, **given)
+  x, residual = types.mark_varying((x, residual), move.axis_name)
+  if move.kind == "scatter":
+    old = residual.reshape(x.shape)
+    result, new = transport.reduce_parts(x, old, wire, key, move.axis)
+    return result, new.reshape(residual.shape)
+  old = residual.astype(jnp.float32)
+  corrected = x.astype(jnp.float32) + old.reshape(x.shape)
+  if move.kind == "sum":
+    result, rest = dtypes.narrowed(collectives.total(corrected, wire, key), x.dtype)
+    unsent = _lost_in_sum(corrected, wire, key) + rest / wire.size
+  else:
+    shards = transport.gather_encoded(corrected, wire, key)
+    shards, rest = dtypes.narrowed(shards, x.dtype)
+    result = transport.concat(shards, move.axis)
+    unsent = transport.loss_of(corrected[None], wire, key)[0]
+    unsent = unsent + rest[lax.axis_index(move.axis_name)]
+  unsent = unsent.reshape(old.shape)
+  return result, jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
+
+
+def _lost_in_sum(x: jax.Array, wire: Wire, key: Key) -> jax.Array:
+  """Returns the rounding errors of this worker's array and of the sum that it owns."""
+  parts, own = collectives.by_owners(x, wire, key)
+  unsent = transport.loss_of(parts, wire, key)
+  again = transport.loss_of(own[None], wire, collectives.owner_key(wire, key))[0]
+  # The owner sends the error of its sum in the next step, like its own.
+  mine = transport.mine(lax.axis_index(wire.axis_name), unsent)
+  unsent = unsent + jnp.where(mine, again, 0.0)
+  return unsent.reshape(-1)[: x.size].reshape(x.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Path:
+  """A change from one sharding to another, on a mesh with Explicit axes."""
+
+  move: _Move
+  source: P
+  target: P
+  mesh: AbstractMesh
+
+  def __post_init__(self) -> None:
+    mesh = self.mesh
+    if mesh.empty or any(kind != AxisType.Explicit for kind in mesh.axis_types):
+      raise ValueError(
+        "`x` must be inside a map that binds the axes, or lie on a mesh whose axes are "
+        f"all Explicit, got {mesh.axis_names} of {mesh.axis_types}; call this inside "
+        "jax.shard_map."
+      )
+
+  def run(self, x: jax.Array, key: Key, residual: Any = None) -> Any:
+    """Returns the array in the target sharding, and the new residual."""
+    kept, result = map(specs.reduced_spec, (self.source, self.target))
+    if self.move.kind != "gather":
+      kept = specs.stack_spec(self.move.axis_name, kept)
+    # If types are checked, JAX lets only its own sums take addends.
+    mapped = jax.shard_map(
+      functools.partial(_moved, move=self.move),
+      mesh=self.mesh,
+      in_specs=(self.source, P(), kept),
+      out_specs=(result, kept),
+      check_vma=False,
+    )
+    x, residual = mapped(x, key, residual)
+    return self._cast(x, self.target) if self.target.reduced else x, residual
+
+  def pull(self, cotangent: jax.Array, key: Key) -> jax.Array:
+    """Returns the cotangent of the argument; of addends it is ``reduced``."""
+    names = set(axes.axis_names(self.move.axis_name))
+    reduced = lambda spec: P(*specs.entries(spec), reduced=names)
+    if self.move.kind == "sum":
+      return self._cast(cotangent, reduced(self.target))
+    if self.move.kind == "gather" and not self.target.reduced:
+      return self._cast(cotangent, self.source)
+    if self.move.kind == "gather":
+      move = self.move._replace(kind="scatter")
+      source = P(*specs.entries(self.target), unreduced=names)
+      back = _Path(move, source, self.source, self.mesh)
+    else:
+      move = self.move._replace(kind="gather")
+      back = _Path(move, self.target, reduced(self.source), self.mesh)
+    return back.run(cotangent, options.folded(key, 1))[0]
+
+  def _cast(self, x: jax.Array, spec: P) -> jax.Array:
+    return jax.reshard(x, NamedSharding(self.mesh, spec))

@@ -3,53 +3,39 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from gradcomp._src.codecs import tiles
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Payload
 from gradcomp._src.codecs.sums.tiles import sum_in_order
-from gradcomp._src.codecs.tiles import from_tiles, payload_of
-from gradcomp._src.exchange.collectives import (
-  as_floats,
-  gather,
-  permute,
-  scatter,
-)
+from gradcomp._src.exchange import collectives
 from gradcomp._src.exchange.lines import join, split
 from gradcomp._src.exchange.otherwise import by_fallbacks, otherwise
 from gradcomp._src.floats.dtypes import fitted, narrowed
-from gradcomp._src.kernels.common.dithers import dither
-from gradcomp._src.kernels.common.threefry import fold_key
+from gradcomp._src.kernels.common import dithers, threefry
 from gradcomp._src.kernels.materialize import materialized
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.options import Key, Wire
 
 
-def draws(
-  codec: Codec, key: Key, count: int, worker: jax.Array
-) -> tuple[jax.Array | None, jax.Array | None]:
-  """Draws ``uint32[count, 2]`` keys and ``[count, 3]`` dithers, all different.
-
-  ``key`` is ``uint32[2]``, equal on all workers, and so are the keys in the dithers.
-  """
-  if not codec.needs_key:
-    return None, None
-  assert key is not None
-  keys = jax.vmap(lambda i: fold_key(key, i))(jnp.arange(count))
-  own = jax.vmap(lambda key: fold_key(key, worker))(keys)
-  return own, jax.vmap(lambda key: dither(key, worker))(keys)
-
-
 def to_lines(arrays: jax.Array, wire: Wire, key: Key) -> jax.Array:
   """Encodes ``[K, ...]`` arrays to ``uint32[K, M]``; ``key`` is ``uint32[2]``."""
   codec, worker = wire.codec, lax.axis_index(wire.axis_name)
-  drawn = draws(codec, key, arrays.shape[0], worker)
+  own = shared = None
+  if codec.needs_key:
+    assert key is not None
+    # All differ. `key` is equal on all workers, and so are the keys in dithers.
+    keys = jax.vmap(lambda i: threefry.fold_key(key, i))(jnp.arange(len(arrays)))
+    own = jax.vmap(lambda key: threefry.fold_key(key, worker))(keys)
+    shared = jax.vmap(lambda key: dithers.dither(key, worker))(keys)
   with jax.named_scope("gradcomp_encode"):
-    payload = jax.vmap(functools.partial(_encode, codec))(arrays, *drawn)
+    payload = jax.vmap(functools.partial(_encode, codec))(arrays, own, shared)
   # Materialized, however few rows: XLA would compute them anew for every slice or
   # reshape, word by word: ten times slower where one scale serves an array.
   rows = materialized(lambda rows: rows, payload.rows)
@@ -63,30 +49,30 @@ def to_lines(arrays: jax.Array, wire: Wire, key: Key) -> jax.Array:
 def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Array:
   """Decodes ``uint32[K, M]`` to arrays of a shape, ``float32[K, *shape]``."""
   like = jnp.zeros(shape, jnp.float32)  # only its shape and dtype count
-  key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-  mask = jax.ShapeDtypeStruct((3,), jnp.uint32)
-  form = jax.eval_shape(functools.partial(_encode, codec), like, key, mask)
+  of_words = lambda count: jax.ShapeDtypeStruct((count,), jnp.uint32)
+  encode = functools.partial(_encode, codec)
+  form = jax.eval_shape(encode, like, of_words(2), of_words(3))
   with jax.named_scope("gradcomp_decode"):
     if form.agreed is None:
       (rows,) = split(lines, [form.rows.shape])
       # Materialized row by row: XLA would compute the row of every element of the
       # result, and its place there, which takes longer than decoding.
       decode = jax.vmap(codec.decode_rows)
-      tiles = decode(rows) if codec.facts.plain else materialized(decode, rows)
+      found = decode(rows) if codec.facts.plain else materialized(decode, rows)
     else:
       rows, words = split(lines, [form.rows.shape, form.agreed.shape])
       floats = form.agreed.dtype == jnp.float32
       read = lax.bitcast_convert_type if floats else jnp.astype
       agreed = read(words, form.agreed.dtype)
       each = jax.vmap(lambda rows, agreed: codec.payload_tiles(Payload(rows, agreed)))
-      tiles = materialized(lambda rows: each(rows, agreed), rows)
-    return jax.vmap(lambda tiles: from_tiles(tiles, like, codec))(tiles)
+      found = materialized(lambda rows: each(rows, agreed), rows)
+    return jax.vmap(lambda own: tiles.from_tiles(own, like, codec))(found)
 
 
 def _encode(
   codec: Codec, x: jax.Array, own: jax.Array | None, shared: jax.Array | None
 ) -> Payload:
-  return payload_of(codec, x.astype(jnp.float32), Context(own, shared))
+  return tiles.payload_of(codec, x.astype(jnp.float32), Context(own, shared))
 
 
 def arrived(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:
@@ -125,30 +111,26 @@ def gather_lines(
 ) -> jax.Array:
   """Sends an array to all workers; returns all of them still encoded, ``[N, M]``."""
   line = to_lines(x[None], wire, key)[0]
-  name = as_floats(x.size, wire.axis_name) if name is None else name
-  return gather(line, wire.axis_name, name)
+  name = collectives.as_floats(x.size, wire.axis_name) if name is None else name
+  return collectives.gather(line, wire.axis_name, name)
 
 
 def joined(lines: jax.Array, wire: Wire, shard: jax.Array, axis: int) -> jax.Array:
-  """Decodes shards that were gathered, and concatenates them along an axis.
-
-  The whole is typed as differing between workers, so that its gradient is each one's.
-  """
+  """Decodes shards that were gathered, and concatenates them along an axis."""
   whole = concat(gathered(lines, wire, shard), axis)
+  # Typed as differing between workers, so that its gradient is each one's.
   return mark_varying(fitted(whole, shard.dtype), wire.axis_name)
 
 
 def exchange_encoded(
   parts: jax.Array, wire: Wire, key: Key, *, stage: bool = False
 ) -> jax.Array:
-  """Sends part d of ``[N, ...]`` to worker d; returns the parts from all, ``float32``.
-
-  With ``stage`` a later collective completes it, and counts for both.
-  """
+  """Sends part d of ``[N, ...]`` to worker d; returns the parts from all, float32."""
+  elements = None if stage else parts.size  # a later collective counts for both
 
   def send(wire: Wire) -> jax.Array:
     lines = to_lines(parts, wire, key)
-    received = scatter(lines, wire.axis_name, None if stage else parts.size)
+    received = collectives.scatter(lines, wire.axis_name, elements)
     return arrived(received, wire, parts)
 
   return once_more(send(wire), wire, send)
@@ -162,6 +144,24 @@ def reduce_encoded(
   return sum_in_order(lambda part: part, received)
 
 
+def reduce_parts(
+  x: jax.Array, residual: Any, wire: Wire, key: Key, axis: int
+) -> tuple[jax.Array, Any]:
+  """Returns this worker's part of the sum of ``[..., N n, ...]``, and a new residual.
+
+  Where that is not finite, it is the old one, which was added to ``x``.
+  """
+  sent = x.astype(jnp.float32)
+  old = None if residual is None else residual.astype(jnp.float32)
+  parts = split_parts(sent if old is None else sent + old, axis, wire.size)
+  mine = reduce_encoded(parts, wire, key)
+  if old is None:
+    return fitted(mine, x.dtype), None
+  unsent = loss_of(parts, wire, key)
+  mine, unsent = narrowed_parts(mine, unsent, x.dtype, wire, axis)
+  return mine, jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
+
+
 def loss_of(parts: jax.Array, wire: Wire, key: Key) -> jax.Array:
   """Returns the rounding errors of sent parts, ``[K, ...]``; K is 1 for a gather."""
   # A repeat loses as much: what a first step lost that held NaN, it has sent.
@@ -173,28 +173,25 @@ def loss_of(parts: jax.Array, wire: Wire, key: Key) -> jax.Array:
 def narrowed_parts(
   result: jax.Array, unsent: jax.Array, dtype: DTypeLike, wire: Wire, axis: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Casts the sum ``[...]`` of a worker's own part; adds the error to ``[N, ...]``.
-
-  The errors of all parts are concatenated along the axis.
-  """
+  """Casts the sum ``[...]`` of a worker's own part; adds the error to ``[N, ...]``."""
+  # The errors of all parts are concatenated along the axis.
   narrow, rest = narrowed(result, dtype)
   own = mine(lax.axis_index(wire.axis_name), unsent)
   return narrow, concat(unsent + jnp.where(own, rest, 0.0), axis)
 
 
 def send_along(
-  x: jax.Array, wire: Wire, pairs: Sequence[tuple[int, int]], key: Key
+  x: jax.Array, wire: Wire, key: Key, pairs: Sequence[tuple[int, int]]
 ) -> jax.Array:
   """Sends an array along pairs of workers, ``float32``; zeros where none comes."""
-  name = as_floats(x.size, wire.axis_name)
+  name = collectives.as_floats(x.size, wire.axis_name)
   receivers = jnp.array([receiver for _, receiver in pairs], jnp.int32)
   receives = jnp.any(receivers == lax.axis_index(wire.axis_name))
 
   def send(wire: Wire) -> jax.Array:
     line = to_lines(x[None], wire, key)[0]
-    arrived = permute(line, wire.axis_name, pairs, name)
-    value = from_lines(arrived[None], x.shape, wire.codec)[0]
-    return jnp.where(receives, value, 0.0)
+    came = collectives.permute(line, wire.axis_name, pairs, name)
+    return jnp.where(receives, from_lines(came[None], x.shape, wire.codec)[0], 0.0)
 
   return once_more(send(wire), wire, send)
 

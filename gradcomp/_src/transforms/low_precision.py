@@ -8,7 +8,8 @@ from gradcomp._src.checks import static_factor
 from gradcomp._src.codecs.floats.float_cast import FloatCast
 from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.transforms.options import CompressOptions, checked, recipe
+from gradcomp._src.public import checked
+from gradcomp._src.transforms.options import CompressOptions, recipe
 
 
 @recipe(FloatCast)

@@ -17,8 +17,9 @@ from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.sums.records import Leaf, Memory
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.transform import compress, transformation
+from gradcomp._src.public import checked
 from gradcomp._src.transforms import factors
-from gradcomp._src.transforms.options import CompressOptions, checked, recipe
+from gradcomp._src.transforms.options import CompressOptions, recipe
 from gradcomp._src.transforms.switch import switch
 
 _RANK_RULE = "a number of columns, 1 or more and below 2**31"

@@ -1,7 +1,6 @@
 """The options that every recipe shares with ``compress``, and the help of recipes."""
 
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar
 
@@ -15,17 +14,23 @@ from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.public import shows_options
 
 
-class ExchangeOptions(TypedDict, total=False):
-  """The options of recipes with feedback of their own: no ``feedback`` among them."""
+class MessageOptions(TypedDict, total=False):
+  """The options of methods with axes and feedback of their own."""
 
-  axis_name: AxisName | None
   exchange: ExchangeName | Auto | Exchange
   min_leaf_size: int | None
   message_bytes: MessageBytes
   key: ArrayLike
   dither: Dither
+
+
+class ExchangeOptions(MessageOptions, total=False):
+  """The options of recipes with feedback of their own: no ``feedback`` among them."""
+
+  axis_name: AxisName | None
 
 
 class CompressOptions(ExchangeOptions, total=False):
@@ -80,79 +85,22 @@ class CompressOptions(ExchangeOptions, total=False):
 
 
 _Recipe = TypeVar("_Recipe", bound=Callable[..., Any])
-_Options = TypeVar("_Options", bound=ExchangeOptions)
 
-_BREAK = r"\n\n(?=[A-Z][a-z]+:\n)"  # in front of a section
-_RETURNS = """\
+_SECTIONS = """
 Returns:
   A gradient transformation, as :func:`gradcomp.compress` returns it; its state is a
   :class:`gradcomp.state.CompressState`.
-"""
-_RAISES = """\
+
 Raises:
   ValueError: an argument that the codec or ``compress`` does not allow.
 """
 
 
-def recipe(codec: type[LeafCodec]) -> Callable[[_Recipe], _Recipe]:
-  """Completes the signature and the docstring of a recipe for a codec.
+def recipe(*codec: type[LeafCodec]) -> Callable[[_Recipe], _Recipe]:
+  """Completes the signature and the docstring of a recipe, for a codec or for any.
 
-  The signature shows options by name in the place of ``**options``:
-  ``optax.inject_hyperparams`` reads it, and passes each argument by its name. ``Args``
-  has an entry for each: the recipe's own, or else that of the codec or the option.
-  ``References`` are those of the codec where the recipe has none.
+  ``optax.inject_hyperparams`` reads the signature, and passes each argument by its
+  name. ``Args`` has the recipe's own entries, or else the codec's or the option's.
   """
-
-  def complete(make: _Recipe) -> _Recipe:
-    signature = inspect.signature(make)
-    parameters = dict(signature.parameters)
-    del parameters["options"]
-    for name, parameter in inspect.signature(compress).parameters.items():
-      if parameter.kind is parameter.KEYWORD_ONLY:  # without types, for a short help
-        parameters.setdefault(name, parameter.replace(annotation=parameter.empty))
-    shown = signature.replace(parameters=[*parameters.values()])
-    make.__dict__["__signature__"] = shown
-    make.__doc__ = _completed(inspect.getdoc(make) or "", [*parameters], codec)
-    return make
-
-  return complete
-
-
-def _completed(text: str, names: list[str], codec: type[LeafCodec]) -> str:
-  """Returns a docstring with an entry for each name, ``Returns`` and ``Raises``."""
-  of_codec = inspect.getdoc(codec) or ""
-  body, *sections = re.split(_BREAK, text)
-  references = [x for x in re.split(_BREAK, of_codec) if x.startswith("References:")]
-  # Those of the codec come first, and count where the recipe has none.
-  titled = {x.partition(":\n")[0]: x for x in (*references, *sections)}
-  entries = {
-    **_entries(inspect.getdoc(CompressOptions) or "", "Attributes"),
-    **_entries(of_codec, "Attributes"),
-    **_entries(text, "Args"),
-  }
-  listed = "".join(entries[name] for name in names if name in entries)
-  titled["Args"] = "Args:\n" + listed
-  titled.setdefault("Returns", _RETURNS)
-  titled.setdefault("Raises", _RAISES)
-  order = ("Args", "Returns", "Raises", "Example", "References")
-  parts = [body, *(titled[title].rstrip() for title in order if title in titled)]
-  return "\n\n".join(parts) + "\n"
-
-
-def _entries(text: str, title: str) -> dict[str, str]:
-  """Returns the entries of a section of a docstring by name, each with its lines."""
-  _, _, section = f"\n{text}\n".partition(f"\n{title}:\n")
-  section = section.partition("\n\n")[0].rstrip("\n") + "\n"
-  found = re.finditer(r"^  (\w+): .*\n(?:    .*\n)*", section, re.M)
-  return {entry[1]: entry[0] for entry in found}
-
-
-def checked(make: Callable[..., Any], options: _Options) -> _Options:
-  """Returns the options that a recipe was given; TypeError for another name."""
-  names = inspect.signature(make).parameters
-  for name in options.keys() - names:
-    raise TypeError(
-      f"`{name}` must be one of the arguments of {make.__name__}, which are "
-      f"{', '.join(names)}."
-    )
-  return options
+  texts = [inspect.getdoc(x) or "" for x in (CompressOptions, *codec)]
+  return lambda make: shows_options(make, compress, *texts, _SECTIONS)

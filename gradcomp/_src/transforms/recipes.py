@@ -16,7 +16,8 @@ from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.transforms.options import CompressOptions, checked, recipe
+from gradcomp._src.public import checked
+from gradcomp._src.transforms.options import CompressOptions, recipe
 
 
 @recipe(QSGD)

@@ -14,13 +14,9 @@ from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.core.feedback import ErrorFeedback, MomentumFeedback
 from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.public import checked
 from gradcomp._src.transforms.clip import ClipRule, clip_by_local_norm
-from gradcomp._src.transforms.options import (
-  CompressOptions,
-  ExchangeOptions,
-  checked,
-  recipe,
-)
+from gradcomp._src.transforms.options import CompressOptions, ExchangeOptions, recipe
 
 
 @recipe(TopK)

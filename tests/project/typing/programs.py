@@ -1,6 +1,7 @@
 """A codec and a recipe of a user's own, steps, local steps, and collectives."""
 
 import dataclasses
+import functools
 from typing import Any, Unpack, assert_type
 
 import jax
@@ -118,9 +119,15 @@ def halves(
 def use(params: Params, x: jax.Array) -> None:
   codec: gradcomp.codecs.LeafCodec = Halves()
   inner, outer = optax.adam(1e-3), optax.sgd(0.7)
-  options = gradcomp.local.LocalOptions(fragments=2, merge="mean")
   optimizer = gradcomp.local.local_steps(
-    inner, outer, axis_name="data", every=30, codec=codec, options=options
+    inner,
+    outer,
+    axis_name="data",
+    every=30,
+    codec=codec,
+    fragments=2,
+    merge="mean",
+    key=1,
   )
   opt_state = optimizer.init(params)
   assert_type(gradcomp.local.local_params(params, opt_state), Params)
@@ -154,7 +161,8 @@ def mistakes(params: Params, batch: jax.Array, opt_state: Any) -> None:
   gradcomp.TrainOptions(model_state="sum")  # type: ignore[arg-type]
   gradcomp.compress(4)  # type: ignore[arg-type]
   halves(min_leafsize=0)  # type: ignore[call-arg]
-  gradcomp.local.LocalOptions(fragment=2)  # type: ignore[call-arg]
+  rounds = functools.partial(gradcomp.local.local_steps, axis_name="data", every=30)
+  rounds(OPTIMIZER, OPTIMIZER, codec=Halves(), fragment=2)  # type: ignore[call-arg]
   gradcomp.parallel.psum(batch, axis_name="data", codec="qsgd")  # type: ignore[arg-type]
   gradcomp.kernels.random_lanes(batch, 4, 2)  # type: ignore[arg-type]
   gradcomp.cost.PlanOptions(margins=0.1)  # type: ignore[call-arg]

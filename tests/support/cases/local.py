@@ -17,11 +17,8 @@ NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
 
 
 def local(inner, outer, codec, every=3, **options):
-  """Local steps; the options are fields of LocalOptions."""
-  options = gradcomp.local.LocalOptions(**options)
-  return gradcomp.local.local_steps(
-    inner, outer, axis_name="data", every=every, codec=codec, options=options
-  )
+  given = {"axis_name": "data", "every": every, "codec": codec}
+  return gradcomp.local.local_steps(inner, outer, **given, **options)
 
 
 def decaying(residual_decay):

@@ -153,7 +153,9 @@ OPTIMIZERS = {
     optax.sgd(0.5, 0.5, nesterov=True),
     every=2,
     codec=QSGD(bits=4),
-    options=gradcomp.local.LocalOptions(fragments=2, delay=1, mixing=0.5),
+    fragments=2,
+    delay=1,
+    mixing=0.5,
     **OVER,
   ),
   "guarded": gradcomp.skip_nonfinite(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,20 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context
-from gradcomp._src.codecs.sums.sum import Partial, RowDecoder, Sent, Sum, SumFacts
+from gradcomp._src.codecs.sums.sum import (
+  Coder,
+  Partial,
+  RowDecoder,
+  Sent,
+  Sum,
+  SumFacts,
+)
 from gradcomp._src.codecs.sums.tiles import UNROLLED, cutter, in_order
 from gradcomp._src.floats.arithmetic import rounded_sum
 from gradcomp._src.floats.sums import kahan_step
 from gradcomp._src.kernels.common.fixed_point import scaled
+from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.materialize import materialized, packed
-
-if TYPE_CHECKING:
-  from gradcomp._src.codecs.floats.float_cast import FloatCast
 
 # An addition that rounds takes 60 operations. So fewer of them are written out, which
 # bounds the compile time.
@@ -34,6 +39,17 @@ _FACTS = SumFacts(
 )
 
 
+class NumberCoder(Coder, Protocol):
+  @property
+  def accumulate(self) -> str: ...
+  @property
+  def scale(self) -> float | str: ...
+  @property
+  def format(self) -> FloatFormat: ...
+  def encode_sums(self, sums: Array) -> Array: ...
+  def unscaled(self, tiles: Array, agreed: Array | None) -> Array: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Numbers(Sum):
   """Adds scaled numbers, ``float32[rows, P, B]``, and rounds sums to their format.
@@ -42,7 +58,7 @@ class Numbers(Sum):
   where every worker does all, the one whose numbers were added keeps it.
   """
 
-  codec: "FloatCast"
+  codec: NumberCoder
 
   @property
   def facts(self) -> SumFacts:

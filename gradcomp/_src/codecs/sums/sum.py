@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from jax import Array
 
@@ -106,6 +106,19 @@ class SumFacts:
     texts = self.refusals.items()
     named = {way: text.replace("{codec}", str(codec)) for way, text in texts}
     return dataclasses.replace(self, refusals=named)
+
+
+class Coder(Protocol):
+  """What a sum needs of a codec, which lies above it."""
+
+  @property
+  def tile_size(self) -> int: ...
+  @property
+  def row_words(self) -> int: ...
+  def to_nearest(self) -> Self: ...
+  def encode_rows(self, tiles: Array, context: Context) -> Array: ...
+  def decode_rows(self, rows: Array) -> Array: ...
+  def sum_rows(self, rows: Array) -> Array: ...
 
 
 class Sum(abc.ABC):
