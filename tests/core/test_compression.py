@@ -35,7 +35,7 @@ INT8 = gradcomp.ErrorFeedback(residual_dtype="int8")
 # And the binds of a further leaf, a sixth more than there were.
 TRANSFORMATIONS = {
   "1-bit SGD": (lambda: gradcomp.onebit_sgd(**OPTIONS), 40),
-  "zero": (lambda: zero(ADAM, grads=CODEC, params=CODEC, axis_name="data"), 85),
+  "zero": (lambda: zero(ADAM, grads=CODEC, params=CODEC, axis_name="data"), 150),
   "RedSync": (lambda: gradcomp.redsync(density=0.001, **OPTIONS), 65),
   "QSGD": (lambda: qsgd(feedback="error"), 40),
   "local steps": (

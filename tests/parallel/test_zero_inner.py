@@ -71,20 +71,23 @@ def states(tx, params):
   )
 
 
-def test_kinds_of_leaves_have_matrices_of_their_own_and_share_two_messages():
-  params = {"w": of(8, 512), "v": of(4, 512), "b": of(512)}
+def test_an_owner_has_rows_of_each_leaf_and_all_share_two_messages():
+  """A tile of 512 elements is a row. Three rows are filled up to two a worker."""
+  params = {"w": of(8, 512), "v": of(3, 512), "b": of(512)}
   codecs = dict.fromkeys(("grads", "params"), QSGD(bits=4, bucket_size=64))
   tx = zero(LOOKING["mask by rank"], **codecs, axis_name="data", min_leaf_size=0)
-  mu = states(tx, params).inner_state[0].mu.arrays["data",]
-  assert [x.shape[:2] for x in mu] == [(N, 1), (N, 12 // N)]
+  mu = states(tx, params).inner_state[0].mu
+  shapes = {name: x.arrays["data",].shape for name, x in mu.items()}
+  assert shapes == {x: (N, n, 8, 64) for x, n in {"w": 4, "v": 2, "b": 1}.items()}
   assert gradcomp.explain(tx, params, workers=N).messages == 1
 
 
 def test_what_has_rows_only_where_its_mask_is_true():
   inner = optax.masked(optax.trace(0.9), {"w": True, "b": False})
   state = states(zero(inner, **CODECS), {"w": of(256), "b": of(128)})
-  (held,) = state.inner_state.inner_state.trace.arrays["data",]
-  assert held.shape == (N, 1, 1, 128)
+  held = state.inner_state.inner_state.trace
+  assert held["w"].arrays["data",].shape == (N, 1, 1, 128)
+  assert held["b"] == optax.MaskedNode()
 
 
 def complex_run(tx):

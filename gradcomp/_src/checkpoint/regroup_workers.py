@@ -1,5 +1,6 @@
 """Moves arrays from N to M workers, in NumPy: each worker's own, and owned rows."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -122,13 +123,15 @@ def recut_owned(
   return result, {i: _leaf(found) for i, found in waiting.items()}
 
 
-def recut_rows(x: np.ndarray, old: int, new: int, places: int, size: int) -> np.ndarray:
-  """Reshards ``[N * places * share, ...]`` to M owners, ``[size, ...]``."""
-  rows = concat_rows(x, old, places)
-  result = np.zeros((places, size // places, *rows.shape[2:]), x.dtype)
-  count = min(rows.shape[1], result.shape[1])
-  result[:, :count] = rows[:, :count]
-  return stack_rows(result, new)
+def recut_rows(
+  x: np.ndarray, old: int, new: int, places: int, shape: tuple[int, ...]
+) -> np.ndarray:
+  """Reshards a leaf's ``[N * places * share, ...]`` to M owners, of any row's size."""
+  elements = concat_rows(x, old, places).reshape(places, -1)
+  result = np.zeros((places, math.prod(shape) // places), x.dtype)
+  count = min(elements.shape[1], result.shape[1])  # what is beyond is padding
+  result[:, :count] = elements[:, :count]
+  return stack_rows(result.reshape(places, shape[0] // places, *shape[1:]), new)
 
 
 def concat_rows(array: np.ndarray, workers: int, places: int) -> np.ndarray:

@@ -261,13 +261,10 @@ class Move:
     return regroup.regroup_memory(kept, was, new.memory, first, workers)
 
   def _rows(self, node: OwnedRows, new: OwnedRows) -> OwnedRows:
-    arrays = {}
-    for axes, own in node.arrays.items():
-      counts = self.old_workers, self.workers, self._places(axes)
-      pairs = zip(own, new.arrays[axes], strict=True)
-      moved = (regroup.recut_rows(host_array(x), *counts, y.shape[0]) for x, y in pairs)
-      arrays[axes] = tuple(moved)
-    return OwnedRows(self._stacked(arrays))
+    ((axes, x),) = node.arrays.items()
+    counts = self.old_workers, self.workers, self._places(axes)
+    moved = regroup.recut_rows(host_array(x), *counts, new.arrays[axes].shape)
+    return OwnedRows(self._stacked({axes: moved}))
 
   def _own_steps(self, node: OwnSteps, specs: OwnSteps) -> OwnSteps:
     """Gives worker i the inner state of worker i mod N; ValueError within a round."""

@@ -101,11 +101,11 @@ class Dense(RoundsAtRandom):
 
   @property
   def sums(self) -> Sum:
-    return Floats(self) if self == Dense() else super().sums
+    return Floats(self) if self._bits == 32 else super().sums
 
   @property
   def tile_size(self) -> int:
-    return _ROW_SIZE * planes.planes_per_word(self._bits)
+    return self.row_words * planes.planes_per_word(self._bits)
 
   @property
   def _bits(self) -> int:
@@ -114,14 +114,14 @@ class Dense(RoundsAtRandom):
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     dither, count = codec_dither(self, context), planes.planes_per_word(self._bits)
     rows = []
-    for part in planes.tile_segments(tiles, count, _ROW_SIZE):
+    for part in planes.tile_segments(tiles, count, self.row_words):
       if dither is None:
         codes = [self._nearest(plane) for plane in part.planes]
       else:
         lanes = random_lanes(dither, part.shape, count, first_row=part.first_row)
         codes = list(map(self._stochastic, part.planes, lanes))
       rows.append([planes.pack_planes(codes, self._bits)])
-    return planes.stacked(rows, _ROW_SIZE)
+    return planes.stacked(rows, self.row_words)
 
   def decode_rows(self, rows: Array) -> Array:
     codes = planes.unpack_planes(rows, self._bits)

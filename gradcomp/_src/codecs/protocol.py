@@ -128,6 +128,11 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     return None
 
   @property
+  def of_whole(self) -> bool:
+    """True if a leaf has one scale, in place of one for each bucket."""
+    return getattr(self, "bucket_size", 1) is None
+
+  @property
   def sums(self) -> Sum:
     """The sum of payloads, by default of decoded tiles in float32."""
     return Tiles(self) if self.largest is None else Ranged(self, self.largest)

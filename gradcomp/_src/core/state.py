@@ -89,19 +89,19 @@ class ScanState(NamedTuple):
 
 
 class OwnedRows(NamedTuple):
-  """The rows of elements that a worker owns, as :func:`gradcomp.parallel.zero` has.
+  """The rows of a leaf that a worker owns, as :func:`gradcomp.parallel.zero` has them.
 
   Attributes:
-    arrays: by the axes that stack them, an array for each codec of a message, per
-      worker: ``[rows, ...]``, the elements of a row in one axis or several.
+    arrays: by the axes that stack it, one array, per worker: ``[rows, ...]``, the
+      elements of a row in one axis or several. Zeros fill up the last rows.
 
   Example:
-    >>> rows = OwnedRows({("data",): (jnp.ones((2, 128)),)})
-    >>> optax.adam(0.1).init(rows)[0].mu.arrays[("data",)][0].shape
+    >>> params = {"w": OwnedRows({("data",): jnp.ones((2, 128))})}
+    >>> optax.adam(0.1).init(params)[0].mu["w"].arrays[("data",)].shape
     (2, 128)
   """
 
-  arrays: dict[tuple[str, ...], tuple[jax.Array, ...]]
+  arrays: dict[tuple[str, ...], jax.Array]
 
 
 class OwnSteps(NamedTuple):

@@ -130,12 +130,21 @@ class Layout:
     return self._decode([[number]], decoders)[number]
 
   def shares(
-    self, decoders: Mapping[int, RowDecoder], rows: Sequence[jax.Array]
+    self, decoders: Mapping[int, RowDecoder], rows: Sequence[jax.Array], workers: int
   ) -> list[jax.Array]:
-    """Decodes this worker's own ``rows`` of each matrix, ``float32[share, ...]``."""
-    with jax.named_scope("gradcomp_decode"):
-      tiles = [decoders[i](0, x.shape[1]) for i, x in enumerate(rows)]
-      return list(map(elements, tiles, self.codecs))
+    """Decodes a worker's own ``rows``: for each leaf ``float32[share, ...]``."""
+    found: dict[int, jax.Array] = {}
+    for group, words in enumerate(rows):
+      decode = lambda _, i=group, n=words.shape[1]: decoders[i](0, n)
+      with jax.named_scope("gradcomp_decode"):
+        # Else a CPU would decode all rows for each leaf.
+        whole = elements(materialized(decode, words), self.codecs[group])
+      own = {i: x for i, x in enumerate(self.slots) if x.group == group}
+      counts = [-((x.start - x.stop) // workers) for x in own.values()]
+      starts = unknown([0, *itertools.accumulate(counts[:-1])], whole)
+      at = zip(starts, counts, strict=True)
+      found |= zip(own, [slice_at(whole, *place) for place in at], strict=True)
+    return [found[i] for i in range(len(self.slots))]
 
   def _decode(
     self, runs: Sequence[Sequence[int]], decoders: Mapping[int, RowDecoder]

@@ -24,6 +24,14 @@ def shares(rows: jax.Array, workers: Workers) -> jax.Array:
   return padded.reshape(workers.size, share, *rows.shape[1:])
 
 
+def leaf_shares(
+  layout: Layout, group: int, rows: jax.Array, workers: Workers
+) -> jax.Array:
+  """Splits the rows of each leaf in a matrix into N shares, ``[N, shares, ...]``."""
+  own = [rows[start:stop] for at, start, stop in layout.slots if at == group]
+  return jnp.concatenate([shares(x, workers) for x in own], axis=1)
+
+
 def own_share(rows: jax.Array, workers: Workers) -> jax.Array:
   """Returns the rows that this worker owns: ``[rows, ...]`` to ``[share, ...]``."""
   number = lax.axis_index(workers.axis_name)

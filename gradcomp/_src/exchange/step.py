@@ -132,8 +132,8 @@ class Reduced(NamedTuple):
   """The result of a step, or of one of its messages."""
 
   mean: Leaves  # the mean of each leaf
-  # For each message, the means of the rows that this worker owns, an array for each
-  # codec, where they stay with their owners; then there is no mean.
+  # For each message, the means of the rows of each leaf that this worker owns, where
+  # they stay with their owners; then there is no mean.
   shares: list[Leaves]
   unsent: Leaves  # the unsent part of each leaf, in its units; empty without keep
   # For each leaf, the rows that compute its unsent part anew; None if it must be read.
@@ -228,7 +228,9 @@ def decode(sending: Sending, outgoing: Outgoing, received: Received) -> Reduced:
   elif received.to_all:
     mean = layout.means(received.decoders, received.words[0])
   else:
-    shares = layout.shares(received.decoders(), received.words)
+    assert sending.workers is not None
+    own_rows = received.decoders(), received.words
+    shares = layout.shares(*own_rows, sending.workers.size)
   views = functools.cache(lambda: layout.viewed(outgoing.decoders()))
 
   def unsent(i: int) -> jax.Array:

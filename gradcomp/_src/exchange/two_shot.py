@@ -1,15 +1,18 @@
 """``two_shot``: reduces each share at its owner, and broadcasts the results."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import ClassVar
 
+from jax import lax
+
 from gradcomp._src import checks
 from gradcomp._src.bibliography import GRUBIC_2018, Citation
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
-from gradcomp._src.exchange import lines, shares
+from gradcomp._src.exchange import collectives, lines, shares
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.in_turn import in_turn
 from gradcomp._src.exchange.protocol import Outgoing, Received, StageRun, Work
@@ -113,11 +116,20 @@ class ReduceScatter(TwoShot):
     return (lambda own, workers, _: self.run(own, workers),)
 
   def run(self, own: Outgoing, workers: Workers) -> Received:
-    owned = shares.scatter_rows(own, workers)
+    split = functools.partial(shares.leaf_shares, own.layout, workers=workers)
+    parts = [split(i, rows) for i, rows in enumerate(own.parts)]
+    received = collectives.scatter(lines.join(parts), workers.axis_name)
+    owned = lines.split(received, [part.shape[1:] for part in parts])
 
     def decoders() -> dict[int, RowDecoder]:
-      shared = [None if x is None else shares.own_share(x, workers) for x in own.agreed]
-      parts = enumerate(zip(own.layout.sums, owned, shared, strict=True))
-      return {i: x.gathered(rows, y, workers.scale) for i, (x, rows, y) in parts}
+      number, found = lax.axis_index(workers.axis_name), {}
+      for i, (total, agreed) in enumerate(
+        zip(own.layout.sums, own.agreed, strict=True)
+      ):
+        mine = agreed
+        if agreed is not None:
+          mine = lax.dynamic_index_in_dim(split(i, agreed), number, keepdims=False)
+        found[i] = total.gathered(owned[i], mine, workers.scale)
+      return found
 
     return Received(owned, decoders, to_all=False)

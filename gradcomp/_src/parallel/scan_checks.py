@@ -94,17 +94,17 @@ def check_none(rule: str, **given: Any) -> None:
       raise ValueError(f"`{name}` must be None {rule.format(repr(value))}")
 
 
-def check_shards(back: Any, exchange: Any, axis_name: AxisName, inner: Any) -> None:
+def check_shards(back: Any, way: Any, axis_name: AxisName, inner: Any) -> None:
   """Raises ValueError for options with which shards are not sent."""
   if by_fallbacks(back) != back:
     raise ValueError(
       "`codec` must send any numbers at once, because a scan sends no gradient again, "
       f"got {back}; choose Dense(dtype=jnp.bfloat16)."
     )
-  if exchange != "auto":
+  if way != "auto":
     raise ValueError(
       "`exchange` must be left out for layers in shards, whose gradients go to their "
-      f"owners, got {exchange!r}; leave out axis= where each worker has whole layers."
+      f"owners, got {way!r}; leave out axis= where each worker has whole layers."
     )
   every, names = axis_names(axis_name), inner if isinstance(inner, tuple) else (inner,)
   known = all(x in every for x in names) and len(set(names)) == len(names)

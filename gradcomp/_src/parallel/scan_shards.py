@@ -11,7 +11,7 @@ from jax import lax
 from gradcomp._src.codecs.sums import tiles
 from gradcomp._src.core.state import Kept
 from gradcomp._src.exchange import collectives
-from gradcomp._src.floats import dtypes
+from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common import threefry
 from gradcomp._src.mesh import axes, trees
 from gradcomp._src.mesh.axes import AxisName
@@ -123,7 +123,7 @@ def owner_exchange(wire: Wire, axis: int, layer: Any) -> Exchange:
       came = transport.arrived(lines, wire, own)
       total = tiles.sum_in_order(lambda part: part, came)
       if old is None:
-        sums.append(dtypes.fitted(total, shard.dtype))
+        sums.append(fitted(total, shard.dtype))
         continue
       unsent = transport.split_parts(lost[i], at(total), wire.size)
       given = total, unsent, shard.dtype, wire, at(total)

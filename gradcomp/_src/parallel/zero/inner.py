@@ -1,172 +1,247 @@
-"""Runs an optimizer on rows: the operations of its trace, with the leaves' shapes."""
+"""The optimizer's step on a worker's rows of each leaf, and its measures."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from gradcomp._src.checks import one_tree
-from gradcomp._src.core.inputs import stand_ins
-from gradcomp._src.core.state import OwnedRows, is_rows
-from gradcomp._src.mesh.types import mark_varying, varying_axes
-from gradcomp._src.parallel.zero import treatment
-from gradcomp._src.parallel.zero.treatment import OptimizerTrace, follow, kinds_of
+from gradcomp._src import checks
+from gradcomp._src.core import inputs
+from gradcomp._src.core import state as states
+from gradcomp._src.core.measures import Sums
+from gradcomp._src.exchange import collectives
+from gradcomp._src.floats.dtypes import within
+from gradcomp._src.floats.rounding import round_to
+from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.mesh.axes import Axes
+from gradcomp._src.parallel.zero.elementwise import Program, alike
+from gradcomp._src.parallel.zero.leaf_rows import LeafRows
+
+Rows = list[jax.Array]
+
+
+class Moved(NamedTuple):
+  """The rows of a worker after a step, old ones where a value is not finite."""
+
+  master: Rows  # the parameters of the owner
+  inner_state: Any
+  lacking: Rows  # the master minus all workers' parameters; NaN if not finite
 
 
 class Inner:
   """An optimizer of rows; ValueError unless it treats each element by itself.
 
-  ``kinds`` has a number for each leaf. Only leaves of one may be in one matrix.
+  It is traced with the shapes of the parameters, in float32, and run on rows, lists by
+  leaf. Its state has ``OwnedRows`` in the places of arrays like a leaf.
   """
 
   def __init__(
     self,
     inner: optax.GradientTransformationExtraArgs,
     params: Any,
+    axes: Sequence[Axes],
     extra_args: dict[str, Any] | None = None,
   ):
-    one_tree("zero", params)
-    names = [keystr(path) for path, _ in tree_leaves_with_path(params)]
-    complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
+    checks.one_tree("zero", params)
+    self._axes = axes
+    leaves = jax.tree.leaves(params)
     typed = lambda dtype, x: jax.ShapeDtypeStruct(x.shape, dtype)
     reals = jax.tree.map(lambda x: typed(jnp.float32, x), params)
-    given = stand_ins(reals) if extra_args is None else extra_args
-    self._extra = jax.tree.leaves(treatment.arrays_in(given))
-    self._trace = treatment.trace(inner, reals, given)
-    self.kinds = kinds_of(self._trace, names)
-    if any(complexes):
+    given = inputs.stand_ins(reals) if extra_args is None else extra_args
+    self._extra = jax.tree.leaves(_arrays_in(given))
+    self._init, self._update, self._state = _traced(inner, reals, given)
+    if extra_args is None:
+      self._update.check()
+    complexes = [i for i, x in enumerate(leaves) if jnp.iscomplexobj(x)]
+    if complexes:
       wide = lambda x: typed(jnp.complex64 if jnp.iscomplexobj(x) else jnp.float32, x)
-      traced = treatment.trace(inner, jax.tree.map(wide, params), given)
-      kinds_of(traced, names, complexes)
+      traced = _traced(inner, jax.tree.map(wide, params), given, frozenset(complexes))
+      for program in traced[:2]:
+        program.check()
 
-  def first(self, master: OwnedRows, leaves: OwnedRows) -> Any:
-    """Returns the first state; ``leaves`` has the number of a leaf in each matrix."""
-    trace = self._trace
-    found = []
-    for leaf, rows in _by_matrix(leaves, master):
-      values = follow(trace.init, _only(leaf, rows, trace.count), _OnRows())
-      found.append([_like(x, rows) for x in _of(trace, leaf, values)])
-    shared = follow(trace.init, [None] * trace.count, _OnRows())
-    return _stored(trace, shared, found, leaves)
+  def first(self, master: Sequence[jax.Array]) -> Any:
+    """Returns the first state for rows of the parameters."""
+    return self._stored(self._init(master), master)
 
   def step(
-    self, means: OwnedRows, state: Any, master: OwnedRows, leaves: OwnedRows
-  ) -> tuple[OwnedRows, OwnedRows, Any]:
-    """Returns updated rows, masks of finite ones, and the state, old elsewhere."""
-    trace, count = self._trace, self._trace.count
-    made: Any = jax.tree.structure(trace.stored, is_leaf=is_rows)
-    given: Any = jax.tree.structure(state, is_leaf=is_rows)
-    if given != made:
+    self, rows: LeafRows, means: Rows, state: Any, seen: Rows, unsent: Rows
+  ) -> Moved:
+    """Runs the optimizer on the master of a worker's rows: ``seen``, of all, + unsent.
+
+    Values that are not finite leave the state and the master as they were.
+    """
+    held, given = jax.tree.flatten(state, is_leaf=states.is_rows)
+    if given != self._state:
       raise ValueError(
-        f"`state.inner_state` must be that of `inner`, {made}, got {given}; make the "
-        "state by optimizer.init with this transformation."
+        f"`state.inner_state` must be that of `inner`, {self._state}, got {given}; "
+        "make the state by optimizer.init with this transformation."
       )
-    held: list[Any] = jax.tree.leaves(state, is_leaf=is_rows)
-    rest = [iter(jax.tree.leaves(x)) if is_rows(x) else x for x in held]
+    with jax.named_scope("gradcomp_inner"):
+      master = list(map(jnp.add, seen, unsent))
+      one = lambda x: next(iter(x.arrays.values())) if states.is_rows(x) else x
+      old = list(map(one, held))
+      found = self._update([*means, *old, *master, *self._extra])
+      after, finite, lacking = [], [], []
+      columns = zip(
+        means, found[: len(means)], master, seen, rows.elements, strict=True
+      )
+      for mean, d, m, p, here in columns:
+        moved = m + alike(d, m)[0]
+        ok = jnp.isfinite(mean) & jnp.isfinite(moved)
+        lacking.append(jnp.where(here, jnp.where(ok, moved - p, jnp.nan), 0.0))
+        after.append(jnp.where(ok, moved, m))
+        finite.append(ok)
+      pairs = zip(found[len(means) :], old, self._init.results, strict=True)
+      new = [x if i is None else jnp.where(finite[i], x, y) for x, y, i in pairs]
+      return Moved(after, self._stored(new, master), lacking)
 
-    def run(old: Sequence[Any], leaf: int | None, mean: Any, rows: Any) -> list[Any]:
-      given = [*_only(leaf, mean, count), *old, *_only(leaf, rows, count), *self._extra]
-      return follow(trace.update, given, _OnRows())
-
-    places = list(zip(trace.owners, trace.nodes, strict=True))
-    numbers = [rest[k] if owner is None else None for owner, k in places]
-    moved, finite, found = [], [], []
-    for leaf, mean, rows in _by_matrix(leaves, means, master):
-      own = [next(rest[k]) if owner == leaf else None for owner, k in places]
-      old = [x if y is None else y for x, y in zip(numbers, own, strict=True)]
-      values = run(old, leaf, mean, rows)
-      after = rows + _like(values[leaf], rows)
-      ok = jnp.isfinite(mean) & jnp.isfinite(after)
-      state = zip(_of(trace, leaf, values[count:]), _of(trace, leaf, own), strict=True)
-      found.append([jnp.where(ok, _like(x, rows), y) for x, y in state])
-      moved.append(after)
-      finite.append(ok)
-    shared = run(numbers, None, None, None)[count:]
-    tree = jax.tree.structure(leaves)
-    trees = (jax.tree.unflatten(tree, x) for x in (moved, finite))
-    return *trees, _stored(trace, shared, found, leaves)
-
-
-def _by_matrix(leaves: OwnedRows, *rows: OwnedRows) -> list[Any]:
-  """Returns for each matrix the number of a leaf in it, and its rows."""
-  return list(zip(*map(jax.tree.leaves, (leaves, *rows)), strict=True))
+  def _stored(self, values: Sequence[Any], master: Sequence[jax.Array]) -> Any:
+    """Returns the state with these leaves."""
+    rows = lambda x, i: states.OwnedRows({self._axes[i]: alike(x, master[i])[0]})
+    pairs = zip(values, self._init.results, strict=True)
+    nodes = [x if leaf is None else rows(x, leaf) for x, leaf in pairs]
+    return jax.tree.unflatten(self._state, nodes)
 
 
-def _only(leaf: int | None, x: Any, count: int) -> list[Any]:
-  """Returns ``count`` leaves: rows for one, and None for the others."""
-  return [x if i == leaf else None for i in range(count)]
+def _traced(
+  inner: optax.GradientTransformationExtraArgs,
+  params: Any,
+  extra_args: dict[str, Any],
+  pairs: frozenset[int] = frozenset(),
+) -> tuple[Program, Program, Any]:
+  """Traces ``init`` and ``update``; returns these, and the structure of the state."""
+  init, state = jax.make_jaxpr(inner.init, return_shape=True)(params)
+
+  def updated(grads: Any, state: Any, params: Any, arrays: Any) -> Any:
+    return inner.update(grads, state, params, **(extra_args | arrays))
+
+  given = params, state, params, _arrays_in(extra_args)
+  update, results = jax.make_jaxpr(updated, return_shape=True)(*given)
+  made: Any = jax.tree.structure(results)
+  if made != jax.tree.structure((params, state)):
+    raise ValueError(
+      "`inner` must return updates like its gradients, and a state like that of its "
+      f"init, got {made}."
+    )
+  names = [keystr(path) for path, _ in tree_leaves_with_path(params)]
+  leaves: list[int | None] = [*range(len(names))]
+  held = _owners(state, params)
+  every = [*leaves, *held, *leaves]
+  every += [None] * (len(update.in_avals) - len(every))
+  return (
+    Program(init, leaves, held, names, pairs),
+    Program(update, every, [*leaves, *held], names, pairs),
+    jax.tree.structure(state),
+  )
 
 
-def _of(trace: OptimizerTrace, leaf: int, state: Sequence[Any]) -> list[Any]:
-  """Returns the leaves of a state that belong to one parameter."""
-  return [x for x, owner in zip(state, trace.owners, strict=True) if owner == leaf]
+def _arrays_in(extra_args: dict[str, Any]) -> dict[str, Any]:
+  """Returns the extra arguments that are arrays, and trees of them."""
+  is_array = lambda x: hasattr(x, "dtype")
+  return {k: v for k, v in extra_args.items() if all(map(is_array, jax.tree.leaves(v)))}
 
 
-def _stored(
-  trace: OptimizerTrace, shared: list[Any], found: list[list[Any]], leaves: OwnedRows
-) -> Any:
-  """Builds the state from shared leaves and the leaves of each matrix."""
-  nodes, treedef = jax.tree.flatten(trace.stored, is_leaf=is_rows)
-  own = [
-    dict(zip(_of(trace, i, trace.nodes), x, strict=True))
-    for i, x in zip(jax.tree.leaves(leaves), found, strict=True)
-  ]
-  kept = lambda rows: tuple(x for x in rows if x is not None)
-  for k, node in enumerate(nodes):
-    if is_rows(node):
-      tree = jax.tree.unflatten(jax.tree.structure(leaves), [x.get(k) for x in own])
-      nodes[k] = OwnedRows({axes: kept(x) for axes, x in tree.arrays.items()})
-    else:
-      nodes[k] = shared[trace.nodes.index(k)]
-  return jax.tree.unflatten(treedef, nodes)
+def _owners(state: Any, params: Any) -> list[int | None]:
+  """Returns the parameter of each array in a state by its number; None for numbers."""
+  is_hole = lambda x: isinstance(x, optax.MaskedNode)
+  flat = lambda tree: jax.tree.leaves(tree, is_leaf=is_hole)
+  shapes = [x.shape for x in jax.tree.leaves(params)]
+  numbers = iter(range(len(shapes)))
+  places = [None if is_hole(x) else next(numbers) for x in flat(params)]
+  treedef: Any = jax.tree.structure(params, is_leaf=is_hole)
+
+  def fits(x: Any, place: int | None) -> bool:
+    if is_hole(x) or place is None:
+      return is_hole(x)
+    return x.shape == shapes[place] and (
+      x.ndim > 0 or jnp.issubdtype(x.dtype, jnp.inexact)
+    )
+
+  def like_params(node: Any) -> bool:
+    alike = treedef == jax.tree.structure(node, is_leaf=is_hole)
+    return alike and all(map(fits, flat(node), places))
+
+  owners: list[int | None] = []
+  for path, node in tree_leaves_with_path(state, is_leaf=like_params):
+    if like_params(node):
+      pairs = zip(flat(node), places, strict=True)
+      owners += [place for x, place in pairs if not is_hole(x)]
+      continue
+    if node.size > 2:  # words of a key
+      raise ValueError(
+        f"`inner` must keep numbers, and trees like its parameters, of the shapes "
+        f"{shapes}, got {node.shape} at `inner_state`{keystr(path)}; use an optimizer "
+        "that treats each element by itself, like optax.adamw, and no optax.flatten."
+      )
+    owners.append(None)
+  return owners
 
 
-def _like(x: jax.Array, rows: jax.Array) -> jax.Array:
-  """Broadcasts a number to all places of rows."""
-  return _alike(x, rows)[0]
+def still_lacking(
+  rows: LeafRows,
+  master: Rows,
+  seen: Rows,
+  sent: Rows,
+  old: Rows,
+  dtypes: Sequence[tuple[Any, Any]],
+) -> Rows:
+  """Returns the master minus the parameters after ``optax.apply_updates``.
+
+  ``old`` is that before, and stays where no finite update is sent. ``dtypes`` are those
+  of each leaf's parameter and update.
+  """
+  left = []
+  columns = rows.elements, master, seen, sent, old, dtypes
+  for here, m, p, d, before, (param, update) in zip(*columns, strict=True):
+    after = _rounded(p + _rounded(within(d, update), update), param)
+    left.append(jnp.where(here & jnp.isfinite(after), m - after, before))
+  return left
 
 
-def _alike(*given: jax.Array) -> list[jax.Array]:
-  """Broadcasts arrays and numbers to one shape and one set of varying axes."""
-  shape = max((x.shape for x in given), key=len)
-  axes = tuple(sorted(frozenset().union(*map(varying_axes, given))))
-  result = []
-  for x in given:
-    x = jnp.broadcast_to(x, shape)
-    result.append(mark_varying(x, axes) if axes else x)
-  return result
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+  """Rounds float32 to the values of a dtype."""
+  # XLA may drop a cast to the dtype and back.
+  info = jnp.finfo(dtype)
+  return round_to(x, FloatFormat(info.nexp, info.nmant)) if info.bits < 32 else x
 
 
-class _OnRows:
-  """Computes with rows for one leaf, None for others, numbers for even arrays."""
+def measured_zero(
+  state: states.CompressState, rows: LeafRows, before: Rows, sent: Rows, after: Rows
+) -> states.CompressState:
+  """Returns the state, if inspected with sums of gradients, then of updates.
 
-  def constant(self, value: Any, aval: Any) -> jax.Array:
-    return value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
-
-  def choice(self, which: Any, results: Sequence[Sequence[Any]]) -> list[Any]:
-    return [
-      None
-      if any(x is None for x in cases)
-      else lax.select_n(jnp.clip(which, 0, len(cases) - 1), *_alike(*cases))
-      for cases in zip(*results, strict=True)
-    ]
-
-  def equation(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
-    if any(x is None for x in given):
-      return [None] * len(equation.outvars)
-    primitive = equation.primitive
-    if primitive is lax.broadcast_in_dim_p and (
-      not given[0].ndim or equation.invars[0].aval.shape == equation.params["shape"]
-    ):
-      return given[:1]
-    if primitive.name in treatment.ELEMENTWISE:
-      given = _alike(*given)
-    else:
-      shapes = [x.aval.shape for x in equation.invars]
-      given = list(map(jnp.broadcast_to, given, shapes))
-    found = primitive.bind(*given, **equation.params)
-    return found if primitive.multiple_results else [found]
+  ``before`` and ``after`` are the master minus the parameters, ``sent`` the updates.
+  """
+  found = states.measures(state)
+  if found is None:
+    return state
+  columns = ("size", "gradient", "owned", "mean", "product", "zeros")
+  by_axes: dict[Axes, dict[int, jax.Array]] = {}
+  parts = zip(rows.axes, rows.elements, before, sent, after, strict=True)
+  for i, (axes, here, *given) in enumerate(parts):
+    wanted, came, kept = (jnp.where(here, x, 0.0) for x in given)
+    ones = jnp.broadcast_to(here, wanted.shape).astype(jnp.float32)
+    terms = (ones, wanted**2, kept**2, came**2, came * wanted, ones * (came == 0))
+    by_axes.setdefault(axes, {})[i] = jnp.stack(list(map(jnp.sum, terms)))
+  sums: dict[int, jax.Array] = {}
+  for axes, own in by_axes.items():
+    with jax.named_scope(collectives.STAGE):
+      total = collectives.psum(jnp.stack(list(own.values())), axes)
+    sums |= zip(own, total, strict=True)
+  stacked = jnp.stack([sums[i] for i in range(len(sums))], axis=1)
+  result = dict(zip(columns, stacked, strict=True))
+  none = jnp.zeros_like(result["size"])
+  back = Sums(
+    **result,
+    residual=none,
+    corrected=result["gradient"],
+    unsent=result["owned"],
+    true=result["gradient"],
+    equal=none,
+  )
+  gradients = found._replace(owned=back.owned)
+  both = jax.tree.map(lambda *x: jnp.concatenate(x), gradients, back)
+  return states.with_measures(state, both)

@@ -9,42 +9,22 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from gradcomp._src.bibliography import JIA_2024, RAJBHANDARI_2020, Citation, cites
-from gradcomp._src.checks import optional_size
-from gradcomp._src.codecs.protocol import LeafCodec, is_codec, require_contraction
+from gradcomp._src import bibliography, checks
+from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.core import agreement
-from gradcomp._src.core.compression import Across, Compression, Dither, paths_of
-from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
-from gradcomp._src.core.inputs import (
-  any_tree,
-  not_differentiated,
-  on_real_pairs,
-  pairs,
-  whole,
-)
-from gradcomp._src.core.state import CompressState, OwnedRows, check_type
-from gradcomp._src.core.step import take_step
+from gradcomp._src.core import agreement, compression, inputs
+from gradcomp._src.core import feedback as feedbacks
+from gradcomp._src.core import state as states
+from gradcomp._src.core import step as steps
+from gradcomp._src.exchange import otherwise, two_shot
 from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.otherwise import otherwise
 from gradcomp._src.exchange.step import Reduced
-from gradcomp._src.exchange.two_shot import ReduceScatter, TwoShot
 from gradcomp._src.floats.dtypes import fitted
-from gradcomp._src.mesh.axes import (
-  AxisName,
-  UnboundAxisError,
-  as_axis_name,
-  axis_names,
-  bound_size,
-  mesh_size,
-)
+from gradcomp._src.mesh import axes as mesh_axes
+from gradcomp._src.mesh import shard_maps, study, trees, types
 from gradcomp._src.mesh.closures import optimizer_with_note
-from gradcomp._src.mesh.shard_maps import per_device
-from gradcomp._src.mesh.study import Options, note
-from gradcomp._src.mesh.types import other_axes
-from gradcomp._src.parallel.zero import owner_step, shared_rows
-from gradcomp._src.parallel.zero.inner import Inner
-from gradcomp._src.parallel.zero.owner_step import still_lacking
+from gradcomp._src.parallel.zero import elementwise, leaf_rows
+from gradcomp._src.parallel.zero import inner as inners
 
 
 class ZeroState(NamedTuple):
@@ -52,26 +32,27 @@ class ZeroState(NamedTuple):
 
   Attributes:
     gradients: the residual and the key of their exchange, and the count of steps.
-    unsent: a worker's own rows minus the parameters, ``float32``, per worker.
-    inner_state: of the optimizer; trees like the parameters are rows, per worker.
+    unsent: a worker's own rows minus the parameters, ``float32``, per worker: a tree
+      like the parameters with a :class:`gradcomp.state.OwnedRows` for each.
+    inner_state: of the optimizer; arrays like a parameter are ``OwnedRows``, too.
   """
 
-  gradients: CompressState
-  unsent: OwnedRows
+  gradients: states.CompressState
+  unsent: Any
   inner_state: Any
 
 
 def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   inner: optax.GradientTransformation,
   *,
-  axis_name: AxisName,
-  grads: LeafCodec,
-  params: LeafCodec,
-  feedback: FeedbackName | Feedback | None = "auto",
+  axis_name: mesh_axes.AxisName,
+  grads: protocol.LeafCodec,
+  params: protocol.LeafCodec,
+  feedback: feedbacks.FeedbackName | feedbacks.Feedback | None = "auto",
   min_leaf_size: int | None = None,
   message_bytes: int | None = None,
   key: ArrayLike = 0,
-  dither: Dither = "shared",
+  dither: compression.Dither = "shared",
 ) -> optax.GradientTransformationExtraArgs:
   r"""Runs an optimizer on an Nth of the parameters a worker, and sends compressed.
 
@@ -95,7 +76,8 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   ``inner`` and :math:`r`, of an Nth of the parameters, and the residuals of its own
   gradients, if it keeps any. ``update`` needs the parameters.
 
-  JAX traces ``inner`` with the shapes of the parameters, in float32: masks, labels and
+  Each worker owns rows of each leaf, which zeros fill up to a multiple of N rows. JAX
+  traces ``inner`` with the shapes of the parameters, in float32: masks, labels and
   other functions of shapes, paths or names see those. Its operations are then applied
   to rows. So it must treat each element by itself, as ``optax.adamw``, ``optax.lion``
   and ``optax.sgd`` do, with their schedules. Norms and random numbers are refused by
@@ -118,9 +100,8 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
       :class:`gradcomp.CompressOptions`. Small leaves are sent in float32 in both
       directions, in the same two messages.
     message_bytes: the largest payload of gradients that leaves share. Each such group
-      of leaves has a message of its own in each direction, and rows of its own in the
-      state. So the gradients of the last layers can be sent before those of other
-      layers are computed.
+      of leaves has a message of its own in each direction. So the gradients of the last
+      layers can be sent before those of other layers are computed.
     key, dither: options of the gradients' exchange, too.
 
   Returns:
@@ -144,7 +125,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     >>> params = {"w": jnp.ones((4, 4096))}
     >>> with jax.set_mesh(jax.make_mesh((4,), ("data",))):
     ...   state = tx.init(params)
-    >>> state.inner_state[0].mu.arrays[("data",)][0].sharding.shard_shape((4, 8, 512))
+    >>> state.inner_state[0].mu["w"].arrays[("data",)].sharding.shard_shape((4, 8, 512))
     (1, 8, 512)
 
   References:
@@ -154,49 +135,57 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   """
   told = dict(locals())
   _check_codecs(grads, params)
-  names = axis_names(axis_name)
-  axes = as_axis_name(names)
-  exchange = TwoShot(feedback=False)
+  names = mesh_axes.axis_names(axis_name)
+  axes = mesh_axes.as_axis_name(names)
+  exchange = two_shot.TwoShot(feedback=False)
   limits: dict[str, Any] = {
-    "min_leaf_size": optional_size("min_leaf_size", "elements", min_leaf_size),
-    "message_bytes": optional_size("message_bytes", "bytes", message_bytes),
+    "min_leaf_size": checks.optional_size("min_leaf_size", "elements", min_leaf_size),
+    "message_bytes": checks.optional_size("message_bytes", "bytes", message_bytes),
   }
-  keeper = as_feedback(feedback, grads, "grads")
+  keeper = feedbacks.as_feedback(feedback, grads, "grads")
   if keeper.estimates:
     raise ValueError(
       '`feedback` must be None, "auto", "error" or "momentum" where owners keep the '
       f"means, for they share no estimate of them, got {feedback!r}."
     )
   limit, of_updates = limits["min_leaf_size"], params
-  parts = Compression(grads, axes, exchange, keeper, key=key, dither=dither, **limits)
+  parts = compression.Compression(
+    grads, axes, exchange, keeper, key=key, dither=dither, **limits
+  )
   inner = optimizer_with_note(inner)
 
+  def shared(
+    leaves: Sequence[jax.Array], tree: Any, across: Any, workers: Workers
+  ) -> leaf_rows.LeafRows:
+    plan = parts.plan(leaves, compression.paths_of(tree), across, workers)
+    return leaf_rows.share_rows(plan, of_updates, limit, workers)
+
   def first_rows(
-    complexes: Sequence[bool], tree: Any, others: shared_rows.Others
-  ) -> tuple[OwnedRows, Any]:
+    complexes: Sequence[bool], tree: Any, others: leaf_rows.Others
+  ) -> tuple[Any, Any]:
     """Returns a worker's first unsent rows, zeros, and the first state of ``inner``."""
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
-    count = bound_size(axes) or 1
-    workers = Workers(axes, count, 1 / count)
-    plan = parts.plan(leaves, paths_of(tree), Across(axes, False, others), workers)
-    seen = Inner(inner, whole(tree, complexes))
-    rows = shared_rows.share_rows(plan, of_updates, limit, workers, seen.kinds)
+    count = mesh_axes.bound_size(axes) or 1
+    across = compression.Across(axes, False, others)
+    rows = shared(leaves, tree, across, Workers(axes, count, 1 / count))
     master = rows.owned(leaves)
-    state = seen.first(master, rows.first_leaves())
-    return shared_rows.per_worker((jax.tree.map(jnp.zeros_like, master), state))
+    zeros = [elementwise.alike(jnp.float32(0), x)[0] for x in master]
+    seen = inners.Inner(inner, inputs.whole(tree, complexes), rows.axes)
+    return rows.as_state(tree, zeros), seen.first(master)
 
   def init_fn(tree: Any) -> ZeroState:
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(tree)]
-    tree = jax.tree.map(pairs, tree)
+    tree = jax.tree.map(inputs.pairs, tree)
     gradients = parts.init(tree)
     first = functools.partial(first_rows, complexes)
+    tree = trees.unboxed(tree)
     if not complexes:
-      return ZeroState(gradients, OwnedRows({}), inner.init(tree))
-    others = [other_axes(x, axes) for x in jax.tree.leaves(tree)]
-    if bound_size(axes) is not None:
+      return ZeroState(gradients, tree, inner.init(tree))
+    others = [types.other_axes(x, axes) for x in jax.tree.leaves(tree)]
+    if mesh_axes.bound_size(axes) is not None:
       return ZeroState(gradients, *first(tree, others))
-    if mesh_size(axes) is None:
-      raise UnboundAxisError(
+    if mesh_axes.mesh_size(axes) is None:
+      raise mesh_axes.UnboundAxisError(
         f"`axis_name` must be an axis that zero's init can count, and {axis_name!r} is "
         "not bound here, so that nobody knows which Nth of the parameters a worker "
         "owns; call optimizer.init under jax.set_mesh(mesh), or inside the map; "
@@ -204,76 +193,85 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
         f"replicable(optimizer, axis_name={axis_name!r}, workers=N).",
         axes,
       )
-    return ZeroState(gradients, *shared_rows.on_mesh(first, tree, others, names))
+    return ZeroState(gradients, *leaf_rows.on_mesh(first, tree, others, names))
 
-  @cites(
-    Citation(
-      RAJBHANDARI_2020,
-      "Owners have rows of messages, and send what changes in the parameters, encoded.",
+  @bibliography.cites(
+    bibliography.Citation(
+      bibliography.RAJBHANDARI_2020,
+      "Owners have rows of each leaf, and send encoded what changes in parameters.",
     ),
-    Citation(JIA_2024, "Groups of elements have one level, that of the codec."),
+    bibliography.Citation(
+      bibliography.JIA_2024, "Groups of elements have one level, that of the codec."
+    ),
   )
   def update_fn(
     updates: Any, state: ZeroState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, ZeroState]:
-    _check_given(state, params)
-    updates = not_differentiated(updates)
+    states.check_type(state, ZeroState)
+    if params is None:
+      raise ValueError(
+        "`params` must be given to update, because zero sends what they lack of "
+        "what it has computed, got None; call optimizer.update(grads, state, params)."
+      )
+    updates = inputs.not_differentiated(updates)
     across = parts.across(updates, state.gradients, params)
     record = "gradcomp.parallel.zero", told, updates, across.axes
     agreement.require_agreement(*record, inner_state=state.inner_state)
-    note(Options((("params", of_updates),)))
+    study.note(study.Options((("params", of_updates),)))
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
 
     def step(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
       workers = parts.workers(across, updates, state.gradients)
       assert workers is not None
       wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-      paths, leaves = paths_of(updates), jax.tree.leaves(params)
-      plan = parts.plan(jax.tree.leaves(wide), paths, across, workers)
-      seen = Inner(inner, whole(params, complexes), extra_args)
-      rows = shared_rows.share_rows(plan, of_updates, limit, workers, seen.kinds)
-      rows.check(state.unsent)
+      leaves = jax.tree.leaves(params)
+      rows = shared(jax.tree.leaves(wide), updates, across, workers)
+      seen = inners.Inner(inner, inputs.whole(params, complexes), rows.axes, extra_args)
+      waits = rows.of_state(state.unsent, params)
 
       def take(of: tuple[Any, Any]) -> tuple[Any, ZeroState]:
-        rows = shared_rows.SharedRows(*of, workers)
+        rows = leaf_rows.LeafRows(*of, workers)
         facts = parts.step(rows.plan, workers, state.gradients)
-        facts = facts._replace(instead=ReduceScatter())
+        facts = facts._replace(instead=two_shot.ReduceScatter())
 
         def finish(reduced: Reduced) -> tuple[Reduced, Any]:
           """Runs the optimizer on the means of this worker; sends the changes."""
-          singles = [x.astype(jnp.float32) for x in leaves]
-          before, means = rows.owned(singles), rows.by_axes(reduced.shares)
-          held = state.inner_state, rows, before, state.unsent
-          moved = owner_step.step_owned(seen, means, *held)
+          before = rows.owned([x.astype(jnp.float32) for x in leaves])
+          given = rows.in_order(reduced.shares), state.inner_state, before, waits
+          moved = seen.step(rows, *given)
           lacks, own = rows.to_all(moved.lacking)
           sent = list(map(fitted, lacks, across.dtypes))
           dtypes = [(p.dtype, u.dtype) for p, u in zip(leaves, sent, strict=True)]
-          unsent = still_lacking(moved.master, before, own, state.unsent, rows, dtypes)
-          changes = owner_step.Changes(moved.lacking, own, unsent)
+          known = moved.master, before, own, waits
+          left = inners.still_lacking(rows, *known, dtypes)
           # No worker has the mean of a leaf. Where it is not finite, nor is the update.
+          changes = moved.lacking, own, left
           return reduced._replace(mean=sent), (moved.inner_state, changes)
 
-        sent, kept, rest = take_step(parts, facts, wide, state.gradients, finish)
+        sent, kept, rest = steps.take_step(parts, facts, wide, state.gradients, finish)
         inner_state, changes = rest
-        kept = owner_step.measured_zero(kept, rows, changes)
-        return sent, ZeroState(kept, changes.after, inner_state)
+        kept = inners.measured_zero(kept, rows, *changes)
+        unsent = rows.as_state(params, changes[-1])
+        return sent, ZeroState(kept, unsent, inner_state)
 
       of = rows.plan, rows.codecs
-      return otherwise(take(of), take, of, across.axes)
+      return otherwise.otherwise(take(of), take, of, across.axes)
 
-    given = jax.tree.map(pairs, params), extra_args
-    return per_device(
+    given = jax.tree.map(inputs.pairs, params), extra_args
+    return shard_maps.per_device(
       step, updates, state, across.axes, keeps_addends=False, given=given
     )
 
-  return any_tree(init_fn, on_real_pairs(init_fn, update_fn, axis_name).update)
+  return inputs.any_tree(
+    init_fn, inputs.on_real_pairs(init_fn, update_fn, axis_name).update
+  )
 
 
 def _check_codecs(grads: Any, params: Any) -> None:
   """Raises TypeError or ValueError for codecs that zero cannot use."""
   leaf = Leaf((1024, 1024))  # so large that every codec saves bytes
   for name, given in {"grads": grads, "params": params}.items():
-    if not is_codec(given):
+    if not protocol.is_codec(given):
       raise TypeError(f"`{name}` must be an instance of a codec, got {given!r}.")
     if given.facts.drops:
       raise ValueError(
@@ -297,14 +295,4 @@ def _check_codecs(grads: Any, params: Any) -> None:
       f"`params` must be a codec whose rows can be decoded alone, got {params}, whose "
       "workers agree on a scale; give it scales of its own (share_scale=False)."
     )
-  require_contraction("params", last, "params=gradcomp.codecs.Dense()")
-
-
-def _check_given(state: Any, params: Any) -> None:
-  """Raises an error for missing parameters, or another transformation's state."""
-  check_type(state, ZeroState)
-  if params is None:
-    raise ValueError(
-      "`params` must be given to update, because zero sends what they lack of "
-      "what it has computed, got None; call optimizer.update(grads, state, params)."
-    )
+  protocol.require_contraction("params", last, "params=gradcomp.codecs.Dense()")

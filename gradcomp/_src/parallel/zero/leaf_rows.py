@@ -1,0 +1,243 @@
+"""The rows of each leaf: their owners, and the exchange of their updates."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from gradcomp._src.codecs import tiles
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.encoding import encode_leaf
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs.sums.records import NOTHING, Leaf
+from gradcomp._src.core.state import OwnedRows, is_rows
+from gradcomp._src.exchange import layout as layouts
+from gradcomp._src.exchange import shares
+from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange.in_turn import in_turn
+from gradcomp._src.exchange.owners import MADE_FOR_SHARDS
+from gradcomp._src.exchange.plan import Message, MessagePlan
+from gradcomp._src.kernels.materialize import word_cutter
+from gradcomp._src.mesh import specs, types
+from gradcomp._src.mesh.axes import Axes
+from gradcomp._src.mesh.study import noted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShortRows(Dense):
+  """Sends float32 in short rows, so that each owner has one of a small leaf."""
+
+  row_words: int = 1  # type: ignore[misc]
+
+
+def share_rows(
+  plan: MessagePlan, codec: LeafCodec, min_leaf_size: int | None, workers: Workers
+) -> "LeafRows":
+  """Shares the rows of a plan; ``codec`` encodes updates of all but small leaves."""
+  whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
+  codecs = layouts.leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
+  messages = tuple(_with_short_rows(x, workers.size) for x in plan.messages)
+  return LeafRows(plan._replace(messages=messages), tuple(codecs), workers)
+
+
+def _with_short_rows(message: Message, workers: int) -> Message:
+  """Returns a message with rows of small leaves that a worker can own one each of."""
+
+  def short(codec: Codec, size: int) -> Codec:
+    words = max(1, -(-size // workers))
+    small = codec.facts.plain and words < codec.row_words
+    return ShortRows(row_words=words) if small else codec
+
+  like = message.layout.like
+  codecs = [short(message.layout.codec_of(k), x.size) for k, x in enumerate(like)]
+  return message._replace(layout=layouts.arrange(like, codecs))
+
+
+class _Place(NamedTuple):
+  """The rows of one leaf."""
+
+  codec: Codec  # of the gradients
+  rows: int  # without those that fill it up
+  like: jax.ShapeDtypeStruct  # the whole leaf
+  shape: tuple[int, ...]  # of a worker's rows, (share, *tile_shape)
+
+  def cut(self, x: jax.Array) -> jax.Array:
+    """Cuts a whole leaf into rows, ``float32[rows, *tile_shape]``."""
+    return self.codec.split(x).reshape(-1, *self.shape[1:])
+
+  def joined(self, rows: jax.Array) -> jax.Array:
+    """Undoes :meth:`cut`, for rows of all owners."""
+    return self.codec.join(rows[: self.rows], self.like)
+
+  def elements(self, worker: jax.Array, workers: int) -> Any:
+    """Masks the places of a worker's rows that hold elements, not padding."""
+    size, (share, *tile) = self.codec.tile_size, self.shape
+    if self.like.size == workers * share * size:
+      return np.True_
+    row = shares.own_rows(share, worker).reshape(-1, *[1] * len(tile))
+    whole, rest = divmod(self.like.size, size)
+    count = jnp.where(row < whole, size, jnp.where(row == whole, rest, 0))
+    return np.arange(size).reshape(tile) < count
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LeafRows:
+  """The rows of each leaf; zeros fill them up to a multiple of N.
+
+  A row of elements is a row of the gradients' codec, decoded. Worker i owns the rows of
+  each leaf from ``i * share`` on. All lists here are by leaf.
+  """
+
+  plan: MessagePlan  # of the gradients
+  codecs: tuple[Codec, ...]  # of the updates
+  workers: Workers
+
+  @property
+  def axes(self) -> list[Axes]:
+    """The axes that stack a worker's rows."""
+    return list(map(self.plan.own_axes, range(len(self.plan.names))))
+
+  @functools.cached_property
+  def _places(self) -> list[_Place]:
+    def places(layout: layouts.Layout) -> Iterator[_Place]:
+      for (group, start, stop), like in zip(layout.slots, layout.like, strict=True):
+        share, codec = -((start - stop) // self.workers.size), layout.codecs[group]
+        yield _Place(codec, stop - start, like, (share, *tiles.tile_shape(codec)))
+
+    return self.in_order([places(message.layout) for message in self.plan.messages])
+
+  def in_order(self, parts: Sequence[Iterable[Any]]) -> list[Any]:
+    """Returns what each message has for its leaves, by leaf."""
+    found: dict[int, Any] = {}
+    for message, own in zip(self.plan.messages, parts, strict=True):
+      found |= zip(message.leaves, own, strict=True)
+    return [found[i] for i in range(len(found))]
+
+  def owned(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns this worker's rows, ``float32[share, *tile_shape]``, of whole leaves."""
+    rows = map(_Place.cut, self._places, leaves)
+    return [shares.own_share(x, self.workers) for x in rows]
+
+  @functools.cached_property
+  def elements(self) -> list[Any]:
+    """Masks of the places of this worker's rows that hold elements, not padding."""
+    worker = lax.axis_index(self.workers.axis_name)
+    return [place.elements(worker, self.workers.size) for place in self._places]
+
+  def to_all(
+    self, rows: Sequence[jax.Array]
+  ) -> tuple[list[jax.Array], list[jax.Array]]:
+    """All-gathers rows; returns the decoded leaves, and this worker's rows of them."""
+    found: dict[int, jax.Array] = {}
+    came: Sequence[jax.Array] = ()
+    # Gradients of the last message arrive first, and so do its owners' differences.
+    for message in reversed(self.plan.messages):
+      parts = _joined({i: (self.codecs[i], rows[i]) for i in message.leaves})
+      with jax.named_scope("gradcomp_encode"):
+        encoded = [part.encoded() for part in parts]
+      with jax.named_scope("gradcomp_all_gather"), noted(message):
+        came = shares.gather_rows(message.layout, in_turn(encoded, came), self.workers)
+      with jax.named_scope("gradcomp_decode"):
+        for part, words in zip(parts, came, strict=True):
+          found |= part.decoded(words)
+    every = [found[i] for i in range(len(found))]
+    with jax.named_scope("gradcomp_decode"):
+      leaves = list(map(_Place.joined, self._places, every))
+    return leaves, [shares.own_share(x, self.workers) for x in every]
+
+  def as_state(self, like: Any, rows: Sequence[jax.Array]) -> Any:
+    """Returns rows as ``OwnedRows`` in a tree like the parameters."""
+    nodes = [OwnedRows({axes: x}) for axes, x in zip(self.axes, rows, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(like), nodes)
+
+  def of_state(self, unsent: Any, like: Any) -> list[jax.Array]:
+    """Undoes :meth:`as_state`; ValueError for rows of others than this worker."""
+    made: Any
+    nodes, made = jax.tree.flatten(unsent, is_leaf=is_rows)
+    got = [jax.tree.map(jnp.shape, tuple(x)) for x in nodes if is_rows(x)]
+    pairs = zip(self.axes, self._places, strict=True)
+    wanted = [({axes: place.shape},) for axes, place in pairs]
+    if got != wanted or made != jax.tree.structure(like):
+      raise ValueError(
+        f"`state.unsent` must have the rows of each leaf that one of "
+        f"{self.workers.size} workers owns, {wanted}, got {got}; {MADE_FOR_SHARDS}"
+      )
+    return jax.tree.leaves(unsent)
+
+
+class _Joined(NamedTuple):
+  """The rows of leaves that a worker encodes together, by leaf."""
+
+  codec: Codec
+  leaves: dict[int, jax.Array]
+
+  def encoded(self) -> jax.Array:
+    """Returns the words of all leaves, each from a row on, ``uint32[rows, words]``."""
+    flat = [self.codec.split(x.reshape(-1)).reshape(-1) for x in self.leaves.values()]
+    return encode_leaf(self.codec, False, jnp.concatenate(flat), NOTHING).rows
+
+  def decoded(self, words: jax.Array) -> Iterator[tuple[int, jax.Array]]:
+    """Yields each leaf's rows of all owners, ``float32[N * share, ...]``."""
+    start, cut = 0, word_cutter(words, 1)
+    for i, like in self.leaves.items():
+      stop = start - (-like.size // self.codec.tile_size)
+      decode = lambda x, like=like: tiles.from_tiles(
+        self.codec.decode_rows(x), like, self.codec
+      )
+      yield i, jax.vmap(decode)(cut(start, stop)).reshape(-1, *like.shape[1:])
+      start = stop
+
+
+def _joined(rows: dict[int, tuple[Codec, jax.Array]]) -> list[_Joined]:
+  """Returns the rows of leaves by codecs, bound to a worker's rows as one flat leaf."""
+  found: dict[tuple[Any, ...], _Joined] = {}
+  for i, (codec, x) in rows.items():
+    bound = codec.bind(Leaf((x.size,))).to_nearest()
+    # A scale of the whole tensor is that of a leaf.
+    alone = bound != codec.to_nearest() or codec.of_whole
+    if bound.facts.plain and x.size % bound.row_words:
+      bound = ShortRows()
+    part = found.setdefault((bound, i if alone else None), _Joined(bound, {}))
+    part.leaves[i] = x
+  return list(found.values())
+
+
+Others = Sequence[tuple[str, ...]]
+
+
+def on_mesh(
+  first_rows: Callable[[Any, Others], Any],
+  tree: Any,
+  others: Others,
+  names: tuple[str, ...],
+) -> Any:
+  """Calls ``first_rows(tree, others)`` on all devices of the mesh: global arrays.
+
+  ``others`` are each leaf's other axes, over which it varies.
+  """
+  placed = jax.tree.map(types.typed_spec, tree)
+  cut = map(specs.sharded_axes, map(types.typed_spec, jax.tree.leaves(tree)))
+  inside = frozenset(names).union(*cut)
+  mapped = functools.partial(
+    jax.shard_map,
+    lambda tree: first_rows(tree, others),
+    in_specs=(placed,),
+    axis_names=set(inside),
+    check_vma=False,
+  )
+
+  def spec(node: Any) -> Any:
+    if not is_rows(node):
+      return PartitionSpec()
+    found: Any = {axes: specs.stacked_over(axes, inside) for axes in node.arrays}
+    return OwnedRows(found)
+
+  like = jax.eval_shape(mapped(out_specs=PartitionSpec()), tree)
+  out_specs = jax.tree.map(spec, like, is_leaf=is_rows)
+  return jax.jit(mapped(out_specs=out_specs))(tree)
