@@ -7,6 +7,7 @@ import pytest
 from gradcomp._src.codecs.encoding import encode_leaves
 from gradcomp.codecs import (
   QSGD,
+  BlockFloat,
   Context,
   Dense,
   EightBit,
@@ -98,3 +99,25 @@ def test_small_leaves_of_a_shape_share_a_program():
     return jax.jit(rows).lower(leaves, key).compile().as_text().count(parity)
 
   assert 0 < ciphers(40) <= ciphers(3)
+
+
+def test_large_leaves_of_a_shape_take_turns(monkeypatch):
+  """On a CPU, with the bits of each alone; in a map, too, and where one holds NaN."""
+  monkeypatch.setattr("gradcomp._src.codecs.encoding._SMALL_LEAF_ELEMENTS", 1000)
+  leaves = [jnp.asarray(laws.gaussian((40, 50), seed)) for seed in range(4)]
+  leaves[2] = leaves[2].at[1, 2].set(jnp.nan)
+  for codec in (QSGD(bits=4), OneBit(), EightBit(), BlockFloat(rounding="stochastic")):
+    contexts = [Context(laws.KEY + i) for i in range(4)]
+
+    def rows(leaves, codec=codec, contexts=contexts):
+      encoded = encode_leaves([codec] * 4, leaves, contexts, keep=True)
+      return [leaf.rows for leaf in encoded]
+
+    together = jax.jit(rows)
+    assert "case" in together.lower(leaves).as_text()  # a switch
+    for i, found in enumerate(together(leaves)):
+      alone = encode_leaves([codec], [leaves[i]], [contexts[i]], keep=False)
+      assert_same_bits(found, alone[0].rows)
+    two = jax.jit(jax.vmap(rows))([jnp.stack([x, -x]) for x in leaves])
+    for ours, own in zip(two, together(leaves), strict=True):
+      assert_same_bits(ours[0], own)

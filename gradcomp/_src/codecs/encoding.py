@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context, Encoded
+from gradcomp._src.kernels.materialize import slice_at, unknown
+from gradcomp._src.mesh.platforms import platform
 
 if TYPE_CHECKING:
   from gradcomp._src.codecs.protocol import Codec
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 # in groups of at most JOINT_ENCODING_ELEMENTS elements. A compiler takes a quarter of
 # the time then. Larger leaves would be copied to no avail.
 _SMALL_LEAF_ELEMENTS, JOINT_ENCODING_ELEMENTS = 2**17, 2**19
+_ALIKE = 3  # so many large leaves of one shape are encoded in a loop
 
 
 def joint_leaves(size: int) -> int:
@@ -66,6 +69,39 @@ def _encode_several(
   return jnp.split(rows.reshape(-1, codec.row_words), len(given))
 
 
+def _takes_turns(codec: "Codec", leaf: Array, context: Context) -> bool:
+  """Returns True for a large leaf that a CPU may encode in a loop with others."""
+  # Statistics of all workers are computed from the same leaf once more in an encoder,
+  # whose products a compiler might contract otherwise in a loop.
+  alone = context.agreed is not None or jax.tree.leaves(context.memory)
+  whole = not any(jax.typeof(leaf).sharding.spec)
+  large = leaf.size > _SMALL_LEAF_ELEMENTS and platform() == "cpu"
+  return large and whole and not alone and not codec.facts.drops
+
+
+def _in_loop(
+  codec: "Codec", leaves: Sequence[Array], contexts: Sequence[Context]
+) -> list[Array]:
+  """Returns the rows of large leaves of one shape, encoded by one program in turn."""
+  # XLA inlines an encoder for each leaf, of 360 instructions for QSGD, which take more
+  # than half of an update's compile time. A round copies its leaf. Rows are cut at
+  # starts that XLA does not know, so that equal cuts are compiled once.
+  keys = jax.tree.map(lambda *parts: jnp.stack(parts), *contexts)
+  count = -(-leaves[0].size // codec.tile_size)
+
+  def one(number: Array, rows: Array) -> Array:
+    leaf = jax.lax.switch(number, [lambda x=x: x for x in leaves])
+    context = jax.tree.map(lambda x: slice_at(x, number, 1)[0], keys)
+    found = encode_leaf(codec, False, leaf, context).rows
+    return jax.lax.dynamic_update_slice_in_dim(rows, found, count * number, 0)
+
+  zero = unknown([0], leaves[0])[0].astype(jnp.uint32)  # of the type of the leaves
+  rows = jnp.broadcast_to(zero, (count * len(leaves), codec.row_words))
+  rows = jax.lax.fori_loop(0, len(leaves), one, rows)
+  starts = unknown([count * i for i in range(len(leaves))], rows)
+  return [slice_at(rows, start, count) for start in starts]
+
+
 def encode_leaves(
   codecs: Sequence["Codec"],
   leaves: Sequence[Array],
@@ -78,11 +114,13 @@ def encode_leaves(
   last = None
   for numbers in _groups(codecs, leaves, contexts):
     codec = codecs[numbers[0]]
-    if len(numbers) == 1:
-      (i,) = numbers
-      encoded[i] = encode_leaf(codec, keep, leaves[i], contexts[i])
-      continue
     own = [leaves[i] for i in numbers], [contexts[i] for i in numbers]
+    if len(numbers) == 1:
+      encoded[numbers[0]] = encode_leaf(codec, keep, *own[0], *own[1])
+      continue
+    if _takes_turns(codec, own[0][0], own[1][0]):
+      encoded |= zip(numbers, map(Encoded, _in_loop(codec, *own)), strict=True)
+      continue
     encoded |= zip(numbers, codec.encode_several(*own, last), strict=True)
     if leaves[numbers[0]].size:
       last = encoded[numbers[0]].rows
@@ -97,8 +135,12 @@ def _groups(
   most: dict[Any, int] = {}
   for i, (codec, leaf) in enumerate(zip(codecs, leaves, strict=True)):
     shared, count = codec.joins(leaf.shape)
+    if _takes_turns(codec, leaf, contexts[i]):
+      shared, count = jax.typeof(leaf), len(leaves)
     key = codec, shared, leaf.dtype, jax.tree.structure(contexts[i])
     alike.setdefault(key, []).append(i)
     most[key] = count
   for key, own in alike.items():
+    if len(own) < _ALIKE and _takes_turns(key[0], leaves[own[0]], contexts[own[0]]):
+      most[key] = 1
     yield from (own[at : at + most[key]] for at in range(0, len(own), most[key]))
