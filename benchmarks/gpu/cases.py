@@ -120,28 +120,28 @@ def _shared(codec: Any) -> dict[str, Any]:
   return {"decode": codec.codes, "strange": (0.0, -0.0)}
 
 
+def _scaled(
+  name: str, codec: Any, *, keep: bool = False, timed: bool = False, **more: Any
+) -> Case:
+  """Makes the case of a codec whose kernel reads scales, or finds them by itself."""
+
+  def operands(codec: Any, x: jax.Array) -> tuple[jax.Array, ...]:
+    scale = codec.scales_by(leaf_scales, x)
+    return (() if scale is None else (scale,)) + _dither(codec, x)
+
+  def encode(codec: Any, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+    scale = given[0] if len(given) > codec.needs_key else None
+    context = Context(dither=given[-1] if codec.needs_key else None)
+    return _present(codec.encode_by(scale, x, context, keep=keep)[:2])
+
+  return Case(name, codec, encode, operands, timed=timed, **more)
+
+
 def _qsgd(
   name: str, *, keep: bool = False, timed: bool = False, **options: Any
 ) -> Case:
-  codec = QSGD(**options)
-  inside = codec._scales_inside
-
-  def operands(codec: QSGD, x: jax.Array) -> tuple[jax.Array, ...]:
-    return (() if inside else (codec.leaf_statistics(x),)) + _dither(codec, x)
-
-  def encode(codec: QSGD, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
-    scale = None if inside else given[0]
-    key = given[-1] if codec.needs_key else None
-    return _present(codec._encode(x, scale, key, None, keep))
-
-  return Case(
-    f"qsgd {name}{', residual' * keep}",
-    codec,
-    encode,
-    operands,
-    timed=timed,
-    **_shared(codec),
-  )
+  codec, name = QSGD(**options), f"qsgd {name}{', residual' * keep}"
+  return _scaled(name, codec, keep=keep, timed=timed, **_shared(codec))
 
 
 def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
@@ -189,10 +189,17 @@ def _ternary(
   name: str, *, timed: bool = False, share_scale: bool = False, **options: Any
 ) -> Case:
   codec = Ternary(share_scale=share_scale, **options)
+
+  def encode(
+    codec: Ternary, x: jax.Array, scale: jax.Array, limit: jax.Array, *given: jax.Array
+  ) -> tuple[jax.Array, ...]:
+    context = Context(dither=given[-1] if codec.needs_key else None)
+    return (codec.encode_by(scale, x, context, limit).rows,)
+
   return Case(
     f"ternary {name}",
     codec,
-    lambda codec, x, *given: (codec._encode(x, *given),),
+    encode,
     lambda codec, x: codec._scales(x) + _dither(codec, x),
     timed=timed,
     **_shared(codec),
@@ -200,18 +207,7 @@ def _ternary(
 
 
 def _eight_bit(name: str, *, timed: bool = False, **options: Any) -> Case:
-  codec = EightBit(**options)
-  inside = codec._scales_inside
-
-  def operands(codec: EightBit, x: jax.Array) -> tuple[jax.Array, ...]:
-    scale = () if inside else (codec._scale(leaf_scales, x),)
-    return scale + _dither(codec, x)
-
-  def encode(codec: EightBit, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
-    scale = None if inside else given[0]
-    return (codec._encode(x, scale, given[-1] if codec.needs_key else None),)
-
-  return Case(f"eight_bit {name}", codec, encode, operands, timed=timed)
+  return _scaled(f"eight_bit {name}", EightBit(**options), timed=timed)
 
 
 def _cast(
@@ -252,25 +248,7 @@ def _cast(
 
 def _block_float(name: str, *, timed: bool = False, **options: Any) -> Case:
   codec = BlockFloat(**options)
-
-  def operands(codec: BlockFloat, x: jax.Array) -> tuple[jax.Array, ...]:
-    scales = codec._scales(leaf_scales, x)
-    return (() if scales is None else (scales,)) + _dither(codec, x)
-
-  def encode(
-    codec: BlockFloat, x: jax.Array, *given: jax.Array
-  ) -> tuple[jax.Array, ...]:
-    scales = given[0] if codec.scale == "e4m3" else None
-    return (codec._encode(x, scales, given[-1] if codec.needs_key else None),)
-
-  return Case(
-    f"block_float {name}",
-    codec,
-    encode,
-    operands,
-    timed=timed,
-    rounds=1,
-  )
+  return _scaled(f"block_float {name}", codec, timed=timed, rounds=1)
 
 
 def _natural() -> Case:

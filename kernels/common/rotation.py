@@ -18,21 +18,21 @@ PLANES = 8  # of a group; a group of 32 lies in four columns of each
 def rotate(
   tiles: Array,
   planes: int,
-  size: int | None,
+  size: int,
   by: dispatch.Implementation | None = None,
 ) -> Array:
   """Replaces the n elements x of each group by ``H s x / n``, with fixed signs s."""
   # H is the Hadamard matrix: -1 where k and i have an odd number of common bits, and
   # else 1. Tiles are float32[rows, P * B], with P a multiple of 8, and B one of 4 for
-  # groups of 32, of any shape behind the rows; `size` is n, 8 or 32, or None for tiles
-  # as they are. Signs are set by bits, so that no product can be contracted with a sum.
+  # groups of 32, of any shape behind the rows; `size` is n, 8 or 32. Signs are set by
+  # bits, so that no product can be contracted with a sum.
   return _turned(tiles, by, planes=planes, size=size, forward=True)
 
 
 def unrotate(
   tiles: Array,
   planes: int,
-  size: int | None,
+  size: int,
   by: dispatch.Implementation | None = None,
 ) -> Array:
   """Undoes :func:`rotate`, of sums of tiles, too, but for the rounding of sums."""
@@ -41,8 +41,6 @@ def unrotate(
 
 def _turned(tiles: Array, by: dispatch.Implementation | None, **how: Any) -> Array:
   """Returns the transform, by a kernel for TPUs where tiles suit it."""
-  if how["size"] is None:
-    return tiles
   rows, tile = len(tiles), math.prod(tiles.shape[1:])
   flat = tiles.reshape(rows, tile)
   line = tile // how["planes"] * PLANES // how["size"]

@@ -1,25 +1,141 @@
-"""Decodes fitted levels, on TPUs by a kernel."""
+"""Fits levels to the gradients, and encodes with them, plane by plane."""
 
+import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from gradcomp._src.kernels.common import fitted_levels
-from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.tpu import codes as tpu
+from gradcomp._src.kernels.common import fixed_point
+from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
+from gradcomp._src.kernels.common.piecewise_linear import Line, coordinate, to_units
+from gradcomp._src.kernels.common.scales import norms, scales
+from gradcomp._src.kernels.quantize import reference
+
+BINS = 256
+_SAMPLED = 128  # buckets of a leaf that are counted, at most
+MOST_COUNTED = 1 << 16  # elements of a leaf that are counted, at most
+_WEIGHT = (1 << 13) - BINS  # the sum that counts are cut to, with room for rounding
+_NEVER = np.uint32(1 << 31)  # the cost of a step that leads to no higher edge
 
 
-def decode_by_kernel(
-  rows: Array, *, bits: int, bucket_size: int, interpret: Any = False
-) -> Array:
-  """Decodes as :func:`fitted_levels.decode_rows` does, by a kernel for TPUs."""
-  flat = rows.reshape(-1, rows.shape[-1])
-  row = tpu.Row(bits, bucket_size, shared=2 ** (bits - 1))
-  if not row.fits(len(flat)):
-    return fitted_levels.decode_rows(rows, bits=bits, bucket_size=bucket_size)
-  found = tpu.decode(fitted_levels.value, flat, row, interpret=interpret)
-  return found.reshape(*rows.shape[:-1], *found.shape[1:])
+def first_levels(bits: int) -> Array:
+  """Returns equally spaced levels above zero: ``float32[2**(bits - 1)]``."""
+  count = 2 ** (bits - 1)
+  places = np.round(BINS * (np.arange(count) + 0.5) / (count - 0.5))
+  return jnp.asarray(places / BINS, jnp.float32)
 
 
-# For one payload, as for equal levels.
-decode_one = dispatch.on_tpu(decode_by_kernel, mosaic=True)(fitted_levels.decode_rows)
+def histogram(x: Array, *, bucket_size: int, scale: Array | None) -> Array:
+  """Counts the normalized magnitudes of a sample in 256 bins: ``int32[256]``."""
+  # The sample is of whole buckets. Elements whose scale is 0 or NaN are not counted.
+  # The scale is `float32[]`, or None for each bucket's largest magnitude.
+  if not x.size:
+    return jnp.zeros(BINS, jnp.int32)
+  whole = max(1, x.size // bucket_size)
+  size = min(x.size, bucket_size)
+  count = min(whole, _SAMPLED, max(1, MOST_COUNTED // size))
+  picked = np.arange(count) * whole // count
+  sample = x[: whole * size].reshape(whole, size)[picked]
+  if scale is None:
+    scale = scales(norms(sample, "max"))[:, None]
+  sample = sample[:, :MOST_COUNTED]
+  valid = jnp.broadcast_to(scale > 0, sample.shape)  # neither zero nor NaN
+  place = jnp.abs(sample) * (np.float32(BINS) / scale)
+  place = jnp.minimum(jnp.where(valid, place, 0.0).astype(jnp.int32), BINS - 1)
+  return jnp.zeros(BINS, jnp.int32).at[place].add(valid.astype(jnp.int32))
+
+
+def fit(counts: Array, levels: Array) -> Array:
+  r"""Returns the levels that minimize the variance of stochastic rounding.
+
+  A magnitude :math:`\mu` between neighboring levels :math:`a \le \mu \le b` has the
+  variance :math:`(b - \mu)(\mu - a)`, and one below the first level :math:`l` has
+  :math:`l^2 - \mu^2`. A dynamic program over the 257 edges of the bins finds the least
+  sum, for magnitudes in the middle of their bins (Zhang et al., ZipML, 2017, section
+  3).
+  """
+  # Sums of integers have the same value in any order. These are four times the
+  # variances, and stay below 2**31 because counts are cut to a total below 2**13.
+  total = jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
+  weight = jnp.round(counts * (np.float32(_WEIGHT) / total)).astype(jnp.uint32)
+  edge = np.arange(BINS + 1)
+  twice = 2 * np.arange(BINS) + 1  # the middle of a bin
+  below = np.maximum(2 * edge[:, None] - twice, 0).astype(np.uint32)  # [edge, bin]
+  above = np.maximum(twice - 2 * edge[:, None], 0).astype(np.uint32)
+  around = np.maximum((2 * edge[:, None]) ** 2 - twice**2, 0).astype(np.uint32)
+  cost = jnp.where(edge[:, None] < edge, jnp.dot(above * weight, below.T), _NEVER)
+  least = jnp.dot(around, weight)
+  arrived = []
+  for _ in range(levels.size - 1):
+    totals = least[:, None] + cost
+    arrived.append(jnp.argmin(totals, axis=0))
+    least = jnp.minimum(jnp.min(totals, axis=0), _NEVER - 1)
+  places = [jnp.int32(BINS)]
+  for source in reversed(arrived):
+    places.append(source[places[-1]].astype(jnp.int32))
+  fitted = jnp.stack(places[::-1]).astype(jnp.float32) / BINS
+  return jnp.where(jnp.any(counts > 0), fitted, levels)
+
+
+def _lines(levels: Array) -> list[Line]:
+  """Returns the lines from magnitudes to coordinates, which count codes from zero."""
+  places = (levels * BINS).astype(jnp.int32)
+  unit = 1 << fixed_point.FRACTION
+  lines = [Line(np.float32(0), np.float32(BINS // 2) / places[0], np.int32(0))]
+  for i in range(levels.size - 1):
+    distance = places[i + 1] - places[i]
+    offset = i * unit + unit // 2 - places[i] * unit // distance
+    lines.append(Line(levels[i] * unit, np.float32(BINS) / distance, offset))
+  return lines
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form(reference.ScaledForm):
+  """The options of fitted levels, which follow the scales in each row."""
+
+  @property
+  def shared(self) -> int:
+    """The levels above zero."""
+    return 2 ** (self.bits - 1)
+
+  def factor(self, scale: Array, divide: Divide = divide) -> Array:
+    """Returns :func:`to_units` of the scales in front of the levels."""
+    return to_units(scale[:, : -self.shared], divide)
+
+  def code(self, x: Array, factor: Array, lane: Lane, limit: Any = None) -> Array:
+    """Returns the codes of one plane, which count levels from the lowest one.
+
+    ``limit`` has the lines from magnitudes to coordinates.
+    """
+    most = jnp.uint32((2 * self.shared - 1) << (fixed_point.FRACTION - 1))
+    fixed = jnp.minimum(coordinate(jnp.abs(x) * factor, limit), most)
+    return fixed_point.rounded(jnp.where(x < 0, most - fixed, most + fixed), lane)
+
+  def value(self, codes: Array, scale: Array, *levels: Array) -> Array:
+    """Returns the values of codes, which count levels from the lowest one."""
+    codes = codes.astype(jnp.int32)
+    negative = codes < self.shared
+    number = jnp.where(negative, self.shared - 1 - codes, codes - self.shared)
+    level = levels[0]
+    for i, other in enumerate(levels[1:], start=1):
+      level = jnp.where(number >= i, other, level)
+    return fixed_point.signed(
+      level * scale, jnp.where(negative, jnp.uint32(1 << 31), jnp.uint32(0))
+    )
+
+
+def encode_rows(
+  x: Array,
+  scale: Array,
+  dither: Array | None,
+  levels: Array,
+  *,
+  form: Form,
+  implementation: Any = None,
+) -> reference.Encoded:
+  """Encodes an array as rows of words, scales and levels, by XLA alone."""
+  each = jnp.broadcast_to(levels, (len(scale), form.shared))
+  numbers = jnp.concatenate([scale, each], axis=1)
+  return reference.encode_rows(x, numbers, dither, _lines(levels), form=form)

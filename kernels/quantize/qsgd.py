@@ -72,13 +72,15 @@ class Form(reference.ScaledForm):
     return fixed_point.signed(length, sign)
 
 
-def decode_by_kernel(rows: Array, *, form: Form, interpret: Any = False) -> Array:
+def decode_by_kernel(
+  rows: Array, *, form: reference.ScaledForm, interpret: Any = False
+) -> Array:
   """Decodes as :func:`reference.decode_rows` does, by a kernel for TPUs."""
   flat = rows.reshape(-1, rows.shape[-1])
-  row = tpu.Row(form.bits, form.bucket_size)
+  row = tpu.Row(form.bits, form.bucket_size, form.shared)
   if not form.inline or not row.fits(len(flat)):
     return reference.decode_rows(rows, form)
-  value = lambda codes, scale: form.value(codes.astype(jnp.uint32), scale)
+  value = lambda codes, *numbers: form.value(codes.astype(jnp.uint32), *numbers)
   found = tpu.decode(value, flat, row, interpret=interpret)
   return found.reshape(*rows.shape[:-1], *found.shape[1:])
 

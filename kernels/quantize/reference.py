@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -26,6 +26,11 @@ class ScaledForm(abc.ABC):
   name: ClassVar[str]
 
   @property
+  def shared(self) -> int:
+    """The number of a row's numbers for all its codes, which follow the scales."""
+    return 0
+
+  @property
   def planes(self) -> int:
     """The number of codes in a word, and of buckets in a tile."""
     return planes.planes_per_word(self.bits)
@@ -46,7 +51,7 @@ class ScaledForm(abc.ABC):
     """Packs one array of codes a plane, or of the first ones: ``uint32[rows, B]``."""
     return planes.pack_planes(codes, self.bits)
 
-  def value(self, codes: Array, scale: Array) -> Array:
+  def value(self, codes: Array, scale: Array, *shared: Array) -> Array:
     """Returns the values of codes; forms without it keep no residual."""
     raise NotImplementedError
 
@@ -55,7 +60,7 @@ def encode_rows(
   x: Array,
   scale: Operand,
   dither: Operand,
-  limit: Operand = None,
+  limit: Any = None,
   *,
   form: ScaledForm,
   first_row: int = 0,
@@ -63,7 +68,7 @@ def encode_rows(
   """Encodes an array as rows, ``uint32[rows, B + scales]``, with its residual."""
   # Scales are `float32[rows, 1]` or `[rows, P]`; None for each bucket's largest
   # magnitude. The dither is `uint32[3]`, None to round to nearest. A limit,
-  # `float32[]`, clips magnitudes.
+  # `float32[]`, clips magnitudes; fitted levels have their lines in its place.
   if scale is None:
     scale = form.unit(scales(bucket_norms(x, form.planes, form.bucket_size, "max")))
   rows = []
@@ -86,4 +91,9 @@ def encode_rows(
 def decode_rows(rows: Array, form: ScaledForm) -> Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, P, B]``."""
   codes = planes.unpack_planes(rows[..., : form.bucket_size], form.bits)
-  return form.value(codes, planes.floats(rows[..., form.bucket_size :])[..., None])
+  numbers = planes.floats(rows[..., form.bucket_size :])[..., None]
+  if not form.shared:
+    return form.value(codes, numbers)
+  start, stop = numbers.shape[-2] - form.shared, numbers.shape[-2]
+  shared = (numbers[..., i : i + 1, :] for i in range(start, stop))
+  return form.value(codes, numbers[..., :start, :], *shared)

@@ -7,7 +7,7 @@ import pytest
 
 import gradcomp
 from gradcomp._src.codecs import selecting
-from gradcomp._src.codecs.sums import entries as _entries
+from gradcomp._src.codecs.sums import tiles as _sums
 from gradcomp.codecs import NOTHING, TopK
 from tests.plugins.slow_cases import slow
 from tests.specs import top_k
@@ -134,13 +134,13 @@ def test_sizes_choose_the_selection_and_the_slots():
 @pytest.mark.parametrize("copied", [True, False])
 def test_leaves_of_one_size_share_a_program(monkeypatch, copied):
   """Each comes out as it would alone, copied as small leaves are, or where it lies."""
-  for module in (selecting, _entries):
+  for module in (selecting, _sums):
     monkeypatch.setattr(module, "COPIED", 4 * 300 if copied else 0)
   xs = [data(1000)[name] for name in ("normal", "half zero", "heavy")]
   codec = TopK(density=0.05, selection="threshold", range_size=300)
   found = jax.jit(lambda xs: codec.encode_several(xs, [NOTHING] * 3, None))(xs)
   rows = np.concatenate([x.rows for x in found])
-  decode = _entries.Entries(codec).gathered(jnp.stack([rows, rows]), None, 0.5)
+  decode = _sums.Entries(codec).gathered(jnp.stack([rows, rows]), None, 0.5)
   for i, (x, (own, rest, *_)) in enumerate(zip(xs, found, strict=True)):
     alone = encode(codec, x)
     np.testing.assert_array_equal(own, alone[0])

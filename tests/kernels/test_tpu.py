@@ -13,13 +13,12 @@ from jax.sharding import PartitionSpec as P
 from gradcomp._src.kernels import block_float, block_top, one_bit
 from gradcomp._src.kernels.common import (
   deviation,
-  fitted_levels,
   rotation,
   scales,
   selection,
 )
 from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.quantize import eight_bit, fitted, qsgd, reference
+from gradcomp._src.kernels.quantize import eight_bit, qsgd, reference
 from gradcomp._src.kernels.tpu import lines, sums
 from gradcomp.codecs import QSGD, BlockTop, EightBit, OneBit, Payload, Ternary
 from tests.plugins.slow_cases import slow
@@ -145,9 +144,9 @@ def levels(codec, rows):
 def levels_of_rows(bits, bucket, rows):
   """Each row with its own fitted ones, which stand behind the scales."""
   codec = QSGD(bits=bits, bucket_size=bucket, levels="nonuniform")
-  given, sizes = payloads(codec, rows), dict(bits=bits, bucket_size=bucket)
-  form, plain = interpreted(fitted.decode_by_kernel), fitted_levels.decode_rows
-  yield pair(form, plain, sizes, given)
+  given = payloads(codec, rows)
+  form, plain = interpreted(qsgd.decode_by_kernel), reference.decode_rows
+  yield pair(form, plain, {"form": codec._form}, given)
 
 
 def lengths_of_planes(bucket):

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import gradcomp
@@ -13,7 +12,7 @@ from gradcomp._src.transforms.factors import Factors, OneByOne
 from gradcomp.codecs import Leaf
 from tests.support.assertions import assert_same_bits
 
-KEY = jnp.array([1, 2], jnp.uint32)
+KEY = np.array([1, 2], np.uint32)
 
 
 def compress(codec, **options):

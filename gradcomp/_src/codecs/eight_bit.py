@@ -13,8 +13,7 @@ from gradcomp._src import checks
 from gradcomp._src.bibliography import DETTMERS_2016, Citation
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs import quantizing
-from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
-from gradcomp._src.codecs.tiles import as_float32, codec_dither
+from gradcomp._src.codecs.sums.records import Rounding
 from gradcomp._src.kernels.common.piecewise_linear import Line, lines_between
 from gradcomp._src.kernels.common.scales import scales
 from gradcomp._src.kernels.gpu import dispatch
@@ -67,7 +66,7 @@ def _lines(dtype: DataType) -> tuple[Line, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EightBit(quantizing.RoundsAtRandom):
+class EightBit(quantizing.Elementwise):
   r"""Replaces each element by a level of an 8-bit type, times the largest element.
 
   .. math:: Q(v_i) = \lVert v \rVert_\infty \, \mathrm{sgn}(v_i) \, T[m_i]
@@ -155,6 +154,7 @@ class EightBit(quantizing.RoundsAtRandom):
   exponent_offset: int | None = checks.field(None, _OFFSET)
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
+  encoder = staticmethod(eight_bit.encode_rows)
   citations: ClassVar[tuple[Citation, ...]] = (
     Citation(
       DETTMERS_2016,
@@ -182,24 +182,6 @@ class EightBit(quantizing.RoundsAtRandom):
   def contraction(self) -> float:
     return contractions.of_energy(0.05)
 
-  @property
-  def tile_size(self) -> int:
-    return eight_bit.PLANES * quantizing.bucket_words(self.bucket_size)
-
-  @property
-  def row_words(self) -> int:
-    count = 1 if self.bucket_size is None else eight_bit.PLANES
-    return quantizing.bucket_words(self.bucket_size) + count
-
-  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
-    flat = as_float32(x)
-    scale = self._scale(quantizing.leaf_scales, flat)
-    return Encoded(self._encode(flat, scale, codec_dither(self, context)))
-
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
-    scale = self._scale(quantizing.row_scales, tiles)
-    return self._encode(tiles, scale, codec_dither(self, context))
-
   def decode_rows(self, rows: Array) -> Array:
     by = self.implementation
     return eight_bit.decode_rows(rows, form=self._form, implementation=by)
@@ -223,7 +205,7 @@ class EightBit(quantizing.RoundsAtRandom):
       up=1.0 if nearest else 1 / levels(self.dtype)[-1],
     )
 
-  def _scale(self, measure: Callable[..., Array], x: Array) -> Array | None:
+  def scales_by(self, measure: Callable[..., Array], x: Array) -> Array | None:
     """Returns the value of a level of 1; None where the encoder finds the scales."""
     if self._scales_inside:
       return None
@@ -233,10 +215,3 @@ class EightBit(quantizing.RoundsAtRandom):
       fixed = jnp.float32(unit * 10.0**self.exponent_offset)
       return jnp.where(jnp.isnan(largest), jnp.nan, fixed)
     return self._form.unit(scales(largest))
-
-  def _encode(self, x: Array, scale: Array | None, dither: Array | None) -> Array:
-    if scale is not None:
-      rows = -(-x.size // self.tile_size)
-      scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
-    by, form = self.implementation, self._form
-    return eight_bit.encode_rows(x, scale, dither, form=form, implementation=by)[0]

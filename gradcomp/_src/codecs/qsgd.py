@@ -1,24 +1,43 @@
 """QSGD: the codec of few levels, stochastic rounding, and a scale for each bucket."""
 
 import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from gradcomp._src import checks
 from gradcomp._src.bibliography import ALISTARH_2017, GRUBIC_2018, ZHANG_2017, Citation
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs import quantizing
-from gradcomp._src.codecs.sums.records import Context, Encoded, Payload, Rounding
-from gradcomp._src.codecs.sums.tiles import sum_in_order
-from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
-from gradcomp._src.kernels.common import fitted_levels, planes
+from gradcomp._src.codecs.sums.records import (
+  Context,
+  Encoded,
+  Fit,
+  Leaf,
+  Memory,
+  Payload,
+  Rounding,
+)
+from gradcomp._src.codecs.tiles import as_float32
+from gradcomp._src.kernels.common import planes, scales
 from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.quantize import fitted, qsgd, reference
 
+ScaleNorm = Literal["max", "l2", "rms"]
+Levels = Literal["sign_magnitude", "uniform", "nonuniform"]
+
+_BITS = checks.integer("1 to 8 or 16", such=(*range(1, 9), 16).__contains__)
+
+# The distance of 2, 4, 8 and 16 equally spaced levels, half of them on each side of
+# zero, that has the least squared error for Gaussian numbers of variance 1.
+_STEPS = {1: 1.596, 2: 0.996, 3: 0.586, 4: 0.335}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QSGD(quantizing.BucketCodec):
+class QSGD(quantizing.Elementwise, quantizing.SharedScales):
   r"""Quantizes each element to one of a few levels of its bucket's norm.
 
   With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,
@@ -116,21 +135,46 @@ class QSGD(quantizing.BucketCodec):
     al., `ZipML <https://arxiv.org/abs/1611.05402>`_, 2017, section 3
   """
 
-  bits: int = checks.field(4, quantizing.BITS)
+  bits: int = checks.field(4, _BITS)
   bucket_size: int | None = checks.field(512, checks.TENSOR_BUCKET)
-  norm: quantizing.ScaleNorm = checks.field("max", checks.choice(quantizing.ScaleNorm))
-  levels: quantizing.Levels = checks.field(
-    "sign_magnitude", checks.choice(quantizing.Levels)
-  )
+  norm: ScaleNorm = checks.field("max", checks.choice(ScaleNorm))
+  levels: Levels = checks.field("sign_magnitude", checks.choice(Levels))
   rounding: Rounding = checks.field("stochastic", checks.choice(Rounding))
   share_scale: bool = checks.field(False, checks.FLAG)
   rotate: int | None = checks.field(None, quantizing.ROTATE)
   refit_every: int = checks.field(100, checks.STEPS)
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
+  most_counted: ClassVar[int] = fitted.MOST_COUNTED
+
   def __post_init__(self) -> None:
     super().__post_init__()
-    self.check_levels()
+    bits, norm, levels, rotate = self.bits, self.norm, self.levels, self.rotate
+    uneven, clipped = levels == "nonuniform", norm == "rms"
+    whole, eights = self.bucket_size is None, bits in (1, 2, 4)
+    refused: dict[str, Any] = {
+      '`bits` must be at least 2 with levels="sign_magnitude", which spends one bit on '
+      'the sign, got 1; use levels="uniform".': (bits, levels) == (1, "sign_magnitude"),
+      f"`bits` must be 1, 2 or 4 with rotate={rotate}, got {bits}; only their words "
+      "hold a multiple of 8 codes, across which groups lie.": rotate and not eights,
+      f'`rotate` must be None with levels="nonuniform", got {rotate}; rotated elements '
+      'are nearly Gaussian, for which norm="rms" has the levels.': rotate and uneven,
+      f'`bits` must be 2, 3 or 4 with levels="nonuniform", got {bits}; more levels '
+      'than that gain nothing over levels="uniform".': uneven and bits not in (2, 3, 4),
+      f'`norm` must be "max" with levels="nonuniform", got {norm!r}.': uneven
+      and norm != "max",
+      '`share_scale` must be False with levels="nonuniform", whose codes cannot be '
+      "added, got True.": uneven and self.share_scale,
+      '`levels` must be "uniform" with norm="rms", whose steps are those of levels '
+      f"beside zero, got {levels!r}.": clipped and levels != "uniform",
+      f'`bits` must be 1 to 4 with norm="rms", got {bits}; with more levels nothing '
+      'needs to be clipped, so use norm="max".': clipped and bits > 4,
+      '`bucket_size` must be a number with norm="rms", got None; parts of a tensor '
+      "that are larger than others would be clipped in every step.": clipped and whole,
+    }
+    for reason, holds in refused.items():
+      if holds:
+        raise ValueError(reason)
 
   @property
   def citations(self) -> tuple[Citation, ...]:
@@ -183,99 +227,98 @@ class QSGD(quantizing.BucketCodec):
     return super().without_key or cure
 
   @property
-  def tile_size(self) -> int:
-    return planes.planes_per_word(self.bits) * self._words
-
-  @property
-  def row_words(self) -> int:
-    if self.share_scale:
-      return self._words
-    scales = 1 if self.bucket_size is None else planes.planes_per_word(self.bits)
-    return self._words + scales + (2 ** (self.bits - 1) if self.fits else 0)
-
-  @property
-  def _form(self) -> qsgd.Form:
-    assert self.levels != "nonuniform"
+  def _form(self) -> Any:
+    bits, words = self.bits, quantizing.bucket_words(self.bucket_size)
+    if self.levels == "nonuniform":
+      return fitted.Form(bits=bits, bucket_size=words)
     levels, inline = self.levels, not self.share_scale
-    return qsgd.Form(
-      bits=self.bits, bucket_size=self._words, levels=levels, inline=inline
-    )
+    return qsgd.Form(bits=bits, bucket_size=words, levels=levels, inline=inline)
+
+  @property
+  def encoder(self) -> Callable[..., tuple[Array, Array | None]]:
+    return fitted.encode_rows if self.fits else qsgd.encode_rows
 
   @property
   def max_code(self) -> int:
     return self._form.intervals
 
-  def leaf_statistics(self, x: Array) -> Array:
-    """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
-    return self.scales_by(quantizing.leaf_scales, self._prepared(x))
+  @property
+  def fits(self) -> Fit | None:
+    """The fits of levels, if they are ``"nonuniform"``."""
+    if self.levels != "nonuniform":
+      return None
+    return Fit(self.refit_every, self.most_counted, self.measure, fitted.fit)
 
-  def _prepared(self, x: Array) -> Array:
-    """Returns the elements of a leaf in the encoder's order: filled or rotated."""
-    flat = as_float32(x)
-    return self.filled(flat) if not self.rotate else to_tiles(flat, self).reshape(-1)
+  def init(self, leaf: Leaf | None = None, key: Array | None = None) -> Memory:
+    """Returns equally spaced levels above zero, or no state if none are fitted."""
+    return Memory(fitted.first_levels(self.bits)) if self.fits else Memory()
 
-  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
-    dither = codec_dither(self, context)
-    if keep and self._scales_inside and not self.rotate:
-      leaf = as_float32(x).reshape(x.shape)
-      return Encoded(*self._encode(leaf, None, dither, None, keep=True))
-    flat = self._prepared(x)
-    scale = context.agreed
-    if scale is None and not self._scales_inside:
-      scale = self.scales_by(quantizing.leaf_scales, flat)
-    return Encoded(self._encode(flat, scale, dither, self.levels_for(flat, context))[0])
+  def measure(self, x: Array) -> Array:
+    """Counts normalized magnitudes in a sample of buckets: ``int32[256]``."""
+    flat, words = as_float32(x), self._form.bucket_size
+    scale = None if self.bucket_size else scales.scales(scales.tensor_norm(flat, "max"))
+    return fitted.histogram(flat, bucket_size=words, scale=scale)
 
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
-    by = quantizing.row_scales
-    scale = None if self._scales_inside else self.scales_by(by, tiles)
-    dither = codec_dither(self, context)
-    return self._encode(tiles, scale, dither, self.levels_for(tiles, context))[0]
+  def encode_by(
+    self,
+    scale: Array | None,
+    x: Array,
+    context: Context,
+    *more: Any,
+    keep: bool = False,
+  ) -> Encoded:
+    if self.fits and context.memory is not None and len(context.memory.shared):
+      more = (context.memory.shared,)
+    elif self.fits:  # without a codec state to those of the elements
+      more = (fitted.fit(self.measure(x), self.init().shared),)
+    return super().encode_by(scale, x, context, *more, keep=keep)
 
-  def decode_rows(self, rows: Array) -> Array:
-    if self.fits:
-      return fitted_levels.decode_rows(rows, bits=self.bits, bucket_size=self._words)
-    return reference.decode_rows(rows, self._form)
-
-  def payload_tiles(self, payload: Payload) -> Array:
-    shared = payload.agreed is not None
-    return super().payload_tiles(payload) if shared else self._decode_one(payload.rows)
-
-  def sum_rows(self, rows: Array) -> Array:
-    if len(rows) == 1:
-      return self._decode_one(rows[0])
-    return sum_in_order(self.decode_rows, rows)
-
-  def _decode_one(self, rows: Array) -> Array:
-    """Decodes a payload that nothing is added to."""
-    by = self.implementation
-    if self.fits:
-      sizes = {"bits": self.bits, "bucket_size": self._words}
-      return fitted.decode_one(rows, **sizes, implementation=by)
-    return qsgd.decode_one(rows, form=self._form, implementation=by)
-
-  def codes(self, rows: Array) -> Array:
-    return qsgd.signed_codes(rows, self._form)
+  def filled(self, x: Array) -> Array:
+    """For ``norm="rms"``, fills the last bucket with copies of its elements."""
+    if self.norm != "rms" or self.bucket_size is None:
+      return x
+    return planes.filled(x.reshape(-1), self.bucket_size)
 
   @property
   def _scales_inside(self) -> bool:
-    """True if the encoder computes the scales, so that a kernel reads elements once."""
     bucketed = self.bucket_size is not None and self.norm == "max"
     return bucketed and not self.share_scale and not self.fits
 
-  def _encode(
-    self,
-    x: Array,
-    scale: Array | None,
-    dither: Array | None,
-    levels: Array | None,
-    keep: bool = False,
-  ) -> tuple[Array, Array | None]:
-    if scale is not None:
-      rows = -(-x.size // self.tile_size)
-      scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
-    if self.fits:
-      assert scale is not None and levels is not None
-      sizes = {"bits": self.bits, "bucket_size": self._words}
-      return fitted_levels.encode_rows(x, scale, levels, dither, **sizes), None
-    form, by = dataclasses.replace(self._form, keep=keep), self.implementation
-    return qsgd.encode_rows(x, scale, dither, form=form, implementation=by)
+  def scales_by(self, measure: Callable[..., Array], x: Array) -> Array | None:
+    if self._scales_inside:
+      return None
+    count = self._form.planes
+    if self.norm != "rms":
+      return scales.scales(measure(x, count, self.bucket_size, self.norm))
+    assert self.bucket_size is not None
+    lengths = measure(x, count, self.bucket_size, "l2")
+    outermost = (2**self.bits - 1) / 2 * _STEPS[self.bits]  # for a mean square of 1
+    return scales.scales(lengths * np.float32(outermost / math.sqrt(self.bucket_size)))
+
+  def leaf_statistics(self, x: Array) -> Array:
+    """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
+    found = self.scales_by(quantizing.leaf_scales, self.ordered(x))
+    assert found is not None  # no encoder finds what workers share
+    return found
+
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
+    if not keep or self.rotate or not self._scales_inside:
+      return super().encode_leaf(x, context)
+    leaf = as_float32(x).reshape(x.shape)
+    return self.encode_by(None, leaf, context, keep=True)
+
+  def decode_rows(self, rows: Array) -> Array:
+    return reference.decode_rows(rows, self._form)
+
+  def payload_tiles(self, payload: Payload) -> Array:
+    if payload.agreed is not None:
+      return super().payload_tiles(payload)
+    form, by = self._form, self.implementation
+    return qsgd.decode_one(payload.rows, form=form, implementation=by)
+
+  def sum_rows(self, rows: Array) -> Array:
+    alone = len(rows) == 1
+    return self.payload_tiles(Payload(rows[0])) if alone else super().sum_rows(rows)
+
+  def codes(self, rows: Array) -> Array:
+    return qsgd.signed_codes(rows, self._form)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import jax
@@ -13,7 +14,7 @@ from gradcomp._src.bibliography import WEN_2017, Citation
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
-from gradcomp._src.codecs.tiles import as_float32, codec_dither
+from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels.common.deviation import deviation
 from gradcomp._src.kernels.common.planes import floats
 from gradcomp._src.kernels.common.scales import norms, scales
@@ -28,7 +29,7 @@ _SIGMAS = checks.optional(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
+class Ternary(quantizing.Elementwise, quantizing.SharedScales):
   r"""Rounds each element to :math:`-s`, 0 or :math:`s`, the largest magnitude.
 
   Elements are clipped first, layer by layer, to :math:`c` standard deviations:
@@ -115,6 +116,7 @@ class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
     ),
   )
 
+  encoder = staticmethod(ternary.encode_rows)
   max_code: ClassVar[int] = 1
 
   def __post_init__(self) -> None:
@@ -140,17 +142,6 @@ class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
     words, inline = quantizing.bucket_words(self.bucket_size), not self.share_scale
     return ternary.Form(bucket_size=words, packing=self.packing, inline=inline)
 
-  @property
-  def tile_size(self) -> int:
-    return self._form.planes * self._form.bucket_size
-
-  @property
-  def row_words(self) -> int:
-    words = quantizing.bucket_words(self.bucket_size)
-    if self.share_scale:
-      return words
-    return words + (1 if self.bucket_size is None else self._form.planes)
-
   def leaf_statistics(self, x: Array) -> Array:
     """Returns the scales of clipped values: ``float32[1, 1]``, or ``[rows, P]``."""
     return self._scales(as_float32(x))[0]
@@ -170,30 +161,24 @@ class Ternary(quantizing.RoundsAtRandom, quantizing.SharedScales):
     beyond = largest > limit if self.scaler == "clipped" else largest < jnp.inf
     return scales(jnp.where(beyond & jnp.isfinite(limit), limit, largest)), limit
 
+  def scales_by(self, measure: Callable[..., Array], x: Array) -> Array:
+    return scales(measure(x, self._form.planes, self.bucket_size))
+
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     flat = as_float32(x)
     scale, limit = self._scales(flat)
     if context.agreed is not None:
       scale = context.agreed
-    return Encoded(self._encode(flat, scale, limit, codec_dither(self, context)))
+    return self.encode_by(scale, flat, context, limit)
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     """Encodes the tiles of a mean, without clipping them again."""
-    scale = scales(quantizing.row_scales(tiles, self._form.planes, self.bucket_size))
-    dither = codec_dither(self, context)
-    return self._encode(tiles.reshape(-1), scale, jnp.float32(jnp.inf), dither)
+    scale, flat = self.scales_by(quantizing.row_scales, tiles), tiles.reshape(-1)
+    return self.encode_by(scale, flat, context, jnp.float32(jnp.inf)).rows
 
   def decode_rows(self, rows: Array) -> Array:
-    scale = floats(rows[..., quantizing.bucket_words(self.bucket_size) :])
+    scale = floats(rows[..., self._form.bucket_size :])
     return self.from_codes(self.codes(rows), scale)
 
   def codes(self, rows: Array) -> Array:
     return ternary.codes(rows, self._form)
-
-  def _encode(
-    self, flat: Array, scale: Array, limit: Array, dither: Array | None
-  ) -> Array:
-    rows = -(-flat.size // self.tile_size)
-    scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
-    given, by = (flat, scale, dither, limit), self.implementation
-    return ternary.encode_rows(*given, form=self._form, implementation=by)[0]

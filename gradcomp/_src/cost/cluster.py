@@ -6,7 +6,6 @@ import os
 import pathlib
 from typing import TYPE_CHECKING
 
-from gradcomp._src import checks
 from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.rules import above_0, at_least_0, count, instance_of, made_from
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:  # at run time this would import JAX
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CodecSpeed(checks.Checked):
+class CodecSpeed:
   """The seconds that a codec takes for an element of a leaf.
 
   Attributes:
@@ -28,10 +27,15 @@ class CodecSpeed(checks.Checked):
     ValueError: one of them is below 0, or not finite.
   """
 
-  encode: float = checks.field(..., checks.Rule(at_least_0))
-  decode: float = checks.field(..., checks.Rule(at_least_0))
-  add: float = checks.field(..., checks.Rule(at_least_0))
-  keep: float = checks.field(0.0, checks.Rule(at_least_0))
+  encode: float
+  decode: float
+  add: float
+  keep: float = 0.0
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      seconds = at_least_0(field.name, getattr(self, field.name))
+      object.__setattr__(self, field.name, seconds)
 
   @classmethod
   def measure(

@@ -12,16 +12,8 @@ from gradcomp._src import checks
 from gradcomp._src.bibliography import MISHRA_2025, NVIDIA_2025, ROUHANI_2023, Citation
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs import quantizing
-from gradcomp._src.codecs.sums.records import (
-  ArrayLike,
-  Context,
-  Encoded,
-  Payload,
-  Rounding,
-)
-from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
+from gradcomp._src.codecs.sums.records import ArrayLike, Payload, Rounding
 from gradcomp._src.kernels import block_float
-from gradcomp._src.kernels.common import rotation
 from gradcomp._src.kernels.gpu import dispatch
 
 BlockSize = Literal[16, 32]
@@ -39,7 +31,7 @@ _SCALES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockFloat(quantizing.RoundsAtRandom):
+class BlockFloat(quantizing.Elementwise):
   r"""Casts each block to a float of few bits, under a scale of 8 bits: MX and NVFP4.
 
   With :math:`X` for the scale of a block of 16 or 32 consecutive elements,
@@ -136,6 +128,8 @@ class BlockFloat(quantizing.RoundsAtRandom):
   rotate: int | None = checks.field(None, quantizing.ROTATE)
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
+  encoder = staticmethod(block_float.encode_rows)
+
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.rotate and self.element != "e2m1":
@@ -165,32 +159,11 @@ class BlockFloat(quantizing.RoundsAtRandom):
     return contractions.of_energy(0.12 if self.element == "e2m1" else 0.03)
 
   @property
-  def tile_size(self) -> int:
-    return self._form.planes * self._form.bucket_size
-
-  @property
   def row_words(self) -> int:
     return self._form.row_words
 
-  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
-    flat = as_float32(x)
-    if self.rotate:
-      flat = to_tiles(flat, self).reshape(-1)
-    scales = self._scales(quantizing.leaf_scales, flat)
-    return Encoded(self._encode(flat, scales, codec_dither(self, context)))
-
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
-    scales = self._scales(quantizing.row_scales, tiles)
-    return self._encode(tiles, scales, codec_dither(self, context))
-
   def decode_rows(self, rows: Array) -> Array:
     return block_float.decode_rows(rows, form=self._form)
-
-  def rotated(self, tiles: Array) -> Array:
-    return rotation.rotate(tiles, self._form.planes, self.rotate)
-
-  def unrotated(self, tiles: Array) -> Array:
-    return rotation.unrotate(tiles, self._form.planes, self.rotate)
 
   def operand(self, payload: Payload, *, like: ArrayLike) -> tuple[Array, Array, Array]:
     r"""Returns the operand of a matrix unit, without decoding a payload.
@@ -250,13 +223,8 @@ class BlockFloat(quantizing.RoundsAtRandom):
   def _form(self) -> block_float.Form:
     return block_float.Form(self.element, self.scale, self.block_size, self.unbiased)
 
-  def _scales(self, measure: Callable[..., Array], x: Array) -> Array | None:
-    """Returns the scale of each row that blocks share, ``float32[rows, 1]``, if any."""
+  def scales_by(self, measure: Callable[..., Array], x: Array) -> Array | None:
+    """Returns the scale that the blocks of rows share, if they share one."""
     if self.scale == "e8m0":
       return None
-    scales = block_float.tensor_scales(measure(x, 1, None), self._form)
-    return jnp.broadcast_to(scales, (-(-x.size // self.tile_size), 1))
-
-  def _encode(self, x: Array, scales: Array | None, dither: Array | None) -> Array:
-    given, by = (x, scales, dither), self.implementation
-    return block_float.encode_rows(*given, form=self._form, implementation=by)[0]
+    return block_float.tensor_scales(measure(x, 1, None), self._form)

@@ -8,12 +8,10 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.bibliography import HORVATH_2019, Citation
 from gradcomp._src.codecs import contraction as contractions
-from gradcomp._src.codecs.quantizing import RoundsAtRandom
-from gradcomp._src.codecs.sums.records import Context, Rounding
-from gradcomp._src.codecs.tiles import codec_dither
+from gradcomp._src.codecs import quantizing
+from gradcomp._src.codecs.sums.records import Rounding
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.float_formats import FloatFormat
-from gradcomp._src.kernels.common.planes import planes_per_word
 from gradcomp._src.kernels.gpu import dispatch
 
 # The 126 powers of two have the bias of IEEE formats, 63: so the square of each is a
@@ -22,7 +20,7 @@ _FORMAT = FloatFormat(7, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Natural(RoundsAtRandom):
+class Natural(quantizing.Elementwise):
   r"""Rounds each element to a neighboring power of two: natural compression.
 
   An element with :math:`a \le |v| < b`, where a and :math:`b = 2 a` are powers of two,
@@ -81,19 +79,18 @@ class Natural(RoundsAtRandom):
       "probability of rounding up is a multiple of 2**-16.",
     ),
   )
+  encoder = staticmethod(float_cast.encode_rows)
   row_words: ClassVar[int] = float_cast.Form.bucket_size
-  tile_size: ClassVar[int] = planes_per_word(8) * row_words
 
   @property
   def contraction(self) -> float:
     return contractions.of_energy(contractions.of_floats(1.0, self.rounding))
 
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
-    form = float_cast.Form(
+  @property
+  def _form(self) -> float_cast.Form:
+    return float_cast.Form(
       _FORMAT, "stochastic" if self.needs_key else "nearest_even", saturate=False
     )
-    given, by = (tiles, None, codec_dither(self, context)), self.implementation
-    return float_cast.encode_rows(*given, form=form, implementation=by)[0]
 
   def decode_rows(self, rows: Array) -> Array:
     return float_cast.decode_rows(rows, _FORMAT)
