@@ -12,6 +12,7 @@ from gradcomp._src import checks
 from gradcomp._src.bibliography import ALISTARH_2017, GRUBIC_2018, ZHANG_2017, Citation
 from gradcomp._src.codecs import contraction as contractions
 from gradcomp._src.codecs import quantizing
+from gradcomp._src.codecs.sums import tiles
 from gradcomp._src.codecs.sums.records import (
   Context,
   Encoded,
@@ -259,19 +260,13 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
     scale = None if self.bucket_size else scales.scales(scales.tensor_norm(flat, "max"))
     return fitted.histogram(flat, bucket_size=words, scale=scale)
 
-  def encode_by(
-    self,
-    scale: Array | None,
-    x: Array,
-    context: Context,
-    *more: Any,
-    keep: bool = False,
-  ) -> Encoded:
-    if self.fits and context.memory is not None and len(context.memory.shared):
-      more = (context.memory.shared,)
-    elif self.fits:  # without a codec state to those of the elements
-      more = (fitted.fit(self.measure(x), self.init().shared),)
-    return super().encode_by(scale, x, context, *more, keep=keep)
+  def levels_for(self, x: Array, context: Context) -> tuple[Array, ...]:
+    """Returns fitted levels: of the codec state, and without one of the elements."""
+    if not self.fits:
+      return ()
+    if context.memory is not None and len(context.memory.shared):
+      return (context.memory.shared,)
+    return (fitted.fit(self.measure(x), self.init().shared),)
 
   def filled(self, x: Array) -> Array:
     """For ``norm="rms"``, fills the last bucket with copies of its elements."""
@@ -317,8 +312,9 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
     return qsgd.decode_one(payload.rows, form=form, implementation=by)
 
   def sum_rows(self, rows: Array) -> Array:
-    alone = len(rows) == 1
-    return self.payload_tiles(Payload(rows[0])) if alone else super().sum_rows(rows)
+    if len(rows) == 1:
+      return self.payload_tiles(Payload(rows[0]))
+    return tiles.sum_in_order(self.decode_rows, rows)
 
   def codes(self, rows: Array) -> Array:
     return qsgd.signed_codes(rows, self._form)

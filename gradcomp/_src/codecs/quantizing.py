@@ -122,6 +122,10 @@ class Elementwise(RoundsAtRandom):
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     return self.encode_by(self.scales_by(row_scales, tiles), tiles, context).rows
 
+  def levels_for(self, x: Array, context: Context) -> tuple[Array, ...]:
+    """Returns the levels that the encoder takes besides, if it takes any."""
+    return ()
+
   def encode_by(
     self,
     scale: Array | None,
@@ -135,8 +139,8 @@ class Elementwise(RoundsAtRandom):
       rows = -(-x.size // self.tile_size)
       scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
     form = dataclasses.replace(self._form, keep=True) if keep else self._form
-    given, by = (x, scale, codec_dither(self, context), *more), self.implementation
-    return Encoded(*self.encoder(*given, form=form, implementation=by))
+    given = x, scale, codec_dither(self, context), *more, *self.levels_for(x, context)
+    return Encoded(*self.encoder(*given, form=form, implementation=self.implementation))
 
   def rotated(self, tiles: Array) -> Array:
     """Rotates tiles, ``float32[rows, tile_size]``, if ``rotate`` is a number."""

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,28 +33,12 @@ from gradcomp._src.exchange.plan import MessagePlan, PlanOptions, plan_messages
 from gradcomp._src.exchange.protocol import Exchange, returns_means
 from gradcomp._src.exchange.step import Step
 from gradcomp._src.floats.dtypes import addend_dtype
-from gradcomp._src.mesh import study, types, unsharded_params
-from gradcomp._src.mesh.axes import (
-  Axes,
-  AxisName,
-  as_axis_name,
-  axis_names,
-  bound_size,
-  require_size,
-)
-from gradcomp._src.mesh.reduction import reduction
+from gradcomp._src.mesh import study
+from gradcomp._src.mesh.axes import Axes, AxisName, as_axis_name, axis_names, bound_size
+from gradcomp._src.mesh.place import Place, check_whole_arrays, place
 from gradcomp._src.mesh.trees import is_box
 
 Dither = Literal["shared", "independent"]
-
-
-class Across(NamedTuple):
-  """The axes and dtypes of a step, as the types of gradients show them."""
-
-  axes: AxisName | None  # the axes of the workers; None to exchange nothing
-  is_sum: bool  # whether gradients are addends of their sum
-  others: Sequence[tuple[str, ...]]  # over which leaves vary, too
-  dtypes: Sequence[np.dtype] = ()  # the dtype of the update of each leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,7 +103,7 @@ class Compression:
     self,
     leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
     paths: Sequence[KeyPath],
-    across: Across,
+    across: Place,
     workers: Workers | None,
   ) -> MessagePlan:
     """Plans the messages of a step."""
@@ -133,7 +117,7 @@ class Compression:
   def init(self, params: Any) -> CompressState:
     """Creates the state; ValueError if parameters are sharded over the workers."""
     if self._averaged:
-      unsharded_params.check_whole_arrays("params", params, self._averaged)
+      check_whole_arrays("params", params, self._averaged)
     own = functools.partial(self._own_arrays, paths_of(params))
     seed, axes = states.seed_words(self.key), study.studied_axes(self.axis_name)
     firsts: list[Any] = [self.feedback.first] if self.feedback.keeps else []
@@ -159,7 +143,7 @@ class Compression:
     axes = study.studied_axes(self.axis_name)
     known = 1 if axes is None else workers
     several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
-    plan = self.plan(leaves, paths, Across(axes, False, others), several)
+    plan = self.plan(leaves, paths, Place(axes, False, others), several)
     study.note(study.Planned(plan))
     shapes = {} if known is None or axes is None else owner_shapes(plan)
 
@@ -173,13 +157,12 @@ class Compression:
 
     return make
 
-  def across(self, updates: Any, state: CompressState, params: Any) -> Across:
+  def across(self, updates: Any, state: CompressState, params: Any) -> Place:
     """Validates the inputs of ``update``; returns the axes and dtypes of the step."""
-    if self._averaged:
-      unsharded_params.check_whole_params(params, self._averaged)
-    axes, is_sum = reduction(updates, self.axis_name, local=not self.exchange.sends)
-    leaves = jax.tree.leaves(updates)
-    rule, some = self.feedback, bool(leaves)
+    sends = self.exchange.sends
+    across = place(updates, self.axis_name, params=params, local=not sends)
+    axes, is_sum, *_ = across
+    rule, some = self.feedback, bool(jax.tree.leaves(updates))
     needs = {"residual": rule.keeps and some, "velocity": rule.moves and some}
     needs["estimate"] = rule.estimates and some
     states.check_state(state, needs, f"feedback={rule} and {self.codec}")
@@ -191,19 +174,17 @@ class Compression:
       )
     if is_sum:
       first_state.check_residual_types(state.residual, updates, axes)
-    if axes is not None and self.exchange.sends:
+    if axes is not None and sends:
       told = vars(self) | {"inspected": measures(state) is not None}
       agreement.require_agreement("gradcomp.compress", told, updates, axes)
     made = ("codec", "feedback", "min_leaf_size")
     study.note(study.Options(tuple((name, getattr(self, name)) for name in made)))
-    known = params if is_sum and self.exchange.sends else None
-    others = [types.other_axes(leaf, axes) for leaf in leaves]
-    return Across(axes, is_sum, others, update_dtypes(updates, known))
+    known = params if is_sum and sends else None
+    return across._replace(dtypes=update_dtypes(updates, known))
 
-  def workers(self, across: Across, grads: Any, state: CompressState) -> Workers | None:
+  def workers(self, across: Place, grads: Any, state: CompressState) -> Workers | None:
     """Returns the workers that exchange, on a device; None to exchange nothing."""
-    axes = across.axes
-    count = 1 if axes is None else require_size(axes)
+    axes, count = across.axes, across.workers
     residual = residual_storage.shaped(state.residual)
     first_state.check_own("residual", residual, grads, axes, count)
     if self.feedback.keeps:
@@ -231,12 +212,11 @@ class Compression:
       watch=measures(state) is not None,
     )
 
-  def error_share(self, across: Across, workers: Workers | None) -> float | None:
+  def error_share(self, across: Place) -> float | None:
     """Returns the share of cast errors that a worker keeps, 1 or 1/N, or None."""
     if not self.feedback.keeps:
       return None
-    sums = across.is_sum and self.exchange.sends
-    return 1 / workers.size if workers is not None and sums else 1.0
+    return 1 / across.addends if self.exchange.sends else 1.0
 
   def warn_of_owners(self, plan: MessagePlan, state: CompressState) -> None:
     """Warns if owners keep nothing because ``init`` could not count the workers."""

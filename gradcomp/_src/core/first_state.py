@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gradcomp._src.checks import see
 from gradcomp._src.mesh import types
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, bound_size, mesh_size
+from gradcomp._src.mesh.place import GATHER_FIRST
 from gradcomp._src.mesh.specs import axes_in, sharded_axes, stack_spec, stacked_over
-from gradcomp._src.mesh.unsharded_params import GATHER_FIRST
 
 Own = dict[Axes, Any]  # arrays by the axes that stack them
 _Shape = tuple[int, ...]

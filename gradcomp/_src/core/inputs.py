@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jax.tree_util import Partial
 
-from gradcomp._src.core.of_workers import in_shards, of_workers
+from gradcomp._src.core.of_workers import of_workers, step_shards
 from gradcomp._src.mesh import trees
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.per_worker import of_all
@@ -32,16 +32,14 @@ def on_real_pairs(
   """
 
   def init(params: Any) -> Any:
-    params = trees.trainable(params)
-    with under_mesh_of(params):
-      return init_fn(jax.tree.map(pairs, params))
+    return init_fn(jax.tree.map(pairs, params))
 
   def on_worker(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
     return _joined(grads, *update_fn(_paired(grads), state, params, **extra_args))
 
   def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
     grads, kept, params = _opened(updates, state, params)
-    if of_all(grads) or in_shards(grads, kept):
+    if of_all(grads) or step_shards(grads, kept) is not None:
       new, kept = mapped(grads, kept, params, **extra_args)
     else:  # no call of on_worker, so that a kernel is not deeper below an update
       reals = _paired(grads)
@@ -49,7 +47,7 @@ def on_real_pairs(
     return _closed(updates, state, new, kept)
 
   mapped = of_workers(on_worker, axis_name, keeps_rows=keeps_rows)
-  return optax.GradientTransformationExtraArgs(init, update)
+  return any_tree(init, update)._replace(update=update)
 
 
 def _paired(grads: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.core.specs import check_stacked, state_specs
@@ -18,8 +19,8 @@ from gradcomp._src.mesh.axes import (
   manual_axes,
 )
 from gradcomp._src.mesh.closures import arrays_of
+from gradcomp._src.mesh.param_specs import PLACED, by_leaf, shards_of
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
-from gradcomp._src.mesh.placed import PLACED, by_leaf, shards_of
 from gradcomp._src.mesh.specs import axes_in, is_spec, restrict_spec, rows_spec
 from gradcomp._src.mesh.types import mesh_of
 
@@ -42,75 +43,57 @@ def of_workers(
   def mapped(
     updates: Any, state: Any, params: Any = None, **extra_args: Any
   ) -> tuple[Any, Any]:
-    if not whole and in_shards(updates, state):
-      return _on_shards(update, updates, state, params, extra_args)
-    if not of_all(updates):
+    tree, axes, placed = updates, None, PLACED.value
+    if of_all(updates):
+      tree, placed_as, axes = unmarked(updates)
+      workers = _check_rows(tree, axes, axis_name, mesh_of(updates))
+      shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+      specs = placed_as
+      if whole:
+        placed = by_leaf(shapes, jax.tree.leaves(specs, is_leaf=is_spec))
+        specs = jax.tree.map(lambda _: P(), specs, is_leaf=is_spec)
+      # Over axes that shard nothing each device still sends a part of the words.
+      names = axes_in(specs).union(axis_names(axes))
+    elif not whole and (specs := step_shards(updates, state)) is not None:
+      # The map around this one has cut the state over the axes of the workers.
+      names = frozenset(automatic_axes())
+    else:
       return update(updates, state, params, **extra_args)
-    tree, placed_as, axes = unmarked(updates)
-    _check_axes(axes, axis_name)
+
+    each = functools.partial(jax.tree.map, is_leaf=is_spec)
+    cut = specs if axes_in(specs) else None
+    own = state_specs(state, axis_name=axes or manual_axes(), param_specs=cut)
+    own = each(lambda spec: restrict_spec(spec, names), own)
+    places, keeps = specs, keeps_rows and axes is not None
+    if axes is not None:
+      of_axes = lambda spec: restrict_spec(spec, axis_names(axes))
+      check_stacked(state, each(of_axes, own), shapes, workers)
+      places = each(functools.partial(rows_spec, axes), specs)
     arrays, with_arrays = arrays_of(extra_args)
-    mesh, names = mesh_of(updates), axis_names(axes)
-    workers = math.prod(mesh.shape[name] for name in names)
 
-    _check_rows(tree, workers)
-    own_shape = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-    shapes, specs = jax.tree.map(own_shape, tree), placed_as
-    placed = PLACED.value
-    if whole:
-      placed = by_leaf(shapes, jax.tree.leaves(specs, is_leaf=is_spec))
-      specs = jax.tree.map(lambda _: P(), specs, is_leaf=is_spec)
-
-    def local(rows: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
-      own = jax.tree.map(lambda x: x[0], rows)
+    def local(grads: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
+      grads = jax.tree.map(lambda x: x[0], grads) if axes else grads
       with PLACED(placed):
-        new, state = update(own, state, params, **with_arrays(arrays))
-      return (jax.tree.map(lambda x: x[None], new) if keeps_rows else new), state
+        new, state = update(grads, state, params, **with_arrays(arrays))
+      return (jax.tree.map(lambda x: x[None], new) if keeps else new), state
 
-    on_top = functools.partial(rows_spec, axes)
-    stacked = jax.tree.map(on_top, specs, is_leaf=is_spec)
-    others = axes_in(specs)
-    own = state_specs(state, axis_name=axes, param_specs=specs if others else None)
-    of_axes = lambda spec: restrict_spec(spec, names)
-    check_stacked(state, jax.tree.map(of_axes, own, is_leaf=is_spec), shapes, workers)
     new, state = jax.shard_map(
       local,
-      mesh=mesh,
-      in_specs=(stacked, own, None if params is None else specs, P()),
-      out_specs=(stacked if keeps_rows else specs, own),
-      # Over axes that shard nothing each device still sends a part of the words.
-      axis_names=set(names).union(others),
+      mesh=None if axes is None else mesh_of(updates),
+      in_specs=(places, own, None if params is None else specs, P()),
+      out_specs=(places if keeps else specs, own),
+      axis_names=set(names),
     )(tree, state, params, arrays)
-    return (marked(new, axes, placed_as) if keeps_rows else new), state
+    return (marked(new, axes, placed_as) if axes and keeps else new), state
 
   return mapped
 
 
-def in_shards(updates: Any, state: Any) -> bool:
-  """Returns True in a train step that has the shards of gradients, and their state."""
+def step_shards(updates: Any, state: Any) -> Any:
+  """Returns the specs of a step's gradients if the state is that of shards, or None."""
   specs = shards_of(updates)
-  return specs is not None and not _made_whole(state, automatic_axes())
-
-
-def _on_shards(
-  update: Update, updates: Any, state: Any, params: Any, extra_args: Any
-) -> tuple[Any, Any]:
-  """Calls ``update`` on the shards of a train step, in a map over their Auto axes."""
-  specs, others = shards_of(updates), automatic_axes()
-  # The map around this one has cut the state over the axes of the workers.
-  inside = lambda spec: restrict_spec(spec, others)
-  own = state_specs(state, axis_name=manual_axes(), param_specs=specs)
-  own = jax.tree.map(inside, own, is_leaf=is_spec)
-  arrays, with_arrays = arrays_of(extra_args)
-
-  def local(updates: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
-    return update(updates, state, params, **with_arrays(arrays))
-
-  return jax.shard_map(
-    local,
-    in_specs=(specs, own, None if params is None else specs, P()),
-    out_specs=(specs, own),
-    axis_names=set(others),
-  )(updates, state, params, arrays)
+  whole = specs is None or _made_whole(state, automatic_axes())
+  return None if whole else specs
 
 
 def _made_whole(state: Any, others: Collection[str]) -> bool:
@@ -126,21 +109,21 @@ def _made_whole(state: Any, others: Collection[str]) -> bool:
   return bool(keys) and not any(set(axes).intersection(others) for axes in keys)
 
 
-def _check_axes(axes: AxisName, axis_name: AxisName | None) -> None:
-  """Raises ValueError for gradients of workers of other axes."""
+def _check_rows(
+  rows: Any, axes: AxisName, axis_name: AxisName | None, mesh: AbstractMesh
+) -> int:
+  """Returns the number of workers; ValueError for rows of others."""
   if axis_name is None or axis_names(axis_name) != axis_names(axes):
     raise ValueError(
       f"`axis_name` must name the axes of the gradients, {axes!r}, as "
       f"gradcomp.value_and_grad was given them, got {axis_name!r}."
     )
-
-
-def _check_rows(tree: Any, workers: int) -> None:
-  """Raises ValueError unless each array has a row for each worker."""
-  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+  workers = math.prod(mesh.shape[name] for name in axis_names(axes))
+  for path, x in jax.tree_util.tree_leaves_with_path(rows):
     if x.shape[:1] != (workers,):
       raise ValueError(
         f"`updates`{jax.tree_util.keystr(path)} must stack the gradients of {workers} "
         f"workers on a first axis, got the shape {x.shape}; take what "
         "gradcomp.value_and_grad returns."
       )
+  return workers

@@ -14,8 +14,7 @@ from gradcomp._src.checks import see
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core import state as states
 from gradcomp._src.core.residual_storage import is_stored, shaped
-from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.emulated import on_each, sizes_by_axis
+from gradcomp._src.mesh.axes import AxisName, axis_names, on_each, sizes_by_axis
 from gradcomp._src.mesh.param_specs import specs_like, specs_of
 from gradcomp._src.mesh.specs import is_spec, sharded_axes, stack_spec, stacked_over
 from gradcomp._src.mesh.trees import trainable

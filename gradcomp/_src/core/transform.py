@@ -122,7 +122,7 @@ def transformation(parts: Compression) -> optax.GradientTransformationExtraArgs:
       leaves = jax.tree.leaves(updates)
       plan = parts.plan(leaves, paths_of(updates), across, workers)
       parts.warn_of_owners(plan, state)
-      share = parts.error_share(across, workers)
+      share = parts.error_share(across)
       finish = functools.partial(as_updates, across.dtypes, share)
       facts = lambda plan: parts.step(plan, workers, state)
       rest = updates, state, finish

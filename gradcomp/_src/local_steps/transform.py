@@ -1,6 +1,5 @@
 """``local_steps``: several steps of each worker between two exchanges."""
 
-import functools
 import inspect
 from typing import Any, TypeVar, Unpack
 
@@ -22,11 +21,10 @@ from gradcomp._src.exchange.one_stage import Merge
 from gradcomp._src.local_steps import options as rules
 from gradcomp._src.local_steps import rounds
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh.reduction import reduction
+from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.trees import boxed_like, combine, split, unboxed
 from gradcomp._src.mesh.types import mesh_of, unreduced_axes
-from gradcomp._src.mesh.unsharded_params import check_whole_params
 from gradcomp._src.transforms.options import MessageOptions, recipe
 
 Params = TypeVar("Params")
@@ -224,8 +222,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
     _check_given(state, params, fragments)
     rules.check_floats("updates", updates)
     updates = not_differentiated(updates)
-    check_whole_params(params, axes)
-    across = reduction(updates, axes, local=False)
+    across = place(updates, axes, params=params)
     agreement.require_agreement(
       "gradcomp.local.local_steps",
       told,
@@ -239,11 +236,8 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
 
     def step(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
       value = extra_args.get("value") if takes_value else None
-      times = lambda g: g * jnp.asarray(mesh_axes.require_size(axes), g.dtype)
-      whole = functools.partial(jax.tree.map, times)
-      if across.is_sum:
-        grads = whole(grads)
-      own_args = extra_args | {name: whole(extra_args[name]) for name in addends}
+      grads = across.own(grads)
+      own_args = extra_args | {x: across.own(extra_args[x]) for x in addends}
       moved, inner_state = round_.own_step(grads, state.own, params, own_args)
       count: Any = optax.safe_increment(state.count)
       number = count - start  # of the local step

@@ -1,5 +1,10 @@
-"""Specs of parameters over other axes than the workers': given, or read from arrays."""
+"""Specs of parameters over other axes than the workers': given, or read from arrays.
 
+No type has them in the trace of a train step. There a context does, by the path and the
+shape of each leaf. It is a part of the keys of JAX's caches, as a study is.
+"""
+
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +16,16 @@ from jax.sharding import (
   Sharding,
 )
 
-from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.specs import is_spec
+from gradcomp._src.mesh.axes import AxisName, automatic_axes, axis_names
+from gradcomp._src.mesh.place import check_whole_specs
+from gradcomp._src.mesh.specs import axes_in, is_spec, restrict_spec
+from gradcomp._src.mesh.trees import unboxed
 from gradcomp._src.mesh.types import is_auto, is_traced, mesh_of, placed_spec
-from gradcomp._src.mesh.unsharded_params import check_whole_specs
 
 _SHARDINGS = "jax.tree.map(lambda x: x.sharding, params)"
+
+# ``with PLACED(by_leaf(params, specs)):`` in a trace.
+PLACED: Any = jax.make_user_context(None)
 
 
 def specs_of(given: Any, axis_name: AxisName) -> Any:
@@ -75,3 +84,35 @@ def _read(params: Any, axis_name: AxisName, mesh: Mesh | AbstractMesh) -> Any:
       "every device has whole."
     )
   return jax.tree.map(placed_spec, params)
+
+
+def specs_over(params: Any, axes: Collection[str]) -> tuple[PartitionSpec, ...] | None:
+  """Returns the spec of each array; None if these axes shard none of them."""
+  specs = tuple(placed_spec(x) for x in jax.tree.leaves(params))
+  return specs if axes_in(specs).intersection(axes) else None
+
+
+def by_leaf(params: Any, specs: Sequence[PartitionSpec]) -> Any:
+  """Returns the specs by leaf, for :data:`PLACED`."""
+  leaves = jax.tree_util.tree_leaves_with_path(unboxed(params))
+  return tuple(map(_name, *zip(*leaves, strict=True))), tuple(specs)
+
+
+def shards_of(grads: Any) -> Any:
+  """Returns the specs of a step's gradients over Auto axes that no map has bound.
+
+  None if no such axis shards any of them.
+  """
+  if PLACED.value is None:
+    return None
+  known, axes = dict(zip(*PLACED.value, strict=True)), automatic_axes()
+
+  def spec(path: Any, x: jax.Array) -> PartitionSpec:
+    return restrict_spec(known.get(_name(path, x), PartitionSpec()), axes)
+
+  specs = jax.tree_util.tree_map_with_path(spec, grads)
+  return specs if axes_in(specs) else None
+
+
+def _name(path: Any, x: Any) -> tuple[str, tuple[int, ...]]:
+  return jax.tree_util.keystr(path), x.shape

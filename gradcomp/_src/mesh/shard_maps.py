@@ -71,12 +71,9 @@ def per_device(
   if not addends:
     return whole(updates, state, arrays)
 
-  def of_each(size: int, is_batched: Any, *args: Any) -> Any:
-    ahead = lambda x, known: x if known else _ahead(x, size)
-    updates, state, arrays = jax.tree.map(ahead, args, tuple(is_batched))
+  def of_each(updates: Any, state: Any, arrays: list[jax.Array]) -> tuple[Any, Any]:
     own: Any = {"keeps_addends": keeps_addends, "given": (arrays,)}
-    result = per_device(jax.vmap(on_device), updates, state, axis_name, **own)
-    return result, jax.tree.map(lambda _: True, result)
+    return per_device(jax.vmap(on_device), updates, state, axis_name, **own)
 
   return _with_rule(whole, of_each)(updates, state, arrays)
 
@@ -89,8 +86,7 @@ def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax
   rank = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).ndim
   out = PartitionSpec(*entries(spec)[:rank], unreduced=spec.unreduced)
   mapped = _unchecked(function, None if manual_axes() else mesh_of(x), spec, out)
-  of_each = lambda size, is_batched, x: (map_addends(jax.vmap(function), x), True)
-  return _linear(mapped, of_each)(x)
+  return _linear(mapped, lambda x: map_addends(jax.vmap(function), x))(x)
 
 
 def unreduce(tree: Any, axis_name: AxisName) -> Any:
@@ -110,25 +106,26 @@ def unreduce(tree: Any, axis_name: AxisName) -> Any:
     specs = jax.tree.map(typed_spec, tree), jax.tree.map(spec, tree)
     return _unchecked(squeeze, mesh, *specs)(tree)
 
-  def of_each(size: int, is_batched: Any, tree: Any) -> Any:
+  return _linear(functools.partial(drop, 0), functools.partial(drop, 1))(tree)
+
+
+def _with_rule(function: Callable[..., Any], of_each: Callable[..., Any]) -> Any:
+  """Returns a function for which ``jax.vmap`` calls ``of_each``, on first axes."""
+
+  def rule(size: int, is_batched: Any, *args: Any) -> tuple[Any, Any]:
     ahead = lambda x, known: x if known else _ahead(x, size)
-    result = drop(1, jax.tree.map(ahead, tree, is_batched[0]))
+    result = of_each(*jax.tree.map(ahead, args, tuple(is_batched)))
     return result, jax.tree.map(lambda _: True, result)
 
-  return _linear(functools.partial(drop, 0), of_each)(tree)
-
-
-def _with_rule(function: Callable[..., Any], rule: Callable[..., Any]) -> Any:
-  """Returns a function with its own rule for ``jax.vmap``."""
   # JAX 0.10 to 0.12 has no rule for maps with unreduced arrays.
   result = jax.custom_batching.custom_vmap(function)
   result.def_vmap(rule)
   return result
 
 
-def _linear(function: Callable[[Any], Any], rule: Callable[..., Any]) -> Any:
-  """Returns a linear function with such a rule, which JAX may differentiate."""
-  result = jax.custom_jvp(_with_rule(function, rule))
+def _linear(function: Callable[[Any], Any], of_each: Callable[[Any], Any]) -> Any:
+  """Returns such a linear function, which JAX may differentiate."""
+  result = jax.custom_jvp(_with_rule(function, of_each))
   result.defjvp(lambda primals, tangents: (result(*primals), function(*tangents)))
   return result
 

@@ -19,7 +19,6 @@ from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.unsharded_params import check_whole_params
 from gradcomp._src.optimizers.local_adam import Gaps, LocalAdam, as_gaps
 from gradcomp._src.optimizers.moments import (
   Moments,
@@ -213,11 +212,9 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     updates: Any, state: MomentsState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, MomentsState]:
     del extra_args
-    if axis_name is not None:
-      check_whole_params(params, axis_name)
     grads = not_differentiated(updates)
     require_agreement("gradcomp.optimizers.adam", told, grads, params)
-    state = moments.step(grads, state)
+    state = moments.step(grads, state, params)
     like = grads if params is None else params
     step = lambda m, v, x: (m / (jnp.sqrt(v) + eps)).astype(x.dtype)
     return jax.tree.map(step, *moments.corrected(state), like), state

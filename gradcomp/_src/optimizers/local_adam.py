@@ -15,12 +15,11 @@ from gradcomp._src.checks import step_count
 from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import OwnSteps
 from gradcomp._src.local_steps import rounds
-from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names, require_size
-from gradcomp._src.mesh.reduction import reduction
+from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names
+from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.study import Options, note
 from gradcomp._src.mesh.types import mark_varying, other_axes
-from gradcomp._src.mesh.unsharded_params import check_whole_params
 from gradcomp._src.optimizers.moments import (
   Moments,
   MomentsState,
@@ -165,20 +164,16 @@ class LocalAdam:
   ) -> tuple[Any, LocalMomentsState]:
     """Moves this worker; in the last step of a gap, the parameters of all."""
     del extra_args
-    check_whole_params(params, self._axes)
     grads = not_differentiated(updates)
+    across = place(grads, self._axes, params=params)
     require_agreement("gradcomp.optimizers.adam", self.told, grads, params)
-    is_sum = reduction(grads, self._axes, local=False).is_sum
     like = grads if params is None else params
     schedule: Any = self.learning_rate
     rate = schedule(state.moments.count) if callable(schedule) else schedule
     rate = jnp.asarray(rate, jnp.float32)
 
     def step(grads: Any, state: Any, like: Any, rate: Any) -> Any:
-      if is_sum:
-        times = lambda g: g * jnp.asarray(require_size(self._axes), g.dtype)
-        grads = jax.tree.map(times, grads)
-      return self._step(grads, state, like, rate)
+      return self._step(across.own(grads), state, like, rate)
 
     given: Any = {"keeps_addends": False, "given": (like, rate)}
     direction, new = per_device(step, grads, state, self._axes, **given)

@@ -18,8 +18,8 @@ from gradcomp._src.core import agreement
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange import collectives
-from gradcomp._src.mesh.axes import AxisName, require_size
-from gradcomp._src.mesh.reduction import Reduction, reduction
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.place import Place, place
 from gradcomp._src.mesh.run_store import is_alone
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import varying_axes
@@ -163,13 +163,13 @@ class Moments:
     first = self.compressed.init(mu)
     return MomentsState(*counts, jnp.zeros([], jnp.float32), mu, nu, first)
 
-  def step(self, grads: Any, state: MomentsState) -> MomentsState:
+  def step(self, grads: Any, state: MomentsState, params: Any) -> MomentsState:
     """Returns the state after the gradients of a worker, or of all."""
-    across = reduction(grads, self.axis_name, local=False)
+    across = place(grads, self.axis_name, params=params)
     count = optax.safe_increment(state.count)
 
     def dense(grads: Any, state: MomentsState) -> MomentsState:
-      return self.averaged(grads, state._replace(count=count), across.axis_name)
+      return self.averaged(grads, state._replace(count=count), across.axes)
 
     def compressed(grads: Any, state: MomentsState) -> MomentsState:
       own = self._own_momenta(grads, state.mu, across)
@@ -209,16 +209,14 @@ class Moments:
     mean, _ = tx.update(grads, plain)
     return optax.tree.cast_like(mean, state.mu)
 
-  def _own_momenta(self, grads: Any, mu: Any, across: Reduction) -> Any:
+  def _own_momenta(self, grads: Any, mu: Any, across: Place) -> Any:
     """Returns the mean momentum, moved on by a worker's own gradient."""
 
     def own(grads: Any, mu: Any) -> tuple[Any, Any]:
       # Addends of a sum have a share of the mean momentum each.
-      share = self.b1 / require_size(axes) if axes and across.is_sum else self.b1
-      return self.moved(grads, mu, share), mu
+      return self.moved(grads, mu, self.b1 / across.addends), mu
 
-    axes = across.axis_name
-    return per_device(own, grads, mu, axes, keeps_addends=True)[0]
+    return per_device(own, grads, mu, across.axes, keeps_addends=True)[0]
 
   def moved(self, grads: Any, momenta: Any, share: Any) -> Any:
     """Returns a worker's gradients with a share of momenta."""

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.core import residual_update, state, step
-from gradcomp._src.core.compression import Across, Compression, paths_of
+from gradcomp._src.core.compression import Compression, paths_of
 from gradcomp._src.exchange import averaging, collectives, owners, protocol
 from gradcomp._src.exchange import step as exchange_step
-from gradcomp._src.mesh import axes, types
+from gradcomp._src.mesh import axes, place, types
 from gradcomp._src.parallel import scan_checks
 from gradcomp._src.parallel.scan_loop import Exchange
 
@@ -32,7 +32,7 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
   workers = collectives.Workers(names, size, 1 if is_sum else 1 / size)
   dtypes = [x.dtype for x in leaves]
   others = [types.other_axes(x, names) for x in leaves]
-  across = Across(names, is_sum, others, dtypes)
+  across = place.Place(names, is_sum, others, dtypes)
   plan = options.plan(leaves, paths_of(layer), across, workers)
   scan_checks.check_plan(plan, options.codec)
   # Messages of fewer stages start later.
@@ -85,7 +85,7 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
     means: dict[int, jax.Array] = {}
     kept: dict[int, Any] = {}
     of_owners: owners.OwnerResiduals = {}
-    share, count = options.error_share(across, workers), jnp.zeros([], jnp.int32)
+    share, count = options.error_share(across), jnp.zeros([], jnp.int32)
     for message in messages:
       numbers = message.sending.message.leaves
       with message.sending.scope():

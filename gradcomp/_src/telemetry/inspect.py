@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec
 
 from gradcomp._src.checks import see
 from gradcomp._src.core.measures import Sums, watched
-from gradcomp._src.core.of_workers import in_shards
+from gradcomp._src.core.of_workers import step_shards
 from gradcomp._src.core.state import is_state, measures, states_in, with_measures
 from gradcomp._src.mesh.axes import bound_size, manual_axes
 from gradcomp._src.mesh.per_worker import of_all, unmarked
-from gradcomp._src.mesh.placed import shards_of
 from gradcomp._src.mesh.specs import names_by_axis
 from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes
 from gradcomp._src.report import tracing
@@ -256,7 +255,7 @@ def _found(
     rows, specs, _ = unmarked(grads)
     like = jax.tree.map(lambda x, spec: on_device(spec, x.shape[1:], x), rows, specs)
   else:
-    placed = shards_of(grads) if in_shards(grads, opt_state) else None
+    placed = step_shards(grads, opt_state)
     specs = jax.tree.map(typed_spec, grads) if placed is None else placed
     like = jax.tree.map(lambda x, spec: on_device(spec, jnp.shape(x), x), grads, specs)
   return tracing.study_in(optimizer, like, sizes or (1,), bound, known).found

@@ -21,10 +21,10 @@ from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_si
 from gradcomp._src.mesh.closures import arrays_of, loss_with_note
 from gradcomp._src.mesh.param_specs import specs_like
 from gradcomp._src.mesh.per_worker import marked
+from gradcomp._src.mesh.place import GATHER_FIRST
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp._src.mesh.specs import restrict_spec, sharded_axes
 from gradcomp._src.mesh.trees import combine, is_array, is_trainable, split
-from gradcomp._src.mesh.unsharded_params import GATHER_FIRST
 from gradcomp._src.training.loss_form import ACCUMULATE, LossForm, of_trainable
 
 P = ParamSpec("P")

@@ -17,7 +17,7 @@ from jax.tree_util import tree_leaves_with_path
 from gradcomp._src.core.state import ScanState, is_scan
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.kernels.common.threefry import fold_key
-from gradcomp._src.mesh.placed import shards_of
+from gradcomp._src.mesh.param_specs import shards_of
 from gradcomp._src.mesh.specs import axes_in, is_spec
 from gradcomp._src.mesh.study import NOTE, STUDY, Study
 from gradcomp._src.mesh.trees import combine, split

@@ -20,11 +20,11 @@ from gradcomp._src.core.state import steps_alone
 from gradcomp._src.local_steps.rounds import numbers_of_all
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.closures import arrays_of, loss_with_note, optimizer_with_note
-from gradcomp._src.mesh.placed import PLACED, by_leaf, specs_over
+from gradcomp._src.mesh.param_specs import PLACED, by_leaf, specs_over
+from gradcomp._src.mesh.place import check_whole_arrays
 from gradcomp._src.mesh.specs import restrict_spec
 from gradcomp._src.mesh.trees import combine, is_array, split
 from gradcomp._src.mesh.types import is_auto, is_explicit, typed_spec
-from gradcomp._src.mesh.unsharded_params import check_whole_arrays
 from gradcomp._src.report.explain import explain
 from gradcomp._src.training import worker
 from gradcomp._src.training.gradients import P, Params, check_trainable

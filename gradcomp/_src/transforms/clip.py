@@ -11,10 +11,9 @@ from gradcomp._src.bibliography import LIN_2018, Citation, cites
 from gradcomp._src.checks import one_of, static_number
 from gradcomp._src.core import agreement
 from gradcomp._src.core.inputs import on_real_pairs
-from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
-from gradcomp._src.mesh.reduction import reduction
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import per_device
-from gradcomp._src.mesh.types import other_axes
 from gradcomp._src.transforms.each_worker import scaled_norm
 
 ClipRule = Literal["own", "share", "root"]
@@ -92,24 +91,21 @@ def clip_by_local_norm(
   )
   def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
     del params, extra_args
-    axes, is_sum = reduction(updates, axis_name, local=False)
+    across = place(updates, axis_name)
     what = "gradcomp.wrappers.clip_by_local_norm"
-    agreement.require_agreement(what, told, updates, axes)
-    others = [other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
+    agreement.require_agreement(what, told, updates, across.axes)
 
     def on_device(updates: Any, state: Any) -> tuple[Any, Any]:
-      workers = 1 if axes is None else require_size(axes)
-      root = math.sqrt(workers)
+      root = math.sqrt(across.workers)
       limit = max_norm * {"own": 1.0, "share": root, "root": 1 / root}[rule]
-      if is_sum:  # each addend is a gradient divided by N
-        limit /= workers
-      down, norm = scaled_norm(jax.tree.leaves(updates), others)
+      limit /= across.addends
+      down, norm = scaled_norm(jax.tree.leaves(updates), across.others)
       clips = (norm > limit * down) & jnp.isfinite(norm)
       factors = jnp.where(clips, down, 1.0), jnp.where(clips, limit / norm, 1.0)
       scale = lambda g: (g * factors[0] * factors[1]).astype(g.dtype)
       return jax.tree.map(scale, updates), state
 
-    return per_device(on_device, updates, state, axes, keeps_addends=True)
+    return per_device(on_device, updates, state, across.axes, keeps_addends=True)
 
   empty = lambda params: optax.EmptyState()
   return on_real_pairs(empty, update_fn, axis_name, keeps_rows=True)

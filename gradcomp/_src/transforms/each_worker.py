@@ -1,6 +1,7 @@
 """Each worker's own gradient: its norm, and transformations of it."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from gradcomp._src.core.inputs import any_tree, pairs
 from gradcomp._src.core.of_workers import of_workers
 from gradcomp._src.exchange.collectives import largest, psum
-from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
+from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.per_worker import of_all, unmarked
-from gradcomp._src.mesh.reduction import reduction
+from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.trees import unboxed
-from gradcomp._src.mesh.types import mesh_of, other_axes, varying_axes
+from gradcomp._src.mesh.types import mesh_of, varying_axes
 from gradcomp._src.transforms.freeze import decided
 
 
@@ -58,7 +59,7 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     rows = jax.tree.leaves(unmarked(grads)[0])
     return jax.vmap(lambda own: _own_norm(own, [()] * len(own)))([*map(pairs, rows)])
   grads = [*map(pairs, jax.tree.leaves(grads))]
-  axes, is_sum = reduction(grads, axis_name, local=True)
+  axes, is_sum, others, _ = place(grads, axis_name, local=True)
   if axes is None or not is_sum:
     varying = [varying_axes(x) for x in grads]
     found = frozenset().union(*varying)
@@ -69,7 +70,6 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
       )
     own = found if axes is None else axis_names(axes)
     return _own_norm(grads, [tuple(sorted(x.difference(own))) for x in varying])
-  others = [other_axes(x, axes) for x in grads]
   mesh = mesh_of(grads)
   workers = math.prod(mesh.shape[name] for name in axis_names(axes))
   zeros = jax.reshard(jnp.zeros(workers), NamedSharding(mesh, P(axes)))
@@ -119,9 +119,10 @@ def on_each_worker(
     axis_names(axis_name)
 
   def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-    axes, is_sum = reduction(updates, axis_name, local=False)
-    for path, x in jax.tree_util.tree_leaves_with_path(updates):
-      if others := other_axes(x, axes):
+    across = place(updates, axis_name)
+    leaves = jax.tree_util.tree_leaves_with_path(updates)
+    for (path, _), others in zip(leaves, across.others, strict=True):
+      if others:
         raise ValueError(
           f"`updates`{jax.tree_util.keystr(path)} must be the whole gradient of a "
           f"worker, got a shard over {others}, and would be treated as if it were all; "
@@ -136,20 +137,18 @@ def on_each_worker(
       )
 
     def on_device(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
-      workers = require_size(axes) if is_sum and axes is not None else 1
-      own = jax.tree.map(lambda g: g * workers, updates)
-      new, state = inner.update(own, state, params, **extra_args)
-      return jax.tree.map(lambda g: g / workers, new), state
+      new, state = inner.update(across.own(updates), state, params, **extra_args)
+      return jax.tree.map(lambda g: g / across.addends, new), state
 
-    given = params, extra_args
-    return per_device(on_device, updates, state, axes, keeps_addends=True, given=given)
+    given: Any = {"keeps_addends": True, "given": (params, extra_args)}
+    return per_device(on_device, updates, state, across.axes, **given)
 
   mapped = of_workers(update_fn, axis_name, keeps_rows=True, whole=True)
   return any_tree(inner.init, mapped)
 
 
 def scaled_norm(
-  leaves: list[jax.Array], others: list[tuple[str, ...]]
+  leaves: list[jax.Array], others: Sequence[tuple[str, ...]]
 ) -> tuple[jax.Array, jax.Array]:
   """Returns a power of two by which no square overflows, and the l2 norm times it."""
   wide = [leaf.astype(jnp.float32) for leaf in leaves]
@@ -166,7 +165,7 @@ def scaled_norm(
   return down, jnp.sqrt(total)
 
 
-def _own_norm(grads: list[jax.Array], others: list[tuple[str, ...]]) -> jax.Array:
+def _own_norm(grads: list[jax.Array], others: Sequence[Any]) -> jax.Array:
   """Returns the norm over these leaves, and over the shards of other axes."""
   down, scaled = scaled_norm(grads, others)
   return scaled / down

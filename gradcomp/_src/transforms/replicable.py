@@ -4,8 +4,7 @@ from typing import Any
 
 import optax
 
-from gradcomp._src.mesh.axes import AxisName, bound_size
-from gradcomp._src.mesh.emulated import on_each, sizes_by_axis
+from gradcomp._src.mesh.axes import AxisName, bound_size, on_each, sizes_by_axis
 from gradcomp._src.mesh.study import is_study
 
 

@@ -15,7 +15,7 @@ from gradcomp._src.core.inputs import any_tree
 from gradcomp._src.exchange.collectives import largest
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.per_worker import is_marked, of_all, on_rows, with_rows
-from gradcomp._src.mesh.reduction import reduction
+from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import other_axes
 
@@ -114,9 +114,7 @@ def _all_finite(updates: Any, new: Any, axis_name: AxisName | None) -> jax.Array
   if not jax.tree.leaves(updates):
     return jnp.array(True)
   # The compiler reduces rows of all workers by itself.
-  axes = (
-    None if of_all(updates) else reduction(updates, axis_name, local=False).axis_name
-  )
+  axes = None if of_all(updates) else place(updates, axis_name).axes
   own = () if axes is None else axis_names(axes)
   both = with_rows((updates, new))
   others = {x for leaf in jax.tree.leaves(both) for x in other_axes(leaf, axes)}

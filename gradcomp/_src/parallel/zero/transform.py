@@ -23,6 +23,7 @@ from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.mesh import shard_maps, study, trees, types
 from gradcomp._src.mesh.closures import optimizer_with_note
+from gradcomp._src.mesh.place import Place
 from gradcomp._src.parallel.zero import elementwise, leaf_rows
 from gradcomp._src.parallel.zero import inner as inners
 
@@ -166,7 +167,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     """Returns a worker's first unsent rows, zeros, and the first state of ``inner``."""
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
     count = mesh_axes.bound_size(axes) or 1
-    across = compression.Across(axes, False, others)
+    across = Place(axes, False, others)
     rows = shared(leaves, tree, across, Workers(axes, count, 1 / count))
     master = rows.owned(leaves)
     zeros = [elementwise.alike(jnp.float32(0), x)[0] for x in master]

@@ -1,0 +1,163 @@
+"""Where gradients are, as their types say, and errors of contradicting types.
+
+Parameters must not be sharded over the axes of an exchange. JAX has already reduced the
+gradient of a worker's own rows (FSDP, ZeRO-3). An exchange would average it with the
+gradients of other workers' rows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.checks import see
+from gradcomp._src.mesh import axes as mesh_axes
+from gradcomp._src.mesh import study, types
+from gradcomp._src.mesh.axes import AROUND, AxisName, as_axis_name, axis_names
+from gradcomp._src.mesh.specs import is_spec, sharded_axes
+
+GATHER_FIRST = (
+  "the exchange would average different rows with each other. Gather the parameters "
+  "before jax.grad, exchange whole gradients, and cut the result"
+)
+_name = lambda path: f"`updates`{jax.tree_util.keystr(path)}"
+
+
+class Place(NamedTuple):
+  """The workers of a step, and what their gradients are; samples have a mean."""
+
+  axes: AxisName | None  # the axes to exchange over; None to exchange nothing
+  is_sum: bool = False  # whether gradients are addends of their sum
+  others: Sequence[tuple[str, ...]] = ()  # over which leaves vary, too
+  dtypes: Sequence[np.dtype] = ()  # the dtype of the update of each leaf
+
+  @property
+  def workers(self) -> int:
+    """The number of workers, in a map that binds their axes."""
+    return 1 if self.axes is None else mesh_axes.require_size(self.axes)
+
+  @property
+  def addends(self) -> int:
+    """What an addend is divided by: the workers, or 1 for samples."""
+    return self.workers if self.is_sum else 1
+
+  def own(self, tree: Any) -> Any:
+    """Returns a worker's own gradients: an addend times N."""
+    times = lambda x: x * jnp.asarray(self.addends, x.dtype)
+    return jax.tree.map(times, tree) if self.is_sum else tree
+
+
+def place(
+  updates: Any, axis_name: AxisName | None, *, params: Any = None, local: bool = False
+) -> Place:
+  """Returns the place that the types of the gradients tell.
+
+  ``local`` is for exchanges that send nothing. ValueError if the types contradict
+  ``axis_name``, gradients are already reduced, or parameters differ between workers.
+  """
+  if axis_name is not None and not local:
+    # Types show it under Explicit axes, and in a map that checks types; nowhere else.
+    cut = lambda x: types.varying_axes(x) | sharded_axes(types.typed_spec(x))
+    more = "; if it is whole, and gradcomp.defer_reduction has marked it, pass what was"
+    _check_whole("params", params, axis_name, cut, more=f"{more} marked")
+  if study.is_followed():
+    axes, is_sum = None, False
+  else:
+    axes, is_sum = _reduction(updates, study.studied_axes(axis_name), local)
+  others = [types.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
+  return Place(axes, is_sum, others)
+
+
+def _reduction(
+  updates: Any, axis_name: AxisName | None, local: bool
+) -> tuple[AxisName | None, bool]:
+  """Returns the axes to exchange over, if any, and True for addends of a sum."""
+  paths = jax.tree_util.tree_leaves_with_path(updates)
+  addends = [types.unreduced_axes(leaf) for _, leaf in paths]
+  found = frozenset().union(*addends)
+  if found:
+    # A gradient typed {U:data} is the sum of the devices' addends, and that sum is the
+    # gradient of the loss over the whole batch. In a map the loss is a mean over the
+    # worker's part of the batch, so that the gradient is the mean.
+    return _addends(paths, addends, axis_name), True
+  if axis_name is None:
+    if mesh_axes.manual_axes() and not local:
+      raise ValueError(
+        f"`axis_name` must name the axis to average over inside a map with the axes "
+        f'{mesh_axes.manual_axes()}, got None; pass axis_name=, or exchange="local" to '
+        "exchange nothing."
+      )
+    return None, False
+  is_bound = mesh_axes.bound_size(axis_name) is not None
+  if not paths and not is_bound:
+    return None, False
+  mesh = types.mesh_of(updates)
+  if not is_bound and types.is_explicit(mesh, axis_name):
+    if mesh.size > 1:
+      raise _already_reduced(paths[0][0], axis_name)
+    return axis_name, True  # a sum of one, see unreduce
+  mesh_axes.require_size(axis_name, mesh)
+  if types.is_typed(axis_name):
+    for path, leaf in paths:
+      if not types.varying_axes(leaf).issuperset(axis_names(axis_name)):
+        raise _already_reduced(path, axis_name)
+  return axis_name, False
+
+
+def _addends(paths: Any, addends: list[Any], axis_name: AxisName | None) -> AxisName:
+  """Returns the unreduced axes of every leaf; ValueError if leaves differ."""
+  mesh = types.mesh_of([leaf for _, leaf in paths])
+  names = tuple(name for name in mesh.axis_names if name in addends[0])
+  if axis_name is not None:
+    names = axis_names(axis_name)
+  for (path, _), axes in zip(paths, addends, strict=True):
+    if axes != set(names):
+      raise ValueError(
+        f"{_name(path)} must be unreduced over {names}, as `axis_name` or the first "
+        f"gradient says, but its type says {tuple(sorted(axes))}; gradients from "
+        "gradcomp.value_and_grad are, or leave axis_name out to take it from the type."
+      )
+  return as_axis_name(names)
+
+
+def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:
+  """Returns the error for a gradient that is equal on all workers."""
+  return ValueError(
+    f"{_name(path)} must differ between the workers of {axis_name!r}, but its type "
+    "says that it is equal on all: inside jax.shard_map, and under Explicit axes, "
+    "jax.grad with respect to replicated parameters has already all-reduced it in full "
+    "precision. Use gradcomp.value_and_grad in place of jax.value_and_grad, or "
+    f"gradcomp.defer_reduction(params, axis_name=axis_name) before jax.grad. {AROUND} "
+    "Layers of compress_in_scan are means already: leave them out by optax.partition."
+    f"{see('says-that-it-is-equal-on-all')}"
+  )
+
+
+def check_whole_specs(name: str, specs: Any, axis_name: AxisName) -> None:
+  """Raises ValueError if a ``PartitionSpec`` of the argument ``name`` has an axis."""
+  _check_whole(name, specs, axis_name, sharded_axes)
+
+
+def check_whole_arrays(name: str, tree: Any, axis_name: AxisName) -> None:
+  """Raises ValueError for arrays that are sharded over the axes."""
+  # Inside a transformed function this sees Explicit axes only.
+  _check_whole(name, tree, axis_name, lambda x: sharded_axes(types.placed_spec(x)))
+
+
+def _check_whole(
+  name: str,
+  tree: Any,
+  axis_name: AxisName,
+  cut_over: Callable[[Any], frozenset[str]],
+  more: str = "",
+) -> None:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spec):
+    if cut := cut_over(leaf).intersection(axis_names(axis_name)):
+      got = leaf if is_spec(leaf) else jax.typeof(leaf)
+      raise ValueError(
+        f"`{name}`{jax.tree_util.keystr(path)} must be whole along {axis_name!r}, "
+        f"which gradients are averaged over, but is sharded over {sorted(cut)}, got "
+        f"{got}: {GATHER_FIRST}{more}.{see('averaged-over-but-is-sharded-over')}"
+      )
