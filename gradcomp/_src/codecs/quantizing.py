@@ -123,7 +123,7 @@ class Elementwise(RoundsAtRandom):
     return self.encode_by(self.scales_by(row_scales, tiles), tiles, context).rows
 
   def levels_for(self, x: Array, context: Context) -> tuple[Array, ...]:
-    """Returns the levels that the encoder takes besides, if it takes any."""
+    """Returns the levels that the encoder takes in addition, if any."""
     return ()
 
   def encode_by(
