@@ -139,7 +139,7 @@ def one_tree(around: str, params: Any) -> None:
 
 
 class Rule(NamedTuple):
-  """What a field may be."""
+  """The rule of a field: its check, its words, and values that just break it."""
 
   check: Callable[[str, Any], Any]  # (name, value) -> the value as it is kept
   words: str = ""  # in errors and on pages

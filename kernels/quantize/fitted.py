@@ -135,7 +135,7 @@ def encode_rows(
   form: Form,
   implementation: Any = None,
 ) -> reference.Encoded:
-  """Encodes an array as rows of words, scales and levels, by XLA alone."""
+  """Encodes an array as rows of words, scales and levels, by XLA only."""
   each = jnp.broadcast_to(levels, (len(scale), form.shared))
   numbers = jnp.concatenate([scale, each], axis=1)
   return reference.encode_rows(x, numbers, dither, _lines(levels), form=form)

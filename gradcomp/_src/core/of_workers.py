@@ -90,7 +90,7 @@ def of_workers(
 
 
 def step_shards(updates: Any, state: Any) -> Any:
-  """Returns the specs of a step's gradients if the state is that of shards, or None."""
+  """Returns the specs of a step's gradients if the state has shards, else None."""
   specs = shards_of(updates)
   whole = specs is None or _made_whole(state, automatic_axes())
   return None if whole else specs

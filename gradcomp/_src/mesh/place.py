@@ -26,7 +26,7 @@ _name = lambda path: f"`updates`{jax.tree_util.keystr(path)}"
 
 
 class Place(NamedTuple):
-  """The workers of a step, and what their gradients are; samples have a mean."""
+  """The workers of a step, and the kind of their gradients; samples have a mean."""
 
   axes: AxisName | None  # the axes to exchange over; None to exchange nothing
   is_sum: bool = False  # whether gradients are addends of their sum
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
   @property
   def addends(self) -> int:
-    """What an addend is divided by: the workers, or 1 for samples."""
+    """The divisor of an addend: the number of workers, or 1 for samples."""
     return self.workers if self.is_sum else 1
 
   def own(self, tree: Any) -> Any:

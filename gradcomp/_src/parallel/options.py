@@ -1,4 +1,4 @@
-"""What the collectives of models share: options, their checks, and derivatives."""
+"""Options of the collectives of models, their checks, and derivatives."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Send = Callable[[jax.Array, "Wire", Key], jax.Array]
 
 
 class SumOptions(TypedDict, total=False):
-  """The options of sums: what all send is rounded, in one direction."""
+  """The options of sums: each part is rounded that a worker sends, in one direction."""
 
   axis_name: Required[axes.AxisName]
   codec: Required[LeafCodec]

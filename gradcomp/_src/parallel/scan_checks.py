@@ -1,4 +1,4 @@
-"""What a scan over layers refuses."""
+"""The options and plans that a scan over layers refuses."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The loop over layers, whose backward pass exchanges gradients while it computes."""
+"""The loop over layers. Its backward pass exchanges gradients while it computes."""
 
 import dataclasses
 import functools
@@ -107,7 +107,7 @@ class LayerScan:
     return result, (given, saved, asked)
 
   def _walk(self, run: Any, carry: Any, given: Given) -> tuple[Any, Any, Any]:
-    """Runs all layers; returns results, what ``run`` saves, and the last parts."""
+    """Runs all layers; returns results, all that ``run`` saves, and the last parts."""
 
     def step(state: Any, i: Any, last: bool = False) -> Any:
       carry, asked = state

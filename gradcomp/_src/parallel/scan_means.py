@@ -25,7 +25,7 @@ class UnderWay(NamedTuple):
 
 
 def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange:
-  """Plans the exchange of layers like this one, whose gradients may be addends."""
+  """Plans the exchange of layers like this one, with gradients that may be addends."""
   assert options.axis_name is not None
   names, size = options.axis_name, axes.require_size(options.axis_name)
   leaves = jax.tree.leaves(layer)

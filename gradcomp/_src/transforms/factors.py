@@ -48,7 +48,7 @@ class Factors(protocol.LeafCodec, abc.ABC):
     """Computes the means of ``float32`` leaves, while others average their arrays."""
 
   def used_entries(self, memory: records.Memory) -> None:
-    """Returns None: no array counts what it sends."""
+    """Returns None: no array counts the entries that it sends."""
 
   @property
   def facts(self) -> SumFacts:

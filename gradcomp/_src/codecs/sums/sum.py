@@ -109,7 +109,7 @@ class SumFacts:
 
 
 class Coder(Protocol):
-  """What a sum needs of a codec, which lies above it."""
+  """The part of a codec that a sum needs; the class lies above it."""
 
   @property
   def tile_size(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Runs a trace on rows of its leaves, and refuses what is not element by element."""
+"""Runs a trace on rows of its leaves, and refuses all that mixes elements."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Program:
   pairs: frozenset[int] = frozenset()  # complex leaves, which rows have as pairs
 
   def __call__(self, arrays: Sequence[Any]) -> list[Any]:
-    """Returns the results for rows of any shape, equal for those of a leaf."""
+    """Returns the results for rows of any shape, with the bits of a whole leaf."""
     facts = zip(arrays, self.given, self.closed.in_avals, strict=True)
     values = [_Value(x, leaf, not (leaf is None and y.ndim)) for x, leaf, y in facts]
     found = self._run(self.closed, values)

@@ -113,7 +113,7 @@ class LeafRows:
     return self.in_order([places(message.layout) for message in self.plan.messages])
 
   def in_order(self, parts: Sequence[Iterable[Any]]) -> list[Any]:
-    """Returns what each message has for its leaves, by leaf."""
+    """Returns the parts of messages, by leaf."""
     found: dict[int, Any] = {}
     for message, own in zip(self.plan.messages, parts, strict=True):
       found |= zip(message.leaves, own, strict=True)
