@@ -70,7 +70,7 @@ class Case:
       "message_bytes": self.message_bytes,
     }
     if isinstance(self.codec, PowerSGD):  # factors, which are no codec
-      given = Compression.of(self.codec, averaging=OneByOne, **options)
+      given = Compression(self.codec, averaging=OneByOne, **options)
       return transformation(given)
     return gradcomp.compress(self.codec, **options)
 

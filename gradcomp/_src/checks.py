@@ -1,6 +1,7 @@
 """Checks of hyperparameters, and fields of dataclasses that know theirs."""
 
 import dataclasses
+import functools
 import math
 import operator
 import sys
@@ -109,10 +110,11 @@ def float_dtype(name: str, value: Any) -> np.dtype:
   return jnp.dtype(value)
 
 
-def flag(name: str, value: Any) -> None:
-  """Raises ValueError unless the value is a bool."""
+def flag(name: str, value: Any) -> bool:
+  """Returns a bool; ValueError for other values."""
   if not isinstance(value, bool):
     raise ValueError(f"`{name}` must be a bool, got {value!r}.")
+  return value
 
 
 def optional_size(name: str, unit: str, value: Any) -> int | None:
@@ -139,7 +141,7 @@ def one_tree(around: str, params: Any) -> None:
 
 
 class Rule(NamedTuple):
-  """The rule of a field: its check, its words, and values that just break it."""
+  """The rule of a field."""
 
   check: Callable[[str, Any], Any]  # (name, value) -> the value as it is kept
   words: str = ""  # in errors and on pages
@@ -150,7 +152,8 @@ class Checked:
   """A base of frozen dataclasses, which checks their declared fields."""
 
   def __post_init__(self) -> None:
-    for name, rule in rules(type(self)).items():
+    kind: Any = type(self)
+    for name, rule in rules(kind).items():
       object.__setattr__(self, name, rule.check(name, getattr(self, name)))
 
 
@@ -160,6 +163,7 @@ def field(default: Any, rule: Rule) -> Any:
   return dataclasses.field(**given, metadata={"rule": rule})
 
 
+@functools.cache  # codecs are bound and replaced in each trace
 def rules(kind: Any) -> dict[str, Rule]:
   """Returns the rules of a dataclass, by the names of its fields."""
   found = dataclasses.fields(kind)
@@ -214,12 +218,7 @@ def choice(choices: Any, *, none: bool = False) -> Rule:
   return Rule(check, outside=("", "none of these", 0.5))
 
 
-def _flag(name: str, value: Any) -> Any:
-  flag(name, value)
-  return value
-
-
-FLAG = Rule(_flag, outside=(0, 1, None, "True"))
+FLAG = Rule(flag, outside=(0, 1, None, "True"))
 FLOAT_DTYPE = Rule(float_dtype, outside=(np.float64, np.int32, None))
 STEPS = Rule(step_count, outside=(0, 2**31))
 ABOVE_0 = Rule(share_above_0, "above 0 and at most 1", (0, 1.5))

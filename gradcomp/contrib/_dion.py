@@ -11,8 +11,8 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import AHN_2025, Citation
-from gradcomp._src.checks import share_below_1, static_integer
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.sums.records import Leaf, Memory
 from gradcomp._src.codecs.sums.sum import SumFacts
@@ -117,15 +117,16 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
     parallel workers
   """
   told = dict(locals())
-  if not getattr(as_exchange(exchange), "sends", True):
+  way = as_exchange(exchange)
+  if not way.sends:
     raise ValueError(
       '`exchange` must send something, for steps are of all workers, got "local"; '
       "with axis_name=None there is one worker."
     )
-  parts = Compression.of(
-    _Factors(rank=rank, mu=share_below_1("mu", mu)),
+  parts = Compression(
+    _Factors(rank=rank, mu=mu),
     axis_name=axis_name,
-    exchange=exchange,
+    exchange=way,
     feedback=_Momentum(),
     min_leaf_size=0,
     message_bytes=message_bytes,
@@ -174,9 +175,6 @@ def _step(mean: Array, right: Array, left: Array) -> Array:
   return jnp.where(jnp.isfinite(mean), step, jnp.nan)
 
 
-_RANK_RULE = "a number of columns, 1 or more and below 2**31"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Factors(factors.Factors):
   """Sends ``1 - mu`` of the mean matrix as factors, as error feedback has it.
@@ -185,8 +183,8 @@ class _Factors(factors.Factors):
   beside it the left one of the last step.
   """
 
-  rank: int
-  mu: float
+  rank: int = checks.field(..., factors.RANK)
+  mu: float = checks.field(..., checks.BELOW_1)
   matrix: tuple[int, int, int] | None = None  # the stack, m and n, once bound
 
   citations: ClassVar[tuple[Citation, ...]] = (
@@ -196,10 +194,6 @@ class _Factors(factors.Factors):
       "random numbers where they are zero. Rows of matrices are inputs.",
     ),
   )
-
-  def __post_init__(self) -> None:
-    rank = static_integer("rank", _RANK_RULE, self.rank, least=1, most=2**31 - 1)
-    object.__setattr__(self, "rank", rank)
 
   @property
   def inner(self) -> Dense:

@@ -40,7 +40,7 @@ def anonymous(computation):
   ids=["qsgd", "terngrad", "onebit", "redsync"],
 )
 def test_more_leaves_have_no_more_programs(method, least):
-  """From three leaves on, a loop may encode them, by one program for all."""
+  """A loop may encode three leaves or more, by one program for all."""
   few, many, more = (long_fusions(method(), leaves, least) for leaves in (2, 4, 8))
   assert few
   # What all leaves share, like the sum of an owner's rows, depends on their number.

@@ -118,7 +118,7 @@ class Row(NamedTuple):
 
   @property
   def options(self):
-    """Those of `parallel.scan`, or of `parallel.gather` for shards."""
+    """Returns the options of `parallel.scan`, or of `parallel.gather` for shards."""
     codec, options = CODECS[self.codec], dict(axis_name=self.axis_name)
     match self.door:
       case "scan":

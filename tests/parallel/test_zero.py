@@ -65,7 +65,7 @@ def test_an_owner_knows_what_was_not_sent_and_sends_it_later():
 
 
 def test_each_leaf_is_rounded_as_its_types_say():
-  """What bfloat16 parameters or updates round, owners keep.
+  """Owners keep what bfloat16 parameters or updates round.
 
   Steps of less than half an ulp would never move such a parameter by itself.
   """
@@ -137,7 +137,7 @@ def test_eight_bits_a_parameter_are_sent():
 
 
 def test_a_leaf_is_filled_up_to_as_many_rows_of_each_worker():
-  """Of a small one to as many elements, so that it is sent with few zeros."""
+  """A small leaf has as many elements, so that it is sent with few zeros."""
   params = {"five": of(5 * TILE), "seven": of(7)}
   words = {"['five']": 8 * (64 + 8), "['seven']": 8}
   tx = coded(optax.sgd(0.1), min_leaf_size=100)

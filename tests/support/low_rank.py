@@ -18,7 +18,7 @@ KEY = np.array([1, 2], np.uint32)
 def compress(codec, **options):
   """A transformation of a codec, or of factors, which are none."""
   if isinstance(codec, Factors):
-    return transformation(Compression.of(codec, averaging=OneByOne, **options))
+    return transformation(Compression(codec, averaging=OneByOne, **options))
   return gradcomp.compress(codec, **options)
 
 

@@ -29,7 +29,7 @@ def same(a, b):
 
 
 def owned(run, state):
-  """What owners keep, by the names of leaves."""
+  """Returns the residuals of owners, by the names of leaves."""
   leaves = conservation.owned_leaves(run.plan, state.server_residual)
   return dict(zip(run.params, leaves, strict=True))
 

@@ -112,13 +112,13 @@ def encode_leaves(
   """Encodes each leaf by its codec, with the residual if asked and computed."""
   encoded: dict[int, Encoded] = {}
   last = None
-  for numbers in _groups(codecs, leaves, contexts):
+  for numbers, in_turn in _groups(codecs, leaves, contexts):
     codec = codecs[numbers[0]]
     own = [leaves[i] for i in numbers], [contexts[i] for i in numbers]
     if len(numbers) == 1:
       encoded[numbers[0]] = encode_leaf(codec, keep, *own[0], *own[1])
       continue
-    if _takes_turns(codec, own[0][0], own[1][0]):
+    if in_turn:
       encoded |= zip(numbers, map(Encoded, _in_loop(codec, *own)), strict=True)
       continue
     encoded |= zip(numbers, codec.encode_several(*own, last), strict=True)
@@ -129,18 +129,14 @@ def encode_leaves(
 
 def _groups(
   codecs: Sequence["Codec"], leaves: Sequence[Array], contexts: Sequence[Context]
-) -> Iterator[list[int]]:
-  """Yields the leaf numbers of each group that one program encodes."""
+) -> Iterator[tuple[list[int], bool]]:
+  """Yields the leaves of each group that one program encodes, and True for a loop."""
   alike: dict[Any, list[int]] = {}
-  most: dict[Any, int] = {}
   for i, (codec, leaf) in enumerate(zip(codecs, leaves, strict=True)):
-    shared, count = codec.joins(leaf.shape)
-    if _takes_turns(codec, leaf, contexts[i]):
-      shared, count = jax.typeof(leaf), len(leaves)
-    key = codec, shared, leaf.dtype, jax.tree.structure(contexts[i])
+    in_turn = _takes_turns(codec, leaf, contexts[i])
+    shared = (jax.typeof(leaf), len(leaves)) if in_turn else codec.joins(leaf.shape)
+    key = codec, leaf.dtype, jax.tree.structure(contexts[i]), in_turn, *shared
     alike.setdefault(key, []).append(i)
-    most[key] = count
-  for key, own in alike.items():
-    if len(own) < _ALIKE and _takes_turns(key[0], leaves[own[0]], contexts[own[0]]):
-      most[key] = 1
-    yield from (own[at : at + most[key]] for at in range(0, len(own), most[key]))
+  for (*_, in_turn, _, most), own in alike.items():
+    count = 1 if in_turn and len(own) < _ALIKE else most
+    yield from ((own[at : at + count], in_turn) for at in range(0, len(own), count))

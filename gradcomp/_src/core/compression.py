@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,15 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
-from gradcomp._src.checks import one_of, optional_size, see
+from gradcomp._src import checks
+from gradcomp._src.checks import see
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core import agreement, codec_memory, first_state, residual_storage
 from gradcomp._src.core import state as states
-from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
+from gradcomp._src.core.feedback import Feedback, as_feedback
 from gradcomp._src.core.state import CompressState, measures
-from gradcomp._src.exchange.auto import (
-  Auto,
-  ExchangeName,
-  as_exchange,
-  check_exchange,
-)
+from gradcomp._src.exchange.auto import Auto, as_exchange, check_exchange
 from gradcomp._src.exchange.averaging import Averaging
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
@@ -40,44 +36,30 @@ from gradcomp._src.mesh.trees import is_box
 
 Dither = Literal["shared", "independent"]
 
+_AXES = checks.optional(checks.Rule(lambda _, x: as_axis_name(axis_names(x))))
+_EXCHANGE = checks.Rule(lambda _, x: as_exchange(x))
+_SIZE = checks.Rule(lambda name, x: checks.optional_size(name, "elements", x))
+_BYTES = checks.Rule(lambda _, x: as_message_bytes(x))
+_AUTO: Any = "auto"  # a feedback, once the codec is known
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Compression:
-  """The options of :func:`gradcomp.compress`, with short forms resolved to objects."""
+class Compression(checks.Checked):
+  """The options of :func:`gradcomp.compress`; it resolves short forms to objects."""
 
   codec: LeafCodec
-  axis_name: AxisName | None
-  exchange: Auto | Exchange
-  feedback: Feedback
-  min_leaf_size: int | None
-  message_bytes: MessageBytes
-  key: ArrayLike
-  dither: Dither
+  axis_name: AxisName | None = checks.field(None, _AXES)
+  exchange: Auto | Exchange = checks.field("auto", _EXCHANGE)
+  feedback: Feedback = _AUTO
+  min_leaf_size: int | None = checks.field(None, _SIZE)
+  message_bytes: MessageBytes = checks.field("auto", _BYTES)
+  key: ArrayLike = 0
+  dither: Dither = checks.field("shared", checks.choice(Dither))
   averaging: type[Averaging] = Averaging
 
-  @classmethod
-  def of(  # noqa: PLR0913 - options of users, by keyword
-    cls,
-    codec: LeafCodec,
-    *,
-    axis_name: AxisName | None = None,
-    exchange: ExchangeName | Auto | Exchange = "auto",
-    feedback: FeedbackName | Feedback | None = "auto",
-    min_leaf_size: int | None = None,
-    message_bytes: MessageBytes = "auto",
-    key: ArrayLike = 0,
-    dither: Dither = "shared",
-    averaging: type[Averaging] = Averaging,
-  ) -> Self:
-    """Resolves and checks the options of users."""
-    axes = None if axis_name is None else as_axis_name(axis_names(axis_name))
-    way, rule = as_exchange(exchange), as_feedback(feedback, codec)
-    size = optional_size("min_leaf_size", "elements", min_leaf_size)
-    limits = size, as_message_bytes(message_bytes)
-    return cls(codec, axes, way, rule, *limits, key, dither, averaging)
-
   def __post_init__(self) -> None:
-    one_of("dither", Dither, self.dither)
+    super().__post_init__()
+    object.__setattr__(self, "feedback", as_feedback(self.feedback, self.codec))
     check_exchange(self.exchange, self.codec, self.axis_name)
     drops = self.codec.facts.drops
     if self.feedback.moves and drops and not self.exchange.of_leaves:

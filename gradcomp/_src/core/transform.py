@@ -105,7 +105,7 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
   """
   if not is_codec(codec):
     raise TypeError(f"`codec` must be an instance of a codec, got {codec!r}.")
-  return transformation(Compression.of(**locals()))
+  return transformation(Compression(**locals()))
 
 
 def transformation(parts: Compression) -> optax.GradientTransformationExtraArgs:

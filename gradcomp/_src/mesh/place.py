@@ -1,4 +1,4 @@
-"""Where gradients are, as their types say, and errors of contradicting types.
+"""Reads from types where gradients are, and refuses types that contradict it.
 
 Parameters must not be sharded over the axes of an exchange. JAX has already reduced the
 gradient of a worker's own rows (FSDP, ZeRO-3). An exchange would average it with the

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.sums import records
 from gradcomp._src.codecs.sums.sum import SumFacts
@@ -22,8 +23,10 @@ from gradcomp._src.kernels.common.threefry import threefry2x32
 # of the leaves, and what is remembered of each.
 Talk = Generator[Any, list[Array], None]
 
+RANK = checks.integer("a number of columns, 1 or more and below 2**31", 1, 2**31 - 1)
 
-class Factors(protocol.LeafCodec, abc.ABC):
+
+class Factors(protocol.LeafCodec, checks.Checked, abc.ABC):
   """The arrays that workers average in place of a leaf, a matrix or a stack of them."""
 
   fits: ClassVar[None] = None

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from gradcomp._src import checks
 from gradcomp._src.bibliography import VOGELS_2019, ZHANG_2023, Citation
-from gradcomp._src.checks import flag, one_of, static_integer, static_number, step_count
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.sums.records import Leaf, Memory
@@ -21,8 +21,6 @@ from gradcomp._src.public import checked
 from gradcomp._src.transforms import factors
 from gradcomp._src.transforms.options import CompressOptions, recipe
 from gradcomp._src.transforms.switch import switch
-
-_RANK_RULE = "a number of columns, 1 or more and below 2**31"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,10 +43,10 @@ class PowerSGD(factors.Factors):
     <https://arxiv.org/abs/2306.08881>`_, 2023, section IV, for ``alternate``
   """
 
-  rank: int = 4
-  min_rate: float = 2.0
-  bits: Literal[8, 32] = 32
-  alternate: bool = False
+  rank: int = checks.field(4, factors.RANK)
+  min_rate: float = checks.field(2.0, checks.number("a positive number"))
+  bits: Literal[8, 32] = checks.field(32, checks.choice(Literal[8, 32]))
+  alternate: bool = checks.field(False, checks.FLAG)
   matrix: tuple[int, int] | None = None  # m and n, which bind finds
 
   citations: ClassVar[tuple[Citation, ...]] = (
@@ -61,14 +59,6 @@ class PowerSGD(factors.Factors):
     ),
     Citation(ZHANG_2023, "One factor a step, with alternate=True only."),
   )
-
-  def __post_init__(self) -> None:
-    rank = static_integer("rank", _RANK_RULE, self.rank, least=1, most=2**31 - 1)
-    object.__setattr__(self, "rank", rank)
-    rate = static_number("min_rate", "a positive number", self.min_rate)
-    object.__setattr__(self, "min_rate", rate)
-    one_of("bits", Literal[8, 32], self.bits)
-    flag("alternate", self.alternate)
 
   @property
   def inner(self) -> Dense | QSGD:
@@ -252,10 +242,10 @@ def powersgd(
       '`feedback` must be "auto", "error" or "momentum" in PowerSGD, whose means lack '
       "what no residual keeps, got None."
     )
-  steps = step_count("start", start, least=0)
+  steps = checks.step_count("start", start, least=0)
   codec = PowerSGD(rank=rank, min_rate=min_rate, bits=bits, alternate=alternate)
-  given = checked(powersgd, options)
-  parts = Compression.of(codec, averaging=factors.OneByOne, **given)
+  given: Any = checked(powersgd, options)
+  parts = Compression(codec, averaging=factors.OneByOne, **given)
   if not steps:
     return transformation(parts)
   # It keeps the residuals that the next one needs. They stay zero.
