@@ -1,9 +1,8 @@
 """Wrappers of transformations: clipping, skipping, switching, freezing, copies."""
 
-from gradcomp._src.transforms.clip import clip_by_local_norm
-from gradcomp._src.transforms.each_worker import on_each_worker
+from gradcomp._src.core.specs import replicable
+from gradcomp._src.transforms.each_worker import clip_by_local_norm, on_each_worker
 from gradcomp._src.transforms.freeze import allow_frozen
-from gradcomp._src.transforms.replicable import replicable
 from gradcomp._src.transforms.skip import skip_nonfinite
 from gradcomp._src.transforms.switch import switch
 

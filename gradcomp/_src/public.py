@@ -134,3 +134,14 @@ def checked(function: Callable[..., Any], options: _Options) -> _Options:
       f"{', '.join(names)}."
     )
   return options
+
+
+def arguments(function: Callable[..., Any], given: typing.Mapping[str, Any]) -> Any:
+  """Returns a function's arguments and options, by its ``locals()`` at the first line.
+
+  Options that it was not given have their defaults; TypeError for an unknown one.
+  """
+  shown = inspect.signature(function).parameters.values()
+  told = {parameter.name: parameter.default for parameter in shown}
+  own = {name: value for name, value in given.items() if name != "options"}
+  return told | own | checked(function, given["options"])

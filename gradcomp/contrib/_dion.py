@@ -16,10 +16,9 @@ from gradcomp._src.bibliography import AHN_2025, Citation
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.sums.records import Leaf, Memory
 from gradcomp._src.codecs.sums.sum import SumFacts
+from gradcomp._src.core.border import any_tree, of_workers
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import NoFeedback
-from gradcomp._src.core.inputs import any_tree
-from gradcomp._src.core.of_workers import of_workers
 from gradcomp._src.core.transform import transformation
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
 from gradcomp._src.exchange.message_size import MessageBytes

@@ -161,7 +161,7 @@ def test_what_few_files_may_use_of_jax():
   using = lambda name: {x for x, y in texts.items() if re.search(f"^{name}$", y, re.M)}
   assert using(rf"jax\.lax\.(.*\.)?({names})[^.]*") == {"exchange/collectives.py"}
   assert all(x.startswith("kernels/") for x in using(".*pallas.*"))
-  own = {"mesh/jit_trees.py", "mesh/run_store.py", "kernels/gpu/backends.py"}
+  own = {"mesh/per_worker.py", "mesh/run_store.py", "kernels/gpu/backends.py"}
   assert using(r"jax\._src.*") == own
 
 

@@ -12,15 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.tiles import payload_of
+from gradcomp._src.testing.leaves import KEY as KEY
+from gradcomp._src.testing.leaves import gaussian as gaussian
 from gradcomp.codecs import NOTHING, Context, Leaf, Memory
 from gradcomp.testing import laws, trial
 from tests.support import low_rank, modes
 from tests.table.settings import CASES, LOW_RANK
 
 CODECS = [case.codec for case in CASES]
-
-# Of NumPy: an array of JAX would start a backend, before a process has joined others.
-KEY = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
 
 
 def name(codec):
@@ -112,10 +111,6 @@ def _returned(codec, x, key):
 
 def round_trip(codec, x, key=KEY):
   return np.asarray(_returned(here(codec), jnp.asarray(x), key))
-
-
-def gaussian(size, seed=0):
-  return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
 
 
 def tree(shapes, *lead, seed=0):

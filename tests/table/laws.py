@@ -14,7 +14,7 @@ import numpy as np
 import gradcomp
 from gradcomp._src.core.residual_storage import is_stored, kind, read_residual
 from gradcomp._src.exchange.collectives import REPEAT
-from gradcomp._src.testing import conservation
+from gradcomp._src.testing import steps as kit
 from tests.support import laws as suite
 from tests.support.cases import reshard as cases
 from tests.table import oracle
@@ -30,7 +30,7 @@ def same(a, b):
 
 def owned(run, state):
   """Returns the residuals of owners, by the names of leaves."""
-  leaves = conservation.owned_leaves(run.plan, state.server_residual)
+  leaves = kit.owned_leaves(run.plan, state.server_residual)
   return dict(zip(run.params, leaves, strict=True))
 
 
@@ -53,7 +53,7 @@ def nothing_is_lost(run):
   for step in (0, 1):
     states = run.stacked[step], run.stacked[step + 1]
     given = run.gradients[step], run.outputs[step], *states
-    assert not list(conservation.lost_in_step(run.plan, run.feedback, *given))
+    assert not list(kit.lost_in_step(run.plan, run.feedback, *given))
   return None
 
 
@@ -259,7 +259,7 @@ def reshard_keeps_sums(run):
         before, after = before / n, after / new
       largest = max(np.abs(x).max(initial=0) for x in (waited, waits))
       # Each of at most N additions rounds, and storing does.
-      stored = conservation.STORING[kind(state.residual[name])] if state.residual else 0
+      stored = kit.STORING[kind(state.residual[name])] if state.residual else 0
       bound = (n + 2) * (2.0**-23 + stored) * largest
       np.testing.assert_allclose(after, before, rtol=0, atol=bound, err_msg=name)
 

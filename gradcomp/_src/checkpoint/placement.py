@@ -51,7 +51,19 @@ def place(state: Any, mesh: Mesh, specs: Any) -> Any:
     ) from None
 
   def one(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
-    _check_cuts(f"specs{keystr(path)}", spec, np.shape(x), mesh)
+    shape = np.shape(x)
+    cuts = [
+      math.prod(mesh.shape.get(axis, 0) for axis in axes)
+      for axes in names_by_axis(spec, len(shape))
+    ]
+    fits = len(cuts) == len(shape) and all(cuts)
+    if not fits or any(size % parts for size, parts in zip(shape, cuts, strict=True)):
+      raise ValueError(
+        f"`specs{keystr(path)}` must cut an array of shape {shape} into equal parts on "
+        f"the axes of the mesh, {dict(mesh.shape)}, got {spec}; take "
+        "gradcomp.state_specs of this state, and gradcomp.reshard_state for that of "
+        "another number of workers."
+      )
     return put(x, NamedSharding(mesh, spec))
 
   return jax.tree_util.tree_map_with_path(one, state, whole)
@@ -91,20 +103,3 @@ def host_array(x: Any) -> np.ndarray:
 def is_key(x: Any) -> bool:
   kind = jax.dtypes.prng_key
   return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, kind)
-
-
-def _check_cuts(
-  name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh
-) -> None:
-  """Raises ValueError if a spec cannot cut an array of this shape."""
-  cuts = [
-    math.prod(mesh.shape.get(axis, 0) for axis in axes)
-    for axes in names_by_axis(spec, len(shape))
-  ]
-  fits = len(cuts) == len(shape) and all(cuts)
-  if not fits or any(size % parts for size, parts in zip(shape, cuts, strict=True)):
-    raise ValueError(
-      f"`{name}` must cut an array of shape {shape} into equal parts on the axes of "
-      f"the mesh, {dict(mesh.shape)}, got {spec}; take gradcomp.state_specs of this "
-      "state, and gradcomp.reshard_state for that of another number of workers."
-    )

@@ -2,14 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from gradcomp._src.checkpoint.forms import FIRST, WHOLE, check_form
 from gradcomp._src.checks import see
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.exchange.layout import leaf_codecs
@@ -19,13 +18,28 @@ from gradcomp._src.mesh import platforms
 from gradcomp._src.mesh.axes import WorkerSizes, sizes_of
 from gradcomp._src.mesh.specs import is_spec
 from gradcomp._src.report import tracing
-from gradcomp._src.version import WIRE, __version__
+from gradcomp._src.version import __version__
 
 # The version of states. It grows with every change after which a saved state would not
 # go on with equal bits: of fields, shapes, orders, units, keys or defaults.
 FORMAT = 1
 
 _HOW = {"implementation"}  # fields of codecs that change no bits
+
+# The types of a record's parts.
+_FORM = {"format": int, "workers": list, "stacked": bool, "platform": str}
+_FORM |= {"transformations": list}
+_WORKERS = "the number of workers"
+_PLATFORM = "the platform that cut the messages"
+_CURES = {
+  _WORKERS: "Restore the state for as many workers, and take gradcomp.reshard_state",
+  _PLATFORM: "Give the new record and gradcomp.checkpoint.state_shapes that platform=, "
+  "and take gradcomp.reshard_state with it as old_platform=",
+}
+# Facts of a transformation.
+_LEAVES = "the list of leaves"
+_AXIS = "the axis of workers"
+_OWNED = "what the owners of messages keep a part of"
 
 
 def record(
@@ -40,7 +54,8 @@ def record(
   With another codec or number of workers, the arrays of a state may have the same
   shapes, and mean something else. For each gradcomp transformation, the record has the
   leaves with their shapes and codecs, the feedback, and the owner residuals with their
-  leaves and exchange. It has the platform, by which ``message_bytes="auto"`` cuts them.
+  leaves and exchange: facts by their names. It has the platform, by which
+  ``message_bytes="auto"`` cuts messages.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
@@ -57,11 +72,11 @@ def record(
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
     >>> saved = record(optimizer, {"w": jnp.zeros((256, 256))}, workers=4)
-    >>> saved["format"], saved["workers"]
-    (1, [4])
-    >>> (transformation,) = saved["transformations"]
-    >>> transformation["leaves"], transformation["feedback"]
-    ({"['w']": {'shape': [256, 256], 'codec': 0}}, {'type': 'NoFeedback'})
+    >>> (facts,) = saved["transformations"]
+    >>> saved["format"], saved["workers"], facts["the shape of ['w']"]
+    (1, [4], '[256, 256]')
+    >>> facts["the feedback"]
+    {'type': 'NoFeedback'}
   """
   sizes, _ = sizes_of(workers)
   with platforms.planned_for(platform):
@@ -70,11 +85,10 @@ def record(
   return {
     "format": FORMAT,
     "gradcomp": __version__,
-    "wire": WIRE,
     "workers": list(sizes),
     "stacked": max(sizes) > 1 and _stacked(trace.state),
     "platform": place,
-    "transformations": [_transformation(*made) for made in kept],
+    "transformations": [_facts(*made) for made in kept],
   }
 
 
@@ -96,7 +110,7 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
 
   Raises:
     ValueError: something differs. The message names it, with both values.
-    TypeError: ``saved`` is no such record, or a damaged one. The message has the place.
+    TypeError: ``saved`` is no such record.
 
   Example:
     >>> def of(**options):
@@ -109,17 +123,17 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
     ValueError: `saved` must be the record of a state that this optimizer can go on
       with, but the codec of ['w'] was QSGD(bits=4) and is QSGD(bits=8). Make the...
   """
-  check_form("saved", saved, FIRST)
-  check_form("record", record, WHOLE)
-  if saved["format"] != record["format"]:
+  _check_form("record", record)
+  version = saved.get("format") if isinstance(saved, Mapping) else None
+  if isinstance(version, int) and version != record["format"]:
     raise ValueError(
       f"`saved` must be of the format {record['format']}, which gradcomp "
-      f"{record['gradcomp']} goes on with, got {saved['format']}, of gradcomp "
-      f"{saved['gradcomp']}; go on with that version, or restore the parameters alone "
-      "and begin with the state of optimizer.init."
+      f"{record['gradcomp']} goes on with, got {version}, of gradcomp "
+      f"{saved.get('gradcomp')}; go on with that version, or restore the parameters "
+      "alone and begin with the state of optimizer.init."
     )
-  check_form("saved", saved, WHOLE)
-  found = list(_differences(saved, record))
+  _check_form("saved", saved)
+  found = _differences(saved, record)
   if found:
     told = ", ".join(f"{what} was {old} and is {new}" for what, old, new in found[:3])
     otherwise = "Make the transformation that the state was saved with"
@@ -132,13 +146,17 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
     )
 
 
-_WORKERS = "the number of workers"
-_PLATFORM = "the platform that cut the messages"
-_CURES = {
-  _WORKERS: "Restore the state for as many workers, and take gradcomp.reshard_state",
-  _PLATFORM: "Give the new record and gradcomp.checkpoint.state_shapes that platform=, "
-  "and take gradcomp.reshard_state with it as old_platform=",
-}
+def _check_form(name: str, value: Any) -> None:
+  """Raises TypeError for what is no record, or lacks a part."""
+  parts: Any = value if isinstance(value, Mapping) else {}
+  wrong = [x for x, kind in _FORM.items() if not isinstance(parts.get(x), kind)]
+  if wrong or not all(isinstance(x, Mapping) for x in parts["transformations"]):
+    part = [*wrong, "transformations"][0]
+    raise TypeError(
+      f"`{name}` must be what gradcomp.checkpoint.record returned, but its {part!r} is "
+      f"{parts.get(part)!r}; save it beside the state, or restore the parameters alone "
+      "and begin with the state of optimizer.init."
+    )
 
 
 def _stacked(state: Any) -> bool:
@@ -150,118 +168,100 @@ def _stacked(state: Any) -> bool:
   )
 
 
-def _transformation(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, Any]:
-  """Describes the state of a transformation, and its leaves."""
-  codecs: list[dict[str, Any]] = []
-  leaves = {}
+def _facts(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, Any]:
+  """Names the facts that give the arrays of a transformation their meaning.
+
+  A fact is a text, a list of names or of lists of them, or the fields of an option.
+  """
+  facts: dict[str, Any] = {_LEAVES: list(plan.names)}
   # Not bound to a number of workers, which the record has once.
   whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
-  chosen = leaf_codecs(whole, made["codec"], min_leaf_size=made["min_leaf_size"])
-  for name, leaf, codec in zip(plan.names, whole, map(_described, chosen), strict=True):
-    if codec not in codecs:
-      codecs.append(codec)
-    leaves[name] = {"shape": list(leaf.shape), "codec": codecs.index(codec)}
+  codecs = leaf_codecs(whole, made["codec"], min_leaf_size=made["min_leaf_size"])
+  for name, leaf, codec in zip(plan.names, whole, codecs, strict=True):
+    facts[f"the shape of {name}"] = str([*leaf.shape])
+    facts[f"the codec of {name}"] = _fields(codec)
+  facts["the feedback"] = _fields(made["feedback"])
   axes = own_axes(plan.axis_name, ())
   named = axes[:1] != tracing.UNNAMED[:1]  # else init cannot know the number of owners
-  names = lambda exchange, numbers: {
-    "exchange": _described(exchange),
-    "leaves": [plan.names[i] for i in numbers],
-  }
-  result = {"axes": list(axes) if named else [], "codecs": codecs, "leaves": leaves}
-  result["feedback"] = _described(made["feedback"])
+  owned: list[tuple[Any, Any]]
   if "params" in made:  # zero, whose owners keep the rows of every message
-    result["params"] = _described(made["params"])
-    result["arrays"] = [names(x.exchange, x.leaves) for x in plan.messages]
+    facts["the codec of parameters"] = _fields(made["params"])
+    owned = [(x.exchange, x.leaves) for x in plan.messages]
   else:
     # Platforms may cut other messages, and owners keep the same arrays nevertheless.
     matrices = itertools.chain(*owned_matrices(plan).values()) if named else ()
-    of_array = lambda x: names(x.message.exchange, [i for i, *_ in x.leaves()])
-    result["arrays"] = list(map(of_array, matrices))
-  if made.get("delay"):  # of local steps, which keep a mean until it is applied
-    result["delay"] = made["delay"]
-  return result
-
-
-def _described(option: Any) -> dict[str, Any]:
-  """Describes an option, which is a dataclass, by its type and fields."""
-  names = [x.name for x in dataclasses.fields(option) if x.name not in _HOW]
-  values = {name: _plain(getattr(option, name)) for name in names}
-  return {"type": type(option).__name__, **values}
-
-
-def _plain(value: Any) -> Any:
-  """Returns a value in the form that JSON restores."""
-  if isinstance(value, tuple | list):
-    return [_plain(x) for x in value]
-  if dataclasses.is_dataclass(value):
-    return _described(value)
-  return value if isinstance(value, int | float | str | None) else str(value)
-
-
-def _differences(saved: Any, record: Any) -> Iterator[tuple[str, Any, Any]]:
-  """Yields differences, with both values; the first is the cause of the others."""
-  stacked = saved["stacked"] or record["stacked"]
-  if stacked and saved["workers"] != record["workers"]:
-    was, now = (" x ".join(map(str, x["workers"])) for x in (saved, record))
-    yield _WORKERS, was, now
-  old, new = saved["transformations"], record["transformations"]
-  places = [x["platform"] for x in (saved, record)]
-  owned = [[y["arrays"] for y in x] for x in (old, new)]
-  if places[0] != places[1] and owned[0] != owned[1]:
-    yield _PLATFORM, *places
-  if len(old) != len(new):
-    yield "the number of gradcomp transformations", len(old), len(new)
-    return
-  for number, pair in enumerate(zip(old, new, strict=True)):
-    where = f" of transformation {number}" if len(old) > 1 else ""
-    lacking = zip(pair, pair[::-1], strict=True)
-    lists = [[x for x in a["leaves"] if x not in b["leaves"]] for a, b in lacking]
-    if any(lists):
-      was, now = (f"one with {_listed(x)}" if x else "one without" for x in lists)
-      yield "the list of leaves" + where, was, now
-    facts, others = (_facts(made, stacked) for made in pair)
-    for what, was in facts.items():
-      now = others.get(what, was)
-      if isinstance(was, dict):
-        was, now = _in_common(was, now)
-      if was != now:
-        yield what + where, _text(was), _text(now)
-
-
-def _facts(made: Mapping[str, Any], stacked: bool) -> dict[str, Any]:
-  """Names the facts that give the arrays of a transformation their meaning."""
-  leaves, codecs, owned = made["leaves"], made["codecs"], made["arrays"]
-  facts: dict[str, Any] = {
-    **{f"the shape of {x}": str([*kept["shape"]]) for x, kept in leaves.items()},
-    **{f"the codec of {x}": codecs[kept["codec"]] for x, kept in leaves.items()},
-    "the feedback": made["feedback"],
-    "the codec of parameters": made.get("params", {"type": "none"}),
-    "the delay": made.get("delay", 0),
-    "what the owners of messages keep a part of": [x["leaves"] for x in owned],
-  }
-  if stacked:
-    facts["the axis of workers"] = str([*made["axes"]])
-  for i, message in enumerate(owned):
-    what = f"the exchange of message {i}, of {_listed(message['leaves'])}"
-    facts[what] = message["exchange"]
+    owned = [(x.message.exchange, [i for i, *_ in x.leaves()]) for x in matrices]
+  names = [[plan.names[i] for i in leaves] for _, leaves in owned]
+  facts["the delay"] = str(made.get("delay") or 0)  # of a mean, in local steps
+  facts |= {_OWNED: names, _AXIS: str([*axes] if named else [])}
+  for i, (exchange, _) in enumerate(owned):
+    facts[f"the exchange of message {i}, of {_listed(names[i])}"] = _fields(exchange)
   return facts
 
 
+def _fields(option: Any) -> dict[str, str]:
+  """Describes an option, a dataclass, by its type and the fields that decide bits."""
+  names = [x.name for x in dataclasses.fields(option) if x.name not in _HOW]
+  texts = {name: _text(getattr(option, name)) for name in names}
+  return {"type": type(option).__name__, **texts}
+
+
 def _text(value: Any) -> str:
-  """Returns a value for an error, with the first of many leaves of messages."""
-  nested = isinstance(value, list)
-  return ("; ".join(map(_listed, value)) or "nothing") if nested else str(value)
+  if dataclasses.is_dataclass(value):
+    kind, *fields = _fields(value).items()
+    return f"{kind[1]}({', '.join(f'{name}={text}' for name, text in fields)})"
+  if isinstance(value, tuple | list):
+    return f"[{', '.join(map(_text, value))}]"
+  return repr(value if isinstance(value, int | float | str | None) else str(value))
 
 
-def _in_common(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
-  """Returns the texts of two options, of fields that both have and that differ."""
-  # A field that only one version has must have a default that changes nothing.
-  differ = [x for x in old if x in new and old[x] != new[x]]
-  if "type" in differ:
-    return old["type"], new["type"]
-  of = lambda y: f"{old['type']}({', '.join(f'{x}={y[x]!r}' for x in differ)})"
-  return of(old), of(new)
+def _differences(saved: Any, record: Any) -> list[tuple[str, Any, Any]]:
+  """Returns differences, with both values; the first is the cause of the others."""
+  found = []
+  stacked = saved["stacked"] or record["stacked"]
+  if stacked and saved["workers"] != record["workers"]:
+    was, now = (" x ".join(map(str, x["workers"])) for x in (saved, record))
+    found.append((_WORKERS, was, now))
+  old, new = saved["transformations"], record["transformations"]
+  owned = [[facts.get(_OWNED) for facts in each] for each in (old, new)]
+  if saved["platform"] != record["platform"] and owned[0] != owned[1]:
+    found.append((_PLATFORM, saved["platform"], record["platform"]))
+  if len(old) != len(new):
+    return [*found, ("the number of gradcomp transformations", len(old), len(new))]
+  for number, (was, now) in enumerate(zip(old, new, strict=True)):
+    where = f" of transformation {number}" if len(old) > 1 else ""
+    both = {x: _compared(x, was[x], now[x]) for x in was if x in now}
+    differ = {x: pair for x, pair in both.items() if pair[0] != pair[1]}
+    if not stacked:
+      differ.pop(_AXIS, None)
+    # Other leaves, and other messages of owners, have facts of their own.
+    for x in () if differ else was.keys() ^ now.keys():
+      differ[x] = str(was.get(x, "nothing")), str(now.get(x, "nothing"))
+    found += [(what + where, *pair) for what, pair in differ.items()]
+  return found
 
 
-def _listed(names: list[str]) -> str:
-  return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+def _compared(what: str, old: Any, new: Any) -> tuple[str, str]:
+  """Returns the texts of two values of a fact, or of the parts in which they differ."""
+  if isinstance(old, Mapping) and isinstance(new, Mapping):
+    if old.get("type") != new.get("type"):
+      return str(old.get("type")), str(new.get("type"))
+    # A field that only one version has must have a default that changes nothing.
+    differ = [x for x in old if x in new and old[x] != new[x]]
+    of = lambda y: f"{y['type']}({', '.join(f'{x}={y[x]}' for x in differ)})"
+    return of(old), of(new)
+  if isinstance(old, list) and isinstance(new, list) and old != new:
+    if what == _LEAVES:
+      only = [x for x in old if x not in new], [x for x in new if x not in old]
+      was, now = (f"one with {_listed(x)}" if x else "one without" for x in only)
+      return was, now
+    texts = lambda lists: "; ".join(map(_listed, lists)) or "nothing"
+    return texts(old), texts(new)
+  return str(old), str(new)
+
+
+def _listed(names: Any) -> str:
+  if not isinstance(names, list):
+    return str(names)
+  more = f" and {len(names) - 3} more" if names[3:] else ""
+  return ", ".join(map(str, names[:3])) + more

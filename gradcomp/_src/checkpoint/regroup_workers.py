@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Memory
-from gradcomp._src.codecs.tiles import elements, tile_shape
+from gradcomp._src.codecs.tiles import elements
 from gradcomp._src.core.residual_storage import Int8Residual, read_residual, to_int8
 from gradcomp._src.exchange.owners import owned_matrices
 from gradcomp._src.exchange.plan import MessagePlan
@@ -89,6 +89,10 @@ class _Rows(NamedTuple):
   codec: Codec
   like: jax.ShapeDtypeStruct
 
+  def leaf(self, place: int) -> np.ndarray:
+    tiles = np.asarray(elements(jnp.asarray(self.rows[place]), self.codec))
+    return self.codec.join(tiles, self.like)
+
 
 def recut_owned(
   owned: Mapping[Axes, Sequence[np.ndarray]],
@@ -116,11 +120,22 @@ def recut_owned(
       rows = np.zeros((places[axes], new.workers * share, *tile), np.float32)
       for leaf, slot, _ in matrix.leaves():
         if leaf in waiting:
-          moved = _as_rows_of(waiting.pop(leaf), matrix.codec)
+          found = waiting.pop(leaf)
+          moved = found.rows
+          # A sparse codec has a range for each worker.
+          if tuple(tile) != moved.shape[2:]:
+            tiles = [matrix.codec.split(found.leaf(i)) for i in range(len(moved))]
+            moved = np.stack([x.reshape(-1, *tile) for x in tiles])
           rows[:, slot.start : slot.stop] = moved * np.float32(factor)
       arrays.append(stack_rows(rows, new.workers))
     result[axes] = tuple(arrays)
-  return result, {i: _leaf(found) for i, found in waiting.items()}
+  if any(len(found.rows) > 1 for found in waiting.values()):
+    raise ValueError(
+      "`optimizer` must have an exchange whose owners keep residuals, also for the new "
+      "number of workers, where parameters are sharded over other axes; give its "
+      "exchange= by name."
+    )
+  return result, {i: found.leaf(0) for i, found in waiting.items()}
 
 
 def recut_rows(
@@ -146,28 +161,3 @@ def stack_rows(rows: np.ndarray, workers: int) -> np.ndarray:
   places, count, *tile = rows.shape
   shares = rows.reshape(places, workers, count // workers, *tile)
   return shares.swapaxes(0, 1).reshape(places * count, *tile)
-
-
-def _as_rows_of(found: _Rows, codec: Codec) -> np.ndarray:
-  """Returns a leaf's rows in the tiles of another codec."""
-  # A sparse codec has a range for each worker.
-  if tile_shape(codec) == found.rows.shape[2:]:
-    return found.rows
-  tiles = [codec.split(_whole(found, rows)) for rows in found.rows]
-  return np.stack([x.reshape(-1, *tile_shape(codec)) for x in tiles])
-
-
-def _leaf(found: _Rows) -> np.ndarray:
-  """Returns a leaf from its rows; ValueError if each place has a part of it."""
-  if len(found.rows) > 1:
-    raise ValueError(
-      "`optimizer` must have an exchange whose owners keep residuals, also for the new "
-      "number of workers, where parameters are sharded over other axes; give its "
-      "exchange= by name."
-    )
-  return _whole(found, found.rows[0])
-
-
-def _whole(found: _Rows, rows: np.ndarray) -> np.ndarray:
-  tiles = np.asarray(elements(jnp.asarray(rows), found.codec))
-  return found.codec.join(tiles, found.like)

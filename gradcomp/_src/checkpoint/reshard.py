@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -118,44 +118,59 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
     ((4, 512), [2.0, 2.0, 1.0, 1.0])
   """
   one_of("keep", Keep, keep)
-  shapes.check_concrete(opt_state)
+  for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+    if isinstance(x, jax.core.Tracer):
+      raise ValueError(
+        f"`opt_state`{jax.tree_util.keystr(path)} must be an array, got "
+        f"{x.aval.str_short()} inside a transformed function; call "
+        "gradcomp.reshard_state outside of jax.jit."
+      )
   old_workers = shapes.number_of_workers("old_workers", old_workers)
   workers = shapes.number_of_workers("workers", workers)
   names = axis_names(axis_name)
-  mesh = mesh_to_go_on(mesh, names, workers)
+  mesh = jax.sharding.get_mesh() if mesh is None else mesh
+  here = math.prod(mesh.shape.get(name, 0) for name in names)
+  if not mesh.empty and here != workers:
+    raise ValueError(
+      f"`workers` must be the number of workers on the axes {names} of the mesh, "
+      f"which has {dict(mesh.shape)}, got {workers}; pass mesh=, or call this under "
+      "jax.set_mesh(mesh) with the mesh that goes on."
+    )
   options: Any = {"axis_name": axis_name, "param_specs": param_specs, "mesh": mesh}
   first = functools.partial(shapes.first_state_of, optimizer, params, **options)
   with planned_on(mesh):
     with planned_for(old_platform, "old_platform"):
       old = first(workers=old_workers)
     new = first(workers=workers)
-  old, new = (
-    x._replace(shapes=unboxed(x.shapes), specs=unboxed(x.specs)) for x in (old, new)
-  )
-  given = unboxed(opt_state)
-  shapes.check_fits(given, old.shapes, old_workers)
-  place = functools.partial(placed, mesh)
-  moved = Move(old_workers, workers, names, keep, old, new, place).state(given)
-  return boxed_like(opt_state, moved)
+  given, was, now = map(unboxed, (opt_state, old.shapes, new.shapes))
+  shapes.check_fits(given, was, old_workers)
+  move = Move(old_workers, workers, names, keep, new.sizes, mesh)
+  plans = zip(old.plans, new.plans, strict=True)
+  return boxed_like(opt_state, move.tree(given, (was, now, unboxed(new.specs)), plans))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-  """A move of a state from N to M workers, with the first states of both."""
+  """A move of a state from N to M workers."""
 
   old_workers: int
   workers: int
   names: tuple[str, ...]  # of the axes of workers
   keep: Keep  # as for gradcomp.reshard_state
-  old: shapes.FirstState
-  new: shapes.FirstState
-  place: Callable[..., Any]  # (x, spec, like), on the devices
+  sizes: dict[str, int]  # of the axes of the mesh
+  mesh: Mesh  # of the M workers; an empty one is for NumPy arrays
 
-  def state(self, opt_state: Any) -> Any:
-    like = self.old.shapes, self.new.shapes, self.new.specs
-    return self._tree(opt_state, like, zip(self.old.plans, self.new.plans, strict=True))
+  def place(self, x: Any, spec: PartitionSpec, like: Any = None) -> Any:
+    """Puts an array on devices by its spec, or like one of more axes, or itself."""
+    if self.mesh.empty:
+      return x if is_key(x) else host_array(x)
+    own = placed_spec(x if like is None else like)
+    known = sharded_axes(own).issubset(self.mesh.axis_names)
+    if known and sharded_axes(own).issuperset(sharded_axes(spec)):
+      spec = own
+    return put(x, NamedSharding(self.mesh, spec))
 
-  def _tree(self, state: Any, like: tuple[Any, ...], plans: Iterator[_Plans]) -> Any:
+  def tree(self, state: Any, like: tuple[Any, ...], plans: Iterator[_Plans]) -> Any:
     """Moves a tree of states; ``like`` are its shapes, old and new, and its specs."""
 
     def moved(node: Any, old: Any, new: Any, specs: Any) -> Any:
@@ -170,7 +185,7 @@ class Move:
         return optax.MultiStepsState(
           mini_step=self.place(node.mini_step, specs.mini_step),
           gradient_step=self.place(node.gradient_step, specs.gradient_step),
-          inner_opt_state=self._tree(node.inner_opt_state, inner, plans),
+          inner_opt_state=self.tree(node.inner_opt_state, inner, plans),
           acc_grads=jax.tree.map(self._addends, node.acc_grads, specs.acc_grads),
           skip_state=jax.tree.map(self.place, node.skip_state, specs.skip_state),
         )
@@ -287,7 +302,7 @@ class Move:
 
   def _places(self, axes: Axes) -> int:
     """Returns the number of shares of a worker along other axes."""
-    return math.prod(self.new.sizes[axis] for axis in axes if axis not in self.names)
+    return math.prod(self.sizes[axis] for axis in axes if axis not in self.names)
 
   def _known(self, plan: _Plan) -> MessagePlan:
     if plan is None:
@@ -298,30 +313,3 @@ class Move:
         'exchange="all_gather", which has no owners.'
       )
     return plan
-
-
-def mesh_to_go_on(mesh: Mesh | None, names: tuple[str, ...], workers: int) -> Mesh:
-  """Returns the mesh of M workers, by default the current one; it may be empty."""
-  mesh = jax.sharding.get_mesh() if mesh is None else mesh
-  found = math.prod(mesh.shape.get(name, 0) for name in names)
-  if not mesh.empty and found != workers:
-    raise ValueError(
-      f"`workers` must be the number of workers on the axes {names} of the mesh, "
-      f"which has {dict(mesh.shape)}, got {workers}; pass mesh=, or call this under "
-      "jax.set_mesh(mesh) with the mesh that goes on."
-    )
-  return mesh
-
-
-def placed(mesh: Mesh, x: Any, spec: PartitionSpec, like: Any = None) -> Any:
-  """Puts an array on devices by its spec, or like an array of more axes, or itself.
-
-  An empty mesh is for NumPy arrays.
-  """
-  if mesh.empty:
-    return x if is_key(x) else host_array(x)
-  own = placed_spec(x if like is None else like)
-  known = sharded_axes(own).issubset(mesh.axis_names)
-  if known and sharded_axes(own).issuperset(sharded_axes(spec)):
-    spec = own
-  return put(x, NamedSharding(mesh, spec))

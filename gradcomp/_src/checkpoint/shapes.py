@@ -184,16 +184,6 @@ def _with_workers(mesh: Any, names: tuple[str, ...], workers: int) -> AbstractMe
   return abstract_mesh(known, tuple(kinds.get(name, auto) for name in known))
 
 
-def check_concrete(opt_state: Any) -> None:
-  """Raises ValueError for a state inside a transformed function."""
-  for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
-    if isinstance(x, jax.core.Tracer):
-      raise ValueError(
-        f"`opt_state`{keystr(path)} must be an array, got {x.aval.str_short()} inside "
-        "a transformed function; call gradcomp.reshard_state outside of jax.jit."
-      )
-
-
 def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:
   """Raises ValueError for a state in other shapes than ``init`` gives N workers."""
   shapes = _as_forgetful(shapes, opt_state)
@@ -201,16 +191,16 @@ def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:
   found = dict(jax.tree_util.tree_leaves_with_path(opt_state))
   wrong = [f"{keystr(path)} is missing" for path in expected if path not in found]
   wrong += [f"{keystr(path)} is too much" for path in found if path not in expected]
-  wrong += [
-    f"{keystr(path)} must be {_text(expected[path])}, got "
-    f"{_text(x)}{_made_for(np.shape(x), expected[path].shape, workers)}"
-    for path, x in found.items()
-    if path in expected and _differs(x, expected[path])
-  ]
-  given: Any = jax.tree.structure(opt_state)
-  like: Any = jax.tree.structure(shapes)
-  if not wrong and given != like:
-    wrong = [f"{given} must be {like}"]
+  for path, like in expected.items():
+    x = found.get(path, like)
+    if (np.shape(x), getattr(x, "dtype", like.dtype)) != (like.shape, like.dtype):
+      wrong.append(f"{keystr(path)} must be {_text(like)}, got {_text(x)}")
+      count = stacked_for(np.shape(x), like.shape, workers)
+      if count is not None and not like.shape[0] % workers:
+        wrong[-1] += f", as if made for {count} worker{'s' if count > 1 else ''}"
+  trees: list[Any] = [jax.tree.structure(x) for x in (opt_state, shapes)]
+  if not wrong and trees[0] != trees[1]:
+    wrong = [f"{trees[0]} must be {trees[1]}"]
   if wrong:
     more = f"; and {len(wrong) - 3} more" if wrong[3:] else ""
     raise ValueError(
@@ -238,16 +228,5 @@ def _as_forgetful(shapes: Any, opt_state: Any) -> Any:
   return jax.tree.map(forgotten, shapes, is_leaf=is_state)
 
 
-def _differs(x: Any, like: jax.ShapeDtypeStruct) -> bool:
-  return np.shape(x) != like.shape or getattr(x, "dtype", like.dtype) != like.dtype
-
-
 def _text(x: Any) -> str:
   return f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
-
-
-def _made_for(got: tuple[int, ...], like: tuple[int, ...], workers: int) -> str:
-  count = stacked_for(got, like, workers)
-  if count is None or like[0] % workers:
-    return ""
-  return f", as if made for {count} worker{'s' if count > 1 else ''}"

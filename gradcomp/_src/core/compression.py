@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
@@ -19,6 +18,7 @@ from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core import agreement, codec_memory, first_state, residual_storage
 from gradcomp._src.core import state as states
 from gradcomp._src.core.feedback import Feedback, as_feedback
+from gradcomp._src.core.inputs import pairs
 from gradcomp._src.core.state import CompressState, measures
 from gradcomp._src.exchange.auto import Auto, as_exchange, check_exchange
 from gradcomp._src.exchange.averaging import Averaging
@@ -28,10 +28,9 @@ from gradcomp._src.exchange.owners import OwnerResiduals, owner_shapes
 from gradcomp._src.exchange.plan import MessagePlan, PlanOptions, plan_messages
 from gradcomp._src.exchange.protocol import Exchange, returns_means
 from gradcomp._src.exchange.step import Step
-from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh import study
 from gradcomp._src.mesh.axes import Axes, AxisName, as_axis_name, axis_names, bound_size
-from gradcomp._src.mesh.place import Place, check_whole_arrays, place
+from gradcomp._src.mesh.place import Place, check_whole
 from gradcomp._src.mesh.trees import is_box
 
 Dither = Literal["shared", "independent"]
@@ -77,10 +76,6 @@ class Compression(checks.Checked):
         f'{self.exchange!r} over {self.axis_name!r}; use feedback="error".'
       )
 
-  @property
-  def _averaged(self) -> AxisName | None:
-    return self.axis_name if self.exchange.sends else None
-
   def plan(
     self,
     leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
@@ -98,8 +93,9 @@ class Compression(checks.Checked):
 
   def init(self, params: Any) -> CompressState:
     """Creates the state; ValueError if parameters are sharded over the workers."""
-    if self._averaged:
-      check_whole_arrays("params", params, self._averaged)
+    if self.axis_name and self.exchange.sends:
+      check_whole("params", params, self.axis_name)
+    params = jax.tree.map(pairs, params)
     own = functools.partial(self._own_arrays, paths_of(params))
     seed, axes = states.seed_words(self.key), study.studied_axes(self.axis_name)
     firsts: list[Any] = [self.feedback.first] if self.feedback.keeps else []
@@ -107,7 +103,7 @@ class Compression(checks.Checked):
     trees, parts = first_state.first_state(params, axes, firsts, own, seed)
     residual = trees.pop(0) if self.feedback.keeps else None
     velocity = trees.pop() if self.feedback.moves else None
-    owned, *memory = ({at: x[i] for at, x in parts.items() if x[i]} for i in range(3))
+    owned, *memory = parts
     (count,) = study.note(study.FIRST, jnp.zeros([], jnp.int32))
     kept = codec_memory.as_stored(params, Memory(*memory))
     estimates = self.feedback.estimates
@@ -120,8 +116,8 @@ class Compression(checks.Checked):
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-  ) -> Callable[[jax.Array], dict[Axes, Any]]:
-    """Returns a maker of owner residuals and memories, by the seed and by axes."""
+  ) -> Callable[[jax.Array], tuple[dict[Axes, Any], ...]]:
+    """Returns a maker of owner residuals and memories, by the seed, each by axes."""
     axes = study.studied_axes(self.axis_name)
     known = 1 if axes is None else workers
     several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
@@ -129,21 +125,16 @@ class Compression(checks.Checked):
     study.note(study.Planned(plan))
     shapes = {} if known is None or axes is None else owner_shapes(plan)
 
-    def make(seed: jax.Array) -> dict[Axes, Any]:
+    def make(seed: jax.Array) -> tuple[dict[Axes, Any], ...]:
       shared, own = codec_memory.first_stored(plan, seed) or ({}, {})
       zeros = lambda shape: jnp.zeros(shape, jnp.float32)
       owned = {at: tuple(map(zeros, found)) for at, found in shapes.items()}
-      parts = (owned, shared, {} if known is None else own)
-      places = dict.fromkeys(at for part in parts for at in part)
-      return {at: tuple(part.get(at, ()) for part in parts) for at in places}
+      return owned, shared, {} if known is None else own
 
     return make
 
-  def across(self, updates: Any, state: CompressState, params: Any) -> Place:
-    """Validates the inputs of ``update``; returns the axes and dtypes of the step."""
-    sends = self.exchange.sends
-    across = place(updates, self.axis_name, params=params, local=not sends)
-    axes, is_sum, *_ = across
+  def check(self, across: Place, updates: Any, state: CompressState) -> None:
+    """Validates the state of an update; compares options between processes."""
     rule, some = self.feedback, bool(jax.tree.leaves(updates))
     needs = {"residual": rule.keeps and some, "velocity": rule.moves and some}
     needs["estimate"] = rule.estimates and some
@@ -154,15 +145,11 @@ class Compression(checks.Checked):
         "what is sent; make the state with this transformation, or go on with "
         'feedback="ef21".'
       )
-    if is_sum:
-      first_state.check_residual_types(state.residual, updates, axes)
-    if axes is not None and sends:
+    if across.axes is not None and self.exchange.sends:
       told = vars(self) | {"inspected": measures(state) is not None}
-      agreement.require_agreement("gradcomp.compress", told, updates, axes)
+      agreement.require_agreement("gradcomp.compress", told, updates, across.axes)
     made = ("codec", "feedback", "min_leaf_size")
     study.note(study.Options(tuple((name, getattr(self, name)) for name in made)))
-    known = params if is_sum and sends else None
-    return across._replace(dtypes=update_dtypes(updates, known))
 
   def workers(self, across: Place, grads: Any, state: CompressState) -> Workers | None:
     """Returns the workers that exchange, on a device; None to exchange nothing."""
@@ -244,16 +231,3 @@ def paths_of(tree: Any) -> list[KeyPath]:
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
   # optax.masked leaves an empty node in the box of an array that it hides.
   return [path for path, x in leaves if jax.tree.leaves(x)]
-
-
-def update_dtypes(updates: Any, params: Any) -> list[np.dtype]:
-  """Returns the dtype of each leaf's update: its gradient's, or its parameter's."""
-
-  # The parameter's, if addends are wider, because its dtype does not hold an Nth.
-  def of(gradient: jax.Array, param: Any) -> np.dtype:
-    narrow = jnp.result_type(param)
-    return narrow if gradient.dtype == addend_dtype(narrow) else gradient.dtype
-
-  if params is None:
-    return [gradient.dtype for gradient in jax.tree.leaves(updates)]
-  return jax.tree.leaves(jax.tree.map(of, updates, params))

@@ -1,5 +1,6 @@
 """Creation and checks of the parts of a state that differ between workers."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,34 +9,32 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gradcomp._src.checks import see
+from gradcomp._src.core.specs import made_on_mesh
 from gradcomp._src.mesh import types
-from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, bound_size, mesh_size
+from gradcomp._src.mesh.axes import (
+  Axes,
+  AxisName,
+  UnboundAxisError,
+  axis_names,
+  bound_size,
+  mesh_size,
+)
 from gradcomp._src.mesh.place import GATHER_FIRST
 from gradcomp._src.mesh.specs import axes_in, sharded_axes, stack_spec, stacked_over
+from gradcomp._src.mesh.study import studied_axes
 
-Own = dict[Axes, Any]  # arrays by the axes that stack them
+Own = tuple[dict[Axes, Any], ...]  # arrays by the axes that stack them
 _Shape = tuple[int, ...]
-
-# Of the shapes of leaves, the other axes of each, and the number of workers: a function
-# of the seed, ``uint32[2]``, that makes a worker's arrays that are not like leaves.
-OwnArrays = Callable[
-  [Sequence[jax.ShapeDtypeStruct], Sequence[tuple[str, ...]], int | None],
-  Callable[[jax.Array], Own],
-]
 
 
 def first_state(
   params: Any,
   axis_name: AxisName | None,
   firsts: Sequence[Callable[[_Shape], Any]],
-  own_arrays: OwnArrays,
+  own_arrays: Callable[..., Callable[[jax.Array], Own]],
   seed: jax.Array,
 ) -> tuple[list[Any], Own]:
-  """Creates the trees like leaves, and other arrays, that differ between workers.
-
-  Outside of the map, under a mesh that has the axis, they are stacked on their first
-  axis, and sharded over it. Each of ``firsts`` makes arrays of a leaf, from a shape.
-  """
+  """Creates the trees like leaves, by ``firsts``, and others, that differ by worker."""
   leaves, treedef = jax.tree.flatten(params)
   names = () if axis_name is None else axis_names(axis_name)
   bound = bound_size(names) if names else None
@@ -43,44 +42,71 @@ def first_state(
   mesh = jax.sharding.get_abstract_mesh() if on_mesh else types.mesh_of(leaves)
   specs = [*map(types.placed_spec if on_mesh else types.typed_spec, leaves)]
   others = [types.other_axes(leaf, axis_name) for leaf in leaves]
+  # It returns a maker, by the seed, of a worker's arrays that are not like leaves.
   # The second stage is planned from the shapes that update will see: a shard of a leaf
   # if it is typed so, but a whole leaf if Auto axes shard it.
   seen = [_part(leaf, types.typed_spec(leaf), mesh) for leaf in leaves]
   make = own_arrays(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
 
-  def local(seed: jax.Array) -> tuple[list[list[Any]], Own]:
+  def local(seed: jax.Array) -> tuple[list[Any], Own]:
     pairs = zip(parts, others, strict=True)
     places = [(x.shape or (1,), (*names, *y)) for x, y in pairs]
-    like = [[_typed(first(shape), axes) for shape, axes in places] for first in firsts]
-    return like, {axes: _typed(tree, axes) for axes, tree in make(seed).items()}
+    like = lambda first: [_typed(first(shape), axes) for shape, axes in places]
+    typed = lambda part: {axes: _typed(tree, axes) for axes, tree in part.items()}
+    trees = [jax.tree.unflatten(treedef, like(first)) for first in firsts]
+    return trees, tuple(map(typed, make(seed)))
 
   cut = axes_in(specs)
   if not on_mesh and not cut:
-    like, own = local(seed)
-    return [jax.tree.unflatten(treedef, tree) for tree in like], own
+    return local(seed)
   if on_mesh:
     specs = [stack_spec(names, spec) for spec in specs]
   inside = frozenset(mesh.axis_names) if on_mesh else cut
-  own_specs = {axes: stacked_over(axes, inside) for axes in jax.eval_shape(make, seed)}
+  parts_of = jax.eval_shape(make, seed)
+  own_specs = tuple({axes: stacked_over(axes, inside) for axes in x} for x in parts_of)
   mapped = jax.shard_map(
     local,
     in_specs=PartitionSpec(),
-    out_specs=([specs] * len(firsts), own_specs),
+    out_specs=([jax.tree.unflatten(treedef, specs)] * len(firsts), own_specs),
     axis_names=set(inside),
     check_vma=not on_mesh,
   )
-  like, own = jax.jit(mapped)(seed)
-  return [jax.tree.unflatten(treedef, tree) for tree in like], own
+  return jax.jit(mapped)(seed)
+
+
+def on_workers(
+  make: Callable[[Any], Any],
+  tree: Any,
+  axis_name: AxisName,
+  unknown: str,
+  in_specs: Any = PartitionSpec(),  # noqa: B008 - it is constant
+) -> Any:
+  """Calls ``make(tree)`` in the map, or on all devices of the mesh: global arrays.
+
+  Else it raises UnboundAxisError: nobody knows ``unknown``.
+  """
+  names = axis_names(axis_name)
+  if bound_size(studied_axes(names) or names) is not None:
+    return make(tree)
+  if mesh_size(names) is None:
+    raise UnboundAxisError(
+      f"`axis_name` must be an axis that init can count, and {axis_name!r} is not "
+      f"bound here, so that nobody knows {unknown}; call optimizer.init under "
+      "jax.set_mesh(mesh), or inside the map; where a program copies one state to its "
+      "workers, give it gradcomp.wrappers.replicable("
+      f"optimizer, axis_name={axis_name!r}, workers=N).",
+      axis_name,
+    )
+  inside = (*names, *sorted(axes_in(in_specs).difference(names)))
+  given: Any = {"in_specs": (in_specs,), "axis_names": {*inside}, "check_vma": False}
+  return made_on_mesh(make, tree, functools.partial(jax.shard_map, **given), inside)
 
 
 def first_estimate(params: Any, axis_name: AxisName | None) -> Any:
   """Creates zeros like the parameters, of at least one axis, equal on all workers."""
-
-  def first(leaf: Any) -> jax.Array:
-    zeros = jnp.zeros_like(leaf, jnp.float32).reshape(jnp.shape(leaf) or (1,))
-    return _typed(zeros, types.other_axes(leaf, axis_name))
-
+  zeros = lambda x: jnp.zeros_like(x, jnp.float32).reshape(jnp.shape(x) or (1,))
+  first = lambda x: _typed(zeros(x), types.other_axes(x, axis_name))
   return jax.tree.map(first, params)
 
 
@@ -105,15 +131,18 @@ def check_own(
 
   def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
     shape = update.shape or (1,)
-    if leaf.shape != shape:
-      raise ValueError(
-        f"`state.{name}`{jax.tree_util.keystr(path)} must have the shape of its "
-        f"gradient, {shape} here, got {leaf.shape}"
-        f"{_made_for(leaf.shape, shape, workers)}; inside a map, pass the state "
-        "through with gradcomp.state_specs, and make it by optimizer.init inside the "
-        f"map or under jax.set_mesh(mesh).{_parts(shape, leaf.shape, axis_name)}"
-        f"{see('must-have-the-shape-of-its-gradient')}"
-      )
+    if leaf.shape == shape:
+      return
+    count = stacked_for(leaf.shape, shape, workers)
+    made = f": as if made for {count} worker{'s' * (count != 1)}, not for {workers}"
+    raise ValueError(
+      f"`state.{name}`{jax.tree_util.keystr(path)} must have the shape of its "
+      f"gradient, {shape} here, got {leaf.shape}{made if count else ''}; inside a "
+      "map, pass the state through with gradcomp.state_specs, and make it by "
+      "optimizer.init inside the map or under jax.set_mesh(mesh)."
+      f"{_parts(shape, leaf.shape, axis_name)}"
+      f"{see('must-have-the-shape-of-its-gradient')}"
+    )
 
   if tree is not None:
     jax.tree_util.tree_map_with_path(check, updates, tree)
@@ -153,9 +182,3 @@ def stacked_for(got: _Shape, expected: _Shape, workers: int) -> int | None:
     return None
   count, rest = divmod(workers * got[0], expected[0])
   return None if rest or count in (0, workers) else count
-
-
-def _made_for(got: _Shape, expected: _Shape, workers: int) -> str:
-  count = stacked_for(got, expected, workers)
-  several = "" if count == 1 else "s"
-  return f": as if made for {count} worker{several}, not for {workers}" if count else ""

@@ -1,4 +1,4 @@
-"""Validates gradient leaves at a transformation's entry, and makes extra arguments."""
+"""Readers and makers of what ``update`` gets: pairs, dtypes, and extra arguments."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -6,96 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 from jax import lax
 from jax.tree_util import Partial
 
-from gradcomp._src.core.of_workers import of_workers, step_shards
-from gradcomp._src.mesh import trees
-from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.per_worker import of_all
+from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh.shard_maps import map_addends
-from gradcomp._src.mesh.types import under_mesh_of
-
-
-def on_real_pairs(
-  init_fn: Callable[[Any], Any],
-  update_fn: Callable[..., tuple[Any, Any]],
-  axis_name: AxisName | None,
-  *,
-  keeps_rows: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-  """Wraps real-valued init and update functions so that they accept complex leaves.
-
-  Complex arrays reach them as :func:`pairs`, which their states hold, too. ``update``
-  raises TypeError for leaves that are no arrays of floats. Both take :func:`any_tree`.
-  """
-
-  def init(params: Any) -> Any:
-    return init_fn(jax.tree.map(pairs, params))
-
-  def on_worker(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
-    return _joined(grads, *update_fn(_paired(grads), state, params, **extra_args))
-
-  def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-    grads, kept, params = _opened(updates, state, params)
-    if of_all(grads) or step_shards(grads, kept) is not None:
-      new, kept = mapped(grads, kept, params, **extra_args)
-    else:  # no call of on_worker, so that a kernel is not deeper below an update
-      reals = _paired(grads)
-      new, kept = _joined(grads, *update_fn(reals, kept, params, **extra_args))
-    return _closed(updates, state, new, kept)
-
-  mapped = of_workers(on_worker, axis_name, keeps_rows=keeps_rows)
-  return any_tree(init, update)._replace(update=update)
-
-
-def _paired(grads: Any) -> Any:
-  """Returns :func:`pairs` of gradients; TypeError for leaves that are no floats."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-    name = f"`updates`{jax.tree_util.keystr(path)}"
-    if not hasattr(leaf, "dtype"):
-      raise TypeError(f"{name} must be an array, got {leaf!r}; use jnp.asarray.")
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-      raise TypeError(
-        f"{name} must have a real or complex float dtype, got {leaf.dtype}."
-      )
-  return jax.tree.map(pairs, grads)
-
-
-def _joined(grads: Any, reals: Any, state: Any) -> tuple[Any, Any]:
-  """Returns updates with complex numbers where the gradients have some."""
-  return jax.tree.map(_like, reals, grads), state
-
-
-def any_tree(
-  init_fn: Callable[[Any], Any], update_fn: Callable[..., tuple[Any, Any]]
-) -> optax.GradientTransformationExtraArgs:
-  """Wraps functions of arrays of floats so that they take trees as libraries have them.
-
-  Parameters that are not trained reach them as None, as in the gradients. ``update``
-  sees the array of each box, and returns the boxes that it was given.
-  """
-
-  def init(params: Any) -> Any:
-    params = trees.trainable(params)
-    with under_mesh_of(params):
-      return init_fn(params)
-
-  def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-    given = _opened(updates, state, params)
-    return _closed(updates, state, *update_fn(*given, **extra_args))
-
-  return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _opened(updates: Any, state: Any, params: Any) -> list[Any]:
-  return [*map(trees.unboxed, (updates, state, trees.trainable(params)))]
-
-
-def _closed(updates: Any, state: Any, new: Any, kept: Any) -> tuple[Any, Any]:
-  """Puts results into the boxes of the arguments."""
-  return trees.boxed_like(updates, new), trees.boxed_like(state, kept)
 
 
 def _is_complex(x: Any) -> bool:
@@ -125,12 +41,24 @@ def whole(tree: Any, complexes: Sequence[bool]) -> Any:
   return jax.tree.unflatten(treedef, map(shape, leaves, complexes))
 
 
-def _like(x: jax.Array, like: jax.Array) -> jax.Array:
+def like_complex(x: jax.Array, like: jax.Array) -> jax.Array:
   """Turns pairs of reals into complex numbers if ``like`` is complex."""
   if not _is_complex(like):
     return x
   part = functools.partial(lax.index_in_dim, axis=-1, keepdims=False)
   return map_addends(lambda x: lax.complex(part(x, 0), part(x, 1)), x)
+
+
+def update_dtypes(updates: Any, params: Any) -> list[np.dtype]:
+  """Returns the dtype of each leaf's update: its gradient's, or its parameter's."""
+
+  # The parameter's, if addends are wider, because its dtype does not hold an Nth.
+  def of(gradient: jax.Array, param: Any) -> np.dtype:
+    wide, narrow = map(jnp.result_type, (gradient, param))
+    return narrow if wide == addend_dtype(narrow) else wide
+
+  likes = updates if params is None else params
+  return jax.tree.leaves(jax.tree.map(of, updates, likes))
 
 
 def raises_under_derivatives(message: str) -> Callable[[Callable[[Any], Any]], Any]:

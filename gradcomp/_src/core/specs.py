@@ -1,4 +1,4 @@
-"""Specs of an optimizer state: which arrays differ between workers."""
+"""Specs of a state, and first states for maps that ``init`` cannot see."""
 
 import functools
 from collections.abc import Callable
@@ -14,9 +14,16 @@ from gradcomp._src.checks import see
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core import state as states
 from gradcomp._src.core.residual_storage import is_stored, shaped
-from gradcomp._src.mesh.axes import AxisName, axis_names, on_each, sizes_by_axis
+from gradcomp._src.mesh.axes import (
+  AxisName,
+  axis_names,
+  bound_size,
+  on_each,
+  sizes_by_axis,
+)
 from gradcomp._src.mesh.param_specs import specs_like, specs_of
 from gradcomp._src.mesh.specs import is_spec, sharded_axes, stack_spec, stacked_over
+from gradcomp._src.mesh.study import is_study
 from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.mesh.types import is_traced
 
@@ -64,6 +71,7 @@ def state_specs(  # noqa: C901 - a case for each type of state
   here = lambda axes: axes if cut(axes) else axis_names(axis_name)
   is_hole = lambda node: isinstance(node, optax.MaskedNode)
   is_one = lambda node: is_hole(node) or is_stored(node)  # in the place of one leaf
+  per_worker = lambda tree: placed(tree, functools.partial(stack_spec, axis_name))
 
   def specs(node: Any) -> Any:
     if isinstance(node, states.CompressState):
@@ -72,12 +80,14 @@ def state_specs(  # noqa: C901 - a case for each type of state
         server_residual=owned(node.server_residual),
         memory=node.memory and Memory(*map(owned, node.memory)),
         velocity=per_worker(node.velocity),
-        estimate=of_all(node.estimate),
+        estimate=placed(node.estimate),
       )
     if isinstance(node, states.OwnedRows):
       return states.OwnedRows(owned(node.arrays))
     if isinstance(node, states.LocalStepsState):
-      return local_steps(node)
+      fragments = inner(node.fragments, axis_name=inside(node.own))
+      own: Any = own_steps(node.own)
+      return alike(P(), node)._replace(own=own, fragments=fragments)
     if isinstance(node, states.OwnSteps):
       return own_steps(node)
     if isinstance(node, optax.MultiStepsState):
@@ -92,7 +102,7 @@ def state_specs(  # noqa: C901 - a case for each type of state
         "gradcomp.skip_nonfinite(..., axis_name=) around the exchange, or "
         f"optax.apply_if_finite behind it.{see('must-not-hold-an-exchange-inside-of')}"
       )
-    return of_all(node)
+    return placed(node)
 
   def owned(arrays: Any) -> Any:
     """Returns the specs of arrays by the axes that stack them, without Auto axes."""
@@ -104,11 +114,6 @@ def state_specs(  # noqa: C901 - a case for each type of state
     """Returns the axes of local steps that are here, which may have more names."""
     (axes,) = node.by_axes
     return tuple(name for name in axes if name in here(axes)) or axis_name
-
-  def local_steps(node: states.LocalStepsState) -> Any:
-    whole: Any = node
-    fragments = inner(node.fragments, axis_name=inside(node.own))
-    return whole._replace(count=P(), own=own_steps(node.own), fragments=fragments)
 
   def own_steps(node: states.OwnSteps) -> states.OwnSteps:
     # An exchange inside of each worker, over other axes, stacks arrays over all axes.
@@ -125,19 +130,11 @@ def state_specs(  # noqa: C901 - a case for each type of state
     stacked = lambda spec: spec if known(spec) else stack_spec(over, spec)
     return states.OwnSteps({axes: jax.tree.map(stacked, inner(own), is_leaf=is_spec)})
 
-  def of_all(tree: Any) -> Any:
-    if like_params(tree):
-      return of_params(lambda spec: spec, tree)
-    return alike(P(), tree)
-
-  def per_worker(tree: Any) -> Any:
-    if like_params(tree):
-      return of_params(lambda spec: stack_spec(axis_name, spec), tree)
-    return alike(stack_spec(axis_name, P()), tree)
-
-  def of_params(function: Callable[[P], P], tree: Any) -> Any:
+  def placed(tree: Any, to: Callable[[P], P] = lambda spec: spec) -> Any:
     """Maps parameters' specs; holes of optax.masked and optax.partition stay."""
-    of_leaf = lambda x, spec: x if is_hole(x) else alike(function(spec), x)
+    if not like_params(tree):
+      return alike(to(P()), tree)
+    of_leaf = lambda x, spec: x if is_hole(x) else alike(to(spec), x)
     return jax.tree.map(of_leaf, tree, param_specs, is_leaf=is_one)
 
   def like_params(node: Any) -> bool:
@@ -233,16 +230,88 @@ def init_state(
     place = functools.partial(NamedSharding, mesh)
     shardings = jax.tree.map(place, param_specs, is_leaf=is_spec)
     params = jax.device_put(params, shardings)
+  over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(param_specs,))
+  return made_on_mesh(optimizer.init, params, over, axis_name, param_specs)
+
+
+def made_on_mesh(
+  make: Callable[[Any], Any],
+  params: Any,
+  over: Callable[..., Any],
+  axis_name: AxisName,
+  param_specs: Any = None,
+) -> Any:
+  """Makes a state of all workers by a map ``over`` the mesh, which lacks its specs."""
   found: list[Any] = []
 
   def probe(params: Any) -> jax.Array:
-    found.append(jax.tree.map(jax.typeof, optimizer.init(params)))
+    found.append(jax.tree.map(jax.typeof, make(params)))
     return jnp.zeros([])
 
-  map_over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(param_specs,))
-  jax.eval_shape(map_over(probe, out_specs=P()), params)
+  jax.eval_shape(over(probe, out_specs=P()), params)
   specs = state_specs(found[0], axis_name=axis_name, param_specs=param_specs)
-  return jax.jit(map_over(optimizer.init, out_specs=specs))(params)
+  return jax.jit(over(make, out_specs=specs))(params)
+
+
+def replicable(
+  optimizer: optax.GradientTransformation,
+  *,
+  axis_name: AxisName,
+  workers: int | tuple[int, ...],
+) -> optax.GradientTransformationExtraArgs:
+  r"""Lets a program call ``init`` once, and copy the state to each of N workers.
+
+  Most programs around ``jax.pmap`` do so, by ``flax.jax_utils.replicate``, and some
+  trainers inside of their own code. There ``init`` cannot count the workers, of which
+  each owns :math:`1/N` of the mean, and keeps what its second encoding loses. Now it
+  can: it returns one worker's part, ``[ceil(rows / N), ...]`` where all workers
+  together have ``rows``. All parts are zeros at first, so that copies of one have the
+  bits of an ``init`` inside the map. ``update`` is that of ``optimizer``, and biased
+  where that is.
+
+  Inside of the map ``init`` is that of ``optimizer``, too. For plain ``jax.jit`` and
+  ``jax.shard_map``, which take the arrays of all workers, use ``optimizer`` itself
+  under ``jax.set_mesh``.
+
+  Args:
+    optimizer: an optax transformation with gradcomp's in it, like a whole chain.
+    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
+    workers: N, of all processes together; of several axes a tuple of their sizes.
+
+  Returns:
+    A gradient transformation with the state of ``optimizer``.
+
+  Raises:
+    ValueError: ``workers`` is no such number; in ``init``, the first state differs
+      between the workers, as where :func:`gradcomp.parallel.zero` is around an
+      optimizer that keeps its rows of the parameters.
+
+  Example:
+    >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+    >>> tx = replicable(optax.chain(tx, optax.adam(1e-3)), axis_name="data", workers=8)
+    >>> state = tx.init({"w": jnp.zeros((512, 512))})
+    >>> [rows.shape for rows in state[0].server_residual[("data",)]]
+    [(8, 8, 512)]
+  """
+  sizes = sizes_by_axis("workers", axis_name, workers)
+  optimizer = optax.with_extra_args_support(optimizer)
+
+  def init_fn(params: Any) -> Any:
+    if bound_size(axis_name) is not None or is_study():
+      return optimizer.init(params)
+    try:
+      return on_each(lambda: optimizer.init(params), sizes, stacked=False)
+    except ValueError as error:
+      if "out_axes is None" not in str(error):
+        raise
+      raise ValueError(
+        "`optimizer` must have a first state that is the same on all workers, which "
+        "copies of one worker's are, but an array of it differs between those of "
+        f"{axis_name!r}; make the states of all by gradcomp.init_state(optimizer, "
+        f"params, axis_name={axis_name!r}, replicate={workers})."
+      ) from None
+
+  return optax.GradientTransformationExtraArgs(init_fn, optimizer.update)
 
 
 def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None:

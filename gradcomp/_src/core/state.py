@@ -1,7 +1,7 @@
 """The states of transformations, and the random keys of a step."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -160,6 +160,16 @@ class LocalStepsState(NamedTuple):
   fragments: tuple[FragmentState, ...]
 
 
+def _of_kind(kind: type) -> Callable[[Any], bool]:
+  return lambda node: isinstance(node, kind)
+
+
+# Each returns True for a node of its type, and is meant for ``is_leaf``.
+is_state, is_scan, is_rows, is_own_steps = map(
+  _of_kind, (CompressState, ScanState, OwnedRows, OwnSteps)
+)
+
+
 def states_in(opt_state: Any) -> list[CompressState]:
   """Returns the states of gradcomp's transformations, in the order of their numbers."""
   return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
@@ -185,31 +195,11 @@ def with_measures(state: CompressState, found: Any) -> CompressState:
   return state._replace(memory=memory if any(memory) else None)
 
 
-def is_state(node: Any) -> bool:
-  """Returns True for a ``CompressState``; it is meant for ``is_leaf``."""
-  return isinstance(node, CompressState)
-
-
-def is_scan(node: Any) -> bool:
-  """Returns True for :class:`ScanState`; it is meant for ``is_leaf``."""
-  return isinstance(node, ScanState)
-
-
 def collects(node: Any) -> bool:
   """Returns True for MultiSteps around an exchange; it is meant for ``is_leaf``."""
   # The gradients that it has collected are each worker's own.
   several = isinstance(node, optax.MultiStepsState)
   return several and bool(states_in(node.inner_opt_state))
-
-
-def is_rows(node: Any) -> bool:
-  """Returns True for :class:`OwnedRows`; it is meant for ``is_leaf``."""
-  return isinstance(node, OwnedRows)
-
-
-def is_own_steps(node: Any) -> bool:
-  """Returns True for :class:`OwnSteps`; it is meant for ``is_leaf``."""
-  return isinstance(node, OwnSteps)
 
 
 def steps_alone(opt_state: Any) -> bool:

@@ -8,9 +8,10 @@ import optax
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
+from gradcomp._src.core.border import on_workers
 from gradcomp._src.core.compression import Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName
-from gradcomp._src.core.inputs import not_differentiated, on_real_pairs
+from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.step import as_updates, take_step
 from gradcomp._src.exchange import otherwise
@@ -18,7 +19,7 @@ from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.shard_maps import per_device
+from gradcomp._src.mesh.place import Place
 
 Taken = tuple[Any, CompressState]  # updates, and the next state
 
@@ -111,27 +112,21 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
 def transformation(parts: Compression) -> optax.GradientTransformationExtraArgs:
   """Returns the transformation that averages gradients as its parts do."""
 
-  def update_fn(
-    updates: Any, state: CompressState, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, CompressState]:
+  def average(across: Place, updates: Any, state: CompressState) -> Taken:
     updates = not_differentiated(updates)
-    across = parts.across(updates, state, params)
-
-    def step(updates: Any, state: CompressState) -> Taken:
-      workers = parts.workers(across, updates, state)
-      leaves = jax.tree.leaves(updates)
-      plan = parts.plan(leaves, paths_of(updates), across, workers)
-      parts.warn_of_owners(plan, state)
-      share = parts.error_share(across)
-      finish = functools.partial(as_updates, across.dtypes, share)
-      facts = lambda plan: parts.step(plan, workers, state)
-      rest = updates, state, finish
-      taken = take_step(parts, facts(plan), *rest)[:2]
-      again = lambda plan: take_step(parts, facts(plan), *rest)[:2]
-      axes = across.axes if plan.sends else None
-      return otherwise.otherwise(taken, again, plan, axes)
-
-    return per_device(step, updates, state, across.axes, keeps_addends=unsent)
+    parts.check(across, updates, state)
+    workers = parts.workers(across, updates, state)
+    leaves = jax.tree.leaves(updates)
+    plan = parts.plan(leaves, paths_of(updates), across, workers)
+    parts.warn_of_owners(plan, state)
+    share = parts.error_share(across)
+    finish = functools.partial(as_updates, across.dtypes, share)
+    facts = lambda plan: parts.step(plan, workers, state)
+    rest = updates, state, finish
+    taken = take_step(parts, facts(plan), *rest)[:2]
+    again = lambda plan: take_step(parts, facts(plan), *rest)[:2]
+    axes = across.axes if plan.sends else None
+    return otherwise.otherwise(taken, again, plan, axes)
 
   unsent = not parts.exchange.sends
-  return on_real_pairs(parts.init, update_fn, parts.axis_name, keeps_rows=unsent)
+  return on_workers(parts.init, average, parts.axis_name, keeps=unsent, local=unsent)

@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 
 from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core import of_workers, transform
+from gradcomp._src.core import border, transform
 from gradcomp._src.core import specs as states
-from gradcomp._src.local_steps import options
+from gradcomp._src.local_steps import rounds
 from gradcomp._src.mesh import (
   axes,
   per_worker,
@@ -129,7 +129,7 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
     param_specs = P() if param_specs is None else param_specs
     whole = given_specs.specs_like(tree, param_specs, mesh_axis)
     rows = per_worker.marked(rows, mesh_axis, whole)
-    mean, state = of_workers.of_workers(worker, mesh_axis)(rows, state, key=key)
+    mean, state = border.of_workers(worker, mesh_axis)(rows, state, key=key)
   return (mean, state) if kept else mean
 
 
@@ -197,7 +197,7 @@ def _exchange(
   return transform.compress(
     codec,
     axis_name=_ROWS if mesh_axis is None else mesh_axis,
-    feedback=options.feedback_of("error", codec) if kept else None,
+    feedback=rounds.feedback_of("error", codec) if kept else None,
     key=0 if key is None else key,
   )
 

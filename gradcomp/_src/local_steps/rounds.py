@@ -12,12 +12,14 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from gradcomp._src.codecs.protocol import is_codec
+from gradcomp._src.core.feedback import ErrorFeedback
+from gradcomp._src.core.first_state import on_workers
 from gradcomp._src.core.state import FragmentState, OwnSteps, is_own_steps
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh.specs import stack_spec
 from gradcomp._src.mesh.study import Options, note
 from gradcomp._src.mesh.types import is_explicit, mark_varying, other_axes
 
@@ -27,37 +29,29 @@ def wide(x: jax.Array) -> jax.Array:
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def feedback_of(feedback: Any, codec: Any) -> Any:
+  """Returns the feedback of displacements; None for an exact codec."""
+  if feedback != "error":
+    return feedback
+  # A codec that is unbiased without random numbers is exact.
+  exact = is_codec(codec) and codec.unbiased and not codec.needs_key
+  return None if exact else ErrorFeedback()
+
+
 def first_own(
   params: Any, names: tuple[str, ...], init: Callable[[Any], Any]
 ) -> OwnSteps:
   """Creates displacements of zero and first inner states, in a map or for a mesh."""
 
-  def make(params: Any) -> Any:
-    moved = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), params)
-    return stored((moved, init(params)))
-
-  if mesh_axes.bound_size(names) is not None:
+  def make(params: Any) -> OwnSteps:
     # The inner optimizer gets the types of arrays that update will give it.
-    own = make(mark_varying(params, names))
-    return OwnSteps({names: mark_varying(own, names)})
-  if mesh_axes.mesh_size(names) is None:
-    raise mesh_axes.UnboundAxisError(
-      f"`axis_name` must be an axis that init can count, and {names} is not bound "
-      "here, so that nobody knows how many workers have parameters of their own; call "
-      "optimizer.init under jax.set_mesh(mesh), or inside the map; where a program "
-      "copies one state to its workers, give it gradcomp.wrappers.replicable("
-      f"optimizer, axis_name={names}, workers=N).",
-      names,
-    )
+    params = mark_varying(params, names)
+    moved = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), params)
+    return OwnSteps({names: mark_varying(stored((moved, init(params))), names)})
 
-  mapped = jax.shard_map(
-    make,
-    in_specs=PartitionSpec(),
-    out_specs=stack_spec(names, PartitionSpec()),
-    axis_names=set(names),
-    check_vma=False,
+  return on_workers(
+    make, params, names, "how many workers have parameters of their own"
   )
-  return OwnSteps({names: jax.jit(mapped)(params)})
 
 
 def stored(tree: Any) -> Any:

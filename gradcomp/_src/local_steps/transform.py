@@ -1,26 +1,27 @@
 """``local_steps``: several steps of each worker between two exchanges."""
 
-import inspect
 from typing import Any, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradcomp._src import checks, public
-from gradcomp._src.bibliography import cites
+from gradcomp._src import bibliography, checks, public
+from gradcomp._src.bibliography import Citation
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.core import agreement
 from gradcomp._src.core import state as states
+from gradcomp._src.core.border import Update, any_tree, of_workers
 from gradcomp._src.core.feedback import Feedback, FeedbackName
-from gradcomp._src.core.inputs import any_tree, not_differentiated
-from gradcomp._src.core.of_workers import Update, of_workers
+from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.transform import compress
-from gradcomp._src.exchange.one_stage import Merge
-from gradcomp._src.local_steps import options as rules
+from gradcomp._src.exchange.auto import Auto, as_exchange
+from gradcomp._src.exchange.one_stage import AllGather, Merge
+from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.local_steps import rounds
 from gradcomp._src.mesh import axes as mesh_axes
+from gradcomp._src.mesh.closures import optimizer_with_note
 from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.trees import boxed_like, combine, split, unboxed
@@ -178,31 +179,28 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
     <https://arxiv.org/abs/2508.15706>`_, 2025; Therien et al., `MuLoCo
     <https://arxiv.org/abs/2505.23725>`_, 2025
   """
-  told = dict(locals())
-  told |= public.checked(local_steps, told.pop("options"))
-  shown = inspect.signature(local_steps).parameters
-  told = {name: option.default for name, option in shown.items()} | told
+  told = public.arguments(local_steps, locals())
   every = checks.step_count("every", every)
-  fragments = rules.up_to("fragments", 1, every, fragments)
-  delay = rules.up_to("delay", 0, every - 1, delay)
+  fragments = _up_to("fragments", 1, every, fragments)
+  delay = _up_to("delay", 0, every - 1, delay)
   mixing = checks.share_above_0("mixing", mixing)
   checks.one_of("merge", Merge, merge)
   start = checks.step_count("start", start, least=0)
   names = mesh_axes.axis_names(axis_name)
   axes = mesh_axes.as_axis_name(names)
-  options["exchange"] = rules.exchange_of_rounds(told["exchange"], merge, codec)
-  kept = rules.feedback_of(feedback, codec)
+  options["exchange"] = _exchange_of_rounds(told["exchange"], merge, codec)
+  kept = rounds.feedback_of(feedback, codec)
   compressed = compress(codec, axis_name=axes, feedback=kept, **options)
   plain = compress(Dense(), axis_name=axes)
   takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
-  inner = rules.checked_optimizer("inner", inner)
-  outer = rules.checked_optimizer("outer", outer)
+  inner = _checked_optimizer("inner", inner)
+  outer = _checked_optimizer("outer", outer)
   exchanges, lengths = (compressed, plain, axes), (every, start, fragments, delay)
   round_ = rounds.LocalRound(inner, outer, *exchanges, *lengths, mixing)
 
   def init_fn(params: Any) -> states.LocalStepsState:
     checks.one_tree("local_steps", params)
-    rules.check_floats("params", params)
+    _check_floats("params", params)
 
     def first(fragment: rounds.Fragment) -> states.FragmentState:
       leaves = rounds.select_fragment(params, fragment)
@@ -215,12 +213,12 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
     parts = map(first, rounds.split_fragments(params, fragments, every))
     return states.LocalStepsState(jnp.zeros([], jnp.int32), own, tuple(parts))
 
-  @cites(*rules.papers_of(fragments, delay, start))
+  @bibliography.cites(*_papers_of(fragments, delay, start))
   def update_fn(
     updates: Any, state: states.LocalStepsState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, states.LocalStepsState]:
     _check_given(state, params, fragments)
-    rules.check_floats("updates", updates)
+    _check_floats("updates", updates)
     updates = not_differentiated(updates)
     across = place(updates, axes, params=params)
     agreement.require_agreement(
@@ -268,9 +266,7 @@ def _check_not_averaged(opt_state: Any) -> None:
   """Raises ValueError for schedule_free around local steps."""
   averages = lambda x: isinstance(x, optax.contrib.ScheduleFreeState)
   for node in jax.tree.leaves(opt_state, is_leaf=averages):
-    if averages(node) and any(
-      map(states.is_own_steps, jax.tree.leaves(node, is_leaf=states.is_own_steps))
-    ):
+    if averages(node) and states.steps_alone(node):
       raise ValueError(
         "`opt_state` must have no optax.contrib.schedule_free around local steps, for "
         "it averages parameters in each step, which move in the last step of a round "
@@ -292,3 +288,67 @@ def _check_given(state: Any, params: Any, fragments: int) -> None:
       "`params` must be given to update, because workers move away from them, got "
       "None; call optimizer.update(grads, state, params)."
     )
+
+
+def _papers_of(fragments: int, delay: int, start: int) -> list[Citation]:
+  """Returns the papers of local steps with these options."""
+  why = "Differences may be compressed, with feedback."
+  papers = [Citation(bibliography.DOUILLARD_2023, why)]
+  if fragments > 1 or delay:
+    why = "Fragments are consecutive leaves, of about as many elements each."
+    papers.append(Citation(bibliography.DOUILLARD_2025, why))
+  if start:
+    why = "Parameters are averaged in the first steps, and not gradients."
+    papers.append(Citation(bibliography.LIN_2018_LOCAL, why))
+  return papers
+
+
+def _up_to(name: str, least: int, most: int, value: Any) -> int:
+  """Returns an integer in a range; ValueError otherwise."""
+  rule = f"a number, from {least} to {most}, which depends on `every`"
+  return checks.static_integer(name, rule, value, least=least, most=most)
+
+
+def _checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
+  """Returns an optimizer that takes extra arguments; TypeError for other objects."""
+  if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
+    raise TypeError(
+      f"`{name}` must be an optax.GradientTransformation, like optax.sgd(0.1), got "
+      f"{tx!r}."
+    )
+  return optimizer_with_note(tx)
+
+
+def _exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
+  """Returns the exchange of displacements, which divides by the rule of ``merge``."""
+  given = as_exchange(exchange)
+  if isinstance(given, Exchange) and not given.sends:
+    raise ValueError(
+      "`exchange` must send what workers change, for all to have the same parameters, "
+      f'got {exchange!r}; use exchange="auto", or `inner` alone to train without one.'
+    )
+  if merge == "mean":
+    return exchange
+  if is_codec(codec) and not codec.facts.drops:
+    raise ValueError(
+      f'`merge` must be "mean" for a codec of which each worker sends all elements, '
+      f'got "senders" and {codec}; use a sparse one like gradcomp.codecs.TopK().'
+    )
+  if given not in (Auto(), AllGather(), AllGather(merge=merge)):
+    raise ValueError(
+      '`exchange` must be "auto" or "all_gather" with merge="senders", for nobody else '
+      f"knows who sent what, got {exchange!r}."
+    )
+  return AllGather(merge=merge)
+
+
+def _check_floats(name: str, tree: Any) -> None:
+  """Raises TypeError for leaves that are not real floats."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+      raise TypeError(
+        f"`{name}`{jax.tree_util.keystr(path)} must have a real float dtype, got "
+        f"{dtype or leaf!r}; freeze what is not trained by "
+        "optax.partition and optax.set_to_zero, and keep complex numbers as pairs."
+      )

@@ -55,16 +55,14 @@ def abstract_mesh(
   *,
   argument: str = "workers",
 ) -> AbstractMesh:
-  """Returns a mesh of devices that need not exist; errors name the ``argument``.
-
-  They have the platform of the devices of the mesh that is in use, if there is one.
-  """
+  """Returns a mesh of devices that need not exist; errors name the ``argument``."""
   # JAX fails with std::bad_cast.
   if math.prod(sizes.values()) >= 2**31:
     raise ValueError(
       f"`{argument}` must be less: JAX takes fewer than 2**31 devices on all axes of a "
       f"trace together, got {' x '.join(map(str, sizes.values()))}."
     )
+  # The devices have the platform of those of the mesh that is in use, if there is one.
   device = jax.sharding.get_abstract_mesh().abstract_device
   given = tuple(sizes.values()), tuple(sizes), axis_types
   return AbstractMesh(*given, abstract_device=device)
@@ -118,10 +116,8 @@ def _cure(axis_name: AxisName, mesh: AbstractMesh) -> str:
 
 
 def automatic_axes(axis_name: AxisName | None = None) -> dict[str, int]:
-  """Returns the Auto axes of an enclosing shard_map or of the mesh, with their sizes.
-
-  Under pmap and vmap there are none. Without a name, they are the axes in no map.
-  """
+  """Returns the Auto axes of an enclosing shard_map or of the mesh, with sizes."""
+  # Under pmap and vmap there are none. Without a name, they are the axes in no map.
   mesh = jax.sharding.get_abstract_mesh()
   names = () if axis_name is None else axis_names(axis_name)
   if not set(names).issubset(mesh.manual_axes):
@@ -181,12 +177,9 @@ def sizes_by_axis(argument: str, axis_name: AxisName, given: Any) -> dict[str, i
 def on_each(
   function: Callable[[], Any], sizes: dict[str, int], *, stacked: bool
 ) -> Any:
-  """Calls a function on each worker of emulated axes; rows ``[N, ...]`` if stacked.
-
-  Otherwise JAX raises ValueError for results that differ between the workers.
-  """
+  """Calls a function on each worker of emulated axes; rows ``[N, ...]`` if stacked."""
   for name, size in reversed(sizes.items()):
-    out = 0 if stacked else None
+    out = 0 if stacked else None  # JAX raises ValueError for what differs
     function = jax.vmap(function, out_axes=out, axis_name=name, axis_size=size)
   return function()
 

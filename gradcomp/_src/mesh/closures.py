@@ -1,9 +1,8 @@
 """Arrays that a function of the user reads in a map: arguments of it, or an error.
 
-Under Explicit axes, JAX 0.10 to 0.12 does not let a function inside ``jax.shard_map``
-read an array of the mesh that is no argument of the map. Leaves of callable trees, like
-``jax.tree_util.Partial``, become arguments. docs/inside/architecture.md says why
-closures are not searched.
+Under Explicit axes, JAX 0.10 to 0.12 lets no function in ``jax.shard_map`` read an
+array of the mesh that is no argument. docs/inside/architecture.md says why closures are
+not searched.
 """
 
 import functools
@@ -51,10 +50,7 @@ def arrays_of(tree: Any) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any
 def loss_with_note(
   loss_fn: Callable[..., Any], mesh: Mesh | AbstractMesh, names: Sequence[str]
 ) -> Callable[..., Any]:
-  """Wraps a loss: errors that JAX raises for arrays that it closes over get a note.
-
-  ``names`` are the axes of the map. Without an Explicit axis JAX raises none.
-  """
+  """Wraps a loss: errors for arrays of the mesh that it closes over get a note."""
   return with_note(loss_fn, OF_LOSS, mesh, names)
 
 
@@ -64,10 +60,10 @@ def with_note(
   mesh: Mesh | AbstractMesh,
   names: Sequence[str],
 ) -> Callable[..., Any]:
-  """Wraps another function likewise, with a note of its own."""
+  """Wraps a function likewise, in a map over ``names``, with a note of its own."""
   kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
   explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
-  if not explicit:
+  if not explicit:  # JAX raises no error
     return function
   # JAX raises a ValueError where the map leaves other axes Explicit.
   others = (ValueError,) if explicit.difference(names) else ()

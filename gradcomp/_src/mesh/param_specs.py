@@ -17,7 +17,7 @@ from jax.sharding import (
 )
 
 from gradcomp._src.mesh.axes import AxisName, automatic_axes, axis_names
-from gradcomp._src.mesh.place import check_whole_specs
+from gradcomp._src.mesh.place import check_whole
 from gradcomp._src.mesh.specs import axes_in, is_spec, restrict_spec
 from gradcomp._src.mesh.trees import unboxed
 from gradcomp._src.mesh.types import is_auto, is_traced, mesh_of, placed_spec
@@ -29,10 +29,7 @@ PLACED: Any = jax.make_user_context(None)
 
 
 def specs_of(given: Any, axis_name: AxisName) -> Any:
-  """Returns ``param_specs``, a tree of specs or shardings, as specs.
-
-  TypeError for other leaves, ValueError for specs over the axes of the workers.
-  """
+  """Returns ``param_specs``, specs or shardings, as specs; errors for bad ones."""
 
   def spec(path: Any, x: Any) -> PartitionSpec:
     if is_spec(x):
@@ -47,18 +44,14 @@ def specs_of(given: Any, axis_name: AxisName) -> Any:
     )
 
   specs = jax.tree_util.tree_map_with_path(spec, given, is_leaf=is_spec)
-  check_whole_specs("param_specs", specs, axis_name)
+  check_whole("param_specs", specs, axis_name)
   return specs
 
 
 def specs_like(
   params: Any, given: Any, axis_name: AxisName, mesh: Mesh | AbstractMesh | None = None
 ) -> Any:
-  """Returns a spec for each parameter: of ``param_specs``, or for None as they lie.
-
-  One spec of ``param_specs`` may stand for a whole subtree. The mesh is by default that
-  of the parameters.
-  """
+  """Returns a spec for each parameter: of ``param_specs``, or for None as they lie."""
   if given is None:
     given = _read(params, axis_name, mesh_of(params) if mesh is None else mesh)
   specs = specs_of(given, axis_name)
@@ -99,10 +92,7 @@ def by_leaf(params: Any, specs: Sequence[PartitionSpec]) -> Any:
 
 
 def shards_of(grads: Any) -> Any:
-  """Returns the specs of a step's gradients over Auto axes that no map has bound.
-
-  None if no such axis shards any of them.
-  """
+  """Returns specs of a step's gradients over Auto axes in no map; None if none cut."""
   if PLACED.value is None:
     return None
   known, axes = dict(zip(*PLACED.value, strict=True)), automatic_axes()

@@ -14,8 +14,17 @@ from jax.sharding import PartitionSpec
 
 from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import AROUND, AxisName
-from gradcomp._src.mesh.jit_trees import IN_JIT
 from gradcomp._src.mesh.specs import is_spec
+
+# The registries of trees that make a class a node of jax.jit only.
+# They are private in JAX 0.10 to 0.12. Where they have gone, there are none, and what
+# would be a leaf of jax.tree becomes a node of it, too.
+try:
+  from jax._src.tree_util import dispatch_registry, tracing_registry
+
+  IN_JIT: tuple[Any, ...] = (dispatch_registry, tracing_registry)
+except ImportError:
+  IN_JIT = ()
 
 _CURE = (
   "of a gradcomp.PerWorker is not defined: it holds the gradients of all workers, "

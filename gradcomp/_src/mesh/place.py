@@ -52,16 +52,12 @@ class Place(NamedTuple):
 def place(
   updates: Any, axis_name: AxisName | None, *, params: Any = None, local: bool = False
 ) -> Place:
-  """Returns the place that the types of the gradients tell.
-
-  ``local`` is for exchanges that send nothing. ValueError if the types contradict
-  ``axis_name``, gradients are already reduced, or parameters differ between workers.
-  """
+  """Returns the place in the types of gradients; ``local`` exchanges send nothing."""
   if axis_name is not None and not local:
     # Types show it under Explicit axes, and in a map that checks types; nowhere else.
     cut = lambda x: types.varying_axes(x) | sharded_axes(types.typed_spec(x))
     more = "; if it is whole, and gradcomp.defer_reduction has marked it, pass what was"
-    _check_whole("params", params, axis_name, cut, more=f"{more} marked")
+    check_whole("params", params, axis_name, cut, more=f"{more} marked")
   if study.is_followed():
     axes, is_sum = None, False
   else:
@@ -135,24 +131,19 @@ def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:
   )
 
 
-def check_whole_specs(name: str, specs: Any, axis_name: AxisName) -> None:
-  """Raises ValueError if a ``PartitionSpec`` of the argument ``name`` has an axis."""
-  _check_whole(name, specs, axis_name, sharded_axes)
+def _cut_over(x: Any) -> frozenset[str]:
+  """Returns the axes that shard an array or a spec; of traced arrays Explicit ones."""
+  return sharded_axes(x if is_spec(x) else types.placed_spec(x))
 
 
-def check_whole_arrays(name: str, tree: Any, axis_name: AxisName) -> None:
-  """Raises ValueError for arrays that are sharded over the axes."""
-  # Inside a transformed function this sees Explicit axes only.
-  _check_whole(name, tree, axis_name, lambda x: sharded_axes(types.placed_spec(x)))
-
-
-def _check_whole(
+def check_whole(
   name: str,
   tree: Any,
   axis_name: AxisName,
-  cut_over: Callable[[Any], frozenset[str]],
+  cut_over: Callable[[Any], frozenset[str]] = _cut_over,
   more: str = "",
 ) -> None:
+  """Raises ValueError for arrays or specs of an argument that the axes shard."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spec):
     if cut := cut_over(leaf).intersection(axis_names(axis_name)):
       got = leaf if is_spec(leaf) else jax.typeof(leaf)

@@ -14,11 +14,8 @@ _PLANNED: Any = jax.make_user_context(None)
 
 
 def platform() -> str:
-  """Returns the platform of the mesh's devices; without a mesh, of the default backend.
-
-  So a program for a TPU is planned for it, wherever it is compiled. ``planned_for``
-  has another.
-  """
+  """Returns the platform of the mesh's devices; else of the default backend."""
+  # So a program for a TPU is planned for it, wherever it is compiled.
   device = jax.sharding.get_abstract_mesh().abstract_device
   here = jax.default_backend() if device is None else device.platform
   return _PLANNED.value or here
@@ -40,10 +37,7 @@ def planned_on(mesh: Mesh) -> AbstractContextManager[Any]:
 def planned_for(
   given: str | None, name: str = "platform"
 ) -> AbstractContextManager[Any]:
-  """Plans in the body of a ``with`` for a platform; None changes nothing.
-
-  ValueError, with the ``name`` of the argument, for no platform that JAX names.
-  """
+  """Plans in the body of a ``with`` for a platform, if given; ValueError for others."""
   if given is None:
     return contextlib.nullcontext()
   known = tuple(dict.fromkeys((*get_args(Platform), platform())))

@@ -17,10 +17,7 @@ from gradcomp._src.mesh.study import is_study
 
 
 def run_store() -> Any:
-  """Returns the client of the run's store; None in a run of one process.
-
-  RuntimeWarning and None if JAX has moved it, so that nothing is compared.
-  """
+  """Returns the client of the run's store; None in a run of one process."""
   if not jax.distributed.is_initialized():
     return None
   try:

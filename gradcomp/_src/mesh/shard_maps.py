@@ -24,11 +24,10 @@ def per_device(
   keeps_addends: bool,
   given: tuple[Any, ...] = (),
 ) -> tuple[Any, Any]:
-  """Calls ``function(updates, state, *given)`` on each device's shards.
+  """Calls ``function(updates, state, *given)`` on each device's shards, in a map.
 
-  ``jax.vmap`` around it goes into that map. The map binds ``axis_name``, the axes to
-  reduce over, if no other does. With ``keeps_addends`` results are as unreduced as
-  ``updates``. ``given`` are trees, of arrays and of others, that are only read.
+  It binds ``axis_name``, if no other does. With ``keeps_addends`` results are as
+  unreduced as ``updates``. ``given`` are trees that are only read.
   """
   if is_followed():
     return updates, state

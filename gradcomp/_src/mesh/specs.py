@@ -58,11 +58,6 @@ def stack_spec(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
   return PartitionSpec(_entry([*axis_names(axis_name), *_names(first)]), *rest)
 
 
-def rows_spec(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
-  """Returns the spec of workers' arrays of this spec, as rows on a new first axis."""
-  return PartitionSpec(axis_name, *entries(spec))
-
-
 def stacked_over(axes: Sequence[str], inside: Collection[str]) -> PartitionSpec:
   """Returns the spec of arrays stacked over ``axes``, without axes outside the map."""
   return PartitionSpec(_entry([name for name in axes if name in inside]))

@@ -1,8 +1,8 @@
 """Studies: traces with shapes that a reader takes facts from, and nothing runs.
 
 A study is a context of ``jax.make_user_context``, a part of the keys of JAX's caches.
-So a program never takes what an inner ``jax.jit`` has cached in a study, nor a study
-what it has cached in a program, but studies of a kind share it.
+So a program never takes what an inner ``jax.jit`` has cached in a study, nor the
+reverse, but studies of a kind share it.
 
 Facts are equations of the trace, which compute nothing: they stay in their branch, loop
 or map, and in what is cached. A list that Python fills while it traces would lack it.
@@ -47,14 +47,11 @@ def is_followed() -> bool:
 
 
 def studied_axes(axis_name: AxisName | None) -> AxisName | None:
-  """Returns the axes of a transformation, in a study those that the study gives.
-
-  UnboundAxisError if it does not bind these. A map around the study may have an axis of
-  the same name, and of another size.
-  """
+  """Returns the axes of a transformation, in a study those that the study gives."""
   if not is_study() or STUDY.value.axes is None:
     return axis_name
   axes = axis_name or STUDY.value.axes
+  # A map around the study may have an axis of the same name, and of another size.
   if not STUDY.value.bound.issuperset(axis_names(axes)):
     raise UnboundAxisError(f"{axes} must be bound.", axes)
   return axes

@@ -73,16 +73,17 @@ def under_mesh_of(tree: Any) -> AbstractContextManager[Any]:
   return contextlib.nullcontext()
 
 
-def is_explicit(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
+def is_explicit(
+  mesh: Mesh | AbstractMesh, axis_name: AxisName, kind: AxisType = AxisType.Explicit
+) -> bool:
   """Returns True if the mesh has the axes, and all of them are Explicit."""
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  return all(types.get(name) == AxisType.Explicit for name in axis_names(axis_name))
+  return all(types.get(name) == kind for name in axis_names(axis_name))
 
 
 def is_auto(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
   """Returns True if the mesh has the axes, and all of them are Auto."""
-  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  return all(types.get(name) == AxisType.Auto for name in axis_names(axis_name))
+  return is_explicit(mesh, axis_name, AxisType.Auto)
 
 
 def is_typed(axis_name: AxisName) -> bool:

@@ -1,22 +1,19 @@
 """``adam``: AdamW of workers that exchange compressed momenta in place of gradients."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from gradcomp._src.bibliography import LU_2022, TANG_2021, Citation, cites
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core.compression import Dither
+from gradcomp._src.core.border import any_tree, of_workers
 from gradcomp._src.core.feedback import Feedback, FeedbackName
-from gradcomp._src.core.inputs import any_tree, not_differentiated
-from gradcomp._src.core.of_workers import of_workers
+from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import Auto, ExchangeName
-from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.optimizers.local_adam import Gaps, LocalAdam, as_gaps
@@ -31,10 +28,13 @@ from gradcomp._src.optimizers.moments import (
   require_agreement,
   with_decay,
 )
+from gradcomp._src.public import arguments
+from gradcomp._src.transforms.options import LeafOptions, recipe
 
 _ONE_BIT, _STABLE = OneBit(), Stable()
 
 
+@recipe()
 def adam(  # noqa: PLR0913 - options of users, by keyword
   learning_rate: optax.ScalarOrSchedule,
   *,
@@ -51,10 +51,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   mask: Any = None,
   exchange: ExchangeName | Auto | Exchange = "two_shot",
   feedback: FeedbackName | Feedback | None = "error",
-  min_leaf_size: int | None = None,
-  message_bytes: MessageBytes = "auto",
-  key: ArrayLike = 0,
-  dither: Dither = "shared",
+  **options: Unpack[LeafOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""AdamW of N workers that send compressed momenta, as 1-bit Adam has it.
 
@@ -137,7 +134,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
 
   Args:
     learning_rate: :math:`\gamma`, a number or a schedule of optax.
-    axis_name: as of :func:`gradcomp.compress`.
+    axis_name: as of :class:`gradcomp.CompressOptions`.
     codec: of the momenta.
     warmup: a number of steps, 1 or more, or :class:`gradcomp.optimizers.Stable`. It
       should last for as long as the rate rises.
@@ -146,12 +143,13 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
       :class:`gradcomp.optimizers.DoublingGaps`. None exchanges in every step. It needs
       ``axis_name``.
     floor: :math:`f`, at least 0 and below 1. Default: 0.1.
-    b1, b2: :math:`\beta_1` and :math:`\beta_2`, at least 0 and below 1.
+    b1: :math:`\beta_1`, at least 0 and below 1.
+    b2: :math:`\beta_2`, at least 0 and below 1.
     eps: :math:`\epsilon`.
     weight_decay: :math:`\lambda`, decoupled. Above 0, ``update`` needs the parameters.
     mask: the leaves that decay, a tree of bools or a function of the parameters.
-    exchange, feedback, min_leaf_size, message_bytes, key, dither: of the momenta, see
-      :class:`gradcomp.CompressOptions`.
+    exchange: of the momenta, as of :class:`gradcomp.CompressOptions`.
+    feedback: of the momenta, likewise.
 
   Returns:
     A gradient transformation, an ``optax.chain`` that begins with a
@@ -179,7 +177,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, 2021, algorithm 1; Lu
     et al., `0/1 Adam <https://arxiv.org/abs/2202.06009>`_, 2022, algorithm 1
   """
-  told = dict(locals())
+  told = arguments(adam, locals())
   moments = Moments(
     b1=b1,
     b2=b2,
@@ -190,10 +188,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
       axis_name=axis_name,
       exchange=exchange,
       feedback=feedback,
-      min_leaf_size=min_leaf_size,
-      message_bytes=message_bytes,
-      key=key,
-      dither=dither,
+      **options,
     ),
     axis_name=axis_name,
     floor=floor,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,19 +53,6 @@ class LocalMomentsState(NamedTuple):
   decay: Any
 
 
-class Gaps(Protocol):
-  """A rule for the steps from one exchange to the next."""
-
-  @property
-  def most(self) -> int:
-    """The largest gap."""
-    ...
-
-  def gap(self, since: jax.Array) -> jax.Array:
-    """Returns the gap that begins ``since`` steps behind the warm-up."""
-    ...
-
-
 @dataclasses.dataclass(frozen=True)
 class EqualGaps:
   """Gaps of one length."""
@@ -107,6 +94,9 @@ class DoublingGaps(checks.Checked):
   def gap(self, since: jax.Array) -> jax.Array:
     """Returns the gap that begins ``since`` steps behind the warm-up."""
     return jnp.minimum(self.most, 2 ** jnp.minimum(since // self.every, 30))
+
+
+Gaps = EqualGaps | DoublingGaps  # rules for the steps from one exchange to the next
 
 
 def as_gaps(value: Any) -> Gaps:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange import collectives
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.place import Place, place
+from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.run_store import is_alone
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import varying_axes
@@ -60,20 +60,6 @@ class MomentsState(NamedTuple):
   exchange: CompressState
 
 
-class Warmup(Protocol):
-  """A rule for the end of the warm-up."""
-
-  def ended(
-    self, count: jax.Array, nu: Any, norm: jax.Array, span: int
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns whether it has ended after ``count`` steps, and the norm to keep.
-
-    ``norm`` is the one that was kept before, zero at first. ``span`` is 1 / (1 - b2),
-    the steps that the variance remembers.
-    """
-    ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Steps:
   """A warm-up of a number of steps."""
@@ -83,6 +69,11 @@ class Steps:
   def ended(
     self, count: jax.Array, nu: Any, norm: jax.Array, span: int
   ) -> tuple[jax.Array, jax.Array]:
+    """Returns whether it has ended after ``count`` steps, and the norm to keep.
+
+    ``norm`` is the one that was kept before, zero at first. ``span`` is 1 / (1 - b2),
+    the steps that the variance remembers.
+    """
     del nu, span
     return count >= self.steps, norm
 
@@ -130,6 +121,9 @@ class Stable(checks.Checked):
     return due & alike & (norm > 0) & (count >= self.least), now
 
 
+Warmup = Steps | Stable  # rules for its end
+
+
 def as_warmup(value: Any) -> Warmup:
   """Returns a rule, for a number one of its steps; ValueError for all else."""
   return value if hasattr(value, "ended") else Steps(step_count("warmup", value))
@@ -171,9 +165,13 @@ class Moments:
     def dense(grads: Any, state: MomentsState) -> MomentsState:
       return self.averaged(grads, state._replace(count=count), across.axes)
 
+    def own(grads: Any, mu: Any) -> tuple[Any, Any]:
+      # Addends of a sum have a share of the mean momentum each.
+      return self.moved(grads, mu, self.b1 / across.addends), mu
+
     def compressed(grads: Any, state: MomentsState) -> MomentsState:
-      own = self._own_momenta(grads, state.mu, across)
-      return self.exchanged(own, state._replace(count=count))
+      momenta, _ = per_device(own, grads, state.mu, across.axes, keeps_addends=True)
+      return self.exchanged(momenta, state._replace(count=count))
 
     return lax.cond(state.count != state.dense, compressed, dense, grads, state)
 
@@ -181,7 +179,9 @@ class Moments:
     self, grads: Any, state: MomentsState, axis_name: AxisName | None
   ) -> MomentsState:
     """Moves both moments by the mean gradient, of a state that counts this step."""
-    mean = self._mean(grads, state, axis_name)
+    tx: Any = compress(Dense(), axis_name=axis_name)
+    plain = CompressState(state.count, state.exchange.key, None, None)
+    mean = optax.tree.cast_like(tx.update(grads, plain)[0], state.mu)
     mu = optax.tree.update_moment(mean, state.mu, self.b1, 1)
     nu = optax.tree.update_moment_per_elem_norm(mean, state.nu, self.b2, 2)
     return self._counted(state._replace(mu=mu, nu=nu))
@@ -200,23 +200,6 @@ class Moments:
 
     nu = jax.tree.map(first, mu, state.nu)
     return state._replace(mu=mu, nu=nu, exchange=exchange)
-
-  def _mean(self, grads: Any, state: MomentsState, axis_name: AxisName | None) -> Any:
-    """Returns the mean gradient of all workers, float32 or wider."""
-    key = state.exchange.key
-    plain = CompressState(state.count, key, None, None)
-    tx: Any = compress(Dense(), axis_name=axis_name)
-    mean, _ = tx.update(grads, plain)
-    return optax.tree.cast_like(mean, state.mu)
-
-  def _own_momenta(self, grads: Any, mu: Any, across: Place) -> Any:
-    """Returns the mean momentum, moved on by a worker's own gradient."""
-
-    def own(grads: Any, mu: Any) -> tuple[Any, Any]:
-      # Addends of a sum have a share of the mean momentum each.
-      return self.moved(grads, mu, self.b1 / across.addends), mu
-
-    return per_device(own, grads, mu, across.axes, keeps_addends=True)[0]
 
   def moved(self, grads: Any, momenta: Any, share: Any) -> Any:
     """Returns a worker's gradients with a share of momenta."""

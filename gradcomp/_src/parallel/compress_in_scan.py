@@ -1,7 +1,6 @@
 """``compress_in_scan``: layers in a loop that exchanges their gradients."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core import agreement, inputs, transform
+from gradcomp._src.core import agreement, border, first_state, transform
 from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
 from gradcomp._src.core.feedback import Feedback, FeedbackName
@@ -21,7 +20,7 @@ from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh import axes, study, types
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.parallel import scan_checks, scan_loop, scan_means
+from gradcomp._src.parallel import scan_checks, scan_exchanges, scan_loop
 from gradcomp._src.parallel.scan import scan
 
 
@@ -90,11 +89,23 @@ def compress_in_scan(
     )
   options = ScanOptions(codec, axes.as_axis_name(names), exchange, rule.keeps, policy)
 
+  def first(nothing: CompressState, params: Any) -> CompressState:
+    way = scan_checks.layer_options(names, codec, exchange, keeps=True)
+    zeros = scan_loop.zeros_of(params)
+    length, layer = scan_checks.first_layer("layers", zeros, options.axis_name)
+    kept = scan_exchanges.mean_exchange(way, layer, is_sum=False).first()
+    stacked = lambda x: jnp.broadcast_to(x, (length, *x.shape))
+    return _with_kept(nothing, jax.tree.map(stacked, kept), params)
+
   def init_fn(params: Any) -> ScanState:
     study.note(options, *jax.tree.leaves(params))
-    kept = _first(options, params) if options.keeps else _fields(None, params)
+    kept: Any = CompressState(*[None] * 4)  # type: ignore[arg-type]
+    if options.keeps:
+      of_worker = lambda nothing: first(nothing, params)  # whose values do not matter
+      unknown = "how many workers keep a residual"
+      kept = first_state.on_workers(of_worker, kept, options.axis_name, unknown)
     count = jnp.zeros([], jnp.int32)
-    return ScanState(CompressState(count, states.seed_words(key), **kept))
+    return ScanState(kept._replace(count=count, key=states.seed_words(key)))
 
   def update_fn(
     updates: Any,
@@ -125,11 +136,12 @@ def compress_in_scan(
         f"{options.codec}, got None; take the step by gradcomp.make_train_step, and "
         "let transformations around this one pass on extra arguments."
       )
-    kept = _fields(scan_residual if options.keeps else None, updates)
     count = optax.safe_increment(state.layers.count)
-    return updates, ScanState(state.layers._replace(count=count, **kept))
+    kept = scan_residual if options.keeps else None
+    counted = state.layers._replace(count=count)
+    return updates, ScanState(_with_kept(counted, kept, updates))
 
-  return inputs.any_tree(init_fn, update_fn)
+  return border.any_tree(init_fn, update_fn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,34 +161,12 @@ class ScanOptions:
     return scan(*given, residual=residual, key=key, **way)
 
 
-def _fields(kept: Kept | None, like: Any) -> dict[str, Any]:
-  """Returns the two fields of a state that are the residual of the scan."""
+def _with_kept(state: CompressState, kept: Kept | None, like: Any) -> CompressState:
+  """Returns a state with the residual of a scan over layers like these."""
   if kept is None:
-    return {"residual": None, "server_residual": None}
+    return state._replace(residual=None, server_residual=None)
   residual = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(kept.leaves))
-  return {"residual": residual, "server_residual": kept.owners or None}
-
-
-def _first(options: ScanOptions, params: Any) -> dict[str, Any]:
-  """Makes the first residual: of this worker, or of all outside of the map."""
-  names = options.axis_name
-
-  def first(like: Any) -> dict[str, Any]:
-    way = scan_checks.layer_options(names, options.codec, options.exchange, keeps=True)
-    length, layer = scan_checks.first_layer("layers", scan_loop.zeros_of(like), names)
-    zeros = scan_means.mean_exchange(way, layer, is_sum=False).first()
-    stacked = lambda x: jnp.broadcast_to(x, (length, *x.shape))
-    return _fields(jax.tree.map(stacked, zeros), params)
-
-  if axes.bound_size(study.studied_axes(names) or names) is not None:
-    return first(params)
-  if axes.mesh_size(names) is None:
-    axes.require_size(names)  # raises
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-  given: dict[str, Any] = dict(in_specs=(), out_specs=jax.P(names))
-  of_worker = functools.partial(first, shapes)
-  mapped = jax.shard_map(of_worker, axis_names={*axes.axis_names(names)}, **given)
-  return jax.jit(mapped)()
+  return state._replace(residual=residual, server_residual=kept.owners or None)
 
 
 def _studied(options: ScanOptions, updates: Any, state: CompressState) -> Any:

@@ -15,14 +15,7 @@ from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh import axes, trees, types
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.parallel import (
-  options,
-  scan_checks,
-  scan_loop,
-  scan_maps,
-  scan_means,
-  scan_shards,
-)
+from gradcomp._src.parallel import options, scan_checks, scan_exchanges, scan_loop
 
 
 def scan(  # noqa: PLR0913 - options of users, by keyword
@@ -207,13 +200,15 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     if axis is None:
       scan_checks.check_equal(given.layers, axis_name)
       source = scan_loop.whole_layers(axis_name)
-      sends = scan_means.mean_exchange(sending, trees.trainable(layer), is_sum=plain)
+      sends = scan_exchanges.mean_exchange(
+        sending, trees.trainable(layer), is_sum=plain
+      )
     else:
       given = given._replace(layers=types.mark_varying(given.layers, axis_name))
       wire = options.Wire(axis_name, forward, back, "coded", size)
-      source = scan_shards.gathered_layers(wire, axis, inner)
-      sends = scan_shards.owner_exchange(wire, axis, layer)
-      layer = scan_shards.zeros_of_whole(layer, axis, size)
+      source = scan_exchanges.gathered_layers(wire, axis, inner)
+      sends = scan_exchanges.owner_exchange(wire, axis, layer)
+      layer = scan_exchanges.zeros_of_whole(layer, axis, size)
     if whole is not None:
       source = scan_loop.whole_layers(axis_name)
       layer = scan_checks.first_whole(whole, given.layers, layer, axis_name)
@@ -226,7 +221,7 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
 
   given = scan_loop.Given(None, layers, residual, words, whole)
   if plain:
-    return scan_maps.of_parts(of_worker, body, carry, given, axis_name)
+    return scan_checks.of_parts(of_worker, body, carry, given, axis_name)
   return of_worker(body, carry, given)
 
 

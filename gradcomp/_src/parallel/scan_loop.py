@@ -12,7 +12,7 @@ from jax import lax
 from gradcomp._src.core.state import Kept
 from gradcomp._src.kernels.common import threefry
 from gradcomp._src.mesh import closures, trees, types
-from gradcomp._src.parallel import options, scan_maps
+from gradcomp._src.parallel import options, scan_checks
 
 
 class Given(NamedTuple):
@@ -101,7 +101,7 @@ class LayerScan:
   def _forward(self, carry: Any, given: Given) -> tuple[Any, Any]:
     carry, given = options.differentiated_once((carry, given))
     own = carry, given.closed
-    carry, closed = scan_maps.not_of_examples(own, given.layers, self.axis_name)
+    carry, closed = scan_checks.not_of_examples(own, given.layers, self.axis_name)
     given = given._replace(closed=closed)
     result, saved, asked = self._walk(self._linearized, carry, given)
     return result, (given, saved, asked)

@@ -147,10 +147,7 @@ def reduce_encoded(
 def reduce_parts(
   x: jax.Array, residual: Any, wire: Wire, key: Key, axis: int
 ) -> tuple[jax.Array, Any]:
-  """Returns this worker's part of the sum of ``[..., N n, ...]``, and a new residual.
-
-  Where that is not finite, it is the old one, which was added to ``x``.
-  """
+  """Returns a worker's part of the sum of ``[..., N n, ...]``, and a new residual."""
   sent = x.astype(jnp.float32)
   old = None if residual is None else residual.astype(jnp.float32)
   parts = split_parts(sent if old is None else sent + old, axis, wire.size)
@@ -158,8 +155,8 @@ def reduce_parts(
   if old is None:
     return fitted(mine, x.dtype), None
   unsent = loss_of(parts, wire, key)
-  mine, unsent = narrowed_parts(mine, unsent, x.dtype, wire, axis)
-  return mine, jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
+  mine, unsent = narrowed_parts(mine, unsent, old, x.dtype, wire, axis)
+  return mine, unsent.astype(residual.dtype)
 
 
 def loss_of(parts: jax.Array, wire: Wire, key: Key) -> jax.Array:
@@ -171,13 +168,22 @@ def loss_of(parts: jax.Array, wire: Wire, key: Key) -> jax.Array:
 
 
 def narrowed_parts(
-  result: jax.Array, unsent: jax.Array, dtype: DTypeLike, wire: Wire, axis: int
+  result: jax.Array,
+  unsent: jax.Array,
+  old: jax.Array,
+  dtype: DTypeLike,
+  wire: Wire,
+  axis: int,
 ) -> tuple[jax.Array, jax.Array]:
-  """Casts the sum ``[...]`` of a worker's own part; adds the error to ``[N, ...]``."""
-  # The errors of all parts are concatenated along the axis.
+  """Casts the sum ``[...]`` of a worker's own part; returns the new residual, too.
+
+  The error joins the ``unsent`` parts, ``[N, ...]``, which are concatenated. Where they
+  are not finite, the ``old`` residual stays.
+  """
   narrow, rest = narrowed(result, dtype)
   own = mine(lax.axis_index(wire.axis_name), unsent)
-  return narrow, concat(unsent + jnp.where(own, rest, 0.0), axis)
+  new = concat(unsent + jnp.where(own, rest, 0.0), axis)
+  return narrow, jnp.where(jnp.isfinite(new), new, old)
 
 
 def send_along(

@@ -12,8 +12,8 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gradcomp._src.checks import see
+from gradcomp._src.core.border import step_shards
 from gradcomp._src.core.measures import Sums, watched
-from gradcomp._src.core.of_workers import step_shards
 from gradcomp._src.core.state import is_state, measures, states_in, with_measures
 from gradcomp._src.mesh.axes import bound_size, manual_axes
 from gradcomp._src.mesh.per_worker import of_all, unmarked

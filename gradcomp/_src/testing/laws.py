@@ -10,39 +10,35 @@ A law raises :class:`gradcomp.testing.BrokenLaw`, or returns. These are its argu
 * ``gradients``: trees with leaves ``[N, ...]``, of ``workers`` N, one tree a step.
 """
 
-from gradcomp._src.testing.conservation import nothing_is_lost
-from gradcomp._src.testing.errors import (
-  decoded_leaves_do_not_grow,
-  errors_are_contractions,
-  residuals_are_bounded,
-)
 from gradcomp._src.testing.leaves import gradients_like
 from gradcomp._src.testing.noise import (
+  decoded_leaves_do_not_grow,
   elements_draw_apart,
+  errors_are_contractions,
   errors_of_workers_cancel,
   key_decides_the_bits,
   mean_is_the_leaf,
+  residuals_are_bounded,
   workers_choose_alike,
 )
 from gradcomp._src.testing.payloads import (
-  bytes_are_the_claim,
-  half_precision_is_computed_in_float32,
-  payload_is_rows_of_words,
-  rows_stand_alone,
-  shapes_and_dtypes_return,
-  zeros_behind_change_nothing,
-)
-from gradcomp._src.testing.pure import (
   batches_are_independent,
+  bytes_are_the_claim,
   facts_are_plain,
+  half_precision_is_computed_in_float32,
   is_a_value,
   is_pure,
+  payload_is_rows_of_words,
+  rows_stand_alone,
   same_bits_without_jit,
   sent_and_unsent_are_the_leaf,
+  shapes_and_dtypes_return,
+  zeros_behind_change_nothing,
 )
 from gradcomp._src.testing.steps import (
   bytes_are_explained,
   non_finite_gradients_are_seen,
+  nothing_is_lost,
   same_bits_in_every_mode,
   state_is_stable,
   workers_agree,

@@ -1,5 +1,7 @@
-"""Laws of random rounding: no bias, keys that decide, and errors that cancel."""
+"""Laws of errors: no bias, keys that decide, errors that cancel, and bounds."""
 
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,141 @@ from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.testing import leaves
 from gradcomp._src.testing.broken import Findings, difference, law
-from gradcomp._src.testing.trial import decode, encode, trial
+from gradcomp._src.testing.leaves import decode, encode, round_trip, trial
+
+_DRAWS = 16  # keys, for the mean over random numbers
+_SLACK = 1.05  # of a mean over as many keys as that, and of leaves as short as these
+
+
+@law(look="`decode_rows`, and the order and the scale of elements; or `contraction`")
+def errors_are_contractions(
+  codec: LeafCodec, x: ArrayLike | None = None, *, most_error: float | None = None
+) -> Findings:
+  """A leaf loses no more of its energy than the codec states: ``1 - contraction``.
+
+  The squared error over the squared length is tried on a Gaussian leaf, and on one with
+  another magnitude at each position. It is the mean over 16 keys, if the codec draws,
+  and 5 % more are allowed. An unbiased codec passes: its contraction is of residuals
+  alone, and :func:`mean_is_the_leaf` is its law.
+
+  ``most_error`` is the largest share, in place of ``1 - contraction``.
+
+  Example:
+    >>> errors_are_contractions(gradcomp.codecs.OneBit())
+  """
+  if codec.unbiased:
+    return
+  stated = 1 - codec.bind(Leaf(leaves.leaf_of(codec, x).shape)).contraction
+  most = min(1.0, stated) if most_error is None else most_error
+  lost, _ = _sent(codec, x)
+  for share, kind in zip(lost, ("normal", "different"), strict=True):
+    told = None if share <= _SLACK * most + 1e-6 else f"it loses {share:.3g}"
+    yield codec, f"lose at most {most:.3g} of the energy of {kind} numbers", told
+
+
+@law(look="`decode_rows`, and the scale of what it returns")
+def decoded_leaves_do_not_grow(
+  codec: LeafCodec, x: ArrayLike | None = None, *, most: float = 0.005
+) -> Findings:
+  r"""A decoded leaf that is sent again does not become larger.
+
+  With :math:`y = Q(x)` it is :math:`\langle y, Q(y) \rangle \le (1 + most) |y|^2`,
+  for the normal leaf and the keys of :func:`errors_are_contractions`. A codec whose
+  levels y has sends y as it is, and one that shortens a leaf shortens y. An unbiased
+  codec passes, by the same law as there.
+
+  Example:
+    >>> decoded_leaves_do_not_grow(gradcomp.codecs.OneBit())
+  """
+  if codec.unbiased:
+    return
+  _, (grown, _) = _sent(codec, x)
+  seen = f"they come back as {grown:.4g} of what they were"
+  expected = f"send decoded normal numbers again as at most {1 + most:.4g} of them"
+  yield codec, expected, None if grown <= 1 + most else seen
+
+
+def _sent(codec: LeafCodec, x: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the share of energy that leaves lose, and the growth of decoded ones.
+
+  The leaves are a Gaussian one, and one with another magnitude at each position.
+  """
+  shape = leaves.leaf_of(codec, x).shape
+  normal, size = leaves.gaussian(shape), math.prod(shape)
+  magnitudes = (1 + np.random.default_rng(1).permutation(size)) / max(size, 1)
+  apart = np.copysign(magnitudes.astype(np.float32).reshape(shape), normal)
+  count = np.arange(_DRAWS if codec.needs_key else 1, dtype=np.uint32)
+  keys = np.stack([leaves.KEY[0] + count, leaves.KEY[1] + count], axis=1)
+  sums = np.asarray(_energies(codec, np.stack([normal, apart]), keys), np.float64).mean(
+    axis=0
+  )
+  given, lost, sent, again = sums.T
+  some = lambda x: np.where(x > 0, x, 1)
+  return lost / some(given), np.where(sent > 0, again / some(sent), 1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _energies(codec: LeafCodec, both: jax.Array, keys: jax.Array) -> jax.Array:
+  """Returns the energies of leaves, errors and decoded leaves, ``[keys, 2, 4]``."""
+
+  def one(x: jax.Array, key: jax.Array) -> jax.Array:
+    y = round_trip(codec, x, key)
+    again = jnp.vdot(y, round_trip(codec, y, key ^ 1))
+    return jnp.stack([jnp.vdot(x, x), jnp.sum((x - y) ** 2), jnp.vdot(y, y), again])
+
+  each = lambda key: jax.lax.map(lambda x: one(x, key), both)
+  return jax.lax.map(each, keys)
+
+
+@law(look="`contraction`, for which the codec may lose too much")
+def residuals_are_bounded(
+  codec: LeafCodec, x: ArrayLike | None = None, *, steps: int = 200
+) -> Findings:
+  r"""Residuals of error feedback keep the bound that ``contraction`` gives, c.
+
+  Of fresh normal gradients the energy of a residual is at most :math:`(1 - c) / c`
+  times that of a gradient, and so is it of one gradient again and again, if a codec is
+  unbiased. Of a biased one it is at most :math:`r^2 / (1 - r)^2` with :math:`r =
+  \sqrt{1 - c}`. The law compares means over the last 10 steps, and allows a tenth more.
+  A codec with a contraction of 0 passes, because error feedback refuses it. By
+  default gradients have the shape (64, 128).
+
+  Example:
+    >>> residuals_are_bounded(gradcomp.codecs.OneBit(), steps=50)
+  """
+  shape = (64, 128) if x is None else np.shape(x)
+  c = codec.bind(Leaf(shape)).contraction
+  if codec.contraction <= 0:
+    return
+  given: Any = {"exchange": "local", "feedback": "error", "min_leaf_size": 0}
+  tx = compress(codec, **given)
+
+  @jax.jit
+  def run(key: jax.Array) -> jax.Array:
+    first = jax.random.normal(key, shape)
+
+    def energies(fresh: jax.Array) -> jax.Array:
+      def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        gradient = jnp.where(fresh, jax.random.normal(key, shape), first)
+        _, state = tx.update(gradient, state)
+        return state, jnp.sum(state.residual**2)
+
+      return jax.lax.scan(step, tx.init(first), jax.random.split(key, steps))[1]
+
+    fresh = jnp.array([True, False])
+    return jax.lax.map(energies, fresh) / jnp.sum(first**2)
+
+  found = np.asarray(run(jax.random.key(0)), np.float64)[:, -10:].mean(axis=1)
+  root = math.sqrt(1 - c)
+  same = root**2 / (1 - root) ** 2 if c and not codec.unbiased else (1 - c) / c
+  for energy, most, kind in zip(
+    found, ((1 - c) / c, same), ("fresh", "equal"), strict=True
+  ):
+    expected = f"keep a residual of at most {most:.3g} times the energy of {kind}"
+    expected += f" gradients, as a contraction of {c:.3g} says"
+    seen = None if energy <= 1.1 * most + 1e-6 else f"it has {energy:.3g} times"
+    yield codec, expected, seen
+
 
 _Z = 5.0  # standard deviations
 
@@ -40,7 +176,6 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
   step / 2; the fixed-point grid of 16-bit dithers adds 2^-16 of a step.
 
   Args:
-    codec: the codec.
     x: a leaf; by default 500 Gaussian numbers, of which the last are the first ones
       negated, so that most places of a bucket have both signs.
     draws: the number of keys.
@@ -51,8 +186,7 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
     workers: the number of masks to try, each of which must have no bias; 0 for none.
 
   Example:
-    >>> codec = gradcomp.codecs.Natural()
-    >>> gradcomp.testing.laws.mean_is_the_leaf(codec, draws=200)
+    >>> mean_is_the_leaf(gradcomp.codecs.Natural(), draws=200)
   """
   half = leaves.gaussian(256)
   leaf = np.concatenate([half, -half])[:500] if x is None else np.asarray(x)
@@ -122,7 +256,7 @@ def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> Findin
   """Equal keys give equal rows, and other keys give others.
 
   Example:
-    >>> gradcomp.testing.laws.key_decides_the_bits(gradcomp.codecs.QSGD(bits=4))
+    >>> key_decides_the_bits(gradcomp.codecs.QSGD(bits=4))
   """
   leaf = leaves.leaf_of(codec, x)
   rows = [trial(codec, leaf, leaves.KEY + i).payload.rows for i in (0, 0, 1)]
@@ -142,8 +276,7 @@ def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> Findin
   all workers chooses the elements, for any values and masks of a worker.
 
   Example:
-    >>> codec = gradcomp.codecs.RandomK(density=0.1)
-    >>> gradcomp.testing.laws.workers_choose_alike(codec)
+    >>> workers_choose_alike(gradcomp.codecs.RandomK(density=0.1))
   """
   leaf = leaves.leaf_of(codec, x)
   total = codec.bind(Leaf(leaf.shape)).sums
@@ -178,15 +311,11 @@ def errors_of_workers_cancel(
   errors. Errors that are independent have the ratio 1, and those of an even number of
   workers can have half of it. It is up to N if workers do not apply their masks.
 
-  Args:
-    codec: an unbiased codec that needs a key; others pass.
-    most: the largest ratio; five standard deviations more are allowed.
-    workers: N.
-    size: the elements of the Gaussian leaves.
+  The law allows five standard deviations more than ``most``, for Gaussian leaves. Only
+  an unbiased codec that needs a key can break it.
 
   Example:
-    >>> codec = gradcomp.codecs.QSGD(bits=4)
-    >>> gradcomp.testing.laws.errors_of_workers_cancel(codec, most=0.51)
+    >>> errors_of_workers_cancel(gradcomp.codecs.QSGD(bits=4), most=0.51)
   """
   facts = codec.bind(Leaf((size,))).facts
   if not codec.needs_key or not codec.unbiased or facts.same_draws:
@@ -229,7 +358,7 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
   on the leaf.
 
   Example:
-    >>> gradcomp.testing.laws.elements_draw_apart(gradcomp.codecs.QSGD(bits=4))
+    >>> elements_draw_apart(gradcomp.codecs.QSGD(bits=4))
   """
   tile = leaves.tile_of(codec)
   if not codec.needs_key or tile is None:

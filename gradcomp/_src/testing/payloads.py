@@ -1,11 +1,15 @@
-"""Laws of payloads: their types and shapes, their rows, and their bytes."""
+"""Laws of codecs as values and pure functions, and of their payloads."""
 
+import dataclasses
 import math
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
@@ -13,11 +17,193 @@ from gradcomp._src.codecs.sums.records import Leaf, Payload
 from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.lines import form
+from gradcomp._src.report.collectives import KINDS
 from gradcomp._src.report.explain import explain
+from gradcomp._src.report.reader import functions
 from gradcomp._src.testing.broken import Findings, described, difference, law
-from gradcomp._src.testing.leaves import KEY, first_context, gaussian, leaf_of
+from gradcomp._src.testing.leaves import (
+  KEY,
+  batch,
+  decode,
+  encode,
+  first_context,
+  gaussian,
+  leaf_of,
+  round_trip,
+  trial,
+)
 from gradcomp._src.testing.steps import sent_otherwise
-from gradcomp._src.testing.trial import decode, encode, round_trip, trial
+
+# Of JAX's primitives, without the endings that they have in typed maps.
+_COLLECTIVES = {"axis_index", "pbroadcast", "psum2", "ragged_all_to_all", *KINDS}
+
+
+@law()
+def is_a_value(codec: LeafCodec) -> Findings:
+  """A codec is a frozen dataclass: hashable, equal to its copy, printable, no function.
+
+  ``optax.inject_hyperparams`` would take a function for a schedule, and JAX compiles
+  anew for each codec that is not equal to the last.
+
+  Example:
+    >>> is_a_value(gradcomp.codecs.QSGD(bits=4))
+  """
+  kind = type(codec).__name__
+  parameters = getattr(type(codec), "__dataclass_params__", None)
+  if parameters is None or not parameters.frozen:
+    found = f"it is {'no dataclass' if parameters is None else 'not frozen'}"
+    cure = "@dataclasses.dataclass(frozen=True, kw_only=True)"
+    yield kind, "be a frozen dataclass", found, cure
+  given: Any = codec
+  for field in dataclasses.fields(given):
+    if field.init and not field.kw_only:
+      found = f"`{field.name}` is positional"
+      yield kind, "take its fields by keyword", found, "kw_only=True"
+  try:
+    number = hash(codec)
+  except TypeError as error:
+    fields = "fields that are lists, dicts or arrays"
+    yield kind, "be hashable", f"hash() says {error}", fields
+  again = dataclasses.replace(given)
+  if not (again == codec and hash(again) == number):
+    yield kind, "be equal to its copy, by == and hash", "it is not", "eq=True"
+  if callable(codec):
+    yield kind, "not be callable", "it has __call__", "its methods"
+  if not repr(codec).startswith(f"{kind}("):
+    yield kind, "print as its type and its fields", f"it is {codec!r}", "repr=True"
+
+
+@law()
+def facts_are_plain(codec: LeafCodec) -> Findings:
+  """Facts are plain numbers that do not depend on a leaf's values.
+
+  They are bools and positive integers, and a float from 0 to 1 for ``contraction``.
+
+  Example:
+    >>> facts_are_plain(gradcomp.codecs.TopK(density=0.1))
+  """
+  bound = codec.bind(Leaf(leaf_of(codec, None).shape))
+  facts: list[tuple[str, Any, type[int]]] = [
+    *((name, getattr(codec, name), bool) for name in ("unbiased", "needs_key")),
+    *((x, getattr(bound, x), int) for x in ("tile_size", "row_words")),
+  ]
+  for name, value, kind in facts:
+    plain = type(value) is kind and (kind is bool or value > 0)
+    found = None if plain else f"it is {value!r} of {type(value).__name__}"
+    sign = "" if kind is bool else "positive "
+    expected = f"have a {sign}{kind.__name__} for `{name}`"
+    yield codec, expected, found, f"the property `{name}`"
+  share = codec.contraction
+  found = None if type(share) is float and 0 <= share <= 1 else f"it is {share!r}"
+  expected = "have a float from 0 to 1 for `contraction`"
+  yield codec, expected, found, "the property `contraction`"
+
+
+@law(look="`encode`")
+def is_pure(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
+  """Encoding and decoding are pure: shapes from shapes, no collectives, no effects.
+
+  They are traced twice to equal programs: tracing draws no random numbers.
+
+  Example:
+    >>> is_pure(gradcomp.codecs.Natural())
+  """
+  leaf = leaf_of(codec, x)
+  alone = "encode and decode without collectives"
+
+  def traced() -> ClosedJaxpr:  # a new function each time, because JAX caches traces
+    both = lambda x, key: decode(codec, encode(codec, x, key), x)
+    return jax.make_jaxpr(both)(leaf, KEY)
+
+  try:
+    first, again = traced(), traced()
+  except jax.errors.JAXTypeError as error:
+    found = f"its values are asked for: {str(error).splitlines()[0]}"
+    look = "Python's if, int() and NumPy's functions of a traced array"
+    yield codec, "be traced with shapes alone", found, look
+  except NameError as error:
+    if "axis" not in str(error):
+      raise
+    look = "`agree`, whose results the exchange takes the largest of"
+    yield codec, alone, f"it asks for an axis of workers: {error}", look
+  if first.effects:
+    yield codec, "have no effects", f"it has {first.effects}", "callbacks and prints"
+  if called := sorted(set(_primitives(first.jaxpr)) & _COLLECTIVES):
+    yield codec, alone, f"it calls {called}"
+  changed = any(map(difference, first.consts, again.consts))
+  # Without the addresses of kernels, which are parameters.
+  texts = [re.sub(r" at 0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, again)]
+  if changed or texts[0] != texts[1]:
+    look = "what `encode` draws or remembers in Python: take `key`, or `context`"
+    found = "the second trace is another one"
+    yield codec, "trace to the same program each time", found, look
+
+
+def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
+  """Yields the names of the primitives in a program, and in those within it."""
+  for equation in jaxpr.eqns:
+    yield equation.primitive.name.removesuffix("_invariant")
+    for inner in functions(equation):
+      yield from _primitives(inner)
+
+
+@law(look="products that jit adds without rounding them first")
+def same_bits_without_jit(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
+  """Eager calls give the bits of compiled ones, and leave their inputs unchanged.
+
+  Example:
+    >>> same_bits_without_jit(gradcomp.codecs.Dense(dtype=jnp.bfloat16))
+  """
+  leaf = leaf_of(codec, x)
+  given = jnp.asarray(leaf)
+  payload = encode(codec, given, KEY)
+  value = decode(codec, payload, given)
+  wanted = trial(codec, leaf)
+  same = "give the same bits without jax.jit"
+  yield codec, same, difference(np.asarray(payload.rows), wanted.payload.rows)
+  yield codec, same, difference(value, wanted.value, bits=True)
+  if given.is_deleted() or difference(given, leaf):
+    yield codec, same, "the leaf has changed", "donated or mutated arguments"
+
+
+@law(look="`encode`")
+def batches_are_independent(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
+  """``jax.vmap`` over leaves and keys is a loop over them.
+
+  Example:
+    >>> batches_are_independent(gradcomp.codecs.Natural())
+  """
+  leaves, keys = _pair(leaf_of(codec, x))
+  found = batch(codec, leaves, keys)
+  for i in range(2):
+    alone = trial(codec, leaves[i], keys[i]).payload.rows
+    told = difference(found.rows[i], alone, of=f"the rows of leaf {i}")
+    yield codec, "encode each leaf under jax.vmap as it encodes it alone", told
+
+
+@law(look="`encode_leaf`")
+def sent_and_unsent_are_the_leaf(
+  codec: LeafCodec, x: ArrayLike | None = None
+) -> Findings:
+  """The sent and the unsent part add up to the leaf, if encoding returns both.
+
+  Example:
+    >>> sent_and_unsent_are_the_leaf(gradcomp.codecs.OneBit())
+  """
+  leaves, keys = _pair(leaf_of(codec, x))
+  unsent = batch(codec, leaves, keys).unsent
+  if unsent is None:  # the exchange subtracts what it decodes
+    return
+  for i in range(2):
+    # One subtraction: the sum of both parts is rounded once.
+    wanted = leaves[i] - trial(codec, leaves[i], keys[i]).value
+    told = difference(unsent[i].reshape(wanted.shape), wanted)
+    yield codec, "return x - decode(encode(x)) as the residual", told
+
+
+def _pair(leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Returns two different leaves and two different keys."""
+  return np.stack([leaf, 3 * leaf[::-1]]), np.stack([KEY, KEY + 1])
 
 
 @law(look="`decode`, which has them from `like`")
@@ -27,7 +213,7 @@ def shapes_and_dtypes_return(codec: LeafCodec) -> Findings:
   Scalars, empty leaves and odd shapes are traced, and nothing is computed.
 
   Example:
-    >>> gradcomp.testing.laws.shapes_and_dtypes_return(gradcomp.codecs.QSGD(bits=4))
+    >>> shapes_and_dtypes_return(gradcomp.codecs.QSGD(bits=4))
   """
 
   def both_ways(x: jax.Array) -> tuple[Payload, jax.Array]:
@@ -63,8 +249,7 @@ def half_precision_is_computed_in_float32(codec: LeafCodec) -> Findings:
   """Leaves of half precision decode in their dtype, rounded once from float32.
 
   Example:
-    >>> codec = gradcomp.codecs.OneBit()
-    >>> gradcomp.testing.laws.half_precision_is_computed_in_float32(codec)
+    >>> half_precision_is_computed_in_float32(gradcomp.codecs.OneBit())
   """
   shapes = {"bfloat16": ((), (3, 3, 8, 16)), "float16": ((1,), (5, 7))}
   cast = lambda x, kind: gaussian(x).astype(jnp.dtype(kind))
@@ -88,7 +273,7 @@ def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
   It has statistics, too, if workers agree on some, and only then.
 
   Example:
-    >>> gradcomp.testing.laws.payload_is_rows_of_words(gradcomp.codecs.Ternary())
+    >>> payload_is_rows_of_words(gradcomp.codecs.Ternary())
   """
   leaf = leaf_of(codec, x)
   payload = trial(codec, leaf).payload
@@ -119,8 +304,7 @@ def rows_stand_alone(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """Each row decodes to its own tile without the others, as shares of rows need.
 
   Example:
-    >>> codec = gradcomp.codecs.EightBit(bucket_size=64)
-    >>> gradcomp.testing.laws.rows_stand_alone(codec)
+    >>> rows_stand_alone(gradcomp.codecs.EightBit(bucket_size=64))
   """
   found = trial(codec, leaf_of(codec, x))
   told = difference(found.alone, found.together, of="its tiles, [row, ...],")
@@ -141,7 +325,7 @@ def zeros_behind_change_nothing(
   must give the same rows.
 
   Example:
-    >>> gradcomp.testing.laws.zeros_behind_change_nothing(gradcomp.codecs.QSGD(bits=4))
+    >>> zeros_behind_change_nothing(gradcomp.codecs.QSGD(bits=4))
   """
   leaf = leaf_of(codec, x)
   bound = codec.bind(Leaf(leaf.shape))
@@ -176,8 +360,7 @@ def bytes_are_the_claim(
   filled to whole lanes of 128 words.
 
   Example:
-    >>> codec = gradcomp.codecs.QSGD(bits=4)
-    >>> gradcomp.testing.laws.bytes_are_the_claim(codec, workers=2)
+    >>> bytes_are_the_claim(gradcomp.codecs.QSGD(bits=4), workers=2)
   """
   leaf = leaf_of(codec, x)
   agreed = jax.eval_shape(codec.bind(Leaf(leaf.shape)).agree, leaf)

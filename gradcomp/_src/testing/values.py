@@ -15,7 +15,7 @@ from gradcomp._src.exchange.auto import ExchangeName, as_exchange
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.testing import broken, leaves, modes
 from gradcomp._src.testing.broken import Findings, difference, first_wrong, law
-from gradcomp._src.testing.trial import returned, round_trip, trial
+from gradcomp._src.testing.leaves import returned, round_trip, trial
 
 _TINY = np.array([1e-45, -1e-41, 1.1754942e-38, -(2.0**-126), 2.0**-120, 0, -0.0], "f")
 _UNIT = 2.0**-24  # the smallest number of float16
@@ -27,7 +27,7 @@ def zeros_decode_to_zeros(codec: LeafCodec, x: ArrayLike | None = None) -> Findi
   """A leaf of zeros decodes to zeros, which fill up rows.
 
   Example:
-    >>> gradcomp.testing.laws.zeros_decode_to_zeros(gradcomp.codecs.OneBit())
+    >>> zeros_decode_to_zeros(gradcomp.codecs.OneBit())
   """
   zeros = np.zeros_like(leaves.leaf_of(codec, x))
   found = difference(trial(codec, zeros).value, zeros)
@@ -41,8 +41,7 @@ def constants_are_exact(
   """A leaf of one value decodes exactly, for ``values`` that a codec is exact for.
 
   Example:
-    >>> codec = gradcomp.codecs.QSGD(bits=4)
-    >>> gradcomp.testing.laws.constants_are_exact(codec, (1.0, -0.1, 3e38))
+    >>> constants_are_exact(gradcomp.codecs.QSGD(bits=4), (1.0, -0.1, 3e38))
   """
   for value in values:
     constant = np.full(leaves.leaf_of(codec, x).shape, value, np.float32)
@@ -57,7 +56,7 @@ def tiny_numbers_stay_finite(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
   A scale that underflows, or its reciprocal that overflows, would spoil a bucket.
 
   Example:
-    >>> gradcomp.testing.laws.tiny_numbers_stay_finite(gradcomp.codecs.EightBit())
+    >>> tiny_numbers_stay_finite(gradcomp.codecs.EightBit())
   """
   shape = leaves.leaf_of(codec, x).shape
   for leaf in (np.resize(_TINY, shape), np.full(shape, np.float32(1e-40))):
@@ -79,7 +78,6 @@ def non_finite_elements_are_seen(
   """A NaN or an infinity decodes to one, never to a number; the rest stays.
 
   Args:
-    codec: the codec.
     x: a finite leaf.
     bad: the new value of one of its elements: NaN or an infinity.
     spoils: the elements that are not finite then. ``"any"``: some in the element's row,
@@ -91,7 +89,7 @@ def non_finite_elements_are_seen(
 
   Example:
     >>> codec = gradcomp.codecs.QSGD(bits=4, bucket_size=64)
-    >>> gradcomp.testing.laws.non_finite_elements_are_seen(codec, bad=np.inf, spoils=64)
+    >>> non_finite_elements_are_seen(codec, bad=np.inf, spoils=64)
   """
   leaf = leaves.leaf_of(codec, x)
   position = leaf.size // 2
@@ -152,7 +150,7 @@ def odd_sizes_work(codec: LeafCodec, sizes: Sequence[int] = leaves.SIZES) -> Fin
   """Leaves of any size decode to finite numbers in their shape; zeros to zeros.
 
   Example:
-    >>> gradcomp.testing.laws.odd_sizes_work(gradcomp.codecs.OneBit(), sizes=(0, 33))
+    >>> odd_sizes_work(gradcomp.codecs.OneBit(), sizes=(0, 33))
   """
   tried = [leaves.gaussian(size, seed=size) for size in sizes]
   zeros = [np.zeros_like(leaf) for leaf in tried]
@@ -174,7 +172,7 @@ def padding_never_leaks(codec: LeafCodec) -> Findings:
   then it is where they end within a row: padding counts in no scale and no mean.
 
   Example:
-    >>> gradcomp.testing.laws.padding_never_leaks(gradcomp.codecs.OneBit())
+    >>> padding_never_leaks(gradcomp.codecs.OneBit())
   """
   tile = leaves.tile_of(codec)
   if tile is None:  # rows are as long as the leaf
@@ -214,8 +212,7 @@ def large_numbers_keep_their_size(codec: LeafCodec) -> Findings:
   codecs with float32 numbers in rows.
 
   Example:
-    >>> codec = gradcomp.codecs.QSGD(bits=4)
-    >>> gradcomp.testing.laws.large_numbers_keep_their_size(codec)
+    >>> large_numbers_keep_their_size(gradcomp.codecs.QSGD(bits=4))
   """
   x = leaves.gaussian(leaves.ragged(codec))
   expected = np.asarray(trial(codec, x).value, np.float64)
@@ -239,8 +236,7 @@ def half_precision_keeps_its_range(
   makes too large for float16 is the largest number.
 
   Example:
-    >>> codec = gradcomp.codecs.Dense()
-    >>> gradcomp.testing.laws.half_precision_keeps_its_range(codec, "two_shot")
+    >>> half_precision_keeps_its_range(gradcomp.codecs.Dense(), "two_shot")
   """
   given: Any = {"exchange": exchange, "feedback": None, "min_leaf_size": 0}
   transformation = compress(codec, axis_name="data", **given)

@@ -48,17 +48,6 @@ def check_numbers(aux: Any) -> None:
       )
 
 
-def _with_checked_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-  def checked(*args: Any, **kwargs: Any) -> Any:
-    result = loss_fn(*args, **kwargs)
-    match result:
-      case (_, aux):
-        check_numbers(aux)
-    return result
-
-  return checked
-
-
 def _with_others(
   loss_fn: Callable[..., Any], others: dict[int, Any], *args: Any, **kwargs: Any
 ) -> Any:
@@ -91,47 +80,43 @@ class LossForm:
     averages_aux: bool = False,
   ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function with a worker's value and gradients, or its part of means."""
-    # What workers or micro-batches average must be numbers.
-    if self.has_aux and (averages_aux or self.accumulate > 1):
-      loss_fn = _with_checked_aux(loss_fn)
+    several = self.accumulate > 1
+    averages_aux = self.has_aux and (averages_aux or several)
 
-    def whole(*args: Any, **kwargs: Any) -> Any:
-      total, weight, aux = self._weighed(loss_fn(*args, **kwargs))
-      value = total / _mean_weight(weight, axis_name)
+    def one(*args: Any, **kwargs: Any) -> Any:
+      result = loss_fn(*args, **kwargs)
+      match result:
+        case (_, aux) if averages_aux:
+          check_numbers(aux)
+      if not self.has_weight:
+        return result
+      total, weight, aux = self._weighed(result)
+      # Gradients of half precision are those of a mean, which fits into their range.
+      value = total / _mean_weight(weight, None if several else axis_name)
+      if several:
+        return value, (weight, aux)
       return (value, aux) if self.has_aux else value
 
-    def own(*args: Any, **kwargs: Any) -> Any:
-      # Gradients of half precision are those of a mean, which fits into their range.
-      total, weight, aux = self._weighed(loss_fn(*args, **kwargs))
-      return total / _mean_weight(weight, None), (weight, aux)
-
-    if self.accumulate == 1:
-      one = whole if self.has_weight else loss_fn
-      return jax.value_and_grad(one, self.argnums, self.has_aux)
-    part = own if self.has_weight else loss_fn
-    grad_fn = jax.value_and_grad(part, self.argnums, self.has_aux or self.has_weight)
-    return self._accumulated(grad_fn, axis_name)
+    has_aux = self.has_aux or (self.has_weight and several)
+    grad_fn = jax.value_and_grad(one, self.argnums, has_aux)
+    return self._accumulated(grad_fn, axis_name) if several else grad_fn
 
   def value(
-    self, loss_fn: Callable[..., Any], axis_name: AxisName | None
-  ) -> Callable[..., jax.Array]:
-    """Returns the loss of all micro-batches without aux and gradients."""
+    self, loss_fn: Callable[..., Any], axis_name: AxisName | None, args: Sequence[Any]
+  ) -> jax.Array:
+    """Returns the loss of all micro-batches, of a loss with aux, without gradients."""
 
-    def value(*args: Any) -> jax.Array:
-      def part(micro_batch: Any) -> tuple[jax.Array, jax.Array]:
-        result = loss_fn(*self._put(args, micro_batch))
-        if self.has_weight:
-          return self._weighed(result)[:2]
-        loss = result[0] if self.has_aux else result
-        return loss, jnp.ones_like(loss)
+    def part(micro_batch: Any) -> tuple[jax.Array, jax.Array]:
+      result = loss_fn(*self._put(args, micro_batch))
+      if self.has_weight:
+        return self._weighed(result)[:2]
+      return result[0], jnp.ones_like(result[0])
 
-      if self.accumulate == 1:
-        total, weight = part([args[i] for i in self.cut])
-      else:
-        total, weight = jax.tree.map(jnp.sum, lax.map(part, self._split(args)))
-      return total / _mean_weight(weight, axis_name if self.has_weight else None)
-
-    return value
+    if self.accumulate == 1:
+      total, weight = part([args[i] for i in self.cut])
+    else:
+      total, weight = jax.tree.map(jnp.sum, lax.map(part, self._split(args)))
+    return total / _mean_weight(weight, axis_name if self.has_weight else None)
 
   def _accumulated(
     self, grad_fn: Callable[..., tuple[Any, Any]], axis_name: AxisName | None

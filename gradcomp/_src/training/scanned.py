@@ -1,12 +1,11 @@
 """The layers of a train step that the loss gives to its ``scan``."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import tree_leaves_with_path
 
 from gradcomp._src.core.state import ScanState, is_scan
-from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.mesh.param_specs import shards_of
 from gradcomp._src.mesh.specs import axes_in, is_spec
 from gradcomp._src.mesh.study import NOTE, STUDY, Study
 from gradcomp._src.mesh.trees import combine, split
+from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.compress_in_scan import ScanOptions
-from gradcomp._src.training.gradients import defer_reduction
 from gradcomp._src.training.loss_form import LossForm
 
 _IN_OPTIMIZER = (
@@ -39,55 +37,50 @@ def takes_scan(loss_fn: Callable[..., Any]) -> bool:
     return False
 
 
-@dataclasses.dataclass(frozen=True)
-class ScannedLayers:
+class ScannedLayers(NamedTuple):
   """The layers among the leaves of parameters, and the options of their exchange."""
 
   options: ScanOptions
   places: Sequence[int]  # of the layers, in their order
 
   def value_and_grad(
-    self, loss_fn: Callable[..., Any], form: LossForm, opt_state: Any
-  ) -> Callable[..., tuple[Any, Any, dict[str, Any]]]:
-    """Returns a function with a value, gradients, and arguments of ``update``.
+    self, loss_fn: Callable[..., Any], form: LossForm, opt_state: Any, *args: Any
+  ) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns this worker's value and gradients, and arguments of ``update``.
 
-    Gradients of layers are means. All others are this worker's own.
+    Gradients of layers are means. The loss's first argument are the parameters.
     """
+    params, *rest = args
     (state,) = _states_in(opt_state)
     key = fold_key(state.layers.key, state.layers.count)
     axes = self.options.axis_name
+    leaves, treedef = jax.tree.flatten(params)
+    specs = jax.tree.leaves(shards_of(params), is_leaf=is_spec)
+    if cut := axes_in([specs[i] for i in self.places] if specs else []):
+      raise ValueError(
+        "`params` must have layers that Auto axes do not shard where the loss scans "
+        "them, or words would be sent over these, got layers sharded over "
+        f"{sorted(cut)}; call gradcomp.parallel.scan in a jax.shard_map over all "
+        "axes of the mesh."
+      )
+    paths = [jax.tree_util.keystr(x) for x, _ in tree_leaves_with_path(params)]
+    # Leaves by their numbers.
+    layers = {i: leaves[i] for i in self.places}
+    others = {i: x for i, x in enumerate(leaves) if i not in layers}
+    together = lambda x: jax.tree.unflatten(treedef, [x[i] for i in sorted(x)])
 
-    def averaged(params: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
-      leaves, treedef = jax.tree.flatten(params)
-      specs = jax.tree.leaves(shards_of(params), is_leaf=is_spec)
-      if cut := axes_in([specs[i] for i in self.places] if specs else []):
-        raise ValueError(
-          "`params` must have layers that Auto axes do not shard where the loss scans "
-          "them, or words would be sent over these, got layers sharded over "
-          f"{sorted(cut)}; call gradcomp.parallel.scan in a jax.shard_map over all "
-          "axes of the mesh."
-        )
-      paths = [jax.tree_util.keystr(x) for x, _ in tree_leaves_with_path(params)]
-      # Leaves by their numbers.
-      layers = {i: leaves[i] for i in self.places}
-      others = {i: x for i, x in enumerate(leaves) if i not in layers}
-      together = lambda x: jax.tree.unflatten(treedef, [x[i] for i in sorted(x)])
+    def loss(parts: Any, *args: Any) -> Any:
+      others, layers, residual = parts
+      seen = {i: _only_in_scan(paths[i])(x) for i, x in layers.items()}
+      way = functools.partial(self.options.scan, residual=residual, key=key)
+      with _once(way, [*seen.values()], [*layers.values()]) as scan:
+        return loss_fn(together(others | seen), *args, scan=scan)
 
-      def loss(parts: Any, *args: Any) -> Any:
-        others, layers, residual = parts
-        seen = {i: _only_in_scan(paths[i])(x) for i, x in layers.items()}
-        way = functools.partial(self.options.scan, residual=residual, key=key)
-        with _once(way, [*seen.values()], [*layers.values()]) as scan:
-          return loss_fn(together(others | seen), *args, scan=scan)
-
-      # Layers stay typed as equal on all workers, and so do their means.
-      parts = defer_reduction(others, axis_name=axes), layers, state.residual
-      value, grads = form.value_and_grad(loss, axes)(parts, *args)
-      loss_value, aux = value
-      kept = {"scan_residual": grads[2]} if self.options.keeps else {}
-      return (pmean(loss_value, axes), aux), together(grads[0] | grads[1]), kept
-
-    return averaged
+    # Layers stay typed as equal on all workers, and so do their means.
+    parts = mark_varying(others, axes), layers, state.residual
+    value, grads = form.value_and_grad(loss, axes)(parts, *rest)
+    kept = {"scan_residual": grads[2]} if self.options.keeps else {}
+    return value, together(grads[0] | grads[1]), kept
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from gradcomp._src.local_steps.rounds import numbers_of_all
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.closures import arrays_of, loss_with_note, optimizer_with_note
 from gradcomp._src.mesh.param_specs import PLACED, by_leaf, specs_over
-from gradcomp._src.mesh.place import check_whole_arrays
+from gradcomp._src.mesh.place import check_whole
 from gradcomp._src.mesh.specs import restrict_spec
 from gradcomp._src.mesh.trees import combine, is_array, split
 from gradcomp._src.mesh.types import is_auto, is_explicit, typed_spec
@@ -30,7 +30,7 @@ from gradcomp._src.training import worker
 from gradcomp._src.training.gradients import P, Params, check_trainable
 from gradcomp._src.training.loss_form import of_trainable
 from gradcomp._src.training.scanned import takes_scan
-from gradcomp._src.training.worker import Given, Stepped, TrainOptions
+from gradcomp._src.training.worker import Given, TrainOptions
 from gradcomp._src.transforms.freeze import allow_frozen
 
 
@@ -49,9 +49,9 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
   again.
 
   ``metrics["loss"]``, and ``metrics["aux"]`` with ``has_aux``, are means over the
-  workers. With local steps in the optimizer, parameters are those that all
-  workers share, and gradients are computed at each worker's own. The loss, ``aux`` and
-  ``"gradient_norm"`` then have a first axis of N, for the workers.
+  workers. With local steps in the optimizer, gradients are computed at each worker's
+  own parameters, and the step returns the shared ones. The loss, ``aux`` and
+  ``"gradient_norm"`` then have a first axis of N.
 
   The optimizer's ``update`` gets more than gradients, as ``optax.polyak_sgd`` or
   ``optax.lbfgs`` ask for: ``value``, the loss over the whole batch; ``value_fn``, or
@@ -98,12 +98,7 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
 
 
 class JittedStep:
-  """A train step in ``jax.jit``, with any tree of parameters.
-
-  What is not trained comes back as it was given. With ``donate``, parameters and
-  optimizer state are donated, each buffer once. Another array of it is copied:
-  ``optax.contrib.prodigy`` has the first parameters in its state, and JAX ends the
-  process where one buffer is donated twice.
+  """A train step in ``jax.jit``: what is not trained comes back as it was given.
 
   Where ``axes``, Auto ones of the mesh, shard parameters, the step knows how, and
   returns them as they were.
@@ -144,7 +139,7 @@ class JittedStep:
   def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
     others, args, kwargs = self._given(params, *args, **kwargs)
     if self._donate:
-      args, kwargs = _donated_once(*args, **kwargs)
+      args, kwargs = _donated_once(args, kwargs)
     params, *rest = self._jitted(*args, **kwargs)
     return combine(params, others), *rest
 
@@ -169,8 +164,14 @@ class JittedStep:
     if jax.tree.leaves(others):
       # Functions, numbers and strings are static, as in equinox.filter_jit.
       arrays, rest = split(others, is_array)
-      _check_static(rest)
       leaves, treedef = jax.tree.flatten(rest)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(rest):
+        if not isinstance(leaf, Hashable):
+          raise TypeError(
+            f"`params`{jax.tree_util.keystr(path)} must be an array, or a leaf that "
+            f"can be hashed, like a function or a number, got {leaf!r}; make it a "
+            "static field of its module."
+          )
       kwargs |= {"others": arrays, "kept": (tuple(leaves), treedef)}
     if self._axes:
       kwargs["specs"] = specs_over(params, self._axes)
@@ -180,41 +181,25 @@ class JittedStep:
     return getattr(self._jitted, name)
 
 
-def _check_static(rest: Any) -> None:
-  """Raises TypeError for a leaf that is no array and cannot choose a program."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(rest):
-    if not isinstance(leaf, Hashable):
-      raise TypeError(
-        f"`params`{jax.tree_util.keystr(path)} must be an array, or a leaf that can be "
-        f"hashed, like a function or a number, got {leaf!r}; make it a static field of "
-        "its module."
-      )
-
-
-def _donated_once(
-  params: Any, opt_state: Any, *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-  """Copies arrays of a train step's arguments that share a buffer donated before."""
-  leaves, treedef = jax.tree.flatten(((params, opt_state), args, kwargs))
-  donated = len(jax.tree.leaves((params, opt_state)))
+def _donated_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+  """Copies arrays of a step's arguments that share a buffer donated before."""
+  # JAX ends the process where one buffer is donated twice, and optax.contrib.prodigy
+  # has the first parameters in its state.
+  leaves, treedef = jax.tree.flatten((args, kwargs))
+  donated = len(jax.tree.leaves(args[:2]))
   seen: set[tuple[Any, int]] = set()
   for i, x in enumerate(leaves):
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-      buffers = _buffers(x)
+      # By devices of this process and addresses, because JAX's device_put to the same
+      # places, in other words, returns another object of the same buffers.
+      count = len(x.sharding.addressable_devices)
+      parts: list[Any] = [x.addressable_data(k) for k in range(count)]
+      buffers = [(part.device, part.unsafe_buffer_pointer()) for part in parts]
       if not seen.isdisjoint(buffers):
         leaves[i] = jnp.copy(x)
       elif i < donated:
         seen.update(buffers)
-  given, args, kwargs = jax.tree.unflatten(treedef, leaves)
-  return (*given, *args), kwargs
-
-
-def _buffers(x: jax.Array) -> list[tuple[Any, int]]:
-  """Returns the devices of this process and the addresses of an array's parts there."""
-  # JAX's device_put to the same places, in other words, returns another object of them.
-  count = len(x.sharding.addressable_devices)
-  parts: list[Any] = [x.addressable_data(i) for i in range(count)]
-  return [(part.device, part.unsafe_buffer_pointer()) for part in parts]
+  return jax.tree.unflatten(treedef, leaves)
 
 
 _DEFAULTS = TrainOptions()
@@ -287,12 +272,21 @@ def make_train_step(
     options=options,
     takes_scan=takes_scan(loss_fn),
   )
-  workers: Any = 1
+  sizes: dict[str, int] = {}
   others: tuple[str, ...] = ()
+  take_step: Callable[..., tuple[Any, ...]] = one_worker
   if axis_name is not None:
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
-    workers = _sizes(mesh, axis_name)
-    others = tuple(x for x in mesh.shape if x not in workers and is_auto(mesh, x))
+    names = axis_names(axis_name)
+    if not set(names).issubset(mesh.shape):
+      raise ValueError(
+        f"`axis_name` must be an axis of the mesh, got {axis_name!r} and a mesh with "
+        f"the axes {mesh.axis_names}; pass mesh=, or call this under "
+        "jax.set_mesh(mesh)."
+      )
+    sizes = {name: mesh.shape[name] for name in names}
+    others = tuple(x for x in mesh.shape if x not in sizes and is_auto(mesh, x))
+    take_step = functools.partial(_on_mesh, one_worker, mesh)
   elif options.compare_every is not None:
     raise ValueError(
       "`compare_every` must be None with axis_name=None, where one device has nothing "
@@ -304,20 +298,17 @@ def make_train_step(
     check_trainable("`params`", given.params)
     loss, (params,) = of_trainable(loss_fn, [given.params], [0])
     given = given._replace(params=params)
-    if axis_name is None:
-      worker.check_model_state(given.model_state, options, 1)
-      *result, metrics, own = one_worker(loss, given, inspect=inspect)
-    else:
-      *result, metrics, own = _on_mesh(one_worker, loss, mesh, given, inspect)
+    worker.check_model_state(given.model_state, options, math.prod(sizes.values()))
+    *result, metrics, own = take_step(loss, given, inspect=inspect)
     metrics |= own
     if options.report:
       like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
       shapes = jax.tree.map(like, given.params)
-      sent = explain(optimizer, shapes, workers=workers).bytes_per_step
+      sent = explain(optimizer, shapes, workers=sizes or 1).bytes_per_step
       metrics["bytes_sent"] = jnp.float32(sent)
     return *result, metrics
 
-  # Both name the keywords, for signatures and for errors about others.
+  # Both name their arguments, for signatures and for errors about others.
   def step(
     params: Any,
     opt_state: Any,
@@ -344,31 +335,20 @@ def make_train_step(
     given = Given(params, opt_state, state, batch, extra, rng, extra_args)
     return whole_step(given, inspect)
 
-  chosen: Any = step if options.model_state is None else step_with_state
+  chosen = step if options.model_state is None else step_with_state
   # It has the attributes of jax.jit's.
-  jitted: Any = JittedStep(chosen, donate=donate, mesh=mesh, axes=others)
-  return jitted
-
-
-def _sizes(mesh: Mesh, axis_name: AxisName) -> dict[str, int]:
-  """Returns the sizes of the axes by name; ValueError if the mesh lacks one."""
-  names = axis_names(axis_name)
-  if not set(names).issubset(mesh.shape):
-    raise ValueError(
-      f"`axis_name` must be an axis of the mesh, got {axis_name!r} and a mesh with the "
-      f"axes {mesh.axis_names}; pass mesh=, or call this under jax.set_mesh(mesh)."
-    )
-  return {name: mesh.shape[name] for name in names}
+  made: Any = JittedStep(chosen, donate=donate, mesh=mesh, axes=others)
+  return made
 
 
 def _on_mesh(
-  one_worker: worker.WorkerStep, loss_fn: Any, mesh: Any, given: Given, inspect: bool
-) -> Stepped:
+  one_worker: worker.WorkerStep, mesh: Any, loss_fn: Any, given: Given, *, inspect: bool
+) -> tuple[Any, ...]:
   """Takes a step on all workers, in a map over the mesh."""
   axis_name, options = one_worker.axis_name, one_worker.options
   assert axis_name is not None
   names = axis_names(axis_name)
-  workers = math.prod(_sizes(mesh, axis_name).values())
+  workers = math.prod(mesh.shape[name] for name in names)
   cut, whole = PartitionSpec(axis_name), PartitionSpec()
   kept = cut if options.model_state == "local" else whole
   for path, leaf in jax.tree_util.tree_leaves_with_path(given.batch):
@@ -377,8 +357,7 @@ def _on_mesh(
         f"`batch`{jax.tree_util.keystr(path)} must have a first axis that {workers} "
         f"workers can share equally, got the shape {leaf.shape}."
       )
-  worker.check_model_state(given.model_state, options, workers)
-  check_whole_arrays("params", given.params, axis_name)
+  check_whole("params", given.params, axis_name)
   if is_explicit(mesh, axis_name):
     given = given._replace(
       batch=jax.reshard(given.batch, NamedSharding(mesh, cut)),
@@ -388,40 +367,34 @@ def _on_mesh(
   specs = state_specs(given.opt_state, axis_name=axis_name)
   check_stacked(given.opt_state, specs, given.params, workers)
   arrays, with_arrays = arrays_of(loss_fn)
-
-  def local(arrays: list[Any], given: Given) -> Stepped:
-    own_loss = loss_with_note(with_arrays(arrays), mesh, names)
-    return one_worker(own_loss, given, inspect=inspect)
-
-  def mapped(check_vma: bool) -> Stepped:
-    return jax.shard_map(
-      local,
-      mesh=mesh,
-      in_specs=(
-        [restrict_spec(typed_spec(x), names) for x in arrays],
-        Given(whole, specs, kept, cut, whole, whole, whole),  # type: ignore[arg-type]
-      ),
-      out_specs=Stepped(whole, specs, kept, whole, cut),  # type: ignore[arg-type]
-      axis_names=set(names),
-      check_vma=check_vma,
-    )(arrays, given)
-
   # How many micro-batches there are decides nothing that is sent.
   told = vars(options) | {"axis_name": axis_name, "inspect": inspect}
   del told["accumulate"]
   trees = {x: getattr(given, x) for x in ("params", "opt_state", "model_state")}
 
-  def compared(check_vma: bool) -> Stepped:
-    stepped = mapped(check_vma)
+  def local(arrays: list[Any], given: Given) -> tuple[Any, ...]:
+    own_loss = loss_with_note(with_arrays(arrays), mesh, names)
+    return one_worker(own_loss, given, inspect=inspect)
+
+  def stepped(check_vma: bool) -> tuple[Any, ...]:
+    of_loss = [restrict_spec(typed_spec(x), names) for x in arrays]
+    of_step = Given(whole, specs, kept, cut, whole, whole, whole)
+    found = jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(of_loss, of_step),
+      out_specs=(whole, specs, kept, whole, cut),
+      axis_names=set(names),
+      check_vma=check_vma,
+    )(arrays, given)
     # The loss has decided the form of these, which are averaged.
-    trees["metrics"] = stepped.metrics | stepped.own
-    trees["new_model_state"] = stepped.model_state
-    return stepped
+    trees["new_model_state"], trees["metrics"] = found[2], found[3] | found[4]
+    return found
 
   record = "gradcomp.make_train_step", told, trees
   with agreement.one_record(mesh, *record) as parts:
     try:
-      return compared(True)
+      return stepped(True)
     except TypeError as error:
       # An optimizer of a worker's own may have branches of which one returns a
       # constant, as optax's reduce_on_plateau has. JAX takes them only unchecked.
@@ -431,5 +404,5 @@ def _on_mesh(
     parts.clear()  # the second trace adds them again
     # An error of the loss is one of both traces, and is raised once.
     with contextlib.suppress(TypeError):
-      return compared(False)
+      return stepped(False)
     raise first

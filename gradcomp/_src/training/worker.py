@@ -1,7 +1,7 @@
 """A train step on one worker, inside the map."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,9 +16,9 @@ from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats import norms
 from gradcomp._src.local_steps.transform import local_params
 from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.telemetry.inspect import measured_update
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
-from gradcomp._src.training.gradients import defer_reduction, value_and_grad
 from gradcomp._src.training.loss_form import ACCUMULATE, LossForm, check_numbers
 from gradcomp._src.training.scanned import check_alone, scanned_layers
 from gradcomp._src.transforms.freeze import unaveraged
@@ -73,19 +73,9 @@ class Given(NamedTuple):
   opt_state: Any
   model_state: Any
   batch: Any
-  extra: tuple[Any, ...]
-  rng: jax.Array | None = None
-  more_args: Mapping[str, Any] | None = None  # of the optimizer's update
-
-
-class Stepped(NamedTuple):
-  """The results of a step."""
-
-  params: Any
-  opt_state: Any
-  model_state: Any
-  metrics: dict[str, Any]
-  own: dict[str, Any]  # metrics of a worker that takes local steps, [1, ...]
+  extra: Any  # a tuple
+  rng: Any = None  # a key
+  more_args: Any = None  # of the optimizer's update, by name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,43 +90,24 @@ class WorkerStep:
 
   def __call__(
     self, loss_fn: Callable[..., Any], given: Given, *, inspect: bool
-  ) -> Stepped:
-    """Takes a step with the worker's part of the batch, and inspects it if asked."""
-    alone = steps_alone(given.opt_state)
-    if alone and self.options.model_state == "mean":
+  ) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
+    """Takes a step with the worker's part of the batch, and inspects it if asked.
+
+    Returns parameters, optimizer state, model state, and metrics: those of all, and
+    those of a worker that takes local steps, ``[1, ...]``.
+    """
+    options, alone = self.options, steps_alone(given.opt_state)
+    if alone and options.model_state == "mean":
       raise ValueError(
         '`model_state` must be "local" or None where workers take steps alone, for a '
         'mean in each step would be sent in each step, got "mean".'
       )
     together = None if alone else self.axis_name
-    weight, count = self.options.has_weight, self.options.accumulate
-    form: dict[str, Any] = dict(has_aux=True, has_weight=weight, accumulate=count)
-    loss_fn = self._uniform(loss_fn, together is not None or count > 1)
-    rows, before = (given.batch, self._keys(given.rng)), given.model_state
-    if self.options.model_state == "local":
-      before = jax.tree.map(lambda x: x[0], before)
-    at = local_params(given.params, given.opt_state)
-    if alone and self.axis_name is not None:
-      at = defer_reduction(at, axis_name=self.axis_name)
-    grad_fn = self._grad_fn(loss_fn, form, given, alone=alone, inspect=inspect)
-    # What update takes beside the gradients, if layers are scanned.
-    value, grads, kept = grad_fn(at, rows, before, given.extra)
-    loss, (model_state, aux) = value
-    metrics, own = {"loss": loss}, {"aux": aux} if self.options.has_aux else {}
-    if self.options.model_state == "local":
-      model_state = jax.tree.map(lambda x: x[None], model_state)
-    if self.options.model_state == "mean":
-      model_state = self._mean(model_state)
-    if self.options.compare_every is not None:
-      metrics["replicas"] = self._replicas(given, self.options.compare_every)
-
-    def value_fn(params: Any) -> jax.Array:
-      own = LossForm(**form).value(loss_fn, together)(params, rows, before, given.extra)
-      return own if alone else self._mean(own)
-
-    # Where no optimizer asks for it, JAX drops the mean of the gradients.
-    grad = grads if alone else self._mean(grads)
-    more_args = extra_args(loss, grad, value_fn) | kept | dict(given.more_args or {})
+    found = self._gradients(loss_fn, given, together, inspect)
+    loss, model_state, aux, grads, more_args = found
+    metrics, own = {"loss": loss}, {"aux": aux} if options.has_aux else {}
+    if options.compare_every is not None:
+      metrics["replicas"] = self._replicas(given, options.compare_every)
     args = grads, given.opt_state, given.params
     if inspect:
       updates, opt_state, metrics["inspection"] = measured_update(
@@ -144,41 +115,74 @@ class WorkerStep:
       )
     else:
       updates, opt_state = self.optimizer.update(*args, **more_args)
-    self._check_equal(updates, given.params)
-    if self.options.report:
+    if self.axis_name is not None and (paths := unaveraged(updates, given.params)):
+      raise ValueError(
+        "`optimizer` must return updates that are equal on all workers, but that of "
+        f"{paths[0]} differs between those of {self.axis_name!r}: no exchange has seen "
+        "its gradient. Let a gradcomp transformation see this leaf too, or freeze it "
+        "by optax.set_to_zero."
+      )
+    if options.report:
       own["gradient_norm"] = norms.squares(norms.norm(grads))
+    own = _mean(own, together)
+    if options.report:
+      own["gradient_norm"] = norms.root(own["gradient_norm"])
+      metrics["update_norm"] = norms.norm(updates)
     if alone:
       own = jax.tree.map(lambda x: x[None], own | {"loss": metrics.pop("loss")})
     else:
-      metrics, own = metrics | self._mean(own), {}
-    if self.options.report:
-      found = own if alone else metrics
-      found["gradient_norm"] = norms.root(found["gradient_norm"])
-      metrics["update_norm"] = norms.norm(updates)
+      metrics, own = metrics | own, {}
     params = optax.apply_updates(given.params, updates)
-    return Stepped(params, opt_state, model_state, metrics, own)
+    return params, opt_state, model_state, metrics, own
 
-  def _grad_fn(
+  def _gradients(
     self,
     loss_fn: Callable[..., Any],
-    form: dict[str, Any],
     given: Given,
-    *,
-    alone: bool,
+    together: AxisName | None,
     inspect: bool,
-  ) -> Callable[..., tuple[Any, Any, dict[str, Any]]]:
-    """Returns a function with the value, gradients, and more arguments of update."""
-    layers = None
-    if self.axis_name is not None:
+  ) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    """Returns the loss, model state, aux, gradients, and more arguments of ``update``.
+
+    The loss and a model state are means over the workers that step together.
+    """
+    options, axis_name, count = self.options, self.axis_name, self.options.accumulate
+    form = LossForm(has_aux=True, has_weight=options.has_weight, accumulate=count)
+    loss_fn = self._uniform(loss_fn, together is not None or count > 1)
+    keys, before = given.rng, given.model_state
+    if keys is not None:  # one for each micro-batch, different on each worker
+      worker = 0 if axis_name is None else lax.axis_index(axis_name)
+      keys = jax.random.split(jax.random.fold_in(keys, worker), count)
+    if options.model_state == "local":
+      before = jax.tree.map(lambda x: x[0], before)
+    rest = (given.batch, keys), before, given.extra
+    at, layers = local_params(given.params, given.opt_state), None
+    if axis_name is not None:
       trees = given.params, given.opt_state
       layers = scanned_layers(self.optimizer, *trees, takes=self.takes_scan)
-    if layers is None:
-      together = None if alone else self.axis_name
-      grad_fn = value_and_grad(loss_fn, axis_name=together, **form)
-      return lambda *args: (*grad_fn(*args), {})
-    used = {"accumulate": form["accumulate"] > 1, "local_steps": alone}
-    check_alone(given.opt_state, used | {"inspect": inspect})
-    return layers.value_and_grad(loss_fn, LossForm(**form), given.opt_state)
+    kept: dict[str, Any] = {}
+    if layers is not None:
+      used = {"accumulate": count > 1, "local_steps": axis_name != together}
+      check_alone(given.opt_state, used | {"inspect": inspect})
+      found = layers.value_and_grad(loss_fn, form, given.opt_state, at, *rest)
+      (loss, (model_state, aux)), grads, kept = found
+    else:
+      at = at if axis_name is None else mark_varying(at, axis_name)
+      value, grads = form.value_and_grad(loss_fn, together)(at, *rest)
+      loss, (model_state, aux) = value
+    loss = _mean(loss, together)
+    if options.model_state == "local":
+      model_state = jax.tree.map(lambda x: x[None], model_state)
+    if options.model_state == "mean":
+      model_state = _mean(model_state, together)
+
+    def value_fn(params: Any) -> jax.Array:
+      return _mean(form.value(loss_fn, together, (params, *rest)), together)
+
+    # Where no optimizer asks for it, JAX drops the mean of the gradients.
+    more_args = extra_args(loss, _mean(grads, together), value_fn)
+    more_args |= kept | dict(given.more_args or {})
+    return loss, model_state, aux, grads, more_args
 
   def _uniform(
     self, loss_fn: Callable[..., Any], averages_aux: bool
@@ -231,13 +235,6 @@ class WorkerStep:
       f"{jax.tree.structure(result)}."
     )
 
-  def _keys(self, rng: jax.Array | None) -> jax.Array | None:
-    """Returns one key for each micro-batch, different on each worker."""
-    if rng is None:
-      return None
-    worker = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
-    return jax.random.split(jax.random.fold_in(rng, worker), self.options.accumulate)
-
   def _replicas(self, given: Given, steps: int) -> Replicas:
     """Compares the parameters of all workers in one of ``steps`` steps; else zeros."""
     states = states_in(given.opt_state)
@@ -248,27 +245,16 @@ class WorkerStep:
         f"{jax.tree.structure(given.opt_state)}."
       )
 
-    def compare(params: Any) -> Replicas:
-      assert self.axis_name is not None
-      return compare_replicas(params, axis_name=self.axis_name)
-
+    axis_name: Any = self.axis_name
+    compare = lambda params: compare_replicas(params, axis_name=axis_name)
     like = jax.eval_shape(compare, given.params)
     zeros = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     # The count is equal on all workers, so that all of them are in the same branch.
     return lax.cond(states[0].count % steps == 0, compare, zeros, given.params)
 
-  def _mean(self, tree: Any) -> Any:
-    return tree if self.axis_name is None else pmean(tree, self.axis_name)
 
-  def _check_equal(self, updates: Any, params: Any) -> None:
-    """Raises ValueError for updates that still differ between the workers."""
-    if self.axis_name is not None and (paths := unaveraged(updates, params)):
-      raise ValueError(
-        "`optimizer` must return updates that are equal on all workers, but that of "
-        f"{paths[0]} differs between those of {self.axis_name!r}: no exchange has seen "
-        "its gradient. Let a gradcomp transformation see this leaf too, or freeze it "
-        "by optax.set_to_zero."
-      )
+def _mean(tree: Any, axis_name: AxisName | None) -> Any:
+  return tree if axis_name is None else pmean(tree, axis_name)
 
 
 def check_model_state(model_state: Any, options: TrainOptions, workers: int) -> None:

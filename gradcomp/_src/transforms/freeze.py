@@ -9,8 +9,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from gradcomp._src.core.inputs import any_tree
-from gradcomp._src.core.of_workers import of_workers
+from gradcomp._src.core.border import any_tree, of_workers
 from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.per_worker import of_all, unmarked
 from gradcomp._src.mesh.specs import reduced_spec, sharded_axes

@@ -6,10 +6,8 @@ import optax
 
 from gradcomp._src.checks import static_factor
 from gradcomp._src.codecs.floats.float_cast import FloatCast
-from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.public import checked
-from gradcomp._src.transforms.options import CompressOptions, recipe
+from gradcomp._src.transforms.options import CompressOptions, of_codec, recipe
 
 
 @recipe(FloatCast)
@@ -56,14 +54,7 @@ def aps(
     Han et al., `Auto-Precision Scaling for Distributed Deep Learning
     <https://arxiv.org/abs/1911.08907>`_, 2021, sections 3, 4.1 and 4.2, algorithm 1
   """
-  codec = FloatCast(
-    exponent_bits=exponent_bits,
-    mantissa_bits=mantissa_bits,
-    rounding=rounding,
-    accumulate=accumulate,
-    implementation=implementation,
-  )
-  return compress(codec, **checked(aps, options))
+  return of_codec(aps, FloatCast, locals())
 
 
 @recipe(FloatCast)
@@ -103,12 +94,6 @@ def loss_scaling_cast(
     Han et al., 2021, section 3.1; Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2017
   """
-  codec = FloatCast(
-    exponent_bits=exponent_bits,
-    mantissa_bits=mantissa_bits,
-    scale=static_factor("factor", "a number from 2**-126 to 2**126", factor),
-    rounding=rounding,
-    accumulate=accumulate,
-    implementation=implementation,
-  )
-  return compress(codec, **checked(loss_scaling_cast, options))
+  given, rule = dict(locals()), "a number from 2**-126 to 2**126"
+  given["scale"] = static_factor("factor", rule, given.pop("factor"))
+  return of_codec(loss_scaling_cast, FloatCast, given)

@@ -1,9 +1,10 @@
 """The options that every recipe shares with ``compress``, and the help of recipes."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar
 
+import optax
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
@@ -14,17 +15,22 @@ from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.public import shows_options
+from gradcomp._src.public import checked, shows_options
 
 
-class MessageOptions(TypedDict, total=False):
-  """The options of methods with axes and feedback of their own."""
+class LeafOptions(TypedDict, total=False):
+  """The options of methods with axes, an exchange and feedback of their own."""
 
-  exchange: ExchangeName | Auto | Exchange
   min_leaf_size: int | None
   message_bytes: MessageBytes
   key: ArrayLike
   dither: Dither
+
+
+class MessageOptions(LeafOptions, total=False):
+  """The options of methods with axes and feedback of their own."""
+
+  exchange: ExchangeName | Auto | Exchange
 
 
 class ExchangeOptions(MessageOptions, total=False):
@@ -86,6 +92,12 @@ class CompressOptions(ExchangeOptions, total=False):
 
 _Recipe = TypeVar("_Recipe", bound=Callable[..., Any])
 
+_AVERAGES = r"""It is :func:`gradcomp.compress` with the codec
+:class:`gradcomp.codecs.%s`. With the codec's :math:`Q`, and the gradients :math:`g_i`
+and residuals :math:`e_i` of N workers, zero without feedback, it returns
+
+.. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)"""
+
 _SECTIONS = """
 Returns:
   A gradient transformation, as :func:`gradcomp.compress` returns it; its state is a
@@ -100,7 +112,24 @@ def recipe(*codec: type[LeafCodec]) -> Callable[[_Recipe], _Recipe]:
   """Completes the signature and the docstring of a recipe, for a codec or for any.
 
   ``optax.inject_hyperparams`` reads the signature, and passes each argument by its
-  name. ``Args`` has the recipe's own entries, or else the codec's or the option's.
+  name. ``Args`` has the recipe's own entries, or else the codec's or the option's. A
+  recipe without a formula has that of ``compress``, behind its first line.
   """
   texts = [inspect.getdoc(x) or "" for x in (CompressOptions, *codec)]
-  return lambda make: shows_options(make, compress, *texts, _SECTIONS)
+
+  def completed(make: _Recipe) -> _Recipe:
+    text = inspect.getdoc(make) or ""
+    if codec and ".. math::" not in text:
+      first, rest = text.split("\n\n", 1)
+      make.__doc__ = "\n\n".join([first, _AVERAGES % codec[0].__name__, rest])
+    return shows_options(make, compress, *texts, _SECTIONS)
+
+  return completed
+
+
+def of_codec(
+  make: Callable[..., Any], codec: type[LeafCodec], given: Mapping[str, Any]
+) -> optax.GradientTransformationExtraArgs:
+  """Returns a recipe's transformation, by its ``locals()`` at the first line."""
+  fields = {name: value for name, value in given.items() if name != "options"}
+  return compress(codec(**fields), **checked(make, given["options"]))

@@ -14,10 +14,8 @@ from gradcomp._src.codecs.policy import Policy
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.ternary import Ternary
-from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.public import checked
-from gradcomp._src.transforms.options import CompressOptions, recipe
+from gradcomp._src.transforms.options import CompressOptions, of_codec, recipe
 
 
 @recipe(QSGD)
@@ -35,11 +33,6 @@ def qsgd(  # noqa: PLR0913 - options of users, by keyword
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""QSGD: averages gradients over ``axis_name`` in ``bits`` bits an element.
-
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.QSGD`. With the
-  codec's :math:`Q` and the gradients :math:`g_i` of N workers it returns
-
-  .. math:: \frac{1}{N} \sum_i Q(g_i)
 
   The paper uses buckets of 128 at 2 bits, of 512 at 4 and 8 bits, and of 8192 at 16
   bits. Stochastic rounding is unbiased, and keeps no residual by default, as in the
@@ -60,18 +53,7 @@ def qsgd(  # noqa: PLR0913 - options of users, by keyword
     Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.3,
     3.2.2 and 4
   """
-  codec = QSGD(
-    bits=bits,
-    bucket_size=bucket_size,
-    norm=norm,
-    levels=levels,
-    rounding=rounding,
-    share_scale=share_scale,
-    rotate=rotate,
-    refit_every=refit_every,
-    implementation=implementation,
-  )
-  return compress(codec, **checked(qsgd, options))
+  return of_codec(qsgd, QSGD, locals())
 
 
 @recipe(OneBit)
@@ -84,11 +66,7 @@ def onebit_sgd(
 ) -> optax.GradientTransformationExtraArgs:
   r"""1-bit SGD: averages gradients over ``axis_name`` in a sign and two means a bucket.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.OneBit`. It is
-  biased, and always has error feedback: with the codec's :math:`Q`, and the gradients
-  :math:`g_i` and residuals :math:`e_i` of N workers, it returns
-
-  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
+  It is biased, and always has error feedback.
 
   The default, buckets of 64 consecutive values, is the paper's 1bitSGD*. ``per_column``
   is CNTK's.
@@ -116,10 +94,7 @@ def onebit_sgd(
       '`feedback` must be "auto", "error" or "momentum" in 1-bit SGD, which loses what '
       "no residual keeps, got None; gradcomp.compress(OneBit(), feedback=None) may."
     )
-  codec = OneBit(
-    bucket_size=bucket_size, per_column=per_column, implementation=implementation
-  )
-  return compress(codec, **checked(onebit_sgd, options))
+  return of_codec(onebit_sgd, OneBit, locals())
 
 
 @recipe(Ternary)
@@ -134,11 +109,6 @@ def terngrad(
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""TernGrad: averages gradients over ``axis_name`` in three values, scaled by leaf.
-
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Ternary`. With
-  the codec's :math:`Q` and the gradients :math:`g_i` of N workers it returns
-
-  .. math:: \frac{1}{N} \sum_i Q(g_i)
 
   It is unbiased for clipped gradients, and keeps no residual by default, as in the
   paper. The paper also suggests a last layer in full precision: see :func:`policy`.
@@ -157,15 +127,7 @@ def terngrad(
     Wen et al., `TernGrad <https://arxiv.org/abs/1705.07878>`_, 2017, sections 3.1, 3.3
     and 4.2
   """
-  codec = Ternary(
-    clip_sigmas=clip_sigmas,
-    bucket_size=bucket_size,
-    share_scale=share_scale,
-    packing=packing,
-    scaler=scaler,
-    implementation=implementation,
-  )
-  return compress(codec, **checked(terngrad, options))
+  return of_codec(terngrad, Ternary, locals())
 
 
 @recipe(EightBit)
@@ -182,12 +144,6 @@ def eight_bit(
 ) -> optax.GradientTransformationExtraArgs:
   r"""8-bit types: averages gradients over ``axis_name`` in 8 bits an element.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.EightBit`. With
-  the codec's :math:`Q`, and the gradients :math:`g_i` and residuals :math:`e_i` of N
-  workers, it returns
-
-  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
-
   Nearest rounding is biased, and keeps a residual by default. The paper keeps none
   (``feedback=None``), and then :math:`e_i = 0`. Stochastic rounding is unbiased.
 
@@ -200,14 +156,7 @@ def eight_bit(
     >>> updates["w"][:4]
     Array([-127.,    0.,    1.,    5.], dtype=float32)
   """
-  codec = EightBit(
-    dtype=dtype,
-    bucket_size=bucket_size,
-    rounding=rounding,
-    exponent_offset=exponent_offset,
-    implementation=implementation,
-  )
-  return compress(codec, **checked(eight_bit, options))
+  return of_codec(eight_bit, EightBit, locals())
 
 
 @recipe(Natural)
@@ -218,13 +167,8 @@ def natural(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Natural compression: averages gradients over ``axis_name`` as powers of two.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Natural`, which
-  rounds each element up or down at random. With the codec's :math:`Q` and the gradients
-  :math:`g_i` of N workers it returns
-
-  .. math:: \frac{1}{N} \sum_i Q(g_i)
-
-  It is unbiased, and keeps no residual by default, as in the paper.
+  Each element is rounded up or down at random. It is unbiased, and keeps no residual by
+  default, as in the paper.
 
   A payload has 8 bits an element, for magnitudes from 2**-62 to 2**63; see
   :class:`gradcomp.codecs.Natural` for others.
@@ -236,8 +180,7 @@ def natural(
     >>> updates["w"][:4] == grads["w"][:4]  # powers of two are exact
     Array([ True,  True,  True,  True], dtype=bool)
   """
-  codec = Natural(implementation=implementation)
-  return compress(codec, **checked(natural, options))
+  return of_codec(natural, Natural, locals())
 
 
 @recipe(Dense)
@@ -249,7 +192,6 @@ def dense(
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over ``axis_name`` in 32 or 16 bits an element: the baseline.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Dense`.
   ``float32`` is the plain mean, one ``psum``, and unbiased. ``bfloat16`` and
   ``float16`` travel as 16-bit integers, through the same exchanges as every codec, and
   are added in float32. They are rounded to nearest, which is biased, and so keep a
@@ -265,8 +207,7 @@ def dense(
     >>> tx.update(grads, tx.init(grads))[0]
     {'w': Array([1.001, 2.   ], dtype=float32)}
   """
-  codec = Dense(dtype=dtype, rounding=rounding)
-  return compress(codec, **checked(dense, options))
+  return of_codec(dense, Dense, locals())
 
 
 @recipe(Policy)
@@ -306,5 +247,4 @@ def policy(
     >>> [(leaf.path, leaf.rule, type(leaf.codec).__name__) for leaf in leaves]
     [("['b']", 'b', 'Dense'), ("['w']", '.', 'QSGD')]
   """
-  checked(policy, options)
-  return compress(Policy(rules), **options)
+  return of_codec(policy, Policy, locals())

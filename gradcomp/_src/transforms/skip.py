@@ -11,7 +11,7 @@ from jax import lax
 
 from gradcomp._src.checks import step_count
 from gradcomp._src.core import agreement
-from gradcomp._src.core.inputs import any_tree
+from gradcomp._src.core.border import any_tree
 from gradcomp._src.exchange.collectives import largest
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.per_worker import is_marked, of_all, on_rows, with_rows

@@ -16,7 +16,12 @@ from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.public import checked
 from gradcomp._src.transforms.clip import ClipRule, clip_by_local_norm
-from gradcomp._src.transforms.options import CompressOptions, ExchangeOptions, recipe
+from gradcomp._src.transforms.options import (
+  CompressOptions,
+  ExchangeOptions,
+  of_codec,
+  recipe,
+)
 
 
 @recipe(TopK)
@@ -142,11 +147,7 @@ def topk(  # noqa: PLR0913 - options of users, by keyword
 ) -> optax.GradientTransformationExtraArgs:
   r"""Top-k with error feedback: averages the largest elements of each worker.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.TopK`. With the
-  codec's :math:`Q`, which keeps the ``density * n`` largest of n elements, and the
-  gradients :math:`g_i` and residuals :math:`e_i` of N workers, it returns
-
-  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
+  A worker sends the ``density * n`` largest of n elements.
 
   It is biased. Error feedback is the default, because without it an element that is
   never among the largest is never sent. With it such an element grows until it is:
@@ -168,16 +169,7 @@ def topk(  # noqa: PLR0913 - options of users, by keyword
     2018, section 2; Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018,
     section 2.1, for the selection
   """
-  codec = TopK(
-    density=density,
-    selection=selection,
-    quantize=quantize,
-    dtype=dtype,
-    slack=slack,
-    search_every=search_every,
-    implementation=implementation,
-  )
-  return compress(codec, **checked(topk, options))
+  return of_codec(topk, TopK, locals())
 
 
 @recipe(RandomK)
@@ -186,12 +178,7 @@ def randomk(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Random-k with error feedback: averages the same random elements of all workers.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.RandomK`. With
-  the codec's :math:`Q`, which keeps a random one of every ``1 / density`` consecutive
-  elements, and the gradients :math:`g_i` and residuals :math:`e_i` of N workers, it
-  returns
-
-  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
+  A worker sends a random one of every ``1 / density`` consecutive elements.
 
   It is biased, and has error feedback by default: without it the mean is ``density``
   times the gradient on average, and values ``1 / density`` times as large, which are
@@ -208,7 +195,7 @@ def randomk(
     >>> int((update != 0).sum()), bool(jnp.all(update + state.residual == gradient))
     (64, True)
   """
-  return compress(RandomK(density=density), **checked(randomk, options))
+  return of_codec(randomk, RandomK, locals())
 
 
 @recipe(BlockTop)
@@ -222,12 +209,7 @@ def blocktop(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages the largest of every ``block_size`` consecutive elements over workers.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.BlockTop`. It
-  is biased, and has error feedback by default: with the codec's :math:`Q`, and the
-  gradients :math:`g_i` and residuals :math:`e_i` of N workers, it returns
-
-  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
-
+  It is biased, and has error feedback by default.
   An element waits for about ``block_size / count`` steps until it is sent.
 
   A payload has about ``count * (log2(block_size) + bits) / block_size`` bits an
@@ -240,7 +222,4 @@ def blocktop(
     >>> update[:4].tolist(), state.residual[:4].tolist()
     ([4.0, 0.0, 0.0, 0.0], [0.0, 1.0, -2.0, 1.0])
   """
-  codec = BlockTop(
-    block_size=block_size, count=count, bits=bits, implementation=implementation
-  )
-  return compress(codec, **checked(blocktop, options))
+  return of_codec(blocktop, BlockTop, locals())

@@ -11,7 +11,7 @@ from jax.tree_util import GetAttrKey, KeyPath
 
 from gradcomp._src.checks import static_integer
 from gradcomp._src.core import agreement
-from gradcomp._src.core.inputs import any_tree
+from gradcomp._src.core.border import any_tree
 from gradcomp._src.core.state import is_state
 
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from gradcomp._src.codecs import tiles
 from gradcomp._src.codecs.dense import Dense
@@ -24,7 +23,6 @@ from gradcomp._src.exchange.in_turn import in_turn
 from gradcomp._src.exchange.owners import MADE_FOR_SHARDS
 from gradcomp._src.exchange.plan import Message, MessagePlan
 from gradcomp._src.kernels.materialize import word_cutter
-from gradcomp._src.mesh import specs, types
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.study import noted
 
@@ -206,38 +204,3 @@ def _joined(rows: dict[int, tuple[Codec, jax.Array]]) -> list[_Joined]:
     part = found.setdefault((bound, i if alone else None), _Joined(bound, {}))
     part.leaves[i] = x
   return list(found.values())
-
-
-Others = Sequence[tuple[str, ...]]
-
-
-def on_mesh(
-  first_rows: Callable[[Any, Others], Any],
-  tree: Any,
-  others: Others,
-  names: tuple[str, ...],
-) -> Any:
-  """Calls ``first_rows(tree, others)`` on all devices of the mesh: global arrays.
-
-  ``others`` are each leaf's other axes, over which it varies.
-  """
-  placed = jax.tree.map(types.typed_spec, tree)
-  cut = map(specs.sharded_axes, map(types.typed_spec, jax.tree.leaves(tree)))
-  inside = frozenset(names).union(*cut)
-  mapped = functools.partial(
-    jax.shard_map,
-    lambda tree: first_rows(tree, others),
-    in_specs=(placed,),
-    axis_names=set(inside),
-    check_vma=False,
-  )
-
-  def spec(node: Any) -> Any:
-    if not is_rows(node):
-      return PartitionSpec()
-    found: Any = {axes: specs.stacked_over(axes, inside) for axes in node.arrays}
-    return OwnedRows(found)
-
-  like = jax.eval_shape(mapped(out_specs=PartitionSpec()), tree)
-  out_specs = jax.tree.map(spec, like, is_leaf=is_rows)
-  return jax.jit(mapped(out_specs=out_specs))(tree)

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from gradcomp._src import bibliography, checks
 from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.core import agreement, compression, inputs
+from gradcomp._src.core import agreement, border, compression, first_state, inputs
 from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
 from gradcomp._src.core import step as steps
@@ -21,7 +21,7 @@ from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh import shard_maps, study, trees, types
+from gradcomp._src.mesh import study, trees, types
 from gradcomp._src.mesh.closures import optimizer_with_note
 from gradcomp._src.mesh.place import Place
 from gradcomp._src.parallel.zero import elementwise, leaf_rows
@@ -139,30 +139,25 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   names = mesh_axes.axis_names(axis_name)
   axes = mesh_axes.as_axis_name(names)
   exchange = two_shot.TwoShot(feedback=False)
-  limits: dict[str, Any] = {
-    "min_leaf_size": checks.optional_size("min_leaf_size", "elements", min_leaf_size),
-    "message_bytes": checks.optional_size("message_bytes", "bytes", message_bytes),
-  }
+  size = checks.optional_size("message_bytes", "bytes", message_bytes)  # none is "auto"
   keeper = feedbacks.as_feedback(feedback, grads, "grads")
   if keeper.estimates:
     raise ValueError(
       '`feedback` must be None, "auto", "error" or "momentum" where owners keep the '
       f"means, for they share no estimate of them, got {feedback!r}."
     )
-  limit, of_updates = limits["min_leaf_size"], params
-  parts = compression.Compression(
-    grads, axes, exchange, keeper, key=key, dither=dither, **limits
-  )
+  options = axes, exchange, keeper, min_leaf_size, size, key, dither
+  parts, of_updates = compression.Compression(grads, *options), params
   inner = optimizer_with_note(inner)
 
   def shared(
     leaves: Sequence[jax.Array], tree: Any, across: Any, workers: Workers
   ) -> leaf_rows.LeafRows:
     plan = parts.plan(leaves, compression.paths_of(tree), across, workers)
-    return leaf_rows.share_rows(plan, of_updates, limit, workers)
+    return leaf_rows.share_rows(plan, of_updates, parts.min_leaf_size, workers)
 
   def first_rows(
-    complexes: Sequence[bool], tree: Any, others: leaf_rows.Others
+    complexes: Sequence[bool], others: Sequence[tuple[str, ...]], tree: Any
   ) -> tuple[Any, Any]:
     """Returns a worker's first unsent rows, zeros, and the first state of ``inner``."""
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
@@ -178,23 +173,15 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(tree)]
     tree = jax.tree.map(inputs.pairs, tree)
     gradients = parts.init(tree)
-    first = functools.partial(first_rows, complexes)
     tree = trees.unboxed(tree)
     if not complexes:
       return ZeroState(gradients, tree, inner.init(tree))
     others = [types.other_axes(x, axes) for x in jax.tree.leaves(tree)]
-    if mesh_axes.bound_size(axes) is not None:
-      return ZeroState(gradients, *first(tree, others))
-    if mesh_axes.mesh_size(axes) is None:
-      raise mesh_axes.UnboundAxisError(
-        f"`axis_name` must be an axis that zero's init can count, and {axis_name!r} is "
-        "not bound here, so that nobody knows which Nth of the parameters a worker "
-        "owns; call optimizer.init under jax.set_mesh(mesh), or inside the map; "
-        "where a program copies one state to its workers, give it gradcomp.wrappers."
-        f"replicable(optimizer, axis_name={axis_name!r}, workers=N).",
-        axes,
-      )
-    return ZeroState(gradients, *leaf_rows.on_mesh(first, tree, others, names))
+    first = functools.partial(first_rows, complexes, others)
+    unknown = "which Nth of the parameters a worker owns"
+    placed = jax.tree.map(types.typed_spec, tree)
+    rows = first_state.on_workers(first, tree, axes, unknown, placed)
+    return ZeroState(gradients, *rows)
 
   @bibliography.cites(
     bibliography.Citation(
@@ -205,8 +192,8 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
       bibliography.JIA_2024, "Groups of elements have one level, that of the codec."
     ),
   )
-  def update_fn(
-    updates: Any, state: ZeroState, params: Any = None, **extra_args: Any
+  def core(
+    across: Place, updates: Any, state: Any, params: Any, extra_args: Any
   ) -> tuple[Any, ZeroState]:
     states.check_type(state, ZeroState)
     if params is None:
@@ -215,13 +202,13 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
         "what it has computed, got None; call optimizer.update(grads, state, params)."
       )
     updates = inputs.not_differentiated(updates)
-    across = parts.across(updates, state.gradients, params)
+    parts.check(across, updates, state.gradients)
     record = "gradcomp.parallel.zero", told, updates, across.axes
     agreement.require_agreement(*record, inner_state=state.inner_state)
     study.note(study.Options((("params", of_updates),)))
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
 
-    def step(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
+    def step(params: Any) -> tuple[Any, ZeroState]:
       workers = parts.workers(across, updates, state.gradients)
       assert workers is not None
       wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
@@ -258,14 +245,9 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
       of = rows.plan, rows.codecs
       return otherwise.otherwise(take(of), take, of, across.axes)
 
-    given = jax.tree.map(inputs.pairs, params), extra_args
-    return shard_maps.per_device(
-      step, updates, state, across.axes, keeps_addends=False, given=given
-    )
+    return step(jax.tree.map(inputs.pairs, params))
 
-  return inputs.any_tree(
-    init_fn, inputs.on_real_pairs(init_fn, update_fn, axis_name).update
-  )
+  return border.on_workers(init_fn, core, axis_name, reads=True)
 
 
 def _check_codecs(grads: Any, params: Any) -> None:

@@ -1,0 +1,137 @@
+"""The batches among a loss's arguments under Auto axes, of which workers have parts."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from gradcomp._src.core.specs import state_specs
+from gradcomp._src.core.state import states_in
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.closures import arrays_of
+from gradcomp._src.mesh.trees import is_array
+
+
+def several(numbers: int | tuple[int, ...]) -> tuple[int, ...]:
+  return (numbers,) if isinstance(numbers, int) else numbers
+
+
+def check_among(name: str, numbers: int | tuple[int, ...], count: int) -> None:
+  """Raises ValueError for the number of an argument that is not given by position."""
+  if not all(-count <= i < count for i in several(numbers)):
+    raise ValueError(
+      f"`{name}` must be among the {count} arguments given by position, got {numbers}."
+    )
+
+
+def is_key(x: Any) -> bool:
+  """Returns True for one typed PRNG key, from which each worker gets its own."""
+  return is_array(x) and not x.ndim and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def batches_in(
+  args: Sequence[Any],
+  differentiated: Sequence[int],
+  batch_argnums: int | tuple[int, ...] | None,
+) -> list[int]:
+  """Returns the arguments that are batches: those named, or all that may be one."""
+  # An optimizer's state is none: its specs say what a worker has of it.
+  count = len(args)
+  if batch_argnums is not None:
+    check_among("batch_argnums", batch_argnums, count)
+    named = {i % count for i in several(batch_argnums)}
+    return [i for i in sorted(named) if not states_in(args[i])]
+  behind = range(max(differentiated) + 1, count)
+  found = [i for i in behind if not states_in(args[i])]
+  lengths = rows_of([args[i] for i in found])
+  if len(lengths) > 1:
+    raise ValueError(
+      "`batch_argnums` must name the arguments that are batches where the first axes "
+      f"of those behind the parameters differ in length, got {sorted(lengths)}: one "
+      "may be no batch, like statistics. Every worker has all others whole."
+    )
+  return found
+
+
+def rows_of(tree: Any) -> set[int]:
+  """Returns the lengths of the first axes of a tree's arrays."""
+  return {x.shape[0] for x in jax.tree.leaves(tree) if is_array(x) and x.ndim}
+
+
+def with_no_other(
+  loss_fn: Callable[..., Any], batches: Any, others: dict[str, Any]
+) -> Callable[..., Any]:
+  """Wraps a loss; ValueError for an array as long as the batches that no worker cuts.
+
+  It is among ``others``, by their names, or the loss closes over it.
+  """
+  rows = rows_of(batches)
+  for name, tree in others.items():
+    if not states_in(tree):
+      for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        _check_no_batch(f"{name}{jax.tree_util.keystr(path)}", x, rows)
+  return jax.tree_util.Partial(_closing_over_no_batch, loss_fn, rows)
+
+
+def _closing_over_no_batch(
+  loss_fn: Callable[..., Any], rows: Collection[int], *args: Any, **kwargs: Any
+) -> Any:
+  """Calls a loss; ValueError for an array that it closes over and may be a batch."""
+  arrays, with_arrays = arrays_of((loss_fn, args, kwargs))
+
+  def traced(arrays: Sequence[jax.Array]) -> None:
+    own_loss, args, kwargs = with_arrays(arrays)
+    own_loss(*args, **kwargs)
+
+  for x in jax.make_jaxpr(traced)(arrays).consts:
+    _check_no_batch("what `loss_fn` closes over", x, rows)
+  return loss_fn(*args, **kwargs)
+
+
+def _check_no_batch(name: str, x: Any, rows: Collection[int]) -> None:
+  """Raises ValueError for an array that may be a batch."""
+  if is_array(x) and x.ndim and x.shape[0] in rows:
+    raise ValueError(
+      "`batch_argnums` must name the batches where another array has as many rows, "
+      f"got None and {x.dtype}{list(x.shape)} in {name}, which every worker has whole. "
+      "If it is a batch, pass it by position, behind the parameters; if it is none, "
+      "pass the positions of the batches, as in batch_argnums=1."
+    )
+
+
+def specs_of(
+  given: tuple[Any, Any], cut: Collection[int], axis_name: AxisName, workers: int
+) -> list[PartitionSpec | None]:
+  """Returns the specs of the leaves of arguments, by position and by keyword.
+
+  None stands for what is no array. ValueError if workers cannot share the batches.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(given)
+  kept = jax.tree.leaves(state_specs(given, axis_name=axis_name))
+  specs = [
+    spec if is_array(x) else None for (_, x), spec in zip(leaves, kept, strict=True)
+  ]
+  shared = False
+  for i, (path, x) in enumerate(leaves):
+    in_batch = path[0].idx == 0 and path[1].idx in cut and is_array(x)
+    shared |= in_batch or is_key(x)
+    if not in_batch or is_key(x):
+      continue
+    specs[i] = PartitionSpec(axis_name)
+    if not x.ndim or x.shape[0] % workers:
+      raise ValueError(
+        f"argument {path[1].idx} of `loss_fn` must have a first axis that {workers} "
+        f"workers can share equally, got {x.dtype} of the shape {x.shape} at "
+        f"{jax.tree_util.keystr(path[2:]) or 'its root'}; name the arguments that are "
+        "batches by batch_argnums=. Every worker has all others whole, and of a typed "
+        "PRNG key, jax.random.key(seed), one of its own."
+      )
+  if not shared:
+    raise ValueError(
+      f"`batch_argnums` must name an argument with arrays that {workers} workers "
+      f"share, got {sorted(cut)}: every worker would compute the same gradient. Pass "
+      "the batch by position."
+    )
+  return specs
