@@ -9,8 +9,7 @@ from gradcomp._src.parallel.collectives import (
   sum_gradients,
 )
 from gradcomp._src.parallel.compress_in_scan import compress_in_scan
-from gradcomp._src.parallel.gather import gather, gather_residual
-from gradcomp._src.parallel.gather_matmul import gather_matmul
+from gradcomp._src.parallel.gather import gather, gather_matmul, gather_residual
 from gradcomp._src.parallel.options import CollectiveOptions
 from gradcomp._src.parallel.reshard import reshard
 from gradcomp._src.parallel.scan import scan

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from benchmarks.common import cli, quiet, shapes, tables, timing
 from gradcomp._src.codecs.encoding import encode_leaves
-from gradcomp._src.codecs.tiles import payload_of
+from gradcomp._src.codecs.protocol import payload_of
 from gradcomp._src.cost.measure import updates
 from gradcomp._src.exchange.layout import plan_rows
 from gradcomp.codecs import (

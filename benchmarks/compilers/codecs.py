@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from benchmarks.compilers import reading
 from benchmarks.compilers.targets import TARGETS, Extent
-from gradcomp._src.codecs.tiles import decode_payload
 from gradcomp.codecs import (
   QSGD,
   BlockFloat,
@@ -154,7 +153,7 @@ def _kept(codec: Codec, key: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Ar
   context = Context(key, memory=memory, agreed=agreed, step=jnp.int32(0))
   rows, unsent, *_ = codec.encode_leaf(x, context, keep=True)
   if unsent is None:
-    unsent = x - decode_payload(Payload(rows, agreed), x, codec)
+    unsent = x - codec.decode(Payload(rows, agreed), like=x)
   return rows, unsent
 
 

@@ -20,7 +20,7 @@ from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import FeedbackName
 from gradcomp._src.core.transform import transformation
 from gradcomp._src.exchange.auto import ExchangeName
-from gradcomp._src.transforms.factors import OneByOne
+from gradcomp._src.transforms.factors import ONE_BY_ONE
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.codecs import (
   QSGD,
@@ -70,7 +70,7 @@ class Case:
       "message_bytes": self.message_bytes,
     }
     if isinstance(self.codec, PowerSGD):  # factors, which are no codec
-      given = Compression(self.codec, averaging=OneByOne, **options)
+      given = Compression(self.codec, averaging=ONE_BY_ONE, **options)
       return transformation(given)
     return gradcomp.compress(self.codec, **options)
 

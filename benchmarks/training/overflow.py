@@ -29,8 +29,8 @@ from benchmarks.common import cli
 from benchmarks.common.tables import table
 from benchmarks.training import adam
 from benchmarks.training.plain_steps import mean_of, plain_steps
+from gradcomp._src.codecs.protocol import to_tiles
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.exchange.layout import leaf_codecs
 from gradcomp._src.kernels.common.planes import unpack_planes
 from gradcomp._src.kernels.lossless import COLUMNS, ESCAPES

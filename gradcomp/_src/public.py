@@ -1,4 +1,4 @@
-"""The public module, the help and the refusals of public classes and functions."""
+"""The public module, the help, papers and refusals of classes and functions."""
 
 import functools
 import inspect
@@ -28,6 +28,16 @@ def publish(names: dict[str, Any]) -> None:
       value.__module__ = names["__name__"]
     if inspect.isfunction(value) and _makes(value):
       names[name] = lists_static(value)
+
+
+def cites(*papers: str) -> Callable[[_Function], _Function]:
+  """Names the papers of a transformation at its ``update`` function, by their keys."""
+
+  def mark(function: _Function) -> _Function:
+    function.__dict__["papers"] = papers
+    return function
+
+  return mark
 
 
 def _makes(value: Any) -> bool:

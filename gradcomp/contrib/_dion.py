@@ -12,7 +12,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import AHN_2025, Citation
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.sums.records import Leaf, Memory
 from gradcomp._src.codecs.sums.sum import SumFacts
@@ -130,7 +129,7 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
     min_leaf_size=0,
     message_bytes=message_bytes,
     key=key,
-    averaging=factors.OneByOne,
+    averaging=factors.ONE_BY_ONE,
   )
   step = transformation(parts)
 
@@ -160,10 +159,9 @@ class _Momentum(NoFeedback):
   keeps: ClassVar[bool] = True
 
   def received(
-    self, updates: Any, momentum: Any, estimate: Any, reduced: Reduced
-  ) -> Reduced:
-    pairs = zip(reduced.mean, reduced.memory, strict=True)
-    return reduced._replace(mean=[_step(mean, *x.shared) for mean, x in pairs])
+    self, updates: Any, momentum: Any, estimate: Any, reduced: Sequence[Reduced]
+  ) -> list[Reduced]:
+    return [x._replace(mean=_step(x.mean, *x.memory.shared)) for x in reduced]
 
 
 @jax.jit
@@ -186,13 +184,7 @@ class _Factors(factors.Factors):
   mu: float = checks.field(..., checks.BELOW_1)
   matrix: tuple[int, int, int] | None = None  # the stack, m and n, once bound
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      AHN_2025,
-      "Columns are made orthonormal by the Gram-Schmidt process, and begin again from "
-      "random numbers where they are zero. Rows of matrices are inputs.",
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("ahn2025dion",)
 
   @property
   def inner(self) -> Dense:
@@ -240,7 +232,7 @@ class _Factors(factors.Factors):
     stacks = [leaf.reshape(self._shape) for leaf in leaves]
     old = [right for right, _ in memory]
     sums = yield [*map(factors.left_factor, stacks, old)]
-    basis, _ = factors.each_orthonormal(jnp.concatenate(sums))
+    basis = factors.each_orthonormal(jnp.concatenate(sums))
     lefts = basis.reshape(len(leaves), *sums[0].shape)
     rights = yield [*map(factors.right_factor, stacks, lefts)]
     finite = [jnp.isfinite(x).all(axis=(1, 2), keepdims=True) for x in rights]

@@ -1,8 +1,10 @@
 """EDEN: blocks that each worker rotates at random, rounded to levels for a Gaussian."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import ClassVar, Literal
 
 import jax
@@ -11,7 +13,6 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import VARGAFTIK_2021, VARGAFTIK_2022, Citation
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.tiles import in_order
@@ -23,7 +24,6 @@ from gradcomp._src.kernels.common.fixed_point import (
   sign_bit,
   signed,
 )
-from gradcomp._src.kernels.common.normal_levels import normal_levels
 from gradcomp._src.kernels.common.scales import norms, sum_by_halves
 from gradcomp._src.kernels.common.threefry import threefry2x32
 from gradcomp._src.kernels.materialize import LARGE
@@ -127,14 +127,7 @@ class Eden(Codec):
   rotations: int = checks.field(1, checks.integer("1 or 2", 1, 2))
 
   needs_key: ClassVar[bool] = True
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      VARGAFTIK_2022,
-      "Blocks are rotated, each with a scale of its own, and not the whole vector. "
-      "Levels are multiples of 2**-16. A second rotation is not the paper's.",
-    ),
-    Citation(VARGAFTIK_2021, "It is the codec with 1 bit, by blocks."),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("vargaftik2022eden", "vargaftik2021drive")
 
   @property
   def unbiased(self) -> bool:
@@ -245,16 +238,12 @@ def _near_one(x: Array, halvings: int) -> tuple[Array, Array]:
   """
   largest = norms(x, "max")
   bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
-  exponent = jnp.clip(bits >> 23, _exponent(_SMALLEST), 253)
+  exponent = jnp.clip(bits >> 23, int(_SMALLEST.view(np.int32)) >> 23, 253)
   power = lambda n: jax.lax.bitcast_convert_type(n << 23, jnp.float32)
   none, finite = largest < _SMALLEST, jnp.isfinite(largest)
   unit = jnp.where(finite, power(exponent - halvings - _SPARE), jnp.nan)
   down = jnp.where(none, 0.0, power(254 - exponent))
   return x * down[:, None], jnp.where(none, 0.0, unit)
-
-
-def _exponent(x: np.float32) -> int:
-  return int(x.view(np.int32)) >> 23
 
 
 def _with_signs(x: Array, seeds: Array, turn: int) -> Array:
@@ -339,3 +328,34 @@ def _unpacked(rows: Array, size: int, bits: int) -> Array:
     part = planes.unpack_planes(rows[:, start:stop], width)
     codes, start = codes | part.reshape(codes.shape) << first, stop
   return codes
+
+
+@functools.cache
+def normal_levels(bits: int) -> np.ndarray:
+  """Returns the positive ones of ``2**bits`` levels for a standard normal number.
+
+  Each is the mean of the numbers that are nearest to it (Lloyd, 1957; Max, 1960), found
+  by Newton's method, and rounded to a multiple of 2**-16, so that hosts with other
+  libraries of mathematics have the same bits.
+
+  Example:
+    >>> normal_levels(2)
+    array([0.45277405, 1.5104218 ], dtype=float32)
+  """
+  count, normal = 2 ** (bits - 1), NormalDist()
+  # Many levels are as dense as the third root of the density (Panter and Dite, 1951).
+  start = [normal.inv_cdf((count + i + 0.5) / (2 * count)) for i in range(count)]
+  levels = math.sqrt(3) * np.array(start)
+  for _ in range(12):
+    edges = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [np.inf]])
+    density = np.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)
+    above = np.array([math.erfc(x / math.sqrt(2)) / 2 for x in edges])
+    share = above[:-1] - above[1:]
+    mean = (density[:-1] - density[1:]) / share
+    # By how much a mean moves with the edge below and above, half as fast as a level.
+    below = (mean - edges[:-1]) * density[:-1] / share / 2
+    over = (edges[1:-1] - mean[:-1]) * density[1:-1] / share[:-1] / 2
+    slopes = np.diag(1 - np.append(0.0, below[1:]) - np.append(over, 0.0))
+    slopes -= np.diag(below[1:], -1) + np.diag(over, 1)
+    levels = levels - np.linalg.solve(slopes, levels - mean)
+  return (np.round(levels * 2**16) / 2**16).astype(np.float32)

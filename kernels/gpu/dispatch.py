@@ -225,7 +225,13 @@ def _run(*leaves: Any, kernels: _Named, reference: ClosedJaxpr) -> Any:
 def _batched(
   leaves: Any, axes: Any, *, kernels: _Named, reference: ClosedJaxpr
 ) -> tuple[Any, list[int]]:
-  traced = jax.jit(jax.vmap(jaxpr_as_fun(reference), axes)).trace(*leaves)
+
+  # To name a partial function, JAX would print the whole program that it holds.
+  @functools.wraps(jaxpr_as_fun)
+  def run(*leaves: Any) -> Any:
+    return jaxpr_as_fun(reference)(*leaves)
+
+  traced = jax.jit(jax.vmap(run, axes)).trace(*leaves)
   mapped = {name: jax.vmap(kernel, axes) for name, kernel in kernels}
   found = by_platform(leaves, mapped, traced)
   return found, [0] * len(found)

@@ -20,7 +20,6 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src.kernels.gpu import verdicts
-from gradcomp._src.kernels.gpu.backends import has_devices
 from gradcomp._src.kernels.gpu.verdicts import Verdict
 from gradcomp._src.mesh.run_store import is_alone, processes_of
 from gradcomp._src.mesh.types import mesh_of
@@ -303,3 +302,13 @@ def _name(kernel: functools.partial[Any]) -> str:
   options = ", ".join(f"{name}={value!r}" for name, value in kernel.keywords.items())
   function = f"{kernel.func.__module__}.{kernel.func.__name__}"
   return textwrap.shorten(f"the kernel {function}({options})", 300, placeholder=" ...)")
+
+
+def has_devices() -> bool:
+  """Returns True if JAX has looked for devices; also if it has moved the answer."""
+  try:
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+  except (ImportError, AttributeError):
+    return True  # kernels are checked, though perhaps too early

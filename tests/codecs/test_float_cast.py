@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gradcomp import floats
-from gradcomp._src.codecs.tiles import payload_of
+from gradcomp._src.codecs.protocol import payload_of
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import Context, Leaf
 from tests.plugins.slow_cases import slow

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import ErrorFeedback, MomentumFeedback
-from gradcomp._src.codecs import tiles
+from gradcomp._src.codecs import protocol
 from gradcomp._src.exchange import layout
 from gradcomp._src.kernels import materialize
 from gradcomp._src.kernels.materialize import LARGE
@@ -94,7 +94,7 @@ def test_a_payload_decodes_in_the_shape_of_tiles(codec, monkeypatch):
     payload
   )
   large = decoder().compile()
-  monkeypatch.setattr(tiles, "LARGE", 2 * LARGE)
+  monkeypatch.setattr(protocol, "LARGE", 2 * LARGE)
   small = decoder().compile()
   np.testing.assert_array_equal(large(payload), small(payload))
   found = [text.as_text().count(" conditional(") for text in (large, small)]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from gradcomp._src.codecs.tiles import payload_of
+from gradcomp._src.codecs.protocol import payload_of
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import QSGD, Context, Memory
 from tests.plugins.slow_cases import slow

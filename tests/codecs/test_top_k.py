@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp._src.codecs import selecting
+from gradcomp._src.codecs import sparse
 from gradcomp._src.codecs.sums import tiles as _sums
 from gradcomp.codecs import NOTHING, TopK
 from tests.plugins.slow_cases import slow
@@ -83,7 +83,9 @@ def test_the_largest_are_sent_of_any_data(codec, size):
     np.testing.assert_array_equal(
       np.ravel(own.own.used), [len(entries.positions) for entries in found]
     )
-    np.testing.assert_array_equal(np.ravel(bound.used(rows)), np.ravel(own.own.used))
+    np.testing.assert_array_equal(
+      np.ravel(bound._row.used(rows)), np.ravel(own.own.used)
+    )
     if codec.range_size is None and codec.dtype == jnp.float32:
       assert own.own.threshold == np.abs(found[0].values).min()
       sent = bound.sums.sent_at(jnp.asarray(rows), size)
@@ -134,7 +136,7 @@ def test_sizes_choose_the_selection_and_the_slots():
 @pytest.mark.parametrize("copied", [True, False])
 def test_leaves_of_one_size_share_a_program(monkeypatch, copied):
   """Each comes out as it would alone, copied as small leaves are, or where it lies."""
-  for module in (selecting, _sums):
+  for module in (sparse, _sums):
     monkeypatch.setattr(module, "COPIED", 4 * 300 if copied else 0)
   xs = [data(1000)[name] for name in ("normal", "half zero", "heavy")]
   codec = TopK(density=0.05, selection="threshold", range_size=300)

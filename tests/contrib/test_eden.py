@@ -12,9 +12,9 @@ import pytest
 from scipy import stats
 
 import gradcomp
-from gradcomp._src.kernels.common.normal_levels import normal_levels
 from gradcomp.codecs import Context
 from gradcomp.contrib import Eden
+from gradcomp.contrib._eden import normal_levels
 from gradcomp.testing import CheckOptions, check_codec
 from tests.plugins.slow_cases import slow
 from tests.specs.dithers import threefry2x32

@@ -153,12 +153,12 @@ STEPS = {
       compressed(), gradcomp.wrappers.switch([2], [cases.SGD, cases.MOMENTUM])
     ),
     "`transformation` .*make_train_step in process 0 and gradcomp.wrappers.switch in "
-    "process 1, in number 3 of the step",
+    "process 1, in number 2 of the step",
   ),
   "optimizer": (
     usual,
     lambda: train(compressed(), cases.MOMENTUM),
-    r"`opt_state\[\d\]` .* in number 3 of the step, gradcomp.make_train_step",
+    r"`opt_state\[\d\]` .* in number 2 of the step, gradcomp.make_train_step",
   ),
   "aux": (
     lambda: usual(has_aux=True, aux={"accuracy": 0.5}),

@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.codecs.tiles import tile_shape
+from gradcomp._src.codecs.protocol import tile_shape
 from gradcomp._src.kernels import materialize
 from gradcomp.codecs import QSGD, RandomK
 from gradcomp.local import local_steps

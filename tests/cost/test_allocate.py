@@ -13,7 +13,7 @@ import pytest
 import gradcomp
 from gradcomp import __main__
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.cost.allocate_search import PARTS, Option, least_bytes
+from gradcomp._src.cost.allocate import PARTS, Option, least_bytes
 from gradcomp._src.cost.planner.candidates import packaged_speeds
 from gradcomp.codecs import QSGD, Dense, Sign
 from gradcomp.cost import allocate

@@ -14,7 +14,7 @@ import pytest
 import gradcomp
 from gradcomp._src.checks import see
 from gradcomp._src.kernels.gpu import dispatch, self_check
-from gradcomp._src.kernels.gpu.backends import has_devices
+from gradcomp._src.kernels.gpu.self_check import has_devices
 from gradcomp._src.kernels.gpu.verdicts import Verdict
 from gradcomp._src.kernels.quantize import pallas, reference
 from gradcomp.codecs import QSGD

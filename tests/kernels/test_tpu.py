@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradcomp._src.codecs.protocol import decoded
 from gradcomp._src.kernels import block_float, block_top, one_bit
 from gradcomp._src.kernels.common import (
   deviation,
@@ -241,7 +242,7 @@ def test_a_program_has_the_kernel_where_xla_does_not_partition_it(codec):
 @pytest.mark.parametrize("codec", [EightBit(), QSGD()])
 def test_a_program_decodes_one_payload_by_the_kernel(codec):
   rows = jax.ShapeDtypeStruct((16, codec.row_words), jnp.uint32)
-  assert KERNEL in lowered(lambda rows: codec.payload_tiles(Payload(rows)), rows)
+  assert KERNEL in lowered(lambda rows: decoded(codec, Payload(rows)), rows)
   assert KERNEL in lowered(lambda rows: codec.sums.mean(rows[None], 1.0), rows)
 
 

@@ -101,7 +101,7 @@ def test_no_variance_is_so_small_that_a_step_is_a_leap(local):
 def test_the_floor_of_a_leaf_in_shards_is_that_of_the_whole_leaf():
   """Shards have variances of different sizes, and no shard decides by itself."""
   options = dict(b1=0.9, b2=0.9, warmup=2, variance="frozen", floor=0.5)
-  moments = Moments(compressed=None, axis_name=None, **options)
+  moments = Moments(compressed=None, axis_name=None, eps=0.0, **options)
   nu = jnp.asarray(np.random.default_rng(0).uniform(size=(8, 6)) ** 6, jnp.float32)
   two, zero = jnp.int32(2), jnp.zeros([])
   state = MomentsState(two + 1, -two, two, two, zero, nu, nu, ())

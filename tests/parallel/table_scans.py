@@ -252,7 +252,7 @@ def averaged(row, grads, residual):
   options = row.options
   if not row.keeps:  # nor do owners keep anything
     exchange = as_exchange(options["exchange"])
-    if exchange.keeps:
+    if exchange.feedback:
       exchange = dataclasses.replace(exchange, feedback=False)
     options |= dict(exchange=exchange)
   feedback = "error" if row.keeps else None

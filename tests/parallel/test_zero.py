@@ -210,10 +210,11 @@ def test_a_state_that_does_not_fit_is_refused():
   with pytest.raises(ValueError, match="nobody knows which Nth .* jax.set_mesh"):
     tx.init(params)
   params, state, mesh = sharded(tx, params)
+  update = jax.vmap(tx.update, in_axes=None, axis_name="data", axis_size=N)
   with pytest.raises(TypeError, match="`state` must be a gradcomp.state.ZeroState"):
-    tx.update(params, (), params)
+    update(params, (), params)
   with pytest.raises(ValueError, match="`params` must be given to update"):
-    tx.update(params, state)
+    update(params, state)
   _, other, _ = sharded(tx, {"w": np.ones((80, TILE), np.float32)})
   step = gradcomp.make_train_step(cases.loss_fn, tx, axis_name="data", mesh=mesh)
   with pytest.raises(ValueError, match=says("`state.unsent` must", "got", "20")):

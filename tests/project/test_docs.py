@@ -185,8 +185,8 @@ def test_the_table_of_codecs_has_the_papers_that_they_declare():
   rows = re.findall(r"^\| `(?:gradcomp\.|compress\().*\| (.*) \|$", text, re.M)
   named = {name.lower() for row in rows for name in row.split(", ")}
   for codec in (*laws.CODECS, PowerSGD, Eden):
-    for bibtex, _ in getattr(codec, "citations", ()):
-      author, year = re.match(r"@\w+{([a-z]+)(\d{4})", bibtex).groups()
+    for paper in getattr(codec, "papers", ()):
+      author, year = re.match(r"([a-z]+)(\d{4})", paper).groups()
       assert f"{author} {year}" in named, codec
 
 

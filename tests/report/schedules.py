@@ -4,6 +4,7 @@ import re
 from typing import NamedTuple
 
 from gradcomp import overlap_report
+from tests.report.texts import unwrapped
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 DEVICES = ",".join(f"{slice_}0000{chip}" for slice_ in (1, 2) for chip in range(4))
@@ -110,7 +111,7 @@ def program(*lines, inside=""):
   types = {"S": "(X, u32[], token[])", "W": "f32[512,512]", "U": "u32[64,64]"}
   for letter, type_ in [*types.items(), ("X", "u32[8,64]")]:
     text = re.sub(rf"\b{letter}\b", type_, text)
-  return f"HloModule jit_step, is_scheduled=true, num_partitions=8\n{text}"
+  return f"HloModule jit_step, is_scheduled=true, num_partitions=8\n{unwrapped(text)}"
 
 
 def names(overlap):

@@ -28,6 +28,11 @@ def read(folder):
   return {path.stem: path.read_text() for path in sorted((FOLDER / folder).iterdir())}
 
 
+def unwrapped(text):
+  """Instructions on one line each, as XLA prints them; ours go on behind blanks."""
+  return re.sub(r"\n {4,}", " ", text)
+
+
 def hlo(entry, computations="", sizes="replica_count=8"):
   """A module with the lines as its entry computation, after parameters x and y.
 
@@ -42,7 +47,7 @@ ENTRY %main.0_spmd (x: X, y: u8[3]) -> X {{
   ROOT %result = X copy(%x)
 }}
 """
-  return re.sub(r"\bX\b", "f32[8,128]", text)
+  return re.sub(r"\bX\b", "f32[8,128]", unwrapped(text))
 
 
 def fields(text):

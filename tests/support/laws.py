@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.tiles import payload_of
+from gradcomp._src.codecs.protocol import payload_of
 from gradcomp._src.testing.leaves import KEY as KEY
 from gradcomp._src.testing.leaves import gaussian as gaussian
 from gradcomp.codecs import NOTHING, Context, Leaf, Memory

@@ -114,6 +114,7 @@ def user_step(loss_fn, optimizer, axis_name="data"):
 def train(step, params, state, batch, steps=5):
   losses = []
   for _ in range(steps):
-    params, state, metrics = step(params, state, batch)
+    # Emulated devices share few threads, which two steps at once may all hold.
+    params, state, metrics = jax.block_until_ready(step(params, state, batch))
     losses.append(float(metrics["loss"]))
   return params, state, losses

@@ -154,8 +154,8 @@ def compiled():
 
 
 def orthonormal(rows):
-  basis, kept = compiled()(jnp.asarray(rows, jnp.float32))
-  return np.asarray(basis, np.float64), np.asarray(kept)
+  basis = np.asarray(compiled()(jnp.asarray(rows, jnp.float32)), np.float64)
+  return basis, np.any(basis != 0, axis=1)
 
 
 def assert_orthonormal(basis, kept):
@@ -197,7 +197,7 @@ def check_condition(a, condition):
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_as_many_rows_are_kept_as_the_rank(rank):
-  """Exact products of small integers: every other row is zero, and said to be."""
+  """Exact products of small integers: every other row is zero."""
   rng = np.random.default_rng(2)
   a = rng.integers(-8, 9, (6, rank)) @ rng.integers(-8, 9, (rank, 500))
   basis, kept = orthonormal(a)

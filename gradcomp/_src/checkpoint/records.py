@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec
 from gradcomp._src.checks import see
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.exchange.layout import leaf_codecs
-from gradcomp._src.exchange.owners import owned_matrices
-from gradcomp._src.exchange.plan import MessagePlan, own_axes
+from gradcomp._src.exchange.plan import MessagePlan, own_axes, owned_matrices
 from gradcomp._src.mesh import platforms
 from gradcomp._src.mesh.axes import WorkerSizes, sizes_of
 from gradcomp._src.mesh.specs import is_spec

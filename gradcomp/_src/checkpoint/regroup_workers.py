@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.protocol import Codec, elements
 from gradcomp._src.codecs.sums.records import Memory
-from gradcomp._src.codecs.tiles import elements
 from gradcomp._src.core.residual_storage import Int8Residual, read_residual, to_int8
-from gradcomp._src.exchange.owners import owned_matrices
-from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.exchange.plan import MessagePlan, owned_matrices
 from gradcomp._src.mesh.axes import Axes
 
 

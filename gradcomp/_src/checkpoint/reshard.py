@@ -182,12 +182,10 @@ class Move:
         return self._own_steps(node, specs)
       if collects(node):
         inner = tuple(x.inner_opt_state for x in (old, new, specs))
-        return optax.MultiStepsState(
-          mini_step=self.place(node.mini_step, specs.mini_step),
-          gradient_step=self.place(node.gradient_step, specs.gradient_step),
+        bare = lambda x: x._replace(inner_opt_state=None, acc_grads=None)
+        return jax.tree.map(self.place, bare(node), bare(specs))._replace(
           inner_opt_state=self.tree(node.inner_opt_state, inner, plans),
           acc_grads=jax.tree.map(self._addends, node.acc_grads, specs.acc_grads),
-          skip_state=jax.tree.map(self.place, node.skip_state, specs.skip_state),
         )
       return self.place(node, specs)
 
@@ -205,8 +203,11 @@ class Move:
     parts = [left.get(i) for i in range(len(leaves))]
     residual = [*map(self._residual, leaves, places, parts)]
     if node.estimate is not None and self.workers != self.old_workers:
-      shared = jax.tree.leaves(node.estimate)
-      residual = [*map(self._own_estimate, shared, places, leaves)]
+      # Each worker's residual, that with the shared estimate as its own.
+      share = np.float32(-1 / self.workers if self.keep == "addends" else -1)
+      for i, x in enumerate(jax.tree.leaves(node.estimate)):
+        own = np.concatenate([host_array(x) * share] * self.workers)
+        residual[i] = self.place(own, places[i], leaves[i])
       owned = jax.tree.map(np.zeros_like, owned)
     memory = self._memory(node, old, new, plans[1])
     return CompressState(
@@ -232,12 +233,6 @@ class Move:
     blocks = x.scales.shape[-1] // (self.old_workers if x.scales.ndim == 1 else 1)
     stored = regroup.stored_of(self._regrouped(wide, more), self.workers, blocks)
     return jax.tree.map(self.place, stored, spec)
-
-  def _own_estimate(self, shared: Any, spec: Any, like: Any) -> Any:
-    """Returns each worker's residual, that with the shared estimate as its own."""
-    share = np.float32(-1 / self.workers if self.keep == "addends" else -1)
-    own = np.concatenate([host_array(shared) * share] * self.workers)
-    return self.place(own, spec, like)
 
   def _addends(self, x: Any, spec: Any, more: np.ndarray | None = None) -> Any:
     """Moves an array that workers sum; each also gets ``more``."""

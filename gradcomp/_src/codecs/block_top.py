@@ -7,12 +7,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import CHEN_2020, SARFI_2025, Citation
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.protocol import Codec, as_float32
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Blocks
-from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels import block_top
 from gradcomp._src.kernels.gpu import dispatch
 
@@ -26,11 +24,10 @@ class BlockTop(Codec):
   .. math:: Q(v)_i = q(v_i) \text{ if } |v_i| \text{ is among the largest of its block},
      \quad 0 \text{ otherwise}
 
-  Every block sends equally many entries. So payloads have fixed shapes, nothing is
-  sorted, and decoding compares places. On Gaussian values, the largest of 64 keep 0.108
-  of the squared length, and the same number of largest elements of a whole leaf 0.119.
-  With error feedback the difference is smaller still, because unsent elements grow
-  until they are sent.
+  Every block sends equally many entries, so nothing is sorted. On Gaussian values, the
+  largest of 64 keep 0.108 of the squared length, and as many largest elements of a
+  whole leaf 0.119. With error feedback the difference is smaller still, because unsent
+  elements grow until they are sent.
 
   An entry has ``log2(block_size)`` bits for its place, and ``bits`` for its
   value :math:`q(v_i)`:
@@ -57,8 +54,7 @@ class BlockTop(Codec):
   :math:`v_i` has zeros in their place where it is rounded. The loss of that, and of
   rounding, remains in the residual.
 
-  At 2 bits one value is missing: ``3/8 s`` for the last element of a block, because its
-  code means that nothing is sent. That element is nearest to zero or to ``s`` then.
+  At 2 bits the last element of a block is never ``3/8 s``: that code sends nothing.
 
   The codec is biased: without feedback, which is on by default, unsent elements are
   lost. A NaN or an infinity makes its tile NaN, or its block with 32 bits of value.
@@ -70,14 +66,11 @@ class BlockTop(Codec):
       Default: 64.
     count: elements of each block that are sent, from 1 to 4. Default: 1.
     bits: bits of a value: 2, 8 or 32. Default: 2.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
-      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
-      Default: None.
+    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
+      None, which chooses; see docs/inside/kernels.md. Default: None.
 
   Raises:
-    ValueError: a hyperparameter is outside these, when the codec is made.
-    TypeError: ``encode`` is given integers or complex numbers.
+    ValueError: a hyperparameter is outside these.
 
   Example:
     >>> codec = BlockTop(block_size=8, bits=32)
@@ -97,17 +90,7 @@ class BlockTop(Codec):
   bits: ValueBits = checks.field(2, checks.choice(ValueBits))
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      CHEN_2020,
-      "Each worker chooses elements of its own. The paper's workers take turns to "
-      "choose for all.",
-    ),
-    Citation(
-      SARFI_2025,
-      "Values of 2 bits are a sign and the largest magnitude of a tile or 3/8 of it.",
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("chen2020scalecom", "sarfi2025sparseloco")
 
   @property
   def _form(self) -> block_top.Form:

@@ -10,20 +10,17 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gradcomp._src import checks
-from gradcomp._src.codecs import contraction as contractions
+from gradcomp._src.codecs import contractions
+from gradcomp._src.codecs.protocol import codec_dither
 from gradcomp._src.codecs.quantizing import RoundsAtRandom
 from gradcomp._src.codecs.sums.records import Context, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Floats
-from gradcomp._src.codecs.tiles import codec_dither
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.common.dithers import random_lanes, signed_lane
 from gradcomp._src.kernels.common.float_codes import to_codes
 from gradcomp._src.kernels.common.float_formats import FloatFormat
-
-# 16-bit floats travel as words, because XLA widens collectives of bfloat16 on CPU.
-_ROW_SIZE = 128  # words in a row: few, because small leaves fill rows badly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +29,8 @@ class Dense(RoundsAtRandom):
 
   .. math:: Q(v_i) = \mathrm{cast}(v_i)
 
-  16-bit floats travel as ``uint16`` bit patterns, two to a word, because XLA widens
-  ``bfloat16`` collectives to ``float32`` on CPU: a bfloat16 ``psum`` saves nothing.
+  16-bit floats travel as bits, two to a word, because XLA for CPU widens ``bfloat16``
+  collectives to ``float32``.
 
   A payload has 32 or 16 bits an element, in whole rows of 128 words. ``float32`` is
   exact. NaN and infinities stay the same, in the same places. A number that is half a
@@ -61,9 +58,7 @@ class Dense(RoundsAtRandom):
 
   Raises:
     ValueError: ``dtype`` or ``rounding`` is another one, or ``float32`` is to be
-      rounded stochastically, when the codec is made; or ``encode`` has no key, and
-      rounding is stochastic.
-    TypeError: ``encode`` is given integers or complex numbers.
+      rounded stochastically.
 
   Example:
     >>> codec = Dense(dtype=jnp.bfloat16)
@@ -75,7 +70,7 @@ class Dense(RoundsAtRandom):
   dtype: DTypeLike = checks.field(jnp.float32, checks.FLOAT_DTYPE)
   rounding: Rounding = checks.field("nearest", checks.choice(Rounding))
 
-  row_words: ClassVar[int] = _ROW_SIZE
+  row_words: ClassVar[int] = 128  # few, because small leaves fill rows badly
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -10,9 +10,7 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import DETTMERS_2016, Citation
-from gradcomp._src.codecs import contraction as contractions
-from gradcomp._src.codecs import quantizing
+from gradcomp._src.codecs import contractions, quantizing
 from gradcomp._src.codecs.sums.records import Rounding
 from gradcomp._src.kernels.common.piecewise_linear import Line, lines_between
 from gradcomp._src.kernels.common.scales import scales
@@ -21,11 +19,8 @@ from gradcomp._src.kernels.quantize import eight_bit
 
 DataType = Literal["dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"]
 
-_OFFSET = checks.optional(
-  checks.integer(
-    "a power of ten from -30 to 30, or None to scale by the largest element", -30, 30
-  )
-)
+_POWER = "a power of ten from -30 to 30, or None to scale by the largest element"
+_OFFSET = checks.optional(checks.integer(_POWER, -30, 30))
 
 
 @functools.cache
@@ -91,11 +86,9 @@ class EightBit(quantizing.Elementwise):
                     values from 0 to 15, over 15
   ================  ====================================================================
 
-  The paper's text bisects (0.1, 1), at 0.55 first. Its examples of the dynamic tree,
-  0.236719 for 0.2345678 and 0.000019 for 0.0000234, come from a first split at 0.45, as
-  do the numbers of its author's program. Its example of the static tree, 0.23125, does
-  not come from the tree here, which has 0.240625. The paper has no zero in
-  ``static_tree``; here zero is its smallest value.
+  The paper's text splits (0.1, 1) at 0.55 first. Its examples of the dynamic tree come
+  from a first split at 0.45, as do the numbers of its author's program. Its example of
+  the static tree, 0.23125, comes from neither; and its static tree has no zero.
 
   On N(0, 1) and rounded to nearest, the mean relative errors are 1.7 % for
   ``dynamic_tree``, 2.0 % for ``dynamic_map`` and 5.5 % for ``linear``. For
@@ -127,15 +120,11 @@ class EightBit(quantizing.Elementwise):
       :math:`1.5 \cdot 10^k`); None for the largest element. Elements beyond the scale
       are cut to the largest level, which is a bias. The paper uses 1, and 2 where
       values are near 100. Default: None.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
-      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
-      Default: None.
+    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
+      None, which chooses; see docs/inside/kernels.md. Default: None.
 
   Raises:
-    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
-      has no key, and rounding is stochastic.
-    TypeError: ``encode`` is given integers or complex numbers.
+    ValueError: a hyperparameter is outside these.
 
   Example:
     >>> codec = EightBit(dtype="linear")
@@ -155,15 +144,7 @@ class EightBit(quantizing.Elementwise):
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   encoder = staticmethod(eight_bit.encode_rows)
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      DETTMERS_2016,
-      "The dynamic tree is split at 0.45 first, as in the paper's examples, and not at "
-      "0.55, as in its text. The static tree has a zero. The paper keeps no residual. "
-      "In the paper a GPU adds its own gradient in 32 bits to messages of 8 bits; here "
-      "it adds what it sent, or the bits of the workers would differ.",
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("dettmers2016approximations",)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -187,11 +168,6 @@ class EightBit(quantizing.Elementwise):
     return eight_bit.decode_rows(rows, form=self._form, implementation=by)
 
   @property
-  def _scales_inside(self) -> bool:
-    """True if the encoder finds the scales, so that a kernel reads elements once."""
-    return self.bucket_size is not None and self.exponent_offset is None
-
-  @property
   def _form(self) -> eight_bit.Form:
     top = levels(self.dtype).size - 1
     nearest = self.rounding == "nearest"
@@ -207,8 +183,8 @@ class EightBit(quantizing.Elementwise):
 
   def scales_by(self, measure: Callable[..., Array], x: Array) -> Array | None:
     """Returns the value of a level of 1; None where the encoder finds the scales."""
-    if self._scales_inside:
-      return None
+    if self.bucket_size is not None and self.exponent_offset is None:
+      return None  # so that a kernel reads elements once
     largest = measure(x, eight_bit.PLANES, self.bucket_size)
     if self.exponent_offset is not None:
       unit = 1.5 if self.dtype == "mantissa" else 1.0

@@ -1,19 +1,17 @@
 """Encodes the leaves of a message, each by its codec, or several small ones at once."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.kernels.materialize import slice_at, unknown
 from gradcomp._src.mesh.platforms import platform
-
-if TYPE_CHECKING:
-  from gradcomp._src.codecs.protocol import Codec
 
 # Leaves of one shape with at most _SMALL_LEAF_ELEMENTS elements are encoded together,
 # in groups of at most JOINT_ENCODING_ELEMENTS elements. A compiler takes a quarter of
@@ -22,26 +20,10 @@ _SMALL_LEAF_ELEMENTS, JOINT_ENCODING_ELEMENTS = 2**17, 2**19
 _ALIKE = 3  # so many large leaves of one shape are encoded in a loop
 
 
-def joint_leaves(size: int) -> int:
-  """Returns the number of leaves of ``size`` elements that are encoded together."""
-  return JOINT_ENCODING_ELEMENTS // size if 0 < size <= _SMALL_LEAF_ELEMENTS else 1
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def encode_leaf(codec: "Codec", keep: bool, leaf: Array, context: Context) -> Encoded:
+def encode_leaf(codec: Codec, keep: bool, leaf: Array, context: Context) -> Encoded:
   """Encodes a leaf, with the residual if asked; jitted, to trace each shape once."""
   return codec.encode_leaf(leaf, context, keep=keep)
-
-
-def vmapped(
-  codec: "Codec",
-  leaves: Sequence[Array],
-  contexts: Sequence[Context],
-  after: Array | None,
-) -> list[Encoded]:
-  """Encodes leaves of one shape by one vmapped program, ``after`` other rows."""
-  given = [(_after(after, x), y) for x, y in zip(leaves, contexts, strict=True)]
-  return [Encoded(rows) for rows in _encode_several(codec, given)]
 
 
 def _after(last: Array | None, leaf: Array) -> Array:
@@ -58,7 +40,7 @@ def _after(last: Array | None, leaf: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode_several(
-  codec: "Codec", given: Sequence[tuple[Array, Context]]
+  codec: Codec, given: Sequence[tuple[Array, Context]]
 ) -> list[Array]:
   """Returns the rows of leaves of one shape, encoded by one vmapped program."""
   stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *given)
@@ -69,7 +51,7 @@ def _encode_several(
   return jnp.split(rows.reshape(-1, codec.row_words), len(given))
 
 
-def _takes_turns(codec: "Codec", leaf: Array, context: Context) -> bool:
+def _takes_turns(codec: Codec, leaf: Array, context: Context) -> bool:
   """Returns True for a large leaf that a CPU may encode in a loop with others."""
   # Statistics of all workers are computed from the same leaf once more in an encoder,
   # whose products a compiler might contract otherwise in a loop.
@@ -80,7 +62,7 @@ def _takes_turns(codec: "Codec", leaf: Array, context: Context) -> bool:
 
 
 def _in_loop(
-  codec: "Codec", leaves: Sequence[Array], contexts: Sequence[Context]
+  codec: Codec, leaves: Sequence[Array], contexts: Sequence[Context]
 ) -> list[Array]:
   """Returns the rows of large leaves of one shape, encoded by one program in turn."""
   # XLA inlines an encoder for each leaf, of 360 instructions for QSGD, which take more
@@ -103,7 +85,7 @@ def _in_loop(
 
 
 def encode_leaves(
-  codecs: Sequence["Codec"],
+  codecs: Sequence[Codec],
   leaves: Sequence[Array],
   contexts: Sequence[Context],
   *,
@@ -121,20 +103,27 @@ def encode_leaves(
     if in_turn:
       encoded |= zip(numbers, map(Encoded, _in_loop(codec, *own)), strict=True)
       continue
-    encoded |= zip(numbers, codec.encode_several(*own, last), strict=True)
+    several: Iterable[Encoded] | None = codec.encode_several(*own, last)
+    if several is None:
+      given = [(_after(last, x), y) for x, y in zip(*own, strict=True)]
+      several = map(Encoded, _encode_several(codec, given))
+    encoded |= zip(numbers, several, strict=True)
     if leaves[numbers[0]].size:
       last = encoded[numbers[0]].rows
   return [encoded[i] for i in range(len(leaves))]
 
 
 def _groups(
-  codecs: Sequence["Codec"], leaves: Sequence[Array], contexts: Sequence[Context]
+  codecs: Sequence[Codec], leaves: Sequence[Array], contexts: Sequence[Context]
 ) -> Iterator[tuple[list[int], bool]]:
   """Yields the leaves of each group that one program encodes, and True for a loop."""
   alike: dict[Any, list[int]] = {}
   for i, (codec, leaf) in enumerate(zip(codecs, leaves, strict=True)):
     in_turn = _takes_turns(codec, leaf, contexts[i])
-    shared = (jax.typeof(leaf), len(leaves)) if in_turn else codec.joins(leaf.shape)
+    small = 0 < leaf.size <= _SMALL_LEAF_ELEMENTS
+    alone = leaf.shape, JOINT_ENCODING_ELEMENTS // leaf.size if small else 1
+    large = jax.typeof(leaf), len(leaves)
+    shared = large if in_turn else codec.joins(leaf.shape) or alone
     key = codec, leaf.dtype, jax.tree.structure(contexts[i]), in_turn, *shared
     alike.setdefault(key, []).append(i)
   for (*_, in_turn, _, most), own in alike.items():

@@ -6,16 +6,20 @@ from typing import ClassVar
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import GRUBIC_2018, SEIDE_2014, Citation
-from gradcomp._src.codecs import contraction as contractions
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs import contractions
+from gradcomp._src.codecs.protocol import Codec, as_float32
 from gradcomp._src.codecs.sums.records import ArrayLike, ArrayT, Context, Encoded, Leaf
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles
-from gradcomp._src.codecs.tiles import as_float32, as_matrix
 from gradcomp._src.kernels import one_bit
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.gpu import dispatch
+
+
+def _matrix(x: ArrayT) -> ArrayT:
+  """Reshapes an array to a matrix: its first axis by all others; a scalar is 1 by 1."""
+  rows = x.shape[0] if x.ndim else 1
+  return x.reshape(rows, x.size // rows if rows else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,13 +33,11 @@ class OneBit(Codec):
   and :math:`\mathrm{avg}_-` that of the others. The mean of no values is zero.
 
   A payload has 1 bit an element and two 32-bit means a bucket, in whole tiles of 32
-  buckets. That is 2 bits an element with buckets of 64, and 1.125 with 512.
+  buckets.
 
-  The codec is biased: a bucket decodes to its two means, not to ``x``. The squared
-  error of a side is its variance times its count. On Gaussian values and for large
-  buckets that is 0.36 of the squared length (:math:`1 - 2/\pi`). So the codec always
-  goes with error feedback, which is exact: in each element, code and residual add up to
-  the gradient.
+  The codec is biased. On Gaussian values and for large buckets the squared error is
+  0.36 of the squared length (:math:`1 - 2/\pi`). So it always goes with error feedback,
+  which is exact: in each element, code and residual add up to the gradient.
 
   ``per_column`` is CNTK's rule. The first dimension of a leaf is the row, and the
   others are flattened to columns. Each column is a bucket of its own, in words of its
@@ -51,14 +53,11 @@ class OneBit(Codec):
       Default: 64.
     per_column: whether buckets are the columns of each leaf instead; True or False.
       Default: False.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
-      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
-      Default: None.
+    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
+      None, which chooses; see docs/inside/kernels.md. Default: None.
 
   Raises:
-    ValueError: a hyperparameter is outside these, when the codec is made.
-    TypeError: ``encode`` is given integers or complex numbers.
+    ValueError: a hyperparameter is outside these.
 
   Example:
     >>> codec = OneBit()
@@ -78,16 +77,7 @@ class OneBit(Codec):
   per_column: bool = checks.field(False, checks.FLAG)
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      SEIDE_2014, "Buckets are consecutive elements, and columns only with per_column."
-    ),
-    Citation(
-      GRUBIC_2018,
-      "Without per_column it is the paper's 1bitSGD*. The last bucket is filled by its "
-      "own elements.",
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("seide2014onebit", "grubic2018synchronous")
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -124,7 +114,7 @@ class OneBit(Codec):
 
   def split(self, x: ArrayT) -> ArrayT:
     """Cuts a leaf into rows; with ``per_column`` a column is one."""
-    return as_matrix(x).T if self.per_column else super().split(x)
+    return _matrix(x).T if self.per_column else super().split(x)
 
   def join(self, rows: ArrayT, like: ArrayLike) -> ArrayT:
     return rows.T.reshape(like.shape) if self.per_column else super().join(rows, like)
@@ -135,7 +125,7 @@ class OneBit(Codec):
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     wide = as_float32(x).reshape(x.shape)
     if self.per_column:
-      rows, rest = one_bit.encode_columns(as_matrix(wide))
+      rows, rest = one_bit.encode_columns(_matrix(wide))
       return Encoded(rows, rest.reshape(x.shape))
     form, by = one_bit.Form(self.bucket_size, keep), self.implementation
     return Encoded(*one_bit.encode_rows(wide, form=form, implementation=by))

@@ -57,7 +57,19 @@ class Policy:
     for rule in given:
       if not isinstance(rule, Sequence) or isinstance(rule, str) or len(rule) != 2:
         raise ValueError(f"`rules` must be {_RULE}, got {rule!r} among them.")
-      _check_rule(*rule)
+      text, codec = rule
+      if not isinstance(text, str):
+        raise ValueError(f"`rules` must be {_RULE}, got {text!r} for an expression.")
+      try:
+        re.compile(text)
+      except re.error as error:
+        raise ValueError(f"`rules` must be {_RULE}, got {text!r}: {error}.") from error
+      if not is_codec(codec):
+        raise ValueError(
+          f"`rules` must be {_RULE}, got {codec!r} for {text!r}; take a codec of "
+          "gradcomp.codecs, not a transformation; powersgd, which is one, gets leaves "
+          "of its own by optax.partition."
+        )
     object.__setattr__(self, "rules", tuple((text, codec) for text, codec in given))
 
   @property
@@ -83,8 +95,7 @@ class Policy:
 
   def bind(self, leaf: Leaf) -> Codec:
     """Returns the codec of a leaf, bound to it."""
-    number = self._first(leaf)
-    return Dense() if number is None else self.codecs[number].bind(leaf)
+    return self._match(leaf)[1].bind(leaf)
 
   def check_leaves(self, leaves: Sequence[Leaf]) -> None:
     """Raises ValueError for a rule that matches no leaf."""
@@ -99,28 +110,11 @@ class Policy:
 
   def rule(self, leaf: Leaf) -> str:
     """Returns the expression that matches a leaf, or "" for none."""
-    number = self._first(leaf)
-    return "" if number is None else self.rules[number][0]
+    return self._match(leaf)[0]
 
-  def _first(self, leaf: Leaf) -> int | None:
-    rules = enumerate(self.rules)
-    return next((i for i, (text, _) in rules if re.search(text, leaf.path)), None)
-
-
-def _check_rule(text: object, codec: object) -> None:
-  """Raises ValueError unless a rule is a regular expression and a codec."""
-  if not isinstance(text, str):
-    raise ValueError(f"`rules` must be {_RULE}, got {text!r} for an expression.")
-  try:
-    re.compile(text)
-  except re.error as error:
-    raise ValueError(f"`rules` must be {_RULE}, got {text!r}: {error}.") from error
-  if not is_codec(codec):
-    raise ValueError(
-      f"`rules` must be {_RULE}, got {codec!r} for {text!r}; take a codec of "
-      "gradcomp.codecs, not a transformation; powersgd, which is one, gets leaves "
-      "of its own by optax.partition."
-    )
+  def _match(self, leaf: Leaf) -> tuple[str, LeafCodec]:
+    matching = (rule for rule in self.rules if re.search(rule[0], leaf.path))
+    return next(matching, ("", Dense()))
 
 
 def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:

@@ -1,16 +1,18 @@
 """``LeafCodec``, the protocol of codecs that users give, and ``Codec``, their base."""
 
 import abc
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, Self, TypeGuard, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from gradcomp._src import checks
-from gradcomp._src.codecs.encoding import joint_leaves, vmapped
 from gradcomp._src.codecs.sums.records import (
   ArrayLike,
   ArrayT,
@@ -23,17 +25,10 @@ from gradcomp._src.codecs.sums.records import (
 )
 from gradcomp._src.codecs.sums.sum import Sum, SumFacts
 from gradcomp._src.codecs.sums.tiles import Ranged, Tiles, sum_in_order
-from gradcomp._src.codecs.tiles import (
-  as_float32,
-  codec_key,
-  decode_payload,
-  payload_of,
-  tile_shape,
-  to_tiles,
-)
-
-# Of codecs that say nothing: they lose less than all.
-_SOME = 2.0**-20
+from gradcomp._src.floats.dtypes import fitted
+from gradcomp._src.kernels.common.planes import joined
+from gradcomp._src.kernels.common.threefry import key_words
+from gradcomp._src.kernels.materialize import LARGE, materialized
 
 
 @runtime_checkable
@@ -53,7 +48,7 @@ class LeafCodec(Protocol):
   @property
   def contraction(self) -> float:
     """c of ``E |x - decode(encode(x))|^2 <= (1 - c) |x|^2`` on average."""
-    return _SOME
+    return 2.0**-20  # of codecs that say nothing
 
   @property
   def facts(self) -> SumFacts:
@@ -185,10 +180,7 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     return rows.reshape(-1)[: like.size].reshape(like.shape)
 
   def view_shape(self, rows: int, like: ArrayLike) -> tuple[int, ...]:
-    """Returns the shape in which a CPU goes through a leaf fastest.
-
-    If the leaf fills its rows, it is the shape of their tiles, and else its own.
-    """
+    """Returns the shape in which a CPU goes through a leaf: of tiles, if it fills."""
     shape = (rows, *tile_shape(self))
     return shape if math.prod(shape) == like.size else like.shape
 
@@ -207,10 +199,6 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
   def sum_rows(self, rows: Array) -> Array:
     """Decodes ``uint32[K, rows, words]``, and adds K payloads in their order."""
     return sum_in_order(self.decode_rows, rows)
-
-  def payload_tiles(self, payload: Payload) -> Array:
-    """Decodes a payload to tiles, by the statistics in it if workers share them."""
-    return self.decode_rows(payload.rows)
 
   @property
   @abc.abstractmethod
@@ -231,7 +219,8 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
         of a leaf is filled with zeros.
       context: if the codec needs a key, it has ``key``, ``uint32[2]``, the worker's
         own, or ``dither``, ``uint32[3]``, a key of all workers and the worker's mask,
-        with which their errors cancel. ``drawn`` is a dither in both cases.
+        with which their errors cancel. ``drawn`` is a dither in both cases. For a leaf
+        ``agreed`` is what all workers agree on.
     """
 
   @abc.abstractmethod
@@ -246,27 +235,27 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     """Encodes a ``float32`` leaf of any shape: by default its tiles.
 
-    Args:
-      x: the leaf.
-      context: see :meth:`encode_rows`. ``agreed`` is what all workers agree on.
-      keep: whether the residual is asked for. A codec may leave it to the caller, who
-        subtracts what the rows decode to.
+    ``keep`` asks for the residual. A codec may leave it to the caller, who subtracts
+    what the rows decode to.
     """
     return Encoded(self.encode_rows(to_tiles(as_float32(x), self), context))
 
-  def joins(self, shape: tuple[int, ...]) -> tuple[Hashable, int]:
-    """Returns the key of leaves that one program encodes, and their largest number."""
-    return shape, joint_leaves(math.prod(shape))
+  def joins(self, shape: tuple[int, ...]) -> tuple[Hashable, int] | None:
+    """Returns the key of leaves that one program encodes, and their largest number.
+
+    None stands for small leaves of one shape.
+    """
+    return None
 
   def encode_several(
     self, leaves: Sequence[Array], contexts: Sequence[Context], after: Array | None
-  ) -> list[Encoded]:
-    """Encodes leaves that :meth:`joins` puts together, by default without residuals.
+  ) -> list[Encoded] | None:
+    """Encodes leaves that :meth:`joins` puts together; None to map :meth:`encode_leaf`.
 
     Where ``after``, rows of other leaves, is given, a program that copies its leaves
     must not read them before these rows are encoded.
     """
-    return vmapped(self, leaves, contexts, after)
+    return None
 
   def encode(self, x: Array, *, key: Array | None = None) -> Payload:
     """Encodes an array of any shape and float dtype, as a single worker does.
@@ -283,16 +272,89 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
       TypeError: ``x`` is not real floating point.
     """
     codec = self.bind(Leaf(x.shape))
-    context = Context(codec_key(key, codec))
+    if codec.needs_key and key is None:
+      raise ValueError(
+        f"`key` must be given to {codec}.encode, which draws random numbers; pass "
+        f"jax.random.key(seed){codec.without_key}."
+      )
+    context = Context(key_words(key) if key is not None and codec.needs_key else None)
     return payload_of(codec, as_float32(x).reshape(x.shape), context)
 
   def decode(self, payload: Payload, *, like: Array) -> Array:
     """Decodes a payload to an array with the shape and dtype of ``like``."""
-    return decode_payload(payload, like, self.bind(Leaf(like.shape)))
+    codec, rows = self.bind(Leaf(like.shape)), payload.rows
+    tiles = lambda rows: decoded(codec, payload._replace(rows=rows))
+    # XLA for CPU is several times as fast in the shape of tiles, if words are unpacked
+    # to several planes: see tile_shape.
+    large = (
+      like.size >= LARGE
+      and not any(axis is not None for axis in jax.typeof(rows).sharding.spec)
+      and codec.view_shape(len(rows), like) != like.shape
+      and tile_shape(codec)[0] > 1
+    )
+    found = materialized(tiles, rows) if large else tiles(rows)
+    return fitted(from_tiles(found, like, codec), like.dtype)
 
   def roundtrip(self, x: Array, *, key: Array | None = None) -> Array:
     """Returns the array that arrives: ``decode(encode(x, key=key), like=x)``."""
     return self.decode(self.encode(x, key=key), like=x)
+
+
+def as_float32(x: Array) -> Array:
+  """Flattens a real float array to ``float32``; raises TypeError for others."""
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(f"`x` must have a real float dtype, got {x.dtype}.")
+  return x.astype(jnp.float32).reshape(-1)
+
+
+def to_tiles(x: Array, codec: Codec) -> Array:
+  """Cuts a leaf into tiles, filled and rotated: ``float32[rows, tile_size]``."""
+  return codec.rotated(codec.split(codec.filled(x)))
+
+
+@functools.cache  # an equal codec has the same rows, and tracing them takes long
+def tile_shape(codec: Codec) -> tuple[int, ...]:
+  """Returns the shape to which a codec decodes a row."""
+  # Arithmetic on decoded rows should keep it. XLA for CPU turns a loop over another
+  # shape into one that divides to find each element, and takes three times as long.
+  row = jax.ShapeDtypeStruct((1, codec.row_words), jnp.uint32)
+  return jax.eval_shape(codec.sums.unpacked, row).shape[1:]
+
+
+def from_tiles(tiles: Array, like: ArrayLike, codec: Codec) -> Array:
+  """Undoes :func:`to_tiles`: ``float32[rows, P, B]`` to the shape of ``like``."""
+  return codec.join(codec.unrotated(joined(tiles)), like)
+
+
+def elements(tiles: Array, codec: Codec) -> Array:
+  """Returns the elements that decoded tiles stand for, in the shape of the tiles."""
+  return codec.unrotated(tiles).reshape(tiles.shape)
+
+
+def payload_of(codec: Codec, x: Array, context: Context) -> Payload:
+  """Encodes a leaf by its bound codec, with statistics of its own."""
+  agreed = codec.agree(x) if context.agreed is None else context.agreed
+  encoded = codec.encode_leaf(x, context._replace(agreed=agreed), keep=False)
+  return Payload(encoded.rows, agreed)
+
+
+def decoded(codec: Codec, payload: Payload) -> Array:
+  """Decodes a payload to tiles, as the sum of it alone."""
+  rows, agreed = payload
+  if agreed is not None:  # a sum has a line for each row
+    agreed = jnp.broadcast_to(agreed, (len(rows), *agreed.shape[1:]))
+  return codec.sums.gathered(rows[None], agreed, 1.0)(0, len(rows))
+
+
+def codec_dither(codec: Codec, context: Context) -> Array | None:
+  """Returns the ``uint32[3]`` that a codec rounds with; None if it needs none."""
+  return context.drawn if codec.needs_key else None
+
+
+def working_dtype(codec: LeafCodec, dtype: DTypeLike) -> np.dtype:
+  """Returns the dtype in which an exchange adds gradients of ``dtype``."""
+  wide = dtype == jnp.float64 and codec.facts.keeps_float64
+  return np.dtype(np.float64 if wide else np.float32)
 
 
 def require_contraction(name: str, codec: LeafCodec, without: str) -> None:

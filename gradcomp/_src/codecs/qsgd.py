@@ -9,20 +9,16 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import ALISTARH_2017, GRUBIC_2018, ZHANG_2017, Citation
-from gradcomp._src.codecs import contraction as contractions
-from gradcomp._src.codecs import quantizing
-from gradcomp._src.codecs.sums import tiles
+from gradcomp._src.codecs import contractions, quantizing
+from gradcomp._src.codecs.protocol import as_float32
 from gradcomp._src.codecs.sums.records import (
   Context,
   Encoded,
   Fit,
   Leaf,
   Memory,
-  Payload,
   Rounding,
 )
-from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels.common import planes, scales
 from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.quantize import fitted, qsgd, reference
@@ -69,19 +65,18 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
   fitted to the gradients of all workers every ``refit_every`` steps, for all leaves
   together, and travel in every row.
 
-  With ``rotate`` each element is spread over a group of 8 or 32 before it is encoded,
-  and gathered after the last sum. Then a few large elements do not spoil the others.
+  With ``rotate`` each element is spread over a group before it is encoded, and gathered
+  after the last sum. Then a few large elements do not spoil the others.
 
-  A payload has ``32 / floor(32 / bits)`` bits an element and 32 bits a bucket, 4.0625
-  bits at 4 bits and buckets of 512, in whole tiles of ``floor(32 / bits)`` buckets.
+  A payload has ``32 / floor(32 / bits)`` bits an element and 32 bits a bucket, in whole
+  tiles of ``floor(32 / bits)`` buckets.
 
   Stochastic rounding is unbiased up to the fixed-point grid: the probability is a
   multiple of 2**-16, cut downwards, so the mean can be short by 2**-16 of a level.
   The variance is at most :math:`\min(n/s^2, \sqrt{n}/s) \lVert v \rVert_2^2` with
   ``norm="l2"`` and ``sign_magnitude``. Nearest rounding (ties away from zero) is
-  biased: use error feedback. Of 2 bits at random it takes buckets of 128 elements or
-  fewer, and refuses others, whose residual would grow: see ``contraction`` of
-  :class:`gradcomp.codecs.Codec`.
+  biased: use error feedback, which refuses 2 bits at random in buckets of more than 128
+  elements: see ``contraction`` of :class:`gradcomp.codecs.Codec`.
 
   With ``share_scale``, all workers encode with the largest of their norms, which the
   exchange finds first. Rows then carry no scales, and codes add up as integers,
@@ -97,28 +92,22 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
       for one scale a tensor. The owner's second encoding in a ``two_shot`` exchange
       then uses one scale a row of ``512 * floor(32 / bits)`` elements. Default: 512.
     norm: the scale of a bucket: ``"max"``, ``"l2"``, or ``"rms"`` with ``uniform``
-      levels, buckets and 1 to 4 bits. QSGD's bound of the variance holds for ``"l2"``.
-      The paper found ``"max"`` more accurate. Default: ``"max"``.
+      levels, buckets and 1 to 4 bits. The paper found ``"max"`` more accurate than
+      ``"l2"``. Default: ``"max"``.
     levels: where the levels lie: ``"sign_magnitude"``, ``"uniform"`` or
       ``"nonuniform"``, as in the table of :class:`gradcomp.codecs.QSGD`. Default:
       ``"sign_magnitude"``.
-    rounding: ``"stochastic"``, which is unbiased, or ``"nearest"``. Default:
-      ``"stochastic"``.
-    share_scale: whether all workers encode with the largest of their scales, so that
-      codes add up as integers; True or False. Default: False.
+    rounding: ``"stochastic"`` or ``"nearest"``. Default: ``"stochastic"``.
+    share_scale: whether workers share their scales; True or False. Default: False.
     rotate: elements of a group that is rotated, 8 or 32, at 1, 2 or 4 bits; None
       rotates nothing. Default: None.
     refit_every: steps from one fit of non-uniform levels to the next, 1 or more.
       Default: 100.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
-      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
-      Default: None.
+    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
+      None, which chooses; see docs/inside/kernels.md. Default: None.
 
   Raises:
-    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
-      has no key, and rounding is stochastic.
-    TypeError: ``encode`` is given integers or complex numbers.
+    ValueError: a hyperparameter is outside these.
 
   Example:
     >>> codec = QSGD(bits=4, rounding="nearest")
@@ -178,21 +167,9 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
         raise ValueError(reason)
 
   @property
-  def citations(self) -> tuple[Citation, ...]:
-    papers = (
-      Citation(
-        GRUBIC_2018,
-        'A probability of rounding up is a multiple of 2**-16. The norm "rms", rotated '
-        "elements and shared scales are not the paper's.",
-      ),
-      Citation(ALISTARH_2017, "Codes have a fixed width; there is no Elias code."),
-    )
-    levels = Citation(
-      ZHANG_2017,
-      "Levels are multiples of 1/256 of the norm, the same on both sides of zero and "
-      "for all leaves. They are fitted again every few steps.",
-    )
-    return (*papers, levels) if self.fits else papers
+  def papers(self) -> tuple[str, ...]:
+    levels = ("zhang2017zipml",) if self.fits else ()
+    return ("grubic2018synchronous", "alistarh2017qsgd", *levels)
 
   @property
   def unbiased(self) -> bool:
@@ -213,11 +190,9 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
     return contractions.of_energy(energy, draws=draws)
 
   def to_nearest(self) -> "QSGD":
-    """Returns the codec that rounds to nearest; this one if that has no contraction.
-
-    With 1 bit and ``"max"`` every element would be as large as the largest. With an l2
-    norm and few levels all elements would be zeros, and owners would send nothing.
-    """
+    """Returns the codec that rounds to nearest; this one if that has no contraction."""
+    # With 1 bit and "max" every element would be as large as the largest. With an l2
+    # norm and few levels all would be zeros, and owners would send nothing.
     nearest = super().to_nearest()
     return nearest if nearest.contraction > 0 else self
 
@@ -305,16 +280,11 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
   def decode_rows(self, rows: Array) -> Array:
     return reference.decode_rows(rows, self._form)
 
-  def payload_tiles(self, payload: Payload) -> Array:
-    if payload.agreed is not None:
-      return super().payload_tiles(payload)
-    form, by = self._form, self.implementation
-    return qsgd.decode_one(payload.rows, form=form, implementation=by)
-
   def sum_rows(self, rows: Array) -> Array:
-    if len(rows) == 1:
-      return self.payload_tiles(Payload(rows[0]))
-    return tiles.sum_in_order(self.decode_rows, rows)
+    if len(rows) > 1:
+      return super().sum_rows(rows)
+    form, by = self._form, self.implementation
+    return qsgd.decode_one(rows[0], form=form, implementation=by)
 
   def codes(self, rows: Array) -> Array:
     return qsgd.signed_codes(rows, self._form)

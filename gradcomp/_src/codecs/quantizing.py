@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.protocol import Codec, as_float32, codec_dither, to_tiles
 from gradcomp._src.codecs.sums.codes import Codes
-from gradcomp._src.codecs.sums.records import Context, Encoded, Payload, Rounding
+from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Tiles
-from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
 from gradcomp._src.kernels.common import rotation, scales
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.kernels.quantize.qsgd import from_signed_codes
@@ -188,8 +187,3 @@ class SharedScales(Codec):
   def from_codes(self, codes: Array, agreed: Array) -> Array:
     """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
     return from_signed_codes(codes, agreed, self.max_code)
-
-  def payload_tiles(self, payload: Payload) -> Array:
-    if payload.agreed is None:
-      return self.decode_rows(payload.rows)
-    return self.from_codes(self.codes(payload.rows), payload.agreed)

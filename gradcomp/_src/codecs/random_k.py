@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import STICH_2018, Citation
 from gradcomp._src.codecs import sparse
+from gradcomp._src.codecs.protocol import from_tiles, to_tiles
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Chosen
-from gradcomp._src.codecs.tiles import from_tiles, to_tiles
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
 _KEY_WORDS = 2
@@ -49,9 +48,7 @@ class RandomK(sparse.SparseRows):
       Default: None.
 
   Raises:
-    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
-      has no key.
-    TypeError: ``encode`` is given integers or complex numbers.
+    ValueError: a hyperparameter is outside these.
 
   Example:
     >>> codec = RandomK(density=0.25)
@@ -68,12 +65,7 @@ class RandomK(sparse.SparseRows):
   density: float = checks.field(0.001, sparse.DENSITY)
   range_size: int | None = checks.field(None, sparse.RANGE)
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      STICH_2018,
-      "One element of every stride is drawn, and not k of all. Workers draw the same.",
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("stich2018memory",)
   needs_key: ClassVar[bool] = True
   header_words: ClassVar[int] = _KEY_WORDS
 

@@ -8,14 +8,12 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import BERNSTEIN_2018, KARIMIREDDY_2019, Citation
-from gradcomp._src.codecs import contraction as contractions
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs import contractions
+from gradcomp._src.codecs.protocol import Codec, as_float32
 from gradcomp._src.codecs.sums.codes import Votes
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles
-from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.scales import norms, scales, sum_by_halves
@@ -38,9 +36,7 @@ class Sign(Codec):
 
   With ``scale="mean"`` it is EF-signSGD's operator, which always goes with error
   feedback. A payload has 1 bit an element and one 32-bit mean a bucket, in whole tiles
-  of 32 buckets: 1.5 bits an element with buckets of 64, and 1.06 with 512. Owners
-  encode the mean of all workers in the same way. Constant magnitudes are exact in
-  buckets of a power of two.
+  of 32 buckets. Constant magnitudes are exact in buckets of a power of two.
 
   With ``scale="one"`` workers send signs and nothing else: ``1 + 2 / bucket_size`` bits
   an element. What comes back is in units of its own, so every leaf is encoded, however
@@ -64,8 +60,7 @@ class Sign(Codec):
     vote: ``"mean"``, or ``"majority"``, only with ``scale="one"``. Default: ``"mean"``.
 
   Raises:
-    ValueError: a hyperparameter is outside these, when the codec is made.
-    TypeError: ``encode`` is given integers or complex numbers.
+    ValueError: a hyperparameter is outside these.
 
   Example:
     >>> x = jnp.array([-3., -1., 2., 4.])
@@ -91,18 +86,7 @@ class Sign(Codec):
   scale: Scale = checks.field("mean", checks.choice(Scale))
   vote: Vote = checks.field("mean", checks.choice(Vote))
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      KARIMIREDDY_2019,
-      "A scale is the mean magnitude of a bucket, and not of a leaf; it is 1 with "
-      'scale="one".',
-    ),
-    Citation(
-      BERNSTEIN_2018,
-      'With scale="one" and vote="majority". A tie is 0, and a bucket of zeros does '
-      "not vote.",
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("karimireddy2019error", "bernstein2018vote")
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -1,19 +1,31 @@
-"""A base of sparse codecs, which send some of the elements, and their checks."""
+"""Sparse codecs: the elements that they send, the rows of these, and their checks."""
 
 import abc
 import dataclasses
+import functools
 import math
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Self
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from gradcomp._src import checks
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.kernels.common.sparse import add_entries
+from gradcomp._src.codecs.sums.records import Encoded, Leaf
+from gradcomp._src.floats.dtypes import fitted
+from gradcomp._src.kernels.common import sparse
+from gradcomp._src.kernels.common.row_view import COPIED, RowView
+from gradcomp._src.kernels.common.scales import sum_by_halves
+from gradcomp._src.kernels.materialize import slice_at, unknown
 from gradcomp._src.public import StaticError
 
+Quantize = Literal["asq", "mean"]
+Selection = Literal["auto", "exact", "trimmed", "threshold", "sampled"]
 _MOST_ELEMENTS = 1 << 30  # of a row: int32 counts twice as many
 
 
@@ -45,13 +57,15 @@ class SparseRows(Codec):
 
   def ranged(self, size: int, ranges: int = 1) -> Self:
     """Returns the codec of leaves of ``size`` elements in ``ranges`` ranges."""
-    size = self.range_size or range_of(size, ranges)
+    while size > ranges * _MOST_ELEMENTS:
+      ranges *= 2
+    size = self.range_size or max(1, -(-size // ranges))
     return dataclasses.replace(self, range_size=size)  # type: ignore[type-var]
 
   def decode_rows(self, rows: Array) -> Array:
     """Decodes row by row: ``uint32[..., words]`` to ``float32[..., 1, elements]``."""
     positions, values = self.entries(rows.reshape(1, -1, self.row_words))
-    dense = add_entries(self.tile_size, positions, values)
+    dense = sparse.add_entries(self.tile_size, positions, values)
     return dense.reshape(*rows.shape[:-1], 1, self.tile_size)
 
 
@@ -64,33 +78,230 @@ def _density(name: str, value: Any) -> float:
 
 
 DENSITY = checks.Rule(_density, "above 0 and at most 1", (0, 1.5))
-RANGE = checks.optional(
-  checks.integer(
-    "a number of elements from 1 to 2**30, or None for whole leaves",
-    1,
-    _MOST_ELEMENTS,
-  )
-)
-
-
-def range_of(size: int, ranges: int) -> int:
-  """Returns the size of a range; 2, 4, 8, ... times the ranges keep it to 2**30.
-
-  Example:
-    >>> range_of(1000, 3), range_of(2**30 + 1, 1), range_of(3 * 2**30, 2)
-    (334, 536870913, 805306368)
-  """
-  while size > ranges * _MOST_ELEMENTS:
-    ranges *= 2
-  return max(1, -(-size // ranges))
+_RANGE = "a number of elements from 1 to 2**30, or None for whole leaves"
+RANGE = checks.optional(checks.integer(_RANGE, 1, _MOST_ELEMENTS))
 
 
 def sent_of(density: float, size: int) -> int:
-  """Returns the number of elements to send, ``density * size`` rounded up, at least 1.
-
-  Example:
-    >>> sent_of(0.001, 1000), sent_of(0.001, 1001), sent_of(0.001, 5)
-    (1, 2, 1)
-  """
+  """Returns the number of elements to send: ``density * size``, rounded up."""
   # A share like 0.001 is no binary fraction. Its excess must not count as an element.
   return max(1, min(size, math.ceil(density * size * (1 - 2.0**-40))))
+
+
+def _is_negative(values: Array) -> Array:
+  """Returns True where the sign bit is set, also of zeros and NaN."""
+  return jax.lax.bitcast_convert_type(values, jnp.uint32) >> 31 == 1
+
+
+def _mean(values: Array, used: Array) -> Array:
+  """Returns the mean of the used values, added in one order in every mode."""
+  count = jnp.maximum(used.sum(dtype=jnp.int32), 1).astype(jnp.float32)
+  # A power of two first, so that no sum overflows. No compiler changes such products,
+  # because they are exact.
+  scale = 2.0 ** -values.size.bit_length()
+  return sum_by_halves(values * np.float32(scale)) / count * np.float32(1 / scale)
+
+
+def _float_words(values: Array) -> Array:
+  if values.dtype == jnp.float32:
+    return jax.lax.bitcast_convert_type(values, jnp.uint32)
+  narrow = jax.lax.bitcast_convert_type(values, jnp.uint16)
+  return sparse.pack_halves(narrow.astype(jnp.uint32))
+
+
+class EntryRow(NamedTuple):
+  """Packs and unpacks the entries of a row of ``size`` elements.
+
+  A row holds the number of entries up to the end of each block, the place of each entry
+  in its block, and the values. Unused slots have the position ``size`` and the value 0.
+  """
+
+  size: int
+  slots: int
+  quantize: Quantize | None
+  value_dtype: DTypeLike
+
+  @property
+  def words(self) -> int:
+    """The number of words in a row."""
+    halves = sparse.half_words(self.slots)
+    values = self.slots if np.dtype(self.value_dtype).itemsize == 4 else halves
+    means = {None: values, "asq": 1, "mean": 2}
+    return self._blocks + halves + means[self.quantize]
+
+  def encode(self, positions: Array, values: Array) -> tuple[Array, Array]:
+    """Packs positions and values of slots; returns words and decoded values."""
+    used = positions < self.size
+    code = jnp.where(used, positions % self._block, 0).astype(jnp.uint32)
+    if self.quantize == "mean":
+      code = code | (_is_negative(values).astype(jnp.uint32) * self._block)
+    tail, sent = self._encode_values(values, used)
+    ends = sparse.block_ends(positions, self.size, self._block)
+    return jnp.concatenate([ends, sparse.pack_halves(code), tail]), sent
+
+  def _encode_values(self, values: Array, used: Array) -> tuple[Array, Array]:
+    """Packs values; returns words and decoded values."""
+    if self.quantize is None:
+      narrow = fitted(values, self.value_dtype)
+      return _float_words(narrow), narrow.astype(jnp.float32)
+    if self.quantize == "asq":
+      mean = _mean(values, used)
+      return _float_words(mean[None]), jnp.where(used, mean, 0.0)
+    negative = _is_negative(values)
+    both = (~negative, negative)
+    means = [_mean(jnp.where(own, values, 0.0), own & used) for own in both]
+    sent = jnp.where(negative, means[1], means[0])
+    return _float_words(jnp.stack(means)), jnp.where(used, sent, 0.0)
+
+  def decode(self, row: Array) -> tuple[Array, Array]:
+    """Unpacks ``uint32[words]`` to ``int32`` positions and ``float32`` values."""
+    ends, rest = row[: self._blocks], row[self._blocks :]
+    half = sparse.half_words(self.slots)
+    code = sparse.unpack_halves(rest[:half], self.slots)
+    used = jnp.arange(self.slots, dtype=jnp.int32) < ends[-1].astype(jnp.int32)
+    within = (code % self._block).astype(jnp.int32)
+    positions = sparse.slot_blocks(ends, self.slots) * self._block + within
+    negative = code >= self._block
+    values = self._decode_values(rest[half:], negative)
+    return jnp.where(used, positions, self.size), jnp.where(used, values, 0.0)
+
+  def _decode_values(self, words: Array, negative: Array) -> Array:
+    """Unpacks values, undefined in unused slots; ``negative`` chooses among means."""
+    if self.quantize is None and np.dtype(self.value_dtype).itemsize == 2:
+      narrow = sparse.unpack_halves(words, self.slots).astype(jnp.uint16)
+      floats = jax.lax.bitcast_convert_type(narrow, self.value_dtype)
+      return floats.astype(jnp.float32)
+    floats = jax.lax.bitcast_convert_type(words, jnp.float32)
+    if self.quantize == "mean":
+      return jnp.where(negative, floats[1], floats[0])
+    return jnp.broadcast_to(floats, (self.slots,))
+
+  def used(self, rows: Array) -> Array:
+    """Counts the entries of each row, ``uint32[..., words]``: ``int32[...]``."""
+    return rows[..., self._blocks - 1].astype(jnp.int32)
+
+  @property
+  def _block(self) -> int:
+    """The elements of a block; with ``"mean"``, one of 16 bits is the sign."""
+    return sparse.BLOCK // 2 if self.quantize == "mean" else sparse.BLOCK
+
+  @property
+  def _blocks(self) -> int:
+    return -(-self.size // self._block)
+
+
+class Selected(NamedTuple):
+  """The codec state of a selection: a threshold and a count for each row."""
+
+  threshold: Array  # float32[rows], the smallest magnitude of the last search
+  used: Array  # int32[rows], the entries sent in this step
+
+
+# Selects in a row, given a threshold, a sign, or None. Returns positions,
+# ``int32[slots]``, which are the row's size in slots that are not used.
+Select = Callable[[RowView, Array | None], Array]
+
+
+class SelectedEntries(NamedTuple):
+  """The entries that one row sends, and the residual that they leave."""
+
+  words: Array  # uint32[words]
+  positions: Array  # int32[slots], the row's size in slots that are not used
+  sent: Array  # float32[slots], the decoded values there
+  unsent: Array  # float32[slots], the values there less the decoded values
+  rest: Array | None  # float32[n], the residual of the row, if it was copied
+
+
+def encode_leaves(
+  form: EntryRow,
+  select: Select,
+  leaves: Sequence[Array],
+  matrices: Sequence[Array],
+  given: Sequence[Array | None],
+) -> list[Encoded]:
+  """Encodes several leaves of one size by a single program, with their residuals.
+
+  ``matrices`` holds their rows, filled with zeros, and ``given`` the threshold or the
+  turn of each leaf, or None. The codec state of a leaf is :class:`Selected`.
+  """
+  size, count = leaves[0].size, len(matrices[0])
+  every = encode_rows(form, select, matrices, given, copied=size <= COPIED)
+  # Of all leaves at once: leaf by leaf, there would be several programs for each.
+  used = every.positions < form.size
+  smallest = jnp.where(used, jnp.abs(every.sent), jnp.inf).min(axis=1, initial=jnp.inf)
+  threshold = jnp.where(jnp.isfinite(smallest), smallest, 0.0)
+  selected = Selected(threshold, form.used(every.words))
+  chosen = None
+  if size < sparse.COUNTED:
+    start = form.size * jnp.tile(jnp.arange(count, dtype=jnp.int32), len(leaves))
+    nonzero = used & (every.sent != 0)
+    chosen = jnp.where(nonzero, start[:, None] + every.positions, size)
+  starts = unknown([i * count for i in range(len(leaves))], every.words)
+  result = []
+  for at, leaf, matrix in zip(starts, leaves, matrices, strict=True):
+    parts = jax.tree.map(
+      lambda x, at=at: slice_at(x, at, count), (every, selected, chosen)
+    )
+    own, kept, places = parts
+    rest = _rest(leaf, matrix, own, len(leaves) > 1)
+    flat = None if places is None else places.reshape(-1)
+    result.append(Encoded(own.words, rest, kept, flat))
+  return result
+
+
+def encode_rows(
+  form: EntryRow,
+  select: Select,
+  matrices: Sequence[Array],
+  given: Sequence[Array | None],
+  *,
+  copied: bool = False,
+) -> SelectedEntries:
+  """Encodes rows of matrices of one shape; ``copied`` ones share a program of XLA."""
+  count = matrices[0].shape[0]
+  total = count * len(matrices)
+  if not total:
+    empty = jnp.zeros((0, form.slots), jnp.float32)
+    words = jnp.zeros((0, form.words), jnp.uint32)
+    rest = jnp.zeros((0, form.size), jnp.float32)
+    return SelectedEntries(words, empty.astype(jnp.int32), empty, empty, rest)
+  lines = [jnp.broadcast_to(x, (count,)) for x in given if x is not None]
+  every = jnp.concatenate(lines) if lines else None
+
+  views = [matrices[0].reshape(-1)] if total == 1 else matrices
+
+  def encode(number: Array) -> SelectedEntries:
+    row = RowView(views, number)
+    if copied:
+      row = row.copied()
+    positions = select(row, None if every is None else every[number])
+    values = row.at(positions)
+    words, sent = form.encode(positions, values)
+    unsent, rest = values - sent, None
+    if copied:
+      place = row.read(lambda x: x).at[positions]
+      rest = place.set(unsent, mode="drop", unique_indices=True)
+    return SelectedEntries(words, positions, sent, unsent, rest)
+
+  if total == 1:
+    return jax.tree.map(lambda x: x[None], encode(jnp.int32(0)))
+  return jax.lax.map(encode, jnp.arange(total, dtype=jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=3)  # leaves of a shape: traced once
+def _rest(leaf: Array, matrix: Array, own: SelectedEntries, together: bool) -> Array:
+  """Returns the residual of a leaf, from the unsent values of its entries."""
+  rest = own.rest
+  if rest is None:
+    place: tuple[Array, ...] = (own.positions,)
+    lost = own.unsent
+    # Written into the array that was read, so that XLA does not hold the leaf twice: of
+    # one leaf with one row a flat array, of several leaves their matrices.
+    if len(matrix) == 1 and not together:
+      matrix, place, lost = jax.tree.map(lambda x: x[0], (matrix, place, lost))
+    else:
+      place = (jnp.arange(len(matrix))[:, None], *place)
+    rest = matrix.at[place].set(
+      lost, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
+  return rest.reshape(-1)[: leaf.size].reshape(leaf.shape)

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import WEN_2017, Citation
-from gradcomp._src.codecs import contraction as contractions
-from gradcomp._src.codecs import quantizing
+from gradcomp._src.codecs import contractions, quantizing
+from gradcomp._src.codecs.protocol import as_float32
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
-from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels.common.deviation import deviation
 from gradcomp._src.kernels.common.planes import floats
 from gradcomp._src.kernels.common.scales import norms, scales
@@ -76,15 +74,11 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
       Default: ``"clipped"``.
     rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased: owners
       round means to nearest if they keep what that loses. Default: ``"stochastic"``.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
-      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
-      Default: None.
+    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
+      None, which chooses; see docs/inside/kernels.md. Default: None.
 
   Raises:
-    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
-      has no key, and rounding is stochastic.
-    TypeError: ``encode`` is given integers or complex numbers.
+    ValueError: a hyperparameter is outside these.
 
   Example:
     >>> codec = Ternary(clip_sigmas=None)
@@ -108,13 +102,7 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
   rounding: Rounding = checks.field("stochastic", checks.choice(Rounding))
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      WEN_2017,
-      "A probability of rounding up is a multiple of 2**-16. The second stage of "
-      "two_shot sends sums in as few bits as hold them.",
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("wen2017terngrad",)
 
   encoder = staticmethod(ternary.encode_rows)
   max_code: ClassVar[int] = 1

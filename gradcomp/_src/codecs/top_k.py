@@ -11,13 +11,12 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import FANG_2018, STICH_2018, STROM_2015, Citation
-from gradcomp._src.codecs import selecting, sparse
-from gradcomp._src.codecs.entries import EntryRow, Quantize
+from gradcomp._src.codecs import sparse
+from gradcomp._src.codecs.protocol import to_tiles
+from gradcomp._src.codecs.sparse import Quantize, Selection
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Memory
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import OF_BLOCKS, Entries
-from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.common.selection import at_least, largest, trimmed
@@ -51,18 +50,16 @@ class TopK(sparse.SparseRows):
   right after one pass over the leaf, unless the sample misled the search. Where equal
   elements leave no such threshold, the larger ones are sent, and as many of the equal
   ones as make k. (The paper bisects between the mean and the maximum, and reads the
-  leaf for each step. Its ``trimmed`` lowers a ratio until k elements survive, however
-  many these are. Both send the same as here: all of the k largest.) If more elements
-  reach a ``sampled`` threshold than there are slots, it is searched anew, so that no
-  element is left out because of its place.
+  leaf for each step. What is sent is the same.) If more elements reach a ``sampled``
+  threshold than there are slots, it is searched anew, so that no element is left out
+  because of its place.
 
   A payload has a position in 16 bits and a value for each of ``slots`` entries. With
   ``quantize="asq"`` it has positions, and one mean for all entries together: elements
   of positive and negative sign take turns from step to step. With ``quantize="mean"``
   (Strom) it has both signs at once, and a mean for each. Blocks of 65,536 elements
   (32,768 with ``"mean"``) add 4 bytes each. The output layer is best left out of
-  quantization: ``optax.partition({"rest": gradcomp.redsync(quantize="asq"), "out":
-  gradcomp.redsync()}, labels)``.
+  quantization, by ``optax.partition``.
 
   The codec is biased: without feedback, unsent elements are lost. Non-finite elements
   are the largest of all, and are sent as they are. With a quantizer they make the mean
@@ -89,15 +86,13 @@ class TopK(sparse.SparseRows):
       leaf, from 1 to 2**30. None for whole leaves, and for an Nth of a leaf where
       workers own ranges, or for 2, 4, 8, ... times as many where that has more.
       Default: None.
-    implementation: how elements that reach a threshold are counted and marked, but with
-      ``exact``: ``"xla"``; ``"pallas"``, on GPUs from Hopper on;
-      ``"pallas_interpret"``, slow and for tests; or None, which takes ``"pallas"``
-      where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md. Default: None.
+    implementation: how to count and mark elements that reach a threshold, but with
+      ``exact``: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or None, which
+      chooses; see docs/inside/kernels.md. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, or a quantizer goes with ``sampled``
-      or a 16-bit ``dtype``, when the codec is made.
-    TypeError: ``encode`` is given integers or complex numbers.
+      or a 16-bit ``dtype``.
 
   Example:
     >>> codec = TopK(density=0.25)
@@ -114,9 +109,7 @@ class TopK(sparse.SparseRows):
   """
 
   density: float = checks.field(0.001, sparse.DENSITY)
-  selection: selecting.Selection = checks.field(
-    "auto", checks.choice(selecting.Selection)
-  )
+  selection: Selection = checks.field("auto", checks.choice(Selection))
   quantize: Quantize | None = checks.field(None, checks.choice(Quantize, none=True))
   dtype: DTypeLike = checks.field(jnp.float32, checks.FLOAT_DTYPE)
   slack: float = checks.field(2.0, checks.number("a number from 1 to 2", 1, 2))
@@ -144,38 +137,23 @@ class TopK(sparse.SparseRows):
 
   @property
   def sums(self) -> Sum:
+    why = ""
     if self.dtype == jnp.float16:
-      beyond = (
-        "float16 values, got {codec}: sums of groups may lie beyond the largest one; "
-        "use dtype=jnp.bfloat16."
-      )
-      return Entries(self, facts=OF_BLOCKS.refusing({"grouped": beyond}))
-    if self.selection != "sampled":
-      return Entries(self)
-    again = (
-      "a codec that uses thresholds again, got {codec}: what is encoded there are sums "
-      'of groups; use selection="auto".'
-    )
-    return Entries(self, facts=OF_BLOCKS.refusing({"grouped": again}))
+      why = "float16 values, got {codec}: sums of groups may lie beyond the largest "
+      why += "one; use dtype=jnp.bfloat16."
+    elif self.selection == "sampled":
+      why = "a codec that uses thresholds again, got {codec}: what is encoded there "
+      why += 'are sums of groups; use selection="auto".'
+    return Entries(self, facts=OF_BLOCKS.refusing({"grouped": why} if why else {}))
 
   @property
   def row_words(self) -> int:
     return self._row.words
 
   @property
-  def citations(self) -> tuple[Citation, ...]:
-    papers = (
-      Citation(STICH_2018, "Elements are the largest of each leaf, and not of all."),
-      Citation(
-        FANG_2018,
-        "A threshold is bisected on a sample of the leaf first. Trimmed selection "
-        "sends all of the k largest.",
-      ),
-    )
-    means = Citation(
-      STROM_2015, "Elements are chosen by their number, and not by a fixed threshold."
-    )
-    return (*papers, means) if self.quantize == "mean" else papers
+  def papers(self) -> tuple[str, ...]:
+    means = ("strom2015scalable",) if self.quantize == "mean" else ()
+    return ("stich2018memory", "fang2018redsync", *means)
 
   @property
   def largest(self) -> float | None:
@@ -188,7 +166,7 @@ class TopK(sparse.SparseRows):
     return sent if few else min(self.tile_size, int(self.slack * sent))
 
   @property
-  def method(self) -> selecting.Selection:
+  def method(self) -> Selection:
     """The selection of a row of this size, which is never ``"auto"``."""
     if self.selection != "auto":
       return self.selection
@@ -202,7 +180,7 @@ class TopK(sparse.SparseRows):
   def init(self, leaf: Leaf, key: Array) -> Memory:
     rows = -(-leaf.size // self.tile_size) if leaf.size else 0
     none = jnp.zeros(rows, jnp.float32)
-    return Memory(own=selecting.Selected(none, jnp.zeros(rows, jnp.int32)))
+    return Memory(own=sparse.Selected(none, jnp.zeros(rows, jnp.int32)))
 
   def used_entries(self, memory: Memory) -> Array | None:
     return memory.own.used if memory.own else None
@@ -217,7 +195,7 @@ class TopK(sparse.SparseRows):
     matrices = [to_tiles(leaf, self) for leaf in leaves]
     given = [self._given(context) for context in contexts]
     select = self._select
-    every = selecting.encode_leaves(self._row, select, leaves, matrices, given)
+    every = sparse.encode_leaves(self._row, select, leaves, matrices, given)
     for i, old in enumerate(given if self.selection == "sampled" else ()):
       if old is not None:
         own = every[i].own
@@ -227,7 +205,7 @@ class TopK(sparse.SparseRows):
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     matrices, given = [tiles.reshape(-1, self.tile_size)], [self._given(context)]
-    return selecting.encode_rows(self._row, self._select, matrices, given).words
+    return sparse.encode_rows(self._row, self._select, matrices, given).words
 
   def entries(self, rows: Array) -> tuple[Array, Array]:
     if not rows.size:
@@ -237,13 +215,9 @@ class TopK(sparse.SparseRows):
     positions, values = (x.reshape(*rows.shape[:-1], self.slots) for x in flat)
     return positions, values
 
-  def used(self, rows: Array) -> Array:
-    """Counts the entries of each row: ``int32[...]``."""
-    return self._row.used(rows)
-
   @property
-  def _row(self) -> EntryRow:
-    return EntryRow(self.tile_size, self.slots, self.quantize, self.dtype)
+  def _row(self) -> sparse.EntryRow:
+    return sparse.EntryRow(self.tile_size, self.slots, self.quantize, self.dtype)
 
   def _given(self, context: Context) -> Array | None:
     """Returns the thresholds to try first, the sign to send in this step, or None."""

@@ -7,7 +7,7 @@ are not trained, and complex.
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -176,13 +176,9 @@ def of_workers(
 
 def step_shards(updates: Any, state: Any) -> Any:
   """Returns the specs of a step's gradients if the state has shards, else None."""
-  specs = param_specs.shards_of(updates)
-  whole = specs is None or _made_whole(state, automatic_axes())
-  return None if whole else specs
-
-
-def _made_whole(state: Any, others: Collection[str]) -> bool:
-  """Returns True for a state with rows of whole leaves, as ``optimizer.init`` has."""
+  specs, others = param_specs.shards_of(updates), automatic_axes()
+  if specs is None:
+    return None
   is_node = lambda x: states.is_state(x) or states.is_rows(x)
   keys: set[Axes] = set()
   for x in jax.tree.leaves(state, is_leaf=is_node):
@@ -191,7 +187,9 @@ def _made_whole(state: Any, others: Collection[str]) -> bool:
       keys.update(*filter(None, (x.server_residual, *kept)))
     elif states.is_rows(x):
       keys.update(x.arrays)
-  return bool(keys) and not any(set(axes).intersection(others) for axes in keys)
+  # ``optimizer.init`` makes rows of whole leaves.
+  made_whole = keys and not any(set(axes).intersection(others) for axes in keys)
+  return None if made_whole else specs
 
 
 def _check_rows(

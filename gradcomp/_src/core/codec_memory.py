@@ -9,8 +9,7 @@ import numpy as np
 
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core.state import name_words
-from gradcomp._src.exchange.owners import MADE_FOR_SHARDS
-from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.exchange.plan import MADE_FOR_SHARDS, MessagePlan
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.types import mark_varying

@@ -21,13 +21,17 @@ from gradcomp._src.core.feedback import Feedback, as_feedback
 from gradcomp._src.core.inputs import pairs
 from gradcomp._src.core.state import CompressState, measures
 from gradcomp._src.exchange.auto import Auto, as_exchange, check_exchange
-from gradcomp._src.exchange.averaging import Averaging
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
-from gradcomp._src.exchange.owners import OwnerResiduals, owner_shapes
-from gradcomp._src.exchange.plan import MessagePlan, PlanOptions, plan_messages
+from gradcomp._src.exchange.plan import (
+  MessagePlan,
+  OwnerResiduals,
+  PlanOptions,
+  owner_shapes,
+  plan_messages,
+)
 from gradcomp._src.exchange.protocol import Exchange, returns_means
-from gradcomp._src.exchange.step import Step
+from gradcomp._src.exchange.step import WHOLE, Averaging, Step
 from gradcomp._src.mesh import study
 from gradcomp._src.mesh.axes import Axes, AxisName, as_axis_name, axis_names, bound_size
 from gradcomp._src.mesh.place import Place, check_whole
@@ -54,7 +58,7 @@ class Compression(checks.Checked):
   message_bytes: MessageBytes = checks.field("auto", _BYTES)
   key: ArrayLike = 0
   dither: Dither = checks.field("shared", checks.choice(Dither))
-  averaging: type[Averaging] = Averaging
+  averaging: Averaging = WHOLE
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import (
-  FANG_2018,
-  LIN_2018,
-  RICHTARIK_2021,
-  SEIDE_2014,
-  Citation,
-)
 from gradcomp._src.codecs.protocol import LeafCodec, require_contraction
 from gradcomp._src.core import residual_storage
 from gradcomp._src.core.residual_storage import Storage, Stored
@@ -28,64 +21,46 @@ from gradcomp._src.kernels.materialize import updated_in_place
 FeedbackName = Literal["auto", "error", "momentum", "ef21"]
 
 
-@runtime_checkable
-class Feedback(Protocol):
-  """The rule for the unsent part of a gradient: a frozen dataclass, for float32."""
+@dataclasses.dataclass(frozen=True)
+class Feedback:
+  """The rule for the unsent part of a gradient, for float32; here it is dropped."""
 
-  keeps: ClassVar[bool]  # True if a worker keeps a residual
-  moves: ClassVar[bool]  # True if a worker keeps a momentum of its gradients
-  estimates: ClassVar[bool]  # True if workers share an estimate of the mean
+  keeps: ClassVar[bool] = False  # True if a worker keeps a residual
+  moves: ClassVar[bool] = False  # True if a worker keeps a momentum of its gradients
+  estimates: ClassVar[bool] = False  # True if workers share an estimate of the mean
 
   def first(self, shape: tuple[int, ...]) -> Stored:
     """Returns the first residual of a leaf of this shape, of at least one axis."""
-
-  def waits(self, unsent: jax.Array) -> jax.Array:
-    """Returns the residual to store for a leaf, given its unsent part."""
-
-  def sent(self, updates: Any, momentum: Any) -> Any:
-    """Returns the tree that a step sends, without the residual."""
-
-  def received(
-    self, updates: Any, momentum: Any, estimate: Any, reduced: Reduced
-  ) -> Reduced:
-    """Returns the result of a step, given the result of its exchange."""
-
-  def keep(
-    self, updates: Any, momentum: Any, reduced: Reduced, counts: Sequence[jax.Array]
-  ) -> Any:
-    """Returns the new momentum, given the counts of ``residual_update.remainder``."""
-
-
-@dataclasses.dataclass(frozen=True)
-class NoFeedback:
-  """No residual: the unsent part of a gradient is dropped."""
-
-  keeps: ClassVar[bool] = False
-  moves: ClassVar[bool] = False
-  estimates: ClassVar[bool] = False
-
-  def first(self, shape: tuple[int, ...]) -> Stored:
     return residual_storage.zeros(shape, "float32")
 
   def waits(self, unsent: jax.Array) -> jax.Array:
+    """Returns the residual to store for a leaf, given its unsent part."""
     return unsent
 
   def sent(self, updates: Any, momentum: Any) -> Any:
+    """Returns the tree that a step sends, without the residual."""
     return updates
 
   def received(
-    self, updates: Any, momentum: Any, estimate: Any, reduced: Reduced
-  ) -> Reduced:
+    self, updates: Any, momentum: Any, estimate: Any, reduced: list[Reduced]
+  ) -> list[Reduced]:
+    """Returns the result of a step, given the result of its exchange."""
     return reduced
 
   def keep(
-    self, updates: Any, momentum: Any, reduced: Reduced, counts: Sequence[jax.Array]
+    self, updates: Any, momentum: Any, reduced: Sequence[Reduced], counts: Any
   ) -> Any:
+    """Returns the new momentum, given the counts of ``residual_update.remainder``."""
     return momentum
 
 
+@dataclasses.dataclass(frozen=True)
+class NoFeedback(Feedback):
+  """No residual: the unsent part of a gradient is dropped."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ErrorFeedback(NoFeedback, checks.Checked):
+class ErrorFeedback(Feedback, checks.Checked):
   r"""Error feedback: keeps the unsent part, and adds it to the next gradient.
 
   With the gradient :math:`g`, the residual :math:`e`, and encoding and decoding
@@ -126,12 +101,7 @@ class ErrorFeedback(NoFeedback, checks.Checked):
   )
   residual_decay: float = checks.field(1.0, checks.ABOVE_0)
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      SEIDE_2014,
-      "A decay of residuals and residuals of fewer bits are not the paper's.",
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("seide2014onebit",)
   keeps: ClassVar[bool] = True
 
   def first(self, shape: tuple[int, ...]) -> Stored:
@@ -167,16 +137,7 @@ class MomentumFeedback(ErrorFeedback):
   decay: float = checks.field(0.9, checks.BELOW_1)
   nesterov: bool = checks.field(False, checks.FLAG)
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      LIN_2018,
-      "Clipping and warm-up are transformations of their own: clip_by_local_norm and "
-      "switch.",
-    ),
-    Citation(
-      FANG_2018, "Weight decay is no part of it: it is best behind the exchange."
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("lin2018dgc", "fang2018redsync")
   moves: ClassVar[bool] = True
 
   def sent(self, updates: Any, momentum: Any) -> Any:
@@ -186,18 +147,18 @@ class MomentumFeedback(ErrorFeedback):
       return jax.tree.map(add, updates, accumulated) if self.nesterov else accumulated
 
   def keep(
-    self, updates: Any, momentum: Any, reduced: Reduced, counts: Sequence[jax.Array]
+    self, updates: Any, momentum: Any, reduced: Sequence[Reduced], counts: Any
   ) -> Any:
     """Returns ``u'``, zero in sent elements, or the old one where not finite."""
     trees = map(jax.tree.leaves, (updates, momentum))
-    of_step = reduced.mean, reduced.unsent, reduced.chosen
-    leaves = zip(*trees, *of_step, counts, strict=True)
-    kept = [_kept(self.decay, g, u, x, count) for g, u, *x, count in leaves]
+    of_step = [(x.mean, x.unsent, x.chosen) for x in reduced]
+    leaves = zip(*trees, of_step, counts, strict=True)
+    kept = [_kept(self.decay, g, u, x, count) for g, u, x, count in leaves]
     return jax.tree.unflatten(jax.tree.structure(momentum), kept)
 
 
 @dataclasses.dataclass(frozen=True)
-class EF21(NoFeedback):
+class EF21(Feedback):
   r"""EF21: sends the difference of a gradient to an estimate that owners follow, too.
 
   Worker :math:`i` with the gradient :math:`g_i` keeps its estimate :math:`h_i`, and all
@@ -240,52 +201,48 @@ class EF21(NoFeedback):
     Faster Error Feedback <https://arxiv.org/abs/2106.05203>`_, 2021, algorithm 2
   """
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(RICHTARIK_2021, "Estimates are zero at first. Owners may encode means."),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("richtarik2021ef21",)
   keeps: ClassVar[bool] = True
   estimates: ClassVar[bool] = True
 
   def received(
-    self, updates: Any, momentum: Any, estimate: Any, reduced: Reduced
-  ) -> Reduced:
+    self, updates: Any, momentum: Any, estimate: Any, reduced: list[Reduced]
+  ) -> list[Reduced]:
     """Adds the estimate to the means, and takes the gradients from the unsent parts."""
     sent = jax.tree.leaves(self.sent(updates, momentum))
-    pairs = zip(reduced.mean, jax.tree.leaves(estimate), strict=True)
+    given: Any = list(zip(reduced, sent, jax.tree.leaves(estimate), strict=True))
     with jax.named_scope("gradcomp_estimate"):
-      mean = [x + h.reshape(x.shape) for x, h in pairs]
-      pairs = zip(reduced.unsent, sent, strict=True)
+      means = [x.mean + h.reshape(x.mean.shape) for x, _, h in given]
       # What is left of g - h, less g, is the new -h of the worker.
-      own = [x - g.reshape(x.shape).astype(x.dtype) for x, g in pairs]
-    return reduced._replace(mean=mean, unsent=own, own=[None] * len(own))
+      less = lambda x, g: x - g.reshape(x.shape).astype(x.dtype)
+      own = [less(x.unsent, g) for x, g, _ in given]
+    every = zip(reduced, means, own, strict=True)
+    return [x._replace(mean=mean, unsent=left, own=None) for x, mean, left in every]
 
 
 def as_feedback(given: Any, codec: LeafCodec, name: str = "codec") -> Feedback:
-  """Returns a codec's feedback; ValueError for none, or if its residual would grow."""
-  rule = _as_feedback(given, codec)
-  if rule.keeps:
-    require_contraction(name, codec, "feedback=None")
-  return rule
+  """Returns the feedback of a short form, or the object itself.
 
-
-def _as_feedback(given: Any, codec: LeafCodec) -> Feedback:
-  """Returns the feedback of a short form, or the object itself; else ValueError."""
-  auto = NoFeedback if codec.unbiased else ErrorFeedback
-  short: dict[str, type[Feedback]] = {
-    "auto": auto,
+  ValueError for anything else, or if the codec's residual would grow.
+  """
+  short: dict[Any, type[Feedback]] = {
+    None: NoFeedback,
+    "auto": NoFeedback if codec.unbiased else ErrorFeedback,
     "error": ErrorFeedback,
     "momentum": MomentumFeedback,
     "ef21": EF21,
   }
-  if given is None or (isinstance(given, str) and given in short):
-    return NoFeedback() if given is None else short[given]()
-  if isinstance(given, type) or not isinstance(given, Feedback):
+  known = given is None or isinstance(given, str)
+  rule = short[given]() if known and given in short else given
+  if not isinstance(rule, Feedback):
     raise ValueError(
       '`feedback` must be "auto", "error", "momentum", "ef21", None, '
       "gradcomp.ErrorFeedback() or gradcomp.MomentumFeedback(...), "
       f"got {given!r}."
     )
-  return given
+  if rule.keeps:
+    require_contraction(name, codec, "feedback=None")
+  return rule
 
 
 @functools.partial(jax.jit, static_argnums=2)  # leaves of a shape: traced once

@@ -10,9 +10,14 @@ from jax import lax
 from gradcomp._src.core.residual_storage import is_stored, read_residual
 from gradcomp._src.core.state import CompressState, measures, with_measures
 from gradcomp._src.exchange.collectives import STAGE, psum
-from gradcomp._src.exchange.owners import OwnerResiduals, owned_leaves
-from gradcomp._src.exchange.plan import MessagePlan, own_axes
-from gradcomp._src.exchange.step import Leaves, Reduced, Step
+from gradcomp._src.exchange.lines import own_rows
+from gradcomp._src.exchange.plan import (
+  MessagePlan,
+  OwnerResiduals,
+  own_axes,
+  owned_matrices,
+)
+from gradcomp._src.exchange.step import Leaves, Step
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
 
@@ -37,17 +42,6 @@ class Sums(NamedTuple):
   equal: jax.Array  # elements of leaves with the same gradient on all workers
 
 
-class WorkerLeaf(NamedTuple):
-  """The arrays of one leaf on a worker in a step, in ``float32``."""
-
-  gradient: jax.Array
-  residual: jax.Array  # after the step
-  corrected: jax.Array
-  unsent: jax.Array
-  sent: jax.Array
-  mean: jax.Array
-
-
 def squares(x: jax.Array) -> jax.Array:
   """Returns the sum of the squares of all elements."""
   return jnp.sum(x * x)
@@ -63,7 +57,7 @@ def _filled(leaves: int, value: float) -> Sums:
 
 
 def measured(
-  state: CompressState, step: Step, updates: Any, corrected: Leaves, reduced: Reduced
+  state: CompressState, step: Step, updates: Any, corrected: Leaves, reduced: Any
 ) -> CompressState:
   """Returns the state after a step, with the sums of the step if it is inspected."""
   if measures(state) is None:
@@ -75,26 +69,31 @@ def measured(
   residuals = map(read_residual, jax.tree.leaves(state.residual, is_leaf=is_stored))
   none = [jnp.zeros(1, jnp.float32)] * len(corrected)
   before = jax.tree.leaves(updates), list(residuals) or none, corrected
-  after = reduced.unsent, reduced.sent, reduced.mean or _unknown(plan)
   leaves = []
-  for column in zip(*before, *after, strict=True):
-    leaf = WorkerLeaf(*(x.astype(jnp.float32) for x in column))
-    gradient, residual = factor * leaf.gradient, factor * leaf.residual
-    leaves.append(leaf._replace(gradient=gradient, residual=residual))
+  for i, (x, *given) in enumerate(zip(reduced, *before, strict=True)):
+    given += x.unsent, x.sent, _unknown(plan, i) if x.mean is None else x.mean
+    gradient, residual, *rest = (y.astype(jnp.float32) for y in given)
+    leaves.append((factor * gradient, factor * residual, *rest))
   # Types tell leaves apart that differ over other axes, so they share no array.
   groups: dict[tuple[str, ...], list[int]] = {}
   for i, others in enumerate(plan.others):
     groups.setdefault(others, []).append(i)
   found = [_filled(0, 0.0)]
   for others, numbers in groups.items():
-    group = [leaves[i] for i in numbers]
+    mine, shared = [], []
+    for *squared, sent, _ in (leaves[i] for i in numbers):
+      mine.append([*map(squares, squared), jnp.sum(sent == 0, dtype=jnp.float32)])
     owned = size * _owned(plan, state.server_residual, others)[np.array(numbers)]
-    own = jnp.stack([*_columns(map(_of_worker, group)), owned])
-    true = [leaf.gradient for leaf in group]
+    own = jnp.stack([*map(jnp.stack, zip(*mine, strict=True)), owned])
+    true = [leaves[i][0] for i in numbers]
     if workers is not None:  # all that an inspected step sends more
       total = _sum((own, true), workers.axis_name)
       own, true = jax.tree.map(lambda x: x / size, total)
-    rows = jnp.concatenate([own, jnp.stack(_columns(map(_of_all, group, true)))])
+    for x, (*_, mean) in zip(true, (leaves[i] for i in numbers), strict=True):
+      product = jnp.sum(mean * x)
+      shared.append([jnp.float32(x.size), squares(mean), squares(x), product])
+    columns = map(jnp.stack, zip(*shared, strict=True))
+    rows = jnp.concatenate([own, jnp.stack(list(columns))])
     if others:
       rows = _sum(rows, others)
     sums = Sums._make([*rows, rows[0]])
@@ -105,29 +104,11 @@ def measured(
   return with_measures(state, jax.tree.map(in_order, *found))
 
 
-def _of_worker(leaf: WorkerLeaf) -> tuple[jax.Array, ...]:
-  """Returns the sums of a leaf that differ between workers."""
-  squared = map(squares, (leaf.gradient, leaf.residual, leaf.corrected, leaf.unsent))
-  return *squared, jnp.sum(leaf.sent == 0, dtype=jnp.float32)
-
-
-def _of_all(leaf: WorkerLeaf, true: jax.Array) -> tuple[jax.Array, ...]:
-  """Returns the sums of a leaf that all workers share: size, result, mean gradient."""
-  product = jnp.sum(leaf.mean * true)
-  return jnp.float32(true.size), squares(leaf.mean), squares(true), product
-
-
-def _columns(leaves: Any) -> list[jax.Array]:
-  """Turns a tuple of sums a leaf into an array of leaves a sum."""
-  return [jnp.stack(column) for column in zip(*leaves, strict=True)]
-
-
-def _unknown(plan: MessagePlan) -> list[jax.Array]:
-  """Returns NaN in place of means that stay with their owners."""
+def _unknown(plan: MessagePlan, leaf: int) -> jax.Array:
+  """Returns NaN in place of a mean that stays with its owners."""
   # Typed as a mean is, which is equal on all workers.
-  nan = [jnp.full(leaf.shape, jnp.nan, jnp.float32) for leaf in plan.leaves]
-  typed = lambda x, axes: mark_varying(x, axes) if axes else x
-  return list(map(typed, nan, plan.others))
+  nan = jnp.full(plan.leaves[leaf].shape, jnp.nan, jnp.float32)
+  return mark_varying(nan, plan.others[leaf]) if plan.others[leaf] else nan
 
 
 def _sum(x: Any, axis_name: AxisName) -> Any:
@@ -143,9 +124,12 @@ def _owned(
   if residuals is None or plan.axis_name is None:
     return result
   axes = own_axes(plan.axis_name, others)
-  number = lax.axis_index(plan.axis_name)
-  places = owned_leaves(plan, number).get(axes)
-  for place, rows in zip(places or (), residuals[axes] if places else (), strict=True):
-    by_row = jnp.sum(rows * rows, axis=range(1, rows.ndim))
-    result = result.at[place].add(by_row)
+  worker = lax.axis_index(plan.axis_name)
+  matrices = owned_matrices(plan).get(axes, [])
+  for matrix, rows in zip(matrices, residuals.get(axes, ()), strict=True):
+    own = own_rows(matrix.shape[0], worker)
+    # Rows that fill up the last shares have the number of leaves.
+    numbers = jnp.asarray([*matrix.message.leaves, len(plan.names)])
+    place = numbers[matrix.message.layout.leaf_of_row(matrix.group, own)]
+    result = result.at[place].add(jnp.sum(rows * rows, axis=range(1, rows.ndim)))
   return result

@@ -1,4 +1,4 @@
-"""Residuals: their sum with gradients, and their storage in 32, 16 or 8 bits."""
+"""Residuals: their storage in 32, 16 or 8 bits."""
 
 import math
 from collections.abc import Callable
@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.tiles import working_dtype
 from gradcomp._src.kernels.common.fixed_point import FRACTION, held
 from gradcomp._src.kernels.common.scales import norms
 from gradcomp._src.kernels.common.threefry import threefry2x32
@@ -177,16 +175,3 @@ def _cut(shape: tuple[int, ...], blocks: int) -> tuple[int, ...]:
   # From the stored scales, not from _blocks: where a leaf is sharded over Auto axes,
   # each device's shard of the residual has its own blocks, and it is read as a whole.
   return (*lead, blocks, last // blocks if blocks else 1)
-
-
-def add_residual(updates: Any, residual: Any, codec: LeafCodec) -> Any:
-  """Returns the gradient plus the residual, in the dtype that an exchange adds."""
-
-  def add(g: jax.Array, residual: Stored | None = None) -> jax.Array:
-    wide = g.astype(working_dtype(codec, g.dtype))
-    if residual is None:
-      return wide
-    return read_residual(residual).reshape(g.shape).astype(wide.dtype) + wide
-
-  with jax.named_scope("gradcomp_correct"):
-    return jax.tree.map(add, updates, *([] if residual is None else [residual]))

@@ -36,12 +36,12 @@ class Again:
     return self.waits(self.own.unsent(old.astype(wide.dtype) + wide))
 
 
-def remainder(
+def _remainder(
   unsent: jax.Array,
   mean: jax.Array,
   old: Stored,
   count: jax.Array,
-  key: Callable[[], jax.Array],
+  key: Any,
   again: Again | None,
 ) -> tuple[Stored, jax.Array]:
   """Returns the new residual: the unsent part, or the old residual if not finite.
@@ -49,22 +49,10 @@ def remainder(
   The old one also stays where the mean is not finite. So a gradient that is not finite,
   and its whole bucket with it, is never kept, and no worker counts that bucket as sent.
   The step's ``count`` comes back for the next array, see
-  ``materialize.updated_in_place``, and ``key`` makes the key for the rounding to fewer
-  bits. With ``again`` a CPU does not store the unsent part until the mean is there.
+  ``materialize.updated_in_place``, and ``key``, ``uint32[2]``, is for the rounding to
+  fewer bits, or None. With ``again`` a CPU does not store the unsent part until the
+  mean is there.
   """
-  draws = isinstance(old, Int8Residual) or old.dtype == jnp.bfloat16
-  return _remainder(unsent, mean, old, count, key() if draws else None, again)
-
-
-@jax.jit  # leaves of a shape: traced once
-def _remainder(
-  unsent: jax.Array,
-  mean: jax.Array,
-  old: Stored,
-  count: jax.Array,
-  key: Any,  # uint32[2], or None where nothing is rounded
-  again: Again | None,
-) -> tuple[Stored, jax.Array]:
   with jax.named_scope("gradcomp_residual"):
     if isinstance(old, Int8Residual):
       wide = unsent.astype(jnp.float32).reshape(old.codes.shape)
@@ -84,6 +72,9 @@ def _remainder(
       anew = lambda old, x, lane, mean: keep(old, _rounded(x(old), lane), mean)
       new, count = updated_in_place(anew, *flat, (again, lane, usable), once)
     return new.reshape(old.shape), count
+
+
+remainder = jax.jit(_remainder)  # leaves of a shape: traced once
 
 
 def _usable(old: jax.Array, unsent: jax.Array, mean: jax.Array) -> jax.Array:

@@ -22,7 +22,12 @@ from gradcomp._src.mesh.axes import (
   sizes_by_axis,
 )
 from gradcomp._src.mesh.param_specs import specs_like, specs_of
-from gradcomp._src.mesh.specs import is_spec, sharded_axes, stack_spec, stacked_over
+from gradcomp._src.mesh.specs import (
+  is_spec,
+  sharded_axes,
+  stack_spec,
+  stacked_over,
+)
 from gradcomp._src.mesh.study import is_study
 from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.mesh.types import is_traced

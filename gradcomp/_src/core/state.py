@@ -13,8 +13,7 @@ from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Memory
-from gradcomp._src.exchange.owners import OwnerResiduals
-from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.exchange.plan import MessagePlan, OwnerResiduals
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
 from gradcomp._src.kernels.materialize import unknown

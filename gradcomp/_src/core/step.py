@@ -1,25 +1,34 @@
 """The step of a transformation: correct, agree, encode, exchange, decode, keep."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
+from gradcomp._src.codecs.protocol import Codec, working_dtype
 from gradcomp._src.core.codec_memory import remember
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.measures import measured
-from gradcomp._src.core.residual_storage import add_residual, is_stored
+from gradcomp._src.core.residual_storage import Stored, is_stored, kind, read_residual
 from gradcomp._src.core.residual_update import Again, remainder
 from gradcomp._src.core.state import CompressState, residual_key
+from gradcomp._src.exchange import collectives
+from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.plan import MessagePlan
-from gradcomp._src.exchange.step import Reduced, Step, agree, decode, encode, exchange
+from gradcomp._src.exchange.step import Reduced, Step
 from gradcomp._src.floats.dtypes import fitted, narrowed
 from gradcomp._src.kernels.common.fixed_point import scaled
+from gradcomp._src.mesh.axes import AxisName, axis_names, manual_axes
+from gradcomp._src.mesh.study import is_study
 
-Finish = Callable[[Reduced], tuple[Reduced, Any]]
+Finish = Callable[[list[Reduced]], tuple[list[Reduced], Any]]
+Facts = TypeVar("Facts")
+Taken = TypeVar("Taken", bound=tuple[Any, ...])  # the result that counts, and others
 
 
 def take_step(
@@ -31,47 +40,48 @@ def take_step(
   whose rounding errors join the unsent parts, and further results, the rest.
   """
   corrected = correct(options, updates, state)
-  averaging = options.averaging(step, corrected)
-  came: Sequence[jax.Array] = ()
-  for sending in averaging:
-    with sending.scope():
-      agreed = agree(sending)
-      message = sending.behind(came)
-      encoded = encode(message, agreed)._replace(before=came)
-      received = exchange(message, encoded)
-      came = received.came
-      averaging.add(message, decode(message, encoded, received))
-  reduced = averaging.result()
-  rule = options.feedback
-  found = rule.received(updates, state.velocity, state.estimate, reduced)
-  finished, rest = finish(found)
+  found, owned, _ = options.averaging.run(step, corrected)
+  reduced = [found[i] for i in range(len(corrected))]
+  changed = options.feedback.received(updates, state.velocity, state.estimate, reduced)
+  finished, rest = finish(changed)
   kept = keep(options, step.plan, updates, corrected, state, finished)
-  new = jax.tree.unflatten(jax.tree.structure(updates), finished.mean)
+  # Owners' residuals that only an earlier transformation kept stay: see switch.
+  kept = kept if owned is None else kept._replace(server_residual=owned)
+  new = jax.tree.unflatten(jax.tree.structure(updates), [x.mean for x in finished])
   return new, measured(kept, step, updates, corrected, reduced), rest
 
 
 def correct(options: Compression, updates: Any, state: CompressState) -> list[Any]:
   """Returns the leaves of the gradients, plus momentum and residual."""
+
+  def add(g: jax.Array, residual: Stored | None = None) -> jax.Array:
+    wide = g.astype(working_dtype(options.codec, g.dtype))
+    if residual is None:
+      return wide
+    return read_residual(residual).reshape(g.shape).astype(wide.dtype) + wide
+
   given = options.feedback.sent(updates, state.velocity)
-  return jax.tree.leaves(add_residual(given, state.residual, options.codec))
+  with jax.named_scope("gradcomp_correct"):
+    rest = [] if state.residual is None else [state.residual]
+    return jax.tree.leaves(jax.tree.map(add, given, *rest))
 
 
 def as_updates(
-  dtypes: Sequence[np.dtype], share: float | None, reduced: Reduced
-) -> tuple[Reduced, None]:
+  dtypes: Sequence[np.dtype], share: float | None, reduced: Sequence[Reduced]
+) -> tuple[list[Reduced], None]:
   """Casts the means, and adds the rounding errors of the cast to the unsent parts.
 
   Every worker keeps the same ``share`` of the error: 1, or 1/N of a sum. It is None if
   workers keep no residuals. A mean that is too large becomes the largest number.
   """
-  means, unsent, own = list(reduced.mean), list(reduced.unsent), list(reduced.own)
-  for i, dtype in enumerate(dtypes):
-    if share is not None and jnp.finfo(dtype).bits < jnp.finfo(means[i].dtype).bits:
-      means[i], lost = narrowed(means[i], dtype)
-      unsent[i] = unsent[i] + scaled(lost, share).reshape(unsent[i].shape)
-      own[i] = None
-  casts = list(map(fitted, means, dtypes))
-  return reduced._replace(mean=casts, unsent=unsent, own=own), None
+  result: list[Any] = list(reduced)
+  for i, (x, dtype) in enumerate(zip(result, dtypes, strict=True)):
+    if share is not None and jnp.finfo(dtype).bits < jnp.finfo(x.mean.dtype).bits:
+      mean, lost = narrowed(x.mean, dtype)
+      unsent = x.unsent + scaled(lost, share).reshape(x.unsent.shape)
+      result[i] = x._replace(mean=mean, unsent=unsent, own=None)
+  pairs = zip(result, dtypes, strict=True)
+  return [x._replace(mean=fitted(x.mean, dtype)) for x, dtype in pairs], None
 
 
 def keep(
@@ -80,40 +90,36 @@ def keep(
   updates: Any,
   corrected: Sequence[jax.Array],
   state: CompressState,
-  finished: Reduced,
+  finished: Sequence[Any],  # of Reduced
 ) -> CompressState:
   """Returns the state after a step; parts that are not finite keep their old values."""
-  means, unsent, feedback = finished.mean, finished.unsent, options.feedback
-  counts = [state.count] * len(means)
+  feedback, counts = options.feedback, [state.count] * len(finished)
   new: dict[str, Any] = {"count": optax.safe_increment(state.count)}
-  new["memory"] = remember(plan, state.memory, finished.memory)
+  new["memory"] = remember(plan, state.memory, [x.memory for x in finished])
   if state.residual is not None:
-    # A residual that an earlier transformation left, see switch, is sent once.
-    waits = feedback.waits if feedback.keeps else jnp.zeros_like
-    lost = map(waits, unsent if feedback.keeps else corrected)
     old, treedef = jax.tree.flatten(state.residual, is_leaf=is_stored)
-    key = lambda i: lambda: residual_key(state, plan, i)
-    keys = map(key, range(len(means)))
-    again: list[Again | None] = [None] * len(means)
     # A momentum would have to be computed anew, too.
-    if feedback.keeps and not feedback.moves:
-      sent = jax.tree.leaves(feedback.sent(updates, state.velocity))
-      again = [
-        None if rows is None else Again(x, rows, leaf.dtype, feedback.waits)
-        for x, leaf, rows in zip(sent, corrected, finished.own, strict=True)
-      ]
-    leaves = zip(lost, means, old, counts, keys, again, strict=True)
-    written = [remainder(*leaf) for leaf in leaves]
+    anew = feedback.keeps and not feedback.moves
+    sent = jax.tree.leaves(feedback.sent(updates, None)) if anew else []
+    written = []
+    for i, x in enumerate(finished):
+      # A residual that an earlier transformation left, see switch, is sent once.
+      kept = feedback.keeps
+      lost = feedback.waits(x.unsent) if kept else jnp.zeros_like(corrected[i])
+      again = None
+      if anew and x.own is not None:
+        again = Again(sent[i], x.own, corrected[i].dtype, feedback.waits)
+      draws = kind(old[i]) != "float32"  # rounds it to fewer bits
+      key = residual_key(state, plan, i) if draws else None
+      written.append(remainder(lost, x.mean, old[i], counts[i], key, again))
     new["residual"] = jax.tree.unflatten(treedef, [x for x, _ in written])
     counts = [count for _, count in written]
   if feedback.moves:
     new["velocity"] = feedback.keep(updates, state.velocity, finished, counts)
   if feedback.estimates:
     old, treedef = jax.tree.flatten(state.estimate)
-    new["estimate"] = jax.tree.unflatten(treedef, map(_estimate, means, old))
-  # Owners' residuals that only an earlier transformation kept stay: see switch.
-  if finished.owned is not None:
-    new["server_residual"] = finished.owned
+    pairs = zip((x.mean for x in finished), old, strict=True)
+    new["estimate"] = jax.tree.unflatten(treedef, [_estimate(*x) for x in pairs])
   return state._replace(**new)
 
 
@@ -121,3 +127,39 @@ def _estimate(mean: jax.Array, old: jax.Array) -> jax.Array:
   """Returns the mean as a state keeps it, and the old estimate where not finite."""
   new = mean.reshape(old.shape).astype(old.dtype)
   return jnp.where(jnp.isfinite(new), new, old)
+
+
+def by_fallbacks(facts: Facts) -> Facts:
+  """Returns facts, a tree of layouts and codecs, by their fallbacks; else the same."""
+
+  def of(x: Any) -> Any:
+    if isinstance(x, Layout):  # the same rows, so that owners keep theirs
+      return dataclasses.replace(x, codecs=by_fallbacks(x.codecs))
+    return (x.fallback or x) if isinstance(x, Codec) else x
+
+  return jax.tree.map(of, facts)
+
+
+def otherwise(
+  taken: Taken,
+  step: Callable[[Facts], Taken],
+  facts: Facts,
+  workers: AxisName | None,
+  *,
+  alike: bool = True,
+) -> Taken:
+  """Returns ``taken``, or ``step`` by the fallbacks of its facts if its first has NaN.
+
+  That has the same bits along the axes ``workers`` if ``alike``.
+  """
+  arrays, again = jax.tree.leaves(taken[0]), by_fallbacks(facts)
+  # Studies read the usual step.
+  if again == facts or not arrays or is_study():
+    return taken
+  # Devices that see something else must take one branch with these: XLA's permutations
+  # wait for all devices of the program. Whoever has the same bits need not be asked.
+  manual = {*manual_axes()}
+  own = set() if workers is None else {*axis_names(workers)}
+  asked = sorted(manual - own if alike else manual | own)
+  repeat = jax.named_scope(collectives.REPEAT)(lambda: step(again))
+  return lax.cond(collectives.any_nan(arrays, asked), repeat, lambda: taken)

@@ -13,8 +13,7 @@ from gradcomp._src.core.compression import Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import CompressState
-from gradcomp._src.core.step import as_updates, take_step
-from gradcomp._src.exchange import otherwise
+from gradcomp._src.core.step import as_updates, otherwise, take_step
 from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.message_size import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
@@ -126,7 +125,7 @@ def transformation(parts: Compression) -> optax.GradientTransformationExtraArgs:
     taken = take_step(parts, facts(plan), *rest)[:2]
     again = lambda plan: take_step(parts, facts(plan), *rest)[:2]
     axes = across.axes if plan.sends else None
-    return otherwise.otherwise(taken, again, plan, axes)
+    return otherwise(taken, again, plan, axes)
 
   unsent = not parts.exchange.sends
   return on_workers(parts.init, average, parts.axis_name, keeps=unsent, local=unsent)

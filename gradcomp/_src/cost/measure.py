@@ -14,9 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec, payload_of
 from gradcomp._src.codecs.sums.records import Context, Leaf
-from gradcomp._src.codecs.tiles import payload_of
 from gradcomp._src.core.feedback import ErrorFeedback
 from gradcomp._src.core.transform import compress
 from gradcomp._src.cost.cluster import CodecSpeed

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import Citation
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.exchange.hierarchical import Hierarchical
 from gradcomp._src.exchange.layout import Layout
@@ -35,18 +34,11 @@ class Auto(checks.Checked):
 
   feedback: bool = checks.field(True, checks.FLAG)
 
-  citations: ClassVar[tuple[Citation, ...]] = tuple(
-    citation._replace(departure=f"It may choose two_shot. {citation.departure}")
-    for citation in TwoShot.citations
-  )
+  papers: ClassVar[tuple[str, ...]] = ("grubic2018synchronous",)
   name: ClassVar[str] = "auto"
   owners: ClassVar[bool] = False  # unknown until it has picked
   of_leaves: ClassVar[bool] = True
   sends: ClassVar[bool] = True
-
-  @property
-  def keeps(self) -> bool:
-    return self.feedback
 
 
 _SHORT_FORMS: dict[str, Callable[[], Any]] = {
@@ -141,4 +133,6 @@ def reencoding(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choic
     return Choice(AllGather(), "the message is tiny, and a second stage takes longer")
   if any("owned" in codec.facts.refusals for codec in layout.codecs):
     return Choice(AllGather(), "a codec of the message allows no second encoding")
-  return Choice(TwoShot(feedback=exchange.keeps), "it sends 2/N of all_gather's bytes")
+  return Choice(
+    TwoShot(feedback=exchange.feedback), "it sends 2/N of all_gather's bytes"
+  )

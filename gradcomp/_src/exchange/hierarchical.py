@@ -1,21 +1,20 @@
 """``hierarchical``: adds inside groups first, and sends the sums between groups."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import HAN_2021, Citation
 from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
-from gradcomp._src.exchange import collectives, lines, shares
+from gradcomp._src.exchange import collectives, lines, protocol
 from gradcomp._src.exchange.collectives import STAGE, Workers
-from gradcomp._src.exchange.in_turn import in_turn
-from gradcomp._src.exchange.protocol import Outgoing, Received, StageRun, Work
+from gradcomp._src.exchange.protocol import Exchange, Received, Sending, Stage, Work
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.study import Parts, note
 
@@ -27,7 +26,7 @@ _MOST_PIECES, _PIECE_ELEMENTS = 8, 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hierarchical(checks.Checked):
+class Hierarchical(Exchange, checks.Checked):
   r"""Adds inside groups first, and sends the sums, encoded, between groups.
 
   There are H groups of C workers. Worker (h, c) has place c in group h, and owns one
@@ -55,22 +54,11 @@ class Hierarchical(checks.Checked):
   group_size: int | None = checks.field(None, checks.optional(_GROUP))
   feedback: bool = checks.field(True, checks.FLAG)
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      HAN_2021,
-      "Groups add in float32, but where the codec adds in its own format. Owners keep "
-      "what encoding means loses, unless feedback=False.",
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("han2021aps",)
   name: ClassVar[str] = "hierarchical"
   way: ClassVar[Way] = "grouped"
   owners: ClassVar[bool] = True
   of_leaves: ClassVar[bool] = False
-  sends: ClassVar[bool] = True
-
-  @property
-  def keeps(self) -> bool:
-    return self.feedback
 
   def check_axes(self, axis_name: AxisName | None) -> None:
     """Raises ValueError unless there are two axes, or one that is split into groups."""
@@ -83,54 +71,65 @@ class Hierarchical(checks.Checked):
       )
 
   @property
-  def stages(self) -> tuple[StageRun, ...]:
+  def stages(self) -> tuple[Stage, ...]:
     """To add inside groups, to add between them, and to send the sums to all.
 
     Along two axes sums go between groups first, and then inside: each goes to another
     group once.
     """
-    along = (self._gather,) if self.group_size else (self._between, self._inside)
+    along = (self._gather,) if self.group_size else (_between, self._inside)
     return self._add_inside, self._add_between, *along
 
-  def run(self, own: Outgoing, workers: Workers) -> Received:
-    found: Any = None
-    for stage in self.stages:
-      found = stage(own, workers, found)
-    return found
+  def _add_inside(self, own: Sending, _: None) -> list[Sent]:
+    """Adds, over this worker's group, the rows of the H shares of its place."""
+    workers, count, size = groups = self.groups(own.workers)
+    share = [-(-rows // workers.size) for rows in own.layout.rows]
+    pieces, added = _pieces(own.layout.elements, max(share)), []
+    for k in range(pieces):
+      ends = [(n * k // pieces, n * (k + 1) // pieces) for n in share]
+      added.append(_add_piece(own, groups, share, ends))
+    number, sent = jax.lax.axis_index(workers.axis_name), []
+    for i, total in enumerate(own.layout.sums):
+      partial = total.like_one(_joined([x[i] for x in added], count), size)
+      context = own.of_sum(i, number % size, number // size)
+      sent.append(total.send(partial, context, keep=own.keep))
+    return sent
 
-  def _add_inside(self, own: Outgoing, workers: Workers, _: None) -> list[Sent]:
-    return _reduce_inside(own, self.groups(workers))
-
-  def _add_between(self, own: Outgoing, workers: Workers, inside: list[Sent]) -> "Sums":
-    groups = self.groups(workers)
+  def _add_between(self, own: Sending, inside: list[Sent]) -> "Sums":
+    groups = self.groups(own.workers)
     parts = [x.rows.reshape(groups.number, -1, x.rows.shape[1]) for x in inside]
-    received = groups.exchange(lines.join(parts), inside=False)
-    rows = lines.split(received, [x.shape[1:] for x in parts])
-    scales = [workers.scale * x.scale for x in inside]
-    return Sums(inside, shares.finish_shares(own, rows, scales, workers))
+    rows = protocol.exchanged(parts, functools.partial(groups.exchange, inside=False))
+    scales = [own.workers.scale * x.scale for x in inside]
+    return Sums(inside, protocol.finish_shares(own, rows, scales))
 
-  def _gather(self, own: Outgoing, workers: Workers, sums: "Sums") -> Received:
-    name = collectives.final_stage(own.layout.completed, workers)
-    gathered = collectives.gather(sums.line(own), workers.axis_name, name)
-    return sums.received(own, self.groups(workers), gathered)
+  def _gather(self, own: Sending, sums: "Sums") -> Received:
+    name = collectives.final_stage(own.layout.completed, own.workers)
+    gathered = collectives.gather(sums.line(own), own.workers.axis_name, name)
+    return self._total(own, sums, gathered)
 
-  def _between(
-    self, own: Outgoing, workers: Workers, sums: "Sums"
-  ) -> tuple["Sums", jax.Array]:
-    outer, _ = axis_names(workers.axis_name)
-    return sums, collectives.gather(sums.line(own), outer, STAGE)
-
-  def _inside(
-    self, own: Outgoing, workers: Workers, found: tuple["Sums", jax.Array]
-  ) -> Received:
+  def _inside(self, own: Sending, found: tuple["Sums", jax.Array]) -> Received:
     sums, between = found
-    _, inner = axis_names(workers.axis_name)
-    name = collectives.final_stage(own.layout.completed, workers)
+    _, inner = axis_names(own.workers.axis_name)
+    name = collectives.final_stage(own.layout.completed, own.workers)
     inside = collectives.gather(between, inner, name, axis=1)  # [C, H, M, ...]
     # XLA:TPU makes one of the two, without names, but for that of what comes behind.
     with jax.named_scope(name):
-      gathered = inside.swapaxes(0, 1).reshape(workers.size, *between.shape[1:])
-    return sums.received(own, self.groups(workers), gathered)
+      gathered = inside.swapaxes(0, 1).reshape(own.workers.size, *between.shape[1:])
+    return self._total(own, sums, gathered)
+
+  def _total(self, own: Sending, sums: "Sums", gathered: jax.Array) -> Received:
+    """Returns the sums of all workers, by their words, ``[N, M, ...]``."""
+    workers, number, size = self.groups(own.workers)
+    lost: list[jax.Array | None] = [None] * len(sums.between)
+    for i, (inside, between) in enumerate(zip(*sums, strict=True)):
+      if inside.lost is not None:
+        errors = inside.lost.reshape(number, -1, *inside.lost.shape[1:])
+        placed = lines.place(errors, workers, size)
+        if between.lost is not None:
+          placed += lines.place(between.lost[None], workers, workers.size)
+        lost[i] = placed
+    rows = lines.split(gathered, [x.rows.shape for x in sums.between])
+    return protocol.owned_total(own, sums.between, lost, rows)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     count = math.prod(sizes)
@@ -140,14 +139,9 @@ class Hierarchical(checks.Checked):
 
   def groups(self, workers: Workers) -> "Groups":
     """Returns the groups; ValueError if the workers cannot be split into them."""
+    self.check_axes(workers.axis_name)
     if self.group_size is None:
-      if len(axis_names(workers.axis_name)) != 2:
-        raise ValueError(
-          '`axis_name` must be two axes (between, inside) for exchange="hierarchical" '
-          f"without a group_size, got {workers.axis_name!r}."
-        )
-      outer, inner = axis_names(workers.axis_name)
-      return Groups(workers, require_size(outer), require_size(inner))
+      return Groups(workers, *map(require_size, axis_names(workers.axis_name)))
     if workers.size % self.group_size:
       raise ValueError(
         f"`group_size` must divide the {workers.size} workers of "
@@ -180,33 +174,15 @@ class Sums(NamedTuple):
   inside: Sequence[Sent]
   between: Sequence[Sent]
 
-  def line(self, own: Outgoing) -> jax.Array:
+  def line(self, own: Sending) -> jax.Array:
     """Returns the words of its share, ``[M, ...]``."""
-    return lines.join(in_turn([x.rows[None] for x in self.between], own.before))[0]
-
-  def received(self, own: Outgoing, groups: Groups, gathered: jax.Array) -> Received:
-    """Returns the sums of all workers, by their words, ``[N, M, ...]``."""
-    pairs = zip(self.inside, self.between, strict=True)
-    lost = [_lost(inside, between, groups) for inside, between in pairs]
-    rows = lines.split(gathered, [x.rows.shape for x in self.between])
-    return shares.owned_total(own, self.between, lost, rows, groups.workers)
+    rows = [x.rows[None] for x in self.between]
+    return lines.join(collectives.in_turn(rows, own.before))[0]
 
 
-def _reduce_inside(own: Outgoing, groups: Groups) -> list[Sent]:
-  """Adds, over this worker's group, the rows of the H shares of its place."""
-  workers, count, size = groups
-  share = [-(-rows // workers.size) for rows in own.layout.rows]
-  pieces = _pieces(own.layout.elements, max(share))
-  added = []
-  for k in range(pieces):
-    ends = [(n * k // pieces, n * (k + 1) // pieces) for n in share]
-    added.append(_add_piece(own, groups, share, ends))
-  number, sent = jax.lax.axis_index(workers.axis_name), []
-  for i, total in enumerate(own.layout.sums):
-    partial = total.like_one(_joined([x[i] for x in added], count), size)
-    context = own.stages[i].partial(number % size, number // size)
-    sent.append(total.send(partial, context, keep=own.keep))
-  return sent
+def _between(own: Sending, sums: Sums) -> tuple[Sums, jax.Array]:
+  outer, _ = axis_names(own.workers.axis_name)
+  return sums, collectives.gather(sums.line(own), outer, STAGE)
 
 
 def _pieces(elements: int, share: int) -> int:
@@ -217,7 +193,7 @@ def _pieces(elements: int, share: int) -> int:
 
 
 def _add_piece(
-  own: Outgoing, groups: Groups, share: Sequence[int], ends: Sequence[tuple[int, int]]
+  own: Sending, groups: Groups, share: Sequence[int], ends: Sequence[tuple[int, int]]
 ) -> list[Partial]:
   """Adds the rows between ``ends`` of each share, of ``share`` rows, of this place."""
   count, size = groups.number, groups.size
@@ -228,7 +204,7 @@ def _add_piece(
       cut = [rows[0][:0]]  # of a short matrix a message may have no row
       for group in range(count):
         first = (group * size + place) * length
-        cut += _between(rows, first + start, first + stop)
+        cut += _rows_of(rows, first + start, first + stop)
       words = [jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1) for x in cut]
       parts.append(jnp.concatenate(words)[None])
     return lines.join(parts)[0]
@@ -257,13 +233,13 @@ def _add_piece(
 def _lines(rows: jax.Array, groups: Groups, start: int, stop: int) -> jax.Array:
   """Returns the words of the rows between two of each share, ``[C, M]`` by places."""
   # XLA cuts them where the rows are: a stack of lines would hold a gradient more.
-  each = jax.lax.slice_in_dim(shares.shares(rows, groups.workers), start, stop, axis=1)
+  each = jax.lax.slice_in_dim(lines.shares(rows, groups.workers), start, stop, axis=1)
   places = each.reshape(groups.number, groups.size, *each.shape[1:]).swapaxes(0, 1)
   words = jax.lax.bitcast_convert_type(places, jnp.uint32)
   return words.reshape(groups.size, words.size // groups.size)
 
 
-def _between(rows: Sequence[jax.Array], start: int, stop: int) -> list[jax.Array]:
+def _rows_of(rows: Sequence[jax.Array], start: int, stop: int) -> list[jax.Array]:
   """Returns the rows ``[start, stop)`` of adjacent arrays, zeros behind the last."""
   cut, first = [], 0
   for x in rows:
@@ -284,17 +260,7 @@ def _joined(pieces: Sequence[Partial], groups: int) -> Partial:
 
   def joined(*parts: jax.Array) -> jax.Array:
     each = [x.reshape(groups, len(x) // groups, *x.shape[1:]) for x in parts]
-    return shares.stacked(jnp.concatenate(each, axis=1))
+    return lines.stacked(jnp.concatenate(each, axis=1))
 
   total, compensation, lost = jax.tree.map(joined, *[x[:3] for x in pieces])
   return Partial(total, compensation, lost, pieces[0].scale)
-
-
-def _lost(inside: Sent, between: Sent, groups: Groups) -> jax.Array | None:
-  """Returns the errors of this worker's sums, of its group and of its share."""
-  if inside.lost is None:
-    return None
-  lost = inside.lost.reshape(groups.number, -1, *inside.lost.shape[1:])
-  of_group = shares.place(lost, groups.workers, groups.size)
-  of_share = shares.owned_loss(between, groups.workers)
-  return of_group if of_share is None else of_group + of_share

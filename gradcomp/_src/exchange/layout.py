@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,14 @@ import numpy as np
 
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.encoding import JOINT_ENCODING_ELEMENTS
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs.protocol import (
+  Codec,
+  LeafCodec,
+  elements,
+  from_tiles,
+)
 from gradcomp._src.codecs.sums.records import ArrayLike, Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sum
-from gradcomp._src.codecs.tiles import elements, from_tiles, tile_shape, to_tiles
 from gradcomp._src.kernels.materialize import LARGE, materialized, slice_at, unknown
 from gradcomp._src.mesh.axes import automatic_axes
 
@@ -93,37 +97,20 @@ class Layout:
       parts.setdefault(self.slots[i].group, []).append(rows[i])
     return parts
 
-  def tiles(self, number: int, leaf: jax.Array) -> jax.Array:
-    """Splits a leaf into tiles, ``float32[rows, *tile_shape]``, filled with zeros."""
-    codec = self.codec_of(number)
-    return to_tiles(leaf, codec).reshape(-1, *tile_shape(codec))
+  @property
+  def materializes(self) -> bool:
+    """True if a CPU materializes means, which it goes through in the shape of tiles."""
+    # A residual and every state of an optimizer read large leaves.
+    large = self.elements >= LARGE
+    return large and any(self.view(i) != x.shape for i, x in enumerate(self.like))
 
-  def means(
-    self, decoders: Callable[[], Mapping[int, RowDecoder]], received: jax.Array
-  ) -> list[jax.Array]:
-    """Decodes the leaves, in float32, from all workers' ``received`` words."""
-
-    def decode(_: jax.Array) -> dict[int, jax.Array]:
-      return self._decode(self._runs(), decoders())
-
-    tiled = any(self.view(i) != x.shape for i, x in enumerate(self.like))
-    # A residual and every state of an optimizer read large leaves, so a CPU
-    # materializes them.
-    large = tiled and self.elements >= LARGE
-    found = materialized(decode, received) if large else decode(received)
-    return self._shaped(found)
-
-  def decode(self, decoders: Mapping[int, RowDecoder]) -> list[jax.Array]:
-    """Decodes all leaves, in float32, from the decoder of each matrix."""
-    return self._shaped(self.viewed(decoders))
-
-  def _shaped(self, leaves: Mapping[int, jax.Array]) -> list[jax.Array]:
-    return [leaves[i].reshape(like.shape) for i, like in enumerate(self.like)]
-
-  def viewed(self, decoders: Mapping[int, RowDecoder]) -> dict[int, jax.Array]:
-    """Decodes the leaves of some matrices, in the shapes of :meth:`view`."""
-    runs = [x for x in self._runs() if self.slots[x[0]].group in decoders]
-    return self._decode(runs, decoders)
+  def viewed(
+    self, decoders: Callable[[], Mapping[int, RowDecoder]], _: Any = None
+  ) -> dict[int, jax.Array]:
+    """Decodes leaves of some matrices, in float32, in the shapes of :meth:`view`."""
+    found = decoders()
+    runs = [x for x in self._runs() if self.slots[x[0]].group in found]
+    return self._decode(runs, found)
 
   def decode_leaf(self, number: int, decoders: Mapping[int, RowDecoder]) -> jax.Array:
     """Returns the leaf of this number, in float32, from the decoder of its matrix."""
@@ -229,7 +216,7 @@ def arrange(
   slots = []
   for leaf, codec in zip(like, codecs, strict=True):
     start = filled.setdefault(codec, 0)
-    filled[codec] += leaf_rows(codec, leaf)
+    filled[codec] += rows_of(codec, leaf.size)
     slots.append(Slot(list(filled).index(codec), start, filled[codec]))
   return Layout(tuple(filled), tuple(slots), like, replaced)
 
@@ -254,21 +241,16 @@ def leaf_codecs(
   for leaf in leaves:
     bound = codec.bind(leaf)
     facts = bound.facts
-    words, dense = (_words(x, leaf.size) for x in (bound, Dense()))
+    words, dense = (rows_of(x, leaf.size) * x.row_words for x in (bound, Dense()))
     saves = words < dense or (words == dense and facts.in_format)
     large = leaf.size >= least[facts.drops]
     result.append(bound if facts.own_units or (large and saves) else Dense())
   return result
 
 
-def leaf_rows(codec: Codec, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
-  """Returns the number of rows that a leaf fills."""
-  return -(-leaf.size // codec.tile_size) if leaf.size else 0
-
-
-def _words(codec: Codec, size: int) -> int:
-  """Returns the number of words in the rows of ``size`` elements."""
-  return -(-size // codec.tile_size) * codec.row_words if size else 0
+def rows_of(codec: Codec, size: int) -> int:
+  """Returns the number of rows that a leaf of ``size`` elements fills."""
+  return -(-size // codec.tile_size) if size else 0
 
 
 def default_min_leaf_size(sizes: Sequence[int], *, drops: bool = False) -> int:

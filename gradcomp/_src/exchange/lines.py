@@ -1,4 +1,4 @@
-"""Lines of a message: rows of words, joined for the wire, and split again."""
+"""Rows of words: in lines for the wire, and in shares, one for each owner."""
 
 import itertools
 import math
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from gradcomp._src.exchange.collectives import note_parts
+from gradcomp._src.exchange.collectives import Workers, note_parts
 
 Shape = tuple[int, ...]
 
@@ -97,3 +98,36 @@ def _from_lanes(lanes: jax.Array, rest: jax.Array, form: tuple[int, int]) -> jax
     parts = lanes.reshape(count, whole, rows, LANES).swapaxes(1, 2)
     cut = [parts.reshape(count, rows, whole * LANES)]
   return jnp.concatenate([*cut, rest.reshape(count, rows, width % LANES)], axis=2)
+
+
+def shares(rows: jax.Array, workers: Workers) -> jax.Array:
+  """Splits rows into N shares, ``[N, share, ...]``, with zeros behind the last."""
+  share = -(-rows.shape[0] // workers.size)
+  padding = workers.size * share - rows.shape[0]
+  padded = jnp.pad(rows, [(0, padding)] + [(0, 0)] * (rows.ndim - 1))
+  return padded.reshape(workers.size, share, *rows.shape[1:])
+
+
+def own_share(rows: jax.Array, workers: Workers) -> jax.Array:
+  """Returns the rows that this worker owns: ``[rows, ...]`` to ``[share, ...]``."""
+  number = lax.axis_index(workers.axis_name)
+  return lax.dynamic_index_in_dim(shares(rows, workers), number, keepdims=False)
+
+
+def own_rows(share: int, worker: jax.Array) -> jax.Array:
+  """Returns the numbers of the rows in a worker's share, ``int32[share]``."""
+  return worker * share + lax.iota(jnp.int32, share)
+
+
+def stacked(x: jax.Array) -> jax.Array:
+  """Joins shares to rows, with their padding: ``[N * share, ...]``."""
+  return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
+  """Places errors of this worker's shares, ``[groups, share, ...]``, among zeros."""
+  groups, share, *tile = lost.shape
+  own = lax.axis_index(workers.axis_name) % size
+  mine = jnp.arange(size) == own
+  placed = jnp.where(mine.reshape(-1, *[1] * (1 + len(tile))), lost[:, None], 0.0)
+  return placed.reshape(groups * size * share, *tile)

@@ -1,7 +1,7 @@
 """The size of messages by ``message_bytes="auto"``, and the order of their leaves."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from jax.tree_util import KeyPath
@@ -51,45 +51,32 @@ def cut(
   """Cuts leaves, by their numbers and bytes, into messages: the numbers in each."""
   if message_bytes is None:
     return [list(sizes)]
-  if message_bytes != "auto":
-    return _up_to(message_bytes, sizes)
+  if message_bytes != "auto":  # a leaf that is larger has a message of its own
+    return _pieces(sizes, lambda filled, size: filled + size > message_bytes)
   payload = sum(sizes.values())
   least = automatic_bytes(payload, workers)
   if payload <= least:
     return [list(sizes)]
-  pieces = _at_least(least, {i: sizes[i] for i in _last_first(paths) if i in sizes})
+  own = {i: sizes[i] for i in _last_first(paths) if i in sizes}
+  pieces = _pieces(own, lambda filled, _: filled >= least)
+  # The backward pass of less than a quarter is too short for a message to hide in.
+  if len(pieces) > 1 and 4 * sum(sizes[i] for i in pieces[-1]) < least:
+    pieces[-2:] = [pieces[-2] + pieces[-1]]
   return [sorted(piece) for piece in reversed(pieces)]
 
 
-def _up_to(most: int, sizes: Mapping[int, int]) -> list[list[int]]:
-  """Fills messages up to a limit in bytes. A leaf that is larger has its own."""
+def _pieces(
+  sizes: Mapping[int, int], full: Callable[[int, int], bool]
+) -> list[list[int]]:
+  """Cuts leaves where ``full(bytes so far, bytes of the next leaf)``."""
   pieces: list[list[int]] = []
-  filled = most
-  for i, size in sizes.items():
-    if not pieces or filled + size > most:
-      pieces.append([])
-      filled = 0
-    pieces[-1].append(i)
-    filled += size
-  return pieces
-
-
-def _at_least(least: int, sizes: Mapping[int, int]) -> list[list[int]]:
-  """Fills each message until it has a number of bytes.
-
-  The rest is a message, too. But below a quarter of that number it joins the last one:
-  the backward pass of so little is too short for a message to hide in.
-  """
-  pieces: list[list[int]] = [[]]
   filled = 0
   for i, size in sizes.items():
-    if filled >= least:
+    if not pieces or full(filled, size):
       pieces.append([])
       filled = 0
     pieces[-1].append(i)
     filled += size
-  if len(pieces) > 1 and 4 * filled < least:
-    pieces[-2:] = [pieces[-2] + pieces[-1]]
   return pieces
 
 

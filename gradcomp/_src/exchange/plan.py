@@ -1,33 +1,33 @@
-"""The messages of a step: the leaves of each, their layout and exchange."""
+"""The plan of a step: its messages with their leaves, and what owners keep of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.tree_util import KeyPath, keystr
 
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs.protocol import Codec, LeafCodec, tile_shape, working_dtype
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import sum_limit
-from gradcomp._src.codecs.tiles import working_dtype
 from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange.auto import Auto, Choice, choose, reencoding
 from gradcomp._src.exchange.message_size import MessageBytes, cut
 from gradcomp._src.exchange.one_stage import AllReduce
-from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange.protocol import Exchange, Message
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
 from gradcomp._src.mesh.platforms import platform
 
+# Owner residuals by the axes that stack them: ("data",), or ("data", "model") for
+# leaves that are sharded over a model axis.
+OwnerResiduals = dict[Axes, tuple[jax.Array, ...]]
 
-class Message(NamedTuple):
-  """The leaves that share the collectives of one exchange."""
-
-  leaves: tuple[int, ...]  # the numbers of the leaves in the flattened tree
-  layout: layouts.Layout  # the place of each leaf in the rows
-  exchange: Exchange
-  others: tuple[str, ...]  # the other axes, over which the leaves vary
-  reason: str  # the reason for the exchange
+MADE_FOR_SHARDS = (
+  "make the state by optimizer.init with this transformation and as many workers, "
+  "inside the map or under jax.set_mesh(mesh), or for shards of a model by "
+  "gradcomp.init_state(..., param_specs=) with the specs of the gradients; and pass it "
+  "through with gradcomp.state_specs."
+)
 
 
 class MessagePlan(NamedTuple):
@@ -178,6 +178,83 @@ def _kinds(
   for i, (like, codec, _) in parts.items():
     alone = apart and codec.facts.plain
     kind = _Kind(others[i], alone, like.dtype == np.float64)
-    nbytes = like.dtype.itemsize * layouts.leaf_rows(codec, like) * codec.row_words
+    nbytes = like.dtype.itemsize * layouts.rows_of(codec, like.size) * codec.row_words
     kinds.setdefault(kind, {})[i] = nbytes
   return kinds
+
+
+class OwnedMatrix(NamedTuple):
+  """The matrix number ``group`` of a message, with an owner residual of ``shape``."""
+
+  message: Message
+  group: int
+  shape: tuple[int, ...]
+
+  @property
+  def codec(self) -> Codec:
+    """The codec of its rows."""
+    return self.message.layout.codecs[self.group]
+
+  def leaves(self) -> Iterator[tuple[int, layouts.Slot, jax.ShapeDtypeStruct]]:
+    """Returns the number, the rows and the shape of each leaf in the matrix."""
+    leaves, layout = self.message.leaves, self.message.layout
+    every = zip(leaves, layout.slots, layout.like, strict=True)
+    return (leaf for leaf in every if leaf[1].group == self.group)
+
+
+def owned_matrices(plan: MessagePlan) -> dict[Axes, list[OwnedMatrix]]:
+  """Lists the matrices with an owner residual, by mesh axes, in the state's order."""
+  result: dict[Axes, list[OwnedMatrix]] = {}
+  for message in plan.messages:
+    for group, shape in enumerate(_shapes(plan, message)):
+      if shape is not None:
+        axes = own_axes(plan.axis_name, message.others)
+        result.setdefault(axes, []).append(OwnedMatrix(message, group, shape))
+  return result
+
+
+def owner_shapes(plan: MessagePlan) -> dict[Axes, list[tuple[int, ...]]]:
+  """Returns the shapes of a worker's owner residuals, by axes."""
+  matrices = owned_matrices(plan)
+  return {axes: [x.shape for x in found] for axes, found in matrices.items()}
+
+
+def owner_residuals(
+  plan: MessagePlan, stored: OwnerResiduals | None
+) -> list[list[jax.Array | None]]:
+  """Returns each codec's owner residual, or None, by message; checks shapes."""
+  shapes = [_shapes(plan, message) for message in plan.messages]
+  if stored is None:
+    return [[None] * len(own) for own in shapes]
+  wanted = owner_shapes(plan)
+  for axes in {**wanted, **stored}:
+    need, got = wanted.get(axes, []), [x.shape for x in stored.get(axes, ())]
+    if got != need:
+      raise ValueError(
+        f"`state.server_residual`[{axes!r}] must have arrays of the shapes {need}, "
+        f"which the second stage keeps, got {got or 'none'}; {MADE_FOR_SHARDS}"
+      )
+  rest = {axes: iter(arrays) for axes, arrays in stored.items()}
+  places = [own_axes(plan.axis_name, message.others) for message in plan.messages]
+  return [
+    [None if shape is None else next(rest[axes]) for shape in own]
+    for axes, own in zip(places, shapes, strict=True)
+  ]
+
+
+def _shapes(plan: MessagePlan, message: Message) -> list[tuple[int, ...] | None]:
+  """Returns the shape of each codec's owner residual; None for one without."""
+  layout, exchange = message.layout, message.exchange
+  if not (exchange.owners and exchange.feedback and layout.replaced is None):
+    return [None] * len(layout.codecs)
+
+  # Owners of exact sums keep none. If a codec rounds sums at random in any case, they
+  # keep one only if workers keep residuals, too: else the errors would add up.
+  def keeps(codec: Codec) -> bool:
+    draws = codec.to_nearest().needs_key
+    return not codec.facts.exact and (plan.feedback or not draws)
+
+  return [
+    (-(-rows // plan.workers), *tile_shape(codec)) if rows and keeps(codec) else None
+    for codec, rows in zip(layout.codecs, layout.rows, strict=True)
+  ]

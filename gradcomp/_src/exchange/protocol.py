@@ -1,72 +1,92 @@
-"""The protocol of exchanges, and the records that they take and return."""
+"""The messages of a step on one worker, and ``Exchange``, the base of schedules."""
 
-from collections.abc import Callable, Mapping, Sequence
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.sums.records import Context, Encoded
-from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, Way
+from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
+from gradcomp._src.exchange import collectives, lines
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.kernels.common import dithers
+from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.study import noted
 
 
-class Stage(NamedTuple):
-  """The later encodings of one codec, which encode sums."""
+class Message(NamedTuple):
+  """The leaves that share the collectives of one exchange."""
 
-  context: Context  # the context of this worker and codec
-  residual: jax.Array | None  # the owner residual from the last step, or None
-
-  @property
-  def whole(self) -> Context:
-    """The context for encoding whole sums."""
-    # Only one worker encodes the sum of a share, so that it draws its own bits.
-    return self.context._replace(dither=None)
-
-  def partial(self, part: jax.Array, number: jax.Array | int) -> Context:
-    """Returns the context for partial sum ``number`` of the rows ``part``."""
-    key, shared = self.context.key, self.context.dither
-    if key is None:
-      return self.context
-    if shared is not None:
-      shared = dithers.dither(fold_key(shared[:2], part), number)
-    return self.context._replace(key=fold_key(key, number), dither=shared)
+  leaves: tuple[int, ...]  # the numbers of the leaves in the flattened tree
+  layout: Layout  # the place of each leaf in the rows
+  exchange: "Exchange"
+  others: tuple[str, ...]  # the other axes, over which the leaves vary
+  reason: str  # the reason for the exchange
 
 
-class Outgoing(NamedTuple):
-  """One worker's part of a message, in the form in which an exchange adds it."""
+class Sending(NamedTuple):
+  """A message on one worker: its leaves, and behind ``before`` what encodes them."""
 
-  layout: Layout  # the place of each leaf in the message
+  message: Message
+  exchange: "Exchange"  # Local() where there is nothing to send
+  workers: Workers  # that exchange the message
+  leaves: Sequence[jax.Array]  # samples, for a mean, in float32 or float64
+  contexts: Sequence[Context]  # of each leaf
+  later: Sequence[Context]  # of each codec, which encodes sums
+  residuals: Sequence[jax.Array | None]  # the owner residual of each codec
+  factor: int  # N, by which addends of a sum were multiplied to be samples; else 1
+  keep: bool  # whether to return rounding errors
+  mark: bool  # whether to return the positions of the sent elements
+  watch: bool  # whether to return the sent parts
+  before: Sequence[jax.Array] = ()  # what the message before this one brought
   # For each codec, arrays of rows that follow one another. The encoded rows are one
   # array, uint32[rows, words]. Where the exchange adds before it encodes, each leaf has
   # its tiles, float32[rows, *tile_shape]. The leaves themselves, one after the other,
   # if they are plain and an exchange adds them as they are.
-  adjacent: Sequence[Sequence[jax.Array]]
-  encoded: Mapping[int, Encoded]  # the leaves that are encoded, by their numbers
-  agreed: list[jax.Array | None]  # statistics of each codec, a line a row
-  contexts: Sequence[Context]  # the contexts of the leaves
-  stages: Sequence[Stage]  # the later encodings of each codec
-  keep: bool  # whether to return rounding errors
-  before: Sequence[jax.Array] = ()  # words that the message before this one brought
+  adjacent: Sequence[Sequence[jax.Array]] = ()
+  encoded: Mapping[int, Encoded] = MappingProxyType({})  # by the numbers of leaves
+  agreed: Sequence[jax.Array | None] = ()  # statistics of each codec, a line a row
+
+  @property
+  def layout(self) -> Layout:
+    """The place of each leaf in the rows."""
+    return self.message.layout
+
+  @property
+  def adds_leaves(self) -> bool:
+    """True if the exchange adds plain leaves as they are."""
+    adds = self.exchange.way == "reduced" or not self.exchange.sends
+    return adds and self.layout.plain
 
   @property
   def parts(self) -> list[jax.Array]:
     """The adjacent arrays, joined to one for each codec."""
     return [x[0] if len(x) == 1 else jnp.concatenate(x) for x in self.adjacent]
 
-  def leaf_rows(self, group: int) -> list[LeafRows]:
-    """Returns the key and the number of rows of each leaf of a codec."""
-    return [
-      LeafRows(context.key, slot.stop - slot.start)
-      for context, slot in zip(self.contexts, self.layout.slots, strict=True)
-      if slot.group == group
-    ]
+  @contextlib.contextmanager
+  def scope(self) -> Iterator[None]:
+    """Names the operations of the message in profiles and traces."""
+    name = f"gradcomp_{self.message.exchange.name}"
+    with jax.named_scope(name), noted(self.message):
+      yield
+
+  def of_sum(self, group: int, part: jax.Array, number: jax.Array | int) -> Context:
+    """Returns the context that encodes partial sum ``number`` of the rows ``part``."""
+    context = self.later[group]
+    key, shared = context.key, context.dither
+    if key is None:
+      return context
+    if shared is not None:
+      shared = dithers.dither(fold_key(shared[:2], part), number)
+    return context._replace(key=fold_key(key, number), dither=shared)
 
   def decoders(self) -> dict[int, RowDecoder]:
     """Returns the decoder of this worker's own rows, for each codec with any."""
@@ -74,6 +94,19 @@ class Outgoing(NamedTuple):
     coded = sorted({self.layout.slots[i].group for i in self.encoded})
     rows = {i: self.adjacent[i][0][None] for i in coded}
     return {i: sums[i].gathered(rows[i], agreed[i], 1.0) for i in coded}
+
+  def as_given(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Turns samples back into addends of a sum, where leaves were given as such."""
+    return times(leaves, 1 / self.factor)
+
+
+def times(leaves: Sequence[jax.Array], factor: float) -> list[jax.Array]:
+  """Multiplies arrays by a factor, with the same bits in all maps."""
+  if factor == 1:
+    return list(leaves)
+  # Else a compiler contracts this product with a sum, and in maps another one.
+  narrow = lambda x: x.dtype == jnp.float32
+  return [scaled(x, factor) if narrow(x) else x * factor for x in leaves]
 
 
 class Received(NamedTuple):
@@ -110,9 +143,11 @@ class Work(NamedTuple):
 
 CODED_ONCE = Work(encoded=Fraction(1), decoded=Fraction(1))
 
+# ``(own, found)``, where ``found`` is what the stage before it returned, or None.
+Stage = Callable[[Sending, Any], Any]
 
-@runtime_checkable
-class Exchange(Protocol):
+
+class Exchange(abc.ABC):
   """A schedule of sends and additions of rows, a frozen dataclass with its options.
 
   It does not know the numbers that are added: the sum of the codec does.
@@ -123,24 +158,24 @@ class Exchange(Protocol):
     owners: whether each worker owns a share of the rows, and sends their sums to all.
     of_leaves: whether each worker encodes its leaves before anything is added.
     sends: whether workers exchange anything.
+    feedback: whether owners keep owner residuals.
+    in_turn: whether a message is encoded when the one before it has come.
   """
 
   name: ClassVar[str]
   way: ClassVar[Way]
-  owners: ClassVar[bool]
-  of_leaves: ClassVar[bool]
-  sends: ClassVar[bool]
+  owners: ClassVar[bool] = False
+  of_leaves: ClassVar[bool] = True
+  sends: ClassVar[bool] = True
+  feedback: bool = False
+  in_turn: bool = False
 
   @property
-  def keeps(self) -> bool:
-    """True if owners keep owner residuals."""
+  @abc.abstractmethod
+  def stages(self) -> tuple[Stage, ...]:
+    """The stages, between which computations may lie; the last returns the sums."""
 
-  def check_axes(self, axis_name: AxisName | None) -> None:
-    """Raises ValueError if the exchange cannot run over the axes."""
-
-  def run(self, own: Outgoing, workers: Workers) -> Received:
-    """Sends this worker's part, and returns the sum over all workers."""
-
+  @abc.abstractmethod
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     """Returns a worker's computation, for :mod:`gradcomp.cost`.
 
@@ -149,19 +184,9 @@ class Exchange(Protocol):
       plain: whether all leaves are added as they are.
     """
 
-
-# ``(own, workers, found)``, where ``found`` is what the stage before it returned.
-StageRun = Callable[[Outgoing, Workers, Any], Any]
-
-
-def stages_of(exchange: Exchange) -> tuple[StageRun, ...]:
-  """Returns the parts of ``run``, one after the other; the last returns its result.
-
-  An exchange may have them as ``stages``, so that computations lie between them. Else
-  its only stage is ``run``.
-  """
-  whole = (lambda own, workers, _: exchange.run(own, workers),)
-  return getattr(exchange, "stages", whole)
+  def check_axes(self, axis_name: AxisName | None) -> None:
+    """Raises ValueError if the exchange cannot run over the axes."""
+    return None
 
 
 def returns_means(exchange: Any) -> bool:
@@ -170,21 +195,58 @@ def returns_means(exchange: Any) -> bool:
   return exchange.sends and getattr(exchange, "merge", "mean") == "mean"
 
 
-def waits(exchange: Exchange) -> bool:
-  """Returns True if a message is encoded when the one before it has come.
+def exchanged(
+  parts: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]
+) -> list[jax.Array]:
+  """Sends arrays, ``[N, ...]`` by their receivers; returns them by their senders."""
+  received = send(lines.join(parts))
+  return lines.split(received, [part.shape[1:] for part in parts])
 
-  An exchange may say so by ``in_turn``.
+
+def finish_shares(
+  own: Sending, rows: Sequence[jax.Array], scales: Sequence[float]
+) -> list[Sent]:
+  """Adds K payloads of owned rows, ``[K, share, words]``, and encodes sums for all."""
+  sent = []
+  for i, total in enumerate(own.layout.sums):
+    partial = total.fold(rows[i], scales[i], keep=own.keep)
+    # Only one worker encodes the sum of a share, so that it draws its own bits.
+    context = own.later[i]._replace(dither=None)
+    given = partial, context, own.residuals[i], own.workers.size
+    sent.append(total.finish(*given, keep=own.keep))
+  return sent
+
+
+def gather_rows(
+  layout: Layout, matrices: Sequence[jax.Array], workers: Workers
+) -> tuple[list[jax.Array], jax.Array]:
+  """Gathers all workers' rows, one matrix a codec.
+
+  Returns them as ``uint32[N, rows, words]``, and the lines that they were sent in.
   """
-  return getattr(exchange, "in_turn", False)
+  name = collectives.final_stage(layout.completed, workers)
+  line = lines.join([matrix[None] for matrix in matrices])[0]
+  line = collectives.gather(line, workers.axis_name, name)
+  return lines.split(line, [matrix.shape for matrix in matrices]), line
 
 
-class WithoutOwners:
-  """Base class of exchanges that have no owners and run over any axes."""
+def owned_total(
+  own: Sending,
+  sent: Sequence[Sent],
+  lost: Sequence[jax.Array | None],
+  gathered: Sequence[jax.Array],
+) -> Received:
+  """Returns the sums of N owners, ``gathered``, and the errors that a worker keeps.
 
-  owners: ClassVar[bool] = False
-  of_leaves: ClassVar[bool] = True
-  sends: ClassVar[bool] = True
-  keeps: ClassVar[bool] = False
+  For each codec, ``sent`` is this worker's encoded sum, ``gathered`` has all,
+  ``uint32[N, rows, words]``, and ``lost`` ``float32[rows, *tile_shape]``, or None.
+  """
+  sums, agreed, n = own.layout.sums, own.agreed, own.workers.size
+  owned = [-(-rows // n) for rows in own.layout.rows]
 
-  def check_axes(self, axis_name: AxisName | None) -> None:
-    """Accepts any axes."""
+  def decoders() -> dict[int, RowDecoder]:
+    value = lambda i, x: x.value(gathered[i], agreed[i], sent[i].scale, owned[i], n)
+    return {i: value(i, x) for i, x in enumerate(sums)}
+
+  kept = {i: sums[i].loss(x, agreed[i]) for i, x in enumerate(lost) if x is not None}
+  return Received(gathered, decoders, lost=kept, residuals=[x.residual for x in sent])

@@ -9,76 +9,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._src.bibliography import HAN_2021, Citation
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
-from gradcomp._src.exchange import lines, shares
-from gradcomp._src.exchange.collectives import Workers, pass_on
-from gradcomp._src.exchange.in_turn import in_turn
-from gradcomp._src.exchange.protocol import Outgoing, Received, WithoutOwners, Work
+from gradcomp._src.exchange import collectives, lines, protocol
+from gradcomp._src.exchange.protocol import Exchange, Received, Sending, Work
 from gradcomp._src.mesh.types import mark_varying
 
 _Sums = tuple[jax.Array, jax.Array | None, jax.Array | None]  # arrays of a Partial
 
 
-@dataclasses.dataclass(frozen=True)
-class Ring(WithoutOwners):
-  r"""Passes partial sums from worker to worker, and sends the whole sums to all.
-
-  The rows are split into N shares. The sum of share ``d`` starts at worker ``d + 1``,
-  takes N-1 hops, and ends at its owner ``d``. Each worker that receives it adds its own
-  part and encodes the sum again:
-
-  .. math:: s_{k} = Q(s_{k-1} + g_k)
-
-  Each worker encodes each share once, and its own share last. Its residual holds the
-  error :math:`e_k` of each of its encodings: :math:`\sum_k e_k = \sum_k g_k - s_N`. The
-  hops of a share round by the same random bits, each with a mask of its own. The last
-  two, which have the largest sums, are a pair, so that a part of their errors cancels.
-  But the last hop rounds a sum that depends on its bits, so that the mean is biased: by
-  7 % of its squared error for 4 bits and N = 2. With ``dither="independent"`` it is
-  unbiased, and its squared error 1.3 to 1.9 times as large.
-
-  References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
-  """
-
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      HAN_2021,
-      "Hops round by random bits that they share. Each worker keeps what its encodings "
-      "lose, if feedback is on.",
-    ),
-  )
-  name: ClassVar[str] = "ring"
-  way: ClassVar[Way] = "passed"
-  of_leaves: ClassVar[bool] = False
-
-  def run(self, own: Outgoing, workers: Workers) -> Received:
-    sent, lost = reduce(own, workers)
-    rows = in_turn([x.rows for x in sent], own.before)
-    gathered = shares.gather_rows(own.layout, rows, workers)
-    # Scales are applied to whole sums; no owner keeps a residual.
-    sent = [Sent(x.rows, scale=workers.scale * x.scale) for x in sent]
-    return shares.owned_total(own, sent, lost or [None] * len(sent), gathered, workers)
-
-  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
-    hops = Fraction(math.prod(sizes) - 1, math.prod(sizes))
-    return Work(encoded=Fraction(1), decoded=hops + 1, summed=hops)
-
-
-def reduce(own: Outgoing, workers: Workers) -> tuple[list[Sent], list[jax.Array]]:
+def reduce(own: Sending) -> tuple[list[Sent], list[jax.Array]]:
   """Adds up this worker's share; returns its sums, and errors of all rows if kept."""
-  sums, n = own.layout.sums, workers.size
-  parts = [shares.shares(addend, workers) for addend in own.parts]
+  sums, workers, n = own.layout.sums, own.workers, own.workers.size
+  parts = [lines.shares(addend, workers) for addend in own.parts]
   index = lax.axis_index(workers.axis_name)
 
   def addend(group: int, share: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(parts[group], share, keepdims=False)
 
   def context(group: int, hop: jax.Array | int) -> Context:
-    return own.stages[group].partial((index - 1 - hop) % n, n - 1 - hop)
+    return own.of_sum(group, (index - 1 - hop) % n, n - 1 - hop)
 
   def noted(lost: list[jax.Array], sent: list[Sent], share: jax.Array) -> list:
     """Writes the rounding errors of a share into the array of all rows' errors."""
@@ -94,7 +44,7 @@ def reduce(own: Outgoing, workers: Workers) -> tuple[list[Sent], list[jax.Array]
     """Passes sums on, and adds this worker's part to the received ones."""
     arrays = [x for one in sent for x in (one.rows, *one.riders)]
     message = lines.join([x[None] for x in arrays])[0]
-    message = pass_on(message, workers.axis_name, n)[None]
+    message = collectives.pass_on(message, workers.axis_name, n)[None]
     received = iter(x[0] for x in lines.split(message, [x.shape for x in arrays]))
     partials = []
     for i, (total, one) in enumerate(zip(sums, sent, strict=True)):
@@ -124,7 +74,7 @@ def reduce(own: Outgoing, workers: Workers) -> tuple[list[Sent], list[jax.Array]
     sent = [start(i, x) for i, x in enumerate(sums)]
   # The zeros have the type of the addends, which may differ over other axes, too.
   pairs = zip(sums, parts, strict=True) if own.keep else ()
-  lost = [jnp.zeros_like(shares.stacked(total.read(part))) for total, part in pairs]
+  lost = [jnp.zeros_like(lines.stacked(total.read(part))) for total, part in pairs]
   lost = noted(mark_varying(lost, workers.axis_name), sent, first)
   if n > 1:
     # A loop materializes sums before a step encodes them. Else XLA would decode the
@@ -133,3 +83,46 @@ def reduce(own: Outgoing, workers: Workers) -> tuple[list[Sent], list[jax.Array]
     sent = finish(passing[0])
     lost = noted(passing[1], sent, index)
   return sent, lost
+
+
+def _pass_around(own: Sending, _: None) -> Received:
+  sent, lost = reduce(own)
+  rows = collectives.in_turn([x.rows for x in sent], own.before)
+  gathered = protocol.gather_rows(own.layout, rows, own.workers)[0]
+  # Scales are applied to whole sums; no owner keeps a residual.
+  sent = [Sent(x.rows, scale=own.workers.scale * x.scale) for x in sent]
+  return protocol.owned_total(own, sent, lost or [None] * len(sent), gathered)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring(Exchange):
+  r"""Passes partial sums from worker to worker, and sends the whole sums to all.
+
+  The rows are split into N shares. The sum of share ``d`` starts at worker ``d + 1``,
+  takes N-1 hops, and ends at its owner ``d``. Each worker that receives it adds its own
+  part and encodes the sum again:
+
+  .. math:: s_{k} = Q(s_{k-1} + g_k)
+
+  Each worker encodes each share once, and its own share last. Its residual holds the
+  error :math:`e_k` of each of its encodings: :math:`\sum_k e_k = \sum_k g_k - s_N`. The
+  hops of a share round by the same random bits, each with a mask of its own. The last
+  two, which have the largest sums, are a pair, so that a part of their errors cancels.
+  But the last hop rounds a sum that depends on its bits, so that the mean is biased: by
+  7 % of its squared error for 4 bits and N = 2. With ``dither="independent"`` it is
+  unbiased, and its squared error 1.3 to 1.9 times as large.
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
+  """
+
+  papers: ClassVar[tuple[str, ...]] = ("han2021aps",)
+  name: ClassVar[str] = "ring"
+  way: ClassVar[Way] = "passed"
+  of_leaves: ClassVar[bool] = False
+  stages = (_pass_around,)
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    hops = Fraction(math.prod(sizes) - 1, math.prod(sizes))
+    return Work(encoded=Fraction(1), decoded=hops + 1, summed=hops)

@@ -1,38 +1,32 @@
-"""The step of one message: agrees, encodes, exchanges and decodes its leaves."""
+"""The average of a step: agrees, encodes, exchanges and decodes, by messages."""
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from gradcomp._src.codecs.encoding import encode_leaves
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.protocol import Codec, from_tiles, tile_shape, to_tiles
 from gradcomp._src.codecs.sums.records import Context, Memory
-from gradcomp._src.codecs.tiles import from_tiles
-from gradcomp._src.exchange.collectives import Workers, largest
-from gradcomp._src.exchange.in_turn import behind
+from gradcomp._src.exchange import collectives
+from gradcomp._src.exchange import plan as plans
+from gradcomp._src.exchange.collectives import ALONE, STAGE, Workers
 from gradcomp._src.exchange.one_stage import Local
-from gradcomp._src.exchange.owners import OwnerResiduals
-from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
-from gradcomp._src.exchange.protocol import (
-  Exchange,
-  Outgoing,
-  Received,
-  Stage,
-  stages_of,
-  waits,
-)
-from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.materialize import packed, slice_at, unknown
-from gradcomp._src.mesh.study import noted
+from gradcomp._src.exchange.plan import MessagePlan, OwnerResiduals
+from gradcomp._src.exchange.protocol import Exchange, Received, Sending, times
+from gradcomp._src.kernels.materialize import materialized, packed, slice_at, unknown
+from gradcomp._src.mesh.axes import axis_names, require_size
+from gradcomp._src.mesh.study import FITTING, noted
 
 Leaves = list[jax.Array]
+Arrays = Sequence[jax.Array] | Mapping[int, jax.Array]  # by the numbers of leaves
 
 
 class Step(NamedTuple):
@@ -49,53 +43,6 @@ class Step(NamedTuple):
   mark: bool  # whether to return the positions of the sent elements
   watch: bool  # whether to return the sent parts
   instead: Exchange | None = None  # the exchange of all messages, in place of their own
-
-
-class Sending(NamedTuple):
-  """The leaves of one message on one worker, before they are encoded."""
-
-  step: Step
-  message: Message
-  leaves: Leaves  # samples, for a mean, in float32 or float64
-  workers: Workers | None  # that exchange the message; None to exchange nothing
-  contexts: Sequence[Context]  # the context of each leaf, except for statistics
-  stages: Sequence[Stage]  # the later encodings of each codec
-  factor: int  # N, by which addends of a sum were multiplied to be samples; else 1
-
-  @property
-  def exchange(self) -> Exchange:
-    """The exchange of the message; ``Local()`` where there is nothing to send."""
-    if self.workers is None:
-      return Local()
-    return self.step.instead or self.message.exchange
-
-  @property
-  def adds_leaves(self) -> bool:
-    """True if the exchange adds plain leaves as they are."""
-    adds = self.exchange.way == "reduced" or not self.exchange.sends
-    return adds and self.message.layout.plain
-
-  def encodes(self, number: int) -> bool:
-    """Returns True if a leaf is encoded before anything is added."""
-    rows = self.message.layout.codec_of(number).facts.of_rows
-    return not self.adds_leaves and (self.exchange.of_leaves or rows)
-
-  def behind(self, before: Sequence[jax.Array]) -> "Sending":
-    """Returns the message, to encode after ``before`` has come if it is in turn."""
-    if not waits(self.exchange):
-      return self
-    return self._replace(leaves=behind(self.leaves, before))
-
-  @contextlib.contextmanager
-  def scope(self) -> Iterator[None]:
-    """Names the operations of the message in profiles and traces."""
-    name = f"gradcomp_{self.message.exchange.name}"
-    with jax.named_scope(name), noted(self.message):
-      yield
-
-  def as_given(self, leaves: Leaves) -> Leaves:
-    """Turns samples back into addends of a sum, where leaves were given as such."""
-    return leaves if self.factor == 1 else times(leaves, 1 / self.factor)
 
 
 @functools.partial(
@@ -118,43 +65,122 @@ class Own:
 
   def unsent(self, leaf: jax.Array) -> jax.Array:
     """Returns the unsent part of a leaf, given in the shape of the view."""
-    (sample,) = [leaf] if self.factor == 1 else times([leaf], self.factor)
+    (sample,) = times([leaf], self.factor)
     agreed, count = self.agreed, len(self.rows)
     if agreed is not None:
       agreed = jnp.broadcast_to(agreed, (count, agreed.shape[1]))
     tiles = self.codec.sums.gathered(self.rows[None], agreed, 1.0)(0, count)
     like = jax.ShapeDtypeStruct(self.shape, jnp.float32)
     own = sample - from_tiles(tiles, like, self.codec)
-    return own if self.factor == 1 else times([own], 1 / self.factor)[0]
+    return times([own], 1 / self.factor)[0]
 
 
 class Reduced(NamedTuple):
-  """The result of a step, or of one of its messages."""
+  """The result of a step for one leaf; None for what was not asked for."""
 
-  mean: Leaves  # the mean of each leaf
-  # For each message, the means of the rows of each leaf that this worker owns, where
-  # they stay with their owners; then there is no mean.
-  shares: list[Leaves]
-  unsent: Leaves  # the unsent part of each leaf, in its units; empty without keep
-  # For each leaf, the rows that compute its unsent part anew; None if it must be read.
-  own: Sequence[Own | None]  # empty without keep
-  # For each leaf, the flat positions of the elements that this worker sent; None if it
-  # sent all of them, or without mark; a mask of 2**31 elements or more.
-  chosen: list[jax.Array | None]
-  owned: OwnerResiduals | None  # the new owner residuals, or None
-  memory: list[Memory]  # the new codec state of each leaf
-  sent: Leaves  # the decoded payload of each leaf; empty without watch
+  mean: Any
+  share: Any  # the rows that this worker owns, in place of a mean
+  unsent: Any  # in units of the leaf
+  own: Own | None  # the rows that compute the unsent part anew; None if it is read
+  # The flat positions of the elements that this worker sent; None if it sent all of
+  # them. A mask of 2**31 elements or more.
+  chosen: jax.Array | None
+  memory: Memory  # the new codec state
+  sent: Any  # the decoded payload
+
+
+class Averaged(NamedTuple):
+  """The result of all messages of an average."""
+
+  leaves: dict[int, Reduced]  # by number
+  owned: OwnerResiduals | None  # the new owner residuals
+  came: Sequence[jax.Array]  # what the message of the next average waits for
+
+
+class Averaging(NamedTuple):
+  """A way to average leaves, or other arrays in their place."""
+
+  parts: plans.Averages  # what each average takes, which messages hold
+  run: Callable[[Step, Any], Averaged]
+
+
+def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Averaged:
+  """Averages arrays over all workers, when those of an average before have come.
+
+  The last message is the first to go, as the backward pass comes to its leaves first.
+  """
+  step = step._replace(memory=refit(step, arrays))
+  found: dict[int, Reduced] = {}
+  owned: OwnerResiduals = {axes: () for axes in step.owned or {}}
+  for sending in sendings(step, arrays):
+    with sending.scope():
+      encoded = encode(sending, agree(sending), came)
+      received: Any = None
+      for stage in encoded.exchange.stages:
+        received = stage(encoded, received)
+      came = received.came
+      parts = decode(encoded, received)
+    found |= zip(sending.message.leaves, parts, strict=True)
+    new = tuple(x for x in received.residuals if x is not None)
+    if new:
+      axes = plans.own_axes(step.plan.axis_name, sending.message.others)
+      owned[axes] = (*new, *owned.get(axes, ()))
+  for i in found:
+    own = found[i].memory.own
+    found[i] = found[i]._replace(memory=step.memory[i]._replace(own=own))
+  return Averaged(found, None if step.owned is None else owned, came)
+
+
+WHOLE = Averaging(plans.whole_leaves, average)
+
+
+def sendings(step: Step, arrays: Arrays) -> Iterator[Sending]:
+  """Yields the messages of a step, the last one first, before they are encoded."""
+  residuals = plans.owner_residuals(step.plan, step.owned)
+  every = list(zip(step.plan.messages, step.later, residuals, strict=True))
+  for message, keys, owned in reversed(every):
+    layout, workers, factor = message.layout, step.workers, 1
+    leaves = [arrays[i] for i in message.leaves]
+    if workers is not None and workers.scale == 1 and not layout.plain:
+      # An addend is an Nth of a worker's gradient, and may underflow in a type that
+      # holds the gradient. With N a power of two the products are exact, so that plain
+      # jax.jit has the bits of maps. Leaves that are added without encoding stay
+      # addends.
+      factor = workers.size
+      leaves, workers = times(leaves, factor), workers._replace(scale=1 / factor)
+    memory = [step.memory[i] for i in message.leaves]
+    exchange = step.instead or message.exchange
+    if not message.exchange.sends:  # no worker knows the memories of others
+      memory = [x._replace(shared=()) for x in memory]
+    if workers is None or not layout.elements or not message.exchange.sends:
+      exchange, workers = Local(), ALONE
+    pairs = list(zip(layout.slots, memory, strict=True))
+    first = {slot.group: Memory(x.shared, None) for slot, x in reversed(pairs)}
+    own = zip((step.keys[i] for i in message.leaves), memory, strict=True)
+    yield Sending(
+      message,
+      exchange,
+      workers,
+      leaves,
+      [key._replace(memory=x, step=step.number) for key, x in own],
+      [x._replace(memory=first[i], step=step.number) for i, x in enumerate(keys)],
+      owned,
+      factor,
+      step.keep,
+      step.mark,
+      step.watch,
+    )
 
 
 def agree(sending: Sending) -> list[jax.Array | None]:
   """Takes the maximum of each leaf's statistics, or None, over all workers at once."""
-  codec_of = sending.message.layout.codec_of
+  codec_of = sending.layout.codec_of
   wanted = [codec_of(i).agree(leaf) for i, leaf in enumerate(sending.leaves)]
   own = [x for x in wanted if x is not None]
-  if not own or sending.workers is None:
+  if not own or not sending.exchange.sends:
     return wanted
   message = jnp.concatenate([x.reshape(-1) for x in own])
-  agreed = largest(message, sending.workers.axis_name)
+  agreed = collectives.largest(message, sending.workers.axis_name)
   # So leaves of one shape have equal programs, of which XLA compiles one.
   ends = list(itertools.accumulate(x.size for x in own))
   starts = iter(unknown([0, *ends[:-1]], agreed))
@@ -164,18 +190,29 @@ def agree(sending: Sending) -> list[jax.Array | None]:
   ]
 
 
-def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
-  """Encodes leaves to rows, or cuts them into the tiles that the exchange adds."""
-  layout, leaves, keep = sending.message.layout, sending.leaves, sending.step.keep
+def encode(
+  sending: Sending,
+  agreed: Sequence[jax.Array | None],
+  before: Sequence[jax.Array] = (),
+) -> Sending:
+  """Encodes leaves to rows, or cuts them into the tiles that the exchange adds.
+
+  ``before`` is what the message before this one has brought.
+  """
+  layout, exchange, leaves = sending.layout, sending.exchange, sending.leaves
+  if exchange.in_turn:
+    leaves = collectives.behind(leaves, before)
   pairs = zip(sending.contexts, agreed, strict=True)
   contexts = [context._replace(agreed=stat) for context, stat in pairs]
-  coded = [i for i in range(len(leaves)) if sending.encodes(i)]
+  codecs = [layout.codec_of(i) for i in range(len(leaves))]
+  first = lambda codec: exchange.of_leaves or codec.facts.of_rows
+  coded = [i for i, x in enumerate(codecs) if first(x) and not sending.adds_leaves]
   # Every leaf is encoded by itself, and then the rows are stacked. Flattening the
   # gradient in float32 first would cost five times as much.
   with jax.named_scope("gradcomp_encode"):
-    codecs = [layout.codec_of(i) for i in coded]
-    own = [leaves[i] for i in coded], [contexts[i] for i in coded]
-    encoded = dict(zip(coded, encode_leaves(codecs, *own, keep=keep), strict=True))
+    given: list[Any] = [[x[i] for i in coded] for x in (codecs, leaves, contexts)]
+    found = encode_leaves(*given, keep=sending.keep)
+    encoded = dict(zip(coded, found, strict=True))
     # Of several leaves XLA would fuse encoders into the concatenation, and that into
     # each slice of it that is sent, but for rows with scales behind their codes, which
     # are concatenated there already. A matrix of one large leaf is materialized, but
@@ -183,106 +220,147 @@ def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
     counts = collections.Counter(slot.group for slot in layout.slots)
 
     def apart(i: int) -> bool:
+      kept = sending.keep and encoded[i].unsent is not None
       alone = counts[layout.slots[i].group] == 1
-      kept = keep and encoded[i].unsent is not None
       return not kept if alone else agreed[i] is not None
 
-    sends = sending.workers is not None
-    pack = lambda i, rows: packed(rows) if sends and apart(i) else rows
+    pack = lambda i, rows: packed(rows) if exchange.sends and apart(i) else rows
     parts = layout.stack({i: pack(i, x.rows) for i, x in encoded.items()})
-    if not sends:
+    if not exchange.sends:
       parts = {i: packed(matrix) for i, matrix in parts.items()}
-  adjacent = {i: [matrix] for i, matrix in parts.items()}
-  if not sending.adds_leaves:
+  if sending.adds_leaves:
+    adjacent = [[x] for x in leaves]
+  else:
     others = [i for i in range(len(leaves)) if i not in encoded]
-    adjacent |= layout.adjacent({i: layout.tiles(i, leaves[i]) for i in others})
+    cut = lambda x, codec: to_tiles(x, codec).reshape(-1, *tile_shape(codec))
+    rows = {i: [matrix] for i, matrix in parts.items()}
+    rows |= layout.adjacent({i: cut(leaves[i], codecs[i]) for i in others})
+    adjacent = [rows[i] for i in range(len(layout.codecs))]
   lines = {
     i: jnp.broadcast_to(stat, (slot.stop - slot.start, stat.shape[1]))
     for i, (slot, stat) in enumerate(zip(layout.slots, agreed, strict=True))
     if stat is not None
   }
-  stats, groups = layout.stack(lines), range(len(layout.codecs))
-  rows = [[x] for x in leaves] if sending.adds_leaves else [adjacent[i] for i in groups]
-  known = [stats.get(i) for i in groups]
-  return Outgoing(layout, rows, encoded, known, contexts, sending.stages, keep)
-
-
-def exchange(sending: Sending, outgoing: Outgoing) -> Received:
-  """Sends this worker's part of a message, and returns the sums over all workers."""
-  if sending.workers is None:
-    return Local().run(outgoing)
-  found: Any = None
-  for run in stages_of(sending.exchange):
-    found = run(outgoing, sending.workers, found)
-  return found
-
-
-def decode(sending: Sending, outgoing: Outgoing, received: Received) -> Reduced:
-  """Decodes the means, and this worker's own part where its residual needs that."""
-  step, layout, leaves = sending.step, outgoing.layout, sending.leaves
-  encoded, numbers = outgoing.encoded, range(len(sending.leaves))
-  mean: Leaves = []
-  shares: Leaves = []
-  if received.decoders is None:
-    mean = list(received.words)
-  elif received.to_all:
-    mean = layout.means(received.decoders, received.words[0])
-  else:
-    assert sending.workers is not None
-    own_rows = received.decoders(), received.words
-    shares = layout.shares(*own_rows, sending.workers.size)
-  views = functools.cache(lambda: layout.viewed(outgoing.decoders()))
-
-  def unsent(i: int) -> jax.Array:
-    """Returns the rounding error of a leaf, plus errors of sums of its rows."""
-    lost = None
-    if layout.slots[i].group in received.lost:
-      lost = layout.decode_leaf(i, received.lost)
-    if i not in encoded:
-      return jnp.zeros_like(leaves[i]) if lost is None else lost
-    shape, known = layout.view(i), encoded[i].unsent
-    own = leaves[i].reshape(shape) - views()[i] if known is None else known
-    own = own.reshape(shape)
-    return own if lost is None else own + lost.reshape(shape)
-
-  def own(i: int) -> Own | None:
-    """Returns the rows of a leaf that is cut into tiles, without errors of sums."""
-    shape, (group, start, stop) = layout.view(i), layout.slots[i]
-    # Errors of sums would be held in place of the unsent part. Decoding the elements of
-    # a sparse codec would scatter them into zeros.
-    given = shape == leaves[i].shape or layout.codecs[group].facts.drops
-    if i not in encoded or given or group in received.lost:
-      return None
-    rows, agreed = outgoing.adjacent[group][0][start:stop], outgoing.contexts[i].agreed
-    return Own(rows, agreed, layout.codecs[group], shape, sending.factor)
-
-  def chosen(i: int) -> jax.Array | None:
-    group, start, stop = layout.slots[i]
-    if encoded[i].chosen is not None:
-      return encoded[i].chosen
-    (rows,) = outgoing.adjacent[group]
-    return layout.sums[group].sent_at(rows[start:stop], layout.like[i].size)
-
-  # A leaf that was added to others first was sent as it is.
-  sent = lambda i: views()[i].reshape(leaves[i].shape) if i in encoded else leaves[i]
-  residuals = tuple(x for x in received.residuals if x is not None)
-  axes = own_axes(step.plan.axis_name, sending.message.others)
-  return Reduced(
-    mean if sending.workers is not None else sending.as_given(mean),
-    [shares],
-    sending.as_given([unsent(i) for i in numbers if step.keep]),
-    [own(i) for i in numbers if step.keep],
-    [chosen(i) if step.mark and i in encoded else None for i in numbers],
-    {axes: residuals} if residuals else None,
-    [
-      memory._replace(own=encoded[i].own) if i in encoded else memory
-      for i, memory in enumerate(x.memory or Memory() for x in sending.contexts)
-    ],
-    sending.as_given([sent(i) for i in numbers if step.watch]),
+  stats = layout.stack(lines)
+  return sending._replace(
+    leaves=leaves,
+    contexts=contexts,
+    before=before,
+    adjacent=adjacent,
+    encoded=encoded,
+    agreed=[stats.get(i) for i in range(len(layout.codecs))],
   )
 
 
-def times(leaves: Leaves, factor: float) -> Leaves:
-  # Else a compiler contracts this product with a sum, and in maps another one.
-  narrow = lambda x: x.dtype == jnp.float32
-  return [scaled(x, factor) if narrow(x) else x * factor for x in leaves]
+def decode(sending: Sending, received: Received) -> list[Reduced]:
+  """Decodes the means, and this worker's own part where its residual needs that."""
+  layout, encoded, factor = sending.layout, sending.encoded, 1 / sending.factor
+  nothing: list[Any] = [None] * len(layout.slots)
+  means, shares, unsent, own, chosen, sent = (list(nothing) for _ in range(6))
+  if received.decoders is None:
+    means = list(received.words) or means
+  elif received.to_all:
+    read = functools.partial(layout.viewed, received.decoders)
+    words = received.words[0]
+    found = materialized(read, words) if layout.materializes else read(words)
+    means = [found[i].reshape(x.shape) for i, x in enumerate(layout.like)]
+  else:
+    own_rows = received.decoders(), received.words
+    shares = layout.shares(*own_rows, sending.workers.size)
+  if not sending.exchange.sends:
+    means = times(means, factor)
+  views: Mapping[int, jax.Array] = {}
+  unknown = any(x.unsent is None for x in encoded.values())
+  if encoded and (sending.watch or (sending.keep and unknown)):
+    views = layout.viewed(sending.decoders)
+  memory = [x.memory or Memory() for x in sending.contexts]
+  for i, x in encoded.items():
+    memory[i] = memory[i]._replace(own=x.own)
+  if sending.keep:
+    for i in range(len(nothing)):
+      unsent[i], own[i] = _kept(sending, received, views, i)
+    unsent = times(unsent, factor)
+  if sending.mark:
+    for i, x in encoded.items():
+      group, start, stop = layout.slots[i]
+      chosen[i] = x.chosen
+      if x.chosen is None:
+        rows = sending.adjacent[group][0][start:stop]
+        chosen[i] = layout.sums[group].sent_at(rows, layout.like[i].size)
+  if sending.watch:  # a leaf that was added to others first was sent as it is
+    seen = lambda i, leaf: views[i].reshape(leaf.shape) if i in views else leaf
+    sent = times([seen(*leaf) for leaf in enumerate(sending.leaves)], factor)
+  columns = means, shares, unsent, own, chosen, memory, sent
+  return [Reduced(*x) for x in zip(*columns, strict=True)]
+
+
+def _kept(
+  sending: Sending, received: Received, views: Mapping[int, jax.Array], i: int
+) -> tuple[jax.Array, Own | None]:
+  """Returns the unsent part of a leaf, and the rows that compute it anew, if any do."""
+  layout, leaf, lost = sending.layout, sending.leaves[i], None
+  group, start, stop = layout.slots[i]
+  if group in received.lost:
+    lost = layout.decode_leaf(i, received.lost)
+  if i not in sending.encoded:
+    return (jnp.zeros_like(leaf) if lost is None else lost), None
+  shape, known = layout.view(i), sending.encoded[i].unsent
+  own = leaf.reshape(shape) - views[i] if known is None else known
+  own = own.reshape(shape)
+  # Errors of sums would be held in place of the unsent part. Decoding the elements of a
+  # sparse codec would scatter them into zeros.
+  if lost is not None:
+    return own + lost.reshape(shape), None
+  codec = layout.codecs[group]
+  if shape == leaf.shape or codec.facts.drops:
+    return own, None
+  rows, agreed = sending.adjacent[group][0][start:stop], sending.contexts[i].agreed
+  return own, Own(rows, agreed, codec, shape, sending.factor)
+
+
+def refit(step: Step, leaves: Arrays) -> list[Memory]:
+  """Fits the shared memories of float32 leaves to all workers; own ones stay.
+
+  A codec with ``fits`` counts all leaves that it encodes. Counts are added as integers,
+  exactly, so that all workers fit the same state.
+  """
+  plan = step.plan
+  result = list(step.memory)
+  data = () if plan.axis_name is None else axis_names(plan.axis_name)
+  for codec in dict.fromkeys(plan.codecs if plan.sends else ()):
+    fits = codec.fits
+    if fits is None:
+      continue
+    own = [i for i, other in enumerate(plan.codecs) if other == codec]
+    names = (*data, *sorted({axis for i in own for axis in plan.others[i]}))
+    # The counts of all leaves and workers fit in 32 bits, cut to fewer digits if need
+    # be.
+    most = len(own) * math.prod(map(require_size, names)) * fits.most
+    shift = max(0, most.bit_length() - 31)
+
+    def add(counts: jax.Array) -> jax.Array:
+      if not names:  # noqa: B023
+        return counts
+      with noted(FITTING):
+        return collectives.totals([counts], names, STAGE)[0]  # noqa: B023
+
+    def fit(old: list[jax.Array]) -> list[jax.Array]:
+      counts = sum(_count(codec, leaves[i]) >> shift for i in own)  # noqa: B023
+      total = add(jnp.asarray(counts))
+      return [fits.fit(total, state) for state in old]  # noqa: B023
+
+    # Leaves that vary over the same axes have states of one type.
+    first = {plan.others[i]: result[i].shared for i in reversed(own)}
+    due = step.number % fits.every == 0
+    again = lax.cond(due, fit, lambda old: old, list(first.values()))
+    fitted = dict(zip(first, again, strict=True))
+    for i in own:
+      result[i] = result[i]._replace(shared=fitted[plan.others[i]])
+  return result
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _count(codec: Codec, leaf: jax.Array) -> jax.Array:
+  """Counts a leaf's elements; jitted, so that leaves of one shape are traced once."""
+  assert codec.fits is not None
+  return codec.fits.count(leaf)

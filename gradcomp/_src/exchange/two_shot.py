@@ -1,26 +1,45 @@
 """``two_shot``: reduces each share at its owner, and broadcasts the results."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import GRUBIC_2018, Citation
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
-from gradcomp._src.exchange import collectives, lines, shares
-from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.in_turn import in_turn
-from gradcomp._src.exchange.protocol import Outgoing, Received, StageRun, Work
-from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.exchange import collectives, lines, protocol
+from gradcomp._src.exchange.protocol import Exchange, Received, Sending, Stage, Work
+
+
+def _send(own: Sending, parts: Sequence[jax.Array]) -> list[jax.Array]:
+  """Sends shares, ``[N, share, words]``, to their owners."""
+  scatter = lambda message: collectives.scatter(message, own.workers.axis_name)
+  return protocol.exchanged(parts, scatter)
+
+
+def _reduce(own: Sending, _: None) -> list[Sent]:
+  """Adds the rows that a worker owns."""
+  rows = _send(own, [lines.shares(x, own.workers) for x in own.parts])
+  return protocol.finish_shares(own, rows, [own.workers.scale] * len(rows))
+
+
+def _broadcast(own: Sending, sent: Sequence[Sent]) -> Received:
+  """Sends the sums to all."""
+  workers = own.workers
+  rows = collectives.in_turn([x.rows for x in sent], own.before)
+  gathered, line = protocol.gather_rows(own.layout, rows, workers)
+  place = lambda lost: lines.place(lost[None], workers, workers.size)
+  lost = [None if x.lost is None else place(x.lost) for x in sent]
+  return protocol.owned_total(own, sent, lost, gathered)._replace(line=line)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoShot(checks.Checked):
+class TwoShot(Exchange, checks.Checked):
   r"""Sends each share to its owner, which adds it up and sends the mean to all.
 
   Each worker owns an Nth of the rows. If the codec has scales of its own, the owner
@@ -58,50 +77,38 @@ class TwoShot(checks.Checked):
   feedback: bool = checks.field(True, checks.FLAG)
   in_turn: bool = checks.field(False, checks.FLAG)
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      GRUBIC_2018,
-      "Owners round means to nearest and keep what that loses, unless feedback=False.",
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("grubic2018synchronous",)
   name: ClassVar[str] = "two_shot"
   way: ClassVar[Way] = "owned"
   owners: ClassVar[bool] = True
-  of_leaves: ClassVar[bool] = True
-  sends: ClassVar[bool] = True
-
-  @property
-  def keeps(self) -> bool:
-    return self.feedback
-
-  def check_axes(self, axis_name: AxisName | None) -> None:
-    """Accepts any axes."""
-
-  @property
-  def stages(self) -> tuple[StageRun, ...]:
-    """To add the rows that a worker owns, and to send the sums to all."""
-    return self._reduce, self._broadcast
-
-  def run(self, own: Outgoing, workers: Workers) -> Received:
-    return self._broadcast(own, workers, self._reduce(own, workers, None))
-
-  def _reduce(self, own: Outgoing, workers: Workers, _: None) -> list[Sent]:
-    scales = [workers.scale] * len(own.parts)
-    return shares.finish_shares(own, shares.scatter_rows(own, workers), scales, workers)
-
-  def _broadcast(
-    self, own: Outgoing, workers: Workers, sent: Sequence[Sent]
-  ) -> Received:
-    rows = in_turn([x.rows for x in sent], own.before)
-    line = shares.gather_line(own.layout, rows, workers)
-    gathered = lines.split(line, [x.shape for x in rows])
-    lost = [shares.owned_loss(x, workers) for x in sent]
-    total = shares.owned_total(own, sent, lost, gathered, workers)
-    return total._replace(line=line)
+  stages: ClassVar[tuple[Stage, ...]] = (_reduce, _broadcast)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     share = Fraction(1, math.prod(sizes))
     return Work(encoded=1 + share, decoded=Fraction(1), added=Fraction(1))
+
+
+def _to_owners(own: Sending, _: None) -> Received:
+  """Sends the rows of each leaf to their owners, which add them."""
+  layout, workers = own.layout, own.workers
+
+  def split(group: int, rows: jax.Array) -> jax.Array:
+    """Splits the rows of each leaf in a matrix into shares, ``[N, shares, ...]``."""
+    leaves = [rows[start:stop] for at, start, stop in layout.slots if at == group]
+    return jnp.concatenate([lines.shares(x, workers) for x in leaves], axis=1)
+
+  owned = _send(own, [split(i, rows) for i, rows in enumerate(own.parts)])
+
+  def decoders() -> dict[int, RowDecoder]:
+    number, found = lax.axis_index(workers.axis_name), {}
+    for i, (total, agreed) in enumerate(zip(layout.sums, own.agreed, strict=True)):
+      mine = agreed
+      if agreed is not None:
+        mine = lax.dynamic_index_in_dim(split(i, agreed), number, keepdims=False)
+      found[i] = total.gathered(owned[i], mine, workers.scale)
+    return found
+
+  return Received(owned, decoders, to_all=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,27 +116,4 @@ class ReduceScatter(TwoShot):
   """The first half of :class:`TwoShot`, for ZeRO: means stay with their owners."""
 
   feedback: bool = False
-
-  @property
-  def stages(self) -> tuple[StageRun, ...]:
-    """To add the rows that a worker owns."""
-    return (lambda own, workers, _: self.run(own, workers),)
-
-  def run(self, own: Outgoing, workers: Workers) -> Received:
-    split = functools.partial(shares.leaf_shares, own.layout, workers=workers)
-    parts = [split(i, rows) for i, rows in enumerate(own.parts)]
-    received = collectives.scatter(lines.join(parts), workers.axis_name)
-    owned = lines.split(received, [part.shape[1:] for part in parts])
-
-    def decoders() -> dict[int, RowDecoder]:
-      number, found = lax.axis_index(workers.axis_name), {}
-      for i, (total, agreed) in enumerate(
-        zip(own.layout.sums, own.agreed, strict=True)
-      ):
-        mine = agreed
-        if agreed is not None:
-          mine = lax.dynamic_index_in_dim(split(i, agreed), number, keepdims=False)
-        found[i] = total.gathered(owned[i], mine, workers.scale)
-      return found
-
-    return Received(owned, decoders, to_all=False)
+  stages: ClassVar[tuple[Stage, ...]] = (_to_owners,)

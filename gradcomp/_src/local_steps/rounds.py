@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -143,12 +143,6 @@ def select_fragment(tree: Any, fragment: Fragment) -> Any:
   return jax.tree.unflatten(treedef, kept)
 
 
-def join_fragments(trees: Sequence[Any], like: Any) -> Any:
-  """Joins the leaves of all fragments to a tree; inverts :func:`select_fragment`."""
-  leaves = itertools.chain(*map(jax.tree.leaves, trees))
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalRound:
   """The optimizers and options of :func:`gradcomp.local.local_steps`."""
@@ -197,8 +191,10 @@ class LocalRound:
 
       parts = split_fragments(params, self.fragments, self.every)
       new, left, kept = zip(*map(share, parts, states), strict=True)
-      new, left = (join_fragments(trees, params) for trees in (new, left))
-      return new, left, kept
+      joined = lambda trees: jax.tree.unflatten(
+        jax.tree.structure(params), itertools.chain(*map(jax.tree.leaves, trees))
+      )
+      return joined(new), joined(left), kept
 
     def parallel(moved: Any, states: Any) -> tuple[Any, Any, Any]:
       note(Options((("stateless", True),)))

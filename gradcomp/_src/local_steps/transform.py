@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradcomp._src import bibliography, checks, public
-from gradcomp._src.bibliography import Citation
+from gradcomp._src import checks, public
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.core import agreement
@@ -26,6 +25,7 @@ from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.trees import boxed_like, combine, split, unboxed
 from gradcomp._src.mesh.types import mesh_of, unreduced_axes
+from gradcomp._src.public import cites
 from gradcomp._src.transforms.options import MessageOptions, recipe
 
 Params = TypeVar("Params")
@@ -213,7 +213,10 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
     parts = map(first, rounds.split_fragments(params, fragments, every))
     return states.LocalStepsState(jnp.zeros([], jnp.int32), own, tuple(parts))
 
-  @bibliography.cites(*_papers_of(fragments, delay, start))
+  streams = ("douillard2025streaming",) if fragments > 1 or delay else ()
+  means = ("lin2018local",) if start else ()
+
+  @cites("douillard2023diloco", *streams, *means)
   def update_fn(
     updates: Any, state: states.LocalStepsState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, states.LocalStepsState]:
@@ -288,19 +291,6 @@ def _check_given(state: Any, params: Any, fragments: int) -> None:
       "`params` must be given to update, because workers move away from them, got "
       "None; call optimizer.update(grads, state, params)."
     )
-
-
-def _papers_of(fragments: int, delay: int, start: int) -> list[Citation]:
-  """Returns the papers of local steps with these options."""
-  why = "Differences may be compressed, with feedback."
-  papers = [Citation(bibliography.DOUILLARD_2023, why)]
-  if fragments > 1 or delay:
-    why = "Fragments are consecutive leaves, of about as many elements each."
-    papers.append(Citation(bibliography.DOUILLARD_2025, why))
-  if start:
-    why = "Parameters are averaged in the first steps, and not gradients."
-    papers.append(Citation(bibliography.LIN_2018_LOCAL, why))
-  return papers
 
 
 def _up_to(name: str, least: int, most: int, value: Any) -> int:

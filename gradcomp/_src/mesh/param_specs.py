@@ -53,7 +53,17 @@ def specs_like(
 ) -> Any:
   """Returns a spec for each parameter: of ``param_specs``, or for None as they lie."""
   if given is None:
-    given = _read(params, axis_name, mesh_of(params) if mesh is None else mesh)
+    mesh = mesh_of(params) if mesh is None else mesh
+    others = [x for x, size in mesh.shape.items() if size > 1 and is_auto(mesh, x)]
+    hidden = tuple(x for x in others if x not in axis_names(axis_name))
+    if hidden and is_traced(params):
+      raise ValueError(
+        f"`param_specs` must say how the Auto axes {hidden} shard the parameters, for "
+        "types do not, got None: whole gradients would be gathered over these axes. "
+        f"Pass {_SHARDINGS}, taken outside of jax.jit; or jax.P() for parameters that "
+        "every device has whole."
+      )
+    given = jax.tree.map(placed_spec, params)
   specs = specs_of(given, axis_name)
   try:
     return jax.tree.broadcast(specs, params, is_leaf=is_spec)
@@ -63,20 +73,6 @@ def specs_like(
       f"{jax.tree.structure(params)}, got {specs}; take those of the parameters: "
       f"{_SHARDINGS}."
     ) from error
-
-
-def _read(params: Any, axis_name: AxisName, mesh: Mesh | AbstractMesh) -> Any:
-  """Returns the specs of arrays; ValueError for traced ones on other Auto axes."""
-  others = [x for x, size in mesh.shape.items() if size > 1 and is_auto(mesh, x)]
-  hidden = tuple(x for x in others if x not in axis_names(axis_name))
-  if hidden and is_traced(params):
-    raise ValueError(
-      f"`param_specs` must say how the Auto axes {hidden} shard the parameters, for "
-      "types do not, got None: whole gradients would be gathered over these axes. "
-      f"Pass {_SHARDINGS}, taken outside of jax.jit; or jax.P() for parameters that "
-      "every device has whole."
-    )
-  return jax.tree.map(placed_spec, params)
 
 
 def specs_over(params: Any, axes: Collection[str]) -> tuple[PartitionSpec, ...] | None:

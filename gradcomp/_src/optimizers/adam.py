@@ -2,11 +2,8 @@
 
 from typing import Any, Unpack
 
-import jax
-import jax.numpy as jnp
 import optax
 
-from gradcomp._src.bibliography import LU_2022, TANG_2021, Citation, cites
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core.border import any_tree, of_workers
@@ -15,7 +12,7 @@ from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.optimizers.local_adam import Gaps, LocalAdam, as_gaps
 from gradcomp._src.optimizers.moments import (
   Moments,
@@ -28,7 +25,7 @@ from gradcomp._src.optimizers.moments import (
   require_agreement,
   with_decay,
 )
-from gradcomp._src.public import arguments
+from gradcomp._src.public import arguments, cites
 from gradcomp._src.transforms.options import LeafOptions, recipe
 
 _ONE_BIT, _STABLE = OneBit(), Stable()
@@ -123,11 +120,9 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   check types, as for :class:`gradcomp.optimizers.Stable`.
 
   In the warm-up 32 bits an element travel, and then those of the codec. All is one
-  program, which compiles once. Small leaves travel in float32, see ``min_leaf_size``.
-  Leaves with few gradients, such as embeddings of rare tokens, have small variances,
-  which amplify noise: give them ``Dense()`` by a policy, or more bits.
-
-  Local steps need two more float32 numbers for an element, in each worker.
+  program, which compiles once. Leaves with few gradients, such as embeddings of rare
+  tokens, have small variances, which amplify noise: give them ``Dense()`` by a policy,
+  or more bits. Local steps need two more float32 numbers an element, in each worker.
 
   The moments are float32 at least. In ``jax.vmap`` and under Explicit axes they may
   differ from those of other modes in the last bit, for compilers contract their sums.
@@ -181,6 +176,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   moments = Moments(
     b1=b1,
     b2=b2,
+    eps=eps,
     warmup=as_warmup(warmup),
     variance=variance,
     compressed=compress(
@@ -193,16 +189,9 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     axis_name=axis_name,
     floor=floor,
   )
-  papers = [
-    Citation(
-      TANG_2021,
-      "Moments are corrected for their start at zero. Variances have a floor.",
-    )
-  ]
-  if variance == "doubling" or local is not None:
-    papers.append(Citation(LU_2022, "Dense steps send no momenta."))
+  doubling = ("lu2022zeroone",) if variance == "doubling" else ()
 
-  @cites(*papers)
+  @cites("tang2021onebitadam", *doubling)
   def update_fn(
     updates: Any, state: MomentsState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, MomentsState]:
@@ -211,19 +200,22 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     require_agreement("gradcomp.optimizers.adam", told, grads, params)
     state = moments.step(grads, state, params)
     like = grads if params is None else params
-    step = lambda m, v, x: (m / (jnp.sqrt(v) + eps)).astype(x.dtype)
-    return jax.tree.map(step, *moments.corrected(state), like), state
+    return moments.direction(state, state.count, like), state
 
   if local is not None:
+    if axis_name is None:
+      raise ValueError(
+        "`axis_name` must name the axis of the workers that move alone with `local`, "
+        "got None; leave `local` out for one worker, which moves alone anyway."
+      )
     alone = LocalAdam(
       told=told,
       moments=moments,
       gaps=as_gaps(local),
+      names=axis_names(axis_name),
       learning_rate=learning_rate,
-      eps=eps,
       decay=decoupled(weight_decay, mask) or optax.identity(),
     )
-    update = cites(*papers)(alone.update)
-    return any_tree(alone.init, of_workers(update, axis_name, whole=True))
+    return any_tree(alone.init, of_workers(alone.update, axis_name, whole=True))
   first = any_tree(moments.init, of_workers(update_fn, axis_name, whole=True))
   return with_decay(first, learning_rate, weight_decay, mask)

@@ -15,7 +15,7 @@ from gradcomp._src.checks import step_count
 from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import OwnSteps
 from gradcomp._src.local_steps import rounds
-from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names
+from gradcomp._src.mesh.axes import as_axis_name
 from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.study import Options, note
@@ -26,6 +26,7 @@ from gradcomp._src.optimizers.moments import (
   begun,
   require_agreement,
 )
+from gradcomp._src.public import cites
 
 
 class LocalMomentsState(NamedTuple):
@@ -118,44 +119,30 @@ class LocalAdam:
   told: Mapping[str, Any]  # the arguments of adam
   moments: Moments
   gaps: Gaps
+  names: tuple[str, ...]  # of the axes
   learning_rate: optax.ScalarOrSchedule
-  eps: float
   decay: optax.GradientTransformation
-
-  def __post_init__(self) -> None:
-    if self.moments.axis_name is None:
-      raise ValueError(
-        "`axis_name` must name the axis of the workers that move alone with `local`, "
-        "got None; leave `local` out for one worker, which moves alone anyway."
-      )
-
-  @property
-  def _names(self) -> tuple[str, ...]:
-    axis_name: Any = self.moments.axis_name
-    return axis_names(axis_name)
-
-  @property
-  def _axes(self) -> AxisName:
-    return as_axis_name(self._names)
 
   def init(self, params: Any) -> LocalMomentsState:
     """Creates the state, of zeros."""
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(rounds.wide(x)), tree)
     return LocalMomentsState(
       moments=self.moments.init(params),
-      own=rounds.first_own(params, self._names, zeros),
+      own=rounds.first_own(params, self.names, zeros),
       synced=jnp.zeros([], jnp.int32),
       rate=jnp.zeros([], jnp.float32),
       decay=self.decay.init(params),
     )
 
+  @cites("tang2021onebitadam", "lu2022zeroone")
   def update(
     self, updates: Any, state: LocalMomentsState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, LocalMomentsState]:
     """Moves this worker; in the last step of a gap, the parameters of all."""
     del extra_args
     grads = not_differentiated(updates)
-    across = place(grads, self._axes, params=params)
+    axes = as_axis_name(self.names)
+    across = place(grads, axes, params=params)
     require_agreement("gradcomp.optimizers.adam", self.told, grads, params)
     like = grads if params is None else params
     schedule: Any = self.learning_rate
@@ -166,7 +153,7 @@ class LocalAdam:
       return self._step(across.own(grads), state, like, rate)
 
     given: Any = {"keeps_addends": False, "given": (like, rate)}
-    direction, new = per_device(step, grads, state, self._axes, **given)
+    direction, new = per_device(step, grads, state, axes, **given)
     direction, decay = self.decay.update(direction, state.decay, params)
     met, total = new.synced == new.moments.count, state.rate + rate
     move = lambda u: jnp.where(met, (-total).astype(u.dtype) * u, 0)
@@ -184,7 +171,7 @@ class LocalAdam:
     # The correction is one in all steps of a gap, so that these add up.
     first, total = state.synced + 1, state.rate + rate
     scale = lambda s: s * begun(self.moments.b1, first, s.dtype)
-    scales = jax.tree.map(scale, self._divisors(moments))
+    scales = jax.tree.map(scale, self.moments.divisors(moments))
 
     def alone(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
       momenta = self.moments.moved(grads, own.momenta, self.moments.b1)
@@ -211,7 +198,7 @@ class LocalAdam:
 
     def dense(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
       del own
-      return self._together(self.moments.averaged(grads, moments, self._axes), like)
+      return self._together(self.moments.averaged(grads, moments, self.names), like)
 
     is_dense = state.moments.count == moments.dense
     gap = self.gaps.gap(state.synced - moments.updates + moments.later - 1)
@@ -221,26 +208,20 @@ class LocalAdam:
     compressed = functools.partial(lax.cond, is_sent, sent, alone)
     new, own = lax.cond(~is_dense, compressed, dense, grads, own)
     met = is_dense | is_sent
-    mu = optax.tree.bias_correction(new.mu, self.moments.b1, first)
-    step = lambda m, s, x: (m / s).astype(x.dtype)
-    return jax.tree.map(step, mu, self._divisors(new), like), LocalMomentsState(
+    return self.moments.direction(new, first, like), LocalMomentsState(
       moments=new,
-      own=OwnSteps({self._names: rounds.stored(tuple(own))}),
+      own=OwnSteps({self.names: rounds.stored(tuple(own))}),
       synced=jnp.where(met, new.count, state.synced),
       rate=jnp.where(met, 0, total),
       decay=state.decay,
     )
-
-  def _divisors(self, moments: MomentsState) -> Any:
-    nu = self.moments.variances(moments)
-    return jax.tree.map(lambda v: jnp.sqrt(v) + self.eps, nu)
 
   def _together(self, moments: MomentsState, like: Any) -> tuple[MomentsState, _Own]:
     """Returns shared moments, and all workers at the shared parameters with them."""
 
     def own(x: jax.Array, like: jax.Array) -> jax.Array:
       # All branches need the type of what differs between workers.
-      return mark_varying(x, (*self._names, *other_axes(like, self._axes)))
+      return mark_varying(x, (*self.names, *other_axes(like, self.names)))
 
     moved = jax.tree.map(jnp.zeros_like, moments.mu)
     return moments, _Own(*(jax.tree.map(own, x, like) for x in (moved, moments.mu)))

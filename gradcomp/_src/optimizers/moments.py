@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from gradcomp._src import checks
-from gradcomp._src.checks import one_of, share_below_1, step_count
+from gradcomp._src.checks import step_count
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.core import agreement
 from gradcomp._src.core.state import CompressState
@@ -116,7 +116,8 @@ class Stable(checks.Checked):
     self, count: jax.Array, nu: Any, norm: jax.Array, span: int
   ) -> tuple[jax.Array, jax.Array]:
     due = count % span == 0
-    now = jnp.where(due, _norm_1(nu), norm)
+    now = sum(map(of_leaf, jax.tree.leaves(nu)), jnp.float32(0))
+    now = jnp.where(due, now, norm)
     alike = jnp.minimum(now, norm) >= self.ratio * jnp.maximum(now, norm)
     return due & alike & (norm > 0) & (count >= self.least), now
 
@@ -130,22 +131,17 @@ def as_warmup(value: Any) -> Warmup:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Moments:
+class Moments(checks.Checked):
   """The options of the moments: their decays, floor, and the exchange of momenta."""
 
-  b1: float
-  b2: float
+  b1: float = checks.field(..., checks.BELOW_1)
+  b2: float = checks.field(..., checks.BELOW_1)
+  eps: float
   warmup: Warmup
-  variance: Variance
+  variance: Variance = checks.field(..., checks.choice(Variance))
   compressed: Any  # the optax transformation of the momenta
   axis_name: AxisName | None
-  floor: float
-
-  def __post_init__(self) -> None:
-    share_below_1("b1", self.b1)
-    share_below_1("b2", self.b2)
-    share_below_1("floor", self.floor)
-    one_of("variance", Variance, self.variance)
+  floor: float = checks.field(..., checks.BELOW_1)
 
   def init(self, params: Any) -> MomentsState:
     """Creates the state, of zeros."""
@@ -220,10 +216,15 @@ class Moments:
       norm=norm,
     )
 
-  def corrected(self, state: MomentsState) -> tuple[Any, Any]:
-    """Returns both moments as if they had not begun at zero."""
-    mu = optax.tree.bias_correction(state.mu, self.b1, state.count)
-    return mu, self.variances(state)
+  def direction(self, state: MomentsState, count: jax.Array, like: Any) -> Any:
+    """Returns the step at a rate of 1, in the dtypes of a tree like the moments."""
+    mu = optax.tree.bias_correction(state.mu, self.b1, count)
+    step = lambda m, s, x: (m / s).astype(x.dtype)
+    return jax.tree.map(step, mu, self.divisors(state), like)
+
+  def divisors(self, state: MomentsState) -> Any:
+    """Returns the roots of the corrected variances, plus ``eps``."""
+    return jax.tree.map(lambda v: jnp.sqrt(v) + self.eps, self.variances(state))
 
   def variances(self, state: MomentsState) -> Any:
     """Returns the corrected variance, with its floor once momenta were sent."""
@@ -288,11 +289,6 @@ def decoupled(weight_decay: Any, mask: Any) -> optax.GradientTransformation | No
 def begun(decay: float, count: jax.Array | int, dtype: Any) -> jax.Array:
   """Returns the share of the mean in a moment that began at zero: 1 - decay**count."""
   return jnp.asarray(1 - decay**count, dtype)
-
-
-def _norm_1(tree: Any) -> jax.Array:
-  """Returns the sum of a tree of magnitudes."""
-  return sum(map(of_leaf, jax.tree.leaves(tree)), jnp.float32(0))
 
 
 def of_leaf(

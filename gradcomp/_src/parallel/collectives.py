@@ -68,18 +68,15 @@ def all_gather(
     )
   x = jnp.atleast_1d(x)
   axis = options.checked_axis("axis", axis, x.ndim)
-  gather = functools.partial(_gathered, axis=axis, to=to)
-  if to == "varying":
-    return options.paired(
-      gather, functools.partial(_scattered, axis=axis), x, wire, key
-    )
 
   def part(cotangent: jax.Array, wire: Wire, _: Key) -> jax.Array:
     # It is equal on all workers, and that of all of them together.
     parts = transport.split_parts(cotangent, axis, wire.size)
     return parts[lax.axis_index(wire.axis_name)]
 
-  return options.paired(gather, part, x, wire, key)
+  gather = functools.partial(_gathered, axis=axis, to=to)
+  back = functools.partial(_scattered, axis=axis) if to == "varying" else part
+  return options.paired(gather, back, x, wire, key)
 
 
 @options.collective

@@ -177,15 +177,14 @@ def _moved(x: jax.Array, key: Key, residual: Any = None, *, move: _Move) -> Any:
   given: Any = {"axis_name": move.axis_name, "codec": move.codec, "key": key}
   if residual is None and move.kind == "sum":
     return collectives.psum(x, **given), None
+  given["own"] = "exact" if move.kind == "scatter" else "coded"
   if residual is None and move.kind == "scatter":
     return collectives.psum_scatter(x, axis=move.axis, **given), None
-  own: Any = {"own": "exact" if move.kind == "scatter" else "coded"}
   if residual is None:
-    own |= {"to": "invarying"}
-    return collectives.all_gather(x, axis=move.axis, **own, **given), None
+    return collectives.all_gather(x, axis=move.axis, to="invarying", **given), None
   if jnp.iscomplexobj(x):
     raise TypeError(f"`x` must be real where `residual` is given, got {x.dtype}.")
-  wire, key = options.wire(**own, **given)
+  wire, key = options.wire(**given)
   x, residual = types.mark_varying((x, residual), move.axis_name)
   if move.kind == "scatter":
     old = residual.reshape(x.shape)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core.state import Kept
@@ -47,8 +46,7 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
      \bar{g}_l = \frac{1}{N} \sum_i Q(g_{il} + e_{il}), \qquad
      e_{il}' = g_{il} + e_{il} - Q(g_{il} + e_{il})
 
-  ``two_shot`` encodes the mean once more. Every worker gets the same bits: give them to
-  an optimizer as they are, and exchange those of other parameters by
+  Give them to an optimizer as they are, and exchange those of other parameters by
   :func:`gradcomp.compress`. In a train step, :func:`compress_in_scan` does all this.
 
   **The new residual comes back as the cotangent of** ``residual``. So take the gradient
@@ -58,11 +56,10 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
 
   The forward pass saves what each layer takes from the one before it, and what
   ``policy`` says. The backward pass computes the rest again, as ``jax.checkpoint``.
-  Layers in flight take the memory of their messages. A residual takes as much as the
-  layers in ``float32``. A worker sends as many bytes as behind the loop. Whether they
-  hide behind a layer is up to the compiler: see :func:`gradcomp.overlap_report`. Codecs
-  whose workers agree on statistics, like ``FloatCast`` and ``Ternary``, wait for these
-  in each layer.
+  Messages under way take memory, and a residual as much as the layers in ``float32``. A
+  worker sends as many bytes as behind the loop. Whether they hide behind a layer is up
+  to the compiler: see :func:`gradcomp.overlap_report`. Codecs whose workers agree on
+  statistics, like ``FloatCast`` and ``Ternary``, wait for these in each layer.
 
   In plain ``jax.jit`` under Explicit axes, a ``jax.shard_map`` over the axis runs the
   layers, on arguments sharded by their types: ``body`` sees a worker's rows of the
@@ -71,43 +68,37 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   sum. ``body`` must not close over arrays of the mesh, but may be a
   ``jax.tree_util.Partial``, whose arrays become arguments.
 
-  Put ``jax.vmap`` over examples inside ``body``: around a scan, each example would be
-  exchanged by itself, and take the residual once more, which is an error. A gradient
-  that is not finite makes at least its bucket NaN on every worker. The residual keeps
-  its old value there.
+  Put ``jax.vmap`` over examples inside ``body``: around a scan it is an error, because
+  each example would be exchanged by itself. A gradient that is not finite makes at
+  least its bucket NaN on every worker. The residual keeps its old value there.
 
   **Layers in shards** (FSDP), with ``axis``: ``layers`` are the shards of this worker,
-  and the body gets whole layers. The values and gradients are those of :func:`gather`
-  of each array in a ``jax.checkpoint`` of the body, and gradients are sums: divide the
-  loss of each worker by N for means. Worker d has the shard :math:`w_{ld}` of layer l,
-  and gets part d of all gradients,
+  and the body gets whole layers, as by :func:`gather` of each array in a
+  ``jax.checkpoint``. Gradients are sums: divide the loss of each worker by N for means.
+  Worker d has the shard :math:`w_{ld}` of layer l, and gets part d of all gradients,
 
   .. math::
      w_l = [Q_w(w_{l0}), \ldots, Q_w(w_{l,N-1})], \qquad
      \bar{w}_{ld} = \sum_{i=0}^{N-1} Q((g_{il} + e_{il})[d])
 
   While layer l computes, the encoded shards of layer l+1 come. In the backward pass
-  those of layer l-1 come, while the gradient of layer l+1 goes to its owners. The
-  backward pass starts with the layer that the forward pass ended with, and does not
-  gather it again. So of L layers a worker sends ``(2 L - 1) (N-1) c_w`` bytes of shards
-  and ``L (N-1) c_g`` of gradients, where c are the bytes of the payload of a shard.
+  those of layer l-1 come, while the gradient of layer l+1 goes to its owners. The last
+  layer is gathered once. So of L layers a worker sends ``(2 L - 1) (N-1) c_w`` bytes of
+  shards and ``L (N-1) c_g`` of gradients, where c are those of the payload of a shard.
 
   **Hosts with several chips** (hpZ of ZeRO++). With ``backward_axis_name``, the n chips
   of a host keep the words of each layer that came, an nth each, and the backward pass
-  gathers these inside the host: it sends no weights between hosts. They are the words
-  that the forward pass decoded, so that gradients keep their bits, where ZeRO++ encodes
-  once more. The copy takes ``(L-1) N c_w / n`` bytes of a worker until its backward
-  pass is over.
+  gathers these inside the host: it sends no weights between hosts. Gradients keep their
+  bits, where ZeRO++ encodes once more. The copy takes ``(L-1) N c_w / n`` bytes of a
+  worker until its backward pass is over.
 
   **Workers that have all layers** (ZeRO 1 and 2). With ``whole``, nobody gathers: the
-  body reads these layers, and only gradients travel, ``L (N-1) c_g`` bytes. They are
-  the gradients of ``layers``, the shards, whose values are not read. ``whole`` counts
-  as constant: its own gradient is zero.
+  body reads these layers, which count as constant. Only gradients travel, ``L (N-1)
+  c_g`` bytes, those of the shards ``layers``, whose values are not read.
 
   Args:
-    body: ``(carry, layer) -> (carry, y)``, as for ``lax.scan``, of whole layers.
-      Gradients of arrays that it closes over are as JAX has them: per worker, if they
-      are typed so.
+    body: ``(carry, layer) -> (carry, y)``, as for ``lax.scan``. Gradients of arrays
+      that it closes over are as JAX has them: per worker, if they are typed so.
     carry: the input of the first layer, each worker's own: a tree of arrays.
     layers: a tree of arrays that stack all layers on their first axes, ``[L, ...]``,
       equal on all workers, or this worker's shards. Floats have gradients; others, like
@@ -181,7 +172,7 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     if isinstance(residual, Kept):
       residual = Kept(jax.tree.leaves(residual.leaves), residual.owners)
   else:
-    forward = Dense() if params is None else stateless("params", params)
+    forward = options.codec_of("params", params)
     back = stateless("codec", codec, corrected=keeps)
     scan_checks.check_shards(back, exchange, axis_name, inner)
     if whole is not None:

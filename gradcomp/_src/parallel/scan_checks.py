@@ -13,8 +13,8 @@ from gradcomp._src.core import codec_memory
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import ErrorFeedback, NoFeedback
 from gradcomp._src.core.state import Kept
+from gradcomp._src.core.step import by_fallbacks
 from gradcomp._src.exchange.auto import as_exchange
-from gradcomp._src.exchange.otherwise import by_fallbacks
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.kernels.common import threefry
 from gradcomp._src.mesh import closures, specs, trees, types

@@ -11,7 +11,8 @@ from jax import lax
 from gradcomp._src.codecs.sums import records, tiles
 from gradcomp._src.core import state, step
 from gradcomp._src.core.compression import Compression, paths_of
-from gradcomp._src.exchange import averaging, collectives, owners, protocol
+from gradcomp._src.exchange import collectives, protocol
+from gradcomp._src.exchange import plan as plans
 from gradcomp._src.exchange import step as exchange_step
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common import threefry
@@ -22,12 +23,9 @@ from gradcomp._src.parallel.scan_loop import Exchange, Source, like
 Leaves = Sequence[jax.Array]
 
 
-class UnderWay(NamedTuple):
-  """A message between two of its stages."""
-
-  sending: exchange_step.Sending  # without its leaves
-  own: protocol.Outgoing  # without what only encoding knows
-  found: Any  # by the stage before the next one
+# A message between two of its stages, without its leaves and what only encoding knows,
+# and what the stage before has found.
+UnderWay = tuple[protocol.Sending, Any]
 
 
 def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange:
@@ -45,7 +43,7 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
   plan = options.plan(leaves, paths_of(layer), across, workers)
   scan_checks.check_plan(plan, options.codec)
   # Messages of fewer stages start later.
-  depth = max(len(protocol.stages_of(x.exchange)) for x in plan.messages)
+  depth = max(len(x.exchange.stages) for x in plan.messages)
 
   def first() -> state.Kept:
     zeros = lambda shape: jnp.zeros(shape, jnp.float32)
@@ -54,63 +52,66 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
       [types.mark_varying(x, plan.own_axes(i)) for i, x in own],
       {
         names: types.mark_varying(tuple(map(zeros, shapes)), names)
-        for names, shapes in owners.owner_shapes(plan).items()
+        for names, shapes in plans.owner_shapes(plan).items()
       },
     )
 
   def begin(
     grads: Leaves, kept: state.Kept | None, key: jax.Array
   ) -> tuple[list[UnderWay], Leaves]:
-    count = jnp.zeros([], jnp.int32)
-    before = state.CompressState(count, key, *(kept or (None, None)))
+    before = state.CompressState(jnp.int32(0), key, *(kept or (None, None)))
     one = options.step(plan, workers, before)
     begun: dict[int, UnderWay] = {}
     lost: dict[int, jax.Array] = {}
-    for sending in averaging.Averaging(one, step.correct(options, grads, before)):
+    corrected = step.correct(options, grads, before)
+    for sending in exchange_step.sendings(one, corrected):
       with sending.scope():
         own = exchange_step.encode(sending, exchange_step.agree(sending))
         # In the units of samples, as the errors of sums that will join them.
-        samples = sending._replace(factor=1)
-        nothing = exchange_step.decode(samples, own, protocol.Received(()))
-      lost |= zip(sending.message.leaves, nothing.unsent, strict=one.keep)
-      rest = sending._replace(leaves=[]), own._replace(encoded={})
-      begun[plan.messages.index(sending.message)] = UnderWay(*rest, None)
+        nothing = exchange_step.decode(own._replace(factor=1), protocol.Received(()))
+      if one.keep:
+        lost |= zip(sending.message.leaves, (x.unsent for x in nothing), strict=True)
+      number = plan.messages.index(sending.message)
+      begun[number] = own._replace(leaves=[], encoded={}), None
     return [begun[i] for i in sorted(begun)], [lost[i] for i in sorted(lost)]
 
   def advance(messages: list[UnderWay], age: int) -> list[UnderWay]:
     result = []
-    for message in messages:
-      sending, own, found = message
-      stages = protocol.stages_of(sending.exchange)
+    for sending, found in messages:
+      stages = sending.exchange.stages
       number = age - depth + len(stages)
       if number >= 0:
         with sending.scope():
-          found = stages[number](own, sending.workers or workers, found)
-      result.append(message._replace(found=found))
+          found = stages[number](sending, found)
+      result.append((sending, found))
     return result
 
   def finish(
     messages: list[UnderWay], lost: Leaves, old: state.Kept | None
   ) -> tuple[Leaves, state.Kept | None]:
-    parts = averaging.Averaging(messages[0].sending.step, ())
+    found: dict[int, exchange_step.Reduced] = {}
+    owned: plans.OwnerResiduals = {}
     count = no_error = jnp.zeros([], jnp.int32)
-    for sending, own, found in messages:
-      errors = [lost[i] if lost else no_error for i in sending.message.leaves]
+    for sending, received in messages:
+      numbers = sending.message.leaves
+      errors = [lost[i] if lost else no_error for i in numbers]
       known = {i: records.Encoded(x, unsent=x) for i, x in enumerate(errors)}
-      sending = sending._replace(leaves=errors)
       with sending.scope():
-        own = own._replace(encoded=known)
-        parts.add(sending, exchange_step.decode(sending, own, found))
-    reduced = parts.result()
-    # Nothing can be computed anew from gradients that are gone.
-    reduced = reduced._replace(own=[None] * len(reduced.own))
+        given = sending._replace(leaves=errors, encoded=known)
+        parts = exchange_step.decode(given, received)
+      # Nothing can be computed anew from gradients that are gone.
+      found |= zip(numbers, (x._replace(own=None) for x in parts), strict=True)
+      if new := tuple(x for x in received.residuals if x is not None):
+        at = plans.own_axes(names, sending.message.others)
+        owned[at] = (*owned.get(at, ()), *new)
+    reduced = [found[i] for i in range(len(leaves))]
     reduced, _ = step.as_updates(dtypes, options.error_share(across), reduced)
-    means = reduced.mean
+    means = [x.mean for x in reduced]
     if old is None:
       return means, None
     before = state.CompressState(count, count, *old)
     after = step.keep(options, plan, means, means, before, reduced)
-    return means, state.Kept(after.residual, after.server_residual or {})
+    return means, state.Kept(after.residual, owned)
 
   return Exchange(depth, first, begin, advance, finish)
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from gradcomp._src.codecs import tiles
+from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Payload
 from gradcomp._src.codecs.sums.tiles import sum_in_order
+from gradcomp._src.core.step import by_fallbacks, otherwise
 from gradcomp._src.exchange import collectives
 from gradcomp._src.exchange.lines import join, split
-from gradcomp._src.exchange.otherwise import by_fallbacks, otherwise
 from gradcomp._src.floats.dtypes import fitted, narrowed
 from gradcomp._src.kernels.common import dithers, threefry
 from gradcomp._src.kernels.materialize import materialized
@@ -64,15 +64,18 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
       floats = form.agreed.dtype == jnp.float32
       read = lax.bitcast_convert_type if floats else jnp.astype
       agreed = read(words, form.agreed.dtype)
-      each = jax.vmap(lambda rows, agreed: codec.payload_tiles(Payload(rows, agreed)))
+      each = jax.vmap(
+        lambda rows, agreed: protocol.decoded(codec, Payload(rows, agreed))
+      )
+      each = jax.vmap(lambda *payload: protocol.decoded(codec, Payload(*payload)))
       found = materialized(lambda rows: each(rows, agreed), rows)
-    return jax.vmap(lambda own: tiles.from_tiles(own, like, codec))(found)
+    return jax.vmap(lambda own: protocol.from_tiles(own, like, codec))(found)
 
 
 def _encode(
   codec: Codec, x: jax.Array, own: jax.Array | None, shared: jax.Array | None
 ) -> Payload:
-  return tiles.payload_of(codec, x.astype(jnp.float32), Context(own, shared))
+  return protocol.payload_of(codec, x.astype(jnp.float32), Context(own, shared))
 
 
 def arrived(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib.resources
 import textwrap
 import types
 from collections.abc import Iterator, Mapping
@@ -51,7 +52,7 @@ def citation(optimizer: optax.GradientTransformation) -> str:
   lines: dict[str, list[str]] = {}
   without = []
   for part in _parts(optimizer):
-    found = getattr(part, "citations", ())
+    found = [*getattr(part, "citations", ()), *_ours(part)]
     for bibtex, departure in found:
       lines.setdefault(bibtex, []).append(f"{_name(part)}. {departure}")
     if not found and isinstance(part, LeafCodec | Exchange | Auto | Feedback):
@@ -77,6 +78,28 @@ def _comments(texts: list[str]) -> str:
 def _name(part: Any) -> str:
   """Returns the type of an object, or the function that has made an inner function."""
   return getattr(part, "__qualname__", type(part).__name__).partition(".")[0]
+
+
+def _ours(part: Any) -> Iterator[tuple[str, str]]:
+  """Yields the entries of ``part.papers``, and where the part departs from each."""
+  names = [_name(part), *(kind.__name__ for kind in type(part).__mro__)]
+  for paper in getattr(part, "papers", ()):
+    key, slash, variant = paper.partition("/")
+    bibtex, departures = _papers()[key]
+    found = (departures.get(name + slash + variant) for name in names)
+    yield bibtex, next(filter(None, found))
+
+
+@functools.cache
+def _papers() -> dict[str, tuple[str, dict[str, str]]]:
+  """Returns BibTeX entries by their keys, each with the departures of our parts."""
+  file = importlib.resources.files(__package__) / "papers.bib"
+  text, papers = file.read_text("utf-8").replace("\n%   ", " "), {}
+  for block in text.split("\n\n"):
+    comments, _, entry = block.partition("@misc{")
+    departures = dict(line[2:].split(": ", 1) for line in comments.splitlines())
+    papers[entry.partition(",")[0]] = f"@misc{{{entry.rstrip()}", departures
+  return papers
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:

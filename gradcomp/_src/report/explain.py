@@ -12,9 +12,8 @@ from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core.codec_memory import used_by_leaf
 from gradcomp._src.core.state import states_in
 from gradcomp._src.exchange.hierarchical import Hierarchical
-from gradcomp._src.exchange.owners import owner_shapes
-from gradcomp._src.exchange.plan import Message, MessagePlan
-from gradcomp._src.exchange.protocol import CODED_ONCE, Work
+from gradcomp._src.exchange.plan import MessagePlan, owner_shapes
+from gradcomp._src.exchange.protocol import CODED_ONCE, Message, Work
 from gradcomp._src.mesh.axes import WorkerSizes, check_both, sizes_of
 from gradcomp._src.mesh.platforms import planned_for
 from gradcomp._src.mesh.trees import unboxed

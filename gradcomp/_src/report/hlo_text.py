@@ -2,38 +2,29 @@
 
 # Not XLA's own parser, which jaxlib has as a private hlo_module_from_text: not every
 # JAX has one, and it is as old as jaxlib, while libtpu and plugins write newer text. It
-# is the oracle of our tests. As for XLA, line breaks and blanks mean nothing here: an
-# instruction goes on while a comma follows an attribute. What is not in this grammar is
-# refused, so that a text that was cut or mended by hand loses no collective in silence.
+# is the oracle of our tests. A text is read as compiled.as_text() prints it, with one
+# instruction a line. All else is refused, so that a text that was cut or mended by hand
+# loses no collective in silence.
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 _STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
-_COMMENT = re.compile(rf"({_STRING})|//[^\n]*|/\*.*?\*/", re.DOTALL)
-_NESTED = re.compile(rf"{_STRING}|'[^'\n]*'|[()\[\]{{}},]", re.DOTALL)
-_ATOM = re.compile(rf"{_STRING}|[^\s()\[\]{{}},\"]+", re.DOTALL)
-# A value goes on behind blanks in "[2,4] <= [8]", "mesh['a'=8] {'a'}", "f32[8] {0}".
-_GOES_ON = re.compile(r"\s+(?=[\[(<]|T\(|\{\s*['\d:}])")
-_BLANK = re.compile(r"\s*")
+_COMMENT = re.compile(rf"({_STRING})|/\*.*?\*/ ?")  # the numbers of a tuple's elements
+_NESTED = re.compile(rf"{_STRING}|'[^']*'|[()\[\]{{}},\"']")
 _NEEDLESS = re.compile(  # blanks beside signs, outside of strings
-  rf"({_STRING}|'[^'\n]*')|(?<=[,{{\[(=:])\s+|\s+(?=[,}}\])=<{{])", re.DOTALL
+  rf"({_STRING}|'[^']*')|(?<=[,{{\[(=:])\s+|\s+(?=[,}}\])=<{{])"
 )
 _NAME = re.compile(r"%?([\w.\-]+)")
-_NAMES = re.compile(r"\{\s*(?:%?[\w.\-]+\s*(?:,\s*%?[\w.\-]+\s*)*)?\}")
-_ROOT = re.compile(r"ROOT\s+(?=%?[\w.\-]+\s*=)")
-_OPCODE = re.compile(r"([a-z][\w\-]*)\s*(?=\()")
-_ENTRY = re.compile(r"ENTRY(?=[\s{(%])")
-_ARROW = re.compile(r"->\s*\w*")  # in front of the brackets of a result's type
-_LAYOUT = re.compile(r"\s*(?=\{\s*[\d:}])")  # {1,0}, {:T(128)}, {}, and no body
-_THREAD = re.compile(rf",\s*execution_thread\s*=\s*{_STRING}")  # of a computation
-_COMMA, _EQUALS, _OPEN, _CLOSE = map(re.compile, (",", "=", r"\{", r"\}"))
-_TABLES = re.compile(  # of source lines, between a header and the first computation
-  r"(?:FileNames|FunctionNames|FileLocations|StackFrames)"
-  rf"(?:\s+\d+\s+(?:{_STRING}|\{{[^{{}}]*\}}))*",
-  re.DOTALL,
+_TABLE = re.compile(  # of source lines, between a header and the first computation
+  rf"FileNames|FunctionNames|FileLocations|StackFrames|\d+ (?:{_STRING}|\{{[^{{}}]*\}})"
 )
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{")
+_END = re.compile(rf"\}}(?:, execution_thread={_STRING})?")
+_INSTRUCTION = re.compile(r"(ROOT )?%?([\w.\-]+) = (.*)")
+_CALL = re.compile(r"(.+?) ([a-z][\w\-]*)\((.*)\)")  # a type, an opcode and arguments
+_ATTRIBUTE = re.compile(r"([\w.\-]+)=(.+)")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _CALLING = frozenset(
   "calls to_apply body condition true_computation false_computation "
@@ -115,171 +106,79 @@ class Module(NamedTuple):
 
 def read_module(text: str) -> Module:
   """Returns the module of HLO text; ValueError unless it is exactly one."""
-  if not (match := re.search(r"^\s*HloModule\b", text, re.MULTILINE)):
-    raise unreadable("one HloModule with one ENTRY", text[:40])
-  plain = _COMMENT.sub(lambda found: found[1] or " ", text[match.end() :])
-  return _Reader(plain).module()
+  lines = iter([line for line in map(str.strip, text.splitlines()) if line])
+  header = next((line for line in lines if line.startswith("HloModule ")), "")
+  computations: dict[str, tuple[Instruction, ...]] = {}
+  entries: list[str] = []
+  for line in lines:
+    if _TABLE.fullmatch(line):
+      continue
+    if not (head := _HEAD.fullmatch(line)):
+      raise unreadable("one HloModule with one ENTRY", line)
+    is_entry, name = head.groups()
+    if name in computations:
+      raise unreadable("one computation of a name", name)
+    computations[name] = tuple(_instructions(name, lines))
+    entries += [name] * bool(is_entry)
+  if not header or len(entries) != 1:  # a text without ENTRY may have lost its end
+    raise unreadable("one HloModule with one ENTRY", text[:40].strip())
+  return Module(_attributes(list(_parts(header))[1:]), computations, entries[0])
 
 
 def unreadable(rule: str, got: str) -> ValueError:
   """Returns the error for a text that breaks a rule."""
   return ValueError(
-    f"`program` must be optimized HLO with {rule}, got {got!r}; pass "
+    f"`program` must be optimized HLO with {rule}, got {got[:60]!r}; pass "
     "jax.jit(step).lower(...).compile(), and report it to gradcomp if you did."
   )
 
 
-class _Reader:
-  """A place in a text, and the computations that have been read in front of it."""
-
-  def __init__(self, text: str):
-    self.text = text
-    self.at = 0
-    self.computations: dict[str, tuple[Instruction, ...]] = {}
-
-  def module(self) -> Module:
-    """Reads all that stands behind the word HloModule."""
-    self.take(_NAME)
-    header, entries = self.attributes(), []
-    while self.take(_TABLES):
-      pass
-    while self.next():
-      is_entry = self.take(_ENTRY)
-      match = self.take(_NAME)
-      name = match[1] if match else ""  # XLA can leave it out
-      if name == "HloModule":
-        raise unreadable("one HloModule with one ENTRY", f"{name} twice")
-      if self.next() == "(":
-        self.signature()
-      name = self.body(name)
-      entries += [name] if is_entry else []
-    if len(entries) != 1:  # a text without ENTRY may have lost its end
-      raise unreadable("one HloModule with one ENTRY", self.text[:40].strip())
-    return Module(header, self.computations, entries[0])
-
-  def signature(self) -> None:
-    """Passes over "(x: f32[8], ...) -> f32[8]{0}"."""
-    self.group()
-    self.expect(_ARROW, "-> in a signature")
-    self.group()
-    if self.take(_LAYOUT):
-      self.group()
-
-  def body(self, name: str = "") -> str:
-    """Reads the instructions between braces; returns the name of the computation."""
-    self.expect(_OPEN, "{ in front of instructions")
-    found: dict[str, Instruction] = {}
-    while self.next() != "}":
-      instruction = self.instruction()
-      if instruction.name in found:
-        raise unreadable("one instruction of a name", instruction.name)
-      found[instruction.name] = instruction
-    self.at += 1
-    self.take(_THREAD)
-    name = name or f"unnamed.{len(self.computations)}"
-    if name in self.computations:
-      raise unreadable("one computation of a name", name)
-    self.computations[name] = tuple(found.values())
-    return name
-
-  def instruction(self) -> Instruction:
-    """Reads "ROOT %name = type opcode(arguments), attribute=value, ..."."""
-    is_root = bool(self.take(_ROOT))
-    name = self.expect(_NAME, "instructions in computations that end")[1]
-    self.expect(_EQUALS, "= behind the name of each instruction")
-    type_ = self.value()
-    opcode = self.expect(_OPCODE, "a type and an opcode of each instruction")[1]
-    inside = _NEEDLESS.sub(r"\1", self.group())[1:-1]
-    arguments = (inside,) if opcode == "constant" else tuple(_split(inside))
-    found = Instruction(name, type_, opcode, arguments, self.attributes(), is_root)
-    if nested := [x for x in found.operands if not _NAME.fullmatch(x)]:
-      raise unreadable("each instruction by itself", ", ".join(nested))
-    return found
-
-  def attributes(self) -> dict[str, str]:
-    """Reads ", name=value" as long as a comma follows."""
-    found: dict[str, str] = {}
-    while self.take(_COMMA):
-      name = self.expect(_NAME, "names of attributes")[1]
-      self.expect(_EQUALS, "= behind the name of each attribute")
-      found[name] = self.called() if name in _CALLING else self.value()
-    return found
-
-  def called(self) -> str:
-    """Reads names of computations, or the computations themselves in their place."""
-    if self.next() != "{":
-      return self.value()
-    if names := self.take(_NAMES):
-      return _NEEDLESS.sub(r"\1", names[0])
-    if _BLANK.sub("", self.text[self.at : self.at + 200])[1:2] != "{":
-      return self.body()
-    self.at += 1
-    bodies = [self.body()]
-    while self.take(_COMMA):
-      bodies.append(self.body())
-    self.expect(_CLOSE, "} behind computations")
-    return ", ".join(bodies)
-
-  def value(self) -> str:
-    """Reads a type or the value of an attribute, up to a comma or the next word."""
-    self.next()
-    start = self.at
-    while self.at < len(self.text):
-      if self.text[self.at] in _CLOSING:
-        self.group()
-        continue
-      match = _ATOM.match(self.text, self.at) or _GOES_ON.match(self.text, self.at)
-      if not match:
-        break
-      self.at = match.end()
-    if start == self.at:
-      self.fail("a value behind each =")
-    return _NEEDLESS.sub(r"\1", self.text[start : self.at])
-
-  def group(self) -> str:
-    """Reads from a bracket to the one that closes it."""
-    closing: list[str] = []
-    if self.next() in _CLOSING:
-      for match in _NESTED.finditer(self.text, self.at):
-        if match[0] in _CLOSING:
-          closing.append(_CLOSING[match[0]])
-        elif match[0] in ")]}" and match[0] != closing.pop():
-          break
-        if not closing:
-          start, self.at = self.at, match.end()
-          return self.text[start : self.at]
-    self.fail("brackets that close")
-
-  def next(self) -> str:
-    """Passes over blanks; returns the next character, or nothing at the end."""
-    match = _BLANK.match(self.text, self.at)
-    self.at = match.end() if match else self.at
-    return self.text[self.at : self.at + 1]
-
-  def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-    """Reads a pattern if it follows."""
-    self.next()
-    if match := pattern.match(self.text, self.at):
-      self.at = match.end()
-    return match
-
-  def expect(self, pattern: re.Pattern[str], rule: str) -> re.Match[str]:
-    """Reads a pattern, or fails by a rule."""
-    return self.take(pattern) or self.fail(rule)
-
-  def fail(self, rule: str) -> NoReturn:
-    """Raises the error for the text at this place."""
-    raise unreadable(rule, self.text[self.at : self.at + 60])
+def _instructions(computation: str, lines: Iterator[str]) -> Iterator[Instruction]:
+  """Yields the instructions of a computation, up to the brace that closes it."""
+  names = set[str]()
+  for line in lines:
+    if _END.fullmatch(line):
+      return
+    match = _INSTRUCTION.fullmatch(line)
+    call, *attributes = _parts(match[3]) if match else [""]
+    made = _CALL.fullmatch(call)
+    if match is None or made is None:
+      raise unreadable("one instruction a line, as compiled.as_text()", line)
+    (root, name, _), (type_, opcode, inside) = match.groups(), made.groups()
+    arguments = (inside,) if opcode == "constant" else tuple(_parts(inside))
+    known = _attributes(attributes)
+    found = Instruction(name, type_, opcode, arguments, known, root is not None)
+    if not all(map(_NAME.fullmatch, found.operands)):
+      raise unreadable("each instruction by itself", line)
+    if name in names:
+      raise unreadable("one instruction of a name", name)
+    names.add(name)
+    yield found
+  raise unreadable("instructions in computations that end", computation)
 
 
-def _split(text: str) -> Iterator[str]:
-  """Yields the parts between commas outside of brackets, with single blanks."""
-  depth = start = 0
+def _attributes(parts: list[str]) -> dict[str, str]:
+  """Returns the values of "name=value" by their names."""
+  found = [_ATTRIBUTE.fullmatch(part) for part in parts]
+  if None in found:
+    raise unreadable("a name and a value of each attribute", ", ".join(parts))
+  return {match[1]: match[2] for match in found if match}
+
+
+def _parts(text: str) -> Iterator[str]:
+  """Yields the parts between commas outside of brackets, without needless blanks."""
+  text = _NEEDLESS.sub(r"\1", _COMMENT.sub(r"\1", text))
+  closing: list[str] = []
+  start = 0
   for match in _NESTED.finditer(text):
-    if match[0] == "," and not depth:
-      yield " ".join(text[start : match.start()].split())
+    if match[0] in _CLOSING:
+      closing.append(_CLOSING[match[0]])
+    elif match[0] in ")]}\"'" and (not closing or match[0] != closing.pop()):
+      raise unreadable("brackets and strings that close", text)
+    elif match[0] == "," and not closing:
+      yield text[start : match.start()]
       start = match.end()
-    elif len(match[0]) == 1 and match[0] != ",":
-      depth += 1 if match[0] in _CLOSING else -1
-  if text[start:].strip():
-    yield " ".join(text[start:].split())
+  if closing:
+    raise unreadable("brackets and strings that close", text)
+  if text:
+    yield text[start:]

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 from gradcomp._src.core.inputs import stand_ins
 from gradcomp._src.core.state import is_state
 from gradcomp._src.exchange.layout import Layout
-from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
+from gradcomp._src.exchange.plan import MessagePlan, own_axes
+from gradcomp._src.exchange.protocol import Message
 from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.mesh import study as studies
 from gradcomp._src.mesh.platforms import platform

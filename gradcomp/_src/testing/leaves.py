@@ -10,9 +10,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs.protocol import Codec, LeafCodec, payload_of
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Payload
-from gradcomp._src.codecs.tiles import payload_of
 from gradcomp._src.floats.dtypes import has_smaller_range
 
 # Words of the golden ratio and of a hash, because no bit of them is special. Of NumPy:

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec, decoded, from_tiles, tile_shape
 from gradcomp._src.codecs.sums.records import Context, Leaf
-from gradcomp._src.codecs.tiles import from_tiles, tile_shape
 from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.testing import leaves
@@ -191,20 +190,17 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
   half = leaves.gaussian(256)
   leaf = np.concatenate([half, -half])[:500] if x is None else np.asarray(x)
 
-  def error(x: jax.Array, target: jax.Array, key: jax.Array) -> jax.Array:
+  @jax.jit
+  def total(x: jax.Array, target: jax.Array, keys: jax.Array) -> list[jax.Array]:
     own = context or leaves.first_context(codec.bind(Leaf(x.shape)), Leaf(x.shape))
 
-    def one(number: jax.Array) -> jax.Array:
+    def error(key: jax.Array, number: jax.Array) -> jax.Array:
       given = own._replace(dither=dither(key, number)) if workers else own
       value = decode(codec, encode(codec, x, key, given), x)
       return value.astype(jnp.float32) - target
 
-    return jax.vmap(one)(jnp.arange(max(workers, 1)))
-
-  @jax.jit
-  def total(x: jax.Array, target: jax.Array, keys: jax.Array) -> list[jax.Array]:
     def add(sums: list[jax.Array], key: jax.Array) -> tuple[list[jax.Array], None]:
-      found = error(x, target, key)
+      found = jax.vmap(error, (None, 0))(key, jnp.arange(max(workers, 1)))
       first, second, most = sums
       most = jnp.maximum(most, jnp.abs(found))
       return [first + found, second + found * found, most], None
@@ -375,7 +371,7 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
 
   @jax.jit
   def sent(x: jax.Array, keys: jax.Array) -> jax.Array:
-    return jax.lax.map(lambda key: bound.payload_tiles(encode(codec, x, key)), keys)
+    return jax.lax.map(lambda key: decoded(bound, encode(codec, x, key)), keys)
 
   found = np.asarray(sent(x, _keys(draws)), np.float64)
   errors = (found - found.mean(axis=0)).reshape(draws, -1, width)

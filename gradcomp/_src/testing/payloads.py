@@ -12,9 +12,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.typing import ArrayLike
 
-from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec, to_tiles
 from gradcomp._src.codecs.sums.records import Leaf, Payload
-from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.lines import form
 from gradcomp._src.report.collectives import KINDS
@@ -281,14 +280,13 @@ def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
   bound = codec.bind(Leaf(leaf.shape))
   rows, words = -(-leaf.size // bound.tile_size), bound.row_words
   if payload.rows.shape != (rows, words):
-    yield (
-      codec,
-      f"encode {described(leaf)} to the rows that `tile_size` and `row_words` claim, "
-      f"uint32[{rows},{words}]",
-      f"the payload has {described(payload.rows)}, {payload.rows.nbytes} bytes in "
-      f"place of {4 * rows * words}",
-      "`row_words`, or what `encode` stacks",
+    claim = (
+      f"to the rows that `tile_size` and `row_words` claim, uint32[{rows},{words}]"
     )
+    found = f"the payload has {described(payload.rows)}, {payload.rows.nbytes} bytes in"
+    found += f" place of {4 * rows * words}"
+    look = "`row_words`, or what `encode` stacks"
+    yield codec, f"encode {described(leaf)} {claim}", found, look
   shared = jax.eval_shape(bound.agree, leaf)
   if (shared is None) != (payload.agreed is None):
     found = f"`agree` gives {shared} and the payload {payload.agreed}"

@@ -12,13 +12,12 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.checkpoint.shapes import state_shapes
-from gradcomp._src.codecs.tiles import from_tiles
+from gradcomp._src.codecs.protocol import from_tiles
 from gradcomp._src.core.residual_storage import is_stored, kind, read_residual
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import CompressState, is_state, states_in
 from gradcomp._src.exchange.collectives import REPEAT
-from gradcomp._src.exchange.owners import owned_matrices
-from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.exchange.plan import MessagePlan, owned_matrices
 from gradcomp._src.report import tracing
 from gradcomp._src.report.explain import explain
 from gradcomp._src.report.wire_report import wire_report
@@ -308,10 +307,8 @@ def lost_in_step(
     for at in map(tuple, wrong.tolist()):
       kept = "{:.4g} sent, {:.4g} in residuals, {:.4g} with its owner"
       words = kept.format(*(x[at] for x in sums))
-      yield (
-        path,
-        f"element {list(at)} is {total[at]:.7g}, not {expected[at]:.7g}, {words}",
-      )
+      told = f"element {list(at)} is {total[at]:.7g}, not {expected[at]:.7g}, {words}"
+      yield path, told
 
 
 def owned_leaves(plan: MessagePlan, owned: Any) -> list[np.ndarray]:

@@ -254,7 +254,6 @@ def half_precision_keeps_its_range(
   for given, power, place in ((top, 2.0**-8, "top"), (units, 2.0**18, "smallest")):
     expected, found = mean(given * power) / power, mean(given)
     bound = 0.01 * np.abs(given).max() + _UNIT
-    # What a codec makes too large for float16 is the largest number.
     wrong = ~(np.abs(found - np.clip(expected, -_TOP, _TOP)) <= bound)
     way = f"over {as_exchange(exchange).name} with {workers} workers"
     law_of = f"send float16 gradients near the {place} number as it sends others, {way}"

@@ -110,24 +110,22 @@ def specs_of(
   """
   leaves = jax.tree_util.tree_leaves_with_path(given)
   kept = jax.tree.leaves(state_specs(given, axis_name=axis_name))
-  specs = [
-    spec if is_array(x) else None for (_, x), spec in zip(leaves, kept, strict=True)
-  ]
+  specs: list[PartitionSpec | None] = []
   shared = False
-  for i, (path, x) in enumerate(leaves):
+  for (path, x), spec in zip(leaves, kept, strict=True):
     in_batch = path[0].idx == 0 and path[1].idx in cut and is_array(x)
     shared |= in_batch or is_key(x)
-    if not in_batch or is_key(x):
-      continue
-    specs[i] = PartitionSpec(axis_name)
-    if not x.ndim or x.shape[0] % workers:
-      raise ValueError(
-        f"argument {path[1].idx} of `loss_fn` must have a first axis that {workers} "
-        f"workers can share equally, got {x.dtype} of the shape {x.shape} at "
-        f"{jax.tree_util.keystr(path[2:]) or 'its root'}; name the arguments that are "
-        "batches by batch_argnums=. Every worker has all others whole, and of a typed "
-        "PRNG key, jax.random.key(seed), one of its own."
-      )
+    if in_batch and not is_key(x):
+      spec = PartitionSpec(axis_name)
+      if not x.ndim or x.shape[0] % workers:
+        raise ValueError(
+          f"argument {path[1].idx} of `loss_fn` must have a first axis that {workers} "
+          f"workers can share equally, got {x.dtype} of the shape {x.shape} at "
+          f"{jax.tree_util.keystr(path[2:]) or 'its root'}; name the arguments that "
+          "are batches by batch_argnums=. Every worker has all others whole, and of a "
+          "typed PRNG key, jax.random.key(seed), one of its own."
+        )
+    specs.append(spec if is_array(x) else None)
   if not shared:
     raise ValueError(
       f"`batch_argnums` must name an argument with arrays that {workers} workers "

@@ -71,7 +71,7 @@ class ScannedLayers(NamedTuple):
 
     def loss(parts: Any, *args: Any) -> Any:
       others, layers, residual = parts
-      seen = {i: _only_in_scan(paths[i])(x) for i, x in layers.items()}
+      seen = {i: _only_in_scan(paths[i], x) for i, x in layers.items()}
       way = functools.partial(self.options.scan, residual=residual, key=key)
       with _once(way, [*seen.values()], [*layers.values()]) as scan:
         return loss_fn(together(others | seen), *args, scan=scan)
@@ -113,15 +113,9 @@ def _once(
     )
 
 
-def _only_in_scan(path: str) -> Callable[[jax.Array], jax.Array]:
-  """Returns the identity; ValueError where its result has a gradient of its own."""
-
-  @jax.custom_vjp
-  def same(x: jax.Array) -> jax.Array:
-    return x
-
-  def forward(x: Any) -> tuple[jax.Array, None]:
-    return x.value, None
+def _only_in_scan(path: str, x: jax.Array) -> jax.Array:
+  """Returns an array; ValueError where it has a gradient of its own."""
+  same = jax.custom_vjp(lambda x: x)
 
   def backward(_: None, cotangent: Any) -> tuple[jax.Array]:
     if isinstance(cotangent, SymbolicZero):
@@ -133,8 +127,8 @@ def _only_in_scan(path: str) -> Callable[[jax.Array], jax.Array]:
       f"only layers, by {_IN_OPTIMIZER}, and put a decay of weights into the optimizer."
     )
 
-  same.defvjp(forward, backward, symbolic_zeros=True)
-  return same
+  same.defvjp(lambda x: (x.value, None), backward, symbolic_zeros=True)
+  return same(x)
 
 
 def scanned_layers(
@@ -171,8 +165,8 @@ def check_alone(opt_state: Any, options: dict[str, bool]) -> None:
   """Raises ValueError for options that would exchange layers, or drop residuals."""
   several = lambda x: isinstance(x, optax.MultiStepsState)
   nodes = filter(several, jax.tree.leaves(opt_state, is_leaf=several))
-  several_steps = any(_states_in(x.inner_opt_state) for x in nodes)
-  for name, given in (options | {"optax.MultiSteps": several_steps}).items():
+  inside = _states_in([x.inner_opt_state for x in nodes])
+  for name, given in (options | {"optax.MultiSteps": bool(inside)}).items():
     if given:
       raise ValueError(
         f"`{name}` must not be used with a loss that takes `scan`, which exchanges "

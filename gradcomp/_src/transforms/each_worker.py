@@ -11,7 +11,6 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradcomp._src.bibliography import LIN_2018, Citation, cites
 from gradcomp._src.checks import one_of, static_number
 from gradcomp._src.core import agreement
 from gradcomp._src.core.border import on_workers
@@ -23,6 +22,7 @@ from gradcomp._src.mesh.place import Place, place
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.trees import unboxed
 from gradcomp._src.mesh.types import mesh_of, varying_axes
+from gradcomp._src.public import cites
 from gradcomp._src.transforms.freeze import decided
 
 ClipRule = Literal["own", "share", "root"]
@@ -211,13 +211,7 @@ def clip_by_local_norm(
   if axis_name is not None:
     axis_names(axis_name)
 
-  @cites(
-    Citation(
-      LIN_2018,
-      'The rule "share" is the paper\'s. "own", the default, clips each gradient at '
-      "max_norm.",
-    )
-  )
+  @cites("lin2018dgc")
   def scaled(across: Place, updates: Any, state: Any) -> Any:
     what = "gradcomp.wrappers.clip_by_local_norm"
     agreement.require_agreement(what, told, updates, across.axes)

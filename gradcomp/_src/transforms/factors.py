@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -15,8 +15,8 @@ from gradcomp._src import checks
 from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.sums import records
 from gradcomp._src.codecs.sums.sum import SumFacts
-from gradcomp._src.exchange import averaging, plan
-from gradcomp._src.exchange.step import Leaves, Reduced, Sending, Step
+from gradcomp._src.exchange import plan
+from gradcomp._src.exchange.step import Averaged, Averaging, Step, average
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
 # Yields the arrays of each average, is sent their means, and at last yields the means
@@ -69,69 +69,53 @@ class Factors(protocol.LeafCodec, checks.Checked, abc.ABC):
     return sum(rows) * self.inner.row_words
 
 
-class OneByOne(averaging.Averaging):
+def _parts(
+  codecs: Sequence[Any], like: Sequence[jax.ShapeDtypeStruct]
+) -> list[dict[int, plan.Part]]:
+  every: tuple[dict[int, plan.Part], ...] = plan.whole_leaves(codecs, like)[0], {}
+  for i, own in _factored(codecs).items():
+    for number, side in enumerate(own.sides, start=1):
+      completes = like[i].size if number == len(own.sides) else 0
+      shape = jax.ShapeDtypeStruct(side, like[i].dtype)
+      every[number - 1][i] = plan.Part(shape, own.inner, completes)
+  return list(every)
+
+
+def _one_by_one(step: Step, leaves: Any) -> Averaged:
   """Averages the first arrays, with the leaves that have none, and then the second."""
+  alike: dict[Factors, list[int]] = {}
+  for i, each in _factored(step.plan.codecs).items():
+    alike.setdefault(each, []).append(i)
+  of = lambda values, own: [values[i] for i in own]
+  shared = [x.shared for x in step.memory]
+  talk = lambda each, own: each.talk(of(leaves, own), of(shared, own))
+  talks = [(own, talk(each, own)) for each, own in alike.items()]
+  arrays, means = dict(enumerate(leaves)), dict[int, Any]()
+  averages: list[Averaged] = []
+  for average_step in _averages(step):
+    for own, each in talks:
+      arrays |= zip(own, each.send(of(means, own) if averages else None), strict=True)
+    came = averages[-1].came if averages else ()
+    averages.append(average(average_step, arrays, came))
+    means |= {i: x.mean for i, x in averages[-1].leaves.items()}
+  found = averages[0].leaves
+  workers = step.workers
+  count = 1 if workers is None or workers.scale != 1 else workers.size
+  for own, each in talks:
+    for i, leaf, kept in zip(own, *each.send(of(means, own)), strict=True):
+      one = found[i]._replace(mean=leaf, chosen=None)
+      # Of a worker alone it would no longer be equal on all.
+      if step.plan.axis_name is None or step.plan.sends:
+        one = one._replace(memory=one.memory._replace(shared=kept))
+      if step.keep:
+        nth = leaf if count == 1 else leaf / count  # a worker's part of a sum
+        one = one._replace(unsent=leaves[i] - nth, own=None)
+        one = one._replace(sent=nth) if step.watch else one
+      found[i] = one
+  return averages[0]
 
-  @staticmethod
-  def parts(
-    codecs: Sequence[Any], like: Sequence[jax.ShapeDtypeStruct]
-  ) -> list[dict[int, plan.Part]]:
-    every: tuple[dict[int, plan.Part], ...] = plan.whole_leaves(codecs, like)[0], {}
-    for i, own in _factored(codecs).items():
-      for number, side in enumerate(own.sides, start=1):
-        completes = like[i].size if number == len(own.sides) else 0
-        shape = jax.ShapeDtypeStruct(side, like[i].dtype)
-        every[number - 1][i] = plan.Part(shape, own.inner, completes)
-    return list(every)
 
-  def __init__(self, step: Step, leaves: Leaves):
-    self._step, self._leaves = step, leaves
-    self._means: dict[int, Array] = {}
-    alike: dict[Factors, list[int]] = {}
-    for i, each in _factored(step.plan.codecs).items():
-      alike.setdefault(each, []).append(i)
-    shared = [x.shared for x in step.memory]
-    of = lambda values, own: [values[i] for i in own]
-    talk = lambda each, own: each.talk(of(leaves, own), of(shared, own))
-    self._talks = [(own, talk(each, own)) for each, own in alike.items()]
-
-  def __iter__(self) -> Iterator[Sending]:
-    arrays = dict(enumerate(self._leaves))
-    for number, step in enumerate(_averages(self._step)):
-      for own, talk in self._talks:
-        sent = talk.send([self._means[i] for i in own]) if number else next(talk)
-        arrays |= zip(own, sent, strict=True)
-      self._now = averaging.Averaging(step, arrays)
-      yield from self._now
-      found = self._now.result()
-      if not number:
-        self._first = found
-      numbers = sorted(i for message in step.plan.messages for i in message.leaves)
-      self._means |= zip(numbers, found.mean, strict=True)
-
-  def add(self, sending: Sending, reduced: Reduced) -> None:
-    self._now.add(sending, reduced)
-
-  def result(self) -> Reduced:
-    step, first = self._step, self._first
-    mean, unsent, sent = map(list, (first.mean, first.unsent, first.sent))
-    own, chosen, memory = list(first.own), list(first.chosen), list(first.memory)
-    workers = step.workers
-    count = 1 if workers is None or workers.scale != 1 else workers.size
-    for numbers, talk in self._talks:
-      means, kept = talk.send([self._means[i] for i in numbers])
-      for i, leaf, shared in zip(numbers, means, kept, strict=True):
-        mean[i], chosen[i] = leaf, None
-        # Of a worker alone it would no longer be equal on all.
-        if step.plan.axis_name is None or step.plan.sends:
-          memory[i] = memory[i]._replace(shared=shared)
-        if step.keep:
-          nth = leaf if count == 1 else leaf / count  # a worker's part of a sum
-          unsent[i], own[i] = self._leaves[i] - nth, None
-          if step.watch:
-            sent[i] = nth
-    lists: dict[str, Any] = {"unsent": unsent, "own": own, "memory": memory}
-    return first._replace(mean=mean, chosen=chosen, sent=sent, **lists)
+ONE_BY_ONE = Averaging(_parts, _one_by_one)
 
 
 def _factored(codecs: Sequence[Any]) -> dict[int, Factors]:
@@ -178,25 +162,16 @@ def unit_rows(rows: Array) -> Array:
   return jnp.where(length == 0, 0.0, scaled / length)
 
 
-def orthonormal(rows: Array) -> tuple[Array, Array]:
-  r"""Makes rows orthonormal by the Gram-Schmidt process: a basis of their span.
+def orthonormal(rows: Array) -> Array:
+  """Returns an orthonormal basis of the span of rows, ``float32[r, m]``, row by row.
 
-  With rows :math:`a_j`, and :math:`B_j` of the rows :math:`b_1` to :math:`b_{j-1}`,
-
-  .. math:: v_j = (I - B_j^T B_j)^2 \, a_j, \qquad b_j = v_j / \lVert v_j \rVert
-
-  The square means that the span is taken out twice. Once is not enough where little is
-  left, which is then mostly rounding. Twice is, whatever the rows: of the result no
-  product of two rows is above 2**-20. (A Cholesky factor is as good for
-  well-conditioned rows only.)
-
-  A row *depends* on those before it if 2**-16 of its length or less is left, and
-  becomes zero, and False in ``bool[r]``. If an element is not finite, its row is NaN.
-
-  References:
-    Giraud et al., `Rounding error analysis of the classical Gram-Schmidt
-    orthogonalization process <https://doi.org/10.1007/s00211-005-0615-4>`_, 2005
+  A row of which 2**-16 of its length or less is left beside those before it becomes
+  zero. If an element is not finite, its row is NaN. No product of two rows is above
+  2**-20.
   """
+  # Gram-Schmidt, with the span taken out twice (Giraud et al., 2005). Once is not
+  # enough where little is left, which is then mostly rounding. A Cholesky factor is as
+  # good for well-conditioned rows only.
   number = jnp.arange(rows.shape[0])
 
   def take_out(j: Array, rows: Array) -> Array:
@@ -207,8 +182,7 @@ def orthonormal(rows: Array) -> tuple[Array, Array]:
     length = jnp.sqrt(jnp.square(row).sum())
     return rows.at[j].set(jnp.where(length <= _DEPENDENT, 0.0, row / length))
 
-  basis = jax.lax.fori_loop(0, rows.shape[0], take_out, unit_rows(rows))
-  return basis, jnp.any(basis != 0, axis=1)
+  return jax.lax.fori_loop(0, rows.shape[0], take_out, unit_rows(rows))
 
 
 @jax.jit

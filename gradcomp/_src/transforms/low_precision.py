@@ -94,6 +94,5 @@ def loss_scaling_cast(
     Han et al., 2021, section 3.1; Micikevicius et al., `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2017
   """
-  given, rule = dict(locals()), "a number from 2**-126 to 2**126"
-  given["scale"] = static_factor("factor", rule, given.pop("factor"))
-  return of_codec(loss_scaling_cast, FloatCast, given)
+  scale = static_factor("factor", "a number from 2**-126 to 2**126", factor)
+  return of_codec(loss_scaling_cast, FloatCast, locals())

@@ -11,7 +11,6 @@ import optax
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import VOGELS_2019, ZHANG_2023, Citation
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.sums.records import Leaf, Memory
@@ -49,16 +48,7 @@ class PowerSGD(factors.Factors):
   alternate: bool = checks.field(False, checks.FLAG)
   matrix: tuple[int, int] | None = None  # m and n, which bind finds
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      VOGELS_2019,
-      "Columns of the right factor are kept with length 1. The first ones are uniform, "
-      "and not normal. Those that the mean does not need are remembered as random "
-      "numbers. A leaf becomes the matrix whose sides are least. Factors of 8 bits are "
-      "not the paper's.",
-    ),
-    Citation(ZHANG_2023, "One factor a step, with alternate=True only."),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("vogels2019powersgd", "zhang2023acpsgd")
 
   @property
   def inner(self) -> Dense | QSGD:
@@ -100,7 +90,7 @@ class PowerSGD(factors.Factors):
     matrices = [leaf.reshape(self._shape) for leaf in leaves]
     pairs = zip(matrices, memory, strict=True)
     sums = yield [factors.left_factor(m, q) for m, q in pairs]
-    basis, _ = factors.each_orthonormal(jnp.stack(sums))
+    basis = factors.each_orthonormal(jnp.stack(sums))
     pairs = zip(matrices, basis, strict=True)
     rights = yield [factors.right_factor(m, p) for m, p in pairs]
     given = zip(basis, rights, leaves, strict=True)
@@ -111,7 +101,7 @@ class PowerSGD(factors.Factors):
   def _in_turn(self, leaves: Sequence[Array], memory: Sequence[Any]) -> factors.Talk:
     matrices = [leaf.reshape(self._shape) for leaf in leaves]
     old, turns = (jnp.stack(parts) for parts in zip(*memory, strict=True))
-    basis, _ = factors.each_orthonormal(old)
+    basis = factors.each_orthonormal(old)
     sums = yield [*map(_other_factor, matrices, basis, turns)]
     new = jnp.stack(sums)
     finite = jnp.isfinite(new).all(axis=(1, 2))[:, None]
@@ -245,7 +235,7 @@ def powersgd(
   steps = checks.step_count("start", start, least=0)
   codec = PowerSGD(rank=rank, min_rate=min_rate, bits=bits, alternate=alternate)
   given: Any = checked(powersgd, options)
-  parts = Compression(codec, averaging=factors.OneByOne, **given)
+  parts = Compression(codec, averaging=factors.ONE_BY_ONE, **given)
   if not steps:
     return transformation(parts)
   # It keeps the residuals that the next one needs. They stay zero.

@@ -1,5 +1,6 @@
 """The options that every recipe shares with ``compress``, and the help of recipes."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar
@@ -128,8 +129,9 @@ def recipe(*codec: type[LeafCodec]) -> Callable[[_Recipe], _Recipe]:
 
 
 def of_codec(
-  make: Callable[..., Any], codec: type[LeafCodec], given: Mapping[str, Any]
+  make: Callable[..., Any], codec: Any, given: Mapping[str, Any], **own: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns a recipe's transformation, by its ``locals()`` at the first line."""
-  fields = {name: value for name, value in given.items() if name != "options"}
-  return compress(codec(**fields), **checked(make, given["options"]))
+  """Returns a recipe's transformation, by its ``locals()`` and options of its own."""
+  names = [field.name for field in dataclasses.fields(codec) if field.name in given]
+  fitted = codec(**{name: given[name] for name in names})
+  return compress(fitted, **own, **checked(make, given["options"]))

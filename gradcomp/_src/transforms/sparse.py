@@ -7,15 +7,12 @@ from jax.typing import DTypeLike
 
 from gradcomp._src.checks import flag, one_of, share_below_1
 from gradcomp._src.codecs.block_top import BlockTop
-from gradcomp._src.codecs.entries import Quantize
 from gradcomp._src.codecs.random_k import RandomK
-from gradcomp._src.codecs.selecting import Selection
+from gradcomp._src.codecs.sparse import Quantize, Selection
 from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.core.feedback import ErrorFeedback, MomentumFeedback
-from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.public import checked
-from gradcomp._src.transforms.clip import ClipRule, clip_by_local_norm
+from gradcomp._src.transforms.each_worker import ClipRule, clip_by_local_norm
 from gradcomp._src.transforms.options import (
   CompressOptions,
   ExchangeOptions,
@@ -116,16 +113,7 @@ def redsync(  # noqa: PLR0913 - the options of the codec and of the momentum
   if momentum is not None:
     momentum = share_below_1("momentum", momentum)
     keeper = MomentumFeedback(decay=momentum, nesterov=nesterov)
-  codec = TopK(
-    density=density,
-    selection=selection,
-    quantize=quantize,
-    dtype=dtype,
-    slack=slack,
-    search_every=search_every,
-    implementation=implementation,
-  )
-  exchanged = compress(codec, feedback=keeper, **checked(redsync, options))
+  exchanged = of_codec(redsync, TopK, locals(), feedback=keeper)
   if max_norm is None:
     return exchanged
   axis_name = options.get("axis_name")

@@ -9,9 +9,7 @@ from jax import Array
 from jax.lax import bitcast_convert_type
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import MISHRA_2025, NVIDIA_2025, ROUHANI_2023, Citation
-from gradcomp._src.codecs import contraction as contractions
-from gradcomp._src.codecs import quantizing
+from gradcomp._src.codecs import contractions, quantizing
 from gradcomp._src.codecs.sums.records import ArrayLike, Payload, Rounding
 from gradcomp._src.kernels import block_float
 from gradcomp._src.kernels.gpu import dispatch
@@ -64,9 +62,8 @@ class BlockFloat(quantizing.Elementwise):
   Stochastic rounding is unbiased: there :math:`X` is the smallest scale under which
   nothing is clipped. Probabilities are multiples of 2**-16, cut downwards.
 
-  With ``rotate`` each element of MXFP4 or NVFP4 is spread over a group of 8 or 32
-  before it is cast, as :class:`gradcomp.codecs.QSGD` spreads it. So a block has fewer
-  elements that are far larger than the others, and that its scale must reach.
+  With ``rotate`` each element of MXFP4 or NVFP4 is spread over a group before it is
+  cast, as :class:`gradcomp.codecs.QSGD` spreads it.
 
   ``payload.rows`` are the very numbers that matrix units take. :meth:`operand` hands
   them out, for ``jax.nn.scaled_matmul``.
@@ -86,19 +83,15 @@ class BlockFloat(quantizing.Elementwise):
     scale: the format of scales, ``"e8m0"`` or ``"e4m3"``. Default: ``"e8m0"``.
     block_size: elements that share a scale, consecutive ones, 32 or 16. Microscaling
       has 32, and NVFP4 has 16. Default: 32.
-    rounding: ``"nearest"``, ties to even, or ``"stochastic"``, which is unbiased.
-      Default: ``"nearest"``.
+    rounding: ``"nearest"``, ties to even, or ``"stochastic"``. Default: ``"nearest"``.
     rotate: elements of a group that is rotated, 8 or 32, with ``element="e2m1"``; None
       rotates nothing. Default: None.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
-      Hopper on, not of elements of 6 bits; ``"pallas_interpret"``, slow and for tests;
-      or None, which takes ``"pallas"`` where it runs and ``"xla"`` elsewhere. See
-      docs/inside/kernels.md. Default: None.
+    implementation: how to encode: ``"xla"``, ``"pallas"`` (not of elements of 6 bits),
+      ``"pallas_interpret"``, or None, which chooses; see docs/inside/kernels.md.
+      Default: None.
 
   Raises:
-    ValueError: an attribute is another one, when the codec is made; or ``encode`` has
-      no key, and rounding is stochastic.
-    TypeError: ``encode`` is given integers or complex numbers.
+    ValueError: an attribute is another one.
 
   Example:
     >>> x = jnp.array([7., -3., 0.4, 2.6])
@@ -139,19 +132,10 @@ class BlockFloat(quantizing.Elementwise):
       )
 
   @property
-  def citations(self) -> tuple[Citation, ...]:
-    if self.scale == "e4m3":
-      formats = Citation(
-        NVIDIA_2025,
-        "Each row repeats the scale of the tensor. With stochastic rounding, scales of "
-        "blocks are rounded up.",
-      )
-    else:
-      formats = Citation(ROUHANI_2023, "A block below 2**-126 is zero.")
-    if self.rounding == "nearest" or self.scale == "e4m3":
-      return (formats,)
-    up = Citation(MISHRA_2025, "Scales are rounded up, and elements at random.")
-    return formats, up
+  def papers(self) -> tuple[str, ...]:
+    up = ("mishra2025mxfp8",) if self.rounding == "stochastic" else ()
+    microscaling = ("rouhani2023microscaling", *up)
+    return ("nvidia2025nvfp4",) if self.scale == "e4m3" else microscaling
 
   @property
   def contraction(self) -> float:

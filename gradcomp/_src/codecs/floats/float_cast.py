@@ -8,9 +8,8 @@ import jax
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import HAN_2021, MICIKEVICIUS_2017, Citation
-from gradcomp._src.codecs import contraction as contractions
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs import contractions
+from gradcomp._src.codecs.protocol import Codec, as_float32, codec_dither
 from gradcomp._src.codecs.sums.numbers import Numbers
 from gradcomp._src.codecs.sums.records import (
   NOTHING,
@@ -18,10 +17,8 @@ from gradcomp._src.codecs.sums.records import (
   Context,
   Encoded,
   Leaf,
-  Payload,
 )
 from gradcomp._src.codecs.sums.sum import Sum
-from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common import float_formats
 from gradcomp._src.kernels.common.fixed_point import scaled
@@ -94,17 +91,13 @@ class FloatCast(Codec):
       ring that is after each addition. Default: ``"format"``.
     addends: the number of addends that the scale has room for, 1 or more and below
       2**23; exchanges set it to N. Default: 1.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
-      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
-      Default: None.
+    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
+      None, which chooses; see docs/inside/kernels.md. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, or there is one exponent bit and no
       mantissa, or so many addends that the largest element would be cast to zero (64
-      with (3, 0)), when the codec is made; or ``encode`` has no key, and rounding is
-      stochastic.
-    TypeError: ``encode`` is given integers or complex numbers.
+      with (3, 0)).
 
   Example:
     >>> codec = FloatCast(exponent_bits=4, mantissa_bits=3)
@@ -147,23 +140,9 @@ class FloatCast(Codec):
       )
 
   @property
-  def citations(self) -> tuple[Citation, ...]:
-    if self.scale != "auto":
-      return (
-        Citation(
-          MICIKEVICIUS_2017,
-          "The factor scales gradients for the exchange alone, and not the loss.",
-        ),
-        Citation(HAN_2021, "This is its baseline, loss scaling by a constant."),
-      )
-    return (
-      Citation(
-        HAN_2021,
-        "The exponent that workers agree on is less by ceil(log2(N)), so that it never "
-        "overflows. A layer of zeros has one, too. The largest number stands for a sum "
-        "that is too large after all. The paper keeps no residual.",
-      ),
-    )
+  def papers(self) -> tuple[str, ...]:
+    scaled = ("micikevicius2017mixed", "han2021aps/scaled")
+    return ("han2021aps",) if self.scale == "auto" else scaled
 
   @property
   def format(self) -> FloatFormat:
@@ -219,9 +198,6 @@ class FloatCast(Codec):
 
   def decode_rows(self, rows: Array) -> Array:
     return float_cast.decode_rows(rows, self.format)
-
-  def payload_tiles(self, payload: Payload) -> Array:
-    return self.unscaled(self.decode_rows(payload.rows), payload.agreed)
 
   def encode_sums(self, tiles: Array) -> Array:
     """Encodes scaled sums, rounded to nearest even."""

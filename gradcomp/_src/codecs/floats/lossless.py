@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from gradcomp._src.codecs import contraction as contractions
+from gradcomp._src.codecs import contractions
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.kernels import lossless

@@ -6,9 +6,7 @@ from typing import ClassVar
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.bibliography import HORVATH_2019, Citation
-from gradcomp._src.codecs import contraction as contractions
-from gradcomp._src.codecs import quantizing
+from gradcomp._src.codecs import contractions, quantizing
 from gradcomp._src.codecs.sums.records import Rounding
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.float_formats import FloatFormat
@@ -47,15 +45,11 @@ class Natural(quantizing.Elementwise):
     rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased. Of two
       equally near powers it takes the one whose code is even: 2 for 1.5 and for 3.
       Default: ``"stochastic"``.
-    implementation: how the encoder runs: ``"xla"``; ``"pallas"``, on GPUs from
-      Hopper on; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` where it runs and ``"xla"`` elsewhere. See docs/inside/kernels.md.
-      Default: None.
+    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
+      None, which chooses; see docs/inside/kernels.md. Default: None.
 
   Raises:
-    ValueError: an attribute is another one, when the codec is made; or ``encode`` has
-      no key, and rounding is stochastic.
-    TypeError: ``encode`` is given integers or complex numbers.
+    ValueError: an attribute is another one.
 
   Example:
     >>> codec = Natural()
@@ -72,13 +66,7 @@ class Natural(quantizing.Elementwise):
   rounding: Rounding = checks.field("stochastic", checks.choice(Rounding))
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
-  citations: ClassVar[tuple[Citation, ...]] = (
-    Citation(
-      HORVATH_2019,
-      "The exponent has 7 bits, and not 8: magnitudes go from 2**-62 to 2**63. A "
-      "probability of rounding up is a multiple of 2**-16.",
-    ),
-  )
+  papers: ClassVar[tuple[str, ...]] = ("horvath2019natural",)
   encoder = staticmethod(float_cast.encode_rows)
   row_words: ClassVar[int] = float_cast.Form.bucket_size
 

@@ -35,22 +35,15 @@ class Partial(NamedTuple):
 
 
 class Sent(NamedTuple):
-  """An encoded sum, and the losses that its sender keeps.
+  """An encoded sum, and the losses that its sender keeps."""
 
-  Attributes:
-    rows: the encoded sum, ``uint32[rows, words]``.
-    riders: arrays like ``rows`` that travel with it to the worker that adds next.
-    lost: the loss of encoding and additions that this worker keeps in its residual,
-      ``float32[rows, *tile_shape]``, in the units of the codec's rows; None for none.
-    residual: the new owner residual, ``float32[rows, *tile_shape]``, or None.
-    scale: the factor of the sum that is still to be applied.
-  """
-
-  rows: Array
-  riders: tuple[Array, ...] = ()
+  rows: Array  # uint32[rows, words]
+  riders: tuple[Array, ...] = ()  # like rows, for the worker that adds next
+  # float32[rows, *tile_shape], of encoding and additions, in the units of the codec's
+  # rows, which this worker keeps in its residual
   lost: Array | None = None
-  residual: Array | None = None
-  scale: float = 1.0
+  residual: Array | None = None  # float32[rows, *tile_shape], the new owner residual
+  scale: float = 1.0  # the factor of the sum that is still to be applied
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,9 +96,8 @@ class SumFacts:
 
   def naming(self, codec: object) -> "SumFacts":
     """Returns the facts with refusals that name a codec."""
-    texts = self.refusals.items()
-    named = {way: text.replace("{codec}", str(codec)) for way, text in texts}
-    return dataclasses.replace(self, refusals=named)
+    name = lambda text: text.replace("{codec}", str(codec))
+    return self.refusing({way: name(text) for way, text in self.refusals.items()})
 
 
 class Coder(Protocol):

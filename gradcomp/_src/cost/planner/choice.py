@@ -16,7 +16,7 @@ from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.cost.cluster import Cluster
 from gradcomp._src.cost.exchange import exchange_seconds
 from gradcomp._src.cost.link import Link
-from gradcomp._src.cost.planner import compare, report
+from gradcomp._src.cost.planner import compare
 from gradcomp._src.cost.planner.candidates import (
   CANDIDATES,
   SOURCES,
@@ -132,7 +132,7 @@ class Plan:
     return compare.transformation(row.candidate, row.exchange, paths, axis_name)
 
   def __str__(self) -> str:
-    lines = [*report.table(self.rows), *report.refusals(self.refused), *self.notes]
+    lines = [*compare.table(self.rows), *compare.refusals(self.refused), *self.notes]
     return "\n".join([*lines, self.verdict])
 
 
@@ -297,12 +297,12 @@ def _chosen(
   """Returns the best row, or the plain mean's if it gains too little; and a verdict."""
   row, dense = compare.best(rows), setting.dense
   if row.predicted.step_seconds <= (1 - margin) * dense.predicted.step_seconds:
-    return row, report.chosen(row, dense)
+    return row, compare.chosen(row, dense)
   # At another rate another way of a plain mean may be the faster one.
   rate_of = lambda x: min(_rate(x, way, setting.cluster) for way in setting.plain)
   rates = [rate_of(x) for x in rows]
   rate, other = max(zip(rates, rows, strict=True), key=lambda pair: pair[0])
-  return dense, report.refused(row, dense, margin, other, rate)
+  return dense, compare.refused(row, dense, margin, other, rate)
 
 
 def _rate(row: CandidateRow, dense: CandidateRow, cluster: Cluster) -> float:

@@ -70,16 +70,12 @@ class Program:
 
   def _run(self, function: Any, given: Sequence[_Value]) -> list[_Value]:
     """Returns the results of a jaxpr, closed or not."""
-    jaxpr, consts = (
-      getattr(function, "jaxpr", function),
-      getattr(function, "consts", ()),
-    )
-    pairs = zip(consts, jaxpr.constvars, strict=True)
-    found = [_constant(value, variable.aval) for value, variable in pairs]
-    values = dict(zip(jaxpr.constvars, found, strict=True))
+    jaxpr = getattr(function, "jaxpr", function)
+    pairs = zip(jaxpr.constvars, getattr(function, "consts", ()), strict=True)
+    values = {x: _constant(value, x.aval) for x, value in pairs}
     values |= zip(jaxpr.invars, given, strict=True)
-    given_by = lambda x: _constant(x.val, x.aval)
-    read = lambda x: given_by(x) if isinstance(x, Literal) else values[x]
+    of_number = lambda x: _constant(x.val, x.aval)
+    read = lambda x: of_number(x) if isinstance(x, Literal) else values[x]
     for equation in jaxpr.eqns:
       own = [read(x) for x in equation.invars]
       name, params = equation.primitive.name, equation.params

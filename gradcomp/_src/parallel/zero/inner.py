@@ -1,7 +1,7 @@
 """The optimizer's step on a worker's rows of each leaf, and its measures."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,6 @@ from gradcomp._src.parallel.zero.elementwise import Program, alike
 from gradcomp._src.parallel.zero.leaf_rows import LeafRows
 
 Rows = list[jax.Array]
-
-
-class Moved(NamedTuple):
-  """The rows of a worker after a step, old ones where a value is not finite."""
-
-  master: Rows  # the parameters of the owner
-  inner_state: Any
-  lacking: Rows  # the master minus all workers' parameters; NaN if not finite
 
 
 class Inner:
@@ -68,10 +60,11 @@ class Inner:
 
   def step(
     self, rows: LeafRows, means: Rows, state: Any, seen: Rows, unsent: Rows
-  ) -> Moved:
+  ) -> tuple[Rows, Any, Rows]:
     """Runs the optimizer on the master of a worker's rows: ``seen``, of all, + unsent.
 
-    Values that are not finite leave the state and the master as they were.
+    Returns the new master and state, old ones where a value is not finite, and what all
+    workers' parameters lack of the master; NaN where it is not finite.
     """
     held, given = jax.tree.flatten(state, is_leaf=states.is_rows)
     if given != self._state:
@@ -96,7 +89,7 @@ class Inner:
         finite.append(ok)
       pairs = zip(found[len(means) :], old, self._init.results, strict=True)
       new = [x if i is None else jnp.where(finite[i], x, y) for x, y, i in pairs]
-      return Moved(after, self._stored(new, master), lacking)
+      return after, self._stored(new, master), lacking
 
   def _stored(self, values: Sequence[Any], master: Sequence[jax.Array]) -> Any:
     """Returns the state with these leaves."""
@@ -218,7 +211,6 @@ def measured_zero(
   found = states.measures(state)
   if found is None:
     return state
-  columns = ("size", "gradient", "owned", "mean", "product", "zeros")
   by_axes: dict[Axes, dict[int, jax.Array]] = {}
   parts = zip(rows.axes, rows.elements, before, sent, after, strict=True)
   for i, (axes, here, *given) in enumerate(parts):
@@ -232,16 +224,10 @@ def measured_zero(
       total = collectives.psum(jnp.stack(list(own.values())), axes)
     sums |= zip(own, total, strict=True)
   stacked = jnp.stack([sums[i] for i in range(len(sums))], axis=1)
-  result = dict(zip(columns, stacked, strict=True))
-  none = jnp.zeros_like(result["size"])
-  back = Sums(
-    **result,
-    residual=none,
-    corrected=result["gradient"],
-    unsent=result["owned"],
-    true=result["gradient"],
-    equal=none,
-  )
-  gradients = found._replace(owned=back.owned)
+  size, gradient, owned, mean, product, zeros = stacked
+  none = jnp.zeros_like(size)
+  of_own = gradient, none, gradient, owned, zeros  # in the order of Sums
+  back = Sums(*of_own, owned, size, mean, gradient, product, none)
+  gradients = found._replace(owned=owned)
   both = jax.tree.map(lambda *x: jnp.concatenate(x), gradients, back)
   return states.with_measures(state, both)

@@ -10,18 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradcomp._src.codecs import tiles
+from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.encoding import encode_leaf
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import NOTHING, Leaf
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.exchange import layout as layouts
-from gradcomp._src.exchange import shares
-from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.in_turn import in_turn
-from gradcomp._src.exchange.owners import MADE_FOR_SHARDS
-from gradcomp._src.exchange.plan import Message, MessagePlan
+from gradcomp._src.exchange import lines
+from gradcomp._src.exchange.collectives import Workers, in_turn
+from gradcomp._src.exchange.plan import MADE_FOR_SHARDS, MessagePlan
+from gradcomp._src.exchange.protocol import Message, gather_rows
 from gradcomp._src.kernels.materialize import word_cutter
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.study import noted
@@ -65,20 +64,12 @@ class _Place(NamedTuple):
   like: jax.ShapeDtypeStruct  # the whole leaf
   shape: tuple[int, ...]  # of a worker's rows, (share, *tile_shape)
 
-  def cut(self, x: jax.Array) -> jax.Array:
-    """Cuts a whole leaf into rows, ``float32[rows, *tile_shape]``."""
-    return self.codec.split(x).reshape(-1, *self.shape[1:])
-
-  def joined(self, rows: jax.Array) -> jax.Array:
-    """Undoes :meth:`cut`, for rows of all owners."""
-    return self.codec.join(rows[: self.rows], self.like)
-
   def elements(self, worker: jax.Array, workers: int) -> Any:
     """Masks the places of a worker's rows that hold elements, not padding."""
     size, (share, *tile) = self.codec.tile_size, self.shape
     if self.like.size == workers * share * size:
       return np.True_
-    row = shares.own_rows(share, worker).reshape(-1, *[1] * len(tile))
+    row = lines.own_rows(share, worker).reshape(-1, *[1] * len(tile))
     whole, rest = divmod(self.like.size, size)
     count = jnp.where(row < whole, size, jnp.where(row == whole, rest, 0))
     return np.arange(size).reshape(tile) < count
@@ -106,7 +97,7 @@ class LeafRows:
     def places(layout: layouts.Layout) -> Iterator[_Place]:
       for (group, start, stop), like in zip(layout.slots, layout.like, strict=True):
         share, codec = -((start - stop) // self.workers.size), layout.codecs[group]
-        yield _Place(codec, stop - start, like, (share, *tiles.tile_shape(codec)))
+        yield _Place(codec, stop - start, like, (share, *protocol.tile_shape(codec)))
 
     return self.in_order([places(message.layout) for message in self.plan.messages])
 
@@ -119,8 +110,8 @@ class LeafRows:
 
   def owned(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns this worker's rows, ``float32[share, *tile_shape]``, of whole leaves."""
-    rows = map(_Place.cut, self._places, leaves)
-    return [shares.own_share(x, self.workers) for x in rows]
+    cut = lambda at, x: at.codec.split(x).reshape(-1, *at.shape[1:])
+    return [lines.own_share(x, self.workers) for x in map(cut, self._places, leaves)]
 
   @functools.cached_property
   def elements(self) -> list[Any]:
@@ -140,14 +131,16 @@ class LeafRows:
       with jax.named_scope("gradcomp_encode"):
         encoded = [part.encoded() for part in parts]
       with jax.named_scope("gradcomp_all_gather"), noted(message):
-        came = shares.gather_rows(message.layout, in_turn(encoded, came), self.workers)
+        turn = in_turn(encoded, came)
+        came, _ = gather_rows(message.layout, turn, self.workers)
       with jax.named_scope("gradcomp_decode"):
         for part, words in zip(parts, came, strict=True):
           found |= part.decoded(words)
     every = [found[i] for i in range(len(found))]
     with jax.named_scope("gradcomp_decode"):
-      leaves = list(map(_Place.joined, self._places, every))
-    return leaves, [shares.own_share(x, self.workers) for x in every]
+      pairs = zip(self._places, every, strict=True)
+      leaves = [at.codec.join(x[: at.rows], at.like) for at, x in pairs]
+    return leaves, [lines.own_share(x, self.workers) for x in every]
 
   def as_state(self, like: Any, rows: Sequence[jax.Array]) -> Any:
     """Returns rows as ``OwnedRows`` in a tree like the parameters."""
@@ -185,7 +178,7 @@ class _Joined(NamedTuple):
     start, cut = 0, word_cutter(words, 1)
     for i, like in self.leaves.items():
       stop = start - (-like.size // self.codec.tile_size)
-      decode = lambda x, like=like: tiles.from_tiles(
+      decode = lambda x, like=like: protocol.from_tiles(
         self.codec.decode_rows(x), like, self.codec
       )
       yield i, jax.vmap(decode)(cut(start, stop)).reshape(-1, *like.shape[1:])

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from gradcomp._src import bibliography, checks
+from gradcomp._src import checks
 from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core import agreement, border, compression, first_state, inputs
 from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
 from gradcomp._src.core import step as steps
-from gradcomp._src.exchange import otherwise, two_shot
+from gradcomp._src.exchange import two_shot
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.floats.dtypes import fitted
@@ -26,6 +26,7 @@ from gradcomp._src.mesh.closures import optimizer_with_note
 from gradcomp._src.mesh.place import Place
 from gradcomp._src.parallel.zero import elementwise, leaf_rows
 from gradcomp._src.parallel.zero import inner as inners
+from gradcomp._src.public import cites
 
 
 class ZeroState(NamedTuple):
@@ -183,15 +184,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     rows = first_state.on_workers(first, tree, axes, unknown, placed)
     return ZeroState(gradients, *rows)
 
-  @bibliography.cites(
-    bibliography.Citation(
-      bibliography.RAJBHANDARI_2020,
-      "Owners have rows of each leaf, and send encoded what changes in parameters.",
-    ),
-    bibliography.Citation(
-      bibliography.JIA_2024, "Groups of elements have one level, that of the codec."
-    ),
-  )
+  @cites("rajbhandari2020zero", "jia2024sdp4bit")
   def core(
     across: Place, updates: Any, state: Any, params: Any, extra_args: Any
   ) -> tuple[Any, ZeroState]:
@@ -222,19 +215,20 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
         facts = parts.step(rows.plan, workers, state.gradients)
         facts = facts._replace(instead=two_shot.ReduceScatter())
 
-        def finish(reduced: Reduced) -> tuple[Reduced, Any]:
+        def finish(reduced: list[Reduced]) -> tuple[list[Reduced], Any]:
           """Runs the optimizer on the means of this worker; sends the changes."""
           before = rows.owned([x.astype(jnp.float32) for x in leaves])
-          given = rows.in_order(reduced.shares), state.inner_state, before, waits
-          moved = seen.step(rows, *given)
-          lacks, own = rows.to_all(moved.lacking)
+          shares: list[Any] = [x.share for x in reduced]
+          given = shares, state.inner_state, before, waits
+          master, inner_state, lacking = seen.step(rows, *given)
+          lacks, own = rows.to_all(lacking)
           sent = list(map(fitted, lacks, across.dtypes))
           dtypes = [(p.dtype, u.dtype) for p, u in zip(leaves, sent, strict=True)]
-          known = moved.master, before, own, waits
-          left = inners.still_lacking(rows, *known, dtypes)
+          left = inners.still_lacking(rows, master, before, own, waits, dtypes)
           # No worker has the mean of a leaf. Where it is not finite, nor is the update.
-          changes = moved.lacking, own, left
-          return reduced._replace(mean=sent), (moved.inner_state, changes)
+          pairs = zip(reduced, sent, strict=True)
+          updated = [x._replace(mean=update) for x, update in pairs]
+          return updated, (inner_state, (lacking, own, left))
 
         sent, kept, rest = steps.take_step(parts, facts, wide, state.gradients, finish)
         inner_state, changes = rest
@@ -243,7 +237,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
         return sent, ZeroState(kept, unsent, inner_state)
 
       of = rows.plan, rows.codecs
-      return otherwise.otherwise(take(of), take, of, across.axes)
+      return steps.otherwise(take(of), take, of, across.axes)
 
     return step(jax.tree.map(inputs.pairs, params))
 
