@@ -26,7 +26,7 @@ from benchmarks.common import cli, quiet, shapes, tables, timing
 from gradcomp._src.codecs.encoding import encode_leaves
 from gradcomp._src.codecs.protocol import payload_of
 from gradcomp._src.cost.measure import updates
-from gradcomp._src.exchange.layout import plan_rows
+from gradcomp._src.exchange.layout import materialized, plan_rows
 from gradcomp.codecs import (
   QSGD,
   BlockFloat,
@@ -196,10 +196,10 @@ def _message(tree: list[jax.Array]) -> tuple[dict[str, Callable[[], Any]], int, 
   encode = jax.jit(rows).lower(tree, keys).compile()
   matrices = encode(tree, keys)
 
-  def leaves(matrices: dict[int, jax.Array]) -> list[jax.Array]:
+  def leaves(matrices: dict[int, jax.Array]) -> dict[int, jax.Array]:
     decoder = lambda i, rows: layout.sums[i].gathered(rows[None], None, 1.0)
     decoders = lambda: {i: decoder(i, rows) for i, rows in matrices.items()}
-    return layout.means(decoders, matrices[0])
+    return materialized(lambda _: layout.viewed(decoders), matrices[0])
 
   decode = jax.jit(leaves).lower(matrices).compile()
   calls = {"encode": lambda: encode(tree, keys), "decode": lambda: decode(matrices)}

@@ -13,18 +13,13 @@ from jax.typing import ArrayLike
 
 from gradcomp._src import checks
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.sums.records import Leaf, Memory
+from gradcomp._src.codecs.sums import records
 from gradcomp._src.codecs.sums.sum import SumFacts
+from gradcomp._src.core import compression, feedback, transform
 from gradcomp._src.core.border import any_tree, of_workers
-from gradcomp._src.core.compression import Compression
-from gradcomp._src.core.feedback import NoFeedback
-from gradcomp._src.core.transform import transformation
-from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
-from gradcomp._src.exchange.message_size import MessageBytes
-from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange import auto, message_size, protocol
 from gradcomp._src.exchange.step import Reduced
-from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.shard_maps import map_addends
+from gradcomp._src.mesh import axes, shard_maps
 from gradcomp._src.optimizers.moments import require_agreement, with_decay
 from gradcomp._src.transforms import factors
 
@@ -34,13 +29,13 @@ __all__ = ["dion"]
 def dion(  # noqa: PLR0913 - options of users, by keyword
   learning_rate: optax.ScalarOrSchedule,
   *,
-  axis_name: AxisName | None = None,
+  axis_name: axes.AxisName | None = None,
   rank: int,
   mu: float = 0.95,
   weight_decay: Any = 0.0,
   mask: Any = None,
-  exchange: ExchangeName | Auto | Exchange = "auto",
-  message_bytes: MessageBytes = "auto",
+  exchange: auto.ExchangeName | auto.Auto | protocol.Exchange = "auto",
+  message_bytes: message_size.MessageBytes = "auto",
   key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains matrices by orthonormal steps of low rank: Dion.
@@ -115,13 +110,13 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
     parallel workers
   """
   told = dict(locals())
-  way = as_exchange(exchange)
+  way = auto.as_exchange(exchange)
   if not way.sends:
     raise ValueError(
       '`exchange` must send something, for steps are of all workers, got "local"; '
       "with axis_name=None there is one worker."
     )
-  parts = Compression(
+  parts = compression.Compression(
     _Factors(rank=rank, mu=mu),
     axis_name=axis_name,
     exchange=way,
@@ -131,7 +126,7 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
     key=key,
     averaging=factors.ONE_BY_ONE,
   )
-  step = transformation(parts)
+  step = transform.transformation(parts)
 
   def update_fn(
     updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -149,11 +144,11 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
 def _in_float32(gradient: Array) -> Array:
   if not jnp.issubdtype(gradient.dtype, jnp.floating):
     raise TypeError(f"`updates` must have real float dtypes, got {gradient.dtype}.")
-  return map_addends(lambda x: x.astype(jnp.float32), gradient)
+  return shard_maps.map_addends(lambda x: x.astype(jnp.float32), gradient)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Momentum(NoFeedback):
+class _Momentum(feedback.NoFeedback):
   """Keeps the rest of a message as momentum, and steps in place of the mean."""
 
   keeps: ClassVar[bool] = True
@@ -205,7 +200,7 @@ class _Factors(factors.Factors):
     """The facts about sums of factors, which are steps in units of their own."""
     return dataclasses.replace(super().facts, own_units=True)
 
-  def check_leaves(self, leaves: Sequence[Leaf]) -> None:
+  def check_leaves(self, leaves: Sequence[records.Leaf]) -> None:
     """Raises ValueError for a leaf that is no matrix."""
     for leaf in leaves:
       if len(leaf.shape) < 2 or not leaf.size:
@@ -215,17 +210,17 @@ class _Factors(factors.Factors):
           "another optimizer by optax.partition."
         )
 
-  def bind(self, leaf: Leaf) -> Any:
+  def bind(self, leaf: records.Leaf) -> Any:
     """Returns the codec of a leaf's matrices."""
     *stack, m, n = leaf.shape
     rank = min(self.rank, m, n)
     return dataclasses.replace(self, rank=rank, matrix=(math.prod(stack), m, n))
 
-  def init(self, leaf: Leaf, key: Array) -> Memory:
+  def init(self, leaf: records.Leaf, key: Array) -> records.Memory:
     """Returns a leaf's first right factors, which are random, and no left ones."""
     stack, m, n = self._shape
     rows = factors.random_rows(key, stack * self.rank, n).reshape(stack, self.rank, n)
-    return Memory(shared=(rows, jnp.zeros((stack, self.rank, m), jnp.float32)))
+    return records.Memory(shared=(rows, jnp.zeros((stack, self.rank, m), jnp.float32)))
 
   def talk(self, leaves: Sequence[Array], memory: Sequence[Any]) -> factors.Talk:
     """Computes the share of the mean that is sent, while others average the factors."""

@@ -225,12 +225,8 @@ def _run(*leaves: Any, kernels: _Named, reference: ClosedJaxpr) -> Any:
 def _batched(
   leaves: Any, axes: Any, *, kernels: _Named, reference: ClosedJaxpr
 ) -> tuple[Any, list[int]]:
-
   # To name a partial function, JAX would print the whole program that it holds.
-  @functools.wraps(jaxpr_as_fun)
-  def run(*leaves: Any) -> Any:
-    return jaxpr_as_fun(reference)(*leaves)
-
+  run = functools.wraps(jaxpr_as_fun)(lambda *x: jaxpr_as_fun(reference)(*x))
   traced = jax.jit(jax.vmap(run, axes)).trace(*leaves)
   mapped = {name: jax.vmap(kernel, axes) for name, kernel in kernels}
   found = by_platform(leaves, mapped, traced)

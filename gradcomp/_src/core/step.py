@@ -1,4 +1,4 @@
-"""The step of a transformation: correct, agree, encode, exchange, decode, keep."""
+"""The step of a transformation: correct, average, keep; and again by fallbacks."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -98,14 +98,14 @@ def keep(
   new["memory"] = remember(plan, state.memory, [x.memory for x in finished])
   if state.residual is not None:
     old, treedef = jax.tree.flatten(state.residual, is_leaf=is_stored)
+    # A residual that an earlier transformation left, see switch, is sent once.
+    waits = feedback.waits if feedback.keeps else jnp.zeros_like
     # A momentum would have to be computed anew, too.
     anew = feedback.keeps and not feedback.moves
     sent = jax.tree.leaves(feedback.sent(updates, None)) if anew else []
     written = []
     for i, x in enumerate(finished):
-      # A residual that an earlier transformation left, see switch, is sent once.
-      kept = feedback.keeps
-      lost = feedback.waits(x.unsent) if kept else jnp.zeros_like(corrected[i])
+      lost = waits(x.unsent if feedback.keeps else corrected[i])
       again = None
       if anew and x.own is not None:
         again = Again(sent[i], x.own, corrected[i].dtype, feedback.waits)

@@ -39,10 +39,7 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The places of a message's leaves in its matrices, one matrix a codec.
-
-  It is static: it depends on shapes, and not on values.
-  """
+  """The places of a message's leaves in its matrices, one a codec, from shapes."""
 
   codecs: tuple[Codec, ...]  # in the order of their first leaves
   slots: tuple[Slot, ...]
@@ -198,10 +195,7 @@ def plan_rows(
   min_leaf_size: int | None = None,
   places: Sequence[Leaf] | None = None,
 ) -> Layout:
-  """Lays out leaves for a codec. Small leaves stay dense.
-
-  ``places`` are their shapes and paths, where the codec of a leaf depends on its path.
-  """
+  """Lays out leaves, at ``places`` if a codec looks at paths; small ones stay dense."""
   places = places or [Leaf(leaf.shape) for leaf in leaves]
   codecs = leaf_codecs(places, codec, min_leaf_size=min_leaf_size)
   return arrange(leaves, codecs)

@@ -35,10 +35,7 @@ def as_message_bytes(value: Any) -> MessageBytes:
 
 
 def automatic_bytes(payload: int, workers: int) -> int:
-  """Returns the least size of a message, in bytes, by ``message_bytes="auto"``.
-
-  It is the largest of 4 MiB, 128 KiB for each worker, and a 16th of the payload.
-  """
+  """Returns the largest of 4 MiB, 128 KiB a worker, and a 16th of the payload."""
   return max(_LEAST, _LEAST_SHARE * workers, -(-payload // _MOST))
 
 

@@ -16,15 +16,8 @@ from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import border, transform
 from gradcomp._src.core import specs as states
 from gradcomp._src.local_steps import rounds
-from gradcomp._src.mesh import (
-  axes,
-  per_worker,
-  specs,
-  types,
-)
-from gradcomp._src.mesh import (
-  param_specs as given_specs,
-)
+from gradcomp._src.mesh import axes, per_worker, specs, types
+from gradcomp._src.mesh import param_specs as given_specs
 from gradcomp._src.mesh.axes import AxisName
 
 _ROWS = "gradcomp_rows"  # the axis of the workers on one device

@@ -7,24 +7,19 @@ import jax.numpy as jnp
 import optax
 
 from gradcomp._src import checks, public
-from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.protocol import LeafCodec, is_codec
-from gradcomp._src.core import agreement
+from gradcomp._src.codecs import dense, protocol
+from gradcomp._src.core import agreement, inputs
 from gradcomp._src.core import state as states
 from gradcomp._src.core.border import Update, any_tree, of_workers
 from gradcomp._src.core.feedback import Feedback, FeedbackName
-from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import Auto, as_exchange
 from gradcomp._src.exchange.one_stage import AllGather, Merge
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.local_steps import rounds
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh.closures import optimizer_with_note
+from gradcomp._src.mesh import closures, shard_maps, trees, types
 from gradcomp._src.mesh.place import place
-from gradcomp._src.mesh.shard_maps import per_device
-from gradcomp._src.mesh.trees import boxed_like, combine, split, unboxed
-from gradcomp._src.mesh.types import mesh_of, unreduced_axes
 from gradcomp._src.public import cites
 from gradcomp._src.transforms.options import MessageOptions, recipe
 
@@ -52,13 +47,13 @@ def local_params(params: Params, opt_state: Any) -> Params:
   _check_not_averaged(opt_state)
   is_hole = lambda x: isinstance(x, optax.MaskedNode)
   add = lambda moved, x: x if is_hole(moved) else rounds.own_params(x, moved)
-  arrays, others = split(params)
-  own = unboxed(arrays)
+  arrays, others = trees.split(params)
+  own = trees.unboxed(arrays)
   for node in jax.tree.leaves(opt_state, is_leaf=states.is_own_steps):
     if states.is_own_steps(node):
-      own = jax.tree.map(add, unboxed(node.moved), own, is_leaf=is_hole)
+      own = jax.tree.map(add, trees.unboxed(node.moved), own, is_leaf=is_hole)
       own = local_params(own, node.inner_state)
-  return combine(boxed_like(arrays, own), others)
+  return trees.combine(trees.boxed_like(arrays, own), others)
 
 
 @recipe()
@@ -68,7 +63,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
   *,
   axis_name: mesh_axes.AxisName,
   every: int,
-  codec: LeafCodec,
+  codec: protocol.LeafCodec,
   fragments: int = 1,
   delay: int = 0,
   mixing: float = 1.0,
@@ -191,7 +186,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
   options["exchange"] = _exchange_of_rounds(told["exchange"], merge, codec)
   kept = rounds.feedback_of(feedback, codec)
   compressed = compress(codec, axis_name=axes, feedback=kept, **options)
-  plain = compress(Dense(), axis_name=axes)
+  plain = compress(dense.Dense(), axis_name=axes)
   takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
   inner = _checked_optimizer("inner", inner)
   outer = _checked_optimizer("outer", outer)
@@ -222,7 +217,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
   ) -> tuple[Any, states.LocalStepsState]:
     _check_given(state, params, fragments)
     _check_floats("updates", updates)
-    updates = not_differentiated(updates)
+    updates = inputs.not_differentiated(updates)
     across = place(updates, axes, params=params)
     agreement.require_agreement(
       "gradcomp.local.local_steps",
@@ -233,7 +228,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
       outer_state=[fragment.outer_state for fragment in state.fragments],
     )
     leaves = {name: jax.tree.leaves(x) for name, x in extra_args.items()}
-    addends = [name for name, x in leaves.items() if any(map(unreduced_axes, x))]
+    addends = [name for name, x in leaves.items() if any(map(types.unreduced_axes, x))]
 
     def step(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
       value = extra_args.get("value") if takes_value else None
@@ -248,7 +243,9 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
       return new, states.LocalStepsState(count, states.OwnSteps({names: stored}), kept)
 
     given = params, extra_args
-    return per_device(step, updates, state, axes, keeps_addends=False, given=given)
+    return shard_maps.per_device(
+      step, updates, state, axes, keeps_addends=False, given=given
+    )
 
   return any_tree(init_fn, _on_mesh(update_fn, axes))
 
@@ -259,7 +256,7 @@ def _on_mesh(update: Update, axes: mesh_axes.AxisName) -> Update:
 
   def on_mesh(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
     if mesh_axes.bound_size(axes) is None:
-      state = rounds.numbers_of_all(state, mesh_of(updates))
+      state = rounds.numbers_of_all(state, types.mesh_of(updates))
     return mapped(updates, state, params, **extra_args)
 
   return on_mesh
@@ -306,7 +303,7 @@ def _checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraA
       f"`{name}` must be an optax.GradientTransformation, like optax.sgd(0.1), got "
       f"{tx!r}."
     )
-  return optimizer_with_note(tx)
+  return closures.optimizer_with_note(tx)
 
 
 def _exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
@@ -319,7 +316,7 @@ def _exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
     )
   if merge == "mean":
     return exchange
-  if is_codec(codec) and not codec.facts.drops:
+  if protocol.is_codec(codec) and not codec.facts.drops:
     raise ValueError(
       f'`merge` must be "mean" for a codec of which each worker sends all elements, '
       f'got "senders" and {codec}; use a sparse one like gradcomp.codecs.TopK().'

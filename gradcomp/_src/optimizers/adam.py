@@ -4,31 +4,18 @@ from typing import Any, Unpack
 
 import optax
 
-from gradcomp._src.codecs.one_bit import OneBit
-from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs import one_bit, protocol
+from gradcomp._src.core import inputs, transform
 from gradcomp._src.core.border import any_tree, of_workers
 from gradcomp._src.core.feedback import Feedback, FeedbackName
-from gradcomp._src.core.inputs import not_differentiated
-from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.optimizers.local_adam import Gaps, LocalAdam, as_gaps
-from gradcomp._src.optimizers.moments import (
-  Moments,
-  MomentsState,
-  Stable,
-  Variance,
-  Warmup,
-  as_warmup,
-  decoupled,
-  require_agreement,
-  with_decay,
-)
+from gradcomp._src.optimizers import local_adam, moments
 from gradcomp._src.public import arguments, cites
 from gradcomp._src.transforms.options import LeafOptions, recipe
 
-_ONE_BIT, _STABLE = OneBit(), Stable()
+_ONE_BIT, _STABLE = one_bit.OneBit(), moments.Stable()
 
 
 @recipe()
@@ -36,10 +23,10 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   learning_rate: optax.ScalarOrSchedule,
   *,
   axis_name: AxisName | None = None,
-  codec: LeafCodec = _ONE_BIT,
-  warmup: int | Warmup = _STABLE,
-  variance: Variance = "frozen",
-  local: int | Gaps | None = None,
+  codec: protocol.LeafCodec = _ONE_BIT,
+  warmup: int | moments.Warmup = _STABLE,
+  variance: moments.Variance = "frozen",
+  local: int | local_adam.Gaps | None = None,
   floor: float = 0.1,
   b1: float = 0.9,
   b2: float = 0.999,
@@ -173,13 +160,13 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     et al., `0/1 Adam <https://arxiv.org/abs/2202.06009>`_, 2022, algorithm 1
   """
   told = arguments(adam, locals())
-  moments = Moments(
+  shared = moments.Moments(
     b1=b1,
     b2=b2,
     eps=eps,
-    warmup=as_warmup(warmup),
+    warmup=moments.as_warmup(warmup),
     variance=variance,
-    compressed=compress(
+    compressed=transform.compress(
       codec,
       axis_name=axis_name,
       exchange=exchange,
@@ -193,14 +180,14 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
 
   @cites("tang2021onebitadam", *doubling)
   def update_fn(
-    updates: Any, state: MomentsState, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, MomentsState]:
+    updates: Any, state: moments.MomentsState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, moments.MomentsState]:
     del extra_args
-    grads = not_differentiated(updates)
-    require_agreement("gradcomp.optimizers.adam", told, grads, params)
-    state = moments.step(grads, state, params)
+    grads = inputs.not_differentiated(updates)
+    moments.require_agreement("gradcomp.optimizers.adam", told, grads, params)
+    state = shared.step(grads, state, params)
     like = grads if params is None else params
-    return moments.direction(state, state.count, like), state
+    return shared.direction(state, state.count, like), state
 
   if local is not None:
     if axis_name is None:
@@ -208,14 +195,14 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
         "`axis_name` must name the axis of the workers that move alone with `local`, "
         "got None; leave `local` out for one worker, which moves alone anyway."
       )
-    alone = LocalAdam(
+    alone = local_adam.LocalAdam(
       told=told,
-      moments=moments,
-      gaps=as_gaps(local),
+      moments=shared,
+      gaps=local_adam.as_gaps(local),
       names=axis_names(axis_name),
       learning_rate=learning_rate,
-      decay=decoupled(weight_decay, mask) or optax.identity(),
+      decay=moments.decoupled(weight_decay, mask) or optax.identity(),
     )
     return any_tree(alone.init, of_workers(alone.update, axis_name, whole=True))
-  first = any_tree(moments.init, of_workers(update_fn, axis_name, whole=True))
-  return with_decay(first, learning_rate, weight_decay, mask)
+  first = any_tree(shared.init, of_workers(update_fn, axis_name, whole=True))
+  return moments.with_decay(first, learning_rate, weight_decay, mask)

@@ -15,11 +15,9 @@ from gradcomp._src.checks import step_count
 from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import OwnSteps
 from gradcomp._src.local_steps import rounds
+from gradcomp._src.mesh import shard_maps, study, types
 from gradcomp._src.mesh.axes import as_axis_name
 from gradcomp._src.mesh.place import place
-from gradcomp._src.mesh.shard_maps import per_device
-from gradcomp._src.mesh.study import Options, note
-from gradcomp._src.mesh.types import mark_varying, other_axes
 from gradcomp._src.optimizers.moments import (
   Moments,
   MomentsState,
@@ -153,7 +151,7 @@ class LocalAdam:
       return self._step(across.own(grads), state, like, rate)
 
     given: Any = {"keeps_addends": False, "given": (like, rate)}
-    direction, new = per_device(step, grads, state, axes, **given)
+    direction, new = shard_maps.per_device(step, grads, state, axes, **given)
     direction, decay = self.decay.update(direction, state.decay, params)
     met, total = new.synced == new.moments.count, state.rate + rate
     move = lambda u: jnp.where(met, (-total).astype(u.dtype) * u, 0)
@@ -183,7 +181,7 @@ class LocalAdam:
       return moments, _Own(moved, momenta)
 
     def sent(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
-      note(Options((("every", self.gaps.most),)))
+      study.note(study.Options((("every", self.gaps.most),)))
       share = jnp.where(total == 0, 1, rate / total)
 
       def mean(m: jax.Array, d: jax.Array, s: jax.Array, v: jax.Array) -> jax.Array:
@@ -221,7 +219,7 @@ class LocalAdam:
 
     def own(x: jax.Array, like: jax.Array) -> jax.Array:
       # All branches need the type of what differs between workers.
-      return mark_varying(x, (*self.names, *other_axes(like, self.names)))
+      return types.mark_varying(x, (*self.names, *types.other_axes(like, self.names)))
 
     moved = jax.tree.map(jnp.zeros_like, moments.mu)
     return moments, _Own(*(jax.tree.map(own, x, like) for x in (moved, moments.mu)))

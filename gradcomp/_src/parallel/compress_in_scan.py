@@ -16,10 +16,8 @@ from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
 from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.core.state import CompressState, Kept, ScanState
-from gradcomp._src.exchange.auto import Auto, ExchangeName
-from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange import auto, protocol
 from gradcomp._src.mesh import axes, study, types
-from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.parallel import scan_checks, scan_exchanges, scan_loop
 from gradcomp._src.parallel.scan import scan
 
@@ -27,8 +25,8 @@ from gradcomp._src.parallel.scan import scan
 def compress_in_scan(
   codec: LeafCodec,
   *,
-  axis_name: AxisName,
-  exchange: ExchangeName | Auto | Exchange = "auto",
+  axis_name: axes.AxisName,
+  exchange: auto.ExchangeName | auto.Auto | protocol.Exchange = "auto",
   feedback: FeedbackName | Feedback | None = "auto",
   policy: Callable[..., bool] | None = None,
   key: ArrayLike = 0,
@@ -149,8 +147,8 @@ class ScanOptions:
   """The options of layers in a scan."""
 
   codec: LeafCodec
-  axis_name: AxisName
-  exchange: ExchangeName | Auto | Exchange
+  axis_name: axes.AxisName
+  exchange: auto.ExchangeName | auto.Auto | protocol.Exchange
   keeps: bool  # whether there is a residual
   policy: Callable[..., bool] | None
 

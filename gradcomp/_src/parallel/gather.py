@@ -7,14 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs import policy
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs import policy, protocol
 from gradcomp._src.codecs.sums.records import Payload
 from gradcomp._src.exchange.lines import split
 from gradcomp._src.kernels import block_float
 from gradcomp._src.mesh import axes, types
 from gradcomp._src.parallel import options, transport
-from gradcomp._src.parallel.options import Key, Wire
 
 # Elements, scales and factors of rows: see BlockFloat.operand.
 Operand = tuple[jax.Array, jax.Array, jax.Array]
@@ -24,12 +22,12 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
   w_shard: jax.Array,
   *,
   axis_name: axes.AxisName,
-  params: LeafCodec | None,
-  grads: LeafCodec | None,
+  params: protocol.LeafCodec | None,
+  grads: protocol.LeafCodec | None,
   residual: jax.Array | None = None,
   axis: int = 0,
   shape: tuple[int, ...] | None = None,
-  key: Key = None,
+  key: options.Key = None,
 ) -> jax.Array:
   r"""Gathers a weight from its shards; its gradient is scattered to their owners.
 
@@ -118,7 +116,7 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
   if residual is not None:
     check_residual(residual, x, _residual_shape(x, axis, wire.size))
 
-  def forward(x: jax.Array, residual: Any, key: Key) -> tuple[jax.Array, Any]:
+  def forward(x: jax.Array, residual: Any, key: options.Key) -> tuple[jax.Array, Any]:
     lines = transport.gather_lines(x, wire, key)
     return transport.joined(lines, wire, x, axis), (residual, key)
 
@@ -159,7 +157,7 @@ def gather_residual(
 
 
 def scatter_gradient(
-  cotangent: jax.Array, residual: Any, wire: Wire, key: Key, axis: int
+  cotangent: jax.Array, residual: Any, wire: options.Wire, key: options.Key, axis: int
 ) -> tuple[jax.Array, Any]:
   """Returns the sum of the cotangents of this worker's shard, and the new residual."""
   # The cotangent is one of the whole weight; wire and key are of the forward pass.
@@ -209,11 +207,11 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   w_shard: jax.Array,
   *,
   axis_name: axes.AxisName,
-  params: LeafCodec,
-  inputs: LeafCodec | None = None,
-  grads: LeafCodec | None,
+  params: protocol.LeafCodec,
+  inputs: protocol.LeafCodec | None = None,
+  grads: protocol.LeafCodec | None,
   residual: jax.Array | None = None,
-  key: Key = None,
+  key: options.Key = None,
 ) -> jax.Array:
   r"""Multiplies by a weight that is gathered, and goes into the product as it came.
 
@@ -284,7 +282,7 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
     check_residual(residual, w, (wire.size * len(w), w.shape[1]))
   own = dataclasses.replace(wire, codec=of_x)
 
-  def forward(x: jax.Array, w: jax.Array, residual: Any, key: Key) -> Any:
+  def forward(x: jax.Array, w: jax.Array, residual: Any, key: options.Key) -> Any:
     lines = transport.gather_lines(w, wire, key)
     sent = transport.to_lines(x[None], own, options.folded(key, 2))
     rows, columns = _operand(sent, x, of_x), _operand(lines, w, of_w)
@@ -309,7 +307,7 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   return options.transposed(forward, backward, x, w, residual, key)
 
 
-def _operand(lines: jax.Array, like: jax.Array, codec: Codec) -> Operand:
+def _operand(lines: jax.Array, like: jax.Array, codec: protocol.Codec) -> Operand:
   """Reads lines of words: elements and scales of all rows, and a factor of each."""
   (words,) = split(lines, [_rows(like, codec)])
   read = lambda rows: codec.operand(Payload(rows), like=like)
@@ -319,7 +317,7 @@ def _operand(lines: jax.Array, like: jax.Array, codec: Codec) -> Operand:
   return flat(elements), flat(scales), of_row
 
 
-def _rows(like: jax.Array, codec: Codec) -> tuple[int, int]:
+def _rows(like: jax.Array, codec: protocol.Codec) -> tuple[int, int]:
   """Returns the shape of the rows of an array's payload."""
   return -(-like.size // codec.tile_size), codec.row_words
 
@@ -338,10 +336,10 @@ def _check_shapes(x: jax.Array, w: jax.Array) -> None:
     )
 
 
-def _check_kinds(params: Codec, inputs: Codec, w: jax.Array) -> None:
+def _check_kinds(params: protocol.Codec, inputs: protocol.Codec, w: jax.Array) -> None:
   """Raises an error unless a matrix unit takes both codecs' numbers at once."""
 
-  def scales(codec: Codec) -> tuple[str, int]:
+  def scales(codec: protocol.Codec) -> tuple[str, int]:
     read = lambda rows: codec.operand(Payload(rows), like=w)[1]
     found = jax.eval_shape(read, jax.ShapeDtypeStruct(_rows(w, codec), jnp.uint32))
     return str(found.dtype), w.shape[-1] // found.shape[-1]

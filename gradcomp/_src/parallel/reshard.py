@@ -11,17 +11,15 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.codecs import policy, protocol
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.floats import dtypes
 from gradcomp._src.mesh import axes, specs, types
 from gradcomp._src.parallel import collectives, options, transport
-from gradcomp._src.parallel.options import Key, Wire
 
 
 class _Given(TypedDict, total=False):
   axis_name: axes.AxisName | None
-  codec: Required[LeafCodec]
-  key: Key
+  codec: Required[protocol.LeafCodec]
+  key: options.Key
   source: P | None
 
 
@@ -42,8 +40,8 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
   spec: P | None = None,
   *,
   axis_name: axes.AxisName | None = None,
-  codec: LeafCodec,
-  key: Key = None,
+  codec: protocol.LeafCodec,
+  key: options.Key = None,
   residual: jax.Array | None = None,
   source: P | None = None,
 ) -> Any:
@@ -149,10 +147,10 @@ class _Move(NamedTuple):
   kind: Literal["sum", "scatter", "gather"]
   axis_name: axes.AxisName
   axis: int  # of the array, that is, or will be, sharded
-  codec: Codec
+  codec: protocol.Codec
 
 
-def _move(source: P, target: P, ndim: int, codec: Codec) -> _Move:
+def _move(source: P, target: P, ndim: int, codec: protocol.Codec) -> _Move:
   """Returns the collective from one spec to another; ValueError if there is none."""
   before, after = (specs.names_by_axis(spec, ndim) for spec in (source, target))
   changed = [i for i in range(len(after)) if before[i : i + 1] != after[i : i + 1]]
@@ -172,7 +170,7 @@ def _move(source: P, target: P, ndim: int, codec: Codec) -> _Move:
   )
 
 
-def _moved(x: jax.Array, key: Key, residual: Any = None, *, move: _Move) -> Any:
+def _moved(x: jax.Array, key: options.Key, residual: Any = None, *, move: _Move) -> Any:
   """Sends one worker's array, and its residual; returns the result and the new one."""
   given: Any = {"axis_name": move.axis_name, "codec": move.codec, "key": key}
   if residual is None and move.kind == "sum":
@@ -205,7 +203,7 @@ def _moved(x: jax.Array, key: Key, residual: Any = None, *, move: _Move) -> Any:
   return result, jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
 
 
-def _lost_in_sum(x: jax.Array, wire: Wire, key: Key) -> jax.Array:
+def _lost_in_sum(x: jax.Array, wire: options.Wire, key: options.Key) -> jax.Array:
   """Returns the rounding errors of this worker's array and of the sum that it owns."""
   parts, own = collectives.by_owners(x, wire, key)
   unsent = transport.loss_of(parts, wire, key)
@@ -234,7 +232,7 @@ class _Path:
         "jax.shard_map."
       )
 
-  def run(self, x: jax.Array, key: Key, residual: Any = None) -> Any:
+  def run(self, x: jax.Array, key: options.Key, residual: Any = None) -> Any:
     """Returns the array in the target sharding, and the new residual."""
     kept, result = map(specs.reduced_spec, (self.source, self.target))
     if self.move.kind != "gather":
@@ -250,7 +248,7 @@ class _Path:
     x, residual = mapped(x, key, residual)
     return self._cast(x, self.target) if self.target.reduced else x, residual
 
-  def pull(self, cotangent: jax.Array, key: Key) -> jax.Array:
+  def pull(self, cotangent: jax.Array, key: options.Key) -> jax.Array:
     """Returns the cotangent of the argument; of addends it is ``reduced``."""
     names = set(axes.axis_names(self.move.axis_name))
     reduced = lambda spec: P(*specs.entries(spec), reduced=names)

@@ -10,10 +10,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core.state import Kept
-from gradcomp._src.exchange.auto import Auto, ExchangeName
-from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange import auto, protocol
 from gradcomp._src.mesh import axes, trees, types
-from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.parallel import options, scan_checks, scan_exchanges, scan_loop
 
 
@@ -22,13 +20,13 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   carry: Any,
   layers: Any,
   *,
-  axis_name: AxisName,
+  axis_name: axes.AxisName,
   codec: LeafCodec,
-  exchange: ExchangeName | Auto | Exchange = "auto",
+  exchange: auto.ExchangeName | auto.Auto | protocol.Exchange = "auto",
   axis: int | None = None,
   params: LeafCodec | None = None,
   whole: Any = None,
-  backward_axis_name: AxisName | None = None,
+  backward_axis_name: axes.AxisName | None = None,
   residual: Any = None,
   policy: Callable[..., bool] | None = None,
   key: jax.Array | None = None,

@@ -9,12 +9,9 @@ import optax
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core.compression import Dither
+from gradcomp._src.core import compression, transform
 from gradcomp._src.core.feedback import Feedback, FeedbackName
-from gradcomp._src.core.transform import compress
-from gradcomp._src.exchange.auto import Auto, ExchangeName
-from gradcomp._src.exchange.message_size import MessageBytes
-from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange import auto, message_size, protocol
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.public import checked, shows_options
 
@@ -23,15 +20,15 @@ class LeafOptions(TypedDict, total=False):
   """The options of methods with axes, an exchange and feedback of their own."""
 
   min_leaf_size: int | None
-  message_bytes: MessageBytes
+  message_bytes: message_size.MessageBytes
   key: ArrayLike
-  dither: Dither
+  dither: compression.Dither
 
 
 class MessageOptions(LeafOptions, total=False):
   """The options of methods with axes and feedback of their own."""
 
-  exchange: ExchangeName | Auto | Exchange
+  exchange: auto.ExchangeName | auto.Auto | protocol.Exchange
 
 
 class ExchangeOptions(MessageOptions, total=False):
@@ -123,7 +120,7 @@ def recipe(*codec: type[LeafCodec]) -> Callable[[_Recipe], _Recipe]:
     if codec and ".. math::" not in text:
       first, rest = text.split("\n\n", 1)
       make.__doc__ = "\n\n".join([first, _AVERAGES % codec[0].__name__, rest])
-    return shows_options(make, compress, *texts, _SECTIONS)
+    return shows_options(make, transform.compress, *texts, _SECTIONS)
 
   return completed
 
@@ -134,4 +131,4 @@ def of_codec(
   """Returns a recipe's transformation, by its ``locals()`` and options of its own."""
   names = [field.name for field in dataclasses.fields(codec) if field.name in given]
   fitted = codec(**{name: given[name] for name in names})
-  return compress(fitted, **own, **checked(make, given["options"]))
+  return transform.compress(fitted, **own, **checked(make, given["options"]))

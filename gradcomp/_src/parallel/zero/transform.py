@@ -16,13 +16,11 @@ from gradcomp._src.core import agreement, border, compression, first_state, inpu
 from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
 from gradcomp._src.core import step as steps
-from gradcomp._src.exchange import two_shot
-from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange import collectives, two_shot
 from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh import study, trees, types
-from gradcomp._src.mesh.closures import optimizer_with_note
+from gradcomp._src.mesh import closures, study, trees, types
 from gradcomp._src.mesh.place import Place
 from gradcomp._src.parallel.zero import elementwise, leaf_rows
 from gradcomp._src.parallel.zero import inner as inners
@@ -149,10 +147,10 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     )
   options = axes, exchange, keeper, min_leaf_size, size, key, dither
   parts, of_updates = compression.Compression(grads, *options), params
-  inner = optimizer_with_note(inner)
+  inner = closures.optimizer_with_note(inner)
 
   def shared(
-    leaves: Sequence[jax.Array], tree: Any, across: Any, workers: Workers
+    leaves: Sequence[jax.Array], tree: Any, across: Any, workers: collectives.Workers
   ) -> leaf_rows.LeafRows:
     plan = parts.plan(leaves, compression.paths_of(tree), across, workers)
     return leaf_rows.share_rows(plan, of_updates, parts.min_leaf_size, workers)
@@ -164,7 +162,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
     count = mesh_axes.bound_size(axes) or 1
     across = Place(axes, False, others)
-    rows = shared(leaves, tree, across, Workers(axes, count, 1 / count))
+    rows = shared(leaves, tree, across, collectives.Workers(axes, count, 1 / count))
     master = rows.owned(leaves)
     zeros = [elementwise.alike(jnp.float32(0), x)[0] for x in master]
     seen = inners.Inner(inner, inputs.whole(tree, complexes), rows.axes)
@@ -226,8 +224,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
           dtypes = [(p.dtype, u.dtype) for p, u in zip(leaves, sent, strict=True)]
           left = inners.still_lacking(rows, master, before, own, waits, dtypes)
           # No worker has the mean of a leaf. Where it is not finite, nor is the update.
-          pairs = zip(reduced, sent, strict=True)
-          updated = [x._replace(mean=update) for x, update in pairs]
+          updated = [x._replace(mean=y) for x, y in zip(reduced, sent, strict=True)]
           return updated, (inner_state, (lacking, own, left))
 
         sent, kept, rest = steps.take_step(parts, facts, wide, state.gradients, finish)
