@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _Arrays = TypeVar("_Arrays")
 
@@ -84,7 +85,7 @@ def unknown(numbers: Sequence[int], like: jax.Array) -> list[jax.Array]:
   def known(like: jax.Array) -> list[jax.Array]:
     bits = _first_bits(like)
     zero = (bits ^ bits).astype(jnp.int32)
-    return [zero + number for number in numbers]
+    return [jax.lax.add(zero, np.int32(number)) for number in numbers]
 
   @jax.custom_batching.custom_vmap
   def integers(like: jax.Array) -> list[jax.Array]:
@@ -97,6 +98,17 @@ def unknown(numbers: Sequence[int], like: jax.Array) -> list[jax.Array]:
     return integers(like), [False] * len(numbers)
 
   return integers(like) if like.size else list(map(jnp.int32, numbers))
+
+
+class Start(int):
+  """The number of a row. Decoders may take it as one that XLA for CPU does not know."""
+
+  unknown: Callable[[], jax.Array]
+
+
+def hidden(start: int) -> jax.Array | int:
+  """Returns the number of a row as one that XLA does not know, if it is a `Start`."""
+  return start.unknown() if isinstance(start, Start) else start
 
 
 # Slices an axis, by default the first, from a start that XLA does not know.

@@ -199,7 +199,7 @@ def _message(tree: list[jax.Array]) -> tuple[dict[str, Callable[[], Any]], int, 
   def leaves(matrices: dict[int, jax.Array]) -> dict[int, jax.Array]:
     decoder = lambda i, rows: layout.sums[i].gathered(rows[None], None, 1.0)
     decoders = lambda: {i: decoder(i, rows) for i, rows in matrices.items()}
-    return materialized(lambda _: layout.viewed(decoders), matrices[0])
+    return materialized(lambda _: layout.viewed(decoders(), matrices[0]), matrices[0])
 
   decode = jax.jit(leaves).lower(matrices).compile()
   calls = {"encode": lambda: encode(tree, keys), "decode": lambda: decode(matrices)}

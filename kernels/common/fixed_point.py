@@ -116,9 +116,11 @@ def divide(x: Array, divisor: Array) -> Array:
     return jax.lax.optimization_barrier(exact_divide(x, divisor))
 
   def plainly(x: Array, divisor: Array) -> Array:
-    # XLA divides by a constant as it multiplies by its reciprocal, which rounds twice.
-    # With a choice that depends on `x` no divisor is a constant: NaN stays NaN by it.
-    return jnp.divide(x, jnp.where(x == x, divisor, x))
+    # XLA divides by a constant, or by one number that many elements share, as it
+    # multiplies by its reciprocal, which rounds twice. With a choice that depends on
+    # `x` and on the place no divisor is either: NaN stays NaN by it.
+    place = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
+    return jnp.divide(x, jnp.where((x == x) & (place < x.size), divisor, x))
 
   traced = jax.jit(plainly).trace(x, divisor)
   return by_platform((x, divisor), {"cuda": exactly}, traced)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gradcomp._src.codecs.encoding import encode_leaves
+from gradcomp._src.codecs.encoding import encode_leaves, statistics_of
 from gradcomp.codecs import (
   QSGD,
   BlockFloat,
@@ -106,8 +106,15 @@ def test_large_leaves_of_a_shape_take_turns(monkeypatch):
   monkeypatch.setattr("gradcomp._src.codecs.encoding._SMALL_LEAF_ELEMENTS", 1000)
   leaves = [jnp.asarray(laws.gaussian((40, 50), seed)) for seed in range(4)]
   leaves[2] = leaves[2].at[1, 2].set(jnp.nan)
-  for codec in (QSGD(bits=4), OneBit(), EightBit(), BlockFloat(rounding="stochastic")):
+  agreeing = [Ternary(), FloatCast(rounding="stochastic")]
+  others = [QSGD(bits=4), OneBit(), EightBit(), BlockFloat(rounding="stochastic")]
+  for codec in agreeing + others:
     contexts = [Context(laws.KEY + i) for i in range(4)]
+    if codec in agreeing:
+      found = statistics_of([codec] * 4, leaves, contexts)
+      for i, (agreed, measured) in enumerate(found):
+        assert_same_bits(agreed, codec.agree(leaves[i]))
+        contexts[i] = contexts[i]._replace(agreed=agreed, measured=measured)
 
     def rows(leaves, codec=codec, contexts=contexts):
       encoded = encode_leaves([codec] * 4, leaves, contexts, keep=True)

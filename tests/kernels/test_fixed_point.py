@@ -31,6 +31,21 @@ def test_a_division_by_a_constant_is_one():
   np.testing.assert_array_equal(found, [x / by for by in constants])
 
 
+@pytest.mark.parametrize("shape", [(), (1, 1)], ids=str)
+def test_a_division_by_a_number_of_many_elements_is_one(shape):
+  """Compilers would multiply by its reciprocal, in a loop or out of it."""
+  scales = np.linspace(1, 2, 200, dtype=np.float32)
+  factors = lambda scale: fixed_point.top_multiplier(
+    1 << 16, jnp.broadcast_to(scale.reshape(shape), (300, 1))
+  )
+  first = lambda scale: factors(scale)[0, 0]
+  expected = np.nextafter(np.float32(1 << 16), np.float32(np.inf)) / scales
+  alone = jax.jit(first)
+  np.testing.assert_array_equal([alone(x) for x in scales], expected)
+  in_loop = jax.jit(lambda x: jax.lax.map(first, x))
+  np.testing.assert_array_equal(in_loop(scales), expected)
+
+
 @pytest.mark.parametrize(("platform", "corrects"), [("cpu", False), ("cuda", True)])
 def test_integers_correct_the_division_of_gpus(platform, corrects):
   """XLA's division of floats there is not correctly rounded."""

@@ -1,7 +1,7 @@
 """Encodes the leaves of a message, each by its codec, or several small ones at once."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.sums.records import Context, Encoded
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Encoded
 from gradcomp._src.kernels.materialize import slice_at, unknown
 from gradcomp._src.mesh.platforms import platform
 
@@ -53,35 +53,49 @@ def _encode_several(
 
 def _takes_turns(codec: Codec, leaf: Array, context: Context) -> bool:
   """Returns True for a large leaf that a CPU may encode in a loop with others."""
-  # Statistics of all workers are computed from the same leaf once more in an encoder,
-  # whose products a compiler might contract otherwise in a loop.
-  alone = context.agreed is not None or jax.tree.leaves(context.memory)
+  alone = jax.tree.leaves(context.memory)
   whole = not any(jax.typeof(leaf).sharding.spec)
   large = leaf.size > _SMALL_LEAF_ELEMENTS and platform() == "cpu"
   return large and whole and not alone and not codec.facts.drops
 
 
+@jax.jit
+def _entry(stacked: Any, place: Array) -> Any:
+  return jax.tree.map(lambda x: slice_at(x, place, 1)[0], stacked)
+
+
 def _in_loop(
-  codec: Codec, leaves: Sequence[Array], contexts: Sequence[Context]
-) -> list[Array]:
-  """Returns the rows of large leaves of one shape, encoded by one program in turn."""
+  function: Callable[[Array, Context], Any],
+  leaves: Sequence[Array],
+  contexts: Sequence[Context],
+) -> list[Any]:
+  """Returns ``function(leaf, context)`` of large leaves of one shape, one by one."""
   # XLA inlines an encoder for each leaf, of 360 instructions for QSGD, which take more
-  # than half of an update's compile time. A round copies its leaf. Rows are cut at
-  # starts that XLA does not know, so that equal cuts are compiled once.
-  keys = jax.tree.map(lambda *parts: jnp.stack(parts), *contexts)
-  count = -(-leaves[0].size // codec.tile_size)
+  # than half of an update's compile time. A round copies its leaf. Results are cut at
+  # places that XLA does not know, so that equal cuts are compiled once.
+  stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *contexts)
 
-  def one(number: Array, rows: Array) -> Array:
-    leaf = jax.lax.switch(number, [lambda x=x: x for x in leaves])
-    context = jax.tree.map(lambda x: slice_at(x, number, 1)[0], keys)
-    found = encode_leaf(codec, False, leaf, context).rows
-    return jax.lax.dynamic_update_slice_in_dim(rows, found, count * number, 0)
+  def one(given: tuple[Array, Context]) -> Any:
+    leaf = jax.lax.switch(given[0], [lambda x=x: x for x in leaves])
+    return function(leaf, given[1])
 
-  zero = unknown([0], leaves[0])[0].astype(jnp.uint32)  # of the type of the leaves
-  rows = jnp.broadcast_to(zero, (count * len(leaves), codec.row_words))
-  rows = jax.lax.fori_loop(0, len(leaves), one, rows)
-  starts = unknown([count * i for i in range(len(leaves))], rows)
-  return [slice_at(rows, start, count) for start in starts]
+  every = jax.lax.map(one, (jnp.arange(len(leaves)), stacked))
+  places = unknown(range(len(leaves)), leaves[0])
+  return [_entry(every, place) for place in places]
+
+
+def statistics_of(
+  codecs: Sequence[Codec], leaves: Sequence[Array], contexts: Sequence[Context]
+) -> list[tuple[Array | None, Any]]:
+  """Returns the ``statistics`` of each leaf by its codec."""
+  found: dict[int, Any] = {}
+  for numbers, in_turn in _groups(codecs, leaves, contexts):
+    codec, own = codecs[numbers[0]], [leaves[i] for i in numbers]
+    measure = lambda leaf, _, codec=codec: codec.statistics(leaf)
+    shared = in_turn and jax.eval_shape(codec.agree, own[0]) is not None
+    each = _in_loop if shared else map
+    found |= zip(numbers, each(measure, own, [NOTHING] * len(own)), strict=True)
+  return [found[i] for i in range(len(leaves))]
 
 
 def encode_leaves(
@@ -101,7 +115,8 @@ def encode_leaves(
       encoded[numbers[0]] = encode_leaf(codec, keep, *own[0], *own[1])
       continue
     if in_turn:
-      encoded |= zip(numbers, map(Encoded, _in_loop(codec, *own)), strict=True)
+      encode = functools.partial(encode_leaf, codec, False)
+      encoded |= zip(numbers, _in_loop(encode, *own), strict=True)
       continue
     several: Iterable[Encoded] | None = codec.encode_several(*own, last)
     if several is None:

@@ -160,6 +160,10 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     """Returns a leaf's statistics, to be maximized over all workers; or None."""
     return None
 
+  def statistics(self, x: Array) -> tuple[Array | None, Any]:
+    """Returns a leaf's statistics, and what else its ``context.measured`` holds."""
+    return self.agree(x), None
+
   @property
   def fits(self) -> Fit | None:
     """The fits of the codec state to the counts of all workers; None without any."""

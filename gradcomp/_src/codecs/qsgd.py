@@ -265,11 +265,11 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
     outermost = (2**self.bits - 1) / 2 * _STEPS[self.bits]  # for a mean square of 1
     return scales.scales(lengths * np.float32(outermost / math.sqrt(self.bucket_size)))
 
-  def leaf_statistics(self, x: Array) -> Array:
+  def leaf_statistics(self, x: Array) -> tuple[Array, None]:
     """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
     found = self.scales_by(quantizing.leaf_scales, self.ordered(x))
     assert found is not None  # no encoder finds what workers share
-    return found
+    return found, None
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     if not keep or self.rotate or not self._scales_inside:

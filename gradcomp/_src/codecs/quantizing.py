@@ -169,15 +169,17 @@ class SharedScales(Codec):
     """The largest magnitude of a code."""
 
   @abc.abstractmethod
-  def leaf_statistics(self, x: Array) -> Array:
-    """Returns statistics, zero or more, or NaN: ``float32[rows, k]`` or ``[1, 1]``."""
+  def leaf_statistics(self, x: Array) -> tuple[Array, Any]:
+    """Returns scales, or NaN, ``float32[rows, k]`` or ``[1, 1]``, and the rest."""
 
   def agree(self, x: Array) -> Array | None:
-    """Returns a leaf's statistics if workers share them."""
-    return self._statistics(x) if self.share_scale else None
+    return self.statistics(x)[0]
+
+  def statistics(self, x: Array) -> tuple[Array | None, Any]:
+    return self._statistics(x) if self.share_scale else (None, None)
 
   @functools.partial(jax.jit, static_argnums=0)  # each shape is traced once
-  def _statistics(self, x: Array) -> Array:
+  def _statistics(self, x: Array) -> tuple[Array, Any]:
     return self.leaf_statistics(x)
 
   @abc.abstractmethod

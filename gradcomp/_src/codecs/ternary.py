@@ -1,11 +1,9 @@
 """TernGrad: the codec of three values, with one scale a leaf or a bucket."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -130,13 +128,12 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
     words, inline = quantizing.bucket_words(self.bucket_size), not self.share_scale
     return ternary.Form(bucket_size=words, packing=self.packing, inline=inline)
 
-  def leaf_statistics(self, x: Array) -> Array:
-    """Returns the scales of clipped values: ``float32[1, 1]``, or ``[rows, P]``."""
-    return self._scales(as_float32(x))[0]
+  def leaf_statistics(self, x: Array) -> tuple[Array, Array]:
+    """Returns the scales, ``float32[1, 1]`` or ``[rows, P]``, and the limit to clip to.
 
-  @functools.partial(jax.jit, static_argnums=0)  # each shape is traced once
-  def _scales(self, flat: Array) -> tuple[Array, Array]:
-    """Returns the scales, and the magnitude to clip to; infinity clips nothing."""
+    The scales are those of clipped values. A limit of infinity clips nothing.
+    """
+    flat = as_float32(x)
     largest = quantizing.leaf_scales(flat, self._form.planes, self.bucket_size)
     if self.clip_sigmas is None:
       return scales(largest), jnp.float32(jnp.inf)
@@ -153,11 +150,11 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
     return scales(measure(x, self._form.planes, self.bucket_size))
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
-    flat = as_float32(x)
-    scale, limit = self._scales(flat)
-    if context.agreed is not None:
-      scale = context.agreed
-    return self.encode_by(scale, flat, context, limit)
+    scale, limit = context.agreed, context.measured
+    if limit is None:
+      own, limit = self._statistics(x)
+      scale = own if scale is None else scale
+    return self.encode_by(scale, as_float32(x), context, limit)
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     """Encodes the tiles of a mean, without clipping them again."""

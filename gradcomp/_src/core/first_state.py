@@ -75,7 +75,7 @@ def first_state(
   return jax.jit(mapped)(seed)
 
 
-def on_workers(
+def make_own(
   make: Callable[[Any], Any],
   tree: Any,
   axis_name: AxisName,

@@ -1,9 +1,10 @@
 """The codec of each leaf, and the layout of a message: a matrix of rows a codec."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,13 @@ from gradcomp._src.codecs.protocol import (
 )
 from gradcomp._src.codecs.sums.records import ArrayLike, Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sum
-from gradcomp._src.kernels.materialize import LARGE, materialized, slice_at, unknown
+from gradcomp._src.kernels.materialize import (
+  LARGE,
+  Start,
+  materialized,
+  slice_at,
+  unknown,
+)
 from gradcomp._src.mesh.axes import automatic_axes
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
@@ -102,16 +109,35 @@ class Layout:
     return large and any(self.view(i) != x.shape for i, x in enumerate(self.like))
 
   def viewed(
-    self, decoders: Callable[[], Mapping[int, RowDecoder]], _: Any = None
+    self, decoders: Mapping[int, RowDecoder], like: jax.Array
   ) -> dict[int, jax.Array]:
-    """Decodes leaves of some matrices, in float32, in the shapes of :meth:`view`."""
-    found = decoders()
-    runs = [x for x in self._runs() if self.slots[x[0]].group in found]
-    return self._decode(runs, found)
+    """Decodes leaves of some matrices, in float32, in the shapes of :meth:`view`.
 
-  def decode_leaf(self, number: int, decoders: Mapping[int, RowDecoder]) -> jax.Array:
-    """Returns the leaf of this number, in float32, from the decoder of its matrix."""
-    return self._decode([[number]], decoders)[number]
+    Runs of leaves with adjacent rows are decoded at once. ``like`` is any array of the
+    worker.
+    """
+    runs = [x for x in self._runs() if self.slots[x[0]].group in decoders]
+    firsts = [self.slots[numbers[0]].start for numbers in runs]
+    hidden = functools.cache(lambda: unknown(firsts, like))
+    leaves = {}
+    with jax.named_scope("gradcomp_decode"):
+      for number, numbers in enumerate(runs):
+        group, first, _ = self.slots[numbers[0]]
+        start = Start(first)
+        start.unknown = functools.partial(lambda i: hidden()[i], number)
+        tiles = decoders[group](start, self.slots[numbers[-1]].stop)
+        parts = [tiles]
+        if len(numbers) > 1:
+          # So readers of leaves of one shape have equal programs, of which XLA compiles
+          # one.
+          slots = [self.slots[i] for i in numbers]
+          starts = unknown([slot.start - first for slot in slots], tiles)
+          counts = [slot.stop - slot.start for slot in slots]
+          parts = [slice_at(tiles, *at) for at in zip(starts, counts, strict=True)]
+        for i, own in zip(numbers, parts, strict=True):
+          shape = jax.ShapeDtypeStruct(self.view(i), jnp.float32)
+          leaves[i] = from_tiles(own, shape, self.codecs[group])
+    return leaves
 
   def shares(
     self, decoders: Mapping[int, RowDecoder], rows: Sequence[jax.Array], workers: int
@@ -129,28 +155,6 @@ class Layout:
       at = zip(starts, counts, strict=True)
       found |= zip(own, [slice_at(whole, *place) for place in at], strict=True)
     return [found[i] for i in range(len(self.slots))]
-
-  def _decode(
-    self, runs: Sequence[Sequence[int]], decoders: Mapping[int, RowDecoder]
-  ) -> dict[int, jax.Array]:
-    """Decodes runs of leaves with adjacent rows, each run at once."""
-    leaves = {}
-    with jax.named_scope("gradcomp_decode"):
-      for numbers in runs:
-        group, first, _ = self.slots[numbers[0]]
-        tiles = decoders[group](first, self.slots[numbers[-1]].stop)
-        parts = [tiles]
-        if len(numbers) > 1:
-          # So readers of leaves of one shape have equal programs, of which XLA compiles
-          # one.
-          slots = [self.slots[i] for i in numbers]
-          starts = unknown([slot.start - first for slot in slots], tiles)
-          counts = [slot.stop - slot.start for slot in slots]
-          parts = [slice_at(tiles, *at) for at in zip(starts, counts, strict=True)]
-        for i, own in zip(numbers, parts, strict=True):
-          like = jax.ShapeDtypeStruct(self.view(i), jnp.float32)
-          leaves[i] = from_tiles(own, like, self.codecs[group])
-    return leaves
 
   def view(self, number: int) -> tuple[int, ...]:
     """Returns the shape in which a CPU traverses a large leaf fastest; else its own."""

@@ -122,6 +122,8 @@ class Received(NamedTuple):
   # The decoders of the rounding errors of sums that this worker keeps in its residual,
   # by the numbers of codecs, where there are any.
   lost: Mapping[int, RowDecoder] = MappingProxyType({})
+  # The errors of the rows that this worker owns, where `lost` has no others.
+  owned: Mapping[int, jax.Array] = MappingProxyType({})
   residuals: Sequence[jax.Array | None] = ()  # the new owner residuals, by codec
   line: jax.Array | None = None  # of which all workers' rows are cut; None if unknown
 

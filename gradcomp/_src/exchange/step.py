@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._src.codecs.encoding import encode_leaves
+from gradcomp._src.codecs.encoding import encode_leaves, statistics_of
 from gradcomp._src.codecs.protocol import Codec, from_tiles, tile_shape, to_tiles
 from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.exchange import collectives
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=("rows", "agreed"),
+  data_fields=("rows", "agreed", "lost", "first"),
   meta_fields=("codec", "shape", "factor"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,8 @@ class Own:
 
   rows: jax.Array  # uint32[rows, words]
   agreed: jax.Array | None  # the statistics of the leaf
+  lost: jax.Array | None  # the errors of the rows that this worker owns
+  first: jax.Array | None  # the leaf's first row, counted from these
   codec: Codec
   shape: tuple[int, ...]  # the view
   factor: int  # as of the message
@@ -72,6 +74,11 @@ class Own:
     tiles = self.codec.sums.gathered(self.rows[None], agreed, 1.0)(0, count)
     like = jax.ShapeDtypeStruct(self.shape, jnp.float32)
     own = sample - from_tiles(tiles, like, self.codec)
+    if self.lost is not None and self.first is not None:
+      around = jnp.pad(self.lost, [(count, count)] + [(0, 0)] * (self.lost.ndim - 1))
+      lost = slice_at(around, jnp.maximum(self.first + count, 0), count)
+      tiles = self.codec.sums.loss(lost, agreed)(0, count)
+      own = own + from_tiles(tiles, like, self.codec)
     return times([own], 1 / self.factor)[0]
 
 
@@ -114,7 +121,7 @@ def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Avera
   owned: OwnerResiduals = {axes: () for axes in step.owned or {}}
   for sending in sendings(step, arrays):
     with sending.scope():
-      encoded = encode(sending, agree(sending), came)
+      encoded = encode(agree(sending), came)
       received: Any = None
       for stage in encoded.exchange.stages:
         received = stage(encoded, received)
@@ -172,29 +179,28 @@ def sendings(step: Step, arrays: Arrays) -> Iterator[Sending]:
     )
 
 
-def agree(sending: Sending) -> list[jax.Array | None]:
-  """Takes the maximum of each leaf's statistics, or None, over all workers at once."""
-  codec_of = sending.layout.codec_of
-  wanted = [codec_of(i).agree(leaf) for i, leaf in enumerate(sending.leaves)]
-  own = [x for x in wanted if x is not None]
-  if not own or not sending.exchange.sends:
-    return wanted
-  message = jnp.concatenate([x.reshape(-1) for x in own])
-  agreed = collectives.largest(message, sending.workers.axis_name)
-  # So leaves of one shape have equal programs, of which XLA compiles one.
-  ends = list(itertools.accumulate(x.size for x in own))
-  starts = iter(unknown([0, *ends[:-1]], agreed))
-  return [
-    None if x is None else slice_at(agreed, next(starts), x.size).reshape(x.shape)
-    for x in wanted
-  ]
+def agree(sending: Sending) -> Sending:
+  """Takes the maximum of each leaf's statistics over all workers at once."""
+  codecs = list(map(sending.layout.codec_of, range(len(sending.leaves))))
+  found = statistics_of(codecs, sending.leaves, sending.contexts)
+  agreed = [x for x, _ in found]
+  own = [x for x in agreed if x is not None]
+  if own and sending.exchange.sends:
+    message = jnp.concatenate([x.reshape(-1) for x in own])
+    most = collectives.largest(message, sending.workers.axis_name)
+    # So leaves of one shape have equal programs, of which XLA compiles one.
+    ends = list(itertools.accumulate(x.size for x in own))
+    starts = iter(unknown([0, *ends[:-1]], most))
+    agreed = [
+      None if x is None else slice_at(most, next(starts), x.size).reshape(x.shape)
+      for x in agreed
+    ]
+  known = zip(sending.contexts, agreed, found, strict=True)
+  contexts = [x._replace(agreed=y, measured=z) for x, y, (_, z) in known]
+  return sending._replace(contexts=contexts)
 
 
-def encode(
-  sending: Sending,
-  agreed: Sequence[jax.Array | None],
-  before: Sequence[jax.Array] = (),
-) -> Sending:
+def encode(sending: Sending, before: Sequence[jax.Array] = ()) -> Sending:
   """Encodes leaves to rows, or cuts them into the tiles that the exchange adds.
 
   ``before`` is what the message before this one has brought.
@@ -202,8 +208,8 @@ def encode(
   layout, exchange, leaves = sending.layout, sending.exchange, sending.leaves
   if exchange.in_turn:
     leaves = collectives.behind(leaves, before)
-  pairs = zip(sending.contexts, agreed, strict=True)
-  contexts = [context._replace(agreed=stat) for context, stat in pairs]
+  contexts = sending.contexts
+  agreed = [context.agreed for context in contexts]
   codecs = [layout.codec_of(i) for i in range(len(leaves))]
   first = lambda codec: exchange.of_leaves or codec.facts.of_rows
   coded = [i for i, x in enumerate(codecs) if first(x) and not sending.adds_leaves]
@@ -244,7 +250,6 @@ def encode(
   stats = layout.stack(lines)
   return sending._replace(
     leaves=leaves,
-    contexts=contexts,
     before=before,
     adjacent=adjacent,
     encoded=encoded,
@@ -260,8 +265,8 @@ def decode(sending: Sending, received: Received) -> list[Reduced]:
   if received.decoders is None:
     means = list(received.words) or means
   elif received.to_all:
-    read = functools.partial(layout.viewed, received.decoders)
-    words = received.words[0]
+    words, by_codec = received.words[0], received.decoders
+    read = lambda _: layout.viewed(by_codec(), words)
     found = materialized(read, words) if layout.materializes else read(words)
     means = [found[i].reshape(x.shape) for i, x in enumerate(layout.like)]
   else:
@@ -270,15 +275,18 @@ def decode(sending: Sending, received: Received) -> list[Reduced]:
   if not sending.exchange.sends:
     means = times(means, factor)
   views: Mapping[int, jax.Array] = {}
-  unknown = any(x.unsent is None for x in encoded.values())
-  if encoded and (sending.watch or (sending.keep and unknown)):
-    views = layout.viewed(sending.decoders)
+  unread = any(x.unsent is None for x in encoded.values())
+  if encoded and (sending.watch or (sending.keep and unread)):
+    views = layout.viewed(sending.decoders(), sending.leaves[0])
   memory = [x.memory or Memory() for x in sending.contexts]
   for i, x in encoded.items():
     memory[i] = memory[i]._replace(own=x.own)
   if sending.keep:
+    losses = layout.viewed(received.lost, sending.leaves[0]) if received.lost else {}
+    firsts = [slot.start for slot in layout.slots]
+    starts = functools.cache(lambda: unknown(firsts, sending.leaves[0]))
     for i in range(len(nothing)):
-      unsent[i], own[i] = _kept(sending, received, views, i)
+      unsent[i], own[i] = _kept(sending, received, views, losses, starts, i)
     unsent = times(unsent, factor)
   if sending.mark:
     for i, x in encoded.items():
@@ -295,27 +303,32 @@ def decode(sending: Sending, received: Received) -> list[Reduced]:
 
 
 def _kept(
-  sending: Sending, received: Received, views: Mapping[int, jax.Array], i: int
+  sending: Sending,
+  received: Received,
+  views: Mapping[int, jax.Array],
+  losses: Mapping[int, jax.Array],
+  starts: Callable[[], list[jax.Array]],
+  i: int,
 ) -> tuple[jax.Array, Own | None]:
   """Returns the unsent part of a leaf, and the rows that compute it anew, if any do."""
-  layout, leaf, lost = sending.layout, sending.leaves[i], None
+  layout, leaf, lost = sending.layout, sending.leaves[i], losses.get(i)
   group, start, stop = layout.slots[i]
-  if group in received.lost:
-    lost = layout.decode_leaf(i, received.lost)
   if i not in sending.encoded:
     return (jnp.zeros_like(leaf) if lost is None else lost), None
   shape, known = layout.view(i), sending.encoded[i].unsent
   own = leaf.reshape(shape) - views[i] if known is None else known
   own = own.reshape(shape)
-  # Errors of sums would be held in place of the unsent part. Decoding the elements of a
-  # sparse codec would scatter them into zeros.
-  if lost is not None:
-    return own + lost.reshape(shape), None
-  codec = layout.codecs[group]
-  if shape == leaf.shape or codec.facts.drops:
+  own = own if lost is None else own + lost.reshape(shape)
+  codec, mine, first = layout.codecs[group], received.owned.get(group), None
+  # Errors of other workers' rows would be held in place of the unsent part. Decoding
+  # the elements of a sparse codec would scatter them into zeros.
+  held = lost is not None and mine is None
+  if held or shape == leaf.shape or codec.facts.drops:
     return own, None
+  if mine is not None:
+    first = starts()[i] - lax.axis_index(sending.workers.axis_name) * len(mine)
   rows, agreed = sending.adjacent[group][0][start:stop], sending.contexts[i].agreed
-  return own, Own(rows, agreed, codec, shape, sending.factor)
+  return own, Own(rows, agreed, mine, first, codec, shape, sending.factor)
 
 
 def refit(step: Step, leaves: Arrays) -> list[Memory]:

@@ -35,7 +35,9 @@ def _broadcast(own: Sending, sent: Sequence[Sent]) -> Received:
   gathered, line = protocol.gather_rows(own.layout, rows, workers)
   place = lambda lost: lines.place(lost[None], workers, workers.size)
   lost = [None if x.lost is None else place(x.lost) for x in sent]
-  return protocol.owned_total(own, sent, lost, gathered)._replace(line=line)
+  owned = {i: x.lost for i, x in enumerate(sent) if x.lost is not None}
+  total = protocol.owned_total(own, sent, lost, gathered)
+  return total._replace(line=line, owned=owned)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

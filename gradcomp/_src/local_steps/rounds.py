@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from gradcomp._src.codecs.protocol import is_codec
 from gradcomp._src.core.feedback import ErrorFeedback
-from gradcomp._src.core.first_state import on_workers
+from gradcomp._src.core.first_state import make_own
 from gradcomp._src.core.state import FragmentState, OwnSteps, is_own_steps
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import fitted
@@ -49,9 +49,7 @@ def first_own(
     moved = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), params)
     return OwnSteps({names: mark_varying(stored((moved, init(params))), names)})
 
-  return on_workers(
-    make, params, names, "how many workers have parameters of their own"
-  )
+  return make_own(make, params, names, "how many workers have parameters of their own")
 
 
 def stored(tree: Any) -> Any:

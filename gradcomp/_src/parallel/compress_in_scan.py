@@ -101,7 +101,7 @@ def compress_in_scan(
     if options.keeps:
       of_worker = lambda nothing: first(nothing, params)  # whose values do not matter
       unknown = "how many workers keep a residual"
-      kept = first_state.on_workers(of_worker, kept, options.axis_name, unknown)
+      kept = first_state.make_own(of_worker, kept, options.axis_name, unknown)
     count = jnp.zeros([], jnp.int32)
     return ScanState(kept._replace(count=count, key=states.seed_words(key)))
 

@@ -66,7 +66,7 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
     corrected = step.correct(options, grads, before)
     for sending in exchange_step.sendings(one, corrected):
       with sending.scope():
-        own = exchange_step.encode(sending, exchange_step.agree(sending))
+        own = exchange_step.encode(exchange_step.agree(sending))
         # In the units of samples, as the errors of sums that will join them.
         nothing = exchange_step.decode(own._replace(factor=1), protocol.Received(()))
       if one.keep:

@@ -24,7 +24,7 @@ from gradcomp._src.codecs.sums.sum import (
 from gradcomp._src.codecs.sums.tiles import Tiles, cutter, sum_in_order
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.materialize import packed, stored
+from gradcomp._src.kernels.materialize import hidden, packed, slice_at, stored
 
 _AGAIN = (
   "a codec that shares its scale, because partial sums are encoded again with scales "
@@ -54,7 +54,10 @@ class Codes(Sum):
     return self.codec.codes(rows)
 
   def gathered(self, rows: Array, agreed: Array | None, scale: float) -> RowDecoder:
-    return self._decoder(sum_in_order(self.codec.codes, rows), agreed, scale)
+    assert agreed is not None
+    # Fused into this sum, a slice from an unknown start would take twice as long.
+    cut, lines = cutter(sum_in_order(self.codec.codes, rows)), cutter(agreed)
+    return lambda a, b: self._values(cut(a, b), lines(a, b), 0, b - a, scale)
 
   def fold(self, rows: Array, scale: float, *, keep: bool) -> Partial:
     return Partial(sum_in_order(self.codec.codes, stored(rows)), scale=scale)
@@ -95,12 +98,14 @@ class Codes(Sum):
 
   def _decoder(self, sums: Array, agreed: Array | None, scale: float) -> RowDecoder:
     assert agreed is not None
-    cut, lines = cutter(sums), cutter(agreed)
-    return lambda start, stop: self._values(cut(start, stop), lines(start, stop), scale)
+    return lambda a, b: self._values(sums, agreed, hidden(a), b - a, scale)
 
-  @functools.partial(jax.jit, static_argnums=(0, 3))  # leaves of a shape: traced once
-  def _values(self, sums: Array, agreed: Array, scale: float) -> Array:
-    return scaled(self.codec.from_codes(sums, agreed), scale)
+  @functools.partial(jax.jit, static_argnums=(0, 4, 5))  # leaves of a shape: once
+  def _values(
+    self, sums: Array, agreed: Array, start: Array | int, count: int, scale: float
+  ) -> Array:
+    part, lines = (slice_at(x, start, count) for x in (sums, agreed))
+    return scaled(self.codec.from_codes(part, lines), scale)
 
 
 def sum_bits(codec: ExactCoder, workers: int) -> int:

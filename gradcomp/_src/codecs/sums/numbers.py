@@ -18,12 +18,12 @@ from gradcomp._src.codecs.sums.sum import (
   Sum,
   SumFacts,
 )
-from gradcomp._src.codecs.sums.tiles import UNROLLED, cutter, in_order
+from gradcomp._src.codecs.sums.tiles import UNROLLED, in_order
 from gradcomp._src.floats.arithmetic import rounded_sum
 from gradcomp._src.floats.sums import kahan_step
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.float_formats import FloatFormat
-from gradcomp._src.kernels.materialize import materialized, packed
+from gradcomp._src.kernels.materialize import hidden, materialized, packed, slice_at
 
 # An addition that rounds takes 60 operations. So fewer of them are written out, which
 # bounds the compile time.
@@ -72,19 +72,10 @@ class Numbers(Sum):
     return self.codec.decode_rows(rows)
 
   def gathered(self, rows: Array, agreed: Array | None, scale: float) -> RowDecoder:
-    cut = cutter(rows, 1)
-    total = lambda first, stop: self._fold(cut(first, stop), False).total
-    return self._unscaled(total, agreed, scale)
+    return self._decoder(rows, agreed, scale)
 
   def gathered_loss(self, rows: Array, agreed: Array | None, own: Array) -> RowDecoder:
-    cut = cutter(rows, 1)
-
-    def lost(first: int, stop: int) -> Array:
-      kept = self._fold(cut(first, stop), True, own).lost
-      assert kept is not None
-      return kept
-
-    return self._unscaled(lost, agreed, 1.0)
+    return self._decoder(rows, agreed, 1.0, own)
 
   def start(self, own: Array, context: Context, *, keep: bool) -> Sent:
     return Sent(own, (jnp.zeros_like(own),) if self.codec.accumulate == "kahan" else ())
@@ -116,7 +107,7 @@ class Numbers(Sum):
     return self.codec.decode_rows(own)
 
   def loss(self, lost: Array, agreed: Array | None) -> RowDecoder:
-    return self._unscaled(cutter(lost), agreed, 1.0)
+    return self._decoder(lost, agreed, 1.0)
 
   def _first(self, number: Array, *, keep: bool) -> Partial:
     # The zeros have the type of the number: they vary over the axes over which it does.
@@ -157,16 +148,31 @@ class Numbers(Sum):
     unrolled = _UNROLLED if self._rounds else UNROLLED
     return Partial(*in_order(step, rows.shape[0], arrays, unrolled))
 
-  def _unscaled(
-    self, decode: RowDecoder, agreed: Array | None, scale: float
+  def _decoder(
+    self, given: Array, agreed: Array | None, scale: float, own: Array | None = None
   ) -> RowDecoder:
-    """Returns a decoder that also divides the numbers by their scale."""
-    lines = (lambda start, stop: None) if agreed is None else cutter(agreed)
-    return lambda a, b: self._values(decode(a, b), lines(a, b), scale)
+    """Returns the decoder of payloads or losses, which divides them by their scale."""
+    return lambda a, b: self._decoded(given, agreed, own, hidden(a), b - a, scale)
 
-  @functools.partial(jax.jit, static_argnums=(0, 3))
-  def _values(self, numbers: Array, agreed: Array | None, scale: float) -> Array:
-    tiles = scaled(numbers, scale)
+  @functools.partial(jax.jit, static_argnums=(0, 5, 6))  # leaves of a shape: once
+  def _decoded(
+    self,
+    given: Array,  # uint32[K, rows, words], or float32[rows, P, B]
+    agreed: Array | None,
+    own: Array | None,  # the payload of which only the loss in adding it is asked for
+    start: Array | int,
+    count: int,
+    scale: float,
+  ) -> Array:
+    if given.dtype == jnp.uint32:
+      total, _, lost, _ = self._fold(
+        slice_at(given, start, count, 1), own is not None, own
+      )
+      numbers = total if own is None else lost
+    else:
+      numbers = slice_at(given, start, count)
+    assert numbers is not None
     planes = self.codec.tile_size // self.codec.row_words
-    tiles = tiles.reshape(len(tiles), planes, self.codec.row_words)
-    return self.codec.unscaled(tiles, agreed)
+    tiles = scaled(numbers, scale).reshape(count, planes, self.codec.row_words)
+    lines = None if agreed is None else slice_at(agreed, start, count)
+    return self.codec.unscaled(tiles, lines)

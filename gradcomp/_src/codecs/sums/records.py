@@ -56,6 +56,7 @@ class Context(NamedTuple):
     memory: the codec state of the leaf. Its ``own`` is None where a sum of several
       workers' gradients is encoded.
     step: the number of the step, ``int32[]``.
+    measured: what this worker measured in the leaf beside its statistics.
   """
 
   key: Array | None = None
@@ -63,6 +64,7 @@ class Context(NamedTuple):
   agreed: Array | None = None
   memory: Memory | None = None
   step: Array | None = None
+  measured: Any = None
 
   @property
   def drawn(self) -> Array:

@@ -179,7 +179,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     first = functools.partial(first_rows, complexes, others)
     unknown = "which Nth of the parameters a worker owns"
     placed = jax.tree.map(types.typed_spec, tree)
-    rows = first_state.on_workers(first, tree, axes, unknown, placed)
+    rows = first_state.make_own(first, tree, axes, unknown, placed)
     return ZeroState(gradients, *rows)
 
   @cites("rajbhandari2020zero", "jia2024sdp4bit")
