@@ -11,6 +11,7 @@ through gradcomp.dense. Last it times the message of 8 matrices and their exchan
 two devices, in turn with a flat leaf of as many elements. Writes JSON with --output.
 """
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -199,7 +200,7 @@ def _message(tree: list[jax.Array]) -> tuple[dict[str, Callable[[], Any]], int, 
   def leaves(matrices: dict[int, jax.Array]) -> dict[int, jax.Array]:
     decoder = lambda i, rows: layout.sums[i].gathered(rows[None], None, 1.0)
     decoders = lambda: {i: decoder(i, rows) for i, rows in matrices.items()}
-    return materialized(lambda _: layout.viewed(decoders(), matrices[0]), matrices[0])
+    return materialized(functools.partial(layout.viewed, decoders), matrices[0])
 
   decode = jax.jit(leaves).lower(matrices).compile()
   calls = {"encode": lambda: encode(tree, keys), "decode": lambda: decode(matrices)}

@@ -200,7 +200,7 @@ def _ternary(
     f"ternary {name}",
     codec,
     encode,
-    lambda codec, x: codec._scales(x) + _dither(codec, x),
+    lambda codec, x: codec.leaf_statistics(x) + _dither(codec, x),
     timed=timed,
     **_shared(codec),
   )

@@ -120,7 +120,8 @@ def divide(x: Array, divisor: Array) -> Array:
     # multiplies by its reciprocal, which rounds twice. With a choice that depends on
     # `x` and on the place no divisor is either: NaN stays NaN by it.
     place = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
-    return jnp.divide(x, jnp.where((x == x) & (place < x.size), divisor, x))
+    inside = place < np.uint32(min(x.size, 2**32 - 1))
+    return jnp.divide(x, jnp.where((x == x) & inside, divisor, x))
 
   traced = jax.jit(plainly).trace(x, divisor)
   return by_platform((x, divisor), {"cuda": exactly}, traced)

@@ -10,7 +10,7 @@ import gradcomp
 from tests.support import modes
 
 # Instructions: they have more, and the arithmetic of one slice's start has fewer.
-ENCODERS, DECODERS, READERS = 60, 30, 8
+ENCODERS, WITH_RESIDUALS, DECODERS, READERS = 40, 60, 30, 8
 
 
 def long_fusions(optimizer, leaves, least):
@@ -34,7 +34,7 @@ def anonymous(computation):
   [
     (lambda: gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot"), DECODERS),
     (lambda: gradcomp.terngrad(axis_name="data"), ENCODERS),
-    (lambda: gradcomp.onebit_sgd(axis_name="data"), ENCODERS),
+    (lambda: gradcomp.onebit_sgd(axis_name="data"), WITH_RESIDUALS),
     (lambda: gradcomp.redsync(axis_name="data"), READERS),
   ],
   ids=["qsgd", "terngrad", "onebit", "redsync"],

@@ -76,7 +76,7 @@ def test_leaves_that_are_decoded_together_are_cut_apart(monkeypatch):
     assert materialize.hidden(start) == start
     return tiles[start:stop]
 
-  found = layout.viewed({0: decoder}, tiles)
+  found = layout.viewed(lambda: {0: decoder}, tiles)
   slots = layout.slots
   runs = [(0, 2), (3, 3), (4, 4), (5, 5)]
   assert asked == [(slots[a].start, slots[b].stop) for a, b in runs]

@@ -11,6 +11,7 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.codecs import contractions, quantizing
 from gradcomp._src.codecs.protocol import as_float32
+from gradcomp._src.codecs.sums import tiles
 from gradcomp._src.codecs.sums.records import (
   Context,
   Encoded,
@@ -282,7 +283,7 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
 
   def sum_rows(self, rows: Array) -> Array:
     if len(rows) > 1:
-      return super().sum_rows(rows)
+      return tiles.sum_in_order(self.decode_rows, rows)
     form, by = self._form, self.implementation
     return qsgd.decode_one(rows[0], form=form, implementation=by)
 

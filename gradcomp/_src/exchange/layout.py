@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -109,14 +109,15 @@ class Layout:
     return large and any(self.view(i) != x.shape for i, x in enumerate(self.like))
 
   def viewed(
-    self, decoders: Mapping[int, RowDecoder], like: jax.Array
+    self, decoders: Callable[[], Mapping[int, RowDecoder]], like: jax.Array
   ) -> dict[int, jax.Array]:
     """Decodes leaves of some matrices, in float32, in the shapes of :meth:`view`.
 
     Runs of leaves with adjacent rows are decoded at once. ``like`` is any array of the
     worker.
     """
-    runs = [x for x in self._runs() if self.slots[x[0]].group in decoders]
+    found = decoders()
+    runs = [x for x in self._runs() if self.slots[x[0]].group in found]
     firsts = [self.slots[numbers[0]].start for numbers in runs]
     hidden = functools.cache(lambda: unknown(firsts, like))
     leaves = {}
@@ -125,7 +126,7 @@ class Layout:
         group, first, _ = self.slots[numbers[0]]
         start = Start(first)
         start.unknown = functools.partial(lambda i: hidden()[i], number)
-        tiles = decoders[group](start, self.slots[numbers[-1]].stop)
+        tiles = found[group](start, self.slots[numbers[-1]].stop)
         parts = [tiles]
         if len(numbers) > 1:
           # So readers of leaves of one shape have equal programs, of which XLA compiles

@@ -265,8 +265,8 @@ def decode(sending: Sending, received: Received) -> list[Reduced]:
   if received.decoders is None:
     means = list(received.words) or means
   elif received.to_all:
-    words, by_codec = received.words[0], received.decoders
-    read = lambda _: layout.viewed(by_codec(), words)
+    read = functools.partial(layout.viewed, received.decoders)
+    words = received.words[0]
     found = materialized(read, words) if layout.materializes else read(words)
     means = [found[i].reshape(x.shape) for i, x in enumerate(layout.like)]
   else:
@@ -277,12 +277,12 @@ def decode(sending: Sending, received: Received) -> list[Reduced]:
   views: Mapping[int, jax.Array] = {}
   unread = any(x.unsent is None for x in encoded.values())
   if encoded and (sending.watch or (sending.keep and unread)):
-    views = layout.viewed(sending.decoders(), sending.leaves[0])
+    views = layout.viewed(sending.decoders, sending.leaves[0])
   memory = [x.memory or Memory() for x in sending.contexts]
   for i, x in encoded.items():
     memory[i] = memory[i]._replace(own=x.own)
   if sending.keep:
-    losses = layout.viewed(received.lost, sending.leaves[0]) if received.lost else {}
+    losses = layout.viewed(lambda: received.lost, sending.leaves[0])
     firsts = [slot.start for slot in layout.slots]
     starts = functools.cache(lambda: unknown(firsts, sending.leaves[0]))
     for i in range(len(nothing)):
