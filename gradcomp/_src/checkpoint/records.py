@@ -146,7 +146,7 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
 
 
 def _check_form(name: str, value: Any) -> None:
-  """Raises TypeError for what is no record, or lacks a part."""
+  """Raises TypeError for an object that is no record, or lacks a part."""
   parts: Any = value if isinstance(value, Mapping) else {}
   wrong = [x for x, kind in _FORM.items() if not isinstance(parts.get(x), kind)]
   if wrong or not all(isinstance(x, Mapping) for x in parts["transformations"]):

@@ -161,7 +161,7 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     return None
 
   def statistics(self, x: Array) -> tuple[Array | None, Any]:
-    """Returns a leaf's statistics, and what else its ``context.measured`` holds."""
+    """Returns a leaf's statistics, and the rest of its ``context.measured``."""
     return self.agree(x), None
 
   @property
@@ -343,7 +343,7 @@ def payload_of(codec: Codec, x: Array, context: Context) -> Payload:
 
 
 def decoded(codec: Codec, payload: Payload) -> Array:
-  """Decodes a payload to tiles, as the sum of it alone."""
+  """Decodes a payload to tiles, as a sum of one."""
   rows, agreed = payload
   if agreed is not None:  # a sum has a line for each row
     agreed = jnp.broadcast_to(agreed, (len(rows), *agreed.shape[1:]))

@@ -1,4 +1,4 @@
-"""Readers and makers of what ``update`` gets: pairs, dtypes, and extra arguments."""
+"""Readers and makers of the arguments of ``update``: pairs, dtypes, stand-ins."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The plan of a step: its messages with their leaves, and what owners keep of them."""
+"""The plan of a step: its messages with their leaves, and the residuals of owners."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 class Sending(NamedTuple):
-  """A message on one worker: its leaves, and behind ``before`` what encodes them."""
+  """A message on one worker: its leaves, and behind ``before`` their encoding."""
 
   message: Message
   exchange: "Exchange"  # Local() where there is nothing to send

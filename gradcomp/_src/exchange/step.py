@@ -83,7 +83,7 @@ class Own:
 
 
 class Reduced(NamedTuple):
-  """The result of a step for one leaf; None for what was not asked for."""
+  """The result of a step for one leaf; None for parts that nobody asked for."""
 
   mean: Any
   share: Any  # the rows that this worker owns, in place of a mean
@@ -112,7 +112,7 @@ class Averaging(NamedTuple):
 
 
 def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Averaged:
-  """Averages arrays over all workers, when those of an average before have come.
+  """Averages arrays over all workers, when the arrays of an average before have come.
 
   The last message is the first to go, as the backward pass comes to its leaves first.
   """

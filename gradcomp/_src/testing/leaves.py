@@ -1,4 +1,4 @@
-"""Leaves and gradients that the laws try, and what a codec makes of them."""
+"""Leaves and gradients that the laws try, and their encodings."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The batches among a loss's arguments under Auto axes, of which workers have parts."""
+"""Batches among the arguments of a loss on Auto axes: each worker has a part."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any

@@ -277,7 +277,7 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
 
 
 def _typed_specs(tree: Any, axis_name: AxisName) -> list[PartitionSpec | None]:
-  """Returns the specs of a tree's leaves by their types; None for what is no array."""
+  """Returns the specs of a tree's leaves by their types; None for other objects."""
   own = lambda x: restrict_spec(types.typed_spec(x), axis_names(axis_name))
   return [own(x) if isinstance(x, jax.Array) else None for x in jax.tree.leaves(tree)]
 

@@ -98,7 +98,7 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
 
 
 class JittedStep:
-  """A train step in ``jax.jit``: what is not trained comes back as it was given.
+  """A train step in ``jax.jit``: leaves that are not trained return as they were given.
 
   Where ``axes``, Auto ones of the mesh, shard parameters, the step knows how, and
   returns them as they were.
