@@ -118,10 +118,10 @@ def divide(x: Array, divisor: Array) -> Array:
   def plainly(x: Array, divisor: Array) -> Array:
     # XLA divides by a constant, or by one number that many elements share, as it
     # multiplies by its reciprocal, which rounds twice. With a choice that depends on
-    # `x` and on the place no divisor is either: NaN stays NaN by it.
-    place = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
-    inside = place < np.uint32(min(x.size, 2**32 - 1))
-    return jnp.divide(x, jnp.where((x == x) & inside, divisor, x))
+    # `x` and on the place no divisor is either: NaN stays NaN by it. No odd number is
+    # 0, also where the places of 2**32 elements or more begin again.
+    odd = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape) | 1
+    return jnp.divide(x, jnp.where((x == x) & (odd != 0), divisor, x))
 
   traced = jax.jit(plainly).trace(x, divisor)
   return by_platform((x, divisor), {"cuda": exactly}, traced)
