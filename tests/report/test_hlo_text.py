@@ -75,7 +75,7 @@ def test_a_module_has_its_instructions():
   ],
 )
 def test_other_forms_are_refused(printed, other):
-  """Those that XLA's own tests have: wrapped lines, bodies in place, comments."""
+  """XLA's own tests wrap lines, put computations in place, and comment."""
   assert printed in TEXT
   with pytest.raises(ValueError, match="`program` must be optimized HLO with"):
     read_module(TEXT.replace(printed, other))

@@ -242,6 +242,18 @@ def owner_residuals(
   ]
 
 
+def as_stored(
+  plan: MessagePlan, residuals: Sequence[Sequence[jax.Array | None]]
+) -> OwnerResiduals:
+  """Returns each codec's owner residual, by message, as a state keeps them."""
+  stored: OwnerResiduals = {}
+  for message, own in zip(plan.messages, residuals, strict=True):
+    if found := tuple(x for x in own if x is not None):
+      axes = own_axes(plan.axis_name, message.others)
+      stored[axes] = (*stored.get(axes, ()), *found)
+  return stored
+
+
 def _shapes(plan: MessagePlan, message: Message) -> list[tuple[int, ...] | None]:
   """Returns the shape of each codec's owner residual; None for one without."""
   layout, exchange = message.layout, message.exchange

@@ -118,7 +118,7 @@ def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Avera
   """
   step = step._replace(memory=refit(step, arrays))
   found: dict[int, Reduced] = {}
-  owned: OwnerResiduals = {axes: () for axes in step.owned or {}}
+  residuals: list[Sequence[jax.Array | None]] = []
   for sending in sendings(step, arrays):
     with sending.scope():
       encoded = encode(agree(sending), came)
@@ -128,14 +128,15 @@ def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Avera
       came = received.came
       parts = decode(encoded, received)
     found |= zip(sending.message.leaves, parts, strict=True)
-    new = tuple(x for x in received.residuals if x is not None)
-    if new:
-      axes = plans.own_axes(step.plan.axis_name, sending.message.others)
-      owned[axes] = (*new, *owned.get(axes, ()))
+    residuals.append(received.residuals)
   for i in found:
     own = found[i].memory.own
     found[i] = found[i]._replace(memory=step.memory[i]._replace(own=own))
-  return Averaged(found, None if step.owned is None else owned, came)
+  owned: OwnerResiduals | None = None
+  if step.owned is not None:
+    kept = plans.as_stored(step.plan, residuals[::-1])  # the last message went first
+    owned = dict.fromkeys(step.owned, ()) | kept
+  return Averaged(found, owned, came)
 
 
 WHOLE = Averaging(plans.whole_leaves, average)

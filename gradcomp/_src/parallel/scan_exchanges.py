@@ -90,7 +90,6 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
     messages: list[UnderWay], lost: Leaves, old: state.Kept | None
   ) -> tuple[Leaves, state.Kept | None]:
     found: dict[int, exchange_step.Reduced] = {}
-    owned: plans.OwnerResiduals = {}
     count = no_error = jnp.zeros([], jnp.int32)
     for sending, received in messages:
       numbers = sending.message.leaves
@@ -101,9 +100,6 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
         parts = exchange_step.decode(given, received)
       # Nothing can be computed anew from gradients that are gone.
       found |= zip(numbers, (x._replace(own=None) for x in parts), strict=True)
-      if new := tuple(x for x in received.residuals if x is not None):
-        at = plans.own_axes(names, sending.message.others)
-        owned[at] = (*owned.get(at, ()), *new)
     reduced = [found[i] for i in range(len(leaves))]
     reduced, _ = step.as_updates(dtypes, options.error_share(across), reduced)
     means = [x.mean for x in reduced]
@@ -111,7 +107,8 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
       return means, None
     before = state.CompressState(count, count, *old)
     after = step.keep(options, plan, means, means, before, reduced)
-    return means, state.Kept(after.residual, owned)
+    owned = [received.residuals for _, received in messages]
+    return means, state.Kept(after.residual, plans.as_stored(plan, owned))
 
   return Exchange(depth, first, begin, advance, finish)
 

@@ -64,9 +64,6 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
       floats = form.agreed.dtype == jnp.float32
       read = lax.bitcast_convert_type if floats else jnp.astype
       agreed = read(words, form.agreed.dtype)
-      each = jax.vmap(
-        lambda rows, agreed: protocol.decoded(codec, Payload(rows, agreed))
-      )
       each = jax.vmap(lambda *payload: protocol.decoded(codec, Payload(*payload)))
       found = materialized(lambda rows: each(rows, agreed), rows)
     return jax.vmap(lambda own: protocol.from_tiles(own, like, codec))(found)

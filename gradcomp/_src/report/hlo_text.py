@@ -122,7 +122,8 @@ def read_module(text: str) -> Module:
     entries += [name] * bool(is_entry)
   if not header or len(entries) != 1:  # a text without ENTRY may have lost its end
     raise unreadable("one HloModule with one ENTRY", text[:40].strip())
-  return Module(_attributes(list(_parts(header))[1:]), computations, entries[0])
+  _, *attributes = _parts(_plain(header))
+  return Module(_attributes(attributes), computations, entries[0])
 
 
 def unreadable(rule: str, got: str) -> ValueError:
@@ -140,7 +141,7 @@ def _instructions(computation: str, lines: Iterator[str]) -> Iterator[Instructio
     if _END.fullmatch(line):
       return
     match = _INSTRUCTION.fullmatch(line)
-    call, *attributes = _parts(match[3]) if match else [""]
+    call, *attributes = _parts(_plain(match[3])) if match else [""]
     made = _CALL.fullmatch(call)
     if match is None or made is None:
       raise unreadable("one instruction a line, as compiled.as_text()", line)
@@ -165,9 +166,13 @@ def _attributes(parts: list[str]) -> dict[str, str]:
   return {match[1]: match[2] for match in found if match}
 
 
+def _plain(text: str) -> str:
+  """Returns a text without comments and needless blanks."""
+  return _NEEDLESS.sub(r"\1", _COMMENT.sub(r"\1", text))
+
+
 def _parts(text: str) -> Iterator[str]:
-  """Yields the parts between commas outside of brackets, without needless blanks."""
-  text = _NEEDLESS.sub(r"\1", _COMMENT.sub(r"\1", text))
+  """Yields the parts between commas outside of brackets."""
   closing: list[str] = []
   start = 0
   for match in _NESTED.finditer(text):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -212,11 +212,23 @@ _OF_CHOSEN = dataclasses.replace(
 )
 
 
+class SparseCoder(Coder, Protocol):
+  @property
+  def slots(self) -> int: ...
+  def entries(self, rows: Array) -> tuple[Array, Array]: ...
+
+
+class ChosenCoder(SparseCoder, Protocol):
+  @property
+  def header_words(self) -> int: ...
+  def header(self, key: Array, rows: int) -> Array: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Blocks(Tiles):
   """Adds float32 tiles of a codec that sends some of their elements."""
 
-  codec: Any  # with ``slots`` and ``entries``
+  codec: SparseCoder
   facts: SumFacts = dataclasses.field(default=OF_BLOCKS, kw_only=True)
 
   def senders(self, rows: Array) -> RowDecoder:
@@ -279,7 +291,7 @@ class Entries(Blocks):
 class Chosen(Entries):
   """Adds the values of elements that all workers choose by one key, as headers show."""
 
-  codec: Any  # also with ``header_words`` and ``header``
+  codec: ChosenCoder
   facts: SumFacts = _OF_CHOSEN
 
   def reduces_shorter(self, rows: int, workers: int) -> bool:

@@ -198,45 +198,42 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     agreement.require_agreement(*record, inner_state=state.inner_state)
     study.note(study.Options((("params", of_updates),)))
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
+    params = jax.tree.map(inputs.pairs, params)
+    workers = parts.workers(across, updates, state.gradients)
+    assert workers is not None
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+    leaves = jax.tree.leaves(params)
+    rows = shared(jax.tree.leaves(wide), updates, across, workers)
+    seen = inners.Inner(inner, inputs.whole(params, complexes), rows.axes, extra_args)
+    waits = rows.of_state(state.unsent, params)
 
-    def step(params: Any) -> tuple[Any, ZeroState]:
-      workers = parts.workers(across, updates, state.gradients)
-      assert workers is not None
-      wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-      leaves = jax.tree.leaves(params)
-      rows = shared(jax.tree.leaves(wide), updates, across, workers)
-      seen = inners.Inner(inner, inputs.whole(params, complexes), rows.axes, extra_args)
-      waits = rows.of_state(state.unsent, params)
+    def take(of: tuple[Any, Any]) -> tuple[Any, ZeroState]:
+      rows = leaf_rows.LeafRows(*of, workers)
+      facts = parts.step(rows.plan, workers, state.gradients)
+      facts = facts._replace(instead=two_shot.ReduceScatter())
 
-      def take(of: tuple[Any, Any]) -> tuple[Any, ZeroState]:
-        rows = leaf_rows.LeafRows(*of, workers)
-        facts = parts.step(rows.plan, workers, state.gradients)
-        facts = facts._replace(instead=two_shot.ReduceScatter())
+      def finish(reduced: list[Reduced]) -> tuple[list[Reduced], Any]:
+        """Runs the optimizer on the means of this worker; sends the changes."""
+        before = rows.owned([x.astype(jnp.float32) for x in leaves])
+        shares: list[Any] = [x.share for x in reduced]
+        given = shares, state.inner_state, before, waits
+        master, inner_state, lacking = seen.step(rows, *given)
+        lacks, own = rows.to_all(lacking)
+        sent = list(map(fitted, lacks, across.dtypes))
+        dtypes = [(p.dtype, u.dtype) for p, u in zip(leaves, sent, strict=True)]
+        left = inners.still_lacking(rows, master, before, own, waits, dtypes)
+        # No worker has the mean of a leaf. Where it is not finite, nor is the update.
+        updated = [x._replace(mean=y) for x, y in zip(reduced, sent, strict=True)]
+        return updated, (inner_state, (lacking, own, left))
 
-        def finish(reduced: list[Reduced]) -> tuple[list[Reduced], Any]:
-          """Runs the optimizer on the means of this worker; sends the changes."""
-          before = rows.owned([x.astype(jnp.float32) for x in leaves])
-          shares: list[Any] = [x.share for x in reduced]
-          given = shares, state.inner_state, before, waits
-          master, inner_state, lacking = seen.step(rows, *given)
-          lacks, own = rows.to_all(lacking)
-          sent = list(map(fitted, lacks, across.dtypes))
-          dtypes = [(p.dtype, u.dtype) for p, u in zip(leaves, sent, strict=True)]
-          left = inners.still_lacking(rows, master, before, own, waits, dtypes)
-          # No worker has the mean of a leaf. Where it is not finite, nor is the update.
-          updated = [x._replace(mean=y) for x, y in zip(reduced, sent, strict=True)]
-          return updated, (inner_state, (lacking, own, left))
+      sent, kept, rest = steps.take_step(parts, facts, wide, state.gradients, finish)
+      inner_state, changes = rest
+      kept = inners.measured_zero(kept, rows, *changes)
+      unsent = rows.as_state(params, changes[-1])
+      return sent, ZeroState(kept, unsent, inner_state)
 
-        sent, kept, rest = steps.take_step(parts, facts, wide, state.gradients, finish)
-        inner_state, changes = rest
-        kept = inners.measured_zero(kept, rows, *changes)
-        unsent = rows.as_state(params, changes[-1])
-        return sent, ZeroState(kept, unsent, inner_state)
-
-      of = rows.plan, rows.codecs
-      return steps.otherwise(take(of), take, of, across.axes)
-
-    return step(jax.tree.map(inputs.pairs, params))
+    of = rows.plan, rows.codecs
+    return steps.otherwise(take(of), take, of, across.axes)
 
   return border.on_workers(init_fn, core, axis_name, reads=True)
 
