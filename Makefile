@@ -42,7 +42,7 @@ smoke: $(VENV)/.installed-examples  ## train some steps, which must leave a tabl
 	test -s $$folder/results/summary.csv -a -s $$folder/results/curves.png
 
 data: $(VENV)/.installed-examples  ## prepare Fashion-MNIST, MNIST and the Brown corpus in datasets/
-	$(python) -W ignore -m benchmarks.study.mirrors.prepare $(ARGS)
+	$(python) -W ignore -m benchmarks.study.mirrors $(ARGS)
 
 # Exit code 5: of this kind ARGS chooses none.
 define run-tests
@@ -132,18 +132,18 @@ bench-quick: $(VENV)/.installed-study  ## run every benchmark for some seconds
 	$(python) -m benchmarks.quick $(ARGS)
 
 links: $(VENV)/.installed-bench  ## time the exchanges over slow links (as root, half an hour)
-	$(python) -m benchmarks.links.speed $(ARGS)
+	$(python) -m benchmarks.links speed --output benchmarks/results/links $(ARGS)
 
 evidence: $(VENV)/.installed-study  ## train in the background what no record has, at low priority
-	@$(python) -W ignore -m benchmarks.study.mirrors.prepare
-	@$(python) -m benchmarks.study.queue.start $(ARGS)
+	@$(python) -W ignore -m benchmarks.study.mirrors
+	@$(python) -m benchmarks.study.queue.run $(ARGS)
 
 evidence-status: $(VENV)/.installed-study  ## say how far these trainings are
 	@$(python) -W ignore -m benchmarks.study.queue.status
 
 evidence-times: $(VENV)/.installed-study  ## time steps on hosts (as root, an hour or two)
-	@$(python) -W ignore -m benchmarks.study.mirrors.prepare
-	@$(python) -W ignore -m benchmarks.study.queue.times --records benchmarks/results/study/evidence $(ARGS)
+	@$(python) -W ignore -m benchmarks.study.mirrors
+	@$(python) -W ignore -m benchmarks.study.queue.times
 
 # In an environment of its own, of 1.3 GB.
 test-ray:  ## train on Ray, kill a node and add one

@@ -1,6 +1,6 @@
 """Runs every benchmark with --quick, two at a time.
 
-  make bench-quick     or     python -m benchmarks.quick [--runs 'links.speed' ...]
+  make bench-quick     or     python -m benchmarks.quick [--runs 'links speed' ...]
 
 ``--share K N`` runs the K-th of N shares, from 0.
 
@@ -34,32 +34,21 @@ RUNS = (
   "gpu.check --interpret",
   "gpu.speed",
   "gpu.speed --interpret",
-  "training.gradients",
-  "training.adam",
-  "training.allocate",
-  "training.overflow",
-  "links.speed",
-  "links.speed --loopback",
+  "links speed",
+  "links speed --loopback",
   "codecs.memory",
-  "training.model_parallel.dense",
-  "training.model_parallel.nets",
-  "codecs.noise",
   "codecs.distortion",
   "models.compare",
-  "training.sharded",
-  "training.model_axes",
-  "links.layers",
-  "links.layers --loopback",
+  "compilers.model_axes",
+  "links layers",
+  "links layers --loopback",
   "models.predicted_steps",
-  "links.activations",
-  "links.activations --loopback",
+  "links activations",
+  "links activations --loopback",
   "models.package_accuracy",
   "models.package_speeds",
-  "links.leaving",
-  "links.local",
-  "training.local",
+  "links local",
   "gpu.ptx",
-  "codecs.random_bits.test",
 )
 _AT_ONCE = 2
 _LIMIT = 600  # seconds, after which a script has failed

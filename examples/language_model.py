@@ -41,7 +41,6 @@ from examples.lib.training import (
   Batch,
   Run,
   Task,
-  compile_inspecting,
   compile_step,
   init_state,
 )
@@ -150,7 +149,8 @@ def prepare_zero(task: Task, batch: Batch, args: argparse.Namespace) -> Prepared
 
   log = Log()
   if args.inspect:
-    log = Log(args.inspect, compile_inspecting(task, optimizer, batch))
+    inspecting, _ = compile_step(task, optimizer, batch, inspect=True)
+    log = Log(args.inspect, inspecting)
   return Prepared(step, wire.bytes_sent, wire.dense_bytes, start, log)
 
 

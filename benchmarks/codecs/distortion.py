@@ -1,12 +1,12 @@
 """Measures the squared error of each codec beside its bits, and beside other codes.
 
-  python -m benchmarks.codecs.distortion [--data FILE] [--quick] [--output FOLDER]
+  python -m benchmarks.codecs.distortion [--quick] [--output FOLDER]
 
 The vectors have 65,536 elements. *Gaussian* and *Laplace* ones are drawn, and all
 workers hold the same one, which is where a bias shows: no mean removes it. Those of
 *lenet*, *transformer* and *resnet* are the middle of real gradients, of each worker's
-own batch, after some steps of AdamW in float32. The nets and the data are those of
-benchmarks.training.adam.
+own batch, after some steps of AdamW in float32. The nets and the data are the study's:
+Fashion-MNIST, and the Brown corpus by characters.
 
 An error is that of the mean of N workers, squared, over the mean of the workers'
 squared norms; N = 1 is one message. Bits are those of a message of `all_gather` over
@@ -25,14 +25,14 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from matplotlib.figure import Figure
 
 import gradcomp
 from benchmarks.common import cli, tables
-from benchmarks.training import adam
+from benchmarks.study import tasks
+from examples.lib.training import AXIS, Task
 from gradcomp import codecs
 from gradcomp.codecs import QSGD
 from gradcomp.contrib import Eden
@@ -40,7 +40,7 @@ from gradcomp.contrib import Eden
 WORKERS = (1, 4, 16)
 NETS = ("lenet", "transformer", "resnet")
 DRAWN = ("Gaussian", "Laplace")
-WIDTH = 64  # of the transformer
+BATCH = 16  # samples of a step, and of a worker's gradient
 _BLUE, _ORANGE = "#2f6db3", "#c4622d"
 RMS: dict[str, Any] = {"norm": "rms", "levels": "uniform", "rounding": "nearest"}
 
@@ -96,32 +96,26 @@ def drawn(size: int, seed: int) -> dict[str, np.ndarray]:
   return {name: np.tile(np.float32(x), (max(WORKERS), 1)) for name, x in found.items()}
 
 
-def gradient(net: str, arrays: adam.Arrays, steps: int, size: int) -> np.ndarray:
+def gradient(net: str, sets: tuple[str, str], steps: int, size: int) -> np.ndarray:
   """Trains, and returns the middle of each worker's gradient: ``float32[N, size]``."""
-  width = WIDTH if net == "transformer" else 0
-  problem = adam.problem(net, arrays, adam.FULL[net]._replace(width=width))
-  tx = optax.adamw(adam.FULL[net].rate)
-  key, first = jax.random.split(jax.random.key(0))
-  params = problem.init(first)
-
-  def of_batch(params: Any, number: Any) -> Any:
-    return jax.grad(problem.loss)(params, problem.draw(jax.random.fold_in(key, number)))
-
-  @jax.jit
-  def step(params: Any, state: Any, number: Any) -> Any:
-    updates, state = tx.update(of_batch(params, number), state, params)
-    return optax.apply_updates(params, updates), state
-
+  source = tasks.source(net, sets[0], corpus=sets[1])
+  mesh = jax.make_mesh((1,), (AXIS,))
+  task = Task(source.model, source.test, mesh, known=source.arrays[0][: tasks.KNOWN])
+  batches = source.batches(BATCH, seed=0)
+  tx = optax.adamw(1e-3)
+  of_batch = jax.jit(jax.grad(lambda params, batch: task.loss_fn(params, batch)))
+  update = jax.jit(tx.update)
+  params = jax.device_get(task.init_params(0))
   state = tx.init(params)
-  for number in range(steps):
-    params, state = step(params, state, number)
+  for _ in range(steps):
+    updates, state = update(of_batch(params, next(batches)), state, params)
+    params = optax.apply_updates(params, updates)
 
-  @jax.jit
-  def flat(params: Any, number: Any) -> jax.Array:
-    leaves = jax.tree.leaves(of_batch(params, number))
-    return jnp.concatenate([leaf.ravel() for leaf in leaves])
+  def flat() -> np.ndarray:
+    leaves = jax.tree.leaves(of_batch(params, next(batches)))
+    return np.concatenate([np.ravel(leaf) for leaf in leaves])
 
-  whole = np.stack([flat(params, steps + own) for own in range(max(WORKERS))])
+  whole = np.stack([flat() for _ in range(max(WORKERS))])
   start = (whole.shape[1] - size) // 2
   return whole[:, start : start + size]
 
@@ -194,18 +188,17 @@ def plot(found: list[Any], path: pathlib.Path) -> None:
 def main() -> None:
   options = cli.options(
     __doc__,
-    "two codecs, few elements, and gradients of numbers drawn at random",
+    "two codecs, few elements, and gradients of small data sets",
     "folder of the two files",
     size=cli.Option(2**16, 2**13, "elements of a vector, a power of two"),
     steps=cli.Option(30, 2, "of a training"),
-    data=cli.Option(None, help="file of the arrays", kind=pathlib.Path),
   )
   names = QUICK if options.quick else tuple(CODECS)
   nets = NETS[:1] if options.quick else NETS
-  arrays = adam.random_arrays() if options.quick else adam.load(options.data)
+  sets = ("digits", "python") if options.quick else ("fashion-mnist", "brown")
   vectors = drawn(options.size, seed=0)
   for net in nets:
-    vectors[net] = gradient(net, arrays, options.steps, options.size)
+    vectors[net] = gradient(net, sets, options.steps, options.size)
   found = []
   for name in names:
     row = {"by": "gradcomp"} | ours(name, vectors, options.size)

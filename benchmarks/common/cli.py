@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -55,13 +55,18 @@ class Option(NamedTuple):
 
 
 def options(
-  doc: str, quick: str, output: str, **declared: Option
+  doc: str,
+  quick: str,
+  output: str,
+  *,
+  argv: Sequence[str] | None = None,
+  **declared: Option,
 ) -> argparse.Namespace:
   """Parses the command line of a script; a quick run compiles fast."""
   made = parser(doc, quick, output)
   for name, option in declared.items():
     option.add(name, made)
-  found = made.parse_args()
+  found = made.parse_args(argv)
   if found.quick:
     of_quick = {k: x.quick for k, x in declared.items() if x.quick is not None}
     vars(found).update(of_quick)

@@ -1,7 +1,7 @@
 """Keeps the machine quiet while a benchmark takes times.
 
 Benchmarks that take times lock one file of the machine, one after another. The queue of
-study/queue/supervisor.py stops its trainings while the lock is held.
+study/queue/run.py stops its trainings while the lock is held.
 GRADCOMP_QUIET_LOCK names another file; where it is empty, nothing is locked.
 """
 

@@ -3,9 +3,8 @@
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Container, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 
 import gradcomp
 from examples.lib.checkpoints import Saved
-from examples.lib.training import AXIS, NOWHERE, Batch
+from examples.lib.training import AXIS, NOWHERE
 
 Point = dict[str, Any]
 
@@ -97,77 +96,6 @@ def point(step: int, train_loss: float, evaluated: tuple[float, float]) -> Point
   }
 
 
-class Plan(NamedTuple):
-  """A way to train, as one worker does it.
-
-  Attributes:
-    init: from whole parameters to the worker's own and its state.
-    step: from these and a batch to the next ones, the loss, and what is found out.
-  """
-
-  init: Callable[[Any], Any]
-  step: Callable[[Any, Any, Any], Any]
-
-
-class Part(NamedTuple):
-  """Results of some steps: states of all workers, losses and findings."""
-
-  carry: Any
-  losses: jax.Array
-  found: Any
-  seconds: float
-
-
-class Emulated:
-  """Trains workers that ``vmap`` emulates on one device, by scans over steps.
-
-  A run takes as long as its arithmetic. The mean and the residuals are those of workers
-  on devices of their own.
-  """
-
-  def __init__(self, plan: Plan, workers: int):
-    each = functools.partial(jax.vmap, axis_name=AXIS, axis_size=workers)
-
-    def init(params: Any) -> Any:
-      of_each = functools.partial(each, plan.init, in_axes=None)
-      return of_each(out_axes=own(jax.eval_shape(of_each(), params)))(params)
-
-    def step(carry: Any, batch: Any) -> Any:
-      axes = own(carry)
-      *carry, loss, found = each(plan.step, in_axes=(*axes, 0), out_axes=(*axes, 0, 0))(
-        *carry, batch
-      )
-      return tuple(carry), (loss.mean(), found)
-
-    self._workers = workers
-    self._init = jax.jit(init)
-    self._steps = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
-
-  def parts(
-    self, params: Any, batches: Iterator[Batch], count: int, steps: int
-  ) -> Iterator[Part]:
-    """Trains ``count`` times ``steps`` steps from whole parameters."""
-    carry = self._init(params)
-    for _ in range(count):
-      start = time.perf_counter()
-      drawn = _stacked(batches, steps, self._workers)
-      carry, (losses, found) = jax.block_until_ready(self._steps(carry, drawn))
-      yield Part(carry, losses, found, time.perf_counter() - start)
-
-  @property
-  def compilations(self) -> int:
-    """How often the program of the steps was compiled."""
-    return self._steps._cache_size()
-
-
-def _stacked(batches: Iterator[Batch], steps: int, workers: int) -> Batch:
-  """Stacks the next batches as arrays of ``[steps, workers, ...]``."""
-  drawn = [next(batches) for _ in range(steps)]
-  return jax.tree.map(
-    lambda *x: np.stack(x).reshape(steps, workers, -1, *x[0].shape[1:]), *drawn
-  )
-
-
 def own(state: Any) -> Any:
   """Returns the axis of the workers for each array of a state.
 
@@ -180,13 +108,19 @@ def own(state: Any) -> Any:
   return jax.tree.map_with_path(axis, state)
 
 
-def first_kept(exchange: Any, params: Any, workers: int, axis_name: str = AXIS) -> Any:
+def first_kept(
+  exchange: Any,
+  params: Any,
+  workers: int,
+  axis_name: str = AXIS,
+  axes_of: Callable[[Any], Any] = own,
+) -> Any:
   """Returns the first state of an exchange, stacked over the workers of a ``vmap``."""
   of_each = functools.partial(
     jax.vmap, lambda _: exchange.init(params), axis_name=axis_name
   )
   each = jnp.arange(workers)
-  return of_each(out_axes=own(jax.eval_shape(of_each(), each)))(each)
+  return of_each(out_axes=axes_of(jax.eval_shape(of_each(), each)))(each)
 
 
 def of_workers(tree: Any, workers: int) -> Any:

@@ -1,10 +1,12 @@
 """Writes the tables of the record in Markdown."""
 
+import itertools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from benchmarks.compilers import bars, overlap_page, record, targets
+from benchmarks.common.tables import table
+from benchmarks.compilers import bars, record, targets
 
 Row = Mapping[str, Any]
 
@@ -53,28 +55,44 @@ bytes where XLA has left no names that show what float32 would send.
 """
 
 
-def line(table: str, row: Row) -> str:
+_OVERLAP = """\
+# What computes beside the collectives of a train step
+
+`make aot`. Nothing ran: this is the order of scheduled programs. {versions}.
+
+Four dense layers of 2048 in bfloat16, unrolled, eight devices with a batch of 2048
+each, QSGD with 4 bits in one message, or in one for each layer. Or eight such layers
+in a loop, with the exchange behind it, or inside by `parallel.scan`. A name behind them
+is an exchange, or a flag of the compiler. A collective is *over* the matrix products
+between its start and its end, or over other *work* of more bytes than it sends; with
+less it is *bare*, and *synchronous* ones have nothing. The last column is the share of
+the bytes sent that is bare or synchronous.
+
+"""
+
+
+def line(kind: str, row: Row) -> str:
   """Returns a row as one line of text."""
   if "error" in row:
     return f"{row['target']}, {row['case']}: {row['error']}"
   said: dict[str, Callable[[Row], list[str]]] = {
     "codecs": lambda row: [codec_cell(row)],
     "steps": step_cells,
-    "overlap": overlap_page.cells,
+    "overlap": overlap_cells,
   }
-  cells = " | ".join(said[table](row))
+  cells = " | ".join(said[kind](row))
   return f"{row['target']}, {row['case']}: {cells} ({row['compile_seconds']} s)"
 
 
-def write(folder: pathlib.Path, table: str) -> None:
+def write(folder: pathlib.Path, kind: str) -> None:
   """Writes the page of a table from its record."""
-  rows = list(record.read(folder / f"{table}.jsonl").values())
+  rows = list(record.read(folder / f"{kind}.jsonl").values())
   pages: dict[str, Callable[[list[Row]], str]] = {
     "codecs": codecs,
     "steps": steps,
-    "overlap": lambda rows: overlap_page.page(rows, versions(rows)),
+    "overlap": overlap,
   }
-  (folder / f"{table}.md").write_text(pages[table](rows))
+  (folder / f"{kind}.md").write_text(pages[kind](rows))
 
 
 def versions(rows: Iterable[Row]) -> str:
@@ -98,13 +116,13 @@ def codecs(rows: list[Row]) -> str:
       for codec, found in group.items()
     ]
     parts.append(f"## {operation}, {shape}\n\n")
-    parts.append(_table(["codec", *here, "loops"], lines) + "\n\n")
+    parts.append(table(["codec", *here, "loops"], lines) + "\n\n")
   parts.append("## Bars of their own\n\n")
   own = [
     [*name, f"{bar.cycles:g}", f"{bar.temporaries:g}", bar.reason]
     for name, bar in bars.own().items()
   ]
-  parts.append(_table(["codec", "operation", "cycles", "temporaries", "why"], own))
+  parts.append(table(["codec", "operation", "cycles", "temporaries", "why"], own))
   return "".join(parts) + "\n"
 
 
@@ -158,7 +176,7 @@ def steps(rows: list[Row]) -> str:
       [row["case"], *(["**does not compile**"] if "error" in row else step_cells(row))]
       for row in own
     ]
-    parts.append(f"## {target}\n\n{_table(_HEAD, lines)}\n\n")
+    parts.append(f"## {target}\n\n{table(_HEAD, lines)}\n\n")
   return "".join(parts)
 
 
@@ -209,6 +227,39 @@ def _wire(wire: Row) -> str:
   return f"{wire['bytes']:,} bytes" if ratio is None else f"{ratio:.4f}"
 
 
-def _table(header: list[str], lines: list[list[str]]) -> str:
-  every = [header, ["---"] * len(header), *lines]
-  return "\n".join(f"| {' | '.join(cells)} |" for cells in every)
+def overlap_cells(row: Row) -> list[str]:
+  """Returns what a row says of its collectives, and of the bytes of those exposed."""
+  kinds: dict[str, list[str]] = {}
+  for x in row["overlaps"]:
+    kinds.setdefault(x["kind"], []).append(_beside(x))
+  said = [f"{kind}: {', '.join(_counted(every))}" for kind, every in kinds.items()]
+  return ["; ".join(said), f"{100 * row['exposed_share']:.0f} %"]
+
+
+def _beside(x: Row) -> str:
+  if x["synchronous"]:
+    found = "synchronous"
+  elif x["exposed"]:
+    found = "bare"
+  elif x["products"]:
+    found = f"over {x['products']} product{'s' * (x['products'] > 1)}"
+  else:
+    found = "over work"
+  return f"{found} ({x['times']} times each)" if x["times"] > 1 else found
+
+
+def _counted(every: Iterable[str]) -> list[str]:
+  """Returns texts with the number of equal ones in a row in front."""
+  return [f"{len(list(run))} {text}" for text, run in itertools.groupby(every)]
+
+
+def overlap(rows: list[Row]) -> str:
+  """Returns the page of what computes beside collectives: targets in their order."""
+  order = list(targets.TARGETS)
+  broken = ["**does not compile**", ""]
+  lines = [
+    [row["target"], row["case"], *(broken if "error" in row else overlap_cells(row))]
+    for row in sorted(rows, key=lambda row: order.index(row["target"]))
+  ]
+  header = ["target", "exchange", "collectives of each kind, in order", "exposed"]
+  return _OVERLAP.format(versions=versions(rows)) + table(header, lines) + "\n"

@@ -1,7 +1,7 @@
 """Times every encoder's kernel on a GPU, as a share of a device copy's speed.
 
   python -m benchmarks.gpu.speed [--sizes 67108864 ...] [--cases 'qsgd 4 bit' ...]
-    [--seconds 300] [--quick] [--interpret] [--sweep] [--checked FILE]
+    [--seconds 300] [--quick] [--interpret] [--checked FILE]
 
 Counts the fewest bytes that a kernel can move: it reads its operands once, and writes
 its results once. A copy reads and writes the gradient. "whole" is the codec's encode
@@ -29,7 +29,6 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,6 @@ import jax.numpy as jnp
 from benchmarks.common import cli, quiet
 from benchmarks.common.tables import table
 from benchmarks.gpu.cases import CASES, KEY, Case
-from gradcomp._src.kernels.gpu import tiles
 from gradcomp.kernels import Implementation
 
 RESULTS = cli.RESULTS / "gpu" / "gpu_kernels.json"
@@ -48,9 +46,6 @@ _ROUNDS = 7
 _COMPILERS = 8  # threads
 
 _QUICK = ["qsgd 4 bit nearest", "eight_bit linear, nearest"]
-
-_SWEEP = (512, 1024, 2048, 4096)  # elements of a plane in a block
-_SWEPT = ("qsgd 4 bit", "qsgd 8 bit, residual", "one_bit bucket 512", "ternary 2bit")
 
 
 class Program(NamedTuple):
@@ -223,30 +218,6 @@ def _finds(case: Case) -> bool:
   return len(shapes) > bool(case.codec.needs_key)
 
 
-def sweep(names: list[str], size: int, rounds: int, end: float) -> list[Any]:
-  """Times Pallas kernels with other block sizes."""
-  xs = gradients_like(size)
-  rows: list[Any] = []
-  for name in names:
-    right = None
-    for elements in _SWEEP:
-      if time.monotonic() > end:
-        return rows
-      jax.clear_caches()  # of kernels with the other sizes
-      try:
-        with mock.patch.object(tiles, "_ELEMENTS", elements):
-          program = compiled(CASES[name], "pallas", xs[0])
-        found = program.call(xs[0])
-        right = found if right is None else right
-        same = all(bool((a == b).all()) for a, b in zip(found, right, strict=True))
-        title = f"{name} ({elements} elements)"
-        row = program.row | {"case": title + " WRONG" * (not same)}
-        rows += measure([program._replace(row=row)], xs, rounds)
-      except Exception as error:
-        print(f"{name}, {elements}: {error}"[:300], flush=True)
-  return rows
-
-
 def write(path: pathlib.Path | None, rows: list[Any], missing: list[str]) -> None:
   """Writes the results as JSON, and as a table beside it, unless the path is None."""
   if path is None:
@@ -293,7 +264,6 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES)
   parser.add_argument("--cases", nargs="+", choices=CASES, default=timed)
   parser.add_argument("--seconds", type=float, default=math.inf, help="for all of it")
-  parser.add_argument("--sweep", action="store_true", help="blocks, instead")
   parser.add_argument(
     "--interpret", action="store_true", help="without a GPU, to try this script"
   )
@@ -321,11 +291,6 @@ def main(arguments: list[str] | None = None) -> None:
   ]
   cases = [CASES[name] for name in options.cases if name not in wrong]
   rounds = 1 if options.interpret else _ROUNDS
-  if options.sweep:
-    swept = [case.name for case in cases if case.name in _SWEPT]
-    rows = sweep(swept, options.sizes[0], rounds, end)
-    write(output and output.with_stem(output.stem + "_sweep"), rows, missing)
-    return
   rows = []
   kernels: Any = ("pallas_interpret",) if options.interpret else None
   for size in options.sizes:

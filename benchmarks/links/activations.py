@@ -1,12 +1,5 @@
 """Times the sending of activations between hosts, and layers cut over them.
 
-  python -m benchmarks.links.activations [--rates 1gbit 100mbit] [--hosts 4]
-    [--repeats 5] [--output FOLDER] [--quick] [--loopback]
-
-Hosts are network namespaces on links of a known rate, as in links/speed.py, whose page
-says what biases the times. Each runs one process (links/activations_worker.py). A time
-is the slowest host's, and of several calls the median.
-
 Activations (Dettmers 2016, table 3): each host has those of a quarter of the units of a
 dense layer, of 128 samples, and gathers the others'. In the backward pass the errors of
 all units are added up at the hosts of these units. Beside JAX's own collectives are the
@@ -24,16 +17,156 @@ by the other passes.
 
 import argparse
 import json
-import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import cli
 from benchmarks.common.tables import table
 from benchmarks.links import hosts as links_hosts
-from benchmarks.links import launch
-from benchmarks.links import results as links_results
-from benchmarks.links.activations_worker import CODECS, PLAIN
+from benchmarks.links import launch, process, results, steps
 from benchmarks.models.papers import dettmers
+from examples.lib.sharded.sub_batches import sub_batches
+from gradcomp import parallel
+from gradcomp.codecs import Codec, Dense, EightBit
+
+FILE = "parallel_links"
+QUICK = "2 hosts, small arrays, 1 repeat"
+OPTIONS = {
+  "rates": cli.Option(["1gbit", "100mbit"], ["1gbit"], "in tc's words"),
+  "hosts": cli.Option(4, 2),
+  "repeats": cli.Option(5, 1, "at most 2 below 500 Mbit/s"),
+  "limit": cli.Option(900.0, help="seconds until workers have failed"),
+}
+PLAIN = "lax"  # JAX's own collective, in float32
+CODECS: dict[str, Codec] = {
+  "f32": Dense(),
+  "dynamic_tree": EightBit(),
+  "linear": EightBit(dtype="linear"),
+  "mantissa": EightBit(dtype="mantissa"),
+  "static_tree": EightBit(dtype="static_tree"),
+}
+
+
+def compiled(
+  mesh: jax.sharding.Mesh,
+  function: Callable[..., Any],
+  *shapes: tuple[int, ...],
+  arithmetic: float = 0.0,
+) -> process.Timed:
+  """Compiles a function of one host's arrays, drawn here.
+
+  Its results stay on the hosts.
+  """
+  rng = np.random.default_rng(jax.process_index())
+  local = [rng.standard_normal(shape, np.float32) for shape in shapes]
+  arrays = tuple(process.spread(mesh, x) for x in local)
+  mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+  program = jax.jit(mapped).lower(*arrays).compile()
+  return process.Timed(program, lambda: arrays, arithmetic)
+
+
+def gather(
+  mesh: jax.sharding.Mesh, codec: str, rows: int, columns: int, axis: int
+) -> process.Timed:
+  """Sends ``[rows, columns]`` of each host to all others, as in a forward pass."""
+  send: Callable[[jax.Array], jax.Array] = lambda x: parallel.all_gather(
+    x, axis_name="data", axis=axis, codec=CODECS[codec]
+  )
+  if codec == PLAIN:
+    send = lambda x: lax.all_gather(x, "data", axis=axis, tiled=True)
+  sent = _sent(mesh, codec, rows, columns)
+  return compiled(mesh, send, (rows, columns), arithmetic=sent)
+
+
+def scatter(
+  mesh: jax.sharding.Mesh, codec: str, rows: int, columns: int, axis: int
+) -> process.Timed:
+  """Adds at each host the ``[rows, columns]`` of all, as in a backward pass."""
+  shape = (rows * mesh.size, columns) if axis == 0 else (rows, columns * mesh.size)
+  add: Callable[[jax.Array], jax.Array] = lambda x: parallel.psum_scatter(
+    x, axis_name="data", axis=axis, codec=CODECS[codec]
+  )
+  if codec == PLAIN:
+    add = lambda x: lax.psum_scatter(x, "data", scatter_dimension=axis, tiled=True)
+  return compiled(mesh, add, shape, arithmetic=_sent(mesh, codec, rows, columns))
+
+
+def _sent(mesh: jax.sharding.Mesh, codec: str, *shape: int) -> int:
+  """Counts the bytes of an array that a host sends to all others."""
+  part = _floats(*shape)
+  own = (
+    4 * part.size if codec == PLAIN else steps.payload_bytes(CODECS[codec], [part], 1)
+  )
+  return (mesh.size - 1) * own
+
+
+def layer(w: jax.Array, batch: jax.Array) -> jax.Array:
+  """Returns a number that needs all outputs of the columns of a dense layer."""
+  return jnp.sum(jax.nn.relu(batch @ w) ** 2)
+
+
+def product(
+  mesh: jax.sharding.Mesh, rows: int, inputs: int, outputs: int
+) -> process.Timed:
+  """Computes the layer of one pass, whose inputs are there, forward."""
+  columns = (inputs, outputs // mesh.size)
+  forward = lambda w, batch: layer(w, batch)[None]
+  return compiled(mesh, forward, columns, (rows, inputs))
+
+
+def products(
+  mesh: jax.sharding.Mesh, rows: int, inputs: int, outputs: int
+) -> process.Timed:
+  """Computes the same forward and backward."""
+  columns = (inputs, outputs // mesh.size)
+  return compiled(mesh, jax.grad(layer, (0, 1)), columns, (rows, inputs))
+
+
+def whole_step(
+  mesh: jax.sharding.Mesh,
+  codec: str,
+  samples: int,
+  inputs: int,
+  outputs: int,
+  passes: int,
+  prefetch: bool,
+) -> process.Timed:
+  """Computes the gradients of the layer and of its inputs, in so many passes."""
+
+  def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    sums = sub_batches(
+      lambda batch, number: layer(w, batch),
+      x,
+      axis_name="data",
+      passes=passes,
+      codec=CODECS[codec],
+      prefetch=prefetch,
+    )
+    return jnp.sum(sums)
+
+  sent = 2 * passes * _sent(mesh, codec, samples // passes, inputs)
+  columns = (inputs, outputs // mesh.size)
+  both = jax.grad(loss, (0, 1))
+  return compiled(mesh, both, columns, (samples, inputs), arithmetic=sent)
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+PROGRAMS: dict[str, Callable[..., process.Timed]] = {
+  "gather": gather,
+  "scatter": scatter,
+  "product": product,
+  "products": products,
+  "step": whole_step,
+}
 
 _STEPS = ("f32", "dynamic_tree", "linear")
 
@@ -56,7 +189,7 @@ class Sizes(NamedTuple):
   passes: tuple[int, ...] = (1, 2, 4, 8)
 
 
-QUICK = Sizes(8, 64, 32, (64,), (1, 2))
+SMALL = Sizes(8, 64, 32, (64,), (1, 2))
 Name = list[Any]
 
 
@@ -132,49 +265,41 @@ def predicted(
   }
 
 
-def measure(rate: str, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
+def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+  """Yields what is measured together."""
+  sizes = SMALL if args.quick else Sizes()
+  for rate in args.rates:
+    speed = links_hosts.bits_per_second(rate)
+    repeats = min(args.repeats, 2) if speed and speed < 5e8 else args.repeats
+    cell = {"rate": rate, "hosts": args.hosts, "sizes": sizes._asdict()}
+    yield cell | {"repeats": repeats, "programs": {}}
+
+
+def measure(
+  hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
+) -> None:
   """Measures all programs on links of one rate."""
-  speed = links_hosts.bits_per_second(rate)
-  slow = speed is not None and speed < 5e8
-  job = {
-    "programs": programs(sizes, args.hosts),
-    "repeats": min(args.repeats, 2) if slow else args.repeats,
-  }
-  run: dict[str, Any] = {
-    "rate": rate,
-    "hosts": args.hosts,
-    "sizes": sizes._asdict(),
-    "repeats": job["repeats"],
-    "load_and_cores": links_results.load_note(),
-    "programs": {},
-  }
-  with launch.network(args.hosts, rate) as hosts:
-    run["probe"], reached = launch.probed(hosts, speed)
-    if not reached:
-      return run
-    reports = launch.run_workers(hosts, "activations_worker", job, args.limit)
-    shared = hosts[0].interface == "lo"
-    run["programs"] = links_results.combine(reports, "steps", shared=shared)
-  run["load_after"] = links_results.load_note()[0]
-  return run
+  calls = programs(Sizes(**cell["sizes"]), cell["hosts"])
+  job = {"programs": calls, "repeats": cell["repeats"]}
+  reports = launch.run_workers(hosts, "activations", job, args.limit)
+  shared = hosts[0].interface == "lo"
+  cell["programs"] = results.combine(reports, "steps", shared=shared)
 
 
-def markdown(results: dict[str, Any]) -> str:
+joined = results.replaced
+
+
+def markdown(found: dict[str, Any]) -> str:
   """Writes the tables of all runs."""
   paragraphs = [
     "# Activations over limited links",
-    "Medians in milliseconds. `python -m benchmarks.links.activations` writes this "
+    "Medians in milliseconds. `python -m benchmarks.links activations` writes this "
     "file, and says what is measured.",
   ]
-  for run in results["runs"]:
-    load = f"{run['load_and_cores'][0]:.1f}"
-    after = f"{run.get('load_after', run['load_and_cores'][0]):.1f}"
+  for run in found["runs"]:
     paragraphs += [
       f"## {run['hosts']} hosts, {run['rate']}",
-      f"Raw TCP carries {8e-6 * min(run['probe']):,.0f} Mbit/s or more. "
-      f"{run['repeats']} calls of each program. The load of the machine's "
-      f"{run['load_and_cores'][1]:.0f} cores was {load} before the run and {after} "
-      "after it.",
+      results.about(run),
     ]
     if run["programs"]:
       paragraphs += _run_tables(run)
@@ -225,28 +350,8 @@ def _wire_ms(rate: str, nbytes: int) -> str:
   return f"{8e3 * nbytes / speed:.1f}" if speed else ""
 
 
-def main() -> None:
-  sys.stdout.reconfigure(line_buffering=True)
-  args = cli.options(
-    __doc__,
-    "2 hosts, small arrays, 1 repeat",
-    "folder of parallel_links.json and .md",
-    rates=cli.Option(["1gbit", "100mbit"], ["1gbit"], "in tc's words"),
-    hosts=cli.Option(4, 2),
-    repeats=cli.Option(5, 1, "at most 2 below 500 Mbit/s"),
-    limit=cli.Option(900.0, help="seconds until workers have failed"),
-    loopback=cli.Option(False, help="links that nothing limits"),
-  )
-  sizes = QUICK if args.quick else Sizes()
-  if args.loopback:
-    args.rates = ["loopback"]
-  launch.begin(args.rates != ["loopback"], "--loopback does without", args.quick)
-  results: dict[str, Any] = {"machine": launch.machine(), "runs": []}
-  for rate in args.rates:
-    results["runs"].append(measure(rate, sizes, args))
-    print(markdown(results | {"runs": results["runs"][-1:]}))
-  cli.write(args.output, "parallel_links", results, markdown(results))
-
-
-if __name__ == "__main__":
-  main()
+def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
+  """Times the programs on one host; a name in the report is JSON, and says its call."""
+  calls = {name_of(call): call for call in options["programs"]}
+  made = {name: PROGRAMS[kind](mesh, *own) for name, (kind, *own) in calls.items()}
+  return {"steps": process.measure(mesh, made, options)}

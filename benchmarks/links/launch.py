@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common import cli, quiet
 from benchmarks.links import hosts as links_hosts
@@ -48,41 +48,55 @@ def run_workers(
   python: str = sys.executable,
   environment: Mapping[str, str] = ENVIRONMENT,
 ) -> list[Any]:
-  """Runs a worker of this folder on each host, and returns the reports.
+  """Runs a case or a worker of this folder on each host, and returns the reports.
 
   A job is JSON, to which each host's place is added. ``limit`` is in seconds.
   """
-  module = f"benchmarks.links.{script}"
+  own = script in ("probe", "torch_worker")
+  module = f"benchmarks.links.{script if own else 'process'}"
   ports = links_hosts.free_ports(len(hosts) + 1)
   ends = [(host.address, port) for host, port in zip(hosts, ports, strict=False)]
   meeting = f"{hosts[0].address}:{ports[-1]}"
-  job = {**job, "ends": ends, "count": len(hosts), "coordinator": meeting}
+  job = {
+    **job,
+    "case": script,
+    "ends": ends,
+    "count": len(hosts),
+    "coordinator": meeting,
+  }
   with tempfile.TemporaryDirectory() as folder:
     outputs = [pathlib.Path(folder, f"{rank}.json") for rank in range(len(hosts))]
     commands = []
     for rank, (host, output) in enumerate(zip(hosts, outputs, strict=True)):
-      own = {"rank": rank, "interface": host.interface, "output": str(output)}
-      commands.append([python, "-m", module, json.dumps(job | own)])
+      given = {"rank": rank, "interface": host.interface, "output": str(output)}
+      commands.append([python, "-m", module, json.dumps(job | given)])
     links_hosts.run(hosts, commands, cli.path() | environment, limit)
     return [json.loads(output.read_text()) for output in outputs]
 
 
-def probed(
-  hosts: list[links_hosts.Host], speed: float | None
-) -> tuple[list[float], bool]:
-  """Returns the bytes a second that each host receives over raw TCP.
+class Probe(NamedTuple):
+  """What raw TCP finds on links.
 
-  Beside it is whether links of that speed, in bits a second, may be measured.
+  Attributes:
+    bytes_a_second: that each host receives.
+    round_trip: seconds to another host and back.
+    reached: whether links of their rate may be measured.
   """
-  reports = probes(hosts, int((speed or 8e9) / 8 / 2))
+
+  bytes_a_second: list[float]
+  round_trip: float
+  reached: bool
+
+
+def probed(
+  hosts: list[links_hosts.Host], speed: float | None, seconds: float = 0.5
+) -> Probe:
+  """Sends raw TCP for so long over links of that speed, in bits a second."""
+  job = {"nbytes": int((speed or 8e9) / 8 * seconds)}
+  reports = run_workers(hosts, "probe", job, 120, environment={})
   found = [report["bytes_a_second"] for report in reports]
-  return found, not speed or 8 * min(found) >= _REACHED * speed
-
-
-def probes(hosts: list[links_hosts.Host], nbytes: int) -> list[dict[str, float]]:
-  """Returns what :func:`probe.probe` finds on each host."""
-  job = {"nbytes": nbytes}
-  return run_workers(hosts, "probe", job, 120, environment={})
+  reached = not speed or 8 * min(found) >= _REACHED * speed
+  return Probe(found, reports[0]["round_trip"], reached)
 
 
 def machine() -> dict[str, Any]:

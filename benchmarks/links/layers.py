@@ -1,68 +1,212 @@
 """Times steps of layers in a loop, with the exchange behind it and inside.
 
-  python -m benchmarks.links.layers [--rates 1gbit 100mbit] [--hosts 4] [--repeats 7]
-    [--output FOLDER] [--quick] [--loopback]
-
-Hosts are network namespaces on links of a known rate, as in links/speed.py, whose page
-says what biases the times. Each runs one process (links/layers_worker.py). A time is
-the slowest host's from the batch to the means, and of several calls, taken in turn, the
-median.
-
-One call of each step is traced. So the record has the seconds in which a host's
-collectives were under way, and in how many of them its threads computed.
+A step is a forward and a backward pass of equal layers, and the mean of the gradients:
+from the batch to the means. One call of each step is traced. So the record has the
+seconds in which a host's collectives were under way, and in how many of them its
+threads computed.
 """
 
 import argparse
-import sys
+import functools
+import glob
+import re
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
 from benchmarks.common import cli
 from benchmarks.common.tables import table
 from benchmarks.links import hosts as links_hosts
-from benchmarks.links import launch
-from benchmarks.links import results as links_results
+from benchmarks.links import launch, process, results
+from gradcomp import parallel
+from gradcomp.codecs import QSGD, Codec, Dense
 
-ALONE = "no exchange"
+FILE = "layers_links"
+QUICK = "2 hosts, small layers, 1 repeat"
+OPTIONS = {
+  "rates": cli.Option(["1gbit", "100mbit"], ["1gbit"], "in tc's words"),
+  "hosts": cli.Option(4, 2),
+  "repeats": cli.Option(7, 1),
+  "layers": cli.Option(8, 3),
+  "width": cli.Option(1024, 64),
+  "batch": cli.Option(128, 8, "rows of each host"),
+  "limit": cli.Option(300.0, help="seconds until workers have failed"),
+}
 _SIZES = ("layers", "width", "batch", "repeats")
+PLAIN = "plain mean, behind"
+ALONE = "no exchange"
+FOUR_BITS = QSGD(bits=4)
+_KEY = functools.partial(jax.random.key, 0, impl="threefry2x32")
+_INSTRUCTION = re.compile(r"%(\S+) = .*? ([\w-]+)\(")
+_SENDS = {"all-reduce", "all-to-all", "all-gather", "collective-permute"}
+_AROUND = {"while", "call", "conditional"}  # their events hold those of others
+
+Mean = Callable[[jax.Array, jax.Array], jax.Array]
+Span = tuple[float, float]  # nanoseconds
 
 
-def measure(rate: str, args: argparse.Namespace) -> dict[str, Any]:
+def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+  """Applies a dense layer, and adds its input."""
+  return x + jnp.tanh(x @ w), None
+
+
+def plain(layers: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns the host's own gradients of layers in ``lax.scan``."""
+
+  def loss(layers: jax.Array) -> jax.Array:
+    again = jax.checkpoint(layer, prevent_cse=False)  # as parallel.scan has it
+    return jnp.mean(jnp.square(lax.scan(again, x, layers)[0]))
+
+  return jax.grad(loss)(gradcomp.defer_reduction(layers, axis_name="data"))
+
+
+def inside(codec: Codec, exchange: str, layers: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns means whose layers were exchanged inside the loop."""
+  way: dict[str, Any] = {"axis_name": "data", "codec": codec, "exchange": exchange}
+  key = _KEY() if codec.needs_key else None
+
+  def loss(layers: jax.Array) -> jax.Array:
+    y, _ = parallel.scan(layer, x, layers, key=key, **way)
+    return jnp.mean(jnp.square(y))
+
+  return jax.grad(loss)(layers)
+
+
+def behind(layers: jax.Array, x: jax.Array, each: bool) -> jax.Array:
+  """Returns means that were exchanged behind the loop, in one message or in many."""
+  tx = gradcomp.compress(
+    FOUR_BITS,
+    axis_name="data",
+    exchange="two_shot",
+    feedback=None,
+    message_bytes=1 if each else None,
+  )
+  grads: Any = plain(layers, x)
+  grads = list(grads) if each else grads
+  means: Any = tx.update(grads, tx.init(grads))[0]
+  return jnp.stack(means) if each else means
+
+
+STEPS: dict[str, Mean] = {
+  PLAIN: lambda layers, x: lax.pmean(plain(layers, x), "data"),
+  "plain mean, inside": functools.partial(inside, Dense(), "psum"),
+  "4 bits, behind, one message": functools.partial(behind, each=False),
+  "4 bits, behind, a message a layer": functools.partial(behind, each=True),
+  "4 bits, inside": functools.partial(inside, FOUR_BITS, "two_shot"),
+  ALONE: plain,
+}
+
+
+def program(
+  mesh: jax.sharding.Mesh, name: str, arrays: tuple[jax.Array, ...]
+) -> process.Timed:
+  """Compiles a step; its means stay on the hosts."""
+  whole = P("data") if name == ALONE else P()
+  mapped = jax.shard_map(
+    lambda layers, x: [STEPS[name](layers, x)],
+    mesh=mesh,
+    in_specs=(P(), P("data")),
+    out_specs=whole,
+  )
+  compiled = jax.jit(lambda *arrays: (mapped(*arrays),)).lower(*arrays).compile()
+  return process.Timed(compiled, lambda: arrays, averages=name != ALONE)
+
+
+def side_by_side(timed: process.Timed) -> dict[str, float]:
+  """Traces a run of a program: seconds of collectives, of work, and of both at once."""
+  kinds = dict(_INSTRUCTION.findall(timed.program.as_text()))
+  options = jax.profiler.ProfileOptions()
+  options.python_tracer_level = 0
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder, profiler_options=options):
+      jax.block_until_ready(timed.program(*timed.arguments()))
+    (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+    planes = jax.profiler.ProfileData.from_file(path).planes
+    events = [x for plane in planes for line in plane.lines for x in line.events]
+  sends, works = [], []
+  for x in events:
+    if (kind := kinds.get(x.name)) and kind not in _AROUND:
+      (sends if kind in _SENDS else works).append((x.start_ns, x.end_ns))
+  return overlap(sends, works)
+
+
+def overlap(sends: list[Span], works: list[Span]) -> dict[str, float]:
+  """Returns the seconds of spans of either kind, and of both at once.
+
+  Example:
+    >>> overlap([(0, 2e9), (5e9, 6e9)], [(1e9, 4e9)])
+    {'collectives': 3.0, 'work': 3.0, 'both': 1.0}
+  """
+  found = map(united, (sends, works, sends + works))
+  under_way, work, either = (1e-9 * sum(y - x for x, y in spans) for spans in found)
+  return {
+    "collectives": under_way,
+    "work": work,
+    "both": max(0.0, under_way + work - either),
+  }
+
+
+def united(spans: list[Span]) -> list[Span]:
+  """Joins spans of time that meet.
+
+  Example:
+    >>> united([(4, 5), (0, 2), (1, 3)])
+    [(0, 3), (4, 5)]
+  """
+  found: list[Span] = []
+  for start, end in sorted(spans):
+    if found and start <= found[-1][1]:
+      found[-1] = found[-1][0], max(end, found[-1][1])
+    else:
+      found.append((start, end))
+  return found
+
+
+def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+  """Yields what is measured together."""
+  for rate in args.rates:
+    sizes = {name: getattr(args, name) for name in _SIZES}
+    yield {"rate": rate, "hosts": args.hosts, "steps": {}} | sizes
+
+
+def measure(
+  hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
+) -> None:
   """Measures all steps on links of one rate."""
-  speed = links_hosts.bits_per_second(rate)
-  run: dict[str, Any] = {"rate": rate, "hosts": args.hosts, "steps": {}}
-  run |= {name: getattr(args, name) for name in _SIZES}
-  run["load_and_cores"] = links_results.load_note()
-  with launch.network(args.hosts, rate) as hosts:
-    run["probe"], reached = launch.probed(hosts, speed)
-    if not reached:
-      return run
-    job = {name: run[name] for name in _SIZES}
-    reports = launch.run_workers(hosts, "layers_worker", job, args.limit)
-    shared = hosts[0].interface == "lo"
-  run["steps"] = links_results.combine(reports, "steps", shared=shared)
-  run["traces"] = reports[0]["traces"]
-  return run
+  job = {name: cell[name] for name in _SIZES}
+  reports = launch.run_workers(hosts, "layers", job, args.limit)
+  shared = hosts[0].interface == "lo"
+  cell["steps"] = results.combine(reports, "steps", shared=shared)
+  cell["traces"] = reports[0]["traces"]
 
 
-def markdown(results: dict[str, Any]) -> str:
+joined = results.replaced
+
+
+def markdown(found: dict[str, Any]) -> str:
   """Writes the tables of all runs."""
   paragraphs = [
     "# Layers in a loop over limited links",
     "Medians in milliseconds, from the batch to the means. `python -m "
-    "benchmarks.links.layers` writes this file, and says what is measured. *Exchange*: "
+    "benchmarks.links layers` writes this file, and says what is measured. *Exchange*: "
     "what is left of a step without the same without an exchange. *Under way*: the "
     "collectives of one call, traced on a host; *and computing*: for how long of that "
     "any of its threads computed. *Exposed*: the share of the bytes, by "
     "`gradcomp.overlap_report`. "
-    f"JAX {results['machine']['jax']}.",
+    f"JAX {found['machine']['jax']}.",
   ]
-  for run in results["runs"]:
-    load, cores = run["load_and_cores"]
+  for run in found["runs"]:
     paragraphs += [
       f"## {run['hosts']} hosts, {run['rate']}",
-      f"{run['layers']} dense layers of {run['width']}, {run['batch']} rows a host; "
-      f"{run['repeats']} calls. Raw TCP carries {8e-6 * min(run['probe']):,.0f} Mbit/s "
-      f"or more. The load of the machine's {cores:.0f} cores was {load:.1f} before.",
+      f"{run['layers']} dense layers of {run['width']}, {run['batch']} rows a host. "
+      f"{results.about(run)}",
       _table(run) if run["steps"] else "This machine does not reach the rate.",
     ]
   return "\n\n".join(paragraphs) + "\n"
@@ -87,30 +231,22 @@ def _table(run: dict[str, Any]) -> str:
   return table(header.split(","), lines)
 
 
-def main() -> None:
-  sys.stdout.reconfigure(line_buffering=True)
-  args = cli.options(
-    __doc__,
-    "2 hosts, small layers, 1 repeat",
-    "folder of layers_links.json and .md",
-    rates=cli.Option(["1gbit", "100mbit"], ["1gbit"], "in tc's words"),
-    hosts=cli.Option(4, 2),
-    repeats=cli.Option(7, 1),
-    layers=cli.Option(8, 3),
-    width=cli.Option(1024, 64),
-    batch=cli.Option(128, 8, "rows of each host"),
-    limit=cli.Option(300.0, help="seconds until workers have failed"),
-    loopback=cli.Option(False, help="links that nothing limits"),
-  )
-  if args.loopback:
-    args.rates = ["loopback"]
-  launch.begin(args.rates != ["loopback"], "--loopback does without", args.quick)
-  results: dict[str, Any] = {"machine": launch.machine(), "runs": []}
-  for rate in args.rates:
-    results["runs"].append(measure(rate, args))
-    cli.write(args.output, "layers_links", results, markdown(results))
-  print(markdown(results))
-
-
-if __name__ == "__main__":
-  main()
+def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
+  """Times the steps on one host, and traces what runs side by side."""
+  count, width, rows = options["layers"], options["width"], options["batch"]
+  rng = np.random.default_rng(options["rank"])
+  x = process.spread(mesh, rng.standard_normal((rows, width), np.float32))
+  same = np.random.default_rng(0).standard_normal((count, width, width), np.float32)
+  everywhere = jax.NamedSharding(mesh, P())
+  stack = jax.make_array_from_process_local_data(everywhere, same / width**0.5)
+  programs = {name: program(mesh, name, (stack, x)) for name in STEPS}
+  steps = process.measure(mesh, programs, options)
+  meet = process.meeting(mesh)
+  traces = {}
+  for name, timed in programs.items():
+    report = gradcomp.overlap_report(timed.program)
+    meet()
+    traces[name] = side_by_side(timed)
+    traces[name]["exposed_share"] = report.exposed_share
+    traces[name]["messages"] = sum(x.collective.times for x in report.collectives)
+  return {"steps": steps, "traces": traces}

@@ -1,11 +1,7 @@
 """Trains over slow links with local steps, and with an exchange in every step.
 
-  python -m benchmarks.links.local [--rate 100mbit] [--round-trip 50] [--hosts 4]
-    [--methods 'f32 psum' ...] [--output FOLDER] [--quick]
-
-Hosts are network namespaces on links of a known rate and round trip, as links/hosts.py
-makes them. Each runs one process (links/local_worker.py), which trains the transformer
-of the examples by AdamW on its own part of the batches.
+Links have a round trip, too. Each host trains the transformer of the examples by AdamW
+on its own part of the batches.
 
 A method's tokens a second are those of all hosts, by the time of the slowest. They do
 not meet in that time, so a host that is late costs time, as it does in a training. The
@@ -14,9 +10,9 @@ and before the one with it, and the difference, of the slowest host and the medi
 the rounds, is divided by the time of a round. Of methods that exchange in every step,
 the step without is that of the local steps.
 
-What biases the times: all hosts share this machine's cores, so a step takes longer than
-on a host of its own, and the exchange weighs less against it. A batch of few tokens
-makes up for that: accelerators take a step of the same parameters sooner still. gloo
+All hosts share this machine's cores, so a step takes longer than on a host of its own,
+and the exchange weighs less against it. A batch of few tokens makes up for that:
+accelerators take a step of the same parameters sooner still. gloo
 waits for each message of its psum, so on links that take time it is not the fastest way
 to add float32: two_shot is, and it is what the others are compared with.
 
@@ -25,16 +21,27 @@ there with the same settings are kept.
 """
 
 import argparse
-import json
+import functools
 import statistics
-import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import optax
+
+import gradcomp
 from benchmarks.common import cli
 from benchmarks.common.tables import table
-from benchmarks.links import launch
-from benchmarks.links import results as links_results
+from benchmarks.links import hosts as links_hosts
+from benchmarks.links import launch, process
+from examples.lib.data import text
+from examples.lib.networks import Transformer
+from examples.lib.training import AXIS, Task, compile_step, init_state
+from gradcomp.codecs import BlockTop, Dense
 
+FILE = "local_links_{hosts}"
+QUICK = "2 hosts, a small network, two methods"
 BASELINE = "f32 two_shot"
 # Whether a method takes steps alone.
 METHODS = {
@@ -45,10 +52,125 @@ METHODS = {
   "SparseLoCo all_gather": True,
   "SparseLoCo two_shot": True,
 }
+OPTIONS = {
+  "methods": cli.Option([*METHODS], [BASELINE, "SparseLoCo two_shot"], choices=METHODS),
+  "rates": cli.Option(["100mbit"], help="of each link, in tc's words"),
+  "round_trip": cli.Option(50.0, 10.0, "milliseconds"),
+  "hosts": cli.Option(4, 2),
+  "every": cli.Option(30, 4, "steps in a round"),
+  "rounds": cli.Option(3, 1, "that are measured"),
+  "steps": cli.Option(2, help="of those that exchange in each"),
+  "width": cli.Option(640, 32, "of the transformer"),
+  "layers": cli.Option(4, 1),
+  "length": cli.Option(16, help="tokens in a sequence"),
+  "batch": cli.Option(1, help="sequences a host and step"),
+  "limit": cli.Option(500.0, help="seconds until workers have failed"),
+}
+_SETTINGS = "hosts round_trip every rounds steps width layers length batch".split()
+RATE = 1e-3
 
 
-def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
+def optimizer(method: str, every: int) -> optax.GradientTransformation:
+  """Makes one of the methods that are compared."""
+  adam = optax.adamw(RATE)
+  local = functools.partial(
+    gradcomp.local.local_steps, adam, axis_name=AXIS, every=every
+  )
+  forgetting = gradcomp.ErrorFeedback(residual_decay=0.95)
+  sparse = functools.partial(local, codec=BlockTop(), feedback=forgetting)
+  methods: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "f32 psum": lambda: optax.chain(gradcomp.dense(axis_name=AXIS), adam),
+    "f32 two_shot": lambda: optax.chain(
+      gradcomp.dense(axis_name=AXIS, exchange="two_shot"), adam
+    ),
+    "QSGD-4 two_shot": lambda: optax.chain(
+      gradcomp.qsgd(bits=4, axis_name=AXIS, exchange="two_shot"), adam
+    ),
+    "DiLoCo two_shot": lambda: local(
+      optax.sgd(0.7, 0.9, nesterov=True), codec=Dense(), exchange="two_shot"
+    ),
+    "SparseLoCo all_gather": lambda: sparse(optax.sgd(1.0), merge="senders"),
+    "SparseLoCo two_shot": lambda: sparse(optax.sgd(4.0), exchange="two_shot"),
+  }
+  return methods[method]()
+
+
+def stepper(
+  mesh: jax.sharding.Mesh, options: dict[str, Any]
+) -> tuple[Callable[[], float], dict[str, int]]:
+  """Compiles a method's step: returns what takes one and times it, and its sizes."""
+  length, found = options["length"], text.load()
+  model = Transformer(text.CHARACTERS, width=options["width"], layers=options["layers"])
+  task = Task(model, text.in_order(found.test[: 2 * length], length), mesh)
+  batches = text.batches(
+    found.train,
+    options["batch"] * mesh.size,
+    length,
+    seed=0,
+    part=options["rank"],
+    parts=mesh.size,
+  )
+  tx = optimizer(options["method"], options["every"])
+  program, wire = compile_step(task, tx, next(batches))
+  params = task.init_params(0)
+  held = [params, init_state(task, tx, params)]
+
+  def step() -> float:
+    batch = jax.block_until_ready(task.place(next(batches)))
+    start = time.perf_counter()
+    held[:] = jax.block_until_ready(program(*held, batch))[:2]
+    return time.perf_counter() - start
+
+  size = sum(x.size for x in jax.tree.leaves(params))
+  return step, {"parameters": size, "wire_report": wire.bytes_sent}
+
+
+def taken(
+  step: Callable[[], float],
+  steps: int,
+  every: int,
+  meet: Callable[[], Any],
+  interface: str,
+) -> dict[str, Any]:
+  """Takes steps one after the other, and returns their seconds and bytes.
+
+  Then it takes a round whose last step begins on all hosts at once, and so does a step
+  before: their difference is what communication takes, and not what hosts wait for one
+  that is late.
+  """
+  meet()
+  sent, start = links_hosts.bytes_sent(interface), time.perf_counter()
+  for _ in range(steps):
+    step()
+  seconds = time.perf_counter() - start
+  meet()
+  sent = links_hosts.bytes_sent(interface) - sent
+  alone, together = [], []
+  for _ in range(steps // every):
+    for i in range(1, every + 1):
+      if i >= every - 1:
+        meet()
+      last = step()
+      if i == every - 1:
+        alone.append(last)
+    together.append(last)
+  return {"seconds": seconds, "sent": sent, "alone": alone, "together": together}
+
+
+def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+  """Yields a method, and all that it is measured with."""
+  settings = {name: getattr(args, name) for name in _SETTINGS}
+  for rate in args.rates:
+    for method in args.methods:
+      about = {"method": method, "rate": rate, "hosts": args.hosts}
+      yield about | {"settings": settings | {"rate": rate}}
+
+
+def measure(
+  hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
+) -> None:
   """Measures a method on links of its own."""
+  method = cell["method"]
   alone = METHODS[method]
   count = args.every * args.rounds if alone else args.steps
   job = {
@@ -62,27 +184,34 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
     "steps": count,
     "exchanged_every": args.every if alone else count + 1,  # nothing to be met for
   }
-  with launch.network(args.hosts, args.rate, args.round_trip / 1e3) as hosts:
-    probes = launch.probes(hosts, args.probe)
-    reports = launch.run_workers(hosts, "local_worker", job, args.limit)
+  reports = launch.run_workers(hosts, "local", job, args.limit)
   slowest = max(report["seconds"] for report in reports)
-  result = {
+  cell |= {
     "parameters": reports[0]["parameters"],
     "tokens_a_second": args.hosts * args.batch * args.length * count / slowest,
     "step_seconds": slowest / count,
     "bytes_a_round": reports[0]["wire_report"] * (1 if alone else args.every),
     "counted_a_round": max(x["sent"] for x in reports) * args.every / count,
-    "mbit_a_second": min(8e-6 * probe["bytes_a_second"] for probe in probes),
-    "round_trip_ms": 1e3 * probes[0]["round_trip"],
-    "load_and_cores": links_results.load_note(),
+    "mbit_a_second": 8e-6 * min(cell["probe"]),
+    "round_trip_ms": 1e3 * cell["round_trip"],
   }
   if alone:
     both = [
       [max(x[kind][i] for x in reports) for i in range(args.rounds)]
       for kind in ("alone", "together")
     ]
-    result |= {"alone_seconds": both[0], "together_seconds": both[1]}
-  return result
+    cell |= {"alone_seconds": both[0], "together_seconds": both[1]}
+
+
+def joined(found: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
+  """Returns results with a method, beside those of the same settings."""
+  alike = found.get("settings") == cell["settings"]
+  known = found["methods"] if alike else {}
+  if "step_seconds" in cell:
+    own = {k: x for k, x in cell.items() if k != "settings"}
+    known = known | {cell["method"]: own}
+  about = {"machine": found["machine"], "settings": cell["settings"]}
+  return about | {"methods": known}
 
 
 def shares(found: dict[str, dict[str, Any]], every: int) -> dict[str, float]:
@@ -102,6 +231,8 @@ def shares(found: dict[str, dict[str, Any]], every: int) -> dict[str, float]:
 def markdown(results: dict[str, Any]) -> str:
   """Writes the table, and what it was measured with."""
   settings, found = results["settings"], results["methods"]
+  if not found:
+    return "This machine does not reach the rate.\n"
   share = shares(found, settings["every"])
   base = found.get(BASELINE)
   lines = []
@@ -130,7 +261,7 @@ def markdown(results: dict[str, Any]) -> str:
   return "\n\n".join(
     [
       "# Local steps over slow links",
-      "`python -m benchmarks.links.local` writes this file. "
+      "`python -m benchmarks.links local` writes this file. "
       f"{settings['hosts']} hosts, {settings['rate']} and {settings['round_trip']:g} "
       f"ms there and back; raw TCP finds {least:.0f} Mbit/s or more and {most:.1f} ms "
       f"or less. A transformer "
@@ -148,44 +279,15 @@ def markdown(results: dict[str, Any]) -> str:
   )
 
 
-def main() -> None:
-  sys.stdout.reconfigure(line_buffering=True)
-  args = cli.options(
-    __doc__,
-    "2 hosts, a small network, two methods",
-    "folder of local_links_4.json and .md",
-    methods=cli.Option([*METHODS], [BASELINE, "SparseLoCo two_shot"], choices=METHODS),
-    rate=cli.Option("100mbit", help="of each link, in tc's words"),
-    round_trip=cli.Option(50.0, 10.0, "milliseconds"),
-    hosts=cli.Option(4, 2),
-    every=cli.Option(30, 4, "steps in a round"),
-    rounds=cli.Option(3, 1, "that are measured"),
-    steps=cli.Option(2, help="of those that exchange in each"),
-    width=cli.Option(640, 32, "of the transformer"),
-    layers=cli.Option(4, 1),
-    length=cli.Option(16, help="tokens in a sequence"),
-    batch=cli.Option(1, help="sequences a host and step"),
-    probe=cli.Option(25_000_000, 1_000_000, "bytes of raw TCP"),
-    limit=cli.Option(500.0, help="seconds until workers have failed"),
-  )
-  launch.begin(True, quick=args.quick)
-  names = "hosts rate round_trip every rounds steps width layers length batch".split()
-  results: dict[str, Any] = {
-    "machine": launch.machine(),
-    "settings": {name: getattr(args, name) for name in names},
-    "methods": {},
-  }
-  file = f"local_links_{args.hosts}"
-  if args.output and (path := args.output / f"{file}.json").exists():
-    earlier = json.loads(path.read_text())
-    if earlier["settings"] == results["settings"]:
-      results["methods"] = earlier["methods"]
-  for method in args.methods:
-    results["methods"][method] = measure(method, args)
-    print(method, results["methods"][method])
-    cli.write(args.output, file, results, markdown(results))
-  print(markdown(results))
+def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
+  """Times training steps on one host.
 
-
-if __name__ == "__main__":
-  main()
+  All hosts meet before each step that is timed alone, so that none waits in a step for
+  one that is late. They do not meet in the rounds whose whole time counts.
+  """
+  meet = process.meeting(mesh)
+  step, sizes = stepper(mesh, options)
+  for _ in range(options["first"]):
+    step()
+  size = (options["steps"], options["exchanged_every"])
+  return sizes | taken(step, *size, meet, options["interface"])

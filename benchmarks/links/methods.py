@@ -5,17 +5,18 @@ Grubic's in 128. So residuals are kept where a method has them: 1-bit SGD, RedSy
 PowerSGD. Elsewhere a time is without. A case "in leaves" sends each
 leaf in a message of its own, as systems do that do not merge layers (Han 2021, figure
 11). "Sorted" is RedSync with the naive selection: the exact largest, by sorting.
-Optimizers that exchange in place of gradients (links/optimizers.py) stand beside them.
+Optimizers that exchange in place of gradients stand beside them.
 """
 
 import dataclasses
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
 import optax
 
 import gradcomp
-from benchmarks.links.optimizers import OPTIMIZERS, Optimizer
+from gradcomp import contrib, optimizers
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import FeedbackName
 from gradcomp._src.core.transform import transformation
@@ -43,6 +44,7 @@ _GATHERS = ("all_gather", "two_shot", "ring")
 _SUMS = ("two_shot", "psum")
 _CHAINS = ("two_shot", "ring")
 _MIB = 2**20
+_RATE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,18 @@ class Case:
       given = Compression(self.codec, averaging=ONE_BY_ONE, **options)
       return transformation(given)
     return gradcomp.compress(self.codec, **options)
+
+
+class Optimizer(NamedTuple):
+  """An optimizer of the gradients of the axis ``"data"``, and its exchanges' names."""
+
+  make: Callable[[str], optax.GradientTransformation]
+  exchanges: tuple[str, ...]
+  message_bytes: None = None
+
+  def transformation(self, exchange: str) -> optax.GradientTransformation:
+    """Makes the optimizer with one of its exchanges."""
+    return self.make(exchange)
 
 
 APS = FloatCast(exponent_bits=5, mantissa_bits=2)
@@ -131,6 +145,26 @@ CASES: dict[str, Case] = {
   "qsgd-4 by 4 MiB": Case(QSGD(bits=4), ("two_shot",), message_bytes=4 * _MIB),
 }
 
+
+def _adam(exchange: str) -> optax.GradientTransformation:
+  return optax.chain(
+    gradcomp.dense(axis_name="data", exchange=exchange), optax.adam(_RATE)
+  )
+
+
+# Times go from the gradient to the update. The first step, which is not timed, is in
+# float32 where there is a warm-up.
+OPTIMIZERS: dict[str, Optimizer] = {
+  "adam": Optimizer(_adam, ("psum",)),
+  "1-bit adam": Optimizer(
+    lambda name: optimizers.adam(_RATE, axis_name="data", exchange=name, warmup=1),
+    ("two_shot", "all_gather"),
+  ),
+  "dion-4": Optimizer(
+    lambda name: contrib.dion(_RATE, axis_name="data", exchange=name, rank=4), ("psum",)
+  ),
+}
+
 STEPS: dict[str, Case | Optimizer] = CASES | OPTIMIZERS
 
 # What cells have that are there for the rate or the leaves, and not for the codecs.
@@ -172,20 +206,21 @@ BRIEF_OF_MANY = (
 )
 
 
-def chosen(codecs: list[str] | None, brief: bool, merged: bool) -> list[str]:
+def chosen(codecs: list[str], brief: bool, merged: bool) -> list[str]:
   """Returns the names of the steps to time: a codec of ``codecs`` and its exchange.
 
-  A gradient with one leaf is ``merged``: nothing in it can be split.
+  ``brief`` takes a choice where no codecs are chosen. A gradient with one leaf is
+  ``merged``: nothing in it can be split.
 
   Example:
     >>> chosen(["f16", "f16 in leaves"], brief=True, merged=True)
     ['f16 two_shot', 'f16 ring']
   """
-  if brief and not codecs:
+  if brief and codecs == [*STEPS]:
     return list(BRIEF if merged else BRIEF_OF_MANY)
   return [
     f"{name} {exchange}"
-    for name, case in STEPS.items()
-    if (not codecs or name in codecs) and not (merged and case.message_bytes)
-    for exchange in case.exchanges
+    for name in codecs
+    for exchange in STEPS[name].exchanges
+    if not (merged and STEPS[name].message_bytes)
   ]

@@ -1,5 +1,14 @@
-"""A process of one host with one device, gloo to the others, and its report."""
+"""A process of one host with one device, gloo to the others, and its report.
 
+  python -m benchmarks.links.process '{"case": "layers", ...}'     launch.py starts it
+
+The case is a module of this folder, whose ``report`` makes what the record is made of.
+The hosts meet in a tiny psum before each timed call and after it. So no host has
+anything left to send when the interface's counter is read.
+"""
+
+import dataclasses
+import importlib
 import json
 import os
 import pathlib
@@ -17,7 +26,18 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.links import hosts
-from benchmarks.links.steps import Timed
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+  """A program on all hosts, its arguments, and the bytes that a host should send."""
+
+  program: Any
+  arguments: Callable[[], tuple[Any, ...]]  # new ones each time if they are donated
+  arithmetic: float | None = None
+  keep: Callable[[Any], None] = lambda outputs: None  # for the next call
+  averages: bool = False  # whether it returns a mean, and then what is kept
+  updates: bool = False  # an optimizer's, which is no mean of gradients
 
 
 def spread(mesh: jax.sharding.Mesh, local: np.ndarray) -> jax.Array:
@@ -27,12 +47,13 @@ def spread(mesh: jax.sharding.Mesh, local: np.ndarray) -> jax.Array:
 
 
 def measure(
-  programs: dict[str, Timed], repeats: int, meet: Callable[[], Any], interface: str
+  mesh: jax.sharding.Mesh, programs: dict[str, Timed], options: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
   """Times all programs in turn, after a first call that is not timed.
 
   Lists in the results have an entry for each repeat.
   """
+  meet, interface = meeting(mesh), options["interface"]
   results: dict[str, dict[str, Any]] = {
     name: {
       "seconds": [],
@@ -44,7 +65,7 @@ def measure(
     for name, timed in programs.items()
   }
   mean = None
-  for repeat in range(repeats + 1):
+  for repeat in range(options["repeats"] + 1):
     for name, timed in programs.items():
       arguments = jax.block_until_ready(timed.arguments())
       meet()
@@ -93,16 +114,17 @@ def meeting(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
   return lambda: jax.block_until_ready(tiny(one))
 
 
-def run(main: Callable[[dict[str, Any]], Any]) -> None:
-  """Runs a worker: ``main(options)`` returns the report, which is written.
-
-  The options are the script's argument, in JSON.
-  """
+def main(options: dict[str, Any]) -> None:
+  """Runs the worker of a case, and writes its report."""
   try:
-    options = json.loads(sys.argv[1])
-    report = main(options)
+    case = importlib.import_module(f"benchmarks.links.{options['case']}")
+    report = case.report(joined(options), options)
     pathlib.Path(options["output"]).write_text(json.dumps(report))
     jax.distributed.shutdown()
   except BaseException:
     traceback.print_exc()
     os._exit(1)  # leaving normally would wait for the others, and they for us
+
+
+if __name__ == "__main__":
+  main(json.loads(sys.argv[1]))

@@ -11,6 +11,8 @@ import pathlib
 import statistics
 from typing import Any
 
+from benchmarks.links import launch
+
 _KEY = ("hosts", "rate", "mib", "leaves")
 
 
@@ -95,18 +97,36 @@ def find(
   raise KeyError(wanted)
 
 
-def read(path: pathlib.Path, machine: dict[str, Any]) -> dict[str, Any]:
+def read(path: pathlib.Path | None) -> dict[str, Any]:
   """Returns the results in a file, to join new ones of this machine and JAX to."""
-  if not path.exists():
-    return {"machine": machine, "runs": []}
+  here = launch.machine()
+  if path is None or not path.exists():
+    return {"machine": here, "runs": []}
   found = json.loads(path.read_text())
   for name in ("jax", "cpu", "cores"):
-    if found["machine"][name] != machine[name]:
+    if found["machine"][name] != here[name]:
       raise ValueError(
         f"`output` must have results of this machine: its `{name}` is "
-        f"{found['machine'][name]}, and here it is {machine[name]}; --fresh drops them."
+        f"{found['machine'][name]}, and here it is {here[name]}; choose another folder."
       )
-  return found | {"machine": machine}
+  return found | {"machine": here}
+
+
+def replaced(found: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+  """Returns results with a run in place of the one of its rate and hosts."""
+  key = lambda run: (run["rate"], run["hosts"])
+  runs = [run for run in found["runs"] if key(run) != key(new)]
+  return found | {"runs": [*runs, new]}
+
+
+def about(run: dict[str, Any]) -> str:
+  """Says what links carried, and how busy the machine was."""
+  load, cores = run["load_and_cores"]
+  return (
+    f"Raw TCP carries {8e-6 * min(run['probe']):,.0f} Mbit/s or more. "
+    f"{run['repeats']} calls of each program. The load of the machine's {cores:.0f} "
+    f"cores was {load:.1f} before."
+  )
 
 
 def speed_up(step: dict[str, Any]) -> float:

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.links import methods
-from benchmarks.links.optimizers import Optimizer
+from benchmarks.links.methods import Optimizer
+from benchmarks.links.process import Timed
 from gradcomp._src.exchange.collectives import scatter
 from gradcomp.codecs import Codec, Context, Payload
 
@@ -34,18 +35,6 @@ _SENT: dict[str, Callable[[int, int, int], float]] = {
     (_GROUP - 1) / _GROUP * f + (1 / _GROUP - 1 / n + (n - 1) / n) * c
   ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Timed:
-  """A program on all hosts, its arguments, and the bytes that a host should send."""
-
-  program: Any
-  arguments: Callable[[], tuple[Any, ...]]  # new ones each time if they are donated
-  arithmetic: float | None = None
-  keep: Callable[[Any], None] = lambda outputs: None  # for the next call
-  averages: bool = False  # whether it returns a mean, and then what is kept
-  updates: bool = False  # an optimizer's, which is no mean of gradients
 
 
 def local_like(
@@ -167,28 +156,6 @@ def parts(
     timed = Timed(program, lambda values=values: values, sent.get(function, 0.0))
     yield function.__name__, timed
     values = (program(*values),)
-
-
-def exponents(
-  mesh: jax.sharding.Mesh, grads: list[jax.Array]
-) -> Iterator[tuple[str, Timed]]:
-  """Compiles the first phase of APS, in which workers agree on a byte a leaf.
-
-  It is one message of all leaves' bytes, and with several leaves also a message a leaf.
-  """
-  codec = dataclasses.replace(methods.APS, addends=mesh.size)
-
-  def merged(*leaves: jax.Array) -> jax.Array:
-    own = jnp.concatenate([codec.agree(leaf).reshape(-1) for leaf in leaves])
-    return lax.pmax(own, "data")[None]
-
-  def in_leaves(*leaves: jax.Array) -> list[jax.Array]:
-    return [lax.pmax(codec.agree(leaf), "data") for leaf in leaves]
-
-  functions = [("aps exponents", merged), ("aps exponents in leaves", in_leaves)]
-  for name, function in functions[: 1 + (len(grads) > 1)]:
-    program = _on_hosts(mesh, function, tuple(grads))
-    yield name, Timed(program, lambda: tuple(grads))
 
 
 def _on_hosts(

@@ -9,48 +9,21 @@ import pandas as pd
 from benchmarks.common.tables import table
 from benchmarks.links.results import is_theirs, speed_up
 
-_FAR = 1.3  # times the wire bound: too far for a measurement of the link
 _ABOUT = (
   "Medians in milliseconds, from the gradient to its mean; in brackets, how many times "
   "as fast that is as f32 of the same framework. *MB* is what a host sends. Rows that "
   "begin with *ddp* are PyTorch's DistributedDataParallel over gloo, the others ours. "
-  "`python -m benchmarks.links.speed` writes this file."
+  "`python -m benchmarks.links speed` writes this file."
 )
 
 
 def show(run: dict[str, Any]) -> None:
-  """Prints the tables of a run."""
-  rate = run["bits_per_second"]
-  print(
-    f"\n{run['hosts']} hosts, {run['rate']}, {run['mib']} MiB of f32 in "
-    f"{leaves(run)}, {run['repeats']} repeats"
-  )
-  if run["probe"]:
-    speed = ", ".join(f"{8e-6 * value:,.0f}" for value in run["probe"])
-    of_rate = f": {8 * min(run['probe']) / rate:.2f} of the rate" if rate else ""
-    print(f"raw TCP, all hosts sending and receiving: {speed} Mbit/s{of_rate}")
-  if not run["steps"]:
-    return
-  print(frame(run).to_string(float_format="{:,.4g}".format, na_rep=""))
-  for name, how in run["failed"].items():
-    print(f"{name:32}{how}")
-  if not rate:
-    print("NOT A MEASUREMENT OF A LINK: nothing limits it, all is memory and cores.")
-    return
-  baseline = next(iter(run["steps"].values()))
-  if baseline["bytes_wire_report"]:
-    far = baseline["median_seconds"] * rate / 8 / baseline["bytes_wire_report"]
-    verdict = "" if far < _FAR else ": TOO FAR FOR A MEASUREMENT OF THE LINK"
-    print(f"plain f32 takes {far:.2f} x its wire bound{verdict}.")
-
-
-def frame(run: dict[str, Any]) -> pd.DataFrame:
-  """Compares the steps and the parts of a run with f32 and with what bytes need."""
+  """Prints the steps and the parts of a run beside what their bytes need."""
   rows = run["steps"] | {f"part: {name}": x for name, x in run["parts"].items()}
   found = pd.DataFrame.from_dict(rows, orient="index")
   known = found[["bytes_arithmetic", "bytes_wire_report"]].astype(float)
   formula, report = (known[name].where(known[name] > 0) for name in known)
-  return pd.DataFrame(
+  shown = pd.DataFrame(
     {
       "ms": 1e3 * found["median_seconds"],
       "least": 1e3 * found["seconds"].map(min),
@@ -64,6 +37,8 @@ def frame(run: dict[str, Any]) -> pd.DataFrame:
       "error": found["error"],
     }
   )
+  print(f"\n{run['hosts']} hosts, {run['rate']}, {run['mib']} MiB in {leaves(run)}")
+  print(shown.to_string(float_format="{:,.4g}".format, na_rep=""))
 
 
 def leaves(run: dict[str, Any]) -> str:

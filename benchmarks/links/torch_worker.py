@@ -3,27 +3,23 @@
   python -m benchmarks.links.torch_worker '{"rank": 0, ...}'    links/speed.py starts it
 
 A step is a backward pass that hands ready gradients to DDP, whose hooks average them
-while it runs. So a time has what a time of links/worker.py has: from the gradient to
+while it runs. So a time has what a time of links/speed.py has: from the gradient to
 its mean. Leaves have the shapes that PyTorch's layers have: the axes turned round.
 
 PowerSGD's hook must have all leaves in one bucket. It waits inside of callbacks for its
 second and third sum. gloo runs callbacks on its two threads, and so two buckets whose
 callbacks wait leave no thread for what they wait for: the step hangs. And hosts whose
 callbacks run in other orders pair the sums of different buckets, which gloo ends with
-an error where their sizes differ. A program with "buckets" in its name has DDP's own
-buckets, to show that. What does not end within ``hang_seconds`` is reported as hung,
-and ends the process.
+an error where their sizes differ.
 """
 
 import json
 import os
 import pathlib
 import sys
-import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,14 +58,13 @@ class _Model(torch.nn.Module):
 
 def model_of(name: str, grads: list[torch.Tensor]) -> DistributedDataParallel:
   """Builds a model whose gradients DDP averages with the hook of this name."""
-  _, hook, *buckets = name.split(" ", 2)
+  _, hook = name.split(" ")
   method, _, rank = hook.partition("-")
   whole = 2 * sum(grad.nbytes for grad in grads) // 2**20 + 1
-  one_bucket = method == "powersgd" and not buckets
   model = DistributedDataParallel(
     _Model(grads),
     gradient_as_bucket_view=True,
-    bucket_cap_mb=whole if one_bucket else None,
+    bucket_cap_mb=whole if method == "powersgd" else None,
   )
   if method == "fp16":
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -100,67 +95,40 @@ def measure(
   grads: list[torch.Tensor],
   repeats: int,
   interface: str,
-  watch: Callable[[str, dict[str, Any]], None],
 ) -> dict[str, dict[str, Any]]:
-  """Times all programs in turn, after calls that are not timed.
-
-  Those of PowerSGD come last, each alone, because they may hang. ``watch`` is told
-  before each call what runs, and what is known so far.
-  """
+  """Times each program by itself, after calls that are not timed."""
   results: dict[str, dict[str, Any]] = {}
-  plain = [name for name in names if "powersgd" not in name]
-  groups = [plain, *([name] for name in names if name not in plain)]
   mean = None
-  for group in groups:
-    models = {name: model_of(name, grads) for name in group}
+  for name in names:
+    model = model_of(name, grads)
     for repeat in range(-_WARM_UP, repeats):
-      for name, model in models.items():
-        model.zero_grad(set_to_none=True)
-        loss = model(grads)
-        watch(name, results)
-        dist.barrier()
-        sent = hosts.bytes_sent(interface)
-        cpu, start = time.process_time(), time.perf_counter()
-        loss.backward()
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        dist.barrier()
-        sent = hosts.bytes_sent(interface) - sent
-        if repeat == -1:  # a hook's first real call: no residual is in it yet
-          parts = [leaf.grad.numpy().ravel() for leaf in model.module.leaves]
-          result = np.concatenate(parts)
-          mean = result if mean is None else mean
-          error = np.linalg.norm(result - mean) / np.linalg.norm(mean)
-          known = {"error": float(error), "crc32": zlib.crc32(result)}
-          empty = {"seconds": [], "cpu_seconds": [], "sent": []}
-          results[name] = empty | known | {"arithmetic": None, "wire_report": None}
-        if repeat >= 0:
-          results[name]["seconds"].append(seconds)
-          results[name]["cpu_seconds"].append(cpu)
-          results[name]["sent"].append(sent)
+      model.zero_grad(set_to_none=True)
+      loss = model(grads)
+      dist.barrier()
+      sent = hosts.bytes_sent(interface)
+      cpu, start = time.process_time(), time.perf_counter()
+      loss.backward()
+      seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+      dist.barrier()
+      sent = hosts.bytes_sent(interface) - sent
+      if repeat == -1:  # a hook's first real call: no residual is in it yet
+        parts = [leaf.grad.numpy().ravel() for leaf in model.module.leaves]
+        result = np.concatenate(parts)
+        mean = result if mean is None else mean
+        error = np.linalg.norm(result - mean) / np.linalg.norm(mean)
+        known = {"error": float(error), "crc32": zlib.crc32(result)}
+        empty = {"seconds": [], "cpu_seconds": [], "sent": []}
+        results[name] = empty | known | {"arithmetic": None, "wire_report": None}
+      if repeat >= 0:
+        results[name]["seconds"].append(seconds)
+        results[name]["cpu_seconds"].append(cpu)
+        results[name]["sent"].append(sent)
   return results
 
 
 def main(options: dict[str, Any]) -> None:
   rank, output = options["rank"], pathlib.Path(options["output"])
   host, _, port = options["coordinator"].rpartition(":")
-  limit, running = options["hang_seconds"], threading.Timer(0, lambda: None)
-
-  def hung(name: str, results: dict[str, Any]) -> None:
-    report = {
-      "steps": {x: entry for x, entry in results.items() if x != name},
-      "failed": {name: f"hung after {limit:.0f} s"},
-    }
-    output.write_text(json.dumps(report))
-    time.sleep(5)  # the others' time runs out, too: nobody may see us gone before
-    os._exit(0)
-
-  def watch(name: str, results: dict[str, Any]) -> None:
-    nonlocal running
-    running.cancel()
-    running = threading.Timer(limit, hung, (name, results))
-    running.daemon = True
-    running.start()
-
   dist.init_process_group(
     "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=options["count"]
   )
@@ -169,12 +137,9 @@ def main(options: dict[str, Any]) -> None:
     torch.from_numpy(rng.standard_normal(shape[::-1], np.float32))
     for shape in options["shapes"]
   ]
-  steps = measure(
-    options["steps"], grads, options["repeats"], options["interface"], watch
-  )
-  running.cancel()
+  steps = measure(options["steps"], grads, options["repeats"], options["interface"])
   dist.barrier()
-  output.write_text(json.dumps({"steps": steps, "failed": {}}))
+  output.write_text(json.dumps({"steps": steps}))
   os._exit(0)  # the reducers' threads are not waited for
 
 

@@ -27,20 +27,21 @@ import numpy as np
 import optax
 
 from benchmarks.common.trainer import Trainer, point
-from benchmarks.study.settings import Setting
-from benchmarks.training.model_parallel import convolutions, hybrid, layer_errors
-from benchmarks.training.model_parallel.data_types import ARMS, with_offset
-from benchmarks.training.model_parallel.ways import (
+from benchmarks.study.model_parallel import convolutions, hybrid, layer_errors
+from benchmarks.study.model_parallel.ways import (
+  ARMS,
   WORKERS,
   Arm,
   Images,
   Way,
   cut_layers,
-  data,
   dense_layers,
   joined,
   rmsprop,
+  with_offset,
 )
+from benchmarks.study.settings import Setting
+from examples.lib.data import images as data
 from examples.lib.optimizers import make_schedule
 
 HIDDEN = 1024  # units of both hidden layers of the dense nets

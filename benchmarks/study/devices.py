@@ -27,7 +27,7 @@ from benchmarks.common.trainer import Trainer, point
 from benchmarks.links import hosts, process
 from benchmarks.study import methods
 from benchmarks.study.emulated import sent_bytes
-from benchmarks.study.settings import Setting, optimizer
+from benchmarks.study.settings import Setting
 from benchmarks.study.tasks import Source
 from examples.lib.averaging import averaged
 from examples.lib.plateau import observe
@@ -46,8 +46,7 @@ def batches(source: Source, setting: Setting, seed: int) -> Iterator[Batch]:
 
 def chain(setting: Setting, steady: bool = False) -> optax.GradientTransformation:
   """Makes the exchange and what is behind it, see ``methods.make``."""
-  exchange, *left = methods.make(setting, steady=steady)
-  return optax.chain(exchange, optimizer(setting, *left))
+  return optax.chain(*methods.make(setting, steady=steady))
 
 
 def apart(task: Task, tx: optax.GradientTransformation, batch: Batch) -> Any:

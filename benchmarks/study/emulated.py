@@ -23,7 +23,8 @@ import optax
 import gradcomp
 from benchmarks.common.trainer import Trainer, first_kept, of_workers, own, point
 from benchmarks.study import methods
-from benchmarks.study.settings import Setting, optimizer
+from benchmarks.study.optimizers import WHOLE
+from benchmarks.study.settings import Setting
 from benchmarks.study.tasks import Source
 from examples.lib.averaging import averaged
 from examples.lib.plateau import observe
@@ -39,29 +40,52 @@ def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
   ``last_test_loss``, those of the last parameters.
   """
   workers = setting.workers
-  exchange, *left = methods.make(setting)
-  after = optimizer(setting, *left)
+  exchange, after = methods.make(setting)
   arrays = jax.device_put(source.arrays)
+  whole = WHOLE.get(setting.codec)
+
+  def axes_of(kept: Any) -> Any:
+    """Returns the axis of the workers of each array of an exchange's state."""
+    if not whole:
+      return own(kept)
+    specs = gradcomp.state_specs(kept, axis_name=AXIS)
+    return jax.tree.map(lambda spec: 0 if any(spec) else None, specs)
 
   @jax.jit
   def gradients(
-    params: Any, arrays: Any, indices: Any, numbers: jax.Array, options: Any
+    params: Any,
+    moved: Any,
+    arrays: Any,
+    indices: Any,
+    numbers: jax.Array,
+    options: Any,
   ) -> Any:
-    def of_one(worker: jax.Array, *indices: Any) -> Any:
+    """Computes workers' losses and gradients, at ``moved`` if they moved apart."""
+
+    def of_one(moved: Any, worker: jax.Array, *indices: Any) -> Any:
       batch = tuple(x[i] for x, i in zip(arrays, indices, strict=True))
       own = {name: jax.random.fold_in(key, worker) for name, key in options.items()}
-      return jax.value_and_grad(task.loss_fn)(params, batch, **own)
+      at = params if moved is None else moved
+      return jax.value_and_grad(task.loss_fn)(at, batch, **own)
 
     if source.recurrent:
-      return jax.vmap(of_one)(numbers, *indices)
-    each = [of_one(*own) for own in zip(numbers, *indices, strict=True)]
+      return jax.vmap(of_one)(moved, numbers, *indices)
+    each = [
+      of_one(jax.tree.map(lambda x, i=i: x[i], moved), *own)
+      for i, own in enumerate(zip(numbers, *indices, strict=True))
+    ]
     return jax.tree.map(lambda *x: jnp.stack(x), *each)
+
+  @jax.jit
+  def at(params: Any, kept: Any) -> Any:
+    here = functools.partial(gradcomp.local.local_params, params)
+    return jax.vmap(here, in_axes=(axes_of(kept),), axis_name=AXIS)(kept)
 
   @functools.partial(jax.jit, donate_argnums=0)
   def update(carry: Any, found: list[Any]) -> Any:
     params, kept, state = carry
     losses, grads = jax.tree.map(lambda *x: jnp.concatenate(x), *found)
-    axes = own(kept)
+    axes = axes_of(kept)
     mean, kept = jax.vmap(
       lambda grads, kept: exchange.update(grads, kept, params),
       in_axes=(0, axes),
@@ -75,7 +99,7 @@ def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
     of_seed, *_ = methods.make(setting._replace(seed=seed))
     first = lambda params: (
       params,
-      first_kept(of_seed, params, workers),
+      first_kept(of_seed, params, workers, axes_of=axes_of),
       after.init(params),
     )
     return jax.jit(first)(jax.device_get(task.init_params(seed)))  # of no mesh
@@ -84,10 +108,12 @@ def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
     # The keys are of no mesh, too.
     options = {"rng": jax.random.key((seed << 24) + number)} if task.drops else {}
     parts = (*of_workers(batch, workers), np.arange(workers))
+    moved = at(*carry[:2]) if whole and whole.moves else None
     found = []
     for i in range(0, workers, _TOGETHER):
       *indices, numbers = (x[i : i + _TOGETHER] for x in parts)
-      found.append(gradients(carry[0], arrays, indices, numbers, options))
+      here = jax.tree.map(lambda x, i=i: x[i : i + _TOGETHER], moved)
+      found.append(gradients(carry[0], here, arrays, indices, numbers, options))
     return update(carry, found)
 
   def test(seed: int, carry: Any, number: int, loss: float) -> Any:
@@ -117,7 +143,7 @@ def sent_bytes(tx: Any, params: Any, workers: int) -> dict[str, Any]:
   plan = gradcomp.explain(tx, params, workers=workers)
   ways = sorted({leaf.exchange for leaf in plan.leaves})
   return {
-    "bytes_a_step": float(plan.bytes_sent),
+    "bytes_a_step": float(plan.bytes_per_step),
     "ratio": float(plan.ratio),
     "exchanges": ways,
   }

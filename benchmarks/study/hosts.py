@@ -19,10 +19,10 @@ def run(args: Run, line: Sequence[str]) -> None:
   for rate in args.rate:
     for count in args.hosts:
       with launch.network(count, rate) as hosts:
-        found, reached = launch.probed(hosts, links_hosts.bits_per_second(rate))
-        probe = min(found)
+        found = launch.probed(hosts, links_hosts.bits_per_second(rate))
+        probe = min(found.bytes_a_second)
         print(f"{count} hosts, {rate}: raw TCP carries {8e-6 * probe:,.0f} Mbit/s")
-        if not reached:
+        if not found.reached:
           print("this machine does not reach the rate: it is not measured")
           continue
         meeting = f"{hosts[0].address}:{links_hosts.free_ports(1)[0]}"

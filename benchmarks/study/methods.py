@@ -17,6 +17,8 @@ it or adds to it:
                static tree and mantissa are scaled by 10 and not by the largest element
   RedSync      sparse from the first step on; ASQ leaves the output layer out
 
+Optimizers that exchange in place of gradients are in optimizers.py.
+
 A leaf whose payload would be no smaller stays in float32 in all of them: with TernGrad
 and 8 bits one of fewer than some 520 elements.
 """
@@ -30,7 +32,8 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
-from benchmarks.study.settings import Setting
+from benchmarks.study.optimizers import WHOLE
+from benchmarks.study.settings import Setting, optimizer
 from examples.lib.methods import FORMATS, output_layer
 from examples.lib.training import AXIS
 from gradcomp._src.exchange.layout import default_min_leaf_size
@@ -201,6 +204,9 @@ METHODS: dict[str, Method] = {
   "topk-0.1-noresidual": _of(gradcomp.compress, TopK(density=0.001), feedback=None),
   "powersgd-2": _of(gradcomp.powersgd, 2),
   "powersgd-4": _of(gradcomp.powersgd, 4),
+  "powersgd-4-alternate": _of(gradcomp.powersgd, 4, alternate=True),
+  "onebit-64-ef21": _of(gradcomp.onebit_sgd, feedback="ef21"),
+  "topk-1": _of(gradcomp.topk, 0.01),
 }
 PARTS = ("conv", "dense", "body")
 _PLACES = {name: place for place, name in enumerate(METHODS)}
@@ -214,10 +220,12 @@ def place(name: str) -> int:
 def check(name: str) -> str:
   """Returns the name of a method, perhaps with a part, if there are such."""
   method, _, part = name.partition(":")
+  if name in WHOLE:
+    return name
   if method not in METHODS or (":" in name and part not in PARTS):
     raise ValueError(
       f"must be a name such as qsgd-4 or qsgd-4:conv, got {name!r}. Methods: "
-      f"{', '.join(METHODS)}. Parts: {', '.join(PARTS)}."
+      f"{', '.join([*METHODS, *WHOLE])}. Parts: {', '.join(PARTS)}."
     )
   if part and METHODS[method].momentum:
     raise ValueError(
@@ -240,17 +248,19 @@ def labels(part: str, least: int | None, params: Any) -> Any:
   )
 
 
-def make(
-  setting: Setting, *, steady: bool = False
-) -> tuple[Transform, float | None, float | None]:
-  """Makes the exchange of a setting; ``steady`` leaves its dense first steps out.
+def make(setting: Setting, *, steady: bool = False) -> tuple[Transform, Transform]:
+  """Makes the exchange of a setting, and the optimizer behind it.
 
-  Returns:
-    The exchange, and the momentum and the clipping that are left for what is behind it.
+  ``steady`` leaves dense first steps out. Behind an optimizer that exchanges in place
+  of gradients there is nothing.
   """
   method, _, part = check(setting.codec).partition(":")
-  found, max_norm = METHODS[method], setting.max_norm
   options: dict[str, Any] = {"axis_name": AXIS, "key": setting.seed}
+  if method in WHOLE:
+    if setting.exchange != "auto":
+      raise ValueError(f"`exchange` must be 'auto' with {method}: it has its own.")
+    return WHOLE[method].optimizer(setting, **options), optax.identity()
+  found, max_norm = METHODS[method], setting.max_norm
   if setting.exchange != "auto":
     options["exchange"] = setting.exchange
   if part:
@@ -270,7 +280,8 @@ def make(
     rule = "root" if setting.clipping == "mean" else setting.clipping
     clip = gradcomp.wrappers.clip_by_local_norm(max_norm, axis_name=AXIS, rule=rule)
     tx, max_norm = optax.chain(clip, tx), None
-  return tx, None if found.momentum else setting.momentum, max_norm
+  left = None if found.momentum else setting.momentum
+  return tx, optimizer(setting, left, max_norm)
 
 
 def first_steps(name: str, steps: int) -> int:

@@ -70,7 +70,7 @@ class Run:
   """
 
   output: Path | None = None
-  launches: Literal["papers", "digits"] | None = None
+  launches: Literal["papers", "digits", "adam", "local"] | None = None
   quick: bool = False
   networks: tuple[str, ...] = ("lenet",)
   codecs: tuple[str, ...] = ("f32", "qsgd-4")

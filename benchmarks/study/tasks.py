@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.study.mirrors.fetch import SOURCES
+from benchmarks.study.mirrors import SOURCES
 from examples.lib import networks
 from examples.lib.data import brown, text
 from examples.lib.data import images as data

@@ -18,7 +18,6 @@ from examples.lib.training import (
   Batch,
   Run,
   Task,
-  compile_inspecting,
   compile_step,
   init_state,
   train,
@@ -81,7 +80,7 @@ def prepare(
 
   log = Log()
   if args.inspect:
-    inspecting = compile_inspecting(task, optimizer, batch)
+    inspecting, _ = compile_step(task, optimizer, batch, inspect=True)
     log = Log(args.inspect, inspecting, round_steps=args.local_steps or 1)
   return Prepared(step, sent, dense, start, log)
 

@@ -148,28 +148,24 @@ class Task:
 
 
 def compile_step(
-  task: Task, optimizer: optax.GradientTransformation, batch: Batch
+  task: Task,
+  optimizer: optax.GradientTransformation,
+  batch: Batch,
+  *,
+  inspect: bool = False,
 ) -> tuple[Callable[..., Any], Any]:
-  """Compiles a train step, and returns it with the report of the bytes it sends."""
+  """Compiles a train step, and returns it with the report of the bytes it sends.
+
+  With ``inspect`` the step inspects the compression of each leaf, too.
+  """
   step = gradcomp.make_train_step(
     task.loss_fn, optimizer, axis_name=AXIS, mesh=task.mesh
   )
   params = task.init_params(0)
   args = params, init_state(task, optimizer, params), task.place(batch)
-  compiled = step.lower(*args, **task.options(0, 0)).compile()
+  own = {"inspect": True} if inspect else {}
+  compiled = step.lower(*args, **own, **task.options(0, 0)).compile()
   return compiled, gradcomp.wire_report(compiled)
-
-
-def compile_inspecting(
-  task: Task, optimizer: optax.GradientTransformation, batch: Batch
-) -> Callable[..., Any]:
-  """Compiles a train step that also inspects the compression of each leaf."""
-  step = gradcomp.make_train_step(
-    task.loss_fn, optimizer, axis_name=AXIS, mesh=task.mesh
-  )
-  params = task.init_params(0)
-  args = params, init_state(task, optimizer, params), task.place(batch)
-  return step.lower(*args, inspect=True, **task.options(0, 0)).compile()
 
 
 def init_state(task: Task, optimizer: optax.GradientTransformation, params: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.links import activations, front_picture, layers, layers_worker, results
+from benchmarks.links import activations, front_picture, launch, layers, results
 from benchmarks.links.activations import Sizes, name_of, parts, programs, step
 from tests.support import pages
 from tests.support.assertions import assert_same_bits
@@ -58,13 +58,15 @@ def test_cells_stay_apart_and_steps_join():
     results.find(runs, hosts=4, rate="1gbit", leaves=1)
 
 
-def test_results_of_another_machine_are_not_joined(tmp_path):
+def test_results_of_another_machine_are_not_joined(tmp_path, monkeypatch):
   path = tmp_path / "link_speed.json"
-  assert results.read(path, MACHINE) == {"machine": MACHINE, "runs": []}
+  monkeypatch.setattr(launch, "machine", lambda: MACHINE)
+  assert results.read(path) == {"machine": MACHINE, "runs": []}
   path.write_text(json.dumps({"machine": MACHINE | {"kernel": "old"}, "runs": [1]}))
-  assert results.read(path, MACHINE)["runs"] == [1]
+  assert results.read(path)["runs"] == [1]
+  monkeypatch.setattr(launch, "machine", lambda: MACHINE | {"cores": 4})
   with pytest.raises(ValueError, match="`cores` is 2, and here it is 4"):
-    results.read(path, MACHINE | {"cores": 4})
+    results.read(path)
 
 
 def test_the_words_of_the_picture_are_the_times_of_the_records():
@@ -116,15 +118,15 @@ def test_steps_of_layers_have_the_means_of_one_another():
   x = rng.standard_normal((HOSTS * 4, 64), np.float32)
   put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
   arrays = put(stack), put(x, "data")
-  programs = {x: layers_worker.program(mesh, x, arrays) for x in layers_worker.STEPS}
+  programs = {x: layers.program(mesh, x, arrays) for x in layers.STEPS}
   means = {x: np.asarray(y.program(*arrays)[0][0]) for x, y in programs.items()}
   own = means.pop(layers.ALONE).reshape(HOSTS, *stack.shape)
-  plain = means.pop(layers_worker.PLAIN)
+  plain = means.pop(layers.PLAIN)
   assert_same_bits(plain, (own[0] + own[1]) / 2)
   assert_same_bits(means.pop("plain mean, inside"), plain)
   # Of 7 levels: one where numbers are rounded at random, and half of one for means.
   bound = np.abs(own).max() * (1 + 1 / 2) / 7
   assert len(means) == 3
   assert all(np.abs(mean - plain).max() <= bound for mean in means.values())
-  traced = layers_worker.side_by_side(programs[layers_worker.PLAIN])
+  traced = layers.side_by_side(programs[layers.PLAIN])
   assert min(traced["collectives"], traced["work"]) > 0

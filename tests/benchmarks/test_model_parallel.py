@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.training.model_parallel import convolutions, hybrid
-from benchmarks.training.model_parallel.ways import Arm, Images, joined
+from benchmarks.study.model_parallel import convolutions, hybrid
+from benchmarks.study.model_parallel.ways import Arm, Images, joined
 from gradcomp.codecs import Dense
 
 CLASSES = 10

@@ -53,10 +53,9 @@ def test_runs_end_well_are_skipped_or_fail(tmp_path, monkeypatch, capsys):
 
 # Those that another one starts, that fetch data, or that write pages.
 OTHERS = """
-study.hosts links.delay links.probe links.worker links.local_worker
-links.activations_worker links.layers_worker links.torch_worker study.queue.start
-study.queue.status study.queue.supervisor study.queue.times study.queue.train quick
-study.mirrors.prepare compilers.cut pages.records pages.study
+study.hosts links.delay links.probe links.process links.torch_worker study.queue.run
+study.queue.status study.queue.times study.queue.train quick
+study.mirrors compilers.cut pages.records pages.study
 """
 
 

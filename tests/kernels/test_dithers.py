@@ -11,7 +11,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 
 import gradcomp
-from benchmarks.codecs.random_bits import streams
+from benchmarks.codecs import random_bits as streams
 from gradcomp._src.kernels.common import dithers
 from gradcomp.exchange import TwoShot
 from gradcomp.kernels import random_lanes, threefry2x32

@@ -9,7 +9,7 @@ from benchmarks.study.analysis import Spread, spread
 from benchmarks.study.judges.accuracy import OF, blocked
 from benchmarks.study.judges.speed import GAIN, more, timed
 from benchmarks.study.judges.verdicts import FEW, Bar, Limit, Seen, judged, rule
-from benchmarks.training.model_parallel.layer_errors import PAPER
+from benchmarks.study.model_parallel.layer_errors import PAPER
 
 Look = Callable[[Any], Iterable[Seen]]
 

@@ -1,19 +1,30 @@
-"""Lists the trainings of the evidence queue in the order in which they run."""
+"""Lists the trainings of the evidence queue in the order in which they run.
+
+Launches are in launches.toml: questions, and the trainings that answer them.
+"""
 
 import hashlib
+import itertools
 import json
+import tomllib
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks.study.queue.launches import LAUNCHES, Launch
+from benchmarks.common import cli
 from benchmarks.study.settings import Setting
+
+RECORDS = cli.RESULTS / "study" / "evidence"  # a file for each launch, which git has
+WORK = cli.ROOT / ".evidence"  # all else, which git ignores
+LAUNCHES = tomllib.loads(Path(__file__).with_name("launches.toml").read_text())
+_FIRST = 3  # seeds that come before the later ones of all launches
 
 
 class Item(NamedTuple):
   """A training of a launch.
 
   Attributes:
-    launch: its name.
+    launch: its name, which is that of the file of its records.
     setting: all that the results depend on.
     cpu: seconds of one core that it takes about.
   """
@@ -36,24 +47,37 @@ class Item(NamedTuple):
     return f"{x.network} on {x.dataset}, {x.name}, N = {x.workers}, {where}"
 
 
-_FIRST = 3  # seeds that come before the later ones of all launches
-
-
 def items() -> list[Item]:
   """Returns the trainings of all launches, each in the first that has it."""
+  named: dict[str, Setting] = {}
+  for name, changes in LAUNCHES["settings"].items():
+    named[name] = _setting(named, changes)
   found: dict[Setting, Item] = {}
   for late in (False, True):
-    for launch in LAUNCHES:
-      seeds = range(launch.seeds)
-      for item in _of(launch, seeds[_FIRST:] if late else seeds[:_FIRST]):
-        found.setdefault(item.setting, item)
+    for launch in LAUNCHES["launch"]:
+      seeds = range(launch.get("seeds", 5))
+      for seed in seeds[_FIRST:] if late else seeds[:_FIRST]:
+        for arms in launch["arms"]:
+          for setting, codec in itertools.product(_each(named, arms), arms["codecs"]):
+            own = setting._replace(codec=codec, seed=seed)
+            item = Item(launch["name"], own, arms["cpu"] * own.steps)
+            found.setdefault(own, item)
   return list(found.values())
 
 
-def _of(launch: Launch, seeds: range) -> Iterator[Item]:
-  for seed in seeds:
-    for arms in launch.arms:
-      for setting in arms.settings:
-        for codec in arms.codecs:
-          cpu = arms.cpu * setting.steps
-          yield Item(launch.name, setting._replace(codec=codec, seed=seed), cpu)
+def queued(items: list[Item]) -> list[Item]:
+  """Returns the items of a queue: those that are timed need a quiet machine."""
+  return [item for item in items if item.setting.way != "timed"]
+
+
+def _each(named: dict[str, Setting], arms: dict[str, Any]) -> Iterator[Setting]:
+  """Yields each setting of some arms with each change of each list of ``vary``."""
+  for changes in arms["settings"]:
+    for more in itertools.product(*arms.get("vary", [])):
+      yield _setting(named, {k: v for x in (changes, *more) for k, v in x.items()})
+
+
+def _setting(named: dict[str, Setting], changes: dict[str, Any]) -> Setting:
+  own = {x: None if value == "none" else value for x, value in changes.items()}
+  like = own.pop("like", None)
+  return named[like]._replace(**own) if like else Setting(codec="f32", **own)

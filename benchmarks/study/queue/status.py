@@ -5,131 +5,93 @@ the same network, data, workers and batch, best also with the same codec, and el
 the launch.
 """
 
+import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
 
 from benchmarks.common import locks, quiet
 from benchmarks.study import records as study_records
-from benchmarks.study.queue import child
-from benchmarks.study.queue.start import FOLDERS
-from benchmarks.study.queue.supervisor import Folders, Item, queued
+from benchmarks.study.queue import items as queue_items
+from benchmarks.study.queue.items import Item
 from benchmarks.study.records import Record
 from benchmarks.study.settings import Setting, step_seconds
 
 _SIZE = "way", "network", "dataset", "workers", "batch"
 _ALIKE = (*_SIZE, "codec", "exchange"), _SIZE
-
-
-Cost = tuple[Setting, float]  # what a step takes, in seconds of CPU time
-
-
-def costs(
-  records: Iterable[Record], running: Iterable[tuple[Item, child.Heartbeat]]
-) -> list[Cost]:
-  """Returns what is known of steps, from records and from what running ones expect."""
-  found = [
-    (record.setting, record.results["cpu"] / record.results["points"][-1]["step"])
-    for record in records
-    if record.lacking is None and "cpu" in record.results
-  ]
-  return found + [
-    (item.setting, beat.estimate / item.setting.steps)
-    for item, beat in running
-    if beat.estimate is not None
-  ]
-
-
-def expected(item: Item, known: Sequence[Cost]) -> float:
-  """Returns the seconds of CPU time that a training will take."""
-  found = step_seconds(known, item.setting, *_ALIKE)
-  return item.cpu if found is None else found * item.setting.steps
-
-
-def row(
-  items: Sequence[Item],
-  records: Mapping[Setting, Record],
-  beats: Mapping[str, child.Heartbeat],
-  known: Sequence[Cost],
-) -> dict[str, Any]:
-  """Counts the items of a launch: done, given up, running, waiting, and not queued.
-
-  Seeds are those of which nothing is missing, and all.
-  """
-  own = queued(items)
-  found = [records[item.setting] for item in own if item.setting in records]
-  ahead = [item for item in own if item.setting not in records]
-  running = [item for item in ahead if item.digest in beats]
-  seeds = {item.setting.seed for item in own}
-  spent = [record.results.get("cpu", 0.0) for record in found]
-  spent += [beats[item.digest].cpu for item in running]
-  nothing = child.Heartbeat()
-  rest = [
-    max(0.0, expected(item, known) - beats.get(item.digest, nothing).cpu)
-    for item in ahead
-  ]
-  return {
-    "done": sum(record.lacking is None for record in found),
-    "left": sum(record.lacking is not None for record in found),
-    "runs": len(running),
-    "to do": len(ahead) - len(running),
-    "timed": len(items) - len(own),
-    "seeds": f"{len(seeds - {x.setting.seed for x in ahead})} of {len(seeds)}",
-    "h done": sum(spent) / 3600,
-    "h to do": sum(rest) / 3600,
-  }
+Beats = Mapping[str, Mapping[str, float]]  # steps done, all, and CPU seconds, by digest
 
 
 def rows(
   items: Iterable[Item],
-  records: Mapping[Setting, Record],
-  beats: Mapping[str, child.Heartbeat],
-  known: Sequence[Cost],
+  records: Iterable[Record],
+  beats: Beats = {},  # noqa: B006
 ) -> dict[str, dict[str, Any]]:
-  """Returns the row of each launch."""
+  """Returns the row of each launch.
+
+  It counts the items: done, given up, begun, waiting, and not queued. Seeds are those
+  of which nothing is missing, and all.
+  """
+  by_setting = {x.setting: x for x in records}
+  known: list[tuple[Setting, float]] = [
+    (x.setting, x.results["cpu"] / x.results["points"][-1]["step"])
+    for x in by_setting.values()
+    if x.lacking is None and "cpu" in x.results
+  ]
+
+  def expected(item: Item) -> float:
+    found = step_seconds(known, item.setting, *_ALIKE)
+    whole = item.cpu if found is None else found * item.setting.steps
+    return max(0.0, whole - beats.get(item.digest, {}).get("cpu", 0.0))
+
   launches: dict[str, list[Item]] = {}
   for item in items:
     launches.setdefault(item.launch, []).append(item)
-  return {name: row(own, records, beats, known) for name, own in launches.items()}
-
-
-def page(items: Sequence[Item], folders: Folders, cores: int) -> str:
-  """Writes the status of all launches, and of what runs on so many cores."""
-  records = {x.setting: x for x in study_records.read(folders.records)}
-  queue = locks.holder(folders.lock)
-  digests = json.loads(folders.running.read_text()) if folders.running.exists() else []
-  beats = {x: child.heartbeat(folders.state(x)) for x in digests if queue}
-  known = costs(
-    records.values(), [(x, beats[x.digest]) for x in items if x.digest in beats]
-  )
-  found = pd.DataFrame.from_dict(rows(items, records, beats, known), orient="index")
-  ahead = found["h to do"].sum()
-  lines = [
-    found.to_string(float_format="{:.1f}".format),
-    "",
-    f"{ahead:.1f} h of CPU time to do: {ahead / cores:.1f} h of {cores} cores",
-  ]
-  if not queue:
-    return "\n".join([*lines, "the queue does not run: make evidence starts it"])
-  lines.append(f"the queue runs: {queue}")
-  if by := quiet.holder():
-    lines.append(f"it waits for a benchmark that takes times: {by}")
-  titles = {item.digest: item.title for item in items}
-  for digest, beat in beats.items():
-    share = f" ({100 * beat.step / beat.steps:.0f} %)" if beat.steps else ""
-    whole = "" if beat.estimate is None else f" of about {beat.estimate:.0f}"
-    step = f"step {beat.step} of {beat.steps}{share}, {beat.cpu:.0f}{whole} CPU s"
-    lines.append(f"  {titles.get(digest, digest)}: {step}")
-  return "\n".join(lines)
+  result = {}
+  for name, every in launches.items():
+    own = queue_items.queued(every)
+    found = [by_setting[x.setting] for x in own if x.setting in by_setting]
+    ahead = [x for x in own if x.setting not in by_setting]
+    begun = [beats[x.digest] for x in ahead if x.digest in beats]
+    seeds, unseen = ({x.setting.seed for x in some} for some in (own, ahead))
+    spent = itertools.chain((x.results for x in found), begun)
+    result[name] = {
+      "done": sum(x.lacking is None for x in found),
+      "left": sum(x.lacking is not None for x in found),
+      "begun": len(begun),
+      "to do": len(ahead) - len(begun),
+      "timed": len(every) - len(own),
+      "seeds": f"{len(seeds - unseen)} of {len(seeds)}",
+      "h done": sum(x.get("cpu", 0.0) for x in spent) / 3600,
+      "h to do": sum(map(expected, ahead)) / 3600,
+    }
+  return result
 
 
 def main() -> None:
-  from benchmarks.study.queue import items as queue_items
-
-  print(page(queue_items.items(), FOLDERS, len(os.sched_getaffinity(0))))
+  work, items = queue_items.WORK, queue_items.items()
+  beats = {
+    path.parent.name: json.loads(path.read_text())
+    for path in work.glob("states/*/heartbeat.json")
+  }
+  found = rows(items, study_records.read(queue_items.RECORDS), beats)
+  table = pd.DataFrame.from_dict(found, orient="index")
+  ahead, cores = table["h to do"].sum(), len(os.sched_getaffinity(0))
+  print(table.to_string(float_format="{:.1f}".format))
+  print(f"\n{ahead:.1f} h of CPU time to do: {ahead / cores:.1f} h of {cores} cores")
+  queue = locks.holder(work / "queue.lock")
+  print(f"the queue runs: {queue}" if queue else "make evidence starts the queue")
+  if by := quiet.holder():
+    print(f"a benchmark takes times, and trainings wait: {by}")
+  titles = {item.digest: item.title for item in items}
+  for digest, x in beats.items():
+    print(
+      f"  {titles.get(digest, digest)}: step {x['step']} of {x['steps']}, "
+      f"{x['cpu']:.0f} CPU s"
+    )
 
 
 if __name__ == "__main__":

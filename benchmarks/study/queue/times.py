@@ -36,9 +36,8 @@ def lines(left: Iterable[Setting]) -> Iterator[tuple[str, str, int, list[str]]]:
 
 
 def main() -> None:
-  parser = cli.parser(__doc__)
-  parser.add_argument("--records", type=Path, required=True, help="their folder")
-  folder = parser.parse_args().records
+  cli.parser(__doc__).parse_args()
+  folder = items.RECORDS
   known = {x.setting for x in records.read(folder) if not x.lacking}
   timed = [x for x in items.items() if x.setting.way == "timed"]
   left = {x.setting: x.launch for x in timed if x.setting not in known}

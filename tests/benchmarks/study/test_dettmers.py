@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.study import dettmers
-from benchmarks.training.model_parallel.data_types import ARMS
-from benchmarks.training.model_parallel.ways import WORKERS, data
+from benchmarks.study.model_parallel.ways import ARMS, WORKERS
 from examples.lib.checkpoints import Saved
+from examples.lib.data import images as data
 from gradcomp.codecs import Dense
 from tests.benchmarks.study.records import SETTING
 from tests.plugins.slow_cases import slow

@@ -12,7 +12,7 @@ TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
 
 
 def weights(**changed):
-  """A record of training/gradients.py, whose first layer is as the papers say."""
+  """The record of gradients, whose first layer is as the papers say."""
   good = {"zeros_clipped": 0.72, "shorter": 0.012, "turned": 2.5, "moment": 5.0}
   good |= {"moment_clipped": 1.7, "largest_exponent": -2}
   return {"weights": {"first": good, "second": good | changed}}

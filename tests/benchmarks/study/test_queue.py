@@ -11,44 +11,36 @@ import pytest
 
 from benchmarks.common import locks, quiet
 from benchmarks.study import records
-from benchmarks.study.queue import child, supervisor
-from benchmarks.study.queue import start as queue_start
-from tests.benchmarks.study.records import SETTING, TIMED
+from benchmarks.study.queue import run as queue_run
+from benchmarks.study.queue.items import Item
+from tests.benchmarks.study.records import SETTING
 from tests.support.pages import ROOT
 
 
-class Item:
-  def __init__(self, codec, seed=0, setting=SETTING, launch="lenets"):
-    self.setting = setting._replace(codec=codec, seed=seed)
-    self.launch, self.cpu = launch, 3600.0
-    self.digest = self.title = f"{codec}-{seed}"
+def item(codec, seed=0):
+  return Item("lenets", SETTING._replace(codec=codec, seed=seed), 3600.0)
 
 
 class Training:
   """In place of a process: its codec says how it goes."""
 
-  def __init__(self, folders, command, state, log, core):
-    (self.item,), self.core, self.did = command, core, []
-    self.codec, self.folders = self.item.setting.codec, folders
-    (state / "saved-1").mkdir(parents=True)
+  def __init__(self, folder, item, core):
+    self.item, self.core, self.did, self.folder = item, core, [], folder
+    self.codec = item.setting.codec
+    for part, name in (("states", item.digest), ("log", "")):
+      (folder / "work" / part / name).mkdir(parents=True, exist_ok=True)
+    log = folder / "work" / "log" / f"{item.digest}.txt"
+    log.write_text(f"begins\nthere is a bug in {folder}/script.py\n")
 
-  def ended(self):
-    path = self.folders.records / f"{self.item.launch}.jsonl"
+  def poll(self):
     if self.codec == "good":
+      path = self.folder / "records" / f"{self.item.launch}.jsonl"
       records.append(path, self.item.setting, {"points": []})
-    return {"good": 0, "silent": 0, "failing": 1}.get(self.codec)
+    ends = {"good": 0, "silent": 0, "failing": 1, "slow": -signal.SIGXCPU}
+    return ends.get(self.codec)
 
-  def heartbeat(self):
-    return child.Heartbeat(estimate=0.001 if self.codec == "slow" else None)
-
-  def cpu(self):
-    return 2e3 if self.codec in ("slow", "busy") else 0.0
-
-  def idle(self):
-    return 1e3 if self.codec == "idle" else 0.0
-
-  def last_line(self):
-    return f"there is a bug in {self.folders.work.parent}/script.py"
+  def send_signal(self, number):
+    self.did.append(number.name)
 
   def __getattr__(self, name):  # what else is done to it
     return lambda: self.did.append(name)
@@ -56,82 +48,79 @@ class Training:
 
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
-  folders = supervisor.Folders(tmp_path / "records", tmp_path / "work")
-  folders.records.mkdir()
-  folders.work.mkdir()
   started = []
+  (tmp_path / "records").mkdir()
 
-  def training(*given):
-    started.append(Training(folders, *given))
+  def start(item, core):
+    started.append(Training(tmp_path, item, core))
     return started[-1]
 
-  monkeypatch.setattr(child, "Child", training)
-  monkeypatch.setattr(signal, "signal", lambda *given: None)
+  monkeypatch.setattr(queue_run, "ENDING", 0.0)
   monkeypatch.setattr(quiet, "holder", lambda: None)
 
-  def make(*items, cores=(0,)):
-    limits = supervisor.Limits(poll=0.0, ending=0.0)
-    return supervisor.Queue(items, folders, lambda x: [x], cores, limits=limits)
+  def run(*items, cores=(0,)):
+    folders = tmp_path / "records", tmp_path / "work"
+    handlers = {x: signal.getsignal(x) for x in (signal.SIGTERM, signal.SIGINT)}
+    try:
+      made = queue_run.Queue(items, *folders, start, cores, "a commit", poll=0.0)
+      return made.run()
+    finally:
+      for number, handler in handlers.items():
+        signal.signal(number, handler)
 
-  return make, folders, started
+  return run, tmp_path / "records", started
 
 
 def test_each_training_without_a_record_runs_once_and_in_order(queue):
-  """One that fails twice is left, and so is one that takes too much or nothing."""
-  make, folders, started = queue
-  path = folders.records / "other.jsonl"
-  records.append(path, Item("good", 1).setting, {"points": []})
+  """One that fails twice is left, and so is one that takes too much."""
+  run, folder, started = queue
+  path = folder / "other.jsonl"
+  records.append(path, item("good", 1).setting, {"points": []})
   path.write_text(f"{path.read_text()}{path.read_text()[:40]}")
-  codecs = "failing silent good slow busy idle".split()
-  items = [Item("good", 1), Item("timed", 0, TIMED), *map(Item, codecs), Item("good")]
-  assert make(*items).run() == 0
-  twice = "failing failing silent silent good slow busy idle idle"
-  assert [x.codec for x in started] == twice.split()
-  found = {x.setting.codec: x.results for x in records.read(folders.records)}
+  codecs = "failing silent good slow".split()
+  assert run(item("good", 1), *map(item, codecs), item("good")) == 0
+  assert [x.codec for x in started] == "failing failing silent silent good slow".split()
+  found = {x.setting.codec: x.results for x in records.read(folder)}
   assert "left" not in found.pop("good")
   last, bug = "failed 2 times; last it", "there is a bug in script.py"
   assert {codec: x["left"] for codec, x in found.items()} == {
     "failing": f"{last} ended with 1: {bug}",
     "silent": f"{last} ended with 0: {bug}",
-    "slow": "slower than 5 times its estimate of 0 CPU s",
-    "busy": "no estimate after 2000 CPU s",
-    "idle": f"{last} took no CPU time for 1000 s: {bug}",
+    "slow": "took more than 18600 CPU s",
   }
-  assert all(x.did == ["kill"] for x in started[-4:])
 
 
 def test_a_queue_whose_trainings_all_fail_ends(queue):
   """The machine is at fault then: few trainings are left, and not all."""
-  make, folders, _ = queue
-  assert make(*(Item("failing", seed) for seed in range(9))).run() == 1
-  assert len(records.read(folders.records)) == 2
+  run, folder, _ = queue
+  assert run(*(item("failing", seed) for seed in range(9))) == 1
+  assert len(records.read(folder)) == 2
 
 
 def test_trainings_stop_for_a_quiet_machine_and_end_with_the_queue(queue, monkeypatch):
-  make, _, started = queue
-  one = make(*(Item("endless", seed) for seed in range(3)), cores=(0, 1))
+  run, _, started = queue
 
   def holders():
     yield from (None, "a benchmark", "a benchmark", None)
-    yield one._note(signal.SIGTERM, None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    yield None
 
   monkeypatch.setattr(quiet, "holder", holders().__next__)
-  assert one.run() == 143
-  did = ["stop", "go_on", "end", "kill"]
+  assert run(*(item("endless", seed) for seed in range(3)), cores=(0, 1)) == 143
+  did = ["SIGSTOP", "SIGCONT", "SIGTERM", "SIGCONT", "kill", "wait"]
   assert [(x.core, x.did) for x in started] == [(0, did), (1, did)]
 
 
 TRAINING = "import os; print(os.getpid(), os.nice(0), len(os.sched_getaffinity(0)))"
 QUEUE = f"""
-import sys
+import os, signal, sys
 from pathlib import Path
-from benchmarks.study.queue import child
-training = child.Child(
-  [sys.executable, "-uc", "{TRAINING}\\nwhile True: pass"],
-  Path("state"), Path("log"), min(__import__("os").sched_getaffinity(0)),
-)
+from benchmarks.study.queue.run import start
+line = [sys.executable, "-uc", "{TRAINING}\\nwhile True: pass"]
+core = min(os.sched_getaffinity(0))
+training = start(line, Path("log"), core, 60, dict(os.environ))
 input()
-training.stop()
+training.send_signal(signal.SIGSTOP)
 print("stopped", flush=True)
 input()
 """
@@ -163,17 +152,24 @@ def test_a_killed_queue_leaves_no_training(stopped, tmp_path):
   assert place == [19, 1]
 
 
+def test_a_training_ends_with_its_time(tmp_path):
+  line = [sys.executable, "-c", "while True: pass"]
+  core = min(os.sched_getaffinity(0))
+  training = queue_run.start(line, tmp_path / "log", core, 1, dict(os.environ))
+  assert training.wait(60) == -signal.SIGXCPU
+
+
 def test_a_second_queue_does_not_start(tmp_path, capsys, monkeypatch):
   """The tree of the first is that of the newest commit, whatever was changed there."""
-  monkeypatch.setattr(sys, "argv", ["study/queue/start.py"])
-  folders = supervisor.Folders(tmp_path / "records", tmp_path / "work")
-  folders.work.mkdir()
-  held = locks.take(folders.lock)
-  queue_start.main(folders, tmp_path)
+  monkeypatch.setattr(sys, "argv", ["study/queue/run.py"])
+  work = tmp_path / "work"
+  work.mkdir()
+  held = locks.take(work / "queue.lock")
+  queue_run.main(work)
   os.close(held)
   out = capsys.readouterr().out
   assert out.startswith(f"the queue runs already: process {os.getpid()}, ")
-  root, tree = tmp_path / "checkout", folders.work / "tree"
+  root, tree = tmp_path / "checkout", work / "tree"
   person = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
   root.mkdir()
   for text in ("one", "two"):
@@ -181,7 +177,7 @@ def test_a_second_queue_does_not_start(tmp_path, capsys, monkeypatch):
     for command in (["init", "-q"], ["add", "a"], [*person, "commit", "-qm", text]):
       subprocess.run(["git", *command], check=True, cwd=root)
     (root / "a").write_text("not committed")
-    queue_start.move(root, tree)
+    queue_run.move(root, tree)
     assert (tree / "a").read_text() == text
     assert (tree / "datasets").readlink() == root / "datasets"
     (tree / "a").write_text("changed")

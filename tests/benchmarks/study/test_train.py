@@ -7,8 +7,7 @@ import pytest
 
 from benchmarks.study import analysis, methods, options, records, runner
 from benchmarks.study.queue import items as queue_items
-from benchmarks.study.queue import launches, times, train
-from benchmarks.study.queue.train import Heart, Keeper
+from benchmarks.study.queue import times, train
 from benchmarks.study.records import Record
 from tests.benchmarks.study.records import SETTING, unread
 from tests.plugins.slow_cases import slow
@@ -19,13 +18,14 @@ DIGITS = SETTING._replace(workers=2, batch=32, steps=6, epoch=1437, points=2)
 def test_launches_have_each_training_once_and_beside_float32():
   items = queue_items.items()
   assert len({x.digest for x in items}) == len({x.setting for x in items}) == len(items)
-  assert {x.launch for x in items} == {x.name for x in launches.LAUNCHES}
+  launches = {x["name"]: x.get("seeds", 5) for x in queue_items.LAUNCHES["launch"]}
+  assert {x.launch for x in items} == {*launches}
   for x in items:
     assert methods.check(x.setting.codec)
     assert x.setting.batch % x.setting.workers == 0
-  for launch in launches.LAUNCHES:
-    seeds = [x.setting.seed for x in items if x.launch == launch.name]
-    assert seeds == sorted(seeds) and set(seeds) == set(range(launch.seeds))
+  for launch, count in launches.items():
+    seeds = [x.setting.seed for x in items if x.launch == launch]
+    assert seeds == sorted(seeds) and set(seeds) == set(range(count))
     assert len(set(map(seeds.count, seeds))) == 1
   found = analysis.grouped(Record(x.setting, {"points": []}) for x in items)
   assert len({x.name for x in found.groups}) == len(found.groups)
@@ -49,12 +49,15 @@ def test_timed_launches_are_those_of_the_study(monkeypatch):
   "changed",
   [
     {"codec": "qsgd-2-feedback", "schedule": "plateau"},
-    *slow(dict(codec="redsync-1-paper", max_norm=0.1, clipping="share", ema=0.9)),
+    *slow(
+      dict(codec="redsync-1-paper", max_norm=0.1, clipping="share", ema=0.9),
+      # Workers whose parameters move apart, and whose exchange is the optimizer.
+      dict(codec="adam-local", optimizer="adam", learning_rate=1e-3, momentum=None),
+    ),
   ],
 )
 def test_a_training_goes_on_with_the_same_bits(changed, tmp_path, monkeypatch):
   setting = DIGITS._replace(network="mlp", **changed)
-  monkeypatch.setattr(train, "_LONG", 0.0)
   monkeypatch.setattr(train, "_BETWEEN", 0.0)
   trainer, _ = train.trainer_of(setting)
   whole = trainer.train(setting.seed)
@@ -62,15 +65,14 @@ def test_a_training_goes_on_with_the_same_bits(changed, tmp_path, monkeypatch):
   stepped = mock.Mock(side_effect=[None] * 4 + [InterruptedError] + [None] * 2)
 
   def kept():
-    heart = Heart(tmp_path / "heartbeat.json", setting.steps)
-    heart.estimate = 1.0
-    return heart, Keeper(tmp_path / "saved", heart, trainer.recorded())
+    return train.Keeper(tmp_path / "saved", setting.steps, trainer.recorded())
 
   with pytest.raises(InterruptedError):
-    trainer.train(setting.seed, stepped, kept()[1])
-  heart, keeper = kept()
+    trainer.train(setting.seed, stepped, kept())
+  assert (tmp_path / "heartbeat.json").exists()
+  keeper = kept()
   assert trainer.train(setting.seed, stepped, keeper) == whole
-  assert stepped.call_count == 5 + 2 and heart.cpu > 0
+  assert stepped.call_count == 5 + 2 and keeper.cpu > 0
 
 
 def test_a_training_leaves_a_record_and_nothing_else(tmp_path):

