@@ -92,7 +92,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan 
       params = given["gradients"] = steps[0]
       given["candidates"] = [*gradcomp.cost.CANDIDATES, allocation.candidate]
     packaged = packaged_speeds(options.device)
-    source = SOURCES[options.device]
+    source, platform = SOURCES[options.device]
     speeds = {name: times(speed) for name, speed in packaged.items()}
     outer = link(options.gbit)
     found = gradcomp.cost.plan(
@@ -101,12 +101,12 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan 
       link=(outer, link(options.inside_gbit)) if pair else outer,
       budget=options.budget,
       steps=options.steps,
-      options=PlanOptions(**given, speeds=speeds, platform=source.platform),
+      options=PlanOptions(**given, speeds=speeds, platform=platform),
     )
   except (OSError, TypeError, ValueError) as error:
     parser.error(str(error))
   slower = "" if options.slower == 1 else f" Times {options.slower:g}."
-  own = f"{source.says}{slower}"
+  own = f"{source}{slower}"
   notes = tuple(own if note == GIVEN else note for note in found.notes)
   found = dataclasses.replace(found, notes=notes)
   return f"{allocation}\n\n{found}" if allocation else found

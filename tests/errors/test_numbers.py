@@ -101,8 +101,6 @@ def numbers(described, *left_out):
   return [x for x in names if one(hints[x]) and x not in ("key", *left_out)]
 
 
-SECONDS = (cost.all_gather_seconds, cost.all_to_all_seconds, cost.all_reduce_seconds)
-SECONDS += (cost.reduce_scatter_seconds, cost.ppermute_seconds)
 DOORS = [
   *((stepping(f, **NEEDED.get(x, {})), numbers(f)) for x, f in RECIPES.items()),
   *((coding(x), numbers(x)) for x in factories.codecs()),
@@ -132,8 +130,10 @@ DOORS = [
   (CodecSpeed(**SPEED).times, ["factor"]),
   (part(Cluster, **MODEL), ["workers", "link", "add"]),
   (part(Cluster, inside=LINK, group_size=2, **MODEL), ["inside", "group_size"]),
-  *((part(f, nbytes=1.0, **MODEL), ["link", *numbers(f)]) for f in SECONDS),
-  (part(cost.tree_seconds, workers=4, link=LINK, nbytes=1.0), ["link", "nbytes"]),
+  (
+    part(cost.collective_seconds, "ppermute", nbytes=1.0, **MODEL),
+    ["link", *numbers(cost.collective_seconds)],
+  ),
   (part(cost.dense_seconds, elements=4, cluster=CLUSTER), ["elements", "cluster"]),
   (part(cost.step_seconds, messages=(), overlap=True, **PASSES), [*PASSES]),
   (planning, ["link", *numbers(cost.plan, "budget"), *numbers(cost.PlanOptions)]),

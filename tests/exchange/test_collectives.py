@@ -63,7 +63,7 @@ def test_rounds_stand_for_the_floats_of_one_collective(monkeypatch, size):
 
   plain = list(sent())
   assert plain[0][1:] == (4 * 96 * (size - 1), {"all-to-all"})
-  monkeypatch.setattr(collectives, "_over_gloo", lambda: True)
+  monkeypatch.setattr(collectives, "over_gloo", lambda: True)
   in_rounds = list(sent())
   assert in_rounds[0][2] == {"collective-permute"}
   assert [x[:2] for x in in_rounds] == [x[:2] for x in plain]

@@ -14,8 +14,9 @@ import math
 from typing import NamedTuple
 
 from benchmarks.models.papers.number import Number, Paper
-from gradcomp._src.cost.rules import above_0, at_least_0, count, instance_of
-from gradcomp.cost import Link, all_gather_seconds, all_reduce_seconds
+from gradcomp._src.checks import instance_of
+from gradcomp._src.cost.rules import above_0, at_least_0, count
+from gradcomp.cost import Link, collective_seconds
 
 # Bytes of an entry.
 INDEX_AND_VALUE = 8  # the paper's RGC
@@ -93,7 +94,7 @@ def sparse_seconds(
   """
   entries = at_least_0("elements", elements) * _density(density)
   nbytes = entries * above_0("entry_bytes", entry_bytes)
-  sent = all_gather_seconds(nbytes, workers, link, algorithm="recursive")
+  sent = collective_seconds("all_gather", nbytes, workers, link, algorithm="recursive")
   instance_of("speeds", Speeds, speeds)
   select = at_least_0("speeds.select", speeds.select)
   scatter = at_least_0("speeds.scatter", speeds.scatter)
@@ -115,7 +116,9 @@ def dense_seconds(
   """
   instance_of("speeds", Speeds, speeds)
   add = at_least_0("elements", elements) * at_least_0("speeds.add", speeds.add)
-  return all_reduce_seconds(4 * elements, workers, link, add=add, algorithm="recursive")
+  return collective_seconds(
+    "all_reduce", 4 * elements, workers, link, add=add, algorithm="recursive"
+  )
 
 
 def bandwidth_ratio(

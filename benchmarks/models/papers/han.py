@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from benchmarks.models.papers.number import Number, Paper
 from gradcomp._src.cost.rules import above_0, at_least_0, count
-from gradcomp.cost import Link, all_reduce_seconds, ppermute_seconds
+from gradcomp.cost import Link, collective_seconds
 
 RES5C = (2048 * 512, 512 * 512 * 3 * 3, 512 * 2048)  # figure 11's leaves, in elements
 RES5C_WORKERS = 32
@@ -84,15 +84,16 @@ def three_step_seconds(
     ValueError: ``nbytes`` is below 0, or the group size does not divide the workers.
 
   >>> link = Link(latency=1e-5, bytes_per_second=1e9)
-  >>> large = three_step_seconds(1e8, 256, 16, link), all_reduce_seconds(1e8, 256, link)
-  >>> small = three_step_seconds(1e3, 256, 16, link), all_reduce_seconds(1e3, 256, link)
+  >>> whole = lambda nbytes: collective_seconds("all_reduce", nbytes, 256, link)
+  >>> large = three_step_seconds(1e8, 256, 16, link), whole(1e8)
+  >>> small = three_step_seconds(1e3, 256, 16, link), whole(1e3)
   >>> large[0] > large[1], small[0] < small[1]
   (True, True)
   """
   groups = _groups(workers, group_size)
   messages = 2 * (group_size - 1)
-  inside = ppermute_seconds(nbytes, group_size, link, messages=messages)
-  return inside + all_reduce_seconds(nbytes, groups, link)
+  inside = collective_seconds("ppermute", nbytes, group_size, link, messages=messages)
+  return inside + collective_seconds("all_reduce", nbytes, groups, link)
 
 
 def half_seconds(
@@ -107,7 +108,9 @@ def half_seconds(
     merged: whether all leaves are one message.
   """
   sizes = [size for size, _ in _messages(elements, merged)]
-  return sum(all_reduce_seconds(2 * size, workers, link) for size in sizes)
+  return sum(
+    collective_seconds("all_reduce", 2 * size, workers, link) for size in sizes
+  )
 
 
 def aps_seconds(
@@ -124,7 +127,8 @@ def aps_seconds(
   1.33
   """
   return sum(
-    all_reduce_seconds(leaves, workers, link) + all_reduce_seconds(size, workers, link)
+    collective_seconds("all_reduce", leaves, workers, link)
+    + collective_seconds("all_reduce", size, workers, link)
     for size, leaves in _messages(elements, merged)
   )
 

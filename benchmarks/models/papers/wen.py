@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from benchmarks.models.papers.number import Number, Paper
 from gradcomp._src.cost.rules import above_0, at_least_0, count
-from gradcomp.cost import Link, tree_seconds
+from gradcomp.cost import Link, collective_seconds
 
 
 class Cluster(NamedTuple):
@@ -60,7 +60,7 @@ def exchange_seconds(nbytes: float, gpus: int, machines: int, links: Cluster) ->
     gpus, machines: i, the GPUs of a machine, and j.
     links: the links' latencies and rates.
   """
-  to_cpu = tree_seconds(nbytes, 2, links.to_cpu)
+  to_cpu = collective_seconds("tree", nbytes, 2, links.to_cpu)
   return _added_seconds(nbytes, gpus, machines, links) + to_cpu
 
 
@@ -90,7 +90,7 @@ def strong_scaling_seconds(
   0.1921
   """
   sent = nbytes if profiled_bytes is None else profiled_bytes
-  transfer = tree_seconds(sent, 2, links.to_cpu)
+  transfer = collective_seconds("tree", sent, 2, links.to_cpu)
   computation = above_0("profiled", profiled) - transfer
   if computation <= 0:
     raise ValueError(
@@ -244,9 +244,9 @@ def mixed_ratio(dense: float) -> float:
 
 def _added_seconds(nbytes: float, gpus: int, machines: int, links: Cluster) -> float:
   """Returns the seconds of the trees by themselves, in and between machines."""
-  inside = tree_seconds(nbytes, count("gpus", gpus), links.between_gpus)
+  inside = collective_seconds("tree", nbytes, count("gpus", gpus), links.between_gpus)
   machines = count("machines", machines)
-  return inside + tree_seconds(nbytes, machines, links.between_machines)
+  return inside + collective_seconds("tree", nbytes, machines, links.between_machines)
 
 
 # Printed numbers beside what the model gives.

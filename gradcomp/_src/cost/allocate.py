@@ -16,12 +16,12 @@ from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.policy import Policy
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.codecs.qsgd import QSGD
-from gradcomp._src.core.compression import paths_of
+from gradcomp._src.codecs.sums.records import Leaf
+from gradcomp._src.core.inputs import pairs
 from gradcomp._src.core.transform import compress
 from gradcomp._src.cost.planner.candidates import Candidate, name_of
-from gradcomp._src.cost.planner.compare import SampledModel, model_of
-from gradcomp._src.exchange.auto import as_exchange
-from gradcomp._src.exchange.plan import PlanOptions, plan_messages
+from gradcomp._src.cost.planner.choice import Model, model_of
+from gradcomp._src.exchange.layout import plan_rows
 from gradcomp._src.report.collectives import aligned
 
 PARTS = 1 << 15  # of the bound, in which errors are counted
@@ -311,7 +311,7 @@ def _contracting(options: list[Option], path: str, energy: float) -> list[Option
   return kept
 
 
-def _model(gradients: Any) -> SampledModel:
+def _model(gradients: Any) -> Model:
   """Returns the model of all gradients; ValueError if there is none."""
   rule = "a list or a tuple of trees like the parameters, one or more"
   if not isinstance(gradients, (list, tuple)) or not gradients:
@@ -329,7 +329,7 @@ def _model(gradients: Any) -> SampledModel:
   return models[0]
 
 
-def _shown(model: SampledModel) -> str:
+def _shown(model: Model) -> str:
   pairs = zip(model.paths, model.leaves, strict=True)
   return ", ".join(f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in pairs)
 
@@ -346,7 +346,7 @@ def _codecs(candidates: Any, uniform: Any) -> tuple[LeafCodec, ...]:
   return tuple(candidates)
 
 
-def _finite(tree: Any, model: SampledModel, number: int) -> list[np.ndarray]:
+def _finite(tree: Any, model: Model, number: int) -> list[np.ndarray]:
   """Returns the leaves of a gradient; ValueError for one that is not finite."""
   like = zip(jax.tree.leaves(tree), model.leaves, strict=True)
   leaves = [np.asarray(x, jnp.promote_types(at.dtype, np.float32)) for x, at in like]
@@ -360,21 +360,15 @@ def _finite(tree: Any, model: SampledModel, number: int) -> list[np.ndarray]:
 
 
 def _payload_bytes(
-  codec: LeafCodec, model: SampledModel, min_leaf_size: int | None
+  codec: LeafCodec, model: Model, min_leaf_size: int | None
 ) -> list[int]:
-  """Returns the bytes of each leaf in a payload: its rows, in all rounds."""
-  paths = paths_of(model.params)
-  options = PlanOptions(codec, as_exchange("all_gather"), min_leaf_size)
-  places: list[Any] = [()] * len(paths)
-  plan = plan_messages(
-    model.leaves, paths, places, options, axis_name="workers", workers=2
-  )
-  nbytes = [0] * len(paths)
-  for message in plan.messages:
-    for leaf, slot in zip(message.leaves, message.layout.slots, strict=True):
-      words = message.layout.codecs[slot.group].row_words
-      nbytes[leaf] += 4 * words * (slot.stop - slot.start)
-  return nbytes
+  """Returns the bytes of each leaf in a payload: its rows."""
+  like = [pairs(x) for x in model.leaves]
+  whole = zip(like, model.paths, strict=True)
+  places = [Leaf(x.shape, addends=2, path=path) for x, path in whole]
+  layout = plan_rows(like, codec, min_leaf_size=min_leaf_size, places=places)
+  words = lambda slot: layout.codecs[slot.group].row_words * (slot.stop - slot.start)
+  return [4 * words(slot) for slot in layout.slots]
 
 
 def loss(

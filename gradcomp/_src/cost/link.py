@@ -1,22 +1,25 @@
-"""A link: its latency, its rate, and the factors of collectives on it."""
+"""A cluster: its links with the seconds of collectives, and the speeds of codecs."""
 
 import dataclasses
-import json
-import os
-import pathlib
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Literal, Self
 
-from gradcomp._src.cost.rules import above_0, at_least_0, count, made_from
+from jax.sharding import Mesh
 
-if TYPE_CHECKING:  # at run time this would import JAX
-  from jax.sharding import Mesh
+from gradcomp._src import checks
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.cost import rules
+from gradcomp._src.cost.rules import above_0, at_least_0, count
 
+CollectiveName = Literal[
+  "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "ppermute", "tree"
+]
 _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(checks.Checked, rules.Kept):
   """The link that each worker sends and receives on, both at once.
 
   Attributes:
@@ -24,8 +27,8 @@ class Link:
     bytes_per_second: the rate of each direction.
     factor: for (collective, workers), the measured seconds of a byte as a multiple of
       the ideal ones; 1 for all that are not in it. Collectives are named as in
-      :mod:`gradcomp.cost`, without ``_seconds``. A permutation counts the workers of
-      its longest cycle: two of them swap.
+      :func:`gradcomp.cost.collective_seconds`. A permutation counts the workers of its
+      longest cycle: two of them swap.
 
   Raises:
     ValueError: the latency is below 0, the rate or a factor is not above 0, one of them
@@ -34,20 +37,18 @@ class Link:
   Example:
     >>> factor = {("all_gather", 4): 1.5}
     >>> link = gradcomp.cost.Link(latency=50e-6, bytes_per_second=125e6, factor=factor)
-    >>> round(gradcomp.cost.all_gather_seconds(1e6, 4, link), 6)
+    >>> round(gradcomp.cost.collective_seconds("all_gather", 1e6, 4, link), 6)
     0.03615
   """
 
-  latency: float
-  bytes_per_second: float
+  latency: float = checks.field(..., rules.SECONDS)
+  bytes_per_second: float = checks.field(..., rules.ABOVE_0)
   factor: Mapping[tuple[str, int], float] = dataclasses.field(
     default_factory=dict, hash=False
   )
 
   def __post_init__(self) -> None:
-    rate = above_0("bytes_per_second", self.bytes_per_second)
-    object.__setattr__(self, "latency", at_least_0("latency", self.latency))
-    object.__setattr__(self, "bytes_per_second", rate)
+    super().__post_init__()
     if not isinstance(self.factor, Mapping):
       raise ValueError(
         f"`factor` must be a dict of (collective, workers), got {self.factor!r}."
@@ -69,7 +70,7 @@ class Link:
   @classmethod
   def measure(
     cls,
-    mesh: "Mesh",
+    mesh: Mesh,
     *,
     axis_name: str | tuple[str, ...] | None = None,
     sizes: Sequence[int] = _SIZES,
@@ -103,19 +104,194 @@ class Link:
 
     return measured_link(mesh, axis_name, sizes, repeats, progress)
 
-  def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes the link to a file, as JSON."""
+  def _content(self) -> dict[str, Any]:
     factor = [[*key, value] for key, value in sorted(self.factor.items())]
-    content = dataclasses.asdict(self) | {"factor": factor}
-    pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    return vars(self) | {"factor": factor}
 
   @classmethod
-  def load(cls, path: str | os.PathLike[str]) -> "Link":
-    """Reads a link that :meth:`save` wrote.
+  def _made(cls, content: Any) -> Self:
+    factor = {(name, workers): value for name, workers, value in content["factor"]}
+    return cls(**content | {"factor": factor})
+
+
+def collective_seconds(  # noqa: PLR0913 - options, by keyword
+  collective: CollectiveName,
+  nbytes: float,
+  workers: float,
+  link: Link,
+  *,
+  algorithm: Literal["ring", "recursive"] = "ring",
+  add: float = 0.0,
+  messages: float = 1,
+) -> float:
+  """Returns the seconds of a collective of p workers with equal links.
+
+  With x for the seconds of ``nbytes`` on the link:
+
+  ==================  =================================================================
+  collective          seconds, and what is done in them
+  ==================  =================================================================
+  ``all_gather``      ``(p-1) (latency + x)``: all get the ``nbytes`` of each
+  ``all_to_all``      ``(p-1) latency + (p-1)/p x``: each sends a p-th of its ``nbytes``
+                      to each
+  ``reduce_scatter``  ``(p-1) latency + (p-1)/p (x + add)``: each gets the sum of a p-th
+  ``all_reduce``      ``2 (p-1) latency + (p-1)/p (2 x + add)``: a reduce-scatter, and
+                      an all-gather of p-ths
+  ``ppermute``        ``messages (latency + x)``, or 0 for a single worker. Through a
+                      switch, a worker that sends to p-1 others has p-1 messages
+                      (Dettmers 2016).
+  ``tree``            ``lg(p) (latency + x)``: a binary tree adds up, or broadcasts (Wen
+                      et al. 2017, appendix B). p need not be a power of two.
+  ==================  =================================================================
+
+  Recursive algorithms of the first four have ``lg(p)`` latencies in place of ``p-1``.
+
+  Args:
+    collective: its name.
+    nbytes: the bytes that each worker puts in, or sends in a message.
+    workers: p, an integer but for trees.
+    link: the link of each worker.
+    algorithm: ``"ring"``, or ``"recursive"``, which needs a power of two workers.
+    add: the seconds in which a worker adds two arrays of ``nbytes``.
+    messages: the number of messages in a row.
+
+  Raises:
+    ValueError: a number is below 0, p below 1, or the algorithm does not fit p.
+    TypeError: ``link`` is none.
+  """
+  checks.one_of("collective", CollectiveName, collective)
+  checks.instance_of("link", Link, link)
+  checks.one_of("algorithm", Literal["ring", "recursive"], algorithm)
+  if collective != "tree":
+    workers = count("workers", workers)
+  elif not at_least_0("workers", workers) >= 1:
+    raise ValueError(f"`workers` must be at least 1, got {workers!r}.")
+  byte = link.byte_seconds(collective, int(workers))
+  seconds, add = at_least_0("nbytes", nbytes) * byte, at_least_0("add", add)
+  messages = at_least_0("messages", messages)
+  if collective == "tree":
+    return math.log2(workers) * (link.latency + seconds)
+  if collective == "ppermute":
+    return (messages if workers > 1 else 0) * (link.latency + seconds)
+  rounds, share = workers - 1, (workers - 1) / workers
+  if algorithm == "recursive":
+    rounds = int(workers).bit_length() - 1
+    if workers != 1 << rounds:
+      raise ValueError(
+        f'`workers` must be a power of two for algorithm="recursive", got {workers}.'
+      )
+  if collective == "all_gather":
+    return rounds * link.latency + (workers - 1) * seconds
+  if collective == "all_to_all":
+    return rounds * link.latency + share * seconds
+  if collective == "reduce_scatter":
+    return rounds * link.latency + share * (seconds + add)
+  return 2 * rounds * link.latency + share * (2 * seconds + add)
+
+
+_LINK = checks.Rule(lambda name, x: checks.instance_of(name, Link, x))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodecSpeed(checks.Checked, rules.Kept):
+  """The seconds that a codec takes for an element of a leaf.
+
+  Attributes:
+    encode: to encode it.
+    decode: to decode it, and write it.
+    add: to decode it from the payload of one worker, and add it to a sum.
+    keep: to add a residual, and to compute the new one, in addition to ``encode``.
+
+  Raises:
+    ValueError: one of them is below 0, or not finite.
+  """
+
+  encode: float = checks.field(..., rules.SECONDS)
+  decode: float = checks.field(..., rules.SECONDS)
+  add: float = checks.field(..., rules.SECONDS)
+  keep: float = checks.field(0.0, rules.SECONDS)
+
+  @classmethod
+  def measure(
+    cls, codec: LeafCodec, elements: int = 1 << 24, *, repeats: int = 5
+  ) -> "CodecSpeed":
+    """Measures a codec on the first device of this process, in less than 5 s.
+
+    All cores of a CPU work for it: see :meth:`times` for processes that share them.
+
+    Args:
+      codec: the codec.
+      elements: of a matrix of normal numbers, which is encoded, rounded up to whole
+        rows.
+      repeats: the number of times, for a median.
+
+    Returns:
+      The seconds an element.
 
     Raises:
-      ValueError: the file holds something else.
+      ValueError: a number is below 1.
     """
-    with made_from(path, "Link.save") as content:
-      factor = {(name, workers): value for name, workers, value in content["factor"]}
-      return cls(**content | {"factor": factor})
+    from gradcomp._src.cost.measure import measured_speed
+
+    return measured_speed(codec, elements, repeats)
+
+  def times(self, factor: float) -> "CodecSpeed":
+    """Returns these seconds, multiplied by ``factor``.
+
+    If ``factor`` processes share the cores on which a single one was measured, each
+    takes that many times as long.
+
+    Example:
+      >>> CodecSpeed(encode=4e-10, decode=2e-10, add=5e-11).times(2).encode
+      8e-10
+    """
+    factor = above_0("factor", factor)
+    return CodecSpeed(**{name: factor * x for name, x in vars(self).items()})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster(checks.Checked):
+  """Workers that exchange gradients, with one kind of link for all of them.
+
+  Attributes:
+    workers: N.
+    link: the link of each worker.
+    inside: a faster link, which connects the workers of a group; None if all traffic
+      takes ``link``.
+    group_size: the number of consecutive workers in a group; None without ``inside``.
+    add: the seconds of one addition of two elements.
+
+  Raises:
+    ValueError: a number is out of its range, the groups do not divide the workers, or
+      only one of ``inside`` and ``group_size`` is given.
+    TypeError: a link is none.
+  """
+
+  workers: int = checks.field(..., rules.COUNT)
+  link: Link = checks.field(..., _LINK)
+  inside: Link | None = None
+  group_size: int | None = None
+  add: float = checks.field(0.0, rules.SECONDS)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if (self.inside is None) != (self.group_size is None):
+      raise ValueError(
+        "`group_size` must be given with `inside`, and only then, got "
+        f"group_size={self.group_size!r} and inside={self.inside!r}."
+      )
+    if self.group_size is not None:
+      checks.instance_of("inside", Link, self.inside)
+      if self.workers % count("group_size", self.group_size):
+        raise ValueError(
+          f"`group_size` must divide the {self.workers} workers, got {self.group_size}."
+        )
+
+  def link_within(self, span: int) -> Link:
+    """Returns the link of traffic that stays in rows of ``span`` consecutive workers.
+
+    Traffic that leaves a group at all is timed as if all of it took the slow link.
+    """
+    if self.inside is None or self.group_size is None or self.group_size % span:
+      return self.link
+    return self.inside

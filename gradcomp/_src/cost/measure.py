@@ -18,8 +18,7 @@ from gradcomp._src.codecs.protocol import LeafCodec, payload_of
 from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.core.feedback import ErrorFeedback
 from gradcomp._src.core.transform import compress
-from gradcomp._src.cost.cluster import CodecSpeed
-from gradcomp._src.cost.link import Link
+from gradcomp._src.cost.link import CodecSpeed, Link
 from gradcomp._src.cost.rules import count
 from gradcomp._src.exchange import collectives
 from gradcomp._src.exchange.lines import form

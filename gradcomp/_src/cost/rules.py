@@ -1,15 +1,14 @@
-"""Checks of the numbers that cost models take, without JAX."""
+"""Checks of the numbers that cost models take, and their files."""
 
-import contextlib
 import json
 import math
 import operator
 import os
 import pathlib
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, get_args
+from collections.abc import Callable
+from typing import Any, Self
 
-_Kind = TypeVar("_Kind")
+from gradcomp._src.checks import Rule
 
 
 def at_least_0(name: str, value: Any) -> float:
@@ -34,30 +33,35 @@ def count(name: str, value: Any) -> int:
   return number
 
 
-def one_of(name: str, choices: Any, value: Any) -> None:
-  """Raises ValueError for values that a Literal does not have."""
-  if value not in get_args(choices):
-    raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")
+class Kept:
+  """A base of frozen dataclasses that are kept in files, as JSON."""
 
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes it to a file, as JSON."""
+    pathlib.Path(path).write_text(json.dumps(self._content(), indent=1) + "\n")
 
-def instance_of(name: str, kind: type[_Kind], value: Any) -> _Kind:
-  """Returns an instance of a class; raises TypeError for other values."""
-  if not isinstance(value, kind):
-    raise TypeError(f"`{name}` must be a {kind.__name__}, got {value!r}.")
-  return value
+  @classmethod
+  def load(cls, path: str | os.PathLike[str]) -> Self:
+    """Reads what :meth:`save` wrote.
 
+    Raises:
+      ValueError: the file holds something else.
+    """
+    try:
+      return cls._made(json.loads(pathlib.Path(path).read_bytes()))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+      raise ValueError(
+        f"`path` must be a file of {cls.__name__}.save, got {path}, which is cut or "
+        f"damaged, or holds something else ({type(error).__name__}: {error}); measure "
+        "anew and save."
+      ) from error
 
-@contextlib.contextmanager
-def made_from(path: str | os.PathLike[str], writer: str) -> Iterator[Any]:
-  """Yields the JSON in a file; raises ValueError if no object can be made of it."""
-  # `writer` names the method that writes such files.
-  try:
-    yield json.loads(pathlib.Path(path).read_bytes())
-  except (ValueError, TypeError, KeyError, RecursionError) as error:
-    raise ValueError(
-      f"`path` must be a file of {writer}, got {path}, which is cut or damaged, or "
-      f"holds something else ({type(error).__name__}: {error}); measure anew and save."
-    ) from error
+  def _content(self) -> dict[str, Any]:
+    return dict(vars(self))
+
+  @classmethod
+  def _made(cls, content: Any) -> Self:
+    return cls(**content)
 
 
 def _number(
@@ -74,3 +78,8 @@ def _number(
   except (TypeError, ValueError, OverflowError):
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.") from None
   return number
+
+
+SECONDS = Rule(at_least_0)
+ABOVE_0 = Rule(above_0)
+COUNT = Rule(count)

@@ -84,7 +84,7 @@ class Hierarchical(Exchange, checks.Checked):
     """Adds, over this worker's group, the rows of the H shares of its place."""
     workers, count, size = groups = self.groups(own.workers)
     share = [-(-rows // workers.size) for rows in own.layout.rows]
-    pieces, added = _pieces(own.layout.elements, max(share)), []
+    pieces, added = pieces_of(own.layout.elements, max(share)), []
     for k in range(pieces):
       ends = [(n * k // pieces, n * (k + 1) // pieces) for n in share]
       added.append(_add_piece(own, groups, share, ends))
@@ -185,7 +185,7 @@ def _between(own: Sending, sums: Sums) -> tuple[Sums, jax.Array]:
   return sums, collectives.gather(sums.line(own), outer, STAGE)
 
 
-def _pieces(elements: int, share: int) -> int:
+def pieces_of(elements: int, share: int) -> int:
   """Returns the number of messages that a group sends one after the other."""
   # Else a worker would hold all lines that it sends and all that it receives, which
   # take a gradient each. It adds a piece of each share before it sends the next one.

@@ -68,6 +68,10 @@ class Numbers(Sum):
   def _rounds(self) -> bool:
     return self.codec.accumulate != "float32"
 
+  @property
+  def rider_words(self) -> int:
+    return self.codec.row_words if self.codec.accumulate == "kahan" else 0
+
   def unpacked(self, rows: Array) -> Array:
     return self.codec.decode_rows(rows)
 

@@ -168,6 +168,11 @@ class Sum(abc.ABC):
     """
     return self.gathered(rows.reshape(1, -1, rows.shape[-1]), agreed, scale)
 
+  @property
+  def rider_words(self) -> int:
+    """The words that go with each row of a partial sum to the worker that adds next."""
+    return 0
+
   def slots(self, rows: int) -> int | None:
     """Returns the number of slots in ``rows`` rows; None if they send all elements."""
     return None

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +158,7 @@ class Ranged(Tiles):
   """
 
   largest: float  # number that a row holds
+  rider_words: ClassVar[int] = 1
 
   def like_one(self, partial: Partial, count: int) -> Partial:
     power = 2.0 ** (count - 1).bit_length()

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -19,35 +19,25 @@ from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
-from gradcomp._src.cost.cluster import CodecSpeed
+from gradcomp._src.cost.exchange import NO_WORK, Speeds
+from gradcomp._src.cost.link import CodecSpeed
 from gradcomp._src.mesh.platforms import Platform, device_kind
 
 SpeedOf = Callable[[LeafCodec], CodecSpeed]  # of a leaf's codec
-Packaged = Literal["cpu", "H100", "TPU v5e"]
-Given = (
-  CodecSpeed | Mapping[str, CodecSpeed] | SpeedOf | Literal["measure"] | Packaged | None
-)
+Named = Literal["measure", "cpu", "H100", "TPU v5e"]
 
-
-class Source(NamedTuple):
-  """A sentence about the package's speeds, and the platform of their devices."""
-
-  says: str
-  platform: Platform
-
-
-# By the names of the package's speeds.
-SOURCES = {
-  "cpu": Source("Codec speeds are packaged ones of two cores (backend 'cpu').", "cpu"),
-  "H100": Source("Codec speeds are packaged ones of an NVIDIA H100.", "gpu"),
-  "TPU v5e": Source(
-    "Codec speeds are XLA's estimate for a TPU v5e: nothing was timed.", "tpu"
+# A sentence about the package's speeds, and the platform of their devices, by name.
+SOURCES: dict[str, tuple[str, Platform]] = {
+  "cpu": ("Codec speeds are packaged ones of two cores (backend 'cpu').", "cpu"),
+  "H100": ("Codec speeds are packaged ones of an NVIDIA H100.", "gpu"),
+  "TPU v5e": (
+    "Codec speeds are XLA's estimate for a TPU v5e: nothing was timed.",
+    "tpu",
   ),
 }
 # By what a device says of itself.
 _KINDS = {"NVIDIA H100 80GB HBM3": "H100", "TPU v5 lite": "TPU v5e"}
 GIVEN = "Codec speeds are those that were given."
-_COPIED = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
 
 # Output layers by the names that people give them, as whole parts of a path.
 _LAST = r"(^|/)(head|lm_head|classifier|logits|output|predictions|fc)(/|$)"
@@ -68,7 +58,6 @@ class Candidate:
       study's trainings; None if none of them went to its end.
     last_dense: whether its paper leaves the last layer in float32. Names like ``head``
       in a path show that layer.
-    by_size: whether bytes follow from the sizes of leaves, not from their shapes.
     verdict: the first words of a plan that chooses it.
   """
 
@@ -80,7 +69,6 @@ class Candidate:
   density: float | None = None
   points: float | None = None
   last_dense: bool = False
-  by_size: bool = False
   verdict: str = "compress"
 
   def codec_for(self, paths: Sequence[str]) -> LeafCodec:
@@ -88,13 +76,6 @@ class Candidate:
     if self.last_dense and any(map(is_last, paths)):
       return Policy([(_LAST, Dense()), ("", self.codec)])
     return self.codec
-
-  def without_kernels(self) -> "Candidate":
-    """Returns the candidate with a codec that runs XLA's code, if it has the choice."""
-    if not hasattr(self.codec, "implementation"):
-      return self
-    codec = dataclasses.replace(cast(Any, self.codec), implementation="xla")
-    return dataclasses.replace(self, codec=codec)
 
 
 def _candidate(name: str, codec: LeafCodec, **options: Any) -> Candidate:
@@ -107,7 +88,7 @@ def _known(name: str, codec: LeafCodec, omega: float, **options: Any) -> Candida
   """Returns a candidate with the points of accuracy that the study found for it."""
   # `python -m benchmarks.models.package_accuracy` makes the file from the records.
   text = resources.files(__package__).joinpath("accuracy.json").read_text()
-  given = {"points": json.loads(text).get(name), "by_size": True} | options
+  given = {"points": json.loads(text).get(name)} | options
   return _candidate(name, codec, omega=omega, **given)
 
 
@@ -175,50 +156,39 @@ def packaged_speeds(device: str) -> Mapping[str, CodecSpeed]:
 
 
 def speeds_of(
-  given: Given, platform: str
-) -> tuple[Callable[[Candidate], SpeedOf | None], str]:
+  given: Any, platform: str
+) -> tuple[Callable[[Candidate], Speeds | None], str]:
   """Returns a function from candidates to speeds, None if unknown; and a note.
 
   Without given ones, they are the package's for the device that is in use.
   """
-  # Leaves that travel in float32 take no time, but for their part of the wire.
-  if given is None:
-    return _packaged(_KINDS.get(device_kind(platform), platform))
-  if isinstance(given, str) and given in SOURCES:
-    return _packaged(given)
+  if given is None or (isinstance(given, str) and given in SOURCES):
+    device = given or _KINDS.get(device_kind(platform), platform)
+    speeds = packaged_speeds(device)
+    return functools.partial(_named, speeds), SOURCES[device][0]
   if given == "measure":
     says = "Codec speeds were measured on this device."
-    return lambda x: _for(CodecSpeed.measure(x.codec)), says
-  if isinstance(given, CodecSpeed):
-    return lambda _: _for(given), GIVEN
+    return lambda x: CodecSpeed.measure(x.codec), says
   if isinstance(given, Mapping):
     for name, speed in given.items():
       if not isinstance(speed, CodecSpeed):
         raise ValueError(
           f"`speeds` must be CodecSpeeds by name, got {name}: {speed!r}."
         )
-    return _by_name(given), GIVEN
-  if callable(given):
-    return lambda _: _or_copied(given), GIVEN
+    return functools.partial(_named, given), GIVEN
+  if isinstance(given, CodecSpeed) or callable(given):
+    return lambda _: given, GIVEN
   raise ValueError(
     f'`speeds` must be None, "measure", one of {tuple(SOURCES)}, a CodecSpeed, '
     f"CodecSpeeds by the names of candidates, or a function of codecs, got {given!r}."
   )
 
 
-def _packaged(device: str) -> tuple[Callable[[Candidate], SpeedOf | None], str]:
-  return _by_name(packaged_speeds(device)), SOURCES[device].says
-
-
-def _by_name(speeds: Mapping[str, CodecSpeed]) -> Callable[[Candidate], SpeedOf | None]:
-  """Returns a function from candidates to speeds, for policies from leaf to leaf."""
-
-  def speed_of(candidate: Candidate) -> SpeedOf | None:
-    if candidate.name not in speeds and candidate.codec.facts.parts:
-      return _or_copied(functools.partial(_nearest, speeds))
-    return _for(speeds.get(candidate.name))
-
-  return speed_of
+def _named(speeds: Mapping[str, CodecSpeed], candidate: Candidate) -> Speeds | None:
+  """Returns the speeds of a candidate's name; of a policy those of its leaves."""
+  if candidate.name in speeds or not candidate.codec.facts.parts:
+    return speeds.get(candidate.name)
+  return functools.partial(_nearest, speeds)
 
 
 def _nearest(speeds: Mapping[str, CodecSpeed], codec: LeafCodec) -> CodecSpeed:
@@ -236,10 +206,8 @@ def _bits(codec: LeafCodec) -> float:
   return 32 * bound.row_words / bound.tile_size
 
 
-def _for(speed: CodecSpeed | None) -> SpeedOf | None:
-  return None if speed is None else _or_copied(lambda codec: speed)
-
-
-def _or_copied(speed: SpeedOf) -> SpeedOf:
-  copied = lambda codec: all(x.plain for x in codec.facts.each)
-  return lambda codec: _COPIED if copied(codec) else speed(codec)
+def by_leaf(speeds: Speeds) -> SpeedOf:
+  """Returns the speeds of leaves' codecs: a leaf in float32 takes only its wire."""
+  plain = lambda codec: all(x.plain for x in codec.facts.each)
+  known = lambda codec: speeds if isinstance(speeds, CodecSpeed) else speeds(codec)
+  return lambda codec: NO_WORK if plain(codec) else known(codec)

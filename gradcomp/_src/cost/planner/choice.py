@@ -3,45 +3,53 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jax.tree_util import keystr
 
-from gradcomp._src.checks import share_below_1
+from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.cost.cluster import Cluster
-from gradcomp._src.cost.exchange import exchange_seconds
-from gradcomp._src.cost.link import Link
-from gradcomp._src.cost.planner import compare
-from gradcomp._src.cost.planner.candidates import (
-  CANDIDATES,
-  SOURCES,
-  Candidate,
-  Given,
-  SpeedOf,
-  as_candidate,
-  speeds_of,
-)
-from gradcomp._src.cost.planner.compare import CandidateRow, Refusal
+from gradcomp._src.core.compression import Compression, paths_of
+from gradcomp._src.core.inputs import pairs
+from gradcomp._src.core.transform import compress
+from gradcomp._src.cost import exchange as costs
+from gradcomp._src.cost import rules
+from gradcomp._src.cost.exchange import NO_WORK, Breakdown, Speeds
+from gradcomp._src.cost.link import Cluster, CodecSpeed, Link
+from gradcomp._src.cost.planner import candidates
+from gradcomp._src.cost.planner.candidates import Candidate, SpeedOf
 from gradcomp._src.cost.planner.errors import BudgetName, Errors, checked_budget
-from gradcomp._src.cost.rules import at_least_0, count, instance_of
-from gradcomp._src.cost.step import rate_without_gain
+from gradcomp._src.cost.planner.sent import Sent, sent_by
+from gradcomp._src.exchange import hierarchical, one_stage, ring, two_shot
+from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.platforms import (
-  Platform,
-  planned_for,
-  planned_on,
-  platform,
+from gradcomp._src.mesh.place import Place
+from gradcomp._src.mesh.platforms import Platform, planned_for, planned_on, platform
+from gradcomp._src.mesh.trees import unboxed
+from gradcomp._src.report.collectives import aligned
+from gradcomp._src.report.explain import Explanation, explain
+
+# The simplest first, which wins where times and errors are equal.
+_WAYS: tuple[Exchange, ...] = (
+  *(one_stage.AllReduce(), one_stage.AllGather(), two_shot.TwoShot(), ring.Ring()),
+  hierarchical.Hierarchical(),
 )
-from gradcomp._src.report.explain import Explanation
+_ALIKE = 1.02  # times of steps whose ratio is smaller count as equal
+_HEADER = (
+  *("codec", "exchange", "bytes", "encode ms", "wire ms", "decode ms"),
+  *("step ms", "speed-up", "error"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(checks.Checked):
   """The options of :func:`gradcomp.cost.plan` that are seldom set.
 
   Attributes:
@@ -63,32 +71,84 @@ class PlanOptions:
     ValueError: a field breaks its rule.
   """
 
-  forward: float | None = None
-  backward: float | None = None
-  speeds: Given = None
+  forward: float | None = checks.field(None, checks.optional(rules.SECONDS))
+  backward: float | None = checks.field(None, checks.optional(rules.SECONDS))
+  speeds: CodecSpeed | Mapping[str, CodecSpeed] | SpeedOf | candidates.Named | None = (
+    None
+  )
   gradients: Any = None
-  candidates: Sequence[Candidate | LeafCodec] = CANDIDATES
-  margin: float = 0.05
+  candidates: Sequence[Candidate | LeafCodec] = candidates.CANDIDATES
+  margin: float = checks.field(0.05, checks.BELOW_1)
   platform: Platform | None = None
 
   def __post_init__(self) -> None:
-    share_below_1("margin", self.margin)
+    super().__post_init__()
     planned_for(self.platform)
     if (self.forward is None) != (self.backward is None):
       raise ValueError(
         "`backward` must be given with `forward`, and only then, got "
         f"forward={self.forward!r} and backward={self.backward!r}."
       )
-    for name in ("forward", "backward"):
-      if (seconds := getattr(self, name)) is not None:
-        object.__setattr__(self, name, at_least_0(name, seconds))
     given: Any = self.candidates
     if isinstance(given, str) or not isinstance(given, Sequence):
       raise ValueError(f"`candidates` must be a sequence of codecs, got {given!r}.")
-    object.__setattr__(self, "candidates", tuple(map(as_candidate, given)))
+    object.__setattr__(self, "candidates", tuple(map(candidates.as_candidate, given)))
 
 
 _DEFAULTS = PlanOptions()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+  """A candidate with an exchange: its predicted times, or the reason to refuse it.
+
+  Attributes:
+    candidate: the candidate.
+    exchange: the exchange; None in a refusal of all.
+    reason: the reason to refuse it, with its number; "" for a row that was compared.
+    options: the codec of the leaves, the exchange and the feedback, for ``compress``.
+    error: of the mean, squared, over its square.
+    speed: the speeds of the codecs of leaves.
+    sent: the work on the leaves, and the collectives of a step.
+    breakdown: the seconds of its exchange.
+    step_seconds: the seconds of a step; of only the exchange if the passes are unknown.
+    speedup: the step of a plain mean in float32, over this one.
+  """
+
+  candidate: Candidate
+  exchange: Exchange | None = None
+  reason: str = ""
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  error: float = 0.0
+  speed: Speeds = NO_WORK
+  sent: Sent = Sent()
+  breakdown: Breakdown = Breakdown()
+  step_seconds: float = 0.0
+  speedup: float = 1.0
+
+  @property
+  def name(self) -> str:
+    """The names of the codec and the exchange."""
+    return f"{self.candidate.name} {self.way}".strip()
+
+  @property
+  def way(self) -> str:
+    """The name of the exchange; "" for a refusal of all."""
+    return "" if self.exchange is None else self.exchange.name
+
+  @property
+  def cells(self) -> list[str]:
+    """The cells of a line of the table."""
+    cost = self.breakdown
+    parts = cost.encode, cost.wire_seconds, cost.add + cost.decode, self.step_seconds
+    gain = f"{self.speedup:.2f}", f"{self.error:.2g}"
+    names = self.candidate.name, self.way
+    return [*names, f"{self.sent.bytes_sent:,}", *map(_in_ms, parts), *gain]
+
+  @property
+  def time(self) -> str:
+    """The milliseconds of a step, in words."""
+    return f"{_in_ms(self.step_seconds)} ms"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,26 +158,18 @@ class Plan:
   Attributes:
     chosen: the row of the choice: a plain mean where compression is not worth it.
     rows: all candidates that were compared, the plain mean first.
-    refused: candidates that could not be chosen, and the reasons.
+    refused: candidates that could not be chosen, with the reasons.
     verdict: one line, which begins with the advice.
     notes: caveats about the numbers.
+    explanation: the messages and bytes of the choice, of every leaf.
   """
 
-  chosen: CandidateRow
-  rows: tuple[CandidateRow, ...]
-  refused: tuple[Refusal, ...]
+  chosen: Row
+  rows: tuple[Row, ...]
+  refused: tuple[Row, ...]
   verdict: str
   notes: tuple[str, ...]
-
-  @property
-  def explanation(self) -> Explanation:
-    """The messages and bytes of the choice, of every leaf."""
-    return self.chosen.explanation
-
-  @property
-  def predicted(self) -> compare.Predicted:
-    """The predicted times of the choice."""
-    return self.chosen.predicted
+  explanation: Explanation
 
   def transformation(
     self, *, axis_name: AxisName | None
@@ -128,12 +180,19 @@ class Plan:
       axis_name: the axis of the workers; two, (between, inside), if the plan is for
         two. None means the same as in :func:`gradcomp.compress`.
     """
-    row, paths = self.chosen, self.chosen.model.paths
-    return compare.transformation(row.candidate, row.exchange, paths, axis_name)
+    return compress(**self.chosen.options, axis_name=axis_name)
 
   def __str__(self) -> str:
-    lines = [*compare.table(self.rows), *compare.refusals(self.refused), *self.notes]
-    return "\n".join([*lines, self.verdict])
+    rows = sorted(self.rows, key=lambda row: row.step_seconds)
+    cells = [_HEADER, *(row.cells for row in rows)]
+    lines = aligned(cells, right=range(2, len(_HEADER)))
+    whole = [x for x in self.refused if x.exchange is None]
+    lines += [f"refused {x.name}: {x.reason}." for x in whole]
+    if number := len(self.refused) - len(whole):
+      lines.append(
+        f"refused {number} other pairs of codec and exchange: see `refused`."
+      )
+    return "\n".join([*lines, *self.notes, self.verdict])
 
 
 def plan(
@@ -173,8 +232,8 @@ def plan(
   a float           those with error / N up to that
   ================  ==================================================================
 
-  More than eight leaves are joined to fewer for the comparison. The choice is always
-  predicted with the leaves as they are.
+  Bytes are arithmetic of the shapes of messages. The update of the choice is traced
+  by :func:`gradcomp.explain`, and a pair that cannot be traced is refused then.
 
   Args:
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
@@ -213,21 +272,15 @@ def plan(
   """
   errors = Errors(checked_budget(budget), sizes_of(workers))
   if steps is not None:
-    errors = errors._replace(steps=count("steps", steps))
-  options = instance_of("options", PlanOptions, options)
-  model = compare.model_of(params)
+    errors = errors._replace(steps=rules.count("steps", steps))
+  options = checks.instance_of("options", PlanOptions, options)
+  model = model_of(params)
   if options.gradients is not None:
     errors = errors._replace(gradients=_leaves(options.gradients, model))
   cluster = cluster_of(workers, link)
-  setting = compare.Setting(
-    model=model,
-    workers=workers,
-    platform=_platform(options, link),
-    cluster=cluster,
-    forward=options.forward or 0.0,
-    backward=options.backward or 0.0,
-  )
-  candidates = [as_candidate(x) for x in options.candidates]
+  passes = options.forward or 0.0, options.backward or 0.0
+  setting = Setting(model, errors, _platform(options, link), cluster, passes)
+  every = [candidates.as_candidate(x) for x in options.candidates]
   notes = [
     "Times are of the exchange alone: the passes of a step are unknown."
     if options.forward is None
@@ -236,99 +289,253 @@ def plan(
     + ("normal numbers" if options.gradients is None else "the gradients")
     + ". Accuracy is not measured.",
   ]
-  dense = setting.dense
-  rows: list[CandidateRow] = []
-  chosen, alone = dense, ""
+  # XLA for TPUs, and NCCL, add inside slices and hosts before they send between them.
+  ways = [_WAYS[0], *_WAYS[-1:] * (len(errors.sizes) > 1)]
+  plain = [setting.row(candidates.DENSE, way) for way in ways]
+  dense = min(plain, key=lambda row: row.step_seconds)
+  alone, found = "", []
   if errors.workers == 1:
     alone = "one worker sends nothing"
   elif shares_memory(link):
     alone = "emulated devices share one memory, and no link is between them"
   if alone:
-    refused = [Refusal(x.name, "", alone) for x in candidates]
-    verdict = f"do not: {alone}"
+    found = [Row(candidate=x, reason=alone) for x in every]
   else:
-    speed_of, says = speeds_of(options.speeds, setting.platform)
+    speed_of, says = candidates.speeds_of(options.speeds, setting.platform)
     notes.append(says)
-    rows, refused = _compared(setting, candidates, errors, speed_of)
-    verdict = f"do not: of {len(candidates)} candidates none is allowed"
-  if rows:
-    chosen, verdict = _chosen(rows, setting, options.margin)
-  if any(row.model is not model for row in rows):
-    leaves = len(model.leaves)
-    notes.append(f"Rows behind the best are of few leaves in place of {leaves}.")
+    for x in every:
+      found += setting.rows(x, speed_of, dense)
+  none = f"do not: {alone or f'of {len(every)} candidates none is allowed'}"
+  rows, refused = ([x for x in found if bool(x.reason) is y] for y in (False, True))
+  while True:
+    chosen, verdict = dense, none
+    if rows:
+      chosen, verdict = _chosen(rows, dense, plain, cluster, options.margin)
+    try:
+      explanation = setting.explained(chosen)
+    except ValueError as error:
+      if chosen is dense:
+        raise
+      rows = [x for x in rows if x is not chosen]
+      refused.append(dataclasses.replace(chosen, reason=str(error)))
+    else:
+      break
   return Plan(
     chosen=chosen,
     rows=(dense, *rows),
     refused=tuple(refused),
     verdict=verdict,
     notes=tuple(notes),
+    explanation=explanation,
   )
 
 
-def _compared(
-  setting: compare.Setting,
-  candidates: Sequence[Candidate],
-  errors: Errors,
-  speed_of: Callable[[Candidate], SpeedOf | None],
-) -> tuple[list[CandidateRow], list[Refusal]]:
-  """Returns the allowed rows, the best one for the model as it is, and the refusals."""
-  rows: list[CandidateRow] = []
-  refused: list[Refusal] = []
-  for candidate in candidates:
+class Model(NamedTuple):
+  """The shapes of parameters."""
+
+  treedef: Any  # of the parameters
+  leaves: tuple[jax.ShapeDtypeStruct, ...]  # the shape and dtype of each
+  paths: tuple[str, ...]  # the path of each
+
+  @property
+  def params(self) -> Any:
+    """The parameters' shapes, in their tree."""
+    return jax.tree.unflatten(self.treedef, self.leaves)
+
+
+class Setting(NamedTuple):
+  """The facts that all rows of a plan share."""
+
+  model: Model
+  errors: Errors
+  platform: str  # of the workers
+  cluster: Cluster
+  passes: tuple[float, float]  # seconds, forward and backward
+
+  @property
+  def axis_name(self) -> AxisName:
+    """The axes of the workers."""
+    return "workers" if len(self.errors.sizes) == 1 else ("between", "inside")
+
+  def rows(
+    self,
+    candidate: Candidate,
+    speed_of: Callable[[Candidate], Speeds | None],
+    dense: Row,
+  ) -> list[Row]:
+    """Returns a candidate's row with each exchange; one if all are refused alike."""
+    errors = self.errors
     omega = errors.omega(candidate)
     reason = errors.refusal(candidate, omega)
-    speed = None if reason else speed_of(candidate)
-    if speed is None:
+    speeds = None if reason else speed_of(candidate)
+    if speeds is None:
       unknown = f"`speeds` has none of this name; omega is {omega:.3g}"
-      refused.append(Refusal(candidate.name, "", reason or unknown))
-      continue
-    found, others = setting.rows(candidate, omega, errors, speed)
-    rows += found
-    refused += others
-  while rows and (row := compare.best(rows)).model is not setting.model:
-    exact = setting.exact(row)
-    rows = [exact if x is row else x for x in rows]
-  return rows, refused
+      return [Row(candidate=candidate, reason=reason or unknown)]
+    speed, rows = candidates.by_leaf(speeds), []
+    excess: dict[float, str] = {}
+    for exchange in _WAYS:
+      row = Row(candidate=candidate, exchange=exchange)
+      if not (reason := self._dropping(candidate, exchange)):
+        lost = errors.of_mean(candidate, omega, exchange)
+        try:
+          row = self.row(candidate, exchange, lost, speed, dense.step_seconds)
+          reason = excess[lost] = errors.excess(candidate, omega, lost)
+        except ValueError as error:
+          reason = str(error)
+      rows.append(dataclasses.replace(row, reason=reason))
+    if excess and all(excess.values()):
+      return [Row(candidate=candidate, reason=excess[min(excess)])]
+    return rows
+
+  def row(
+    self,
+    candidate: Candidate,
+    exchange: Exchange,
+    error: float = 0.0,
+    speed: Speeds = NO_WORK,
+    plain: float = 0.0,
+  ) -> Row:
+    """Returns a row, beside the seconds of a plain mean; ValueError if refused."""
+    axis_name, number = self.axis_name, self.errors.workers
+    options: dict[str, Any] = {
+      "codec": candidate.codec_for(self.model.paths),
+      "exchange": exchange,
+      "feedback": "error" if candidate.feedback else None,
+    }
+    parts = Compression(**options, axis_name=axis_name)
+    like = [pairs(x) for x in self.model.leaves]
+    place = Place(axis_name, others=[()] * len(like))
+    across = place, Workers(axis_name, number, 1 / number)
+    with planned_for(self.platform):
+      planned = parts.plan(like, paths_of(self.model.params), *across)
+      found = sent_by(planned, self.errors.sizes)
+    cost = costs.seconds(*found[:2], self.cluster, speed)
+    step = costs.step_seconds(*self.passes, [(1.0, cost)], overlap=False)
+    return Row(
+      candidate=candidate,
+      exchange=exchange,
+      options=options,
+      error=error,
+      speed=speed,
+      sent=found,
+      breakdown=cost,
+      step_seconds=step,
+      speedup=plain / step if plain and step else 1.0,
+    )
+
+  def explained(self, row: Row) -> Explanation:
+    """Traces the update of a row; ValueError where that is refused."""
+    tx = compress(**row.options, axis_name=self.axis_name)
+    workers: Any = self.errors.sizes
+    return explain(tx, self.model.params, workers=workers, platform=self.platform)
+
+  def _dropping(self, candidate: Candidate, exchange: Exchange) -> str:
+    """Returns the reason why owners must not encode a sparse sum; "" if they may."""
+    # Elements that they would drop are delayed again, and no study bounds that.
+    added_whole = exchange.of_leaves and not exchange.owners
+    if candidate.density is None or added_whole:
+      return ""
+    union = 1 - (1 - candidate.density) ** self.cluster.workers
+    return (
+      f"{self.cluster.workers} workers together choose up to {union:.3g} of the "
+      f"elements, of which owners would send {candidate.density:.3g}"
+    )
 
 
 def _chosen(
-  rows: Sequence[CandidateRow], setting: compare.Setting, margin: float
-) -> tuple[CandidateRow, str]:
+  rows: Sequence[Row],
+  dense: Row,
+  plain: Sequence[Row],
+  cluster: Cluster,
+  margin: float,
+) -> tuple[Row, str]:
   """Returns the best row, or the plain mean's if it gains too little; and a verdict."""
-  row, dense = compare.best(rows), setting.dense
-  if row.predicted.step_seconds <= (1 - margin) * dense.predicted.step_seconds:
-    return row, compare.chosen(row, dense)
+  row = best(rows)
+  if row.step_seconds <= (1 - margin) * dense.step_seconds:
+    return row, (
+      f"{row.candidate.verdict}: {row.name} {row.time}, dense {dense.time}: "
+      f"{row.speedup:.3g} x"
+    )
+  gain = 1 - row.step_seconds / dense.step_seconds
+  times = f"dense {dense.time}, best {row.name} {row.time}"
+  if gain > 0:
+    return dense, (
+      f"do not: compression gains {gain:.1%} of a step here, below the margin of "
+      f"{margin:.0%}: {times}"
+    )
   # At another rate another way of a plain mean may be the faster one.
-  rate_of = lambda x: min(_rate(x, way, setting.cluster) for way in setting.plain)
-  rates = [rate_of(x) for x in rows]
-  rate, other = max(zip(rates, rows, strict=True), key=lambda pair: pair[0])
-  return dense, compare.refused(row, dense, margin, other, rate)
+  rates = [min(_rate(x, way, cluster) for way in plain) for x in rows]
+  rate, slow = max(zip(rates, rows, strict=True), key=lambda pair: pair[0])
+  who = "it" if slow is row else slow.name
+  below = f"{who} would win below {8e-9 * rate:.3g} Gbit/s"
+  if not rate:
+    below = "none would win at any rate"
+  return dense, f"do not: compression loses here: {times}; {below}"
 
 
-def _rate(row: CandidateRow, dense: CandidateRow, cluster: Cluster) -> float:
+def best(rows: Sequence[Row]) -> Row:
+  """Returns the fastest row; of equally fast ones, the most exact and simplest."""
+  least = min(row.step_seconds for row in rows)
+  near = [row for row in rows if row.step_seconds <= _ALIKE * least]
+  simplest = [way.name for way in _WAYS]
+  return min(near, key=lambda row: (row.error, simplest.index(row.way)))
+
+
+def _rate(row: Row, dense: Row, cluster: Cluster) -> float:
   """Returns the bytes per second below which a row beats a plain mean; 0 for none."""
-  if row.explanation.bytes_sent >= dense.explanation.bytes_sent:
+  if row.sent.bytes_sent >= dense.sent.bytes_sent:
     return 0.0
 
-  def seconds(row: CandidateRow, at: Cluster) -> float:
-    return exchange_seconds(row.explanation, at, row.speed).total
+  def seconds(row: Row, at: Cluster) -> float:
+    leaves, collectives, _ = row.sent
+    return costs.seconds(leaves, collectives, at, row.speed).total
 
-  rate = rate_without_gain(lambda at: seconds(dense, at) - seconds(row, at), cluster)
+  gain = lambda at: seconds(dense, at) - seconds(row, at)
+  rate = costs.rate_without_gain(gain, cluster)
   return rate if rate < math.inf else 0.0
+
+
+def _in_ms(seconds: float) -> str:
+  """Returns milliseconds with a decimal, or with an exponent for weeks."""
+  return f"{1e3 * seconds:.1f}" if seconds < 1e6 else f"{1e3 * seconds:.3g}"
+
+
+def model_of(params: Any, name: str = "params") -> Model:
+  """Returns the model of a tree of arrays of floats, the argument ``name``."""
+  params = unboxed(params)  # no box is part of a path: see paths_of in core
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    kind = getattr(leaf, "dtype", type(leaf).__name__)
+    if not hasattr(leaf, "shape") or not jnp.issubdtype(kind, jnp.inexact):
+      raise TypeError(
+        f"`{name}`{keystr(path)} must be an array of floats, whose gradients are "
+        f"exchanged, got {kind}; leave out what is not trained."
+      )
+  like = jax.eval_shape(lambda params: params, params)
+  found, treedef = jax.tree_util.tree_flatten_with_path(like)
+  model = Model(
+    treedef,
+    tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in found),
+    tuple(keystr(path, simple=True, separator="/") for path, _ in found),
+  )
+  if not any(math.prod(leaf.shape) for leaf in model.leaves):
+    raise ValueError(
+      f"`{name}` must have a leaf with an element, got {len(found)} leaves without."
+    )
+  return model
 
 
 def _platform(options: PlanOptions, link: Any) -> str:
   """Returns the platform of the workers."""
-  named = SOURCES.get(options.speeds) if isinstance(options.speeds, str) else None
-  given = options.platform or (named and named.platform)
+  named = options.speeds if isinstance(options.speeds, str) else ""
+  given = options.platform or candidates.SOURCES.get(named, ("", None))[1]
   on = planned_on(link) if isinstance(link, Mesh) else contextlib.nullcontext()
   with on, planned_for(given):
     return platform()
 
 
-def _leaves(gradients: Any, model: compare.SampledModel) -> list[np.ndarray]:
+def _leaves(gradients: Any, model: Model) -> list[np.ndarray]:
   """Returns the leaves of gradients; ValueError unless they are like the model's."""
-  like = compare.model_of(gradients, "gradients")
+  like = model_of(gradients, "gradients")
   if like.treedef != model.treedef:
     raise ValueError(
       f"`gradients` must have the tree of `params`, {model.treedef}, got "
@@ -349,7 +556,7 @@ def sizes_of(workers: Any) -> tuple[int, ...]:
   if len(sizes) > 2 or not sizes:
     rule = "an integer of 1 or more, or a pair of them, (between, inside)"
     raise ValueError(f"`workers` must be {rule}, got {workers!r}.")
-  return tuple(count("workers", size) for size in sizes)
+  return tuple(rules.count("workers", size) for size in sizes)
 
 
 def shares_memory(link: Any) -> bool:

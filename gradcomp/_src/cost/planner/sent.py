@@ -1,0 +1,169 @@
+"""The work and the collectives of a step, told from shapes, without a trace."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.records import NOTHING
+from gradcomp._src.codecs.sums.sum import Partial, Sum
+from gradcomp._src.exchange import collectives, hierarchical, lines
+from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.exchange.protocol import Message, Work
+from gradcomp._src.report.collectives import SHARE_SENT, Collective, connected
+
+_Shape = jax.ShapeDtypeStruct
+
+
+class Coded(NamedTuple):
+  """The work on a leaf, as a LeafPlan has it."""
+
+  codec: Codec
+  elements: int
+  work: Work
+  keeps: bool  # whether workers keep a residual
+
+
+class Sent(NamedTuple):
+  """A step of one worker: its leaves and collectives, and the bytes that fit codecs."""
+
+  leaves: Sequence[Coded] = ()
+  collectives: Sequence[Collective] = ()
+  fitting: Fraction = Fraction(0)  # only in some steps
+
+  @property
+  def bytes_sent(self) -> int:
+    """The bytes that the worker sends in a step, at most, rounded up."""
+    each = (x.times * x.exact_bytes_sent for x in self.collectives)
+    return math.ceil(sum(each, self.fitting))
+
+
+def sent_by(plan: MessagePlan, sizes: tuple[int, ...]) -> Sent:
+  """Returns what a worker sends in a step of a plan, over axes of these sizes.
+
+  It is what :func:`gradcomp.explain` reads from the trace of an update.
+  """
+  leaves: list[Coded] = []
+  found: list[Collective] = []
+  for number, message in reversed(list(enumerate(plan.messages))):
+    work = message.exchange.work(sizes, plain=message.layout.plain)
+    for i in message.leaves:
+      leaves.append(Coded(plan.codecs[i], plan.leaves[i].size, work, plan.feedback))
+    if message.exchange.sends and message.layout.elements:
+      every = _collectives(message, sizes)
+      found += [dataclasses.replace(x, message=number) for x in every]
+  # Workers add up the counts of each codec that is fitted, once for all its leaves.
+  fits = {x: x.fits for x in plan.codecs if plan.sends}
+  tile = lambda codec: _Shape((codec.tile_size,), jnp.float32)
+  counts = [jax.eval_shape(y.count, tile(x)).size for x, y in fits.items() if y]
+  share = SHARE_SENT["all-reduce"](plan.workers)
+  return Sent(leaves, found, 4 * sum(counts) * share)
+
+
+def _one(
+  kind: str, workers: int, span: int, *operands: _Shape, times: int = 1
+) -> Collective:
+  """Returns a collective, of operands whose dtypes are integers or floats."""
+  spelled = lambda x: f"{x.dtype.kind.replace('i', 's')}{8 * x.dtype.itemsize}"
+  return Collective(
+    kind=kind,
+    operands=tuple((spelled(x), x.shape) for x in operands),
+    workers=workers,
+    span=span,
+    times=times,
+    in_loop=False,
+    trips_unknown=False,
+    scope="",
+  )
+
+
+def _collectives(message: Message, sizes: tuple[int, ...]) -> Iterator[Collective]:
+  """Yields the collectives of a message, as the stages of its exchange call them."""
+  layout, exchange, n = message.layout, message.exchange, math.prod(sizes)
+  codecs, sums, rows, way = layout.codecs, layout.sums, layout.rows, exchange.way
+  share = [-(-x // n) for x in rows]
+  words = [x.row_words for x in codecs]
+  bound = [layout.codec_of(i) for i in range(len(layout.like))]
+  if agreed := _agreed(bound, layout.like):
+    yield _one("all-reduce", n, n, *agreed)
+  if way == "gathered":
+    yield _one("all-gather", n, n, _line(rows, words))
+  elif way == "reduced":
+    every = zip(sums, map(_matrix, rows, codecs), strict=True)
+    terms = lambda total, x: jax.eval_shape(lambda rows: total.terms(rows, n), x)
+    added = layout.like if layout.plain else [terms(*each) for each in every]
+    yield _one("all-reduce", n, n, *added)
+  elif way == "passed":
+    riding = [a + x.rider_words for a, x in zip(words, sums, strict=True)]
+    if n > 1:
+      line = _line(share, riding)
+      yield _one("collective-permute", n, n, line, times=n - 1)
+    yield _one("all-gather", n, n, _line(share, words))
+  elif way == "owned":
+    yield from _scattered(n, n, _line(share, words))
+    yield _one("all-gather", n, n, _owned(sums, codecs, share, n))
+  else:
+    groups, size = sizes
+    wide = [x.row_words if x.facts.of_rows else x.tile_size for x in codecs]
+    pieces = hierarchical.pieces_of(layout.elements, max(share))
+    for k in range(pieces):
+      cut = [groups * (x * (k + 1) // pieces - x * k // pieces) for x in share]
+      yield from _scattered(size, size, _line(cut, wide))
+    yield from _scattered(groups, n, _line(share, words))
+    line = _owned(sums, codecs, share, n)
+    yield _one("all-gather", groups, n, line)
+    yield _one("all-gather", size, size, _Shape((groups, *line.shape), jnp.uint32))
+
+
+def _agreed(codecs: Sequence[Codec], like: Sequence[_Shape]) -> list[_Shape]:
+  """Returns the statistics of leaves that workers take the maximum of, in one array."""
+  pairs = [(x, y.shape) for x, y in zip(codecs, like, strict=True)]
+  each = {x: jax.eval_shape(x[0].agree, _Shape(x[1], jnp.float32)) for x in {*pairs}}
+  own = [each[x] for x in pairs if each[x] is not None]
+  if not own:
+    return []
+  return [_Shape((sum(x.size for x in own),), jnp.result_type(*own))]
+
+
+def _owned(
+  sums: Sequence[Sum], codecs: Sequence[Codec], share: Sequence[int], workers: int
+) -> _Shape:
+  """Returns the line of an owner's sums."""
+
+  def rows_of(total: Sum, given: _Shape) -> _Shape:
+    if not total.facts.exact:  # they are encoded again, to rows like these
+      return given
+    rest = NOTHING, None, workers
+    finish = lambda x: total.finish(Partial(total.unpacked(x)), *rest, keep=False).rows
+    return jax.eval_shape(finish, given)
+
+  every = zip(sums, map(_matrix, share, codecs), strict=True)
+  sent = [rows_of(*each).size for each in every]
+  return _line(sent, [1] * len(sent))
+
+
+def _matrix(rows: int, codec: Codec) -> _Shape:
+  return _Shape((rows, codec.row_words), jnp.uint32)
+
+
+def _line(rows: Sequence[int], words: Sequence[int]) -> _Shape:
+  """Returns the line that holds so many rows of so many words, for each codec."""
+  return _Shape(lines.form(sum(map(int.__mul__, rows, words))), jnp.uint32)
+
+
+def _scattered(workers: int, span: int, line: _Shape) -> Iterator[Collective]:
+  """Yields the collectives that send a line to each worker, see `scatter`."""
+  if workers <= 2 or not collectives.over_gloo():
+    whole = _Shape((workers, *line.shape), jnp.uint32)
+    yield _one("all-to-all", workers, span, whole)
+    return
+  parts, schedule = collectives.rounds(workers)
+  piece = _Shape((-(-line.shape[0] // parts), *line.shape[1:]), jnp.uint32)
+  for to, _ in schedule:
+    cycle = max(map(len, connected(list(enumerate(to)))))
+    yield _one("collective-permute", cycle, span, piece)
