@@ -10,11 +10,16 @@ types, flops and cycles of what is left.
 import itertools
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from benchmarks.common import cli
 from gradcomp._src.report.collectives import SHARE_SENT
-from gradcomp._src.report.hlo_text import Instruction, Module, read_module
+from gradcomp._src.report.hlo_text import (
+  Computation,
+  Instruction,
+  Module,
+  read_module,
+)
 from gradcomp._src.report.work import Works
 
 FOLDER = cli.ROOT / "tests" / "report" / "hlo" / "scheduled"
@@ -34,7 +39,7 @@ def cut(text: str) -> str:
   """Returns a text with less in it, that has the same collectives and products."""
   module = read_module(text)
   kept = _kept(module)
-  called = _reached(module, itertools.chain(*map(_called, kept)))
+  called = _reached(module, itertools.chain(*(x.called for x in kept)))
   header = ", ".join(
     f"{key}={module.attributes[key]}" for key in _HEADER if key in module.attributes
   )
@@ -54,12 +59,8 @@ def cut(text: str) -> str:
 
 def _kept(module: Module) -> list[Instruction]:
   """Returns the instructions of the entry that a text is cut to."""
-  works = Works(module)
-  return [
-    x
-    for x in module.computations[module.entry]
-    if x.opcode == "after-all" or _matters(module, works, module.entry, x)
-  ]
+  works, entry = Works(), module.computations[module.entry]
+  return [x for x in entry if x.opcode == "after-all" or _matters(works, entry, x)]
 
 
 def _reached(module: Module, names: Iterable[str]) -> dict[str, None]:
@@ -67,15 +68,11 @@ def _reached(module: Module, names: Iterable[str]) -> dict[str, None]:
   found: set[str] = set()
   while new := set(names) - found:
     found |= new
-    names = {y for name in new for x in module.computations[name] for y in _called(x)}
+    names = {y for name in new for x in module.computations[name] for y in x.called}
   return dict.fromkeys(name for name in module.computations if name in found)
 
 
-def _called(x: Instruction) -> Iterator[str]:
-  return itertools.chain(*x.calls.values())
-
-
-def _matters(module: Module, works: Works, name: str, x: Instruction) -> bool:
+def _matters(works: Works, body: Computation, x: Instruction) -> bool:
   """Returns whether an instruction is a collective, a part of one, or a product."""
   kind = x.opcode.partition("-start")[0].partition("-done")[0].partition("-update")[0]
   if kind in SHARE_SENT or kind in ("send", "recv", "call", "async"):
@@ -83,11 +80,9 @@ def _matters(module: Module, works: Works, name: str, x: Instruction) -> bool:
   target = x.attributes.get("custom_call_target", "")
   if target.startswith('"AsyncCollective'):
     return True
-  work = works.of(name, x)
+  work = works.of(body, x)
   return bool(work and work.flops) or any(
-    _matters(module, works, callee, y)
-    for callee in _called(x)
-    for y in module.computations[callee]
+    _matters(works, callee, y) for callee in body.called(x) for y in callee
   )
 
 

@@ -5,11 +5,9 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-
-from gradcomp._src.mesh.run_store import named, patience, run_store, written
+from gradcomp._src.mesh import run_store
 
 
 class Verdict(NamedTuple):
@@ -60,33 +58,17 @@ def agreed(
   # A process that tries again reads no error of the last time.
   name = sha256(repr((key, _failed[key])).encode()).hexdigest()
   folder = f"gradcomp/kernels/{name}/"
-
-  def write(value: object) -> None:
-    place = f"{folder}{jax.process_index()}"
-    run_store().key_value_set(place, json.dumps(value), allow_overwrite=True)
-
   try:
-    write(own())
-    found = _read(folder, kernel, processes)
+    text = json.dumps(own())
   except Exception as error:
-    write(str(error)[:500])
     _failed[key] += 1
+    run_store.publish(folder, json.dumps(str(error)[:500]))
     raise
-  for process, value in sorted(found.items()):
+  texts = run_store.meet(folder, text, processes, f"{kernel} must be tried")
+  found = {process: json.loads(text) for process, text in sorted(texts.items())}
+  for process, value in found.items():
     if isinstance(value, str):
       _failed[key] += 1
       raise RuntimeError(f"Process {process} did not try {kernel}: {value}")
   _agreed[key] = of_all(Verdict(*found[process]) for process in processes)
   return _agreed[key]
-
-
-def _read(folder: str, kernel: str, processes: tuple[int, ...]) -> dict[int, Any]:
-  """Returns the texts of all processes; ValueError if one has none."""
-  *_, found = written(folder, processes)
-  if missing := [process for process in processes if process not in found]:
-    raise ValueError(
-      f"{kernel} must be tried by all processes, got nothing from {named(missing)} in "
-      f"{patience():g} s; look what is wrong there, start all with the same program, "
-      "or set GRADCOMP_PATIENCE_SECONDS to more."
-    )
-  return {process: json.loads(text) for process, text in found.items()}

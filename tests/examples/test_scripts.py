@@ -147,7 +147,7 @@ SWITCH = "--model lstm --codec redsync-asq --warmup 4 --ema 0.9 --schedule plate
 LOCAL = "--codec blocktop --local-steps 2 --optimizer adam --evaluate-every 1"
 # The folder of the run or the most bytes, of those of float32; script and options; and
 # options of another training, with what its refusal says: here before arrays are read.
-WIDER = "--channels 8", "the list of leaves was one without"
+WIDER = "--channels 8", "the shape of"
 DENSER = "--density 0.1", "density=0.01", "density=0.1"
 RUNS = [
   ("qsgd-4-0", f"image_classification --batch-size 16 {PIXELS}", ()),

@@ -1,14 +1,13 @@
 """All processes of a run take the same implementation of a kernel, or fail together."""
 
 import collections
-import json
+import time
 
 import jax
 import pytest
 
 from gradcomp._src.kernels.gpu import verdicts
 from gradcomp._src.kernels.gpu.verdicts import Verdict, agreed, of_all
-from gradcomp._src.mesh.run_store import run_store
 from tests.support.cases.agreement import processes
 
 RIGHT, WRONG = Verdict("", 1.0, 2.0), Verdict("On a, it lies.")
@@ -94,12 +93,12 @@ def test_all_fail_where_one_has_no_room_and_all_may_try_again(together):
   assert errors == [None, None] and found == [RIGHT, RIGHT]
 
 
-def test_a_process_that_does_not_come_is_named(together, monkeypatch):
+def test_a_process_that_does_not_come_is_named_and_may_be_late(together, monkeypatch):
+  """It finds what waited for it, which goes on then."""
   monkeypatch.setenv("GRADCOMP_PATIENCE_SECONDS", "0.05")
-  # The store holds what the first process has written, and nothing of the second.
-  written = lambda folder: [(f"{folder}0", json.dumps(RIGHT))]
-  monkeypatch.setattr(run_store(), "key_value_dir_get", written)
-  _, (first, _) = together(lambda: RIGHT, lambda: RIGHT)
+  late = lambda: time.sleep(0.5) or RIGHT
+  (_, found), (first, second) = together(lambda: RIGHT, late)
   told = "must be tried by all processes, got nothing from process 1 in 0.05 s"
   assert isinstance(first, ValueError) and told in str(first)
-  assert not dict.keys(verdicts._agreed)
+  assert second is None and found == RIGHT
+  assert together(lambda: RIGHT, late) == ([RIGHT, RIGHT], [None, None])

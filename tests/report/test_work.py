@@ -13,7 +13,7 @@ from gradcomp._src.report.work import Works
 def ours(text):
   module = read_module(text)
   (root,) = (x for x in module.computations[module.entry] if x.is_root)
-  found = Works(module).of(module.entry, root)
+  found = Works().of(module.computations[module.entry], root)
   return (found.flops, found.bytes)
 
 

@@ -1,7 +1,7 @@
 """Describes a state's configuration as JSON, and compares two descriptions."""
 
-import dataclasses
 import itertools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +23,7 @@ from gradcomp._src.version import __version__
 # go on with equal bits: of fields, shapes, orders, units, keys or defaults.
 FORMAT = 1
 
-_HOW = {"implementation"}  # fields of codecs that change no bits
+_HOW = re.compile(r"(, )?\bimplementation=[^,)]*")  # it changes no bits
 
 # The types of a record's parts.
 _FORM = {"format": int, "workers": list, "stacked": bool, "platform": str}
@@ -36,7 +36,6 @@ _CURES = {
   "and take gradcomp.reshard_state with it as old_platform=",
 }
 # Facts of a transformation.
-_LEAVES = "the list of leaves"
 _AXIS = "the axis of workers"
 _OWNED = "what the owners of messages keep a part of"
 
@@ -53,7 +52,7 @@ def record(
   With another codec or number of workers, the arrays of a state may have the same
   shapes, and mean something else. For each gradcomp transformation, the record has the
   leaves with their shapes and codecs, the feedback, and the owner residuals with their
-  leaves and exchange: facts by their names. It has the platform, by which
+  leaves and exchange: texts by the names of these facts. It has the platform, by which
   ``message_bytes="auto"`` cuts messages.
 
   Args:
@@ -63,7 +62,8 @@ def record(
     platform: that of the workers, as for :func:`gradcomp.explain`.
 
   Returns:
-    Dicts, lists, strings and numbers, for ``json.dump`` or Orbax's ``JsonSave``.
+    Dicts, lists, strings and numbers, for Orbax's ``JsonSave`` or ``custom_metadata=``,
+    or for ``json.dump``.
 
   Raises:
     ValueError: ``workers`` is no number of workers, or ``platform`` no platform.
@@ -75,7 +75,7 @@ def record(
     >>> saved["format"], saved["workers"], facts["the shape of ['w']"]
     (1, [4], '[256, 256]')
     >>> facts["the feedback"]
-    {'type': 'NoFeedback'}
+    'NoFeedback()'
   """
   sizes, _ = sizes_of(workers)
   with platforms.planned_for(platform):
@@ -167,51 +167,37 @@ def _stacked(state: Any) -> bool:
   )
 
 
-def _facts(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, Any]:
-  """Names the facts that give the arrays of a transformation their meaning.
-
-  A fact is a text, a list of names or of lists of them, or the fields of an option.
-  """
-  facts: dict[str, Any] = {_LEAVES: list(plan.names)}
+def _facts(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, str]:
+  """Names the facts that give the arrays of a transformation their meaning."""
+  facts: dict[str, str] = {}
   # Not bound to a number of workers, which the record has once.
   whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
   codecs = leaf_codecs(whole, made["codec"], min_leaf_size=made["min_leaf_size"])
   for name, leaf, codec in zip(plan.names, whole, codecs, strict=True):
     facts[f"the shape of {name}"] = str([*leaf.shape])
-    facts[f"the codec of {name}"] = _fields(codec)
-  facts["the feedback"] = _fields(made["feedback"])
+    facts[f"the codec of {name}"] = _text(codec)
+  facts["the feedback"] = _text(made["feedback"])
   axes = own_axes(plan.axis_name, ())
   named = axes[:1] != tracing.UNNAMED[:1]  # else init cannot know the number of owners
   owned: list[tuple[Any, Any]]
   if "params" in made:  # zero, whose owners keep the rows of every message
-    facts["the codec of parameters"] = _fields(made["params"])
+    facts["the codec of parameters"] = _text(made["params"])
     owned = [(x.exchange, x.leaves) for x in plan.messages]
   else:
     # Platforms may cut other messages, and owners keep the same arrays nevertheless.
     matrices = itertools.chain(*owned_matrices(plan).values()) if named else ()
     owned = [(x.message.exchange, [i for i, *_ in x.leaves()]) for x in matrices]
-  names = [[plan.names[i] for i in leaves] for _, leaves in owned]
+  names = [", ".join(plan.names[i] for i in leaves) for _, leaves in owned]
   facts["the delay"] = str(made.get("delay") or 0)  # of a mean, in local steps
-  facts |= {_OWNED: names, _AXIS: str([*axes] if named else [])}
-  for i, (exchange, _) in enumerate(owned):
-    facts[f"the exchange of message {i}, of {_listed(names[i])}"] = _fields(exchange)
-  return facts
+  facts |= {_OWNED: "; ".join(names), _AXIS: str([*axes] if named else [])}
+  exchanges = enumerate(_text(exchange) for exchange, _ in owned)
+  return facts | {f"the exchange of message {i}": x for i, x in exchanges}
 
 
-def _fields(option: Any) -> dict[str, str]:
-  """Describes an option, a dataclass, by its type and the fields that decide bits."""
-  names = [x.name for x in dataclasses.fields(option) if x.name not in _HOW]
-  texts = {name: _text(getattr(option, name)) for name in names}
-  return {"type": type(option).__name__, **texts}
-
-
-def _text(value: Any) -> str:
-  if dataclasses.is_dataclass(value):
-    kind, *fields = _fields(value).items()
-    return f"{kind[1]}({', '.join(f'{name}={text}' for name, text in fields)})"
-  if isinstance(value, tuple | list):
-    return f"[{', '.join(map(_text, value))}]"
-  return repr(value if isinstance(value, int | float | str | None) else str(value))
+def _text(option: Any) -> str:
+  """Returns the text of an option, without what changes no bits."""
+  text = _HOW.sub("", repr(option)).replace("(, ", "(")
+  return re.sub(r"\bdtype\('?(\w+)'?\)", r"'\1'", text)
 
 
 def _differences(saved: Any, record: Any) -> list[tuple[str, Any, Any]]:
@@ -229,38 +215,25 @@ def _differences(saved: Any, record: Any) -> list[tuple[str, Any, Any]]:
     return [*found, ("the number of gradcomp transformations", len(old), len(new))]
   for number, (was, now) in enumerate(zip(old, new, strict=True)):
     where = f" of transformation {number}" if len(old) > 1 else ""
-    both = {x: _compared(x, was[x], now[x]) for x in was if x in now}
-    differ = {x: pair for x, pair in both.items() if pair[0] != pair[1]}
-    if not stacked:
-      differ.pop(_AXIS, None)
-    # Other leaves, and other messages of owners, have facts of their own.
-    for x in () if differ else was.keys() ^ now.keys():
-      differ[x] = str(was.get(x, "nothing")), str(now.get(x, "nothing"))
-    found += [(what + where, *pair) for what, pair in differ.items()]
+    for x in {**was, **now}:
+      if was.get(x) != now.get(x) and (stacked or x != _AXIS):
+        found.append((x + where, *_shown(was.get(x), now.get(x))))
+    if not found and [*was] != [*now]:
+      found.append((f"the order of leaves{where}", *_shown([*was], [*now])))
   return found
 
 
-def _compared(what: str, old: Any, new: Any) -> tuple[str, str]:
-  """Returns the texts of two values of a fact, or of the parts in which they differ."""
-  if isinstance(old, Mapping) and isinstance(new, Mapping):
-    if old.get("type") != new.get("type"):
-      return str(old.get("type")), str(new.get("type"))
-    # A field that only one version has must have a default that changes nothing.
-    differ = [x for x in old if x in new and old[x] != new[x]]
-    of = lambda y: f"{y['type']}({', '.join(f'{x}={y[x]}' for x in differ)})"
-    return of(old), of(new)
-  if isinstance(old, list) and isinstance(new, list) and old != new:
-    if what == _LEAVES:
-      only = [x for x in old if x not in new], [x for x in new if x not in old]
-      was, now = (f"one with {_listed(x)}" if x else "one without" for x in only)
-      return was, now
-    texts = lambda lists: "; ".join(map(_listed, lists)) or "nothing"
-    return texts(old), texts(new)
-  return str(old), str(new)
-
-
-def _listed(names: Any) -> str:
-  if not isinstance(names, list):
-    return str(names)
-  more = f" and {len(names) - 3} more" if names[3:] else ""
-  return ", ".join(map(str, names[:3])) + more
+def _shown(old: Any, new: Any) -> tuple[str, str]:
+  """Returns the texts of two values, of options of one type those that differ."""
+  texts = [str(x or "nothing") for x in (old, new)]
+  both = [re.fullmatch(r"(\w+)\((.*)\)", text) for text in texts]
+  if both[0] and both[1]:
+    kinds = [x[1] for x in both if x]
+    fields = zip(*(x[2].split(", ") for x in both if x), strict=False)
+    differ = zip(*(pair for pair in fields if pair[0] != pair[1]), strict=True)
+    if kinds[0] != kinds[1]:
+      texts = kinds
+    elif not re.search(r"[(\[]", "".join(x[2] for x in both if x)):
+      texts = [f"{kinds[0]}({', '.join(x)})" for x in differ] or texts
+  was, now = (x if len(x) <= 300 else f"{x[:300]}..." for x in texts)
+  return was, now

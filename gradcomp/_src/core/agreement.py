@@ -21,15 +21,9 @@ import numpy as np
 import optax
 
 from gradcomp._src.checks import see
+from gradcomp._src.mesh import run_store
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.run_store import (
-  is_alone,
-  named,
-  patience,
-  processes_of,
-  run_store,
-  written,
-)
+from gradcomp._src.mesh.run_store import is_alone, named, processes_of
 from gradcomp._src.mesh.types import mesh_of
 from gradcomp._src.version import WIRE, __version__
 
@@ -89,7 +83,7 @@ def one_record(
     if processes:
       agreed = _agreed.setdefault((jax.process_index(), processes), [])
       said = f"{type(error).__name__}: {error}"[:500]
-      _write(_folder(processes), "failed", [{"failed": said}])
+      run_store.publish(f"{_folder(processes, [{'failed': said}])}digest/", "failed")
       agreed.append("no agreement")  # so that all go on to the next record
     raise
   finally:
@@ -147,39 +141,30 @@ def _compare(record: Record, processes: tuple[int, ...]) -> None:
   digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:32]
   if digest in agreed:  # traced before
     return
-  folder = _folder(processes)
-  _write(folder, digest, record)
-  found: dict[int, str] = {}
-  for found in written(f"{folder}digest/", processes):
-    other = [process for process in processes if found.get(process, digest) != digest]
-    if other:
-      agreed.append("no agreement")  # nobody has agreed: all go on to the next one
-      text = run_store().blocking_key_value_get(f"{folder}text/{other[0]}", 10_000)
-      theirs = json.loads(zlib.decompress(base64.b64decode(text)))
-      raise _difference(record, theirs, found, own, other[0])
-  if missing := [process for process in processes if process not in found]:
-    raise ValueError(
-      f"`{record[0]['transformation']}` must be traced by all processes, got nothing "
-      f"from {named(missing)} in {patience():g} s; look what is wrong there, start all "
-      "with the same program, or set GRADCOMP_PATIENCE_SECONDS to more."
-    )
-  agreed.append(digest)
+  folder, what = _folder(processes, record), record[0]["transformation"]
+  given = f"{folder}digest/", digest, processes, f"`{what}` must be traced"
+  found = run_store.meet(*given, alike=True)
+  other = next((x for x in processes if found.get(x, digest) != digest), None)
+  if other is None:
+    agreed.append(digest)
+    return
+  agreed.append("no agreement")  # nobody has agreed: all go on to the next one
+  store = run_store.run_store()
+  text = store.blocking_key_value_get(f"{folder}text/{other}", 10_000)
+  theirs = json.loads(zlib.decompress(base64.b64decode(text)))
+  raise _difference(record, theirs, found, own, other)
 
 
-def _folder(processes: tuple[int, ...]) -> str:
-  """Returns the key-value folder of the next record of some processes."""
+def _folder(processes: tuple[int, ...], record: Record) -> str:
+  """Returns the folder of the next record of some processes, and writes it there.
+
+  Others read it if their digests differ.
+  """
   group = hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
-  return f"gradcomp/{group}/{len(_agreed[jax.process_index(), processes])}/"
-
-
-def _write(folder: str, digest: str, record: Record) -> None:
-  """Publishes a record and its digest; others read the record if digests differ."""
-  client = run_store()
+  folder = f"gradcomp/{group}/{len(_agreed[jax.process_index(), processes])}/"
   text = base64.b64encode(zlib.compress(json.dumps(record).encode())).decode()
-  # Again after an error, or after a process has been started again.
-  for name, value in (("text", text), ("digest", digest)):
-    key = f"{folder}{name}/{jax.process_index()}"
-    client.key_value_set(key, value, allow_overwrite=True)
+  run_store.publish(f"{folder}text/", text)
+  return folder
 
 
 def _difference(

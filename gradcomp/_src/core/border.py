@@ -183,8 +183,7 @@ def step_shards(updates: Any, state: Any) -> Any:
   keys: set[Axes] = set()
   for x in jax.tree.leaves(state, is_leaf=is_node):
     if states.is_state(x):
-      kept = states.with_measures(x, None).memory or ()
-      keys.update(*filter(None, (x.server_residual, *kept)))
+      keys.update(*filter(None, (x.server_residual, *(x.memory or ()))))
     elif states.is_rows(x):
       keys.update(x.arrays)
   # ``optimizer.init`` makes rows of whole leaves.

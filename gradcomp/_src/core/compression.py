@@ -19,7 +19,7 @@ from gradcomp._src.core import agreement, codec_memory, first_state, residual_st
 from gradcomp._src.core import state as states
 from gradcomp._src.core.feedback import Feedback, as_feedback
 from gradcomp._src.core.inputs import pairs
-from gradcomp._src.core.state import CompressState, measures
+from gradcomp._src.core.state import CompressState
 from gradcomp._src.exchange.auto import Auto, as_exchange, check_exchange
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
@@ -150,7 +150,7 @@ class Compression(checks.Checked):
         'feedback="ef21".'
       )
     if across.axes is not None and self.exchange.sends:
-      told = vars(self) | {"inspected": measures(state) is not None}
+      told = vars(self) | {"inspected": state.measures is not None}
       agreement.require_agreement("gradcomp.compress", told, updates, across.axes)
     made = ("codec", "feedback", "min_leaf_size")
     study.note(study.Options(tuple((name, getattr(self, name)) for name in made)))
@@ -180,9 +180,9 @@ class Compression(checks.Checked):
       codec_memory.recall(plan, state.memory),
       self._owned(plan, state),
       state.count,
-      keep=self.feedback.keeps or measures(state) is not None,
+      keep=self.feedback.keeps or state.measures is not None,
       mark=self.feedback.moves,
-      watch=measures(state) is not None,
+      watch=state.measures is not None,
     )
 
   def error_share(self, across: Place) -> float | None:

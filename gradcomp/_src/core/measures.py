@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from gradcomp._src.core.residual_storage import is_stored, read_residual
-from gradcomp._src.core.state import CompressState, measures, with_measures
+from gradcomp._src.core.state import CompressState
 from gradcomp._src.exchange.collectives import STAGE, psum
 from gradcomp._src.exchange.lines import own_rows
 from gradcomp._src.exchange.plan import (
@@ -49,7 +49,7 @@ def squares(x: jax.Array) -> jax.Array:
 
 def watched(state: CompressState, leaves: int) -> CompressState:
   """Returns a state with sums for ``leaves`` leaves, NaN until a step measures."""
-  return with_measures(state, _filled(leaves, jnp.nan))
+  return state._replace(measures=_filled(leaves, jnp.nan))
 
 
 def _filled(leaves: int, value: float) -> Sums:
@@ -60,7 +60,7 @@ def measured(
   state: CompressState, step: Step, updates: Any, corrected: Leaves, reduced: Any
 ) -> CompressState:
   """Returns the state after a step, with the sums of the step if it is inspected."""
-  if measures(state) is None:
+  if state.measures is None:
     return state
   plan, workers = step.plan, step.workers
   # Under Explicit axes gradients are addends, an Nth of a worker's gradient elsewhere.
@@ -101,7 +101,7 @@ def measured(
     found.append(sums._replace(equal=jnp.where(same, sums.size, 0.0)))
   order = np.argsort([i for numbers in groups.values() for i in numbers])
   in_order = lambda *x: jnp.concatenate(x)[order]
-  return with_measures(state, jax.tree.map(in_order, *found))
+  return state._replace(measures=jax.tree.map(in_order, *found))
 
 
 def _unknown(plan: MessagePlan, leaf: int) -> jax.Array:

@@ -72,8 +72,7 @@ def state_specs(  # noqa: C901 - a case for each type of state
   structure: Any = jax.tree.structure(param_specs, is_leaf=is_spec)
   inner = functools.partial(state_specs, axis_name=axis_name, param_specs=param_specs)
   alike = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
-  cut = lambda axes: param_specs is not None and axes != states.MEASURES
-  here = lambda axes: axes if cut(axes) else axis_names(axis_name)
+  here = lambda axes: axis_names(axis_name) if param_specs is None else axes
   is_hole = lambda node: isinstance(node, optax.MaskedNode)
   is_one = lambda node: is_hole(node) or is_stored(node)  # in the place of one leaf
   per_worker = lambda tree: placed(tree, functools.partial(stack_spec, axis_name))

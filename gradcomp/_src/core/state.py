@@ -37,6 +37,8 @@ class CompressState(NamedTuple):
     velocity: the momentum of each worker, ``float32``, like the residual.
     estimate: with ``feedback="ef21"`` the estimate that workers share, arrays like the
       parameters, but of at least one axis, ``float32``, replicated.
+    measures: sums of each leaf in a step that :mod:`gradcomp.telemetry` inspects,
+      replicated; None between steps.
 
   Example:
     >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})
@@ -51,6 +53,7 @@ class CompressState(NamedTuple):
   memory: Memory | None = None
   velocity: Any = None
   estimate: Any = None
+  measures: Any = None
 
 
 class Kept(NamedTuple):
@@ -172,26 +175,6 @@ is_state, is_scan, is_rows, is_own_steps = map(
 def states_in(opt_state: Any) -> list[CompressState]:
   """Returns the states of gradcomp's transformations, in the order of their numbers."""
   return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
-
-
-# The place of the measures of an inspected step, where codec states have their axes.
-MEASURES = ("gradcomp_measures",)
-
-
-def measures(state: CompressState) -> Any:
-  """Returns the measures of an inspected step; None in all other states."""
-  kept = {} if state.memory is None else state.memory.shared
-  return kept[MEASURES][0] if MEASURES in kept else None
-
-
-def with_measures(state: CompressState, found: Any) -> CompressState:
-  """Returns a state with these measures, or for None without any."""
-  memory = Memory({}, {}) if state.memory is None else state.memory
-  shared = {axes: kept for axes, kept in memory.shared.items() if axes != MEASURES}
-  if found is not None:
-    shared[MEASURES] = {0: found}
-  memory = Memory(shared, memory.own)
-  return state._replace(memory=memory if any(memory) else None)
 
 
 def collects(node: Any) -> bool:

@@ -4,10 +4,11 @@
 on all processes already.
 """
 
+import contextlib
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,33 +49,46 @@ def processes_of(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
   return tuple(found) if len(found) > 1 and jax.process_index() in found else ()
 
 
-def patience() -> float:
-  """Returns the seconds to wait for a process; ValueError for an invalid setting."""
-  # By default it is longer than compiling a step that others have in a cache.
-  text = os.environ.get("GRADCOMP_PATIENCE_SECONDS", "600")
-  try:
-    limit = float(text)
-  except ValueError:
-    limit = -1.0
-  if not limit >= 0:
-    raise ValueError(
-      f"`GRADCOMP_PATIENCE_SECONDS` must be seconds, 0 or more, got {text!r}; "
-      "unset it to wait for ten minutes."
-    )
-  return limit
+def publish(folder: str, text: str) -> None:
+  """Writes a text of this process, also again after an error or a new start."""
+  key = f"{folder}{jax.process_index()}"
+  run_store().key_value_set(key, text, allow_overwrite=True)
 
 
-def written(folder: str, processes: Sequence[int]) -> Iterator[dict[int, str]]:
-  """Yields the texts of processes so far, until all are there or patience ends."""
-  deadline, pause = time.monotonic() + patience(), 0.001
+def meet(
+  folder: str, own: str, processes: Sequence[int], what: str, *, alike: bool = False
+) -> dict[int, str]:
+  """Writes a text; returns all, or with ``alike`` those so far once one differs."""
+  publish(folder, own)
+  limit = _patience()
+  deadline, pause = time.monotonic() + limit, 0.001
   while True:
     pairs = run_store().key_value_dir_get(folder)
     found = {int(name.rpartition("/")[2]): value for name, value in pairs}
-    yield found
-    if found.keys() >= set(processes) or time.monotonic() > deadline:
-      return
+    missing = [process for process in processes if process not in found]
+    if not missing or (alike and set(found.values()) != {own}):
+      return found
+    if time.monotonic() > deadline:
+      raise ValueError(
+        f"{what} by all processes, got nothing from {named(missing)} in {limit:g} s; "
+        "look what is wrong there, start all with the same program, or set "
+        "GRADCOMP_PATIENCE_SECONDS to more."
+      )
     time.sleep(pause)
     pause = min(2 * pause, 1.0)
+
+
+def _patience() -> float:
+  """Returns the seconds to wait for a process; ValueError for an invalid setting."""
+  # By default it is longer than compiling a step that others have in a cache.
+  text = os.environ.get("GRADCOMP_PATIENCE_SECONDS", "600")
+  with contextlib.suppress(ValueError):
+    if (limit := float(text)) >= 0:
+      return limit
+  raise ValueError(
+    f"`GRADCOMP_PATIENCE_SECONDS` must be seconds, 0 or more, got {text!r}; "
+    "unset it to wait for ten minutes."
+  )
 
 
 def named(processes: Sequence[int]) -> str:

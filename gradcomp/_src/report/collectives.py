@@ -1,7 +1,6 @@
 """The collectives of a program: a record, the bytes that they send, and text tables."""
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -285,23 +284,20 @@ def span(axes: _Axes, data: _Axes, sizes: Mapping[str, int], pairs: Pairs) -> in
   """
   first = min((data.index(axis) for axis in axes if axis in data), default=0)
   workers = math.prod(sizes[axis] for axis in data[first:])
-  place = functools.partial(_place, axes=axes, data=data, sizes=sizes)
-  pairs = [(place(i), place(j)) for i, j in pairs]
+  behind = {x: math.prod(sizes[y] for y in data[i:]) for i, x in enumerate(data, 1)}
+
+  def rank(index: int) -> int:
+    result = 0
+    for axis in reversed(axes):
+      index, own = divmod(index, sizes[axis])
+      result += own * behind.get(axis, 0)
+    return result
+
+  pairs = [(rank(i), rank(j)) for i, j in pairs]
   for length in range(1, workers if pairs else 1):
     if workers % length == 0 and all(i // length == j // length for i, j in pairs):
       return length
   return workers
-
-
-def _place(index: int, *, axes: _Axes, data: _Axes, sizes: Mapping[str, int]) -> int:
-  """Converts an index along some axes to a global worker rank."""
-  result = 0
-  for axis in reversed(axes):
-    index, own = divmod(index, sizes[axis])
-    if axis in data:
-      behind = data[data.index(axis) + 1 :]
-      result += own * math.prod(sizes[other] for other in behind)
-  return result
 
 
 def counted(x: Collective) -> str:
@@ -315,9 +311,11 @@ def end_of_scope(x: Collective) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-  """Returns one line a row, with the columns of ``right`` flush right."""
+  """Returns one line a row, with columns of ``right`` flush right, no empty ones."""
   columns = []
-  for i, column in enumerate(zip(*rows, strict=True)):
-    width = max(map(len, column))
-    columns.append([x.rjust(width) if i in right else x.ljust(width) for x in column])
+  for i, (head, *cells) in enumerate(zip(*rows, strict=True)):
+    width = max(map(len, (head, *cells)))
+    pad = str.rjust if i in right else str.ljust
+    if any(cells):
+      columns.append([pad(x, width) for x in (head, *cells)])
   return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

@@ -157,14 +157,11 @@ class Explanation:
       "/f32": [f"{ratio:.4g}" for ratio in self._ratios(32)],
       "/bf16": [f"{ratio:.4g}" for ratio in self._ratios(16)],
     }
-    if any(x.slots is not None for x in leaves):
-      columns["slots"] = ["" if x.slots is None else f"{x.slots:,}" for x in leaves]
-      used = [None if x.slots is None else x.used for x in leaves]
-      columns["used"] = ["" if x is None else f"{x:,.0f}" for x in used]
-    if len(self._rounds) > 1:
-      columns["every"] = [str(x.every) for x in leaves]
-    if any(x.rule for x in leaves):
-      columns["rule"] = [x.rule for x in leaves]
+    used = [None if x.slots is None else x.used for x in leaves]
+    columns["slots"] = ["" if x.slots is None else f"{x.slots:,}" for x in leaves]
+    columns["used"] = ["" if x is None else f"{x:,.0f}" for x in used]
+    columns["every"] = [str(x.every) * (len(self._rounds) > 1) for x in leaves]
+    columns["rule"] = [x.rule for x in leaves]
     rows = [[*columns], *itertools.zip_longest(*columns.values(), fillvalue="")]
     left = ("leaf", "shape", "codec", "exchange", "rule")
     lines = aligned(rows, right=[i for i, x in enumerate(columns) if x not in left])

@@ -6,15 +6,16 @@
 # instruction a line. All else is refused, so that a text that was cut or mended by hand
 # loses no collective in silence.
 
+import functools
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
 _STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
-_COMMENT = re.compile(rf"({_STRING})|/\*.*?\*/ ?")  # the numbers of a tuple's elements
 _NESTED = re.compile(rf"{_STRING}|'[^']*'|[()\[\]{{}},\"']")
-_NEEDLESS = re.compile(  # blanks beside signs, outside of strings
-  rf"({_STRING}|'[^']*')|(?<=[,{{\[(=:])\s+|\s+(?=[,}}\])=<{{])"
+_NEEDLESS = re.compile(  # numbers of elements, and blanks beside signs; not in strings
+  rf"({_STRING}|'[^']*')|/\*.*?\*/ ?|(?<=[,{{\[(=:])\s+|\s+(?=[,}}\])=<{{])"
 )
 _NAME = re.compile(r"%?([\w.\-]+)")
 _TABLE = re.compile(  # of source lines, between a header and the first computation
@@ -33,26 +34,16 @@ _CALLING = frozenset(
 
 
 class Instruction(NamedTuple):
-  """One instruction of a computation.
+  """One instruction; texts lack comments, and blanks beside commas and brackets."""
 
-  Attributes:
-    name: without the percent sign.
-    type: as the text has it, with layouts: ``"(f32[8]{0}, u32[])"``.
-    opcode: such as ``"all-gather-start"``.
-    arguments: the texts between its parentheses: ``"%x"`` or ``"f32[8] %x"``, and of a
-      constant or a parameter its value or number.
-    attributes: the text of each, by its name: ``{"replica_groups": "{{0,1}}"}``.
-    is_root: whether it is the result of its computation.
-
-  The texts have no comments, and no blanks beside commas, brackets and equals signs.
-  """
-
-  name: str
-  type: str
-  opcode: str
+  name: str  # without the percent sign
+  type: str  # with layouts: "(f32[8]{0},u32[])"
+  opcode: str  # such as "all-gather-start"
+  # Those between its parentheses: "%x" or "f32[8] %x"; of a constant or a parameter its
+  # value or number.
   arguments: tuple[str, ...]
-  attributes: dict[str, str]
-  is_root: bool
+  attributes: dict[str, str]  # by their names: {"replica_groups": "{{0,1}}"}
+  is_root: bool  # the result of its computation
 
   @property
   def operands(self) -> tuple[str, ...]:
@@ -68,9 +59,35 @@ class Instruction(NamedTuple):
     return {key: tuple(_NAME.findall(names)) for key, names in found.items()}
 
   @property
+  def called(self) -> list[str]:
+    """The names of all of them."""
+    return [*itertools.chain(*self.calls.values())]
+
+  @property
+  def base(self) -> str:
+    """The opcode, that of the whole for its start."""
+    return self.opcode.removesuffix("-start")
+
+  @property
   def backend_config(self) -> str:
     """The text of the configuration for the compiler's back end, JSON or not."""
     return self.attributes.get("backend_config", "")
+
+  @property
+  def hints(self) -> str:
+    """The text of what the program's maker tells the compiler."""
+    return self.attributes.get("frontend_attributes", "")
+
+  @property
+  def chains(self) -> list[str]:
+    """The number of an asynchronous collective that several fusions of a TPU have."""
+    return re.findall(r'\bchain_id="?(\w+)', self.hints)
+
+  @property
+  def meeting(self) -> str | None:
+    """The name under which a send and a receive meet."""
+    match = re.search(r'rendezvous="([^"]*)"', self.hints)
+    return match[1] if match else self.attributes.get("channel_id")
 
   @property
   def op_name(self) -> str:
@@ -79,19 +96,52 @@ class Instruction(NamedTuple):
     return match[1][1:-1] if match else ""
 
 
-class Module(NamedTuple):
-  """The program of a text.
+class Computation(tuple[Instruction, ...]):
+  """The instructions of a computation, in the order of the text.
 
-  Attributes:
-    attributes: those of the header, by name.
-    computations: the instructions of each, by its name, in the order of the text; where
-      ``is_scheduled`` is ``"true"`` in ``attributes``, they run in it.
-    entry: the name of the computation where the program begins.
+  ``others`` are all computations of the module, by their names.
   """
 
-  attributes: dict[str, str]
-  computations: dict[str, tuple[Instruction, ...]]
-  entry: str
+  name: str
+  others: Mapping[str, "Computation"]
+
+  @functools.cached_property
+  def named(self) -> dict[str, Instruction]:
+    """The instructions by their names."""
+    return {x.name: x for x in self}
+
+  @functools.cached_property
+  def readers(self) -> dict[str, list[int]]:
+    """The numbers of the instructions that read each value."""
+    found: dict[str, list[int]] = {x.name: [] for x in self}
+    for number, x in enumerate(self):
+      for name in dict.fromkeys(x.operands):
+        found.setdefault(name, []).append(number)
+    return found
+
+  @property
+  def root(self) -> Instruction:
+    """The result: the last instruction where the text marks none."""
+    return next((x for x in self if x.is_root), self[-1])
+
+  def called(self, x: Instruction) -> "list[Computation]":
+    """Returns the computations that an instruction calls."""
+    return [self.others[name] for name in x.called]
+
+  def behind(self, name: str | None, views: Container[str]) -> Instruction | None:
+    """Returns the source of a value, behind instructions with these opcodes."""
+    found = self.named.get(name or "")
+    while found is not None and found.opcode in views and found.operands:
+      found = self.named.get(found.operands[0])
+    return found
+
+
+class Module(NamedTuple):
+  """The program of a text."""
+
+  attributes: dict[str, str]  # of the header; with "is_scheduled" texts have order
+  computations: dict[str, Computation]  # by name, in the order of the text
+  entry: str  # the name of the one where the program begins
 
   @property
   def replicas(self) -> int:
@@ -108,7 +158,7 @@ def read_module(text: str) -> Module:
   """Returns the module of HLO text; ValueError unless it is exactly one."""
   lines = iter([line for line in map(str.strip, text.splitlines()) if line])
   header = next((line for line in lines if line.startswith("HloModule ")), "")
-  computations: dict[str, tuple[Instruction, ...]] = {}
+  computations: dict[str, Computation] = {}
   entries: list[str] = []
   for line in lines:
     if _TABLE.fullmatch(line):
@@ -118,11 +168,15 @@ def read_module(text: str) -> Module:
     is_entry, name = head.groups()
     if name in computations:
       raise unreadable("one computation of a name", name)
-    computations[name] = tuple(_instructions(name, lines))
+    computations[name] = body = Computation(_instructions(name, lines))
+    body.name, body.others = name, computations
     entries += [name] * bool(is_entry)
   if not header or len(entries) != 1:  # a text without ENTRY may have lost its end
     raise unreadable("one HloModule with one ENTRY", text[:40].strip())
-  _, *attributes = _parts(_plain(header))
+  for x in itertools.chain(*computations.values()):
+    if missing := set(x.called) - computations.keys():
+      raise unreadable("every computation that it calls", missing.pop())
+  _, *attributes = _parts(_NEEDLESS.sub(r"\1", header))
   return Module(_attributes(attributes), computations, entries[0])
 
 
@@ -138,10 +192,10 @@ def _instructions(computation: str, lines: Iterator[str]) -> Iterator[Instructio
   """Yields the instructions of a computation, up to the brace that closes it."""
   names = set[str]()
   for line in lines:
-    if _END.fullmatch(line):
+    if names and _END.fullmatch(line):
       return
     match = _INSTRUCTION.fullmatch(line)
-    call, *attributes = _parts(_plain(match[3])) if match else [""]
+    call, *attributes = _parts(_NEEDLESS.sub(r"\1", match[3])) if match else [""]
     made = _CALL.fullmatch(call)
     if match is None or made is None:
       raise unreadable("one instruction a line, as compiled.as_text()", line)
@@ -164,11 +218,6 @@ def _attributes(parts: list[str]) -> dict[str, str]:
   if None in found:
     raise unreadable("a name and a value of each attribute", ", ".join(parts))
   return {match[1]: match[2] for match in found if match}
-
-
-def _plain(text: str) -> str:
-  """Returns a text without comments and needless blanks."""
-  return _NEEDLESS.sub(r"\1", _COMMENT.sub(r"\1", text))
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -4,6 +4,7 @@
 # program that runs in its order, from a start to its end, can be read without a device.
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from gradcomp._src.report.collectives import (
   end_of_scope,
 )
 from gradcomp._src.report.hlo_text import Instruction
-from gradcomp._src.report.timeline import Timeline
+from gradcomp._src.report.timeline import beside
 from gradcomp._src.report.wire_report import read_program
 from gradcomp._src.report.work import Work, Works
 
@@ -100,13 +101,9 @@ class OverlapReport:
     if not self.collectives:
       return "\n".join(["The program has no collectives.", *unseen])
     header = "collective,dtype,axis,workers,times,bytes sent,beside it,Gflop,kcycles"
-    rows = [header.split(",") + ["scope"], *map(_row, self.collectives)]
-    # Without a mesh there are no axes, and without a TPU's compiler no cycles.
-    kept = [i for i, x in enumerate(rows[0]) if x not in ("axis", "kcycles")]
-    kept += [i for i in (2, 8) if any(row[i] not in ("", "0") for row in rows[1:])]
-    rows = [[row[i] for i in sorted(kept)] for row in rows]
-    right = {"workers", "times", "bytes sent", "Gflop", "kcycles"}
-    lines = aligned(rows, [i for i, x in enumerate(rows[0]) if x in right])
+    timed = any(x.cycles for x in self.collectives)  # by a TPU's compiler
+    rows = [_row(x, timed) for x in self.collectives]
+    lines = aligned([[*header.split(","), "scope"], *rows], right=(3, 4, 5, 7, 8))
     count = sum(x.exposed for x in self.collectives)
     lines.append(
       f"Exposed: {count} of {len(self.collectives)} collectives, "
@@ -120,7 +117,7 @@ def _sent(overlaps: Iterable[Overlap]) -> int:
   return dearest((x.collective for x in overlaps), lambda x: x.times * x.bytes_sent)
 
 
-def _row(x: Overlap) -> list[str]:
+def _row(x: Overlap, timed: bool) -> list[str]:
   one = x.collective
   products = sum(work.flops > 0 for work in x.beside)
   others = len(x.beside) - products
@@ -135,7 +132,7 @@ def _row(x: Overlap) -> list[str]:
     f"{x.bytes_sent:,}",
     "synchronous" if x.synchronous else "exposed" if x.exposed else ", ".join(counts),
     f"{x.flops / 1e9:.4g}",
-    f"{x.cycles / 1e3:.4g}",
+    f"{x.cycles / 1e3:.4g}" * timed,
     end_of_scope(one),
   ]
 
@@ -187,25 +184,22 @@ def overlap_report(
     Exposed: 0 of 1 collectives, 0 of 768 bytes.
   """
   found = read_program(program, mesh)
-  module = found.module
-  if module.attributes.get("is_scheduled") != "true":
+  if found.module.attributes.get("is_scheduled") != "true":
     raise ValueError(
       "`program` must be scheduled, with is_scheduled=true in the first line of its "
       "text, got one without; pass jax.jit(step).lower(...).compile(), or what its "
       "as_text() returns."
     )
-  works, timeline = Works(module), Timeline(module)
-  overlaps = []
+  works, overlaps = Works(), []
   for collective, _, _, path in found.collectives:
-    between = timeline.beside(path)
-    beside = (works.of(*x) for x in between or ())
+    between = beside(path)
     overlap = Overlap(
       collective=collective,
       synchronous=between is None,
-      beside=tuple(work for work in beside if work),
+      beside=tuple(filter(None, itertools.starmap(works.of, between or ()))),
     )
-    name, number = path[-1]
-    overlaps.append((overlap, module.computations[name][number]))
+    body, number = path[-1]
+    overlaps.append((overlap, body[number]))
   collectives = tuple(overlap for overlap, _ in overlaps)
   return OverlapReport(collectives, found.unseen, tuple(_hints(overlaps)))
 

@@ -2,13 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh, PartitionSpec, use_abstract_mesh
 
-from gradcomp._src.mesh.axes import UnboundAxisError
+from gradcomp._src.mesh.axes import UnboundAxisError, abstract_mesh
 from gradcomp._src.mesh.study import NOTE
 from gradcomp._src.report.collectives import KINDS, Branch, Collective, connected
 
@@ -30,6 +32,17 @@ class Event(NamedTuple):
   place: Place
   state: int | None  # the number of the state that a note is about, if it is known
   shown: bool = True  # whether its branches are the last ones that have events
+
+
+def traced(
+  function: Callable[..., Any], sizes: Mapping[str, int], *args: Any, **options: Any
+) -> Jaxpr:
+  """Traces a function in a map over axes of these sizes, for which no device is."""
+  mesh = abstract_mesh(sizes)
+  spec: Any = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
+  with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
+    mapped = jax.shard_map(function, **spec, **options) if sizes else function
+    return jax.make_jaxpr(mapped)(*args).jaxpr
 
 
 def events(jaxpr: Jaxpr) -> list[Event]:

@@ -4,26 +4,15 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from gradcomp._src.report import collectives as sent
+from gradcomp._src.report import groups as of_devices
 from gradcomp._src.report.collectives import Collective, Shapes
-from gradcomp._src.report.groups import (
-  LISTS,
-  Devices,
-  Groups,
-  Pairs,
-  between_slices,
-  groups_of,
-  listed,
-  pairs_of,
-  permuted,
-  slices_of,
-)
-from gradcomp._src.report.hlo_text import Instruction, Module, unreadable
+from gradcomp._src.report.groups import Devices, Groups, Pairs, integers
+from gradcomp._src.report.hlo_text import Computation, Instruction, unreadable
 from gradcomp._src.report.reader import Place
-from gradcomp._src.report.scopes import Flow, flow_of, scope_of
+from gradcomp._src.report.scopes import scope_of
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{[^{}]*?E\((\d+)\)[^{}]*\})?")
 # Transfers between slices of TPUs, by their types.
@@ -35,86 +24,51 @@ _BETWEEN_SLICES = {
   "ONE_TO_ONE": "collective-permute",
 }
 _TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)"?')
-_TARGET = re.compile(rf"_xla_megascale_target={LISTS}")
 _PAIRS = "_xla_send_recv_source_target_pairs"
 _QUANTIZED = re.compile(
   r'"quantized_data_type":"(\w+)","quantized_stage":"(\w+)_STAGE"'
 )
 _GROUPED = {"replica_groups", "source_target_pairs", "channel_id"}
 
-_Named = Mapping[str, Instruction]
-
-
-class Body(NamedTuple):
-  """The instructions of a computation, and where they are.
-
-  Attributes:
-    named: the instructions by their names, in the order of the text.
-    devices: those of the program.
-    permutations: who sends to whom in each, or None for a part of one in front.
-    is_fused: whether it is one of a fusion.
-    flow: where their values go.
-  """
-
-  named: _Named
-  devices: Devices
-  permutations: Mapping[str, Pairs | None]
-  is_fused: bool
-  flow: Flow
-
-
-def devices_of(module: Module) -> Devices:
-  """Returns the devices of a program, on all slices of TPUs."""
-  everything = itertools.chain(*module.computations.values())
-  targets = [match[1] for x in everything if (match := _TARGET.search(_hints(x)))]
-  slices = max(map(slices_of, targets), default=1)
-  return Devices(slices, module.replicas, module.partitions)
-
-
-def body_of(
-  named: _Named, devices: Devices, *, is_fused: bool, cutting: Collection[str]
-) -> Body:
-  """Returns a computation, with its permutations."""
-  flow = flow_of(named, cutting)
-  return Body(named, devices, _permutations(named, devices), is_fused, flow)
-
 
 def kind_of(x: Instruction) -> str:
   """Returns the kind of a collective, or nothing for another instruction."""
-  kind = x.opcode.removesuffix("-start")
+  kind = x.base
   if kind != x.opcode and "calls" in x.calls:
     return ""  # a wrapped one, which the called computation has again
-  if kind == "send" and (match := _TYPE.search(_hints(x))):
+  if kind == "send" and (match := _TYPE.search(x.hints)):
     if match[1] not in _BETWEEN_SLICES:
       raise unreadable("known transfers between slices", match[1])
     return _BETWEEN_SLICES[match[1]]
-  if kind == "send" and _PAIRS in _hints(x):
+  if kind == "send" and _PAIRS in x.hints:
     return "collective-permute"
   return kind if kind in sent.SHARE_SENT else ""
 
 
 def sends(
-  x: Instruction, body: Body, around: Place
+  x: Instruction,
+  body: Computation,
+  devices: Devices,
+  pairs: Pairs,
+  around: Place,
+  *,
+  is_fused: bool,
 ) -> Iterator[tuple[Collective, Groups]]:
   """Yields the record of a collective, or of each of its stages if they differ."""
   kind = kind_of(x)
-  if kind == "all-reduce" and body.is_fused and _is_cut(x, body.named):
+  if kind == "all-reduce" and is_fused and _is_cut(x, body):
     kind = "reduce-scatter"
-  pairs = body.permutations.get(x.name, [])
-  if pairs is None:
-    return
   if kind == "collective-permute":
-    groups = permuted(pairs, body.devices)
+    groups = devices.listed(sorted(group) for group in sent.connected(pairs))
   else:
-    groups = _groups(kind, x, body.devices)
-  types = _types(x, body.named)
-  scope = scope_of(x, body.flow, around.scope)
+    groups = of_devices.groups_of(kind, x, devices)
+  types = _types(x, body)
   record = Collective(
     kind=kind,
     operands=_shapes(x, types),
     packed=_is_packed(types),
     workers=groups.workers,
-    **around._replace(scope=scope)._asdict(),
+    **around._replace(scope=scope_of(x, body, around.scope))._asdict(),
   )
   for stage in _quantized(record, x):
     yield stage, groups
@@ -122,9 +76,9 @@ def sends(
 
 def is_unseen(x: Instruction) -> bool:
   """Returns whether an instruction sends or receives bytes that nobody can count."""
-  if x.opcode.removesuffix("-start") in ("send", "recv"):
-    between = _TARGET.search(_hints(x)) and _TYPE.search(_hints(x))
-    return _PAIRS not in _hints(x) and not between
+  if x.base in ("send", "recv"):
+    between = "_xla_megascale_target" in x.hints and _TYPE.search(x.hints)
+    return _PAIRS not in x.hints and not between
   if x.opcode == "custom-call":  # a kernel of Pallas for TPUs
     return '"has_communication":true' in x.backend_config
   wraps = x.opcode.endswith("-start") and "calls" in x.calls
@@ -146,36 +100,27 @@ def _quantized(record: Collective, x: Instruction) -> Iterator[Collective]:
     yield dataclasses.replace(record, quantized=narrow)
     return
   # In a ring, parts are summed, and then the sums of these are gathered.
-  parts = ((-(-math.prod(shape) // record.workers),) for shape in record.shapes)
-  own = tuple(
-    (dtype, part) for (dtype, _), part in zip(record.operands, parts, strict=True)
-  )
+  parts = [(x, (-(-math.prod(y) // record.workers),)) for x, y in record.operands]
   for kind, operands, name in (
     ("reduce-scatter", record.operands, "REDUCE"),
-    ("all-gather", own, "BROADCAST"),
+    ("all-gather", tuple(parts), "BROADCAST"),
   ):
     quantized = narrow if stage == name else ""
     yield dataclasses.replace(record, kind=kind, operands=operands, quantized=quantized)
 
 
-def _is_cut(x: Instruction, body: _Named) -> bool:
+def _is_cut(x: Instruction, body: Computation) -> bool:
   """Returns whether a sum in a fusion is cut to the worker's own part.
 
   So XLA:TPU writes a reduce-scatter.
   """
-  last = _behind_views(next((y for y in body.values() if y.is_root), None), body)
-  if last is None or last.opcode != "dynamic-slice":
-    return False
-  return _behind_views(body.get(last.operands[0]), body) is x
+  views = ("bitcast", "reshape")
+  last = body.behind(body.root.name, views)
+  is_slice = last is not None and last.opcode == "dynamic-slice"
+  return bool(last and is_slice and body.behind(last.operands[0], views) is x)
 
 
-def _behind_views(x: Instruction | None, body: _Named) -> Instruction | None:
-  while x is not None and x.opcode in ("bitcast", "reshape"):
-    x = body.get(x.operands[0])
-  return x
-
-
-def _permutations(body: _Named, devices: Devices) -> dict[str, Pairs | None]:
+def permutations(body: Computation, devices: Devices) -> dict[str, Pairs | None]:
   """Returns the pairs of permutations, or None for a part of one in front.
 
   XLA cuts a permutation in sends and permutes of one operand. A worker sends by one of
@@ -183,15 +128,13 @@ def _permutations(body: _Named, devices: Devices) -> dict[str, Pairs | None]:
   """
   found: dict[str, Pairs | None] = {}
   wholes: dict[str, list[Instruction]] = {}
-  for x in body.values():
+  for x in body:
     if kind_of(x) == "collective-permute":
-      pairs = _pairs(x, devices)
-      found[x.name] = pairs
+      pairs = found[x.name] = of_devices.pairs_of(x, devices)
       for other in wholes.setdefault(x.operands[0], []):
         whole = found[other.name] or []
         apart = {i for i, _ in pairs}.isdisjoint(i for i, _ in whole)
-        bases = (y.opcode.removesuffix("-start") for y in (x, other))
-        if apart and "send" in bases:
+        if apart and "send" in (x.base, other.base):
           found |= {other.name: whole + pairs, x.name: None}
           break
       else:
@@ -199,21 +142,7 @@ def _permutations(body: _Named, devices: Devices) -> dict[str, Pairs | None]:
   return found
 
 
-def _pairs(x: Instruction, devices: Devices) -> Pairs:
-  """Returns who sends to whom by a permutation."""
-  if target := _TARGET.search(_hints(x)):
-    return [(pair[0], pair[-1]) for pair in between_slices(target[1], devices)]
-  return pairs_of(x, devices)
-
-
-def _groups(kind: str, x: Instruction, devices: Devices) -> Groups:
-  """Returns the groups of a collective that is no permutation."""
-  if target := _TARGET.search(_hints(x)):
-    return listed(between_slices(target[1], devices), devices)
-  return groups_of(kind, x, devices)
-
-
-def _types(x: Instruction, body: _Named) -> list[str]:
+def _types(x: Instruction, body: Computation) -> list[str]:
   """Returns the type of each operand that is sent."""
   # Not from the type of the instruction: the type of a -start holds results, too.
   sent_ = x.arguments
@@ -223,7 +152,7 @@ def _types(x: Instruction, body: _Named) -> list[str]:
   types = []
   for argument in sent_:
     own, _, name = argument.rpartition(" ")
-    known = body.get(name.removeprefix("%"))
+    known = body.named.get(name.removeprefix("%"))
     types.append(own or (known.type if known else "undefined[]"))
   return types
 
@@ -237,14 +166,13 @@ def _shapes(x: Instruction, types: list[str]) -> Shapes:
     raise unreadable("known dtypes", f"{', '.join(unknown)} in {what}")
   if not all(arrays) or any("?" in sizes for _, sizes in found):
     raise unreadable("arrays of known sizes as operands", what)
-  integers = lambda text: tuple(map(int, re.findall(r"\d+", text)))
   if slices := x.attributes.get("slice_sizes"):  # which are written in place
     cut = re.findall(r"\{([\d,]*)\}", slices)
     dtypes = [dtype for dtype, _ in found]
     if len(dtypes) != len(cut) and len(set(dtypes)) > 1:
       raise unreadable("a slice of each operand", what)
-    return tuple(zip(itertools.cycle(dtypes), map(integers, cut)))
-  return tuple((dtype, integers(sizes)) for dtype, sizes in found)
+    found = [*zip(itertools.cycle(dtypes), cut)]
+  return tuple((dtype, (*integers(sizes),)) for dtype, sizes in found)
 
 
 def _is_packed(types: list[str]) -> bool:
@@ -254,7 +182,3 @@ def _is_packed(types: list[str]) -> bool:
   if len(found) > 1:
     raise unreadable("narrow types in one layout", ", ".join(types))
   return True in found
-
-
-def _hints(x: Instruction) -> str:
-  return x.attributes.get("frontend_attributes", "")

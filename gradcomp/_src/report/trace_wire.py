@@ -6,10 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec, use_abstract_mesh
 
 from gradcomp._src.checks import static_integer
-from gradcomp._src.mesh.axes import abstract_mesh
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.report import reader
 from gradcomp._src.report.collectives import by_link
@@ -79,8 +77,7 @@ def trace_wire(
   sizes = [static_integer("workers", _SIZE_RULE, x) for x in workers.values()]
   if not sizes or min(sizes) < 1:
     raise ValueError(f"`workers` must be {_AXES_RULE}, got {dict(workers)}.")
-  names = tuple(workers)
-  mesh = abstract_mesh(dict(zip(names, sizes, strict=True)), argument="workers")
+  names, bound = tuple(workers), dict(zip(workers, sizes, strict=True))
 
   def forward(*args: Any) -> list[jax.Array]:
     # The floats of the result, which have cotangents.
@@ -96,14 +93,10 @@ def trace_wire(
       function(*mark_varying(args, names))
       return jnp.zeros([])
 
-    spec = PartitionSpec()
-    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
-      mapped = jax.shard_map(local, in_specs=spec, out_specs=spec)
-      trace = jax.make_jaxpr(mapped)(*args)
-    return tuple(reader.collective_of(x, workers) for x in reader.events(trace.jaxpr))
+    found = reader.events(reader.traced(local, bound, *args))
+    return tuple(reader.collective_of(x, bound) for x in found)
 
-  there = traced(forward)
-  both = traced(backward)
+  there, both = traced(forward), traced(backward)
   report = lambda found: WireReport(by_link(found), axes=names)
   # JAX computes a function before its gradient, which may send some of it once more.
   return Directions(report(there), report(both[len(there) :]))

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Jaxpr, Literal, Var
-from jax.sharding import AbstractMesh, use_abstract_mesh
-from jax.sharding import PartitionSpec as P
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from gradcomp._src.core.inputs import stand_ins
 from gradcomp._src.core.state import is_state
@@ -155,13 +153,10 @@ def _trace(
     types.append(jax.tree.map(jax.typeof, state))
     return update_of(params, state, params, **stand_ins(params))[0]
 
-  mesh = mesh_axes.abstract_mesh(sizes)
   kind = studies.Study(mesh_axes.as_axis_name(axes), frozenset(sizes))
-  mapped = jax.shard_map(update, in_specs=P(), out_specs=P(), check_vma=False)
-  outside = use_abstract_mesh(AbstractMesh((), ()))
   try:
-    with studies.STUDY(kind), outside, use_abstract_mesh(mesh):
-      jaxpr = jax.make_jaxpr(mapped if sizes else update)(like).jaxpr
+    with studies.STUDY(kind):
+      jaxpr = reader.traced(update, sizes, like, check_vma=False)
   except OverflowError as error:  # of the number of a leaf's rows
     most = max(math.prod(x.shape) for x in jax.tree.leaves(like))
     raise ValueError(
@@ -252,23 +247,23 @@ def first_plans(init: Callable[[Any], Any], like: Any) -> list[MessagePlan | Non
   """Returns the plans of first states by the counts of ``init``; None if unseen."""
   with studies.STUDY(studies.Study()):
     jaxpr = jax.make_jaxpr(init)(like).jaxpr
-  plans = _planned(jaxpr)
-  return [None if isinstance(x, Literal) else plans.get(x) for x in jaxpr.outvars]
-
-
-def _planned(jaxpr: Jaxpr) -> dict[Var, MessagePlan]:
-  """Returns the plans of the first states in a trace, by the counts of these."""
-  result: dict[Var, MessagePlan] = {}
-  plan: Any = None
-  for equation in jaxpr.eqns:
-    about = equation.params.get("about")
-    if equation.primitive is not studies.NOTE:
-      for part in reader.functions(equation):
-        inner = _planned(part)
-        pairs = zip(part.outvars, equation.outvars, strict=False)
-        result |= {x: inner[y] for y, x in pairs if isinstance(y, Var) and y in inner}
-    elif isinstance(about, studies.Planned):
+  plan, plans = None, dict[int, MessagePlan | None]()  # by the equation of a count
+  for event in reader.events(jaxpr):
+    about = event.equation.params.get("about")
+    if isinstance(about, studies.Planned):
       plan = about.plan
     elif about == studies.FIRST:
-      result[equation.outvars[0]] = plan
-  return result
+      plans[id(event.equation)] = plan
+  return [plans.get(id(_source(jaxpr, x))) for x in jaxpr.outvars]
+
+
+def _source(jaxpr: Jaxpr, value: Any) -> JaxprEqn | None:
+  """Returns the note that a result has passed last, also inside of functions."""
+  for equation in jaxpr.eqns:
+    if value in equation.outvars:
+      number = equation.outvars.index(value)
+      parts = reader.functions(equation)
+      found = (_source(x, y) for x in parts for y in x.outvars[number : number + 1])
+      is_note = equation.primitive is studies.NOTE
+      return equation if is_note else next(filter(None, found), None)
+  return None

@@ -4,7 +4,6 @@
 
 import collections
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gradcomp._src.report import hlo
 from gradcomp._src.report.collectives import (
-  Branch,
   Collective,
   aligned,
   by_link,
@@ -111,22 +109,21 @@ class WireReport:
     Raises:
       ValueError: names are ``untold``.
     """
+
+    def ratio(taken: dict[str, int]) -> float:
+      agrees = lambda branch: taken.get(branch[0], branch[1]) == branch[1]
+      kept = (x for x in self.collectives if all(map(agrees, x.branches)))
+      return self._ratio(dataclasses.replace(self, collectives=tuple(kept)).bytes_sent)
+
     found: dict[str, tuple[float, ...]] = {}
     for x in self.collectives:
-      for depth, (name, _, count) in enumerate(x.branches):
-        around = x.branches[:depth]
-        key = "".join(f"{other}[{number}] " for other, number, _ in around) + name
-        if key not in found:
-          ways = ((*around, (name, number, count)) for number in range(count))
-          found[key] = tuple(self._ratio(self._sent_by(way)) for way in ways)
+      around, key = dict[str, int](), ""
+      for name, number, count in x.branches:
+        if key + name not in found:
+          ways = ({**around, name: i} for i in range(count))
+          found[key + name] = tuple(map(ratio, ways))
+        around[name], key = number, f"{key}{name}[{number}] "
     return found
-
-  def _sent_by(self, way: tuple[Branch, ...]) -> int:
-    """Returns the bytes of a step that takes these branches."""
-    taken = {name: number for name, number, _ in way}
-    agrees = lambda branch: taken.get(branch[0], branch[1]) == branch[1]
-    kept = tuple(x for x in self.collectives if all(map(agrees, x.branches)))
-    return dataclasses.replace(self, collectives=kept).bytes_sent
 
   def __str__(self) -> str:
     unseen = f"Transfers that are not counted: {', '.join(self.unseen)}."
@@ -141,10 +138,7 @@ class WireReport:
       dense = "?" if self.untold else f"{part.dense_bytes:,}"
       sums = [f"{part.bytes_sent:,}", dense]
       rows.append(["total", "", "", axis, "", "", *sums, ""])
-    if not named:
-      rows = [row[:3] + row[4:] for row in rows]
-    last = len(rows[0]) - 1
-    lines = aligned(rows, right=range(last - 4, last))
+    lines = aligned(rows, right=range(4, 8))
     lines.append(self._compared(several))
     means = [c for c in self.collectives if c.again]
     if again := dearest(means, lambda x: x.times * x.bytes_sent):
@@ -179,12 +173,9 @@ class WireReport:
     if self.untold or not self.dense_bytes:
       return [told]
     found = self.branch_ratios.items()
-    each = [
-      f"{x}: {' or '.join(f'{y:.4g} x' for y in ys)}, by branch." for x, ys in found
-    ]
-    more = (
-      [f"{len(each) - _MOST:,} more: see branch_ratios."] if len(each) > _MOST else []
-    )
+    said = lambda ratios: " or ".join(f"{ratio:.4g} x" for ratio in ratios)
+    each = [f"{name}: {said(ratios)}, by branch." for name, ratios in found]
+    more = [f"{len(each) - _MOST:,} more: see branch_ratios."] * (len(each) > _MOST)
     return [told, *each[:_MOST], *more]
 
 
@@ -301,9 +292,8 @@ def read_program(program: Any, mesh: Mesh | AbstractMesh | None) -> hlo.Program:
   count = found.devices.number
   if mesh is not None and mesh.size != count:
     raise ValueError(
-      f"`mesh` must be the one that the program was compiled for, with "
-      f"{count} devices, got {mesh.size}; leave it out to take it from the "
-      "program."
+      f"`mesh` must be the one that the program was compiled for, with {count} "
+      f"devices, got {mesh.size}; leave it out to take it from the program."
     )
   if mesh is None:
     kinds = "input_shardings", "output_shardings"
@@ -312,10 +302,10 @@ def read_program(program: Any, mesh: Mesh | AbstractMesh | None) -> hlo.Program:
     mesh = next((x for x in meshes if x.size == count), None)
   indices = _indices(mesh, found.devices)
   again = _taken_again(found.collectives)
-  named: list[Collective] = []
-  for number, (x, groups, *_) in enumerate(found.collectives):
-    axis = _axes_of(groups, indices)
-    named.append(dataclasses.replace(x, axis=axis, again=number in again))
+  named = [
+    dataclasses.replace(x, axis=_axes_of(groups, indices), again=number in again)
+    for number, (x, groups, *_) in enumerate(found.collectives)
+  ]
   pairs = zip(by_link(named), found.collectives, strict=True)
   collectives = ((x, groups, ahead, path) for x, (_, groups, ahead, path) in pairs)
   return found._replace(collectives=tuple(collectives), axes=tuple(indices))
@@ -331,15 +321,11 @@ def _taken_again(found: Sequence[hlo.Found]) -> set[int]:
   result: set[int] = set()
   for groups, numbers in sums.items():
     inside = [x for x, own, *_ in found if _in(own, groups)]
-    size = dearest(inside, functools.partial(_averaged, workers=groups.workers))
+    averaged = lambda x, n=groups.workers: sum(size for size, of in x.means if of == n)
+    size = dearest(inside, averaged)
     if size and sum(found[i][0].elements for i in numbers) >= size:
       result.update(numbers)
   return result
-
-
-def _averaged(x: Collective, *, workers: int) -> int:
-  """Returns the number of elements of the means over N workers."""
-  return sum(size for size, number in x.means if number == workers)
 
 
 def _in(parts: Groups, wholes: Groups) -> bool:

@@ -1,19 +1,23 @@
 """The work of HLO instructions: operations of matrix products, cycles, and bytes."""
 
+# XLA's own analysis, which compiled.cost_analysis() shows, has sums of a whole program,
+# and none of a text. These are its rules for one instruction; a test compares both.
+
 import dataclasses
 import itertools
-import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from gradcomp._src.report.collectives import SHARE_SENT, SIZES
-from gradcomp._src.report.hlo_text import Instruction, Module
-from gradcomp._src.report.loops import trip_count
+from gradcomp._src.report.groups import integers
+from gradcomp._src.report.hlo import trip_count
+from gradcomp._src.report.hlo_text import Computation, Instruction
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_SUMMED = re.compile(r'"lhs_contracting_dimensions":(\[[^]]*\])')  # of cuBLAS
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 # These name, hold or order values, or move them beside what computes.
 _IDLE = frozenset(
@@ -26,6 +30,8 @@ _IDLE_CALLS = frozenset(
   "PrepareAsyncCallDone PrepareAsyncCallStart Sharding SliceId".split()
 )
 _PARTS = frozenset({"dynamic-slice", "gather", "slice"})  # they read what they return
+
+_Counts = tuple[int, ...]  # flops, cycles and bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,82 +55,66 @@ class Work:
 
 
 class Works:
-  """The work of the instructions of a module."""
+  """The work of the instructions of a module, which counts each computation once."""
 
-  def __init__(self, module: Module):
-    self._module = module
-    self._bodies = {
-      name: {x.name: x for x in instructions}
-      for name, instructions in module.computations.items()
-    }
-    self._known: dict[str, tuple[int, int, int]] = {}
+  def __init__(self) -> None:
+    self._known: dict[str, _Counts] = {}
 
-  def of(self, computation: str, x: Instruction) -> Work | None:
+  def of(self, body: Computation, x: Instruction) -> Work | None:
     """Returns the work of an instruction there, or None if it has none."""
-    flops, cycles, size = self._counts(computation, x)
+    flops, cycles, size = self._counts(body, x)
     counts = {"flops": flops, "cycles": cycles, "bytes": size}
     return Work(name=x.name, opcode=x.opcode, **counts) if size else None
 
-  def _counts(self, computation: str, x: Instruction) -> tuple[int, int, int]:
-    called = list(itertools.chain(*x.calls.values()))
+  def _counts(self, body: Computation, x: Instruction) -> _Counts:
     if x.opcode == "while":
-      trips = trip_count(x, self._bodies[computation], self._module)
-      each = self._inside(x.calls["body"][0])
-      flops, cycles, size = (n * (1 if trips is None else trips) for n in each)
-      return flops, cycles, size
+      trips = trip_count(x, body)
+      (inside,) = (self._inside(body.others[name]) for name in x.calls["body"])
+      return tuple(n * (1 if trips is None else trips) for n in inside)
     if x.opcode == "conditional":  # it runs one; the dearest is an upper bound
-      return max(map(self._inside, called))
+      return max(map(self._inside, body.called(x)))
     if x.opcode in ("call", "async-start", "call-start"):
-      flops, cycles, size = map(sum, zip(*map(self._inside, called), strict=True))
-      return flops, cycles, size
+      return _added(map(self._inside, body.called(x)))
     if _is_idle(x) or x.opcode.endswith(("-start", "-update", "-done")):
       return 0, 0, 0
     cycles = int(match[1]) if (match := _CYCLES.search(x.backend_config)) else 0
     if x.opcode == "fusion":
-      flops = sum(self._inside(name)[0] for name in called)
-      return flops, cycles, self._fused_bytes(called[0])
-    body = self._bodies[computation]
-    types = [body[name].type if name in body else "" for name in x.operands]
+      fused = body.called(x)
+      return sum(self._inside(y)[0] for y in fused), cycles, _fused_bytes(fused[0])
+    types = [body.named[y].type if y in body.named else "" for y in x.operands]
     read = [x.type] if x.opcode in _PARTS else types
     return _flops(x, types), cycles, sum(map(_bytes, [*read, x.type]))
 
-  def _inside(self, computation: str) -> tuple[int, int, int]:
+  def _inside(self, body: Computation) -> _Counts:
     """Returns the sums of a computation."""
-    if computation not in self._known:
-      body = self._bodies[computation].values()
-      found = [self._counts(computation, x) for x in body]
-      flops, cycles, size = map(sum, zip(*found, strict=True))
-      self._known[computation] = flops, cycles, size
-    return self._known[computation]
-
-  def _fused_bytes(self, computation: str) -> int:
-    """Returns the bytes that a fusion reads and writes."""
-    # Not those of all operands and results: one reads a slice of an array, writes a
-    # part of one in place, and hands on the buffers of a collective that is on its way.
-    body, size = self._bodies[computation], 0
-    users: dict[str, list[Instruction]] = {}
-    for x in body.values():
-      for name in x.operands:
-        users.setdefault(name, []).append(x)
-    for x in body.values():
-      if x.opcode == "parameter":
-        readers = [y for y in users.get(x.name, ()) if not _hands_on(y)]
-        parts = [_bytes(y.type) for y in readers if y.opcode in _PARTS]
-        whole = len(parts) < len(readers)
-        size += _bytes(x.type) if whole else min(_bytes(x.type), sum(parts))
-    root = root_of(self._module.computations[computation])
-    results = [body[y] for y in root.operands] if root.opcode == "tuple" else [root]
-    for x in results:
-      if x.opcode == "dynamic-update-slice":
-        size += _bytes(body[x.operands[1]].type)
-      elif x.opcode == "bitcast" or not _is_idle(x):
-        size += _bytes(x.type)
-    return size
+    if body.name not in self._known:
+      self._known[body.name] = _added(self._counts(body, x) for x in body)
+    return self._known[body.name]
 
 
-def root_of(instructions: Sequence[Instruction]) -> Instruction:
-  """Returns the result of a computation: the last one where the text marks none."""
-  return next((x for x in instructions if x.is_root), instructions[-1])
+def _added(counts: Iterable[_Counts]) -> _Counts:
+  return tuple(map(sum, zip(*counts, strict=True)))
+
+
+def _fused_bytes(body: Computation) -> int:
+  """Returns the bytes that a fusion reads and writes."""
+  # Not those of all operands and results: one reads a slice of an array, writes a
+  # part of one in place, and hands on the buffers of a collective that is on its way.
+  size = 0
+  for x in body:
+    if x.opcode == "parameter":
+      users = [body[i] for i in body.readers[x.name]]
+      readers = [y for y in users if y.opcode == "bitcast" or not _is_idle(y)]
+      parts = [_bytes(y.type) for y in readers if y.opcode in _PARTS]
+      whole = len(parts) < len(readers)
+      size += _bytes(x.type) if whole else min(_bytes(x.type), sum(parts))
+  root = body.root
+  for x in [body.named[y] for y in root.operands] if root.opcode == "tuple" else [root]:
+    if x.opcode == "dynamic-update-slice":
+      size += _bytes(body.named[x.operands[1]].type)
+    elif x.opcode == "bitcast" or not _is_idle(x):
+      size += _bytes(x.type)
+  return size
 
 
 def _is_idle(x: Instruction) -> bool:
@@ -132,42 +122,30 @@ def _is_idle(x: Instruction) -> bool:
   return x.opcode in _IDLE or x.opcode in SHARE_SENT or target in _IDLE_CALLS
 
 
-def _hands_on(x: Instruction) -> bool:
-  return x.opcode != "bitcast" and _is_idle(x)
-
-
 def _bytes(type_: str) -> int:
   """Returns the bytes of all arrays in the text of a type."""
-  arrays = _ARRAY.findall(type_)
-  return sum(SIZES.get(dtype, 0) * math.prod(_sizes(shape)) for dtype, shape in arrays)
-
-
-def _sizes(shape: str) -> list[int]:
-  return [int(size) for size in re.findall(r"\d+", shape)]
+  size = lambda dtype, shape: SIZES.get(dtype, 0) * math.prod(integers(shape))
+  return sum(itertools.starmap(size, _ARRAY.findall(type_)))
 
 
 def _shape(type_: str) -> list[int]:
   """Returns the shape of the first array in the text of a type."""
   match = _ARRAY.search(type_)
-  return _sizes(match[2]) if match else []
+  return integers(match[2]) if match else []
 
 
 def _flops(x: Instruction, types: Iterable[str]) -> int:
   """Returns two for each product that a dot, a convolution or a library's adds."""
   operands = [_shape(type_) for type_ in types]
-  if x.opcode == "dot":
-    axes = x.attributes.get("lhs_contracting_dims", "")
-    return 2 * _product(x, operands[0], _sizes(axes))
   if x.opcode == "convolution":
     return 2 * _convolved(x, *operands)
-  # cuBLAS: its configuration is the dot's.
-  if match := re.search(r'"lhs_contracting_dimensions":(\[[^]]*\])', x.backend_config):
-    return 2 * _product(x, operands[0], [int(axis) for axis in json.loads(match[1])])
-  return 0
-
-
-def _product(x: Instruction, left: list[int], axes: Iterable[int]) -> int:
-  return math.prod(_shape(x.type)) * math.prod(left[axis] for axis in axes)
+  if x.opcode == "dot":
+    axes = integers(x.attributes.get("lhs_contracting_dims", ""))
+  elif match := _SUMMED.search(x.backend_config):
+    axes = integers(match[1])
+  else:
+    return 0
+  return 2 * math.prod(_shape(x.type)) * math.prod(operands[0][axis] for axis in axes)
 
 
 def _convolved(x: Instruction, left: list[int], right: list[int]) -> int:
@@ -181,14 +159,13 @@ def _convolved(x: Instruction, left: list[int], right: list[int]) -> int:
   window = dict(re.findall(r"(\w+)=([\w\-]+)", x.attributes.get("window", "")))
   for axis in filter(str.isdigit, labels):
     option = lambda name, default, axis=axis: (
-      window[name].split("x")[int(axis)] if name in window else default
+      int(window[name].split("x")[int(axis)].partition("_")[0])
+      if name in window
+      else default
     )
-    stride, dilation, spread = (
-      int(option(name, "1")) for name in ("stride", "rhs_dilate", "lhs_dilate")
-    )
-    before = int(option("pad", "0_0").split("_")[0])
-    places = np.arange(at(shape, result, axis))[:, None] * stride - before
-    places = places + np.arange(at(right, kernel, axis)) * dilation
+    places = np.arange(at(shape, result, axis))[:, None] * option("stride", 1)
+    kernels = np.arange(at(right, kernel, axis)) * option("rhs_dilate", 1)
+    places, spread = places - option("pad", 0) + kernels, option("lhs_dilate", 1)
     inside = (places >= 0) & (places <= (at(left, labels, axis) - 1) * spread)
     products *= int(np.sum(inside & (places % spread == 0)))
   return products

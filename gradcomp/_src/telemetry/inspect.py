@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from gradcomp._src.checks import see
 from gradcomp._src.core.border import step_shards
 from gradcomp._src.core.measures import Sums, watched
-from gradcomp._src.core.state import is_state, measures, states_in, with_measures
+from gradcomp._src.core.state import is_state, states_in
 from gradcomp._src.mesh.axes import bound_size, manual_axes
 from gradcomp._src.mesh.per_worker import of_all, unmarked
 from gradcomp._src.mesh.specs import names_by_axis
@@ -210,8 +210,8 @@ def measured_update(
   state = jax.tree.map(watch, opt_state, is_leaf=is_state)
   update = optax.with_extra_args_support(optimizer).update
   updates, state = update(grads, state, params, **extra_args)
-  sums = [x for x in map(measures, states_in(state)) if x is not None]
-  without = lambda x: with_measures(x, None) if is_state(x) else x
+  sums = [x.measures for x in states_in(state) if x.measures is not None]
+  without = lambda x: x._replace(measures=None) if is_state(x) else x
   state = jax.tree.map(without, state, is_leaf=is_state)
   return updates, state, _inspection([by_state[i] for i in sorted(by_state)], sums)
 

@@ -138,7 +138,10 @@ def run(
 def lowered(
   transformation: Transformation, params: Any, *, axis_name: str, workers: int
 ) -> jax.stages.Lowered:
-  """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``."""
+  """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``.
+
+  So XLA takes the branches of the first step.
+  """
 
   def local(gradient: Any) -> Any:
     gradient = jax.tree.map(lambda leaf: leaf[0], gradient)

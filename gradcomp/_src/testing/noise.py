@@ -18,6 +18,11 @@ from gradcomp._src.testing import leaves
 from gradcomp._src.testing.broken import Findings, difference, law
 from gradcomp._src.testing.leaves import decode, encode, round_trip, trial
 
+__all__ = ["decoded_leaves_do_not_grow", "elements_draw_apart"]
+__all__ += ["errors_are_contractions", "errors_of_workers_cancel"]
+__all__ += ["key_decides_the_bits", "mean_is_the_leaf", "residuals_are_bounded"]
+__all__ += ["workers_choose_alike"]
+
 _DRAWS = 16  # keys, for the mean over random numbers
 _SLACK = 1.05  # of a mean over as many keys as that, and of leaves as short as these
 

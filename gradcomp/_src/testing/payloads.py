@@ -19,19 +19,15 @@ from gradcomp._src.exchange.lines import form
 from gradcomp._src.report.collectives import KINDS
 from gradcomp._src.report.explain import explain
 from gradcomp._src.report.reader import functions
+from gradcomp._src.testing import leaves as kit
 from gradcomp._src.testing.broken import Findings, described, difference, law
-from gradcomp._src.testing.leaves import (
-  KEY,
-  batch,
-  decode,
-  encode,
-  first_context,
-  gaussian,
-  leaf_of,
-  round_trip,
-  trial,
-)
 from gradcomp._src.testing.steps import sent_otherwise
+
+__all__ = ["batches_are_independent", "bytes_are_the_claim", "facts_are_plain"]
+__all__ += ["half_precision_is_computed_in_float32", "is_a_value", "is_pure"]
+__all__ += ["payload_is_rows_of_words", "rows_stand_alone", "same_bits_without_jit"]
+__all__ += ["sent_and_unsent_are_the_leaf", "shapes_and_dtypes_return"]
+__all__ += ["zeros_behind_change_nothing"]
 
 # Of JAX's primitives, without the endings that they have in typed maps.
 _COLLECTIVES = {"axis_index", "pbroadcast", "psum2", "ragged_all_to_all", *KINDS}
@@ -81,7 +77,7 @@ def facts_are_plain(codec: LeafCodec) -> Findings:
   Example:
     >>> facts_are_plain(gradcomp.codecs.TopK(density=0.1))
   """
-  bound = codec.bind(Leaf(leaf_of(codec, None).shape))
+  bound = codec.bind(Leaf(kit.leaf_of(codec, None).shape))
   facts: list[tuple[str, Any, type[int]]] = [
     *((name, getattr(codec, name), bool) for name in ("unbiased", "needs_key")),
     *((x, getattr(bound, x), int) for x in ("tile_size", "row_words")),
@@ -107,12 +103,12 @@ def is_pure(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   Example:
     >>> is_pure(gradcomp.codecs.Natural())
   """
-  leaf = leaf_of(codec, x)
+  leaf = kit.leaf_of(codec, x)
   alone = "encode and decode without collectives"
 
   def traced() -> ClosedJaxpr:  # a new function each time, because JAX caches traces
-    both = lambda x, key: decode(codec, encode(codec, x, key), x)
-    return jax.make_jaxpr(both)(leaf, KEY)
+    both = lambda x, key: kit.decode(codec, kit.encode(codec, x, key), x)
+    return jax.make_jaxpr(both)(leaf, kit.KEY)
 
   try:
     first, again = traced(), traced()
@@ -153,11 +149,11 @@ def same_bits_without_jit(codec: LeafCodec, x: ArrayLike | None = None) -> Findi
   Example:
     >>> same_bits_without_jit(gradcomp.codecs.Dense(dtype=jnp.bfloat16))
   """
-  leaf = leaf_of(codec, x)
+  leaf = kit.leaf_of(codec, x)
   given = jnp.asarray(leaf)
-  payload = encode(codec, given, KEY)
-  value = decode(codec, payload, given)
-  wanted = trial(codec, leaf)
+  payload = kit.encode(codec, given, kit.KEY)
+  value = kit.decode(codec, payload, given)
+  wanted = kit.trial(codec, leaf)
   same = "give the same bits without jax.jit"
   yield codec, same, difference(np.asarray(payload.rows), wanted.payload.rows)
   yield codec, same, difference(value, wanted.value, bits=True)
@@ -172,10 +168,10 @@ def batches_are_independent(codec: LeafCodec, x: ArrayLike | None = None) -> Fin
   Example:
     >>> batches_are_independent(gradcomp.codecs.Natural())
   """
-  leaves, keys = _pair(leaf_of(codec, x))
-  found = batch(codec, leaves, keys)
+  leaves, keys = _pair(kit.leaf_of(codec, x))
+  found = kit.batch(codec, leaves, keys)
   for i in range(2):
-    alone = trial(codec, leaves[i], keys[i]).payload.rows
+    alone = kit.trial(codec, leaves[i], keys[i]).payload.rows
     told = difference(found.rows[i], alone, of=f"the rows of leaf {i}")
     yield codec, "encode each leaf under jax.vmap as it encodes it alone", told
 
@@ -189,20 +185,20 @@ def sent_and_unsent_are_the_leaf(
   Example:
     >>> sent_and_unsent_are_the_leaf(gradcomp.codecs.OneBit())
   """
-  leaves, keys = _pair(leaf_of(codec, x))
-  unsent = batch(codec, leaves, keys).unsent
+  leaves, keys = _pair(kit.leaf_of(codec, x))
+  unsent = kit.batch(codec, leaves, keys).unsent
   if unsent is None:  # the exchange subtracts what it decodes
     return
   for i in range(2):
     # One subtraction: the sum of both parts is rounded once.
-    wanted = leaves[i] - trial(codec, leaves[i], keys[i]).value
+    wanted = leaves[i] - kit.trial(codec, leaves[i], keys[i]).value
     told = difference(unsent[i].reshape(wanted.shape), wanted)
     yield codec, "return x - decode(encode(x)) as the residual", told
 
 
 def _pair(leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Returns two different leaves and two different keys."""
-  return np.stack([leaf, 3 * leaf[::-1]]), np.stack([KEY, KEY + 1])
+  return np.stack([leaf, 3 * leaf[::-1]]), np.stack([kit.KEY, kit.KEY + 1])
 
 
 @law(look="`decode`, which has them from `like`")
@@ -216,8 +212,8 @@ def shapes_and_dtypes_return(codec: LeafCodec) -> Findings:
   """
 
   def both_ways(x: jax.Array) -> tuple[Payload, jax.Array]:
-    payload = encode(codec, x, KEY)
-    return payload, decode(codec, payload, x)
+    payload = kit.encode(codec, x, kit.KEY)
+    return payload, kit.decode(codec, payload, x)
 
   whole, half = jnp.float32, jnp.bfloat16
   for shape, dtype, x64 in (((), whole, 0), ((0, 3), whole, 1), ((5, 7), half, 1)):
@@ -251,12 +247,12 @@ def half_precision_is_computed_in_float32(codec: LeafCodec) -> Findings:
     >>> half_precision_is_computed_in_float32(gradcomp.codecs.OneBit())
   """
   shapes = {"bfloat16": ((), (3, 3, 8, 16)), "float16": ((1,), (5, 7))}
-  cast = lambda x, kind: gaussian(x).astype(jnp.dtype(kind))
+  cast = lambda x, kind: kit.gaussian(x).astype(jnp.dtype(kind))
   leaves = [cast(x, kind) for kind in shapes for x in shapes[kind]]
 
   @jax.jit
   def run(leaves: list[Any]) -> list[list[jax.Array]]:
-    value = lambda x: round_trip(codec, x)
+    value = lambda x: kit.round_trip(codec, x)
     wide = lambda x: value(x.astype(jnp.float32)).astype(x.dtype)
     return [jax.tree.map(function, leaves) for function in (value, wide)]
 
@@ -274,8 +270,8 @@ def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
   Example:
     >>> payload_is_rows_of_words(gradcomp.codecs.Ternary())
   """
-  leaf = leaf_of(codec, x)
-  payload = trial(codec, leaf).payload
+  leaf = kit.leaf_of(codec, x)
+  payload = kit.trial(codec, leaf).payload
   yield from _types(codec, payload)
   bound = codec.bind(Leaf(leaf.shape))
   rows, words = -(-leaf.size // bound.tile_size), bound.row_words
@@ -304,7 +300,7 @@ def rows_stand_alone(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   Example:
     >>> rows_stand_alone(gradcomp.codecs.EightBit(bucket_size=64))
   """
-  found = trial(codec, leaf_of(codec, x))
+  found = kit.trial(codec, kit.leaf_of(codec, x))
   told = difference(found.alone, found.together, of="its tiles, [row, ...],")
   yield codec, "decode each row without the others", told
 
@@ -325,21 +321,21 @@ def zeros_behind_change_nothing(
   Example:
     >>> zeros_behind_change_nothing(gradcomp.codecs.QSGD(bits=4))
   """
-  leaf = leaf_of(codec, x)
+  leaf = kit.leaf_of(codec, x)
   bound = codec.bind(Leaf(leaf.shape))
 
   @jax.jit
   def run(padded: jax.Array) -> tuple[Payload, jax.Array]:
-    payload = encode(bound, padded, KEY)
+    payload = kit.encode(bound, padded, kit.KEY)
     if not by_row:
       return payload, payload.rows
     tiles = to_tiles(padded, bound).reshape(-1, bound.tile_size // 32, 32)
-    context = first_context(bound, Leaf(padded.shape))
+    context = kit.first_context(bound, Leaf(padded.shape))
     return payload, bound.encode_rows(tiles, context)
 
   tile = bound.tile_size
   padded, rows = run(np.pad(leaf.reshape(-1), (0, -leaf.size % tile)))
-  found = trial(codec, leaf).payload
+  found = kit.trial(codec, leaf).payload
   whole = f"encode {described(leaf)} as with zeros behind it, to whole tiles of {tile}"
   for part, wanted in zip(*map(jax.tree.leaves, (found, padded)), strict=True):
     yield codec, whole, difference(part, wanted, of="its payload")
@@ -360,9 +356,9 @@ def bytes_are_the_claim(
   Example:
     >>> bytes_are_the_claim(gradcomp.codecs.QSGD(bits=4), workers=2)
   """
-  leaf = leaf_of(codec, x)
+  leaf = kit.leaf_of(codec, x)
   agreed = jax.eval_shape(codec.bind(Leaf(leaf.shape)).agree, leaf)
-  rows = trial(codec, leaf).payload.rows
+  rows = kit.trial(codec, leaf).payload.rows
   nbytes = 4 * math.prod(form(rows.size))
   sent = (workers - 1) * nbytes
   if agreed is not None:

@@ -31,6 +31,9 @@ from gradcomp._src.testing.leaves import (
   zipped,
 )
 
+__all__ = ["bytes_are_explained", "non_finite_gradients_are_seen", "nothing_is_lost"]
+__all__ += ["same_bits_in_every_mode", "state_is_stable", "workers_agree"]
+
 _SUBJECT = "the transformation"
 
 
@@ -41,8 +44,7 @@ def workers_agree(
   """Every worker gets the same bits, with the shapes and dtypes of the gradients.
 
   Example:
-    >>> tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="all_gather")
-    >>> workers_agree(tx, [{"w": jnp.ones((2, 600))}])
+    >>> workers_agree(gradcomp.natural(axis_name="data"), [jnp.ones((2, 600))])
   """
   outputs = modes.run("vmap", transformation, gradients, axis_name=axis_name).outputs
   for step, (output, given) in enumerate(zip(outputs, gradients, strict=True)):
@@ -68,8 +70,7 @@ def same_bits_in_every_mode(
   ``places`` are the modes, by default all of ``modes.modes_for``.
 
   Example:
-    >>> tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="all_gather")
-    >>> steps = [{"w": jax.random.normal(jax.random.key(0), (2, 600))}]
+    >>> tx, steps = gradcomp.natural(axis_name="data"), [jnp.ones((2, 600))]
     >>> same_bits_in_every_mode(tx, steps, ["shard_map"])
   """
   every = modes.modes_for(workers_of(gradients)) if places is None else places
@@ -110,8 +111,8 @@ def non_finite_gradients_are_seen(
   An optimizer's own state is not tested.
 
   Example:
-    >>> tx, steps = gradcomp.natural(axis_name="data"), [{"w": jnp.ones((2, 600))}]
-    >>> non_finite_gradients_are_seen(tx, steps)
+    >>> tx = gradcomp.natural(axis_name="data")
+    >>> non_finite_gradients_are_seen(tx, [jnp.ones((2, 600))])
   """
   leaves, treedef = jax.tree.flatten(gradients[-1])
   number = max(range(len(leaves)), key=lambda i: leaves[i].size)
@@ -140,8 +141,7 @@ def bytes_are_explained(
   One tree of gradients is enough. It passes if there are fewer devices than workers.
 
   Example:
-    >>> tx = gradcomp.dense(axis_name="data")
-    >>> bytes_are_explained(tx, [{"w": jnp.ones((2, 600))}])
+    >>> bytes_are_explained(gradcomp.dense(axis_name="data"), [jnp.ones((2, 600))])
   """
   workers = workers_of(gradients)
   params = params_of(gradients)
@@ -175,8 +175,7 @@ def state_is_stable(
   as varying, and run in a scan inside ``jax.vmap``.
 
   Example:
-    >>> tx = gradcomp.onebit_sgd(axis_name="data")
-    >>> state_is_stable(tx, [{"w": jnp.ones((2, 600))}])
+    >>> state_is_stable(gradcomp.onebit_sgd(axis_name="data"), [jnp.ones((2, 600))])
   """
   expected = "return a state of the structure and the types that it was given"
 
@@ -248,8 +247,7 @@ def nothing_is_lost(
 
   Example:
     >>> tx = gradcomp.onebit_sgd(axis_name="data")
-    >>> steps = [{"w": jax.random.normal(jax.random.key(i), (2, 600))} for i in (0, 1)]
-    >>> nothing_is_lost(tx, steps)
+    >>> nothing_is_lost(tx, [jax.random.normal(jax.random.key(0), (2, 600))] * 2)
   """
   params, workers = params_of(gradients), workers_of(gradients)
   place = modes.started("vmap", transformation, workers, axis_name=axis_name)

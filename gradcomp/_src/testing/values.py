@@ -17,6 +17,11 @@ from gradcomp._src.testing import broken, leaves, modes
 from gradcomp._src.testing.broken import Findings, difference, first_wrong, law
 from gradcomp._src.testing.leaves import returned, round_trip, trial
 
+__all__ = ["constants_are_exact", "half_precision_keeps_its_range"]
+__all__ += ["large_numbers_keep_their_size", "non_finite_elements_are_seen"]
+__all__ += ["odd_sizes_work", "padding_never_leaks", "tiny_numbers_stay_finite"]
+__all__ += ["zeros_decode_to_zeros"]
+
 _TINY = np.array([1e-45, -1e-41, 1.1754942e-38, -(2.0**-126), 2.0**-120, 0, -0.0], "f")
 _UNIT = 2.0**-24  # the smallest number of float16
 _TOP = float(jnp.finfo(jnp.float16).max)

@@ -208,7 +208,7 @@ def measured_zero(
 
   ``before`` and ``after`` are the master minus the parameters, ``sent`` the updates.
   """
-  found = states.measures(state)
+  found = state.measures
   if found is None:
     return state
   by_axes: dict[Axes, dict[int, jax.Array]] = {}
@@ -230,4 +230,4 @@ def measured_zero(
   back = Sums(*of_own, owned, size, mean, gradient, product, none)
   gradients = found._replace(owned=owned)
   both = jax.tree.map(lambda *x: jnp.concatenate(x), gradients, back)
-  return states.with_measures(state, both)
+  return state._replace(measures=both)
