@@ -31,7 +31,7 @@ def materialized(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _
 
     def nothing(rows: jax.Array) -> _Arrays:
       zero = first ^ first  # of the type of the words, which differ between workers
-      types = dict.fromkeys(x.dtype for x in jax.tree.leaves(like))
+      types = dict.fromkeys([x.dtype for x in jax.tree.leaves(like)])
       zeros = {dtype: zero.astype(dtype) for dtype in types}
       return jax.tree.map(lambda x: jnp.broadcast_to(zeros[x.dtype], x.shape), like)
 
@@ -59,20 +59,17 @@ def stored(rows: jax.Array) -> jax.Array:
   return rows if rows.size < _SOME else _down_once(rows)
 
 
-@jax.custom_batching.custom_vmap
-def _down(rows: jax.Array) -> jax.Array:
-  return materialized(lambda rows: rows, rows)
-
-
-@_down.def_vmap
-def _down_together(
-  size: int, batched: list[bool], rows: jax.Array
-) -> tuple[jax.Array, bool]:
+def _mapped(
+  function: Callable[..., Any], of_batch: Callable[..., Any], batched: Any = True
+) -> Callable[..., Any]:
+  """Returns a function for which ``jax.vmap`` calls ``of_batch``, on first axes."""
   # Else `jax.vmap` would make a selection of the condition, through which XLA fuses.
-  del size, batched
-  return _down(rows), True
+  result = jax.custom_batching.custom_vmap(function)
+  result.def_vmap(lambda size, known, *given: (of_batch(*given), batched))
+  return result
 
 
+_down: Any = _mapped(lambda x: materialized(lambda x: x, x), lambda x: _down(x))
 _down_once = jax.jit(_down)  # leaves of a shape: traced once
 
 
@@ -87,28 +84,25 @@ def unknown(numbers: Sequence[int], like: jax.Array) -> list[jax.Array]:
     zero = (bits ^ bits).astype(jnp.int32)
     return [jax.lax.add(zero, np.int32(number)) for number in numbers]
 
-  @jax.custom_batching.custom_vmap
-  def integers(like: jax.Array) -> list[jax.Array]:
-    return materialized(known, like)
-
-  @integers.def_vmap
-  def together(size: int, batched: list[bool], like: jax.Array) -> tuple[Any, Any]:
-    # Else an index would differ between the arrays of a batch, for all that is known.
-    del size, batched
-    return integers(like), [False] * len(numbers)
-
-  return integers(like) if like.size else list(map(jnp.int32, numbers))
+  if not like.size:
+    return list(map(jnp.int32, numbers))
+  # Else an index would differ between the arrays of a batch, for all that is known.
+  alike = lambda like: unknown(numbers, like)
+  integers = functools.partial(materialized, known)
+  return _mapped(integers, alike, [False] * len(numbers))(like)
 
 
-class Start(int):
-  """The number of a row. Decoders may take it as one that XLA for CPU does not know."""
-
-  unknown: Callable[[], jax.Array]
-
-
-def hidden(start: int) -> jax.Array | int:
-  """Returns the number of a row as one that XLA does not know, if it is a `Start`."""
-  return start.unknown() if isinstance(start, Start) else start
+def starts(
+  count: int, like: jax.Array, *, fused: bool = False
+) -> Callable[[int, int], jax.Array | int]:
+  """Returns a function of ``start, stop``: a start that XLA for CPU does not know."""
+  # So programs for leaves of one shape are equal, and compiled once. All `count` rows
+  # start at zero. `like` is any array that is materialized in any case. Where the
+  # addition of a start would be `fused` into the program, and make it another one, each
+  # start is an unknown number of its own.
+  zero = functools.cache(lambda: unknown([0], like)[0])
+  number = lambda start: unknown([start], like)[0] if fused else zero() + start
+  return lambda start, stop: start if stop - start == count else number(start)
 
 
 # Slices an axis, by default the first, from a start that XLA does not know.
@@ -117,56 +111,46 @@ slice_at = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indice
 
 def word_cutter(rows: jax.Array, axis: int) -> Callable[[int, int], jax.Array]:
   """Returns a function that slices words, from ``start`` to ``stop`` of an axis."""
-  # A CPU materializes many words, so that programs for leaves of one shape are equal,
-  # and compiled once.
-  zero = functools.cache(lambda: unknown([0], rows)[0])
+  every = rows.shape[axis]
+  at = starts(every, rows)
 
   def cut(start: int, stop: int) -> jax.Array:
-    every = rows.shape[axis]
+    # A CPU materializes many words.
     if stop - start == every or rows.size // every * (stop - start) < _MANY:
       return jax.lax.slice_in_dim(rows, start, stop, axis=axis)
-    return _cut(rows, zero() + start, stop - start, axis)
+    return _cut(rows, at(start, stop), stop - start, axis)
 
   return cut
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # leaves of a shape: traced once
 def _cut(rows: jax.Array, start: jax.Array, count: int, axis: int) -> jax.Array:
-  @jax.custom_batching.custom_vmap
-  def part(rows: jax.Array, start: jax.Array) -> jax.Array:
-    # Fused into a decoder, a slice from an unknown start takes half as long as that.
-    return materialized(lambda rows: slice_at(rows, start, count, axis), rows)
-
-  @part.def_vmap
-  def together(
-    size: int, batched: list[bool], rows: jax.Array, start: jax.Array
-  ) -> tuple[jax.Array, bool]:
-    # Else `jax.vmap` would make a selection of the condition, see `packed`.
-    del size, batched
-    return _cut(rows, start, count, axis + 1), True
-
-  return part(rows, start)
+  # Fused into a decoder, a slice from an unknown start takes half as long as that.
+  cut = lambda rows, start: materialized(
+    lambda rows: slice_at(rows, start, count, axis), rows
+  )
+  return _mapped(cut, lambda *given: _cut(*given, count, axis + 1))(rows, start)
 
 
 def updated_in_place(
-  function: Callable[..., jax.Array],
-  old: jax.Array,
+  function: Callable[..., _Arrays],
+  old: _Arrays,
   count: jax.Array,
   read: Sequence[Any],
-  once: Callable[[jax.Array], jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array]:
+  once: Callable[[_Arrays], _Arrays] | None = None,
+) -> tuple[_Arrays, jax.Array]:
   """Returns ``function(old, *read)``, written into the memory of ``old`` on a CPU."""
-  # It is for an array that the caller gives up, and that has another shape there. All
+  # It is for arrays that the caller gives up, and that have another shape there. All
   # other arrays are in `read`. `once` returns the same on other platforms, and of
   # arrays that are not large. The next array to write takes the count, `int32[]` and
   # not negative, that this one returns. Else XLA would not know that an array that both
   # read may be written over, and copy it.
 
-  def directly(old: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def directly(old: _Arrays, count: jax.Array) -> tuple[_Arrays, jax.Array]:
     return once(old) if once else function(old, *read), count
 
-  def loop(old: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    def round(passed: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+  def loop(old: _Arrays, count: jax.Array) -> tuple[_Arrays, jax.Array]:
+    def round(passed: tuple[jax.Array, _Arrays]) -> tuple[jax.Array, _Arrays]:
       number, old = passed
       # XLA moves what depends on no number of a round out of the loop, and materializes
       # it. It does so while barriers stand, each of which gives its arrays one type.
@@ -180,6 +164,6 @@ def updated_in_place(
     number, new = jax.lax.while_loop(lambda passed: passed[0] < rounds, round, first)
     return new, number
 
-  if old.size < LARGE:
+  if max(x.size for x in jax.tree.leaves(old)) < LARGE:
     return directly(old, count)
   return jax.lax.platform_dependent(old, count, cpu=loop, default=directly)

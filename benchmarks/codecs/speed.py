@@ -11,7 +11,6 @@ through gradcomp.dense. Last it times the message of 8 matrices and their exchan
 two devices, in turn with a flat leaf of as many elements. Writes JSON with --output.
 """
 
-import functools
 import json
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.common import cli, quiet, shapes, tables, timing
-from gradcomp._src.codecs.encoding import encode_leaves
+from gradcomp._src.codecs import encoding
 from gradcomp._src.codecs.protocol import payload_of
 from gradcomp._src.cost.measure import updates
 from gradcomp._src.exchange.layout import materialized, plan_rows
@@ -187,20 +186,21 @@ def mean_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]
 def _message(tree: list[jax.Array]) -> tuple[dict[str, Callable[[], Any]], int, int]:
   """Returns calls for a message, the encoder's temporaries, and the bytes sent."""
   layout = plan_rows(tree, QSGD(bits=4))
-  keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
   codecs = [layout.codec_of(i) for i in range(len(tree))]
+  keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
 
   def rows(tree: list[jax.Array], keys: jax.Array) -> dict[int, jax.Array]:
-    encoded = encode_leaves(codecs, tree, list(map(Context, keys)), keep=False)
-    return layout.stack({i: x.rows for i, x in enumerate(encoded)})
+    given = tree, list(map(Context, keys))
+    found = encoding.encode_leaves(encoding.grouped(codecs, *given), *given, keep=False)
+    return layout.stack({i: x.rows for i, x in found.items()})
 
   encode = jax.jit(rows).lower(tree, keys).compile()
   matrices = encode(tree, keys)
 
   def leaves(matrices: dict[int, jax.Array]) -> dict[int, jax.Array]:
     decoder = lambda i, rows: layout.sums[i].gathered(rows[None], None, 1.0)
-    decoders = lambda: {i: decoder(i, rows) for i, rows in matrices.items()}
-    return materialized(functools.partial(layout.viewed, decoders), matrices[0])
+    found = {i: decoder(i, rows) for i, rows in matrices.items()}
+    return materialized(lambda x: layout.viewed(lambda: found, x), matrices[0])
 
   decode = jax.jit(leaves).lower(matrices).compile()
   calls = {"encode": lambda: encode(tree, keys), "decode": lambda: decode(matrices)}

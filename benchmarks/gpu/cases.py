@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.quantizing import bucket_words, leaf_scales
+from gradcomp._src.codecs.quantizing import bucket_words
 from gradcomp._src.codecs.sums.records import NOTHING, Context
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.dithers import LANES
@@ -126,7 +126,7 @@ def _scaled(
   """Makes the case of a codec whose kernel reads scales, or finds them by itself."""
 
   def operands(codec: Any, x: jax.Array) -> tuple[jax.Array, ...]:
-    scale = codec.scales_by(leaf_scales, x)
+    scale = codec.scales_for(x)
     return (() if scale is None else (scale,)) + _dither(codec, x)
 
   def encode(codec: Any, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
@@ -228,7 +228,7 @@ def _cast(
   def operands(codec: FloatCast, x: jax.Array) -> tuple[jax.Array, ...]:
     if not auto:
       return _dither(codec, x)
-    exponent = float_cast.shift(codec.agree(x)[0, 0], codec.format, 1)
+    exponent = float_cast.reference.shift(codec.agree(x)[0, 0], codec.format, 1)
     return (exponent, *_dither(codec, x))
 
   def encode(codec: FloatCast, x: jax.Array, *given: jax.Array) -> tuple[jax.Array]:

@@ -19,7 +19,7 @@ from benchmarks.links import methods
 from benchmarks.links.methods import Optimizer
 from benchmarks.links.process import Timed
 from gradcomp._src.exchange.collectives import scatter
-from gradcomp.codecs import Codec, Context, Payload
+from gradcomp.codecs import Codec, Context, Leaf, Payload
 
 BASELINE = "plain f32 mean"
 _GROUP = methods.GROUPED.group_size
@@ -61,9 +61,11 @@ def _arithmetic(
 
   Sums of codes travel in integers of a width that it chooses, and small leaves dense.
   """
-  codec = case.codec
   alike = len({leaf.shape for leaf in like}) == 1
-  if not isinstance(codec, Codec) or codec.fits or not alike:
+  if not isinstance(case.codec, Codec) or not alike:
+    return None
+  codec = case.codec.bind(Leaf(like[0].shape))
+  if codec.fits:
     return None
   if jax.eval_shape(codec.agree, like[0]) is not None:
     return None

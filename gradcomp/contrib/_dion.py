@@ -16,8 +16,8 @@ from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.sums import records
 from gradcomp._src.codecs.sums.sum import SumFacts
 from gradcomp._src.core import compression, feedback, transform
-from gradcomp._src.core.border import any_tree, of_workers
-from gradcomp._src.exchange import auto, message_size, protocol
+from gradcomp._src.core.border import any_tree
+from gradcomp._src.exchange import auto, plan, protocol
 from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.mesh import axes, shard_maps
 from gradcomp._src.optimizers.moments import require_agreement, with_decay
@@ -35,7 +35,7 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
   weight_decay: Any = 0.0,
   mask: Any = None,
   exchange: auto.ExchangeName | auto.Auto | protocol.Exchange = "auto",
-  message_bytes: message_size.MessageBytes = "auto",
+  message_bytes: plan.MessageBytes = "auto",
   key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains matrices by orthonormal steps of low rank: Dion.
@@ -137,7 +137,7 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
     steps, state = step.update(wide, state, params, **extra_args)
     return jax.tree.map(lambda x, g: x.astype(g.dtype), steps, updates), state
 
-  first = any_tree(step.init, of_workers(update_fn, axis_name))
+  first = any_tree(step.init, update_fn, {"axis_name": axis_name})
   return with_decay(first, learning_rate, weight_decay, mask)
 
 

@@ -85,25 +85,24 @@ def run(
   # program is lowered. Options are static, and hashable. `example` makes an input of
   # some elements, only where there is a device.
   xla = _jitted(operation.xla, **options)
+  if implementation == "xla":
+    return xla(*operands)
   reference = functools.partial(operation.xla, **options)
-
-  def chosen(**cuda: _Function) -> Any:
-    kernels = dict(cuda)
+  found, kernels = operation.pallas, dict[str, _Function]()
+  if implementation is None:
+    if not isinstance(found, str):
+      cuda = functools.partial(found, **options)
+      if _approved(cuda, reference, example, "cuda"):
+        # A program may be traced before JAX has looked for devices, but not lowered.
+        able = lambda *given: (xla if self_check.too_old() else cuda)(*given)
+        kernels["cuda"] = able
     if not isinstance(operation.tpu, str):
       tpu = functools.partial(operation.tpu, **options)
       if _approved(tpu, reference, example, "tpu"):
         kernels[_MOSAIC] = tpu
-    return (
-      by_platform(operands, kernels, xla.trace(*operands))
-      if kernels
-      else xla(*operands)
-    )
-
-  found = operation.pallas
-  if implementation == "xla":
-    return xla(*operands)
-  if implementation is None and isinstance(found, str):
-    return chosen()
+    if not kernels:
+      return xla(*operands)
+    return by_platform(operands, kernels, xla.trace(*operands))
   if isinstance(found, str):
     raise ValueError(
       f'`implementation` must be None or "xla" here, got {implementation!r}: {found}.'
@@ -111,18 +110,12 @@ def run(
   kernel = functools.partial(found, **options)
   if implementation == "pallas_interpret":
     return kernel(*operands, interpret=True)
-  if implementation is not None and (missing := _missing()):
+  if missing := _missing():
     raise ValueError(
       f"`implementation` must be one that runs here, got {implementation!r}, which "
       f'needs {missing}; use None, which takes the fastest, or "xla".'
     )
-  named = implementation == "pallas"
-  if not _approved(kernel, reference, example, "cuda", named=named) and not named:
-    return chosen()
-  if implementation is None:
-    # A program may be traced before JAX has looked for devices, but not lowered.
-    able = lambda *operands: (xla if self_check.too_old() else kernel)(*operands)
-    return chosen(cuda=able)
+  _approved(kernel, reference, example, "cuda", named=True)
   return kernel(*operands)
 
 
@@ -174,7 +167,7 @@ def by_platform(operands: Any, kernels: Mapping[str, _Function], traced: Any) ->
   def flat(kernel: _Function, *leaves: Any) -> list[Any]:
     return jax.tree.leaves(kernel(*jax.tree.unflatten(structure, leaves)))
 
-  named = tuple((name, functools.partial(flat, x)) for name, x in kernels.items())
+  named = tuple([(name, functools.partial(flat, x)) for name, x in kernels.items()])
   found = _CALL.bind(*leaves, kernels=named, reference=traced.jaxpr)
   return jax.tree.unflatten(jax.tree.structure(traced.out_info), found)
 

@@ -9,9 +9,9 @@ from jax import Array
 
 from gradcomp._src.kernels.common import fixed_point
 from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
-from gradcomp._src.kernels.common.piecewise_linear import Line, coordinate, to_units
 from gradcomp._src.kernels.common.scales import norms, scales
 from gradcomp._src.kernels.quantize import reference
+from gradcomp._src.kernels.quantize.reference import Line, coordinate
 
 BINS = 256
 _SAMPLED = 128  # buckets of a leaf that are counted, at most
@@ -101,8 +101,9 @@ class Form(reference.ScaledForm):
     return 2 ** (self.bits - 1)
 
   def factor(self, scale: Array, divide: Divide = divide) -> Array:
-    """Returns :func:`to_units` of the scales in front of the levels."""
-    return to_units(scale[:, : -self.shared], divide)
+    """Returns the factor of the scales in front of the levels: ``2**16 / scale``."""
+    unit = 1 << fixed_point.FRACTION
+    return fixed_point.inverse(unit, scale[:, : -self.shared], divide)
 
   def code(self, x: Array, factor: Array, lane: Lane, limit: Any = None) -> Array:
     """Returns the codes of one plane, which count levels from the lowest one.

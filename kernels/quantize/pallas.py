@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from gradcomp._src.kernels.common.dithers import LANES, read
@@ -17,6 +18,7 @@ from gradcomp._src.kernels.common.scales import scales_of_bits
 from gradcomp._src.kernels.gpu import tiles
 from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Index, Launch, Operand
 from gradcomp._src.kernels.quantize import reference
+from gradcomp._src.kernels.tpu import codes as tpu
 
 
 @tiles.completed(reference.encode_rows)
@@ -73,3 +75,17 @@ def encode_rows(
   row_words = form.bucket_size + form.inline * columns
   launch = Launch(f"{form.name}_encode", row_words, form.keep, interpret=interpret)
   return tiles.encode(body, x, (dither, scale, factor, limits), form, launch)
+
+
+def decode_rows(
+  rows: Array, *, form: reference.ScaledForm, interpret: Any = False
+) -> Array:
+  """Decodes as :func:`reference.decode_rows` does, by a kernel for TPUs."""
+  flat = rows.reshape(-1, rows.shape[-1])
+  row = tpu.Row(form.bits, form.bucket_size, form.shared)
+  if not form.inline or not row.fits(len(flat)):
+    return reference.decode_rows(rows, form)
+  value = lambda codes, *numbers: form.value(codes.astype(jnp.uint32), *numbers)
+  table = np.array(form.table, np.float32) if form.table else None
+  found = tpu.decode(value, flat, row, table, interpret)
+  return found.reshape(*rows.shape[:-1], *found.shape[1:])

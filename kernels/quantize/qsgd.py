@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,10 @@ from jax import Array
 from gradcomp._src.kernels.common import fixed_point
 from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
 from gradcomp._src.kernels.common.planes import unpack_planes
-from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.gpu.tiles import Operand
-from gradcomp._src.kernels.quantize import pallas, reference
-from gradcomp._src.kernels.tpu import codes as tpu
+from gradcomp._src.kernels.quantize import reference
 
 Levels = Literal["sign_magnitude", "uniform"]
-
-encode_rows = dispatch.encoder(reference, pallas)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,23 +66,6 @@ class Form(reference.ScaledForm):
     step = scale * np.float32(1 / s)
     length = jnp.where(magnitude == s, scale, magnitude.astype(jnp.float32) * step)
     return fixed_point.signed(length, sign)
-
-
-def decode_by_kernel(
-  rows: Array, *, form: reference.ScaledForm, interpret: Any = False
-) -> Array:
-  """Decodes as :func:`reference.decode_rows` does, by a kernel for TPUs."""
-  flat = rows.reshape(-1, rows.shape[-1])
-  row = tpu.Row(form.bits, form.bucket_size, form.shared)
-  if not form.inline or not row.fits(len(flat)):
-    return reference.decode_rows(rows, form)
-  value = lambda codes, *numbers: form.value(codes.astype(jnp.uint32), *numbers)
-  found = tpu.decode(value, flat, row, interpret=interpret)
-  return found.reshape(*rows.shape[:-1], *found.shape[1:])
-
-
-# For one payload: those of several workers XLA decodes and adds in one pass.
-decode_one = dispatch.on_tpu(decode_by_kernel, mosaic=True)(reference.decode_rows)
 
 
 def signed_codes(rows: Array, form: Form) -> Array:

@@ -2,10 +2,11 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from gradcomp._src.kernels.common import fixed_point, planes
@@ -22,6 +23,9 @@ class ScaledForm(abc.ABC):
   bucket_size: int  # elements a bucket, B
   inline: bool = True  # whether the scales follow the words of a row
   keep: bool = False  # whether to return the residual; scales are then inline
+
+  # The values of the lowest 7 bits of a code, if a table has them: float32[128].
+  table: tuple[float, ...] = ()
 
   name: ClassVar[str]
 
@@ -52,7 +56,10 @@ class ScaledForm(abc.ABC):
     return planes.pack_planes(codes, self.bits)
 
   def value(self, codes: Array, scale: Array, *shared: Array) -> Array:
-    """Returns the values of codes; forms without it keep no residual."""
+    """Returns the values of codes; forms without it keep no residual.
+
+    Behind what the codes of a row share is, with a table, the entry of each code.
+    """
     raise NotImplementedError
 
 
@@ -92,8 +99,35 @@ def decode_rows(rows: Array, form: ScaledForm) -> Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, P, B]``."""
   codes = planes.unpack_planes(rows[..., : form.bucket_size], form.bits)
   numbers = planes.floats(rows[..., form.bucket_size :])[..., None]
+  if form.table:
+    entry = jnp.asarray(form.table, jnp.float32)[codes.astype(jnp.int32) & 127]
+    return form.value(codes, numbers, entry)
   if not form.shared:
     return form.value(codes, numbers)
   start, stop = numbers.shape[-2] - form.shared, numbers.shape[-2]
   shared = (numbers[..., i : i + 1, :] for i in range(start, stop))
   return form.value(codes, numbers[..., :start, :], *shared)
+
+
+class Line(NamedTuple):
+  """A line to coordinates ``trunc(t * slope) + offset``, in units of ``2**-16``.
+
+  The coordinate of a value is the number of the level below it, plus the share of the
+  way to the next level. Levels need not be equally spaced. Rounding the coordinate
+  rounds the value, and searches no table.
+  """
+
+  start: Array | np.float32  # the smallest value on the line
+  slope: Array | np.float32
+  offset: Array | np.int32
+
+
+def coordinate(t: Array, lines: Sequence[Line]) -> Array:
+  """Returns the coordinates of values of zero or more, ``uint32``, without a clamp."""
+  slope = jnp.full_like(t, lines[0].slope)
+  offset = jnp.full(t.shape, lines[0].offset)
+  for line in lines[1:]:
+    reached = t >= line.start
+    slope = jnp.where(reached, line.slope, slope)
+    offset = jnp.where(reached, line.offset, offset)
+  return ((t * slope).astype(jnp.int32) + offset).astype(jnp.uint32)

@@ -13,9 +13,8 @@ from jax import Array
 from gradcomp._src.kernels.common import fixed_point
 from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
 from gradcomp._src.kernels.common.planes import unpack_planes
-from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.gpu.tiles import Operand
-from gradcomp._src.kernels.quantize import pallas, reference
+from gradcomp._src.kernels.quantize import reference
 
 Packing = Literal["2bit", "base3"]
 
@@ -25,8 +24,6 @@ _TRITS = 20  # in a word: 3**20 < 2**32
 # floor(2**64 * (2**32 - 3**20) / 3**20), as two words.
 _EXCESS = ((2**32 - 3**_TRITS) << 64) // 3**_TRITS
 _EXCESS_HIGH, _EXCESS_LOW = _EXCESS >> 32, _EXCESS & (2**32 - 1)
-
-encode_rows = dispatch.encoder(reference, pallas)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ _WIDTH = 512
 def of_groups(
   x: Array, first: Array, down: Array, *, interpret: Any = False
 ) -> list[Array]:
-  """Returns sums as ``deviation.sums_of_groups`` does, to the same bits."""
+  """Returns sums as ``scales.sums_of_groups`` does, to the same bits."""
 
   def body(x: Array, first: Array, down: Array) -> tuple[Array, ...]:
     d = (x.T - first) * down

@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import gradcomp
 from gradcomp._src.checkpoint import records
-from gradcomp._src.exchange import message_size
+from gradcomp._src.exchange import plan as plans
 from gradcomp.codecs import QSGD, Dense, RandomK, TopK
 from gradcomp.exchange import Hierarchical, TwoShot
 from gradcomp.local import local_steps
@@ -226,7 +226,7 @@ def first_shapes(tx, platform):
 @pytest.mark.parametrize("name", PLANNED)
 def test_states_of_two_platforms_differ_in_what_their_records_say(name, monkeypatch):
   """In the arrays of owners, and only there; and records without any are equal."""
-  monkeypatch.setattr(message_size, "automatic_bytes", lambda payload, workers: 1)
+  monkeypatch.setattr(plans, "automatic_bytes", lambda payload, workers: 1)
   tx, platforms = PLANNED[name], ("cpu", "tpu")
   states = [first_shapes(tx, x) for x in platforms]
   both = [recorded(tx, LIKE, platform=x) for x in platforms]

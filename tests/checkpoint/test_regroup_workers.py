@@ -13,7 +13,7 @@ import pytest
 import gradcomp
 from gradcomp._src.checkpoint.regroup_workers import floats_of, stored_of
 from gradcomp._src.core.residual_storage import is_stored
-from gradcomp._src.exchange import message_size
+from gradcomp._src.exchange import plan as plans
 from gradcomp._src.mesh.platforms import planned_for
 from gradcomp.codecs import QSGD
 from tests.support import modes
@@ -168,7 +168,7 @@ def test_workers_keep_what_owners_kept_where_nobody_owns_rows(dtype):
 @pytest.fixture
 def cut_small(monkeypatch):
   """Lets ``"auto"`` cut where it cuts large leaves: here each is a message."""
-  monkeypatch.setattr(message_size, "automatic_bytes", lambda payload, workers: 1)
+  monkeypatch.setattr(plans, "automatic_bytes", lambda payload, workers: 1)
 
 
 def to(state, tx, old, new, where, **options):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gradcomp._src.codecs.encoding import encode_leaves, statistics_of
+from gradcomp._src.codecs import encoding
 from gradcomp.codecs import (
   QSGD,
   BlockFloat,
@@ -21,17 +21,17 @@ from tests.plugins.slow_cases import one_in
 from tests.support import laws
 from tests.support.assertions import assert_same_bits
 
-CODECS = [
-  QSGD(bits=4, bucket_size=64),
-  Ternary(bucket_size=64),
-  OneBit(per_column=True),
-  FloatCast(rounding="stochastic"),
-  QSGD(bits=3, bucket_size=64, levels="nonuniform"),
-  EightBit(rounding="stochastic"),
-  Natural(),
-  Dense(dtype=jnp.bfloat16, rounding="stochastic"),
-]
+CODECS = [QSGD(bits=4, bucket_size=64), Ternary(bucket_size=64)]
+CODECS += [OneBit(per_column=True), FloatCast(rounding="stochastic")]
+CODECS += [QSGD(bits=3, bucket_size=64, levels="nonuniform")]
+CODECS += [EightBit(rounding="stochastic"), Natural()]
+CODECS += [Dense(dtype=jnp.bfloat16, rounding="stochastic")]
 SMALL = (64, 45)
+
+
+def encoded(codecs, leaves, contexts, *, keep):
+  groups = encoding.grouped(codecs, leaves, contexts)
+  return list(encoding.encode_leaves(groups, leaves, contexts, keep=keep).values())
 
 
 @pytest.mark.parametrize("codec", one_in(4, CODECS), ids=laws.name)
@@ -54,9 +54,9 @@ def test_leaves_have_the_bits_that_each_has_alone(codec, keep, monkeypatch):
 
   @jax.jit
   def both(leaves):
-    together = encode_leaves(codecs, leaves, contexts, keep=keep)
+    together = encoded(codecs, leaves, contexts, keep=keep)
     alone = [
-      encode_leaves([c], [x], [context], keep=keep)[0]
+      encoded([c], [x], [context], keep=keep)[0]
       for c, x, context in zip(codecs, leaves, contexts, strict=True)
     ]
     return together, alone
@@ -75,8 +75,7 @@ def test_one_group_follows_another():
 
   def rows(leaves):
     contexts = [Context(laws.KEY)] * count
-    encoded = encode_leaves([codec] * count, leaves, contexts, keep=False)
-    return [leaf.rows for leaf in encoded]
+    return [x.rows for x in encoded([codec] * count, leaves, contexts, keep=False)]
 
   found = jax.jit(rows).lower(leaves).compile().memory_analysis()
   # Two groups of eight, and what else the encoder needs: less than half of all.
@@ -90,8 +89,7 @@ def test_small_leaves_of_a_shape_share_a_program():
   def ciphers(count):
     def rows(leaves, key):
       contexts = [Context(key)] * count
-      encoded = encode_leaves([codec] * count, leaves, contexts, keep=True)
-      return [leaf.rows for leaf in encoded]
+      return [x.rows for x in encoded([codec] * count, leaves, contexts, keep=True)]
 
     leaves = [jax.ShapeDtypeStruct((8192,), jnp.float32)] * count
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -111,19 +109,19 @@ def test_large_leaves_of_a_shape_take_turns(monkeypatch):
   for codec in agreeing + others:
     contexts = [Context(laws.KEY + i) for i in range(4)]
     if codec in agreeing:
-      found = statistics_of([codec] * 4, leaves, contexts)
-      for i, (agreed, measured) in enumerate(found):
+      groups = encoding.grouped([codec] * 4, leaves, contexts)
+      found = encoding.statistics_of(groups, leaves)
+      for i, (agreed, measured) in found.items():
         assert_same_bits(agreed, codec.agree(leaves[i]))
         contexts[i] = contexts[i]._replace(agreed=agreed, measured=measured)
 
     def rows(leaves, codec=codec, contexts=contexts):
-      encoded = encode_leaves([codec] * 4, leaves, contexts, keep=True)
-      return [leaf.rows for leaf in encoded]
+      return [x.rows for x in encoded([codec] * 4, leaves, contexts, keep=True)]
 
     together = jax.jit(rows)
     assert "case" in together.lower(leaves).as_text()  # a switch
     for i, found in enumerate(together(leaves)):
-      alone = encode_leaves([codec], [leaves[i]], [contexts[i]], keep=False)
+      alone = encoded([codec], [leaves[i]], [contexts[i]], keep=False)
       assert_same_bits(found, alone[0].rows)
     two = jax.jit(jax.vmap(rows))([jnp.stack([x, -x]) for x in leaves])
     for ours, own in zip(two, together(leaves), strict=True):

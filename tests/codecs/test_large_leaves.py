@@ -18,7 +18,7 @@ from gradcomp._src.codecs import protocol
 from gradcomp._src.exchange import layout
 from gradcomp._src.kernels import materialize
 from gradcomp._src.kernels.materialize import LARGE
-from gradcomp.codecs import QSGD, EightBit, FloatCast, Natural, OneBit, Ternary
+from gradcomp.codecs import QSGD, EightBit, FloatCast, Natural, OneBit, Ternary, TopK
 from gradcomp.exchange import TwoShot
 from tests.plugins.slow_cases import slow
 from tests.support import laws, modes
@@ -31,7 +31,12 @@ CASES = [
   (QSGD(bits=4, share_scale=True), "all_gather", ErrorFeedback()),
   (FloatCast(), "two_shot", ErrorFeedback()),
   (OneBit(), "two_shot", MomentumFeedback(residual_dtype="bfloat16")),
+  (TopK(density=0.01), "all_gather", MomentumFeedback(nesterov=True)),
   *slow(
+    (TopK(density=0.01), "two_shot", MomentumFeedback(residual_dtype="bfloat16")),
+    (TopK(density=0.01, quantize="mean"), "all_gather", ErrorFeedback()),
+    (TopK(density=0.01), "all_gather", ErrorFeedback(residual_dtype="bfloat16")),
+    (TopK(density=0.01), "all_gather", ErrorFeedback(residual_dtype="int8")),
     (OneBit(), "two_shot", MomentumFeedback()),
     (OneBit(), "all_gather", ErrorFeedback()),
     (OneBit(), "all_gather", ErrorFeedback(residual_dtype="int8")),
@@ -43,13 +48,14 @@ CASES = [
 
 
 def run(codec, exchange, feedback):
-  """Means and residuals of two steps, of which the second has a NaN and an infinity."""
+  """Means of two steps, of which one has a NaN and an infinity, and what is kept."""
   rng = np.random.default_rng(0)
   steps = rng.standard_normal((2, WORKERS, *SHAPE)).astype(np.float32)
   steps[1, 0, 3, 5], steps[1, 1, 100, 7] = np.nan, np.inf
   tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, feedback=feedback)
-  means, residuals = modes.run("shard_map", tx, list(steps))
-  return jax.tree.map(np.asarray, (means, residuals))
+  found = modes.run_with_state("shard_map", tx, list(steps))
+  kept = found.state.residual, found.state.velocity
+  return jax.tree.map(np.asarray, (found.outputs, kept))
 
 
 @pytest.mark.parametrize(("codec", "exchange", "feedback"), CASES, ids=str)
@@ -59,10 +65,10 @@ def test_they_have_the_bits_of_small_leaves(codec, exchange, feedback, monkeypat
     monkeypatch.setattr(module, "LARGE", 2 * LARGE)
   small = run(codec, exchange, feedback)
   jax.tree.map(np.testing.assert_array_equal, large, small)
-  means, residuals = large
+  means, kept = large
   assert np.isnan(means[1]).any()
-  for kept in jax.tree.leaves(residuals):
-    assert np.isfinite(kept.astype(np.float32)).all()
+  for x in jax.tree.leaves(kept):
+    assert np.isfinite(x.astype(np.float32)).all()
 
 
 def compiled(tx, size, workers=None):

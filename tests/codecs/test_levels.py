@@ -8,7 +8,7 @@ import pytest
 
 from gradcomp._src.codecs.protocol import payload_of
 from gradcomp._src.testing.noise import mean_is_the_leaf
-from gradcomp.codecs import QSGD, Context, Memory
+from gradcomp.codecs import QSGD, Context, Leaf, Memory
 from tests.plugins.slow_cases import slow
 from tests.specs import levels as oracle_levels
 from tests.specs import qsgd
@@ -18,7 +18,8 @@ every_width = pytest.mark.parametrize("bits", [3, *slow(2, 4)])
 
 
 def nonuniform(bits, bucket_size=64, **options):
-  return QSGD(bits=bits, bucket_size=bucket_size, levels="nonuniform", **options)
+  codec = QSGD(bits=bits, bucket_size=bucket_size, levels="nonuniform", **options)
+  return codec.bind(Leaf(()))
 
 
 @functools.cache

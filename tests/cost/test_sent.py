@@ -1,4 +1,4 @@
-"""Bytes and collectives that a plan tells from shapes are those of a traced update."""
+"""Bytes and collectives that a plan states from shapes are those of a traced update."""
 
 import collections
 import itertools

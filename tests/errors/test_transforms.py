@@ -101,8 +101,9 @@ rounds().init(W) -> `axis_name` must be an axis that init can
 rounds().init({"w": jnp.ones(3, jnp.complex64)}) -> TypeError: `params`['w'] ... float
 start(rounds(fragments=2)) -> `fragments` must be at most the number of
 local_params(W, start(rounds())) -> must be that of one worker
-rounds().update(W, (), W) -> TypeError: `state` must be a gradcomp.state.LocalStepsState
-rounds().update(W, start(rounds())) -> `params` must be given
+on_all(lambda x: rounds().update(x, (), x)) ->
+  TypeError: `state` must be a gradcomp.state.LocalStepsState
+on_all(lambda x: rounds().update(x, rounds().init(x))) -> `params` must be given
 local_steps(SGD, v, **ROUNDS) for v in 0.5, optax.sgd -> TypeError: `outer` ... got {v}
 replicable(OWNERS, axis_name="data", workers=v) for v in (2, 2), None ;
   replicable(OWNERS, axis_name=("a", "b"), workers=v) for v in 4, 2.0 -> `workers` must

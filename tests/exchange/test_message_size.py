@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp._src.exchange import collectives, message_size, plan
-from gradcomp._src.exchange.message_size import automatic_bytes, cut
+from gradcomp._src.exchange import collectives, plan
+from gradcomp._src.exchange.plan import automatic_bytes, cut
 from gradcomp._src.mesh.platforms import platform
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.exchange import TwoShot
@@ -133,7 +133,7 @@ def test_the_platform_is_that_of_the_mesh():
 def cut_small(monkeypatch):
   """Makes ``"auto"`` cut small leaves into several messages, on CPUs too."""
   monkeypatch.setattr(plan, "platform", lambda: "tpu")
-  monkeypatch.setattr(message_size, "automatic_bytes", lambda payload, workers: 300)
+  monkeypatch.setattr(plan, "automatic_bytes", lambda payload, workers: 300)
 
 
 def four_bits(exchange="two_shot", feedback="error", **options):

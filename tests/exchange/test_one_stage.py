@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp._src.codecs.sums.codes import pack_sums, sum_dtype
+from gradcomp._src.codecs.sums.codes import Integers
 from gradcomp.codecs import QSGD
 from tests.specs import qsgd
 from tests.support import modes
@@ -25,7 +25,7 @@ def test_sixty_four_emulated_workers():
 def test_sums_at_the_edge_of_an_integer(workers, dtype):
   """18 workers at the top level of 7 make 126; 19 would be 133 and wrap around."""
   codec = QSGD(bits=4, bucket_size=32, share_scale=True, rounding="nearest")
-  assert sum_dtype(codec, workers) == {"s8": jnp.int8, "s16": jnp.int16}[dtype]
+  assert codec.sums.sum_dtype(workers) == {"s8": jnp.int8, "s16": jnp.int16}[dtype]
   extremes = np.where(np.arange(512) % 2, 3.0, -3.0).astype(np.float32)
   grads = {"w": jnp.asarray(np.broadcast_to(extremes, (workers, 512)))}
   tx = gradcomp.compress(codec, axis_name="data", exchange="psum", feedback=None)
@@ -48,7 +48,7 @@ def test_packed_sums_are_the_documented_words(bits, bucket_size, levels, workers
   sums = np.random.default_rng(workers).integers(-limit, limit + 1, 3 * codec.tile_size)
   sums[:2] = -limit, limit
   given = sums.reshape(3, -1, codec.row_words).astype(np.int32)
-  packed = np.asarray(jax.jit(lambda x: pack_sums(codec, x, workers))(given))
+  packed = np.asarray(jax.jit(Integers(limit).pack)(given))
   np.testing.assert_array_equal(packed, qsgd.pack_sums(sums, workers, **options))
   read = qsgd.unpack_sums(packed, sums.size, workers, **options)
   np.testing.assert_array_equal(read, sums)

@@ -62,7 +62,7 @@ def test_groups_that_add_piece_by_piece_have_the_bits_of_the_whole(
 
   def run(pieces):
     patched = lambda _, share: asked.append(share) or pieces
-    monkeypatch.setattr(hierarchical, "_pieces", patched)
+    monkeypatch.setattr(hierarchical, "pieces_of", patched)
     jax.clear_caches()  # an equal update would not be traced again
     return modes.run("vmap", laws.compressed(codec, "hierarchical", "error"), steps)
 

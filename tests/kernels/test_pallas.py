@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.gpu.cases import CASES, Case
 from gradcomp._src.codecs import quantizing
+from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.gpu import dispatch, self_check, tiles
 from gradcomp._src.kernels.gpu.verdicts import Verdict
 from gradcomp._src.kernels.quantize import qsgd
@@ -93,7 +94,7 @@ def operands(case: Case, size: int, rows: int) -> list[np.ndarray]:
       found.append(scale.astype(np.float32))
       found[-1][0, 0], found[-1][-1, -1] = 0, np.nan
       if case.operation == "block_float":
-        found[-1][3:4] = case.codec._form.least_shared
+        found[-1][3:4] = case.codec.form.least_shared
   return found
 
 
@@ -187,7 +188,7 @@ def test_few_tiles_are_whole_blocks(tiles):
   x = gradient(max(tiles, 2) * 256, 256)[-tiles * 256 :]
   expected, found = jax.jit(
     lambda x: [
-      qsgd.encode_rows(x, None, DITHER, form=form, implementation=name)[0]
+      quantize.encode_rows(x, None, DITHER, form=form, implementation=name)[0]
       for name in ("xla", "pallas_interpret")
     ]
   )(x)

@@ -12,16 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.codecs.protocol import decoded
 from gradcomp._src.kernels import block_float, block_top, one_bit
-from gradcomp._src.kernels.common import (
-  deviation,
-  rotation,
-  scales,
-  selection,
-)
+from gradcomp._src.kernels.common import rotation, scales
 from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.quantize import eight_bit, qsgd, reference
+from gradcomp._src.kernels.quantize import pallas, reference
+from gradcomp._src.kernels.selection import search
 from gradcomp._src.kernels.tpu import lines, sums
-from gradcomp.codecs import QSGD, BlockTop, EightBit, OneBit, Payload, Ternary
+from gradcomp.codecs import QSGD, BlockTop, EightBit, Leaf, OneBit, Payload, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
@@ -71,19 +67,21 @@ def of_rows(module, form, tile, rest, decode):
 
 def one_bit_rows(size, keep, rest):
   """Buckets of a part of a line, of one and of several, and a partial tile."""
-  form = one_bit.Form(size, keep)
-  return of_rows(one_bit, form, one_bit.WORD * size, rest, {"bucket_size": size})
+  form = one_bit.reference.Form(size, keep)
+  return of_rows(
+    one_bit, form, one_bit.reference.WORD * size, rest, {"bucket_size": size}
+  )
 
 
 def block_top_rows(size, count, bits, keep, rest):
   """Blocks of a part of a line, of one and of several; codes of all widths."""
-  form = block_top.Form(size, count, bits, keep)
+  form = block_top.reference.Form(size, count, bits, keep)
   return of_rows(block_top, form, form.tile_size, rest, {"form": form})
 
 
 def block_float_rows(element, scale, size, rest):
   """To nearest and at random, also with five codes a word, and a partial tile."""
-  form = block_float.Form(element, scale, size, rest % 2 == 1)
+  form = block_float.reference.Form(element, scale, size, rest % 2 == 1)
   tile = form.planes * form.bucket_size
   x = values(tile, 9 * tile + rest)
   x *= np.where(np.arange(x.size) // tile % 3 == 2, np.float32(2.0**-112), 1)
@@ -107,7 +105,7 @@ def block_float_rows(element, scale, size, rest):
 
 def sums_of_a_deviation(groups):
   x, form = values(2048, 2048 * groups), interpreted(sums.of_groups)
-  yield pair(form, deviation.sums_of_groups, {}, x, x[-1], np.float32(0.25))
+  yield pair(form, scales.sums_of_groups, {}, x, x[-1], np.float32(0.25))
 
 
 def rotations(size, planes, bucket, rows):
@@ -128,26 +126,19 @@ def payloads(codec, rows):
   return np.concatenate([words, numbers.view(np.uint32)], axis=2)
 
 
-def codes_looked_up(codec, rows):
-  """A scale a row or a bucket, a block that ends early, and what no kernel takes."""
-  given = payloads(codec, rows)
-  form, plain = eight_bit.decode_by_lookup, eight_bit.reference_decode_rows
-  yield pair(interpreted(form), plain, {"form": codec._form}, given)
-
-
 def levels(codec, rows):
-  """Words of 32 codes to three, the last with bits that are not used."""
+  """Words of 32 codes to three, and of a table; and what no kernel takes."""
   given = payloads(codec, rows)
-  form, plain = interpreted(qsgd.decode_by_kernel), reference.decode_rows
-  yield pair(form, plain, {"form": codec._form}, given)
+  form, plain = interpreted(pallas.decode_rows), reference.decode_rows
+  yield pair(form, plain, {"form": codec.form}, given)
 
 
 def levels_of_rows(bits, bucket, rows):
   """Each row with its own fitted ones, which stand behind the scales."""
-  codec = QSGD(bits=bits, bucket_size=bucket, levels="nonuniform")
+  codec = QSGD(bits=bits, bucket_size=bucket, levels="nonuniform").bind(Leaf(()))
   given = payloads(codec, rows)
-  form, plain = interpreted(qsgd.decode_by_kernel), reference.decode_rows
-  yield pair(form, plain, {"form": codec._form}, given)
+  form, plain = interpreted(pallas.decode_rows), reference.decode_rows
+  yield pair(form, plain, {"form": codec.form}, given)
 
 
 def lengths_of_planes(bucket):
@@ -160,12 +151,11 @@ def lengths_of_planes(bucket):
 def lines_of_a_sample(size):
   """At every place of a row, and at the end of the last one."""
   start = np.append(np.arange(0, size - 16, 97), size - 16).astype(np.int32)
-  forms = selection._lines_by_rows, selection._lines_by_slices
+  forms = search._lines_by_rows, search._lines.__wrapped__
   yield pair(*forms, {}, values(1024, size), start)
 
 
-# The arguments of each, of which plain runs have the first; `levels` run the code of
-# those of rows.
+# The arguments of each, of which plain runs have the first.
 FORMS = {
   one_bit_rows: [
     *((64, True, 77), (32, True, 0), (64, False, 0), (96, True, 5)),
@@ -182,12 +172,10 @@ FORMS = {
   ],
   sums_of_a_deviation: [(9,), (1,), (16,)],
   rotations: [(32, 16, 512, 8), (8, 8, 128, 21), (32, 8, 1024, 16), (8, 32, 256, 9)],
-  codes_looked_up: [
+  levels: [
     *((EightBit(bucket_size=256), 21), (EightBit(), 8), (EightBit(bucket_size=64), 8)),
     (EightBit(dtype="dynamic_map", bucket_size=128), 9),
     (EightBit(dtype="mantissa"), 3),
-  ],
-  levels: [
     *((QSGD(bits=4, bucket_size=128), 9), (QSGD(bits=7), 8), (QSGD(bits=16), 8)),
     (QSGD(bits=8, bucket_size=None), 21),
     (QSGD(bits=2, bucket_size=128, levels="uniform"), 8),
@@ -200,7 +188,7 @@ FORMS = {
 
 
 CASES = [(pairs, given) for pairs, every in FORMS.items() for given in every]
-PLAIN = [(pairs, every[0]) for pairs, every in FORMS.items() if pairs is not levels]
+PLAIN = [(pairs, every[0]) for pairs, every in FORMS.items()]
 
 
 @pytest.mark.parametrize(

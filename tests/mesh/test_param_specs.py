@@ -166,12 +166,13 @@ def test_a_state_has_the_residual_of_each_shard():
 
 NORM = optax.clip_by_global_norm(0.3)
 CODED = dict(grads=Dense(), params=Dense(), min_leaf_size=0, **OVER)
+PARTS = OVER | {"fragments": 2, "feedback": gradcomp.ErrorFeedback()}
 NORMED = {
   "allow_frozen": gradcomp.wrappers.allow_frozen(
     optax.chain(NORM, gradcomp.dense(**OVER), SGD)
   ),
   "local_steps": gradcomp.local.local_steps(
-    optax.chain(NORM, SGD), optax.sgd(0.7), every=1, codec=Dense(), **OVER
+    optax.chain(NORM, SGD), optax.sgd(0.7), every=2, codec=Dense(), **PARTS
   ),
   "zero": gradcomp.parallel.zero(SGD, **CODED),
 }

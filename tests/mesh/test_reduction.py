@@ -85,6 +85,23 @@ def test_two_axes_agree_with_shard_map(exchange):
   assert_same_bits(state.server_residual, kept.server_residual)
 
 
+def test_an_addend_among_extra_arguments_is_the_workers_own():
+  """So is its gradient."""
+  square = lambda g, state, _, *, grad: (jax.tree.map(jnp.multiply, g, grad), state)
+  inner = optax.GradientTransformationExtraArgs(optax.identity().init, square)
+  own = gradcomp.wrappers.on_each_worker(inner, **OVER)
+  tx, mesh, (params, rows) = gradcomp.dense(**OVER), explicit_mesh(), linear(N)
+
+  def once(params, rows):
+    grads = gradcomp.value_and_grad(linear_loss, **OVER)(params, rows)[1]
+    return optax.chain(own, tx).update(grads, ((), tx.init(params)), grad=grads)[0]
+
+  with jax.set_mesh(mesh):
+    got = jax.jit(once)(put(params, mesh), put(rows, mesh, "data"))
+  want = {name: np.mean(x**2, 0) for name, x in rows.items()}
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, want)
+
+
 def test_reduced_gradients_are_refused():
   params, rows = linear(4)
   mesh, tx = explicit_mesh(), gradcomp.qsgd(bits=4, **OVER)

@@ -116,7 +116,8 @@ def test_workers_that_do_not_fit(call, error):
 def test_a_fit_is_not_a_part_of_a_leaf():
   """It all-reduces 32-bit counts, of one leaf here."""
   codec = QSGD(bits=4, levels="nonuniform")
-  counts = jax.eval_shape(codec.measure, PARAMS["w"]).size
+  bound = codec.bind(gradcomp.codecs.Leaf(()))
+  counts = jax.eval_shape(bound.measure, PARAMS["w"]).size
   explanation = of(gradcomp.compress(codec, axis_name="data"), 4)
   assert explanation.bytes_fitting == Fraction(2 * 3, 4) * 4 * counts
   leaves = sum(leaf.bytes_sent for leaf in explanation.leaves)

@@ -155,7 +155,8 @@ class Run(NamedTuple):
 
 def sizes(codec: Codec) -> tuple[int, int]:
   """The elements of the leaves that are encoded: some tiles, and one and a part."""
-  tile = codec.tile_size or 1000
+  columns = getattr(codec, "per_column", False)  # are as long as the leaf
+  tile = codec.bucket_size if columns else codec.tile_size or 1000
   return max((4 if tile <= 2048 else 2) * tile, 2 * ZEROS) + 77, tile + 45
 
 

@@ -195,7 +195,7 @@ def _facts(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(option: Any) -> str:
-  """Returns the text of an option, without what changes no bits."""
+  """Returns the text of an option, without fields that change no bits."""
   text = _HOW.sub("", repr(option)).replace("(, ", "(")
   return re.sub(r"\bdtype\('?(\w+)'?\)", r"'\1'", text)
 

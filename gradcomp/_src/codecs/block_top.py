@@ -93,8 +93,8 @@ class BlockTop(Codec):
   papers: ClassVar[tuple[str, ...]] = ("chen2020scalecom", "sarfi2025sparseloco")
 
   @property
-  def _form(self) -> block_top.Form:
-    return block_top.Form(self.block_size, self.count, self.bits)
+  def _form(self) -> block_top.reference.Form:
+    return block_top.reference.Form(self.block_size, self.count, self.bits)
 
   @property
   def contraction(self) -> float:
@@ -137,7 +137,7 @@ class BlockTop(Codec):
 
   def entries(self, rows: Array) -> tuple[Array, Array]:
     """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
-    found, _ = block_top.entries_of_rows(rows, self._form)
+    found, _ = block_top.reference.entries_of_rows(rows, self._form)
     ends = self.block_size * (jnp.arange(self._form.blocks, dtype=jnp.int32) + 1)
     places = [ends - 1 - behind.astype(jnp.int32) for behind, _ in found]
     values = [value for _, value in found]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.codecs import contractions, quantizing
 from gradcomp._src.codecs.sums.records import Rounding
-from gradcomp._src.kernels.common.piecewise_linear import Line, lines_between
+from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.common.scales import scales
 from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.quantize import eight_bit
@@ -53,11 +52,11 @@ def _table(dtype: DataType) -> tuple[float, ...]:
 
 
 @functools.cache
-def _lines(dtype: DataType) -> tuple[Line, ...]:
+def _lines(dtype: DataType) -> tuple[eight_bit.Line, ...]:
   numbers = levels(dtype)
   if dtype == "dynamic_map":
     numbers = np.append(numbers, 1.0)
-  return tuple(lines_between(numbers))
+  return tuple(eight_bit.lines_between(numbers))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +142,7 @@ class EightBit(quantizing.Elementwise):
   exponent_offset: int | None = checks.field(None, _OFFSET)
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
-  encoder = staticmethod(eight_bit.encode_rows)
+  encoder = staticmethod(quantize.encode_rows)
   papers: ClassVar[tuple[str, ...]] = ("dettmers2016approximations",)
 
   def __post_init__(self) -> None:
@@ -165,10 +164,10 @@ class EightBit(quantizing.Elementwise):
 
   def decode_rows(self, rows: Array) -> Array:
     by = self.implementation
-    return eight_bit.decode_rows(rows, form=self._form, implementation=by)
+    return quantize.decode_rows(rows, form=self.form, implementation=by)
 
   @property
-  def _form(self) -> eight_bit.Form:
+  def form(self) -> eight_bit.Form:
     top = levels(self.dtype).size - 1
     nearest = self.rounding == "nearest"
     has_one = self.dtype == "dynamic_map"
@@ -181,13 +180,13 @@ class EightBit(quantizing.Elementwise):
       up=1.0 if nearest else 1 / levels(self.dtype)[-1],
     )
 
-  def scales_by(self, measure: Callable[..., Array], x: Array) -> Array | None:
+  def scales_for(self, x: Array) -> Array | None:
     """Returns the value of a level of 1; None where the encoder finds the scales."""
     if self.bucket_size is not None and self.exponent_offset is None:
       return None  # so that a kernel reads elements once
-    largest = measure(x, eight_bit.PLANES, self.bucket_size)
+    largest = quantizing.scales_of(x, eight_bit.PLANES, self.bucket_size)
     if self.exponent_offset is not None:
       unit = 1.5 if self.dtype == "mantissa" else 1.0
       fixed = jnp.float32(unit * 10.0**self.exponent_offset)
       return jnp.where(jnp.isnan(largest), jnp.nan, fixed)
-    return self._form.unit(scales(largest))
+    return self.form.unit(scales(largest))

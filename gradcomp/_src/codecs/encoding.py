@@ -1,8 +1,8 @@
 """Encodes the leaves of a message, each by its codec, or several small ones at once."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,14 +51,6 @@ def _encode_several(
   return jnp.split(rows.reshape(-1, codec.row_words), len(given))
 
 
-def _takes_turns(codec: Codec, leaf: Array, context: Context) -> bool:
-  """Returns True for a large leaf that a CPU may encode in a loop with others."""
-  alone = jax.tree.leaves(context.memory)
-  whole = not any(jax.typeof(leaf).sharding.spec)
-  large = leaf.size > _SMALL_LEAF_ELEMENTS and platform() == "cpu"
-  return large and whole and not alone and not codec.facts.drops
-
-
 @jax.jit
 def _entry(stacked: Any, place: Array) -> Any:
   return jax.tree.map(lambda x: slice_at(x, place, 1)[0], stacked)
@@ -84,63 +76,75 @@ def _in_loop(
   return [_entry(every, place) for place in places]
 
 
-def statistics_of(
+class Group(NamedTuple):
+  """The leaves that one program encodes, by their numbers."""
+
+  codec: Codec
+  leaves: list[int]
+  in_turn: bool  # whether it encodes them in a loop
+
+
+def grouped(
   codecs: Sequence[Codec], leaves: Sequence[Array], contexts: Sequence[Context]
-) -> list[tuple[Array | None, Any]]:
+) -> list[Group]:
+  """Returns the groups of leaves, each with its codec and the context so far."""
+  alike: dict[Any, list[int]] = {}
+  for i, (codec, leaf) in enumerate(zip(codecs, leaves, strict=True)):
+    # A large leaf, which a CPU may encode in a loop with others.
+    large = leaf.size > _SMALL_LEAF_ELEMENTS and platform() == "cpu"
+    whole = large and not any(jax.typeof(leaf).sharding.spec)
+    remembers = jax.tree.leaves(contexts[i].memory)
+    in_turn = whole and not remembers and not codec.facts.drops
+    small = 0 < leaf.size <= _SMALL_LEAF_ELEMENTS
+    alone = leaf.shape, JOINT_ENCODING_ELEMENTS // leaf.size if small else 1
+    turns = jax.typeof(leaf), len(leaves)
+    shared = turns if in_turn else codec.joins(leaf.shape) or alone
+    key = codec, leaf.dtype, jax.tree.structure(contexts[i]), in_turn, *shared
+    alike.setdefault(key, []).append(i)
+  groups = []
+  for (codec, *_, in_turn, _, most), own in alike.items():
+    count = 1 if in_turn and len(own) < _ALIKE else most
+    cuts = range(0, len(own), count)
+    groups += [Group(codec, own[at : at + count], in_turn) for at in cuts]
+  return groups
+
+
+def statistics_of(
+  groups: Sequence[Group], leaves: Sequence[Array]
+) -> dict[int, tuple[Array | None, Any]]:
   """Returns the ``statistics`` of each leaf by its codec."""
   found: dict[int, Any] = {}
-  for numbers, in_turn in _groups(codecs, leaves, contexts):
-    codec, own = codecs[numbers[0]], [leaves[i] for i in numbers]
+  for codec, numbers, in_turn in groups:
+    own = [leaves[i] for i in numbers]
     measure = lambda leaf, _, codec=codec: codec.statistics(leaf)
     shared = in_turn and jax.eval_shape(codec.agree, own[0]) is not None
     each = _in_loop if shared else map
     found |= zip(numbers, each(measure, own, [NOTHING] * len(own)), strict=True)
-  return [found[i] for i in range(len(leaves))]
+  return found
 
 
 def encode_leaves(
-  codecs: Sequence[Codec],
+  groups: Sequence[Group],
   leaves: Sequence[Array],
   contexts: Sequence[Context],
   *,
   keep: bool,
-) -> list[Encoded]:
-  """Encodes each leaf by its codec, with the residual if asked and computed."""
+) -> dict[int, Encoded]:
+  """Encodes the leaves of groups, with the residual if asked and computed."""
   encoded: dict[int, Encoded] = {}
   last = None
-  for numbers, in_turn in _groups(codecs, leaves, contexts):
-    codec = codecs[numbers[0]]
+  for codec, numbers, in_turn in groups:
     own = [leaves[i] for i in numbers], [contexts[i] for i in numbers]
+    several: Iterable[Encoded] | None
     if len(numbers) == 1:
       encoded[numbers[0]] = encode_leaf(codec, keep, *own[0], *own[1])
       continue
     if in_turn:
-      encode = functools.partial(encode_leaf, codec, False)
-      encoded |= zip(numbers, _in_loop(encode, *own), strict=True)
-      continue
-    several: Iterable[Encoded] | None = codec.encode_several(*own, last)
-    if several is None:
+      several = _in_loop(functools.partial(encode_leaf, codec, False), *own)
+    elif (several := codec.encode_several(*own, last)) is None:
       given = [(_after(last, x), y) for x, y in zip(*own, strict=True)]
       several = map(Encoded, _encode_several(codec, given))
     encoded |= zip(numbers, several, strict=True)
-    if leaves[numbers[0]].size:
+    if leaves[numbers[0]].size and not in_turn:
       last = encoded[numbers[0]].rows
-  return [encoded[i] for i in range(len(leaves))]
-
-
-def _groups(
-  codecs: Sequence[Codec], leaves: Sequence[Array], contexts: Sequence[Context]
-) -> Iterator[tuple[list[int], bool]]:
-  """Yields the leaves of each group that one program encodes, and True for a loop."""
-  alike: dict[Any, list[int]] = {}
-  for i, (codec, leaf) in enumerate(zip(codecs, leaves, strict=True)):
-    in_turn = _takes_turns(codec, leaf, contexts[i])
-    small = 0 < leaf.size <= _SMALL_LEAF_ELEMENTS
-    alone = leaf.shape, JOINT_ENCODING_ELEMENTS // leaf.size if small else 1
-    large = jax.typeof(leaf), len(leaves)
-    shared = large if in_turn else codec.joins(leaf.shape) or alone
-    key = codec, leaf.dtype, jax.tree.structure(contexts[i]), in_turn, *shared
-    alike.setdefault(key, []).append(i)
-  for (*_, in_turn, _, most), own in alike.items():
-    count = 1 if in_turn and len(own) < _ALIKE else most
-    yield from ((own[at : at + count], in_turn) for at in range(0, len(own), count))
+  return dict(sorted(encoded.items()))

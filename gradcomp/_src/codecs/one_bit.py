@@ -6,20 +6,14 @@ from typing import ClassVar
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs import contractions
+from gradcomp._src.codecs import around, contractions
 from gradcomp._src.codecs.protocol import Codec, as_float32
-from gradcomp._src.codecs.sums.records import ArrayLike, ArrayT, Context, Encoded, Leaf
+from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles
 from gradcomp._src.kernels import one_bit
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.gpu import dispatch
-
-
-def _matrix(x: ArrayT) -> ArrayT:
-  """Reshapes an array to a matrix: its first axis by all others; a scalar is 1 by 1."""
-  rows = x.shape[0] if x.ndim else 1
-  return x.reshape(rows, x.size // rows if rows else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,16 +67,11 @@ class OneBit(Codec):
     3.2.1
   """
 
-  bucket_size: int = checks.field(64, checks.integer("a positive multiple of 32"))
+  bucket_size: int = checks.field(64, checks.BUCKET)
   per_column: bool = checks.field(False, checks.FLAG)
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   papers: ClassVar[tuple[str, ...]] = ("seide2014onebit", "grubic2018synchronous")
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    if not self.per_column:
-      checks.BUCKET.check("bucket_size", self.bucket_size)
 
   @property
   def contraction(self) -> float:
@@ -94,51 +83,30 @@ class OneBit(Codec):
 
   @property
   def tile_size(self) -> int:
-    return self.bucket_size * (1 if self.per_column else one_bit.WORD)
+    return self.bucket_size * one_bit.reference.WORD
 
   @property
   def row_words(self) -> int:
-    if self.per_column:
-      return -(-self.bucket_size // one_bit.WORD) + 2
-    return self.bucket_size + 2 * one_bit.WORD
+    return self.bucket_size + 2 * one_bit.reference.WORD
 
-  def bind(self, leaf: Leaf) -> "OneBit":
+  def bind(self, leaf: Leaf) -> Codec:
     """Returns the codec of a leaf; with ``per_column``, a column of it is a bucket."""
-    if not self.per_column:
-      return self
-    return dataclasses.replace(self, bucket_size=leaf.shape[0] if leaf.shape else 1)
+    rows = leaf.shape[0] if leaf.shape else 1
+    return around.ByColumn(codec=self, rows=rows) if self.per_column else self
 
   def filled(self, x: Array) -> Array:
     """Fills the last bucket of a leaf by repeating the bucket's elements."""
-    return x if self.per_column else planes.filled(x.reshape(-1), self.bucket_size)
-
-  def split(self, x: ArrayT) -> ArrayT:
-    """Cuts a leaf into rows; with ``per_column`` a column is one."""
-    return _matrix(x).T if self.per_column else super().split(x)
-
-  def join(self, rows: ArrayT, like: ArrayLike) -> ArrayT:
-    return rows.T.reshape(like.shape) if self.per_column else super().join(rows, like)
-
-  def view_shape(self, rows: int, like: ArrayLike) -> tuple[int, ...]:
-    return like.shape if self.per_column else super().view_shape(rows, like)
+    return planes.filled(x.reshape(-1), self.bucket_size)
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
+    form, by = one_bit.reference.Form(self.bucket_size, keep), self.implementation
     wide = as_float32(x).reshape(x.shape)
-    if self.per_column:
-      rows, rest = one_bit.encode_columns(_matrix(wide))
-      return Encoded(rows, rest.reshape(x.shape))
-    form, by = one_bit.Form(self.bucket_size, keep), self.implementation
     return Encoded(*one_bit.encode_rows(wide, form=form, implementation=by))
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
-    flat = tiles.reshape(-1)
-    if self.per_column:
-      flat = tiles.reshape(tiles.shape[0], -1).T
-    return self.encode_leaf(flat, context).rows
+    return self.encode_leaf(tiles.reshape(-1), context).rows
 
   def decode_rows(self, rows: Array) -> Array:
-    if self.per_column:
-      return one_bit.decode_columns(rows, self.bucket_size)
     return one_bit.decode_rows(
       rows, bucket_size=self.bucket_size, implementation=self.implementation
     )

@@ -355,9 +355,9 @@ def codec_dither(codec: Codec, context: Context) -> Array | None:
   return context.drawn if codec.needs_key else None
 
 
-def working_dtype(codec: LeafCodec, dtype: DTypeLike) -> np.dtype:
+def working_dtype(facts: SumFacts, dtype: DTypeLike) -> np.dtype:
   """Returns the dtype in which an exchange adds gradients of ``dtype``."""
-  wide = dtype == jnp.float64 and codec.facts.keeps_float64
+  wide = facts.keeps_float64 and dtype == jnp.float64
   return np.dtype(np.float64 if wide else np.float32)
 
 

@@ -2,27 +2,25 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs import contractions, quantizing
-from gradcomp._src.codecs.protocol import as_float32
+from gradcomp._src.codecs import around, contractions, quantizing
+from gradcomp._src.codecs.protocol import Codec, as_float32
 from gradcomp._src.codecs.sums import tiles
 from gradcomp._src.codecs.sums.records import (
   Context,
   Encoded,
-  Fit,
   Leaf,
-  Memory,
   Rounding,
 )
+from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.common import planes, scales
 from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.quantize import fitted, qsgd, reference
+from gradcomp._src.kernels.quantize import qsgd, reference
 
 ScaleNorm = Literal["max", "l2", "rms"]
 Levels = Literal["sign_magnitude", "uniform", "nonuniform"]
@@ -136,8 +134,6 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
   refit_every: int = checks.field(100, checks.STEPS)
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
-  most_counted: ClassVar[int] = fitted.MOST_COUNTED
-
   def __post_init__(self) -> None:
     super().__post_init__()
     bits, norm, levels, rotate = self.bits, self.norm, self.levels, self.rotate
@@ -169,7 +165,7 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
 
   @property
   def papers(self) -> tuple[str, ...]:
-    levels = ("zhang2017zipml",) if self.fits else ()
+    levels = ("zhang2017zipml",) if self.levels == "nonuniform" else ()
     return ("grubic2018synchronous", "alistarh2017qsgd", *levels)
 
   @property
@@ -203,46 +199,24 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
     cure = f', or choose norm="rms"{size} and rounding="nearest"'
     return super().without_key or cure
 
-  @property
-  def _form(self) -> Any:
-    bits, words = self.bits, quantizing.bucket_words(self.bucket_size)
+  def bind(self, leaf: Leaf) -> Codec:
+    """Returns the codec of a leaf: of fitted levels, or of rotated elements."""
     if self.levels == "nonuniform":
-      return fitted.Form(bits=bits, bucket_size=words)
-    levels, inline = self.levels, not self.share_scale
-    return qsgd.Form(bits=bits, bucket_size=words, levels=levels, inline=inline)
+      return around.Fitted(codec=self)
+    return around.Rotated(codec=self) if self.rotate else self
 
   @property
-  def encoder(self) -> Callable[..., tuple[Array, Array | None]]:
-    return fitted.encode_rows if self.fits else qsgd.encode_rows
+  def form(self) -> qsgd.Form:
+    words = quantizing.bucket_words(self.bucket_size)
+    levels: Any = self.levels  # fitted ones have a form of their own
+    inline = not self.share_scale
+    return qsgd.Form(bits=self.bits, bucket_size=words, levels=levels, inline=inline)
+
+  encoder = staticmethod(quantize.encode_rows)
 
   @property
   def max_code(self) -> int:
-    return self._form.intervals
-
-  @property
-  def fits(self) -> Fit | None:
-    """The fits of levels, if they are ``"nonuniform"``."""
-    if self.levels != "nonuniform":
-      return None
-    return Fit(self.refit_every, self.most_counted, self.measure, fitted.fit)
-
-  def init(self, leaf: Leaf | None = None, key: Array | None = None) -> Memory:
-    """Returns equally spaced levels above zero, or no state if none are fitted."""
-    return Memory(fitted.first_levels(self.bits)) if self.fits else Memory()
-
-  def measure(self, x: Array) -> Array:
-    """Counts normalized magnitudes in a sample of buckets: ``int32[256]``."""
-    flat, words = as_float32(x), self._form.bucket_size
-    scale = None if self.bucket_size else scales.scales(scales.tensor_norm(flat, "max"))
-    return fitted.histogram(flat, bucket_size=words, scale=scale)
-
-  def levels_for(self, x: Array, context: Context) -> tuple[Array, ...]:
-    """Returns fitted levels: of the codec state, and without one of the elements."""
-    if not self.fits:
-      return ()
-    if context.memory is not None and len(context.memory.shared):
-      return (context.memory.shared,)
-    return (fitted.fit(self.measure(x), self.init().shared),)
+    return self.form.intervals
 
   def filled(self, x: Array) -> Array:
     """For ``norm="rms"``, fills the last bucket with copies of its elements."""
@@ -253,39 +227,39 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
   @property
   def _scales_inside(self) -> bool:
     bucketed = self.bucket_size is not None and self.norm == "max"
-    return bucketed and not self.share_scale and not self.fits
+    return bucketed and not self.share_scale
 
-  def scales_by(self, measure: Callable[..., Array], x: Array) -> Array | None:
+  def scales_for(self, x: Array) -> Array | None:
     if self._scales_inside:
       return None
-    count = self._form.planes
+    count = self.form.planes
     if self.norm != "rms":
-      return scales.scales(measure(x, count, self.bucket_size, self.norm))
+      return scales.scales(quantizing.scales_of(x, count, self.bucket_size, self.norm))
     assert self.bucket_size is not None
-    lengths = measure(x, count, self.bucket_size, "l2")
+    lengths = quantizing.scales_of(x, count, self.bucket_size, "l2")
     outermost = (2**self.bits - 1) / 2 * _STEPS[self.bits]  # for a mean square of 1
     return scales.scales(lengths * np.float32(outermost / math.sqrt(self.bucket_size)))
 
   def leaf_statistics(self, x: Array) -> tuple[Array, None]:
     """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
-    found = self.scales_by(quantizing.leaf_scales, self.ordered(x))
+    found = self.scales_for(self.filled(as_float32(x)))
     assert found is not None  # no encoder finds what workers share
     return found, None
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
-    if not keep or self.rotate or not self._scales_inside:
+    if not keep or not self._scales_inside:
       return super().encode_leaf(x, context)
     leaf = as_float32(x).reshape(x.shape)
     return self.encode_by(None, leaf, context, keep=True)
 
   def decode_rows(self, rows: Array) -> Array:
-    return reference.decode_rows(rows, self._form)
+    return reference.decode_rows(rows, self.form)
 
   def sum_rows(self, rows: Array) -> Array:
     if len(rows) > 1:
       return tiles.sum_in_order(self.decode_rows, rows)
-    form, by = self._form, self.implementation
-    return qsgd.decode_one(rows[0], form=form, implementation=by)
+    form, by = self.form, self.implementation
+    return quantize.decode_rows(rows[0], form=form, implementation=by)
 
   def codes(self, rows: Array) -> Array:
-    return qsgd.signed_codes(rows, self._form)
+    return qsgd.signed_codes(rows, self.form)

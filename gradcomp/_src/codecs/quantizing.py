@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs.protocol import Codec, as_float32, codec_dither, to_tiles
+from gradcomp._src.codecs.protocol import Codec, as_float32, codec_dither
 from gradcomp._src.codecs.sums.codes import Codes
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Tiles
-from gradcomp._src.kernels.common import rotation, scales
+from gradcomp._src.kernels.common import scales
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.kernels.quantize.qsgd import from_signed_codes
 
@@ -32,22 +32,18 @@ def bucket_words(bucket_size: int | None) -> int:
   return _TENSOR_ROW if bucket_size is None else bucket_size
 
 
-def leaf_scales(
-  flat: Array, planes: int, bucket_size: int | None, norm: scales.Norm = "max"
+def scales_of(
+  x: Array, planes: int, bucket_size: int | None, norm: scales.Norm = "max"
 ) -> Array:
-  """Returns the norms of a leaf: ``float32[1, 1]``, or ``[rows, P]`` of its buckets."""
-  if bucket_size is None:
-    return scales.tensor_norm(flat, norm).reshape(1, 1)
-  return scales.bucket_norms(flat, planes, bucket_size, norm)
+  """Returns the norms of buckets, ``float32[rows, P]``, or of a whole without buckets.
 
-
-def row_scales(
-  tiles: Array, planes: int, bucket_size: int | None, norm: scales.Norm = "max"
-) -> Array:
-  """Returns the norms of each tile by itself: ``float32[rows, 1]`` or ``[rows, P]``."""
-  if bucket_size is None:
-    return scales.norms(tiles.reshape(tiles.shape[0], -1), norm)[:, None]
-  return scales.bucket_norms(tiles, planes, bucket_size, norm)
+  That is a flat leaf, ``float32[1, 1]``, or each tile by itself, ``float32[rows, 1]``.
+  """
+  if bucket_size is not None:
+    return scales.bucket_norms(x, planes, bucket_size, norm)
+  if x.ndim == 1:
+    return scales.tensor_norm(x, norm).reshape(1, 1)
+  return scales.norms(x.reshape(x.shape[0], -1), norm)[:, None]
 
 
 class RoundsAtRandom(Codec):
@@ -76,7 +72,6 @@ class Elementwise(RoundsAtRandom):
   """A base of codecs that round each element by a kernel, most of them under scales."""
 
   bucket_size: int | None
-  rotate: int | None = None
   implementation: Implementation | None
 
   @property
@@ -86,44 +81,35 @@ class Elementwise(RoundsAtRandom):
 
   @property
   @abc.abstractmethod
-  def _form(self) -> Any:
+  def form(self) -> Any:
     """The options of the kernel."""
 
   @property
   def tile_size(self) -> int:
-    return self._form.planes * self._form.bucket_size
+    return self.form.planes * self.form.bucket_size
 
   @property
   def row_words(self) -> int:
-    form = self._form
+    form = self.form
     count = 1 if self.bucket_size is None else form.planes
     return form.bucket_size + form.inline * count + form.shared
 
-  def scales_by(self, measure: Callable[..., Array], x: Array) -> Array | None:
-    """Returns the scales that :func:`leaf_scales` or :func:`row_scales` measure.
+  def scales_for(self, x: Array) -> Array | None:
+    """Returns the scales of a flat leaf or of tiles, of :func:`scales_of`.
 
     None where the encoder finds them, so that a kernel reads elements once, or has
     none.
     """
     return None
 
-  def ordered(self, x: Array) -> Array:
-    """Returns the elements of a leaf as the encoder takes them: filled or rotated."""
-    flat = as_float32(x)
-    return to_tiles(flat, self).reshape(-1) if self.rotate else self.filled(flat)
-
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
-    flat, scale = self.ordered(x), context.agreed
+    flat, scale = self.filled(as_float32(x)), context.agreed
     if scale is None:
-      scale = self.scales_by(leaf_scales, flat)
+      scale = self.scales_for(flat)
     return self.encode_by(scale, flat, context)
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
-    return self.encode_by(self.scales_by(row_scales, tiles), tiles, context).rows
-
-  def levels_for(self, x: Array, context: Context) -> tuple[Array, ...]:
-    """Returns the levels that the encoder takes in addition, if any."""
-    return ()
+    return self.encode_by(self.scales_for(tiles), tiles, context).rows
 
   def encode_by(
     self,
@@ -137,21 +123,9 @@ class Elementwise(RoundsAtRandom):
     if scale is not None:
       rows = -(-x.size // self.tile_size)
       scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
-    form = dataclasses.replace(self._form, keep=True) if keep else self._form
-    given = x, scale, codec_dither(self, context), *more, *self.levels_for(x, context)
+    form = dataclasses.replace(self.form, keep=True) if keep else self.form
+    given = x, scale, codec_dither(self, context), *more
     return Encoded(*self.encoder(*given, form=form, implementation=self.implementation))
-
-  def rotated(self, tiles: Array) -> Array:
-    """Rotates tiles, ``float32[rows, tile_size]``, if ``rotate`` is a number."""
-    return self._turned(rotation.rotate, tiles)
-
-  def unrotated(self, tiles: Array) -> Array:
-    return self._turned(rotation.unrotate, tiles)
-
-  def _turned(self, turn: Callable[..., Array], tiles: Array) -> Array:
-    if self.rotate is None:
-      return tiles
-    return turn(tiles, self._form.planes, self.rotate, self.implementation)
 
 
 class SharedScales(Codec):

@@ -19,9 +19,9 @@ from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Encoded, Leaf
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common import sparse
-from gradcomp._src.kernels.common.row_view import COPIED, RowView
 from gradcomp._src.kernels.common.scales import sum_by_halves
 from gradcomp._src.kernels.materialize import slice_at, unknown
+from gradcomp._src.kernels.selection import COPIED, RowView
 from gradcomp._src.public import StaticError
 
 Quantize = Literal["asq", "mean"]
@@ -144,13 +144,10 @@ class EntryRow(NamedTuple):
     if self.quantize is None:
       narrow = fitted(values, self.value_dtype)
       return _float_words(narrow), narrow.astype(jnp.float32)
-    if self.quantize == "asq":
-      mean = _mean(values, used)
-      return _float_words(mean[None]), jnp.where(used, mean, 0.0)
     negative = _is_negative(values)
-    both = (~negative, negative)
-    means = [_mean(jnp.where(own, values, 0.0), own & used) for own in both]
-    sent = jnp.where(negative, means[1], means[0])
+    groups = [used] if self.quantize == "asq" else [used & ~negative, used & negative]
+    means = [_mean(jnp.where(own, values, 0.0), own) for own in groups]
+    sent = jnp.where(negative, means[-1], means[0])
     return _float_words(jnp.stack(means)), jnp.where(used, sent, 0.0)
 
   def decode(self, row: Array) -> tuple[Array, Array]:
@@ -172,9 +169,7 @@ class EntryRow(NamedTuple):
       floats = jax.lax.bitcast_convert_type(narrow, self.value_dtype)
       return floats.astype(jnp.float32)
     floats = jax.lax.bitcast_convert_type(words, jnp.float32)
-    if self.quantize == "mean":
-      return jnp.where(negative, floats[1], floats[0])
-    return jnp.broadcast_to(floats, (self.slots,))
+    return jnp.where(negative, floats[-1], floats[0]) if self.quantize else floats
 
   def used(self, rows: Array) -> Array:
     """Counts the entries of each row, ``uint32[..., words]``: ``int32[...]``."""
@@ -244,8 +239,8 @@ def encode_leaves(
     )
     own, kept, places = parts
     rest = _rest(leaf, matrix, own, len(leaves) > 1)
-    flat = None if places is None else places.reshape(-1)
-    result.append(Encoded(own.words, rest, kept, flat))
+    entries = None if places is None else (places.reshape(-1), own.unsent.reshape(-1))
+    result.append(Encoded(own.words, rest, kept, *(entries or ())))
   return result
 
 

@@ -1,7 +1,6 @@
 """TernGrad: the codec of three values, with one scale a leaf or a bucket."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
@@ -11,9 +10,9 @@ from gradcomp._src import checks
 from gradcomp._src.codecs import contractions, quantizing
 from gradcomp._src.codecs.protocol import as_float32
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
-from gradcomp._src.kernels.common.deviation import deviation
+from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.common.planes import floats
-from gradcomp._src.kernels.common.scales import norms, scales
+from gradcomp._src.kernels.common.scales import deviation, norms, scales
 from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.quantize import ternary
 
@@ -102,7 +101,7 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
 
   papers: ClassVar[tuple[str, ...]] = ("wen2017terngrad",)
 
-  encoder = staticmethod(ternary.encode_rows)
+  encoder = staticmethod(quantize.encode_rows)
   max_code: ClassVar[int] = 1
 
   def __post_init__(self) -> None:
@@ -124,7 +123,7 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
     return contractions.of_energy(energy, draws=draws)
 
   @property
-  def _form(self) -> ternary.Form:
+  def form(self) -> ternary.Form:
     words, inline = quantizing.bucket_words(self.bucket_size), not self.share_scale
     return ternary.Form(bucket_size=words, packing=self.packing, inline=inline)
 
@@ -134,7 +133,7 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
     The scales are those of clipped values. A limit of infinity clips nothing.
     """
     flat = as_float32(x)
-    largest = quantizing.leaf_scales(flat, self._form.planes, self.bucket_size)
+    largest = quantizing.scales_of(flat, self.form.planes, self.bucket_size)
     if self.clip_sigmas is None:
       return scales(largest), jnp.float32(jnp.inf)
     every = largest.reshape(-1)
@@ -146,8 +145,8 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
     beyond = largest > limit if self.scaler == "clipped" else largest < jnp.inf
     return scales(jnp.where(beyond & jnp.isfinite(limit), limit, largest)), limit
 
-  def scales_by(self, measure: Callable[..., Array], x: Array) -> Array:
-    return scales(measure(x, self._form.planes, self.bucket_size))
+  def scales_for(self, x: Array) -> Array:
+    return scales(quantizing.scales_of(x, self.form.planes, self.bucket_size))
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     scale, limit = context.agreed, context.measured
@@ -158,12 +157,12 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     """Encodes the tiles of a mean, without clipping them again."""
-    scale, flat = self.scales_by(quantizing.row_scales, tiles), tiles.reshape(-1)
+    scale, flat = self.scales_for(tiles), tiles.reshape(-1)
     return self.encode_by(scale, flat, context, jnp.float32(jnp.inf)).rows
 
   def decode_rows(self, rows: Array) -> Array:
-    scale = floats(rows[..., self._form.bucket_size :])
+    scale = floats(rows[..., self.form.bucket_size :])
     return self.from_codes(self.codes(rows), scale)
 
   def codes(self, rows: Array) -> Array:
-    return ternary.codes(rows, self._form)
+    return ternary.codes(rows, self.form)

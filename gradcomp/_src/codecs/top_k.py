@@ -18,9 +18,8 @@ from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Memory
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import OF_BLOCKS, Entries
 from gradcomp._src.floats.dtypes import limit_of
-from gradcomp._src.kernels.common.row_view import RowView
-from gradcomp._src.kernels.common.selection import at_least, largest, trimmed
 from gradcomp._src.kernels.gpu import dispatch
+from gradcomp._src.kernels.selection import RowView, select
 
 _SMALL = 1 << 15  # Fang 2018, sections 2.1 and 3.1: 128 KB of float32
 # From this size on up to twice the needed elements are sent, which is no large message.
@@ -242,10 +241,11 @@ class TopK(sparse.SparseRows):
     sign, sent = None, sparse.sent_of(self.density, x.size)
     if self.quantize == "asq":
       sign = jnp.float32(1) if given is None else given
-    if self.method == "exact":
-      return largest(x, sent, sign)
-    by = self.implementation
-    if self.method == "trimmed":
-      return trimmed(x, sent, min(x.size, 2 * sent), sign=sign, implementation=by)
-    first = given if self.selection == "sampled" else None
-    return at_least(x, sent, self.slots, sign=sign, first=first, implementation=by)
+    return select(
+      x,
+      self.method,
+      (sent, min(x.size, 2 * sent) if self.method == "trimmed" else self.slots),
+      sign=sign,
+      first=given if self.selection == "sampled" else None,
+      implementation=self.implementation,
+    )

@@ -21,13 +21,7 @@ from gradcomp._src.core.first_state import check_residual_types
 from gradcomp._src.core.inputs import like_complex, pairs, update_dtypes
 from gradcomp._src.core.specs import check_stacked, state_specs
 from gradcomp._src.mesh import param_specs, trees, types
-from gradcomp._src.mesh.axes import (
-  Axes,
-  AxisName,
-  automatic_axes,
-  axis_names,
-  manual_axes,
-)
+from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, manual_axes
 from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.place import place
@@ -47,12 +41,15 @@ def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
   reads: bool = False,
   real: bool = True,
   whole: bool = False,
+  enters: bool = True,
+  filled: Callable[..., Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Makes a transformation of a core that sees one worker's real arrays, in each place.
 
   It is ``core(across, grads, state)``, also of ``params, extra_args`` if it ``reads``
   them. With ``keeps`` it returns each worker's own; ``local`` cores send nothing. It
-  sees complex arrays as pairs if ``real``, and for ``whole`` see :func:`of_workers`.
+  sees complex arrays as pairs if ``real``, and addends as they are unless it ``enters``
+  their map. For ``whole`` and ``filled`` see :func:`_in_map`.
   """
 
   def own(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
@@ -60,26 +57,36 @@ def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
     reals = _in_pairs(grads) if real else grads
     across = place(reals, axis_name, params=averaged, local=local)
     if across.is_sum:
+      state = filled(state, types.mesh_of(reals)) if filled else state
       for x in states.states_in(state):
         check_residual_types(x.residual, reals, across.axes)
     dtypes = update_dtypes(reals, averaged if across.is_sum else None)
-    step = functools.partial(core, across._replace(dtypes=dtypes))
+    across = across._replace(dtypes=dtypes)
     given = (params, extra_args) if reads else ()
-    kept: Any = {"keeps_addends": keeps, "given": given}
-    new, state = per_device(step, reals, state, across.axes, **kept)
+    if not enters:
+      return core(across, reals, state, *given)
+    sums = jax.tree.map(lambda x: bool(types.unreduced_axes(x)), given)
+
+    def of_own(grads: Any, state: Any, *given: Any) -> Any:
+      own = lambda x, is_sum: across.own(x) if is_sum else x
+      return core(across, grads, state, *jax.tree.map(own, given, sums))
+
+    step = of_own if reads else functools.partial(core, across)
+    new, state = per_device(step, reals, state, across, keeps=keeps, given=given)
     return (jax.tree.map(like_complex, new, grads) if real else new), state
 
-  return any_tree(init, own, of_workers(own, axis_name, keeps_rows=keeps, whole=whole))
+  maps: Any = {"keeps": keeps, "whole": whole, "filled": filled}
+  return any_tree(init, own, {"axis_name": axis_name, **maps})
 
 
 def any_tree(
-  init_fn: Callable[[Any], Any], update_fn: Update, mapped: Update | None = None
+  init_fn: Callable[[Any], Any], update_fn: Update, maps: dict[str, Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps functions of arrays of floats so that they take trees as libraries have them.
 
   Parameters that are not trained reach them as None, as in the gradients. ``update``
-  sees the array of each box, and returns the boxes that it was given. ``mapped`` takes
-  gradients that need a map over workers.
+  sees the array of each box, and returns the boxes that it was given. Without ``maps``,
+  the options of :func:`_in_map`, it sees each :class:`PerWorker` as it is.
   """
 
   def init(params: Any) -> Any:
@@ -89,14 +96,90 @@ def any_tree(
 
   def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
     given = [*map(trees.unboxed, (updates, state, trees.trainable(params)))]
-    # No call of `mapped` elsewhere, so that a kernel is not deeper below an update.
+    # No map elsewhere, so that a kernel is not deeper below an update.
     call = update_fn
-    if mapped and (of_all(given[0]) or step_shards(*given[:2]) is not None):
-      call = mapped
+    if maps and (found := entry(*given[:2], whole=maps.get("whole", False))):
+      call = functools.partial(_in_map, update_fn, maps, found)
     new, kept = call(*given, **extra_args)
     return trees.boxed_like(updates, new), trees.boxed_like(state, kept)
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def entry(updates: Any, state: Any, *, whole: bool = False) -> Any:
+  """Returns gradients that need a map, their specs, and the axes; None for others.
+
+  Rows have the axes of the workers, and shards of a train step the Auto axes in no map.
+  """
+  if of_all(updates):
+    return *unmarked(updates), ()
+  # The map around this one has cut the state over the axes of the workers.
+  specs, others = (None, ()) if whole else param_specs.shards_of(updates)
+  if specs is None:
+    return None
+  is_node = lambda x: states.is_state(x) or states.is_rows(x)
+  keys: set[Axes] = set()
+  for x in jax.tree.leaves(state, is_leaf=is_node):
+    if states.is_state(x):
+      keys.update(*filter(None, (x.server_residual, *(x.memory or ()))))
+    elif states.is_rows(x):
+      keys.update(x.arrays)
+  # ``optimizer.init`` makes rows of whole leaves.
+  made_whole = keys and not any(set(axes).intersection(others) for axes in keys)
+  return None if made_whole else (updates, specs, None, others)
+
+
+def _in_map(
+  update: Update,
+  maps: dict[str, Any],
+  found: Any,
+  updates: Any,
+  state: Any,
+  params: Any = None,
+  **extra_args: Any,
+) -> tuple[Any, Any]:
+  """Calls ``update`` on one worker's gradients, or on one device's shards, in a map.
+
+  ``maps`` has the ``axis_name``, Ellipsis for that of rows, and whether it ``keeps``
+  rows. ``whole`` ones see whole leaves, as optimizers that take norms must, and the
+  exchanges in them see shards. ``filled`` makes a state that of all workers of a mesh.
+  """
+  tree, specs, axes, names = found
+  placed_as, placed, mesh = specs, param_specs.PLACED.value, types.mesh_of(updates)
+  if axes is not None:
+    workers = _check_rows(tree, axes, maps["axis_name"], mesh)
+    state = maps["filled"](state, mesh) if maps.get("filled") else state
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+    if maps.get("whole"):
+      placed = param_specs.by_leaf(shapes, jax.tree.leaves(specs, is_leaf=is_spec))
+      specs = jax.tree.map(lambda _: P(), specs, is_leaf=is_spec)
+    # Over axes that shard nothing each device still sends a part of the words.
+    names = axes_in(specs).union(axis_names(axes))
+  each = functools.partial(jax.tree.map, is_leaf=is_spec)
+  cut = specs if axes_in(specs) else None
+  own = state_specs(state, axis_name=axes or manual_axes(), param_specs=cut)
+  own = each(lambda spec: restrict_spec(spec, names), own)
+  places, keeps = specs, maps.get("keeps") and axes is not None
+  if axes is not None:
+    of_axes = lambda spec: restrict_spec(spec, axis_names(axes))
+    check_stacked(state, each(of_axes, own), shapes, workers)
+    places = each(lambda spec: P(axes, *entries(spec)), specs)
+  arrays, with_arrays = arrays_of(extra_args)
+
+  def local(grads: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
+    grads = jax.tree.map(lambda x: x[0], grads) if axes else grads
+    with param_specs.PLACED(placed):
+      new, state = update(grads, state, params, **with_arrays(arrays))
+    return (jax.tree.map(lambda x: x[None], new) if keeps else new), state
+
+  new, state = jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(places, own, None if params is None else specs, P()),
+    out_specs=(places if keeps else specs, own),
+    axis_names=set(names),
+  )(tree, state, params, arrays)
+  return (marked(new, axes, placed_as) if axes and keeps else new), state
 
 
 def _in_pairs(grads: Any) -> Any:
@@ -112,90 +195,10 @@ def _in_pairs(grads: Any) -> Any:
   return jax.tree.map(pairs, grads)
 
 
-def of_workers(
-  update: Update,
-  axis_name: AxisName | None,
-  *,
-  keeps_rows: bool = False,
-  whole: bool = False,
-) -> Update:
-  """Wraps ``update``: it takes trees of :class:`PerWorker`, too, in a map.
-
-  With ``keeps_rows`` it then returns such updates. With ``whole`` it sees whole leaves,
-  as optimizers that take norms must, and the exchanges in it see shards.
-  """
-
-  def mapped(
-    updates: Any, state: Any, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, Any]:
-    tree, axes, placed = updates, None, param_specs.PLACED.value
-    if of_all(updates):
-      tree, placed_as, axes = unmarked(updates)
-      workers = _check_rows(tree, axes, axis_name, types.mesh_of(updates))
-      shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
-      specs = placed_as
-      if whole:
-        placed = param_specs.by_leaf(shapes, jax.tree.leaves(specs, is_leaf=is_spec))
-        specs = jax.tree.map(lambda _: P(), specs, is_leaf=is_spec)
-      # Over axes that shard nothing each device still sends a part of the words.
-      names = axes_in(specs).union(axis_names(axes))
-    elif not whole and (specs := step_shards(updates, state)) is not None:
-      # The map around this one has cut the state over the axes of the workers.
-      names = frozenset(automatic_axes())
-    else:
-      return update(updates, state, params, **extra_args)
-
-    each = functools.partial(jax.tree.map, is_leaf=is_spec)
-    cut = specs if axes_in(specs) else None
-    own = state_specs(state, axis_name=axes or manual_axes(), param_specs=cut)
-    own = each(lambda spec: restrict_spec(spec, names), own)
-    places, keeps = specs, keeps_rows and axes is not None
-    if axes is not None:
-      of_axes = lambda spec: restrict_spec(spec, axis_names(axes))
-      check_stacked(state, each(of_axes, own), shapes, workers)
-      places = each(lambda spec: P(axes, *entries(spec)), specs)
-    arrays, with_arrays = arrays_of(extra_args)
-
-    def local(grads: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
-      grads = jax.tree.map(lambda x: x[0], grads) if axes else grads
-      with param_specs.PLACED(placed):
-        new, state = update(grads, state, params, **with_arrays(arrays))
-      return (jax.tree.map(lambda x: x[None], new) if keeps else new), state
-
-    new, state = jax.shard_map(
-      local,
-      mesh=None if axes is None else types.mesh_of(updates),
-      in_specs=(places, own, None if params is None else specs, P()),
-      out_specs=(places if keeps else specs, own),
-      axis_names=set(names),
-    )(tree, state, params, arrays)
-    return (marked(new, axes, placed_as) if axes and keeps else new), state
-
-  return mapped
-
-
-def step_shards(updates: Any, state: Any) -> Any:
-  """Returns the specs of a step's gradients if the state has shards, else None."""
-  specs, others = param_specs.shards_of(updates), automatic_axes()
-  if specs is None:
-    return None
-  is_node = lambda x: states.is_state(x) or states.is_rows(x)
-  keys: set[Axes] = set()
-  for x in jax.tree.leaves(state, is_leaf=is_node):
-    if states.is_state(x):
-      keys.update(*filter(None, (x.server_residual, *(x.memory or ()))))
-    elif states.is_rows(x):
-      keys.update(x.arrays)
-  # ``optimizer.init`` makes rows of whole leaves.
-  made_whole = keys and not any(set(axes).intersection(others) for axes in keys)
-  return None if made_whole else specs
-
-
-def _check_rows(
-  rows: Any, axes: AxisName, axis_name: AxisName | None, mesh: AbstractMesh
-) -> int:
+def _check_rows(rows: Any, axes: AxisName, axis_name: Any, mesh: AbstractMesh) -> int:
   """Returns the number of workers; ValueError for rows of others."""
-  if axis_name is None or axis_names(axis_name) != axis_names(axes):
+  given = axes if axis_name is ... else axis_name
+  if given is None or axis_names(given) != axis_names(axes):
     raise ValueError(
       f"`axis_name` must name the axes of the gradients, {axes!r}, as "
       f"gradcomp.value_and_grad was given them, got {axis_name!r}."

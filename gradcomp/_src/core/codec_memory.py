@@ -43,6 +43,9 @@ def recall(plan: MessagePlan, stored: Memory | None) -> list[Memory]:
   """Returns each leaf's codec memory, perhaps empty; ValueError for other shapes."""
   result = []
   for i, needed in enumerate(_shapes(plan)):
+    if not jax.tree.leaves(needed):
+      result.append(Memory())
+      continue
     places = Memory(plan.others[i], plan.own_axes(i))
     parts = []
     for field, axes, part in zip(Memory._fields, places, needed, strict=True):

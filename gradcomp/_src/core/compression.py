@@ -20,16 +20,9 @@ from gradcomp._src.core import state as states
 from gradcomp._src.core.feedback import Feedback, as_feedback
 from gradcomp._src.core.inputs import pairs
 from gradcomp._src.core.state import CompressState
+from gradcomp._src.exchange import plan as plans
 from gradcomp._src.exchange.auto import Auto, as_exchange, check_exchange
 from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.message_size import MessageBytes, as_message_bytes
-from gradcomp._src.exchange.plan import (
-  MessagePlan,
-  OwnerResiduals,
-  PlanOptions,
-  owner_shapes,
-  plan_messages,
-)
 from gradcomp._src.exchange.protocol import Exchange, returns_means
 from gradcomp._src.exchange.step import WHOLE, Averaging, Step
 from gradcomp._src.mesh import study
@@ -42,7 +35,7 @@ Dither = Literal["shared", "independent"]
 _AXES = checks.optional(checks.Rule(lambda _, x: as_axis_name(axis_names(x))))
 _EXCHANGE = checks.Rule(lambda _, x: as_exchange(x))
 _SIZE = checks.Rule(lambda name, x: checks.optional_size(name, "elements", x))
-_BYTES = checks.Rule(lambda _, x: as_message_bytes(x))
+_BYTES = checks.Rule(lambda _, x: plans.as_message_bytes(x))
 _AUTO: Any = "auto"  # a feedback, once the codec is known
 
 
@@ -55,7 +48,7 @@ class Compression(checks.Checked):
   exchange: Auto | Exchange = checks.field("auto", _EXCHANGE)
   feedback: Feedback = _AUTO
   min_leaf_size: int | None = checks.field(None, _SIZE)
-  message_bytes: MessageBytes = checks.field("auto", _BYTES)
+  message_bytes: plans.MessageBytes = checks.field("auto", _BYTES)
   key: ArrayLike = 0
   dither: Dither = checks.field("shared", checks.choice(Dither))
   averaging: Averaging = WHOLE
@@ -86,14 +79,14 @@ class Compression(checks.Checked):
     paths: Sequence[KeyPath],
     across: Place,
     workers: Workers | None,
-  ) -> MessagePlan:
+  ) -> plans.MessagePlan:
     """Plans the messages of a step."""
     sizes = self.min_leaf_size, self.message_bytes
     rest = self.feedback.keeps, self.averaging.parts
-    options = PlanOptions(self.codec, self.exchange, *sizes, *rest)
+    options = plans.PlanOptions(self.codec, self.exchange, *sizes, *rest)
     count = 1 if workers is None else workers.size
-    others, axes = across.others, across.axes
-    return plan_messages(leaves, paths, others, options, axis_name=axes, workers=count)
+    where: Any = {"axis_name": across.axes, "workers": count}
+    return plans.plan_messages(leaves, paths, across.others, options, **where)
 
   def init(self, params: Any) -> CompressState:
     """Creates the state; ValueError if parameters are sharded over the workers."""
@@ -127,7 +120,7 @@ class Compression(checks.Checked):
     several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
     plan = self.plan(leaves, paths, Place(axes, False, others), several)
     study.note(study.Planned(plan))
-    shapes = {} if known is None or axes is None else owner_shapes(plan)
+    shapes = {} if known is None or axes is None else plans.owner_shapes(plan)
 
     def make(seed: jax.Array) -> tuple[dict[Axes, Any], ...]:
       shared, own = codec_memory.first_stored(plan, seed) or ({}, {})
@@ -158,18 +151,17 @@ class Compression(checks.Checked):
   def workers(self, across: Place, grads: Any, state: CompressState) -> Workers | None:
     """Returns the workers that exchange, on a device; None to exchange nothing."""
     axes, count = across.axes, across.workers
-    residual = residual_storage.shaped(state.residual)
-    first_state.check_own("residual", residual, grads, axes, count)
+    for name in ("residual", "velocity", "estimate"):
+      tree = residual_storage.shaped(getattr(state, name))
+      first_state.check_own(name, tree, grads, axes, count)
     if self.feedback.keeps:
       residual_storage.check_kind(state.residual, self.feedback.first)
-    first_state.check_own("velocity", state.velocity, grads, axes, count)
-    first_state.check_own("estimate", state.estimate, grads, axes, count)
     if axes is None:
       return None
     return Workers(axes, count, 1 if across.is_sum else 1 / count)
 
   def step(
-    self, plan: MessagePlan, workers: Workers | None, state: CompressState
+    self, plan: plans.MessagePlan, workers: Workers | None, state: CompressState
   ) -> Step:
     """Returns the facts of a step; ValueError if the state does not have its arrays."""
     study.note(plan, state.count)
@@ -191,10 +183,10 @@ class Compression(checks.Checked):
       return None
     return 1 / across.addends if self.exchange.sends else 1.0
 
-  def warn_of_owners(self, plan: MessagePlan, state: CompressState) -> None:
+  def warn_of_owners(self, plan: plans.MessagePlan, state: CompressState) -> None:
     """Warns if owners keep nothing because ``init`` could not count the workers."""
     known = self.feedback.keeps or state.server_residual is not None or plan.workers < 2
-    if known or study.is_study() or not owner_shapes(plan):
+    if known or study.is_study() or not plans.owner_shapes(plan):
       return
     own = type(self.exchange).__name__
     effect = (
@@ -204,16 +196,16 @@ class Compression(checks.Checked):
     )
     warnings.warn(self._unknown_owners(plan, effect), stacklevel=2)
 
-  def _owned(self, plan: MessagePlan, state: CompressState) -> OwnerResiduals | None:
+  def _owned(self, plan: plans.MessagePlan, state: CompressState) -> Any:
     """Returns the owner residuals, or None; ValueError if needed ones are missing."""
-    if plan.axis_name is None or not owner_shapes(plan):
+    if plan.axis_name is None or not plans.owner_shapes(plan):
       return None
     if state.server_residual is None and self.feedback.keeps:
       raise ValueError(self._unknown_owners(plan, ""))
     # Without feedback they may be None: the second stage then rounds as the first does.
     return state.server_residual
 
-  def _unknown_owners(self, plan: MessagePlan, effect: str) -> str:
+  def _unknown_owners(self, plan: plans.MessagePlan, effect: str) -> str:
     """Returns the text about a state without the owner residuals that a plan needs."""
     assert plan.axis_name is not None
     names = axis_names(plan.axis_name)

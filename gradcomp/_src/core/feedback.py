@@ -2,12 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from gradcomp._src import checks
@@ -16,7 +14,6 @@ from gradcomp._src.core import residual_storage
 from gradcomp._src.core.residual_storage import Storage, Stored
 from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.materialize import updated_in_place
 
 FeedbackName = Literal["auto", "error", "momentum", "ef21"]
 
@@ -41,17 +38,15 @@ class Feedback:
     """Returns the tree that a step sends, without the residual."""
     return updates
 
+  def moved(self, gradient: jax.Array, momentum: jax.Array) -> jax.Array:
+    """Returns a leaf's momentum after a step, before sent elements are cleared."""
+    return momentum
+
   def received(
     self, updates: Any, momentum: Any, estimate: Any, reduced: list[Reduced]
   ) -> list[Reduced]:
     """Returns the result of a step, given the result of its exchange."""
     return reduced
-
-  def keep(
-    self, updates: Any, momentum: Any, reduced: Sequence[Reduced], counts: Any
-  ) -> Any:
-    """Returns the new momentum, given the counts of ``residual_update.remainder``."""
-    return momentum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,19 +137,13 @@ class MomentumFeedback(ErrorFeedback):
 
   def sent(self, updates: Any, momentum: Any) -> Any:
     with jax.named_scope("gradcomp_correct"):
-      add = lambda g, x: _add(g, x, self.decay)
-      accumulated = jax.tree.map(add, updates, momentum)
-      return jax.tree.map(add, updates, accumulated) if self.nesterov else accumulated
+      accumulated = jax.tree.map(self.moved, updates, momentum)
+      if self.nesterov:
+        accumulated = jax.tree.map(self.moved, updates, accumulated)
+      return accumulated
 
-  def keep(
-    self, updates: Any, momentum: Any, reduced: Sequence[Reduced], counts: Any
-  ) -> Any:
-    """Returns ``u'``, zero in sent elements, or the old one where not finite."""
-    trees = map(jax.tree.leaves, (updates, momentum))
-    of_step = [(x.mean, x.unsent, x.chosen) for x in reduced]
-    leaves = zip(*trees, of_step, counts, strict=True)
-    kept = [_kept(self.decay, g, u, x, count) for g, u, x, count in leaves]
-    return jax.tree.unflatten(jax.tree.structure(momentum), kept)
+  def moved(self, gradient: jax.Array, momentum: jax.Array) -> jax.Array:
+    return _add(gradient, momentum, self.decay)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,49 +239,3 @@ def _add(g: jax.Array, x: jax.Array, factor: float) -> jax.Array:
   """Returns ``factor * x + g``, float32."""
   # Product and sum are each rounded, so that all modes have the same bits.
   return scaled(x.reshape(g.shape), factor) + g.astype(jnp.float32)
-
-
-@functools.partial(jax.jit, static_argnums=0)  # leaves of a shape: traced once
-def _kept(
-  decay: float, gradient: jax.Array, old: jax.Array, exchanged: Any, count: jax.Array
-) -> jax.Array:
-  """Returns the new momentum of a leaf, from mean, unsent part and chosen positions."""
-  mean, unsent, chosen = exchanged
-
-  def finite(mean: jax.Array, unsent: jax.Array) -> jax.Array:
-    # A codec that sends all elements makes the mean NaN wherever one is not finite.
-    both = jnp.isfinite(mean)
-    return both if chosen is None else both & jnp.isfinite(unsent)
-
-  def keep(old: jax.Array, gradient: Any, mean: Any, unsent: Any) -> jax.Array:
-    # The barrier has u' computed again, from the same numbers. Else it would take the
-    # memory of a gradient from the encoding to the end of the exchange.
-    added, again = jax.lax.optimization_barrier((gradient.reshape(old.shape), old))
-    usable = finite(mean, unsent.reshape(mean.shape)).reshape(old.shape)
-    return jnp.where(usable, _add(added, again, decay), old)
-
-  with jax.named_scope("gradcomp_residual"):
-    if chosen is None:
-      return updated_in_place(keep, old, count, (gradient, mean, unsent))[0]
-    kept = keep(old, gradient, mean, unsent)
-    if chosen.dtype == bool:
-      sent = chosen & finite(mean.reshape(-1), unsent.reshape(-1))
-      return jnp.where(sent.reshape(old.shape), 0.0, kept)
-    # Zeros are written one by one into the old momentum's memory, without a mask. A
-    # flat view of it would be a copy.
-    places = lambda x: x.reshape(-1).at[chosen]
-    mean, unsent = (
-      places(x).get(mode="clip", wrap_negative_indices=False) for x in (mean, unsent)
-    )
-    place = jnp.where(finite(mean, unsent), chosen, old.size)
-    sent = kept.at[_index(place, old.shape)]
-    return sent.set(0.0, mode="drop", wrap_negative_indices=False)
-
-
-def _index(place: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-  """Returns indices of flat positions; the array's size gives one out of bounds."""
-  index = []
-  for size in reversed(shape[1:]):
-    index.append(lax.rem(place, jnp.int32(size)))  # soonest compiled: none is negative
-    place = lax.div(place, jnp.int32(size))
-  return (place, *reversed(index))

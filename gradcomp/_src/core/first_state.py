@@ -11,14 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gradcomp._src.checks import see
 from gradcomp._src.core.specs import made_on_mesh
 from gradcomp._src.mesh import types
-from gradcomp._src.mesh.axes import (
-  Axes,
-  AxisName,
-  UnboundAxisError,
-  axis_names,
-  bound_size,
-  mesh_size,
-)
+from gradcomp._src.mesh.axes import Axes, AxisName, UnboundAxisError, axis_names, count
 from gradcomp._src.mesh.place import GATHER_FIRST
 from gradcomp._src.mesh.specs import axes_in, sharded_axes, stack_spec, stacked_over
 from gradcomp._src.mesh.study import studied_axes
@@ -37,8 +30,8 @@ def first_state(
   """Creates the trees like leaves, by ``firsts``, and others, that differ by worker."""
   leaves, treedef = jax.tree.flatten(params)
   names = () if axis_name is None else axis_names(axis_name)
-  bound = bound_size(names) if names else None
-  on_mesh = mesh_size(names) if names and bound is None else None
+  workers, is_bound = count(names) if names else (None, False)
+  on_mesh = workers is not None and not is_bound
   mesh = jax.sharding.get_abstract_mesh() if on_mesh else types.mesh_of(leaves)
   specs = [*map(types.placed_spec if on_mesh else types.typed_spec, leaves)]
   others = [types.other_axes(leaf, axis_name) for leaf in leaves]
@@ -46,16 +39,19 @@ def first_state(
   # The second stage is planned from the shapes that update will see: a shard of a leaf
   # if it is typed so, but a whole leaf if Auto axes shard it.
   seen = [_part(leaf, types.typed_spec(leaf), mesh) for leaf in leaves]
-  make = own_arrays(seen, others, bound or on_mesh)
+  make = own_arrays(seen, others, workers)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
+  places = [(x.shape or (1,), (*names, *y)) for x, y in zip(parts, others, strict=True)]
+
+  def typed(tree: Any, axes: Axes) -> Any:
+    known = [name for name in axes if workers is not None or name not in names]
+    return types.mark_varying(tree, tuple(known)) if known else tree
 
   def local(seed: jax.Array) -> tuple[list[Any], Own]:
-    pairs = zip(parts, others, strict=True)
-    places = [(x.shape or (1,), (*names, *y)) for x, y in pairs]
-    like = lambda first: [_typed(first(shape), axes) for shape, axes in places]
-    typed = lambda part: {axes: _typed(tree, axes) for axes, tree in part.items()}
+    like = lambda first: [typed(first(shape), axes) for shape, axes in places]
+    own = lambda part: {axes: typed(tree, axes) for axes, tree in part.items()}
     trees = [jax.tree.unflatten(treedef, like(first)) for first in firsts]
-    return trees, tuple(map(typed, make(seed)))
+    return trees, tuple(map(own, make(seed)))
 
   cut = axes_in(specs)
   if not on_mesh and not cut:
@@ -87,9 +83,10 @@ def make_own(
   Else it raises UnboundAxisError: nobody knows ``unknown``.
   """
   names = axis_names(axis_name)
-  if bound_size(studied_axes(names) or names) is not None:
+  workers, is_bound = count(studied_axes(names) or names)
+  if is_bound:
     return make(tree)
-  if mesh_size(names) is None:
+  if workers is None:
     raise UnboundAxisError(
       f"`axis_name` must be an axis that init can count, and {axis_name!r} is not "
       f"bound here, so that nobody knows {unknown}; call optimizer.init under "
@@ -106,7 +103,12 @@ def make_own(
 def first_estimate(params: Any, axis_name: AxisName | None) -> Any:
   """Creates zeros like the parameters, of at least one axis, equal on all workers."""
   zeros = lambda x: jnp.zeros_like(x, jnp.float32).reshape(jnp.shape(x) or (1,))
-  first = lambda x: _typed(zeros(x), types.other_axes(x, axis_name))
+  own = set() if axis_name is None else axis_names(axis_name)
+
+  def first(x: Any) -> jax.Array:
+    others = tuple(sorted(types.varying_axes(x).difference(own)))
+    return types.mark_varying(zeros(x), others) if others else zeros(x)
+
   return jax.tree.map(first, params)
 
 
@@ -116,12 +118,6 @@ def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
   if sharded_axes(spec):
     shape = NamedSharding(mesh, spec).shard_shape(shape)
   return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def _typed(tree: Any, axes: Sequence[str]) -> Any:
-  """Types arrays as varying over the axes that maps have bound."""
-  bound = tuple(name for name in axes if bound_size(name) is not None)
-  return types.mark_varying(tree, bound) if bound else tree
 
 
 def check_own(

@@ -9,14 +9,9 @@ from jax import lax
 
 from gradcomp._src.core.residual_storage import is_stored, read_residual
 from gradcomp._src.core.state import CompressState
+from gradcomp._src.exchange import plan as plans
 from gradcomp._src.exchange.collectives import STAGE, psum
 from gradcomp._src.exchange.lines import own_rows
-from gradcomp._src.exchange.plan import (
-  MessagePlan,
-  OwnerResiduals,
-  own_axes,
-  owned_matrices,
-)
 from gradcomp._src.exchange.step import Leaves, Step
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
@@ -104,7 +99,7 @@ def measured(
   return state._replace(measures=jax.tree.map(in_order, *found))
 
 
-def _unknown(plan: MessagePlan, leaf: int) -> jax.Array:
+def _unknown(plan: plans.MessagePlan, leaf: int) -> jax.Array:
   """Returns NaN in place of a mean that stays with its owners."""
   # Typed as a mean is, which is equal on all workers.
   nan = jnp.full(plan.leaves[leaf].shape, jnp.nan, jnp.float32)
@@ -117,15 +112,17 @@ def _sum(x: Any, axis_name: AxisName) -> Any:
 
 
 def _owned(
-  plan: MessagePlan, residuals: OwnerResiduals | None, others: tuple[str, ...]
+  plan: plans.MessagePlan,
+  residuals: plans.OwnerResiduals | None,
+  others: tuple[str, ...],
 ) -> jax.Array:
   """Returns squares of this worker's owner residuals, ``float32[leaves + 1]``."""
   result = jnp.zeros(len(plan.names) + 1, jnp.float32)
   if residuals is None or plan.axis_name is None:
     return result
-  axes = own_axes(plan.axis_name, others)
+  axes = plans.own_axes(plan.axis_name, others)
   worker = lax.axis_index(plan.axis_name)
-  matrices = owned_matrices(plan).get(axes, [])
+  matrices = plans.owned_matrices(plan).get(axes, [])
   for matrix, rows in zip(matrices, residuals.get(axes, ()), strict=True):
     own = own_rows(matrix.shape[0], worker)
     # Rows that fill up the last shares have the number of leaves.

@@ -69,12 +69,13 @@ def state_specs(  # noqa: C901 - a case for each type of state
   """
   if param_specs is not None:
     param_specs = specs_of(param_specs, axis_name)
-  structure: Any = jax.tree.structure(param_specs, is_leaf=is_spec)
   inner = functools.partial(state_specs, axis_name=axis_name, param_specs=param_specs)
   alike = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
   here = lambda axes: axis_names(axis_name) if param_specs is None else axes
   is_hole = lambda node: isinstance(node, optax.MaskedNode)
-  is_one = lambda node: is_hole(node) or is_stored(node)  # in the place of one leaf
+  # In the place of one leaf, also of the specs of a part of the parameters.
+  is_one = lambda node: is_hole(node) or is_stored(node) or is_spec(node)
+  structure: Any = jax.tree.structure(param_specs, is_leaf=is_one)
   per_worker = lambda tree: placed(tree, functools.partial(stack_spec, axis_name))
 
   def specs(node: Any) -> Any:

@@ -11,16 +11,16 @@ import optax
 from jax import lax
 
 from gradcomp._src.codecs.protocol import Codec, working_dtype
+from gradcomp._src.core import residual_storage as residuals
 from gradcomp._src.core.codec_memory import remember
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.measures import measured
-from gradcomp._src.core.residual_storage import Stored, is_stored, kind, read_residual
-from gradcomp._src.core.residual_update import Again, remainder
+from gradcomp._src.core.residual_update import Again, Left, remainder
 from gradcomp._src.core.state import CompressState, residual_key
 from gradcomp._src.exchange import collectives
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.plan import MessagePlan
-from gradcomp._src.exchange.step import Reduced, Step
+from gradcomp._src.exchange.step import Own, Reduced, Step
 from gradcomp._src.floats.dtypes import fitted, narrowed
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.mesh.axes import AxisName, axis_names, manual_axes
@@ -53,12 +53,13 @@ def take_step(
 
 def correct(options: Compression, updates: Any, state: CompressState) -> list[Any]:
   """Returns the leaves of the gradients, plus momentum and residual."""
+  facts = options.codec.facts
 
-  def add(g: jax.Array, residual: Stored | None = None) -> jax.Array:
-    wide = g.astype(working_dtype(options.codec, g.dtype))
+  def add(g: jax.Array, residual: residuals.Stored | None = None) -> jax.Array:
+    wide = g.astype(working_dtype(facts, g.dtype))
     if residual is None:
       return wide
-    return read_residual(residual).reshape(g.shape).astype(wide.dtype) + wide
+    return residuals.read_residual(residual).reshape(g.shape).astype(wide.dtype) + wide
 
   given = options.feedback.sent(updates, state.velocity)
   with jax.named_scope("gradcomp_correct"):
@@ -74,14 +75,15 @@ def as_updates(
   Every worker keeps the same ``share`` of the error: 1, or 1/N of a sum. It is None if
   workers keep no residuals. A mean that is too large becomes the largest number.
   """
-  result: list[Any] = list(reduced)
-  for i, (x, dtype) in enumerate(zip(result, dtypes, strict=True)):
+
+  def cast(x: Any, dtype: np.dtype) -> Any:
     if share is not None and jnp.finfo(dtype).bits < jnp.finfo(x.mean.dtype).bits:
       mean, lost = narrowed(x.mean, dtype)
       unsent = x.unsent + scaled(lost, share).reshape(x.unsent.shape)
-      result[i] = x._replace(mean=mean, unsent=unsent, own=None)
-  pairs = zip(result, dtypes, strict=True)
-  return [x._replace(mean=fitted(x.mean, dtype)) for x, dtype in pairs], None
+      x = x._replace(mean=mean, unsent=unsent, own=None)
+    return x._replace(mean=fitted(x.mean, dtype))
+
+  return list(map(cast, reduced, dtypes)), None
 
 
 def keep(
@@ -93,40 +95,38 @@ def keep(
   finished: Sequence[Any],  # of Reduced
 ) -> CompressState:
   """Returns the state after a step; parts that are not finite keep their old values."""
-  feedback, counts = options.feedback, [state.count] * len(finished)
+  feedback = options.feedback
   new: dict[str, Any] = {"count": optax.safe_increment(state.count)}
   new["memory"] = remember(plan, state.memory, [x.memory for x in finished])
   if state.residual is not None:
-    old, treedef = jax.tree.flatten(state.residual, is_leaf=is_stored)
+    old, treedef = jax.tree.flatten(state.residual, is_leaf=residuals.is_stored)
     # A residual that an earlier transformation left, see switch, is sent once.
-    waits = feedback.waits if feedback.keeps else jnp.zeros_like
-    # A momentum would have to be computed anew, too.
-    anew = feedback.keeps and not feedback.moves
-    sent = jax.tree.leaves(feedback.sent(updates, None)) if anew else []
+    waits: Any = feedback.waits if feedback.keeps else jnp.zeros_like
+    given = jax.tree.leaves(updates)
+    moved = jax.tree.leaves(state.velocity) if feedback.moves else [None] * len(given)
     written = []
     for i, x in enumerate(finished):
       lost = waits(x.unsent if feedback.keeps else corrected[i])
-      again = None
-      if anew and x.own is not None:
-        again = Again(sent[i], x.own, corrected[i].dtype, feedback.waits)
-      draws = kind(old[i]) != "float32"  # rounds it to fewer bits
-      key = residual_key(state, plan, i) if draws else None
-      written.append(remainder(lost, x.mean, old[i], counts[i], key, again))
+      stored, again = residuals.kind(old[i]), None
+      key = None if stored == "float32" else residual_key(state, plan, i)
+      # Beside entries, numbers rounded to 16 bits take less than the random bits.
+      half = stored == "bfloat16" and isinstance(x.own, Own) and not feedback.moves
+      if x.own is not None and feedback.keeps and (stored == "float32" or half):
+        again = Again(given[i], x.own, corrected[i].dtype, feedback)
+      left = Left(x.mean, lost, x.chosen, again)
+      before = old[i], moved[i]
+      written.append(remainder(feedback, before, given[i], left, state.count, key))
     new["residual"] = jax.tree.unflatten(treedef, [x for x, _ in written])
-    counts = [count for _, count in written]
-  if feedback.moves:
-    new["velocity"] = feedback.keep(updates, state.velocity, finished, counts)
+    if feedback.moves:
+      treedef = jax.tree.structure(state.velocity)
+      new["velocity"] = jax.tree.unflatten(treedef, [x for _, x in written])
   if feedback.estimates:
     old, treedef = jax.tree.flatten(state.estimate)
-    pairs = zip((x.mean for x in finished), old, strict=True)
-    new["estimate"] = jax.tree.unflatten(treedef, [_estimate(*x) for x in pairs])
+    usable = lambda new, h: jnp.where(jnp.isfinite(new), new, h)
+    hold = lambda x, h: usable(x.mean.reshape(h.shape).astype(h.dtype), h)
+    kept = [hold(x, h) for x, h in zip(finished, old, strict=True)]
+    new["estimate"] = jax.tree.unflatten(treedef, kept)
   return state._replace(**new)
-
-
-def _estimate(mean: jax.Array, old: jax.Array) -> jax.Array:
-  """Returns the mean as a state keeps it, and the old estimate where not finite."""
-  new = mean.reshape(old.shape).astype(old.dtype)
-  return jnp.where(jnp.isfinite(new), new, old)
 
 
 def by_fallbacks(facts: Facts) -> Facts:

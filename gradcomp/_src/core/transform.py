@@ -15,7 +15,7 @@ from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.step import as_updates, otherwise, take_step
 from gradcomp._src.exchange.auto import Auto, ExchangeName
-from gradcomp._src.exchange.message_size import MessageBytes
+from gradcomp._src.exchange.plan import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.place import Place

@@ -42,7 +42,7 @@ class Kept:
 
   @classmethod
   def load(cls, path: str | os.PathLike[str]) -> Self:
-    """Reads what :meth:`save` wrote.
+    """Reads the file that :meth:`save` wrote.
 
     Raises:
       ValueError: the file holds something else.

@@ -95,19 +95,19 @@ class Hierarchical(Exchange, checks.Checked):
       sent.append(total.send(partial, context, keep=own.keep))
     return sent
 
-  def _add_between(self, own: Sending, inside: list[Sent]) -> "Sums":
+  def _add_between(self, own: Sending, inside: list[Sent]) -> "_Sums":
     groups = self.groups(own.workers)
     parts = [x.rows.reshape(groups.number, -1, x.rows.shape[1]) for x in inside]
     rows = protocol.exchanged(parts, functools.partial(groups.exchange, inside=False))
     scales = [own.workers.scale * x.scale for x in inside]
-    return Sums(inside, protocol.finish_shares(own, rows, scales))
+    return inside, protocol.finish_shares(own, rows, scales)
 
-  def _gather(self, own: Sending, sums: "Sums") -> Received:
+  def _gather(self, own: Sending, sums: "_Sums") -> Received:
     name = collectives.final_stage(own.layout.completed, own.workers)
-    gathered = collectives.gather(sums.line(own), own.workers.axis_name, name)
+    gathered = collectives.gather(_line(own, sums), own.workers.axis_name, name)
     return self._total(own, sums, gathered)
 
-  def _inside(self, own: Sending, found: tuple["Sums", jax.Array]) -> Received:
+  def _inside(self, own: Sending, found: tuple["_Sums", jax.Array]) -> Received:
     sums, between = found
     _, inner = axis_names(own.workers.axis_name)
     name = collectives.final_stage(own.layout.completed, own.workers)
@@ -117,10 +117,10 @@ class Hierarchical(Exchange, checks.Checked):
       gathered = inside.swapaxes(0, 1).reshape(own.workers.size, *between.shape[1:])
     return self._total(own, sums, gathered)
 
-  def _total(self, own: Sending, sums: "Sums", gathered: jax.Array) -> Received:
+  def _total(self, own: Sending, sums: "_Sums", gathered: jax.Array) -> Received:
     """Returns the sums of all workers, by their words, ``[N, M, ...]``."""
     workers, number, size = self.groups(own.workers)
-    lost: list[jax.Array | None] = [None] * len(sums.between)
+    lost: list[jax.Array | None] = [None] * len(sums[1])
     for i, (inside, between) in enumerate(zip(*sums, strict=True)):
       if inside.lost is not None:
         errors = inside.lost.reshape(number, -1, *inside.lost.shape[1:])
@@ -128,8 +128,8 @@ class Hierarchical(Exchange, checks.Checked):
         if between.lost is not None:
           placed += lines.place(between.lost[None], workers, workers.size)
         lost[i] = placed
-    rows = lines.split(gathered, [x.rows.shape for x in sums.between])
-    return protocol.owned_total(own, sums.between, lost, rows)
+    rows = lines.split(gathered, [x.rows.shape for x in sums[1]])
+    return protocol.owned_total(own, sums[1], lost, rows)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     count = math.prod(sizes)
@@ -168,21 +168,19 @@ class Groups(NamedTuple):
     return collectives.scatter_within(message, axes, members)
 
 
-class Sums(NamedTuple):
-  """The encoded sums of this worker: of its group, and of the share that it owns."""
-
-  inside: Sequence[Sent]
-  between: Sequence[Sent]
-
-  def line(self, own: Sending) -> jax.Array:
-    """Returns the words of its share, ``[M, ...]``."""
-    rows = [x.rows[None] for x in self.between]
-    return lines.join(collectives.in_turn(rows, own.before))[0]
+# The encoded sums of a worker: of its group, and of the share that it owns.
+_Sums = tuple[Sequence[Sent], Sequence[Sent]]
 
 
-def _between(own: Sending, sums: Sums) -> tuple[Sums, jax.Array]:
+def _line(own: Sending, sums: _Sums) -> jax.Array:
+  """Returns the words of this worker's share, ``[M, ...]``."""
+  rows = [x.rows[None] for x in sums[1]]
+  return lines.join(collectives.in_turn(rows, own.before))[0]
+
+
+def _between(own: Sending, sums: _Sums) -> tuple[_Sums, jax.Array]:
   outer, _ = axis_names(own.workers.axis_name)
-  return sums, collectives.gather(sums.line(own), outer, STAGE)
+  return sums, collectives.gather(_line(own, sums), outer, STAGE)
 
 
 def pieces_of(elements: int, share: int) -> int:

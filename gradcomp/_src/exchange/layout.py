@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,10 @@ import numpy as np
 
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.encoding import JOINT_ENCODING_ELEMENTS
-from gradcomp._src.codecs.protocol import (
-  Codec,
-  LeafCodec,
-  elements,
-  from_tiles,
-)
+from gradcomp._src.codecs.protocol import Codec, LeafCodec, elements, from_tiles
 from gradcomp._src.codecs.sums.records import ArrayLike, Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sum
-from gradcomp._src.kernels.materialize import (
-  LARGE,
-  Start,
-  materialized,
-  slice_at,
-  unknown,
-)
+from gradcomp._src.kernels.materialize import LARGE, materialized, slice_at, unknown
 from gradcomp._src.mesh.axes import automatic_axes
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
@@ -49,6 +38,7 @@ class Layout:
   """The places of a message's leaves in its matrices, one a codec, from shapes."""
 
   codecs: tuple[Codec, ...]  # in the order of their first leaves
+  rows: tuple[int, ...]  # the number of rows in the matrix of each
   slots: tuple[Slot, ...]
   like: tuple[jax.ShapeDtypeStruct, ...]  # the shape and dtype of each leaf
   # The elements of the leaves' mean that its last collective completes, where other
@@ -60,31 +50,25 @@ class Layout:
     """The number of elements of the mean that its last collective completes."""
     return self.elements if self.replaced is None else self.replaced
 
-  @property
+  @functools.cached_property
   def elements(self) -> int:
     """The number of elements in all leaves."""
     return sum(like.size for like in self.like)
-
-  @property
-  def rows(self) -> list[int]:
-    """The number of rows in each matrix."""
-    groups = range(len(self.codecs))
-    return [max(x.stop for x in self.slots if x.group == group) for group in groups]
 
   @property
   def nbytes(self) -> int:
     """The bytes of all rows of one worker."""
     return 4 * sum(n * x.row_words for n, x in zip(self.rows, self.codecs, strict=True))
 
-  @property
+  @functools.cached_property
   def sums(self) -> list[Sum]:
     """The sum of each codec."""
     return [codec.sums for codec in self.codecs]
 
-  @property
+  @functools.cached_property
   def plain(self) -> bool:
     """True if all leaves can be added as they are."""
-    return all(codec.facts.plain for codec in self.codecs)
+    return all(total.facts.plain for total in self.sums)
 
   def codec_of(self, number: int) -> Codec:
     """Returns the codec of a leaf."""
@@ -101,32 +85,20 @@ class Layout:
       parts.setdefault(self.slots[i].group, []).append(rows[i])
     return parts
 
-  @property
-  def materializes(self) -> bool:
-    """True if a CPU materializes means, which it goes through in the shape of tiles."""
-    # A residual and every state of an optimizer read large leaves.
-    large = self.elements >= LARGE
-    return large and any(self.view(i) != x.shape for i, x in enumerate(self.like))
-
   def viewed(
-    self, decoders: Callable[[], Mapping[int, RowDecoder]], like: jax.Array
+    self, decoders: Callable[[], Mapping[int, RowDecoder]], words: Any = None
   ) -> dict[int, jax.Array]:
     """Decodes leaves of some matrices, in float32, in the shapes of :meth:`view`.
 
-    Runs of leaves with adjacent rows are decoded at once. ``like`` is any array of the
-    worker.
+    Runs of leaves with adjacent rows are decoded at once. It reads no ``words``.
     """
-    found = decoders()
-    runs = [x for x in self._runs() if self.slots[x[0]].group in found]
-    firsts = [self.slots[numbers[0]].start for numbers in runs]
-    hidden = functools.cache(lambda: unknown(firsts, like))
-    leaves = {}
+    found, leaves = decoders(), {}
     with jax.named_scope("gradcomp_decode"):
-      for number, numbers in enumerate(runs):
+      for numbers in self._runs():
         group, first, _ = self.slots[numbers[0]]
-        start = Start(first)
-        start.unknown = functools.partial(lambda i: hidden()[i], number)
-        tiles = found[group](start, self.slots[numbers[-1]].stop)
+        if group not in found:
+          continue
+        tiles = found[group](first, self.slots[numbers[-1]].stop)
         parts = [tiles]
         if len(numbers) > 1:
           # So readers of leaves of one shape have equal programs, of which XLA compiles
@@ -217,7 +189,7 @@ def arrange(
     start = filled.setdefault(codec, 0)
     filled[codec] += rows_of(codec, leaf.size)
     slots.append(Slot(list(filled).index(codec), start, filled[codec]))
-  return Layout(tuple(filled), tuple(slots), like, replaced)
+  return Layout(tuple(filled), tuple(filled.values()), tuple(slots), like, replaced)
 
 
 def leaf_codecs(
@@ -236,14 +208,14 @@ def leaf_codecs(
     else min_leaf_size
     for drops in (False, True)
   }
-  result = []
-  for leaf in leaves:
+  result, dense = [], Dense()
+  for leaf, size in zip(leaves, sizes, strict=True):
     bound = codec.bind(leaf)
     facts = bound.facts
-    words, dense = (rows_of(x, leaf.size) * x.row_words for x in (bound, Dense()))
-    saves = words < dense or (words == dense and facts.in_format)
-    large = leaf.size >= least[facts.drops]
-    result.append(bound if facts.own_units or (large and saves) else Dense())
+    words, plain = [rows_of(x, size) * x.row_words for x in (bound, dense)]
+    saves = words < plain or (words == plain and facts.in_format)
+    large = size >= least[facts.drops]
+    result.append(bound if facts.own_units or (large and saves) else dense)
   return result
 
 

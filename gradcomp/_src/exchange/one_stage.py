@@ -47,10 +47,11 @@ class AllGather(Exchange, checks.Checked):
     turn = collectives.in_turn(own.parts, own.before)
     gathered = protocol.gather_rows(layout, turn, workers)[0]
     parts = list(zip(layout.sums, gathered, own.agreed, strict=True))
-    losses: list[RowDecoder | None] = []
+    lost: dict[int, RowDecoder] = {}
     if own.keep:
       number = lax.axis_index(workers.axis_name)
-      losses += [x.gathered_loss(rows, agreed, number) for x, rows, agreed in parts]
+      losses = [x.gathered_loss(rows, agreed, number) for x, rows, agreed in parts]
+      lost = {i: loss for i, loss in enumerate(losses) if loss is not None}
 
     def decoder(total: Sum, rows: jax.Array, agreed: jax.Array | None) -> RowDecoder:
       """Returns the decoder of the mean, over all workers or over senders."""
@@ -65,7 +66,6 @@ class AllGather(Exchange, checks.Checked):
 
       return decode
 
-    lost = {i: loss for i, loss in enumerate(losses) if loss is not None}
     decoders = lambda: {i: decoder(*part) for i, part in enumerate(parts)}
     return Received(gathered, decoders, lost=lost)
 

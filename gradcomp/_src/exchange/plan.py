@@ -1,18 +1,19 @@
 """The plan of a step: its messages with their leaves, and the residuals of owners."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax.tree_util import KeyPath, keystr
 
+from gradcomp._src.checks import static_integer
 from gradcomp._src.codecs.protocol import Codec, LeafCodec, tile_shape, working_dtype
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import sum_limit
 from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange.auto import Auto, Choice, choose, reencoding
-from gradcomp._src.exchange.message_size import MessageBytes, cut
 from gradcomp._src.exchange.one_stage import AllReduce
 from gradcomp._src.exchange.protocol import Exchange, Message
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
@@ -21,6 +22,21 @@ from gradcomp._src.mesh.platforms import platform
 # Owner residuals by the axes that stack them: ("data",), or ("data", "model") for
 # leaves that are sharded over a model axis.
 OwnerResiduals = dict[Axes, tuple[jax.Array, ...]]
+
+MessageBytes = int | Literal["auto"] | None
+
+_NUMBER = re.compile("[0-9]+")
+
+# A message takes time beside that of its bytes: two collectives, and the kernels of its
+# codecs, 20 to 50 us on a GPU. 4 MiB take 340 us at 100 Gbit/s. They are 8 M elements
+# at 4 bits; PyTorch's DDP sends 6.6 M at once, 25 MB.
+_LEAST = 4 * 2**20
+# Each of N owners receives a share, which starts anew. That takes about 10 us, like
+# 128 KiB at 100 Gbit/s.
+_LEAST_SHARE = 128 * 2**10
+# All messages but the last can travel under the backward pass. More of them would hide
+# another 16th at most, but each takes its time to trace and to compile.
+_MOST = 16
 
 MADE_FOR_SHARDS = (
   "make the state by optimizer.init with this transformation and as many workers, "
@@ -117,9 +133,9 @@ def plan_messages(
   ValueError for sums of codes beyond 32 bits, and for a policy's rule without a leaf.
   """
   codec, exchange, min_leaf_size, message_bytes, feedback, averages = options
-  dtypes = [working_dtype(codec, leaf.dtype) for leaf in leaves]
-  like = [jax.ShapeDtypeStruct(x.shape, y) for x, y in zip(leaves, dtypes, strict=True)]
   facts = codec.facts
+  wide = lambda x: jax.ShapeDtypeStruct(x.shape, working_dtype(facts, x.dtype))
+  like = list(map(wide, leaves))
   addends = workers if exchange.sends else None
   texts = [keystr(path, simple=True, separator="/") for path in paths]
   whole = [Leaf(x.shape, path=text) for x, text in zip(leaves, texts, strict=True)]
@@ -184,8 +200,9 @@ def _kinds(
 
 
 class OwnedMatrix(NamedTuple):
-  """The matrix number ``group`` of a message, with an owner residual of ``shape``."""
+  """The matrix ``group`` of a message, with an owner residual of ``shape``."""
 
+  number: int  # of the message
   message: Message
   group: int
   shape: tuple[int, ...]
@@ -204,12 +221,23 @@ class OwnedMatrix(NamedTuple):
 
 def owned_matrices(plan: MessagePlan) -> dict[Axes, list[OwnedMatrix]]:
   """Lists the matrices with an owner residual, by mesh axes, in the state's order."""
+
+  # Owners of exact sums keep none. If a codec rounds sums at random in any case, they
+  # keep one only if workers keep residuals, too: else the errors would add up.
+  def keeps(codec: Codec) -> bool:
+    if codec.facts.exact:
+      return False
+    return plan.feedback or not codec.to_nearest().needs_key
+
   result: dict[Axes, list[OwnedMatrix]] = {}
-  for message in plan.messages:
-    for group, shape in enumerate(_shapes(plan, message)):
-      if shape is not None:
-        axes = own_axes(plan.axis_name, message.others)
-        result.setdefault(axes, []).append(OwnedMatrix(message, group, shape))
+  for number, (_, layout, exchange, others, _) in enumerate(plan.messages):
+    if not (exchange.owners and exchange.feedback and layout.replaced is None):
+      continue
+    for group, (rows, codec) in enumerate(zip(layout.rows, layout.codecs, strict=True)):
+      if rows and keeps(codec):
+        shape = -(-rows // plan.workers), *tile_shape(codec)
+        found = OwnedMatrix(number, plan.messages[number], group, shape)
+        result.setdefault(own_axes(plan.axis_name, others), []).append(found)
   return result
 
 
@@ -221,52 +249,117 @@ def owner_shapes(plan: MessagePlan) -> dict[Axes, list[tuple[int, ...]]]:
 
 def owner_residuals(
   plan: MessagePlan, stored: OwnerResiduals | None
-) -> list[list[jax.Array | None]]:
-  """Returns each codec's owner residual, or None, by message; checks shapes."""
-  shapes = [_shapes(plan, message) for message in plan.messages]
+) -> dict[tuple[int, int], jax.Array]:
+  """Returns the owner residuals by message and codec; ValueError for other shapes."""
   if stored is None:
-    return [[None] * len(own) for own in shapes]
-  wanted = owner_shapes(plan)
-  for axes in {**wanted, **stored}:
-    need, got = wanted.get(axes, []), [x.shape for x in stored.get(axes, ())]
+    return {}
+  matrices = owned_matrices(plan)
+  for axes in {**matrices, **stored}:
+    need = [x.shape for x in matrices.get(axes, [])]
+    got = [x.shape for x in stored.get(axes, ())]
     if got != need:
       raise ValueError(
         f"`state.server_residual`[{axes!r}] must have arrays of the shapes {need}, "
         f"which the second stage keeps, got {got or 'none'}; {MADE_FOR_SHARDS}"
       )
-  rest = {axes: iter(arrays) for axes, arrays in stored.items()}
-  places = [own_axes(plan.axis_name, message.others) for message in plan.messages]
-  return [
-    [None if shape is None else next(rest[axes]) for shape in own]
-    for axes, own in zip(places, shapes, strict=True)
-  ]
+  return {
+    (x.number, x.group): array
+    for axes, own in matrices.items()
+    for x, array in zip(own, stored[axes], strict=True)
+  }
 
 
 def as_stored(
   plan: MessagePlan, residuals: Sequence[Sequence[jax.Array | None]]
 ) -> OwnerResiduals:
   """Returns each codec's owner residual, by message, as a state keeps them."""
-  stored: OwnerResiduals = {}
-  for message, own in zip(plan.messages, residuals, strict=True):
-    if found := tuple(x for x in own if x is not None):
-      axes = own_axes(plan.axis_name, message.others)
-      stored[axes] = (*stored.get(axes, ()), *found)
-  return stored
+  of: Any = lambda x: residuals[x.number][x.group]
+  return {axes: tuple(map(of, own)) for axes, own in owned_matrices(plan).items()}
 
 
-def _shapes(plan: MessagePlan, message: Message) -> list[tuple[int, ...] | None]:
-  """Returns the shape of each codec's owner residual; None for one without."""
-  layout, exchange = message.layout, message.exchange
-  if not (exchange.owners and exchange.feedback and layout.replaced is None):
-    return [None] * len(layout.codecs)
+def as_message_bytes(value: Any) -> MessageBytes:
+  """Returns the option ``message_bytes``; ValueError for values that it cannot have."""
+  if value is None:
+    return None
+  if isinstance(value, str) and value == "auto":
+    return "auto"
+  rule = 'a number of bytes, 0 or more, "auto", or None for one message'
+  return static_integer("message_bytes", rule, value, least=0)
 
-  # Owners of exact sums keep none. If a codec rounds sums at random in any case, they
-  # keep one only if workers keep residuals, too: else the errors would add up.
-  def keeps(codec: Codec) -> bool:
-    draws = codec.to_nearest().needs_key
-    return not codec.facts.exact and (plan.feedback or not draws)
 
-  return [
-    (-(-rows // plan.workers), *tile_shape(codec)) if rows and keeps(codec) else None
-    for codec, rows in zip(layout.codecs, layout.rows, strict=True)
-  ]
+def automatic_bytes(payload: int, workers: int) -> int:
+  """Returns the largest of 4 MiB, 128 KiB a worker, and a 16th of the payload."""
+  return max(_LEAST, _LEAST_SHARE * workers, -(-payload // _MOST))
+
+
+def cut(
+  message_bytes: MessageBytes,
+  sizes: Mapping[int, int],
+  paths: Sequence[KeyPath],
+  workers: int,
+) -> list[list[int]]:
+  """Cuts leaves, by their numbers and bytes, into messages: the numbers in each."""
+  if message_bytes is None:
+    return [list(sizes)]
+  if message_bytes != "auto":  # a leaf that is larger has a message of its own
+    return _pieces(sizes, lambda filled, size: filled + size > message_bytes)
+  payload = sum(sizes.values())
+  least = automatic_bytes(payload, workers)
+  if payload <= least:
+    return [list(sizes)]
+  own = {i: sizes[i] for i in _last_first(paths) if i in sizes}
+  pieces = _pieces(own, lambda filled, _: filled >= least)
+  # The backward pass of less than a quarter is too short for a message to hide in.
+  if len(pieces) > 1 and 4 * sum(sizes[i] for i in pieces[-1]) < least:
+    pieces[-2:] = [pieces[-2] + pieces[-1]]
+  return [sorted(piece) for piece in reversed(pieces)]
+
+
+def _pieces(
+  sizes: Mapping[int, int], full: Callable[[int, int], bool]
+) -> list[list[int]]:
+  """Cuts leaves where ``full(bytes so far, bytes of the next leaf)``."""
+  pieces: list[list[int]] = []
+  filled = 0
+  for i, size in sizes.items():
+    if not pieces or full(filled, size):
+      pieces.append([])
+      filled = 0
+    pieces[-1].append(i)
+    filled += size
+  return pieces
+
+
+def _last_first(paths: Sequence[KeyPath]) -> list[int]:
+  """Orders leaves by the backward pass, as far as a tree shows it: the last first.
+
+  Names that differ in numbers have the order of these: "layer_10" comes after
+  "layer_9", whether they are keys of a dict or fields.
+  """
+  first: dict[Any, int] = {}  # the first leaf below each node, and each kind of name
+  for i, path in enumerate(paths):
+    for depth, step in enumerate(path):
+      first.setdefault(path[: depth + 1], i)
+      first.setdefault((path[:depth], _text(step)), i)
+
+  def rank(i: int) -> list[tuple[int, list[int], int]]:
+    path, steps = paths[i], []
+    for depth, step in enumerate(path):
+      own = first[path[: depth + 1]]
+      text = _text(step)
+      group = own if text is None else first[path[:depth], text]
+      steps.append((group, [int(x) for x in _NUMBER.findall(_name(step))], own))
+    return steps
+
+  return sorted(range(len(paths)), key=rank, reverse=True)
+
+
+def _name(step: Any) -> str:
+  """Returns the name of a step in a path; "" if it has none, but a number."""
+  name = getattr(step, "key", getattr(step, "name", None))
+  return name if isinstance(name, str) else ""
+
+
+def _text(step: Any) -> str | None:
+  """Returns a name without the values of its numbers, or None."""
+  return _NUMBER.sub("0", _name(step)) or None

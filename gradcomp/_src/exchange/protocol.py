@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradcomp._src.codecs.encoding import Group
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
 from gradcomp._src.exchange import collectives, lines
@@ -36,6 +37,7 @@ class Sending(NamedTuple):
   """A message on one worker: its leaves, and behind ``before`` their encoding."""
 
   message: Message
+  layout: Layout  # of the message
   exchange: "Exchange"  # Local() where there is nothing to send
   workers: Workers  # that exchange the message
   leaves: Sequence[jax.Array]  # samples, for a mean, in float32 or float64
@@ -46,6 +48,7 @@ class Sending(NamedTuple):
   keep: bool  # whether to return rounding errors
   mark: bool  # whether to return the positions of the sent elements
   watch: bool  # whether to return the sent parts
+  groups: Sequence[Group] = ()  # of leaves that one program encodes
   before: Sequence[jax.Array] = ()  # what the message before this one brought
   # For each codec, arrays of rows that follow one another. The encoded rows are one
   # array, uint32[rows, words]. Where the exchange adds before it encodes, each leaf has
@@ -54,17 +57,6 @@ class Sending(NamedTuple):
   adjacent: Sequence[Sequence[jax.Array]] = ()
   encoded: Mapping[int, Encoded] = MappingProxyType({})  # by the numbers of leaves
   agreed: Sequence[jax.Array | None] = ()  # statistics of each codec, a line a row
-
-  @property
-  def layout(self) -> Layout:
-    """The place of each leaf in the rows."""
-    return self.message.layout
-
-  @property
-  def adds_leaves(self) -> bool:
-    """True if the exchange adds plain leaves as they are."""
-    adds = self.exchange.way == "reduced" or not self.exchange.sends
-    return adds and self.layout.plain
 
   @property
   def parts(self) -> list[jax.Array]:
@@ -94,10 +86,6 @@ class Sending(NamedTuple):
     coded = sorted({self.layout.slots[i].group for i in self.encoded})
     rows = {i: self.adjacent[i][0][None] for i in coded}
     return {i: sums[i].gathered(rows[i], agreed[i], 1.0) for i in coded}
-
-  def as_given(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Turns samples back into addends of a sum, where leaves were given as such."""
-    return times(leaves, 1 / self.factor)
 
 
 def times(leaves: Sequence[jax.Array], factor: float) -> list[jax.Array]:

@@ -18,8 +18,8 @@ from gradcomp._src.mesh.types import mark_varying
 _Sums = tuple[jax.Array, jax.Array | None, jax.Array | None]  # arrays of a Partial
 
 
-def reduce(own: Sending) -> tuple[list[Sent], list[jax.Array]]:
-  """Adds up this worker's share; returns its sums, and errors of all rows if kept."""
+def _pass_around(own: Sending, _: None) -> Received:
+  """Adds up this worker's share, and sends the sums; keeps errors of all rows."""
   sums, workers, n = own.layout.sums, own.workers, own.workers.size
   parts = [lines.shares(addend, workers) for addend in own.parts]
   index = lax.axis_index(workers.axis_name)
@@ -82,15 +82,10 @@ def reduce(own: Sending) -> tuple[list[Sent], list[jax.Array]]:
     passing = lax.fori_loop(1, n - 1, step, (receive(sent, 0), lost))
     sent = finish(passing[0])
     lost = noted(passing[1], sent, index)
-  return sent, lost
-
-
-def _pass_around(own: Sending, _: None) -> Received:
-  sent, lost = reduce(own)
   rows = collectives.in_turn([x.rows for x in sent], own.before)
-  gathered = protocol.gather_rows(own.layout, rows, own.workers)[0]
+  gathered = protocol.gather_rows(own.layout, rows, workers)[0]
   # Scales are applied to whole sums; no owner keeps a residual.
-  sent = [Sent(x.rows, scale=own.workers.scale * x.scale) for x in sent]
+  sent = [Sent(x.rows, scale=workers.scale * x.scale) for x in sent]
   return protocol.owned_total(own, sent, lost or [None] * len(sent), gathered)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._src.codecs.encoding import encode_leaves, statistics_of
+from gradcomp._src.codecs import encoding
 from gradcomp._src.codecs.protocol import Codec, from_tiles, tile_shape, to_tiles
 from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.exchange import collectives
@@ -82,13 +82,37 @@ class Own:
     return times([own], 1 / self.factor)[0]
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("chosen", "lost"),
+  meta_fields=("factor",),
+)
+@dataclasses.dataclass(frozen=True)
+class OwnEntries:
+  """A worker's own entries of a large leaf, beside which all of it is unsent."""
+
+  chosen: jax.Array  # as of Encoded, as is `lost`
+  lost: jax.Array
+  factor: int  # as of the message
+
+  def unsent(self, leaf: jax.Array) -> jax.Array:
+    """Returns the unsent part of a leaf, given in any shape."""
+    (sample,) = times([leaf], self.factor)
+    own = (
+      sample.reshape(-1)
+      .at[self.chosen]
+      .set(self.lost, mode="drop", unique_indices=True, wrap_negative_indices=False)
+    )
+    return times([own.reshape(leaf.shape)], 1 / self.factor)[0]
+
+
 class Reduced(NamedTuple):
   """The result of a step for one leaf; None for parts that nobody asked for."""
 
   mean: Any
   share: Any  # the rows that this worker owns, in place of a mean
   unsent: Any  # in units of the leaf
-  own: Own | None  # the rows that compute the unsent part anew; None if it is read
+  own: Own | OwnEntries | None  # computes the unsent part anew; None if it is read
   # The flat positions of the elements that this worker sent; None if it sent all of
   # them. A mask of 2**31 elements or more.
   chosen: jax.Array | None
@@ -126,12 +150,8 @@ def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Avera
       for stage in encoded.exchange.stages:
         received = stage(encoded, received)
       came = received.came
-      parts = decode(encoded, received)
-    found |= zip(sending.message.leaves, parts, strict=True)
+      found |= zip(sending.message.leaves, decode(encoded, received), strict=True)
     residuals.append(received.residuals)
-  for i in found:
-    own = found[i].memory.own
-    found[i] = found[i]._replace(memory=step.memory[i]._replace(own=own))
   owned: OwnerResiduals | None = None
   if step.owned is not None:
     kept = plans.as_stored(step.plan, residuals[::-1])  # the last message went first
@@ -145,8 +165,8 @@ WHOLE = Averaging(plans.whole_leaves, average)
 def sendings(step: Step, arrays: Arrays) -> Iterator[Sending]:
   """Yields the messages of a step, the last one first, before they are encoded."""
   residuals = plans.owner_residuals(step.plan, step.owned)
-  every = list(zip(step.plan.messages, step.later, residuals, strict=True))
-  for message, keys, owned in reversed(every):
+  every = list(enumerate(zip(step.plan.messages, step.later, strict=True)))
+  for number, (message, keys) in reversed(every):
     layout, workers, factor = message.layout, step.workers, 1
     leaves = [arrays[i] for i in message.leaves]
     if workers is not None and workers.scale == 1 and not layout.plain:
@@ -167,12 +187,13 @@ def sendings(step: Step, arrays: Arrays) -> Iterator[Sending]:
     own = zip((step.keys[i] for i in message.leaves), memory, strict=True)
     yield Sending(
       message,
+      layout,
       exchange,
       workers,
       leaves,
       [key._replace(memory=x, step=step.number) for key, x in own],
       [x._replace(memory=first[i], step=step.number) for i, x in enumerate(keys)],
-      owned,
+      [residuals.get((number, group)) for group in range(len(keys))],
       factor,
       step.keep,
       step.mark,
@@ -182,9 +203,11 @@ def sendings(step: Step, arrays: Arrays) -> Iterator[Sending]:
 
 def agree(sending: Sending) -> Sending:
   """Takes the maximum of each leaf's statistics over all workers at once."""
-  codecs = list(map(sending.layout.codec_of, range(len(sending.leaves))))
-  found = statistics_of(codecs, sending.leaves, sending.contexts)
-  agreed = [x for x, _ in found]
+  leaves, contexts = sending.leaves, sending.contexts
+  codecs = list(map(sending.layout.codec_of, range(len(leaves))))
+  groups = encoding.grouped(codecs, leaves, contexts)
+  found = encoding.statistics_of(groups, leaves)
+  agreed = [found[i][0] for i in range(len(leaves))]
   own = [x for x in agreed if x is not None]
   if own and sending.exchange.sends:
     message = jnp.concatenate([x.reshape(-1) for x in own])
@@ -196,9 +219,11 @@ def agree(sending: Sending) -> Sending:
       None if x is None else slice_at(most, next(starts), x.size).reshape(x.shape)
       for x in agreed
     ]
-  known = zip(sending.contexts, agreed, found, strict=True)
-  contexts = [x._replace(agreed=y, measured=z) for x, y, (_, z) in known]
-  return sending._replace(contexts=contexts)
+  known = zip(contexts, agreed, strict=True)
+  contexts = [
+    x._replace(agreed=y, measured=found[i][1]) for i, (x, y) in enumerate(known)
+  ]
+  return sending._replace(contexts=contexts, groups=groups)
 
 
 def encode(sending: Sending, before: Sequence[jax.Array] = ()) -> Sending:
@@ -209,17 +234,15 @@ def encode(sending: Sending, before: Sequence[jax.Array] = ()) -> Sending:
   layout, exchange, leaves = sending.layout, sending.exchange, sending.leaves
   if exchange.in_turn:
     leaves = collectives.behind(leaves, before)
-  contexts = sending.contexts
-  agreed = [context.agreed for context in contexts]
-  codecs = [layout.codec_of(i) for i in range(len(leaves))]
+  contexts, sent = sending.contexts, sending._replace(leaves=leaves, before=before)
+  if layout.plain and (exchange.way == "reduced" or not exchange.sends):
+    return sent._replace(adjacent=[[x] for x in leaves])  # added as they are
   first = lambda codec: exchange.of_leaves or codec.facts.of_rows
-  coded = [i for i, x in enumerate(codecs) if first(x) and not sending.adds_leaves]
+  coded = [x for x in sending.groups if first(x.codec)]
   # Every leaf is encoded by itself, and then the rows are stacked. Flattening the
   # gradient in float32 first would cost five times as much.
   with jax.named_scope("gradcomp_encode"):
-    given: list[Any] = [[x[i] for i in coded] for x in (codecs, leaves, contexts)]
-    found = encode_leaves(*given, keep=sending.keep)
-    encoded = dict(zip(coded, found, strict=True))
+    encoded = encoding.encode_leaves(coded, leaves, contexts, keep=sending.keep)
     # Of several leaves XLA would fuse encoders into the concatenation, and that into
     # each slice of it that is sent, but for rows with scales behind their codes, which
     # are concatenated there already. A matrix of one large leaf is materialized, but
@@ -229,107 +252,108 @@ def encode(sending: Sending, before: Sequence[jax.Array] = ()) -> Sending:
     def apart(i: int) -> bool:
       kept = sending.keep and encoded[i].unsent is not None
       alone = counts[layout.slots[i].group] == 1
-      return not kept if alone else agreed[i] is not None
+      return not kept if alone else contexts[i].agreed is not None
 
     pack = lambda i, rows: packed(rows) if exchange.sends and apart(i) else rows
     parts = layout.stack({i: pack(i, x.rows) for i, x in encoded.items()})
     if not exchange.sends:
       parts = {i: packed(matrix) for i, matrix in parts.items()}
-  if sending.adds_leaves:
-    adjacent = [[x] for x in leaves]
-  else:
-    others = [i for i in range(len(leaves)) if i not in encoded]
-    cut = lambda x, codec: to_tiles(x, codec).reshape(-1, *tile_shape(codec))
-    rows = {i: [matrix] for i, matrix in parts.items()}
-    rows |= layout.adjacent({i: cut(leaves[i], codecs[i]) for i in others})
-    adjacent = [rows[i] for i in range(len(layout.codecs))]
+  rows = {i: [matrix] for i, matrix in parts.items()}
+  cut = lambda x, codec: to_tiles(x, codec).reshape(-1, *tile_shape(codec))
+  others = [i for i in range(len(leaves)) if i not in encoded]
+  rows |= layout.adjacent({i: cut(leaves[i], layout.codec_of(i)) for i in others})
   lines = {
-    i: jnp.broadcast_to(stat, (slot.stop - slot.start, stat.shape[1]))
-    for i, (slot, stat) in enumerate(zip(layout.slots, agreed, strict=True))
-    if stat is not None
+    i: jnp.broadcast_to(x.agreed, (slot.stop - slot.start, x.agreed.shape[1]))
+    for i, (slot, x) in enumerate(zip(layout.slots, contexts, strict=True))
+    if x.agreed is not None
   }
-  stats = layout.stack(lines)
-  return sending._replace(
-    leaves=leaves,
-    before=before,
-    adjacent=adjacent,
-    encoded=encoded,
-    agreed=[stats.get(i) for i in range(len(layout.codecs))],
-  )
+  stats, groups = layout.stack(lines), range(len(layout.codecs))
+  each: dict[str, Any] = {
+    "adjacent": [rows[i] for i in groups],
+    "agreed": [stats.get(i) for i in groups],
+  }
+  return sent._replace(encoded=encoded, **each)
 
 
 def decode(sending: Sending, received: Received) -> list[Reduced]:
   """Decodes the means, and this worker's own part where its residual needs that."""
   layout, encoded, factor = sending.layout, sending.encoded, 1 / sending.factor
-  nothing: list[Any] = [None] * len(layout.slots)
-  means, shares, unsent, own, chosen, sent = (list(nothing) for _ in range(6))
-  if received.decoders is None:
+  means: list[Any] = [None] * len(layout.slots)
+  shares, of = means, received.decoders
+  if of is None:
     means = list(received.words) or means
   elif received.to_all:
-    read = functools.partial(layout.viewed, received.decoders)
-    words = received.words[0]
-    found = materialized(read, words) if layout.materializes else read(words)
+    read, words = functools.partial(layout.viewed, of), received.words[0]
+    # A residual and every state of an optimizer read large leaves. A CPU goes through
+    # them in the shape of tiles.
+    tiled = any(layout.view(i) != x.shape for i, x in enumerate(layout.like))
+    found = materialized(read, words) if tiled else read(words)
     means = [found[i].reshape(x.shape) for i, x in enumerate(layout.like)]
   else:
-    own_rows = received.decoders(), received.words
-    shares = layout.shares(*own_rows, sending.workers.size)
+    shares = layout.shares(of(), received.words, sending.workers.size)
   if not sending.exchange.sends:
     means = times(means, factor)
   views: Mapping[int, jax.Array] = {}
   unread = any(x.unsent is None for x in encoded.values())
   if encoded and (sending.watch or (sending.keep and unread)):
-    views = layout.viewed(sending.decoders, sending.leaves[0])
-  memory = [x.memory or Memory() for x in sending.contexts]
-  for i, x in encoded.items():
-    memory[i] = memory[i]._replace(own=x.own)
-  if sending.keep:
-    losses = layout.viewed(lambda: received.lost, sending.leaves[0])
-    firsts = [slot.start for slot in layout.slots]
-    starts = functools.cache(lambda: unknown(firsts, sending.leaves[0]))
-    for i in range(len(nothing)):
-      unsent[i], own[i] = _kept(sending, received, views, losses, starts, i)
-    unsent = times(unsent, factor)
-  if sending.mark:
-    for i, x in encoded.items():
-      group, start, stop = layout.slots[i]
-      chosen[i] = x.chosen
-      if x.chosen is None:
+    views = layout.viewed(sending.decoders)
+  losses = layout.viewed(lambda: received.lost) if sending.keep else {}
+  firsts = [slot.start for slot in layout.slots]
+  starts = functools.cache(lambda: unknown(firsts, sending.leaves[0]))
+
+  def kept(i: int, leaf: jax.Array) -> tuple[jax.Array, Own | OwnEntries | None]:
+    """Returns the unsent part, and the record that computes it anew, if any does."""
+    lost = losses.get(i)
+    if i not in encoded:
+      return (jnp.zeros_like(leaf) if lost is None else lost), None
+    shape, unsent = layout.view(i), encoded[i].unsent
+    unsent = leaf.reshape(shape) - views[i] if unsent is None else unsent
+    unsent = unsent.reshape(shape)
+    unsent = unsent if lost is None else unsent + lost.reshape(shape)
+    return unsent, _anew(sending, received, i, lost, starts)
+
+  result = []
+  for i, leaf in enumerate(sending.leaves):
+    unsent, own, chosen, sent, coded = None, None, None, None, encoded.get(i)
+    memory = sending.contexts[i].memory or Memory()
+    if sending.keep:
+      unsent, own = kept(i, leaf)
+      (unsent,) = times([unsent], factor)
+    if coded is not None:
+      memory, chosen = memory._replace(own=coded.own), coded.chosen
+      if sending.mark and chosen is None:
+        group, start, stop = layout.slots[i]
         rows = sending.adjacent[group][0][start:stop]
-        chosen[i] = layout.sums[group].sent_at(rows, layout.like[i].size)
-  if sending.watch:  # a leaf that was added to others first was sent as it is
-    seen = lambda i, leaf: views[i].reshape(leaf.shape) if i in views else leaf
-    sent = times([seen(*leaf) for leaf in enumerate(sending.leaves)], factor)
-  columns = means, shares, unsent, own, chosen, memory, sent
-  return [Reduced(*x) for x in zip(*columns, strict=True)]
+        chosen = layout.sums[group].sent_at(rows, layout.like[i].size)
+    if sending.watch:  # a leaf that was added to others first was sent as it is
+      (sent,) = times([views[i].reshape(leaf.shape) if i in views else leaf], factor)
+    result.append(Reduced(means[i], shares[i], unsent, own, chosen, memory, sent))
+  return result
 
 
-def _kept(
+def _anew(
   sending: Sending,
   received: Received,
-  views: Mapping[int, jax.Array],
-  losses: Mapping[int, jax.Array],
-  starts: Callable[[], list[jax.Array]],
   i: int,
-) -> tuple[jax.Array, Own | None]:
-  """Returns the unsent part of a leaf, and the rows that compute it anew, if any do."""
-  layout, leaf, lost = sending.layout, sending.leaves[i], losses.get(i)
+  lost: jax.Array | None,
+  starts: Callable[[], list[jax.Array]],
+) -> Own | OwnEntries | None:
+  """Returns the record that computes an encoded leaf's unsent part anew, if any."""
+  layout, coded, factor = sending.layout, sending.encoded[i], sending.factor
   group, start, stop = layout.slots[i]
-  if i not in sending.encoded:
-    return (jnp.zeros_like(leaf) if lost is None else lost), None
-  shape, known = layout.view(i), sending.encoded[i].unsent
-  own = leaf.reshape(shape) - views[i] if known is None else known
-  own = own.reshape(shape)
-  own = own if lost is None else own + lost.reshape(shape)
   codec, mine, first = layout.codecs[group], received.owned.get(group), None
-  # Errors of other workers' rows would be held in place of the unsent part. Decoding
-  # the elements of a sparse codec would scatter them into zeros.
+  # Errors of other workers' rows would be held in place of the unsent part.
   held = lost is not None and mine is None
-  if held or shape == leaf.shape or codec.facts.drops:
-    return own, None
+  if held or layout.view(i) == sending.leaves[i].shape:
+    return None
+  if codec.facts.drops:  # decoding its elements would scatter them into zeros
+    if lost is not None or coded.chosen is None or coded.lost is None:
+      return None
+    return OwnEntries(coded.chosen, coded.lost, factor)
   if mine is not None:
     first = starts()[i] - lax.axis_index(sending.workers.axis_name) * len(mine)
   rows, agreed = sending.adjacent[group][0][start:stop], sending.contexts[i].agreed
-  return own, Own(rows, agreed, mine, first, codec, shape, sending.factor)
+  return Own(rows, agreed, mine, first, codec, layout.view(i), factor)
 
 
 def refit(step: Step, leaves: Arrays) -> list[Memory]:

@@ -1,7 +1,6 @@
 """``mean_over``: the compressed mean of a stacked tree, for loops of others."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -98,7 +97,7 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
       f"`key` must be given for {codec} without a state, because it draws random "
       "numbers: pass a jax.random.key, another one in each call."
     )
-  count = _workers(tree, axis, mesh_axis)
+  workers = _workers(tree, axis, mesh_axis)
   tree = jax.tree.map(jnp.asarray, tree)  # a jitted vmap takes no arrays of NumPy
 
   # The key is an argument: a map over Explicit axes closes over no array.
@@ -112,17 +111,18 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
     own = functools.partial(worker, key=key)
     rows, state = jax.vmap(own, (axis, 0), axis_name=_ROWS)(tree, state)
     mean = _first(rows)
-  elif axes.bound_size(mesh_axis) is not None:
-    mean, state = worker(_first(_means(tree, axis, 1)), state, key=key)
   else:
-    rows = _means(tree, axis, count)
-    if param_specs is None and types.is_explicit(types.mesh_of(tree), mesh_axis):
-      row = lambda x: P(*specs.entries(types.typed_spec(x))[1:])
-      param_specs = jax.tree.map(row, rows)
-    param_specs = P() if param_specs is None else param_specs
-    whole = given_specs.specs_like(tree, param_specs, mesh_axis)
-    rows = per_worker.marked(rows, mesh_axis, whole)
-    mean, state = border.of_workers(worker, mesh_axis)(rows, state, key=key)
+    rows = _means(tree, axis, workers or 1)
+    if workers is None:
+      rows = _first(rows)
+    else:
+      if param_specs is None:  # of types, which have Explicit axes
+        row = lambda x: P(*specs.entries(types.typed_spec(x))[1:])
+        param_specs = jax.tree.map(row, rows)
+      whole = given_specs.specs_like(tree, param_specs, mesh_axis)
+      rows = per_worker.marked(rows, mesh_axis, whole)
+    tx = border.any_tree(lambda own: None, worker, {"axis_name": mesh_axis})
+    mean, state = tx.update(rows, state, key=key)
   return (mean, state) if kept else mean
 
 
@@ -160,12 +160,12 @@ def mean_state(
     (2, 300)
   """
   tx = _exchange(codec, mesh_axis, key, kept=True)
-  _workers(tree, axis, mesh_axis)
+  workers = _workers(tree, axis, mesh_axis)
   if mesh_axis is None:
     return jax.vmap(tx.init, axis, axis_name=_ROWS)(tree)
-  if axes.bound_size(mesh_axis) is not None:
+  if workers is None:
     return tx.init(_first(_means(tree, axis, 1)))
-  if axes.mesh_size(mesh_axis) is None:
+  if axes.count(mesh_axis)[0] is None:
     raise ValueError(
       f"`mesh_axis` must name axes of the mesh of jax.set_mesh, got {mesh_axis!r}; "
       "call gradcomp.local.mean_state under jax.set_mesh(mesh)."
@@ -195,8 +195,8 @@ def _exchange(
   )
 
 
-def _workers(tree: Any, axis: int, mesh_axis: AxisName | None) -> int:
-  """Returns the workers of a mesh, else 1; raises errors for rows that do not fit."""
+def _workers(tree: Any, axis: int, mesh_axis: AxisName | None) -> int | None:
+  """Returns the workers of a mesh, None elsewhere; errors for rows that do not fit."""
   checks.static_integer("axis", "the axis of the rows", axis)
   counts: dict[int, str] = {}
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -214,16 +214,19 @@ def _workers(tree: Any, axis: int, mesh_axis: AxisName | None) -> int:
       f"`tree` must have arrays with equally many rows on axis {axis}, one or more, "
       f"got {found or 'none'}."
     )
-  if mesh_axis is None or axes.bound_size(mesh_axis) is not None:
-    return 1
-  mesh, names = types.mesh_of(tree), axes.axis_names(mesh_axis)
-  if not set(names).issubset(mesh.axis_names):
+  if mesh_axis is None:
+    return None
+  mesh = types.mesh_of(tree)
+  workers, is_bound = axes.count(mesh_axis, mesh)
+  if is_bound:
+    return None
+  if workers is None:
     raise ValueError(
       f"`mesh_axis` must name axes of a mesh or of an enclosing map, got {mesh_axis!r} "
       f"and a mesh of {mesh.axis_names}; call jax.set_mesh(mesh), or pass "
       "mesh_axis=None for rows on one device."
     )
-  (rows,), workers = counts, math.prod(mesh.shape[name] for name in names)
+  (rows,) = counts
   if rows % workers:
     raise ValueError(
       f"`tree` must have as many rows for each of {workers} devices along "

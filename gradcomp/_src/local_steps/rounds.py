@@ -19,7 +19,7 @@ from gradcomp._src.core.state import FragmentState, OwnSteps, is_own_steps
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
-from gradcomp._src.mesh import axes as mesh_axes
+from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.study import Options, note
 from gradcomp._src.mesh.types import is_explicit, mark_varying, other_axes
 
@@ -52,6 +52,11 @@ def first_own(
   return make_own(make, params, names, "how many workers have parameters of their own")
 
 
+def own_typed(x: jax.Array, like: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Types arrays as workers' own, as both branches of a ``cond`` need them."""
+  return mark_varying(x, (*axis_names(axis_name), *other_axes(like, axis_name)))
+
+
 def stored(tree: Any) -> Any:
   """Gives each scalar of a worker one axis, so that a map can stack it."""
   return jax.tree.map(lambda x: jnp.asarray(x).reshape(jnp.shape(x) or (1,)), tree)
@@ -60,7 +65,7 @@ def stored(tree: Any) -> Any:
 def numbers_of_all(opt_state: Any, mesh: Mesh | AbstractMesh) -> Any:
   """Broadcasts numbers that a user has set by hand, like a rate, to all workers."""
 
-  def of_all(node: Any) -> Any:
+  def of_node(node: Any) -> Any:
     if not is_own_steps(node):
       return node
     ((names, (moved, inner_state)),) = node.by_axes.items()
@@ -74,7 +79,7 @@ def numbers_of_all(opt_state: Any, mesh: Mesh | AbstractMesh) -> Any:
 
     return OwnSteps({names: (moved, jax.tree.map(stacked, inner_state))})
 
-  return jax.tree.map(of_all, opt_state, is_leaf=is_own_steps)
+  return jax.tree.map(of_node, opt_state, is_leaf=is_own_steps)
 
 
 def own_params(params: Any, moved: Any) -> Any:
@@ -149,7 +154,7 @@ class LocalRound:
   outer: optax.GradientTransformationExtraArgs
   compressed: optax.GradientTransformationExtraArgs
   plain: optax.GradientTransformationExtraArgs  # the dense mean, without a state
-  axes: mesh_axes.AxisName
+  axes: AxisName
   every: int
   start: int
   fragments: int
@@ -168,7 +173,8 @@ class LocalRound:
 
     def add(moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
       moved = moved.reshape(update.shape)
-      return self._own(moved + rounded_product(update.astype(moved.dtype)), x)
+      moved += rounded_product(update.astype(moved.dtype))
+      return own_typed(moved, x, self.axes)
 
     return jax.tree.map(add, own.moved, updates, params), inner_state
 
@@ -197,7 +203,7 @@ class LocalRound:
     def parallel(moved: Any, states: Any) -> tuple[Any, Any, Any]:
       note(Options((("stateless", True),)))
       mean, _ = self.plain.update(moved, self.plain.init(moved))
-      left = lambda x, like: self._own(jnp.zeros_like(x), like)
+      left = lambda x, like: own_typed(jnp.zeros_like(x), like, self.axes)
       new = jax.tree.map(lambda x, like: fitted(x, like.dtype), mean, params)
       return new, jax.tree.map(left, moved, params), states
 
@@ -250,11 +256,6 @@ class LocalRound:
   def _left(self, moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the displacement from the updated parameters, after mixing."""
     if self.mixing == 1:  # 0 * NaN is no zero
-      return self._own(jnp.zeros_like(moved), x)
+      return own_typed(jnp.zeros_like(moved), x, self.axes)
     rest = moved - rounded_product(update.astype(moved.dtype))
     return rounded_product(rest * jnp.asarray(1 - self.mixing, rest.dtype))
-
-  def _own(self, moved: jax.Array, x: jax.Array) -> jax.Array:
-    """Types a displacement as varying over the workers, as both branches need it."""
-    own = mesh_axes.axis_names(self.axes)
-    return mark_varying(moved, (*own, *other_axes(x, self.axes)))

@@ -10,7 +10,7 @@ from gradcomp._src import checks, public
 from gradcomp._src.codecs import dense, protocol
 from gradcomp._src.core import agreement, inputs
 from gradcomp._src.core import state as states
-from gradcomp._src.core.border import Update, any_tree, of_workers
+from gradcomp._src.core.border import on_workers
 from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import Auto, as_exchange
@@ -18,8 +18,8 @@ from gradcomp._src.exchange.one_stage import AllGather, Merge
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.local_steps import rounds
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh import closures, shard_maps, trees, types
-from gradcomp._src.mesh.place import place
+from gradcomp._src.mesh import closures, trees
+from gradcomp._src.mesh.place import Place
 from gradcomp._src.public import cites
 from gradcomp._src.transforms.options import MessageOptions, recipe
 
@@ -212,13 +212,12 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
   means = ("lin2018local",) if start else ()
 
   @cites("douillard2023diloco", *streams, *means)
-  def update_fn(
-    updates: Any, state: states.LocalStepsState, params: Any = None, **extra_args: Any
+  def core(
+    across: Place, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
   ) -> tuple[Any, states.LocalStepsState]:
     _check_given(state, params, fragments)
     _check_floats("updates", updates)
     updates = inputs.not_differentiated(updates)
-    across = place(updates, axes, params=params)
     agreement.require_agreement(
       "gradcomp.local.local_steps",
       told,
@@ -227,39 +226,18 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
       inner_state=state.own,
       outer_state=[fragment.outer_state for fragment in state.fragments],
     )
-    leaves = {name: jax.tree.leaves(x) for name, x in extra_args.items()}
-    addends = [name for name, x in leaves.items() if any(map(types.unreduced_axes, x))]
+    value = extra_args.get("value") if takes_value else None
+    grads = across.own(updates)
+    moved, inner_state = round_.own_step(grads, state.own, params, extra_args)
+    count: Any = optax.safe_increment(state.count)
+    number = count - start  # of the local step
+    given = moved, params, value
+    new, moved, kept = round_.all_share(number, state.fragments, *given)
+    stored = rounds.stored((moved, inner_state))
+    return new, states.LocalStepsState(count, states.OwnSteps({names: stored}), kept)
 
-    def step(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
-      value = extra_args.get("value") if takes_value else None
-      grads = across.own(grads)
-      own_args = extra_args | {x: across.own(extra_args[x]) for x in addends}
-      moved, inner_state = round_.own_step(grads, state.own, params, own_args)
-      count: Any = optax.safe_increment(state.count)
-      number = count - start  # of the local step
-      given = moved, params, value
-      new, moved, kept = round_.all_share(number, state.fragments, *given)
-      stored = rounds.stored((moved, inner_state))
-      return new, states.LocalStepsState(count, states.OwnSteps({names: stored}), kept)
-
-    given = params, extra_args
-    return shard_maps.per_device(
-      step, updates, state, axes, keeps_addends=False, given=given
-    )
-
-  return any_tree(init_fn, _on_mesh(update_fn, axes))
-
-
-def _on_mesh(update: Update, axes: mesh_axes.AxisName) -> Update:
-  """Wraps ``update`` for the state of all workers, in which one number may be set."""
-  mapped = of_workers(update, axes, whole=True)
-
-  def on_mesh(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-    if mesh_axes.bound_size(axes) is None:
-      state = rounds.numbers_of_all(state, types.mesh_of(updates))
-    return mapped(updates, state, params, **extra_args)
-
-  return on_mesh
+  sees: Any = {"reads": True, "real": False, "whole": True}
+  return on_workers(init_fn, core, axes, filled=rounds.numbers_of_all, **sees)
 
 
 def _check_not_averaged(opt_state: Any) -> None:

@@ -76,12 +76,13 @@ def bound_size(axis_name: AxisName) -> int | None:
     return None
 
 
-def mesh_size(axis_name: AxisName) -> int | None:
-  """Returns the number of workers on axes of the mesh of ``jax.set_mesh``, or None."""
-  shape = jax.sharding.get_abstract_mesh().shape
-  if any(name not in shape for name in axis_names(axis_name)):
-    return None
-  return math.prod(shape[name] for name in axis_names(axis_name))
+def count(axis_name: AxisName, mesh: Any = None) -> tuple[int | None, bool]:
+  """Returns the workers of axes, in a map or on a mesh, and if a map binds them."""
+  size, names = bound_size(axis_name), axis_names(axis_name)
+  shape = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
+  if size is None and shape.keys() >= set(names):
+    return math.prod(shape[name] for name in names), False
+  return size, size is not None
 
 
 def require_size(axis_name: AxisName, mesh: AbstractMesh | None = None) -> int:

@@ -87,17 +87,17 @@ def by_leaf(params: Any, specs: Sequence[PartitionSpec]) -> Any:
   return tuple(map(_name, *zip(*leaves, strict=True))), tuple(specs)
 
 
-def shards_of(grads: Any) -> Any:
-  """Returns specs of a step's gradients over Auto axes in no map; None if none cut."""
+def shards_of(grads: Any) -> tuple[Any, Collection[str]]:
+  """Returns specs of a step's gradients, None if none cut, and Auto axes in no map."""
   if PLACED.value is None:
-    return None
+    return None, ()
   known, axes = dict(zip(*PLACED.value, strict=True)), automatic_axes()
 
   def spec(path: Any, x: jax.Array) -> PartitionSpec:
     return restrict_spec(known.get(_name(path, x), PartitionSpec()), axes)
 
   specs = jax.tree_util.tree_map_with_path(spec, grads)
-  return specs if axes_in(specs) else None
+  return specs if axes_in(specs) else None, axes
 
 
 def _name(path: Any, x: Any) -> tuple[str, tuple[int, ...]]:

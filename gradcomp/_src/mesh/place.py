@@ -16,6 +16,7 @@ from gradcomp._src.checks import see
 from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.mesh import study, types
 from gradcomp._src.mesh.axes import AROUND, AxisName, as_axis_name, axis_names
+from gradcomp._src.mesh.per_worker import of_all
 from gradcomp._src.mesh.specs import is_spec, sharded_axes
 
 GATHER_FIRST = (
@@ -32,6 +33,7 @@ class Place(NamedTuple):
   is_sum: bool = False  # whether gradients are addends of their sum
   others: Sequence[tuple[str, ...]] = ()  # over which leaves vary, too
   dtypes: Sequence[np.dtype] = ()  # the dtype of the update of each leaf
+  rows: bool = False  # whether they are those of all workers, in no map
 
   @property
   def workers(self) -> int:
@@ -58,12 +60,11 @@ def place(
     cut = lambda x: types.varying_axes(x) | sharded_axes(types.typed_spec(x))
     more = "; if it is whole, and gradcomp.defer_reduction has marked it, pass what was"
     check_whole("params", params, axis_name, cut, more=f"{more} marked")
-  if study.is_followed():
-    axes, is_sum = None, False
-  else:
+  rows, axes, is_sum = of_all(updates), None, False
+  if not rows and not study.is_followed():
     axes, is_sum = _reduction(updates, study.studied_axes(axis_name), local)
   others = [types.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
-  return Place(axes, is_sum, others)
+  return Place(axes, is_sum, others, rows=rows)
 
 
 def _reduction(
@@ -79,11 +80,10 @@ def _reduction(
     # worker's part of the batch, so that the gradient is the mean.
     return _addends(paths, addends, axis_name), True
   if axis_name is None:
-    if mesh_axes.manual_axes() and not local:
+    if (manual := mesh_axes.manual_axes()) and not local:
       raise ValueError(
         f"`axis_name` must name the axis to average over inside a map with the axes "
-        f'{mesh_axes.manual_axes()}, got None; pass axis_name=, or exchange="local" to '
-        "exchange nothing."
+        f'{manual}, got None; pass axis_name=, or exchange="local" to exchange nothing.'
       )
     return None, False
   is_bound = mesh_axes.bound_size(axis_name) is not None

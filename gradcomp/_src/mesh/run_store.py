@@ -58,7 +58,7 @@ def publish(folder: str, text: str) -> None:
 def meet(
   folder: str, own: str, processes: Sequence[int], what: str, *, alike: bool = False
 ) -> dict[int, str]:
-  """Writes a text; returns all, or with ``alike`` those so far once one differs."""
+  """Writes a text; returns all texts, or the first ones once one is not the same."""
   publish(folder, own)
   limit = _patience()
   deadline, pause = time.monotonic() + limit, 0.001

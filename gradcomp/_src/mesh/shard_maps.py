@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, manual_axes
+from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.closures import arrays_of
+from gradcomp._src.mesh.place import Place
 from gradcomp._src.mesh.specs import axes_in, entries, is_spec, reduced_spec
 from gradcomp._src.mesh.study import is_followed
 from gradcomp._src.mesh.types import mesh_of, typed_spec, varying_axes
@@ -19,21 +20,20 @@ def per_device(
   function: Callable[..., tuple[Any, Any]],
   updates: Any,
   state: Any,
-  axis_name: AxisName | None,
+  across: Place,
   *,
-  keeps_addends: bool,
+  keeps: bool,
   given: tuple[Any, ...] = (),
 ) -> tuple[Any, Any]:
   """Calls ``function(updates, state, *given)`` on each device's shards, in a map.
 
-  It binds ``axis_name``, if no other does. With ``keeps_addends`` results are as
-  unreduced as ``updates``. ``given`` are trees that are only read.
+  It binds the axes of addends, and with ``keeps`` returns such. ``given`` are trees
+  that are only read.
   """
   if is_followed():
     return updates, state
   cut = axes_in(jax.tree.map(typed_spec, updates))
-  addends = axis_name is not None and bound_size(axis_name) is None
-  if not addends and not cut:
+  if not across.is_sum and not cut:
     return function(updates, state, *given)
   arrays, with_arrays = arrays_of(given)
 
@@ -45,34 +45,33 @@ def per_device(
     called: Callable[..., Any] = on_device
     specs, *others = jax.tree.map(typed_spec, (updates, state, arrays))
     each = functools.partial(jax.tree.map, is_leaf=is_spec)
-    out = specs if keeps_addends else each(reduced_spec, specs)
+    out = specs if keeps else each(reduced_spec, specs)
     mesh = mesh_of(updates)
-    outside = not manual_axes()
     # JAX 0.10 takes unreduced arrays only if all axes are manual.
-    manual = set(mesh.axis_names if addends else cut)
-    if addends and mesh.auto_axes and not keeps_addends:
+    manual = set(mesh.axis_names if across.is_sum else cut)
+    if across.is_sum and mesh.auto_axes and not keeps:
       # But then all devices along an Auto axis would compute and send equal arrays.
       manual -= set(mesh.auto_axes)
-      stacked = each(lambda spec: PartitionSpec(axis_name, *entries(spec)), specs)
+      stacked = each(lambda spec: PartitionSpec(across.axes, *entries(spec)), specs)
       add_axis = lambda tree: jax.tree.map(lambda x: x[None], tree)
       updates, specs = _unchecked(add_axis, mesh, specs, stacked)(updates), stacked
       called = lambda rows, *args: on_device(jax.tree.map(lambda x: x[0], rows), *args)
     return jax.shard_map(
       called,
-      mesh=mesh if outside else None,
+      mesh=mesh,
       in_specs=(specs, *others),
       out_specs=(out, others[0]),
       axis_names=manual,
       # JAX allows an unreduced argument only if types are not checked.
-      check_vma=not outside and any(map(varying_axes, jax.tree.leaves(updates))),
+      check_vma=any(map(varying_axes, jax.tree.leaves(updates))),
     )(updates, state, arrays)
 
-  if not addends:
+  if not across.is_sum:
     return whole(updates, state, arrays)
 
   def of_each(updates: Any, state: Any, arrays: list[jax.Array]) -> tuple[Any, Any]:
-    own: Any = {"keeps_addends": keeps_addends, "given": (arrays,)}
-    return per_device(jax.vmap(on_device), updates, state, axis_name, **own)
+    own: Any = {"keeps": keeps, "given": (arrays,)}
+    return per_device(jax.vmap(on_device), updates, state, across, **own)
 
   return _with_rule(whole, of_each)(updates, state, arrays)
 
@@ -84,7 +83,7 @@ def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax
     return function(x)
   rank = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).ndim
   out = PartitionSpec(*entries(spec)[:rank], unreduced=spec.unreduced)
-  mapped = _unchecked(function, None if manual_axes() else mesh_of(x), spec, out)
+  mapped = _unchecked(function, mesh_of(x), spec, out)
   return _linear(mapped, lambda x: map_addends(jax.vmap(function), x))(x)
 
 

@@ -34,9 +34,9 @@ def is_traced(tree: Any) -> bool:
   return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def unreduced_axes(x: Any) -> frozenset[str]:
-  """Returns the Explicit axes over which an array is still a sum of addends."""
-  return frozenset(typed_spec(x).unreduced)
+def unreduced_axes(tree: Any) -> frozenset[str]:
+  """Returns the Explicit axes over which arrays are still sums of addends."""
+  return frozenset().union(*(typed_spec(x).unreduced for x in jax.tree.leaves(tree)))
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -6,11 +6,12 @@ import optax
 
 from gradcomp._src.codecs import one_bit, protocol
 from gradcomp._src.core import inputs, transform
-from gradcomp._src.core.border import any_tree, of_workers
+from gradcomp._src.core.border import on_workers
 from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.place import Place
 from gradcomp._src.optimizers import local_adam, moments
 from gradcomp._src.public import arguments, cites
 from gradcomp._src.transforms.options import LeafOptions, recipe
@@ -176,33 +177,35 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     axis_name=axis_name,
     floor=floor,
   )
-  doubling = ("lu2022zeroone",) if variance == "doubling" else ()
-
-  @cites("tang2021onebitadam", *doubling)
-  def update_fn(
-    updates: Any, state: moments.MomentsState, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, moments.MomentsState]:
-    del extra_args
-    grads = inputs.not_differentiated(updates)
-    moments.require_agreement("gradcomp.optimizers.adam", told, grads, params)
-    state = shared.step(grads, state, params)
-    like = grads if params is None else params
-    return shared.direction(state, state.count, like), state
-
+  parts: Any = shared
   if local is not None:
     if axis_name is None:
       raise ValueError(
         "`axis_name` must name the axis of the workers that move alone with `local`, "
         "got None; leave `local` out for one worker, which moves alone anyway."
       )
-    alone = local_adam.LocalAdam(
-      told=told,
+    parts = local_adam.LocalAdam(
       moments=shared,
       gaps=local_adam.as_gaps(local),
       names=axis_names(axis_name),
       learning_rate=learning_rate,
       decay=moments.decoupled(weight_decay, mask) or optax.identity(),
     )
-    return any_tree(alone.init, of_workers(alone.update, axis_name, whole=True))
-  first = any_tree(shared.init, of_workers(update_fn, axis_name, whole=True))
+  is_later = variance == "doubling" or local is not None  # as 0/1 Adam has it
+
+  @cites("tang2021onebitadam", *["lu2022zeroone"] * is_later)
+  def core(
+    across: Place, updates: Any, state: Any, params: Any, extra_args: Any
+  ) -> tuple[Any, Any]:
+    del extra_args
+    grads = inputs.not_differentiated(updates)
+    moments.require_agreement("gradcomp.optimizers.adam", told, grads, params)
+    like = grads if params is None else params
+    return parts.update(across, grads, state, params, like)
+
+  # It enters maps itself, where it has decided whether to send gradients or momenta.
+  facts: Any = {"reads": True, "real": False, "whole": True, "enters": False}
+  first = on_workers(parts.init, core, axis_name, **facts)
+  if local is not None:
+    return first
   return moments.with_decay(first, learning_rate, weight_decay, mask)

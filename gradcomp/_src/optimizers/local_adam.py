@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,19 +11,11 @@ from jax import lax
 
 from gradcomp._src import checks
 from gradcomp._src.checks import step_count
-from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import OwnSteps
 from gradcomp._src.local_steps import rounds
-from gradcomp._src.mesh import shard_maps, study, types
-from gradcomp._src.mesh.axes import as_axis_name
-from gradcomp._src.mesh.place import place
-from gradcomp._src.optimizers.moments import (
-  Moments,
-  MomentsState,
-  begun,
-  require_agreement,
-)
-from gradcomp._src.public import cites
+from gradcomp._src.mesh import shard_maps, study
+from gradcomp._src.mesh.place import Place
+from gradcomp._src.optimizers.moments import Moments, MomentsState, begun
 
 
 class LocalMomentsState(NamedTuple):
@@ -114,7 +105,6 @@ class _Own(NamedTuple):
 class LocalAdam:
   """Adam with workers that move by themselves between two exchanges."""
 
-  told: Mapping[str, Any]  # the arguments of adam
   moments: Moments
   gaps: Gaps
   names: tuple[str, ...]  # of the axes
@@ -132,17 +122,10 @@ class LocalAdam:
       decay=self.decay.init(params),
     )
 
-  @cites("tang2021onebitadam", "lu2022zeroone")
   def update(
-    self, updates: Any, state: LocalMomentsState, params: Any = None, **extra_args: Any
+    self, across: Place, grads: Any, state: LocalMomentsState, params: Any, like: Any
   ) -> tuple[Any, LocalMomentsState]:
     """Moves this worker; in the last step of a gap, the parameters of all."""
-    del extra_args
-    grads = not_differentiated(updates)
-    axes = as_axis_name(self.names)
-    across = place(grads, axes, params=params)
-    require_agreement("gradcomp.optimizers.adam", self.told, grads, params)
-    like = grads if params is None else params
     schedule: Any = self.learning_rate
     rate = schedule(state.moments.count) if callable(schedule) else schedule
     rate = jnp.asarray(rate, jnp.float32)
@@ -150,8 +133,8 @@ class LocalAdam:
     def step(grads: Any, state: Any, like: Any, rate: Any) -> Any:
       return self._step(across.own(grads), state, like, rate)
 
-    given: Any = {"keeps_addends": False, "given": (like, rate)}
-    direction, new = shard_maps.per_device(step, grads, state, axes, **given)
+    given: Any = {"keeps": False, "given": (like, rate)}
+    direction, new = shard_maps.per_device(step, grads, state, across, **given)
     direction, decay = self.decay.update(direction, state.decay, params)
     met, total = new.synced == new.moments.count, state.rate + rate
     move = lambda u: jnp.where(met, (-total).astype(u.dtype) * u, 0)
@@ -216,10 +199,6 @@ class LocalAdam:
 
   def _together(self, moments: MomentsState, like: Any) -> tuple[MomentsState, _Own]:
     """Returns shared moments, and all workers at the shared parameters with them."""
-
-    def own(x: jax.Array, like: jax.Array) -> jax.Array:
-      # All branches need the type of what differs between workers.
-      return types.mark_varying(x, (*self.names, *types.other_axes(like, self.names)))
-
+    own = functools.partial(rounds.own_typed, axis_name=self.names)
     moved = jax.tree.map(jnp.zeros_like, moments.mu)
     return moments, _Own(*(jax.tree.map(own, x, like) for x in (moved, moments.mu)))

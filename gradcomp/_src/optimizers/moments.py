@@ -19,7 +19,7 @@ from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange import collectives
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.place import place
+from gradcomp._src.mesh.place import Place
 from gradcomp._src.mesh.run_store import is_alone
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import varying_axes
@@ -153,9 +153,11 @@ class Moments(checks.Checked):
     first = self.compressed.init(mu)
     return MomentsState(*counts, jnp.zeros([], jnp.float32), mu, nu, first)
 
-  def step(self, grads: Any, state: MomentsState, params: Any) -> MomentsState:
-    """Returns the state after the gradients of a worker, or of all."""
-    across = place(grads, self.axis_name, params=params)
+  def update(
+    self, across: Place, grads: Any, state: MomentsState, params: Any, like: Any
+  ) -> tuple[Any, MomentsState]:
+    """Returns a step at a rate of 1 in the dtypes of ``like``, and the next state."""
+    del params
     count = optax.safe_increment(state.count)
 
     def dense(grads: Any, state: MomentsState) -> MomentsState:
@@ -166,10 +168,12 @@ class Moments(checks.Checked):
       return self.moved(grads, mu, self.b1 / across.addends), mu
 
     def compressed(grads: Any, state: MomentsState) -> MomentsState:
-      momenta, _ = per_device(own, grads, state.mu, across.axes, keeps_addends=True)
+      momenta, _ = per_device(own, grads, state.mu, across, keeps=True)
       return self.exchanged(momenta, state._replace(count=count))
 
-    return lax.cond(state.count != state.dense, compressed, dense, grads, state)
+    is_sent = state.count != state.dense
+    state = lax.cond(is_sent, compressed, dense, grads, state)
+    return self.direction(state, state.count, like), state
 
   def averaged(
     self, grads: Any, state: MomentsState, axis_name: AxisName | None

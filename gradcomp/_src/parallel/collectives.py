@@ -272,18 +272,18 @@ def sum_gradients(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Arra
 
 def total(x: jax.Array, wire: Wire, key: Key) -> jax.Array:
   """Returns the sum of all workers' arrays, equal on all of them, ``float32``."""
-  own = by_owners(x, wire, key)[1]
+  return total_by_owners(x, wire, key)[0]
+
+
+def total_by_owners(x: jax.Array, wire: Wire, key: Key) -> tuple[jax.Array, ...]:
+  """Returns this sum, the array's padded parts, ``[N, share]``, and the own sum."""
+  flat = x.reshape(-1)
+  parts = jnp.pad(flat, (0, -flat.size % wire.size)).reshape(wire.size, -1)
+  own = transport.reduce_encoded(parts, wire, key, stage=True)
   workers = collectives.Workers(wire.axis_name, wire.size, 1.0)
   name = collectives.final_stage(x.size, workers)
   every = transport.gather_encoded(own, wire, owner_key(wire, key), name)
-  return every.reshape(-1)[: x.size].reshape(x.shape)
-
-
-def by_owners(x: jax.Array, wire: Wire, key: Key) -> tuple[jax.Array, jax.Array]:
-  """Returns padded parts ``[N, share]`` of an array, and the sum of the own ones."""
-  flat = x.reshape(-1)
-  parts = jnp.pad(flat, (0, -flat.size % wire.size)).reshape(wire.size, -1)
-  return parts, transport.reduce_encoded(parts, wire, key, stage=True)
+  return every.reshape(-1)[: x.size].reshape(x.shape), parts, own
 
 
 def owner_key(wire: Wire, key: Key) -> Key:

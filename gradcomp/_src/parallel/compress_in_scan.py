@@ -18,8 +18,8 @@ from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.core.state import CompressState, Kept, ScanState
 from gradcomp._src.exchange import auto, protocol
 from gradcomp._src.mesh import axes, study, types
-from gradcomp._src.parallel import scan_checks, scan_exchanges, scan_loop
-from gradcomp._src.parallel.scan import scan
+from gradcomp._src.parallel import scan_exchanges, scan_loop
+from gradcomp._src.parallel.scan import first_layer, scan
 
 
 def compress_in_scan(
@@ -88,9 +88,9 @@ def compress_in_scan(
   options = ScanOptions(codec, axes.as_axis_name(names), exchange, rule.keeps, policy)
 
   def first(nothing: CompressState, params: Any) -> CompressState:
-    way = scan_checks.layer_options(names, codec, exchange, keeps=True)
+    way = scan_exchanges.layer_options(names, codec, exchange, keeps=True)
     zeros = scan_loop.zeros_of(params)
-    length, layer = scan_checks.first_layer("layers", zeros, options.axis_name)
+    length, layer = first_layer("layers", zeros, options.axis_name)
     kept = scan_exchanges.mean_exchange(way, layer, is_sum=False).first()
     stacked = lambda x: jnp.broadcast_to(x, (length, *x.shape))
     return _with_kept(nothing, jax.tree.map(stacked, kept), params)
@@ -171,12 +171,9 @@ def _studied(options: ScanOptions, updates: Any, state: CompressState) -> Any:
   """Exchanges layer after layer, as the scan does, for the readers of a study."""
   length = len(jax.tree.leaves(updates)[0])
   study.note(study.Options((("layers", (length,)),)))
-  one = transform.compress(
-    options.codec,
-    axis_name=options.axis_name,
-    exchange=options.exchange,
-    feedback="error" if options.keeps else None,
-    message_bytes=None,
+  given = options.axis_name, options.codec, options.exchange
+  one = transform.transformation(
+    scan_exchanges.layer_options(*given, keeps=options.keeps)
   )
 
   def exchanged(given: Any) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gradcomp._src.codecs import policy, protocol
 from gradcomp._src.codecs.sums.records import Payload
 from gradcomp._src.exchange.lines import split
-from gradcomp._src.kernels import block_float
+from gradcomp._src.kernels.block_float import product
 from gradcomp._src.mesh import axes, types
 from gradcomp._src.parallel import options, transport
 
@@ -286,7 +286,7 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
     lines = transport.gather_lines(w, wire, key)
     sent = transport.to_lines(x[None], own, options.folded(key, 2))
     rows, columns = _operand(sent, x, of_x), _operand(lines, w, of_w)
-    sums = block_float.multiply(rows[:2], columns[:2])
+    sums = product.multiply(rows[:2], columns[:2])
     y = (sums * (rows[2][:, None] * columns[2])).astype(x.dtype)
     y = y.reshape(*x.shape[:-1], -1)
     return types.mark_varying(y, axis_name), (sent, lines, residual, key)
@@ -299,8 +299,8 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
     given = transport.from_lines(sent, x_shape, of_x)
     whole, given = (y.astype(x_dtype).reshape(-1, y.shape[-1]) for y in (whole, given))
     flat = cotangent.reshape(-1, cotangent.shape[-1])
-    of_inputs = block_float.dot(flat, whole, 0).astype(x_dtype).reshape(x_shape)
-    of_whole = block_float.dot(flat.T, given, 0).astype(w_dtype)
+    of_inputs = product.dot(flat, whole, 0).astype(x_dtype).reshape(x_shape)
+    of_whole = product.dot(flat.T, given, 0).astype(w_dtype)
     of_shard, new = scatter_gradient(of_whole, residual, wire, key, 0)
     return of_inputs, of_shard, new, None
 

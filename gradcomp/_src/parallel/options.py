@@ -9,15 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src import checks, public
-from gradcomp._src.codecs import dense, policy
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs import dense, policy, protocol
 from gradcomp._src.core import inputs
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common import threefry
 from gradcomp._src.mesh import axes, types
 
 Own = Literal["exact", "coded"]
-Backward = LeafCodec | Literal["same"] | None
+Backward = protocol.LeafCodec | Literal["same"] | None
 Key = jax.Array | None
 Function = TypeVar("Function", bound=Callable[..., Any])
 Send = Callable[[jax.Array, "Wire", Key], jax.Array]
@@ -27,7 +26,7 @@ class SumOptions(TypedDict, total=False):
   """The options of sums: each part is rounded that a worker sends, in one direction."""
 
   axis_name: Required[axes.AxisName]
-  codec: Required[LeafCodec]
+  codec: Required[protocol.LeafCodec]
   key: Key
 
 
@@ -71,8 +70,8 @@ class Wire:
   """The axes and codecs of a collective."""
 
   axis_name: axes.AxisName
-  codec: Codec  # of values, in the forward pass
-  backward: Codec  # of their cotangents
+  codec: protocol.Codec  # of values, in the forward pass
+  backward: protocol.Codec  # of their cotangents
   own: Own  # "coded": a worker also encodes its own part, which is not sent
   size: int
 
@@ -85,7 +84,7 @@ class Wire:
 def wire(
   *,
   axis_name: axes.AxisName,
-  codec: LeafCodec,
+  codec: protocol.LeafCodec,
   backward: Backward = "same",
   own: Own = "exact",
   key: Key = None,
@@ -109,7 +108,7 @@ def shard_wire(
   return Wire(axis_name, forward, back, "coded", size)
 
 
-def codec_of(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
+def codec_of(name: str, codec: Any, *, corrected: bool | None = None) -> protocol.Codec:
   """Returns a codec that carries nothing from call to call; ``float32`` for None."""
   if codec is None:
     return dense.Dense()
@@ -129,14 +128,14 @@ def opened(
   return types.mark_varying(checked_floats(x), of_call.axis_name), of_call, key
 
 
-def checked_key(key: Key, *codecs: Codec) -> Key:
+def checked_key(key: Key, *codecs: Any, each: str = "call") -> Key:
   """Returns ``uint32[2]``, or None if no codec needs one; ValueError if missing."""
   for codec in codecs:
     if codec.needs_key and key is None:
       raise ValueError(
         f"`key` must be given for {codec}, which draws random numbers: pass a "
-        f"jax.random.key that all workers share, another one for each "
-        f"call{codec.without_key}."
+        "jax.random.key that all workers share, another one for each "
+        f"{each}{getattr(codec, 'without_key', '')}."
       )
   if key is None or not any(codec.needs_key for codec in codecs):
     return None

@@ -118,7 +118,7 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
   if not outside:
     axes.require_size(move.axis_name)
   path = _Path(move, given, spec, types.mesh_of(x)) if outside else None
-  run = functools.partial(_moved, move=move) if path is None else path.run
+  run = move.run if path is None else path.run
   if residual is not None:
     refuse = functools.partial(_refuse, residual.shape)
     refused = jax.custom_vjp(run)
@@ -149,6 +149,40 @@ class _Move(NamedTuple):
   axis: int  # of the array, that is, or will be, sharded
   codec: protocol.Codec
 
+  def run(self, x: jax.Array, key: options.Key, residual: Any = None) -> Any:
+    """Sends a worker's array and residual; returns the result and the new residual."""
+    given: Any = {"axis_name": self.axis_name, "codec": self.codec, "key": key}
+    if residual is None and self.kind == "sum":
+      return collectives.psum(x, **given), None
+    given["own"] = "exact" if self.kind == "scatter" else "coded"
+    if residual is None and self.kind == "scatter":
+      return collectives.psum_scatter(x, axis=self.axis, **given), None
+    if residual is None:
+      return collectives.all_gather(x, axis=self.axis, to="invarying", **given), None
+    if jnp.iscomplexobj(x):
+      raise TypeError(f"`x` must be real where `residual` is given, got {x.dtype}.")
+    wire, key = options.wire(**given)
+    x, residual = types.mark_varying((x, residual), self.axis_name)
+    if self.kind == "scatter":
+      old = residual.reshape(x.shape)
+      result, new = transport.reduce_parts(x, old, wire, key, self.axis)
+      return result, new.reshape(residual.shape)
+    old = residual.astype(jnp.float32)
+    corrected = x.astype(jnp.float32) + old.reshape(x.shape)
+    if self.kind == "sum":
+      total, parts, own = collectives.total_by_owners(corrected, wire, key)
+      result, rest = dtypes.narrowed(total, x.dtype)
+      unsent = _lost_in_sum(parts, own, wire, key)[: x.size].reshape(x.shape)
+      unsent = unsent + rest / wire.size
+    else:
+      shards = transport.gather_encoded(corrected, wire, key)
+      shards, rest = dtypes.narrowed(shards, x.dtype)
+      result = transport.concat(shards, self.axis)
+      unsent = transport.loss_of(corrected[None], wire, key)[0]
+      unsent = unsent + rest[lax.axis_index(self.axis_name)]
+    unsent = unsent.reshape(old.shape)
+    return result, jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
+
 
 def _move(source: P, target: P, ndim: int, codec: protocol.Codec) -> _Move:
   """Returns the collective from one spec to another; ValueError if there is none."""
@@ -170,48 +204,16 @@ def _move(source: P, target: P, ndim: int, codec: protocol.Codec) -> _Move:
   )
 
 
-def _moved(x: jax.Array, key: options.Key, residual: Any = None, *, move: _Move) -> Any:
-  """Sends one worker's array, and its residual; returns the result and the new one."""
-  given: Any = {"axis_name": move.axis_name, "codec": move.codec, "key": key}
-  if residual is None and move.kind == "sum":
-    return collectives.psum(x, **given), None
-  given["own"] = "exact" if move.kind == "scatter" else "coded"
-  if residual is None and move.kind == "scatter":
-    return collectives.psum_scatter(x, axis=move.axis, **given), None
-  if residual is None:
-    return collectives.all_gather(x, axis=move.axis, to="invarying", **given), None
-  if jnp.iscomplexobj(x):
-    raise TypeError(f"`x` must be real where `residual` is given, got {x.dtype}.")
-  wire, key = options.wire(**given)
-  x, residual = types.mark_varying((x, residual), move.axis_name)
-  if move.kind == "scatter":
-    old = residual.reshape(x.shape)
-    result, new = transport.reduce_parts(x, old, wire, key, move.axis)
-    return result, new.reshape(residual.shape)
-  old = residual.astype(jnp.float32)
-  corrected = x.astype(jnp.float32) + old.reshape(x.shape)
-  if move.kind == "sum":
-    result, rest = dtypes.narrowed(collectives.total(corrected, wire, key), x.dtype)
-    unsent = _lost_in_sum(corrected, wire, key) + rest / wire.size
-  else:
-    shards = transport.gather_encoded(corrected, wire, key)
-    shards, rest = dtypes.narrowed(shards, x.dtype)
-    result = transport.concat(shards, move.axis)
-    unsent = transport.loss_of(corrected[None], wire, key)[0]
-    unsent = unsent + rest[lax.axis_index(move.axis_name)]
-  unsent = unsent.reshape(old.shape)
-  return result, jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
-
-
-def _lost_in_sum(x: jax.Array, wire: options.Wire, key: options.Key) -> jax.Array:
-  """Returns the rounding errors of this worker's array and of the sum that it owns."""
-  parts, own = collectives.by_owners(x, wire, key)
+def _lost_in_sum(
+  parts: jax.Array, own: jax.Array, wire: options.Wire, key: options.Key
+) -> jax.Array:
+  """Returns the errors, ``[N * share]``, of a worker's parts and of its own sum."""
   unsent = transport.loss_of(parts, wire, key)
   again = transport.loss_of(own[None], wire, collectives.owner_key(wire, key))[0]
   # The owner sends the error of its sum in the next step, like its own.
   mine = transport.mine(lax.axis_index(wire.axis_name), unsent)
   unsent = unsent + jnp.where(mine, again, 0.0)
-  return unsent.reshape(-1)[: x.size].reshape(x.shape)
+  return unsent.reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +241,7 @@ class _Path:
       kept = specs.stack_spec(self.move.axis_name, kept)
     # If types are checked, JAX lets only its own sums take addends.
     mapped = jax.shard_map(
-      functools.partial(_moved, move=self.move),
+      self.move.run,
       mesh=self.mesh,
       in_specs=(self.source, P(), kept),
       out_specs=(result, kept),

@@ -6,13 +6,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import PartitionSpec
 
 from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core.state import Kept
 from gradcomp._src.exchange import auto, protocol
-from gradcomp._src.mesh import axes, trees, types
-from gradcomp._src.parallel import options, scan_checks, scan_exchanges, scan_loop
+from gradcomp._src.mesh import axes, closures, specs, trees, types
+from gradcomp._src.parallel import options, scan_exchanges, scan_loop
+
+_NO_SHARDS = (
+  "where each worker has whole layers, got {}; say by axis=0 along which axis of a "
+  "layer its arrays are sharded."
+)
+_NOTHING_GATHERED = (
+  "with `whole`, of which nothing is gathered, got {}; encode the layers where you "
+  "gather them, by gradcomp.parallel.all_gather."
+)
+_FIRST_OF_SHARDS = (
+  "start with gradcomp.parallel.gather_residual of each array, with axis=axis + 1."
+)
 
 
 def scan(  # noqa: PLR0913 - options of users, by keyword
@@ -159,22 +172,23 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020, section 5;
     Wang et al., `ZeRO++ <https://arxiv.org/abs/2306.10209>`_, 2023, section 3.2
   """
-  keeps = residual is not None
-  inner = backward_axis_name
-  gathering = {"params": params, "backward_axis_name": inner}
+  keeps, inner = residual is not None, backward_axis_name
+  gathering: dict[str, Any] = {"params": params, "backward_axis_name": inner}
   if axis is None:
     gathering["whole"] = None if whole is None else jax.tree.structure(whole)
-    scan_checks.check_none(scan_checks.NO_SHARDS, **gathering)
-    sending = scan_checks.layer_options(axis_name, codec, exchange, keeps=keeps)
-    words = scan_checks.checked_key(codec, key)
+  for name, value in gathering.items():
+    if value is not None and (axis is None or whole is not None):
+      rule = _NO_SHARDS if axis is None else _NOTHING_GATHERED
+      raise ValueError(f"`{name}` must be None {rule.format(repr(value))}")
+  if axis is None:
+    sending = scan_exchanges.layer_options(axis_name, codec, exchange, keeps=keeps)
+    words = options.checked_key(key, codec, each="step")
     if isinstance(residual, Kept):
       residual = Kept(jax.tree.leaves(residual.leaves), residual.owners)
   else:
     forward = options.codec_of("params", params)
     back = stateless("codec", codec, corrected=keeps)
-    scan_checks.check_shards(back, exchange, axis_name, inner)
-    if whole is not None:
-      scan_checks.check_none(scan_checks.NOTHING_GATHERED, **gathering)
+    _check_shards(back, exchange, axis_name, inner)
     words = options.checked_key(key, forward, back)
     residual = Kept(jax.tree.leaves(residual), {}) if keeps else None
   carry, layers, whole = jax.tree.map(jnp.asarray, (carry, layers, whole))
@@ -185,9 +199,9 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
 
   def of_worker(body: Any, carry: Any, given: scan_loop.Given) -> tuple[Any, Any]:
     size = axes.require_size(axis_name)
-    length, layer = scan_checks.first_layer("layers", given.layers, axis_name)
+    length, layer = first_layer("layers", given.layers, axis_name)
     if axis is None:
-      scan_checks.check_equal(given.layers, axis_name)
+      _check_equal(given.layers, axis_name)
       source = scan_loop.whole_layers(axis_name)
       sends = scan_exchanges.mean_exchange(
         sending, trees.trainable(layer), is_sum=plain
@@ -200,17 +214,17 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
       layer = scan_exchanges.zeros_of_whole(layer, axis, size)
     if whole is not None:
       source = scan_loop.whole_layers(axis_name)
-      layer = scan_checks.first_whole(whole, given.layers, layer, axis_name)
+      layer = _first_whole(whole, given.layers, layer, axis_name)
     if given.kept is not None:
-      cure = scan_checks.FIRST_OF_WHOLE if axis is None else scan_checks.FIRST_OF_SHARDS
-      scan_checks.check_residual(given.kept, sends.first(), length, cure)
+      cure = scan_exchanges.FIRST_OF_WHOLE if axis is None else _FIRST_OF_SHARDS
+      _check_residual(given.kept, sends.first(), length, cure)
     function, closed = _with_closed(body, carry, layer)
     loop = scan_loop.LayerScan(function, policy, axis_name, source, sends, length)
     return loop(carry, given._replace(closed=closed))
 
   given = scan_loop.Given(None, layers, residual, words, whole)
   if plain:
-    return scan_checks.of_parts(of_worker, body, carry, given, axis_name)
+    return _of_parts(of_worker, body, carry, given, axis_name)
   return of_worker(body, carry, given)
 
 
@@ -230,3 +244,137 @@ def _with_closed(
     return jax.tree.unflatten(treedef, run(*jax.tree.leaves((carry, layer))))
 
   return of_all, trace.consts
+
+
+def _check_shards(back: Any, way: Any, axis_name: axes.AxisName, inner: Any) -> None:
+  """Raises ValueError for options with which shards are not sent."""
+  scan_exchanges.refuse_repeats(back, back)
+  if way != "auto":
+    raise ValueError(
+      "`exchange` must be left out for layers in shards, whose gradients go to their "
+      f"owners, got {way!r}; leave out axis= where each worker has whole layers."
+    )
+  every = axes.axis_names(axis_name)
+  names = inner if isinstance(inner, tuple) else (inner,)
+  known = all(x in every for x in names) and len(set(names)) == len(names)
+  if inner is not None and not (known and 0 < len(names) < len(every)):
+    raise ValueError(
+      f"`backward_axis_name` must be some of the axes {every} of `axis_name`, and not "
+      f"all, got {inner!r}; name those along which the workers of one host differ, or "
+      "leave it out, to gather from all workers in the backward pass, too."
+    )
+
+
+def first_layer(name: str, layers: Any, axis_name: axes.AxisName) -> tuple[int, Any]:
+  """Returns the number of layers, and one, typed as differing between workers."""
+  leaves = jax.tree.leaves(layers)
+  lengths = {x.shape[0] if x.ndim else 0 for x in leaves}
+  if len(lengths) != 1 or not max(lengths):
+    raise ValueError(
+      f"`{name}` must stack one layer or more on the first axis, the same number in "
+      f"each array, got {sorted(lengths)}; stack them by jnp.stack, and leave the scan "
+      "out where there are no layers."
+    )
+  if not any(map(trees.is_trainable, leaves)) or any(map(jnp.iscomplexobj, leaves)):
+    raise TypeError(
+      f"`{name}` must have arrays of real floats, and none of complex ones, got "
+      f"{sorted({str(x.dtype) for x in leaves})}."
+    )
+  layer = jax.tree.map(lambda x: x[0], layers)
+  return max(lengths), types.mark_varying(layer, axis_name)
+
+
+def _first_whole(layers: Any, shards: Any, like: Any, axis_name: axes.AxisName) -> Any:
+  """Returns the first of whole layers; ValueError if they do not fit the shards."""
+  _, first = first_layer("whole", layers, axis_name)
+  mine, of_shards = map(trees.trainable, (layers, shards))
+  length = len(jax.tree.leaves(of_shards)[0])
+  want = [(length, *x.shape) for x in jax.tree.leaves(trees.trainable(like))]
+  got = [x.shape for x in jax.tree.leaves(mine)]
+  structure: Any = jax.tree.structure
+  if structure(mine) != structure(of_shards) or got != want:
+    raise ValueError(
+      f"`whole` must be a tree like `layers`, with floats of the shapes {want}, got "
+      f"{got}; gather each array by gradcomp.parallel.all_gather, with axis=axis + 1."
+    )
+  return first
+
+
+def _check_equal(layers: Any, axis_name: axes.AxisName) -> None:
+  """Raises ValueError for layers that are typed as differing between workers."""
+  names = set(axes.axis_names(axis_name))
+  for x in jax.tree.leaves(trees.trainable(layers)):
+    if own := names & types.varying_axes(x):
+      raise ValueError(
+        "`layers` must be typed as equal on all workers, or compress would exchange "
+        f"their means once more, got {jax.typeof(x).str_short(True)}, which differs "
+        f"over {sorted(own)}; leave them out of gradcomp.defer_reduction and "
+        "gradcomp.value_and_grad, and take their gradient by jax.grad."
+      )
+
+
+def _check_residual(residual: Any, first: Kept, length: int, cure: str) -> None:
+  """Raises ValueError for a residual that cannot get the new one as its cotangent."""
+  want, got = jax.tree.leaves(first), jax.tree.leaves(residual)
+  shapes = [(length, *x.shape) for x in want]
+  same = jax.tree.structure(residual) == jax.tree.structure(first)  # type: ignore
+  floats = all(x.dtype == jnp.float32 for x in got)
+  if not same or not floats or [x.shape for x in got] != shapes:
+    raise ValueError(
+      f"`residual` must have float32 arrays of the shapes {shapes} here, got "
+      f"{[jax.typeof(x).str_short() for x in got]}; {cure}"
+    )
+  for x, y in zip(got, want, strict=True):
+    if missing := types.varying_axes(y) - types.varying_axes(x):
+      raise ValueError(
+        f"`residual` must differ between the workers of {sorted(missing)}, or JAX adds "
+        "up what they keep, got an array that is typed as equal on all of them; "
+        f"{cure} Pass it with in_specs=P(axes)."
+      )
+
+
+def _of_parts(
+  run: Callable[..., tuple[Any, Any]], body: Any, carry: Any, given: Any, axis_name: Any
+) -> tuple[Any, Any]:
+  """Maps ``run(body, carry, given)`` over workers; ``ys`` are [L, all rows, ...]."""
+  names = axes.axis_names(axis_name)
+  found = map(types.typed_spec, jax.tree.leaves(carry))
+  if not frozenset[str]().union(*map(specs.sharded_axes, found)).issuperset(names):
+    raise ValueError(
+      f"`carry` must have an array that is sharded over {axis_name!r}, or every worker "
+      f"would compute the same, got {jax.tree.map(jax.typeof, carry)}; put the batch "
+      "there: jax.device_put(batch, jax.NamedSharding(mesh, jax.P(axis_name)))."
+    )
+  for x in jax.tree.leaves(given.layers):
+    spec = types.typed_spec(x)
+    if any(specs.entries(spec)) or spec.reduced or spec.unreduced:
+      raise ValueError(
+        "`layers` must be typed as whole on each device in plain jax.jit, got "
+        f"{jax.typeof(x).str_short(True)}; give it layers without "
+        "gradcomp.defer_reduction, or call it, for shards over the workers with axis=, "
+        "in a jax.shard_map over all axes of the mesh."
+      )
+  arrays, with_arrays = closures.arrays_of((body, carry, given))
+  mesh = types.mesh_of(arrays)
+  own_spec = lambda x: specs.restrict_spec(types.typed_spec(x), names)
+
+  def own(*own: jax.Array) -> tuple[Any, Any]:
+    body, carry, given = with_arrays(own)
+    body = closures.with_note(body, closures.OF_BODY, mesh, names)
+    carry, ys = run(body, carry, given)
+    for y in jax.tree.leaves(ys):
+      if jnp.ndim(y) < 2:
+        raise ValueError(
+          "`body` must return outputs y with a first axis in plain jax.jit, where "
+          f"those of all workers are joined, got {jax.typeof(y[0]).str_short()}; "
+          "return y[None]."
+        )
+    return carry, types.mark_varying(ys, axis_name)
+
+  return jax.shard_map(
+    own,
+    mesh=None if axes.manual_axes() else mesh,
+    in_specs=tuple(map(own_spec, arrays)),
+    out_specs=(jax.tree.map(own_spec, carry), PartitionSpec(None, axis_name)),
+    axis_names=set(names),
+  )(*arrays)

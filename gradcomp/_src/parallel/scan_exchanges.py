@@ -2,37 +2,76 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradcomp._src.codecs import protocol as codecs
 from gradcomp._src.codecs.sums import records, tiles
-from gradcomp._src.core import state, step
+from gradcomp._src.core import codec_memory, state, step
 from gradcomp._src.core.compression import Compression, paths_of
+from gradcomp._src.core.feedback import ErrorFeedback, NoFeedback
 from gradcomp._src.exchange import collectives, protocol
 from gradcomp._src.exchange import plan as plans
 from gradcomp._src.exchange import step as exchange_step
-from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common import threefry
 from gradcomp._src.mesh import axes, place, trees, types
-from gradcomp._src.parallel import options, scan_checks, transport
+from gradcomp._src.parallel import options, transport
 from gradcomp._src.parallel.scan_loop import Exchange, Source, like
 
 Leaves = Sequence[jax.Array]
 
+FIRST_OF_WHOLE = (
+  "start with gradcomp.parallel.compress_in_scan(...).init(layers).residual of the "
+  'same options, with feedback="error".'
+)
 
 # A message between two of its stages, without its leaves and what only encoding knows,
 # and what the stage before has found.
 UnderWay = tuple[protocol.Sending, Any]
 
 
-def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange:
-  """The exchange of layers like this one, as ``compress`` has it.
+def layer_options(
+  axis_name: axes.AxisName, codec: Any, exchange: Any, *, keeps: bool
+) -> Compression:
+  """Returns the options of the exchange of a whole layer; an error for bad ones."""
+  if not codecs.is_codec(codec):
+    raise TypeError(
+      f"`codec` must be a codec of gradcomp.codecs, got {codec!r}; "
+      "gradcomp.codecs.Dense() sends float32."
+    )
+  if not keeps and (codec.facts.needs_feedback or codec.facts.drops):
+    raise ValueError(
+      "`codec` must send every element, and work without error feedback, where "
+      f"`residual` is None, got {codec}; {FIRST_OF_WHOLE}"
+    )
+  if keeps:
+    codecs.require_contraction("codec", codec, "`residual=None`")
+  feedback = ErrorFeedback() if keeps else NoFeedback()
+  made = Compression(codec, axis_name, exchange, feedback, message_bytes=None)
+  if not made.exchange.sends:
+    raise ValueError(
+      "`exchange` must send gradients, or there is nothing to hide, got "
+      f"{made.exchange.name!r}; use lax.scan, and gradcomp.compress behind it."
+    )
+  return made
 
-  Gradients may be addends of a sum.
-  """
+
+def refuse_repeats(
+  facts: Any, codec: Any, layer: str = "gradient", more: str = ""
+) -> None:
+  """Raises ValueError for a plan or a codec that may send a step once more."""
+  if step.by_fallbacks(facts) != facts:
+    raise ValueError(
+      f"`codec` must send any numbers at once, because a scan sends no {layer} again, "
+      f"got {codec}; choose Dense(dtype=jnp.bfloat16){more}."
+    )
+
+
+def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange:
+  """The exchange of layers like this one, as ``compress`` has it; or of addends."""
   assert options.axis_name is not None
   names, size = options.axis_name, axes.require_size(options.axis_name)
   leaves = jax.tree.leaves(layer)
@@ -41,27 +80,28 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
   others = [types.other_axes(x, names) for x in leaves]
   across = place.Place(names, is_sum, others, dtypes)
   plan = options.plan(leaves, paths_of(layer), across, workers)
-  scan_checks.check_plan(plan, options.codec)
+  behind = (
+    "or exchange the gradients of all layers behind the loop, by gradcomp.compress"
+  )
+  if codec_memory.first_stored(plan, jnp.zeros(2, jnp.uint32)) is not None:
+    raise ValueError(
+      "`codec` must be without a memory, which nothing here carries from step to step, "
+      f"got {options.codec}; choose another, {behind}."
+    )
+  refuse_repeats(plan, options.codec, "layer", f", {behind}")
   # Messages of fewer stages start later.
   depth = max(len(x.exchange.stages) for x in plan.messages)
 
   def first() -> state.Kept:
-    zeros = lambda shape: jnp.zeros(shape, jnp.float32)
-    own = enumerate(zeros(x.shape or (1,)) for x in plan.leaves)
-    return state.Kept(
-      [types.mark_varying(x, plan.own_axes(i)) for i, x in own],
-      {
-        names: types.mark_varying(tuple(map(zeros, shapes)), names)
-        for names, shapes in plans.owner_shapes(plan).items()
-      },
-    )
+    made = options.init(layer)
+    return state.Kept(jax.tree.leaves(made.residual), made.server_residual or {})
 
   def begin(
     grads: Leaves, kept: state.Kept | None, key: jax.Array
   ) -> tuple[list[UnderWay], Leaves]:
     before = state.CompressState(jnp.int32(0), key, *(kept or (None, None)))
     one = options.step(plan, workers, before)
-    begun: dict[int, UnderWay] = {}
+    begun: list[UnderWay] = []
     lost: dict[int, jax.Array] = {}
     corrected = step.correct(options, grads, before)
     for sending in exchange_step.sendings(one, corrected):
@@ -71,9 +111,8 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
         nothing = exchange_step.decode(own._replace(factor=1), protocol.Received(()))
       if one.keep:
         lost |= zip(sending.message.leaves, (x.unsent for x in nothing), strict=True)
-      number = plan.messages.index(sending.message)
-      begun[number] = own._replace(leaves=[], encoded={}), None
-    return [begun[i] for i in sorted(begun)], [lost[i] for i in sorted(lost)]
+      begun.append((own._replace(leaves=[], encoded={}), None))
+    return begun[::-1], [lost[i] for i in sorted(lost)]
 
   def advance(messages: list[UnderWay], age: int) -> list[UnderWay]:
     result = []
@@ -116,10 +155,7 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
 def gathered_layers(
   wire: options.Wire, axis: int, inner: axes.AxisName | None
 ) -> Source:
-  """The source of layers in shards; workers along ``inner`` keep a layer's words.
-
-  So the backward pass asks nobody else; None keeps none, and asks all.
-  """
+  """The source of layers in shards; workers along ``inner`` keep their words."""
 
   def ask(given: Any, key: jax.Array) -> list[jax.Array]:
     leaves = jax.tree.leaves(trees.trainable(given))
@@ -166,11 +202,8 @@ def zeros_of_whole(layer: Any, axis: int, size: int) -> Any:
   return trees.combine(jax.tree.map(zeros, mine), others)
 
 
-class Parts(NamedTuple):
-  """The parts of a gradient on their way to the owners."""
-
-  lines: jax.Array  # as they are sent, or have come
-  own: jax.Array  # the part that stays, float32
+# Parts of a gradient as they are sent, or have come, and the part that stays, float32.
+Parts = tuple[jax.Array, jax.Array]
 
 
 def owner_exchange(wire: options.Wire, axis: int, layer: Any) -> Exchange:
@@ -196,33 +229,29 @@ def owner_exchange(wire: options.Wire, axis: int, layer: Any) -> Exchange:
       own = options.folded(threefry.fold_key(key, i), 1)
       parts = transport.split_parts(sent, at(grad), wire.size)
       lines = transport.to_lines(parts, wire, own)
-      begun.append(Parts(lines, lax.dynamic_index_in_dim(parts, worker)))
+      begun.append((lines, lax.dynamic_index_in_dim(parts, worker)))
       if kept is not None:
         lost.append(transport.concat(transport.loss_of(parts, wire, own), at(grad)))
     return begun, lost
 
   def advance(messages: Sequence[Parts], age: int) -> list[Parts]:
     del age  # there is one stage
-    send = lambda x: collectives.scatter(
-      x.lines, wire.axis_name, wire.size * x.own.size
-    )
-    return [x._replace(lines=send(x)) for x in messages]
+    send = lambda x, own: collectives.scatter(x, wire.axis_name, wire.size * own.size)
+    return [(send(lines, own), own) for lines, own in messages]
 
   def finish(
     messages: Sequence[Parts], lost: Leaves, old: state.Kept | None
   ) -> tuple[list[jax.Array], state.Kept | None]:
-    sums, kept = [], []
+    parts = []
     for i, ((lines, own), shard) in enumerate(zip(messages, shards, strict=True)):
       came = transport.arrived(lines, wire, own)
-      total = tiles.sum_in_order(lambda part: part, came)
-      if old is None:
-        sums.append(fitted(total, shard.dtype))
-        continue
-      unsent = transport.split_parts(lost[i], at(total), wire.size)
-      given = unsent, old.leaves[i], shard.dtype, wire, at(total)
-      narrow, new = transport.narrowed_parts(total, *given)
-      sums.append(narrow)
-      kept.append(new)
+      total, before, unsent = tiles.sum_in_order(lambda part: part, came), None, None
+      if old is not None:
+        unsent = transport.split_parts(lost[i], at(total), wire.size)
+        before = old.leaves[i]
+      given = unsent, before, shard.dtype, wire, at(total)
+      parts.append(transport.own_part(total, *given))
+    sums, kept = map(list, zip(*parts, strict=True))
     return sums, None if old is None else state.Kept(kept, {})
 
   return Exchange(1, first, begin, advance, finish)

@@ -11,8 +11,8 @@ from jax import lax
 
 from gradcomp._src.core.state import Kept
 from gradcomp._src.kernels.common import threefry
-from gradcomp._src.mesh import closures, trees, types
-from gradcomp._src.parallel import options, scan_checks
+from gradcomp._src.mesh import axes, closures, trees, types
+from gradcomp._src.parallel import options
 
 
 class Given(NamedTuple):
@@ -101,7 +101,7 @@ class LayerScan:
   def _forward(self, carry: Any, given: Given) -> tuple[Any, Any]:
     carry, given = options.differentiated_once((carry, given))
     own = carry, given.closed
-    carry, closed = scan_checks.not_of_examples(own, given.layers, self.axis_name)
+    carry, closed = _not_of_examples(own, given.layers, self.axis_name)
     given = given._replace(closed=closed)
     result, saved, asked = self._walk(self._linearized, carry, given)
     return result, (given, saved, asked)
@@ -251,5 +251,30 @@ def zeros_of(tree: Any) -> Any:
 
 def like(x: jax.Array, y: jax.Array) -> jax.Array:
   """Types an array as varying over the axes of another."""
-  axes = tuple(sorted(types.varying_axes(y)))
-  return types.mark_varying(x, axes) if axes else x
+  names = tuple(sorted(types.varying_axes(y)))
+  return types.mark_varying(x, names) if names else x
+
+
+def _not_of_examples(carry: Any, layers: Any, axis_name: axes.AxisName) -> Any:
+  """Returns the carry; ValueError under ``jax.vmap`` over it, and not over layers."""
+  # The workers may be those of a jax.vmap. Then it numbers them.
+  workers = [lax.axis_index(name) for name in axes.axis_names(axis_name)]
+  return _checked(carry, layers, workers)
+
+
+@jax.custom_batching.custom_vmap
+def _checked(carry: Any, layers: Any, workers: list[jax.Array]) -> Any:
+  return carry
+
+
+@_checked.def_vmap
+def _batched(size: int, is_batched: Any, *given: Any) -> tuple[Any, Any]:
+  del size
+  of_carry, *others = is_batched
+  if any(jax.tree.leaves(of_carry)) and not any(jax.tree.leaves(others)):
+    raise ValueError(
+      "`scan` must not be inside of jax.vmap over examples, each of which would be "
+      "exchanged by itself, and take the residual once more; put jax.vmap inside of "
+      "`body`, or map over layers, too, to train several models."
+    )
+  return _checked(*given), of_carry

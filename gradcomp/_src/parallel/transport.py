@@ -151,12 +151,10 @@ def reduce_parts(
   sent = x.astype(jnp.float32)
   old = None if residual is None else residual.astype(jnp.float32)
   parts = split_parts(sent if old is None else sent + old, axis, wire.size)
-  mine = reduce_encoded(parts, wire, key)
-  if old is None:
-    return fitted(mine, x.dtype), None
-  unsent = loss_of(parts, wire, key)
-  mine, unsent = narrowed_parts(mine, unsent, old, x.dtype, wire, axis)
-  return mine, unsent.astype(residual.dtype)
+  total = reduce_encoded(parts, wire, key)
+  unsent = None if old is None else loss_of(parts, wire, key)
+  own, new = own_part(total, unsent, old, x.dtype, wire, axis)
+  return own, None if new is None else new.astype(residual.dtype)
 
 
 def loss_of(parts: jax.Array, wire: Wire, key: Key) -> jax.Array:
@@ -167,20 +165,13 @@ def loss_of(parts: jax.Array, wire: Wire, key: Key) -> jax.Array:
   return parts - arrived(to_lines(parts, wire, key), wire, parts)
 
 
-def narrowed_parts(
-  result: jax.Array,
-  unsent: jax.Array,
-  old: jax.Array,
-  dtype: DTypeLike,
-  wire: Wire,
-  axis: int,
-) -> tuple[jax.Array, jax.Array]:
-  """Casts the sum ``[...]`` of a worker's own part; returns the new residual, too.
-
-  The error joins the ``unsent`` parts, ``[N, ...]``, which are concatenated. Where they
-  are not finite, the ``old`` residual stays.
-  """
-  narrow, rest = narrowed(result, dtype)
+def own_part(
+  total: jax.Array, unsent: Any, old: Any, dtype: DTypeLike, wire: Wire, axis: int
+) -> tuple[jax.Array, Any]:
+  """Casts a worker's sum ``[...]``; its error joins the unsent parts, ``[N, ...]``."""
+  if old is None:
+    return fitted(total, dtype), None
+  narrow, rest = narrowed(total, dtype)
   own = mine(lax.axis_index(wire.axis_name), unsent)
   new = concat(unsent + jnp.where(own, rest, 0.0), axis)
   return narrow, jnp.where(jnp.isfinite(new), new, old)

@@ -65,7 +65,7 @@ class Instruction(NamedTuple):
 
   @property
   def base(self) -> str:
-    """The opcode, that of the whole for its start."""
+    """The opcode; a start has the opcode of its whole."""
     return self.opcode.removesuffix("-start")
 
   @property
@@ -75,7 +75,7 @@ class Instruction(NamedTuple):
 
   @property
   def hints(self) -> str:
-    """The text of what the program's maker tells the compiler."""
+    """The text that the program's maker hands to the compiler."""
     return self.attributes.get("frontend_attributes", "")
 
   @property

@@ -12,11 +12,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gradcomp._src.checks import see
-from gradcomp._src.core.border import step_shards
+from gradcomp._src.core.border import entry
 from gradcomp._src.core.measures import Sums, watched
 from gradcomp._src.core.state import is_state, states_in
-from gradcomp._src.mesh.axes import bound_size, manual_axes
-from gradcomp._src.mesh.per_worker import of_all, unmarked
+from gradcomp._src.mesh.axes import count
 from gradcomp._src.mesh.specs import names_by_axis
 from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes
 from gradcomp._src.report import tracing
@@ -240,10 +239,9 @@ def _found(
 ) -> list[tracing.Found]:
   """Traces the messages of gradcomp's transformations, with shapes."""
   mesh = mesh_of(grads)
-  unreduced = frozenset().union(*map(unreduced_axes, jax.tree.leaves(grads)))
+  unreduced = unreduced_axes(grads)
   sizes = tuple(size for name, size in mesh.shape.items() if name in unreduced)
-  bound = {name: bound_size(name) or 1 for name in manual_axes()}
-  known = lambda name: bound_size(name) or mesh.shape.get(name)
+  known = lambda name: count(name, mesh)[0]
 
   def on_device(spec: PartitionSpec, shape: tuple[int, ...], x: Any) -> Any:
     # JAX has no shard_shape inside of a map.
@@ -251,14 +249,11 @@ def _found(
     part = tuple(n // math.prod(cut) for n, cut in zip(shape, cuts, strict=True))
     return jax.ShapeDtypeStruct(part, jnp.result_type(x))
 
-  if of_all(grads):
-    rows, specs, _ = unmarked(grads)
-    like = jax.tree.map(lambda x, spec: on_device(spec, x.shape[1:], x), rows, specs)
-  else:
-    placed = step_shards(grads, opt_state)
-    specs = jax.tree.map(typed_spec, grads) if placed is None else placed
-    like = jax.tree.map(lambda x, spec: on_device(spec, jnp.shape(x), x), grads, specs)
-  return tracing.study_in(optimizer, like, sizes or (1,), bound, known).found
+  typed = grads, jax.tree.map(typed_spec, grads), None, ()
+  tree, specs, axes, _ = entry(grads, opt_state) or typed
+  shape = lambda x: jnp.shape(x)[1:] if axes else jnp.shape(x)
+  like = jax.tree.map(lambda x, spec: on_device(spec, shape(x), x), tree, specs)
+  return tracing.study_in(optimizer, like, sizes or (1,), {}, known).found
 
 
 def _metrics(bytes_sent: Fraction, sums: Sums) -> Metrics:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.core.fingerprint import leaf_fingerprints
@@ -119,11 +119,7 @@ def compare_replicas(
         f"that each worker has a copy, but is sharded over {sorted(cut)}, got "
         f"{jax.typeof(leaf)}; leave it out, or name an axis along which it is whole."
       )
-  on: Any = mesh
-  if on is None:
-    own = [x for x in jax.tree.leaves(tree) if not isinstance(x, jax.core.Tracer)]
-    found: Any = (x.sharding for x in own if isinstance(x.sharding, NamedSharding))
-    on = next((x.mesh for x in found), None) or mesh_of(tree)
+  on = mesh_of(tree) if mesh is None else mesh
   if not set(names).issubset(on.axis_names):
     raise ValueError(
       f"`axis_name` must be an axis of an enclosing map or of the mesh, got "

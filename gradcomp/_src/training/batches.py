@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec
 
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import states_in
-from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.closures import arrays_of
+from gradcomp._src.mesh import axes, closures
 from gradcomp._src.mesh.trees import is_array
 
 
@@ -63,10 +62,7 @@ def rows_of(tree: Any) -> set[int]:
 def with_no_other(
   loss_fn: Callable[..., Any], batches: Any, others: dict[str, Any]
 ) -> Callable[..., Any]:
-  """Wraps a loss; ValueError for an array as long as the batches that no worker cuts.
-
-  It is among ``others``, by their names, or the loss closes over it.
-  """
+  """Wraps a loss; ValueError for an array as long as batches that no worker cuts."""
   rows = rows_of(batches)
   for name, tree in others.items():
     if not states_in(tree):
@@ -79,7 +75,7 @@ def _closing_over_no_batch(
   loss_fn: Callable[..., Any], rows: Collection[int], *args: Any, **kwargs: Any
 ) -> Any:
   """Calls a loss; ValueError for an array that it closes over and may be a batch."""
-  arrays, with_arrays = arrays_of((loss_fn, args, kwargs))
+  arrays, with_arrays = closures.arrays_of((loss_fn, args, kwargs))
 
   def traced(arrays: Sequence[jax.Array]) -> None:
     own_loss, args, kwargs = with_arrays(arrays)
@@ -102,12 +98,9 @@ def _check_no_batch(name: str, x: Any, rows: Collection[int]) -> None:
 
 
 def specs_of(
-  given: tuple[Any, Any], cut: Collection[int], axis_name: AxisName, workers: int
+  given: tuple[Any, Any], cut: Collection[int], axis_name: axes.AxisName, workers: int
 ) -> list[PartitionSpec | None]:
-  """Returns the specs of the leaves of arguments, by position and by keyword.
-
-  None stands for what is no array. ValueError if workers cannot share the batches.
-  """
+  """Returns the specs of arguments' leaves, None for other objects than arrays."""
   leaves = jax.tree_util.tree_leaves_with_path(given)
   kept = jax.tree.leaves(state_specs(given, axis_name=axis_name))
   specs: list[PartitionSpec | None] = []

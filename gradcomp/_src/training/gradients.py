@@ -7,29 +7,23 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from gradcomp._src.checks import flag, positions
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import addend_dtype
-from gradcomp._src.mesh import types
-from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
-from gradcomp._src.mesh.closures import loss_with_note
+from gradcomp._src.mesh import axes, closures, per_worker, place, shard_maps, types
 from gradcomp._src.mesh.param_specs import specs_like
-from gradcomp._src.mesh.per_worker import marked
-from gradcomp._src.mesh.place import GATHER_FIRST
-from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp._src.mesh.specs import restrict_spec, sharded_axes
 from gradcomp._src.mesh.trees import combine, is_array, is_trainable, split
-from gradcomp._src.training import batches
-from gradcomp._src.training.loss_form import ACCUMULATE, LossForm, of_trainable
+from gradcomp._src.training import batches, loss_form
 
 P = ParamSpec("P")
 Params = TypeVar("Params")
 Value = TypeVar("Value")
 
 
-def defer_reduction(params: Params, *, axis_name: AxisName) -> Params:
+def defer_reduction(params: Params, *, axis_name: axes.AxisName) -> Params:
   """Types the parameters as differing between workers, so that gradients stay local.
 
   Inside ``jax.shard_map`` with its default ``check_vma=True``, JAX all-reduces the
@@ -65,17 +59,25 @@ def defer_reduction(params: Params, *, axis_name: AxisName) -> Params:
   """
   arrays, others = split(params)
   mesh = types.mesh_of(params)
-  if bound_size(axis_name) is None and types.is_explicit(mesh, axis_name):
+  if _in_no_map(mesh, axis_name) == AxisType.Explicit:
     return combine(types.mark_reduced(arrays, axis_name), others)
-  require_size(axis_name, mesh)
+  axes.require_size(axis_name, mesh)
   return combine(types.mark_varying(arrays, axis_name), others)
+
+
+def _in_no_map(mesh: Mesh | AbstractMesh, axis_name: axes.AxisName) -> AxisType | None:
+  """Returns the type of axes in plain ``jax.jit``; None for any in maps over them."""
+  if axes.bound_size(axis_name) is not None:
+    return None
+  kinds = AxisType.Explicit, AxisType.Auto
+  return next((x for x in kinds if types.is_explicit(mesh, axis_name, x)), None)
 
 
 @overload
 def value_and_grad(
   loss_fn: Callable[Concatenate[Params, P], Value],
   *,
-  axis_name: AxisName | None,
+  axis_name: axes.AxisName | None,
   argnums: Literal[0] = 0,
   has_aux: bool = False,
   has_weight: Literal[False] = False,
@@ -90,7 +92,7 @@ def value_and_grad(
 def value_and_grad(
   loss_fn: Callable[P, Any],
   *,
-  axis_name: AxisName | None,
+  axis_name: axes.AxisName | None,
   argnums: int | tuple[int, ...] = 0,
   has_aux: bool = False,
   has_weight: bool = False,
@@ -104,7 +106,7 @@ def value_and_grad(
 def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
   loss_fn: Callable[..., Any],
   *,
-  axis_name: AxisName | None,
+  axis_name: axes.AxisName | None,
   argnums: int | tuple[int, ...] = 0,
   has_aux: bool = False,
   has_weight: bool = False,
@@ -219,11 +221,11 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
   """
   flag("has_weight", has_weight)
   named = positions("batch_argnums", 1 if batch_argnums is None else batch_argnums)
-  form = LossForm(
+  form = loss_form.LossForm(
     argnums=positions("argnums", argnums),
     has_aux=has_aux,
     has_weight=has_weight,
-    accumulate=ACCUMULATE.check("accumulate", accumulate),
+    accumulate=loss_form.ACCUMULATE.check("accumulate", accumulate),
     cut=batches.several(named),
   )
 
@@ -233,19 +235,19 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     differentiated = [i % count for i in batches.several(form.argnums)]
     for i in differentiated:
       check_trainable(f"argument {i} of `loss_fn`", given[i])
-    own_loss, args = of_trainable(loss_fn, given, differentiated)
+    own_loss, args = loss_form.of_trainable(loss_fn, given, differentiated)
     if axis_name is None:
       return form.value_and_grad(own_loss, None)(*args, **kwargs)
     params, whole = [args[i] for i in differentiated], (args, kwargs)
     around = types.mesh_of(whole) if mesh is None else mesh
-    unbound = bound_size(axis_name) is None
-    if unbound and types.is_explicit(around, axis_name):
+    kind = _in_no_map(around, axis_name)
+    if kind == AxisType.Explicit:
       _check_cut(params, whole, axis_name)
       specs = _typed_specs(whole, axis_name)
       value, stack = _stacked(form, own_loss, whole, specs, around, axis_name)
-      grads = unreduce(stack, axis_name)
-    elif unbound and types.is_auto(around, axis_name):
-      workers = math.prod(around.shape[name] for name in axis_names(axis_name))
+      grads = shard_maps.unreduce(stack, axis_name)
+    elif kind == AxisType.Auto:
+      workers = math.prod(around.shape[name] for name in axes.axis_names(axis_name))
       cut, parts = batches.batches_in(args, differentiated, batch_argnums), form
       if batch_argnums is None:
         # All that workers share is cut into micro-batches, but for keys and numbers.
@@ -262,7 +264,7 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
       kept = specs_like(tree, param_specs, axis_name, around)
       specs = batches.specs_of(whole, cut, axis_name, workers)
       value, stack = _stacked(parts, own_loss, whole, specs, around, axis_name)
-      grads = marked(stack, axis_name, kept)
+      grads = per_worker.marked(stack, axis_name, kept)
     else:
       for i in differentiated:
         args[i] = defer_reduction(args[i], axis_name=axis_name)
@@ -276,28 +278,25 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
   return local_value_and_grad
 
 
-def _typed_specs(tree: Any, axis_name: AxisName) -> list[PartitionSpec | None]:
+def _typed_specs(tree: Any, axis_name: axes.AxisName) -> list[PartitionSpec | None]:
   """Returns the specs of a tree's leaves by their types; None for other objects."""
-  own = lambda x: restrict_spec(types.typed_spec(x), axis_names(axis_name))
+  own = lambda x: restrict_spec(types.typed_spec(x), axes.axis_names(axis_name))
   return [own(x) if isinstance(x, jax.Array) else None for x in jax.tree.leaves(tree)]
 
 
 def _stacked(
-  form: LossForm,
+  form: loss_form.LossForm,
   loss_fn: Callable[..., Any],
   given: tuple[Sequence[Any], dict[str, Any]],
   specs: Sequence[PartitionSpec | None],
   mesh: Mesh | AbstractMesh,
-  axis_name: AxisName,
+  axis_name: axes.AxisName,
 ) -> tuple[Any, Any]:
-  """Returns the mean value, and gradients ``[N, ...]``, of a map over the workers.
-
-  Under Explicit axes they are addends: a worker's gradient over N.
-  """
+  """Returns the mean value and gradients ``[N, ...]``, addends under Explicit axes."""
   leaves, treedef = jax.tree.flatten((*given, loss_fn))
   specs = [*specs, *_typed_specs(loss_fn, axis_name)]
   places = [i for i, spec in enumerate(specs) if spec is not None]
-  is_sum = types.is_explicit(mesh, axis_name)
+  is_sum = _in_no_map(mesh, axis_name) == AxisType.Explicit
 
   def local(arrays: Sequence[jax.Array]) -> tuple[Any, Any]:
     own = list(leaves)
@@ -308,11 +307,11 @@ def _stacked(
       index = lax.axis_index(axis_name)
       fold = lambda x: jax.random.fold_in(x, index) if batches.is_key(x) else x
       args, kwargs = jax.tree.map(fold, (args, kwargs))
-    own_loss = loss_with_note(own_loss, mesh, axis_names(axis_name))
+    own_loss = closures.loss_with_note(own_loss, mesh, axes.axis_names(axis_name))
     grad_fn = form.value_and_grad(own_loss, axis_name, averages_aux=True)
     value, grads = grad_fn(*args, **kwargs)
     if is_sum:
-      share = 1 / require_size(axis_name)
+      share = 1 / axes.require_size(axis_name)
       wide = lambda g: g.astype(addend_dtype(g.dtype)) * share
       grads = jax.tree.map(wide, grads)
     return pmean(value, axis_name), jax.tree.map(lambda g: g[None], grads)
@@ -322,7 +321,7 @@ def _stacked(
     mesh=mesh,
     in_specs=([specs[i] for i in places],),
     out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
-    axis_names=set(axis_names(axis_name)),
+    axis_names=set(axes.axis_names(axis_name)),
     # Else a loss that starts a loop with constants would fail, as many models do.
     check_vma=False,
   )([leaves[i] for i in places])
@@ -341,15 +340,15 @@ def check_trainable(name: str, params: Any) -> None:
     )
 
 
-def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:
+def _check_cut(params: Any, arguments: Any, axis_name: axes.AxisName) -> None:
   """Raises ValueError for sharded parameters, or if no other argument is sharded."""
-  names = axis_names(axis_name)
+  names = axes.axis_names(axis_name)
   for leaf in jax.tree.leaves(params):
     if cut := sharded_axes(types.typed_spec(leaf)).intersection(names):
       raise ValueError(
         "`argnums` must name arguments that every worker has whole, but one is "
-        f"sharded over {sorted(cut)}: {GATHER_FIRST}; or compress over other axes of "
-        "the batch."
+        f"sharded over {sorted(cut)}: {place.GATHER_FIRST}; or compress over other "
+        "axes of the batch."
       )
   specs = [types.typed_spec(leaf) for leaf in jax.tree.leaves(arguments)]
   if not all(any(name in sharded_axes(spec) for spec in specs) for name in names):

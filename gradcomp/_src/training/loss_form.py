@@ -12,9 +12,8 @@ from jax.tree_util import Partial
 from gradcomp._src import checks
 from gradcomp._src.core import agreement
 from gradcomp._src.exchange.collectives import pmean
+from gradcomp._src.mesh import trees, types
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.trees import combine, split
-from gradcomp._src.mesh.types import mark_varying
 
 ACCUMULATE = checks.integer("a number of micro-batches, 1 or more", 1)
 
@@ -22,14 +21,11 @@ ACCUMULATE = checks.integer("a number of micro-batches, 1 or more", 1)
 def of_trainable(
   loss_fn: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
 ) -> tuple[Callable[..., Any], list[Any]]:
-  """Returns a loss of the trainable leaves of arguments, and its arguments.
-
-  All else in these is held by the loss, which is then a tree: its arrays become
-  arguments of maps.
-  """
+  """Returns a loss of the trainable leaves of arguments, and its arguments."""
+  # It holds all else, and is then a tree: its arrays become arguments of maps.
   own, others = list(args), {}
   for i in argnums:
-    own[i], others[i] = split(own[i])
+    own[i], others[i] = trees.split(own[i])
   if not jax.tree.leaves(others):
     return loss_fn, own
   return Partial(_with_others, loss_fn, others), own
@@ -53,7 +49,7 @@ def _with_others(
 ) -> Any:
   whole = list(args)
   for i, part in others.items():
-    whole[i] = combine(whole[i], part)
+    whole[i] = trees.combine(whole[i], part)
   return loss_fn(*whole, **kwargs)
 
 
@@ -198,7 +194,7 @@ class LossForm:
 def _mean_weight(weight: jax.Array, axis_name: AxisName | None) -> jax.Array:
   """Returns the mean of the workers' weights; 1 if it is zero."""
   if axis_name is not None:
-    weight = pmean(mark_varying(weight, axis_name), axis_name)
+    weight = pmean(types.mark_varying(weight, axis_name), axis_name)
   return jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
 

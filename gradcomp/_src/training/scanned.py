@@ -15,11 +15,8 @@ from jax.tree_util import tree_leaves_with_path
 
 from gradcomp._src.core.state import ScanState, is_scan
 from gradcomp._src.kernels.common.threefry import fold_key
-from gradcomp._src.mesh.param_specs import shards_of
+from gradcomp._src.mesh import param_specs, study, trees, types
 from gradcomp._src.mesh.specs import axes_in, is_spec
-from gradcomp._src.mesh.study import NOTE, STUDY, Study
-from gradcomp._src.mesh.trees import combine, split
-from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.compress_in_scan import ScanOptions
 from gradcomp._src.training.loss_form import LossForm
 
@@ -55,7 +52,7 @@ class ScannedLayers(NamedTuple):
     key = fold_key(state.layers.key, state.layers.count)
     axes = self.options.axis_name
     leaves, treedef = jax.tree.flatten(params)
-    specs = jax.tree.leaves(shards_of(params), is_leaf=is_spec)
+    specs = jax.tree.leaves(param_specs.shards_of(params)[0], is_leaf=is_spec)
     if cut := axes_in([specs[i] for i in self.places] if specs else []):
       raise ValueError(
         "`params` must have layers that Auto axes do not shard where the loss scans "
@@ -77,7 +74,7 @@ class ScannedLayers(NamedTuple):
         return loss_fn(together(others | seen), *args, scan=scan)
 
     # Layers stay typed as equal on all workers, and so do their means.
-    parts = mark_varying(others, axes), layers, state.residual
+    parts = types.mark_varying(others, axes), layers, state.residual
     value, grads = form.value_and_grad(loss, axes)(parts, *rest)
     kept = {"scan_residual": grads[2]} if self.options.keeps else {}
     return value, together(grads[0] | grads[1]), kept
@@ -91,7 +88,7 @@ def _once(
   called: list[bool] = []
 
   def checked(body: Any, carry: Any, tree: Any) -> Any:
-    floats, others = split(tree)
+    floats, others = trees.split(tree)
     given, treedef = jax.tree.flatten(floats)
     same = [any(x is y for y in seen) for x in given]
     if called or len(given) != len(seen) or not all(map(operator.is_, given, seen)):
@@ -102,7 +99,7 @@ def _once(
         "arrays of floats; cast layers in the body, and close over other arrays."
       )
     called.append(True)
-    return scan(body, carry, combine(jax.tree.unflatten(treedef, layers), others))
+    return scan(body, carry, trees.combine(jax.tree.unflatten(treedef, layers), others))
 
   yield checked
   if not called:
@@ -139,9 +136,9 @@ def scanned_layers(
   init = lambda leaves: optimizer.init(jax.tree.unflatten(treedef, leaves))
   if not _states_in(opt_state) and not takes:
     return None
-  with STUDY(Study()):
+  with study.STUDY(study.Study()):
     jaxpr = jax.make_jaxpr(init)(leaves).jaxpr
-  notes = [x for x in jaxpr.eqns if x.primitive is NOTE]
+  notes = [x for x in jaxpr.eqns if x.primitive is study.NOTE]
   found = [x for x in notes if isinstance(x.params["about"], ScanOptions)]
   if len(found) != 1 or not takes:
     has = "a parameter `scan`" if takes else "no parameter `scan`"

@@ -26,10 +26,8 @@ from gradcomp._src.mesh.specs import restrict_spec
 from gradcomp._src.mesh.trees import combine, is_array, split
 from gradcomp._src.mesh.types import is_auto, is_explicit, typed_spec
 from gradcomp._src.report.explain import explain
-from gradcomp._src.training import worker
+from gradcomp._src.training import loss_form, scanned, worker
 from gradcomp._src.training.gradients import P, Params, check_trainable
-from gradcomp._src.training.loss_form import of_trainable
-from gradcomp._src.training.scanned import takes_scan
 from gradcomp._src.training.worker import Given, TrainOptions
 from gradcomp._src.transforms.freeze import allow_frozen
 
@@ -100,8 +98,7 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
 class JittedStep:
   """A train step in ``jax.jit``: leaves that are not trained return as they were given.
 
-  Where ``axes``, Auto ones of the mesh, shard parameters, the step knows how, and
-  returns them as they were.
+  So do parameters that ``axes``, Auto ones of the mesh, shard.
   """
 
   def __init__(
@@ -270,7 +267,7 @@ def make_train_step(
     studied=optimizer,
     axis_name=axis_name,
     options=options,
-    takes_scan=takes_scan(loss_fn),
+    takes_scan=scanned.takes_scan(loss_fn),
   )
   sizes: dict[str, int] = {}
   others: tuple[str, ...] = ()
@@ -293,35 +290,7 @@ def make_train_step(
       f"to compare itself with, got {options.compare_every}."
     )
 
-  def whole_step(given: Given, inspect: bool) -> tuple[Any, ...]:
-    flag("inspect", inspect)
-    check_trainable("`params`", given.params)
-    loss, (params,) = of_trainable(loss_fn, [given.params], [0])
-    given = given._replace(params=params)
-    worker.check_model_state(given.model_state, options, math.prod(sizes.values()))
-    *result, metrics, own = take_step(loss, given, inspect=inspect)
-    metrics |= own
-    if options.report:
-      like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-      shapes = jax.tree.map(like, given.params)
-      sent = explain(optimizer, shapes, workers=sizes or 1).bytes_per_step
-      metrics["bytes_sent"] = jnp.float32(sent)
-    return *result, metrics
-
   # Both name their arguments, for signatures and for errors about others.
-  def step(
-    params: Any,
-    opt_state: Any,
-    batch: Any,
-    *extra: Any,
-    rng: Any = None,
-    extra_args: Mapping[str, Any] | None = None,
-    inspect: bool = False,
-  ) -> Any:
-    given = Given(params, opt_state, None, batch, extra, rng, extra_args)
-    params, opt_state, _, metrics = whole_step(given, inspect)
-    return params, opt_state, metrics
-
   def step_with_state(  # noqa: PLR0913 - options of users, by keyword
     params: Any,
     opt_state: Any,
@@ -332,8 +301,32 @@ def make_train_step(
     extra_args: Mapping[str, Any] | None = None,
     inspect: bool = False,
   ) -> Any:
+    flag("inspect", inspect)
+    check_trainable("`params`", params)
+    loss, (params,) = loss_form.of_trainable(loss_fn, [params], [0])
+    worker.check_model_state(state, options, math.prod(sizes.values()))
     given = Given(params, opt_state, state, batch, extra, rng, extra_args)
-    return whole_step(given, inspect)
+    *result, metrics, own = take_step(loss, given, inspect=inspect)
+    metrics |= own
+    if options.report:
+      like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+      shapes = jax.tree.map(like, params)
+      sent = explain(optimizer, shapes, workers=sizes or 1).bytes_per_step
+      metrics["bytes_sent"] = jnp.float32(sent)
+    return *result, metrics
+
+  def step(
+    params: Any,
+    opt_state: Any,
+    batch: Any,
+    *extra: Any,
+    rng: Any = None,
+    extra_args: Mapping[str, Any] | None = None,
+    inspect: bool = False,
+  ) -> Any:
+    named: Any = {"rng": rng, "extra_args": extra_args, "inspect": inspect}
+    found = step_with_state(params, opt_state, None, batch, *extra, **named)
+    return *found[:2], found[3]
 
   chosen = step if options.model_state is None else step_with_state
   # It has the attributes of jax.jit's.

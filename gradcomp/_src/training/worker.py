@@ -10,13 +10,11 @@ import optax
 from jax import lax
 
 from gradcomp._src import checks
-from gradcomp._src.core.inputs import extra_args
-from gradcomp._src.core.state import states_in, steps_alone
+from gradcomp._src.core import inputs, state
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats import norms
 from gradcomp._src.local_steps.transform import local_params
-from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.types import mark_varying
+from gradcomp._src.mesh import axes, types
 from gradcomp._src.telemetry.inspect import measured_update
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 from gradcomp._src.training.loss_form import ACCUMULATE, LossForm, check_numbers
@@ -84,19 +82,15 @@ class WorkerStep:
 
   optimizer: optax.GradientTransformationExtraArgs
   studied: optax.GradientTransformation  # the user's, which sends the same
-  axis_name: AxisName | None
+  axis_name: axes.AxisName | None
   options: TrainOptions
   takes_scan: bool = False  # whether the loss does
 
   def __call__(
     self, loss_fn: Callable[..., Any], given: Given, *, inspect: bool
   ) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
-    """Takes a step with the worker's part of the batch, and inspects it if asked.
-
-    Returns parameters, optimizer state, model state, and metrics: those of all, and
-    those of a worker that takes local steps, ``[1, ...]``.
-    """
-    options, alone = self.options, steps_alone(given.opt_state)
+    """Returns the new state of all, metrics, and a lone worker's own, ``[1, ...]``."""
+    options, alone = self.options, state.steps_alone(given.opt_state)
     if alone and options.model_state == "mean":
       raise ValueError(
         '`model_state` must be "local" or None where workers take steps alone, for a '
@@ -139,13 +133,10 @@ class WorkerStep:
     self,
     loss_fn: Callable[..., Any],
     given: Given,
-    together: AxisName | None,
+    together: axes.AxisName | None,
     inspect: bool,
   ) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-    """Returns the loss, model state, aux, gradients, and more arguments of ``update``.
-
-    The loss and a model state are means over the workers that step together.
-    """
+    """Returns loss, model state, aux, gradients, and more arguments of ``update``."""
     options, axis_name, count = self.options, self.axis_name, self.options.accumulate
     form = LossForm(has_aux=True, has_weight=options.has_weight, accumulate=count)
     loss_fn = self._uniform(loss_fn, together is not None or count > 1)
@@ -167,7 +158,7 @@ class WorkerStep:
       found = layers.value_and_grad(loss_fn, form, given.opt_state, at, *rest)
       (loss, (model_state, aux)), grads, kept = found
     else:
-      at = at if axis_name is None else mark_varying(at, axis_name)
+      at = at if axis_name is None else types.mark_varying(at, axis_name)
       value, grads = form.value_and_grad(loss_fn, together)(at, *rest)
       loss, (model_state, aux) = value
     loss = _mean(loss, together)
@@ -180,7 +171,7 @@ class WorkerStep:
       return _mean(form.value(loss_fn, together, (params, *rest)), together)
 
     # Where no optimizer asks for it, JAX drops the mean of the gradients.
-    more_args = extra_args(loss, _mean(grads, together), value_fn)
+    more_args = inputs.extra_args(loss, _mean(grads, together), value_fn)
     more_args |= kept | dict(given.more_args or {})
     return loss, model_state, aux, grads, more_args
 
@@ -237,7 +228,7 @@ class WorkerStep:
 
   def _replicas(self, given: Given, steps: int) -> Replicas:
     """Compares the parameters of all workers in one of ``steps`` steps; else zeros."""
-    states = states_in(given.opt_state)
+    states = state.states_in(given.opt_state)
     if not states:
       raise ValueError(
         "`optimizer` must hold a gradcomp transformation, whose state counts the steps "
@@ -253,7 +244,7 @@ class WorkerStep:
     return lax.cond(states[0].count % steps == 0, compare, zeros, given.params)
 
 
-def _mean(tree: Any, axis_name: AxisName | None) -> Any:
+def _mean(tree: Any, axis_name: axes.AxisName | None) -> Any:
   return tree if axis_name is None else pmean(tree, axis_name)
 
 

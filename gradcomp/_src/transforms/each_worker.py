@@ -17,7 +17,7 @@ from gradcomp._src.core.border import on_workers
 from gradcomp._src.core.inputs import pairs
 from gradcomp._src.exchange.collectives import largest, psum
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.per_worker import of_all, unmarked
+from gradcomp._src.mesh.per_worker import unmarked
 from gradcomp._src.mesh.place import Place, place
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.trees import unboxed
@@ -60,12 +60,13 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     Array([5., 1.], dtype=float32)
   """
   grads = unboxed(grads)
-  if of_all(grads):
+  across = place(grads, axis_name, local=True)
+  if across.rows:
     rows = jax.tree.leaves(unmarked(grads)[0])
     return jax.vmap(lambda own: _own_norm(own, [()] * len(own)))([*map(pairs, rows)])
   grads = [*map(pairs, jax.tree.leaves(grads))]
-  axes, is_sum, others, _ = place(grads, axis_name, local=True)
-  if axes is None or not is_sum:
+  axes, others = across.axes, across.others
+  if axes is None or not across.is_sum:
     varying = [varying_axes(x) for x in grads]
     found = frozenset().union(*varying)
     if axes is None and len(found) > 1:
@@ -79,7 +80,7 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
   workers = math.prod(mesh.shape[name] for name in axis_names(axes))
   zeros = jax.reshard(jnp.zeros(workers), NamedSharding(mesh, P(axes)))
   on_device = lambda grads, zeros: (grads, zeros + workers * _own_norm(grads, others))
-  return per_device(on_device, grads, zeros, axes, keeps_addends=True)[1]
+  return per_device(on_device, grads, zeros, across, keeps=True)[1]
 
 
 def on_each_worker(

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs import protocol
-from gradcomp._src.codecs.sums import records
+from gradcomp._src.codecs import protocol, sums
 from gradcomp._src.codecs.sums.sum import SumFacts
 from gradcomp._src.exchange import plan
 from gradcomp._src.exchange.step import Averaged, Averaging, Step, average
@@ -43,14 +42,14 @@ class Factors(protocol.LeafCodec, checks.Checked, abc.ABC):
     """The shapes of the arrays, one for each average."""
 
   @abc.abstractmethod
-  def init(self, leaf: records.Leaf, key: Array) -> records.Memory:
+  def init(self, leaf: sums.records.Leaf, key: Array) -> sums.records.Memory:
     """Returns a leaf's first state; workers share its ``key``, ``uint32[2]``."""
 
   @abc.abstractmethod
   def talk(self, leaves: Sequence[Array], memory: Sequence[Any]) -> Talk:
     """Computes the means of ``float32`` leaves, while others average their arrays."""
 
-  def used_entries(self, memory: records.Memory) -> None:
+  def used_entries(self, memory: sums.records.Memory) -> None:
     """Returns None: no array counts the entries that it sends."""
 
   @property
@@ -204,10 +203,7 @@ def multiplied(left: Array, right: Array) -> Array:
 
 
 def remembered(old: Array, right: Array, start: Array) -> Array:
-  """Returns the right factors of the next step, ``float32[..., rank, n]``.
-
-  ``start`` replaces zero rows, and old ones stay in place of those not finite.
-  """
+  """Returns the next right factors, ``float32[..., rank, n]``; ``start`` for zeros."""
   new = unit_rows(right)
   # From a row that reaches nothing, or nothing new, zero would follow in every step.
   new = jnp.where((new == 0).all(axis=-1, keepdims=True), start, new)

@@ -9,9 +9,8 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from gradcomp._src.core.border import any_tree, of_workers
+from gradcomp._src.core.border import any_tree
 from gradcomp._src.mesh.closures import arrays_of
-from gradcomp._src.mesh.per_worker import of_all, unmarked
 from gradcomp._src.mesh.specs import reduced_spec, sharded_axes
 from gradcomp._src.mesh.study import STUDY, Study
 from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes, varying_axes
@@ -62,7 +61,7 @@ def allow_frozen(
     call = lambda updates: optimizer.update(updates, state, params, **extra_args)
     leaves, treedef = jax.tree.flatten(updates)
     # JAX refuses most work on unreduced gradients, so these are looked at first.
-    if not any(map(unreduced_axes, leaves)):
+    if not unreduced_axes(updates):
       result = call(updates)
       if not unaveraged(result[0], params):
         return result
@@ -75,32 +74,20 @@ def allow_frozen(
         error.add_note(_LEFT_OUT)
       raise
 
-  def update_fn(updates: Any, *args: Any, **extra_args: Any) -> Any:
-    if not of_all(updates):
-      return on_worker(updates, *args, **extra_args)
-    mapped = of_workers(on_worker, unmarked(updates)[2], whole=True)
-    return mapped(updates, *args, **extra_args)
-
-  return any_tree(optimizer.init, update_fn)
+  return any_tree(optimizer.init, on_worker, {"axis_name": ..., "whole": True})
 
 
 def unaveraged(updates: Any, params: Any) -> list[str]:
   """Returns the paths of updates that vary over more axes than their parameters."""
+  axes_of = lambda x: varying_axes(x) | unreduced_axes(x)
   leaves = tree_leaves_with_path(updates)
-  allowed = [_axes_of(x) for x in jax.tree.leaves(params)]
+  allowed = [axes_of(x) for x in jax.tree.leaves(params)]
   allowed = allowed or [frozenset()] * len(leaves)
   return [
     keystr(path)
     for (path, x), axes in zip(leaves, allowed, strict=True)
-    if not _axes_of(x) <= axes
+    if not axes_of(x) <= axes
   ]
-
-
-def _axes_of(x: Any) -> frozenset[str]:
-  """Returns the axes over which an array varies, or is unreduced."""
-  if not isinstance(x, jax.Array):
-    return frozenset()
-  return varying_axes(x) | unreduced_axes(x)
 
 
 def _zeros(x: jax.Array) -> jax.Array:

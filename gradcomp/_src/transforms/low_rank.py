@@ -17,9 +17,8 @@ from gradcomp._src.codecs.sums.records import Leaf, Memory
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.transform import compress, transformation
 from gradcomp._src.public import checked
-from gradcomp._src.transforms import factors
+from gradcomp._src.transforms import factors, switch
 from gradcomp._src.transforms.options import CompressOptions, recipe
-from gradcomp._src.transforms.switch import switch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,4 +240,4 @@ def powersgd(
   # It keeps the residuals that the next one needs. They stay zero.
   dense: CompressOptions = {**options}
   dense["feedback"] = "error" if feedback == "auto" else feedback
-  return switch([steps], [compress(Dense(), **dense), transformation(parts)])
+  return switch.switch([steps], [compress(Dense(), **dense), transformation(parts)])

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import compression, transform
 from gradcomp._src.core.feedback import Feedback, FeedbackName
-from gradcomp._src.exchange import auto, message_size, protocol
+from gradcomp._src.exchange import auto, plan, protocol
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.public import checked, shows_options
 
@@ -20,7 +20,7 @@ class LeafOptions(TypedDict, total=False):
   """The options of methods with axes, an exchange and feedback of their own."""
 
   min_leaf_size: int | None
-  message_bytes: message_size.MessageBytes
+  message_bytes: plan.MessageBytes
   key: ArrayLike
   dither: compression.Dither
 

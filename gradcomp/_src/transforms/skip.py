@@ -14,7 +14,7 @@ from gradcomp._src.core import agreement
 from gradcomp._src.core.border import any_tree
 from gradcomp._src.exchange.collectives import largest
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.per_worker import is_marked, of_all, on_rows, with_rows
+from gradcomp._src.mesh.per_worker import is_marked, on_rows, with_rows
 from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import other_axes
@@ -114,10 +114,10 @@ def _all_finite(updates: Any, new: Any, axis_name: AxisName | None) -> jax.Array
   if not jax.tree.leaves(updates):
     return jnp.array(True)
   # The compiler reduces rows of all workers by itself.
-  axes = None if of_all(updates) else place(updates, axis_name).axes
-  own = () if axes is None else axis_names(axes)
+  across = place(updates, axis_name)
+  own = () if across.axes is None else axis_names(across.axes)
   both = with_rows((updates, new))
-  others = {x for leaf in jax.tree.leaves(both) for x in other_axes(leaf, axes)}
+  others = {x for leaf in jax.tree.leaves(both) for x in other_axes(leaf, across.axes)}
   over = (*own, *sorted(others))
 
   def on_device(both: Any, found: jax.Array) -> tuple[Any, jax.Array]:
@@ -126,7 +126,7 @@ def _all_finite(updates: Any, new: Any, axis_name: AxisName | None) -> jax.Array
     return both, largest(found, over) if over else found
 
   found = jnp.zeros([], jnp.uint8)  # a byte, for no collective is given a bool
-  _, found = per_device(on_device, both, found, axes, keeps_addends=True)
+  _, found = per_device(on_device, both, found, across, keeps=True)
   return found == 0
 
 

@@ -6,10 +6,7 @@ import optax
 from jax.typing import DTypeLike
 
 from gradcomp._src.checks import flag, one_of, share_below_1
-from gradcomp._src.codecs.block_top import BlockTop
-from gradcomp._src.codecs.random_k import RandomK
-from gradcomp._src.codecs.sparse import Quantize, Selection
-from gradcomp._src.codecs.top_k import TopK
+from gradcomp._src.codecs import block_top, random_k, sparse, top_k
 from gradcomp._src.core.feedback import ErrorFeedback, MomentumFeedback
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.transforms.each_worker import ClipRule, clip_by_local_norm
@@ -21,20 +18,20 @@ from gradcomp._src.transforms.options import (
 )
 
 
-@recipe(TopK)
+@recipe(top_k.TopK)
 def redsync(  # noqa: PLR0913 - the options of the codec and of the momentum
-  density: float = TopK.density,
+  density: float = top_k.TopK.density,
   momentum: float | None = 0.9,
   *,
   nesterov: bool = True,
   max_norm: float | None = None,
   clip_rule: ClipRule = "own",
-  selection: Selection = TopK.selection,
-  quantize: Quantize | None = TopK.quantize,
-  dtype: DTypeLike = TopK.dtype,
-  slack: float = TopK.slack,
-  search_every: int = TopK.search_every,
-  implementation: Implementation | None = TopK.implementation,
+  selection: sparse.Selection = top_k.TopK.selection,
+  quantize: sparse.Quantize | None = top_k.TopK.quantize,
+  dtype: DTypeLike = top_k.TopK.dtype,
+  slack: float = top_k.TopK.slack,
+  search_every: int = top_k.TopK.search_every,
+  implementation: Implementation | None = top_k.TopK.implementation,
   feedback: Literal["auto", "error", "momentum"] = "auto",
   **options: Unpack[ExchangeOptions],
 ) -> optax.GradientTransformationExtraArgs:
@@ -113,7 +110,7 @@ def redsync(  # noqa: PLR0913 - the options of the codec and of the momentum
   if momentum is not None:
     momentum = share_below_1("momentum", momentum)
     keeper = MomentumFeedback(decay=momentum, nesterov=nesterov)
-  exchanged = of_codec(redsync, TopK, locals(), feedback=keeper)
+  exchanged = of_codec(redsync, top_k.TopK, locals(), feedback=keeper)
   if max_norm is None:
     return exchanged
   axis_name = options.get("axis_name")
@@ -121,16 +118,16 @@ def redsync(  # noqa: PLR0913 - the options of the codec and of the momentum
   return optax.chain(clip, exchanged)
 
 
-@recipe(TopK)
+@recipe(top_k.TopK)
 def topk(  # noqa: PLR0913 - options of users, by keyword
-  density: float = TopK.density,
+  density: float = top_k.TopK.density,
   *,
-  selection: Selection = TopK.selection,
-  quantize: Quantize | None = TopK.quantize,
-  dtype: DTypeLike = TopK.dtype,
-  slack: float = TopK.slack,
-  search_every: int = TopK.search_every,
-  implementation: Implementation | None = TopK.implementation,
+  selection: sparse.Selection = top_k.TopK.selection,
+  quantize: sparse.Quantize | None = top_k.TopK.quantize,
+  dtype: DTypeLike = top_k.TopK.dtype,
+  slack: float = top_k.TopK.slack,
+  search_every: int = top_k.TopK.search_every,
+  implementation: Implementation | None = top_k.TopK.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""Top-k with error feedback: averages the largest elements of each worker.
@@ -157,12 +154,12 @@ def topk(  # noqa: PLR0913 - options of users, by keyword
     2018, section 2; Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018,
     section 2.1, for the selection
   """
-  return of_codec(topk, TopK, locals())
+  return of_codec(topk, top_k.TopK, locals())
 
 
-@recipe(RandomK)
+@recipe(random_k.RandomK)
 def randomk(
-  density: float = RandomK.density, **options: Unpack[CompressOptions]
+  density: float = random_k.RandomK.density, **options: Unpack[CompressOptions]
 ) -> optax.GradientTransformationExtraArgs:
   r"""Random-k with error feedback: averages the same random elements of all workers.
 
@@ -183,16 +180,16 @@ def randomk(
     >>> int((update != 0).sum()), bool(jnp.all(update + state.residual == gradient))
     (64, True)
   """
-  return of_codec(randomk, RandomK, locals())
+  return of_codec(randomk, random_k.RandomK, locals())
 
 
-@recipe(BlockTop)
+@recipe(block_top.BlockTop)
 def blocktop(
-  block_size: int = BlockTop.block_size,
+  block_size: int = block_top.BlockTop.block_size,
   *,
-  count: int = BlockTop.count,
-  bits: Literal[2, 8, 32] = BlockTop.bits,
-  implementation: Implementation | None = BlockTop.implementation,
+  count: int = block_top.BlockTop.count,
+  bits: Literal[2, 8, 32] = block_top.BlockTop.bits,
+  implementation: Implementation | None = block_top.BlockTop.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages the largest of every ``block_size`` consecutive elements over workers.
@@ -210,4 +207,4 @@ def blocktop(
     >>> update[:4].tolist(), state.residual[:4].tolist()
     ([4.0, 0.0, 0.0, 0.0], [0.0, 1.0, -2.0, 1.0])
   """
-  return of_codec(blocktop, BlockTop, locals())
+  return of_codec(blocktop, block_top.BlockTop, locals())

@@ -1,7 +1,6 @@
 """BlockFloat: the codec of floats of few bits with a scale for each block."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal
 
 import jax.numpy as jnp
@@ -9,9 +8,11 @@ from jax import Array
 from jax.lax import bitcast_convert_type
 
 from gradcomp._src import checks
-from gradcomp._src.codecs import contractions, quantizing
-from gradcomp._src.codecs.sums.records import ArrayLike, Payload, Rounding
+from gradcomp._src.codecs import around, contractions, quantizing
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.records import ArrayLike, Leaf, Payload, Rounding
 from gradcomp._src.kernels import block_float
+from gradcomp._src.kernels.block_float import reference
 from gradcomp._src.kernels.gpu import dispatch
 
 BlockSize = Literal[16, 32]
@@ -110,10 +111,8 @@ class BlockFloat(quantizing.Elementwise):
     <https://arxiv.org/abs/2509.25149>`_, 2025, section 2 and appendix B
   """
 
-  element: block_float.Element = checks.field(
-    "e4m3", checks.choice(block_float.Element)
-  )
-  scale: block_float.Scale = checks.field("e8m0", checks.choice(block_float.Scale))
+  element: reference.Element = checks.field("e4m3", checks.choice(reference.Element))
+  scale: reference.Scale = checks.field("e8m0", checks.choice(reference.Scale))
   block_size: BlockSize = checks.field(
     32, checks.integer("16 or 32", such=lambda size: size in (16, 32))
   )
@@ -131,6 +130,10 @@ class BlockFloat(quantizing.Elementwise):
         "only its words hold a multiple of 8 codes, across which groups lie."
       )
 
+  def bind(self, leaf: Leaf) -> Codec:
+    """Returns the codec of a leaf, of rotated elements if ``rotate`` is a number."""
+    return around.Rotated(codec=self) if self.rotate else self
+
   @property
   def papers(self) -> tuple[str, ...]:
     up = ("mishra2025mxfp8",) if self.rounding == "stochastic" else ()
@@ -144,10 +147,10 @@ class BlockFloat(quantizing.Elementwise):
 
   @property
   def row_words(self) -> int:
-    return self._form.row_words
+    return self.form.row_words
 
   def decode_rows(self, rows: Array) -> Array:
-    return block_float.decode_rows(rows, form=self._form)
+    return block_float.decode_rows(rows, form=self.form)
 
   def operand(self, payload: Payload, *, like: ArrayLike) -> tuple[Array, Array, Array]:
     r"""Returns the operand of a matrix unit, without decoding a payload.
@@ -195,7 +198,7 @@ class BlockFloat(quantizing.Elementwise):
         f"`like` must have a last axis that is a multiple of {self.block_size}, along "
         f"which its blocks lie, got the shape {like.shape}; decode the payload instead."
       )
-    codes, scales, shared = block_float.unpack(payload.rows, self._form)
+    codes, scales, shared = reference.unpack(payload.rows, self.form)
     codes = codes.reshape(-1)[: like.size].reshape(like.shape)
     blocks = *like.shape[:-1], like.shape[-1] // self.block_size
     scales = scales.reshape(-1)[: like.size // self.block_size].reshape(blocks)
@@ -204,11 +207,11 @@ class BlockFloat(quantizing.Elementwise):
     return of(codes, _UNITS[self.element]), of(scales, _SCALES[self.scale]), factor
 
   @property
-  def _form(self) -> block_float.Form:
-    return block_float.Form(self.element, self.scale, self.block_size, self.unbiased)
+  def form(self) -> reference.Form:
+    return reference.Form(self.element, self.scale, self.block_size, self.unbiased)
 
-  def scales_by(self, measure: Callable[..., Array], x: Array) -> Array | None:
+  def scales_for(self, x: Array) -> Array | None:
     """Returns the scale that the blocks of rows share, if they share one."""
     if self.scale == "e8m0":
       return None
-    return block_float.tensor_scales(measure(x, 1, None), self._form)
+    return reference.tensor_scales(quantizing.scales_of(x, 1, None), self.form)

@@ -26,6 +26,7 @@ from gradcomp._src.kernels.common.float_codes import FloatRounding
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.common.planes import planes_per_word
 from gradcomp._src.kernels.common.scales import tensor_norm
+from gradcomp._src.kernels.float_cast import reference
 from gradcomp._src.kernels.gpu import dispatch
 
 
@@ -121,7 +122,7 @@ class FloatCast(Codec):
   )
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
-  row_words: ClassVar[int] = float_cast.Form.bucket_size
+  row_words: ClassVar[int] = reference.Form.bucket_size
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -168,7 +169,7 @@ class FloatCast(Codec):
 
   @property
   def tile_size(self) -> int:
-    return planes_per_word(float_cast.width(self.format)) * self.row_words
+    return planes_per_word(reference.width(self.format)) * self.row_words
 
   def bind(self, leaf: Leaf) -> "FloatCast":
     """Binds the number of addends, so that the scale leaves room for their sum."""
@@ -183,21 +184,21 @@ class FloatCast(Codec):
   @functools.partial(jax.jit, static_argnums=0)  # each shape is traced once
   def _exponent(self, x: Array) -> Array:
     largest = tensor_norm(as_float32(x), "max").reshape(1, 1)
-    return float_cast.exponent_byte(largest, self.addends)
+    return reference.exponent_byte(largest, self.addends)
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     flat, dither = as_float32(x), codec_dither(self, context)
     if self.scale != "auto":
       return Encoded(self._encode(scaled(flat, self.scale), None, dither))
     assert context.agreed is not None
-    exponent = float_cast.shift(context.agreed[0, 0], self.format, self.addends)
+    exponent = reference.shift(context.agreed[0, 0], self.format, self.addends)
     return Encoded(self._encode(flat, exponent, dither))
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     return self._encode(tiles, None, codec_dither(self, context))
 
   def decode_rows(self, rows: Array) -> Array:
-    return float_cast.decode_rows(rows, self.format)
+    return reference.decode_rows(rows, self.format)
 
   def encode_sums(self, tiles: Array) -> Array:
     """Encodes scaled sums, rounded to nearest even."""
@@ -209,9 +210,9 @@ class FloatCast(Codec):
     if self.scale != "auto":
       return scaled(tiles, 1 / self.scale)
     assert agreed is not None
-    return float_cast.unshifted(tiles, agreed, self.format, self.addends)
+    return reference.unshifted(tiles, agreed, self.format, self.addends)
 
   def _encode(self, x: Array, exponent: Array | None, dither: Array | None) -> Array:
-    form = float_cast.Form(self.format, self.rounding, saturate=self.scale == "auto")
+    form = reference.Form(self.format, self.rounding, saturate=self.scale == "auto")
     given, by = (x, exponent, dither), self.implementation
     return float_cast.encode_rows(*given, form=form, implementation=by)[0]

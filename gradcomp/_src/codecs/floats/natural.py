@@ -68,17 +68,17 @@ class Natural(quantizing.Elementwise):
 
   papers: ClassVar[tuple[str, ...]] = ("horvath2019natural",)
   encoder = staticmethod(float_cast.encode_rows)
-  row_words: ClassVar[int] = float_cast.Form.bucket_size
+  row_words: ClassVar[int] = float_cast.reference.Form.bucket_size
 
   @property
   def contraction(self) -> float:
     return contractions.of_energy(contractions.of_floats(1.0, self.rounding))
 
   @property
-  def _form(self) -> float_cast.Form:
-    return float_cast.Form(
+  def form(self) -> float_cast.reference.Form:
+    return float_cast.reference.Form(
       _FORMAT, "stochastic" if self.needs_key else "nearest_even", saturate=False
     )
 
   def decode_rows(self, rows: Array) -> Array:
-    return float_cast.decode_rows(rows, _FORMAT)
+    return float_cast.reference.decode_rows(rows, _FORMAT)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from gradcomp._src.codecs.sums.sum import (
 from gradcomp._src.codecs.sums.tiles import Tiles, cutter, sum_in_order
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.materialize import hidden, packed, slice_at, stored
+from gradcomp._src.kernels.materialize import packed, slice_at, starts, stored
 
 _AGAIN = (
   "a codec that shares its scale, because partial sums are encoded again with scales "
@@ -71,25 +72,26 @@ class Codes(Sum):
     *,
     keep: bool,
   ) -> Sent:
-    rows = packed(pack_sums(self.codec, partial.total, workers))
+    rows = packed(self._integers(workers).pack(partial.total))
     return Sent(rows, scale=partial.scale)
 
   def value(
     self, rows: Array, agreed: Array | None, scale: float, share: int, workers: int
   ) -> RowDecoder:
-    sums = jax.vmap(lambda words: unpack_sums(self.codec, words, share, workers))(rows)
-    return self._decoder(sums.reshape(-1, *sums.shape[2:]), agreed, scale)
+    shape = share, self.codec.tile_size // self.codec.row_words
+    return self._decoder(self._integers(workers).unpack(rows, shape), agreed, scale)
 
   def reduces_shorter(self, rows: int, workers: int) -> bool:
     # Both ways send (N-1)/N of the bytes that are counted here.
-    integers = 2 * rows * self.codec.tile_size * sum_dtype(self.codec, workers).itemsize
+    size, words = self.codec.tile_size, self.codec.row_words
+    integers = 2 * rows * size * self.sum_dtype(workers).itemsize
     share = -(-rows // workers)
-    sums, words = packed_shape(self.codec, workers, share)
-    packed = 4 * workers * (share * self.codec.row_words + sums * words)
-    return workers == 1 or integers <= packed
+    per_word = planes.planes_per_word(self._integers(workers).bits)
+    sums = -(-(share * size // words) // per_word)
+    return workers == 1 or integers <= 4 * workers * words * (share + sums)
 
   def terms(self, rows: Array, workers: int) -> Array:
-    return self.codec.codes(stored(rows)).astype(sum_dtype(self.codec, workers))
+    return self.codec.codes(stored(rows)).astype(self.sum_dtype(workers))
 
   def reduced(
     self, total: Array, leaves: Sequence[LeafRows], agreed: Array | None, scale: float
@@ -98,7 +100,16 @@ class Codes(Sum):
 
   def _decoder(self, sums: Array, agreed: Array | None, scale: float) -> RowDecoder:
     assert agreed is not None
-    return lambda a, b: self._values(sums, agreed, hidden(a), b - a, scale)
+    at = starts(len(sums), agreed, fused=True)
+    return lambda a, b: self._values(sums, agreed, at(a, b), b - a, scale)
+
+  def _integers(self, workers: int) -> "Integers":
+    return Integers(sum_limit(self.codec.max_code, workers, self.codec))
+
+  def sum_dtype(self, workers: int) -> np.dtype:
+    """Returns the narrowest integer type that no sum of N workers can overflow."""
+    most, kinds = self._integers(workers).most, (np.int8, np.int16, np.int32)
+    return next(np.dtype(x) for x in kinds if most <= np.iinfo(x).max)
 
   @functools.partial(jax.jit, static_argnums=(0, 4, 5))  # leaves of a shape: once
   def _values(
@@ -108,58 +119,43 @@ class Codes(Sum):
     return scaled(self.codec.from_codes(part, lines), scale)
 
 
-def sum_bits(codec: ExactCoder, workers: int) -> int:
-  """Returns the number of bits that hold every sum: ``ceil(log2(2 N m + 1))``."""
-  return (2 * sum_limit(codec.max_code, workers, codec)).bit_length()
+class Integers(NamedTuple):
+  """The integers ``[-most, most]`` as codes of as few bits as hold all of them.
 
-
-def sum_dtype(codec: ExactCoder, workers: int) -> jnp.dtype:
-  """Returns the narrowest integer type that no sum of N workers can overflow."""
-  limit = sum_limit(codec.max_code, workers, codec)
-  kinds = (jnp.int8, jnp.int16, jnp.int32)
-  return next(jnp.dtype(x) for x in kinds if limit <= jnp.iinfo(x).max)
-
-
-def packed_shape(codec: ExactCoder, workers: int, rows: int) -> tuple[int, int]:
-  """Returns the numbers of rows and words that the sums of ``rows`` rows pack into."""
-  per_word = planes.planes_per_word(sum_bits(codec, workers))
-  buckets = rows * codec.tile_size // codec.row_words
-  return -(-buckets // per_word), codec.row_words
-
-
-def pack_sums(codec: ExactCoder, sums: Array, workers: int) -> Array:
-  """Packs sums, ``int32[rows, P, B]``, into words.
-
-  A word holds the sums of one element in each of P' buckets. Code ``k`` of word ``w``
-  of row ``t`` is the sum of element ``w`` of bucket ``t P' + k``, plus ``N m``.
+  A word holds those of one element in each of P' buckets, which follow each other, and
+  zeros where there are no more. Code ``k`` of word ``w`` of row ``t`` is that of
+  element ``w`` of bucket ``t P' + k``, the integer less ``least``.
   """
-  codes = (sums + sum_limit(codec.max_code, workers, codec)).astype(jnp.uint32)
-  return pack_buckets(codes, sum_bits(codec, workers))
 
+  most: int
+  nan: bool = False  # whether the code 0 stands for NaN, which takes no bit more
 
-def unpack_sums(codec: ExactCoder, words: Array, rows: int, workers: int) -> Array:
-  """Unpacks the words of :func:`pack_sums` to sums, ``int32[rows, P, B]``."""
-  count = codec.tile_size // codec.row_words
-  codes = unpack_buckets(words, sum_bits(codec, workers), rows * count)
-  sums = codes.astype(jnp.int32).reshape(rows, count, -1)
-  return sums - sum_limit(codec.max_code, workers, codec)
+  @property
+  def least(self) -> int:
+    """The integer of the code 0."""
+    return -self.most - self.nan
 
+  @property
+  def bits(self) -> int:
+    """The bits of a code, ``ceil(log2(2 m + 1))``."""
+    return (self.most - self.least).bit_length()
 
-def pack_buckets(codes: Array, bits: int) -> Array:
-  """Packs buckets of codes, ``uint32[..., B]``, into words; zeros fill the last ones.
+  def pack(self, numbers: Array) -> Array:
+    """Packs buckets of integers, ``int32[..., B]``, into words."""
+    buckets = (numbers - self.least).astype(jnp.uint32).reshape(-1, numbers.shape[-1])
+    per_word = planes.planes_per_word(self.bits)
+    padded = jnp.pad(buckets, ((0, -len(buckets) % per_word), (0, 0)))
+    return planes.pack_planes([padded[k::per_word] for k in range(per_word)], self.bits)
 
-  The buckets that follow each other share words, as many as fit.
-  """
-  per_word = planes.planes_per_word(bits)
-  buckets = codes.reshape(-1, codes.shape[-1])
-  padded = jnp.pad(buckets, ((0, -len(buckets) % per_word), (0, 0)))
-  return planes.pack_planes([padded[k::per_word] for k in range(per_word)], bits)
+  def unpack(self, words: Array, shape: tuple[int, ...]) -> Array:
+    """Unpacks owners' words, ``[N, rows, B]``, to ``int32[N * rows', P, B]``.
 
-
-def unpack_buckets(words: Array, bits: int, buckets: int) -> Array:
-  """Unpacks the words of :func:`pack_buckets` to ``uint32[buckets, B]``."""
-  codes = planes.unpack_planes(words, bits)
-  return codes.reshape(-1, words.shape[-1])[:buckets]
+    An owner has rows of ``shape``, ``(rows', P)``.
+    """
+    count, _, width = words.shape
+    codes = planes.unpack_planes(words, self.bits).astype(jnp.int32)
+    buckets = codes.reshape(count, -1, width)[:, : math.prod(shape)]
+    return buckets.reshape(count * shape[0], shape[1], width) + self.least
 
 
 _PARTIAL = 'signs, of which no partial sum has one bit, got {codec}; use "two_shot".'
@@ -221,41 +217,30 @@ class Votes(Tiles):
     *,
     keep: bool,
   ) -> Sent:
-    most = self._most(workers)
-    # The code 0 is NaN, which takes no bit more: 2 m + 1 sums are an odd number.
-    sums = jnp.where(jnp.isnan(partial.total), -most - 1, partial.total)
-    codes = (sums.astype(jnp.int32) + (most + 1)).astype(jnp.uint32)
-    rows = packed(pack_buckets(codes, _bits(most)))
-    return Sent(rows, lost=partial.lost, scale=partial.scale)
+    counts, total = self._integers(workers), partial.total
+    sums = jnp.where(jnp.isnan(total), counts.least, total).astype(jnp.int32)
+    return Sent(packed(counts.pack(sums)), lost=partial.lost, scale=partial.scale)
 
   def value(
     self, rows: Array, agreed: Array | None, scale: float, share: int, workers: int
   ) -> RowDecoder:
-    most, buckets = self._most(workers), share * self.codec.tile_size // rows.shape[-1]
-    unpack = lambda words: unpack_buckets(words, _bits(most), buckets)
-    codes = jax.vmap(unpack)(rows).astype(jnp.int32)
-    codes = codes.reshape(workers * share, -1, rows.shape[-1])
-    cut = cutter(codes)
+    counts = self._integers(workers)
+    shape = share, self.codec.tile_size // rows.shape[-1]
+    cut = cutter(counts.unpack(rows, shape))
 
     def decode(start: int, stop: int) -> Array:
       part = cut(start, stop)
-      counts = (part - (most + 1)).astype(jnp.float32)
-      counts = jnp.where(part == 0, np.float32(np.nan), counts)
-      return self._value(counts, scale, workers)
+      known = jnp.where(part == counts.least, np.float32(np.nan), part)
+      return self._value(known, scale, workers)
 
     return decode
 
-  def _most(self, workers: int) -> int:
-    """Returns the largest number that an owner sends."""
-    return 1 if self._decides else workers
+  def _integers(self, workers: int) -> Integers:
+    """Returns the numbers that an owner sends."""
+    return Integers(1 if self._decides else workers, nan=True)
 
   def _value(self, counts: Array, scale: float, workers: int) -> Array:
     """Returns the mean of N workers' signs, or of their votes, from counts."""
     if self._decides:
       return scaled(jnp.sign(counts), scale * workers)
     return scaled(counts, scale)
-
-
-def _bits(most: int) -> int:
-  """Returns the number of bits that hold the sums ``[-m, m]``, and NaN."""
-  return (2 * most + 1).bit_length()

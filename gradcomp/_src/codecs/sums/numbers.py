@@ -23,7 +23,7 @@ from gradcomp._src.floats.arithmetic import rounded_sum
 from gradcomp._src.floats.sums import kahan_step
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.float_formats import FloatFormat
-from gradcomp._src.kernels.materialize import hidden, materialized, packed, slice_at
+from gradcomp._src.kernels.materialize import materialized, packed, slice_at, starts
 
 # An addition that rounds takes 60 operations. So fewer of them are written out, which
 # bounds the compile time.
@@ -156,7 +156,9 @@ class Numbers(Sum):
     self, given: Array, agreed: Array | None, scale: float, own: Array | None = None
   ) -> RowDecoder:
     """Returns the decoder of payloads or losses, which divides them by their scale."""
-    return lambda a, b: self._decoded(given, agreed, own, hidden(a), b - a, scale)
+    rows = given.shape[given.dtype == jnp.uint32]
+    at = starts(rows, given if agreed is None else agreed, fused=True)
+    return lambda a, b: self._decoded(given, agreed, own, at(a, b), b - a, scale)
 
   @functools.partial(jax.jit, static_argnums=(0, 5, 6))  # leaves of a shape: once
   def _decoded(

@@ -43,6 +43,7 @@ class Encoded(NamedTuple):
   unsent: Array | None = None
   own: Any = ()  # this worker's own codec state after the step
   chosen: Array | None = None  # as of Sum.sent_at, if encoding knows it
+  lost: Array | None = None  # the unsent part there; elsewhere it is the leaf
 
 
 class Context(NamedTuple):

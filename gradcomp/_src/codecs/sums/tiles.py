@@ -22,8 +22,8 @@ from gradcomp._src.codecs.sums.sum import (
 )
 from gradcomp._src.kernels.common import sparse
 from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.common.row_view import COPIED
-from gradcomp._src.kernels.materialize import packed, unknown, word_cutter
+from gradcomp._src.kernels.materialize import packed, starts, word_cutter
+from gradcomp._src.kernels.selection import COPIED
 
 # More payloads than this are added in a loop, which bounds the compile time.
 UNROLLED = 16
@@ -42,9 +42,13 @@ def in_order(
 
 def sum_in_order(decode: Callable[[Any], Any], rows: Array) -> Array:
   """Returns ``decode(rows[0]) + decode(rows[1]) + ...``."""
+  count, total = rows.shape[0], decode(rows[0])
+  if count > UNROLLED:
+    return jax.lax.fori_loop(1, count, lambda k, x: x + decode(rows[k]), total)
   # A short sum is written out, so that XLA fuses decoding and adding into one pass.
-  add = lambda k, total: total + decode(rows[k])
-  return in_order(add, rows.shape[0], decode(rows[0]))
+  for k in range(1, count):
+    total = total + decode(rows[k])
+  return total
 
 
 def cutter(rows: Array, axis: int = 0) -> Callable[[int, int], Array]:
@@ -120,13 +124,13 @@ class Tiles(Sum):
     """Encodes ``mean + residual``, and returns the loss as the new owner residual."""
     if residual is None:
       return self.send(partial, context, keep=False)
-    mean = partial.total.reshape(residual.shape)
+    mean = partial.total.reshape(residual.shape) + residual
     # The loss is not lost for good, so the codec rounds to nearest, if it can.
-    nearest = dataclasses.replace(self, codec=self.codec.to_nearest())
-    sent = nearest.send(Partial(mean + residual), context, keep=True)
-    assert sent.lost is not None
-    kept = jnp.where(jnp.isfinite(sent.lost), sent.lost, residual)
-    return Sent(sent.rows, residual=kept)
+    nearest = self.codec.to_nearest()
+    with jax.named_scope("gradcomp_encode"):
+      rows = packed(nearest.encode_rows(mean, context))
+      lost = mean - nearest.decode_rows(rows).reshape(mean.shape)
+    return Sent(rows, residual=jnp.where(jnp.isfinite(lost), lost, residual))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,13 +275,13 @@ class Entries(Blocks):
     size = self.codec.tile_size
     together = rows.shape[1] * size < sparse.COUNTED
     every = functools.cache(lambda: sparse.add_entries(size, positions, values))
-    zero = functools.cache(lambda: unknown([0], positions)[0])
+    at = starts(rows.shape[1], positions)
 
     def decode(start: int, stop: int) -> Array:
       count = stop - start
       if count == rows.shape[1] or (together and count * size <= COPIED):
         return every()[start:stop]
-      return sparse.add_entries(size, positions, values, zero() + start, count)
+      return sparse.add_entries(size, positions, values, at(start, stop), count)
 
     return decode
 

@@ -185,7 +185,7 @@ def speeds_of(
 
 
 def _named(speeds: Mapping[str, CodecSpeed], candidate: Candidate) -> Speeds | None:
-  """Returns the speeds of a candidate's name; of a policy those of its leaves."""
+  """Returns the speeds of a candidate by its name, or of a policy's leaves."""
   if candidate.name in speeds or not candidate.codec.facts.parts:
     return speeds.get(candidate.name)
   return functools.partial(_nearest, speeds)

@@ -53,8 +53,10 @@ class PlanOptions(checks.Checked):
   """The options of :func:`gradcomp.cost.plan` that are seldom set.
 
   Attributes:
-    forward, backward: the seconds of the passes of a step, both or neither. Without
-      them only exchanges are compared.
+    forward: the seconds of the forward pass of a step. Without the passes only
+      exchanges are compared. Default: None.
+    backward: the seconds of the backward pass, given with ``forward`` and only then.
+      Default: None.
     speeds: the speeds of codecs: CodecSpeeds by the names of candidates, one for all, a
       function from the codec of a leaf to its speeds, or ``"measure"``. By default the
       package's for the device. ``"cpu"``, ``"H100"`` and ``"TPU v5e"`` are those by
@@ -363,7 +365,7 @@ class Setting(NamedTuple):
     speed_of: Callable[[Candidate], Speeds | None],
     dense: Row,
   ) -> list[Row]:
-    """Returns a candidate's row with each exchange; one if all are refused alike."""
+    """Returns a candidate's row with each exchange; one if all have one refusal."""
     errors = self.errors
     omega = errors.omega(candidate)
     reason = errors.refusal(candidate, omega)

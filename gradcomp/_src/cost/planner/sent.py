@@ -1,4 +1,4 @@
-"""The work and the collectives of a step, told from shapes, without a trace."""
+"""The work and the collectives of a step, from shapes, without a trace."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ class Sent(NamedTuple):
 
 
 def sent_by(plan: MessagePlan, sizes: tuple[int, ...]) -> Sent:
-  """Returns what a worker sends in a step of a plan, over axes of these sizes.
+  """Returns a worker's messages in a step of a plan, over axes of these sizes.
 
   It is what :func:`gradcomp.explain` reads from the trace of an update.
   """
@@ -68,7 +68,7 @@ def sent_by(plan: MessagePlan, sizes: tuple[int, ...]) -> Sent:
 def _one(
   kind: str, workers: int, span: int, *operands: _Shape, times: int = 1
 ) -> Collective:
-  """Returns a collective, of operands whose dtypes are integers or floats."""
+  """Returns a collective of operands of integers or floats."""
   spelled = lambda x: f"{x.dtype.kind.replace('i', 's')}{8 * x.dtype.itemsize}"
   return Collective(
     kind=kind,
@@ -152,7 +152,7 @@ def _matrix(rows: int, codec: Codec) -> _Shape:
 
 
 def _line(rows: Sequence[int], words: Sequence[int]) -> _Shape:
-  """Returns the line that holds so many rows of so many words, for each codec."""
+  """Returns the line that holds rows of words, by their numbers for each codec."""
   return _Shape(lines.form(sum(map(int.__mul__, rows, words))), jnp.uint32)
 
 

@@ -44,11 +44,7 @@ class _Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-  """A traced function of leaves and numbers, to be called with rows of the leaves.
-
-  It raises ValueError unless each element of a result depends on one element of one
-  leaf, and on numbers.
-  """
+  """A trace, called with rows of its leaves; ValueError if elements mix."""
 
   closed: ClosedJaxpr
   given: Sequence[int | None]  # the leaf of each argument; None for a number

@@ -9,9 +9,8 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from gradcomp._src import checks
-from gradcomp._src.core import inputs
+from gradcomp._src.core import inputs, measures
 from gradcomp._src.core import state as states
-from gradcomp._src.core.measures import Sums
 from gradcomp._src.exchange import collectives
 from gradcomp._src.floats.dtypes import within
 from gradcomp._src.floats.rounding import round_to
@@ -179,13 +178,9 @@ def still_lacking(
   seen: Rows,
   sent: Rows,
   old: Rows,
-  dtypes: Sequence[tuple[Any, Any]],
+  dtypes: Sequence[tuple[Any, Any]],  # of each leaf's parameter and update
 ) -> Rows:
-  """Returns the master minus the parameters after ``optax.apply_updates``.
-
-  ``old`` is that before, and stays where no finite update is sent. ``dtypes`` are those
-  of each leaf's parameter and update.
-  """
+  """Returns the master minus the new parameters; ``old`` where no update is finite."""
   left = []
   columns = rows.elements, master, seen, sent, old, dtypes
   for here, m, p, d, before, (param, update) in zip(*columns, strict=True):
@@ -227,7 +222,7 @@ def measured_zero(
   size, gradient, owned, mean, product, zeros = stacked
   none = jnp.zeros_like(size)
   of_own = gradient, none, gradient, owned, zeros  # in the order of Sums
-  back = Sums(*of_own, owned, size, mean, gradient, product, none)
+  back = measures.Sums(*of_own, owned, size, mean, gradient, product, none)
   gradients = found._replace(owned=owned)
   both = jax.tree.map(lambda *x: jnp.concatenate(x), gradients, back)
   return state._replace(measures=both)

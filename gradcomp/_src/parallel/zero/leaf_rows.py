@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradcomp._src.codecs import protocol
-from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.encoding import encode_leaf
+from gradcomp._src.codecs import dense, encoding, protocol
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import NOTHING, Leaf
 from gradcomp._src.core.state import OwnedRows, is_rows
@@ -27,7 +25,7 @@ from gradcomp._src.mesh.study import noted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShortRows(Dense):
+class ShortRows(dense.Dense):
   """Sends float32 in short rows, so that each owner has one of a small leaf."""
 
   row_words: int = 1  # type: ignore[misc]
@@ -39,21 +37,20 @@ def share_rows(
   """Shares the rows of a plan; ``codec`` encodes updates of all but small leaves."""
   whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
   codecs = layouts.leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
-  messages = tuple(_with_short_rows(x, workers.size) for x in plan.messages)
-  return LeafRows(plan._replace(messages=messages), tuple(codecs), workers)
-
-
-def _with_short_rows(message: Message, workers: int) -> Message:
-  """Returns a message with rows of small leaves that a worker can own one each of."""
 
   def short(codec: Codec, size: int) -> Codec:
-    words = max(1, -(-size // workers))
+    """Gives a small leaf rows, so that each worker can own one."""
+    words = max(1, -(-size // workers.size))
     small = codec.facts.plain and words < codec.row_words
     return ShortRows(row_words=words) if small else codec
 
-  like = message.layout.like
-  codecs = [short(message.layout.codec_of(k), x.size) for k, x in enumerate(like)]
-  return message._replace(layout=layouts.arrange(like, codecs))
+  def shared(message: Message) -> Message:
+    like = message.layout.like
+    own = [short(message.layout.codec_of(k), x.size) for k, x in enumerate(like)]
+    return message._replace(layout=layouts.arrange(like, own))
+
+  messages = tuple(map(shared, plan.messages))
+  return LeafRows(plan._replace(messages=messages), tuple(codecs), workers)
 
 
 class _Place(NamedTuple):
@@ -94,18 +91,13 @@ class LeafRows:
 
   @functools.cached_property
   def _places(self) -> list[_Place]:
-    def places(layout: layouts.Layout) -> Iterator[_Place]:
-      for (group, start, stop), like in zip(layout.slots, layout.like, strict=True):
+    found: dict[int, _Place] = {}
+    for leaves, layout, *_ in self.plan.messages:
+      columns = leaves, layout.slots, layout.like
+      for i, (group, start, stop), like in zip(*columns, strict=True):
         share, codec = -((start - stop) // self.workers.size), layout.codecs[group]
-        yield _Place(codec, stop - start, like, (share, *protocol.tile_shape(codec)))
-
-    return self.in_order([places(message.layout) for message in self.plan.messages])
-
-  def in_order(self, parts: Sequence[Iterable[Any]]) -> list[Any]:
-    """Returns the parts of messages, by leaf."""
-    found: dict[int, Any] = {}
-    for message, own in zip(self.plan.messages, parts, strict=True):
-      found |= zip(message.leaves, own, strict=True)
+        shape = share, *protocol.tile_shape(codec)
+        found[i] = _Place(codec, stop - start, like, shape)
     return [found[i] for i in range(len(found))]
 
   def owned(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -171,7 +163,7 @@ class _Joined(NamedTuple):
   def encoded(self) -> jax.Array:
     """Returns the words of all leaves, each from a row on, ``uint32[rows, words]``."""
     flat = [self.codec.split(x.reshape(-1)).reshape(-1) for x in self.leaves.values()]
-    return encode_leaf(self.codec, False, jnp.concatenate(flat), NOTHING).rows
+    return encoding.encode_leaf(self.codec, False, jnp.concatenate(flat), NOTHING).rows
 
   def decoded(self, words: jax.Array) -> Iterator[tuple[int, jax.Array]]:
     """Yields each leaf's rows of all owners, ``float32[N * share, ...]``."""

@@ -16,12 +16,10 @@ from gradcomp._src.core import agreement, border, compression, first_state, inpu
 from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
 from gradcomp._src.core import step as steps
-from gradcomp._src.exchange import collectives, two_shot
-from gradcomp._src.exchange.step import Reduced
+from gradcomp._src.exchange import collectives, step, two_shot
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh import closures, study, trees, types
-from gradcomp._src.mesh.place import Place
+from gradcomp._src.mesh import closures, place, study, trees, types
 from gradcomp._src.parallel.zero import elementwise, leaf_rows
 from gradcomp._src.parallel.zero import inner as inners
 from gradcomp._src.public import cites
@@ -161,7 +159,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     """Returns a worker's first unsent rows, zeros, and the first state of ``inner``."""
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
     count = mesh_axes.bound_size(axes) or 1
-    across = Place(axes, False, others)
+    across = place.Place(axes, False, others)
     rows = shared(leaves, tree, across, collectives.Workers(axes, count, 1 / count))
     master = rows.owned(leaves)
     zeros = [elementwise.alike(jnp.float32(0), x)[0] for x in master]
@@ -184,7 +182,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
 
   @cites("rajbhandari2020zero", "jia2024sdp4bit")
   def core(
-    across: Place, updates: Any, state: Any, params: Any, extra_args: Any
+    across: place.Place, updates: Any, state: Any, params: Any, extra_args: Any
   ) -> tuple[Any, ZeroState]:
     states.check_type(state, ZeroState)
     if params is None:
@@ -212,7 +210,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
       facts = parts.step(rows.plan, workers, state.gradients)
       facts = facts._replace(instead=two_shot.ReduceScatter())
 
-      def finish(reduced: list[Reduced]) -> tuple[list[Reduced], Any]:
+      def finish(reduced: list[step.Reduced]) -> tuple[list[step.Reduced], Any]:
         """Runs the optimizer on the means of this worker; sends the changes."""
         before = rows.owned([x.astype(jnp.float32) for x in leaves])
         shares: list[Any] = [x.share for x in reduced]

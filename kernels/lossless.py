@@ -1,4 +1,4 @@
-"""Lossless's inner loops in jnp: codes of exponents, escapes, packing, decoding.
+"""Packs bfloat16 numbers into 12 bits each, without loss, and unpacks them, in jnp.
 
 All is done on bit patterns, so that NaN and subnormals stay as they are.
 """

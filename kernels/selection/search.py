@@ -1,4 +1,4 @@
-"""Selection of the elements of largest magnitude, without sorting them all.
+"""Searches the threshold that enough elements of a row reach, and lists these.
 
 A threshold is found on a sample of a row. Then all elements that reach it are counted
 and marked, and only these are sorted; a small row is sorted as a whole. A row is one of
@@ -7,20 +7,20 @@ several matrices, which a number counts: one program serves all leaves of a size
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from gradcomp._src.kernels.common.row_view import RowView
-from gradcomp._src.kernels.compaction import positions, reference
-from gradcomp._src.kernels.gpu.dispatch import Implementation, on_tpu
-from gradcomp._src.kernels.threshold_mask import mark
-from gradcomp._src.kernels.threshold_mask.reference import (
+from gradcomp._src.kernels.gpu import dispatch, self_check, tiles
+from gradcomp._src.kernels.selection import pallas, reference
+from gradcomp._src.kernels.selection.reference import (
   ABOVE_ALL,
+  RowView,
   as_floats,
+  count_bits,
   magnitudes,
 )
 from gradcomp._src.kernels.tpu.lines import LANES
@@ -37,67 +37,96 @@ _HALVINGS = 18
 _FIRST_STEP = 1 << 19
 
 
-def largest(x: RowView, count: int, sign: Array | None = None) -> Array:
-  """Returns the positions of the ``count`` elements of largest magnitude, ascending."""
-  position = x.read(lambda x: lax.top_k(as_floats(magnitudes(x, sign)), count)[1])
-  position = position.astype(jnp.int32)
-  if sign is not None:
-    own = magnitudes(x.at(position), sign) > 0
-    position = jnp.where(own, position, x.size)
-  return jnp.sort(position)
-
-
-def at_least(
+def select(
   x: RowView,
-  count: int,
-  capacity: int,
+  method: str,
+  between: tuple[int, int],
   *,
   sign: Array | None = None,
   first: Array | None = None,
-  implementation: Implementation | None = None,
+  implementation: dispatch.Implementation | None = None,
 ) -> Array:
-  """Returns the positions of all elements that reach a threshold."""
-  # They are `int32[capacity]`, tile by tile; n behind the last. The threshold is one
-  # that between `count` and `capacity` elements reach, or `first` if no more than
-  # `capacity` do. Where equal elements leave no such threshold, all larger ones are
-  # listed, and equal ones up to `count`. With `sign` only its elements count.
-  words = reaching(x, count, capacity, sign, first, implementation)
+  """Returns the positions of large elements of a row; its size in slots not used.
+
+  By ``"exact"`` and ``"trimmed"`` they are the ``count`` largest, ascending. Else they
+  are all that reach a threshold, tile by tile, in ``capacity`` slots.
+  """
+  # The threshold is one that between `count` and `capacity` elements reach, or `first`
+  # if no more than `capacity` do. Where equal elements leave no such threshold, all
+  # larger ones are listed, and equal ones up to `count`. With `sign` only its elements
+  # count. "trimmed" sorts the listed ones alone, and "exact" all.
+  count, capacity = between
+  if method == "exact":
+    found = x.read(lambda x: lax.top_k(as_floats(magnitudes(x, sign)), count)[1])
+    found = found.astype(jnp.int32)
+    if sign is not None:
+      found = jnp.where(magnitudes(x.at(found), sign) > 0, found, x.size)
+    return jnp.sort(found)
+  words = _reaching(x, count, capacity, sign, first, implementation)
   # The loop has one round, which XLA cannot know. So XLA keeps the list, and does not
   # fuse it into each of its readers, which would make it anew for each.
-  number = reference.count_bits(words)
+  number = count_bits(words)
   nothing = jnp.zeros(capacity, jnp.int32) + (number & 0)
-  found = lambda *_: positions(words, capacity, x.size)
-  return lax.fori_loop(0, (number >= 0) * 1, found, nothing)
+  listed = lambda *_: reference.positions(words, capacity, x.size)
+  found = lax.fori_loop(0, (number >= 0) * 1, listed, nothing)
+  if method == "trimmed":
+    order = as_floats(magnitudes(x.at(found), sign))
+    _, largest = lax.top_k(jnp.where(found < x.size, order, -jnp.inf), count)
+    found = found[jnp.sort(largest)]
+  return found
 
 
-def trimmed(
+def mark(
   x: RowView,
-  count: int,
-  capacity: int,
-  *,
+  threshold: Array,
   sign: Array | None = None,
-  implementation: Implementation | None = None,
+  *,
+  implementation: dispatch.Implementation | None = None,
 ) -> Array:
-  """Selects as :func:`largest` does, but sorts only survivors of :func:`at_least`."""
-  survivors = at_least(x, count, capacity, sign=sign, implementation=implementation)
-  order = as_floats(magnitudes(x.at(survivors), sign))
-  _, chosen = lax.top_k(jnp.where(survivors < x.size, order, -jnp.inf), count)
-  return survivors[jnp.sort(chosen)]
+  """Runs :func:`reference.mark` or a kernel, as :func:`dispatch.run` chooses."""
+  refusal = functools.partial(tiles.refusal_of_tiles, tile=reference.TILE)
+  no = refusal(x.size) or refusal(x.matrices[0].size)
+  operation = dispatch.Operation(reference.mark, no or pallas.mark)
+  several = x.rows > 1
+
+  def example(elements: int) -> self_check.Example:
+    # A row, the only one or one of two, and a threshold that some reach.
+    size = elements // reference.TILE * reference.TILE + 77
+    matrix: Any = self_check.elements((1 + several) * size).reshape(1 + several, size)
+    number: Any = np.int32(several)
+    own = None if sign is None else np.float32(-1)
+    half = np.float32(0.5).view(np.uint32)
+    return self_check.Example((RowView([matrix], number), half, own))
+
+  return dispatch.run(operation, implementation, (x, threshold, sign), {}, example)
 
 
-def reaching(
+class _Search(NamedTuple):
+  """The state of the search after a look at the elements that reach a threshold."""
+
+  threshold: Array  # uint32[]: to look at next
+  step: Array  # uint32[]: how far it moves at most
+  low: Array  # uint32[]: more elements reach it than there is capacity for
+  high: Array  # uint32[]: fewer elements reach it than are wanted
+  fewest: Array  # int32[]: the number of elements that is enough
+  fits: Array  # bool[]: whether the number of elements is right
+  ends: Array  # int32[]: looks since low and high became neighbors
+  words: Array  # uint32[n / 32]: bits of this look's elements; at the end, low's
+  before: Array  # the same of the look before; at the end, high's
+
+
+def _reaching(
   x: RowView,
   count: int,
   capacity: int,
   sign: Array | None,
   first: Array | None,
-  implementation: Implementation | None,
+  implementation: dispatch.Implementation | None,
 ) -> Array:
-  """Returns a bit for each element that reaches a threshold: ``uint32[n / 32]``."""
-  # They are the elements that `at_least` lists. The search bisects the bits of the
-  # threshold. It starts from the sample's, in steps that double until both sides are
-  # known. It counts once if the sample is right, and up to 45 times if not. Where it
-  # ends between neighbors, it looks at both once more.
+  """Returns a bit for each element that ``threshold`` lists: ``uint32[n / 32]``."""
+  # The search bisects the bits of the threshold. It starts from the sample's, in steps
+  # that double until both sides are known. It counts once if the sample is right, and
+  # up to 45 times if not. Where it ends between neighbors, it looks at both once more.
   zero = magnitudes(x.matrices[0].reshape(-1)[0]) & 0
   fewest = jnp.int32(count)
   sampled = functools.partial(_sampled, x, count, capacity, sign)
@@ -108,11 +137,9 @@ def reaching(
     guess = lax.cond(given > 0, lambda: given, sampled)
     fewest = jnp.where(given > 0, 0, count)
 
-  def goes_on(state: _Search) -> Array:
-    return ~state.fits & (state.ends < 3)
-
   def look(state: _Search) -> _Search:
-    words, found = mark(x, state.threshold, sign, implementation=implementation)
+    words = mark(x, state.threshold, sign, implementation=implementation)
+    found = count_bits(words)
     many = found > capacity
     low = jnp.where(many, state.threshold, state.low)
     high = jnp.where(many, state.high, state.threshold)
@@ -147,29 +174,14 @@ def reaching(
     words=none,
     before=none,
   )
-  state = lax.while_loop(goes_on, look, start)
+  state = lax.while_loop(lambda x: ~x.fits & (x.ends < 3), look, start)
 
   def with_ties() -> Array:
     above = state.before
-    return above | reference.first_bits(
-      state.words & ~above, count - reference.count_bits(above)
-    )
+    rest = count - count_bits(above)
+    return above | reference.first_bits(state.words & ~above, rest)
 
   return lax.cond(state.fits, lambda: state.words, with_ties)
-
-
-class _Search(NamedTuple):
-  """The state of the search after a look at the elements that reach a threshold."""
-
-  threshold: Array  # uint32[]: to look at next
-  step: Array  # uint32[]: how far it moves at most
-  low: Array  # uint32[]: more elements reach it than there is capacity for
-  high: Array  # uint32[]: fewer elements reach it than are wanted
-  fewest: Array  # int32[]: the number of elements that is enough
-  fits: Array  # bool[]: whether the number of elements is right
-  ends: Array  # int32[]: looks since low and high became neighbors
-  words: Array  # uint32[n / 32]: bits of this look's elements; at the end, low's
-  before: Array  # the same of the look before; at the end, high's
 
 
 def _sampled(x: RowView, count: int, capacity: int, sign: Array | None) -> Array:
@@ -202,12 +214,6 @@ def _sampled(x: RowView, count: int, capacity: int, sign: Array | None) -> Array
   return lax.fori_loop(0, _HALVINGS, halve, (zero, zero + ABOVE_ALL))[0]
 
 
-def _lines_by_slices(x: Array, start: Array) -> Array:
-  """Reads a line of a flat array from each start on: ``float32[lines * 16]``."""
-  line = jax.vmap(lambda at: lax.dynamic_slice(x, (at,), (_LINE,)))
-  return line(start).reshape(-1)
-
-
 def _lines_by_rows(x: Array, start: Array) -> Array:
   """Reads the lines in a form for TPUs, where XLA would slice them one by one."""
   # It gathers whole rows of 128, if all starts are multiples of that. So a line is in
@@ -222,4 +228,8 @@ def _lines_by_rows(x: Array, start: Array) -> Array:
   return columns.T.reshape(-1)
 
 
-_lines = on_tpu(_lines_by_rows)(_lines_by_slices)
+@dispatch.on_tpu(_lines_by_rows)
+def _lines(x: Array, start: Array) -> Array:
+  """Reads a line of a flat array from each start on: ``float32[lines * 16]``."""
+  line = jax.vmap(lambda at: lax.dynamic_slice(x, (at,), (_LINE,)))
+  return line(start).reshape(-1)
