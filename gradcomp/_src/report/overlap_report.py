@@ -179,7 +179,7 @@ def overlap_report(
     ... b = u32[256] all-gather-done(a)
     ... }'''
     >>> print(overlap_report(text))
-    collective  dtype  workers  times  bytes sent  beside it      Gflop  scope
+    collective  dtype  workers  times  bytes sent  beside it      Gflop
     all-gather  u32          4      1         768  1 product  0.0005243
     Exposed: 0 of 1 collectives, 0 of 768 bytes.
   """
