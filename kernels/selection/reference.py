@@ -111,21 +111,19 @@ def mark(x: RowView, threshold: Array, sign: Array | None) -> Array:
     # thresholds, which makes a copy of the row.
     x, limit = lax.optimization_barrier((x, threshold))
     whole = x.size // TILE * TILE
-    parts = [x[:whole], jnp.pad(x[whole:], (0, -x.size % TILE))]
-    bit = jnp.uint32(1) << lax.iota(jnp.uint32, WORD)[:, None]
+    bit = np.uint32(1) << np.arange(WORD, dtype=np.uint32)[:, None]
+    # Zeros behind the row have no bit. Cleared in the last words afterwards, they came
+    # back where XLA 0.12 for CPU writes the words into others.
+    real = np.arange(TILE).reshape(WORD, LANES) < x.size - whole
+    rest = jnp.pad(x[whole:], (0, -x.size % TILE))
     words = []
-    for part in parts:
+    for part, marks in (x[:whole], bit), (rest, np.where(real, bit, np.uint32(0))):
       order = magnitudes(part.reshape(-1, WORD, LANES), sign)
-      bits = jnp.where(order >= limit, bit, jnp.uint32(0))
+      bits = jnp.where(order >= limit, marks, np.uint32(0))
       words.append(lax.reduce(bits, np.uint32(0), lax.bitwise_or, (1,)))
     return jnp.concatenate(words)
 
-  words = x.read(reached)
-  if missing := -x.size % TILE:
-    real = np.arange(TILE).reshape(WORD, LANES) < TILE - missing
-    kept = (real.astype(np.uint32) << np.arange(WORD, dtype=np.uint32)[:, None]).sum(0)
-    words = words.at[-1].set(words[-1] & kept.astype(np.uint32))
-  return words.reshape(-1)
+  return x.read(reached).reshape(-1)
 
 
 def count_bits(words: Array) -> Array:
