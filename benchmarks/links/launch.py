@@ -75,7 +75,7 @@ def run_workers(
 
 
 class Probe(NamedTuple):
-  """What raw TCP finds on links.
+  """Holds what raw TCP finds on links.
 
   Attributes:
     bytes_a_second: that each host receives.

@@ -86,7 +86,7 @@ def test_two_axes_agree_with_shard_map(exchange):
 
 
 def test_an_addend_among_extra_arguments_is_the_workers_own():
-  """So is its gradient."""
+  """It reaches a transformation on each worker as the gradient does."""
   square = lambda g, state, _, *, grad: (jax.tree.map(jnp.multiply, g, grad), state)
   inner = optax.GradientTransformationExtraArgs(optax.identity().init, square)
   own = gradcomp.wrappers.on_each_worker(inner, **OVER)

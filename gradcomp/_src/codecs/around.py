@@ -22,9 +22,9 @@ from gradcomp._src.codecs.sums.records import (
   Memory,
 )
 from gradcomp._src.codecs.sums.sum import Sum
-from gradcomp._src.kernels import one_bit, quantize
+from gradcomp._src.kernels import one_bit
 from gradcomp._src.kernels.common import rotation, scales
-from gradcomp._src.kernels.quantize import fitted, reference
+from gradcomp._src.kernels.quantize import fitted
 
 
 def _inner(name: str) -> Any:
@@ -85,7 +85,7 @@ class Rotated(_Around):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Fitted(_Around, quantizing.Elementwise):
+class Fitted(_Around, quantizing.Levels):
   """Encodes by levels that all workers fit to their gradients every few steps."""
 
   rounding, bucket_size, implementation = map(
@@ -132,16 +132,6 @@ class Fitted(_Around, quantizing.Elementwise):
     else:
       levels = fitted.fit(self.measure(x), self.init().shared)
     return super().encode_by(scale, x, context, levels)
-
-  def decode_rows(self, rows: Array) -> Array:
-    return reference.decode_rows(rows, self.form)
-
-  def sum_rows(self, rows: Array) -> Array:
-    if len(rows) > 1:
-      return super().sum_rows(rows)
-    return quantize.decode_rows(
-      rows[0], form=self.form, implementation=self.implementation
-    )
 
 
 def _matrix(x: ArrayT) -> ArrayT:

@@ -10,7 +10,6 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.codecs import around, contractions, quantizing
 from gradcomp._src.codecs.protocol import Codec, as_float32
-from gradcomp._src.codecs.sums import tiles
 from gradcomp._src.codecs.sums.records import (
   Context,
   Encoded,
@@ -20,7 +19,7 @@ from gradcomp._src.codecs.sums.records import (
 from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.common import planes, scales
 from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.quantize import qsgd, reference
+from gradcomp._src.kernels.quantize import qsgd
 
 ScaleNorm = Literal["max", "l2", "rms"]
 Levels = Literal["sign_magnitude", "uniform", "nonuniform"]
@@ -33,7 +32,7 @@ _STEPS = {1: 1.596, 2: 0.996, 3: 0.586, 4: 0.335}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QSGD(quantizing.Elementwise, quantizing.SharedScales):
+class QSGD(quantizing.Levels, quantizing.SharedScales):
   r"""Quantizes each element to one of a few levels of its bucket's norm.
 
   With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,
@@ -251,15 +250,6 @@ class QSGD(quantizing.Elementwise, quantizing.SharedScales):
       return super().encode_leaf(x, context)
     leaf = as_float32(x).reshape(x.shape)
     return self.encode_by(None, leaf, context, keep=True)
-
-  def decode_rows(self, rows: Array) -> Array:
-    return reference.decode_rows(rows, self.form)
-
-  def sum_rows(self, rows: Array) -> Array:
-    if len(rows) > 1:
-      return tiles.sum_in_order(self.decode_rows, rows)
-    form, by = self.form, self.implementation
-    return quantize.decode_rows(rows[0], form=form, implementation=by)
 
   def codes(self, rows: Array) -> Array:
     return qsgd.signed_codes(rows, self.form)

@@ -16,8 +16,10 @@ from gradcomp._src.codecs.sums.codes import Codes
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Tiles
+from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.common import scales
 from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.quantize import reference
 from gradcomp._src.kernels.quantize.qsgd import from_signed_codes
 
 ROTATE = checks.optional(
@@ -126,6 +128,19 @@ class Elementwise(RoundsAtRandom):
     form = dataclasses.replace(self.form, keep=True) if keep else self.form
     given = x, scale, codec_dither(self, context), *more
     return Encoded(*self.encoder(*given, form=form, implementation=self.implementation))
+
+
+class Levels(Elementwise):
+  """A base of codecs of levels under scales, which the common kernel decodes."""
+
+  def decode_rows(self, rows: Array) -> Array:
+    return reference.decode_rows(rows, self.form)
+
+  def sum_rows(self, rows: Array) -> Array:
+    if len(rows) > 1:
+      return super().sum_rows(rows)
+    form, by = self.form, self.implementation
+    return quantize.decode_rows(rows[0], form=form, implementation=by)
 
 
 class SharedScales(Codec):
