@@ -48,8 +48,9 @@ def reduced_spec(spec: PartitionSpec) -> PartitionSpec:
 
 def restrict_spec(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
   """Removes all axes but these from a spec."""
-  kept = [[name for name in _names(entry) if name in axes] for entry in entries(spec)]
-  return PartitionSpec(*map(_entry, kept))
+  free = PartitionSpec.UNCONSTRAINED
+  kept = lambda entry: _entry([name for name in _names(entry) if name in axes])
+  return PartitionSpec(*(x if x is free else kept(x) for x in entries(spec)))
 
 
 def stack_spec(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:

@@ -16,7 +16,7 @@ from gradcomp._src.mesh import axes, closures, per_worker, place, shard_maps, ty
 from gradcomp._src.mesh.param_specs import specs_like
 from gradcomp._src.mesh.specs import restrict_spec, sharded_axes
 from gradcomp._src.mesh.trees import combine, is_array, is_trainable, split
-from gradcomp._src.training import batches, loss_form
+from gradcomp._src.training import batches, constraints, loss_form
 
 P = ParamSpec("P")
 Params = TypeVar("Params")
@@ -297,6 +297,7 @@ def _stacked(
   specs = [*specs, *_typed_specs(loss_fn, axis_name)]
   places = [i for i, spec in enumerate(specs) if spec is not None]
   is_sum = _in_no_map(mesh, axis_name) == AxisType.Explicit
+  names = frozenset(axes.axis_names(axis_name))
 
   def local(arrays: Sequence[jax.Array]) -> tuple[Any, Any]:
     own = list(leaves)
@@ -317,11 +318,11 @@ def _stacked(
     return pmean(value, axis_name), jax.tree.map(lambda g: g[None], grads)
 
   return jax.shard_map(
-    local,
+    local if is_sum else constraints.over(local, names, mesh),
     mesh=mesh,
     in_specs=([specs[i] for i in places],),
     out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
-    axis_names=set(axes.axis_names(axis_name)),
+    axis_names=names,
     # Else a loss that starts a loop with constants would fail, as many models do.
     check_vma=False,
   )([leaves[i] for i in places])
