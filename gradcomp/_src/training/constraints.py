@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.extend.core.primitives import sharding_constraint_p
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from gradcomp._src import checks
 from gradcomp._src.mesh import specs
 
 
@@ -26,80 +26,81 @@ def over(
 ) -> Callable[..., Any]:
   """Returns a function for a map over the axes, in which constraints may name them."""
 
-  def call(*args: Any) -> Any:
+  def shape(x: Any) -> jax.ShapeDtypeStruct:
     # Arrays of the map have types with its mesh; these have none.
-    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
-      closed, out = jax.make_jaxpr(function, return_shape=True)(*bare)
-    moved = core.ClosedJaxpr(_in_map(closed.jaxpr, names, {}), closed.consts)
+    weak = getattr(jax.typeof(x), "weak_type", False)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
+
+  def call(*args: Any) -> Any:
+    shapes = jax.tree.map(shape, args)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    moved = core.ClosedJaxpr(_Move(names).jaxpr(closed.jaxpr), closed.consts)
     leaves = core.jaxpr_as_fun(moved)(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
   return call
 
 
-def _in_map(
-  jaxpr: core.Jaxpr, names: frozenset[str], contexts: dict[Any, Any]
-) -> core.Jaxpr:
-  """Returns a jaxpr on the mesh of a map over the axes, which no constraint names."""
-  known = dict[Any, Any]()  # a variable, and what stands for it
+class _Move:
+  """Moves jaxprs to the mesh of a map over the axes, which no constraint names then."""
 
-  def value(x: Any) -> Any:
-    if isinstance(x, core.Literal):
-      return x
-    if isinstance(x, core.Var):
-      if type(x) is core.Var and x not in known:
-        known[x] = core.Var(value(x.aval))
-      return known.get(x, x)
-    if isinstance(x, Mesh | AbstractMesh):
-      if not names.issubset(x.axis_names):
-        return x
-      return x.abstract_mesh.update_axis_types(dict.fromkeys(names, AxisType.Manual))
-    if isinstance(x, NamedSharding):
-      others = {*x.mesh.axis_names} - names
-      spec = specs.restrict_spec(x.spec, others)
-      return NamedSharding(value(x.mesh), spec, memory_kind=x.memory_kind)
-    if isinstance(x, core.Jaxpr):  # in JAX 0.12 closed ones, too
-      return _in_map(x, names, contexts)
-    if isinstance(x, core.ClosedJaxpr):
-      return core.ClosedJaxpr(value(x.jaxpr), x.consts)
-    if isinstance(x, jax.core.ShapedArray):
-      return x.update(sharding=value(x.sharding))
-    if hasattr(x, "inner_aval"):  # the type of a reference
-      return x.update(inner_aval=value(x.inner_aval))
-    return type(x)(map(value, x)) if type(x) in (tuple, list) else x
+  def __init__(self, names: frozenset[str]) -> None:
+    self.names = names
+    self.variables, self.contexts = dict[Any, Any](), dict[Any, Any]()
 
-  def context(old: Any) -> Any:
-    if old not in contexts:
-      mesh = value(old.cur_abstract_mesh)
-      with old.manager, jax.sharding.use_abstract_mesh(mesh):
-        contexts[old] = type(old)()
-    return contexts[old]
+  def jaxpr(self, old: core.Jaxpr) -> core.Jaxpr:
+    equations = [new for eqn in old.eqns if (new := self.equation(eqn))]
+    names = "constvars", "invars", "outvars"
+    return old.replace(eqns=equations, **{x: self.of(getattr(old, x)) for x in names})
 
-  eqns = []
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name == "sharding_constraint":
-      mesh = value(eqn.params["sharding"].mesh)
-      if not mesh.auto_axes:  # JAX has no constraint that leaves nothing to the compiler
-        known[eqn.outvars[0]] = value(eqn.invars[0])
-        continue
-    if twice := names.intersection(eqn.params.get("newly_manual_axes", ())):
+  def equation(self, eqn: Any) -> Any:
+    """Returns an equation of the map, or None for a constraint that says nothing."""
+    if eqn.primitive is sharding_constraint_p:
+      # JAX has no constraint that leaves no axis to the compiler.
+      if not self.of(eqn.params["sharding"].mesh).auto_axes:
+        self.variables[eqn.outvars[0]] = self.of(eqn.invars[0])
+        return None
+    elif twice := self.names.intersection(eqn.params.get("newly_manual_axes", ())):
       raise ValueError(
         "`loss_fn` must not map over the axis of the workers, where each has its part "
         f"already, but a shard_map in it is over {sorted(twice)}; map over other axes "
         "alone: jax.shard_map(..., axis_names={'model'}), with specs of these."
       )
-    eqns.append(
-      eqn.replace(
-        invars=value(eqn.invars),
-        outvars=value(eqn.outvars),
-        params={name: value(x) for name, x in eqn.params.items()},
-        ctx=context(eqn.ctx),
-      )
+    if eqn.ctx not in self.contexts:
+      mesh = self.of(eqn.ctx.cur_abstract_mesh)
+      with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+        self.contexts[eqn.ctx] = type(eqn.ctx)()
+    return eqn.replace(
+      invars=self.of(eqn.invars),
+      outvars=self.of(eqn.outvars),
+      params={name: self.of(x) for name, x in eqn.params.items()},
+      ctx=self.contexts[eqn.ctx],
     )
-  return jaxpr.replace(
-    constvars=value(jaxpr.constvars),
-    invars=value(jaxpr.invars),
-    outvars=value(jaxpr.outvars),
-    eqns=eqns,
-  )
+
+  def of(self, x: Any) -> Any:
+    """Returns a variable, a type, a sharding or a parameter of an equation, or many."""
+    match x:
+      case core.Literal():
+        return x
+      case core.Var():
+        if type(x) is core.Var and x not in self.variables:
+          self.variables[x] = core.Var(self.of(x.aval))
+        return self.variables.get(x, x)
+      case Mesh() | AbstractMesh() if self.names.issubset(x.axis_names):
+        manual = dict.fromkeys(self.names, AxisType.Manual)
+        return x.abstract_mesh.update_axis_types(manual)
+      case NamedSharding():
+        spec = specs.restrict_spec(x.spec, {*x.mesh.axis_names} - self.names)
+        return NamedSharding(self.of(x.mesh), spec, memory_kind=x.memory_kind)
+      case core.Jaxpr():  # since JAX 0.12 a closed one is one, too
+        return self.jaxpr(x)
+      case core.ClosedJaxpr():
+        return core.ClosedJaxpr(self.jaxpr(x.jaxpr), x.consts)
+      case jax.core.ShapedArray():
+        return x.update(sharding=self.of(x.sharding))
+      case tuple() | list() if type(x) in (tuple, list):
+        return type(x)(map(self.of, x))
+      case _ if hasattr(x, "inner_aval"):  # the type of a reference
+        return x.update(inner_aval=self.of(x.inner_aval))
+    return x
