@@ -3,9 +3,12 @@
 import importlib
 import importlib.util
 
+import chex
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import gradcomp
 from benchmarks.pages import records
@@ -57,3 +60,34 @@ def test_examples_are_short_and_in_the_record():
     title, what, changed = table.about(name)
     (row,) = [x for x in records.rows("trainers.md") if x["trainer"] == title]
     assert (row["what changes"], row["lines changed"]) == (what, changed)
+
+
+@pytest.mark.slow
+def test_the_llama_of_tunix_constrains_its_activations(monkeypatch):
+  """Over the axis of the workers, too; its own test for CPUs would leave that out."""
+  llama = pytest.importorskip("tunix.models.llama3.model")
+  constrained = lambda x, names: jax.lax.with_sharding_constraint(x, jax.P(*names))
+  monkeypatch.setattr(llama, "shard", constrained)
+  sizes = {"num_layers": 1, "vocab_size": 64, "embed_dim": 32, "hidden_dim": 64}
+  heads = {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2}
+  config = llama.ModelConfig(**sizes, **heads, rope_theta=10_000, norm_eps=1e-5)
+  mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), (jax.sharding.AxisType.Auto,) * 2)
+  with jax.set_mesh(mesh):
+    graph, params, others = nnx.split(
+      llama.Llama3(config, rngs=nnx.Rngs(0)), nnx.Param, ...
+    )
+    tokens = jax.random.randint(jax.random.key(0), (8, 16), 0, 64)
+
+    def loss_fn(params, tokens):
+      mask = jnp.broadcast_to(jnp.tril(jnp.ones((16, 16), bool)), (len(tokens), 16, 16))
+      places = jnp.broadcast_to(jnp.arange(16), tokens.shape)
+      logits, _ = nnx.merge(graph, params, others)(tokens, places, None, mask)
+      losses = optax.softmax_cross_entropy_with_integer_labels
+      return losses(logits[:, :-1].astype(jnp.float32), tokens[:, 1:]).mean()
+
+    tx = gradcomp.dense(axis_name="fsdp")
+    grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="fsdp", param_specs=jax.P())
+    own = jax.jit(lambda *given: tx.update(grad_fn(*given)[1], tx.init(given[0]))[0])
+    found, expected = own(params, tokens), jax.jit(jax.grad(loss_fn))(params, tokens)
+  # Sums of a batch in another order.
+  chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)

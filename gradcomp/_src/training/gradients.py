@@ -133,7 +133,9 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
   all workers, each array as a :class:`gradcomp.PerWorker`, which ``update`` takes. A
   worker has its part of each batch, and all other arguments whole. A typed PRNG key is
   no batch: each worker gets a key of its own, ``jax.random.fold_in(key, worker)``. Raw
-  keys, ``uint32[2]``, are refused as a batch, or are the same on all workers.
+  keys, ``uint32[2]``, are refused as a batch, or are the same on all workers. The loss
+  may constrain activations over the axis, as on one device: each worker has its part
+  already, and the compiler obeys the rest of the spec.
 
   Arrays of real and complex floats have gradients, as in ``equinox.filter_grad``.
   Other leaves have None in their place: functions and strings, Python's numbers and
@@ -196,7 +198,8 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
       not bound, or the micro-batches or the workers' parts would not be equal; under
       Explicit axes, no argument is sharded over the axis, or a differentiated one is;
       or under Auto axes, ``param_specs`` are not those of the parameters, or missing,
-      or another array is as long as the batches that nobody has named.
+      or another array is as long as the batches that nobody has named, or the loss has
+      a ``jax.shard_map`` over the axis.
     NotImplementedError: when called under Explicit axes, the loss closes over an array
       of the mesh. JAX raises it, and a note has the cure.
     TypeError: when called, an argument to differentiate has no array of real or complex
