@@ -5,6 +5,7 @@ compiles the codecs, the bits agree.
 """
 
 import functools
+import inspect
 import operator
 import pickle
 
@@ -20,7 +21,7 @@ from jax.flatten_util import ravel_pytree
 
 import gradcomp
 from gradcomp._src.transforms.low_rank import PowerSGD
-from gradcomp.codecs import QSGD, TopK
+from gradcomp.codecs import QSGD, Dense, TopK
 from tests.plugins.slow_cases import slow
 from tests.support import low_rank
 from tests.support.assertions import assert_equal
@@ -300,3 +301,31 @@ def test_an_optimizer_trains_behind_an_exchange(name, dtype, exchange):
     pytest.skip("its steps grow by the signs of gradients, and here they are noise")
   first, last = losses(name, dtype, exchange)
   assert last < losses(name, dtype, None)[1] + 0.01 * first
+
+
+def circles(function, above=()):
+  """Functions that are in their own closures, where a walk of closures has no end."""
+  if function in above:
+    return [function]
+  cells = getattr(function, "__closure__", None) or ()
+  held = [cell.cell_contents for cell in cells]
+  inner = (*above, function)
+  return [x for f in held if inspect.isfunction(f) for x in circles(f, inner)]
+
+
+def test_no_function_that_users_hold_is_in_its_own_closure():
+  """Optimistix walks them, by equinox."""
+  over = {"axis_name": "data"}
+  two, sgd = [gradcomp.dense(**over), gradcomp.qsgd(bits=4, **over)], optax.sgd(0.1)
+  for tx in (
+    *two,
+    gradcomp.redsync(density=0.01, **over),
+    gradcomp.powersgd(rank=2, **over),
+    gradcomp.optimizers.adam(1e-3, **over),
+    gradcomp.wrappers.switch([2], two),
+    gradcomp.wrappers.skip_nonfinite(two[1], 3, **over),
+    gradcomp.parallel.zero(optax.adam(1e-3), grads=Dense(), params=Dense(), **over),
+    gradcomp.local.local_steps(sgd, optax.sgd(1.0), every=4, codec=Dense(), **over),
+  ):
+    assert not circles(tx.init)
+    assert not circles(tx.update)
