@@ -418,7 +418,8 @@ def local_loss():
     found = [measured.get(name) for measured in by_steps]
     key = "loss" if name == "DiLoCo" else "more"
     star = ["*" if x and x["seeds"] == "1" else "" for x in found]
-    cells = [x[key] + y if x else "" for x, y in zip(found, star, strict=True)]
+    shown = zip(found, star, strict=True)
+    cells = [x[key].split(" ±")[0] + y if x else "" for x, y in shown]
     lines.append([label, *cells, found[1]["fewer"] if found[1] else ""])
   return table(["method", "H = 15", "H = 30", "H = 100", "fewer bytes, H = 30"], lines)
 

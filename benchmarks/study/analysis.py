@@ -37,42 +37,9 @@ class Spread(NamedTuple):
     half = "" if math.isnan(self.half) else f" ± {self.half:.2f}"
     return f"{self.mean:+.2f}{half}"
 
-  def at_least(self, limit: float) -> bool | None:
-    """Says whether the mean is ``limit`` or more, by the whole interval.
-
-    True where all of the interval is, False where none of it is, and None where the
-    interval holds the limit, or is that of one seed. These are two one-sided tests.
-    """
-    if self.mean - self.half >= limit:
-      return True
-    return False if self.mean + self.half < limit else None
-
-  def at_most(self, limit: float) -> bool | None:
-    """Says whether the mean is ``limit`` or less; None as in ``at_least``."""
-    return (-self).at_least(-limit)
-
-  def below(self, effect: float) -> bool | None:
-    """Says whether the mean is below zero, as where a paper has ``-effect``.
-
-    True where the whole interval is below zero, and False where it is not, and all of
-    it is above ``-effect``. Between them it holds both zero and the paper's number.
-
-    Example:
-      >>> [Spread(mean, 0.5, 5).below(1.0) for mean in (-0.6, -0.4, -0.6 + 1.0)]
-      [True, False, False]
-      >>> Spread(-0.6, 0.7, 5).below(1.0) is None
-      True
-    """
-    if self.mean + self.half < 0:
-      return True
-    return False if self.mean - self.half > -effect else None
-
-  def above(self, effect: float) -> bool | None:
-    """Says whether the mean is above zero, as where a paper has ``effect``."""
-    return (-self).below(effect)
-
-  def __neg__(self) -> "Spread":
-    return self._replace(mean=-self.mean)
+  @property
+  def seeds(self) -> str:
+    return f"{self.count} seed{'s'[: self.count - 1]}"
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -1,11 +1,12 @@
 """Reads the papers' claims, each with what judges it, from the files of claims/.
 
 A claim has the sentence, where the paper has it, the paper's number, and the paper's
-setting: one of the file's ``settings`` by its name, or the words. ``here`` says what
-differs in ours that the names of runs do not say. ``ours`` marks a sentence that no
-paper has. Either it names one of the ``judges`` or, of ``judges.elsewhere``, how to
-look at the ``record`` of another benchmark; ``also`` has more of both, which count
-alike. All other keys are options of that.
+setting: one of the file's ``settings`` by its name, or the words. ``place`` says
+whether ours is that. ``here`` says what differs in ours that the names of runs do not
+say. ``ours`` marks a sentence that no paper has, or of which it has no experiment.
+Either it names one of the ``judges`` or, of ``judges.elsewhere``, how to look at the
+``record`` of another benchmark; ``also`` has more of both, which count alike. ``share``
+and ``gbit`` are those of the ``Judge``. All other keys are options.
 """
 
 import json
@@ -17,33 +18,33 @@ from typing import Any, NamedTuple
 from benchmarks.common import cli
 from benchmarks.study.analysis import Study
 from benchmarks.study.judges import accuracy, elsewhere, groups, speed
-from benchmarks.study.judges.verdicts import Judge, Seen
+from benchmarks.study.judges.verdicts import Judge, Seen, Verdict
 
 RESULTS = cli.RESULTS
 _CLAIMS = Path(__file__).with_name("claims")
-_JUDGES = vars(speed) | vars(accuracy)
+_JUDGES = vars(elsewhere) | vars(speed) | vars(accuracy)
+_NO_EXPERIMENT = "no experiment"
 
 
 class Finding(NamedTuple):
-  """A claim of a paper.
+  """A claim of a paper."""
 
-  Attributes:
-    claim: in one sentence.
-    paper: where it is.
-    said: the paper's number.
-    judge: from a study to a verdict.
-    setting: the paper's.
-    here: what differs in ours, but for what the names of runs say.
-    ours: whether no paper says it, and it is our own reading of one.
-  """
+  claim: str  # in one sentence
+  paper: str  # where it is
+  said: str  # the paper's number
+  judge: Judge  # from a study to a verdict
+  setting: str  # the paper's
+  here: str = ""  # what differs in ours, but for what the names of runs say
+  # "yes" where ours is the paper's, "near" where the net or the data are smaller and
+  # the training is as long, or the link as fast, and else "far".
+  place: str = "far"
+  ours: bool = False  # whether no experiment says it, and it is our own reading
 
-  claim: str
-  paper: str
-  said: str
-  judge: Judge
-  setting: str
-  here: str = ""
-  ours: bool = False
+  def verdict(self, study: Study) -> Verdict:
+    """Judges it; where the setting is far, what does not hold is not seen here."""
+    found = self.judge(study)
+    far = found.verdict == "does not" and self.place == "far"
+    return found._replace(verdict="not seen here") if far else found
 
 
 def findings(name: str) -> list[Finding]:
@@ -57,10 +58,14 @@ def _finding(
   *,
   setting: str,
   also: Sequence[dict[str, Any]] = (),
+  share: float = 1.0,
+  gbit: float = 0.0,
   **entry: Any,
 ) -> Finding:
   said = {x: entry.pop(x) for x in Finding._fields if x in entry and x != "judge"}
   judge = _judge(**entry).beside(_judge(**x) for x in also)
+  judge = judge._replace(share=share, gbit=gbit)
+  said.setdefault("ours", setting == _NO_EXPERIMENT)
   return Finding(**said, judge=judge, setting=settings.get(setting, setting))
 
 

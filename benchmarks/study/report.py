@@ -195,7 +195,7 @@ def write(folders: Sequence[Path], output: Path, price: float | None = None) -> 
 
 def judge(study: Study) -> Judged:
   """Returns all findings with their verdicts."""
-  return [(finding, finding.judge(study)) for finding in FINDINGS]
+  return [(finding, finding.verdict(study)) for finding in FINDINGS]
 
 
 def _png(shown: Shown) -> bytes:

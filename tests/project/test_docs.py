@@ -32,8 +32,8 @@ HOSTS = FOLDER / "operate" / "many-hosts.md"
 # How tables of the study begin, which benchmarks/study/test_pages.py compares.
 STUDIED = (
   "| codec | accuracy | points | seeds | steps to f32 - 0.2 | bytes / f32 |",
-  "| paper | holds | does not | cannot tell | not tested |",
-  "| claim | it says | verdict |",
+  "| paper | holds | does not | not seen here | cannot tell | not tested |",
+  "| claim | it says | its setting? | verdict |",
 )
 
 

@@ -103,7 +103,7 @@ def _row(axes: Axes, word: str, bar: Bar, rows: tuple[float, float]) -> None:
   axes.fill_betweenx(rows, *shade, color=_SHADE, linewidth=0)
   axes.plot([limit.value] * 2, rows, color="0.2", linewidth=1.2)
   if _has_effect(bar, low, high):
-    axes.plot([limit.theirs] * 2, rows, color="0.2", linewidth=1, linestyle=":")
+    axes.plot([limit.half] * 2, rows, color="0.2", linewidth=1, linestyle=":")
   y = sum(rows) / 2
   ends = [min(max(x, low), high) for x in (bar.low, bar.high)]
   axes.plot(ends, [y, y], color=line, linewidth=2, solid_capstyle="butt")
@@ -135,7 +135,9 @@ def _name(axes: Axes, drawn: Drawn) -> int:
     axes.plot([], [], label=word, **_look(word))
   axes.fill_between([], [], color=_SHADE, label="where it holds")
   if effect := any(_has_effect(bar, *axes.get_xlim()) for _, bar in drawn):
-    axes.plot([], [], color="0.2", linewidth=1, linestyle=":", label="claimed effect")
+    axes.plot(
+      [], [], color="0.2", linewidth=1, linestyle=":", label="half of the effect"
+    )
   return len(found) + 1 + effect
 
 
@@ -151,9 +153,9 @@ def _look(word: str) -> dict[str, Any]:
 
 
 def _has_effect(bar: Bar, low: float, high: float) -> bool:
-  """Returns whether a bar has an effect that is not its limit, and that is shown."""
-  effect = bar.limit.theirs
-  return effect is not None and effect != bar.limit.value and low < effect < high
+  """Returns whether a bar has half of an effect that is shown."""
+  half = bar.limit.half
+  return half is not None and low < half < high
 
 
 def _range(drawn: Drawn) -> tuple[float, float, bool]:

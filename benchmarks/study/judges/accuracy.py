@@ -1,39 +1,34 @@
 """Judges what papers say of accuracy by the trainings of a study.
 
 Each judge looks at every group that has what it needs, among those that the claim is
-about: by default, of images and SGD. Trainings in the paper's own setting decide alone:
-by default those that went to their end, since all papers' did. Differences are means
-over seeds, seed by seed, with their intervals of 95 %.
+about: by default, of images and SGD. Differences are means over seeds, seed by seed,
+with their intervals of 95 %.
 """
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pandas as pd
 from scipy import stats
 
-from benchmarks.study.analysis import Group, Spread, Study, spread
+from benchmarks.study.analysis import Group, Study, spread
 from benchmarks.study.judges import groups as chosen
+from benchmarks.study.judges import rules
 from benchmarks.study.judges.groups import Chosen
+from benchmarks.study.judges.rules import EQUAL, LITTLE, POINTS, rule
 from benchmarks.study.judges.verdicts import (
+  BLIND,
+  COUNTS,
   ENOUGH,
-  OWN,
-  POINTS,
-  USUAL,
-  Bar,
+  FAR,
   Judge,
-  Rule,
   Seen,
   bar,
   judged,
   needing,
-  of_all,
-  ranked,
-  rule,
 )
 
-EQUAL = 0.2  # points within which ends are equal where the paper has no number
 # What is compared, by the methods of Group: how the numbers say it, and their unit.
 OF = {
   "difference": ("{label} {found}", POINTS),
@@ -46,147 +41,115 @@ OF = {
 }
 
 
-_NO_LOSS = rule({"at_least": -EQUAL})
+def _counts(group: Group, unit: str) -> bool:
+  """Says whether a group learned, and can show a loss where points are compared."""
+  arms = (group.difference(x) for x in group.runs if x != "f32")
+  scale = rules.share(100 - group.ends("f32").mean())
+  shows = not unit.startswith(POINTS) or rules.can_fail(arms, scale)
+  return chosen.learned(group) and shows
 
 
-class Comparison(NamedTuple):
-  """Says what is compared, and how it should end.
+def compared(
+  codecs: Sequence[str],
+  ends: dict[str, float],
+  *,
+  than: str = "f32",
+  of: str = "difference",
+  groups: Chosen = chosen.images,
+  own: Chosen = lambda group: True,
+  counts: Sequence[int] = (),
+  error: float = LITTLE,
+) -> Judge:
+  """Returns a judge of whether codecs end as they should.
 
-  Attributes:
+  Trainings that differ in their length alone are pooled.
+
+  Args:
     codecs: each of which should.
-    ends: the rule of ``Spread`` that decides.
+    ends: a rule, and its number.
     than: the codec beside which they end.
     of: the method of ``Group`` that compares.
     groups: that the claim is about.
-    own: those of them in the paper's own setting.
+    own: those of them that decide; others are shown.
+    counts: of workers, all of which must be there.
+    error: float32's in the paper, in percent, where that is below 5.
   """
+  decide = rule(ends)
+  less = "" if than == "f32" else f" - {than}"
+  text, unit = OF[of]
+  with_workers = f" with {' and '.join(map(str, counts))} workers" if counts else ""
 
-  codecs: Sequence[str]
-  ends: Rule
-  than: str = "f32"
-  of: str = "difference"
-  groups: Chosen = chosen.images
-  own: Chosen = chosen.trained
-
-  def seen(self, study: Study) -> Iterator[tuple[Group, Seen]]:
-    """Yields what each group says of each codec that was run in it."""
-    less = "" if self.than == "f32" else f" - {self.than}"
-    text, unit = OF[self.of]
-    for group in filter(self.groups, study.groups):
-      for codec in self.codecs:
-        if found := getattr(group, self.of)(codec, self.than):
-          yield (
-            group,
-            judged(
-              found,
-              self.ends,
-              f"{group.name}: {codec}{less}",
-              f"{text} ({{found.count}} seeds)",
-              unit=unit,
-              own=self.own(group),
-            ),
-          )
-
-  @property
-  def needs(self) -> str:
-    return f"seeds of {self.than} and {' or '.join(self.codecs)}"
-
-
-def compared(codecs: list[str], ends: dict[str, float], **options: Any) -> Judge:
-  """Returns a judge of a ``Comparison``; ``ends``: a rule of ``Spread``: its limit."""
-  found = Comparison(codecs, rule(ends), **options)
-  return Judge(lambda study: (x for _, x in found.seen(study)), found.needs)
-
-
-def any_workers(
-  codecs: list[str], limit: float, counts: Iterable[int], groups: Chosen
-) -> Judge:
-  """Returns a judge of whether codecs are as good with few workers and with many.
-
-  Trainings to their end decide alone if there are some of all counts.
-  """
-  needed = sorted(counts)
-  every = Comparison(codecs, rule({"at_least": -limit}), groups=groups)
-
-  @needing(f"{every.needs} with {' and '.join(map(str, needed))} workers")
+  @needing(f"seeds of {than} and {' or '.join(codecs)}{with_workers}")
   def judge(study: Study) -> Iterator[Seen]:
-    found = list(every.seen(study))
-    ended = [(group, x) for group, x in found if x.rank == OWN]
-    usual = [(group, x._replace(rank=min(x.rank, USUAL))) for group, x in found]
-    for part in (ended, usual):
-      if {group.setting.workers for group, _ in part}.issuperset(needed):
-        yield from (x for _, x in part)
-        break
+    alike: dict[Any, list[Group]] = {}
+    for group in filter(groups, study.groups):
+      alike.setdefault(group.setting._replace(steps=0, points=0), []).append(group)
+    there: set[int] = set()
+    for setting, same in alike.items():
+      for codec in codecs:
+        pairs = [(x, y) for x in same if (y := getattr(x, of)(codec, than))]
+        if not pairs:
+          continue
+        found, spreads = zip(*pairs, strict=True)
+        there.add(setting.workers if own(found[0]) else 0)
+        full = 100 - statistics.fmean(x.ends("f32").mean() for x in found)
+        scale = rules.share(full, error) if unit.startswith(POINTS) else 1.0
+        counted = any(_counts(x, unit) for x in found)
+        yield judged(
+          rules.pooled(spreads),
+          decide.scaled(scale),
+          f"{' and '.join(x.name for x in found)}: {codec}{less}",
+          f"{text} ({{found.seeds}})",
+          unit=unit,
+          rank=FAR if not own(found[0]) else COUNTS if counted else BLIND,
+        )
+    for missing in sorted({*counts} - there if there else ()):
+      yield Seen(None, f"{missing} workers: no training")
 
   return judge
 
 
-def on_average(codecs: list[str], limit: float) -> Judge:
+def on_average(codecs: Sequence[str], limit: float) -> Judge:
   """Returns a judge of whether codecs lose at most ``limit`` points on average.
 
   The mean of all groups is taken seed by seed, over the seeds that all of them have:
-  three or more. Trainings to their end decide alone, as elsewhere.
+  three or more.
   """
 
   @needing(f"{ENOUGH} seeds of f32 and {' or '.join(codecs)}")
   def judge(study: Study) -> Iterator[Seen]:
     every = [
-      (chosen.trained(group), found)
+      found
       for group in filter(chosen.images, study.groups)
       for codec in codecs
       if len(found := group.differences(codec)) >= ENOUGH
     ]
-    for ended in (True, False):
-      found = [x for long, x in every if long or not ended]
-      if found:
-        means = pd.concat(found, axis=1, join="inner").mean(axis=1)
-        ends = [x.mean() for x in found]
-        mean = spread(means.tolist())
-        label = f"the mean of {len(found)} settings"
-        numbers = (
-          f"{{label}}: {{found}} ({{found.count}} seeds); the worst {min(ends):+.2f}, "
-          f"the best {max(ends):+.2f}"
-        )
-        yield judged(mean, rule({"at_least": -limit}), label, numbers, own=ended)
+    if every:
+      means = pd.concat(every, axis=1, join="inner").mean(axis=1)
+      ends = [x.mean() for x in every]
+      label = f"the mean of {len(every)} settings"
+      numbers = (
+        f"{{label}}: {{found}} ({{found.seeds}}); the worst {min(ends):+.2f}, "
+        f"the best {max(ends):+.2f}"
+      )
+      yield judged(spread(means.tolist()), rule({"at_least": -limit}), label, numbers)
 
   return judge
 
 
-def less_dropout(codec: str) -> Judge:
-  """Returns a judge of whether a codec loses less where a net drops nothing."""
+def gains(codecs: Sequence[str], effect: float, pairs: str) -> Judge:
+  """Returns a judge of whether codecs lose less in one setting than in another.
 
-  @needing(f"seeds of f32 and {codec} with --dropout 0 and without")
+  ``pairs``: what yields both, ``"without_dropout"`` or ``"of_more_workers"``.
+  """
+
+  @needing(f"seeds of f32 and {' or '.join(codecs)} in two settings, {pairs}")
   def judge(study: Study) -> Iterator[Seen]:
-    groups = {x.setting: x for x in filter(chosen.images, study.groups)}
-    for setting, group in groups.items():
-      usual = groups.get(setting._replace(dropout=None))
-      if setting.dropout == 0 and usual and (more := group.gained(codec, usual)):
-        numbers = "{label}: {found} points better"
-        own = chosen.trained(group)
-        yield judged(more, rule({"above": EQUAL}), group.name, numbers, own=own)
-
-  return judge
-
-
-def larger_batch(codecs: list[str], limit: float) -> Judge:
-  """Returns a judge of whether codecs lose less with more workers of a batch each."""
-
-  @needing(f"seeds of f32 and {' or '.join(codecs)} with few and with many workers")
-  def judge(study: Study) -> Iterator[Seen]:
-    same: dict[Any, list[Group]] = {}
-    for group in filter(chosen.images_by_adam, study.groups):
-      x = group.setting
-      same.setdefault((x.network, x.dataset), []).append(group)
-    for groups in same.values():
-      few, many = groups[0], groups[-1]  # groups are in the order of their workers
+    for group, other in getattr(chosen, pairs)(study.groups):
       for codec in codecs:
-        if few.setting.workers < many.setting.workers and (
-          more := many.gained(codec, few)
-        ):
-          label = f"{many.name}: {codec}"
-          numbers = "{label} {found} points better than with few"
-          own = chosen.trained(few)
-          yield judged(more, rule({"above": limit}), label, numbers, own=own)
+        if more := group.gained(codec, other):
+          label, numbers = f"{group.name}: {codec}", "{label} {found} points better"
+          yield judged(more, rule({"above": effect}), label, numbers)
 
   return judge
 
@@ -197,46 +160,18 @@ def later(codec: str) -> Judge:
   @needing(f"seeds of f32 and {codec}, with two points of a curve or more")
   def judge(study: Study) -> Iterator[Seen]:
     for group in filter(chosen.images, study.groups):
-      early, gained = group.early(codec), group.caught_up(codec)
-      if early and gained:
-        numbers = (
-          f"{group.name}: {early} in the first half, of which {gained} come back"
-        )
-        parts = (
-          ("in the first half", early, rule({"below": EQUAL})),
-          ("what comes back", gained, rule({"above": EQUAL})),
-        )
-        holds = of_all([decide(found) for _, found, decide in parts])
-        bars = tuple(
-          bar(f"{group.name}: {part}", found, decide.limit())
-          for part, found, decide in parts
-        )
-        rank = ranked(holds, early, chosen.trained(group))
-        yield Seen(holds, numbers, rank, bars)
+      for what, ends, found in (
+        ("in the first half", {"below": EQUAL}, group.early(codec)),
+        ("of that come back", {"above": EQUAL}, group.caught_up(codec)),
+      ):
+        if found:
+          numbers = f"{group.name}: {{found}} {what} ({{found.seeds}})"
+          yield judged(found, rule(ends), f"{group.name}: {what}", numbers)
 
   return judge
 
 
-class Blocked(NamedTuple):
-  """Says whether arms end as float32, by which p, and by how much each differs."""
-
-  holds: bool | None
-  p: float
-  differences: dict[str, Spread]
-
-  @property
-  def text(self) -> str:
-    return f"p = {self.p:.3f}"
-
-  def bars(self, where: str) -> tuple[Bar, ...]:
-    """Returns a bar for each arm, beside the loss that is to be ruled out."""
-    return tuple(
-      bar(f"{where}: {name}", found, _NO_LOSS.limit())
-      for name, found in self.differences.items()
-    )
-
-
-def blocked(arms: dict[str, Sequence[float]]) -> Blocked:
+def blocked(where: str, arms: dict[str, Sequence[float]]) -> Seen:
   """Says whether arms end as float32, by an analysis of variance with seeds as blocks.
 
   It is Friedman's. They do not if p is 0.05 or less. They do if it is more,
@@ -244,23 +179,36 @@ def blocked(arms: dict[str, Sequence[float]]) -> Blocked:
   told: that no difference was found does not say that there is none.
 
   Example:
-    >>> found = blocked({"f32": [1, 2, 3], "a": [1.1, 2, 3], "b": [1, 2.1, 3.1]})
-    >>> found.holds, found.text
-    (True, 'p = 0.368')
+    >>> arms = {"f32": [1, 2, 3], "a": [1.1, 2, 3], "b": [1, 2.1, 3.1]}
+    >>> found = blocked("a net", arms)
+    >>> found.holds, found.numbers
+    (True, 'a net: p = 0.368; f32 2.00, a 2.03, b 2.07')
   """
   # By ranks: all arms of a seed begin alike and see the same batches.
   p = float(stats.friedmanchisquare(*arms.values()).pvalue)
-  full = arms["f32"]
   differences = {
-    name: spread([a - b for a, b in zip(ends, full, strict=True)])
+    name: spread([a - b for a, b in zip(ends, arms["f32"], strict=True)])
     for name, ends in arms.items()
     if name != "f32"
   }
-  within = all(_NO_LOSS(found) for found in differences.values())
-  return Blocked(False if p <= 0.05 else True if within else None, p, differences)
+  no_loss = rule({"at_least": -EQUAL})
+  bars = tuple(
+    bar(f"{where}: {name}", found, no_loss.limit())
+    for name, found in differences.items()
+  )
+  holds = None
+  if p <= 0.05:
+    holds = False
+  elif all(map(no_loss, differences.values())):
+    holds = True
+  means = ", ".join(f"{name} {statistics.fmean(x):.2f}" for name, x in arms.items())
+  # Half of p, beside the one-sided tests of others.
+  return Seen(holds, f"{where}: p = {p:.3f}; {means}", bars=bars, p=p / 2)
 
 
-def alike(arms: list[list[str]], groups: Chosen = chosen.images_as_dettmers) -> Judge:
+def alike(
+  arms: Sequence[Sequence[str]], groups: Chosen = chosen.images_as_dettmers
+) -> Judge:
   """Returns a judge of whether codecs and float32 end alike: see ``blocked``.
 
   ``arms``: of the codecs, and of such that are as good a test; the first that is there.
@@ -272,11 +220,7 @@ def alike(arms: list[list[str]], groups: Chosen = chosen.images_as_dettmers) -> 
       for codecs in arms:
         ends = pd.DataFrame({x: group.ends(x) for x in ["f32", *codecs]}).dropna()
         if len(ends) > 4:
-          found = blocked({x: ends[x].tolist() for x in ends})
-          means = ", ".join(f"{x} {statistics.fmean(ends[x]):.2f}" for x in ends)
-          own = OWN if chosen.trained(group) else USUAL
-          numbers = f"{group.name}: {found.text}; {means}"
-          yield Seen(found.holds, numbers, own, found.bars(group.name))
+          yield blocked(group.name, {x: ends[x].tolist() for x in ends})
           break
 
   return judge

@@ -1,6 +1,7 @@
-"""Says which trainings a claim is about, and which are in the paper's own setting."""
+"""Says which trainings a claim is about."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from benchmarks.study.analysis import Group
 from benchmarks.study.tasks import TEXTS
@@ -51,20 +52,15 @@ def recurrent(group: Group) -> bool:
   return group.setting.network in ("gru", "lstm")
 
 
-def words(group: Group) -> bool:
-  """Returns whether a group reads words, as Fang et al.'s."""
-  return group.setting.dataset == "brown-words"
+def on_mnist(group: Group) -> bool:
+  """Returns whether a group is of MNIST, as Wen et al.'s figure 3."""
+  return group.setting.dataset.startswith("mnist")
 
 
-def long(group: Group) -> bool:
-  """Returns whether there are nine times the steps in which 0.1 % a step is all."""
-  return group.setting.steps >= 9_000
-
-
-def trained(group: Group) -> bool:
-  """Returns whether trainings saw their data ten times, and so went to their end."""
+def learned(group: Group) -> bool:
+  """Returns whether a text was read once or more; images are learned sooner."""
   x = group.setting
-  return x.steps * x.batch >= 10 * x.epoch
+  return x.network not in TEXTS or x.steps * x.batch >= 0.99 * x.epoch
 
 
 def usual_batches(group: Group) -> bool:
@@ -75,3 +71,23 @@ def usual_batches(group: Group) -> bool:
 def large_batches(group: Group) -> bool:
   """Returns whether a group of ``images`` has more than 256 in a step."""
   return images(group) and not usual_batches(group)
+
+
+def without_dropout(groups: Iterable[Group]) -> Iterator[tuple[Group, Group]]:
+  """Yields groups of ``images`` that drop nothing, each with the one that does."""
+  found = {x.setting: x for x in filter(images, groups)}
+  for setting, group in found.items():
+    usual = found.get(setting._replace(dropout=None))
+    if setting.dropout == 0 and usual:
+      yield group, usual
+
+
+def of_more_workers(groups: Iterable[Group]) -> Iterator[tuple[Group, Group]]:
+  """Yields groups of ``images_by_adam`` with most workers, each with that of fewest."""
+  same: dict[Any, list[Group]] = {}
+  for group in filter(images_by_adam, groups):  # in the order of their workers
+    x = group.setting
+    same.setdefault((x.network, x.dataset), []).append(group)
+  for few, *_, many in (x for x in same.values() if len(x) > 1):
+    if few.setting.workers < many.setting.workers:
+      yield many, few

@@ -7,7 +7,7 @@ the seeds cannot tell.
 """
 
 from benchmarks.study.analysis import Group, Study
-from benchmarks.study.judges.accuracy import EQUAL
+from benchmarks.study.judges.rules import EQUAL, rule
 from benchmarks.study.tasks import TEXTS
 
 PERCENT = 1.0  # of perplexity
@@ -44,10 +44,10 @@ def cell(group: Group, codec: str) -> str:
   """Says how a codec ends in a training: nothing where no two seeds have it."""
   if group.setting.network in TEXTS:
     found, unit = group.perplexity(codec), " %"
-    safe = found and found.at_most(PERCENT)
+    safe = found and rule({"at_most": PERCENT})(found)
   else:
     found, unit = group.difference(codec), ""
-    safe = found and found.at_least(-EQUAL)
+    safe = found and rule({"at_least": -EQUAL})(found)
   if safe:
     return "safe"
   return f"{'open: ' if safe is None else ''}{found}{unit}" if found else ""

@@ -1,14 +1,10 @@
 """Concludes from runs that a claim holds, that it does not, or that they cannot tell.
 
 Each judge looks at all that bears on its claim: trainings, times, and records of other
-benchmarks. What was seen in one setting holds where the whole interval of 95 % is on
-the claim's side of its limit, does not where the whole interval is on the other side,
-and cannot tell where the interval holds the limit.
-
-Two one-sided tests at 5 % would take the interval of 90 %. It is that of 95 % here,
-which all tables print, so that a reader can check a verdict by eye. That is stricter:
-each test is at 2.5 %. Where there is an interval, or a number, a picture can show it
-beside its limit: so each answer has ``Bar``s.
+benchmarks. What was seen in one setting holds, does not, or cannot tell by ``rules``,
+and what decides several settings is corrected for their number. Where there is an
+interval, or a number, a picture can show it beside its limit: so each answer has
+``Bar``s.
 """
 
 import math
@@ -16,13 +12,17 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from benchmarks.study.analysis import Spread, Study
+from benchmarks.study.judges.rules import POINTS, Limit, Rule, holm
 
-Word = Literal["holds", "does not", "cannot tell", "not tested"]
-WORDS: tuple[Word, ...] = ("holds", "does not", "cannot tell", "not tested")
+Word = Literal["holds", "does not", "not seen here", "cannot tell", "not tested"]
+WORDS: tuple[Word, ...] = (
+  *("holds", "does not", "not seen here"),
+  *("cannot tell", "not tested"),
+)
 ENOUGH = 3  # seeds; the interval of two is 12.7 standard errors to each side
-# Ranks of what was seen. Only those of the highest rank decide.
-FEW, USUAL, OWN = 0, 1, 2
-POINTS = "points of accuracy"  # the unit of most limits
+# Ranks of what was seen. Only those of the highest rank decide, and below FEW none.
+FAR, BLIND, FEW, COUNTS = range(4)
+_SLOW = 10  # times slower than the paper's is a link that says nothing of it
 # How a row of a picture is called, by what its setting says.
 _CALLED: dict[bool | None, str] = {
   True: "holds",
@@ -30,23 +30,6 @@ _CALLED: dict[bool | None, str] = {
   None: "cannot tell",
 }
 APART = "does not count"
-
-
-class Limit(NamedTuple):
-  """Says from where on a claim holds.
-
-  Attributes:
-    value: there.
-    above: whether it holds above it, and not below.
-    unit: of the value, and of the bars beside it.
-    theirs: the paper's effect where the limit is none; a claim that something is worse
-      does not hold where an interval excludes it.
-  """
-
-  value: float
-  above: bool
-  unit: str = POINTS
-  theirs: float | None = None
 
 
 class Bar(NamedTuple):
@@ -59,75 +42,43 @@ class Bar(NamedTuple):
   limit: Limit
 
 
-class Rule(NamedTuple):
-  """Returns whether a claim holds when called with a ``Spread``.
-
-  Attributes:
-    name: of a method of ``Spread``.
-    number: that it takes.
-  """
-
-  name: str
-  number: float
-
-  def __call__(self, found: Spread) -> bool | None:
-    return getattr(found, self.name)(self.number)
-
-  def limit(self, unit: str = POINTS) -> Limit:
-    above = self.name in ("at_least", "above")
-    if self.name in ("at_least", "at_most"):
-      return Limit(self.number, above, unit)
-    return Limit(0.0, above, unit, self.number if above else -self.number)
-
-
 class Verdict(NamedTuple):
-  """Holds what the runs say of a claim.
-
-  Attributes:
-    verdict: that they come to.
-    numbers: lines with the numbers that say it.
-    drawn: the bars of a picture, each with what its setting says, or that it does not
-      count.
-  """
+  """Holds what the runs say of a claim."""
 
   verdict: Word
-  numbers: tuple[str, ...]
+  numbers: tuple[str, ...]  # lines that say it
+  # The bars of a picture, each with what its setting says, or that it does not count.
   drawn: tuple[tuple[str, Bar], ...] = ()
 
 
 class Seen(NamedTuple):
-  """Holds what one setting says.
+  """Holds what one setting says."""
 
-  Attributes:
-    holds: whether the claim does; None if the numbers cannot tell.
-    numbers: that say it.
-    rank: ``OWN`` in the paper's own setting, as far as there is one here; ``FEW`` where
-      two seeds or few data cannot tell; and else ``USUAL``.
-    bars: that show it.
-  """
-
-  holds: bool | None
-  numbers: str
-  rank: int = USUAL
-  bars: tuple[Bar, ...] = ()
+  holds: bool | None  # whether the claim does; None if the numbers cannot tell
+  numbers: str  # that say it
+  # ``FAR`` in a setting that the claim is not about, ``BLIND`` where nothing can fail,
+  # ``FEW`` where two seeds or few data cannot tell, and else ``COUNTS``.
+  rank: int = COUNTS
+  bars: tuple[Bar, ...] = ()  # that show it
+  p: float = 0.0  # of the test that decides
+  gbit: float = math.inf  # a second, that the link carries
 
 
 class Judge(NamedTuple):
-  """Returns a verdict when called with a study.
+  """Returns a verdict when called with a study."""
 
-  Attributes:
-    look: yields all that a study says of the claim.
-    needs: says what is missing where that is nothing.
-    share: of the settings that decide, in which the claim must hold. With 0 one does,
-      as where a paper says that something can be.
-  """
-
-  look: Callable[[Study], Iterable[Seen]]
-  needs: str
+  look: Callable[[Study], Iterable[Seen]]  # yields all that a study says of the claim
+  needs: str  # says what is missing where that is nothing
+  # Of the settings that decide, in which the claim must hold. With 0 one does, as where
+  # a paper says that something can be.
   share: float = 1.0
+  gbit: float = 0.0  # a second, that the paper's link carries
 
   def __call__(self, study: Study) -> Verdict:
-    return concluded(self.look(study), self.needs, self.share)
+    least = self.gbit / _SLOW
+    found = self.look(study)
+    seen = [x._replace(rank=FAR) if x.gbit < least else x for x in found]
+    return concluded(seen, self.needs, self.share)
 
   def beside(self, others: Iterable["Judge"]) -> "Judge":
     """Returns a judge that looks at the records of others, too."""
@@ -137,22 +88,9 @@ class Judge(NamedTuple):
     )
 
 
-def needing(
-  needs: str, share: float = 1.0
-) -> Callable[[Callable[[Study], Iterable[Seen]]], Judge]:
+def needing(needs: str) -> Callable[[Callable[[Study], Iterable[Seen]]], Judge]:
   """Makes a judge of what yields all that a study says."""
-  return lambda look: Judge(look, needs, share)
-
-
-def rule(named: dict[str, float]) -> Rule:
-  """Returns one of the rules of ``Spread`` with its limit, as claims name it.
-
-  Example:
-    >>> rule({"at_least": -0.2})(Spread(mean=-0.05, half=0.1, count=5))
-    True
-  """
-  ((name, number),) = named.items()
-  return Rule(name, number)
+  return lambda look: Judge(look, needs)
 
 
 def bar(label: str, found: Spread, limit: Limit) -> Bar:
@@ -165,62 +103,62 @@ def judged(
   found: Spread,
   decide: Rule,
   label: str,
-  numbers: str = "{label} {found} ({found.count} seeds)",
+  numbers: str = "{label} {found} ({found.seeds})",
   *,
   unit: str = POINTS,
-  own: bool = False,
+  rank: int = COUNTS,
 ) -> Seen:
   """Returns the answer of an interval over seeds, with its rank and its bar.
 
   ``label``: of the setting and the codec. ``numbers``: how they are said with it.
   """
+  holds = decide(found)
   return Seen(
-    holds := decide(found),
+    holds,
     numbers.format(label=label, found=found),
-    ranked(holds, found, own),
+    min(rank, FEW) if holds is None and found.count < ENOUGH else rank,
     (bar(label, found, decide.limit(unit)),),
+    decide.p(found),
   )
-
-
-def ranked(holds: bool | None, found: Spread, own: bool) -> int:
-  """Returns the rank of an answer by an interval over seeds."""
-  few = holds is None and found.count < ENOUGH
-  return FEW if few else OWN if own else USUAL
-
-
-def of_all(told: Iterable[bool | None]) -> bool | None:
-  """Says whether all of some answers are yes; None if that depends on unknown ones."""
-  found = list(told)
-  if False in found:
-    return False
-  return None if None in found else True
 
 
 def concluded(seen: Iterable[Seen], needs: str, share: float = 1.0) -> Verdict:
   """Concludes from the highest rank of all that was seen.
 
   The claim holds where it does in the share of it, whatever those say that cannot tell;
-  it does not where they could not make up the share.
+  it does not where they could not make up the share. An answer that decides alone, a no
+  or with a share of 0 a yes, must stand the correction for the number of them.
   """
   found = list(seen)
   if not found:
     return Verdict("not tested", (f"It needs {needs}",))
-  top = max(x.rank for x in found)
-  told = [x.holds for x in found if x.rank == top]
-  yes, unknown = told.count(True), told.count(None)
-  numbers = tuple(_said(x, top) for x in found)
+  top = max(FEW, *(x.rank for x in found))
+  counted = [k for k, x in enumerate(found) if x.rank == top]
+  alone = share == 0
+  told = [x.holds for x in found]
+  stands = holm([found[k].p if told[k] == alone else 1.0 for k in counted])
+  for k, stood in zip(counted, stands, strict=True):
+    told[k] = None if told[k] == alone and not stood else told[k]
+  numbers = [
+    f"{x.numbers}{': cannot tell' if holds is None else ''}"
+    f"{', and does not count' if x.rank < top else ''}"
+    for x, holds in zip(found, told, strict=True)
+  ]
   drawn = tuple(
-    (APART if x.rank < top else _CALLED[x.holds], bar) for x in found for bar in x.bars
+    (APART if x.rank < top else _CALLED[holds], bar)
+    for x, holds in zip(found, told, strict=True)
+    for bar in x.bars
   )
+  told = [told[k] for k in counted]
+  yes, unknown = told.count(True), told.count(None)
   if 0 < yes < len(told):
-    numbers = (f"It holds in {yes} of {len(told)}", *numbers)
+    numbers.insert(0, f"It holds in {yes} of {len(told)}")
   least = max(1, math.ceil(share * len(told)))
-  if yes >= least:
-    return Verdict("holds", numbers, drawn)
-  word: Word = "does not" if yes + unknown < least else "cannot tell"
-  return Verdict(word, numbers, drawn)
-
-
-def _said(seen: Seen, top: int) -> str:
-  note = ": cannot tell" if seen.holds is None else ""
-  return f"{seen.numbers}{note}{', and does not count' if seen.rank < top else ''}"
+  word: Word = "does not"
+  if not counted:
+    word = "cannot tell" if any(x.rank == BLIND for x in found) else "not tested"
+  elif yes >= least:
+    word = "holds"
+  elif yes + unknown >= least:
+    word = "cannot tell"
+  return Verdict(word, tuple(numbers), drawn)

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import tomllib
 from collections import Counter
 
 import jax
@@ -105,6 +106,63 @@ def test_the_pages_and_pictures_of_claims_are_those_that_the_records_make():
   assert count in README.read_text()
   for finding, verdict in judged():
     assert len({x.limit.unit for _, x in verdict.drawn}) < 2, finding.claim
+
+
+@pytest.mark.parametrize(
+  "name, row, said",
+  [
+    ("quantizing", "QSGD, 8 bits", "digits, 8 workers, momentum, 200 steps: {} {}"),
+    ("sparse digits", "RedSync 0.1 %", "LeNet on digits, 600 steps: {} {}"),
+    ("sparse words", "RedSync 1 %, dense first", "{}, % of perplexity: {}"),
+    ("sharded nets", "locally connected", "{}: dynamic_tree {}"),
+  ],
+)
+def test_tables_of_trainings_have_the_numbers_of_claims(name, row, said):
+  (line,) = re.findall(rf"^\| {re.escape(row)} \|.*", study_pages.TABLES[name](), re.M)
+  (above, *_) = re.findall(r"[+-][\d.]+ ± [\d.]+", line)
+  numbers = "\n".join(x for _, verdict in judged() for x in verdict.numbers)
+  assert said.format(row, above) in numbers
+
+
+def facts(found, name=""):
+  """What a record says of its data, net, workers and steps, as claims say it."""
+  if isinstance(found, dict):
+    return "\n".join(facts(x, name) for name, x in found.items())
+  if isinstance(found, list):
+    return "\n".join(map(facts, found))
+  unit = {"workers": "workers", "steps": "steps", "tested": "to test on"}.get(name)
+  return f"{found:,} {unit}" if unit else str(found)
+
+
+# Records whose data scripts loaded that are gone, and that they do not name.
+DIGITS = {
+  "codecs/roundoff": "LeNet on digits",
+  **{f"training/{x}_study": "digits, 360 to test on" for x in ("codec", "aps")},
+  **{f"training/model_parallel{x}": "digits" for x in ("", "_nets")},
+}
+NAMED = r"Fashion-MNIST|MNIST|digits|CIFAR|ImageNet|LeNet|[\d-]+-10\b"
+COUNTED = r"[\d,]+ (?:workers|steps|to test on)"
+
+
+def test_claims_name_the_data_nets_workers_and_steps_of_their_records():
+  full = lambda text: re.sub(r"(?m)^(?:lenet|mlp|resnet)[:,]", "fashion-mnist", text)
+  verdicts = {x.claim: (x.here, full("\n".join(y.numbers))) for x, y in judged()}
+  files = (study_pages.RESULTS.parent / "study" / "claims").rglob("*.toml")
+  entries = [x for file in files for x in tomllib.loads(file.read_text())["claim"]]
+  assert {x["claim"] for x in entries} == verdicts.keys()
+  for entry in entries:
+    here, known = verdicts[entry["claim"]]
+    for part in (entry, *entry.get("also", ())):
+      if name := part.get("record"):
+        record = json.loads((RESULTS / f"{name}.json").read_text())
+        page = RESULTS / f"{name}.md"
+        text = facts(record[part["part"]] if "part" in part else record)
+        text += page.read_text() if page.exists() and "part" not in part else ""
+        text += DIGITS.get(name, "")
+        assert "digits" not in text or "digits" in (here + known).lower(), here
+        known += text
+    for word in re.findall(f"{NAMED}|{COUNTED}", here):
+      assert word.lower() in known.lower(), (entry["claim"], word)
 
 
 def test_what_does_not_count_does_not_widen_the_axis():
