@@ -152,12 +152,13 @@ test-ray:  ## train on Ray, kill a node and add one
 
 # For a machine with a GPU and no package index: nothing is installed.
 gpu-check: export PYTHONPATH := $(CURDIR)
-gpu-check:  ## compare and time the kernels on the GPU of this machine
+gpu-check:  ## compare and time the kernels on the GPU of this machine, which then serve
 	@status=0; \
 	$(PYTHON) -W ignore -m benchmarks.gpu.check --seconds 240 || status=$$?; \
 	[ $$status != 77 ] || exit 77; \
-	GRADCOMP_CHECK_KERNELS=0 $(PYTHON) -W ignore -m benchmarks.gpu.speed --seconds 240 \
+	$(PYTHON) -W ignore -m benchmarks.gpu.speed --seconds 240 \
 	  --checked benchmarks/results/gpu/gpu_check.json $(ARGS) || status=1; \
+	$(PYTHON) -W ignore -m benchmarks.gpu.served || status=1; \
 	exit $$status
 
 # In an environment of its own: where JAX finds this back end, it tries to start it.

@@ -24,32 +24,13 @@ from benchmarks.common import cli
 
 ROOT = cli.ROOT
 RUNS = (
-  "study run",
-  "codecs.speed",
-  "codecs.growth",
-  "compilers",
-  "models.fit_links",
-  "links.front_picture",
-  "gpu.check",
-  "gpu.check --interpret",
-  "gpu.speed",
-  "gpu.speed --interpret",
-  "links speed",
-  "links speed --loopback",
-  "codecs.memory",
-  "codecs.distortion",
-  "models.compare",
-  "compilers.model_axes",
-  "links layers",
-  "links layers --loopback",
-  "models.predicted_steps",
-  "links activations",
-  "links activations --loopback",
-  "models.package_accuracy",
-  "models.package_speeds",
-  "links local",
-  "gpu.ptx",
-)
+  "study run, codecs.speed, codecs.growth, compilers, models.fit_links, "
+  "links.front_picture, gpu.check, gpu.check --interpret, gpu.speed, gpu.speed "
+  "--interpret, links speed, links speed --loopback, codecs.memory, "
+  "codecs.distortion, models.compare, compilers.model_axes, links layers, links "
+  "layers --loopback, models.predicted_steps, links activations, links activations "
+  "--loopback, models.package_accuracy, models.package_speeds, links local, gpu.ptx"
+).split(", ")
 _AT_ONCE = 2
 _LIMIT = 600  # seconds, after which a script has failed
 _LAST = 40  # lines that a script printed

@@ -1,9 +1,11 @@
 """The site: ``make docs`` builds it from the pages and the docstrings, offline."""
 
+import inspect
 import pathlib
 import re
 import sys
 import types
+import typing
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml
@@ -84,7 +86,39 @@ if missing := {"gradcomp", *NAMESPACES}.difference(
   (PAGES / "api" / "index.rst").read_text().split()
 ):
   raise ValueError(f"docs/api/index.rst must have a page of {sorted(missing)}.")
-autosummary_context = {"namespaces": list(NAMESPACES)}
+
+
+def parts(hint):
+  """Yields a type and the types that it consists of."""
+  yield hint
+  for part in typing.get_args(hint):
+    yield from parts(part)
+
+
+def results(space, shown):
+  """Returns the paths of types of results, without a public name, that no page shows.
+
+  Functions of the module return these, and fields of the ones before hold these.
+  """
+  found, todo = [], [getattr(space, name) for name in space.__all__]
+  for value in todo:
+    hints = typing.get_type_hints(value) if callable(value) else {}
+    named = hints.values() if inspect.isclass(value) else [hints.get("return")]
+    for part in (x for hint in named for x in parts(hint)):
+      private = inspect.isclass(part) and part.__module__.startswith("gradcomp._src.")
+      path = private and f"{part.__module__}.{part.__name__}"
+      told = not inspect.isclass(value) or "Attributes:" in str(part.__doc__)
+      if private and told and path not in shown:
+        found.append(path)
+        shown.add(path)
+        todo.append(part)
+  return found
+
+
+PATHS = set()
+SPACES = {"gradcomp": gradcomp, **NAMESPACES}
+RESULTS = {path: results(space, PATHS) for path, space in SPACES.items()}
+autosummary_context = {"namespaces": list(NAMESPACES), "results": RESULTS}
 for name, space in NAMESPACES.items():
   sys.modules[name] = space  # autodoc imports it by its path, which may be an attribute
   publish(vars(space) | {"__name__": name})  # coverage counts what is at home there
@@ -116,6 +150,16 @@ def names_together(app, what, name, value, options, lines):
       lines[number] = field[0].replace(", ", r",\ ") + line[field.end() :]
 
 
+def lead_to_results(app, what, name, value, options, lines):
+  """Leads references to types of results, and in their texts, to what they name."""
+  paths = {path.split(".")[-1]: path for path in PATHS}
+  if name.startswith("gradcomp._src."):
+    for path, space in SPACES.items():
+      paths |= {x: f"{path}.{x}" for x in space.__all__}
+  lead = lambda x: f"{x[1]}`~{paths[x[2]]}`" if x[2] in paths else x[0]
+  lines[:] = [re.sub(r"(:(?:class|func):)`(\w+)`", lead, line) for line in lines]
+
+
 def skip_numbers(app, what, name, value, skip, options):
   """Skips fields of named tuples: the signature and the docstring explain them."""
   return skip or str(value.__doc__).startswith("Alias for field number")
@@ -139,5 +183,6 @@ def setup(app):
   app.connect("source-read", lead_out)
   app.connect("include-read", lead_out)
   app.connect("autodoc-process-docstring", names_together, priority=600)
+  app.connect("autodoc-process-docstring", lead_to_results)
   app.connect("autodoc-skip-member", skip_numbers)
   app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))

@@ -8,25 +8,32 @@ pass, and forgets them. Their gradients go back to their owners in 4 bits. Each 
 keeps the loss of that in a residual, and sends it in the next step.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import gradcomp
+from examples.lib import command_line, telemetry
+from examples.lib.checkpoints import saved_in
 from examples.lib.data import text
 from examples.lib.networks import Block, Transformer
-from examples.lib.sharded.fsdp_training import arguments, batches, train
+from examples.lib.sharded import fsdp
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, EightBit
 
+BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a sequence
 # Buckets are so small that a worker's part of a matrix fills its rows.
 WEIGHTS = EightBit(bucket_size=128)
 GRADS = QSGD(bits=4, bucket_size=128, rounding="nearest")
+make_parser = functools.partial(command_line.small_parser, __doc__, workers=4)
 
 
 def gathered(variables: Any) -> Any:
@@ -41,9 +48,8 @@ def gathered(variables: Any) -> Any:
 
 
 # A block that gathers when it is called, and again before its backward pass.
-GatheredBlock = linen.remat(
-  linen.map_variables(Block, ("params", "residuals"), gathered)
-)
+GatheredBlock = linen.map_variables(Block, ("params", "residuals"), gathered)
+GatheredBlock = linen.remat(GatheredBlock)
 model = Transformer(text.CHARACTERS, block=GatheredBlock)
 plain = Transformer(text.CHARACTERS)  # of whole parameters
 
@@ -57,9 +63,8 @@ def share_of_loss(logits: jax.Array, batch: text.Tokens) -> jax.Array:
 def loss_fn(params: Any, residuals: Any, batch: text.Tokens) -> jax.Array:
   """Computes a worker's share of the loss from its parts of the parameters."""
   # A layer that is used twice is gathered once, for each gather sends its residual.
-  outer = [name for name in params if not name.startswith("block")]
-  few = {name: params[name] for name in outer}
-  whole = gathered({"params": few, "residuals": {n: residuals[n] for n in outer}})
+  outer = lambda tree: {k: x for k, x in tree.items() if not k.startswith("block")}
+  whole = gathered({"params": outer(params), "residuals": outer(residuals)})
   variables = {"params": params | whole["params"], "residuals": residuals}
   return share_of_loss(model.apply(variables, batch.inputs), batch)
 
@@ -80,16 +85,50 @@ def whole_gradients(params: Any, residuals: Any, batch: text.Tokens) -> Any:
   return jax.grad(loss_fn)(whole), residuals
 
 
+def train(worker: Any, whole_gradients: Any, params: Any, args: Any) -> None:
+  """Trains by two functions as above, and prints the loss and the bytes of a step."""
+  batches = text.batches(text.load().train, BATCH, LENGTH, seed=0)
+  cut = functools.partial(jax.shard_map, in_specs=P("data"))
+  gradients = cut(worker, out_specs=(P(), P("data"), P("data")))
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
+
+  @jax.jit
+  def step(params: Any, residuals: Any, state: Any, batch: text.Tokens) -> Any:
+    loss, grads, residuals = gradients(params, residuals, batch)
+    # Here parameters are global arrays, and norms are those of whole ones.
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), residuals, state, loss
+
+  residual = functools.partial(parallel.gather_residual, axis_name="data")
+  zeros = cut(lambda params: jax.tree.map(residual, params), out_specs=P("data"))
+  kept = params, jax.jit(zeros)(params), jax.jit(optimizer.init)(params)
+  place = lambda batch: jax.device_put(batch, P("data"))
+  program = step.lower(*kept, place(next(batches))).compile()
+  exchange = fsdp.exchange_of(GRADS)
+  look = lambda *given: fsdp.inspected(exchange, *whole_gradients(*given))
+  look = jax.jit(cut(look, out_specs=P()))
+  log = telemetry.Log(args.inspect)
+  whose = {"optimizer": exchange, "params": params, "workers": args.workers}
+  with saved_in(args, **whose) as saved:
+    first, kept, _ = saved.restore(kept, batches)
+    for number in range(first + 1, args.steps + 1):
+      batch = place(next(batches))
+      if log.takes(number):
+        log.keep(number, look(*kept[:2], batch))
+      *kept, loss = program(*kept, batch)
+      saved.save(number, tuple(kept))
+      if number % max(1, args.steps // 10) == 0:
+        print(f"step {number}: loss {loss:.3f}")
+  log.write(args.output, "fsdp")
+  print(gradcomp.wire_report(program))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-  """Trains, and prints the loss and the bytes of a step."""
-  args = arguments(__doc__.splitlines()[0], argv)
-  feed = batches()
-
-  def init(key: jax.Array) -> Any:
-    return plain.init(key, next(feed).inputs[:1])["params"]
-
+  """Trains with the options given."""
+  args = command_line.small_mesh(make_parser(), argv, BATCH, workers="data")
+  init = lambda key: plain.init(key, np.zeros((1, LENGTH), np.uint8))["params"]
   params = jax.jit(init, out_shardings=P("data"))(jax.random.key(0))
-  train(worker, whole_gradients, params, feed, args, codec=GRADS)
+  train(worker, whole_gradients, params, args)
 
 
 if __name__ == "__main__":

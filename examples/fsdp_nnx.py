@@ -2,9 +2,10 @@
 
     python -m examples.fsdp_nnx --steps 200
 
-It does what fsdp_linen.py does, with modules that are objects. ``nnx.split`` takes
-their parameters out, and ``nnx.merge`` puts whole ones into a layer when it is called.
-Here each worker has an Nth of the elements of a parameter, of whatever shape that is.
+It does what fsdp_linen.py does, in its loop, with modules that are objects.
+``nnx.split`` takes their parameters out, and ``nnx.merge`` puts whole ones into a layer
+when it is called. Here each worker has an Nth of the elements of a parameter, of
+whatever shape that is.
 """
 
 import functools
@@ -18,14 +19,10 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from examples import fsdp_linen
+from examples.lib import command_line
 from examples.lib.data import text
-from examples.lib.sharded.fsdp_training import LENGTH, arguments, batches, train
 from gradcomp import parallel
-from gradcomp.codecs import QSGD, EightBit
-
-# Buckets are so small that a worker's part of a matrix fills its rows.
-WEIGHTS = EightBit(bucket_size=128)
-GRADS = QSGD(bits=4, bucket_size=128, rounding="nearest")
 
 
 class Block(nnx.Module):
@@ -33,9 +30,8 @@ class Block(nnx.Module):
 
   def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):
     self.norm1 = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
-    self.attend = nnx.MultiHeadAttention(
-      heads, width, use_bias=False, decode=False, rngs=rngs
-    )
+    options = {"use_bias": False, "rngs": rngs}
+    self.attend = nnx.MultiHeadAttention(heads, width, decode=False, **options)
     self.norm2 = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
     self.widen = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
     self.narrow = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
@@ -57,23 +53,15 @@ def layers(width: int, length: int, depth: int, *, rngs: nnx.Rngs) -> list[nnx.M
 
 def gather(like: Any, w: jax.Array, residual: jax.Array) -> jax.Array:
   """Gathers a parameter from flat parts; ``like`` has its shape."""
-  small = len(like.shape) < 2  # such parameters travel in float32
-  codecs = dict(params=None if small else WEIGHTS, grads=None if small else GRADS)
-  return parallel.gather(
-    w, axis_name="data", residual=residual, shape=like.shape, **codecs
-  )
+  codecs = {"params": None, "grads": None}  # small parameters travel in float32
+  if len(like.shape) > 1:
+    codecs = {"params": fsdp_linen.WEIGHTS, "grads": fsdp_linen.GRADS}
+  given = {"residual": residual, "shape": like.shape, **codecs}
+  return parallel.gather(w, axis_name="data", **given)
 
 
-def share_of_loss(
-  call: Callable[[int, jax.Array], jax.Array], depth: int, batch: text.Tokens
-) -> jax.Array:
-  """Computes a worker's share of the mean loss; gradients of it are to be added up.
-
-  Args:
-    call: applies the layer of a number.
-    depth: the number of layers, of which the first two embed.
-    batch: the worker's.
-  """
+def share_of_loss(call: Callable[..., jax.Array], depth: int, batch: Any) -> jax.Array:
+  """Computes a worker's share of the mean loss, by ``call(layer, x)``."""
   x = call(0, batch.inputs) + call(1, jnp.arange(batch.inputs.shape[1]))
   for layer in range(2, depth):
     x = call(layer, x)
@@ -81,15 +69,9 @@ def share_of_loss(
   return jnp.mean(losses) / lax.axis_size("data")
 
 
+# ``parts`` has of each layer its definition, and the shapes of its parameters.
 def loss_fn(parts: Any, params: Any, residuals: Any, batch: text.Tokens) -> jax.Array:
-  """Computes a worker's share of the loss from its parts of the parameters.
-
-  Args:
-    parts: of each layer its definition, and the shapes of its parameters.
-    params: flat, a worker's own.
-    residuals: the worker's.
-    batch: the worker's.
-  """
+  """Computes a worker's share of the loss from its flat parts of the parameters."""
 
   def call(layer: int, x: jax.Array) -> jax.Array:
     graph, shapes = parts[layer]
@@ -103,9 +85,7 @@ def loss_fn(parts: Any, params: Any, residuals: Any, batch: text.Tokens) -> jax.
   return share_of_loss(call, len(parts), batch)
 
 
-def whole_gradients(
-  parts: Any, params: Any, residuals: Any, batch: text.Tokens
-) -> tuple[Any, Any]:
+def whole_gradients(parts: Any, params: Any, residuals: Any, batch: text.Tokens) -> Any:
   """Returns the gradient of whole parameters, and the residuals, to be inspected."""
   every = list(zip(parts, params, residuals, strict=True))
   whole = [jax.tree.map(gather, like, w, e) for (_, like), w, e in every]
@@ -120,8 +100,9 @@ def whole_gradients(
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains, and prints the loss and the bytes of a step."""
-  args = arguments(__doc__.splitlines()[0], argv)
-  whole = [nnx.split(x) for x in layers(128, LENGTH, 2, rngs=nnx.Rngs(0))]
+  parser = fsdp_linen.make_parser()
+  args = command_line.small_mesh(parser, argv, fsdp_linen.BATCH, workers="data")
+  whole = [nnx.split(x) for x in layers(128, fsdp_linen.LENGTH, 2, rngs=nnx.Rngs(0))]
   parts = [(graph, jax.tree.map(jax.typeof, params)) for graph, params in whole]
   pad = lambda w: jnp.pad(w.reshape(-1), (0, -w.size % args.workers))
   params = jax.tree.map(pad, [params for _, params in whole])
@@ -132,8 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     return lax.psum(loss, "data"), *cotangents
 
   look = functools.partial(whole_gradients, parts)
-  placed = jax.device_put(params, P("data"))
-  train(worker, look, placed, batches(), args, codec=GRADS)
+  fsdp_linen.train(worker, look, jax.device_put(params, P("data")), args)
 
 
 if __name__ == "__main__":

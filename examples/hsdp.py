@@ -9,7 +9,7 @@ gradient of its own part, for the samples of its host. Of that it sends 4 bits a
 element to the chips that own the same part in other hosts. Nothing else crosses hosts.
 """
 
-import argparse
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,14 +21,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from examples.lib import telemetry
-from examples.lib.checkpoints import add_arguments, saved_in
+from examples.lib import command_line, telemetry
+from examples.lib.checkpoints import saved_in
 from examples.lib.data import text
 from examples.lib.networks import Block, Transformer
-from examples.lib.parsing import positive
 
 BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a sequence
 BOTH = P(("host", "chip"))  # how a batch is cut
+make_parser = functools.partial(command_line.small_parser, __doc__, hosts=2, chips=4)
 
 
 def gathered(params: Any) -> Any:
@@ -53,22 +53,9 @@ def make_loss(model: linen.Module) -> Callable[..., jax.Array]:
 
 
 def make_step(
-  loss_fn: Callable[..., jax.Array],
-  exchange: optax.GradientTransformation,
-  optimizer: optax.GradientTransformation,
-  specs: Any,
-  *,
-  inspect: bool = False,
+  loss_fn: Any, exchange: Any, optimizer: Any, specs: Any, *, inspect: bool = False
 ) -> Callable[..., Any]:
-  """Makes a train step.
-
-  Args:
-    loss_fn: of a chip's parameters and batch, inside the map.
-    exchange: takes the mean over the axis ``"host"``.
-    optimizer: what follows it.
-    specs: those of the state of the exchange.
-    inspect: whether the step also returns what the exchange does to each leaf.
-  """
+  """Makes a step, which returns what the exchange does to leaves with ``inspect``."""
 
   def chip(params: Any, state: Any, batch: Any) -> Any:
     # Without this JAX would add up the gradients of all hosts, in full precision.
@@ -76,14 +63,11 @@ def make_step(
     loss, grads = jax.value_and_grad(loss_fn)(own, batch)
     loss = lax.pmean(lax.psum(loss, "chip"), "host")
     if inspect:
-      return gradcomp.telemetry.inspected_update(exchange, grads, state, params), loss
+      return gradcomp.telemetry.inspect_update(exchange, grads, state, params), loss
     return (*exchange.update(grads, state, params), ()), loss
 
-  means = jax.shard_map(
-    chip,
-    in_specs=(P("chip"), specs, BOTH),
-    out_specs=((P("chip"), specs, P()), P()),
-  )
+  given, taken = (P("chip"), specs, BOTH), ((P("chip"), specs, P()), P())
+  means = jax.shard_map(chip, in_specs=given, out_specs=taken)
 
   @jax.jit
   def step(params: Any, states: Any, batch: Any) -> Any:
@@ -96,43 +80,21 @@ def make_step(
   return step
 
 
-def make_parser() -> argparse.ArgumentParser:
-  """Makes the parser of the command line."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--hosts", type=positive, default=2, help="default: 2")
-  parser.add_argument("--chips", type=positive, default=4, help="of a host; default: 4")
-  parser.add_argument("--steps", type=positive, default=200, help="default: 200")
-  telemetry.add_arguments(parser)
-  add_arguments(parser)
-  return parser
-
-
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains, and prints the loss and the bytes between hosts."""
-  parser = make_parser()
-  args = parser.parse_args(argv)
-  workers = args.hosts * args.chips
-  if BATCH % workers:
-    parser.error(f"hosts times chips must divide the {BATCH} sequences of a batch")
-  jax.config.update("jax_num_cpu_devices", workers)
-  devices = jax.devices()[:workers]
-  jax.set_mesh(
-    jax.make_mesh((args.hosts, args.chips), ("host", "chip"), devices=devices)
-  )
+  axes = {"hosts": "host", "chips": "chip"}
+  args = command_line.small_mesh(make_parser(), argv, BATCH, **axes)
   batches = text.batches(text.load().train, BATCH, LENGTH, seed=0)
   exchange = gradcomp.qsgd(bits=4, bucket_size=128, axis_name="host")
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
 
-  def init(key: jax.Array) -> Any:
-    return Transformer(text.CHARACTERS).init(key, next(batches).inputs[:1])["params"]
-
+  plain = Transformer(text.CHARACTERS)
+  init = lambda key: plain.init(key, next(batches).inputs[:1])["params"]
   params = jax.jit(init, out_shardings=P("chip"))(jax.random.key(0))
-  cut = jax.tree.map(lambda _: P("chip"), params)
-  states = (
-    gradcomp.init_state(exchange, params, axis_name="host", param_specs=cut),
-    jax.jit(optimizer.init)(params),
-  )
-  specs = gradcomp.state_specs(states[0], axis_name="host", param_specs=cut)
+  cut = {"axis_name": "host", "param_specs": jax.tree.map(lambda _: P("chip"), params)}
+  sent = gradcomp.init_state(exchange, params, **cut)
+  states = sent, jax.jit(optimizer.init)(params)
+  specs = gradcomp.state_specs(sent, **cut)
   model = Transformer(text.CHARACTERS, block=GatheredBlock)
   parts = make_loss(model), exchange, optimizer, specs
   step, look = (make_step(*parts, inspect=inspect) for inspect in (False, True))
@@ -146,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       batch = place(next(batches))
       if log.takes(number):
         params, states, loss, found = look(params, states, batch)
-        log.keep(number, {"inspection": found})
+        log.keep(number, found)
       else:
         params, states, loss = program(params, states, batch)
       saved.save(number, (params, states))

@@ -15,58 +15,54 @@ goes on where the last one was stopped, and ends with the same numbers.
 import argparse
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
 
-from examples.lib import command_line, methods, networks
-from examples.lib.comparison import compare, show
+from examples.lib import command_line, methods, networks, tables, training
 from examples.lib.data import images as data
-from examples.lib.training import AXIS, Task
 
-DEFAULTS = command_line.Defaults(
-  codec="qsgd",
-  compared=("f32", "qsgd-8", "qsgd-4", "qsgd-2"),
-  rates={"sgd": 0.05, "adam": 1e-3},
-  nesterov=False,
-  clip=None,
-  batch_size=64,
-  steps=200,
-  devices=8,
-  evaluate_every=10,
-  output=Path("results"),
-)
+COMPARED = ("f32", "qsgd-8", "qsgd-4", "qsgd-2")  # --compare without names
+RATES = {"sgd": 0.05, "adam": 1e-3}
+DEFAULTS = {"codec": "qsgd", "nesterov": False, "batch_size": 64, "steps": 200}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains with the options given, prints the table and writes the files."""
   parser = make_parser()
-  args = parse(argv, parser)
-  chosen = methods.choose(parser, args, DEFAULTS.compared)
-  command_line.join_processes(args)
-  mesh = command_line.make_mesh(parser, args, AXIS)
-  images = load_everywhere(args)
-  if args.batch_size > len(images.train.labels):
-    parser.error(
-      f"--batch-size must be at most the {len(images.train.labels)} images, got "
-      f"{args.batch_size}"
-    )
-  task = make_task(images, args, mesh)
-  draw = functools.partial(
-    data.batches, images.train, args.batch_size, **command_line.process_part()
-  )
-  runs = compare(chosen, task, draw, args)
-  show(runs, args, title=f"{args.model} on {args.dataset}", workers=mesh.size)
-
-
-def make_task(
-  images: data.ImageSet, args: argparse.Namespace, mesh: jax.sharding.Mesh
-) -> Task:
-  """Makes the task of the network that the options name."""
-  train = images.train.images
-  model = networks.for_images(args.model, train.shape[1:], images.classes, args.dropout)
-  return Task(model, images.test, mesh, known=train[:1000])
+  args = command_line.complete(parser, parser.parse_args(argv), RATES)
+  chosen = methods.choose(parser, args, COMPARED)
+  mesh = command_line.make_mesh(parser, args)
+  train, test, classes = load_everywhere(args)
+  data.fits(parser, args, train)
+  shape = train.images.shape[1:]
+  model = networks.for_images(args.model, shape, classes, args.dropout)
+  task = training.Task(model, test, mesh, known=train.images[:1000])
+  part = command_line.process_part()
+  draw = functools.partial(data.batches, train, args.batch_size, **part)
+  runs = []
+  for name, method in chosen.items():
+    # The step sends gradients by gradcomp.compress(method, axis_name="data"), before
+    # the optimizer, and all seeds share it.
+    prepared = methods.prepare_method(method, task, next(draw(seed=0)), args)
+    step, sent, start, log = prepared
+    for seed in range(args.seed, args.seed + args.seeds):
+      params, batches = task.init_params(seed), draw(seed=seed)
+      state, optimizer = start(seed, params)
+      whose = {"optimizer": optimizer, "params": params, "workers": mesh.size}
+      with tables.Run(args, name, seed, sent, log, **whose) as run:
+        params, state = run.restore((params, state), batches)
+        for number in run.steps():
+          batch, options = task.place(next(batches)), task.options(seed, number)
+          params, state, _ = run.take(step, params, state, batch, **options)
+          if run.is_tested:
+            tested = task.evaluate(methods.averaged(state, params))
+            state = methods.observe(state, run.add_point(*tested))
+          run.save((params, state))
+      runs.append(run)
+    log.write(args.output, name)
+  title = f"{args.model} on {args.dataset}"
+  tables.show(runs, args, title=title, workers=mesh.size)
 
 
 def load_everywhere(args: argparse.Namespace) -> data.ImageSet:
@@ -78,33 +74,11 @@ def load_everywhere(args: argparse.Namespace) -> data.ImageSet:
   return images if first else data.load(args.dataset, args.data_dir)
 
 
-def parse(
-  argv: Sequence[str] | None, parser: argparse.ArgumentParser | None = None
-) -> argparse.Namespace:
-  """Reads the options."""
-  parser = parser or make_parser()
-  return command_line.complete(parser, parser.parse_args(argv), DEFAULTS)
-
-
 def make_parser() -> argparse.ArgumentParser:
   """Makes the parser of the command line."""
-  parser = argparse.ArgumentParser(
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
-  group = parser.add_argument_group("task")
-  group.add_argument(
-    "--dataset",
-    choices=("digits", "mnist5k", "mnist", "fashion_mnist", "cifar10"),
-    default="digits",
-    help="digits (default) and mnist5k are embedded, `make data` prepares mnist and "
-    "fashion_mnist, and cifar10 downloads once",
-  )
-  group.add_argument("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
-  command_line.add_training(group, tuple(networks.IMAGES), DEFAULTS)
-  command_line.add_exchange(parser, DEFAULTS)
-  command_line.add_comparison(parser, DEFAULTS)
-  command_line.add_devices(parser, DEFAULTS)
+  parser = command_line.make_parser(__doc__, (*networks.IMAGES,), COMPARED)
+  data.add_arguments(parser)
+  parser.set_defaults(**DEFAULTS)
   return parser
 
 

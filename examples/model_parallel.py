@@ -14,197 +14,136 @@ are averaged in float32. Without accelerators it emulates eight devices on the C
 import argparse
 import functools
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
 
 import gradcomp
-from examples.lib import parsing, report
-from examples.lib.checkpoints import add_arguments, saved_in
-from examples.lib.comparison import footnote
+from examples.lib import tables
 from examples.lib.data import images as data
 from examples.lib.methods import METHODS
-from examples.lib.parsing import natural, positive, positive_float
-from examples.lib.progress import Progress
-from examples.lib.sharded import cut_layers
-from examples.lib.sharded.cut_task import AXIS, Task
-from examples.lib.training import Run, train
+from examples.lib.sharded import cut_layers, cut_options
+from examples.lib.sharded.sub_batches import sub_batches
+from gradcomp import parallel
 
-# All codecs but the sparse ones, and those that need error feedback or a memory.
-NAMES = (
-  "f32",
-  "bf16",
-  "dynamic-tree",
-  "dynamic-map",
-  "static-tree",
-  "linear",
-  "mantissa",
-  "qsgd-8",
-  "qsgd-4",
-  "qsgd-2",
-  "terngrad",
-  "aps-5-2",
-  "aps-4-3",
-)
+AXIS = "model"
 COMPARED = ("f32", "dynamic-tree", "static-tree", "linear", "mantissa")
+make_parser = functools.partial(cut_options.make_parser, __doc__, COMPARED)
+
+
+class Net:
+  """A net on a mesh, with parameters ``{"front": ..., "dense": [{"w", "b"}, ...]}``."""
+
+  def __init__(self, args: argparse.Namespace, codec: Any, images: data.ImageSet):
+    self.args, self.codec, self.images = args, codec, images
+    rate = optax.cosine_decay_schedule(args.learning_rate, args.steps)
+    self.front = optax.chain(gradcomp.dense(axis_name=AXIS), optax.rmsprop(rate))
+    rules = {"front": self.front, "dense": optax.rmsprop(rate)}
+    self.optimizer = optax.partition(rules, {"front": "front", "dense": "dense"})
+
+  def start(self, seed: Any) -> tuple[Any, Any]:
+    """Draws parameters and makes the state; equal seeds give equal ones."""
+    key, own = jax.random.split(jax.random.key(seed))
+    params = cut_layers.init_net(key, own, self.images, self.args)
+    kept, key = self.optimizer.init(params), jax.random.key_data(key)
+    return params, {"rmsprop": kept, "key": key, "count": jnp.int32(0)}
+
+  def logits(self, params: Any, images: jax.Array, key: jax.Array, **dropout: Any):
+    """Returns ``[passes, B / passes, classes]``, in the order of ``in_passes``."""
+    args, last = self.args, len(params["dense"]) - 1
+    codec_key = key if self.codec.needs_key else None
+    sent = {"axis_name": AXIS, "codec": self.codec, "own": args.own}
+
+    def dense(x: jax.Array, number: jax.Array) -> jax.Array:
+      used = jax.random.fold_in(key, number)
+
+      def gather(y: jax.Array, layer: int) -> jax.Array:
+        own = {"key": None if codec_key is None else jax.random.fold_in(used, layer)}
+        if layer == last:  # logits are equal on all workers, and so are their errors
+          own |= {"own": "coded", "to": "invarying"}
+        # This line compresses activations, and their errors in the backward pass.
+        return parallel.all_gather(y, axis=1, **(sent | own))
+
+      own_key = jax.random.fold_in(used, last + 1 + lax.axis_index(AXIS))
+      options = {"unit": args.unit, "key": used, "own_key": own_key, **dropout}
+      given = params["dense"], x, self.images.classes
+      return cut_layers.apply(*given, gather=gather, **options)
+
+    x = cut_layers.features(params["front"], images)
+    if params["front"]:
+      return sub_batches(dense, x, passes=args.passes, key=codec_key, **sent)
+    parts = cut_layers.in_passes(x, lax.axis_size(AXIS), args.passes)
+    return lax.map(lambda given: dense(*given), (parts, jnp.arange(args.passes)))
+
+  def sums(self, params: Any, batch: Any, key: Any, **dropout: Any) -> jax.Array:
+    """Returns the sums of losses and of right classes; -1 is no label."""
+    images, labels = batch
+    labels = cut_layers.in_passes(labels, lax.axis_size(AXIS), self.args.passes)
+    logits = self.logits(params, images, key, **dropout)
+    known = jnp.maximum(labels, 0)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, known)
+    each = losses, logits.argmax(axis=-1) == labels
+    return jnp.array([jnp.sum(x * (labels >= 0)) for x in each])
+
+  def step(self, params: Any, state: Any, batch: Any) -> Any:
+    """Takes a step, inside the map."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["count"])
+    # Each worker's own gradient of the front, which the exchange averages.
+    own = gradcomp.defer_reduction(params["front"], axis_name=AXIS)
+    sums = functools.partial(self.sums, dropout=cut_layers.DROPOUT)
+    loss_fn = lambda params: sums(params, batch, key)[0] / self.args.batch_size
+    loss, grads = jax.value_and_grad(loss_fn)(params | {"front": own})
+    # The loss is that of the whole batch, so workers' gradients are to be added up.
+    grads["front"] = jax.tree.map(lambda g: g * lax.axis_size(AXIS), grads["front"])
+    updates, kept = self.optimizer.update(grads, state["rmsprop"])
+    state = state | {"rmsprop": kept, "count": state["count"] + 1}
+    return optax.apply_updates(params, updates), state, {"loss": loss}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains with the options given, prints the table and writes the files."""
   parser = make_parser()
   args = parser.parse_args(argv)
-  jax.config.update("jax_num_cpu_devices", args.devices)
-  mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
-  if args.batch_size % (mesh.size * args.passes):
-    parser.error(
-      f"--batch-size must be a multiple of {mesh.size} workers x {args.passes} passes"
-    )
-  if args.hidden % mesh.size:
-    parser.error(f"--hidden must be a multiple of the {mesh.size} workers")
+  mesh = cut_options.make_mesh(parser, args, AXIS)
   images = data.load(args.dataset, args.data_dir)
-  if args.batch_size > len(images.train.labels):
-    parser.error(
-      f"--batch-size must be at most the {len(images.train.labels)} images, got "
-      f"{args.batch_size}"
-    )
-  names = [args.codec] if args.compare is None else args.compare or COMPARED
+  data.fits(parser, args, images.train)
+  draw = functools.partial(data.batches, images.train, args.batch_size)
+  tests = data.in_order(images.test, args.batch_size)
+  over = functools.partial(jax.shard_map, mesh=mesh)
+  # Where samples of a convolution lie, and labels; dense layers take the whole batch.
+  cut = (jax.P(AXIS) if args.channels else jax.P()), jax.P()
+  on = lambda specs: jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+  place = lambda batch: jax.device_put(tuple(batch), on(cut))
   runs = []
-  for name in names:
-    runs += run_codec(name, Task(images, METHODS[name], args, mesh), images, args)
-  print(report.table(runs))
-  print(footnote(mesh.size).replace("mean", "exchange"))
+  for name in [args.codec] if args.compare is None else args.compare or COMPARED:
+    net = Net(args, METHODS[name], images)
+    specs = cut_layers.specs(jax.eval_shape(net.start, 0), AXIS)
+    start = jax.jit(net.start, out_shardings=on(specs))
+    sums = functools.partial(net.sums, key=jax.random.key(0))
+    sums = jax.jit(over(sums, in_specs=(specs[0], cut), out_specs=jax.P()))
+    step = over(net.step, in_specs=(*specs, cut), out_specs=(*specs, jax.P()))
+    step = jax.jit(step, donate_argnums=(0, 1))
+    step = step.lower(*start(0), place(next(draw(seed=0)))).compile()
+    wire = gradcomp.wire_report(step)
+    for seed in range(args.seed, args.seed + args.seeds):
+      (params, state), batches = start(seed), draw(seed=seed)
+      # Sharded leaves keep nothing of gradcomp's: any number of workers goes on.
+      whose = {"optimizer": net.front, "params": params["front"], "workers": mesh.size}
+      sent = wire.bytes_sent, wire.dense_bytes
+      with tables.Run(args, name, seed, sent, **whose) as run:
+        params, state = run.restore((params, state), batches)
+        for _ in run.steps():
+          params, state, _ = run.take(step, params, state, place(next(batches)))
+          if run.is_tested:
+            totals = sum(jax.device_get(sums(params, place(x))) for x in tests)
+            run.add_point(*(totals / len(images.test.labels)).tolist())
+          run.save((params, state))
+      runs.append(run)
   title = f"dense layers sharded over {mesh.size} workers, {args.dataset}"
-  print("wrote", *report.write(runs, args.output, title=title))
-
-
-def run_codec(
-  name: str, task: Task, images: data.ImageSet, args: argparse.Namespace
-) -> list[Run]:
-  """Compiles the step once for all seeds, and trains from each.
-
-  The optimizer of the convolution has gradcomp's transformation, so a record of it is
-  saved beside the state. Sharded leaves keep nothing of gradcomp's: a run of another
-  codec has a folder of its own, Orbax refuses arrays of other shapes, and any number of
-  workers that the layers can be sharded over takes up the whole arrays.
-  """
-  batches = functools.partial(data.batches, images.train, args.batch_size)
-  batch = task.place(next(batches(seed=0)))
-  step = task.step.lower(*task.start(0), batch).compile()
-  wire = gradcomp.wire_report(step)
-  runs = []
-  for seed in range(args.seed, args.seed + args.seeds):
-    title = f"{name} seed {seed}"
-    with (
-      Progress(title, args.steps) as progress,
-      saved_in(args, f"{name}-{seed}", **task.recorded()) as saved,
-    ):
-      points, step_ms = train(
-        task,
-        step,
-        *task.start(seed),
-        batches(seed=seed),
-        steps=args.steps,
-        evaluate_every=args.evaluate_every,
-        bytes_a_step=wire.bytes_sent,
-        progress=progress,
-        saved=saved,
-      )
-    runs.append(Run(name, seed, wire.bytes_sent, wire.dense_bytes, step_ms, points))
-  return runs
-
-
-def make_parser() -> argparse.ArgumentParser:
-  """Makes the parser of the command line."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  add = parser.add_argument_group("task").add_argument
-  add(
-    "--dataset",
-    choices=("digits", "mnist5k", "mnist", "fashion_mnist", "cifar10"),
-    default="digits",
-    help="digits (default) and mnist5k are embedded, the others download once",
-  )
-  add("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
-  add(
-    "--hidden",
-    type=positive,
-    default=1024,
-    help="units of a layer; default: 1024",
-  )
-  add("--unit", choices=tuple(cut_layers.UNITS), default="relu", help="default: relu")
-  add(
-    "--channels",
-    type=natural,
-    default=0,
-    help="of a convolution; default: 0, no such",
-  )
-  add(
-    "--learning-rate",
-    type=positive_float,
-    default=0.003,
-    help="at first; default: 0.003",
-  )
-  add(
-    "--batch-size",
-    type=positive,
-    default=128,
-    help="of all workers; default: 128",
-  )
-  add("--steps", type=positive, default=200, help="default: 200")
-  add("--seed", type=parsing.seed, default=0, help="of parameters, batches and dropout")
-
-  add = parser.add_argument_group("exchange").add_argument
-  add(
-    "--codec",
-    choices=NAMES,
-    default="dynamic-tree",
-    metavar="CODEC",
-    help=f"one of {', '.join(NAMES)}; default: dynamic-tree",
-  )
-  add(
-    "--own",
-    choices=("exact", "coded"),
-    default="exact",
-    help="whether a worker takes its own part as it is (default) or rounded, too",
-  )
-  add(
-    "--passes",
-    type=positive,
-    default=1,
-    help="sub-batches of a batch; default: 1",
-  )
-
-  add = parser.add_argument_group("comparison").add_argument
-  add(
-    "--compare",
-    nargs="*",
-    choices=NAMES,
-    metavar="CODEC",
-    help=f"train several from one initialization; without names: {' '.join(COMPARED)}",
-  )
-  add("--seeds", type=positive, default=1, help="as many seeds; default: 1")
-  add(
-    "--evaluate-every",
-    type=positive,
-    default=10,
-    help="steps between two points of the curves; default: 10",
-  )
-  add(
-    "--output",
-    type=Path,
-    default=Path("results"),
-    help="folder of summary.csv, curves.csv and curves.png; default: results",
-  )
-
-  parser.add_argument(
-    "--devices",
-    type=parsing.devices,
-    default=8,
-    help="CPU devices to emulate, where there are no accelerators; default: 8",
-  )
-  add_arguments(parser)
-  return parser
+  tables.show(runs, args, title=title, workers=mesh.size)
 
 
 if __name__ == "__main__":

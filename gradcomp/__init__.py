@@ -16,7 +16,6 @@ from gradcomp import (
   parallel,
   state,
   telemetry,
-  wire,
   wrappers,
 )
 from gradcomp._src import public as _public
@@ -62,7 +61,7 @@ __all__ += ["mean_over", "natural", "onebit_sgd", "optimizers", "overlap_report"
 __all__ += ["parallel", "policy", "powersgd"]
 __all__ += ["qsgd", "randomk", "redsync", "reshard_state", "skip_nonfinite", "state"]
 __all__ += ["state_specs", "telemetry", "terngrad", "testing", "topk", "value_and_grad"]
-__all__ += ["wire", "wire_report", "wrappers"]
+__all__ += ["wire_report", "wrappers"]
 
 
 if not TYPE_CHECKING:  # a checker would take it for a promise of every name
@@ -79,6 +78,6 @@ def __dir__() -> list[str]:
 
 for _space in (checkpoint, codecs, cost, exchange, floats, kernels, local, optimizers):
   _public.publish(vars(_space))
-for _space in (parallel, state, telemetry, wire, wrappers):
+for _space in (parallel, state, telemetry, wrappers):
   _public.publish(vars(_space))
 _public.publish(globals())

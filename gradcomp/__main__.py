@@ -12,21 +12,26 @@ bits for each leaf are one of the candidates, see `gradcomp.cost.allocate`.
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import gradcomp
-from gradcomp._src.cost.planner.candidates import GIVEN, SOURCES, packaged_speeds
-from gradcomp._src.cost.planner.errors import checked_budget
-from gradcomp.cost import Link, Plan, PlanOptions
+from gradcomp._src.cost.planner.candidates import (
+  CANDIDATES,
+  GIVEN,
+  SOURCES,
+  packaged_speeds,
+)
+from gradcomp._src.cost.planner.choice import Plan
+from gradcomp._src.cost.planner.errors import Optimizer, checked_budget
+from gradcomp.cost import Link, PlanOptions
 
 _SUFFIXES = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
 _BUDGETS = "none, tight, paper, aggressive, or a bound on the error over the workers"
@@ -60,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   add("--backward", type=_seconds, help="seconds of the backward pass")
   add("--budget", type=_budget, default="paper", help=_BUDGETS)
   add("--steps", type=_steps, help="steps of the training, for sparse codecs")
+  add("--optimizer", choices=get_args(Optimizer), help="that of the training")
   add("--device", default="cpu", help='its codec speeds: cpu, H100, or "TPU v5e"')
   slower = "times that codecs are slower here than on that device"
   add("--slower", type=_times, default=1.0, help=slower)
@@ -82,7 +88,8 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan 
     parser.error("argument --params: must be given, or --gradients, and not both")
   link = lambda gbit: Link(latency=options.latency, bytes_per_second=gbit * 1e9 / 8)
   times = lambda speed: speed.times(options.slower)
-  given: dict[str, Any] = {"forward": options.forward, "backward": options.backward}
+  names = "forward", "backward", "optimizer"
+  given: dict[str, Any] = {name: getattr(options, name) for name in names}
   params: Any = jax.ShapeDtypeStruct((options.params or 0,), jnp.float32)
   allocation = None
   try:
@@ -90,7 +97,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan 
       steps = [dict(np.load(name)) for name in options.gradients]
       allocation = gradcomp.cost.allocate(steps)
       params = given["gradients"] = steps[0]
-      given["candidates"] = [*gradcomp.cost.CANDIDATES, allocation.candidate]
+      given["candidates"] = [*CANDIDATES, allocation.candidate]
     packaged = packaged_speeds(options.device)
     source, platform = SOURCES[options.device]
     speeds = {name: times(speed) for name, speed in packaged.items()}
@@ -105,10 +112,9 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan 
     )
   except (OSError, TypeError, ValueError) as error:
     parser.error(str(error))
-  slower = "" if options.slower == 1 else f" Times {options.slower:g}."
-  own = f"{source}{slower}"
+  own = source if options.slower == 1 else f"{source} Times {options.slower:g}."
   notes = tuple(own if note == GIVEN else note for note in found.notes)
-  found = dataclasses.replace(found, notes=notes)
+  found = found._replace(notes=notes)
   return f"{allocation}\n\n{found}" if allocation else found
 
 

@@ -1,10 +1,7 @@
-"""Specs, shapes, records and resharding of optimizer states."""
+"""Records and shapes of optimizer states, and their way onto a mesh."""
 
-from gradcomp._src.checkpoint.placement import place
-from gradcomp._src.checkpoint.records import check_record, record
-from gradcomp._src.checkpoint.reshard import reshard_state
+from gradcomp._src.checkpoint.placement import put_on_mesh
+from gradcomp._src.checkpoint.records import check_record, make_record
 from gradcomp._src.checkpoint.shapes import state_shapes
-from gradcomp._src.core.specs import init_state, state_specs
 
-__all__ = ["check_record", "init_state", "place", "record", "reshard_state"]
-__all__ += ["state_shapes", "state_specs"]
+__all__ = ["check_record", "make_record", "put_on_mesh", "state_shapes"]

@@ -9,24 +9,16 @@ from gradcomp._src.codecs.floats.lossless import Lossless
 from gradcomp._src.codecs.floats.natural import Natural
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.policy import Policy
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.random_k import RandomK
 from gradcomp._src.codecs.sign import Sign
-from gradcomp._src.codecs.sums.records import (
-  NOTHING,
-  Context,
-  Encoded,
-  Leaf,
-  Memory,
-  Payload,
-)
-from gradcomp._src.codecs.sums.sum import Partial, Sent, Sum, SumFacts
+from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Memory
+from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Tiles
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 
 __all__ = ["BlockFloat", "BlockTop", "Codec", "Context", "Dense", "EightBit", "Encoded"]
-__all__ += ["FloatCast", "Leaf", "LeafCodec", "Lossless", "Memory", "NOTHING"]
-__all__ += ["Natural", "OneBit", "Partial", "Payload", "Policy", "QSGD"]
-__all__ += ["RandomK", "Sent", "Sign", "Sum", "SumFacts", "Ternary", "Tiles", "TopK"]
+__all__ += ["FloatCast", "Leaf", "Lossless", "Memory", "Natural", "OneBit", "Policy"]
+__all__ += ["QSGD", "RandomK", "Sign", "Sum", "Ternary", "Tiles", "TopK"]

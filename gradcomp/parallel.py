@@ -10,11 +10,10 @@ from gradcomp._src.parallel.collectives import (
 )
 from gradcomp._src.parallel.compress_in_scan import compress_in_scan
 from gradcomp._src.parallel.gather import gather, gather_matmul, gather_residual
-from gradcomp._src.parallel.options import CollectiveOptions
 from gradcomp._src.parallel.reshard import reshard
 from gradcomp._src.parallel.scan import scan
 from gradcomp._src.parallel.zero.transform import zero
 
 __all__ = ["all_gather", "all_to_all", "compress_in_scan", "gather", "gather_matmul"]
 __all__ += ["gather_residual", "ppermute", "psum", "psum_scatter", "reshard", "scan"]
-__all__ += ["sum_gradients", "zero", "CollectiveOptions"]
+__all__ += ["sum_gradients", "zero"]

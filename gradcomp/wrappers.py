@@ -1,10 +1,9 @@
-"""Wrappers of transformations: clipping, skipping, switching, freezing, copies."""
+"""Wrappers of transformations: clipping, switching, freezing, copies."""
 
 from gradcomp._src.core.specs import replicable
 from gradcomp._src.transforms.each_worker import clip_by_local_norm, on_each_worker
 from gradcomp._src.transforms.freeze import allow_frozen
-from gradcomp._src.transforms.skip import skip_nonfinite
 from gradcomp._src.transforms.switch import switch
 
 __all__ = ["allow_frozen", "clip_by_local_norm", "on_each_worker", "replicable"]
-__all__ += ["skip_nonfinite", "switch"]
+__all__ += ["switch"]

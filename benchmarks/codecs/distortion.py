@@ -33,9 +33,7 @@ import gradcomp
 from benchmarks.common import cli, tables
 from benchmarks.study import tasks
 from examples.lib.training import AXIS, Task
-from gradcomp import codecs
-from gradcomp.codecs import QSGD
-from gradcomp.contrib import Eden
+from gradcomp import codecs, contrib
 
 WORKERS = (1, 4, 16)
 NETS = ("lenet", "transformer", "resnet")
@@ -44,32 +42,29 @@ BATCH = 16  # samples of a step, and of a worker's gradient
 _BLUE, _ORANGE = "#2f6db3", "#c4622d"
 RMS: dict[str, Any] = {"norm": "rms", "levels": "uniform", "rounding": "nearest"}
 
+_bits = lambda n: f"{n} bit{'s' * (n > 1)}"
 CODECS: dict[str, Any] = {
-  "QSGD, 1 bit": QSGD(bits=1, levels="uniform"),
-  **{f"QSGD, {bits} bits": QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 8)},
+  "QSGD, 1 bit": codecs.QSGD(bits=1, levels="uniform"),
+  **{f"QSGD, {bits} bits": codecs.QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 8)},
   **{
-    f"QSGD, {bits} bits, fitted": QSGD(bits=bits, levels="nonuniform")
+    f"QSGD, {bits} bits, fitted": codecs.QSGD(bits=bits, levels="nonuniform")
     for bits in (2, 3, 4)
   },
-  "QSGD, 2 bits, buckets of 128": QSGD(bits=2, bucket_size=128),
-  "QSGD, 2 bits, buckets of 128, fitted": QSGD(
+  "QSGD, 2 bits, buckets of 128": codecs.QSGD(bits=2, bucket_size=128),
+  "QSGD, 2 bits, buckets of 128, fitted": codecs.QSGD(
     bits=2, bucket_size=128, levels="nonuniform"
   ),
-  "QSGD, 1 bit, rms": QSGD(bits=1, **RMS),
-  **{f"QSGD, {bits} bits, rms": QSGD(bits=bits, **RMS) for bits in (2, 3, 4)},
-  "QSGD, 1 bit, rms, rotated": QSGD(bits=1, rotate=32, **RMS),
+  **{f"QSGD, {_bits(n)}, rms": codecs.QSGD(bits=n, **RMS) for n in (1, 2, 3, 4)},
   **{
-    f"QSGD, {bits} bits, rms, rotated": QSGD(bits=bits, rotate=32, **RMS)
-    for bits in (2, 4)
+    f"QSGD, {_bits(n)}, rms, rotated": codecs.QSGD(bits=n, rotate=32, **RMS)
+    for n in (1, 2, 4)
   },
-  "Eden, 1 bit": Eden(bits=1),
-  **{f"Eden, {bits} bits": Eden(bits=bits) for bits in (2, 3, 4, 8)},
-  "Eden, 1 bit, least squares": Eden(bits=1, scale="least squares"),
+  **{f"Eden, {_bits(n)}": contrib.Eden(bits=n) for n in (1, 2, 3, 4, 8)},
   **{
-    f"Eden, {bits} bits, least squares": Eden(bits=bits, scale="least squares")
-    for bits in (2, 4)
+    f"Eden, {_bits(n)}, least squares": contrib.Eden(bits=n, scale="least squares")
+    for n in (1, 2, 4)
   },
-  "Eden, 1 bit, two rotations": Eden(bits=1, rotations=2),
+  "Eden, 1 bit, two rotations": contrib.Eden(bits=1, rotations=2),
   "1-bit SGD, buckets of 512": codecs.OneBit(bucket_size=512),
   "signs, buckets of 64": codecs.Sign(),
   "TernGrad": codecs.Ternary(),
@@ -139,7 +134,6 @@ def error(mean: np.ndarray, x: np.ndarray) -> float:
 
 
 def ours(name: str, vectors: dict[str, np.ndarray], size: int) -> dict[str, Any]:
-  """Measures one of the library's codecs."""
   codec = CODECS[name]
   bits, mean = library(codec, size)
   errors = {

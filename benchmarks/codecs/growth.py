@@ -16,7 +16,6 @@ With --output, writes growth.json and growth.md there. What is there already of 
 methods and models stays, unless it was read with another version of JAX.
 """
 
-import functools
 import math
 import pathlib
 import time
@@ -26,11 +25,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from benchmarks.common import cli, quiet
-from benchmarks.common.tables import table
+from benchmarks.common import cli, quiet, tables
+from benchmarks.common.shapes import placed
 from gradcomp.codecs import QSGD
 
 WORKERS = 8
@@ -112,10 +110,7 @@ AT_300 += ("QSGD, error feedback", "TernGrad")
 
 
 def measure(method: str, params: Any, *, compiled: bool = True) -> dict[str, float]:
-  """Returns the CPU seconds of an update, and its temporaries in gradients.
-
-  They are those to trace it, to trace and lower it, and to compile it.
-  """
+  """Returns the CPU seconds to trace, lower and compile an update, and temporaries."""
   jax.clear_caches()
   axes = _HOSTS if "hierarchical" in method else ("data",)
   shape = (2, WORKERS // 2) if axes == _HOSTS else (WORKERS,)
@@ -138,13 +133,9 @@ def measure(method: str, params: Any, *, compiled: bool = True) -> dict[str, flo
     return optax.apply_updates(params, updates), state
 
   mapped = jax.shard_map(
-    update, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs)
+    update, mesh=mesh, in_specs=(jax.P(), specs, jax.P()), out_specs=(jax.P(), specs)
   )
-  place = lambda x, spec: jax.ShapeDtypeStruct(
-    x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec)
-  )
-  params = jax.tree.map(functools.partial(place, spec=P()), params)
-  state = jax.tree.map(place, state, specs)
+  params, state = placed(mesh, (params, state), (jax.P(), specs))
   clock = time.process_time
   started = clock()
   traced = jax.jit(mapped, donate_argnums=(0, 1)).trace(params, state, params)
@@ -183,7 +174,7 @@ def _table(found: Rows, cell: Callable[[dict[str, float]], str]) -> str:
     row = [shown.get((method, model), "") for model in models]
     if any(row):
       lines.append([method, *row])
-  return f"{table(['', *models], lines)}\n"
+  return f"{tables.table(['', *models], lines)}\n"
 
 
 def main() -> None:
@@ -193,7 +184,6 @@ def main() -> None:
     "folder of the two files",
     methods=cli.Option([*METHODS], [QUICK], choices=METHODS),
     models=cli.Option([*MODELS], ["100 leaves"], choices=MODELS),
-    only_trace=cli.Option(False, help="compile nothing"),
   )
   jax.config.update("jax_num_cpu_devices", WORKERS)
   models = {name: MODELS[name] for name in options.models}
@@ -203,8 +193,8 @@ def main() -> None:
   every = options.methods == [*METHODS]
   for model, make in models.items():
     for method in AT_300 if every and model == "300 leaves" else options.methods:
-      compiled = not options.only_trace and model not in TRACED
-      row = found[method, model] = measure(method, make(), compiled=compiled)
+      row = measure(method, make(), compiled=model not in TRACED)
+      found[method, model] = row
       print(f"{model}, {method}: {row}", flush=True)
   if options.output:
     write(options.output, found)
@@ -212,7 +202,6 @@ def main() -> None:
 
 
 def write(folder: pathlib.Path, found: Rows) -> None:
-  """Writes both files, with what they had of other methods and models."""
   about = {"jax": jax.__version__, "workers": WORKERS}
   old = cli.rows_of(folder / "growth.json", about)
   known = {(x.pop("method"), x.pop("model")): x for x in old}

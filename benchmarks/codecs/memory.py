@@ -18,7 +18,7 @@ With --output, writes memory.json and memory.md there. What is there already of 
 codecs and columns stays, unless it was read for another size or version.
 """
 
-import functools
+import contextlib
 import itertools
 import math
 import pathlib
@@ -26,46 +26,32 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from benchmarks.common import cli
-from benchmarks.common.tables import table
-from gradcomp import ErrorFeedback, MomentumFeedback
+from benchmarks.common import cli, shapes, tables
+from gradcomp import ErrorFeedback, MomentumFeedback, codecs
 from gradcomp._src.core.feedback import Feedback
 from gradcomp._src.exchange.auto import ExchangeName
-from gradcomp.codecs import (
-  QSGD,
-  Codec,
-  Dense,
-  EightBit,
-  FloatCast,
-  OneBit,
-  RandomK,
-  Ternary,
-  TopK,
-)
 from gradcomp.exchange import Hierarchical
 
 WORKERS = 4
 SHAPE = (1024, 1024)
 SEVERAL = 16  # leaves
 LIMIT = 1.5  # gradients beside the payloads
-CODECS: dict[str, Codec] = {
-  "float32": Dense(),
-  "bfloat16": Dense(dtype=jnp.bfloat16),
-  "QSGD, 4 bits": QSGD(bits=4),
-  "QSGD, fitted levels": QSGD(bits=4, levels="nonuniform"),
-  "QSGD, shared scales": QSGD(bits=4, share_scale=True),
-  "1-bit SGD": OneBit(),
-  "1-bit SGD, per column": OneBit(per_column=True),
-  "TernGrad": Ternary(),
-  "8 bits, dynamic tree": EightBit(),
-  "APS (5, 2)": FloatCast(),
-  "APS (5, 2), Kahan": FloatCast(accumulate="kahan"),
-  "TopK, 0.1 %": TopK(density=0.001),
-  "RandomK, 1 %": RandomK(density=0.01),
+CODECS: dict[str, codecs.Codec] = {
+  "float32": codecs.Dense(),
+  "bfloat16": codecs.Dense(dtype=jnp.bfloat16),
+  "QSGD, 4 bits": codecs.QSGD(bits=4),
+  "QSGD, fitted levels": codecs.QSGD(bits=4, levels="nonuniform"),
+  "QSGD, shared scales": codecs.QSGD(bits=4, share_scale=True),
+  "1-bit SGD": codecs.OneBit(),
+  "1-bit SGD, per column": codecs.OneBit(per_column=True),
+  "TernGrad": codecs.Ternary(),
+  "8 bits, dynamic tree": codecs.EightBit(),
+  "APS (5, 2)": codecs.FloatCast(),
+  "APS (5, 2), Kahan": codecs.FloatCast(accumulate="kahan"),
+  "TopK, 0.1 %": codecs.TopK(density=0.001),
+  "RandomK, 1 %": codecs.RandomK(density=0.01),
 }
 EXCHANGES = tuple(x for x in get_args(ExchangeName) if x not in ("auto", "local"))
 FEEDBACKS: dict[str | None, Feedback | None] = {
@@ -107,10 +93,13 @@ class Memory(NamedTuple):
 
 
 def cases() -> list[Case]:
-  """Returns every codec with each exchange and column that it takes."""
-  every = itertools.product(CODECS, EXCHANGES, COLUMNS.values())
-  found = [Case(codec, exchange, *column) for codec, exchange, column in every]
-  return [case for case in found if _fits(case)]
+  found = []
+  for codec, exchange, column in itertools.product(CODECS, EXCHANGES, COLUMNS.values()):
+    case = Case(codec, exchange, *column)
+    with contextlib.suppress(ValueError):
+      transformation(case)
+      found.append(case)
+  return found
 
 
 def transformation(case: Case) -> Any:
@@ -123,20 +112,10 @@ def transformation(case: Case) -> Any:
   )
 
 
-def _fits(case: Case) -> bool:
-  try:
-    transformation(case)
-  except ValueError:
-    return False
-  return True
-
-
 def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
-  """Compiles an update that writes each array of the state where it was.
-
-  Donated memory goes to the first result of the same shape. The state comes first here,
-  as parameters do in a train step; else the mean would be written over the residual.
-  """
+  """Compiles an update that writes each array of the state where it was."""
+  # Donated memory goes to the first result of its shape. The state comes first, as
+  # parameters in a train step; else the mean would be written over the residual.
   tx = transformation(case)
   mesh = jax.make_mesh((WORKERS,), ("data",))
   leaves = [jax.ShapeDtypeStruct(shape, jnp.float32)] * case.leaves
@@ -149,22 +128,14 @@ def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
     return state, mean
 
   mapped = jax.shard_map(
-    update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(specs, P())
+    update, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(specs, jax.P())
   )
   whole = jax.ShapeDtypeStruct((WORKERS * shape[0], *shape[1:]), jnp.float32)
-  place = functools.partial(_placed, mesh)
-  jitted = jax.jit(mapped, donate_argnums=1)
-  state = jax.tree.map(place, state, specs)
-  return jitted.lower([place(whole, P("data"))] * case.leaves, state).compile()
-
-
-def _placed(mesh: Mesh, like: Any, spec: P) -> jax.ShapeDtypeStruct:
-  sharding = NamedSharding(mesh, spec)
-  return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+  args = shapes.placed(mesh, ([whole] * case.leaves, state), (jax.P("data"), specs))
+  return jax.jit(mapped, donate_argnums=1).lower(*args).compile()
 
 
 def measure(case: Case, shape: tuple[int, ...] = SHAPE) -> Memory:
-  """Compiles the update of leaves of a shape, and reads what it needs."""
   program = compiled(case, shape)
   payloads = 0
   for one in gradcomp.wire_report(program).collectives:
@@ -183,7 +154,7 @@ def markdown(found: dict[Case, Memory]) -> str:
     payloads = max(memory.payloads for memory in row if memory)
     cells = [_cell(memory) if memory else "" for memory in row]
     lines.append([codec, f"`{exchange}`", f"{payloads:.2f}", *cells])
-  return f"{table(['codec', 'exchange', 'payloads', *COLUMNS], lines)}\n"
+  return f"{tables.table(['codec', 'exchange', 'payloads', *COLUMNS], lines)}\n"
 
 
 def _cell(memory: Memory) -> str:
@@ -215,7 +186,6 @@ def main() -> None:
 def write(
   folder: pathlib.Path, found: dict[Case, Memory], shape: tuple[int, ...]
 ) -> None:
-  """Writes both files, with what they had of other cases."""
   about = {"jax": jax.__version__, "workers": WORKERS, "shape": list(shape)}
   found = {
     Case(*(row[x] for x in Case._fields)): Memory(row["payloads"], row["temporary"])

@@ -64,10 +64,7 @@ def lanes(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def model(stream: Stream, rounds: int, key: int, rows: int) -> np.ndarray:
-  """Computes the first words of a stream: uint32[rows * 256 * lanes].
-
-  Two lanes in sequence make a word, the first one in its low half.
-  """
+  """Computes the first words of a stream, of two lanes: uint32[rows * 256 * lanes]."""
   chosen = [int(lane) for lane in stream.lanes]
   draws = []
   for number in range(rows):

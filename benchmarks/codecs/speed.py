@@ -19,97 +19,83 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.common import cli, quiet, shapes, tables, timing
-from gradcomp._src.codecs import encoding
-from gradcomp._src.codecs.protocol import payload_of
+from gradcomp import codecs, contrib
+from gradcomp._src.codecs import encoding, protocol
 from gradcomp._src.cost.measure import updates
 from gradcomp._src.exchange.layout import materialized, plan_rows
-from gradcomp.codecs import (
-  QSGD,
-  BlockFloat,
-  BlockTop,
-  Codec,
-  Context,
-  Dense,
-  EightBit,
-  FloatCast,
-  Leaf,
-  Natural,
-  OneBit,
-  Ternary,
-)
-from gradcomp.contrib import Eden
 
 _WORKERS = 4  # whose payloads decode-and-sum adds
 _MIB = 2**20
 _PARTS = ("codecs", "messages", "matrices")
 
-CODECS: dict[str, Codec] = {
-  **{f"qsgd-{bits}": QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 7, 8, 16)},
-  "qsgd-1 uniform": QSGD(bits=1, levels="uniform"),
-  "qsgd-4 uniform": QSGD(bits=4, levels="uniform"),
-  "qsgd-4 nearest": QSGD(bits=4, rounding="nearest"),
-  "qsgd-4 shared": QSGD(bits=4, share_scale=True),
-  "qsgd-4 l2": QSGD(bits=4, norm="l2"),
-  "qsgd-4 tensor": QSGD(bits=4, bucket_size=None),
-  "qsgd-4 rotate 8": QSGD(bits=4, rotate=8),
-  "qsgd-4 rotate 32": QSGD(bits=4, rotate=32),
-  "qsgd-2 nearest": QSGD(bits=2, levels="uniform", rounding="nearest"),
-  "qsgd-2 rms": QSGD(bits=2, norm="rms", levels="uniform", rounding="nearest"),
-  "qsgd-2 rms rotate 32": QSGD(
+CODECS: dict[str, codecs.Codec] = {
+  **{f"qsgd-{bits}": codecs.QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 7, 8, 16)},
+  "qsgd-1 uniform": codecs.QSGD(bits=1, levels="uniform"),
+  "qsgd-4 uniform": codecs.QSGD(bits=4, levels="uniform"),
+  "qsgd-4 nearest": codecs.QSGD(bits=4, rounding="nearest"),
+  "qsgd-4 shared": codecs.QSGD(bits=4, share_scale=True),
+  "qsgd-4 l2": codecs.QSGD(bits=4, norm="l2"),
+  "qsgd-4 tensor": codecs.QSGD(bits=4, bucket_size=None),
+  "qsgd-4 rotate 8": codecs.QSGD(bits=4, rotate=8),
+  "qsgd-4 rotate 32": codecs.QSGD(bits=4, rotate=32),
+  "qsgd-2 nearest": codecs.QSGD(bits=2, levels="uniform", rounding="nearest"),
+  "qsgd-2 rms": codecs.QSGD(bits=2, norm="rms", levels="uniform", rounding="nearest"),
+  "qsgd-2 rms rotate 32": codecs.QSGD(
     bits=2, norm="rms", levels="uniform", rounding="nearest", rotate=32
   ),
   **{
-    f"qsgd-{bits} nonuniform": QSGD(bits=bits, levels="nonuniform")
+    f"qsgd-{bits} nonuniform": codecs.QSGD(bits=bits, levels="nonuniform")
     for bits in (2, 3, 4)
   },
-  **{f"onebit-{size}": OneBit(bucket_size=size) for size in (64, 512)},
-  "terngrad": Ternary(),
-  "terngrad base3": Ternary(packing="base3"),
-  "terngrad no clip": Ternary(clip_sigmas=None),
+  **{f"onebit-{size}": codecs.OneBit(bucket_size=size) for size in (64, 512)},
+  "terngrad": codecs.Ternary(),
+  "terngrad base3": codecs.Ternary(packing="base3"),
+  "terngrad no clip": codecs.Ternary(clip_sigmas=None),
   **{
-    name: EightBit(dtype=name)
+    name: codecs.EightBit(dtype=name)
     for name in ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
   },
-  "dynamic_tree 512": EightBit(bucket_size=512),
-  "dynamic_tree stochastic": EightBit(rounding="stochastic"),
+  "dynamic_tree 512": codecs.EightBit(bucket_size=512),
+  "dynamic_tree stochastic": codecs.EightBit(rounding="stochastic"),
   **{
-    f"aps-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m)
+    f"aps-{e}-{m}": codecs.FloatCast(exponent_bits=e, mantissa_bits=m)
     for e, m in ((5, 2), (4, 3), (3, 0), (5, 10))
   },
-  "cast-5-2": FloatCast(scale=1.0),
-  "natural": Natural(),
-  "mxfp8": BlockFloat(),
-  "mxfp4": BlockFloat(element="e2m1"),
-  "mxfp4 rotate 32": BlockFloat(element="e2m1", rotate=32),
-  "nvfp4 stochastic": BlockFloat(
+  "cast-5-2": codecs.FloatCast(scale=1.0),
+  "natural": codecs.Natural(),
+  "mxfp8": codecs.BlockFloat(),
+  "mxfp4": codecs.BlockFloat(element="e2m1"),
+  "mxfp4 rotate 32": codecs.BlockFloat(element="e2m1", rotate=32),
+  "nvfp4 stochastic": codecs.BlockFloat(
     element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
   ),
-  **{f"blocktop-{bits}": BlockTop(bits=bits) for bits in (2, 8, 32)},
-  **{f"eden-{bits}": Eden(bits=bits) for bits in (1, 2, 4)},
-  "dense-f32": Dense(),
-  "dense-bf16": Dense(dtype=jnp.bfloat16),
-  "dense-f16": Dense(dtype=jnp.float16),
-  "dense-bf16 stochastic": Dense(dtype=jnp.bfloat16, rounding="stochastic"),
+  **{f"blocktop-{bits}": codecs.BlockTop(bits=bits) for bits in (2, 8, 32)},
+  **{f"eden-{bits}": contrib.Eden(bits=bits) for bits in (1, 2, 4)},
+  "dense-f32": codecs.Dense(),
+  "dense-bf16": codecs.Dense(dtype=jnp.bfloat16),
+  "dense-f16": codecs.Dense(dtype=jnp.float16),
+  "dense-bf16 stochastic": codecs.Dense(dtype=jnp.bfloat16, rounding="stochastic"),
 }
 # Of each kind: with its residual known, with fitted levels, with a shared scale, and
 # with sums in its format.
 QUICK = ("qsgd-4", "qsgd-2 nonuniform", "onebit-64", "terngrad", "linear", "aps-5-2")
 
 
-def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, Any]:
+def codec_rows(
+  name: str, codec: codecs.Codec, size: int, repeats: int
+) -> dict[str, Any]:
   """Times one codec on one array of ``size`` elements."""
   x = jax.random.normal(jax.random.key(0), (size,))
   key = jnp.array([1, 2], jnp.uint32)
   # Levels are fitted in one step of a hundred.
-  leaf = Leaf(x.shape)
-  memory = codec.init(leaf, key)
+  leaf = codecs.Leaf(x.shape)
+  codec, memory = codec.bind(leaf), codec.init(leaf, key)
   start = time.perf_counter()
-  context = lambda key: Context(key, memory=memory)
-  rows = jax.jit(lambda x, key: payload_of(codec, x, context(key)))
+  context = lambda key: codecs.Context(key, memory=memory)
+  rows = jax.jit(lambda x, key: protocol.payload_of(codec, x, context(key)))
   encode = rows.lower(x, key).compile()
   compile_seconds = time.perf_counter() - start
   payload = encode(x, key)
@@ -185,13 +171,13 @@ def mean_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]
 
 def _message(tree: list[jax.Array]) -> tuple[dict[str, Callable[[], Any]], int, int]:
   """Returns calls for a message, the encoder's temporaries, and the bytes sent."""
-  layout = plan_rows(tree, QSGD(bits=4))
-  codecs = [layout.codec_of(i) for i in range(len(tree))]
+  layout = plan_rows(tree, codecs.QSGD(bits=4))
+  own = [layout.codec_of(i) for i in range(len(tree))]
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
 
   def rows(tree: list[jax.Array], keys: jax.Array) -> dict[int, jax.Array]:
-    given = tree, list(map(Context, keys))
-    found = encoding.encode_leaves(encoding.grouped(codecs, *given), *given, keep=False)
+    given = tree, list(map(codecs.Context, keys))
+    found = encoding.encode_leaves(encoding.grouped(own, *given), *given, keep=False)
     return layout.stack({i: x.rows for i, x in found.items()})
 
   encode = jax.jit(rows).lower(tree, keys).compile()
@@ -218,12 +204,12 @@ def _exchange(tx: Any, tree: list[jax.Array]) -> Callable[[], Any]:
   over = jax.shard_map(
     lambda tree, state: tx.update(tree, state)[::-1],
     mesh=mesh,
-    in_specs=(P(), specs),
-    out_specs=(specs, P()),
+    in_specs=(jax.P(), specs),
+    out_specs=(specs, jax.P()),
     check_vma=False,
   )
   put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
-  tree, state = put(tree, P()), jax.tree.map(put, state, specs)
+  tree, state = put(tree, jax.P()), jax.tree.map(put, state, specs)
   program = jax.jit(over, donate_argnums=1).lower(tree, state).compile()
 
   def call() -> Any:

@@ -41,7 +41,6 @@ class Option(NamedTuple):
   kind: type | None = None  # by default that of the default
 
   def add(self, name: str, made: argparse.ArgumentParser) -> None:
-    """Adds the option to a parser."""
     several = isinstance(self.default, list)
     first = self.default[0] if several else self.default
     given: dict[str, Any] = {"type": self.kind or type(first), "choices": self.choices}
@@ -75,10 +74,7 @@ def options(
 
 
 def compile_fast() -> None:
-  """Leaves most of XLA's optimizations out, since nobody reads a quick run's times.
-
-  The processes that this one starts do the same.
-  """
+  """Leaves optimizations out, here and in processes that this one starts."""
   os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
   if jax := sys.modules.get("jax"):
     jax.config.update("jax_disable_most_optimizations", True)
@@ -96,20 +92,14 @@ def path() -> dict[str, str]:
 
 
 def commit() -> str:
-  """Returns the commit of this file's tree, which an installed version need not be.
-
-  It is ``"unknown"`` where the tree is not git's.
-  """
+  """Returns the commit of this file's tree, or ``"unknown"`` where it is not git's."""
   command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
   found = subprocess.run(command, capture_output=True, text=True, check=False)
   return found.stdout.strip() or "unknown"
 
 
 def code() -> str:
-  """Returns twelve digits that change with what this tree's trainings run.
-
-  They are of the library, the examples and the scripts, without results.
-  """
+  """Returns twelve digits of what trainings run: library, examples and scripts."""
   scripts = sorted(ROOT.glob("benchmarks/**/*.py"))
   parts = ["gradcomp", "kernels", "examples", *scripts]
   command = ["git", "-C", str(ROOT), "ls-files", "--stage", "--", *map(str, parts)]

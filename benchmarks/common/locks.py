@@ -15,11 +15,7 @@ _LOOK = 0.05  # seconds, in which ``holder`` is done
 
 
 def take(path: Path, *, wait: bool = False) -> int | None:
-  """Locks a file, which is made where it is missing, until this process ends.
-
-  Returns:
-    Its descriptor; None if another process has the lock and we do not wait.
-  """
+  """Locks a file until this process ends; returns None if another one has the lock."""
   with contextlib.suppress(FileExistsError):
     made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     os.fchmod(made, 0o666)  # root's benchmarks and others' share the file

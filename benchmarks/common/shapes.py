@@ -1,6 +1,17 @@
-"""Makes gradients with the shapes of real models, without the models."""
+"""Makes gradients with the shapes of real models, and structs of sharded arrays."""
+
+from typing import Any
 
 import jax
+
+
+def placed(mesh: Any, tree: Any, specs: Any) -> Any:
+  """Returns structs with shardings, by a tree of specs like the first of its levels."""
+  sharding = lambda spec: jax.NamedSharding(mesh, spec)
+  place = lambda spec, part: jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(spec)), part
+  )
+  return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, jax.P))
 
 
 def resnet50(leaves: int | None = None) -> list[jax.Array]:

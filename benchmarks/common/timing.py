@@ -14,10 +14,7 @@ import numpy as np
 def interleaved(
   calls: Mapping[str, Callable[[], Any]], repeats: int
 ) -> dict[str, float]:
-  """Returns the median seconds of each call.
-
-  All run in turn, so that a drift of the machine hits all alike.
-  """
+  """Returns the median seconds of each call. In turn, a drift hits all alike."""
   seconds: dict[str, list[float]] = {name: [] for name in calls}
   for call in calls.values():
     jax.block_until_ready(call())

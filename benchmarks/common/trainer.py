@@ -11,54 +11,39 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcomp
-from examples.lib.checkpoints import Saved
-from examples.lib.training import AXIS, NOWHERE
+from examples.lib.checkpoints import NOWHERE, Saved
+from examples.lib.training import AXIS
 
 Point = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-  """Trains a method step by step, whatever workers are: devices or a ``vmap``.
+  """Trains a method step by step, whatever workers are: devices or a ``vmap``."""
 
-  Attributes:
-    steps: of a training.
-    evaluated: the steps behind which it is tested.
-    start: makes the first state of a seed, a tuple that begins with the parameters.
-    batches: yields the batches of a seed from the first on.
-    step: returns the next state and the loss, from a seed, a state, a batch and the
-      number of the step.
-    test: returns a point of the curve, and the state with what it learns from that,
-      from a seed, a state, the step's number and the mean loss since the last point.
-    bytes: returns what a worker sends in a step, and the ratio to float32.
-    recorded: returns what a saved state belongs to.
-  """
-
-  steps: int
-  evaluated: Container[int]
+  steps: int  # of a training
+  evaluated: Container[int]  # the steps behind which it is tested
+  # Makes the first state of a seed, a tuple that begins with the parameters.
   start: Callable[[int], Any]
-  batches: Callable[[int], Iterator[Any]]
+  batches: Callable[[int], Iterator[Any]]  # those of a seed, from the first on
+  # Returns the next state and the loss, from a seed, a state, a batch and the number of
+  # the step.
   step: Callable[[int, Any, Any, int], tuple[Any, Any]]
+  # Returns a point of the curve, and the state with what it learns from that, from a
+  # seed, a state, the step's number and the mean loss since the last point.
   test: Callable[[int, Any, int, float], tuple[Point, Any]]
-  bytes: Callable[[], dict[str, Any]]
+  bytes: Callable[[], dict[str, Any]]  # what a worker sends in a step, and its ratio
+  # Returns what a saved state belongs to.
   recorded: Callable[[], dict[str, Any] | None] = lambda: None
 
   def train(
-    self,
-    seed: int,
-    stepped: Callable[[], None] = lambda: None,
-    saved: Saved = NOWHERE,
+    self, seed: int, stepped: Callable[[], None] = lambda: None, saved: Saved = NOWHERE
   ) -> dict[str, Any]:
     """Trains from one seed, to the end or until the loss is no number any more.
 
-    Args:
-      seed: of parameters, batches and rounding.
-      stepped: called behind each step.
-      saved: where the training goes on from, and what keeps it.
-
-    Returns:
-      The points, and a fingerprint of the last parameters in hexadecimal digits. A
-      training that diverged also says at which step.
+    Returns the points, a fingerprint of the last parameters in hexadecimal digits, and
+    the step at which a training diverged. ``stepped`` is called behind each step, and
+    ``saved`` has where the training goes on from.
     """
     batches = self.batches(seed)
     curve = {"points": [], "losses": []}
@@ -97,10 +82,7 @@ def point(step: int, train_loss: float, evaluated: tuple[float, float]) -> Point
 
 
 def own(state: Any) -> Any:
-  """Returns the axis of the workers for each array of a state.
-
-  It is None for step counts and keys, which all workers share.
-  """
+  """Returns the axis of the workers for each array: None for step counts and keys."""
 
   def axis(path: Any, _: Any) -> int | None:
     return None if getattr(path[-1], "name", "") in ("count", "key") else 0

@@ -89,7 +89,6 @@ def _options() -> argparse.Namespace:
 def _chosen(
   options: argparse.Namespace, table: str, here: list[str]
 ) -> Iterator[tuple[str, str]]:
-  """Yields the targets and the cases that are to be compiled."""
   extent: targets.Extent = "all" if options.all else "tables"
   for target in here:
     for case in worker.names(table, target, "quick" if options.quick else extent):

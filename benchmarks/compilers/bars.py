@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.compilers import record
-from benchmarks.compilers.targets import TARGETS
+from benchmarks.compilers import record, targets
 
 FILE = Path(__file__).with_name("bars.toml")
 _RECORD = record.FOLDER / "codecs.jsonl"
@@ -21,17 +20,11 @@ Row = Mapping[str, Any]
 
 
 class Bar(NamedTuple):
-  """The most that a program may cost, both as multiples.
+  """The most that a program may cost, both as multiples."""
 
-  Attributes:
-    cycles: of those of ``x + 1`` on the same leaf.
-    temporaries: of the leaf's bytes.
-    reason: why it is not the common bar.
-  """
-
-  cycles: float
-  temporaries: float
-  reason: str = ""
+  cycles: float  # of those of ``x + 1`` on the same leaf
+  temporaries: float  # of the leaf's bytes
+  reason: str = ""  # why it is not the common bar
 
 
 COMMON = {"encode": Bar(4, 1), "decode": Bar(2, 1)}
@@ -56,19 +49,17 @@ def held(rows: Iterable[Row]) -> Iterator[Row]:
   """Yields the rows that have a bar: on TPUs, of the large leaf."""
   for row in rows:
     if "error" not in row and row["shape"] == _LEAF and row["operation"] in COMMON:
-      if TARGETS[row["target"]].platform == "tpu":
+      if targets.TARGETS[row["target"]].platform == "tpu":
         yield row
 
 
 def above(row: Row, bar: Bar) -> bool:
-  """Returns whether a row costs more than a bar."""
   kept = row["temporaries"] / row["leaf_bytes"]
   # A part of a tile is behind a leaf: 1 % of this one.
   return cycles(row) > bar.cycles or kept > bar.temporaries + 0.01
 
 
 def of(row: Row) -> Bar:
-  """Returns the bar that a row is held to."""
   name = row["codec"], row["operation"]
   return own().get(name, COMMON[row["operation"]])
 
@@ -93,7 +84,6 @@ def needed(rows: Iterable[Row]) -> dict[tuple[str, str], Bar]:
 
 
 def write() -> None:
-  """Writes the bars that the record needs."""
   head = FILE.read_text().partition("\n\n")[0].strip()
   lines = [head]
   for (codec, operation), bar in needed(record.read(_RECORD).values()).items():

@@ -14,59 +14,49 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.compilers import reading
-from benchmarks.compilers.targets import TARGETS, Extent
-from gradcomp.codecs import (
-  QSGD,
-  BlockFloat,
-  BlockTop,
-  Codec,
-  Context,
-  Dense,
-  EightBit,
-  FloatCast,
-  Leaf,
-  Natural,
-  OneBit,
-  Payload,
-  RandomK,
-  Ternary,
-  TopK,
-)
+from benchmarks.common.shapes import placed
+from benchmarks.compilers import program as hlo
+from benchmarks.compilers import targets
+from gradcomp import codecs
+from gradcomp._src.codecs.sums.records import Payload
 
 WORKERS = 8  # whose payloads an owner adds
 LARGE = (4096, 4096)
 ODD = ((1_000_003,), (3001, 777))
 OPERATIONS = ("encode", "keep", "decode", "add")
 
-CODECS: dict[str, Codec] = {
-  "QSGD 8 bits": QSGD(bits=8),
-  "QSGD 4 bits": QSGD(bits=4),
-  "QSGD 4 bits, nearest": QSGD(bits=4, rounding="nearest"),
-  "QSGD 4 bits, shared scale": QSGD(bits=4, bucket_size=None, share_scale=True),
-  "QSGD 2 bits, bucket 128": QSGD(bits=2, bucket_size=128),
-  "QSGD 2 bits, fitted": QSGD(bits=2, bucket_size=128, levels="nonuniform"),
-  "QSGD 2 bits, rms, rotate 32": QSGD(bits=2, norm="rms", levels="uniform", rotate=32),
-  "EightBit": EightBit(),
-  "Natural": Natural(),
-  "MXFP8": BlockFloat(),
-  "NVFP4, stochastic": BlockFloat(
+CODECS: dict[str, codecs.Codec] = {
+  "QSGD 8 bits": codecs.QSGD(bits=8),
+  "QSGD 4 bits": codecs.QSGD(bits=4),
+  "QSGD 4 bits, nearest": codecs.QSGD(bits=4, rounding="nearest"),
+  "QSGD 4 bits, shared scale": codecs.QSGD(bits=4, bucket_size=None, share_scale=True),
+  "QSGD 2 bits, bucket 128": codecs.QSGD(bits=2, bucket_size=128),
+  "QSGD 2 bits, fitted": codecs.QSGD(bits=2, bucket_size=128, levels="nonuniform"),
+  "QSGD 2 bits, rms, rotate 32": codecs.QSGD(
+    bits=2, norm="rms", levels="uniform", rotate=32
+  ),
+  "EightBit": codecs.EightBit(),
+  "Natural": codecs.Natural(),
+  "MXFP8": codecs.BlockFloat(),
+  "NVFP4, stochastic": codecs.BlockFloat(
     element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
   ),
-  "Ternary": Ternary(),
-  "Ternary, base 3": Ternary(packing="base3"),
-  "OneBit": OneBit(),
-  "OneBit, columns": OneBit(per_column=True),
-  "BlockTop": BlockTop(),
-  "FloatCast (5, 2)": FloatCast(exponent_bits=5, mantissa_bits=2),
-  "FloatCast (4, 3)": FloatCast(exponent_bits=4, mantissa_bits=3),
-  "FloatCast (3, 0), scale 1": FloatCast(exponent_bits=3, mantissa_bits=0, scale=1.0),
-  "Dense": Dense(),
-  "Dense bfloat16": Dense(dtype=jnp.bfloat16),
-  "Dense bfloat16, stochastic": Dense(dtype=jnp.bfloat16, rounding="stochastic"),
-  "TopK 1 %": TopK(density=0.01),
-  "TopK 0.1 %, ASQ": TopK(density=0.001, quantize="asq"),
-  "RandomK 1 %": RandomK(density=0.01),
+  "Ternary": codecs.Ternary(),
+  "Ternary, base 3": codecs.Ternary(packing="base3"),
+  "OneBit": codecs.OneBit(),
+  "OneBit, columns": codecs.OneBit(per_column=True),
+  "BlockTop": codecs.BlockTop(),
+  "FloatCast (5, 2)": codecs.FloatCast(exponent_bits=5, mantissa_bits=2),
+  "FloatCast (4, 3)": codecs.FloatCast(exponent_bits=4, mantissa_bits=3),
+  "FloatCast (3, 0), scale 1": codecs.FloatCast(
+    exponent_bits=3, mantissa_bits=0, scale=1.0
+  ),
+  "Dense": codecs.Dense(),
+  "Dense bfloat16": codecs.Dense(dtype=jnp.bfloat16),
+  "Dense bfloat16, stochastic": codecs.Dense(dtype=jnp.bfloat16, rounding="stochastic"),
+  "TopK 1 %": codecs.TopK(density=0.01),
+  "TopK 0.1 %, ASQ": codecs.TopK(density=0.001, quantize="asq"),
+  "RandomK 1 %": codecs.RandomK(density=0.01),
 }
 QUICK = ("QSGD 4 bits", "OneBit", "Dense bfloat16")
 WHOLE = ("v5e", "H100")  # of each compiler the target whose table is whole
@@ -89,9 +79,8 @@ def shown(shape: tuple[int, ...]) -> str:
   return " x ".join(map(str, shape))
 
 
-def cases(target: str, extent: Extent) -> dict[str, Case]:
-  """Returns the cases of a target, by their names."""
-  if TARGETS[target].slices > 1:  # its chips are those of another target
+def cases(target: str, extent: targets.Extent) -> dict[str, Case]:
+  if targets.TARGETS[target].slices > 1:  # its chips are those of another target
     return {}
   whole = extent == "all" or target in WHOLE
   quick = extent == "quick"
@@ -108,7 +97,6 @@ def cases(target: str, extent: Extent) -> dict[str, Case]:
 
 
 def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
-  """Compiles a case: its facts, and the text of the program."""
   function, *shapes = program(CODECS[case.codec], case.operation, case.shape)
   facts, text = _compiled(target, function, shapes)
   leaf = 4 * jnp.prod(jnp.array(case.shape)).item()
@@ -122,7 +110,9 @@ def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
   return found | facts, text
 
 
-def program(codec: Codec, operation: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
+def program(
+  codec: codecs.Codec, operation: str, shape: tuple[int, ...]
+) -> tuple[Any, ...]:
   """Returns the function of an operation, and the shapes of its arguments."""
   key = jnp.array([0x9E3779B9, 0x7F4A7C15], jnp.uint32)
   x = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -132,11 +122,11 @@ def program(codec: Codec, operation: str, shape: tuple[int, ...]) -> tuple[Any, 
   if operation == "decode":
     return lambda payload: codec.decode(payload, like=x), jax.eval_shape(encode, x)
   if operation == "keep":
-    return functools.partial(_kept, codec.bind(Leaf(shape)), key), x
+    return functools.partial(_kept, codec.bind(codecs.Leaf(shape)), key), x
   part = jax.ShapeDtypeStruct((shape[0] // WORKERS, *shape[1:]), jnp.float32)
   payload = jax.eval_shape(encode, part)
   stacked = jax.ShapeDtypeStruct((WORKERS, *payload.rows.shape), payload.rows.dtype)
-  sums = codec.bind(Leaf(part.shape)).sums
+  sums = codec.bind(codecs.Leaf(part.shape)).sums
 
   def add(rows: jax.Array, agreed: jax.Array | None) -> jax.Array:
     if agreed is not None:  # a message has those of each row
@@ -146,11 +136,13 @@ def program(codec: Codec, operation: str, shape: tuple[int, ...]) -> tuple[Any, 
   return add, stacked, payload.agreed
 
 
-def _kept(codec: Codec, key: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _kept(
+  codec: codecs.Codec, key: jax.Array, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Encodes a leaf, and returns what is left of it, too."""
-  memory = codec.init(Leaf(x.shape), key)
+  memory = codec.init(codecs.Leaf(x.shape), key)
   agreed = codec.agree(x)
-  context = Context(key, memory=memory, agreed=agreed, step=jnp.int32(0))
+  context = codecs.Context(key, memory=memory, agreed=agreed, step=jnp.int32(0))
   rows, unsent, *_ = codec.encode_leaf(x, context, keep=True)
   if unsent is None:
     unsent = x - codec.decode(Payload(rows, agreed), like=x)
@@ -169,14 +161,13 @@ def _compiled(
   target: str, function: Any, shapes: list[Any]
 ) -> tuple[dict[str, Any], str]:
   """Compiles a function for each device of a target by itself."""
-  found = TARGETS[target]
+  found = targets.TARGETS[target]
   mesh = found.mesh()
   # Kernels of Pallas learn from the map which GPU they are for.
   whole = jax.P()
   mapped = jax.shard_map(
     function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
   )
-  compiled, facts = reading.compile_for(
-    found, jax.jit(mapped), reading.replicated(mesh, shapes)
-  )
+  args = placed(mesh, shapes, whole)
+  compiled, facts = hlo.compile_for(found, jax.jit(mapped), args)
   return facts, compiled.as_text()

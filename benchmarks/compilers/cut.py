@@ -13,13 +13,7 @@ import re
 from collections.abc import Iterable
 
 from benchmarks.common import cli
-from gradcomp._src.report.collectives import SHARE_SENT
-from gradcomp._src.report.hlo_text import (
-  Computation,
-  Instruction,
-  Module,
-  read_module,
-)
+from gradcomp._src.report import collectives, hlo_text
 from gradcomp._src.report.work import Works
 
 FOLDER = cli.ROOT / "tests" / "report" / "hlo" / "scheduled"
@@ -37,8 +31,9 @@ _CONFIG = r'"estimated_cycles":"\d+"|"is_sync":\w+'
 
 def cut(text: str) -> str:
   """Returns a text with less in it, that has the same collectives and products."""
-  module = read_module(text)
-  kept = _kept(module)
+  module = hlo_text.read_module(text)
+  works, entry = Works(), module.computations[module.entry]
+  kept = [x for x in entry if x.opcode == "after-all" or _matters(works, entry, x)]
   called = _reached(module, itertools.chain(*(x.called for x in kept)))
   header = ", ".join(
     f"{key}={module.attributes[key]}" for key in _HEADER if key in module.attributes
@@ -47,23 +42,17 @@ def cut(text: str) -> str:
   for name in called:
     lines = [_line(x) for x in module.computations[name]]
     parts.append("\n".join([f"%{name} {{", *lines, "}"]))
-  every = {x.name: x for x in module.computations[module.entry]}
   own = {x.name for x in kept}
   read = dict.fromkeys(y for x in kept for y in x.operands if y not in own)
   lines = [
-    f"  %{name} = {every[name].type} parameter({i})" for i, name in enumerate(read)
+    f"  %{name} = {entry.named[name].type} parameter({i})"
+    for i, name in enumerate(read)
   ]
   parts.append("\n".join([f"ENTRY %{module.entry} {{", *lines, *map(_line, kept), "}"]))
   return "\n\n".join(parts) + "\n"
 
 
-def _kept(module: Module) -> list[Instruction]:
-  """Returns the instructions of the entry that a text is cut to."""
-  works, entry = Works(), module.computations[module.entry]
-  return [x for x in entry if x.opcode == "after-all" or _matters(works, entry, x)]
-
-
-def _reached(module: Module, names: Iterable[str]) -> dict[str, None]:
+def _reached(module: hlo_text.Module, names: Iterable[str]) -> dict[str, None]:
   """Returns computations, and all that they call, in the order of the module."""
   found: set[str] = set()
   while new := set(names) - found:
@@ -72,10 +61,10 @@ def _reached(module: Module, names: Iterable[str]) -> dict[str, None]:
   return dict.fromkeys(name for name in module.computations if name in found)
 
 
-def _matters(works: Works, body: Computation, x: Instruction) -> bool:
+def _matters(works: Works, body: hlo_text.Computation, x: hlo_text.Instruction) -> bool:
   """Returns whether an instruction is a collective, a part of one, or a product."""
   kind = x.opcode.partition("-start")[0].partition("-done")[0].partition("-update")[0]
-  if kind in SHARE_SENT or kind in ("send", "recv", "call", "async"):
+  if kind in collectives.SHARE_SENT or kind in ("send", "recv", "call", "async"):
     return True
   target = x.attributes.get("custom_call_target", "")
   if target.startswith('"AsyncCollective'):
@@ -86,7 +75,7 @@ def _matters(works: Works, body: Computation, x: Instruction) -> bool:
   )
 
 
-def _line(x: Instruction) -> str:
+def _line(x: hlo_text.Instruction) -> str:
   """Returns an instruction with less in its configuration and metadata."""
   attributes = {}
   for key, value in x.attributes.items():

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.common import cli, tables
+from gradcomp._src.report.wire_report import WireReport
 
 FORMS = ("plain mean", "Auto", "Explicit")
 SIZES = (256, 1024, 256)  # of inputs, hidden units and outputs
@@ -70,22 +71,17 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 
 
 def arrays(layout: Layout, kind: AxisType, sizes: tuple[int, ...]) -> tuple[Any, Any]:
-  """Returns zeros for the parameters and for a batch, as they lie on the mesh."""
   zeros = lambda shape, spec: jnp.zeros(shape, device=NamedSharding(mesh, spec))
   mesh, (inputs, hidden, outputs) = layout.mesh(kind), sizes
   shapes = {"w": (inputs, hidden), "b": (hidden,)}
   shapes |= {"v": (hidden, outputs), "c": (outputs,)}
   params = {name: zeros(shape, layout.specs[name]) for name, shape in shapes.items()}
   rows = P(layout.batch)
-  return params, {
-    "x": zeros((BATCH, inputs), rows),
-    "y": zeros((BATCH, outputs), rows),
-  }
+  return params, {"x": zeros((BATCH, inputs), rows), "y": zeros((BATCH, outputs), rows)}
 
 
 @functools.cache
-def report(name: str, form: str, sizes: tuple[int, ...]) -> gradcomp.wire.WireReport:
-  """Compiles a step, and returns what it sends."""
+def report(name: str, form: str, sizes: tuple[int, ...]) -> WireReport:
   layout = LAYOUTS[name]
   axis_name = layout.axis_name
   kind = AxisType.Explicit if form == "Explicit" else AxisType.Auto
@@ -125,7 +121,6 @@ def sent(name: str, form: str, sizes: tuple[int, ...]) -> dict[str, dict[str, in
 
 
 def markdown(found: dict[str, dict[str, dict[str, dict[str, int]]]]) -> str:
-  """Returns a line for each layout and form."""
   lines = []
   for name, forms in found.items():
     layout = LAYOUTS[name]

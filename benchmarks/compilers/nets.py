@@ -10,11 +10,7 @@ Params = dict[str, Any]
 
 
 class Net(NamedTuple):
-  """A decoder-only transformer.
-
-  The widths are small, for the time that compiling takes. A message is still large
-  enough for the exchanges of large models.
-  """
+  """A decoder-only transformer, as small as messages of large models allow."""
 
   layers: int = 4
   width: int = 256
@@ -25,7 +21,6 @@ class Net(NamedTuple):
   dtype: Any = jnp.float32
 
   def params(self) -> Params:
-    """Returns the parameters as ``jax.ShapeDtypeStruct``."""
     d = self.width
     of = lambda *shape: jax.ShapeDtypeStruct(shape, self.dtype)
     layer = {"norm1": of(d), "attend": of(d, 3 * d), "mix": of(d, d)}
@@ -37,7 +32,6 @@ class Net(NamedTuple):
     return {"embed": of(self.symbols, d), "layers": layers, "norm": of(d)}
 
   def size(self) -> int:
-    """Returns the number of parameters."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(self.params()))
 
   def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
@@ -50,7 +44,6 @@ class Net(NamedTuple):
     return -jnp.mean(jnp.sum(found * labels, axis=-1))
 
   def body(self, layers: Any, x: jax.Array) -> jax.Array:
-    """Applies all layers."""
     if self.scanned:
       step = lambda x, layer: (self.layer(layer, x), None)
       return jax.lax.scan(step, x, layers)[0]

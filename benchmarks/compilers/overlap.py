@@ -2,8 +2,8 @@
 
 The net has four dense layers of 2048 in bfloat16, unrolled, and each worker a batch of
 2048. Its gradient is exchanged in 4 bits, in one message or in one a layer. Or the net
-has eight such layers in a loop, with the exchange behind it or inside. Those of
-`benchmarks.compilers.sharded` are sharded, too.
+has eight such layers in a loop, with the exchange behind it or inside; or each of eight
+workers owns an eighth of each of them. Then layers are sent in 8 bits.
 """
 
 from typing import Any, NamedTuple
@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
-from benchmarks.compilers import reading, sharded
+from benchmarks.common.shapes import placed
+from benchmarks.compilers import program as hlo
 from benchmarks.compilers.targets import TARGETS, Extent
+from gradcomp import codecs, parallel
 from gradcomp.exchange import TwoShot
 
 LAYERS, SCANNED, WIDTH, BATCH = 4, 8, 2048, 2048
@@ -23,6 +25,10 @@ PLAIN, ONE, EACH = "plain mean", "one message", "a message a layer"
 DEFAULT = "messages of the default size"
 SIZES = {ONE: None, DEFAULT: "auto", EACH: 1}  # `message_bytes`
 BEHIND, INSIDE = "behind a loop of layers", "inside of a loop of layers"
+AHEAD = "layers gathered ahead"
+INNER = "layers gathered ahead, inside a host in the backward pass"
+OWNERS = "gradients sent to the owners of layers"
+FORMS = (AHEAD, INNER, OWNERS)
 SLICES = "2 slices of v5e"
 QUICK = ("v5e", "H100")
 SPARSE_CORES = ("v6e", "tpu7x")  # they send if flags say so
@@ -36,18 +42,13 @@ SPARSE: Flags = (
 
 
 class Case(NamedTuple):
-  """An exchange to compile.
+  """An exchange to compile."""
 
-  Attributes:
-    messages: of the exchange, or ``PLAIN`` for JAX's own mean of each layer, or where
-      it is in a net whose layers are in a loop.
-    exchange: an exchange by name, or ``"in turn"``: ``TwoShot(in_turn=True)``.
-    flags: of the compiler.
-  """
-
+  # Of the exchange, or ``PLAIN`` for JAX's own mean of each layer, or where it is in a
+  # net whose layers are in a loop.
   messages: str
-  exchange: str = "two_shot"
-  flags: Flags = ()
+  exchange: str = "two_shot"  # by name, or "in turn": ``TwoShot(in_turn=True)``
+  flags: Flags = ()  # of the compiler
 
   @property
   def name(self) -> str:
@@ -56,7 +57,6 @@ class Case(NamedTuple):
 
 
 def cases(target: str, extent: Extent) -> dict[str, Case]:
-  """Returns the cases of a target, by their names."""
   gpu = TARGETS[target].platform == "cuda"
   flags: Flags = ((APART, 1) if gpu else (ASYNC, True),)
   if extent == "quick":
@@ -80,14 +80,13 @@ def cases(target: str, extent: Extent) -> dict[str, Case]:
     every += [Case(INSIDE, way, x) for way in ways for x in given]
   if extent != "quick" and (extent == "all" or target in (*QUICK, SLICES)):
     own = () if gpu or target == SLICES else flags
-    every += [Case(form, flags=own) for form in sharded.FORMS]
+    every += [Case(form, flags=own) for form in FORMS]
   return {case.name: case for case in every}
 
 
 def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
-  """Compiles a case: what its report says, and the text of the program."""
   step, args = program(target, case)
-  compiled, facts = reading.compile_for(TARGETS[target], step, args, dict(case.flags))
+  compiled, facts = hlo.compile_for(TARGETS[target], step, args, dict(case.flags))
   report = gradcomp.overlap_report(compiled)
   found = {
     "bytes": report.bytes_sent,
@@ -112,12 +111,11 @@ def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
 
 
 def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
-  """Returns the jitted step, and structs of its arguments."""
   if case.messages in (BEHIND, INSIDE):
     return _scanned(target, case)
-  if case.messages in sharded.FORMS:
-    mesh = TARGETS[target].mesh(sharded.axes_of(case.messages))
-    return sharded.program(mesh, case.messages)
+  if case.messages in FORMS:
+    mesh = TARGETS[target].mesh(axes_of(case.messages))
+    return _sharded(mesh, case.messages)
   mesh, names = _mesh(target, case)
   optimizer = gradcomp.qsgd(
     bits=4,
@@ -126,11 +124,7 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
     message_bytes=SIZES.get(case.messages),
   )
   layers = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * LAYERS
-  batch = jax.ShapeDtypeStruct(
-    (8 * BATCH, WIDTH),
-    jnp.bfloat16,
-    sharding=jax.NamedSharding(mesh, jax.P(names)),
-  )
+  batch = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), jnp.bfloat16)
 
   def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
     for layer in params:
@@ -148,15 +142,12 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
     return moved, state
 
   state = jax.eval_shape(optimizer.init, layers)
-  whole = jax.P()
-  mapped = jax.shard_map(
-    step, mesh=mesh, in_specs=(whole, whole, jax.P(names)), out_specs=(whole, whole)
-  )
-  return jax.jit(mapped), (*reading.replicated(mesh, (layers, state)), batch)
+  whole, specs = jax.P(), (jax.P(), jax.P(), jax.P(names))
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(whole, whole))
+  return jax.jit(mapped), placed(mesh, (layers, state, batch), specs)
 
 
 def _mesh(target: str, case: Case) -> tuple[Any, str | tuple[str, ...]]:
-  """Returns the mesh, and the axes of the workers."""
   if case.exchange == "hierarchical":
     return TARGETS[target].mesh({"slice": 2, "chip": 4}), ("slice", "chip")
   return TARGETS[target].mesh(), "data"
@@ -165,22 +156,19 @@ def _mesh(target: str, case: Case) -> tuple[Any, str | tuple[str, ...]]:
 def _scanned(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
   """Returns a step of layers in a loop, each computed again in the backward pass."""
   mesh, names = _mesh(target, case)
-  data = jax.P(names)
   key = jax.random.key(0, impl="threefry2x32")
-  codec = gradcomp.codecs.QSGD(bits=4)
+  codec = codecs.QSGD(bits=4)
   way: dict[str, Any] = {"axis_name": names, "exchange": case.exchange}
   behind = gradcomp.compress(codec, feedback=None, message_bytes=None, **way)
   shape = jax.ShapeDtypeStruct((SCANNED, WIDTH, WIDTH), jnp.bfloat16)
-  batch = jax.ShapeDtypeStruct(
-    (8 * BATCH, WIDTH), jnp.bfloat16, sharding=jax.NamedSharding(mesh, data)
-  )
+  batch = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), jnp.bfloat16)
 
   def body(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
     return jnp.tanh(x @ layer), None
 
   def loss(layers: jax.Array, x: jax.Array) -> jax.Array:
     if case.messages == INSIDE:
-      x, _ = gradcomp.parallel.scan(body, x, layers, codec=codec, key=key, **way)
+      x, _ = parallel.scan(body, x, layers, codec=codec, key=key, **way)
     else:
       again = jax.checkpoint(body, prevent_cse=False)
       x, _ = jax.lax.scan(again, x, layers)
@@ -194,6 +182,41 @@ def _scanned(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
       mean, _ = behind.update(jax.grad(loss)(own, x), behind.init(layers))
     return layers - (0.1 * mean).astype(layers.dtype)
 
-  specs = {"in_specs": (jax.P(), data), "out_specs": jax.P()}
-  mapped = jax.shard_map(step, mesh=mesh, **specs)
-  return jax.jit(mapped), (*reading.replicated(mesh, (shape,)), batch)
+  specs = jax.P(), jax.P(names)
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P())
+  return jax.jit(mapped), placed(mesh, (shape, batch), specs)
+
+
+def axes_of(form: str) -> dict[str, int]:
+  return {"host": 2, "chip": 4} if form == INNER else {"data": 8}
+
+
+def _sharded(mesh: Any, form: str) -> tuple[Any, tuple[Any, ...]]:
+  """Returns a step of layers in a loop, of which each worker owns an eighth."""
+  names: tuple[str, ...] = tuple(mesh.axis_names)
+  way: dict[str, Any] = {
+    "axis_name": names,
+    "params": None if form == OWNERS else codecs.EightBit(bucket_size=128),
+    "codec": codecs.QSGD(bits=4),
+    "axis": 0,
+    "key": jax.random.key(0, impl="threefry2x32"),
+    "backward_axis_name": "chip" if form == INNER else None,
+  }
+
+  def body(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.tanh(x @ layer), None
+
+  def step(shards: jax.Array, layers: jax.Array, x: jax.Array) -> jax.Array:
+    whole = layers if form == OWNERS else None
+
+    def loss(shards: jax.Array) -> jax.Array:
+      y, _ = parallel.scan(body, x, shards, whole=whole, **way)
+      return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    return shards - (0.1 * jax.grad(loss)(shards)).astype(shards.dtype)
+
+  cut, whole, rows = jax.P(None, names), jax.P(), jax.P(names)
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=(cut, whole, rows), out_specs=cut)
+  layers = jax.ShapeDtypeStruct((SCANNED, WIDTH, WIDTH), jnp.bfloat16)
+  batch = jax.ShapeDtypeStruct((mesh.size * BATCH, WIDTH), jnp.bfloat16)
+  return jax.jit(mapped), placed(mesh, (layers, layers, batch), (cut, whole, rows))

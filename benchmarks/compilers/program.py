@@ -7,12 +7,17 @@ copies, most reshapes and kernels of Pallas; so a sum of cycles is a lower bound
 `unpriced` finds the others. A program for GPUs has no cycles.
 """
 
+import collections
 import math
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
 
-from gradcomp._src.report.hlo_text import Instruction, Module, read_module
+from benchmarks.compilers.targets import Target, versions
+from gradcomp._src.kernels.gpu import table
+from gradcomp._src.report.hlo_text import Computation, Instruction, Module, read_module
 
 # An array: its dtype, its shape, and its layout, like {1,0:T(8,128)(2,1)S(1)}.
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)((?::[^}]*)?)\})?")
@@ -44,7 +49,6 @@ class Array(NamedTuple):
 
   @property
   def bits(self) -> int:
-    """Returns the bits of an element."""
     if packed := re.search(r"E\((\d+)\)", self.tiling):
       return int(packed[1])
     digits = re.match(r"[a-z]+(\d+)", self.dtype)
@@ -53,7 +57,6 @@ class Array(NamedTuple):
 
   @property
   def bytes(self) -> int:
-    """Returns the bytes of its elements."""
     return math.ceil(math.prod(self.shape) * self.bits / 8)
 
   @property
@@ -73,11 +76,10 @@ class Run(NamedTuple):
 
   instruction: Instruction
   times: int
-  computation: str
+  body: Computation
 
 
 def arrays(text: str) -> list[Array]:
-  """Returns the arrays that a type names."""
   found = []
   for dtype, sizes, order, tiling in _ARRAY.findall(text):
     shape = tuple(map(int, filter(None, sizes.split(","))))
@@ -95,26 +97,22 @@ class Program:
 
   def runs(self) -> Iterator[Run]:
     """Yields what a device runs, in order, each instruction of a loop once."""
-    yield from self._runs(self.module.entry, 1)
+    yield from self._runs(self.module.computations[self.module.entry], 1)
 
-  def _runs(self, name: str, times: int) -> Iterator[Run]:
-    for found in self.module.computations[name]:
-      yield Run(found, times, name)
+  def _runs(self, body: Computation, times: int) -> Iterator[Run]:
+    for found in body:
+      yield Run(found, times, body)
       if found.opcode in _CALLS:
         trips = (trips_of(self.module, found) or 1) if found.opcode == "while" else 1
         for how, callees in found.calls.items():
           for callee in callees if how != "condition" else ():
-            yield from self._runs(callee, times * trips)
+            yield from self._runs(body.others[callee], times * trips)
 
   def moved(self, run: Run) -> int:
-    """Returns the bytes that an instruction writes, with what fills the last tiles.
-
-    Of a kernel it is half of what it reads and writes, which is the same for a copy.
-    """
-    found = run.instruction
-    written = sum(a.padded for a in arrays(found.type))
-    types = {x.name: x.type for x in self.module.computations[run.computation]}
-    read = [sum(a.padded for a in arrays(types[x])) for x in found.operands]
+    """Returns the bytes of the tiles that an instruction writes, half of a kernel's."""
+    found, padded = run.instruction, lambda type_: sum(a.padded for a in arrays(type_))
+    written = padded(found.type)
+    read = [padded(run.body.named[x].type) for x in found.operands]
     if is_kernel(found):
       return (sum(read) + written) // 2
     return read[1] if found.opcode == "dynamic-update-slice" else written  # in place
@@ -124,30 +122,29 @@ class Program:
     found: list[dict[str, Any]] = []
     chains: set[str] = set()
     for run in self.runs():
-      for name, each in self._collectives(run.computation, run.instruction):
-        chain = re.search(r'chain_id="?(\d+)', str(each.attributes))
-        if chain and chain[1] in chains:
+      for body, each in self._collectives(run.body, run.instruction):
+        if chains & {*each.chains}:
           continue  # an asynchronous fusion repeats it at its start, steps and end
-        chains |= {chain[1]} if chain else set()
-        found.append(self._collective(run, name, each))
+        chains |= {*each.chains}
+        found.append(self._collective(run, body, each))
     return found
 
   def _collectives(
-    self, name: str, instruction: Instruction
-  ) -> Iterator[tuple[str, Instruction]]:
+    self, body: Computation, x: Instruction
+  ) -> Iterator[tuple[Computation, Instruction]]:
     """Yields the collective that an instruction is, or those that it starts."""
-    if instruction.opcode.removesuffix("-start") in _COLLECTIVES:
-      yield name, instruction
-    elif instruction.opcode in ("fusion", "async-start", "call-start"):
-      for callees in instruction.calls.values():
-        for callee in callees:
-          for inside in self.module.computations[callee]:
-            yield from self._collectives(callee, inside)
+    if x.base in _COLLECTIVES:
+      yield body, x
+    elif x.opcode in ("fusion", "async-start", "call-start"):
+      for callee in body.called(x):
+        for inside in callee:
+          yield from self._collectives(callee, inside)
 
-  def _collective(self, run: Run, name: str, found: Instruction) -> dict[str, Any]:
-    types = {x.name: x.type for x in self.module.computations[name]}
-    kind = found.opcode.removesuffix("-start")
-    given = [a for x in found.operands for a in arrays(types.get(x, "")) if a.bits]
+  def _collective(
+    self, run: Run, body: Computation, found: Instruction
+  ) -> dict[str, Any]:
+    types = [body.named[x].type for x in found.operands if x in body.named]
+    kind, given = found.base, [a for x in types for a in arrays(x) if a.bits]
     alone = found is run.instruction
     waits = found.opcode.endswith("-start") or kind == "send" or not alone
     told = str(found.attributes)
@@ -214,3 +211,68 @@ def part(scope: str) -> str:
   names = re.findall(r"gradcomp_(\w+)", scope)
   last = [name for name in names if name in ("encode", "decode")]
   return last[-1] if last else "exchange" if names else "model"
+
+
+def compile_for(
+  target: Target,
+  function: Any,
+  args: Any,
+  flags: Mapping[str, bool | int] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+  """Compiles a jitted function of sharded structs, and reads the facts about it."""
+  start = time.monotonic()
+  # All kernels are compiled, for devices that no table knows, too.
+  with mock.patch.object(table, "serves", lambda *_: True):
+    lowered = function.lower(*args)
+  between = time.monotonic()
+  compiled = lowered.compile(compiler_options=dict(flags) if flags else None)
+  seconds = {
+    "lower_seconds": round(between - start, 1),
+    "compile_seconds": round(time.monotonic() - between, 1),
+  }
+  return compiled, facts(compiled, target) | seconds
+
+
+def facts(compiled: Any, target: Target) -> dict[str, Any]:
+  """Returns what a program's memory analysis and its scheduled text say.
+
+  Bytes are those of one device. ``cycles`` are the compiler's estimate, and by the part
+  of a step; they are None for GPUs. ``moved`` are bytes that copies, reshapes, kernels
+  of Pallas and the like move and that carry no estimate, by the same parts.
+  ``launches`` counts what a device starts in one run, a loop's as often as it runs;
+  what has no array for its result is counted apart, as ``scalars``.
+  """
+  memory = compiled.memory_analysis()
+  program = Program(compiled.as_text())
+  spent: collections.Counter[str] = collections.Counter()
+  started: collections.Counter[str] = collections.Counter()
+  moved: collections.Counter[str] = collections.Counter()
+  kernels: collections.Counter[str] = collections.Counter()
+  loops = []
+  for run in program.runs():
+    found, where = run.instruction, part(run.instruction.op_name)
+    if found.opcode == "while":
+      loops.append({"part": where, "trips": trips_of(program.module, found)})
+    if not launches(found):
+      continue
+    spent[where] += (cycles(found) or 0) * run.times
+    large = any(a.shape for a in arrays(found.type))
+    started[where if large else "scalars"] += run.times
+    if unpriced(found):
+      moved[where] += program.moved(run) * run.times
+    if found.opcode == "custom-call":
+      kernels[found.attributes["custom_call_target"].strip('"')] += run.times
+  every = collections.Counter(
+    x.opcode for body in program.module.computations.values() for x in body
+  )
+  return {
+    "versions": versions(target),
+    "temporaries": memory.temp_size_in_bytes,
+    "cycles": dict(spent) if target.platform == "tpu" else None,
+    "launches": dict(started),
+    "moved": dict(moved),
+    "kernels": dict(kernels),
+    "loops": loops,
+    "gathers": {x: every[x] for x in ("gather", "scatter", "sort") if every[x]},
+    "collectives": program.collectives(),
+  }

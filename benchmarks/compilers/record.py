@@ -15,7 +15,6 @@ def key(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def read(path: pathlib.Path) -> dict[tuple[str, str], dict[str, Any]]:
-  """Returns the rows of a file, by target and case; none if there is no file."""
   lines = path.read_text().splitlines() if path.exists() else []
   return {key(row): row for row in map(json.loads, lines)}
 

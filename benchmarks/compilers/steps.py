@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
-from benchmarks.compilers import reading
-from benchmarks.compilers.nets import Net
-from benchmarks.compilers.targets import TARGETS, Extent
+from benchmarks.common.shapes import placed
+from benchmarks.compilers import nets, targets
+from benchmarks.compilers import program as hlo
 from gradcomp import local, parallel
 from gradcomp.codecs import QSGD, EightBit
 from gradcomp.exchange import Hierarchical
@@ -30,19 +30,14 @@ BATCH = 4  # sequences of a worker
 
 
 class Method(NamedTuple):
-  """An optimizer, and the parameters that it updates.
+  """An optimizer, and the parameters that it updates."""
 
-  Attributes:
-    make: returns the optimizer from the names of the axes of the workers.
-    axes: their names and sizes, by default one axis over all devices.
-    dtype: of the parameters.
-    sharded: whether parameters are cut over workers, who gather them (FSDP).
-  """
-
+  # Returns the optimizer from the names of the axes of the workers.
   make: Callable[[Any], optax.GradientTransformation]
+  # Their names and sizes, by default one axis over all devices.
   axes: tuple[tuple[str, int], ...] = (("data", 8),)
-  dtype: Any = jnp.float32
-  sharded: bool = False
+  dtype: Any = jnp.float32  # of the parameters
+  sharded: bool = False  # whether workers gather parameters that are cut (FSDP)
 
 
 TWO = (("slice", 2), ("chip", 4))
@@ -59,24 +54,15 @@ def _chain(exchange: Any) -> optax.GradientTransformation:
   return optax.chain(exchange, optax.sgd(0.1, momentum=0.9))
 
 
-def _plain(axes: Any) -> optax.GradientTransformation:
-  mean = lambda grads, state, params=None: (jax.lax.pmean(grads, axes), state)
-  return _chain(optax.GradientTransformation(lambda _: optax.EmptyState(), mean))
+def _plain(axis_name: Any) -> optax.GradientTransformation:
+  return optax.stateless(lambda grads, _: jax.lax.pmean(grads, axis_name))
 
 
-def _zero(axes: Any) -> optax.GradientTransformation:
-  inner = optax.sgd(0.1, momentum=0.9)
-  return parallel.zero(inner, axis_name=axes, grads=FOUR, params=FOUR)
-
-
-def _local(axes: Any) -> optax.GradientTransformation:
-  inner, outer = optax.sgd(0.1, momentum=0.9), optax.sgd(0.7, 0.9, nesterov=True)
-  return local.local_steps(inner, outer, axis_name=axes, every=4, codec=FOUR)
-
-
+_INNER, _OUTER = optax.sgd(0.1, momentum=0.9), optax.sgd(0.7, 0.9, nesterov=True)
+_LOCAL: dict[str, Any] = {"every": 4, "codec": FOUR}
 qsgd4 = functools.partial(gradcomp.qsgd, bits=4)
 METHODS: dict[str, Method] = {
-  PLAIN: Method(_plain),
+  PLAIN: _behind(_plain),
   "dense": _behind(gradcomp.dense),
   "dense bfloat16": _behind(gradcomp.dense, dtype=jnp.bfloat16),
   "qsgd 8 bits": _behind(gradcomp.qsgd, bits=8),
@@ -96,20 +82,23 @@ METHODS: dict[str, Method] = {
   ),
   "qsgd 4 bits, messages": _behind(qsgd4, message_bytes=400_000),
   "qsgd 4 bits, bfloat16 parameters": _behind(qsgd4)._replace(dtype=jnp.bfloat16),
-  "eight_bit": _behind(gradcomp.eight_bit),
-  "natural": _behind(gradcomp.natural),
-  "aps": _behind(gradcomp.aps),
+  **{
+    name: _behind(getattr(gradcomp, name))
+    for name in "eight_bit natural aps terngrad onebit_sgd blocktop".split()
+  },
   "loss_scaling_cast": _behind(gradcomp.loss_scaling_cast, factor=2.0**10),
-  "terngrad": _behind(gradcomp.terngrad),
-  "onebit_sgd": _behind(gradcomp.onebit_sgd),
-  "blocktop": _behind(gradcomp.blocktop),
-  "topk": _behind(gradcomp.topk, density=0.01),
-  "redsync": _behind(gradcomp.redsync, density=0.01),
-  "randomk": _behind(gradcomp.randomk, density=0.01),
+  **{
+    name: _behind(getattr(gradcomp, name), density=0.01)
+    for name in ("topk", "redsync", "randomk")
+  },
   "powersgd": _behind(gradcomp.powersgd, rank=4),
   "policy": _behind(gradcomp.policy, rules=[("attend", QSGD(bits=8)), ("", FOUR)]),
-  "zero": Method(_zero),
-  "local_steps": Method(_local),
+  "zero": Method(
+    lambda axes: parallel.zero(_INNER, axis_name=axes, grads=FOUR, params=FOUR)
+  ),
+  "local_steps": Method(
+    lambda axes: local.local_steps(_INNER, _OUTER, axis_name=axes, **_LOCAL)
+  ),
   "gather, float32": Method(lambda axes: optax.sgd(0.1), sharded=True),
   "gather": Method(lambda axes: optax.sgd(0.1), sharded=True),
 }
@@ -142,8 +131,7 @@ class Case(NamedTuple):
     return f"{self.method}, {'scanned' if self.scanned else 'unrolled'}, {self.form}"
 
 
-def cases(target: str, extent: Extent) -> dict[str, Case]:
-  """Returns the cases of a target, by their names."""
+def cases(target: str, extent: targets.Extent) -> dict[str, Case]:
   every = [Case(PLAIN), Case("qsgd 4 bits")]
   every += [Case(PLAIN, scanned=True), Case("qsgd 4 bits", True, "jit")]
   if target == SLICES:
@@ -159,9 +147,8 @@ def cases(target: str, extent: Extent) -> dict[str, Case]:
 
 
 def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
-  """Compiles a case: its facts, and the text of the program."""
   method = METHODS[case.method]
-  net = Net(scanned=case.scanned, dtype=method.dtype)
+  net = nets.Net(scanned=case.scanned, dtype=method.dtype)
   compiled, facts = _compiled(target, case)
   found = {
     "gradient": 4 * net.size(),
@@ -216,13 +203,13 @@ def _explained(case: Case) -> int | None:
     return None
   workers = dict(method.axes)
   optimizer = method.make(tuple(workers) if len(workers) > 1 else next(iter(workers)))
-  params = Net(scanned=case.scanned, dtype=method.dtype).params()
+  params = nets.Net(scanned=case.scanned, dtype=method.dtype).params()
   return gradcomp.explain(optimizer, params, workers=workers).bytes_sent
 
 
 def _compiled(target: str, case: Case) -> tuple[Any, dict[str, Any]]:
-  method, found = METHODS[case.method], TARGETS[target]
-  net = Net(scanned=case.scanned, dtype=method.dtype)
+  method, found = METHODS[case.method], targets.TARGETS[target]
+  net = nets.Net(scanned=case.scanned, dtype=method.dtype)
   mesh = found.mesh(dict(method.axes), explicit=case.form == "jit")
   names = tuple(name for name, _ in method.axes)
   axes = names if len(names) > 1 else names[0]
@@ -230,30 +217,18 @@ def _compiled(target: str, case: Case) -> tuple[Any, dict[str, Any]]:
   with jax.set_mesh(mesh):
     make = _gathering if method.sharded else _mapped if case.form != "jit" else _plainly
     step, args = make(net, optimizer, axes, case)
-    return reading.compile_for(found, step, args)
+    return hlo.compile_for(found, step, args)
 
 
-def _placed(mesh: Any, tree: Any, specs: Any) -> Any:
-  """Returns structs with shardings, by a tree of specs like the first of its levels."""
-  place = lambda spec, part: jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec)
-    ),
-    part,
-  )
-  return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
-
-
-def _tokens(net: Net, workers: int) -> jax.ShapeDtypeStruct:
+def _tokens(net: nets.Net, workers: int) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct((BATCH * workers, net.length + 1), jnp.int32)
 
 
-def _mapped(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
+def _mapped(net: nets.Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
   """Makes a step in one map over all workers."""
-  mesh = jax.sharding.get_mesh()
-  params = net.params()
+  mesh, params = jax.sharding.get_mesh(), net.params()
   state = jax.eval_shape(optimizer.init, params)
-  specs = gradcomp.state_specs(state, axis_name=axes)
+  kept = gradcomp.state_specs(state, axis_name=axes)
 
   def worker(params: Any, state: Any, tokens: Any) -> Any:
     at = local.local_params(params, state)
@@ -263,21 +238,15 @@ def _mapped(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, axes)
 
-  step = jax.shard_map(
-    worker,
-    in_specs=(P(), specs, P(axes)),
-    out_specs=(P(), specs, P()),
-    check_vma=case.method != PLAIN,
-  )
-  args = (params, state, _tokens(net, mesh.size))
-  placed = _placed(mesh, args, (P(), specs, P(axes)))
-  return jax.jit(step, donate_argnums=(0, 1)), placed
+  given, made, checked = (P(), kept, P(axes)), (P(), kept, P()), case.method != PLAIN
+  step = jax.shard_map(worker, in_specs=given, out_specs=made, check_vma=checked)
+  args = placed(mesh, (params, state, _tokens(net, mesh.size)), given)
+  return jax.jit(step, donate_argnums=(0, 1)), args
 
 
-def _plainly(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
+def _plainly(net: nets.Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
   """Makes a step in plain ``jax.jit``, as the README does."""
-  mesh = jax.sharding.get_mesh()
-  params = net.params()
+  mesh, params = jax.sharding.get_mesh(), net.params()
   state = jax.eval_shape(optimizer.init, params)
   grad_fn = gradcomp.value_and_grad(net.loss, axis_name=axes)
 
@@ -287,11 +256,11 @@ def _plainly(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]
     return optax.apply_updates(params, updates), state, loss
 
   specs = (P(), gradcomp.state_specs(state, axis_name=axes), P(axes))
-  placed = _placed(mesh, (params, state, _tokens(net, mesh.size)), specs)
-  return jax.jit(step, donate_argnums=(0, 1)), placed
+  args = placed(mesh, (params, state, _tokens(net, mesh.size)), specs)
+  return jax.jit(step, donate_argnums=(0, 1)), args
 
 
-def _gathering(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
+def _gathering(net: nets.Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
   """Makes a step whose workers have parts of the parameters, and gather them (FSDP)."""
   mesh = jax.sharding.get_mesh()
   coded = lambda x: case.method == "gather" and x.ndim > 1
@@ -321,9 +290,9 @@ def _gathering(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, An
 
   wholes = lambda pairs: jax.tree.map(whole, pairs, is_leaf=lambda x: type(x) is tuple)
 
-  class Gathered(Net):
+  class Gathered(nets.Net):
     def layer(self, params: Any, x: jax.Array) -> jax.Array:
-      inside = lambda params, x: Net.layer(self, wholes(params), x)
+      inside = lambda params, x: nets.Net.layer(self, wholes(params), x)
       return jax.checkpoint(inside)(params, x)
 
   def loss_fn(params: Any, residuals: Any, tokens: Any) -> jax.Array:
@@ -342,4 +311,4 @@ def _gathering(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, An
   given = (specs, of_residuals, P(axes), P(axes))
   step = jax.shard_map(worker, in_specs=given, out_specs=(*given[:-1], P()))
   args = (params, residuals, state, _tokens(net, mesh.size))
-  return jax.jit(step, donate_argnums=(0, 1, 2)), _placed(mesh, args, given)
+  return jax.jit(step, donate_argnums=(0, 1, 2)), placed(mesh, args, given)

@@ -6,11 +6,10 @@ and makes its mesh. `prepare` sets the environment, before JAX is imported.
 
 import os
 import pathlib
+import shutil
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Literal, NamedTuple
-
-from benchmarks.common import cuda
 
 # Few cases, those of the tables, or each for every target.
 Extent = Literal["quick", "tables", "all"]
@@ -28,23 +27,14 @@ _TPU = {
 
 
 class Chip(NamedTuple):
-  """A GPU, as XLA asks it to describe itself.
+  """A GPU, as XLA asks it to describe itself."""
 
-  Attributes:
-    cores: streaming multiprocessors.
-    bandwidth: bytes a second of the memory.
-    memory: bytes.
-    cache: bytes of the second level.
-    clock: GHz.
-    capability: the compute capability.
-  """
-
-  cores: int
-  bandwidth: float
-  memory: float
-  cache: int
-  clock: float
-  capability: tuple[int, int]
+  cores: int  # streaming multiprocessors
+  bandwidth: float  # bytes a second of the memory
+  memory: float  # bytes
+  cache: int  # bytes of the second level
+  clock: float  # GHz
+  capability: tuple[int, int]  # the compute capability
 
 
 CHIPS = {
@@ -54,39 +44,16 @@ CHIPS = {
 }
 
 # Text of XLA's GpuTargetConfigProto. What is not of a `Chip` is equal on all of them.
-_CONFIG = """
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048
-  core_count: {chip.cores} fpus_per_core: 128 clock_rate_ghz: {chip.clock}
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth} l2_cache_size: {chip.cache}
-  device_memory_size: {memory}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  cuda_compute_capability {{ major: {chip.capability[0]} minor: {chip.capability[1]} }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 }}
-runtime_version {{ major: 13 }}
-device_description_str: "{kind}"
-"""
+_CONFIG = pathlib.Path(__file__).with_name("templates") / "gpu.textproto"
 
 
 class Target(NamedTuple):
-  """Devices that are not here.
+  """Devices that are not here."""
 
-  Attributes:
-    topology: as the platform's compiler names it.
-    platform: ``"tpu"`` or ``"cuda"``.
-    slices: of TPUs, with a data center's network between them.
-    kind: of a GPU, see ``CHIPS``.
-  """
-
-  topology: str
-  platform: str = "tpu"
-  slices: int = 1
-  kind: str = ""
+  topology: str  # as the platform's compiler names it
+  platform: str = "tpu"  # ``"tpu"`` or ``"cuda"``
+  slices: int = 1  # of TPUs, with a data center's network between them
+  kind: str = ""  # of a GPU, see ``CHIPS``
 
   def missing(self) -> str | None:
     """Names the package that compiles for the target and is not here, or None."""
@@ -139,16 +106,29 @@ TARGETS = {
 
 
 def target_config(kind: str) -> str:
-  """Returns the text by which XLA knows a GPU."""
   chip = CHIPS[kind]
   whole = {"bandwidth": int(chip.bandwidth), "memory": int(chip.memory)}
-  return _CONFIG.format(chip=chip, kind=kind, **whole)
+  return _CONFIG.read_text().format(chip=chip, kind=kind, **whole)
 
 
 def cuda_folder() -> pathlib.Path | None:
   """Returns the folder whose ``bin`` has ptxas of CUDA 13, or None."""
-  found = cuda.program("ptxas")
+  found = cuda_program("ptxas")
   return found.parent.parent if found else None
+
+
+def cuda_program(name: str) -> pathlib.Path | None:
+  """Returns the path of a program of CUDA 13, or None.
+
+  Its wheel comes first, as ``nvidia-cuda-nvcc`` or ``nvidia-cuda-nvdisasm``; then PATH,
+  and CUDA_HOME.
+  """
+  wheel = {"ptxas": "nvcc"}.get(name, name)
+  wheels = metadata.distributions(name=f"nvidia-cuda-{wheel}")
+  places = [str(wheel.locate_file(f"nvidia/cu13/bin/{name}")) for wheel in wheels]
+  places += [name, f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin/{name}"]
+  found = next(filter(None, map(shutil.which, places)), None)
+  return pathlib.Path(found).resolve() if found else None
 
 
 def prepare() -> None:
@@ -160,6 +140,5 @@ def prepare() -> None:
 
 
 def versions(target: Target) -> dict[str, str]:
-  """Returns the versions of JAX and of the compiler for a target."""
   compiler = "libtpu" if target.platform == "tpu" else "jax-cuda13-plugin"
   return {name: metadata.version(name) for name in ("jax", compiler)}

@@ -12,12 +12,10 @@ from benchmarks.compilers.targets import Extent
 
 
 def module(table: str) -> Any:
-  """Returns the module of a table, which imports JAX."""
   return importlib.import_module(f"benchmarks.compilers.{table}")
 
 
 def names(table: str, target: str, extent: Extent) -> list[str]:
-  """Returns the cases of a table for a target."""
   return list(module(table).cases(target, extent))
 
 

@@ -14,23 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp import codecs
 from gradcomp._src.codecs.quantizing import bucket_words
 from gradcomp._src.codecs.sums.records import NOTHING, Context
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.dithers import LANES
+from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.kernels.one_bit.reference import WORD
-from gradcomp.codecs import (
-  QSGD,
-  BlockFloat,
-  BlockTop,
-  EightBit,
-  FloatCast,
-  Natural,
-  OneBit,
-  Ternary,
-  TopK,
-)
-from gradcomp.kernels import Implementation
 
 KEY = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
 _DITHER = np.append(KEY, np.uint32(0))
@@ -42,34 +32,24 @@ Encode = Callable[..., tuple[jax.Array, ...]]
 
 
 class Case(NamedTuple):
-  """One operation with its settings.
+  """One operation with its settings."""
 
-  Attributes:
-    name: begins with the operation.
-    codec: holds the settings.
-    encode: maps the codec, the gradient and the operands to rows and, where the kernel
-      writes one, a residual.
-    operands: maps the codec and the gradient to the other arrays that a kernel reads.
-    strange: special values that the kernel must treat alike on every device.
-    timed: whether gpu/speed.py times it by default.
-    implementations: the kernels that exist.
-    tile: elements of a tile; 0 for the codec's.
-    rounds: how often a kernel's loop runs; 0 for once for each eight buckets of a tile.
-    decode: maps rows to values; None for the codec's own way.
-    kernels: prefixes of the kernels' names; by default the operation.
-  """
-
-  name: str
-  codec: Any
+  name: str  # begins with the operation
+  codec: Any  # holds the settings
+  # Maps the codec, the gradient and the operands to rows and, where the kernel writes
+  # one, a residual.
   encode: Encode
+  # Maps the codec and the gradient to the other arrays that a kernel reads.
   operands: Callable[[Any, jax.Array], tuple[jax.Array, ...]]
+  # Special values that the kernel must treat alike on every device.
   strange: Sequence[float] = _STRANGE + _SUBNORMAL
-  timed: bool = False
-  implementations: tuple[Implementation, ...] = ("pallas",)
-  tile: int = 0
-  rounds: int = 0
+  timed: bool = False  # whether gpu/speed.py times it by default
+  implementations: tuple[Implementation, ...] = ("pallas",)  # the kernels that exist
+  tile: int = 0  # elements of a tile; 0 for the codec's
+  rounds: int = 0  # of a kernel's loop; 0 for once for eight buckets of a tile
+  # Maps rows to values; None for the codec's own way.
   decode: Callable[[jax.Array], jax.Array] | None = None
-  kernels: tuple[str, ...] = ()
+  kernels: tuple[str, ...] = ()  # prefixes of their names; by default the operation
 
   @property
   def operation(self) -> str:
@@ -77,7 +57,6 @@ class Case(NamedTuple):
 
   @property
   def trips(self) -> int:
-    """The number of times that a kernel's loop runs, if it has one."""
     codec = self.codec
     if self.rounds:
       return self.rounds
@@ -90,7 +69,6 @@ class Case(NamedTuple):
     return lambda x, *operands: self.encode(codec, x, *operands)
 
   def values(self, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Returns the values that rows stand for, and the residual."""
     rows, *residual = outputs
     decode = self.decode or self.codec.decode_rows
     return decode(rows), *residual
@@ -120,9 +98,7 @@ def _shared(codec: Any) -> dict[str, Any]:
   return {"decode": codec.codes, "strange": (0.0, -0.0)}
 
 
-def _scaled(
-  name: str, codec: Any, *, keep: bool = False, timed: bool = False, **more: Any
-) -> Case:
+def _scaled(name: str, codec: Any, *, keep: bool = False, **more: Any) -> Case:
   """Makes the case of a codec whose kernel reads scales, or finds them by itself."""
 
   def operands(codec: Any, x: jax.Array) -> tuple[jax.Array, ...]:
@@ -134,47 +110,42 @@ def _scaled(
     context = Context(dither=given[-1] if codec.needs_key else None)
     return _present(codec.encode_by(scale, x, context, keep=keep)[:2])
 
-  return Case(name, codec, encode, operands, timed=timed, **more)
+  return Case(f"{name}{', residual' * keep}", codec, encode, operands, **more)
+
+
+def _whole(name: str, codec: Any, *, keep: bool = False, **more: Any) -> Case:
+  """Makes the case of a codec whose kernel reads nothing beside the gradient."""
+  encode = lambda codec, x: _present(codec.encode_leaf(x, NOTHING, keep=keep)[:2])
+  return Case(
+    f"{name}{', residual' * keep}", codec, encode, lambda codec, x: (), **more
+  )
 
 
 def _qsgd(
   name: str, *, keep: bool = False, timed: bool = False, **options: Any
 ) -> Case:
-  codec, name = QSGD(**options), f"qsgd {name}{', residual' * keep}"
-  return _scaled(name, codec, keep=keep, timed=timed, **_shared(codec))
+  codec = codecs.QSGD(**options)
+  return _scaled(f"qsgd {name}", codec, keep=keep, timed=timed, **_shared(codec))
 
 
 def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
-  return Case(
-    f"one_bit bucket {bucket_size}{', residual' * keep}",
-    OneBit(bucket_size=bucket_size),
-    lambda codec, x: _present(codec.encode_leaf(x, NOTHING, keep=keep)[:2]),
-    lambda codec, x: (),
-    # CPUs flush subnormal numbers: there they are not below zero.
-    strange=_STRANGE,
-    timed=True,
-    rounds=WORD,
-  )
+  codec = codecs.OneBit(bucket_size=bucket_size)
+  # CPUs flush subnormal numbers: there they are not below zero.
+  more: dict[str, Any] = {"strange": _STRANGE, "timed": True, "rounds": WORD}
+  return _whole(f"one_bit bucket {bucket_size}", codec, keep=keep, **more)
 
 
 def _block_top(
   name: str, *, keep: bool = False, timed: bool = False, **options: Any
 ) -> Case:
-  codec = BlockTop(**options)
-  return Case(
-    f"block_top {name}",
-    codec,
-    lambda codec, x: _present(codec.encode_leaf(x, NOTHING, keep=keep)[:2]),
-    lambda codec, x: (),
-    timed=timed,
-    rounds=1,
-  )
+  codec = codecs.BlockTop(**options)
+  return _whole(f"block_top {name}", codec, keep=keep, timed=timed, rounds=1)
 
 
 def _top_k(density: float) -> Case:
   return Case(
     f"top_k {density:.1%}",
-    TopK(density=density, selection="threshold"),
+    codecs.TopK(density=density, selection="threshold"),
     lambda codec, x: (codec.encode(x).rows,),
     lambda codec, x: (),
     timed=density == 0.01,  # the kernel reads the threshold, and is one for all
@@ -188,93 +159,66 @@ def _top_k(density: float) -> Case:
 def _ternary(
   name: str, *, timed: bool = False, share_scale: bool = False, **options: Any
 ) -> Case:
-  codec = Ternary(share_scale=share_scale, **options)
+  codec = codecs.Ternary(share_scale=share_scale, **options)
 
   def encode(
-    codec: Ternary, x: jax.Array, scale: jax.Array, limit: jax.Array, *given: jax.Array
+    codec: codecs.Ternary,
+    x: jax.Array,
+    scale: jax.Array,
+    limit: jax.Array,
+    *given: jax.Array,
   ) -> tuple[jax.Array, ...]:
     context = Context(dither=given[-1] if codec.needs_key else None)
     return (codec.encode_by(scale, x, context, limit).rows,)
 
-  return Case(
-    f"ternary {name}",
-    codec,
-    encode,
-    lambda codec, x: codec.leaf_statistics(x) + _dither(codec, x),
-    timed=timed,
-    **_shared(codec),
+  operands = lambda codec, x: codec.leaf_statistics(x) + _dither(codec, x)
+  more = _shared(codec)
+  return Case(f"ternary {name}", codec, encode, operands, timed=timed, **more)
+
+
+def _cast(e: int, m: int, rounding: Any, *, auto: bool, timed: bool) -> Case:
+  scale: Any = "auto" if auto else 1.0
+  codec = codecs.FloatCast(
+    exponent_bits=e, mantissa_bits=m, rounding=rounding, scale=scale
   )
 
-
-def _eight_bit(name: str, *, timed: bool = False, **options: Any) -> Case:
-  return _scaled(f"eight_bit {name}", EightBit(**options), timed=timed)
-
-
-def _cast(
-  e: int,
-  m: int,
-  rounding: str = "nearest_even",
-  *,
-  auto: bool = False,
-  timed: bool = False,
-) -> Case:
-  codec: Any = FloatCast(
-    exponent_bits=e,
-    mantissa_bits=m,
-    rounding=rounding,  # type: ignore[arg-type]
-    scale="auto" if auto else 1.0,
-  )
-
-  def operands(codec: FloatCast, x: jax.Array) -> tuple[jax.Array, ...]:
+  def operands(codec: codecs.FloatCast, x: jax.Array) -> tuple[jax.Array, ...]:
     if not auto:
       return _dither(codec, x)
     exponent = float_cast.reference.shift(codec.agree(x)[0, 0], codec.format, 1)
     return (exponent, *_dither(codec, x))
 
-  def encode(codec: FloatCast, x: jax.Array, *given: jax.Array) -> tuple[jax.Array]:
+  def encode(
+    codec: codecs.FloatCast, x: jax.Array, *given: jax.Array
+  ) -> tuple[jax.Array]:
     exponent = given[0] if auto else None
     return (codec._encode(x, exponent, given[-1] if codec.needs_key else None),)
 
-  return Case(
-    f"float_cast ({e}, {m}) {rounding}{', exponent' * auto}",
-    codec,
-    encode,
-    operands,
-    # With an exponent, codes of what is not finite mean nothing.
-    strange=tuple(v for v in _STRANGE if not auto or np.isfinite(v)) + _SUBNORMAL,
-    timed=timed,
-  )
+  name = f"float_cast ({e}, {m}) {rounding}{', exponent' * auto}"
+  # With an exponent, codes of what is not finite mean nothing.
+  strange = tuple(v for v in _STRANGE if not auto or np.isfinite(v)) + _SUBNORMAL
+  return Case(name, codec, encode, operands, strange=strange, timed=timed)
 
 
 def _block_float(name: str, *, timed: bool = False, **options: Any) -> Case:
-  codec = BlockFloat(**options)
+  codec = codecs.BlockFloat(**options)
   return _scaled(f"block_float {name}", codec, timed=timed, rounds=1)
 
 
 def _natural() -> Case:
   """Casts to a format without mantissa bits, by the kernel of the casts."""
-  return Case(
-    "float_cast natural",
-    Natural(),
-    lambda codec, x, dither: (codec.encode_rows(x, Context(dither=dither)),),
-    _dither,
-  )
+  encode = lambda codec, x, dither: (codec.encode_rows(x, Context(dither=dither)),)
+  return Case("float_cast natural", codecs.Natural(), encode, _dither)
 
 
 def _given(bits: int) -> Case:
   """Gives the encoder one scale or many, which a row does or does not hold."""
   one, sent = bits in (1, 3, 5, 7), bits > 4
   norm, size = ("max", None) if one else ("l2", 512)
-  kind = f"{'one scale' if one else 'l2'}{'' if sent else ', shared'}"
-  return _qsgd(
-    f"{bits} bit uniform nearest, {kind}",
-    bits=bits,
-    levels="uniform",
-    rounding="nearest",
-    bucket_size=size,
-    norm=norm,
-    share_scale=not sent,
-  )
+  name = f"{bits} bit uniform nearest, {'one scale' if one else 'l2'}"
+  plain = {"bits": bits, "levels": "uniform", "rounding": "nearest"}
+  own = {"bucket_size": size, "norm": norm, "share_scale": not sent}
+  return _qsgd(name if sent else f"{name}, shared", **plain, **own)
 
 
 CASES: dict[str, Case] = {
@@ -311,11 +255,9 @@ CASES: dict[str, Case] = {
     _ternary("2bit unclipped", clip_sigmas=None),
     _ternary("base3 shared", packing="base3", share_scale=True),
     *(
-      _eight_bit(
-        f"{name}{', blocks' * bool(size)}, {rounding}",
-        dtype=name,
-        bucket_size=size,
-        rounding=rounding,
+      _scaled(
+        f"eight_bit {name}{', blocks' * bool(size)}, {rounding}",
+        codecs.EightBit(dtype=name, bucket_size=size, rounding=rounding),
         timed=name in ("dynamic_tree", "linear") and rounding == "nearest",
       )
       for name in ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
@@ -344,10 +286,10 @@ CASES: dict[str, Case] = {
       timed=True,
     ),
     _block_top("1 of 64", timed=True),
-    _block_top("1 of 64, residual", keep=True, timed=True),
-    _block_top("2 of 16, 8 bits, residual", keep=True, block_size=16, count=2, bits=8),
-    _block_top(
-      "2 of 16, 32 bits, residual", keep=True, block_size=16, count=2, bits=32
+    _block_top("1 of 64", keep=True, timed=True),
+    *(
+      _block_top(f"2 of 16, {x} bits", keep=True, block_size=16, count=2, bits=x)
+      for x in (8, 32)
     ),
   ]
 }

@@ -24,11 +24,12 @@ from importlib import metadata
 from typing import Any, NamedTuple
 from unittest import mock
 
-from benchmarks.common import cli, cuda
+from benchmarks.common import cli
 from benchmarks.compilers import targets
 
 RESULTS = cli.RESULTS / "gpu" / "ptx_check.md"
 SIZES = (2**26, 2**26 + 77)
+_HEAD = pathlib.Path(__file__).with_name("ptx_check.md")  # the top of the table
 _QUICK = ["float_cast (3, 0) nearest_even", "one_bit bucket 512"]
 
 _H200 = targets.target_config("NVIDIA H200")
@@ -46,25 +47,15 @@ _OTHER = re.compile(r"U?LD\w*|STG?|STS|BAR|BRA|EXIT|CALL|RET|BS\w+|WARPSYNC|C?S2
 
 
 class Program(NamedTuple):
-  """The facts that a kernel's programs for the assembler and the GPU hold.
+  """The facts that a kernel's programs for the assembler and the GPU hold."""
 
-  Attributes:
-    threads: in a block.
-    registers: of a thread.
-    spills: bytes that a thread writes to memory and reads back for want of registers.
-    shared: bytes of shared memory.
-    ptx: how many instructions of PTX a thread runs.
-    loads: how many loads of global memory a thread does, by their bytes.
-    sass: how often each instruction of the GPU runs in a thread, by its name.
-  """
-
-  threads: int
-  registers: int
-  spills: int
-  shared: int
-  ptx: int
-  loads: dict[int, int]
-  sass: dict[str, int]
+  threads: int  # in a block
+  registers: int  # of a thread
+  spills: int  # bytes that a thread writes and reads for want of registers
+  shared: int  # bytes of shared memory
+  ptx: int  # how many instructions of PTX a thread runs
+  loads: dict[int, int]  # how many loads of global memory a thread does, by their bytes
+  sass: dict[str, int]  # how often an instruction of the GPU runs in a thread
 
   def counts(self) -> tuple[int, int, int]:
     """Returns integer instructions, those on floats, and all."""
@@ -76,7 +67,7 @@ class Program(NamedTuple):
 
 def tool(name: str) -> str:
   """Returns the path of a program of CUDA 13, or skips the check if there is none."""
-  found = cuda.program(name)
+  found = targets.cuda_program(name)
   if found is None:
     cli.skip(f"there is no {name} of CUDA 13 here, in a wheel, on PATH or in CUDA_HOME")
   return str(found)
@@ -84,23 +75,17 @@ def tool(name: str) -> str:
 
 def prepare(dump: str) -> None:
   """Makes the compilers write PTX to a folder. Call it before JAX is imported."""
-  folder = pathlib.Path(tool("ptxas")).parent.parent
-  os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-    "MOSAIC_GPU_DUMP_PTX": "1",
-    "MOSAIC_GPU_DUMP_TO": dump,
-    "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={folder} --xla_dump_to={dump} "
-    "--xla_gpu_dump_llvmir=true --xla_dump_emitter_re=ptx",
-  }
+  targets.prepare()
+  os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": dump}
+  dumped = f" --xla_dump_to={dump} --xla_gpu_dump_llvmir=true --xla_dump_emitter_re=ptx"
+  os.environ["XLA_FLAGS"] += dumped
 
 
 def compile_ptx(case: Any, size: int, dump: str) -> tuple[list[str], int, float]:
-  """Compiles a case for an H200.
+  """Compiles a case for an H200: its PTX, the last kernel's grid, and the bytes moved.
 
-  Returns:
-    The PTX of its modules; the programs of the last kernel's grid; and the bytes of all
-    arrays that are read and written, for each element of the gradient.
+  The PTX is that of its modules. The bytes are those of all arrays that are read and
+  written, for each element of the gradient.
   """
   import jax
   import jax.numpy as jnp
@@ -166,10 +151,9 @@ def read(ptx: str, trips: int) -> dict[str, Program]:
 
 
 def _assemble(ptx: str) -> tuple[dict[str, tuple[int, int, int]], dict[str, str]]:
-  """Assembles a module.
+  """Assembles a module, and returns facts of each program and its instructions.
 
-  Returns:
-    Registers, spilled bytes and shared memory of each program, and its instructions.
+  The facts are registers, spilled bytes and shared memory.
   """
   with tempfile.TemporaryDirectory() as folder:
     source, binary = f"{folder}/kernel.ptx", f"{folder}/kernel.cubin"
@@ -192,17 +176,23 @@ def _output(*command: str) -> str:
   return done.stdout + done.stderr
 
 
-def _counts(code: str, trips: int) -> dict[str, int]:
-  """Returns how often each instruction of the GPU runs in a thread."""
-  lines = [line.strip() for line in code.splitlines()]
+def _times(lines: list[str], branch: str, code: str, trips: int) -> list[int]:
+  """Returns how often each line runs: those of a loop over planes ``trips`` times."""
   labels = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
   times = [1] * len(lines)
   for i, line in enumerate(lines):
-    target = re.search(r"\bBRA.*?`\((\.L\w+)\)", line)
+    target = re.search(branch, line)
     start = labels.get(target[1], i) if target else i
-    # Back, but not to itself, which is the end of the program: a loop over planes.
-    if any("*/" in line for line in lines[start:i]):
+    # Back, but not to itself, which is the end of the program.
+    if any(code in line for line in lines[start:i]):
       times[start : i + 1] = [trips * count for count in times[start : i + 1]]
+  return times
+
+
+def _counts(code: str, trips: int) -> dict[str, int]:
+  """Returns how often each instruction of the GPU runs in a thread."""
+  lines = [line.strip() for line in code.splitlines()]
+  times = _times(lines, r"\bBRA.*?`\((\.L\w+)\)", "*/", trips)
   counts: dict[str, int] = {}
   for line, number in zip(lines, times, strict=True):
     if found := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)", line):
@@ -216,14 +206,8 @@ def _instructions(entry: str, trips: int) -> list[tuple[str, int]]:
   # Inline assembly has several in a line.
   texts = (line.partition("//")[0] for line in entry.splitlines())
   lines = [part.strip() for text in texts for part in re.findall(r"[^;]+;?", text)]
-  labels = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
-  times = [1] * len(lines)
-  for i, line in enumerate(lines):
-    target = re.search(r"\bbra(?:\.uni)?\s+(\S+);", line)
-    if target and labels.get(target[1], i) < i:  # back: a loop over planes
-      for k in range(labels[target[1]], i + 1):
-        times[k] *= trips
   found = []
+  times = _times(lines, r"\bbra(?:\.uni)?\s+(\S+);", ";", trips)
   for line, count in zip(lines, times, strict=True):
     line = re.sub(r"^@!?%p\d+\s+", "", line)
     if re.match(r"[a-z]", line) and line.endswith(";"):
@@ -279,25 +263,6 @@ def _line(title: str, program: Program, elements: float, moved: float) -> str:
   return f"| {' | '.join(map(str, cells))} |"
 
 
-_HEAD = """\
-# What the compilers make of the kernels, for sm_90a
-
-`make ptx-check`, JAX {version}, {ptxas}. No GPU: these are properties of programs.
-Loads of global memory are those of a thread, by bytes. Instructions are those that a
-thread runs, a loop's as often as it runs: of PTX, of the GPU, and of the latter those
-on integers, with conversions and exchanges between threads. Bytes are those of all
-arrays, read and written once. Times are lower bounds of an H100, in picoseconds an
-element: 3.35 TB/s; 64 integer and 128 float instructions and 128 of any kind a clock
-and multiprocessor, 132 of which run at 1.98 GHz. The largest is a multiple of a copy's,
-2.39 ps.
-
-| kernel | registers | spilled bytes | shared bytes | loads | PTX an element | \
-instructions an element | on integers | bytes an element | memory, ps | integers, ps | \
-floats, ps | issue, ps | of a copy | bound by |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
-"""
-
-
 def main() -> None:
   parser = cli.parser(
     __doc__,
@@ -325,9 +290,8 @@ def main() -> None:
       parser.error(f"there are no such cases: {', '.join(sorted(unknown))}")
     lines, wrong = check(names, dump)
   release = re.search(r"release [\d.]+", version)
-  head = _HEAD.format(
-    version=jax.__version__, ptxas=f"ptxas {release[0] if release else ''}"
-  )
+  named = f"ptxas {release[0] if release else ''}"
+  head = _HEAD.read_text().format(version=jax.__version__, ptxas=named)
   if output := options.output or (None if options.quick else RESULTS):
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(head + "\n".join(lines) + "\n")

@@ -33,10 +33,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import cli, quiet
-from benchmarks.common.tables import table
+from benchmarks.common import cli, quiet, tables
 from benchmarks.gpu.cases import CASES, KEY, Case
-from gradcomp.kernels import Implementation
+from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 RESULTS = cli.RESULTS / "gpu" / "gpu_kernels.json"
 _SIZES = [2**26, 2**28, 2**24, 2**22]  # the most important first
@@ -49,17 +48,11 @@ _QUICK = ["qsgd 4 bit nearest", "eight_bit linear, nearest"]
 
 
 class Program(NamedTuple):
-  """One compiled implementation of a case.
+  """One compiled implementation of a case."""
 
-  Attributes:
-    row: its entry in the results.
-    call: runs it on a gradient.
-    bytes: the fewest bytes that it moves.
-  """
-
-  row: dict[str, Any]
-  call: Callable[[jax.Array], Any]
-  bytes: int
+  row: dict[str, Any]  # its entry in the results
+  call: Callable[[jax.Array], Any]  # runs it on a gradient
+  bytes: int  # the fewest bytes that it moves
 
 
 def compiled(
@@ -128,16 +121,11 @@ def _seconds(
 
 def measure(programs: list[Program], xs: list[jax.Array], rounds: int) -> list[Any]:
   """Times programs that encode the same gradients, each beside the copy."""
-  copy = jax.jit(jnp.copy)
-  nothing = jax.jit(lambda x: x + 1)
-  tiny = jnp.zeros(8)
-  calls: dict[str, Callable[[jax.Array], Any]] = {
-    "copy": copy,
-    "nothing": lambda x: nothing(tiny),
-  }
+  nothing, tiny = jax.jit(lambda x: x + 1), jnp.zeros(8)
+  calls: dict[str, Callable[[jax.Array], Any]] = {"copy": jax.jit(jnp.copy)}
+  calls["nothing"] = lambda x: nothing(tiny)
+  calls |= {str(number): program.call for number, program in enumerate(programs)}
   rows = []
-  for number, program in enumerate(programs):
-    calls[str(number)] = program.call
   seconds = times(calls, xs, rounds)
   copied = 2 * xs[0].nbytes / seconds["copy"]
   for number, program in enumerate(programs):
@@ -153,17 +141,18 @@ def measure(programs: list[Program], xs: list[jax.Array], rounds: int) -> list[A
         "launch_bound": taken < 1.5 * seconds["nothing"],
       }
     )
-    print(_summary(rows[-1]), flush=True)
+    print(*_cells(rows[-1]), sep=", ", flush=True)
   return rows
 
 
-def _summary(row: dict[str, Any]) -> str:
-  rate = (
-    f"{row['bytes_per_second'] / 1e9:8.1f} GB/s, {row['share_of_copy']:6.1%} of copy"
-  )
-  waits = ", launch-bound" * row["launch_bound"]
-  title = f"{row['case']}, {row['implementation']}, {row['elements']:,}"
-  return f"{title:64} {1e6 * row['seconds']:9.1f} us {rate}{waits}"
+def _cells(row: dict[str, Any]) -> list[str]:
+  """Returns the cells of the table of a row."""
+  return [
+    *(row["case"], f"{row['elements']:,}", row["implementation"]),
+    f"{1e6 * row['seconds']:.1f}",
+    f"{row['bytes_per_second'] / 1e9:.0f}",
+    f"{row['share_of_copy']:.1%}{'*' * row['launch_bound']}",
+  ]
 
 
 def run_size(
@@ -223,32 +212,18 @@ def write(path: pathlib.Path | None, rows: list[Any], missing: list[str]) -> Non
   if path is None:
     return
   device = jax.devices()[0]
-  found = {
-    "device": device.device_kind,
-    "jax": jax.__version__,
-    "date": datetime.date.today().isoformat(),
-    "rows": rows,
-    "missing": missing,
-  }
+  today = datetime.date.today().isoformat()
+  found = {"device": device.device_kind, "jax": jax.__version__, "date": today}
+  found |= {"rows": rows, "missing": missing}
   cli.write_json(path, found)
   header = ["case", "elements", "implementation", "time, us", "GB/s", "share of a copy"]
-  cells = [
-    [
-      row["case"],
-      f"{row['elements']:,}",
-      row["implementation"],
-      f"{1e6 * row['seconds']:.1f}",
-      f"{row['bytes_per_second'] / 1e9:.0f}",
-      f"{row['share_of_copy']:.1%}{'*' * row['launch_bound']}",
-    ]
-    for row in sorted(rows, key=lambda row: (row["case"], row["elements"]))
-  ]
+  ordered = sorted(rows, key=lambda row: (row["case"], row["elements"]))
   paragraphs = [
     "# Encoders on a GPU",
     f"`make gpu-check`, {found['device']}, JAX {found['jax']}, {found['date']}. Bytes "
     "are the fewest there are; the share is of the bytes a second of a device copy in "
     "the same loop. A star: the GPU waits for the host.",
-    table(header, cells),
+    tables.table(header, list(map(_cells, ordered))),
     "\n".join(f"Not measured: {line}" for line in missing),
   ]
   path.with_suffix(".md").write_text("\n\n".join(paragraphs).rstrip() + "\n")
@@ -281,15 +256,12 @@ def main(arguments: list[str] | None = None) -> None:
       cli.compile_fast()
   elif not options.interpret:
     output = output or RESULTS
-  wrong: set[str] = set()
+  right = options.cases
   if options.checked and options.checked.exists():
-    wrong = set(options.cases).difference(
-      json.loads(options.checked.read_text())["right"]
-    )
-  missing = [
-    f"{name}: it was not found right" for name in options.cases if name in wrong
-  ]
-  cases = [CASES[name] for name in options.cases if name not in wrong]
+    right = json.loads(options.checked.read_text())["right"]
+  left = [name for name in options.cases if name not in right]
+  missing = [f"{name}: it was not found right" for name in left]
+  cases = [CASES[name] for name in options.cases if name in right]
   rounds = 1 if options.interpret else _ROUNDS
   rows = []
   kernels: Any = ("pallas_interpret",) if options.interpret else None

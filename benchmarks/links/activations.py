@@ -16,6 +16,7 @@ by the other passes.
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,14 +27,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.common import cli
-from benchmarks.common.tables import table
+from benchmarks.common import cli, tables
 from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch, process, results, steps
 from benchmarks.models.papers import dettmers
 from examples.lib.sharded.sub_batches import sub_batches
-from gradcomp import parallel
-from gradcomp.codecs import Codec, Dense, EightBit
+from gradcomp import codecs, parallel
 
 FILE = "parallel_links"
 QUICK = "2 hosts, small arrays, 1 repeat"
@@ -44,12 +43,12 @@ OPTIONS = {
   "limit": cli.Option(900.0, help="seconds until workers have failed"),
 }
 PLAIN = "lax"  # JAX's own collective, in float32
-CODECS: dict[str, Codec] = {
-  "f32": Dense(),
-  "dynamic_tree": EightBit(),
-  "linear": EightBit(dtype="linear"),
-  "mantissa": EightBit(dtype="mantissa"),
-  "static_tree": EightBit(dtype="static_tree"),
+CODECS: dict[str, codecs.Codec] = {
+  "f32": codecs.Dense(),
+  "dynamic_tree": codecs.EightBit(),
+  "linear": codecs.EightBit(dtype="linear"),
+  "mantissa": codecs.EightBit(dtype="mantissa"),
+  "static_tree": codecs.EightBit(dtype="static_tree"),
 }
 
 
@@ -59,10 +58,7 @@ def compiled(
   *shapes: tuple[int, ...],
   arithmetic: float = 0.0,
 ) -> process.Timed:
-  """Compiles a function of one host's arrays, drawn here.
-
-  Its results stay on the hosts.
-  """
+  """Compiles a function of one host's arrays, drawn here; its results stay there."""
   rng = np.random.default_rng(jax.process_index())
   local = [rng.standard_normal(shape, np.float32) for shape in shapes]
   arrays = tuple(process.spread(mesh, x) for x in local)
@@ -71,35 +67,26 @@ def compiled(
   return process.Timed(program, lambda: arrays, arithmetic)
 
 
-def gather(
-  mesh: jax.sharding.Mesh, codec: str, rows: int, columns: int, axis: int
+def transfer(
+  kind: str, mesh: jax.sharding.Mesh, codec: str, rows: int, columns: int, axis: int
 ) -> process.Timed:
-  """Sends ``[rows, columns]`` of each host to all others, as in a forward pass."""
-  send: Callable[[jax.Array], jax.Array] = lambda x: parallel.all_gather(
-    x, axis_name="data", axis=axis, codec=CODECS[codec]
-  )
-  if codec == PLAIN:
-    send = lambda x: lax.all_gather(x, "data", axis=axis, tiled=True)
-  sent = _sent(mesh, codec, rows, columns)
-  return compiled(mesh, send, (rows, columns), arithmetic=sent)
-
-
-def scatter(
-  mesh: jax.sharding.Mesh, codec: str, rows: int, columns: int, axis: int
-) -> process.Timed:
-  """Adds at each host the ``[rows, columns]`` of all, as in a backward pass."""
-  shape = (rows * mesh.size, columns) if axis == 0 else (rows, columns * mesh.size)
-  add: Callable[[jax.Array], jax.Array] = lambda x: parallel.psum_scatter(
-    x, axis_name="data", axis=axis, codec=CODECS[codec]
-  )
-  if codec == PLAIN:
-    add = lambda x: lax.psum_scatter(x, "data", scatter_dimension=axis, tiled=True)
-  return compiled(mesh, add, shape, arithmetic=_sent(mesh, codec, rows, columns))
+  """Sends ``[rows, columns]`` of each host to all others, or adds those of all."""
+  sent, shape = _sent(mesh, codec, rows, columns), [rows, columns]
+  if kind == "gather":
+    plain = lambda x: lax.all_gather(x, "data", axis=axis, tiled=True)
+    ours = parallel.all_gather
+  else:
+    plain = lambda x: lax.psum_scatter(x, "data", scatter_dimension=axis, tiled=True)
+    ours = parallel.psum_scatter
+    shape[axis] *= mesh.size
+  own = lambda x: ours(x, axis_name="data", axis=axis, codec=CODECS[codec])
+  call = plain if codec == PLAIN else own
+  return compiled(mesh, call, tuple(shape), arithmetic=sent)
 
 
 def _sent(mesh: jax.sharding.Mesh, codec: str, *shape: int) -> int:
   """Counts the bytes of an array that a host sends to all others."""
-  part = _floats(*shape)
+  part = jax.ShapeDtypeStruct(shape, jnp.float32)
   own = (
     4 * part.size if codec == PLAIN else steps.payload_bytes(CODECS[codec], [part], 1)
   )
@@ -111,21 +98,14 @@ def layer(w: jax.Array, batch: jax.Array) -> jax.Array:
   return jnp.sum(jax.nn.relu(batch @ w) ** 2)
 
 
-def product(
-  mesh: jax.sharding.Mesh, rows: int, inputs: int, outputs: int
+def products(
+  backward: bool, mesh: jax.sharding.Mesh, rows: int, inputs: int, outputs: int
 ) -> process.Timed:
-  """Computes the layer of one pass, whose inputs are there, forward."""
+  """Computes the layer of one pass, whose inputs are there, forward or both ways."""
   columns = (inputs, outputs // mesh.size)
   forward = lambda w, batch: layer(w, batch)[None]
-  return compiled(mesh, forward, columns, (rows, inputs))
-
-
-def products(
-  mesh: jax.sharding.Mesh, rows: int, inputs: int, outputs: int
-) -> process.Timed:
-  """Computes the same forward and backward."""
-  columns = (inputs, outputs // mesh.size)
-  return compiled(mesh, jax.grad(layer, (0, 1)), columns, (rows, inputs))
+  call = jax.grad(layer, (0, 1)) if backward else forward
+  return compiled(mesh, call, columns, (rows, inputs))
 
 
 def whole_step(
@@ -156,15 +136,11 @@ def whole_step(
   return compiled(mesh, both, columns, (samples, inputs), arithmetic=sent)
 
 
-def _floats(*shape: int) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
 PROGRAMS: dict[str, Callable[..., process.Timed]] = {
-  "gather": gather,
-  "scatter": scatter,
-  "product": product,
-  "products": products,
+  "gather": functools.partial(transfer, "gather"),
+  "scatter": functools.partial(transfer, "scatter"),
+  "product": functools.partial(products, False),
+  "products": functools.partial(products, True),
   "step": whole_step,
 }
 
@@ -172,21 +148,13 @@ _STEPS = ("f32", "dynamic_tree", "linear")
 
 
 class Sizes(NamedTuple):
-  """Says what the hosts compute.
+  """Says what the hosts compute."""
 
-  Attributes:
-    samples: of each host.
-    inputs: of the dense layer in the step.
-    outputs: of the same.
-    sent: for each layer in table 3, its activations.
-    passes: of the step.
-  """
-
-  samples: int = 128
-  inputs: int = dettmers.ACTIVATIONS
-  outputs: int = 1024
-  sent: tuple[int, ...] = (9216, 3072)
-  passes: tuple[int, ...] = (1, 2, 4, 8)
+  samples: int = 128  # of each host
+  inputs: int = dettmers.ACTIVATIONS  # of the dense layer in the step
+  outputs: int = 1024  # of the same
+  sent: tuple[int, ...] = (9216, 3072)  # for each layer in table 3, its activations
+  passes: tuple[int, ...] = (1, 2, 4, 8)  # of the step
 
 
 SMALL = Sizes(8, 64, 32, (64,), (1, 2))
@@ -222,8 +190,8 @@ def parts(sizes: Sizes, hosts: int, codec: str, passes: int) -> list[Name]:
 
 def step(sizes: Sizes, codec: str, passes: int, prefetch: bool) -> Name:
   """Returns the program of a step."""
-  given, layer = [sizes.samples, sizes.inputs, sizes.outputs], [passes, prefetch]
-  return ["step", codec, *given, *layer]
+  layer = [sizes.samples, sizes.inputs, sizes.outputs]
+  return ["step", codec, *layer, passes, prefetch]
 
 
 def programs(sizes: Sizes, hosts: int) -> list[Name]:
@@ -240,11 +208,7 @@ def programs(sizes: Sizes, hosts: int) -> list[Name]:
 def predicted(
   seconds: dict[str, float], sizes: Sizes, hosts: int, codec: str, passes: int
 ) -> dict[str, float]:
-  """Returns the model's seconds of a step from measured ones, by what hides.
-
-  The next pass travels under the product (``"ahead"``) or does not (``"after"``), or
-  ``"paper"``: the paper's own rule.
-  """
+  """Returns the model's seconds of a step, by what hides; "paper" by its own rule."""
   there, back, forward, both = (
     seconds[name_of(call)] for call in parts(sizes, hosts, codec, passes)
   )
@@ -266,7 +230,6 @@ def predicted(
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-  """Yields what is measured together."""
   sizes = SMALL if args.quick else Sizes()
   for rate in args.rates:
     speed = links_hosts.bits_per_second(rate)
@@ -278,7 +241,6 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure(
   hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
 ) -> None:
-  """Measures all programs on links of one rate."""
   calls = programs(Sizes(**cell["sizes"]), cell["hosts"])
   job = {"programs": calls, "repeats": cell["repeats"]}
   reports = launch.run_workers(hosts, "activations", job, args.limit)
@@ -290,27 +252,22 @@ joined = results.replaced
 
 
 def markdown(found: dict[str, Any]) -> str:
-  """Writes the tables of all runs."""
   paragraphs = [
     "# Activations over limited links",
     "Medians in milliseconds. `python -m benchmarks.links activations` writes this "
     "file, and says what is measured.",
   ]
   for run in found["runs"]:
-    paragraphs += [
-      f"## {run['hosts']} hosts, {run['rate']}",
-      results.about(run),
-    ]
-    if run["programs"]:
-      paragraphs += _run_tables(run)
-    else:
-      paragraphs.append("This machine does not reach the rate.")
+    paragraphs += [f"## {run['hosts']} hosts, {run['rate']}", results.about(run)]
+    missed = ["This machine does not reach the rate."]
+    paragraphs += _run_tables(run) if run["programs"] else missed
   return "\n\n".join(paragraphs) + "\n"
 
 
 def _run_tables(run: dict[str, Any]) -> list[str]:
   sizes, hosts = Sizes(**run["sizes"]), run["hosts"]
   seconds = {name: x["median_seconds"] for name, x in run["programs"].items()}
+  speed = links_hosts.bits_per_second(run["rate"])
   lines = []
   for call in syncs(sizes, hosts):
     kind, codec, samples, width, axis = call
@@ -318,7 +275,7 @@ def _run_tables(run: dict[str, Any]) -> list[str]:
     plain = [seconds[name_of([kind, x, samples, width, axis])] for x in (PLAIN, "f32")]
     own = seconds[name_of(call)]
     ratios = [f"{x / own:.2f}" for x in plain]
-    bound = _wire_ms(run["rate"], entry["bytes_wire_report"])
+    bound = f"{8e3 * entry['bytes_wire_report'] / speed:.1f}" if speed else ""
     shape = f"[{samples}, {width * hosts}/{hosts}]"
     sent = f"{entry['bytes_sent'] / 1e6:.2f}"
     lines.append([kind, shape, codec, f"{1e3 * own:.1f}", sent, bound, *ratios])
@@ -326,7 +283,7 @@ def _run_tables(run: dict[str, Any]) -> list[str]:
     "Activations (gather) and errors (scatter). *Wire*: what the bytes need at the "
     "rate. The last columns say how many times as fast it is as JAX's own collective, "
     "and as ours in float32.",
-    table(["", "", "", "ms", "MB sent", "wire", "x lax", "x f32"], lines),
+    tables.table(["", "", "", "ms", "MB sent", "wire", "x lax", "x f32"], lines),
     f"A step, {sizes.samples} samples of each host, {sizes.inputs} inputs, "
     f"{sizes.outputs} outputs. *Ahead*: the next pass is gathered before the product. "
     "*Model*: from the transfers and products of a pass, each measured alone.",
@@ -342,16 +299,10 @@ def _run_tables(run: dict[str, Any]) -> list[str]:
       steps.append([codec, str(passes), *(f"{1e3 * x:.0f}" for x in numbers)])
   header = "sent,passes,ahead,not ahead,model,model not ahead,paper's rule"
   header += ",gather,scatter,forward,both products"
-  return [*found, table(header.split(","), steps)]
-
-
-def _wire_ms(rate: str, nbytes: int) -> str:
-  speed = links_hosts.bits_per_second(rate)
-  return f"{8e3 * nbytes / speed:.1f}" if speed else ""
+  return [*found, tables.table(header.split(","), steps)]
 
 
 def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
-  """Times the programs on one host; a name in the report is JSON, and says its call."""
   calls = {name_of(call): call for call in options["programs"]}
   made = {name: PROGRAMS[kind](mesh, *own) for name, (kind, *own) in calls.items()}
   return {"steps": process.measure(mesh, made, options)}

@@ -60,9 +60,8 @@ class Host:
 def bits_per_second(rate: str) -> float | None:
   """Reads a rate in tc's spelling; None for ``"loopback"``, which nothing limits.
 
-  Example:
-    >>> bits_per_second("2.5gbit")
-    2500000000.0
+  >>> bits_per_second("2.5gbit")
+  2500000000.0
   """
   if rate == "loopback":
     return None
@@ -95,10 +94,7 @@ def loopback(count: int) -> Iterator[list[Host]]:
 
 @contextlib.contextmanager
 def limited(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Host]]:
-  """Yields hosts with links of a rate in tc's spelling, and always removes them.
-
-  ``round_trip`` is in seconds, as ping counts; 0 leaves what the kernel takes.
-  """
+  """Yields hosts with links of a rate and a round trip in seconds, and removes them."""
   prefix = f"gc{os.getpid()}"
   switch, names = f"{prefix}sw", [f"{prefix}h{i}" for i in range(count)]
   hosts = [
@@ -115,17 +111,13 @@ def limited(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Hos
       _add_host(name, host.address, switch, ports[i], rate)
       files = _NETNS / name
       files.mkdir(parents=True)
-      lines = [f"127.0.0.1 localhost\n{host.address} host{i}\n"]
-      (files / "hosts").write_text("".join(lines))
+      (files / "hosts").write_text(f"127.0.0.1 localhost\n{host.address} host{i}\n")
     with _delayed(switch, ports, round_trip) if round_trip else _NOTHING:
       yield hosts
   finally:
     for name in (*names, switch):  # with a namespace go its devices
       subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
-      with contextlib.suppress(FileNotFoundError):
-        (_NETNS / name / "hosts").unlink()
-      with contextlib.suppress(FileNotFoundError):
-        (_NETNS / name).rmdir()
+      shutil.rmtree(_NETNS / name, ignore_errors=True)
     if own_folder:
       with contextlib.suppress(OSError):
         _NETNS.rmdir()
@@ -193,11 +185,7 @@ def run(
   *,
   shown: bool = False,
 ) -> None:
-  """Runs a command on each host, and leaves none running.
-
-  Raises:
-    RuntimeError: a command has failed, or is not done after ``limit`` seconds.
-  """
+  """Runs a command on each host, ``limit`` seconds at most, and leaves none running."""
   deadline = time.monotonic() + limit
   with contextlib.ExitStack() as stack:
     logs, processes = [], []

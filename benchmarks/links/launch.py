@@ -48,10 +48,7 @@ def run_workers(
   python: str = sys.executable,
   environment: Mapping[str, str] = ENVIRONMENT,
 ) -> list[Any]:
-  """Runs a case or a worker of this folder on each host, and returns the reports.
-
-  A job is JSON, to which each host's place is added. ``limit`` is in seconds.
-  """
+  """Runs a case or a worker of this folder on each host, and returns the reports."""
   own = script in ("probe", "torch_worker")
   module = f"benchmarks.links.{script if own else 'process'}"
   ports = links_hosts.free_ports(len(hosts) + 1)
@@ -75,17 +72,11 @@ def run_workers(
 
 
 class Probe(NamedTuple):
-  """Holds what raw TCP finds on links.
+  """Holds what raw TCP finds on links."""
 
-  Attributes:
-    bytes_a_second: that each host receives.
-    round_trip: seconds to another host and back.
-    reached: whether links of their rate may be measured.
-  """
-
-  bytes_a_second: list[float]
-  round_trip: float
-  reached: bool
+  bytes_a_second: list[float]  # that each host receives
+  round_trip: float  # seconds to another host and back
+  reached: bool  # whether links of their rate may be measured
 
 
 def probed(
@@ -115,14 +106,9 @@ def begin(shaped: bool, otherwise: str = "", quick: bool = False) -> None:
   """Prepares a script that starts hosts, or ends it where links cannot be limited."""
   if shaped and (missing := links_hosts.missing()):
     cli.skip(f"limited links need {missing}{otherwise and f'; {otherwise}'}")
-  leave_by_signals()
-  quiet.keep(unless=quick)
-
-
-def leave_by_signals() -> None:
-  """Has signals end the program through its clean-up, so that no namespace is left."""
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, _leave)
+  quiet.keep(unless=quick)
 
 
 def _leave(number: int, frame: Any) -> None:

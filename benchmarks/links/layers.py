@@ -17,12 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from benchmarks.common import cli
-from benchmarks.common.tables import table
+from benchmarks.common import cli, tables
 from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch, process, results
 from gradcomp import parallel
@@ -62,7 +59,7 @@ def plain(layers: jax.Array, x: jax.Array) -> jax.Array:
 
   def loss(layers: jax.Array) -> jax.Array:
     again = jax.checkpoint(layer, prevent_cse=False)  # as parallel.scan has it
-    return jnp.mean(jnp.square(lax.scan(again, x, layers)[0]))
+    return jnp.mean(jnp.square(jax.lax.scan(again, x, layers)[0]))
 
   return jax.grad(loss)(gradcomp.defer_reduction(layers, axis_name="data"))
 
@@ -95,7 +92,7 @@ def behind(layers: jax.Array, x: jax.Array, each: bool) -> jax.Array:
 
 
 STEPS: dict[str, Mean] = {
-  PLAIN: lambda layers, x: lax.pmean(plain(layers, x), "data"),
+  PLAIN: lambda layers, x: jax.lax.pmean(plain(layers, x), "data"),
   "plain mean, inside": functools.partial(inside, Dense(), "psum"),
   "4 bits, behind, one message": functools.partial(behind, each=False),
   "4 bits, behind, a message a layer": functools.partial(behind, each=True),
@@ -107,12 +104,11 @@ STEPS: dict[str, Mean] = {
 def program(
   mesh: jax.sharding.Mesh, name: str, arrays: tuple[jax.Array, ...]
 ) -> process.Timed:
-  """Compiles a step; its means stay on the hosts."""
-  whole = P("data") if name == ALONE else P()
+  whole = jax.P("data") if name == ALONE else jax.P()
   mapped = jax.shard_map(
     lambda layers, x: [STEPS[name](layers, x)],
     mesh=mesh,
-    in_specs=(P(), P("data")),
+    in_specs=(jax.P(), jax.P("data")),
     out_specs=whole,
   )
   compiled = jax.jit(lambda *arrays: (mapped(*arrays),)).lower(*arrays).compile()
@@ -140,9 +136,8 @@ def side_by_side(timed: process.Timed) -> dict[str, float]:
 def overlap(sends: list[Span], works: list[Span]) -> dict[str, float]:
   """Returns the seconds of spans of either kind, and of both at once.
 
-  Example:
-    >>> overlap([(0, 2e9), (5e9, 6e9)], [(1e9, 4e9)])
-    {'collectives': 3.0, 'work': 3.0, 'both': 1.0}
+  >>> overlap([(0, 2e9), (5e9, 6e9)], [(1e9, 4e9)])
+  {'collectives': 3.0, 'work': 3.0, 'both': 1.0}
   """
   found = map(united, (sends, works, sends + works))
   under_way, work, either = (1e-9 * sum(y - x for x, y in spans) for spans in found)
@@ -156,9 +151,8 @@ def overlap(sends: list[Span], works: list[Span]) -> dict[str, float]:
 def united(spans: list[Span]) -> list[Span]:
   """Joins spans of time that meet.
 
-  Example:
-    >>> united([(4, 5), (0, 2), (1, 3)])
-    [(0, 3), (4, 5)]
+  >>> united([(4, 5), (0, 2), (1, 3)])
+  [(0, 3), (4, 5)]
   """
   found: list[Span] = []
   for start, end in sorted(spans):
@@ -170,7 +164,6 @@ def united(spans: list[Span]) -> list[Span]:
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-  """Yields what is measured together."""
   for rate in args.rates:
     sizes = {name: getattr(args, name) for name in _SIZES}
     yield {"rate": rate, "hosts": args.hosts, "steps": {}} | sizes
@@ -179,7 +172,6 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure(
   hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
 ) -> None:
-  """Measures all steps on links of one rate."""
   job = {name: cell[name] for name in _SIZES}
   reports = launch.run_workers(hosts, "layers", job, args.limit)
   shared = hosts[0].interface == "lo"
@@ -191,7 +183,6 @@ joined = results.replaced
 
 
 def markdown(found: dict[str, Any]) -> str:
-  """Writes the tables of all runs."""
   paragraphs = [
     "# Layers in a loop over limited links",
     "Medians in milliseconds, from the batch to the means. `python -m "
@@ -228,7 +219,7 @@ def _table(run: dict[str, Any]) -> str:
     messages = f"{trace['messages']:.0f}"
     lines.append([name, *milliseconds[:2], sent, messages, *milliseconds[2:], exposed])
   header = "step,ms,exchange,MB sent,collectives,under way,and computing,exposed"
-  return table(header.split(","), lines)
+  return tables.table(header.split(","), lines)
 
 
 def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +228,7 @@ def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
   rng = np.random.default_rng(options["rank"])
   x = process.spread(mesh, rng.standard_normal((rows, width), np.float32))
   same = np.random.default_rng(0).standard_normal((count, width, width), np.float32)
-  everywhere = jax.NamedSharding(mesh, P())
+  everywhere = jax.NamedSharding(mesh, jax.P())
   stack = jax.make_array_from_process_local_data(everywhere, same / width**0.5)
   programs = {name: program(mesh, name, (stack, x)) for name in STEPS}
   steps = process.measure(mesh, programs, options)

@@ -31,8 +31,7 @@ import jax
 import optax
 
 import gradcomp
-from benchmarks.common import cli
-from benchmarks.common.tables import table
+from benchmarks.common import cli, tables
 from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch, process
 from examples.lib.data import text
@@ -71,7 +70,6 @@ RATE = 1e-3
 
 
 def optimizer(method: str, every: int) -> optax.GradientTransformation:
-  """Makes one of the methods that are compared."""
   adam = optax.adamw(RATE)
   local = functools.partial(
     gradcomp.local.local_steps, adam, axis_name=AXIS, every=every
@@ -132,12 +130,7 @@ def taken(
   meet: Callable[[], Any],
   interface: str,
 ) -> dict[str, Any]:
-  """Takes steps one after the other, and returns their seconds and bytes.
-
-  Then it takes a round whose last step begins on all hosts at once, and so does a step
-  before: their difference is what communication takes, and not what hosts wait for one
-  that is late.
-  """
+  """Takes steps, and returns their seconds and bytes, and those of rounds in step."""
   meet()
   sent, start = links_hosts.bytes_sent(interface), time.perf_counter()
   for _ in range(steps):
@@ -145,6 +138,8 @@ def taken(
   seconds = time.perf_counter() - start
   meet()
   sent = links_hosts.bytes_sent(interface) - sent
+  # What communication takes, and not what hosts wait for one that is late: the last
+  # step of a round begins on all hosts at once, and so does the one before.
   alone, together = [], []
   for _ in range(steps // every):
     for i in range(1, every + 1):
@@ -158,7 +153,6 @@ def taken(
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-  """Yields a method, and all that it is measured with."""
   settings = {name: getattr(args, name) for name in _SETTINGS}
   for rate in args.rates:
     for method in args.methods:
@@ -169,17 +163,11 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure(
   hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
 ) -> None:
-  """Measures a method on links of its own."""
   method = cell["method"]
   alone = METHODS[method]
   count = args.every * args.rounds if alone else args.steps
-  job = {
-    "method": method,
-    "width": args.width,
-    "layers": args.layers,
-    "length": args.length,
-    "batch": args.batch,
-    "every": args.every,
+  names = ("method", "width", "layers", "length", "batch", "every")
+  job = {name: (vars(args) | cell)[name] for name in names} | {
     "first": args.every if alone else 1,
     "steps": count,
     "exchanged_every": args.every if alone else count + 1,  # nothing to be met for
@@ -204,7 +192,6 @@ def measure(
 
 
 def joined(found: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
-  """Returns results with a method, beside those of the same settings."""
   alike = found.get("settings") == cell["settings"]
   known = found["methods"] if alike else {}
   if "step_seconds" in cell:
@@ -229,7 +216,6 @@ def shares(found: dict[str, dict[str, Any]], every: int) -> dict[str, float]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-  """Writes the table, and what it was measured with."""
   settings, found = results["settings"], results["methods"]
   if not found:
     return "This machine does not reach the rate.\n"
@@ -241,18 +227,11 @@ def markdown(results: dict[str, Any]) -> str:
     if base:
       faster = f"{x['tokens_a_second'] / base['tokens_a_second']:.1f}"
       fewer = f"{base['bytes_a_round'] / x['bytes_a_round']:,.0f}"
-    lines.append(
-      [
-        method,
-        f"{x['tokens_a_second']:,.0f}",
-        faster,
-        f"{1e3 * x['step_seconds']:,.0f}",
-        f"{share[method]:.1%}" if method in share else "",
-        f"{x['bytes_a_round'] / 1e6:,.3f}",
-        f"{x['counted_a_round'] / 1e6:,.3f}",
-        fewer,
-      ]
-    )
+    lines.append([method, f"{x['tokens_a_second']:,.0f}", faster])
+    lines[-1] += [f"{1e3 * x['step_seconds']:,.0f}"]
+    lines[-1] += [f"{share[method]:.1%}" if method in share else ""]
+    lines[-1] += [f"{x[f'{of}_a_round'] / 1e6:,.3f}" for of in ("bytes", "counted")]
+    lines[-1] += [fewer]
   header = "method,tokens/s,x f32,ms a step,in communication,MB a round,counted,fewer"
   one = next(iter(found.values()))
   least = min(x["mbit_a_second"] for x in found.values())
@@ -269,7 +248,7 @@ def markdown(results: dict[str, Any]) -> str:
       f"{settings['batch'] * settings['length']} tokens a host and step; rounds of "
       f"{settings['every']} steps, {settings['rounds']} of them, or "
       f"{settings['steps']} steps of what exchanges in each.",
-      table(header.split(","), lines),
+      tables.table(header.split(","), lines),
       "*x f32* and *fewer* compare tokens a second and bytes with "
       f"{BASELINE}. *In communication*: the share of the time. *MB a round*: what a "
       f"host sends in {settings['every']} steps, from the HLO; *counted* by its "
@@ -280,11 +259,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
-  """Times training steps on one host.
-
-  All hosts meet before each step that is timed alone, so that none waits in a step for
-  one that is late. They do not meet in the rounds whose whole time counts.
-  """
+  """Times training steps on one host; hosts meet before those that are timed alone."""
   meet = process.meeting(mesh)
   step, sizes = stepper(mesh, options)
   for _ in range(options["first"]):

@@ -16,26 +16,14 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
-from gradcomp import contrib, optimizers
+from gradcomp import codecs, contrib, optimizers
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import FeedbackName
 from gradcomp._src.core.transform import transformation
 from gradcomp._src.exchange.auto import ExchangeName
 from gradcomp._src.transforms.factors import ONE_BY_ONE
 from gradcomp._src.transforms.low_rank import PowerSGD
-from gradcomp.codecs import (
-  QSGD,
-  BlockFloat,
-  Dense,
-  EightBit,
-  FloatCast,
-  LeafCodec,
-  Natural,
-  OneBit,
-  Sign,
-  Ternary,
-  TopK,
-)
 from gradcomp.exchange import Hierarchical
 
 GROUPED = Hierarchical(group_size=2)
@@ -49,10 +37,7 @@ _RATE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A codec, the exchanges to time it in, and the options that matter for its time.
-
-  Exchanges that the codec or the number of hosts rules out are skipped.
-  """
+  """A codec, the exchanges to time it in, and the options that matter for its time."""
 
   codec: LeafCodec
   exchanges: tuple[str, ...]
@@ -60,11 +45,7 @@ class Case:
   message_bytes: int | None = None
 
   def transformation(self, exchange: str) -> optax.GradientTransformation:
-    """Makes the exchange of gradients over the axis ``"data"``.
-
-    Raises:
-      ValueError: these do not go together.
-    """
+    """Makes the exchange of gradients over the axis ``"data"``."""
     options: dict[str, Any] = {
       "axis_name": "data",
       "exchange": GROUPED if exchange == GROUPED.name else exchange,
@@ -89,60 +70,63 @@ class Optimizer(NamedTuple):
     return self.make(exchange)
 
 
-APS = FloatCast(exponent_bits=5, mantissa_bits=2)
-IN_PARTS = QSGD(bits=4)  # its two_shot is also timed part by part
+APS = codecs.FloatCast(exponent_bits=5, mantissa_bits=2)
+IN_PARTS = codecs.QSGD(bits=4)  # its two_shot is also timed part by part
+
+_SELECTIONS: dict[str, dict[str, Any]] = {
+  "": {},
+  " asq": {"quantize": "asq"},
+  " sorted": {"selection": "exact"},
+}
 
 CASES: dict[str, Case] = {
-  "f32": Case(Dense(), ("psum",)),
-  "bf16": Case(Dense(dtype=jnp.bfloat16), ("all_gather", "two_shot")),
-  "f16": Case(Dense(dtype=jnp.float16), _CHAINS),
-  "qsgd-8": Case(QSGD(bits=8), _ALL),
-  "qsgd-4": Case(QSGD(bits=4), _ALL),
-  "qsgd-2": Case(QSGD(bits=2), _ALL),
-  "qsgd-4 shared": Case(QSGD(bits=4, share_scale=True), _SUMS),
-  "qsgd-4 fitted": Case(QSGD(bits=4, levels="nonuniform"), _GATHERS),
-  "qsgd-2 fitted": Case(QSGD(bits=2, levels="nonuniform"), _GATHERS),
-  "natural": Case(Natural(), _GATHERS),
-  "mxfp8": Case(BlockFloat(), _GATHERS),
+  "f32": Case(codecs.Dense(), ("psum",)),
+  "bf16": Case(codecs.Dense(dtype=jnp.bfloat16), ("all_gather", "two_shot")),
+  "f16": Case(codecs.Dense(dtype=jnp.float16), _CHAINS),
+  "qsgd-8": Case(codecs.QSGD(bits=8), _ALL),
+  "qsgd-4": Case(codecs.QSGD(bits=4), _ALL),
+  "qsgd-2": Case(codecs.QSGD(bits=2), _ALL),
+  "qsgd-4 shared": Case(codecs.QSGD(bits=4, share_scale=True), _SUMS),
+  "qsgd-4 fitted": Case(codecs.QSGD(bits=4, levels="nonuniform"), _GATHERS),
+  "qsgd-2 fitted": Case(codecs.QSGD(bits=2, levels="nonuniform"), _GATHERS),
+  "natural": Case(codecs.Natural(), _GATHERS),
+  "mxfp8": Case(codecs.BlockFloat(), _GATHERS),
   "nvfp4": Case(
-    BlockFloat(element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"),
+    codecs.BlockFloat(
+      element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
+    ),
     _GATHERS,
   ),
-  "onebit-64": Case(OneBit(bucket_size=64), _GATHERS, "error"),
-  "onebit-512": Case(OneBit(bucket_size=512), _GATHERS, "error"),
-  "terngrad": Case(Ternary(), _SUMS),
-  "terngrad-base3": Case(Ternary(packing="base3"), _SUMS),
-  "dynamic-tree": Case(EightBit(dtype="dynamic_tree"), _GATHERS),
-  "linear": Case(EightBit(dtype="linear"), _GATHERS),
+  "onebit-64": Case(codecs.OneBit(bucket_size=64), _GATHERS, "error"),
+  "onebit-512": Case(codecs.OneBit(bucket_size=512), _GATHERS, "error"),
+  "terngrad": Case(codecs.Ternary(), _SUMS),
+  "terngrad-base3": Case(codecs.Ternary(packing="base3"), _SUMS),
+  "dynamic-tree": Case(codecs.EightBit(dtype="dynamic_tree"), _GATHERS),
+  "linear": Case(codecs.EightBit(dtype="linear"), _GATHERS),
   "aps-8": Case(APS, _CHAINS),
-  "redsync-1%": Case(TopK(density=0.01), ("all_gather",), "momentum"),
-  "redsync-1% asq": Case(
-    TopK(density=0.01, quantize="asq"), ("all_gather",), "momentum"
-  ),
-  "redsync-1% sorted": Case(
-    TopK(density=0.01, selection="exact"), ("all_gather",), "momentum"
-  ),
-  "redsync-0.1%": Case(TopK(density=0.001), ("all_gather",), "momentum"),
-  "redsync-0.1% asq": Case(
-    TopK(density=0.001, quantize="asq"), ("all_gather",), "momentum"
-  ),
-  "redsync-0.1% sorted": Case(
-    TopK(density=0.001, selection="exact"), ("all_gather",), "momentum"
-  ),
+  **{
+    f"redsync-{percent:g}%{kind}": Case(
+      codecs.TopK(density=percent / 100, **own), ("all_gather",), "momentum"
+    )
+    for percent in (1, 0.1)
+    for kind, own in _SELECTIONS.items()
+  },
   "powersgd-1": Case(PowerSGD(rank=1), ("psum",), "error"),
   "powersgd-2": Case(PowerSGD(rank=2), ("psum",), "error"),
   "powersgd-4": Case(PowerSGD(rank=4), ("psum",), "error"),
   "powersgd-4-8bit": Case(PowerSGD(rank=4, bits=8), ("two_shot",), "error"),
   "powersgd-4 alternate": Case(PowerSGD(rank=4, alternate=True), ("psum",), "error"),
-  "sign by votes": Case(Sign(), _SUMS),
-  "onebit-512 ef21": Case(OneBit(bucket_size=512), _SUMS[:1], "ef21"),
+  "sign by votes": Case(codecs.Sign(), _SUMS),
+  "onebit-512 ef21": Case(codecs.OneBit(bucket_size=512), _SUMS[:1], "ef21"),
   # One message in parts; with one leaf these are one message, too, and left out.
-  "f16 in leaves": Case(Dense(dtype=jnp.float16), _CHAINS, message_bytes=1),
-  "bf16 in leaves": Case(Dense(dtype=jnp.bfloat16), ("two_shot",), message_bytes=1),
+  "f16 in leaves": Case(codecs.Dense(dtype=jnp.float16), _CHAINS, message_bytes=1),
+  "bf16 in leaves": Case(
+    codecs.Dense(dtype=jnp.bfloat16), ("two_shot",), message_bytes=1
+  ),
   "aps-8 in leaves": Case(APS, _CHAINS, message_bytes=1),
-  "qsgd-4 in leaves": Case(QSGD(bits=4), ("two_shot",), message_bytes=1),
-  "qsgd-4 by 1 MiB": Case(QSGD(bits=4), ("two_shot",), message_bytes=_MIB),
-  "qsgd-4 by 4 MiB": Case(QSGD(bits=4), ("two_shot",), message_bytes=4 * _MIB),
+  "qsgd-4 in leaves": Case(codecs.QSGD(bits=4), ("two_shot",), message_bytes=1),
+  "qsgd-4 by 1 MiB": Case(codecs.QSGD(bits=4), ("two_shot",), message_bytes=_MIB),
+  "qsgd-4 by 4 MiB": Case(codecs.QSGD(bits=4), ("two_shot",), message_bytes=4 * _MIB),
 }
 
 
@@ -168,42 +152,19 @@ OPTIMIZERS: dict[str, Optimizer] = {
 STEPS: dict[str, Case | Optimizer] = CASES | OPTIMIZERS
 
 # What cells have that are there for the rate or the leaves, and not for the codecs.
-BRIEF = (
-  "bf16 two_shot",
-  "f16 two_shot",
-  "f16 ring",
-  "natural two_shot",
-  "dynamic-tree two_shot",
-  "aps-8 two_shot",
-  "aps-8 ring",
-  "qsgd-8 two_shot",
-  "qsgd-4 two_shot",
-  "qsgd-4 fitted two_shot",
-  "qsgd-2 two_shot",
-  "terngrad psum",
-  "terngrad two_shot",
-  "onebit-64 two_shot",
-  "redsync-1% all_gather",
-  "redsync-0.1% all_gather",
-  "redsync-0.1% asq all_gather",
-  "powersgd-1 psum",
-  "powersgd-2 psum",
-  "powersgd-4 psum",
-  "adam psum",
-  "1-bit adam two_shot",
-  "dion-4 psum",
-)
+_BRIEF = {
+  "two_shot": "bf16, f16, natural, dynamic-tree, aps-8, qsgd-8, qsgd-4, qsgd-4 fitted, "
+  "qsgd-2, terngrad, onebit-64, 1-bit adam",
+  "ring": "f16, aps-8",
+  "all_gather": "redsync-1%, redsync-0.1%, redsync-0.1% asq",
+  "psum": "terngrad, powersgd-1, powersgd-2, powersgd-4, adam, dion-4",
+}
+BRIEF = [f"{name} {way}" for way, x in _BRIEF.items() for name in x.split(", ")]
 # The same for many leaves, whose programs take 3 to 30 s to compile on one core each.
 BRIEF_OF_MANY = (
-  "f32 psum",
-  "bf16 two_shot",
-  "f16 ring",
-  "aps-8 ring",
-  "qsgd-4 two_shot",
-  "powersgd-4 psum",
-  "f16 in leaves ring",
-  "aps-8 in leaves ring",
-)
+  "f32 psum, bf16 two_shot, f16 ring, aps-8 ring, qsgd-4 two_shot, powersgd-4 psum, "
+  "f16 in leaves ring, aps-8 in leaves ring"
+).split(", ")
 
 
 def chosen(codecs: list[str], brief: bool, merged: bool) -> list[str]:
@@ -212,12 +173,11 @@ def chosen(codecs: list[str], brief: bool, merged: bool) -> list[str]:
   ``brief`` takes a choice where no codecs are chosen. A gradient with one leaf is
   ``merged``: nothing in it can be split.
 
-  Example:
-    >>> chosen(["f16", "f16 in leaves"], brief=True, merged=True)
-    ['f16 two_shot', 'f16 ring']
+  >>> chosen(["f16", "f16 in leaves"], brief=True, merged=True)
+  ['f16 two_shot', 'f16 ring']
   """
   if brief and codecs == [*STEPS]:
-    return list(BRIEF if merged else BRIEF_OF_MANY)
+    return BRIEF if merged else BRIEF_OF_MANY
   return [
     f"{name} {exchange}"
     for name in codecs

@@ -17,11 +17,7 @@ _PASSES = 6
 
 
 def probe(rank: int, ends: Sequence[tuple[str, int]], nbytes: int) -> dict[str, Any]:
-  """Measures what this host receives from the previous one, and how long links take.
-
-  Each host sends to the next, all at once. Before that a token goes round, of which
-  the first host knows the seconds to another one and back.
-  """
+  """Measures what a host receives while all send to the next, and the round trip."""
   deadline = time.monotonic() + 60
   with contextlib.ExitStack() as stack:
     listener = stack.enter_context(socket.create_server(ends[rank]))

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.links import hosts
@@ -42,17 +41,14 @@ class Timed:
 
 def spread(mesh: jax.sharding.Mesh, local: np.ndarray) -> jax.Array:
   """Makes the global array whose part on this host is ``local``."""
-  sharding = jax.NamedSharding(mesh, P("data"))
+  sharding = jax.NamedSharding(mesh, jax.P("data"))
   return jax.make_array_from_process_local_data(sharding, local)
 
 
 def measure(
   mesh: jax.sharding.Mesh, programs: dict[str, Timed], options: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-  """Times all programs in turn, after a first call that is not timed.
-
-  Lists in the results have an entry for each repeat.
-  """
+  """Times all programs in turn, ``repeats`` times after a first call."""
   meet, interface = meeting(mesh), options["interface"]
   results: dict[str, dict[str, Any]] = {
     name: {
@@ -107,7 +103,7 @@ def joined(options: dict[str, Any]) -> jax.sharding.Mesh:
 def meeting(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
   """Returns a function that returns when all hosts have called it."""
   total = jax.shard_map(
-    lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()
   )
   one = spread(mesh, np.ones(mesh.local_mesh.size, np.float32))
   tiny = jax.jit(total).lower(one).compile()
@@ -115,7 +111,6 @@ def meeting(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
 
 
 def main(options: dict[str, Any]) -> None:
-  """Runs the worker of a case, and writes its report."""
   try:
     case = importlib.import_module(f"benchmarks.links.{options['case']}")
     report = case.report(joined(options), options)

@@ -19,11 +19,7 @@ _KEY = ("hosts", "rate", "mib", "leaves")
 def combine(
   reports: list[dict[str, Any]], kind: str, shared: bool
 ) -> dict[str, dict[str, Any]]:
-  """Makes one entry for each program from the entries of all hosts.
-
-  The time of a program is the slowest host's. The first program is the baseline of all,
-  in its framework. ``shared``: one counter counts the bytes of all hosts.
-  """
+  """Makes one entry a program: the slowest host's time; the first is the baseline."""
   results: dict[str, dict[str, Any]] = {}
   for name, first in reports[0][kind].items():
     entries = [report[kind][name] for report in reports]
@@ -58,14 +54,13 @@ def merge(runs: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any
   A step, a part or a failure that was there before is replaced, and so is the probe, if
   there is a new one.
 
-  Example:
-    >>> cell = {"hosts": 2, "rate": "1gbit", "mib": 1, "leaves": 1}
-    >>> cell |= {"parts": {}}
-    >>> old = cell | {"probe": [9.0], "steps": {"a": 1, "b": 1}, "failed": {}}
-    >>> new = cell | {"probe": [], "steps": {"b": 2}, "failed": {"c": "hung"}}
-    >>> [run] = merge([old], new)
-    >>> run["probe"], run["steps"], run["failed"]
-    ([9.0], {'a': 1, 'b': 2}, {'c': 'hung'})
+  >>> cell = {"hosts": 2, "rate": "1gbit", "mib": 1, "leaves": 1}
+  >>> cell |= {"parts": {}}
+  >>> old = cell | {"probe": [9.0], "steps": {"a": 1, "b": 1}, "failed": {}}
+  >>> new = cell | {"probe": [], "steps": {"b": 2}, "failed": {"c": "hung"}}
+  >>> [run] = merge([old], new)
+  >>> run["probe"], run["steps"], run["failed"]
+  ([9.0], {'a': 1, 'b': 2}, {'c': 'hung'})
   """
   runs = [dict(run) for run in runs]
   for i, old in enumerate(runs):
@@ -132,8 +127,3 @@ def about(run: dict[str, Any]) -> str:
 def speed_up(step: dict[str, Any]) -> float:
   """Returns how many times as fast a step is as its framework's f32."""
   return step["baseline_seconds"] / step["median_seconds"]
-
-
-def is_theirs(name: str) -> bool:
-  """Returns whether a step is PyTorch's."""
-  return name.startswith("ddp ")

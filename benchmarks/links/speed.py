@@ -19,6 +19,8 @@ time, and compression looks better than it is.
 """
 
 import argparse
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -27,10 +29,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import pandas as pd
 
-from benchmarks.common import cli, shapes
+from benchmarks.common import cli, shapes, tables
 from benchmarks.links import hosts as links_hosts
-from benchmarks.links import launch, methods, process, results, steps, tables
+from benchmarks.links import launch, methods, process, results, steps
 
 FILE = "link_speed"
 QUICK = "2 hosts, 1 MiB, 4 codecs, 1 repeat"
@@ -54,42 +57,37 @@ OPTIONS = {
   "limit": cli.Option(900.0, help="seconds after which workers have failed"),
   "torch": cli.Option(sys.executable, help="a Python with PyTorch; empty for none"),
 }
+_ABOUT = (
+  "Medians in milliseconds, from the gradient to its mean; in brackets, how many times "
+  "as fast that is as f32 of the same framework. *MB* is what a host sends. Rows that "
+  "begin with *ddp* are PyTorch's DistributedDataParallel over gloo, the others ours. "
+  "`python -m benchmarks.links speed` writes this file."
+)
 _DDP = ("ddp f32", "ddp fp16", "ddp powersgd-1", "ddp powersgd-2", "ddp powersgd-4")
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-  """Yields what is measured together: gradients, hosts and rates."""
-  for leaves in args.leaves:
-    for hosts in args.hosts:
-      for rate in args.rates:
-        if leaves == "1" or len(args.leaves) == 1 or (rate, hosts) == ("1gbit", 2):
-          yield _cell(leaves, hosts, rate, args)
-
-
-def _cell(
-  leaves: str, hosts: int, rate: str, args: argparse.Namespace
-) -> dict[str, Any]:
-  speed = links_hosts.bits_per_second(rate)
-  size = sum(map(np.prod, shapes_of(leaves, args.mib))) * 4 / 2**20
-  return {
-    "hosts": hosts,
-    "rate": rate,
-    "bits_per_second": speed,
-    "mib": round(size, 1) if leaves == "resnet50" else args.mib,
-    "leaves": leaves if leaves == "resnet50" else int(leaves),
-    "repeats": min(args.repeats, 2) if speed and speed < 5e8 else args.repeats,
-    "steps": {},
-    "parts": {},
-    "failed": {},
-  }
+  for leaves, hosts, rate in itertools.product(args.leaves, args.hosts, args.rates):
+    if leaves != "1" and len(args.leaves) > 1 and (rate, hosts) != ("1gbit", 2):
+      continue
+    speed = links_hosts.bits_per_second(rate)
+    size = sum(map(np.prod, shapes_of(leaves, args.mib))) * 4 / 2**20
+    yield {
+      "hosts": hosts,
+      "rate": rate,
+      "bits_per_second": speed,
+      "mib": round(size, 1) if leaves == "resnet50" else args.mib,
+      "leaves": leaves if leaves == "resnet50" else int(leaves),
+      "repeats": min(args.repeats, 2) if speed and speed < 5e8 else args.repeats,
+      **{"steps": {}, "parts": {}, "failed": {}},
+    }
 
 
 def shapes_of(leaves: int | str, mib: float) -> list[tuple[int, ...]]:
   """Returns the shapes of a gradient's leaves: equal matrices, or ResNet-50's.
 
-  Example:
-    >>> shapes_of(2, mib=1)
-    [(256, 512), (256, 512)]
+  >>> shapes_of(2, mib=1)
+  [(256, 512), (256, 512)]
   """
   if leaves == "resnet50":
     return shapes.resnet50_shapes()
@@ -101,7 +99,6 @@ def shapes_of(leaves: int | str, mib: float) -> list[tuple[int, ...]]:
 def measure(
   hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
 ) -> None:
-  """Measures our steps in a cell, and PyTorch's."""
   given = shapes_of(cell["leaves"], args.mib)
   brief = (cell["rate"], cell["leaves"]) != ("1gbit", 1)
   names = methods.chosen(list(args.codecs), brief, len(given) == 1)
@@ -110,7 +107,8 @@ def measure(
   reports = launch.run_workers(hosts, "speed", job | {"steps": names}, args.limit)
   for kind in ("steps", "parts"):
     cell[kind] = results.combine(reports, kind, shared=shared)
-  if args.torch and _has_torch(args.torch):
+  has = [args.torch, "-c", "import torch"]
+  if args.torch and not subprocess.run(has, capture_output=True).returncode:
     threads = max(1, (os.cpu_count() or 1) // len(hosts))
     own = {"GLOO_SOCKET_IFNAME": hosts[0].interface, "OMP_NUM_THREADS": str(threads)}
     for names in (_DDP[1:2], *([name] for name in _DDP[2:])):  # which may hang
@@ -130,31 +128,103 @@ def measure(
   load = cell.pop("load_and_cores")
   for entry in (*cell["steps"].values(), *cell["parts"].values()):
     entry["load_and_cores"] = load
-  tables.show(cell)
+  show(cell)
   differ = [name for name, x in cell["steps"].items() if not x["same_bits"]]
   if differ:
     sys.exit(f"The hosts of a step did not get the same bits: {', '.join(differ)}.")
 
 
-def _has_torch(python: str) -> bool:
-  line = [python, "-c", "import torch"]
-  return not subprocess.run(line, capture_output=True).returncode
-
-
 def joined(found: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
-  """Returns results with those of a cell."""
   return found | {"runs": results.merge(found["runs"], cell)}
 
 
+def show(run: dict[str, Any]) -> None:
+  """Prints the steps and the parts of a run beside what their bytes need."""
+  rows = run["steps"] | {f"part: {name}": x for name, x in run["parts"].items()}
+  found = pd.DataFrame.from_dict(rows, orient="index")
+  known = found[["bytes_arithmetic", "bytes_wire_report"]].astype(float)
+  formula, report = (known[name].where(known[name] > 0) for name in known)
+  shown = {
+    "ms": 1e3 * found["median_seconds"],
+    "least": 1e3 * found["seconds"].map(min),
+    "most": 1e3 * found["seconds"].map(max),
+    "x f32": found["baseline_seconds"] / found["median_seconds"],
+    "wire ms": 8e3 * report / (run["bits_per_second"] or math.nan),
+    "CPU ms": 1e3 * found["cpu_seconds_a_host"],
+    "MB sent": found["bytes_sent"] / 1e6,
+    "/ formula": found["bytes_sent"] / formula,
+    "/ HLO": found["bytes_sent"] / report,
+    "error": found["error"],
+  }
+  print(f"\n{run['hosts']} hosts, {run['rate']}, {run['mib']} MiB in {leaves(run)}")
+  tables.show(pd.DataFrame(shown).to_dict("index"))
+
+
+def leaves(run: dict[str, Any]) -> str:
+  """Names the gradient's leaves.
+
+  >>> leaves({"leaves": 1}), leaves({"leaves": "resnet50"})
+  ('1 leaf', "ResNet-50's 161 leaves")
+  """
+  count = run["leaves"]
+  if count == "resnet50":
+    return "ResNet-50's 161 leaves"
+  return f"{count} leaf" if count == 1 else f"{count} leaves"
+
+
 def markdown(found: dict[str, Any]) -> str:
-  return tables.markdown(found["runs"])
+  """Writes a table for each gradient and number of hosts, with a column a rate."""
+  groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+  for run in sorted(found["runs"], key=lambda run: run["bits_per_second"] or math.inf):
+    key = (str(run["leaves"]), run["mib"], run["hosts"])
+    groups.setdefault(key, []).append(run)
+  paragraphs = ["# Exchanges over limited links", _ABOUT]
+  for _, group in sorted(groups.items()):
+    first = group[0]
+    title = f"## {first['hosts']} hosts, {first['mib']} MiB in {leaves(first)}"
+    paragraphs += [title, "\n".join(map(_carried, group)), _by_rates(group)]
+  return "\n\n".join(paragraphs) + "\n"
+
+
+def _by_rates(runs: list[dict[str, Any]]) -> str:
+  measured = [run for run in runs if run["steps"] or run["failed"]]
+  cells = pd.DataFrame({run["rate"]: dict(_cells(run)) for run in measured}).fillna("")
+  sent = pd.DataFrame(
+    {
+      run["rate"]: {name: x["bytes_sent"] / 1e6 for name, x in run["steps"].items()}
+      for run in measured
+    }
+  ).min(axis=1)
+  lines = []
+  # PyTorch's behind ours, and parts behind both.
+  order = lambda name: name.startswith("ddp ") + 2 * name.startswith("*part")
+  for name in sorted(cells.index, key=order):
+    megabytes = f"{sent[name]:.2f}" if name in sent else ""
+    lines.append([name, megabytes, *cells.loc[name]])
+  return tables.table(["", "MB", *cells.columns], lines)
+
+
+def _cells(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
+  for name, step in run["steps"].items():
+    milliseconds = 1e3 * step["median_seconds"]
+    digits = 0 if milliseconds >= 10 else 1
+    yield name, f"{milliseconds:,.{digits}f} ({results.speed_up(step):.1f})"
+  yield from run["failed"].items()
+  for name, part in run["parts"].items():
+    yield f"*part:* {name}", f"{1e3 * part['median_seconds']:.1f}"
+
+
+def _carried(run: dict[str, Any]) -> str:
+  """States what raw TCP reached on the links of a run."""
+  if not run["probe"]:
+    return f"* {run['rate']}: not probed."
+  least = 8e-6 * min(run["probe"])
+  end = "" if run["steps"] else " This machine does not reach the rate."
+  return f"* {run['rate']}: raw TCP carries {least:,.0f} Mbit/s or more.{end}"
 
 
 def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
-  """Times exchanges on one host.
-
-  The gradient is donated, and its mean comes back in its place, as in a train step.
-  """
+  """Times exchanges on one host, whose gradients are donated as in a train step."""
   rng = np.random.default_rng(options["rank"])
   given = [tuple(shape) for shape in options["shapes"]]
   grads = [process.spread(mesh, rng.standard_normal(x, np.float32)) for x in given]

@@ -11,15 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.links import methods
-from benchmarks.links.methods import Optimizer
 from benchmarks.links.process import Timed
+from gradcomp._src.codecs.sums.records import Payload
 from gradcomp._src.exchange.collectives import scatter
-from gradcomp.codecs import Codec, Context, Leaf, Payload
+from gradcomp.codecs import Codec, Context, Leaf
 
 BASELINE = "plain f32 mean"
 _GROUP = methods.GROUPED.group_size
@@ -46,10 +45,7 @@ def local_like(
 
 
 def payload_bytes(codec: Codec, like: list[jax.ShapeDtypeStruct], shares: int) -> int:
-  """Counts the bytes of all leaves, each encoded by itself.
-
-  The rows of a leaf are filled up to ``shares`` equal shares.
-  """
+  """Counts the bytes of leaves, whose rows are filled up to ``shares`` equal shares."""
   rows = sum(-(-leaf.size // codec.tile_size) for leaf in like)
   return 4 * codec.row_words * shares * -(-rows // shares)
 
@@ -57,19 +53,14 @@ def payload_bytes(codec: Codec, like: list[jax.ShapeDtypeStruct], shares: int) -
 def _arithmetic(
   case: methods.Case, exchange: str, like: list[jax.ShapeDtypeStruct], hosts: int
 ) -> float | None:
-  """Returns the bytes that a host should send; None where only the library knows.
-
-  Sums of codes travel in integers of a width that it chooses, and small leaves dense.
-  """
+  """Returns the bytes that a host should send; None where only the library knows."""
   alike = len({leaf.shape for leaf in like}) == 1
   if not isinstance(case.codec, Codec) or not alike:
     return None
   codec = case.codec.bind(Leaf(like[0].shape))
-  if codec.fits:
+  if codec.fits or not codec.tile_size:  # sparse payloads have no tiles
     return None
   if jax.eval_shape(codec.agree, like[0]) is not None:
-    return None
-  if not codec.tile_size:  # sparse payloads have no tiles
     return None
   payload = payload_bytes(codec, like, 1 if exchange == "all_gather" else hosts)
   return _SENT[exchange](hosts, payload, 4 * sum(leaf.size for leaf in like))
@@ -92,7 +83,7 @@ def steps(
     return Timed(step, lambda: (copy(grads), held[0]), sent, keep, True)
 
   floats = 4 * sum(leaf.size for leaf in like)
-  plain = lambda grads, state: (lax.pmean(grads, "data"), state)
+  plain = lambda grads, state: (jax.lax.pmean(grads, "data"), state)
   yield BASELINE, timed(plain, (), (), _SENT["psum"](hosts, floats, floats))
   for name in names:
     codec, exchange = name.rsplit(" ", 1)
@@ -109,7 +100,7 @@ def steps(
     # Of parameters that all hosts have alike, as users have them.
     zeros = lambda: tx.init([jnp.zeros(x.shape, x.dtype) for x in like])  # noqa: B023
     state = jax.jit(jax.shard_map(zeros, mesh=mesh, in_specs=(), out_specs=specs))()
-    updates = isinstance(case, Optimizer)
+    updates = isinstance(case, methods.Optimizer)
     sent = None if updates else _arithmetic(case, exchange, like, hosts)
     step = timed(tx.update, state, specs, sent)
     yield name, dataclasses.replace(step, updates=updates)
@@ -118,10 +109,7 @@ def steps(
 def parts(
   mesh: jax.sharding.Mesh, grads: list[jax.Array], codec: Codec
 ) -> Iterator[tuple[str, Timed]]:
-  """Compiles a two_shot exchange as several programs that hand their results on.
-
-  All leaves are of one size.
-  """
+  """Compiles a two_shot exchange of equal leaves as programs that hand results on."""
   hosts = mesh.size
   like = local_like(mesh, grads)
   key = jnp.array([1, 2], jnp.uint32)
@@ -142,7 +130,7 @@ def parts(
     return codec.encode_rows(total * jnp.float32(1 / hosts), Context(key))
 
   def all_gather(own: jax.Array) -> jax.Array:
-    return lax.all_gather(own, "data", tiled=True)
+    return jax.lax.all_gather(own, "data", tiled=True)
 
   def decode(matrix: jax.Array) -> list[jax.Array]:
     return [
@@ -154,16 +142,10 @@ def parts(
   sent = {all_to_all: share, all_gather: share}
   values: tuple[jax.Array, ...] = tuple(grads)
   for function in (encode, all_to_all, average_own, all_gather, decode):
-    program = _on_hosts(mesh, function, values)
+    mapped = jax.shard_map(
+      function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    program = jax.jit(mapped).lower(*values).compile()
     timed = Timed(program, lambda values=values: values, sent.get(function, 0.0))
     yield function.__name__, timed
     values = (program(*values),)
-
-
-def _on_hosts(
-  mesh: jax.sharding.Mesh, function: Callable[..., Any], values: tuple[jax.Array, ...]
-) -> Any:
-  program = jax.shard_map(
-    function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
-  )
-  return jax.jit(program).lower(*values).compile()

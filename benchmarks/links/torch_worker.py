@@ -91,10 +91,7 @@ def _powersgd(
 
 
 def measure(
-  names: list[str],
-  grads: list[torch.Tensor],
-  repeats: int,
-  interface: str,
+  names: list[str], grads: list[torch.Tensor], repeats: int, interface: str
 ) -> dict[str, dict[str, Any]]:
   """Times each program by itself, after calls that are not timed."""
   results: dict[str, dict[str, Any]] = {}

@@ -18,8 +18,7 @@ import itertools
 import sys
 from typing import Any
 
-from benchmarks.common import cli
-from benchmarks.common.tables import table
+from benchmarks.common import cli, tables
 from benchmarks.models import papers
 
 COLUMNS = ("what", "inputs", "ours", "paper", "difference", "verdict", "why")
@@ -28,8 +27,6 @@ COLUMNS = ("what", "inputs", "ours", "paper", "difference", "verdict", "why")
 def entry(row: papers.Number) -> dict[str, Any]:
   """Returns a number as it is written to the JSON file."""
   kept = {key: value for key, value in row._asdict().items() if value is not None}
-  if row.verdict != "agrees":
-    kept.pop("tolerance")
   if row.difference is not None:
     kept["difference"] = row.difference
   return kept
@@ -41,7 +38,6 @@ def digits(number: float) -> str:
 
 
 def numbers(rows: list[papers.Number]) -> str:
-  """Returns a Markdown table of numbers."""
   lines = []
   for row in rows:
     printed, difference = "", ""
@@ -53,11 +49,10 @@ def numbers(rows: list[papers.Number]) -> str:
     lines.append(
       (row.what, row.inputs, digits(row.ours), printed, difference, verdict, row.why)
     )
-  return f"{table(COLUMNS, lines)}\n"
+  return f"{tables.table(COLUMNS, lines)}\n"
 
 
 def page(rows: list[papers.Number]) -> str:
-  """Returns the Markdown page."""
   parts = [
     "# What the papers predict, recomputed\n\n"
     "Made by `python -m benchmarks.models.compare`; "

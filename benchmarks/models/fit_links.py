@@ -23,8 +23,8 @@ import gradcomp
 from benchmarks.common import cli, tables
 from benchmarks.common import shapes as common_shapes
 from benchmarks.links.methods import CASES
+from gradcomp._src.report.explain import Explanation
 from gradcomp.cost import Cluster, CodecSpeed, Link, exchange_seconds
-from gradcomp.exchange import Hierarchical
 
 LINKS = cli.RESULTS / "links" / "link_speed.json"
 SPEEDS = (cli.RESULTS / "codecs" / "codec_speed_jax0.10.2_malloc.json",)
@@ -148,30 +148,16 @@ def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
 @functools.cache
 def _explained(
   codec: str, way: Any, hosts: int, leaves: int | str, mib: int
-) -> gradcomp.wire.Explanation:
+) -> Explanation:
   """Returns what a step of a run sends, which no rate changes."""
-  case = CASES[codec]
-  tx = gradcomp.compress(
-    case.codec,
-    axis_name="data",
-    exchange=Hierarchical(group_size=2) if way == "hierarchical" else way,
-    feedback=case.feedback,
-    message_bytes=case.message_bytes,
-  )
-  return gradcomp.explain(tx, _gradient(leaves, mib), workers=hosts)
-
-
-def _gradient(leaves: int | str, mib: int) -> list[jax.ShapeDtypeStruct]:
-  if leaves == "resnet50":
-    shapes = common_shapes.resnet50_shapes()
-  else:
-    count = int(leaves)
-    shapes = [(mib * 2**20 // 4 // count,)] * count
-  return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+  shapes = common_shapes.resnet50_shapes()
+  if leaves != "resnet50":
+    shapes = [(mib * 2**20 // 4 // int(leaves),)] * int(leaves)
+  like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+  return gradcomp.explain(CASES[codec].transformation(way), like, workers=hosts)
 
 
 def show(rows: Sequence[Row]) -> None:
-  """Prints all rows, and the median and the largest error."""
   tables.show({i: x._asdict() | {"error": x.error} for i, x in enumerate(rows)})
   errors = sorted(abs(row.error) for row in rows)
   far = sum(error > 0.2 for error in errors)

@@ -3,21 +3,23 @@
   python -m benchmarks.models.package_accuracy
     [--output gradcomp/_src/cost/planner/accuracy.json]
 
-Of each candidate it has the points of accuracy by which it ended above float32, in the
-worst of its trainings: the mean over seeds of the differences, seed by seed. Those of
-study/command.py and of its queue count, and three tables of digits. A candidate of
-which no training saw all of its data once has none, and so has one that nobody trained.
+Of each candidate it has the points of accuracy by which it ended above float32 in each
+setting: the mean over seeds of the differences, seed by seed, and half of its interval
+of 95 %. Those of study/command.py and of its queue count, and three tables of digits. A
+candidate of which no training saw all of its data once has none, and so has one that
+nobody trained.
 """
 
 import csv
 import json
-import statistics
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.common import cli
 from benchmarks.study import records
-from benchmarks.study.analysis import Study, grouped
+from benchmarks.study.analysis import Spread, Study, grouped, spread
+from gradcomp._src.cost.planner.candidates import Record
 
 _TABLES = ("codec_study", "aps_study")
 _DIGITS = "digits_lenet_3_seeds.csv"
@@ -42,57 +44,66 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 class Training(NamedTuple):
-  """A codec's trainings with several seeds.
-
-  Attributes:
-    codec: by its name in the record.
-    points: of accuracy above float32, the mean over seeds.
-    ended: whether it saw all of its data.
-  """
+  """The record of a codec, by its name there."""
 
   codec: str
-  points: float
-  ended: bool
+  record: Record
+  ended: bool  # whether it saw all of its data
+
+
+def training(
+  codec: str, task: str, optimizer: str, workers: int, found: Spread, ended: bool = True
+) -> Training:
+  numbers = found.count, round(found.mean, 2), round(found.half, 2)
+  return Training(codec, Record(task, optimizer, workers, *numbers), ended)
 
 
 def of_study(study: Study) -> Iterator[Training]:
   """Yields the trainings of study/command.py and of its queue."""
   for group in study.groups:
     x = group.setting
+    where = f"{x.network} on {x.dataset}", x.optimizer, x.workers
     ended = x.steps * x.batch >= _EPOCH * x.epoch
     for codec in group.runs:
       if codec != "f32" and (found := group.difference(codec)):
-        yield Training(codec, found.mean, ended)
+        yield training(codec, *where, found, ended)
 
 
 def of_digits() -> Iterator[Training]:
   """Yields the trainings on digits, whose few images are all seen many times."""
+  of = "lenet on digits"
   for name in _TABLES:
     for table in json.loads((cli.RESULTS / "training" / f"{name}.json").read_text()):
-      rows = table["rows"]
-      (full,) = (row["accuracy_percent"] for row in rows if row["codec"] == "f32")
-      for row in rows:
-        pairs = zip(row["accuracy_percent"], full, strict=True)
-        points = statistics.fmean(a - b for a, b in pairs)
-        yield Training(row["codec"], points, ended=True)
-  ends: dict[str, dict[str, float]] = {}
+      title = table["title"]
+      optimizer = next((x.lower() for x in ("Adam", "LARS") if x in title), "sgd")
+      (workers,) = re.findall(r"(\d+) workers", title)
+      ends = {row["codec"]: row["accuracy_percent"] for row in table["rows"]}
+      for codec, ours in ends.items():
+        found = spread([a - b for a, b in zip(ours, ends["f32"], strict=True)])
+        if found.count > 1:
+          yield training(codec, of, optimizer, int(workers), found)
+  seeds: dict[str, dict[str, float]] = {}
   with (cli.RESULTS / "training" / _DIGITS).open() as file:
     for row in csv.DictReader(file):  # the last of each training counts
-      ends.setdefault(row["codec"], {})[row["seed"]] = float(row["test_accuracy"])
-  for codec, found in ends.items():
-    points = statistics.fmean(100 * (x - ends["f32"][i]) for i, x in found.items())
-    yield Training(codec, points, ended=True)
+      seeds.setdefault(row["codec"], {})[row["seed"]] = float(row["test_accuracy"])
+  for codec, each in seeds.items():
+    found = spread([100 * (x - seeds["f32"][i]) for i, x in each.items()])
+    yield training(codec, of, "sgd", 8, found)
 
 
-def accuracies(study: Study) -> dict[str, float | None]:
-  """Returns the points of each candidate; None where no training went to its end."""
-  trainings = [*of_study(study), *of_digits()]
-  points: dict[str, float | None] = {}
-  for name, codecs in NAMES.items():
-    found = [x for x in trainings if x.codec in codecs]
-    ended = any(x.ended for x in found)
-    points[name] = round(min(x.points for x in found), 2) if ended else None
-  return points
+def accuracies(study: Study) -> dict[str, list[Record]]:
+  """Returns the records of each candidate; none if no training went to its end."""
+  every = [*of_study(study), *of_digits()]
+  own = {name: [x for x in every if x.codec in NAMES[name]] for name in NAMES}
+  some = lambda found: found if any(x.ended for x in found) else ()
+  return {name: [x.record for x in some(found)] for name, found in own.items()}
+
+
+def written(found: Mapping[str, Sequence[Record]]) -> str:
+  """Returns the JSON of the package, a line a record."""
+  rows = lambda own: ",\n  ".join(map(json.dumps, own))
+  each = [f'"{name}": [\n  {rows(own)}\n ]' for name, own in found.items()]
+  return "{\n " + ",\n ".join(each) + "\n}\n"
 
 
 def main() -> None:
@@ -101,9 +112,10 @@ def main() -> None:
   )
   options = parser.parse_args()
   folders = (cli.RESULTS / "study" / x for x in ("papers", "evidence"))
-  found = accuracies(grouped(records.read(*folders)))
-  print(json.dumps(found, indent=1))
-  cli.write_json(options.output, found)
+  text = written(accuracies(grouped(records.read(*folders))))
+  print(text, end="")
+  if options.output:
+    options.output.write_text(text)
 
 
 if __name__ == "__main__":

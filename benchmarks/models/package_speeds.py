@@ -28,10 +28,9 @@ from benchmarks.common import cli, quiet, timing
 from benchmarks.compilers import record as compiled
 from benchmarks.compilers.codecs import CODECS, OPERATIONS
 from benchmarks.models.fit_links import codec_speed
-from gradcomp import codecs
+from gradcomp import codecs, cost
 from gradcomp._src.cost.measure import measured_speed, updates
-from gradcomp.codecs import QSGD, TopK
-from gradcomp.cost import CANDIDATES, CodecSpeed
+from gradcomp._src.cost.planner.candidates import CANDIDATES
 
 PACKAGED = cli.ROOT / "gradcomp" / "_src" / "cost" / "planner" / "speeds.json"
 FILE = "codec_speed_jax0.10.2_malloc.json"
@@ -53,17 +52,17 @@ NAMES = {
   "APS (4, 3)": "aps-4-3",
 }
 IN_BUCKETS = {
-  "QSGD-2": QSGD(bits=2, bucket_size=128),
-  "QSGD-2 fitted": QSGD(bits=2, bucket_size=128, levels="nonuniform"),
+  "QSGD-2": codecs.QSGD(bits=2, bucket_size=128),
+  "QSGD-2 fitted": codecs.QSGD(bits=2, bucket_size=128, levels="nonuniform"),
 }
 SPARSE = {
-  "top 1 %": TopK(density=0.01),
-  "top 0.1 %": TopK(density=0.001),
-  "top 0.1 % ASQ": TopK(density=0.001, quantize="asq"),
+  "top 1 %": codecs.TopK(density=0.01),
+  "top 0.1 %": codecs.TopK(density=0.001),
+  "top 0.1 % ASQ": codecs.TopK(density=0.001, quantize="asq"),
 }
 
 
-def read() -> Iterator[tuple[str, CodecSpeed]]:
+def read() -> Iterator[tuple[str, cost.CodecSpeed]]:
   """Yields the speeds of the candidates in the file."""
   rows = json.loads((cli.RESULTS / "codecs" / FILE).read_text())
   for name, title in NAMES.items():
@@ -72,7 +71,7 @@ def read() -> Iterator[tuple[str, CodecSpeed]]:
     yield name, codec_speed(row["seconds"], scale)
 
 
-def in_copies(codec: QSGD, size: int, repeats: int) -> CodecSpeed:
+def in_copies(codec: codecs.QSGD, size: int, repeats: int) -> cost.CodecSpeed:
   """Measures a codec on a matrix of normal numbers, between copies of as many."""
   copies = []
   speeds = []
@@ -82,12 +81,12 @@ def in_copies(codec: QSGD, size: int, repeats: int) -> CodecSpeed:
   scale = _COPY / statistics.median(copies)
   medians = {
     field.name: scale * statistics.median(getattr(x, field.name) for x in speeds)
-    for field in dataclasses.fields(CodecSpeed)
+    for field in dataclasses.fields(cost.CodecSpeed)
   }
-  return CodecSpeed(**medians)
+  return cost.CodecSpeed(**medians)
 
 
-def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
+def measured(codec: codecs.TopK, size: int, repeats: int) -> cost.CodecSpeed:
   """Measures a sparse codec on a vector of normal numbers."""
   x = jax.random.normal(jax.random.key(0), (size,))
   bound: Any = codec.bind(codecs.Leaf(x.shape))
@@ -109,7 +108,7 @@ def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
   times = {name: _COPY / seconds["copy"] * value for name, value in seconds.items()}
   add = max(0.0, times["many"] - times["few"]) / (_MANY - _FEW)
   written = max(0.0, times["few"] - _FEW * add)
-  return CodecSpeed(
+  return cost.CodecSpeed(
     encode=times["encode"] + written,
     decode=written,
     add=add,
@@ -117,7 +116,7 @@ def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
   )
 
 
-def estimated() -> Iterator[tuple[str, CodecSpeed]]:
+def estimated() -> Iterator[tuple[str, cost.CodecSpeed]]:
   """Yields the speeds of the candidates for which v5e's compiler has made programs."""
   rows = compiled.read(compiled.FOLDER / "codecs.jsonl")
   titles = {codec: title for title, codec in CODECS.items()}
@@ -127,7 +126,7 @@ def estimated() -> Iterator[tuple[str, CodecSpeed]]:
     if len(found) == len(OPERATIONS):
       encode, keep, decode, add = map(seconds, found)
       more = max(0.0, keep - encode)
-      speed = CodecSpeed(encode=encode, decode=decode, add=add, keep=more)
+      speed = cost.CodecSpeed(encode=encode, decode=decode, add=add, keep=more)
       yield candidate.name, speed
 
 
@@ -138,7 +137,7 @@ def seconds(row: Mapping[str, Any]) -> float:
   return cycles / CLOCK / (row["leaf_bytes"] / 4)
 
 
-def rounded(speed: CodecSpeed) -> Mapping[str, float]:
+def rounded(speed: cost.CodecSpeed) -> Mapping[str, float]:
   return {key: float(f"{x:.3g}") for key, x in dataclasses.asdict(speed).items()}
 
 
@@ -151,26 +150,17 @@ def main() -> None:
   if options.gpu:
     if jax.default_backend() != "gpu":
       cli.skip("there is no GPU here")
-    found[_name(jax.devices()[0].device_kind)] = dict(on_gpu(options.quick))
+    name = jax.devices()[0].device_kind.removeprefix("NVIDIA ").split()[0]  # "H100"
+    size = 1 << (20 if options.quick else 28)  # at which launches cost little
+    found[name] = {
+      x.name: rounded(measured_speed(x.codec, size, 11)) for x in CANDIDATES
+    }
   else:
     if not options.estimates:
       found["cpu"] = timed(options.quick)
     found["TPU v5e"] = {name: rounded(speed) for name, speed in estimated()}
   print(json.dumps(found, indent=1))
   cli.write_json(options.output, found)
-
-
-def on_gpu(quick: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
-  """Yields the speeds on the GPU here, whose launches cost little at this size."""
-  for candidate in CANDIDATES:
-    speed = measured_speed(candidate.codec, 1 << (20 if quick else 28), 11)
-    yield candidate.name, rounded(speed)
-    print(candidate.name, speed, flush=True)
-
-
-def _name(device_kind: str) -> str:
-  """Returns ``"H100"`` for what JAX calls ``"NVIDIA H100 80GB HBM3"``."""
-  return device_kind.removeprefix("NVIDIA ").split()[0]
 
 
 def timed(quick: bool) -> dict[str, Mapping[str, float]]:

@@ -26,19 +26,11 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
-from benchmarks.common import cli
-from benchmarks.common.tables import table
+from benchmarks.common import cli, tables
 from benchmarks.compilers import overlap, record
 from benchmarks.models.package_speeds import CLOCK
-from gradcomp.cost import (
-  Breakdown,
-  Cluster,
-  CodecSpeed,
-  Link,
-  collective_seconds,
-  message_seconds,
-  step_seconds,
-)
+from gradcomp import cost
+from gradcomp._src.cost.exchange import Breakdown
 
 LAYERS, MATRICES, TOKENS = 24, 12, (2048, 8192)
 SIZE = MATRICES * overlap.WIDTH**2  # parameters of a layer
@@ -57,28 +49,21 @@ Layers = Iterator[tuple[str, tuple["Layer", "Layer"]]]  # behind the loop, and i
 
 
 class Layer(NamedTuple):
-  """Costs of a layer in seconds.
+  """Costs of a layer in seconds."""
 
-  Attributes:
-    products: for one token, forward and backward.
-    codec: to encode, add and decode its gradient, and to move it for that.
-    near: of collectives inside of a slice, for which the products wait.
-    far: of its message on the slow link.
-  """
-
-  products: float
-  codec: float
-  near: float
-  far: float
+  products: float  # for one token, forward and backward
+  codec: float  # to encode, add and decode its gradient, and to move it for that
+  near: float  # of collectives inside of a slice, for which the products wait
+  far: float  # of its message on the slow link
 
   def seconds(self, tokens: int, inside: bool) -> float:
     """Predicts a step of all layers."""
     computed = LAYERS * tokens * self.products
     wire = (("message", 0.0, self.far),)
-    cost = Breakdown(encode=self.codec + self.near, wire=wire)
-    messages = [((i + 1) / LAYERS, cost) for i in range(LAYERS)]
+    spent = Breakdown(encode=self.codec + self.near, wire=wire)
+    messages = [((i + 1) / LAYERS, spent) for i in range(LAYERS)]
     backward = (1 - FORWARD) * computed
-    return step_seconds(FORWARD * computed, backward, messages, overlap=inside)
+    return cost.step_seconds(FORWARD * computed, backward, messages, overlap=inside)
 
 
 def slices() -> Layers:
@@ -134,18 +119,21 @@ def _sent(row: Mapping[str, Any], layers: int) -> tuple[float, float]:
 def gpus() -> Layers:
   """Yields the layers of each exchange between eight hosts with an H100 each."""
   products = 2 * SIZE / FORWARD / (PEAK * REACHED)
-  link = Link(latency=0.0, bytes_per_second=ETHERNET)
+  link = cost.Link(latency=0.0, bytes_per_second=ETHERNET)
   for name, nbytes in (("plain mean, float32", 4), ("plain mean, bfloat16", 2)):
     layer = Layer(
-      products, 0.0, 0.0, collective_seconds("all_reduce", nbytes * SIZE, WORKERS, link)
+      products,
+      0.0,
+      0.0,
+      cost.collective_seconds("all_reduce", nbytes * SIZE, WORKERS, link),
     )
     yield name, (layer, layer)
-  cost = four_bits(Cluster(workers=WORKERS, link=link))
-  layer = Layer(products, cost.codec_seconds, 0.0, cost.wire_seconds)
+  spent = four_bits(cost.Cluster(workers=WORKERS, link=link))
+  layer = Layer(products, spent.codec_seconds, 0.0, spent.wire_seconds)
   yield "QSGD, 4 bits", (layer, layer)
 
 
-def four_bits(cluster: Cluster) -> Breakdown:
+def four_bits(cluster: cost.Cluster) -> Breakdown:
   """Predicts the exchange of a layer between H100s."""
   tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot", message_bytes=None)
   layer = jax.ShapeDtypeStruct((SIZE,), jnp.bfloat16)
@@ -153,9 +141,9 @@ def four_bits(cluster: Cluster) -> Breakdown:
   moved = encoder()
   payload = moved - 4  # beside the float32 that is read
   seconds = moved / HBM3
-  speed = CodecSpeed(encode=seconds, decode=seconds, add=payload / HBM3)
-  (cost,) = message_seconds(explained, cluster, speed)
-  return cost
+  speed = cost.CodecSpeed(encode=seconds, decode=seconds, add=payload / HBM3)
+  (spent,) = cost.message_seconds(explained, cluster, speed)
+  return spent
 
 
 def encoder() -> float:
@@ -169,7 +157,6 @@ def encoder() -> float:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-  """Yields the predictions, in milliseconds."""
   machines = {"2 slices of 4 v5e": slices, "8 hosts with an H100": gpus}
   for machine, layers in machines.items():
     for tokens in TOKENS:
@@ -190,7 +177,6 @@ def _milliseconds(seconds: float) -> float:
 
 
 def page(found: Iterable[Mapping[str, Any]]) -> str:
-  """Writes the table."""
   lines = []
   for x in found:
     numbers = [*x["parts"], x["behind"], x["inside"]]
@@ -205,7 +191,7 @@ def page(found: Iterable[Mapping[str, Any]]) -> str:
     "assumed. Milliseconds of a step of a device. *Tokens* are those of a device. "
     "*Products*, *codec*, *in the slice* and *network*: each alone, of all layers, as "
     "inside. *Of it waits*: what of the network nothing hides there.",
-    table(header.split(","), lines),
+    tables.table(header.split(","), lines),
   ]
   return "\n\n".join(paragraphs) + "\n"
 

@@ -15,9 +15,8 @@ import pandas as pd
 from scipy import stats
 
 from benchmarks.models.papers import grubic
-from benchmarks.study import methods, tasks
+from benchmarks.study import methods, settings, tasks
 from benchmarks.study.records import Record
-from benchmarks.study.settings import Setting
 
 LATE = 0.2  # points of accuracy that a codec may lack to have reached float32's
 # Those of Grubic's line, by bits.
@@ -45,9 +44,8 @@ class Spread(NamedTuple):
 def spread(values: Sequence[float]) -> Spread:
   """Returns the mean of some values and half of its interval.
 
-  Example:
-    >>> print(spread([1.0, 2.0, 3.0]))
-    +2.00 ± 2.48
+  >>> print(spread([1.0, 2.0, 3.0]))
+  +2.00 ± 2.48
   """
   count = len(values)
   half = math.nan
@@ -58,15 +56,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class Group(NamedTuple):
-  """Trainings with the same settings: the records of each codec by its seeds.
+  """Trainings with the same settings: the records of each codec by its seeds."""
 
-  Attributes:
-    setting: that all share, without a codec, an exchange and a seed.
-    runs: by codecs and seeds.
-  """
-
-  setting: Setting
-  runs: dict[str, dict[int, Record]]
+  setting: settings.Setting  # that all share, without a codec, an exchange and a seed
+  runs: dict[str, dict[int, Record]]  # by codecs and seeds
 
   @property
   def name(self) -> str:
@@ -120,10 +113,7 @@ class Group(NamedTuple):
     return (first + (steps - first) * record.results["ratio"]) / steps
 
   def difference(self, codec: str, against: str = "f32") -> Spread | None:
-    """Returns the points of accuracy by which a codec is better at the end.
-
-    None where fewer than two seeds have both.
-    """
+    """Returns by how many points a codec is better at the end; None below two seeds."""
     return _paired(self.differences(codec, against))
 
   def differences(self, codec: str, against: str = "f32") -> pd.Series:
@@ -131,27 +121,18 @@ class Group(NamedTuple):
     return _less(self.ends(codec), self.ends(against))
 
   def perplexity(self, codec: str, against: str = "f32") -> Spread | None:
-    """Returns the percents by which a codec's perplexity is above another's at the end.
-
-    None where fewer than two seeds have both. A perplexity beyond 1e300 is that.
-    """
+    """Returns the percents of perplexity above another's at the end, at most 1e300."""
     more = _less(self.ends(codec, "test_loss"), self.ends(against, "test_loss"))
     return _paired(100 * (np.exp(more.clip(upper=690.0)) - 1))
 
   def training_loss(self, codec: str, against: str = "f32") -> Spread | None:
-    """Returns by how much a codec's training loss is above another's at the end.
-
-    None as in ``difference``.
-    """
+    """Returns by how much a codec's training loss is above another's at the end."""
     return _paired(
       _less(self.ends(codec, "train_loss"), self.ends(against, "train_loss"))
     )
 
   def early(self, codec: str, against: str = "f32") -> Spread | None:
-    """Returns the points above another codec in the first half of a training.
-
-    None as in ``difference``, and where curves have one point.
-    """
+    """Returns the points above another codec in the first half of a training."""
     return _paired(_less(self._first_half(codec), self._first_half(against)))
 
   def caught_up(self, codec: str) -> Spread | None:
@@ -175,10 +156,7 @@ class Group(NamedTuple):
     return pd.Series(found, dtype=float)
 
   def steps_to(self, codec: str) -> float | None:
-    """Returns the steps until the mean accuracy is float32's at the end, less 0.2.
-
-    None where it is never so.
-    """
+    """Returns the steps until the mean accuracy is float32's last less 0.2, or None."""
     ends, curves = self.ends("f32"), self.curves(codec)
     if ends.empty or not curves:
       return None
@@ -202,7 +180,7 @@ def _paired(differences: pd.Series) -> Spread | None:
 class Cell(NamedTuple):
   """Times with the same settings: the results of each codec."""
 
-  setting: Setting
+  setting: settings.Setting
   times: dict[str, Times]
 
   @property
@@ -215,7 +193,6 @@ class Cell(NamedTuple):
     return f"{x.network} on {x.dataset}, N = {x.workers}, batch {x.batch}, {self.link}"
 
   def speed(self, codec: str) -> float:
-    """Returns samples a second."""
     return self.setting.batch / self.times[codec]["step"]
 
   def gain(self, codec: str) -> float:
@@ -270,8 +247,8 @@ class Study(NamedTuple):
 
 def grouped(records: Iterable[Record]) -> Study:
   """Groups the records of a folder, with codecs in the order of ``METHODS``."""
-  groups: dict[Setting, Group] = {}
-  cells: dict[Setting, Cell] = {}
+  groups: dict[settings.Setting, Group] = {}
+  cells: dict[settings.Setting, Cell] = {}
   failed = []
   for record in sorted(records, key=lambda x: methods.place(x.setting.codec)):
     setting = record.setting
@@ -295,8 +272,7 @@ def grouped(records: Iterable[Record]) -> Study:
 def dollars(seconds: float, workers: int, price: float) -> float:
   """Returns what so many seconds of all workers cost.
 
-  Example:
-    >>> dollars(3600, 4, 0.9)
-    3.6
+  >>> dollars(3600, 4, 0.9)
+  3.6
   """
   return seconds / 3600 * workers * price

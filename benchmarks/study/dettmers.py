@@ -27,25 +27,16 @@ import numpy as np
 import optax
 
 from benchmarks.common.trainer import Trainer, point
-from benchmarks.study.model_parallel import convolutions, hybrid, layer_errors
-from benchmarks.study.model_parallel.ways import (
-  ARMS,
-  WORKERS,
-  Arm,
-  Images,
-  Way,
-  cut_layers,
-  dense_layers,
-  joined,
-  rmsprop,
-  with_offset,
-)
+from benchmarks.study.model_parallel import convolutions, hybrid, layer_errors, ways
 from benchmarks.study.settings import Setting
 from examples.lib.data import images as data
-from examples.lib.optimizers import make_schedule
+from examples.lib.methods import make_schedule
 
 HIDDEN = 1024  # units of both hidden layers of the dense nets
-UNITS: dict[str, cut_layers.Unit] = {"dense-relu": "relu", "dense-logistic": "logistic"}
+UNITS: dict[str, ways.cut_layers.Unit] = {
+  "dense-relu": "relu",
+  "dense-logistic": "logistic",
+}
 # The filters of convolutions, and the units of dense layers behind them.
 _FILTERS, _BEHIND = 16, 128
 _LIKE_ALEXNET = functools.partial(convolutions.three_dense, _FILTERS, _BEHIND)
@@ -55,12 +46,13 @@ NETS: dict[str, Callable[[int], convolutions.Net]] = {
   "three-dense": _LIKE_ALEXNET,
   "three-dense-updates": functools.partial(_LIKE_ALEXNET, updates=4),
 }
-_PARTS = 4 * WORKERS  # of a batch that has four sub-batches
+_PARTS = 4 * ways.WORKERS  # of a batch that has four sub-batches
 # With -paper those types that the paper scales by a power of ten: gradients by 10, and
 # activations and errors by 100, the least that it finds "desirable" for these.
 CODECS = {
   way: {
-    name.replace("_", "-"): codec for name, codec in (ARMS | with_offset(k)).items()
+    name.replace("_", "-"): codec
+    for name, codec in (ways.ARMS | ways.with_offset(k)).items()
   }
   for way, k in {"data": 1, "model": 2}.items()
 }
@@ -85,9 +77,6 @@ def trainer(images: data.ImageSet, setting: Setting) -> Trainer:
   which all workers have. Nets with convolutions send the gradients of these as w, and
   in each sub-batch their features ``[B / (4 N), n]``, the columns behind them, and the
   errors of both.
-
-  Raises:
-    ValueError: the setting or the images are not as above.
   """
   _check(images, setting)
   given, tested = (_on_device(x) for x in images[:2])
@@ -98,11 +87,13 @@ def trainer(images: data.ImageSet, setting: Setting) -> Trainer:
   count = len(tested.labels)
 
   @functools.partial(jax.jit, donate_argnums=0)
-  def update(state: Any, images: Images, indices: jax.Array, key: jax.Array) -> Any:
+  def update(
+    state: Any, images: ways.Images, indices: jax.Array, key: jax.Array
+  ) -> Any:
     return way.step(state, _scaled(jax.tree.map(lambda x: x[indices], images)), key)
 
   @jax.jit
-  def score(state: Any, images: Images, key: jax.Array) -> jax.Array:
+  def score(state: Any, images: ways.Images, key: jax.Array) -> jax.Array:
     x, labels = _scaled(images)
     logits = way.predict(state, x, key)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -129,7 +120,7 @@ def trainer(images: data.ImageSet, setting: Setting) -> Trainer:
     return reached, state
 
   def sent() -> dict[str, Any]:
-    shapes = Images(
+    shapes = ways.Images(
       jax.ShapeDtypeStruct((setting.batch, side**2), jnp.float32),
       jax.ShapeDtypeStruct((setting.batch,), jnp.int32),
     )
@@ -149,25 +140,25 @@ def trainer(images: data.ImageSet, setting: Setting) -> Trainer:
   )
 
 
-def _way(setting: Setting, codec: str, side: int, classes: int) -> Way:
+def _way(setting: Setting, codec: str, side: int, classes: int) -> ways.Way:
   way = cast(Literal["data", "model"], setting.way)
-  arm = Arm(way, CODECS[way][codec])
-  rule = functools.partial(rmsprop, make_schedule(setting))
+  arm = ways.Arm(way, CODECS[way][codec])
+  rule = functools.partial(ways.rmsprop, make_schedule(setting))
   if setting.network in UNITS:
     sizes = side**2, HIDDEN, HIDDEN, classes
-    return dense_layers(arm, UNITS[setting.network], sizes, rule())
+    return ways.dense_layers(arm, UNITS[setting.network], sizes, rule())
   return hybrid.by_both(arm, NETS[setting.network](side), classes, rule)
 
 
 def errors_of_layers(
-  images: data.ImageSet, setting: Setting, cut: cut_layers.Layers, seed: int
+  images: data.ImageSet, setting: Setting, cut: ways.cut_layers.Layers, seed: int
 ) -> dict[str, dict[str, list[float]]]:
   """Measures how types round a dense net's arrays of a batch (table 2's bottom)."""
   unit = UNITS[setting.network]
-  net = functools.partial(cut_layers.apply, classes=images.classes, unit=unit)
+  net = functools.partial(ways.cut_layers.apply, classes=images.classes, unit=unit)
   first = data.Split(*(x[: setting.batch] for x in images.train))
   key = jax.random.key(seed)
-  return layer_errors.errors_of(net, joined(cut), _scaled(_on_device(first)), key)
+  return layer_errors.errors_of(net, ways.joined(cut), _scaled(_on_device(first)), key)
 
 
 def _check(images: data.ImageSet, setting: Setting) -> None:
@@ -177,29 +168,25 @@ def _check(images: data.ImageSet, setting: Setting) -> None:
       "`images` must be square and gray, [count, side, side, 1], got "
       f"{images.train.images.shape}."
     )
-  if setting.workers != WORKERS:
-    raise ValueError(f"`workers` must be {WORKERS}, got {setting.workers}.")
+  if setting.workers != ways.WORKERS:
+    raise ValueError(f"`workers` must be {ways.WORKERS}, got {setting.workers}.")
   if setting.batch % _PARTS:
     raise ValueError(f"`batch` must be a multiple of {_PARTS}, got {setting.batch}.")
   networks = {"data": [*UNITS], "model": [*UNITS, *NETS]}
   if setting.way not in networks:
     raise ValueError(f"`way` must be one of {[*networks]}, got {setting.way!r}.")
-  if setting.network not in networks[setting.way]:
-    raise ValueError(
-      f"`network` must be one of {networks[setting.way]} in the way {setting.way!r}, "
-      f"got {setting.network!r}."
-    )
-  codecs = [*CODECS[setting.way]]
-  if setting.codec not in codecs:
-    raise ValueError(f"`codec` must be one of {codecs}, got {setting.codec!r}.")
+  known = {"network": networks[setting.way], "codec": [*CODECS[setting.way]]}
+  for name, choices in known.items():
+    if (value := getattr(setting, name)) not in choices:
+      where = f"in the way {setting.way!r}"
+      raise ValueError(f"`{name}` must be one of {choices} {where}, got {value!r}.")
 
 
-def _on_device(split: data.Split) -> Images:
+def _on_device(split: data.Split) -> ways.Images:
   """Puts images on the device as bytes, ``uint8[count, pixels]``."""
   pixels = split.images.reshape(len(split.images), -1)
-  return Images(jnp.asarray(pixels), jnp.asarray(split.labels))
+  return ways.Images(jnp.asarray(pixels), jnp.asarray(split.labels))
 
 
-def _scaled(images: Images) -> Images:
-  """Returns images with pixels from 0 to 1."""
+def _scaled(images: ways.Images) -> ways.Images:
   return images._replace(x=images.x.astype(jnp.float32) / 255)

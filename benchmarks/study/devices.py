@@ -20,24 +20,20 @@ import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.common.trainer import Trainer, point
 from benchmarks.links import hosts, process
-from benchmarks.study import methods
-from benchmarks.study.emulated import sent_bytes
+from benchmarks.study import emulated, methods, tasks
 from benchmarks.study.settings import Setting
-from benchmarks.study.tasks import Source
-from examples.lib.averaging import averaged
-from examples.lib.plateau import observe
+from examples.lib.methods import averaged, observe
 from examples.lib.training import AXIS, Batch, Task, compile_step, init_state
 
 PARTS = ("compute", "codec", "communication")
 _WARM = 2  # steps of each program that do not count
 
 
-def batches(source: Source, setting: Setting, seed: int) -> Iterator[Batch]:
+def batches(source: tasks.Source, setting: Setting, seed: int) -> Iterator[Batch]:
   """Yields this process's part of each batch."""
   return source.batches(
     setting.batch, seed=seed, part=jax.process_index(), parts=jax.process_count()
@@ -64,8 +60,8 @@ def apart(task: Task, tx: optax.GradientTransformation, batch: Batch) -> Any:
   step = jax.shard_map(
     local,
     mesh=task.mesh,
-    in_specs=(P(), specs, P(AXIS), P()),
-    out_specs=(P(), specs, P()),
+    in_specs=(jax.P(), specs, jax.P(AXIS), jax.P()),
+    out_specs=(jax.P(), specs, jax.P()),
     check_vma=False,
   )
   program = jax.jit(step, donate_argnums=(0, 1))
@@ -75,12 +71,9 @@ def apart(task: Task, tx: optax.GradientTransformation, batch: Batch) -> Any:
 
 
 def timed(
-  task: Task, source: Source, setting: Setting, interface: str = ""
+  task: Task, source: tasks.Source, setting: Setting, interface: str = ""
 ) -> dict[str, Any]:
-  """Times ``setting.steps`` steps and their parts, in seconds of the slowest process.
-
-  An interface's counter gives the bytes of a worker; "" reads none.
-  """
+  """Times steps and their parts, of the slowest process, and counts an interface."""
   drawn = batches(source, setting, 0)
   first = next(drawn)
   whole = chain(setting, steady=True)
@@ -126,10 +119,9 @@ def timed(
 def split(seconds: dict[str, list[float]]) -> dict[str, Any]:
   """Splits a step into the medians of its parts, with the quartiles of the step.
 
-  Example:
-    >>> found = split({"step": [9.0], "codec": [5.0], "compute": [4.0]})
-    >>> found["compute"], found["codec"], found["communication"]
-    (4.0, 1.0, 4.0)
+  >>> found = split({"step": [9.0], "codec": [5.0], "compute": [4.0]})
+  >>> found["compute"], found["codec"], found["communication"]
+  (4.0, 1.0, 4.0)
   """
   step, codec, compute = (
     statistics.median(seconds[name]) for name in ("step", "codec", "compute")
@@ -144,8 +136,7 @@ def split(seconds: dict[str, list[float]]) -> dict[str, Any]:
   }
 
 
-def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
-  """Makes what trains a method on a task."""
+def trainer(task: Task, source: tasks.Source, setting: Setting) -> Trainer:
   program, _ = compile_step(task, chain(setting), next(batches(source, setting, 0)))
 
   def start(seed: int) -> Any:
@@ -164,7 +155,7 @@ def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
 
   def sent() -> dict[str, Any]:
     params = jax.eval_shape(lambda: task.init_params(0))
-    return sent_bytes(chain(setting), params, setting.workers)
+    return emulated.sent_bytes(chain(setting), params, setting.workers)
 
   return Trainer(
     setting.steps,

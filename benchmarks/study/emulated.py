@@ -22,27 +22,19 @@ import optax
 
 import gradcomp
 from benchmarks.common.trainer import Trainer, first_kept, of_workers, own, point
-from benchmarks.study import methods
-from benchmarks.study.optimizers import WHOLE
-from benchmarks.study.settings import Setting
-from benchmarks.study.tasks import Source
-from examples.lib.averaging import averaged
-from examples.lib.plateau import observe
+from benchmarks.study import methods, optimizers, settings, tasks
+from examples.lib.methods import averaged, observe
 from examples.lib.training import AXIS, Task
 
 _TOGETHER = 8  # workers whose gradients are one program
 
 
-def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
-  """Makes what trains a method on a task.
-
-  Where a mean of the parameters is tested, points also have ``last_accuracy`` and
-  ``last_test_loss``, those of the last parameters.
-  """
+def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trainer:
+  """Makes what trains; points of means of parameters also have those of the last."""
   workers = setting.workers
   exchange, after = methods.make(setting)
   arrays = jax.device_put(source.arrays)
-  whole = WHOLE.get(setting.codec)
+  whole = optimizers.WHOLE.get(setting.codec)
 
   def axes_of(kept: Any) -> Any:
     """Returns the axis of the workers of each array of an exchange's state."""
@@ -53,12 +45,7 @@ def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
 
   @jax.jit
   def gradients(
-    params: Any,
-    moved: Any,
-    arrays: Any,
-    indices: Any,
-    numbers: jax.Array,
-    options: Any,
+    params: Any, moved: Any, arrays: Any, indices: Any, numbers: jax.Array, options: Any
   ) -> Any:
     """Computes workers' losses and gradients, at ``moved`` if they moved apart."""
 
@@ -134,7 +121,7 @@ def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
     step,
     test,
     lambda: sent_bytes(exchange, shapes(), workers),
-    lambda: gradcomp.checkpoint.record(exchange, shapes(), workers=workers),
+    lambda: gradcomp.checkpoint.make_record(exchange, shapes(), workers=workers),
   )
 
 

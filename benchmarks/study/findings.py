@@ -48,7 +48,6 @@ class Finding(NamedTuple):
 
 
 def findings(name: str) -> list[Finding]:
-  """Reads the claims of a file."""
   found = tomllib.loads((_CLAIMS / f"{name}.toml").read_text())
   return [_finding(found["settings"], **entry) for entry in found["claim"]]
 

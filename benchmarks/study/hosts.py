@@ -8,12 +8,11 @@ from benchmarks.common import cli
 from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch
 from benchmarks.study import command, options
-from benchmarks.study.options import Run
 
 _LIMIT = 6 * 3600.0  # seconds, after which hosts have failed
 
 
-def run(args: Run, line: Sequence[str]) -> None:
+def run(args: options.Run, line: Sequence[str]) -> None:
   """Runs the same command line on each host, for each rate and number of hosts."""
   launch.begin(args.rate != ("loopback",), "--rate loopback does without")
   for rate in args.rate:

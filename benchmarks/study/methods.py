@@ -44,18 +44,13 @@ Transform = optax.GradientTransformation
 
 
 class Method(NamedTuple):
-  """Makes an exchange.
+  """Makes an exchange."""
 
-  Attributes:
-    make: takes the options that all recipes share, by keyword.
-    momentum: whether the exchange has the momentum, and takes it as ``momentum`` and
-      ``nesterov``. Then gradients are clipped in front of it, and else behind it.
-    start: the share of the steps in which it is dense at first.
-  """
-
-  make: functools.partial[Transform]
+  make: functools.partial[Transform]  # takes what all recipes share, by keyword
+  # Whether the exchange has the momentum, and takes it as ``momentum`` and
+  # ``nesterov``. Then gradients are clipped in front of it, and else behind it.
   momentum: bool = False
-  start: float = 0.0
+  start: float = 0.0  # the share of the steps in which it is dense at first
 
 
 def _of(make: Callable[..., Transform], *args: Any, **options: Any) -> Method:
@@ -85,10 +80,7 @@ def _wen(clip_sigmas: float | None = 2.5) -> dict[str, Any]:
 
 
 def one_layer(**options: Any) -> Transform:
-  """Makes TernGrad that takes all leaves for one layer, with one scale for all.
-
-  Wen, section 3.3, says that a scale for each layer is better.
-  """
+  """Makes TernGrad with one scale for all leaves, which Wen calls worse (3.3)."""
   return optax.flatten(gradcomp.terngrad(**options))
 
 
@@ -289,9 +281,8 @@ def first_steps(name: str, steps: int) -> int:
 
   A method of another version counts as one that is never dense.
 
-  Example:
-    >>> first_steps("redsync-1", 937), first_steps("redsync-1-paper", 937)
-    (94, 0)
+  >>> first_steps("redsync-1", 937), first_steps("redsync-1-paper", 937)
+  (94, 0)
   """
   method = METHODS.get(name.partition(":")[0])
   return round(method.start * steps) if method else 0

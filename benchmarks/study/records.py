@@ -61,10 +61,7 @@ class Records:
     self._path = folder / f"runs-{now}-{socket.gethostname()}-{os.getpid()}.jsonl"
 
   def has(self, setting: Setting) -> bool:
-    """Returns whether a run is there; another launch may have appended it just now.
-
-    One that failed runs again.
-    """
+    """Returns whether a run is there, of any launch. One that failed runs again."""
     known = (x for x in read(self._folder) if "failed" not in x.results)
     return any(record.setting == setting for record in known)
 

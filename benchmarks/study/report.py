@@ -5,31 +5,31 @@ import functools
 import io
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jinja2
 
 from benchmarks.common.tables import table
-from benchmarks.study import records
-from benchmarks.study.analysis import Study, grouped
+from benchmarks.study import analysis, findings, records
 from benchmarks.study.figures import accuracy as figures_accuracy
 from benchmarks.study.figures import claims as figures_claims
 from benchmarks.study.figures import speed as figures_speed
 from benchmarks.study.figures.style import Rows, Shown, slug
-from benchmarks.study.findings import FINDINGS, Finding
 from benchmarks.study.judges.verdicts import WORDS, Verdict
 
+_TEMPLATES = Path(__file__).with_name("templates")
 _PAGES = jinja2.Environment(
-  loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+  loader=jinja2.FileSystemLoader(_TEMPLATES),
   autoescape=lambda name: name is not None and ".html" in name,
   undefined=jinja2.StrictUndefined,
 )
 _PAGES.globals["table"] = table
 _PAGES.filters["base64"] = lambda data: base64.b64encode(data).decode()
 _PAGES.filters["heading"] = lambda claim: claim.removesuffix(".")
-Judged = list[tuple[Finding, Verdict]]
+Judged = list[tuple[findings.Finding, Verdict]]
 
 
 def filled(text: str, indent: str = "") -> str:
@@ -37,9 +37,8 @@ def filled(text: str, indent: str = "") -> str:
 
   No line begins with a sign that would make it an item of a list, or a quotation.
 
-  Example:
-    >>> filled("a " * 58 + "b - c").splitlines()[-1]
-    'b - c'
+  >>> filled("a " * 58 + "b - c").splitlines()[-1]
+  'b - c'
   """
   held = re.sub(r" ([->+]) ", "\0\\1\0", text)
   lines = textwrap.fill(
@@ -54,61 +53,14 @@ def filled(text: str, indent: str = "") -> str:
 _PAGES.filters["filled"] = filled
 
 
-class Section(NamedTuple):
-  """A part of the report: pictures, each with its table."""
-
-  title: str
-  text: str
-  shown: list[Shown]
-
-
-def sections(study: Study, price: float | None = None) -> Iterator[Section]:
-  """Yields the parts of the report that have pictures."""
-  accuracy, speed = figures_accuracy, figures_speed
-  parts: tuple[tuple[str, str, Callable[[Study], Iterable[Shown]]], ...] = (
-    (
-      "Accuracy at the end",
-      "Means over seeds of the differences to float32, seed by seed, with intervals of "
-      "95 %. The steps are those until the mean accuracy is float32's at the end less "
-      "0.2 points.",
-      accuracy.losses,
-    ),
-    (
-      "Accuracy by workers",
-      "As Wen's figure 3: trainings that differ in their workers alone.",
-      accuracy.sweeps,
-    ),
-    ("Accuracy by epoch", "As Grubic's figure 5.", accuracy.curves),
-    ("Samples a second", "As Grubic's figures 10 and 11.", speed.speeds),
-    (
-      "Where the time goes",
-      "As Grubic's figures 6 to 9. Compute is a step without any exchange. Codec is "
-      "what encoding and decoding add. Communication is the rest: a difference, which "
-      "has the decoding of other workers' payloads in it. A part below zero is drawn "
-      "as zero.",
-      speed.bars,
-    ),
-    ("Scalability", "As Grubic's figures 12 to 15.", speed.scalings),
-    (
-      "Dollars against accuracy",
-      "As Grubic's figure 16, left. The time is that of the training's steps at the "
-      "measured speed. The accuracy may be that of emulated workers.",
-      functools.partial(speed.prices, price=price),
-    ),
-    (
-      "Speed-up against MB/GFLOP",
-      "As Grubic's figure 16, right. Megabytes of parameters, and billions of "
-      "operations of a training step for one sample, as XLA counts them: those in a "
-      "loop once.",
-      speed.intensities,
-    ),
-  )
-  for title, text, draw in parts:
-    yield Section(title, text, list(draw(study)))
+def sections(study: analysis.Study, price: float | None = None) -> Iterator[Any]:
+  draws = vars(figures_accuracy) | vars(figures_speed)
+  draws["prices"] = functools.partial(figures_speed.prices, price=price)
+  for part in tomllib.loads((_TEMPLATES / "sections.toml").read_text())["section"]:
+    yield part | {"shown": list(draws[part["draw"]](study))}
 
 
-def fits(study: Study) -> tuple[list[str], Rows]:
-  """Returns the table of the lines through the times."""
+def fits(study: analysis.Study) -> tuple[list[str], Rows]:
   header = ["cell", "a, ms a sample", "c, ms a sample", "error", "f32's share of c"]
   rows = [
     [
@@ -124,8 +76,7 @@ def fits(study: Study) -> tuple[list[str], Rows]:
   return header, rows
 
 
-def runs(study: Study) -> tuple[list[str], Rows]:
-  """Returns the table of what was run."""
+def runs(study: analysis.Study) -> tuple[list[str], Rows]:
   header = [
     *("what", "codecs", "seeds", "batch", "steps", "learning rate", "machine"),
     "versions of the code",
@@ -157,17 +108,14 @@ def write(folders: Sequence[Path], output: Path, price: float | None = None) -> 
   """Writes report.html, report.md and figures/*.png of the records of some folders.
 
   ``price``: dollars an hour of a worker; None for what the launches said.
-
-  Raises:
-    ValueError: the folders have no records.
   """
-  study = grouped(records.read(*folders))
+  study = analysis.grouped(records.read(*folders))
   if not study.groups and not study.cells:
     named = ", ".join(map(str, folders))
     raise ValueError(f"`folders` must have records of runs, *.jsonl; {named} has none.")
   judged = judge(study)
   drawn = list(sections(study, price))
-  pictures = {shown.name: _png(shown) for part in drawn for shown in part.shown}
+  pictures = {shown.name: _png(shown) for part in drawn for shown in part["shown"]}
   of_claims = {x.claim: f"claim-{slug(x.claim)}" for x, found in judged if found.drawn}
   for finding, verdict in judged:
     if verdict.drawn:
@@ -193,9 +141,8 @@ def write(folders: Sequence[Path], output: Path, price: float | None = None) -> 
   print(f"wrote {output / 'report.html'} and report.md: {summary(judged)}")
 
 
-def judge(study: Study) -> Judged:
-  """Returns all findings with their verdicts."""
-  return [(finding, finding.verdict(study)) for finding in FINDINGS]
+def judge(study: analysis.Study) -> Judged:
+  return [(finding, finding.verdict(study)) for finding in findings.FINDINGS]
 
 
 def _png(shown: Shown) -> bytes:
@@ -227,10 +174,7 @@ def _named(judged: Judged) -> str:
 def claims_page(
   title: str, about: str, judged: Judged, pictures: dict[str, str]
 ) -> str:
-  """Writes a page of claims, with a section for each.
-
-  ``pictures``: their paths, by claims.
-  """
+  """Writes a page of claims, with a section for each and pictures by claims."""
   page = _PAGES.get_template("claims.md.j2").render(
     title=title,
     about=about,

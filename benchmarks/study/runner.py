@@ -4,6 +4,7 @@ One process is a launch of its own. Where there are several, all run this with t
 settings, and the first appends the results.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,18 +14,16 @@ import jax
 from jax.experimental import multihost_utils
 
 import gradcomp
-from benchmarks.common import quiet
-from benchmarks.common.trainer import Trainer
+from benchmarks.common import quiet, trainer
 from benchmarks.links import launch
 from benchmarks.study import devices as study_devices
-from benchmarks.study import emulated
+from benchmarks.study import emulated, options
 from benchmarks.study import tasks as study_tasks
-from benchmarks.study.options import Run
 from benchmarks.study.records import Records
 from benchmarks.study.settings import Setting, step_seconds
 from benchmarks.study.tasks import Source
 from examples.lib import networks
-from examples.lib.progress import Progress
+from examples.lib.tables import Progress
 from examples.lib.training import AXIS, Task
 from gradcomp._src.version import WIRE
 
@@ -36,46 +35,35 @@ class Job(NamedTuple):
   setting: Setting
 
 
-def jobs(args: Run) -> Iterator[Job]:
+def jobs(args: options.Run) -> Iterator[Job]:
   """Yields all runs: times first, then all codecs of one seed before the next seed."""
   for network in args.networks:
-    source = _source(args, network)
+    dropout = args.dropout if network in networks.DROPPING else None
+    given = args.dataset, args.data_dir, args.pixels, args.text
+    source = study_tasks.source(network, *given, dropout)
+    settings = []
     for workers in args.emulate or args.workers or [jax.device_count()]:
+      setting = _trained(args, network, source, workers)._replace(dropout=dropout)
       if not args.emulate:
-        yield from _with_codecs(args, _timed(args, network, source, workers), source)
+        # No seed changes what is timed.
+        own = {"way": "timed", "points": 0, "seed": 0, "link": args.link}
+        own |= {"steps": args.steps_only or args.timed_steps}
+        settings.append(setting._replace(**own, hosts=jax.process_count()))
       if not args.steps_only:
-        setting = _trained(args, network, source, workers)
-        for seed in range(args.first_seed, args.first_seed + args.seeds):
-          yield from _with_codecs(args, setting._replace(seed=seed), source)
-
-
-def _source(args: Run, network: str) -> Source:
-  return study_tasks.source(
-    network,
-    args.dataset,
-    args.data_dir,
-    args.pixels,
-    args.text,
-    _dropout(args, network),
-  )
-
-
-def _dropout(args: Run, network: str) -> float | None:
-  return args.dropout if network in networks.DROPPING else None
-
-
-def _with_codecs(args: Run, setting: Setting, source: Source) -> Iterator[Job]:
-  for codec in args.codecs:
-    for exchange in args.exchanges:
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
+        settings += [setting._replace(seed=seed) for seed in seeds]
+    for setting, *names in itertools.product(settings, args.codecs, args.exchanges):
+      codec, exchange = names
       yield Job(source, setting._replace(codec=codec, exchange=exchange))
 
 
-def _trained(args: Run, network: str, source: Source, workers: int) -> Setting:
+def _trained(args: options.Run, network: str, source: Source, workers: int) -> Setting:
   """Returns the setting of a training, of float32 and the first seed."""
   defaults = study_tasks.defaults(network, args.optimizer)
   momentum = defaults.momentum if args.momentum is None else args.momentum
   batch = args.batch_size * (workers if args.batch == "per-worker" else 1)
   steps = args.steps or max(1, round(args.epochs * (source.epoch // batch)))
+  same = ("points", "optimizer", "schedule", "nesterov", "weight_decay")
   return Setting(
     way="emulated" if args.emulate else "trained",
     network=network,
@@ -87,33 +75,15 @@ def _trained(args: Run, network: str, source: Source, workers: int) -> Setting:
     batch=batch,
     steps=steps,
     epoch=source.epoch,
-    points=args.points,
     seed=args.first_seed,
-    optimizer=args.optimizer,
     learning_rate=args.learning_rate or defaults.learning_rate,
     momentum=None if args.optimizer == "adam" else momentum or None,
     max_norm=defaults.max_norm,
-    schedule=args.schedule,
-    nesterov=args.nesterov,
-    weight_decay=args.weight_decay,
-    dropout=_dropout(args, network),
+    **{name: getattr(args, name) for name in same},
   )
 
 
-def _timed(args: Run, network: str, source: Source, workers: int) -> Setting:
-  """Returns the setting of what is timed, which no seed changes."""
-  return _trained(args, network, source, workers)._replace(
-    way="timed",
-    steps=args.steps_only or args.timed_steps,
-    points=0,
-    seed=0,
-    link=args.link,
-    hosts=jax.process_count(),
-  )
-
-
-def run(args: Run) -> None:
-  """Runs what is not there yet."""
+def run(args: options.Run) -> None:
   most = max(args.workers, default=0)
   if not args.emulate and most > jax.device_count():
     sys.exit(
@@ -123,8 +93,7 @@ def run(args: Run) -> None:
   records = Records(args.output)
   if jax.process_count() > 1:
     if jax.process_index() == 0:  # data is prepared by one process alone
-      for network in args.networks:
-        _source(args, network)
+      list(jobs(args))
     multihost_utils.sync_global_devices("data is prepared")
   part, parts = args.share
   everything = [job for i, job in enumerate(jobs(args)) if i % parts == part]
@@ -134,16 +103,17 @@ def run(args: Run) -> None:
     print(f"{len(left)} of {len(everything)} runs are left", flush=True)
   clock = Clock([job.setting for job in left])
   tasks: dict[Any, tuple[Task, dict[str, float]]] = {}
-  trainers: dict[Setting, Trainer] = {}
+  trainers: dict[Setting, trainer.Trainer] = {}
   for source, setting in left:
     if _known(records, setting):
-      clock.drop(setting)
+      clock.left.remove(setting)
       continue
     devices = 1 if args.emulate else setting.workers
     key = setting.network, devices
     if key not in tasks:
       known = source.arrays[0][: study_tasks.KNOWN]
-      task = Task(source.model, source.test, _mesh(devices), known=known)
+      mesh = jax.make_mesh((devices,), (AXIS,), devices=jax.devices()[:devices])
+      task = Task(source.model, source.test, mesh, known=known)
       tasks[key] = task, sized(task, source)
     task, _ = tasks[key]
     title = " ".join(
@@ -185,16 +155,12 @@ def _known(records: Records, setting: Setting) -> bool:
   return known
 
 
-def _mesh(devices: int) -> jax.sharding.Mesh:
-  return jax.make_mesh((devices,), (AXIS,), devices=jax.devices()[:devices])
-
-
 def _one(
   task: Task,
   source: Source,
   setting: Setting,
-  trainers: dict[Setting, Trainer],
-  args: Run,
+  trainers: dict[Setting, trainer.Trainer],
+  args: options.Run,
   stepped: Callable[[], None],
 ) -> tuple[dict[str, Any], str]:
   """Does one run, and returns its results and a line about them."""
@@ -223,27 +189,16 @@ def sized(task: Task, source: Source) -> dict[str, float]:
 
 
 class Clock:
-  """Estimates the time that is left from the runs that are most alike.
-
-  Args:
-    left: what will be run.
-  """
+  """Estimates the time that is left from the runs that are most alike."""
 
   def __init__(self, left: list[Setting]):
-    self._left = list(left)
+    self.left = list(left)
     self._done: list[tuple[Setting, float]] = []  # and seconds a step
-
-  def drop(self, setting: Setting) -> None:
-    """Takes a run out that another launch has done."""
-    self._left.remove(setting)
 
   def after(self, setting: Setting, seconds: float) -> str:
     """Says what is left behind a run that took so many seconds."""
-    self.drop(setting)
+    self.left.remove(setting)
     self._done.append((setting, seconds / setting.steps))
-    total = sum(map(self._expected, self._left))
-    return f"{len(self._left)} left, about {total / 60:.0f} min"
-
-  def _expected(self, setting: Setting) -> float:
     fields = ("way", "network", "workers", "codec"), ("way", "network"), ()
-    return setting.steps * (step_seconds(self._done, setting, *fields) or 0.0)
+    each = lambda x: x.steps * (step_seconds(self._done, x, *fields) or 0.0)
+    return f"{len(self.left)} left, about {sum(map(each, self.left)) / 60:.0f} min"

@@ -6,69 +6,50 @@ from typing import NamedTuple
 
 import optax
 
-from examples.lib.averaging import average_params
-from examples.lib.optimizers import make_schedule, weights
-from examples.lib.plateau import scale_by_plateau
+from examples.lib.methods import (
+  average_params,
+  make_schedule,
+  scale_by_plateau,
+  weights,
+)
 
 
 class Setting(NamedTuple):
-  """The settings of a run.
+  """The settings of a run."""
 
-  Attributes:
-    way: ``"emulated"`` or ``"trained"`` for accuracy, by one device or on devices that
-      exchange; ``"data"`` or ``"model"`` for Dettmers' nets, see study/dettmers.py;
-      ``"timed"`` for the times of a step.
-    network, dataset, codec, exchange: by their names.
-    workers: N.
-    rule: whether the batch is ``"fixed"``, or one ``"per-worker"``.
-    batch: the samples of a step of all workers together.
-    steps: those of the training.
-    epoch: the samples of an epoch.
-    points: those of the curve, at equal distances.
-    seed: of parameters, batches and rounding.
-    optimizer: ``"sgd"``, ``"adam"`` or ``"lars"``; Dettmers' nets have ``"rmsprop"``.
-    learning_rate: at first.
-    momentum: of ``"sgd"``; None for none.
-    max_norm: what gradients are clipped at; None for no clipping.
-    link: between hosts, by its name; "" without hosts.
-    hosts: the processes of a run that was timed.
-    schedule: ``"cosine"``, ``"polynomial"``, ``"plateau"`` or ``"constant"``: see
-      ``optimizers``. On a plateau of the test's loss the rate halves, as Fang's does.
-    weight_decay: of matrices and kernels, with SGD behind the exchange.
-    dropout: of networks that have any; None for each one's own.
-    nesterov: whether the momentum of ``"sgd"`` is Nesterov's.
-    clipping: what is clipped at ``max_norm``. ``"mean"``: the mean of all workers, and
-      with momentum in the exchange each worker's gradient by the rule ``"root"``.
-      ``"own"``, ``"share"`` or ``"root"``: each worker's gradient by that rule of
-      ``gradcomp.wrappers.clip_by_local_norm``, whatever the exchange, float32's too.
-    ema: the decay of the mean of the parameters that is tested in their place; None for
-      no mean.
-  """
-
+  # ``"emulated"`` or ``"trained"`` for accuracy, by one device or on devices that
+  # exchange; ``"data"`` or ``"model"`` for Dettmers' nets, see study/dettmers.py;
+  # ``"timed"`` for the times of a step.
   way: str
-  network: str
+  network: str  # this and the next three: by their names
   dataset: str
   codec: str
   exchange: str
-  workers: int
-  rule: str
-  batch: int
-  steps: int
-  epoch: int
-  points: int
-  seed: int
-  optimizer: str
-  learning_rate: float
-  momentum: float | None
-  max_norm: float | None
-  link: str = ""
-  hosts: int = 1
+  workers: int  # N
+  rule: str  # whether the batch is ``"fixed"``, or one ``"per-worker"``
+  batch: int  # the samples of a step of all workers together
+  steps: int  # those of the training
+  epoch: int  # the samples of an epoch
+  points: int  # those of the curve, at equal distances
+  seed: int  # of parameters, batches and rounding
+  optimizer: str  # "sgd", "adam" or "lars"; Dettmers' nets have "rmsprop"
+  learning_rate: float  # at first
+  momentum: float | None  # of ``"sgd"``; None for none
+  max_norm: float | None  # what gradients are clipped at; None for no clipping
+  link: str = ""  # between hosts, by its name; "" without hosts
+  hosts: int = 1  # the processes of a run that was timed
+  # ``"cosine"``, ``"polynomial"``, ``"plateau"`` or ``"constant"``: see ``optimizers``.
+  # On a plateau of the test's loss the rate halves, as Fang's does.
   schedule: str = "cosine"
-  weight_decay: float = 0.0
-  dropout: float | None = None
-  nesterov: bool = False
+  weight_decay: float = 0.0  # of matrices and kernels, with SGD behind the exchange
+  dropout: float | None = None  # of networks that have any; None for each one's own
+  nesterov: bool = False  # whether the momentum of ``"sgd"`` is Nesterov's
+  # What is clipped at ``max_norm``. ``"mean"``: the mean of all workers, and with
+  # momentum in the exchange each worker's gradient by the rule ``"root"``. ``"own"``,
+  # ``"share"`` or ``"root"``: each worker's gradient by that rule of
+  # ``gradcomp.wrappers.clip_by_local_norm``, whatever the exchange, float32's too.
   clipping: str = "mean"
-  ema: float | None = None
+  ema: float | None = None  # decay of the mean of parameters that is tested; None: none
 
   @property
   def name(self) -> str:
@@ -98,11 +79,7 @@ def step_seconds(
 def optimizer(
   setting: Setting, momentum: float | None, max_norm: float | None
 ) -> optax.GradientTransformation:
-  """Makes what is behind the exchange, with what momentum and clipping it leaves.
-
-  Raises:
-    ValueError: the setting has another optimizer.
-  """
+  """Makes what is behind the exchange, with what momentum and clipping it leaves."""
   if setting.optimizer not in ("sgd", "adam", "lars"):
     raise ValueError(
       f'`optimizer` must be "sgd", "adam" or "lars", got {setting.optimizer!r}.'

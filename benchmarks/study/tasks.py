@@ -52,26 +52,16 @@ KNOWN = 1000  # inputs by whose statistics a batch norm normalizes in tests
 
 
 class Source(NamedTuple):
-  """Holds what a network learns from.
+  """Holds what a network learns from."""
 
-  Attributes:
-    name: of the data, with what was done to it.
-    model: makes the network, as ``training.Task`` wants it.
-    arrays: inputs and labels, or a text twice. Batches are entries of them.
-    test: inputs and labels.
-    epoch: the samples of an epoch.
-    draw: yields batches of indices into ``arrays`` without end, from a batch size and
-      a seed.
-    recurrent: whether it reads sequences.
-  """
-
-  name: str
-  model: Any
-  arrays: Batch
-  test: Batch
-  epoch: int
+  name: str  # of the data, with what was done to it
+  model: Any  # makes the network, as ``training.Task`` wants it
+  arrays: Batch  # inputs and labels, or a text twice. Batches are entries of them.
+  test: Batch  # inputs and labels
+  epoch: int  # the samples of an epoch
+  # Yields batches of indices into ``arrays`` without end, from a batch size and a seed.
   draw: Callable[..., Iterator[Batch]]
-  recurrent: bool
+  recurrent: bool  # whether it reads sequences
 
   def batches(self, batch_size: int, **options: int) -> Iterator[Batch]:
     """Yields batches without end, as the examples do; ``part`` of ``parts``, too."""
@@ -94,7 +84,6 @@ def source(
   corpus: str = "python",
   dropout: float | None = None,
 ) -> Source:
-  """Loads what a network learns from: images, or a corpus."""
   if network in networks.TEXTS:
     return _language(network, corpus, dropout)
   name, (train, test, classes) = images(dataset, data_dir, pixels)
@@ -120,15 +109,9 @@ def _for_images(network: str, *given: Any) -> Any:
 
 
 def images(
-  dataset: str = "digits",
-  data_dir: Path = data.FOLDER,
-  pixels: int | None = None,
+  dataset: str = "digits", data_dir: Path = data.FOLDER, pixels: int | None = None
 ) -> tuple[str, data.ImageSet]:
-  """Loads images, and names them; it takes what ``source`` takes.
-
-  Raises:
-    ValueError: tensorflow-datasets prepared a set of `make data`, and shuffled it.
-  """
+  """Loads images, and names them; it takes what ``source`` takes."""
   builder = data.prepare(dataset.replace("-", "_"), data_dir)
   if dataset in SOURCES and not builder.info.disable_shuffling:
     raise ValueError(
@@ -148,9 +131,8 @@ def images(
 def named(name: str) -> dict[str, Any]:
   """Returns the options of ``source`` that give data its name.
 
-  Example:
-    >>> named("mnist/14")["pixels"], named("brown-words")
-    (14, {'corpus': 'brown-words'})
+  >>> named("mnist/14")["pixels"], named("brown-words")
+  (14, {'corpus': 'brown-words'})
   """
   if name in _TEXTS:
     return {"corpus": name}
@@ -180,12 +162,8 @@ def _language(network: str, corpus: str, dropout: float | None) -> Source:
 def reduced(images: np.ndarray, pixels: int) -> np.ndarray:
   """Averages squares of pixels, so that images are ``pixels`` wide and high.
 
-  Raises:
-    ValueError: the images cannot be cut into as many squares.
-
-  Example:
-    >>> reduced(np.uint8([[[[1], [2]], [[3], [5]]]]), 1)
-    array([[[[3]]]], dtype=uint8)
+  >>> reduced(np.uint8([[[[1], [2]], [[3], [5]]]]), 1)
+  array([[[[3]]]], dtype=uint8)
   """
   count, height, width, channels = images.shape
   if height % pixels or width % pixels:
@@ -198,11 +176,7 @@ def reduced(images: np.ndarray, pixels: int) -> np.ndarray:
 
 
 def gigaflops(task: Task, test: Batch) -> float:
-  """Returns the billions of operations of a training step for one sample.
-
-  They are those that XLA counts in the gradient of the loss. Operations in a loop count
-  once, so a recurrent network has more.
-  """
+  """Returns the billions of operations of a sample's gradient, of a loop's once."""
   params = jax.eval_shape(lambda: task.init_params(0))
   sample = tuple(x[:1] for x in test)
   gradient = jax.jit(jax.grad(task.loss_fn))

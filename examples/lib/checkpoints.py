@@ -1,53 +1,28 @@
 """Checkpoints of a run, from which a later one goes on, to the same bits."""
 
-import argparse
+import contextlib
 import itertools
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-import optax
 
 import gradcomp
 from examples.lib.parsing import positive
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
   """Adds the options of a trainer that can go on from its last checkpoint."""
-  group = parser.add_argument_group("checkpoints")
-  group.add_argument(
-    "--checkpoint",
-    type=Path,
-    metavar="DIR",
-    help="folder to save to, and to go on from if a run with the same options was "
-    "there before",
-  )
-  group.add_argument(
-    "--save-every",
-    type=positive,
-    default=50,
-    help="steps between two checkpoints; the last step has one, too; default: 50",
-  )
+  add = parser.add_argument_group("checkpoints").add_argument
+  said = "folder to save to, and to go on from if a run with these options was there"
+  add("--checkpoint", type=Path, metavar="DIR", help=said)
+  said = "steps between two checkpoints; the last step has one, too"
+  add("--save-every", type=positive, default=50, help=said)
 
 
-def orbax() -> ModuleType:
-  """Returns Orbax, which takes seconds to import, and which few runs need."""
-  import orbax.checkpoint
-
-  return orbax.checkpoint
-
-
-class Saved:
-  """Keeps the state of a run in a folder, or nothing where there is no folder.
-
-  Args:
-    folder: the folder of this run alone, or None.
-    every: steps between two checkpoints.
-    steps: the last step, which is always saved.
-    record: what the state belongs to: see ``gradcomp.checkpoint.record``.
-  """
+class Saved(contextlib.AbstractContextManager["Saved"]):
+  """Keeps the state of a run in a folder, or nothing where there is no folder."""
 
   def __init__(
     self,
@@ -55,41 +30,34 @@ class Saved:
     *,
     every: int = 1,
     steps: int = 0,
-    record: dict[str, Any] | None = None,
+    record: Any = None,
   ):
     self._steps, self._record = steps, record
     self._manager = None
     if folder is not None:
-      ocp = orbax()
-      options = ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
-      self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+      import orbax.checkpoint as ocp  # takes seconds, and few runs need it
 
-  def __enter__(self) -> "Saved":
-    return self
+      options = ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
+      given = {"item_handlers": ocp.StandardCheckpointHandler(), "options": options}
+      self._manager = ocp.CheckpointManager(folder.resolve(), **given)
 
   def __exit__(self, *_: Any) -> None:
     if self._manager:
       self._manager.close()
 
-  def restore(
-    self, state: Any, batches: Iterator[Any], notes: Any = None
-  ) -> tuple[int, Any, Any]:
-    """Returns the steps done, and the state and the notes after them.
-
-    Batches that were used are drawn again. Where nothing was saved, no step is done.
-    """
+  def restore(self, state: Any, batches: Iterator[Any], notes: Any = None) -> Any:
+    """Returns the steps done, their state and notes; used batches are drawn again."""
     step = self._manager.latest_step() if self._manager else None
     if step is None:
       return 0, state, notes
-    ocp = orbax()
-    beside = ocp.args.Composite(beside=ocp.args.JsonRestore())
-    found = self._manager.restore(step, args=beside).beside
+    import orbax.checkpoint as ocp
+
+    found = self._manager.metadata(step).custom_metadata
     if not isinstance(found, dict) or not found.keys() >= {"record", "notes"}:
       raise ValueError(f"{self._manager.directory} must be whole, got {found!r} of it.")
     if self._record is not None:
       gradcomp.checkpoint.check_record(found["record"], self._record)
-    whole = ocp.args.Composite(state=ocp.args.StandardRestore(state))
-    state = self._manager.restore(step, args=whole).state
+    state = self._manager.restore(step, args=ocp.args.StandardRestore(state))
     print(f"goes on after step {step} of {self._manager.directory}", file=sys.stderr)
     for _ in itertools.islice(batches, step):
       pass
@@ -99,36 +67,23 @@ class Saved:
     """Saves if it is time to. Notes are values that JSON can hold."""
     if not self._manager:
       return
-    ocp = orbax()
-    args = ocp.args.Composite(
-      state=ocp.args.StandardSave(state),
-      beside=ocp.args.JsonSave({"record": self._record, "notes": notes}),
-    )
-    if self._manager.save(step, args=args, force=step == self._steps):
+    import orbax.checkpoint as ocp
+
+    args = ocp.args.StandardSave(state)
+    beside = {"record": self._record, "notes": notes}
+    forced = {"force": step == self._steps, "custom_metadata": beside}
+    if self._manager.save(step, args=args, **forced):
       # The next step takes the memory of these arrays.
       self._manager.wait_until_finished()
 
 
-def saved_in(
-  args: argparse.Namespace,
-  run: str = "",
-  *,
-  optimizer: optax.GradientTransformation | None = None,
-  params: Any = None,
-  workers: int = 1,
-) -> Saved:
-  """Makes the keeper of a run, in the folder of the options.
+NOWHERE = Saved()
 
-  Args:
-    args: the options.
-    run: the folder of the run, inside that of the options.
-    optimizer: an optimizer with a transformation of gradcomp's in it, or None. With
-      another one the run does not go on.
-    params: its parameters.
-    workers: how many workers there are.
-  """
+
+def saved_in(args: Namespace, run: str = "", **whose: Any) -> Saved:
+  """Makes the keeper of a run, and records its optimizer, parameters and workers."""
   if args.checkpoint is None:
     return Saved()
-  record = optimizer and gradcomp.checkpoint.record(optimizer, params, workers=workers)
+  record = gradcomp.checkpoint.make_record(**whose) if whose.get("optimizer") else None
   folder = args.checkpoint / run
   return Saved(folder, every=args.save_every, steps=args.steps, record=record)

@@ -1,100 +1,75 @@
-"""The methods that the command line names: codecs, and recipes with options."""
+"""Methods that the command line names, their optimizers, and their compiled steps."""
 
-import argparse
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from optax import contrib
 
 import gradcomp
-from examples.lib.training import AXIS
-from gradcomp.codecs import (
-  QSGD,
-  BlockTop,
-  Dense,
-  EightBit,
-  FloatCast,
-  LeafCodec,
-  Natural,
-  OneBit,
-  RandomK,
-  Ternary,
-  TopK,
-)
+from examples.lib.telemetry import Log
+from examples.lib.training import AXIS, Batch, Task, compile_step, init_state
+from gradcomp import codecs
+
+Transformation = optax.GradientTransformation
+SCHEDULES = ("cosine", "polynomial", "plateau", "constant")
+# After three means in a row that are not a thousandth below the least so far.
+PLATEAU = contrib.reduce_on_plateau(factor=0.5, patience=3, rtol=1e-3)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Redsync:
-  """Fang et al.'s recipe, with the momentum of SGD in the exchange.
+class Redsync(NamedTuple):
+  """Fang et al.'s recipe, with the momentum of SGD in the exchange."""
 
-  Args:
-    asq: whether all layers but the output layer send one mean for their values.
-  """
-
-  asq: bool = False
+  asq: bool = False  # whether all layers but the last send one mean for their values
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LowRank:
-  """PowerSGD, which averages two thin matrices in place of a leaf.
+class LowRank(NamedTuple):
+  """PowerSGD, which averages two thin matrices in place of a leaf."""
 
-  Args:
-    rank: the columns of both.
-  """
-
-  rank: int
+  rank: int  # the columns of both
 
 
-Method = LeafCodec | Redsync | LowRank | None
-KEEPING = Redsync | LowRank | TopK  # with a memory, which no loop carries
+Method = codecs.Codec | Redsync | LowRank | None
+KEEPING = Redsync | LowRank | codecs.TopK  # with a memory, which no loop carries
 FORMATS = ((5, 2), (4, 3), (3, 0))
-WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
+_BITS = {f"{e}-{m}": {"exponent_bits": e, "mantissa_bits": m} for e, m in FORMATS}
+WIDTHS, FITTED = (2, 3, 4, 5, 6, 7, 8, 16), (2, 3, 4)
 TYPES = ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
 # What crosses the wire; None is JAX's own mean.
 METHODS: dict[str, Method] = {
   "none": None,
-  "f32": Dense(),
-  "bf16": Dense(dtype=jnp.bfloat16),
-  **{f"qsgd-{n}": QSGD(bits=n) for n in WIDTHS},
-  **{f"qsgd-{n}-nonuniform": QSGD(bits=n, levels="nonuniform") for n in (2, 3, 4)},
-  "onebit-64": OneBit(),
-  "onebit-512": OneBit(bucket_size=512),
-  "onebit-column": OneBit(per_column=True),
-  "terngrad": Ternary(),
-  "terngrad-base3": Ternary(packing="base3"),
-  "terngrad-noclip": Ternary(clip_sigmas=None),
-  **{name.replace("_", "-"): EightBit(dtype=name) for name in TYPES},
-  **{f"aps-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m) for e, m in FORMATS},
-  **{
-    f"cast-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m, scale=1.0)
-    for e, m in FORMATS
-  },
-  "natural": Natural(),
-  "topk-1": TopK(density=0.01),
-  "topk-1-asq": TopK(density=0.01, quantize="asq"),
-  "blocktop": BlockTop(),
-  "randomk-1": RandomK(density=0.01),
-  **{f"powersgd-{n}": LowRank(rank=n) for n in (1, 2, 4)},
+  "f32": codecs.Dense(),
+  "bf16": codecs.Dense(dtype=jnp.bfloat16),
+  **{f"qsgd-{n}": codecs.QSGD(bits=n) for n in WIDTHS},
+  **{f"qsgd-{n}-nonuniform": codecs.QSGD(bits=n, levels="nonuniform") for n in FITTED},
+  "onebit-64": codecs.OneBit(),
+  "onebit-512": codecs.OneBit(bucket_size=512),
+  "onebit-column": codecs.OneBit(per_column=True),
+  "terngrad": codecs.Ternary(),
+  "terngrad-base3": codecs.Ternary(packing="base3"),
+  "terngrad-noclip": codecs.Ternary(clip_sigmas=None),
+  **{name.replace("_", "-"): codecs.EightBit(dtype=name) for name in TYPES},
+  **{f"aps-{name}": codecs.FloatCast(**bits) for name, bits in _BITS.items()},
+  **{f"cast-{x}": codecs.FloatCast(**bits, scale=1.0) for x, bits in _BITS.items()},
+  "natural": codecs.Natural(),
+  "topk-1": codecs.TopK(density=0.01),
+  "topk-1-asq": codecs.TopK(density=0.01, quantize="asq"),
+  "blocktop": codecs.BlockTop(),
+  "randomk-1": codecs.RandomK(density=0.01),
+  **{f"powersgd-{n}": LowRank(n) for n in (1, 2, 4)},
   "redsync": Redsync(),
   "redsync-asq": Redsync(asq=True),
 }
 EXCHANGES = ("auto", "all_gather", "two_shot", "psum", "ring")
 
 
-def choose(
-  parser: argparse.ArgumentParser, args: argparse.Namespace, compared: Sequence[str]
-) -> dict[str, Method]:
-  """Returns the methods that the options name; QSGD's with their bucket size.
-
-  Args:
-    parser: reports options that do not go together.
-    args: the options.
-    compared: the names that ``--compare`` without names stands for.
-  """
+def choose(parser: ArgumentParser, args: Namespace, compared: Any) -> dict[str, Method]:
+  """Returns the methods that the options name; QSGD's with their bucket size."""
   if args.compare is None:
     names = [f"qsgd-{args.bits}" if args.codec == "qsgd" else args.codec]
   else:
@@ -103,14 +78,12 @@ def choose(
   if args.inspect and None in methods.values():
     parser.error("--inspect shows what gradcomp sends: leave out none")
   for name, method in methods.items():
-    if isinstance(method, OneBit | LowRank) and args.feedback == "none":
-      parser.error(
-        f"--feedback none does not go with {name}: it leaves much of a gradient out, "
-        "which later steps must make up for"
-      )
+    if isinstance(method, codecs.OneBit | LowRank) and args.feedback == "none":
+      said = "which leaves much of a gradient out, that later steps must make up for"
+      parser.error(f"--feedback none does not go with {name}, {said}")
     if args.local_steps and isinstance(method, Redsync | LowRank | None):
       parser.error(f"--local-steps does not go with {name}, but with all codecs")
-    fitted = isinstance(method, QSGD) and method.levels == "nonuniform"
+    fitted = isinstance(method, codecs.QSGD) and method.levels == "nonuniform"
     if args.scan and (fitted or isinstance(method, KEEPING | None)):
       parser.error(f"--scan does not go with {name}, but with codecs without a memory")
     if isinstance(method, Redsync):
@@ -118,25 +91,20 @@ def choose(
         parser.error(f"{name} has the momentum of SGD in it: choose f32 for Adam")
       if args.warmup >= args.steps:
         parser.error(f"--warmup must leave some of the {args.steps} steps")
-    if isinstance(method, QSGD):
+    if isinstance(method, codecs.QSGD):
       methods[name] = dataclasses.replace(method, bucket_size=args.bucket_size)
   return methods
 
 
-def make_exchange(
-  method: Method, args: argparse.Namespace, *, seed: int
-) -> optax.GradientTransformation:
+def make_exchange(method: Method, args: Namespace, *, seed: int) -> Transformation:
   """Makes the transformation that averages the gradients of the workers."""
   if method is None:
     return optax.stateless(lambda grads, _: jax.lax.pmean(grads, AXIS))
   if isinstance(method, Redsync):
     return make_redsync(method, args)
-  options: dict[str, Any] = dict(
-    axis_name=AXIS,
-    exchange=args.exchange,
-    feedback=None if args.feedback == "none" else args.feedback,
-    key=seed,
-  )
+  kept = None if args.feedback == "none" else args.feedback
+  options: Any = {"axis_name": AXIS, "exchange": args.exchange, "feedback": kept}
+  options["key"] = seed
   if isinstance(method, LowRank):
     return gradcomp.powersgd(method.rank, **options)
   rest = gradcomp.compress(method, **options)
@@ -153,60 +121,213 @@ def in_blocks(params: Any) -> Any:
 
 
 def make_local_steps(
-  method: LeafCodec,
-  inner: optax.GradientTransformation,
-  args: argparse.Namespace,
-  *,
-  seed: int,
-) -> optax.GradientTransformation:
+  method: codecs.Codec, inner: Transformation, args: Namespace, *, seed: int
+) -> Transformation:
   """Makes SparseLoCo for codecs that drop elements, and DiLoCo for all others.
 
   An element that few workers send is their mean, if all payloads come to everybody.
   """
-  drops = isinstance(method, TopK | BlockTop)
+  drops = isinstance(method, codecs.TopK | codecs.BlockTop)
   gathers = args.exchange in ("auto", "all_gather")
   kept = {"auto": "error", "none": None}.get(args.feedback, args.feedback)
   if drops and kept == "error":
     kept = gradcomp.ErrorFeedback(residual_decay=0.95)
-  return gradcomp.local.local_steps(
-    inner,
-    optax.sgd(1.0) if drops else optax.sgd(0.7, 0.9, nesterov=True),
-    axis_name=AXIS,
-    every=args.local_steps,
-    codec=method,
-    exchange=args.exchange,
-    feedback=kept,
-    merge="senders" if drops and gathers else "mean",
-    key=seed,
-  )
+  outer = optax.sgd(1.0) if drops else optax.sgd(0.7, 0.9, nesterov=True)
+  options = {"every": args.local_steps, "exchange": args.exchange, "feedback": kept}
+  options |= {"merge": "senders" if drops and gathers else "mean", "key": seed}
+  local = functools.partial(gradcomp.local.local_steps, axis_name=AXIS, codec=method)
+  return local(inner, outer, **options)
 
 
-def make_redsync(
-  method: Redsync, args: argparse.Namespace
-) -> optax.GradientTransformation:
+def make_redsync(method: Redsync, args: Namespace) -> Transformation:
   """Makes RedSync with a dense warm-up, and with ASQ on all layers but the last."""
+  options = {"axis_name": AXIS, "momentum": args.momentum}
 
-  def warmed(**options: Any) -> optax.GradientTransformation:
-    redsync = functools.partial(
-      gradcomp.redsync, axis_name=AXIS, momentum=args.momentum
-    )
-    sparse = redsync(args.density, **options)
+  def warmed(**more: Any) -> Transformation:
+    sparse = gradcomp.redsync(args.density, **options, **more)
     if not args.warmup:
       return sparse
-    return gradcomp.wrappers.switch([args.warmup], [redsync(1.0), sparse])
+    dense = gradcomp.redsync(1.0, **options)
+    return gradcomp.wrappers.switch([args.warmup], [dense, sparse])
 
-  if not method.asq:
-    return warmed()
   parts = {"rest": warmed(quantize="asq"), "output": warmed()}
-  return optax.partition(parts, output_layer)
+  return optax.partition(parts, output_layer) if method.asq else parts["output"]
 
 
 def output_layer(params: Any) -> Any:
-  """Labels the output layer, to leave its values unquantized.
-
-  It is the head or, where there is none, the embedding.
-  """
+  """Labels the head or, where there is none, the embedding as the output layer."""
   name = "'head'" if "head" in params else "'embed'"
-  return jax.tree.map_with_path(
-    lambda path, _: "output" if name in jax.tree_util.keystr(path) else "rest", params
-  )
+  of_path = lambda path: "output" if name in jax.tree_util.keystr(path) else "rest"
+  return jax.tree.map_with_path(lambda path, _: of_path(path), params)
+
+
+def make_schedule(args: Namespace) -> optax.ScalarOrSchedule:
+  """Makes the learning rate of a step. A plateau is ``scale_by_plateau``'s."""
+  if args.schedule == "cosine":
+    return optax.cosine_decay_schedule(args.learning_rate, args.steps)
+  if args.schedule == "polynomial":  # that of Wen et al.
+    return optax.polynomial_schedule(args.learning_rate, 0.0, 0.5, args.steps)
+  return args.learning_rate
+
+
+def make_optimizer(method: Method, args: Namespace, *, seed: int) -> Transformation:
+  """Chains the exchange, clipping, the optimizer and the average of the parameters.
+
+  The norm that is clipped is that of the mean gradient, and of local steps that of the
+  worker's own. RedSync has momentum in its exchange, so there each worker clips its own
+  gradient before, of all leaves together. The seed goes only into the state.
+  """
+  clip, descent = optax.identity(), _descent(method, args)
+  if args.clip is not None:
+    clip = optax.clip_by_global_norm(args.clip)
+  mean = [] if args.ema is None else [average_params(args.ema)]
+  if args.local_steps:
+    inner = optax.chain(clip, descent)
+    return optax.chain(make_local_steps(method, inner, args, seed=seed), *mean)
+  chain = [make_exchange(method, args, seed=seed), clip]
+  if args.clip is not None and isinstance(method, Redsync):
+    clip = gradcomp.wrappers.clip_by_local_norm(args.clip, axis_name=AXIS)
+    chain = [clip, chain[0]]
+  if args.schedule == "plateau":
+    mean = [scale_by_plateau(), *mean]
+  return optax.chain(*chain, descent, *mean)
+
+
+def _descent(method: Method, args: Namespace) -> Transformation:
+  """Makes SGD or Adam. Matrices and kernels decay, and biases do not."""
+  rate = make_schedule(args)
+  if args.optimizer == "adam":
+    if not args.weight_decay:
+      return optax.adam(rate)
+    return optax.adamw(rate, weight_decay=args.weight_decay, mask=weights)
+  momentum = None if isinstance(method, Redsync) else args.momentum
+  sgd = optax.sgd(rate, momentum=momentum, nesterov=args.nesterov)
+  if not args.weight_decay:
+    return sgd
+  return optax.chain(optax.add_decayed_weights(args.weight_decay, weights), sgd)
+
+
+def weights(params: Any) -> Any:
+  """Masks the parameters that decay: matrices and kernels."""
+  is_stacked = lambda path: "'blocks'" in jax.tree_util.keystr(path)
+  decays = lambda path, x: x.ndim - is_stacked(path) > 1
+  return jax.tree.map_with_path(decays, params)
+
+
+class AverageState(NamedTuple):
+  """The state of ``average_params``, equal on all workers."""
+
+  averaged_params: Any
+  count: jax.Array  # steps
+
+
+def average_params(decay: float) -> Transformation:
+  """Keeps the exponential moving average of the parameters, as Wen et al. test it.
+
+  After t steps a step's parameters p_s have the weight ``decay ** (t - s)``, divided by
+  the sum of all weights, so that short runs are not drawn to the first parameters. It
+  is the last of a chain, for it must see the updates that are added.
+  """
+  if not 0 < decay < 1:
+    raise ValueError(f"`decay` must be in (0, 1), got {decay}.")
+
+  def init_fn(params: Any) -> AverageState:
+    return AverageState(optax.tree.zeros_like(params), jnp.zeros([], jnp.int32))
+
+  def update_fn(updates: Any, state: AverageState, params: Any = None) -> Any:
+    count = optax.safe_increment(state.count)
+    # (1 - decay) / (1 - decay ** count), to the last digits of float32.
+    weight = (1 - decay) / -jnp.expm1(count * jnp.log1p(decay - 1))
+    after = optax.apply_updates(params, updates)
+    closer = lambda mean, new: mean + weight * (new - mean)
+    averaged = jax.tree.map(closer, state.averaged_params, after)
+    return updates, AverageState(averaged, count)
+
+  return Transformation(init_fn, update_fn)
+
+
+def averaged(opt_state: Any, params: Any) -> Any:
+  """Returns the average that a state holds, or ``params`` if it holds none."""
+  return optax.tree.get(opt_state, "averaged_params", default=params)
+
+
+class PlateauState(NamedTuple):
+  """The state of ``scale_by_plateau``, equal on all workers."""
+
+  plateau: contrib.ReduceLROnPlateauState
+
+
+def scale_by_plateau() -> Transformation:
+  """Scales updates by 1, and by half as much after each plateau of the loss."""
+
+  def update_fn(updates: Any, state: PlateauState, params: Any = None) -> Any:
+    del params
+    return optax.tree.scale(state.plateau.scale, updates), state
+
+  return Transformation(lambda params: PlateauState(PLATEAU.init(params)), update_fn)
+
+
+def observe(opt_state: Any, loss: float) -> Any:
+  """Records the mean loss of some steps in a state that looks for a plateau."""
+  state = optax.tree.get(opt_state, "plateau")
+  if state is None:
+    return opt_state
+  # Where the next step, which was compiled for these places, looks for it.
+  places = jax.tree.map(lambda x: x.sharding, state)
+  return optax.tree.set(opt_state, plateau=_observe(places)(state, loss))
+
+
+@functools.cache
+def _observe(places: Any) -> Any:
+  def update(state: Any, loss: jax.Array) -> Any:
+    return PLATEAU.update({}, state, value=loss)[1]
+
+  return jax.jit(update, out_shardings=places)
+
+
+class Prepared(NamedTuple):
+  """A compiled step, with its bytes, its first state and its log."""
+
+  step: Callable[..., Any]
+  sent: tuple[int, int]  # by each worker in a step, and by a plain float32 mean
+  # From a seed and parameters to the state and the optimizer, for whose state a
+  # checkpoint is; None where gradcomp keeps no record of it.
+  start: Callable[[int, Any], tuple[Any, Any]]
+  log: Log
+
+
+def prepare(task: Task, batch: Batch, args: Namespace, make: Any) -> Prepared:
+  """Compiles a step by the optimizer that ``make`` returns for a seed."""
+  step, wire = compile_step(task, make(0), batch)
+  log = Log()
+  if args.inspect:
+    inspecting, _ = compile_step(task, make(0), batch, inspect=True)
+    log = Log(args.inspect, inspecting, round_steps=args.local_steps or 1)
+
+  def start(seed: int, params: Any) -> tuple[Any, Any]:
+    return init_state(task, make(seed), params), make(seed)
+
+  return Prepared(step, (wire.bytes_sent, wire.dense_bytes), start, log)
+
+
+def prepare_method(method: Any, task: Task, batch: Batch, args: Namespace) -> Prepared:
+  """Compiles the step of a method that replicates all parameters."""
+  make = lambda seed: make_optimizer(method, args, seed=seed)
+  prepared = prepare(task, batch, args, make)
+  if method is None:  # of JAX's own mean there is no record
+    start = prepared.start
+    return prepared._replace(start=lambda *given: (start(*given)[0], None))
+  warmed = isinstance(method, Redsync) and args.warmup
+  if not (warmed or args.local_steps):
+    return prepared
+  params = jax.eval_shape(task.init_params, 0)
+  plan = gradcomp.explain(make(0), params, workers=task.mesh.size)
+  sent, dense = prepared.sent
+  if warmed:
+    # The compiled step has a branch for the warm-up, too; this is what follows it.
+    sent, dense = plan.bytes_sent, round(plan.bytes_sent / plan.ratio)
+  if args.local_steps:
+    sent = round(sent / args.local_steps)
+    if jax.process_index() == 0:
+      print(plan)
+  return prepared._replace(sent=(sent, dense))

@@ -1,37 +1,21 @@
-"""Parsers of numbers on command lines, with errors that give the rule.
-
-The errors are argparse's, which puts the option before them.
-"""
+"""Parsers of numbers on command lines, whose errors give the rule."""
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 
-def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-  """Returns a parser of integers from ``least`` to ``most``."""
+def number(
+  kind: Any, rule: str, allowed: Callable[[Any], bool]
+) -> Callable[[str], Any]:
+  """Returns a parser of the integers or floats that are allowed; NaN never is."""
 
-  def parse(text: str) -> int:
+  def parse(text: str) -> Any:
     try:
-      value = int(text)
+      value = kind(text)
     except ValueError:
-      raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
-    if value < least:
-      raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-    if value > most:
-      raise argparse.ArgumentTypeError(f"must be at most {most}, got {text}")
-    return value
-
-  return parse
-
-
-def real(rule: str, allowed: Callable[[float], bool]) -> Callable[[str], float]:
-  """Returns a parser of numbers that are allowed; NaN never is."""
-
-  def parse(text: str) -> float:
-    try:
-      value = float(text)
-    except ValueError:
-      raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+      said = f"must be {'an integer' if kind is int else 'a number'}, got {text!r}"
+      raise argparse.ArgumentTypeError(said) from None
     if not allowed(value):
       raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
     return value
@@ -39,12 +23,9 @@ def real(rule: str, allowed: Callable[[float], bool]) -> Callable[[str], float]:
   return parse
 
 
-def bucket(text: str) -> int:
-  """Parses the size of a bucket, a multiple of 32."""
-  value = whole(32)(text)
-  if value % 32:
-    raise argparse.ArgumentTypeError(f"must be a multiple of 32, got {text}")
-  return value
+def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], Any]:
+  """Returns a parser of integers from ``least`` to ``most``."""
+  return number(int, f"from {least} to {most}", lambda x: least <= x <= most)
 
 
 _MOST = 1e9  # below which float32 holds squares and sums of a few
@@ -53,8 +34,9 @@ positive = whole(1)
 natural = whole(0)
 seed = whole(0, 2**32 - 1)
 devices = whole(1, 4096)
-positive_float = real(f"above 0 and at most {_MOST:g}", lambda x: 0 < x <= _MOST)
-at_least_0 = real(f"from 0 to {_MOST:g}", lambda x: 0 <= x <= _MOST)
-fraction = real("in (0, 1)", lambda x: 0 < x < 1)
-share = real("in [0, 1)", lambda x: 0 <= x < 1)
-part = real("in (0, 1]", lambda x: 0 < x <= 1)
+bucket = number(int, "a multiple of 32", lambda x: 0 < x < 2**31 and x % 32 == 0)
+positive_float = number(float, f"above 0, at most {_MOST:g}", lambda x: 0 < x <= _MOST)
+at_least_0 = number(float, f"from 0 to {_MOST:g}", lambda x: 0 <= x <= _MOST)
+fraction = number(float, "in (0, 1)", lambda x: 0 < x < 1)
+share = number(float, "in [0, 1)", lambda x: 0 <= x < 1)
+part = number(float, "in (0, 1]", lambda x: 0 < x <= 1)

@@ -5,83 +5,85 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from matplotlib.figure import Figure
 
-from examples.lib import inspections
 from examples.lib.parsing import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the options of a trainer that inspects the compression of each leaf."""
-  group = parser.add_argument_group("telemetry")
-  group.add_argument(
-    "--inspect",
-    type=positive,
-    metavar="K",
-    help="inspect what is sent every K steps: a table at the end, and two plots",
-  )
-  group.add_argument(
-    "--output", type=Path, default=Path("results"), help="folder of the plots"
-  )
-
-
-def ends_round(number: int, round_steps: int, *, first: int, every: int) -> bool:
-  """Returns True if a step ends the round of ``first``, ``first + every`` and so on."""
-  if number % round_steps:
-    return False
-  after = number - first
-  return after // every > (after - round_steps) // every
+  add = parser.add_argument_group("telemetry").add_argument
+  said = "inspect what is sent every K steps: a table at the end, and two plots"
+  add("--inspect", type=positive, metavar="K", help=said)
+  add("--output", type=Path, default=Path("results"), help="folder of the plots")
 
 
 class Log:
-  """Keeps the inspections of a run.
+  """Keeps what ``step`` inspects every so many steps, in the last step of a round."""
 
-  Args:
-    every: the steps from one inspection to the next; None for none.
-    step: a train step that inspects itself.
-    round_steps: the steps of a round, in whose last one something is sent.
-  """
-
-  def __init__(
-    self, every: int | None = None, step: Any = None, *, round_steps: int = 1
-  ):
-    self.every = every
-    self.step = step
-    self.round_steps = round_steps
-    self.steps: list[int] = []
-    self.found: list[Any] = []
+  def __init__(self, every: int | None = None, step: Any = None, round_steps: int = 1):
+    self.every, self.step, self.round_steps = every, step, round_steps
+    self.found: dict[int, Any] = {}
 
   def takes(self, number: int) -> bool:
-    """Returns True for steps to inspect: the first, and every ``every`` steps from it.
+    """Returns whether the step, or one before it in its round, is to be inspected."""
+    if self.every is None or number % self.round_steps:
+      return False
+    return (number - 1) // self.every > (number - 1 - self.round_steps) // self.every
 
-    In place of such a step, the last of its round is.
-    """
-    every, steps = self.every, self.round_steps
-    return every is not None and ends_round(number, steps, first=1, every=every)
-
-  def keep(self, number: int, metrics: Any) -> None:
-    """Keeps the inspection of a step, if there was one."""
+  def keep(self, number: int, found: Any) -> None:
+    """Keeps the inspection of a step, if it was to be inspected."""
     if self.takes(number):
-      self.steps.append(number)
-      self.found.append(jax.device_get(metrics["inspection"]))
+      self.found[number] = jax.device_get(found)
 
-  def write(self, folder: Path, name: str) -> list[Path]:
-    """Prints the last inspection as a table, and draws two figures in the folder.
-
-    Returns:
-      The paths of the figures; none where nothing was inspected.
-    """
-    if not self.found:
-      return []
-    last = self.found[-1]
-    print(f"step {self.steps[-1]} of {name}:\n{last}")
-    figures = {
-      "errors": inspections.errors(last),
-      "telemetry": inspections.curves(self.found, self.steps),
-    }
+  def write(self, folder: Path, name: str) -> None:
+    """Prints the last inspection as a table, and draws two figures in the folder."""
+    if not self.found or jax.process_index():
+      return
+    number, last = [*self.found.items()][-1]
+    print(f"step {number} of {name}:\n{last}")
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    figures = {"errors": errors(last), "telemetry": curves(self.found)}
     for kind, figure in figures.items():
       figure.suptitle(name)
-      written.append(folder / f"{name}-{kind}.png")
-      figure.savefig(written[-1], dpi=150)
-    return written
+      figure.savefig(folder / f"{name}-{kind}.png", dpi=150)
+
+
+def errors(found: Any) -> Figure:
+  """Draws the relative error and the cosine of each leaf of a step."""
+  names, places = list(found.leaves), range(len(found.leaves))
+  height = 1.2 + min(max(0.2 * len(names), 1.0), 30.0)
+  figure = Figure(figsize=(9, height), layout="constrained")
+  labels = {"relative_error": "of what was sent", "cosine": "to the true mean"}
+  axes = figure.subplots(1, 2, sharey=True)
+  for ax, (field, label) in zip(axes, labels.items(), strict=True):
+    ax.barh(places, [getattr(x, field) for x in found.leaves.values()], height=0.8)
+    whole = float(getattr(found.total, field))
+    ax.axvline(whole, color="black", linewidth=1, linestyle="--")
+    ax.set_title(f"all leaves: {whole:.4g}", fontsize="medium")
+    ax.set_xlabel(f"{field.replace('_', ' ')} {label}")
+    ax.grid(axis="x", alpha=0.3)
+  axes[0].set_yticks(places, names, fontsize="small")
+  axes[0].set_ylim(len(names) - 0.5, -0.5)
+  return figure
+
+
+def curves(found: dict[int, Any]) -> Figure:
+  """Draws errors, norms and zeros of all leaves together over the steps."""
+  figure = Figure(figsize=(12, 3.8), layout="constrained")
+  panels = {
+    "error": ("relative_error", "cosine"),
+    "norms": ("gradient_norm", "residual_norm", "owner_residual_norm"),
+    "share of zeros": ("zeros",),
+  }
+  axes = figure.subplots(1, 3, sharex=True)
+  for ax, (title, fields) in zip(axes, panels.items(), strict=True):
+    for field in fields:
+      values = np.array([getattr(x.total, field) for x in found.values()])
+      if title != "norms" or np.any(values > 0):  # nothing may be kept
+        ax.plot([*found], values, marker=".", label=field.replace("_", " "))
+    ax.set(title=title, yscale="log" if title == "norms" else "linear", xlabel="step")
+    ax.grid(alpha=0.3)
+    ax.legend()
+  return figure

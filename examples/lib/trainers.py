@@ -49,15 +49,10 @@ def main(
   argv: Sequence[str] | None = None,
   axes: Mapping[str, int] = MappingProxyType({"data": 8}),
 ) -> None:
-  """Trains plainly and compressed, and prints losses and bytes of both.
+  """Prints losses, and bytes over the first axis, of plain and compressed training.
 
-  Args:
-    title: of the example.
-    train: takes the steps, and whether to compress; returns the last loss, and the
-      lowered program of a step.
-    argv: the command line.
-    axes: those of the mesh, with their sizes. All are Auto ones, as these trainers have
-      them. Bytes are those over the first.
+  ``train(steps, compressed)`` returns the last loss and the lowered program of a step.
+  The axes of the mesh are Auto ones, as these trainers have them.
   """
   parser = argparse.ArgumentParser(description=title.splitlines()[0])
   parser.add_argument("--steps", type=positive, default=40, help="default: 40")

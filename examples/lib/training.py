@@ -1,82 +1,121 @@
-"""Training: compiles a step, counts its bytes, and follows the curve of one seed."""
+"""A task to train on: the functions of a network, its loss, its test and its step."""
 
-import math
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from flax import linen, nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from examples.lib.averaging import averaged
-from examples.lib.calling import Model, functions
-from examples.lib.checkpoints import Saved
-from examples.lib.plateau import observe
-from examples.lib.progress import Progress
-from examples.lib.telemetry import Log
 
 AXIS = "data"
 Batch = tuple[np.ndarray, np.ndarray]  # inputs and labels: a Split, or Tokens
-REPLICATED = PartitionSpec()
-NOWHERE = Saved()
+REPLICATED = P()
 _SCORED = 8192  # labels that are tested at once
+Model = Callable[..., nnx.Module] | linen.Module
 
 
-class Point(NamedTuple):
-  """A point of a curve."""
+class Functions(NamedTuple):
+  """The functions of a network, each of its parameters."""
 
-  step: int
-  bytes_sent: int  # by each worker, in all steps so far
-  train_loss: float  # mean over the steps since the point before
-  test_loss: float
-  test_accuracy: float
+  init: Callable[..., Any]  # key -> params
+  # params, inputs, key for dropout or None, scan= where blocks are a loop -> logits
+  train: Callable[..., jax.Array]
+  # params, inputs -> what batch norms normalize by; None where there are none.
+  statistics: Callable[..., Any] | None
+  test: Callable[..., jax.Array]  # params, statistics, inputs -> logits
+  drops: bool  # whether there is dropout
+  scans: bool = False  # whether blocks are a loop over stacked parameters
 
 
-class Run(NamedTuple):
-  """The results of one codec with one seed."""
+def functions(model: Model, inputs: np.ndarray) -> Functions:
+  """Returns the functions of a network of flax nnx, made from ``rngs``, or of linen.
 
-  codec: str
-  seed: int
-  bytes_a_step: int  # sent by each worker, read from the compiled step
-  f32_bytes_a_step: int  # what a plain float32 mean of the same gradient sends
-  step_ms: float  # median
-  points: list[Point]
+  One of nnx with dropout takes ``rngs`` beside its inputs; one of linen has the rate as
+  its field ``dropout``, and takes ``train``, and with the field ``stacked`` ``scan``.
+  """
+  return _of_linen(model, inputs) if isinstance(model, linen.Module) else _of_nnx(model)
+
+
+def _of_linen(model: linen.Module, inputs: np.ndarray) -> Functions:
+  drops = getattr(model, "dropout", 0.0) > 0
+
+  def train(params: Any, inputs: jax.Array, key: Any, **loop: Any) -> jax.Array:
+    if not drops:
+      return model.apply({"params": params}, inputs, **loop)
+    rngs = {} if key is None else {"dropout": key}
+    return model.apply({"params": params}, inputs, train=True, rngs=rngs, **loop)
+
+  return Functions(
+    init=lambda key: model.init(key, inputs)["params"],
+    train=train,
+    statistics=None,
+    test=lambda params, _, inputs: model.apply({"params": params}, inputs),
+    drops=drops,
+    scans=getattr(model, "stacked", False),
+  )
+
+
+def _of_nnx(model: Callable[..., nnx.Module]) -> Functions:
+  shapes = nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0)))
+  parts = [part for _, part in nnx.iter_modules(shapes)]
+  drops = any(isinstance(part, nnx.Dropout) and part.rate > 0 for part in parts)
+
+  def graph(**modes: bool) -> Any:
+    """Returns the network without its arrays, in other modes than it was made in."""
+    shapes.set_attributes(**modes, raise_if_not_found=False)
+    definition, _, kept = nnx.split(shapes, nnx.Param, nnx.BatchStat)
+    return definition, kept
+
+  training, kept = graph(deterministic=False, use_running_average=False)
+  looking, _ = graph(deterministic=True, use_running_average=False)
+  testing, _ = graph(deterministic=True, use_running_average=True)
+
+  def blank() -> Any:
+    """Makes statistics that are not read before they are set."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
+
+  def train(params: Any, inputs: jax.Array, key: jax.Array | None) -> jax.Array:
+    rngs = {"rngs": nnx.Rngs(dropout=key)} if drops and key is not None else {}
+    return nnx.merge(training, params, blank())(inputs, **rngs)
+
+  def statistics(params: Any, inputs: jax.Array) -> Any:
+    network = nnx.merge(looking, params, blank())
+    network(inputs)
+    return nnx.state(network, nnx.BatchStat)
+
+  def test(params: Any, statistics: Any, inputs: jax.Array) -> jax.Array:
+    found = kept if statistics is None else statistics
+    return nnx.merge(testing, params, found)(inputs)
+
+  return Functions(
+    init=lambda key: nnx.state(model(rngs=nnx.Rngs(key)), nnx.Param),
+    train=train,
+    statistics=statistics if jax.tree.leaves(kept) else None,
+    test=test,
+    drops=drops,
+  )
 
 
 class Task:
   """A model and a test set on a mesh, which all runs of a comparison share.
 
-  Args:
-    model: makes the network of flax nnx from ``rngs``, or is one of flax linen.
-    test: evaluated whole, on one device of each process.
-    mesh: all devices, on the axis ``AXIS``.
-    spec: how parameters lie on the mesh; by default all devices have all of them.
-    known: inputs to train on, by whose statistics a batch norm normalizes in tests.
-
-  Attributes:
-    loss_fn: the mean loss of ``(params, batch)``. Networks with dropout also need
-      ``rng``, a key, and those with a loop over their blocks ``scan``.
-    drops: whether the network has dropout.
+  ``loss_fn`` is the mean loss of ``(params, batch)``. Networks with dropout also need
+  ``rng``, a key, and those with a loop over their blocks ``scan``. A batch norm
+  normalizes in tests by the statistics of the ``known`` inputs.
   """
 
   def __init__(
-    self,
-    model: Model,
-    test: Batch,
-    mesh: Mesh,
-    spec: PartitionSpec = REPLICATED,
-    known: np.ndarray | None = None,
+    self, model: Model, test: Batch, mesh: Mesh, spec: P = REPLICATED, known: Any = None
   ):
     network = functions(model, test[0][:1])
     if network.statistics and known is None:
-      raise ValueError(
-        "`known` must be inputs to train on, for a network with batch norm, got None."
-      )
+      raise ValueError("`known` must be inputs to train on, for batch norm, got None.")
 
     def loss_of(params: Any, batch: Batch, rng: Any, **loop: Any) -> jax.Array:
       inputs, labels = batch
@@ -86,9 +125,7 @@ class Task:
     def loss_fn(params: Any, batch: Batch, rng: jax.Array | None = None) -> jax.Array:
       return loss_of(params, batch, rng)
 
-    def scanned(
-      params: Any, batch: Batch, rng: jax.Array | None = None, *, scan: Any
-    ) -> jax.Array:
+    def scanned(params: Any, batch: Batch, rng: Any = None, *, scan: Any) -> jax.Array:
       return loss_of(params, batch, rng, scan=scan)
 
     def scores(params: Any, statistics: Any, batch: Batch) -> jax.Array:
@@ -107,10 +144,8 @@ class Task:
     # Jitted, so that every process places the same parameters on its own devices.
     self._init = jax.jit(network.init, out_shardings=NamedSharding(mesh, spec))
     self._whole = jax.jit(lambda x: x, out_shardings=replicated)
-    self._key = jax.jit(
-      lambda seed, step: jax.random.fold_in(jax.random.key(seed), step),
-      out_shardings=replicated,
-    )
+    key_of = lambda seed, step: jax.random.fold_in(jax.random.key(seed), step)
+    self._key = jax.jit(key_of, out_shardings=replicated)
 
   def init_params(self, seed: int) -> Any:
     """Draws parameters on all devices; equal seeds give equal parameters."""
@@ -123,15 +158,13 @@ class Task:
 
   def place(self, batch: Batch) -> Batch:
     """Places a batch on the workers, from the part that each process holds."""
-    cut = NamedSharding(self.mesh, PartitionSpec(AXIS))
+    cut = NamedSharding(self.mesh, P(AXIS))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(cut, x), batch)
 
   def evaluate(self, params: Any) -> tuple[float, float]:
-    """Computes mean loss and accuracy on the test set.
-
-    Every worker holds the same parameters, to the bit, so one device's copy serves and
-    no process has to wait for another, unless parameters are cut.
-    """
+    """Computes mean loss and accuracy on the test set."""
+    # All workers hold the same bits, so one device's copy serves, and no process waits
+    # for another, unless parameters are cut.
     if not all(x.is_fully_replicated for x in jax.tree.leaves(params)):
       params = self._whole(params)
     local = jax.tree.map(lambda x: x.addressable_data(0), params)
@@ -148,19 +181,11 @@ class Task:
 
 
 def compile_step(
-  task: Task,
-  optimizer: optax.GradientTransformation,
-  batch: Batch,
-  *,
-  inspect: bool = False,
+  task: Task, optimizer: Any, batch: Batch, *, inspect: bool = False
 ) -> tuple[Callable[..., Any], Any]:
-  """Compiles a train step, and returns it with the report of the bytes it sends.
-
-  With ``inspect`` the step inspects the compression of each leaf, too.
-  """
-  step = gradcomp.make_train_step(
-    task.loss_fn, optimizer, axis_name=AXIS, mesh=task.mesh
-  )
+  """Compiles a train step, which may inspect itself; returns its bytes, too."""
+  over = {"axis_name": AXIS, "mesh": task.mesh}
+  step = gradcomp.make_train_step(task.loss_fn, optimizer, **over)
   params = task.init_params(0)
   args = params, init_state(task, optimizer, params), task.place(batch)
   own = {"inspect": True} if inspect else {}
@@ -172,64 +197,3 @@ def init_state(task: Task, optimizer: optax.GradientTransformation, params: Any)
   """Makes the optimizer's state, with residuals spread over the workers."""
   with jax.set_mesh(task.mesh):
     return optimizer.init(params)
-
-
-def mean_here(loss: jax.Array) -> float:
-  """Averages over the workers of this process, where each has a loss of its own."""
-  return float(np.mean([x.data for x in loss.addressable_shards], dtype=np.float64))
-
-
-def train(
-  task: Task,
-  step: Callable[..., Any],
-  params: Any,
-  opt_state: Any,
-  batches: Iterator[Batch],
-  *,
-  steps: int,
-  evaluate_every: int,
-  bytes_a_step: int,
-  progress: Progress,
-  options: Callable[[int], dict[str, Any]] = lambda step: {},
-  saved: Saved = NOWHERE,
-  log: Log | None = None,
-) -> tuple[list[Point], float]:
-  """Runs steps up to number ``steps``, counting the steps of earlier runs.
-
-  Args:
-    options: returns the further arguments of the step with a number.
-    saved: where the run goes on from, and what keeps it.
-    log: takes some steps of its own, and keeps what they show.
-
-  Returns:
-    The curve, and the median time of a step in milliseconds, NaN if all steps had been
-    done before.
-  """
-  log = Log() if log is None else log
-  first, (params, opt_state), curve = saved.restore(
-    (params, opt_state), batches, {"points": [], "losses": []}
-  )
-  points, losses = [Point(*point) for point in curve["points"]], curve["losses"]
-  seconds: list[float] = []
-  progress.skip(first)
-  for done in range(first + 1, steps + 1):
-    batch = task.place(next(batches))
-    start = time.perf_counter()
-    run = log.step if log.takes(done) else step
-    params, opt_state, metrics = jax.block_until_ready(
-      run(params, opt_state, batch, **options(done))
-    )
-    seconds.append(time.perf_counter() - start)
-    losses.append(mean_here(metrics["loss"]))
-    log.keep(done, metrics)
-    facts = {}
-    if done % evaluate_every == 0 or done == steps:
-      test_loss, accuracy = task.evaluate(averaged(opt_state, params))
-      train_loss = statistics.fmean(losses)
-      points.append(Point(done, done * bytes_a_step, train_loss, test_loss, accuracy))
-      losses.clear()
-      facts = {"loss": f"{train_loss:.4f}", "accuracy": f"{accuracy:.2%}"}
-      opt_state = observe(opt_state, train_loss)
-    saved.save(done, (params, opt_state), {"points": points, "losses": losses})
-    progress.step(**facts)
-  return points, 1000 * statistics.median(seconds or [math.nan])

@@ -16,14 +16,8 @@ from pathlib import Path
 from examples.lib.parsing import positive
 
 # The package of each, by the name of its file.
-PACKAGES = {
-  "linen": "flax",
-  "nnx": "flax",
-  "equinox": "equinox",
-  "tunix": "google-tunix",
-  "kauldron": "kauldron",
-  "maxtext": "jax",
-}
+PACKAGES = {"linen": "flax", "nnx": "flax", "equinox": "equinox"}
+PACKAGES |= {"tunix": "google-tunix", "kauldron": "kauldron", "maxtext": "jax"}
 COLUMNS = ("trainer", "version", "what changes", "lines changed", "bytes a step")
 COLUMNS += ("plain", "loss", "plain loss")
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gradcomp._src.kernels.gpu import dispatch, self_check
+from gradcomp._src.kernels.gpu import dispatch, table
 
 Operand = tuple[Array, Array]  # elements, [rows, K], and scales, [rows, blocks]
 
@@ -21,9 +21,7 @@ def multiply(a: Operand, b: Operand) -> Array:
   # jax.shard_map, with JAX 0.10: "failed to legalize operation 'mhlo.unknown'".
   operands = *a, *b
   able = lambda *given: (
-    _decoded(*given)
-    if self_check.older_than(self_check.BLACKWELL)
-    else _by_unit(*given)
+    _decoded(*given) if table.older_than(table.BLACKWELL) else _by_unit(*given)
   )
   reference = jax.jit(_decoded).trace(*operands)
   return dispatch.by_platform(operands, {"cuda": able}, reference)

@@ -12,9 +12,9 @@ from jax import Array, lax
 
 from gradcomp._src.kernels.block_float import reference
 from gradcomp._src.kernels.common.fixed_point import exact_divide, rounding_lanes
-from gradcomp._src.kernels.gpu.tiles import Encoded, refusal_of_tiles, typed
-from gradcomp._src.kernels.tpu.lines import LANES, Launch
-from gradcomp._src.kernels.tpu.lines import decode as decode_lines
+from gradcomp._src.kernels.gpu.tiles import Encoded, completed, refusal_of_tiles
+from gradcomp._src.kernels.tpu import lines
+from gradcomp._src.kernels.tpu.lines import LANES
 
 _INFINITY = np.int32(0x7F800000)
 
@@ -24,6 +24,7 @@ def refusal(size: int, form: reference.Form) -> str:
   return refusal_of_tiles(size, form.planes * form.bucket_size)
 
 
+@completed(reference.encode_rows, lambda tiles, form: tiles)
 def encode_rows(
   x: Array,
   shared: Array | None,
@@ -33,29 +34,10 @@ def encode_rows(
   interpret: Any = False,
 ) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
-  tile, flat = form.planes * form.bucket_size, x.reshape(-1)
-  whole = flat.size // tile
-  scales = lambda part: None if shared is None else shared[part]
-  first = flat[: whole * tile].reshape(-1, LANES)
-  rows = [_encode_tiles(first, scales(slice(whole)), dither, form, interpret)]
-  if (rest := flat[whole * tile :]).size:
-    own = scales(slice(whole, None))
-    last, _ = reference.encode_rows(rest, own, dither, form=form, first_row=whole)
-    rows.append(last)
-  return jnp.concatenate(rows), None
-
-
-def _encode_tiles(
-  x: Array,
-  shared: Array | None,
-  dither: Array | None,
-  form: reference.Form,
-  interpret: Any,
-) -> Array:
-  """Encodes whole tiles, ``float32[tiles * P, 128]``: ``uint32[tiles, words]``."""
   from jax.experimental import pallas as pl
 
-  tiles = len(x) // form.planes
+  tile = form.planes * form.bucket_size
+  tiles = x.size // tile
   block = LANES if tiles >= LANES else tiles
 
   def kernel(x_ref: Any, *refs: Any) -> None:
@@ -69,22 +51,16 @@ def _encode_tiles(
     columns = _columns(map(plane, range(form.planes)), lanes, tensor, form)
     out[...] = columns.T
 
-  at = lambda number: (number, 0)
-  operands = [x] if shared is None else [x, shared]
-  specs = [pl.BlockSpec((block * form.planes, LANES), at)]
-  specs += [pl.BlockSpec((block, 1), at)] * (len(operands) - 1)
+  given = [(x.reshape(-1)[: tiles * tile].reshape(-1, LANES), block * form.planes)]
+  if shared is not None:
+    given.append((shared, block))
   if dither is not None:
-    operands.append(jnp.broadcast_to(jnp.asarray(dither)[:, None], (3, LANES)))
-    specs.append(pl.BlockSpec((3, LANES), lambda number: (0, 0)))
-  return pl.pallas_call(
-    kernel,
-    grid=(-(-tiles // block),),
-    in_specs=specs,
-    out_specs=pl.BlockSpec((block, form.row_words), at),
-    out_shape=typed(x, (tiles, form.row_words), jnp.uint32),
-    interpret=interpret,
-    name="block_float_encode",
-  )(*operands)
+    given.append((jnp.broadcast_to(jnp.asarray(dither)[:, None], (3, LANES)), 0))
+  out = [((tiles, form.row_words), block, jnp.uint32)]
+  grid = -(-tiles // block)
+  (rows,) = lines.run(kernel, grid, given, out, "block_float_encode", interpret)
+  missing = x.size > tiles * tile  # a row
+  return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows, None
 
 
 def _columns(
@@ -139,6 +115,7 @@ def decode_rows(rows: Array, *, form: reference.Form, interpret: Any = False) ->
     return parts
 
   given = lax.bitcast_convert_type(rows, jnp.int32).reshape(-1, rows.shape[-1])
-  launch = Launch("block_float_decode", form.planes * words, LANES, interpret=interpret)
-  found = decode_lines(body, [given], launch)
+  tile = form.planes * words
+  launch = lines.Launch("block_float_decode", tile, LANES, interpret=interpret)
+  found = lines.decode(body, [given], launch)
   return found.reshape(*rows.shape[:-1], form.planes, words)

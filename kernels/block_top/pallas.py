@@ -8,7 +8,6 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from gradcomp._src.kernels.block_top import reference
@@ -79,23 +78,14 @@ def _coded(entries: list[Entry], scale: Array | None, form: Form) -> list[Entry]
   """Returns the codes of entries, and their values where codes hold none."""
   if scale is not None:
     return [(reference.code(*e, scale, form, exact_quotient), e[1]) for e in entries]
-  coded = []
-  for behind, value in entries:
-    words = float_words(value)
-    some = (words << 1) > 0
-    value = floats(jnp.where(some, words, jnp.uint32(0)))
-    coded.append((jnp.where(some, behind, jnp.uint32(0)), value))
-  return coded
+  return [(place, floats(words)) for place, words in map(reference.exact, entries)]
 
 
 def _decoded(block: Block, sent: list[Entry], scale: Array | None, form: Form) -> Array:
   """Decodes the codes of blocks: ``float32[..., B]``."""
   codes, exact = zip(*sent, strict=True)
   if scale is None:
-    # Pallas lowers no jnp.isfinite.
-    finite = functools.reduce(jnp.logical_and, [jnp.abs(v) < np.inf for v in exact])
-    found = [jnp.where(finite, value, np.nan) for value in exact]
-    others = jnp.where(finite, jnp.float32(0), np.nan)
+    found, others = reference.finite_values(exact)
   else:
     found = [reference.values(code, scale, form) for code in codes]
     others = scale * 0

@@ -159,12 +159,16 @@ def rows_of_entries(entries: Sequence[Entry], form: Form) -> Array:
       parts.append(packed_codes(code(behind, value, scale, form), form))
     parts.append(planes.float_words(scale))
   else:
-    for behind, value in entries:
-      words = planes.float_words(value)
-      some = (words << 1) > 0  # minus zero is sent as zero, and as nothing
-      parts.append(packed_codes(jnp.where(some, behind, np.uint32(0)), form))
-      parts.append(jnp.where(some, words, np.uint32(0)))
+    for place, words in map(exact, entries):
+      parts += [packed_codes(place, form), words]
   return jnp.concatenate(parts, axis=1)
+
+
+def exact(entry: Entry) -> Entry:
+  """Returns the codes and the words of an entry that is sent as it is."""
+  behind, words = entry[0], planes.float_words(entry[1])
+  some = (words << 1) > 0  # minus zero is sent as zero, and as nothing
+  return jnp.where(some, behind, np.uint32(0)), jnp.where(some, words, np.uint32(0))
 
 
 def remainder(x: Array, rows: Array, form: Form) -> Array:
@@ -256,10 +260,16 @@ def entries_of_rows(rows: Array, form: Form) -> Entries:
     scale = planes.floats(rows[..., -1:])
     sent = [values(code, scale, form) for code in codes]
     return list(zip(places, sent, strict=True)), jnp.broadcast_to(scale * 0, shape)
-  sent = [planes.floats(part[..., WORDS:]) for part in parts]
-  finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, sent))
-  sent = [jnp.where(finite, value, np.nan) for value in sent]
-  return list(zip(places, sent, strict=True)), jnp.where(finite, 0.0, np.nan)
+  sent, others = finite_values([planes.floats(part[..., WORDS:]) for part in parts])
+  return list(zip(places, sent, strict=True)), others
+
+
+def finite_values(values: Sequence[Array]) -> tuple[list[Array], Array]:
+  """Returns exact values of blocks, and others, all NaN where one is not finite."""
+  # Pallas lowers no jnp.isfinite.
+  finite = functools.reduce(jnp.logical_and, [jnp.abs(x) < np.inf for x in values])
+  others = jnp.where(finite, np.float32(0), np.float32(np.nan))
+  return [jnp.where(finite, x, np.float32(np.nan)) for x in values], others
 
 
 def decode_rows(rows: Array, form: Form) -> Array:

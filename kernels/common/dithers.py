@@ -69,7 +69,7 @@ def random_lanes(
   eight lanes may depend on each other.
 
   Args:
-    dither: the result of :func:`dither`.
+    dither: ``uint32[3]``, as ``context.drawn`` of a codec.
     shape: the rows and columns of a lane.
     lanes: the number of lanes.
     first_row: the number of the first row, for a caller with part of the rows.

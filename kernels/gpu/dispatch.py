@@ -7,7 +7,6 @@ Pallas everywhere.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -17,15 +16,10 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from gradcomp._src import checks
-from gradcomp._src.kernels.gpu import self_check, tiles
+from gradcomp._src.kernels.gpu import self_check, table, tiles
 
 Implementation = Literal["xla", "pallas", "pallas_interpret"]
 RULE = checks.choice(Implementation, none=True)
-
-_SEE = checks.see("runs-the-reference-instead")
-
-# Whatever the filters of warnings say, each text once in a process.
-_warn_once = functools.cache(warnings.warn)
 
 _Function = Callable[..., Any]
 _Named = tuple[tuple[str, _Function], ...]  # kernels, by their platforms
@@ -34,8 +28,9 @@ _Named = tuple[tuple[str, _Function], ...]  # kernels, by their platforms
 class Operation(NamedTuple):
   """The functions of an operation; a kernel may be why there is none, a sentence."""
 
+  name: str  # in the table of kernels
   xla: _Function
-  pallas: _Function | str
+  cuda: _Function | str
   tpu: _Function | str = "there is no such kernel for this operation"
 
 
@@ -48,6 +43,7 @@ def encoder(
 ) -> _Function:
   """Returns an encoder that chooses one of the modules' ``encode_rows``."""
   # `refusal` is the reason why no kernel for GPUs can encode so many elements, or "".
+  folder = reference.__name__.split(".")[-2]
 
   def encode_rows(
     x: Array,
@@ -55,17 +51,23 @@ def encoder(
     form: tiles.Form,
     implementation: Implementation | None = None,
   ) -> tiles.Encoded:
+    name = getattr(form, "name", folder) + _given(*operands[:1])
     functions = Operation(
-      reference.encode_rows, refusal(x.size, form) or pallas.encode_rows
+      name, reference.encode_rows, refusal(x.size, form) or pallas.encode_rows
     )
     if tpu is not None:
       no = tpu.refusal(x.size, form)
       functions = functions._replace(tpu=no or tpu.encode_rows)
-    tile = form.planes * form.bucket_size
-    example = lambda size: self_check.few_tiles(size, tile, *operands)
-    return run(functions, implementation, (x, *operands), {"form": form}, example)
+    return run(functions, implementation, (x, *operands), {"form": form})
 
   return encode_rows
+
+
+def _given(scale: tiles.Operand = None) -> str:
+  """Names the scales that an encoder is given, as far as its time depends on them."""
+  if scale is None:
+    return ""
+  return ", scales" if scale.ndim > 1 and scale.shape[1] > 1 else ", one scale"
 
 
 def run(
@@ -73,36 +75,24 @@ def run(
   implementation: Implementation | None,
   operands: tuple[Any, ...],
   options: dict[str, Any],
-  example: Callable[[int], self_check.Example],
 ) -> Any:
   """Calls one implementation with the operands, and returns its result."""
-  # In a process with GPUs or TPUs, `self_check.verdict` first compares a kernel with
-  # `"xla"` on a small input. Where the kernel fails or gives other bits, None warns of
-  # it once and takes `"xla"`, and the name raises RuntimeError. None also takes `"xla"`
-  # where it is faster. All processes of a run do the same. `"pallas_interpret"` is for
-  # tests on any backend. None takes `"pallas"` on CUDA devices from Hopper on, and the
-  # kernel for TPUs on those, where there is such a kernel, and `"xla"` elsewhere, as a
-  # program is lowered. Options are static, and hashable. `example` makes an input of
-  # some elements, only where there is a device.
+  # None takes a kernel where the table of a program's devices has it. `"pallas"` takes
+  # it on any device that can run it, and `"pallas_interpret"` is for tests on any
+  # backend. Options are static, and hashable.
   xla = _jitted(operation.xla, **options)
-  if implementation == "xla":
-    return xla(*operands)
-  reference = functools.partial(operation.xla, **options)
-  found, kernels = operation.pallas, dict[str, _Function]()
   if implementation is None:
-    if not isinstance(found, str):
-      cuda = functools.partial(found, **options)
-      if _approved(cuda, reference, example, "cuda"):
-        # A program may be traced before JAX has looked for devices, but not lowered.
-        able = lambda *given: (xla if self_check.too_old() else cuda)(*given)
-        kernels["cuda"] = able
-    if not isinstance(operation.tpu, str):
-      tpu = functools.partial(operation.tpu, **options)
-      if _approved(tpu, reference, example, "tpu"):
-        kernels[_MOSAIC] = tpu
-    if not kernels:
-      return xla(*operands)
-    return by_platform(operands, kernels, xla.trace(*operands))
+    kernels = {
+      name: _by_table(operation, platform, operands, options)
+      for platform, name in (("cuda", "cuda"), ("tpu", _MOSAIC))
+      if not isinstance(getattr(operation, platform), str)
+    }
+    if kernels:
+      return by_platform(operands, kernels, xla.trace(*operands))
+  if implementation in (None, "xla"):
+    return xla(*operands)
+  platform = "tpu" if jax.default_backend() == "tpu" else "cuda"
+  found = getattr(operation, platform)
   if isinstance(found, str):
     raise ValueError(
       f'`implementation` must be None or "xla" here, got {implementation!r}: {found}.'
@@ -115,34 +105,32 @@ def run(
       f"`implementation` must be one that runs here, got {implementation!r}, which "
       f'needs {missing}; use None, which takes the fastest, or "xla".'
     )
-  _approved(kernel, reference, example, "cuda", named=True)
+  if self_check.is_on(platform):
+    self_check.require(kernel, operation.xla, operands, platform)
   return kernel(*operands)
 
 
-def _approved(
-  kernel: functools.partial[Any],
-  reference: _Function,
-  example: Callable[[int], self_check.Example],
-  platform: str,
-  *,
-  named: bool = False,
-) -> bool:
-  """Returns whether programs take a kernel; RuntimeError if one that is named fails."""
-  verdict = self_check.verdict(kernel, reference, example, platform)
-  if wrong := verdict.failure:
-    if named:
-      raise RuntimeError(f'{wrong} Use `implementation` None or "xla".{_SEE}')
-    _warn_once(f"{wrong} XLA runs the reference instead.{_SEE}", RuntimeWarning)
-  return verdict.for_kernel
+def _by_table(
+  operation: Operation, platform: str, operands: Any, options: Mapping[str, Any]
+) -> _Function:
+  """Returns a function that takes a kernel or XLA's code, as a program is lowered."""
+  # It may be traced before JAX has looked for devices.
+  kernel = functools.partial(getattr(operation, platform), **options)
+  xla = _jitted(operation.xla, **options)
+  size = max(x.size for x in jax.tree.leaves(operands))
+  serves = lambda: table.serves(platform, operation.name, size)
+  if self_check.is_on(platform) and serves():
+    self_check.require(kernel, operation.xla, operands, platform)
+  return lambda *given: (kernel if serves() else xla)(*given)
 
 
 def _missing() -> str | None:
   """Names the device that kernels need and this machine lacks; None if they run."""
   backend = jax.default_backend()
-  if backend != "gpu":
+  if backend not in ("gpu", "tpu"):
     return f"a GPU, and the default backend is {backend!r}"
-  if old := self_check.too_old():
-    return f"compute capability {self_check.HOPPER} or more, and this GPU has {old}"
+  if old := table.older_than(table.HOPPER):
+    return f"compute capability {table.HOPPER} or more, and this GPU has {old}"
   return None
 
 
@@ -178,10 +166,14 @@ def on_tpu(
   """Decorates a function of arrays; programs for TPUs compute it by ``form``."""
   # Both give the same bits. The form suits TPUs, which keep arrays in tiles of 8 rows
   # by 128 columns. It is traced only where a program is lowered so. `mosaic` says that
-  # it has a kernel, which XLA cannot partition.
+  # it has a kernel, which XLA cannot partition, and which the table must have.
+
   name = _MOSAIC if mosaic else "tpu"
 
   def decorate(function: _Function) -> _Function:
+    full = f"{function.__module__.partition('kernels.')[2]}.{function.__name__}"
+    operation = Operation(full, function, "there is none for GPUs", form)
+
     @functools.wraps(function)
     def either(
       *operands: Any, implementation: Implementation | None = None, **options: Any
@@ -189,11 +181,11 @@ def on_tpu(
       xla = _jitted(function, **options)
       if implementation == "xla":
         return xla(*operands)
-      kernel = functools.partial(form, **options)
-      reference = functools.partial(function, **options)
-      example = lambda size: self_check.few_rows(size, *operands)
-      if mosaic and not _approved(kernel, reference, example, "tpu"):
-        return xla(*operands)
+      kernel: _Function = functools.partial(form, **options)
+      if mosaic:
+        if implementation and jax.default_backend() == "tpu":
+          return run(operation, implementation, operands, options)
+        kernel = _by_table(operation, "tpu", operands, options)
       return by_platform(operands, {name: kernel}, xla.trace(*operands))
 
     return either

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,10 @@ class Form(reference.ScaledForm):
   bits: int = 2
   packing: Packing = "2bit"
 
-  name: ClassVar[str] = "ternary"
+  @property
+  def name(self) -> str:  # type: ignore[override]
+    """Returns the name of its kernel."""
+    return f"ternary_{self.packing}"
 
   @property
   def planes(self) -> int:

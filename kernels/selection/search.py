@@ -7,14 +7,14 @@ several matrices, which a number counts: one program serves all leaves of a size
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from gradcomp._src.kernels.gpu import dispatch, self_check, tiles
+from gradcomp._src.kernels.gpu import dispatch, tiles
 from gradcomp._src.kernels.selection import pallas, reference
 from gradcomp._src.kernels.selection.reference import (
   ABOVE_ALL,
@@ -86,19 +86,8 @@ def mark(
   """Runs :func:`reference.mark` or a kernel, as :func:`dispatch.run` chooses."""
   refusal = functools.partial(tiles.refusal_of_tiles, tile=reference.TILE)
   no = refusal(x.size) or refusal(x.matrices[0].size)
-  operation = dispatch.Operation(reference.mark, no or pallas.mark)
-  several = x.rows > 1
-
-  def example(elements: int) -> self_check.Example:
-    # A row, the only one or one of two, and a threshold that some reach.
-    size = elements // reference.TILE * reference.TILE + 77
-    matrix: Any = self_check.elements((1 + several) * size).reshape(1 + several, size)
-    number: Any = np.int32(several)
-    own = None if sign is None else np.float32(-1)
-    half = np.float32(0.5).view(np.uint32)
-    return self_check.Example((RowView([matrix], number), half, own))
-
-  return dispatch.run(operation, implementation, (x, threshold, sign), {}, example)
+  operation = dispatch.Operation("mark", reference.mark, no or pallas.mark)
+  return dispatch.run(operation, implementation, (x, threshold, sign), {})
 
 
 class _Search(NamedTuple):

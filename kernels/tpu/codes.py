@@ -14,7 +14,6 @@ import numpy as np
 from jax import Array, lax
 
 from gradcomp._src.kernels.common.planes import planes_per_word
-from gradcomp._src.kernels.gpu.tiles import typed
 from gradcomp._src.kernels.tpu import lines
 from gradcomp._src.kernels.tpu.lines import LANES, ROWS
 
@@ -46,8 +45,6 @@ def decode(
   interpret: Any = False,
 ) -> Array:
   """Decodes ``uint32[rows, B + scales + shared]`` to ``float32[rows, P, B]``."""
-  from jax.experimental import pallas as pl
-
   (count, words), (bits, bucket_size, shared) = rows.shape, form
   columns = words - bucket_size - shared  # a scale a row, or a bucket
   planes = planes_per_word(bits)
@@ -73,16 +70,9 @@ def decode(
 
     lines.by_registers(block, of_rows)
 
-  tables = [] if table is None else [jnp.asarray(table)[None]]
-  return pl.pallas_call(
-    kernel,
-    grid=(-(-count // block),),
-    in_specs=[
-      pl.BlockSpec((block, words), lambda number: (number, 0)),
-      *[pl.BlockSpec((1, LANES), lambda number: (0, 0))] * len(tables),
-    ],
-    out_specs=pl.BlockSpec((block, planes, bucket_size), lambda number: (number, 0, 0)),
-    out_shape=typed(rows, (count, planes, bucket_size), np.float32),
-    interpret=interpret,
-    name="decode",
-  )(rows, *tables)
+  inputs = [(rows, block)]
+  if table is not None:
+    inputs.append((jnp.asarray(table)[None], 0))
+  out = [((count, planes, bucket_size), block, np.float32)]
+  (found,) = lines.run(kernel, -(-count // block), inputs, out, "decode", interpret)
+  return found

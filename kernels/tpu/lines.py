@@ -58,6 +58,33 @@ def by_registers(block: int, body: Callable[[Any], None]) -> None:
   lax.fori_loop(0, block // ROWS, run, None)
 
 
+def run(
+  kernel: Callable[..., None],
+  grid: int,
+  inputs: Sequence[tuple[Array, int]],
+  outputs: Sequence[tuple[tuple[int, ...], int, Any]],
+  name: str,
+  interpret: Any,
+) -> list[Array]:
+  """Runs a kernel on blocks of rows, of 0 rows for all of an array at each step."""
+  from jax.experimental import pallas as pl
+
+  def block(shape: tuple[int, ...], rows: int) -> Any:
+    at = lambda number: (number if rows else 0, *[0] * (len(shape) - 1))
+    return pl.BlockSpec((rows or shape[0], *shape[1:]), at)
+
+  like = inputs[0][0]
+  return pl.pallas_call(
+    kernel,
+    grid=(grid,),
+    in_specs=[block(x.shape, rows) for x, rows in inputs],
+    out_specs=[block(shape, rows) for shape, rows, _ in outputs],
+    out_shape=[typed(like, shape, dtype) for shape, _, dtype in outputs],
+    interpret=interpret,
+    name=name,
+  )(*(x for x, _ in inputs))
+
+
 def refusal(size: int, bucket_size: int, tile: int) -> str:
   """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
   if width(bucket_size) > tile or tile > _LARGEST_TILE:
@@ -79,17 +106,15 @@ def encode(
   # the block. The last block may reach beyond the array: what it makes there is
   # dropped, and no tile reads from another. Room is left for a last, partial tile. The
   # residual is flat.
-  from jax.experimental import pallas as pl
-
   tiles = x.size // launch.tile
   lines = launch.tile // launch.width  # of a tile
   some = max(ROWS, _ELEMENTS // launch.tile // ROWS * ROWS)
   block = min(some, tiles)
   flat = x.reshape(-1)[: tiles * launch.tile]
-  shapes = [((tiles, words), (block, words), jnp.uint32) for words in launch.words]
-  every = tiles * lines, launch.width
+  every, of_block = (tiles * lines, launch.width), block * lines
+  outputs: list[Any] = [((tiles, words), block, jnp.uint32) for words in launch.words]
   if launch.keep:
-    shapes.append((every, (block * lines, launch.width), jnp.float32))
+    outputs.append((every, of_block, jnp.float32))
 
   def kernel(x_ref: Any, *refs: Any) -> None:
     given, out = refs[: len(scalars)], refs[len(scalars) :]
@@ -98,19 +123,10 @@ def encode(
       words = ref.dtype == jnp.uint32
       ref[...] = lax.bitcast_convert_type(found, jnp.uint32) if words else found
 
-  at = lambda number: (number, 0)
-  found = pl.pallas_call(
-    kernel,
-    grid=(-(-tiles // block),),
-    in_specs=[
-      pl.BlockSpec((block * lines, launch.width), at),
-      *[pl.BlockSpec((1, LANES), lambda number: (0, 0))] * len(scalars),
-    ],
-    out_specs=[pl.BlockSpec(shape, at) for _, shape, _ in shapes],
-    out_shape=[typed(x, shape, dtype) for shape, _, dtype in shapes],
-    interpret=launch.interpret,
-    name=launch.name,
-  )(flat.reshape(every), *(jnp.broadcast_to(y, (1, LANES)) for y in scalars))
+  inputs = [(flat.reshape(every), of_block)]
+  inputs += [(jnp.broadcast_to(y, (1, LANES)), 0) for y in scalars]
+  grid = -(-tiles // block)
+  found = run(kernel, grid, inputs, outputs, launch.name, launch.interpret)
   count = len(launch.words)
   rows, rest = list(found[:count]), [part.reshape(-1) for part in found[count:]]
   if missing := x.size - flat.size:
@@ -197,17 +213,8 @@ def decode(
       at = pl.ds(k, block, stride=lines), slice(None)
       out[at] = refs[len(rows)][at] - line if whole else line
 
-  at = lambda number: (number, 0)
-  line_block = pl.BlockSpec((block * lines, launch.width), at)
-  return pl.pallas_call(
-    kernel,
-    grid=(-(-count // block),),
-    in_specs=[
-      *[pl.BlockSpec((block, part.shape[1]), at) for part in rows],
-      *[line_block] * len(whole),
-    ],
-    out_specs=line_block,
-    out_shape=typed(rows[0], (count * lines, launch.width), jnp.float32),
-    interpret=launch.interpret,
-    name=launch.name,
-  )(*rows, *whole).reshape(-1)
+  inputs = [*((part, block) for part in rows), *((x, block * lines) for x in whole)]
+  out = [((count * lines, launch.width), block * lines, jnp.float32)]
+  grid = -(-count // block)
+  (found,) = run(kernel, grid, inputs, out, launch.name, launch.interpret)
+  return found.reshape(-1)

@@ -6,10 +6,10 @@ element i of 128 groups is one part of a line.
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from gradcomp._src.kernels.gpu.tiles import typed
 from gradcomp._src.kernels.tpu import lines
 from gradcomp._src.kernels.tpu.lines import LANES, ROWS
 
@@ -34,8 +34,6 @@ def transform(
   tile, and lines ``size * k`` to ``size * k + size`` are groups. ``signs`` has the sign
   bit of each element: ``uint32[tile]``.
   """
-  from jax.experimental import pallas as pl
-
   rows, tile = tiles.shape
   block = lines.rows_of_block(rows, tile)
   groups = range(0, tile, size * group_line)
@@ -58,19 +56,11 @@ def transform(
 
     lines.by_registers(block, of_rows)
 
-  at = lambda number: (number, 0)
-  return pl.pallas_call(
-    kernel,
-    grid=(-(-rows // block),),
-    in_specs=[
-      pl.BlockSpec((block, tile), at),
-      pl.BlockSpec((1, tile), lambda number: (0, 0)),
-    ],
-    out_specs=pl.BlockSpec((block, tile), at),
-    out_shape=typed(tiles, tiles.shape, np.float32),
-    interpret=interpret,
-    name="rotate" if forward else "unrotate",
-  )(tiles, signs.view(np.int32)[None])
+  inputs = [(tiles, block), (jnp.asarray(signs.view(np.int32))[None], 0)]
+  out = [(tiles.shape, block, np.float32)]
+  name = "rotate" if forward else "unrotate"
+  (found,) = lines.run(kernel, -(-rows // block), inputs, out, name, interpret)
+  return found
 
 
 def _butterfly(parts: list[Array]) -> list[Array]:

@@ -1,6 +1,5 @@
 """What was timed over links is predicted, and plan chooses what was fastest there."""
 
-import dataclasses
 import json
 import statistics
 
@@ -27,7 +26,7 @@ FITTED = [x for x in RUNS if (x["rate"], x["hosts"]) in PARTS]
 # links/speed.py times quantizers without residuals.
 SHARED = dict(name="QSGD-4 shared", codec=QSGD(bits=4, share_scale=True))
 ROWS = {
-  row: dataclasses.replace(BY_NAME[name], **changes)
+  row: BY_NAME[name]._replace(**changes)
   for row, name, changes in (
     ("bf16", "bfloat16", dict(feedback=False, biased=False)),
     ("qsgd-8", "QSGD-8", {}),

@@ -55,7 +55,7 @@ def test_runs_end_well_are_skipped_or_fail(tmp_path, monkeypatch, capsys):
 OTHERS = """
 study.hosts links.delay links.probe links.process links.torch_worker study.queue.run
 study.queue.status study.queue.times study.queue.train quick
-study.mirrors compilers.cut pages.records pages.study
+study.mirrors compilers.cut gpu.served pages.records pages.study
 """
 
 

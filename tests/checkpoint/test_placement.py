@@ -53,9 +53,9 @@ def test_a_placed_state_has_its_numbers_and_the_shardings_of_its_specs():
     state,
     jax.tree.map(on_host, state),
     jax.device_put(state, jax.devices()[5]),
-    gradcomp.checkpoint.place(state, MESH, P()),
+    gradcomp.checkpoint.put_on_mesh(state, MESH, P()),
   ):
-    placed = gradcomp.checkpoint.place(given, MESH, specs)
+    placed = gradcomp.checkpoint.put_on_mesh(given, MESH, specs)
     assert_same_bits(words(placed), words(state))
     for x, spec in zip(jax.tree.leaves(placed), jax.tree.leaves(specs), strict=True):
       assert x.sharding == NamedSharding(MESH, spec)
@@ -69,7 +69,7 @@ def test_it_shares_no_memory_with_what_it_was_made_from(workers):
   start = -room.ctypes.data % 64 // 4  # JAX takes memory of NumPy's at such an address
   read = room[start : start + 16 * 64].reshape(16, 64)
   live = jax.device_put(np.ones((16, 64)), NamedSharding(mesh, P()))
-  placed = gradcomp.checkpoint.place([read, live, live], mesh, P())
+  placed = gradcomp.checkpoint.put_on_mesh([read, live, live], mesh, P())
   read[:] = 1
   assert not np.any(placed[0])
   for x in placed:
@@ -79,7 +79,7 @@ def test_it_shares_no_memory_with_what_it_was_made_from(workers):
 
 def test_numbers_have_the_types_of_jax():
   state = {"a": np.zeros(4), "b": 2, "c": 0.5, "d": np.int8(3), "e": None}
-  placed = gradcomp.checkpoint.place(state, MESH, P())
+  placed = gradcomp.checkpoint.put_on_mesh(state, MESH, P())
   assert [placed[name].dtype.name for name in "abcd"] == [
     *("float32", "int32", "float32", "int8")
   ]

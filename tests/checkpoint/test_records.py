@@ -31,7 +31,9 @@ PARAMS = {"w": jnp.zeros((64, 64)), "v": jnp.zeros(4096), "b": jnp.zeros(8)}
 
 def recorded(tx, params=PARAMS, workers=4, platform=None):
   """As a file gives it back."""
-  found = gradcomp.checkpoint.record(tx, params, workers=workers, platform=platform)
+  found = gradcomp.checkpoint.make_record(
+    tx, params, workers=workers, platform=platform
+  )
   return json.loads(json.dumps(found))
 
 
@@ -179,7 +181,7 @@ def test_a_part_of_the_leaves_and_no_leaves():
 
 
 def test_a_record_lies_in_the_metadata_of_orbax(tmp_path):
-  made = gradcomp.checkpoint.record(qsgd(), PARAMS, workers=4)
+  made = gradcomp.checkpoint.make_record(qsgd(), PARAMS, workers=4)
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "state", PARAMS, custom_metadata=made)
     checkpointer.wait_until_finished()

@@ -45,7 +45,7 @@ def explicit_step(tx, state, gradients):
   mesh = modes.mesh(len(gradients["w"]), AxisType.Explicit)
   update = jax.jit(lambda given, state: tx.update(unreduce(given, "data"), state))
   specs = gradcomp.state_specs(state, axis_name="data")
-  state = gradcomp.checkpoint.place(state, mesh, specs)
+  state = gradcomp.checkpoint.put_on_mesh(state, mesh, specs)
   return update(placed(gradients, mesh, P("data")), state)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp.codecs import BlockTop, Payload
+from gradcomp._src.codecs.sums.records import Payload
+from gradcomp.codecs import BlockTop
 from gradcomp.exchange import AllGather
 from tests.plugins.slow_cases import slow
 from tests.specs import block_top

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import gradcomp
+from gradcomp._src.codecs.sums.records import NOTHING
+from gradcomp._src.codecs.sums.sum import Partial
 from gradcomp.codecs import Sign
 from tests.plugins.slow_cases import slow
 from tests.specs import sign
@@ -91,7 +93,7 @@ def test_owners_send_the_pages_words(codec, workers):
 
   @jax.jit
   def finished(counts):
-    partial, nothing = gradcomp.codecs.Partial(counts), gradcomp.codecs.NOTHING
+    partial, nothing = Partial(counts), NOTHING
     return codec.sums.finish(partial, nothing, None, workers, keep=False).rows
 
   words = np.asarray(finished(counts))

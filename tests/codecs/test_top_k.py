@@ -8,7 +8,8 @@ import pytest
 import gradcomp
 from gradcomp._src.codecs import sparse
 from gradcomp._src.codecs.sums import tiles as _sums
-from gradcomp.codecs import NOTHING, TopK
+from gradcomp._src.codecs.sums.records import NOTHING
+from gradcomp.codecs import TopK
 from tests.plugins.slow_cases import slow
 from tests.specs import top_k
 from tests.support import laws

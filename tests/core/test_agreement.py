@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.checks import see
-from gradcomp._src.core import agreement
-from gradcomp._src.mesh.run_store import run_store
+from gradcomp._src.kernels.gpu import table
+from gradcomp._src.mesh import agreement
 from tests.support.assertions import vanish
 from tests.support.cases import agreement as cases
 from tests.support.cases.agreement import (
@@ -74,6 +74,12 @@ def test_another_version_is_an_error(name, attribute, together, monkeypatch):
   assert_told(told[1], f"`{name}` must be the same .*got 9 in process 1 and ")
 
 
+def test_another_table_of_kernels_is_an_error(together, monkeypatch):
+  monkeypatch.setattr(table, "kernel_verdicts", lambda: [jax.process_index()])
+  told = together(*[lambda: trace(compressed())] * 2)
+  assert_told(told[0], r"`kernels` must be the same .*got \[0\] in process 0 and \[1\]")
+
+
 def test_equal_programs_pass_however_far_ahead_one_is(together):
   """Several transformations of the same leaves, of others, and traced repeatedly."""
   program = [(compressed(bits), cases.GRADS) for bits in (4, 8, 4)]
@@ -125,17 +131,17 @@ def test_nothing_is_compared_where_no_other_process_takes_part(together):
     jax.eval_shape(jax.vmap(step, axis_name="data"), rows)
 
   assert together(run, lambda: None) == [None, None]
-  assert not run_store().values
+  assert not agreement.run_store().values
 
 
 def test_nothing_is_compared_where_jax_has_moved_its_store(together, monkeypatch):
   """Which it says, once a process."""
-  assert run_store() is not None  # JAX's name is still there
+  assert agreement.run_store() is not None  # JAX's name is still there
   for name in ("key_value_set", "key_value_dir_get", "blocking_key_value_get"):
     assert hasattr(_jax.DistributedRuntimeClient, name)
   vanish(monkeypatch, "jax._src.distributed")
   with pytest.warns(RuntimeWarning, match="has moved its key-value store"):
-    assert run_store() is None
+    assert agreement.run_store() is None
 
 
 def test_addresses_do_not_differ():

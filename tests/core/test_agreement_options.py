@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import gradcomp
-from gradcomp._src.core import agreement
+from gradcomp._src.mesh import agreement
 from gradcomp.codecs import QSGD, TopK
 from tests.support import factories
 from tests.support.cases.agreement import GRADS, assert_told, processes, trace

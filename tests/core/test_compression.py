@@ -64,7 +64,7 @@ def traced(tx, shape):
 
   def step(gradient):
     state = tx.init(gradient)
-    return gradcomp.telemetry.inspected_update(tx, gradient, state, gradient)
+    return gradcomp.telemetry.inspect_update(tx, gradient, state, gradient)
 
   like = jax.ShapeDtypeStruct((8, *shape), jnp.float32)
   return jax.eval_shape(jax.vmap(step, axis_name="data"), like)

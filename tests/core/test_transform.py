@@ -323,7 +323,7 @@ def test_no_function_that_users_hold_is_in_its_own_closure():
     gradcomp.powersgd(rank=2, **over),
     gradcomp.optimizers.adam(1e-3, **over),
     gradcomp.wrappers.switch([2], two),
-    gradcomp.wrappers.skip_nonfinite(two[1], 3, **over),
+    gradcomp.skip_nonfinite(two[1], 3, **over),
     gradcomp.parallel.zero(optax.adam(1e-3), grads=Dense(), params=Dense(), **over),
     gradcomp.local.local_steps(sgd, optax.sgd(1.0), every=4, codec=Dense(), **over),
   ):

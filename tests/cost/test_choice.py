@@ -8,9 +8,10 @@ import pytest
 
 import gradcomp
 from gradcomp import __main__
+from gradcomp._src.cost.planner.candidates import CANDIDATES
 from gradcomp._src.cost.planner.choice import _platform
 from gradcomp.codecs import QSGD, BlockTop
-from gradcomp.cost import CANDIDATES, CodecSpeed, Link, PlanOptions
+from gradcomp.cost import CodecSpeed, Link, PlanOptions
 from tests.support.cases.plan import GIGABIT, LIKE, QSGD4, plan
 
 FREE = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
@@ -114,9 +115,11 @@ def test_a_mesh_that_is_measured_is_of_its_platform(monkeypatch):
 
 def test_the_command_line_plans_for_the_device(monkeypatch):
   seen, found = [], plan()
-  record = lambda *args, options, **rest: seen.append(options.platform) or found
+  kept = lambda options: (options.platform, options.optimizer)
+  record = lambda *args, options, **rest: seen.append(kept(options)) or found
   monkeypatch.setattr(gradcomp.cost, "plan", record)
   words = "plan --params 1e6 --workers 2 --gbit 0.1 --device".split()
   for device in ("cpu", "H100", "TPU v5e"):
     __main__.main([*words, device])
-  assert seen == ["cpu", "gpu", "tpu"]
+  __main__.main([*words, "cpu", "--optimizer", "adam"])
+  assert seen == [("cpu", None), ("gpu", None), ("tpu", None), ("cpu", "adam")]

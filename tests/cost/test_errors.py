@@ -6,7 +6,10 @@ import pytest
 
 import gradcomp
 from gradcomp import exchange as exchanges
+from gradcomp._src.cost.planner.candidates import as_candidate
 from gradcomp._src.cost.planner.errors import mean_error
+from gradcomp._src.exchange.one_stage import AllReduce
+from gradcomp._src.exchange.ring import Ring
 from gradcomp.codecs import Dense, FloatCast, Policy, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support.cases.plan import BY_NAME
@@ -14,8 +17,8 @@ from tests.support.cases.plan import BY_NAME
 WAYS = {
   "all_gather": exchanges.AllGather(),
   "two_shot": exchanges.TwoShot(),
-  "ring": exchanges.Ring(),
-  "psum": exchanges.AllReduce(),
+  "ring": Ring(),
+  "psum": AllReduce(),
   "hierarchical": exchanges.Hierarchical(group_size=2),
 }
 ELEMENTS = 2**16  # a worker, in rows that eight workers cut
@@ -34,8 +37,7 @@ def measured(candidate, exchange, workers):
 
 
 def predicted(candidate, exchange, sizes):
-  options = dict(biased=candidate.biased)
-  return mean_error(candidate.omega, candidate.codec, exchange, sizes, **options)
+  return mean_error(candidate, candidate.omega, exchange, sizes)
 
 
 MEASURED = [
@@ -75,15 +77,13 @@ def test_one_worker_has_the_codecs_error():
 
 
 def test_sums_in_float32_or_with_what_they_lost_are_rounded_once_more():
-  plain = FloatCast(accumulate="float32")
-  for codec in (plain, FloatCast(accumulate="kahan")):
-    error = mean_error(0.003, codec, WAYS["two_shot"], [64], biased=True)
-    assert error == pytest.approx(0.006, rel=0.01)
-  rounded = mean_error(0.003, FloatCast(), WAYS["two_shot"], [64], biased=True)
-  assert rounded > 15 * error
+  of = lambda codec: mean_error(as_candidate(codec), 0.003, WAYS["two_shot"], [64])
+  for add in ("float32", "kahan"):
+    assert of(FloatCast(accumulate=add)) == pytest.approx(0.006, rel=0.01)
+  assert of(FloatCast()) > 15 * 0.006
 
 
 def test_of_a_policy_the_worst_codec_counts():
   both, dense = Policy([("head", Dense()), ("", Ternary())]), Policy([("", Dense())])
-  of = lambda codec: mean_error(1.0, codec, WAYS["all_gather"], [4], biased=False)
+  of = lambda codec: mean_error(as_candidate(codec), 1.0, WAYS["all_gather"], [4])
   assert of(both) == of(Ternary()) > of(dense) == 0.0

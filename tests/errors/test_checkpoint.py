@@ -21,7 +21,7 @@ reshard(keep="both") -> `keep` must be one of
 under_mesh(reshard) ; reshard(mesh=MESH) -> `workers` ... 'data': 4 ... got 2; pass mesh
 jax.eval_shape(lambda state: reshard(opt_state=state), state()) -> `opt_state`.count ...
   inside a transformed function; call gradcomp.reshard_state
-f(platform=v) for f in functools.partial(record, TX, cases.PARAMS, workers=4),
+f(platform=v) for f in functools.partial(make_record, TX, cases.PARAMS, workers=4),
   shapes_of, functools.partial(explain, TX, {}, workers=4), PlanOptions for v in "TPU",
   3 ; reshard(old_platform=v) for v in "TPU", 3 -> platform` must be one of ('cpu',
   'gpu', 'tpu'), ... got {v}
@@ -43,10 +43,10 @@ reshard(optimizer=optax.GradientTransformation(counted, TX.update)) -> `optimize
   must return ... `count`
 check_record(v, RECORD) for v in None, {}, {"format": 1} -> TypeError: `saved` must be
 check_record(RECORD, {"format": 1, "gradcomp": "0"}) -> TypeError: `record` must be
-place({"x": [np.zeros(s)]}, MESH, {"x": v}) for s in (6, 3), () for v in P("data"),
-  P(None, "data"), P("model"), P(("data", "model")) -> `specs['x'][0]` must cut ... {s}
-  ... {'data': 4} ... {v!s}
-place({"x": np.zeros(4)}, MESH, {"y": P()}) -> `specs` must be a tree of PartitionSpec
+put_on_mesh({"x": [np.zeros(s)]}, MESH, {"x": v}) for s in (6, 3), () for v in
+  P("data"), P(None, "data"), P("model"), P(("data", "model")) ->
+  `specs['x'][0]` must cut ... {s} ... {'data': 4} ... {v!s}
+put_on_mesh({"x": np.zeros(4)}, MESH, {"y": P()}) -> `specs` must be a tree of Partition
 """
 TX = cases.compressed("two_shot", "error")
 MESH = modes.mesh(4)
@@ -54,7 +54,7 @@ HALF = np.zeros(28, np.float16)
 shapes_of = functools.partial(
   gradcomp.checkpoint.state_shapes, TX, cases.PARAMS, workers=4, axis_name="data"
 )
-RECORD = gradcomp.checkpoint.record(TX, cases.PARAMS, workers=4)
+RECORD = gradcomp.checkpoint.make_record(TX, cases.PARAMS, workers=4)
 
 
 @functools.cache

@@ -1,14 +1,18 @@
 """Command lines of examples and of the planner refuse what is out of range, by name."""
 
-import functools
 import re
 import shlex
 import types
 
 import pytest
 
-from examples import hsdp, image_classification, language_model, model_parallel
-from examples.lib.sharded import fsdp_training
+from examples import (
+  fsdp_linen,
+  hsdp,
+  image_classification,
+  language_model,
+  model_parallel,
+)
 from gradcomp import __main__ as planner
 from tests.support.assertions import says
 
@@ -18,16 +22,14 @@ ZERO = {  # that are off at 0, or count from it
   "--weight-decay",
 }
 EXAMPLES = {"images": image_classification, "text": language_model, "hsdp": hsdp}
-EXAMPLES["layers"] = model_parallel
+EXAMPLES |= {"layers": model_parallel, "fsdp": fsdp_linen}
 PROGRAMS = {name: example.main for name, example in EXAMPLES.items()} | {
-  "fsdp": functools.partial(fsdp_training.arguments, "title"),
   "plan": lambda given: planner.main(PLAN.split() + given),
   "scan": lambda given: language_model.main([*SCAN.split(), *given]),
 }
 PLAN = "plan --params 1e6 --workers 2 --gbit 1"
 SCAN = "--model transformer --scan"
 PARSERS = {name: example.make_parser for name, example in EXAMPLES.items()}
-PARSERS["fsdp"] = functools.partial(fsdp_training.make_parser, "title")
 OPTIONS = [
   (name, action.option_strings[-1])
   for name, make in PARSERS.items()

@@ -24,7 +24,7 @@ PARAMS = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
 
 @functools.cache
 def record_of(tx):
-  return json.loads(json.dumps(gradcomp.checkpoint.record(tx, PARAMS, workers=4)))
+  return json.loads(json.dumps(gradcomp.checkpoint.make_record(tx, PARAMS, workers=4)))
 
 
 def places(value, path=()):
@@ -68,7 +68,7 @@ def test_a_damaged_record_is_no_error_of_python(tx):
 def test_the_error_says_what_is_lost():
   record = record_of(TX)
   for key in ("format", "workers", "stacked", "platform", "transformations"):
-    words = "what gradcomp.checkpoint.record returned", f"its '{key}' is None"
+    words = "what gradcomp.checkpoint.make_record returned", f"its '{key}' is None"
     with pytest.raises(TypeError, match=says("`saved` must be", *words)):
       gradcomp.checkpoint.check_record(changed(record, (key,), lose), record)
   for fact in record["transformations"][0]:

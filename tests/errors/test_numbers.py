@@ -17,7 +17,7 @@ import pytest
 import gradcomp
 import gradcomp.testing
 from gradcomp import codecs, cost, floats, local, skip_nonfinite
-from gradcomp.checkpoint import record, state_shapes
+from gradcomp.checkpoint import make_record, state_shapes
 from gradcomp.contrib import Eden, dion
 from gradcomp.cost import Cluster, CodecSpeed, Link
 from gradcomp.exchange import Hierarchical
@@ -119,7 +119,7 @@ DOORS = [
   (stepping(zero, **ZERO), numbers(zero)),
   *((x, numbers(x)) for x in (DoublingGaps, Stable, Eden)),
   (part(gradcomp.wrappers.replicable, DENSE, axis_name="data"), ["workers"]),
-  *((part(f, DENSE, PARAMS), ["workers"]) for f in (gradcomp.explain, record)),
+  *((part(f, DENSE, PARAMS), ["workers"]) for f in (gradcomp.explain, make_record)),
   (part(state_shapes, DENSE, PARAMS, axis_name="data"), ["workers"]),
   (training, numbers(gradcomp.TrainOptions)),
   (grads, ["accumulate"]),

@@ -101,9 +101,9 @@ train_step(DENSE, loss=with_aux, model_state="mean", has_aux=True) -> TypeError:
   `loss_fn` ... return (loss, (model_state, aux)) with has_aux=True ... got
 explain(qsgd(), W, workers=v) for v in 0, -2, 1.5, None, (), (2, 0), (2, 2, 2), {},
   {"data": 0} -> `workers` ... 1 or more
-explain(DENSE, W, workers=v) for v in 2**18 + 1, 2**31 ; explain(dense(axis_name=("a",
-  "b")), W, workers=(2**16, 2**16)) ; trace_wire(lambda x: psum(x, axis_name="data",
-  codec=QSGD()), W["w"], workers={"data": 2**31}) -> `workers` must be less
+explain(TX, W, workers=v) for v in 2**18 + 1, 2**31, (2**16, 8) -> `workers` ... less
+explain(f, W, workers=v) for f in qsgd, abs for v in 4, (2, 2) -> `workers` ... factory
+explain(*v, workers=4, opt_state=0) for v in (TX, W, W), (abs, W) -> TypeError: `args`
 scalars({"loss": jnp.ones(8)}) -> `metrics`['loss'] must be one ... (8,)
 scalars({"a": [0.5, v(1)]}) for v in str, complex, jax.random.key -> TypeError: ['a'][1]
 scalars({"a": {"b": 1.0}, "a/b": 2.0}) -> `metrics`['a/b'] must have ... rename

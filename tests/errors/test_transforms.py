@@ -33,7 +33,7 @@ compress(Sign(scale="one"), axis_name="data", exchange=v, feedback=None) for v i
   "psum", "ring" -> `exchange` ... {v!s} ... two_shot
 Sign(vote="majority") -> `vote` ... majority ... scale="one"
 compress(Ternary(), exchange=v) for v in "ring", "hierarchical" ; qsgd(axis_name="data",
-  share_scale=True, exchange=v) for v in Ring(), Hierarchical(group_size=2) ->
+  share_scale=True, exchange=v) for v in "ring", Hierarchical(group_size=2) ->
   `exchange` ... share_scale=False
 compress(v, axis_name="data", exchange="ring") for v in TopK(), BlockTop(), RandomK() ->
   `exchange` ... "ring" ... sparse ... {v}
@@ -88,8 +88,8 @@ rounds(delay=4) -> `delay` must be a number, from 0 to 3 ... 4
 rounds(fragments=5) -> `fragments` must be a number, from 1 to 4 ... 5
 rounds(merge="senders") -> `merge` must be "mean" for a codec of which each worker
 rounds(merge="senders", codec=TopK(), exchange="two_shot") -> `exchange` must be "auto"
-rounds(exchange=v) for v in "local", Local() ; dion(0.1, rank=1, exchange=v) for v in
-  "local" -> `exchange` must ... {v!s}
+rounds(exchange="local") ; dion(0.1, rank=1, exchange="local") ->
+  `exchange` must ... local
 local_steps(v, SGD, **ROUNDS) for v in 0.5, optax.sgd -> TypeError: `inner` ... got {v}
 # What goes inside of what.
 step(zero(v, **CODED)) for v in local_steps(SGD, SGD, **ROUNDS), zero(SGD, **CODED),

@@ -22,7 +22,7 @@ def test_the_examples_draw_the_batches_again_that_were_used(tmp_path):
 
   new = {"w": jnp.zeros(2)}
   tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
-  record = gradcomp.checkpoint.record(tx, {"w": jnp.zeros((9, 70))}, workers=4)
+  record = gradcomp.checkpoint.make_record(tx, {"w": jnp.zeros((9, 70))}, workers=4)
   assert resumed(None) == (0, 3, "none yet", "d")
   assert resumed(tmp_path / "a") == (0, 3, "none yet", "d")
   assert resumed(tmp_path / "a") == (2, 3, {"seen": "b"}, "d")

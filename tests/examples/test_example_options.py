@@ -9,10 +9,17 @@ import optax
 import pytest
 
 from examples import image_classification, language_model
-from examples.lib import command_line, plateau, telemetry
-from examples.lib.averaging import average_params, averaged
-from examples.lib.methods import METHODS, Redsync
-from examples.lib.optimizers import make_optimizer, make_schedule
+from examples.lib import command_line, telemetry
+from examples.lib.methods import (
+  METHODS,
+  Redsync,
+  average_params,
+  averaged,
+  make_optimizer,
+  make_schedule,
+  observe,
+  scale_by_plateau,
+)
 
 BOTH = (image_classification, language_model)
 
@@ -20,7 +27,7 @@ BOTH = (image_classification, language_model)
 def options(*given, main=image_classification):
   parser = main.make_parser()
   args = parser.parse_args(list(map(str, given)))
-  return command_line.complete(parser, args, main.DEFAULTS)
+  return command_line.complete(parser, args, main.RATES)
 
 
 def test_the_average_is_that_of_numpy():
@@ -44,7 +51,7 @@ def test_the_average_is_that_of_numpy():
   np.testing.assert_allclose(means, expected, rtol=1e-5, atol=1e-5)
   state = optax.adam(0.1).init(params)
   assert averaged(state, params) is params
-  assert plateau.observe(state, 1.0) is state
+  assert observe(state, 1.0) is state
   for decay in (0.0, 1.0, -1.0):
     with pytest.raises(ValueError, match=r"`decay` must be in \(0, 1\), got"):
       average_params(decay)
@@ -63,10 +70,10 @@ def test_schedules_have_the_values_of_their_formulas():
 
 def test_a_plateau_halves_the_rate():
   """After three losses in a row that are not a thousandth below the least so far."""
-  tx, one = optax.chain(optax.sgd(1.0), plateau.scale_by_plateau()), jnp.ones(())
+  tx, one = optax.chain(optax.sgd(1.0), scale_by_plateau()), jnp.ones(())
   state, scales = jax.jit(tx.init)(one), []
   for loss in (5.0, 4.0, 4.1, 3.9999, 4.0, 3.0, 3.5, 3.5, 2.0, 2.0, 2.0, 2.0):
-    update, state = tx.update(one, plateau.observe(state, loss), one)
+    update, state = tx.update(one, observe(state, loss), one)
     scales.append(-float(update))
   assert scales == [1.0] * 4 + [0.5] * 7 + [0.25]
 

@@ -11,9 +11,8 @@ import scipy.special
 from flax import nnx
 
 from examples.lib import networks
-from examples.lib.calling import functions
 from examples.lib.networks import turned
-from examples.lib.training import Task
+from examples.lib.training import Task, functions
 
 MNIST, DIGITS = (28, 28, 1), (8, 8, 1)
 # Of images of MNIST and of digits, and of ASCII, as docstrings say.

@@ -11,8 +11,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray has an environment of its own: make test-ray")
 
 from examples import ray_train
-from examples.lib import diary
-from examples.lib.small_training import Training
+from examples.lib import elastic
 from tests.support import loopback, modes
 
 STEPS, SAVE_EVERY = 320, 10
@@ -37,7 +36,7 @@ def test_a_training_goes_on_with_the_nodes_that_are_there(tmp_path):
   assert done.returncode == 0, said
   assert re.search(r"a node is killed after step \d+\n( +[\d.]+ s .*\n)+", done.stdout)
   assert re.search(r"[\d.]+ s  step \d+, by 3 workers", done.stdout), said
-  steps = [x for x in diary.read(tmp_path / "ray") if x["what"] == "step"]
+  steps = [x for x in elastic.read(tmp_path / "ray") if x["what"] == "step"]
   groups = itertools.groupby(steps, lambda x: x["workers"])
   four, three, again = ((workers, list(own)) for workers, own in groups)
   assert [four[0], three[0], again[0]] == [4, 3, 4]
@@ -52,7 +51,7 @@ def test_a_training_goes_on_with_the_nodes_that_are_there(tmp_path):
     numbers = [x["step"] for x in after]
     assert numbers == list(range(first, numbers[-1] + 1))
   assert steps[-1]["step"] == STEPS
-  undisturbed = Training(modes.mesh(4), tmp_path / "alone", STEPS)
+  undisturbed = elastic.Training(modes.mesh(4), tmp_path / "alone", STEPS)
   expected = statistics.fmean(list(undisturbed.losses(STEPS))[-SAVE_EVERY:])
   found = statistics.fmean(x["loss"] for x in steps[-SAVE_EVERY:])
   # Two such trainings were 0.5 and 0.8 % above: they have other random bits.
@@ -61,7 +60,7 @@ def test_a_training_goes_on_with_the_nodes_that_are_there(tmp_path):
 
 def test_what_cannot_be_is_said_at_the_door(capsys):
   for given, said in {
-    "--nodes 0": "argument --nodes: must be at least 1, got 0",
+    "--nodes 0": "argument --nodes: must be from 1 to 2147483647, got 0",
     "--kill-after nan": "argument --kill-after: must be from 0",
     "--add-after 3": "--add-after needs --kill-after",
     "--nodes 2 --kill-after 3": "--least must be at most the --nodes",

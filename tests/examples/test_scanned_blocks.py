@@ -9,10 +9,8 @@ import pytest
 
 from examples import language_model
 from examples.lib import networks
-from examples.lib.calling import functions
-from examples.lib.methods import in_blocks, make_exchange
-from examples.lib.optimizers import weights
-from examples.lib.training import Task, compile_step, init_state
+from examples.lib.methods import METHODS, in_blocks, make_exchange, weights
+from examples.lib.training import Task, compile_step, functions, init_state
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 
@@ -63,7 +61,7 @@ def test_steps_are_those_of_unrolled_blocks(codec, feedback):
   line = f"--model transformer --codec {codec} --feedback {feedback}"
   for scan, model, now in zip((" --scan", ""), *both(), strict=True):
     args = language_model.make_parser().parse_args((line + scan).split())
-    exchange = make_exchange(language_model.methods.METHODS[codec], args, seed=0)
+    exchange = make_exchange(METHODS[codec], args, seed=0)
     # In float32, plain descent keeps the size of each gradient.
     descent = optax.sgd(0.5) if codec == "f32" else optax.adam(1e-2)
     optimizer, task = optax.chain(exchange, descent), Task(model, BATCH, mesh)

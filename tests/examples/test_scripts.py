@@ -186,12 +186,12 @@ def test_a_stopped_run_ends_as_others_do(run, options, other, folder, tmp_path):
 
   out, err = finish(train(1))
   assert "goes on" not in err
-  expected = arrays(last / "state")
+  expected = arrays(last / "default")
   shutil.rmtree(last)
   _, err = finish(train(2))
   assert "goes on after step 3" in err
   assert expected
-  chex.assert_trees_all_equal(arrays(last / "state"), expected)
+  chex.assert_trees_all_equal(arrays(last / "default"), expected)
   if shown:
     losses = [float(line.split()[-1]) for line in out.splitlines() if "loss" in line]
     assert len(losses) == 6 and losses[-1] < 0.8 * max(losses)

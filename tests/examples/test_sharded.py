@@ -15,8 +15,7 @@ import gradcomp
 from examples import fsdp_linen, hsdp
 from examples.lib.data import text
 from examples.lib.networks import Transformer
-from examples.lib.sharded import cut_gradients
-from examples.lib.sharded.fsdp import Fsdp
+from examples.lib.sharded import fsdp
 from gradcomp._src.report import hlo
 from gradcomp.codecs import QSGD, Dense
 from tests.plugins.slow_cases import slow
@@ -73,15 +72,15 @@ def test_linen_has_the_gradients_of_whole_parameters(batch, monkeypatch):
 def test_what_gathers_lose_is_seen_by_another_exchange(monkeypatch):
   """Of 4 parts one stays as it is: gather loses some 3/4 of the squares seen."""
   codec = QSGD(bits=3, bucket_size=32, rounding="nearest")
-  monkeypatch.setattr(cut_gradients, "SMALL", 64)
+  monkeypatch.setattr(fsdp, "SMALL", 64)
   rng = np.random.default_rng(0)
   grads, old = rng.standard_normal((2, N, 16, 40), np.float32)
   old /= 10
-  exchange = cut_gradients.exchange_of(codec)
+  exchange = fsdp.exchange_of(codec)
 
   def both(g, e):
     # A scale beside it, of which nothing waits.
-    seen = cut_gradients.inspect(exchange, {"w": g, "s": g[0]}, {"w": e, "s": None})
+    seen = fsdp.inspected(exchange, {"w": g, "s": g[0]}, {"w": e, "s": None})
     options = dict(axis_name="data", params=None, grads=codec)
     gathered = lambda w, e: gradcomp.parallel.gather(w, residual=e, **options)
     _, pull = jax.vjp(gathered, jnp.zeros((16 // N, 40)), e)
@@ -176,7 +175,7 @@ def test_cut_parameters_train_as_whole_ones_do(bits):
   few = lambda x: Dense() if bits == 32 else QSGD(bits=x, bucket_size=128)
   grads, weights = few(bits), few(2 * bits)
   of = dict(loss_fn=loss_fn, optimizer=DESCENT, feedback=True)
-  fsdp = Fsdp(weights=weights, grads=grads, **of)
+  net = fsdp.Fsdp(weights=weights, grads=grads, **of)
   drawn = text.batches(np.arange(1000, dtype=np.uint8) % 31, 2 * N, 8, seed=0)
   batches = jax.tree.map(lambda *x: np.stack(x), next(drawn), next(drawn))
 
@@ -188,10 +187,10 @@ def test_cut_parameters_train_as_whole_ones_do(bits):
 
   def worker(shards, batches):
     def step(carry, batch):
-      shards, state, metrics = fsdp.step(*carry, batch)
+      shards, state, metrics = net.step(*carry, batch)
       return (shards, state), metrics["loss"]
 
-    (shards, state), losses = jax.lax.scan(step, (shards, fsdp.init(shards)), batches)
+    (shards, state), losses = jax.lax.scan(step, (shards, net.init(shards)), batches)
     return losses, shards, state.residuals
 
   @jax.jit

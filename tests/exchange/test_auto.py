@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 import gradcomp
+from gradcomp._src.exchange.auto import choose
 from gradcomp._src.exchange.layout import plan_rows
+from gradcomp._src.exchange.one_stage import AllReduce
 from gradcomp.codecs import QSGD, Dense
-from gradcomp.exchange import AllGather, AllReduce, Auto, TwoShot, choose
+from gradcomp.exchange import AllGather, Auto, TwoShot
 
 
 def test_auto_picks_by_facts_workers_and_bytes():

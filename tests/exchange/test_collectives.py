@@ -57,7 +57,7 @@ def test_rounds_stand_for_the_floats_of_one_collective(monkeypatch, size):
   def sent():
     for sum_of in (gradcomp.parallel.psum_scatter, gradcomp.parallel.psum):
       traced = lambda x, f=sum_of: f(x, **given)
-      found = gradcomp.wire.trace_wire(traced, x, workers={"data": size}).forward
+      found = gradcomp.explain(traced, x, workers={"data": size}).forward
       kinds = {collective.kind for collective in found.collectives}
       yield found.bytes_sent, found.dense_bytes, kinds
 

@@ -218,11 +218,14 @@ def test_hosts_that_trace_other_steps_are_told_so(two, subtests):
   with subtests.test("failed"):
     assert "process 1 failed: ZeroDivisionError: of this process" in first["failed"]
     assert second["failed"] == "of this process alone"
-  with subtests.test("kernels"):
-    # The kernel is right on the first, and both take XLA's code for the other's sake.
-    for told in (first["kernels"], second["kernels"]):
-      assert told["kernels"] == 0
-      assert "gives other bits than the reference" in " ".join(told["said"])
+  with subtests.test("kinds"):
+    # Both know the devices of both, whose table says which kernels serve.
+    assert first["kinds"] == second["kinds"]
+    assert {process for process, _ in first["kinds"]} == {0, 1}
+  with subtests.test("checked"):
+    for told in (first["checked"], second["checked"]):
+      assert "On cpu of process 1, the kernel fake.encode_rows(" in told
+      assert "gives other bits than the reference" in told
   with subtests.test("others"):
     assert first["same"] is second["same"] is second["silent"] is None
     assert "got nothing from process 1 in 1 s" in first["silent"]

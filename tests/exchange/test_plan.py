@@ -6,9 +6,10 @@ import pytest
 
 import gradcomp
 from gradcomp._src.exchange import hierarchical
+from gradcomp._src.exchange.one_stage import AllReduce
 from gradcomp._src.exchange.plan import PlanOptions, plan_messages
 from gradcomp.codecs import QSGD, Dense, FloatCast
-from gradcomp.exchange import AllGather, AllReduce, TwoShot
+from gradcomp.exchange import AllGather, TwoShot
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 

@@ -26,7 +26,7 @@ FMT = floats.FloatFormat(5, 2)
 
 # As one program each: operations one by one are up to forty.
 add, multiply = (jax.jit(f, static_argnums=2) for f in (floats.add, floats.multiply))
-total = jax.jit(floats.sum, static_argnums=(1, 2, 3))
+total = jax.jit(floats.reduce_sum, static_argnums=(1, 2, 3))
 matmul = jax.jit(floats.matmul, static_argnums=(2, 3, 4))
 static = dict(static_argnums=(1, 2), static_argnames=("group_size", "method"))
 all_reduce = jax.jit(floats.all_reduce, **static)
@@ -167,7 +167,7 @@ def test_sums_of_nothing_of_one_and_of_ones(method):
 
   @jax.jit
   def sums(*parts):
-    return [floats.sum(x, FMT, 0, method=method) for x in parts]
+    return [floats.reduce_sum(x, FMT, 0, method=method) for x in parts]
 
   given = np.zeros((0, 3), np.float32), ones(0), np.float32([[1.1, 1e9]]), ones(64)
   most = 8 if method == "sequential" else 64
@@ -260,8 +260,8 @@ def test_round_off_error_is_equation_5():
 
 integers = np.ones((2, 2), np.int32)
 ROWS = """
-floats.sum(ones(3), FMT, method="fast") -> `method` ... 'fast'
-floats.sum(ones(3), FMT, 1) -> `axis` ... 1
+floats.reduce_sum(ones(3), FMT, method="fast") -> `method` ... 'fast'
+floats.reduce_sum(ones(3), FMT, 1) -> `axis` ... 1
 floats.matmul(ones(2, 3), ones(2, 3), FMT) -> (2, 3)
 floats.matmul(ones(1, 1), ones(1, 1), FMT, method="x") -> `method` ... 'x'
 floats.all_reduce(np.float32(1), FMT) -> `x` ... first axis of workers
@@ -270,9 +270,9 @@ floats.all_reduce(ones(4, 1), FMT, method="x") -> `method` ... 'x'
 floats.all_reduce(ones(4, 1), FMT, group_size=2) -> `group_size`
 floats.all_reduce(ones(4, 1), FMT, "hierarchical", group_size=v) for v in None, 3, 1.5
   -> `group_size` ... {v}
-f(integers, FMT) for f in floats.sum, floats.all_reduce ; floats.matmul(ones(1, 2),
-  integers, FMT) ; floats.add(ones(2), integers, FMT) -> TypeError: real float dtype,
-  got int32
+f(integers, FMT) for f in floats.reduce_sum, floats.all_reduce ;
+  floats.matmul(ones(1, 2), integers, FMT) ; floats.add(ones(2), integers, FMT) ->
+  TypeError: real float dtype, got int32
 """
 
 

@@ -14,12 +14,11 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.gpu.cases import CASES, Case
 from gradcomp._src.codecs import quantizing
 from gradcomp._src.kernels import quantize
-from gradcomp._src.kernels.gpu import dispatch, self_check, tiles
-from gradcomp._src.kernels.gpu.verdicts import Verdict
+from gradcomp._src.kernels.gpu import dispatch, self_check, table, tiles
 from gradcomp._src.kernels.quantize import qsgd
 from tests.plugins.slow_cases import slow
 from tests.support import modes
-from tests.support.lowering import KERNEL, lowered_for_cuda, stand_in
+from tests.support.lowering import KERNEL, all_kernels, lowered_for_cuda
 
 DITHER = np.array([123, 456, 0x80018001], np.uint32)
 
@@ -127,21 +126,22 @@ def test_an_interpreted_kernel_has_the_references_bits(case, monkeypatch):
 @every(CHECKED)
 @pytest.mark.parametrize("interpreter", INTERPRETERS)
 def test_an_interpreted_kernel_passes_its_own_check(case, interpreter, monkeypatch):
-  found = []
+  found, compare = [], self_check.compare
 
-  def interpreted(kernel, reference, example, platform):
-    if platform != "cuda":
-      return Verdict()
+  def interpreted(kernel, *rest):
     kernel = functools.partial(kernel, interpret=INTERPRETERS[interpreter])
-    found.append(verdict(kernel, reference, example).failure)
-    return Verdict()
+    found.append(compare(kernel, *rest))
+    return found[-1]
 
-  verdict = self_check.verdict
-  stand_in(monkeypatch, "cuda", verdict=interpreted)
-  x = jax.ShapeDtypeStruct((2 * tile_of(case),), jnp.float32)
-  jax.eval_shape(case.function(None), x, *operands(case, x.size, 2))
+  monkeypatch.setenv("GRADCOMP_CHECK_KERNELS", "1")
+  monkeypatch.setattr(self_check, "compare", interpreted)
+  monkeypatch.setattr(self_check, "_found", {})
+  cpu = lambda platform, *_: jax.devices()[:1] * (platform != "tpu")
+  monkeypatch.setattr(table, "devices", cpu)
+  x = jax.ShapeDtypeStruct((3 * tile_of(case) + 77,), jnp.float32)
+  with all_kernels():
+    jax.eval_shape(case.function(None), x, *operands(case, x.size, 4))
   assert found == [""] * max(len(case.kernels), 1)
-  assert len(self_check._known) == len(found)
 
 
 def compiled(function: Any, *args: Any) -> Any:
@@ -162,7 +162,6 @@ def test_a_named_kernel_has_the_references_types(name, monkeypatch):
   """What differs among workers is typed so in ``jax.shard_map``, for every size."""
   case = CASES[name]
   monkeypatch.setattr(dispatch, "_missing", lambda: None)
-  monkeypatch.setattr(dispatch, "_approved", lambda *_, named=False: named)
   found = {"pallas": [], "xla": []}
 
   def per_device(*given):

@@ -1,7 +1,7 @@
 """Forms for TPUs give the reference's bits, and programs have them where they can."""
 
+import dataclasses
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.codecs.protocol import decoded
+from gradcomp._src.codecs.sums.records import Payload
 from gradcomp._src.kernels import block_float, block_top, one_bit
 from gradcomp._src.kernels.common import rotation, scales
-from gradcomp._src.kernels.gpu import dispatch
+from gradcomp._src.kernels.gpu import self_check, table
 from gradcomp._src.kernels.quantize import pallas, reference
 from gradcomp._src.kernels.selection import search
 from gradcomp._src.kernels.tpu import lines, sums
-from gradcomp.codecs import QSGD, BlockTop, EightBit, Leaf, OneBit, Payload, Ternary
+from gradcomp.codecs import QSGD, BlockTop, EightBit, Leaf, OneBit, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
-from tests.support.lowering import stand_in
 
 pytestmark = pytest.mark.bits
 KERNEL = "tpu_custom_call"
@@ -40,7 +40,8 @@ def values(tile, size):
 
 @pytest.fixture(autouse=True)
 def ragged(monkeypatch):
-  """Makes blocks of 8 tiles, so that a ninth is a block that ends early."""
+  """Makes blocks of 8 tiles, so that a ninth ends early; and every kernel serve."""
+  monkeypatch.setattr(table, "serves", lambda *_: True)
   monkeypatch.setattr(lines, "_ELEMENTS", 1)
   monkeypatch.setattr(lines, "_DECODED", 1)
 
@@ -202,7 +203,7 @@ def test_a_form_for_tpus_has_the_bits_of_the_reference(pairs, given):
 
 
 def lowered(function, *given):
-  traced = jax.jit(function).trace(*given)
+  traced = jax.jit(lambda *given: function(*given)).trace(*given)
   return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
@@ -240,33 +241,38 @@ def test_a_tile_too_large_for_a_kernel_is_encoded_by_the_reference(codec):
   assert KERNEL not in lowered(lambda x: codec.encode(x).rows, x)
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_a_kernel_is_tried_before_a_program_takes_it(right, monkeypatch):
-  """Encoders and decoders; a wrong one gives way to the reference, with a warning."""
-  found = []
-
-  def compare(kernel, reference, operands, device):
-    found.append(operands)
-    return "" if right else "gives other bits"
-
-  stand_in(monkeypatch, "tpu", 1 << 12, compare=compare)
-  dispatch._warn_once.cache_clear()
+def test_no_program_has_a_kernel_without_a_table_but_by_name(monkeypatch):
+  """Encoders and decoders, and nobody has a table yet; a name is checked if asked."""
+  monkeypatch.undo()
   codec = OneBit(bucket_size=64)
-  decode = lambda rows: one_bit.decode_rows(rows, bucket_size=64)
-  rows = jax.ShapeDtypeStruct((64, codec.row_words), jnp.uint32)
-  jax.clear_caches()
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    texts = [
-      lowered(lambda x: codec.encode(x).rows, tiles(codec, 64)),
-      lowered(decode, rows),
-    ]
-  assert [KERNEL in text for text in texts] == [right, right]
-  assert len(found) == 2 and (caught == []) is right
-  _, (words,) = found
+  x, rows = tiles(codec, 64), jax.ShapeDtypeStruct((64, codec.row_words), jnp.uint32)
+  device = jax.sharding.AbstractDevice("TPU v9", num_cores=None, platform="tpu")
+  there = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  table._warn_once.cache_clear()
+  with jax.sharding.use_abstract_mesh(there):
+    with pytest.warns(RuntimeWarning, match="on TPU v9: XLA runs the ref") as caught:
+      texts = [lowered(*of) for of in both(codec, x, rows)]
+  assert len(caught) == 1 and not any(KERNEL in text for text in texts)
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  forced = dataclasses.replace(codec, implementation="pallas")
+  assert all(KERNEL in lowered(*of) for of in both(forced, x, rows))
+  found = []
+  monkeypatch.setenv("GRADCOMP_CHECK_KERNELS", "1")
+  monkeypatch.setattr(table, "devices", lambda *_: jax.devices()[:1])
+  monkeypatch.setattr(self_check, "_found", {})
+  monkeypatch.setattr(self_check, "compare", lambda *given: found.append(given) or "")
+  for function, given in both(forced, x, rows):
+    jax.eval_shape(function, given)
+  (*_, (first,), _), (*_, (words,), _) = found
   exponent = words & 0x7F800000
-  assert words.shape[1:] == rows.shape[1:]
+  assert (first.shape, words.shape) == (x.shape, rows.shape)
   assert not ((exponent == 0) | (exponent == 0x7F800000)).any()
+
+
+def both(codec, x, rows):
+  """The encoder and the decoder of a codec, with what each takes."""
+  yield lambda x: codec.encode(x).rows, x
+  yield codec.decode_rows, rows
 
 
 @pytest.mark.parametrize(
@@ -275,6 +281,7 @@ def test_a_kernel_is_tried_before_a_program_takes_it(right, monkeypatch):
 def test_blocks_of_any_codec_lower(codec, monkeypatch):
   """They have a multiple of 8 rows, also of tiles that are no power of two."""
   monkeypatch.undo()  # blocks are as large as in programs
+  monkeypatch.setattr(table, "serves", lambda *_: True)
   encode, x = lambda x: codec.encode(x).rows, tiles(codec, 600)
   assert KERNEL in lowered(encode, x)
   assert KERNEL in lowered(codec.decode_rows, jax.eval_shape(encode, x))

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.core import agreement
+from gradcomp._src.mesh import agreement
 from gradcomp.codecs import QSGD, BlockTop, Dense, TopK
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import assert_same_bits

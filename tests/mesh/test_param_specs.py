@@ -208,7 +208,8 @@ def test_an_inspection_of_shards_is_that_of_explicit_axes():
 
     def inspected(params, state, rows, specs=specs):
       grads = gradients(params, specs, rows)
-      return gradcomp.telemetry.inspect(CASES["two_shot"], grads, state, params)
+      given = grads, state, params
+      return gradcomp.telemetry.inspect_update(CASES["two_shot"], *given)[2]
 
     found.append(jax.device_get(jax.jit(inspected)(params, state, rows_of(1))))
   # Sums of squares, in an order that is the compiler's.

@@ -190,8 +190,8 @@ def test_leaves_are_inspected_by_their_own_names():
   """Traced alone: tests/telemetry compares the numbers in all places."""
   with jax.set_mesh(modes.mesh(N)):
     params, state = steps.begun(steps.kept4, modes.mesh(N))
-    inspect = functools.partial(gradcomp.telemetry.inspect, steps.kept4)
-    found = jax.eval_shape(inspect, marked(steps.normal(1, N)), state, params)
+    inspect = functools.partial(gradcomp.telemetry.inspect_update, steps.kept4)
+    *_, found = jax.eval_shape(inspect, marked(steps.normal(1, N)), state, params)
   assert found.leaves.keys() == {f"['{name}']" for name in steps.SHAPES}
 
 

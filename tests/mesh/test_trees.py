@@ -234,7 +234,7 @@ def test_reports_and_checkpoints_take_a_module():
   with jax.set_mesh(mesh):
     state = tx.init(tree)
     shapes_of = functools.partial(gradcomp.checkpoint.state_shapes, **OVER)
-    for function in (gradcomp.explain, gradcomp.checkpoint.record, shapes_of):
+    for function in (gradcomp.explain, gradcomp.checkpoint.make_record, shapes_of):
       assert function(tx, tree, **workers) == function(tx, trained(tree), **workers)
     shapes = shapes_of(tx, tree, **workers)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, shapes)
@@ -243,8 +243,8 @@ def test_reports_and_checkpoints_take_a_module():
     assert jax.tree.structure(made) == jax.tree.structure(state)
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, state)
   alone = gradcomp.compress(CODEC, min_leaf_size=0)
-  inspect = functools.partial(gradcomp.telemetry.inspect, alone)
-  found = jax.eval_shape(inspect, trained(tree), alone.init(trained(tree)))
+  inspect = functools.partial(gradcomp.telemetry.inspect_update, alone)
+  *_, found = jax.eval_shape(inspect, trained(tree), alone.init(trained(tree)))
   assert [*found.leaves] == [".b", ".w"]
   ones = jax.tree.map(lambda x: x + 1, state)
   moved = gradcomp.reshard_state(tx, tree, ones, old_workers=WORKERS, workers=2, **OVER)

@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.optimizers.moments import Moments
+from gradcomp._src.optimizers.moments import Moments, MomentsState
 from gradcomp.codecs import QSGD, Dense, EightBit, Policy, TopK
-from gradcomp.optimizers import MomentsState, Stable
+from gradcomp.optimizers import Stable
 from gradcomp.testing import check_transformation
 from tests.plugins.slow_cases import slow
 from tests.support import modes, saved

@@ -16,12 +16,17 @@ NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 _SITE = "https://gradcomp.readthedocs.io/en/stable/start/"
 
 _FIRST = """\
-# Installs gradcomp where it is missing, as on a hosted notebook.
+# Installs what is missing, as on a hosted notebook.
 import importlib.util, shutil, subprocess, sys
 
-if importlib.util.find_spec("gradcomp") is None:
-  device = "cuda12" if shutil.which("nvidia-smi") else "cpu"
-  %pip install --quiet gradcomp orbax-checkpoint "jax[{device}]"
+is_there = lambda name: importlib.util.find_spec(name) is not None
+device = "cuda12" if shutil.which("nvidia-smi") else "cpu"
+missing = [] if is_there("gradcomp") else ["gradcomp", f"'jax[{device}]'"]
+if not (is_there("orbax") and is_there("orbax.checkpoint")):
+  missing.append("orbax-checkpoint")
+if missing:
+  packages = " ".join(missing)
+  %pip install --quiet {packages}
 
 import jax
 
@@ -66,7 +71,8 @@ _CODE = {"python": str, "console": _in_a_process, "pycon": _without_prompts}
 
 def _linked(text):
   to_site = lambda x: f"]({urljoin(_SITE, x[1])}.html{x[2] or ''})"
-  return re.sub(r"\]\((?!\w+:)(\S+?)\.md(#\S+)?\)", to_site, text)
+  text = re.sub(r"\]\((?!\w+:)(\S+?)\.md(#\S+)?\)", to_site, text)
+  return text.replace("](../../examples/", "](")  # where the notebook is
 
 
 def _cell(kind, text):

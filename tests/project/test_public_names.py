@@ -1,5 +1,7 @@
 """Names that users may rely on: few flat ones, others one namespace down, explained."""
 
+import builtins
+import collections
 import dataclasses
 import inspect
 import pathlib
@@ -17,7 +19,7 @@ MomentumFeedback PerWorker TrainOptions TrainStep
 """
 NAMESPACES = """
 checkpoint codecs contrib cost exchange floats kernels local optimizers parallel state
-telemetry testing wire wrappers
+telemetry testing wrappers
 """
 SPACES = [gradcomp, *(getattr(gradcomp, name) for name in NAMESPACES.split())]
 PUBLIC = {
@@ -36,6 +38,14 @@ def test_there_are_these_names_and_nothing_else_looks_public():
   for space in SPACES:
     names = {name for name in dir(space) if not name.startswith("_")}
     assert names <= set(getattr(space, "__all__", ())), space.__name__
+
+
+def test_a_name_is_in_one_place_and_hides_no_builtin():
+  counted = collections.Counter(map(id, PUBLIC.values()))
+  twice = [name for name, value in PUBLIC.items() if counted[id(value)] > 1]
+  assert not twice
+  for space in SPACES:
+    assert not {*space.__all__} & {*dir(builtins)}, space.__name__
 
 
 def test_every_file_of_contrib_is_imported_and_its_names_are_public():

@@ -8,6 +8,8 @@ import pytest
 
 import gradcomp
 from gradcomp import codecs, exchange
+from gradcomp._src.exchange.one_stage import AllReduce
+from gradcomp._src.exchange.ring import Ring
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.optimizers import adam
 from tests.support import low_rank
@@ -23,7 +25,7 @@ CODECS = [
   *(codecs.BlockTop(), PowerSGD()),
 ]
 EXCHANGES = [
-  *(exchange.AllGather(), exchange.TwoShot(), exchange.AllReduce(), exchange.Ring()),
+  *(exchange.AllGather(), exchange.TwoShot(), AllReduce(), Ring()),
   *(exchange.Auto(), exchange.Hierarchical(group_size=2)),
 ]
 FEEDBACK = [gradcomp.ErrorFeedback(), gradcomp.MomentumFeedback()]
@@ -58,7 +60,7 @@ def test_every_part_has_a_paper_or_says_so(part, given):
   text, name = cited(**given), type(part).__name__
   none = text.startswith(NO_PAPER) and name in text.split("\n")[0]
   assert none != any(f"% {name}. " in lines for lines in told(text).values())
-  assert not none or isinstance(part, exchange.AllGather | exchange.AllReduce), text
+  assert not none or isinstance(part, exchange.AllGather | AllReduce), text
   assert len(keys(text)) == len(set(keys(text)))
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
-from gradcomp.wire import wire_report
+from gradcomp import wire_report
 from tests.report import texts
 from tests.report.texts import NBYTES, hlo, only, rows
 

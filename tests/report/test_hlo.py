@@ -3,7 +3,7 @@
 import pytest
 from jaxlib import _hlo
 
-from gradcomp.wire import wire_report
+from gradcomp import wire_report
 from tests.report import texts
 from tests.report.texts import G8, NBYTES, gather, hlo, only, rows
 

@@ -43,7 +43,8 @@ MODULE = read_module(TEXT)
 
 
 def test_a_module_has_its_instructions():
-  assert (MODULE.replicas, MODULE.partitions, MODULE.entry) == (2, 4, "main.0_spmd")
+  counts = (MODULE.attributes[x] for x in ("replica_count", "num_partitions"))
+  assert (*counts, MODULE.entry) == ("2", "4", "main.0_spmd")
   assert list(MODULE.computations) == ["add", "body", "main.0_spmd"]
   x, t, loop, c, reduced, last = found = MODULE.computations[MODULE.entry]
   assert [i.name for i in found] == ["x", "t", "ROOT", "c", "g", "z"]

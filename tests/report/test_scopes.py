@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gradcomp.wire import wire_report
+from gradcomp import wire_report
 from tests.report import texts
 from tests.report.texts import G8, NBYTES, hlo, named, only
 

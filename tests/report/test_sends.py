@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gradcomp.wire import wire_report
+from gradcomp import wire_report
 from tests.report import texts
 from tests.report.texts import G8, NBYTES, fields, hlo, only, rows
 

@@ -31,7 +31,7 @@ def counted():
 def test_an_update_is_traced_once_for_all_readers():
   optimizer, traces = counted()
   first = gradcomp.explain(optimizer, PARAMS, workers=4)
-  gradcomp.checkpoint.record(optimizer, PARAMS, workers=4)
+  gradcomp.checkpoint.make_record(optimizer, PARAMS, workers=4)
   assert gradcomp.explain(optimizer, PARAMS, workers=4) == first
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
   assert gradcomp.explain(optimizer, like, workers=4) == first
@@ -52,7 +52,8 @@ def test_other_shapes_dtypes_and_workers_are_other_studies():
   assert len(traces) == 7
   for size in (*range(20), 19, 0):  # the last ones are kept
     gradcomp.explain(optimizer, {"w": jnp.zeros(size)}, workers=4)
-  assert len(traces) == 7 + 21 and len(tracing._kept_of(optimizer)) == tracing._MOST
+  kept = tracing._kept[optimizer.update][optimizer.init]
+  assert len(traces) == 7 + 21 and len(kept) == tracing._MOST
 
 
 def test_a_step_with_a_report_is_traced_twice():

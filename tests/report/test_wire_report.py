@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradcomp.wire import wire_report
+from gradcomp import wire_report
 from tests.report.texts import G8, hlo, named, only
 
 ROWS, COLUMNS = 16, 24  # of what one worker holds

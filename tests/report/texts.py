@@ -9,7 +9,7 @@ products and names, with no more layers than it takes to see a construct; what
 import pathlib
 import re
 
-from gradcomp.wire import wire_report
+from gradcomp import wire_report
 
 FOLDER = pathlib.Path(__file__).parent / "hlo"
 ADD = """

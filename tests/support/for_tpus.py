@@ -6,13 +6,16 @@ import re
 import jax
 from jax.export import DisabledSafetyCheck, export
 
+from tests.support.lowering import all_kernels
+
 _TENSOR = re.compile(r"tensor<((?:\d+x)+)(?:f|ui|i|bf)(\d+)>")
 
 
 def lowered(function, *args):
   """The program of a function for TPUs, which ``.call`` runs on a CPU."""
   here = [DisabledSafetyCheck.platform()]
-  return export(jax.jit(function), platforms=["tpu"], disabled_checks=here)(*args)
+  with all_kernels():
+    return export(jax.jit(function), platforms=["tpu"], disabled_checks=here)(*args)
 
 
 def narrow(program, least):

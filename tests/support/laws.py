@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.protocol import payload_of
+from gradcomp._src.codecs.sums.records import NOTHING
 from gradcomp._src.testing.leaves import KEY as KEY
 from gradcomp._src.testing.leaves import gaussian as gaussian
-from gradcomp.codecs import NOTHING, Context, Leaf, Memory
-from gradcomp.testing import laws, trial
+from gradcomp._src.testing.leaves import trial
+from gradcomp.codecs import Context, Leaf, Memory
+from gradcomp.testing import laws
 from tests.support import low_rank, modes
 from tests.table.settings import CASES, LOW_RANK
 

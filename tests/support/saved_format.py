@@ -63,7 +63,7 @@ def optimizer():
 
 
 def record():
-  return gradcomp.checkpoint.record(optimizer(), first_params(), workers=N)
+  return gradcomp.checkpoint.make_record(optimizer(), first_params(), workers=N)
 
 
 def first_params():
@@ -100,7 +100,7 @@ def restored(file):
   assert not arrays
   chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
   specs = gradcomp.state_specs(new, axis_name="data")
-  return gradcomp.checkpoint.place(state, mesh, specs)
+  return gradcomp.checkpoint.put_on_mesh(state, mesh, specs)
 
 
 def load(path):

@@ -278,7 +278,7 @@ def record_is_its_own(run):
   """A record passes with itself, and fails with another N and without a part."""
   if run.row.place == "two_axes":
     return False  # its record has two numbers of workers
-  made = gradcomp.checkpoint.record(run.tx, run.params, workers=run.row.sizes)
+  made = gradcomp.checkpoint.make_record(run.tx, run.params, workers=run.row.sizes)
   saved = json.loads(json.dumps(made))
   gradcomp.checkpoint.check_record(saved, made)
   less = {k: v for k, v in saved.items() if k != "workers"}

@@ -1,4 +1,4 @@
-"""inspect shows what update does, to NumPy's arithmetic, and changes nothing."""
+"""inspect_update shows what update does, to NumPy's arithmetic, and changes nothing."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import gradcomp
 from gradcomp._src.core import residual_storage
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD, FloatCast, OneBit, Ternary, TopK
-from gradcomp.telemetry import inspect, inspected_update
+from gradcomp.telemetry import inspect_update
 from tests.plugins.slow_cases import slow
 from tests.specs.methods import inspect as oracle_inspect
 from tests.support import laws, modes
@@ -40,7 +40,7 @@ def test_numbers_are_those_of_numpy(codec):
 
   def steps(before, grads):
     _, state = tx.update(before, tx.init(before))
-    return state.residual, *inspected_update(tx, grads, state)
+    return state.residual, *inspect_update(tx, grads, state)
 
   grads = gradients(seed=2)
   old, mean, after, found = of_workers(steps)(gradients(seed=1), grads)
@@ -57,7 +57,7 @@ def test_numbers_are_those_of_numpy(codec):
 
 def step_and_look(tx):
   """What a first step of all workers returns, and what inspect shows of it."""
-  return of_workers(lambda grads: inspected_update(tx, grads, tx.init(grads)))
+  return of_workers(lambda grads: inspect_update(tx, grads, tx.init(grads)))
 
 
 # Rows of 512 elements: three of a, and two of b, among four workers. c stays dense.
@@ -137,7 +137,7 @@ def looking(tx):
   """Returns numbers in place of the mean, so that modes.run can run it."""
 
   def update(grads, state, params=None):
-    return {"found": numbers(inspect(tx, grads, state, params), jnp)}, state
+    return {"found": numbers(inspect_update(tx, grads, state, params)[2], jnp)}, state
 
   return optax.GradientTransformation(tx.init, update)
 
@@ -183,9 +183,10 @@ def test_leaves_that_are_cut_over_another_axis_are_measured_as_a_whole(typed):
 
   def of_types(grads, state):
     addends = unreduce(jax.tree.map(lambda x: x / 2, grads), "data")
-    return inspect(tx, addends, state)
+    return inspect_update(tx, addends, state)[2]
 
-  local = lambda grads, state: inspect(tx, jax.tree.map(lambda x: x[0], grads), state)
+  first = lambda grads: jax.tree.map(lambda x: x[0], grads)
+  local = lambda grads, state: inspect_update(tx, first(grads), state)[2]
   specs = (cut, gradcomp.state_specs(state, axis_name="data"))
   mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
   found = jax.jit(of_types if typed else mapped)(placed, state)
@@ -204,7 +205,7 @@ def test_residuals_of_few_bits_are_read(stored):
 
   def step(grads):
     state = tx.init(grads)
-    _, after, found = inspected_update(tx, grads, state)
+    _, after, found = inspect_update(tx, grads, state)
     waits = residual_storage.read_residual(after.residual["w"]).astype(jnp.float32)
     return after, tx.update(grads, state)[1], waits, found
 

@@ -1,4 +1,4 @@
-"""inspect finds gradcomp wherever it is, in steps of any kind, and in zero."""
+"""inspect_update finds gradcomp wherever it is, in steps of any kind, and in zero."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import gradcomp
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.codecs import QSGD, EightBit, OneBit, RandomK
 from gradcomp.state import CompressState
-from gradcomp.telemetry import inspect, inspected_update
+from gradcomp.telemetry import inspect_update
 from tests.errors import table
 from tests.plugins.slow_cases import slow
 from tests.support import low_rank, modes
@@ -24,7 +24,7 @@ QSGD4 = gradcomp.qsgd(bits=4, min_leaf_size=0)
 
 def inspected(tx, grads):
   """What inspect shows of a first step on one device."""
-  return jax.jit(lambda grads: inspect(tx, grads, tx.init(grads)))(grads)
+  return jax.jit(lambda grads: inspect_update(tx, grads, tx.init(grads))[2])(grads)
 
 
 WRAPS = {
@@ -53,7 +53,7 @@ def test_it_is_found_wherever_it_is(wrap):
 def test_the_same_leaf_may_be_sent_twice_or_not_at_all():
   """What a step does not run is NaN."""
   tx = optax.chain(gradcomp.qsgd(bits=4), gradcomp.qsgd(bits=8))
-  look = lambda grads: inspect(tx, grads, tx.init(grads))
+  look = lambda grads: inspect_update(tx, grads, tx.init(grads))[2]
   found = jax.eval_shape(look, {"w": jnp.zeros(4096)})
   assert list(found.leaves) == ["['w']", "['w'] #2"]
   waits = optax.MultiSteps(gradcomp.qsgd(bits=4), 2).gradient_transformation()
@@ -67,7 +67,7 @@ THREE = {"a": RISING, "b": RISING, "x": np.zeros((0, 3), np.float32)}
 
 def test_what_is_not_finite_or_nothing_has_its_numbers():
   """Also in the table, which has a line for each leaf."""
-  of_three = jax.jit(lambda grads: inspect(KEEPS, grads, KEEPS.init(grads)))
+  of_three = jax.jit(lambda grads: inspect_update(KEEPS, grads, KEEPS.init(grads))[2])
   for bad in (np.nan, np.inf):
     found = of_three(THREE | {"a": np.where(RISING == 1, np.float32(bad), RISING)})
     for name in ("relative_error", "cosine"):
@@ -78,7 +78,7 @@ def test_what_is_not_finite_or_nothing_has_its_numbers():
   found = of_three(jax.tree.map(np.zeros_like, THREE))
   assert found.total.zeros == 1
   assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found))
-  empty = inspect(KEEPS, {}, KEEPS.init({}))
+  empty = inspect_update(KEEPS, {}, KEEPS.init({}))[2]
   assert empty.leaves == {} and empty.total.zeros == 0
   found = of_three(THREE)
   header, *lines = str(found).splitlines()
@@ -114,7 +114,7 @@ def test_update_takes_and_returns_states_of_their_own_type():
 
   optimizer = optax.GradientTransformation(QSGD4.init, update)
   before = QSGD4.init({"w": RISING})
-  look = jax.jit(lambda grads, state: inspected_update(optimizer, grads, state))
+  look = jax.jit(lambda grads, state: inspect_update(optimizer, grads, state))
   _, state, found = look({"w": RISING}, before)
   assert set(seen) == {CompressState} and type(state) is CompressState
   assert found.total.cosine > 0.9
@@ -179,7 +179,7 @@ def test_numbers_of_zero_are_those_of_numpy():
   def step(first, grads):
     updates, old = ZERO.update(first, ZERO.init(params), params)
     before = optax.apply_updates(params, updates)
-    return before, old, *inspected_update(ZERO, grads, old, before)
+    return before, old, *inspect_update(ZERO, grads, old, before)
 
   before, old, updates, after, found = of_workers(step)(first, grads)
   found = jax.tree.map(lambda x: x[0], found)
@@ -211,12 +211,12 @@ def test_numbers_of_zero_are_those_of_numpy():
 W = {"w": jnp.ones(64)}
 TWICE = optax.chain(QSGD4, QSGD4)
 ROWS = """
-inspect(QSGD4.update, W, ()) ->
+inspect_update(QSGD4.update, W, ()) ->
   TypeError: `optimizer` must be an optax.Grad ... got <func
-inspect(optax.adam(0.1), W, optax.adam(0.1).init(W)) ->
+inspect_update(optax.adam(0.1), W, optax.adam(0.1).init(W)) ->
   `optimizer` must have a gradcomp tr ... init
-inspect(QSGD4, W, ()) -> `opt_state` ... 0 states ... optimizer.init
-inspect(TWICE, W, QSGD4.init(W)) ->
+inspect_update(QSGD4, W, ()) -> `opt_state` ... 0 states ... optimizer.init
+inspect_update(TWICE, W, QSGD4.init(W)) ->
   `opt_state` must be that of `optimizer` ... 2 gradcomp ... states of 1 ... init
 STEP(W, QSGD4.init(W), jnp.ones(2), inspect=50) -> `inspect` must be a bool, got 50
 """

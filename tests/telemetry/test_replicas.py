@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.core.fingerprint import leaf_fingerprints
+from gradcomp._src.telemetry.replicas import Replicas
 from tests.errors import table
 from tests.plugins.slow_cases import slow
 from tests.support import flips, modes
@@ -78,7 +79,7 @@ def test_a_flipped_bit_is_found_in_every_mode(mode):
 def replicas(changes, workers=WORKERS):
   parts = trees(*changes, workers=workers)
   words = [leaf_fingerprints(part) for part in parts]
-  return gradcomp.telemetry.Replicas(jnp.stack(words), ("['b']", "['w']"))
+  return Replicas(jnp.stack(words), ("['b']", "['w']"))
 
 
 SEVERAL = [(0, "b", 3), (3, "w", 0), (5, "w", 0)]

@@ -9,7 +9,9 @@ import optax
 import pytest
 
 import gradcomp
-from gradcomp.telemetry import Metrics, Replicas, scalars
+from gradcomp._src.telemetry.inspect import Metrics
+from gradcomp._src.telemetry.replicas import Replicas
+from gradcomp.telemetry import scalars
 from tests.support import modes
 from tests.support.assertions import says
 
@@ -19,7 +21,7 @@ NUMBERS = Metrics._fields
 
 def inspection(grads, **options):
   tx = gradcomp.qsgd(bits=4, min_leaf_size=0, **options)
-  look = lambda grads: gradcomp.telemetry.inspect(tx, grads, tx.init(grads))
+  look = lambda grads: gradcomp.telemetry.inspect_update(tx, grads, tx.init(grads))[2]
   return jax.jit(look)(grads)
 
 

@@ -191,7 +191,7 @@ def test_a_training_goes_on_from_what_was_saved():
   """With the bits that it had, from arrays and a record that went through bytes."""
   optimizer, params, batch, state, step = ready()
   params, state, _ = step(params, state, batch)
-  record = gradcomp.checkpoint.record(optimizer, params, workers=N)
+  record = gradcomp.checkpoint.make_record(optimizer, params, workers=N)
   saved = pickle.loads(pickle.dumps((jax.device_get((params, state)), record)))
   gradcomp.checkpoint.check_record(saved[1], record)
   places = jax.tree.map(lambda x: x.sharding, (params, state))
@@ -200,7 +200,7 @@ def test_a_training_goes_on_from_what_was_saved():
   other = optimizer_of(in_scan("error", codec=QSGD(bits=8)))
   with pytest.raises(ValueError, match=says("the codec of ['layers']['b']", "bits=8")):
     gradcomp.checkpoint.check_record(
-      record, gradcomp.checkpoint.record(other, params, workers=N)
+      record, gradcomp.checkpoint.make_record(other, params, workers=N)
     )
 
 

@@ -44,7 +44,7 @@ def test_the_options_of_collectives_are_those_of_a_wire():
   """Names and types; the help of each shows the defaults of those that it takes."""
   shared = inspect.signature(options.wire).parameters
   expected = {name: parameter.annotation for name, parameter in shared.items()}
-  hints = typing.get_type_hints(gradcomp.parallel.CollectiveOptions)
+  hints = typing.get_type_hints(options.CollectiveOptions)
   assert hints == expected
   for name in "all_gather psum_scatter all_to_all ppermute psum sum_gradients".split():
     function = getattr(gradcomp.parallel, name)

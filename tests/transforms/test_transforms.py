@@ -42,7 +42,7 @@ TRANSFORMATIONS = {
     optax.clip_by_global_norm(1.0), **DATA
   ),
   "replicable": lambda: wrappers.replicable(_qsgd, workers=N, **DATA),
-  "skip_nonfinite": lambda: wrappers.skip_nonfinite(_qsgd, 3, **DATA),
+  "skip_nonfinite": lambda: gradcomp.skip_nonfinite(_qsgd, 3, **DATA),
   "switch": lambda: wrappers.switch([1], [_dense, _qsgd]),
   "adam": _adam,
   "adam, doubling": lambda: _adam(variance="doubling", warmup=optimizers.Stable()),

@@ -13,20 +13,17 @@ Han et al., Auto-Precision Scaling for Distributed Deep Learning, 2021, sections
 
 from collections.abc import Sequence
 
-from benchmarks.models.papers.number import Number, Paper
 from gradcomp._src.cost.rules import above_0, at_least_0, count
 from gradcomp.cost import Link, collective_seconds
 
 RES5C = (2048 * 512, 512 * 512 * 3 * 3, 512 * 2048)  # figure 11's leaves, in elements
 RES5C_WORKERS = 32
 RES5C_SPEEDUP = 1.33  # of merged 8 bits over half precision
+FREE = Link(latency=0.0, bytes_per_second=10e9)
 
 
 def ring_steps(workers: int) -> int:
   """Returns the steps of a ring all-reduce: ``2 (p-1)``.
-
-  Args:
-    workers: p.
 
   >>> ring_steps(256)
   510
@@ -36,12 +33,6 @@ def ring_steps(workers: int) -> int:
 
 def three_step_steps(workers: int, group_size: int) -> int:
   """Returns the steps of the three-step all-reduce: ``4 (k-1) + 2 (p/k - 1)``.
-
-  Args:
-    workers, group_size: p and k.
-
-  Raises:
-    ValueError: the group size does not divide the workers.
 
   >>> three_step_steps(256, 16)  # the paper prints 74, which are those of 128 nodes
   90
@@ -54,9 +45,6 @@ def three_step_steps(workers: int, group_size: int) -> int:
 
 def best_group_sizes(workers: int) -> tuple[int, ...]:
   """Returns the group sizes k with the fewest steps, near ``sqrt(p/2)``, ascending.
-
-  Args:
-    workers: p.
 
   >>> best_group_sizes(64), best_group_sizes(256), best_group_sizes(1024)
   ((4, 8), (8, 16), (16, 32))
@@ -75,14 +63,6 @@ def three_step_seconds(
   masters' ring sends ``2 (p/k - 1)`` messages, each of which is a ``p/k``-th. So the
   fewest steps are not the least bytes, of which a plain ring sends ``2 (p-1)/p``.
 
-  Args:
-    nbytes: the bytes that each worker puts in.
-    workers, group_size: p and k.
-    link: the link of each worker.
-
-  Raises:
-    ValueError: ``nbytes`` is below 0, or the group size does not divide the workers.
-
   >>> link = Link(latency=1e-5, bytes_per_second=1e9)
   >>> whole = lambda nbytes: collective_seconds("all_reduce", nbytes, 256, link)
   >>> large = three_step_seconds(1e8, 256, 16, link), whole(1e8)
@@ -99,14 +79,7 @@ def three_step_seconds(
 def half_seconds(
   elements: Sequence[int], workers: int, link: Link, *, merged: bool = False
 ) -> float:
-  """Returns the seconds of ring all-reduces in half precision.
-
-  Args:
-    elements: the size of each leaf.
-    workers: p.
-    link: the link of each worker.
-    merged: whether all leaves are one message.
-  """
+  """Returns the seconds of ring all-reduces of leaves in half precision, or of one."""
   sizes = [size for size, _ in _messages(elements, merged)]
   return sum(
     collective_seconds("all_reduce", 2 * size, workers, link) for size in sizes
@@ -117,9 +90,6 @@ def aps_seconds(
   elements: Sequence[int], workers: int, link: Link, *, merged: bool = False
 ) -> float:
   """Returns the seconds of APS: all-reduces of a byte a leaf, and of a byte an element.
-
-  Args:
-    elements, workers, link, merged: as for :func:`half_seconds`.
 
   >>> link = Link(latency=5.62e-6, bytes_per_second=10e9)
   >>> half = half_seconds(RES5C, 32, link, merged=True)
@@ -136,20 +106,10 @@ def aps_seconds(
 def implied_latency_bytes(
   speedup: float, elements: Sequence[int], workers: int
 ) -> float:
-  """Returns the bytes that a link sends in its latency, if APS has this speed-up.
+  """Returns the bytes that a link sends in its latency, if merged APS has a speed-up s.
 
-  This is ``latency * bytes_per_second`` at which :func:`half_seconds` over
-  :func:`aps_seconds`, both merged, is the speed-up. With n elements in L leaves it is
-  ``(2 n - s (n + L)) / (p (2 s - 1))``, between the speed-up of 1/2, where latency is
-  all, and the one of 2, where bytes are.
-
-  Args:
-    speedup: s.
-    elements, workers: as for :func:`half_seconds`.
-
-  Raises:
-    ValueError: the speed-up is not between 1/2 and that without latency, which is
-      nearly 2.
+  With n elements in L leaves it is ``(2 n - s (n + L)) / (p (2 s - 1))``, between the
+  speed-up of 1/2, where latency is all, and the one of 2, where bytes are.
 
   >>> round(implied_latency_bytes(RES5C_SPEEDUP, RES5C, RES5C_WORKERS))
   56209
@@ -164,8 +124,14 @@ def implied_latency_bytes(
   return spare / (count("workers", workers) * (2 * speedup - 1))
 
 
+def one_leaf_gain(elements: int) -> float:
+  """Returns the speed-up of 8 bits for a leaf, with the latency that res5c implies."""
+  known = implied_latency_bytes(RES5C_SPEEDUP, RES5C, RES5C_WORKERS)
+  case = [elements], RES5C_WORKERS, Link(latency=known / 10e9, bytes_per_second=10e9)
+  return half_seconds(*case) / aps_seconds(*case)
+
+
 def _groups(workers: int, group_size: int) -> int:
-  """Returns the number of groups; raises ValueError unless it is an integer."""
   groups, left = divmod(count("workers", workers), count("group_size", group_size))
   if left:
     raise ValueError(
@@ -180,49 +146,3 @@ def _messages(elements: Sequence[int], merged: bool) -> list[tuple[float, int]]:
     raise ValueError("`elements` must have a leaf or more, got none.")
   sizes = [above_0("elements", size) for size in elements]
   return [(sum(sizes), len(sizes))] if merged else [(size, 1) for size in sizes]
-
-
-# Printed numbers beside what the model gives.
-FREE = Link(latency=0.0, bytes_per_second=10e9)
-TABLE_6 = {"f32": 76.02, "(5, 2)": 75.98, "(4, 3)": 75.93}  # accuracy, %, with APS
-
-
-def numbers() -> list[Number]:
-  """Recomputes sections 4.2 and 4.3, and what the abstract says of table 6."""
-  paper = Paper("Han")
-  steps = "steps of an all-reduce"
-  exact = "the same formula"
-  paper.agrees(steps, "ring, p = 256", ring_steps(256), 510, 0, exact)
-  why = "4 (16 - 1) + 2 (256 / 16 - 1) is 60 + 30; 74 are the steps of 128 nodes"
-  ours = three_step_steps(256, 16)
-  paper.wrong(steps, "three steps, p = 256, k = 16", ours, 74, why)
-  for workers in (64, 128, 256, 1024):
-    sizes = best_group_sizes(workers)
-    ours = three_step_steps(workers, sizes[0])
-    inputs = f"three steps, p = {workers}, best k = {' or '.join(map(str, sizes))}"
-    paper.ours(steps, inputs, ours)
-  for group_size in (8, 32):
-    ours = three_step_steps(256, group_size)
-    paper.ours(steps, f"three steps, p = 256, k = {group_size}", ours)
-  ours = implied_latency_bytes(RES5C_SPEEDUP, RES5C, RES5C_WORKERS)
-  inputs = "res5c, 32 GPUs, speed-up 1.33 of merged 8 bits"
-  why = "a constant that was solved for, not a check; 5.6 us at 10 GB/s"
-  what = "latency times rate (bytes)"
-  paper.unknown(what, inputs, ours, None, why)
-  link = Link(latency=ours / 10e9, bytes_per_second=10e9)
-  for elements in sorted({*RES5C}):
-    half = half_seconds([elements], RES5C_WORKERS, link)
-    gain = half / aps_seconds([elements], RES5C_WORKERS, link)
-    inputs = f"one leaf of {elements:,} elements, that latency"
-    why = "below 1, where figure 11 has a gain" if gain < 1 else ""
-    paper.ours("speed-up of 8 bits", inputs, gain, why)
-  ours = half_seconds(RES5C, RES5C_WORKERS, FREE)
-  ours /= aps_seconds(RES5C, RES5C_WORKERS, FREE, merged=True)
-  why = "the least that the model has against leaves apart is 1.5, the most 2"
-  inputs = "res5c, merged 8 bits against 16 bits apart, no latency"
-  paper.ours("speed-up of 8 bits", inputs, ours, why)
-  why = '"below 0.05", which (5, 2) has; (4, 3) has 75.93 of 76.02'
-  ours = max(TABLE_6["f32"] - x for x in TABLE_6.values())
-  inputs = "8 bits, 256 nodes, the worst of table 6"
-  paper.wrong("points that APS loses", inputs, ours, 0.05, why)
-  return paper.numbers

@@ -5,22 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.study.analysis import Group, Study
-from benchmarks.study.figures.style import (
-  BLUE,
-  Rows,
-  Shown,
-  color,
-  families,
-  height,
-  legend,
-  panel,
-  slug,
-)
+from benchmarks.study.figures import style
 
 _CUT = 15  # points of accuracy below the best end, where curves are cut
 
 
-def ends(group: Group) -> tuple[list[str], Rows]:
+def ends(group: Group) -> tuple[list[str], style.Rows]:
   """Returns the table of what the codecs of a group end at, and what they send."""
   header = ["codec", "accuracy", "points", "seeds", "steps to f32 - 0.2", "bytes / f32"]
   rows = []
@@ -41,7 +31,7 @@ def ends(group: Group) -> tuple[list[str], Rows]:
   return header, rows
 
 
-def losses(study: Study) -> Iterator[Shown]:
+def losses(study: Study) -> Iterator[style.Shown]:
   """Yields the points of accuracy to float32 of each codec, with their intervals."""
   for group in study.groups:
     found = {
@@ -51,9 +41,9 @@ def losses(study: Study) -> Iterator[Shown]:
     }
     if not found:
       continue
-    figure, axes = panel(group.name, height(list(found)))
+    figure, axes = style.panel(group.name, style.height(list(found)))
     for i, difference in enumerate(found.values()):
-      axes.barh(i, difference.mean, color=BLUE, height=0.7)
+      axes.barh(i, difference.mean, color=style.BLUE, height=0.7)
       axes.errorbar(difference.mean, i, xerr=difference.half, color="0.2", capsize=2)
     lowest = min(x.mean for x in found.values())
     axes.set_xlim(max(-6, min(-0.5, 1.3 * lowest)), 1.5)
@@ -61,10 +51,12 @@ def losses(study: Study) -> Iterator[Shown]:
     axes.invert_yaxis()
     axes.axvline(0, color="0.3", linewidth=0.8)
     axes.set_xlabel("points of accuracy to float32 (cut at -6 and 1.5)")
-    yield Shown(slug("points", group.name), group.name, figure, *ends(group))
+    yield style.Shown(
+      style.slug("points", group.name), group.name, figure, *ends(group)
+    )
 
 
-def sweeps(study: Study) -> Iterator[Shown]:
+def sweeps(study: Study) -> Iterator[style.Shown]:
   """Yields the points to float32 of groups that differ in their workers alone."""
   for title, groups in by_workers(study).items():
     codecs = dict.fromkeys(x for group in groups for x in group.runs if x != "f32")
@@ -74,25 +66,27 @@ def sweeps(study: Study) -> Iterator[Shown]:
     }
     if not any(pairs.values()):
       continue
-    figure, axes = panel(title)
+    figure, axes = style.panel(title)
     for i, (codec, found) in enumerate(pairs.items()):
       if found:
         counts, differences = zip(*found, strict=True)
         y, half = [x.mean for x in differences], [x.half for x in differences]
         line = {"marker": "o", "markersize": 4, "capsize": 2}
-        axes.errorbar(counts, y, half, label=codec, color=color(i, codec), **line)
+        axes.errorbar(counts, y, half, label=codec, color=style.color(i, codec), **line)
     axes.axhline(0, color="0.3", linewidth=0.8)
     axes.set_xscale("log", base=2)
     counts = [group.setting.workers for group in groups]
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.set(xlabel="workers", ylabel="points to float32")
-    legend(figure, len(codecs))
-    yield Shown(slug("workers", title), title, figure, *ends_by_workers(groups))
+    style.legend(figure, len(codecs))
+    yield style.Shown(
+      style.slug("workers", title), title, figure, *ends_by_workers(groups)
+    )
 
 
-def ends_by_workers(groups: list[Group]) -> tuple[list[str], Rows]:
+def ends_by_workers(groups: list[Group]) -> tuple[list[str], style.Rows]:
   """Returns the tables of groups that differ in their workers alone as one."""
-  rows: Rows = []
+  rows: style.Rows = []
   for group in groups:
     header, own = ends(group)
     rows += [[str(group.setting.workers), *row] for row in own]
@@ -100,34 +94,33 @@ def ends_by_workers(groups: list[Group]) -> tuple[list[str], Rows]:
 
 
 def by_workers(study: Study) -> dict[str, list[Group]]:
-  """Returns the groups that differ in their workers alone, if two or more do."""
   alike: dict[str, list[Group]] = {}
   for group in study.groups:
     alike.setdefault(group.name_for_any_workers, []).append(group)
   return {title: groups for title, groups in alike.items() if len(groups) > 1}
 
 
-def curves(study: Study) -> Iterator[Shown]:
+def curves(study: Study) -> Iterator[style.Shown]:
   """Yields accuracy against epochs, a picture for each family of codecs."""
   for group in study.groups:
     x = group.setting
-    for family, codecs in families(list(group.runs)):
-      figure, axes = panel(f"{family}: {group.name}")
-      rows: Rows = []
+    for family, codecs in style.families(list(group.runs)):
+      figure, axes = style.panel(f"{family}: {group.name}")
+      rows: style.Rows = []
       epochs: list[float] = []
       for i, codec in enumerate(codecs):
         found = list(group.curves(codec).values())
         count = min(map(len, found))
         y = np.array([[p["accuracy"] for p in curve[:count]] for curve in found])
         epochs = [point["step"] * x.batch / x.epoch for point in found[0][:count]]
-        drawn = color(i, codec)
+        drawn = style.color(i, codec)
         axes.plot(epochs, y.mean(axis=0), label=codec, color=drawn, linewidth=1.5)
         axes.fill_between(epochs, y.min(axis=0), y.max(axis=0), color=drawn, alpha=0.1)
         rows.append([codec, *(f"{value:.2f}" for value in y.mean(axis=0))])
       best = max(float(row[-1]) for row in rows)
       axes.set_ylim(bottom=max(axes.get_ylim()[0], best - _CUT))
       axes.set(xlabel="epochs", ylabel="test accuracy (%)")
-      legend(figure, len(codecs))
+      style.legend(figure, len(codecs))
       axes.grid(alpha=0.3)
       longest = max(len(row) for row in rows) - 1
       points = next(iter(group.curves(codecs[0]).values()))
@@ -135,4 +128,6 @@ def curves(study: Study) -> Iterator[Shown]:
       rows = [row + [""] * (longest + 1 - len(row)) for row in rows]
       header = (header + [""] * longest)[: longest + 1]
       caption = f"{family}: {group.name}; a band is from the lowest to the highest seed"
-      yield Shown(slug("curve", family, group.name), caption, figure, header, rows)
+      yield style.Shown(
+        style.slug("curve", family, group.name), caption, figure, header, rows
+      )

@@ -7,54 +7,36 @@ import numpy as np
 
 from benchmarks.study.analysis import Cell, Study, dollars
 from benchmarks.study.devices import PARTS
-from benchmarks.study.figures.style import (
-  BLUE,
-  Rows,
-  Shown,
-  color,
-  height,
-  legend,
-  panel,
-  slug,
-)
+from benchmarks.study.figures import style
 
-_PART_COLORS = {"communication": "#c44e52", "codec": "#dd8452", "compute": BLUE}
+_PART_COLORS = {"communication": "#c44e52", "codec": "#dd8452", "compute": style.BLUE}
 
 
-def speeds(study: Study) -> Iterator[Shown]:
-  """Yields samples a second of each codec."""
+def speeds(study: Study) -> Iterator[style.Shown]:
   for cell in study.cells:
     codecs = list(cell.times)
-    figure, axes = panel(cell.name, height(codecs))
+    figure, axes = style.panel(cell.name, style.height(codecs))
     values = [cell.speed(codec) for codec in codecs]
-    axes.barh(range(len(codecs)), values, color=BLUE, height=0.7)
+    axes.barh(range(len(codecs)), values, color=style.BLUE, height=0.7)
     axes.set_yticks(range(len(codecs)), codecs, fontsize=10)
     axes.invert_yaxis()
     axes.set_xlabel("samples a second")
-    rows = [
-      [
-        codec,
-        f"{value:.1f}",
-        f"{cell.gain(codec):.2f}" if "f32" in codecs else "",
-        f"{cell.times[codec]['bytes_a_step']:,.0f}",
-        _counted(cell, codec),
-      ]
-      for codec, value in zip(codecs, values, strict=True)
-    ]
+    rows: style.Rows = []
+    for codec, value in zip(codecs, values, strict=True):
+      gain = f"{cell.gain(codec):.2f}" if "f32" in codecs else ""
+      counted = cell.times[codec].get("interface_bytes")
+      rows.append([codec, f"{value:.1f}", gain])
+      rows[-1] += [f"{cell.times[codec]['bytes_a_step']:,.0f}"]
+      rows[-1] += [f"{counted:,.0f}" if counted else ""]
     header = ["codec", "samples/s", "x f32", "bytes a step", "counted"]
-    yield Shown(slug("speed", cell.name), cell.name, figure, header, rows)
+    yield style.Shown(style.slug("speed", cell.name), cell.name, figure, header, rows)
 
 
-def _counted(cell: Cell, codec: str) -> str:
-  found = cell.times[codec].get("interface_bytes")
-  return f"{found:,.0f}" if found else ""
-
-
-def bars(study: Study) -> Iterator[Shown]:
+def bars(study: Study) -> Iterator[style.Shown]:
   """Yields the parts of a step as stacked bars, with communication at the bottom."""
   for cell in study.cells:
     codecs = list(cell.times)
-    figure, axes = panel(cell.name, 4.2)
+    figure, axes = style.panel(cell.name, 4.2)
     bottom = np.zeros(len(codecs))
     for part in reversed(PARTS):
       value = [1e3 * max(0.0, cell.times[codec][part]) for codec in codecs]
@@ -69,10 +51,10 @@ def bars(study: Study) -> Iterator[Shown]:
       for codec in codecs
     ]
     header = ["codec", "ms a step", *PARTS]
-    yield Shown(slug("parts", cell.name), cell.name, figure, header, rows)
+    yield style.Shown(style.slug("parts", cell.name), cell.name, figure, header, rows)
 
 
-def scalings(study: Study) -> Iterator[Shown]:
+def scalings(study: Study) -> Iterator[style.Shown]:
   """Yields how many times as fast N workers are as float32 on the fewest."""
   alike: dict[object, list[Cell]] = {}
   for cell in study.cells:
@@ -83,13 +65,13 @@ def scalings(study: Study) -> Iterator[Shown]:
     if len(cells) < 2 or "f32" not in first.times:
       continue
     title = f"{first.setting.network}, {first.link}, batch {first.setting.rule}"
-    figure, axes = panel(title)
+    figure, axes = style.panel(title)
     counts = [cell.setting.workers for cell in cells]
-    rows: Rows = []
+    rows: style.Rows = []
     for i, codec in enumerate(first.times):
       has = [cell for cell in cells if codec in cell.times]
       y = [cell.speed(codec) / first.speed("f32") for cell in has]
-      drawn = color(i, codec)
+      drawn = style.color(i, codec)
       x = [cell.setting.workers for cell in has]
       axes.plot(x, y, marker="o", markersize=4, label=codec, color=drawn)
       by_count = dict(zip(x, y, strict=True))
@@ -98,18 +80,18 @@ def scalings(study: Study) -> Iterator[Shown]:
     axes.plot(counts, ideal, color="0.6", linestyle=":", label="ideal")
     axes.set(xlabel="workers", ylabel=f"times f32 on {counts[0]}")
     axes.set_xticks(counts)
-    legend(figure, len(rows) + 1)
+    style.legend(figure, len(rows) + 1)
     header = ["codec", *(f"N = {n}" for n in counts)]
-    yield Shown(slug("scaling", title), title, figure, header, rows)
+    yield style.Shown(style.slug("scaling", title), title, figure, header, rows)
 
 
-def prices(study: Study, price: float | None) -> Iterator[Shown]:
+def prices(study: Study, price: float | None) -> Iterator[style.Shown]:
   """Yields accuracy against the dollars of a training."""
   for cell in study.cells:
     group = study.matching(cell)
     if group is None:
       continue
-    rows: Rows = []
+    rows: style.Rows = []
     spots = []
     for codec, times in cell.times.items():
       if codec not in group.runs:
@@ -133,18 +115,18 @@ def prices(study: Study, price: float | None) -> Iterator[Shown]:
     if not spots:
       continue
     caption = f"{cell.name}; trained as {group.name}"
-    figure, axes = panel(cell.name)
+    figure, axes = style.panel(cell.name)
     for i, (x, y, codec) in enumerate(sorted(spots)):
-      axes.plot(x, y, "o", color="0.1" if codec == "f32" else BLUE)
+      axes.plot(x, y, "o", color="0.1" if codec == "f32" else style.BLUE)
       above = (4, -12, 14)[i % 3]  # points, so that names of neighbors stay apart
       axes.annotate(codec, (x, y), (4, above), textcoords="offset points", fontsize=9)
     axes.set(xlabel="dollars of the training", ylabel="test accuracy (%)")
     axes.margins(0.18)
     header = ["codec", "accuracy", "$", "steps to f32 - 0.2", "s", "$ to it"]
-    yield Shown(slug("dollars", cell.name), caption, figure, header, rows)
+    yield style.Shown(style.slug("dollars", cell.name), caption, figure, header, rows)
 
 
-def intensities(study: Study) -> Iterator[Shown]:
+def intensities(study: Study) -> Iterator[style.Shown]:
   """Yields the speed-up against the megabytes a GFLOP of the networks."""
   alike: dict[object, list[Cell]] = {}
   for cell in study.cells:
@@ -153,15 +135,17 @@ def intensities(study: Study) -> Iterator[Shown]:
       alike.setdefault(key, []).append(cell)
   for (link, workers), cells in alike.items():
     title = f"N = {workers}, {link}"
-    figure, axes = panel(title)
+    figure, axes = style.panel(title)
     cells = sorted(cells, key=lambda cell: cell.intensity)
     codecs = dict.fromkeys(name for cell in cells for name in cell.times)
-    rows: Rows = []
+    rows: style.Rows = []
     for i, codec in enumerate(name for name in codecs if name != "f32"):
       has = [cell for cell in cells if codec in cell.times]
       x = [cell.intensity for cell in has]
       y = [cell.gain(codec) for cell in has]
-      axes.plot(x, y, marker="o", markersize=4, label=codec, color=color(i, codec))
+      axes.plot(
+        x, y, marker="o", markersize=4, label=codec, color=style.color(i, codec)
+      )
       for cell, gain in zip(has, y, strict=True):
         name = cell.setting.network
         rows.append([name, f"{cell.intensity:.1f}", codec, f"{gain:.2f}"])
@@ -170,6 +154,6 @@ def intensities(study: Study) -> Iterator[Shown]:
     axes.set_xticks(places := [cell.intensity for cell in cells])
     axes.set_xticklabels([f"{place:.0f}" for place in places])
     axes.minorticks_off()
-    legend(figure, len(codecs) - 1)
+    style.legend(figure, len(codecs) - 1)
     header = ["network", "MB/GFLOP", "codec", "x f32"]
-    yield Shown(slug("intensity", title), title, figure, header, rows)
+    yield style.Shown(style.slug("intensity", title), title, figure, header, rows)

@@ -24,24 +24,16 @@ Rows = list[list[str]]
 
 
 class Shown(NamedTuple):
-  """A picture, and the numbers in it.
+  """A picture, and the numbers in it."""
 
-  Attributes:
-    name: of the picture's file.
-    caption: what it shows.
-    figure: the picture.
-    header, rows: of the table.
-  """
-
-  name: str
-  caption: str
-  figure: Figure
-  header: list[str]
+  name: str  # of the picture's file
+  caption: str  # what it shows
+  figure: Figure  # the picture
+  header: list[str]  # of the table
   rows: Rows
 
 
 def panel(title: str, inches: float = 3.6) -> tuple[Figure, Axes]:
-  """Makes a picture with one panel."""
   figure = Figure(figsize=(5.2, inches), layout="constrained")
   axes = figure.subplots()
   figure.suptitle(textwrap.fill(title, 62), fontsize=11, x=0.02, ha="left")
@@ -54,9 +46,8 @@ def panel(title: str, inches: float = 3.6) -> tuple[Figure, Axes]:
 def slug(*words: object) -> str:
   """Returns words as the name of a file.
 
-  Example:
-    >>> slug("points", "lenet, N = 2")
-    'points-lenet-n-2'
+  >>> slug("points", "lenet, N = 2")
+  'points-lenet-n-2'
   """
   text = "-".join(str(word) for word in words if word != "")
   kept = "".join(c if c.isalnum() else "-" for c in text.lower())
@@ -64,7 +55,6 @@ def slug(*words: object) -> str:
 
 
 def height(codecs: Sequence[str]) -> float:
-  """Returns the height of a picture with a bar for each codec."""
   return max(2.4, 1.2 + 0.26 * len(codecs))
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from benchmarks.study.model_parallel.ways import WORKERS, cut_layers
 
@@ -18,29 +17,22 @@ Gather = Callable[[jax.Array, int], jax.Array]
 
 
 class Net(NamedTuple):
-  """A net in two parts.
+  """A net in two parts."""
 
-  Attributes:
-    init_front: draws the convolutions from a key.
-    features: computes what stands before the layers that are cut, from these and from
-      images ``[b, side, side, 1]``.
-    init_layers: draws the layers that are cut, whole, from a key and the number of
-      classes. Their last axis is that of the outputs.
-    apply: computes the outputs of the last of them, ``apply(layers, x, gather, drop)``.
-      ``gather`` takes the outputs of a layer and its number, and ``drop`` the outputs
-      of one that dropout follows.
-    last: the number of the last layer.
-    passes: the sub-batches of a batch.
-    updates: how often a batch updates the layers that are cut: each time after as many
-      sub-batches.
-  """
-
-  init_front: Callable[[jax.Array], Any]
+  init_front: Callable[[jax.Array], Any]  # draws the convolutions from a key
+  # Computes what stands before the layers that are cut, from these and from images
+  # ``[b, side, side, 1]``.
   features: Callable[[Any, jax.Array], jax.Array]
+  # Draws the layers that are cut, whole, from a key and the number of classes. Their
+  # last axis is that of the outputs.
   init_layers: Callable[[jax.Array, int], Any]
+  # Computes the outputs of the last of them, ``apply(layers, x, gather, drop)``.
+  # ``gather`` takes the outputs of a layer and its number, and ``drop`` the outputs of
+  # one that dropout follows.
   apply: Callable[[Any, jax.Array, Gather, Callable[..., jax.Array]], jax.Array]
-  last: int
-  passes: int
+  last: int  # the number of the last layer
+  passes: int  # the sub-batches of a batch
+  # How often a batch updates the layers that are cut, after as many sub-batches each.
   updates: int = 1
 
 
@@ -56,11 +48,7 @@ def patches(x: jax.Array, size: int) -> jax.Array:
 
 
 def drawn(key: jax.Array, *shape: int) -> dict[str, jax.Array]:
-  """Draws weights of the variance 2 / inputs, with one bias for each output.
-
-  The last axis is that of the outputs, and the one before it that of the inputs. Axes
-  before these are places.
-  """
+  """Draws weights ``[..., inputs, outputs]`` of the variance 2 / inputs, and biases."""
   w = jax.random.normal(key, shape) * (2 / shape[-2]) ** 0.5
   return {"w": w, "b": jnp.zeros((*shape[:-2], shape[-1]))}
 
@@ -79,13 +67,13 @@ def local(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 def pooled(x: jax.Array, size: int, stride: int) -> jax.Array:
   """Returns the largest numbers of windows, which may reach over the edge."""
   window, strides = (1, size, size, 1), (1, stride, stride, 1)
-  return lax.reduce_window(x, -jnp.inf, lax.max, window, strides, "SAME")
+  return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, "SAME")
 
 
 def normalized(x: jax.Array) -> jax.Array:
   """Divides by the activity of nine channels (Krizhevsky's response normalization)."""
-  squares = lax.reduce_window(
-    jnp.square(x), 0.0, lax.add, (1, 1, 1, 9), (1, 1, 1, 1), "SAME"
+  squares = jax.lax.reduce_window(
+    jnp.square(x), 0.0, jax.lax.add, (1, 1, 1, 9), (1, 1, 1, 1), "SAME"
   )
   return x * (1 + 1e-3 / 9 * squares) ** -0.75
 

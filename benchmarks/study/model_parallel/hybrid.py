@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 import gradcomp
 from benchmarks.common.trainer import first_kept, of_workers, own
@@ -25,19 +24,16 @@ from benchmarks.study.model_parallel.ways import (
   columns,
   cut_layers,
   exchanged,
+  gathered,
   sent_by_one,
 )
 from examples.lib.sharded.sub_batches import sub_batches
-from gradcomp import parallel
 
 _DROPPED = 0.5
 
 
 def by_both(
-  arm: Arm,
-  net: Net,
-  classes: int,
-  rule: Callable[[int], optax.GradientTransformation],
+  arm: Arm, net: Net, classes: int, rule: Callable[[int], optax.GradientTransformation]
 ) -> Way:
   """Sends features, activations, all errors, and the gradients of convolutions.
 
@@ -63,22 +59,10 @@ def by_both(
     first: jax.Array | int = 0,
     own_key: jax.Array | None = None,
   ) -> jax.Array:
-    """Returns ``[passes, B / passes, classes]`` from a worker's own features.
-
-    The first of the passes has the number ``first`` in its batch.
-    """
+    """Returns ``[passes, B / passes, classes]``; ``first`` numbers the first pass."""
 
     def one_pass(batch: jax.Array, number: jax.Array) -> jax.Array:
-      def gather(y: jax.Array, layer: int) -> jax.Array:
-        return parallel.all_gather(
-          y,
-          axis_name=AXIS,
-          codec=arm.codec,
-          axis=y.ndim - 1,
-          own="coded",
-          # All workers have the same errors of the logits, and need not send them.
-          to="invarying" if layer == net.last else "varying",
-        )
+      gather = lambda y, layer: gathered(y, arm.codec, None, layer == net.last)
 
       def drop(y: jax.Array, layer: int) -> jax.Array:
         key = cut_layers.folded(cut_layers.folded(own_key, first + number), layer)
@@ -118,7 +102,7 @@ def by_both(
       features, back = jax.vjp(lambda front: net.features(front, square(x)), front)
       parts = features.reshape(net.updates, -1, *features.shape[1:])
       firsts = jnp.arange(net.updates) * passes
-      carry, (losses, errors) = lax.scan(
+      carry, (losses, errors) = jax.lax.scan(
         update, (cut, moments), (parts, of_updates, firsts)
       )
       (of_front,) = back(errors.reshape(features.shape) / net.updates)

@@ -1,54 +1,34 @@
 """Measures how far data types round the arrays of each layer, in nets of float32."""
 
 import functools
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.study.model_parallel.ways import (
-  TYPES,
-  Images,
-  cut_layers,
-  loss,
-  rounded,
-  with_offset,
-)
+from benchmarks.study.model_parallel import ways
+from examples.lib.sharded import cut_layers
 from gradcomp.codecs import Codec, EightBit
 
 # Mean relative errors in percent of three layers, from table 2 of the paper.
-PAPER = {
-  "activations": {
-    "dynamic_tree": (0.5, 2, 2),
-    "linear": (1, 2, 3),
-    "mantissa": (1.5, 2, 8),
-    "static_tree": (1, 2, 6),
-  },
-  "gradients": {
-    "dynamic_tree": (3, 4, 5),
-    "linear": (5, 6, 6),
-    "mantissa": (4.5, 4.5, 6),
-    "static_tree": (4, 4, 5),
-  },
-}
-
-
+PAPER = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 Net = Callable[..., jax.Array]
 
 
 def errors_of(
-  net: Net, layers: cut_layers.Layers, images: Images, key: jax.Array
+  net: Net, layers: cut_layers.Layers, images: ways.Images, key: jax.Array
 ) -> dict[str, dict[str, list[float]]]:
-  """Measures rounding of a batch in one trained net, with dropout.
+  """Returns the mean relative errors in percent of one trained net's batch, by layers.
 
-  Returns:
-    For each kind and type, the mean relative error in percent of each layer. Zeros do
-    not count. Activations begin with the inputs and end with the logits; gradients are
-    those of weights; errors are those of activations. Types that end in ``_paper`` are
-    scaled by 10, as in the paper's table, and the others by the largest element.
+  They are by kinds and types, without zeros. Activations begin with the inputs and end
+  with the logits; gradients are those of weights; errors are those of activations.
+  Types that end in ``_paper`` are scaled by 10, as in the paper's table, and the others
+  by the largest element.
   """
-  codecs = {name: EightBit(dtype=name) for name in TYPES} | with_offset(1)
+  codecs = {name: EightBit(dtype=name) for name in ways.TYPES} | ways.with_offset(1)
   return {
     kind: {
       name: [float(_percent(codec, x)) for x in each] for name, codec in codecs.items()
@@ -59,7 +39,7 @@ def errors_of(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _arrays(
-  net: Net, layers: cut_layers.Layers, images: Images, key: jax.Array
+  net: Net, layers: cut_layers.Layers, images: ways.Images, key: jax.Array
 ) -> dict[str, list[jax.Array]]:
   """Returns what workers would send of a batch, layer by layer."""
 
@@ -71,7 +51,7 @@ def _arrays(
       return y + added[layer]  # its gradient is the error of these activations
 
     keys = {"key": key, "own_key": key}
-    return loss(layers, net, images, gather=gather, **keys), seen
+    return ways.loss(layers, net, images, gather=gather, **keys), seen
 
   zeros = [jnp.zeros((len(images.x), layer["b"].size)) for layer in layers]
   (grads, errors), seen = jax.grad(with_sums, (0, 1), has_aux=True)(layers, zeros)
@@ -85,6 +65,6 @@ def _arrays(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _percent(codec: Codec, x: jax.Array) -> jax.Array:
-  distance = jnp.abs(rounded(codec, x) - x)
+  distance = jnp.abs(ways.rounded(codec, x) - x)
   ratio = jnp.where(x == 0, 0.0, distance / jnp.where(x == 0, 1.0, jnp.abs(x)))
   return 100 * ratio.sum() / (x != 0).sum()

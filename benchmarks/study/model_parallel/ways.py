@@ -11,27 +11,25 @@ import optax
 import gradcomp
 from benchmarks.common.trainer import first_kept, of_workers, own
 from examples.lib.sharded import cut_layers
-from gradcomp import parallel
-from gradcomp._src.report.trace_wire import trace_wire
-from gradcomp.codecs import Codec, Dense, EightBit
+from gradcomp import codecs, parallel
 
 AXIS = "worker"
 WORKERS = 4
 LAST = 2  # the number of the last layer
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")  # that Dettmers compares
-ARMS: dict[str, Codec] = {
-  "f32": Dense(),
-  **{name: EightBit(dtype=name) for name in TYPES},
+ARMS: dict[str, codecs.Codec] = {
+  "f32": codecs.Dense(),
+  **{name: codecs.EightBit(dtype=name) for name in TYPES},
 }
 
 
-def with_offset(exponent: int) -> dict[str, Codec]:
+def with_offset(exponent: int) -> dict[str, codecs.Codec]:
   """Returns the types that Dettmers' section 3.1 scales by ``10**exponent``.
 
   It divides the other two, whose exponents are dynamic or none, by the largest element.
   """
   return {
-    f"{name}_paper": EightBit(dtype=name, exponent_offset=exponent)
+    f"{name}_paper": codecs.EightBit(dtype=name, exponent_offset=exponent)
     for name in ("mantissa", "static_tree")
   }
 
@@ -47,10 +45,12 @@ class Arm(NamedTuple):
   """Says what is sent, and in which codec."""
 
   way: Literal["data", "model"]
-  codec: Codec
+  codec: codecs.Codec
 
 
-def gathered(y: jax.Array, codec: Codec, key: jax.Array, last: bool) -> jax.Array:
+def gathered(
+  y: jax.Array, codec: codecs.Codec, key: jax.Array | None, last: bool
+) -> jax.Array:
   """Puts the activations of all workers side by side, each rounded by its worker.
 
   Errors are added up where their inputs were computed. Those of the last layer are the
@@ -60,14 +60,14 @@ def gathered(y: jax.Array, codec: Codec, key: jax.Array, last: bool) -> jax.Arra
     y,
     axis_name=AXIS,
     codec=codec,
-    axis=1,
+    axis=y.ndim - 1,
     own="coded",
     to="invarying" if last else "varying",
     key=key,
   )
 
 
-def rounded(codec: Codec, x: jax.Array) -> jax.Array:
+def rounded(codec: codecs.Codec, x: jax.Array) -> jax.Array:
   """Returns what a codec that draws nothing leaves of an array."""
   return codec.decode(codec.encode(x), like=x)
 
@@ -78,7 +78,6 @@ def columns(layers: cut_layers.Layers) -> cut_layers.Layers:
 
 
 def joined(cut: cut_layers.Layers) -> cut_layers.Layers:
-  """Puts the columns of all workers side by side."""
   return jax.tree.map(lambda x: jnp.concatenate([*x], axis=-1), cut)
 
 
@@ -124,11 +123,7 @@ def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) ->
 def exchanged(arm: Arm) -> Any:
   """Returns the exchange of gradients of weights that all workers have."""
   return gradcomp.compress(
-    arm.codec,
-    axis_name=AXIS,
-    exchange="all_gather",
-    feedback=None,
-    min_leaf_size=0,
+    arm.codec, axis_name=AXIS, exchange="all_gather", feedback=None, min_leaf_size=0
   )
 
 
@@ -173,23 +168,18 @@ def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -
 
 
 def zeros(shapes: Any) -> Any:
-  """Returns arrays of the given shapes, which all workers share."""
   return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def sent_by_one(loss: Callable[..., jax.Array], *stacked: Any) -> int:
-  """Returns the bytes that a worker sends for a loss and for its gradient.
-
-  The loss is of a worker's own part of ``stacked``, ``[workers, ...]``.
-  """
+  """Returns the bytes for the loss of a worker's part of ``stacked``, and gradient."""
   of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
-  return trace_wire(loss, *of_one, workers={AXIS: WORKERS}).bytes_sent
+  return gradcomp.explain(loss, *of_one, workers={AXIS: WORKERS}).bytes_sent
 
 
 def loss(
   layers: cut_layers.Layers, net: Callable[..., jax.Array], images: Images, **options
 ) -> jax.Array:
-  """Returns the mean loss of a training step."""
   logits = net(layers, images.x, dropout=cut_layers.DROPOUT, **options)
   return optax.softmax_cross_entropy_with_integer_labels(logits, images.labels).mean()
 

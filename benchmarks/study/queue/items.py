@@ -21,17 +21,11 @@ _FIRST = 3  # seeds that come before the later ones of all launches
 
 
 class Item(NamedTuple):
-  """A training of a launch.
+  """A training of a launch."""
 
-  Attributes:
-    launch: its name, which is that of the file of its records.
-    setting: all that the results depend on.
-    cpu: seconds of one core that it takes about.
-  """
-
-  launch: str
-  setting: Setting
-  cpu: float
+  launch: str  # its name, which is that of the file of its records
+  setting: Setting  # all that the results depend on
+  cpu: float  # seconds of one core that it takes about
 
   @property
   def digest(self) -> str:
@@ -41,7 +35,6 @@ class Item(NamedTuple):
 
   @property
   def title(self) -> str:
-    """Says in a line what is trained."""
     x = self.setting
     where = f"{x.link}, {x.hosts} hosts" if x.way == "timed" else f"seed {x.seed}"
     return f"{x.network} on {x.dataset}, {x.name}, N = {x.workers}, {where}"

@@ -16,6 +16,7 @@ checkout does not start. Linux only.
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import resource
@@ -75,107 +76,95 @@ def start(
     )
 
 
+@dataclasses.dataclass
 class Queue:
-  """Trains items in their order until all have records, or a signal ends it.
+  """Trains items in their order until all have records, or a signal ends it."""
 
-  Args:
-    left: the items.
-    folder: of the records.
-    work: the folder of states and logs, by the items' digests.
-    start: starts a training.
-    cores: those that trainings run on, one on each.
-    commit: what the record of a training that is left says beside.
-    poll: seconds between two looks.
-  """
-
-  def __init__(
-    self,
-    left: Sequence[Item],
-    folder: Path,
-    work: Path,
-    start: Start,
-    cores: Sequence[int],
-    commit: str,
-    poll: float = 1.0,
-  ):
-    self._left, self._folder, self._work, self._start = left, folder, work, start
-    self._cores, self._commit, self._poll = cores, commit, poll
-    self._known: set[Setting] = set()
-    self._running: dict[int, tuple[Item, Process]] = {}
-    self._failures: collections.Counter[str] = collections.Counter()
-    self._in_a_row = 0
-    self._stopped = False
+  left: Sequence[Item]
+  folder: Path  # of the records
+  work: Path  # the folder of states and logs, by the items' digests
+  start: Start  # starts a training
+  cores: Sequence[int]  # those that trainings run on, one on each
+  commit: str  # what the record of a training that is left says beside
+  poll: float = 1.0  # seconds between two looks
+  known: set[Setting] = dataclasses.field(default_factory=set)
+  running: dict[int, tuple[Item, Process]] = dataclasses.field(default_factory=dict)
+  failures: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter
+  )
+  in_a_row: int = 0
+  stopped: bool = False
 
   def run(self) -> int:
     """Trains, and returns the exit status: 0; 143 behind SIGTERM; 1 where all fail."""
-    self._folder.mkdir(parents=True, exist_ok=True)
+    self.folder.mkdir(parents=True, exist_ok=True)
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
       signal.signal(number, lambda number, _: signals.append(number))
     self._read()
     try:
-      while not signals and self._in_a_row < IN_A_ROW and self._step():
-        time.sleep(self._poll)
+      while not signals and self.in_a_row < IN_A_ROW and self._step():
+        time.sleep(self.poll)
     finally:
       self._end()
-    return 128 + signals[0] if signals else int(self._in_a_row >= IN_A_ROW)
+    return 128 + signals[0] if signals else int(self.in_a_row >= IN_A_ROW)
 
   def _step(self) -> bool:
     """Looks once at all there is, and returns whether anything is left to do."""
     holder = quiet.holder()
-    if self._stopped != (holder is not None):
-      self._stopped = holder is not None
-      for _, child in self._running.values():
-        child.send_signal(signal.SIGSTOP if self._stopped else signal.SIGCONT)
+    if self.stopped != (holder is not None):
+      self.stopped = holder is not None
+      for _, child in self.running.values():
+        child.send_signal(signal.SIGSTOP if self.stopped else signal.SIGCONT)
       _say(f"waits for {holder}" if holder else "goes on")
-    for core, (item, child) in list(self._running.items()):
+    for core, (item, child) in list(self.running.items()):
       if (status := child.poll()) is not None:
-        del self._running[core]
+        del self.running[core]
         self._ended(item, status)
-    trained = {item.digest for item, _ in self._running.values()}
-    new = lambda x: x.setting not in self._known and x.digest not in trained
-    waiting = [x for x in self._left if new(x)]
-    if not self._stopped and self._in_a_row < IN_A_ROW:
-      free = [core for core in self._cores if core not in self._running]
+    trained = {item.digest for item, _ in self.running.values()}
+    new = lambda x: x.setting not in self.known and x.digest not in trained
+    waiting = [x for x in self.left if new(x)]
+    if not self.stopped and self.in_a_row < IN_A_ROW:
+      free = [core for core in self.cores if core not in self.running]
       for core, item in zip(free, waiting, strict=False):
         _say(f"trains {item.digest}: {item.title}")
-        self._running[core] = item, self._start(item, core)
-    return bool(self._running or waiting)
+        self.running[core] = item, self.start(item, core)
+    return bool(self.running or waiting)
 
   def _ended(self, item: Item, status: int) -> None:
     """Counts a training whose process has ended, and may leave one that failed."""
     self._read()
-    if item.setting in self._known:
-      self._in_a_row = 0
+    if item.setting in self.known:
+      self.in_a_row = 0
       return _say(f"{item.digest} done")
     # Also where it ended well and has no record: it would start for ever.
-    self._in_a_row += 1
-    self._failures[item.digest] += 1
-    printed = (self._work / "log" / f"{item.digest}.txt").read_text(errors="replace")
+    self.in_a_row += 1
+    self.failures[item.digest] += 1
+    printed = (self.work / "log" / f"{item.digest}.txt").read_text(errors="replace")
     last = printed.rstrip().rpartition("\n")[-1]
     reason = f"ended with {status}: {last}".replace(
-      f"{self._work.absolute().parent}/", ""
+      f"{self.work.absolute().parent}/", ""
     )
     if status == -signal.SIGXCPU:
       reason = f"took more than {limit(item)} CPU s"
-    elif self._failures[item.digest] < FAILURES or self._in_a_row >= IN_A_ROW:
+    elif self.failures[item.digest] < FAILURES or self.in_a_row >= IN_A_ROW:
       # It starts anew, for its state may be at fault.
-      shutil.rmtree(self._work / "states" / item.digest, ignore_errors=True)
+      shutil.rmtree(self.work / "states" / item.digest, ignore_errors=True)
       return _say(f"{item.digest} {reason}")
     else:
       reason = f"failed {FAILURES} times; last it {reason}"
-    path = self._folder / f"{item.launch}.jsonl"
-    study_records.append(path, item.setting, {"left": reason, "commit": self._commit})
+    path = self.folder / f"{item.launch}.jsonl"
+    study_records.append(path, item.setting, {"left": reason, "commit": self.commit})
     self._read()
     return _say(f"{item.digest} is left: {reason}")
 
   def _read(self) -> None:
     # Not in place of what was known: the checkout may be on another branch now.
-    self._known |= {x.setting for x in study_records.read(self._folder)}
+    self.known |= {x.setting for x in study_records.read(self.folder)}
 
   def _end(self) -> None:
     """Ends all trainings within seconds; those that save their states go on later."""
-    children = [child for _, child in self._running.values()]
+    children = [child for _, child in self.running.values()]
     for child in children:  # also one that is stopped
       child.send_signal(signal.SIGTERM)
       child.send_signal(signal.SIGCONT)
@@ -197,10 +186,7 @@ def limit(item: Item) -> int:
 
 
 def move(root: Path, tree: Path) -> str:
-  """Makes a worktree of a checkout's HEAD, or moves it there; returns the commit.
-
-  Its datasets are the checkout's.
-  """
+  """Makes or moves a worktree, with the checkout's datasets; returns HEAD's commit."""
 
   def git(folder: Path, *words: str) -> str:
     line = ["git", "-C", str(folder), *words]

@@ -30,11 +30,7 @@ def rows(
   records: Iterable[Record],
   beats: Beats = {},  # noqa: B006
 ) -> dict[str, dict[str, Any]]:
-  """Returns the row of each launch.
-
-  It counts the items: done, given up, begun, waiting, and not queued. Seeds are those
-  of which nothing is missing, and all.
-  """
+  """Returns of each launch how many items are done, left, begun, waiting and timed."""
   by_setting = {x.setting: x for x in records}
   known: list[tuple[Setting, float]] = [
     (x.setting, x.results["cpu"] / x.results["points"][-1]["step"])

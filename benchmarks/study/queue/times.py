@@ -23,10 +23,7 @@ _DATA = {
 
 
 def lines(left: Iterable[Setting]) -> Iterator[tuple[str, str, int, list[str]]]:
-  """Yields the options of a study that time what is left.
-
-  They come with the network, the rate and the hosts that they are for.
-  """
+  """Yields a network, a rate, hosts, and a study's options that time what is left."""
   cells: dict[tuple[str, str, int], list[str]] = {}
   for x in sorted(left, key=lambda x: (x.network, x.link, x.hosts)):
     cells.setdefault((x.network, x.link, x.hosts), []).append(x.codec)

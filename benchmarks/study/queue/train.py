@@ -21,10 +21,7 @@ import jax
 
 from benchmarks.common import cli
 from benchmarks.common.trainer import Trainer
-from benchmarks.study import dettmers, emulated, records, tasks
-from benchmarks.study.runner import sized
-from benchmarks.study.settings import Setting
-from benchmarks.study.tasks import Source
+from benchmarks.study import dettmers, emulated, records, runner, settings, tasks
 from examples.lib.checkpoints import Saved
 from examples.lib.training import AXIS, Task
 from gradcomp._src.version import WIRE
@@ -35,13 +32,7 @@ _BEAT = 1.0  # seconds from one heartbeat to the next
 
 
 class Keeper:
-  """Keeps the state of a training, as ``checkpoints.Saved`` does, and its heartbeat.
-
-  Args:
-    folder: of the states.
-    steps: of the training.
-    record: what the state belongs to: see ``gradcomp.checkpoint.record``.
-  """
+  """Keeps the state of a training and its heartbeat; ``record``: what it belongs to."""
 
   def __init__(self, folder: Path, steps: int, record: dict[str, Any] | None):
     self._folder, self._steps, self._record = folder, steps, record
@@ -89,18 +80,16 @@ class Keeper:
     return self._saved
 
 
-def source_of(setting: Setting) -> Source:
+def source_of(setting: settings.Setting) -> tasks.Source:
   """Loads what a setting trains on, if that has the size that the setting says."""
   source = tasks.source(
-    setting.network,
-    **tasks.named(setting.dataset),
-    dropout=setting.dropout,
+    setting.network, **tasks.named(setting.dataset), dropout=setting.dropout
   )
   _check(setting, source.name, source.epoch)
   return source
 
 
-def _check(setting: Setting, name: str, epoch: int) -> None:
+def _check(setting: settings.Setting, name: str, epoch: int) -> None:
   if (name, epoch) != (setting.dataset, setting.epoch):
     raise ValueError(
       f"`setting` must say what its data is, {name!r} with {epoch} samples an epoch, "
@@ -108,7 +97,7 @@ def _check(setting: Setting, name: str, epoch: int) -> None:
     )
 
 
-def trainer_of(setting: Setting) -> tuple[Trainer, dict[str, Any]]:
+def trainer_of(setting: settings.Setting) -> tuple[Trainer, dict[str, Any]]:
   """Makes what trains, and says how large the network is."""
   alike = setting._replace(seed=0)
   if setting.way != "emulated":
@@ -119,11 +108,11 @@ def trainer_of(setting: Setting) -> tuple[Trainer, dict[str, Any]]:
   known = source.arrays[0][: tasks.KNOWN]
   mesh = jax.make_mesh((1,), (AXIS,), devices=jax.devices()[:1])
   task = Task(source.model, source.test, mesh, known=known)
-  return emulated.trainer(task, source, alike), sized(task, source)
+  return emulated.trainer(task, source, alike), runner.sized(task, source)
 
 
 def train(
-  setting: Setting, state: Path, ended: Callable[[dict[str, Any]], None]
+  setting: settings.Setting, state: Path, ended: Callable[[dict[str, Any]], None]
 ) -> None:
   """Trains, and gives the results to ``ended`` before the state is removed."""
   state.mkdir(parents=True, exist_ok=True)
@@ -146,9 +135,8 @@ def train(
 def rounded(found: Any) -> Any:
   """Rounds the numbers of a curve to five digits.
 
-  Example:
-    >>> rounded({"points": [{"step": 936, "accuracy": 88.296875}]})
-    {'points': [{'step': 936, 'accuracy': 88.297}]}
+  >>> rounded({"points": [{"step": 936, "accuracy": 88.296875}]})
+  {'points': [{'step': 936, 'accuracy': 88.297}]}
   """
   if isinstance(found, dict):
     return {name: rounded(each) for name, each in found.items()}
@@ -163,7 +151,7 @@ def main() -> None:
   parser.add_argument("records", type=Path, help="file of the launch")
   parser.add_argument("state", type=Path, help="folder of its state")
   args = parser.parse_args()
-  setting = Setting(**args.setting)
+  setting = settings.Setting(**args.setting)
   append = lambda results: records.append(args.records, setting, results)
   train(setting, args.state, append)
 

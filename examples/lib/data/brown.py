@@ -21,22 +21,14 @@ def characters(data_dir: Path = FOLDER) -> Text:
 
 
 def words(data_dir: Path = FOLDER, symbols: int = 10_000) -> Text:
-  """Reads the corpus as numbers of lower-case words.
-
-  Args:
-    data_dir: where the corpus is prepared.
-    symbols: how many numbers there are. Words that are rarer in the texts for training
-      than the others have the number 0. Sentences end with the number 1.
-  """
+  """Reads the corpus as numbers of lower-case words: 0 of rare ones, 1 of ends."""
   train, test = (x.replace("\n", f" {END} ").lower().split() for x in _texts(data_dir))
   counts = collections.Counter(train)
   del counts[END]
   known = [UNKNOWN, END, *(word for word, _ in counts.most_common(symbols - 2))]
   numbers = {word: i for i, word in enumerate(known)}
-  return Text(
-    *(np.array([numbers.get(x, 0) for x in part], np.int32) for part in (train, test)),
-    symbols,
-  )
+  numbered = lambda part: np.array([numbers.get(x, 0) for x in part], np.int32)
+  return Text(numbered(train), numbered(test), symbols)
 
 
 def _texts(data_dir: Path) -> list[str]:
@@ -44,12 +36,9 @@ def _texts(data_dir: Path) -> list[str]:
   import tensorflow_datasets as tfds  # few runs need it, and it takes seconds
 
   try:
-    sources = tfds.data_source(
-      "brown", split=["train", "test"], data_dir=data_dir, download=False
-    )
+    options = {"data_dir": data_dir, "download": False}
+    sources = tfds.data_source("brown", split=["train", "test"], **options)
   except tfds.core.DatasetNotFoundError as error:
-    raise FileNotFoundError(
-      f"{data_dir} must hold the Brown corpus, got none. `make data` prepares it in "
-      "datasets/."
-    ) from error
+    said = "must hold the Brown corpus, got none. `make data` prepares it in datasets/."
+    raise FileNotFoundError(f"{data_dir} {said}") from error
   return ["".join(x["text"].decode() for x in source) for source in sources]

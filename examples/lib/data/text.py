@@ -34,11 +34,7 @@ class Text(NamedTuple):
 
 
 def load(folder: str | Path | None = None) -> Text:
-  """Reads nine tenths of every module for training, and its last tenth for testing.
-
-  Args:
-    folder: where the modules are; None for the running Python's standard library.
-  """
+  """Reads nine tenths of every module for training, and its last tenth for testing."""
   folder = Path(folder or sysconfig.get_paths()["stdlib"])
   train, test = [], []
   for name in MODULES:
@@ -62,13 +58,7 @@ def sequences(text: np.ndarray, starts: np.ndarray, length: int) -> Tokens:
 
 
 def in_order(text: np.ndarray, length: int, most: int | None = None) -> Tokens:
-  """Cuts a text into sequences to test on, and leaves out its last few symbols.
-
-  Args:
-    text: the symbols.
-    length: symbols in a sequence.
-    most: how many sequences there may be; of more, those at equal distances are taken.
-  """
+  """Cuts a text into sequences to test on, and leaves out its last few symbols."""
   starts = np.arange(0, len(text) - length, length)
   if most is not None and len(starts) > most:
     starts = starts[np.arange(most) * len(starts) // most]
@@ -76,26 +66,11 @@ def in_order(text: np.ndarray, length: int, most: int | None = None) -> Tokens:
 
 
 def batches(
-  text: np.ndarray,
-  batch_size: int,
-  length: int,
-  *,
-  seed: int,
-  part: int = 0,
-  parts: int = 1,
+  text: np.ndarray, size: int, length: int, *, seed: int, part: int = 0, parts: int = 1
 ) -> Iterator[Tokens]:
-  """Yields batches without end, of sequences that start anywhere.
-
-  Args:
-    text: what to draw from.
-    batch_size: sequences in a batch, a multiple of ``parts``.
-    length: symbols in a sequence.
-    seed: equal seeds give equal batches.
-    part: which part of every batch to return, for the process with this index.
-    parts: how many parts a batch is cut into, for this many processes.
-  """
-  mine = slice(part * batch_size // parts, (part + 1) * batch_size // parts)
+  """Yields batches without end, of sequences that start anywhere."""
+  mine = slice(part * size // parts, (part + 1) * size // parts)
   generator = np.random.default_rng(seed)
   while True:
-    starts = generator.integers(len(text) - length, size=batch_size)
+    starts = generator.integers(len(text) - length, size=size)
     yield sequences(text, starts[mine], length)

@@ -1,11 +1,9 @@
 """A net of dense layers, whole or sharded over workers by outputs, and a convolution.
 
-Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
-<https://arxiv.org/abs/1511.04561>`_, 2016, section 2, cuts a dense layer by its
-outputs. All workers have the same inputs. Each computes its share of the activations,
-and gathers those of the others before the next layer. In the backward pass each worker
-has a part of the error of every input, and these are added up where the input was
-computed. Convolutions are whole on all workers, who take samples of their own.
+Dettmers (2016, section 2) cuts a dense layer by its outputs. Each worker computes its
+share of the activations, and gathers all before the next layer. In the backward pass
+the parts of an input's error are added up where it was computed. Convolutions are whole
+on all workers, who take samples of their own.
 """
 
 import itertools
@@ -15,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 Layers = list[dict[str, jax.Array]]
 Gather = Callable[[jax.Array, int], jax.Array]
@@ -24,11 +23,7 @@ DROPOUT = (0.2, 0.3, 0.3)  # of the inputs and of two hidden layers, the paper's
 
 
 def init(key: jax.Array, sizes: Sequence[int], unit: Unit = "relu") -> Layers:
-  """Draws the whole net: layer i has ``sizes[i]`` inputs.
-
-  Weights are normal with the variance 2 / inputs for ReLU and 16 / inputs for logistic
-  units, whose slope is a quarter. Biases are zero.
-  """
+  """Draws layers of the variance 2 / inputs; logistic units have a quarter's slope."""
   gain = {"relu": 2, "logistic": 16}[unit]
   layers = []
   for i, (m, n) in enumerate(itertools.pairwise(sizes)):
@@ -53,18 +48,10 @@ def apply(
   key: jax.Array | None = None,
   own_key: jax.Array | None = None,
 ) -> jax.Array:
-  """Computes logits ``[samples, classes]``.
+  """Computes logits ``[samples, classes]``, with a worker's columns or whole layers.
 
-  Args:
-    layers: whole ones; or this worker's columns of each weight and bias.
-    x: ``[samples, inputs]``, the same on all workers.
-    classes: the classes, of which the last layer may have more.
-    unit: what follows every layer but the last.
-    gather: called with the outputs of a layer, after the unit, and the layer's number.
-      It returns those of all workers. Whole layers need none.
-    dropout: the rates of inputs and of hidden layers; none in a test.
-    key: of the inputs' dropout, equal on all workers that have the same samples.
-    own_key: of the dropout behind this worker's layers.
+  ``gather`` takes a worker's outputs of a layer, and its number. The inputs' dropout is
+  drawn from ``key``, which all workers share, and that of outputs from ``own_key``.
   """
   rates = [*dropout, *[0.0] * len(layers)]
   x = dropped(x, rates[0], key)
@@ -108,11 +95,30 @@ def features(params: Any, images: jax.Array) -> jax.Array:
   return x.reshape(x.shape[0], -1)
 
 
-def in_passes(x: jax.Array, workers: int, passes: int) -> jax.Array:
-  """Puts samples ``[B, ...]`` in the order of sub-batches, ``[passes, B/passes, ...]``.
+def init_net(key: jax.Array, own: jax.Array, images: Any, args: Any) -> Any:
+  """Draws a net for images: a convolution, and three dense layers for all devices."""
+  height, width, inputs = images.train.images.shape[1:]
+  first = (height // 2) * (width // 2) * args.channels or height * width * inputs
+  outputs = padded(images.classes, jax.device_count())
+  return {
+    "front": init_convolution(own, inputs, args.channels),
+    "dense": init(key, (first, args.hidden, args.hidden, outputs), args.unit),
+  }
 
-  Worker i has the i-th part of the batch, and gives an equal part of it to each pass.
-  """
+
+def specs(tree: Any, axis: str) -> Any:
+  """Returns the specs of parameters or of their moments: columns of dense layers."""
+
+  def spec_of(path: Any, leaf: Any) -> P:
+    if "'dense'" not in jax.tree_util.keystr(path) or not leaf.ndim:
+      return P()
+    return P(None, axis) if leaf.ndim == 2 else P(axis)
+
+  return jax.tree.map_with_path(spec_of, tree)
+
+
+def in_passes(x: jax.Array, workers: int, passes: int) -> jax.Array:
+  """Puts samples in the order of sub-batches, with an equal part of each worker's."""
   each = x.shape[0] // (workers * passes)
   parts = x.reshape(workers, passes, each, *x.shape[1:])
   return parts.swapaxes(0, 1).reshape(passes, workers * each, *x.shape[1:])

@@ -24,37 +24,12 @@ def sub_batches(
 ) -> Any:
   """Applies a layer that is sharded over the workers to a batch, in several passes.
 
-  Each worker has the features of its own samples. In a pass, all workers take the same
-  sub-batch, which :func:`gradcomp.parallel.all_gather` puts together from an equal part
-  of each worker's samples. With ``prefetch``, the sub-batch of pass s + 1 is gathered
-  before ``fn`` of pass s, which does not depend on it: XLA may send it meanwhile. The
-  first has nothing to hide under. The cotangents of a pass are scattered to the
-  samples' owners.
-
-  Args:
-    fn: ``fn(sub_batch, s)`` returns a tree of arrays. ``sub_batch`` is
-      ``[N n / passes, ...]``, with the samples of worker 0 first, and ``s`` is the
-      number of the pass, ``int32[]``. Worker i's sample j comes in pass
-      ``j // (n / passes)``.
-    features: ``[n, ...]``, floats, n samples of each worker.
-    axis_name: the axis of the enclosing map, or a tuple of axes.
-    passes: the number of passes, which divides n.
-    codec: the codec of the features.
-    backward: the codec of their cotangents; ``"same"`` for that of the features, None
-      for ``float32``.
-    own: ``"exact"`` leaves a worker's own features as they are, see
-      :func:`gradcomp.parallel.all_gather`.
-    prefetch: whether to gather a pass ahead.
-    key: a key that all workers share, if a codec draws random numbers. Each pass folds
-      in its number.
-
-  Returns:
-    The results of all passes, stacked on a new first axis, ``[passes, ...]``.
-
-  Raises:
-    ValueError: as :func:`gradcomp.parallel.all_gather`; or ``passes`` does not divide
-      n.
-    TypeError: as :func:`gradcomp.parallel.all_gather`.
+  Each worker has the features of its own samples, ``[n, ...]``. In a pass, all workers
+  take the same sub-batch, an equal part of each worker's samples: worker i's sample j
+  comes in pass ``j // (n / passes)``. With ``prefetch``, the sub-batch of pass s + 1 is
+  gathered before ``fn(sub_batch, s)``, which does not depend on it: XLA may send it
+  meanwhile. The cotangents of a pass are scattered to the samples' owners. The results
+  are stacked on a new first axis. (Dettmers, 2016, section 2; Krizhevsky, 2014.)
 
   Example:
     >>> def layer(features):
@@ -64,12 +39,6 @@ def sub_batches(
     >>> jax.vmap(layer, axis_name="model")(jnp.array([[1.0, 2.0], [3.0, 4.0]]))[0]
     Array([[10., 30.],
            [20., 40.]], dtype=float32)
-
-  References:
-    Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
-    <https://arxiv.org/abs/1511.04561>`_, 2016, section 2; Krizhevsky, `One Weird Trick
-    for Parallelizing Convolutional Neural Networks
-    <https://arxiv.org/abs/1404.5997>`_, 2014
   """
   size = features.shape[0]
   if passes < 1 or size % passes:

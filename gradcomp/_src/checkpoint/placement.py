@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 from gradcomp._src.mesh.specs import is_spec, names_by_axis
 
 
-def place(state: Any, mesh: Mesh, specs: Any) -> Any:
+def put_on_mesh(state: Any, mesh: Mesh, specs: Any) -> Any:
   """Puts a state on a mesh, which may have devices of many processes.
 
   All processes call it, each with the same values: what ``optimizer.init`` returned, or
@@ -23,8 +23,8 @@ def place(state: Any, mesh: Mesh, specs: Any) -> Any:
   Args:
     state: a tree of NumPy's arrays, numbers, and JAX's arrays, each of the whole shape.
     mesh: the devices.
-    specs: the ``PartitionSpec`` of each, as :func:`state_specs` returns them; one spec
-      may stand for a whole branch of the tree.
+    specs: the ``PartitionSpec`` of each, as :func:`gradcomp.state_specs` returns them;
+      one spec may stand for a whole branch of the tree.
 
   Returns:
     The tree with global arrays, of ``NamedSharding(mesh, spec)``. They share no memory
@@ -38,7 +38,7 @@ def place(state: Any, mesh: Mesh, specs: Any) -> Any:
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> state = {"count": 3, "residual": np.zeros((4, 8), np.float32)}
     >>> specs = {"count": P(), "residual": P("data")}
-    >>> placed = place(state, mesh, specs)
+    >>> placed = put_on_mesh(state, mesh, specs)
     >>> placed["residual"].sharding.spec == P("data"), placed["count"].dtype.name
     (True, 'int32')
   """

@@ -40,7 +40,7 @@ _AXIS = "the axis of workers"
 _OWNED = "what the owners of messages keep a part of"
 
 
-def record(
+def make_record(
   optimizer: optax.GradientTransformation,
   params: Any,
   *,
@@ -62,15 +62,15 @@ def record(
     platform: that of the workers, as for :func:`gradcomp.explain`.
 
   Returns:
-    Dicts, lists, strings and numbers, for Orbax's ``JsonSave`` or ``custom_metadata=``,
-    or for ``json.dump``.
+    Dicts, lists, strings and numbers, for Orbax's ``custom_metadata=``, or for
+    ``json.dump``.
 
   Raises:
     ValueError: ``workers`` is no number of workers, or ``platform`` no platform.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
-    >>> saved = record(optimizer, {"w": jnp.zeros((256, 256))}, workers=4)
+    >>> saved = make_record(optimizer, {"w": jnp.zeros((256, 256))}, workers=4)
     >>> (facts,) = saved["transformations"]
     >>> saved["format"], saved["workers"], facts["the shape of ['w']"]
     (1, [4], '[256, 256]')
@@ -104,7 +104,7 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
   gradcomp with the same format of states.
 
   Args:
-    saved: the result of :func:`record` when the state was saved.
+    saved: the result of :func:`make_record` when the state was saved.
     record: its result now.
 
   Raises:
@@ -114,7 +114,7 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
   Example:
     >>> def of(**options):
     ...   tx = gradcomp.qsgd(axis_name="data", **options)
-    ...   return record(tx, {"w": jnp.zeros((256, 256))}, workers=4)
+    ...   return make_record(tx, {"w": jnp.zeros((256, 256))}, workers=4)
     >>> check_record(of(bits=4), of(bits=4, implementation="xla"))
     >>> check_record(of(bits=4), of(bits=8))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -152,9 +152,9 @@ def _check_form(name: str, value: Any) -> None:
   if wrong or not all(isinstance(x, Mapping) for x in parts["transformations"]):
     part = [*wrong, "transformations"][0]
     raise TypeError(
-      f"`{name}` must be what gradcomp.checkpoint.record returned, but its {part!r} is "
-      f"{parts.get(part)!r}; save it beside the state, or restore the parameters alone "
-      "and begin with the state of optimizer.init."
+      f"`{name}` must be what gradcomp.checkpoint.make_record returned, but its "
+      f"{part!r} is {parts.get(part)!r}; save it beside the state, or restore the "
+      "parameters alone and begin with the state of optimizer.init."
     )
 
 

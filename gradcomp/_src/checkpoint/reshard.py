@@ -85,8 +85,8 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
     old_workers, workers: N, that the state was made for, and M, that go on with it.
     old_platform: the platform of the N, ``"cpu"``, ``"gpu"`` or ``"tpu"``, which
-      :func:`gradcomp.checkpoint.record` keeps: ``message_bytes="auto"`` cuts messages
-      by it. By default that of the M: of ``mesh``, and without one as for
+      :func:`gradcomp.checkpoint.make_record` keeps: ``message_bytes="auto"`` cuts
+      messages by it. By default that of the M: of ``mesh``, and without one as for
       :func:`gradcomp.explain`.
     keep: ``"sum"`` is the sum above, for a learning rate that grows with the number of
       workers, and the batch. ``"mean"`` is :math:`\frac{1}{N} \sum e_i + r`, so that

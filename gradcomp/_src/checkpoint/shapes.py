@@ -51,14 +51,15 @@ def state_shapes(
 
   Nothing is computed, and no device is needed. Restore a checkpoint of another number
   of workers, or of another platform, by these shapes, and give it to
-  :func:`reshard_state`.
+  :func:`gradcomp.reshard_state`.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
     workers: the number of workers N.
-    param_specs: the specs of the parameters, if :func:`init_state` makes the state.
+    param_specs: the specs of the parameters, if :func:`gradcomp.init_state` makes the
+      state.
     platform: that of the workers, as for :func:`gradcomp.explain`.
 
   Returns:

@@ -97,7 +97,7 @@ class Elementwise(RoundsAtRandom):
     return form.bucket_size + form.inline * count + form.shared
 
   def scales_for(self, x: Array) -> Array | None:
-    """Returns the scales of a flat leaf or of tiles, of :func:`scales_of`.
+    """Returns the scales of a flat leaf or of tiles, of ``scales_of``.
 
     None where the encoder finds them, so that a kernel reads elements once, or has
     none.

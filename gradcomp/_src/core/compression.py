@@ -15,7 +15,7 @@ from gradcomp._src import checks
 from gradcomp._src.checks import see
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.records import Memory
-from gradcomp._src.core import agreement, codec_memory, first_state, residual_storage
+from gradcomp._src.core import codec_memory, first_state, residual_storage
 from gradcomp._src.core import state as states
 from gradcomp._src.core.feedback import Feedback, as_feedback
 from gradcomp._src.core.inputs import pairs
@@ -25,7 +25,8 @@ from gradcomp._src.exchange.auto import Auto, as_exchange, check_exchange
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.protocol import Exchange, returns_means
 from gradcomp._src.exchange.step import WHOLE, Averaging, Step
-from gradcomp._src.mesh import study
+from gradcomp._src.kernels.gpu import table
+from gradcomp._src.mesh import agreement, study
 from gradcomp._src.mesh.axes import Axes, AxisName, as_axis_name, axis_names, bound_size
 from gradcomp._src.mesh.place import Place, check_whole
 from gradcomp._src.mesh.trees import is_box
@@ -144,6 +145,7 @@ class Compression(checks.Checked):
       )
     if across.axes is not None and self.exchange.sends:
       told = vars(self) | {"inspected": state.measures is not None}
+      told |= {} if agreement.is_alone() else {"kernels": table.kernel_verdicts()}
       agreement.require_agreement("gradcomp.compress", told, updates, across.axes)
     made = ("codec", "feedback", "min_leaf_size")
     study.note(study.Options(tuple((name, getattr(self, name)) for name in made)))

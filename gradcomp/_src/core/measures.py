@@ -1,4 +1,4 @@
-"""Measures of a step's messages by sums of leaves, for `gradcomp.telemetry.inspect`."""
+"""Measures of a step's messages by sums of leaves, for `telemetry.inspect_update`."""
 
 from typing import Any, NamedTuple
 

@@ -19,22 +19,37 @@ from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core.inputs import pairs
 from gradcomp._src.core.transform import compress
-from gradcomp._src.cost.planner.candidates import Candidate, name_of
+from gradcomp._src.cost.planner.candidates import Candidate, as_candidate, name_of
 from gradcomp._src.cost.planner.choice import Model, model_of
+from gradcomp._src.cost.planner.errors import energy, wide
 from gradcomp._src.exchange.layout import plan_rows
 from gradcomp._src.report.collectives import aligned
 
 PARTS = 1 << 15  # of the bound, in which errors are counted
 
 
-class Option(NamedTuple):
-  """The bytes of a way to send a leaf, and its squared error."""
+class AllocatedLeaf(NamedTuple):
+  """The codec of one leaf, and its bytes and error beside the uniform codec's."""
 
-  nbytes: int
-  error: float
+  path: str  # with `/` between keys
+  codec: Any  # a LeafCodec; None for the sum of all leaves
+  elements: int
+  energy: float  # its squares, added over the gradients
+  nbytes: int  # of one payload
+  uniform_nbytes: int
+  error: float  # squared, added over the gradients
+  uniform_error: float
+
+  @property
+  def cells(self) -> list[str]:
+    """The cells of a line of the table."""
+    counts = [f"{x:,}" for x in (self.elements, self.nbytes, self.uniform_nbytes)]
+    name = name_of(self.codec) if self.codec else ""
+    errors = [f"{x:.3g}" for x in (self.error, self.uniform_error)]
+    return [self.path, counts[0] * bool(name), name, *counts[1:], *errors]
 
 
-def least_bytes(leaves: Sequence[Sequence[Option]], bound: float) -> list[int] | None:
+def least_bytes(leaves: Sequence[Sequence[Any]], bound: float) -> list[int] | None:
   """Returns the number of an option for each leaf, or None if it finds no sum in bound.
 
   It is L-GreCo's dynamic program. Errors count in parts of the bound, rounded up, so
@@ -46,18 +61,12 @@ def least_bytes(leaves: Sequence[Sequence[Option]], bound: float) -> list[int] |
   least[0] = 0
   chosen = []
   for options in leaves:
-    found = np.full(PARTS + 1, np.inf)
-    choice = np.zeros(PARTS + 1, np.int16)
-    for number, option in enumerate(options):
-      parts = _parts(option.error, bound)
-      if parts > PARTS:
-        continue
-      reached = least[: PARTS + 1 - parts] + option.nbytes
-      fewer = reached < found[parts:]
-      found[parts:][fewer] = reached[fewer]
-      choice[parts:][fewer] = number
-    least = found
-    chosen.append(choice)
+    reached = np.full((len(options), PARTS + 1), np.inf)
+    for row, option in zip(reached, options, strict=True):
+      if (parts := _parts(option.error, bound)) <= PARTS:
+        row[parts:] = least[: PARTS + 1 - parts] + option.nbytes
+    least = reached.min(axis=0)
+    chosen.append(reached.argmin(axis=0).astype(np.int16))  # the first of equal ones
   place = int(np.argmin(least))  # the fewest parts of those with equal bytes
   if not np.isfinite(least[place]):
     return None
@@ -83,29 +92,6 @@ _HEADER = "leaf", "elements", "codec", "bytes", "of uniform", "error", "of unifo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AllocatedLeaf:
-  """The codec of one leaf, and its bytes and error beside the uniform codec's.
-
-  Attributes:
-    path: the path of the leaf, with ``/`` between keys.
-    elements: its number of elements.
-    energy: its squares, added over the gradients.
-    codec: the codec that was chosen.
-    nbytes, uniform_nbytes: the bytes of one payload.
-    error, uniform_error: squared errors, added over the gradients.
-  """
-
-  path: str
-  elements: int
-  energy: float
-  codec: LeafCodec
-  nbytes: int
-  error: float
-  uniform_nbytes: int
-  uniform_error: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Allocation:
   """The result of :func:`allocate`; ``str(allocation)`` is a table.
 
@@ -128,29 +114,11 @@ class Allocation:
     return Policy(self.rules)
 
   @property
-  def nbytes(self) -> int:
-    """The bytes of one payload of all leaves."""
-    return sum(leaf.nbytes for leaf in self.leaves)
-
-  @property
-  def uniform_nbytes(self) -> int:
-    """The bytes of one payload of all leaves with the uniform codec."""
-    return sum(leaf.uniform_nbytes for leaf in self.leaves)
-
-  @property
-  def error(self) -> float:
-    """The squared error of all leaves, at most ``uniform_error``."""
-    return math.fsum(leaf.error for leaf in self.leaves)
-
-  @property
-  def uniform_error(self) -> float:
-    """The squared error of all leaves with the uniform codec."""
-    return math.fsum(leaf.uniform_error for leaf in self.leaves)
-
-  @property
-  def energy(self) -> float:
-    """The squares of all leaves."""
-    return math.fsum(leaf.energy for leaf in self.leaves)
+  def total(self) -> AllocatedLeaf:
+    """The sums over all leaves; its error is at most ``uniform_error``."""
+    add: Any = lambda x: sum(x) if isinstance(x[0], int) else math.fsum(x)
+    _, _, *numbers = zip(*self.leaves, strict=True)
+    return AllocatedLeaf("total", None, *map(add, numbers))
 
   @property
   def candidate(self) -> Candidate:
@@ -159,32 +127,20 @@ class Allocation:
     Its loss is that of the gradients. No study has trained it, so that
     ``budget="paper"`` refuses it.
     """
-    biased = not self.policy.unbiased
+    total = self.total
     densities = [getattr(leaf.codec, "density", None) for leaf in self.leaves]
-    return Candidate(
+    return as_candidate(self.policy)._replace(
       name="allocated",
-      codec=self.policy,
-      biased=biased,
-      feedback=biased,
-      omega=self.error / self.energy if self.energy else 0.0,
+      omega=total.error / total.energy if total.energy else 0.0,
       density=min((x for x in densities if x is not None), default=None),
     )
 
   def __str__(self) -> str:
-    rows = [_HEADER]
-    rows += [
-      _cells(x.path, f"{x.elements:,}", name_of(x.codec), x) for x in self.leaves
-    ]
-    rows.append(_cells("total", "", "", self))
+    total = self.total
+    rows = [_HEADER, *(x.cells for x in (*self.leaves, total))]
     lines = aligned(rows, right=(1, 3, 4, 5, 6))
-    saved = 1 - self.nbytes / max(self.uniform_nbytes, 1)
+    saved = 1 - total.nbytes / max(total.uniform_nbytes, 1)
     return "\n".join([*lines, f"{saved:.1%} fewer bytes than {name_of(self.uniform)}."])
-
-
-def _cells(path: str, size: str, codec: str, x: AllocatedLeaf | Allocation) -> Any:
-  """Returns the cells of a line of the table."""
-  counts = f"{x.nbytes:,}", f"{x.uniform_nbytes:,}"
-  return path, size, codec, *counts, f"{x.error:.3g}", f"{x.uniform_error:.3g}"
 
 
 def allocate(
@@ -256,59 +212,41 @@ def allocate(
   places: dict[str, list[int]] = {}
   for place, path in sorted(enumerate(model.paths), key=lambda pair: pair[1]):
     places.setdefault(path, []).append(place)
-  options: list[list[Option]] = []
-  energies: list[float] = []
-  for path, own in places.items():
-    leaves = [step[place] for step in steps for place in own]
+  options = []
+  for path, at in places.items():
+    leaves = [step[place] for step in steps for place in at]
+    elements = sum(math.prod(model.leaves[place].shape) for place in at)
+    nbytes = [sum(size[place] for place in at) for size in sizes]
     lost = [loss(codec, leaves, min_leaf_size) for codec in codecs]
-    nbytes = [sum(size[place] for place in own) for size in sizes]
-    found = [*map(Option, nbytes, lost)]
-    energies.append(_energy(leaves))
-    options.append(_contracting(found, path, energies[-1]) if biased else found)
-  numbers = _chosen(options)
-  return Allocation(
-    uniform=uniform,
-    leaves=tuple(
-      AllocatedLeaf(
-        path=path,
-        elements=sum(math.prod(model.leaves[place].shape) for place in places[path]),
-        energy=energy,
-        codec=codecs[number],
-        nbytes=own[number].nbytes,
-        error=own[number].error,
-        uniform_nbytes=own[0].nbytes,
-        uniform_error=own[0].error,
-      )
-      for path, own, energy, number in zip(
-        places, options, energies, numbers, strict=True
-      )
-    ),
-  )
+    own = AllocatedLeaf(
+      path, uniform, elements, energy(leaves), nbytes[0], nbytes[0], lost[0], lost[0]
+    )
+    each = zip(codecs, nbytes, lost, strict=True)
+    found = [own._replace(codec=x, nbytes=n, error=error) for x, n, error in each]
+    options.append(_contracting(found) if biased else found)
+  return Allocation(uniform=uniform, leaves=tuple(_chosen(options)))
 
 
-def _chosen(options: Sequence[Sequence[Option]]) -> Sequence[int]:
-  """Returns the number of an option for each leaf, the first where nothing gains."""
-  first = [0] * len(options)
-  found = least_bytes(options, math.fsum(own[0].error for own in options)) or first
-
-  def total(numbers: Sequence[int]) -> tuple[int, float]:
-    each = [own[number] for own, number in zip(options, numbers, strict=True)]
-    return sum(x.nbytes for x in each), math.fsum(x.error for x in each)
-
-  return min(first, found, key=total)
+def _chosen(options: Sequence[Sequence[AllocatedLeaf]]) -> Sequence[AllocatedLeaf]:
+  """Returns an option for each leaf, the first where nothing gains."""
+  first = [own[0] for own in options]
+  numbers = least_bytes(options, math.fsum(x.error for x in first))
+  found = [own[i] for own, i in zip(options, numbers or [0] * len(first), strict=True)]
+  both = lambda leaves: zip(*((x.nbytes, x.error) for x in leaves), strict=True)
+  return min(first, found, key=lambda leaves: [math.fsum(x) for x in both(leaves)])
 
 
-def _contracting(options: list[Option], path: str, energy: float) -> list[Option]:
+def _contracting(options: list[AllocatedLeaf]) -> list[AllocatedLeaf]:
   """Returns the options of a leaf, out of reach those that let a residual grow."""
-  grows = lambda option: energy > 0 and option.error >= energy
-  kept = [Option(x.nbytes, math.inf) if grows(x) else x for x in options]
-  if kept[0].error == math.inf:
+  grows = lambda x: 0 < x.energy <= x.error
+  first = options[0]
+  if grows(first):
     raise ValueError(
       "`uniform` must lose less than the energy of each leaf where a candidate is "
-      f"biased, and of {path} it loses {options[0].error / energy:.3g} of it; take "
-      "more bits, smaller buckets, or only unbiased candidates."
+      f"biased, and of {first.path} it loses {first.error / first.energy:.3g} of it; "
+      "take more bits, smaller buckets, or only unbiased candidates."
     )
-  return kept
+  return [x._replace(error=math.inf) if grows(x) else x for x in options]
 
 
 def _model(gradients: Any) -> Model:
@@ -376,17 +314,7 @@ def loss(
 ) -> float:
   """Returns the squared error of encoding leaves."""
   sent = _encoder(cast(Hashable, codec), min_leaf_size)
-  return _energy([_wide(sent(leaf)) - _wide(leaf) for leaf in leaves])
-
-
-def _energy(leaves: Sequence[np.ndarray]) -> float:
-  """Returns the sum of all squares."""
-  return math.fsum(float(np.sum(np.abs(_wide(leaf)) ** 2)) for leaf in leaves)
-
-
-def _wide(x: Any) -> np.ndarray:
-  """Returns an array in float64, or in complex128."""
-  return np.asarray(x, np.promote_types(x.dtype, np.float64))
+  return energy(wide(sent(leaf)) - wide(leaf) for leaf in leaves)
 
 
 @functools.lru_cache(maxsize=64)

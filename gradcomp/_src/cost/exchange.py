@@ -3,14 +3,14 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from gradcomp._src.checks import instance_of
 from gradcomp._src.cost import link as links
 from gradcomp._src.cost.link import Cluster, CodecSpeed
 from gradcomp._src.cost.rules import at_least_0
-from gradcomp._src.report.collectives import SHARE_SENT, Collective
+from gradcomp._src.report.collectives import SHARE_SENT
 from gradcomp._src.report.explain import Explanation
 
 Speeds = CodecSpeed | Callable[[Any], CodecSpeed]  # of every codec, or for each
@@ -18,21 +18,13 @@ Speeds = CodecSpeed | Callable[[Any], CodecSpeed]  # of every codec, or for each
 NO_WORK = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Breakdown:
-  """The seconds of an exchange: to encode, on the wire, to add, and to decode.
+class Breakdown(NamedTuple):
+  """The seconds of an exchange: to encode, on the wire, to add, and to decode."""
 
-  Attributes:
-    encode: to encode, and to compute the loss of encoding where workers keep it.
-    wire: for each collective, its name, the bytes that a worker sends, and the seconds.
-    add: to decode and add payloads, or to add plain numbers outside of collectives.
-    decode: to decode sums.
-  """
-
-  encode: float = 0.0
-  wire: tuple[tuple[str, float, float], ...] = ()
-  add: float = 0.0
-  decode: float = 0.0
+  encode: float = 0.0  # and to compute the loss of encoding where workers keep it
+  wire: tuple[tuple[str, float, float], ...] = ()  # (collective, bytes sent, seconds)
+  add: float = 0.0  # of payloads that are decoded, or of plain numbers by themselves
+  decode: float = 0.0  # of sums
 
   @property
   def wire_seconds(self) -> float:
@@ -88,7 +80,7 @@ def exchange_seconds(
     '0.0084 + 0.0008 + 0.0034, 0.1151'
   """
   _check_workers(explanation, cluster)
-  return seconds(explanation.leaves, explanation.collectives, cluster, speeds)
+  return seconds(explanation, cluster, speeds)
 
 
 def message_seconds(
@@ -108,11 +100,15 @@ def message_seconds(
     ValueError: the numbers of workers differ.
   """
   _check_workers(explanation, cluster)
-  leaves, collectives = explanation.leaves, explanation.collectives
-  numbers = {x.message for x in leaves} | {x.message for x in collectives}
-  of = lambda parts, number: [x for x in parts if x.message == number]
-  parts = ((of(leaves, number), of(collectives, number)) for number in sorted(numbers))
-  return tuple(seconds(*both, cluster, speeds) for both in parts)
+  numbers = {x.message for x in explanation.leaves}
+  numbers |= {x.message for x in explanation.collectives}
+
+  def one(number: int) -> Explanation:
+    leaves = tuple(x for x in explanation.leaves if x.message == number)
+    found = tuple(x for x in explanation.collectives if x.message == number)
+    return dataclasses.replace(explanation, leaves=leaves, collectives=found)
+
+  return tuple(seconds(one(number), cluster, speeds) for number in sorted(numbers))
 
 
 def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
@@ -144,15 +140,10 @@ def _check_workers(explanation: Explanation, cluster: Cluster) -> None:
     )
 
 
-def seconds(
-  leaves: Iterable[Any],
-  collectives: Iterable[Collective],
-  cluster: Cluster,
-  speeds: Speeds,
-) -> Breakdown:
-  """Predicts the seconds of the work on leaves, and of collectives."""
+def seconds(step: Any, cluster: Cluster, speeds: Speeds) -> Breakdown:
+  """Predicts the seconds of the ``leaves`` and the ``collectives`` of a step."""
   encode = decode = add = 0.0
-  for leaf in leaves:
+  for leaf in step.leaves:
     work, size = leaf.work, leaf.elements
     speed = NO_WORK
     if any(work):
@@ -162,20 +153,12 @@ def seconds(
     decode += size * float(work.decoded) * speed.decode
     add += size * (float(work.added) * speed.add + float(work.summed) * cluster.add)
   wire = []
-  for x in collectives:
-    name = _COLLECTIVES[x.kind]
+  for x in step.collectives:
+    name: Any = x.kind.replace("collective-", "p").replace("-", "_")
     link, adding = cluster.link_within(x.span), cluster.add * x.elements
     took = links.collective_seconds(name, x.bytes_in, x.workers, link, add=adding)
     wire.append((name, float(x.times * x.exact_bytes_sent), x.times * took))
   return Breakdown(encode=encode, wire=tuple(wire), add=add, decode=decode)
-
-
-_COLLECTIVES: dict[str, links.CollectiveName] = {  # by kind
-  "all-gather": "all_gather",
-  "all-reduce": "all_reduce",
-  "all-to-all": "all_to_all",
-  "collective-permute": "ppermute",
-}
 
 
 def step_seconds(
@@ -208,11 +191,12 @@ def step_seconds(
     ValueError: seconds are below 0, or a share is not between the last one and 1.
 
   Example:
-    >>> cost = Breakdown(encode=1.0, wire=(("all_reduce", 8.0, 6.0),))
+    >>> link = Link(latency=0.0, bytes_per_second=1.0)
+    >>> cost = dense_seconds(1, Cluster(workers=8, link=link))  # 7 s on the wire
     >>> step_seconds(2.0, 4.0, [(0.5, cost), (1.0, cost)], overlap=False)
     20.0
     >>> step_seconds(2.0, 4.0, [(0.5, cost), (1.0, cost)], overlap=True)
-    17.0
+    18.0
   """
   compute = at_least_0("forward", forward) + at_least_0("backward", backward)
   shares = [0.0, *(share for share, _ in messages), 1.0]
@@ -275,7 +259,8 @@ def crossover_workers(
     The number of workers; None if the exchange wins with all of them.
   """
   for explanation in explanations:
-    if _gain(explanation, _sized(cluster, explanation), speeds) <= 0:
+    sized = dataclasses.replace(cluster, workers=explanation.workers)
+    if _gain(explanation, sized, speeds) <= 0:
       return explanation.workers
   return None
 
@@ -298,8 +283,9 @@ def strong_scaling(
   Raises:
     ValueError: ``compute`` is below 0.
   """
-  costs = _costs(compute, explanations, cluster, speeds)
-  pairs = zip(explanations, costs, strict=True)
+  compute = at_least_0("compute", compute)
+  each = weak_scaling(0.0, explanations, cluster, speeds)
+  pairs = zip(explanations, each, strict=True)
   return tuple(compute / x.workers + seconds for x, seconds in pairs)
 
 
@@ -320,19 +306,11 @@ def weak_scaling(
   Raises:
     ValueError: ``compute`` is below 0.
   """
-  costs = _costs(compute, explanations, cluster, speeds)
-  return tuple(compute + seconds for seconds in costs)
-
-
-def _costs(
-  compute: float, explanations: Sequence[Explanation], cluster: Cluster, speeds: Speeds
-) -> list[float]:
-  at_least_0("compute", compute)
-  return [exchange_seconds(x, _sized(cluster, x), speeds).total for x in explanations]
-
-
-def _sized(cluster: Cluster, explanation: Explanation) -> Cluster:
-  return dataclasses.replace(cluster, workers=explanation.workers)
+  compute = at_least_0("compute", compute)
+  sized = lambda x: dataclasses.replace(cluster, workers=x.workers)
+  return tuple(
+    compute + exchange_seconds(x, sized(x), speeds).total for x in explanations
+  )
 
 
 def _gain(explanation: Explanation, cluster: Cluster, speeds: Speeds) -> float:

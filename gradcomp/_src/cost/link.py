@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
@@ -16,6 +16,23 @@ CollectiveName = Literal[
   "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "ppermute", "tree"
 ]
 _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
+
+
+def _factors(name: str, given: Any) -> dict[tuple[str, int], float]:
+  """Returns factors by collectives and workers; ValueError for all else."""
+  if not isinstance(given, Mapping):
+    raise ValueError(
+      f"`{name}` must be a dict of (collective, workers), got {given!r}."
+    )
+  found = {}
+  for key, value in given.items():
+    if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
+      raise ValueError(
+        f"`{name}` must have pairs of a collective and workers as keys, got {key!r}."
+      )
+    pair = key[0], count(f"{name}[{key!r}]'s workers", key[1])
+    found[pair] = above_0(f"{name}[{key!r}]", value)
+  return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,24 +61,8 @@ class Link(checks.Checked, rules.Kept):
   latency: float = checks.field(..., rules.SECONDS)
   bytes_per_second: float = checks.field(..., rules.ABOVE_0)
   factor: Mapping[tuple[str, int], float] = dataclasses.field(
-    default_factory=dict, hash=False
+    default_factory=dict, hash=False, metadata={"rule": checks.Rule(_factors)}
   )
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    if not isinstance(self.factor, Mapping):
-      raise ValueError(
-        f"`factor` must be a dict of (collective, workers), got {self.factor!r}."
-      )
-    factor = {}
-    for key, value in self.factor.items():
-      if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
-        raise ValueError(
-          f"`factor` must have pairs of a collective and workers as keys, got {key!r}."
-        )
-      pair = (key[0], count(f"factor[{key!r}]'s workers", key[1]))
-      factor[pair] = above_0(f"factor[{key!r}]", value)
-    object.__setattr__(self, "factor", factor)
 
   def byte_seconds(self, collective: str, workers: int) -> float:
     """Returns the seconds of a byte in a collective of ``workers`` workers."""
@@ -103,15 +104,6 @@ class Link(checks.Checked, rules.Kept):
     from gradcomp._src.cost.measure import measured_link
 
     return measured_link(mesh, axis_name, sizes, repeats, progress)
-
-  def _content(self) -> dict[str, Any]:
-    factor = [[*key, value] for key, value in sorted(self.factor.items())]
-    return vars(self) | {"factor": factor}
-
-  @classmethod
-  def _made(cls, content: Any) -> Self:
-    factor = {(name, workers): value for name, workers, value in content["factor"]}
-    return cls(**content | {"factor": factor})
 
 
 def collective_seconds(  # noqa: PLR0913 - options, by keyword
@@ -166,27 +158,25 @@ def collective_seconds(  # noqa: PLR0913 - options, by keyword
     workers = count("workers", workers)
   elif not at_least_0("workers", workers) >= 1:
     raise ValueError(f"`workers` must be at least 1, got {workers!r}.")
-  byte = link.byte_seconds(collective, int(workers))
-  seconds, add = at_least_0("nbytes", nbytes) * byte, at_least_0("add", add)
-  messages = at_least_0("messages", messages)
-  if collective == "tree":
-    return math.log2(workers) * (link.latency + seconds)
-  if collective == "ppermute":
-    return (messages if workers > 1 else 0) * (link.latency + seconds)
-  rounds, share = workers - 1, (workers - 1) / workers
-  if algorithm == "recursive":
-    rounds = int(workers).bit_length() - 1
-    if workers != 1 << rounds:
+  seconds = at_least_0("nbytes", nbytes) * link.byte_seconds(collective, int(workers))
+  add, messages = at_least_0("add", add), at_least_0("messages", messages)
+  rounds, share, levels = workers - 1, (workers - 1) / workers, math.log2(workers)
+  if algorithm == "recursive" and collective not in ("ppermute", "tree"):
+    if int(workers) & (int(workers) - 1):
       raise ValueError(
         f'`workers` must be a power of two for algorithm="recursive", got {workers}.'
       )
-  if collective == "all_gather":
-    return rounds * link.latency + (workers - 1) * seconds
-  if collective == "all_to_all":
-    return rounds * link.latency + share * seconds
-  if collective == "reduce_scatter":
-    return rounds * link.latency + share * (seconds + add)
-  return 2 * rounds * link.latency + share * (2 * seconds + add)
+    rounds = levels
+  hops = messages if workers > 1 else 0
+  latencies, taken = {
+    "all_gather": (rounds, (workers - 1) * seconds),
+    "all_to_all": (rounds, share * seconds),
+    "reduce_scatter": (rounds, share * (seconds + add)),
+    "all_reduce": (2 * rounds, share * (2 * seconds + add)),
+    "ppermute": (hops, hops * seconds),
+    "tree": (levels, levels * seconds),
+  }[collective]
+  return latencies * link.latency + taken
 
 
 _LINK = checks.Rule(lambda name, x: checks.instance_of(name, Link, x))
@@ -269,8 +259,8 @@ class Cluster(checks.Checked):
 
   workers: int = checks.field(..., rules.COUNT)
   link: Link = checks.field(..., _LINK)
-  inside: Link | None = None
-  group_size: int | None = None
+  inside: Link | None = checks.field(None, checks.optional(_LINK))
+  group_size: int | None = checks.field(None, checks.optional(rules.COUNT))
   add: float = checks.field(0.0, rules.SECONDS)
 
   def __post_init__(self) -> None:
@@ -280,12 +270,10 @@ class Cluster(checks.Checked):
         "`group_size` must be given with `inside`, and only then, got "
         f"group_size={self.group_size!r} and inside={self.inside!r}."
       )
-    if self.group_size is not None:
-      checks.instance_of("inside", Link, self.inside)
-      if self.workers % count("group_size", self.group_size):
-        raise ValueError(
-          f"`group_size` must divide the {self.workers} workers, got {self.group_size}."
-        )
+    if self.workers % (self.group_size or 1):
+      raise ValueError(
+        f"`group_size` must divide the {self.workers} workers, got {self.group_size}."
+      )
 
   def link_within(self, span: int) -> Link:
     """Returns the link of traffic that stays in rows of ``span`` consecutive workers.

@@ -22,7 +22,7 @@ from gradcomp._src.cost.link import CodecSpeed, Link
 from gradcomp._src.cost.rules import count
 from gradcomp._src.exchange import collectives
 from gradcomp._src.exchange.lines import form
-from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.axes import AxisName, axis_names
 
 _WORD = 4  # bytes
 _PAYLOADS = 4  # that are added at a time
@@ -44,8 +44,7 @@ def measured_link(
 ) -> Link:
   """Measures a link; see :meth:`Link.measure`."""
   # All processes run the same collectives in the same order, whatever they measure.
-  names = mesh.axis_names if axis_name is None else axis_name
-  names = (names,) if isinstance(names, str) else tuple(names)
+  names = axis_names(mesh.axis_names if axis_name is None else axis_name)
   workers = math.prod(mesh.shape[name] for name in names)
   if workers < 2:
     raise ValueError(f"`mesh` must have 2 workers or more over {names}, got {workers}.")
@@ -55,10 +54,10 @@ def measured_link(
   if len(sizes) < 2:
     raise ValueError(f"`sizes` must hold two different ones or more, got {sizes}.")
   count("repeats", times)
+  over = names if len(names) > 1 else names[0]
   lines = []
-  for case in _cases(names if len(names) > 1 else names[0], workers):
-    points = _times(case, mesh, names, sizes, times)
-    start, byte = line(points)
+  for case in _cases(over, workers):
+    start, byte = line(_times(case, mesh, over, sizes, times))
     lines.append((case, start, byte))
     if talks and jax.process_index() == 0:
       print(
@@ -78,15 +77,12 @@ def measured_link(
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
   """Fits ``seconds = start + byte * bytes`` to pairs of bytes and seconds."""
   # It minimizes the squares of relative errors: short messages count like long ones.
-  one = sum(1 / y**2 for _, y in points)
-  x = sum(x / y**2 for x, y in points)
-  xx = sum(x * x / y**2 for x, y in points)
-  y = sum(1 / y for _, y in points)
-  xy = sum(x / y for x, y in points)
-  byte = (one * xy - x * y) / (one * xx - x * x)
-  start = (y - byte * x) / one
+  x, y = np.asarray(points).T
+  start, byte = np.linalg.lstsq(np.stack([1 / y, x / y], 1), np.ones(len(y)))[0]
   # Noise can hide the latency, or the rate. Then all is put down to the bytes.
-  return (start, byte) if start >= 0 and byte > 0 else (0.0, xy / xx)
+  if start < 0 or byte <= 0:
+    start, byte = 0.0, sum(x / y) / sum((x / y) ** 2)
+  return float(start), float(byte)
 
 
 def _cases(axis_name: AxisName, n: int) -> Iterator[_Case]:
@@ -107,27 +103,25 @@ def _cases(axis_name: AxisName, n: int) -> Iterator[_Case]:
 
 
 def _times(
-  case: _Case, mesh: Mesh, names: tuple[str, ...], sizes: Sequence[int], repeats: int
+  case: _Case, mesh: Mesh, over: AxisName, sizes: Sequence[int], repeats: int
 ) -> list[tuple[float, float]]:
   """Returns, for each size, the bytes that a worker sends and the median seconds."""
-  workers = math.prod(mesh.shape[name] for name in names)
+  split = P(axis_names(over))
 
   def program(function: Callable[[Any], Any], spec: P) -> Any:
-    mapped = jax.shard_map(
-      function, mesh=mesh, in_specs=P(names), out_specs=spec, check_vma=False
-    )
-    return jax.jit(mapped)
+    specs: Any = {"in_specs": split, "out_specs": spec, "check_vma": False}
+    return jax.jit(jax.shard_map(function, mesh=mesh, **specs))
 
   def spread(value: float, shape: tuple[int, ...]) -> jax.Array:
     own = np.full(shape, value, np.float32)  # of each worker, wherever it is
+    sharding = NamedSharding(mesh, split)
+    workers = math.prod(mesh.shape[name] for name in axis_names(over))
     whole = (workers * shape[0], *shape[1:])
-    sharding = NamedSharding(mesh, P(names))
     return jax.make_array_from_callback(whole, sharding, lambda index: own)
 
-  axis_name = names if len(names) > 1 else names[0]
-  slowest = program(lambda x: collectives.largest(x, axis_name), P())
+  slowest = program(lambda x: collectives.largest(x, over), P())
   meet = lambda seconds: float(slowest(spread(seconds, (1,)))[0])
-  run = program(lambda x: case.run(x).reshape(-1), P(names))
+  run = program(lambda x: case.run(x).reshape(-1), split)
   points: list[tuple[float, float]] = []
   for size in sizes:
     words = math.ceil(size / (case.sent * case.lines * _WORD))

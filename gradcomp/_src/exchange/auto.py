@@ -26,7 +26,22 @@ _TINY_MESSAGE = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto(checks.Checked):
-  """Picks the exchange of each message: see :func:`choose`.
+  """Picks the exchange of each message, by codec, sizes and workers.
+
+  The first rule that fits decides. A payload has c bytes.
+
+  1. ``psum``, if only plain float32 is sent: dense leaves, and factors of low rank.
+     These are added as they are.
+  2. ``psum``, if the backend can add the numbers. If they are codes, and owners send
+     fewer bytes because they pack the sums, it is ``two_shot``.
+  3. ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes. It is picked
+     for up to two workers, where the bytes are equal, for tiny messages, and for codecs
+     that do not let owners add. It is picked for sparse codecs, too, as long as it
+     sends less than a plain mean: owners would drop entries that other workers chose.
+  4. ``two_shot``. A worker sends ``2 (N-1)/N c`` bytes, and the mean is encoded twice.
+
+  ``ring`` and ``hierarchical`` are never picked. The first sends as much as
+  ``two_shot`` and encodes N times; the other needs to know which links are fast.
 
   Attributes:
     feedback: the option of :class:`TwoShot`, where it is picked.
@@ -79,31 +94,7 @@ class Choice(NamedTuple):
 
 
 def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
-  """Returns the exchange that ``Auto()`` picks; any other exchange as it is.
-
-  The first rule that fits decides. A payload has c bytes.
-
-  1. ``psum``, if only plain float32 is sent: dense leaves, and factors of low rank.
-     These are added as they are.
-  2. ``psum``, if the backend can add the numbers. If they are codes, and owners send
-     fewer bytes because they pack the sums, it is ``two_shot``.
-  3. ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes. It is picked
-     for up to two workers, where the bytes are equal, for tiny messages, and for codecs
-     that do not let owners add. It is picked for sparse codecs, too, as long as it
-     sends less than a plain mean: owners would drop entries that other workers chose.
-  4. ``two_shot``. A worker sends ``2 (N-1)/N c`` bytes, and the mean is encoded twice.
-
-  ``ring`` and ``hierarchical`` are never picked. The first sends as much as
-  ``two_shot`` and encodes N times; the other needs to know which links are fast.
-
-  Args:
-    exchange: ``Auto()``, or an exchange.
-    layout: the layout of a message, as ``plan`` makes it.
-    workers: N.
-
-  Returns:
-    The exchange, and the reason in words.
-  """
+  """Returns the exchange that ``Auto()`` picks; any other exchange as it is."""
   if not isinstance(exchange, Auto):
     return Choice(exchange, "asked for")
   coded = [codec.facts for codec in layout.codecs if not codec.facts.plain]
@@ -126,7 +117,7 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
 
 
 def reencoding(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
-  """Returns the exchange that rules 3 and 4 of :func:`choose` pick."""
+  """Returns the exchange that rules 3 and 4 of :class:`Auto` pick."""
   if workers <= 2:
     return Choice(AllGather(), "up to two workers it sends no more, and encodes once")
   if workers * layout.nbytes <= _TINY_MESSAGE:

@@ -7,7 +7,7 @@ from jax import Array
 
 from gradcomp._src.checks import one_of, static_integer
 from gradcomp._src.floats.rounding import check_float
-from gradcomp._src.floats.sums import Method, sum
+from gradcomp._src.floats.sums import Method, reduce_sum
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 
 Order = Literal["gathered", "ring", "hierarchical"]
@@ -42,7 +42,7 @@ def all_reduce(
     fmt: the format.
     order: the order, as in the table.
     group_size: workers in a group of ``hierarchical``, a divisor of N; else None.
-    method: how a worker adds numbers, see :func:`gradcomp.floats.sum`.
+    method: how a worker adds numbers, see :func:`gradcomp.floats.reduce_sum`.
 
   Returns:
     ``float32[...]``, numbers of the format.
@@ -73,20 +73,20 @@ def all_reduce(
         f"`group_size` must be {_GROUP_RULE}, got {size} of {workers} workers."
       )
     groups = x.reshape(workers // size, size, *shape)
-    return sum(sum(groups, fmt, 1, method), fmt, 0, method)
+    return reduce_sum(reduce_sum(groups, fmt, 1, method), fmt, 0, method)
   if group_size is not None:
     raise ValueError(
       f'`group_size` must be None unless order="hierarchical", got {group_size} with '
       f"{order!r}."
     )
   if order == "gathered":
-    return sum(x, fmt, 0, method)
+    return reduce_sum(x, fmt, 0, method)
   flat = x.reshape(workers, -1)
   padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % workers)))
   shares = padded.reshape(workers, workers, -1)
   share = jnp.arange(workers)
   turns = (share + 1 + share[:, None]) % workers  # [hop, share]: the worker
-  summed = sum(shares[turns, share], fmt, 0, method)
+  summed = reduce_sum(shares[turns, share], fmt, 0, method)
   return summed.reshape(-1)[: flat.shape[1]].reshape(shape)
 
 

@@ -77,16 +77,7 @@ def multiply(a: Array, b: Array, fmt: FloatFormat) -> Array:
 def rounded_sum(
   a: Array, b: Array, fmt: FloatFormat, *, saturate: bool = False
 ) -> Array:
-  """Returns the sum of two numbers of a format, in it: :func:`add` without its checks.
-
-  Args:
-    a, b: ``float32`` numbers of the format, which broadcast.
-    fmt: the format.
-    saturate: whether a finite sum that is too large becomes the largest number.
-
-  Returns:
-    ``float32`` numbers of the format.
-  """
+  """Returns :func:`add` of ``float32`` numbers of the format, unchecked."""
   total = a + b
   lost = None
   if fmt.mantissa_bits > _MOST_FOR_SUMS:

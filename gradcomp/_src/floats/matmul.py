@@ -38,7 +38,7 @@ def matmul(
     fmt: the format of operands and products.
     accumulator: the format of partial sums, to which products are then rounded too;
       ``fmt`` by default.
-    method: how products are added, see :func:`gradcomp.floats.sum`.
+    method: how products are added, see :func:`gradcomp.floats.reduce_sum`.
     straight_through: whether the derivative is that of the exact product of the rounded
       matrices, whose own rounding counts as the identity; else it is zero.
 

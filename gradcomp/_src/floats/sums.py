@@ -17,7 +17,7 @@ from gradcomp._src.kernels.common.float_formats import FloatFormat
 Method = Literal["sequential", "pairwise", "kahan"]
 
 
-def sum(
+def reduce_sum(
   x: Array, fmt: FloatFormat, axis: int | None = None, method: Method = "sequential"
 ) -> Array:
   r"""Adds over an axis in a format, to which every partial sum is rounded.
@@ -50,8 +50,8 @@ def sum(
     TypeError: ``x`` is not real floating point.
 
   Example:
-    >>> ones = jnp.ones(64)
-    >>> [float(sum(ones, FloatFormat(5, 2), method=m)) for m in ("sequential", "kahan")]
+    >>> ones, fmt = jnp.ones(64), FloatFormat(5, 2)
+    >>> [float(reduce_sum(ones, fmt, method=m)) for m in ("sequential", "kahan")]
     [8.0, 64.0]
 
   References:
@@ -109,22 +109,7 @@ def kahan_step(
   *,
   saturate: bool = False,
 ) -> tuple[Array, Array]:
-  """Does a step of Kahan's algorithm: four operations, each rounded to the format.
-
-  Args:
-    total: the sum so far, ``float32`` numbers of the format.
-    compensation: its compensation, in the same shape; 0 at first.
-    x: the numbers of the format to add.
-    fmt: the format.
-    saturate: whether a finite sum that is too large becomes the largest number.
-
-  Returns:
-    The next sum and its compensation, which is 0 for an infinite sum.
-
-  Example:
-    >>> kahan_step(*map(jnp.float32, (8, 0, 1)), FloatFormat(5, 2))
-    (Array(8., dtype=float32), Array(-1., dtype=float32))
-  """
+  """Does a step of Kahan's algorithm: four operations, each rounded to the format."""
   plus = functools.partial(rounded_sum, fmt=fmt, saturate=saturate)
   y = plus(x, -compensation)
   new = plus(total, y)

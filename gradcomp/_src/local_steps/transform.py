@@ -8,7 +8,7 @@ import optax
 
 from gradcomp._src import checks, public
 from gradcomp._src.codecs import dense, protocol
-from gradcomp._src.core import agreement, inputs
+from gradcomp._src.core import inputs
 from gradcomp._src.core import state as states
 from gradcomp._src.core.border import on_workers
 from gradcomp._src.core.feedback import Feedback, FeedbackName
@@ -17,8 +17,8 @@ from gradcomp._src.exchange.auto import Auto, as_exchange
 from gradcomp._src.exchange.one_stage import AllGather, Merge
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.local_steps import rounds
+from gradcomp._src.mesh import agreement, closures, trees
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh import closures, trees
 from gradcomp._src.mesh.place import Place
 from gradcomp._src.public import cites
 from gradcomp._src.transforms.options import MessageOptions, recipe

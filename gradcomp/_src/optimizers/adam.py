@@ -135,10 +135,11 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     feedback: of the momenta, likewise.
 
   Returns:
-    A gradient transformation, an ``optax.chain`` that begins with a
-    :class:`gradcomp.optimizers.MomentsState`. With ``local`` its state is a
-    :class:`gradcomp.optimizers.LocalMomentsState`; call ``init`` inside the map then,
-    or under ``jax.set_mesh(mesh)``.
+    A gradient transformation, an ``optax.chain``. The first of its states has ``mu``,
+    the mean momentum, ``nu``, the variance, ``count``, the steps so far, and
+    ``exchange``, the residuals of the momenta. With ``local`` that is ``moments`` of
+    the state, beside what each worker has since an exchange; call ``init`` inside the
+    map then, or under ``jax.set_mesh(mesh)``.
 
   Raises:
     ValueError: an option is bad, or as of :func:`gradcomp.compress`.

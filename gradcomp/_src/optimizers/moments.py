@@ -14,13 +14,12 @@ from jax import lax
 from gradcomp._src import checks
 from gradcomp._src.checks import step_count
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.core import agreement
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange import collectives
+from gradcomp._src.mesh import agreement
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.place import Place
-from gradcomp._src.mesh.run_store import is_alone
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import varying_axes
 
@@ -248,7 +247,7 @@ def require_agreement(
   what: str, told: Mapping[str, Any], grads: Any, params: Any
 ) -> None:
   """Compares arguments of an optimizer: schedules by some rates, masks by leaves."""
-  if is_alone():
+  if agreement.is_alone():
     return
   decay, mask = told["weight_decay"], told["mask"]
   rates = {x: _at_steps(y) for x, y in told.items() if callable(y) and x != "mask"}

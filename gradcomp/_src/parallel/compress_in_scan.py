@@ -11,13 +11,13 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core import agreement, border, first_state, transform
+from gradcomp._src.core import border, first_state, transform
 from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
 from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.core.state import CompressState, Kept, ScanState
 from gradcomp._src.exchange import auto, protocol
-from gradcomp._src.mesh import axes, study, types
+from gradcomp._src.mesh import agreement, axes, study, types
 from gradcomp._src.parallel import scan_exchanges, scan_loop
 from gradcomp._src.parallel.scan import first_layer, scan
 

@@ -39,9 +39,6 @@ class PairOptions(SumOptions, total=False):
 class CollectiveOptions(PairOptions, total=False):
   """The options of collectives of a model's layers, by keyword.
 
-  A function of your own passes them on by ``**options:
-  Unpack[gradcomp.parallel.CollectiveOptions]``.
-
   Attributes:
     axis_name: the axis of the enclosing map, or a tuple of axes. Required.
     codec: the codec of the values. Required.

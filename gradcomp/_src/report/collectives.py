@@ -7,6 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
+from gradcomp._src.exchange.collectives import REPEAT, STAGE
+
 # The bytes that one of n workers sends for each byte of its operands: by the best
 # algorithms for a ring.
 SHARE_SENT: dict[str, Callable[[int], Fraction]] = {
@@ -44,20 +48,15 @@ def bits(dtype: str) -> int:
   return int(match[0]) if match else 1  # pred
 
 
-# The scopes of gradcomp.exchange, of the collective that completes a mean and of stages
-# before it, and of gradcomp.parallel, with the floats that the plain one would send.
-_MEAN = re.compile(r"gradcomp_mean_(\d+)_over_(\d+)")
-_STAGE = "gradcomp_stage"
-_REPEAT = "gradcomp_repeat"
-_OURS = re.compile(r"gradcomp_([a-z_]+)")
-# The scopes of work in front of an exchange and behind it.
-_BESIDE = frozenset(("correct", "decode", "fingerprint", "inner", "residual"))
-_FLOATS = re.compile(r"gradcomp_float32_(\d+)")
+# The scopes of gradcomp.exchange, of the collective that completes a mean, and of
+# gradcomp.parallel, with the floats that the plain one would send.
+MEAN = re.compile(r"gradcomp_mean_(\d+)_over_(\d+)")
+FLOATS = re.compile(r"gradcomp_float32_(\d+)")
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each array
 # The conditional, the number of its branch from 0, and the number of its branches.
 Branch = tuple[str, int, int]
-Pairs = Iterable[tuple[int, int]]  # of a permutation: from whom to whom
+Pairs = Sequence[tuple[int, int]]  # of a permutation: from whom to whom
 _Axes = Sequence[str]
 
 
@@ -152,32 +151,38 @@ class Collective:
     :mod:`gradcomp.parallel` counts for the same one of ``float32``, and others as sent,
     but for a mean that is taken again, and what a codec sends once more.
     """
-    if _REPEAT in self.scope:
+    if REPEAT in self.scope:
       return 0
-    floats = [int(size) for size in self._named(_FLOATS)]
+    floats = [int(size) for size in self._named(FLOATS)]
     plain = [math.ceil(SHARE_SENT[self.kind](self.workers) * 4 * x) for x in floats]
     plain += [_plain(size, n) for size, n in self.means]
     if plain:
       return sum(plain) + self.moved
-    if _STAGE in self.scope or self.again:
+    if STAGE in self.scope or self.again:
       return self.moved
     return dataclasses.replace(self, quantized="").bytes_sent
 
   @property
   def means(self) -> list[tuple[int, int]]:
     """The elements and the workers of each mean that it completes."""
-    if _REPEAT in self.scope:  # of a mean that was completed before
+    if REPEAT in self.scope:  # of a mean that was completed before
       return []
-    return [(int(size), int(workers)) for size, workers in self._named(_MEAN)]
+    return [(int(size), int(workers)) for size, workers in self._named(MEAN)]
 
   def _named(self, pattern: re.Pattern[str]) -> list[Any]:
     """Returns the matches of a pattern in the scope, for each message."""
     # XLA:GPU joins the names of collectives that it combines, "a/(b/..:c/..)", and
     # leaves one of equal names. An exchange gathers one array a message.
+    # Arrays of one name have one size, and more numbers are in a larger array.
     found = pattern.findall(self.scope)
-    if self.kind != "all-gather" or not found or len(self.operands) == len(found):
+    sizes = [math.prod(shape) for shape in self.shapes]
+    order = sorted(set(sizes))
+    same = len(order) == len(found)  # else nothing says which name is of which array
+    if self.kind != "all-gather" or not same or len(sizes) == len(found):
       return found
-    return _repeated(found, self.shapes)
+    number = lambda one: int(one[0] if isinstance(one, tuple) else one)
+    by_size = dict(zip(order, sorted(found, key=number), strict=True))
+    return [by_size[size] for size in sizes]
 
 
 def _plain(elements: int, workers: int) -> int:
@@ -185,22 +190,12 @@ def _plain(elements: int, workers: int) -> int:
   return math.ceil(SHARE_SENT["all-reduce"](workers) * 4 * elements)
 
 
-def _repeated(found: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-  """Returns the parts of joined names, once for each of several arrays."""
-  # Arrays of one name have one size, and more numbers are in a larger array.
-  sizes = [math.prod(shape) for shape in shapes]
-  order = sorted(set(sizes))
-  if len(order) != len(found):  # nothing says which name is of which array
-    return found
-  number = lambda one: int(one[0] if isinstance(one, tuple) else one)
-  by_size = dict(zip(order, sorted(found, key=number), strict=True))
-  return [by_size[size] for size in sizes]
-
-
 def dearest(
-  found: Iterable[Collective], count: Callable[[Collective], int], depth: int = 0
+  found: Iterable[Collective],
+  count: Callable[[Collective], int] = lambda x: x.times * x.bytes_sent,
+  depth: int = 0,
 ) -> int:
-  """Adds a count of collectives, and for each conditional the most of its branches."""
+  """Adds counts, by default bytes, and of each conditional the most of its branches."""
   total = 0
   inside: dict[str, dict[int, list[Collective]]] = {}
   for x in found:
@@ -221,7 +216,7 @@ def by_link(found: Sequence[Collective]) -> tuple[Collective, ...]:
   The rest is between groups, as where a plain mean adds inside groups first.
   """
   moved = [0] * len(found)
-  stages = [i for i, x in enumerate(found) if x.axis and _STAGE in x.scope]
+  stages = [i for i, x in enumerate(found) if x.axis and STAGE in x.scope]
   for i, x in enumerate(found):
     for elements, workers in x.means if x.axis else []:
       beyond = [
@@ -241,24 +236,13 @@ def by_link(found: Sequence[Collective]) -> tuple[Collective, ...]:
 
 def means_in(scope: str) -> list[str]:
   """Returns the names of means in a scope, of some elements over several workers."""
-  found = _MEAN.finditer(scope)
+  found = MEAN.finditer(scope)
   return [x[0] for x in found if int(x[1]) and int(x[2]) > 1]
 
 
 def is_exchange(scope: str) -> bool:
   """Returns True for the scope of a collective of an exchange of gradients."""
-  return bool(_MEAN.search(scope)) or _STAGE in scope
-
-
-def as_stage(scope: str) -> str:
-  """Returns the scope of a stage in place of the next collective's."""
-  return _FLOATS.sub(_STAGE, _MEAN.sub(_STAGE, scope))
-
-
-def stage_of(source: str) -> str:
-  """Returns the scope of a stage for results inside an exchange, else nothing."""
-  inside = _OURS.findall(source)
-  return _STAGE if inside and inside[-1] not in _BESIDE else ""
+  return bool(MEAN.search(scope)) or STAGE in scope
 
 
 def connected(pairs: Pairs) -> list[set[int]]:
@@ -285,29 +269,39 @@ def span(axes: _Axes, data: _Axes, sizes: Mapping[str, int], pairs: Pairs) -> in
   first = min((data.index(axis) for axis in axes if axis in data), default=0)
   workers = math.prod(sizes[axis] for axis in data[first:])
   behind = {x: math.prod(sizes[y] for y in data[i:]) for i, x in enumerate(data, 1)}
-
-  def rank(index: int) -> int:
-    result = 0
-    for axis in reversed(axes):
-      index, own = divmod(index, sizes[axis])
-      result += own * behind.get(axis, 0)
-    return result
-
-  pairs = [(rank(i), rank(j)) for i, j in pairs]
-  for length in range(1, workers if pairs else 1):
-    if workers % length == 0 and all(i // length == j // length for i, j in pairs):
-      return length
-  return workers
+  if not pairs:
+    return workers
+  places = np.unravel_index(np.array(pairs), [sizes[axis] for axis in axes])
+  ranks = sum(behind.get(x, 0) * place for x, place in zip(axes, places, strict=True))
+  together = lambda length: np.ptp(ranks // length, axis=1).max() == 0
+  lengths = (x for x in range(1, workers) if workers % x == 0)
+  return next(filter(together, lengths), workers)
 
 
-def counted(x: Collective) -> str:
-  """Returns the cell of a table with the number of a collective's runs."""
-  return "loop " * x.trips_unknown + "branch " * x.in_branch + f"{x.times:,}"
+def cells(x: Collective) -> dict[str, str]:
+  """Returns the cells that all reports have of a collective, by their columns."""
+  return {
+    "collective": x.kind,
+    "dtype": x.dtype,
+    "axis": x.axis,
+    "workers": f"{x.workers:,}",
+    "times": "loop " * x.trips_unknown + "branch " * x.in_branch + f"{x.times:,}",
+    "bytes sent": f"{x.times * x.bytes_sent:,}",
+    "scope": "/".join(x.scope.split("/")[-2:]),
+  }
 
 
-def end_of_scope(x: Collective) -> str:
-  """Returns the cell of a table with the last two names of a collective's scope."""
-  return "/".join(x.scope.split("/")[-2:])
+# The columns of tables that are flush left.
+_TEXTS = "collective dtype operands axis scope leaf shape codec exchange rule".split()
+_TEXTS += ["beside it"]
+
+
+def table(columns: str, rows: Iterable[Mapping[str, str]]) -> list[str]:
+  """Returns the lines of a table with these columns, whose names commas part."""
+  names = columns.split(",")
+  cells = [[row.get(x, "") for x in names] for row in rows]
+  right = [i for i, x in enumerate(names) if x not in _TEXTS]
+  return aligned([names, *cells], right)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:

@@ -1,11 +1,14 @@
-"""``explain``: the codec, exchange and bytes of each leaf, before a step runs."""
+"""``explain``: the bytes of an optimizer's leaves, or of a function, before it runs."""
 
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, overload
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from gradcomp._src.codecs.protocol import LeafCodec
@@ -17,8 +20,12 @@ from gradcomp._src.exchange.protocol import CODED_ONCE, Message, Work
 from gradcomp._src.mesh.axes import WorkerSizes, check_both, sizes_of
 from gradcomp._src.mesh.platforms import planned_for
 from gradcomp._src.mesh.trees import unboxed
-from gradcomp._src.report import tracing
-from gradcomp._src.report.collectives import SHARE_SENT, Collective, aligned
+from gradcomp._src.mesh.types import mark_varying
+from gradcomp._src.report import reader, tracing
+from gradcomp._src.report.collectives import SHARE_SENT, Collective, by_link, table
+from gradcomp._src.report.wire_report import WireReport
+
+_PLAIN = (("f32", 32), ("bf16", 16))  # dtypes of plain means, and their bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,47 +132,42 @@ class Explanation:
 
     It has each leaf once, also if several transformations send it.
     """
-    return self._ratios(bits=32)[-1]
+    return self._ratio(self.bytes_sent, self._elements)
 
   @property
   def _elements(self) -> int:
     return sum({leaf.path: leaf.elements for leaf in self.leaves}.values())
 
-  @property
-  def _counts(self) -> list[tuple[Fraction, int]]:
-    """The bytes and the elements of each leaf, and of all."""
-    each = [(x.bytes_sent, x.elements) for x in self.leaves]
-    return [*each, (Fraction(self.bytes_sent), self._elements)]
+  def _ratio(self, sent: Fraction | int, elements: int, bits: int = 32) -> float:
+    """Returns the ratio to a plain mean; 1 if both are 0, as in a WireReport."""
+    plain = SHARE_SENT["all-reduce"](self.workers) * bits / 8 * elements
+    return float(sent / plain) if plain else math.inf if sent else 1.0
 
-  def _ratios(self, bits: int) -> list[float]:
-    """Returns ratios of bytes; 1 if both are 0, as in a WireReport."""
-    share = SHARE_SENT["all-reduce"](self.workers) * bits / 8
-    without = lambda sent: math.inf if sent else 1.0
-    pairs = ((sent, share * elements) for sent, elements in self._counts)
-    return [float(sent / plain) if plain else without(sent) for sent, plain in pairs]
+  def _sent(self, sent: Fraction | int, elements: int) -> dict[str, str]:
+    """Returns the cells of a table with bytes, and what they are of plain means."""
+    each = {f"/{x}": self._ratio(sent, elements, n) for x, n in _PLAIN}
+    return {"sent": f"{math.ceil(sent):,}"} | {x: f"{y:.4g}" for x, y in each.items()}
 
   def __str__(self) -> str:
-    leaves = self.leaves
-    columns = {
-      "leaf": [*(x.path for x in leaves), "total"],
-      "shape": [str(list(x.shape)) for x in leaves],
-      "codec": [type(x.codec).__name__ for x in leaves],
-      "bits": [f"{float(x.bits):.4g}" for x in leaves],
-      "exchange": [x.exchange for x in leaves],
-      "message": [str(x.message) for x in leaves],
-      "sent": [f"{math.ceil(sent):,}" for sent, _ in self._counts],
-      "/f32": [f"{ratio:.4g}" for ratio in self._ratios(32)],
-      "/bf16": [f"{ratio:.4g}" for ratio in self._ratios(16)],
-    }
-    used = [None if x.slots is None else x.used for x in leaves]
-    columns["slots"] = ["" if x.slots is None else f"{x.slots:,}" for x in leaves]
-    columns["used"] = ["" if x is None else f"{x:,.0f}" for x in used]
-    columns["every"] = [str(x.every) * (len(self._rounds) > 1) for x in leaves]
-    columns["rule"] = [x.rule for x in leaves]
-    rows = [[*columns], *itertools.zip_longest(*columns.values(), fillvalue="")]
-    left = ("leaf", "shape", "codec", "exchange", "rule")
-    lines = aligned(rows, right=[i for i, x in enumerate(columns) if x not in left])
-    lines += self._when()
+    rows = [
+      {
+        "leaf": x.path,
+        "shape": str(list(x.shape)),
+        "codec": type(x.codec).__name__,
+        "bits": f"{float(x.bits):.4g}",
+        "exchange": x.exchange,
+        "message": str(x.message),
+        **self._sent(x.bytes_sent, x.elements),
+        "slots": "" if x.slots is None else f"{x.slots:,}",
+        "used": "" if None in (x.slots, x.used) else f"{x.used:,.0f}",
+        "every": str(x.every) * (len(self._rounds) > 1),
+        "rule": x.rule,
+      }
+      for x in self.leaves
+    ]
+    total = {"leaf": "total", **self._sent(self.bytes_sent, self._elements)}
+    columns = "leaf,shape,codec,bits,exchange,message,sent,/f32,/bf16,slots,used,every"
+    lines = table(f"{columns},rule", [*rows, total]) + self._when()
     reasons = dict.fromkeys((leaf.exchange, leaf.reason) for leaf in self.leaves)
     lines += [f"{exchange}: {reason}." for exchange, reason in reasons]
     if self.bytes_inside:
@@ -173,8 +175,7 @@ class Explanation:
         f"{self.bytes_between:,} of them go between groups, {self.ratio_between:.4g} x "
         f"those of a plain f32 mean, and {self.bytes_inside:,} stay inside groups."
       )
-    if self.bytes_fitting:
-      fitting = math.ceil(self.bytes_fitting)
+    if fitting := math.ceil(self.bytes_fitting):
       lines.append(f"{fitting:,} of them only where levels are fitted.")
     if self.messages > 1:
       lines.append(
@@ -212,15 +213,59 @@ class Explanation:
     return [f"{first} It receives as many.", *([rest] * (length > 1))]
 
 
+@dataclasses.dataclass(frozen=True)
+class Directions:
+  """The explanation of a function; ``str(directions)`` is a table for each pass.
+
+  Attributes:
+    forward: the collectives of the function.
+    backward: the further collectives of the gradients of all arguments; empty if the
+      function has none.
+  """
+
+  forward: WireReport
+  backward: WireReport
+
+  @property
+  def bytes_sent(self) -> int:
+    """The bytes that a worker sends in both passes."""
+    return self.forward.bytes_sent + self.backward.bytes_sent
+
+  def __str__(self) -> str:
+    return f"Forward:\n{self.forward}\nBackward:\n{self.backward}"
+
+
+@overload
 def explain(
   optimizer: optax.GradientTransformation,
   params: Any,
+  /,
   *,
   workers: WorkerSizes,
   opt_state: Any = None,
   platform: str | None = None,
-) -> Explanation:
-  """Explains the messages that gradcomp's transformations in an optimizer send.
+) -> Explanation: ...
+
+
+@overload
+def explain(
+  function: Callable[..., Any],
+  /,
+  *args: Any,
+  workers: Mapping[str, int],
+  platform: str | None = None,
+) -> Directions: ...
+
+
+def explain(
+  optimizer: Any,
+  /,
+  *args: Any,
+  workers: Any,
+  opt_state: Any = None,
+  platform: str | None = None,
+) -> Explanation | Directions:
+  """Explains what an optimizer with gradcomp's transformations sends, or a function.
 
   Nothing is computed, and no axis or device is needed: ``update`` is traced with
   shapes, as a map over the workers would trace it, and its collectives are read. The
@@ -232,13 +277,21 @@ def explain(
   Without ``axis_name``, it shows an exchange over the axes that gradients are unreduced
   over. Bytes are those on the wire, with the zeros that fill up rows, shares and lines.
 
+  Of a function, its collectives and those of its gradient are listed as
+  :func:`gradcomp.wire_report` lists them of the compiled program, with the same bytes.
+  A ``jax.shard_map`` over the axes traces it. Trips of loops count, but for those of
+  ``while``.
+
   Args:
-    optimizer: an optax transformation with gradcomp's in it.
-    params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
+    optimizer: an optax transformation with gradcomp's in it; or a function of the
+      arrays that one worker has: one collective, a layer, or a whole loss.
+    args: the parameters, or their ``jax.ShapeDtypeStruct``, whole; or the arguments of
+      the function, likewise.
     workers: the number of workers that share the axis; ``(hosts, chips)`` for
       ``"hierarchical"`` over two axes. Where transformations exchange over different
       axes, the size of each axis that workers are on, in the order of the mesh, like
-      ``{"host": 2, "chip": 4}``.
+      ``{"host": 2, "chip": 4}``. A
+      function takes no other form.
     opt_state: the state after a step, outside of any transformed function: it has the
       used slots of sparse messages, and shows whether owners keep residuals.
     platform: that of the workers, ``"cpu"``, ``"gpu"`` or ``"tpu"``, by which
@@ -246,11 +299,15 @@ def explain(
       ``jax.set_mesh``, and without one that of the default backend.
 
   Returns:
-    An :class:`gradcomp.wire.Explanation`. ``print`` shows for each leaf the codec, its
+    An :class:`Explanation`. ``print`` shows for each leaf the codec, its
     bits an element on the wire, the exchange, the bytes that a worker sends in a step,
-    and these against plain means in float32 and in 16 bits.
+    and these against plain means in float32 and in 16 bits. Of a function,
+    :class:`Directions`, with a :class:`WireReport` for each
+    pass.
 
   Raises:
+    TypeError: an optimizer does not get its parameters alone, or a function gets
+      ``opt_state``.
     ValueError: ``workers`` is no number of workers, lacks an axis, does not fit the
       groups of ``"hierarchical"``, is not that of ``opt_state``, or is more than
       ``2**18``. Or ``platform`` is no platform, or a leaf has more rows than 32 bits
@@ -268,10 +325,24 @@ def explain(
     two_shot: it sends 2/N of all_gather's bytes.
     An owner keeps what encoding a mean loses, 65,536 bytes, if optimizer.init knows the
       workers.
+    >>> options = {"codec": gradcomp.codecs.EightBit(), "backward": None, "axis": 1}
+    >>> gather = lambda x: gradcomp.parallel.all_gather(x, axis_name="model", **options)
+    >>> x = jax.ShapeDtypeStruct((128, 2304), jnp.float32)
+    >>> found = explain(gather, x, workers={"model": 4})
+    >>> found.forward.bytes_sent, found.backward.bytes_sent  # 8 and 32 bits
+    (887808, 3538944)
   """
-  states = states_in(unboxed(opt_state))
+  is_function = callable(optimizer)
+  if (len(args) != 1 and not is_function) or (opt_state is not None and is_function):
+    raise TypeError(
+      "`args` must be the parameters of an optimizer, or the arguments of a function, "
+      f"which has no opt_state=, got {len(args)} and {optimizer!r}."
+    )
   with planned_for(platform):
-    transformations = tracing.study(optimizer, params, workers).found
+    if is_function:
+      return _passes(optimizer, args, workers)
+    transformations = tracing.study(optimizer, args[0], workers).found
+  states = states_in(unboxed(opt_state))
   leaves: list[LeafPlan] = []
   collectives: list[Collective] = []
   number = kept = 0
@@ -321,14 +392,19 @@ def explain(
       number += 1
     leaves += [own[i] for i in sorted(own)]
   grouped = [x for x in transformations if x.inside]
-  between = sum((sum(x.by_leaf) - x.inside for x in grouped), Fraction(0))
-  dense = sum(map(_plain_between, grouped), Fraction(0))
+  between = mean_between = Fraction(0)
+  for one in grouped:
+    between += sum(one.by_leaf) - one.inside
+    # A plain mean that adds inside groups first sends an nth of all elements.
+    elements = math.prod(one.layers) * sum(leaf.size for leaf in one.plan.leaves)
+    share = SHARE_SENT["all-reduce"](one.sizes[0])
+    mean_between += share * 4 * elements / one.sizes[1]
   return Explanation(
     leaves=tuple(leaves),
     workers=math.prod(sizes_of(workers)[0]),
     bytes_inside=math.ceil(sum(x.inside for x in grouped)),
     bytes_between=math.ceil(between),
-    ratio_between=float(between / dense) if dense else 1.0,
+    ratio_between=float(between / mean_between) if mean_between else 1.0,
     bytes_fitting=sum((x.fitting for x in transformations), Fraction(0)),
     bytes_filling=math.ceil(filling),
     bytes_kept=0 if forgets else kept,
@@ -337,11 +413,38 @@ def explain(
   )
 
 
-def _plain_between(found: tracing.Found) -> Fraction:
-  """Returns the bytes between groups of a plain mean that adds inside them first."""
-  groups, size = found.sizes
-  elements = math.prod(found.layers) * sum(x.size for x in found.plan.leaves)
-  return SHARE_SENT["all-reduce"](groups) * 4 * elements / size
+def _passes(
+  function: Callable[..., Any], args: tuple[Any, ...], workers: Any
+) -> Directions:
+  """Traces a function, and its gradient, in a map over the axes of the workers."""
+  _, sizes = sizes_of(workers)
+  if not sizes:
+    raise ValueError(
+      "`workers` must be the axes of the function with their sizes, like "
+      f"{{'model': 4}}, got {workers!r}; for an optimizer, call its factory first."
+    )
+
+  def forward(*args: Any) -> list[jax.Array]:
+    # The floats of the result, which have cotangents.
+    leaves = jax.tree.leaves(function(*args))
+    return [x for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+  def backward(*args: Any) -> Any:
+    result, pull = jax.vjp(forward, *args)
+    return pull(result)  # a cotangent of the right types
+
+  def traced(function: Callable[..., Any]) -> tuple[Collective, ...]:
+    def local(*args: Any) -> jax.Array:
+      function(*mark_varying(args, tuple(sizes)))
+      return jnp.zeros([])
+
+    found = reader.events(reader.traced(local, sizes, *args))
+    return tuple(reader.collective_of(x, sizes) for x in found)
+
+  there, both = traced(forward), traced(backward)
+  report = lambda found: WireReport(by_link(found), axes=tuple(sizes))
+  # JAX computes a function before its gradient, which may send some of it once more.
+  return Directions(report(there), report(both[len(there) :]))
 
 
 def _filled(message: Message, plan: MessagePlan) -> Fraction:

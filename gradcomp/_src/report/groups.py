@@ -73,7 +73,8 @@ def devices_of(module: Module) -> Devices:
   """Returns the devices of a program, on all slices of TPUs."""
   everything = itertools.chain(*module.computations.values())
   slices = {s for x in everything for group in _transfer(x) or () for s, _ in group}
-  return Devices(max(slices, default=0) + 1, module.replicas, module.partitions)
+  counts = (module.attributes.get(x, 1) for x in ("replica_count", "num_partitions"))
+  return Devices(max(slices, default=0) + 1, *map(int, counts))
 
 
 def groups_of(kind: str, x: Instruction, devices: Devices) -> Groups:
@@ -82,12 +83,11 @@ def groups_of(kind: str, x: Instruction, devices: Devices) -> Groups:
     return devices.listed(_between(between, devices))
   mode = _mode(kind, x, devices)
   text = x.attributes.get("replica_groups", "{}")
-  sizes = {"devices": devices.replicas * devices.partitions}
-  sizes |= {"partitions": devices.partitions}
-  everyone = range(sizes.get(mode, devices.replicas))
+  r, p = devices.replicas, devices.partitions
+  everyone = range({"devices": r * p, "partitions": p}.get(mode, r))
   lists = [everyone] if text == "{}" else _lists(text, x)
   if isinstance(lists, int):  # of a size that is known, and of unknown devices
-    return Groups(lists * (devices.partitions if mode == "both" else 1), None)
+    return Groups(lists * (p if mode == "both" else 1), None)
   return devices.listed(devices.numbered(lists, mode))
 
 

@@ -125,53 +125,43 @@ def trip_count(loop: Instruction, around: Computation) -> int | None:
   first, result = around.behind(loop.operands[0], _COPIES), body.root
   if inner.root.attributes.get("direction") != "LT":
     return None
-  counter, bound = inner.root.operands
-  place, other = _place(inner, counter), _place(inner, bound)
-  end = _constant(inner, bound)
-  if other is not None and _place(body, _element(result, other)) == other:
-    end = _constant(around, _element(first, other))  # which the loop does not change
-  if place is None:
+  counter, end = (_sum(inner, name) for name in inner.root.operands)
+  if counter is None or end is None or counter[1] is None or counter[0]:
     return None
-  step = _step(body, _element(result, place), place)
-  begin = _constant(around, _element(first, place))
-  if end is None or begin is None or not step or step < 0:
+  place, other = counter[1], end[1]
+  if other is not None:  # which the loop must not change
+    same = end == _sum(body, _element(result, other)) == (0, other)
+    end = _sum(around, _element(first, other)) if same else None
+  begin = _sum(around, _element(first, place))
+  after = _sum(body, _element(result, place))
+  if begin is None or after is None or end is None:
     return None
-  return max(0, -((begin - end) // step))  # rounded up
+  if (begin[1], after[1], end[1]) != (None, place, None) or after[0] <= 0:
+    return None
+  return max(0, -((begin[0] - end[0]) // after[0]))  # rounded up
 
 
 _COPIES = ("copy", "bitcast")
 
 
-def _step(body: Computation, name: str | None, place: int) -> int | None:
-  """Returns the sum of the constants that are added to an element of the loop."""
-  if _place(body, name) == place:
-    return 0
-  added = body.behind(name, _COPIES)
-  if added is None or added.opcode != "add":
-    return None
-  for one, other in (added.operands, added.operands[::-1]):
-    if (number := _constant(body, one)) is not None:
-      rest = _step(body, other, place)
-      return None if rest is None else number + rest
-  return None
-
-
-def _constant(body: Computation, name: str | None) -> int | None:
-  """Returns the number that an instruction is."""
+def _sum(body: Computation, name: str | None) -> tuple[int, int | None] | None:
+  """Returns a constant, and the place of the loop's element that it is added to."""
   found = body.behind(name, _COPIES)
-  is_number = found is not None and found.opcode == "constant"
-  match = re.fullmatch(r"-?\d+", found.arguments[0]) if found and is_number else None
-  return int(match[0]) if match else None
-
-
-def _place(body: Computation, name: str | None) -> int | None:
-  """Returns the place in the loop's tuple that an instruction reads."""
-  found = body.behind(name, _COPIES)
-  if found is None or found.opcode != "get-tuple-element":
+  if found is None:
     return None
-  source = body.named.get(found.operands[0])
+  if found.opcode == "add":
+    parts = [_sum(body, x) for x in found.operands]
+    places = [x[1] for x in parts if x and x[1] is not None]
+    if None in parts or len(places) > 1:
+      return None
+    return sum(x[0] for x in parts if x), places[0] if places else None
+  if found.opcode == "constant":
+    match = re.fullmatch(r"-?\d+", found.arguments[0])
+    return (int(match[0]), None) if match else None
+  element = found.opcode == "get-tuple-element"
+  source = body.named.get(found.operands[0]) if element else None
   is_loop = source is not None and source.opcode == "parameter"
-  return int(found.attributes["index"]) if is_loop else None
+  return (0, int(found.attributes["index"])) if is_loop else None
 
 
 def _element(made: Instruction | None, place: int) -> str | None:

@@ -143,16 +143,6 @@ class Module(NamedTuple):
   computations: dict[str, Computation]  # by name, in the order of the text
   entry: str  # the name of the one where the program begins
 
-  @property
-  def replicas(self) -> int:
-    """The number of replicas, each of them ``partitions`` devices."""
-    return int(self.attributes.get("replica_count", 1))
-
-  @property
-  def partitions(self) -> int:
-    """The number of partitions of a replica."""
-    return int(self.attributes.get("num_partitions", 1))
-
 
 def read_module(text: str) -> Module:
   """Returns the module of HLO text; ValueError unless it is exactly one."""

@@ -5,22 +5,20 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from gradcomp._src.report.collectives import (
-  Collective,
-  aligned,
-  counted,
-  dearest,
-  end_of_scope,
-)
-from gradcomp._src.report.hlo_text import Instruction
-from gradcomp._src.report.timeline import beside
+from gradcomp._src.report import collectives as sent
+from gradcomp._src.report.collectives import Collective
+from gradcomp._src.report.hlo import Path
+from gradcomp._src.report.hlo_text import Computation, Instruction, unreadable
 from gradcomp._src.report.wire_report import read_program
 from gradcomp._src.report.work import Work, Works
+
+_Held = dict[str, tuple[int, ...]]  # where in nested tuples a value is, by its holders
+_Run = tuple[Computation, Instruction]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,12 +82,12 @@ class OverlapReport:
   @property
   def bytes_sent(self) -> int:
     """The bytes that each worker sends in one execution, as in a WireReport."""
-    return _sent(self.collectives)
+    return sent.dearest(x.collective for x in self.collectives)
 
   @property
   def exposed_bytes(self) -> int:
     """The bytes of the collectives that nothing computes beside, counted likewise."""
-    return _sent(x for x in self.collectives if x.exposed)
+    return sent.dearest(x.collective for x in self.collectives if x.exposed)
 
   @property
   def exposed_share(self) -> float:
@@ -100,10 +98,10 @@ class OverlapReport:
     unseen = [f"Not counted: {', '.join(self.unseen)}."] if self.unseen else []
     if not self.collectives:
       return "\n".join(["The program has no collectives.", *unseen])
-    header = "collective,dtype,axis,workers,times,bytes sent,beside it,Gflop,kcycles"
     timed = any(x.cycles for x in self.collectives)  # by a TPU's compiler
-    rows = [_row(x, timed) for x in self.collectives]
-    lines = aligned([[*header.split(","), "scope"], *rows], right=(3, 4, 5, 7, 8))
+    columns = "collective,dtype,axis,workers,times,bytes sent,beside it,Gflop,"
+    columns += "kcycles,scope" if timed else "scope"
+    lines = sent.table(columns, map(_row, self.collectives))
     count = sum(x.exposed for x in self.collectives)
     lines.append(
       f"Exposed: {count} of {len(self.collectives)} collectives, "
@@ -112,29 +110,14 @@ class OverlapReport:
     return "\n".join([*lines, *unseen, *self.hints])
 
 
-def _sent(overlaps: Iterable[Overlap]) -> int:
-  """Returns the bytes of collectives, with one branch of each conditional."""
-  return dearest((x.collective for x in overlaps), lambda x: x.times * x.bytes_sent)
-
-
-def _row(x: Overlap, timed: bool) -> list[str]:
-  one = x.collective
+def _row(x: Overlap) -> dict[str, str]:
   products = sum(work.flops > 0 for work in x.beside)
   others = len(x.beside) - products
   counts = [f"{products} product{'s' * (products > 1)}"] if products else []
   counts += [f"{others} other{'s' * (others > 1)}"] if others else []
-  return [
-    one.kind,
-    one.dtype,
-    one.axis,
-    f"{one.workers:,}",
-    counted(one),
-    f"{x.bytes_sent:,}",
-    "synchronous" if x.synchronous else "exposed" if x.exposed else ", ".join(counts),
-    f"{x.flops / 1e9:.4g}",
-    f"{x.cycles / 1e3:.4g}" * timed,
-    end_of_scope(one),
-  ]
+  seen = "synchronous" if x.synchronous else "exposed" if x.exposed else ""
+  work = {"Gflop": f"{x.flops / 1e9:.4g}", "kcycles": f"{x.cycles / 1e3:.4g}"}
+  return {**sent.cells(x.collective), "beside it": seen or ", ".join(counts), **work}
 
 
 def overlap_report(
@@ -162,7 +145,7 @@ def overlap_report(
     mesh: see :func:`wire_report`.
 
   Returns:
-    A :class:`gradcomp.wire.OverlapReport`; ``print`` shows a table of its collectives.
+    A :class:`OverlapReport`; ``print`` shows a table of its collectives.
 
   Raises:
     TypeError: as :func:`wire_report`.
@@ -192,7 +175,7 @@ def overlap_report(
     )
   works, overlaps = Works(), []
   for collective, _, _, path in found.collectives:
-    between = beside(path)
+    between = _beside(path)
     overlap = Overlap(
       collective=collective,
       synchronous=between is None,
@@ -224,3 +207,93 @@ def _hints(found: Sequence[tuple[Overlap, Instruction]]) -> Iterator[str]:
 def _flag(kind: str, flag: str, value: bool | int) -> str:
   options = f"compile(compiler_options={{{flag!r}: {value}}})"
   return f"{options} lets the compiler start each {kind} early."
+
+
+def _beside(path: Path) -> list[_Run] | None:
+  """Returns all between start and end of a collective, or None for a synchronous one.
+
+  Each is an instruction with its computation. The start may be the collective itself,
+  or an instruction around it.
+  """
+  for depth in range(len(path), 0, -1):
+    body, number = path[depth - 1]
+    x = body[number]
+    if '"is_sync":true' in x.backend_config:
+      return None
+    around = path[depth - 2][0][path[depth - 2][1]].opcode if depth > 1 else ""
+    ends_itself = x.opcode == "send" and not around.endswith("-start")
+    if x.opcode.endswith("-start") or ends_itself:
+      return list(_until_done(path[:depth]))
+    if chain := _chain(body, x):  # from the first fusion of the chain to its last
+      links = [i for i, y in enumerate(body) if _chain(body, y) == chain]
+      return [(body, y) for y in body[links[0] + 1 : links[-1]]]
+  return None
+
+
+def _chain(body: Computation, x: Instruction) -> list[str]:
+  """Returns the number of a collective that several fusions of a TPU advance."""
+  inner = itertools.chain(*body.called(x))
+  found = (y.chains for y in inner if y.opcode in sent.SHARE_SENT and y.chains)
+  return next(found, [])
+
+
+def _until_done(path: Path) -> Iterator[_Run]:
+  """Yields all that runs from a start on, also in the next trips of a loop."""
+  *callers, (body, number) = path
+  start, trips = body[number], set[tuple[str, tuple[int, ...]]]()
+  # The end of a send is in its receive, if there is one.
+  received = (x for x in body if x.opcode == "recv" and x.meeting == start.meeting)
+  end = next(received, start) if start.opcode == "send" else start
+  held: _Held = {end.name: ()}
+  first = number + 1
+  while True:
+    done, found = _run(body, first, held)
+    yield from found
+    if done:
+      return
+    if body.root.name not in held or not callers:
+      raise unreadable("a -done for each -start", start.name)
+    value, (around, number) = held[body.root.name], callers[-1]
+    if around[number].opcode == "while" and (body.name, value) not in trips:
+      trips.add((body.name, value))
+      held, first = {_parameter(body, 0): value}, 0
+    else:
+      callers.pop()
+      body, held, first = around, {around[number].name: value}, number + 1
+
+
+def _run(body: Computation, first: int, held: _Held) -> tuple[bool, list[_Run]]:
+  """Returns whether the end is in a computation, and all in front of it.
+
+  ``held`` has the places of the start's value in others, and gets new ones.
+  """
+  found: list[_Run] = []
+  for x in body[first:]:
+    number = next((i for i, y in enumerate(x.operands) if y in held), -1)
+    value = held[x.operands[number]] if number >= 0 else ()
+    if number >= 0 and x.opcode.endswith("-done") and not value:
+      return True, found
+    if number < 0:
+      pass
+    elif x.opcode == "get-tuple-element":
+      if value and value[0] == int(x.attributes["index"]):
+        held[x.name] = value[1:]
+    elif x.opcode == "tuple":
+      held[x.name] = (number, *value)
+    elif x.opcode in ("while", "call"):
+      callee = body.others[x.calls["body" if x.opcode == "while" else "to_apply"][0]]
+      inside = {_parameter(callee, number): value}
+      done, around = _run(callee, 0, inside)
+      if done:
+        return True, found + around
+      if callee.root.name in inside:
+        held[x.name] = inside[callee.root.name]
+    else:
+      held[x.name] = value
+    found.append((body, x))
+  return False, found
+
+
+def _parameter(body: Computation, number: int) -> str:
+  given = (x for x in body if x.opcode == "parameter")
+  return next(x.name for x in given if x.arguments[0] == str(number))

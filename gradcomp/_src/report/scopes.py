@@ -1,9 +1,10 @@
 """Scopes of collectives that XLA splits, and drops their names."""
 
-import heapq
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from gradcomp._src.exchange.collectives import STAGE
 from gradcomp._src.report import collectives as sent
 from gradcomp._src.report.hlo_text import Computation, Instruction, Module
 
@@ -13,6 +14,9 @@ _MOVES = frozenset(
   " all-gather-done all-reduce-done collective-permute-done".split()
 )
 _CUTS = _MOVES | {"parameter", "slice"}
+_OURS = re.compile(r"gradcomp_([a-z_]+)")
+# The scopes of work in front of an exchange and behind it.
+_BESIDE = frozenset(("correct", "decode", "fingerprint", "inner", "residual"))
 
 
 def scope_of(x: Instruction, body: Computation, around: str = "") -> str:
@@ -26,10 +30,12 @@ def scope_of(x: Instruction, body: Computation, around: str = "") -> str:
   sent in a stage, too, and else the name ``around`` it is taken, or that of what
   computes the operand.
   """
-  parts = [y for y in _after(x, body) if _is_part(y, x, body)]
+  several = len(x.operands) > 1
+  is_part = lambda y: (several and y.opcode == "get-tuple-element") or _cuts(y, body)
+  parts = list(filter(is_part, _after(x, body)))
   if x.op_name:
     names = list(filter(None, map(_name, parts)))
-    is_told = x.base == "all-reduce" and len(names) == len(x.operands) > 1
+    is_told = several and x.base == "all-reduce" and len(names) == len(x.operands)
     return _joined(names) if is_told else x.op_name
   if joined := _joined([_name_behind(y, body, _name(y)) for y in parts]):
     return joined
@@ -40,8 +46,9 @@ def scope_of(x: Instruction, body: Computation, around: str = "") -> str:
     found, source = _name(y), y.op_name
     passes = (y.opcode in _MOVES or _is_nameless(y)) and y.operands
     y = body.named.get(y.operands[0]) if passes else None
-  behind = _name_behind(x, body, found)
-  return behind or sent.stage_of(source) or around or source
+  inside = _OURS.findall(source)
+  stage = STAGE if inside and inside[-1] not in _BESIDE else ""
+  return _name_behind(x, body, found) or stage or around or source
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -74,7 +81,8 @@ def _name_behind(x: Instruction, body: Computation, found: str) -> str:
   """Returns a name that was found, or the name of a reader of the unchanged array."""
   for y in _after(x, body):
     if _is_nameless(y):
-      return sent.as_stage(found or scope_of(y, body))
+      scope = sent.MEAN.sub(STAGE, found or scope_of(y, body))
+      return sent.FLOATS.sub(STAGE, scope)
     found = found or _name(y)
   return found
 
@@ -84,25 +92,12 @@ def _after(x: Instruction, body: Computation) -> Iterator[Instruction]:
   names = [x.name]
   if x.opcode == "send":  # its result is that of the recv that it meets
     names = [y.name for y in body if y.opcode == "recv" and y.meeting == x.meeting]
-  waiting = [i for name in names for i in body.readers[name]]
-  heapq.heapify(waiting)
-  last = -1
+  waiting = {i for name in names for i in body.readers[name]}
   while waiting:
-    number = heapq.heappop(waiting)
-    y = body[number]
-    if number == last:  # it reads two of them
-      continue
-    yield y
-    last = number
+    waiting.remove(number := min(waiting))
+    yield (y := body[number])
     if y.opcode in _MOVES or _cuts(y, body):
-      for reader in body.readers[y.name]:
-        heapq.heappush(waiting, reader)
-
-
-def _is_part(y: Instruction, x: Instruction, body: Computation) -> bool:
-  """Returns whether an instruction takes a part of the result of a collective."""
-  is_element = y.opcode == "get-tuple-element" and len(x.operands) > 1
-  return is_element or _cuts(y, body)
+      waiting.update(body.readers[y.name])
 
 
 def _cuts(x: Instruction, body: Computation) -> bool:

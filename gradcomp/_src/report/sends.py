@@ -62,11 +62,11 @@ def sends(
     groups = devices.listed(sorted(group) for group in sent.connected(pairs))
   else:
     groups = of_devices.groups_of(kind, x, devices)
-  types = _types(x, body)
+  operands, packed = _arrays(x, body)
   record = Collective(
     kind=kind,
-    operands=_shapes(x, types),
-    packed=_is_packed(types),
+    operands=operands,
+    packed=packed,
     workers=groups.workers,
     **around._replace(scope=scope_of(x, body, around.scope))._asdict(),
   )
@@ -110,14 +110,12 @@ def _quantized(record: Collective, x: Instruction) -> Iterator[Collective]:
 
 
 def _is_cut(x: Instruction, body: Computation) -> bool:
-  """Returns whether a sum in a fusion is cut to the worker's own part.
-
-  So XLA:TPU writes a reduce-scatter.
-  """
+  """Returns whether a fusion cuts its sum, as XLA:TPU writes a reduce-scatter."""
   views = ("bitcast", "reshape")
   last = body.behind(body.root.name, views)
-  is_slice = last is not None and last.opcode == "dynamic-slice"
-  return bool(last and is_slice and body.behind(last.operands[0], views) is x)
+  if last is None or last.opcode != "dynamic-slice":
+    return False
+  return body.behind(last.operands[0], views) is x
 
 
 def permutations(body: Computation, devices: Devices) -> dict[str, Pairs | None]:
@@ -142,43 +140,34 @@ def permutations(body: Computation, devices: Devices) -> dict[str, Pairs | None]
   return found
 
 
-def _types(x: Instruction, body: Computation) -> list[str]:
-  """Returns the type of each operand that is sent."""
+def _arrays(x: Instruction, body: Computation) -> tuple[Shapes, bool]:
+  """Returns dtype and shape of each array that is sent, and whether they are packed."""
   # Not from the type of the instruction: the type of a -start holds results, too.
-  sent_ = x.arguments
-  in_place = "slice_sizes" in x.attributes  # of a permute, which GPUs also combine
-  if in_place or x.opcode.startswith(("send", "ragged-all-to-all")):
-    sent_ = sent_[:1]  # then come a token, or the output, offsets and sizes
+  arguments = x.arguments
+  slices = x.attributes.get("slice_sizes")  # of a permute, which GPUs also combine
+  if slices or x.opcode.startswith(("send", "ragged-all-to-all")):
+    arguments = arguments[:1]  # then come a token, or the output, offsets and sizes
   types = []
-  for argument in sent_:
+  for argument in arguments:
     own, _, name = argument.rpartition(" ")
     known = body.named.get(name.removeprefix("%"))
     types.append(own or (known.type if known else "undefined[]"))
-  return types
-
-
-def _shapes(x: Instruction, types: list[str]) -> Shapes:
-  """Returns dtype and shape of each array that is sent."""
   arrays = [_ARRAY.findall(type_) for type_ in types]
-  found = [(dtype, sizes) for dtype, sizes, _ in itertools.chain(*arrays)]
+  found = [*itertools.chain(*arrays)]
   what = f"{x.opcode}({', '.join(types)})"
-  if unknown := {dtype for dtype, _ in found} - sent.SIZES.keys():
+  dtypes = [dtype for dtype, *_ in found]
+  if unknown := set(dtypes) - sent.SIZES.keys():
     raise unreadable("known dtypes", f"{', '.join(unknown)} in {what}")
-  if not all(arrays) or any("?" in sizes for _, sizes in found):
+  if not all(arrays) or any("?" in sizes for _, sizes, _ in found):
     raise unreadable("arrays of known sizes as operands", what)
-  if slices := x.attributes.get("slice_sizes"):  # which are written in place
-    cut = re.findall(r"\{([\d,]*)\}", slices)
-    dtypes = [dtype for dtype, _ in found]
-    if len(dtypes) != len(cut) and len(set(dtypes)) > 1:
+  # Narrow types take only their bits in the layout {0:E(4)}.
+  packed = {int(bits or 8) < 8 for x, _, bits in found if sent.bits(x) < 8}
+  if len(packed) > 1:
+    raise unreadable("narrow types in one layout", what)
+  shapes = [sizes for _, sizes, _ in found]
+  if slices:  # which are written in place
+    shapes = re.findall(r"\{([\d,]*)\}", slices)
+    if len(dtypes) != len(shapes) and len(set(dtypes)) > 1:
       raise unreadable("a slice of each operand", what)
-    found = [*zip(itertools.cycle(dtypes), cut)]
-  return tuple((dtype, (*integers(sizes),)) for dtype, sizes in found)
-
-
-def _is_packed(types: list[str]) -> bool:
-  """Returns whether narrow types take only their bits, as in the layout {0:E(4)}."""
-  arrays = itertools.chain(*map(_ARRAY.findall, types))
-  found = {int(bits or 8) < 8 for dtype, _, bits in arrays if sent.bits(dtype) < 8}
-  if len(found) > 1:
-    raise unreadable("narrow types in one layout", ", ".join(types))
-  return True in found
+  pairs = zip(itertools.cycle(dtypes), shapes)
+  return tuple((dtype, (*integers(sizes),)) for dtype, sizes in pairs), True in packed

@@ -104,7 +104,11 @@ def study_in(
   order = tuple(bound) if len(bound) > 1 else ()  # of one axis there is one order
   axes = UNNAMED[: len(sizes)] if len(sizes) <= len(UNNAMED) else UNNAMED[:1]
   now = dict(bound)
-  kept = _kept_of(optimizer)
+  try:
+    of_update = _kept.setdefault(optimizer.update, weakref.WeakKeyDictionary())
+    kept = of_update.setdefault(optimizer.init, {})
+  except TypeError:  # of an optimizer that cannot be a key
+    kept = {}
   while True:
     # A study depends on this, and on nothing else that a caller of an optimizer that
     # stays what it is can change.
@@ -127,15 +131,6 @@ def study_in(
     unnamed = dict(zip(axes, fit, strict=True)) if found == axes else {}
     own = [known(x) or size for x, size in zip(found, fit, strict=True) if not unnamed]
     now |= unnamed or zip(found, own, strict=True)
-
-
-def _kept_of(optimizer: optax.GradientTransformation) -> dict[Any, Any]:
-  """Returns the studies of an optimizer; none for one that cannot be a key."""
-  try:
-    of_update = _kept.setdefault(optimizer.update, weakref.WeakKeyDictionary())
-    return of_update.setdefault(optimizer.init, {})
-  except TypeError:
-    return {}
 
 
 def _trace(

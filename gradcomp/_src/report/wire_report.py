@@ -13,16 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from gradcomp._src.report import collectives as sent
 from gradcomp._src.report import hlo
-from gradcomp._src.report.collectives import (
-  Collective,
-  aligned,
-  by_link,
-  counted,
-  dearest,
-  end_of_scope,
-  is_exchange,
-)
+from gradcomp._src.report.collectives import Collective
 from gradcomp._src.report.groups import Devices, Groups
 
 _MOST = 4  # conditionals whose ratios are printed
@@ -53,7 +46,7 @@ class WireReport:
 
     Of a conditional, the branch with the most counts.
     """
-    return dearest(self.collectives, lambda x: x.times * x.bytes_sent)
+    return sent.dearest(self.collectives)
 
   @property
   def dense_bytes(self) -> int:
@@ -69,7 +62,7 @@ class WireReport:
         "`dense_bytes` and `ratio` must be read from the names of collectives, got "
         f"none of {', '.join(self.untold)}; take those of gradcomp.explain."
       )
-    return dearest(self.collectives, lambda x: x.times * x.dense_bytes)
+    return sent.dearest(self.collectives, lambda x: x.times * x.dense_bytes)
 
   @property
   def ratio(self) -> float:
@@ -80,10 +73,10 @@ class WireReport:
     """
     return self._ratio(self.bytes_sent)
 
-  def _ratio(self, sent: int) -> float:
+  def _ratio(self, nbytes: int) -> float:
     if self.dense_bytes:
-      return sent / self.dense_bytes
-    return math.inf if sent else 1.0
+      return nbytes / self.dense_bytes
+    return math.inf if nbytes else 1.0
 
   @property
   def by_axis(self) -> dict[str, "WireReport"]:
@@ -130,18 +123,20 @@ class WireReport:
     if not self.collectives:
       none = "The program has no collectives"
       return f"{none}. {unseen}" if self.unseen else f"{none}: it sends nothing."
-    header = "collective,dtype,operands,axis,workers,times,bytes sent,as f32 mean,scope"
-    rows = [header.split(","), *map(_row, self.collectives)]
+    columns = (
+      "collective,dtype,operands,axis,workers,times,bytes sent,as f32 mean,scope"
+    )
+    rows = [*map(_row, self.collectives)]
     named = {axis: part for axis, part in self.by_axis.items() if axis}
     several = named if len(named) > 1 else {}
     for axis, part in [*several.items(), ("", self)]:
       dense = "?" if self.untold else f"{part.dense_bytes:,}"
-      sums = [f"{part.bytes_sent:,}", dense]
-      rows.append(["total", "", "", axis, "", "", *sums, ""])
-    lines = aligned(rows, right=range(4, 8))
+      sums = {"bytes sent": f"{part.bytes_sent:,}", "as f32 mean": dense}
+      rows.append({"collective": "total", "axis": axis, **sums})
+    lines = sent.table(columns, rows)
     lines.append(self._compared(several))
     means = [c for c in self.collectives if c.again]
-    if again := dearest(means, lambda x: x.times * x.bytes_sent):
+    if again := sent.dearest(means):
       told = "are a mean of the gradient, which the exchange takes again"
       lines.append(f"{again:,} bytes {told}: delete the pmean.")
     if self.unseen:
@@ -179,20 +174,12 @@ class WireReport:
     return [told, *each[:_MOST], *more]
 
 
-def _row(x: Collective) -> list[str]:
+def _row(x: Collective) -> dict[str, str]:
   counts = collections.Counter(x.shapes).items()
   arrays = [f"{n} x " * (n > 1) + str(list(shape)) for shape, n in counts]
-  return [
-    x.kind,
-    x.dtype,
-    " ".join(arrays) if len(arrays) <= 3 else f"{len(x.shapes)} arrays",
-    x.axis,
-    f"{x.workers:,}",
-    counted(x),
-    f"{x.times * x.bytes_sent:,}",
-    f"{x.times * x.dense_bytes:,}",
-    end_of_scope(x),
-  ]
+  operands = " ".join(arrays) if len(arrays) <= 3 else f"{len(x.shapes)} arrays"
+  dense = f"{x.times * x.dense_bytes:,}"
+  return {**sent.cells(x), "operands": operands, "as f32 mean": dense}
 
 
 def wire_report(
@@ -249,7 +236,7 @@ def wire_report(
       program's arguments and results, which a text does not have.
 
   Returns:
-    A :class:`gradcomp.wire.WireReport`; ``print`` shows a table of its collectives.
+    A :class:`WireReport`; ``print`` shows a table of its collectives.
 
   Raises:
     TypeError: ``program`` is something else, such as the jitted function.
@@ -302,11 +289,13 @@ def read_program(program: Any, mesh: Mesh | AbstractMesh | None) -> hlo.Program:
     mesh = next((x for x in meshes if x.size == count), None)
   indices = _indices(mesh, found.devices)
   again = _taken_again(found.collectives)
+  differ = lambda index, groups: any(np.ptp(index[list(x)]) > 0 for x in groups)
+  axes = lambda groups: [x for x, index in indices.items() if differ(index, groups)]
   named = [
-    dataclasses.replace(x, axis=_axes_of(groups, indices), again=number in again)
-    for number, (x, groups, *_) in enumerate(found.collectives)
+    dataclasses.replace(x, axis=",".join(axes(on.members or ())), again=i in again)
+    for i, (x, on, *_) in enumerate(found.collectives)
   ]
-  pairs = zip(by_link(named), found.collectives, strict=True)
+  pairs = zip(sent.by_link(named), found.collectives, strict=True)
   collectives = ((x, groups, ahead, path) for x, (_, groups, ahead, path) in pairs)
   return found._replace(collectives=tuple(collectives), axes=tuple(indices))
 
@@ -316,13 +305,13 @@ def _taken_again(found: Sequence[hlo.Found]) -> set[int]:
   sums: dict[Groups, list[int]] = {}
   for number, (x, groups, in_front, _) in enumerate(found):
     floats = all(re.fullmatch(r"b?f\d+", dtype) for dtype, _ in x.operands)
-    if in_front and floats and x.kind == "all-reduce" and not is_exchange(x.scope):
+    if in_front and floats and x.kind == "all-reduce" and not sent.is_exchange(x.scope):
       sums.setdefault(groups, []).append(number)
   result: set[int] = set()
   for groups, numbers in sums.items():
     inside = [x for x, own, *_ in found if _in(own, groups)]
     averaged = lambda x, n=groups.workers: sum(size for size, of in x.means if of == n)
-    size = dearest(inside, averaged)
+    size = sent.dearest(inside, averaged)
     if size and sum(found[i][0].elements for i in numbers) >= size:
       result.update(numbers)
   return result
@@ -344,9 +333,3 @@ def _indices(mesh: Mesh | AbstractMesh | None, devices: Devices) -> dict[str, An
   if devices.slices > 1 and isinstance(mesh, Mesh):
     order = np.argsort([x.slice_index for x in mesh.devices.flat], kind="stable")
   return dict(zip(mesh.shape, np.unravel_index(order, mesh.axis_sizes), strict=True))
-
-
-def _axes_of(groups: Groups, indices: Mapping[str, Any]) -> str:
-  """Returns the axes along which the members of a group differ, joined by commas."""
-  differ = lambda index: any(np.ptp(index[list(x)]) > 0 for x in groups.members or ())
-  return ",".join(axis for axis, index in indices.items() if differ(index))

@@ -1,4 +1,4 @@
-"""``inspect``: measures of each leaf's compression, as numbers for any logger."""
+"""Measures of each leaf's compression, as numbers for any logger."""
 
 import itertools
 import math
@@ -64,9 +64,13 @@ _EQUAL = (
 
 
 class Inspection(NamedTuple):
-  """The result of :func:`inspect`; ``str(inspection)`` is a table, on the host.
+  """The measures of :func:`inspect_update`; ``print`` shows a table, on the host.
 
   Where all gradients are the same on all workers, and not zero, a warning is below it.
+
+  Attributes:
+    total: the measures of all leaves together.
+    leaves: the measures of each leaf, by its path.
   """
 
   total: Metrics
@@ -88,21 +92,20 @@ class Inspection(NamedTuple):
     return "\n".join(lines + [self.warning] * bool(self.warning))
 
 
-def inspect(
+def inspect_update(
   optimizer: optax.GradientTransformation,
-  grads: Any,
-  opt_state: Any,
+  grads: Grads,
+  opt_state: State,
   params: Any = None,
   **extra_args: Any,
-) -> Inspection:
-  """Measures the compression of these gradients by ``update``, without taking a step.
+) -> tuple[Grads, State, Inspection]:
+  """Runs ``optimizer.update``, and measures its compression.
 
-  Call it where ``update`` is called, with the same arguments: inside the map, or in
-  plain ``jax.jit``. It runs ``update`` with the same random bits, up to the exchange,
-  and drops the result. So a call takes about as long as an exchange, and sends the
-  plain mean of the gradients in ``float32`` beside it. In a step that needs the result,
-  :func:`gradcomp.telemetry.inspected_update` saves the second exchange;
-  :func:`gradcomp.make_train_step` uses it if its step is called with ``inspect=True``.
+  Call it in place of ``update``, with the same arguments: inside the map, or in plain
+  ``jax.jit``. It sends the plain mean of the gradients in ``float32`` beside the
+  exchange. A program that returns the inspection alone looks at a step without taking
+  it: XLA leaves out what only the updates need. :func:`gradcomp.make_train_step` does
+  this if its step is called with ``inspect=True``.
 
   All transformations of gradcomp that run in this step are measured. One that another
   step runs (under ``optax.MultiSteps``, in ``jax.lax.cond``) has NaN for all but bytes.
@@ -123,8 +126,8 @@ def inspect(
     **extra_args: further arguments of ``update``.
 
   Returns:
-    An :class:`gradcomp.telemetry.Inspection`, the same on all workers. ``print`` shows
-    it as a table.
+    The updates and the new state, with the bits that ``update`` returns, and an
+    :class:`Inspection`, the same on all workers.
 
   Raises:
     TypeError: ``optimizer`` is no gradient transformation.
@@ -134,38 +137,9 @@ def inspect(
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4), optax.sgd(0.1))
     >>> grads = {"w": jnp.linspace(-1.0, 1.0, 4096)}
-    >>> found = inspect(optimizer, grads, optimizer.init(grads))
+    >>> updates, state, found = inspect_update(optimizer, grads, optimizer.init(grads))
     >>> sorted(found.leaves), bool(found.total.cosine > 0.99)
     (["['w']"], True)
-  """
-  return inspected_update(optimizer, grads, opt_state, params, **extra_args)[2]
-
-
-def inspected_update(
-  optimizer: optax.GradientTransformation,
-  grads: Grads,
-  opt_state: State,
-  params: Any = None,
-  **extra_args: Any,
-) -> tuple[Grads, State, Inspection]:
-  """Runs ``optimizer.update``, and measures its compression.
-
-  Args:
-    optimizer, grads, opt_state, params, extra_args: as for :func:`inspect`.
-
-  Returns:
-    The updates and the new state, with the bits that ``update`` returns, and an
-    :class:`gradcomp.telemetry.Inspection`.
-
-  Raises:
-    ValueError, TypeError: as for :func:`inspect`.
-
-  Example:
-    >>> optimizer = gradcomp.qsgd(bits=4)
-    >>> grads = {"w": jnp.linspace(-1.0, 1.0, 4096)}
-    >>> found = inspected_update(optimizer, grads, optimizer.init(grads))
-    >>> int(found[1].count), bool(found[2].total.cosine > 0.99)
-    (1, True)
   """
   if not isinstance(optimizer, optax.GradientTransformation):
     raise TypeError(

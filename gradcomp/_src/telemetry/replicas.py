@@ -104,10 +104,10 @@ def compare_replicas(
 
   Example:
     >>> params = {"b": jnp.zeros((3, 2)), "w": jnp.ones((3, 2)).at[2, 0].set(-0.0)}
-    >>> words = lambda params: compare_replicas(params, axis_name="data").words
-    >>> found = Replicas(jax.vmap(words, axis_name="data")(params)[0], ("b", "w"))
+    >>> compare = lambda params: compare_replicas(params, axis_name="data")
+    >>> found = jax.vmap(compare, axis_name="data", out_axes=None)(params)
     >>> bool(found.equal), found.differing()
-    (False, {'w': [2]})
+    (False, {"['w']": [2]})
   """
   if bound_size(axis_name) is not None:
     return _compared(tree, axis_name)

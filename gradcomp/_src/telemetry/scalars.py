@@ -46,7 +46,8 @@ def scalars(metrics: Any) -> dict[str, float]:
   Example:
     >>> optimizer = gradcomp.qsgd(bits=4)
     >>> grads = {"layer": {"w": jnp.linspace(-1.0, 1.0, 4096)}}
-    >>> found = gradcomp.telemetry.inspect(optimizer, grads, optimizer.init(grads))
+    >>> state = optimizer.init(grads)
+    >>> *_, found = gradcomp.telemetry.inspect_update(optimizer, grads, state)
     >>> record = scalars({"loss": jnp.float32(0.5), "inspection": found})
     >>> record["loss"], record["inspection/leaves/layer/w/cosine"] > 0.99
     (0.5, True)

@@ -31,7 +31,9 @@ class BrokenLaw(AssertionError):
     self.law = law
 
 
-def law(look: str = "") -> Callable[[Callable[P, Findings]], Callable[P, None]]:
+def law(
+  example: str, look: str = ""
+) -> Callable[[Callable[P, Findings]], Callable[P, None]]:
   """Makes a law of findings; it raises the first broken one, and names all errors."""
 
   def declared(function: Callable[P, Findings]) -> Callable[P, None]:
@@ -55,6 +57,8 @@ def law(look: str = "") -> Callable[[Callable[P, Findings]], Callable[P, None]]:
 
     returning = inspect.signature(function).replace(return_annotation=None)
     held.__signature__ = returning  # type: ignore[attr-defined]
+    call = f"{function.__name__}(gradcomp.{example})"
+    held.__doc__ = f"{(held.__doc__ or '').rstrip()}\n\n  Example:\n    >>> {call}\n  "
     return held
 
   return declared

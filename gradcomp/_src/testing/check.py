@@ -107,8 +107,8 @@ def check_codec(
   """
   if not is_codec(codec):
     raise TypeError(
-      f"`codec` must be an instance of a codec, got {codec!r}; a codec has the members "
-      "of gradcomp.codecs.LeafCodec."
+      f"`codec` must be an instance of a codec, got {codec!r}; derive it from "
+      "gradcomp.codecs.Codec."
     )
   if codec.facts.parts:
     raise TypeError(
@@ -184,7 +184,7 @@ def codec_laws(
     *(laws.zeros_decode_to_zeros, laws.tiny_numbers_stay_finite, laws.rows_stand_alone),
     *(laws.sent_and_unsent_are_the_leaf, laws.half_precision_is_computed_in_float32),
     *(laws.padding_never_leaks, laws.key_decides_the_bits, laws.elements_draw_apart),
-    laws.workers_choose_alike,
+    *(laws.workers_choose_alike, laws.residuals_are_bounded),
   ):
     yield Law(law, codec)
   if options.same_bits:
@@ -192,11 +192,9 @@ def codec_laws(
     yield Law(laws.same_bits_without_jit, codec)
   for bad in (np.nan, np.inf, -np.inf):
     yield Law(laws.non_finite_elements_are_seen, codec, bad=bad, spoils=options.spoils)
-  if options.constants:
-    yield Law(laws.constants_are_exact, codec, tuple(options.constants))
+  yield Law(laws.constants_are_exact, codec, tuple(options.constants))
   yield Law(laws.errors_are_contractions, codec, most_error=options.most_error)
   yield Law(laws.decoded_leaves_do_not_grow, codec, most=options.most_growth)
-  yield Law(laws.residuals_are_bounded, codec)
   yield Law(laws.odd_sizes_work, codec, tuple(options.sizes))
   if not options.own_statistics and leaves.tile_of(codec) is not None:
     yield Law(laws.zeros_behind_change_nothing, codec)
@@ -204,7 +202,7 @@ def codec_laws(
     yield Law(laws.mean_is_the_leaf, codec, draws=options.draws)
     if codec.needs_key and not codec.bind(Leaf(shape)).facts.same_draws:
       yield Law(laws.mean_is_the_leaf, codec, draws=options.draws, workers=workers)
-      yield Law(laws.errors_of_workers_cancel, codec, options.most_variance)
+  yield Law(laws.errors_of_workers_cancel, codec, options.most_variance)
   yield Law(laws.bytes_are_the_claim, codec, workers=workers)
   refused = codec.facts.refusals
   if options.keeps_range:

@@ -149,24 +149,15 @@ def trial(codec: LeafCodec, x: ArrayLike, key: ArrayLike = KEY) -> Trial:
   return jax.tree.map(np.asarray, _trial(codec, jnp.asarray(x), jnp.asarray(key)))
 
 
-def batch(codec: LeafCodec, x: ArrayLike, keys: ArrayLike) -> Encoded:
-  """Encodes leaves ``[leaves, ...]`` by ``jax.vmap``."""
-  return jax.tree.map(np.asarray, _batch(codec, jnp.asarray(x), jnp.asarray(keys)))
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def returned(codec: LeafCodec, x: ArrayLike) -> jax.Array:
   """Encodes and decodes a leaf, by a smaller program than a trial's."""
   return round_trip(codec, jnp.asarray(x))
 
 
-# By itself, so that a trial and a batch trace it once.
-_encoded = jax.jit(encode, static_argnums=0)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _trial(codec: LeafCodec, x: jax.Array, key: jax.Array) -> Trial:
-  payload = _encoded(codec, x, key)
+  payload = encode(codec, x, key)
   rows, stats = payload
   spread = lambda x: jnp.broadcast_to(x, (rows.shape[0], x.shape[1]))
   lines = None if stats is None else spread(stats)
@@ -178,7 +169,8 @@ def _trial(codec: LeafCodec, x: jax.Array, key: jax.Array) -> Trial:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _batch(codec: LeafCodec, x: jax.Array, keys: jax.Array) -> Encoded:
+def batch(codec: LeafCodec, x: jax.Array, keys: jax.Array) -> Encoded:
+  """Encodes leaves ``[leaves, ...]`` by ``jax.vmap``."""
   leaf = Leaf(x.shape[1:])
   bound = codec.bind(leaf)
 

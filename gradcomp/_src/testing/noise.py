@@ -27,7 +27,10 @@ _DRAWS = 16  # keys, for the mean over random numbers
 _SLACK = 1.05  # of a mean over as many keys as that, and of leaves as short as these
 
 
-@law(look="`decode_rows`, and the order and the scale of elements; or `contraction`")
+@law(
+  "codecs.OneBit()",
+  "`decode_rows`, and the order and the scale of elements; or `contraction`",
+)
 def errors_are_contractions(
   codec: LeafCodec, x: ArrayLike | None = None, *, most_error: float | None = None
 ) -> Findings:
@@ -39,9 +42,6 @@ def errors_are_contractions(
   alone, and :func:`mean_is_the_leaf` is its law.
 
   ``most_error`` is the largest share, in place of ``1 - contraction``.
-
-  Example:
-    >>> errors_are_contractions(gradcomp.codecs.OneBit())
   """
   if codec.unbiased:
     return
@@ -53,7 +53,7 @@ def errors_are_contractions(
     yield codec, f"lose at most {most:.3g} of the energy of {kind} numbers", told
 
 
-@law(look="`decode_rows`, and the scale of what it returns")
+@law("codecs.OneBit()", "`decode_rows`, and the scale of what it returns")
 def decoded_leaves_do_not_grow(
   codec: LeafCodec, x: ArrayLike | None = None, *, most: float = 0.005
 ) -> Findings:
@@ -63,9 +63,6 @@ def decoded_leaves_do_not_grow(
   for the normal leaf and the keys of :func:`errors_are_contractions`. A codec whose
   levels y has sends y as it is, and one that shortens a leaf shortens y. An unbiased
   codec passes, by the same law as there.
-
-  Example:
-    >>> decoded_leaves_do_not_grow(gradcomp.codecs.OneBit())
   """
   if codec.unbiased:
     return
@@ -76,20 +73,15 @@ def decoded_leaves_do_not_grow(
 
 
 def _sent(codec: LeafCodec, x: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the share of energy that leaves lose, and the growth of decoded ones.
-
-  The leaves are a Gaussian one, and one with another magnitude at each position.
-  """
+  """Returns the shares of energy that leaves lose, and the growth of decoded ones."""
   shape = leaves.leaf_of(codec, x).shape
   normal, size = leaves.gaussian(shape), math.prod(shape)
   magnitudes = (1 + np.random.default_rng(1).permutation(size)) / max(size, 1)
   apart = np.copysign(magnitudes.astype(np.float32).reshape(shape), normal)
   count = np.arange(_DRAWS if codec.needs_key else 1, dtype=np.uint32)
   keys = np.stack([leaves.KEY[0] + count, leaves.KEY[1] + count], axis=1)
-  sums = np.asarray(_energies(codec, np.stack([normal, apart]), keys), np.float64).mean(
-    axis=0
-  )
-  given, lost, sent, again = sums.T
+  sums = np.asarray(_energies(codec, np.stack([normal, apart]), keys), np.float64)
+  given, lost, sent, again = sums.mean(axis=0).T
   some = lambda x: np.where(x > 0, x, 1)
   return lost / some(given), np.where(sent > 0, again / some(sent), 1)
 
@@ -107,7 +99,9 @@ def _energies(codec: LeafCodec, both: jax.Array, keys: jax.Array) -> jax.Array:
   return jax.lax.map(each, keys)
 
 
-@law(look="`contraction`, for which the codec may lose too much")
+@law(
+  "codecs.OneBit(), steps=50", "`contraction`, for which the codec may lose too much"
+)
 def residuals_are_bounded(
   codec: LeafCodec, x: ArrayLike | None = None, *, steps: int = 200
 ) -> Findings:
@@ -119,9 +113,6 @@ def residuals_are_bounded(
   \sqrt{1 - c}`. The law compares means over the last 10 steps, and allows a tenth more.
   A codec with a contraction of 0 passes, because error feedback refuses it. By
   default gradients have the shape (64, 128).
-
-  Example:
-    >>> residuals_are_bounded(gradcomp.codecs.OneBit(), steps=50)
   """
   shape = (64, 128) if x is None else np.shape(x)
   c = codec.bind(Leaf(shape)).contraction
@@ -148,9 +139,8 @@ def residuals_are_bounded(
   found = np.asarray(run(jax.random.key(0)), np.float64)[:, -10:].mean(axis=1)
   root = math.sqrt(1 - c)
   same = root**2 / (1 - root) ** 2 if c and not codec.unbiased else (1 - c) / c
-  for energy, most, kind in zip(
-    found, ((1 - c) / c, same), ("fresh", "equal"), strict=True
-  ):
+  bounds = (("fresh", (1 - c) / c), ("equal", same))
+  for energy, (kind, most) in zip(found, bounds, strict=True):
     expected = f"keep a residual of at most {most:.3g} times the energy of {kind}"
     expected += f" gradients, as a contraction of {c:.3g} says"
     seen = None if energy <= 1.1 * most + 1e-6 else f"it has {energy:.3g} times"
@@ -160,7 +150,7 @@ def residuals_are_bounded(
 _Z = 5.0  # standard deviations
 
 
-@law(look="how `encode_rows` rounds, or the fact `unbiased`")
+@law("codecs.Natural(), draws=200", "how `encode_rows` rounds, or the fact `unbiased`")
 def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
   codec: LeafCodec,
   x: ArrayLike | None = None,
@@ -188,43 +178,36 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
       largest error.
     context: the context to encode with, by default that of the first step.
     workers: the number of masks to try, each of which must have no bias; 0 for none.
-
-  Example:
-    >>> mean_is_the_leaf(gradcomp.codecs.Natural(), draws=200)
   """
   half = leaves.gaussian(256)
   leaf = np.concatenate([half, -half])[:500] if x is None else np.asarray(x)
 
   @jax.jit
-  def total(x: jax.Array, target: jax.Array, keys: jax.Array) -> list[jax.Array]:
+  def decoded_by(keys: jax.Array) -> jax.Array:
+    x = jnp.asarray(leaf)
     own = context or leaves.first_context(codec.bind(Leaf(x.shape)), Leaf(x.shape))
 
-    def error(key: jax.Array, number: jax.Array) -> jax.Array:
+    def one(key: jax.Array, number: jax.Array) -> jax.Array:
       given = own._replace(dither=dither(key, number)) if workers else own
-      value = decode(codec, encode(codec, x, key, given), x)
-      return value.astype(jnp.float32) - target
+      return decode(codec, encode(codec, x, key, given), x)
 
-    def add(sums: list[jax.Array], key: jax.Array) -> tuple[list[jax.Array], None]:
-      found = jax.vmap(error, (None, 0))(key, jnp.arange(max(workers, 1)))
-      first, second, most = sums
-      most = jnp.maximum(most, jnp.abs(found))
-      return [first + found, second + found * found, most], None
+    each = jax.vmap(one, (None, 0))
+    return jax.lax.map(lambda key: each(key, jnp.arange(max(workers, 1))), keys)
 
-    zeros = jnp.zeros((max(workers, 1), *x.shape), jnp.float32)
-    return jax.lax.scan(add, [zeros] * 3, keys)[0]
-
-  target = leaf if mean is None else np.asarray(mean)
-  sums = total(jnp.asarray(leaf), jnp.asarray(target), _keys(draws))
-  first, second, most = (np.asarray(part, np.float64) for part in sums)
-  first, second = first / draws, second / draws
-  size = 2 * most.max(initial=0.0) if step is None else np.asarray(step)
+  expected = f"be unbiased: its mean over {draws} keys is to be the leaf"
+  found = np.asarray(decoded_by(_keys(draws)), np.float64)
+  if not np.isfinite(found).all():
+    yield codec, expected, "some are not finite"
+  errors = found - (leaf if mean is None else np.asarray(mean))
+  first, second = errors.mean(axis=0), np.square(errors).mean(axis=0)
+  size = 2 * np.abs(errors).max(initial=0.0) if step is None else np.asarray(step)
   # An element that rounds up with a probability below about 1 / draws may never do so:
   # its sample sigma is then too small; one more draw of a step covers it.
   slack = (_Z * _Z / draws + 2.0**-16) * size
-  bound = _Z * np.sqrt(np.maximum(second, 0) / draws) + slack
+  bound = _Z * np.sqrt(second / draws) + slack
   pooled = _Z * np.sqrt(second.sum() / draws) / first.size + 2.0**-16 * np.max(size)
-  for found in _biases(first, np.broadcast_to(bound, first.shape), pooled, leaf):
-    yield codec, f"be unbiased: its mean over {draws} keys is to be the leaf", found
+  for bias in _biases(first, np.broadcast_to(bound, first.shape), pooled, leaf):
+    yield codec, expected, bias
 
 
 def _keys(draws: int) -> jax.Array:
@@ -238,8 +221,6 @@ def _biases(
   """Yields the mean errors, ``[masks, *leaf]``, that are beyond their bounds."""
   if not first.size:
     return
-  if not np.isfinite(first).all():
-    yield "some are not finite"
   i = int(np.argmax(np.abs(first) - bound))
   off, most, at = first.ravel()[i], bound.ravel()[i], i % leaf.size
   chance = "where chance gives at most"
@@ -252,13 +233,9 @@ def _biases(
       yield f"the mean of {name} is off by {mean:.3g}, {chance} {pooled:.3g}"
 
 
-@law(look="`encode`")
+@law("codecs.QSGD(bits=4)", "`encode`")
 def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
-  """Equal keys give equal rows, and other keys give others.
-
-  Example:
-    >>> key_decides_the_bits(gradcomp.codecs.QSGD(bits=4))
-  """
+  """Equal keys give equal rows, and other keys give others."""
   leaf = leaves.leaf_of(codec, x)
   rows = [trial(codec, leaf, leaves.KEY + i).payload.rows for i in (0, 0, 1)]
   yield codec, "encode alike by one key", difference(rows[1], rows[0])
@@ -269,15 +246,15 @@ def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> Findin
     yield codec, expected, found, "the fact `needs_key`"
 
 
-@law(look="`encode`, which may choose by `key` alone, not by values or by the mask")
+@law(
+  "codecs.RandomK(density=0.1)",
+  "`encode`, which may choose by `key` alone, not by values or by the mask",
+)
 def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """Where payloads add up entry by entry, all workers send the same elements.
 
   This holds for a codec whose sums have ``same_draws``, such as ``RandomK``: a key of
   all workers chooses the elements, for any values and masks of a worker.
-
-  Example:
-    >>> workers_choose_alike(gradcomp.codecs.RandomK(density=0.1))
   """
   leaf = leaves.leaf_of(codec, x)
   total = codec.bind(Leaf(leaf.shape)).sums
@@ -300,8 +277,9 @@ def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> Findin
 
 
 @law(
-  look="`context.dither`, whose third word is the worker's mask, to be XORed with what "
-  "is drawn; magnitudes need signed_lane"
+  "codecs.QSGD(bits=4), most=0.51",
+  "`context.dither`, whose third word is the worker's mask, to be XORed with what "
+  "is drawn; magnitudes need signed_lane",
 )
 def errors_of_workers_cancel(
   codec: LeafCodec, most: float = 1.0, *, workers: int = 8, size: int = 2**14
@@ -314,9 +292,6 @@ def errors_of_workers_cancel(
 
   The law allows five standard deviations more than ``most``, for Gaussian leaves. Only
   an unbiased codec that needs a key can break it.
-
-  Example:
-    >>> errors_of_workers_cancel(gradcomp.codecs.QSGD(bits=4), most=0.51)
   """
   facts = codec.bind(Leaf((size,))).facts
   if not codec.needs_key or not codec.unbiased or facts.same_draws:
@@ -345,8 +320,9 @@ _ROWS = 4  # the last is cut short
 
 
 @law(
-  look="the shape that `encode_rows` draws for, which is that of all rows, and "
-  "which of `random_lanes` each plane takes"
+  "codecs.QSGD(bits=4)",
+  "the shape that `encode_rows` draws for, which is that of all rows, and "
+  "which of `random_lanes` each plane takes",
 )
 def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
   """No two elements round by the same random bits, in any row or plane.
@@ -357,9 +333,6 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
   bucket. If errors are independent, the variance of a sum is the sum of variances, to
   five standard deviations. A codec that needs no key passes, and one whose rows depend
   on the leaf.
-
-  Example:
-    >>> elements_draw_apart(gradcomp.codecs.QSGD(bits=4))
   """
   tile = leaves.tile_of(codec)
   if not codec.needs_key or tile is None:

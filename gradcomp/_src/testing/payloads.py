@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.typing import ArrayLike
 
-from gradcomp._src.codecs.protocol import LeafCodec, to_tiles
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.records import Leaf, Payload
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.lines import form
@@ -33,15 +33,12 @@ __all__ += ["zeros_behind_change_nothing"]
 _COLLECTIVES = {"axis_index", "pbroadcast", "psum2", "ragged_all_to_all", *KINDS}
 
 
-@law()
+@law("codecs.QSGD(bits=4)")
 def is_a_value(codec: LeafCodec) -> Findings:
   """A codec is a frozen dataclass: hashable, equal to its copy, printable, no function.
 
   ``optax.inject_hyperparams`` would take a function for a schedule, and JAX compiles
   anew for each codec that is not equal to the last.
-
-  Example:
-    >>> is_a_value(gradcomp.codecs.QSGD(bits=4))
   """
   kind = type(codec).__name__
   parameters = getattr(type(codec), "__dataclass_params__", None)
@@ -68,40 +65,29 @@ def is_a_value(codec: LeafCodec) -> Findings:
     yield kind, "print as its type and its fields", f"it is {codec!r}", "repr=True"
 
 
-@law()
+@law("codecs.TopK(density=0.1)")
 def facts_are_plain(codec: LeafCodec) -> Findings:
   """Facts are plain numbers that do not depend on a leaf's values.
 
   They are bools and positive integers, and a float from 0 to 1 for ``contraction``.
-
-  Example:
-    >>> facts_are_plain(gradcomp.codecs.TopK(density=0.1))
   """
   bound = codec.bind(Leaf(kit.leaf_of(codec, None).shape))
-  facts: list[tuple[str, Any, type[int]]] = [
-    *((name, getattr(codec, name), bool) for name in ("unbiased", "needs_key")),
-    *((x, getattr(bound, x), int) for x in ("tile_size", "row_words")),
-  ]
-  for name, value, kind in facts:
-    plain = type(value) is kind and (kind is bool or value > 0)
+  flag, count = ("bool", 0, 1), ("positive int", 1, math.inf)
+  share: tuple[str, float, float] = ("float from 0 to 1", 0, 1)
+  own = {"unbiased": flag, "needs_key": flag, "contraction": share}
+  facts = own | {"tile_size": count, "row_words": count}
+  for name, (kind, least, most) in facts.items():
+    value = getattr(codec if name in own else bound, name)
+    plain = type(value).__name__ in kind.split() and least <= value <= most
     found = None if plain else f"it is {value!r} of {type(value).__name__}"
-    sign = "" if kind is bool else "positive "
-    expected = f"have a {sign}{kind.__name__} for `{name}`"
-    yield codec, expected, found, f"the property `{name}`"
-  share = codec.contraction
-  found = None if type(share) is float and 0 <= share <= 1 else f"it is {share!r}"
-  expected = "have a float from 0 to 1 for `contraction`"
-  yield codec, expected, found, "the property `contraction`"
+    yield codec, f"have a {kind} for `{name}`", found, f"the property `{name}`"
 
 
-@law(look="`encode`")
+@law("codecs.Natural()", "`encode`")
 def is_pure(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """Encoding and decoding are pure: shapes from shapes, no collectives, no effects.
 
   They are traced twice to equal programs: tracing draws no random numbers.
-
-  Example:
-    >>> is_pure(gradcomp.codecs.Natural())
   """
   leaf = kit.leaf_of(codec, x)
   alone = "encode and decode without collectives"
@@ -142,13 +128,12 @@ def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
       yield from _primitives(inner)
 
 
-@law(look="products that jit adds without rounding them first")
+@law(
+  "codecs.Dense(dtype=jnp.bfloat16)",
+  "products that jit adds without rounding them first",
+)
 def same_bits_without_jit(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
-  """Eager calls give the bits of compiled ones, and leave their inputs unchanged.
-
-  Example:
-    >>> same_bits_without_jit(gradcomp.codecs.Dense(dtype=jnp.bfloat16))
-  """
+  """Eager calls give the bits of compiled ones, and leave their inputs unchanged."""
   leaf = kit.leaf_of(codec, x)
   given = jnp.asarray(leaf)
   payload = kit.encode(codec, given, kit.KEY)
@@ -161,13 +146,9 @@ def same_bits_without_jit(codec: LeafCodec, x: ArrayLike | None = None) -> Findi
     yield codec, same, "the leaf has changed", "donated or mutated arguments"
 
 
-@law(look="`encode`")
+@law("codecs.Natural()", "`encode`")
 def batches_are_independent(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
-  """``jax.vmap`` over leaves and keys is a loop over them.
-
-  Example:
-    >>> batches_are_independent(gradcomp.codecs.Natural())
-  """
+  """``jax.vmap`` over leaves and keys is a loop over them."""
   leaves, keys = _pair(kit.leaf_of(codec, x))
   found = kit.batch(codec, leaves, keys)
   for i in range(2):
@@ -176,15 +157,11 @@ def batches_are_independent(codec: LeafCodec, x: ArrayLike | None = None) -> Fin
     yield codec, "encode each leaf under jax.vmap as it encodes it alone", told
 
 
-@law(look="`encode_leaf`")
+@law("codecs.OneBit()", "`encode_leaf`")
 def sent_and_unsent_are_the_leaf(
   codec: LeafCodec, x: ArrayLike | None = None
 ) -> Findings:
-  """The sent and the unsent part add up to the leaf, if encoding returns both.
-
-  Example:
-    >>> sent_and_unsent_are_the_leaf(gradcomp.codecs.OneBit())
-  """
+  """The sent and the unsent part add up to the leaf, if encoding returns both."""
   leaves, keys = _pair(kit.leaf_of(codec, x))
   unsent = kit.batch(codec, leaves, keys).unsent
   if unsent is None:  # the exchange subtracts what it decodes
@@ -201,14 +178,11 @@ def _pair(leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return np.stack([leaf, 3 * leaf[::-1]]), np.stack([kit.KEY, kit.KEY + 1])
 
 
-@law(look="`decode`, which has them from `like`")
+@law("codecs.QSGD(bits=4)", "`decode`, which has them from `like`")
 def shapes_and_dtypes_return(codec: LeafCodec) -> Findings:
   """A leaf of any shape and float dtype decodes to its own, with x64 enabled too.
 
   Scalars, empty leaves and odd shapes are traced, and nothing is computed.
-
-  Example:
-    >>> shapes_and_dtypes_return(gradcomp.codecs.QSGD(bits=4))
   """
 
   def both_ways(x: jax.Array) -> tuple[Payload, jax.Array]:
@@ -228,7 +202,7 @@ def shapes_and_dtypes_return(codec: LeafCodec) -> Findings:
 
 def _types(codec: LeafCodec, payload: Payload) -> Findings:
   """Yields a finding for a payload that is not made of words and statistics."""
-  words = "encode to a gradcomp.codecs.Payload whose `rows` are uint32[rows, words]"
+  words = "encode to a Payload whose `rows` are uint32[rows, words]"
   if not isinstance(payload, Payload):
     yield codec, words, f"it encodes to {type(payload).__name__}", "`encode`"
   if payload.rows.dtype != jnp.uint32 or payload.rows.ndim != 2:
@@ -239,13 +213,9 @@ def _types(codec: LeafCodec, payload: Payload) -> Findings:
     yield codec, "have workers agree on float32 or uint8", found, "`encode`"
 
 
-@law(look="the dtype in which `encode` and `decode` compute")
+@law("codecs.OneBit()", "the dtype in which `encode` and `decode` compute")
 def half_precision_is_computed_in_float32(codec: LeafCodec) -> Findings:
-  """Leaves of half precision decode in their dtype, rounded once from float32.
-
-  Example:
-    >>> half_precision_is_computed_in_float32(gradcomp.codecs.OneBit())
-  """
+  """Leaves of half precision decode in their dtype, rounded once from float32."""
   shapes = {"bfloat16": ((), (3, 3, 8, 16)), "float16": ((1,), (5, 7))}
   cast = lambda x, kind: kit.gaussian(x).astype(jnp.dtype(kind))
   leaves = [cast(x, kind) for kind in shapes for x in shapes[kind]]
@@ -261,14 +231,11 @@ def half_precision_is_computed_in_float32(codec: LeafCodec) -> Findings:
     yield codec, expected, difference(found, wanted)
 
 
-@law(look="`agree` and `encode`")
+@law("codecs.Ternary()", "`agree` and `encode`")
 def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """A payload is ``uint32[rows, row_words]``, a row for each tile.
 
   It has statistics, too, if workers agree on some, and only then.
-
-  Example:
-    >>> payload_is_rows_of_words(gradcomp.codecs.Ternary())
   """
   leaf = kit.leaf_of(codec, x)
   payload = kit.trial(codec, leaf).payload
@@ -293,57 +260,39 @@ def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
     yield codec, f"agree on one line for all rows, or for each of {rows}", found
 
 
-@law(look="`decode_rows`, which may mix rows")
+@law("codecs.EightBit(bucket_size=64)", "`decode_rows`, which may mix rows")
 def rows_stand_alone(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
-  """Each row decodes to its own tile without the others, as shares of rows need.
-
-  Example:
-    >>> rows_stand_alone(gradcomp.codecs.EightBit(bucket_size=64))
-  """
+  """Each row decodes to its own tile without the others, as shares of rows need."""
   found = kit.trial(codec, kit.leaf_of(codec, x))
   told = difference(found.alone, found.together, of="its tiles, [row, ...],")
   yield codec, "decode each row without the others", told
 
 
 @law(
-  look="what fills the last tile in `encode`; if zeros would count as elements, its "
-  "statistics are of the leaf's own, as CheckOptions(own_statistics=True) says"
+  "codecs.QSGD(bits=4)",
+  "what fills the last tile in `encode`; if zeros would count as elements, its "
+  "statistics are of the leaf's own, as CheckOptions(own_statistics=True) says",
 )
 def zeros_behind_change_nothing(
-  codec: LeafCodec, x: ArrayLike | None = None, *, by_row: bool = False
+  codec: LeafCodec, x: ArrayLike | None = None
 ) -> Findings:
   """A leaf that ends within a tile has the payload of the leaf padded with zeros.
 
   It does not hold for statistics of the leaf's own elements, like means: for such
-  codecs :func:`padding_never_leaks` does. With ``by_row`` ``encode_rows`` of its tiles
-  must give the same rows.
-
-  Example:
-    >>> zeros_behind_change_nothing(gradcomp.codecs.QSGD(bits=4))
+  codecs :func:`padding_never_leaks` does.
   """
   leaf = kit.leaf_of(codec, x)
   bound = codec.bind(Leaf(leaf.shape))
-
-  @jax.jit
-  def run(padded: jax.Array) -> tuple[Payload, jax.Array]:
-    payload = kit.encode(bound, padded, kit.KEY)
-    if not by_row:
-      return payload, payload.rows
-    tiles = to_tiles(padded, bound).reshape(-1, bound.tile_size // 32, 32)
-    context = kit.first_context(bound, Leaf(padded.shape))
-    return payload, bound.encode_rows(tiles, context)
-
   tile = bound.tile_size
-  padded, rows = run(np.pad(leaf.reshape(-1), (0, -leaf.size % tile)))
+  encode = jax.jit(lambda padded: kit.encode(bound, padded, kit.KEY))
+  padded = encode(np.pad(leaf.reshape(-1), (0, -leaf.size % tile)))
   found = kit.trial(codec, leaf).payload
   whole = f"encode {described(leaf)} as with zeros behind it, to whole tiles of {tile}"
   for part, wanted in zip(*map(jax.tree.leaves, (found, padded)), strict=True):
     yield codec, whole, difference(part, wanted, of="its payload")
-  told = difference(rows, padded.rows, of="what `encode_rows` gives")
-  yield codec, "encode tiles as it encodes a leaf", told, "`encode_rows`"
 
 
-@law(look="`row_words`, and what `encode` returns")
+@law("codecs.QSGD(bits=4), workers=2", "`row_words`, and what `encode` returns")
 def bytes_are_the_claim(
   codec: LeafCodec, x: ArrayLike | None = None, *, workers: int = 4
 ) -> Findings:
@@ -352,9 +301,6 @@ def bytes_are_the_claim(
   The bytes of N - 1 payloads in ``all_gather`` are those of :func:`gradcomp.explain`,
   and those of :func:`gradcomp.wire_report`, if there are N devices. Long payloads are
   filled to whole lanes of 128 words.
-
-  Example:
-    >>> bytes_are_the_claim(gradcomp.codecs.QSGD(bits=4), workers=2)
   """
   leaf = kit.leaf_of(codec, x)
   agreed = jax.eval_shape(codec.bind(Leaf(leaf.shape)).agree, leaf)

@@ -21,15 +21,10 @@ from gradcomp._src.exchange.plan import MessagePlan, owned_matrices
 from gradcomp._src.report import tracing
 from gradcomp._src.report.explain import explain
 from gradcomp._src.report.wire_report import wire_report
+from gradcomp._src.testing import leaves as kit
 from gradcomp._src.testing import modes
 from gradcomp._src.testing.broken import Findings, described, difference, law
-from gradcomp._src.testing.leaves import (
-  Gradients,
-  Transformation,
-  params_of,
-  workers_of,
-  zipped,
-)
+from gradcomp._src.testing.leaves import Gradients, Transformation
 
 __all__ = ["bytes_are_explained", "non_finite_gradients_are_seen", "nothing_is_lost"]
 __all__ += ["same_bits_in_every_mode", "state_is_stable", "workers_agree"]
@@ -37,18 +32,17 @@ __all__ += ["same_bits_in_every_mode", "state_is_stable", "workers_agree"]
 _SUBJECT = "the transformation"
 
 
-@law(look="what workers decode: it must be the same bytes")
+@law(
+  'natural(axis_name="data"), [jnp.ones((2, 600))]',
+  "what workers decode: it must be the same bytes",
+)
 def workers_agree(
   transformation: Transformation, gradients: Gradients, *, axis_name: str = "data"
 ) -> Findings:
-  """Every worker gets the same bits, with the shapes and dtypes of the gradients.
-
-  Example:
-    >>> workers_agree(gradcomp.natural(axis_name="data"), [jnp.ones((2, 600))])
-  """
+  """Every worker gets the same bits, with the shapes and dtypes of the gradients."""
   outputs = modes.run("vmap", transformation, gradients, axis_name=axis_name).outputs
   for step, (output, given) in enumerate(zip(outputs, gradients, strict=True)):
-    for path, got, like in zipped(output, given):
+    for path, got, like in kit.zipped(output, given):
       told = difference(got, np.broadcast_to(np.asarray(got)[:1], got.shape), bits=True)
       if (got.shape, got.dtype) != (like.shape, like.dtype):
         told = f"it is {described(got)} in place of {described(like)}"
@@ -57,7 +51,10 @@ def workers_agree(
       yield _SUBJECT, expected, found
 
 
-@law(look="products that a compiler adds without rounding them first, and keys")
+@law(
+  'natural(axis_name="data"), [jnp.ones((2, 600))], ["shard_map"]',
+  "products that a compiler adds without rounding them first, and keys",
+)
 def same_bits_in_every_mode(
   transformation: Transformation,
   gradients: Gradients,
@@ -68,16 +65,12 @@ def same_bits_in_every_mode(
   """All modes have the bits of emulated workers, in updates and states.
 
   ``places`` are the modes, by default all of ``modes.modes_for``.
-
-  Example:
-    >>> tx, steps = gradcomp.natural(axis_name="data"), [jnp.ones((2, 600))]
-    >>> same_bits_in_every_mode(tx, steps, ["shard_map"])
   """
-  every = modes.modes_for(workers_of(gradients)) if places is None else places
+  every = modes.modes_for(kit.workers_of(gradients)) if places is None else places
   expected = modes.run("vmap", transformation, gradients, axis_name=axis_name)
   for mode in (x for x in every if x != "vmap"):
     found = modes.run(mode, transformation, gradients, axis_name=axis_name)
-    for path, got, own in zipped(_kept(found), _kept(expected)):
+    for path, got, own in kit.zipped(_kept(found), _kept(expected)):
       told = difference(got, own, of=f"{path}, [worker, ...],", bits=True)
       yield _SUBJECT, f"have the bits in {mode} that it has in jax.vmap", told
 
@@ -97,7 +90,10 @@ def _kept(run: modes.Run) -> Any:
   return run._replace(state=jax.tree.map(shared, run.state, is_leaf=is_state))
 
 
-@law(look="`decode_rows`, and what is kept of elements that are not finite")
+@law(
+  'natural(axis_name="data"), [jnp.ones((2, 600))]',
+  "`decode_rows`, and what is kept of elements that are not finite",
+)
 def non_finite_gradients_are_seen(
   transformation: Transformation,
   gradients: Gradients,
@@ -109,10 +105,6 @@ def non_finite_gradients_are_seen(
 
   An element of the last gradients' largest leaf becomes ``bad``, NaN or an infinity.
   An optimizer's own state is not tested.
-
-  Example:
-    >>> tx = gradcomp.natural(axis_name="data")
-    >>> non_finite_gradients_are_seen(tx, [jnp.ones((2, 600))])
   """
   leaves, treedef = jax.tree.flatten(gradients[-1])
   number = max(range(len(leaves)), key=lambda i: leaves[i].size)
@@ -126,25 +118,25 @@ def non_finite_gradients_are_seen(
   hidden = np.isfinite(got.reshape(got.shape[0], -1)).all(axis=1)
   if hidden.any():
     yield _SUBJECT, expected, f"worker {np.argmax(hidden)} gets finite updates alone"
-  for path, leaf in zipped(states_in(state)):
+  for path, leaf in kit.zipped(states_in(state)):
     floats = jnp.issubdtype(leaf.dtype, jnp.floating)
     if floats and not np.isfinite(np.asarray(leaf, np.float32)).all():
       yield _SUBJECT, expected, f"of gradcomp's states{path} is no longer finite"
 
 
-@law(look="print(gradcomp.wire_report(compiled))")
+@law(
+  'dense(axis_name="data"), [jnp.ones((2, 600))]',
+  "print(gradcomp.wire_report(compiled))",
+)
 def bytes_are_explained(
   transformation: Transformation, gradients: Gradients, *, axis_name: str = "data"
 ) -> Findings:
   """A compiled step sends the bytes of :func:`gradcomp.explain`.
 
   One tree of gradients is enough. It passes if there are fewer devices than workers.
-
-  Example:
-    >>> bytes_are_explained(gradcomp.dense(axis_name="data"), [jnp.ones((2, 600))])
   """
-  workers = workers_of(gradients)
-  params = params_of(gradients)
+  workers = kit.workers_of(gradients)
+  params = kit.params_of(gradients)
   told = explain(transformation, params, workers=workers).bytes_sent
   expected = f"send the {told} bytes a step that gradcomp.explain counts"
   where: Any = {"workers": workers, "axis_name": axis_name}
@@ -165,7 +157,10 @@ def sent_otherwise(
   return None if same else f"its collectives send {total}"
 
 
-@law(look="what `update` puts into the state")
+@law(
+  'onebit_sgd(axis_name="data"), [jnp.ones((2, 600))]',
+  "what `update` puts into the state",
+)
 def state_is_stable(
   transformation: Transformation, gradients: Gradients, *, axis_name: str = "data"
 ) -> Findings:
@@ -173,9 +168,6 @@ def state_is_stable(
 
   The steps are traced in a scan inside a checked ``jax.shard_map``, which types arrays
   as varying, and run in a scan inside ``jax.vmap``.
-
-  Example:
-    >>> state_is_stable(gradcomp.onebit_sgd(axis_name="data"), [jnp.ones((2, 600))])
   """
   expected = "return a state of the structure and the types that it was given"
 
@@ -187,7 +179,7 @@ def state_is_stable(
   trees: list[Any] = [jax.tree.structure(state) for state in states]
   if trees[0] != trees[1]:
     yield _SUBJECT, expected, f"{trees[0]} becomes {trees[1]}"
-  for path, old, new in zipped(*states):
+  for path, old, new in kit.zipped(*states):
     weak = " (weak)" if old.weak_type != new.weak_type else ""
     same = not weak and (old.shape, old.dtype) == (new.shape, new.dtype)
     told = f"{path}, [worker, ...], {described(old)} becomes {described(new)}{weak}"
@@ -231,7 +223,10 @@ def _trace_in_a_map(
 STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
 
 
-@law(look="the residual: x - decode(encode(x))")
+@law(
+  'onebit_sgd(axis_name="data"), [jnp.arange(1200.0).reshape(2, 600)] * 2',
+  "the residual: x - decode(encode(x))",
+)
 def nothing_is_lost(
   transformation: Transformation, gradients: Gradients, *, axis_name: str = "data"
 ) -> Findings:
@@ -244,12 +239,8 @@ def nothing_is_lost(
   workers' estimates is the update and the owner residuals. Two steps show residuals. A
   transformation without residuals passes; so does one with decaying residuals, and a
   chain of several, because its updates are not means.
-
-  Example:
-    >>> tx = gradcomp.onebit_sgd(axis_name="data")
-    >>> nothing_is_lost(tx, [jax.random.normal(jax.random.key(0), (2, 600))] * 2)
   """
-  params, workers = params_of(gradients), workers_of(gradients)
+  params, workers = kit.params_of(gradients), kit.workers_of(gradients)
   place = modes.started("vmap", transformation, workers, axis_name=axis_name)
   state = place.init(params)
   if not isinstance(state, CompressState) or state.residual is None:
@@ -263,7 +254,7 @@ def nothing_is_lost(
     for path, found in lost_in_step(plan, feedback, gradient, output, state, after):
       expected = f"keep what it does not send: in step {number} what is sent and what"
       expected += f" waits of {path} are the sum of all gradients, and what waited"
-      yield "the transformation", expected, found
+      yield _SUBJECT, expected, found
     state = after
 
 
@@ -279,7 +270,7 @@ def lost_in_step(
   was, owns = (owned_leaves(plan, x.server_residual) for x in (before, after))
   old, new = (jax.tree.leaves(x.residual, is_leaf=is_stored) for x in (before, after))
   velocity = jax.tree.leaves(before.velocity)
-  for i, (path, *both) in enumerate(zipped(gradients, updates)):
+  for i, (path, *both) in enumerate(kit.zipped(gradients, updates)):
     given, sent = (np.asarray(x, np.float64) for x in both)
     if sent.shape != given.shape:
       yield path, f"it has the shape {sent.shape[1:]}, not {given.shape[1:]}"

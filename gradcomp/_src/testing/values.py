@@ -27,41 +27,33 @@ _UNIT = 2.0**-24  # the smallest number of float16
 _TOP = float(jnp.finfo(jnp.float16).max)
 
 
-@law(look="`encode_rows` and `decode_rows` for a bucket whose scale is 0")
+@law("codecs.OneBit()", "`encode_rows` and `decode_rows` for a bucket whose scale is 0")
 def zeros_decode_to_zeros(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
-  """A leaf of zeros decodes to zeros, which fill up rows.
-
-  Example:
-    >>> zeros_decode_to_zeros(gradcomp.codecs.OneBit())
-  """
+  """A leaf of zeros decodes to zeros, which fill up rows."""
   zeros = np.zeros_like(leaves.leaf_of(codec, x))
   found = difference(trial(codec, zeros).value, zeros)
   yield codec, "decode a leaf of zeros to zeros", found
 
 
-@law(look="the largest level of a bucket, and its scale")
+@law(
+  "codecs.QSGD(bits=4), (1.0, -0.1, 3e38)",
+  "the largest level of a bucket, and its scale",
+)
 def constants_are_exact(
   codec: LeafCodec, values: tuple[float, ...], x: ArrayLike | None = None
 ) -> Findings:
-  """A leaf of one value decodes exactly, for ``values`` that a codec is exact for.
-
-  Example:
-    >>> constants_are_exact(gradcomp.codecs.QSGD(bits=4), (1.0, -0.1, 3e38))
-  """
+  """A leaf of one value decodes exactly, for ``values`` that a codec is exact for."""
   for value in values:
     constant = np.full(leaves.leaf_of(codec, x).shape, value, np.float32)
     found = difference(trial(codec, constant).value, constant)
     yield codec, f"decode a leaf of {value} alone to {value}", found
 
 
-@law(look="the division by a scale")
+@law("codecs.EightBit()", "the division by a scale")
 def tiny_numbers_stay_finite(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """Subnormal numbers decode to finite ones of at most 1, never to NaN.
 
   A scale that underflows, or its reciprocal that overflows, would spoil a bucket.
-
-  Example:
-    >>> tiny_numbers_stay_finite(gradcomp.codecs.EightBit())
   """
   shape = leaves.leaf_of(codec, x).shape
   for leaf in (np.resize(_TINY, shape), np.full(shape, np.float32(1e-40))):
@@ -71,7 +63,10 @@ def tiny_numbers_stay_finite(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
     yield codec, "decode subnormal numbers to finite ones of at most 1", found
 
 
-@law(look="what `encode_rows` makes of elements that are not finite")
+@law(
+  "codecs.QSGD(bits=4, bucket_size=64), bad=np.inf, spoils=64",
+  "what `encode_rows` makes of elements that are not finite",
+)
 def non_finite_elements_are_seen(
   codec: LeafCodec,
   x: ArrayLike | None = None,
@@ -91,10 +86,6 @@ def non_finite_elements_are_seen(
       its own value; ``"sent"`` if it is sent as it is, and may displace others;
       ``"row"`` if some sent elements of its row. All others must keep their bits.
     unclipped: the codec for the rest of a leaf that is not finite, if another.
-
-  Example:
-    >>> codec = gradcomp.codecs.QSGD(bits=4, bucket_size=64)
-    >>> non_finite_elements_are_seen(codec, bad=np.inf, spoils=64)
   """
   leaf = leaves.leaf_of(codec, x)
   position = leaf.size // 2
@@ -104,8 +95,22 @@ def non_finite_elements_are_seen(
   clean = trial(codec, leaf).value.ravel()
   if unclipped is not None:
     clean = np.asarray(returned(unclipped, leaf)).ravel()
-  spoiled = _spoiled(codec, leaf.shape, position, spoils)
-  unseen = _unseen(found, spoiled, position, bad, spoils)
+  sizes: dict[Any, int] = {None: leaf.size, "itself": 1}
+  row = sizes.get(spoils, codec.bind(Leaf(leaf.shape)).tile_size)
+  number = np.arange(leaf.size) // (spoils if isinstance(spoils, int) else row)
+  if spoils == "column":
+    number = np.arange(leaf.size) % (leaf.size // leaf.shape[0])
+  spoiled = number == number[position]
+  at, unseen = found[position], None
+  if spoils in ("itself", "sent"):
+    if not (at == bad or (at != at and bad != bad)):
+      unseen = f"element {position} became {at}"
+  elif spoils in ("any", "row"):
+    if np.isfinite(found[spoiled]).all():
+      unseen = f"element {position} became {at}, and its row is finite"
+  else:
+    unseen = first_wrong(spoiled & ~np.isnan(found), found, np.full_like(found, np.nan))
+    unseen = unseen and f"of what it spoils {unseen}"
   yield codec, f"never replace {bad} by a number", unseen
   kept = (found == clean) | ((found != found) & (clean != clean))
   if spoils == "any":
@@ -119,44 +124,12 @@ def non_finite_elements_are_seen(
   yield codec, f"leave what {bad} at {position} does not spoil as it is", changed
 
 
-def _spoiled(
-  codec: LeafCodec, shape: tuple[int, ...], position: int, spoils: int | str | None
-) -> np.ndarray:
-  """Masks the elements of a flat leaf that the one at ``position`` may spoil."""
-  number = np.arange(int(np.prod(shape)))
-  if spoils is None:
-    return np.ones(number.size, bool)
-  if spoils == "itself":
-    return number == position
-  if spoils == "column":
-    columns = number.size // shape[0]
-    return number % columns == position % columns
-  size = spoils if isinstance(spoils, int) else codec.bind(Leaf(shape)).tile_size
-  return number // size == position // size
-
-
-def _unseen(
-  found: np.ndarray, spoiled: np.ndarray, position: int, bad: float, spoils: object
-) -> str | None:
-  """Describes the decoded element if it hides a value that is not finite; else None."""
-  at = found[position]
-  if spoils in ("itself", "sent"):
-    same = at == bad or (at != at and bad != bad)
-    return None if same else f"element {position} became {at}"
-  if spoils in ("any", "row"):
-    seen = not np.isfinite(found[spoiled]).all()
-    return None if seen else f"element {position} became {at}, and its row is finite"
-  hidden = first_wrong(spoiled & ~np.isnan(found), found, np.full_like(found, np.nan))
-  return hidden and f"of what it spoils {hidden}"
-
-
-@law(look="the last row of a leaf, which the leaf does not fill")
+@law(
+  "codecs.OneBit(), sizes=(0, 33)",
+  "the last row of a leaf, which the leaf does not fill",
+)
 def odd_sizes_work(codec: LeafCodec, sizes: Sequence[int] = leaves.SIZES) -> Findings:
-  """Leaves of any size decode to finite numbers in their shape; zeros to zeros.
-
-  Example:
-    >>> odd_sizes_work(gradcomp.codecs.OneBit(), sizes=(0, 33))
-  """
+  """Leaves of any size decode to finite numbers in their shape; zeros to zeros."""
   tried = [leaves.gaussian(size, seed=size) for size in sizes]
   zeros = [np.zeros_like(leaf) for leaf in tried]
   run = jax.jit(lambda tried: [round_trip(codec, x) for x in tried])
@@ -169,15 +142,15 @@ def odd_sizes_work(codec: LeafCodec, sizes: Sequence[int] = leaves.SIZES) -> Fin
     yield codec, expected, difference(zero, np.zeros_like(leaf), of="as many zeros")
 
 
-@law(look="what fills the last row in `encode`, and which of its elements count")
+@law(
+  "codecs.OneBit()",
+  "what fills the last row in `encode`, and which of its elements count",
+)
 def padding_never_leaks(codec: LeafCodec) -> Findings:
   """A leaf that ends within a row has no larger error for it.
 
   Leaves of one magnitude show it. If a codec is exact for them where they fill rows,
   then it is where they end within a row: padding counts in no scale and no mean.
-
-  Example:
-    >>> padding_never_leaks(gradcomp.codecs.OneBit())
   """
   tile = leaves.tile_of(codec)
   if tile is None:  # rows are as long as the leaf
@@ -209,15 +182,15 @@ def _mixes_zeros(codec: LeafCodec, x: np.ndarray, found: np.ndarray, size: int) 
   return bool(abs(np.mean(found[wrong] / x[wrong]) - 1) <= 0.25)
 
 
-@law(look="`largest`, which says what a row holds, and bounds that numbers are cut to")
+@law(
+  "codecs.QSGD(bits=4)",
+  "`largest`, which says what a row holds, and bounds that numbers are cut to",
+)
 def large_numbers_keep_their_size(codec: LeafCodec) -> Findings:
   """A leaf times a power of two decodes to that power of two times the decoded leaf.
 
   This holds to a hundredth of the largest number. The powers are 2^12, and 2^40 for
   codecs with float32 numbers in rows.
-
-  Example:
-    >>> large_numbers_keep_their_size(gradcomp.codecs.QSGD(bits=4))
   """
   x = leaves.gaussian(leaves.ragged(codec))
   expected = np.asarray(trial(codec, x).value, np.float64)
@@ -229,7 +202,10 @@ def large_numbers_keep_their_size(codec: LeafCodec) -> Findings:
     yield codec, f"send 2^{power} x as 2^{power} times what it sends of x", told
 
 
-@law(look="`largest`, which says what a row holds, and casts without a scale")
+@law(
+  'codecs.Dense(), "two_shot"',
+  "`largest`, which says what a row holds, and casts without a scale",
+)
 def half_precision_keeps_its_range(
   codec: LeafCodec, exchange: ExchangeName | Exchange = "ring", *, workers: int = 4
 ) -> Findings:
@@ -239,9 +215,6 @@ def half_precision_keeps_its_range(
   of one may underflow. Gradients are multiplied by a power of two, and so must the mean
   be: to a hundredth of the largest, plus the smallest number of float16. What a codec
   makes too large for float16 is the largest number.
-
-  Example:
-    >>> half_precision_keeps_its_range(gradcomp.codecs.Dense(), "two_shot")
   """
   given: Any = {"exchange": exchange, "feedback": None, "min_leaf_size": 0}
   transformation = compress(codec, axis_name="data", **given)

@@ -10,9 +10,8 @@ from jax import lax
 from jax.tree_util import Partial
 
 from gradcomp._src import checks
-from gradcomp._src.core import agreement
 from gradcomp._src.exchange.collectives import pmean
-from gradcomp._src.mesh import trees, types
+from gradcomp._src.mesh import agreement, trees, types
 from gradcomp._src.mesh.axes import AxisName
 
 ACCUMULATE = checks.integer("a number of micro-batches, 1 or more", 1)

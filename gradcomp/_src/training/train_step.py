@@ -14,10 +14,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradcomp._src.checks import flag, instance_of
-from gradcomp._src.core import agreement
 from gradcomp._src.core.specs import check_stacked, state_specs
 from gradcomp._src.core.state import steps_alone
 from gradcomp._src.local_steps.rounds import numbers_of_all
+from gradcomp._src.mesh import agreement
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.closures import arrays_of, loss_with_note, optimizer_with_note
 from gradcomp._src.mesh.param_specs import PLACED, by_leaf, specs_over
@@ -67,7 +67,7 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
       is made from it, another one for each worker and micro-batch.
     extra_args: further arguments of the optimizer's ``update``, by name.
     inspect: whether ``metrics["inspection"]`` is the inspection of the step, see
-      :func:`gradcomp.telemetry.inspect`, by a program of its own.
+      :func:`gradcomp.telemetry.inspect_update`, by a program of its own.
   """
 
   @overload

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.checks import one_of, static_number
-from gradcomp._src.core import agreement
 from gradcomp._src.core.border import on_workers
 from gradcomp._src.core.inputs import pairs
 from gradcomp._src.exchange.collectives import largest, psum
+from gradcomp._src.mesh import agreement
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.per_worker import unmarked
 from gradcomp._src.mesh.place import Place, place

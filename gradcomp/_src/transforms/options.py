@@ -54,7 +54,7 @@ class CompressOptions(ExchangeOptions, total=False):
       their scale) or ``"local"``. An object in its place has options, like
       ``gradcomp.exchange.TwoShot(feedback=False)`` and
       ``gradcomp.exchange.Hierarchical(group_size=8)``. ``"auto"`` chooses by codec,
-      sizes and workers: see :func:`gradcomp.exchange.choose`. ``"local"`` exchanges
+      sizes and workers: see :class:`gradcomp.exchange.Auto`. ``"local"`` exchanges
       nothing: outputs differ between workers, and under Explicit axes stay unreduced.
       Default: ``"auto"``.
     feedback: ``"error"``, or :class:`gradcomp.ErrorFeedback`, keeps what was not sent,

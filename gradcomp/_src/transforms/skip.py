@@ -10,9 +10,9 @@ import optax
 from jax import lax
 
 from gradcomp._src.checks import step_count
-from gradcomp._src.core import agreement
 from gradcomp._src.core.border import any_tree
 from gradcomp._src.exchange.collectives import largest
+from gradcomp._src.mesh import agreement
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.per_worker import is_marked, on_rows, with_rows
 from gradcomp._src.mesh.place import place
@@ -62,8 +62,7 @@ def skip_nonfinite(
       ``inner``; None for one device, or for the axes that gradients are unreduced over.
 
   Returns:
-    A gradient transformation; its state is a
-    :class:`gradcomp.state.SkipNonfiniteState`.
+    A gradient transformation; its state has the fields of ``optax.ApplyIfFiniteState``.
 
   Raises:
     ValueError: ``max_consecutive_errors`` is no number of steps, or ``axis_name`` names

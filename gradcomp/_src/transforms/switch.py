@@ -10,9 +10,9 @@ from jax import lax
 from jax.tree_util import GetAttrKey, KeyPath
 
 from gradcomp._src.checks import static_integer
-from gradcomp._src.core import agreement
 from gradcomp._src.core.border import any_tree
 from gradcomp._src.core.state import is_state
+from gradcomp._src.mesh import agreement
 
 
 class SwitchState(NamedTuple):
@@ -58,7 +58,8 @@ def switch(
     transformations: transformations of optax, or gradcomp's.
 
   Returns:
-    A gradient transformation; its state is a :class:`gradcomp.state.SwitchState`.
+    A gradient transformation; its state has ``count``, the steps so far, and ``inner``,
+    the largest state of a transformation, of which the others keep a part.
 
   Raises:
     ValueError: boundaries are not ascending steps, or too few or many; in ``init``, the

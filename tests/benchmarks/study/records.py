@@ -13,11 +13,11 @@ SETTING = Setting(
 TIMED = SETTING._replace(way="timed", points=0, link="1gbit", workers=2, hosts=2)
 
 
-def unread(args, network):
+def unread(network, dataset, data_dir, pixels, text, dropout):
   """The source of a network's data, with their name and size alone."""
   if network in TEXTS:
-    return Source(args.text, None, (), (), 172_221, None, True)
-  return Source(f"{args.dataset}/{args.pixels}", None, (), (), 60_000, None, False)
+    return Source(text, None, (), (), 172_221, None, True)
+  return Source(f"{dataset}/{pixels}", None, (), (), 60_000, None, False)
 
 
 def curve(*accuracies, loss=1.0, learned=1.0):

@@ -114,7 +114,7 @@ def test_settings_of_the_highest_rank_decide_alone():
   *others, last = found.numbers
   assert (found.verdict, last) == ("holds", "it")
   assert all(x.endswith(", and does not count") for x in others)
-  # Nothing is told by what cannot fail, and what is far from the claim does not test it.
+  # What cannot fail decides nothing; what is far from the claim does not test it.
   for ranks, expected in (((blind, far), "cannot tell"), ((far,), "not tested")):
     assert concluded([Seen(True, "", x) for x in ranks], "").verdict == expected
 

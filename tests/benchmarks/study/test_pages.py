@@ -17,14 +17,14 @@ from benchmarks.links import results
 from benchmarks.models import package_accuracy
 from benchmarks.pages import records as page_records
 from benchmarks.pages import study as study_pages
-from benchmarks.study import findings, methods, runner
+from benchmarks.study import findings, methods, runner, tasks
 from benchmarks.study import records as study_records
 from benchmarks.study.analysis import Spread
 from benchmarks.study.figures import claims
 from benchmarks.study.figures.style import slug
 from benchmarks.study.judges.verdicts import APART, Limit, bar
 from benchmarks.study.options import launches
-from gradcomp.cost import CANDIDATES
+from gradcomp._src.cost.planner.candidates import CANDIDATES
 from tests.benchmarks.study.records import SETTING, unread
 from tests.support import pages
 
@@ -49,20 +49,20 @@ study, judged = map(functools.cache, (study_pages.study, study_pages.judged))
 
 
 def test_the_launches_make_the_records_and_no_others(monkeypatch):
-  monkeypatch.setattr(runner, "_source", unread)
+  monkeypatch.setattr(tasks, "source", unread)
   made = [job.setting for launch in launches("papers") for job in runner.jobs(launch)]
   records = study_records.read(study_pages.RECORDS)
   kept = {x.setting for x in records if x.setting.way == "emulated"}
   assert set(made) == kept and len(made) == len(kept)  # no run is in two launches
 
 
-def test_plan_has_the_points_of_the_records():
+def test_plan_has_the_intervals_of_the_records():
   """Plans read trainings that saw data: RedSync with ASQ never trained on images."""
   found = package_accuracy.accuracies(study())
-  assert found == {x.name: x.points for x in CANDIDATES}
-  assert found["1-bit"] < -4 and found["top 0.1 % ASQ"] is None
-  kept = (pages.ROOT / "gradcomp/_src/cost/planner/accuracy.json").read_text()
-  assert json.loads(kept) == found
+  assert found == {x.name: list(x.records) for x in CANDIDATES}
+  assert found["1-bit"] and not found["top 0.1 % ASQ"]
+  kept = pages.ROOT / "gradcomp/_src/cost/planner/accuracy.json"
+  assert kept.read_text() == package_accuracy.written(found)
 
 
 def test_the_pages_have_each_table():

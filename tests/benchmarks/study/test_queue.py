@@ -142,8 +142,9 @@ def test_a_killed_queue_leaves_no_training(stopped, tmp_path):
   pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
   command = [sys.executable, "-c", QUEUE]
   process = subprocess.Popen(command, cwd=tmp_path, env=env, **pipes)
-  until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text()[-1:])
-  number, *place = map(int, (tmp_path / "log").read_text().split())
+  log = tmp_path / "log"
+  until(lambda: log.exists() and log.read_text().endswith("\n"))
+  number, *place = map(int, log.read_text().split())
   training = psutil.Process(number)
   if stopped:
     process.stdin.write("\n")

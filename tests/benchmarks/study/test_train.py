@@ -5,7 +5,7 @@ from unittest import mock
 import jax
 import pytest
 
-from benchmarks.study import analysis, methods, options, records, runner
+from benchmarks.study import analysis, methods, options, records, runner, tasks
 from benchmarks.study.queue import items as queue_items
 from benchmarks.study.queue import times, train
 from benchmarks.study.records import Record
@@ -34,7 +34,7 @@ def test_launches_have_each_training_once_and_beside_float32():
 
 def test_timed_launches_are_those_of_the_study(monkeypatch):
   """Each host runs these settings on its link, with the sizes of the data alone."""
-  monkeypatch.setattr(runner, "_source", unread)
+  monkeypatch.setattr(tasks, "source", unread)
   timed = {x.setting for x in queue_items.items() if x.setting.way == "timed"}
   made = set()
   for _, rate, hosts, line in times.lines(timed):

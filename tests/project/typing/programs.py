@@ -48,7 +48,6 @@ def front_page(params: Params, batch: jax.Array) -> None:
     return optax.apply_updates(params, updates), opt_state, loss
 
   report = gradcomp.wire_report(train_step.lower(params, opt_state, batch))
-  assert_type(report, gradcomp.wire.WireReport)
   assert_type(report.bytes_sent, int)
   grad_fn = gradcomp.value_and_grad(loss_and_accuracy, axis_name="data", has_aux=True)
   (_, accuracy), grads = grad_fn(params, batch)
@@ -117,7 +116,7 @@ def halves(
 
 
 def use(params: Params, x: jax.Array) -> None:
-  codec: gradcomp.codecs.LeafCodec = Halves()
+  codec: Codec = Halves()
   inner, outer = optax.adam(1e-3), optax.sgd(0.7)
   optimizer = gradcomp.local.local_steps(
     inner,

@@ -1,4 +1,4 @@
-"""The numbers of gradcomp.telemetry.inspect, in NumPy."""
+"""The numbers of gradcomp.telemetry.inspect_update, in NumPy."""
 
 import numpy as np
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.core import agreement
+from gradcomp._src.mesh import agreement
 from gradcomp._src.mesh.per_worker import PerWorker
 from gradcomp.codecs import QSGD
 from tests.support.option_fields import with_options

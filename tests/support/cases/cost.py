@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 import gradcomp
 from gradcomp import cost
-from gradcomp.cost import Breakdown, Cluster, CodecSpeed, Link
+from gradcomp._src.cost.exchange import Breakdown
+from gradcomp.cost import Cluster, CodecSpeed, Link
 
 LINK = Link(latency=1e-3, bytes_per_second=1e6)
 SPEED = CodecSpeed(encode=1e-6, decode=2e-6, add=3e-6, keep=5e-6)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
-from gradcomp.cost import CANDIDATES, Link, PlanOptions
+from gradcomp._src.cost.planner.candidates import CANDIDATES
+from gradcomp.cost import Link, PlanOptions
 from tests.support.option_fields import with_options
 
 LIKE = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 64 MiB

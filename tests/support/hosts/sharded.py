@@ -88,10 +88,10 @@ def placed(hosts):
   tree = {"rows": rng.standard_normal((2 * hosts, 3), np.float32), "count": 7}
   tree["key"] = jax.random.key(5)
   specs = {"rows": P("data"), "count": P(), "key": P()}
-  read = gradcomp.checkpoint.place(tree, mesh, specs)
-  made = gradcomp.checkpoint.place(jax.tree.map(jnp.asarray, tree), mesh, specs)
-  turned = gradcomp.checkpoint.place(made, mesh, P())
-  cut_again = gradcomp.checkpoint.place(turned, mesh, specs)
+  read = gradcomp.checkpoint.put_on_mesh(tree, mesh, specs)
+  made = gradcomp.checkpoint.put_on_mesh(jax.tree.map(jnp.asarray, tree), mesh, specs)
+  turned = gradcomp.checkpoint.put_on_mesh(made, mesh, P())
+  cut_again = gradcomp.checkpoint.put_on_mesh(turned, mesh, specs)
   words = lambda x: {**x, "key": jax.random.key_data(x["key"])}
   return [*map(words, (read, made, turned, cut_again))]
 
@@ -104,10 +104,12 @@ def gathered(hosts):
   with jax.set_mesh(mesh):
     state = tx.init(params)
   rows = np.random.default_rng(13).standard_normal((2 * hosts, 3), np.float32)
-  state = state._replace(residual=gradcomp.checkpoint.place(rows, mesh, P("data")))
+  state = state._replace(
+    residual=gradcomp.checkpoint.put_on_mesh(rows, mesh, P("data"))
+  )
   options = dict(axis_name="data", old_workers=hosts, workers=1)
   alone = gradcomp.reshard_state(tx, params, state, **options)
-  return gradcomp.checkpoint.place(alone.residual, mesh, P())
+  return gradcomp.checkpoint.put_on_mesh(alone.residual, mesh, P())
 
 
 def plain(hosts):

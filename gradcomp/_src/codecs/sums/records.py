@@ -52,7 +52,7 @@ class Context(NamedTuple):
   Attributes:
     key: ``uint32[2]``, the worker's own; for codecs that draw random numbers.
     dither: ``uint32[3]``, the random source in place of the key: the key that all
-      workers share, and the worker's mask, see :func:`gradcomp.kernels.dither`.
+      workers share, and the worker's mask of 16 bits, twice in one word.
     agreed: the statistics that all workers agree on.
     memory: the codec state of the leaf. Its ``own`` is None where a sum of several
       workers' gradients is encoded.

@@ -3,31 +3,31 @@
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
+from gradcomp._src.codecs import one_bit, policy, ternary
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.floats.float_cast import FloatCast
-from gradcomp._src.codecs.one_bit import OneBit
-from gradcomp._src.codecs.policy import Policy
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.cost.exchange import NO_WORK, Speeds
 from gradcomp._src.cost.link import CodecSpeed
-from gradcomp._src.mesh.platforms import Platform, device_kind
+from gradcomp._src.mesh import platforms
 
 SpeedOf = Callable[[LeafCodec], CodecSpeed]  # of a leaf's codec
 Named = Literal["measure", "cpu", "H100", "TPU v5e"]
+Given = CodecSpeed | Mapping[str, CodecSpeed] | SpeedOf | Named | None
 
 # A sentence about the package's speeds, and the platform of their devices, by name.
-SOURCES: dict[str, tuple[str, Platform]] = {
+SOURCES: dict[str, tuple[str, platforms.Platform]] = {
   "cpu": ("Codec speeds are packaged ones of two cores (backend 'cpu').", "cpu"),
   "H100": ("Codec speeds are packaged ones of an NVIDIA H100.", "gpu"),
   "TPU v5e": (
@@ -43,56 +43,66 @@ GIVEN = "Codec speeds are those that were given."
 _LAST = r"(^|/)(head|lm_head|classifier|logits|output|predictions|fc)(/|$)"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate:
-  """A setting that a plan may choose.
+class Record(NamedTuple):
+  """The points of accuracy of one setting of the study, seed by seed beside float32."""
 
-  Attributes:
-    name: its name in tables, and of its speeds.
-    codec: the codec of the leaves.
-    biased: whether the gradient is not the mean of decoded payloads.
-    feedback: whether workers keep a residual.
-    omega: ``E|Q(g) - g|^2 / |g|^2`` for Gaussian numbers; None to measure it.
-    density: the share of the elements that a sparse codec sends; None for all.
-    points: the points of accuracy by which it ended above float32 in the worst of the
-      study's trainings; None if none of them went to its end.
-    last_dense: whether its paper leaves the last layer in float32. Names like ``head``
-      in a path show that layer.
-    verdict: the first words of a plan that chooses it.
-  """
+  task: str  # the network, and its data
+  optimizer: str
+  workers: int
+  seeds: int
+  points: float  # above float32, the mean over seeds
+  half: float  # of its interval of 95 %
 
-  name: str
-  codec: LeafCodec
-  biased: bool = False
-  feedback: bool = False
-  omega: float | None = None
-  density: float | None = None
-  points: float | None = None
-  last_dense: bool = False
-  verdict: str = "compress"
+  def far(self, workers: int, optimizer: str | None) -> tuple[bool, float]:
+    """Returns whether it is by another optimizer, and the doublings of its workers."""
+    other = optimizer not in (None, self.optimizer)
+    return other, abs(math.log2(self.workers / workers))
+
+  def lost(self, most: float) -> bool:
+    """Returns True for a loss above ``most``, if the interval shows that it is one."""
+    return self.points < -most and self.points + self.half < 0
+
+  def __str__(self) -> str:
+    where = f"{self.task}, {self.optimizer}, {self.workers} workers, {self.seeds} seeds"
+    return f"{self.points:+.2f} ± {self.half:.2f} points from float32 ({where})"
+
+
+class Candidate(NamedTuple):
+  """A setting that a plan may choose."""
+
+  name: str  # in tables, and of its speeds
+  codec: LeafCodec  # of the leaves
+  biased: bool = False  # whether the gradient is not the mean of decoded payloads
+  feedback: bool = False  # whether workers keep a residual
+  omega: float | None = None  # E|Q(g) - g|^2 / |g|^2 of normal numbers; None to measure
+  density: float | None = None  # the share of elements that a sparse codec sends
+  records: tuple[Record, ...] = ()  # in the study; none if no one saw all of its data
+  last_dense: bool = False  # whether its paper leaves the last layer in float32
+  verdict: str = "compress"  # the first words of a plan that chooses it
 
   def codec_for(self, paths: Sequence[str]) -> LeafCodec:
     """Returns the codec for leaves of these paths, with the last layer in float32."""
     if self.last_dense and any(map(is_last, paths)):
-      return Policy([(_LAST, Dense()), ("", self.codec)])
+      return policy.Policy([(_LAST, Dense()), ("", self.codec)])
     return self.codec
 
 
-def _candidate(name: str, codec: LeafCodec, **options: Any) -> Candidate:
+@functools.cache
+def _packaged(name: str) -> Mapping[str, Any]:
+  """Returns a file of the package, which scripts of `benchmarks.models` make."""
+  return json.loads(resources.files(__package__).joinpath(name).read_text())
+
+
+def _known(
+  name: str, codec: LeafCodec, omega: float | None = None, **options: Any
+) -> Candidate:
   """Returns a candidate that keeps a residual if its codec is biased."""
-  biased = not codec.unbiased
-  return Candidate(name=name, codec=codec, biased=biased, feedback=biased, **options)
+  biased, every = not codec.unbiased, _packaged("accuracy.json")
+  options["records"] = tuple(Record(*x) for x in every.get(name, ()))
+  return Candidate(name, codec, biased, biased, omega, **options)
 
 
-def _known(name: str, codec: LeafCodec, omega: float, **options: Any) -> Candidate:
-  """Returns a candidate with the points of accuracy that the study found for it."""
-  # `python -m benchmarks.models.package_accuracy` makes the file from the records.
-  text = resources.files(__package__).joinpath("accuracy.json").read_text()
-  given = {"points": json.loads(text).get(name)} | options
-  return _candidate(name, codec, omega=omega, **given)
-
-
-DENSE = _known("float32", Dense(), 0.0, points=0.0)
+DENSE = _known("float32", Dense(), 0.0)
 
 # Omegas are of a million normal numbers; a test measures some of them again.
 CANDIDATES = (
@@ -101,8 +111,8 @@ CANDIDATES = (
   _known("QSGD-4", QSGD(bits=4), 0.036),
   _known("QSGD-2", QSGD(bits=2, bucket_size=128), 1.26),
   _known("QSGD-2 fitted", QSGD(bits=2, bucket_size=128, levels="nonuniform"), 0.504),
-  _known("1-bit", OneBit(bucket_size=64), 0.353),
-  _known("TernGrad", Ternary(), 1.006, last_dense=True),
+  _known("1-bit", one_bit.OneBit(bucket_size=64), 0.353),
+  _known("TernGrad", ternary.Ternary(), 1.006, last_dense=True),
   _known("APS (5, 2)", FloatCast(exponent_bits=5, mantissa_bits=2), 2.8e-3),
   _known("APS (4, 3)", FloatCast(exponent_bits=4, mantissa_bits=3), 7e-4),
   _known("top 1 %", TopK(density=0.01), 0.916, density=0.01),
@@ -111,16 +121,19 @@ CANDIDATES = (
 )
 
 
+SpeedsOf = Callable[[Candidate], Speeds | None]
+
+
 def as_candidate(given: Any) -> Candidate:
   """Returns a candidate, made of a codec if need be; else raises ValueError."""
   if isinstance(given, Candidate):
     return given
   if not is_codec(given):
     raise ValueError(
-      "`candidates` must hold codecs, or instances of gradcomp.cost.Candidate, got "
+      "`candidates` must hold codecs, or those of gradcomp.cost.PlanOptions, got "
       f"{given!r}."
     )
-  return _candidate(name_of(given), given, density=getattr(given, "density", None))
+  return _known(name_of(given), given, density=getattr(given, "density", None))
 
 
 def is_last(path: str) -> bool:
@@ -132,21 +145,15 @@ def name_of(codec: LeafCodec) -> str:
   """Returns the codec's type with the options that differ from their defaults."""
   if not dataclasses.is_dataclass(codec):
     return repr(codec)
-  options = [
-    f"{field.name}={value!r}"
-    for field in dataclasses.fields(codec)
-    if (value := getattr(codec, field.name)) != field.default
-  ]
+  pairs = [(x, getattr(codec, x.name)) for x in dataclasses.fields(codec)]
+  options = [f"{x.name}={value!r}" for x, value in pairs if value != x.default]
   return f"{type(codec).__name__}({', '.join(options)})"
 
 
-@functools.cache
 def packaged_speeds(device: str) -> Mapping[str, CodecSpeed]:
   """Returns a device's packaged speeds, by the names of candidates, or ValueError."""
-  # `benchmarks/models/package_speeds.py` makes them: on a CPU with two cores a process,
-  # on a GPU, and for a TPU from the programs that its compiler makes of the codecs.
-  text = resources.files(__package__).joinpath("speeds.json").read_text()
-  devices = json.loads(text)
+  # On a CPU with two cores a process, on a GPU, and for a TPU from compiled programs.
+  devices = _packaged("speeds.json")
   if device not in devices:
     raise ValueError(
       f"`speeds` must be given on {device!r}: the package has those of "
@@ -155,29 +162,23 @@ def packaged_speeds(device: str) -> Mapping[str, CodecSpeed]:
   return {name: CodecSpeed(**speed) for name, speed in devices[device].items()}
 
 
-def speeds_of(
-  given: Any, platform: str
-) -> tuple[Callable[[Candidate], Speeds | None], str]:
-  """Returns a function from candidates to speeds, None if unknown; and a note.
-
-  Without given ones, they are the package's for the device that is in use.
-  """
+def speeds_of(given: Any, platform: str) -> tuple[SpeedsOf, str]:
+  """Returns a function from candidates to speeds, None if unknown; and a note."""
+  note = GIVEN
   if given is None or (isinstance(given, str) and given in SOURCES):
-    device = given or _KINDS.get(device_kind(platform), platform)
-    speeds = packaged_speeds(device)
-    return functools.partial(_named, speeds), SOURCES[device][0]
-  if given == "measure":
-    says = "Codec speeds were measured on this device."
-    return lambda x: CodecSpeed.measure(x.codec), says
+    device = given or _KINDS.get(platforms.device_kind(platform), platform)
+    given, note = packaged_speeds(device), SOURCES[device][0]
   if isinstance(given, Mapping):
     for name, speed in given.items():
       if not isinstance(speed, CodecSpeed):
-        raise ValueError(
-          f"`speeds` must be CodecSpeeds by name, got {name}: {speed!r}."
-        )
-    return functools.partial(_named, given), GIVEN
+        rule = f"CodecSpeeds by name, got {name}: {speed!r}"
+        raise ValueError(f"`speeds` must be {rule}.")
+    return functools.partial(_named, given), note
   if isinstance(given, CodecSpeed) or callable(given):
-    return lambda _: given, GIVEN
+    return lambda _: given, note
+  if given == "measure":
+    says = "Codec speeds were measured on this device."
+    return lambda x: CodecSpeed.measure(x.codec), says
   raise ValueError(
     f'`speeds` must be None, "measure", one of {tuple(SOURCES)}, a CodecSpeed, '
     f"CodecSpeeds by the names of candidates, or a function of codecs, got {given!r}."

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,24 +15,19 @@ from jax.tree_util import keystr
 
 from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core.compression import Compression, paths_of
-from gradcomp._src.core.inputs import pairs
+from gradcomp._src.core import compression, inputs
 from gradcomp._src.core.transform import compress
 from gradcomp._src.cost import exchange as costs
 from gradcomp._src.cost import rules
-from gradcomp._src.cost.exchange import NO_WORK, Breakdown, Speeds
-from gradcomp._src.cost.link import Cluster, CodecSpeed, Link
-from gradcomp._src.cost.planner import candidates
-from gradcomp._src.cost.planner.candidates import Candidate, SpeedOf
-from gradcomp._src.cost.planner.errors import BudgetName, Errors, checked_budget
+from gradcomp._src.cost.exchange import Breakdown, Speeds
+from gradcomp._src.cost.link import Cluster, Link
+from gradcomp._src.cost.planner import candidates, errors
+from gradcomp._src.cost.planner.candidates import Candidate
 from gradcomp._src.cost.planner.sent import Sent, sent_by
-from gradcomp._src.exchange import hierarchical, one_stage, ring, two_shot
-from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange import collectives, hierarchical, one_stage, ring, two_shot
 from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.mesh import axes, place, platforms, trees
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.place import Place
-from gradcomp._src.mesh.platforms import Platform, planned_for, planned_on, platform
-from gradcomp._src.mesh.trees import unboxed
 from gradcomp._src.report.collectives import aligned
 from gradcomp._src.report.explain import Explanation, explain
 
@@ -61,9 +56,11 @@ class PlanOptions(checks.Checked):
       function from the codec of a leaf to its speeds, or ``"measure"``. By default the
       package's for the device. ``"cpu"``, ``"H100"`` and ``"TPU v5e"`` are those by
       name; the last are XLA's estimates, which nobody has timed.
+    optimizer: that of the training, ``"sgd"`` or ``"adam"``, for ``budget="paper"``. By
+      default records of both count.
     gradients: gradients like the parameters, to measure errors on, which compiles each
       codec; normal numbers by default.
-    candidates: candidates, or codecs; by default ``gradcomp.cost.CANDIDATES``.
+    candidates: candidates, or codecs; by default ``PlanOptions.candidates``.
     margin: the part of a step that compression must gain, from 0 to below 1.
     platform: that of the workers, ``"cpu"``, ``"gpu"`` or ``"tpu"``, by which
       ``message_bytes="auto"`` cuts messages. By default that of the named ``speeds``,
@@ -75,17 +72,18 @@ class PlanOptions(checks.Checked):
 
   forward: float | None = checks.field(None, checks.optional(rules.SECONDS))
   backward: float | None = checks.field(None, checks.optional(rules.SECONDS))
-  speeds: CodecSpeed | Mapping[str, CodecSpeed] | SpeedOf | candidates.Named | None = (
-    None
+  speeds: candidates.Given = None
+  optimizer: errors.Optimizer | None = checks.field(
+    None, checks.choice(errors.Optimizer, none=True)
   )
   gradients: Any = None
   candidates: Sequence[Candidate | LeafCodec] = candidates.CANDIDATES
   margin: float = checks.field(0.05, checks.BELOW_1)
-  platform: Platform | None = None
+  platform: platforms.Platform | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    planned_for(self.platform)
+    platforms.planned_for(self.platform)
     if (self.forward is None) != (self.backward is None):
       raise ValueError(
         "`backward` must be given with `forward`, and only then, got "
@@ -100,33 +98,19 @@ class PlanOptions(checks.Checked):
 _DEFAULTS = PlanOptions()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-  """A candidate with an exchange: its predicted times, or the reason to refuse it.
-
-  Attributes:
-    candidate: the candidate.
-    exchange: the exchange; None in a refusal of all.
-    reason: the reason to refuse it, with its number; "" for a row that was compared.
-    options: the codec of the leaves, the exchange and the feedback, for ``compress``.
-    error: of the mean, squared, over its square.
-    speed: the speeds of the codecs of leaves.
-    sent: the work on the leaves, and the collectives of a step.
-    breakdown: the seconds of its exchange.
-    step_seconds: the seconds of a step; of only the exchange if the passes are unknown.
-    speedup: the step of a plain mean in float32, over this one.
-  """
+class Row(NamedTuple):
+  """A candidate with an exchange: its predicted times, or the reason to refuse it."""
 
   candidate: Candidate
-  exchange: Exchange | None = None
-  reason: str = ""
-  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  error: float = 0.0
-  speed: Speeds = NO_WORK
-  sent: Sent = Sent()
-  breakdown: Breakdown = Breakdown()
-  step_seconds: float = 0.0
-  speedup: float = 1.0
+  exchange: Exchange | None = None  # None in a refusal of all
+  reason: str = ""  # to refuse it, with its number; "" for a row that was compared
+  error: float = 0.0  # of the mean, squared, over its square
+  options: Mapping[str, Any] = {}  # of `compress`: codec, exchange and feedback
+  speed: Speeds = costs.NO_WORK  # of the codecs of leaves
+  sent: Sent = Sent()  # the work on the leaves, and the collectives of a step
+  breakdown: Breakdown = Breakdown()  # the seconds of its exchange
+  step_seconds: float = 0.0  # of a step; of the exchange if the passes are unknown
+  speedup: float = 1.0  # the step of a plain mean in float32, over this one
 
   @property
   def name(self) -> str:
@@ -153,25 +137,15 @@ class Row:
     return f"{_in_ms(self.step_seconds)} ms"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-  """The result of :func:`plan`; ``str(plan)`` is a table and a verdict.
+class Plan(NamedTuple):
+  """The result of :func:`plan`; ``str(plan)`` is a table and a verdict."""
 
-  Attributes:
-    chosen: the row of the choice: a plain mean where compression is not worth it.
-    rows: all candidates that were compared, the plain mean first.
-    refused: candidates that could not be chosen, with the reasons.
-    verdict: one line, which begins with the advice.
-    notes: caveats about the numbers.
-    explanation: the messages and bytes of the choice, of every leaf.
-  """
-
-  chosen: Row
-  rows: tuple[Row, ...]
-  refused: tuple[Row, ...]
-  verdict: str
-  notes: tuple[str, ...]
-  explanation: Explanation
+  chosen: Row  # a plain mean where compression is not worth it
+  rows: tuple[Row, ...]  # all pairs that were compared, the plain mean first
+  refused: tuple[Row, ...]  # those that could not be chosen, with the reasons
+  verdict: str  # one line, which begins with the advice
+  notes: tuple[str, ...]  # caveats about the numbers
+  explanation: Explanation  # the messages and bytes of the choice, of every leaf
 
   def transformation(
     self, *, axis_name: AxisName | None
@@ -186,14 +160,11 @@ class Plan:
 
   def __str__(self) -> str:
     rows = sorted(self.rows, key=lambda row: row.step_seconds)
-    cells = [_HEADER, *(row.cells for row in rows)]
-    lines = aligned(cells, right=range(2, len(_HEADER)))
+    lines = aligned([_HEADER, *(x.cells for x in rows)], right=range(2, len(_HEADER)))
     whole = [x for x in self.refused if x.exchange is None]
     lines += [f"refused {x.name}: {x.reason}." for x in whole]
     if number := len(self.refused) - len(whole):
-      lines.append(
-        f"refused {number} other pairs of codec and exchange: see `refused`."
-      )
+      lines += [f"refused {number} other pairs of codec and exchange: see `refused`."]
     return "\n".join([*lines, *self.notes, self.verdict])
 
 
@@ -202,7 +173,7 @@ def plan(
   *,
   workers: int | tuple[int, int],
   link: Link | tuple[Link, Link] | Mesh,
-  budget: BudgetName | float = "paper",
+  budget: errors.BudgetName | float = "paper",
   steps: int | None = None,
   options: PlanOptions = _DEFAULTS,
 ) -> Plan:
@@ -227,12 +198,17 @@ def plan(
   ``"none"``        float32 alone
   ``"tight"``       unbiased ones with error / N <= 0.01, and omega <= 0.01 with
                     residuals
-  ``"paper"``       those that the study trained to the end, and never found more than
-                    0.5 points below float32; with an error of at most 1.25 times that
-                    of its ``two_shot`` with 8 workers, or 0.01
+  ``"paper"``       those that the study trained, and of which no record shows a loss
+                    above 0.5 points; with an error of at most 1.25 times that of its
+                    ``two_shot`` with 8 workers, or 0.01
   ``"aggressive"``  all
   a float           those with error / N up to that
   ================  ==================================================================
+
+  A record of the study has three seeds or more. It shows a loss if all of its interval
+  of 95 %, paired by seeds, is below float32. Of each task the nearest records count:
+  those of the ``optimizer``, if there are any, and then those nearest to N. Notes name
+  the candidates that none is near, by the optimizer and with N / 2 to 2 N workers.
 
   Bytes are arithmetic of the shapes of messages. The update of the choice is traced
   by :func:`gradcomp.explain`, and a pair that cannot be traced is refused then.
@@ -245,7 +221,7 @@ def plan(
       share one memory.
     budget: the error that is allowed.
     steps: the steps of the training; without them sparse codecs below 1 % are refused.
-    options: times of the passes, speeds, gradients, candidates and margin.
+    options: the optimizer, times of the passes, speeds, gradients, candidates, margin.
 
   Returns:
     A :class:`Plan`. Chain its ``transformation(axis_name=...)``.
@@ -258,7 +234,7 @@ def plan(
   Example:
     >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
     >>> link = gradcomp.cost.Link(latency=50e-6, bytes_per_second=125e6)
-    >>> options = PlanOptions(candidates=[gradcomp.cost.CANDIDATES[2]])  # QSGD-4
+    >>> options = PlanOptions(candidates=PlanOptions.candidates[2:3])  # QSGD-4
     >>> found = plan(params, workers=4, link=link, options=options)
     >>> print(found.verdict)
     compress: QSGD-4 two_shot 116.9 ms, dense 805.6 ms: 6.89 x
@@ -272,17 +248,18 @@ def plan(
     Agarwal et al., `On the Utility of Gradient Compression in Distributed Training
     Systems <https://arxiv.org/abs/2103.00543>`_, 2022
   """
-  errors = Errors(checked_budget(budget), sizes_of(workers))
-  if steps is not None:
-    errors = errors._replace(steps=rules.count("steps", steps))
   options = checks.instance_of("options", PlanOptions, options)
-  model = model_of(params)
-  if options.gradients is not None:
-    errors = errors._replace(gradients=_leaves(options.gradients, model))
-  cluster = cluster_of(workers, link)
-  passes = options.forward or 0.0, options.backward or 0.0
-  setting = Setting(model, errors, _platform(options, link), cluster, passes)
-  every = [candidates.as_candidate(x) for x in options.candidates]
+  model, given = model_of(params), options.gradients
+  sizes, cluster = cluster_of(workers, link)
+  limits = errors.Errors(
+    budget=errors.checked_budget(budget),
+    sizes=sizes,
+    steps=None if steps is None else rules.count("steps", steps),
+    gradients=None if given is None else _leaves(given, model),
+    optimizer=options.optimizer,
+  )
+  setting = Setting(model, limits, _platform(options, link), cluster, options)
+  every: Any = options.candidates
   notes = [
     "Times are of the exchange alone: the passes of a step are unknown."
     if options.forward is None
@@ -292,44 +269,36 @@ def plan(
     + ". Accuracy is not measured.",
   ]
   # XLA for TPUs, and NCCL, add inside slices and hosts before they send between them.
-  ways = [_WAYS[0], *_WAYS[-1:] * (len(errors.sizes) > 1)]
-  plain = [setting.row(candidates.DENSE, way) for way in ways]
+  ways = [_WAYS[0], *_WAYS[-1:] * (len(sizes) > 1)]
+  plain = [setting.timed(Row(candidates.DENSE, way)) for way in ways]
   dense = min(plain, key=lambda row: row.step_seconds)
-  alone, found = "", []
-  if errors.workers == 1:
+  alone = ""
+  if limits.workers == 1:
     alone = "one worker sends nothing"
   elif shares_memory(link):
     alone = "emulated devices share one memory, and no link is between them"
   if alone:
-    found = [Row(candidate=x, reason=alone) for x in every]
+    found = [Row(x, reason=alone) for x in every]
   else:
     speed_of, says = candidates.speeds_of(options.speeds, setting.platform)
     notes.append(says)
-    for x in every:
-      found += setting.rows(x, speed_of, dense)
-  none = f"do not: {alone or f'of {len(every)} candidates none is allowed'}"
+    found = [row for x in every for row in setting.rows(x, speed_of, dense)]
   rows, refused = ([x for x in found if bool(x.reason) is y] for y in (False, True))
   while True:
-    chosen, verdict = dense, none
-    if rows:
-      chosen, verdict = _chosen(rows, dense, plain, cluster, options.margin)
+    chosen, verdict = setting.chosen(rows, plain)
+    if not rows:
+      verdict = f"do not: {alone or f'of {len(every)} candidates none is allowed'}"
     try:
       explanation = setting.explained(chosen)
+      break
     except ValueError as error:
       if chosen is dense:
         raise
       rows = [x for x in rows if x is not chosen]
-      refused.append(dataclasses.replace(chosen, reason=str(error)))
-    else:
-      break
-  return Plan(
-    chosen=chosen,
-    rows=(dense, *rows),
-    refused=tuple(refused),
-    verdict=verdict,
-    notes=tuple(notes),
-    explanation=explanation,
-  )
+      refused.append(chosen._replace(reason=str(error)))
+  notes[2:2] = limits.notes(chosen.candidate, [row.candidate for row in rows])
+  every_row = (dense, *rows), tuple(refused)
+  return Plan(chosen, *every_row, verdict, tuple(notes), explanation)
 
 
 class Model(NamedTuple):
@@ -349,130 +318,103 @@ class Setting(NamedTuple):
   """The facts that all rows of a plan share."""
 
   model: Model
-  errors: Errors
+  limits: errors.Errors
   platform: str  # of the workers
   cluster: Cluster
-  passes: tuple[float, float]  # seconds, forward and backward
+  options: PlanOptions
 
   @property
   def axis_name(self) -> AxisName:
     """The axes of the workers."""
-    return "workers" if len(self.errors.sizes) == 1 else ("between", "inside")
+    return "workers" if len(self.limits.sizes) == 1 else ("between", "inside")
 
   def rows(
-    self,
-    candidate: Candidate,
-    speed_of: Callable[[Candidate], Speeds | None],
-    dense: Row,
+    self, candidate: Candidate, speed_of: candidates.SpeedsOf, dense: Row
   ) -> list[Row]:
     """Returns a candidate's row with each exchange; one if all have one refusal."""
-    errors = self.errors
-    omega = errors.omega(candidate)
-    reason = errors.refusal(candidate, omega)
+    limits = self.limits
+    omega = limits.omega(candidate)
+    reason = limits.refusal(candidate, omega)
     speeds = None if reason else speed_of(candidate)
     if speeds is None:
       unknown = f"`speeds` has none of this name; omega is {omega:.3g}"
-      return [Row(candidate=candidate, reason=reason or unknown)]
-    speed, rows = candidates.by_leaf(speeds), []
-    excess: dict[float, str] = {}
-    for exchange in _WAYS:
-      row = Row(candidate=candidate, exchange=exchange)
-      if not (reason := self._dropping(candidate, exchange)):
-        lost = errors.of_mean(candidate, omega, exchange)
+      return [Row(candidate, reason=reason or unknown)]
+    rows, excess = [], {}
+    for way in _WAYS:
+      row = Row(candidate, way, _dropping(candidate, way, limits.workers))
+      if not row.reason:
+        lost = errors.mean_error(candidate, omega, way, limits.sizes)
+        row = row._replace(error=lost, speed=candidates.by_leaf(speeds))
         try:
-          row = self.row(candidate, exchange, lost, speed, dense.step_seconds)
-          reason = excess[lost] = errors.excess(candidate, omega, lost)
+          row = self.timed(row, dense.step_seconds)
+          excess[lost] = limits.excess(candidate, omega, lost)
+          row = row._replace(reason=excess[lost])
         except ValueError as error:
-          reason = str(error)
-      rows.append(dataclasses.replace(row, reason=reason))
+          row = row._replace(reason=str(error))
+      rows.append(row)
     if excess and all(excess.values()):
-      return [Row(candidate=candidate, reason=excess[min(excess)])]
+      return [Row(candidate, reason=excess[min(excess)])]
     return rows
 
-  def row(
-    self,
-    candidate: Candidate,
-    exchange: Exchange,
-    error: float = 0.0,
-    speed: Speeds = NO_WORK,
-    plain: float = 0.0,
-  ) -> Row:
-    """Returns a row, beside the seconds of a plain mean; ValueError if refused."""
-    axis_name, number = self.axis_name, self.errors.workers
+  def timed(self, row: Row, plain: float = 0.0) -> Row:
+    """Returns a row with its messages and seconds; ValueError if they are refused."""
+    axis_name, number = self.axis_name, self.limits.workers
     options: dict[str, Any] = {
-      "codec": candidate.codec_for(self.model.paths),
-      "exchange": exchange,
-      "feedback": "error" if candidate.feedback else None,
+      "codec": row.candidate.codec_for(self.model.paths),
+      "exchange": row.exchange,
+      "feedback": "error" if row.candidate.feedback else None,
     }
-    parts = Compression(**options, axis_name=axis_name)
-    like = [pairs(x) for x in self.model.leaves]
-    place = Place(axis_name, others=[()] * len(like))
-    across = place, Workers(axis_name, number, 1 / number)
-    with planned_for(self.platform):
-      planned = parts.plan(like, paths_of(self.model.params), *across)
-      found = sent_by(planned, self.errors.sizes)
-    cost = costs.seconds(*found[:2], self.cluster, speed)
-    step = costs.step_seconds(*self.passes, [(1.0, cost)], overlap=False)
-    return Row(
-      candidate=candidate,
-      exchange=exchange,
-      options=options,
-      error=error,
-      speed=speed,
-      sent=found,
-      breakdown=cost,
-      step_seconds=step,
-      speedup=plain / step if plain and step else 1.0,
-    )
+    parts: Any = compression.Compression(**options, axis_name=axis_name)
+    like = [inputs.pairs(x) for x in self.model.leaves]
+    where = place.Place(axis_name, others=[()] * len(like))
+    across = where, collectives.Workers(axis_name, number, 1 / number)
+    with platforms.planned_for(self.platform):
+      planned = parts.plan(like, compression.paths_of(self.model.params), *across)
+      found = sent_by(planned, self.limits.sizes)
+    cost = costs.seconds(found, self.cluster, row.speed)
+    passes = self.options.forward or 0.0, self.options.backward or 0.0
+    step = costs.step_seconds(*passes, [(1.0, cost)], overlap=False)
+    row = row._replace(options=options, sent=found, breakdown=cost, step_seconds=step)
+    return row._replace(speedup=plain / step if plain and step else 1.0)
 
   def explained(self, row: Row) -> Explanation:
     """Traces the update of a row; ValueError where that is refused."""
     tx = compress(**row.options, axis_name=self.axis_name)
-    workers: Any = self.errors.sizes
+    workers: Any = self.limits.sizes
     return explain(tx, self.model.params, workers=workers, platform=self.platform)
 
-  def _dropping(self, candidate: Candidate, exchange: Exchange) -> str:
-    """Returns the reason why owners must not encode a sparse sum; "" if they may."""
-    # Elements that they would drop are delayed again, and no study bounds that.
-    added_whole = exchange.of_leaves and not exchange.owners
-    if candidate.density is None or added_whole:
-      return ""
-    union = 1 - (1 - candidate.density) ** self.cluster.workers
-    return (
-      f"{self.cluster.workers} workers together choose up to {union:.3g} of the "
-      f"elements, of which owners would send {candidate.density:.3g}"
-    )
+  def chosen(self, rows: Sequence[Row], plain: Sequence[Row]) -> tuple[Row, str]:
+    """Returns the best row, or the plain mean's if it gains too little; and why."""
+    dense, margin = min(plain, key=lambda row: row.step_seconds), self.options.margin
+    if not rows:
+      return dense, ""
+    row = best(rows)
+    if row.step_seconds <= (1 - margin) * dense.step_seconds:
+      times = f"{row.name} {row.time}, dense {dense.time}"
+      return row, f"{row.candidate.verdict}: {times}: {row.speedup:.3g} x"
+    times = f"dense {dense.time}, best {row.name} {row.time}"
+    if (gain := 1 - row.step_seconds / dense.step_seconds) > 0:
+      small = f"gains {gain:.1%} of a step here, below the margin of {margin:.0%}"
+      return dense, f"do not: compression {small}: {times}"
+    # At another rate another way of a plain mean may be the faster one.
+    rates = [min(_rate(x, way, self.cluster) for way in plain) for x in rows]
+    rate, slow = max(zip(rates, rows, strict=True), key=lambda pair: pair[0])
+    who = "it" if slow is row else slow.name
+    below = f"{who} would win below {8e-9 * rate:.3g} Gbit/s"
+    below = below if rate else "none would win at any rate"
+    return dense, f"do not: compression loses here: {times}; {below}"
 
 
-def _chosen(
-  rows: Sequence[Row],
-  dense: Row,
-  plain: Sequence[Row],
-  cluster: Cluster,
-  margin: float,
-) -> tuple[Row, str]:
-  """Returns the best row, or the plain mean's if it gains too little; and a verdict."""
-  row = best(rows)
-  if row.step_seconds <= (1 - margin) * dense.step_seconds:
-    return row, (
-      f"{row.candidate.verdict}: {row.name} {row.time}, dense {dense.time}: "
-      f"{row.speedup:.3g} x"
-    )
-  gain = 1 - row.step_seconds / dense.step_seconds
-  times = f"dense {dense.time}, best {row.name} {row.time}"
-  if gain > 0:
-    return dense, (
-      f"do not: compression gains {gain:.1%} of a step here, below the margin of "
-      f"{margin:.0%}: {times}"
-    )
-  # At another rate another way of a plain mean may be the faster one.
-  rates = [min(_rate(x, way, cluster) for way in plain) for x in rows]
-  rate, slow = max(zip(rates, rows, strict=True), key=lambda pair: pair[0])
-  who = "it" if slow is row else slow.name
-  below = f"{who} would win below {8e-9 * rate:.3g} Gbit/s"
-  if not rate:
-    below = "none would win at any rate"
-  return dense, f"do not: compression loses here: {times}; {below}"
+def _dropping(candidate: Candidate, exchange: Exchange, workers: int) -> str:
+  """Returns the reason why owners must not encode a sparse sum; "" if they may."""
+  # Elements that they would drop are delayed again, and no study bounds that.
+  if candidate.density is None or (exchange.of_leaves and not exchange.owners):
+    return ""
+  union = 1 - (1 - candidate.density) ** workers
+  return (
+    f"{workers} workers together choose up to {union:.3g} of the elements, of which "
+    f"owners would send {candidate.density:.3g}"
+  )
 
 
 def best(rows: Sequence[Row]) -> Row:
@@ -487,11 +429,7 @@ def _rate(row: Row, dense: Row, cluster: Cluster) -> float:
   """Returns the bytes per second below which a row beats a plain mean; 0 for none."""
   if row.sent.bytes_sent >= dense.sent.bytes_sent:
     return 0.0
-
-  def seconds(row: Row, at: Cluster) -> float:
-    leaves, collectives, _ = row.sent
-    return costs.seconds(leaves, collectives, at, row.speed).total
-
+  seconds = lambda x, at: costs.seconds(x.sent, at, x.speed).total
   gain = lambda at: seconds(dense, at) - seconds(row, at)
   rate = costs.rate_without_gain(gain, cluster)
   return rate if rate < math.inf else 0.0
@@ -504,35 +442,34 @@ def _in_ms(seconds: float) -> str:
 
 def model_of(params: Any, name: str = "params") -> Model:
   """Returns the model of a tree of arrays of floats, the argument ``name``."""
-  params = unboxed(params)  # no box is part of a path: see paths_of in core
-  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+  # No box is part of a path: see paths_of in core.
+  found, treedef = jax.tree_util.tree_flatten_with_path(trees.unboxed(params))
+  for path, leaf in found:
     kind = getattr(leaf, "dtype", type(leaf).__name__)
     if not hasattr(leaf, "shape") or not jnp.issubdtype(kind, jnp.inexact):
       raise TypeError(
         f"`{name}`{keystr(path)} must be an array of floats, whose gradients are "
         f"exchanged, got {kind}; leave out what is not trained."
       )
-  like = jax.eval_shape(lambda params: params, params)
-  found, treedef = jax.tree_util.tree_flatten_with_path(like)
-  model = Model(
-    treedef,
-    tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in found),
-    tuple(keystr(path, simple=True, separator="/") for path, _ in found),
-  )
-  if not any(math.prod(leaf.shape) for leaf in model.leaves):
+  like = jax.eval_shape(lambda leaves: leaves, [leaf for _, leaf in found])
+  if not any(math.prod(leaf.shape) for leaf in like):
     raise ValueError(
       f"`{name}` must have a leaf with an element, got {len(found)} leaves without."
     )
-  return model
+  return Model(
+    treedef,
+    tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in like),
+    tuple(keystr(path, simple=True, separator="/") for path, _ in found),
+  )
 
 
 def _platform(options: PlanOptions, link: Any) -> str:
   """Returns the platform of the workers."""
   named = options.speeds if isinstance(options.speeds, str) else ""
   given = options.platform or candidates.SOURCES.get(named, ("", None))[1]
-  on = planned_on(link) if isinstance(link, Mesh) else contextlib.nullcontext()
-  with on, planned_for(given):
-    return platform()
+  on = platforms.planned_on if isinstance(link, Mesh) else contextlib.nullcontext
+  with on(link), platforms.planned_for(given):
+    return platforms.platform()
 
 
 def _leaves(gradients: Any, model: Model) -> list[np.ndarray]:
@@ -552,15 +489,6 @@ def _leaves(gradients: Any, model: Model) -> list[np.ndarray]:
   return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(gradients)]
 
 
-def sizes_of(workers: Any) -> tuple[int, ...]:
-  """Returns the sizes of the axes; raises ValueError for all but a number or a pair."""
-  sizes = workers if isinstance(workers, tuple) else (workers,)
-  if len(sizes) > 2 or not sizes:
-    rule = "an integer of 1 or more, or a pair of them, (between, inside)"
-    raise ValueError(f"`workers` must be {rule}, got {workers!r}.")
-  return tuple(rules.count("workers", size) for size in sizes)
-
-
 def shares_memory(link: Any) -> bool:
   """Returns True for a mesh of emulated devices: CPUs of only this process."""
   return isinstance(link, Mesh) and all(
@@ -569,9 +497,9 @@ def shares_memory(link: Any) -> bool:
   )
 
 
-def cluster_of(workers: int | tuple[int, int], link: Any) -> Cluster:
-  """Returns the workers with their links; ValueError for no link an axis."""
-  sizes = sizes_of(workers)
+def cluster_of(workers: Any, link: Any) -> tuple[tuple[int, ...], Cluster]:
+  """Returns the sizes of the axes, and the workers with their links; or ValueError."""
+  sizes, _ = axes.sizes_of(workers)
   number = math.prod(sizes)
   links: tuple[Any, ...] = link if isinstance(link, tuple) else (link,)
   if isinstance(link, Mesh):
@@ -587,6 +515,5 @@ def cluster_of(workers: int | tuple[int, int], link: Any) -> Cluster:
       "`link` must be a Link, for two axes a pair of them, (between, inside), or a "
       f"mesh to measure, got {link!r} for workers={workers!r}."
     )
-  if len(sizes) == 1:
-    return Cluster(workers=number, link=links[0])
-  return Cluster(workers=number, link=links[0], inside=links[1], group_size=sizes[-1])
+  inside = {"inside": links[1], "group_size": sizes[1]} if len(sizes) > 1 else {}
+  return sizes, Cluster(workers=number, link=links[0], **inside)

@@ -2,24 +2,28 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.sum import SumFacts
 from gradcomp._src.core.transform import compress
-from gradcomp._src.cost.planner.candidates import Candidate
+from gradcomp._src.cost.planner.candidates import Candidate, Record
 from gradcomp._src.cost.rules import above_0
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.two_shot import TwoShot
 
 BudgetName = Literal["none", "tight", "paper", "aggressive"]
+Optimizer = Literal["sgd", "adam"]
 
 _TIGHT = 0.01  # of omega; of a mean's error over N, where errors of workers cancel
 _LOST = 0.5  # points of accuracy
+_ENOUGH = 3  # seeds; the interval of two is 12.7 standard errors to each side
+_NEAR = False, 1.0  # by the same optimizer, with from half to twice the workers
 # The study's trainings, but for few. An odd number of workers errs a sixth more.
 _TRAINED: tuple[Exchange, tuple[int, ...]] = (TwoShot(), (8,))
 _SLACK = 1.25
@@ -30,40 +34,49 @@ _GROWN = 0.85  # the share by which a ring's errors grow at most, as measured
 
 
 def omega(codec: LeafCodec, leaves: Sequence[Any] | None = None) -> float:
-  r"""Returns the share of a gradient's energy that one encoding of it loses.
-
-  It is :math:`\omega = E \lVert Q(g) - g \rVert^2 / \lVert g \rVert^2` of the arrays of
-  g; by default of 2**18 normal numbers.
-  """
+  """Returns ``E|Q(g) - g|^2 / |g|^2`` of arrays, by default of 2**18 normal numbers."""
   if leaves is None:
     leaves = [np.random.default_rng(0).standard_normal((512, 512))]
   given = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
-  energy = _energy(given)
-  if not 0 < energy < np.inf:
+  whole = energy(given)
+  if not 0 < whole < np.inf:
     raise ValueError(
       "`gradients` must have a norm that is finite and not 0, got the square "
-      f"{energy!r}."
+      f"{whole!r}."
     )
   tx = compress(codec, feedback=None, min_leaf_size=0)
   sent, _ = jax.jit(tx.update)(given, tx.init(given))
-  return _energy(map(jnp.subtract, sent, given)) / energy
+  return energy(map(jnp.subtract, sent, given)) / whole
 
 
-def _energy(leaves: Iterable[jax.Array]) -> float:
+def energy(leaves: Iterable[Any]) -> float:
   """Returns the sum of all squares, in the range of float64."""
-  return sum(float(np.sum(np.asarray(leaf, np.float64) ** 2)) for leaf in leaves)
+  return math.fsum(float(np.sum(np.abs(wide(leaf)) ** 2)) for leaf in leaves)
+
+
+def wide(x: Any) -> np.ndarray:
+  """Returns an array in float64, or in complex128."""
+  return np.asarray(x, np.promote_types(x.dtype, np.float64))
 
 
 def checked_budget(budget: Any) -> BudgetName | float:
   """Returns a valid budget: a name, or a number above 0; else raises ValueError."""
-  if isinstance(budget, str):
-    if budget not in get_args(BudgetName):
-      raise ValueError(
-        f"`budget` must be one of {get_args(BudgetName)}, or a bound on the error over "
-        f"the workers, got {budget!r}."
-      )
-    return budget  # type: ignore[return-value]
-  return above_0("budget", budget)
+  if not isinstance(budget, str):
+    return above_0("budget", budget)
+  return checks.choice(BudgetName).check("budget", budget)
+
+
+def deciding(
+  records: Iterable[Record], workers: int, optimizer: Optimizer | None
+) -> list[Record]:
+  """Returns the nearest records of each task, the lowest accuracy first."""
+  away = lambda x: x.far(workers, optimizer)
+  enough = sorted((x for x in records if x.seeds >= _ENOUGH), key=away)
+  least: dict[str, tuple[bool, float]] = {}
+  for x in enough:
+    least.setdefault(x.task, away(x))
+  found = (x for x in enough if away(x) == least[x.task])
+  return sorted(found, key=lambda x: x.points)
 
 
 class Errors(NamedTuple):
@@ -73,6 +86,7 @@ class Errors(NamedTuple):
   sizes: tuple[int, ...]  # of the axes, in workers
   steps: int | None = None  # of the training; None if unknown
   gradients: Sequence[np.ndarray] | None = None  # None for normal numbers
+  optimizer: Optimizer | None = None  # None if unknown
 
   @property
   def workers(self) -> int:
@@ -87,11 +101,6 @@ class Errors(NamedTuple):
       return omega(candidate.codec, sorted(self.gradients, key=np.size)[-_LEAVES:])
     return omega(candidate.codec) if candidate.omega is None else candidate.omega
 
-  def of_mean(self, candidate: Candidate, omega: float, exchange: Exchange) -> float:
-    """Returns the error of the mean of an exchange, see :func:`mean_error`."""
-    biased = candidate.biased
-    return mean_error(omega, candidate.codec, exchange, self.sizes, biased=biased)
-
   def refusal(self, candidate: Candidate, omega: float) -> str:
     """Returns the reason to refuse a candidate in all exchanges; "" for none."""
     if candidate.biased and not candidate.feedback:
@@ -100,78 +109,64 @@ class Errors(NamedTuple):
       return f"it loses {omega:.3g} of the energy, so that a residual would grow"
     if candidate.density is not None:
       wait = round(1 / candidate.density)
+      waits = f"an element waits for about {wait:,} steps"
       if self.steps is None and wait > _SHORT_WAIT:
-        return (
-          f"an element waits for about {wait:,} steps; it needs steps={_WAITS * wait} "
-          "or more"
-        )
+        return f"{waits}; it needs steps={_WAITS * wait} or more"
       if self.steps is not None and _WAITS * wait > self.steps:
-        return (
-          f"an element waits for about {wait:,} steps, more than a tenth of "
-          f"{self.steps:,}"
-        )
+        return f"{waits}, more than a tenth of {self.steps:,}"
     if self.budget == "none":
       return f'budget "none" allows no error, and omega is {omega:.3g}'
     if self.budget == "paper":
-      if candidate.points is None:
-        return "no training of the study with it went to its end"
-      if candidate.points < -_LOST:
-        return (
-          f"it ended {-candidate.points:.2g} points below float32 in the study; budget "
-          f'"paper" allows {_LOST}'
-        )
+      if not (found := self._deciding(candidate)):
+        return f"the study has no record of it with {_ENOUGH} seeds"
+      if lost := [x for x in found if x.lost(_LOST)]:
+        return f'it ended {lost[0]}; budget "paper" allows {_LOST}'
     return ""
+
+  def notes(self, chosen: Candidate, compared: Iterable[Candidate]) -> list[str]:
+    """Returns sentences about records: of the choice, and of candidates without any."""
+    if self.budget != "paper" or not chosen.records:
+      return []
+    near = lambda x: x.far(self.workers, self.optimizer) <= _NEAR
+    alone = [x.name for x in compared if not any(map(near, self._deciding(x)))]
+    lowest = self._deciding(chosen)[0]
+    notes = [f"{chosen.name} in the study, at worst: {lowest}."]
+    if alone:
+      by = f" by {self.optimizer}" if self.optimizer else ""
+      range_of = f"{-(-self.workers // 2)} to {2 * self.workers} workers"
+      names = ", ".join(dict.fromkeys(alone))
+      notes.append(f"No record{by} with {range_of}: {names}.")
+    return notes
+
+  def _deciding(self, candidate: Candidate) -> list[Record]:
+    return deciding(candidate.records, self.workers, self.optimizer)
 
   def excess(self, candidate: Candidate, omega: float, error: float) -> str:
     """Returns the reason why a mean's error exceeds the budget; "" if it does not."""
     share = error / self.workers
+    says = f"the mean's error is {error:.3g}, and {share:.3g} over the workers"
     if self.budget == "tight":
       kept = candidate.feedback and omega <= _TIGHT
       if not kept and (candidate.biased or share > _TIGHT):
-        number = f"the mean's error is {error:.3g}, and {share:.3g} over the workers"
-        return f'{number}; budget "tight" allows {_TIGHT}'
+        return f'{says}; budget "tight" allows {_TIGHT}'
     elif self.budget == "paper":
-      trained = self._replace(sizes=_TRAINED[1]).of_mean(candidate, omega, _TRAINED[0])
+      trained = mean_error(candidate, omega, *_TRAINED)
       if error > max(_TIGHT, _SLACK * trained):
         return (
           f"the mean's error is {error:.3g}, and {trained:.3g} where it was trained"
         )
     elif not isinstance(self.budget, str) and share > self.budget:
-      return (
-        f"the mean's error is {error:.3g}, and {share:.3g} over the workers, above the "
-        f"budget of {self.budget:.3g}"
-      )
+      return f"{says}, above the budget of {self.budget:.3g}"
     return ""
 
 
 def mean_error(
-  omega: float,
-  codec: LeafCodec,
-  exchange: Exchange,
-  sizes: Sequence[int],
-  *,
-  biased: bool,
+  candidate: Candidate, omega: float, exchange: Exchange, sizes: Sequence[int]
 ) -> float:
-  r"""Returns the squared error of the mean of all workers, over its squared norm.
-
-  Their gradients are independent normal numbers, and no residual is there yet: it is
-  the error of a first step.
-
-  - Leaves. Unbiased codecs round in pairs of workers, whose errors cancel by half. That
-    leaves :math:`a = \omega / 2`, and more with an odd worker.
-  - Owners. They round means to nearest, with half of :math:`\omega`. A mean has its
-    errors in it, too, and with few levels its own loss grows with the root of that:
-    :math:`a + \frac{\omega}{2} \sqrt{1 + a}`.
-  - A ring encodes the sums of 1, 2, ... N gradients, and so errs :math:`a \frac{N +
-    1}{2} (1 + s)`. Errors are encoded again, which s stands for: :math:`c \, (1 - e^{-a
-    N / 3 c})`, with the c = 0.85 of measurements.
-  - A biased codec shortens its argument: of its energy :math:`1 - \omega` is left.
-  - Where sums are exact, the leaves' errors are all. Where a codec adds in its own
-    format, each addition rounds the sum so far.
-  """
-  coded = [facts for facts in codec.facts.each if not facts.plain]
-  errors = (_of_sum(omega, facts, exchange, sizes, biased) for facts in coded)
-  return max(errors, default=0.0)
+  """Returns the squared error of a first mean of normal numbers, over its square."""
+  of = lambda x: _of_sum(omega, x, exchange, sizes, candidate.biased)
+  coded = (facts for facts in candidate.codec.facts.each if not facts.plain)
+  return max(map(of, coded), default=0.0)
 
 
 def _of_sum(
@@ -181,21 +176,25 @@ def _of_sum(
   workers = math.prod(sizes)
   inside = sizes[-1] if exchange.way == "grouped" else 1
   groups = workers // inside
-  if facts.rounds:
+  if facts.rounds:  # each addition in the codec's format rounds the sum so far
     return omega * (1 + _added(inside) + _added(groups))
+  # Unbiased codecs round in pairs of workers, whose errors cancel by half, but for one.
   leaves = omega if biased else omega * (groups // 2 + groups % 2) / groups
   exact = facts.exact and not facts.in_format
   if exact or groups == 1 or exchange.way in ("gathered", "reduced"):
     return leaves
   if exchange.way == "passed":
     return _shortened(omega, workers) if biased else _passed(omega, workers)
-  if biased:
+  if biased:  # of the energy of what it encodes, 1 - omega is left
     return 1 - (1 - omega) ** 2
+  # Owners round means to nearest, with half of omega. A mean has its errors in it, too,
+  # and with few levels its own loss grows with the root of that.
   return leaves + omega / 2 * math.sqrt(1 + leaves)
 
 
 def _passed(omega: float, workers: int) -> float:
   """Returns the error of an unbiased codec in a ring."""
+  # It encodes the sums of 1, 2, ... N gradients, and the errors so far with them.
   paired = omega / 2
   grown = _GROWN * (1 - math.exp(-paired * workers / (3 * _GROWN)))
   return paired * ((workers + 1) / 2 * (1 + grown) + workers % 2 / workers)
@@ -203,10 +202,10 @@ def _passed(omega: float, workers: int) -> float:
 
 def _shortened(omega: float, workers: int) -> float:
   """Returns the error of a biased codec in a ring."""
-  energy = 0.0
+  left = 0.0
   for _ in range(workers):
-    energy = (1 - omega) * (energy + 1)
-  return 1 - energy / workers
+    left = (1 - omega) * (left + 1)
+  return 1 - left / workers
 
 
 def _added(count: int) -> float:

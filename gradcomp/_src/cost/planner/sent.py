@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +44,7 @@ class Sent(NamedTuple):
 
 
 def sent_by(plan: MessagePlan, sizes: tuple[int, ...]) -> Sent:
-  """Returns a worker's messages in a step of a plan, over axes of these sizes.
-
-  It is what :func:`gradcomp.explain` reads from the trace of an update.
-  """
+  """Returns a worker's step over axes of these sizes, as :func:`explain` traces it."""
   leaves: list[Coded] = []
   found: list[Collective] = []
   for number, message in reversed(list(enumerate(plan.messages))):
@@ -65,21 +62,12 @@ def sent_by(plan: MessagePlan, sizes: tuple[int, ...]) -> Sent:
   return Sent(leaves, found, 4 * sum(counts) * share)
 
 
-def _one(
-  kind: str, workers: int, span: int, *operands: _Shape, times: int = 1
-) -> Collective:
-  """Returns a collective of operands of integers or floats."""
+def _one(kind: str, n: int, span: int, *operands: _Shape, times: int = 1) -> Collective:
+  """Returns a collective of n workers, of operands of integers or floats."""
   spelled = lambda x: f"{x.dtype.kind.replace('i', 's')}{8 * x.dtype.itemsize}"
-  return Collective(
-    kind=kind,
-    operands=tuple((spelled(x), x.shape) for x in operands),
-    workers=workers,
-    span=span,
-    times=times,
-    in_loop=False,
-    trips_unknown=False,
-    scope="",
-  )
+  arrays = tuple((spelled(x), x.shape) for x in operands)
+  around: Any = {"in_loop": False, "trips_unknown": False, "scope": "", "times": times}
+  return Collective(kind=kind, operands=arrays, workers=n, span=span, **around)
 
 
 def _collectives(message: Message, sizes: tuple[int, ...]) -> Iterator[Collective]:

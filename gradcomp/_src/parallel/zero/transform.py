@@ -12,14 +12,14 @@ from jax.typing import ArrayLike
 from gradcomp._src import checks
 from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.core import agreement, border, compression, first_state, inputs
+from gradcomp._src.core import border, compression, first_state, inputs
 from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
 from gradcomp._src.core import step as steps
 from gradcomp._src.exchange import collectives, step, two_shot
 from gradcomp._src.floats.dtypes import fitted
+from gradcomp._src.mesh import agreement, closures, place, study, trees, types
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh import closures, place, study, trees, types
 from gradcomp._src.parallel.zero import elementwise, leaf_rows
 from gradcomp._src.parallel.zero import inner as inners
 from gradcomp._src.public import cites
@@ -31,8 +31,8 @@ class ZeroState(NamedTuple):
   Attributes:
     gradients: the residual and the key of their exchange, and the count of steps.
     unsent: a worker's own rows minus the parameters, ``float32``, per worker: a tree
-      like the parameters with a :class:`gradcomp.state.OwnedRows` for each.
-    inner_state: of the optimizer; arrays like a parameter are ``OwnedRows``, too.
+      like the parameters, each with ``arrays``, stacked rows by their axes.
+    inner_state: of the optimizer; arrays like a parameter are such rows, too.
   """
 
   gradients: states.CompressState

@@ -1,0 +1,210 @@
+"""Follows the runs of a comparison, and reports them: a table, CSV files and curves."""
+
+import contextlib
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from examples.lib.checkpoints import saved_in
+from examples.lib.telemetry import Log
+
+
+class Progress(contextlib.AbstractContextManager["Progress"]):
+  """Counts steps on the standard error: a bar on a terminal, else at most ten lines."""
+
+  def __init__(self, title: str, steps: int, *, shown: bool = True):
+    terminal = sys.stderr.isatty()
+    self._title, self._steps, self._done = title, steps, 0
+    self._facts: dict[str, str] = {}
+    self._lines = shown and not terminal
+    self._bar = tqdm(total=steps, desc=title, disable=not (shown and terminal))
+
+  def __exit__(self, *_: Any) -> None:
+    self._bar.close()
+
+  def skip(self, steps: int) -> None:
+    """Counts steps that an earlier run did."""
+    self._done += steps
+    self._bar.update(steps)
+
+  def step(self, **facts: str) -> None:
+    """Counts one more step, and shows ``facts`` behind the count from now on."""
+    self._facts |= facts
+    if facts:
+      self._bar.set_postfix(facts, refresh=False)
+    self._bar.update()
+    tenths = 10 * self._done // self._steps
+    self._done += 1
+    if self._lines and 10 * self._done // self._steps > tenths:
+      known = "".join(f", {name} {value}" for name, value in self._facts.items())
+      print(f"{self._title}: {self._done} of {self._steps}{known}", file=sys.stderr)
+
+
+class Point(NamedTuple):
+  """A point of a curve."""
+
+  step: int
+  bytes_sent: int  # by each worker, in all steps so far
+  train_loss: float  # mean over the steps since the point before
+  test_loss: float
+  test_accuracy: float
+
+
+class Run(contextlib.AbstractContextManager["Run"]):
+  """Follows a method from one seed: its curve, its times and its checkpoints.
+
+  ``sent`` is the bytes of a worker in a step, and those of a plain float32 mean.
+  """
+
+  def __init__(
+    self, args: Namespace, codec: str, seed: int, sent: Any, log: Any = None, **own: Any
+  ):
+    self.codec, self.seed, self.sent = codec, seed, sent
+    self.points: list[Point] = []
+    self._args, self._step, self._facts = args, 0, {}
+    self._log = log if log and seed == args.seed else Log()
+    self._losses: list[float] = []
+    self._seconds: list[float] = []
+    shown = jax.process_index() == 0
+    self._progress = Progress(f"{codec} seed {seed}", args.steps, shown=shown)
+    self._saved = saved_in(args, f"{codec}-{seed}", **own)
+
+  def __exit__(self, *_: Any) -> None:
+    self._saved.__exit__()
+    self._progress.__exit__()
+
+  @property
+  def step_ms(self) -> float:
+    """The median time of a step; NaN if all steps had been done before."""
+    return 1000 * statistics.median(self._seconds or [float("nan")])
+
+  def restore(self, state: Any, batches: Iterator[Any]) -> Any:
+    """Returns the last state that was saved, or the one given."""
+    curve = {"points": [], "losses": []}
+    self._step, state, curve = self._saved.restore(state, batches, curve)
+    self.points = [Point(*point) for point in curve["points"]]
+    self._losses = curve["losses"]
+    self._progress.skip(self._step)
+    return state
+
+  def steps(self) -> Iterator[int]:
+    """Yields the numbers of the steps that are left."""
+    while self._step < self._args.steps:
+      self._step += 1
+      yield self._step
+
+  def take(self, step: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """Takes a step, or one that inspects itself, and notes its time and its loss."""
+    inspected = self._log.takes(self._step)
+    start = time.perf_counter()
+    taken = self._log.step if inspected else step
+    out = jax.block_until_ready(taken(*given, **options))
+    self._seconds.append(time.perf_counter() - start)
+    # The mean over the workers of this process, where each has a loss of its own.
+    losses = [x.data for x in out[-1]["loss"].addressable_shards]
+    self._losses.append(float(np.mean(losses, dtype=np.float64)))
+    if inspected:
+      self._log.keep(self._step, out[-1]["inspection"])
+    return out
+
+  @property
+  def is_tested(self) -> bool:
+    """Whether there is a point of the curve after this step."""
+    every, steps = self._args.evaluate_every, self._args.steps
+    return self._step % every == 0 or self._step == steps
+
+  def add_point(self, test_loss: float, accuracy: float) -> float:
+    """Adds a point, and returns the mean loss since the one before."""
+    loss = statistics.fmean(self._losses)
+    self._losses.clear()
+    sent = self._step * self.sent[0]
+    self.points.append(Point(self._step, sent, loss, test_loss, accuracy))
+    self._facts = {"loss": f"{loss:.4f}", "accuracy": f"{accuracy:.2%}"}
+    return loss
+
+  def save(self, state: Any) -> None:
+    """Ends a step, whose state is saved if it is time to."""
+    curve = {"points": self.points, "losses": self._losses}
+    self._saved.save(self._step, state, curve)
+    self._progress.step(**self._facts)
+
+
+def show(
+  runs: Any, args: Namespace, *, title: str, workers: int, perplexity: bool = False
+) -> None:
+  """Prints the table and writes the files, in the first process."""
+  if jax.process_index():
+    return
+  rows = [(x.codec, x.seed, *x.sent, x.step_ms, *x.points[-1]) for x in runs]
+  names = ("codec", "seed", "bytes_a_step", "f32_bytes_a_step", "step_ms")
+  summary = pd.DataFrame(rows, columns=[*names, *Point._fields])
+  points = [(x.codec, x.seed, *point) for x in runs for point in x.points]
+  curves = pd.DataFrame(points, columns=[*names[:2], *Point._fields])
+  print(table(summary, perplexity=perplexity))
+  print(
+    f"Workers: {workers}. Bytes: what each sends, read from the compiled step's HLO."
+  )
+  print("Ratio: to plain f32. Time: the median step, compilation excluded.")
+  if jax.default_backend() == "cpu":
+    print(
+      "The workers share this machine's cores, and no bytes cross a link: the times"
+    )
+    print("say nothing about one.")
+  args.output.mkdir(parents=True, exist_ok=True)
+  paths = [args.output / x for x in ("summary.csv", "curves.csv", "curves.png")]
+  for frame, path in zip((summary, curves), paths, strict=False):
+    frame.to_csv(path, index=False, na_rep="nan")
+  figure(curves, title).savefig(paths[-1], dpi=150)
+  print("wrote", *paths)
+
+
+def table(summary: pd.DataFrame, *, perplexity: bool = False) -> str:
+  """Formats a line for each codec: mean and standard deviation of its last points."""
+
+  def spread(values: pd.Series, digits: int) -> str:
+    mean = f"{values.mean():.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {values.std():.{digits}f}"
+
+  lines = {}
+  for codec, group in summary.groupby("codec", sort=False):
+    sent, plain = group[["bytes_a_step", "f32_bytes_a_step"]].iloc[0]
+    losses = np.exp(group.test_loss.clip(upper=50)) if perplexity else group.test_loss
+    lines[codec] = {
+      "test accuracy": spread(100 * group.test_accuracy, 2) + " %",
+      "perplexity" if perplexity else "test loss": spread(losses, 4 - perplexity),
+      "bytes/step": f"{sent:,}",
+      "ratio": f"{sent / plain:.4f}" if plain else "-",  # a single worker sends none
+      "ms/step": f"{group.step_ms.median():.1f}",
+    }
+  return pd.DataFrame(lines.values(), lines).rename_axis(columns="codec").to_string()
+
+
+def figure(curves: pd.DataFrame, title: str) -> Figure:
+  """Draws loss and accuracy against steps and bytes, with a band of the seeds."""
+  seeds = curves.seed.nunique()
+  if seeds > 1:
+    title += f", mean of {seeds} seeds and band from the lowest to the highest"
+  drawn = Figure(figsize=(10, 7), layout="constrained")
+  drawn.suptitle(title)
+  losses, accuracies = drawn.subplots(2, 2, sharex="col", sharey="row")
+  for codec, group in curves.groupby("codec", sort=False):
+    over = group.drop(columns="codec").groupby("step").agg(["mean", "min", "max"])
+    for y, row in ((over.test_loss, losses), (100 * over.test_accuracy, accuracies)):
+      for x, ax in zip((over.index, over.bytes_sent["mean"]), row, strict=True):
+        (line,) = ax.plot(x, y["mean"], label=codec, linewidth=1.6)
+        ax.fill_between(x, y["min"], y["max"], color=line.get_color(), alpha=0.15)
+        ax.grid(alpha=0.3)
+  losses[0].set(ylabel="test loss", yscale="log")
+  accuracies[0].set(xlabel="steps", ylabel="test accuracy (%)")
+  accuracies[1].set(xlabel="bytes sent by each worker", xscale="log")
+  losses[1].legend(title="codec")
+  return drawn
