@@ -227,7 +227,7 @@ def written(page, tables, counted):
       before, after = page[: found.end()], page[found.end() :]
       old = re.search(r"(^\|.*\n)+", after, re.M)
       page = before + after.replace(old[0], f"{lines}\n", 1)
-  return re.sub(r"^\d+ findings; .*$", counted, page, flags=re.M)
+  return re.sub(r"^\d+ findings of .*$", counted, page, flags=re.M)
 
 
 def write_pictures(findings):

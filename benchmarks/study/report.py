@@ -161,10 +161,7 @@ def summary(judged: Judged) -> str:
   """Counts the verdicts, and in the same order those on our own claims."""
   papers, own = ([x for x in judged if x[0].ours == ours] for ours in (False, True))
   ours = ", ".join(map(str, counts(own)))
-  return (
-    f"{len(judged)} findings; {len(papers)} of papers: {_named(papers)}; {len(own)} of "
-    f"our own: {ours}"
-  )
+  return f"{len(papers)} findings of papers: {_named(papers)}; {len(own)} own: {ours}"
 
 
 def _named(judged: Judged) -> str:

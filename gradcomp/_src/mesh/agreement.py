@@ -1,4 +1,4 @@
-"""Comparison of what the processes of a run trace, before the first step runs.
+"""Comparison of the traces of the processes of a run, before the first step runs.
 
 Two processes with different codecs or leaves would decode each other's words to wrong
 numbers. Two that count the steps of a round differently would wait for ever. They write
@@ -194,7 +194,7 @@ def _written(record: Record, processes: tuple[int, ...]) -> str:
 def _meet(
   folder: str, own: str, processes: Sequence[int], what: str
 ) -> Mapping[int, str]:
-  """Writes a digest; returns those of all, or the first ones once one differs."""
+  """Writes a digest; returns all digests, or the first ones once one differs."""
   _write(folder, own)
   # By default it is longer than compiling a step that others have in a cache.
   text = os.environ.get("GRADCOMP_PATIENCE_SECONDS", "600")

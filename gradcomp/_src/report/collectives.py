@@ -297,7 +297,7 @@ _TEXTS += ["beside it"]
 
 
 def table(columns: str, rows: Iterable[Mapping[str, str]]) -> list[str]:
-  """Returns the lines of a table with these columns, whose names commas part."""
+  """Returns the lines of a table with these columns, named between commas."""
   names = columns.split(",")
   cells = [[row.get(x, "") for x in names] for row in rows]
   right = [i for i, x in enumerate(names) if x not in _TEXTS]

@@ -144,7 +144,7 @@ class Explanation:
     return float(sent / plain) if plain else math.inf if sent else 1.0
 
   def _sent(self, sent: Fraction | int, elements: int) -> dict[str, str]:
-    """Returns the cells of a table with bytes, and what they are of plain means."""
+    """Returns the cells of a table with bytes, and their ratio to plain means."""
     each = {f"/{x}": self._ratio(sent, elements, n) for x, n in _PLAIN}
     return {"sent": f"{math.ceil(sent):,}"} | {x: f"{y:.4g}" for x, y in each.items()}
 
@@ -265,7 +265,7 @@ def explain(
   opt_state: Any = None,
   platform: str | None = None,
 ) -> Explanation | Directions:
-  """Explains what an optimizer with gradcomp's transformations sends, or a function.
+  """Explains the bytes of an optimizer with gradcomp's transformations, or a function.
 
   Nothing is computed, and no axis or device is needed: ``update`` is traced with
   shapes, as a map over the workers would trace it, and its collectives are read. The

@@ -55,7 +55,7 @@ class _Move:
     return old.replace(eqns=equations, **{x: self.of(getattr(old, x)) for x in names})
 
   def equation(self, eqn: Any) -> Any:
-    """Returns an equation of the map, or None for a constraint that says nothing."""
+    """Returns an equation of the map, or None for a constraint over no Auto axis."""
     if eqn.primitive is sharding_constraint_p:
       # JAX has no constraint that leaves no axis to the compiler.
       if not self.of(eqn.params["sharding"].mesh).auto_axes:

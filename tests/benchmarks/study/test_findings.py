@@ -149,8 +149,8 @@ def test_own_claims_are_counted_apart():
   verdicts = [Verdict("holds", ()), Verdict("cannot tell", ()), Verdict("holds", ())]
   paper, own = (findings.FINDINGS[0]._replace(ours=ours) for ours in (False, True))
   assert report.summary(list(zip((paper, paper, own), verdicts, strict=True))) == (
-    "3 findings; 2 of papers: 1 holds, 0 does not, 0 not seen here, 1 cannot tell, "
-    "0 not tested; 1 of our own: 1, 0, 0, 0, 0"
+    "2 findings of papers: 1 holds, 0 does not, 0 not seen here, 1 cannot tell, "
+    "0 not tested; 1 own: 1, 0, 0, 0, 0"
   )
 
 
