@@ -154,27 +154,54 @@ def test_sums_of_half_precision_may_be_larger_than_its_range():
     assert (float(value), float(grad), grad.dtype) == (320, 320, jnp.float16)
 
 
-def with_key(w, x):
-  return jnp.sum(w * x), {"loss": w, "state": [jax.random.key(0)]}
+def with_name(w, x):
+  return jnp.sum(w * x), {"loss": w, "state": ["digits"]}
 
 
 @pytest.mark.parametrize("kind", ["none", "auto", "explicit", "step"])
 def test_what_is_no_number_is_named_where_aux_is_averaged(kind):
   """Without workers and micro-batches any aux is returned."""
-  grads_of = functools.partial(gradcomp.value_and_grad, with_key, has_aux=True)
+  grads_of = functools.partial(gradcomp.value_and_grad, with_name, has_aux=True)
   w, x = jnp.float32(1), jax.ShapeDtypeStruct((8, 3), jnp.float32)
   mesh = modes.mesh(N, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
   given = w, x.update(sharding=NamedSharding(mesh, P("data")))
   if kind == "none":
-    (_, aux), _ = jax.eval_shape(grads_of(axis_name=None), w, x)
-    assert jnp.issubdtype(aux["state"][0].dtype, jax.dtypes.prng_key)
+    assert grads_of(axis_name=None)(w, np.ones(x.shape))[0][1]["state"] == ["digits"]
     step, given = grads_of(axis_name=None, accumulate=2), (w, x)
   elif kind == "step":
     made = {"options": gradcomp.TrainOptions(has_aux=True), "mesh": mesh}
-    step = gradcomp.make_train_step(with_key, dense, axis_name="data", **made)
+    step = gradcomp.make_train_step(with_name, dense, axis_name="data", **made)
     given = w, dense.init(w), np.ones(x.shape, x.dtype)
   else:
     step = grads_of(axis_name="data")
-  says = r"`aux`\['state'\]\[0\] .* got key<fry>\[\]; let"
+  says = r"`aux`\['state'\]\[0\] .* got 'digits'; let"
   with pytest.raises(TypeError, match=says):
     jax.eval_shape(step, *given)
+
+
+@pytest.mark.parametrize("place", ["auto", "explicit", "step"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_keys_and_counts_in_aux_are_of_the_first_worker(place, accumulate):
+  """As modules of flax.nnx return them, in their dtypes; other numbers are means."""
+
+  def loss_fn(w, x, key=None):
+    key = jax.random.key(7) if key is None else key
+    counted = x[-1, 0].astype(jnp.uint32)
+    return jnp.sum(w * x), {"key": key, "count": counted, "mean": jnp.mean(x)}
+
+  mesh = modes.mesh(N, AxisType.Explicit if place == "explicit" else AxisType.Auto)
+  x = np.arange(4.0 * N, dtype=np.float32).reshape(4 * N, 1)
+  w, given = jnp.float32(1), jax.device_put(x, NamedSharding(mesh, P("data")))
+  if place == "step":
+    options = gradcomp.TrainOptions(has_aux=True, accumulate=accumulate)
+    dense = gradcomp.dense(axis_name="data")
+    made = {"axis_name": "data", "options": options, "mesh": mesh}
+    step = gradcomp.make_train_step(loss_fn, dense, **made)
+    *_, metrics = step(w, dense.init(w), given)
+    aux = metrics["aux"]
+  else:
+    options = {"axis_name": "data", "has_aux": True, "accumulate": accumulate}
+    (_, aux), _ = jax.jit(gradcomp.value_and_grad(loss_fn, **options))(w, given)
+  assert (int(aux["count"]), aux["count"].dtype) == (3, np.uint32)
+  assert aux["key"] == jax.random.key(7)
+  assert float(aux["mean"]) == x.mean()

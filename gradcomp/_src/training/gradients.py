@@ -191,7 +191,9 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     A function like ``loss_fn`` that returns ``(loss, grads)`` or ``((loss, aux),
     grads)``. The loss is averaged over the axis. Gradients and ``aux`` are the worker's
     own, and means over the micro-batches. In plain ``jax.jit``, where a value has no
-    worker, ``aux`` is averaged over the axis, too.
+    worker, ``aux`` is averaged over the axis, too, but for PRNG keys and unsigned
+    integers, by which modules count: those are of the first worker, and of its last
+    micro-batch.
 
   Raises:
     ValueError: ``accumulate`` is no number of micro-batches; when called, the axis is
@@ -204,8 +206,7 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
       of the mesh. JAX raises it, and a note has the cure.
     TypeError: when called, an argument to differentiate has no array of real or complex
       floats, the loss returns no weight with ``has_weight``, an ``aux`` that is
-      averaged has something that is no number, like a PRNG key, or ``param_specs`` are
-      no specs.
+      averaged has something that is no number, or ``param_specs`` are no specs.
 
   Example:
     >>> grad_fn = value_and_grad(lambda w, x: jnp.mean(w * x), axis_name="data")
@@ -318,7 +319,8 @@ def _stacked(
       share = 1 / axes.require_size(axis_name)
       wide = lambda g: g.astype(addend_dtype(g.dtype)) * share
       grads = jax.tree.map(wide, grads)
-    return pmean(value, axis_name), jax.tree.map(lambda g: g[None], grads)
+    mean = loss_form.averaged(value, axis_name)
+    return mean, jax.tree.map(lambda g: g[None], grads)
 
   return jax.shard_map(
     local if is_sum else constraints.over(local, names, mesh),

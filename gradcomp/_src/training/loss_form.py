@@ -10,10 +10,11 @@ from jax import lax
 from jax.tree_util import Partial
 
 from gradcomp._src import checks
-from gradcomp._src.exchange.collectives import pmean
+from gradcomp._src.exchange.collectives import pmean, psum
 from gradcomp._src.mesh import agreement, trees, types
 from gradcomp._src.mesh.axes import AxisName
 
+_KEY = jax.dtypes.prng_key
 ACCUMULATE = checks.integer("a number of micro-batches, 1 or more", 1)
 
 
@@ -34,13 +35,35 @@ def check_numbers(aux: Any) -> None:
   """Raises TypeError for a leaf without a mean in an aux that is averaged."""
   for path, x in jax.tree_util.tree_leaves_with_path(aux):
     kind = getattr(x, "dtype", type(x))
-    if not any(jnp.issubdtype(kind, x) for x in (jnp.number, jnp.bool_)):
+    if not any(jnp.issubdtype(kind, x) for x in (jnp.number, jnp.bool_, _KEY)):
       raise TypeError(
-        f"`aux`{jax.tree_util.keystr(path)} must be a number or an array of numbers, "
-        "because aux is averaged over workers and micro-batches, got "
+        f"`aux`{jax.tree_util.keystr(path)} must be a PRNG key or numbers, because aux "
+        "is averaged over workers and micro-batches, got "
         f"{jax.typeof(x).str_short() if hasattr(x, 'dtype') else repr(x)}; let "
         "`loss_fn` return an aux without it."
       )
+
+
+def averaged(tree: Any, axis_name: AxisName) -> Any:
+  """Returns means over the workers; keys and unsigned integers of the first worker."""
+
+  def first(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, _KEY):
+      data = first(jax.random.key_data(x))
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    alone = lax.axis_index(axis_name) == 0
+    return psum(jnp.where(alone, x, jnp.zeros_like(x)), axis_name)
+
+  leaves, treedef = jax.tree.flatten(tree)
+  means = iter(pmean([x for x in leaves if not _counts(x)], axis_name))
+  found = [first(x) if _counts(x) else next(means) for x in leaves]
+  return jax.tree.unflatten(treedef, found)
+
+
+def _counts(x: Any) -> bool:
+  """Returns True for a PRNG key and for unsigned integers, by which modules count."""
+  dtype = jnp.result_type(x)
+  return any(jnp.issubdtype(dtype, kind) for kind in (jnp.unsignedinteger, _KEY))
 
 
 def _with_others(
@@ -117,7 +140,8 @@ class LossForm:
     self, grad_fn: Callable[..., tuple[Any, Any]], axis_name: AxisName | None
   ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function with the means of ``grad_fn`` over micro-batches."""
-    mean = lambda tree: jax.tree.map(lambda x: jnp.mean(x, axis=0), tree)
+    one = lambda x: x[-1] if _counts(x) else jnp.mean(x, axis=0)
+    mean = lambda tree: jax.tree.map(one, tree)
 
     def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
       def add(total: Any, micro_batch: Any) -> tuple[Any, Any]:

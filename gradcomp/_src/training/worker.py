@@ -11,13 +11,17 @@ from jax import lax
 
 from gradcomp._src import checks
 from gradcomp._src.core import inputs, state
-from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats import norms
 from gradcomp._src.local_steps.transform import local_params
 from gradcomp._src.mesh import axes, types
 from gradcomp._src.telemetry.inspect import measured_update
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
-from gradcomp._src.training.loss_form import ACCUMULATE, LossForm, check_numbers
+from gradcomp._src.training.loss_form import (
+  ACCUMULATE,
+  LossForm,
+  averaged,
+  check_numbers,
+)
 from gradcomp._src.training.scanned import check_alone, scanned_layers
 from gradcomp._src.transforms.freeze import unaveraged
 
@@ -245,7 +249,7 @@ class WorkerStep:
 
 
 def _mean(tree: Any, axis_name: axes.AxisName | None) -> Any:
-  return tree if axis_name is None else pmean(tree, axis_name)
+  return tree if axis_name is None else averaged(tree, axis_name)
 
 
 def check_model_state(model_state: Any, options: TrainOptions, workers: int) -> None:
