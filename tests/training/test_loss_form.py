@@ -179,8 +179,10 @@ def test_what_is_no_number_is_named_where_aux_is_averaged(kind):
     jax.eval_shape(step, *given)
 
 
-@pytest.mark.parametrize("place", ["auto", "explicit", "step"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+  ("place", "accumulate"),
+  [("auto", 1), ("step", 2), *slow(("auto", 2), ("explicit", 1), ("explicit", 2))],
+)
 def test_keys_and_counts_in_aux_are_of_the_first_worker(place, accumulate):
   """As modules of flax.nnx return them, in their dtypes; other numbers are means."""
 
