@@ -202,9 +202,10 @@ def figure(curves: pd.DataFrame, title: str) -> Figure:
       for x, ax in zip((over.index, over.bytes_sent["mean"]), row, strict=True):
         (line,) = ax.plot(x, y["mean"], label=codec, linewidth=1.6)
         ax.fill_between(x, y["min"], y["max"], color=line.get_color(), alpha=0.15)
-        ax.grid(alpha=0.3)
   losses[0].set(ylabel="test loss", yscale="log")
   accuracies[0].set(xlabel="steps", ylabel="test accuracy (%)")
   accuracies[1].set(xlabel="bytes sent by each worker", xscale="log")
   losses[1].legend(title="codec")
+  for ax in (*losses, *accuracies):  # a scale that is set drops the grid
+    ax.grid(alpha=0.3)
   return drawn
