@@ -34,7 +34,7 @@ PAPERS = {
   "grubic": (
     "Grubic",
     "Grubic et al., 2018: [Synchronous Multi-GPU Deep Learning with Low-Precision "
-    "Communication](https://doi.org/10.3929/ethz-b-000319485).",
+    "Communication](https://doi.org/10.3929/ethz-b-000319485). Momentum is 0.9.",
   ),
   "wen": (
     "Wen",
@@ -98,9 +98,8 @@ def judged():
 
 def short(text):
   """Returns a text without what nearly all runs have."""
-  return re.sub(
-    r" on fashion-mnist/14|, N = 8, batch 128, 2 epochs|, batch 128", "", text
-  )
+  usual = r" on fashion-mnist/14|, N = 8, batch 128, 2 epochs|, batch 128| \(5 seeds\)"
+  return re.sub(usual, "", text)
 
 
 def shortened(verdict):
