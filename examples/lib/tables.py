@@ -118,7 +118,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
   @property
   def is_tested(self) -> bool:
-    """Whether there is a point of the curve after this step."""
+    """Returns True if the curve has a point after this step."""
     every, steps = self._args.evaluate_every, self._args.steps
     return self._step % every == 0 or self._step == steps
 

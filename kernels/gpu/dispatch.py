@@ -167,7 +167,6 @@ def on_tpu(
   # Both give the same bits. The form suits TPUs, which keep arrays in tiles of 8 rows
   # by 128 columns. It is traced only where a program is lowered so. `mosaic` says that
   # it has a kernel, which XLA cannot partition, and which the table must have.
-
   name = _MOSAIC if mosaic else "tpu"
 
   def decorate(function: _Function) -> _Function:

@@ -184,7 +184,7 @@ def test_what_is_no_number_is_named_where_aux_is_averaged(kind):
   [("auto", 1), ("step", 2), *slow(("auto", 2), ("explicit", 1), ("explicit", 2))],
 )
 def test_keys_and_counts_in_aux_are_of_the_first_worker(place, accumulate):
-  """As modules of flax.nnx return them, in their dtypes; other numbers are means."""
+  """They keep their dtypes, which modules of flax.nnx need; other numbers are means."""
 
   def loss_fn(w, x, key=None):
     key = jax.random.key(7) if key is None else key

@@ -319,7 +319,7 @@ def _stacked(
       share = 1 / axes.require_size(axis_name)
       wide = lambda g: g.astype(addend_dtype(g.dtype)) * share
       grads = jax.tree.map(wide, grads)
-    mean = loss_form.averaged(value, axis_name)
+    mean = loss_form.mean_of_workers(value, axis_name)
     return mean, jax.tree.map(lambda g: g[None], grads)
 
   return jax.shard_map(

@@ -44,7 +44,7 @@ def check_numbers(aux: Any) -> None:
       )
 
 
-def averaged(tree: Any, axis_name: AxisName) -> Any:
+def mean_of_workers(tree: Any, axis_name: AxisName) -> Any:
   """Returns means over the workers; keys and unsigned integers of the first worker."""
 
   def first(x: jax.Array) -> jax.Array:

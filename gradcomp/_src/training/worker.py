@@ -19,8 +19,8 @@ from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 from gradcomp._src.training.loss_form import (
   ACCUMULATE,
   LossForm,
-  averaged,
   check_numbers,
+  mean_of_workers,
 )
 from gradcomp._src.training.scanned import check_alone, scanned_layers
 from gradcomp._src.transforms.freeze import unaveraged
@@ -249,7 +249,7 @@ class WorkerStep:
 
 
 def _mean(tree: Any, axis_name: axes.AxisName | None) -> Any:
-  return tree if axis_name is None else averaged(tree, axis_name)
+  return tree if axis_name is None else mean_of_workers(tree, axis_name)
 
 
 def check_model_state(model_state: Any, options: TrainOptions, workers: int) -> None:

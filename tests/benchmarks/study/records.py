@@ -68,7 +68,6 @@ SLOW = link("1gbit", f32=9, qsgd_4=3)
 ADAM = {"optimizer": "adam", "rule": "per-worker"}
 MORE = ADAM | {"workers": 16, "batch": 128}
 SAME = (90.0, 91.0)
-RESNET = {"network": "resnet"}
 WEN = {"schedule": "polynomial", "dataset": "mnist/14"}
 
 

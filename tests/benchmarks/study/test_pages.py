@@ -122,7 +122,7 @@ def test_tables_of_trainings_have_the_numbers_of_claims(name, row, said):
 
 
 def facts(found, name=""):
-  """What a record says of its data, net, workers and steps, as claims say it."""
+  """Returns a record's data, net, workers and steps, in the words of claims."""
   if isinstance(found, dict):
     return "\n".join(facts(x, name) for name, x in found.items())
   if isinstance(found, list):
