@@ -23,8 +23,8 @@ schema := $(VENV)/bin/check-jsonschema --builtin-schema vendor
 sphinx := JAX_PLATFORMS=cpu $(python) -m sphinx -qW --keep-going -d docs/_build/doctrees
 
 .PHONY: help train train-lm smoke data test test-slow test-core test-lowest test-newest test-all \
-  trainers breaks mutants budgets nightly lint types docs release-check bench bench-quick links evidence \
-  evidence-status evidence-times gpu-check ptx-check aot aot-check test-ray clean
+  trainers trainers-newest breaks mutants budgets nightly lint types docs release-check bench \
+  bench-quick links evidence evidence-status evidence-times gpu-check ptx-check aot aot-check test-ray clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -70,20 +70,24 @@ test-lowest:  ## the same on the lowest versions of JAX, optax and NumPy
 
 # The newest JAX needs Python 3.12. A shim of pyenv runs what PYENV_VERSION says.
 NEWEST ?= 3.12
+on-newest = @if newest=$$(PYENV_VERSION=$(NEWEST) python$(NEWEST) -c 'import sys; print(sys.executable)'); \
+  then $(MAKE) PYTHON="$$newest" $(1); else echo "skipped: $@, there is no python$(NEWEST) here"; fi
 test-newest:  ## run the library's tests on the newest JAX, if there is a Python for it
-	@if newest=$$(PYENV_VERSION=$(NEWEST) python$(NEWEST) -c 'import sys; print(sys.executable)'); then \
-	  $(MAKE) test PYTHON="$$newest" VENV=.venv-newest \
-	    ARGS='$(ARGS) --ignore tests/benchmarks --ignore tests/project'; \
-	else echo "skipped: the newest JAX, there is no python$(NEWEST) here"; fi
+	$(call on-newest,test VENV=.venv-newest \
+	  ARGS='$(ARGS) --ignore tests/benchmarks --ignore tests/project')
 
 test-all: $(VENV)/.installed-dev  ## run all tests, compiled as users compile
 	$(pytest) --slow all --optimize $(ARGS)
 
 # In an environment of its own: they bring much, and may hold other packages back.
+GROUP = trainers
 trainers:  ## run trainers of other projects, made to send 4 bits
-	@$(MAKE) VENV=.venv-trainers .venv-trainers/.installed-trainers
-	.venv-trainers/bin/python -m pytest --slow all tests/examples/test_trainers.py \
-	  tests/local_steps/test_drjax.py $(ARGS)
+	@$(MAKE) VENV=.venv-$(GROUP) .venv-$(GROUP)/.installed-$(GROUP)
+	KERAS_BACKEND=jax .venv-$(GROUP)/bin/python -m pytest --slow all tests/examples/test_keras.py \
+	  tests/examples/test_trainers.py tests/local_steps/test_drjax.py $(ARGS)
+
+trainers-newest:  ## the same of MaxText and levanter, if there is a Python for them
+	$(call on-newest,trainers GROUP=$@ ARGS='-k "maxtext or levanter" $(ARGS)')
 
 breaks: $(VENV)/.installed-dev  ## break the library on purpose: the tests must see it
 	$(python) -m tests.breaks.run $(ARGS)

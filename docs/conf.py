@@ -1,6 +1,7 @@
 """The site: ``make docs`` builds it from the pages and the docstrings, offline."""
 
 import inspect
+import os
 import pathlib
 import re
 import sys
@@ -14,6 +15,7 @@ import gradcomp
 from gradcomp._src.public import publish
 
 PAGES = pathlib.Path(__file__).parent
+MAP = PAGES / "README.md"
 sys.path.append(str(PAGES.parent))  # behind what is installed
 from benchmarks.pages import records, study  # noqa: E402
 
@@ -33,7 +35,9 @@ extensions = [
   "sphinx.ext.coverage",
   "sphinx.ext.napoleon",
 ]
-exclude_patterns = ["_build", "README.md"]  # index.rst includes the latter
+# Of index.myst, whose directives are no language of a page of the repository.
+source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".myst": "myst-nb"}
+exclude_patterns = ["_build", "README.md"]  # index.myst includes the latter
 templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -68,8 +72,13 @@ coverage_skip_undoc_in_source = True
 coverage_show_missing_items = True  # a warning each, and warnings are errors
 
 html_theme = "sphinx_book_theme"
-html_theme_options = {"repository_url": REPOSITORY, "use_repository_button": True}
-html_sidebars = {"**": ["navbar-logo.html", "sbt-sidebar-nav.html"]}
+html_theme_options = {
+  "repository_url": REPOSITORY,
+  "use_repository_button": True,
+  "navbar_persistent": [],  # its search button has another name than its label
+  "max_navbar_depth": 1,  # what opens deeper levels has no name for a screen reader
+}
+html_sidebars = {"**": ["top.html", "sbt-sidebar-nav.html"]}
 html_math_renderer = "mathml"
 
 
@@ -95,12 +104,12 @@ def parts(hint):
     yield from parts(part)
 
 
-def results(space, shown):
+def results(value, shown):
   """Returns the paths of types of results, without a public name, that no page shows.
 
-  Functions of the module return these, and fields of the ones before hold these.
+  A function returns these, and fields of a class or of the ones before hold these.
   """
-  found, todo = [], [getattr(space, name) for name in space.__all__]
+  found, todo = [], [value]
   for value in todo:
     hints = typing.get_type_hints(value) if callable(value) else {}
     named = hints.values() if inspect.isclass(value) else [hints.get("return")]
@@ -117,7 +126,11 @@ def results(space, shown):
 
 PATHS = set()
 SPACES = {"gradcomp": gradcomp, **NAMESPACES}
-RESULTS = {path: results(space, PATHS) for path, space in SPACES.items()}
+RESULTS = {
+  f"{path}.{name}": results(getattr(space, name), PATHS)
+  for path, space in SPACES.items()
+  for name in space.__all__
+}
 autosummary_context = {"namespaces": list(NAMESPACES), "results": RESULTS}
 for name, space in NAMESPACES.items():
   sys.modules[name] = space  # autodoc imports it by its path, which may be an attribute
@@ -129,18 +142,33 @@ def fill(app, page, source):
   source[0] = records.filled(source[0], records.TABLES | study.TABLES)
 
 
-def lead_out(app, page, *arguments):
-  """Leads the links of a page to files outside of docs/ to the repository."""
-  source = arguments[-1]  # a list of one text, to be replaced
+def lead(text, start, end):
+  """Returns a text that moves to another folder: its links out of docs/ leave the site.
+
+  They lead into the repository.
+  """
 
   def link(found):
-    path = (PAGES / page).parent.joinpath(found[1]).resolve()
+    path = start.joinpath(found[1]).resolve()
+    if path == MAP:
+      return "](#all-pages"
     if path.is_relative_to(PAGES) or path.suffix == ".png":
-      return found[0]
+      return f"]({os.path.relpath(path, end)}"
     view = "tree" if path.is_dir() else "blob"
     return f"]({REPOSITORY}/{view}/{COMMIT}/{path.relative_to(PAGES.parent)}"
 
-  source[0] = re.sub(r"\]\((\.\./[^)#\s]*)", link, source[0])
+  return re.sub(r"\]\((?!\w+:)([^)#\s]+)", link, text)
+
+
+def lead_out(app, page, source):
+  """Leads the links of a page to files outside of docs/ to the repository."""
+  folder = (PAGES / page).parent
+  source[0] = lead(source[0], folder, folder)
+
+
+def lead_in(app, file, page, source):
+  """Leads the links of the front page, which the start page includes, to the site."""
+  source[0] = lead(source[0], (PAGES / file).parent, PAGES)
 
 
 def names_together(app, what, name, value, options, lines):
@@ -165,6 +193,38 @@ def skip_numbers(app, what, name, value, skip, options):
   return skip or str(value.__doc__).startswith("Alias for field number")
 
 
+def show_types(app, value, bound):
+  """Puts types of shared options into a signature; the help is shorter without them."""
+  signature = vars(value).get("__signature__") if inspect.isfunction(value) else None
+  hints = typing.get_type_hints(value) if signature else {}
+  for options in hints.values():
+    if typing.get_origin(options) is typing.Unpack:
+      hints = typing.get_type_hints(typing.get_args(options)[0]) | hints
+  typed = lambda x: x.replace(annotation=hints.get(x.name, x.annotation))
+  if signature:
+    shown = map(typed, signature.parameters.values())
+    value.__signature__ = signature.replace(parameters=[*shown])
+
+
+def name_classes(app, what, name, value, options, signature, returned):
+  """Names a class that is a default as code does: Sphinx cannot read its ``repr``."""
+  return signature and re.sub(r"<class '([\w.]+)'>", r"\1", signature), returned
+
+
+PARAMETERS = r'<dl>\n((?:<dd><em class="sig-param">.*</dd>\n)+)</dl>'
+
+
+def mend(app, page, template, context, tree):
+  """Makes lines of a signature a list, and an empty header of a table an empty cell.
+
+  Screen readers miss terms of a list of definitions, and texts of headers.
+  """
+  item = lambda x: x.replace("<dd>", "<li>").replace("</dd>", "</li>")
+  lines = lambda found: f"<ul>\n{item(found[1])}</ul>"
+  body = re.sub(PARAMETERS, lines, context.get("body", ""))
+  context["body"] = body.replace('<th class="head"><p></p></th>', "<td></td>")
+
+
 def inline_formula(translator, node):
   """Writes a formula as MathML, which browsers show without scripts and fonts."""
   translator.body.append(latex2mathml.tex2mathml(node.astext()))
@@ -172,17 +232,20 @@ def inline_formula(translator, node):
 
 
 def formula(translator, node):
-  """Writes a formula that has a line of its own."""
+  """Writes a formula that has a line of its own, and scrolls by keys where it must."""
   mathml = latex2mathml.tex2mathml(node.astext(), as_block=True)
-  translator.body.append(f'<div class="formula">{mathml}</div>')
+  translator.body.append(f'<div class="formula" tabindex="0">{mathml}</div>')
   raise nodes.SkipNode
 
 
 def setup(app):
   app.connect("source-read", fill)
   app.connect("source-read", lead_out)
-  app.connect("include-read", lead_out)
+  app.connect("include-read", lead_in)
+  app.connect("autodoc-before-process-signature", show_types)
+  app.connect("autodoc-process-signature", name_classes)
   app.connect("autodoc-process-docstring", names_together, priority=600)
   app.connect("autodoc-process-docstring", lead_to_results)
   app.connect("autodoc-skip-member", skip_numbers)
+  app.connect("html-page-context", mend)
   app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))

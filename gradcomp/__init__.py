@@ -58,10 +58,9 @@ __all__ += ["citation", "codecs", "compress", "contrib", "cost", "defer_reductio
 __all__ += ["dense", "eight_bit", "exchange", "explain", "floats", "global_norm"]
 __all__ += ["init_state", "kernels", "local", "loss_scaling_cast", "make_train_step"]
 __all__ += ["mean_over", "natural", "onebit_sgd", "optimizers", "overlap_report"]
-__all__ += ["parallel", "policy", "powersgd"]
-__all__ += ["qsgd", "randomk", "redsync", "reshard_state", "skip_nonfinite", "state"]
-__all__ += ["state_specs", "telemetry", "terngrad", "testing", "topk", "value_and_grad"]
-__all__ += ["wire_report", "wrappers"]
+__all__ += ["parallel", "policy", "powersgd", "qsgd", "randomk", "redsync"]
+__all__ += ["reshard_state", "skip_nonfinite", "state", "state_specs", "telemetry"]
+__all__ += ["terngrad", "testing", "topk", "value_and_grad", "wire_report", "wrappers"]
 
 
 if not TYPE_CHECKING:  # a checker would take it for a promise of every name

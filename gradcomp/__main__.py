@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   add("--backward", type=_seconds, help="seconds of the backward pass")
   add("--budget", type=_budget, default="paper", help=_BUDGETS)
   add("--steps", type=_steps, help="steps of the training, for sparse codecs")
-  add("--optimizer", choices=get_args(Optimizer), help="that of the training")
+  add("--optimizer", choices=get_args(Optimizer), help="the optimizer of the training")
   add("--device", default="cpu", help='its codec speeds: cpu, H100, or "TPU v5e"')
   slower = "times that codecs are slower here than on that device"
   add("--slower", type=_times, default=1.0, help=slower)

@@ -8,8 +8,6 @@ from gradcomp._src.cost.exchange import (
   exchange_seconds,
   message_seconds,
   step_seconds,
-  strong_scaling,
-  weak_scaling,
 )
 from gradcomp._src.cost.link import Cluster, CodecSpeed, Link, collective_seconds
 from gradcomp._src.cost.planner.choice import PlanOptions, plan
@@ -17,4 +15,4 @@ from gradcomp._src.cost.planner.choice import PlanOptions, plan
 __all__ = ["Cluster", "CodecSpeed", "Link", "PlanOptions", "allocate"]
 __all__ += ["collective_seconds", "crossover_rate", "crossover_workers"]
 __all__ += ["dense_seconds", "exchange_seconds", "message_seconds", "plan"]
-__all__ += ["step_seconds", "strong_scaling", "weak_scaling"]
+__all__ += ["step_seconds"]

@@ -1,4 +1,1 @@
-"""Inner loops of the codecs, a folder an operation: jnp references and kernels.
-
-See docs/inside/wire-format.md for the rules.
-"""
+"""Inner loops of the codecs, a folder an operation: jnp references and kernels."""

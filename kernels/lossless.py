@@ -1,7 +1,4 @@
-"""Packs bfloat16 numbers into 12 bits each, without loss, and unpacks them, in jnp.
-
-All is done on bit patterns, so that NaN and subnormals stay as they are.
-"""
+"""Packs bfloat16 into 12 bits without loss, as bits: NaN and subnormals stay."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +19,7 @@ def halves(tiles: Array) -> Array:
   """Rounds ``float32`` to nearest even bfloat16: bit patterns, ``uint32``."""
   bits = jax.lax.bitcast_convert_type(tiles, jnp.uint32)
   rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-  # A NaN of which only the lower half is not zero would become an infinity.
+  # A NaN with bits in its lower half alone would become an infinity.
   lower = (bits & 0xFFFF != 0).astype(jnp.uint32) << 6
   return jnp.where(bits << 1 > jnp.uint32(0xFF000000), bits >> 16 | lower, rounded)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 _Arrays = TypeVar("_Arrays")
 
-LARGE = 2**17  # elements: fewer are computed soon, however that is done
+LARGE = 2**17  # elements: fewer are computed fast in any way
 _MANY = 2**14  # words of a payload, that is 64 KiB
 _SOME = 2**8  # words: fewer are sooner encoded anew for each of their codes
 
@@ -21,8 +21,8 @@ def materialized(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _
     return function(rows)
   # Else XLA fuses the computation of an element into its readers, once for each: a word
   # is read by its elements, and an element by its word and by the loss of encoding it.
-  # XLA drops an optimization barrier before it fuses, but not a condition of which it
-  # does not know that it never holds: no word has more than 32 bits.
+  # XLA drops an optimization barrier before it fuses, but keeps a condition that never
+  # holds if it cannot know that: no word has more than 32 bits.
   function = jax.jit(function)  # traced once for all of its three uses
   like = jax.eval_shape(function, rows)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ class Trainer:
   """Trains a method step by step, whatever workers are: devices or a ``vmap``."""
 
   steps: int  # of a training
-  evaluated: Container[int]  # the steps behind which it is tested
+  evaluated: Collection[int]  # the steps behind which it is tested
   # Makes the first state of a seed, a tuple that begins with the parameters.
   start: Callable[[int], Any]
   batches: Callable[[int], Iterator[Any]]  # those of a seed, from the first on
@@ -35,6 +35,10 @@ class Trainer:
   bytes: Callable[[], dict[str, Any]]  # what a worker sends in a step, and its ratio
   # Returns what a saved state belongs to.
   recorded: Callable[[], dict[str, Any] | None] = lambda: None
+  # Returns what a step takes beside its state, from a seed, a batch and the step's
+  # number; and the step as part of a program, from a state and that.
+  drawn: Callable[[int, Any, int], Any] | None = None
+  whole: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
   def train(
     self, seed: int, stepped: Callable[[], None] = lambda: None, saved: Saved = NOWHERE
@@ -61,9 +65,55 @@ class Trainer:
         if not _finite(reached):
           break
       saved.save(number, state, {"points": points, "losses": losses})
-    words = np.ravel(gradcomp.telemetry.fingerprint(state[0]))
-    found = {"points": points, "fingerprint": "".join(f"{word:08x}" for word in words)}
+    found = {"points": points, "fingerprint": _fingerprint(state[0])}
     return found if _finite(points[-1]) else found | {"diverged": points[-1]["step"]}
+
+  def train_together(self, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Trains from several seeds at once, and returns what ``train`` does of each.
+
+    All steps between two points are one program, a loop in a ``vmap`` over the seeds. A
+    GPU computes that in seconds; see emulated.py for why a CPU does not.
+    """
+    loop = functools.partial(jax.lax.scan, self.whole)
+    steps = jax.jit(jax.vmap(loop), donate_argnums=0)
+    join = jax.jit(lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees))
+    row = lambda states, i: jax.tree.map(lambda x: x[i], states)
+    cut = jax.jit(lambda states: [row(states, i) for i in range(len(seeds))])
+    batches = [self.batches(seed) for seed in seeds]
+    states = [self.start(seed) for seed in seeds]
+    found: list[dict[str, Any]] = [{"points": []} for _ in seeds]
+    done = 0
+    for number in sorted(self.evaluated):
+      given = [
+        _stacked([self.drawn(seed, next(own), x) for x in range(done + 1, number + 1)])
+        for seed, own in zip(seeds, batches, strict=True)
+      ]
+      joined, losses = steps(join(*states), _stacked(given))
+      states = cut(joined)
+      for i, own in enumerate(np.asarray(losses)):
+        if "diverged" in found[i]:
+          continue
+        mean = float(np.mean(own, dtype=np.float64))
+        reached, states[i] = self.test(seeds[i], states[i], number, mean)
+        found[i]["points"].append(reached)
+        found[i]["fingerprint"] = _fingerprint(states[i][0])
+        if not _finite(reached):
+          ends = np.append(~np.isfinite(own), True)
+          found[i]["diverged"] = min(done + 1 + int(ends.argmax()), number)
+      done = number
+    return found
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+  """Stacks arrays of the host, and keys."""
+  key = lambda x: isinstance(x, jax.Array)
+  stack = lambda *x: (jnp if key(x[0]) else np).stack(x)
+  return jax.tree.map(stack, *trees)
+
+
+def _fingerprint(params: Any) -> str:
+  words = np.ravel(gradcomp.telemetry.fingerprint(params))
+  return "".join(f"{word:08x}" for word in words)
 
 
 def _finite(reached: Point) -> bool:

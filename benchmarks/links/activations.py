@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import cli, tables
 from benchmarks.links import hosts as links_hosts
-from benchmarks.links import launch, process, results, steps
+from benchmarks.links import launch, process, results
 from benchmarks.models.papers import dettmers
 from examples.lib.sharded.sub_batches import sub_batches
 from gradcomp import codecs, parallel
@@ -56,7 +56,6 @@ def compiled(
   mesh: jax.sharding.Mesh,
   function: Callable[..., Any],
   *shapes: tuple[int, ...],
-  arithmetic: float = 0.0,
 ) -> process.Timed:
   """Compiles a function of one host's arrays, drawn here; its results stay there."""
   rng = np.random.default_rng(jax.process_index())
@@ -64,14 +63,14 @@ def compiled(
   arrays = tuple(process.spread(mesh, x) for x in local)
   mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
   program = jax.jit(mapped).lower(*arrays).compile()
-  return process.Timed(program, lambda: arrays, arithmetic)
+  return process.Timed(program, lambda: arrays)
 
 
 def transfer(
   kind: str, mesh: jax.sharding.Mesh, codec: str, rows: int, columns: int, axis: int
 ) -> process.Timed:
   """Sends ``[rows, columns]`` of each host to all others, or adds those of all."""
-  sent, shape = _sent(mesh, codec, rows, columns), [rows, columns]
+  shape = [rows, columns]
   if kind == "gather":
     plain = lambda x: lax.all_gather(x, "data", axis=axis, tiled=True)
     ours = parallel.all_gather
@@ -81,16 +80,7 @@ def transfer(
     shape[axis] *= mesh.size
   own = lambda x: ours(x, axis_name="data", axis=axis, codec=CODECS[codec])
   call = plain if codec == PLAIN else own
-  return compiled(mesh, call, tuple(shape), arithmetic=sent)
-
-
-def _sent(mesh: jax.sharding.Mesh, codec: str, *shape: int) -> int:
-  """Counts the bytes of an array that a host sends to all others."""
-  part = jax.ShapeDtypeStruct(shape, jnp.float32)
-  own = (
-    4 * part.size if codec == PLAIN else steps.payload_bytes(CODECS[codec], [part], 1)
-  )
-  return (mesh.size - 1) * own
+  return compiled(mesh, call, tuple(shape))
 
 
 def layer(w: jax.Array, batch: jax.Array) -> jax.Array:
@@ -130,10 +120,9 @@ def whole_step(
     )
     return jnp.sum(sums)
 
-  sent = 2 * passes * _sent(mesh, codec, samples // passes, inputs)
   columns = (inputs, outputs // mesh.size)
   both = jax.grad(loss, (0, 1))
-  return compiled(mesh, both, columns, (samples, inputs), arithmetic=sent)
+  return compiled(mesh, both, columns, (samples, inputs))
 
 
 PROGRAMS: dict[str, Callable[..., process.Timed]] = {

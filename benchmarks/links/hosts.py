@@ -49,13 +49,6 @@ class Host:
   interface: str
   prefix: tuple[str, ...] = ()
 
-  def kill(self) -> None:
-    """Ends all programs in the host's namespace at once, as if the power failed."""
-    pids = subprocess.check_output(["ip", "netns", "pids", self.prefix[3]], text=True)
-    for pid in map(int, pids.split()):
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
 
 def bits_per_second(rate: str) -> float | None:
   """Reads a rate in tc's spelling; None for ``"loopback"``, which nothing limits.

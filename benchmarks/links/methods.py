@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -43,6 +44,7 @@ class Case:
   exchanges: tuple[str, ...]
   feedback: FeedbackName | None = None
   message_bytes: int | None = None
+  updates = False  # it makes the mean of the gradients
 
   def transformation(self, exchange: str) -> optax.GradientTransformation:
     """Makes the exchange of gradients over the axis ``"data"``."""
@@ -64,6 +66,7 @@ class Optimizer(NamedTuple):
   make: Callable[[str], optax.GradientTransformation]
   exchanges: tuple[str, ...]
   message_bytes: None = None
+  updates: bool = True
 
   def transformation(self, exchange: str) -> optax.GradientTransformation:
     """Makes the optimizer with one of its exchanges."""
@@ -136,9 +139,18 @@ def _adam(exchange: str) -> optax.GradientTransformation:
   )
 
 
+def _bf16(grads: list[jax.Array]) -> list[jax.Array]:
+  """Returns JAX's own mean in bfloat16."""
+  mean = jax.lax.pmean([x.astype(jnp.bfloat16) for x in grads], "data")
+  return [x.astype(jnp.float32) for x in mean]
+
+
 # Times go from the gradient to the update. The first step, which is not timed, is in
 # float32 where there is a warm-up.
 OPTIMIZERS: dict[str, Optimizer] = {
+  "jax bf16": Optimizer(
+    lambda _: optax.stateless(lambda grads, _: _bf16(grads)), ("psum",), updates=False
+  ),
   "adam": Optimizer(_adam, ("psum",)),
   "1-bit adam": Optimizer(
     lambda name: optimizers.adam(_RATE, axis_name="data", exchange=name, warmup=1),

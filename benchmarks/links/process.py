@@ -29,11 +29,10 @@ from benchmarks.links import hosts
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-  """A program on all hosts, its arguments, and the bytes that a host should send."""
+  """A program on all hosts, and its arguments."""
 
   program: Any
   arguments: Callable[[], tuple[Any, ...]]  # new ones each time if they are donated
-  arithmetic: float | None = None
   keep: Callable[[Any], None] = lambda outputs: None  # for the next call
   averages: bool = False  # whether it returns a mean, and then what is kept
   updates: bool = False  # an optimizer's, which is no mean of gradients
@@ -55,7 +54,6 @@ def measure(
       "seconds": [],
       "cpu_seconds": [],
       "sent": [],
-      "arithmetic": timed.arithmetic,
       "wire_report": gradcomp.wire_report(timed.program).bytes_sent,
     }
     for name, timed in programs.items()

@@ -32,7 +32,6 @@ def combine(
         statistics.median(e["cpu_seconds"]) for e in entries
       ),
       "bytes_sent": sent / len(reports) if shared else sent,
-      "bytes_arithmetic": first["arithmetic"],
       "bytes_wire_report": first["wire_report"],
     }
     if "crc32" in first:

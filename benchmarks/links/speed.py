@@ -3,9 +3,9 @@
 A cell is a rate, a number of hosts and a gradient. In each cell every host times in
 turn the plain f32 mean and every codec with every exchange, in one process of JAX. One
 two_shot is also timed part by part. Then every host runs one PyTorch process
-(torch_worker.py), which times DistributedDataParallel over gloo with f32, its fp16 hook
-and its PowerSGD hook on the same links, if there is a PyTorch: see --torch. PyTorch has
-the threads that torchrun would give it, or more: cores by hosts.
+(torch_worker.py), which times DistributedDataParallel over gloo with f32, its fp16 and
+PowerSGD hooks and one in float8 on the same links, if there is a PyTorch: see --torch.
+PyTorch has the threads that torchrun would give it, or more: cores by hosts.
 
 What is measured joins the file of results, so that a run can be cut into pieces: a step
 replaces the one of its name in its cell. All codecs run at 1gbit with one leaf, and by
@@ -36,6 +36,7 @@ from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch, methods, process, results, steps
 
 FILE = "link_speed"
+_HOOKS = ("fp16", "fp8", "powersgd-1", "powersgd-2", "powersgd-4")
 QUICK = "2 hosts, 1 MiB, 4 codecs, 1 repeat"
 OPTIONS = {
   "rates": cli.Option(
@@ -55,6 +56,7 @@ OPTIONS = {
     choices=methods.STEPS,
   ),
   "limit": cli.Option(900.0, help="seconds after which workers have failed"),
+  "hooks": cli.Option([*_HOOKS], ["fp8"], "of PyTorch's DDP", choices=_HOOKS),
   "torch": cli.Option(sys.executable, help="a Python with PyTorch; empty for none"),
 }
 _ABOUT = (
@@ -63,7 +65,6 @@ _ABOUT = (
   "begin with *ddp* are PyTorch's DistributedDataParallel over gloo, the others ours. "
   "`python -m benchmarks.links speed` writes this file."
 )
-_DDP = ("ddp f32", "ddp fp16", "ddp powersgd-1", "ddp powersgd-2", "ddp powersgd-4")
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -111,12 +112,12 @@ def measure(
   if args.torch and not subprocess.run(has, capture_output=True).returncode:
     threads = max(1, (os.cpu_count() or 1) // len(hosts))
     own = {"GLOO_SOCKET_IFNAME": hosts[0].interface, "OMP_NUM_THREADS": str(threads)}
-    for names in (_DDP[1:2], *([name] for name in _DDP[2:])):  # which may hang
+    for name in (f"ddp {hook}" for hook in args.hooks):  # each may hang
       try:
         reports = launch.run_workers(
           hosts,
           "torch_worker",
-          job | {"steps": [_DDP[0], *names]},
+          job | {"steps": ["ddp f32", name]},
           args.limit,
           python=args.torch,
           environment=launch.MALLOC | own,
@@ -124,7 +125,7 @@ def measure(
         cell["steps"] |= results.combine(reports, "steps", shared=shared)
       except RuntimeError as error:  # ours are measured, and worth keeping
         print(f"PyTorch's workers have failed: {error}")
-        cell["failed"] |= dict.fromkeys(names, "ended with an error")
+        cell["failed"][name] = "ended with an error"
   load = cell.pop("load_and_cores")
   for entry in (*cell["steps"].values(), *cell["parts"].values()):
     entry["load_and_cores"] = load
@@ -142,8 +143,8 @@ def show(run: dict[str, Any]) -> None:
   """Prints the steps and the parts of a run beside what their bytes need."""
   rows = run["steps"] | {f"part: {name}": x for name, x in run["parts"].items()}
   found = pd.DataFrame.from_dict(rows, orient="index")
-  known = found[["bytes_arithmetic", "bytes_wire_report"]].astype(float)
-  formula, report = (known[name].where(known[name] > 0) for name in known)
+  known = found["bytes_wire_report"].astype(float)
+  report = known.where(known > 0)
   shown = {
     "ms": 1e3 * found["median_seconds"],
     "least": 1e3 * found["seconds"].map(min),
@@ -152,7 +153,6 @@ def show(run: dict[str, Any]) -> None:
     "wire ms": 8e3 * report / (run["bits_per_second"] or math.nan),
     "CPU ms": 1e3 * found["cpu_seconds_a_host"],
     "MB sent": found["bytes_sent"] / 1e6,
-    "/ formula": found["bytes_sent"] / formula,
     "/ HLO": found["bytes_sent"] / report,
     "error": found["error"],
   }

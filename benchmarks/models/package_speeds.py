@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.codecs.speed import SPARSE
 from benchmarks.common import cli, quiet, timing
 from benchmarks.compilers import record as compiled
 from benchmarks.compilers.codecs import CODECS, OPERATIONS
@@ -54,11 +55,6 @@ NAMES = {
 IN_BUCKETS = {
   "QSGD-2": codecs.QSGD(bits=2, bucket_size=128),
   "QSGD-2 fitted": codecs.QSGD(bits=2, bucket_size=128, levels="nonuniform"),
-}
-SPARSE = {
-  "top 1 %": codecs.TopK(density=0.01),
-  "top 0.1 %": codecs.TopK(density=0.001),
-  "top 0.1 % ASQ": codecs.TopK(density=0.001, quantize="asq"),
 }
 
 

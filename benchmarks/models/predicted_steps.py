@@ -38,9 +38,9 @@ FORWARD = 0.25  # of the products: forward, forward again, and two backward
 WORKERS = 8
 
 # docs.cloud.google.com/tpu/docs/v5e: a host of 8 chips has 2 network cards of 100
-# Gbit/s; a chip moves 400 GB/s on 4 ports, both ways, and has 2 of them in a 2 x 2.
-NETWORK, NEAR, MEMORY = 2 * 100e9 / 8 / 8, 400e9 / 2 / 2, 819e9
-ETHERNET = 100e9 / 8
+# Gbit/s; a chip moves 400 GB/s on 4 ports, both ways. A 2 x 2 is a ring of 4.
+NEAR = cost.Link.torus((4,), port=400e9 / 2 / 4, latency=0.0).bytes_per_second
+NETWORK, MEMORY, ETHERNET = 2 * 100e9 / 8 / 8, 819e9, 100e9 / 8
 # NVIDIA's data sheet: 989 TFLOPs in bfloat16, 3.35 TB/s. github.com/NVIDIA/Megatron-LM
 # has 41 % of it for the smallest model of its table on H100s.
 PEAK, REACHED, HBM3 = 989e12, 0.41, 3.35e12

@@ -6,13 +6,17 @@ benchmarks.pages.records`` writes those anew. Those of the study are in study.py
 """
 
 import functools
+import itertools
 import json
 import math
 import re
 import tomllib
 from pathlib import Path
 
+import jax
+
 from benchmarks.common.tables import table
+from gradcomp import cost
 from gradcomp._src.cost.planner.candidates import packaged_speeds
 
 FOLDER = Path(__file__).parents[2] / "docs"
@@ -64,9 +68,8 @@ def milliseconds(cell):
 
 
 def links(names):
-  by_hosts = [
-    {row[""]: row for row in rows("link_speed.md", number)} for number in (0, 1)
-  ]
+  found = [rows("link_speed.md", number) for number in (0, 1)]
+  by_hosts = [{row[""]: row for row in measured} for measured in found]
   empty = {"MB": "", "1gbit": ""}
   lines = []
   for label, name in names.items():
@@ -112,6 +115,11 @@ def seconds(file, name, elements=2**24):
   return load(file)[f"{name}, {elements}"]["seconds"]
 
 
+def copies(found, *parts):
+  """Times as multiples of the copy beside them."""
+  return [f"{found[x] / found['copy']:.1f}" for x in parts]
+
+
 def one_codec():
   kept, started = "codec_speed_jax0.10.2_malloc.json", "codec_speed_jax0.10.2.json"
   lines = []
@@ -125,10 +133,7 @@ def one_codec():
     cells = [label]
     for file in (kept, started):
       found = seconds(file, name)
-      cells += [
-        f"{1e9 * found[part] / 2**24:.2f}",
-        f"{found[part] / found['copy']:.1f}",
-      ]
+      cells += [f"{1e9 * found[part] / 2**24:.2f}", *copies(found, part)]
     lines.append(cells)
   header = ["QSGD, 4 bits", "pages kept: ns an element", "x copy"]
   return table([*header, "as users start: ns an element", "x copy"], lines)
@@ -138,9 +143,9 @@ def every_codec():
   lines = []
   for label, name in NAMES["codecs"].items():
     found = seconds("codec_speed_jax0.10.2_malloc.json", name)
-    parts = [found[x] for x in ("encode", "decode", "decode and sum, a worker")]
-    parts.append(found["update and residual"] - found["update"])
-    lines.append([label, *(f"{x / found['copy']:.1f}" for x in parts)])
+    found["keep"] = found["update and residual"] - found["update"]
+    parts = "encode", "decode", "decode and sum, a worker", "keep"
+    lines.append([label, *copies(found, *parts)])
   return table(["", "encode", "decode", "decode and add", "keep"], lines)
 
 
@@ -170,13 +175,33 @@ def gpu_codecs():
   return table(["", *parts], lines)
 
 
+def pcie():
+  """Predicted milliseconds of exchanges between GPUs of one host, by their bus."""
+  params = jax.ShapeDtypeStruct((1 << 14, 1 << 14), "float32")  # as many as were timed
+  few = cost.PlanOptions.candidates[:3]
+  given = {
+    "budget": "tight",
+    "options": cost.PlanOptions(speeds="H100", candidates=few),
+  }
+  lines = []
+  for (label, rate), workers in itertools.product(NAMES["buses"].items(), (2, 8)):
+    link = cost.Link(latency=1e-5, bytes_per_second=1e9 * rate)
+    found = cost.plan(params, workers=workers, link=link, **given)
+    slowest = sorted(found.rows, key=lambda row: -row.step_seconds)
+    best = {row.candidate.name: 1e3 * row.step_seconds for row in slowest}
+    times = [f"{best[name]:.1f}" for name in ("float32", *(x.name for x in few))]
+    lines.append([label, str(workers), *times, found.chosen.name])
+  header = ["GB/s of a GPU", "GPUs", "float32", *(x.name for x in few), "`plan` takes"]
+  return table(header, lines)
+
+
 def matrices():
   found = load("matrices_speed_jax0.10.2_malloc.json")["matrices"]["seconds"]
   lines = []
   for step in ("encode", "decode", "exchange"):
-    flat, matrices = (found[f"{step}, {x}"] for x in ("flat", "matrices"))
-    copies = [f"{x / found['copy']:.1f}" for x in (flat, matrices)]
-    lines.append([step, *copies, f"{matrices / flat:.2f}"])
+    both = [f"{step}, {x}" for x in ("flat", "matrices")]
+    ratio = found[both[1]] / found[both[0]]
+    lines.append([step, *copies(found, *both), f"{ratio:.2f}"])
   return table(["QSGD, 4 bits", "flat leaf: x copy", "8 matrices", "x flat"], lines)
 
 
@@ -190,11 +215,18 @@ def selection():
     "`trimmed`": "trimmed",
     "`exact`": "exact",
   }.items():
-    copies = [f"{x[name] / x['copy']:.1f}" for x in found]
-    gains = [f"{x['lax.top_k'] / x[name]:.0f}" for x in found]
-    lines.append([label, copies[0], gains[0], copies[1], gains[1]])
+    gains = [[*copies(x, name), f"{x['lax.top_k'] / x[name]:.0f}"] for x in found]
+    lines.append([label, *gains[0], *gains[1]])
   header = ["selection", "0.1 %: x copy", "x faster than `top_k`"]
   return table([*header, "1 %: x copy", "x faster than `top_k`"], lines)
+
+
+def sparse_parts():
+  """What RedSync's codec does one after the other, as multiples of a copy."""
+  _, *rows = load("sparse_speed_jax0.10.2_malloc.json").items()
+  parts = "select", "pack", "encode", "unpack"
+  lines = [[title, *copies(row["seconds"], *parts)] for title, row in rows]
+  return table(["what it sends, elements", *parts], lines)
 
 
 def rounding():
@@ -277,8 +309,10 @@ TABLES = {
   "every codec": every_codec,
   "gpu kernels": gpu_kernels,
   "gpu codecs": gpu_codecs,
+  "pcie": pcie,
   "matrices": matrices,
   "selection": selection,
+  "sparse parts": sparse_parts,
   "rounding": rounding,
   "sums": sums,
   "noise": noise,

@@ -8,13 +8,15 @@ marks, are built with the site.
 
 import functools
 import re
+import tomllib
+from pathlib import Path
 
 from benchmarks.common.tables import table
 from benchmarks.pages import digits
 from benchmarks.pages.records import FOLDER as DOCS
 from benchmarks.pages.records import RECORDS as RESULTS
 from benchmarks.study import analysis, records, report
-from benchmarks.study.figures import accuracy
+from benchmarks.study.figures import accuracy, speed
 from benchmarks.study.figures import claims as figures_claims
 from benchmarks.study.figures.style import slug
 from benchmarks.study.judges import safe
@@ -29,59 +31,8 @@ HEADLINE = "lenet on fashion-mnist/14, N = 8, batch 128, 2 epochs"
 SAFE = "## What does it cost in accuracy?"
 PAGES = FOLDER / "claims"
 DRAWN = PAGES / "pictures"
-# Of each page: its claims' paper, or our own, and what it is about.
-PAPERS = {
-  "grubic": (
-    "Grubic",
-    "Grubic et al., 2018: [Synchronous Multi-GPU Deep Learning with Low-Precision "
-    "Communication](https://doi.org/10.3929/ethz-b-000319485). Momentum is 0.9.",
-  ),
-  "wen": (
-    "Wen",
-    "Wen et al., 2017: [TernGrad](https://arxiv.org/abs/1705.07878).",
-  ),
-  "dettmers": (
-    "Dettmers",
-    "Dettmers, 2016: [8-Bit Approximations for Parallelism in Deep "
-    "Learning](https://arxiv.org/abs/1511.04561).",
-  ),
-  "han": (
-    "Han",
-    "Han et al., 2021: [Auto-Precision Scaling for Distributed Deep "
-    "Learning](https://arxiv.org/abs/1911.08907).",
-  ),
-  "fang": (
-    "Fang",
-    "Fang et al., 2018: [RedSync](https://arxiv.org/abs/1808.04357).",
-  ),
-  "ours": (
-    "Our own",
-    "No paper has an experiment on these sentences. They are its opinion, our reading "
-    "of it, or about a setting that it does not have.",
-  ),
-}
-_LENET = "lenet-on-fashion-mnist-14-n-8-batch-128"
-_MLP = "mlp-on-fashion-mnist-14-n-8-batch-128"
-_MNIST = {
-  "momentum": "rate-0-01-weight-decay-0-0005-polynomial-mean-by-0-9999",
-  "plain": "rate-0-1-no-momentum-weight-decay-0-0005-polynomial-mean-by-0-9999",
-}
-# The pictures of the page, and what the report calls them.
-PICTURES = {
-  "qsgd": f"curve-qsgd-{_LENET}-2-epochs",
-  "onebit": f"curve-1-bit-sgd-{_LENET}-2-epochs",
-  "onebit-longer": f"curve-1-bit-sgd-{_LENET}-5-99-epochs",
-  "terngrad": f"curve-terngrad-{_MLP}-2-epochs",
-  "sparse": f"curve-sparse-{_MLP}-2-epochs",
-  "workers": "workers-lenet-on-fashion-mnist-14-batch-64-0-999-epochs-rate-0-01-weight-"
-  "decay-0-0005-polynomial",
-  **{
-    f"mnist-{way}-{workers}": f"curve-terngrad-lenet-on-mnist-14-n-{workers}-batch-64-"
-    f"10-7-epochs-{name}"
-    for way, name in _MNIST.items()
-    for workers in (2, 4)
-  },
-}
+_NAMES = tomllib.loads(Path(__file__).with_name("study.toml").read_text())
+PAPERS, PICTURES = _NAMES["papers"], _NAMES["pictures"]
 
 
 @functools.cache
@@ -90,10 +41,15 @@ def study():
   return analysis.grouped(records.read(RECORDS, EVIDENCE))
 
 
+def linked():
+  """The study without the times of one process, whose emulated devices have no link."""
+  found = study()
+  return found._replace(cells=[x for x in found.cells if x.setting.link])
+
+
 def judged():
   """All findings with their verdicts, by the records of the evidence queue, too."""
-  found = report.judge(study())
-  return [(finding, shortened(verdict)) for finding, verdict in found]
+  return [(finding, shortened(x)) for finding, x in report.judge(linked())]
 
 
 def short(text):
@@ -105,9 +61,8 @@ def short(text):
 def shortened(verdict):
   """Returns a verdict whose numbers and labels are short."""
   drawn = ((word, bar._replace(label=short(bar.label))) for word, bar in verdict.drawn)
-  return verdict._replace(
-    numbers=tuple(map(short, verdict.numbers)), drawn=tuple(drawn)
-  )
+  numbers = tuple(map(short, verdict.numbers))
+  return verdict._replace(numbers=numbers, drawn=tuple(drawn))
 
 
 def page_of(finding):
@@ -130,10 +85,8 @@ def claims_pages(findings):
   """Returns the text of each page of claims."""
   shown = {x.claim: f"pictures/{slug(x.claim)}.png" for x, y in findings if y.drawn}
   return {
-    name: report.claims_page(f"Claims: {title}", about, found, shown)
-    for (name, (title, about)), found in zip(
-      PAPERS.items(), by_page(findings).values(), strict=True
-    )
+    name: report.claims_page(f"Claims: {PAPERS[name][0]}", PAPERS[name][1], own, shown)
+    for name, own in by_page(findings).items()
   }
 
 
@@ -152,7 +105,7 @@ def trainings():
 
 def steps():
   """Returns how many times as fast steps are as float32's, a row for each cell."""
-  found = study()
+  found = linked()
   codecs = list(dict.fromkeys(x for cell in found.cells for x in cell.times))[1:]
   header = ["network", "hosts", "link", "f32, ms", "communication", *codecs]
   rows = []
@@ -162,6 +115,18 @@ def steps():
     step = f"{1e3 * cell.times['f32']['step']:.0f}"
     rows.append([x.network, str(x.hosts), x.link, step, f"{cell.share:.0%}", *gains])
   return table(header, rows)
+
+
+def scaling():
+  """Returns how many times as fast workers are as one in float32 (Grubic 12 to 15)."""
+  counts = [f"N = {workers}" for workers in (2, 4, 8)]
+  rows = []
+  for shown in speed.scalings(study()):
+    for codec, *cells in shown.rows:
+      found = dict(zip(shown.header[1:], cells, strict=True))
+      if "N = 1" in found:
+        rows.append([shown.caption, codec, *(found.get(x, "") for x in counts)])
+  return table(["steps", "codec", *counts], rows)
 
 
 def launches():
@@ -180,6 +145,7 @@ TABLES = {
   **digits.TABLES,
   "study, trainings": trainings,
   "study, steps on links": steps,
+  "study, scaling": scaling,
   "study, launches": launches,
 }
 

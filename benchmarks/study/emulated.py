@@ -36,16 +36,17 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
   arrays = jax.device_put(source.arrays)
   whole = optimizers.WHOLE.get(setting.codec)
 
-  def axes_of(kept: Any) -> Any:
-    """Returns the axis of the workers of each array of an exchange's state."""
-    if not whole:
-      return own(kept)
-    specs = gradcomp.state_specs(kept, axis_name=AXIS)
-    return jax.tree.map(lambda spec: 0 if any(spec) else None, specs)
+  axes_of = _axes if whole else own
 
-  @jax.jit
+  @functools.partial(jax.jit, static_argnames="together")
   def gradients(
-    params: Any, moved: Any, arrays: Any, indices: Any, numbers: jax.Array, options: Any
+    params: Any,
+    moved: Any,
+    arrays: Any,
+    indices: Any,
+    numbers: jax.Array,
+    options: Any,
+    together: bool = source.recurrent,
   ) -> Any:
     """Computes workers' losses and gradients, at ``moved`` if they moved apart."""
 
@@ -55,7 +56,7 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
       at = params if moved is None else moved
       return jax.value_and_grad(task.loss_fn)(at, batch, **own)
 
-    if source.recurrent:
+    if together:
       return jax.vmap(of_one)(moved, numbers, *indices)
     each = [
       of_one(jax.tree.map(lambda x, i=i: x[i], moved), *own)
@@ -65,6 +66,9 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
 
   @jax.jit
   def at(params: Any, kept: Any) -> Any:
+    """Returns the parameters of each worker, or None where they are all the same."""
+    if not (whole and whole.moves):
+      return None
     here = functools.partial(gradcomp.local.local_params, params)
     return jax.vmap(here, in_axes=(axes_of(kept),), axis_name=AXIS)(kept)
 
@@ -91,11 +95,20 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
     )
     return jax.jit(first)(jax.device_get(task.init_params(seed)))  # of no mesh
 
-  def step(seed: int, carry: Any, batch: Any, number: int) -> Any:
+  def drawn(seed: int, batch: Any, number: int) -> Any:
     # The keys are of no mesh, too.
     options = {"rng": jax.random.key((seed << 24) + number)} if task.drops else {}
-    parts = (*of_workers(batch, workers), np.arange(workers))
-    moved = at(*carry[:2]) if whole and whole.moves else None
+    return (*of_workers(batch, workers), np.arange(workers)), options
+
+  def whole_step(carry: Any, given: Any) -> Any:
+    (*indices, numbers), options = given
+    moved = at(*carry[:2])
+    found = gradients(carry[0], moved, arrays, indices, numbers, options, together=True)
+    return update(carry, [found])
+
+  def step(seed: int, carry: Any, batch: Any, number: int) -> Any:
+    parts, options = drawn(seed, batch, number)
+    moved = at(*carry[:2])
     found = []
     for i in range(0, workers, _TOGETHER):
       *indices, numbers = (x[i : i + _TOGETHER] for x in parts)
@@ -122,7 +135,15 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
     test,
     lambda: sent_bytes(exchange, shapes(), workers),
     lambda: gradcomp.checkpoint.make_record(exchange, shapes(), workers=workers),
+    drawn,
+    whole_step,
   )
+
+
+def _axes(kept: Any) -> Any:
+  """Returns the axis of the workers of each array of an exchange's state."""
+  specs = gradcomp.state_specs(kept, axis_name=AXIS)
+  return jax.tree.map(lambda spec: 0 if any(spec) else None, specs)
 
 
 def sent_bytes(tx: Any, params: Any, workers: int) -> dict[str, Any]:

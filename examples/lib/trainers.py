@@ -1,11 +1,13 @@
 """Problem, mesh and report of the examples in examples/trainers."""
 
 import argparse
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -43,13 +45,36 @@ def run(step: Any, state: Any, feed: Iterable[Any]) -> tuple[float, Any]:
   return float(loss), step.lower(state, batch)
 
 
+@contextlib.contextmanager
+def compiled() -> Iterator[list[Any]]:
+  """Collects the programs that a trainer compiles ahead of its steps."""
+  programs: list[Any] = []
+  compile_own = jax.stages.Lowered.compile
+
+  def kept(self: Any, *given: Any, **options: Any) -> Any:
+    programs.append(compile_own(self, *given, **options))
+    return programs[-1]
+
+  with mock.patch.object(jax.stages.Lowered, "compile", kept):
+    yield programs
+
+
+def sent(program: Any, mesh: jax.sharding.Mesh, axis: str) -> float:
+  """Returns the bytes that a worker sends over an axis, alone or with others."""
+  by_axis = gradcomp.wire_report(program, mesh=mesh).by_axis
+  return sum(x.bytes_sent for names, x in by_axis.items() if axis in names.split(","))
+
+
 def main(
   title: str,
   train: Callable[[int, bool], tuple[float, Any]],
   argv: Sequence[str] | None = None,
   axes: Mapping[str, int] = MappingProxyType({"data": 8}),
+  over: str | None = None,
 ) -> None:
   """Prints losses, and bytes over the first axis, of plain and compressed training.
+
+  A trainer that makes a mesh like it itself says ``over`` which axis it averages.
 
   ``train(steps, compressed)`` returns the last loss and the lowered program of a step.
   The axes of the mesh are Auto ones, as these trainers have them.
@@ -61,8 +86,7 @@ def main(
   kinds = (AxisType.Auto,) * len(axes)
   mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), kinds)
   for name, compressed in (("plain", False), ("compressed", True)):
-    with jax.set_mesh(mesh):
+    with contextlib.nullcontext() if over else jax.set_mesh(mesh):
       loss, program = train(steps, compressed)
-    report = gradcomp.wire_report(program, mesh=mesh)
-    sent = report.by_axis[next(iter(axes))].bytes_sent
-    print(f"{name}: loss {loss:.4g} after {steps} steps, {sent:,.0f} bytes a step")
+    number = sent(program, mesh, over or next(iter(axes)))
+    print(f"{name}: loss {loss:.4g} after {steps} steps, {number:,.0f} bytes a step")

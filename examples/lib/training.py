@@ -29,7 +29,7 @@ class Functions(NamedTuple):
   # params, inputs -> what batch norms normalize by; None where there are none.
   statistics: Callable[..., Any] | None
   test: Callable[..., jax.Array]  # params, statistics, inputs -> logits
-  drops: bool  # whether there is dropout
+  drops: bool  # whether it draws while it trains, as dropout does
   scans: bool = False  # whether blocks are a loop over stacked parameters
 
 
@@ -64,7 +64,9 @@ def _of_linen(model: linen.Module, inputs: np.ndarray) -> Functions:
 def _of_nnx(model: Callable[..., nnx.Module]) -> Functions:
   shapes = nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0)))
   parts = [part for _, part in nnx.iter_modules(shapes)]
-  drops = any(isinstance(part, nnx.Dropout) and part.rate > 0 for part in parts)
+  # Those that draw can be deterministic; dropout of the rate 0 draws nothing.
+  draws = lambda part: hasattr(part, "deterministic") and getattr(part, "rate", 1) > 0
+  drops = any(map(draws, parts))
 
   def graph(**modes: bool) -> Any:
     """Returns the network without its arrays, in other modes than it was made in."""

@@ -17,7 +17,9 @@ from examples.lib.parsing import positive
 
 # The package of each, by the name of its file.
 PACKAGES = {"linen": "flax", "nnx": "flax", "equinox": "equinox"}
-PACKAGES |= {"tunix": "google-tunix", "kauldron": "kauldron", "maxtext": "jax"}
+PACKAGES |= {"tunix": "google-tunix", "kauldron": "kauldron", "scanned": "jax"}
+PACKAGES |= {"keras": "keras"}
+NEWEST = {"maxtext": "maxtext", "levanter": "marin-levanter"}  # need Python 3.12
 COLUMNS = ("trainer", "version", "what changes", "lines changed", "bytes a step")
 COLUMNS += ("plain", "loss", "plain loss")
 
@@ -57,7 +59,8 @@ def row(name: str, steps: int) -> list[str]:
   printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
   found = re.findall(r"loss (\S+) after \d+ steps, (\S+) bytes", printed)
   (plain_loss, plain), (loss, sent) = found
-  version = f"{PACKAGES[name]} {importlib.metadata.version(PACKAGES[name])}"
+  package = (PACKAGES | NEWEST)[name]
+  version = f"{package} {importlib.metadata.version(package)}"
   title, what, changed = about(name)
   return [title, version, what, changed, sent, plain, loss, plain_loss]
 
@@ -66,19 +69,21 @@ def main(argv: Sequence[str] | None = None) -> None:
   """Prints the table, and the names of those that are not installed."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--steps", type=positive, default=40, help="default: 40")
+  parser.add_argument("--newest", action="store_true", help="those of Python 3.12")
   parser.add_argument("--output", type=Path, help="a Markdown file for the table")
   args = parser.parse_args(argv)
   rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
-  for name in PACKAGES:
+  for name in NEWEST if args.newest else PACKAGES:
     # The package's name in Python is the file's, but for those of flax and of JAX.
-    if name in ("equinox", "tunix", "kauldron") and not importlib.util.find_spec(name):
+    if name not in ("linen", "nnx", "scanned") and not importlib.util.find_spec(name):
       print(f"skipped: {name} is not installed")
       continue
     rows.append(row(name, args.steps))
   table = "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
   print(table, end="")
   if args.output:
-    head = f"# Trainers\n\n{args.steps} steps, by `python -m examples.trainers`.\n\n"
+    command = f"python -m examples.trainers{' --newest' * args.newest}"
+    head = f"# Trainers\n\n{args.steps} steps, by `{command}`.\n\n"
     args.output.write_text(head + table)
 
 

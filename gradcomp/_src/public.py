@@ -17,8 +17,9 @@ def publish(names: dict[str, Any]) -> None:
   """Sets ``__module__`` of the classes and functions that no public module has yet.
 
   So pickles, messages and pages name ``gradcomp.codecs.QSGD``, wherever its file lies.
-  ``names`` are the ``globals()`` of the public module. Errors of those that make a
-  transformation list all arguments that ``optax.inject_hyperparams`` must not trace.
+  ``names`` are the ``globals()`` of the public module. A function that makes a
+  transformation names, in its error, all arguments that ``optax.inject_hyperparams``
+  must not trace.
   """
   for name in names["__all__"]:
     value = names.get(name)
@@ -89,7 +90,7 @@ def lists_static(make: Callable[..., Any]) -> Callable[..., Any]:
   return listed
 
 
-_BREAK = r"\n\n(?=[A-Z][a-z]+:\n)"  # in front of a section
+_BREAK = r"\n\n(?=[A-Z][a-z]+:\n)"  # before a section
 _SHARED = ("Returns", "Raises", "References")
 
 
@@ -99,8 +100,7 @@ def shows_options(
   """Names each option in a function's help, in the place of ``**options``.
 
   Their type is a TypedDict, and ``defaults`` a function of them. ``texts`` are
-  docstrings: an argument that the function does not explain is one of the Attributes of
-  the last that does, and sections that it lacks are those of the last that has them.
+  docstrings: the last with an argument or a section that the function lacks gives it.
   """
   signature = inspect.signature(function)
   shown = dict(signature.parameters)

@@ -40,10 +40,9 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains matrices by orthonormal steps of low rank: Dion.
 
-  It takes the place of an optimizer, with nothing in front, and gets each worker's own
-  gradient :math:`G_i`, m by n, as :func:`gradcomp.compress` does. Each worker keeps a
-  momentum :math:`M_i` of its own, and all have the same :math:`Q` and parameters
-  :math:`X`, to the bit:
+  It replaces an optimizer, with nothing before it, and takes each worker's own gradient
+  :math:`G_i`, m by n, as :func:`gradcomp.compress` does. Each worker keeps its own
+  momentum :math:`M_i`; all have bit-identical :math:`Q` and parameters :math:`X`:
 
   .. math::
      B_i = M_i + G_i, \qquad P = \mathrm{orthonormalize}\Bigl(\frac{1}{N} \sum_i B_i
@@ -54,44 +53,40 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
      length } 1, \qquad X \leftarrow X - \eta \Bigl(\sqrt{\tfrac{n}{m}} \, P Q^T +
      \lambda X\Bigr)
 
-  Both sums are sums of plain numbers, and gradients are not averaged: a worker sends
-  ``r * (m + n)`` numbers of 32 bits in two averages, r being ``rank`` or the shorter
-  side if that is less. What they lack waits in momenta. It is the paper's form with
-  decoupled momenta, in which the mean of all :math:`M_i` is the momentum that averaged
-  gradients would have.
-
-  Of a full rank, :math:`P Q^T` comes to the polar factor of the momentum, which Muon
-  approaches, as far as the momentum stays: each step is one of a power iteration.
+  A worker sends ``r * (m + n)`` numbers of 32 bits in two averages, r being ``rank`` or
+  the shorter side if that is less. Momenta keep the rest. It is the paper's form with
+  decoupled momenta: the mean of all :math:`M_i` is the momentum of averaged gradients.
+  At full rank, :math:`P Q^T` approaches the polar factor of the momentum, as Muon does:
+  each step is one of a power iteration.
 
   All leaves must be matrices. Axes before the last two stack them, as layers in a scan.
   Send vectors, embeddings and the last layer to another optimizer, by
   ``optax.partition``. A matrix that is sharded over other axes is one matrix a shard.
 
-  Three things differ from the paper. Rows are inputs, as JAX has them, so that the
-  paper's :math:`\sqrt{m / n}` is :math:`\sqrt{n / m}`. Columns are made orthonormal as
-  in :func:`gradcomp.powersgd`, not by a randomized Cholesky QR: one that
-  depends on others becomes zero. And columns of :math:`Q` that are zero begin again
-  from random numbers, from which the step itself gets nothing.
-
-  A NaN or an infinity makes a whole matrix NaN on every worker, and leaves the state as
-  it was. :func:`gradcomp.reshard_state` should ``keep="mean"``.
+  Three things differ from the paper. Rows are inputs, as in JAX, so that the paper's
+  :math:`\sqrt{m / n}` is :math:`\sqrt{n / m}`. Columns are made orthonormal as in
+  :func:`gradcomp.powersgd`, not by a randomized Cholesky QR: a dependent column becomes
+  zero. Zero columns of :math:`Q` begin again from random numbers, which the step itself
+  does not use. A NaN or an infinity makes a whole matrix NaN on every worker, and
+  leaves the state as it was. :func:`gradcomp.reshard_state` should ``keep="mean"``.
 
   Args:
     learning_rate: :math:`\eta`, a number or a schedule of optax.
-    axis_name: as of :func:`gradcomp.compress`.
-    rank: of a step, 1 or more.
+    axis_name: as for :func:`gradcomp.compress`.
+    rank: the rank of a step, 1 or more.
     mu: :math:`\mu`, at least 0 and below 1.
     weight_decay: :math:`\lambda`, decoupled. Above 0, ``update`` needs the parameters.
     mask: the leaves that decay, a tree of bools or a function of the parameters.
-    exchange, message_bytes: of the factors, see :class:`gradcomp.CompressOptions`.
-    key: of the first :math:`Q`, the same on all workers.
+    exchange, message_bytes: options of the factors, see
+      :class:`gradcomp.CompressOptions`.
+    key: the key of the first :math:`Q`, the same on all workers.
 
   Returns:
     A gradient transformation, an ``optax.chain`` that begins with a
     :class:`gradcomp.state.CompressState`. Its ``residual`` is the momentum, float32.
 
   Raises:
-    ValueError: an option is bad; a leaf is no matrix; or as of
+    ValueError: an option is bad; a leaf is no matrix; or as in
       :func:`gradcomp.compress`.
     TypeError: in ``update``, a gradient is not real floating point.
 
@@ -105,16 +100,15 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
            [ 0. ,  0. ]], dtype=float32)
 
   References:
-    Ahn et al., `Dion: Distributed Orthonormalized Updates
-    <https://arxiv.org/abs/2504.05295>`_, 2025, algorithm 1, and its form for data
-    parallel workers
+    Ahn et al., `Dion <https://arxiv.org/abs/2504.05295>`_, 2025, algorithm 1, and its
+    form for data parallel workers
   """
   told = dict(locals())
   way = auto.as_exchange(exchange)
   if not way.sends:
     raise ValueError(
-      '`exchange` must send something, for steps are of all workers, got "local"; '
-      "with axis_name=None there is one worker."
+      '`exchange` must send, because all workers take one step, got "local"; '
+      "axis_name=None is for one worker."
     )
   parts = compression.Compression(
     _Factors(rank=rank, mu=mu),
@@ -169,11 +163,7 @@ def _step(mean: Array, right: Array, left: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Factors(factors.Factors):
-  """Sends ``1 - mu`` of the mean matrix as factors, as error feedback has it.
-
-  The shared codec state of a leaf is the right factor, ``float32[stack, rank, n]``, and
-  beside it the left one of the last step.
-  """
+  """Sends ``1 - mu`` of the mean as factors; keeps the last right and left ones."""
 
   rank: int = checks.field(..., factors.RANK)
   mu: float = checks.field(..., checks.BELOW_1)
@@ -205,9 +195,9 @@ class _Factors(factors.Factors):
     for leaf in leaves:
       if len(leaf.shape) < 2 or not leaf.size:
         raise ValueError(
-          "`params` must have matrices alone, or stacks of them, with an element or "
-          f"more, but {leaf.path!r} has the shape {leaf.shape}; give what is none to "
-          "another optimizer by optax.partition."
+          "`params` must have matrices alone, or stacks of them, none empty, but "
+          f"{leaf.path!r} has the shape {leaf.shape}; give other leaves to another "
+          "optimizer by optax.partition."
         )
 
   def bind(self, leaf: records.Leaf) -> Any:

@@ -44,24 +44,23 @@ _PART = 2**15  # elements that a CPU encodes at a time, in its cache
 class Eden(Codec):
   r"""Rotates each block at random, and rounds it to the best levels for a Gaussian.
 
-  A worker turns a block :math:`x` of d elements by :math:`R = H D`, with random signs
-  :math:`D` of its own and the orthonormal Hadamard matrix :math:`H`. Elements of
+  A worker turns a block :math:`x` of d elements by :math:`R = H D`, with its own random
+  signs :math:`D` and the orthonormal Hadamard matrix :math:`H`. Elements of
   :math:`\sqrt d R x / |x|` are nearly standard normal, whatever :math:`x` is. Each is
-  rounded to the nearest of ``2**bits`` levels, those of least squared error for normal
-  numbers (Lloyd and Max), which are :math:`q`. A block decodes by itself to
+  rounded to the nearest of ``2**bits`` levels :math:`q` of least squared error for
+  normal numbers (Lloyd and Max). A block decodes by itself to
 
   .. math:: R^{-1} S q, \qquad S = \frac{|x|^2}{\langle R x, q \rangle} \text{ or }
      S = \frac{\langle R x, q \rangle}{|q|^2}
 
-  for ``scale="unbiased"`` and ``"least squares"``. A row holds ``bits`` bits an
-  element, the seed of the signs and the scale: ``bits + 64 / block_size`` bits an
-  element, 1.016 bits at 1 bit. A leaf is filled with zeros to whole blocks.
+  for ``scale="unbiased"`` and ``"least squares"``. A row holds codes, the seed of the
+  signs and the scale: ``bits + 64 / block_size`` bits an element, 1.016 at 1 bit.
 
-  The squared error over :math:`|x|^2` is D by least squares, with the error D of the
-  levels, and D / (1 - D) unbiased. Errors of workers are independent, and a mean of N
-  unbiased messages has an Nth of it. On gradients of workers' own batches that is the
-  least of all codecs here at equal bits. If all gradients are nearly the same, QSGD has
-  less by its dithers, which cancel.
+  The squared error over :math:`|x|^2` is D by least squares, and D / (1 - D) unbiased.
+  Errors of workers are independent, and a mean of N unbiased messages has an Nth of it.
+  On gradients of workers' own batches that is the least of all codecs here at equal
+  bits. Where all gradients are nearly the same, QSGD has less, because its dithers
+  cancel.
 
   ========  ======  ======  ======  ======  =======  =======  =======  =======
   bits      1       2       3       4       5        6        7        8
@@ -71,26 +70,23 @@ class Eden(Codec):
   ========  ======  ======  ======  ======  =======  =======  =======  =======
 
   Use it with ``exchange="all_gather"``, where each message is encoded once. A worker
-  then decodes N messages, each by log2(d) additions an element. Other exchanges work,
-  and rotate and round partial sums again. An owner that keeps a residual encodes by
-  least squares. Least squares are biased, and have error feedback by default.
+  decodes N messages, each by log2(d) additions an element. Other exchanges rotate and
+  round partial sums again. An owner that keeps a residual encodes by least squares,
+  which is biased.
 
-  The unbiased scale makes :math:`\langle x, R^{-1} S q \rangle` equal to
-  :math:`|x|^2` in each message. It is exactly unbiased for a uniformly random rotation
-  only, which random signs with H stand for. In 20,000 messages no bias was found for
-  Gaussian blocks of 1024. If one element has half the squared length of its block, the
-  others arrive as 0.83 of what they are on average at 1 bit, and as 0.999 at 4 bits. If
-  it has 1000 times the others' squared length, they arrive as 0 and 0.03. By
-  ``rotations=2``, which turns twice by other signs, and takes twice the time, both were
-  1.00 within 0.012.
+  The unbiased scale makes :math:`\langle x, R^{-1} S q \rangle` equal to :math:`|x|^2`
+  in each message. It is exactly unbiased for a uniformly random rotation only; 20,000
+  messages of Gaussian blocks of 1024 showed no bias. If one element has half the
+  squared length of its block, the others arrive as 0.83 of their size on average at 1
+  bit, and as 0.999 at 4 bits. If it has 1000 times the others' squared length, they
+  arrive as 0 and 0.03. ``rotations=2`` turns twice by other signs, in twice the time:
+  both were 1.00 within 0.012.
 
-  A block that holds a NaN or an infinity decodes to NaN, all of it. One without a
-  magnitude of ``2**-96`` or more decodes to zeros. Elements that would be larger than
-  the largest float32 number become that number.
-
-  Three things differ from the papers. They turn a whole vector, and here it is cut into
-  blocks with a scale each, so that owners can have shares and each row decodes alone.
-  Levels are rounded to multiples of ``2**-16``. The second rotation is not theirs.
+  A block of magnitudes below ``2**-96`` decodes to zeros. Elements beyond the largest
+  float32 number become that number. Three things differ from the papers. They turn a
+  whole vector; here blocks have a scale each, so that owners can have shares and each
+  row decodes alone. Levels are multiples of ``2**-16``. The second rotation is not
+  theirs.
 
   Attributes:
     bits: bits of a code, 1 to 8; 1 bit is DRIVE. Default: 4.
@@ -98,11 +94,6 @@ class Eden(Codec):
       65536. Default: 4096.
     scale: ``"unbiased"`` or ``"least squares"``. Default: ``"unbiased"``.
     rotations: how often a block is turned, 1 or 2. Default: 1.
-
-  Raises:
-    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
-      has no key.
-    TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
     >>> codec = Eden(bits=2)
@@ -115,10 +106,8 @@ class Eden(Codec):
     0.14
 
   References:
-    Vargaftik et al., `EDEN: Communication-Efficient and Robust Distributed Mean
-    Estimation for Federated Learning <https://arxiv.org/abs/2108.08842>`_, 2022;
-    Vargaftik et al., `DRIVE: One-bit Distributed Mean Estimation
-    <https://arxiv.org/abs/2105.08339>`_, 2021
+    Vargaftik et al., `EDEN <https://arxiv.org/abs/2108.08842>`_, 2022; Vargaftik et
+    al., `DRIVE <https://arxiv.org/abs/2105.08339>`_, 2021
   """
 
   bits: int = checks.field(4, checks.integer("1 to 8", 1, 8))
@@ -206,15 +195,12 @@ class Eden(Codec):
     turned = _hadamard(signed(level, sign_bit(codes << (32 - self.bits))))
     for turn in range(self.rotations - 1, 0, -1):
       turned = _hadamard(_with_signs(turned, seeds, turn))
-    # Signs come last, so that no compiler contracts the product with a sum behind it.
+    # Signs come last, so that no compiler contracts the product with a later sum.
     return _with_signs(jnp.clip(turned * scale, -_MOST, _MOST), seeds, 0)
 
 
 def _by_parts(function: Callable[..., Array], block: int, *given: Array) -> Array:
-  """Applies a function to rows, on a CPU to a few of many rows at a time.
-
-  So its temporary arrays are small, and stay in the cache of a processor's core.
-  """
+  """Applies a function to rows; on a CPU to a few at a time, within its cache."""
   rows, each = len(given[0]), max(1, _PART // block)
   sharded = any(axis for x in given for axis in jax.typeof(x).sharding.spec)
   if rows * block < LARGE or sharded:
@@ -232,10 +218,7 @@ def _by_parts(function: Callable[..., Array], block: int, *given: Array) -> Arra
 
 
 def _near_one(x: Array, halvings: int) -> tuple[Array, Array]:
-  """Scales rows to a largest magnitude from 1 to 4; returns the unit of scales, too.
-
-  The unit is 0 for a row to be sent as zeros, and NaN for one that is not finite.
-  """
+  """Scales rows to largest magnitudes of 1 to 4; units are 0 for zeros, or NaN."""
   largest = norms(x, "max")
   bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
   exponent = jnp.clip(bits >> 23, int(_SMALLEST.view(np.int32)) >> 23, 253)
@@ -332,11 +315,10 @@ def _unpacked(rows: Array, size: int, bits: int) -> Array:
 
 @functools.cache
 def normal_levels(bits: int) -> np.ndarray:
-  """Returns the positive ones of ``2**bits`` levels for a standard normal number.
+  """Returns the positive half of ``2**bits`` levels for a standard normal number.
 
-  Each is the mean of the numbers that are nearest to it (Lloyd, 1957; Max, 1960), found
-  by Newton's method, and rounded to a multiple of 2**-16, so that hosts with other
-  libraries of mathematics have the same bits.
+  Each is the mean of the numbers nearest to it (Lloyd, 1957; Max, 1960), by Newton's
+  method, rounded to a multiple of 2**-16, so that all hosts have the same bits.
 
   Example:
     >>> normal_levels(2)

@@ -1,7 +1,4 @@
-"""Scales blocks, casts and packs by a Pallas kernel, in one pass.
-
-A plane is read as its blocks: then a maximum over a block stays within two threads.
-"""
+"""Scales blocks, casts and packs by a Pallas kernel, in one pass."""
 
 import itertools
 from typing import Any
@@ -61,7 +58,7 @@ def encode_rows(
       codes.append(form.cast(plane, next(lanes), block.spread(factor, plane.shape)))
       scales.append(scale)
     block.put(pack_planes(codes, form.fmt.bits))
-    # Bytes of a word are those of blocks that lie a quarter of a row apart.
+    # The blocks of a word's bytes lie a quarter of a row apart.
     step = form.planes // 4
     for first in range(step):
       words = pack_planes(scales[first::step], 8)
@@ -69,6 +66,7 @@ def encode_rows(
     if own is not None:
       block.put_scale(form.row_words - 1, float_words(own))
 
+  # Read as blocks, a plane has a maximum over a block within two threads.
   launch = Launch(
     "block_float_encode",
     form.row_words,

@@ -12,11 +12,9 @@ Operand = tuple[Array, Array]  # elements, [rows, K], and scales, [rows, blocks]
 
 
 def multiply(a: Operand, b: Operand) -> Array:
-  """Returns the sums over K, ``float32[rows of a, rows of b]``.
-
-  GPUs from Blackwell on have such a product, of ``jax.nn.scaled_matmul``. Elsewhere
-  elements times scales are ``bfloat16``, which holds each of them exactly.
-  """
+  """Returns the sums over K, ``float32[rows of a, rows of b]``."""
+  # GPUs from Blackwell on have such a product. Elsewhere elements times scales are
+  # bfloat16, which holds each of them exactly.
   # `jax.lax.scaled_dot` chooses likewise, but XLA cannot compile it for GPUs inside of
   # jax.shard_map, with JAX 0.10: "failed to legalize operation 'mhlo.unknown'".
   operands = *a, *b

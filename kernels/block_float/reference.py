@@ -1,8 +1,4 @@
-"""BlockFloat's inner loops in jnp: scales of blocks, casts, packing, and decoding.
-
-A block is scaled by a power of two, by adding to exponent fields, or by a number of
-E4M3 times a ``float32`` scale that many blocks share.
-"""
+"""BlockFloat's inner loops in jnp: scales of blocks, casts, packing, and decoding."""
 
 import dataclasses
 import functools

@@ -1,8 +1,4 @@
-"""Encodes and decodes BlockFloat by Pallas kernels for TPUs.
-
-A kernel transposes its rows, so that a block lies in the rows of registers, and its
-scale in one. XLA pads blocks, and the few scales of a plane, to 128 lanes.
-"""
+"""Encodes and decodes BlockFloat by Pallas kernels for TPUs."""
 
 from typing import Any
 
@@ -16,6 +12,8 @@ from gradcomp._src.kernels.gpu.tiles import Encoded, completed, refusal_of_tiles
 from gradcomp._src.kernels.tpu import lines
 from gradcomp._src.kernels.tpu.lines import LANES
 
+# A kernel transposes its rows, so that a block lies in the rows of registers, and its
+# scale in one. XLA would pad blocks, and the few scales of a plane, to 128 lanes.
 _INFINITY = np.int32(0x7F800000)
 
 

@@ -1,8 +1,4 @@
-"""Encodes the largest elements of blocks by a Pallas kernel, in one pass.
-
-A plane of a tile is 32 blocks, each in the registers of four threads. Planes share a
-scale: all entries are found first, and planes are read again for their residuals.
-"""
+"""Encodes the largest elements of blocks by a Pallas kernel, in one pass."""
 
 import functools
 from typing import Any
@@ -23,6 +19,8 @@ from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Launch
 def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
 
+  # A plane of a tile is 32 blocks, each in the registers of four threads. Planes share
+  # a scale: all entries are found first, and planes are read again for residuals.
   def body(block: Block) -> None:
     planes = range(form.planes)
     found = [_select(block, block.plane(k), form) for k in planes]

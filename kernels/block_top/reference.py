@@ -27,7 +27,7 @@ _LEVELS = qsgd.Form(bits=8, bucket_size=WORDS)  # of an 8-bit value
 _LANES = 8
 _STEPS = 16
 
-_MANY = 2**12  # words of rows: fewer are decoded soon, however that is done
+_MANY = 2**12  # words of rows: fewer decode fast in any way
 
 Entry = tuple[Array, Array]  # the places and the values of an entry of blocks
 Entries = tuple[list[Entry], Array]  # and the value at all other places

@@ -1,9 +1,4 @@
-"""Selects and spreads the largest elements of blocks in forms that suit a TPU.
-
-A Pallas kernel selects, in a transposed block, where the elements of a block are a
-column. What follows is of few elements, and the reference's. Decoded blocks are lines
-of 128 elements or more, since XLA pads a shorter last axis to 128.
-"""
+"""Selects and spreads the largest elements of blocks by Pallas kernels for TPUs."""
 
 from typing import Any
 
@@ -18,6 +13,8 @@ from gradcomp._src.kernels.gpu.tiles import Encoded, completed
 from gradcomp._src.kernels.tpu import lines
 
 
+# In a transposed block the elements of a block are a column. Decoded blocks are lines
+# of 128 elements or more, since XLA pads a shorter last axis to 128.
 def refusal(size: int, form: Form) -> str:
   """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
   return lines.refusal(size, form.block_size, form.tile_size)

@@ -1,9 +1,4 @@
-"""Dithers: random numbers that stochastic rounding adds before it drops the fraction.
-
-All workers draw the same 16 bits for an element. Each worker XORs them with a constant
-of its own, its mask, so that the rounding errors of the workers cancel in part, while
-each worker by itself stays unbiased.
-"""
+"""Dithers: random numbers that stochastic rounding adds to the fraction it drops."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -30,19 +25,7 @@ LANES = 8  # of 16 bits, from one block of the cipher
 
 
 def dither(key: Array, worker: Array | int = 0) -> Array:
-  """Returns the dither of one of the workers that share a key.
-
-  Args:
-    key: ``uint32[2]``, the key that the workers share.
-    worker: the rank of this worker.
-
-  Returns:
-    ``uint32[3]``: the key, and the worker's mask of 16 bits, twice in one word.
-
-  Example:
-    >>> dither(jnp.array([3, 5], jnp.uint32), 1).tolist() == [3, 5, 0xFFFFFFFF]
-    True
-  """
+  """Returns a worker's dither: the shared key, and its mask, twice in one word."""
   return jnp.append(key, mask(worker) * np.uint32(0x10001))
 
 
@@ -61,12 +44,11 @@ def random_lanes(
 ) -> list[Array]:
   """Draws uniform 16-bit integers, independent for any two elements.
 
-  Eight lanes share one block of the cipher with 13 rounds. The words of lane ``k`` at
-  ``(row, column)`` have the counter ``(first_row + row, column + columns * (k // 8))``.
-  Of the two words ``a`` and ``b``, and of ``c = a ^ b`` and ``d = a ^ (b rotated by
-  16)``, lane ``k`` is the 16-bit quarter ``k % 8``: the low half of ``a``, its high
-  half, then those of ``b``, ``c`` and ``d``. The mask is XORed with each. Three of the
-  eight lanes may depend on each other.
+  Eight lanes share one block of the cipher with 13 rounds; three of the eight may
+  depend on each other. The words of lane ``k`` at ``(row, column)`` have the counter
+  ``(first_row + row, column + columns * (k // 8))``. Lane ``k`` is quarter ``k % 8`` of
+  the words ``a``, ``b``, ``c = a ^ b`` and ``d = a ^ (b rotated by 16)``, low half
+  first. The mask is XORed with each.
 
   Args:
     dither: ``uint32[3]``, as ``context.drawn`` of a codec.
@@ -92,10 +74,7 @@ def lane_stream(
   first: Array | int = 0,
   iota: Iota = jax.lax.broadcasted_iota,
 ) -> Iterator[Array]:
-  """Yields the arrays of :func:`random_lanes`, for kernels with few registers.
-
-  ``first`` is the number of the first lane, a multiple of :data:`LANES`.
-  """
+  """Yields the arrays of :func:`random_lanes` from lane ``first``, a multiple of 8."""
   rows = iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
   columns = iota(jnp.uint32, shape, 1)
   for block in itertools.count():
@@ -125,8 +104,8 @@ def signed_lane(lane: Array, x: Array) -> Array:
     x: the numbers to round, in the shape of the lane.
 
   Returns:
-    The lane for ``|x|``: the complement of ``lane`` where ``x`` is negative. So small
-    integers round down whatever the sign is, and errors of several workers cancel.
+    The complement of ``lane`` where ``x`` is negative, else ``lane``. So small integers
+    round down whatever the sign is, and errors of several workers cancel.
   """
   return lane ^ (negative_mask(x) & jnp.uint32(0xFFFF))
 

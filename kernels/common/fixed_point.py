@@ -1,8 +1,4 @@
-"""Fixed-point rounding: one float product, then integers and 16 bits of fraction.
-
-Every compiler on every device then agrees on every code: no float addition can be
-contracted, and no sums of floats are compared.
-"""
+"""Fixed-point rounding: one float product, then integers and 16 bits of fraction."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,7 +11,9 @@ from jax import Array
 from gradcomp._src.kernels.common import dithers
 from gradcomp._src.kernels.gpu.dispatch import by_platform
 
-FRACTION = 16  # bits behind the point
+# No float addition can be contracted, and no sums of floats are compared. So every
+# compiler on every device agrees on every code.
+FRACTION = 16  # bits after the point
 _HALF = 1 << (FRACTION - 1)
 
 # The bits of a float32.
@@ -157,7 +155,7 @@ def scaled(x: Array, scale: float) -> Array:
   if scale == 1:
     return x
   # The sign is set last, by a bit operation, so that no compiler regroups the product,
-  # or contracts it with a following addition, such as that of a residual.
+  # or contracts it with a following addition, such as a residual's.
   return signed(jnp.abs(x) * jnp.float32(scale), sign_bit(x))
 
 

@@ -1,12 +1,4 @@
-"""Rounding to floats of few bits by integer operations: every case is one shift.
-
-The 24 significant bits of a ``float32`` are shifted right until the rest fits, and the
-exponent field is added above them. A carry out of the mantissa is then a carry into the
-exponent. No float is added, so that nothing depends on how a processor treats subnormal
-numbers, nor on the operations that a compiler contracts. The most usual case has half
-the operations: the shift is the same for all normal numbers, and a sum of two normal
-floats, which nothing contracts, rounds the others.
-"""
+"""Rounding to floats of few bits by integer operations: every case is one shift."""
 
 from typing import Literal
 
@@ -27,11 +19,16 @@ _QUIET = np.uint32(0x7FC00000)
 _BELOW_HALF = np.uint32((1 << 31) - 1)
 
 # The exponents of units that sums of floats round to: half a unit is no subnormal
-# number, and the number whose last bit counts units is finite.
+# number, and a number with a last bit that counts units is finite.
 _LEAST_UNIT = -125
 _LARGEST_UNIT = 104
 
 
+# The 24 significant bits of a float32 are shifted right until the rest fits, and the
+# exponent field is added above them: a carry out of the mantissa is one into the
+# exponent. No float is added, so that nothing depends on subnormal numbers or on
+# contraction. For normal numbers the shift is constant, and a sum of two normal floats
+# rounds the others, in half the operations.
 def to_codes(
   x: Array,
   fmt: FloatFormat,
@@ -58,13 +55,13 @@ def to_codes(
   has_more = fmt.specials != "none"  # infinity, or the NaN of formats without one
   cut = isinstance(rounding, str) and rounding == "toward_zero"
   to_highest = saturate or cut or not has_more
-  # As signed integers, of which alone TPUs know the smaller.
+  # As signed integers: TPUs compare no others.
   limit = np.int32(fmt.max_code + (not to_highest))
   code = jnp.minimum(code.astype(jnp.int32), limit).astype(jnp.uint32)
   if exponent is None:
     nan = jnp.uint32(fmt.max_code + 1 + fmt.quiet_bit)
     code = jnp.where(magnitude > _INFINITY, nan, code)
-    if to_highest and has_more:  # else infinity is what is too large
+    if to_highest and has_more:  # else too large numbers are infinity
       infinite = jnp.uint32(fmt.max_code + 1)
       code = jnp.where(magnitude == _INFINITY, infinite, code)
   sign = (bits >> 31) << (fmt.bits - 1)
@@ -89,7 +86,7 @@ def _nearest(magnitude: Array, fmt: FloatFormat, exponent: Array | None) -> Arra
   if m < 23:  # add a half, or just less where the code is even
     last = (moved >> (23 - m)) & 1
     code = (moved + last + ((1 << (22 - m)) - 1)) >> (23 - m)
-  # The last bit of this number counts units, and so does that of each sum with less.
+  # The last bit of this number counts units, as in each sum with a smaller one.
   normal = np.float32(2.0 ** (_unit(fmt) + 23))
   total = floats(number.astype(jnp.uint32)) + normal
   small = float_words(total) - normal.view(np.uint32)
@@ -155,7 +152,7 @@ def from_codes(codes: Array, fmt: FloatFormat) -> Array:
   m, bias = fmt.mantissa_bits, fmt.exponent_bias
   magnitude = codes & jnp.uint32((1 << (fmt.bits - 1)) - 1)
   number = magnitude << (23 - m)
-  if bias != 127:  # else subnormal numbers are those of float32
+  if bias != 127:  # else subnormal numbers are float32's
     number = number + jnp.uint32((127 - bias) << 23)
     # An integer below 2**23 is exact as a float32, and its exponent is shifted.
     small = float_words(magnitude.astype(jnp.int32).astype(jnp.float32))

@@ -24,7 +24,7 @@ class FloatFormat(checks.Checked):
   .. math:: (-1)^s \, (1 + M 2^{-m}) \, 2^{E - b} \quad (E > 0), \qquad
      (-1)^s \, M \, 2^{1 - b - m} \quad (E = 0)
 
-  ``specials`` says which codes stand for no number:
+  ``specials`` selects the codes without a number:
 
   =================  ==================================================================
   ``specials``       the meaning of codes with all exponent bits set
@@ -42,7 +42,7 @@ class FloatFormat(checks.Checked):
     exponent_bits: :math:`e`, 1 to 8.
     mantissa_bits: :math:`m`, 0 to 23. With 0 and ``ieee``, one code is both infinity
       and NaN; it decodes to infinity.
-    specials: see above.
+    specials: see the table.
     subnormals: whether codes with :math:`E = 0` and :math:`M > 0` are used. Without
       them the smallest positive number is :math:`2^{1 - b}`.
     bias: :math:`b`; by default :math:`2^{e - 1} - 1`, or one more for
@@ -50,16 +50,14 @@ class FloatFormat(checks.Checked):
 
   Raises:
     ValueError: an attribute is outside its range; or the format has a number that is
-      not a ``float32``; or, where ``bias`` is not 127, one that is a subnormal
-      ``float32``.
+      not a ``float32``, or, unless ``bias`` is 127, a subnormal ``float32``.
 
   Example:
     >>> FloatFormat(4, 3).max_finite, FloatFormat(4, 3).smallest
     (240.0, 0.001953125)
 
   References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1
+    Han et al., `APS <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1
   """
 
   exponent_bits: int = checks.field(..., EXPONENT_BITS)

@@ -1,9 +1,4 @@
-"""Packing of codes of a few bits into 32-bit words, planar across buckets.
-
-Element ``w`` of each of the ``P = 32 // bits`` buckets of a tile shares word ``w``, so
-that packing is shifts between arrays, never a shuffle within one. It is the one layout
-that is fast in XLA on CPU and that Pallas can lower for GPUs.
-"""
+"""Packing of codes of a few bits into 32-bit words, planar across buckets."""
 
 import functools
 import math
@@ -18,6 +13,9 @@ from jax import Array
 from gradcomp._src.kernels.gpu.dispatch import on_tpu
 
 
+# Element w of each of the P buckets of a tile shares word w. So packing is shifts
+# between arrays, never a shuffle within one: the one layout that is fast in XLA on CPU
+# and that Pallas can lower for GPUs.
 def planes_per_word(bits: int) -> int:
   """Returns the number of codes that share a word: ``floor(32 / bits)``."""
   return 32 // bits
@@ -93,7 +91,7 @@ def _planes_of(tiles: Array) -> list[Array]:
 def filled(x: Array, bucket_size: int) -> Array:
   """Fills the last bucket of a flat array with its own elements in turn."""
   # It is for codecs that take means over a bucket, which zeros would draw to zero. In
-  # later stages a mean counts the copies as well, and is nearly that of the elements.
+  # later stages a mean counts the copies as well, and is nearly the elements' mean.
   rest = x.size % bucket_size
   if not rest:
     return x

@@ -16,24 +16,18 @@ PLANES = 8  # of a group; a group of 32 lies in four columns of each
 
 
 def rotate(
-  tiles: Array,
-  planes: int,
-  size: int,
-  by: dispatch.Implementation | None = None,
+  tiles: Array, planes: int, size: int, by: dispatch.Implementation | None = None
 ) -> Array:
   """Replaces the n elements x of each group by ``H s x / n``, with fixed signs s."""
   # H is the Hadamard matrix: -1 where k and i have an odd number of common bits, and
   # else 1. Tiles are float32[rows, P * B], with P a multiple of 8, and B one of 4 for
-  # groups of 32, of any shape behind the rows; `size` is n, 8 or 32. Signs are set by
+  # groups of 32, of any shape after the rows; `size` is n, 8 or 32. Signs are set by
   # bits, so that no product can be contracted with a sum.
   return _turned(tiles, by, planes=planes, size=size, forward=True)
 
 
 def unrotate(
-  tiles: Array,
-  planes: int,
-  size: int,
-  by: dispatch.Implementation | None = None,
+  tiles: Array, planes: int, size: int, by: dispatch.Implementation | None = None
 ) -> Array:
   """Undoes :func:`rotate`, of sums of tiles, too, but for the rounding of sums."""
   return _turned(tiles, by, planes=planes, size=size, forward=False)
@@ -90,7 +84,7 @@ def _butterfly(tiles: Array, size: int) -> Array:
     shape = [2 if i == axis else 1 for i in range(x.ndim)]
     x = first + second * np.array([1, -1], np.float32).reshape(shape)
   # XLA:CPU fuses a reshape to flat into sums, and then neither vectorizes them nor
-  # decodes an element once. In front of a concatenation it leaves them alone.
+  # decodes an element once. Before a concatenation it leaves them alone.
   first, second = jnp.split(x, 2, last)
   return jnp.concatenate([first + second, first - second], last).reshape(tiles.shape)
 

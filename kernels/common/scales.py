@@ -1,8 +1,4 @@
-"""Norms, scales and deviations, with the same bits in every mode.
-
-A plain reduction of floats adds in an order that depends on the shape around it, and
-may drop NaN. The sums here have one order, and the maximum keeps NaN.
-"""
+"""Norms, scales and deviations, with the same bits in every mode."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -17,6 +13,8 @@ from gradcomp._src.kernels.common.planes import tile_segments
 from gradcomp._src.kernels.gpu.dispatch import Implementation, on_tpu
 from gradcomp._src.kernels.tpu import sums
 
+# A plain reduction of floats adds in an order that depends on the shape around it, and
+# may drop NaN. The sums here have one order, and the maximum keeps NaN.
 Norm = Literal["max", "l2"]
 
 # A norm below the smallest normal number counts as zero, because CPUs flush subnormal
@@ -31,7 +29,7 @@ _MAX_BLOCK = 512  # elements: a maximum over short rows is faster than over long
 _LANES = 8
 _STEPS = 16
 _BLOCK = _LANES * _STEPS
-_GROUP = _BLOCK * _STEPS  # elements whose sums are a block
+_GROUP = _BLOCK * _STEPS  # elements: their sums are a block
 
 
 def scales(norm: Array) -> Array:

@@ -77,10 +77,7 @@ def add_entries(
   start: Array | int = 0,
   count: int | None = None,
 ) -> Array:
-  """Adds entries of K payloads, ``[K, rows, slots]``, to ``float32[count, 1, size]``.
-
-  They are those of ``count`` rows from ``start`` on, by default of all rows.
-  """
+  """Adds entries of K payloads, ``[K, rows, slots]``: ``float32[count, 1, size]``."""
   rows = positions.shape[1] if count is None else count
   row = lax.iota(jnp.int32, rows)[:, None]
   flat = rows * size < COUNTED  # else no int32 counts the elements of a flat array
@@ -98,16 +95,13 @@ def add_entries(
       place = (jnp.broadcast_to(row, used.shape), jnp.where(used, at, size))
     where = total.at[tuple(x.reshape(-1) for x in place)]
     return where.add(
-      value.reshape(-1),
-      mode="drop",
-      unique_indices=True,
-      wrap_negative_indices=False,
+      value.reshape(-1), mode="drop", unique_indices=True, wrap_negative_indices=False
     )
 
   total = zeros_of_type(values, (rows * size,) if flat else (rows, size))
   # One payload after the other. The entries of one payload have different positions, so
-  # that no device can add in an order of its own. A single scatter of all payloads
-  # would on GPUs, and workers would differ in the last bit.
+  # that every device adds in one order. GPUs would order a single scatter of all
+  # payloads anew, and workers would differ in the last bit.
   total = lax.fori_loop(0, positions.shape[0], add, total)
   return total.reshape(rows, 1, size)
 

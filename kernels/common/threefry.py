@@ -1,9 +1,4 @@
-"""Counter-based random bits, as plain uint32 arithmetic that XLA fuses.
-
-``jax.random`` materializes its bits before they are used, which costs 20 to 38 times a
-memory copy for an array of the gradient's size on CPU. The same cipher written as array
-arithmetic fuses into the expression that consumes the bits.
-"""
+"""Counter-based random bits, as plain uint32 arithmetic that XLA fuses."""
 
 import functools
 
@@ -18,31 +13,21 @@ _PARITY = 0x1BD11BDA
 Key = Array | tuple[Array, Array]
 
 
+# `jax.random` materializes its bits, which costs 20 to 38 times a memory copy on CPU.
+# This is the same cipher; it fuses into the reader of the bits.
 # It is jitted so that it is traced once for all planes and kernels of a shape, and
 # inlined so that it fuses as if it were not jitted.
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def threefry2x32(
   key: Key, counter: tuple[Array, Array], rounds: int = 20
 ) -> tuple[Array, Array]:
-  """Computes Threefry-2x32: 64 random bits for each 64-bit counter.
-
-  Args:
-    key: ``uint32[2]``, as ``jax.random.key_data`` returns it.
-    counter: two ``uint32`` arrays that broadcast against each other.
-    rounds: how often the words are mixed; 20 in ``jax.random``, for the same bits.
-
-  Returns:
-    Two ``uint32`` arrays of the broadcast shape.
+  """Computes 64 random bits of Threefry-2x32 (Salmon et al., 2011) for each counter.
 
   Example:
     >>> key = jnp.array([0x13198A2E, 0x03707344], jnp.uint32)
     >>> a, b = threefry2x32(key, (jnp.uint32(0x243F6A88), jnp.uint32(0x85A308D3)))
     >>> hex(a), hex(b)
     ('0xc4923a9c', '0x483df7a0')
-
-  References:
-    Salmon et al., `Parallel random numbers: as easy as 1, 2, 3
-    <https://doi.org/10.1145/2063384.2063405>`_, 2011
   """
   keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(_PARITY))
   a = counter[0] + keys[0]
@@ -59,21 +44,7 @@ def threefry2x32(
 
 
 def key_words(key: Array) -> Array:
-  """Returns the two words of one threefry2x32 key, typed or raw.
-
-  Args:
-    key: a key from ``jax.random.key`` or ``jax.random.PRNGKey``.
-
-  Returns:
-    The words, ``uint32[2]``.
-
-  Raises:
-    ValueError: a key of another kind, or more than one.
-
-  Example:
-    >>> key_words(jax.random.key(7, impl="threefry2x32"))
-    Array([0, 7], dtype=uint32)
-  """
+  """Returns the words of a threefry2x32 key, ``uint32[2]``; ValueError for others."""
   key = jnp.asarray(key)
   typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
   words = jax.random.key_data(key) if typed else key
@@ -87,14 +58,6 @@ def key_words(key: Array) -> Array:
 
 
 def fold_key(key: Array, number: Array | int) -> Array:
-  """Derives a key as ``jax.random.fold_in`` does for threefry2x32.
-
-  Args:
-    key: ``uint32[2]``.
-    number: the number to fold in, ``uint32``.
-
-  Returns:
-    The new key, ``uint32[2]``.
-  """
+  """Derives a key, ``uint32[2]``, as ``jax.random.fold_in`` does for threefry2x32."""
   typed = jax.random.wrap_key_data(key, impl="threefry2x32")
   return jax.random.key_data(jax.random.fold_in(typed, number))

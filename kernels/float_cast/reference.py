@@ -55,7 +55,7 @@ class Form:
 
   fmt: FloatFormat
   rounding: float_codes.FloatRounding
-  saturate: bool  # whether what is too large becomes the largest number, not infinity
+  saturate: bool  # whether too large numbers become the largest one, not infinity
 
   # Words in a row, B. Rows carry no scale: short ones cost nothing, and waste less.
   bucket_size: ClassVar[int] = 128

@@ -1,10 +1,4 @@
-"""Dispatch: chooses the implementation of each operation; no other file does.
-
-A ``reference`` is jnp code, ``pallas`` is a kernel for GPUs, and ``tpu`` one for TPUs,
-with the same bits. The primitive of this file traces a kernel only where a program is
-lowered for its platform, which ``jax.lax.platform_dependent`` does not: it would import
-Pallas everywhere.
-"""
+"""Dispatch: chooses the implementation of each operation; no other file does."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -26,7 +20,7 @@ _Named = tuple[tuple[str, _Function], ...]  # kernels, by their platforms
 
 
 class Operation(NamedTuple):
-  """The functions of an operation; a kernel may be why there is none, a sentence."""
+  """The functions of an operation; a kernel may be a sentence, why there is none."""
 
   name: str  # in the table of kernels
   xla: _Function
@@ -42,7 +36,7 @@ def encoder(
   refusal: Callable[[int, Any], str] = tiles.refusal,
 ) -> _Function:
   """Returns an encoder that chooses one of the modules' ``encode_rows``."""
-  # `refusal` is the reason why no kernel for GPUs can encode so many elements, or "".
+  # `refusal` is the reason why no kernel for GPUs encodes this many elements, or "".
   folder = reference.__name__.split(".")[-2]
 
   def encode_rows(
@@ -140,6 +134,8 @@ def _jitted(function: _Function, **options: Any) -> Any:
   return jax.jit(functools.partial(function, **options))
 
 
+# The primitive traces a kernel only where a program is lowered for its platform.
+# `jax.lax.platform_dependent` would import Pallas everywhere.
 _CALL = Primitive("gradcomp_kernel")
 _CALL.multiple_results = True
 

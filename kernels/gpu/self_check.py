@@ -1,8 +1,4 @@
-"""Self-check: compares a kernel with its reference on the devices of this process.
-
-Compilers differ from device to device. With GRADCOMP_CHECK_KERNELS=1 a kernel is tried
-before the first program takes it, and wrong bits are an error in all processes.
-"""
+"""Self-check: compares a kernel with its reference on the devices of this process."""
 
 import concurrent.futures
 import functools
@@ -56,7 +52,7 @@ def require(
     ]
     _found[what, own] = " ".join(texts)
   wrong = _found[what, own]
-  # Processes of a mesh agree, so that what is wrong on one is an error on all.
+  # Processes of a mesh agree, so that wrong bits on one are an error on all.
   agreement.require_agreement("GRADCOMP_CHECK_KERNELS", {what: wrong}, ())
   if wrong:
     raise RuntimeError(f'{wrong} Use `implementation="xla"`.{table.SEE}')

@@ -24,8 +24,8 @@ class Verdict(NamedTuple):
   """The line of a kernel in the table of a kind of device.
 
   Attributes:
-    least: the elements from which on arrays take the kernel; infinite where none does.
-    record: the version of JAX and the day on which bits and times were compared.
+    least: the least number of elements that takes the kernel; infinite for none.
+    record: the version of JAX and the day of the comparison of bits and times.
   """
 
   least: float = math.inf
@@ -35,9 +35,9 @@ class Verdict(NamedTuple):
 def kernel_verdicts() -> dict[str, Verdict]:
   """Returns the line of each kernel in the table of this run's devices, by its name.
 
-  A kernel serves arrays of ``least`` elements or more. There a record has its bits,
-  which are those of XLA's code, and its times, which are no larger. Where devices are
-  of several kinds, their tables agree on it. There are no lines without a table.
+  A kernel serves arrays of ``least`` elements or more. From there on a record has the
+  bits of XLA's code, and times that are no longer. Devices of several kinds share the
+  largest ``least``. Without a table there are no lines.
 
   Example:
     >>> for name, verdict in kernel_verdicts().items():  # none on a CPU

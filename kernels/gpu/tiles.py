@@ -1,14 +1,4 @@
-"""Common parts of the encoders that are Pallas kernels, in Mosaic GPU.
-
-Each program of the grid is a warpgroup. It reads a block of whole tiles, plane by
-plane, and writes their rows. Threads exchange nothing but reductions over a bucket.
-
-No load is masked, and no two programs write the same: the reference encodes what is
-left behind the last whole block.
-
-Pallas is imported where a kernel is traced. With its back ends for GPUs it would take a
-quarter of the time of ``import gradcomp``.
-"""
+"""Common parts of the encoders that are Pallas kernels, in Mosaic GPU."""
 
 import functools
 import inspect
@@ -24,6 +14,11 @@ from jax import Array
 from gradcomp._src.kernels.common.dithers import Dither, lane_stream
 from gradcomp._src.mesh.types import varying_axes
 
+# Each program of the grid is a warpgroup, which reads a block of whole tiles, plane by
+# plane, and writes their rows. Threads exchange nothing but reductions over a bucket.
+# No load is masked, and no two programs write the same: the reference encodes what is
+# left after the last whole block. Pallas is imported where a kernel is traced: its back
+# ends for GPUs would take a quarter of the time of `import gradcomp`.
 _WARPS, _LANES = 2, 5  # bits of a thread's number
 _VECTOR = 4  # elements of a load of 16 bytes
 _ELEMENTS = 2048  # of a plane in a block: 16 for each thread
@@ -51,11 +46,7 @@ class Form(Protocol):
 
 
 class Launch(NamedTuple):
-  """The launch of a kernel.
-
-  ``interpret`` is False, True for Pallas' interpreter on any backend, or a
-  ``plgpu.InterpretGPUParams``, from JAX 0.11 on.
-  """
+  """The launch of a kernel."""
 
   name: str
   row_words: int
@@ -63,7 +54,7 @@ class Launch(NamedTuple):
   # The shapes in which the body reads a bucket; it writes residuals in the first one.
   views: Sequence[Shape] = ()  # by default the bucket as it is
   planar: bool = True  # whether words have the layout of a plane in the first view
-  interpret: Any = False
+  interpret: Any = False  # True on any backend; plgpu.InterpretGPUParams from JAX 0.11
 
 
 def refusal(size: int, form: Form) -> str:
@@ -89,17 +80,15 @@ def refusal_of_tiles(size: int, tile: int) -> str:
 
 @functools.cache
 def layout(shape: Shape, vector: int = 1) -> Any:
-  """Returns the layout of an array over the 128 threads of a warpgroup.
-
-  Axes take the bits of a thread's number from the first on, the highest bits first,
-  until none are left; threads that differ in bits that no axis takes hold the same. A
-  thread reads ``vector`` neighbors of the last axis at once. So a reduction over last
-  axes stays within a warp where the first ones take its number, and arrays that begin
-  with the same axes have them in the same threads.
-  """
+  """Returns the layout of an array over the 128 threads of a warpgroup."""
   from jax.experimental.mosaic.gpu import fragmented_array as mgpu
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
+  # Axes take the bits of a thread's number from the first axis on, the highest bits
+  # first. Threads that differ in other bits hold the same. A thread reads `vector`
+  # neighbors of the last axis at once. So a reduction over last axes stays within a
+  # warp where the first ones take its number, and arrays that begin with the same axes
+  # have them in the same threads.
   # Each bit halves the tile along one axis.
   left = [size.bit_length() - 1 for size in shape]
   left[-1] -= vector.bit_length() - 1
@@ -150,7 +139,7 @@ class Block:
       return ref[...]
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    # JAX before 0.11 has an index in front of the options. "Optimized" are loads of
+    # JAX before 0.11 has an index before the options. "Optimized" are loads of
     # shared memory, without conflicts of its banks.
     index = (...,) * ("idx" in inspect.signature(plgpu.load).parameters)
     where = layout(ref.shape, self._vector_of(ref.shape))
@@ -173,10 +162,7 @@ class Block:
     return self.placed(jax.lax.broadcast_in_dim(x, shape, tuple(range(x.ndim))))
 
   def lanes(self, dither: Dither | None, first: Index = 0) -> Iterator[Operand]:
-    """Yields the rounding of planes, as :func:`fixed_point.rounding_lanes` does.
-
-    ``first`` is the number of the first plane, a multiple of :data:`dithers.LANES`.
-    """
+    """Yields lanes of planes from ``first``, a multiple of 8; None without a dither."""
     if dither is None:
       return itertools.repeat(None)
     return lane_stream(
@@ -317,7 +303,7 @@ def run(
     grid=(grid,),
     grid_names=("block",),
     compiler_params=plgpu.CompilerParams(
-      # All layouts follow from those of arrays that are read and of iotas. The search
+      # Arrays that are read, and iotas, decide all other layouts. The search
       # for layouts in the other semantics takes seconds a kernel.
       lowering_semantics=plgpu.LoweringSemantics.Lane,
       # No thread reads what another writes, nor what it wrote itself.
@@ -343,8 +329,7 @@ def in_blocks(tiles: int, form: Form) -> int:
 
 
 def completed(
-  reference: Callable[..., Encoded],
-  whole_tiles: Callable[[int, Form], int] = in_blocks,
+  reference: Callable[..., Encoded], whole_tiles: Callable[[int, Form], int] = in_blocks
 ) -> Callable[[Callable[..., Encoded]], Callable[..., Encoded]]:
   """Decorates a kernel of the first, whole tiles; the reference encodes the others."""
 
@@ -380,7 +365,7 @@ def typed(x: Array, shape: Shape, dtype: Any) -> jax.ShapeDtypeStruct:
 
 def largest_bits(x: Array) -> Array:
   """Returns the bits of each line's largest magnitude; NaN's if one is not finite."""
-  # Maxima of floats drop NaN on some GPUs, those of integers do not.
+  # Maxima of floats drop NaN on some GPUs, maxima of integers do not.
   magnitude = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
   bits = magnitude.max(axis=-1)
   return jnp.where(bits < _INFINITY, bits, _NAN)

@@ -1,9 +1,4 @@
-"""Encodes 1-bit SGD by a Pallas kernel: means, signs and residual in one pass.
-
-Sums are taken in the order of the reference: the steps of a lane one after the other,
-each a load of its own, and the lanes by halves. A plane of a block is read a second
-time for its signs, from a cache.
-"""
+"""Encodes 1-bit SGD by a Pallas kernel: means, signs and residual in one pass."""
 
 from typing import Any
 
@@ -24,6 +19,8 @@ def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   size = form.bucket_size
   chunk, lanes = reference.chunks(size)
+  # Sums have the order of the reference: the steps of a lane one after the other, each
+  # a load of its own, and the lanes by halves.
   # Each axis of two is a half of the lanes: of their chunks, or within a chunk.
   chunks, steps = (2,) * _bits(size // chunk), chunk // lanes
   lines = *chunks, steps, *(2,) * _bits(lanes)

@@ -1,7 +1,4 @@
-"""Encodes 1-bit SGD by a Pallas kernel for TPUs: means, signs and residual at once.
-
-Sums are of rows of a transposed block, in the order of the reference.
-"""
+"""Encodes 1-bit SGD by a Pallas kernel for TPUs: means, signs and residual at once."""
 
 from typing import Any
 

@@ -4,5 +4,5 @@ from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.quantize import pallas, reference
 
 encode_rows = dispatch.encoder(reference, pallas)
-# For one payload: those of several workers XLA decodes and adds in one pass.
+# For one payload: XLA decodes and adds several in one pass.
 decode_rows = dispatch.on_tpu(pallas.decode_rows, mosaic=True)(reference.decode_rows)

@@ -29,7 +29,7 @@ def first_levels(bits: int) -> Array:
 
 def histogram(x: Array, *, bucket_size: int, scale: Array | None) -> Array:
   """Counts the normalized magnitudes of a sample in 256 bins: ``int32[256]``."""
-  # The sample is of whole buckets. Elements whose scale is 0 or NaN are not counted.
+  # The sample is of whole buckets. Elements with a scale of 0 or NaN are not counted.
   # The scale is `float32[]`, or None for each bucket's largest magnitude.
   if not x.size:
     return jnp.zeros(BINS, jnp.int32)
@@ -48,14 +48,10 @@ def histogram(x: Array, *, bucket_size: int, scale: Array | None) -> Array:
 
 
 def fit(counts: Array, levels: Array) -> Array:
-  r"""Returns the levels that minimize the variance of stochastic rounding.
-
-  A magnitude :math:`\mu` between neighboring levels :math:`a \le \mu \le b` has the
-  variance :math:`(b - \mu)(\mu - a)`, and one below the first level :math:`l` has
-  :math:`l^2 - \mu^2`. A dynamic program over the 257 edges of the bins finds the least
-  sum, for magnitudes in the middle of their bins (Zhang et al., ZipML, 2017, section
-  3).
-  """
+  """Returns levels of least variance (Zhang et al., ZipML, 2017, section 3)."""
+  # A magnitude mu between levels a and b has the variance (b - mu)(mu - a), and one
+  # below the first level l has l^2 - mu^2. A dynamic program over the 257 edges of the
+  # bins finds the least sum, for magnitudes in the middle of their bins.
   # Sums of integers have the same value in any order. These are four times the
   # variances, and stay below 2**31 because counts are cut to a total below 2**13.
   total = jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
@@ -106,10 +102,7 @@ class Form(reference.ScaledForm):
     return fixed_point.inverse(unit, scale[:, : -self.shared], divide)
 
   def code(self, x: Array, factor: Array, lane: Lane, limit: Any = None) -> Array:
-    """Returns the codes of one plane, which count levels from the lowest one.
-
-    ``limit`` has the lines from magnitudes to coordinates.
-    """
+    """Returns codes of one plane, by lines in ``limit``; they count from the lowest."""
     most = jnp.uint32((2 * self.shared - 1) << (fixed_point.FRACTION - 1))
     fixed = jnp.minimum(coordinate(jnp.abs(x) * factor, limit), most)
     return fixed_point.rounded(jnp.where(x < 0, most - fixed, most + fixed), lane)

@@ -1,8 +1,4 @@
-"""Rounds to codes by a Pallas kernel: scale, round, pack and residual in one pass.
-
-A loop codes planes in groups that share random numbers. Unrolled as a whole, sixteen
-planes would not stay in registers: ptxas loads most of them before it codes the first.
-"""
+"""Rounds to codes by a Pallas kernel: scale, round, pack and residual in one pass."""
 
 from typing import Any
 
@@ -58,6 +54,8 @@ def encode_rows(
         block.put_scale(form.bucket_size + k, float_words(unit))
       return codes
 
+    # Planes in a loop share random numbers by groups. Unrolled, sixteen planes would
+    # not stay in registers: ptxas loads most of them before it codes the first.
     def code_planes(number: Array, words: Array) -> Array:
       first = number * step
       lanes = block.lanes(dither, first)

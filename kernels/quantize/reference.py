@@ -56,10 +56,7 @@ class ScaledForm(abc.ABC):
     return planes.pack_planes(codes, self.bits)
 
   def value(self, codes: Array, scale: Array, *shared: Array) -> Array:
-    """Returns the values of codes; forms without it keep no residual.
-
-    Behind what the codes of a row share is, with a table, the entry of each code.
-    """
+    """Returns the values of codes; last come shared numbers, or a table's entries."""
     raise NotImplementedError
 
 
@@ -109,13 +106,10 @@ def decode_rows(rows: Array, form: ScaledForm) -> Array:
   return form.value(codes, numbers[..., :start, :], *shared)
 
 
+# A coordinate is the number of the level below a value, plus the share of the way to
+# the next level. Rounding it rounds the value, and searches no table.
 class Line(NamedTuple):
-  """A line to coordinates ``trunc(t * slope) + offset``, in units of ``2**-16``.
-
-  The coordinate of a value is the number of the level below it, plus the share of the
-  way to the next level. Levels need not be equally spaced. Rounding the coordinate
-  rounds the value, and searches no table.
-  """
+  """A line to coordinates ``trunc(t * slope) + offset``, in units of ``2**-16``."""
 
   start: Array | np.float32  # the smallest value on the line
   slope: Array | np.float32

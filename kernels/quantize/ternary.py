@@ -77,7 +77,7 @@ def pack_trits(trits: Iterable[Array]) -> Array:
   """Packs twenty arrays of digits in base 3 into one 32-bit fraction, rounded up."""
   # With the digits as the number `v` below `3**20`, most significant first, the word is
   # `floor(v * 2**32 / 3**20) + 1`. Its digits can then be read without a division, each
-  # by itself: a digit is three times the rest behind the point.
+  # by itself: a digit is three times the rest after the point.
   value = functools.reduce(lambda value, trit: value * jnp.uint32(3) + trit, trits)
   # 2**32 / 3**20 is 1 + excess: the high word of value * excess, with its carry.
   low = value * jnp.uint32(_EXCESS_HIGH)

@@ -13,7 +13,7 @@ from gradcomp._src.kernels.selection import reference
 from gradcomp._src.kernels.selection.reference import LANES, TILE, WORD, RowView
 
 _TILES = 16  # in a block, so that each thread loads 16 bytes of a plane
-_STEP = 8  # planes in a round of the loop, whose loads are all under way at once
+_STEP = 8  # planes in a round of the loop, loaded at once
 
 
 def mark(

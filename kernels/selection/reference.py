@@ -29,8 +29,8 @@ _SMALLEST_NORMAL, _INFINITY = np.uint32(0x00800000), np.uint32(0x7F800000)  # bi
 class RowView(NamedTuple):
   """One row out of several matrices of the same shape."""
 
-  # float32[rows, n] each; or float32[n], a row, of which XLA for TPUs makes loops with
-  # registers of 1024 elements, and not of 128 as of float32[1, n].
+  # float32[rows, n] each; or float32[n], a row: XLA for TPUs loops over it in registers
+  # of 1024 elements, but of 128 over float32[1, n].
   matrices: Sequence[Array]
   number: Array  # int32[]: counts the rows of the first matrix, the second, ...
 
@@ -73,7 +73,7 @@ class RowView(NamedTuple):
     return RowView([self.read(lambda x: x)[None]], jnp.int32(0))
 
   def at(self, positions: Array) -> Array:
-    """Returns the elements at positions; positions behind the row's end give 0."""
+    """Returns the elements at positions; positions beyond the row's end give 0."""
     return self.read(
       lambda x: x.at[positions].get(
         mode="fill", fill_value=0, wrap_negative_indices=False
@@ -101,18 +101,15 @@ def as_floats(order: Array) -> Array:
 
 
 def mark(x: RowView, threshold: Array, sign: Array | None) -> Array:
-  """Marks the elements that reach a threshold by one bit each: ``uint32[tiles * 32]``.
-
-  The threshold is ``uint32[]``, in the order of :func:`magnitudes`.
-  """
+  """Marks elements that reach a threshold by one bit each: ``uint32[tiles * 32]``."""
 
   def reached(x: Array) -> Array:
-    # Without the barrier XLA computes the magnitudes in front of the loop over
-    # thresholds, which makes a copy of the row.
+    # Without the barrier XLA computes the magnitudes before the loop over thresholds,
+    # which makes a copy of the row.
     x, limit = lax.optimization_barrier((x, threshold))
     whole = x.size // TILE * TILE
     bit = np.uint32(1) << np.arange(WORD, dtype=np.uint32)[:, None]
-    # Zeros behind the row have no bit. Cleared in the last words afterwards, they came
+    # Zeros beyond the row have no bit. Cleared in the last words afterwards, they came
     # back where XLA 0.12 for CPU writes the words into others.
     real = np.arange(TILE).reshape(WORD, LANES) < x.size - whole
     rest = jnp.pad(x[whole:], (0, -x.size % TILE))
@@ -132,10 +129,7 @@ def count_bits(words: Array) -> Array:
 
 
 def positions(words: Array, capacity: int, size: int) -> Array:
-  """Lists the elements with set bits, tile by tile: ``int32[capacity]``.
-
-  Slots behind the last have the position ``size``.
-  """
+  """Lists elements with set bits, tile by tile, then ``size``: ``int32[capacity]``."""
   sums = [lax.population_count(words).astype(jnp.int32)]
   while sums[-1].size > words.size // LANES:
     # A TPU would pad a last axis of 2 to 128.
@@ -153,7 +147,7 @@ def positions(words: Array, capacity: int, size: int) -> Array:
     right = rank >= left
     rank, word = jnp.where(right, rank - left, rank), word + right
   used = slot < counts.sum(dtype=jnp.int32)
-  word = jnp.minimum(word, words.size - 1)  # unused slots may lie behind the words
+  word = jnp.minimum(word, words.size - 1)  # unused slots may lie beyond the words
   bit = _set_bit(words[word], rank)
   return jnp.where(used, tile * TILE + bit * LANES + word % LANES, size)
 

@@ -1,9 +1,4 @@
-"""Searches the threshold that enough elements of a row reach, and lists these.
-
-A threshold is found on a sample of a row. Then all elements that reach it are counted
-and marked, and only these are sorted; a small row is sorted as a whole. A row is one of
-several matrices, which a number counts: one program serves all leaves of a size.
-"""
+"""Searches the threshold that enough elements of a row reach, and lists these."""
 
 import functools
 import math
@@ -25,7 +20,7 @@ from gradcomp._src.kernels.selection.reference import (
 )
 from gradcomp._src.kernels.tpu.lines import LANES
 
-# The sample is lines of memory, one from each of as many equal parts of the row.
+# The sample is lines of memory, one from each of equal parts of the row.
 _LINE = 16  # elements of a line
 _LINES = 8192  # at most
 _HITS = 192  # elements of the sample to reach it, where capacity is twice the count
@@ -46,11 +41,9 @@ def select(
   first: Array | None = None,
   implementation: dispatch.Implementation | None = None,
 ) -> Array:
-  """Returns the positions of large elements of a row; its size in slots not used.
-
-  By ``"exact"`` and ``"trimmed"`` they are the ``count`` largest, ascending. Else they
-  are all that reach a threshold, tile by tile, in ``capacity`` slots.
-  """
+  """Returns the positions of large elements of a row; its size in slots not used."""
+  # "exact" and "trimmed" return the `count` largest, ascending; else they are all that
+  # reach a threshold, tile by tile, in `capacity` slots.
   # The threshold is one that between `count` and `capacity` elements reach, or `first`
   # if no more than `capacity` do. Where equal elements leave no such threshold, all
   # larger ones are listed, and equal ones up to `count`. With `sign` only its elements
@@ -175,11 +168,11 @@ def _reaching(
 
 def _sampled(x: RowView, count: int, capacity: int, sign: Array | None) -> Array:
   """Returns a threshold that about ``sqrt(count * capacity)`` elements reach."""
-  # It bisects the magnitudes of all elements if these are few, else those of lines of
-  # memory, one in each of as many equal parts, at places without a regular pattern.
+  # It bisects the magnitudes of all elements if these are few, else of lines of memory,
+  # one in each of equal parts, at places without a regular pattern.
   middle = math.sqrt(count * capacity)
-  # The deviation of h hits in a sample is sqrt(h). With so many hits, an error of four
-  # deviations is still between count and capacity.
+  # The deviation of h hits in a sample is sqrt(h). With this number of hits, an error
+  # of four deviations is still between count and capacity.
   hits = _HITS / max(capacity / count - 1, 1 / 16) ** 2
   number_of_lines = min(_LINES, math.ceil(hits / middle * x.size / _LINE))
 

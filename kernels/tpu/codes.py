@@ -1,10 +1,4 @@
-"""Decodes words of several codes in one pass, by a Pallas kernel for TPUs.
-
-XLA takes a pass to cut the words out of the rows, and writes few planes in parts of
-registers. Codes may stand for numbers of a table of 128: it is a row of a register, out
-of which one operation picks a number for each lane. XLA's gather would write all
-indices to memory, and read them one after the other.
-"""
+"""Decodes words of several codes in one pass, by a Pallas kernel for TPUs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,8 +11,11 @@ from gradcomp._src.kernels.common.planes import planes_per_word
 from gradcomp._src.kernels.tpu import lines
 from gradcomp._src.kernels.tpu.lines import LANES, ROWS
 
-# Of codes, `int32`, their scales, what stands behind the scales, and, with a table, the
-# numbers of the lowest 7 bits.
+# XLA takes a pass to cut the words out of the rows, and writes few planes in parts of
+# registers. A table of 128 numbers is a row of a register, out of which one operation
+# picks a number for each lane; XLA's gather reads indices from memory, one by one.
+# Takes codes, `int32`, their scales, the shared numbers after these, and, with a table,
+# the numbers of the lowest 7 bits.
 Value = Callable[..., Array]
 
 
@@ -27,7 +24,7 @@ class Row(NamedTuple):
 
   bits: int  # of a code
   bucket_size: int  # words
-  shared: int = 0  # numbers behind the scales
+  shared: int = 0  # numbers after the scales
 
   def fits(self, rows: int) -> bool:
     """Returns whether the kernel decodes this number of rows."""

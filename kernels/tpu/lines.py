@@ -1,12 +1,4 @@
-"""Common parts of the encoders that are Pallas kernels for TPUs.
-
-A register of a TPU has 8 rows of 128 lanes. An array whose last axis has 4 or 8
-elements is padded to 128, in registers and in memory. So a kernel reads an array as
-lines of 128 elements or more, each of whole buckets. Where it must add or compare the
-elements of a bucket, it transposes its block: then a bucket is a column.
-
-Pallas is imported where a kernel is traced, as for GPUs.
-"""
+"""Common parts of the encoders that are Pallas kernels for TPUs."""
 
 import functools
 import math
@@ -18,6 +10,9 @@ from jax import Array, lax
 
 from gradcomp._src.kernels.gpu.tiles import refusal_of_tiles, typed
 
+# A register of a TPU has 8 rows of 128 lanes, and a last axis of 4 or 8 elements is
+# padded to 128. So a kernel reads lines of 128 elements or more, each of whole buckets,
+# and transposes its block to add or compare the elements of a bucket: a column then.
 LANES = 128
 ROWS = 8  # of a register
 _ELEMENTS = 1 << 18  # of a block: 256 registers, and a MiB
@@ -32,7 +27,7 @@ class Launch(NamedTuple):
   name: str
   tile: int  # elements of a tile, which are whole lines
   width: int  # elements of a line
-  words: tuple[int, ...] = ()  # those of a tile in each output of an encoder
+  words: tuple[int, ...] = ()  # of a tile, in each output of an encoder
   keep: bool = False  # whether the last output is the residual, line by line
   interpret: Any = False  # for any backend, slowly
 
@@ -136,10 +131,8 @@ def encode(
 
 
 def packed(bits: Array, lines: int, bucket_size: int) -> Array:
-  """Packs a bit of each element by buckets: ``int32[tiles, B]``.
-
-  ``bits`` are ``int32[tiles * lines, width]``. Bucket k of a tile is bit k of a word.
-  """
+  """Packs bits, ``int32[tiles * lines, width]``, by buckets: ``int32[tiles, B]``."""
+  # Bucket k of a tile is bit k of a word.
   starts = range(0, bits.shape[1], bucket_size)
   line = _remainder(lax.broadcasted_iota(jnp.int32, bits.shape, 0), lines)
   words = joined(bits << (line * len(starts)), lines)
@@ -148,11 +141,9 @@ def packed(bits: Array, lines: int, bucket_size: int) -> Array:
 
 
 def rows_of_tiles(found: Sequence[Array], lines: int, rows: int) -> Array:
-  """Puts a number a bucket into rows of tiles: ``int32[tiles, rows]``.
-
-  ``found`` are the numbers of the first bucket of each line, of the second and so on,
-  in columns: ``int32[1, tiles * lines]`` each. A tile has ``rows`` buckets.
-  """
+  """Puts a number a bucket into rows of tiles: ``int32[tiles, rows]``."""
+  # `found` has the first bucket of each line, the second and so on, in columns,
+  # `int32[1, tiles * lines]`.
   # Row k holds the numbers of bucket k in the column of its line, and zeros in others.
   shape = rows, found[0].shape[1]
   row = lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -190,10 +181,7 @@ def decode(
   launch: Launch,
   x: Array | None = None,
 ) -> Array:
-  """Decodes rows to flat elements by ``body``, and subtracts them from ``x`` if given.
-
-  ``rows`` are ``[count, words]`` each, of 32 bits.
-  """
+  """Decodes rows, ``[count, words]``, to flat elements, or subtracts these from x."""
   # `body` gets rows as columns, and returns a tile's elements in parts, as columns too:
   # so what belongs to several elements moves between the rows of a register, which is
   # cheap, and not between lanes. Lines have 128 elements: Mosaic stores with a stride,

@@ -1,8 +1,4 @@
-"""Rotates tiles by a Pallas kernel for TPUs, in one pass over them.
-
-XLA writes the array anew for each of the sums of two. Here a group lies in registers:
-element i of 128 groups is one part of a line.
-"""
+"""Rotates tiles by a Pallas kernel for TPUs, in one pass over them."""
 
 from typing import Any
 
@@ -28,12 +24,10 @@ def transform(
   forward: bool,
   interpret: Any = False,
 ) -> Array:
-  """Returns rotated tiles, or tiles rotated back, to the bits of the reference.
-
-  Tiles are ``float32[rows, tile]``. Element i of ``group_line`` groups is a line of a
-  tile, and lines ``size * k`` to ``size * k + size`` are groups. ``signs`` has the sign
-  bit of each element: ``uint32[tile]``.
-  """
+  """Rotates tiles, ``float32[rows, tile]``, or rotates them back, as the reference."""
+  # XLA writes the array anew for each of the sums of two. Here a group lies in
+  # registers: element i of `group_line` groups is a line of a tile, and lines `size *
+  # k` to `size * k + size` are groups. `signs` has the sign bit of each element.
   rows, tile = tiles.shape
   block = lines.rows_of_block(rows, tile)
   groups = range(0, tile, size * group_line)

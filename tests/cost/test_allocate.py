@@ -155,7 +155,7 @@ allocate([{"a": np.ones(3)}], candidates="QSGD") -> `candidates` must be a seque
 allocate([{"a": np.ones(3)}], candidates=[4]) -> `candidates` must have codecs
 allocate([{"a": np.ones(3)}], uniform=4) -> `uniform` must have codecs
 allocated(BIASED, uniform=QSGD(bits=2, norm="l2"), candidates=[OneBit()]) ->
-  `uniform` must lose less ... of a it loses
+  `uniform` must lose less ... got a loss of ... of a;
 """
 BIASED = {"a": gradients("a")["a"], "b": gradients("b")["b"] / 1e3}
 

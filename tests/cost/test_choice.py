@@ -1,6 +1,7 @@
 """plan chooses by platform and link, and answers on the command line."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -54,17 +55,20 @@ def test_the_command_line_answers(capsys):
   assert f"{source} Times 2." in said
 
 
-INSIDE = Link(latency=1e-6, bytes_per_second=200e9)  # of a v5e to others of its slice
+INSIDE = Link.torus((8,), port=4.5e10, latency=1e-6)  # of a v5e's slice of 2 x 4
 BETWEEN = Link(latency=1e-4, bytes_per_second=25e9 / 8)  # an eighth of its host's cards
 
 
-def test_tpus_compress_between_slices_and_not_inside():
+def test_tpus_gain_little_inside_of_a_slice():
   """And where slices add up first, it still pays between them."""
   options = dict(candidates=CANDIDATES, speeds="TPU v5e")
   note = "Codec speeds are XLA's estimate for a TPU v5e: nothing was timed."
-  for link, verdict in ((INSIDE, "do not"), (BETWEEN, "compress")):
+  ports = dataclasses.replace(INSIDE, bytes_per_second=2 * INSIDE.bytes_per_second)
+  for link, least, most in ((ports, 0, 1), (INSIDE, 1, 1.2), (BETWEEN, 4, 8)):
     found = plan(LIKE, workers=8, link=link, **options)
-    assert found.verdict.startswith(verdict) and note in found.notes
+    assert found.verdict.startswith("compress" if most > 1 else "do not")
+    assert least < max(x.speedup for x in found.rows[1:]) < most
+    assert note in found.notes
   found = plan(LIKE, workers=(2, 4), link=(BETWEEN, INSIDE), **options)
   assert found.verdict.startswith("compress: ")
   assert found.rows[0].exchange.name == found.chosen.exchange.name == "hierarchical"

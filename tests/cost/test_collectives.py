@@ -1,9 +1,11 @@
 """Seconds of collectives are those of their messages, one after the other."""
 
+import collections
 import dataclasses
 import functools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +70,41 @@ def test_units_and_directions(function, p, n, latency, rate):
   assert here <= function(2 * n, p, link)
 
 
+def loads(sides, pairs):
+  """The payloads on each port of a torus: each goes the shorter way, side by side."""
+  found = collections.Counter()
+  for start, end in pairs:
+    at = list(start)
+    for axis, side in enumerate(sides):
+      ahead = (end[axis] - at[axis]) % side
+      # Of two ways that are as long, each takes a half.
+      shorter = min(ahead, side - ahead)
+      ways = [x for x in ((1, ahead), (-1, side - ahead)) if x[1] == shorter]
+      for step, hops in ways:
+        for hop in range(hops):
+          here = (*at[:axis], (at[axis] + step * hop) % side, *at[axis + 1 :])
+          found[here, axis, step] += 1 / len(ways)
+      at[axis] = end[axis]
+  return found
+
+
+@pytest.mark.parametrize("sides", [(2,), (5,), (8,), (4, 4), (2, 8), (3, 5), (4, 2, 3)])
+def test_a_torus_takes_as_long_as_its_fullest_port(sides):
+  link, nodes = Link.torus(sides, port=10.0, latency=0.0), [*np.ndindex(*sides)]
+  size = len(nodes)
+  apart = loads(sides, [(a, b) for a in nodes for b in nodes])
+  found = cost.collective_seconds("all_to_all", N, size, link)
+  assert found == pytest.approx(max(apart.values()) * N / size / 10.0)
+  # A broadcast of each has a hop a receiver, and all ports share them.
+  found = cost.collective_seconds("all_gather", N, size, link)
+  assert found == pytest.approx(size * (size - 1) * N / (2 * len(sides) * size) / 10.0)
+  if size > 2:  # else both ports have the same neighbor
+    ring = [(x, ((x[0] + 1) % sides[0], *x[1:])) for x in nodes]
+    whole = max(loads(sides, ring).values()) if sides[0] > 2 else 1
+    found = cost.collective_seconds("ppermute", N, size, link)
+    assert found == pytest.approx(whole * N / 10.0)
+
+
 def test_files_bring_everything_back(tmp_path):
   path = tmp_path / "file.json"
   link = Link(latency=1 / 3, bytes_per_second=7e9, factor={("ppermute", 2): 2.1})
@@ -86,14 +123,14 @@ WRONG = [(0.6, message()), (0.5, message())]
 BAD = """
 Link(latency=0.0, bytes_per_second=1.0, factor={("all_gather", 2): v}) for v in 0, nan,
   "1", None, True -> `factor ... must be a finite number above 0, got {v}
-cost.weak_scaling(v, [], CLUSTER, SPEED) for v in -1.0, inf, "1", None, True ->
-  `compute` must be a finite number of 0 or more, got {v}
 cost.collective_seconds("all_reduce", 1, 6, LINK, algorithm="recursive") ->
   `workers` must be a power of two ... , got 6
 cost.collective_seconds("all_reduce", 1, 6, LINK, algorithm="tree") ->
   `algorithm` must be one of ... , got 'tree'
 cost.collective_seconds("all-reduce", 1, 6, LINK) ->
   `collective` must be one of ('all_gather', ... , got 'all-reduce'
+Link.torus(v, port=1.0, latency=0.0) for v in (), (1, 1) ->
+  `sides` must have at least two workers
 Link(latency=0, bytes_per_second=1, factor={"all_gather": 1.0}) ->
   `factor` must have pairs of ... , got 'all_gather'
 Cluster(workers=4, link=LINK, inside=LINK) -> `group_size` must be given

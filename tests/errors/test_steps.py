@@ -65,7 +65,7 @@ made_for(1, in_train_step) -> residual ... 4 workers ... set_mesh
 # What stands around the exchange, or in its place.
 train_step(optax.MultiSteps(qsgd(axis_name="data"), 2)) -> MultiSteps
 train_step(optax.chain(optax.apply_if_finite(DENSE, 5), optax.sgd(0.1))) ->
-  gradcomp.skip_nonfinite ... behind
+  gradcomp.skip_nonfinite ... after
 train_step(optax.chain(v, optax.sgd(0.1))) for v in optax.masked(DENSE, {"w": False}),
   optax.identity() -> `optimizer` ... equal on all workers ... ['w'] ... set_to_zero
 # Meshes, batches and parameters of a train step.

@@ -86,7 +86,7 @@ update(dion(0.1, rank=1), jnp.zeros((2, 2)), jnp.zeros((2, 2), v)) for v in "int
   "complex64" -> TypeError: `updates` ... real float ... {v!s}
 rounds(delay=4) -> `delay` must be a number, from 0 to 3 ... 4
 rounds(fragments=5) -> `fragments` must be a number, from 1 to 4 ... 5
-rounds(merge="senders") -> `merge` must be "mean" for a codec of which each worker
+rounds(merge="senders") -> `merge` must be "mean" for a codec that sends all elements
 rounds(merge="senders", codec=TopK(), exchange="two_shot") -> `exchange` must be "auto"
 rounds(exchange="local") ; dion(0.1, rank=1, exchange="local") ->
   `exchange` must ... local
@@ -129,7 +129,7 @@ zero(SGD, grads=TWO_BITS, params=OneBit(), axis_name="data", feedback="error") ;
   key=KEY)) -> `grads` ... contraction above 0 ... grows ... None
 f({"w": np.ones(4)}, codec=Dense(), axis=1) for f in *MEANS -> `tree`['w'] ... axis 1
 f({"w": np.ones(4)}, codec=Dense(), axis="x") for f in *MEANS -> `axis` must be
-f({}, codec=Dense()) for f in *MEANS -> equally many rows on axis 0, ... got none
+f({}, codec=Dense()) for f in *MEANS -> one number of rows ... on axis 0, ... got none
 f(np.ones((0, 4)), codec=Dense()) for f in *MEANS -> got 0 in `tree`
 f({"a": np.ones((4, 2)), "b": np.ones((3, 2))}, codec=Dense()) for f in *MEANS -> got 4
   in `tree`['a'], 3 in `tree`['b']

@@ -1,10 +1,15 @@
 """The examples' data: embedded digits, and sets that are not there."""
 
 import importlib.util
+import io
+import subprocess
+import sys
 
 import chex
 import numpy as np
+import PIL.Image
 import pytest
+import tensorflow_datasets as tfds
 from sklearn.datasets import load_digits
 
 from examples.lib.data import FOLDER, brown
@@ -36,6 +41,44 @@ def test_embedded_images_are_what_the_docstring_says(name, tmp_path):
   assert (np.argmin(ink), np.argmax(ink)) == (1, 0)
   # And they look upright.
   assert train.images.mean(axis=(0, 2, 3)).argmax() in range(10, 18)
+
+
+class Cifar10(tfds.image_classification.Cifar10, skip_registration=True):
+  """Noise in 10 classes, as tensorflow-datasets has CIFAR-10."""
+
+  def _split_generators(self, dl_manager):
+    return {x: self._generate_examples(i) for i, x in enumerate(("train", "test"))}
+
+  def _generate_examples(self, part):
+    for i, image in enumerate(made_up(part)):
+      png = io.BytesIO()
+      PIL.Image.fromarray(image).save(png, "png")
+      yield i, {"id": f"{part}_{i}", "image": png.getvalue(), "label": i % 10}
+
+
+def made_up(part):
+  generator = np.random.default_rng(part)
+  return generator.integers(256, size=(40 - 20 * part, 32, 32, 3), dtype=np.uint8)
+
+
+def test_a_set_of_tensorflow_datasets_is_read_and_trained_on(tmp_path):
+  folder = tmp_path / "sets"
+  made = Cifar10(data_dir=str(folder), file_format="array_record")
+  made.download_and_prepare()
+  train, test, classes = data.load("cifar10", folder)
+  assert classes == 10
+  for part, split in enumerate((train, test)):
+    same = (split.images[:, None] == made_up(part)).all((2, 3, 4))
+    chosen = same.argmax(axis=1)
+    assert sorted(chosen) == [*range(40 - 20 * part)]
+    assert np.array_equal(split.labels, chosen % 10)
+  script = [sys.executable, "-m", "examples.image_classification", "--codec", "qsgd-4"]
+  options = f"--dataset cifar10 --data-dir {folder} --output {tmp_path} --batch-size 8"
+  options += " --steps 2 --seeds 1 --model mlp"
+  done = subprocess.run(
+    [*script, *options.split()], cwd=ROOT, text=True, stdout=-1, stderr=-2, timeout=300
+  )
+  assert done.returncode == 0, done.stdout
 
 
 def test_batches():

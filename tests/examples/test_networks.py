@@ -163,3 +163,37 @@ def test_batch_norm_normalizes_by_the_batch_while_it_trains():
   alexnet = functools.partial(networks.AlexNet, DIGITS, 10)
   with pytest.raises(ValueError, match="`known` must be inputs to train on"):
     Task(alexnet, (images, np.arange(4)), jax.make_mesh((1,), ("data",)))
+
+
+@pytest.mark.parametrize("name", ["lenet", "mlp"])
+def test_colour_images_are_cropped_and_mirrored_while_a_network_trains(name):
+  rows, columns = 8, 12
+  places = np.arange(rows * columns, dtype=np.uint8).reshape(rows, columns)
+  images = np.stack([np.stack([places + i] * 3, axis=-1) for i in range(64)])
+  made = networks.for_images(name, images.shape[1:], 10)(rngs=nnx.Rngs(0))
+  seen = []
+
+  def keep(images, **options):
+    assert (options == {}) == (name == "lenet")
+    seen.append(np.asarray(images))
+
+  made.network = keep
+  for seed in (1, 1, 2):
+    made(images, rngs=nnx.Rngs(dropout=seed))
+  made.set_attributes(deterministic=True)
+  made(images)
+  first, again, other, middle = seen
+  assert np.array_equal(middle, images[:, 1:7, 1:10])  # 6 of 8 rows, 9 of 12 columns
+  assert np.array_equal(first, again)
+  assert not np.array_equal(first, other)
+  # Each is a part of its image, whole or mirrored; all places and both ways occur.
+  found = set()
+  for whole, part in zip(images, first, strict=True):
+    mirrored = bool(part[0, 0, 0] > part[0, 1, 0])
+    part = part[:, ::-1] if mirrored else part
+    row, column = divmod(int(part[0, 0, 0] - whole[0, 0, 0]), columns)
+    assert np.array_equal(part, whole[row : row + 6, column : column + 9])
+    found.add((mirrored, row, column))
+  assert {x for x, _, _ in found} == {False, True}
+  assert {x for _, x, _ in found} == {0, 1, 2}
+  assert {x for _, _, x in found} == {0, 1, 2, 3}

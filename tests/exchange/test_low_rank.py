@@ -81,7 +81,8 @@ def test_bytes_are_those_of_the_factors_and_of_their_rows():
 def test_residuals_hold_what_quantized_means_lack():
   """The sum of N means and all residuals is that of gradients and old residuals."""
   tx = transformation("two_shot", bits=8, min_rate=1)
-  laws.nothing_is_lost(tx, [gradients(4, seed) for seed in range(3)])
+  steps = [gradients(4, seed) for seed in range(3)]
+  laws.nothing_is_lost(gradcomp.testing.modes.run("vmap", tx, steps))
 
 
 def test_the_start_is_dense():

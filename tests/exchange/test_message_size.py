@@ -126,7 +126,7 @@ def test_the_platform_is_that_of_the_mesh():
   assert found.bytes_sent == explain().bytes_sent  # there is nothing to fill up
   # The last message goes first, in two stages.
   assert [x.message for x in found.collectives] == [2, 2, 1, 1, 0, 0]
-  assert "3 messages, of which the last goes first. 0 bytes" in str(found)
+  assert "3 messages; the last goes first. 0 bytes" in str(found)
 
 
 @pytest.fixture

@@ -109,12 +109,12 @@ def test_what_does_not_fit_waits(dtype):
   tx = gradcomp.redsync(0.02, axis_name="data", momentum=None, min_leaf_size=0)
   top = np.abs(near_the_top(4, 600)).reshape(4, 20, 30)
   steps = [{"w": jnp.asarray(top, dtype)}] * 5
-  outputs, state = modes.run_with_state("vmap", tx, steps)
-  largest = max(np.abs(np.float32(x["w"])).max() for x in outputs)
+  found = gradcomp.testing.modes.run("vmap", tx, steps)
+  largest = max(np.abs(np.float32(x["w"])).max() for x in found.outputs)
   assert largest <= float(jnp.finfo(dtype).max)
-  assert {x["w"].dtype for x in outputs} == {jnp.dtype(dtype)}
-  assert np.isfinite(np.asarray(state.residual["w"])).all()
-  laws.nothing_is_lost(tx, steps)
+  assert {x["w"].dtype for x in found.outputs} == {jnp.dtype(dtype)}
+  assert np.isfinite(np.asarray(found.state.residual["w"])).all()
+  laws.nothing_is_lost(found)
 
 
 def test_what_a_codec_makes_too_large_is_the_largest_number():

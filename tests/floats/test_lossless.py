@@ -242,5 +242,5 @@ def test_scans_refuse_it():
   grad = jax.grad(lambda w: scan(ones(1024), w)[0].sum())
   shards = functools.partial(scan, ones(4), params=Lossless(), axis=0)
   for call, x in ((grad, ones(2, 2, 1024)), (shards, ones(2, 3, 2))):
-    with pytest.raises(ValueError, match=says("must send any numbers at once")):
+    with pytest.raises(ValueError, match=says("must send all numbers the first time")):
       jax.vmap(call, axis_name="data")(x)

@@ -11,7 +11,6 @@ import pytest
 from jax.extend.random import threefry_2x32
 
 import gradcomp
-from benchmarks.codecs import random_bits as streams
 from gradcomp._src.kernels.common import dithers, threefry
 from gradcomp.exchange import TwoShot
 from gradcomp.kernels import random_lanes
@@ -31,8 +30,6 @@ def test_threefry_is_the_pages_and_jaxs_own():
     found = jax.jit(functools.partial(threefry.threefry2x32, rounds=rounds))(key, given)
     expected = np.stack(spec.threefry2x32(key, *given, rounds))
     np.testing.assert_array_equal(found, expected)
-    model = streams.threefry((123, 456), given, rounds)
-    np.testing.assert_array_equal(model, expected)
   np.testing.assert_array_equal(np.concatenate(found), threefry_2x32(key, counter))
 
 
@@ -45,8 +42,6 @@ def test_lanes_are_the_pages_wherever_their_rows_begin():
   key = (*words.tolist(), spec.mask(5))
   expected = spec.random_lanes(key, 3, bits=3, bucket_size=64, first_row=5)
   np.testing.assert_array_equal(got, expected)
-  a, b = streams.threefry(key[:2], (np.uint32([5]), np.arange(64, dtype=np.uint32)), 13)
-  np.testing.assert_array_equal(got[0, :LANES] ^ spec.mask(5), streams.lanes(a, b))
 
 
 def test_masks_are_the_pages():
@@ -65,7 +60,7 @@ def test_any_two_lanes_of_a_block_are_independent():
   units = np.uint64(1) << np.arange(BLOCK, dtype=np.uint64)
   a, b = (units & 0xFFFFFFFF).astype(np.uint32), (units >> 32).astype(np.uint32)
   shifts = np.arange(BITS, dtype=np.uint32)[:, None]
-  matrices = (streams.lanes(a, b)[:, None] >> shifts & 1).astype(int)
+  matrices = (np.stack(spec.lanes_of(a, b))[:, None] >> shifts & 1).astype(int)
   rows = [["".join(map(str, row)) for row in matrix] for matrix in matrices]
   rank_of = lambda some: rank(int(row, 2) for i in some for row in rows[i])
 
@@ -73,7 +68,7 @@ def test_any_two_lanes_of_a_block_are_independent():
   block = a + (b.astype(np.uint64) << 32)
   bits = (block >> np.arange(BLOCK, dtype=np.uint64)[:, None] & 1).astype(int)
   linear = ((matrices @ bits % 2) << np.arange(BITS)[:, None]).sum(1)
-  parts = streams.lanes(a, b)
+  parts = spec.lanes_of(a, b)
   np.testing.assert_array_equal(parts, linear)
 
   for count in (1, 2):
@@ -86,19 +81,6 @@ def test_any_two_lanes_of_a_block_are_independent():
   for i, j, k in dependent:
     np.testing.assert_array_equal(parts[i] ^ parts[j], parts[k])
   assert rank_of(range(LANES)) == BLOCK
-
-
-def test_a_stream_has_the_lanes_of_its_blocks_in_their_order():
-  """The model's: as drawn one by one, and with keys that jax.random derives."""
-  key = jax.random.key(5, impl="threefry2x32")
-  for word in (0, *streams.NAME):
-    key = jax.random.fold_in(key, word)
-  words = tuple(int(word) for word in jax.random.key_data(key))
-  found = streams.model(streams.Stream("46"), 13, 5, rows=2)
-  for row, column in [(0, 0), (0, 511), (1, 0), (1, 7)]:
-    counter = np.array([row], np.uint32), np.array([column], np.uint32)
-    drawn = streams.lanes(*streams.threefry(words, counter, 13))[:, 0]
-    assert found[row * 512 + column] == drawn[4] + (drawn[6] << 16)
 
 
 SIZE, WORKERS, STEPS = 4096, 2, 2

@@ -100,7 +100,7 @@ def test_another_number_of_workers_goes_on_behind_an_exchange():
   away = jax.tree.map(lambda x: x + 1, state.own.by_axes[("data",)][0])
   own = {("data",): (away, state.own.inner_state)}
   state = state._replace(own=state.own._replace(by_axes=own))
-  with pytest.raises(ValueError, match="must be that behind an exchange"):
+  with pytest.raises(ValueError, match="must be a state after an exchange"):
     gradcomp.reshard_state(tx, params, state, **how)
 
 

@@ -116,7 +116,7 @@ def test_reduced_gradients_are_refused():
 @pytest.mark.parametrize("asked, found", [("host", "chip"), (BOTH, "host")])
 def test_another_axis_than_the_types_is_refused(asked, found):
   tx = gradcomp.qsgd(bits=4, axis_name=asked)
-  message = rf"must be unreduced over .*says \('{found}',"
+  message = rf"must be unreduced over .*got one over \('{found}',"
   with pytest.raises(ValueError, match=message):
     update_in_jit([tx], explicit_mesh((2, 2), BOTH), found)
 

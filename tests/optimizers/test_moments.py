@@ -195,7 +195,7 @@ def test_another_number_of_workers_goes_on_behind_an_exchange(local, new):
     assert_same_bits(np.asarray(moved.own.inner_state["w"]), own)
     assert int(moved.synced) == 5
     _, state = update(another, state, params)
-    with pytest.raises(ValueError, match="must be that behind an exchange"):
+    with pytest.raises(ValueError, match="must be a state after an exchange"):
       gradcomp.reshard_state(tx, params, state, **how)
 
 

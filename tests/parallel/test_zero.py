@@ -207,7 +207,7 @@ def test_what_is_not_finite_stays_out_of_the_state():
 
 def test_a_state_that_does_not_fit_is_refused():
   params, tx = {"w": np.ones((8, TILE), np.float32)}, coded(ADAM)
-  with pytest.raises(ValueError, match="nobody knows which Nth .* jax.set_mesh"):
+  with pytest.raises(ValueError, match="it is unknown which Nth .* jax.set_mesh"):
     tx.init(params)
   params, state, mesh = sharded(tx, params)
   update = jax.vmap(tx.update, in_axes=None, axis_name="data", axis_size=N)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import textwrap
 
 from tests.support.pages import ROOT
 
@@ -26,7 +27,8 @@ def written(page):
   """Returns the page with the public modules, and the folders of _src two deep."""
   lines = [*entries(ROOT / "gradcomp")]
   width = max(len(name) for name, _ in lines) + 2
-  found = "".join(f"{name:{width}}{said}".rstrip() + "\n" for name, said in lines)
+  wrap = textwrap.TextWrapper(88, subsequent_indent=" " * width)
+  found = "".join(wrap.fill(f"{x:{width}}{said}") + "\n" for x, said in lines)
   return TREE.sub(lambda _: found, page)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -14,6 +15,8 @@ import pytest
 import gradcomp
 from gradcomp import codecs
 from gradcomp._src.codecs.sums.records import Encoded, Payload
+from gradcomp._src.core.state import CompressState
+from gradcomp._src.testing import states
 from gradcomp._src.testing.check import codec_laws, transformation_laws
 from gradcomp.codecs import QSGD, Codec, Dense, RandomK
 from gradcomp.kernels import pack_planes, random_lanes, unpack_planes
@@ -198,8 +201,8 @@ def test_an_honest_codec_holds(exchanges):
   given["options"] = CheckOptions(**options, spoils=32)
   check_codec(Honest(), **given)
   every = {name: law for name, law in vars(laws).items() if callable(law)}
-  del every["gradients_like"]
-  of_steps = {x for x in every if "gradients" in inspect.signature(every[x]).parameters}
+  del every["gradients_like"], every["spoiled"]
+  of_steps = {x for x in every if "run" in inspect.signature(every[x]).parameters}
   tried = {law.func.__name__ for law in codec_laws(Honest(), **given)}
   assert tried == (every.keys() if exchanges else every.keys() - of_steps)
 
@@ -250,12 +253,20 @@ def by_mode(updates, state):
   return jax.tree.map(lambda x: -x, updates), state
 
 
+def forgets_at_nan(updates, state):
+  """Drops all residuals once a NaN comes."""
+  good = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(updates)]).all()
+  kept = jax.tree.map(lambda x: jnp.where(good, x, 0.0), state.residual)
+  return updates, state._replace(residual=kept)
+
+
 @pytest.mark.parametrize(
   ("update", "law", "words"),
   [
+    (forgets_at_nan, "non_finite_gradients_are_seen", "keep the residual of ['w']"),
     (lambda u, s: (u, s._replace(count=s.count * 1.0)), "state_is_stable", "count"),
     (lambda u, s: (u, (s, 0)), "state_is_stable", "becomes PyTreeDef"),
-    (own_count, "state_is_stable", "int32[]{V:data}"),
+    (own_count, "steps_are_scanned", "int32[]{V:data}"),
     (lambda u, s: (jax.tree.map(jnp.float32, u), s), "workers_agree", "float32[2,5,7]"),
     (by_worker, "workers_agree", "in step 0 of"),
     (
@@ -274,16 +285,57 @@ def test_a_broken_transformation_breaks_its_law(update, law, words):
     check_tx(changed(update), SMALL, workers=2, places=["shard_map"])
 
 
+class Forgetful(NamedTuple):
+  """A state that comes back from a file without what it has seen."""
+
+  inner: CompressState
+  seen: jax.Array
+
+  __reduce__ = lambda self: (Forgetful, (self.inner, 0 * self.seen))
+
+
+def test_laws_of_steps_that_others_would_hide():
+  steps = [laws.gradients_like(SMALL, 2, seed) for seed in range(2)]
+  ran = lambda tx, mode="vmap": modes.run(mode, tx, steps)
+  inner = changed()
+
+  def update(updates, state, params=None):
+    updates, new = inner.update(updates, state.inner)
+    more = jax.tree.map(lambda x: x + state.seen.astype(x.dtype), updates)
+    return more, Forgetful(new, state.seen + 1)
+
+  first = lambda params: Forgetful(inner.init(params), jnp.zeros([]))
+  forgetful = optax.GradientTransformation(first, update)
+  infinite = changed(lambda u, s: (jax.tree.map(lambda x: x / 0, u), s))
+  vague = broken("Vague", __repr__=lambda self: f"Vague({np.random.random()})")
+  lossy = mock.patch.object(
+    *(states, "reshard_state"),
+    lambda *given, **sizes: jax.tree.map(
+      lambda x: x / 2 if x.dtype == np.float32 else x,
+      gradcomp.reshard_state(*given, **sizes),
+    ),
+  )
+  with pytest.raises(BrokenLaw, match="goes_on: .* element"):
+    laws.checkpoint_goes_on(ran(forgetful))
+  with pytest.raises(BrokenLaw, match=r"stay_finite: .* those of \['h'\] in step 0"):
+    laws.finite_gradients_stay_finite(ran(infinite))
+  with pytest.raises(BrokenLaw, match="record_is_its_own: .* passes with itself"):
+    laws.record_is_its_own(ran(gradcomp.compress(vague, **GATHERED, feedback=None)))
+  with lossy, pytest.raises(BrokenLaw, match="keep its sums from 2 to 1 workers"):
+    laws.resharding_keeps_sums(ran(changed(), "shard_map"))
+
+
 def test_bytes_that_nobody_explained():
   steps = [laws.gradients_like({"w": jnp.zeros(700)}, workers=2)]
-  laws.bytes_are_explained(changed(), steps)
+  told = lambda tx: laws.bytes_are_explained(modes.run("vmap", tx, steps))
+  told(changed())
   mean = lambda tree: jax.tree.map(lambda x: 0 * jax.lax.pmean(x, "data"), tree)
   more = lambda tree, of: jax.tree.map(jnp.add, tree, mean(of))
   now = lambda u, s: (more(u, u), s)
   later = lambda u, s: (u, s._replace(residual=more(s.residual, u)))
   for talks in (now, later):
     with pytest.raises(BrokenLaw, match=says("bytes a step", "explain counts")):
-      laws.bytes_are_explained(changed(talks), steps)
+      told(changed(talks))
 
 
 @pytest.mark.parametrize("stored", ["int8", *slow("bfloat16")])
@@ -291,21 +343,25 @@ def test_residuals_of_few_bits_hold(stored):
   """Zeros, as of a leaf that stays dense, have one scale in every mode."""
   feedback = gradcomp.ErrorFeedback(residual_dtype=stored)
   tx = changed(feedback=feedback, min_leaf_size=None)
-  check_tx(tx, SMALL, workers=2, places=["explicit"])
+  steps = [laws.gradients_like(SMALL, 2, seed) for seed in range(2)]
+  runs = [modes.run(mode, tx, steps) for mode in ("vmap", "explicit")]
+  laws.same_bits_in_every_mode(*runs)
 
 
 def test_what_moves_is_conserved_and_what_decays_is_not():
   """What is lost of few bits is more than they round."""
-  steps = [laws.gradients_like(SMALL, 2, seed) for seed in range(2)]
-  for feedback in ("momentum", gradcomp.ErrorFeedback(residual_decay=0.5)):
-    laws.nothing_is_lost(changed(feedback=feedback), steps)
-  laws.nothing_is_lost(changed(feedback="ef21"), steps)
-  matrices = [laws.gradients_like(np.zeros((64, 64)), 2, seed) for seed in range(2)]
-  laws.nothing_is_lost(gradcomp.powersgd(2, axis_name="data", bits=8), matrices)
+
+  def holds(tx, like=SMALL):
+    steps = [laws.gradients_like(like, 2, seed) for seed in range(2)]
+    laws.nothing_is_lost(modes.run("vmap", tx, steps))
+
+  for feedback in ("momentum", gradcomp.ErrorFeedback(residual_decay=0.5), "ef21"):
+    holds(changed(feedback=feedback))
+  holds(gradcomp.powersgd(2, axis_name="data", bits=8), np.zeros((64, 64)))
   stored = gradcomp.ErrorFeedback(residual_dtype="int8")
   empty = lambda u, s: (u, s._replace(residual=optax.tree.zeros_like(s.residual)))
   with pytest.raises(BrokenLaw, match=says("nothing_is_lost", "0 in residuals")):
-    laws.nothing_is_lost(changed(empty, feedback=stored), steps)
+    holds(changed(empty, feedback=stored))
 
 
 def test_a_chain_and_a_policy_hold():
@@ -315,7 +371,7 @@ def test_a_chain_and_a_policy_hold():
   check_tx(tx, SMALL, workers=2)
   steps = [laws.gradients_like(SMALL, workers=2)]
   *_, last = transformation_laws(tx, steps, same_bits=True)
-  assert last.func.__name__ == "bytes_are_explained"
+  assert last.func.__name__ == "resharding_keeps_sums"
 
 
 Thawed = dataclasses.make_dataclass("Thawed", ["bits"])

@@ -1,5 +1,6 @@
 """Draws the page's random bits, and derives its keys and masks."""
 
+import functools
 import hashlib
 
 import numpy as np
@@ -48,10 +49,7 @@ def name_words(text):
 
 def leaf_key(seed, step, name, *more):
   """The key of a leaf by its name, or of a stage; a worker's with its number behind."""
-  result = (0, seed)
-  for number in (step, *name_words(name), *more):
-    result = fold_in(result, number)
-  return result
+  return functools.reduce(fold_in, (step, *name_words(name), *more), (0, seed))
 
 
 def mask(worker):
@@ -65,19 +63,21 @@ def leaf_dither(seed, step, name, worker, *more):
   return (*leaf_key(seed, step, name, *more), mask(worker))
 
 
+def lanes_of(a, b):
+  """The eight lanes of blocks of two words: their halves, and sums of two halves."""
+  q = [x for word in (a, b) for x in (word & np.uint32(0xFFFF), word >> np.uint32(16))]
+  return [*q, q[0] ^ q[2], q[1] ^ q[3], q[0] ^ q[3], q[1] ^ q[2]]
+
+
 def random_lanes(key, tiles, *, bits, bucket_size, first_row=0):
   """The 16-bit integers of stochastic rounding, uint32[tiles, P, B]."""
   per_word, words = planes.geometry(bits, bucket_size)
   groups = -(-per_word // 8)
   row = np.arange(first_row, first_row + tiles, dtype=np.uint32)[:, None]
   column = np.arange(groups * words, dtype=np.uint32)
-  a, b = (
-    out.reshape(tiles, groups, words) for out in threefry2x32(key[:2], row, column, 13)
-  )
-  low, high = np.uint32(0xFFFF), np.uint32(16)
-  q = [a & low, a >> high, b & low, b >> high]
-  pairs = [q[0] ^ q[2], q[1] ^ q[3], q[0] ^ q[3], q[1] ^ q[2]]
-  lanes = np.stack(q + pairs, axis=2).reshape(tiles, groups * 8, words)
+  blocks = threefry2x32(key[:2], row, column, 13)
+  lanes = np.stack(lanes_of(*(x.reshape(tiles, groups, words) for x in blocks)), axis=2)
+  lanes = lanes.reshape(tiles, groups * 8, words)
   return lanes[:, :per_word] ^ np.uint32(key[2] if len(key) > 2 else 0)
 
 

@@ -3,6 +3,8 @@
 The tests look at residuals, name the exchanges of groups, and train with a user's step.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import numpy as np
 import optax
@@ -16,7 +18,6 @@ from gradcomp._src.testing.modes import EXPLICIT as EXPLICIT
 from gradcomp._src.testing.modes import MODES as MODES
 from gradcomp._src.testing.modes import mesh as mesh
 from gradcomp._src.testing.modes import modes_for as modes_for
-from gradcomp._src.testing.modes import run as run_with_state
 from gradcomp._src.testing.modes import started as started
 
 
@@ -25,6 +26,18 @@ def grouped(exchange, group_size=2):
   if exchange == "hierarchical":
     return gradcomp.exchange.Hierarchical(group_size=group_size)
   return exchange
+
+
+class Ran(NamedTuple):
+  """The outputs of each step and the last state, leaves ``[N, ...]``."""
+
+  outputs: list
+  state: Any
+
+
+def run_with_state(mode, transformation, gradients):
+  found = kit.run(mode, transformation, gradients)
+  return Ran(found.outputs, found.state)
 
 
 def run(mode, transformation, gradients):

@@ -55,7 +55,7 @@ def step(run, number: int) -> Step | None:
   row, codec = run.row, run.row.codec
   if row.feedback not in ("none", "error"):
     return None
-  before = run.stacked[number]
+  before = run.states[number]
   given = {}
   for name in LEAVES:
     x = np.float32(run.gradients[number][name]).reshape(row.workers, -1)

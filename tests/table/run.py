@@ -1,7 +1,7 @@
 """Runs a row of the table: one compiled update, five calls, one record for all laws."""
 
+import dataclasses
 import functools
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +12,6 @@ import numpy as np
 from jax.sharding import AxisType
 
 import gradcomp
-from gradcomp._src.core.state import CompressState
-from gradcomp._src.exchange.plan import MessagePlan
-from gradcomp._src.report import tracing
 from gradcomp._src.testing import modes
 from gradcomp.codecs import Codec, FloatCast
 from tests.support import laws, low_rank
@@ -126,31 +123,11 @@ def write(wire: int, lines: Iterable[Line]) -> None:
   ROWS.write_text("\n".join([f"# wire {wire}", *texts]) + "\n")
 
 
-class Run(NamedTuple):
-  """What a row did.
-
-  Attributes:
-    gradients: of each step, leaves ``[N, ...]``; in the last step one worker has a NaN.
-    outputs: of each step, leaves ``[N, ...]``.
-    states: the first state and the one after each step, as the place has them.
-    stacked: the same with leaves ``[N, ...]``, in the units of gradients.
-    again: output and state of the second step once more, from a pickled state.
-    program: what ``wire_report`` reads; None where no device sends anything.
-    plan: of its messages.
-    feedback: as the transformation has it.
-  """
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(modes.Run):
+  """What a row did; in the last step one worker has a NaN."""
 
   row: Row
-  tx: Any
-  params: dict[str, jax.ShapeDtypeStruct]
-  gradients: list[dict[str, np.ndarray]]
-  outputs: list[dict[str, np.ndarray]]
-  states: list[CompressState]
-  stacked: list[CompressState]
-  again: tuple[Any, Any]
-  program: jax.stages.Lowered | jax.stages.Compiled | None
-  plan: MessagePlan
-  feedback: Any
 
 
 def sizes(codec: Codec) -> tuple[int, int]:
@@ -237,31 +214,17 @@ AXES = {"two_axes": ("host", "chip")}
 
 def run(row: Row) -> Run:
   """Compiles a row's update once, and calls it four times."""
-  tx, n = row.transformation(), row.workers
-  params = leaves(row.codec)
-  zeros = {k: np.zeros(x.shape, x.dtype) for k, x in params.items()}
-  place = PLACES[row.place][0](tx, n)
-  state = place.init(zeros)
-  given = [gradients(row, k) for k in range(3)]
+  tx = row.transformation()
+  params = {k: np.zeros(x.shape, x.dtype) for k, x in leaves(row.codec).items()}
+  place = PLACES[row.place][0](tx, row.workers)
+  given = [gradients(row, step) for step in range(3)]
   first = jax.device_put(given[0], place.where)
-  lowered = place.step.lower(first, state, zeros)
+  lowered = place.step.lower(first, place.init(params), params)
   compiled = lowered.compile()
-
-  def call(gradient, state):
-    output, state = jax.device_get(compiled(gradient, state, zeros))
-    return place.each(output), state
-
-  outputs, states = [], [jax.device_get(state)]
-  for gradient in given:
-    output, state = call(gradient, states[-1])
-    outputs.append(output)
-    states.append(state)
-  again = call(given[1], pickle.loads(pickle.dumps(states[1])))
-  ((plan, options),) = tracing.study(tx, params, row.sizes).made
-  stacked = [place.stacked(x) for x in states]
   program = None
   if place.where is not None:
     # Where XLA splits a program over an axis, it is the compiled one that is split.
     program = compiled if row.place == "beside" else lowered
-  ran = given, outputs, states, stacked, again, program
-  return Run(row, tx, params, *ran, plan, options["feedback"])
+  place = place._replace(step=lambda *given: jax.device_get(compiled(*given)))
+  told = {"mode": row.place, "sizes": row.sizes, "program": program, "row": row}
+  return Run(transformation=tx, params=params, gradients=given, place=place, **told)

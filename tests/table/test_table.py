@@ -8,6 +8,7 @@ import pytest
 
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp._src.version import WIRE
+from gradcomp.testing import laws as kit
 from tests.support import laws as support
 from tests.support import pages
 from tests.table import cover, laws, run
@@ -76,7 +77,7 @@ def test_places_have_the_same_bits(kind, places):
   rows = [run.Row(*kind[:3], place, kind[3]) for place in places]
   runs = [run.run(row) for row in rows if row.workers in run.PLACES[row.place][1]]
   obeys(runs[-1])
-  assert len({laws.digest(found) for found in runs}) == 1
+  kit.same_bits_in_every_mode(*runs)
 
 
 def test_the_wire_has_the_number_of_the_hashes():
@@ -102,7 +103,7 @@ def test_each_law_speaks_of_some_row():
   )
   found = [run.run(row) for row in rows]
   for law in laws.LAWS:
-    assert not all(law(each) is False for each in found), law.__name__
+    assert any(laws.speaks(law, each) for each in found), law.__name__
 
 
 @functools.cache

@@ -87,7 +87,7 @@ def test_gradients_that_are_averaged_already_are_warned_of():
   found = seen(averaged(gradients(**SHAPES)))
   assert [x.equal for x in (found.total, *found.leaves.values())] == [1] * 4
   assert str(found).splitlines()[-2].startswith("The gradient is the same on all")
-  with pytest.warns(UserWarning, match="Delete the `pmean` in front of the exchange"):
+  with pytest.warns(UserWarning, match="Delete the `pmean` before the exchange"):
     record = gradcomp.telemetry.scalars({"seen": found})
   assert record["seen/total/equal"] == 1
 

@@ -110,6 +110,21 @@ def test_the_compiler_obeys_the_rest_of_a_spec():
   assert flops(P("data", "model")) < 0.6 * flops(P("data"))
 
 
+def test_a_map_over_another_axis_may_use_numbers():
+  """Literals have a type of the mesh in which the loss was traced."""
+  inside = lambda x: jnp.where(x > 0.5, x / 2 + 1, 3 * x)
+  half = dict(axis_names={"model"}, in_specs=P(None, "model"), check_vma=False)
+  found = []
+  mapped = jax.shard_map(inside, out_specs=P(None, "model"), **half)
+  for layer_fn in (inside, mapped):
+    loss_fn = lambda w, x, layer_fn=layer_fn: jnp.mean(layer_fn(w * x) ** 2)
+    grad_fn = gradcomp.value_and_grad(loss_fn, param_specs=P(), **OVER)
+    x = jax.random.normal(jax.random.key(0), (2 * N, 8))
+    with jax.set_mesh(MESHES["model"]):
+      found.append(jax.jit(grad_fn)(jnp.ones(8), x)[1].rows)
+  assert_same_bits(*found)
+
+
 def test_a_map_over_the_workers_is_refused():
   def loss_fn(w, x):
     return jnp.mean(jax.shard_map(jnp.tanh, in_specs=P("data"), out_specs=P("data"))(x))

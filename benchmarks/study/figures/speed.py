@@ -68,11 +68,10 @@ def scalings(study: Study) -> Iterator[style.Shown]:
     figure, axes = style.panel(title)
     counts = [cell.setting.workers for cell in cells]
     rows: style.Rows = []
-    for i, codec in enumerate(first.times):
+    for i, codec in enumerate(dict.fromkeys(x for cell in cells for x in cell.times)):
       has = [cell for cell in cells if codec in cell.times]
       y = [cell.speed(codec) / first.speed("f32") for cell in has]
-      drawn = style.color(i, codec)
-      x = [cell.setting.workers for cell in has]
+      x, drawn = [cell.setting.workers for cell in has], style.color(i, codec)
       axes.plot(x, y, marker="o", markersize=4, label=codec, color=drawn)
       by_count = dict(zip(x, y, strict=True))
       rows.append([codec, *(f"{by_count.get(n, np.nan):.2f}" for n in counts)])

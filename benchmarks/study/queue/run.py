@@ -28,8 +28,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
+
 from benchmarks.common import cli, locks, quiet
 from benchmarks.study import records as study_records
+from benchmarks.study.queue import arms
 from benchmarks.study.queue.items import RECORDS, WORK, Item, items, queued
 from benchmarks.study.settings import Setting
 
@@ -206,7 +209,15 @@ def move(root: Path, tree: Path) -> str:
 def main(work: Path = WORK) -> None:
   parser = cli.parser(__doc__)
   parser.add_argument("--jobs", type=int, help="trainings at once; default: the cores")
+  said = "gpu: all seeds of an arm at once, see arms.py"
+  parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help=said)
+  said = "after which no arm begins on a GPU"
+  parser.add_argument("--minutes", type=float, default=8.0, help=said)
   args = parser.parse_args()
+  if args.device == "gpu":
+    if jax.default_backend() != "gpu":
+      parser.error(f"--device gpu needs a GPU, got {jax.default_backend()!r}")
+    return arms.run(items(), RECORDS, args.minutes)
   work.mkdir(exist_ok=True)
   lock = work / "queue.lock"
   if locks.take(lock) is None:

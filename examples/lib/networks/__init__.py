@@ -12,7 +12,7 @@ from typing import Any
 
 from flax import linen
 
-from examples.lib.networks.images import MLP, VGG, AlexNet, LeNet, ResNet
+from examples.lib.networks.images import MLP, VGG, AlexNet, Cropped, LeNet, ResNet
 from examples.lib.networks.texts import GRU as GRU
 from examples.lib.networks.texts import LSTM as LSTM
 from examples.lib.networks.texts import Block as Block
@@ -27,9 +27,15 @@ DROPPING = ("mlp", "vgg", "alexnet", "lstm", "transformer")  # those with dropou
 def for_images(
   name: str, shape: Any, classes: int, dropout: float | None = None
 ) -> Any:
-  """Returns a function that makes a network from ``rngs``; None is its own dropout."""
-  options = {} if dropout is None else {"dropout": dropout}
-  return functools.partial(IMAGES[name], shape, classes, **options)
+  """Returns a function that makes a network from ``rngs``; None is its own dropout.
+
+  Color images are cropped and mirrored.
+  """
+  options: dict[str, Any] = {} if dropout is None else {"dropout": dropout}
+  model = IMAGES[name]
+  if shape[-1] == 3:
+    model = functools.partial(Cropped, model, drops=name in DROPPING)
+  return functools.partial(model, shape, classes, **options)
 
 
 def for_text(

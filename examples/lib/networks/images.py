@@ -1,6 +1,7 @@
 """Networks for images, of flax nnx."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,37 @@ def halved(x: jax.Array) -> jax.Array:
   height, width = x.shape[1] // 2, x.shape[2] // 2
   cut = x[:, : 2 * height, : 2 * width]
   return cut.reshape(-1, height, 2, width, 2, x.shape[-1]).max(axis=(2, 4))
+
+
+class Cropped(nnx.Module):
+  """A network that sees three quarters of the width and the height of images.
+
+  While it trains, these parts lie anywhere, and half of the images are mirrored. In
+  tests they are the middle of each image. Wen et al., 2017, section 4.1, have this for
+  CIFAR-10, with 24 of 32 pixels; they also change the brightness and the contrast.
+  """
+
+  def __init__(
+    self, network: Any, shape: Shape, *given: Any, drops: bool, **options: Any
+  ):
+    height, width, channels = shape
+    self.rows, self.columns = 3 * height // 4, 3 * width // 4
+    self.network = network((self.rows, self.columns, channels), *given, **options)
+    self.drops = drops
+    self.deterministic = False
+
+  def __call__(self, images: jax.Array, *, rngs: Rngs | None = None) -> jax.Array:
+    count, *sides, channels = images.shape
+    spare = jnp.array(sides) - jnp.array([self.rows, self.columns])
+    starts, mirrored = jnp.tile(spare // 2, (count, 1)), jnp.zeros(count, bool)
+    if not self.deterministic:
+      starts = jax.random.randint(rngs.dropout(), (count, 2), 0, spare + 1)
+      mirrored = jax.random.bernoulli(rngs.dropout(), shape=(count,))
+    sizes = (self.rows, self.columns, channels)
+    cut = lambda image, start: jax.lax.dynamic_slice(image, (*start, 0), sizes)
+    parts = jax.vmap(cut)(images, starts)
+    parts = jnp.where(mirrored[:, None, None, None], parts[:, :, ::-1], parts)
+    return self.network(parts, **({"rngs": rngs} if self.drops else {}))
 
 
 class LeNet(nnx.Module):

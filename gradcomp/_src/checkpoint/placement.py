@@ -13,12 +13,12 @@ from gradcomp._src.mesh.specs import is_spec, names_by_axis
 
 
 def put_on_mesh(state: Any, mesh: Mesh, specs: Any) -> Any:
-  """Puts a state on a mesh, which may have devices of many processes.
+  """Returns a state on a mesh, which may have devices of many processes.
 
-  All processes call it, each with the same values: what ``optimizer.init`` returned, or
-  a checkpoint in NumPy's arrays. A process copies to its devices the parts that they
-  keep, and sends nothing to others. Arrays that are on all devices of the mesh already
-  change their shardings, by ``jax.device_put``.
+  All processes call it, each with the same values: of ``optimizer.init``, or of a
+  checkpoint in NumPy's arrays. A process copies its parts to its devices, and sends
+  nothing to others. Arrays on all devices of the mesh change their shardings, by
+  ``jax.device_put``. The result shares no memory with ``state``: a step may donate it.
 
   Args:
     state: a tree of NumPy's arrays, numbers, and JAX's arrays, each of the whole shape.
@@ -26,13 +26,8 @@ def put_on_mesh(state: Any, mesh: Mesh, specs: Any) -> Any:
     specs: the ``PartitionSpec`` of each, as :func:`gradcomp.state_specs` returns them;
       one spec may stand for a whole branch of the tree.
 
-  Returns:
-    The tree with global arrays, of ``NamedSharding(mesh, spec)``. They share no memory
-    with those of ``state``, so that a step may donate them.
-
   Raises:
-    ValueError: a spec names an axis that the mesh lacks, or one whose size does not
-      divide the axis of the array; or ``specs`` is no such tree.
+    ValueError: the axes of a spec do not cut an array; or ``specs`` is no such tree.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -91,9 +86,9 @@ def host_array(x: Any) -> np.ndarray:
     return np.asarray(x)
   if not x.sharding.addressable_devices:
     raise ValueError(
-      "`opt_state` must hold arrays of which this process has a part, got "
+      "`opt_state` must hold arrays with a part in this process, got "
       f"{jax.typeof(x)} on devices of other processes only; call this in those alone, "
-      "without mesh=, and send what it returns, or restore all from a checkpoint."
+      "without mesh=, and send the result, or restore all from a checkpoint."
     )
   if x.is_fully_replicated:
     return np.asarray(x)

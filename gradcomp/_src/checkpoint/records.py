@@ -47,23 +47,16 @@ def make_record(
   workers: WorkerSizes,
   platform: str | None = None,
 ) -> dict[str, Any]:
-  """Records the configuration of an optimizer state, to be saved beside it.
+  """Returns the configuration of an optimizer state, to be saved beside it as JSON.
 
   With another codec or number of workers, the arrays of a state may have the same
   shapes, and mean something else. For each gradcomp transformation, the record has the
-  leaves with their shapes and codecs, the feedback, and the owner residuals with their
-  leaves and exchange: texts by the names of these facts. It has the platform, by which
-  ``message_bytes="auto"`` cuts messages.
+  shapes and codecs of leaves, the feedback, and the leaves and exchange of owner
+  residuals, as texts. It fits into Orbax's ``custom_metadata=``. It has the platform,
+  by which ``message_bytes="auto"`` cuts messages.
 
   Args:
-    optimizer: an optax transformation with gradcomp's in it.
-    params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
-    workers: the number of workers, or the sizes of axes: see :func:`gradcomp.explain`.
-    platform: that of the workers, as for :func:`gradcomp.explain`.
-
-  Returns:
-    Dicts, lists, strings and numbers, for Orbax's ``custom_metadata=``, or for
-    ``json.dump``.
+    optimizer, params, workers, platform: as for :func:`gradcomp.explain`.
 
   Raises:
     ValueError: ``workers`` is no number of workers, or ``platform`` no platform.
@@ -94,14 +87,12 @@ def make_record(
 def check_record(saved: Any, record: Mapping[str, Any]) -> None:
   """Raises an error if a saved state does not fit the optimizer of a new record.
 
-  Call it before the state itself is restored. What gives arrays their meaning must be
-  equal: the leaves, their shapes and codecs, and the feedback; the number of workers
-  and the names of their axes, if workers have arrays of their own; and the leaves and
-  the exchange of owner residuals, if there are any. ``implementation=``, ``dither=``
-  and ``key=`` may differ (the state has its key), and so may ``exchange=`` and
-  ``message_bytes=`` without owner residuals, ``min_leaf_size=`` if the same leaves are
-  small, options of other transformations, like a learning rate, and the version of
-  gradcomp with the same format of states.
+  Call it before a state is restored. Equal must be: the leaves, their shapes and
+  codecs, and the feedback; the number of workers and the names of their axes, if
+  workers have arrays of their own; and the leaves and the exchange of owner residuals.
+  ``implementation=``, ``dither=``, ``key=`` and other transformations may differ; so
+  may ``exchange=`` and ``message_bytes=`` without owner residuals, and
+  ``min_leaf_size=`` if the same leaves are small.
 
   Args:
     saved: the result of :func:`make_record` when the state was saved.

@@ -16,16 +16,13 @@ from gradcomp._src.mesh.axes import Axes
 
 
 def regroup_sum(x: np.ndarray, old: int, new: int, factor: float = 1.0) -> np.ndarray:
-  """Regroups N workers' addends for M workers, ``[M * n, ...]``, and scales their sum.
-
-  New workers get zeros. Worker i that leaves adds its array to that of worker
-  ``i % M``. Where it is zero, the bits of the other stay.
-  """
+  """Regroups N workers' addends for M, ``[M * n, ...]``, and scales their sum."""
+  # New workers get zeros. Worker i that leaves adds its array to that of worker i % M.
   parts = x.reshape(old, x.shape[0] // old, *x.shape[1:])
   result = np.zeros((new, *parts.shape[1:]), x.dtype)
   for i in range(min(old, new)):
     total = parts[i]
-    for left in parts[i + new :: new]:
+    for left in parts[i + new :: new]:  # zeros leave the bits of the other
       total = np.where(left == 0, total, total + left)
     result[i] = total * x.dtype.type(factor)
   return result.reshape(new * parts.shape[1], *x.shape[1:])
@@ -48,11 +45,9 @@ def stored_of(x: np.ndarray, workers: int, blocks: int | None = None) -> Int8Res
 def regroup_memory(
   kept: Memory, was: Memory, like: Memory, first: Memory, workers: tuple[int, int]
 ) -> Memory:
-  """Regroups codec states, by axes and leaf, that init gave N and gives M workers.
-
-  Shared state stays. A worker that stays keeps its own, and others get the first one.
-  All do if shapes differ. ``kept`` may lack each worker's own part.
-  """
+  """Regroups codec states of N workers for M, by axes and leaf, as ``init`` would."""
+  # Shared state stays. A worker that stays keeps its own, and others get the first one;
+  # all do if shapes differ. `kept` may lack each worker's own part.
   old, new = workers
   own: dict[Axes, dict[int, Any]] = {}
   times = lambda one, like: like.shape[0] // one.shape[0] if one.shape[0] else 1
@@ -98,10 +93,7 @@ def recut_owned(
   places: Mapping[Axes, int],
   factor: float,
 ) -> tuple[dict[Axes, tuple[np.ndarray, ...]], dict[int, np.ndarray]]:
-  """Moves owner residuals of N workers to M, by axes and the worker's shares there.
-
-  Returns the arrays, and by leaf the residuals that no worker owns any more.
-  """
+  """Moves owner residuals to M workers; returns them, and by leaf the ownerless."""
   old, new = plans
   waiting: dict[int, _Rows] = {}  # by leaf
   for axes, matrices in owned_matrices(old).items():
@@ -129,9 +121,9 @@ def recut_owned(
     result[axes] = tuple(arrays)
   if any(len(found.rows) > 1 for found in waiting.values()):
     raise ValueError(
-      "`optimizer` must have an exchange whose owners keep residuals, also for the new "
-      "number of workers, where parameters are sharded over other axes; give its "
-      "exchange= by name."
+      "`optimizer` must have an exchange with owner residuals for the new number of "
+      "workers, too, where parameters are sharded over other axes; give its exchange= "
+      "by name."
     )
   return result, {i: found.leaf(0) for i, found in waiting.items()}
 

@@ -47,65 +47,55 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
   param_specs: Any = None,
   mesh: Mesh | None = None,
 ) -> State:
-  r"""Moves an optimizer state from N workers to M workers.
+  r"""Returns an optimizer state that moved from N workers to M workers.
 
   No residual is lost. With the residuals :math:`e_i` of workers, and :math:`r` of
   owners (see :class:`gradcomp.exchange.TwoShot`),
 
   .. math:: \sum_{i \le M} e'_i + M r' = \sum_{i \le N} e_i + N r
 
-  up to rounding in float32, and then to ``residual_dtype``, to nearest. ``keep``
-  chooses the sum that is preserved. With as many workers on another platform, which may
-  cut other messages, every bit is.
+  up to rounding in float32, and then to ``residual_dtype``, to nearest. With as many
+  workers on another platform, which may cut other messages, every bit is preserved.
 
-  - Residuals, and gradcomp's momentum: new workers begin with zeros. Worker :math:`i`
-    that leaves adds its own to those of worker :math:`i \bmod M`. So do gradients that
-    an ``optax.MultiSteps`` around the exchange has collected.
+  - Residuals, gradcomp's momentum, and what ``optax.MultiSteps`` around the exchange
+    has collected: new workers begin with zeros. Worker :math:`i` that leaves adds its
+    own to those of worker :math:`i \bmod M`.
   - Residuals of owners, and the rows of :func:`gradcomp.parallel.zero`: the same rows
-    are split into M shares. If no worker owns rows any more, because ``"auto"`` takes
-    another exchange for M workers, all workers share the owner residuals, or drop them
-    if they keep no residuals.
-  - Codec memories: the memory that all workers share stays. A worker's own stays with
-    it, and new workers begin as in ``optimizer.init``. All do if ranges are others, as
-    for :class:`gradcomp.codecs.TopK` in ``two_shot``, which searches thresholds anew.
-  - Estimates of ``feedback="ef21"``: the shared one stays, and becomes each of M
-    workers' own. Owner residuals become zero. So no sum is preserved.
+    are split into M shares. If ``"auto"`` takes an exchange without owners for M
+    workers, all workers share the owner residuals, or drop them if they keep none.
+  - Codec memories: shared memory stays. A worker's own stays with it, and new workers
+    begin as in ``optimizer.init``. All do if ranges change, as for
+    :class:`gradcomp.codecs.TopK` in ``two_shot``.
+  - Estimates of ``feedback="ef21"``: the shared one becomes each worker's own, and
+    owner residuals become zero. So no sum is preserved.
   - Local steps: worker i gets the inner state of worker i mod N. This works only at the
     end of a round, where all displacements are zero.
   - Everything else is equal on all workers, and stays.
 
   Args:
-    optimizer: the transformation that made the state.
-    params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
+    optimizer, params: those of the state; shapes of whole parameters will do.
     opt_state: the whole global state, as ``optimizer.init`` makes it under
       ``jax.set_mesh``, in NumPy's or JAX's arrays. If several processes have parts of
-      JAX's, all of them call this, and each gathers one array after another. Under
-      ``jax.vmap`` and ``jax.pmap`` arrays have another first axis: leave it out where
-      workers are equal, and join it with the next where they are not.
+      JAX's, all of them call this. Of ``jax.vmap`` and ``jax.pmap``, take one row where
+      workers are equal, else join the first two axes.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
     old_workers, workers: N, that the state was made for, and M, that go on with it.
-    old_platform: the platform of the N, ``"cpu"``, ``"gpu"`` or ``"tpu"``, which
-      :func:`gradcomp.checkpoint.make_record` keeps: ``message_bytes="auto"`` cuts
-      messages by it. By default that of the M: of ``mesh``, and without one as for
-      :func:`gradcomp.explain`.
-    keep: ``"sum"`` is the sum above, for a learning rate that grows with the number of
-      workers, and the batch. ``"mean"`` is :math:`\frac{1}{N} \sum e_i + r`, so that
-      unsent updates keep their size: take it if batch and learning rate stay.
-      ``"addends"`` is :math:`\sum e_i + r`, for ``update`` in plain ``jax.jit`` under
-      Explicit axes, where no mean is taken.
+    old_platform: the platform of the N, in the record of
+      :func:`gradcomp.checkpoint.make_record`: ``message_bytes="auto"`` cuts messages by
+      it. By default that of the M.
+    keep: the sum that is preserved. ``"sum"`` is that above, for a learning rate that
+      grows with the number of workers, and the batch. ``"mean"`` is :math:`\frac{1}{N}
+      \sum e_i + r`: take it if batch and learning rate stay. ``"addends"`` is
+      :math:`\sum e_i + r`, for ``update`` in plain ``jax.jit`` under Explicit axes.
     param_specs: the specs of the parameters, if :func:`init_state` made the state.
     mesh: the M devices, of one or several processes; by default the mesh of
-      ``jax.set_mesh``, if there is one.
-
-  Returns:
-    The state, in arrays on the mesh, sharded by :func:`state_specs`, and over other
-    axes as before. Without a mesh, they are NumPy's arrays.
+      ``jax.set_mesh``. Arrays lie on it by :func:`state_specs`, and over other axes as
+      before; without a mesh they are NumPy's.
 
   Raises:
-    ValueError: a number of workers is below 1, or ``workers`` is not that of the mesh;
-      ``old_platform`` is no platform; the state is not that of N workers there with
-      this optimizer and these parameters, or in the midst of a round; or an array is
-      only on devices of other processes.
+    ValueError: ``workers`` is not that of the mesh, or an option is bad; the state is
+      not that of N workers with this optimizer and these parameters, or in the midst of
+      a round; or an array is only on devices of other processes.
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
@@ -281,9 +271,9 @@ class Move:
     for path, x in jax.tree_util.tree_leaves_with_path(node.moved):
       if np.any(host_array(x)):
         raise ValueError(
-          f"`opt_state` must be that behind an exchange, where all workers of "
-          f"local_steps have the same parameters, but those of "
-          f"{jax.tree_util.keystr(path)} differ; take steps to the end of the round. "
+          "`opt_state` must be a state after an exchange, where all workers of "
+          "local_steps have the same parameters, but they differ in "
+          f"{jax.tree_util.keystr(path)}; take steps to the end of the round. "
           "With fragments, or mixing below 1, there is none: begin with the "
           "parameters and the state of optimizer.init."
         )
@@ -303,8 +293,8 @@ class Move:
     if plan is None:
       raise ValueError(
         "`optimizer.init` must return gradcomp's states as their own `init` makes "
-        "them, with the same `count`: what rows owners keep is not known otherwise, "
-        "nor of layers in a scan; begin these with the state of optimizer.init, or use "
+        "them, with the same `count`: otherwise, and for layers in a scan, the rows of "
+        "owners are unknown; begin with the state of optimizer.init, or use "
         'exchange="all_gather", which has no owners.'
       )
     return plan

@@ -50,20 +50,14 @@ def state_shapes(
   """Returns the shapes of an optimizer's global state over N workers.
 
   Nothing is computed, and no device is needed. Restore a checkpoint of another number
-  of workers, or of another platform, by these shapes, and give it to
-  :func:`gradcomp.reshard_state`.
+  of workers, or of another platform, by this tree of ``jax.ShapeDtypeStruct``, and give
+  it to :func:`gradcomp.reshard_state`.
 
   Args:
-    optimizer: an optax transformation with gradcomp's in it.
-    params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
-    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
+    optimizer, params, axis_name: as for :func:`gradcomp.init_state`; shapes will do.
     workers: the number of workers N.
-    param_specs: the specs of the parameters, if :func:`gradcomp.init_state` makes the
-      state.
+    param_specs: those given to :func:`gradcomp.init_state`, if it makes the state.
     platform: that of the workers, as for :func:`gradcomp.explain`.
-
-  Returns:
-    A tree of ``jax.ShapeDtypeStruct``, in the structure of the state.
 
   Raises:
     ValueError: ``workers`` is no number of workers, ``platform`` is no platform, or
@@ -153,9 +147,9 @@ def _whole(sizes: dict[str, int], path: KeyPath, part: Any, spec: P) -> Any:
   """Returns the global shape of shards under a map's spec; ValueError for scalars."""
   if mesh_specs.sharded_axes(spec) and not part.ndim:
     raise ValueError(
-      "`params` must not be scalars where workers keep arrays of their shapes, for no "
-      f"map can stack these, got one at {keystr(path)}; give it the shape (1,), or put "
-      "optax.MultiSteps behind the exchange."
+      "`params` must not be scalars where workers keep arrays of their shapes, because "
+      f"no map can stack these, got one at {keystr(path)}; give it the shape (1,), or "
+      "put optax.MultiSteps after the exchange."
     )
   cut = mesh_specs.names_by_axis(spec, part.ndim)
   times = [math.prod(sizes[name] for name in names) for names in cut]

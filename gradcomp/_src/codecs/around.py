@@ -1,7 +1,4 @@
-"""Codecs around codecs: of rotated elements, of fitted levels, and of columns.
-
-Users ask for them by an option of the codec inside, whose ``bind`` returns them.
-"""
+"""Codecs around codecs, as ``bind`` returns them: rotated, fitted, by column."""
 
 import dataclasses
 from collections.abc import Callable
@@ -126,7 +123,7 @@ class Fitted(_Around, quantizing.Levels):
     *more: Any,
     keep: bool = False,
   ) -> Encoded:
-    """Encodes by the levels of the codec state, without one by the elements' own."""
+    """Encodes by the levels of the codec state, or else by the elements' own."""
     if context.memory is not None and len(context.memory.shared):
       levels = context.memory.shared
     else:

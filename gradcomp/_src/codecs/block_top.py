@@ -24,13 +24,9 @@ class BlockTop(Codec):
   .. math:: Q(v)_i = q(v_i) \text{ if } |v_i| \text{ is among the largest of its block},
      \quad 0 \text{ otherwise}
 
-  Every block sends equally many entries, so nothing is sorted. On Gaussian values, the
-  largest of 64 keep 0.108 of the squared length, and as many largest elements of a
-  whole leaf 0.119. With error feedback the difference is smaller still, because unsent
-  elements grow until they are sent.
+  Every block sends an equal number of entries, so nothing is sorted.
 
-  An entry has ``log2(block_size)`` bits for its place, and ``bits`` for its
-  value :math:`q(v_i)`:
+  An entry has ``log2(block_size)`` bits for its place, and ``bits`` for :math:`q(v_i)`:
 
   ==============  ==================================================================
   ``bits``        values
@@ -43,34 +39,27 @@ class BlockTop(Codec):
   ==============  ==================================================================
 
   where :math:`s` is the largest magnitude of a tile: 8192 consecutive elements at the
-  defaults. A block that is small beside :math:`s` waits until it has grown. The codes
-  of a tile, of w bits each, are packed ``floor(32 / w)`` to a word, and its scale takes
-  32 bits more. So at the defaults a payload has a byte for 64 elements, and 4 bytes for
-  8192: 0.129 bits an element, in whole tiles of 132 bytes.
+  defaults. A block that is small beside :math:`s` stays in the residual until it has
+  grown. Codes of w bits are packed ``floor(32 / w)`` to a word, and a scale takes 32
+  bits. At the defaults a payload has a byte for 64 elements, and 4 bytes for 8192:
+  0.129 bits an element.
 
-  Magnitudes are compared by their upper bits: of the 31 bits of a ``float32`` without
-  its sign, the lowest ``log2(block_size)`` do not count. Of elements that are equal
-  then, the first is sent. With 2 or 8 bits of value the others do not count either:
-  :math:`v_i` has zeros in their place where it is rounded. The loss of that, and of
-  rounding, remains in the residual.
+  Magnitudes are compared by their upper bits: the lowest ``log2(block_size)`` of the 31
+  bits of a ``float32`` without its sign do not count. Of elements that are equal then,
+  the first is sent. With 2 or 8 bits, :math:`v_i` is rounded with zeros in the place of
+  these bits. The residual keeps both losses. At 2 bits the last element of a block is
+  never ``3/8 s``: that code sends nothing.
 
-  At 2 bits the last element of a block is never ``3/8 s``: that code sends nothing.
-
-  The codec is biased: without feedback, which is on by default, unsent elements are
-  lost. A NaN or an infinity makes its tile NaN, or its block with 32 bits of value.
-  Blocks of zeros send zeros. With 2 or 8 bits a tile whose largest magnitude is below
-  2**-126 counts as zero.
+  The codec is biased: without feedback, unsent elements are lost. A NaN or an infinity
+  makes its tile NaN, or with 32 bits its block. With 2 or 8 bits a tile with all
+  magnitudes below 2**-126 counts as zero.
 
   Attributes:
-    block_size: elements of a block, consecutive ones, a power of two from 8 to 4096.
-      Default: 64.
+    block_size: consecutive elements of a block, a power of two from 8 to 4096. Default:
+      64.
     count: elements of each block that are sent, from 1 to 4. Default: 1.
     bits: bits of a value: 2, 8 or 32. Default: 2.
-    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
-      None, which chooses; see docs/inside/kernels.md. Default: None.
-
-  Raises:
-    ValueError: a hyperparameter is outside these.
+    implementation: the encoder; see :class:`gradcomp.codecs.Codec`. Default: None.
 
   Example:
     >>> codec = BlockTop(block_size=8, bits=32)
@@ -79,10 +68,9 @@ class BlockTop(Codec):
     Array([ 0., -5.,  0.,  0.,  0.,  0.,  0.,  0.,  3.], dtype=float32)
 
   References:
-    Chen et al., `ScaleCom: Scalable Sparsified Gradient Compression
-    <https://arxiv.org/abs/2104.11125>`_, 2020, which selects in chunks; Sarfi et al.,
-    `Communication Efficient LLM Pre-training with SparseLoCo
-    <https://arxiv.org/abs/2508.15706>`_, 2025, which sends 2-bit values of chunks
+    Chen et al., `ScaleCom <https://arxiv.org/abs/2104.11125>`_, 2020, which selects in
+    chunks; Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, which
+    sends 2-bit values of chunks
   """
 
   block_size: int = checks.field(64, checks.power_of_two(8, 4096))

@@ -1,15 +1,11 @@
-"""Contractions of codecs, by the energy of residuals over the energy of a gradient.
-
-They bound what 200 steps of error feedback gave, of one gradient and of fresh ones, as
-``gradcomp.testing.laws.residuals_are_bounded`` tries them.
-"""
+"""Contractions of codecs: bounds of residuals, as ``testing.laws`` measures them."""
 
 import math
 
 SHARING = 8  # workers that scales are shared by: more have larger ones
 
-_LEAST = 1 / 32  # of codecs that draw, whose residuals are noise
-_TENSOR = 2**24  # elements, of which few leaves have more
+_LEAST = 1 / 32  # of codecs that draw: their residuals are noise
+_TENSOR = 2**24  # elements: few leaves have more
 
 
 def of_energy(energy: float, *, draws: bool = False) -> float:
@@ -19,10 +15,7 @@ def of_energy(energy: float, *, draws: bool = False) -> float:
 
 
 def of_floats(step: float, rounding: str) -> float:
-  """Returns the squared error of a float, over its square, at most.
-
-  ``step`` is the distance of two neighbors over the lower one.
-  """
+  """Returns a float's largest relative squared error; ``step`` is its epsilon."""
   if rounding == "stochastic":
     return step**2 / (4 * (1 + step))
   most = step if rounding == "toward_zero" else step / 2
@@ -30,10 +23,7 @@ def of_floats(step: float, rounding: str) -> float:
 
 
 def of_levels(intervals: float, size: int | None, *, draws: bool) -> float:
-  """Returns the energy with equal intervals from 0 to the largest of ``size`` numbers.
-
-  ``size`` is None for a whole tensor.
-  """
+  """Returns the energy with equal intervals up to the largest of ``size`` numbers."""
   if intervals < 1:
     return math.inf
   size = min(size or _TENSOR, _TENSOR)
@@ -53,10 +43,8 @@ def of_lengths(intervals: float, size: int | None, *, draws: bool) -> float:
 
 
 def of_signs(size: int) -> float:
-  """Returns the contraction with a mean magnitude for each bucket, or each sign of it.
-
-  Of one gradient again and again, the largest elements wait the longest.
-  """
+  """Returns the contraction with a mean magnitude for each bucket, or for each sign."""
+  # If one gradient repeats, the largest elements are delayed most.
   return min(1.0, 0.8 / math.log(2 * min(size, _TENSOR)))
 
 

@@ -29,36 +29,30 @@ class Dense(RoundsAtRandom):
 
   .. math:: Q(v_i) = \mathrm{cast}(v_i)
 
-  16-bit floats travel as bits, two to a word, because XLA for CPU widens ``bfloat16``
-  collectives to ``float32``.
+  A payload has 32 or 16 bits an element, in rows of 128 words. ``float32`` is exact.
+  NaN and infinities stay as they are. A number that is half a step or more above the
+  largest becomes infinite: in ``float16`` 65520 and above.
 
-  A payload has 32 or 16 bits an element, in whole rows of 128 words. ``float32`` is
-  exact. NaN and infinities stay the same, in the same places. A number that is half a
-  step or more above the largest becomes infinite: in ``float16`` 65520 and above.
-
-  16 bits are rounded to nearest even, which is biased: use error feedback. Or they are
-  rounded at random to one of the two neighbors :math:`a \le |v| < b`, which is
-  unbiased, and needs no residual:
+  16 bits are rounded to nearest even, which is biased, or at random to one of the two
+  neighbors :math:`a \le |v| < b`, which is unbiased and needs no residual:
 
   .. math:: P(|Q(v)| = b) = \frac{|v| - a}{b - a}
 
-  The random numbers have 16 bits, as many as ``bfloat16`` drops, so that it is exact.
-  So is ``float16`` from 2**-17 on. Below, probabilities are multiples of 2**-16, cut
-  downwards: a mean is less than 2**-40 short, and below 2**-40 all becomes zero. A
-  number above the largest that does not become infinite becomes the largest.
+  The 16 random bits make this exact for ``bfloat16``, which drops 16 bits, and for
+  ``float16`` from 2**-17 on. Below, a mean is short by less than 2**-40, and below
+  2**-40 all elements become zero.
 
-  ``encode`` rounds float64 to these. In an exchange ``Dense()`` need not encode: there
-  float64 gradients are added as they are, see :func:`gradcomp.dense`.
+  ``encode`` rounds float64 to these. Exchanges of ``Dense()`` add float64 gradients as
+  they are: see :func:`gradcomp.dense`.
 
   Attributes:
     dtype: the type of elements on the wire: ``float32``, ``bfloat16`` or ``float16``.
       Default: ``float32``.
-    rounding: ``"nearest"`` or, with 16 bits, ``"stochastic"``, which is unbiased.
-      Default: ``"nearest"``.
+    rounding: ``"nearest"``, or ``"stochastic"`` with 16 bits. Default: ``"nearest"``.
 
   Raises:
-    ValueError: ``dtype`` or ``rounding`` is another one, or ``float32`` is to be
-      rounded stochastically.
+    ValueError: ``dtype`` or ``rounding`` is another one, or ``float32`` is rounded at
+      random.
 
   Example:
     >>> codec = Dense(dtype=jnp.bfloat16)

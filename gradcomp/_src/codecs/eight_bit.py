@@ -73,11 +73,11 @@ class EightBit(quantizing.Elementwise):
   ================  ====================================================================
   ``dynamic_tree``  n leading zeros stand for :math:`10^{-n}`, then a flag, then the
                     path of 6 - n bits in a tree over (0.1, 1), which is split at 0.45
-                    and bisected from then on. The value is where its cell would be
-                    split next. From 4.5e-7 to 0.991, and 0
+                    and bisected from then on. The value is the next split point of its
+                    cell. From 4.5e-7 to 0.991, and 0
   ``dynamic_map``   the same with a tree that bisects (0.1, 1) at once, and +1 instead
-                    of minus zero: the 256 values that bitsandbytes uses today. From
-                    5.5e-7 to 1, and 0
+                    of minus zero: the 256 values of bitsandbytes. From 5.5e-7 to 1,
+                    and 0
   ``static_tree``   3 bits are an exponent of ten, 4 a path in a tree that bisects
                     (0.1, 1). From 1.8e-8 to 0.972, and 0
   ``linear``        0 to 127, over 127
@@ -85,45 +85,30 @@ class EightBit(quantizing.Elementwise):
                     values from 0 to 15, over 15
   ================  ====================================================================
 
-  The paper's text splits (0.1, 1) at 0.55 first. Its examples of the dynamic tree come
-  from a first split at 0.45, as do the numbers of its author's program. Its example of
-  the static tree, 0.23125, comes from neither; and its static tree has no zero.
+  The paper's text splits (0.1, 1) at 0.55 first; its examples of the dynamic tree, and
+  its author's program, at 0.45. Its static tree has no zero.
 
-  On N(0, 1) and rounded to nearest, the mean relative errors are 1.7 % for
-  ``dynamic_tree``, 2.0 % for ``dynamic_map`` and 5.5 % for ``linear``. For
-  ``static_tree`` and ``mantissa`` they are 5.0 % with ``exponent_offset=1``, as in the
-  paper, and 5.4 and 6.1 % with the largest element as scale. The paper's table 2 has
-  2.46 % for its dynamic tree, 6.47 % for linear, 6.3 % for static tree and 6.89 % for
-  mantissa.
+  On N(0, 1), rounded to nearest, mean relative errors are 1.7 % for ``dynamic_tree``
+  (the paper: 2.46), 2.0 % for ``dynamic_map``, 5.5 % for ``linear`` (6.47), and 5.0 %
+  for ``static_tree`` (6.3) and ``mantissa`` (6.89) with ``exponent_offset=1``.
 
-  Nearest rounding is biased: use error feedback. Stochastic rounding is unbiased up to
-  the fixed-point grid (probabilities are multiples of 2**-16, cut downwards). Its scale
-  makes the largest element the largest level that both signs have.
-
-  A payload has 8 bits an element and 32 a tensor or bucket, in whole rows of four
-  buckets.
-
-  A bucket (or tensor) that holds a NaN or an infinity decodes to NaN, all of it. Zeros
-  stay zeros. A largest element below 2**-126 counts as zero.
+  A payload has 8 bits an element and 32 a tensor or bucket, in rows of four buckets. A
+  largest element below 2**-126 counts as zero.
 
   Attributes:
     dtype: the 8-bit type: ``"dynamic_tree"``, ``"dynamic_map"``, ``"static_tree"``,
-      ``"linear"`` or ``"mantissa"``, as in the table of
-      :class:`gradcomp.codecs.EightBit`. Default: ``"dynamic_tree"``.
-    bucket_size: elements that share a scale, consecutive ones, a multiple of 32; None
-      for one scale a tensor, as in the paper. Default: None.
-    rounding: ``"nearest"``, or ``"stochastic"``, which is unbiased. The paper leaves it
+      ``"linear"`` or ``"mantissa"``, see :class:`gradcomp.codecs.EightBit`. Default:
+      ``"dynamic_tree"``.
+    bucket_size: consecutive elements that share a scale, a multiple of 32; None for one
+      scale a tensor, as in the paper. Default: None.
+    rounding: ``"nearest"``, which is biased, or ``"stochastic"``, which is unbiased:
+      the largest element is the largest level that both signs have. The paper leaves it
       open. Default: ``"nearest"``.
-    exponent_offset: k, from -30 to 30, for a fixed scale of :math:`10^k` instead of the
-      largest element, of ``static_tree`` and ``mantissa`` (there 15 stands for
-      :math:`1.5 \cdot 10^k`); None for the largest element. Elements beyond the scale
-      are cut to the largest level, which is a bias. The paper uses 1, and 2 where
-      values are near 100. Default: None.
-    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
-      None, which chooses; see docs/inside/kernels.md. Default: None.
-
-  Raises:
-    ValueError: a hyperparameter is outside these.
+    exponent_offset: k, from -30 to 30, for the fixed scale :math:`10^k` of
+      ``static_tree`` and ``mantissa`` (15 stands for :math:`1.5 \cdot 10^k`); None for
+      the largest element. Larger elements are cut to the largest level, which is a
+      bias. The paper uses 1, and 2 for values near 100. Default: None.
+    implementation: the encoder; see :class:`gradcomp.codecs.Codec`. Default: None.
 
   Example:
     >>> codec = EightBit(dtype="linear")
@@ -132,8 +117,8 @@ class EightBit(quantizing.Elementwise):
     Array([127.,  -1.,   0.,  63.], dtype=float32)
 
   References:
-    Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
-    <https://arxiv.org/abs/1511.04561>`_, 2016, section 3.1
+    Dettmers, `8-Bit Approximations <https://arxiv.org/abs/1511.04561>`_, 2016, section
+    3.1
   """
 
   dtype: DataType = checks.field("dynamic_tree", checks.choice(DataType))
@@ -150,8 +135,8 @@ class EightBit(quantizing.Elementwise):
     if self.exponent_offset is None or self.dtype in ("static_tree", "mantissa"):
       return
     raise ValueError(
-      "`exponent_offset` must be None but for static_tree and mantissa, got "
-      f"{self.exponent_offset} with {self.dtype!r}."
+      f"`exponent_offset` must be None with {self.dtype!r}, got {self.exponent_offset}"
+      "; only static_tree and mantissa have a fixed scale."
     )
 
   @property

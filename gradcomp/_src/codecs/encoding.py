@@ -17,7 +17,7 @@ from gradcomp._src.mesh.platforms import platform
 # in groups of at most JOINT_ENCODING_ELEMENTS elements. A compiler takes a quarter of
 # the time then. Larger leaves would be copied to no avail.
 _SMALL_LEAF_ELEMENTS, JOINT_ENCODING_ELEMENTS = 2**17, 2**19
-_ALIKE = 3  # so many large leaves of one shape are encoded in a loop
+_ALIKE = 3  # large leaves of one shape, from which on a loop encodes them
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -44,8 +44,8 @@ def _encode_several(
 ) -> list[Array]:
   """Returns the rows of leaves of one shape, encoded by one vmapped program."""
   stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *given)
-  # Without residuals: they would be one array, and XLA would hold those of all groups
-  # before it slices them into leaves.
+  # Without residuals: XLA would hold one array of residuals for each group before it
+  # slices them into leaves.
   rows = jax.vmap(functools.partial(encode_leaf, codec, False))(*stacked).rows
   # Split along the first axis, they are put together again without a copy.
   return jnp.split(rows.reshape(-1, codec.row_words), len(given))
@@ -77,7 +77,7 @@ def _in_loop(
 
 
 class Group(NamedTuple):
-  """The leaves that one program encodes, by their numbers."""
+  """The leaves that one program encodes, by number."""
 
   codec: Codec
   leaves: list[int]
@@ -87,7 +87,7 @@ class Group(NamedTuple):
 def grouped(
   codecs: Sequence[Codec], leaves: Sequence[Array], contexts: Sequence[Context]
 ) -> list[Group]:
-  """Returns the groups of leaves, each with its codec and the context so far."""
+  """Returns the groups of leaves that one program encodes."""
   alike: dict[Any, list[int]] = {}
   for i, (codec, leaf) in enumerate(zip(codecs, leaves, strict=True)):
     # A large leaf, which a CPU may encode in a loop with others.

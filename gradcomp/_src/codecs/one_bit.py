@@ -24,34 +24,22 @@ class OneBit(Codec):
      \mathrm{avg}_- \text{ otherwise}
 
   where :math:`\mathrm{avg}_+` is the mean of a bucket's values that are zero or more,
-  and :math:`\mathrm{avg}_-` that of the others. The mean of no values is zero.
+  and :math:`\mathrm{avg}_-` the mean of the others. The mean of no values is zero.
 
-  A payload has 1 bit an element and two 32-bit means a bucket, in whole tiles of 32
-  buckets.
-
-  The codec is biased. On Gaussian values and for large buckets the squared error is
-  0.36 of the squared length (:math:`1 - 2/\pi`). So it always goes with error feedback,
-  which is exact: in each element, code and residual add up to the gradient.
-
-  ``per_column`` is CNTK's rule. The first dimension of a leaf is the row, and the
-  others are flattened to columns. Each column is a bucket of its own, in words of its
-  own. A convolution's first dimension is its height: at 3, a column sends as much as in
-  float32. The default, the paper's "1bitSGD*", has buckets of consecutive values
-  instead.
-
-  A bucket that holds a NaN or an infinity decodes to NaN, all of it.
+  A payload has 1 bit an element and two 32-bit means a bucket, in tiles of 32 buckets.
+  The codec is biased: in large Gaussian buckets the squared error is :math:`1 - 2/\pi`
+  of the squared length, 0.36. It always goes with error feedback, which is exact: code
+  and residual of each element add up to the gradient.
 
   Attributes:
-    bucket_size: elements that share two means, consecutive ones, a multiple of 32. The
-      paper found 64 as accurate as float32, and 512 about one point worse on AlexNet.
+    bucket_size: consecutive elements that share two means, a multiple of 32. The paper
+      found 64 as accurate as float32, and 512 about one point worse on AlexNet.
       Default: 64.
-    per_column: whether buckets are the columns of each leaf instead; True or False.
-      Default: False.
-    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
-      None, which chooses; see docs/inside/kernels.md. Default: None.
-
-  Raises:
-    ValueError: a hyperparameter is outside these.
+    per_column: CNTK's rule, True or False: the first dimension of a leaf is the row,
+      and the others are flattened to columns, each a bucket in its own words. A
+      convolution's first dimension is its height: at 3, a column sends as much as in
+      float32. False is the paper's "1bitSGD*". Default: False.
+    implementation: the encoder; see :class:`gradcomp.codecs.Codec`. Default: None.
 
   Example:
     >>> codec = OneBit()
@@ -62,9 +50,8 @@ class OneBit(Codec):
   References:
     Seide et al., `1-bit stochastic gradient descent
     <https://www.isca-archive.org/interspeech_2014/seide14_interspeech.html>`_, 2014;
-    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
-    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.2 and
-    3.2.1
+    Grubic et al., `Synchronous Multi-GPU Deep Learning
+    <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.2, 3.2.1 and 4
   """
 
   bucket_size: int = checks.field(64, checks.BUCKET)
@@ -90,12 +77,12 @@ class OneBit(Codec):
     return self.bucket_size + 2 * one_bit.reference.WORD
 
   def bind(self, leaf: Leaf) -> Codec:
-    """Returns the codec of a leaf; with ``per_column``, a column of it is a bucket."""
+    """Returns the codec of a leaf: of its columns with ``per_column``."""
     rows = leaf.shape[0] if leaf.shape else 1
     return around.ByColumn(codec=self, rows=rows) if self.per_column else self
 
   def filled(self, x: Array) -> Array:
-    """Fills the last bucket of a leaf by repeating the bucket's elements."""
+    """Fills the last bucket of a leaf with copies of its elements."""
     return planes.filled(x.reshape(-1), self.bucket_size)
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:

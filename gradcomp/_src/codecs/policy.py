@@ -25,20 +25,20 @@ _RULE = "a sequence of pairs (regular expression, codec)"
 class Policy:
   """Chooses the codec of each leaf by the first rule that matches the leaf's path.
 
-  A path is like ``"encoder/layer_0/kernel"``: keys, indices and names of fields, with
-  ``/`` between them. A rule matches where ``re.search`` finds its regular expression in
-  the path. A leaf that no rule matches is sent as it is, in float32. Whatever the rules
-  say, small leaves are, too: see ``min_leaf_size``.
+  A path is like ``"encoder/layer_0/kernel"``: keys, indices and names of fields, joined
+  by ``/``. A rule matches where ``re.search`` finds its regular expression in the path.
+  A leaf without a matching rule travels in float32, as small leaves always do: see
+  ``min_leaf_size``.
 
-  It is unbiased if all its codecs are. Its ``contraction`` is the least of theirs.
+  A policy is unbiased if all its codecs are. Its ``contraction`` is the least of
+  theirs.
 
   Attributes:
-    rules: pairs of a regular expression, for ``re.search`` in paths like
-      ``"encoder/layer_0/kernel"``, and a codec; one pair or more. The first that
-      matches wins. A leaf that none matches is sent in float32. Required.
+    rules: one or more pairs of a regular expression and a codec; the first that matches
+      wins. Required.
 
   Raises:
-    ValueError: ``rules`` is empty, an expression is none, or a codec is none; in
+    ValueError: ``rules`` is empty, an expression is invalid, or a codec is none; in
       ``init`` and ``update``, a rule matches no leaf.
 
   Example:
@@ -118,7 +118,7 @@ class Policy:
 
 
 def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
-  """Returns the codec, if one payload can stand for the whole array; else an error."""
+  """Returns the codec, if one payload can represent the whole array; else an error."""
   # `name` is the argument it was given for. `corrected` says whether a residual holds
   # what the payload lacks; None where there can be none.
   if not is_codec(codec):
@@ -127,15 +127,15 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
       "gradcomp.codecs.Dense() sends float32."
     )
   if codec.facts.parts:
-    rule = "be the codec of one array, not of a tree's leaves by their paths"
+    rule = "be a codec of one array, and not a policy"
   elif codec.facts.drops:
-    rule = "send every element, because what is left out is never sent later"
+    rule = "send every element, because no residual sends the others later"
   elif codec.facts.needs_feedback and not corrected:
-    rule = "work without error feedback, which nothing here keeps for it"
+    rule = "work without error feedback, because there is no residual here"
     if corrected is not None:
       rule = "work without error feedback where `residual` is None"
   elif _remembers(codec):
-    rule = "be without a memory, which nothing here carries from call to call"
+    rule = "work without a memory, because none is kept from call to call"
   else:
     if corrected:
       require_contraction(name, codec, "`residual=None`")

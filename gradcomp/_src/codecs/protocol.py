@@ -33,7 +33,7 @@ from gradcomp._src.kernels.materialize import LARGE, materialized
 
 @runtime_checkable
 class LeafCodec(Protocol):
-  """A codec as users choose it, before its ``bind`` fits it to a leaf."""
+  """A codec as users choose it, before ``bind`` fits it to a leaf."""
 
   @property
   def unbiased(self) -> bool:
@@ -47,7 +47,7 @@ class LeafCodec(Protocol):
 
   @property
   def contraction(self) -> float:
-    """c of ``E |x - decode(encode(x))|^2 <= (1 - c) |x|^2`` on average."""
+    """c of ``E |x - decode(encode(x))|^2 <= (1 - c) |x|^2``."""
     return 2.0**-20  # of codecs that say nothing
 
   @property
@@ -67,26 +67,37 @@ class LeafCodec(Protocol):
 
 
 class Codec(LeafCodec, checks.Checked, abc.ABC):
-  r"""The base class of codecs; each needs four members.
+  r"""The base class of codecs; a codec of your own adds four members.
 
-  These are ``tile_size``, ``row_words``, ``encode_rows`` and ``decode_rows``. A codec
-  that is unbiased, or that needs a key, says so as well. Workers share no statistics,
-  and nothing is remembered from step to step. A class that derives from this one is a
-  frozen dataclass, so that it is hashable. It is not callable, because
-  ``optax.inject_hyperparams`` takes callables for schedules.
+  The four are ``tile_size``, ``row_words``, ``encode_rows`` and ``decode_rows``. The
+  class is a frozen dataclass, so that it is hashable, and not callable:
+  ``optax.inject_hyperparams`` takes callables for schedules. By default it is biased,
+  needs no key, shares no statistics and remembers nothing.
 
-  A codec states what it loses at most by ``contraction``, the number c in
+  These facts hold for every codec that states no others:
+
+  - A payload has whole tiles; zeros fill the last one. Zero buckets decode to zeros.
+  - A bucket that holds a NaN or an infinity decodes to NaN. Where one scale serves a
+    whole leaf, the leaf does.
+  - Stochastic rounding is unbiased up to its grid: probabilities are multiples of
+    2**-16, rounded down.
+  - A biased codec needs error feedback, which :func:`gradcomp.compress` adds by
+    default.
+  - A hyperparameter out of its bounds raises a ValueError.
+  - ``implementation`` selects the encoder: ``"xla"``, ``"pallas"``,
+    ``"pallas_interpret"``, or None for the fastest; see docs/inside/kernels.md.
+
+  ``contraction`` bounds the loss. It is the number c in
 
   .. math:: E \lVert x - Q(x) \rVert^2 \le (1 - c) \lVert x \rVert^2
 
-  The mean is over the dithers of the codec. x is what error feedback gives the codec:
-  independent normal numbers, plus the residual of the steps before. Then the energy of
-  a residual stays below (1 - c) / c times the energy of a gradient. The inputs are
-  normal because the worst input decides nothing: 4 bits in buckets of 512 lose 1.2
-  times the energy of a bucket made for it, and 0.04 times the energy of normal numbers.
-  Random rounding adds noise, which is sent in every step. So a codec that rounds at
-  random states 0 where c is below 1/32. Error feedback refuses a codec with 0. A codec
-  that says nothing has ``2**-20``, which means that it loses less than all.
+  The mean is over the dithers of the codec, and x has independent normal elements plus
+  the residual of earlier steps. Then the energy of a residual stays below (1 - c) / c
+  times the energy of a gradient. (The worst input decides nothing: 4 bits in buckets of
+  512 lose 1.2 times its energy, and 0.04 times the energy of normal numbers.) Random
+  rounding adds noise, which is sent in every step, so a codec that rounds at random
+  states 0 where c is below 1/32. Error feedback refuses a codec with 0. The default is
+  ``2**-20``: it loses less than everything.
 
   Example:
     >>> import dataclasses
@@ -110,16 +121,12 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
 
   @property
   def fallback(self) -> "Codec | None":
-    """The codec that sends a step again if its result holds NaN; or None.
-
-    Its rows hold all numbers, and decode to the same ones. It has the same
-    ``tile_size``, draws nothing and remembers nothing.
-    """
+    """The exact, stateless codec of equal tiles that repeats NaN steps; or None."""
     return None
 
   @property
   def largest(self) -> float | None:
-    """The largest number that a row without a scale holds; None for float32's range."""
+    """The largest number of a row without a scale; None for float32's range."""
     return None
 
   @property
@@ -137,14 +144,14 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     return self.sums.facts
 
   def bind(self, leaf: Leaf) -> "Codec":
-    """Returns the codec of a leaf: itself, for it depends on no leaf."""
+    """Returns the codec of a leaf, by default itself."""
     return self
 
   def operand(self, payload: Payload, *, like: ArrayLike) -> tuple[Array, Array, Array]:
     """Returns elements, scales and a factor, for the matrix units that take them."""
     raise TypeError(
-      f"The codec must be one with numbers of matrix units, got {self}; they are in "
-      "payloads of gradcomp.codecs.BlockFloat, and decoded by others."
+      f"The codec must have numbers for matrix units, got {self}; use "
+      "gradcomp.codecs.BlockFloat, or decode the payload instead."
     )
 
   def to_nearest(self) -> Self:
@@ -170,7 +177,7 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     return None
 
   def used_entries(self, memory: Memory) -> Array | None:
-    """Returns the entries that each row sent, if the codec state counts them: None."""
+    """Returns the number of entries of each row, if the codec state counts them."""
     return None
 
   def split(self, x: ArrayT) -> ArrayT:
@@ -184,7 +191,7 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     return rows.reshape(-1)[: like.size].reshape(like.shape)
 
   def view_shape(self, rows: int, like: ArrayLike) -> tuple[int, ...]:
-    """Returns the shape in which a CPU goes through a leaf: of tiles, if it fills."""
+    """Returns the shape in which a CPU traverses a leaf: of tiles, if it fills them."""
     shape = (rows, *tile_shape(self))
     return shape if math.prod(shape) == like.size else like.shape
 
@@ -219,36 +226,28 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     """Encodes ``float32[rows, ...]`` to ``uint32[rows, row_words]``.
 
     Args:
-      tiles: ``tile_size`` elements in each row, in one axis or several. The last tile
-        of a leaf is filled with zeros.
-      context: if the codec needs a key, it has ``key``, ``uint32[2]``, the worker's
-        own, or ``dither``, ``uint32[3]``, a key of all workers and the worker's mask,
-        with which their errors cancel. ``drawn`` is a dither in both cases. For a leaf
-        ``agreed`` is what all workers agree on.
+      tiles: ``tile_size`` elements a row, in one axis or several.
+      context: for random numbers ``key``, the worker's ``uint32[2]``, or ``dither``,
+        ``uint32[3]``: the key that all workers share, and the worker's mask, by which
+        errors cancel. ``drawn`` is a dither in both cases. ``agreed`` has a leaf's
+        statistics.
     """
 
   @abc.abstractmethod
   def decode_rows(self, rows: Array) -> Array:
     """Decodes ``uint32[rows, row_words]`` to ``float32[rows, ...]``.
 
-    Each row becomes its ``tile_size`` elements by itself, in one axis or several. Zeros
-    come back as zeros. Of an element that was not finite, NaN or an infinity comes
-    back, and its whole bucket may become NaN. Any ``uint32`` decodes to something.
+    Each row decodes alone, to ``tile_size`` elements in one axis or several. An element
+    that was not finite comes back as NaN or an infinity. Every ``uint32`` has a
+    decoding.
     """
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
-    """Encodes a ``float32`` leaf of any shape: by default its tiles.
-
-    ``keep`` asks for the residual. A codec may leave it to the caller, who subtracts
-    what the rows decode to.
-    """
+    """Encodes a ``float32`` leaf of any shape; ``keep`` asks for its residual."""
     return Encoded(self.encode_rows(to_tiles(as_float32(x), self), context))
 
   def joins(self, shape: tuple[int, ...]) -> tuple[Hashable, int] | None:
-    """Returns the key of leaves that one program encodes, and their largest number.
-
-    None stands for small leaves of one shape.
-    """
+    """Returns the key of leaves for one program, and their largest number; or None."""
     return None
 
   def encode_several(
@@ -256,8 +255,8 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
   ) -> list[Encoded] | None:
     """Encodes leaves that :meth:`joins` puts together; None to map :meth:`encode_leaf`.
 
-    Where ``after``, rows of other leaves, is given, a program that copies its leaves
-    must not read them before these rows are encoded.
+    A program that copies its leaves reads them only after ``after``, rows of other
+    leaves.
     """
     return None
 
@@ -266,14 +265,14 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
 
     Args:
       x: the array.
-      key: one threefry key, which a codec with random numbers needs.
+      key: one threefry key, for codecs that draw random numbers.
 
     Returns:
-      The payload, rows and the statistics that workers agree on, if any.
+      A payload of rows, with the statistics that workers agree on, if any.
 
     Raises:
       ValueError: ``key`` is missing, and the codec needs one.
-      TypeError: ``x`` is not real floating point.
+      TypeError: ``x`` has no real float dtype.
     """
     codec = self.bind(Leaf(x.shape))
     if codec.needs_key and key is None:
@@ -366,9 +365,9 @@ def require_contraction(name: str, codec: LeafCodec, without: str) -> None:
   if codec.contraction <= 0:
     raise ValueError(
       f"`{name}` must have a contraction above 0 with error feedback, or its residual "
-      f"grows, got {codec}, which may lose all that it is given; take smaller "
-      'buckets, rounding="nearest" or more bits, where the codec has them, or keep no '
-      f"residual: {without}."
+      f"grows, got {codec}, which may lose the whole input; take smaller buckets, "
+      'rounding="nearest" or more bits, where the codec has them, or keep no residual: '
+      f"{without}."
     )
 
 

@@ -10,12 +10,7 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.codecs import around, contractions, quantizing
 from gradcomp._src.codecs.protocol import Codec, as_float32
-from gradcomp._src.codecs.sums.records import (
-  Context,
-  Encoded,
-  Leaf,
-  Rounding,
-)
+from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Rounding
 from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.common import planes, scales
 from gradcomp._src.kernels.gpu import dispatch
@@ -39,8 +34,8 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
 
   .. math:: Q_s(v_i) = \lVert v \rVert \, \mathrm{sgn}(v_i) \, \xi_i / s
 
-  where :math:`\xi_i` is :math:`s |v_i| / \lVert v \rVert` rounded to one of its two
-  neighboring integers, up with a probability equal to the fraction.
+  where :math:`\xi_i` is :math:`s |v_i| / \lVert v \rVert`, rounded up or down to an
+  integer: up with a probability equal to the fraction.
 
   ==================  =================  =========================================
   ``levels``          ``s``              levels
@@ -53,59 +48,41 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
                                          where many elements are; 2, 3 or 4 bits
   ==================  =================  =========================================
 
-  With ``norm="rms"`` the norm is a multiple of a bucket's root mean square: ``uniform``
-  levels are 1.596, 0.996, 0.586 or 0.335 of these apart at 1 to 4 bits, which loses
-  least of Gaussian buckets. Elements beyond the outermost level are clipped to it. That
-  is a bias, so the codec has error feedback by default: the clipped part is sent later.
-
-  Non-uniform levels are multiples of 1/256 of the norm, the same on both sides of zero.
-  Of all such levels they have the least variance of stochastic rounding. They are
-  fitted to the gradients of all workers every ``refit_every`` steps, for all leaves
-  together, and travel in every row.
-
-  With ``rotate`` each element is spread over a group before it is encoded, and gathered
-  after the last sum. Then a few large elements do not spoil the others.
-
-  A payload has ``32 / floor(32 / bits)`` bits an element and 32 bits a bucket, in whole
-  tiles of ``floor(32 / bits)`` buckets.
-
-  Stochastic rounding is unbiased up to the fixed-point grid: the probability is a
-  multiple of 2**-16, cut downwards, so the mean can be short by 2**-16 of a level.
-  The variance is at most :math:`\min(n/s^2, \sqrt{n}/s) \lVert v \rVert_2^2` with
-  ``norm="l2"`` and ``sign_magnitude``. Nearest rounding (ties away from zero) is
-  biased: use error feedback, which refuses 2 bits at random in buckets of more than 128
-  elements: see ``contraction`` of :class:`gradcomp.codecs.Codec`.
-
-  With ``share_scale``, all workers encode with the largest of their norms, which the
-  exchange finds first. Rows then carry no scales, and codes add up as integers,
-  exactly. So ``psum`` and both stages of ``two_shot`` round nothing after the first
-  encoding.
-
-  A bucket that holds a NaN or an infinity decodes to NaN, all of it; with ``rotate``
-  all of the 8 buckets that a group lies in.
+  A payload has ``32 / floor(32 / bits)`` bits an element and 32 bits a bucket.
+  Stochastic rounding is unbiased. Its variance is at most
+  :math:`\min(n/s^2, \sqrt{n}/s) \lVert v \rVert_2^2` with ``norm="l2"`` and
+  ``sign_magnitude``. Nearest rounding (ties away from zero) is biased. Error feedback
+  refuses 2 random bits in buckets of more than 128 elements: see ``contraction`` of
+  :class:`gradcomp.codecs.Codec`.
 
   Attributes:
     bits: bits of a code, 1 to 8 or 16; with ``sign_magnitude`` 2 or more. Default: 4.
-    bucket_size: elements that share a scale, consecutive ones, a multiple of 32; None
-      for one scale a tensor. The owner's second encoding in a ``two_shot`` exchange
-      then uses one scale a row of ``512 * floor(32 / bits)`` elements. Default: 512.
-    norm: the scale of a bucket: ``"max"``, ``"l2"``, or ``"rms"`` with ``uniform``
-      levels, buckets and 1 to 4 bits. The paper found ``"max"`` more accurate than
-      ``"l2"``. Default: ``"max"``.
-    levels: where the levels lie: ``"sign_magnitude"``, ``"uniform"`` or
-      ``"nonuniform"``, as in the table of :class:`gradcomp.codecs.QSGD`. Default:
-      ``"sign_magnitude"``.
+    bucket_size: consecutive elements that share a scale, a multiple of 32; None for one
+      scale a tensor, and one a row of ``512 * floor(32 / bits)`` elements where an
+      owner encodes again. Default: 512.
+    norm: the scale of a bucket: ``"max"``, ``"l2"``, or ``"rms"``, for ``uniform``
+      levels in buckets at 1 to 4 bits. These are then 1.596, 0.996, 0.586 or 0.335 of
+      the root mean square apart, which has the least error for Gaussian buckets, and
+      larger elements are clipped, which is a bias. The paper found ``"max"`` more
+      accurate than ``"l2"``. Default: ``"max"``.
+    levels: ``"sign_magnitude"``, ``"uniform"`` or ``"nonuniform"``, see
+      :class:`gradcomp.codecs.QSGD`. Non-uniform ones are multiples of 1/256 of the
+      norm, symmetric about zero, with the least variance of stochastic rounding. They
+      are fitted to the gradients of all workers and leaves, and travel in every row, as
+      in `ZipML <https://arxiv.org/abs/1611.05402>`_, 2017, section 3.
+      Default: ``"sign_magnitude"``.
     rounding: ``"stochastic"`` or ``"nearest"``. Default: ``"stochastic"``.
-    share_scale: whether workers share their scales; True or False. Default: False.
-    rotate: elements of a group that is rotated, 8 or 32, at 1, 2 or 4 bits; None
-      rotates nothing. Default: None.
-    refit_every: steps from one fit of non-uniform levels to the next, 1 or more.
-      Default: 100.
-    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
-      None, which chooses; see docs/inside/kernels.md. Default: None.
-
-  Raises:
-    ValueError: a hyperparameter is outside these.
+    share_scale: whether all workers encode with the largest of their norms, which the
+      exchange finds first; True or False. Rows then carry no scales, and codes add up
+      as exact integers: ``psum`` and ``two_shot`` round nothing after the first
+      encoding. Default: False.
+    rotate: elements of a group, 8 or 32, at 1, 2 or 4 bits, over which each of them is
+      spread before encoding, and gathered after the last sum, so that a few large
+      elements no longer set the scale; or None. A NaN spoils all 8 buckets of its
+      group. Default: None.
+    refit_every: steps between two fits of ``nonuniform`` levels, 1 or more. Default:
+      100.
+    implementation: the encoder; see :class:`gradcomp.codecs.Codec`. Default: None.
 
   Example:
     >>> codec = QSGD(bits=4, rounding="nearest")
@@ -117,10 +94,9 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
     (1, 520)
 
   References:
-    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
-    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.3 and
-    3.2.2; Alistarh et al., `QSGD <https://arxiv.org/abs/1610.02132>`_, 2017; Zhang et
-    al., `ZipML <https://arxiv.org/abs/1611.05402>`_, 2017, section 3
+    Grubic et al., `Synchronous Multi-GPU Deep Learning
+    <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.3, 3.2.2 and 4;
+    Alistarh et al., `QSGD <https://arxiv.org/abs/1610.02132>`_, 2017
   """
 
   bits: int = checks.field(4, _BITS)
@@ -139,24 +115,25 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
     uneven, clipped = levels == "nonuniform", norm == "rms"
     whole, eights = self.bucket_size is None, bits in (1, 2, 4)
     refused: dict[str, Any] = {
-      '`bits` must be at least 2 with levels="sign_magnitude", which spends one bit on '
-      'the sign, got 1; use levels="uniform".': (bits, levels) == (1, "sign_magnitude"),
-      f"`bits` must be 1, 2 or 4 with rotate={rotate}, got {bits}; only their words "
-      "hold a multiple of 8 codes, across which groups lie.": rotate and not eights,
+      '`bits` must be at least 2 with levels="sign_magnitude", as one bit is the sign, '
+      'got 1; use levels="uniform".': (bits, levels) == (1, "sign_magnitude"),
+      f"`bits` must be 1, 2 or 4 with rotate={rotate}, got {bits}; a group needs words "
+      "of 8, 16 or 32 codes.": rotate and not eights,
       f'`rotate` must be None with levels="nonuniform", got {rotate}; rotated elements '
-      'are nearly Gaussian, for which norm="rms" has the levels.': rotate and uneven,
-      f'`bits` must be 2, 3 or 4 with levels="nonuniform", got {bits}; more levels '
-      'than that gain nothing over levels="uniform".': uneven and bits not in (2, 3, 4),
+      'are nearly Gaussian: use norm="rms" for them.': rotate and uneven,
+      f'`bits` must be 2, 3 or 4 with levels="nonuniform", got {bits}; with more '
+      'levels use levels="uniform", which is as good.': uneven
+      and bits not in (2, 3, 4),
       f'`norm` must be "max" with levels="nonuniform", got {norm!r}.': uneven
       and norm != "max",
-      '`share_scale` must be False with levels="nonuniform", whose codes cannot be '
-      "added, got True.": uneven and self.share_scale,
-      '`levels` must be "uniform" with norm="rms", whose steps are those of levels '
-      f"beside zero, got {levels!r}.": clipped and levels != "uniform",
-      f'`bits` must be 1 to 4 with norm="rms", got {bits}; with more levels nothing '
-      'needs to be clipped, so use norm="max".': clipped and bits > 4,
-      '`bucket_size` must be a number with norm="rms", got None; parts of a tensor '
-      "that are larger than others would be clipped in every step.": clipped and whole,
+      '`share_scale` must be False with levels="nonuniform", got True; codes of fitted '
+      "levels cannot be added.": uneven and self.share_scale,
+      '`levels` must be "uniform" with norm="rms", whose equal steps have no level at '
+      f"zero, got {levels!r}.": clipped and levels != "uniform",
+      f'`bits` must be 1 to 4 with norm="rms", got {bits}; more levels need no '
+      'clipping: use norm="max".': clipped and bits > 4,
+      '`bucket_size` must be a number with norm="rms", got None; one scale would clip '
+      "the large parts of a tensor in every step.": clipped and whole,
     }
     for reason, holds in refused.items():
       if holds:
@@ -174,7 +151,7 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
   @property
   def contraction(self) -> float:
     draws, size = self.needs_key, self.bucket_size
-    if self.norm == "rms":  # what is clipped waits
+    if self.norm == "rms":  # clipped parts come later
       return (0.3, 0.45, 0.6, 0.65)[self.bits - 1]
     uneven = self.levels == "sign_magnitude"
     intervals = 2 ** (self.bits - 1) - 1 if uneven else (2**self.bits - 1) / 2

@@ -37,10 +37,7 @@ def bucket_words(bucket_size: int | None) -> int:
 def scales_of(
   x: Array, planes: int, bucket_size: int | None, norm: scales.Norm = "max"
 ) -> Array:
-  """Returns the norms of buckets, ``float32[rows, P]``, or of a whole without buckets.
-
-  That is a flat leaf, ``float32[1, 1]``, or each tile by itself, ``float32[rows, 1]``.
-  """
+  """Returns norms of buckets, ``[rows, P]``, a flat leaf, ``[1, 1]``, or tiles."""
   if bucket_size is not None:
     return scales.bucket_norms(x, planes, bucket_size, norm)
   if x.ndim == 1:
@@ -97,11 +94,7 @@ class Elementwise(RoundsAtRandom):
     return form.bucket_size + form.inline * count + form.shared
 
   def scales_for(self, x: Array) -> Array | None:
-    """Returns the scales of a flat leaf or of tiles, of ``scales_of``.
-
-    None where the encoder finds them, so that a kernel reads elements once, or has
-    none.
-    """
+    """Returns scales of a leaf or of tiles; None where the encoder finds them."""
     return None
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:

@@ -27,28 +27,21 @@ class RandomK(sparse.SparseRows):
      0 \text{ otherwise}
 
   with ``stride = ceil(n / ceil(density * n))``. It is the control experiment for
-  :class:`TopK`, and shows the gain of choosing large elements, and not just fewer. The
-  choice follows from the key, which all workers share. With ``exchange="psum"`` only
-  the values are added, as a dense array of k numbers.
+  :class:`TopK`: the difference is the gain of choosing large elements. All workers
+  share the key, and so the choice. With ``exchange="psum"`` only the values are added,
+  as a dense array of k numbers.
 
   A payload has 32 bits for each stride, and 64 a row for the key, which ``psum`` does
-  not send.
+  not send. A row that holds a NaN or an infinity sends NaN for each of its values.
 
-  A row that holds a NaN or an infinity sends NaN for each of its values.
-
-  The codec is biased, as :class:`TopK` is: without feedback, unsent elements are lost.
-  Values ``stride`` times as large would be unbiased, with a variance of ``stride - 1``
-  times the squared length.
+  The codec is biased, as :class:`TopK` is. Values ``stride`` times as large would be
+  unbiased, with a variance of ``stride - 1`` times the squared length.
 
   Attributes:
     density: the share of the elements to send, above 0 and at most 1: one of every
       ``1 / density`` consecutive ones. Default: 0.001.
-    range_size: elements of a row, consecutive ones of a leaf, from 1 to 2**30. None
-      for whole leaves, or for 2, 4, 8, ... parts where these have more elements.
-      Default: None.
-
-  Raises:
-    ValueError: a hyperparameter is outside these.
+    range_size: consecutive elements of a row, from 1 to 2**30. None for whole leaves,
+      or for 2, 4, 8, ... parts of longer ones. Default: None.
 
   Example:
     >>> codec = RandomK(density=0.25)
@@ -124,7 +117,7 @@ class RandomK(sparse.SparseRows):
 
   def _positions(self, keys: Array) -> Array:
     """Draws positions, ``int32[..., slots]``, from keys, ``uint32[..., 2]``."""
-    # The last may lie behind a row. The remainder of a random 32-bit number prefers an
+    # The last may lie beyond a row. The remainder of a random 32-bit number prefers an
     # element by at most `stride / 2**32` of its share.
     slot = jnp.arange(self.slots, dtype=jnp.uint32)
     key = jnp.moveaxis(keys[..., None], -2, 0)

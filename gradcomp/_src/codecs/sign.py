@@ -31,36 +31,29 @@ class Sign(Codec):
   .. math:: Q(v_i) = s \, \mathrm{sgn}(v_i), \qquad s = \mathrm{mean}_j |v_j|
      \quad \text{or} \quad s = 1
 
-  where :math:`j` runs over the bucket of element :math:`i`. A zero counts as positive,
-  but a bucket of zeros has the scale zero, so that it decodes to zeros.
+  where :math:`j` runs over the bucket of element :math:`i`. A zero counts as positive.
+  A bucket of zeros has the scale zero, and decodes to zeros. The codec is biased.
 
-  With ``scale="mean"`` it is EF-signSGD's operator, which always goes with error
-  feedback. A payload has 1 bit an element and one 32-bit mean a bucket, in whole tiles
-  of 32 buckets. Constant magnitudes are exact in buckets of a power of two.
+  ``scale="mean"`` is EF-signSGD's operator, which always goes with error feedback. A
+  payload has 1 bit an element and one 32-bit mean a bucket, in tiles of 32 buckets.
+  Constant magnitudes are exact in buckets of a power of two.
 
-  With ``scale="one"`` workers send signs and nothing else: ``1 + 2 / bucket_size`` bits
-  an element. What comes back is in units of its own, so every leaf is encoded, however
-  small, and it needs ``feedback=None``: a residual would never come down to zero. With
-  N workers the result is the mean of the signs, or with ``vote="majority"``
+  ``scale="one"`` sends signs alone, in ``1 + 2 / bucket_size`` bits an element. Results
+  are signs whatever the size of a gradient, so every leaf is encoded, however small,
+  and ``feedback=None`` is required: a residual would never come down to zero. With N
+  workers the result is the mean of the signs, or with ``vote="majority"``
 
   .. math:: \mathrm{sgn} \Bigl( \sum_k \mathrm{sgn}(v_i^{(k)}) \Bigr)
 
-  and a tie is 0, which moves a parameter to neither side. Signs are counted exactly. In
-  ``two_shot`` owners send counts, in ``ceil(log2(2N + 2))`` bits, or who won, in 2
-  bits. A worker whose bucket is all zeros does not vote in it.
-
-  The codec is biased. A bucket that holds a NaN or an infinity decodes to NaN, all of
-  it.
+  A tie is 0. Counts are exact. In ``two_shot`` owners send counts, in
+  ``ceil(log2(2N + 2))`` bits, or the winner, in 2 bits. A worker with a bucket of zeros
+  does not vote in it.
 
   Attributes:
-    bucket_size: elements that share a scale, consecutive ones, a multiple of 32.
-      Default: 64.
+    bucket_size: consecutive elements that share a scale, a multiple of 32. Default: 64.
     scale: ``"mean"``, the mean magnitude of the bucket, or ``"one"``. Default:
       ``"mean"``.
-    vote: ``"mean"``, or ``"majority"``, only with ``scale="one"``. Default: ``"mean"``.
-
-  Raises:
-    ValueError: a hyperparameter is outside these.
+    vote: ``"mean"``, or ``"majority"`` with ``scale="one"``. Default: ``"mean"``.
 
   Example:
     >>> x = jnp.array([-3., -1., 2., 4.])
@@ -92,8 +85,7 @@ class Sign(Codec):
     super().__post_init__()
     if self.vote == "majority" and self.scale != "one":
       raise ValueError(
-        '`vote` must be "mean" for signs with the mean magnitude of their bucket, got '
-        '"majority"; use scale="one".'
+        '`vote` must be "mean" with scale="mean", got "majority"; use scale="one".'
       )
 
   @property
@@ -143,7 +135,7 @@ class Sign(Codec):
     return jnp.where(negative, -scale, scale)
 
   def _scales(self, buckets: Array) -> Array:
-    """Returns the scale of each bucket, NaN where something in it is not finite."""
+    """Returns the scale of each bucket, NaN if an element of it is not finite."""
     if self.scale == "one":
       return jnp.sign(scales(norms(buckets, "max")))
     # Elements are multiplied by a power of two, so that no finite sum overflows.
@@ -153,7 +145,7 @@ class Sign(Codec):
     return jnp.where(jnp.isfinite(mean), mean, np.float32(np.nan))
 
   def _words(self, scale: Array) -> Array:
-    """Returns the words behind the signs: means, or two bits for each bucket."""
+    """Returns the words after the signs: means, or two bits for each bucket."""
     if self.scale == "mean":
       return planes.float_words(scale)
     flags = [(mark(scale)).astype(jnp.uint32) for mark in (lambda s: s != 0, jnp.isnan)]

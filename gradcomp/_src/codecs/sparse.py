@@ -1,4 +1,4 @@
-"""Sparse codecs: the elements that they send, the rows of these, and their checks."""
+"""Sparse codecs: their rows of entries, and the checks of their fields."""
 
 import abc
 import dataclasses
@@ -46,10 +46,7 @@ class SparseRows(Codec):
 
   @abc.abstractmethod
   def entries(self, rows: Array) -> tuple[Array, Array]:
-    """Returns ``int32`` positions and ``float32`` values of rows, ``[..., slots]``.
-
-    Positions of unused slots are ``tile_size`` or more.
-    """
+    """Returns positions, ``tile_size`` or more if unused, and values."""
 
   def bind(self, leaf: Leaf) -> Codec:
     """Returns the codec of a leaf's ranges; ``Dense()`` if all elements are sent."""
@@ -110,11 +107,7 @@ def _float_words(values: Array) -> Array:
 
 
 class EntryRow(NamedTuple):
-  """Packs and unpacks the entries of a row of ``size`` elements.
-
-  A row holds the number of entries up to the end of each block, the place of each entry
-  in its block, and the values. Unused slots have the position ``size`` and the value 0.
-  """
+  """Packs entries of a row of ``size`` elements: ends and places in blocks, values."""
 
   size: int
   slots: int
@@ -186,7 +179,7 @@ class EntryRow(NamedTuple):
 
 
 class Selected(NamedTuple):
-  """The codec state of a selection: a threshold and a count for each row."""
+  """The codec state of a selection: the threshold and the count of each row."""
 
   threshold: Array  # float32[rows], the smallest magnitude of the last search
   used: Array  # int32[rows], the entries sent in this step
@@ -198,7 +191,7 @@ Select = Callable[[RowView, Array | None], Array]
 
 
 class SelectedEntries(NamedTuple):
-  """The entries that one row sends, and the residual that they leave."""
+  """The entries of one row, and the residual that they leave."""
 
   words: Array  # uint32[words]
   positions: Array  # int32[slots], the row's size in slots that are not used
@@ -214,11 +207,7 @@ def encode_leaves(
   matrices: Sequence[Array],
   given: Sequence[Array | None],
 ) -> list[Encoded]:
-  """Encodes several leaves of one size by a single program, with their residuals.
-
-  ``matrices`` holds their rows, filled with zeros, and ``given`` the threshold or the
-  turn of each leaf, or None. The codec state of a leaf is :class:`Selected`.
-  """
+  """Encodes leaves of one size, given their rows and thresholds or turns."""
   size, count = leaves[0].size, len(matrices[0])
   every = encode_rows(form, select, matrices, given, copied=size <= COPIED)
   # Of all leaves at once: leaf by leaf, there would be several programs for each.

@@ -27,7 +27,7 @@ _SIGMAS = checks.optional(
 class Ternary(quantizing.Elementwise, quantizing.SharedScales):
   r"""Rounds each element to :math:`-s`, 0 or :math:`s`, the largest magnitude.
 
-  Elements are clipped first, layer by layer, to :math:`c` standard deviations:
+  Elements are clipped first, leaf by leaf, to :math:`c` standard deviations:
 
   .. math:: f(g_i) = \mathrm{sgn}(g_i) \min(|g_i|, c \sigma), \qquad
      Q(g_i) = s \, \mathrm{sgn}(g_i) \, b_i, \qquad
@@ -35,47 +35,35 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
 
   where :math:`\sigma` is the standard deviation of the leaf about its mean, and
   :math:`s = \max_i |f(g_i)|`. With ``share_scale``, :math:`s` is the largest of all
-  workers, found before anyone encodes; each still clips to its own :math:`\sigma`.
+  workers, found before anyone encodes; each worker clips to its own :math:`\sigma`. A
+  constant leaf, with a :math:`\sigma` of zero, is not clipped.
 
-  Rounding is unbiased for the clipped gradient, ``E[decode(encode(x))] == f(x)``, up to
-  the fixed-point grid: probabilities are multiples of 2**-16, cut downwards. Clipping
-  itself is a bias: at 2.5 it shortens a Gaussian gradient by 1.1 % and turns it by 2.8
-  degrees. The variance of an element is :math:`|f| (s - |f|)`. It is large, and without
-  clipping it grows with the leaf. No residual is kept by default, because rounding
-  errors may be longer than the gradient. Error feedback refuses the codec, whose
-  residual grows, but for small buckets without shared scales, for fewer sigmas, and for
-  ``rounding="nearest"``.
-
-  A payload has 2 bits an element, or 1.6 with ``packing="base3"`` (20 in a word), and
-  one scale a leaf, in whole rows of 8192 or 10240 elements. Sums of N workers' codes
-  are integers from -N to N. With shared scales ``psum`` and ``two_shot`` therefore give
-  the exact mean of the N ternary gradients; the second stage of ``two_shot`` takes
-  ``ceil(log2(2N + 1))`` bits. Parameters are never sent (the paper's parameter
-  localization): every worker applies the same optimizer to the same mean, bit for bit.
-
-  A leaf (or bucket) that holds a NaN or an infinity decodes to NaN, all of it. A leaf
-  with a :math:`\sigma` of zero, a constant, is not clipped.
+  Rounding is unbiased for the clipped gradient: ``E[decode(encode(x))] == f(x)``.
+  Clipping is a bias: at 2.5 it shortens a Gaussian gradient by 1.1 % and turns it by
+  2.8 degrees. The variance of an element is :math:`|f| (s - |f|)`; without clipping it
+  grows with the leaf. Rounding errors may be longer than the gradient, so no residual
+  is kept by default, and error feedback refuses the codec. It accepts small buckets
+  without shared scales, fewer sigmas, and ``rounding="nearest"``. A payload has 2 bits
+  an element, or 1.6 with ``packing="base3"`` (20 in a word), and one scale a leaf, in
+  rows of 8192 or 10240 elements. With shared scales, sums of N workers' codes are
+  integers from -N to N: ``psum`` and ``two_shot`` give the exact mean of N ternary
+  gradients, and the second stage of ``two_shot`` takes ``ceil(log2(2N + 1))`` bits.
 
   Attributes:
     clip_sigmas: :math:`c`, in standard deviations of the leaf, above 0; None to clip
       nothing. The paper found 2.5 on CIFAR-10 and used it everywhere. Default: 2.5.
-    bucket_size: elements that share a scale, consecutive ones, a multiple of 32; None
-      for one scale a leaf, the paper's "layer-wise ternarizing". Clipping is always by
-      leaf. Default: None.
-    share_scale: whether the scales are those of all workers together; True or False.
-      Default: True.
-    packing: ``"2bit"`` or ``"base3"``, which is a fifth smaller, and slower to encode.
-      Default: ``"2bit"``.
+    bucket_size: consecutive elements that share a scale, a multiple of 32; None for one
+      scale a leaf, the paper's "layer-wise ternarizing". Clipping is always by leaf.
+      Default: None.
+    share_scale: whether workers share their scales; True or False. Default: True.
+    packing: ``"2bit"`` or ``"base3"``, a fifth smaller and slower to encode. Default:
+      ``"2bit"``.
     scaler: ``"clipped"``, the paper's :math:`\max |f(g)|`, or ``"sigma"``, the
       :math:`c \sigma` of its authors' program, which is larger if nothing was clipped.
       Default: ``"clipped"``.
-    rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased: owners
-      round means to nearest if they keep what that loses. Default: ``"stochastic"``.
-    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
-      None, which chooses; see docs/inside/kernels.md. Default: None.
-
-  Raises:
-    ValueError: a hyperparameter is outside these.
+    rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased and
+      serves owners that keep the loss of a mean. Default: ``"stochastic"``.
+    implementation: the encoder; see :class:`gradcomp.codecs.Codec`. Default: None.
 
   Example:
     >>> codec = Ternary(clip_sigmas=None)
@@ -87,8 +75,8 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
     ((1, 512), Array([[2.]], dtype=float32))
 
   References:
-    Wen et al., `TernGrad <https://arxiv.org/abs/1705.07878>`_, 2017, sections 3.1 and
-    3.3
+    Wen et al., `TernGrad <https://arxiv.org/abs/1705.07878>`_, 2017, sections 3.1, 3.3
+    and 4.2
   """
 
   clip_sigmas: float | None = checks.field(2.5, _SIGMAS)
@@ -119,7 +107,7 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
     energy = contractions.of_levels(1, size and shared * size, draws=draws)
     if self.clip_sigmas is not None:
       energy = min(energy, contractions.of_clipped(self.clip_sigmas))
-      energy = max(energy, 18 / self.clip_sigmas**2)  # what is clipped waits
+      energy = max(energy, 18 / self.clip_sigmas**2)  # clipped parts come later
     return contractions.of_energy(energy, draws=draws)
 
   @property
@@ -128,10 +116,7 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
     return ternary.Form(bucket_size=words, packing=self.packing, inline=inline)
 
   def leaf_statistics(self, x: Array) -> tuple[Array, Array]:
-    """Returns the scales, ``float32[1, 1]`` or ``[rows, P]``, and the limit to clip to.
-
-    The scales are those of clipped values. A limit of infinity clips nothing.
-    """
+    """Returns scales of clipped values, ``[1, 1]`` or ``[rows, P]``, and the limit."""
     flat = as_float32(x)
     largest = quantizing.scales_of(flat, self.form.planes, self.bucket_size)
     if self.clip_sigmas is None:

@@ -40,54 +40,45 @@ class TopK(sparse.SparseRows):
   ``exact``       the k largest, by sorting: ``jax.lax.top_k``. k slots
   ``trimmed``     the k largest of those that reach a threshold. k slots
   ``threshold``   all that reach a threshold which k to ``slack * k`` elements reach
-  ``sampled``     the same with the threshold of up to ``search_every`` steps before
+  ``sampled``     the same, with the threshold of up to ``search_every`` steps before
   ``auto``        ``exact`` below 128 KB of float32, ``trimmed`` below 4 MB, else
                   ``threshold``
   ==============  ==================================================================
 
-  The threshold is searched by bisection, on a sample of the leaf first. It is then
-  right after one pass over the leaf, unless the sample misled the search. Where equal
-  elements leave no such threshold, the larger ones are sent, and as many of the equal
-  ones as make k. (The paper bisects between the mean and the maximum, and reads the
-  leaf for each step. What is sent is the same.) If more elements reach a ``sampled``
-  threshold than there are slots, it is searched anew, so that no element is left out
-  because of its place.
+  Bisection finds the threshold on a sample of the leaf, and one pass over the leaf
+  confirms it, unless the sample misled the search. (The paper reads the leaf for each
+  step of bisection; it sends the same elements.) Where equal elements allow no such
+  threshold, the larger ones are sent, and enough equal ones to make k. A ``sampled``
+  threshold that more elements reach than there are slots is searched anew: no element
+  is left out because of its place.
 
-  A payload has a position in 16 bits and a value for each of ``slots`` entries. With
-  ``quantize="asq"`` it has positions, and one mean for all entries together: elements
-  of positive and negative sign take turns from step to step. With ``quantize="mean"``
-  (Strom) it has both signs at once, and a mean for each. Blocks of 65,536 elements
-  (32,768 with ``"mean"``) add 4 bytes each. The output layer is best left out of
-  quantization, by ``optax.partition``.
-
-  The codec is biased: without feedback, unsent elements are lost. Non-finite elements
-  are the largest of all, and are sent as they are. With a quantizer they make the mean
-  non-finite.
+  A payload has a position of 16 bits and a value for each of ``slots`` entries, and 4
+  bytes for each block of 65,536 elements (32,768 with ``"mean"``). The codec is biased:
+  without feedback, unsent elements are lost. Non-finite elements are the largest of
+  all, and are sent as they are; with a quantizer they spoil the mean.
 
   Attributes:
     density: the share of the elements to send, k / n, above 0 and at most 1; 1 for the
       dense exchange. Default: 0.001.
-    selection: the way in which the elements to send are selected: ``"auto"``,
-      ``"exact"``, ``"trimmed"``, ``"threshold"`` or ``"sampled"``, as in the table of
-      :class:`gradcomp.codecs.TopK`. Default: ``"auto"``.
-    quantize: what takes the place of the values: ``"asq"``, one mean of the elements of
-      one sign, and signs take turns; ``"mean"``, a mean of each sign; or None, which
-      sends the values. Default: None.
+    selection: the way to select: ``"auto"``, ``"exact"``, ``"trimmed"``,
+      ``"threshold"`` or ``"sampled"``, see :class:`gradcomp.codecs.TopK`. Default:
+      ``"auto"``.
+    quantize: ``"asq"`` sends one mean in place of the values: positive and negative
+      elements take turns from step to step. ``"mean"`` (Strom) sends both signs, with a
+      mean each. None sends the values. Keep the output layer out of quantization, by
+      ``optax.partition``. Default: None.
     dtype: the type of values on the wire: ``float32``, ``bfloat16`` or ``float16``. The
-      residual keeps what rounding to 16 bits loses, and what lies beyond the largest
-      number, and ``hierarchical``, which sends sums, refuses ``float16``. Default:
-      ``float32``.
+      residual keeps the rounding error, and the excess over the largest number.
+      ``hierarchical``, which sends sums, refuses ``float16``. Default: ``float32``.
     slack: slots for each of the k elements in ``threshold`` and ``sampled``, from 1 to
-      2. The less, the more often the sample misleads, which costs a pass over the leaf.
+      2. A smaller number lets more samples mislead, each of which costs a pass.
       Default: 2.0.
-    search_every: steps that a ``sampled`` threshold is used for, 1 or more. Default: 5.
-    range_size: the n elements that k and the threshold are for, consecutive ones of a
-      leaf, from 1 to 2**30. None for whole leaves, and for an Nth of a leaf where
-      workers own ranges, or for 2, 4, 8, ... times as many where that has more.
-      Default: None.
-    implementation: how to count and mark elements that reach a threshold, but with
-      ``exact``: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or None, which
-      chooses; see docs/inside/kernels.md. Default: None.
+    search_every: steps that use one ``sampled`` threshold, 1 or more. Default: 5.
+    range_size: n, the consecutive elements of a row, from 1 to 2**30. None for whole
+      leaves, for an Nth where workers own ranges, and for 2, 4, 8, ... times as many
+      parts where these are longer. Default: None.
+    implementation: the code that counts and marks elements, except with ``exact``; see
+      :class:`gradcomp.codecs.Codec`. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, or a quantizer goes with ``sampled``
@@ -100,11 +91,9 @@ class TopK(sparse.SparseRows):
     Array([ 0., -5.,  0.,  0.], dtype=float32)
 
   References:
-    Fang et al., `RedSync: Reducing Synchronization Bandwidth for Distributed Deep
-    Learning Training System <https://arxiv.org/abs/1808.04357>`_, 2018, sections 2.1
-    and 2.2; Strom, `Scalable distributed DNN training using commodity GPU cloud
-    computing <https://www.isca-archive.org/interspeech_2015/strom15_interspeech.html>`_,
-    2015
+    Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018, sections 2.1 and
+    2.2; Strom, `Scalable distributed DNN training
+    <https://www.isca-archive.org/interspeech_2015/strom15_interspeech.html>`_, 2015
   """
 
   density: float = checks.field(0.001, sparse.DENSITY)
@@ -121,13 +110,12 @@ class TopK(sparse.SparseRows):
     if self.quantize is not None and self.selection == "sampled":
       raise ValueError(
         f'`selection` must not be "sampled" with quantize={self.quantize!r}: the '
-        "threshold of one step says nothing of the next, whose elements are of the "
-        'other sign or no longer as large as their mean; take "threshold".'
+        'threshold of one step does not suit the next one; take "threshold".'
       )
     if self.quantize is not None and self.dtype != jnp.float32:
       raise ValueError(
-        f"`dtype` must be float32 with quantize={self.quantize!r}, whose means "
-        f"are all its values, got {self.dtype}."
+        f"`dtype` must be float32 with quantize={self.quantize!r}, which sends means "
+        f"alone, got {self.dtype}."
       )
 
   @property
@@ -138,11 +126,11 @@ class TopK(sparse.SparseRows):
   def sums(self) -> Sum:
     why = ""
     if self.dtype == jnp.float16:
-      why = "float16 values, got {codec}: sums of groups may lie beyond the largest "
-      why += "one; use dtype=jnp.bfloat16."
+      why = "float16 values, got {codec}: sums of groups may exceed the largest one; "
+      why += "use dtype=jnp.bfloat16."
     elif self.selection == "sampled":
-      why = "a codec that uses thresholds again, got {codec}: what is encoded there "
-      why += 'are sums of groups; use selection="auto".'
+      why = "a codec that uses thresholds again, got {codec}: sums of groups have "
+      why += 'other thresholds; use selection="auto".'
     return Entries(self, facts=OF_BLOCKS.refusing({"grouped": why} if why else {}))
 
   @property
@@ -230,8 +218,8 @@ class TopK(sparse.SparseRows):
       return None
     if not memory.own:
       raise ValueError(
-        f"`memory` must hold the thresholds that {self} uses again, got none; make the "
-        "state by optimizer.init."
+        f"`memory` must hold the thresholds of the last search of {self}, got none; "
+        "make the state by optimizer.init."
       )
     # Zeros have a threshold searched anew.
     return jnp.where(step % self.search_every != 0, memory.own.threshold, 0.0)

@@ -1,8 +1,7 @@
-"""The border: gradients as users have them become a worker's own, and means go back.
+"""The border: turns gradients as users have them into a worker's own, and means back.
 
 They come typed as addends, marked as those of all workers under Auto axes, as shards of
-a train step, or as one worker's own in a map of the user's; in boxes, with leaves that
-are not trained, and complex.
+a train step, or as one worker's own; in boxes, with untrained leaves, and complex.
 """
 
 import functools
@@ -20,13 +19,19 @@ from gradcomp._src.core import state as states
 from gradcomp._src.core.first_state import check_residual_types
 from gradcomp._src.core.inputs import like_complex, pairs, update_dtypes
 from gradcomp._src.core.specs import check_stacked, state_specs
-from gradcomp._src.mesh import param_specs, trees, types
+from gradcomp._src.mesh import param_specs, trees, types, unseen
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, manual_axes
 from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import per_device
-from gradcomp._src.mesh.specs import axes_in, entries, is_spec, restrict_spec
+from gradcomp._src.mesh.specs import (
+  axes_in,
+  entries,
+  is_spec,
+  restrict_spec,
+  sharded_axes,
+)
 
 Update = Callable[..., tuple[Any, Any]]
 
@@ -46,10 +51,10 @@ def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
 ) -> optax.GradientTransformationExtraArgs:
   """Makes a transformation of a core that sees one worker's real arrays, in each place.
 
-  It is ``core(across, grads, state)``, also of ``params, extra_args`` if it ``reads``
-  them. With ``keeps`` it returns each worker's own; ``local`` cores send nothing. It
-  sees complex arrays as pairs if ``real``, and addends as they are unless it ``enters``
-  their map. For ``whole`` and ``filled`` see :func:`_in_map`.
+  It calls ``core(across, grads, state)``, with ``params, extra_args`` too if it
+  ``reads`` them. With ``keeps`` it returns each worker's own; ``local`` cores send
+  nothing. With ``real`` complex arrays are pairs. Unless it ``enters`` their map, it
+  sees addends as they are. For ``whole`` and ``filled`` see :func:`_in_map`.
   """
 
   def own(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
@@ -82,19 +87,19 @@ def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
 def any_tree(
   init_fn: Callable[[Any], Any], update_fn: Update, maps: dict[str, Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps functions of arrays of floats so that they take trees as libraries have them.
+  """Wraps functions of float arrays so that they take trees as libraries have them."""
 
-  Parameters that are not trained reach them as None, as in the gradients. ``update``
-  sees the array of each box, and returns the boxes that it was given. Without ``maps``,
-  the options of :func:`_in_map`, it sees each :class:`PerWorker` as it is.
-  """
-
+  # Leaves that are not trained become None. `update` sees the array of each box, and
+  # without `maps`, the options of _in_map, each PerWorker as it is.
   def init(params: Any) -> Any:
     params = trees.trainable(params)
     with types.under_mesh_of(params):
       return init_fn(params)
 
   def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    if unseen.UNSEEN.value:
+      again = any_tree(init_fn, update_fn, maps).update
+      return unseen.in_map(again, updates, state, params, **extra_args)
     given = [*map(trees.unboxed, (updates, state, trees.trainable(params)))]
     # No map elsewhere, so that a kernel is not deeper below an update.
     call = update_fn
@@ -107,11 +112,8 @@ def any_tree(
 
 
 def entry(updates: Any, state: Any, *, whole: bool = False) -> Any:
-  """Returns gradients that need a map, their specs, and the axes; None for others.
-
-  Rows have the axes of the workers, and shards of a train step the Auto axes in no map.
-  """
-  if of_all(updates):
+  """Returns gradients that need a map, their specs, and the axes; None for others."""
+  if of_all(updates):  # rows, which have the axes of the workers
     return *unmarked(updates), ()
   # The map around this one has cut the state over the axes of the workers.
   specs, others = (None, ()) if whole else param_specs.shards_of(updates)
@@ -141,8 +143,8 @@ def _in_map(
   """Calls ``update`` on one worker's gradients, or on one device's shards, in a map.
 
   ``maps`` has the ``axis_name``, Ellipsis for that of rows, and whether it ``keeps``
-  rows. ``whole`` ones see whole leaves, as optimizers that take norms must, and the
-  exchanges in them see shards. ``filled`` makes a state that of all workers of a mesh.
+  rows. A ``whole`` one sees whole leaves, as optimizers that take norms must, and the
+  exchanges in it see shards. ``filled`` makes a state for all workers of a mesh.
   """
   tree, specs, axes, names = found
   placed_as, placed, mesh = specs, param_specs.PLACED.value, types.mesh_of(updates)
@@ -157,17 +159,24 @@ def _in_map(
     names = axes_in(specs).union(axis_names(axes))
   each = functools.partial(jax.tree.map, is_leaf=is_spec)
   cut = specs if axes_in(specs) else None
-  own = state_specs(state, axis_name=axes or manual_axes(), param_specs=cut)
-  own = each(lambda spec: restrict_spec(spec, names), own)
+  stacked = state_specs(state, axis_name=axes or manual_axes(), param_specs=cut)
+  own = each(lambda spec: restrict_spec(spec, names), stacked)
   places, keeps = specs, maps.get("keeps") and axes is not None
   if axes is not None:
     of_axes = lambda spec: restrict_spec(spec, axis_names(axes))
     check_stacked(state, each(of_axes, own), shapes, workers)
     places = each(lambda spec: P(axes, *entries(spec)), specs)
   arrays, with_arrays = arrays_of(extra_args)
+  # A map around this one may have no types, which say what differs between workers.
+  untyped = () if axes or types.is_typed(manual_axes()) else manual_axes()
+  differs = each(lambda x: tuple(sharded_axes(x).intersection(untyped)), stacked)
 
   def local(grads: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
     grads = jax.tree.map(lambda x: x[0], grads) if axes else grads
+    if untyped:
+      grads = types.mark_varying(grads, untyped)
+      mark = lambda x, names: types.mark_varying(x, names) if names else x
+      state = jax.tree.map(mark, state, differs)
     with param_specs.PLACED(placed):
       new, state = update(grads, state, params, **with_arrays(arrays))
     return (jax.tree.map(lambda x: x[None], new) if keeps else new), state

@@ -62,16 +62,16 @@ class Compression(checks.Checked):
     if self.feedback.moves and drops and not self.exchange.of_leaves:
       raise ValueError(
         f'`feedback` must not be "momentum" for a sparse codec in a '
-        f'"{self.exchange.name}" exchange, where no worker knows what of its own '
-        f'momentum a group has sent, got {self.codec}; use feedback="error", with '
-        "momentum behind it."
+        f'"{self.exchange.name}" exchange, where no worker knows which elements of its '
+        f'momentum were sent, got {self.codec}; use feedback="error", and momentum '
+        "after the exchange."
       )
     unequal = self.axis_name and not returns_means(self.exchange)
     if self.feedback.estimates and unequal:
       raise ValueError(
-        '`exchange` must not be "local", nor have merge="senders", with '
-        'feedback="ef21", by which all workers follow the mean, got '
-        f'{self.exchange!r} over {self.axis_name!r}; use feedback="error".'
+        '`exchange` must give all workers the mean with feedback="ef21", not "local" '
+        f'nor merge="senders", got {self.exchange!r} over {self.axis_name!r}; use '
+        'feedback="error".'
       )
 
   def plan(
@@ -139,9 +139,8 @@ class Compression(checks.Checked):
     states.check_state(state, needs, f"feedback={rule} and {self.codec}")
     if state.estimate is not None and not rule.estimates:
       raise ValueError(
-        f"`state.estimate` must be None with feedback={rule}, which does not add it to "
-        "what is sent; make the state with this transformation, or go on with "
-        'feedback="ef21".'
+        f"`state.estimate` must be None with feedback={rule}, which does not read it; "
+        'make the state with this transformation, or go on with feedback="ef21".'
       )
     if across.axes is not None and self.exchange.sends:
       told = vars(self) | {"inspected": state.measures is not None}
@@ -192,9 +191,9 @@ class Compression(checks.Checked):
       return
     own = type(self.exchange).__name__
     effect = (
-      ". Now that is gone in every step, and a codec that rounds at random does so "
-      "there, too, with twice the variance. To have it so without this warning, give "
-      f"the exchange feedback=False, as gradcomp.exchange.{own}(feedback=False)"
+      ". It is lost in every step now, and a codec that rounds at random has twice the "
+      "variance. To accept this without a warning, pass exchange="
+      f"gradcomp.exchange.{own}(feedback=False)"
     )
     warnings.warn(self._unknown_owners(plan, effect), stacklevel=2)
 

@@ -58,23 +58,18 @@ class NoFeedback(Feedback):
 class ErrorFeedback(Feedback, checks.Checked):
   r"""Error feedback: keeps the unsent part, and adds it to the next gradient.
 
-  With the gradient :math:`g`, the residual :math:`e`, and encoding and decoding
-  :math:`Q`:
-
   .. math:: c = g + e, \qquad e' = d \, (c - Q(c))
 
-  A residual takes as much memory as the parameters, in ``float32``. Fewer bits round it
-  at random, with the mean that it had. ``bfloat16`` takes a half, and loses less than
-  :math:`2^{-7}` of an element. ``"int8"`` takes a quarter, and 4 bytes for the scale of
-  each block: the elements of a block, at most 256 of the last axis, lose less than
-  :math:`1/63` of the largest. Where residuals keep their old value, because something
-  is not finite, it is the old one up to such a rounding.
-
-  It refuses a codec with a ``contraction`` of 0, whose residual would grow: see
-  :class:`gradcomp.codecs.Codec`.
+  with the gradient :math:`g`, the residual :math:`e`, and encoding and decoding
+  :math:`Q`. It refuses a codec with a ``contraction`` of 0, whose residual would grow:
+  see :class:`gradcomp.codecs.Codec`.
 
   Attributes:
-    residual_dtype: how residuals are stored: ``float32``, ``bfloat16`` or ``"int8"``.
+    residual_dtype: how residuals are stored: ``float32``, as much memory as the
+      parameters; ``bfloat16``, half; or ``"int8"``, a quarter plus 4 bytes a block of
+      at most 256 elements. Fewer bits are rounded at random, unbiased: ``bfloat16``
+      loses less than :math:`2^{-7}` of an element, ``"int8"`` less than :math:`1/63` of
+      the block's largest.
     residual_decay: d, above 0 and at most 1. Below 1, old residuals fade.
 
   Raises:
@@ -110,23 +105,19 @@ class ErrorFeedback(Feedback, checks.Checked):
 class MomentumFeedback(ErrorFeedback):
   """Error feedback for the momentum of the worker's own gradients.
 
-  ``u' = m u + g`` takes the place of the gradient, or ``m u' + g`` after Nesterov. So
-  put no momentum behind it. Where a sparse codec sends an element, its ``u'`` becomes
-  zero, so that an old gradient is not pushed on once it is sent.
+  ``u' = m u + g`` takes the place of the gradient; with Nesterov, ``m u' + g`` does. So
+  use an optimizer without momentum after it. Where a sparse codec sends an element, its
+  ``u'`` becomes zero.
 
   Attributes:
     decay: m, at least 0 and below 1.
     nesterov: whether momentum is Nesterov's.
-    residual_dtype, residual_decay: as of :class:`ErrorFeedback`. The momentum stays
+    residual_dtype, residual_decay: as in :class:`ErrorFeedback`. The momentum stays
       ``float32``.
 
-  Raises:
-    ValueError: an attribute is outside these.
-
   References:
-    Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018,
-    sections 3.1 and 3.2; Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_,
-    2018, section 2.4
+    Lin et al., `2018 <https://arxiv.org/abs/1712.01887>`_, sections 3.1 and 3.2; Fang
+    et al., `2018 <https://arxiv.org/abs/1808.04357>`_, section 2.4
   """
 
   decay: float = checks.field(0.9, checks.BELOW_1)
@@ -148,32 +139,27 @@ class MomentumFeedback(ErrorFeedback):
 
 @dataclasses.dataclass(frozen=True)
 class EF21(Feedback):
-  r"""EF21: sends the difference of a gradient to an estimate that owners follow, too.
+  r"""EF21: sends the difference of a gradient to an estimate that all workers follow.
 
   Worker :math:`i` with the gradient :math:`g_i` keeps its estimate :math:`h_i`, and all
   workers keep one of the mean, :math:`h`. Both are zero at first. With encoding and
-  decoding :math:`Q`,
+  decoding :math:`Q`, the update is :math:`h'`:
 
   .. math:: s_i = Q(g_i - h_i), \qquad h_i' = h_i + s_i, \qquad
      h' = h + \frac{1}{N} \sum_i s_i
 
-  The update is :math:`h'`. Where gradients settle, differences vanish, and with them
-  all that a codec loses, whatever its bias. Gradients of small batches do not settle.
+  Where gradients settle, differences vanish, and with them the codec's errors, whatever
+  its bias.
 
   An exchange with a second stage sends :math:`y = Q(\frac{1}{N} \sum_i s_i + r)`, and
-  its owner keeps the rest in :math:`r'`. Then :math:`h' = h + y`, and in every exchange
+  the owner keeps its loss :math:`r'`. Then :math:`h' = h + y`. In every exchange
+  :math:`\frac{1}{N} \sum_i h_i = h + r`, up to the rounding of float32: in ``ring`` and
+  ``hierarchical`` :math:`h_i` follows the partial sums that worker :math:`i` encodes,
+  and the rounding of :math:`h` to a narrow dtype is taken from every :math:`h_i`. Under
+  Explicit axes :math:`h` is a sum, without :math:`1/N`.
 
-  .. math:: \frac{1}{N} \sum_i h_i = h + r
-
-  up to the rounding of float32. In ``ring`` and ``hierarchical`` a worker's :math:`h_i`
-  follows the partial sums that it encodes. Rounding :math:`h` to a narrow dtype of
-  gradients is taken from every :math:`h_i`. Under Explicit axes :math:`h` is a sum, and
-  there is no :math:`1/N`.
-
-  The state has :math:`-h_i` as ``residual``, which a gradient is added to, and
-  :math:`h` as ``estimate``, both ``float32``: they are never sent again, so that
-  rounding to fewer bits would stay. The paper's first estimates are those after the
-  first step here.
+  The state has :math:`-h_i` as ``residual`` and :math:`h` as ``estimate``, both
+  ``float32``. The paper starts with the estimates of the first step.
 
   Example:
     >>> tx = gradcomp.topk(density=0.5, min_leaf_size=0, feedback="ef21")
@@ -186,8 +172,7 @@ class EF21(Feedback):
     [4. 1. 3. 2.]
 
   References:
-    Richtarik et al., `EF21: A New, Simpler, Theoretically Better, and Practically
-    Faster Error Feedback <https://arxiv.org/abs/2106.05203>`_, 2021, algorithm 2
+    Richtarik et al., `2021 <https://arxiv.org/abs/2106.05203>`_, algorithm 2
   """
 
   papers: ClassVar[tuple[str, ...]] = ("richtarik2021ef21",)
@@ -210,10 +195,7 @@ class EF21(Feedback):
 
 
 def as_feedback(given: Any, codec: LeafCodec, name: str = "codec") -> Feedback:
-  """Returns the feedback of a short form, or the object itself.
-
-  ValueError for anything else, or if the codec's residual would grow.
-  """
+  """Returns the feedback of a short form or an object; ValueError for another."""
   short: dict[Any, type[Feedback]] = {
     None: NoFeedback,
     "auto": NoFeedback if codec.unbiased else ErrorFeedback,

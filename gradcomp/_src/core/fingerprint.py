@@ -19,28 +19,23 @@ _GOLDEN = np.uint32(0x9E3779B9)  # odd, so that places stay different modulo 2**
 def fingerprint(tree: Any) -> jax.Array:
   r"""Returns 64 bits that depend on every bit of a tree: ``uint32[2]``.
 
-  For the element :math:`i` of a leaf, with the bits :math:`x_i`, and a hash
-  :math:`h` of 64 bits whose two halves are integers:
+  For the element :math:`i` of a leaf, with the bits :math:`x_i`, and a hash :math:`h`
+  of 64 bits as two integers:
 
   .. math:: \sum_\text{leaves} \sum_i h(x_i, i, \text{leaf}) \bmod 2^{32}
 
-  A sum of integers has one value in any order. So the fingerprint is the same on any
-  device, and for an array that is sharded as for one that is whole. A change of one
-  32-bit word, or of less, always changes it: :math:`h` is a bijection of it. Any other
-  change is missed once in :math:`2^{64}` times, as far as the hash is random. It is no
-  defense against people who look for two trees with one fingerprint.
-
-  Bits count, not values: -0.0 is not 0.0, and NaN differ by their payloads. A leaf
-  counts with its path, its dtype and its shape. Elements that lie :math:`2^{32}` words
-  apart in a leaf count as in one place. Inside ``jax.shard_map``, ``jax.pmap`` and
-  ``jax.vmap`` it is the fingerprint of the worker's own arrays.
+  Every device and every sharding gives the same fingerprint. A change of one 32-bit
+  word always changes it; any other is missed once in :math:`2^{64}` times, if the hash
+  is random. It is no defense against forgery. A leaf counts with its path, dtype and
+  shape. -0.0 differs from 0.0, and NaN differ by their payloads. In a map it is that of
+  the worker's own arrays.
 
   Args:
     tree: arrays of any dtype.
 
   Raises:
-    TypeError: JAX would drop bits of a NumPy array, because it has no 64-bit dtypes.
-    ValueError: a leaf is unreduced, so that no device has its value yet.
+    TypeError: a NumPy array is wider than JAX's dtypes.
+    ValueError: a leaf is unreduced.
 
   Example:
     >>> fingerprint({"w": jnp.array([0.0, 1.0, 2.0, 3.0])}).tolist()
@@ -58,13 +53,13 @@ def leaf_fingerprints(tree: Any) -> jax.Array:
     name = f"`tree`{jax.tree_util.keystr(path)}"
     if getattr(leaf, "dtype", like.dtype) != like.dtype:
       raise TypeError(
-        f"{name} must have a dtype that JAX keeps, got {leaf.dtype}, of which it would "
-        f"keep {like.dtype}; set jax_enable_x64, or cast it yourself."
+        f"{name} must have a dtype that JAX keeps, got {leaf.dtype}, which it would "
+        f"turn into {like.dtype}; set jax_enable_x64, or cast it yourself."
       )
     if axes := unreduced_axes(leaf):
       raise ValueError(
-        f"{name} must not be unreduced, got one that is over {sorted(axes)}, of which "
-        "each device holds an addend; reduce it first."
+        f"{name} must not be unreduced, got one over {sorted(axes)}, where each "
+        "device holds an addend; reduce it first."
       )
   return _of_leaves(tree)
 
@@ -101,7 +96,7 @@ def _of_leaf(x: jax.Array, seeds: jax.Array | np.ndarray) -> jax.Array:
     x = jax.random.key_data(x)
   words = _words(x)
   first = _place(x) * np.uint32(len(words))
-  total = jnp.asarray(seeds)  # which are all that is left of an empty leaf
+  total = jnp.asarray(seeds)  # so that an empty leaf counts
   for number, word in enumerate(words):
     place = (first + np.uint32(number)) * _GOLDEN + seeds[0]
     total = _added(*_mixed(word, place, seeds[1])) + total
@@ -112,10 +107,10 @@ def _mixed(
   word: jax.Array, place: jax.Array, seed: jax.Array | np.uint32
 ) -> tuple[jax.Array, jax.Array]:
   """Returns two words, each a bijection of ``word``, from a word and its place."""
-  # The first is a hash of the word XOR the place. Two words that change places as their
-  # places do would leave its sum as it was. The second distinguishes these.
-  # The constants are those of a hash of few operations whose output bits flip most
-  # nearly half of the time: https://nullprogram.com/blog/2018/07/31/ (lowbias32).
+  # The first is a hash of the word XOR the place: two words that swap as their places
+  # do leave its sum unchanged. The second distinguishes these.
+  # The constants are lowbias32's, a short hash with output bits that flip nearly half
+  # of the time: https://nullprogram.com/blog/2018/07/31/.
   first = word ^ place
   first = (first ^ (first >> 16)) * np.uint32(0x7FEB352D)
   first = (first ^ (first >> 15)) * np.uint32(0x846CA68B)

@@ -78,10 +78,7 @@ def make_own(
   unknown: str,
   in_specs: Any = PartitionSpec(),  # noqa: B008 - it is constant
 ) -> Any:
-  """Calls ``make(tree)`` in the map, or on all devices of the mesh: global arrays.
-
-  Else it raises UnboundAxisError: nobody knows ``unknown``.
-  """
+  """Calls ``make(tree)`` in the map, or on the mesh for global arrays."""
   names = axis_names(axis_name)
   workers, is_bound = count(studied_axes(names) or names)
   if is_bound:
@@ -89,7 +86,7 @@ def make_own(
   if workers is None:
     raise UnboundAxisError(
       f"`axis_name` must be an axis that init can count, and {axis_name!r} is not "
-      f"bound here, so that nobody knows {unknown}; call optimizer.init under "
+      f"bound here: it is unknown {unknown}; call optimizer.init under "
       "jax.set_mesh(mesh), or inside the map; where a program copies one state to its "
       "workers, give it gradcomp.wrappers.replicable("
       f"optimizer, axis_name={axis_name!r}, workers=N).",
@@ -153,7 +150,7 @@ def check_residual_types(stored: Any, updates: Any, axis_name: AxisName | None) 
     if not sharded_axes(types.typed_spec(leaf)).issuperset(names):
       raise ValueError(
         f"`state.residual`{jax.tree_util.keystr(path)} must stack the parts of all "
-        f"workers of {axis_name!r}, but its type says {jax.typeof(leaf)}; give "
+        f"workers of {axis_name!r}, got the type {jax.typeof(leaf)}; give "
         "axis_name= and make the state by optimizer.init under jax.set_mesh(mesh)."
       )
 

@@ -16,8 +16,8 @@ from gradcomp._src.exchange.step import Leaves, Step
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
 
-# The least share of the gradients' squares that those of their mean are where all are
-# the same. Two sums of the same float32 numbers differ by less.
+# Equal gradients have a mean with at least this share of their squares: two sums of the
+# same float32 numbers differ by less.
 _SAME = 1 - 1e-6
 
 

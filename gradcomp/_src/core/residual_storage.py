@@ -26,7 +26,7 @@ _TOP = 127
 class Int8Residual(NamedTuple):
   """The residual of a leaf, as integers of 8 bits and scales that are powers of two.
 
-  An element is its code times the scale of its block, part of the last axis.
+  An element is its code times the scale of its block, a part of the last axis.
 
   Attributes:
     codes: ``int8``, in the shape of the residual.
@@ -136,13 +136,9 @@ def to_bfloat16(x: jax.Array, lane: jax.Array) -> jax.Array:
 
 
 def to_int8(x: jax.Array, lane: jax.Array, blocks: int | None = None) -> Int8Residual:
-  """Rounds finite ``float32`` to multiples of the scale of its block, unbiased.
-
-  The scale is the least power of two of which 127 reach the block's largest magnitude,
-  at least ``2**-126``. Numbers that are such multiples stay as they are. ``lane`` is
-  uniform ``uint16``, and ``blocks`` the number on the last axis, by default as
-  :func:`zeros`.
-  """
+  """Rounds finite ``float32`` to multiples of the scale of its block, unbiased."""
+  # The scale is the least power of two, 2**-126 or more, whose 127-fold reaches the
+  # largest magnitude: multiples of an old scale stay. `lane` is uniform uint16.
   shape = x.shape
   cut = _blocks(shape) if blocks is None else _cut(shape, blocks)
   x, lane = x.reshape(cut), lane.reshape(cut)

@@ -58,14 +58,11 @@ def remainder(
   count: jax.Array,
   key: Any,
 ) -> Kept:
-  """Returns the new residual, the unsent part, and the new momentum, if there is one.
-
-  Old ones stay where the unsent part or the mean is not finite. So a gradient that is
-  not finite, and its whole bucket with it, is never kept, and no worker counts that
-  bucket as sent. ``count`` is the step's, see ``materialize.updated_in_place``, and
-  ``key``, ``uint32[2]``, is for the rounding to fewer bits, or None. With ``again`` a
-  CPU does not store the unsent part until the mean is there.
-  """
+  """Returns the new residual and momentum; old ones where the step is not finite."""
+  # Where the unsent part or the mean is not finite, no worker keeps the gradient, or
+  # counts its bucket as sent. `count` is the step's, see materialize.updated_in_place.
+  # `key`, uint32[2], rounds to fewer bits. With `again` a CPU does not store the unsent
+  # part until the mean is there.
   residual: Any
   (residual, momentum), stored = old, None
   mean, unsent, chosen, again = left

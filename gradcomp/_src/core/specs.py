@@ -22,12 +22,7 @@ from gradcomp._src.mesh.axes import (
   sizes_by_axis,
 )
 from gradcomp._src.mesh.param_specs import specs_like, specs_of
-from gradcomp._src.mesh.specs import (
-  is_spec,
-  sharded_axes,
-  stack_spec,
-  stacked_over,
-)
+from gradcomp._src.mesh.specs import is_spec, sharded_axes, stack_spec, stacked_over
 from gradcomp._src.mesh.study import is_study
 from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.mesh.types import is_traced
@@ -38,27 +33,23 @@ def state_specs(  # noqa: C901 - a case for each type of state
 ) -> Any:
   """Returns the ``PartitionSpec`` of every array of an optimizer state.
 
-  Residuals differ between workers: the global array stacks them on their first axis,
-  ``P(axis_name)``. So do the gradients that ``optax.MultiSteps`` around the exchange
-  has not sent yet, gradcomp's own momentum, and the rows that a worker owns in
-  :func:`gradcomp.parallel.zero`. Everything else, also an optimizer's momentum, is
-  replicated: ``P()``.
+  Arrays that differ between workers are stacked on their first axis, ``P(axis_name)``:
+  residuals, gradcomp's own momentum, the rows that a worker owns in
+  :func:`gradcomp.parallel.zero`, and what ``optax.MultiSteps`` around the exchange has
+  collected. All others, like an optimizer's momentum, are replicated: ``P()``.
 
   Args:
     opt_state: the state of any optax transformation that holds gradcomp's, or its
       ``jax.eval_shape``.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
-    param_specs: the specs of the parameters, or their shardings, a tree like them, if
-      a map makes other mesh axes manual, too. Whatever has the structure of the
-      parameters, like momentum, gets them. Residuals get them after the data axis.
-
-  Returns:
-    A tree of the same structure, for ``jax.shard_map``.
+    param_specs: the specs of the parameters, or their shardings, a tree like them, for
+      a map that makes other mesh axes manual, too. Trees like the parameters, such as
+      momentum, get them; residuals get them after the data axis.
 
   Raises:
-    ValueError: something differs between workers, and ``axis_name`` names no axis;
-      ``optax.apply_if_finite`` is around an exchange; or ``param_specs`` shards a
-      parameter over ``axis_name``.
+    ValueError: something differs between workers, without an axis;
+      ``optax.apply_if_finite`` is around an exchange; or ``param_specs`` shards over
+      ``axis_name``.
     TypeError: ``param_specs`` has a leaf that is no spec and no sharding.
 
   Example:
@@ -103,9 +94,9 @@ def state_specs(  # noqa: C901 - a case for each type of state
     if isinstance(node, optax.ApplyIfFiniteState):
       raise ValueError(
         "`opt_state` must not hold an exchange inside of optax.apply_if_finite, where "
-        "each worker decides by itself and waits for those that decide otherwise; put "
+        "workers that decide differently wait for each other; put "
         "gradcomp.skip_nonfinite(..., axis_name=) around the exchange, or "
-        f"optax.apply_if_finite behind it.{see('must-not-hold-an-exchange-inside-of')}"
+        f"optax.apply_if_finite after it.{see('must-not-hold-an-exchange-inside-of')}"
       )
     return placed(node)
 
@@ -169,36 +160,30 @@ def init_state(
   mesh: Mesh | None = None,
   replicate: int | tuple[int, ...] | None = None,
 ) -> Any:
-  """Calls ``optimizer.init(params)`` for a map that it cannot see from outside.
+  """Returns the state of ``optimizer.init(params)`` for a map that it cannot see.
 
-  By default it is for a map that makes all mesh axes manual, and for gradients from
-  :func:`gradcomp.value_and_grad` under Auto axes with ``param_specs``. There each
-  device has residuals of its own shard, which ``optimizer.init`` outside the map
-  cannot know. If only the data axes are manual, use ``optimizer.init``.
-
-  With ``replicate`` it is for ``jax.pmap``, which takes the states of N workers stacked
-  on a first axis. They have the bits of an ``init`` inside the map. If a trainer makes
-  the state itself, use :func:`gradcomp.wrappers.replicable`.
+  Use it for a map that makes all mesh axes manual, and for gradients of
+  :func:`gradcomp.value_and_grad` under Auto axes with ``param_specs``: each device has
+  residuals of its own shard. Its specs are ``state_specs(...,
+  param_specs=param_specs)``. If only the data axes are manual, ``optimizer.init`` does.
+  With ``replicate`` every array is ``[N, ...]``, for ``jax.pmap``, with the bits of an
+  ``init`` inside the map. For a trainer that makes the state itself, use
+  :func:`gradcomp.wrappers.replicable`.
 
   Args:
-    optimizer: an optax transformation with gradcomp's in it.
-    params: the parameters, whole.
+    optimizer, params: an optax transformation with gradcomp's in it; whole parameters.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
     param_specs: the specs of the parameters, or their shardings, a tree like them or
-      one for all; by default those of ``params``, if these are no traced arrays.
+      one for all; by default those of ``params``, unless these are traced.
     mesh: the devices; by default the mesh of ``jax.set_mesh``.
     replicate: N, of all processes together; of several axes a tuple of their sizes.
-      With several processes, each gives ``jax.pmap`` the rows of its own workers.
-
-  Returns:
-    The global state, for maps with ``state_specs(..., param_specs=param_specs)``; or
-    with ``replicate`` every array as ``[N, ...]``.
+      Each process gives ``jax.pmap`` the rows of its own workers.
 
   Raises:
-    ValueError: there is no mesh; something differs between workers, and ``axis_name``
-      names no axis of the mesh; ``param_specs`` shards a parameter over ``axis_name``,
-      is not like the parameters, or is missing where ``params`` are traced; or
-      ``replicate`` is no such number, or is given beside ``param_specs`` or ``mesh``.
+    ValueError: there is no mesh, or it lacks the axis; ``param_specs`` shards a
+      parameter over ``axis_name``, is not like the parameters, or is missing for traced
+      ones; or ``replicate`` is no such number, or is given beside ``param_specs`` or
+      ``mesh``.
     TypeError: ``param_specs`` has a leaf that is no spec and no sharding.
 
   Example:
@@ -264,32 +249,24 @@ def replicable(
   axis_name: AxisName,
   workers: int | tuple[int, ...],
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lets a program call ``init`` once, and copy the state to each of N workers.
+  """Returns an optimizer with a first state that programs may copy to N workers.
 
-  Most programs around ``jax.pmap`` do so, by ``flax.jax_utils.replicate``, and some
-  trainers inside of their own code. There ``init`` cannot count the workers, of which
-  each owns :math:`1/N` of the mean, and keeps what its second encoding loses. Now it
-  can: it returns one worker's part, ``[ceil(rows / N), ...]`` where all workers
-  together have ``rows``. All parts are zeros at first, so that copies of one have the
-  bits of an ``init`` inside the map. ``update`` is that of ``optimizer``, and biased
-  where that is.
-
-  Inside of the map ``init`` is that of ``optimizer``, too. For plain ``jax.jit`` and
-  ``jax.shard_map``, which take the arrays of all workers, use ``optimizer`` itself
-  under ``jax.set_mesh``.
+  Programs around ``jax.pmap`` copy states (``flax.jax_utils.replicate``), and some
+  trainers. There ``init`` cannot count the workers, each of which owns :math:`1/N` of
+  the mean and keeps the loss of its second encoding. This one returns one worker's
+  part, ``[ceil(rows / N), ...]``, of zeros, so copies have the bits of an ``init``
+  inside the map. ``update``, and ``init`` inside the map, are those of ``optimizer``.
+  Plain ``jax.jit`` and ``jax.shard_map`` take the arrays of all workers: use
+  ``optimizer`` itself there, under ``jax.set_mesh``.
 
   Args:
-    optimizer: an optax transformation with gradcomp's in it, like a whole chain.
-    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
+    optimizer, axis_name: as for :func:`gradcomp.init_state`.
     workers: N, of all processes together; of several axes a tuple of their sizes.
 
-  Returns:
-    A gradient transformation with the state of ``optimizer``.
-
   Raises:
-    ValueError: ``workers`` is no such number; in ``init``, the first state differs
-      between the workers, as where :func:`gradcomp.parallel.zero` is around an
-      optimizer that keeps its rows of the parameters.
+    ValueError: ``workers`` is no such number; in ``init``, first states of workers
+      differ, as in :func:`gradcomp.parallel.zero` around an optimizer that keeps
+      parameters.
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
@@ -310,10 +287,10 @@ def replicable(
       if "out_axes is None" not in str(error):
         raise
       raise ValueError(
-        "`optimizer` must have a first state that is the same on all workers, which "
-        "copies of one worker's are, but an array of it differs between those of "
-        f"{axis_name!r}; make the states of all by gradcomp.init_state(optimizer, "
-        f"params, axis_name={axis_name!r}, replicate={workers})."
+        "`optimizer` must have the same first state on all workers to be copied, got "
+        f"an array that differs along {axis_name!r}; make the states by "
+        f"gradcomp.init_state(optimizer, params, axis_name={axis_name!r}, "
+        f"replicate={workers})."
       ) from None
 
   return optax.GradientTransformationExtraArgs(init_fn, optimizer.update)

@@ -22,21 +22,20 @@ from gradcomp._src.kernels.materialize import unknown
 class CompressState(NamedTuple):
   """The state of :func:`gradcomp.compress`: plain arrays, which any checkpointer saves.
 
-  Fields but ``count`` and ``key`` may be None. Arrays of complex parameters have one
-  more axis, of size two, for pairs of reals.
+  Fields other than ``count`` and ``key`` may be None. Arrays like the parameters have
+  at least one axis, and one more of size two for complex parameters, as pairs of reals.
 
   Attributes:
     count: steps so far, ``int32[]``, replicated.
     key: ``uint32[2]``, replicated.
-    residual: arrays like the parameters, but of at least one axis, ``float32`` or as
-      feedback stores them, per worker.
+    residual: like the parameters, ``float32`` or as feedback stores them, per worker.
     server_residual: the rows of the owner residuals that a worker owns, ``float32``, by
       the axes that stack them.
-    memory: the codecs' state of each leaf, like fitted levels, or thresholds and counts
-      of sent entries, by the axes that stack them, and by the numbers of leaves.
-    velocity: the momentum of each worker, ``float32``, like the residual.
-    estimate: with ``feedback="ef21"`` the estimate that workers share, arrays like the
-      parameters, but of at least one axis, ``float32``, replicated.
+    memory: the codecs' state of each leaf, like fitted levels or thresholds, by the
+      axes that stack them and by the numbers of leaves.
+    velocity: the momentum of each worker, like the residual, ``float32``.
+    estimate: with ``feedback="ef21"`` the estimate that workers share, like the
+      parameters, ``float32``, replicated.
     measures: sums of each leaf in a step that :mod:`gradcomp.telemetry` inspects,
       replicated; None between steps.
 
@@ -67,8 +66,8 @@ class ScanState(NamedTuple):
   """The state of :func:`gradcomp.parallel.compress_in_scan`.
 
   Attributes:
-    layers: the count, the key and the residuals, of all layers stacked. Residuals are
-      ``[L, ...]`` per worker, also those of owners.
+    layers: the count, the key and the residuals of all layers, stacked: ``[L, ...]``
+      per worker, also those that owners keep.
 
   Example:
     >>> tx = gradcomp.parallel.compress_in_scan(
@@ -91,11 +90,11 @@ class ScanState(NamedTuple):
 
 
 class OwnedRows(NamedTuple):
-  """The rows of a leaf that a worker owns, as :func:`gradcomp.parallel.zero` has them.
+  """The rows of a leaf that a worker owns in :func:`gradcomp.parallel.zero`.
 
   Attributes:
-    arrays: by the axes that stack it, one array, per worker: ``[rows, ...]``, the
-      elements of a row in one axis or several. Zeros fill up the last rows.
+    arrays: one array by the axes that stack it, ``[rows, ...]`` per worker. Zeros fill
+      up the last rows.
 
   Example:
     >>> params = {"w": OwnedRows({("data",): jnp.ones((2, 128))})}
@@ -205,7 +204,7 @@ def check_type(state: Any, kind: type) -> None:
   if not isinstance(state, kind):
     raise TypeError(
       f"`state` must be a gradcomp.state.{kind.__name__}, got {type(state).__name__}; "
-      f"{_CURE}, and take the one of its place from the state of an optax.chain."
+      f"{_CURE}, and take its own part from the state of an optax.chain."
     )
 
 
@@ -229,13 +228,10 @@ def seed_words(key: ArrayLike) -> jax.Array:
 def step_keys(
   state: CompressState, plan: MessagePlan, *, shared: bool
 ) -> tuple[list[Context], list[list[Context]]]:
-  """Returns the keys of a step: of each leaf, and of each codec of each message.
-
-  Each worker has its own, but for codecs that select equally, and ``shared`` dithers.
-  """
-  # A key derives from the names of its leaves, and from no others. So transformations
-  # of different leaves, as in optax.partition, draw different bits, and a new leaf
-  # changes no bits of others.
+  """Returns the keys of a step: of each leaf, and of each codec of each message."""
+  # Each worker has its own, except for codecs that select equally, and shared dithers.
+  # A key derives from the names of its own leaves: so transformations of different
+  # leaves, as in optax.partition, draw apart, and a new leaf changes no bits of others.
   leaves: dict[int, Codec] = {}
   stages: list[tuple[str, Codec]] = []
   for message in plan.messages:
@@ -253,7 +249,7 @@ def step_keys(
     common = _keys(state, [users[i][0] for i in numbers])
     own = jax.vmap(fold_key, (0, None))(common, worker)
     dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
-    # So leaves of one shape have equal programs, of which XLA compiles one.
+    # So leaves of one shape have equal programs, and XLA compiles one.
     kinds = {"keepdims": False, "allow_negative_indices": False}
     for k, i in zip(unknown(range(len(numbers)), common), numbers, strict=True):
       row = lambda keys, k=k: lax.dynamic_index_in_dim(keys, k, **kinds)

@@ -34,11 +34,8 @@ Taken = TypeVar("Taken", bound=tuple[Any, ...])  # the result that counts, and o
 def take_step(
   options: Compression, step: Step, updates: Any, state: CompressState, finish: Finish
 ) -> tuple[Any, CompressState, Any]:
-  """Takes a step on one worker; returns its updates, its next state, and the rest.
-
-  ``finish`` is the second half: it returns the result with updates in place of means,
-  whose rounding errors join the unsent parts, and further results, the rest.
-  """
+  """Takes a worker's step; returns updates, state, and the rest of ``finish``."""
+  # `finish` turns means into updates, with their rounding errors in the unsent parts.
   corrected = correct(options, updates, state)
   found, owned, _ = options.averaging.run(step, corrected)
   reduced = [found[i] for i in range(len(corrected))]
@@ -70,11 +67,7 @@ def correct(options: Compression, updates: Any, state: CompressState) -> list[An
 def as_updates(
   dtypes: Sequence[np.dtype], share: float | None, reduced: Sequence[Reduced]
 ) -> tuple[list[Reduced], None]:
-  """Casts the means, and adds the rounding errors of the cast to the unsent parts.
-
-  Every worker keeps the same ``share`` of the error: 1, or 1/N of a sum. It is None if
-  workers keep no residuals. A mean that is too large becomes the largest number.
-  """
+  """Casts the means; each worker keeps a ``share`` of the error, 1 or 1/N, or None."""
 
   def cast(x: Any, dtype: np.dtype) -> Any:
     if share is not None and jnp.finfo(dtype).bits < jnp.finfo(x.mean.dtype).bits:
@@ -148,16 +141,14 @@ def otherwise(
   *,
   alike: bool = True,
 ) -> Taken:
-  """Returns ``taken``, or ``step`` by the fallbacks of its facts if its first has NaN.
-
-  That has the same bits along the axes ``workers`` if ``alike``.
-  """
+  """Returns ``taken``, or ``step`` by its facts' fallbacks if its first has NaN."""
+  # If `alike`, `taken` has the same bits along the axes `workers`.
   arrays, again = jax.tree.leaves(taken[0]), by_fallbacks(facts)
   # Studies read the usual step.
   if again == facts or not arrays or is_study():
     return taken
-  # Devices that see something else must take one branch with these: XLA's permutations
-  # wait for all devices of the program. Whoever has the same bits need not be asked.
+  # Devices that see something else must take the same branch: XLA's permutations wait
+  # for all devices of the program. Devices with the same bits need not be asked.
   manual = {*manual_axes()}
   own = set() if workers is None else {*axis_names(workers)}
   asked = sorted(manual - own if alike else manual | own)

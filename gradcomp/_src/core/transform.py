@@ -36,58 +36,50 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces each worker's gradient by the mean of all workers', sent compressed.
 
-  Put it in front of an optimizer, and give it gradients that no collective has touched
-  yet: see :func:`gradcomp.value_and_grad`. With worker :math:`i`'s gradient
-  :math:`g_i` and residual :math:`e_i` (zero without feedback), it returns
+  Put it before an optimizer, and give it the gradients of
+  :func:`gradcomp.value_and_grad`, which no collective has reduced. With worker
+  :math:`i`'s gradient :math:`g_i` and residual :math:`e_i` (zero without feedback), it
+  returns
 
   .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
 
-  where :math:`Q` encodes and decodes. ``two_shot`` encodes the mean once more, and
-  sends the rounding error in the next step: see :class:`gradcomp.exchange.TwoShot`.
-  Every worker gets the same bits. Without feedback the result is unbiased if the codec
-  is, up to that rounding error.
+  where :math:`Q` encodes and decodes. Every worker gets the same bits. ``two_shot``
+  encodes the mean again, and sends that rounding error in the next step: see
+  :class:`gradcomp.exchange.TwoShot`. Up to that error, the result without feedback is
+  unbiased if the codec is.
 
-  Under Explicit axes, call ``update`` in plain ``jax.jit``. It takes gradients typed
-  ``{U:data}``, whose sum over the devices is the gradient of the whole batch, and
-  returns that sum, replicated. There is then no :math:`1/N` in the formula.
+  Under Explicit axes, call ``update`` in plain ``jax.jit``: it takes addends typed
+  ``{U:data}`` and returns their sum, replicated, without :math:`1/N`.
 
-  All is computed in float32, and returned in the gradient's dtype. With feedback, the
-  error of that cast joins the residual, too. A mean that a codec makes too large for
-  the dtype becomes its largest number. Float64 numbers beyond 3.4e38 become
-  infinite. But with ``Dense()``, float64 is added as float64.
-  Complex gradients are sent, and kept in residuals, as pairs of reals.
+  All is computed in float32 and returned in the gradient's dtype; feedback keeps the
+  error of that cast. A mean too large for the dtype becomes its largest number.
+  ``Dense()`` adds float64 as float64. Complex gradients travel as pairs of reals. Any
+  tree will do, such as an ``equinox.Module``; leaves that are not trained have None as
+  gradient.
 
-  A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
-  residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. Or
-  put :func:`gradcomp.skip_nonfinite` around all, which keeps every residual.
-
-  ``init`` takes any tree, for example a whole ``equinox.Module``: what is not trained,
-  see :func:`gradcomp.value_and_grad`, has nothing in the state. ``update`` takes
-  gradients with None there, and the tree itself as parameters. Variables of flax.nnx
-  count as their arrays, and come back as Variables.
+  A non-finite gradient makes at least its bucket NaN on every worker, and residuals
+  keep their old values there. Guard with ``optax.apply_if_finite`` *after* this, or put
+  :func:`gradcomp.skip_nonfinite` around everything, which keeps every residual.
 
   Args:
     codec: the codec of the leaves, e.g. :class:`gradcomp.codecs.QSGD`.
-    axis_name, exchange, feedback, min_leaf_size, message_bytes, key, dither: the
-      options, which all recipes take, too: see :class:`gradcomp.CompressOptions`.
+    axis_name, exchange, feedback, min_leaf_size, message_bytes, key, dither: as in
+      :class:`gradcomp.CompressOptions`.
 
   Returns:
-    A gradient transformation; its state is a :class:`gradcomp.state.CompressState`.
-    Inside the map, ``init`` makes the worker's own state. Outside, under
-    ``jax.set_mesh(mesh)`` or with arrays that lie on a mesh, it makes the global one:
-    see :func:`gradcomp.state_specs`. Elsewhere, and without ``jax.set_mesh`` in
-    ``jax.jit`` or ``jax.eval_shape``, it cannot count the workers. Then ``update``
-    warns if their second stage loses something for that.
+    A gradient transformation with a :class:`gradcomp.state.CompressState`. Inside the
+    map, ``init`` makes the worker's own state; outside, under ``jax.set_mesh(mesh)`` or
+    with arrays on a mesh, the global one: see :func:`gradcomp.state_specs`. Elsewhere,
+    as in ``jax.jit`` without a mesh, it cannot count the workers, and ``update`` warns
+    if a second stage then loses something.
 
   Raises:
-    ValueError: an option is bad, the codec or the axes do not allow the exchange, or
-      the codec's residual would grow: see ``contraction`` of
-      :class:`gradcomp.codecs.Codec`. In ``update``: an axis is not bound; there are
-      manual axes and no ``axis_name``; gradients are already reduced; residuals have
-      other shapes than it needs; or another process of the run has other options. In
-      both, parameters are visibly sharded over an axis that is averaged over.
-    TypeError: ``codec`` is not one; in ``update``, a gradient leaf is neither real nor
-      complex floating point, or ``jax.grad`` differentiates through it.
+    ValueError: an option is bad; the codec or the axes do not allow the exchange; or
+      the residual would grow (``contraction`` of :class:`gradcomp.codecs.Codec`). In
+      ``update``: the axis is not bound; gradients are already reduced; parameters are
+      sharded over the axis; or the state or another process does not fit.
+    TypeError: ``codec`` is not one; in ``update``, a gradient is not floating point, or
+      ``jax.grad`` differentiates through it.
 
   Example:
     >>> tx = compress(gradcomp.codecs.QSGD(bits=8, rounding="nearest"))
@@ -98,10 +90,8 @@ def compress(  # noqa: PLR0913 - options of users, by keyword
     True
 
   References:
-    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
-    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.4 and
-    3.2; Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
+    Grubic et al., `2018 <https://doi.org/10.3929/ethz-b-000319485>`_, sections 2.4 and
+    3.2; Han et al., `2021 <https://arxiv.org/abs/1911.08907>`_, section 4.2
   """
   if not is_codec(codec):
     raise TypeError(f"`codec` must be an instance of a codec, got {codec!r}.")

@@ -50,12 +50,8 @@ class AllocatedLeaf(NamedTuple):
 
 
 def least_bytes(leaves: Sequence[Sequence[Any]], bound: float) -> list[int] | None:
-  """Returns the number of an option for each leaf, or None if it finds no sum in bound.
-
-  It is L-GreCo's dynamic program. Errors count in parts of the bound, rounded up, so
-  that the exact sum of the errors is never above it. With L leaves no choice within
-  ``(1 - L / PARTS) * bound`` has fewer bytes: each leaf loses less than a part.
-  """
+  """Returns an option for each leaf, or None: L-GreCo's dynamic program."""
+  # Errors count in parts of the bound, rounded up: their exact sum is within it.
   # The least bytes of the leaves so far, by the parts that they take together.
   least = np.full(PARTS + 1, np.inf)
   least[0] = 0
@@ -122,11 +118,7 @@ class Allocation:
 
   @property
   def candidate(self) -> Candidate:
-    """The policy for the ``candidates`` of a :class:`gradcomp.cost.PlanOptions`.
-
-    Its loss is that of the gradients. No study has trained it, so that
-    ``budget="paper"`` refuses it.
-    """
+    """The policy as a candidate of a plan; ``"paper"`` refuses it as untrained."""
     total = self.total
     densities = [getattr(leaf.codec, "density", None) for leaf in self.leaves]
     return as_candidate(self.policy)._replace(
@@ -150,42 +142,35 @@ def allocate(
   candidates: Sequence[LeafCodec] = _WIDTHS,
   min_leaf_size: int | None = None,
 ) -> Allocation:
-  r"""Chooses a codec for each leaf: the least bytes at the error of one codec for all.
+  r"""Returns a codec for each leaf: the least bytes at the error of one codec for all.
 
-  Each candidate c encodes each leaf l of the given gradients g, which shows its squared
-  error, added over the gradients, and its bytes. Of all choices c(l) it takes
+  Each candidate c encodes each leaf l of the given gradients g. Of all choices c(l) it
+  takes
 
   .. math:: \min_c \sum_l \text{bytes}(l, c(l)) \quad \text{with} \quad
      \sum_l \lVert Q_{c(l)}(g_l) - g_l \rVert^2 \le
      \sum_l \lVert Q_u(g_l) - g_l \rVert^2
 
-  where u is the uniform codec. The error is never above that sum, and the bytes are
-  never above those of u. Errors count in :math:`2^{15}` parts of the sum, rounded up.
-  So with L leaves no choice within :math:`1 - L / 2^{15}` of the sum has fewer bytes.
+  where u is the uniform codec. Neither the error nor the bytes are above those of u.
+  Errors count in :math:`2^{15}` parts of the sum, rounded up: with L leaves no choice
+  within :math:`1 - L / 2^{15}` of the sum has fewer bytes.
 
-  It is a choice for these gradients. Choose again where training has changed them.
-  Errors are those of a first step, without a residual. Each is of one worker's
-  encoding, with one drawing of random bits. What owners lose of a mean is not in it.
-  Nor are the zeros that fill up shares and lines in the bytes, which
-  :func:`gradcomp.explain` counts.
-
-  Where a candidate is biased, workers keep residuals. These would grow with a codec
-  that loses all of a leaf's energy, so none that does is chosen.
+  Errors are of one encoding of these gradients, without residuals and the errors of
+  owners; choose again where training has changed them. :func:`gradcomp.explain` counts
+  the zeros of shares, too. Where a candidate is biased, workers keep residuals, and no
+  codec that loses all of a leaf's energy is chosen.
 
   Args:
     gradients: trees like the parameters, of one worker each: a tree for each step, and
-      worker, that counts. Take them in front of the exchange.
+      worker, that counts. Take them before the exchange.
     uniform: the codec that sets the error.
-    candidates: the codecs to choose from, beside ``uniform``. By default QSGD of 2 to
-      8 and of 16 bits, and float32. ``TopK`` is another.
+    candidates: the codecs to choose from, beside ``uniform``. By default QSGD of 2 to 8
+      and of 16 bits, and float32.
     min_leaf_size: as for :class:`gradcomp.CompressOptions`.
 
-  Returns:
-    An :class:`Allocation`. Give its ``rules`` to :func:`gradcomp.policy`.
-
   Raises:
-    ValueError: there is no gradient, trees differ, or a leaf is not finite; or a
-      candidate is no codec; or one is biased, and ``uniform`` loses a leaf's energy.
+    ValueError: gradients differ or are not finite; a candidate is no codec; or one is
+      biased, and ``uniform`` loses a leaf's energy.
     TypeError: a leaf is no array of floats.
 
   Example:
@@ -200,8 +185,7 @@ def allocate(
     >>> exchange = gradcomp.policy(found.rules, axis_name="data")
 
   References:
-    Markov et al., `L-GreCo: Layerwise-Adaptive Gradient Compression for Efficient and
-    Accurate Deep Learning <https://arxiv.org/abs/2210.17357>`_, 2024, section 4
+    Markov et al., `L-GreCo <https://arxiv.org/abs/2210.17357>`_, 2024, section 4
   """
   model = _model(gradients)
   codecs = tuple(dict.fromkeys((uniform, *_codecs(candidates, uniform))))
@@ -243,8 +227,8 @@ def _contracting(options: list[AllocatedLeaf]) -> list[AllocatedLeaf]:
   if grows(first):
     raise ValueError(
       "`uniform` must lose less than the energy of each leaf where a candidate is "
-      f"biased, and of {first.path} it loses {first.error / first.energy:.3g} of it; "
-      "take more bits, smaller buckets, or only unbiased candidates."
+      f"biased, got a loss of {first.error / first.energy:.3g} of {first.path}; take "
+      "more bits, smaller buckets, or only unbiased candidates."
     )
   return [x._replace(error=math.inf) if grows(x) else x for x in options]
 

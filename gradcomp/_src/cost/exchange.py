@@ -1,4 +1,4 @@
-"""The seconds of exchanges and of train steps: overlap, crossovers and scaling."""
+"""The seconds of exchanges and of train steps: overlap and crossovers."""
 
 import dataclasses
 import itertools
@@ -50,7 +50,7 @@ class Breakdown(NamedTuple):
 def exchange_seconds(
   explanation: Explanation, cluster: Cluster, speeds: Speeds
 ) -> Breakdown:
-  """Predicts the seconds from the gradients to their means.
+  """Returns the predicted seconds of each part, from the gradients to their means.
 
   Each collective takes the seconds of its ring; see :class:`Link`. A worker computes
   before and after its collectives, not meanwhile.
@@ -59,10 +59,7 @@ def exchange_seconds(
     explanation: the exchange, from :func:`gradcomp.explain`.
     cluster: the workers, as many as in the explanation.
     speeds: the speeds of all codecs, or a function from the codec of a leaf to its
-      speeds. It is not asked for leaves that the backend adds as they are.
-
-  Returns:
-    The seconds of each part.
+      speeds. Leaves that the backend adds as they are need none.
 
   Raises:
     ValueError: the numbers of workers differ.
@@ -86,15 +83,12 @@ def exchange_seconds(
 def message_seconds(
   explanation: Explanation, cluster: Cluster, speeds: Speeds
 ) -> tuple[Breakdown, ...]:
-  """Predicts the seconds of each message by itself.
+  """Returns the predicted seconds of each message by itself.
 
   A leaf that travels in several messages is encoded for the last one of them.
 
   Args:
     explanation, cluster, speeds: as for :func:`exchange_seconds`.
-
-  Returns:
-    The seconds of each part, one for each message.
 
   Raises:
     ValueError: the numbers of workers differ.
@@ -167,11 +161,11 @@ def step_seconds(
   messages: Sequence[tuple[float, Breakdown]],
   overlap: bool,
 ) -> float:
-  r"""Predicts the seconds of a train step.
+  r"""Returns the predicted seconds of a train step.
 
   Without overlap these are the sum of all. With it, message i may leave when a share
-  :math:`s_i` of the backward pass is done. Its codec's seconds :math:`q_i` stall the
-  passes, and its wire's :math:`w_i` do not. One message follows the other:
+  :math:`s_i` of the backward pass is done. The seconds of its codec, :math:`q_i`, stall
+  the passes, and :math:`w_i` on the wire do not. One message follows the other:
 
   .. math:: r_i = \text{forward} + s_i \, \text{backward} + \sum_{j \le i} q_j, \qquad
      t_i = \max(t_{i-1}, r_i) + w_i
@@ -179,13 +173,9 @@ def step_seconds(
   The step takes the longer of the last message and of all that the worker computes.
 
   Args:
-    forward: the seconds of the forward pass.
-    backward: the seconds of the backward pass.
+    forward, backward: the seconds of each pass.
     messages: the share and the cost of each message, in the order in which they leave.
     overlap: whether messages travel while the backward pass goes on.
-
-  Returns:
-    The seconds.
 
   Raises:
     ValueError: seconds are below 0, or a share is not between the last one and 1.
@@ -216,16 +206,13 @@ def step_seconds(
 def crossover_rate(explanation: Explanation, cluster: Cluster, speeds: Speeds) -> float:
   """Returns the bytes per second of ``cluster.link`` above which a plain mean wins.
 
-  The seconds of both are ``a + b / rate``. With no latencies, and no factors of the
-  link, the rate is the bytes that the exchange saves, over the seconds of its codec.
+  It is infinity if the exchange wins at high rates, too, and 0 if it wins at no rate.
+  The seconds of both are ``a + b / rate``. Without latencies and factors the rate is
+  the bytes that the exchange saves, over the seconds of its codec.
 
   Args:
     explanation, cluster, speeds: as for :func:`exchange_seconds`. The rate of the link
       does not matter.
-
-  Returns:
-    The rate; infinity if the exchange wins at high rates, too, and 0 if it wins at no
-    rate.
 
   Raises:
     ValueError: as for :func:`exchange_seconds`.
@@ -248,69 +235,18 @@ def rate_without_gain(gain: Callable[[Cluster], float], cluster: Cluster) -> flo
 def crossover_workers(
   explanations: Sequence[Explanation], cluster: Cluster, speeds: Speeds
 ) -> int | None:
-  """Returns the least number of workers for which a plain mean is as fast, or faster.
+  """Returns the least number of workers for which a plain mean is as fast, or None.
 
   Args:
     explanations: the exchange with several numbers of workers, the least first.
     cluster: the links; its number of workers does not matter.
     speeds: as for :func:`exchange_seconds`.
-
-  Returns:
-    The number of workers; None if the exchange wins with all of them.
   """
   for explanation in explanations:
     sized = dataclasses.replace(cluster, workers=explanation.workers)
     if _gain(explanation, sized, speeds) <= 0:
       return explanation.workers
   return None
-
-
-def strong_scaling(
-  compute: float, explanations: Sequence[Explanation], cluster: Cluster, speeds: Speeds
-) -> tuple[float, ...]:
-  """Predicts steps with one batch, divided over several numbers of workers.
-
-  A step takes ``compute / N``, and then the exchange.
-
-  Args:
-    compute: the seconds that one worker takes for the whole batch.
-    explanations: the exchange with each number of workers N.
-    cluster, speeds: as for :func:`crossover_workers`.
-
-  Returns:
-    The seconds of a step, for each explanation.
-
-  Raises:
-    ValueError: ``compute`` is below 0.
-  """
-  compute = at_least_0("compute", compute)
-  each = weak_scaling(0.0, explanations, cluster, speeds)
-  pairs = zip(explanations, each, strict=True)
-  return tuple(compute / x.workers + seconds for x, seconds in pairs)
-
-
-def weak_scaling(
-  compute: float, explanations: Sequence[Explanation], cluster: Cluster, speeds: Speeds
-) -> tuple[float, ...]:
-  """Predicts steps with a batch a worker, for several numbers of workers.
-
-  A step takes ``compute``, and then the exchange.
-
-  Args:
-    compute: the seconds that a worker takes for its part of the batch.
-    explanations, cluster, speeds: as for :func:`strong_scaling`.
-
-  Returns:
-    The seconds of a step, for each explanation.
-
-  Raises:
-    ValueError: ``compute`` is below 0.
-  """
-  compute = at_least_0("compute", compute)
-  sized = lambda x: dataclasses.replace(cluster, workers=x.workers)
-  return tuple(
-    compute + exchange_seconds(x, sized(x), speeds).total for x in explanations
-  )
 
 
 def _gain(explanation: Explanation, cluster: Cluster, speeds: Speeds) -> float:

@@ -48,8 +48,7 @@ class Link(checks.Checked, rules.Kept):
       longest cycle: two of them swap.
 
   Raises:
-    ValueError: the latency is below 0, the rate or a factor is not above 0, one of them
-      is not finite, or a key is no pair of a name and a number of workers.
+    ValueError: a number is out of its range or not finite, or a key is no such pair.
 
   Example:
     >>> factor = {("all_gather", 4): 1.5}
@@ -69,6 +68,48 @@ class Link(checks.Checked, rules.Kept):
     return self.factor.get((collective, workers), 1.0) / self.bytes_per_second
 
   @classmethod
+  def torus(cls, sides: Sequence[int], *, port: float, latency: float) -> "Link":
+    r"""Makes the link of a worker of a ring, or of a torus, as inside of a TPU slice.
+
+    A worker has two ports a side, to both neighbors. Algorithms of rings use all
+    ports: d sides have :math:`2 d \cdot \mathrm{port}`. In an all-to-all a payload c
+    has a p-th for each of p workers, and goes the shorter way. Around a ring of s it
+    passes :math:`\sum_k \min(k, s - k) = \lfloor s^2 / 4 \rfloor` links on average. A
+    side has two links a worker, so that each of them carries
+
+    .. math:: \frac{\lfloor s^2 / 4 \rfloor}{2 s} c \approx \frac{s}{8} c
+
+    whatever other sides there are. The longest side decides. A permutation of all
+    workers, to their neighbors, takes one port.
+
+    Args:
+      sides: the workers along each side: ``(8,)`` is a ring of 8. A grid without wires
+        around it, like a v5e's 2 x 4, is the ring through all of its workers.
+      port: the bytes per second of a port, in one direction.
+      latency: the seconds of a message without bytes.
+
+    Returns:
+      The link, with factors for this number of workers.
+
+    Raises:
+      ValueError: a number is out of its range, or there are less than two workers.
+
+    Example:
+      >>> slice_of_v5e = Link.torus((8,), port=4.5e10, latency=1e-6)
+      >>> f"{slice_of_v5e.bytes_per_second:.0e}"
+      '9e+10'
+    """
+    each = [count("sides", side) for side in sides]
+    workers, longest = math.prod(each), max(each, default=1)
+    if workers < 2:
+      raise ValueError(f"`sides` must have at least two workers, got {sides!r}.")
+    ports = 2 * sum(side > 1 for side in each)
+    load = longest**2 // 4 / (2 * longest) * ports * workers / (workers - 1)
+    factor = {("all_to_all", workers): load, ("ppermute", workers): float(ports)}
+    rate = ports * above_0("port", port)
+    return cls(latency=latency, bytes_per_second=rate, factor=factor)
+
+  @classmethod
   def measure(
     cls,
     mesh: Mesh,
@@ -78,25 +119,21 @@ class Link(checks.Checked, rules.Kept):
     repeats: int = 2,
     progress: bool = True,
   ) -> "Link":
-    """Measures the links between the devices of a mesh, in a few seconds.
+    """Returns the measured link of a mesh's devices, the same in all processes.
 
-    It times the collectives that gradcomp calls, and swaps between pairs of workers if
-    they are even in number and on one axis. For each it draws the line ``a + b bytes``
-    with the least squares of relative errors. The rate is the fastest collective's, and
-    the latency is the median over all.
+    In a few seconds, it times the collectives that gradcomp calls, and swaps between
+    pairs of workers if they are even in number and on one axis, and fits ``a + b
+    bytes`` to each by the least squares of relative errors. The rate is the fastest
+    collective's, and the latency is the median over all.
 
     Args:
       mesh: the mesh. If its devices belong to several processes, all of them must call
         this at the same time.
       axis_name: the axes of the workers; by default all of the mesh.
       sizes: the bytes that a worker sends, at least two different ones. All together
-        take about ``6 repeats sum(sizes) / rate`` seconds, 7 at 1 Gbit/s. Choose
-        smaller ones for slower links.
+        take about ``6 repeats sum(sizes) / rate`` seconds, 7 at 1 Gbit/s.
       repeats: the number of times that each size is sent; the median counts.
       progress: whether the first process prints a line for each collective.
-
-    Returns:
-      The link, the same in all processes.
 
     Raises:
       ValueError: there are less than two workers, or two sizes, or no repeat.
@@ -139,8 +176,7 @@ def collective_seconds(  # noqa: PLR0913 - options, by keyword
   Recursive algorithms of the first four have ``lg(p)`` latencies in place of ``p-1``.
 
   Args:
-    collective: its name.
-    nbytes: the bytes that each worker puts in, or sends in a message.
+    collective, nbytes: its name, and the bytes that a worker puts in, or in a message.
     workers: p, an integer but for trees.
     link: the link of each worker.
     algorithm: ``"ring"``, or ``"recursive"``, which needs a power of two workers.
@@ -205,18 +241,14 @@ class CodecSpeed(checks.Checked, rules.Kept):
   def measure(
     cls, codec: LeafCodec, elements: int = 1 << 24, *, repeats: int = 5
   ) -> "CodecSpeed":
-    """Measures a codec on the first device of this process, in less than 5 s.
+    """Returns the measured speed of a codec on this process's first device, in 5 s.
 
     All cores of a CPU work for it: see :meth:`times` for processes that share them.
 
     Args:
       codec: the codec.
-      elements: of a matrix of normal numbers, which is encoded, rounded up to whole
-        rows.
+      elements: of a matrix of normal numbers, which is encoded, in whole rows.
       repeats: the number of times, for a median.
-
-    Returns:
-      The seconds an element.
 
     Raises:
       ValueError: a number is below 1.
@@ -226,15 +258,7 @@ class CodecSpeed(checks.Checked, rules.Kept):
     return measured_speed(codec, elements, repeats)
 
   def times(self, factor: float) -> "CodecSpeed":
-    """Returns these seconds, multiplied by ``factor``.
-
-    If ``factor`` processes share the cores on which a single one was measured, each
-    takes that many times as long.
-
-    Example:
-      >>> CodecSpeed(encode=4e-10, decode=2e-10, add=5e-11).times(2).encode
-      8e-10
-    """
+    """Returns the seconds of one of ``factor`` processes that share the cores."""
     factor = above_0("factor", factor)
     return CodecSpeed(**{name: factor * x for name, x in vars(self).items()})
 
@@ -252,8 +276,7 @@ class Cluster(checks.Checked):
     add: the seconds of one addition of two elements.
 
   Raises:
-    ValueError: a number is out of its range, the groups do not divide the workers, or
-      only one of ``inside`` and ``group_size`` is given.
+    ValueError: a number is out of its range, or the groups do not fit the workers.
     TypeError: a link is none.
   """
 
@@ -276,10 +299,8 @@ class Cluster(checks.Checked):
       )
 
   def link_within(self, span: int) -> Link:
-    """Returns the link of traffic that stays in rows of ``span`` consecutive workers.
-
-    Traffic that leaves a group at all is timed as if all of it took the slow link.
-    """
+    """Returns the link of traffic within rows of ``span`` consecutive workers."""
+    # Traffic that leaves a group at all is timed as if all of it took the slow link.
     if self.inside is None or self.group_size is None or self.group_size % span:
       return self.link
     return self.inside

@@ -39,11 +39,7 @@ class Kept:
 
   @classmethod
   def load(cls, path: str | os.PathLike[str]) -> Self:
-    """Reads the file that :meth:`save` wrote.
-
-    Raises:
-      ValueError: the file holds something else.
-    """
+    """Reads the file that :meth:`save` wrote; ValueError for another."""
     paired = lambda x: {(name, workers): value for name, workers, value in x}
     try:
       content = json.loads(pathlib.Path(path).read_bytes())

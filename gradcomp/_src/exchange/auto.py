@@ -31,17 +31,16 @@ class Auto(checks.Checked):
   The first rule that fits decides. A payload has c bytes.
 
   1. ``psum``, if only plain float32 is sent: dense leaves, and factors of low rank.
-     These are added as they are.
-  2. ``psum``, if the backend can add the numbers. If they are codes, and owners send
-     fewer bytes because they pack the sums, it is ``two_shot``.
-  3. ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes. It is picked
-     for up to two workers, where the bytes are equal, for tiny messages, and for codecs
-     that do not let owners add. It is picked for sparse codecs, too, as long as it
-     sends less than a plain mean: owners would drop entries that other workers chose.
+  2. ``psum``, if the backend can add the numbers; ``two_shot``, if they are codes whose
+     packed sums take fewer bytes.
+  3. ``all_gather``, which encodes once and sends ``(N-1) c`` bytes: for up to two
+     workers, where the bytes are equal, for tiny messages, and for codecs that do not
+     let owners add. For sparse codecs, as long as it sends less than a plain mean:
+     owners would drop entries that other workers chose.
   4. ``two_shot``. A worker sends ``2 (N-1)/N c`` bytes, and the mean is encoded twice.
 
-  ``ring`` and ``hierarchical`` are never picked. The first sends as much as
-  ``two_shot`` and encodes N times; the other needs to know which links are fast.
+  ``ring`` and ``hierarchical`` are never picked: ``ring`` sends as much as ``two_shot``
+  and encodes N times, and ``hierarchical`` needs to know which links are fast.
 
   Attributes:
     feedback: the option of :class:`TwoShot`, where it is picked.

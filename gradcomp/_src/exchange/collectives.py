@@ -39,12 +39,7 @@ def spread(
   axis: int = -1,
   to: int | None = None,
 ) -> jax.Array:
-  """Runs a collective in which each device sends a part of an array axis.
-
-  ``function`` treats all places of the axis ``axis`` of ``words`` equally. In its
-  result they are on the axis ``to``, by default the same. Every device sends a scalar.
-  XLA's own transfers between devices do not get the name.
-  """
+  """Runs a collective, equal in all places of an axis, by parts on all devices."""
   axes = automatic_axes(axis_name)
   named = jax.named_scope(name)(function)
   if not axes or not words.ndim:
@@ -165,10 +160,7 @@ def _names(arrays: Sequence[jax.Array], name: str) -> list[str]:
 def gather(
   message: jax.Array, axis_name: AxisName, name: str, *, axis: int = 0
 ) -> jax.Array:
-  """Gathers each worker's message at every worker: ``[M, ...]`` to ``[N, M, ...]``.
-
-  Devices that share the work of a worker cut the message along ``axis``.
-  """
+  """Gathers all workers' messages, cut along ``axis``: ``[N, M, ...]``."""
   given: Any = {"to": "invarying"} if types.is_typed(axis_name) else {}
   every = lambda message: lax.all_gather(message, axis_name, **given)
   return spread(every, message, axis_name, name, axis=axis, to=axis + 1)
@@ -177,11 +169,7 @@ def gather(
 def scatter(
   lines: jax.Array, axis_name: AxisName, elements: int | None = None
 ) -> jax.Array:
-  """Sends line d of ``[N, M, ...]`` to worker d; line s received is from worker s.
-
-  ``elements`` is the number of ``float32`` that all lines replace, a multiple of N;
-  None if they are a stage of a mean.
-  """
+  """Sends line d of ``[N, M, ...]`` to worker d, instead of N k ``elements``."""
   count = lines.shape[0]
   if count > 2 and over_gloo():
     # With four workers gloo's own all_to_all takes 1.7 times the time of its bytes, and
@@ -253,17 +241,13 @@ class Permutation(NamedTuple):
 
 
 def rounds(size: int) -> tuple[int, list[Permutation]]:
-  """Returns the number of parts of a line, and the rounds that send all lines.
-
-  Two workers that send to each other share a connection, which gloo uses in turns. So a
-  round is made of cycles, and no cycle has two workers, unless the size is 2 or a
-  multiple of 4.
-
-  In the round of distance d, worker i sends to ``i + d``. Only half the size is a
-  distance of pairs. If it is odd, two rounds mix it with the distance that is two less:
-  one worker out of two takes either. Four workers take all six cycles, and send half a
-  line in each, because no three cycles have all pairs.
-  """
+  """Returns the number of parts of a line, and the rounds that send all lines."""
+  # Two workers that send to each other share a connection, which gloo uses in turns. So
+  # no cycle of a round has two workers, unless the size is 2 or a multiple of 4. In the
+  # round of distance d, worker i sends to i + d. If half the size is odd, two rounds
+  # mix it with the distance that is two less: one worker out of two takes either. Four
+  # workers take all six cycles, with half a line in each: no three cycles have all
+  # pairs.
   if size == 4:
     ways = [_around((0, *rest)) for rest in itertools.permutations((1, 2, 3))]
     return 2, _numbered(ways)
@@ -294,9 +278,9 @@ def _numbered(ways: Sequence[tuple[int, ...]]) -> list[Permutation]:
 
 
 def behind(arrays: Sequence[jax.Array], before: Sequence[jax.Array]) -> list[jax.Array]:
-  """Returns arrays when ``before`` has come, unchanged."""
+  """Returns arrays once ``before`` has come, unchanged."""
   # What comes of a barrier varies over all axes of what goes in: so messages of other
-  # axes do not wait for each other, nor does one whose leaves differ in them.
+  # axes do not wait for each other, nor does one with leaves that differ in axes.
   known = [types.varying_axes(x) for x in arrays]
   before = [x for x in before if all(types.varying_axes(x) <= own for own in known)]
   if not before or any(own != known[0] for own in known):
@@ -307,12 +291,11 @@ def behind(arrays: Sequence[jax.Array], before: Sequence[jax.Array]) -> list[jax
 def in_turn(
   arrays: Sequence[jax.Array], before: Sequence[jax.Array]
 ) -> list[jax.Array]:
-  """Returns arrays that a GPU sends when ``before`` has come, unchanged."""
+  """Returns arrays that a GPU sends once ``before`` has come, unchanged."""
   # XLA:GPU joins all-gathers of less than 30 MiB together to one, and all-reduces too,
   # which waits for the last message; then first stages do not overlap either. It cannot
-  # join two of which one needs the other. They run one after the other in any case, on
-  # one stream. Elsewhere nothing is joined, and between TPU slices several are on their
-  # way.
+  # join two if one needs the other. They run one after the other in any case, on one
+  # stream. Elsewhere nothing is joined, and between TPU slices several travel at once.
   if not before:
     return list(arrays)
   either: dict[str, Any] = {"cuda": behind, "rocm": behind}

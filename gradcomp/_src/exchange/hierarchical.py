@@ -20,14 +20,14 @@ from gradcomp._src.mesh.study import Parts, note
 
 _GROUP = checks.integer("a number of workers, 1 or more", 1)
 
-# The rows inside groups go in at most so many messages, of this many elements or more:
-# fewer elements need little memory, and each message takes a latency.
+# The most messages of rows inside a group, and the fewest elements of each: less needs
+# little memory, and each message takes a latency.
 _MOST_PIECES, _PIECE_ELEMENTS = 8, 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hierarchical(Exchange, checks.Checked):
-  r"""Adds inside groups first, and sends the sums, encoded, between groups.
+  """Adds inside groups first, and sends the sums, encoded, between groups.
 
   There are H groups of C workers. Worker (h, c) has place c in group h, and owns one
   share.
@@ -37,8 +37,8 @@ class Hierarchical(Exchange, checks.Checked):
      of the workers. An all_to_all sends them, because no backend documents the order in
      which its own reduce-scatter adds.
   2. The worker encodes these sums of its group, by random bits that the groups share,
-     and sends each to the owner of the share, one of the workers ``(*, c)``. Its
-     residual keeps the rounding error. The owner adds the received sums.
+     and sends each to its owner, one of the workers ``(*, c)``. Its residual keeps the
+     rounding error. The owner adds the received sums.
   3. The owners encode the means and send them to all, as in :class:`TwoShot`.
 
   Attributes:
@@ -47,8 +47,7 @@ class Hierarchical(Exchange, checks.Checked):
     feedback: the same as in :class:`TwoShot`.
 
   References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
+    Han et al., `APS <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
   """
 
   group_size: int | None = checks.field(None, checks.optional(_GROUP))
@@ -72,11 +71,7 @@ class Hierarchical(Exchange, checks.Checked):
 
   @property
   def stages(self) -> tuple[Stage, ...]:
-    """To add inside groups, to add between them, and to send the sums to all.
-
-    Along two axes sums go between groups first, and then inside: each goes to another
-    group once.
-    """
+    """The additions inside groups and between them, and the sends of sums to all."""
     along = (self._gather,) if self.group_size else (_between, self._inside)
     return self._add_inside, self._add_between, *along
 
@@ -112,7 +107,7 @@ class Hierarchical(Exchange, checks.Checked):
     _, inner = axis_names(own.workers.axis_name)
     name = collectives.final_stage(own.layout.completed, own.workers)
     inside = collectives.gather(between, inner, name, axis=1)  # [C, H, M, ...]
-    # XLA:TPU makes one of the two, without names, but for that of what comes behind.
+    # XLA:TPU makes one gather of the two, and only the next operation names it.
     with jax.named_scope(name):
       gathered = inside.swapaxes(0, 1).reshape(own.workers.size, *between.shape[1:])
     return self._total(own, sums, gathered)
@@ -238,7 +233,7 @@ def _lines(rows: jax.Array, groups: Groups, start: int, stop: int) -> jax.Array:
 
 
 def _rows_of(rows: Sequence[jax.Array], start: int, stop: int) -> list[jax.Array]:
-  """Returns the rows ``[start, stop)`` of adjacent arrays, zeros behind the last."""
+  """Returns the rows ``[start, stop)`` of adjacent arrays, zeros after the last."""
   cut, first = [], 0
   for x in rows:
     a, b = max(start - first, 0), min(stop - first, len(x))

@@ -88,10 +88,7 @@ class Layout:
   def viewed(
     self, decoders: Callable[[], Mapping[int, RowDecoder]], words: Any = None
   ) -> dict[int, jax.Array]:
-    """Decodes leaves of some matrices, in float32, in the shapes of :meth:`view`.
-
-    Runs of leaves with adjacent rows are decoded at once. It reads no ``words``.
-    """
+    """Decodes leaves of some matrices, in float32, in the shapes of :meth:`view`."""
     found, leaves = decoders(), {}
     with jax.named_scope("gradcomp_decode"):
       for numbers in self._runs():
@@ -101,8 +98,7 @@ class Layout:
         tiles = found[group](first, self.slots[numbers[-1]].stop)
         parts = [tiles]
         if len(numbers) > 1:
-          # So readers of leaves of one shape have equal programs, of which XLA compiles
-          # one.
+          # So readers of leaves of one shape have equal programs, compiled once.
           slots = [self.slots[i] for i in numbers]
           starts = unknown([slot.start - first for slot in slots], tiles)
           counts = [slot.stop - slot.start for slot in slots]
@@ -140,7 +136,7 @@ class Layout:
     return self.codecs[group].view_shape(stop - start, like)
 
   def leaf_of_row(self, group: int, row: jax.Array) -> jax.Array:
-    """Returns the leaf numbers of rows; behind the last row, the number of leaves."""
+    """Returns the leaf numbers of rows; after the last row, the number of leaves."""
     # Rows are compared with the ends of leaves. A table of all rows would be as long as
     # the model, in the host's memory and in the program.
     own = [(i, slot.stop) for i, slot in enumerate(self.slots) if slot.group == group]
@@ -195,12 +191,7 @@ def arrange(
 def leaf_codecs(
   leaves: Sequence[Leaf], codec: LeafCodec, *, min_leaf_size: int | None = None
 ) -> list[Codec]:
-  """Binds a codec to each leaf. Small leaves get ``Dense(float32)``.
-
-  A leaf is small below ``min_leaf_size``, by default :func:`default_min_leaf_size`. A
-  leaf also stays dense if its payload would not be smaller, or, with a codec that adds
-  in its own format, if it would be larger. A codec with units of its own encodes all.
-  """
+  """Binds a codec to each leaf; small ones, or ones it cannot shrink, stay dense."""
   sizes = [leaf.size for leaf in leaves]
   least = {
     drops: default_min_leaf_size(sizes, drops=drops)

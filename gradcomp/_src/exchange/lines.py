@@ -16,18 +16,14 @@ Shape = tuple[int, ...]
 # has words of eight lines, so that XLA would move every word before it sends a line,
 # and again before it decodes one. Lanes, uint32[L, K, 128], are whole tiles of a line.
 LANES = 128
-# Zeros fill the last lane: less than 1 % of so many words. Shorter lines stay flat.
+# Zeros fill the last lane: less than 1 % from here on. Shorter lines stay flat.
 _LEAST = 100 * LANES
 # XLA for TPUs cuts rows at lanes without moving words, but each cut is an instruction.
 _MOST_CUTS = 32
 
 
 def join(parts: Sequence[jax.Array]) -> jax.Array:
-  """Joins arrays ``[L, *shape]`` to L lines: ``[L, M]``, or long ones ``[L, K, 128]``.
-
-  A long line has, of each array, the first 128 words of all rows, then the next 128,
-  and so on; behind all arrays what remains of their rows; and then zeros.
-  """
+  """Joins arrays ``[L, *shape]`` to L lines: ``[L, M]``, or long ``[L, K, 128]``."""
   note_parts(parts)
   rows = [x.reshape(len(x), *_matrix(x.shape[1:])) for x in parts]
   if _short([x.shape[1:] for x in parts]):
@@ -36,6 +32,8 @@ def join(parts: Sequence[jax.Array]) -> jax.Array:
   pairs = list(zip(rows, ends, strict=True))
   rest = jnp.concatenate([_raveled(x[:, :, end:]) for x, end in pairs], axis=1)
   rest = jnp.pad(rest, [(0, 0), (0, -rest.shape[1] % LANES)])
+  # A long line has the first 128 words of all rows of each array, then the next 128,
+  # and so on; then the rest of all rows; and then zeros.
   lanes = [y for x, end in pairs for y in _to_lanes(x[:, :, :end])]
   return jnp.concatenate([*lanes, rest.reshape(len(rest), -1, LANES)], axis=1)
 
@@ -101,7 +99,7 @@ def _from_lanes(lanes: jax.Array, rest: jax.Array, form: tuple[int, int]) -> jax
 
 
 def shares(rows: jax.Array, workers: Workers) -> jax.Array:
-  """Splits rows into N shares, ``[N, share, ...]``, with zeros behind the last."""
+  """Splits rows into N shares, ``[N, share, ...]``, with zeros after the last."""
   share = -(-rows.shape[0] // workers.size)
   padding = workers.size * share - rows.shape[0]
   padded = jnp.pad(rows, [(0, padding)] + [(0, 0)] * (rows.ndim - 1))

@@ -22,11 +22,11 @@ Merge = Literal["mean", "senders"]
 class AllGather(Exchange, checks.Checked):
   """Sends every payload to every worker, which decodes all of them and adds.
 
-  A worker sends ``(N-1) c`` bytes, where c is the bytes of a payload. It keeps what an
-  addition loses of its numbers.
+  A worker sends ``(N-1) c`` bytes, where c is the bytes of a payload. It keeps the loss
+  of adding its own numbers.
 
   Attributes:
-    merge: ``"mean"``, or ``"senders"``: of a sparse codec, the sum of an element is
+    merge: ``"mean"``, or ``"senders"`` with a sparse codec: the sum of an element is
       divided by the number of workers that sent it, and not by N.
 
   Raises:
@@ -102,11 +102,7 @@ def _add(own: Sending, _: None) -> Received:
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce(Exchange):
-  """Lets the backend add the numbers that all workers send.
-
-  The numbers are codes, in integers that hold their sums, or plain values. If all
-  leaves are plain, the backend adds the leaves themselves, in their own dtype.
-  """
+  """Lets the backend add codes, in integers that hold their sums, or plain leaves."""
 
   name: ClassVar[str] = "psum"
   way: ClassVar[Way] = "reduced"
@@ -123,10 +119,7 @@ def _own(own: Sending, _: None) -> Received:
 
 @dataclasses.dataclass(frozen=True)
 class Local(Exchange):
-  """Decodes each worker's own payload: only the codec's noise is added.
-
-  Outputs differ between workers, and under Explicit axes they stay unreduced.
-  """
+  """Decodes each worker's own payload: only the codec's noise is added."""
 
   name: ClassVar[str] = "local"
   way: ClassVar[Way] = "gathered"

@@ -27,8 +27,8 @@ MessageBytes = int | Literal["auto"] | None
 
 _NUMBER = re.compile("[0-9]+")
 
-# A message takes time beside that of its bytes: two collectives, and the kernels of its
-# codecs, 20 to 50 us on a GPU. 4 MiB take 340 us at 100 Gbit/s. They are 8 M elements
+# Beside its bytes a message takes two collectives, and the kernels of its codecs: 20 to
+# 50 us on a GPU. 4 MiB take 340 us at 100 Gbit/s. They are 8 M elements
 # at 4 bits; PyTorch's DDP sends 6.6 M at once, 25 MB.
 _LEAST = 4 * 2**20
 # Each of N owners receives a share, which starts anew. That takes about 10 us, like
@@ -54,7 +54,7 @@ class MessagePlan(NamedTuple):
   others: tuple[tuple[str, ...], ...]  # other axes over which each leaf varies
   codecs: tuple[Codec, ...]  # the codec of each leaf
   rules: tuple[str, ...]  # the rule that chose each codec; "" without a policy
-  messages: tuple[Message, ...]  # the messages, those of a first average before others
+  messages: tuple[Message, ...]  # the messages, by averages
   axis_name: AxisName | None  # the axes of the workers, or None
   workers: int  # their number N
   feedback: bool  # whether workers keep residuals
@@ -84,7 +84,7 @@ class Part(NamedTuple):
 
   like: jax.ShapeDtypeStruct
   codec: Codec
-  completes: int | None = None  # elements of the leaf's mean, of which it is a part
+  completes: int | None = None  # elements of the mean that it completes
 
 
 # From the codecs and the shapes of leaves to what each average takes, by leaf.
@@ -120,17 +120,12 @@ def plan_messages(
   axis_name: AxisName | None,
   workers: int,
 ) -> MessagePlan:
-  """Splits a list of leaves into messages.
+  """Splits leaves into the messages of a step.
 
-  An average has one message, unless one of these rules makes more.
-
-  - ``message_bytes`` limits the payload of a message of consecutive leaves. ``"auto"``
-    cuts a large payload from the last leaf on: see :func:`automatic_bytes`.
-  - Leaves that vary over different ``others`` cannot share a message of one type.
-  - Dense leaves have no integer codes to share a message with codes that ``psum`` adds.
-  - Leaves of float64 are only added plainly.
-
-  ValueError for sums of codes beyond 32 bits, and for a policy's rule without a leaf.
+  An average has one message, unless ``message_bytes`` limits its payload, leaves vary
+  over different ``others``, or dense leaves or leaves of float64 are added apart from
+  codes. ValueError for sums of codes beyond 32 bits, and for a policy's rule without a
+  leaf.
   """
   codec, exchange, min_leaf_size, message_bytes, feedback, averages = options
   facts = codec.facts
@@ -259,8 +254,8 @@ def owner_residuals(
     got = [x.shape for x in stored.get(axes, ())]
     if got != need:
       raise ValueError(
-        f"`state.server_residual`[{axes!r}] must have arrays of the shapes {need}, "
-        f"which the second stage keeps, got {got or 'none'}; {MADE_FOR_SHARDS}"
+        f"`state.server_residual`[{axes!r}] must have arrays of the shapes {need} "
+        f"for the second stage, got {got or 'none'}; {MADE_FOR_SHARDS}"
       )
   return {
     (x.number, x.group): array
@@ -331,11 +326,8 @@ def _pieces(
 
 
 def _last_first(paths: Sequence[KeyPath]) -> list[int]:
-  """Orders leaves by the backward pass, as far as a tree shows it: the last first.
-
-  Names that differ in numbers have the order of these: "layer_10" comes after
-  "layer_9", whether they are keys of a dict or fields.
-  """
+  """Orders leaves by the backward pass, as far as a tree shows it: the last first."""
+  # Names that differ in numbers have the order of these: "layer_10" is after "layer_9".
   first: dict[Any, int] = {}  # the first leaf below each node, and each kind of name
   for i, path in enumerate(paths):
     for depth, step in enumerate(path):

@@ -34,7 +34,7 @@ class Message(NamedTuple):
 
 
 class Sending(NamedTuple):
-  """A message on one worker: its leaves, and behind ``before`` their encoding."""
+  """A message on one worker: its leaves, and from ``before`` on their encoding."""
 
   message: Message
   layout: Layout  # of the message
@@ -113,12 +113,12 @@ class Received(NamedTuple):
   # The errors of the rows that this worker owns, where `lost` has no others.
   owned: Mapping[int, jax.Array] = MappingProxyType({})
   residuals: Sequence[jax.Array | None] = ()  # the new owner residuals, by codec
-  line: jax.Array | None = None  # of which all workers' rows are cut; None if unknown
+  line: jax.Array | None = None  # with the rows of all workers; None if unknown
 
   @property
   def came(self) -> Sequence[jax.Array]:
     """The arrays that a later message can wait for."""
-    # XLA:TPU keeps no order behind the reshape that cuts rows from their line.
+    # XLA:TPU keeps no order after the reshape that cuts rows from their line.
     return self.words if self.line is None else [self.line]
 
 
@@ -140,16 +140,16 @@ Stage = Callable[[Sending, Any], Any]
 class Exchange(abc.ABC):
   """A schedule of sends and additions of rows, a frozen dataclass with its options.
 
-  It does not know the numbers that are added: the sum of the codec does.
+  The codec's sum knows the numbers that are added; the exchange does not.
 
   Attributes:
     name: the short form, which users may give instead of the exchange.
-    way: the way in which sums come about. The sums of a codec may refuse it.
+    way: the way in which sums come about, which the sums of a codec may refuse.
     owners: whether each worker owns a share of the rows, and sends their sums to all.
     of_leaves: whether each worker encodes its leaves before anything is added.
     sends: whether workers exchange anything.
     feedback: whether owners keep owner residuals.
-    in_turn: whether a message is encoded when the one before it has come.
+    in_turn: whether a message is encoded after the one before it has come.
   """
 
   name: ClassVar[str]
@@ -167,12 +167,7 @@ class Exchange(abc.ABC):
 
   @abc.abstractmethod
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
-    """Returns a worker's computation, for :mod:`gradcomp.cost`.
-
-    Args:
-      sizes: the sizes of the axes.
-      plain: whether all leaves are added as they are.
-    """
+    """Returns a worker's computation; ``plain`` leaves are added as they are."""
 
   def check_axes(self, axis_name: AxisName | None) -> None:
     """Raises ValueError if the exchange cannot run over the axes."""
@@ -210,10 +205,7 @@ def finish_shares(
 def gather_rows(
   layout: Layout, matrices: Sequence[jax.Array], workers: Workers
 ) -> tuple[list[jax.Array], jax.Array]:
-  """Gathers all workers' rows, one matrix a codec.
-
-  Returns them as ``uint32[N, rows, words]``, and the lines that they were sent in.
-  """
+  """Gathers all workers' rows, ``uint32[N, rows, words]`` a codec, and their lines."""
   name = collectives.final_stage(layout.completed, workers)
   line = lines.join([matrix[None] for matrix in matrices])[0]
   line = collectives.gather(line, workers.axis_name, name)
@@ -226,11 +218,7 @@ def owned_total(
   lost: Sequence[jax.Array | None],
   gathered: Sequence[jax.Array],
 ) -> Received:
-  """Returns the sums of N owners, ``gathered``, and the errors that a worker keeps.
-
-  For each codec, ``sent`` is this worker's encoded sum, ``gathered`` has all,
-  ``uint32[N, rows, words]``, and ``lost`` ``float32[rows, *tile_shape]``, or None.
-  """
+  """Returns the sums of N owners, ``uint32[N, rows, words]`` each, and kept errors."""
   sums, agreed, n = own.layout.sums, own.agreed, own.workers.size
   owned = [-(-rows // n) for rows in own.layout.rows]
 

@@ -99,17 +99,16 @@ class Ring(Exchange):
 
   .. math:: s_{k} = Q(s_{k-1} + g_k)
 
-  Each worker encodes each share once, and its own share last. Its residual holds the
-  error :math:`e_k` of each of its encodings: :math:`\sum_k e_k = \sum_k g_k - s_N`. The
-  hops of a share round by the same random bits, each with a mask of its own. The last
-  two, which have the largest sums, are a pair, so that a part of their errors cancels.
-  But the last hop rounds a sum that depends on its bits, so that the mean is biased: by
-  7 % of its squared error for 4 bits and N = 2. With ``dither="independent"`` it is
-  unbiased, and its squared error 1.3 to 1.9 times as large.
+  A worker encodes each share once, its own last. Its residual holds the error
+  :math:`e_k` of each of its encodings: :math:`\sum_k e_k = \sum_k g_k - s_N`. The hops
+  of a share round by the same random bits, each with its own mask. The last two, of the
+  largest sums, are a pair: a part of their errors cancels. But the last hop rounds a
+  sum that depends on its bits, so the mean is biased: by 7 % of its squared error for 4
+  bits and N = 2. With ``dither="independent"`` it is unbiased, with 1.3 to 1.9 times
+  the squared error.
 
   References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
+    Han et al., `APS <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
   """
 
   papers: ClassVar[tuple[str, ...]] = ("han2021aps",)

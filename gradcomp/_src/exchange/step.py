@@ -47,15 +47,13 @@ class Step(NamedTuple):
 
 @functools.partial(
   jax.tree_util.register_dataclass,
+  # A tree of arrays, so that a function of it is traced once for leaves of a shape.
   data_fields=("rows", "agreed", "lost", "first"),
   meta_fields=("codec", "shape", "factor"),
 )
 @dataclasses.dataclass(frozen=True)
 class Own:
-  """A worker's own rows of a large leaf, from which its unsent part is computed anew.
-
-  It is a tree of arrays, so that a function of it is traced once for leaves of a shape.
-  """
+  """A worker's own rows of a large leaf, to compute its unsent part anew."""
 
   rows: jax.Array  # uint32[rows, words]
   agreed: jax.Array | None  # the statistics of the leaf
@@ -107,7 +105,7 @@ class OwnEntries:
 
 
 class Reduced(NamedTuple):
-  """The result of a step for one leaf; None for parts that nobody asked for."""
+  """The result of a step for one leaf; None for parts that no option asks for."""
 
   mean: Any
   share: Any  # the rows that this worker owns, in place of a mean
@@ -125,7 +123,7 @@ class Averaged(NamedTuple):
 
   leaves: dict[int, Reduced]  # by number
   owned: OwnerResiduals | None  # the new owner residuals
-  came: Sequence[jax.Array]  # what the message of the next average waits for
+  came: Sequence[jax.Array]  # the arrays that the next average waits for
 
 
 class Averaging(NamedTuple):
@@ -136,10 +134,7 @@ class Averaging(NamedTuple):
 
 
 def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Averaged:
-  """Averages arrays over all workers, when the arrays of an average before have come.
-
-  The last message is the first to go, as the backward pass comes to its leaves first.
-  """
+  """Averages arrays over all workers, after ``came``, arrays of an earlier average."""
   step = step._replace(memory=refit(step, arrays))
   found: dict[int, Reduced] = {}
   residuals: list[Sequence[jax.Array | None]] = []
@@ -212,7 +207,7 @@ def agree(sending: Sending) -> Sending:
   if own and sending.exchange.sends:
     message = jnp.concatenate([x.reshape(-1) for x in own])
     most = collectives.largest(message, sending.workers.axis_name)
-    # So leaves of one shape have equal programs, of which XLA compiles one.
+    # So leaves of one shape have equal programs, compiled once.
     ends = list(itertools.accumulate(x.size for x in own))
     starts = iter(unknown([0, *ends[:-1]], most))
     agreed = [
@@ -227,10 +222,7 @@ def agree(sending: Sending) -> Sending:
 
 
 def encode(sending: Sending, before: Sequence[jax.Array] = ()) -> Sending:
-  """Encodes leaves to rows, or cuts them into the tiles that the exchange adds.
-
-  ``before`` is what the message before this one has brought.
-  """
+  """Encodes leaves to rows, or cuts them into tiles to add, after ``before``."""
   layout, exchange, leaves = sending.layout, sending.exchange, sending.leaves
   if exchange.in_turn:
     leaves = collectives.behind(leaves, before)
@@ -244,8 +236,8 @@ def encode(sending: Sending, before: Sequence[jax.Array] = ()) -> Sending:
   with jax.named_scope("gradcomp_encode"):
     encoded = encoding.encode_leaves(coded, leaves, contexts, keep=sending.keep)
     # Of several leaves XLA would fuse encoders into the concatenation, and that into
-    # each slice of it that is sent, but for rows with scales behind their codes, which
-    # are concatenated there already. A matrix of one large leaf is materialized, but
+    # each slice of it that is sent. Rows with scales after their codes are concatenated
+    # there already. A matrix of one large leaf is materialized, but
     # not where its unsent part has been computed from it.
     counts = collections.Counter(slot.group for slot in layout.slots)
 
@@ -357,11 +349,7 @@ def _anew(
 
 
 def refit(step: Step, leaves: Arrays) -> list[Memory]:
-  """Fits the shared memories of float32 leaves to all workers; own ones stay.
-
-  A codec with ``fits`` counts all leaves that it encodes. Counts are added as integers,
-  exactly, so that all workers fit the same state.
-  """
+  """Fits the shared memories of float32 leaves to the integer counts of all workers."""
   plan = step.plan
   result = list(step.memory)
   data = () if plan.axis_name is None else axis_names(plan.axis_name)

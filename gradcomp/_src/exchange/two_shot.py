@@ -44,36 +44,35 @@ def _broadcast(own: Sending, sent: Sequence[Sent]) -> Received:
 class TwoShot(Exchange, checks.Checked):
   r"""Sends each share to its owner, which adds it up and sends the mean to all.
 
-  Each worker owns an Nth of the rows. If the codec has scales of its own, the owner
-  averages the rows that it receives in float32. It adds its owner residual r, the
-  rounding error of its last encoding :math:`Q_2`, and encodes again, to nearest:
+  Each worker owns an Nth of the rows. If the codec has its own scales, the owner
+  averages the received rows in float32. It adds its owner residual r, the rounding
+  error of its last encoding :math:`Q_2`, and encodes again, to nearest:
 
   .. math:: y = Q_2(\tfrac{1}{N} \sum_i Q(g_i) + r), \qquad
      r' = \tfrac{1}{N} \sum_i Q(g_i) + r - y
 
-  If the codec has shared statistics, the owner adds the codes as integers, and sends
-  the sums in as many bits as they need. They are exact, without an owner residual. A
-  worker sends ``2 (N-1)/N c`` bytes, where c is the bytes of a payload.
+  If the codec shares its statistics, the owner adds the codes as integers, and sends
+  the sums in as many bits as they need: exact, without an owner residual. A worker
+  sends ``2 (N-1)/N c`` bytes, where c is the bytes of a payload.
 
   Attributes:
     feedback: whether owners keep r, an Nth of the gradient in float32. ``init`` must
-      know the number of workers for it: call it inside the map, under
+      then know the number of workers: call it inside the map, under
       ``jax.set_mesh(mesh)``, or with parameters on the mesh. If it does not, ``update``
-      raises an error if the workers keep residuals, and warns if they keep none. Then
-      owners keep nothing, as with False: :math:`Q_2` rounds at
-      random where the codec does, with the mean zero and twice the variance. It always
-      does so with ``QSGD(bits=1)``, which has no value near zero to round to; owners
-      keep r of it only if the workers keep residuals.
-
-    in_turn: whether a message is encoded when the one before it has come. On one slice
-      of TPUs whose all-to-alls are asynchronous by a flag, each but the last then spans
-      a product of the backward pass. Else XLA puts encoders behind the backward pass,
-      and hides all but the first message beside these. Between slices messages go side
-      by side without it, and none spans a product with it. The bits are the same.
+      raises an error if the workers keep residuals, and else warns. Owners then keep
+      nothing, as with False: :math:`Q_2` rounds at random where the codec does,
+      unbiased with twice the variance. ``QSGD(bits=1)`` always rounds at random,
+      because it has no value near zero; its owners keep r only if the workers keep
+      residuals.
+    in_turn: whether a message is encoded after the one before it has come. On one slice
+      of TPUs with asynchronous all-to-alls (a flag), each message but the last then
+      spans a product of the backward pass. Else XLA puts encoders after the backward
+      pass, and hides all but the first message beside these. Between slices messages go
+      side by side without it, and none spans a product with it. The bits are the same.
 
   References:
-    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
-    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1
+    Grubic et al., `Synchronous Multi-GPU Deep Learning
+    <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1
   """
 
   feedback: bool = checks.field(True, checks.FLAG)

@@ -31,8 +31,8 @@ def all_reduce(
   ``order``         the order of the additions
   ================  ====================================================================
   ``gathered``      everyone adds all workers' numbers, in the order of the workers
-  ``ring``          the elements are cut into as many shares as there are workers. Share
-                    d starts at worker d + 1, goes around, and ends at worker d
+  ``ring``          the elements are cut into N shares, one for each worker. Share d
+                    starts at worker d + 1, goes around, and ends at worker d
   ``hierarchical``  the workers of each group of consecutive ones are added first, in
                     their order, and then the groups' sums, in their order
   ================  ====================================================================
@@ -58,8 +58,7 @@ def all_reduce(
     (Array([8.], dtype=float32), Array([64.], dtype=float32))
 
   References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, sections 4.2 and 5.1
+    Han et al., `APS <https://arxiv.org/abs/1911.08907>`_, 2021, sections 4.2 and 5.1
   """
   one_of("order", Order, order)
   x = check_float(x, "x")
@@ -93,7 +92,8 @@ def all_reduce(
 def round_off_error(exact: Array, rounded: Array) -> Array:
   r"""Returns the mean relative error, :math:`\frac{1}{n} \sum |(h_i - l_i) / h_i|`.
 
-  Elements whose exact value is zero are left out.
+  The mean is over the n elements with :math:`h_i \ne 0`. It is equation 5 of Han et
+  al., section 4.2, cited at :func:`gradcomp.floats.all_reduce`.
 
   Args:
     exact: :math:`h`, an array of any shape.
@@ -105,10 +105,6 @@ def round_off_error(exact: Array, rounded: Array) -> Array:
   Example:
     >>> round_off_error(jnp.array([1.0, 2.0, 0.0]), jnp.array([1.5, 2.0, 1.0]))
     Array(0.25, dtype=float32)
-
-  References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2, equation 5
   """
   used = exact != 0
   error = jnp.abs((exact - rounded) / jnp.where(used, exact, 1.0))

@@ -1,9 +1,4 @@
-"""Addition and multiplication in a format: the exact result is rounded once.
-
-A binary32 operation rounds to 24 bits first. With few mantissa bits that makes no
-difference (Figueroa 1995: 24 bits are at least 2p + 1 for sums, 2p for products of p
-bits). With more bits, the error of the operation decides.
-"""
+"""Addition and multiplication in a format: the exact result is rounded once."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +10,9 @@ from gradcomp._src.kernels.common.float_codes import from_codes, to_codes
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.common.planes import float_words, floats
 
+# A binary32 operation rounds to 24 bits first, which makes no difference for numbers of
+# p bits if these are at least 2p + 1 for sums and 2p for products (Figueroa, 1995).
+# With more bits, the error of the operation decides.
 _MOST_FOR_SUMS = 10  # mantissa bits: 2 (m + 1) + 1 <= 24
 _MOST_FOR_PRODUCTS = 11
 _NO_EXPONENT, _ONE = np.uint32(0x807FFFFF), np.uint32(0x3F800000)
@@ -43,18 +41,14 @@ def add(a: Array, b: Array, fmt: FloatFormat) -> Array:
     Array([ 8., 10.], dtype=float32)
 
   References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1.1
+    Han et al., `APS <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1.1
   """
   a, b = check_float(a, "a"), check_float(b, "b")
   return rounded_sum(round_to(a, fmt), round_to(b, fmt), fmt)
 
 
 def multiply(a: Array, b: Array, fmt: FloatFormat) -> Array:
-  """Returns ``a * b`` in a format.
-
-  Both operands are rounded to the format. Their exact product is rounded to it once, to
-  nearest even. Numbers below 2**-126 are treated as in :func:`add`.
+  """Returns ``a * b`` in a format, rounded like the sum of :func:`add`.
 
   Args:
     a, b: arrays of real float dtype, which broadcast.

@@ -39,8 +39,8 @@ def matmul(
     accumulator: the format of partial sums, to which products are then rounded too;
       ``fmt`` by default.
     method: how products are added, see :func:`gradcomp.floats.reduce_sum`.
-    straight_through: whether the derivative is that of the exact product of the rounded
-      matrices, whose own rounding counts as the identity; else it is zero.
+    straight_through: whether the derivative is the derivative of the exact product of
+      the rounded matrices, with roundings as the identity; else it is zero.
 
   Returns:
     ``float32[m, n]``, numbers of the accumulator's format.
@@ -56,8 +56,8 @@ def matmul(
     (Array([[16.]], dtype=float32), Array([[64.]], dtype=float32))
 
   References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1.1 and figure 12
+    Han et al., `APS <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1.1 and
+    figure 12
   """
   one_of("method", Method, method)
   a, b = check_float(a, "a"), check_float(b, "b")

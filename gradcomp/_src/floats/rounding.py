@@ -27,12 +27,12 @@ def to_code(
     x: an array of any shape and real float dtype.
     fmt: the format.
     rounding: the rule, as in :func:`round_to`.
-    key: one threefry key, which stochastic rounding needs.
+    key: one threefry key, for stochastic rounding.
 
   Returns:
-    ``uint32`` in the shape of ``x``, below ``2**fmt.bits``. In a format without a code
-    for NaN, NaN's code is that of minus zero. In one with a single code for infinity
-    and NaN, it is that code.
+    ``uint32`` in the shape of ``x``, below ``2**fmt.bits``. Without a code for NaN,
+    NaN's code is that of minus zero; with a single code for infinity and NaN, it is
+    that code.
 
   Raises:
     ValueError: ``rounding`` is unknown, or ``key`` is missing where it is needed.
@@ -47,14 +47,11 @@ def to_code(
 
 
 def from_code(codes: Array, fmt: FloatFormat) -> Array:
-  """Returns the numbers of codes.
+  """Returns the numbers of codes, ``float32`` in the shape of ``codes``.
 
   Args:
     codes: integers from 0 to ``2**fmt.bits - 1``. Only the lowest bits of others count.
     fmt: the format.
-
-  Returns:
-    ``float32`` in the shape of ``codes``.
 
   Raises:
     TypeError: ``codes`` are no integers.
@@ -84,7 +81,7 @@ def round_to(
   ================  ====================================================================
   ``rounding``      the result
   ================  ====================================================================
-  ``nearest_even``  the nearest number; of two, the one whose code is even. That is IEEE
+  ``nearest_even``  the nearest number; of two, the one with the even code. That is IEEE
                     754's rule, which without mantissa bits always takes the larger.
                     Numbers from the largest plus half a step on become infinity (only
                     numbers beyond that, if the code of the largest is even)
@@ -102,7 +99,7 @@ def round_to(
     fmt: the format.
     rounding: the rule, as in the table.
     key: one threefry key, as ``jax.random.key`` makes, for stochastic rounding.
-    straight_through: whether the derivative is that of the identity; else it is zero.
+    straight_through: whether the derivative is 1, as of the identity; else it is zero.
 
   Returns:
     The numbers, in the dtype of ``x``.
@@ -116,8 +113,7 @@ def round_to(
     Array([ 1., inf], dtype=float32)
 
   References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1
+    Han et al., `APS <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1
   """
   wide, draw = _checked(x, rounding, key)
 

@@ -29,7 +29,7 @@ def reduce_sum(
   ``method``      the sum
   ==============  ======================================================================
   ``sequential``  :math:`s \leftarrow s \oplus x_k`, from the first on
-  ``pairwise``    neighbors are added until one number is left; an odd last one waits
+  ``pairwise``    neighbors are added until one number is left; an odd last one stays
   ``kahan``       :math:`y = x_k \ominus c`, :math:`t = s \oplus y`,
                   :math:`c = (t \ominus s) \ominus y`, :math:`s = t`; c is 0 where t is
                   not finite

@@ -35,9 +35,9 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
 ) -> Any:
   r"""Returns the mean of a stacked tree over one axis, sent compressed.
 
-  It has the place of ``drjax.reduce_mean`` in loops that stack what their workers
-  have, like the differences of DiLoCo. Of rows :math:`x_i`, and of residuals
-  :math:`e_i` in ``state``, zero without it, it returns
+  It replaces ``drjax.reduce_mean`` in loops that stack arrays of workers, like the
+  differences of DiLoCo. For rows :math:`x_i`, and residuals :math:`e_i` in ``state``,
+  zero without it, it returns
 
   .. math:: \frac{1}{N} \sum_i Q(x_i + e_i), \qquad e_i' = x_i + e_i - Q(x_i + e_i)
 
@@ -45,24 +45,22 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
   with ``feedback="error"``. Without a state it is unbiased if the codec is.
 
   With ``mesh_axis`` the rows lie on the devices of a mesh, Auto or Explicit, or of an
-  enclosing map. Each device has one row or several, and sends their mean: so N is the
-  number of devices along the axis, and the bytes on the wire are those of one row.
-  Without it all rows are on one device, which computes what N workers would send, with
-  the same bits.
-
-  Call it in ``jax.jit``. For other exchanges and feedbacks call ``update`` of a
-  transformation with ``gradcomp.PerWorker(tree, axis_name)``.
+  enclosing map. Each device sends the mean of its rows: N is the number of devices
+  along the axis, and the bytes on the wire are those of one row. Without it all rows
+  are on one device, which computes the same bits as N workers. Call it in ``jax.jit``.
+  For other exchanges and feedbacks call ``update`` of a transformation with
+  ``gradcomp.PerWorker(tree, axis_name)``.
 
   Args:
-    tree: arrays of floats, all with as many rows on ``axis``.
+    tree: arrays of floats, all with the same number of rows on ``axis``.
     axis: the axis of the rows, which the result does not have.
-    codec: of the rows.
+    codec: the codec of the rows.
     state: the residuals, of :func:`gradcomp.local.mean_state` or the last call.
     mesh_axis: the axis of the mesh, or a tuple of axes, over which ``axis`` is sharded.
     key: the random bits of a call without a state, another one in each call. A codec
       that draws needs it; a state has its own.
     param_specs: under Auto axes, the specs of a row over other axes of the mesh, a tree
-      like ``tree``: then each shard is encoded where it lies, and nothing is sent over
+      like ``tree``: each shard is then encoded where it lies, and nothing is sent over
       those axes.
 
   Returns:
@@ -80,7 +78,7 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
     >>> mean_over(delta, codec=gradcomp.codecs.Dense())["w"]
     Array([2., 2.], dtype=float32)
 
-    The residuals are what a mean lacks:
+    The residuals are the loss of a mean:
 
     >>> codec = gradcomp.codecs.TopK(density=0.5)
     >>> state = gradcomp.local.mean_state(delta, codec=codec)
@@ -89,7 +87,7 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
     Array([2., 2.], dtype=float32)
   """
   kept = state is not None
-  _exchange(codec, mesh_axis, None, kept=kept)  # TypeError for what is no codec
+  _exchange(codec, mesh_axis, None, kept=kept)  # TypeError unless it is a codec
   if key is not None and kept:
     raise ValueError("`key` must be None with a state, which has the key of all calls.")
   if key is None and codec.needs_key and not kept:
@@ -137,14 +135,14 @@ def mean_state(
 ) -> Any:
   """Returns the first state of :func:`gradcomp.mean_over`, with residuals of zero.
 
-  With ``mesh_axis`` it is the state of ``gradcomp.compress(codec, axis_name=mesh_axis,
-  feedback="error")``, which checkpoints and :func:`gradcomp.reshard_state` know. Call
-  it under ``jax.set_mesh(mesh)`` then, or inside the map. Without it every array has
-  a first axis of N workers.
+  With ``mesh_axis`` it is the state of
+  ``gradcomp.compress(codec, axis_name=mesh_axis, feedback="error")``, which checkpoints
+  and :func:`gradcomp.reshard_state` know: call it under ``jax.set_mesh(mesh)``, or
+  inside the map. Without it every array has a first axis of N workers.
 
   Args:
     tree: arrays like those to average; their values do not matter.
-    axis, codec, mesh_axis, param_specs: as of :func:`gradcomp.mean_over`.
+    axis, codec, mesh_axis, param_specs: as for :func:`gradcomp.mean_over`.
     key: the random bits of all calls.
 
   Returns:
@@ -211,7 +209,7 @@ def _workers(tree: Any, axis: int, mesh_axis: AxisName | None) -> int | None:
   if len(counts) != 1 or 0 in counts:
     found = ", ".join(f"{count} in {name}" for count, name in counts.items())
     raise ValueError(
-      f"`tree` must have arrays with equally many rows on axis {axis}, one or more, "
+      f"`tree` must have arrays with one number of rows, at least 1, on axis {axis}, "
       f"got {found or 'none'}."
     )
   if mesh_axis is None:
@@ -229,7 +227,7 @@ def _workers(tree: Any, axis: int, mesh_axis: AxisName | None) -> int | None:
   (rows,) = counts
   if rows % workers:
     raise ValueError(
-      f"`tree` must have as many rows for each of {workers} devices along "
+      f"`tree` must have equally many rows on each of {workers} devices along "
       f"{mesh_axis!r}, got {rows} rows."
     )
   return workers

@@ -115,16 +115,13 @@ class Fragment(NamedTuple):
 
 
 def split_fragments(tree: Any, fragments: int, every: int) -> list[Fragment]:
-  """Splits leaves, in their order, into fragments of similar numbers of elements.
-
-  The last of P fragments is exchanged in the last of H steps, and the others H/P steps
-  apart before it.
-  """
+  """Splits leaves, in order, into fragments of similar size, sent H/P steps apart."""
+  # The last fragment is exchanged in the last step of a round.
   sizes = [math.prod(x.shape) for x in jax.tree.leaves(tree)]
   if fragments > max(len(sizes), 1):
     raise ValueError(
-      f"`fragments` must be at most the number of leaves, {len(sizes)}, for no leaf is "
-      f"cut, got {fragments}."
+      f"`fragments` must be at most the number of leaves, {len(sizes)}, got "
+      f"{fragments}; no leaf is cut."
     )
   ends = list(itertools.accumulate(sizes))
   borders = [0]
@@ -181,12 +178,7 @@ class LocalRound:
   def all_share(
     self, number: jax.Array, states: Any, moved: Any, params: Any, value: Any
   ) -> tuple[Any, Any, tuple[FragmentState, ...]]:
-    """Exchanges the fragments of this step, or in the first steps all, data-parallel.
-
-    ``number`` is that of this local step, from 1 on, ``moved`` the worker's
-    displacement, and ``value`` its loss. The results are updates, displacement and
-    states.
-    """
+    """Exchanges the fragments of a local step, from 1 on, or all, data-parallel."""
 
     def of_fragments(moved: Any, states: Any) -> tuple[Any, Any, Any]:
       def share(fragment: Fragment, kept: FragmentState) -> Any:

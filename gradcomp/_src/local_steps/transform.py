@@ -34,10 +34,10 @@ def local_params(params: Params, opt_state: Any) -> Params:
 
   Args:
     params: the parameters that all workers share.
-    opt_state: the state of the optimizer, inside the map: of one worker.
+    opt_state: the state of the optimizer on one worker, inside the map.
 
   Raises:
-    ValueError: the state is that of all workers together, or one of
+    ValueError: the state belongs to all workers together, or to
       ``optax.contrib.schedule_free`` around local steps.
 
   Example:
@@ -74,11 +74,10 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
 ) -> optax.GradientTransformationExtraArgs:
   r"""Runs ``inner`` on each worker, and exchanges displacements in every H-th step.
 
-  It is for links that are a hundred times too slow for an exchange in each step. It
-  takes the place of an optimizer. All workers share the parameters :math:`p`. Worker
-  :math:`i` trains parameters of its own, :math:`p + d_i`, at which its gradients are
-  computed: see :func:`local_params`, which :func:`gradcomp.make_train_step` calls. In
-  each step
+  It is for links that are a hundred times too slow for an exchange in each step, and
+  replaces an optimizer. All workers share the parameters :math:`p`. Worker :math:`i`
+  trains its own, :math:`p + d_i`, at which its gradients are computed: see
+  :func:`local_params`, which :func:`gradcomp.make_train_step` calls. In each step
 
   .. math:: d_i \leftarrow d_i + \mathrm{inner}(g_i, p + d_i)
 
@@ -89,54 +88,47 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
      Q(e_i - d_i)), \qquad p \leftarrow p + \mathrm{outer}(D, p), \qquad d_i
      \leftarrow 0
 
-  The updates are zeros, but for those of ``outer``, which are equal on all workers. So
-  all workers have the same parameters after every step, to the bit: evaluate and save
-  these. Only :math:`d_i`, the state of ``inner`` and the residual differ between
-  workers. Nothing is sent in other steps.
+  Updates are zeros, except those of ``outer``, which are equal on all workers. So all
+  workers have bit-identical parameters after every step: evaluate and save these. Only
+  :math:`d_i`, the state of ``inner`` and the residual differ between workers. Nothing
+  is sent in other steps.
 
-  - DiLoCo: ``inner=optax.adamw(...)``, ``codec=Dense()``,
-    ``outer=optax.sgd(0.7, 0.9, nesterov=True)``.
-  - SparseLoCo: a sparse codec, ``outer=optax.sgd(1.0)``, ``feedback=
-    ErrorFeedback(residual_decay=0.95)``.
-  - MuLoCo: ``inner=optax.contrib.muon(...)``, and 2 bits, rounded to the nearest level.
-  - Post-local SGD: ``start=T``. The first T steps are data-parallel: in each of them
-    the parameters move to the workers' mean, dense and without ``outer``. The first
-    round begins behind them.
-  - Streaming DiLoCo: ``fragments``, ``delay``, ``mixing=0.5`` and ``FloatCast`` of 3
-    and 0 bits. Fragment k of P is exchanged in step :math:`kH/P` of a round, and the
-    result is applied :math:`\tau` steps later. With :math:`p'` after that,
-    :math:`d_i \leftarrow (1 - m)(p + d_i - p')`, so that workers keep a part of their
-    steps meanwhile.
+  docs/methods/local-steps.md has the settings of DiLoCo, SparseLoCo, MuLoCo, post-local
+  SGD and Streaming DiLoCo. With ``start=T`` the first T steps are data-parallel: in
+  each the parameters move to the workers' mean, dense and without ``outer``. With
+  ``fragments`` and ``delay``, fragment k of P is exchanged in step :math:`kH/P` of a
+  round, and applied :math:`\tau` steps later. With :math:`p'` after that,
+  :math:`d_i \leftarrow (1 - m)(p + d_i - p')`: workers keep a part of their steps
+  meanwhile.
 
-  A gradient that is not finite makes an element of :math:`d_i` NaN, and the next
-  exchange its bucket of the parameters on all workers. ``outer`` keeps it, too, if it
-  has momentum; residuals do not. ``inner=optax.apply_if_finite(inner, 5)`` drops such a
-  step on the worker that has it, where :func:`gradcomp.skip_nonfinite` around this
-  would send a byte in every step.
+  A NaN or an infinity in a gradient makes an element of :math:`d_i` NaN, and the next
+  exchange its bucket of the parameters on all workers, and a momentum of ``outer``.
+  ``inner=optax.apply_if_finite(inner, 5)`` drops such a step on its worker, without the
+  byte of :func:`gradcomp.skip_nonfinite` in every step.
 
-  Further arguments of ``update`` go to ``inner``; they should be the worker's own, like
-  its loss as ``value``. ``outer`` gets the mean of the workers' ``value`` in float32,
-  where it takes such arguments, and :math:`D` as ``grad``. ``inner`` may itself hold an
-  exchange over another axis, which then joins the workers of an island in every step.
+  Further arguments of ``update`` go to ``inner``: pass the worker's own, like its loss
+  as ``value``. ``outer``, if it takes such arguments, gets the mean of the workers'
+  ``value`` in float32, and :math:`D` as ``grad``. ``inner`` may itself hold an exchange
+  over another axis, which then joins the workers of an island in every step.
 
   Args:
     inner: the optimizer of each worker, with its state.
     outer: the optimizer of the parameters, which takes D in float32 as their gradient.
-      Of fragments, each has a state of its own.
+      Each fragment has its own state.
     axis_name: the axis of the workers, or a tuple of axes.
     every: H, the number of steps in a round.
-    codec: of the differences.
-    fragments: P, the number of parts of about equal size, each of consecutive leaves,
-      that are exchanged in different steps; from 1 to ``every``.
+    codec: the codec of the differences.
+    fragments: P, from 1 to ``every``, the number of parts of about equal size, each of
+      consecutive leaves, that are exchanged in different steps.
     delay: :math:`\tau`, the steps after which an exchange is applied, below ``every``.
     mixing: m, above 0 and at most 1. With 1, workers go on from the parameters, and
       drop their displacement of the ``delay``.
     merge: ``"mean"``, or ``"senders"``, which divides the sum of an element by the
       number of workers that sent it. Only sparse codecs allow that.
     start: T, the number of the first steps that are data-parallel.
-    feedback: as of :func:`gradcomp.compress`. ``"error"`` keeps no residual for a codec
-      that is exact. ``gradcomp.ErrorFeedback(residual_decay=0.95)`` is :math:`\beta =
-      0.95`.
+    feedback: see :class:`gradcomp.CompressOptions`. ``"error"`` keeps no residual for
+      an exact codec. ``gradcomp.ErrorFeedback(residual_decay=0.95)`` is
+      :math:`\beta = 0.95`.
 
   Returns:
     A gradient transformation; its state is a :class:`gradcomp.state.LocalStepsState`.
@@ -246,10 +238,10 @@ def _check_not_averaged(opt_state: Any) -> None:
   for node in jax.tree.leaves(opt_state, is_leaf=averages):
     if averages(node) and states.steps_alone(node):
       raise ValueError(
-        "`opt_state` must have no optax.contrib.schedule_free around local steps, for "
-        "it averages parameters in each step, which move in the last step of a round "
-        "alone, got a ScheduleFreeState with such steps inside; give schedule_free to "
-        "gradcomp.local.local_steps as `outer`, which runs once a round, or as `inner`."
+        "`opt_state` must have no optax.contrib.schedule_free around local steps, "
+        "because it averages parameters in each step, and they move once a round, got "
+        "a ScheduleFreeState with such steps inside; give schedule_free to "
+        "gradcomp.local.local_steps as `outer` or `inner`."
       )
 
 
@@ -263,8 +255,8 @@ def _check_given(state: Any, params: Any, fragments: int) -> None:
     )
   if params is None:
     raise ValueError(
-      "`params` must be given to update, because workers move away from them, got "
-      "None; call optimizer.update(grads, state, params)."
+      "`params` must be given to update, because workers move from them, got None; "
+      "call optimizer.update(grads, state, params)."
     )
 
 
@@ -289,20 +281,20 @@ def _exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
   given = as_exchange(exchange)
   if isinstance(given, Exchange) and not given.sends:
     raise ValueError(
-      "`exchange` must send what workers change, for all to have the same parameters, "
-      f'got {exchange!r}; use exchange="auto", or `inner` alone to train without one.'
+      "`exchange` must send, so that all workers have the same parameters, got "
+      f'{exchange!r}; use exchange="auto", or `inner` alone to train without one.'
     )
   if merge == "mean":
     return exchange
   if protocol.is_codec(codec) and not codec.facts.drops:
     raise ValueError(
-      f'`merge` must be "mean" for a codec of which each worker sends all elements, '
-      f'got "senders" and {codec}; use a sparse one like gradcomp.codecs.TopK().'
+      f'`merge` must be "mean" for a codec that sends all elements, got "senders" and '
+      f"{codec}; use a sparse one like gradcomp.codecs.TopK()."
     )
   if given not in (Auto(), AllGather(), AllGather(merge=merge)):
     raise ValueError(
-      '`exchange` must be "auto" or "all_gather" with merge="senders", for nobody else '
-      f"knows who sent what, got {exchange!r}."
+      '`exchange` must be "auto" or "all_gather" with merge="senders", because others '
+      f"do not count senders, got {exchange!r}."
     )
   return AllGather(merge=merge)
 

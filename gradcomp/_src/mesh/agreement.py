@@ -1,14 +1,13 @@
 """Comparison of the traces of the processes of a run, before the first step runs.
 
-Two processes with different codecs or leaves would decode each other's words to wrong
-numbers. Two that count the steps of a round differently would wait for ever. They write
-to the key-value store of the run, because collectives need equal programs already.
+Processes with different codecs or leaves would decode each other's words to wrong
+numbers, and different counts of steps would block for ever. They compare by the
+key-value store of the run, because collectives need equal programs already.
 """
 
 import base64
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import sys
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -32,11 +31,12 @@ from gradcomp._src.mesh.types import mesh_of
 from gradcomp._src.version import WIRE, __version__
 
 Part = dict[str, str]  # one transformation: its options and leaves, by their names
-Record = Sequence[Part]
+Record = list[Part]
+Processes = tuple[int, ...]
 
 # The digests that this process and those of a mesh have agreed on, in their order, and
 # "" where they have not.
-_agreed: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+_agreed: dict[tuple[int, Processes], list[str]] = {}
 
 # The parts of the record of the step that is being traced.
 _open: ContextVar[list[Part] | None] = ContextVar("_open", default=None)
@@ -52,8 +52,8 @@ def run_store() -> Any:
     return distributed.global_state.client
   except (ImportError, AttributeError):
     warnings.warn(
-      f"JAX {jax.__version__} has moved its key-value store, so that gradcomp does not "
-      "compare the transformations of the processes.",
+      f"JAX {jax.__version__} has moved its key-value store: gradcomp does not compare "
+      "the transformations of the processes.",
       RuntimeWarning,
       stacklevel=2,
     )
@@ -65,7 +65,7 @@ def is_alone() -> bool:
   return run_store() is None or jax.process_count() == 1 or is_study()
 
 
-def processes_of(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+def processes_of(mesh: Mesh | AbstractMesh) -> Processes:
   """Returns the processes of a mesh; empty if they are unknown, or only one."""
   if isinstance(mesh, Mesh):
     found = sorted({device.process_index for device in mesh.devices.flat})
@@ -75,20 +75,11 @@ def processes_of(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
 
 
 def require_agreement(
-  what: str,
-  options: Mapping[str, Any],
-  leaves: Any,
-  axes: AxisName | None = None,
-  **trees: Any,
+  what: str, options: Any, leaves: Any, axes: AxisName | None = None, **trees: Any
 ) -> None:
-  """Raises ValueError if another process traces another transformation in this place.
-
-  ``options`` come from ``locals()`` at the first line of a public function, or from
-  ``vars`` of a dataclass: a list of names would lack the next option.
-
-  In :func:`one_record` it adds to the record. Elsewhere it compares a record of its
-  own, if the mesh has all devices of the run: only then are all processes known.
-  """
+  """Raises ValueError if another process traces another transformation here."""
+  # `options` are locals() at the first line of a public function, or vars() of a
+  # dataclass: a list of names would lack the next option.
   if is_alone():
     return
   mesh = mesh_of(leaves)
@@ -97,14 +88,12 @@ def require_agreement(
   part = _part(what, {**sizes, **options}, leaves, **trees)
   if (parts := _open.get()) is not None:
     parts.append(part)
-  elif set(names).issubset(mesh.axis_names):
+  elif set(names).issubset(mesh.axis_names):  # else not all processes are known
     _compare([part], processes_of(mesh))
 
 
 @contextlib.contextmanager
-def one_record(
-  mesh: Any, what: str, options: Mapping[str, Any], trees: Mapping[str, Any]
-) -> Iterator[list[Part]]:
+def one_record(mesh: Any, what: str, options: Any, trees: Any) -> Iterator[list[Part]]:
   """Compares all transformations that are traced in the body as one record.
 
   It yields the parts so far, which a body that traces again clears. The body may add to
@@ -116,10 +105,8 @@ def one_record(
   try:
     yield parts
   except Exception as error:
-    if processes:
-      failed = {"failed": f"{type(error).__name__}: {error}"[:500]}
-      _write(f"{_written([failed], processes)}digest/", "failed")
-      _agreed[jax.process_index(), processes].append("")
+    text = f"{type(error).__name__}: {error}"[:500]
+    _compare([{"transformation": what, "failed": text}], processes)
     raise
   finally:
     _open.reset(token)
@@ -165,37 +152,31 @@ def _listed(name: str, tree: Any) -> Part:
   return result
 
 
-def _compare(record: Record, processes: tuple[int, ...]) -> None:
+def _compare(record: Record, processes: Processes) -> None:
   """Blocks until all processes have this n-th record; ValueError if one does not."""
-  digest, own = _hash(record), (jax.process_index(), processes)
-  if not processes or digest in _agreed.get(own, ()):
+  own, what = jax.process_index(), record[0]["transformation"]
+  agreed, digest = _agreed.setdefault((own, processes), []), _hash(record)
+  if not processes or digest in agreed:
     return
-  folder, what = _written(record, processes), record[0]["transformation"]
-  found = _meet(f"{folder}digest/", digest, processes, what)
+  folder, store = f"gradcomp/{_hash(processes)}/{len(agreed)}/", run_store()
+  packed = base64.b64encode(zlib.compress(json.dumps(record).encode())).decode()
+  # Others read the text if their digests differ.
+  for name, text in (("text", packed), ("digest", digest)):
+    # Also again, after an error or a new start.
+    store.key_value_set(f"{folder}{name}/{own}", text, allow_overwrite=True)
+  failed = "failed" in record[0]  # which waits for nobody
+  found = {} if failed else _meet(f"{folder}digest/", digest, processes, what)
   other = next((x for x in processes if found.get(x, digest) != digest), None)
   # Where nobody has agreed, all go on to the next record.
-  _agreed[own].append(digest if other is None else "")
+  agreed.append("" if failed or other is not None else digest)
   if other is not None:
-    text = run_store().blocking_key_value_get(f"{folder}text/{other}", 10_000)
+    text = store.blocking_key_value_get(f"{folder}text/{other}", 10_000)
     theirs = json.loads(zlib.decompress(base64.b64decode(text)))
     raise ValueError(_difference(record, theirs, found, other))
 
 
-def _written(record: Record, processes: tuple[int, ...]) -> str:
-  """Writes the next record of some processes, and returns its folder."""
-  # Others read it if their digests differ.
-  number = len(_agreed.setdefault((jax.process_index(), processes), []))
-  folder = f"gradcomp/{_hash(processes)}/{number}/"
-  text = base64.b64encode(zlib.compress(json.dumps(record).encode())).decode()
-  _write(f"{folder}text/", text)
-  return folder
-
-
-def _meet(
-  folder: str, own: str, processes: Sequence[int], what: str
-) -> Mapping[int, str]:
-  """Writes a digest; returns all digests, or the first ones once one differs."""
-  _write(folder, own)
+def _meet(folder: str, own: str, processes: Processes, what: str) -> dict[int, str]:
+  """Returns the digests of all processes, or the first ones once one differs."""
   # By default it is longer than compiling a step that others have in a cache.
   text = os.environ.get("GRADCOMP_PATIENCE_SECONDS", "600")
   if not re.fullmatch(r"\d*\.?\d+(e\d+)?", text):
@@ -213,47 +194,36 @@ def _meet(
     if time.monotonic() > deadline:
       raise ValueError(
         f"`{what}` must be traced by all processes, got nothing from {_named(missing)} "
-        f"in {float(text):g} s; look what is wrong there, start all with the same "
-        "program, or set GRADCOMP_PATIENCE_SECONDS to more."
+        f"in {float(text):g} s; read their errors, start all with the same program, or "
+        "raise GRADCOMP_PATIENCE_SECONDS."
       )
     time.sleep(pause)
     pause = min(2 * pause, 1.0)
 
 
-def _difference(
-  own: Record, theirs: Record, found: Mapping[int, str], other: int
-) -> str:
+def _difference(own: Record, theirs: Record, found: dict[int, str], other: int) -> str:
   """Returns the sentence that names the first difference of two records."""
+  what, rule = own[0]["transformation"], "must be traced by all processes"
   if failed := theirs[0].get("failed"):
-    what = own[0]["transformation"]
-    return (
-      f"`{what}` must be traced by all processes, but process {other} failed: {failed}"
-    )
-  none: Part = {}
-  pairs = enumerate(itertools.zip_longest(own, theirs, fillvalue=none), 1)
-  number, what, name, *values = next(
-    (number, (a or b)["transformation"], name, a.get(name), b.get(name))
-    for number, (a, b) in pairs
-    for name in {**a, **b}
-    if a.get(name) != b.get(name)
+    return f"`{what}` {rule}, but process {other} failed: {failed}"
+  mine, others = (
+    {(i, name): text for i, part in enumerate(x, 1) for name, text in part.items()}
+    for x in (own, theirs)
   )
-  mine, those = (
-    f"{value or 'nothing'} in {_named([x for x in found if found[x] == found[at]])}"
-    for value, at in zip(values, (jax.process_index(), other), strict=True)
+  names = (x for x in mine | others if mine.get(x) != others.get(x))
+  at = min(names, key=lambda x: x[0])
+  got, those = (
+    f"{x.get(at, 'nothing')} in {_named([y for y in found if found[y] == found[i]])}"
+    for x, i in ((mine, jax.process_index()), (others, other))
   )
-  place = f"number {number} of the step, {what}" if len(own) > 1 else what
+  what = (others | mine)[at[0], "transformation"]
+  place = f"number {at[0]} of the step, {what}" if len(own) > 1 else what
   return (
-    f"`{name}` must be the same in all processes, which read each other's codes, got "
-    f"{mine} and {those}, in {place}; start all processes with the same program, "
+    f"`{at[1]}` must be the same in all processes, which read each other's codes, got "
+    f"{got} and {those}, in {place}; start all processes with the same program, "
     "options and version of gradcomp."
     f"{see('must-be-the-same-in-all-processes')}"
   )
-
-
-def _write(folder: str, text: str) -> None:
-  """Writes a text of this process, also again after an error or a new start."""
-  key = f"{folder}{jax.process_index()}"
-  run_store().key_value_set(key, text, allow_overwrite=True)
 
 
 def _hash(value: Any) -> str:

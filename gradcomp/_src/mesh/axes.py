@@ -19,8 +19,8 @@ Axes = tuple[str, ...]
 # A cure in several errors: such transformations hide whose gradients they have.
 AROUND = (
   "Around an exchange, use accumulate= of gradcomp.value_and_grad in place of optax."
-  "MultiSteps, and leave out optax.flatten, for leaves share messages anyway; or put "
-  "both behind it: optax.chain(exchange, optax.MultiSteps(optimizer, k))."
+  "MultiSteps, and leave out optax.flatten: leaves share messages anyway. Or put "
+  "both after it: optax.chain(exchange, optax.MultiSteps(optimizer, k))."
 )
 
 
@@ -62,7 +62,7 @@ def abstract_mesh(
       f"`{argument}` must be less: JAX takes fewer than 2**31 devices on all axes of a "
       f"trace together, got {' x '.join(map(str, sizes.values()))}."
     )
-  # The devices have the platform of those of the mesh that is in use, if there is one.
+  # The devices have the platform of the mesh that is in use, if there is one.
   device = jax.sharding.get_abstract_mesh().abstract_device
   given = tuple(sizes.values()), tuple(sizes), axis_types
   return AbstractMesh(*given, abstract_device=device)
@@ -112,7 +112,7 @@ def _cure(axis_name: AxisName, mesh: AbstractMesh) -> str:
     return f"the axes of the mesh are {mesh.axis_names}: name one of these, "
   return (
     f"{cure}or in plain jax.jit give update the gradients of gradcomp.value_and_grad("
-    f"loss_fn, axis_name={axis_name!r}), which are those of all workers, "
+    f"loss_fn, axis_name={axis_name!r}), "
   )
 
 
@@ -154,8 +154,8 @@ def sizes_of(workers: WorkerSizes) -> tuple[tuple[int, ...], dict[str, int]]:
     raise ValueError(f"`workers` must be {_RULE}, got {workers!r}.")
   if math.prod(sizes) > MOST_WORKERS:
     raise ValueError(
-      f"`workers` must be less, at most {MOST_WORKERS:,} together, for a trace lists "
-      f"whom each sends to, got {workers!r}."
+      f"`workers` must be less, at most {MOST_WORKERS:,} together, because a trace "
+      f"lists all pairs that send, got {workers!r}."
     )
   return sizes, dict(zip(by_name, sizes, strict=False))
 

@@ -1,8 +1,7 @@
 """Arrays that a function of the user reads in a map: arguments of it, or an error.
 
-Under Explicit axes, JAX 0.10 to 0.12 lets no function in ``jax.shard_map`` read an
-array of the mesh that is no argument. docs/inside/architecture.md says why closures are
-not searched.
+Under Explicit axes, JAX 0.10 to 0.12 lets no function in ``jax.shard_map`` close over
+an array of the mesh. docs/inside/architecture.md says why closures are not searched.
 """
 
 import functools
@@ -60,7 +59,7 @@ def with_note(
   mesh: Mesh | AbstractMesh,
   names: Sequence[str],
 ) -> Callable[..., Any]:
-  """Wraps a function likewise, in a map over ``names``, with a note of its own."""
+  """Wraps a function in a map over ``names``: such errors get its own note."""
   kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
   explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
   if not explicit:  # JAX raises no error

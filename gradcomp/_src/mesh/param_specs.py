@@ -1,20 +1,14 @@
 """Specs of parameters over other axes than the workers': given, or read from arrays.
 
-No type has them in the trace of a train step. There a context does, by the path and the
-shape of each leaf. It is a part of the keys of JAX's caches, as a study is.
+No type has them in the trace of a train step: a context does, by the path and the shape
+of each leaf. It is a part of the keys of JAX's caches, as a study is.
 """
 
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import (
-  AbstractMesh,
-  Mesh,
-  NamedSharding,
-  PartitionSpec,
-  Sharding,
-)
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from gradcomp._src.mesh.axes import AxisName, automatic_axes, axis_names
 from gradcomp._src.mesh.place import check_whole
@@ -58,10 +52,10 @@ def specs_like(
     hidden = tuple(x for x in others if x not in axis_names(axis_name))
     if hidden and is_traced(params):
       raise ValueError(
-        f"`param_specs` must say how the Auto axes {hidden} shard the parameters, for "
-        "types do not, got None: whole gradients would be gathered over these axes. "
-        f"Pass {_SHARDINGS}, taken outside of jax.jit; or jax.P() for parameters that "
-        "every device has whole."
+        f"`param_specs` must give the sharding of the parameters over the Auto axes "
+        f"{hidden}, which types do not show, got None: whole gradients would be "
+        f"gathered over these axes. Pass {_SHARDINGS}, taken outside of jax.jit; or "
+        "jax.P() for parameters that every device has whole."
       )
     given = jax.tree.map(placed_spec, params)
   specs = specs_of(given, axis_name)

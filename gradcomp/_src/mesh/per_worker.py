@@ -16,9 +16,8 @@ from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import AROUND, AxisName
 from gradcomp._src.mesh.specs import is_spec
 
-# The registries of trees that make a class a node of jax.jit only.
-# They are private in JAX 0.10 to 0.12. Where they have gone, there are none, and what
-# would be a leaf of jax.tree becomes a node of it, too.
+# The registries that make a class a node of jax.jit only, private in JAX 0.10 to 0.12.
+# Without them it becomes a node of jax.tree, too.
 try:
   from jax._src.tree_util import dispatch_registry, tracing_registry
 
@@ -28,10 +27,10 @@ except ImportError:
 
 _CURE = (
   "of a gradcomp.PerWorker is not defined: it holds the gradients of all workers, "
-  "which no exchange has averaged, and takes what is done to one element at a time. "
+  "which no exchange has averaged, and takes elementwise operations only. "
   "Clip after the exchange, or use gradcomp.wrappers.clip_by_local_norm, or ask "
   "gradcomp.global_norm(grads) for each worker's own norm. Put other transformations "
-  "behind the exchange, too, or run them by gradcomp.wrappers.on_each_worker. Let an "
+  "after the exchange, too, or run them by gradcomp.wrappers.on_each_worker. Let an "
   "exchange see each leaf that is trained: optax.partition and optax.masked may have "
   f"left this one out. {AROUND} All rows are `.rows`."
 )
@@ -93,18 +92,16 @@ def _node(kind: type) -> type:
 class PerWorker(metaclass=_Named):
   """The gradient of all workers in plain ``jax.jit`` under Auto axes.
 
-  :func:`gradcomp.value_and_grad` returns one in the place of each array there, so that
-  trainers find the tree they expect. The ``update`` of every transformation of this
-  library takes such trees, and returns plain arrays: the same mean on all workers; or
-  such trees, if it sends nothing. Row :math:`i` is worker :math:`i`'s gradient: ``[N,
-  ...]``, sharded over the axis.
+  :func:`gradcomp.value_and_grad` returns one for each array there. Every ``update`` of
+  this library takes trees of them, and returns the mean as plain arrays, or such trees
+  if it sends nothing. Row :math:`i` is worker :math:`i`'s gradient: ``[N, ...]``,
+  sharded over the axis.
 
-  It is a leaf of ``jax.tree``, with the shape of the parameter, and ``jax.jit`` and its
-  kin take it as an argument and as a result. Sums, differences, products and quotients
-  with numbers and with arrays of the parameter's shape are those of each worker's
-  gradient. So transformations that take one element at a time work in front of the
-  exchange, like ``optax.scale`` and weight decay. All else is an error: norms, means,
-  moments, clipping. Ask :func:`gradcomp.global_norm` for the norms, and put
+  It is a leaf of ``jax.tree`` with the shape of the parameter, and an argument and a
+  result of ``jax.jit``. Sums, differences, products and quotients with numbers and
+  arrays of the parameter's shape work on each worker's gradient, so ``optax.scale`` and
+  weight decay work before the exchange. All else is an error, like norms, means and
+  clipping: ask :func:`gradcomp.global_norm`, or put
   :func:`gradcomp.wrappers.on_each_worker` around such a transformation.
 
   Attributes:

@@ -1,7 +1,7 @@
 """Reads from types where gradients are, and refuses types that contradict it.
 
 Parameters must not be sharded over the axes of an exchange. JAX has already reduced the
-gradient of a worker's own rows (FSDP, ZeRO-3). An exchange would average it with the
+gradient of a worker's own rows (FSDP, ZeRO-3): an exchange would average it with the
 gradients of other workers' rows.
 """
 
@@ -33,7 +33,7 @@ class Place(NamedTuple):
   is_sum: bool = False  # whether gradients are addends of their sum
   others: Sequence[tuple[str, ...]] = ()  # over which leaves vary, too
   dtypes: Sequence[np.dtype] = ()  # the dtype of the update of each leaf
-  rows: bool = False  # whether they are those of all workers, in no map
+  rows: bool = False  # whether all workers' gradients are here, in no map
 
   @property
   def workers(self) -> int:
@@ -111,9 +111,9 @@ def _addends(paths: Any, addends: list[Any], axis_name: AxisName | None) -> Axis
   for (path, _), axes in zip(paths, addends, strict=True):
     if axes != set(names):
       raise ValueError(
-        f"{_name(path)} must be unreduced over {names}, as `axis_name` or the first "
-        f"gradient says, but its type says {tuple(sorted(axes))}; gradients from "
-        "gradcomp.value_and_grad are, or leave axis_name out to take it from the type."
+        f"{_name(path)} must be unreduced over {names}, like `axis_name` or the first "
+        f"gradient, got one over {tuple(sorted(axes))}; take the gradients of "
+        "gradcomp.value_and_grad, or leave axis_name out to take it from the type."
       )
   return as_axis_name(names)
 

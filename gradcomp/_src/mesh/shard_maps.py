@@ -25,11 +25,8 @@ def per_device(
   keeps: bool,
   given: tuple[Any, ...] = (),
 ) -> tuple[Any, Any]:
-  """Calls ``function(updates, state, *given)`` on each device's shards, in a map.
-
-  It binds the axes of addends, and with ``keeps`` returns such. ``given`` are trees
-  that are only read.
-  """
+  """Calls ``function(updates, state, *given)`` on each device's shards, in a map."""
+  # It binds the axes of addends, and with `keeps` returns such. `given` is only read.
   if is_followed():
     return updates, state
   cut = axes_in(jax.tree.map(typed_spec, updates))

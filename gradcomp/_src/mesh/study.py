@@ -1,8 +1,7 @@
 """Studies: traces with shapes that a reader takes facts from, and nothing runs.
 
-A study is a context of ``jax.make_user_context``, a part of the keys of JAX's caches.
-So a program never takes what an inner ``jax.jit`` has cached in a study, nor the
-reverse, but studies of a kind share it.
+A study is a context of ``jax.make_user_context``, a part of the keys of JAX's caches:
+studies of a kind share what an inner ``jax.jit`` has cached, and programs never see it.
 
 Facts are equations of the trace, which compute nothing: they stay in their branch, loop
 or map, and in what is cached. A list that Python fills while it traces would lack it.

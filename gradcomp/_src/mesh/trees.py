@@ -1,8 +1,8 @@
 """Trees as libraries have them: leaves that are not trained, and arrays in boxes.
 
-A module of equinox has functions, numbers and keys among its leaves. Only its arrays
-of floats have gradients, as in ``equinox.filter_grad``. A box is a node of one array
-that JAX takes for that array, like a Variable of flax.nnx.
+A module of equinox has functions, numbers and keys among its leaves; only its float
+arrays have gradients. A box is a node of one array that JAX takes for that array, like
+a Variable of flax.nnx.
 """
 
 import functools

@@ -38,12 +38,12 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   feedback: FeedbackName | Feedback | None = "error",
   **options: Unpack[LeafOptions],
 ) -> optax.GradientTransformationExtraArgs:
-  r"""AdamW of N workers that send compressed momenta, as 1-bit Adam has it.
+  r"""AdamW of N workers that send compressed momenta, as in 1-bit Adam.
 
-  It takes the place of an optimizer, with nothing in front, and gets each worker's own
-  gradient :math:`g_i`, as :func:`gradcomp.compress` does. During the warm-up it is
-  ``optax.adamw`` of the mean gradient, which travels in float32. From then on the
-  variance :math:`v` stays as it is, and a step is
+  It replaces an optimizer, with nothing before it, and takes each worker's own gradient
+  :math:`g_i`, as :func:`gradcomp.compress` does. During the warm-up it is
+  ``optax.adamw`` of the mean gradient, sent in float32. Then the variance :math:`v`
+  stays as it is, and a step is
 
   .. math::
      m_i = \beta_1 m + (1 - \beta_1) g_i, \qquad
@@ -51,19 +51,15 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
      x \leftarrow x - \gamma \Bigl(\frac{\hat m}{\sqrt{\hat v} + \epsilon}
      + \lambda x\Bigr)
 
-  where :math:`Q` encodes and decodes, and :math:`e_i` is the worker's residual. A
-  gradient's error would enter the square of :math:`v`; that of a momentum does not.
-  All workers have the same parameters after each step, to the bit.
+  where :math:`Q` encodes and decodes, and :math:`e_i` is the worker's residual. The
+  error of a gradient would enter the square of :math:`v`; the error of a momentum does
+  not. All workers have bit-identical parameters after each step.
 
-  - 1-bit Adam: the default.
-  - 0/1 Adam: ``variance="doubling"``, and ``local=DoublingGaps()``. Steps that average
-    gradients in float32 follow the warm-up, and update :math:`v`. Their gaps are 1 for
-    16 of them, then 2 for 16, then 4.
-
-  With ``local`` workers exchange in the last step of a gap, and send nothing in others.
-  Each has parameters :math:`x_i` of its own, at which its gradients are computed: see
-  :func:`gradcomp.local.local_params`, which :func:`gradcomp.make_train_step` calls.
-  Updates are zeros in its steps
+  The default is 1-bit Adam. 0/1 Adam has ``variance="doubling"`` and
+  ``local=DoublingGaps()``. With ``local`` workers exchange in the last step of a gap,
+  and send nothing in others. Each has its own parameters :math:`x_i`, at which its
+  gradients are computed: see :func:`gradcomp.local.local_params`, which
+  :func:`gradcomp.make_train_step` calls. Updates are zeros in its steps
 
   .. math::
      m_i \leftarrow \beta_1 m_i + (1 - \beta_1) g_i, \qquad
@@ -77,51 +73,45 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
      x \leftarrow x - \Gamma \Bigl(\frac{\hat m}{\sqrt{\hat v} + \epsilon}
      + \lambda x\Bigr), \qquad m_i \leftarrow m, \qquad u_i \leftarrow 0
 
-  Here it departs from the papers: a step that averages gradients sends no momenta, the
-  mean updates :math:`m`, and residuals wait. With ``local`` such a step follows an
-  exchange, and ends a gap early if need be. Workers send :math:`u_i / \Gamma`, not
-  :math:`u_i`: gaps of one step are then as without ``local``. Weights decay where all
-  move. Both moments are corrected for their first value of zero, as Adam's are:
-  :math:`\hat m` by the number of steps, and :math:`\hat v` by that of its updates, so
-  that the end of the warm-up is no jump.
+  Both moments are corrected for their first value of zero: :math:`\hat m` by the number
+  of steps, and :math:`\hat v` by the number of its updates.
 
-  While :math:`v` of an element is zero, it has had no gradient. Its first momentum
-  behind the warm-up sets its variance: :math:`\hat v` is the square of the gradient
-  that this momentum implies, :math:`m / (1 - \beta_1^h)` after a gap of h steps. So
-  rows of rare tokens, and layers that wait for others, train from then on. Until then
-  they stay where they are, in local steps, too. A sparse codec sends the sum of many
-  steps at once, which implies too large a gradient, and makes slow steps. A codec
-  without a zero sends noise for elements that share a bucket with others. Without a
-  gradient of their own these move by some rates at most, because error feedback takes
-  the noise back.
+  It departs from the papers in four ways:
 
-  A variance far below the noise of the codec makes leaps: elements of a bucket get the
-  same noise, and each divides it by a root of its own. So from the first momenta that
-  are sent on, the root in all formulas is, with k over the n elements of the leaf,
+  - A step that averages gradients sends no momenta: the mean updates :math:`m`, and
+    residuals are kept. With ``local`` such a step follows an exchange, and may end a
+    gap early.
+  - Workers send :math:`u_i / \Gamma`, not :math:`u_i`, so that gaps of one step equal
+    steps without ``local``. Weights decay where all move.
+  - An element with :math:`v = 0` has had no gradient and stays. Its first momentum sets
+    :math:`\hat v` to the square of the gradient that it implies,
+    :math:`m / (1 - \beta_1^h)` after a gap of h steps. A sparse codec sums many steps,
+    and so implies too large a gradient. A codec without a zero sends noise to such
+    elements, which error feedback takes back.
+  - A variance far below the codec's noise makes leaps. So the root in all formulas is
 
   .. math:: \max\Bigl(\sqrt{\hat v}, \frac{f}{n} \sum_k \sqrt{\hat v_k}\Bigr)
 
-  where :math:`f` is ``floor``. It is not in the papers, whose algorithms have
-  ``floor=0``: with that LeNet on images was NaN some steps behind the warm-up. It does
-  not help where gradients grow behind the warm-up: let that last for longer, or take
-  ``"doubling"``. If a map makes further mesh axes manual that shard parameters, it must
-  check types, as for :class:`gradcomp.optimizers.Stable`.
+  over the n elements k of the leaf, with ``floor`` for :math:`f`. The papers have
+  ``floor=0``: with that LeNet on images was NaN some steps after the warm-up. If
+  gradients grow after the warm-up, warm up for longer, or take ``"doubling"``.
 
-  In the warm-up 32 bits an element travel, and then those of the codec. All is one
-  program, which compiles once. Leaves with few gradients, such as embeddings of rare
-  tokens, have small variances, which amplify noise: give them ``Dense()`` by a policy,
-  or more bits. Local steps need two more float32 numbers an element, in each worker.
-
-  The moments are float32 at least. In ``jax.vmap`` and under Explicit axes they may
-  differ from those of other modes in the last bit, for compilers contract their sums.
+  The warm-up sends 32 bits an element, later steps the codec's, in one program. Leaves
+  with rare gradients, such as embeddings, have small variances, which amplify noise:
+  give them ``Dense()`` by a policy, or more bits. Local steps keep two more float32
+  numbers an element in each worker. Moments are float32 or wider. Their last bit may
+  differ in ``jax.vmap`` and under Explicit axes. A map with further manual mesh axes
+  that shard parameters must check types.
 
   Args:
     learning_rate: :math:`\gamma`, a number or a schedule of optax.
-    axis_name: as of :class:`gradcomp.CompressOptions`.
-    codec: of the momenta.
+    axis_name: see :class:`gradcomp.CompressOptions`.
+    codec: the codec of the momenta.
     warmup: a number of steps, 1 or more, or :class:`gradcomp.optimizers.Stable`. It
       should last for as long as the rate rises.
-    variance: ``"frozen"`` or ``"doubling"``, after the warm-up.
+    variance: after the warm-up ``"frozen"``, or ``"doubling"``: some steps still
+      average gradients in float32, and update :math:`v`, 16 with a gap of 1 step, 16
+      with a gap of 2, and so on.
     local: the steps from one exchange to the next, after the warm-up: a number, or
       :class:`gradcomp.optimizers.DoublingGaps`. None exchanges in every step. It needs
       ``axis_name``.
@@ -131,18 +121,18 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     eps: :math:`\epsilon`.
     weight_decay: :math:`\lambda`, decoupled. Above 0, ``update`` needs the parameters.
     mask: the leaves that decay, a tree of bools or a function of the parameters.
-    exchange: of the momenta, as of :class:`gradcomp.CompressOptions`.
-    feedback: of the momenta, likewise.
+    exchange: the exchange of the momenta, see :class:`gradcomp.CompressOptions`.
+    feedback: the feedback of the momenta, likewise.
 
   Returns:
     A gradient transformation, an ``optax.chain``. The first of its states has ``mu``,
     the mean momentum, ``nu``, the variance, ``count``, the steps so far, and
-    ``exchange``, the residuals of the momenta. With ``local`` that is ``moments`` of
-    the state, beside what each worker has since an exchange; call ``init`` inside the
+    ``exchange``, the residuals of the momenta. With ``local`` these are ``moments`` of
+    the state, beside each worker's steps since an exchange; call ``init`` inside the
     map then, or under ``jax.set_mesh(mesh)``.
 
   Raises:
-    ValueError: an option is bad, or as of :func:`gradcomp.compress`.
+    ValueError: an option is bad, or as in :func:`gradcomp.compress`.
     TypeError: ``codec`` is not one.
 
   Example:
@@ -169,11 +159,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     warmup=moments.as_warmup(warmup),
     variance=variance,
     compressed=transform.compress(
-      codec,
-      axis_name=axis_name,
-      exchange=exchange,
-      feedback=feedback,
-      **options,
+      codec, axis_name=axis_name, exchange=exchange, feedback=feedback, **options
     ),
     axis_name=axis_name,
     floor=floor,

@@ -19,21 +19,14 @@ from gradcomp._src.optimizers.moments import Moments, MomentsState, begun
 
 
 class LocalMomentsState(NamedTuple):
-  """Holds the moments that workers share, and the steps of each since an exchange.
+  """The moments that workers share, and each worker's steps since an exchange.
 
   Attributes:
-    moments: those behind the last exchange, and the count of all steps.
+    moments: the moments after the last exchange, and the count of all steps.
     own: each worker's displacement from the shared parameters, and its momentum.
     synced: the steps until the last exchange, ``int32[]``, replicated.
     rate: the sum of the rates since then, ``float32[]``, replicated.
     decay: the state of the weight decay.
-
-  Example:
-    >>> tx = gradcomp.optimizers.adam(0.1, axis_name="data", local=4)
-    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
-    ...   state = tx.init({"w": jnp.ones(300)})
-    >>> state.own.moved["w"].shape, int(state.synced)
-    ((300,), 0)
   """
 
   moments: MomentsState
@@ -57,9 +50,10 @@ class EqualGaps:
 class DoublingGaps(checks.Checked):
   r"""Doubles the gap between two exchanges after every k steps, as 0/1 Adam does.
 
-  A gap that begins :math:`t` steps behind the warm-up has :math:`\min(H, 2^{\lfloor t /
-  k \rfloor})` steps. Let :math:`k` be the steps in which the learning rate falls by a
-  half: then workers move about as far apart in a long gap as in a short one.
+  A gap that begins :math:`t` steps after the warm-up has
+  :math:`\min(H, 2^{\lfloor t / k \rfloor})` steps. Let :math:`k` be the steps in which
+  the learning rate halves: then workers move about as far apart in a long gap as in a
+  short one.
 
   Attributes:
     every: :math:`k`, 1 or more.
@@ -82,7 +76,7 @@ class DoublingGaps(checks.Checked):
   most: int = checks.field(16, checks.STEPS)
 
   def gap(self, since: jax.Array) -> jax.Array:
-    """Returns the gap that begins ``since`` steps behind the warm-up."""
+    """Returns the gap that begins ``since`` steps after the warm-up."""
     return jnp.minimum(self.most, 2 ** jnp.minimum(since // self.every, 30))
 
 
@@ -143,7 +137,7 @@ class LocalAdam:
   def _step(
     self, grads: Any, state: LocalMomentsState, like: Any, rate: jax.Array
   ) -> tuple[Any, LocalMomentsState]:
-    """Returns the direction of the last exchange, and the state behind this step."""
+    """Returns the direction of the last exchange, and the state after this step."""
     rounds.own_params(like, state.own.moved)  # ValueError for other workers' state
     reshaped = lambda x, m: x.reshape(m.shape)
     trees = state.own.moved, state.own.inner_state

@@ -36,17 +36,12 @@ class MomentsState(NamedTuple):
   Attributes:
     count: steps so far, ``int32[]``, replicated.
     dense: the next step that averages gradients, ``int32[]``; -1 for none, replicated.
-    updates: of the variance so far, ``int32[]``, replicated.
-    later: those of them after the warm-up, ``int32[]``, replicated.
+    updates: updates of the variance so far, ``int32[]``, replicated.
+    later: updates after the warm-up, ``int32[]``, replicated.
     norm: the 1-norm of the variance that a rule compares with, ``float32[]``.
     mu: the mean momentum, like the parameters, float32 or wider, replicated.
     nu: the variance, likewise, of real numbers.
     exchange: the residuals of the momenta, and their key.
-
-  Example:
-    >>> state = gradcomp.optimizers.adam(0.1).init({"w": jnp.ones(300)})
-    >>> state[0].mu["w"].shape, int(state[0].dense)
-    ((300,), 0)
   """
 
   count: jax.Array  # type: ignore[assignment]
@@ -68,11 +63,7 @@ class Steps:
   def ended(
     self, count: jax.Array, nu: Any, norm: jax.Array, span: int
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns whether it has ended after ``count`` steps, and the norm to keep.
-
-    ``norm`` is the one that was kept before, zero at first. ``span`` is 1 / (1 - b2),
-    the steps that the variance remembers.
-    """
+    """Returns whether it ended after ``count`` steps, and the norm to keep."""
     del nu, span
     return count >= self.steps, norm
 
@@ -88,14 +79,13 @@ class Stable(checks.Checked):
      \min(\lVert v_t \rVert_1, \lVert v_{t - \Delta} \rVert_1) \ge \rho \max(\lVert v_t
      \rVert_1, \lVert v_{t - \Delta} \rVert_1)
 
-  The paper compares in every step, and so keeps the norms of :math:`\Delta` steps.
-
-  If a map makes further mesh axes manual that shard parameters, it must check types:
-  else each shard decides by itself.
+  The paper compares in every step, and so keeps the norms of :math:`\Delta` steps. If a
+  map makes further mesh axes manual that shard parameters, it must check types, or each
+  shard decides by itself.
 
   Attributes:
     ratio: :math:`\rho`, above 0 and at most 1.
-    least: the steps before which it does not end, such as those of a rising rate.
+    least: the first step at which it may end, such as the last of a rising rate.
 
   Raises:
     ValueError: an attribute breaks its rule.
@@ -297,9 +287,6 @@ def begun(decay: float, count: jax.Array | int, dtype: Any) -> jax.Array:
 def of_leaf(
   x: jax.Array, reduce: Any = jnp.sum, between: Any = collectives.psum
 ) -> jax.Array:
-  """Returns the sum of a leaf in float32, also over the axes that its type is cut by.
-
-  ``reduce`` and ``between``, in and between devices, may be means instead.
-  """
+  """Returns a leaf's sum, or another reduction, also over the axes of its type."""
   part, axes = reduce(x.astype(jnp.float32)), varying_axes(x)
   return between(part, tuple(sorted(axes))) if axes else part

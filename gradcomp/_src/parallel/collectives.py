@@ -19,32 +19,24 @@ To = Literal["varying", "invarying"]
 
 @options.collective
 def all_gather(
-  x: jax.Array,
-  *,
-  axis: int = 0,
-  to: To = "varying",
-  **given: Unpack[CollectiveOptions],
+  x: jax.Array, *, axis: int = 0, to: To = "varying", **given: Unpack[CollectiveOptions]
 ) -> jax.Array:
-  r"""Concatenates the arrays of all workers, as ``lax.all_gather(tiled=True)``.
+  r"""Returns the arrays of all workers side by side, as ``lax.all_gather(tiled=True)``.
 
   .. math:: y = [Q(x_0), Q(x_1), \ldots, Q(x_{N-1})]
 
-  Each worker sends the payload of its array to all others, ``(N-1) c`` bytes if c is
-  the bytes of a payload. The gradient is :func:`psum_scatter` of the cotangent.
-  Rounding counts as the identity.
+  A worker sends ``(N-1) c`` bytes, with c bytes a payload. The gradient is
+  :func:`psum_scatter` of the cotangent; rounding counts as the identity. The result is
+  ``[..., N n, ...]``, of the dtype of ``x``.
 
   Args:
     x: ``[..., n, ...]``, floats, of one shape on all workers. A scalar counts as
       ``[1]``.
     axis: the array axis along which the arrays are put, n elements each.
     to: ``"varying"`` types the result as differing between workers, so that cotangents
-      stay per worker until they are sent here. ``"invarying"``, with ``own="coded"``,
-      types it and its cotangent as equal on all workers: the backward pass sends
-      nothing. Where the workers go on with numbers of their own, JAX adds up their
-      cotangents first, in full precision.
-
-  Returns:
-    ``[..., N n, ...]``, of the dtype of ``x``.
+      are sent here. ``"invarying"``, with ``own="coded"``, types it and its cotangent
+      as equal on all workers: the backward pass sends nothing, and JAX adds up
+      cotangents that differ, in full precision.
 
   Example:
     >>> codec = gradcomp.codecs.EightBit(dtype="linear")
@@ -56,15 +48,14 @@ def all_gather(
     Array([127.  ,   0.  ,   1.  ,   0.25], dtype=float32)
 
   References:
-    Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
-    <https://arxiv.org/abs/1511.04561>`_, 2016, section 2
+    Dettmers, `2016 <https://arxiv.org/abs/1511.04561>`_, section 2
   """
   x, wire, key = options.opened(all_gather, x, given)
   checks.one_of("to", To, to)
   if to == "invarying" and wire.own != "coded":
     raise ValueError(
-      '`to` must be "varying" with own="exact", with which the results of workers '
-      'differ, got "invarying"; choose own="coded".'
+      '`to` must be "varying" with own="exact", whose results differ between workers, '
+      'got "invarying"; choose own="coded".'
     )
   x = jnp.atleast_1d(x)
   axis = options.checked_axis("axis", axis, x.ndim)
@@ -83,32 +74,26 @@ def all_gather(
 def psum_scatter(
   x: jax.Array, *, axis: int = 0, **given: Unpack[CollectiveOptions]
 ) -> jax.Array:
-  r"""Adds the arrays of all workers; each worker gets one part of the sum.
-
-  As in ``lax.psum_scatter(tiled=True)``, worker d gets
+  r"""Returns this worker's part of the sum, as ``lax.psum_scatter(tiled=True)``.
 
   .. math:: y_d = \sum_{i=0}^{N-1} Q(x_i[d])
 
-  where :math:`x_i[d]` is part d of worker i's array, which is encoded by itself. Its
-  owner adds in ``float32``, in the order of workers. A worker sends ``(N-1)/N c``
-  bytes, where c is the bytes of the payloads of its parts. The gradient is
+  Each part :math:`x_i[d]` is encoded by itself. Worker d adds in ``float32``, in the
+  order of workers, and gets ``[..., n, ...]``, of the dtype of ``x``. A worker sends
+  ``(N-1)/N c`` bytes, with c bytes for the payloads of all parts. The gradient is
   :func:`all_gather` of the cotangent. With a key, the rounding errors of the workers
   cancel in part.
 
   Args:
     x: ``[..., N n, ...]``, floats, of one shape on all workers.
-    axis: the array axis that is split into N parts, whose length N divides.
-
-  Returns:
-    ``[..., n, ...]``, of the dtype of ``x``.
+    axis: the array axis that is split into N equal parts.
 
   Example:
     >>> scatter = lambda x: gradcomp.parallel.psum_scatter(
     ...   x, axis_name="model", codec=gradcomp.codecs.Dense())
     >>> x = jnp.array([[1.0, 2.0], [30.0, 40.0]])
-    >>> jax.jit(jax.vmap(scatter, axis_name="model"))(x)
-    Array([[31.],
-           [42.]], dtype=float32)
+    >>> jax.jit(jax.vmap(scatter, axis_name="model"))(x).tolist()
+    [[31.0], [42.0]]
   """
   x, wire, key = options.opened(psum_scatter, x, given)
   axis = _cut_axis("axis", axis, x, wire.size)
@@ -118,34 +103,27 @@ def psum_scatter(
 
 @options.collective
 def all_to_all(
-  x: jax.Array,
-  *,
-  split_axis: int,
-  concat_axis: int,
-  **given: Unpack[CollectiveOptions],
+  x: jax.Array, *, split_axis: int, concat_axis: int, **given: Unpack[CollectiveOptions]
 ) -> jax.Array:
-  """Sends part d of an array to worker d, as ``lax.all_to_all(tiled=True)``.
+  """Returns part d of all workers' arrays at worker d, ``lax.all_to_all(tiled=True)``.
 
-  Each part is encoded by itself. A worker sends ``(N-1)/N c`` bytes, where c is the
-  bytes of the payloads of its parts. The gradient sends cotangents back in the same
-  way. Rounding counts as the identity.
+  Each part is encoded by itself. A worker sends ``(N-1)/N c`` bytes, with c bytes for
+  the payloads of all parts. The gradient sends cotangents back in the same way;
+  rounding counts as the identity. In the result ``split_axis`` is N times shorter and
+  ``concat_axis`` N times longer.
 
   Args:
     x: floats, of one shape on all workers.
-    split_axis: the array axis that is split into N parts, whose length N divides.
+    split_axis: the array axis that is split into N equal parts.
     concat_axis: the array axis along which the parts from all workers are put.
 
-  Returns:
-    An array of the dtype of ``x``, in which ``split_axis`` is N times shorter and
-    ``concat_axis`` N times longer.
-
   Example:
-    >>> codec = gradcomp.codecs.Dense()
     >>> swap = lambda x: gradcomp.parallel.all_to_all(
-    ...   x, axis_name="expert", split_axis=0, concat_axis=0, codec=codec)
-    >>> jax.jit(jax.vmap(swap, axis_name="expert"))(jnp.array([[1.0, 2.0], [3.0, 4.0]]))
-    Array([[1., 3.],
-           [2., 4.]], dtype=float32)
+    ...   x, axis_name="expert", split_axis=0, concat_axis=0,
+    ...   codec=gradcomp.codecs.Dense())
+    >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    >>> jax.jit(jax.vmap(swap, axis_name="expert"))(x).tolist()
+    [[1.0, 3.0], [2.0, 4.0]]
   """
   x, wire, key = options.opened(all_to_all, x, given)
   cut = _cut_axis("split_axis", split_axis, x, wire.size)
@@ -157,24 +135,18 @@ def all_to_all(
 
 @options.collective
 def ppermute(
-  x: jax.Array,
-  *,
-  perm: Sequence[tuple[int, int]],
-  **given: Unpack[options.PairOptions],
+  x: jax.Array, *, perm: Sequence[tuple[int, int]], **given: Unpack[options.PairOptions]
 ) -> jax.Array:
-  """Sends arrays along pairs of workers, as ``lax.ppermute``.
+  """Returns the array of this worker's sender, as ``lax.ppermute``; zeros without one.
 
-  A worker that sends has ``c`` bytes to send, the bytes of its payload. The gradient
-  sends cotangents back along the same pairs. Rounding counts as the identity. Under
-  ``jax.vmap`` JAX needs a pair for every worker.
+  A sender sends the bytes of its payload. The gradient sends cotangents back along the
+  same pairs; rounding counts as the identity. Under ``jax.vmap`` JAX needs a pair for
+  every worker.
 
   Args:
     x: floats, of one shape on all workers.
-    perm: pairs ``(sender, receiver)`` of workers' numbers, in which no worker sends or
-      receives twice.
-
-  Returns:
-    An array like ``x``: the sender's, rounded; zeros without a sender.
+    perm: pairs ``(sender, receiver)`` of workers' numbers; a worker sends and receives
+      at most once.
 
   Example:
     >>> send = lambda x: gradcomp.parallel.ppermute(
@@ -189,7 +161,7 @@ def ppermute(
     if len(numbers) < len(side) or not numbers.issubset(range(wire.size)):
       raise ValueError(
         f"`perm` must have pairs (sender, receiver) of the workers 0 to "
-        f"{wire.size - 1}, none of whom sends or receives twice, got {list(pairs)}."
+        f"{wire.size - 1}, each at most once on a side, got {list(pairs)}."
       )
   back = tuple((receiver, sender) for sender, receiver in pairs)
   along, against = (
@@ -202,22 +174,16 @@ def ppermute(
 def psum(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Array:
   r"""Returns the sum over the workers, with the same bits on all of them.
 
-  Each worker owns an Nth of the elements. It adds these in ``float32``, in the order of
-  workers, and sends the encoded sum to all:
-
   .. math:: y = Q(\sum_i Q(x_i))
 
-  A worker sends ``2 (N-1)/N c`` bytes, where c is the bytes of a payload. The result is
-  typed as equal on all workers, and so is its cotangent, which is that of each ``x``,
-  as ``lax.psum`` has it where ``jax.shard_map`` checks types: the backward pass sends
+  Each worker adds an Nth of the elements in ``float32``, in the order of workers, and
+  sends the encoded sum to all: ``2 (N-1)/N c`` bytes, with c bytes a payload. The
+  result and its cotangent are typed as equal on all workers: the backward pass sends
   nothing. Use it at the end of a layer that is sharded by its inputs, and
   :func:`sum_gradients` at its entry.
 
   Args:
     x: an array of any shape, floats, of one shape on all workers.
-
-  Returns:
-    An array like ``x``.
 
   Example:
     >>> total = lambda x: gradcomp.parallel.psum(
@@ -226,8 +192,7 @@ def psum(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Array:
     Array([3., 3.], dtype=float32)
 
   References:
-    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
-    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1
+    Grubic et al., `2018 <https://doi.org/10.3929/ethz-b-000319485>`_, section 2.4.1
   """
   x, wire, key = options.opened(psum, x, given, own="coded")
   back = lambda cotangent, *_: types.mark_varying(cotangent, wire.axis_name)
@@ -238,20 +203,16 @@ def psum(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Array:
 def sum_gradients(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Array:
   """Returns ``x``; its cotangent is the :func:`psum` of the workers' cotangents.
 
-  It is the entry of a layer that is sharded by its outputs. The codec is that of the
-  cotangents and of their sum.
+  Use it at the entry of a layer that is sharded by its outputs. ``codec`` encodes the
+  cotangents and their sum. Where types are checked, the result is typed as varying.
 
   Args:
     x: an array of any shape, floats, equal on all workers.
 
-  Returns:
-    The same values, typed as differing between workers, where types are checked.
-
   Example:
     >>> def loss(x, w):
-    ...   x = gradcomp.parallel.sum_gradients(
+    ...   return w * gradcomp.parallel.sum_gradients(
     ...     x, axis_name="model", codec=gradcomp.codecs.Dense())
-    ...   return x * w
     >>> w = jnp.array([3.0, 5.0])
     >>> jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="model"))(1.0, w)
     Array([8., 8.], dtype=float32)
@@ -315,7 +276,7 @@ def _cut_axis(name: str, axis: int, x: jax.Array, workers: int) -> int:
   axis = options.checked_axis(name, axis, x.ndim)
   if x.shape[axis] % workers:
     raise ValueError(
-      f"`{name}` must be one whose length the {workers} workers divide, got {axis} of "
+      f"`{name}` must have a length that the {workers} workers divide, got {axis} of "
       f"the shape {x.shape}; pad it with zeros."
     )
   return axis

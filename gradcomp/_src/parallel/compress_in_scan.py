@@ -31,14 +31,14 @@ def compress_in_scan(
   policy: Callable[..., bool] | None = None,
   key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """Takes the place of :func:`gradcomp.compress` for layers in a loop.
+  """Returns the exchange of layers in a loop, in place of :func:`gradcomp.compress`.
 
-  Give it the stacked layers alone, by ``optax.partition``, and all other parameters
-  to :func:`gradcomp.compress` or a recipe. The loss has an argument ``scan``, and
-  calls it once as ``scan(body, carry, layers)``. In :func:`gradcomp.make_train_step`
-  that is :func:`scan` with these options. So the layers' gradients reach the optimizer
-  as means, and it returns them as they are. Elsewhere the loss takes
-  ``jax.lax.scan``.
+  Give it the stacked layers alone, by ``optax.partition``. The loss has an argument
+  ``scan``, and calls it once as ``scan(body, carry, layers)``: in
+  :func:`gradcomp.make_train_step` that is :func:`scan` with these options, elsewhere
+  ``jax.lax.scan``. So the layers' gradients reach the optimizer as means, and it
+  returns them as they are. Its state is a :class:`gradcomp.state.ScanState`; call
+  ``init`` inside the map, or under ``jax.set_mesh(mesh)``.
 
   Args:
     codec, axis_name, exchange: as for :func:`scan`.
@@ -47,34 +47,18 @@ def compress_in_scan(
     policy: as for :func:`scan`.
     key: a seed, or a key, that all workers share. Each step folds in its number.
 
-  Returns:
-    A gradient transformation; its state is a :class:`gradcomp.state.ScanState`, whose
-    ``residual`` is the first one of :func:`scan`. Call ``init`` inside the map, or
-    under ``jax.set_mesh(mesh)``.
-
   Raises:
-    ValueError: an option is bad; in ``init``, as for :func:`scan`; in
-      ``update``, a gradient differs between workers, because it comes from no scan.
+    ValueError: as for :func:`scan`; in ``update``, a gradient comes from no scan.
     TypeError: ``codec`` is no codec, or layers have no real floats.
 
   Example:
-    >>> mesh = jax.make_mesh((1,), ("data",))
-    >>> def loss_fn(params, x, scan):
-    ...   layer = lambda x, w: (w * x, None)
-    ...   x, _ = scan(layer, x * params["scale"], params["layers"])
-    ...   return jnp.mean(x)
-    >>> parts = {
-    ...   "layers": compress_in_scan(gradcomp.codecs.Dense(), axis_name="data"),
-    ...   "scale": gradcomp.dense(axis_name="data")}
-    >>> labels = {"layers": "layers", "scale": "scale"}
-    >>> optimizer = optax.chain(optax.partition(parts, labels), optax.sgd(0.5))
-    >>> step = gradcomp.make_train_step(
-    ...   loss_fn, optimizer, axis_name="data", mesh=mesh)
-    >>> params = {"layers": jnp.array([2.0, 3.0]), "scale": jnp.float32(1.0)}
-    >>> with jax.set_mesh(mesh):
-    ...   opt_state = optimizer.init(params)
-    >>> params, _, metrics = step(params, opt_state, jnp.ones(1))
-    >>> metrics["loss"], params["layers"]
+    >>> tx = compress_in_scan(gradcomp.codecs.Dense(), axis_name="data")
+    >>> optimizer = optax.chain(tx, optax.sgd(0.5))
+    >>> mesh, layers = jax.make_mesh((1,), ("data",)), jnp.array([2.0, 3.0])
+    >>> loss_fn = lambda w, x, scan: scan(lambda x, w: (w * x, None), x[0], w)[0]
+    >>> step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+    >>> layers, _, metrics = step(layers, optimizer.init(layers), jnp.ones(1))
+    >>> metrics["loss"], layers
     (Array(6., dtype=float32), Array([0.5, 2. ], dtype=float32))
   """
   told = dict(locals())
@@ -83,7 +67,7 @@ def compress_in_scan(
   if rule not in (feedbacks.NoFeedback(), feedbacks.ErrorFeedback()):
     raise ValueError(
       '`feedback` must be None, "auto" or "error" for layers in a scan, whose '
-      f"residuals are float32, got {feedback!r}; put momentum behind the exchange."
+      f"residuals are float32, got {feedback!r}; put momentum after the exchange."
     )
   options = ScanOptions(codec, axes.as_axis_name(names), exchange, rule.keeps, policy)
 
@@ -124,9 +108,9 @@ def compress_in_scan(
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
       if own := types.varying_axes(leaf).intersection(names):
         raise ValueError(
-          f"`updates`{jax.tree_util.keystr(path)} must be a mean that the scan of its "
-          f"layer has made, but it differs between the workers of {sorted(own)}; take "
-          "the step by gradcomp.make_train_step, with a loss that calls its scan=."
+          f"`updates`{jax.tree_util.keystr(path)} must be the mean that a scan makes, "
+          f"but it differs between the workers of {sorted(own)}; take the step by "
+          "gradcomp.make_train_step, with a loss that calls its scan=."
         )
     if options.keeps and scan_residual is None:
       raise ValueError(

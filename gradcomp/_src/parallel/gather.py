@@ -29,67 +29,52 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
   shape: tuple[int, ...] | None = None,
   key: options.Key = None,
 ) -> jax.Array:
-  r"""Gathers a weight from its shards; its gradient is scattered to their owners.
+  r"""Returns a weight gathered from shards; its gradient is scattered to the owners.
 
-  Worker d has the shard :math:`w_d`. All workers get the same bits of
-
-  .. math:: w = [Q_w(w_0), Q_w(w_1), \ldots, Q_w(w_{N-1})]
-
-  In the backward pass, worker i has the cotangent :math:`g_i` of the whole weight, and
-  the residual :math:`e_i`. It sends part d of their sum to worker d, which adds in
-  ``float32``, in the order of workers. The rounding error is the new residual:
+  Worker d has the shard :math:`w_d`; all get the bits of :math:`w = [Q_w(w_0), \ldots,
+  Q_w(w_{N-1})]`. Worker i sends part d of its cotangent :math:`g_i` and residual
+  :math:`e_i` to worker d, which adds in ``float32``, in the order of workers, its own
+  part exactly:
 
   .. math::
      c_i = g_i + e_i, \qquad \bar{w}_d = \sum_{i=0}^{N-1} Q_g(c_i[d]), \qquad
      e_i' = c_i - Q_g(c_i)
 
-  The part that stays with its worker is exact. The result is a sum, like the gradient
-  of ``lax.all_gather``: divide the loss of each worker by N for a mean.
-
-  **The new residual comes back as the cotangent of** ``residual``. So take the gradient
-  of the loss with respect to the shards and the residuals together::
+  The result is a sum: divide the loss of each worker by N for a mean. **The new
+  residual is the cotangent of** ``residual``: take the gradient with respect to both,
+  and gather each weight once in a step::
 
     grads, residuals = jax.grad(loss_fn, (0, 1))(shards, residuals, batch)
 
-  Gather each weight once in a step, or its residual is sent twice. What
-  ``jax.checkpoint`` gathers again does not count: put it around each layer, or whole
-  weights stay in memory until the backward pass.
-
-  A worker sends ``(N-1) c_w`` bytes forward and ``(N-1) c_g`` backward, where c are the
-  bytes of the payload of a shard, in whole tiles of its codec.
-
-  A gradient that is not finite makes at least its block NaN on the owner of the block,
-  or the element alone if it is the owner's. The residual keeps its old value there.
-  Other workers do not learn of it: a step that is dropped drops all new residuals.
+  Put ``jax.checkpoint`` around each layer, or whole weights stay in memory. A worker
+  sends ``(N-1) c_w`` bytes forward and ``(N-1) c_g`` backward, with c bytes for the
+  payload of a shard, in whole tiles of its codec. The weight has the dtype of
+  ``w_shard``, and is typed as varying. A non-finite gradient makes at least its block
+  NaN on the block's owner alone, and residuals keep their old values there.
 
   Args:
     w_shard: this worker's part of the weight, floats; a scalar counts as ``[1]``.
     axis_name: the axis of the enclosing map, or a tuple of axes.
     params: the codec of the weight; None for ``float32``.
     grads: the codec of the gradient; None for ``float32``. ``OneBit`` needs a residual.
-    residual: the rounding errors of this worker's earlier gradients: zeros at first,
-      see :func:`gather_residual`. Without one, they are dropped.
+    residual: this worker's earlier rounding errors, see :func:`gather_residual`; None
+      drops them.
     axis: the array axis along which the weight is sharded.
-    shape: the shape of the weight, if the shard is an Nth of all its elements: of
+    shape: the shape of the weight, if the shard is an Nth of all its elements, of
       ``jnp.pad(w.reshape(-1), (0, -w.size % N))``. So any shape can be sharded.
     key: a key that all workers share, another one for each call, if a codec draws
       random numbers. The backward pass folds in 1.
 
-  Returns:
-    The whole weight, of the dtype of ``w_shard``: N times as long along ``axis``, or of
-    the given shape. It is typed as varying over the workers, as its cotangents do.
-
   Raises:
-    ValueError: the axis is not bound; a codec is sparse, keeps a memory, or needs a
-      residual or a key that is not given; or another argument is not as above.
+    ValueError: a codec is sparse, keeps a memory, or lacks a residual or a key; or
+      another argument is not as above.
     TypeError: ``w_shard`` or ``residual`` has no float dtype, or a codec is none.
 
   Example:
-    >>> def loss(w_shard, residual, x):
-    ...   codec = gradcomp.codecs.Dense(dtype=jnp.bfloat16)
-    ...   w = gradcomp.parallel.gather(
-    ...     w_shard, axis_name="data", params=codec, grads=codec, residual=residual)
-    ...   return jnp.dot(w, x)
+    >>> half = gradcomp.codecs.Dense(dtype=jnp.bfloat16)
+    >>> def loss(w, residual, x):
+    ...   options = dict(axis_name="data", params=half, grads=half)
+    ...   return gradcomp.parallel.gather(w, residual=residual, **options) @ x
     >>> x = jnp.array([[1.0, 2.0], [4.0, 0.1]])
     >>> grad = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), axis_name="data"))
     >>> grads, residuals = grad(jnp.ones((2, 1)), jnp.zeros((2, 2)), x)
@@ -98,8 +83,7 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
 
   References:
     Zhao et al., `PyTorch FSDP <https://arxiv.org/abs/2304.11277>`_, 2023, section 3;
-    Markov et al., `Quantized Distributed Training of Large Models with Convergence
-    Guarantees <https://arxiv.org/abs/2302.02390>`_, 2023, section 3
+    Markov et al., `QSDP <https://arxiv.org/abs/2302.02390>`_, 2023, section 3
   """
   wire = options.shard_wire(axis_name, params, grads, residual)
   key = options.checked_key(key, wire.codec, wire.backward)
@@ -132,17 +116,14 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
 def gather_residual(
   w_shard: jax.Array, *, axis_name: axes.AxisName, axis: int = 0
 ) -> jax.Array:
-  """Returns the first residual of a weight for :func:`gather`: zeros.
+  """Returns the first residual of a weight for :func:`gather`: ``float32`` zeros.
 
-  Call it where the axis is bound, in a map with ``out_specs=P(axis_name)``: stacked on
-  the first axis, the residuals of all workers are one global array, ``[N d0, ...]``.
+  It has the shape of all shards together; for a complex weight, pairs on a last axis.
+  Call it in a map with ``out_specs=P(axis_name)``, which stacks the residuals of all
+  workers on the first axis, ``[N d0, ...]``.
 
   Args:
     w_shard, axis_name, axis: as for :func:`gather`, with its errors.
-
-  Returns:
-    Zeros of the shape of all shards together, ``float32``; for a complex weight, pairs
-    of them on a last axis.
 
   Example:
     >>> zeros = lambda w: gradcomp.parallel.gather_residual(w, axis_name="data", axis=1)
@@ -190,15 +171,14 @@ def check_residual(residual: jax.Array, x: jax.Array, shape: tuple[int, ...]) ->
     raise ValueError(
       f"`residual` must be of the shape {shape}, as all shards together, got "
       f"{residual.shape}; start with gradcomp.parallel.gather_residual(w_shard, "
-      "axis_name=axis_name), and give its map an out_specs that stacks them on the "
-      "first axis."
+      "axis_name=axis_name), in a map whose out_specs stack them on the first axis."
     )
   missing = types.varying_axes(x) - types.varying_axes(residual)
   if missing:
     raise ValueError(
-      f"`residual` must differ between the workers of {sorted(missing)}, or JAX adds "
-      "up what they keep, got one that is typed as equal on all of them; stack the "
-      "residuals on the first axis, and pass them with in_specs=P(axes)."
+      f"`residual` must differ between the workers of {sorted(missing)}, got one typed "
+      "as equal on all of them, which JAX would add up; stack the residuals on the "
+      "first axis, and pass them with in_specs=P(axes)."
     )
 
 
@@ -213,45 +193,35 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   residual: jax.Array | None = None,
   key: options.Key = None,
 ) -> jax.Array:
-  r"""Multiplies by a weight that is gathered, and goes into the product as it came.
+  r"""Returns the product with a weight that is gathered, and used as its words came.
 
-  The weight W, ``[n, K]``, is sharded along its first axis. With the codecs
-  :math:`Q_w` of the weight and :math:`Q_x` of the inputs,
+  With the weight W, ``[n, K]``, sharded along its first axis, and the codecs
+  :math:`Q_w` of the weight and :math:`Q_x` of the inputs, it is ``[..., n]``, of the
+  dtype of x:
 
   .. math:: y = Q_x(x) \, Q_w(W)^\top, \qquad
      \bar{x} = \bar{y} \, Q_w(W), \qquad \bar{W} = \bar{y}^\top Q_x(x)
 
-  On GPUs from Blackwell on, the elements and scales of both go into
-  ``jax.nn.scaled_matmul`` as they came. Elsewhere they are decoded to ``bfloat16``,
-  which holds an element times a scale exactly, and multiplied. Sums are of ``float32``,
-  in the platform's order.
-
-  The backward pass decodes both to the dtype of x. It has their words from the forward
-  pass: 8.25 bits an element with MXFP8. :math:`\bar{W}` is sent to the owners of the
-  shards, and rounding errors come back as the cotangent of ``residual``, all as
-  :func:`gather` does it, with its bytes, its rules for NaN and its ``residual``.
-
-  It is biased if a codec rounds to nearest. The derivatives take each codec for the
-  identity.
+  On GPUs from Blackwell on, elements and scales go into ``jax.nn.scaled_matmul``.
+  Elsewhere they are decoded to ``bfloat16``, exactly. Sums are of ``float32``, in the
+  platform's order. The backward pass decodes the saved words and sends :math:`\bar{W}`
+  as :func:`gather` does. The product is biased if a codec rounds to nearest;
+  derivatives take rounding for the identity.
 
   Args:
     x: the inputs, ``[..., K]`` real floats. They may differ between workers.
     w_shard: this worker's rows of the weight, ``[n / N, K]`` real floats.
     axis_name: as for :func:`gather`.
     params: the codec of the weight, a ``BlockFloat`` with elements of 8 or 4 bits and
-      without a rotation. Its blocks lie along K, which is a multiple of them.
+      without a rotation. Its blocks lie along K, a multiple of their size.
     inputs: the codec of x, with the ``scale`` and ``block_size`` of ``params``; None
       for ``params``, rounding to nearest.
     grads, residual, key: as for :func:`gather`.
 
-  Returns:
-    The product, ``[..., n]``, of the dtype of x, typed as varying over the workers.
-
   Raises:
-    ValueError: as :func:`gather`; K is another one for x and the weight, or no multiple
-      of the blocks; or the codecs of x and the weight do not fit one product.
-    TypeError: an array has no real float dtype, or the codec of x or of the weight has
-      no numbers of matrix units.
+    ValueError: as :func:`gather`; or shapes or codecs do not fit one product.
+    TypeError: an array has no real float dtype, or a codec has no numbers of matrix
+      units.
 
   Example:
     >>> codec = gradcomp.codecs.BlockFloat()  # MXFP8
@@ -264,9 +234,7 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
     ((2, 3, 8), Array(32., dtype=float32))
 
   References:
-    Rouhani et al., `Microscaling Data Formats for Deep Learning
-    <https://arxiv.org/abs/2310.10537>`_, 2023, section 3, which casts both inputs of
-    each product in this way
+    Rouhani et al., `2023 <https://arxiv.org/abs/2310.10537>`_, section 3
   """
   wire = options.shard_wire(axis_name, params, grads, residual)
   of_w, of_x = wire.codec, wire.codec.to_nearest()

@@ -44,17 +44,15 @@ class CollectiveOptions(PairOptions, total=False):
     codec: the codec of the values. Required.
     backward: the codec of the cotangents; ``"same"`` for that of the values, None for
       ``float32``. Default: ``"same"``.
-    own: ``"exact"`` leaves what stays with its worker as it is. Then the results of the
-      workers differ by the rounding, and so do gradients of replicated weights behind
-      it. ``"coded"`` rounds it, too, so that all have the same bits. Default:
-      ``"exact"``.
+    own: ``"exact"`` leaves a worker's own part unrounded, so that results differ
+      between workers, and so do later gradients of replicated weights. ``"coded"``
+      rounds it, too: all have the same bits. Default: ``"exact"``.
     key: a key that all workers share, another one for each call, if a codec draws
       random numbers. The backward pass folds in 1. Default: None.
 
   Raises:
     ValueError: the axis is not bound; the codec is sparse, or needs a memory or error
-      feedback; a codec needs a key, and there is none; or another argument is not as
-      above.
+      feedback; a codec lacks a key; or another argument is not as above.
     TypeError: ``x`` has no float dtype, ``codec`` is no codec, or there is no such
       option.
   """
@@ -165,7 +163,7 @@ def checked_axis(name: str, axis: Any, ndim: int) -> int:
 # The bits of a message have no derivative: JAX would take zeros for it in silence.
 @inputs.raises_under_derivatives(
   "A collective of gradcomp.parallel must be differentiated once, got a derivative of "
-  "its derivative, which encoded arrays do not have; use those of jax.lax there."
+  "its derivative, which encoded arrays do not have; use jax.lax's collectives there."
 )
 def differentiated_once(tree: Any) -> Any:
   """Returns the argument of a rule; raises TypeError if JAX differentiates it."""

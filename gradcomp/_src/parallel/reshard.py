@@ -45,7 +45,7 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
   residual: jax.Array | None = None,
   source: P | None = None,
 ) -> Any:
-  """Changes the sharding of an array over some axes, compressed.
+  """Returns an array with another sharding over some axes, sent in few bits.
 
   ==========  ============================  ====================
   from        to                            by
@@ -57,7 +57,7 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
 
   In plain ``jax.jit`` under Explicit axes, ``x`` has its sharding in its type. Inside a
   map, ``x`` is one worker's array, and ``source`` its sharding. A replicated result has
-  the same bits on all workers.
+  the same bits on all workers. With a residual it returns ``(array, new residual)``.
 
   Args:
     x: an array of floats.
@@ -65,28 +65,22 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
     axis_name: in its place, an axis over which ``x`` is unreduced or sharded, or a
       tuple of axes. The result is replicated over them.
     codec, key: as for :func:`all_gather`.
-    residual: the unsent part of earlier calls, ``float32``, zeros at first. It is
-      sent with ``x``. Each worker has one in the shape of its own part of ``x``, and of
-      at least one axis. For addends under Explicit axes these lie side by side on the
-      first axis, ``[N * d0, ...]`` with the spec ``P("data")``.
+    residual: the unsent part of earlier calls, ``float32``, zeros at first, sent with
+      ``x``: of the shape of a worker's part of ``x``, with at least one axis. Of
+      addends under Explicit axes: ``[N * d0, ...]``, with the spec ``P("data")``.
     source: inside a map, the spec of ``x``; by default ``x`` is an addend over the
       axis, or over the axes of the spec.
 
-  Returns:
-    The array; with a residual, ``(array, new residual)``.
-
   Raises:
-    ValueError: as :func:`all_gather`; ``spec`` and ``axis_name`` are both given, or
-      neither; or another change than these, of one array axis, would be needed.
+    ValueError: as :func:`all_gather`; or it would need another change than these.
     TypeError: as :func:`all_gather`; or ``spec`` is no spec.
 
   Example:
     >>> codec = gradcomp.codecs.Dense()
     >>> total = lambda x: gradcomp.parallel.reshard(x, axis_name="data", codec=codec)
     >>> x = jnp.array([[1.0, 2.0], [30.0, 40.0]])
-    >>> jax.jit(jax.vmap(total, axis_name="data"))(x)
-    Array([[31., 42.],
-           [31., 42.]], dtype=float32)
+    >>> jax.jit(jax.vmap(total, axis_name="data"))(x).tolist()
+    [[31.0, 42.0], [31.0, 42.0]]
   """
   codec = policy.stateless("codec", codec)
   if residual is not None:
@@ -132,17 +126,13 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
 
 def _refuse(shape: tuple[int, ...], *_: Any) -> Any:
   raise ValueError(
-    "`residual` must be None where the result is differentiated, because a residual "
-    f"corrects what is sent after the gradient, got one of the shape {shape}."
+    "`residual` must be None where the result is differentiated, because it corrects "
+    f"later calls, after the gradient, got one of the shape {shape}."
   )
 
 
 class _Move(NamedTuple):
-  """A collective that changes the sharding of an array over some axes.
-
-  ``"sum"`` adds up addends on all workers; ``"scatter"`` adds up each worker's part on
-  it; ``"gather"`` concatenates shards.
-  """
+  """A collective over some axes: ``sum`` to all, ``scatter`` sums, or ``gather``."""
 
   kind: Literal["sum", "scatter", "gather"]
   axis_name: axes.AxisName
@@ -200,7 +190,7 @@ def _move(source: P, target: P, ndim: int, codec: protocol.Codec) -> _Move:
   raise ValueError(
     "`spec` must lead from addends to their sum, replicated or sharded along one "
     "array axis over the same mesh axes, or from shards to the whole of one array "
-    f"axis, got {target} for an array of {source}; jax.reshard does what needs neither."
+    f"axis, got {target} for an array of {source}; use jax.reshard for other changes."
   )
 
 

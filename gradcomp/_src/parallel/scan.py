@@ -20,8 +20,8 @@ _NO_SHARDS = (
   "layer its arrays are sharded."
 )
 _NOTHING_GATHERED = (
-  "with `whole`, of which nothing is gathered, got {}; encode the layers where you "
-  "gather them, by gradcomp.parallel.all_gather."
+  "with `whole`, which gathers nothing, got {}; encode the layers where you gather "
+  "them, by gradcomp.parallel.all_gather."
 )
 _FIRST_OF_SHARDS = (
   "start with gradcomp.parallel.gather_residual of each array, with axis=axis + 1."
@@ -44,107 +44,83 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   policy: Callable[..., bool] | None = None,
   key: jax.Array | None = None,
 ) -> tuple[Any, Any]:
-  r"""Scans over layers as ``lax.scan``; their gradients are exchanged in the loop.
+  r"""Returns ``(carry, ys)`` as ``lax.scan``; exchanges gradients in the loop.
 
-  The backward pass computes layer after layer, from the last one on. While it computes
-  layer l, the message of layer l+1 is on its way to the owners, and the means of layer
-  l+2 are on theirs to all workers. An exchange of one stage has one message under way.
-  So only those of the first layers wait behind the loop. With worker i's gradient
-  :math:`g_{il}` of layer l, and its residual :math:`e_{il}`, the gradient of ``layers``
-  is, as :func:`gradcomp.compress` has it with a message for each layer,
+  While the backward pass computes layer l, the message of layer l+1 is on its way to
+  the owners, and the means of layer l+2 on theirs to all workers. With worker i's
+  gradient :math:`g_{il}` of layer l and its residual :math:`e_{il}`, the gradient of
+  ``layers`` is that of :func:`gradcomp.compress` with a message for each layer,
 
   .. math::
      \bar{g}_l = \frac{1}{N} \sum_i Q(g_{il} + e_{il}), \qquad
      e_{il}' = g_{il} + e_{il} - Q(g_{il} + e_{il})
 
-  Give them to an optimizer as they are, and exchange those of other parameters by
-  :func:`gradcomp.compress`. In a train step, :func:`compress_in_scan` does all this.
-
-  **The new residual comes back as the cotangent of** ``residual``. So take the gradient
-  with respect to the layers and the residuals together, and scan each stack once::
+  Give it to an optimizer as it is, and exchange other gradients by
+  :func:`gradcomp.compress`; :func:`compress_in_scan` does this in a train step. **The
+  new residual is the cotangent of** ``residual``. Take the gradient with respect to
+  both, and scan each stack once::
 
     means, residual = jax.grad(loss_fn, (0, 1))(layers, residual, batch)
 
-  The forward pass saves what each layer takes from the one before it, and what
-  ``policy`` says. The backward pass computes the rest again, as ``jax.checkpoint``.
-  Messages under way take memory, and a residual as much as the layers in ``float32``. A
-  worker sends as many bytes as behind the loop. Whether they hide behind a layer is up
-  to the compiler: see :func:`gradcomp.overlap_report`. Codecs whose workers agree on
-  statistics, like ``FloatCast`` and ``Ternary``, wait for these in each layer.
+  The backward pass computes again what ``policy`` does not save, as ``jax.checkpoint``.
+  Whether layers hide messages is up to the compiler: see
+  :func:`gradcomp.overlap_report`. ``FloatCast`` and ``Ternary`` agree on statistics in
+  each layer. A non-finite gradient makes at least its bucket NaN on every worker, and
+  residuals keep their old values there.
 
   In plain ``jax.jit`` under Explicit axes, a ``jax.shard_map`` over the axis runs the
-  layers, on arguments sharded by their types: ``body`` sees a worker's rows of the
-  carry, and those of ``ys`` are joined, ``[L, N rows, ...]``. There the loss is that of
-  the whole batch, so that :math:`g_{il}` is worker i's addend, and :math:`\bar g_l` the
-  sum. ``body`` must not close over arrays of the mesh, but may be a
-  ``jax.tree_util.Partial``, whose arrays become arguments.
+  layers: ``body`` sees a worker's rows of the carry, and ``ys`` are joined, ``[L, N
+  rows, ...]``. The loss is that of the whole batch there, and :math:`\bar g_l` the sum
+  of addends. ``body`` must not close over arrays of the mesh; those of a
+  ``jax.tree_util.Partial`` are arguments.
 
-  Put ``jax.vmap`` over examples inside ``body``: around a scan it is an error, because
-  each example would be exchanged by itself. A gradient that is not finite makes at
-  least its bucket NaN on every worker. The residual keeps its old value there.
-
-  **Layers in shards** (FSDP), with ``axis``: ``layers`` are the shards of this worker,
-  and the body gets whole layers, as by :func:`gather` of each array in a
-  ``jax.checkpoint``. Gradients are sums: divide the loss of each worker by N for means.
-  Worker d has the shard :math:`w_{ld}` of layer l, and gets part d of all gradients,
+  **Layers in shards** (FSDP), with ``axis``: ``layers`` are the shards :math:`w_{ld}`
+  of this worker d, and the body gets whole layers, as by :func:`gather`. Gradients are
+  sums: divide the loss of each worker by N for means,
 
   .. math::
      w_l = [Q_w(w_{l0}), \ldots, Q_w(w_{l,N-1})], \qquad
      \bar{w}_{ld} = \sum_{i=0}^{N-1} Q((g_{il} + e_{il})[d])
 
-  While layer l computes, the encoded shards of layer l+1 come. In the backward pass
-  those of layer l-1 come, while the gradient of layer l+1 goes to its owners. The last
-  layer is gathered once. So of L layers a worker sends ``(2 L - 1) (N-1) c_w`` bytes of
-  shards and ``L (N-1) c_g`` of gradients, where c are those of the payload of a shard.
-
-  **Hosts with several chips** (hpZ of ZeRO++). With ``backward_axis_name``, the n chips
-  of a host keep the words of each layer that came, an nth each, and the backward pass
-  gathers these inside the host: it sends no weights between hosts. Gradients keep their
-  bits, where ZeRO++ encodes once more. The copy takes ``(L-1) N c_w / n`` bytes of a
-  worker until its backward pass is over.
-
-  **Workers that have all layers** (ZeRO 1 and 2). With ``whole``, nobody gathers: the
-  body reads these layers, which count as constant. Only gradients travel, ``L (N-1)
-  c_g`` bytes, those of the shards ``layers``, whose values are not read.
+  The shards of the next layer come while one computes. Of L layers a worker sends ``(2
+  L - 1) (N-1) c_w`` bytes of shards and ``L (N-1) c_g`` of gradients, with c bytes for
+  the payload of a shard. With ``backward_axis_name`` (hpZ of ZeRO++), the n chips of a
+  host keep the words of each layer, ``(L-1) N c_w / n`` bytes each, and the backward
+  pass gathers these inside the host. With ``whole`` (ZeRO 1 and 2), nothing is
+  gathered, and only the gradients of the shards travel.
 
   Args:
-    body: ``(carry, layer) -> (carry, y)``, as for ``lax.scan``. Gradients of arrays
-      that it closes over are as JAX has them: per worker, if they are typed so.
-    carry: the input of the first layer, each worker's own: a tree of arrays.
+    body: ``(carry, layer) -> (carry, y)``, as for ``lax.scan``. Put ``jax.vmap`` over
+      examples inside of it.
+    carry: the input of the first layer, each worker's own.
     layers: a tree of arrays that stack all layers on their first axes, ``[L, ...]``,
-      equal on all workers, or this worker's shards. Floats have gradients; others, like
-      keys, have none, are given whole, and are no shards.
+      equal on all workers, or this worker's shards. Only floats have gradients and
+      shards.
     axis_name: the axis of the enclosing map, or a tuple of axes.
     codec: the codec of the gradients. Sparse codecs and ``OneBit`` need a residual, and
       sparse ones do not send shards.
-    exchange: as of :class:`gradcomp.CompressOptions`, but for ``"local"``. Leave it out
-      for shards, whose gradients go to their owners.
+    exchange: as of :class:`gradcomp.CompressOptions`, except ``"local"``; left out for
+      shards.
     axis: the array axis of a layer along which each array is sharded; None where each
       worker has whole layers. The following three are for shards.
     params: the codec of the shards; None sends them as they are.
-    whole: a tree like ``layers`` of whole layers, ``[L, ...]``, perhaps of another
-      float dtype, which this worker has already; ``params`` is None then.
-    backward_axis_name: some of the axes of ``axis_name``, and not all: along them the
-      workers of one host differ.
-    residual: the rounding errors of earlier steps; None drops them. The first one has
-      zeros: it is ``compress_in_scan(codec, ..., feedback="error").init(layers)
-      .residual``, or, for shards, a tree like their floats of ``gather_residual(w,
-      axis_name=axis_name, axis=axis + 1)``, or a negative axis.
-    policy: of ``jax.checkpoint``; None saves nothing but the inputs of layers.
+    whole: whole layers, ``[L, ...]``, a tree like ``layers``, which the body reads as
+      constants; ``params`` is None then.
+    backward_axis_name: some of the axes of ``axis_name``, along which the workers of
+      one host differ.
+    residual: the rounding errors of earlier steps, in ``float32``; None drops them. The
+      first one is ``compress_in_scan(..., feedback="error").init(layers).residual``, or
+      ``gather_residual(w, axis_name=axis_name, axis=axis + 1)`` of each array of
+      shards.
+    policy: of ``jax.checkpoint``; None saves only the inputs of layers.
     key: a key that all workers share, another one for each step, if a codec draws
       random numbers. Layer l folds in l, and in shards its arrays then their numbers.
 
-  Returns:
-    ``(carry, ys)``: the output of the last layer, and the stacked outputs of all.
-
   Raises:
-    ValueError: the axis is neither bound nor Explicit; the codec keeps a memory, or
-      needs a residual or a key that is not given; the exchange sends nothing, or the
-      codec's sums refuse it; ``layers`` do not stack as many each, one or more, or are
-      typed as differing between workers that have whole ones; the residual is another
-      one's; an option of shards is not as above; a gradient is taken through
-      ``jax.vmap`` over examples; or in plain ``jax.jit`` layers are sharded, the carry
-      is not, or an output has no rows.
+    ValueError: an argument is not as above; the axis is neither bound nor Explicit; the
+      codec keeps a memory, or lacks a residual or a key; ``jax.vmap`` over examples is
+      around it; or in plain ``jax.jit`` layers are sharded, the carry is not, or an
+      output has no rows.
     TypeError: a codec is none, ``body`` returns no pair, or ``layers`` have no real
       floats.
 
@@ -157,17 +133,11 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     ...   return jnp.sum(x)
     >>> layers, x = jnp.array([2.0, 3.0]), jnp.array([1.0, 5.0])
     >>> grad = jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="data")
-    >>> jax.jit(grad)(layers, x)
-    Array([[9., 6.],
-           [9., 6.]], dtype=float32)
-    >>> sums = jax.grad(lambda *given: loss(*given, axis=0))
-    >>> shards, x = jnp.ones((2, 3, 1)), jnp.array([[1.0, 2.0], [0.0, 1.0]])
-    >>> jax.jit(jax.vmap(sums, axis_name="data"))(shards, x).ravel()
-    Array([1., 1., 1., 3., 3., 3.], dtype=float32)
+    >>> jax.jit(grad)(layers, x).tolist()
+    [[9.0, 6.0], [9.0, 6.0]]
 
   References:
-    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
-    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1;
+    Grubic et al., `2018 <https://doi.org/10.3929/ethz-b-000319485>`_, section 2.4.1;
     Zhao et al., `PyTorch FSDP <https://arxiv.org/abs/2304.11277>`_, 2023, section 3.3;
     Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020, section 5;
     Wang et al., `ZeRO++ <https://arxiv.org/abs/2306.10209>`_, 2023, section 3.2
@@ -327,9 +297,9 @@ def _check_residual(residual: Any, first: Kept, length: int, cure: str) -> None:
   for x, y in zip(got, want, strict=True):
     if missing := types.varying_axes(y) - types.varying_axes(x):
       raise ValueError(
-        f"`residual` must differ between the workers of {sorted(missing)}, or JAX adds "
-        "up what they keep, got an array that is typed as equal on all of them; "
-        f"{cure} Pass it with in_specs=P(axes)."
+        f"`residual` must differ between the workers of {sorted(missing)}, got one "
+        f"typed as equal on all of them, which JAX would add up; {cure} Pass it with "
+        "in_specs=P(axes)."
       )
 
 
@@ -351,8 +321,8 @@ def _of_parts(
       raise ValueError(
         "`layers` must be typed as whole on each device in plain jax.jit, got "
         f"{jax.typeof(x).str_short(True)}; give it layers without "
-        "gradcomp.defer_reduction, or call it, for shards over the workers with axis=, "
-        "in a jax.shard_map over all axes of the mesh."
+        "gradcomp.defer_reduction, or shards, with axis=, in a jax.shard_map over all "
+        "axes of the mesh."
       )
   arrays, with_arrays = closures.arrays_of((body, carry, given))
   mesh = types.mesh_of(arrays)

@@ -54,7 +54,7 @@ def layer_options(
   if not made.exchange.sends:
     raise ValueError(
       "`exchange` must send gradients, or there is nothing to hide, got "
-      f"{made.exchange.name!r}; use lax.scan, and gradcomp.compress behind it."
+      f"{made.exchange.name!r}; use lax.scan, and gradcomp.compress after it."
     )
   return made
 
@@ -65,8 +65,8 @@ def refuse_repeats(
   """Raises ValueError for a plan or a codec that may send a step once more."""
   if step.by_fallbacks(facts) != facts:
     raise ValueError(
-      f"`codec` must send any numbers at once, because a scan sends no {layer} again, "
-      f"got {codec}; choose Dense(dtype=jnp.bfloat16){more}."
+      f"`codec` must send all numbers the first time, because a scan repeats no "
+      f"{layer}, got {codec}; choose Dense(dtype=jnp.bfloat16){more}."
     )
 
 
@@ -80,15 +80,13 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
   others = [types.other_axes(x, names) for x in leaves]
   across = place.Place(names, is_sum, others, dtypes)
   plan = options.plan(leaves, paths_of(layer), across, workers)
-  behind = (
-    "or exchange the gradients of all layers behind the loop, by gradcomp.compress"
-  )
+  later = "or exchange the gradients of all layers after the loop, by gradcomp.compress"
   if codec_memory.first_stored(plan, jnp.zeros(2, jnp.uint32)) is not None:
     raise ValueError(
       "`codec` must be without a memory, which nothing here carries from step to step, "
-      f"got {options.codec}; choose another, {behind}."
+      f"got {options.codec}; choose another, {later}."
     )
-  refuse_repeats(plan, options.codec, "layer", f", {behind}")
+  refuse_repeats(plan, options.codec, "layer", f", {later}")
   # Messages of fewer stages start later.
   depth = max(len(x.exchange.stages) for x in plan.messages)
 

@@ -45,7 +45,7 @@ class Exchange(NamedTuple):
   depth: int
   first: Callable[[], Kept]  # () -> the first residual of a layer: zeros
   begin: Callable[..., Any]  # (grads, kept, key) -> messages, each leaf's error
-  advance: Callable[..., Any]  # (messages, age) -> messages, behind stage age
+  advance: Callable[..., Any]  # (messages, age) -> messages, after stage age
   finish: Callable[..., Any]  # (messages, errors, kept) -> results, new kept
 
 
@@ -257,7 +257,7 @@ def like(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _not_of_examples(carry: Any, layers: Any, axis_name: axes.AxisName) -> Any:
   """Returns the carry; ValueError under ``jax.vmap`` over it, and not over layers."""
-  # The workers may be those of a jax.vmap. Then it numbers them.
+  # Under a jax.vmap over the workers, it numbers them.
   workers = [lax.axis_index(name) for name in axes.axis_names(axis_name)]
   return _checked(carry, layers, workers)
 
@@ -273,8 +273,8 @@ def _batched(size: int, is_batched: Any, *given: Any) -> tuple[Any, Any]:
   of_carry, *others = is_batched
   if any(jax.tree.leaves(of_carry)) and not any(jax.tree.leaves(others)):
     raise ValueError(
-      "`scan` must not be inside of jax.vmap over examples, each of which would be "
-      "exchanged by itself, and take the residual once more; put jax.vmap inside of "
-      "`body`, or map over layers, too, to train several models."
+      "`scan` must not be inside of jax.vmap over examples: each would be exchanged by "
+      "itself, with the same residual; put jax.vmap inside of `body`, or map over "
+      "layers, too, to train several models."
     )
   return _checked(*given), of_carry

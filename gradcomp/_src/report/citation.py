@@ -20,20 +20,16 @@ from gradcomp._src.exchange.protocol import Exchange
 def citation(optimizer: optax.GradientTransformation) -> str:
   r"""Returns BibTeX entries of the papers that the parts of an optimizer are from.
 
-  In front of each entry, lines that BibTeX ignores name the codec, the exchange, the
-  feedback or the transformation that it is of, and where that departs from the paper.
-  It finds these through whatever optimizers are built of, but not what
-  ``optax.inject_hyperparams`` makes anew in each step, nor the exchange that
-  ``exchange="auto"`` chooses: :func:`gradcomp.explain` names it.
+  Comments before each entry name the part, and where it departs from the paper. It
+  finds parts in all that optimizers are built of, except factories in
+  ``optax.inject_hyperparams``, and the choice of ``exchange="auto"``, which
+  :func:`gradcomp.explain` names.
 
   A codec, an exchange or feedback of your own may have an attribute ``citations``, a
   tuple of pairs of a BibTeX entry and a text.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
-
-  Returns:
-    The text of a BibTeX file.
 
   Raises:
     ValueError: nothing of gradcomp's is found in ``optimizer``.
@@ -60,8 +56,8 @@ def citation(optimizer: optax.GradientTransformation) -> str:
   if not lines and not without:
     raise ValueError(
       "`optimizer` must hold a transformation of gradcomp's that can be found in it, "
-      f"got {optimizer!r}; of optax.inject_hyperparams give what the factory makes, as "
-      "gradcomp.qsgd(...)."
+      f"got {optimizer!r}; in place of optax.inject_hyperparams give the result of its "
+      "factory, as gradcomp.qsgd(...)."
     )
   none = ", ".join(dict.fromkeys(without))
   blocks = [_comments([f"Without a paper: {none}."])] if without else []

@@ -67,24 +67,20 @@ class Collective:
   Attributes:
     kind: the HLO opcode, ``"all-reduce"`` for ``all-reduce-start`` too.
     operands: dtype, in HLO's spelling, and shape of each array that a worker puts in.
-    workers: the number of workers that exchange with each other, in the largest group.
+    workers: the number of workers in the largest group that exchanges.
     times: the number of its runs in one execution of the program.
     in_loop: whether it is in a loop.
-    trips_unknown: whether a loop around it has no known trip count: ``times`` counts
-      that once.
-    branches: the branches around it, the outermost first, which ``times`` counts as
-      taken: the name of the conditional, the number of the branch from 0, and the
-      number of all its branches.
+    trips_unknown: whether a loop around it has no known trip count, counted as one.
+    branches: the branches around it, the outermost first, counted as taken: the name of
+      the conditional, the number of the branch from 0, and the number of all branches.
     scope: the ``op_name`` of the instruction, with the names of ``jax.named_scope``.
-    axis: the mesh axes along which these workers lie, joined by commas. It is empty if
-      the mesh is unknown, or if no two workers exchange.
-    again: whether it is a plain mean of a gradient that an exchange averages, too: see
-      :func:`wire_report`.
-    moved: the part of a plain mean's bytes that counts for a stage along another axis,
-      above 0, in place of the collective that completes the mean, below 0.
+    axis: the mesh axes along which these workers lie, joined by commas; empty if the
+      mesh is unknown, or if no two workers exchange.
+    again: whether it is a plain mean of a gradient that an exchange averages, too.
+    moved: the bytes of a plain mean that count for a stage along another axis, above 0,
+      in place of the collective that completes the mean, below 0.
     message: the number of its message in an :class:`Explanation`; else 0.
-    packed: whether types narrower than a byte take their bits alone; else each number
-      takes a byte.
+    packed: whether types narrower than a byte take only their bits.
     quantized: the dtype that XLA:TPU sends in place of the operands', or empty.
     span: the size of the aligned blocks of consecutive ranks that all sends stay in, in
       an :class:`Explanation`; else 0. Ranks are in the order of the axes.
@@ -145,12 +141,9 @@ class Collective:
 
   @property
   def dense_bytes(self) -> int:
-    """The bytes that a worker would send each time by a plain f32 all-reduce.
-
-    The collective that completes a mean counts for all stages of it. A collective of
-    :mod:`gradcomp.parallel` counts for the same one of ``float32``, and others as sent,
-    but for a mean that is taken again, and what a codec sends once more.
-    """
+    """The bytes that a worker would send each time by a plain f32 all-reduce."""
+    # The collective that completes a mean counts for all of its stages. One of
+    # gradcomp.parallel counts as its own in float32, others as sent, and repeats not.
     if REPEAT in self.scope:
       return 0
     floats = [int(size) for size in self._named(FLOATS)]
@@ -177,7 +170,7 @@ class Collective:
     found = pattern.findall(self.scope)
     sizes = [math.prod(shape) for shape in self.shapes]
     order = sorted(set(sizes))
-    same = len(order) == len(found)  # else nothing says which name is of which array
+    same = len(order) == len(found)  # else names belong to unknown arrays
     if self.kind != "all-gather" or not same or len(sizes) == len(found):
       return found
     number = lambda one: int(one[0] if isinstance(one, tuple) else one)
@@ -210,11 +203,9 @@ def dearest(
 
 
 def by_link(found: Sequence[Collective]) -> tuple[Collective, ...]:
-  """Splits plain means that are completed along one of two axes between both.
-
-  A mean inside groups of C, of N workers in all, keeps ``2 (C-1)/C 4 e`` of its bytes.
-  The rest is between groups, as where a plain mean adds inside groups first.
-  """
+  """Splits plain means that are completed along one of two axes between both."""
+  # A mean inside groups of C keeps 2 (C-1)/C 4 e of its bytes. The rest is between
+  # groups, as where a plain mean adds inside groups first.
   moved = [0] * len(found)
   stages = [i for i, x in enumerate(found) if x.axis and STAGE in x.scope]
   for i, x in enumerate(found):
@@ -262,10 +253,8 @@ def connected(pairs: Pairs) -> list[set[int]]:
 
 
 def span(axes: _Axes, data: _Axes, sizes: Mapping[str, int], pairs: Pairs) -> int:
-  """Returns the size of the aligned blocks of consecutive ranks that all sends stay in.
-
-  The axes are a collective's and all workers', and pairs a permutation's, or empty.
-  """
+  """Returns the size of the aligned blocks of ranks that all sends stay in."""
+  # The axes are a collective's and all workers', and pairs a permutation's, or empty.
   first = min((data.index(axis) for axis in axes if axis in data), default=0)
   workers = math.prod(sizes[axis] for axis in data[first:])
   behind = {x: math.prod(sizes[y] for y in data[i:]) for i, x in enumerate(data, 1)}

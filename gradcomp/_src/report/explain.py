@@ -41,7 +41,7 @@ class LeafPlan:
       fraction, because leaves share rows that fill up a message.
     rule: the rule of a policy that chose the codec; "" without one.
     reason: the reason for the exchange: it was asked for, or ``"auto"`` took it.
-    slots: entries that a sparse message of the leaf has room for; None for a dense one.
+    slots: the entries that a sparse message has room for; None for a dense one.
     used: the entries that a worker filled in the last step, on average, if known.
     work: the work of a worker for it, as parts of its elements.
     keeps: whether workers keep a residual.
@@ -78,16 +78,16 @@ class Explanation:
     workers: N, along all axes together.
     bytes_inside: the part of all bytes that ``hierarchical`` sends inside groups.
     bytes_between: the part that ``hierarchical`` sends between groups, over two axes.
-    ratio_between: the ratio of ``bytes_between`` to the bytes of a plain mean in
-      float32 that adds inside groups first: ``2 (h-1)/h 4 e / c`` of ``e`` elements,
-      between ``h`` groups of ``c`` workers. It is 1 without groups.
+    ratio_between: the ratio of ``bytes_between`` to a plain mean in float32 that adds
+      inside groups first: ``2 (h-1)/h 4 e / c`` bytes of ``e`` elements, between ``h``
+      groups of ``c`` workers. It is 1 without groups.
     bytes_fitting: the part that fits a codec to the gradients, only in some steps.
     bytes_filling: the part that fills up rows, so that workers own equal shares.
     bytes_kept: the memory of an owner's residual, of the rounding of means.
     forgets: whether owners keep no residual, because the state was made without the
       number of workers. They round means at random then.
-    collectives: those of a step, from which :mod:`gradcomp.cost` predicts seconds.
-      Those that fit a codec are not among them. Consecutive sums are one, as in XLA.
+    collectives: those of a step, for :mod:`gradcomp.cost`, except those that fit a
+      codec. Consecutive sums are one, as in XLA.
   """
 
   leaves: tuple[LeafPlan, ...]
@@ -128,10 +128,7 @@ class Explanation:
 
   @property
   def ratio(self) -> float:
-    """The ratio of ``bytes_sent`` to the bytes of a plain mean in float32.
-
-    It has each leaf once, also if several transformations send it.
-    """
+    """The ratio of ``bytes_sent`` to a plain f32 mean, which has each leaf once."""
     return self._ratio(self.bytes_sent, self._elements)
 
   @property
@@ -179,7 +176,7 @@ class Explanation:
       lines.append(f"{fitting:,} of them only where levels are fitted.")
     if self.messages > 1:
       lines.append(
-        f"{self.messages} messages, of which the last goes first. "
+        f"{self.messages} messages; the last goes first. "
         f"{self.bytes_filling:,} bytes fill up their shares."
       )
     if self.forgets:
@@ -219,8 +216,7 @@ class Directions:
 
   Attributes:
     forward: the collectives of the function.
-    backward: the further collectives of the gradients of all arguments; empty if the
-      function has none.
+    backward: the further collectives of the gradients of all arguments.
   """
 
   forward: WireReport
@@ -265,22 +261,21 @@ def explain(
   opt_state: Any = None,
   platform: str | None = None,
 ) -> Explanation | Directions:
-  """Explains the bytes of an optimizer with gradcomp's transformations, or a function.
+  """Returns the bytes of an optimizer with gradcomp's transformations, or a function.
 
-  Nothing is computed, and no axis or device is needed: ``update`` is traced with
-  shapes, as a map over the workers would trace it, and its collectives are read. The
-  last results are kept as long as the optimizer: one with attributes that change is
-  explained as it was at first. A leaf shares the bytes of its message by the rows that
-  it has there. A leaf that no gradcomp transformation sees is not in the table. One
-  that two see is there twice. For :func:`gradcomp.wrappers.switch`, and wherever else a
-  step takes one of several branches, the table shows the last that sends something.
-  Without ``axis_name``, it shows an exchange over the axes that gradients are unreduced
-  over. Bytes are those on the wire, with the zeros that fill up rows, shares and lines.
+  The :class:`Explanation` prints as a table: bits an element on the wire, and the bytes
+  of a worker in a step, also over plain means in float32 and 16 bits. Nothing is
+  computed, and no axis or device is needed: it traces ``update`` with shapes in a map
+  over the workers, and reads its collectives. Bytes are those on the wire, with the
+  zeros that fill up rows, shares and lines. A leaf shares the bytes of its message by
+  its rows there, and has a line for each transformation that sees it. Of branches, the
+  last that sends something counts. Without ``axis_name``, exchanges are over the axes
+  that gradients are unreduced over. Results are kept as long as the optimizer, which
+  must not change.
 
-  Of a function, its collectives and those of its gradient are listed as
-  :func:`gradcomp.wire_report` lists them of the compiled program, with the same bytes.
-  A ``jax.shard_map`` over the axes traces it. Trips of loops count, but for those of
-  ``while``.
+  Of a function, :class:`Directions` list its collectives and its gradient's, with the
+  bytes that :func:`gradcomp.wire_report` reads from the compiled program. Trips of
+  loops count, except those of ``while``.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it; or a function of the
@@ -288,30 +283,20 @@ def explain(
     args: the parameters, or their ``jax.ShapeDtypeStruct``, whole; or the arguments of
       the function, likewise.
     workers: the number of workers that share the axis; ``(hosts, chips)`` for
-      ``"hierarchical"`` over two axes. Where transformations exchange over different
-      axes, the size of each axis that workers are on, in the order of the mesh, like
-      ``{"host": 2, "chip": 4}``. A
-      function takes no other form.
+      ``"hierarchical"`` over two axes; or the size of each axis, in the order of the
+      mesh, like ``{"host": 2, "chip": 4}``, as a function needs.
     opt_state: the state after a step, outside of any transformed function: it has the
       used slots of sparse messages, and shows whether owners keep residuals.
     platform: that of the workers, ``"cpu"``, ``"gpu"`` or ``"tpu"``, by which
       ``message_bytes="auto"`` cuts messages. By default that of the mesh of
       ``jax.set_mesh``, and without one that of the default backend.
 
-  Returns:
-    An :class:`Explanation`. ``print`` shows for each leaf the codec, its
-    bits an element on the wire, the exchange, the bytes that a worker sends in a step,
-    and these against plain means in float32 and in 16 bits. Of a function,
-    :class:`Directions`, with a :class:`WireReport` for each
-    pass.
-
   Raises:
-    TypeError: an optimizer does not get its parameters alone, or a function gets
+    TypeError: an optimizer gets other arguments than its parameters, or a function gets
       ``opt_state``.
-    ValueError: ``workers`` is no number of workers, lacks an axis, does not fit the
-      groups of ``"hierarchical"``, is not that of ``opt_state``, or is more than
-      ``2**18``. Or ``platform`` is no platform, or a leaf has more rows than 32 bits
-      count.
+    ValueError: ``workers`` is no such number, lacks an axis, does not fit the groups or
+      ``opt_state``, or is more than ``2**18``; ``platform`` is none; or a leaf has more
+      rows than 32 bits count.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
@@ -325,12 +310,6 @@ def explain(
     two_shot: it sends 2/N of all_gather's bytes.
     An owner keeps what encoding a mean loses, 65,536 bytes, if optimizer.init knows the
       workers.
-    >>> options = {"codec": gradcomp.codecs.EightBit(), "backward": None, "axis": 1}
-    >>> gather = lambda x: gradcomp.parallel.all_gather(x, axis_name="model", **options)
-    >>> x = jax.ShapeDtypeStruct((128, 2304), jnp.float32)
-    >>> found = explain(gather, x, workers={"model": 4})
-    >>> found.forward.bytes_sent, found.backward.bytes_sent  # 8 and 32 bits
-    (887808, 3538944)
   """
   is_function = callable(optimizer)
   if (len(args) != 1 and not is_function) or (opt_state is not None and is_function):

@@ -33,10 +33,7 @@ class Groups(NamedTuple):
 
 
 class Devices(NamedTuple):
-  """The devices of a program, in this order: of slices, of replicas, of partitions.
-
-  A text for several TPU slices is the program of each.
-  """
+  """The devices of a program, in this order: of slices, of replicas, of partitions."""
 
   slices: int
   replicas: int

@@ -13,8 +13,8 @@ from gradcomp._src.report.hlo_text import Computation, Instruction, Module
 from gradcomp._src.report.reader import Place
 from gradcomp._src.report.scopes import untold
 
-# An instruction, and in front of it those around it that call, from the entry on: the
-# computation and the number of each.
+# An instruction after its callers, from the entry on: the computation and the number of
+# each.
 Path = tuple[tuple[Computation, int], ...]
 # A collective, its groups, whether an exchange of gradients reads its result, and where
 # it is.
@@ -22,19 +22,14 @@ Found = tuple[Collective, Groups, bool, Path]
 
 
 class Program(NamedTuple):
-  """A program's module, its collectives, and its devices.
-
-  ``unseen`` has the names of what sends, too, and cannot be counted: transfers to or
-  from the host, and kernels that communicate. ``untold`` has the collectives and means
-  of exchanges that are left without a name. ``axes`` are those of the mesh.
-  """
+  """A program's module, its collectives, and its devices."""
 
   module: Module
   collectives: tuple[Found, ...]
   devices: Devices
-  unseen: tuple[str, ...]
-  untold: tuple[str, ...]
-  axes: tuple[str, ...] = ()
+  unseen: tuple[str, ...]  # other names that send: to hosts, and communicating kernels
+  untold: tuple[str, ...]  # collectives and means of exchanges without a name
+  axes: tuple[str, ...] = ()  # of the mesh
 
 
 def parse_program(text: str) -> Program:
@@ -54,11 +49,9 @@ def parse_program(text: str) -> Program:
   def walk(
     callers: Path, name: str, around: Place, in_front: bool, chains: set[str] | None
   ) -> Iterator[Found]:
-    """Yields the collectives of a computation that runs at a place.
-
-    ``in_front`` is whether an exchange reads its result. In a fusion, ``chains`` are
-    the collectives that were met in others of the same computation; else None.
-    """
+    """Yields the collectives of a computation that runs at a place."""
+    # `in_front`: an exchange reads its result. `chains`, in a fusion: the collectives
+    # that were met in others of the same computation.
     own = module.computations[name]
     read: set[str] = set()  # what an exchange reads; in a text operands come first
     for x in reversed(own):

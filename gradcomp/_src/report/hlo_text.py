@@ -97,10 +97,7 @@ class Instruction(NamedTuple):
 
 
 class Computation(tuple[Instruction, ...]):
-  """The instructions of a computation, in the order of the text.
-
-  ``others`` are all computations of the module, by their names.
-  """
+  """The instructions of a computation; ``others``: the module's ones, by name."""
 
   name: str
   others: Mapping[str, "Computation"]
@@ -129,7 +126,7 @@ class Computation(tuple[Instruction, ...]):
     return [self.others[name] for name in x.called]
 
   def behind(self, name: str | None, views: Container[str]) -> Instruction | None:
-    """Returns the source of a value, behind instructions with these opcodes."""
+    """Returns the source of a value, before instructions with these opcodes."""
     found = self.named.get(name or "")
     while found is not None and found.opcode in views and found.operands:
       found = self.named.get(found.operands[0])

@@ -28,8 +28,7 @@ class Overlap:
   Attributes:
     collective: the record that :func:`wire_report` has, too.
     synchronous: whether the program does nothing else until it is done.
-    beside: the work in between, in the order of the program; with ``times`` runs of the
-      collective, that of one.
+    beside: the work in between, in the order of the program, for one of its ``times``.
   """
 
   collective: Collective
@@ -58,10 +57,7 @@ class Overlap:
 
   @property
   def exposed(self) -> bool:
-    """True if nothing computes beside it.
-
-    Work of fewer bytes than it sends is nothing: no link is faster than memory.
-    """
+    """True if the work beside it has fewer bytes than it sends; memory beats links."""
     return self.bytes < self.collective.bytes_sent
 
 
@@ -125,32 +121,25 @@ def overlap_report(
   *,
   mesh: Mesh | AbstractMesh | None = None,
 ) -> OverlapReport:
-  """Lists the collectives of a compiled program, and the work beside each.
+  """Returns the collectives of a compiled program, with the work beside each.
 
-  A compiled program runs in the order of its text. An asynchronous collective begins
-  with a start and is over with its end, which other instructions may lie between, also
-  those of the next trip of a loop; one that has neither is synchronous. What lies
-  between is its overlap, if it computes: it reads or writes arrays, and is no
-  collective itself. A collective is *exposed* where that work together reads and writes
-  fewer bytes than the collective sends. Nothing runs: an overlap is what the schedule
-  allows, and not how long it takes.
+  A compiled program runs in the order of its text. The overlap of an asynchronous
+  collective is the work between its start and its end, also in the next trip of a loop:
+  instructions that read or write arrays, and are no collectives. It is *exposed* where
+  that work reads and writes fewer bytes than the collective sends. Nothing runs: the
+  schedule allows an overlap.
 
   Asynchronous are pairs of ``-start`` and ``-done``, unless XLA marks them as
-  synchronous; on TPUs also chains of fusions that advance a collective beside their own
-  work, calls of a SparseCore, and sends to other slices, until the receive that they
-  meet is done. On CPUs all are synchronous.
+  synchronous; on TPUs also chains of fusions that advance a collective, calls of a
+  SparseCore, and sends to other slices, until their receive is done. On CPUs all are
+  synchronous.
 
   Args:
-    program: see :func:`wire_report`.
-    mesh: see :func:`wire_report`.
-
-  Returns:
-    A :class:`OverlapReport`; ``print`` shows a table of its collectives.
+    program, mesh: as for :func:`wire_report`.
 
   Raises:
     TypeError: as :func:`wire_report`.
-    ValueError: as :func:`wire_report`; or the program is not scheduled, so that its
-      text has no order.
+    ValueError: as :func:`wire_report`; or the program is not scheduled.
 
   Example:
     >>> text = '''HloModule jit_step, is_scheduled=true, num_partitions=4
@@ -170,8 +159,7 @@ def overlap_report(
   if found.module.attributes.get("is_scheduled") != "true":
     raise ValueError(
       "`program` must be scheduled, with is_scheduled=true in the first line of its "
-      "text, got one without; pass jax.jit(step).lower(...).compile(), or what its "
-      "as_text() returns."
+      "text, got one without; pass jax.jit(step).lower(...).compile(), or its text."
     )
   works, overlaps = Works(), []
   for collective, _, _, path in found.collectives:
@@ -210,11 +198,8 @@ def _flag(kind: str, flag: str, value: bool | int) -> str:
 
 
 def _beside(path: Path) -> list[_Run] | None:
-  """Returns all between start and end of a collective, or None for a synchronous one.
-
-  Each is an instruction with its computation. The start may be the collective itself,
-  or an instruction around it.
-  """
+  """Returns all between a collective's start and end; None for a synchronous one."""
+  # The start may be the collective itself, or an instruction around it.
   for depth in range(len(path), 0, -1):
     body, number = path[depth - 1]
     x = body[number]
@@ -263,10 +248,8 @@ def _until_done(path: Path) -> Iterator[_Run]:
 
 
 def _run(body: Computation, first: int, held: _Held) -> tuple[bool, list[_Run]]:
-  """Returns whether the end is in a computation, and all in front of it.
-
-  ``held`` has the places of the start's value in others, and gets new ones.
-  """
+  """Returns whether the end is in a computation, and all before it."""
+  # `held` has the places of the start's value in others, and gets new ones.
   found: list[_Run] = []
   for x in body[first:]:
     number = next((i for i, y in enumerate(x.operands) if y in held), -1)

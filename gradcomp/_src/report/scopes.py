@@ -15,20 +15,19 @@ _MOVES = frozenset(
 )
 _CUTS = _MOVES | {"parameter", "slice"}
 _OURS = re.compile(r"gradcomp_([a-z_]+)")
-# The scopes of work in front of an exchange and behind it.
+# The scopes of work before an exchange and after it.
 _BESIDE = frozenset(("correct", "decode", "fingerprint", "inner", "residual"))
 
 
 def scope_of(x: Instruction, body: Computation, around: str = "") -> str:
   """Returns the scope of a collective, its own or the one of moves around it.
 
-  XLA:TPU splits a collective of several slices in one between them and one inside,
-  without names. Copies and reshapes around them keep the name of JAX's collective. The
-  last part has it; one in front is a stage. XLA makes one sum of several, with the name
-  of one of them on TPUs and without any on GPUs, and parts of it keep their names: they
-  are joined, as XLA joins names. Where no name is left, what an exchange computes is
-  sent in a stage, too, and else the name ``around`` it is taken, or that of what
-  computes the operand.
+  XLA:TPU splits a collective of several slices in nameless ones, between slices and
+  inside; copies and reshapes around them keep the name of JAX's collective. The last
+  part has it, and earlier ones are stages. Of several sums XLA makes one with one name,
+  or none, and their parts keep names: these are joined, as XLA joins names. Without any
+  name, a result of an exchange is sent in a stage; otherwise the scope is ``around``,
+  or that of the operand's source.
   """
   several = len(x.operands) > 1
   is_part = lambda y: (several and y.opcode == "get-tuple-element") or _cuts(y, body)
@@ -54,19 +53,15 @@ def scope_of(x: Instruction, body: Computation, around: str = "") -> str:
 def _joined(names: Sequence[str]) -> str:
   """Joins names, each once, but names of means as often as they are there."""
   # An exchange gives the name of its mean to one array. Another array of that name is
-  # of another exchange of equal size: nothing else keeps them apart, for JAX numbers
-  # all channels alike.
+  # of another exchange of equal size: nothing else keeps them apart, because JAX gives
+  # all channels one number.
   means = [x for x in names if sent.means_in(x)]
   others = dict.fromkeys(x for x in names if x and not sent.means_in(x))
   return ":".join([*others, *means])
 
 
 def untold(module: Module, found: Mapping[str, str]) -> tuple[str, ...]:
-  """Returns collectives and means without a name, in a program with exchanges.
-
-  These are the names of collectives that have no scope, by those of ``found``, and of
-  the means that no collective completes.
-  """
+  """Returns collectives without a scope, and means that no collective completes."""
   names = {x.op_name for body in module.computations.values() for x in body}
   if not any(map(sent.is_exchange, names)):
     return ()

@@ -119,11 +119,9 @@ def _is_cut(x: Instruction, body: Computation) -> bool:
 
 
 def permutations(body: Computation, devices: Devices) -> dict[str, Pairs | None]:
-  """Returns the pairs of permutations, or None for a part of one in front.
-
-  XLA cuts a permutation in sends and permutes of one operand. A worker sends by one of
-  these: between slices or inside, or on along a cycle or back to its start.
-  """
+  """Returns the pairs of permutations, or None for an earlier part of one."""
+  # XLA cuts a permutation into sends and permutes of one operand. A worker sends by one
+  # of these: between slices or inside, or on along a cycle or back to its start.
   found: dict[str, Pairs | None] = {}
   wholes: dict[str, list[Instruction]] = {}
   for x in body:

@@ -1,7 +1,7 @@
 """Studies of an update: the bytes of its messages, from a trace over abstract axes.
 
 The last results are kept while the optimizer lives, one a tree of shapes and set of
-axes, so that its readers trace an update once where the workers are on one axis.
+axes: its readers trace an update once where the workers are on one axis.
 """
 
 import dataclasses
@@ -94,11 +94,9 @@ def study_in(
   bound: Mapping[str, int],
   known: Callable[[str], int | None],
 ) -> Trace:
-  """Traces an update, and binds each axis that it asks for, until none is missing.
-
-  Sizes are those of a transformation's axes, if their number is equal; else all workers
-  are on its first axis. Some are bound from the start, in the order of the workers.
-  """
+  """Traces an update, and binds each axis that it asks for, until none is missing."""
+  # Sizes are those of a transformation's axes, if their number is equal; else all
+  # workers are on its first axis. `bound` axes are in the order of the workers.
   leaves, treedef = jax.tree.flatten(jax.eval_shape(_same, trainable(params)))
   like = tuple((x.shape, x.dtype) for x in leaves)
   order = tuple(bound) if len(bound) > 1 else ()  # of one axis there is one order
@@ -110,8 +108,7 @@ def study_in(
   except TypeError:  # of an optimizer that cannot be a key
     kept = {}
   while True:
-    # A study depends on this, and on nothing else that a caller of an optimizer that
-    # stays what it is can change.
+    # A study depends on this and on the optimizer alone.
     place = jnp.result_type(float), platform()
     key = treedef, like, tuple(now.items()), order, axes, place
     found = kept.get(key)
@@ -155,8 +152,8 @@ def _trace(
   except OverflowError as error:  # of the number of a leaf's rows
     most = max(math.prod(x.shape) for x in jax.tree.leaves(like))
     raise ValueError(
-      "`params` must have leaves of fewer elements, of which codecs count the rows "
-      f"in 32 bits, got {most:.4g} in one; cut it."
+      "`params` must have leaves of fewer elements, because codecs count rows in 32 "
+      f"bits, got {most:.4g} in one; cut it."
     ) from error
   return Trace(*_read(jaxpr, sizes, order), types[0])
 

@@ -27,11 +27,11 @@ class WireReport:
 
   Attributes:
     collectives: one :class:`Collective` for each, in the order of the program.
-    unseen: the names of instructions that send or receive, too, and cannot be counted:
+    unseen: the names of instructions that send or receive, and cannot be counted:
       transfers to or from the host, and kernels that communicate.
     untold: the names of collectives that XLA has left without a scope, and of means
-      that no collective is left to complete. With them, nothing says what a plain mean
-      would send. It is empty in programs without an exchange of gradcomp.
+      that no collective completes: nothing shows the bytes of a plain mean. It is empty
+      in programs without an exchange of gradcomp.
     axes: the axes of the mesh, the outermost first; empty if the mesh is unknown.
   """
 
@@ -42,21 +42,12 @@ class WireReport:
 
   @property
   def bytes_sent(self) -> int:
-    """The bytes that each worker sends in one execution of the program.
-
-    Of a conditional, the branch with the most counts.
-    """
+    """The bytes that a worker sends in one run, of a conditional its largest branch."""
     return sent.dearest(self.collectives)
 
   @property
   def dense_bytes(self) -> int:
-    """The bytes that each worker would send if every exchange were a plain f32 mean.
-
-    Of a conditional, the branch with the most counts, as in ``bytes_sent``.
-
-    Raises:
-      ValueError: names are ``untold``.
-    """
+    """The bytes if every exchange were a plain f32 mean; ValueError if ``untold``."""
     if self.untold:
       raise ValueError(
         "`dense_bytes` and `ratio` must be read from the names of collectives, got "
@@ -66,11 +57,7 @@ class WireReport:
 
   @property
   def ratio(self) -> float:
-    """The ratio ``bytes_sent / dense_bytes``; 1 if both are 0, else infinite by 0.
-
-    Raises:
-      ValueError: names are ``untold``.
-    """
+    """The ratio ``bytes_sent / dense_bytes``; 1 for 0 / 0; ValueError if ``untold``."""
     return self._ratio(self.bytes_sent)
 
   def _ratio(self, nbytes: int) -> float:
@@ -93,14 +80,10 @@ class WireReport:
 
   @property
   def branch_ratios(self) -> dict[str, tuple[float, ...]]:
-    """The ratio of a step that takes a branch, for each branch of each conditional.
+    """The ratios of a step, by conditional and branch; ValueError if ``untold``.
 
-    It is ``bytes_sent`` of that step over ``dense_bytes``. Of other conditionals the
-    branch with the most counts. A conditional is named by its computation, and one
-    inside a branch also by those around it.
-
-    Raises:
-      ValueError: names are ``untold``.
+    Of other conditionals the branch with the most counts. A conditional is named by its
+    computation, and one inside a branch also by those around it.
     """
 
     def ratio(taken: dict[str, int]) -> float:
@@ -148,7 +131,7 @@ class WireReport:
     return "\n".join(lines)
 
   def _compared(self, parts: Mapping[str, "WireReport"]) -> str:
-    """Returns the line with the ratio, behind the ratios of axes."""
+    """Returns the line with the ratios of axes and the ratio."""
     if self.untold:
       names = f"XLA kept no names of {', '.join(self.untold)}"
       return f"{names}: the bytes of a plain f32 mean cannot be told."
@@ -187,7 +170,7 @@ def wire_report(
   *,
   mesh: Mesh | AbstractMesh | None = None,
 ) -> WireReport:
-  """Lists the collectives of a compiled program and the bytes that each worker sends.
+  """Returns the collectives of a compiled program and the bytes that each worker sends.
 
   With operands of ``b`` bytes, one of ``n`` workers sends by
 
@@ -199,34 +182,27 @@ def wire_report(
   - ragged-all-to-all: ``b`` of the input, a guess: sizes are known only at run time;
 
   and nothing if ``n = 1``. Types narrower than a byte take one, as XLA:CPU sends them,
-  but in layouts like ``s4[8]{0:E(4)}``, of GPUs, their bits. What XLA:TPU quantizes
-  counts as it is sent.
+  or their bits in layouts of GPUs like ``s4[8]{0:E(4)}``. What XLA:TPU quantizes counts
+  as sent.
 
-  Sends between devices are a collective-permute. Those between slices of TPUs are the
-  collective of their type, over all its workers, those of the same slice too: no other
-  instruction sends their part. XLA:TPU's fusions of an all-reduce with the own slice
-  of its result are a reduce-scatter, and the parts of an asynchronous collective in
-  several fusions count as one.
+  Sends between devices are a collective-permute; those between slices of TPUs the
+  collective of their type, over all its workers. XLA:TPU's fusions of an all-reduce
+  with a slice of its result are a reduce-scatter, and an asynchronous collective in
+  several fusions counts once.
 
   A loop multiplies by its trip count, from the text or from a condition that counts up
-  to a constant. Else it counts once, which is a lower bound. Of the branches of a
-  conditional the one with the most counts, which is an upper bound. The ratio of each
-  is in ``branch_ratios``. Transfers to or from the host, and kernels of Pallas for TPUs
-  that communicate, are listed as ``unseen``. Other custom calls are taken to send
-  nothing.
+  to a constant; else it counts once, a lower bound. Of a conditional the branch with
+  the most counts, an upper bound: see ``branch_ratios``. Transfers to or from the host,
+  and communicating Pallas kernels for TPUs, are ``unseen``. Other custom calls count 0.
 
-  The exchanges of gradcomp also have ``dense_bytes``: ``2 (n-1)/n 4 e``, for an f32
+  Exchanges of gradcomp also have ``dense_bytes``: ``2 (n-1)/n 4 e``, for an f32
   all-reduce of their ``e`` gradient elements on a device. Others count their
-  ``bytes_sent``. But all-reduces of floats over the same workers count 0 if an exchange
-  reads their results, and they have as many elements together: a mean of the gradient
-  that has been left in front, which a plain step would not take twice. This is read
-  from names. Where XLA leaves none of a collective beside an exchange, it is
-  ``untold``: ``ratio`` and ``dense_bytes`` are ValueErrors, and ``bytes_sent`` is not.
-
-  Where an exchange completes a mean inside groups of ``c`` workers, along one axis, and
-  has a stage between them, along another one, the plain mean adds inside groups first,
-  too: ``2 (c-1)/c 4 e`` of its ``dense_bytes`` count along the first axis, and the rest
-  along the second one.
+  ``bytes_sent``, except a mean that an exchange takes again: all-reduces of floats over
+  the same workers, with as many elements, whose results it reads, count 0. This is read
+  from names; where XLA drops one, it is ``untold``, and ``ratio`` and ``dense_bytes``
+  are ValueErrors. Where an exchange completes a mean inside groups of ``c`` workers
+  along one axis, and has a stage between them along another, ``2 (c-1)/c 4 e`` of its
+  ``dense_bytes`` count along the first axis, and the rest along the second.
 
   Args:
     program: ``jax.jit(step).lower(...).compile()``, or the same without ``.compile()``,
@@ -235,14 +211,10 @@ def wire_report(
     mesh: the mesh that names the axis of each collective, by default that of the
       program's arguments and results, which a text does not have.
 
-  Returns:
-    A :class:`WireReport`; ``print`` shows a table of its collectives.
-
   Raises:
     TypeError: ``program`` is something else, such as the jitted function.
-    ValueError: the text is not optimized HLO, or is cut, or has collectives, groups or
-      types that are unknown here, so that some bytes would be missed; or ``mesh`` has
-      not as many devices as the program, those of all slices.
+    ValueError: the text is not optimized HLO, or is cut, or has unknown collectives,
+      groups or types; or ``mesh`` has another number of devices than the program.
 
   Example:
     >>> text = '''HloModule jit_step, replica_count=4

@@ -98,8 +98,8 @@ def _added(counts: Iterable[_Counts]) -> _Counts:
 
 def _fused_bytes(body: Computation) -> int:
   """Returns the bytes that a fusion reads and writes."""
-  # Not those of all operands and results: one reads a slice of an array, writes a
-  # part of one in place, and hands on the buffers of a collective that is on its way.
+  # Operands and results have more: a fusion reads a slice of an array, writes a part of
+  # one in place, and hands on the buffers of a collective that is on its way.
   size = 0
   for x in body:
     if x.opcode == "parameter":
@@ -150,8 +150,8 @@ def _flops(x: Instruction, types: Iterable[str]) -> int:
 
 def _convolved(x: Instruction, left: list[int], right: list[int]) -> int:
   """Returns the products of a convolution, without those with padding."""
-  # XLA writes matrix products for TPUs as convolutions, those of a batch with a window
-  # over its axis of which all but one place is padding.
+  # XLA writes matrix products for TPUs as convolutions. A batch has a window over its
+  # axis with padding in all places except one.
   labels, kernel, result = re.split(r"_|->", x.attributes["dim_labels"])
   at = lambda shape, names, name: shape[names.index(name)]
   shape = _shape(x.type)

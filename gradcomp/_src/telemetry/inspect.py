@@ -28,10 +28,9 @@ State = TypeVar("State")
 class Metrics(NamedTuple):
   r"""Measures of a leaf's compression, or of all leaves', equal on all workers.
 
-  Each is ``float32[]``. There are N workers. Worker i has the gradient :math:`g_i` and
-  the residual :math:`e_i`, and sends :math:`c_i = g_i + e_i` but for its unsent part
-  :math:`e_i'`. The result of the step is :math:`m`. Squares are means over the workers.
-  A quotient of zeros is 0.
+  Each is ``float32[]``. Worker i of N has the gradient :math:`g_i` and the residual
+  :math:`e_i`, and sends :math:`c_i = g_i + e_i` less its unsent part :math:`e_i'`. The
+  result of the step is :math:`m`. A quotient of zeros is 0.
 
   Attributes:
     bytes_sent: bytes that a worker sends, as :func:`gradcomp.explain` counts them.
@@ -42,8 +41,8 @@ class Metrics(NamedTuple):
     cosine: of the angle between :math:`m` and the mean of all :math:`g_i`.
     zeros: the share of zeros in the sent parts.
     equal: the share of elements in leaves whose gradient is the same on all workers, to
-      a millionth of its squares; 0 with one worker. It is 1 in total where something
-      has averaged the gradient before the exchange, or all workers have the same batch.
+      a millionth of its squares; 0 with one worker. In total, 1 shows gradients that
+      were averaged before, or equal batches.
   """
 
   bytes_sent: jax.Array
@@ -58,7 +57,7 @@ class Metrics(NamedTuple):
 
 _EQUAL = (
   "The gradient is the same on all workers: each sends what all have. Delete the "
-  "`pmean` in front of the exchange, or give each worker its own part of the batch."
+  "`pmean` before the exchange, or give each worker its own part of the batch."
   f"{see('the-gradient-is-the-same-on-all-workers')}"
 )
 
@@ -66,7 +65,7 @@ _EQUAL = (
 class Inspection(NamedTuple):
   """The measures of :func:`inspect_update`; ``print`` shows a table, on the host.
 
-  Where all gradients are the same on all workers, and not zero, a warning is below it.
+  A warning follows if all gradients are the same on all workers, and not zero.
 
   Attributes:
     total: the measures of all leaves together.
@@ -99,24 +98,20 @@ def inspect_update(
   params: Any = None,
   **extra_args: Any,
 ) -> tuple[Grads, State, Inspection]:
-  """Runs ``optimizer.update``, and measures its compression.
+  """Returns the updates and the state of ``optimizer.update``, and measures of them.
 
-  Call it in place of ``update``, with the same arguments: inside the map, or in plain
-  ``jax.jit``. It sends the plain mean of the gradients in ``float32`` beside the
-  exchange. A program that returns the inspection alone looks at a step without taking
-  it: XLA leaves out what only the updates need. :func:`gradcomp.make_train_step` does
-  this if its step is called with ``inspect=True``.
+  Call it in place of ``update``, inside the map, or in plain ``jax.jit``;
+  :func:`gradcomp.make_train_step` does with ``inspect=True``. It also sends the plain
+  mean of the gradients in ``float32``. The :class:`Inspection` is the same on all
+  workers; a program that returns it alone takes no step.
 
-  All transformations of gradcomp that run in this step are measured. One that another
-  step runs (under ``optax.MultiSteps``, in ``jax.lax.cond``) has NaN for all but bytes.
-  For :func:`gradcomp.wrappers.switch`, bytes are those that :func:`gradcomp.explain`
-  shows. Where a gradient is not finite, errors and the cosine are NaN.
-
-  :func:`gradcomp.parallel.zero` has a second line for each leaf, named "change", for
-  the updates that owners send: ``gradient_norm`` is the distance of the parameters from
-  the owners' rows before the update, and ``owner_residual_norm`` after. The total has
-  of these lines only the latter. The cosine of gradients is NaN. Bytes
-  of both ways are in the first line.
+  A transformation that another step runs (under ``optax.MultiSteps``, in
+  ``jax.lax.cond``) has NaN for all but bytes. Where a gradient is not finite, errors
+  and the cosine are NaN. :func:`gradcomp.parallel.zero` has a second line for each
+  leaf, "change", for the updates that owners send: ``gradient_norm`` is the distance of
+  the parameters from the owners' rows before the update, and ``owner_residual_norm``
+  after; only the latter is in the total. Its cosine of gradients is NaN, and bytes of
+  both ways are in the first line.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
@@ -124,10 +119,6 @@ def inspect_update(
     opt_state: the state of the optimizer before the step.
     params: the parameters, if ``update`` needs them.
     **extra_args: further arguments of ``update``.
-
-  Returns:
-    The updates and the new state, with the bits that ``update`` returns, and an
-    :class:`Inspection`, the same on all workers.
 
   Raises:
     TypeError: ``optimizer`` is no gradient transformation.

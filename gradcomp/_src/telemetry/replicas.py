@@ -39,10 +39,7 @@ class Replicas:
     return jnp.all(self.words == self.words[:1])
 
   def differing(self) -> dict[str, list[int]]:
-    """Returns, for each leaf that differs, the workers that differ from the majority.
-
-    Without a majority, these are all workers. Call it outside of programs.
-    """
+    """Returns by leaf the workers that differ from the majority; all without one."""
     found = {}
     words = np.asarray(self.words)
     for number, name in enumerate(self.leaves):
@@ -55,11 +52,8 @@ class Replicas:
     return found
 
   def require_equal(self) -> None:
-    """Raises RuntimeError that names the leaves and the workers that differ.
-
-    Every process raises it. Call it outside of programs: it blocks until the step ends.
-    """
-    if bool(self.equal):
+    """Raises RuntimeError in every process, with leaves and workers that differ."""
+    if bool(self.equal):  # outside of programs: it blocks until the step ends
       return
     differing = self.differing()
     of = lambda x: f"worker{'s' * (len(x) > 1)} {', '.join(map(str, x))}"
@@ -76,15 +70,14 @@ class Replicas:
 def compare_replicas(
   tree: Any, *, axis_name: AxisName, mesh: Mesh | None = None
 ) -> Replicas:
-  """Compares the workers' copies of a replicated tree by fingerprints.
+  """Returns the fingerprints of the workers' copies of a tree, equal on all workers.
 
-  Parameters that a type calls replicated may differ in fact: after a bit flipped in one
-  device's memory, or where a process computed something else. This gathers the
-  :func:`fingerprint` of each leaf at each worker, 8 bytes a leaf and worker.
-
-  Call it inside of ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``, or outside, in
-  plain ``jax.jit`` too, for arrays of a mesh. All workers must call it in the same
-  steps, as :func:`gradcomp.make_train_step` does with ``compare_every=``.
+  Parameters that a type calls replicated may differ, after a bit flipped or where a
+  process computed something else. This gathers the :func:`fingerprint` of each leaf, 8
+  bytes a leaf and worker. Call it in a map, or outside for arrays of a mesh, on all
+  workers in the same steps, as ``compare_every=`` of :func:`gradcomp.make_train_step`
+  does. Of the result, ``require_equal()`` raises RuntimeError that names leaf and
+  worker.
 
   Args:
     tree: arrays that are equal on all workers, e.g. parameters. They may be sharded
@@ -93,14 +86,9 @@ def compare_replicas(
     mesh: the devices, outside of a map; by default those of the arrays, or the mesh of
       ``jax.set_mesh``.
 
-  Returns:
-    The fingerprints, equal on all workers. ``equal`` is a flag, and ``require_equal()``
-    raises RuntimeError that names leaf and worker.
-
   Raises:
-    ValueError: the axis is not there, or an array is sharded over it, so that there are
-      no copies.
-    TypeError: a leaf has a dtype of which JAX would drop bits.
+    ValueError: the axis is not there, or an array is sharded over it.
+    TypeError: JAX would drop bits of a leaf's dtype.
 
   Example:
     >>> params = {"b": jnp.zeros((3, 2)), "w": jnp.ones((3, 2)).at[2, 0].set(-0.0)}

@@ -21,23 +21,16 @@ _REFUSED = re.compile(r"[^-/.\w]+")
 def scalars(metrics: Any) -> dict[str, float]:
   """Returns metrics as a flat dictionary of floats on the host, for any logger.
 
-  A name is the path of a leaf in the tree, joined by ``/``. The leaves of an
-  :class:`Inspection` have paths of their own, which become part of it:
-  ``leaves["['layer']['w']"].cosine`` is ``leaves/layer/w/cosine``. Characters that
-  TensorBoard or MLflow refuse become ``_``. The names depend on the structure alone.
-
-  One ``jax.device_get`` waits for the step that computes the values. One process may
-  call this alone, for values that are replicated over the devices of all processes.
+  A name is the path of a leaf in the tree, joined by ``/``, with the paths of an
+  :class:`Inspection` in it: ``leaves["['layer']['w']"].cosine`` is
+  ``leaves/layer/w/cosine``. Characters that TensorBoard or MLflow refuse become ``_``.
+  One ``jax.device_get`` waits for the step. It warns if by the :class:`Inspection` all
+  workers have the same gradient. One process may call this alone, for values that are
+  replicated over all processes.
 
   Args:
     metrics: a tree of real numbers, like those of a train step. :class:`Replicas` are
       one number, ``equal``: 1.0 if all workers agree, or else 0.0.
-
-  Returns:
-    The numbers by name, in the order of the tree's leaves.
-
-  Warns:
-    UserWarning: by the :class:`Inspection`, all workers have the same gradient.
 
   Raises:
     ValueError: a leaf has axes, or two leaves have one name.
@@ -69,8 +62,8 @@ def scalars(metrics: Any) -> dict[str, float]:
     name = _name(path)
     if name in result:
       raise ValueError(
-        f"`metrics`{keystr(path)} must have a name of its own, got {name!r}, which is "
-        "that of another leaf, too; rename a key."
+        f"`metrics`{keystr(path)} must have a name of its own, got {name!r}, which "
+        "another leaf has, too; rename a key."
       )
     result[name] = float(x)
   return result

@@ -9,8 +9,8 @@ import numpy as np
 
 P = ParamSpec("P")
 
-# The subject, what it must do, and what was found in its place, None where it holds.
-# Then a place to look at, where it is another than the law's.
+# The subject, its duty, and the finding, None where it holds. Then a place to look at,
+# if it is not the law's.
 Finding = tuple[object, str, str | None] | tuple[object, str, str | None, str]
 Findings = Generator[Finding, None, None]
 
@@ -67,10 +67,8 @@ def law(
 def difference(
   got: Any, expected: Any, *, of: str = "", bits: bool = False
 ) -> str | None:
-  """Describes the first element in which two arrays differ; None if they are equal.
-
-  With ``bits`` zeros of both signs differ. All NaN are equal.
-  """
+  """Describes the first element in which two arrays differ; None for equal ones."""
+  # With `bits` zeros of both signs differ. All NaN are equal.
   got, expected = np.asarray(got), np.asarray(expected)
   of = of and f"of {of} "
   if (got.shape, got.dtype) != (expected.shape, expected.dtype):

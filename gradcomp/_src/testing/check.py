@@ -18,7 +18,7 @@ from gradcomp._src.exchange.auto import ExchangeName, as_exchange
 from gradcomp._src.exchange.hierarchical import Hierarchical
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.ring import Ring
-from gradcomp._src.testing import laws, leaves
+from gradcomp._src.testing import laws, leaves, modes
 
 _COUNT_RULE = "a number of 1 or more"
 
@@ -34,10 +34,10 @@ class CheckOptions:
     sizes: further sizes of leaves, to the default of two rows and a part of a third.
     draws: the encodings whose mean is compared with a leaf, if the codec is unbiased.
     constants: values that a leaf of one value decodes to exactly.
-    spoils: the elements that one which is not finite may spoil: see
+    spoils: the elements that a non-finite one may spoil: see
       :func:`gradcomp.testing.laws.non_finite_elements_are_seen`.
-    own_statistics: whether a codec has statistics, like means, in which zeros behind
-      the leaf would count.
+    own_statistics: whether a codec has statistics, like means, in which zeros after the
+      leaf would count.
     most_variance: the largest variance of the mean of workers that share a dither,
       relative to independent ones.
     same_bits: whether all modes must have the same bits: not for a codec that
@@ -47,8 +47,7 @@ class CheckOptions:
     most_error: the largest share of its energy that a leaf loses, if the codec is
       biased; None for ``1 - contraction``. Above 1 for a codec that sends units.
     most_growth: the share by which a decoded leaf may grow when it is sent again, if
-      the codec is biased: larger for a scale that rounding to nearest changes, as it
-      changes an l2 norm.
+      the codec is biased: larger for a scale that rounding changes, like an l2 norm.
 
   Raises:
     ValueError: ``draws`` is below 1.
@@ -81,24 +80,22 @@ def check_codec(
 ) -> None:
   """Holds a codec to every law of this library, by itself and in exchanges.
 
-  First the codec by itself, by the laws of ``gradcomp.testing.laws``. Then
-  transformations with it and with error feedback, over ``workers``: see
-  :func:`check_transformation`. Exchanges that the codec's sum refuses are left out, and
-  modes with too few devices: set ``jax_num_cpu_devices``. It takes some seconds, most
-  of them to compile.
+  It tries the laws of ``gradcomp.testing.laws`` with the codec, and then
+  :func:`check_transformation` with it and error feedback. Exchanges that the codec's
+  sum refuses are left out, and modes with too few devices: set ``jax_num_cpu_devices``.
+  It takes some seconds, mostly to compile.
 
   Args:
     codec: the codec, as users make it.
-    workers: N, which should be a power of two for all modes to be compared.
+    workers: N, a power of two for all modes to be compared.
     exchanges: the exchanges to try.
-    options: what the codec promises.
+    options: the promises of the codec.
 
   Raises:
-    BrokenLaw: a law does not hold. The message names the law, what was expected, what
-      was found, and where to look.
+    BrokenLaw: a law does not hold: the message names it, with the expected and the
+      found, and where to look.
     TypeError: ``codec`` is no codec of a leaf, or ``options`` no :class:`CheckOptions`.
-    ValueError: ``workers`` is no number of 1 or more, or ``exchanges`` has an unknown
-      one.
+    ValueError: ``workers`` or ``exchanges`` is not as above.
 
   Example:
     >>> codec = gradcomp.codecs.Dense(dtype=jnp.bfloat16)
@@ -140,10 +137,9 @@ def check_transformation(  # noqa: PLR0913 - options of users, by keyword
   Args:
     transformation: such as ``gradcomp.qsgd(bits=4, axis_name="data")``, also in an
       ``optax.chain``.
-    params: the parameters, or their ``jax.ShapeDtypeStruct``; by default a matrix and
-      some small leaves.
+    params: the parameters, or their shapes; by default a matrix and some small leaves.
     axis_name: the axis that the transformation was given.
-    workers: N, which should be a power of two for all modes to be compared.
+    workers: N, a power of two for all modes to be compared.
     places: the modes to compare, of :mod:`gradcomp.testing.modes`; by default all for
       which there are devices.
     steps: the number of steps.
@@ -152,8 +148,7 @@ def check_transformation(  # noqa: PLR0913 - options of users, by keyword
   Raises:
     BrokenLaw: a law does not hold: see :func:`check_codec`.
     TypeError: ``transformation`` has no ``init`` and ``update``.
-    ValueError: ``workers`` or ``steps`` is no number of 1 or more, or ``places`` has an
-      unknown mode.
+    ValueError: ``workers``, ``steps`` or ``places`` is not as above.
 
   Example:
     >>> tx = gradcomp.terngrad(axis_name="data", exchange="psum")
@@ -213,10 +208,11 @@ def codec_laws(
   gradients = [laws.gradients_like(_params(shape), workers, seed) for seed in (0, 1)]
   feedback = "error" if codec.contraction > 0 else None  # which refuses the others
   given: Any = {"axis_name": "data", "feedback": feedback, "min_leaf_size": 0}
+  promised = {x: getattr(options, x) for x in ("same_bits", "keeps_range")}
   for exchange in map(as_exchange, exchanges):
     if getattr(exchange, "way", None) not in refused:
       tx = compress(codec, exchange=exchange, **given)
-      yield from transformation_laws(tx, gradients, same_bits=options.same_bits)
+      yield from transformation_laws(tx, gradients, **promised)
 
 
 def transformation_laws(
@@ -226,18 +222,31 @@ def transformation_laws(
   axis_name: str = "data",
   places: Sequence[str] | None = None,
   same_bits: bool,
+  keeps_range: bool = True,
 ) -> Iterator[Law]:
-  """Yields the laws of a transformation, each bound to its arguments."""
-  given = {"transformation": transformation, "gradients": gradients}
-  law = functools.partial(Law, **given, axis_name=axis_name)
-  for one in (laws.state_is_stable, laws.workers_agree, laws.nothing_is_lost):
-    yield law(one)
+  """Yields the laws of a transformation, each bound to a run of its steps."""
+  run = lambda mode, steps: modes.run(mode, transformation, steps, axis_name=axis_name)
+  yield Law(laws.state_is_stable, run("vmap", gradients[:1]))
+  emulated = run("vmap", gradients)
+  for law in (
+    *(laws.steps_are_scanned, laws.workers_agree, laws.nothing_is_lost),
+    *(laws.checkpoint_goes_on, laws.record_is_its_own),
+  ):
+    yield Law(law, emulated)
+  if keeps_range:
+    yield Law(laws.finite_gradients_stay_finite, emulated)
   for bad in (math.nan, math.inf):
-    yield law(laws.non_finite_gradients_are_seen, bad=bad)
-  if len(jax.devices()) >= leaves.workers_of(gradients):
-    if same_bits:
-      yield law(laws.same_bits_in_every_mode, places=places)
-    yield law(laws.bytes_are_explained)
+    spoiled = run("vmap", laws.spoiled(gradients, bad))
+    yield Law(laws.non_finite_gradients_are_seen, spoiled)
+  if len(jax.devices()) < emulated.workers:
+    return
+  yield Law(laws.bytes_are_explained, emulated)
+  if same_bits:
+    each = modes.modes_for(emulated.workers) if places is None else places
+    others = [run(mode, gradients) for mode in each if mode != "vmap"]
+    yield Law(laws.same_bits_in_every_mode, emulated, *others)
+    for one in [x for x in others if x.place.where][:1]:
+      yield Law(laws.resharding_keeps_sums, one)
 
 
 def _params(shape: tuple[int, ...]) -> dict[str, jax.Array]:

@@ -137,14 +137,11 @@ def round_trip(codec: LeafCodec, x: jax.Array, key: ArrayLike = KEY) -> jax.Arra
 
 
 def trial(codec: LeafCodec, x: ArrayLike, key: ArrayLike = KEY) -> Trial:
-  """Encodes and decodes a leaf by a program that is compiled once.
+  """Returns the :class:`Trial` of a leaf in NumPy's arrays, by a program compiled once.
 
   Args:
     codec, x: the codec, and the leaf.
     key: the key of a codec that draws random numbers, two words.
-
-  Returns:
-    A :class:`Trial`, in NumPy's arrays.
   """
   return jax.tree.map(np.asarray, _trial(codec, jnp.asarray(x), jnp.asarray(key)))
 

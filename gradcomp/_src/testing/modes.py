@@ -1,5 +1,6 @@
 """Emulation and maps of N workers: every mode of a transformation, by one call."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,16 +14,18 @@ from jax.sharding import PartitionSpec as P
 from gradcomp._src.core.residual_storage import is_stored
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import CompressState, is_state
+from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.shard_maps import unreduce
+from gradcomp._src.report.tracing import study
 from gradcomp._src.testing.leaves import Transformation, params_of, workers_of
 
 __all__ = ["Run", "modes_for", "run"]
 
 # Maps, in which the mean of the workers' gradients is taken.
 MODES = ("shard_map", "shard_map_unchecked", "pmap", "vmap")
-# Plain jit under Auto axes, with gradients that are marked as those of all workers.
+# Plain jit under Auto axes, with gradients that are marked as all workers'.
 AUTO = "auto"
 # Plain jit, in which the sum of addends is taken: gradients over N, which is exact for
 # N a power of two.
@@ -59,26 +62,64 @@ class Place(NamedTuple):
     return output
 
 
-class Run(NamedTuple):
-  """The outputs and the state of each worker after some steps.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """The steps of a transformation, which run once a law reads them.
 
   Attributes:
+    transformation: over the axis ``axis_name``.
+    params: the parameters of ``init``.
+    gradients: for each step a tree with leaves ``[N, ...]``.
+    place: where it runs, and ``mode`` its name.
+    sizes: N, or the size of each axis.
+    program: a step that :func:`gradcomp.wire_report` reads; None to compile one.
     outputs: for each step a tree with leaves ``[N, ...]``.
-    state: the last state, with leaves ``[N, ...]``.
+    states: the first state and that after each step, ``[N, ...]``, as of gradients.
+    placed: the same as the mode has them.
   """
 
-  outputs: list[Any]
-  state: Any
+  transformation: Transformation
+  params: Any
+  gradients: Sequence[Any]
+  place: Place
+  mode: str
+  sizes: int | tuple[int, int]
+  axis_name: str = "data"
+  program: jax.stages.Lowered | jax.stages.Compiled | None = None
+
+  @functools.cached_property
+  def _steps(self) -> tuple[list[Any], list[Any]]:
+    outputs, placed = [], [self.place.init(self.params)]
+    for gradient in self.gradients:
+      output, state = self.place.update(gradient, placed[-1], self.params)
+      outputs.append(output)
+      placed.append(state)
+    return outputs, placed
+
+  @functools.cached_property
+  def planned(self) -> tuple[MessagePlan, Any] | None:
+    """The message plan and the feedback; None of a chain, or of other states."""
+    if not is_state(self.state):
+      return None
+    ((plan, options),) = study(self.transformation, self.params, self.sizes).made
+    return plan, options["feedback"]
+
+  outputs = property(lambda self: self._steps[0])
+  placed = property(lambda self: self._steps[1])
+  states = functools.cached_property(
+    lambda self: [*map(self.place.stacked, self.placed)]
+  )
+  state = property(lambda self: self.states[-1])
+  workers = property(lambda self: self.place.workers)
+  # Whether all workers get the mean of all.
+  exchanges = property(lambda self: self.planned is None or self.planned[0].sends)
 
 
 def modes_for(workers: int) -> tuple[str, ...]:
-  """Returns the modes with equal bits for N workers.
+  """Returns the modes with equal bits for N workers, ``"explicit"`` for powers of two.
 
   Args:
     workers: N.
-
-  Returns:
-    Their names; ``"explicit"`` is one of them for a power of two.
 
   Example:
     >>> modes_for(3)
@@ -108,7 +149,7 @@ def run(
   *,
   axis_name: str = "data",
 ) -> Run:
-  """Feeds gradients to ``update``, step by step.
+  """Feeds gradients to ``update``, step by step, once the result is read.
 
   Args:
     mode: one of ``modes_for(workers)``.
@@ -117,7 +158,7 @@ def run(
     axis_name: the name of the axis.
 
   Returns:
-    The outputs and the last state of each worker.
+    The outputs and states of each worker.
 
   Raises:
     ValueError: ``mode`` is unknown, or there are too few devices for it.
@@ -127,21 +168,16 @@ def run(
     >>> run("vmap", tx, [{"w": jnp.ones((2, 5))}]).outputs[0]["w"].shape
     (2, 5)
   """
-  params, state, outputs = params_of(gradients), None, []
   place = started(mode, transformation, workers_of(gradients), axis_name=axis_name)
-  for gradient in gradients:
-    output, state = place.update(gradient, state, params)
-    outputs.append(output)
-  return Run(outputs, place.stacked(state))
+  given: Any = {"transformation": transformation, "params": params_of(gradients)}
+  given |= {"gradients": gradients, "sizes": place.workers, "axis_name": axis_name}
+  return Run(**given, place=place, mode=mode)
 
 
 def lowered(
   transformation: Transformation, params: Any, *, axis_name: str, workers: int
 ) -> jax.stages.Lowered:
-  """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``.
-
-  So XLA takes the branches of the first step.
-  """
+  """Lowers a step with its ``init`` in ``shard_map``: XLA takes its first branches."""
 
   def local(gradient: Any) -> Any:
     gradient = jax.tree.map(lambda leaf: leaf[0], gradient)

@@ -24,7 +24,7 @@ __all__ += ["key_decides_the_bits", "mean_is_the_leaf", "residuals_are_bounded"]
 __all__ += ["workers_choose_alike"]
 
 _DRAWS = 16  # keys, for the mean over random numbers
-_SLACK = 1.05  # of a mean over as many keys as that, and of leaves as short as these
+_SLACK = 1.05  # of a mean over that number of keys, and of short leaves
 
 
 @law(
@@ -37,11 +37,9 @@ def errors_are_contractions(
   """A leaf loses no more of its energy than the codec states: ``1 - contraction``.
 
   The squared error over the squared length is tried on a Gaussian leaf, and on one with
-  another magnitude at each position. It is the mean over 16 keys, if the codec draws,
-  and 5 % more are allowed. An unbiased codec passes: its contraction is of residuals
-  alone, and :func:`mean_is_the_leaf` is its law.
-
-  ``most_error`` is the largest share, in place of ``1 - contraction``.
+  another magnitude at each position: the mean over 16 keys, if the codec draws, with 5
+  % more allowed. ``most_error`` is the largest share, in place of ``1 - contraction``.
+  An unbiased codec passes: :func:`mean_is_the_leaf` is its law.
   """
   if codec.unbiased:
     return
@@ -59,10 +57,9 @@ def decoded_leaves_do_not_grow(
 ) -> Findings:
   r"""A decoded leaf that is sent again does not become larger.
 
-  With :math:`y = Q(x)` it is :math:`\langle y, Q(y) \rangle \le (1 + most) |y|^2`,
-  for the normal leaf and the keys of :func:`errors_are_contractions`. A codec whose
-  levels y has sends y as it is, and one that shortens a leaf shortens y. An unbiased
-  codec passes, by the same law as there.
+  With :math:`y = Q(x)` it is :math:`\langle y, Q(y) \rangle \le (1 + most) |y|^2`, for
+  the normal leaf and the keys of :func:`errors_are_contractions`. An unbiased codec
+  passes, by the same law as there.
   """
   if codec.unbiased:
     return
@@ -108,11 +105,11 @@ def residuals_are_bounded(
   r"""Residuals of error feedback keep the bound that ``contraction`` gives, c.
 
   Of fresh normal gradients the energy of a residual is at most :math:`(1 - c) / c`
-  times that of a gradient, and so is it of one gradient again and again, if a codec is
-  unbiased. Of a biased one it is at most :math:`r^2 / (1 - r)^2` with :math:`r =
-  \sqrt{1 - c}`. The law compares means over the last 10 steps, and allows a tenth more.
-  A codec with a contraction of 0 passes, because error feedback refuses it. By
-  default gradients have the shape (64, 128).
+  times that of a gradient, and of equal gradients, too, if a codec is unbiased; else at
+  most :math:`r^2 / (1 - r)^2` with :math:`r = \sqrt{1 - c}`. The law compares means
+  over the last 10 steps, and allows a tenth more. A codec with a contraction of 0
+  passes, because error feedback refuses it. By default gradients have the shape (64,
+  128).
   """
   shape = (64, 128) if x is None else np.shape(x)
   c = codec.bind(Leaf(shape)).contraction
@@ -165,19 +162,18 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
 
   For every element, ``|mean - x| <= z sigma / sqrt(draws)``, with ``z = 5``; and more
   sharply for the mean error of all elements, and of their magnitudes. With at most 10^4
-  elements a right codec fails with probability 6e-3. The keys are fixed, so it does so
-  always or never. An element between two levels that are a step apart has sigma <=
-  step / 2; the fixed-point grid of 16-bit dithers adds 2^-16 of a step.
+  elements and the fixed keys a right codec fails with probability 6e-3. Between levels
+  a step apart sigma <= step / 2; the grid of 16-bit dithers adds 2^-16 of a step.
 
   Args:
-    x: a leaf; by default 500 Gaussian numbers, of which the last are the first ones
-      negated, so that most places of a bucket have both signs.
+    x: a leaf; by default 500 Gaussian numbers, the last of them the first ones negated,
+      so that most places of a bucket have both signs.
     draws: the number of keys.
     mean: the expected mean of a codec that clips, in place of the leaf.
     step: the steps between levels, of all elements or of each; by default twice the
       largest error.
     context: the context to encode with, by default that of the first step.
-    workers: the number of masks to try, each of which must have no bias; 0 for none.
+    workers: the number of masks to try, each without bias; 0 for none.
   """
   half = leaves.gaussian(256)
   leaf = np.concatenate([half, -half])[:500] if x is None else np.asarray(x)
@@ -253,8 +249,8 @@ def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> Findin
 def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """Where payloads add up entry by entry, all workers send the same elements.
 
-  This holds for a codec whose sums have ``same_draws``, such as ``RandomK``: a key of
-  all workers chooses the elements, for any values and masks of a worker.
+  It is for codecs whose sums have ``same_draws``, such as ``RandomK``: a key of all
+  workers chooses the elements, for any values and masks of a worker.
   """
   leaf = leaves.leaf_of(codec, x)
   total = codec.bind(Leaf(leaf.shape)).sums
@@ -287,11 +283,10 @@ def errors_of_workers_cancel(
   """With shared dithers the error of the mean has at most the variance without.
 
   The law compares the squared error of the workers' sum with the sum of their squared
-  errors. Errors that are independent have the ratio 1, and those of an even number of
-  workers can have half of it. It is up to N if workers do not apply their masks.
-
-  The law allows five standard deviations more than ``most``, for Gaussian leaves. Only
-  an unbiased codec that needs a key can break it.
+  errors: the ratio is 1 for independent errors, down to half for an even number of
+  workers, and up to N if workers do not apply their masks. It allows five standard
+  deviations more than ``most``, for Gaussian leaves. Only an unbiased codec that needs
+  a key can break it.
   """
   facts = codec.bind(Leaf((size,))).facts
   if not codec.needs_key or not codec.unbiased or facts.same_draws:
@@ -327,12 +322,10 @@ _ROWS = 4  # the last is cut short
 def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
   """No two elements round by the same random bits, in any row or plane.
 
-  A codec may be unbiased nevertheless, but the errors of elements that share their bits
-  add up. The law sends positive numbers, the same ones in every bucket, by ``draws``
-  keys, and adds up the errors of all buckets at one place, and of all elements of a
-  bucket. If errors are independent, the variance of a sum is the sum of variances, to
-  five standard deviations. A codec that needs no key passes, and one whose rows depend
-  on the leaf.
+  The law sends positive numbers, the same ones in every bucket, by ``draws`` keys, and
+  adds up the errors of all buckets at one place, and of all elements of a bucket: the
+  variance of a sum must be the sum of variances, to five standard deviations. A codec
+  that needs no key passes, and one whose rows depend on the leaf.
   """
   tile = leaves.tile_of(codec)
   if not codec.needs_key or tile is None:

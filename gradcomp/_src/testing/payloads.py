@@ -21,7 +21,6 @@ from gradcomp._src.report.explain import explain
 from gradcomp._src.report.reader import functions
 from gradcomp._src.testing import leaves as kit
 from gradcomp._src.testing.broken import Findings, described, difference, law
-from gradcomp._src.testing.steps import sent_otherwise
 
 __all__ = ["batches_are_independent", "bytes_are_the_claim", "facts_are_plain"]
 __all__ += ["half_precision_is_computed_in_float32", "is_a_value", "is_pure"]
@@ -37,8 +36,8 @@ _COLLECTIVES = {"axis_index", "pbroadcast", "psum2", "ragged_all_to_all", *KINDS
 def is_a_value(codec: LeafCodec) -> Findings:
   """A codec is a frozen dataclass: hashable, equal to its copy, printable, no function.
 
-  ``optax.inject_hyperparams`` would take a function for a schedule, and JAX compiles
-  anew for each codec that is not equal to the last.
+  ``optax.inject_hyperparams`` takes functions for schedules, and JAX compiles anew for
+  each codec that differs.
   """
   kind = type(codec).__name__
   parameters = getattr(type(codec), "__dataclass_params__", None)
@@ -67,10 +66,7 @@ def is_a_value(codec: LeafCodec) -> Findings:
 
 @law("codecs.TopK(density=0.1)")
 def facts_are_plain(codec: LeafCodec) -> Findings:
-  """Facts are plain numbers that do not depend on a leaf's values.
-
-  They are bools and positive integers, and a float from 0 to 1 for ``contraction``.
-  """
+  """Facts are bools, positive integers, and a float from 0 to 1 for ``contraction``."""
   bound = codec.bind(Leaf(kit.leaf_of(codec, None).shape))
   flag, count = ("bool", 0, 1), ("positive int", 1, math.inf)
   share: tuple[str, float, float] = ("float from 0 to 1", 0, 1)
@@ -233,10 +229,7 @@ def half_precision_is_computed_in_float32(codec: LeafCodec) -> Findings:
 
 @law("codecs.Ternary()", "`agree` and `encode`")
 def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
-  """A payload is ``uint32[rows, row_words]``, a row for each tile.
-
-  It has statistics, too, if workers agree on some, and only then.
-  """
+  """A payload is ``uint32[rows, row_words]``, and the agreed numbers."""
   leaf = kit.leaf_of(codec, x)
   payload = kit.trial(codec, leaf).payload
   yield from _types(codec, payload)
@@ -296,11 +289,11 @@ def zeros_behind_change_nothing(
 def bytes_are_the_claim(
   codec: LeafCodec, x: ArrayLike | None = None, *, workers: int = 4
 ) -> Findings:
-  """Explained, encoded and compiled payloads have equal bytes.
+  """Explained and encoded payloads have equal bytes.
 
-  The bytes of N - 1 payloads in ``all_gather`` are those of :func:`gradcomp.explain`,
-  and those of :func:`gradcomp.wire_report`, if there are N devices. Long payloads are
-  filled to whole lanes of 128 words.
+  The bytes of N - 1 payloads in ``all_gather`` are those of :func:`gradcomp.explain`.
+  Long payloads are filled to whole lanes of 128 words. Those of a compiled step are the
+  law :func:`bytes_are_explained`.
   """
   leaf = kit.leaf_of(codec, x)
   agreed = jax.eval_shape(codec.bind(Leaf(leaf.shape)).agree, leaf)
@@ -315,7 +308,3 @@ def bytes_are_the_claim(
   claim = f"send {workers - 1} payloads of {nbytes} bytes, {sent} together"
   found = f"gradcomp.explain reads {told.bytes_sent} from the trace"
   yield codec, claim, None if same else found
-  claim = f"have a compiled step send the {told.bytes_sent} bytes that are explained"
-  where: Any = {"axis_name": "data", "workers": workers}
-  otherwise = sent_otherwise(told.bytes_sent, tx, jnp.asarray(leaf), **where)
-  yield codec, claim, otherwise, "gradcomp.wire_report of the step"

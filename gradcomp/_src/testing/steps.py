@@ -1,82 +1,67 @@
-"""Laws of transformations: updates, states, residuals and bytes of workers' steps."""
+"""Laws of transformations: updates, residuals and bytes of the steps of a run."""
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
 
-from gradcomp._src.checkpoint.shapes import state_shapes
 from gradcomp._src.codecs.protocol import from_tiles
 from gradcomp._src.core.residual_storage import is_stored, kind, read_residual
-from gradcomp._src.core.specs import state_specs
-from gradcomp._src.core.state import CompressState, is_state, states_in
+from gradcomp._src.core.state import is_state, states_in
 from gradcomp._src.exchange.collectives import REPEAT
 from gradcomp._src.exchange.plan import MessagePlan, owned_matrices
-from gradcomp._src.report import tracing
 from gradcomp._src.report.explain import explain
 from gradcomp._src.report.wire_report import wire_report
+from gradcomp._src.testing import broken, modes
 from gradcomp._src.testing import leaves as kit
-from gradcomp._src.testing import modes
 from gradcomp._src.testing.broken import Findings, described, difference, law
-from gradcomp._src.testing.leaves import Gradients, Transformation
+from gradcomp._src.testing.leaves import Gradients
 
-__all__ = ["bytes_are_explained", "non_finite_gradients_are_seen", "nothing_is_lost"]
-__all__ += ["same_bits_in_every_mode", "state_is_stable", "workers_agree"]
+__all__ = ["bytes_are_explained", "finite_gradients_stay_finite"]
+__all__ += ["non_finite_gradients_are_seen", "nothing_is_lost"]
+__all__ += ["same_bits_in_every_mode", "spoiled", "workers_agree"]
 
-_SUBJECT = "the transformation"
+SUBJECT = "the transformation"
+RUN = 'testing.modes.run("vmap", gradcomp.onebit_sgd(axis_name="data"), '
+RUN += "[jnp.arange(198.0).reshape(2, 99)] * 2)"
 
 
-@law(
-  'natural(axis_name="data"), [jnp.ones((2, 600))]',
-  "what workers decode: it must be the same bytes",
-)
-def workers_agree(
-  transformation: Transformation, gradients: Gradients, *, axis_name: str = "data"
-) -> Findings:
-  """Every worker gets the same bits, with the shapes and dtypes of the gradients."""
-  outputs = modes.run("vmap", transformation, gradients, axis_name=axis_name).outputs
-  for step, (output, given) in enumerate(zip(outputs, gradients, strict=True)):
-    for path, got, like in kit.zipped(output, given):
-      told = difference(got, np.broadcast_to(np.asarray(got)[:1], got.shape), bits=True)
+@law(RUN, "what workers decode: it must be the same bytes")
+def workers_agree(run: modes.Run) -> Findings:
+  """Every worker gets the same bits, with the shapes and dtypes of the gradients.
+
+  With ``exchange="local"`` each keeps its own.
+  """
+  expected = "return the same updates on all workers, like the gradients"
+  for step, both in enumerate(zip(run.outputs, run.gradients, strict=True)):
+    for path, got, like in kit.zipped(*both):
+      told = None
       if (got.shape, got.dtype) != (like.shape, like.dtype):
         told = f"it is {described(got)} in place of {described(like)}"
-      expected = "return the same updates on all workers, like the gradients"
+      elif run.exchanges:
+        first = np.broadcast_to(np.asarray(got)[:1], got.shape)
+        told = difference(got, first, bits=True)
       found = told and f"in step {step} of {path}, [worker, ...], {told}"
-      yield _SUBJECT, expected, found
+      yield SUBJECT, expected, found
 
 
 @law(
-  'natural(axis_name="data"), [jnp.ones((2, 600))], ["shard_map"]',
+  f"{RUN}, gradcomp.{RUN.replace('vmap', 'shard_map')}",
   "products that a compiler adds without rounding them first, and keys",
 )
-def same_bits_in_every_mode(
-  transformation: Transformation,
-  gradients: Gradients,
-  places: Sequence[str] | None = None,
-  *,
-  axis_name: str = "data",
-) -> Findings:
-  """All modes have the bits of emulated workers, in updates and states.
-
-  ``places`` are the modes, by default all of ``modes.modes_for``.
-  """
-  every = modes.modes_for(kit.workers_of(gradients)) if places is None else places
-  expected = modes.run("vmap", transformation, gradients, axis_name=axis_name)
-  for mode in (x for x in every if x != "vmap"):
-    found = modes.run(mode, transformation, gradients, axis_name=axis_name)
-    for path, got, own in kit.zipped(_kept(found), _kept(expected)):
+def same_bits_in_every_mode(run: modes.Run, *others: modes.Run) -> Findings:
+  """Other modes have the bits of a run, in the updates and states of all steps."""
+  for other in others:
+    expected = f"have the bits in {other.mode} that it has in {run.mode}"
+    for path, got, own in kit.zipped(kept(other), kept(run)):
       told = difference(got, own, of=f"{path}, [worker, ...],", bits=True)
-      yield _SUBJECT, f"have the bits in {mode} that it has in jax.vmap", told
+      yield SUBJECT, expected, told
 
 
-def _kept(run: modes.Run) -> Any:
-  """Returns the outputs and states of a run, without memories of each worker."""
+def kept(run: modes.Run) -> list[Any]:
+  """Returns the outputs and states of each step, without memories of each worker."""
 
   # Under Explicit axes memories are of addends, gradients over N. Zeros in few bits
   # have one scale there and everywhere, so residuals are read.
@@ -84,220 +69,186 @@ def _kept(run: modes.Run) -> Any:
     if not is_state(x):
       return x
     memory = x.memory and x.memory._replace(own=())
-    residual = jax.tree.map(read_residual, x.residual, is_leaf=is_stored)
-    return x._replace(memory=memory, residual=residual)
+    return x._replace(memory=memory, residual=_floats(x.residual))
 
-  return run._replace(state=jax.tree.map(shared, run.state, is_leaf=is_state))
+  states = [jax.tree.map(shared, x, is_leaf=is_state) for x in run.states[1:]]
+  return list(zip(run.outputs, states, strict=True))
 
 
-@law(
-  'natural(axis_name="data"), [jnp.ones((2, 600))]',
-  "`decode_rows`, and what is kept of elements that are not finite",
-)
-def non_finite_gradients_are_seen(
-  transformation: Transformation,
-  gradients: Gradients,
-  bad: float = math.nan,
-  *,
-  axis_name: str = "data",
-) -> Findings:
-  """A NaN of one worker reaches every worker's update, and no residual.
+def _floats(residual: Any) -> Any:
+  """Returns residuals as floats, by one program if they are stored in fewer bits."""
+  read = lambda tree: jax.tree.map(read_residual, tree, is_leaf=is_stored)
+  stored = any(map(is_stored, jax.tree.leaves(residual, is_leaf=is_stored)))
+  return jax.jit(read)(residual) if stored else residual
 
-  An element of the last gradients' largest leaf becomes ``bad``, NaN or an infinity.
-  An optimizer's own state is not tested.
+
+def spoiled(gradients: Gradients, bad: float = math.nan) -> Gradients:
+  """Returns gradients with one worker's NaN or infinity in the last step.
+
+  It is in the middle of the largest leaf.
   """
   leaves, treedef = jax.tree.flatten(gradients[-1])
   number = max(range(len(leaves)), key=lambda i: leaves[i].size)
   leaves[number] = np.array(leaves[number], order="C")
   flat = leaves[number].reshape(leaves[number].shape[0], -1)
   flat[-1, flat.shape[1] // 2] = bad
-  dirty = [*gradients[:-1], jax.tree.unflatten(treedef, leaves)]
-  outputs, state = modes.run("vmap", transformation, dirty, axis_name=axis_name)
-  expected = f"bring a {bad} of one worker to all workers' updates, and to no residual"
-  got = np.asarray(jax.tree.leaves(outputs[-1])[number], np.float32)
-  hidden = np.isfinite(got.reshape(got.shape[0], -1)).all(axis=1)
-  if hidden.any():
-    yield _SUBJECT, expected, f"worker {np.argmax(hidden)} gets finite updates alone"
-  for path, leaf in kit.zipped(states_in(state)):
-    floats = jnp.issubdtype(leaf.dtype, jnp.floating)
-    if floats and not np.isfinite(np.asarray(leaf, np.float32)).all():
-      yield _SUBJECT, expected, f"of gradcomp's states{path} is no longer finite"
+  return [*gradients[:-1], jax.tree.unflatten(treedef, leaves)]
 
 
 @law(
-  'dense(axis_name="data"), [jnp.ones((2, 600))]',
-  "print(gradcomp.wire_report(compiled))",
+  RUN.replace("[jnp", "gradcomp.testing.laws.spoiled([jnp") + ")",
+  "`decode_rows`, and what is kept of elements that are not finite",
 )
-def bytes_are_explained(
-  transformation: Transformation, gradients: Gradients, *, axis_name: str = "data"
-) -> Findings:
+def non_finite_gradients_are_seen(run: modes.Run) -> Findings:
+  """A NaN of one worker reaches every worker's update, and no state.
+
+  The gradients of the last step are :func:`spoiled`. Where the mean is not finite, the
+  residual of a single transformation stays, and elsewhere it changes. An optimizer's
+  own state is not tried.
+  """
+  expected = "bring a NaN to all workers' updates, and to no state"
+  outputs = run.outputs[-1]
+  for state in map(states_in, run.states):
+    for path, x in kit.zipped(state):
+      bad = jnp.issubdtype(x.dtype, jnp.floating) and not _finite(x).all()
+      told = f"of gradcomp's states{path} is no longer finite" if bad else None
+      yield SUBJECT, expected, told
+  for i, (path, given, got) in enumerate(kit.zipped(run.gradients[-1], outputs)):
+    has, sees = map(_spoiled, (given, got))
+    # The key alone may have chosen other elements to be sent.
+    drawn = run.planned and run.planned[0].codecs[i].facts.same_draws
+    hidden = (has.any() if run.exchanges else has) & ~sees
+    if hidden.any() and not (drawn and not sees.any()):
+      told = f"worker {np.argmax(hidden)} gets finite updates alone of {path}"
+      yield SUBJECT, expected, told
+  kept = [jax.tree.leaves(x.residual) if run.planned else [] for x in run.states[-2:]]
+  plain = {x.dtype.name for x in kept[1]} == {"float32"} and run.state.velocity is None
+  if not plain or not run.exchanges:
+    return
+  for (path, got), *both in zip(kit.zipped(outputs), *kept, strict=True):
+    fine = _finite(got)
+    was, now = (np.asarray(x).reshape(fine.shape) for x in both)
+    told = difference(now[~fine], was[~fine])
+    yield SUBJECT, f"keep the residual of {path} where no mean is finite", told
+    if not fine.all() and fine.any() and now.any():
+      told = "it is what it was" if (now == was).all() else None
+      yield SUBJECT, f"go on with the residual of {path} elsewhere", told
+
+
+def _finite(x: Any) -> np.ndarray:
+  """Returns where an array of any float dtype is finite."""
+  return np.isfinite(np.asarray(x, np.float32))
+
+
+def _spoiled(x: Any) -> np.ndarray:
+  """Returns which workers have a number that is not finite, ``bool[N]``."""
+  return np.logical_not(_finite(x).reshape(len(x), -1).all(axis=1))
+
+
+def _are_finite(gradients: Any) -> bool:
+  return all(_finite(x).all() for x in jax.tree.leaves(gradients))
+
+
+@law(RUN, "what is added in a dtype of few exponents")
+def finite_gradients_stay_finite(run: modes.Run) -> Findings:
+  """Updates of finite gradients are finite, also of halves near the largest number.
+
+  In a single transformation a NaN spoils no other leaf; of ``exchange="local"`` no
+  other worker.
+  """
+  for step, both in enumerate(zip(run.gradients, run.outputs, strict=True)):
+    if not run.planned and not _are_finite(both[0]):
+      continue
+    for path, *pair in kit.zipped(*both):
+      bad, hit = map(_spoiled, pair)
+      wrong = (hit & ~(bad.any() if run.exchanges else bad)).any()
+      told = f"those of {path} in step {step} are not" if wrong else None
+      yield SUBJECT, "return finite updates of finite gradients", told
+
+
+@law(RUN, "print(gradcomp.wire_report(compiled))")
+def bytes_are_explained(run: modes.Run) -> Findings:
   """A compiled step sends the bytes of :func:`gradcomp.explain`.
 
-  One tree of gradients is enough. It passes if there are fewer devices than workers.
+  It passes if there are fewer devices than workers.
   """
-  workers = kit.workers_of(gradients)
-  params = kit.params_of(gradients)
-  told = explain(transformation, params, workers=workers).bytes_sent
-  expected = f"send the {told} bytes a step that gradcomp.explain counts"
-  where: Any = {"workers": workers, "axis_name": axis_name}
-  yield _SUBJECT, expected, sent_otherwise(told, transformation, params, **where)
-
-
-def sent_otherwise(
-  explained: int, tx: Transformation, params: Any, *, axis_name: str, workers: int
-) -> str | None:
-  """Describes the bytes of a compiled step, if they are not the explained ones."""
-  if len(jax.devices()) < workers:
-    return None
-  report = wire_report(modes.lowered(tx, params, axis_name=axis_name, workers=workers))
+  if len(jax.devices()) < run.workers:
+    return
+  tx = run.transformation
+  where: Any = {"workers": run.workers, "axis_name": run.axis_name}
+  told = explain(tx, run.params, workers=run.sizes).bytes_sent
+  report = wire_report(run.program or modes.lowered(tx, run.params, **where))
   usual = [c for c in report.collectives if REPEAT not in c.scope]
   total = sum(c.times * c.bytes_sent for c in usual)
   # Each collective's bytes are rounded up.
-  same = abs(total - explained) <= len(usual)
-  return None if same else f"its collectives send {total}"
+  same = abs(total - told) <= len(usual)
+  expected = f"send the {told} bytes a step that gradcomp.explain counts"
+  yield SUBJECT, expected, None if same else f"its collectives send {total}"
 
 
-@law(
-  'onebit_sgd(axis_name="data"), [jnp.ones((2, 600))]',
-  "what `update` puts into the state",
-)
-def state_is_stable(
-  transformation: Transformation, gradients: Gradients, *, axis_name: str = "data"
-) -> Findings:
-  """A step returns a state like its own, with which ``lax.scan`` runs all steps.
-
-  The steps are traced in a scan inside a checked ``jax.shard_map``, which types arrays
-  as varying, and run in a scan inside ``jax.vmap``.
-  """
-  expected = "return a state of the structure and the types that it was given"
-
-  def step(gradient: Any) -> tuple[Any, Any]:
-    state = transformation.init(gradient)
-    return state, transformation.update(gradient, state, gradient)[1]
-
-  states = jax.eval_shape(jax.vmap(step, axis_name=axis_name), gradients[0])
-  trees: list[Any] = [jax.tree.structure(state) for state in states]
-  if trees[0] != trees[1]:
-    yield _SUBJECT, expected, f"{trees[0]} becomes {trees[1]}"
-  for path, old, new in kit.zipped(*states):
-    weak = " (weak)" if old.weak_type != new.weak_type else ""
-    same = not weak and (old.shape, old.dtype) == (new.shape, new.dtype)
-    told = f"{path}, [worker, ...], {described(old)} becomes {described(new)}{weak}"
-    yield _SUBJECT, expected, None if same else told
-  stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *gradients)
-
-  def scanned(state: Any, gradients: Any, params: Any) -> Any:
-    step = lambda state, x: (transformation.update(x, state, params)[1], None)
-    return lax.scan(step, state, gradients)[0]
-
-  try:
-    _trace_in_a_map(transformation, scanned, stacked, axis_name)
-  except TypeError as error:  # of lax.scan, for the update itself has been traced
-    yield _SUBJECT, expected, " ".join(str(error).split()).partition(". ")[0]
-
-  def emulated(gradients: Any) -> Any:
-    params = jax.tree.map(lambda x: jnp.zeros_like(x[0]), gradients)
-    return scanned(transformation.init(params), gradients, params)
-
-  mapped = jax.vmap(emulated, in_axes=1, axis_name=axis_name)
-  jax.block_until_ready(jax.jit(mapped)(stacked))
-
-
-def _trace_in_a_map(
-  transformation: Transformation, scanned: Any, stacked: Any, axis_name: str
-) -> None:
-  """Traces a scan of steps inside a checked map, over an abstract mesh."""
-  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), stacked)
-  workers = jax.tree.leaves(stacked)[0].shape[1]
-  state = state_shapes(transformation, params, workers=workers, axis_name=axis_name)
-  specs = state_specs(state, axis_name=axis_name)
-  own = lambda gradients: jax.tree.map(lambda x: x[:, 0], gradients)
-  local = lambda state, gradients, params: scanned(state, own(gradients), params)
-  mesh = AbstractMesh((workers,), (axis_name,), (AxisType.Auto,))
-  places = specs, P(None, axis_name), P()
-  mapped = jax.shard_map(local, mesh=mesh, in_specs=places, out_specs=specs)
-  jax.eval_shape(mapped, state, stacked, params)
-
-
-# The rounding error of a stored residual, as a part of the largest element.
-STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
-
-
-@law(
-  'onebit_sgd(axis_name="data"), [jnp.arange(1200.0).reshape(2, 600)] * 2',
-  "the residual: x - decode(encode(x))",
-)
-def nothing_is_lost(
-  transformation: Transformation, gradients: Gradients, *, axis_name: str = "data"
-) -> Findings:
+@law(RUN, "the residual: x - decode(encode(x))")
+def nothing_is_lost(run: modes.Run) -> Findings:
   """Updates, residuals and owner residuals add up to the gradients, with feedback.
 
   In each step the updates and residuals of all workers, and N times the residuals of
-  the owners, are together the sum of all gradients and of what waited before, to
-  float32's rounding, or that of residuals with fewer bits. Momentum, ``m u + g``, takes
-  the place of a gradient where it is sent. With ``feedback="ef21"`` the mean of the
-  workers' estimates is the update and the owner residuals. Two steps show residuals. A
-  transformation without residuals passes; so does one with decaying residuals, and a
-  chain of several, because its updates are not means.
+  the owners, are the sum of all gradients and of earlier residuals, to float32's
+  rounding, or that of residuals with fewer bits. Momentum, ``m u + g``, takes the place
+  of a gradient where it is sent. With ``feedback="ef21"`` the mean of the workers'
+  estimates is the update plus the owner residuals. Two steps show residuals. A
+  transformation without residuals passes, one with decaying ones, and a chain.
   """
-  params, workers = kit.params_of(gradients), kit.workers_of(gradients)
-  place = modes.started("vmap", transformation, workers, axis_name=axis_name)
-  state = place.init(params)
-  if not isinstance(state, CompressState) or state.residual is None:
+  if run.planned is None or run.state.residual is None:
     return
-  ((plan, options),) = tracing.study(transformation, params, workers).made
-  feedback = options["feedback"]
+  plan, feedback = run.planned
   if float(feedback.waits(jnp.float32(1.0))) != 1.0:  # it decays
     return
-  for number, gradient in enumerate(gradients):
-    output, after = place.update(gradient, state, params)
-    for path, found in lost_in_step(plan, feedback, gradient, output, state, after):
-      expected = f"keep what it does not send: in step {number} what is sent and what"
-      expected += f" waits of {path} are the sum of all gradients, and what waited"
-      yield _SUBJECT, expected, found
-    state = after
+  n = run.workers
+  for step, both in enumerate(zip(run.gradients, run.outputs, strict=True)):
+    if not _are_finite(both[0]):
+      return
+    before, after = run.states[step : step + 2]
+    (waited, was), (waits, owns) = (waiting(plan, x, n) for x in (before, after))
+    velocity = jax.tree.leaves(before.velocity)
+    for i, (path, *pair) in enumerate(kit.zipped(*both)):
+      given, sent = (np.asarray(x, np.float64) for x in pair)
+      if velocity:
+        last = np.asarray(velocity[i], np.float32).reshape(given.shape)
+        momentum = np.float64(np.float32(feedback.decay) * last) + given
+        given = given + feedback.decay * momentum if feedback.nesterov else momentum
+      sums = np.stack([sent.sum(axis=0), waits[i].sum(axis=0), owns[i]])
+      expected = np.asarray((given + waited[i]).sum(axis=0) + was[i])
+      if after.estimate is not None:  # residuals are negative estimates
+        expected = np.zeros_like(expected)
+      total = np.asarray(sums.sum(axis=0))
+      # Each of at most 4 N + 8 numbers that are rounded is below the largest; one l2
+      # norm a tensor makes residuals much larger than gradients.
+      parts = (given, sent, waited[i], waits[i], was[i] / n, owns[i] / n)
+      largest = max(1.0, *(np.abs(x).max(initial=0) for x in parts))
+      unit = (4 * n + 8) * 2.0**-23 + 2 * n * storing(after, i)
+      wrong = ~(np.abs(total - expected) <= unit * largest)
+      told = broken.first_wrong(wrong, total, expected)
+      if told:
+        shares = "{:.4g} sent, {:.4g} in residuals, {:.4g} with its owner"
+        told += ": " + shares.format(*sums[:, wrong][:, 0])
+      yield SUBJECT, f"send or keep all of {path} in step {step}", told
 
 
-def lost_in_step(
-  plan: MessagePlan,
-  feedback: Any,
-  gradients: Any,
-  updates: Any,
-  before: CompressState,
-  after: CompressState,
-) -> Iterator[tuple[str, str]]:
-  """Yields leaf and words for each element that a step loses; leaves ``[N, ...]``."""
-  was, owns = (owned_leaves(plan, x.server_residual) for x in (before, after))
-  old, new = (jax.tree.leaves(x.residual, is_leaf=is_stored) for x in (before, after))
-  velocity = jax.tree.leaves(before.velocity)
-  for i, (path, *both) in enumerate(kit.zipped(gradients, updates)):
-    given, sent = (np.asarray(x, np.float64) for x in both)
-    if sent.shape != given.shape:
-      yield path, f"it has the shape {sent.shape[1:]}, not {given.shape[1:]}"
-      continue
-    residuals = (np.asarray(read_residual(x[i]), np.float64) for x in (old, new))
-    waited, waits = (x.reshape(given.shape) for x in residuals)
-    if velocity:
-      last = np.asarray(velocity[i], np.float32).reshape(given.shape)
-      momentum = np.float64(np.float32(feedback.decay) * last) + given
-      given = given + feedback.decay * momentum if feedback.nesterov else momentum
-    workers = len(given)
-    sums = np.stack([sent.sum(axis=0), waits.sum(axis=0), workers * owns[i]])
-    expected = np.asarray((given + waited).sum(axis=0) + workers * was[i])
-    if after.estimate is not None:  # residuals are negative estimates
-      expected = np.zeros_like(expected)
-    total = np.asarray(sums.sum(axis=0))
-    # Each of at most 4 N + 8 numbers that are rounded is below the largest; one l2 norm
-    # a tensor makes residuals much larger than gradients.
-    parts = (given, sent, waited, waits, was[i], owns[i])
-    largest = max(np.abs(x).max(initial=0) for x in parts)
-    unit = (4 * workers + 8) * 2.0**-23 + 2 * workers * STORING[kind(new[i])]
-    wrong = np.argwhere(~(np.abs(total - expected) <= unit * max(1.0, largest)))
-    for at in map(tuple, wrong.tolist()):
-      kept = "{:.4g} sent, {:.4g} in residuals, {:.4g} with its owner"
-      words = kept.format(*(x[at] for x in sums))
-      told = f"element {list(at)} is {total[at]:.7g}, not {expected[at]:.7g}, {words}"
-      yield path, told
+def waiting(plan: MessagePlan, state: Any, workers: int) -> tuple[list[Any], list[Any]]:
+  """Returns the unsent sums of each leaf in float64, and N times the owners' sums.
+
+  The first are ``[N, ...]``, zeros of a state without residuals.
+  """
+  kept = [np.zeros((workers, *x.shape)) for x in plan.leaves]
+  for i, x in enumerate(jax.tree.leaves(_floats(state.residual))):
+    kept[i] = np.asarray(x, np.float64).reshape(kept[i].shape)
+  return kept, [workers * x for x in owned_leaves(plan, state.server_residual)]
+
+
+def storing(state: Any, i: int) -> float:
+  """Returns the rounding error of a stored residual, over its largest element."""
+  residual = jax.tree.leaves(state.residual, is_leaf=is_stored)
+  errors = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
+  return errors[kind(residual[i])] if residual else 0.0
 
 
 def owned_leaves(plan: MessagePlan, owned: Any) -> list[np.ndarray]:

@@ -51,10 +51,8 @@ def constants_are_exact(
 
 @law("codecs.EightBit()", "the division by a scale")
 def tiny_numbers_stay_finite(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
-  """Subnormal numbers decode to finite ones of at most 1, never to NaN.
-
-  A scale that underflows, or its reciprocal that overflows, would spoil a bucket.
-  """
+  """Subnormal numbers decode to finite ones of at most 1, never to NaN."""
+  # A scale that underflows, or its reciprocal that overflows, would spoil a bucket.
   shape = leaves.leaf_of(codec, x).shape
   for leaf in (np.resize(_TINY, shape), np.full(shape, np.float32(1e-40))):
     value = trial(codec, leaf).value
@@ -80,11 +78,11 @@ def non_finite_elements_are_seen(
   Args:
     x: a finite leaf.
     bad: the new value of one of its elements: NaN or an infinity.
-    spoils: the elements that are not finite then. ``"any"``: some in the element's row,
-      and any others. The number of consecutive elements that all become NaN, None for
-      all of the leaf, ``"column"`` for all of its column; ``"itself"`` if only it, with
-      its own value; ``"sent"`` if it is sent as it is, and may displace others;
-      ``"row"`` if some sent elements of its row. All others must keep their bits.
+    spoils: the elements that are not finite then; all others must keep their bits.
+      ``"any"``: some in the element's row, and any others. The number of consecutive
+      elements that all become NaN; None for the whole leaf, ``"column"`` for its
+      column. ``"itself"``: only it, with its own value. ``"sent"``: it is sent as it
+      is, and may displace others. ``"row"``: some sent elements of its row.
     unclipped: the codec for the rest of a leaf that is not finite, if another.
   """
   leaf = leaves.leaf_of(codec, x)
@@ -110,7 +108,7 @@ def non_finite_elements_are_seen(
       unseen = f"element {position} became {at}, and its row is finite"
   else:
     unseen = first_wrong(spoiled & ~np.isnan(found), found, np.full_like(found, np.nan))
-    unseen = unseen and f"of what it spoils {unseen}"
+    unseen = unseen and f"in the same bucket {unseen}"
   yield codec, f"never replace {bad} by a number", unseen
   kept = (found == clean) | ((found != found) & (clean != clean))
   if spoils == "any":
@@ -149,8 +147,8 @@ def odd_sizes_work(codec: LeafCodec, sizes: Sequence[int] = leaves.SIZES) -> Fin
 def padding_never_leaks(codec: LeafCodec) -> Findings:
   """A leaf that ends within a row has no larger error for it.
 
-  Leaves of one magnitude show it. If a codec is exact for them where they fill rows,
-  then it is where they end within a row: padding counts in no scale and no mean.
+  If a codec is exact for leaves of one magnitude that fill rows, it is exact where they
+  end within a row: padding counts in no scale and no mean.
   """
   tile = leaves.tile_of(codec)
   if tile is None:  # rows are as long as the leaf
@@ -171,7 +169,7 @@ def padding_never_leaks(codec: LeafCodec) -> Findings:
 
 
 def _mixes_zeros(codec: LeafCodec, x: np.ndarray, found: np.ndarray, size: int) -> bool:
-  """Returns True for a codec that rotates a leaf together with the zeros behind it."""
+  """Returns True for a codec that rotates a leaf together with the zeros after it."""
   # It has the same bits if the zeros are elements, and the elements that it changes are
   # not smaller on average. A mean in which zeros count is: by a third or more, where a
   # row or a bucket is filled to two thirds at most.
@@ -189,8 +187,8 @@ def _mixes_zeros(codec: LeafCodec, x: np.ndarray, found: np.ndarray, size: int) 
 def large_numbers_keep_their_size(codec: LeafCodec) -> Findings:
   """A leaf times a power of two decodes to that power of two times the decoded leaf.
 
-  This holds to a hundredth of the largest number. The powers are 2^12, and 2^40 for
-  codecs with float32 numbers in rows.
+  This holds to a hundredth of the largest number, for 2^12, and for 2^40 with float32
+  numbers in rows.
   """
   x = leaves.gaussian(leaves.ragged(codec))
   expected = np.asarray(trial(codec, x).value, np.float64)
@@ -211,10 +209,9 @@ def half_precision_keeps_its_range(
 ) -> Findings:
   """A mean of float16 gradients is right near the largest number, and the smallest.
 
-  The mean lies in the range of its addends, but a sum of N of them does not, and an Nth
-  of one may underflow. Gradients are multiplied by a power of two, and so must the mean
-  be: to a hundredth of the largest, plus the smallest number of float16. What a codec
-  makes too large for float16 is the largest number.
+  Unlike the mean, a sum of N addends may overflow, and an Nth of one underflow. The
+  mean must follow gradients multiplied by a power of two, to a hundredth of the
+  largest, plus the smallest number of float16. Too large means are the largest number.
   """
   given: Any = {"exchange": exchange, "feedback": None, "min_leaf_size": 0}
   transformation = compress(codec, axis_name="data", **given)

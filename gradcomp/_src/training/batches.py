@@ -30,6 +30,16 @@ def is_key(x: Any) -> bool:
   return is_array(x) and not x.ndim and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def check_shared(batch: Any, workers: int) -> None:
+  """Raises ValueError for an array that the workers cannot share equally."""
+  for path, x in jax.tree_util.tree_leaves_with_path(batch):
+    if not is_key(x) and (not jnp.shape(x) or jnp.shape(x)[0] % workers):
+      raise ValueError(
+        f"`batch`{jax.tree_util.keystr(path)} must have a first axis that {workers} "
+        f"workers can share equally, got the shape {jnp.shape(x)}."
+      )
+
+
 def batches_in(
   args: Sequence[Any],
   differentiated: Sequence[int],
@@ -42,14 +52,14 @@ def batches_in(
     check_among("batch_argnums", batch_argnums, count)
     named = {i % count for i in several(batch_argnums)}
     return [i for i in sorted(named) if not states_in(args[i])]
-  behind = range(max(differentiated) + 1, count)
-  found = [i for i in behind if not states_in(args[i])]
+  later = range(max(differentiated) + 1, count)
+  found = [i for i in later if not states_in(args[i])]
   lengths = rows_of([args[i] for i in found])
   if len(lengths) > 1:
     raise ValueError(
-      "`batch_argnums` must name the arguments that are batches where the first axes "
-      f"of those behind the parameters differ in length, got {sorted(lengths)}: one "
-      "may be no batch, like statistics. Every worker has all others whole."
+      "`batch_argnums` must name the batches where the first axes of the arguments "
+      f"after the parameters differ in length, got {sorted(lengths)}: one may be no "
+      "batch, like statistics. Every worker has all others whole."
     )
   return found
 
@@ -92,7 +102,7 @@ def _check_no_batch(name: str, x: Any, rows: Collection[int]) -> None:
     raise ValueError(
       "`batch_argnums` must name the batches where another array has as many rows, "
       f"got None and {x.dtype}{list(x.shape)} in {name}, which every worker has whole. "
-      "If it is a batch, pass it by position, behind the parameters; if it is none, "
+      "If it is a batch, pass it by position, after the parameters; if it is none, "
       "pass the positions of the batches, as in batch_argnums=1."
     )
 

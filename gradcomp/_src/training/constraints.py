@@ -1,9 +1,8 @@
 """Sharding constraints in a loss that a map over the workers runs.
 
 Trainers of large models constrain activations: ``with_sharding_constraint(x, P("data",
-None, "model"))``. In a map over ``data`` JAX refuses this name. But there a worker has
-its part alone, so that a constraint over ``data`` holds already, and the rest of the
-spec is for the compiler. So the loss is traced as if it were in no map, the axes of the
+None, "model"))``. In a map over ``data`` JAX refuses this name, although a worker has
+its part there already. So the loss is traced as if it were in no map, the axes of the
 map leave the jaxpr, and the result is evaluated in the map.
 
 This file alone uses parts of JAX that are not public: ``eqn.ctx``, ``aval.update`` and
@@ -14,15 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 from jax.extend.core.primitives import sharding_constraint_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from gradcomp._src.mesh import specs
+from gradcomp._src.mesh import specs, unseen
 
 
 def over(
-  function: Callable[..., Any], names: frozenset[str], mesh: Mesh | AbstractMesh
+  function: Callable[..., Any],
+  names: frozenset[str],
+  mesh: Mesh | AbstractMesh,
+  argument: str = "loss_fn",
 ) -> Callable[..., Any]:
   """Returns a function for a map over the axes, in which constraints may name them."""
 
@@ -33,9 +36,9 @@ def over(
 
   def call(*args: Any) -> Any:
     shapes = jax.tree.map(shape, args)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with unseen.UNSEEN(names), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    moved = core.ClosedJaxpr(_Move(names).jaxpr(closed.jaxpr), closed.consts)
+    moved = core.ClosedJaxpr(_Move(names, argument).jaxpr(closed.jaxpr), closed.consts)
     leaves = core.jaxpr_as_fun(moved)(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
@@ -45,8 +48,8 @@ def over(
 class _Move:
   """Moves jaxprs to the mesh of a map over the axes, which no constraint names then."""
 
-  def __init__(self, names: frozenset[str]) -> None:
-    self.names = names
+  def __init__(self, names: frozenset[str], argument: str) -> None:
+    self.names, self.argument = names, argument
     self.variables, self.contexts = dict[Any, Any](), dict[Any, Any]()
 
   def jaxpr(self, old: core.Jaxpr) -> core.Jaxpr:
@@ -56,16 +59,18 @@ class _Move:
 
   def equation(self, eqn: Any) -> Any:
     """Returns an equation of the map, or None for a constraint over no Auto axis."""
-    if eqn.primitive is sharding_constraint_p:
-      # JAX has no constraint that leaves no axis to the compiler.
-      if not self.of(eqn.params["sharding"].mesh).auto_axes:
-        self.variables[eqn.outvars[0]] = self.of(eqn.invars[0])
-        return None
-    elif twice := self.names.intersection(eqn.params.get("newly_manual_axes", ())):
+    constrains = eqn.primitive is sharding_constraint_p
+    # JAX has no constraint that leaves no axis to the compiler.
+    if eqn.primitive is unseen.CROSS or (
+      constrains and not self.of(eqn.params["sharding"].mesh).auto_axes
+    ):
+      self.variables[eqn.outvars[0]] = self.of(eqn.invars[0])
+      return None
+    if twice := self.names.intersection(eqn.params.get("newly_manual_axes", ())):
       raise ValueError(
-        "`loss_fn` must not map over the axis of the workers, where each has its part "
-        f"already, but a shard_map in it is over {sorted(twice)}; map over other axes "
-        "alone: jax.shard_map(..., axis_names={'model'}), with specs of these."
+        f"`{self.argument}` must not map over the axis of the workers, which each have "
+        f"their part already, got a shard_map over {sorted(twice)}; map over other "
+        "axes: jax.shard_map(..., axis_names={'model'}), with specs of these."
       )
     if eqn.ctx not in self.contexts:
       mesh = self.of(eqn.ctx.cur_abstract_mesh)
@@ -82,7 +87,9 @@ class _Move:
     """Returns a variable, a type, a sharding or a parameter of an equation, or many."""
     match x:
       case core.Literal():
-        return x
+        return core.Literal(self.of(x.val), self.of(x.aval))
+      case np.ndarray():  # JAX's own, of which a view has no type yet
+        return x.view()
       case core.Var():
         if type(x) is core.Var and x not in self.variables:
           self.variables[x] = core.Var(self.of(x.aval))

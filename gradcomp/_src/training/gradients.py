@@ -24,27 +24,22 @@ Value = TypeVar("Value")
 
 
 def defer_reduction(params: Params, *, axis_name: axes.AxisName) -> Params:
-  """Types the parameters as differing between workers, so that gradients stay local.
+  """Returns the parameters, typed as differing between workers: gradients stay local.
 
   Inside ``jax.shard_map`` with its default ``check_vma=True``, JAX all-reduces the
   gradient with respect to replicated parameters in full precision. Call this on the
-  parameters before ``jax.grad``. Under ``jax.pmap``, ``jax.vmap`` and
-  ``check_vma=False``, gradients are local anyway.
+  parameters before ``jax.grad``. Elsewhere in maps, gradients are local anyway.
 
-  In plain ``jax.jit`` under Explicit axes it types them as ``reduced``, so that
-  ``jax.grad`` returns gradients typed ``{U:data}``, where JAX has rules for that: for
-  matrix products, einsums, gathers and scans. As of JAX 0.12 it has none for
-  convolutions, nor for operations that combine a parameter and a batch element by
-  element, like a bias. :func:`value_and_grad` works for every model.
+  In plain ``jax.jit`` under Explicit axes it types them as ``reduced``: ``jax.grad``
+  then returns gradients typed ``{U:data}`` for matrix products, einsums, gathers and
+  scans. As of JAX 0.12 convolutions fail, and so do elementwise operations of a
+  parameter and a batch, like a bias. :func:`value_and_grad` works for every model.
 
   Args:
-    params: a tree whose arrays are replicated over the axis. Leaves that are not
+    params: a tree of arrays that are replicated over the axis. Leaves that are not
       trained, see :func:`value_and_grad`, come out as they were.
     axis_name: an axis of the enclosing map, or an Explicit axis of the mesh; or a tuple
       of them.
-
-  Returns:
-    The same values.
 
   Raises:
     ValueError: the axis is not bound by a map, nor an Explicit axis of the mesh.
@@ -117,71 +112,53 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
 ) -> Callable[..., tuple[Any, Any]]:
   r"""Wraps ``jax.value_and_grad`` so that each worker keeps its own gradient.
 
-  In plain ``jax.jit`` under Explicit axes, it runs the loss in a ``jax.shard_map`` over
-  the axis, on arguments sharded by their types, and returns gradients typed
-  ``{U:data}``. Each worker's gradient is then divided by N, and their sum is the
-  gradient of the loss over the whole batch. A float16 gradient becomes float32 before,
-  and ``update`` returns float16 again, if it is given the parameters.
+  In plain ``jax.jit`` it runs the loss in a ``jax.shard_map`` over the axis. Under
+  Explicit axes, arguments are sharded by their types, and gradients typed ``{U:data}``:
+  each worker's is divided by N, and their sum is the gradient of the whole batch. A
+  float16 gradient becomes float32 before, and ``update`` returns float16 again, if it
+  is given the parameters. The loss must not close over arrays of the mesh: make them
+  arguments, or leaves of a ``jax.tree_util.Partial`` or of another callable that is a
+  tree.
 
-  There the loss must not close over arrays of the mesh. Make them arguments, or hold
-  them in a ``jax.tree_util.Partial``, or in another callable that is a tree: its arrays
-  become arguments. As of an argument, a worker has its part of an array that is sharded
-  over the axis.
+  Under Auto axes, other axes stay with the compiler. Each gradient is a
+  :class:`gradcomp.PerWorker` with the gradients of all workers, which ``update`` takes.
+  A worker has its part of each batch, and all other arguments whole. Of a typed PRNG
+  key each worker has one of its own, ``jax.random.fold_in(key, worker)``; raw keys,
+  ``uint32[2]``, are refused as a batch. The loss may constrain activations over the
+  axis. Only arrays of floats have gradients, as in ``equinox.filter_grad``: other
+  leaves have None there, like functions, numbers, keys and integers.
 
-  In plain ``jax.jit`` under Auto axes, it runs the loss in such a map, too, over
-  ``axis_name`` alone: other axes stay with the compiler. It returns the gradients of
-  all workers, each array as a :class:`gradcomp.PerWorker`, which ``update`` takes. A
-  worker has its part of each batch, and all other arguments whole. A typed PRNG key is
-  no batch: each worker gets a key of its own, ``jax.random.fold_in(key, worker)``. Raw
-  keys, ``uint32[2]``, are refused as a batch, or are the same on all workers. The loss
-  may constrain activations over the axis, as on one device: each worker has its part
-  already, and the compiler obeys the rest of the spec.
-
-  Arrays of real and complex floats have gradients, as in ``equinox.filter_grad``.
-  Other leaves have None in their place: functions and strings, Python's numbers and
-  bools, keys, and arrays of integers. So the model may be a whole ``equinox.Module``,
-  or a module of flax.nnx with its counters. ``update`` takes such gradients, and such a
-  module as parameters. Optimizers of optax want ``init`` of ``equinox.filter(model,
-  equinox.is_inexact_array)``, and ``equinox.apply_updates`` adds the updates. An array
-  of integers is no error, because modules count in them. A weight that is one by
-  mistake is not silent: ``optax.apply_updates`` refuses to add None.
-
-  A mean of means is no mean where some parts have fewer tokens that count: padding, a
-  mask, weights of examples. With ``has_weight=True`` the loss returns the sum
-  :math:`S_{ij}` of the weighted losses in micro-batch j of worker i, and the sum
-  :math:`W_{ij}` of their weights. Then the loss and the gradient are those of
+  A mean of means is wrong where parts have different numbers of tokens: padding, masks,
+  weights. With ``has_weight=True`` the loss returns the sum :math:`S_{ij}` of weighted
+  losses in micro-batch j of worker i, and the sum :math:`W_{ij}` of the weights. Loss
+  and gradient are those of
 
   .. math:: \frac{\sum_{ij} S_{ij}}{\sum_{ij} W_{ij}}
 
   as on one device. A worker's gradient is :math:`N \sum_j \nabla S_{ij} / \sum_{ij}
-  W_{ij}`; the mean of these over the workers is that gradient. Workers learn the sum of
-  all weights from a message of 4 bytes. Weights are not differentiated. If all are
-  zero, sums are divided by 1.
+  W_{ij}`, with a mean over workers that is that gradient. Workers learn the sum of
+  weights from 4 bytes. Weights are not differentiated; if all are zero, sums are
+  divided by 1.
 
   Args:
     loss_fn: returns the mean loss over the worker's part of the batch, or ``(loss,
       aux)``.
-    axis_name: the axis of the enclosing shard_map, pmap or vmap, or an axis of
-      the mesh; a tuple of axes; None for none.
-    argnums: the arguments to differentiate, as in JAX, each a tree with an array of
-      floats.
-    has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
-    has_weight: whether it returns ``(total, weight)`` in place of the loss, as above.
-    accumulate: the number of micro-batches that a worker takes one after the other, so
-      that it holds the activations of one of them. Gradients of half precision are
-      added up in float32.
+    axis_name: the axis of the enclosing shard_map, pmap or vmap, or an axis of the
+      mesh; a tuple of axes; None for none.
+    argnums: the arguments to differentiate, as in JAX, each with an array of floats.
+    has_aux, has_weight: whether it returns ``(loss, aux)``, and ``(total, weight)`` in
+      place of the loss.
+    accumulate: the number of micro-batches that a worker takes one after the other.
+      Gradients of half precision are added up in float32.
     batch_argnums: the arguments that are split on their first axis: into micro-batches,
-      if ``accumulate`` is above 1, and under Auto axes into the workers' parts. By
-      default argument 1; under Auto axes all behind those of ``argnums``, which then
-      must have first axes of one length, and no other array may have that: none of
-      another argument, and none that ``loss_fn`` closes over. Of an optimizer's state a
-      worker has its own there.
+      and under Auto axes into the workers' parts. By default argument 1; under Auto
+      axes all after those of ``argnums``, if their first axes have one length, and no
+      other array has it. Of an optimizer's state a worker has its own there.
     param_specs: under Auto axes, the specs of the arguments of ``argnums`` over other
-      axes of the mesh: a tree like them of ``jax.P`` or of
-      ``jax.tree.map(lambda x: x.sharding, params)``, or one for all. ``update`` then
-      encodes each shard where it lies, and sends nothing over those axes. Make the
-      state by :func:`gradcomp.init_state` with the same specs. By default, they are
-      read from arrays outside of ``jax.jit``. Inside no type has them, and they must be
+      axes of the mesh: a tree like them of ``jax.P`` or of ``jax.tree.map(lambda x:
+      x.sharding, params)``, or one for all. ``update`` then encodes each shard where it
+      lies. Make the state by :func:`gradcomp.init_state` with the same specs. By
+      default, they are read from arrays outside of ``jax.jit``; inside they must be
       given if the mesh has other Auto axes.
     mesh: the mesh of plain ``jax.jit``, where neither arguments nor ``jax.set_mesh``
       have it: for NumPy's arrays under ``with mesh:``, or under ``jax.jit(...,
@@ -190,38 +167,25 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
   Returns:
     A function like ``loss_fn`` that returns ``(loss, grads)`` or ``((loss, aux),
     grads)``. The loss is averaged over the axis. Gradients and ``aux`` are the worker's
-    own, and means over the micro-batches. In plain ``jax.jit``, where a value has no
-    worker, ``aux`` is averaged over the axis, too, but for PRNG keys and unsigned
-    integers, by which modules count: those are of the first worker, and of its last
-    micro-batch.
+    own, and means over the micro-batches. In plain ``jax.jit`` ``aux`` is averaged over
+    the axis, too, except PRNG keys and unsigned integers, by which modules count: those
+    are of the first worker, and of its last micro-batch.
 
   Raises:
-    ValueError: ``accumulate`` is no number of micro-batches; when called, the axis is
-      not bound, or the micro-batches or the workers' parts would not be equal; under
-      Explicit axes, no argument is sharded over the axis, or a differentiated one is;
-      or under Auto axes, ``param_specs`` are not those of the parameters, or missing,
-      or another array is as long as the batches that nobody has named, or the loss has
-      a ``jax.shard_map`` over the axis.
-    NotImplementedError: when called under Explicit axes, the loss closes over an array
-      of the mesh. JAX raises it, and a note has the cure.
-    TypeError: when called, an argument to differentiate has no array of real or complex
-      floats, the loss returns no weight with ``has_weight``, an ``aux`` that is
-      averaged has something that is no number, or ``param_specs`` are no specs.
+    ValueError: an option is bad; when called, the axis is not bound, or parts of a
+      batch would not be equal; under Explicit axes, no argument is sharded over the
+      axis, or a differentiated one is; or under Auto axes, ``param_specs`` are missing,
+      another array is as long as the batches, or the loss has a ``jax.shard_map`` over
+      the axis.
+    NotImplementedError: by JAX, with a note: the loss closes over an array of the mesh.
+    TypeError: when called, ``argnums`` has no array of floats, a weight is missing, an
+      averaged ``aux`` is no number, or ``param_specs`` are no specs.
 
   Example:
     >>> grad_fn = value_and_grad(lambda w, x: jnp.mean(w * x), axis_name="data")
     >>> x = jnp.array([[1.0], [3.0]])
     >>> jax.vmap(grad_fn, in_axes=(None, 0), axis_name="data")(jnp.float32(2.0), x)
     (Array([4., 4.], dtype=float32), Array([1., 3.], dtype=float32))
-
-    Of three tokens with the losses 1, 2 and 6, one worker has one:
-
-    >>> loss_fn = lambda w, x, mask: (w * jnp.sum(mask * x), jnp.sum(mask))
-    >>> grad_fn = value_and_grad(loss_fn, axis_name="data", has_weight=True)
-    >>> x, mask = jnp.array([[1.0, 2.0], [6.0, 9.0]]), jnp.array([[1, 1], [1, 0]])
-    >>> workers = jax.vmap(grad_fn, in_axes=(None, 0, 0), axis_name="data")
-    >>> workers(jnp.float32(1.0), x, mask)
-    (Array([3., 3.], dtype=float32), Array([2., 4.], dtype=float32))
   """
   flag("has_weight", has_weight)
   named = positions("batch_argnums", 1 if batch_argnums is None else batch_argnums)
@@ -339,8 +303,8 @@ def check_trainable(name: str, params: Any) -> None:
   if leaves and not any(is_trainable(x) for _, x in leaves):
     path, leaf = leaves[0]
     raise TypeError(
-      f"{name} must have an array of real or complex floats, which can be trained, but "
-      f"has none: {jax.tree_util.keystr(path) or 'it'} is "
+      f"{name} must have an array of real or complex floats to train, but has none: "
+      f"{jax.tree_util.keystr(path) or 'it'} is "
       f"{jax.typeof(leaf).str_short() if is_array(leaf) else repr(leaf)}; make it one "
       "by jnp.asarray(x, jnp.float32)."
     )
@@ -352,9 +316,9 @@ def _check_cut(params: Any, arguments: Any, axis_name: axes.AxisName) -> None:
   for leaf in jax.tree.leaves(params):
     if cut := sharded_axes(types.typed_spec(leaf)).intersection(names):
       raise ValueError(
-        "`argnums` must name arguments that every worker has whole, but one is "
-        f"sharded over {sorted(cut)}: {place.GATHER_FIRST}; or compress over other "
-        "axes of the batch."
+        "`argnums` must name arguments that every worker has whole, got one sharded "
+        f"over {sorted(cut)}: {place.GATHER_FIRST}; or compress over other axes of the "
+        "batch."
       )
   specs = [types.typed_spec(leaf) for leaf in jax.tree.leaves(arguments)]
   if not all(any(name in sharded_axes(spec) for spec in specs) for name in names):

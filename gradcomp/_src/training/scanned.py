@@ -43,10 +43,7 @@ class ScannedLayers(NamedTuple):
   def value_and_grad(
     self, loss_fn: Callable[..., Any], form: LossForm, opt_state: Any, *args: Any
   ) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns this worker's value and gradients, and arguments of ``update``.
-
-    Gradients of layers are means. The loss's first argument are the parameters.
-    """
+    """Returns a worker's value, gradients (means of layers), and args of ``update``."""
     params, *rest = args
     (state,) = _states_in(opt_state)
     key = fold_key(state.layers.key, state.layers.count)
@@ -55,8 +52,8 @@ class ScannedLayers(NamedTuple):
     specs = jax.tree.leaves(param_specs.shards_of(params)[0], is_leaf=is_spec)
     if cut := axes_in([specs[i] for i in self.places] if specs else []):
       raise ValueError(
-        "`params` must have layers that Auto axes do not shard where the loss scans "
-        "them, or words would be sent over these, got layers sharded over "
+        "`params` must have layers that no Auto axis shards where the loss scans them, "
+        "because words would be sent over it, got layers sharded over "
         f"{sorted(cut)}; call gradcomp.parallel.scan in a jax.shard_map over all "
         "axes of the mesh."
       )
@@ -95,7 +92,7 @@ def _once(
       raise ValueError(
         "`scan` must be called once, with all layers of compress_in_scan as they are "
         f"in the parameters, got {sum(same)} of {len(seen)} in "
-        f"{'another' if called else 'this'} call, beside {len(same) - sum(same)} other "
+        f"{'another' if called else 'this'} call, and {len(same) - sum(same)} other "
         "arrays of floats; cast layers in the body, and close over other arrays."
       )
     called.append(True)
@@ -119,7 +116,7 @@ def _only_in_scan(path: str, x: jax.Array) -> jax.Array:
       like: Any = cotangent.aval
       return (jnp.zeros(like.shape, like.dtype),)
     raise ValueError(
-      f"`params`{path} must reach the loss through its `scan` alone, which averages "
+      f"`params`{path} must reach the loss only through its `scan`, which averages "
       "its gradient, but the loss reads it elsewhere, too; let compress_in_scan have "
       f"only layers, by {_IN_OPTIMIZER}, and put a decay of weights into the optimizer."
     )
@@ -153,7 +150,7 @@ def scanned_layers(
   if len(places) < len(found[0].invars):
     raise ValueError(
       "`optimizer` must give compress_in_scan the parameters as they are, but a "
-      "transformation around its init changes them; put it behind."
+      "transformation around its init changes them; put it after the exchange."
     )
   return ScannedLayers(found[0].params["about"], places)
 
@@ -167,7 +164,7 @@ def check_alone(opt_state: Any, options: dict[str, bool]) -> None:
     if given:
       raise ValueError(
         f"`{name}` must not be used with a loss that takes `scan`, which exchanges "
-        "the gradients of layers in each backward pass; exchange them behind the loop, "
+        "the gradients of layers in each backward pass; exchange them after the loop, "
         "by gradcomp.compress and jax.lax.scan."
       )
 

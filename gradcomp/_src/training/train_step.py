@@ -26,7 +26,7 @@ from gradcomp._src.mesh.specs import restrict_spec
 from gradcomp._src.mesh.trees import combine, is_array, split
 from gradcomp._src.mesh.types import is_auto, is_explicit, typed_spec
 from gradcomp._src.report.explain import explain
-from gradcomp._src.training import loss_form, scanned, worker
+from gradcomp._src.training import batches, loss_form, scanned, worker
 from gradcomp._src.training.gradients import P, Params, check_trainable
 from gradcomp._src.training.worker import Given, TrainOptions
 from gradcomp._src.transforms.freeze import allow_frozen
@@ -35,36 +35,33 @@ from gradcomp._src.transforms.freeze import allow_frozen
 class TrainStep(jax.stages.Wrapped, Protocol[Params]):
   """The jitted train step that :func:`make_train_step` returns.
 
-  It is ``step(params, opt_state, batch, *extra) -> (params, opt_state, metrics)``. With
-  ``model_state`` among the options it is ``step(params, opt_state, model_state, batch,
-  *extra) -> (params, opt_state, model_state, metrics)``. ``step.lower`` and
-  ``step.trace`` take the same arguments, as those of every function of ``jax.jit``.
+  It is ``step(params, opt_state, batch, *extra) -> (params, opt_state, metrics)``; with
+  a model state ``step(params, opt_state, model_state, batch, *extra) -> (params,
+  opt_state, model_state, metrics)``. ``step.lower`` and ``step.trace`` take the same
+  arguments.
 
-  Parameters and ``extra`` arguments are replicated over the axis. Every array of
+  Parameters and ``extra`` arguments are replicated over the axis; every array of
   ``batch`` is sharded on its first axis. ``opt_state`` is ``optimizer.init(params)``
   under ``jax.set_mesh(mesh)``. Put the parameters on the mesh first, by
-  ``jax.device_put(params, NamedSharding(mesh, P()))``, or the second step compiles
-  again.
+  ``jax.device_put``, or the second step compiles again.
 
   ``metrics["loss"]``, and ``metrics["aux"]`` with ``has_aux``, are means over the
-  workers. With local steps in the optimizer, gradients are computed at each worker's
-  own parameters, and the step returns the shared ones. The loss, ``aux`` and
-  ``"gradient_norm"`` then have a first axis of N.
+  workers. With local steps, gradients are computed at each worker's own parameters, the
+  step returns the shared ones, and the loss, ``aux`` and ``"gradient_norm"`` have a
+  first axis of N.
 
-  The optimizer's ``update`` gets more than gradients, as ``optax.polyak_sgd`` or
-  ``optax.lbfgs`` ask for: ``value``, the loss over the whole batch; ``value_fn``, or
-  ``obj_fn``, which computes it for other parameters; and ``grad``, its gradient. These
-  are means over the workers, sent uncompressed where an optimizer uses them. With local
-  steps they are the worker's own.
+  The optimizer's ``update`` also gets ``value``, ``value_fn`` or ``obj_fn``, and
+  ``grad``, as ``optax.polyak_sgd`` or ``optax.lbfgs`` need: means over the workers,
+  sent uncompressed if used; with local steps the worker's own.
 
   Args:
-    params: the parameters, a tree like the one that the loss takes, for example a whole
-      ``equinox.Module``. Leaves that are not trained, see :func:`value_and_grad`, are
-      returned as they were given; ``step.lower`` leaves them out.
+    params: a tree like the one that the loss takes, for example an ``equinox.Module``.
+      Leaves that are not trained, see :func:`value_and_grad`, are returned as they were
+      given; ``step.lower`` leaves them out.
     opt_state: the state of the optimizer.
-    batch: the batch of all workers; behind the model state, if there is one.
-    rng: a key, another one in every step. The loss is called with ``rng=`` a key that
-      is made from it, another one for each worker and micro-batch.
+    batch: the batch of all workers; after the model state, if there is one.
+    rng: a key, another one in every step. The loss gets ``rng=`` a key made from it,
+      another one for each worker and micro-batch.
     extra_args: further arguments of the optimizer's ``update``, by name.
     inspect: whether ``metrics["inspection"]`` is the inspection of the step, see
       :func:`gradcomp.telemetry.inspect_update`, by a program of its own.
@@ -96,10 +93,7 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
 
 
 class JittedStep:
-  """A train step in ``jax.jit``: leaves that are not trained return as they were given.
-
-  So do parameters that ``axes``, Auto ones of the mesh, shard.
-  """
+  """A train step in ``jax.jit`` that keeps untrained leaves, and shardings."""
 
   def __init__(
     self, step: Callable[..., Any], *, donate: bool, mesh: Any, axes: Sequence[str]
@@ -187,8 +181,8 @@ def _donated_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, A
   seen: set[tuple[Any, int]] = set()
   for i, x in enumerate(leaves):
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-      # By devices of this process and addresses, because JAX's device_put to the same
-      # places, in other words, returns another object of the same buffers.
+      # By devices of this process and addresses: JAX's device_put to an equal sharding
+      # returns another object of the same buffers.
       count = len(x.sharding.addressable_devices)
       parts: list[Any] = [x.addressable_data(k) for k in range(count)]
       buffers = [(part.device, part.unsafe_buffer_pointer()) for part in parts]
@@ -212,41 +206,35 @@ def make_train_step(
   donate: bool = True,
   options: TrainOptions = _DEFAULTS,
 ) -> TrainStep[Params]:
-  """Makes a jitted data-parallel train step: gradients, exchange and update.
+  """Returns a jitted data-parallel train step: gradients, exchange and update.
 
   Args:
     loss_fn: ``loss_fn(params, batch, *extra)`` returns the mean loss over ``batch``, or
       ``(loss, aux)``. With ``model_state`` it is ``loss_fn(params, model_state, batch,
       *extra)``, and returns ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
       Under Explicit axes it must not close over arrays of the mesh, see
-      :func:`value_and_grad`. Where it has a parameter ``scan``, it is called with a
-      function like ``jax.lax.scan`` for its layers, see
-      :func:`gradcomp.parallel.compress_in_scan`; on one device with ``jax.lax.scan``.
+      :func:`value_and_grad`. A parameter ``scan`` gets a function like ``jax.lax.scan``
+      for its layers, see :func:`gradcomp.parallel.compress_in_scan`.
     optimizer: an optax transformation with gradcomp's in it, over the same axis. It may
       freeze parameters by ``optax.set_to_zero``, see
       :func:`gradcomp.wrappers.allow_frozen`.
     axis_name: the mesh axis that shards batches, or a tuple of axes; None for one
       device.
-    mesh: the devices; by default the mesh of ``jax.set_mesh``. Its other axes stay as
-      they are: parameters may be sharded over them. Over Auto ones make the state by
-      :func:`gradcomp.init_state`, so that no words are sent over them.
+    mesh: the devices; by default the mesh of ``jax.set_mesh``. Its other axes may shard
+      the parameters; over Auto ones make the state by :func:`gradcomp.init_state`, so
+      that no words are sent over them.
     donate: whether parameters and optimizer state are updated in place. The arrays that
       were passed in are then gone.
-    options: the form of the loss, the model state, micro-batches, and what ``metrics``
-      has: see :class:`TrainOptions`.
-
-  Returns:
-    A jitted :class:`TrainStep`, which says what it takes and returns.
+    options: the form of the loss, the model state, micro-batches, and the ``metrics``:
+      see :class:`TrainOptions`.
 
   Raises:
     ValueError: the mesh does not have an axis, or an option is bad; when called, a
-      batch cannot be split into equal parts, a state was made outside the mesh or for
-      another number of workers, parameters are sharded over an Explicit axis of the
-      batch, no exchange has averaged a parameter's gradient, layers reach the loss
-      beside its ``scan``, or another process of the run traces another step, or none.
-    TypeError: when called, no parameter is an array of floats, or something in a model
-      state that is averaged is no float, or in ``aux`` no number; or the loss returns
-      another form than the options say.
+      batch cannot be split into equal parts, a state is of another mesh, parameters are
+      sharded over an Explicit axis of the batch, a gradient reaches no exchange, layers
+      reach the loss beside its ``scan``, or another process traces another step.
+    TypeError: when called, no parameter is an array of floats, an averaged model state
+      or ``aux`` is no number, or the loss returns another form than ``options``.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -254,9 +242,7 @@ def make_train_step(
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
     >>> step = make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
     >>> params = {"w": jnp.ones((4, 1))}
-    >>> with jax.set_mesh(mesh):
-    ...   opt_state = optimizer.init(params)
-    >>> params, opt_state, metrics = step(params, opt_state, jnp.ones((2, 4)))
+    >>> *_, metrics = step(params, optimizer.init(params), jnp.ones((2, 4)))
     >>> metrics["loss"]
     Array(16., dtype=float32)
   """
@@ -286,8 +272,8 @@ def make_train_step(
     take_step = functools.partial(_on_mesh, one_worker, mesh)
   elif options.compare_every is not None:
     raise ValueError(
-      "`compare_every` must be None with axis_name=None, where one device has nothing "
-      f"to compare itself with, got {options.compare_every}."
+      "`compare_every` must be None with axis_name=None, because one device has no "
+      f"copies to compare, got {options.compare_every}."
     )
 
   # Both name their arguments, for signatures and for errors about others.
@@ -344,12 +330,7 @@ def _on_mesh(
   workers = math.prod(mesh.shape[name] for name in names)
   cut, whole = PartitionSpec(axis_name), PartitionSpec()
   kept = cut if options.model_state == "local" else whole
-  for path, leaf in jax.tree_util.tree_leaves_with_path(given.batch):
-    if not leaf.shape or leaf.shape[0] % workers:
-      raise ValueError(
-        f"`batch`{jax.tree_util.keystr(path)} must have a first axis that {workers} "
-        f"workers can share equally, got the shape {leaf.shape}."
-      )
+  batches.check_shared(given.batch, workers)
   check_whole("params", given.params, axis_name)
   if is_explicit(mesh, axis_name):
     given = given._replace(

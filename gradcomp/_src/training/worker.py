@@ -35,24 +35,21 @@ class TrainOptions(checks.Checked):
   Attributes:
     has_aux: whether ``loss_fn`` returns ``aux``.
     has_weight: whether it returns ``(total, weight)`` in place of ``loss``, see
-      :func:`gradcomp.value_and_grad`. Model state and ``aux`` are plain means. In
-      :func:`gradcomp.local.local_steps` a worker's loss is the mean over its own
-      tokens.
+      :func:`gradcomp.value_and_grad`. Model state and ``aux`` are plain means. In local
+      steps a worker's loss is the mean over its own tokens.
     model_state: the treatment of a model state that is not trained, like batch
       statistics. ``"mean"`` averages it over the workers in every step, in float32.
-      ``"local"`` leaves each worker its own; arrays then have a first axis of N, for
-      the workers. None is for models without one.
+      ``"local"`` leaves each worker its own, on a first axis of N. None: there is none.
     accumulate: the number of micro-batches that a worker takes one after the other, 1
       or more. Gradients, model state and ``aux`` are means over them.
-    report: whether ``metrics`` has ``"bytes_sent"`` (of a worker for gradients in a
-      step, as ``float32``: see :func:`gradcomp.explain`), ``"gradient_norm"`` (the root
-      mean square over the workers of their own gradients' l2 norms, with the means of
-      layers that the loss scans) and ``"update_norm"`` (the l2 norm of the update of
-      the parameters).
+    report: whether ``metrics`` has ``"bytes_sent"`` (of a worker in a step: see
+      :func:`gradcomp.explain`), ``"gradient_norm"`` (the root mean square over the
+      workers of their own gradients' l2 norms, with the means of scanned layers) and
+      ``"update_norm"`` (the l2 norm of the update).
     compare_every: n, to compare the workers' parameters at the start of one of n steps,
       from the first on, in ``metrics["replicas"]``: see
-      :func:`gradcomp.telemetry.compare_replicas`. In the other steps they count as
-      equal. None compares nothing. ``"bytes_sent"`` does not count this.
+      :func:`gradcomp.telemetry.compare_replicas`. In other steps they count as equal.
+      ``"bytes_sent"`` does not count this.
 
   Raises:
     ValueError: a field breaks its rule.
@@ -97,8 +94,8 @@ class WorkerStep:
     options, alone = self.options, state.steps_alone(given.opt_state)
     if alone and options.model_state == "mean":
       raise ValueError(
-        '`model_state` must be "local" or None where workers take steps alone, for a '
-        'mean in each step would be sent in each step, got "mean".'
+        '`model_state` must be "local" or None with local steps, because a mean would '
+        'be sent in each step, got "mean".'
       )
     together = None if alone else self.axis_name
     found = self._gradients(loss_fn, given, together, inspect)
@@ -117,8 +114,8 @@ class WorkerStep:
       raise ValueError(
         "`optimizer` must return updates that are equal on all workers, but that of "
         f"{paths[0]} differs between those of {self.axis_name!r}: no exchange has seen "
-        "its gradient. Let a gradcomp transformation see this leaf too, or freeze it "
-        "by optax.set_to_zero."
+        "its gradient. Give it to a gradcomp transformation, or freeze it by "
+        "optax.set_to_zero."
       )
     if options.report:
       own["gradient_norm"] = norms.squares(norms.norm(grads))
@@ -261,7 +258,7 @@ def check_model_state(model_state: Any, options: TrainOptions, workers: int) -> 
     if averaged and not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise TypeError(
         f"{name} must have a real float dtype to be averaged, got {leaf.dtype}; make "
-        "it an argument of its own, behind the batch."
+        "it an argument of its own, after the batch."
       )
     if kind == "local" and leaf.shape[:1] != (workers,):
       raise ValueError(

@@ -34,20 +34,20 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
   .. math:: \sqrt{\sum_j |g_{ij}|^2}
 
   of worker i's gradient, over the elements j of all leaves. It is for logs, and sends
-  nothing. The norm of the mean is ``optax.global_norm`` of what an exchange like
-  :func:`gradcomp.dense` returns. It is at most the mean of these norms, and shorter the
+  nothing. The norm of the mean is ``optax.global_norm`` of the result of an exchange
+  like :func:`gradcomp.dense`. It is at most the mean of these norms, and shorter the
   less the workers' gradients agree.
 
   Args:
     grads: gradients from :func:`gradcomp.value_and_grad`, in any place, or another tree
       of real or complex floats.
-    axis_name: the axis of the workers, or a tuple of axes. It must be given inside a
-      map where gradients differ, by their types, along more than one axis.
+    axis_name: the axis of the workers, or a tuple of axes; required inside a map if
+      gradients differ, by their types, along more than one axis.
 
   Returns:
     Inside a map, the worker's norm, ``float32[]``. In plain ``jax.jit`` the norms of
-    all N workers, ``float32[N]``, sharded over their axis. Of gradients that are no
-    workers' own, one number.
+    all N workers, ``float32[N]``, sharded over their axis. For other gradients, one
+    number.
 
   Raises:
     ValueError: ``axis_name`` is missing as above, or is not the axis of the gradients.
@@ -86,31 +86,29 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
 def on_each_worker(
   transformation: optax.GradientTransformation, *, axis_name: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Runs a transformation of others on each worker's own gradient, in every place.
+  """Runs a transformation of others on each worker's own gradient, in every place.
 
-  Of worker i's gradient it returns :math:`g_i' = f(g_i)`, where :math:`f` is the
-  transformation, in front of an exchange: of ``optax.clip_by_global_norm(1.0)`` each
-  worker's gradient clipped by its own norm. In plain ``jax.jit``, where such a
-  transformation alone is an error, it runs in a map over the axis. Under Explicit axes
-  it sees N times the device's addend, which is the worker's gradient, and what it
-  returns is divided by N. In maps it changes nothing.
+  It returns :math:`g_i' = f(g_i)` of worker i's gradient, before an exchange: with
+  ``optax.clip_by_global_norm(1.0)`` each worker's gradient is clipped by its own norm.
+  In plain ``jax.jit``, where such a transformation alone is an error, it runs in a map
+  over the axis. Under Explicit axes it sees N times the device's addend, which is the
+  worker's gradient, and its result is divided by N. In maps it changes nothing.
 
-  The state must be equal on all workers: nothing, or counts as of
-  ``optax.scale_by_schedule``. For moments, put the optimizer behind the exchange, or
-  use :class:`gradcomp.MomentumFeedback`.
+  The state must be equal on all workers: nothing, or counts as in
+  ``optax.scale_by_schedule``. For moments, put the optimizer after the exchange, or use
+  :class:`gradcomp.MomentumFeedback`.
 
   Args:
     transformation: of optax, or another one that sends nothing.
-    axis_name: the axis of the workers, or a tuple of axes; None for one worker, or for
-      the axes that gradients are unreduced over.
+    axis_name: the axes of the workers, see :class:`gradcomp.CompressOptions`.
 
   Returns:
     A gradient transformation with the state of ``transformation``.
 
   Raises:
-    ValueError: in ``update``, the axes are wrong, as for :func:`gradcomp.compress`;
-      the gradients decide what the state becomes; or a gradient is a shard, over an
-      axis that is not the workers'.
+    ValueError: in ``update``, the axes are wrong, as for :func:`gradcomp.compress`; the
+      gradients decide the next state; or a gradient is a shard, over an axis that is
+      not the workers'.
 
   Example:
     >>> own = on_each_worker(optax.clip_by_global_norm(1.0), axis_name="data")
@@ -132,14 +130,14 @@ def on_each_worker(
       if others:
         raise ValueError(
           f"`updates`{jax.tree_util.keystr(path)} must be the whole gradient of a "
-          f"worker, got a shard over {others}, and would be treated as if it were all; "
-          "use gradcomp.wrappers.clip_by_local_norm, or transform the mean behind the "
+          f"worker, got a shard over {others}; use "
+          "gradcomp.wrappers.clip_by_local_norm, or transform the mean after the "
           "exchange."
         )
     if paths := decided(inner, updates, state, params, extra_args):
       raise ValueError(
         "`transformation` must keep a state that is equal on all workers, but "
-        f"gradients decide its {', '.join(paths)}; put it behind the exchange, or, for "
+        f"gradients decide its {', '.join(paths)}; put it after the exchange, or, for "
         'a momentum, use feedback="momentum" of the exchange.'
       )
     new, state = inner.update(across.own(updates), state, params, **extra_args)
@@ -156,34 +154,30 @@ def clip_by_local_norm(
 
   .. math:: g_i' = g_i \min(1, \frac{l}{\lVert g_i \rVert})
 
-  Put it in front of a compressed exchange that keeps residuals: clipping behind it
-  would clip residuals of many steps. With :math:`g_i` a worker's gradient before
-  the mean of all N, the rules are
+  Put it before a compressed exchange that keeps residuals: clipping after it would clip
+  residuals of many steps. The norm is the l2 norm of all leaves of worker i's gradient
+  :math:`g_i`. With N workers the rules are
 
   =========  ===================  ======================================================
   ``rule``   :math:`l`            the norm of the mean
   =========  ===================  ======================================================
-  ``own``    :math:`c`            at most c, by the triangle inequality, as behind a
-                                  mean and ``optax.clip_by_global_norm(c)``
+  ``own``    :math:`c`            at most c, by the triangle inequality, as with
+                                  ``optax.clip_by_global_norm(c)`` after a mean
   ``share``  :math:`c \sqrt{N}`   about c at most, if the workers' gradients are
                                   independent; up to :math:`c \sqrt{N}` if they agree
   ``root``   :math:`c/\sqrt{N}`   at most :math:`c/\sqrt{N}`
   =========  ===================  ======================================================
 
-  .. warning:: The default is not the papers' rule. Theirs is ``share``: each worker
-    clips its share of the sum, :math:`g_i / N`, at :math:`N^{-1/2}` of the threshold,
-    so that the mean can be longer than c. ``root`` has their limit for :math:`g_i` in
-    place of :math:`g_i / N`, and is N times tighter. ``own`` ended best in a run of two
-    seeds that clipped in all steps: see docs/methods/sparse.md.
+  .. warning:: The papers' rule is ``share``: each worker clips its share of the sum,
+    :math:`g_i / N`, at :math:`N^{-1/2}` of the threshold. ``root`` applies this limit
+    to :math:`g_i`, and is N times tighter. docs/methods/sparse.md compares them.
 
-  The norm is the l2 norm of all leaves of a worker. A gradient that is not finite stays
-  so. Clipping is a bias, which no residual keeps.
+  A gradient that is not finite stays so. Clipping is a bias, which no residual keeps.
 
   Args:
     max_norm: c, a positive, finite number.
-    axis_name: the axis of the workers, or a tuple of axes; None for one worker, or for
-      the axes that gradients are unreduced over.
-    rule: one of the table above.
+    axis_name: the axes of the workers, see :class:`gradcomp.CompressOptions`.
+    rule: a rule of the table.
 
   Returns:
     A gradient transformation without state. It returns gradients in their own dtypes.

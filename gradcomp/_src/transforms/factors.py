@@ -1,4 +1,4 @@
-"""Averages of factors in place of leaves: arrays one after the other, and means."""
+"""Averages of factors in place of leaves, one after the other."""
 
 import abc
 import dataclasses
@@ -19,7 +19,7 @@ from gradcomp._src.exchange.step import Averaged, Averaging, Step, average
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
 # Yields the arrays of each average, is sent their means, and at last yields the means
-# of the leaves, and what is remembered of each.
+# of the leaves, and the next state of each.
 Talk = Generator[Any, list[Array], None]
 
 RANK = checks.integer("a number of columns, 1 or more and below 2**31", 1, 2**31 - 1)
@@ -81,7 +81,7 @@ def _parts(
 
 
 def _one_by_one(step: Step, leaves: Any) -> Averaged:
-  """Averages the first arrays, with the leaves that have none, and then the second."""
+  """Averages the first arrays, with all dense leaves, and then the second ones."""
   alike: dict[Factors, list[int]] = {}
   for i, each in _factored(step.plan.codecs).items():
     alike.setdefault(each, []).append(i)
@@ -103,7 +103,7 @@ def _one_by_one(step: Step, leaves: Any) -> Averaged:
   for own, each in talks:
     for i, leaf, kept in zip(own, *each.send(of(means, own)), strict=True):
       one = found[i]._replace(mean=leaf, chosen=None)
-      # Of a worker alone it would no longer be equal on all.
+      # A single worker's state would no longer be equal on all.
       if step.plan.axis_name is None or step.plan.sends:
         one = one._replace(memory=one.memory._replace(shared=kept))
       if step.keep:
@@ -140,8 +140,8 @@ def _averages(step: Step) -> list[Step]:
   return [first, rest] if rest.plan.messages else [first]
 
 
-# The rest of a dependent row is rounding. Measured on float32 products of random
-# matrices with those of rank 1 and 3, that is 2**-21 to 2**-18.7 of its length.
+# The rest of a dependent row is rounding: 2**-21 to 2**-18.7 of its length, measured on
+# float32 products of random matrices with matrices of rank 1 and 3.
 _DEPENDENT = 2.0**-16
 
 
@@ -162,12 +162,7 @@ def unit_rows(rows: Array) -> Array:
 
 
 def orthonormal(rows: Array) -> Array:
-  """Returns an orthonormal basis of the span of rows, ``float32[r, m]``, row by row.
-
-  A row of which 2**-16 of its length or less is left beside those before it becomes
-  zero. If an element is not finite, its row is NaN. No product of two rows is above
-  2**-20.
-  """
+  """Returns an orthonormal basis of rows, ``float32[r, m]``, or zero if dependent."""
   # Gram-Schmidt, with the span taken out twice (Giraud et al., 2005). Once is not
   # enough where little is left, which is then mostly rounding. A Cholesky factor is as
   # good for well-conditioned rows only.

@@ -30,13 +30,13 @@ def allow_frozen(
   Inside ``jax.shard_map`` with ``check_vma=True``, and in plain ``jax.jit`` under
   Explicit axes, zeros that optax makes of a worker's gradient have its type, and JAX
   refuses to add them to a parameter that all workers share. The returned optimizer
-  replaces gradients that the given one does not read at all by zeros that are equal on
-  all workers. Elsewhere it changes nothing. :func:`gradcomp.make_train_step` does this
-  by itself.
+  replaces gradients that the given one never reads by zeros that are equal on all
+  workers. Elsewhere it changes nothing. :func:`gradcomp.make_train_step` does this
+  itself.
 
-  In plain ``jax.jit`` under Auto axes it runs the optimizer on the gradients of each
-  worker, in a map over the axes of :class:`gradcomp.PerWorker`. So a norm in front of
-  an exchange is that of the worker's own gradient.
+  In plain ``jax.jit`` under Auto axes it runs the optimizer on each worker's gradients,
+  in a map over the axes of :class:`gradcomp.PerWorker`: a norm before an exchange is
+  the worker's own.
 
   Args:
     optimizer: an optax transformation, like ``optax.partition`` with gradcomp's and
@@ -128,7 +128,7 @@ def decided(
 
 
 def _traced(optimizer: optax.GradientTransformation, *given: Any) -> Any:
-  """Returns the program of ``update`` of arrays, with shapes: nothing is exchanged."""
+  """Returns the program of ``update``, traced from shapes: nothing is exchanged."""
   arrays, with_arrays = arrays_of(given)
 
   def update(*arrays: jax.Array) -> Any:

@@ -31,13 +31,11 @@ def aps(
   where :math:`\oplus` rounds every partial sum to the format, in the order of
   ``exchange``.
 
-  It is biased, and keeps a residual by default, as every biased codec does. The paper
-  keeps none (``feedback=None``). It uses rings of 8, and groups of 16 among 256 workers
-  (``exchange=Hierarchical(group_size=16)``), and float32 for the last layer.
-
-  A payload has 8 bits an element with the default format, 4 with (3, 0), and a byte a
-  leaf. ``optax.inject_hyperparams(gradcomp.aps, static_args=("exponent_bits",
-  "mantissa_bits"))`` leaves the bits alone.
+  It is biased, and keeps a residual by default; the paper keeps none
+  (``feedback=None``). The paper uses rings of 8, groups of 16 among 256 workers
+  (``exchange=Hierarchical(group_size=16)``), and float32 for the last layer. A payload
+  has 8 bits an element with the default format, 4 with (3, 0), and a byte a leaf.
+  ``optax.inject_hyperparams`` needs ``static_args=("exponent_bits", "mantissa_bits")``.
 
   Raises:
     ValueError: an argument that the codec or ``compress`` does not allow; in ``init``
@@ -49,10 +47,6 @@ def aps(
     >>> updates, _ = tx.update(grads, tx.init(grads))
     >>> updates["w"][:4] * 2.0**40
     Array([ 1.   , -1.125,  0.   ,  0.   ], dtype=float32)
-
-  References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, sections 3, 4.1 and 4.2, algorithm 1
   """
   return of_codec(aps, FloatCast, locals())
 
@@ -78,7 +72,7 @@ def loss_scaling_cast(
   small become zero. A factor that is no power of two rounds twice more. It must be
   known when a program is traced: ``optax.inject_hyperparams`` needs it in
   ``static_args``. Like :func:`aps` it is biased, keeps a residual by default, and sends
-  4, 8, 16 or 32 bits an element, but no byte a leaf.
+  4, 8, 16 or 32 bits an element; it sends no byte a leaf.
 
   Args:
     factor: c, a number from 2**-126 to 2**126. Required.

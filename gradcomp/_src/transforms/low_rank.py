@@ -26,18 +26,17 @@ class PowerSGD(factors.Factors):
   """The factors of each leaf, as :func:`gradcomp.powersgd` describes them.
 
   Attributes:
-    rank: the columns of both factors, 1 or more. The paper tries 1, 2 and 4.
-      Default: 4.
-    min_rate: the elements of a leaf for each number of its factors, above 0: a leaf
-      that has no more than so many is dense. Default: 2.0.
+    rank: the columns of both factors, 1 or more. The paper tries 1, 2 and 4. Default:
+      4.
+    min_rate: the elements of a leaf for each number of its factors, above 0; a leaf
+      with no more is dense. Default: 2.0.
     bits: bits of a number of the factors: 32, or 8, rounded to nearest by
       ``QSGD(bits=8)``. Default: 32.
     alternate: whether each step sends one factor. Default: False.
 
   References:
-    Vogels et al., `PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization <https://arxiv.org/abs/1905.13727>`_, 2019, section 3; Zhang et al.,
-    `Evaluation and Optimization of Gradient Compression for Distributed Deep Learning
+    Vogels et al., `PowerSGD <https://arxiv.org/abs/1905.13727>`_, 2019, section 3;
+    Zhang et al., `Evaluation and Optimization of Gradient Compression
     <https://arxiv.org/abs/2306.08881>`_, 2023, section IV, for ``alternate``
   """
 
@@ -71,18 +70,14 @@ class PowerSGD(factors.Factors):
     return dataclasses.replace(self, matrix=(m, n))
 
   def init(self, leaf: Leaf, key: Array) -> Memory:
-    """Returns a leaf's first right factor: random rows, ``float32[rank, n]``.
-
-    If factors alternate, zeros fill it to ``max(m, n)``, and beside it is the turn,
-    ``int32[1]``: 0 if it is a right factor, and 1 if it is a left one.
-    """
+    """Returns random right factors, ``float32[rank, n]``; in turns filled to m, n."""
     rows = factors.random_rows(key, self.rank, self._shape[1])
     if not self.alternate:
       return Memory(shared=rows)
     return Memory(shared=(_filled(rows, max(self._shape)), jnp.zeros(1, jnp.int32)))
 
   def talk(self, leaves: Sequence[Array], memory: Sequence[Any]) -> factors.Talk:
-    """Yields left factors and then right ones, or those that the memory lacks."""
+    """Yields left factors, then right ones; or in turns the one that memory lacks."""
     if self.alternate:
       yield from self._in_turn(leaves, memory)
       return
@@ -156,55 +151,50 @@ def powersgd(
   r"""PowerSGD: averages gradients over ``axis_name`` as products of thin matrices.
 
   A leaf of worker :math:`i`, with its residual, is read as a matrix :math:`M_i` of m by
-  n. With the right factor :math:`Q` that the last step left, a step of subspace
-  iteration finds the mean of N workers, by two averages one after the other,
+  n. From the right factor :math:`Q` of the last step, a step of subspace iteration
+  finds the mean of N workers, by two averages one after the other,
 
   .. math:: P = \frac{1}{N} \sum_i M_i Q, \qquad \hat P = \mathrm{orthonormalize}(P),
      \qquad Q' = \frac{1}{N} \sum_i M_i^T \hat P, \qquad
      \frac{1}{N} \sum_i M_i \approx \hat P Q'^T
 
-  Both sums are sums of plain numbers. So what a worker sends does not depend on N:
-  ``rank * (m + n)`` numbers of 32 bits, or of 8 bits with ``bits=8``. Without that, a
-  mean of rank ``rank`` or less is exact but for rounding, where :math:`P` spans its
-  columns, as it does from almost every :math:`Q`.
+  A worker sends ``rank * (m + n)`` numbers of 32 bits, or of 8 bits with ``bits=8``,
+  whatever N is. In 32 bits a mean of rank ``rank`` or less is exact up to rounding, if
+  :math:`P` spans its columns, as it does from almost every :math:`Q`.
 
-  It is biased, and always keeps a residual: :math:`M_i - \hat P Q'^T`, against the mean
-  of all workers, so that the residuals of all together hold what the mean lacks. Each
-  worker computes :math:`\hat P` by itself, from the same bits. So all workers need the
-  same kind of device. Momentum is best behind it, as in the paper: ``optax.sgd(0.1,
-  momentum=0.9)``.
+  It is biased, and always keeps a residual, :math:`M_i - \hat P Q'^T`: the residuals of
+  all workers together hold the loss of the mean. Each worker computes :math:`\hat P`
+  from the same bits, so all need the same kind of device. Put momentum after it, as in
+  the paper: ``optax.sgd(0.1, momentum=0.9)``.
 
-  The matrix is the cut of a leaf's shape, between two of its axes, that makes ``m + n``
-  least. Of two axes it is the leaf itself. (The paper cuts behind the first axis, where
-  PyTorch's convolutions have their output channels; JAX's have them last.) A leaf of at
-  most ``min_rate`` times the numbers that its factors have, as every vector is, goes in
-  float32 with the left factors. It is no codec, so that no policy has it: give some
-  leaves to it, and others to another transformation, by ``optax.partition``.
+  The matrix is the cut of a leaf's shape between two axes that makes ``m + n`` least.
+  (The paper cuts after the first axis, where PyTorch's convolutions have their output
+  channels; JAX's have them last.) A leaf of at most ``min_rate`` times the numbers of
+  its factors, as every vector is, goes in float32 with the left factors. PowerSGD is no
+  codec: combine it with others by ``optax.partition``, not by a policy.
 
-  Three things differ from the paper. Columns of :math:`Q` are kept with length 1: their
-  span is the same, and no scale of gradients overflows or vanishes. The first :math:`Q`
-  is uniform, not normal. A column of :math:`P` of which 2**-16 or less lies outside the
-  span of those before it becomes zero in :math:`\hat P`. Columns of :math:`Q'` that are
-  zero, as they are then and of a zero gradient, are remembered as fixed random numbers
-  instead, from which the next step can find something.
+  Three things differ from the paper. Columns of :math:`Q` are kept with length 1, so
+  that no scale of gradients overflows or vanishes; their span is the same. The first
+  :math:`Q` is uniform, not normal. A column of :math:`P` with 2**-16 or less of its
+  length outside the span of earlier ones becomes zero in :math:`\hat P`; a zero column
+  of :math:`Q'` is remembered as fixed random numbers, from which the next step can find
+  a direction.
 
-  With ``alternate=True`` a step sends one factor, by one average (ACP-SGD). Even steps
-  take :math:`Q` from memory and send :math:`P`, odd ones the other way around:
+  ``alternate=True`` (ACP-SGD) sends one factor a step, by one average. Even steps take
+  :math:`Q` from memory and send :math:`P`, odd steps the other way around:
 
   .. math:: \hat Q = \mathrm{orthonormalize}(Q), \quad
      P' = \frac{1}{N} \sum_i M_i \hat Q, \quad
      \frac{1}{N} \sum_i M_i \approx P' \hat Q^T
 
-  So two steps are one of subspace iteration. That factor fills the longer side with
-  zeros, for all steps to be one program: ``rank * max(m, n)`` numbers, half of both for
-  a square matrix. The paper's residual is :math:`M_i - M_i \hat Q \hat Q^T`; the sum of
-  all workers', on which alone means depend, is that of the residuals here.
-
-  A NaN or an infinity makes the whole leaf NaN on every worker, and leaves its factor
-  as it was.
+  Two steps are one of subspace iteration. All steps are one program, so the factor is
+  filled with zeros to the longer side: ``rank * max(m, n)`` numbers. The paper's
+  residual is :math:`M_i - M_i \hat Q \hat Q^T`; its sum over workers, on which alone
+  means depend, is equal. A NaN or an infinity makes the whole leaf NaN on every worker,
+  and leaves its factor as it was.
 
   Args:
-    start: steps that are dense before the first compressed one, 0 or more. Default: 0.
+    start: dense steps before the first compressed one, 0 or more. Default: 0.
     feedback: ``"error"``, ``"momentum"``, an object of these, or ``"auto"``, which is
       ``"error"``; see :class:`gradcomp.CompressOptions`. Default: ``"auto"``.
 
@@ -228,8 +218,8 @@ def powersgd(
   feedback = options.get("feedback", "auto")
   if feedback is None:
     raise ValueError(
-      '`feedback` must be "auto", "error" or "momentum" in PowerSGD, whose means lack '
-      "what no residual keeps, got None."
+      '`feedback` must be "auto", "error" or "momentum" in PowerSGD, got None; only '
+      "residuals keep the error of a low rank."
     )
   steps = checks.step_count("start", start, least=0)
   codec = PowerSGD(rank=rank, min_rate=min_rate, bits=bits, alternate=alternate)

@@ -40,49 +40,46 @@ class ExchangeOptions(MessageOptions, total=False):
 class CompressOptions(ExchangeOptions, total=False):
   """The options of :func:`gradcomp.compress`, which all recipes take by keyword.
 
-  Here ``g`` is a worker's gradient, ``e`` its residual, ``Q`` encodes and decodes, and
-  N is the number of workers. A function of your own passes options on by ``**options:
-  Unpack[gradcomp.CompressOptions]``.
+  ``g`` is a worker's gradient, ``e`` its residual, ``Q`` encodes and decodes, and N is
+  the number of workers. A function of your own passes options on by
+  ``**options: Unpack[gradcomp.CompressOptions]``.
 
   Attributes:
     axis_name: the axis of the enclosing shard_map, pmap or vmap to average over, or a
-      tuple of axes to average over together; under Explicit axes, the axes that the
-      gradients are unreduced over. None takes these from the type, if no residual is
-      kept. Elsewhere None exchanges nothing, and returns ``Q(g + e)``. Default: None.
-    exchange: who sends what to whom: ``"auto"``, ``"all_gather"``, ``"two_shot"``,
+      tuple of axes; under Explicit axes, the axes that the gradients are unreduced
+      over. None takes these from the type, if no residual is kept. Elsewhere None
+      exchanges nothing, and returns ``Q(g + e)``. Default: None.
+    exchange: the schedule of sends: ``"auto"``, ``"all_gather"``, ``"two_shot"``,
       ``"ring"``, ``"hierarchical"``, ``"psum"`` (dense float32, and codecs that share
-      their scale) or ``"local"``. An object in its place has options, like
-      ``gradcomp.exchange.TwoShot(feedback=False)`` and
-      ``gradcomp.exchange.Hierarchical(group_size=8)``. ``"auto"`` chooses by codec,
-      sizes and workers: see :class:`gradcomp.exchange.Auto`. ``"local"`` exchanges
-      nothing: outputs differ between workers, and under Explicit axes stay unreduced.
-      Default: ``"auto"``.
-    feedback: ``"error"``, or :class:`gradcomp.ErrorFeedback`, keeps what was not sent,
-      ``e' = g + e - Q(g + e)``, and adds it to the next gradient. None does not.
-      ``"momentum"``, or :class:`gradcomp.MomentumFeedback`, does so with a momentum of
-      each worker's gradients in place of the gradient. ``"ef21"``, see
-      :class:`gradcomp.contrib.EF21`, sends its difference to an estimate.
-      ``"auto"`` is ``"error"`` for biased codecs, and None for others. All but None
-      need a codec with a ``contraction`` above 0. Default: ``"auto"``.
+      their scale) or ``"local"``. Objects like
+      ``gradcomp.exchange.TwoShot(feedback=False)`` have options. ``"auto"`` chooses by
+      codec, sizes and workers: see :class:`gradcomp.exchange.Auto`. ``"local"``
+      exchanges nothing: outputs differ between workers, and under Explicit axes stay
+      unreduced. Default: ``"auto"``.
+    feedback: ``"error"``, or :class:`gradcomp.ErrorFeedback`, keeps the unsent part,
+      ``e' = g + e - Q(g + e)``, and adds it to the next gradient. ``"momentum"``, or
+      :class:`gradcomp.MomentumFeedback`, keeps the unsent part of each worker's
+      momentum. ``"ef21"``, or :class:`gradcomp.contrib.EF21`, sends the difference to
+      an estimate. None keeps nothing. ``"auto"`` is ``"error"`` for biased codecs, and
+      None for others. All but None need a ``contraction`` above 0. Default: ``"auto"``.
     min_leaf_size: elements, 0 or more: leaves with fewer travel in float32, in the same
-      message, or in one of their own where sums of codes are exact. With None these are
-      the smallest leaves that together hold less than 0.5 % of all elements, or 0.01 %
-      with a sparse codec. Default: None.
+      message, or in their own where sums of codes are exact. None takes the smallest
+      leaves that together hold less than 0.5 % of all elements, or 0.01 % with a sparse
+      codec. Default: None.
     message_bytes: the largest payload in bytes that leaves share, 0 or more; None for
-      one message. Several messages can be on their way before the whole backward pass
-      is done. A leaf is never cut. ``"auto"`` fills messages from the last leaf on,
-      each with at least 4 MiB, 128 KiB for each worker, and a 16th of the payload. What
-      is smaller is one message, and so is every gradient on CPUs, which compute nothing
-      while they send; :func:`gradcomp.reshard_state` moves a state to another platform.
-      Default: ``"auto"``.
-    key: a seed of at most 64 bits, or a threefry key, of random rounding and random
-      choices, equal on all workers. The bits of a step derive from key, step, the
-      leaf's path in the tree and worker alone. Default: 0.
+      one message. Several messages can travel before the backward pass is done. A leaf
+      is never cut. ``"auto"`` fills messages from the last leaf on, each with at least
+      4 MiB, 128 KiB for each worker, and a 16th of the payload. On CPUs, which compute
+      nothing while they send, it is one message; :func:`gradcomp.reshard_state` moves a
+      state to another platform. Default: ``"auto"``.
+    key: a seed of at most 64 bits, or a threefry key, equal on all workers. The random
+      bits of a step derive from key, step, the leaf's path and worker alone. Default:
+      0.
     dither: ``"shared"``: all workers round by the same random bits, which each changes
-      by a constant of its own, so that their errors cancel. The error of the mean then
-      has half the variance, at the same bytes, and each worker's rounding stays
-      unbiased: see docs/inside/wire-format.md. ``"independent"``: each worker draws
-      bits of its own, for comparison. Default: ``"shared"``.
+      by its own constant, so that their errors cancel. The error of the mean has half
+      the variance, at the same bytes, and each worker's rounding stays unbiased: see
+      docs/inside/wire-format.md. ``"independent"``: each worker draws its own bits, for
+      comparison. Default: ``"shared"``.
   """
 
   feedback: FeedbackName | Feedback | None
@@ -107,11 +104,11 @@ Raises:
 
 
 def recipe(*codec: type[LeafCodec]) -> Callable[[_Recipe], _Recipe]:
-  """Completes the signature and the docstring of a recipe, for a codec or for any.
+  """Completes a recipe's signature and docstring, for a codec or for any.
 
-  ``optax.inject_hyperparams`` reads the signature, and passes each argument by its
-  name. ``Args`` has the recipe's own entries, or else the codec's or the option's. A
-  recipe without a formula has that of ``compress``, behind its first line.
+  ``optax.inject_hyperparams`` reads the signature. ``Args`` has the recipe's own
+  entries, or else the codec's or the option's. A recipe without a formula gets that of
+  ``compress``.
   """
   texts = [inspect.getdoc(x) or "" for x in (CompressOptions, *codec)]
 

@@ -32,26 +32,20 @@ def qsgd(  # noqa: PLR0913 - options of users, by keyword
   implementation: Implementation | None = QSGD.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
-  r"""QSGD: averages gradients over ``axis_name`` in ``bits`` bits an element.
+  """QSGD: averages gradients over ``axis_name`` in ``bits`` bits an element.
 
   The paper uses buckets of 128 at 2 bits, of 512 at 4 and 8 bits, and of 8192 at 16
   bits. Stochastic rounding is unbiased, and keeps no residual by default, as in the
-  paper. At 2 bits a residual would only grow, but for ``norm="rms"``,
-  ``levels="uniform"`` and ``rounding="nearest"``, which keep one by default.
-  ``rotate=8`` or ``rotate=32`` is for gradients with heavy tails.
-
-  A payload has about ``bits + 32 / bucket_size`` bits an element.
+  paper. Residuals of 2 random bits grow in large buckets; ``norm="rms"``,
+  ``levels="uniform"`` and ``rounding="nearest"`` keep one by default. ``rotate=8`` or
+  ``rotate=32`` is for gradients with heavy tails. A payload has about
+  ``bits + 32 / bucket_size`` bits an element.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=8), optax.sgd(1.0))
     >>> gradient = jnp.full(1024, 0.5)
     >>> optimizer.update(gradient, optimizer.init(gradient))[0]
     Array([-0.5, -0.5, -0.5, ..., -0.5, -0.5, -0.5], dtype=float32)
-
-  References:
-    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
-    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.3,
-    3.2.2 and 4
   """
   return of_codec(qsgd, QSGD, locals())
 
@@ -64,14 +58,10 @@ def onebit_sgd(
   implementation: Implementation | None = OneBit.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
-  r"""1-bit SGD: averages gradients over ``axis_name`` in a sign and two means a bucket.
+  """1-bit SGD: averages gradients over ``axis_name`` in a sign and two means a bucket.
 
-  It is biased, and always has error feedback.
-
-  The default, buckets of 64 consecutive values, is the paper's 1bitSGD*. ``per_column``
-  is CNTK's.
-
-  A payload has about ``1 + 64 / bucket_size`` bits an element.
+  It is biased, and always has error feedback. A payload has about
+  ``1 + 64 / bucket_size`` bits an element.
 
   Args:
     feedback: ``"error"``, ``"momentum"``, an object of these, or ``"auto"``, which is
@@ -83,16 +73,11 @@ def onebit_sgd(
     >>> updates, state = tx.update(grads, tx.init(grads))
     >>> updates["w"][:4].tolist(), state.residual["w"][:4].tolist()
     ([-2.0, -2.0, 3.0, 3.0], [-1.0, 1.0, -1.0, 1.0])
-
-  References:
-    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
-    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.2,
-    3.2.1 and 4
   """
   if options.get("feedback", "auto") is None:
     raise ValueError(
-      '`feedback` must be "auto", "error" or "momentum" in 1-bit SGD, which loses what '
-      "no residual keeps, got None; gradcomp.compress(OneBit(), feedback=None) may."
+      '`feedback` must be "auto", "error" or "momentum" in 1-bit SGD, got None; '
+      "gradcomp.compress(OneBit(), feedback=None) keeps no residual."
     )
   return of_codec(onebit_sgd, OneBit, locals())
 
@@ -108,13 +93,12 @@ def terngrad(
   implementation: Implementation | None = Ternary.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
-  r"""TernGrad: averages gradients over ``axis_name`` in three values, scaled by leaf.
+  """TernGrad: averages gradients over ``axis_name`` in three values, scaled by leaf.
 
   It is unbiased for clipped gradients, and keeps no residual by default, as in the
-  paper. The paper also suggests a last layer in full precision: see :func:`policy`.
-
-  A payload has 2 or 1.6 bits an element. In ``two_shot`` the sums of N workers have
-  ``ceil(log2(2N + 1))`` bits, with the scales shared.
+  paper, which suggests a last layer in full precision: see :func:`policy`. A payload
+  has 2 or 1.6 bits an element; with shared scales, sums in ``two_shot`` have
+  ``ceil(log2(2N + 1))``.
 
   Example:
     >>> tx = gradcomp.terngrad(clip_sigmas=None)
@@ -122,10 +106,6 @@ def terngrad(
     >>> updates, _ = tx.update(grads, tx.init(grads))
     >>> updates["w"][:4]
     Array([-1.,  0.,  1.,  1.], dtype=float32)
-
-  References:
-    Wen et al., `TernGrad <https://arxiv.org/abs/1705.07878>`_, 2017, sections 3.1, 3.3
-    and 4.2
   """
   return of_codec(terngrad, Ternary, locals())
 
@@ -142,12 +122,11 @@ def eight_bit(
   implementation: Implementation | None = EightBit.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
-  r"""8-bit types: averages gradients over ``axis_name`` in 8 bits an element.
+  """8-bit types: averages gradients over ``axis_name`` in 8 bits an element.
 
-  Nearest rounding is biased, and keeps a residual by default. The paper keeps none
-  (``feedback=None``), and then :math:`e_i = 0`. Stochastic rounding is unbiased.
-
-  A payload has 8 bits an element and one scale a leaf, or a bucket.
+  Nearest rounding is biased, and keeps a residual by default. The paper keeps none:
+  pass ``feedback=None``. Stochastic rounding is unbiased. A payload has 8 bits an
+  element and one scale a leaf, or a bucket.
 
   Example:
     >>> tx = gradcomp.eight_bit("linear", feedback=None)
@@ -165,13 +144,11 @@ def natural(
   implementation: Implementation | None = Natural.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Natural compression: averages gradients over ``axis_name`` as powers of two.
+  """Natural compression: averages gradients over ``axis_name`` as powers of two.
 
   Each element is rounded up or down at random. It is unbiased, and keeps no residual by
-  default, as in the paper.
-
-  A payload has 8 bits an element, for magnitudes from 2**-62 to 2**63; see
-  :class:`gradcomp.codecs.Natural` for others.
+  default, as in the paper. A payload has 8 bits an element, for magnitudes from 2**-62
+  to 2**63.
 
   Example:
     >>> tx = gradcomp.natural()
@@ -193,13 +170,13 @@ def dense(
   """Averages gradients over ``axis_name`` in 32 or 16 bits an element: the baseline.
 
   ``float32`` is the plain mean, one ``psum``, and unbiased. ``bfloat16`` and
-  ``float16`` travel as 16-bit integers, through the same exchanges as every codec, and
-  are added in float32. They are rounded to nearest, which is biased, and so keep a
-  residual by default. ``rounding="stochastic"`` is unbiased, and keeps none.
+  ``float16`` travel as 16-bit integers, and are added in float32. Rounded to nearest
+  they are biased, and keep a residual by default; ``rounding="stochastic"`` is
+  unbiased, and keeps none.
 
   With ``float32``, float64 gradients (``jax_enable_x64``) are added as float64, by a
-  ``psum`` of their own, whatever ``exchange`` says. With 16 bits they are computed in
-  float32, as with every other codec.
+  ``psum`` of their own, whatever ``exchange`` is. Every other codec computes them in
+  float32.
 
   Example:
     >>> tx = gradcomp.dense(jnp.bfloat16, feedback=None)
@@ -217,7 +194,7 @@ def policy(
   r"""Averages gradients over workers, each leaf encoded by the codec of its path.
 
   It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Policy`. All
-  leaves travel in the same messages, whatever their codecs are:
+  leaves share messages:
 
   .. math:: \frac{1}{N} \sum_i Q_l(g_{i,l}), \qquad Q_l \text{ of the first rule that
      matches the path of leaf } l
@@ -230,10 +207,10 @@ def policy(
       axis_name="data",
     )
 
-  ``exchange`` must be one that all codecs allow. With the default, a step takes
-  ``two_shot`` where all do, and else ``all_gather``. Where a codec is sparse, it takes
-  ``all_gather`` for all as long as that sends less than a plain mean. The result is
-  unbiased if all codecs are, and keeps a residual by default if one is biased.
+  ``exchange`` must suit all codecs. ``"auto"`` takes ``two_shot`` if all allow it, else
+  ``all_gather``; with a sparse codec ``all_gather``, as long as that sends less than a
+  plain mean. The result is unbiased if all codecs are, and keeps a residual by default
+  if one is biased.
 
   Raises:
     ValueError: rules are no such pairs; in ``init`` and ``update``, a rule matches no

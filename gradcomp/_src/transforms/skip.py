@@ -21,18 +21,11 @@ from gradcomp._src.mesh.types import other_axes
 
 
 class SkipNonfiniteState(NamedTuple):
-  """The state of :func:`gradcomp.skip_nonfinite`: fields of optax.apply_if_finite.
+  """The state of :func:`gradcomp.skip_nonfinite`, as of ``optax.apply_if_finite``."""
 
-  Attributes:
-    notfinite_count: steps in a row that were not finite, ``int32[]``, replicated.
-    last_finite: whether the last step was, ``bool[]``, replicated.
-    total_notfinite: all steps that were not finite, ``int32[]``, replicated.
-    inner_state: of the transformation inside.
-  """
-
-  notfinite_count: jax.Array
-  last_finite: jax.Array
-  total_notfinite: jax.Array
+  notfinite_count: jax.Array  # int32[], replicated: steps in a row that were not finite
+  last_finite: jax.Array  # bool[], replicated: whether the last step was
+  total_notfinite: jax.Array  # int32[], replicated: all steps that were not finite
   inner_state: Any
 
 
@@ -44,22 +37,19 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
   """Skips a step if a gradient or an update of any worker has a NaN or an infinity.
 
-  Put it around the whole optimizer, the exchange included. It is
-  ``optax.apply_if_finite`` for several workers, which all take the same decision. A
-  skipped step returns zeros, and leaves the whole inner state as it was, residuals
-  included.
-
-  The exchange always runs, because collectives must not hide in branches. To agree,
-  each worker sends one byte behind it, which :func:`gradcomp.wire_report` lists and
-  :func:`gradcomp.explain` does not. Gradients and updates are tested: a mean that is
-  too large for a 16-bit type is not finite, unless feedback keeps the rest.
+  It is ``optax.apply_if_finite`` for several workers, which all decide alike; put it
+  around the whole optimizer, exchange included. A skipped step returns zeros, and
+  leaves the whole inner state as it was, residuals included. The exchange always runs,
+  because collectives must not hide in branches. To agree, each worker sends one byte
+  after it, which :func:`gradcomp.wire_report` lists and :func:`gradcomp.explain` does
+  not. Gradients and updates are tested: a mean that is too large for a 16-bit type is
+  not finite, unless feedback keeps the rest.
 
   Args:
     inner: the transformation, e.g. a chain of an exchange and an optimizer.
     max_consecutive_errors: the number of steps in a row that may be skipped. The next
       is applied, whether finite or not.
-    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation in
-      ``inner``; None for one device, or for the axes that gradients are unreduced over.
+    axis_name: the axes of the workers, see :class:`gradcomp.CompressOptions`.
 
   Returns:
     A gradient transformation; its state has the fields of ``optax.ApplyIfFiniteState``.

@@ -46,10 +46,10 @@ def redsync(  # noqa: PLR0913 - the options of the codec and of the momentum
 
   where :math:`p_i` is :math:`u_i'`, or :math:`m u_i' + g_i` with Nesterov's momentum,
   or :math:`g_i` with ``momentum=None``. Where an element is sent, :math:`u_i'` becomes
-  zero. The codec is biased; residuals keep what it does not send.
+  zero. The codec is biased; residuals keep the unsent part.
 
-  Momentum is in here, so put plain ``optax.sgd(learning_rate)`` behind it, and what is
-  no part of the loss's gradient, which would wait in residuals for hundreds of steps::
+  The momentum is in here, so plain ``optax.sgd(learning_rate)`` follows it. Weight
+  decay comes after it, too, because residuals would delay it for hundreds of steps::
 
     optimizer = optax.chain(
       gradcomp.redsync(density=0.001, axis_name="data"),
@@ -57,22 +57,21 @@ def redsync(  # noqa: PLR0913 - the options of the codec and of the momentum
       optax.sgd(0.1),
     )
 
-  Optimizers that divide by a mean of squares see gradients of many steps at once. The
-  first steps are best dense, or dense enough: see :func:`gradcomp.wrappers.switch`.
-
-  A payload has about 6 bytes for each of ``density * n`` elements (up to twice as many
-  elements of large leaves, see ``selection``), and 2 with ``quantize="asq"``.
-  ``exchange="auto"`` is ``"all_gather"`` until that sends more than a plain mean.
+  Optimizers that divide by a mean of squares see gradients of many steps at once. Begin
+  with dense steps, or with a high density: see :func:`gradcomp.wrappers.switch`. A
+  payload has about 6 bytes for each of ``density * n`` elements (up to twice that
+  number in large leaves, see ``selection``), and 2 with ``quantize="asq"``.
+  ``exchange="auto"`` is ``"all_gather"`` as long as that sends less than a plain mean.
 
   Args:
-    momentum: m, at least 0 and below 1; None for residuals of plain gradients.
-      Default: 0.9.
+    momentum: m, at least 0 and below 1; None for residuals of plain gradients. Default:
+      0.9.
     nesterov: whether momentum is Nesterov's; True or False. Default: True.
     max_norm: the norm to clip gradients to, above 0, see
       :func:`gradcomp.wrappers.clip_by_local_norm`; None clips nothing. Default: None.
-    clip_rule: the ``rule`` of that; ``"share"`` is the paper's. Default: ``"own"``.
+    clip_rule: the ``rule`` of clipping; ``"share"`` is the paper's. Default: ``"own"``.
     feedback: ``"momentum"``, ``"error"`` with ``momentum=None``, or ``"auto"``, which
-      is the one of these that ``momentum`` asks for. Default: ``"auto"``.
+      follows ``momentum``. Default: ``"auto"``.
 
   Returns:
     A gradient transformation, as :func:`gradcomp.compress` returns it; with
@@ -94,9 +93,9 @@ def redsync(  # noqa: PLR0913 - the options of the codec and of the momentum
     [10.  0.  0.  0.]
 
   References:
-    Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018, section 2; Lin
-    et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018,
-    section 3
+    Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018, section 2; Lin et
+    al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018, section
+    3
   """
   kept: Literal["error", "momentum"] = "error" if momentum is None else "momentum"
   if feedback not in ("auto", kept):
@@ -130,17 +129,14 @@ def topk(  # noqa: PLR0913 - options of users, by keyword
   implementation: Implementation | None = top_k.TopK.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Top-k with error feedback: averages the largest elements of each worker.
+  """Top-k with error feedback: averages the largest elements of each worker.
 
-  A worker sends the ``density * n`` largest of n elements.
-
-  It is biased. Error feedback is the default, because without it an element that is
-  never among the largest is never sent. With it such an element grows until it is:
-  Stich et al. prove that SGD then converges as fast as without compression, for smooth
-  and strongly convex functions. Momentum is not corrected, as :func:`redsync` does, and
-  nothing is warmed up: :func:`gradcomp.wrappers.switch` begins with dense steps.
-
-  Payload and ``exchange="auto"`` are those of :func:`redsync`.
+  A worker sends the ``density * n`` largest of n elements. It is biased. Error feedback
+  is the default: an unsent element grows until it is sent. Stich et al. prove that SGD
+  then converges as fast as without compression, for smooth and strongly convex
+  functions. :func:`redsync` corrects momentum, too. Begin with dense steps by
+  :func:`gradcomp.wrappers.switch`. Payload and ``exchange="auto"`` are as in
+  :func:`redsync`.
 
   Example:
     >>> tx = gradcomp.topk(density=0.25)
@@ -161,14 +157,12 @@ def topk(  # noqa: PLR0913 - options of users, by keyword
 def randomk(
   density: float = random_k.RandomK.density, **options: Unpack[CompressOptions]
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Random-k with error feedback: averages the same random elements of all workers.
+  """Random-k with error feedback: averages the same random elements of all workers.
 
-  A worker sends a random one of every ``1 / density`` consecutive elements.
-
-  It is biased, and has error feedback by default: without it the mean is ``density``
-  times the gradient on average, and values ``1 / density`` times as large, which are
-  unbiased, have a variance of ``1 / density - 1`` times the squared length. It is the
-  control experiment for :func:`topk`: as many elements, chosen at random.
+  A worker sends a random one of every ``1 / density`` consecutive elements. It is
+  biased, and has error feedback by default: without it the mean is ``density`` times
+  the gradient on average. It is the control experiment for :func:`topk`: equally many
+  elements, chosen at random.
 
   A payload has 32 bits for each of ``density * n`` elements, and 64 a row for the key
   that positions follow from. ``exchange="psum"`` sends the values alone.
@@ -192,13 +186,12 @@ def blocktop(
   implementation: Implementation | None = block_top.BlockTop.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Averages the largest of every ``block_size`` consecutive elements over workers.
+  """Averages the largest of every ``block_size`` consecutive elements over workers.
 
-  It is biased, and has error feedback by default.
-  An element waits for about ``block_size / count`` steps until it is sent.
-
-  A payload has about ``count * (log2(block_size) + bits) / block_size`` bits an
-  element: 0.129 at the defaults, with the scales.
+  It is biased, and has error feedback by default. An element is sent about every
+  ``block_size / count`` steps. A payload has about
+  ``count * (log2(block_size) + bits) / block_size`` bits an element: 0.129 at the
+  defaults, with the scales.
 
   Example:
     >>> tx = gradcomp.blocktop(8, bits=32)

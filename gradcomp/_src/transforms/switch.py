@@ -16,15 +16,10 @@ from gradcomp._src.mesh import agreement
 
 
 class SwitchState(NamedTuple):
-  """The state of :func:`gradcomp.wrappers.switch`.
+  """The state of :func:`gradcomp.wrappers.switch`, with the largest inner state."""
 
-  Attributes:
-    count: steps so far, ``int32[]``, replicated.
-    inner: the largest state of a transformation; the others keep a part of it.
-  """
-
-  count: jax.Array  # type: ignore[assignment]
-  inner: Any
+  count: jax.Array  # type: ignore[assignment]  # int32[], replicated: steps so far
+  inner: Any  # the largest state of a transformation; the others keep a part of it
 
 
 def switch(
@@ -33,9 +28,9 @@ def switch(
   """Applies one transformation after the other, each from its boundary on.
 
   The first applies until step ``boundaries[0]``, and so on. All are branches of one
-  program: nothing is compiled again. They share one state: the next goes on with the
-  residuals and the momentum that one leaves behind. So each must keep the state of the
-  one that keeps most, or the same without some arrays.
+  program: nothing is compiled again. They share one state, so that each goes on with
+  the residuals and the momentum of the one before: each must keep the state of the one
+  that keeps most, or a part of its arrays.
 
   Fang et al. warm up with a dense exchange, Lin et al. with falling densities::
 
@@ -47,11 +42,11 @@ def switch(
     )
 
   A density of 1 is the dense exchange, with the momentum of :func:`gradcomp.redsync`.
-  Han et al. train the first third in float32: ``switch([steps // 3], [dense(...),
-  aps(...)])``. If the next transformation keeps no residual, the old one goes out with
-  its first gradient. Take one exchange for all: only owners can send the owner
-  residuals of ``two_shot``. These have the shape of the codec's rows: to change the
-  bits on the way, take ``TwoShot(feedback=False)``.
+  Han et al. train the first third in float32:
+  ``switch([steps // 3], [dense(...), aps(...)])``. A transformation without residuals
+  sends the old one with its first gradient. Take one exchange for all, because only
+  owners can send the owner residuals of ``two_shot``. These have the shape of the
+  codec's rows: to change the bits on the way, take ``TwoShot(feedback=False)``.
 
   Args:
     boundaries: steps, in ascending order, one fewer than transformations.
@@ -59,7 +54,7 @@ def switch(
 
   Returns:
     A gradient transformation; its state has ``count``, the steps so far, and ``inner``,
-    the largest state of a transformation, of which the others keep a part.
+    the largest state of a transformation.
 
   Raises:
     ValueError: boundaries are not ascending steps, or too few or many; in ``init``, the
@@ -78,8 +73,8 @@ def switch(
   References:
     Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018, section 2.5; Lin
     et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018,
-    section 3.3; Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
+    section 3.3; Han et al., `APS <https://arxiv.org/abs/1911.08907>`_, 2021, section
+    4.2
   """
   told = dict(locals())
   rule = "steps in ascending order, above 0 and below 2**31"
@@ -139,8 +134,8 @@ def _check_part(name: str, state: Any, largest: Any) -> None:
     if path in _promised(largest):
       raise ValueError(
         f"{name} must keep the residuals of owners, "
-        f"state{jax.tree_util.keystr(path)}, as another of them does, or what waits "
-        'there would not be sent; give all exchange="all_gather", or '
+        f"state{jax.tree_util.keystr(path)}, as another of them does, or they "
+        'would never be sent; give all exchange="all_gather", or '
         "gradcomp.exchange.TwoShot(feedback=False)."
       )
 

@@ -105,6 +105,14 @@ def test_the_pages_and_pictures_of_claims_are_those_that_the_records_make():
     assert len({x.limit.unit for _, x in verdict.drawn}) < 2, finding.claim
 
 
+def test_workers_scale_by_one_worker_in_float32():
+  """Also those of a codec that one worker alone was not timed with."""
+  named = {(x.setting.network, x.setting.workers): x for x in study().cells}
+  ratio = named["lenet-x1", 2].speed("qsgd-8") / named["lenet-x1", 1].speed("f32")
+  row = f"| lenet-x1, 1gbit, batch fixed | qsgd-8 | {ratio:.2f} |"
+  assert row in study_pages.scaling()
+
+
 @pytest.mark.parametrize(
   "name, row, said",
   [

@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from benchmarks.study import analysis, methods, options, records, runner, tasks
+from benchmarks.study.queue import arms, times, train
 from benchmarks.study.queue import items as queue_items
-from benchmarks.study.queue import times, train
+from benchmarks.study.queue.items import Item
 from benchmarks.study.records import Record
 from tests.benchmarks.study.records import SETTING, unread
 from tests.plugins.slow_cases import slow
@@ -94,3 +95,40 @@ def test_a_training_that_diverges_says_so():
   assert found["diverged"] == found["points"][-1]["step"] < setting.steps
   with pytest.raises(ValueError, match="'digits' with 1437 .* got 'digits' with 1280"):
     train.source_of(DIGITS._replace(epoch=1280))
+
+
+@pytest.mark.parametrize(
+  "changed",
+  [
+    {"network": "mlp", "codec": "terngrad-paper", "schedule": "plateau"},
+    *slow(
+      dict(network="mlp", codec="f32", ema=0.9),
+      dict(network="mlp", codec="adam-local", optimizer="adam", momentum=None),
+    ),
+  ],
+)
+def test_seeds_that_train_together_end_as_alone(changed, tmp_path, capsys):
+  """But for the order of float32 sums: a vmap multiplies other matrices."""
+  setting = DIGITS._replace(**changed)
+  items = [Item("1-test", setting._replace(seed=seed), 0.0) for seed in (3, 1, 4)]
+  records.append(tmp_path / "1-test.jsonl", items[2].setting, {"points": []})
+  arms.run(items, tmp_path, minutes=1.0)
+  assert "and 1 more" in capsys.readouterr().out
+  found = {x.setting.seed: x.results for x in records.read(tmp_path)}
+  alone, _ = train.trainer_of(setting)
+  for seed in (3, 1):
+    expected = alone.train(seed)["points"]
+    assert [x["step"] for x in found[seed]["points"]] == [3, 6]
+    for x, y in zip(expected, found[seed]["points"], strict=True):
+      assert x["train_loss"] == pytest.approx(y["train_loss"], rel=1e-4)
+      assert x["test_loss"] == pytest.approx(y["test_loss"], rel=1e-3)
+    assert found[seed]["ratio"] == alone.bytes()["ratio"]
+  assert found[3]["points"] != found[1]["points"]
+
+
+@pytest.mark.slow
+def test_an_arm_says_where_a_seed_diverged():
+  setting = DIGITS._replace(network="mlp", learning_rate=1e3, max_norm=None)
+  trainer, _ = train.trainer_of(setting)
+  (found,) = trainer.train_together([0])
+  assert found["diverged"] == trainer.train(0)["diverged"]

@@ -53,46 +53,34 @@ class BlockFloat(quantizing.Elementwise):
   .. math:: X = 2^{\lfloor \log_2 a \rfloor - \lfloor \log_2 M \rfloor}, \qquad
      a = \max_i |v_i|
 
-  Elements beyond the largest number become it, as the specification demands. So up to a
+  Larger elements become the largest number, as the specification demands: up to a
   quarter of a block's largest element is lost, which error feedback sends later.
 
-  With ``scale="e4m3"``, NVFP4's scales, :math:`X` is ``s`` times a number of E4M3, the
-  one nearest to :math:`a / (M s)`, and all blocks of a tensor share
+  With ``scale="e4m3"``, NVFP4's scales, :math:`X` is ``s`` times the number of E4M3
+  nearest to :math:`a / (M s)`, and all blocks of a tensor share
   :math:`s = \max_j |v_j| / (448 M)` in ``float32``.
 
-  Stochastic rounding is unbiased: there :math:`X` is the smallest scale under which
-  nothing is clipped. Probabilities are multiples of 2**-16, cut downwards.
+  ``payload.rows`` hold the numbers that matrix units take. :meth:`operand` hands them
+  out for ``jax.nn.scaled_matmul``.
 
-  With ``rotate`` each element of MXFP4 or NVFP4 is spread over a group before it is
-  cast, as :class:`gradcomp.codecs.QSGD` spreads it.
-
-  ``payload.rows`` are the very numbers that matrix units take. :meth:`operand` hands
-  them out, for ``jax.nn.scaled_matmul``.
-
-  A block that holds a NaN or an infinity decodes to NaN, all of it; with ``e4m3``
-  scales all of its tensor, and with ``rotate`` all blocks that it is spread over. Zeros
-  stay zeros. A block, or with ``e4m3`` scales a tensor, in which no element reaches
-  2**-126 decodes to zeros. Values below 2**-126 are zeros. With ``e4m3`` scales
-  :math:`s` is at least 2**-117 over the smallest number of the elements, so that
-  numbers near 2**-126 become multiples of it.
-
-  Kernels encode and decode on TPUs. Elsewhere it is XLA's code.
+  A NaN or an infinity makes its block NaN; with ``e4m3`` scales its tensor, and with
+  ``rotate`` all blocks that it is spread over. A block (with ``e4m3`` scales a tensor)
+  of elements below 2**-126 decodes to zeros, as single elements below 2**-126 do. With
+  ``e4m3`` scales :math:`s` is at least 2**-117 over the smallest number of the
+  elements, and numbers near 2**-126 become multiples of it.
 
   Attributes:
-    element: the format of elements, as in the table of
-      :class:`gradcomp.codecs.BlockFloat`. Default: ``"e4m3"``.
+    element: the format of elements, as in the table. Default: ``"e4m3"``.
     scale: the format of scales, ``"e8m0"`` or ``"e4m3"``. Default: ``"e8m0"``.
-    block_size: elements that share a scale, consecutive ones, 32 or 16. Microscaling
-      has 32, and NVFP4 has 16. Default: 32.
-    rounding: ``"nearest"``, ties to even, or ``"stochastic"``. Default: ``"nearest"``.
-    rotate: elements of a group that is rotated, 8 or 32, with ``element="e2m1"``; None
-      rotates nothing. Default: None.
-    implementation: how to encode: ``"xla"``, ``"pallas"`` (not of elements of 6 bits),
-      ``"pallas_interpret"``, or None, which chooses; see docs/inside/kernels.md.
-      Default: None.
-
-  Raises:
-    ValueError: an attribute is another one.
+    block_size: consecutive elements that share a scale, 32 as in Microscaling, or 16 as
+      in NVFP4. Default: 32.
+    rounding: ``"nearest"``, ties to even, which is biased, or ``"stochastic"``, which
+      is unbiased: :math:`X` is then the smallest scale that clips nothing. Default:
+      ``"nearest"``.
+    rotate: elements of a rotated group, 8 or 32, with ``element="e2m1"``, as in
+      :class:`gradcomp.codecs.QSGD`; or None. Default: None.
+    implementation: the encoder, see :class:`gradcomp.codecs.Codec`; kernels run on
+      TPUs, and ``"pallas"`` takes no elements of 6 bits. Default: None.
 
   Example:
     >>> x = jnp.array([7., -3., 0.4, 2.6])
@@ -104,11 +92,11 @@ class BlockFloat(quantizing.Elementwise):
     array([ 7.   , -3.5  ,  0.583,  2.333], dtype=float32)
 
   References:
-    Rouhani et al., `Microscaling Data Formats for Deep Learning
-    <https://arxiv.org/abs/2310.10537>`_, 2023, sections 2 and 3; Mishra et al.,
-    `Recipes for Pre-training LLMs with MXFP8 <https://arxiv.org/abs/2506.08027>`_,
-    2025, section 3; NVIDIA, `Pretraining Large Language Models with NVFP4
-    <https://arxiv.org/abs/2509.25149>`_, 2025, section 2 and appendix B
+    Rouhani et al., `Microscaling Data Formats <https://arxiv.org/abs/2310.10537>`_,
+    2023, sections 2 and 3; Mishra et al., `Recipes for Pre-training LLMs with MXFP8
+    <https://arxiv.org/abs/2506.08027>`_, 2025, section 3; NVIDIA, `Pretraining Large
+    Language Models with NVFP4 <https://arxiv.org/abs/2509.25149>`_, 2025, section 2 and
+    appendix B
   """
 
   element: reference.Element = checks.field("e4m3", checks.choice(reference.Element))
@@ -153,15 +141,13 @@ class BlockFloat(quantizing.Elementwise):
     return block_float.decode_rows(rows, form=self.form)
 
   def operand(self, payload: Payload, *, like: ArrayLike) -> tuple[Array, Array, Array]:
-    r"""Returns the operand of a matrix unit, without decoding a payload.
+    """Returns the operand of a matrix unit, without decoding a payload.
 
-    The array that the payload stands for is ``elements`` times ``scales``, each for a
-    block, times ``factor``. So with K for the last axis, along which blocks lie and
-    which is summed over::
+    The payload stands for ``elements`` times ``scales``, each of a block, times
+    ``factor``. Blocks lie along the last axis, K, which a product sums over. So for
+    arrays of three axes the product :math:`a b^T` of two payloads is::
 
       scaled_matmul(a, b, a_scales, b_scales) * (a_factor * b_factor)
-
-    is the product :math:`a b^T` of two payloads, with arrays of three axes.
 
     Args:
       payload: the result of ``encode``.
@@ -170,7 +156,7 @@ class BlockFloat(quantizing.Elementwise):
     Returns:
       The elements, ``[..., K]`` of ``float8_e4m3fn``, ``float8_e5m2`` or
       ``float4_e2m1fn``; the scales, ``[..., K / block_size]`` of ``float8_e8m0fnu`` or
-      ``float8_e4m3fn``; and the factor, ``float32[]``, the scale of the tensor, or 1
+      ``float8_e4m3fn``; and the factor, ``float32[]``: the scale of the tensor, or 1
       with ``e8m0`` scales.
 
     Raises:

@@ -49,33 +49,26 @@ class FloatCast(Codec):
   .. math:: Q(g) = 2^{-f} \, \mathrm{cast}(2^f g), \qquad
      f = 2^{e - 1} - 1 - \max_{workers} \lceil \log_2 (N \max_i |g_i|) \rceil
 
-  The workers agree on that exponent, one byte a leaf, before anyone casts. Powers of
-  two lose nothing. Elements that lie more than the format's range below the largest one
-  underflow. A number for ``scale`` is the baseline, loss scaling: one constant factor
-  for all leaves, with which elements may overflow to infinity.
+  The workers agree on that exponent, one byte a leaf, before anyone casts. Elements
+  underflow that lie more than the format's range below the largest one. A number for
+  ``scale`` is the baseline, loss scaling: one constant factor for all leaves, with
+  which elements may overflow to infinity.
 
-  Sums of several workers' codes are numbers of the format, too: see ``accumulate``.
-  Every partial sum is rounded to it, in ``ring``, ``hierarchical``, ``two_shot`` and,
-  by everyone, in ``all_gather``. So all that crosses the wire is in the format.
+  Every partial sum is rounded to the format, in every exchange, so that all that
+  crosses the wire is in it. The codec is biased. Stochastic rounding makes only the
+  cast unbiased: partial sums are rounded to nearest even in any case. A payload has 4,
+  8, 16 or 32 bits an element, the fewest that hold 1 + e + m, in rows of 128 words, and
+  a byte a leaf.
 
-  The codec is biased: use error feedback. With stochastic rounding only the cast would
-  be unbiased (probabilities are multiples of 2**-16, cut downwards), but partial sums
-  are rounded to nearest even in any case.
-
-  A payload has 4, 8, 16 or 32 bits an element, the fewest that hold 1 + e + m, in whole
-  rows of 128 words, and a byte a leaf.
-
-  With ``"auto"`` a leaf that holds a NaN or an infinity decodes to NaN, all of it. A
-  leaf in which no element reaches 2**-126 decodes to zeros. With a constant factor each
-  element is by itself: NaN and infinities stay the same (both are NaN without mantissa
-  bits), and a number that is too large becomes infinite.
+  With ``"auto"``, a leaf of elements below 2**-126 decodes to zeros. With a constant
+  factor each element is by itself: NaN and infinities stay (both are NaN without
+  mantissa bits), and a number that is too large becomes infinite.
 
   The codec departs from the paper in three ways. The byte holds the exponent less
   :math:`\lceil \log_2 N \rceil`, so that it never overflows. A layer of zeros has an
-  exponent, where the paper takes the logarithm of zero. And the largest number stands
-  for a sum that is too large after all because addends were rounded up. That may
-  happen with stochastic rounding, and with ``kahan`` or ``float32`` in formats of two
-  or three exponent bits.
+  exponent, where the paper takes the logarithm of zero. A sum that is too large because
+  addends were rounded up becomes the largest number; this may happen with stochastic
+  rounding, and with ``kahan`` or ``float32`` in formats of two or three exponent bits.
 
   Attributes:
     exponent_bits: e, bits of the exponent, 1 to 8. Default: 5.
@@ -85,20 +78,19 @@ class FloatCast(Codec):
       ``"stochastic"`` or ``"toward_zero"``. Default: ``"nearest_even"``.
     scale: ``"auto"``, or a constant factor from 2**-126 to 2**126; 1 is a plain cast.
       Default: ``"auto"``.
-    accumulate: the way in which several workers' numbers are added. ``"format"`` rounds
-      each partial sum, as in the paper. ``"kahan"`` is Kahan's compensated summation,
-      in the format too; its compensation travels around a ring, and doubles what is
-      sent there. ``"float32"`` adds in float32, and rounds once what it sends on; in a
-      ring that is after each addition. Default: ``"format"``.
+    accumulate: how workers' numbers are added. ``"format"`` rounds each partial sum, as
+      in the paper. ``"kahan"`` is Kahan's compensated summation in the format; its
+      compensation travels around a ring, and doubles the bytes there. ``"float32"``
+      adds in float32, and rounds what it sends on, in a ring each addition. Default:
+      ``"format"``.
     addends: the number of addends that the scale has room for, 1 or more and below
       2**23; exchanges set it to N. Default: 1.
-    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
-      None, which chooses; see docs/inside/kernels.md. Default: None.
+    implementation: the encoder; see :class:`gradcomp.codecs.Codec`. Default: None.
 
   Raises:
-    ValueError: a hyperparameter is outside these, or there is one exponent bit and no
-      mantissa, or so many addends that the largest element would be cast to zero (64
-      with (3, 0)).
+    ValueError: a hyperparameter is outside these; there is one exponent bit and no
+      mantissa; or the largest element would be cast to zero, to leave room for all
+      addends (64 with (3, 0)).
 
   Example:
     >>> codec = FloatCast(exponent_bits=4, mantissa_bits=3)
@@ -108,8 +100,8 @@ class FloatCast(Codec):
     (Array([ 3.   , -1.125,  0.   ], dtype=float32), Array([[68]], dtype=uint8))
 
   References:
-    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, sections 3 and 4.2, algorithm 1
+    Han et al., `APS <https://arxiv.org/abs/1911.08907>`_, 2021, sections 3, 4.1 and
+    4.2, algorithm 1
   """
 
   exponent_bits: int = checks.field(5, float_formats.EXPONENT_BITS)

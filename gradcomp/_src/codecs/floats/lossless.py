@@ -26,25 +26,21 @@ class Lossless(Codec):
      c_i = \begin{cases} X - x_i & X - 14 < x_i \le X,\ x_i \ne 0 \\
      14 & x_i = 0 \\ 15 & \text{otherwise} \end{cases}
 
-  So zeros and subnormals have a code of their own, and NaN and infinities escape, as
-  numbers do that are small beside the largest. A row of 8 buckets lists 10 escapes by
-  place and exponent. With the list and the largest fields a payload has 12.375 bits an
-  element, in whole rows.
+  Zeros and subnormals have a code of their own. NaN, infinities and numbers that are
+  small beside the largest escape: a row of 8 buckets lists 10 escapes by place and
+  exponent. With the list and the largest fields a payload has 12.375 bits an element.
 
-  A row with more escapes arrives as NaN in all elements, never as other numbers.
-  :func:`gradcomp.compress` and :func:`gradcomp.parallel.zero` then send the step once
-  more, as plain 16 bits: all workers see the same NaN, and take the plain step. It is
-  exact whatever gradients are. Such a step, also one with a NaN of its own, sends
-  28.375 bits an element: :func:`gradcomp.explain` shows the usual step, and
-  :func:`gradcomp.wire_report` both. The collectives of :mod:`gradcomp.parallel` repeat
-  themselves, too, as of weights in :func:`gradcomp.parallel.gather`. There each worker
-  receives something else, and all learn of it by one maximum of a flag in each call.
-  Scans refuse this codec for gradients, for they send none again.
-
-  Wider numbers are rounded to the nearest bfloat16 first, to even where two are equally
-  near, as by ``Dense(dtype=jnp.bfloat16)``. A payload holds every bit of a NaN, of
-  which casts of XLA may change the mantissa. For bfloat16 gradients choose
-  ``feedback=None``: there is nothing to keep. ``two_shot`` rounds the mean to bfloat16.
+  A row with more escapes decodes to NaN throughout. :func:`gradcomp.compress` and
+  :func:`gradcomp.parallel.zero` then send the step again, as plain 16 bits: all workers
+  see the same NaN. So the result is exact for every gradient. Such a step, also one
+  with a NaN of its own, sends 28.375 bits an element: :func:`gradcomp.explain` shows
+  the usual step, and :func:`gradcomp.wire_report` both. Collectives of
+  :mod:`gradcomp.parallel` repeat themselves, too: there workers receive different rows,
+  and each call adds a maximum of one flag. Scans refuse this codec for gradients,
+  because they send none again. Wider numbers are first rounded to the nearest bfloat16,
+  ties to even. A payload holds every bit of a NaN, where casts of XLA may change the
+  mantissa. For bfloat16 gradients choose ``feedback=None``: there is nothing to keep.
+  ``two_shot`` rounds the mean to bfloat16.
 
   Example:
     >>> codec = Lossless()

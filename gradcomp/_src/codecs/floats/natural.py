@@ -28,28 +28,21 @@ class Natural(quantizing.Elementwise):
      E[Q(v)] = v, \qquad E[(Q(v) - v)^2] = (|v| - a)(b - |v|) \le \frac{v^2}{8}
 
   Every element has the same relative precision, whatever the others are: there are no
-  buckets and no scales. A payload has 8 bits an element, in whole rows of 128 words.
+  buckets and no scales. A payload has 8 bits an element, in rows of 128 words.
 
   The paper sends a sign and all 8 exponent bits of ``float32``. Here the exponent has
-  7, so that a code is a byte, and the powers go from 2**-62 to 2**63. Below, an element
+  7, so that a code is a byte, and powers go from 2**-62 to 2**63. Below, an element
   becomes 2**-62 with the probability ``|v| / 2**-62``, or else zero: still unbiased,
-  but with a larger variance. Above 2**63 it becomes NaN, where it is rounded up: never
-  a smaller number, which would be a bias that nobody sees. Zeros stay zeros, and NaN
-  and infinities become NaN, each element by itself. Powers of two are exact.
-
-  The random numbers have 16 bits. So probabilities are multiples of 2**-16, cut
-  downwards: the magnitude of a mean is short by less than ``2**-16 * a``, and elements
-  below 2**-78 all become zero.
+  with a larger variance. Above 2**63 it becomes NaN where it is rounded up, because a
+  smaller number would be a silent bias. NaN and infinities become NaN, each element by
+  itself. Powers of two are exact. The grid of 2**-16 shortens the magnitude of a mean
+  by less than ``2**-16 * a``. Elements below 2**-78 all become zero.
 
   Attributes:
     rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased. Of two
-      equally near powers it takes the one whose code is even: 2 for 1.5 and for 3.
+      equally near powers it takes the one with the even code: 2 for 1.5 and for 3.
       Default: ``"stochastic"``.
-    implementation: how to encode: ``"xla"``, ``"pallas"``, ``"pallas_interpret"``, or
-      None, which chooses; see docs/inside/kernels.md. Default: None.
-
-  Raises:
-    ValueError: an attribute is another one.
+    implementation: the encoder; see :class:`gradcomp.codecs.Codec`. Default: None.
 
   Example:
     >>> codec = Natural()
@@ -59,8 +52,8 @@ class Natural(quantizing.Elementwise):
     Array([ 1.  , -0.25,  0.  ,  2.  ], dtype=float32)
 
   References:
-    Horvath et al., `Natural Compression for Distributed Deep Learning
-    <https://arxiv.org/abs/1905.10988>`_, 2019, sections 2 and 3
+    Horvath et al., `Natural Compression <https://arxiv.org/abs/1905.10988>`_, 2019,
+    sections 2 and 3
   """
 
   rounding: Rounding = checks.field("stochastic", checks.choice(Rounding))

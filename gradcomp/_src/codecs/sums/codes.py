@@ -122,9 +122,8 @@ class Codes(Sum):
 class Integers(NamedTuple):
   """The integers ``[-most, most]`` as codes of as few bits as hold all of them.
 
-  A word holds those of one element in each of P' buckets, which follow each other, and
-  zeros where there are no more. Code ``k`` of word ``w`` of row ``t`` is that of
-  element ``w`` of bucket ``t P' + k``, the integer less ``least``.
+  Code ``k`` of word ``w`` of row ``t`` is element ``w`` of bucket ``t P' + k``, less
+  ``least``; codes beyond the last bucket are zeros.
   """
 
   most: int
@@ -148,20 +147,16 @@ class Integers(NamedTuple):
     return planes.pack_planes([padded[k::per_word] for k in range(per_word)], self.bits)
 
   def unpack(self, words: Array, shape: tuple[int, ...]) -> Array:
-    """Unpacks owners' words, ``[N, rows, B]``, to ``int32[N * rows', P, B]``.
-
-    An owner has rows of ``shape``, ``(rows', P)``.
-    """
+    """Unpacks ``[N, rows, B]`` to ``int32[N * shape[0], shape[1], B]``."""
     count, _, width = words.shape
     codes = planes.unpack_planes(words, self.bits).astype(jnp.int32)
     buckets = codes.reshape(count, -1, width)[:, : math.prod(shape)]
     return buckets.reshape(count * shape[0], shape[1], width) + self.least
 
 
-_PARTIAL = 'signs, of which no partial sum has one bit, got {codec}; use "two_shot".'
+_PARTIAL = 'signs, because partial sums take more bits, got {codec}; use "two_shot".'
 _OF_SIGNS = SumFacts(
-  own_units=True,
-  refusals=dict.fromkeys(("passed", "grouped", "reduced"), _PARTIAL),
+  own_units=True, refusals=dict.fromkeys(("passed", "grouped", "reduced"), _PARTIAL)
 )
 
 
@@ -172,11 +167,7 @@ class SignCoder(Coder, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Votes(Tiles):
-  """Counts signs as float32 integers, which are exact. An owner sends counts.
-
-  With ``vote="majority"`` it sends the sign of the count, and a worker keeps what it is
-  outvoted by, or the owner does for all.
-  """
+  """Counts signs as exact float32 integers; owners send counts, or signs of counts."""
 
   codec: SignCoder
   facts: SumFacts = dataclasses.field(default=_OF_SIGNS, kw_only=True)
@@ -194,6 +185,7 @@ class Votes(Tiles):
   ) -> RowDecoder | None:
     if not self._decides:
       return None
+    # A worker keeps its difference to the vote; in `fold` the owner does, for all.
     vote = self.gathered(rows, agreed, 1 / len(rows))
     return lambda start, stop: (
       self.codec.decode_rows(rows[own, start:stop]) - vote(start, stop)

@@ -29,12 +29,11 @@ from gradcomp._src.kernels.materialize import materialized, packed, slice_at, st
 # bounds the compile time.
 _UNROLLED = 4
 
-
 _FACTS = SumFacts(
   in_format=True,
   refusals={
-    "reduced": "a codec that adds in its own format, which no backend does, got "
-    '{codec}; use exchange="auto", "two_shot" or "ring".'
+    "reduced": "a codec that adds in its own format, as no backend does, got {codec}; "
+    'use exchange="auto", "two_shot" or "ring".'
   },
 )
 
@@ -52,11 +51,7 @@ class NumberCoder(Coder, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Numbers(Sum):
-  """Adds scaled numbers, ``float32[rows, P, B]``, and rounds sums to their format.
-
-  The worker that does an addition keeps its loss in its residual. In ``all_gather``,
-  where every worker does all, the one whose numbers were added keeps it.
-  """
+  """Adds scaled numbers, ``float32[rows, P, B]``, and rounds sums to their format."""
 
   codec: NumberCoder
 
@@ -79,6 +74,7 @@ class Numbers(Sum):
     return self._decoder(rows, agreed, scale)
 
   def gathered_loss(self, rows: Array, agreed: Array | None, own: Array) -> RowDecoder:
+    # Every worker does all additions, and keeps the loss of adding its own numbers.
     return self._decoder(rows, agreed, 1.0, own)
 
   def start(self, own: Array, context: Context, *, keep: bool) -> Sent:
@@ -165,7 +161,7 @@ class Numbers(Sum):
     self,
     given: Array,  # uint32[K, rows, words], or float32[rows, P, B]
     agreed: Array | None,
-    own: Array | None,  # the payload of which only the loss in adding it is asked for
+    own: Array | None,  # the payload to return the loss of adding, alone
     start: Array | int,
     count: int,
     scale: float,

@@ -16,7 +16,7 @@ ArrayLike = Array | jax.ShapeDtypeStruct  # a shape and a dtype
 
 
 class Payload(NamedTuple):
-  """The arrays that cross the wire for one leaf; their bytes are all that is sent."""
+  """The arrays that cross the wire for one leaf, and all that is sent for it."""
 
   rows: Array  # uint32[rows, row_words], words and scales
   agreed: Array | None = None  # the statistics that workers agreed on, if any
@@ -26,8 +26,8 @@ class Memory(NamedTuple):
   """The state that a codec keeps for one leaf from step to step.
 
   Attributes:
-    shared: a tree of arrays that are equal on all workers.
-    own: a tree of arrays that each worker has for itself.
+    shared: a tree of arrays, equal on all workers.
+    own: a tree of arrays, each worker's own.
   """
 
   shared: Any = ()
@@ -50,12 +50,11 @@ class Context(NamedTuple):
   """The inputs of an encoding other than the leaf; None where unknown.
 
   Attributes:
-    key: ``uint32[2]``, the worker's own; for codecs that draw random numbers.
-    dither: ``uint32[3]``, the random source in place of the key: the key that all
-      workers share, and the worker's mask of 16 bits, twice in one word.
+    key: ``uint32[2]``, the worker's own, for codecs that draw random numbers.
+    dither: ``uint32[3]`` in place of the key: the key that all workers share, and the
+      worker's mask of 16 bits, twice in one word.
     agreed: the statistics that all workers agree on.
-    memory: the codec state of the leaf. Its ``own`` is None where a sum of several
-      workers' gradients is encoded.
+    memory: the codec state of the leaf; ``own`` is None where a sum is encoded.
     step: the number of the step, ``int32[]``.
     measured: what this worker measured in the leaf beside its statistics.
   """
@@ -94,7 +93,7 @@ class Leaf(NamedTuple):
 
   shape: tuple[int, ...]
   addends: int | None = None  # how many workers' numbers are added, if any are
-  ranges: int = 1  # of consecutive elements, each of which a worker owns
+  ranges: int = 1  # of consecutive elements, one for each owner
   path: str = ""  # in the tree, like "layer/kernel"
 
   @property

@@ -51,22 +51,21 @@ class SumFacts:
   """Facts about the sums of a codec that are known before the leaves are.
 
   Attributes:
-    refusals: the ways to add that the sum refuses, each with the reason and the cure.
-      The texts continue an error message that begins with ``must not be ... for``, and
-      hold ``{codec}`` in the place of the codec.
+    refusals: the ways to add that the sum refuses, each with the reason and the cure:
+      an error text after ``must not be ... for``, with ``{codec}`` for the codec.
     plain: whether leaves can be added as they are.
     keeps_float64: whether gradients of float64 are added as such.
     exact: whether an owner's encoding loses nothing that an owner residual would keep.
     drops: whether an owner's encoding of a mean leaves out some of its elements.
-    in_format: whether sums are numbers of the codec's own format. Leaves are encoded
-      then even if their payload is as large as the leaf.
+    in_format: whether sums are numbers of the codec's own format. Leaves are then
+      encoded even if their payload is as large as the leaf.
     own_units: whether sums are in units of their own, like signs. Small leaves are then
-      encoded, too, whatever they send, for their plain mean would be in other units.
+      encoded, too, for their plain mean would be in other units.
     rounds: whether each addition rounds the sum, without compensation.
     same_draws: whether all workers draw the same random numbers.
     of_rows: whether partial sums add encoded rows, and not the tiles of the leaves.
     max_code: the largest magnitude of a code that is added as an integer; 0 for none.
-      Plain leaves cannot share a message with integers in every exchange.
+      Not every exchange lets plain leaves share a message with integers.
     needs_feedback: whether a payload is of no use without a residual.
     parts: the facts of all codecs of a policy; of others none.
   """
@@ -119,15 +118,14 @@ class Sum(abc.ABC):
   An exchange decides who adds which rows, and when. A sum decides which numbers are
   added, and how they travel. Its methods share these arguments:
 
-  - ``agreed`` holds the statistics that all workers share, one line for each row, or
-    None;
-  - ``scale`` is the factor of the sum, 1/N for a mean;
-  - ``residual`` is the owner residual of the last step, or None;
-  - ``keep`` says whether to return the losses.
+  - ``agreed``: the statistics that all workers share, one line for each row, or None;
+  - ``scale``: the factor of the sum, 1/N for a mean;
+  - ``residual``: the owner residual of the last step, or None;
+  - ``keep``: whether to return the losses.
 
-  The exchanges "ring" and "hierarchical" also call ``start``, ``add``, ``add_all`` and
-  ``send``, and "psum" calls ``reduces_shorter``, ``terms`` and ``reduced``. A sum whose
-  facts refuse these ways lacks the methods.
+  "ring" and "hierarchical" also call ``start``, ``add``, ``add_all`` and ``send``, and
+  "psum" calls ``reduces_shorter``, ``terms`` and ``reduced``. A sum with facts that
+  refuse these ways lacks the methods.
   """
 
   @property
@@ -182,10 +180,7 @@ class Sum(abc.ABC):
     return None
 
   def sent_at(self, rows: Array, size: int) -> Array | None:
-    """Returns the positions in a flat leaf of the nonzero elements that rows send.
-
-    They are ``int32[entries]``, ``size`` for unused ones; None if rows send all.
-    """
+    """Returns places of nonzero elements in a flat leaf, else ``size``; or None."""
     return None
 
   def gathered_loss(
@@ -199,10 +194,7 @@ class Sum(abc.ABC):
     return lambda start, stop: lost[start:stop]
 
   def start(self, own: Array, context: Context, *, keep: bool) -> Sent:
-    """Encodes the first worker's part, to be sent to the worker that adds next.
-
-    It is ``uint32[rows, words]`` if ``of_rows``, else ``float32[rows, *tile_shape]``.
-    """
+    """Encodes the first worker's part, ``uint32`` rows if ``of_rows``, else tiles."""
     raise self._refusal
 
   def add(self, received: Sent, own: Array, *, keep: bool) -> Partial:
@@ -240,10 +232,7 @@ class Sum(abc.ABC):
   def reduced(
     self, total: Array, leaves: Sequence[LeafRows], agreed: Array | None, scale: float
   ) -> RowDecoder:
-    """Returns the decoder of an all-reduced ``total``, which is like :meth:`terms`.
-
-    ``leaves`` are the leaves that have the rows, in the order of the rows.
-    """
+    """Returns the decoder of an all-reduced ``total`` with the rows of ``leaves``."""
     raise self._refusal
 
   @property

@@ -42,7 +42,7 @@ def in_order(
 
 def sum_in_order(decode: Callable[[Any], Any], rows: Array) -> Array:
   """Returns ``decode(rows[0]) + decode(rows[1]) + ...``."""
-  count, total = rows.shape[0], decode(rows[0])
+  count, total = rows.shape[0], decode(rows[0])  # not by in_order: two frames less
   if count > UNROLLED:
     return jax.lax.fori_loop(1, count, lambda k, x: x + decode(rows[k]), total)
   # A short sum is written out, so that XLA fuses decoding and adding into one pass.
@@ -156,9 +156,9 @@ class Floats(Tiles):
 class Ranged(Tiles):
   """Adds float32 tiles, and divides the rows of partial sums that rows cannot hold.
 
-  A partial sum may be N times as large as the mean. Divided by N on the way, it would
-  lose the smallest numbers, so each row is divided only if it must be. The power of two
-  travels with it, a word a row.
+  A partial sum may be N times as large as the mean, and dividing all by N would lose
+  the smallest numbers. So a row is divided only if it must be; its power of two rides
+  along.
   """
 
   largest: float  # number that a row holds
@@ -202,8 +202,8 @@ def _power(exponents: Array, ndim: int) -> Array:
 
 OF_BLOCKS = dataclasses.replace(OF_TILES, drops=True).refusing(
   {
-    "passed": "a sparse codec, which would choose anew among the elements of every "
-    'partial sum, got {codec}; use "two_shot", whose owners choose once.'
+    "passed": "a sparse codec, which would choose anew in every partial sum, got "
+    '{codec}; use "two_shot", whose owners choose once.'
   }
 )
 _AGAIN = (
@@ -294,7 +294,7 @@ class Entries(Blocks):
 
 @dataclasses.dataclass(frozen=True)
 class Chosen(Entries):
-  """Adds the values of elements that all workers choose by one key, as headers show."""
+  """Adds the values of elements that all workers choose by one key."""
 
   codec: ChosenCoder
   facts: SumFacts = _OF_CHOSEN

@@ -48,23 +48,21 @@ class PlanOptions(checks.Checked):
   """The options of :func:`gradcomp.cost.plan` that are seldom set.
 
   Attributes:
-    forward: the seconds of the forward pass of a step. Without the passes only
-      exchanges are compared. Default: None.
-    backward: the seconds of the backward pass, given with ``forward`` and only then.
-      Default: None.
+    forward: the seconds of the forward pass; without passes only exchanges are
+      compared. Default: None.
+    backward: the seconds of the backward pass, given with ``forward`` only. Default:
+      None.
     speeds: the speeds of codecs: CodecSpeeds by the names of candidates, one for all, a
       function from the codec of a leaf to its speeds, or ``"measure"``. By default the
-      package's for the device. ``"cpu"``, ``"H100"`` and ``"TPU v5e"`` are those by
-      name; the last are XLA's estimates, which nobody has timed.
+      package's, which ``"cpu"``, ``"H100"`` and ``"TPU v5e"`` (XLA's estimates) name.
     optimizer: that of the training, ``"sgd"`` or ``"adam"``, for ``budget="paper"``. By
       default records of both count.
     gradients: gradients like the parameters, to measure errors on, which compiles each
       codec; normal numbers by default.
     candidates: candidates, or codecs; by default ``PlanOptions.candidates``.
     margin: the part of a step that compression must gain, from 0 to below 1.
-    platform: that of the workers, ``"cpu"``, ``"gpu"`` or ``"tpu"``, by which
-      ``message_bytes="auto"`` cuts messages. By default that of the named ``speeds``,
-      else of a mesh that is measured, else as for :func:`gradcomp.explain`.
+    platform: as for :func:`gradcomp.explain`; by default that of the named ``speeds``,
+      or of a measured mesh.
 
   Raises:
     ValueError: a field breaks its rule.
@@ -150,7 +148,7 @@ class Plan(NamedTuple):
   def transformation(
     self, *, axis_name: AxisName | None
   ) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation to chain in front of an optimizer.
+    """Returns the transformation to chain before an optimizer.
 
     Args:
       axis_name: the axis of the workers; two, (between, inside), if the plan is for
@@ -177,20 +175,20 @@ def plan(
   steps: int | None = None,
   options: PlanOptions = _DEFAULTS,
 ) -> Plan:
-  r"""Chooses codec and exchange for a model and a link, or advises a plain mean.
+  r"""Returns a codec and an exchange for a model and a link, or advises a plain mean.
 
-  It predicts the seconds of a step for every candidate with every exchange that the
-  codec allows: ``forward + backward + exchange``, without overlap. It takes the fastest
+  It predicts the seconds of a step, ``forward + backward + exchange`` without overlap,
+  for every candidate with every exchange that the codec allows, and takes the fastest
   within the error budget. Of those within 2 % it takes the smallest error, and then the
-  simplest exchange. Where that gains less than the ``margin`` of a plain mean's step,
-  it takes the plain mean. Nothing is trained: accuracy is not measured.
+  simplest exchange; the plain mean, if that gains less than the ``margin`` of its step.
+  Accuracy is not measured.
 
   A codec loses :math:`\omega = E \lVert Q(g) - g \rVert^2 / \lVert g \rVert^2` of a
-  gradient. The error of the mean that workers receive also depends on the exchange and
-  on N. It is relative to a mean of independent gradients. Over N, it is relative to one
-  of equal gradients. A biased codec must keep residuals, which need :math:`\omega < 1`.
-  A sparse one lets an element wait for ``1 / density`` steps, which may be a tenth of
-  ``steps``. Of the others these are allowed, with N workers:
+  gradient. The error of the mean also depends on the exchange and on N. It is relative
+  to a mean of independent gradients; over N, to one of equal gradients. A biased codec
+  must keep residuals, which need :math:`\omega < 1`. In a sparse one an element waits
+  for ``1 / density`` steps, at most a tenth of ``steps``. Of the others these are
+  allowed:
 
   ================  ==================================================================
   ``budget``        candidates
@@ -198,20 +196,18 @@ def plan(
   ``"none"``        float32 alone
   ``"tight"``       unbiased ones with error / N <= 0.01, and omega <= 0.01 with
                     residuals
-  ``"paper"``       those that the study trained, and of which no record shows a loss
-                    above 0.5 points; with an error of at most 1.25 times that of its
-                    ``two_shot`` with 8 workers, or 0.01
+  ``"paper"``       those that the study trained, if no record shows a loss above 0.5
+                    points; with an error of at most 1.25 times that of its ``two_shot``
+                    with 8 workers, or 0.01
   ``"aggressive"``  all
   a float           those with error / N up to that
   ================  ==================================================================
 
-  A record of the study has three seeds or more. It shows a loss if all of its interval
-  of 95 %, paired by seeds, is below float32. Of each task the nearest records count:
-  those of the ``optimizer``, if there are any, and then those nearest to N. Notes name
-  the candidates that none is near, by the optimizer and with N / 2 to 2 N workers.
-
-  Bytes are arithmetic of the shapes of messages. The update of the choice is traced
-  by :func:`gradcomp.explain`, and a pair that cannot be traced is refused then.
+  A record has three seeds or more, and shows a loss if all of its interval of 95 %,
+  paired by seeds, is below float32. Of each task the nearest records count: those of
+  the ``optimizer``, if there are any, and then those nearest to N. Notes name the
+  candidates without a near one. Bytes are arithmetic of shapes;
+  :func:`gradcomp.explain` traces the choice, and refuses pairs that cannot be traced.
 
   Args:
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
@@ -222,9 +218,6 @@ def plan(
     budget: the error that is allowed.
     steps: the steps of the training; without them sparse codecs below 1 % are refused.
     options: the optimizer, times of the passes, speeds, gradients, candidates, margin.
-
-  Returns:
-    A :class:`Plan`. Chain its ``transformation(axis_name=...)``.
 
   Raises:
     ValueError: an argument breaks its rule.
@@ -245,8 +238,7 @@ def plan(
       QSGD-4 two_shot would win below 48.8 Gbit/s
 
   References:
-    Agarwal et al., `On the Utility of Gradient Compression in Distributed Training
-    Systems <https://arxiv.org/abs/2103.00543>`_, 2022
+    Agarwal et al., `2022 <https://arxiv.org/abs/2103.00543>`_
   """
   options = checks.instance_of("options", PlanOptions, options)
   model, given = model_of(params), options.gradients
@@ -412,8 +404,8 @@ def _dropping(candidate: Candidate, exchange: Exchange, workers: int) -> str:
     return ""
   union = 1 - (1 - candidate.density) ** workers
   return (
-    f"{workers} workers together choose up to {union:.3g} of the elements, of which "
-    f"owners would send {candidate.density:.3g}"
+    f"{workers} workers together choose up to {union:.3g} of the elements, and owners "
+    f"would send {candidate.density:.3g}"
   )
 
 

@@ -24,7 +24,8 @@ _TIGHT = 0.01  # of omega; of a mean's error over N, where errors of workers can
 _LOST = 0.5  # points of accuracy
 _ENOUGH = 3  # seeds; the interval of two is 12.7 standard errors to each side
 _NEAR = False, 1.0  # by the same optimizer, with from half to twice the workers
-# The study's trainings, but for few. An odd number of workers errs a sixth more.
+# The setting of nearly all trainings of the study. Odd numbers of workers err more, by
+# a sixth.
 _TRAINED: tuple[Exchange, tuple[int, ...]] = (TwoShot(), (8,))
 _SLACK = 1.25
 _LEAVES = 8  # of a gradient that are encoded, the largest
@@ -178,14 +179,14 @@ def _of_sum(
   groups = workers // inside
   if facts.rounds:  # each addition in the codec's format rounds the sum so far
     return omega * (1 + _added(inside) + _added(groups))
-  # Unbiased codecs round in pairs of workers, whose errors cancel by half, but for one.
+  # Unbiased codecs round in pairs of workers with errors that cancel by half.
   leaves = omega if biased else omega * (groups // 2 + groups % 2) / groups
   exact = facts.exact and not facts.in_format
   if exact or groups == 1 or exchange.way in ("gathered", "reduced"):
     return leaves
   if exchange.way == "passed":
     return _shortened(omega, workers) if biased else _passed(omega, workers)
-  if biased:  # of the energy of what it encodes, 1 - omega is left
+  if biased:  # 1 - omega of the encoded energy is left
     return 1 - (1 - omega) ** 2
   # Owners round means to nearest, with half of omega. A mean has its errors in it, too,
   # and with few levels its own loss grows with the root of that.

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from gradcomp._src.mesh import types
 
-# JAX's primitives whose results have each element from one element of each argument.
+# JAX's primitives that compute each element from one element of each argument.
 ELEMENTWISE = frozenset(
   "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj "
   "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 "
@@ -27,7 +27,7 @@ _CALLS = frozenset(
 _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 
 _CURE = (
-  "put what needs whole gradients in front of zero, e.g. "
+  "put what needs whole gradients before zero, e.g. "
   "gradcomp.wrappers.clip_by_local_norm in place of optax.clip_by_global_norm, or take "
   "an exchange and then the optimizer in place of zero."
 )
@@ -105,8 +105,8 @@ class Program:
     if name.startswith(_RANDOM):
       raise ValueError(
         f"`inner` must draw nothing at random, because every owner of rows would draw "
-        f"the same, but computes {name}; put what adds noise, like "
-        "optax.add_noise, behind zero or in front of it."
+        f"the same, but computes {name}; put what adds noise, like optax.add_noise, "
+        "before or after zero."
       )
     leaf = self._leaf(name, given)
     if leaf is not None:
@@ -131,8 +131,8 @@ class Program:
       return None if found.x is None else jnp.broadcast_to(found.x, aval.shape)
     if found.leaf not in (None, leaf) or (found.leaf is None and not found.even):
       raise ValueError(
-        f"`inner` must make what it keeps of {self.names[leaf]}, and its updates, of "
-        f"its own elements and of numbers; {_CURE}"
+        f"`inner` must compute the state and the updates of {self.names[leaf]} from "
+        f"its own elements and from numbers; {_CURE}"
       )
     return found.x
 
@@ -153,8 +153,8 @@ class Program:
     same = name == "broadcast_in_dim" and shapes[0] == shapes[-1]
     if name not in ELEMENTWISE and not same:
       raise ValueError(
-        f"`inner` must treat each element by itself, because a worker sees only those "
-        f"that it owns, but computes {name} of {self.names[leaf]}; {_CURE}"
+        f"`inner` must treat each element by itself, because a worker sees only its "
+        f"own, but computes {name} of {self.names[leaf]}; {_CURE}"
       )
     if not all(x.even for x in given if x.leaf is None):
       raise ValueError(
@@ -194,7 +194,7 @@ def _computed(equation: Any, arrays: Sequence[Any]) -> Sequence[Any]:
 
 def _keeps_parts(name: str, given: Sequence[_Value]) -> bool:
   """Returns True for an operation that acts on real and imaginary parts separately."""
-  # That are linear ones with real factors.
+  # These are linear, with real factors.
   if name in ("mul", "div"):
     own = [x.leaf is not None for x in given]
     real = all(x.real for x in given if x.leaf is None)

@@ -23,12 +23,10 @@ Rows = list[jax.Array]
 
 
 class Inner:
-  """An optimizer of rows; ValueError unless it treats each element by itself.
+  """An optimizer of rows; ValueError unless it treats each element by itself."""
 
-  It is traced with the shapes of the parameters, in float32, and run on rows, lists by
-  leaf. Its state has ``OwnedRows`` in the places of arrays like a leaf.
-  """
-
+  # It is traced with the shapes of the parameters, in float32, and run on rows, lists
+  # by leaf. Its state has OwnedRows in place of arrays like a leaf.
   def __init__(
     self,
     inner: optax.GradientTransformationExtraArgs,
@@ -60,11 +58,9 @@ class Inner:
   def step(
     self, rows: LeafRows, means: Rows, state: Any, seen: Rows, unsent: Rows
   ) -> tuple[Rows, Any, Rows]:
-    """Runs the optimizer on the master of a worker's rows: ``seen``, of all, + unsent.
-
-    Returns the new master and state, old ones where a value is not finite, and what all
-    workers' parameters lack of the master; NaN where it is not finite.
-    """
+    """Runs the optimizer on the master of a worker's rows, ``seen`` plus ``unsent``."""
+    # Returns the new master and state, old where not finite, and the master less the
+    # parameters of all workers, NaN where not finite.
     held, given = jax.tree.flatten(state, is_leaf=states.is_rows)
     if given != self._state:
       raise ValueError(
@@ -199,10 +195,8 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
 def measured_zero(
   state: states.CompressState, rows: LeafRows, before: Rows, sent: Rows, after: Rows
 ) -> states.CompressState:
-  """Returns the state, if inspected with sums of gradients, then of updates.
-
-  ``before`` and ``after`` are the master minus the parameters, ``sent`` the updates.
-  """
+  """Returns the state, if inspected with sums of gradients, then of updates."""
+  # `before` and `after` are the master minus the parameters, `sent` the updates.
   found = state.measures
   if found is None:
     return state

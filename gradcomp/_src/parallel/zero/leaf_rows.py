@@ -74,10 +74,10 @@ class _Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafRows:
-  """The rows of each leaf; zeros fill them up to a multiple of N.
+  """The rows of each leaf, filled with zeros to a multiple of N; lists are by leaf.
 
-  A row of elements is a row of the gradients' codec, decoded. Worker i owns the rows of
-  each leaf from ``i * share`` on. All lists here are by leaf.
+  A row of elements is a decoded row of the gradients' codec. Worker i owns the rows of
+  each leaf from ``i * share`` on.
   """
 
   plan: MessagePlan  # of the gradients
@@ -148,8 +148,8 @@ class LeafRows:
     wanted = [({axes: place.shape},) for axes, place in pairs]
     if got != wanted or made != jax.tree.structure(like):
       raise ValueError(
-        f"`state.unsent` must have the rows of each leaf that one of "
-        f"{self.workers.size} workers owns, {wanted}, got {got}; {MADE_FOR_SHARDS}"
+        f"`state.unsent` must have one worker's rows of each leaf, of "
+        f"{self.workers.size} workers, {wanted}, got {got}; {MADE_FOR_SHARDS}"
       )
     return jax.tree.leaves(unsent)
 

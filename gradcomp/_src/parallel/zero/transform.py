@@ -52,70 +52,57 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   key: ArrayLike = 0,
   dither: compression.Dither = "shared",
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Runs an optimizer on an Nth of the parameters a worker, and sends compressed.
+  r"""Returns an optimizer that runs on an Nth of the parameters a worker (ZeRO).
 
-  It takes the place of an exchange and the optimizer behind it. Worker :math:`i` has
-  the gradient :math:`g_i`, the residual :math:`e_i` (zero without feedback) and the
-  unsent part :math:`r` of the rows that it owns, in float32. All workers have the
-  parameters :math:`p`. In a step, the owner of some rows computes, of these rows,
+  It takes the place of an exchange and the optimizer after it. Worker :math:`i` has the
+  gradient :math:`g_i`, the residual :math:`e_i` (zero without feedback) and the unsent
+  part :math:`r` of its own rows, in float32. All workers have the parameters :math:`p`.
+  The owner of some rows computes
 
   .. math::
      \bar g = \tfrac{1}{N} \sum_i Q_g(g_i + e_i), \qquad m = p + r, \qquad
      m' = m + \mathrm{inner}(\bar g, m), \qquad d = Q_p(m' - p)
 
-  and all workers, the owner too, add the decoded :math:`d` to :math:`p`. So all have
-  the same bits. :math:`Q_g` is ``grads``, and :math:`Q_p` is ``params``, which rounds
-  to nearest. The owner keeps :math:`r = m' - (p + d)` and sends it later. It is at most
-  half a step of :math:`Q_p`, plus the rounding of bfloat16 parameters. Any other change
-  of the parameters, by a wrapper like ``optax.lookahead``, changes :math:`m` with them.
+  and all workers add the decoded :math:`d` to :math:`p`: all have the same bits.
+  :math:`Q_g` is ``grads``, and :math:`Q_p` is ``params``, which rounds to nearest. The
+  owner sends :math:`r = m' - (p + d)` later, at most half a step of :math:`Q_p` plus
+  the rounding of bfloat16 parameters.
 
-  A worker sends ``(N-1)/N (c_g + c_p)`` bytes, where c are the bytes of the payloads of
-  all parameters: 8.1 bits a parameter and step at 4 and 4 bits. It keeps the state of
-  ``inner`` and :math:`r`, of an Nth of the parameters, and the residuals of its own
-  gradients, if it keeps any. ``update`` needs the parameters.
+  A worker sends ``(N-1)/N (c_g + c_p)`` bytes, with c bytes for the payloads of all
+  parameters: 8.1 bits a parameter and step at 4 and 4 bits. Its
+  :class:`gradcomp.state.ZeroState` has the state of ``inner`` and :math:`r` for an Nth
+  of the parameters, and the residuals of its gradients, if any. Call ``init`` as for
+  :func:`gradcomp.compress`; ``update`` needs the parameters.
 
-  Each worker owns rows of each leaf, which zeros fill up to a multiple of N rows. JAX
-  traces ``inner`` with the shapes of the parameters, in float32: masks, labels and
-  other functions of shapes, paths or names see those. Its operations are then applied
-  to rows. So it must treat each element by itself, as ``optax.adamw``, ``optax.lion``
-  and ``optax.sgd`` do, with their schedules. Norms and random numbers are refused by
-  name: put ``gradcomp.wrappers.clip_by_local_norm`` in front. The parts of complex
-  leaves must be separate elements for it: ``optax.sgd`` does so, and ``optax.adam`` is
-  refused.
-
-  A gradient that is not finite makes its bucket of the updates NaN on every worker. The
-  residuals, :math:`r` and the state of ``inner`` keep their old values there. Put
-  :func:`gradcomp.skip_nonfinite` around this, or NaN stays in the parameters.
+  JAX traces ``inner`` with the shapes of the parameters, in float32, and its operations
+  are applied to rows. So it must treat each element by itself, as ``optax.adamw``,
+  ``optax.lion`` and ``optax.sgd`` do; norms and random numbers are refused by name. A
+  non-finite gradient makes its bucket of the updates NaN on every worker, and the state
+  keeps its old values there: put :func:`gradcomp.skip_nonfinite` around this, or NaN
+  stays in the parameters.
 
   Args:
-    inner: an optax transformation that treats each element by itself.
+    inner: an optax transformation that treats each element by itself, and each part of
+      a complex one.
     axis_name: the axis of the workers, or a tuple of axes.
     grads: the codec of gradients, which owners add in float32. (APS adds in its own
-      format, and drops the rounding errors of additions: choose
-      ``accumulate="float32"``.)
+      format: choose ``accumulate="float32"``.)
     params: the codec of updates of the parameters, with scales of its own.
     feedback, min_leaf_size: options of the gradients' exchange, see
       :class:`gradcomp.CompressOptions`. Small leaves are sent in float32 in both
       directions, in the same two messages.
     message_bytes: the largest payload of gradients that leaves share. Each such group
-      of leaves has a message of its own in each direction. So the gradients of the last
-      layers can be sent before those of other layers are computed.
+      of leaves has a message of its own in each direction.
     key, dither: options of the gradients' exchange, too.
 
-  Returns:
-    A gradient transformation; its state is a :class:`gradcomp.state.ZeroState`. Call
-    ``init`` inside the map, or under ``jax.set_mesh(mesh)``, as for
-    :func:`gradcomp.compress`.
-
   Raises:
-    TypeError: ``grads`` or ``params`` is no codec; in ``update``, a gradient leaf is
-      neither real nor complex floating point.
-    ValueError: an option is bad; a codec is sparse, or of low rank; or ``params`` only
-      rounds at random, or has workers agree on a scale. In ``init``: the number of
-      workers is unknown; ``inner`` looks at several elements at once, or draws at
-      random; or parameters are sharded over the axis. In ``update``: there are no
-      parameters; the state was made for other workers or parameters; or gradients are
-      already reduced.
+    TypeError: ``grads`` or ``params`` is no codec; in ``update``, a gradient is not
+      floating point.
+    ValueError: an option is bad; a codec is sparse, or of low rank; or ``params`` has
+      no scale of its own, or always draws. In ``init``: the number of workers is
+      unknown; ``inner`` mixes elements, or draws; or parameters are sharded over the
+      axis. In ``update``: no parameters; another state; or gradients are already
+      reduced.
 
   Example:
     >>> codec = gradcomp.codecs.QSGD(bits=4)
@@ -127,9 +114,8 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     (1, 8, 512)
 
   References:
-    Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020, section 5;
-    Jia et al., `SDP4Bit <https://arxiv.org/abs/2410.15526>`_, 2024, section 3.1, for
-    the differences
+    Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020, section 5; Jia
+    et al., `SDP4Bit <https://arxiv.org/abs/2410.15526>`_, 2024, section 3.1
   """
   told = dict(locals())
   _check_codecs(grads, params)
@@ -140,8 +126,8 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   keeper = feedbacks.as_feedback(feedback, grads, "grads")
   if keeper.estimates:
     raise ValueError(
-      '`feedback` must be None, "auto", "error" or "momentum" where owners keep the '
-      f"means, for they share no estimate of them, got {feedback!r}."
+      '`feedback` must be None, "auto", "error" or "momentum" in zero, where workers '
+      f"share no estimate of the means, got {feedback!r}."
     )
   options = axes, exchange, keeper, min_leaf_size, size, key, dither
   parts, of_updates = compression.Compression(grads, *options), params
@@ -187,8 +173,8 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     states.check_type(state, ZeroState)
     if params is None:
       raise ValueError(
-        "`params` must be given to update, because zero sends what they lack of "
-        "what it has computed, got None; call optimizer.update(grads, state, params)."
+        "`params` must be given to update, because zero sends differences from them, "
+        "got None; call optimizer.update(grads, state, params)."
       )
     updates = inputs.not_differentiated(updates)
     parts.check(across, updates, state.gradients)
@@ -255,8 +241,8 @@ def _check_codecs(grads: Any, params: Any) -> None:
   last = params.bind(leaf).to_nearest()
   if last.needs_key:
     raise ValueError(
-      f"`params` must be a codec that rounds to nearest, for owners keep what it "
-      f"loses, got {params}, which always draws; use 2 bits or more."
+      f"`params` must be a codec that rounds to nearest, because owners keep its "
+      f"errors, got {params}, which always draws; use 2 bits or more."
     )
   like = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
   if jax.eval_shape(last.agree, like) is not None:

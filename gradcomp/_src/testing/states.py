@@ -1,0 +1,152 @@
+"""Laws of a transformation's state: it is stable, scanned, saved and resharded."""
+
+import json
+import pickle
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from gradcomp._src.checkpoint.records import check_record, make_record
+from gradcomp._src.checkpoint.reshard import reshard_state
+from gradcomp._src.checkpoint.shapes import state_shapes
+from gradcomp._src.core.residual_storage import is_stored
+from gradcomp._src.core.specs import state_specs
+from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.report.tracing import study
+from gradcomp._src.testing import broken
+from gradcomp._src.testing import leaves as kit
+from gradcomp._src.testing.broken import Findings, described, difference, law
+from gradcomp._src.testing.modes import EXPLICIT, Run
+from gradcomp._src.testing.steps import RUN, SUBJECT, storing, waiting
+
+__all__ = ["checkpoint_goes_on", "record_is_its_own", "resharding_keeps_sums"]
+__all__ += ["state_is_stable", "steps_are_scanned"]
+
+_SAME = "return a state of the structure and the types that it was given"
+
+
+@law(RUN, "what `update` puts into the state")
+def state_is_stable(run: Run) -> Findings:
+  """A step returns a state of the structure, shapes and dtypes that it was given."""
+  first = run.placed[0]
+  for state in run.placed[1:]:
+    trees: list[Any] = [jax.tree.structure(x) for x in (first, state)]
+    told = None if trees[0] == trees[1] else f"{trees[0]} becomes {trees[1]}"
+    yield SUBJECT, _SAME, told
+    for path, *both in kit.zipped(first, state):
+      weak = [" (weak)" * getattr(x, "weak_type", False) for x in both]
+      old, new = (f"{described(x)}{word}" for x, word in zip(both, weak, strict=True))
+      yield SUBJECT, _SAME, None if old == new else f"{path} {old} becomes {new}"
+
+
+@law(RUN, "what `update` puts into the state")
+def steps_are_scanned(run: Run) -> Findings:
+  """``lax.scan`` takes the steps, inside a checked ``jax.shard_map``.
+
+  It types arrays as varying. The steps are traced, and nothing runs.
+  """
+  axis = run.axis_name
+
+  def scanned(state: Any, gradients: Any, params: Any) -> Any:
+    own = jax.tree.map(lambda x: x[:, 0], gradients)
+    step = lambda state, x: (run.transformation.update(x, state, params)[1], None)
+    return lax.scan(step, state, own)[0]
+
+  stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *run.gradients)
+  workers: Any = {"workers": run.workers, "axis_name": axis}
+  state = state_shapes(run.transformation, run.params, **workers)
+  specs = state_specs(state, axis_name=axis)
+  given: Any = {"in_specs": (specs, P(None, axis), P()), "out_specs": specs}
+  given["mesh"] = AbstractMesh((run.workers,), (axis,), (AxisType.Auto,))
+  try:
+    jax.eval_shape(jax.shard_map(scanned, **given), state, stacked, run.params)
+  except TypeError as error:  # of lax.scan, for the update itself has been traced
+    yield SUBJECT, _SAME, " ".join(str(error).split()).partition(". ")[0]
+
+
+@law(RUN, "what the state holds that is no array")
+def checkpoint_goes_on(run: Run) -> Findings:
+  """From a state that was pickled the last step has the same bits."""
+  state = pickle.loads(pickle.dumps(jax.device_get(run.placed[-2])))
+  again = run.place.update(run.gradients[-1], state, run.params)
+  for path, got, own in kit.zipped(again, (run.outputs[-1], run.placed[-1])):
+    told = difference(got, own, of=path, bits=True)
+    yield SUBJECT, "go on from a saved state with the same bits", told
+
+
+@law(RUN, "`repr` of codec and feedback")
+def record_is_its_own(run: Run) -> Findings:
+  """A record passes with itself, and fails with another N and without a part."""
+  if isinstance(run.sizes, tuple):
+    return  # the record has a number for each axis
+  workers, tx = run.sizes, run.transformation
+  make = lambda: make_record(tx, run.params, workers=workers)
+
+  def refused(record: Any) -> str | None:
+    try:
+      check_record(record, make())
+    except (ValueError, TypeError) as error:
+      return str(error)
+    return None
+
+  saved = json.loads(json.dumps(make()))
+  yield SUBJECT, "have a record that passes with itself", refused(saved)
+  wrong = [{k: v for k, v in saved.items() if k != "workers"}]
+  wrong += [saved | {"workers": [workers + 1]}] if saved["stacked"] else []
+  for record in wrong:
+    told = refused(record) or "it passes"
+    found = None if "workers" in told else told
+    yield SUBJECT, "have a record that says of how many workers it is", found
+
+
+@law(RUN.replace("vmap", "shard_map"), "`state_specs` of what it keeps")
+def resharding_keeps_sums(run: Run) -> Findings:
+  """With one worker less and one more, sums that are not sent yet stay.
+
+  Arrays that workers share stay. A run
+  of global arrays alone shows it, and a single transformation that keeps residuals.
+  """
+  n, state = run.workers, run.placed[-1]
+  if run.planned is None or run.place.where is None or isinstance(run.sizes, tuple):
+    return
+  if state.estimate is not None and run.mode == EXPLICIT:
+    return  # an estimate is of a sum there
+  # To store few bits, reshard_state runs many small programs for each number.
+  few = any(map(is_stored, jax.tree.leaves(state.residual, is_leaf=is_stored)))
+  for new in sorted({max(1, n - 1), n + 1} - {n})[: 1 if few else 2]:
+    yield from _resharded(run, run.planned[0], n, new)
+
+
+def _resharded(run: Run, plan: MessagePlan, n: int, new: int) -> Findings:
+  state, expected = run.placed[-1], f"keep its sums from {n} to {new} workers"
+  try:
+    made = study(run.transformation, run.params, new).made
+  except ValueError:  # groups do not divide the workers
+    return
+  given: Any = {"axis_name": run.axis_name, "old_workers": n, "workers": new}
+  moved = reshard_state(run.transformation, run.params, state, **given)
+  specs = jax.tree.leaves(state_specs(state, axis_name=run.axis_name))
+  for (path, was, now), spec in zip(kit.zipped(state, moved), specs, strict=True):
+    told = None if spec != P() else difference(now, was, of=f"the shared {path}")
+    yield SUBJECT, expected, told
+  waited, was = waiting(plan, state, n)
+  waits, owns = waiting(made[0][0], moved, new)
+  for i, (path, _) in enumerate(kit.zipped(run.params)):
+    before, after = waited[i].sum(axis=0) + was[i], waits[i].sum(axis=0) + owns[i]
+    parts = [waited[i], waits[i]]
+    if state.estimate is not None:  # means of estimates, sums of gradients of about 1
+      before, after, parts = before / n, after / new, [*parts, 1.0]
+    # Each of at most N additions rounds, and storing does. Sums of up to 32, of which
+    # rotated rows are made, round ten times both ways.
+    bound = (n + 2) * (2.0**-23 + storing(state, i)) * max(map(_largest, parts))
+    bound += 20 * 2.0**-24 * _largest(was[i])
+    told = broken.first_wrong(~(np.abs(after - before) <= bound), after, before)
+    yield SUBJECT, expected, told and f"of what waits of {path} {told}"
+
+
+def _largest(x: Any) -> float:
+  return np.abs(x).max(initial=0)
