@@ -52,7 +52,7 @@ class _Move:
     self.names, self.argument = names, argument
     self.variables, self.contexts = dict[Any, Any](), dict[Any, Any]()
 
-  def jaxpr(self, old: core.Jaxpr) -> core.Jaxpr:
+  def jaxpr(self, old: core.Jaxpr) -> Any:
     equations = [new for eqn in old.eqns if (new := self.equation(eqn))]
     names = "constvars", "invars", "outvars"
     return old.replace(eqns=equations, **{x: self.of(getattr(old, x)) for x in names})
@@ -101,7 +101,8 @@ class _Move:
         spec = specs.restrict_spec(x.spec, {*x.mesh.axis_names} - self.names)
         return NamedSharding(self.of(x.mesh), spec, memory_kind=x.memory_kind)
       case core.Jaxpr():  # since JAX 0.12 a closed one is one, too
-        return self.jaxpr(x)
+        moved, consts = self.jaxpr(x), getattr(x, "consts", ())
+        return moved.with_consts(consts) if consts else moved
       case core.ClosedJaxpr():
         return core.ClosedJaxpr(self.jaxpr(x.jaxpr), x.consts)
       case jax.core.ShapedArray():
