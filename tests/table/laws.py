@@ -127,16 +127,9 @@ def golden_bits(run):
 
 
 def speaks(law, run):
-  """Whether a law has anything to say of a run."""
+  """Returns True if a law has anything to say of a run."""
   found = inspect.unwrap(law)(run)
   return any(True for _ in found) if inspect.isgenerator(found) else found is not False
-
-
-def resharding_keeps_sums(run):
-  """Of int8 residuals those of groups alone: each row compiles 70 programs there."""
-  if run.row.feedback == "int8" and run.row.exchange != "hierarchical":
-    return False
-  return laws.resharding_keeps_sums(run)
 
 
 LAWS = (
@@ -147,7 +140,7 @@ LAWS = (
   laws.state_is_stable,
   laws.checkpoint_goes_on,
   laws.record_is_its_own,
-  resharding_keeps_sums,
+  laws.resharding_keeps_sums,
   spoils_as_the_setting_says,
   zeros_stay_zeros,
   bytes_are_explained,

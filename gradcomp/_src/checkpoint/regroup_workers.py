@@ -31,15 +31,15 @@ def regroup_sum(x: np.ndarray, old: int, new: int, factor: float = 1.0) -> np.nd
 def floats_of(stored: Int8Residual, workers: int) -> np.ndarray:
   """Returns the residuals of N workers as floats, stacked on the first axis."""
   parts = zip(*(np.split(np.asarray(x), workers) for x in stored), strict=True)
-  return np.concatenate([read_residual(Int8Residual(*part)) for part in parts])
+  return np.concatenate([jax.jit(read_residual)(Int8Residual(*part)) for part in parts])
 
 
 def stored_of(x: np.ndarray, workers: int, blocks: int | None = None) -> Int8Residual:
   """Rounds M workers' residuals to ``int8``, in blocks of a worker's last axis."""
-  half = lambda part: jnp.full(part.shape, 1 << 15, jnp.uint16)
-  own = [to_int8(jnp.asarray(y), half(y), blocks) for y in np.split(x, workers)]
-  whole: Any = map(np.concatenate, zip(*own, strict=True))
-  return Int8Residual(*whole)
+  half = lambda part: np.full(part.shape, 1 << 15, np.uint16)
+  rounded = jax.jit(to_int8, static_argnums=2)  # else each operation is a program
+  own = [rounded(y, half(y), blocks) for y in np.split(x, workers)]
+  return jax.tree.map(lambda *parts: np.concatenate(parts), *own)
 
 
 def regroup_memory(
