@@ -11,12 +11,10 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.common import cli
 from benchmarks.study import records
 from benchmarks.study.queue import train
 from benchmarks.study.queue.items import Item
 from benchmarks.study.settings import Setting
-from gradcomp._src.version import WIRE
 
 
 def arms(items: Iterable[Item], known: set[Setting]) -> list[list[Item]]:
@@ -34,19 +32,13 @@ def run(items: Iterable[Item], folder: Path, minutes: float) -> None:
   for arm in arms(items, {x.setting for x in records.read(folder)}):
     if time.monotonic() - start > 60 * minutes:
       return
-    began = time.monotonic()
+    began, made = time.monotonic(), train.made_with()
     trainer, size = train.trainer_of(arm[0].setting)
     found = trainer.train_together([x.setting.seed for x in arm])
     seconds = time.monotonic() - began
     print(f"{arm[0].launch}: {arm[0].title} and {len(arm) - 1} more, {seconds:.0f} s")
-    made = {
-      "seconds": round(seconds / len(arm), 1),
-      "device": jax.devices()[0].device_kind,
-      "commit": cli.commit(),
-      "code": cli.code(),
-      "wire": WIRE,
-      "jax": jax.__version__,
-    }
+    made |= {"seconds": round(seconds / len(arm), 1)}
+    made |= {"device": jax.devices()[0].device_kind}
     sent = trainer.bytes()
     for item, own in zip(arm, found, strict=True):
       path = folder / f"{item.launch}.jsonl"

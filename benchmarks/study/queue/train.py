@@ -117,19 +117,23 @@ def train(
   """Trains, and gives the results to ``ended`` before the state is removed."""
   state.mkdir(parents=True, exist_ok=True)
   trainer, size = trainer_of(setting)
-  code = cli.code()
-  keeper = Keeper(state / f"saved-{code}", setting.steps, trainer.recorded())
+  made = made_with()
+  keeper = Keeper(state / f"saved-{made['code']}", setting.steps, trainer.recorded())
   signal.signal(signal.SIGTERM, keeper.end)
   found = trainer.train(setting.seed, saved=keeper)
-  made = {
-    "cpu": round(keeper.cpu, 1),
+  cost = {"cpu": round(keeper.cpu, 1)}
+  ended(rounded(found) | trainer.bytes() | cost | made | size)
+  shutil.rmtree(state)
+
+
+def made_with() -> dict[str, Any]:
+  """Returns what a record says of its code; to be asked before the training."""
+  return {
     "commit": cli.commit(),
-    "code": code,
+    "code": cli.code(),
     "wire": WIRE,
     "jax": jax.__version__,
   }
-  ended(rounded(found) | trainer.bytes() | made | size)
-  shutil.rmtree(state)
 
 
 def rounded(found: Any) -> Any:
