@@ -222,7 +222,7 @@ def selection():
 
 
 def sparse_parts():
-  """What RedSync's codec does one after the other, as multiples of a copy."""
+  """Gives the parts of RedSync's codec, as multiples of a copy."""
   _, *rows = load("sparse_speed_jax0.10.2_malloc.json").items()
   parts = "select", "pack", "encode", "unpack"
   lines = [[title, *copies(row["seconds"], *parts)] for title, row in rows]

@@ -62,7 +62,7 @@ def values(model):
 
 
 def close(model, other):
-  """Whether weights are equal, but for sums of a batch in another order."""
+  """Returns True if weights are equal, but for sums of a batch in another order."""
   pairs = zip(model.get_weights(), other.get_weights(), strict=True)
   return all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
 

@@ -125,7 +125,7 @@ def write(wire: int, lines: Iterable[Line]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(modes.Run):
-  """What a row did; in the last step one worker has a NaN."""
+  """Holds what a row did; in the last step one worker has a NaN."""
 
   row: Row
 
