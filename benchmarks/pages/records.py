@@ -67,8 +67,8 @@ def milliseconds(cell):
   return cell.replace(",", "").rstrip(")").split(" (") if cell else ["", ""]
 
 
-def links(names):
-  found = [rows("link_speed.md", number) for number in (0, 1)]
+def links(names, file="link_speed.md"):
+  found = [rows(file, number) for number in (0, 1)]
   by_hosts = [{row[""]: row for row in measured} for measured in found]
   empty = {"MB": "", "1gbit": ""}
   lines = []
@@ -302,6 +302,7 @@ def local_loss():
 TABLES = {
   **{name: functools.partial(pick, **given) for name, given in NAMES["picked"].items()},
   "links": lambda: links(NAMES["links"]),
+  "peers": lambda: links(NAMES["peers"], "peers/link_speed.md"),
   "optimizers on links": lambda: links(NAMES["optimizers"]),
   "rates": rates,
   "activations": activations,
