@@ -21,11 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from examples.lib import command_line, telemetry
-from examples.lib.checkpoints import saved_in
-from examples.lib.data import text
-from examples.lib.networks import Block, Transformer
-from examples.lib.sharded import fsdp
+from examples.lib import runs, texts
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, EightBit
 
@@ -33,7 +29,7 @@ BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a se
 # Buckets are so small that a worker's part of a matrix fills its rows.
 WEIGHTS = EightBit(bucket_size=128)
 GRADS = QSGD(bits=4, bucket_size=128, rounding="nearest")
-make_parser = functools.partial(command_line.small_parser, __doc__, workers=4)
+make_parser = functools.partial(runs.make_parser, __doc__, workers=4)
 
 
 def gathered(variables: Any) -> Any:
@@ -48,19 +44,19 @@ def gathered(variables: Any) -> Any:
 
 
 # A block that gathers when it is called, and again before its backward pass.
-GatheredBlock = linen.map_variables(Block, ("params", "residuals"), gathered)
+GatheredBlock = linen.map_variables(texts.Block, ("params", "residuals"), gathered)
 GatheredBlock = linen.remat(GatheredBlock)
-model = Transformer(text.CHARACTERS, block=GatheredBlock)
-plain = Transformer(text.CHARACTERS)  # of whole parameters
+model = texts.Transformer(texts.CHARACTERS, block=GatheredBlock)
+plain = texts.Transformer(texts.CHARACTERS)  # of whole parameters
 
 
-def share_of_loss(logits: jax.Array, batch: text.Tokens) -> jax.Array:
+def share_of_loss(logits: jax.Array, batch: texts.Tokens) -> jax.Array:
   """Returns a worker's share of the mean loss; gradients of it are to be added up."""
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
   return jnp.mean(losses) / lax.axis_size("data")
 
 
-def loss_fn(params: Any, residuals: Any, batch: text.Tokens) -> jax.Array:
+def loss_fn(params: Any, residuals: Any, batch: texts.Tokens) -> jax.Array:
   """Computes a worker's share of the loss from its parts of the parameters."""
   # A layer that is used twice is gathered once, for each gather sends its residual.
   outer = lambda tree: {k: x for k, x in tree.items() if not k.startswith("block")}
@@ -69,13 +65,13 @@ def loss_fn(params: Any, residuals: Any, batch: text.Tokens) -> jax.Array:
   return share_of_loss(model.apply(variables, batch.inputs), batch)
 
 
-def worker(params: Any, residuals: Any, batch: text.Tokens) -> Any:
+def worker(params: Any, residuals: Any, batch: texts.Tokens) -> Any:
   """Returns the mean loss, the worker's part of the gradient, and its residuals."""
   loss, cotangents = jax.value_and_grad(loss_fn, (0, 1))(params, residuals, batch)
   return lax.psum(loss, "data"), *cotangents
 
 
-def whole_gradients(params: Any, residuals: Any, batch: text.Tokens) -> Any:
+def whole_gradients(params: Any, residuals: Any, batch: texts.Tokens) -> Any:
   """Returns the gradient of whole parameters, and the residuals, to be inspected."""
   whole = gathered({"params": params, "residuals": residuals})["params"]
 
@@ -85,15 +81,18 @@ def whole_gradients(params: Any, residuals: Any, batch: text.Tokens) -> Any:
   return jax.grad(loss_fn)(whole), residuals
 
 
-def train(worker: Any, whole_gradients: Any, params: Any, args: Any) -> None:
-  """Trains by two functions as above, and prints the loss and the bytes of a step."""
-  batches = text.batches(text.load().train, BATCH, LENGTH, seed=0)
+def main(argv: Sequence[str] | None = None) -> None:
+  """Trains, and prints the loss and the bytes of a step."""
+  args = runs.set_mesh(make_parser(), argv, BATCH, workers="data")
+  batches = texts.batches(texts.load().train, BATCH, LENGTH, seed=0)
+  init = lambda key: plain.init(key, np.zeros((1, LENGTH), np.uint8))["params"]
+  params = jax.jit(init, out_shardings=P("data"))(jax.random.key(0))
   cut = functools.partial(jax.shard_map, in_specs=P("data"))
   gradients = cut(worker, out_specs=(P(), P("data"), P("data")))
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
 
   @jax.jit
-  def step(params: Any, residuals: Any, state: Any, batch: text.Tokens) -> Any:
+  def step(params: Any, residuals: Any, state: Any, batch: texts.Tokens) -> Any:
     loss, grads, residuals = gradients(params, residuals, batch)
     # Here parameters are global arrays, and norms are those of whole ones.
     updates, state = optimizer.update(grads, state, params)
@@ -104,31 +103,19 @@ def train(worker: Any, whole_gradients: Any, params: Any, args: Any) -> None:
   kept = params, jax.jit(zeros)(params), jax.jit(optimizer.init)(params)
   place = lambda batch: jax.device_put(batch, P("data"))
   program = step.lower(*kept, place(next(batches))).compile()
-  exchange = fsdp.exchange_of(GRADS)
-  look = lambda *given: fsdp.inspected(exchange, *whole_gradients(*given))
+  exchange = runs.exchange_of(GRADS)
+  look = lambda *given: runs.inspected(exchange, *whole_gradients(*given))
   look = jax.jit(cut(look, out_specs=P()))
-  log = telemetry.Log(args.inspect)
   whose = {"optimizer": exchange, "params": params, "workers": args.workers}
-  with saved_in(args, **whose) as saved:
-    first, kept, _ = saved.restore(kept, batches)
-    for number in range(first + 1, args.steps + 1):
+  with runs.Run(args, "fsdp", **whose) as run:
+    kept = run.restore(kept, batches)
+    for number in run.steps():
       batch = place(next(batches))
-      if log.takes(number):
-        log.keep(number, look(*kept[:2], batch))
+      if run.log.takes(number):
+        run.log.keep(number, look(*kept[:2], batch))
       *kept, loss = program(*kept, batch)
-      saved.save(number, tuple(kept))
-      if number % max(1, args.steps // 10) == 0:
-        print(f"step {number}: loss {loss:.3f}")
-  log.write(args.output, "fsdp")
+      run.save(tuple(kept), loss)
   print(gradcomp.wire_report(program))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-  """Trains with the options given."""
-  args = command_line.small_mesh(make_parser(), argv, BATCH, workers="data")
-  init = lambda key: plain.init(key, np.zeros((1, LENGTH), np.uint8))["params"]
-  params = jax.jit(init, out_shardings=P("data"))(jax.random.key(0))
-  train(worker, whole_gradients, params, args)
 
 
 if __name__ == "__main__":

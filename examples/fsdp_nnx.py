@@ -2,10 +2,9 @@
 
     python -m examples.fsdp_nnx --steps 200
 
-It does what fsdp_linen.py does, in its loop, with modules that are objects.
+It does what fsdp_linen.py does, with modules that are objects.
 ``nnx.split`` takes their parameters out, and ``nnx.merge`` puts whole ones into a layer
-when it is called. Here each worker has an Nth of the elements of a parameter, of
-whatever shape that is.
+when it is called. Here each worker has an Nth of a parameter's elements, in any shape.
 """
 
 import functools
@@ -19,10 +18,15 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from examples import fsdp_linen
-from examples.lib import command_line
-from examples.lib.data import text
-from gradcomp import parallel
+import gradcomp
+from examples.lib import runs, texts
+from gradcomp import codecs, parallel
+
+BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a sequence
+# Buckets are so small that a worker's part of a matrix fills its rows.
+WEIGHTS = codecs.EightBit(bucket_size=128)
+GRADS = codecs.QSGD(bits=4, bucket_size=128, rounding="nearest")
+make_parser = functools.partial(runs.make_parser, __doc__, workers=4)
 
 
 class Block(nnx.Module):
@@ -44,19 +48,18 @@ class Block(nnx.Module):
 def layers(width: int, length: int, depth: int, *, rngs: nnx.Rngs) -> list[nnx.Module]:
   """Makes a decoder: embeddings of bytes and of positions, blocks, and an output."""
   return [
-    nnx.Embed(text.CHARACTERS, width, rngs=rngs),
+    nnx.Embed(texts.CHARACTERS, width, rngs=rngs),
     nnx.Embed(length, width, rngs=rngs),
     *[Block(width, 4, rngs=rngs) for _ in range(depth)],
-    nnx.Linear(width, text.CHARACTERS, use_bias=False, rngs=rngs),
+    nnx.Linear(width, texts.CHARACTERS, use_bias=False, rngs=rngs),
   ]
 
 
 def gather(like: Any, w: jax.Array, residual: jax.Array) -> jax.Array:
   """Gathers a parameter from flat parts; ``like`` has its shape."""
-  codecs = {"params": None, "grads": None}  # small parameters travel in float32
-  if len(like.shape) > 1:
-    codecs = {"params": fsdp_linen.WEIGHTS, "grads": fsdp_linen.GRADS}
-  given = {"residual": residual, "shape": like.shape, **codecs}
+  small = len(like.shape) < 2  # such parameters travel in float32
+  sent = {"params": None if small else WEIGHTS, "grads": None if small else GRADS}
+  given = {"residual": residual, "shape": like.shape, **sent}
   return parallel.gather(w, axis_name="data", **given)
 
 
@@ -70,7 +73,7 @@ def share_of_loss(call: Callable[..., jax.Array], depth: int, batch: Any) -> jax
 
 
 # ``parts`` has of each layer its definition, and the shapes of its parameters.
-def loss_fn(parts: Any, params: Any, residuals: Any, batch: text.Tokens) -> jax.Array:
+def loss_fn(parts: Any, params: Any, residuals: Any, batch: texts.Tokens) -> jax.Array:
   """Computes a worker's share of the loss from its flat parts of the parameters."""
 
   def call(layer: int, x: jax.Array) -> jax.Array:
@@ -85,7 +88,7 @@ def loss_fn(parts: Any, params: Any, residuals: Any, batch: text.Tokens) -> jax.
   return share_of_loss(call, len(parts), batch)
 
 
-def whole_gradients(parts: Any, params: Any, residuals: Any, batch: text.Tokens) -> Any:
+def whole_gradients(parts: Any, params: Any, residuals: Any, batch: Any) -> Any:
   """Returns the gradient of whole parameters, and the residuals, to be inspected."""
   every = list(zip(parts, params, residuals, strict=True))
   whole = [jax.tree.map(gather, like, w, e) for (_, like), w, e in every]
@@ -100,20 +103,47 @@ def whole_gradients(parts: Any, params: Any, residuals: Any, batch: text.Tokens)
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains, and prints the loss and the bytes of a step."""
-  parser = fsdp_linen.make_parser()
-  args = command_line.small_mesh(parser, argv, fsdp_linen.BATCH, workers="data")
-  whole = [nnx.split(x) for x in layers(128, fsdp_linen.LENGTH, 2, rngs=nnx.Rngs(0))]
+  args = runs.set_mesh(make_parser(), argv, BATCH, workers="data")
+  batches = texts.batches(texts.load().train, BATCH, LENGTH, seed=0)
+  whole = [nnx.split(x) for x in layers(128, LENGTH, 2, rngs=nnx.Rngs(0))]
   parts = [(graph, jax.tree.map(jax.typeof, params)) for graph, params in whole]
   pad = lambda w: jnp.pad(w.reshape(-1), (0, -w.size % args.workers))
-  params = jax.tree.map(pad, [params for _, params in whole])
+  params = jax.device_put(jax.tree.map(pad, [w for _, w in whole]), P("data"))
 
-  def worker(params: Any, residuals: Any, batch: text.Tokens) -> Any:
+  def worker(params: Any, residuals: Any, batch: texts.Tokens) -> Any:
     grad = jax.value_and_grad(loss_fn, (1, 2))
     loss, cotangents = grad(parts, params, residuals, batch)
     return lax.psum(loss, "data"), *cotangents
 
-  look = functools.partial(whole_gradients, parts)
-  fsdp_linen.train(worker, look, jax.device_put(params, P("data")), args)
+  cut = functools.partial(jax.shard_map, in_specs=P("data"))
+  gradients = cut(worker, out_specs=(P(), P("data"), P("data")))
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
+
+  @jax.jit
+  def step(params: Any, residuals: Any, state: Any, batch: texts.Tokens) -> Any:
+    loss, grads, residuals = gradients(params, residuals, batch)
+    # Here parameters are global arrays, and norms are those of whole ones.
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), residuals, state, loss
+
+  residual = functools.partial(parallel.gather_residual, axis_name="data")
+  zeros = cut(lambda params: jax.tree.map(residual, params), out_specs=P("data"))
+  kept = params, jax.jit(zeros)(params), jax.jit(optimizer.init)(params)
+  place = lambda batch: jax.device_put(batch, P("data"))
+  program = step.lower(*kept, place(next(batches))).compile()
+  exchange = runs.exchange_of(GRADS)
+  look = lambda *given: runs.inspected(exchange, *whole_gradients(parts, *given))
+  look = jax.jit(cut(look, out_specs=P()))
+  whose = {"optimizer": exchange, "params": params, "workers": args.workers}
+  with runs.Run(args, "fsdp", **whose) as run:
+    kept = run.restore(kept, batches)
+    for number in run.steps():
+      batch = place(next(batches))
+      if run.log.takes(number):
+        run.log.keep(number, look(*kept[:2], batch))
+      *kept, loss = program(*kept, batch)
+      run.save(tuple(kept), loss)
+  print(gradcomp.wire_report(program))
 
 
 if __name__ == "__main__":

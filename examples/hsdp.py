@@ -21,14 +21,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from examples.lib import command_line, telemetry
-from examples.lib.checkpoints import saved_in
-from examples.lib.data import text
-from examples.lib.networks import Block, Transformer
+from examples.lib import runs, texts
 
 BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a sequence
 BOTH = P(("host", "chip"))  # how a batch is cut
-make_parser = functools.partial(command_line.small_parser, __doc__, hosts=2, chips=4)
+make_parser = functools.partial(runs.make_parser, __doc__, hosts=2, chips=4)
 
 
 def gathered(params: Any) -> Any:
@@ -37,13 +34,13 @@ def gathered(params: Any) -> Any:
 
 
 # A block that gathers when it is called, and again before its backward pass.
-GatheredBlock = linen.remat(linen.map_variables(Block, "params", gathered))
+GatheredBlock = linen.remat(linen.map_variables(texts.Block, "params", gathered))
 
 
 def make_loss(model: linen.Module) -> Callable[..., jax.Array]:
   """Returns the loss of a chip over the number of chips, so that gradients add up."""
 
-  def loss_fn(params: Any, batch: text.Tokens) -> jax.Array:
+  def loss_fn(params: Any, batch: texts.Tokens) -> jax.Array:
     outer = {k: w for k, w in params.items() if not k.startswith("block")}
     logits = model.apply({"params": params | gathered(outer)}, batch.inputs)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
@@ -74,8 +71,7 @@ def make_step(
     (grads, exchanged, found), loss = means(params, states[0], batch)
     # Here parameters are global arrays, and norms are those of whole ones.
     updates, inner = optimizer.update(grads, states[1], params)
-    stepped = optax.apply_updates(params, updates), (exchanged, inner)
-    return (*stepped, loss, found) if inspect else (*stepped, loss)
+    return optax.apply_updates(params, updates), (exchanged, inner), loss, found
 
   return step
 
@@ -83,38 +79,32 @@ def make_step(
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains, and prints the loss and the bytes between hosts."""
   axes = {"hosts": "host", "chips": "chip"}
-  args = command_line.small_mesh(make_parser(), argv, BATCH, **axes)
-  batches = text.batches(text.load().train, BATCH, LENGTH, seed=0)
+  args = runs.set_mesh(make_parser(), argv, BATCH, **axes)
+  batches = texts.batches(texts.load().train, BATCH, LENGTH, seed=0)
   exchange = gradcomp.qsgd(bits=4, bucket_size=128, axis_name="host")
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
 
-  plain = Transformer(text.CHARACTERS)
+  plain = texts.Transformer(texts.CHARACTERS)
   init = lambda key: plain.init(key, next(batches).inputs[:1])["params"]
   params = jax.jit(init, out_shardings=P("chip"))(jax.random.key(0))
   cut = {"axis_name": "host", "param_specs": jax.tree.map(lambda _: P("chip"), params)}
   sent = gradcomp.init_state(exchange, params, **cut)
   states = sent, jax.jit(optimizer.init)(params)
   specs = gradcomp.state_specs(sent, **cut)
-  model = Transformer(text.CHARACTERS, block=GatheredBlock)
+  model = texts.Transformer(texts.CHARACTERS, block=GatheredBlock)
   parts = make_loss(model), exchange, optimizer, specs
   step, look = (make_step(*parts, inspect=inspect) for inspect in (False, True))
   place = lambda batch: jax.device_put(batch, BOTH)
   program = step.lower(params, states, place(next(batches))).compile()
   whose = {"optimizer": exchange, "params": params, "workers": args.hosts}
-  log = telemetry.Log(args.inspect)
-  with saved_in(args, **whose) as saved:
-    first, (params, states), _ = saved.restore((params, states), batches)
-    for number in range(first + 1, args.steps + 1):
+  with runs.Run(args, "hsdp", **whose) as run:
+    params, states = run.restore((params, states), batches)
+    for number in run.steps():
       batch = place(next(batches))
-      if log.takes(number):
-        params, states, loss, found = look(params, states, batch)
-        log.keep(number, found)
-      else:
-        params, states, loss = program(params, states, batch)
-      saved.save(number, (params, states))
-      if number % max(1, args.steps // 10) == 0:
-        print(f"step {number}: loss {loss:.3f}")
-  log.write(args.output, "hsdp")
+      take = look if run.log.takes(number) else program
+      params, states, loss, found = take(params, states, batch)
+      run.log.keep(number, found)
+      run.save((params, states), loss)
   report = gradcomp.wire_report(program, mesh=jax.sharding.get_mesh())
   print(report.by_axis["host"])
 

@@ -12,72 +12,88 @@ them. Under several processes, every process runs the same line with ``--coordin
 goes on where the last one was stopped, and ends with the same numbers.
 """
 
-import argparse
 import functools
+from argparse import ArgumentParser
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+from flax import nnx
 from jax.experimental import multihost_utils
 
-from examples.lib import command_line, methods, networks, tables, training
-from examples.lib.data import images as data
+import gradcomp
+from examples.lib import comparisons, images
+from gradcomp import codecs
 
 COMPARED = ("f32", "qsgd-8", "qsgd-4", "qsgd-2")  # --compare without names
 RATES = {"sgd": 0.05, "adam": 1e-3}
 DEFAULTS = {"codec": "qsgd", "nesterov": False, "batch_size": 64, "steps": 200}
 
 
+class LeNet(nnx.Module):
+  """That of Wen et al., 2017, with 0.85 million parameters on digits."""
+
+  def __init__(
+    self, shape: Sequence[int], classes: int, *, width: int = 1024, rngs: nnx.Rngs
+  ):
+    rows, columns, inputs = shape
+    self.conv1 = nnx.Conv(inputs, 32, (5, 5), rngs=rngs)
+    self.conv2 = nnx.Conv(32, 64, (5, 5), rngs=rngs)
+    pixels = (rows // 4) * (columns // 4)
+    self.dense1 = nnx.Linear(pixels * 64, width, rngs=rngs)
+    self.dense2 = nnx.Linear(width, width // 2, rngs=rngs)
+    self.head = nnx.Linear(width // 2, classes, rngs=rngs)
+
+  def __call__(self, pixels: jax.Array) -> jax.Array:
+    x = images.centered(pixels)
+    x = images.halved(nnx.relu(self.conv1(x)))
+    x = images.halved(nnx.relu(self.conv2(x)))
+    x = nnx.relu(self.dense1(x.reshape(x.shape[0], -1)))
+    return self.head(nnx.relu(self.dense2(x)))
+
+
+MODELS = {"lenet": LeNet, **images.NETWORKS}
+
+
+def compressed(codec: codecs.Codec, **options: Any) -> Any:
+  """Makes the exchange: it encodes gradients, sends them, and decodes their mean."""
+  return gradcomp.compress(codec, axis_name="data", **options)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains with the options given, prints the table and writes the files."""
   parser = make_parser()
-  args = command_line.complete(parser, parser.parse_args(argv), RATES)
-  chosen = methods.choose(parser, args, COMPARED)
-  mesh = command_line.make_mesh(parser, args)
-  train, test, classes = load_everywhere(args)
-  data.fits(parser, args, train)
-  shape = train.images.shape[1:]
-  model = networks.for_images(args.model, shape, classes, args.dropout)
-  task = training.Task(model, test, mesh, known=train.images[:1000])
-  part = command_line.process_part()
-  draw = functools.partial(data.batches, train, args.batch_size, **part)
-  runs = []
-  for name, method in chosen.items():
-    # The step sends gradients by gradcomp.compress(method, axis_name="data"), before
-    # the optimizer, and all seeds share it.
-    prepared = methods.prepare_method(method, task, next(draw(seed=0)), args)
-    step, sent, start, log = prepared
-    for seed in range(args.seed, args.seed + args.seeds):
-      params, batches = task.init_params(seed), draw(seed=seed)
-      state, optimizer = start(seed, params)
-      whose = {"optimizer": optimizer, "params": params, "workers": mesh.size}
-      with tables.Run(args, name, seed, sent, log, **whose) as run:
-        params, state = run.restore((params, state), batches)
-        for number in run.steps():
-          batch, options = task.place(next(batches)), task.options(seed, number)
-          params, state, _ = run.take(step, params, state, batch, **options)
-          if run.is_tested:
-            tested = task.evaluate(methods.averaged(state, params))
-            state = methods.observe(state, run.add_point(*tested))
-          run.save((params, state))
-      runs.append(run)
-    log.write(args.output, name)
-  title = f"{args.model} on {args.dataset}"
-  tables.show(runs, args, title=title, workers=mesh.size)
-
-
-def load_everywhere(args: argparse.Namespace) -> data.ImageSet:
-  """Loads the data in every process, after the first process has prepared it."""
-  first = jax.process_index() == 0
-  if first:
-    images = data.load(args.dataset, args.data_dir)
+  comparison = comparisons.begin(parser, argv)
+  args, mesh = comparison.args, comparison.mesh
+  if jax.process_index() == 0:
+    images.prepare(args.dataset, args.data_dir)
   multihost_utils.sync_global_devices("data is prepared")
-  return images if first else data.load(args.dataset, args.data_dir)
+  train, test, classes = images.load(args.dataset, args.data_dir)
+  images.fits(parser, args, train)
+  shape = train.images.shape[1:]
+  model = images.network(MODELS[args.model], shape, classes, args.dropout)
+  task = comparison.make_task(model, test, known=train.images[:1000])
+  draw = functools.partial(images.batches, train, args.batch_size, **comparison.part)
+  for name in comparison.methods:
+    make = comparison.optimizer(name, compressed)  # SGD or Adam of the mean gradient
+    step = gradcomp.make_train_step(task.loss_fn, make(0), axis_name="data", mesh=mesh)
+    step, *more = comparison.prepare(name, step, make, next(draw(seed=0)))
+    for run, first in comparison.runs(name, step, *more):  # from each seed
+      batches = draw(seed=run.seed)
+      params, state = run.restore(first, batches)
+      for number in run.steps():
+        batch, options = task.place(next(batches)), task.options(run.seed, number)
+        params, state, _ = run.take(step, params, state, batch, **options)
+        if run.is_tested:
+          state = run.test(task, params, state)
+        run.save((params, state))
+  comparison.show(f"{args.model} on {args.dataset}")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> ArgumentParser:
   """Makes the parser of the command line."""
-  parser = command_line.make_parser(__doc__, (*networks.IMAGES,), COMPARED)
-  data.add_arguments(parser)
+  parser = comparisons.make_parser(__doc__, MODELS, COMPARED, RATES)
+  images.add_arguments(parser)
   parser.set_defaults(**DEFAULTS)
   return parser
 

@@ -19,19 +19,19 @@ image_classification.py, and so are devices, processes and checkpoints.
 """
 
 import functools
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
+from flax import nnx
 
-from examples.lib import command_line, methods, networks, parsing, tables, training
-from examples.lib.data import brown, text
-from examples.lib.sharded import fsdp
-from gradcomp import parallel
-from gradcomp.codecs import QSGD
+import gradcomp
+from examples.lib import comparisons, texts
+from gradcomp import codecs, parallel
 
 COMPARED = ("f32", "qsgd-4", "qsgd-2", "redsync")  # --compare without names
 RATES = {"sgd": 2.0, "adam": 2e-3}
@@ -39,85 +39,108 @@ DEFAULTS = {"codec": "redsync", "nesterov": True, "clip": 1.0, "batch_size": 16}
 DEFAULTS |= {"steps": 600, "evaluate_every": 60, "devices": 4}
 DEFAULTS |= {"output": Path("results/text")}
 TESTED = 8192  # sequences at most
-TEXTS = {"python": text.load, "brown": brown.characters, "brown-words": brown.words}
+
+
+class GRU(nnx.Module):
+  """A gated recurrent unit. It has 0.35 million parameters with ASCII characters."""
+
+  def __init__(self, symbols: int, *, rngs: nnx.Rngs):
+    width, hidden, turning = 128, 256, texts.TURNING
+    self.embed = nnx.Embed(symbols, width, rngs=rngs)
+    self.inputs = nnx.Linear(width, 3 * hidden, rngs=rngs)
+    self.recurrent = nnx.Linear(hidden, 3 * hidden, kernel_init=turning, rngs=rngs)
+    self.head = nnx.Linear(hidden, symbols, rngs=rngs)
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    # All that does not wait for the state is one product for the whole sequence.
+    given = self.inputs(self.embed(tokens.astype(jnp.int32)))
+    kernel, bias = self.recurrent.kernel[...], self.recurrent.bias[...]
+
+    def step(state: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
+      reset, update, new = jnp.split(now, 3, axis=-1)
+      r, u, n = jnp.split(state @ kernel + bias, 3, axis=-1)
+      keep = nnx.sigmoid(update + u)
+      fresh = nnx.tanh(new + nnx.sigmoid(reset + r) * n)
+      state = keep * state + (1 - keep) * fresh
+      return state, state
+
+    return self.head(texts.scanned(step, texts.zeros(given, kernel.shape[0]), given))
+
+
+MODELS = {"gru": GRU, **texts.NETWORKS}
+
+
+def compressed(codec: codecs.Codec, **options: Any) -> Any:
+  """Makes the exchange: it encodes gradients, sends them, and decodes their mean."""
+  return gradcomp.compress(codec, axis_name="data", **options)
+
+
+def scanned(codec: codecs.Codec, **options: Any) -> Any:
+  """Makes the same for blocks that exchange in the loop of the backward pass."""
+  blocks = parallel.compress_in_scan(codec, axis_name="data", **options)
+  parts = {"blocks": blocks, "rest": compressed(codec, **options)}
+  return optax.partition(parts, texts.in_blocks)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains with the options given, prints the table and writes the files."""
   parser = make_parser()
-  args = parser.parse_args(argv)
-  command_line.check_parallel(parser, args)
-  command_line.complete(parser, args, RATES)
-  chosen = {args.parallel: None}  # of Adam
-  if args.parallel == "data":
-    chosen = methods.choose(parser, args, COMPARED)
-  mesh = command_line.make_mesh(parser, args)
-  found = TEXTS[args.text]()
-  longest = min(len(found.train), len(found.test)) - 1
-  if args.length > longest:
-    parser.error(f"--length must be at most {longest} for this text, got {args.length}")
-  test = text.in_order(found.test, args.length, most=TESTED)
-  model = networks.for_text(args.model, found.symbols, args.dropout, stacked=args.scan)
-  spec = P("data") if args.parallel == "fsdp" else P()
-  task = training.Task(model, test, mesh, spec)
-  sizes, part = (args.batch_size, args.length), command_line.process_part()
-  draw = functools.partial(text.batches, found.train, *sizes, **part)
-  runs = []
-  for name, method in chosen.items():
-    batch = next(draw(seed=0))
-    if args.parallel == "data":  # by gradcomp.compress(method, axis_name="data")
-      step, sent, start, log = methods.prepare_method(method, task, batch, args)
+  comparison = comparisons.begin(parser, argv)
+  args = comparison.args
+  text = texts.load(args.text)
+  texts.fits(parser, args, text)
+  test = texts.in_order(text.test, args.length, most=TESTED)
+  model = texts.network(MODELS[args.model], text.symbols, args.dropout, args.scan)
+  task = comparison.make_task(model, test)
+  sizes = (args.batch_size, args.length)
+  draw = functools.partial(texts.batches, text.train, *sizes, **comparison.part)
+  for name in comparison.methods:
+    if args.parallel == "fsdp":
+      make = make_fsdp(comparison)
+      step = make(0).step
     else:
-      step, sent, start, log = SHARDED[name](task, batch, args)
-    for seed in range(args.seed, args.seed + args.seeds):
-      params, batches = task.init_params(seed), draw(seed=seed)
-      state, optimizer = start(seed, params)
-      whose = {"optimizer": optimizer, "params": params, "workers": mesh.size}
-      with tables.Run(args, name, seed, sent, log, **whose) as run:
-        params, state = run.restore((params, state), batches)
-        for number in run.steps():
-          batch, options = task.place(next(batches)), task.options(seed, number)
-          params, state, _ = run.take(step, params, state, batch, **options)
-          if run.is_tested:
-            tested = task.evaluate(methods.averaged(state, params))
-            state = methods.observe(state, run.add_point(*tested))
-          run.save((params, state))
-      runs.append(run)
-    log.write(args.output, name)
-  shown = {"title": f"{args.model} on {args.text}", "workers": mesh.size}
-  tables.show(runs, args, **shown, perplexity=True)
+      if args.parallel == "zero":
+        make = make_zero(comparison)
+      else:
+        make = comparison.optimizer(name, scanned if args.scan else compressed)
+      over = {"axis_name": "data", "mesh": comparison.mesh}
+      step = gradcomp.make_train_step(task.loss_fn, make(0), **over)
+    step, *more = comparison.prepare(name, step, make, next(draw(seed=0)))
+    for run, first in comparison.runs(name, step, *more):  # from each seed
+      batches = draw(seed=run.seed)
+      params, state = run.restore(first, batches)
+      for number in run.steps():
+        batch, options = task.place(next(batches)), task.options(run.seed, number)
+        params, state, _ = run.take(step, params, state, batch, **options)
+        if run.is_tested:
+          state = run.test(task, params, state)
+        run.save((params, state))
+  comparison.show(f"{args.model} on {args.text}", perplexity=True)
 
 
-def prepare_zero(task: Any, batch: Any, args: Namespace) -> methods.Prepared:
-  """Compiles a step in which each worker runs the optimizer on its shard."""
-  codecs = {"grads": QSGD(bits=args.grads), "params": QSGD(bits=args.weights or 4)}
-  kept = None if args.feedback == "none" else "error"
-  adam = optax.adam(methods.make_schedule(args))
-  optimizer = parallel.zero(adam, **codecs, axis_name="data", feedback=kept)
-  return methods.prepare(task, batch, args, lambda seed: optimizer)
+def make_zero(comparison: comparisons.Comparison) -> Callable[[int], Any]:
+  """Returns what makes Adam of which each worker runs the part of its shard."""
+  args, few = comparison.args, lambda bits: codecs.QSGD(bits=bits)
+  sent = {"grads": few(args.grads), "params": few(args.weights or 4)}
+  sent["feedback"] = None if args.feedback == "none" else "error"
+  zero = parallel.zero(comparison.adam(), **sent, axis_name="data")
+  return lambda seed: zero
 
 
-def prepare_fsdp(task: Any, batch: Any, args: Namespace) -> methods.Prepared:
-  """Compiles a step in which each worker keeps a shard of the parameters."""
+def make_fsdp(comparison: comparisons.Comparison) -> Callable[[int], Any]:
+  """Returns what makes Adam of which each worker keeps a shard of the parameters."""
   # Buckets are so small that a worker's part of a matrix fills its rows.
-  few = lambda bits: QSGD(bits=bits, bucket_size=128)
-  options = {"weights": few(args.weights or 8), "grads": few(args.grads)}
-  options |= {"loss_fn": task.loss_fn, "feedback": args.feedback != "none"}
-  adam = optax.adam(methods.make_schedule(args))
-  return fsdp.prepare(task, batch, args.inspect, optimizer=adam, **options)
-
-
-SHARDED = {"zero": prepare_zero, "fsdp": prepare_fsdp}
+  args, few = comparison.args, lambda bits: codecs.QSGD(bits=bits, bucket_size=128)
+  sent = {"weights": few(args.weights or 8), "grads": few(args.grads)}
+  fsdp = comparison.shard(optimizer=comparison.adam(), **sent)
+  return lambda seed: fsdp
 
 
 def make_parser() -> ArgumentParser:
   """Makes the parser of the command line."""
-  parser = command_line.make_parser(__doc__, (*networks.TEXTS,), COMPARED)
-  add = parser.add_argument_group("text").add_argument
-  said = "python is on every machine; `make data` prepares brown"
-  add("--text", choices=tuple(TEXTS), default="python", help=said)
-  add("--length", type=parsing.positive, default=32, help="symbols in a sequence")
-  command_line.add_parallel(parser)
+  parser = comparisons.make_parser(__doc__, MODELS, COMPARED, RATES)
+  texts.add_arguments(parser)
+  comparisons.add_parallel(parser)
   parser.set_defaults(**DEFAULTS)
   return parser
 

@@ -6,9 +6,9 @@
 
 The net is Dettmers' (2016): two hidden layers with dropout, trained by RMSProp. Each
 layer is sharded by its outputs. Workers gather activations after the unit, and scatter
-the errors of their inputs, both in the codec. With ``--channels``, a convolution stands
-in front. It is whole on every worker, each convolves its own samples, and its gradients
-are averaged in float32. Without accelerators it emulates eight devices on the CPU.
+the errors of their inputs, both in the codec. ``--channels`` puts a convolution in
+front: each worker has all of it, and its gradients are averaged in float32. Without
+accelerators it emulates eight devices on the CPU.
 """
 
 import argparse
@@ -22,23 +22,18 @@ import optax
 from jax import lax
 
 import gradcomp
-from examples.lib import tables
-from examples.lib.data import images as data
-from examples.lib.methods import METHODS
-from examples.lib.sharded import cut_layers, cut_options
-from examples.lib.sharded.sub_batches import sub_batches
+from examples.lib import comparisons, cut_layers, images
 from gradcomp import parallel
 
 AXIS = "model"
 COMPARED = ("f32", "dynamic-tree", "static-tree", "linear", "mantissa")
-make_parser = functools.partial(cut_options.make_parser, __doc__, COMPARED)
 
 
 class Net:
   """A net on a mesh, with parameters ``{"front": ..., "dense": [{"w", "b"}, ...]}``."""
 
-  def __init__(self, args: argparse.Namespace, codec: Any, images: data.ImageSet):
-    self.args, self.codec, self.images = args, codec, images
+  def __init__(self, args: argparse.Namespace, codec: Any, data: images.ImageSet):
+    self.args, self.codec, self.data = args, codec, data
     rate = optax.cosine_decay_schedule(args.learning_rate, args.steps)
     self.front = optax.chain(gradcomp.dense(axis_name=AXIS), optax.rmsprop(rate))
     rules = {"front": self.front, "dense": optax.rmsprop(rate)}
@@ -47,9 +42,14 @@ class Net:
   def start(self, seed: Any) -> tuple[Any, Any]:
     """Draws parameters and makes the state; equal seeds give equal ones."""
     key, own = jax.random.split(jax.random.key(seed))
-    params = cut_layers.init_net(key, own, self.images, self.args)
+    params = cut_layers.init_net(key, own, self.data, self.args)
     kept, key = self.optimizer.init(params), jax.random.key_data(key)
     return params, {"rmsprop": kept, "key": key, "count": jnp.int32(0)}
+
+  def recorded(self, init: Any, seed: int) -> tuple[Any, Any]:
+    """Returns parameters and state, and what a checkpoint records: the front alone."""
+    params, state = init(seed)
+    return (params, state), {"optimizer": self.front, "params": params["front"]}
 
   def logits(self, params: Any, images: jax.Array, key: jax.Array, **dropout: Any):
     """Returns ``[passes, B / passes, classes]``, in the order of ``in_passes``."""
@@ -69,12 +69,12 @@ class Net:
 
       own_key = jax.random.fold_in(used, last + 1 + lax.axis_index(AXIS))
       options = {"unit": args.unit, "key": used, "own_key": own_key, **dropout}
-      given = params["dense"], x, self.images.classes
+      given = params["dense"], x, self.data.classes
       return cut_layers.apply(*given, gather=gather, **options)
 
     x = cut_layers.features(params["front"], images)
     if params["front"]:
-      return sub_batches(dense, x, passes=args.passes, key=codec_key, **sent)
+      return cut_layers.sub_batches(dense, x, passes=args.passes, key=codec_key, **sent)
     parts = cut_layers.in_passes(x, lax.axis_size(AXIS), args.passes)
     return lax.map(lambda given: dense(*given), (parts, jnp.arange(args.passes)))
 
@@ -106,44 +106,44 @@ class Net:
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains with the options given, prints the table and writes the files."""
   parser = make_parser()
-  args = parser.parse_args(argv)
-  mesh = cut_options.make_mesh(parser, args, AXIS)
-  images = data.load(args.dataset, args.data_dir)
-  data.fits(parser, args, images.train)
-  draw = functools.partial(data.batches, images.train, args.batch_size)
-  tests = data.in_order(images.test, args.batch_size)
+  comparison = comparisons.begin_layers(parser, argv, AXIS)
+  args, mesh = comparison.args, comparison.mesh
+  data = images.load(args.dataset, args.data_dir)
+  images.fits(parser, args, data.train)
+  draw = functools.partial(images.batches, data.train, args.batch_size)
+  tests = images.in_order(data.test, args.batch_size)
   over = functools.partial(jax.shard_map, mesh=mesh)
   # Where samples of a convolution lie, and labels; dense layers take the whole batch.
   cut = (jax.P(AXIS) if args.channels else jax.P()), jax.P()
   on = lambda specs: jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
   place = lambda batch: jax.device_put(tuple(batch), on(cut))
-  runs = []
-  for name in [args.codec] if args.compare is None else args.compare or COMPARED:
-    net = Net(args, METHODS[name], images)
+  for name, codec in comparison.methods.items():
+    net = Net(args, codec, data)
     specs = cut_layers.specs(jax.eval_shape(net.start, 0), AXIS)
-    start = jax.jit(net.start, out_shardings=on(specs))
+    init = jax.jit(net.start, out_shardings=on(specs))
     sums = functools.partial(net.sums, key=jax.random.key(0))
     sums = jax.jit(over(sums, in_specs=(specs[0], cut), out_specs=jax.P()))
     step = over(net.step, in_specs=(*specs, cut), out_specs=(*specs, jax.P()))
     step = jax.jit(step, donate_argnums=(0, 1))
-    step = step.lower(*start(0), place(next(draw(seed=0)))).compile()
-    wire = gradcomp.wire_report(step)
-    for seed in range(args.seed, args.seed + args.seeds):
-      (params, state), batches = start(seed), draw(seed=seed)
-      # Sharded leaves keep nothing of gradcomp's: any number of workers goes on.
-      whose = {"optimizer": net.front, "params": params["front"], "workers": mesh.size}
-      sent = wire.bytes_sent, wire.dense_bytes
-      with tables.Run(args, name, seed, sent, **whose) as run:
-        params, state = run.restore((params, state), batches)
-        for _ in run.steps():
-          params, state, _ = run.take(step, params, state, place(next(batches)))
-          if run.is_tested:
-            totals = sum(jax.device_get(sums(params, place(x))) for x in tests)
-            run.add_point(*(totals / len(images.test.labels)).tolist())
-          run.save((params, state))
-      runs.append(run)
-  title = f"dense layers sharded over {mesh.size} workers, {args.dataset}"
-  tables.show(runs, args, title=title, workers=mesh.size)
+    step = step.lower(*init(0), place(next(draw(seed=0)))).compile()
+    start = functools.partial(net.recorded, init)
+    for run, first in comparison.runs(name, step, start):  # from each seed
+      batches = draw(seed=run.seed)
+      params, state = run.restore(first, batches)
+      for _ in run.steps():
+        params, state, _ = run.take(step, params, state, place(next(batches)))
+        if run.is_tested:
+          totals = sum(jax.device_get(sums(params, place(x))) for x in tests)
+          run.add_point(*(totals / len(data.test.labels)).tolist())
+        run.save((params, state))
+  comparison.show(f"dense layers sharded over {mesh.size} workers, {args.dataset}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+  """Makes the parser of the command line."""
+  parser = comparisons.make_layers_parser(__doc__, COMPARED, cut_layers.UNITS)
+  images.add_arguments(parser)
+  return parser
 
 
 if __name__ == "__main__":

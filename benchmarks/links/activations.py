@@ -31,7 +31,7 @@ from benchmarks.common import cli, tables
 from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch, process, results
 from benchmarks.models.papers import dettmers
-from examples.lib.sharded.sub_batches import sub_batches
+from examples.lib.cut_layers import sub_batches
 from gradcomp import codecs, parallel
 
 FILE = "parallel_links"

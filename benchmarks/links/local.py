@@ -34,8 +34,7 @@ import gradcomp
 from benchmarks.common import cli, tables
 from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch, process
-from examples.lib.data import text
-from examples.lib.networks import Transformer
+from examples.lib import texts
 from examples.lib.training import AXIS, Task, compile_step, init_state
 from gradcomp.codecs import BlockTop, Dense
 
@@ -97,10 +96,11 @@ def stepper(
   mesh: jax.sharding.Mesh, options: dict[str, Any]
 ) -> tuple[Callable[[], float], dict[str, int]]:
   """Compiles a method's step: returns what takes one and times it, and its sizes."""
-  length, found = options["length"], text.load()
-  model = Transformer(text.CHARACTERS, width=options["width"], layers=options["layers"])
-  task = Task(model, text.in_order(found.test[: 2 * length], length), mesh)
-  batches = text.batches(
+  length, found = options["length"], texts.load()
+  sizes = {name: options[name] for name in ("width", "layers")}
+  model = texts.Transformer(texts.CHARACTERS, **sizes)
+  task = Task(model, texts.in_order(found.test[: 2 * length], length), mesh)
+  batches = texts.batches(
     found.train,
     options["batch"] * mesh.size,
     length,

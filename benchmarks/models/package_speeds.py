@@ -30,7 +30,7 @@ from benchmarks.compilers import record as compiled
 from benchmarks.compilers.codecs import CODECS, OPERATIONS
 from benchmarks.models.fit_links import codec_speed
 from gradcomp import codecs, cost
-from gradcomp._src.cost.measure import measured_speed, updates
+from gradcomp._src.cost.measure import updates
 from gradcomp._src.cost.planner.candidates import CANDIDATES
 
 PACKAGED = cli.ROOT / "gradcomp" / "_src" / "cost" / "planner" / "speeds.json"
@@ -73,7 +73,7 @@ def in_copies(codec: codecs.QSGD, size: int, repeats: int) -> cost.CodecSpeed:
   speeds = []
   for _ in range(3):
     copies.append(timing.interleaved(timing.copies(size), repeats)["copy"] / size)
-    speeds.append(measured_speed(codec, size, repeats))
+    speeds.append(cost.CodecSpeed.measure(codec, size, repeats=repeats))
   scale = _COPY / statistics.median(copies)
   medians = {
     field.name: scale * statistics.median(getattr(x, field.name) for x in speeds)
@@ -148,9 +148,8 @@ def main() -> None:
       cli.skip("there is no GPU here")
     name = jax.devices()[0].device_kind.removeprefix("NVIDIA ").split()[0]  # "H100"
     size = 1 << (20 if options.quick else 28)  # at which launches cost little
-    found[name] = {
-      x.name: rounded(measured_speed(x.codec, size, 11)) for x in CANDIDATES
-    }
+    speed = lambda x: rounded(cost.CodecSpeed.measure(x.codec, size, repeats=11))
+    found[name] = {x.name: speed(x) for x in CANDIDATES}
   else:
     if not options.estimates:
       found["cpu"] = timed(options.quick)

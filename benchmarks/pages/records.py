@@ -68,8 +68,7 @@ def milliseconds(cell):
 
 
 def links(names, file="link_speed.md"):
-  found = [rows(file, number) for number in (0, 1)]
-  by_hosts = [{row[""]: row for row in measured} for measured in found]
+  by_hosts = [{row[""]: row for row in rows(file, number)} for number in (0, 1)]
   empty = {"MB": "", "1gbit": ""}
   lines = []
   for label, name in names.items():

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from benchmarks.common import cli, quiet
 from benchmarks.study import options, records
-from examples.lib import command_line
+from examples.lib import comparisons
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -64,7 +64,7 @@ def execute(args: options.Run) -> None:
   from benchmarks.study import runner
 
   if not args.emulate:
-    command_line.join_processes(args)
+    comparisons.join_processes(args)
   runner.run(args)
 
 

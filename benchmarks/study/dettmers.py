@@ -29,7 +29,7 @@ import optax
 from benchmarks.common.trainer import Trainer, point
 from benchmarks.study.model_parallel import convolutions, hybrid, layer_errors, ways
 from benchmarks.study.settings import Setting
-from examples.lib.data import images as data
+from examples.lib import images as data
 from examples.lib.methods import make_schedule
 
 HIDDEN = 1024  # units of both hidden layers of the dense nets

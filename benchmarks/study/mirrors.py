@@ -40,7 +40,7 @@ import PIL.Image
 import tensorflow_datasets as tfds
 
 from benchmarks.common import cli
-from examples.lib.data import FOLDER
+from examples.lib import FOLDER
 
 Examples = Iterator[tuple[int, dict[str, Any]]]
 

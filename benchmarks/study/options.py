@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from benchmarks.study import methods, tasks
-from examples.lib.data import images as data
+from examples.lib import FOLDER
 
 _LAUNCHES = Path(__file__).with_name("launches.toml")
 _POSITIVE = (
@@ -50,9 +50,9 @@ class Run:
   hosts: tuple[int, ...] = (2,)  # numbers of hosts, with --rate
   price: float = 0.9  # dollars an hour of a worker
   # of images: fashion-mnist or mnist of make data, or as in
-  # examples/lib/data/images.py.
+  # examples/lib/images.py.
   dataset: str = "digits"
-  data_dir: Path = data.FOLDER  # where they are
+  data_dir: Path = FOLDER  # where they are
   pixels: int | None = None  # reduce images to this width and height
   # the corpus of networks of text.
   text: Literal["python", "brown", "brown-words"] = "python"

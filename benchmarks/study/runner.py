@@ -22,9 +22,8 @@ from benchmarks.study import tasks as study_tasks
 from benchmarks.study.records import Records
 from benchmarks.study.settings import Setting, step_seconds
 from benchmarks.study.tasks import Source
-from examples.lib import networks
 from examples.lib.tables import Progress
-from examples.lib.training import AXIS, Task
+from examples.lib.training import AXIS, Task, takes_dropout
 from gradcomp._src.version import WIRE
 
 
@@ -38,7 +37,8 @@ class Job(NamedTuple):
 def jobs(args: options.Run) -> Iterator[Job]:
   """Yields all runs: times first, then all codecs of one seed before the next seed."""
   for network in args.networks:
-    dropout = args.dropout if network in networks.DROPPING else None
+    drops = takes_dropout(study_tasks.MODELS[network.partition("-")[0]])
+    dropout = args.dropout if drops else None
     given = args.dataset, args.data_dir, args.pixels, args.text
     source = study_tasks.source(network, *given, dropout)
     settings = []

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from benchmarks.study.mirrors import SOURCES
-from examples.lib import networks
-from examples.lib.data import brown, text
-from examples.lib.data import images as data
+from examples import image_classification, language_model
+from examples.lib import FOLDER, texts
+from examples.lib import images as data
 from examples.lib.training import Batch, Task
 
 LENGTH = 32  # of a sequence of characters or words
@@ -39,15 +39,11 @@ DEFAULTS = {
 }
 _IMAGES = Defaults(0.05)
 _ADAM = 1e-3  # for all networks
-TEXTS = tuple(networks.TEXTS)
-_TEXTS: dict[str, Callable[[], text.Text]] = {
-  "python": text.load,
-  "brown": brown.characters,
-  "brown-words": brown.words,
-}
+TEXTS = tuple(language_model.MODELS)
 # LeNet with dense layers that are as many times as wide, as Grubic's figure 16 has it.
 WIDENED = {f"lenet-x{times}": times * 1024 for times in (1, 2, 4, 8)}
-NETWORKS = (*networks.IMAGES, *WIDENED, *networks.TEXTS)
+MODELS = image_classification.MODELS | language_model.MODELS
+NETWORKS = (*image_classification.MODELS, *WIDENED, *TEXTS)
 KNOWN = 1000  # inputs by whose statistics a batch norm normalizes in tests
 
 
@@ -79,12 +75,12 @@ def defaults(network: str, optimizer: str = "sgd") -> Defaults:
 def source(
   network: str,
   dataset: str = "digits",
-  data_dir: Path = data.FOLDER,
+  data_dir: Path = FOLDER,
   pixels: int | None = None,
   corpus: str = "python",
   dropout: float | None = None,
 ) -> Source:
-  if network in networks.TEXTS:
+  if network in TEXTS:
     return _language(network, corpus, dropout)
   name, (train, test, classes) = images(dataset, data_dir, pixels)
   order = np.arange(len(train.labels), dtype=np.int32)
@@ -101,15 +97,14 @@ def source(
 
 def _for_images(network: str, *given: Any) -> Any:
   """Returns what makes a network for images, or a widened one."""
-  base = network.partition("-")[0]
-  model = networks.for_images(base, *given)
+  model = data.network(MODELS[network.partition("-")[0]], *given)
   if network in WIDENED:
     return functools.partial(model, width=WIDENED[network])
   return model
 
 
 def images(
-  dataset: str = "digits", data_dir: Path = data.FOLDER, pixels: int | None = None
+  dataset: str = "digits", data_dir: Path = FOLDER, pixels: int | None = None
 ) -> tuple[str, data.ImageSet]:
   """Loads images, and names them; it takes what ``source`` takes."""
   builder = data.prepare(dataset.replace("-", "_"), data_dir)
@@ -134,25 +129,25 @@ def named(name: str) -> dict[str, Any]:
   >>> named("mnist/14")["pixels"], named("brown-words")
   (14, {'corpus': 'brown-words'})
   """
-  if name in _TEXTS:
+  if name in texts.TEXTS:
     return {"corpus": name}
   dataset, _, pixels = name.partition("/")
   return {"dataset": dataset, "pixels": int(pixels) if pixels else None}
 
 
 def _language(network: str, corpus: str, dropout: float | None) -> Source:
-  found = _TEXTS[corpus]()
+  found = texts.load(corpus)
   order = np.arange(len(found.train), dtype=np.int32)
   tested = min(_TESTED, _LOGITS // found.symbols)
 
   def draw(batch_size: int, **options: int) -> Iterator[Batch]:
-    return text.batches(order, batch_size, LENGTH, **options)
+    return texts.batches(order, batch_size, LENGTH, **options)
 
   return Source(
     name=corpus,
-    model=networks.for_text(network, found.symbols, dropout),
+    model=texts.network(MODELS[network], found.symbols, dropout),
     arrays=(found.train, found.train.astype(np.int32)),
-    test=tuple(text.in_order(found.test[:tested], LENGTH)),
+    test=tuple(texts.in_order(found.test[:tested], LENGTH)),
     epoch=len(order) // LENGTH,
     draw=draw,
     recurrent=True,

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,7 @@ class Saved(contextlib.AbstractContextManager["Saved"]):
   """Keeps the state of a run in a folder, or nothing where there is no folder."""
 
   def __init__(
-    self,
-    folder: Path | None = None,
-    *,
-    every: int = 1,
-    steps: int = 0,
-    record: Any = None,
+    self, folder: Path | None = None, *, every: int = 1, steps: int = 0, record=None
   ):
     self._steps, self._record = steps, record
     self._manager = None
@@ -78,12 +73,3 @@ class Saved(contextlib.AbstractContextManager["Saved"]):
 
 
 NOWHERE = Saved()
-
-
-def saved_in(args: Namespace, run: str = "", **whose: Any) -> Saved:
-  """Makes the keeper of a run, and records its optimizer, parameters and workers."""
-  if args.checkpoint is None:
-    return Saved()
-  record = gradcomp.checkpoint.make_record(**whose) if whose.get("optimizer") else None
-  folder = args.checkpoint / run
-  return Saved(folder, every=args.save_every, steps=args.steps, record=record)

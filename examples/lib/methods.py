@@ -1,4 +1,4 @@
-"""Methods that the command line names, their optimizers, and their compiled steps."""
+"""Methods that the command line names, and their optimizers."""
 
 import dataclasses
 import functools
@@ -12,11 +12,11 @@ import optax
 from optax import contrib
 
 import gradcomp
-from examples.lib.telemetry import Log
-from examples.lib.training import AXIS, Batch, Task, compile_step, init_state
+from examples.lib.training import AXIS
 from gradcomp import codecs
 
 Transformation = optax.GradientTransformation
+Compress = Callable[..., Transformation]  # from a codec, and options of an exchange
 SCHEDULES = ("cosine", "polynomial", "plateau", "constant")
 # After three means in a row that are not a thousandth below the least so far.
 PLATEAU = contrib.reduce_on_plateau(factor=0.5, patience=3, rtol=1e-3)
@@ -68,12 +68,14 @@ METHODS: dict[str, Method] = {
 EXCHANGES = ("auto", "all_gather", "two_shot", "psum", "ring")
 
 
-def choose(parser: ArgumentParser, args: Namespace, compared: Any) -> dict[str, Method]:
+def choose(parser: ArgumentParser, args: Namespace) -> dict[str, Method]:
   """Returns the methods that the options name; QSGD's with their bucket size."""
+  if args.parallel != "data":
+    return {args.parallel: args.parallel}  # of Adam
   if args.compare is None:
     names = [f"qsgd-{args.bits}" if args.codec == "qsgd" else args.codec]
   else:
-    names = args.compare or compared
+    names = args.compare or args.compared
   methods = {name: METHODS[name] for name in names}
   if args.inspect and None in methods.values():
     parser.error("--inspect shows what gradcomp sends: leave out none")
@@ -96,37 +98,26 @@ def choose(parser: ArgumentParser, args: Namespace, compared: Any) -> dict[str, 
   return methods
 
 
-def make_exchange(method: Method, args: Namespace, *, seed: int) -> Transformation:
+def make_exchange(
+  method: Method, args: Namespace, compress: Compress, *, seed: int
+) -> Transformation:
   """Makes the transformation that averages the gradients of the workers."""
   if method is None:
     return optax.stateless(lambda grads, _: jax.lax.pmean(grads, AXIS))
   if isinstance(method, Redsync):
     return make_redsync(method, args)
   kept = None if args.feedback == "none" else args.feedback
-  options: Any = {"axis_name": AXIS, "exchange": args.exchange, "feedback": kept}
-  options["key"] = seed
+  options: Any = {"exchange": args.exchange, "feedback": kept, "key": seed}
   if isinstance(method, LowRank):
-    return gradcomp.powersgd(method.rank, **options)
-  rest = gradcomp.compress(method, **options)
-  if not args.scan:
-    return rest
-  layers = gradcomp.parallel.compress_in_scan(method, **options)
-  return optax.partition({"blocks": layers, "rest": rest}, in_blocks)
-
-
-def in_blocks(params: Any) -> Any:
-  """Labels the stacked blocks of a transformer, and the rest."""
-  of_path = lambda path, _: "blocks" if path[0].key == "blocks" else "rest"
-  return jax.tree.map_with_path(of_path, params)
+    return gradcomp.powersgd(method.rank, axis_name=AXIS, **options)
+  return compress(method, **options)
 
 
 def make_local_steps(
   method: codecs.Codec, inner: Transformation, args: Namespace, *, seed: int
 ) -> Transformation:
-  """Makes SparseLoCo for codecs that drop elements, and DiLoCo for all others.
-
-  An element that few workers send is their mean, if all payloads come to everybody.
-  """
+  """Makes SparseLoCo for codecs that drop elements, and DiLoCo for all others."""
+  # An element that few workers send is their mean, if all payloads come to everybody.
   drops = isinstance(method, codecs.TopK | codecs.BlockTop)
   gathers = args.exchange in ("auto", "all_gather")
   kept = {"auto": "error", "none": None}.get(args.feedback, args.feedback)
@@ -170,13 +161,10 @@ def make_schedule(args: Namespace) -> optax.ScalarOrSchedule:
   return args.learning_rate
 
 
-def make_optimizer(method: Method, args: Namespace, *, seed: int) -> Transformation:
-  """Chains the exchange, clipping, the optimizer and the average of the parameters.
-
-  The norm that is clipped is that of the mean gradient, and of local steps that of the
-  worker's own. RedSync has momentum in its exchange, so there each worker clips its own
-  gradient before, of all leaves together. The seed goes only into the state.
-  """
+def make_optimizer(
+  method: Method, args: Namespace, compress: Compress, *, seed: int
+) -> Transformation:
+  """Chains the exchange, clipping, the optimizer and the average of the parameters."""
   clip, descent = optax.identity(), _descent(method, args)
   if args.clip is not None:
     clip = optax.clip_by_global_norm(args.clip)
@@ -184,7 +172,8 @@ def make_optimizer(method: Method, args: Namespace, *, seed: int) -> Transformat
   if args.local_steps:
     inner = optax.chain(clip, descent)
     return optax.chain(make_local_steps(method, inner, args, seed=seed), *mean)
-  chain = [make_exchange(method, args, seed=seed), clip]
+  chain = [make_exchange(method, args, compress, seed=seed), clip]
+  # With its momentum in the exchange, each worker clips its own gradient before.
   if args.clip is not None and isinstance(method, Redsync):
     clip = gradcomp.wrappers.clip_by_local_norm(args.clip, axis_name=AXIS)
     chain = [clip, chain[0]]
@@ -224,9 +213,8 @@ class AverageState(NamedTuple):
 def average_params(decay: float) -> Transformation:
   """Keeps the exponential moving average of the parameters, as Wen et al. test it.
 
-  After t steps a step's parameters p_s have the weight ``decay ** (t - s)``, divided by
-  the sum of all weights, so that short runs are not drawn to the first parameters. It
-  is the last of a chain, for it must see the updates that are added.
+  All weights are divided by their sum, so that short runs are not drawn to the first
+  parameters. It is the last of a chain, for it must see the updates that are added.
   """
   if not 0 < decay < 1:
     raise ValueError(f"`decay` must be in (0, 1), got {decay}.")
@@ -283,51 +271,3 @@ def _observe(places: Any) -> Any:
     return PLATEAU.update({}, state, value=loss)[1]
 
   return jax.jit(update, out_shardings=places)
-
-
-class Prepared(NamedTuple):
-  """A compiled step, with its bytes, its first state and its log."""
-
-  step: Callable[..., Any]
-  sent: tuple[int, int]  # by each worker in a step, and by a plain float32 mean
-  # From a seed and parameters to the state and the optimizer, for whose state a
-  # checkpoint is; None where gradcomp keeps no record of it.
-  start: Callable[[int, Any], tuple[Any, Any]]
-  log: Log
-
-
-def prepare(task: Task, batch: Batch, args: Namespace, make: Any) -> Prepared:
-  """Compiles a step by the optimizer that ``make`` returns for a seed."""
-  step, wire = compile_step(task, make(0), batch)
-  log = Log()
-  if args.inspect:
-    inspecting, _ = compile_step(task, make(0), batch, inspect=True)
-    log = Log(args.inspect, inspecting, round_steps=args.local_steps or 1)
-
-  def start(seed: int, params: Any) -> tuple[Any, Any]:
-    return init_state(task, make(seed), params), make(seed)
-
-  return Prepared(step, (wire.bytes_sent, wire.dense_bytes), start, log)
-
-
-def prepare_method(method: Any, task: Task, batch: Batch, args: Namespace) -> Prepared:
-  """Compiles the step of a method that replicates all parameters."""
-  make = lambda seed: make_optimizer(method, args, seed=seed)
-  prepared = prepare(task, batch, args, make)
-  if method is None:  # of JAX's own mean there is no record
-    start = prepared.start
-    return prepared._replace(start=lambda *given: (start(*given)[0], None))
-  warmed = isinstance(method, Redsync) and args.warmup
-  if not (warmed or args.local_steps):
-    return prepared
-  params = jax.eval_shape(task.init_params, 0)
-  plan = gradcomp.explain(make(0), params, workers=task.mesh.size)
-  sent, dense = prepared.sent
-  if warmed:
-    # The compiled step has a branch for the warm-up, too; this is what follows it.
-    sent, dense = plan.bytes_sent, round(plan.bytes_sent / plan.ratio)
-  if args.local_steps:
-    sent = round(sent / args.local_steps)
-    if jax.process_index() == 0:
-      print(plan)
-  return prepared._replace(sent=(sent, dense))

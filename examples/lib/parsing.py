@@ -1,4 +1,4 @@
-"""Parsers of numbers on command lines, whose errors give the rule."""
+"""Parsers of numbers on command lines, whose errors give the rule, and their help."""
 
 import argparse
 from collections.abc import Callable
@@ -26,6 +26,15 @@ def number(
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], Any]:
   """Returns a parser of integers from ``least`` to ``most``."""
   return number(int, f"from {least} to {most}", lambda x: least <= x <= most)
+
+
+class Help(
+  argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter
+):
+  """Leaves the description as it is, and adds what defaults there are to options."""
+
+  def _get_help_string(self, action: argparse.Action) -> str | None:
+    return action.help if action.default is None else super()._get_help_string(action)
 
 
 _MOST = 1e9  # below which float32 holds squares and sums of a few

@@ -14,8 +14,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from examples.lib.checkpoints import saved_in
+from examples.lib import methods, runs, training
 from examples.lib.telemetry import Log
+
+NOTE = """Workers: {}. Bytes: what each sends, read from the compiled step's HLO.
+Ratio: to plain f32. Time: the median step, compilation excluded."""
+CPU = """The workers share this machine's cores, and no bytes cross a link: the times
+say nothing about one."""
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
@@ -59,28 +64,30 @@ class Point(NamedTuple):
   test_accuracy: float
 
 
-class Run(contextlib.AbstractContextManager["Run"]):
-  """Follows a method from one seed: its curve, its times and its checkpoints.
-
-  ``sent`` is the bytes of a worker in a step, and those of a plain float32 mean.
-  """
+class Run(runs.Run):
+  """Follows a method from one seed: its curve, its times and its checkpoints."""
 
   def __init__(
-    self, args: Namespace, codec: str, seed: int, sent: Any, log: Any = None, **own: Any
+    self, args: Namespace, codec: str, seed: int, sent: Any, log: Log, **own: Any
   ):
-    self.codec, self.seed, self.sent = codec, seed, sent
-    self.points: list[Point] = []
-    self._args, self._step, self._facts = args, 0, {}
-    self._log = log if log and seed == args.seed else Log()
-    self._losses: list[float] = []
+    self.codec, self.seed = codec, seed
+    self.sent = sent  # bytes of a worker in a step, and those of a plain float32 mean
+    log = log if seed == args.seed else Log()
+    super().__init__(args, codec, log, f"{codec}-{seed}", **own)
+    self._curve: Any = {"points": [], "losses": []}
+    self._facts: dict[str, str] = {}
     self._seconds: list[float] = []
     shown = jax.process_index() == 0
     self._progress = Progress(f"{codec} seed {seed}", args.steps, shown=shown)
-    self._saved = saved_in(args, f"{codec}-{seed}", **own)
 
   def __exit__(self, *_: Any) -> None:
-    self._saved.__exit__()
+    super().__exit__()
     self._progress.__exit__()
+
+  @property
+  def points(self) -> list[Point]:
+    """The points of the curve."""
+    return [Point(*point) for point in self._curve["points"]]
 
   @property
   def step_ms(self) -> float:
@@ -89,31 +96,20 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
   def restore(self, state: Any, batches: Iterator[Any]) -> Any:
     """Returns the last state that was saved, or the one given."""
-    curve = {"points": [], "losses": []}
-    self._step, state, curve = self._saved.restore(state, batches, curve)
-    self.points = [Point(*point) for point in curve["points"]]
-    self._losses = curve["losses"]
+    state = super().restore(state, batches)
     self._progress.skip(self._step)
     return state
 
-  def steps(self) -> Iterator[int]:
-    """Yields the numbers of the steps that are left."""
-    while self._step < self._args.steps:
-      self._step += 1
-      yield self._step
-
   def take(self, step: Callable[..., Any], *given: Any, **options: Any) -> Any:
     """Takes a step, or one that inspects itself, and notes its time and its loss."""
-    inspected = self._log.takes(self._step)
     start = time.perf_counter()
-    taken = self._log.step if inspected else step
-    out = jax.block_until_ready(taken(*given, **options))
+    step = self.log.step if self.log.takes(self._step) else step
+    out = jax.block_until_ready(step(*given, **options))
     self._seconds.append(time.perf_counter() - start)
     # The mean over the workers of this process, where each has a loss of its own.
     losses = [x.data for x in out[-1]["loss"].addressable_shards]
-    self._losses.append(float(np.mean(losses, dtype=np.float64)))
-    if inspected:
-      self._log.keep(self._step, out[-1]["inspection"])
+    self._curve["losses"].append(float(np.mean(losses, dtype=np.float64)))
+    self.log.keep(self._step, out[-1].get("inspection"))
     return out
 
   @property
@@ -124,41 +120,44 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
   def add_point(self, test_loss: float, accuracy: float) -> float:
     """Adds a point, and returns the mean loss since the one before."""
-    loss = statistics.fmean(self._losses)
-    self._losses.clear()
-    sent = self._step * self.sent[0]
-    self.points.append(Point(self._step, sent, loss, test_loss, accuracy))
+    loss = statistics.fmean(self._curve["losses"])
+    self._curve["losses"] = []
+    point = Point(self._step, self._step * self.sent[0], loss, test_loss, accuracy)
+    self._curve["points"].append(point)
     self._facts = {"loss": f"{loss:.4f}", "accuracy": f"{accuracy:.2%}"}
     return loss
 
-  def save(self, state: Any) -> None:
+  def test(self, task: training.Task, params: Any, state: Any) -> Any:
+    """Adds a point, and returns a state that knows of it where a plateau counts."""
+    tested = task.evaluate(methods.averaged(state, params))
+    return methods.observe(state, self.add_point(*tested))
+
+  def save(self, state: Any, loss: Any = None) -> None:
     """Ends a step, whose state is saved if it is time to."""
-    curve = {"points": self.points, "losses": self._losses}
-    self._saved.save(self._step, state, curve)
+    super().save(state, loss)
     self._progress.step(**self._facts)
 
 
 def show(
-  runs: Any, args: Namespace, *, title: str, workers: int, perplexity: bool = False
+  found: list[Run],
+  args: Namespace,
+  *,
+  title: str,
+  workers: int,
+  perplexity: bool = False,
 ) -> None:
   """Prints the table and writes the files, in the first process."""
   if jax.process_index():
     return
-  rows = [(x.codec, x.seed, *x.sent, x.step_ms, *x.points[-1]) for x in runs]
+  rows = [(x.codec, x.seed, *x.sent, x.step_ms, *x.points[-1]) for x in found]
   names = ("codec", "seed", "bytes_a_step", "f32_bytes_a_step", "step_ms")
   summary = pd.DataFrame(rows, columns=[*names, *Point._fields])
-  points = [(x.codec, x.seed, *point) for x in runs for point in x.points]
+  points = [(x.codec, x.seed, *point) for x in found for point in x.points]
   curves = pd.DataFrame(points, columns=[*names[:2], *Point._fields])
   print(table(summary, perplexity=perplexity))
-  print(
-    f"Workers: {workers}. Bytes: what each sends, read from the compiled step's HLO."
-  )
-  print("Ratio: to plain f32. Time: the median step, compilation excluded.")
+  print(NOTE.format(workers))
   if jax.default_backend() == "cpu":
-    print(
-      "The workers share this machine's cores, and no bytes cross a link: the times"
-    )
-    print("say nothing about one.")
+    print(CPU)
   args.output.mkdir(parents=True, exist_ok=True)
   paths = [args.output / x for x in ("summary.csv", "curves.csv", "curves.png")]
   for frame, path in zip((summary, curves), paths, strict=False):

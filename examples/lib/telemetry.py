@@ -1,22 +1,11 @@
 """Keeps the inspections of a run, and reports them as a table and plots."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from matplotlib.figure import Figure
-
-from examples.lib.parsing import positive
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the options of a trainer that inspects the compression of each leaf."""
-  add = parser.add_argument_group("telemetry").add_argument
-  said = "inspect what is sent every K steps: a table at the end, and two plots"
-  add("--inspect", type=positive, metavar="K", help=said)
-  add("--output", type=Path, default=Path("results"), help="folder of the plots")
 
 
 class Log:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 import gradcomp
-from examples.lib.data import text
+from examples.lib import texts
 from examples.lib.parsing import positive
 
 WIDTH, CLASSES, BATCH = 64, 4, 64  # inputs, outputs, examples of a step
@@ -31,9 +31,9 @@ def batches(steps: int) -> Iterator[dict[str, np.ndarray]]:
     yield {"x": x[i % 4].astype(np.float32), "y": y[i % 4].astype(np.float32)}
 
 
-def sequences(steps: int) -> Iterator[text.Tokens]:
+def sequences(steps: int) -> Iterator[texts.Tokens]:
   """Draws sequences of bytes of Python's library."""
-  return itertools.islice(text.batches(text.load().train, 32, 32, seed=0), steps)
+  return itertools.islice(texts.batches(texts.load().train, 32, 32, seed=0), steps)
 
 
 def run(step: Any, state: Any, feed: Iterable[Any]) -> tuple[float, Any]:
@@ -74,10 +74,8 @@ def main(
 ) -> None:
   """Prints losses, and bytes over the first axis, of plain and compressed training.
 
-  A trainer that makes a mesh like it itself says ``over`` which axis it averages.
-
   ``train(steps, compressed)`` returns the last loss and the lowered program of a step.
-  The axes of the mesh are Auto ones, as these trainers have them.
+  A trainer that makes a mesh like it itself says ``over`` which axis it averages.
   """
   parser = argparse.ArgumentParser(description=title.splitlines()[0])
   parser.add_argument("--steps", type=positive, default=40, help="default: 40")

@@ -1,5 +1,6 @@
 """A task to train on: the functions of a network, its loss, its test and its step."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,11 @@ _SCORED = 8192  # labels that are tested at once
 Model = Callable[..., nnx.Module] | linen.Module
 
 
+def takes_dropout(model: Any) -> bool:
+  """Returns whether a class of networks has the option ``dropout``."""
+  return "dropout" in inspect.signature(model.__init__).parameters
+
+
 class Functions(NamedTuple):
   """The functions of a network, each of its parameters."""
 
@@ -34,11 +40,7 @@ class Functions(NamedTuple):
 
 
 def functions(model: Model, inputs: np.ndarray) -> Functions:
-  """Returns the functions of a network of flax nnx, made from ``rngs``, or of linen.
-
-  One of nnx with dropout takes ``rngs`` beside its inputs; one of linen has the rate as
-  its field ``dropout``, and takes ``train``, and with the field ``stacked`` ``scan``.
-  """
+  """Returns the functions of a network of flax nnx, made from ``rngs``, or of linen."""
   return _of_linen(model, inputs) if isinstance(model, linen.Module) else _of_nnx(model)
 
 
@@ -142,7 +144,7 @@ class Task:
     self._scores = jax.jit(scores)
     self._statistics = network.statistics and jax.jit(network.statistics)
     self._test, self._known = test, known
-    replicated = NamedSharding(mesh, REPLICATED)
+    replicated = NamedSharding(mesh, P())
     # Jitted, so that every process places the same parameters on its own devices.
     self._init = jax.jit(network.init, out_shardings=NamedSharding(mesh, spec))
     self._whole = jax.jit(lambda x: x, out_shardings=replicated)
@@ -183,11 +185,11 @@ class Task:
 
 
 def compile_step(
-  task: Task, optimizer: Any, batch: Batch, *, inspect: bool = False
+  task: Task, optimizer: Any, batch: Batch, step: Any = None, *, inspect: bool = False
 ) -> tuple[Callable[..., Any], Any]:
   """Compiles a train step, which may inspect itself; returns its bytes, too."""
   over = {"axis_name": AXIS, "mesh": task.mesh}
-  step = gradcomp.make_train_step(task.loss_fn, optimizer, **over)
+  step = step or gradcomp.make_train_step(task.loss_fn, optimizer, **over)
   params = task.init_params(0)
   args = params, init_state(task, optimizer, params), task.place(batch)
   own = {"inspect": True} if inspect else {}

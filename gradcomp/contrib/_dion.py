@@ -219,7 +219,7 @@ class _Factors(factors.Factors):
     sums = yield [*map(factors.left_factor, stacks, old)]
     basis = factors.each_orthonormal(jnp.concatenate(sums))
     lefts = basis.reshape(len(leaves), *sums[0].shape)
-    rights = yield [*map(factors.right_factor, stacks, lefts)]
+    rights = yield [*map(factors.right_factor, lefts, stacks)]
     finite = [jnp.isfinite(x).all(axis=(1, 2), keepdims=True) for x in rights]
     # Else a number that is not finite would reach its column alone.
     pairs = zip(finite, rights, strict=True)

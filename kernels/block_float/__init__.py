@@ -4,5 +4,5 @@ from gradcomp._src.kernels.block_float import pallas, tpu
 from gradcomp._src.kernels.block_float import reference as reference
 from gradcomp._src.kernels.gpu import dispatch
 
-decode_rows = dispatch.on_tpu(tpu.decode_rows, mosaic=True)(reference.decode_rows)
-encode_rows = dispatch.encoder(reference, pallas, tpu, refusal=pallas.refusal)
+decode_rows = dispatch.with_kernel(reference.decode_rows, tpu.decode_rows)
+encode_rows = dispatch.encoder(reference, pallas, tpu)

@@ -7,11 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src.kernels.block_float import reference
-from gradcomp._src.kernels.common import dithers
-from gradcomp._src.kernels.common.fixed_point import exact_quotient
-from gradcomp._src.kernels.common.planes import float_words, floats, pack_planes
+from gradcomp._src.kernels.common import dithers, fixed_point, planes
 from gradcomp._src.kernels.gpu import tiles
-from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Launch, Operand
 
 
 def refusal(size: int, form: reference.Form) -> str:
@@ -24,16 +21,16 @@ def refusal(size: int, form: reference.Form) -> str:
 @tiles.completed(reference.encode_rows)
 def encode_rows(
   x: Array,
-  shared: Operand,
-  dither: Operand,
+  shared: tiles.Operand,
+  dither: tiles.Operand,
   *,
   form: reference.Form,
   interpret: Any = False,
-) -> Encoded:
+) -> tiles.Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   each = form.bucket_size // form.block_size  # blocks of a plane
 
-  def body(block: Block, shared_ref: Any, dither_ref: Any) -> None:
+  def body(block: tiles.Block, shared_ref: Any, dither_ref: Any) -> None:
     dither = dithers.read(dither_ref)
     own = None if shared_ref is None else block.read(shared_ref, 0)
     spread = None if own is None else block.spread(own, block.shape[:-1])
@@ -52,22 +49,22 @@ def encode_rows(
     codes, scales = [], []
     for k in range(form.planes):
       plane = block.plane(k)
-      largest = floats(tiles.largest_bits(plane).astype(jnp.uint32))
-      scale = form.scale_codes(largest, spread, exact_quotient)
-      factor = form.factors(scale, spread, exact_quotient)
+      largest = planes.floats(tiles.largest_bits(plane).astype(jnp.uint32))
+      scale = form.scale_codes(largest, spread, fixed_point.exact_quotient)
+      factor = form.factors(scale, spread, fixed_point.exact_quotient)
       codes.append(form.cast(plane, next(lanes), block.spread(factor, plane.shape)))
       scales.append(scale)
-    block.put(pack_planes(codes, form.fmt.bits))
+    block.put(planes.pack_planes(codes, form.fmt.bits))
     # The blocks of a word's bytes lie a quarter of a row apart.
     step = form.planes // 4
     for first in range(step):
-      words = pack_planes(scales[first::step], 8)
+      words = planes.pack_planes(scales[first::step], 8)
       block.put(words, form.bucket_size + first * each)
     if own is not None:
-      block.put_scale(form.row_words - 1, float_words(own))
+      block.put_scale(form.row_words - 1, planes.float_words(own))
 
   # Read as blocks, a plane has a maximum over a block within two threads.
-  launch = Launch(
+  launch = tiles.Launch(
     "block_float_encode",
     form.row_words,
     views=[(each, form.block_size)],

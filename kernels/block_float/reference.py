@@ -182,11 +182,8 @@ def encode_rows(
   for tiles in planes.tile_segments(x, form.planes, form.bucket_size):
     own = None if shared is None else tiles.rows_of(shared)
     scales = form.scale_codes(tiles.rows_of(largest), own)
-    lanes = fixed_point.rounding_lanes(
-      dither, tiles.shape, form.planes, first_row=first_row + tiles.first_row
-    )
     factors = jnp.split(form.factors(scales, own), form.planes, axis=1)
-    codes = map(form.code, tiles.planes, lanes, factors)
+    codes = map(form.code, tiles.planes, tiles.lanes(dither, first_row), factors)
     parts = [
       planes.pack_planes(codes, form.fmt.bits),
       planes.pack_planes(jnp.split(scales, 4, axis=1), 8),
@@ -205,7 +202,7 @@ def unpack(rows: Array, form: Form) -> tuple[Array, Array, Array | None]:
   return codes, scales, shared
 
 
-def decode_rows(rows: Array, *, form: Form) -> Array:
+def decode_rows(rows: Array, form: Form) -> Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, P, B]``."""
   codes, scales, shared = unpack(rows, form)
   return form.value(codes, scales, None if shared is None else shared[..., None])

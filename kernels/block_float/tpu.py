@@ -7,8 +7,8 @@ import numpy as np
 from jax import Array, lax
 
 from gradcomp._src.kernels.block_float import reference
-from gradcomp._src.kernels.common.fixed_point import exact_divide, rounding_lanes
-from gradcomp._src.kernels.gpu.tiles import Encoded, completed, refusal_of_tiles
+from gradcomp._src.kernels.common import dithers, fixed_point
+from gradcomp._src.kernels.gpu.tiles import Encoded
 from gradcomp._src.kernels.tpu import lines
 from gradcomp._src.kernels.tpu.lines import LANES
 
@@ -17,12 +17,7 @@ from gradcomp._src.kernels.tpu.lines import LANES
 _INFINITY = np.int32(0x7F800000)
 
 
-def refusal(size: int, form: reference.Form) -> str:
-  """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
-  return refusal_of_tiles(size, form.planes * form.bucket_size)
-
-
-@completed(reference.encode_rows, lambda tiles, form: tiles)
+@lines.completed(reference.encode_rows)
 def encode_rows(
   x: Array,
   shared: Array | None,
@@ -42,9 +37,11 @@ def encode_rows(
     *given, out = refs
     words = None if dither is None else given.pop()
     tensor = None if shared is None else given.pop()[...].T
-    drawn = None if words is None else tuple(words[i : i + 1, :1] for i in range(3))
-    start = pl.program_id(0) * block
-    lanes = rounding_lanes(drawn, (block, LANES), form.planes, first_row=start)
+    lanes: Any = [None] * form.planes
+    if words is not None:
+      drawn = words[0:1, :1], words[1:2, :1], words[2:3, :1]
+      first = pl.program_id(0) * block
+      lanes = dithers.random_lanes(drawn, (block, LANES), form.planes, first_row=first)
     plane = lambda k: x_ref[pl.ds(k, block, stride=form.planes), :].T
     columns = _columns(map(plane, range(form.planes)), lanes, tensor, form)
     out[...] = columns.T
@@ -57,8 +54,7 @@ def encode_rows(
   out = [((tiles, form.row_words), block, jnp.uint32)]
   grid = -(-tiles // block)
   (rows,) = lines.run(kernel, grid, given, out, "block_float_encode", interpret)
-  missing = x.size > tiles * tile  # a row
-  return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows, None
+  return rows, None
 
 
 def _columns(
@@ -77,8 +73,8 @@ def _columns(
       largest = bits.max(axis=0, keepdims=True)
       largest = jnp.where(largest < _INFINITY, largest, np.int32(0x7FC00000))
       largest = lax.bitcast_convert_type(largest, jnp.float32)
-      scale = form.scale_codes(largest, shared, exact_divide)
-      factor = form.factors(scale, shared, exact_divide)
+      scale = form.scale_codes(largest, shared, fixed_point.exact_divide)
+      factor = form.factors(scale, shared, fixed_point.exact_divide)
       own = None if drawn is None else drawn[at : at + size]
       codes.append(form.cast(part, own, jnp.broadcast_to(factor, part.shape)))
       quarter, word = divmod((k * LANES + at) // size, scale_words)
@@ -90,10 +86,9 @@ def _columns(
   return jnp.concatenate(parts)
 
 
+@lines.decoder(reference.decode_rows)
 def decode_rows(rows: Array, *, form: reference.Form, interpret: Any = False) -> Array:
   """Decodes as :func:`reference.decode_rows` does, to the same bits."""
-  if not rows.size:
-    return reference.decode_rows(rows, form=form)
   words, size, bits = form.bucket_size, form.block_size, form.fmt.bits
   scale_words, each = form.blocks // 4, words // size  # blocks of a plane
 
@@ -112,8 +107,7 @@ def decode_rows(rows: Array, *, form: reference.Form, interpret: Any = False) ->
       parts.append(form.number(code.astype(jnp.uint32), byte, shared))
     return parts
 
-  given = lax.bitcast_convert_type(rows, jnp.int32).reshape(-1, rows.shape[-1])
+  given = lax.bitcast_convert_type(rows, jnp.int32)
   tile = form.planes * words
   launch = lines.Launch("block_float_decode", tile, LANES, interpret=interpret)
-  found = lines.decode(body, [given], launch)
-  return found.reshape(*rows.shape[:-1], form.planes, words)
+  return lines.decode(body, [given], launch)

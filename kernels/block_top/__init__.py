@@ -5,4 +5,4 @@ from gradcomp._src.kernels.block_top import reference as reference
 from gradcomp._src.kernels.gpu import dispatch
 
 encode_rows = dispatch.encoder(reference, pallas, tpu)
-decode_rows = dispatch.on_tpu(tpu.decode_rows, mosaic=True)(reference.decode_rows)
+decode_rows = dispatch.with_kernel(reference.decode_rows, tpu.decode_rows)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src.kernels.block_top import reference
-from gradcomp._src.kernels.block_top.reference import WORDS, Entry, Form
 from gradcomp._src.kernels.common.fixed_point import exact_quotient
 from gradcomp._src.kernels.common.planes import float_words, floats, pack_planes
 from gradcomp._src.kernels.common.scales import scales_of_bits
@@ -16,7 +15,7 @@ from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Launch
 
 
 @tiles.completed(reference.encode_rows)
-def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
+def encode_rows(x: Array, *, form: reference.Form, interpret: Any = False) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
 
   # A plane of a tile is 32 blocks, each in the registers of four threads. Planes share
@@ -30,34 +29,36 @@ def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
       one = scales_of_bits(tiles.largest_bits(first))
       block.put_scale(form.row_words - 1, float_words(one))
       scale = block.spread(one, block.shape[:-1])
-    sent = [_coded(entries, scale, form) for entries in found]
+    coded = lambda entry: reference.coded(entry, scale, form, exact_quotient)
+    sent = [[coded(entry) for entry in entries] for entries in found]
     for number in range(form.count):
       codes = [entries[number][0] for entries in sent]
       at = number * form.entry_words
       block.put(pack_planes(codes, form.code_bits), at)
       if scale is None:
         for k in planes:
-          block.put(float_words(sent[k][number][1]), at + (k + 1) * WORDS)
+          block.put(float_words(sent[k][number][1]), at + (k + 1) * reference.WORDS)
     if form.keep:
       for k in planes:
-        decoded = _decoded(block, sent[k], scale, form)
-        block.put_residual(k, block.plane(k) - decoded)
+        entries, others = reference.decoded(sent[k], scale, form)
+        own = reference.spread(entries, others, form, block.placed)
+        block.put_residual(k, block.plane(k) - own)
 
   launch = Launch(
     "block_top_encode",
     form.row_words,
     form.keep,
-    [(WORDS, form.block_size)],
+    [(reference.WORDS, form.block_size)],
     planar=False,
     interpret=interpret,
   )
   return tiles.encode(body, x, (), form, launch)
 
 
-def _select(block: Block, x: Array, form: Form) -> list[Entry]:
+def _select(block: Block, x: Array, form: reference.Form) -> list[reference.Entry]:
   """Selects in blocks, ``float32[..., B]``: places and values, ``[...]`` each."""
   every = reference.keys(x, form, block.iota)
-  entries: list[Entry] = []
+  entries: list[reference.Entry] = []
   rest = every
   for _ in range(form.count):
     key = rest.max(axis=-1)
@@ -70,27 +71,3 @@ def _select(block: Block, x: Array, form: Form) -> list[Entry]:
       value = floats(whole)
     entries.append((reference.behind_of(key, form), value))
   return entries
-
-
-def _coded(entries: list[Entry], scale: Array | None, form: Form) -> list[Entry]:
-  """Returns the codes of entries, and their values where codes hold none."""
-  if scale is not None:
-    return [(reference.code(*e, scale, form, exact_quotient), e[1]) for e in entries]
-  return [(place, floats(words)) for place, words in map(reference.exact, entries)]
-
-
-def _decoded(block: Block, sent: list[Entry], scale: Array | None, form: Form) -> Array:
-  """Decodes the codes of blocks: ``float32[..., B]``."""
-  codes, exact = zip(*sent, strict=True)
-  if scale is None:
-    found, others = reference.finite_values(exact)
-  else:
-    found = [reference.values(code, scale, form) for code in codes]
-    others = scale * 0
-  places = [reference.behind_of_code(code, form) for code in codes]
-  place = block.iota(jnp.uint32, block.shape, len(block.shape) - 1)
-  result = block.spread(others, block.shape)
-  for behind, value in reversed(list(zip(places, found, strict=True))):
-    at = block.spread(form.block_size - 1 - behind, block.shape)
-    result = jnp.where(place == at, block.spread(value, block.shape), result)
-  return result

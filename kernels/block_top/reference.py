@@ -2,18 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gradcomp._src.kernels.common import planes
-from gradcomp._src.kernels.common.dithers import Iota
-from gradcomp._src.kernels.common.fixed_point import Divide, divide, sign_bit, signed
-from gradcomp._src.kernels.common.scales import norms, scales
-from gradcomp._src.kernels.gpu.tiles import Encoded
+from gradcomp._src.kernels.common import dithers, fixed_point, planes, scales
+from gradcomp._src.kernels.common.fixed_point import Divide
+from gradcomp._src.kernels.gpu.tiles import Encoded, Operand
 from gradcomp._src.kernels.materialize import materialized, packed
 from gradcomp._src.kernels.quantize import qsgd
 
@@ -84,7 +82,7 @@ class Form:
 
 
 def keys(
-  x: Array, form: Form, iota: Iota = jax.lax.broadcasted_iota, axis: int = -1
+  x: Array, form: Form, iota: dithers.Iota = jax.lax.broadcasted_iota, axis: int = -1
 ) -> Array:
   """Returns a sort key for each element; the largest of an axis of blocks are sent."""
   # From the highest bit on it holds `31 - log2(B)` bits of the magnitude, the number of
@@ -107,7 +105,7 @@ def cut_value(key: Array, form: Form) -> Array:
 
 
 def code(
-  behind: Array, value: Array, scale: Array, form: Form, divide: Divide = divide
+  behind: Array, value: Array, scale: Array, form: Form, divide: Divide
 ) -> Array:
   """Returns the codes of entries under their scales; 0 sends nothing."""
   # The code 0 would stand for the smaller magnitude, positive, at the end of a block.
@@ -116,7 +114,7 @@ def code(
     level = _LEVELS.code(value, _LEVELS.factor(scale, divide), None)
     some = level & _LEVELS.intervals > 0
     return jnp.where((scale > 0) & some, (behind << 8) | level, 0)
-  magnitude, negative = jnp.abs(value), sign_bit(value) >> 31
+  magnitude, negative = jnp.abs(value), fixed_point.sign_bit(value) >> 31
   nothing = (behind | negative) == 0
   low, high = (scale * limit for limit in _LIMITS)
   large = magnitude >= jnp.where(nothing, scale * np.float32(0.5), high)
@@ -130,7 +128,7 @@ def values(codes: Array, scale: Array, form: Form) -> Array:
     return _LEVELS.value(codes & np.uint32(0xFF), scale)
   small = scale * np.float32(SMALL)
   magnitude = jnp.where(codes & 1 == 1, scale, small)
-  value = signed(magnitude, (codes >> 1) << 31)
+  value = fixed_point.signed(magnitude, (codes >> 1) << 31)
   return jnp.where(codes == 0, scale * 0, value)
 
 
@@ -154,21 +152,26 @@ def rows_of_entries(entries: Sequence[Entry], form: Form) -> Array:
   """Returns the rows of selected entries, ``uint32[rows, row_words]``."""
   parts = []
   if form.scaled:
-    scale = scales(norms(entries[0][1], "max"))[:, None]
-    for behind, value in entries:
-      parts.append(packed_codes(code(behind, value, scale, form), form))
+    scale = scales.scales(scales.norms(entries[0][1], "max"))[:, None]
+    parts += [packed_codes(coded(x, scale, form)[0], form) for x in entries]
     parts.append(planes.float_words(scale))
   else:
-    for place, words in map(exact, entries):
-      parts += [packed_codes(place, form), words]
+    for codes, value in [coded(x, None, form) for x in entries]:
+      parts += [packed_codes(codes, form), planes.float_words(value)]
   return jnp.concatenate(parts, axis=1)
 
 
-def exact(entry: Entry) -> Entry:
-  """Returns the codes and the words of an entry that is sent as it is."""
-  behind, words = entry[0], planes.float_words(entry[1])
+def coded(
+  entry: Entry, scale: Operand, form: Form, divide: Divide = fixed_point.divide
+) -> Entry:
+  """Returns the codes of an entry, and the values beside them, if codes hold none."""
+  behind, value = entry
+  if scale is not None:
+    return code(behind, value, scale, form, divide), value
+  words = planes.float_words(value)
   some = (words << 1) > 0  # minus zero is sent as zero, and as nothing
-  return jnp.where(some, behind, np.uint32(0)), jnp.where(some, words, np.uint32(0))
+  sent = planes.floats(jnp.where(some, words, np.uint32(0)))
+  return jnp.where(some, behind, np.uint32(0)), sent
 
 
 def remainder(x: Array, rows: Array, form: Form) -> Array:
@@ -254,22 +257,23 @@ def entries_of_rows(rows: Array, form: Form) -> Entries:
   each = form.entry_words
   parts = [rows[..., k * each :][..., :each] for k in range(form.count)]
   unpack = lambda words: planes.unpack_planes(words, form.code_bits).reshape(shape)
-  codes = [unpack(part[..., :WORDS]) for part in parts]
-  places = [behind_of_code(code, form) for code in codes]
-  if form.scaled:
-    scale = planes.floats(rows[..., -1:])
-    sent = [values(code, scale, form) for code in codes]
-    return list(zip(places, sent, strict=True)), jnp.broadcast_to(scale * 0, shape)
-  sent, others = finite_values([planes.floats(part[..., WORDS:]) for part in parts])
+  sent = [(unpack(x[..., :WORDS]), planes.floats(x[..., WORDS:])) for x in parts]
+  scale = planes.floats(rows[..., -1:]) if form.scaled else None
+  entries, others = decoded(sent, scale, form)
+  return entries, jnp.broadcast_to(others, shape)
+
+
+def decoded(given: Sequence[Entry], scale: Operand, form: Form) -> Entries:
+  """Returns the entries of blocks, of codes and the values beside them."""
+  codes, beside = zip(*given, strict=True)
+  places = [behind_of_code(x, form) for x in codes]
+  if scale is not None:
+    sent, others = [values(x, scale, form) for x in codes], scale * 0
+  else:  # all of a block are NaN where one is not finite; Pallas lowers no isfinite
+    finite = functools.reduce(jnp.logical_and, [jnp.abs(x) < np.inf for x in beside])
+    others = jnp.where(finite, np.float32(0), np.float32(np.nan))
+    sent = [jnp.where(finite, x, np.float32(np.nan)) for x in beside]
   return list(zip(places, sent, strict=True)), others
-
-
-def finite_values(values: Sequence[Array]) -> tuple[list[Array], Array]:
-  """Returns exact values of blocks, and others, all NaN where one is not finite."""
-  # Pallas lowers no jnp.isfinite.
-  finite = functools.reduce(jnp.logical_and, [jnp.abs(x) < np.inf for x in values])
-  others = jnp.where(finite, np.float32(0), np.float32(np.nan))
-  return [jnp.where(finite, x, np.float32(np.nan)) for x in values], others
 
 
 def decode_rows(rows: Array, form: Form) -> Array:
@@ -277,12 +281,20 @@ def decode_rows(rows: Array, form: Form) -> Array:
   return spread(*_entries(rows, form), form)
 
 
-def spread(entries: Sequence[Entry], others: Array, form: Form) -> Array:
+def spread(
+  entries: Sequence[Entry],
+  others: Array,
+  form: Form,
+  placed: Callable[[Array], Array] = lambda x: x,
+) -> Array:
   """Puts entries into their places in blocks, ``float32[..., B]``, among ``others``."""
+  # `placed` gives a kernel's arrays their layout.
   shape = (*others.shape, form.block_size)
-  place = jax.lax.broadcasted_iota(jnp.uint32, shape, others.ndim)
-  blocks = jnp.broadcast_to(others[..., None], shape)
+  each = tuple(range(others.ndim))
+  repeat = lambda x: placed(jax.lax.broadcast_in_dim(x, shape, each))
+  place = placed(jax.lax.broadcasted_iota(jnp.uint32, shape, others.ndim))
+  blocks = repeat(others)
   for behind, value in reversed(entries):
-    at = (form.block_size - 1 - behind)[..., None]
-    blocks = jnp.where(place == at, value[..., None], blocks)
+    here = place == repeat(form.block_size - 1 - behind)
+    blocks = jnp.where(here, repeat(value), blocks)
   return blocks

@@ -7,40 +7,26 @@ import numpy as np
 from jax import Array, lax
 
 from gradcomp._src.kernels.block_top import reference
-from gradcomp._src.kernels.block_top.reference import Entry, Form
 from gradcomp._src.kernels.common import planes
-from gradcomp._src.kernels.gpu.tiles import Encoded, completed
+from gradcomp._src.kernels.gpu.tiles import Encoded
 from gradcomp._src.kernels.tpu import lines
 
 
 # In a transposed block the elements of a block are a column. Decoded blocks are lines
 # of 128 elements or more, since XLA pads a shorter last axis to 128.
-def refusal(size: int, form: Form) -> str:
-  """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
-  return lines.refusal(size, form.block_size, form.tile_size)
-
-
-@completed(reference.encode_rows, lambda tiles, form: tiles)
-def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
+@lines.completed(reference.encode_rows)
+def encode_rows(x: Array, *, form: reference.Form, interpret: Any = False) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   rows = reference.rows_of_entries(_select(x, form, interpret), form)
   if not form.keep:
     return rows, None
-  whole = x.size // form.tile_size
-  flat = x.reshape(-1)[: whole * form.tile_size]
-  rest = _spread(rows[:whole], form, interpret, flat)
-  return rows, jnp.pad(rest, (0, x.size - rest.size))
+  whole = x.reshape(-1)[: len(rows) * form.tile_size]
+  return rows, _spread(rows, form=form, interpret=interpret, x=whole)
 
 
-def decode_rows(rows: Array, *, form: Form, interpret: Any = False) -> Array:
-  """Decodes as :func:`reference.decode_rows` does, to the same bits."""
-  if not rows.size or refusal(form.tile_size, form):
-    return reference.decode_rows(rows, form)
-  found = _spread(rows.reshape(-1, rows.shape[-1]), form, interpret)
-  return found.reshape(*rows.shape[:-1], form.blocks, form.block_size)
-
-
-def _spread(rows: Array, form: Form, interpret: Any, x: Array | None = None) -> Array:
+def _spread(
+  rows: Array, *, form: reference.Form, interpret: Any = False, x: Array | None = None
+) -> Array:
   """Decodes rows to flat elements, which are subtracted from ``x`` if it is given."""
 
   def body(others: Array, *entries: Array) -> list[Array]:
@@ -65,7 +51,10 @@ def _spread(rows: Array, form: Form, interpret: Any, x: Array | None = None) -> 
   return lines.decode(body, given, launch, x)
 
 
-def _select(x: Array, form: Form, interpret: Any) -> list[Entry]:
+decode_rows = lines.decoder(reference.decode_rows)(_spread)
+
+
+def _select(x: Array, form: reference.Form, interpret: Any) -> list[reference.Entry]:
   """Selects in whole tiles, as :func:`reference.select` does."""
   size, width = form.block_size, lines.width(form.block_size)
   count = form.tile_size // width  # lines of a tile
@@ -93,7 +82,7 @@ def _select(x: Array, form: Form, interpret: Any) -> list[Entry]:
   return entries
 
 
-def _largest(block: Array, form: Form) -> list[Array]:
+def _largest(block: Array, form: reference.Form) -> list[Array]:
   """Returns the keys of a column's entries, and the bits that are sent with them."""
   # `int32[1, columns]` each. With the highest bit flipped, signed integers are in the
   # order of unsigned ones, which TPUs do not compare.

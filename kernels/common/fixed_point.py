@@ -1,7 +1,7 @@
 """Fixed-point rounding: one float product, then integers and 16 bits of fraction."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +29,6 @@ _OFF = 8
 Lane = Array | None
 
 Divide = Callable[[Array, Array], Array]
-
-
-def rounding_lanes(
-  dither: dithers.Dither | None,
-  shape: tuple[int, int],
-  planes: int,
-  *,
-  first_row: Array | int,
-) -> Sequence[Lane]:
-  """Returns each plane's :data:`Lane`: random integers, ``uint32[rows, columns]``."""
-  if dither is None:
-    return [None] * planes
-  return dithers.random_lanes(dither, shape, planes, first_row=first_row)
 
 
 def rounded(fixed: Array, lane: Lane, x: Array | None = None) -> Array:

@@ -3,13 +3,14 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from gradcomp._src.kernels.common import dithers
 from gradcomp._src.kernels.gpu.dispatch import on_tpu
 
 
@@ -33,6 +34,13 @@ class Segment(NamedTuple):
     """The shape of a plane, ``(rows, B)``."""
     rows, columns = self.planes[0].shape
     return rows, columns
+
+  def lanes(self, dither: dithers.Dither | None, first_row: int = 0) -> list[Any]:
+    """Returns the random integers of each plane, in its shape, or None for a half."""
+    if dither is None:
+      return [None] * len(self.planes)
+    row = first_row + self.first_row
+    return dithers.random_lanes(dither, self.shape, len(self.planes), first_row=row)
 
   def rows_of(self, x: Array) -> Array:
     """Returns the lines of ``x`` for these tiles; ``x`` has a line for each row."""

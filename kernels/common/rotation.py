@@ -4,13 +4,13 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.tpu import rotation as tpu
+from gradcomp._src.kernels.tpu import lines
+from gradcomp._src.kernels.tpu.lines import LANES
 
 PLANES = 8  # of a group; a group of 32 lies in four columns of each
 
@@ -38,39 +38,62 @@ def _turned(tiles: Array, by: dispatch.Implementation | None, **how: Any) -> Arr
   rows, tile = len(tiles), math.prod(tiles.shape[1:])
   flat = tiles.reshape(rows, tile)
   line = tile // how["planes"] * PLANES // how["size"]
-  if not tpu.fits(rows, tile, line):
+  if rows < lines.ROWS or tile > lines.LARGEST_UNROLLED or line % LANES:
     return transform(flat, **how).reshape(tiles.shape)
   return _with_kernel(flat, implementation=by, **how).reshape(tiles.shape)
 
 
 def transform(tiles: Array, *, planes: int, size: int, forward: bool) -> Array:
   """Rotates tiles, or rotates them back."""
-  x = tiles.reshape(len(tiles), planes, tiles.shape[1] // planes)
+  columns = tiles.shape[1] // planes
+  x = tiles.reshape(len(tiles), planes, columns)
+  plane = jnp.arange(planes, dtype=jnp.uint32)[:, None]
+  signs = (jnp.asarray(_sign_words(planes, columns)) >> plane) << 31
   if forward:
-    x = _butterfly(_signed(x * np.float32(1 / size)), size)
+    x = _butterfly(_signed(x * np.float32(1 / size), signs), size)
   else:
-    x = _signed(_butterfly(x, size))
+    x = _signed(_butterfly(x, size), signs)
   return x.reshape(tiles.shape)
 
 
 def by_kernel(
   tiles: Array, *, planes: int, size: int, forward: bool, interpret: Any = False
 ) -> Array:
-  """Returns :func:`transform` for TPUs."""
-  columns = tiles.shape[1] // planes
-  words = _sign_words(planes, columns)
-  signs = (words >> np.arange(planes, dtype=np.uint32)[:, None]) << np.uint32(31)
-  return tpu.transform(
-    tiles,
-    size=size,
-    group_line=columns * PLANES // size,
-    signs=signs.reshape(-1),
-    forward=forward,
-    interpret=interpret,
-  )
+  """Returns :func:`transform` for TPUs, in one pass over the tiles."""
+  # XLA writes the array anew for each of the sums of two. Here a group lies in
+  # registers: element i of `line` groups is a line of a tile, and lines `size * k` to
+  # `size * k + size` are groups.
+  (rows, tile), columns = tiles.shape, tiles.shape[1] // planes
+  words, plane = _sign_words(planes, columns), np.arange(planes, dtype=np.uint32)
+  signs = ((words >> plane[:, None]) << np.uint32(31)).reshape(1, -1).view(np.int32)
+  block, line = lines.rows_of_block(rows, tile), columns * PLANES // size
+  groups = range(0, tile, size * line)
+
+  def kernel(x_ref: Any, sign_ref: Any, out_ref: Any) -> None:
+    def of_rows(row: Any) -> None:
+      for first in [group + at for group in groups for at in range(0, line, LANES)]:
+        starts = range(first, first + size * line, line)  # of 128 groups
+        lanes = [slice(start, start + LANES) for start in starts]
+        parts = [x_ref[row, lane] for lane in lanes]
+        signs = [sign_ref[:, lane] for lane in lanes]
+        if forward:
+          parts = [part * np.float32(1 / size) for part in parts]
+          parts = _sums_of_parts(list(map(_signed, parts, signs)))
+        else:
+          parts = list(map(_signed, _sums_of_parts(parts), signs))
+        for lane, part in zip(lanes, parts, strict=True):
+          out_ref[row, lane] = part
+
+    lines.by_registers(block, of_rows)
+
+  inputs = [(tiles, block), (jnp.asarray(signs), 0)]
+  out = [(tiles.shape, block, np.float32)]
+  name = "rotate" if forward else "unrotate"
+  (found,) = lines.run(kernel, -(-rows // block), inputs, out, name, interpret)
+  return found
 
 
-_with_kernel = dispatch.on_tpu(by_kernel, mosaic=True)(transform)
+_with_kernel = dispatch.with_kernel(transform, by_kernel)
 
 
 def _butterfly(tiles: Array, size: int) -> Array:
@@ -89,13 +112,21 @@ def _butterfly(tiles: Array, size: int) -> Array:
   return jnp.concatenate([first + second, first - second], last).reshape(tiles.shape)
 
 
-def _signed(tiles: Array) -> Array:
-  """Changes the sign of an element where the sequence of its tile has -1."""
-  words = jnp.asarray(_sign_words(*tiles.shape[1:]))
-  plane = jnp.arange(tiles.shape[1], dtype=jnp.uint32)[:, None]
-  signs = (words >> plane) << 31
-  bits = jax.lax.bitcast_convert_type(tiles, jnp.uint32) ^ signs
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+def _sums_of_parts(parts: list[Array]) -> list[Array]:
+  """Returns :func:`_butterfly` of a group of arrays."""
+  numbers = range(len(parts))
+  for k in reversed(range(len(parts).bit_length() - 1)):
+    other = [parts[i ^ 1 << k] for i in numbers]
+    parts = [
+      other[i] - parts[i] if i >> k & 1 else parts[i] + other[i] for i in numbers
+    ]
+  return parts
+
+
+def _signed(x: Array, sign: Array) -> Array:
+  """Changes the sign of an element where the highest bit is set."""
+  bits = lax.bitcast_convert_type(x, sign.dtype) ^ sign
+  return lax.bitcast_convert_type(bits, np.float32)
 
 
 @functools.cache

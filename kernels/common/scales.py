@@ -1,7 +1,8 @@
 """Norms, scales and deviations, with the same bits in every mode."""
 
+import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,9 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src.kernels.common.fixed_point import held
-from gradcomp._src.kernels.common.planes import tile_segments
-from gradcomp._src.kernels.gpu.dispatch import Implementation, on_tpu
-from gradcomp._src.kernels.tpu import sums
+from gradcomp._src.kernels.common.planes import floats, tile_segments
+from gradcomp._src.kernels.gpu.dispatch import Implementation, on_tpu, with_kernel
+from gradcomp._src.kernels.tpu import lines
 
 # A plain reduction of floats adds in an order that depends on the shape around it, and
 # may drop NaN. The sums here have one order, and the maximum keeps NaN.
@@ -30,6 +31,10 @@ _LANES = 8
 _STEPS = 16
 _BLOCK = _LANES * _STEPS
 _GROUP = _BLOCK * _STEPS  # elements: their sums are a block
+
+# Elements of a line of a kernel for sums. Norms and the encoder view the leaf as lines
+# of 512, too: another view would be another copy of it in memory.
+_LINE = 512
 
 
 def scales(norm: Array) -> Array:
@@ -68,9 +73,9 @@ def norms(x: Array, norm: Norm) -> Array:
   """Returns the norm over the last axis, or NaN if anything in it is not finite."""
   largest = _largest(x)
   largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
-  return (
-    largest if norm == "max" else _lengths(largest, sum_by_halves(_shares(x, largest)))
-  )
+  if norm == "max":
+    return largest
+  return _lengths(largest, sum_by_halves(_shares(x, largest)))
 
 
 def _shares(x: Array, largest: Array) -> Array:
@@ -209,7 +214,34 @@ def sums_of_groups(x: Array, first: Array, down: Array) -> list[Array]:
   return _sums_of_sums(_sums_of_blocks(x, first, down))
 
 
-_of_groups = on_tpu(sums.of_groups, mosaic=True)(sums_of_groups)
+def sums_by_kernel(
+  x: Array, first: Array, down: Array, *, interpret: Any = False
+) -> list[Array]:
+  """Returns :func:`sums_of_groups` for TPUs, to the same bits."""
+
+  def body(x: Array, first: Array, down: Array) -> tuple[Array, ...]:
+    d = (x.T - first) * down
+    return tuple(map(_sums_of_columns, (d, _square(d))))
+
+  words = (_LANES,) * 2
+  launch = lines.Launch("sums_of_groups", _GROUP, _LINE, words, interpret=interpret)
+  found = lines.encode(body, x, launch, (first, down))
+  return [floats(part).reshape(-1) for part in found]
+
+
+def _sums_of_columns(x: Array) -> Array:
+  """Sums the blocks of ``float32[512, lines]``, and then each 16 of their sums."""
+  blocks = []  # the first of each line, the second and so on
+  for start in range(0, _LINE, _BLOCK):
+    total = x[start : start + _LANES]
+    for at in range(start + _LANES, start + _BLOCK, _LANES):
+      total = total + x[at : at + _LANES]
+    blocks.append(total.T.reshape(-1, _GROUP // _LINE, _LANES))
+  steps = [block[:, line] for line in range(_GROUP // _LINE) for block in blocks]
+  return jax.lax.bitcast_convert_type(functools.reduce(jnp.add, steps), jnp.int32)
+
+
+_of_groups = with_kernel(sums_of_groups, sums_by_kernel)
 
 
 def _sums_of_blocks(x: Array, first: Array, down: Array) -> list[Array]:

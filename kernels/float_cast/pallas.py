@@ -7,26 +7,25 @@ from jax import Array
 from gradcomp._src.kernels.common import dithers, planes
 from gradcomp._src.kernels.float_cast import reference
 from gradcomp._src.kernels.gpu import tiles
-from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Launch, Operand
 
 
 @tiles.completed(reference.encode_rows)
 def encode_rows(
   x: Array,
-  exponent: Operand,
-  dither: Operand,
+  exponent: tiles.Operand,
+  dither: tiles.Operand,
   *,
   form: reference.Form,
   interpret: Any = False,
-) -> Encoded:
+) -> tiles.Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
 
-  def body(block: Block, exponent_ref: Any, dither_ref: Any) -> None:
+  def body(block: tiles.Block, exponent_ref: Any, dither_ref: Any) -> None:
     lanes = block.lanes(dithers.read(dither_ref))
     moved = None if exponent_ref is None else exponent_ref[0]
     codes = (form.code(block.plane(k), next(lanes), moved) for k in range(form.planes))
     block.put(planes.pack_planes(codes, reference.width(form.fmt)))
 
   given = None if exponent is None else exponent.reshape(1), dither
-  launch = Launch("float_cast", form.bucket_size, interpret=interpret)
+  launch = tiles.Launch("float_cast", form.bucket_size, interpret=interpret)
   return tiles.encode(body, x, given, form, launch)

@@ -83,9 +83,7 @@ def encode_rows(
   """Casts an array, or ``x * 2**exponent``, and packs codes: ``uint32[rows, B]``."""
   rows = []
   for tiles in planes.tile_segments(x, form.planes, form.bucket_size):
-    row = first_row + tiles.first_row
-    lanes = fixed_point.rounding_lanes(dither, tiles.shape, form.planes, first_row=row)
-    each = zip(tiles.planes, lanes, strict=True)
+    each = zip(tiles.planes, tiles.lanes(dither, first_row), strict=True)
     codes = [form.code(plane, lane, exponent) for plane, lane in each]
     rows.append([planes.pack_planes(codes, width(form.fmt))])
   return planes.stacked(rows, form.bucket_size), None

@@ -11,6 +11,7 @@ from jax.interpreters import batching, mlir
 
 from gradcomp._src import checks
 from gradcomp._src.kernels.gpu import self_check, table, tiles
+from gradcomp._src.kernels.tpu import lines
 
 Implementation = Literal["xla", "pallas", "pallas_interpret"]
 RULE = checks.choice(Implementation, none=True)
@@ -26,18 +27,13 @@ class Operation(NamedTuple):
   xla: _Function
   cuda: _Function | str
   tpu: _Function | str = "there is no such kernel for this operation"
+  strict: bool = True  # whether a kernel that is named but not there is an error
 
 
-def encoder(
-  reference: Any,
-  pallas: Any,
-  tpu: Any = None,
-  *,
-  refusal: Callable[[int, Any], str] = tiles.refusal,
-) -> _Function:
+def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
   """Returns an encoder that chooses one of the modules' ``encode_rows``."""
-  # `refusal` is the reason why no kernel for GPUs encodes this many elements, or "".
   folder = reference.__name__.split(".")[-2]
+  refusal = getattr(pallas, "refusal", tiles.refusal)
 
   def encode_rows(
     x: Array,
@@ -46,13 +42,12 @@ def encoder(
     implementation: Implementation | None = None,
   ) -> tiles.Encoded:
     name = getattr(form, "name", folder) + _given(*operands[:1])
-    functions = Operation(
-      name, reference.encode_rows, refusal(x.size, form) or pallas.encode_rows
-    )
+    cuda = refusal(x.size, form) or pallas.encode_rows
+    operation = Operation(name, reference.encode_rows, cuda)
     if tpu is not None:
-      no = tpu.refusal(x.size, form)
-      functions = functions._replace(tpu=no or tpu.encode_rows)
-    return run(functions, implementation, (x, *operands), {"form": form})
+      no = lines.refusal(x.size, form)
+      operation = operation._replace(tpu=no or tpu.encode_rows)
+    return run(operation, x, *operands, form=form, implementation=implementation)
 
   return encode_rows
 
@@ -66,15 +61,23 @@ def _given(scale: tiles.Operand = None) -> str:
 
 def run(
   operation: Operation,
-  implementation: Implementation | None,
-  operands: tuple[Any, ...],
-  options: dict[str, Any],
+  *operands: Any,
+  implementation: Implementation | None = None,
+  **options: Any,
 ) -> Any:
   """Calls one implementation with the operands, and returns its result."""
   # None takes a kernel where the table of a program's devices has it. `"pallas"` takes
   # it on any device that can run it, and `"pallas_interpret"` is for tests on any
   # backend. Options are static, and hashable.
-  xla = _jitted(operation.xla, **options)
+  xla, platform = _jitted(operation.xla, **options), "cuda"
+  if implementation not in (None, "xla"):
+    platform = "tpu" if jax.default_backend() == "tpu" else platform
+    if isinstance(no := getattr(operation, platform), str):
+      if operation.strict:
+        raise ValueError(
+          f'`implementation` must be None or "xla" here, got {implementation!r}: {no}.'
+        )
+      implementation = None
   if implementation is None:
     kernels = {
       name: _by_table(operation, platform, operands, options)
@@ -85,13 +88,7 @@ def run(
       return by_platform(operands, kernels, xla.trace(*operands))
   if implementation in (None, "xla"):
     return xla(*operands)
-  platform = "tpu" if jax.default_backend() == "tpu" else "cuda"
-  found = getattr(operation, platform)
-  if isinstance(found, str):
-    raise ValueError(
-      f'`implementation` must be None or "xla" here, got {implementation!r}: {found}.'
-    )
-  kernel = functools.partial(found, **options)
+  kernel = functools.partial(getattr(operation, platform), **options)
   if implementation == "pallas_interpret":
     return kernel(*operands, interpret=True)
   if missing := _missing():
@@ -156,36 +153,29 @@ def by_platform(operands: Any, kernels: Mapping[str, _Function], traced: Any) ->
   return jax.tree.unflatten(jax.tree.structure(traced.out_info), found)
 
 
-def on_tpu(
-  form: _Function, *, mosaic: bool = False
-) -> Callable[[_Function], _Function]:
+def on_tpu(form: _Function) -> Callable[[_Function], _Function]:
   """Decorates a function of arrays; programs for TPUs compute it by ``form``."""
   # Both give the same bits. The form suits TPUs, which keep arrays in tiles of 8 rows
-  # by 128 columns. It is traced only where a program is lowered so. `mosaic` says that
-  # it has a kernel, which XLA cannot partition, and which the table must have.
-  name = _MOSAIC if mosaic else "tpu"
+  # by 128 columns. It is traced only where a program is lowered so.
 
   def decorate(function: _Function) -> _Function:
-    full = f"{function.__module__.partition('kernels.')[2]}.{function.__name__}"
-    operation = Operation(full, function, "there is none for GPUs", form)
-
     @functools.wraps(function)
-    def either(
-      *operands: Any, implementation: Implementation | None = None, **options: Any
-    ) -> Any:
-      xla = _jitted(function, **options)
-      if implementation == "xla":
-        return xla(*operands)
-      kernel: _Function = functools.partial(form, **options)
-      if mosaic:
-        if implementation and jax.default_backend() == "tpu":
-          return run(operation, implementation, operands, options)
-        kernel = _by_table(operation, "tpu", operands, options)
-      return by_platform(operands, {name: kernel}, xla.trace(*operands))
+    def either(*operands: Any, **options: Any) -> Any:
+      traced = _jitted(function, **options).trace(*operands)
+      own = functools.partial(form, **options)
+      return by_platform(operands, {"tpu": own}, traced)
 
     return either
 
   return decorate
+
+
+def with_kernel(function: _Function, kernel: _Function) -> _Function:
+  """Returns a function of arrays that TPUs compute by a kernel of the table."""
+  # Encoders may have a kernel by a name where this function has none.
+  name = f"{function.__module__.partition('kernels.')[2]}.{function.__name__}"
+  operation = Operation(name, function, "there is none for GPUs", kernel, strict=False)
+  return functools.partial(run, operation)
 
 
 @_CALL.def_abstract_eval

@@ -346,14 +346,21 @@ def completed(
         own = [a if a is None or a.ndim < 2 else a[whole:] for a in operands]
         last = x.reshape(-1)[start:]
         words, unsent = reference(last, *own, form=form, first_row=whole)
-        rows = jax.lax.dynamic_update_slice(rows, words, (whole, 0))
+        rows = _ended(rows, words, whole)
         if residual is not None and unsent is not None:
-          residual = jax.lax.dynamic_update_slice(residual, unsent, (start,))
+          residual = _ended(residual, unsent, start)
       return rows, None if residual is None else residual.reshape(x.shape)
 
     return encode_rows
 
   return decorate
+
+
+def _ended(x: Array, last: Array, at: int) -> Array:
+  """Writes the last rows into the room that a kernel left, or behind its rows."""
+  if len(x) == at:
+    return jnp.concatenate([x, last])
+  return jax.lax.dynamic_update_slice(x, last, (at, *[0] * (x.ndim - 1)))
 
 
 def typed(x: Array, shape: Shape, dtype: Any) -> jax.ShapeDtypeStruct:

@@ -4,5 +4,5 @@ from gradcomp._src.kernels.gpu import dispatch
 from gradcomp._src.kernels.one_bit import pallas, tpu
 from gradcomp._src.kernels.one_bit import reference as reference
 
-decode_rows = dispatch.on_tpu(tpu.decode_rows, mosaic=True)(reference.decode_rows)
+decode_rows = dispatch.with_kernel(reference.decode_rows, tpu.decode_rows)
 encode_rows = dispatch.encoder(reference, pallas, tpu)

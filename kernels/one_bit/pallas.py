@@ -1,5 +1,6 @@
 """Encodes 1-bit SGD by a Pallas kernel: means, signs and residual in one pass."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,13 +10,12 @@ from jax import Array
 from gradcomp._src.kernels.common.fixed_point import exact_divide, held
 from gradcomp._src.kernels.common.planes import float_words
 from gradcomp._src.kernels.gpu import tiles
-from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Launch
 from gradcomp._src.kernels.one_bit import reference
 from gradcomp._src.kernels.one_bit.reference import WORD, Form, means_of_sums, sides
 
 
 @tiles.completed(reference.encode_rows)
-def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
+def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> tiles.Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   size = form.bucket_size
   chunk, lanes = reference.chunks(size)
@@ -25,7 +25,7 @@ def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
   chunks, steps = (2,) * _bits(size // chunk), chunk // lanes
   lines = *chunks, steps, *(2,) * _bits(lanes)
 
-  def body(block: Block) -> None:
+  def body(block: tiles.Block) -> None:
     def add_plane(k: Array, words: Array) -> Array:
       first = block.plane(k, 0)
       every = (slice(None),) * len(chunks)
@@ -35,7 +35,7 @@ def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
         found = sides(x, block.spread(first, x.shape), size)
         added = tuple(map(jnp.add, added, found)) if added else found
       above, below, counts = added
-      sums = _sum_by_halves(above), 0.0 - _sum_by_halves(-below), _count(counts)
+      sums = _sum(above, held), 0.0 - _sum(-below, held), _sum(counts)
       positive, negative = means_of_sums(sums, first, size, size, exact_divide)
       block.put_scale(size + k, float_words(positive))
       block.put_scale(size + WORD + k, float_words(negative))
@@ -49,7 +49,7 @@ def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> Encoded:
     none = block.placed(jnp.zeros(block.shape, jnp.uint32))
     block.put(jax.lax.fori_loop(jnp.int32(0), jnp.int32(WORD), add_plane, none))
 
-  launch = Launch(
+  launch = tiles.Launch(
     "one_bit_encode", form.row_words, form.keep, [(size,), lines], interpret=interpret
   )
   return tiles.encode(body, x, (), form, launch)
@@ -59,15 +59,9 @@ def _bits(size: int) -> int:
   return size.bit_length() - 1
 
 
-def _sum_by_halves(x: Array) -> Array:
+def _sum(x: Array, kept: Callable[[Array], Array] = lambda x: x) -> Array:
   """Sums numbers of zero or more over all axes but the first, each of two."""
-  x = held(x)
+  x = kept(x)
   while x.ndim > 1:
-    x = held(x.sum(axis=1))
-  return x
-
-
-def _count(x: Array) -> Array:
-  while x.ndim > 1:
-    x = x.sum(axis=1, dtype=x.dtype)
+    x = kept(x.sum(axis=1, dtype=x.dtype))
   return x

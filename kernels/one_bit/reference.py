@@ -146,10 +146,10 @@ def remainder(x: Array, pairs: Array, bucket_size: int) -> Array:
   return rest.reshape(x.shape)
 
 
-def decode_rows(rows: Array, bucket_size: int) -> Array:
+def decode_rows(rows: Array, form: Form) -> Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 32, B]``."""
-  negative = planes.unpack_planes(rows[..., :bucket_size], 1) == 1
-  scales = planes.floats(rows[..., bucket_size:])[..., None]
+  negative = planes.unpack_planes(rows[..., : form.bucket_size], 1) == 1
+  scales = planes.floats(rows[..., form.bucket_size :])[..., None]
   return jnp.where(negative, scales[..., WORD:, :], scales[..., :WORD, :])
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from gradcomp._src.kernels.common.fixed_point import exact_divide
-from gradcomp._src.kernels.gpu.tiles import Encoded, completed
+from gradcomp._src.kernels.common import fixed_point, planes
+from gradcomp._src.kernels.gpu.tiles import Encoded
 from gradcomp._src.kernels.one_bit import reference
 from gradcomp._src.kernels.one_bit.reference import WORD
 from gradcomp._src.kernels.tpu import lines
@@ -15,12 +15,7 @@ from gradcomp._src.kernels.tpu import lines
 Pair = tuple[Array, Array]  # avg+ and avg- of a bucket a column, float32[1, columns]
 
 
-def refusal(size: int, form: reference.Form) -> str:
-  """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
-  return lines.refusal(size, form.bucket_size, WORD * form.bucket_size)
-
-
-@completed(reference.encode_rows, lambda tiles, form: tiles)
+@lines.completed(reference.encode_rows)
 def encode_rows(x: Array, *, form: reference.Form, interpret: Any = False) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   size, width = form.bucket_size, lines.width(form.bucket_size)
@@ -60,7 +55,7 @@ def _means(bucket: Array) -> Pair:
       sums = tuple(map(jnp.add, sums, more))
     parts.append(sums)
   totals = [_sum_by_halves(jnp.concatenate(x)) for x in zip(*parts, strict=True)]
-  return reference.means_of_sums(totals, first, size, size, exact_divide)
+  return reference.means_of_sums(totals, first, size, size, fixed_point.exact_divide)
 
 
 def _sum_by_halves(x: Array) -> Array:
@@ -72,20 +67,17 @@ def _sum_by_halves(x: Array) -> Array:
   return jnp.where(x == 0, 0, x)  # the reference starts from zero: no minus zeros
 
 
-def decode_rows(rows: Array, *, bucket_size: int, interpret: Any = False) -> Array:
+@lines.decoder(reference.decode_rows)
+def decode_rows(rows: Array, *, form: reference.Form, interpret: Any = False) -> Array:
   """Decodes as :func:`reference.decode_rows` does, to the same bits."""
-  tile = WORD * bucket_size
-  if not rows.size or lines.refusal(tile, bucket_size, tile):
-    return reference.decode_rows(rows, bucket_size)
+  size = form.bucket_size
 
   def body(columns: Array) -> list[Array]:
-    words = columns[:bucket_size]
-    means = lax.bitcast_convert_type(columns[bucket_size:], jnp.float32)
+    words, means = columns[:size], planes.floats(columns[size:])
     own = lambda k: means[k : k + 1]
     bit = lambda k: words & lax.shift_left(np.int32(1), np.int32(k)) != 0
     return [jnp.where(bit(k), own(WORD + k), own(k)) for k in range(WORD)]
 
-  given = lax.bitcast_convert_type(rows, jnp.int32).reshape(-1, rows.shape[-1])
-  launch = lines.Launch("one_bit_decode", tile, lines.LANES, interpret=interpret)
-  found = lines.decode(body, [given], launch)
-  return found.reshape(*rows.shape[:-1], WORD, bucket_size)
+  given = lax.bitcast_convert_type(rows, jnp.int32)
+  launch = lines.Launch("one_bit_decode", WORD * size, lines.LANES, interpret=interpret)
+  return lines.decode(body, [given], launch)

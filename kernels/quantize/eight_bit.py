@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gradcomp._src.kernels.common import fixed_point
+from gradcomp._src.kernels.common import fixed_point, planes
 from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
-from gradcomp._src.kernels.common.planes import planes_per_word
 from gradcomp._src.kernels.gpu.tiles import Operand
 from gradcomp._src.kernels.quantize.reference import Line, ScaledForm, coordinate
 
 _SIGN = 1 << 7
 _LARGEST = np.finfo(np.float32).max
-PLANES = planes_per_word(8)
+PLANES = planes.planes_per_word(8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

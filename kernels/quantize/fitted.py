@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gradcomp._src.kernels.common import fixed_point
+from gradcomp._src.kernels.common import fixed_point, scales
 from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
-from gradcomp._src.kernels.common.scales import norms, scales
 from gradcomp._src.kernels.quantize import reference
 from gradcomp._src.kernels.quantize.reference import Line, coordinate
 
@@ -39,7 +38,7 @@ def histogram(x: Array, *, bucket_size: int, scale: Array | None) -> Array:
   picked = np.arange(count) * whole // count
   sample = x[: whole * size].reshape(whole, size)[picked]
   if scale is None:
-    scale = scales(norms(sample, "max"))[:, None]
+    scale = scales.scales(scales.norms(sample, "max"))[:, None]
   sample = sample[:, :MOST_COUNTED]
   valid = jnp.broadcast_to(scale > 0, sample.shape)  # neither zero nor NaN
   place = jnp.abs(sample) * (np.float32(BINS) / scale)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src.kernels.common import fixed_point
-from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
+from gradcomp._src.kernels.common.fixed_point import Lane
 from gradcomp._src.kernels.common.planes import unpack_planes
 from gradcomp._src.kernels.gpu.tiles import Operand
 from gradcomp._src.kernels.quantize import reference
@@ -36,10 +36,6 @@ class Form(reference.ScaledForm):
   def top(self) -> int:
     """The largest distance from zero in fixed point: ``s``; ``s / 2`` on two sides."""
     return self.intervals << (fixed_point.FRACTION - (self.levels == "uniform"))
-
-  def factor(self, scale: Array, divide: Divide = divide) -> Array:
-    """Returns :func:`top_multiplier`."""
-    return fixed_point.top_multiplier(self.top, scale, divide)
 
   @functools.partial(jax.jit, static_argnums=0, inline=True)
   def code(self, x: Array, factor: Array, lane: Lane, limit: Operand = None) -> Array:

@@ -43,9 +43,14 @@ class ScaledForm(abc.ABC):
     """Returns the scale that travels, from the largest magnitude of a bucket."""
     return scale
 
-  @abc.abstractmethod
+  @property
+  def top(self) -> int:
+    """The largest distance from zero in fixed point, which scales stand for."""
+    return 1 << fixed_point.FRACTION
+
   def factor(self, scale: Array, divide: Divide = divide) -> Array:
     """Returns the factor from values to fixed point."""
+    return fixed_point.top_multiplier(self.top, scale, divide)
 
   @abc.abstractmethod
   def code(self, x: Array, factor: Array, lane: Lane, limit: Operand = None) -> Array:
@@ -79,8 +84,7 @@ def encode_rows(
   for tiles in planes.tile_segments(x, form.planes, form.bucket_size):
     own = tiles.rows_of(scale)
     factor = jnp.broadcast_to(form.factor(own), (tiles.shape[0], form.planes))
-    row = first_row + tiles.first_row
-    lanes = fixed_point.rounding_lanes(dither, tiles.shape, form.planes, first_row=row)
+    lanes = tiles.lanes(dither, first_row)
     codes = [
       form.code(plane, factor[:, k : k + 1], lanes[k], limit)
       for k, plane in enumerate(tiles.planes)

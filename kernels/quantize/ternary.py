@@ -11,14 +11,12 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src.kernels.common import fixed_point
-from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
+from gradcomp._src.kernels.common.fixed_point import Lane
 from gradcomp._src.kernels.common.planes import unpack_planes
 from gradcomp._src.kernels.gpu.tiles import Operand
 from gradcomp._src.kernels.quantize import reference
 
 Packing = Literal["2bit", "base3"]
-
-_TOP = 1 << fixed_point.FRACTION  # the scale, in fixed point
 
 _TRITS = 20  # in a word: 3**20 < 2**32
 # floor(2**64 * (2**32 - 3**20) / 3**20), as two words.
@@ -43,16 +41,14 @@ class Form(reference.ScaledForm):
     """The number of codes in a word, and of buckets in a tile."""
     return 16 if self.packing == "2bit" else _TRITS
 
-  def factor(self, scale: Array, divide: Divide = divide) -> Array:
-    """Returns :func:`top_multiplier`."""
-    return fixed_point.top_multiplier(_TOP, scale, divide)
-
   @functools.partial(jax.jit, static_argnums=0, inline=True)
   def code(self, x: Array, factor: Array, lane: Lane, limit: Operand = None) -> Array:
     """Returns two bits, or a digit in base 3, for each element of one plane."""
     length = jnp.abs(x) if limit is None else jnp.minimum(jnp.abs(x), limit)
     fixed = (length * factor).astype(jnp.int32).astype(jnp.uint32)
-    fixed = jnp.minimum(fixed, jnp.uint32(_TOP))  # which keeps a NaN inside its bits
+    fixed = jnp.minimum(
+      fixed, jnp.uint32(self.top)
+    )  # which keeps a NaN inside its bits
     magnitude = fixed_point.rounded(fixed, lane, x)
     if self.packing == "2bit":
       return jnp.where(x < 0, 3 * magnitude, magnitude)

@@ -11,13 +11,6 @@ from jax import Array, lax
 
 from gradcomp._src.kernels.gpu import dispatch, tiles
 from gradcomp._src.kernels.selection import pallas, reference
-from gradcomp._src.kernels.selection.reference import (
-  ABOVE_ALL,
-  RowView,
-  as_floats,
-  count_bits,
-  magnitudes,
-)
 from gradcomp._src.kernels.tpu.lines import LANES
 
 # The sample is lines of memory, one from each of equal parts of the row.
@@ -33,7 +26,7 @@ _FIRST_STEP = 1 << 19
 
 
 def select(
-  x: RowView,
+  x: reference.RowView,
   method: str,
   between: tuple[int, int],
   *,
@@ -50,27 +43,29 @@ def select(
   # count. "trimmed" sorts the listed ones alone, and "exact" all.
   count, capacity = between
   if method == "exact":
-    found = x.read(lambda x: lax.top_k(as_floats(magnitudes(x, sign)), count)[1])
+    found = x.read(
+      lambda x: lax.top_k(reference.as_floats(reference.magnitudes(x, sign)), count)[1]
+    )
     found = found.astype(jnp.int32)
     if sign is not None:
-      found = jnp.where(magnitudes(x.at(found), sign) > 0, found, x.size)
+      found = jnp.where(reference.magnitudes(x.at(found), sign) > 0, found, x.size)
     return jnp.sort(found)
   words = _reaching(x, count, capacity, sign, first, implementation)
   # The loop has one round, which XLA cannot know. So XLA keeps the list, and does not
   # fuse it into each of its readers, which would make it anew for each.
-  number = count_bits(words)
+  number = reference.count_bits(words)
   nothing = jnp.zeros(capacity, jnp.int32) + (number & 0)
   listed = lambda *_: reference.positions(words, capacity, x.size)
   found = lax.fori_loop(0, (number >= 0) * 1, listed, nothing)
   if method == "trimmed":
-    order = as_floats(magnitudes(x.at(found), sign))
+    order = reference.as_floats(reference.magnitudes(x.at(found), sign))
     _, largest = lax.top_k(jnp.where(found < x.size, order, -jnp.inf), count)
     found = found[jnp.sort(largest)]
   return found
 
 
 def mark(
-  x: RowView,
+  x: reference.RowView,
   threshold: Array,
   sign: Array | None = None,
   *,
@@ -80,7 +75,7 @@ def mark(
   refusal = functools.partial(tiles.refusal_of_tiles, tile=reference.TILE)
   no = refusal(x.size) or refusal(x.matrices[0].size)
   operation = dispatch.Operation("mark", reference.mark, no or pallas.mark)
-  return dispatch.run(operation, implementation, (x, threshold, sign), {})
+  return dispatch.run(operation, x, threshold, sign, implementation=implementation)
 
 
 class _Search(NamedTuple):
@@ -98,7 +93,7 @@ class _Search(NamedTuple):
 
 
 def _reaching(
-  x: RowView,
+  x: reference.RowView,
   count: int,
   capacity: int,
   sign: Array | None,
@@ -109,7 +104,7 @@ def _reaching(
   # The search bisects the bits of the threshold. It starts from the sample's, in steps
   # that double until both sides are known. It counts once if the sample is right, and
   # up to 45 times if not. Where it ends between neighbors, it looks at both once more.
-  zero = magnitudes(x.matrices[0].reshape(-1)[0]) & 0
+  zero = reference.magnitudes(x.matrices[0].reshape(-1)[0]) & 0
   fewest = jnp.int32(count)
   sampled = functools.partial(_sampled, x, count, capacity, sign)
   if first is None:
@@ -121,7 +116,7 @@ def _reaching(
 
   def look(state: _Search) -> _Search:
     words = mark(x, state.threshold, sign, implementation=implementation)
-    found = count_bits(words)
+    found = reference.count_bits(words)
     many = found > capacity
     low = jnp.where(many, state.threshold, state.low)
     high = jnp.where(many, state.high, state.threshold)
@@ -149,7 +144,7 @@ def _reaching(
     threshold=jnp.maximum(guess, 1),
     step=zero + np.uint32(_FIRST_STEP),
     low=zero,
-    high=zero + ABOVE_ALL,
+    high=zero + reference.ABOVE_ALL,
     fewest=zero.astype(jnp.int32) + fewest,
     fits=zero > 0,
     ends=zero.astype(jnp.int32),
@@ -160,13 +155,15 @@ def _reaching(
 
   def with_ties() -> Array:
     above = state.before
-    rest = count - count_bits(above)
+    rest = count - reference.count_bits(above)
     return above | reference.first_bits(state.words & ~above, rest)
 
   return lax.cond(state.fits, lambda: state.words, with_ties)
 
 
-def _sampled(x: RowView, count: int, capacity: int, sign: Array | None) -> Array:
+def _sampled(
+  x: reference.RowView, count: int, capacity: int, sign: Array | None
+) -> Array:
   """Returns a threshold that about ``sqrt(count * capacity)`` elements reach."""
   # It bisects the magnitudes of all elements if these are few, else of lines of memory,
   # one in each of equal parts, at places without a regular pattern.
@@ -183,7 +180,7 @@ def _sampled(x: RowView, count: int, capacity: int, sign: Array | None) -> Array
     return _lines(x, (number * np.uint32(part) + offset).astype(jnp.int32))
 
   whole = x.size <= _LINE * number_of_lines
-  order = magnitudes(x.read(lambda x: x) if whole else x.read(lines), sign)
+  order = reference.magnitudes(x.read(lambda x: x) if whole else x.read(lines), sign)
   wanted = min(max(round(middle * order.size / x.size), 1), order.size)
 
   def halve(_: Array, sides: tuple[Array, Array]) -> tuple:
@@ -193,7 +190,7 @@ def _sampled(x: RowView, count: int, capacity: int, sign: Array | None) -> Array
     return jnp.where(many, between, low), jnp.where(many, high, between)
 
   zero = order[0] & 0
-  return lax.fori_loop(0, _HALVINGS, halve, (zero, zero + ABOVE_ALL))[0]
+  return lax.fori_loop(0, _HALVINGS, halve, (zero, zero + reference.ABOVE_ALL))[0]
 
 
 def _lines_by_rows(x: Array, start: Array) -> Array:

@@ -5,10 +5,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gradcomp._src.kernels.gpu.tiles import refusal_of_tiles, typed
+from gradcomp._src.kernels.gpu import tiles
 
 # A register of a TPU has 8 rows of 128 lanes, and a last axis of 4 or 8 elements is
 # padded to 128. So a kernel reads lines of 128 elements or more, each of whole buckets,
@@ -74,20 +75,25 @@ def run(
     grid=(grid,),
     in_specs=[block(x.shape, rows) for x, rows in inputs],
     out_specs=[block(shape, rows) for shape, rows, _ in outputs],
-    out_shape=[typed(like, shape, dtype) for shape, _, dtype in outputs],
+    out_shape=[tiles.typed(like, shape, dtype) for shape, _, dtype in outputs],
     interpret=interpret,
     name=name,
   )(*(x for x, _ in inputs))
 
 
-def refusal(size: int, bucket_size: int, tile: int) -> str:
+def refusal(size: int, form: tiles.Form) -> str:
   """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
-  if width(bucket_size) > tile or tile > _LARGEST_TILE:
+  least, tile = width(form.bucket_size), form.planes * form.bucket_size
+  if not least <= tile <= _LARGEST_TILE:
     return (
-      f"a kernel for TPUs has tiles of {width(bucket_size)} elements or more here, and "
-      f"of at most {_LARGEST_TILE}, and this one has {tile}"
+      f"a kernel for TPUs has tiles of {least} elements or more here, and of at most "
+      f"{_LARGEST_TILE}, and this one has {tile}"
     )
-  return refusal_of_tiles(size, tile)
+  return tiles.refusal_of_tiles(size, tile)
+
+
+# Decorates an encoder of all whole tiles; the reference encodes the last, partial one.
+completed = functools.partial(tiles.completed, whole_tiles=lambda count, form: count)
 
 
 def encode(
@@ -99,15 +105,14 @@ def encode(
   """Encodes whole tiles of an array by ``body``, of a block of lines and of scalars."""
   # It returns an array for each output: `int32[tiles, words]`, or the residual, like
   # the block. The last block may reach beyond the array: what it makes there is
-  # dropped, and no tile reads from another. Room is left for a last, partial tile. The
-  # residual is flat.
-  tiles = x.size // launch.tile
+  # dropped, and no tile reads from another. The residual is flat.
+  whole = x.size // launch.tile
   lines = launch.tile // launch.width  # of a tile
   some = max(ROWS, _ELEMENTS // launch.tile // ROWS * ROWS)
-  block = min(some, tiles)
-  flat = x.reshape(-1)[: tiles * launch.tile]
-  every, of_block = (tiles * lines, launch.width), block * lines
-  outputs: list[Any] = [((tiles, words), block, jnp.uint32) for words in launch.words]
+  block = min(some, whole)
+  flat = x.reshape(-1)[: whole * launch.tile]
+  every, of_block = (whole * lines, launch.width), block * lines
+  outputs: list[Any] = [((whole, words), block, jnp.uint32) for words in launch.words]
   if launch.keep:
     outputs.append((every, of_block, jnp.float32))
 
@@ -120,14 +125,9 @@ def encode(
 
   inputs = [(flat.reshape(every), of_block)]
   inputs += [(jnp.broadcast_to(y, (1, LANES)), 0) for y in scalars]
-  grid = -(-tiles // block)
-  found = run(kernel, grid, inputs, outputs, launch.name, launch.interpret)
-  count = len(launch.words)
-  rows, rest = list(found[:count]), [part.reshape(-1) for part in found[count:]]
-  if missing := x.size - flat.size:
-    rows = [jnp.pad(words, ((0, 1), (0, 0))) for words in rows]
-    rest = [jnp.pad(part, (0, missing)) for part in rest]
-  return rows + rest
+  grid = -(-whole // block)
+  *rows, last = run(kernel, grid, inputs, outputs, launch.name, launch.interpret)
+  return [*rows, last.reshape(-1) if launch.keep else last]
 
 
 def packed(bits: Array, lines: int, bucket_size: int) -> Array:
@@ -206,3 +206,23 @@ def decode(
   grid = -(-count // block)
   (found,) = run(kernel, grid, inputs, out, launch.name, launch.interpret)
   return found.reshape(-1)
+
+
+def decoder(
+  reference: Callable[..., Array],
+) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
+  """Decorates a decoder of ``uint32[count, words]``, which then takes all rows."""
+
+  def decorate(kernel: Callable[..., Array]) -> Callable[..., Array]:
+    @functools.wraps(kernel)
+    def decode_rows(rows: Array, *, form: tiles.Form, interpret: Any = False) -> Array:
+      plain = functools.partial(reference, form=form)
+      if not rows.size or refusal(form.planes * form.bucket_size, form):
+        return plain(rows)
+      flat = rows.reshape(-1, rows.shape[-1])
+      found = kernel(flat, form=form, interpret=interpret)
+      return found.reshape(jax.eval_shape(plain, rows).shape)
+
+    return decode_rows
+
+  return decorate

@@ -172,6 +172,7 @@ def dataclasses_of_options():
 
 
 VALUES = [*dataclasses_of_options()]
+of = lambda value: agreement._part("a transformation", {"option": value})["option"]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=[type(x).__name__ for x in VALUES])
@@ -179,10 +180,9 @@ def test_each_field_is_in_the_words_of_an_option(value):
   for field in dataclasses.fields(value):
     changed = copy.copy(value)
     object.__setattr__(changed, field.name, "something else")
-    assert agreement._words(changed) != agreement._words(value), field.name
+    assert of(changed) != of(value), field.name
 
 
 def test_all_elements_of_an_array_are_in_its_words():
   zeros = jnp.zeros(3000)
-  each = [zeros, zeros.at[1500].set(1e-9)]
-  assert len({agreement._words({"decay": x}) for x in each}) == 2
+  assert of({"decay": zeros}) != of({"decay": zeros.at[1500].set(1e-9)})

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from examples.lib.sharded.sub_batches import sub_batches as sub_batches
+from examples.lib.cut_layers import sub_batches as sub_batches
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, BlockFloat, Dense, EightBit
 from gradcomp.parallel import gather_matmul

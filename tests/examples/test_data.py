@@ -12,8 +12,8 @@ import pytest
 import tensorflow_datasets as tfds
 from sklearn.datasets import load_digits
 
-from examples.lib.data import FOLDER, brown
-from examples.lib.data import images as data
+from examples.lib import FOLDER, texts
+from examples.lib import images as data
 from tests.support.pages import ROOT
 
 SHAPES = {"mnist5k": ((4000, 28, 28, 1), 1000), "digits": ((1437, 8, 8, 1), 360)}
@@ -104,7 +104,7 @@ def test_data_that_nobody_prepared_is_not_waited_for(tmp_path, monkeypatch):
   with pytest.raises(ModuleNotFoundError, match="'mnist', got none. `make data`"):
     data.load("mnist", tmp_path)
   with pytest.raises(FileNotFoundError, match="got none. `make data` prepares it"):
-    brown.words(tmp_path)
+    texts.load("brown-words", data_dir=tmp_path)
   assert not list(tmp_path.iterdir())
   assert FOLDER == ROOT / "datasets"
   assert "/datasets" in (ROOT / ".gitignore").read_text().splitlines()

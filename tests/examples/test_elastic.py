@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from examples import ray_train
 from examples.lib import elastic
 from tests.plugins import slow_cases
 from tests.support import modes
@@ -15,7 +16,7 @@ EVERY = 2
 
 
 def training(folder, workers, local_steps=0):
-  return elastic.Training(modes.mesh(workers), folder, EVERY, local_steps)
+  return ray_train.Training(modes.mesh(workers), folder, EVERY, local_steps)
 
 
 @pytest.mark.parametrize("local_steps", [0, *slow_cases.slow(EVERY)])

@@ -9,10 +9,9 @@ import optax
 import pytest
 
 from examples import image_classification, language_model
-from examples.lib import command_line, telemetry
+from examples.lib import comparisons, telemetry
 from examples.lib.methods import (
   METHODS,
-  Redsync,
   average_params,
   averaged,
   make_optimizer,
@@ -27,7 +26,7 @@ BOTH = (image_classification, language_model)
 def options(*given, main=image_classification):
   parser = main.make_parser()
   args = parser.parse_args(list(map(str, given)))
-  return command_line.complete(parser, args, main.RATES)
+  return comparisons.complete(parser, args)
 
 
 def test_the_average_is_that_of_numpy():
@@ -101,8 +100,8 @@ DESCENTS = [
 
 @pytest.mark.parametrize("name, given, count, expected", DESCENTS)
 def test_descents_are_those_of_their_options(name, given, count, expected):
-  method = Redsync() if name == "redsync" else METHODS[name]
-  optimizer = make_optimizer(method, options(*SGD.split(), *given.split()), seed=0)
+  args = options(*SGD.split(), *given.split())
+  optimizer = make_optimizer(METHODS[name], args, language_model.compressed, seed=0)
 
   def worker(grads):
     state = optimizer.init(PARAMS)
@@ -120,7 +119,7 @@ def test_all_options_together_are_one_chain():
   given = ["--ema", 0.9, "--schedule", "plateau", "--clip", 1, "--weight-decay", 0.1]
   for main, name in itertools.product(BOTH, ("f32", "qsgd-4", "redsync", "none")):
     args = options(*given, main=main)
-    optimizer = make_optimizer(METHODS[name], args, seed=0)
+    optimizer = make_optimizer(METHODS[name], args, main.compressed, seed=0)
     init = jax.vmap(lambda _, tx=optimizer: tx.init(PARAMS), axis_name="data")
     state = jax.eval_shape(init, jnp.arange(2))
     assert averaged(state, None).keys() == PARAMS.keys()

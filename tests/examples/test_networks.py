@@ -1,7 +1,6 @@
 """The examples' networks: sizes, dropout, batch norm, and two of them in NumPy."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,12 @@ import pytest
 import scipy.special
 from flax import nnx
 
-from examples.lib import networks
-from examples.lib.networks import turned
-from examples.lib.training import Task, functions
+from examples import image_classification, language_model
+from examples.lib import images as data
+from examples.lib import texts
+from examples.lib.training import Task, functions, takes_dropout
 
+IMAGES, TEXTS = image_classification.MODELS, language_model.MODELS
 MNIST, DIGITS = (28, 28, 1), (8, 8, 1)
 # Of images of MNIST and of digits, and of ASCII, as docstrings say.
 COUNTS = {
@@ -31,13 +32,13 @@ DROPPING = {"mlp", "vgg", "alexnet", "lstm"}
 
 def image_network(name, shape=DIGITS, **sizes):
   images = np.random.default_rng(0).integers(256, size=(4, *shape)).astype(np.uint8)
-  network = functools.partial(networks.IMAGES[name], shape, 10, **sizes)
+  network = functools.partial(IMAGES[name], shape, 10, **sizes)
   return functions(network, images), images
 
 
 def text_network(name, symbols=128, **sizes):
   tokens = np.random.default_rng(0).integers(symbols, size=(2, 5)).astype(np.uint8)
-  network = functools.partial(networks.TEXTS[name], symbols, **sizes)
+  network = functools.partial(TEXTS[name], symbols, **sizes)
   made = network() if name == "transformer" else network  # of flax linen
   return functions(made, tokens), tokens
 
@@ -56,9 +57,9 @@ def sizes_of(network, inputs):
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_networks_have_the_sizes_they_say(name):
-  every = networks.IMAGES | networks.TEXTS
+  every = IMAGES | TEXTS
   assert COUNTS.keys() == every.keys()
-  if name in networks.TEXTS:
+  if name in TEXTS:
     network, tokens = text_network(name)
     assert sizes_of(network, tokens) == (COUNTS[name], (2, 5, 128))
   else:
@@ -68,8 +69,7 @@ def test_networks_have_the_sizes_they_say(name):
     in_color = (11, 9, 3)
     assert sizes_of(*image_network(name, in_color))[1] == (4, 10)
   assert network.drops == (name in DROPPING)
-  takes = inspect.signature(every[name].__init__).parameters
-  assert ("dropout" in takes) == (name in networks.DROPPING)
+  assert takes_dropout(every[name]) == (name in DROPPING | {"transformer"})
   if name in ("lstm", "transformer"):  # The output layer is the embedding.
     few, many = (sizes_of(*text_network(name, n, width=32))[0] for n in (100, 200))
     assert many - few == 100 * 32 + (100 if name == "lstm" else 0)  # biases
@@ -99,13 +99,13 @@ def test_lstm_is_that_of_numpy():
 
 def test_a_transformer_sees_no_later_byte():
   query, key = np.random.default_rng(0).standard_normal((2, 6), np.float32)
-  model = networks.Transformer(16, width=8, heads=2, layers=2)
+  model = texts.Transformer(16, width=8, heads=2, layers=2)
   tokens = np.arange(6)[None] % 4
   later = tokens + (np.arange(6) == 3)
 
   @jax.jit
   def run(query, key):
-    at = lambda x: turned(jnp.broadcast_to(x, (1, 8, 1, 6)))[0, :, 0]
+    at = lambda x: texts.turned(jnp.broadcast_to(x, (1, 8, 1, 6)))[0, :, 0]
     params = model.init(jax.random.key(1), tokens)["params"]
     logits = [model.apply({"params": params}, x) for x in (tokens, later)]
     return at(query) @ at(key).T, logits
@@ -160,7 +160,7 @@ def test_batch_norm_normalizes_by_the_batch_while_it_trains():
   np.testing.assert_allclose(tested[0], trained[0], rtol=1e-4, atol=1e-4)
   np.testing.assert_allclose(tested[1][0], tested[0][0], rtol=1e-5, atol=1e-5)
   assert not np.allclose(trained[1][0], trained[0][0], atol=1e-2)
-  alexnet = functools.partial(networks.AlexNet, DIGITS, 10)
+  alexnet = functools.partial(data.AlexNet, DIGITS, 10)
   with pytest.raises(ValueError, match="`known` must be inputs to train on"):
     Task(alexnet, (images, np.arange(4)), jax.make_mesh((1,), ("data",)))
 
@@ -170,7 +170,7 @@ def test_colour_images_are_cropped_and_mirrored_while_a_network_trains(name):
   rows, columns = 8, 12
   places = np.arange(rows * columns, dtype=np.uint8).reshape(rows, columns)
   images = np.stack([np.stack([places + i] * 3, axis=-1) for i in range(64)])
-  made = networks.for_images(name, images.shape[1:], 10)(rngs=nnx.Rngs(0))
+  made = data.network(IMAGES[name], images.shape[1:], 10)(rngs=nnx.Rngs(0))
   seen = []
 
   def keep(images, **options):

@@ -51,7 +51,7 @@ def test_a_training_goes_on_with_the_nodes_that_are_there(tmp_path):
     numbers = [x["step"] for x in after]
     assert numbers == list(range(first, numbers[-1] + 1))
   assert steps[-1]["step"] == STEPS
-  undisturbed = elastic.Training(modes.mesh(4), tmp_path / "alone", STEPS)
+  undisturbed = ray_train.Training(modes.mesh(4), tmp_path / "alone", STEPS)
   expected = statistics.fmean(list(undisturbed.losses(STEPS))[-SAVE_EVERY:])
   found = statistics.fmean(x["loss"] for x in steps[-SAVE_EVERY:])
   # Two such trainings were 0.5 and 0.8 % above: they have other random bits.

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from examples import language_model
-from examples.lib import networks
-from examples.lib.methods import METHODS, in_blocks, make_exchange, weights
+from examples.lib import texts
+from examples.lib.methods import METHODS, make_exchange, weights
 from examples.lib.training import Task, compile_step, functions, init_state
 from tests.plugins.slow_cases import slow
 from tests.support import modes
@@ -22,7 +22,7 @@ BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
 @functools.cache
 def both(**options):
   """The networks with and without a loop, and equal parameters of each."""
-  make = functools.partial(networks.Transformer, 16, **SIZES, **options)
+  make = functools.partial(texts.Transformer, 16, **SIZES, **options)
   made = [make(stacked=True), make(stacked=False)]
   init = jax.jit(functions(made[0], BATCH[0]).init)
   params = jax.device_get(init(jax.random.key(1)))
@@ -61,7 +61,8 @@ def test_steps_are_those_of_unrolled_blocks(codec, feedback):
   line = f"--model transformer --codec {codec} --feedback {feedback}"
   for scan, model, now in zip((" --scan", ""), *both(), strict=True):
     args = language_model.make_parser().parse_args((line + scan).split())
-    exchange = make_exchange(METHODS[codec], args, seed=0)
+    compress = language_model.scanned if args.scan else language_model.compressed
+    exchange = make_exchange(METHODS[codec], args, compress, seed=0)
     # In float32, plain descent keeps the size of each gradient.
     descent = optax.sgd(0.5) if codec == "f32" else optax.adam(1e-2)
     optimizer, task = optax.chain(exchange, descent), Task(model, BATCH, mesh)
@@ -84,7 +85,7 @@ def test_steps_are_those_of_unrolled_blocks(codec, feedback):
 
 def test_labels_and_decay_know_the_stack():
   _, (params, apart) = both()
-  labels = in_blocks(params)
+  labels = texts.in_blocks(params)
   assert set(jax.tree.leaves(labels["blocks"])) == {"blocks"}
   assert set(jax.tree.leaves([labels["embed"], labels["norm"]])) == {"rest"}
   decay, each = weights(params), weights(apart)

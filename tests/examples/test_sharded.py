@@ -13,9 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from examples import fsdp_linen, hsdp
-from examples.lib.data import text
-from examples.lib.networks import Transformer
-from examples.lib.sharded import fsdp
+from examples.lib import fsdp, runs, texts
 from gradcomp._src.report import hlo
 from gradcomp.codecs import QSGD, Dense
 from tests.plugins.slow_cases import slow
@@ -28,7 +26,7 @@ LENGTH = 6
 @pytest.fixture
 def batch():
   tokens = np.random.default_rng(0).integers(0, 16, (2 * N, LENGTH + 1))
-  return text.Tokens(tokens[:, :-1].astype(np.uint8), tokens[:, 1:].astype(np.int32))
+  return texts.Tokens(tokens[:, :-1].astype(np.uint8), tokens[:, 1:].astype(np.int32))
 
 
 def loss_of(params, model, batch):
@@ -47,8 +45,8 @@ close = functools.partial(chex.assert_trees_all_close, rtol=1e-4, atol=1e-6)
 
 def test_linen_has_the_gradients_of_whole_parameters(batch, monkeypatch):
   sizes = dict(symbols=16, width=8, heads=2, layers=1)
-  plain = Transformer(**sizes)
-  model = Transformer(**sizes, block=fsdp_linen.GatheredBlock)
+  plain = texts.Transformer(**sizes)
+  model = texts.Transformer(**sizes, block=fsdp_linen.GatheredBlock)
   of_example = dict(WEIGHTS=None, GRADS=None, model=model, plain=plain)
   for name, value in of_example.items():
     monkeypatch.setattr(fsdp_linen, name, value)
@@ -72,15 +70,15 @@ def test_linen_has_the_gradients_of_whole_parameters(batch, monkeypatch):
 def test_what_gathers_lose_is_seen_by_another_exchange(monkeypatch):
   """Of 4 parts one stays as it is: gather loses some 3/4 of the squares seen."""
   codec = QSGD(bits=3, bucket_size=32, rounding="nearest")
-  monkeypatch.setattr(fsdp, "SMALL", 64)
+  monkeypatch.setattr(runs, "SMALL", 64)
   rng = np.random.default_rng(0)
   grads, old = rng.standard_normal((2, N, 16, 40), np.float32)
   old /= 10
-  exchange = fsdp.exchange_of(codec)
+  exchange = runs.exchange_of(codec)
 
   def both(g, e):
     # A scale beside it, of which nothing waits.
-    seen = fsdp.inspected(exchange, {"w": g, "s": g[0]}, {"w": e, "s": None})
+    seen = runs.inspected(exchange, {"w": g, "s": g[0]}, {"w": e, "s": None})
     options = dict(axis_name="data", params=None, grads=codec)
     gathered = lambda w, e: gradcomp.parallel.gather(w, residual=e, **options)
     _, pull = jax.vjp(gathered, jnp.zeros((16 // N, 40)), e)
@@ -105,13 +103,13 @@ SMALL = dict(symbols=16, width=64, heads=2, layers=1)
 
 def hosts_step(exchange, batch):
   """A step of the example over hosts and chips, compiled; its arguments; the model."""
-  plain = Transformer(**SMALL)
+  plain = texts.Transformer(**SMALL)
   params = jax.jit(plain.init)(jax.random.key(0), batch.inputs)["params"]
   cut, optimizer = jax.tree.map(lambda _: P("chip"), params), optax.sgd(1.0)
   place = dict(axis_name="host", param_specs=cut)
   states = gradcomp.init_state(exchange, params, **place), optimizer.init(params)
   specs = gradcomp.state_specs(states[0], **place)
-  model = Transformer(**SMALL, block=hsdp.GatheredBlock)
+  model = texts.Transformer(**SMALL, block=hsdp.GatheredBlock)
   step = hsdp.make_step(hsdp.make_loss(model), exchange, optimizer, specs)
   mesh = jax.sharding.get_mesh()
   put = lambda tree, spec: jax.device_put(tree, jax.NamedSharding(mesh, spec))
@@ -157,14 +155,14 @@ def test_between_hosts_only_words_of_gradients_travel(batch):
 def test_hosts_take_the_step_of_one_whole_model(batch):
   exchange = gradcomp.dense(axis_name="host")
   program, given, (plain, params) = hosts_step(exchange, batch)
-  stepped, _, loss = program(*given)
+  stepped, _, loss, _ = program(*given)
   whole = jax.jit(jax.value_and_grad(loss_of), static_argnums=1)
   want, grads = whole(params, plain, batch)
   np.testing.assert_allclose(loss, want, rtol=1e-5)
   close(stepped, jax.tree.map(jnp.subtract, params, grads))
 
 
-MODEL = Transformer(32, width=32, heads=2, layers=1)  # rows of 128 a worker
+MODEL = texts.Transformer(32, width=32, heads=2, layers=1)  # rows of 128 a worker
 DESCENT = optax.sgd(0.5, momentum=0.9)
 
 
@@ -176,7 +174,7 @@ def test_cut_parameters_train_as_whole_ones_do(bits):
   grads, weights = few(bits), few(2 * bits)
   of = dict(loss_fn=loss_fn, optimizer=DESCENT, feedback=True)
   net = fsdp.Fsdp(weights=weights, grads=grads, **of)
-  drawn = text.batches(np.arange(1000, dtype=np.uint8) % 31, 2 * N, 8, seed=0)
+  drawn = texts.batches(np.arange(1000, dtype=np.uint8) % 31, 2 * N, 8, seed=0)
   batches = jax.tree.map(lambda *x: np.stack(x), next(drawn), next(drawn))
 
   def whole(carry, batch):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.lib.sharded.sub_batches import sub_batches
+from examples.lib.cut_layers import sub_batches
 from gradcomp.codecs import Dense, EightBit
 from tests.plugins.slow_cases import slow
 from tests.support import hlo_order

@@ -15,9 +15,9 @@ from gradcomp._src.codecs.sums.records import Payload
 from gradcomp._src.kernels import block_float, block_top, one_bit
 from gradcomp._src.kernels.common import rotation, scales
 from gradcomp._src.kernels.gpu import self_check, table
-from gradcomp._src.kernels.quantize import pallas, reference
+from gradcomp._src.kernels.quantize import reference, tpu
 from gradcomp._src.kernels.selection import search
-from gradcomp._src.kernels.tpu import lines, sums
+from gradcomp._src.kernels.tpu import lines
 from gradcomp.codecs import QSGD, BlockTop, EightBit, Leaf, OneBit, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import modes
@@ -55,29 +55,27 @@ def interpreted(form):
   return functools.partial(form, interpret=True)
 
 
-def of_rows(module, form, tile, rest, decode):
+def of_rows(module, form, tile, rest):
   """The encoder and the decoder of a module, for nine tiles and a part of one."""
   x = values(tile, 9 * tile + rest)
   encode, reference = interpreted(module.tpu.encode_rows), module.reference.encode_rows
   yield pair(encode, reference, {"form": form}, x)
   rows = jax.jit(functools.partial(reference, form=form))(x)[0]
   several = jnp.stack([rows[0], rows[0][::-1]])
-  form, reference = interpreted(module.tpu.decode_rows), module.reference.decode_rows
-  yield pair(form, reference, decode, several)
+  decode, reference = interpreted(module.tpu.decode_rows), module.reference.decode_rows
+  yield pair(decode, reference, {"form": form}, several)
 
 
 def one_bit_rows(size, keep, rest):
   """Buckets of a part of a line, of one and of several, and a partial tile."""
   form = one_bit.reference.Form(size, keep)
-  return of_rows(
-    one_bit, form, one_bit.reference.WORD * size, rest, {"bucket_size": size}
-  )
+  return of_rows(one_bit, form, one_bit.reference.WORD * size, rest)
 
 
 def block_top_rows(size, count, bits, keep, rest):
   """Blocks of a part of a line, of one and of several; codes of all widths."""
   form = block_top.reference.Form(size, count, bits, keep)
-  return of_rows(block_top, form, form.tile_size, rest, {"form": form})
+  return of_rows(block_top, form, form.tile_size, rest)
 
 
 def block_float_rows(element, scale, size, rest):
@@ -89,8 +87,8 @@ def block_float_rows(element, scale, size, rest):
   shared = np.float32([[0.3], [0.0], [form.least_shared]] * 4)[: -(-x.size // tile)]
   shared = shared if scale == "e4m3" else None
   dither = np.uint32([3, 5, 0xFFFFFFFF]) if form.up else None
-  tpu, reference, given = block_float.tpu, block_float.reference, {"form": form}
-  encode, plain = interpreted(tpu.encode_rows), reference.encode_rows
+  module, given = block_float, {"form": form}
+  encode, plain = interpreted(module.tpu.encode_rows), module.reference.encode_rows
   first = lambda f: lambda *operands, form: f(*operands, form=form)[0]
   yield pair(first(encode), first(plain), given, x, shared, dither)
   rows = np.random.default_rng(rest).integers(0, 1 << 32, (2, 9, form.row_words))
@@ -100,12 +98,12 @@ def block_float_rows(element, scale, size, rest):
   # Which NaN a product of two is, compilers choose.
   one_nan = lambda y: jnp.where(y == y, y, jnp.nan)
   numbers = lambda f: lambda rows, form: one_nan(f(rows, form=form))
-  decode, plain = interpreted(tpu.decode_rows), reference.decode_rows
+  decode, plain = interpreted(module.tpu.decode_rows), module.reference.decode_rows
   yield pair(numbers(decode), numbers(plain), given, rows.astype(np.uint32))
 
 
 def sums_of_a_deviation(groups):
-  x, form = values(2048, 2048 * groups), interpreted(sums.of_groups)
+  x, form = values(2048, 2048 * groups), interpreted(scales.sums_by_kernel)
   yield pair(form, scales.sums_of_groups, {}, x, x[-1], np.float32(0.25))
 
 
@@ -130,7 +128,7 @@ def payloads(codec, rows):
 def levels(codec, rows):
   """Words of 32 codes to three, and of a table; and what no kernel takes."""
   given = payloads(codec, rows)
-  form, plain = interpreted(pallas.decode_rows), reference.decode_rows
+  form, plain = interpreted(tpu.decode_rows), reference.decode_rows
   yield pair(form, plain, {"form": codec.form}, given)
 
 
@@ -138,7 +136,7 @@ def levels_of_rows(bits, bucket, rows):
   """Each row with its own fitted ones, which stand behind the scales."""
   codec = QSGD(bits=bits, bucket_size=bucket, levels="nonuniform").bind(Leaf(()))
   given = payloads(codec, rows)
-  form, plain = interpreted(pallas.decode_rows), reference.decode_rows
+  form, plain = interpreted(tpu.decode_rows), reference.decode_rows
   yield pair(form, plain, {"form": codec.form}, given)
 
 

@@ -14,9 +14,9 @@ import pytest
 
 import gradcomp
 from gradcomp import codecs
+from gradcomp._src.checkpoint import reshard
 from gradcomp._src.codecs.sums.records import Encoded, Payload
 from gradcomp._src.core.state import CompressState
-from gradcomp._src.testing import states
 from gradcomp._src.testing.check import codec_laws, transformation_laws
 from gradcomp.codecs import QSGD, Codec, Dense, RandomK
 from gradcomp.kernels import pack_planes, random_lanes, unpack_planes
@@ -309,7 +309,7 @@ def test_laws_of_steps_that_others_would_hide():
   infinite = changed(lambda u, s: (jax.tree.map(lambda x: x / 0, u), s))
   vague = broken("Vague", __repr__=lambda self: f"Vague({np.random.random()})")
   lossy = mock.patch.object(
-    *(states, "reshard_state"),
+    *(reshard, "reshard_state"),
     lambda *given, **sizes: jax.tree.map(
       lambda x: x / 2 if x.dtype == np.float32 else x,
       gradcomp.reshard_state(*given, **sizes),

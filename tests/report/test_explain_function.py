@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import gradcomp
-from examples.lib.sharded.sub_batches import sub_batches
+from examples.lib.cut_layers import sub_batches
 from gradcomp import explain, parallel
 from gradcomp.codecs import QSGD, EightBit
 from tests.plugins.slow_cases import slow

@@ -27,7 +27,7 @@ from benchmarks.study.model_parallel.ways import (
   gathered,
   sent_by_one,
 )
-from examples.lib.sharded.sub_batches import sub_batches
+from examples.lib.cut_layers import sub_batches
 
 _DROPPED = 0.5
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.study.model_parallel import ways
-from examples.lib.sharded import cut_layers
+from examples.lib import cut_layers
 from gradcomp.codecs import Codec, EightBit
 
 # Mean relative errors in percent of three layers, from table 2 of the paper.

@@ -10,7 +10,7 @@ import optax
 
 import gradcomp
 from benchmarks.common.trainer import first_kept, of_workers, own
-from examples.lib.sharded import cut_layers
+from examples.lib import cut_layers
 from gradcomp import codecs, parallel
 
 AXIS = "worker"

@@ -74,11 +74,16 @@ def make_record(
   with platforms.planned_for(platform):
     trace, place = tracing.study(optimizer, params, workers), platforms.platform()
   kept = [made for made in trace.made if not made[1].get("stateless")]
+  specs = state_specs(trace.state, axis_name="workers")
+  stacked = any(  # whether workers have arrays of their own, over axes that have names
+    spec != PartitionSpec() and tracing.UNNAMED[0] not in jax.tree_util.keystr(path)
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+  )
   return {
     "format": FORMAT,
     "gradcomp": __version__,
     "workers": list(sizes),
-    "stacked": max(sizes) > 1 and _stacked(trace.state),
+    "stacked": max(sizes) > 1 and stacked,
     "platform": place,
     "transformations": [_facts(*made) for made in kept],
   }
@@ -147,15 +152,6 @@ def _check_form(name: str, value: Any) -> None:
       f"{part!r} is {parts.get(part)!r}; save it beside the state, or restore the "
       "parameters alone and begin with the state of optimizer.init."
     )
-
-
-def _stacked(state: Any) -> bool:
-  """Returns True if workers have arrays of their own, over axes that have names."""
-  specs = state_specs(state, axis_name="workers")
-  return any(
-    spec != PartitionSpec() and tracing.UNNAMED[0] not in jax.tree_util.keystr(path)
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-  )
 
 
 def _facts(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, str]:

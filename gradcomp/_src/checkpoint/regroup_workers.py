@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,16 +75,10 @@ def regroup_memory(
   return Memory(shared, {axes: trees for axes, trees in own.items() if trees})
 
 
-# Owners have the rows of a matrix in one order: worker i has those from i * share on,
-# and zeros fill the last shares. Along other mesh axes, each place has its own rows.
-class _Rows(NamedTuple):
-  rows: np.ndarray  # of a leaf: [places, rows, *tile_shape]
-  codec: Codec
-  like: jax.ShapeDtypeStruct
-
-  def leaf(self, place: int) -> np.ndarray:
-    tiles = np.asarray(elements(jnp.asarray(self.rows[place]), self.codec))
-    return self.codec.join(tiles, self.like)
+# The rows of a leaf, [places, rows, *tile_shape], its codec and its shape. Worker i has
+# those from i * share on, and zeros fill the last shares of a matrix. Along other mesh
+# axes, each place has its own rows.
+_Rows = tuple[np.ndarray, Codec, jax.ShapeDtypeStruct]
 
 
 def recut_owned(
@@ -100,8 +94,7 @@ def recut_owned(
     for matrix, array in zip(matrices, owned[axes], strict=True):
       rows = concat_rows(array, old.workers, places[axes])
       for leaf, slot, like in matrix.leaves():
-        found = _Rows(rows[:, slot.start : slot.stop], matrix.codec, like)
-        waiting[leaf] = found
+        waiting[leaf] = rows[:, slot.start : slot.stop], matrix.codec, like
   result: dict[Axes, tuple[np.ndarray, ...]] = {}
   for axes, matrices in owned_matrices(new).items():
     arrays = []
@@ -110,22 +103,26 @@ def recut_owned(
       rows = np.zeros((places[axes], new.workers * share, *tile), np.float32)
       for leaf, slot, _ in matrix.leaves():
         if leaf in waiting:
-          found = waiting.pop(leaf)
-          moved = found.rows
+          moved, codec, like = waiting.pop(leaf)
           # A sparse codec has a range for each worker.
           if tuple(tile) != moved.shape[2:]:
-            tiles = [matrix.codec.split(found.leaf(i)) for i in range(len(moved))]
+            tiles = [matrix.codec.split(_leaf(x, codec, like)) for x in moved]
             moved = np.stack([x.reshape(-1, *tile) for x in tiles])
           rows[:, slot.start : slot.stop] = moved * np.float32(factor)
       arrays.append(stack_rows(rows, new.workers))
     result[axes] = tuple(arrays)
-  if any(len(found.rows) > 1 for found in waiting.values()):
+  if any(len(rows) > 1 for rows, *_ in waiting.values()):
     raise ValueError(
       "`optimizer` must have an exchange with owner residuals for the new number of "
       "workers, too, where parameters are sharded over other axes; give its exchange= "
       "by name."
     )
-  return result, {i: found.leaf(0) for i, found in waiting.items()}
+  return result, {i: _leaf(x[0], codec, y) for i, (x, codec, y) in waiting.items()}
+
+
+def _leaf(rows: np.ndarray, codec: Codec, like: jax.ShapeDtypeStruct) -> np.ndarray:
+  tiles = np.asarray(elements(jnp.asarray(rows), codec))
+  return codec.join(tiles, like)
 
 
 def recut_rows(

@@ -21,11 +21,10 @@ from gradcomp._src.core.codec_memory import first_stored
 from gradcomp._src.core.residual_storage import is_stored
 from gradcomp._src.core.state import CompressState, OwnedRows, OwnSteps, collects
 from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.mesh import platforms, types
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
-from gradcomp._src.mesh.platforms import planned_for, planned_on
 from gradcomp._src.mesh.specs import sharded_axes, stacked_over
 from gradcomp._src.mesh.trees import boxed_like, unboxed
-from gradcomp._src.mesh.types import placed_spec
 
 State = TypeVar("State")
 Keep = Literal["sum", "mean", "addends"]
@@ -128,8 +127,8 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
     )
   options: Any = {"axis_name": axis_name, "param_specs": param_specs, "mesh": mesh}
   first = functools.partial(shapes.first_state_of, optimizer, params, **options)
-  with planned_on(mesh):
-    with planned_for(old_platform, "old_platform"):
+  with platforms.planned_on(mesh):
+    with platforms.planned_for(old_platform, "old_platform"):
       old = first(workers=old_workers)
     new = first(workers=workers)
   given, was, now = map(unboxed, (opt_state, old.shapes, new.shapes))
@@ -154,7 +153,7 @@ class Move:
     """Puts an array on devices by its spec, or like one of more axes, or itself."""
     if self.mesh.empty:
       return x if is_key(x) else host_array(x)
-    own = placed_spec(x if like is None else like)
+    own = types.placed_spec(x if like is None else like)
     known = sharded_axes(own).issubset(self.mesh.axis_names)
     if known and sharded_axes(own).issuperset(sharded_axes(spec)):
       spec = own

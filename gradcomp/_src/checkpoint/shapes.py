@@ -18,12 +18,10 @@ from gradcomp._src.core.first_state import stacked_for
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import collects, is_state, states_in
 from gradcomp._src.exchange.plan import MessagePlan
+from gradcomp._src.mesh import axes, platforms, types
 from gradcomp._src.mesh import specs as mesh_specs
-from gradcomp._src.mesh.axes import AxisName, abstract_mesh, as_axis_name, axis_names
 from gradcomp._src.mesh.param_specs import specs_like
-from gradcomp._src.mesh.platforms import planned_for
 from gradcomp._src.mesh.trees import trainable
-from gradcomp._src.mesh.types import mesh_of, typed_spec
 from gradcomp._src.report.tracing import first_plans
 
 _shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -42,7 +40,7 @@ def state_shapes(
   optimizer: optax.GradientTransformation,
   params: Any,
   *,
-  axis_name: AxisName,
+  axis_name: axes.AxisName,
   workers: int,
   param_specs: Any = None,
   platform: str | None = None,
@@ -70,7 +68,7 @@ def state_shapes(
   """
   given: Any = {"axis_name": axis_name, "param_specs": param_specs, "mesh": None}
   workers = number_of_workers("workers", workers)
-  with planned_for(platform):
+  with platforms.planned_for(platform):
     first = first_state_of(optimizer, params, workers=workers, **given)
   return jax.tree.map(_shape_of, first.shapes)
 
@@ -84,19 +82,19 @@ def first_state_of(
   params: Any,
   *,
   workers: int,
-  axis_name: AxisName,
+  axis_name: axes.AxisName,
   param_specs: Any,
   mesh: Mesh | None,
 ) -> FirstState:
   """Traces ``optimizer.init`` in a map over N abstract workers, and reads the state."""
   # The mesh may have other axes that shard the parameters.
-  names = axis_names(axis_name)
+  names = axes.axis_names(axis_name)
   params = trainable(params)
-  around = mesh_of(params) if mesh is None or mesh.empty else mesh
+  around = types.mesh_of(params) if mesh is None or mesh.empty else mesh
   abstract = _with_workers(around, names, workers)
   sizes = dict(abstract.shape)
   if param_specs is None:  # no map makes all axes manual
-    restricted = lambda x: mesh_specs.restrict_spec(typed_spec(x), sizes)
+    restricted = lambda x: mesh_specs.restrict_spec(types.typed_spec(x), sizes)
     specs = jax.tree.map(restricted, params)
   else:
     specs = param_specs = specs_like(params, param_specs, axis_name)
@@ -119,10 +117,10 @@ def first_state_of(
   with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(abstract):
     plans = first_plans(look, typed)
   for given in (x.axis_name for x in plans if x is not None):
-    if given is not None and axis_names(given) != names:
+    if given is not None and axes.axis_names(given) != names:
       raise ValueError(
         f"`axis_name` must be that of the transformations in `optimizer`, "
-        f"{given!r}, got {as_axis_name(names)!r}."
+        f"{given!r}, got {axes.as_axis_name(names)!r}."
       )
   specs = state_specs(found[0], axis_name=axis_name, param_specs=param_specs)
   whole = functools.partial(_whole, sizes)
@@ -169,14 +167,14 @@ def _with_workers(mesh: Any, names: tuple[str, ...], workers: int) -> AbstractMe
   """Returns a mesh like this one with N workers on these axes."""
   alone = dict(zip(names, (workers,) + (1,) * (len(names) - 1), strict=True))
   if mesh.empty:
-    return abstract_mesh(alone)
+    return axes.abstract_mesh(alone)
   known = dict(mesh.shape)
   if math.prod(known.get(name, 0) for name in names) != workers:
     # What a worker keeps depends on how many there are, and not on the axes.
     known |= alone
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   auto = jax.sharding.AxisType.Auto
-  return abstract_mesh(known, tuple(kinds.get(name, auto) for name in known))
+  return axes.abstract_mesh(known, tuple(kinds.get(name, auto) for name in known))
 
 
 def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:

@@ -8,16 +8,7 @@ from jax import Array
 
 from gradcomp._src.codecs import contractions, quantizing
 from gradcomp._src.codecs.protocol import Codec, as_float32, to_tiles
-from gradcomp._src.codecs.sums import tiles
-from gradcomp._src.codecs.sums.records import (
-  ArrayLike,
-  ArrayT,
-  Context,
-  Encoded,
-  Fit,
-  Leaf,
-  Memory,
-)
+from gradcomp._src.codecs.sums import records, tiles
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.kernels import one_bit
 from gradcomp._src.kernels.common import rotation, scales
@@ -66,7 +57,9 @@ class Rotated(_Around):
   def statistics(self, x: Array) -> tuple[Array | None, Any]:
     return self.codec.statistics(to_tiles(as_float32(x), self).reshape(-1))
 
-  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
+  def encode_leaf(
+    self, x: Array, context: records.Context, *, keep: bool = False
+  ) -> records.Encoded:
     turned = to_tiles(as_float32(x), self).reshape(-1)
     return self.codec.encode_leaf(turned, context)
 
@@ -88,7 +81,7 @@ class Fitted(_Around, quantizing.Levels):
   rounding, bucket_size, implementation = map(
     _inner, ("rounding", "bucket_size", "implementation")
   )
-  encoder = staticmethod(fitted.encode_rows)
+  operation = fitted
   most_counted: ClassVar[int] = fitted.MOST_COUNTED
 
   @property
@@ -97,13 +90,15 @@ class Fitted(_Around, quantizing.Levels):
     return fitted.Form(bits=self.codec.bits, bucket_size=words)
 
   @property
-  def fits(self) -> Fit:
+  def fits(self) -> records.Fit:
     every = self.codec.refit_every
-    return Fit(every, self.most_counted, self.measure, fitted.fit)
+    return records.Fit(every, self.most_counted, self.measure, fitted.fit)
 
-  def init(self, leaf: Leaf | None = None, key: Array | None = None) -> Memory:
+  def init(
+    self, leaf: records.Leaf | None = None, key: Array | None = None
+  ) -> records.Memory:
     """Returns equally spaced levels above zero: ``float32[2**(bits - 1)]``."""
-    return Memory(fitted.first_levels(self.codec.bits))
+    return records.Memory(fitted.first_levels(self.codec.bits))
 
   def measure(self, x: Array) -> Array:
     """Counts normalized magnitudes in a sample of buckets: ``int32[256]``."""
@@ -115,23 +110,14 @@ class Fitted(_Around, quantizing.Levels):
     planes, size = self.form.planes, self.bucket_size
     return scales.scales(quantizing.scales_of(x, planes, size))
 
-  def encode_by(
-    self,
-    scale: Array | None,
-    x: Array,
-    context: Context,
-    *more: Any,
-    keep: bool = False,
-  ) -> Encoded:
-    """Encodes by the levels of the codec state, or else by the elements' own."""
+  def levels_for(self, x: Array, context: records.Context) -> tuple[Array]:
+    """Returns the levels of the codec state, or else the elements' own."""
     if context.memory is not None and len(context.memory.shared):
-      levels = context.memory.shared
-    else:
-      levels = fitted.fit(self.measure(x), self.init().shared)
-    return super().encode_by(scale, x, context, levels)
+      return (context.memory.shared,)
+    return (fitted.fit(self.measure(x), self.init().shared),)
 
 
-def _matrix(x: ArrayT) -> ArrayT:
+def _matrix(x: records.ArrayT) -> records.ArrayT:
   """Reshapes an array to a matrix: its first axis by all others; a scalar is 1 by 1."""
   rows = x.shape[0] if x.ndim else 1
   return x.reshape(rows, x.size // rows if rows else 0)
@@ -159,22 +145,24 @@ class ByColumn(_Around):
   def row_words(self) -> int:
     return -(-self.rows // one_bit.reference.WORD) + 2
 
-  def split(self, x: ArrayT) -> ArrayT:
+  def split(self, x: records.ArrayT) -> records.ArrayT:
     return _matrix(x).T
 
-  def join(self, rows: ArrayT, like: ArrayLike) -> ArrayT:
+  def join(self, rows: records.ArrayT, like: records.ArrayLike) -> records.ArrayT:
     return rows.T.reshape(like.shape)
 
-  def view_shape(self, rows: int, like: ArrayLike) -> tuple[int, ...]:
+  def view_shape(self, rows: int, like: records.ArrayLike) -> tuple[int, ...]:
     return like.shape
 
-  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
+  def encode_leaf(
+    self, x: Array, context: records.Context, *, keep: bool = False
+  ) -> records.Encoded:
     rows, rest = one_bit.reference.encode_columns(
       _matrix(as_float32(x).reshape(x.shape))
     )
-    return Encoded(rows, rest.reshape(x.shape))
+    return records.Encoded(rows, rest.reshape(x.shape))
 
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
+  def encode_rows(self, tiles: Array, context: records.Context) -> Array:
     return one_bit.reference.encode_columns(tiles.reshape(len(tiles), -1).T)[0]
 
   def decode_rows(self, rows: Array) -> Array:

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs.protocol import Codec, as_float32
-from gradcomp._src.codecs.sums.records import Context, Encoded
+from gradcomp._src.codecs import quantizing
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Blocks
 from gradcomp._src.kernels import block_top
@@ -18,7 +17,7 @@ ValueBits = Literal[2, 8, 32]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockTop(Codec):
+class BlockTop(quantizing.ByKernel):
   r"""Sends the ``count`` largest of every ``block_size`` consecutive elements.
 
   .. math:: Q(v)_i = q(v_i) \text{ if } |v_i| \text{ is among the largest of its block},
@@ -80,8 +79,10 @@ class BlockTop(Codec):
 
   papers: ClassVar[tuple[str, ...]] = ("chen2020scalecom", "sarfi2025sparseloco")
 
+  operation = block_top
+
   @property
-  def _form(self) -> block_top.reference.Form:
+  def form(self) -> block_top.reference.Form:
     return block_top.reference.Form(self.block_size, self.count, self.bits)
 
   @property
@@ -93,14 +94,6 @@ class BlockTop(Codec):
     return Blocks(self)
 
   @property
-  def tile_size(self) -> int:
-    return self._form.tile_size
-
-  @property
-  def row_words(self) -> int:
-    return self._form.row_words
-
-  @property
   def density(self) -> float:
     """The share of the elements that is sent."""
     return self.count / self.block_size
@@ -108,25 +101,12 @@ class BlockTop(Codec):
   @property
   def slots(self) -> int:
     """The number of entries of a row."""
-    return self.count * self._form.blocks
-
-  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
-    form = dataclasses.replace(self._form, keep=keep)
-    wide, by = as_float32(x).reshape(x.shape), self.implementation
-    return Encoded(*block_top.encode_rows(wide, form=form, implementation=by))
-
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
-    return self.encode_leaf(tiles.reshape(-1), context).rows
-
-  def decode_rows(self, rows: Array) -> Array:
-    return block_top.decode_rows(
-      rows, form=self._form, implementation=self.implementation
-    )
+    return self.count * self.form.blocks
 
   def entries(self, rows: Array) -> tuple[Array, Array]:
     """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
-    found, _ = block_top.reference.entries_of_rows(rows, self._form)
-    ends = self.block_size * (jnp.arange(self._form.blocks, dtype=jnp.int32) + 1)
+    found, _ = block_top.reference.entries_of_rows(rows, self.form)
+    ends = self.block_size * (jnp.arange(self.form.blocks, dtype=jnp.int32) + 1)
     places = [ends - 1 - behind.astype(jnp.int32) for behind, _ in found]
     values = [value for _, value in found]
     return jnp.concatenate(places, axis=-1), jnp.concatenate(values, axis=-1)

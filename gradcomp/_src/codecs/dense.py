@@ -10,21 +10,17 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gradcomp._src import checks
-from gradcomp._src.codecs import contractions
+from gradcomp._src.codecs import contractions, quantizing
 from gradcomp._src.codecs.protocol import codec_dither
-from gradcomp._src.codecs.quantizing import RoundsAtRandom
 from gradcomp._src.codecs.sums.records import Context, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Floats
 from gradcomp._src.floats.dtypes import limit_of
-from gradcomp._src.kernels.common import planes
-from gradcomp._src.kernels.common.dithers import random_lanes, signed_lane
-from gradcomp._src.kernels.common.float_codes import to_codes
-from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common import dithers, float_codes, float_formats, planes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dense(RoundsAtRandom):
+class Dense(quantizing.RoundsAtRandom):
   r"""Sends all elements as floats, bitcast to words: the baseline.
 
   .. math:: Q(v_i) = \mathrm{cast}(v_i)
@@ -107,8 +103,7 @@ class Dense(RoundsAtRandom):
       if dither is None:
         codes = [self._nearest(plane) for plane in part.planes]
       else:
-        lanes = random_lanes(dither, part.shape, count, first_row=part.first_row)
-        codes = list(map(self._stochastic, part.planes, lanes))
+        codes = list(map(self._stochastic, part.planes, part.lanes(dither)))
       rows.append([planes.pack_planes(codes, self._bits)])
     return planes.stacked(rows, self.row_words)
 
@@ -126,9 +121,9 @@ class Dense(RoundsAtRandom):
   def _stochastic(self, plane: Array, lane: Array) -> Array:
     """Rounds by 16 random bits; gives infinity only where rounding to nearest does."""
     info = jnp.finfo(self.dtype)
-    fmt = FloatFormat(info.nexp, info.nmant)
+    fmt = float_formats.FloatFormat(info.nexp, info.nmant)
     halfway = fmt.max_finite + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     infinity = jnp.copysign(jnp.float32(jnp.inf), plane)
     given = jnp.where(jnp.abs(plane) >= halfway, infinity, plane)
-    draw = signed_lane(lane, plane) << 16
-    return to_codes(given, fmt, rounding=draw, saturate=True)
+    draw = dithers.signed_lane(lane, plane) << 16
+    return float_codes.to_codes(given, fmt, rounding=draw, saturate=True)

@@ -127,7 +127,7 @@ class EightBit(quantizing.Elementwise):
   exponent_offset: int | None = checks.field(None, _OFFSET)
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
-  encoder = staticmethod(quantize.encode_rows)
+  operation = quantize
   papers: ClassVar[tuple[str, ...]] = ("dettmers2016approximations",)
 
   def __post_init__(self) -> None:
@@ -146,10 +146,6 @@ class EightBit(quantizing.Elementwise):
   @property
   def contraction(self) -> float:
     return contractions.of_energy(0.05)
-
-  def decode_rows(self, rows: Array) -> Array:
-    by = self.implementation
-    return quantize.decode_rows(rows, form=self.form, implementation=by)
 
   @property
   def form(self) -> eight_bit.Form:

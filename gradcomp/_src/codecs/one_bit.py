@@ -6,9 +6,9 @@ from typing import ClassVar
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs import around, contractions
-from gradcomp._src.codecs.protocol import Codec, as_float32
-from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf
+from gradcomp._src.codecs import around, contractions, quantizing
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles
 from gradcomp._src.kernels import one_bit
@@ -17,7 +17,7 @@ from gradcomp._src.kernels.gpu import dispatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OneBit(Codec):
+class OneBit(quantizing.ByKernel):
   r"""Replaces each element by the mean of the elements of its sign in its bucket.
 
   .. math:: Q(v_i) = \mathrm{avg}_+ \text{ if } v_i \ge 0, \quad
@@ -58,6 +58,7 @@ class OneBit(Codec):
   per_column: bool = checks.field(False, checks.FLAG)
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
+  operation = one_bit
   papers: ClassVar[tuple[str, ...]] = ("seide2014onebit", "grubic2018synchronous")
 
   @property
@@ -69,12 +70,8 @@ class OneBit(Codec):
     return Tiles(self, facts=dataclasses.replace(OF_TILES, needs_feedback=True))
 
   @property
-  def tile_size(self) -> int:
-    return self.bucket_size * one_bit.reference.WORD
-
-  @property
-  def row_words(self) -> int:
-    return self.bucket_size + 2 * one_bit.reference.WORD
+  def form(self) -> one_bit.reference.Form:
+    return one_bit.reference.Form(self.bucket_size)
 
   def bind(self, leaf: Leaf) -> Codec:
     """Returns the codec of a leaf: of its columns with ``per_column``."""
@@ -84,16 +81,3 @@ class OneBit(Codec):
   def filled(self, x: Array) -> Array:
     """Fills the last bucket of a leaf with copies of its elements."""
     return planes.filled(x.reshape(-1), self.bucket_size)
-
-  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
-    form, by = one_bit.reference.Form(self.bucket_size, keep), self.implementation
-    wide = as_float32(x).reshape(x.shape)
-    return Encoded(*one_bit.encode_rows(wide, form=form, implementation=by))
-
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
-    return self.encode_leaf(tiles.reshape(-1), context).rows
-
-  def decode_rows(self, rows: Array) -> Array:
-    return one_bit.decode_rows(
-      rows, bucket_size=self.bucket_size, implementation=self.implementation
-    )

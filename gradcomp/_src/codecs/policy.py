@@ -8,13 +8,8 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.protocol import (
-  Codec,
-  LeafCodec,
-  is_codec,
-  require_contraction,
-)
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import SumFacts, joined
 
@@ -48,7 +43,7 @@ class Policy:
     ['bias', '.']
   """
 
-  rules: Sequence[tuple[str, LeafCodec]]
+  rules: Sequence[tuple[str, protocol.LeafCodec]]
 
   def __post_init__(self) -> None:
     given = self.rules
@@ -64,7 +59,7 @@ class Policy:
         re.compile(text)
       except re.error as error:
         raise ValueError(f"`rules` must be {_RULE}, got {text!r}: {error}.") from error
-      if not is_codec(codec):
+      if not protocol.is_codec(codec):
         raise ValueError(
           f"`rules` must be {_RULE}, got {codec!r} for {text!r}; take a codec of "
           "gradcomp.codecs, not a transformation; powersgd, which is one, gets leaves "
@@ -73,7 +68,7 @@ class Policy:
     object.__setattr__(self, "rules", tuple((text, codec) for text, codec in given))
 
   @property
-  def codecs(self) -> tuple[LeafCodec, ...]:
+  def codecs(self) -> tuple[protocol.LeafCodec, ...]:
     """The codecs of all rules."""
     return tuple(codec for _, codec in self.rules)
 
@@ -93,7 +88,7 @@ class Policy:
   def facts(self) -> SumFacts:
     return joined([codec.facts.naming(codec) for codec in self.codecs])
 
-  def bind(self, leaf: Leaf) -> Codec:
+  def bind(self, leaf: Leaf) -> protocol.Codec:
     """Returns the codec of a leaf, bound to it."""
     return self._match(leaf)[1].bind(leaf)
 
@@ -112,16 +107,18 @@ class Policy:
     """Returns the expression that matches a leaf, or "" for none."""
     return self._match(leaf)[0]
 
-  def _match(self, leaf: Leaf) -> tuple[str, LeafCodec]:
+  def _match(self, leaf: Leaf) -> tuple[str, protocol.LeafCodec]:
     matching = (rule for rule in self.rules if re.search(rule[0], leaf.path))
     return next(matching, ("", Dense()))
 
 
-def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
+def stateless(
+  name: str, codec: Any, *, corrected: bool | None = None
+) -> protocol.Codec:
   """Returns the codec, if one payload can represent the whole array; else an error."""
   # `name` is the argument it was given for. `corrected` says whether a residual holds
   # what the payload lacks; None where there can be none.
-  if not is_codec(codec):
+  if not protocol.is_codec(codec):
     raise TypeError(
       f"`{name}` must be a codec of gradcomp.codecs, got {codec!r}; "
       "gradcomp.codecs.Dense() sends float32."
@@ -138,8 +135,8 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
     rule = "work without a memory, because none is kept from call to call"
   else:
     if corrected:
-      require_contraction(name, codec, "`residual=None`")
-    return cast(Codec, codec)
+      protocol.require_contraction(name, codec, "`residual=None`")
+    return cast(protocol.Codec, codec)
   raise ValueError(
     f"`{name}` must {rule}, got {codec}; choose EightBit, QSGD, FloatCast, Natural, "
     "Ternary or Dense. Gradients of weights go through gradcomp.compress, which has "
@@ -151,7 +148,7 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
 _PROBE = Leaf((1024, 1024))
 
 
-def _remembers(codec: LeafCodec) -> bool:
+def _remembers(codec: protocol.LeafCodec) -> bool:
   """Returns True if a codec keeps a state from step to step."""
   key = jax.ShapeDtypeStruct((2,), np.uint32)
   bound = codec.bind(_PROBE)

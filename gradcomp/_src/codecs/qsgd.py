@@ -1,9 +1,11 @@
 """QSGD: the codec of few levels, stochastic rounding, and a scale for each bucket."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jax import Array
 
@@ -188,7 +190,7 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
     inline = not self.share_scale
     return qsgd.Form(bits=self.bits, bucket_size=words, levels=levels, inline=inline)
 
-  encoder = staticmethod(quantize.encode_rows)
+  operation = quantize
 
   @property
   def max_code(self) -> int:
@@ -216,6 +218,7 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
     outermost = (2**self.bits - 1) / 2 * _STEPS[self.bits]  # for a mean square of 1
     return scales.scales(lengths * np.float32(outermost / math.sqrt(self.bucket_size)))
 
+  @functools.partial(jax.jit, static_argnums=0)  # each shape is traced once
   def leaf_statistics(self, x: Array) -> tuple[Array, None]:
     """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
     found = self.scales_for(self.filled(as_float32(x)))

@@ -2,11 +2,8 @@
 
 import abc
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -18,9 +15,8 @@ from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.common import scales
-from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.kernels.quantize import reference
-from gradcomp._src.kernels.quantize.qsgd import from_signed_codes
+from gradcomp._src.kernels.gpu import dispatch
+from gradcomp._src.kernels.quantize import qsgd, reference
 
 ROTATE = checks.optional(
   checks.integer("8, 32, or None to rotate nothing", such=(8, 32).__contains__)
@@ -67,25 +63,42 @@ class RoundsAtRandom(Codec):
     return Encoded(self.encode_rows(as_float32(x), context))
 
 
-class Elementwise(RoundsAtRandom):
-  """A base of codecs that round each element by a kernel, most of them under scales."""
+class ByKernel(Codec):
+  """A base of codecs that an operation of kernels encodes and decodes."""
 
-  bucket_size: int | None
-  implementation: Implementation | None
-
-  @property
-  @abc.abstractmethod
-  def encoder(self) -> Callable[..., tuple[Array, Array | None]]:
-    """The operation of the kernel."""
+  implementation: dispatch.Implementation | None
+  operation: Any  # its module
 
   @property
   @abc.abstractmethod
   def form(self) -> Any:
-    """The options of the kernel."""
+    """The options of the operation."""
 
   @property
   def tile_size(self) -> int:
     return self.form.planes * self.form.bucket_size
+
+  @property
+  def row_words(self) -> int:
+    return self.form.row_words
+
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
+    form, by = dataclasses.replace(self.form, keep=keep), self.implementation
+    wide = as_float32(x).reshape(x.shape)
+    return Encoded(*self.operation.encode_rows(wide, form=form, implementation=by))
+
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
+    return self.encode_leaf(tiles.reshape(-1), context).rows
+
+  def decode_rows(self, rows: Array) -> Array:
+    form, by = self.form, self.implementation
+    return self.operation.decode_rows(rows, form=form, implementation=by)
+
+
+class Elementwise(RoundsAtRandom, ByKernel):
+  """A base of codecs that round each element by a kernel, most of them under scales."""
+
+  bucket_size: int | None
 
   @property
   def row_words(self) -> int:
@@ -96,6 +109,10 @@ class Elementwise(RoundsAtRandom):
   def scales_for(self, x: Array) -> Array | None:
     """Returns scales of a leaf or of tiles; None where the encoder finds them."""
     return None
+
+  def levels_for(self, x: Array, context: Context) -> tuple[Array, ...]:
+    """Returns the levels, for an encoder that takes them."""
+    return ()
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     flat, scale = self.filled(as_float32(x)), context.agreed
@@ -119,8 +136,9 @@ class Elementwise(RoundsAtRandom):
       rows = -(-x.size // self.tile_size)
       scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
     form = dataclasses.replace(self.form, keep=True) if keep else self.form
-    given = x, scale, codec_dither(self, context), *more
-    return Encoded(*self.encoder(*given, form=form, implementation=self.implementation))
+    given = x, scale, codec_dither(self, context), *more, *self.levels_for(x, context)
+    by = self.implementation
+    return Encoded(*self.operation.encode_rows(*given, form=form, implementation=by))
 
 
 class Levels(Elementwise):
@@ -158,11 +176,7 @@ class SharedScales(Codec):
     return self.statistics(x)[0]
 
   def statistics(self, x: Array) -> tuple[Array | None, Any]:
-    return self._statistics(x) if self.share_scale else (None, None)
-
-  @functools.partial(jax.jit, static_argnums=0)  # each shape is traced once
-  def _statistics(self, x: Array) -> tuple[Array, Any]:
-    return self.leaf_statistics(x)
+    return self.leaf_statistics(x) if self.share_scale else (None, None)
 
   @abc.abstractmethod
   def codes(self, rows: Array) -> Array:
@@ -170,4 +184,4 @@ class SharedScales(Codec):
 
   def from_codes(self, codes: Array, agreed: Array) -> Array:
     """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
-    return from_signed_codes(codes, agreed, self.max_code)
+    return qsgd.from_signed_codes(codes, agreed, self.max_code)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs import sparse
-from gradcomp._src.codecs.protocol import from_tiles, to_tiles
+from gradcomp._src.codecs import protocol, sparse
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Chosen
@@ -85,14 +84,14 @@ class RandomK(sparse.SparseRows):
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     """Encodes a leaf, and its residual, which has zeros in the chosen places."""
-    tiles = to_tiles(x, self)
+    tiles = protocol.to_tiles(x, self)
     rows = self.encode_rows(tiles, context)
     if not keep:
       return Encoded(rows)
     positions, values = self.entries(rows)
     row = jnp.arange(tiles.shape[0])[:, None]
     rest = tiles.at[row, positions].add(-values, mode="drop", unique_indices=True)
-    return Encoded(rows, from_tiles(rest, x, self))
+    return Encoded(rows, protocol.from_tiles(rest, x, self))
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     tiles = tiles.reshape(-1, self.tile_size)

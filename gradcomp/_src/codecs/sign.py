@@ -8,15 +8,12 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs import contractions
-from gradcomp._src.codecs.protocol import Codec, as_float32
+from gradcomp._src.codecs import contractions, protocol
 from gradcomp._src.codecs.sums.codes import Votes
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles
-from gradcomp._src.kernels.common import planes
-from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.common.scales import norms, scales, sum_by_halves
+from gradcomp._src.kernels.common import fixed_point, planes, scales
 
 Scale = Literal["mean", "one"]
 Vote = Literal["mean", "majority"]
@@ -25,7 +22,7 @@ _PLANES = planes.planes_per_word(1)  # buckets in a tile, and signs in a word
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sign(Codec):
+class Sign(protocol.Codec):
   r"""Replaces each element by its sign, times one scale for each bucket.
 
   .. math:: Q(v_i) = s \, \mathrm{sgn}(v_i), \qquad s = \mathrm{mean}_j |v_j|
@@ -96,7 +93,7 @@ class Sign(Codec):
   @property
   def sums(self) -> Sum:
     if self.scale == "one":
-      return Votes(self)
+      return Votes(self, self.vote == "majority")
     return Tiles(self, facts=dataclasses.replace(OF_TILES, needs_feedback=True))
 
   @property
@@ -114,7 +111,7 @@ class Sign(Codec):
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     rows = []
     cut = _PLANES, self.bucket_size, self.filled
-    for tiles in planes.tile_segments(as_float32(x), *cut):
+    for tiles in planes.tile_segments(protocol.as_float32(x), *cut):
       signs = [(plane < 0).astype(jnp.uint32) for plane in tiles.planes]
       buckets = tiles.buckets[: tiles.shape[0] * _PLANES]
       scale = self._scales(buckets).reshape(-1, _PLANES)
@@ -137,11 +134,11 @@ class Sign(Codec):
   def _scales(self, buckets: Array) -> Array:
     """Returns the scale of each bucket, NaN if an element of it is not finite."""
     if self.scale == "one":
-      return jnp.sign(scales(norms(buckets, "max")))
+      return jnp.sign(scales.scales(scales.norms(buckets, "max")))
     # Elements are multiplied by a power of two, so that no finite sum overflows.
     power = 1 << (self.bucket_size - 1).bit_length()
-    total = sum_by_halves(jnp.abs(buckets) * np.float32(1 / power))
-    mean = scaled(total, power / self.bucket_size)
+    total = scales.sum_by_halves(jnp.abs(buckets) * np.float32(1 / power))
+    mean = fixed_point.scaled(total, power / self.bucket_size)
     return jnp.where(jnp.isfinite(mean), mean, np.float32(np.nan))
 
   def _words(self, scale: Array) -> Array:

@@ -13,16 +13,14 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from gradcomp._src import checks
+from gradcomp._src import checks, public
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Encoded, Leaf
 from gradcomp._src.floats.dtypes import fitted
+from gradcomp._src.kernels import materialize, selection
 from gradcomp._src.kernels.common import sparse
 from gradcomp._src.kernels.common.scales import sum_by_halves
-from gradcomp._src.kernels.materialize import slice_at, unknown
-from gradcomp._src.kernels.selection import COPIED, RowView
-from gradcomp._src.public import StaticError
 
 Quantize = Literal["asq", "mean"]
 Selection = Literal["auto", "exact", "trimmed", "threshold", "sampled"]
@@ -70,7 +68,7 @@ def _density(name: str, value: Any) -> float:
   rule = "a share of the elements, above 0 and at most 1"
   if isinstance(value, Array):
     cure = "change it by steps with gradcomp.wrappers.switch, or, "
-    raise StaticError(name, rule, cure)
+    raise public.StaticError(name, rule, cure)
   return checks.static_number(name, rule, value, most=1)
 
 
@@ -187,7 +185,7 @@ class Selected(NamedTuple):
 
 # Selects in a row, given a threshold, a sign, or None. Returns positions,
 # ``int32[slots]``, which are the row's size in slots that are not used.
-Select = Callable[[RowView, Array | None], Array]
+Select = Callable[[selection.RowView, Array | None], Array]
 
 
 class SelectedEntries(NamedTuple):
@@ -209,7 +207,7 @@ def encode_leaves(
 ) -> list[Encoded]:
   """Encodes leaves of one size, given their rows and thresholds or turns."""
   size, count = leaves[0].size, len(matrices[0])
-  every = encode_rows(form, select, matrices, given, copied=size <= COPIED)
+  every = encode_rows(form, select, matrices, given, copied=size <= selection.COPIED)
   # Of all leaves at once: leaf by leaf, there would be several programs for each.
   used = every.positions < form.size
   smallest = jnp.where(used, jnp.abs(every.sent), jnp.inf).min(axis=1, initial=jnp.inf)
@@ -220,11 +218,11 @@ def encode_leaves(
     start = form.size * jnp.tile(jnp.arange(count, dtype=jnp.int32), len(leaves))
     nonzero = used & (every.sent != 0)
     chosen = jnp.where(nonzero, start[:, None] + every.positions, size)
-  starts = unknown([i * count for i in range(len(leaves))], every.words)
+  starts = materialize.unknown([i * count for i in range(len(leaves))], every.words)
   result = []
   for at, leaf, matrix in zip(starts, leaves, matrices, strict=True):
     parts = jax.tree.map(
-      lambda x, at=at: slice_at(x, at, count), (every, selected, chosen)
+      lambda x, at=at: materialize.slice_at(x, at, count), (every, selected, chosen)
     )
     own, kept, places = parts
     rest = _rest(leaf, matrix, own, len(leaves) > 1)
@@ -255,7 +253,7 @@ def encode_rows(
   views = [matrices[0].reshape(-1)] if total == 1 else matrices
 
   def encode(number: Array) -> SelectedEntries:
-    row = RowView(views, number)
+    row = selection.RowView(views, number)
     if copied:
       row = row.copied()
     positions = select(row, None if every is None else every[number])

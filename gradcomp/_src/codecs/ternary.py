@@ -1,14 +1,15 @@
 """TernGrad: the codec of three values, with one scale a leaf or a bucket."""
 
 import dataclasses
+import functools
 from typing import ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs import contractions, quantizing
-from gradcomp._src.codecs.protocol import as_float32
+from gradcomp._src.codecs import contractions, protocol, quantizing
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.common.planes import floats
@@ -89,7 +90,7 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
 
   papers: ClassVar[tuple[str, ...]] = ("wen2017terngrad",)
 
-  encoder = staticmethod(quantize.encode_rows)
+  operation = quantize
   max_code: ClassVar[int] = 1
 
   def __post_init__(self) -> None:
@@ -115,9 +116,10 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
     words, inline = quantizing.bucket_words(self.bucket_size), not self.share_scale
     return ternary.Form(bucket_size=words, packing=self.packing, inline=inline)
 
+  @functools.partial(jax.jit, static_argnums=0)  # each shape is traced once
   def leaf_statistics(self, x: Array) -> tuple[Array, Array]:
     """Returns scales of clipped values, ``[1, 1]`` or ``[rows, P]``, and the limit."""
-    flat = as_float32(x)
+    flat = protocol.as_float32(x)
     largest = quantizing.scales_of(flat, self.form.planes, self.bucket_size)
     if self.clip_sigmas is None:
       return scales(largest), jnp.float32(jnp.inf)
@@ -136,9 +138,9 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     scale, limit = context.agreed, context.measured
     if limit is None:
-      own, limit = self._statistics(x)
+      own, limit = self.leaf_statistics(x)
       scale = own if scale is None else scale
-    return self.encode_by(scale, as_float32(x), context, limit)
+    return self.encode_by(scale, protocol.as_float32(x), context, limit)
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     """Encodes the tiles of a mean, without clipping them again."""

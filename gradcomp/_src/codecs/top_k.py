@@ -11,8 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gradcomp._src import checks
-from gradcomp._src.codecs import sparse
-from gradcomp._src.codecs.protocol import to_tiles
+from gradcomp._src.codecs import protocol, sparse
 from gradcomp._src.codecs.sparse import Quantize, Selection
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Memory
 from gradcomp._src.codecs.sums.sum import Sum
@@ -179,7 +178,7 @@ class TopK(sparse.SparseRows):
   def encode_several(
     self, leaves: Sequence[Array], contexts: Sequence[Context], after: Array | None
   ) -> list[Encoded]:
-    matrices = [to_tiles(leaf, self) for leaf in leaves]
+    matrices = [protocol.to_tiles(leaf, self) for leaf in leaves]
     given = [self._given(context) for context in contexts]
     select = self._select
     every = sparse.encode_leaves(self._row, select, leaves, matrices, given)

@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.core import state as states
-from gradcomp._src.core.first_state import check_residual_types
 from gradcomp._src.core.inputs import like_complex, pairs, update_dtypes
 from gradcomp._src.core.specs import check_stacked, state_specs
 from gradcomp._src.mesh import param_specs, trees, types, unseen
@@ -30,6 +29,7 @@ from gradcomp._src.mesh.specs import (
   entries,
   is_spec,
   restrict_spec,
+  shard_shape,
   sharded_axes,
 )
 
@@ -57,19 +57,20 @@ def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
   sees addends as they are. For ``whole`` and ``filled`` see :func:`_in_map`.
   """
 
-  def own(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+  def own(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
     averaged = None if keeps else params
     reals = _in_pairs(grads) if real else grads
     across = place(reals, axis_name, params=averaged, local=local)
     if across.is_sum:
       state = filled(state, types.mesh_of(reals)) if filled else state
       for x in states.states_in(state):
-        check_residual_types(x.residual, reals, across.axes)
+        _check_residual_types(x.residual, reals, across.axes)
     dtypes = update_dtypes(reals, averaged if across.is_sum else None)
     across = across._replace(dtypes=dtypes)
     given = (params, extra_args) if reads else ()
+    back = lambda new: jax.tree.map(like_complex, new, grads) if real else new
     if not enters:
-      return core(across, reals, state, *given)
+      return functools.partial(core, across), (reals, state, *given), back
     sums = jax.tree.map(lambda x: bool(types.unreduced_axes(x)), given)
 
     def of_own(grads: Any, state: Any, *given: Any) -> Any:
@@ -77,36 +78,39 @@ def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
       return core(across, grads, state, *jax.tree.map(own, given, sums))
 
     step = of_own if reads else functools.partial(core, across)
-    new, state = per_device(step, reals, state, across, keeps=keeps, given=given)
-    return (jax.tree.map(like_complex, new, grads) if real else new), state
+    return per_device(step, reals, across, keeps=keeps), (reals, state, *given), back
 
-  maps: Any = {"keeps": keeps, "whole": whole, "filled": filled}
+  maps: Any = {"keeps": keeps, "whole": whole, "filled": filled, "steps": True}
   return any_tree(init, own, {"axis_name": axis_name, **maps})
 
 
 def any_tree(
-  init_fn: Callable[[Any], Any], update_fn: Update, maps: dict[str, Any] | None = None
+  init_fn: Callable[[Any], Any],
+  update_fn: Callable[..., Any],
+  maps: dict[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps functions of float arrays so that they take trees as libraries have them."""
 
   # Leaves that are not trained become None. `update` sees the array of each box, and
-  # without `maps`, the options of _in_map, each PerWorker as it is.
+  # without `maps`, the options of _in_map, each PerWorker as it is. With their `steps`
+  # it returns what to call, the arguments, and the way back for updates.
   def init(params: Any) -> Any:
     params = trees.trainable(params)
     with types.under_mesh_of(params):
       return init_fn(params)
 
   def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    inside = any_tree(init_fn, update_fn, maps).update
     if unseen.UNSEEN.value:
-      again = any_tree(init_fn, update_fn, maps).update
-      return unseen.in_map(again, updates, state, params, **extra_args)
+      return unseen.in_map(inside, updates, state, params, **extra_args)
     given = [*map(trees.unboxed, (updates, state, trees.trainable(params)))]
-    # No map elsewhere, so that a kernel is not deeper below an update.
-    call = update_fn
+    call, back = functools.partial(update_fn, **extra_args), lambda new: new
     if maps and (found := entry(*given[:2], whole=maps.get("whole", False))):
-      call = functools.partial(_in_map, update_fn, maps, found)
-    new, kept = call(*given, **extra_args)
-    return trees.boxed_like(updates, new), trees.boxed_like(state, kept)
+      call = functools.partial(_in_map, inside, maps, found, **extra_args)
+    elif maps and maps.get("steps"):  # a core is not deeper below an update
+      call, given, back = call(*given)
+    new, kept = call(*given)
+    return trees.boxed_like(updates, back(new)), trees.boxed_like(state, kept)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -129,6 +133,20 @@ def entry(updates: Any, state: Any, *, whole: bool = False) -> Any:
   # ``optimizer.init`` makes rows of whole leaves.
   made_whole = keys and not any(set(axes).intersection(others) for axes in keys)
   return None if made_whole else (updates, specs, None, others)
+
+
+def on_device(updates: Any, state: Any) -> tuple[Any, Any, tuple[int, ...]]:
+  """Returns the shapes that a device sees, their mesh, and the counts of addends."""
+  mesh, unreduced = types.mesh_of(updates), types.unreduced_axes(updates)
+  sizes = tuple(size for name, size in mesh.shape.items() if name in unreduced)
+  typed = updates, jax.tree.map(types.typed_spec, updates), None, ()
+  tree, specs, axes, _ = entry(updates, state) or typed
+
+  def like(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+    shape = shard_shape(jnp.shape(x)[axes is not None :], spec, mesh)
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+  return jax.tree.map(like, tree, specs), mesh, sizes
 
 
 def _in_map(
@@ -175,8 +193,7 @@ def _in_map(
     grads = jax.tree.map(lambda x: x[0], grads) if axes else grads
     if untyped:
       grads = types.mark_varying(grads, untyped)
-      mark = lambda x, names: types.mark_varying(x, names) if names else x
-      state = jax.tree.map(mark, state, differs)
+      state = jax.tree.map(types.mark_varying, state, differs)
     with param_specs.PLACED(placed):
       new, state = update(grads, state, params, **with_arrays(arrays))
     return (jax.tree.map(lambda x: x[None], new) if keeps else new), state
@@ -202,6 +219,22 @@ def _in_pairs(grads: Any) -> Any:
         f"{name} must have a real or complex float dtype, got {leaf.dtype}."
       )
   return jax.tree.map(pairs, grads)
+
+
+def _check_residual_types(
+  stored: Any, updates: Any, axis_name: AxisName | None
+) -> None:
+  """Raises ValueError for residuals that every device would take for its own."""
+  if types.mesh_of(updates).size == 1:
+    return
+  names = () if axis_name is None else axis_names(axis_name)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(stored):
+    if not types.sharded_over(leaf).issuperset(names):
+      raise ValueError(
+        f"`state.residual`{jax.tree_util.keystr(path)} must stack the parts of all "
+        f"workers of {axis_name!r}, got the type {jax.typeof(leaf)}; give "
+        "axis_name= and make the state by optimizer.init under jax.set_mesh(mesh)."
+      )
 
 
 def _check_rows(rows: Any, axes: AxisName, axis_name: Any, mesh: AbstractMesh) -> int:

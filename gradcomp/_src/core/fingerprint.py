@@ -9,8 +9,7 @@ import numpy as np
 from jax import lax
 
 from gradcomp._src.core.state import name_words
-from gradcomp._src.mesh.specs import sharded_axes
-from gradcomp._src.mesh.types import typed_spec, unreduced_axes
+from gradcomp._src.mesh import types
 
 _SMALL = 2**14  # elements
 _GOLDEN = np.uint32(0x9E3779B9)  # odd, so that places stay different modulo 2**32
@@ -56,7 +55,7 @@ def leaf_fingerprints(tree: Any) -> jax.Array:
         f"{name} must have a dtype that JAX keeps, got {leaf.dtype}, which it would "
         f"turn into {like.dtype}; set jax_enable_x64, or cast it yourself."
       )
-    if axes := unreduced_axes(leaf):
+    if axes := types.unreduced_axes(leaf):
       raise ValueError(
         f"{name} must not be unreduced, got one over {sorted(axes)}, where each "
         "device holds an addend; reduce it first."
@@ -71,12 +70,13 @@ def _of_leaves(tree: Any) -> jax.Array:
   leaves = [jnp.asarray(x) for _, x in paths]
   pairs = zip((jax.tree_util.keystr(path) for path, _ in paths), leaves, strict=True)
   names = [name_words(f"{path} {x.dtype}{list(x.shape)}") for path, x in pairs]
+  cut = [bool(types.sharded_over(x)) for x in leaves]
   seeds = np.array(names, np.uint32).reshape(-1, 2)
   # Small leaves of one shape share a program, or each would take as long to compile as
   # a large one.
   groups: dict[Any, list[int]] = {}
   for i, x in enumerate(leaves):
-    alone = x.size > _SMALL or sharded_axes(typed_spec(x))
+    alone = x.size > _SMALL or cut[i]
     groups.setdefault(i if alone else (x.shape, x.dtype), []).append(i)
   parts = [jnp.zeros((0, 2), jnp.uint32)]
   with jax.named_scope("gradcomp_fingerprint"):
@@ -85,17 +85,19 @@ def _of_leaves(tree: Any) -> jax.Array:
         stacked = jnp.stack([leaves[i] for i in (first, *others)])
         parts.append(jax.vmap(_of_leaf)(stacked, seeds[np.array([first, *others])]))
       else:
-        parts.append(_of_leaf(leaves[first], seeds[first])[None])
+        parts.append(_of_leaf(leaves[first], seeds[first], cut[first])[None])
     order = np.argsort([i for group in groups.values() for i in group])
     return jnp.concatenate(parts)[order.astype(np.int32)]
 
 
-def _of_leaf(x: jax.Array, seeds: jax.Array | np.ndarray) -> jax.Array:
-  """Returns the fingerprint of a leaf, ``uint32[2]``."""
+def _of_leaf(
+  x: jax.Array, seeds: jax.Array | np.ndarray, cut: bool = False
+) -> jax.Array:
+  """Returns the fingerprint of a leaf, ``uint32[2]``; ``cut`` if types shard it."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
   words = _words(x)
-  first = _place(x) * np.uint32(len(words))
+  first = _place(x, cut) * np.uint32(len(words))
   total = jnp.asarray(seeds)  # so that an empty leaf counts
   for number, word in enumerate(words):
     place = (first + np.uint32(number)) * _GOLDEN + seeds[0]
@@ -126,9 +128,9 @@ def _added(first: jax.Array, second: jax.Array) -> jax.Array:
   return jnp.stack(lax.reduce((first, second), (zero, zero), add, axes))
 
 
-def _place(x: jax.Array) -> jax.Array:
+def _place(x: jax.Array, cut: bool) -> jax.Array:
   """Returns each element's flat index modulo ``2**32``, sharded like ``x``."""
-  sharding = jax.typeof(x).sharding if sharded_axes(typed_spec(x)) else None
+  sharding = jax.typeof(x).sharding if cut else None
   place = jnp.zeros([], jnp.uint32)
   for axis in range(x.ndim):
     along = lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding)

@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from gradcomp._src.checks import see
 from gradcomp._src.core.specs import made_on_mesh
 from gradcomp._src.mesh import types
 from gradcomp._src.mesh.axes import Axes, AxisName, UnboundAxisError, axis_names, count
 from gradcomp._src.mesh.place import GATHER_FIRST
-from gradcomp._src.mesh.specs import axes_in, sharded_axes, stack_spec, stacked_over
+from gradcomp._src.mesh.specs import axes_in, shard_shape, stack_spec, stacked_over
 from gradcomp._src.mesh.study import studied_axes
 
 Own = tuple[dict[Axes, Any], ...]  # arrays by the axes that stack them
@@ -44,8 +44,8 @@ def first_state(
   places = [(x.shape or (1,), (*names, *y)) for x, y in zip(parts, others, strict=True)]
 
   def typed(tree: Any, axes: Axes) -> Any:
-    known = [name for name in axes if workers is not None or name not in names]
-    return types.mark_varying(tree, tuple(known)) if known else tree
+    known = tuple(x for x in axes if workers is not None or x not in names)
+    return types.mark_varying(tree, known)
 
   def local(seed: jax.Array) -> tuple[list[Any], Own]:
     like = lambda first: [typed(first(shape), axes) for shape, axes in places]
@@ -101,19 +101,13 @@ def first_estimate(params: Any, axis_name: AxisName | None) -> Any:
   """Creates zeros like the parameters, of at least one axis, equal on all workers."""
   zeros = lambda x: jnp.zeros_like(x, jnp.float32).reshape(jnp.shape(x) or (1,))
   own = set() if axis_name is None else axis_names(axis_name)
-
-  def first(x: Any) -> jax.Array:
-    others = tuple(sorted(types.varying_axes(x).difference(own)))
-    return types.mark_varying(zeros(x), others) if others else zeros(x)
-
-  return jax.tree.map(first, params)
+  others = lambda x: tuple(sorted(types.varying_axes(x).difference(own)))
+  return jax.tree.map(lambda x: types.mark_varying(zeros(x), others(x)), params)
 
 
 def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
   """Returns the shape of one device's shard of a leaf."""
-  shape = getattr(leaf, "shape", ())
-  if sharded_axes(spec):
-    shape = NamedSharding(mesh, spec).shard_shape(shape)
+  shape = shard_shape(getattr(leaf, "shape", ()), spec, mesh)
   return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
@@ -139,20 +133,6 @@ def check_own(
 
   if tree is not None:
     jax.tree_util.tree_map_with_path(check, updates, tree)
-
-
-def check_residual_types(stored: Any, updates: Any, axis_name: AxisName | None) -> None:
-  """Raises ValueError for residuals that every device would take for its own."""
-  if types.mesh_of(updates).size == 1:
-    return
-  names = () if axis_name is None else axis_names(axis_name)
-  for path, leaf in jax.tree_util.tree_leaves_with_path(stored):
-    if not sharded_axes(types.typed_spec(leaf)).issuperset(names):
-      raise ValueError(
-        f"`state.residual`{jax.tree_util.keystr(path)} must stack the parts of all "
-        f"workers of {axis_name!r}, got the type {jax.typeof(leaf)}; give "
-        "axis_name= and make the state by optimizer.init under jax.set_mesh(mesh)."
-      )
 
 
 def _parts(part: _Shape, whole: _Shape, axis_name: AxisName | None) -> str:

@@ -103,7 +103,7 @@ def _unknown(plan: plans.MessagePlan, leaf: int) -> jax.Array:
   """Returns NaN in place of a mean that stays with its owners."""
   # Typed as a mean is, which is equal on all workers.
   nan = jnp.full(plan.leaves[leaf].shape, jnp.nan, jnp.float32)
-  return mark_varying(nan, plan.others[leaf]) if plan.others[leaf] else nan
+  return mark_varying(nan, plan.others[leaf])
 
 
 def _sum(x: Any, axis_name: AxisName) -> Any:

@@ -23,7 +23,7 @@ from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.exchange.step import Own, Reduced, Step
 from gradcomp._src.floats.dtypes import fitted, narrowed
 from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.mesh.axes import AxisName, axis_names, manual_axes
+from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.study import is_study
 
 Finish = Callable[[list[Reduced]], tuple[list[Reduced], Any]]
@@ -149,8 +149,6 @@ def otherwise(
     return taken
   # Devices that see something else must take the same branch: XLA's permutations wait
   # for all devices of the program. Devices with the same bits need not be asked.
-  manual = {*manual_axes()}
-  own = set() if workers is None else {*axis_names(workers)}
-  asked = sorted(manual - own if alike else manual | own)
+  found = collectives.any_nan(arrays, workers, alike=alike)
   repeat = jax.named_scope(collectives.REPEAT)(lambda: step(again))
-  return lax.cond(collectives.any_nan(arrays, asked), repeat, lambda: taken)
+  return lax.cond(found, repeat, lambda: taken)

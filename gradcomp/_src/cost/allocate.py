@@ -1,27 +1,23 @@
 """``allocate``: a codec for each leaf, for least bytes at the error of one codec."""
 
 import dataclasses
-import functools
 import math
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs import dense, protocol, qsgd
 from gradcomp._src.codecs.policy import Policy
-from gradcomp._src.codecs.protocol import LeafCodec, is_codec
-from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core.inputs import pairs
-from gradcomp._src.core.transform import compress
 from gradcomp._src.cost.planner.candidates import Candidate, as_candidate, name_of
 from gradcomp._src.cost.planner.choice import Model, model_of
-from gradcomp._src.cost.planner.errors import energy, wide
+from gradcomp._src.cost.planner.errors import encoder, energy, wide
 from gradcomp._src.exchange.layout import plan_rows
 from gradcomp._src.report.collectives import aligned
 
@@ -82,8 +78,8 @@ def _parts(error: float, bound: float) -> int:
   return math.ceil(Fraction(error) * PARTS / Fraction(bound))
 
 
-_UNIFORM = QSGD(bits=4)
-_WIDTHS = (*(QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 7, 8, 16)), Dense())
+_UNIFORM = qsgd.QSGD(bits=4)
+_WIDTHS = (*(qsgd.QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 7, 8, 16)), dense.Dense())
 _HEADER = "leaf", "elements", "codec", "bytes", "of uniform", "error", "of uniform"
 
 
@@ -96,11 +92,11 @@ class Allocation:
     leaves: the choice for each leaf, by path.
   """
 
-  uniform: LeafCodec
+  uniform: protocol.LeafCodec
   leaves: tuple[AllocatedLeaf, ...]
 
   @property
-  def rules(self) -> tuple[tuple[str, LeafCodec], ...]:
+  def rules(self) -> tuple[tuple[str, protocol.LeafCodec], ...]:
     """The rules of :func:`gradcomp.policy`: an expression for the path of each leaf."""
     return tuple((rf"\A{re.escape(x.path)}\Z", x.codec) for x in self.leaves)
 
@@ -129,8 +125,7 @@ class Allocation:
 
   def __str__(self) -> str:
     total = self.total
-    rows = [_HEADER, *(x.cells for x in (*self.leaves, total))]
-    lines = aligned(rows, right=(1, 3, 4, 5, 6))
+    lines = aligned([_HEADER, *(x.cells for x in (*self.leaves, total))])
     saved = 1 - total.nbytes / max(total.uniform_nbytes, 1)
     return "\n".join([*lines, f"{saved:.1%} fewer bytes than {name_of(self.uniform)}."])
 
@@ -138,8 +133,8 @@ class Allocation:
 def allocate(
   gradients: Sequence[Any],
   *,
-  uniform: LeafCodec = _UNIFORM,
-  candidates: Sequence[LeafCodec] = _WIDTHS,
+  uniform: protocol.LeafCodec = _UNIFORM,
+  candidates: Sequence[protocol.LeafCodec] = _WIDTHS,
   min_leaf_size: int | None = None,
 ) -> Allocation:
   r"""Returns a codec for each leaf: the least bytes at the error of one codec for all.
@@ -201,7 +196,8 @@ def allocate(
     leaves = [step[place] for step in steps for place in at]
     elements = sum(math.prod(model.leaves[place].shape) for place in at)
     nbytes = [sum(size[place] for place in at) for size in sizes]
-    lost = [loss(codec, leaves, min_leaf_size) for codec in codecs]
+    wrong = lambda codec, leaf: wide(encoder(codec, min_leaf_size)(leaf)) - wide(leaf)
+    lost = [energy(wrong(codec, leaf) for leaf in leaves) for codec in codecs]
     own = AllocatedLeaf(
       path, uniform, elements, energy(leaves), nbytes[0], nbytes[0], lost[0], lost[0]
     )
@@ -256,12 +252,12 @@ def _shown(model: Model) -> str:
   return ", ".join(f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in pairs)
 
 
-def _codecs(candidates: Any, uniform: Any) -> tuple[LeafCodec, ...]:
+def _codecs(candidates: Any, uniform: Any) -> tuple[protocol.LeafCodec, ...]:
   """Returns the candidates; ValueError if one of them, or ``uniform``, is no codec."""
   if isinstance(candidates, str) or not isinstance(candidates, Sequence):
     raise ValueError(f"`candidates` must be a sequence of codecs, got {candidates!r}.")
   for name, codec in (("uniform", uniform), *(("candidates", x) for x in candidates)):
-    if not is_codec(codec) or codec.facts.parts:
+    if not protocol.is_codec(codec) or codec.facts.parts:
       raise ValueError(
         f"`{name}` must have codecs of gradcomp.codecs for one leaf, got {codec!r}."
       )
@@ -282,7 +278,7 @@ def _finite(tree: Any, model: Model, number: int) -> list[np.ndarray]:
 
 
 def _payload_bytes(
-  codec: LeafCodec, model: Model, min_leaf_size: int | None
+  codec: protocol.LeafCodec, model: Model, min_leaf_size: int | None
 ) -> list[int]:
   """Returns the bytes of each leaf in a payload: its rows."""
   like = [pairs(x) for x in model.leaves]
@@ -291,20 +287,3 @@ def _payload_bytes(
   layout = plan_rows(like, codec, min_leaf_size=min_leaf_size, places=places)
   words = lambda slot: layout.codecs[slot.group].row_words * (slot.stop - slot.start)
   return [4 * words(slot) for slot in layout.slots]
-
-
-def loss(
-  codec: LeafCodec, leaves: Sequence[np.ndarray], min_leaf_size: int | None
-) -> float:
-  """Returns the squared error of encoding leaves."""
-  sent = _encoder(cast(Hashable, codec), min_leaf_size)
-  return energy(wide(sent(leaf)) - wide(leaf) for leaf in leaves)
-
-
-@functools.lru_cache(maxsize=64)
-def _encoder(
-  codec: Any, min_leaf_size: int | None
-) -> Callable[[np.ndarray], jax.Array]:
-  """Returns the jitted function from a leaf to its decoded payload."""
-  tx = compress(codec, feedback=None, min_leaf_size=min_leaf_size)
-  return jax.jit(lambda leaf: tx.update(jnp.asarray(leaf), tx.init(leaf))[0])

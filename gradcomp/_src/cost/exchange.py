@@ -10,7 +10,7 @@ from gradcomp._src.checks import instance_of
 from gradcomp._src.cost import link as links
 from gradcomp._src.cost.link import Cluster, CodecSpeed
 from gradcomp._src.cost.rules import at_least_0
-from gradcomp._src.report.collectives import SHARE_SENT
+from gradcomp._src.report.collectives import plain_bytes
 from gradcomp._src.report.explain import Explanation
 
 Speeds = CodecSpeed | Callable[[Any], CodecSpeed]  # of every codec, or for each
@@ -76,7 +76,12 @@ def exchange_seconds(
     >>> f"{cost.encode:.4f} + {cost.add:.4f} + {cost.decode:.4f}, {cost.total:.4f}"
     '0.0084 + 0.0008 + 0.0034, 0.1151'
   """
-  _check_workers(explanation, cluster)
+  instance_of("cluster", Cluster, cluster)
+  if explanation.workers != cluster.workers:
+    raise ValueError(
+      f"`cluster` must have the {explanation.workers} workers of the explanation, got "
+      f"{cluster.workers}."
+    )
   return seconds(explanation, cluster, speeds)
 
 
@@ -93,16 +98,14 @@ def message_seconds(
   Raises:
     ValueError: the numbers of workers differ.
   """
-  _check_workers(explanation, cluster)
-  numbers = {x.message for x in explanation.leaves}
-  numbers |= {x.message for x in explanation.collectives}
-
-  def one(number: int) -> Explanation:
-    leaves = tuple(x for x in explanation.leaves if x.message == number)
-    found = tuple(x for x in explanation.collectives if x.message == number)
-    return dataclasses.replace(explanation, leaves=leaves, collectives=found)
-
-  return tuple(seconds(one(number), cluster, speeds) for number in sorted(numbers))
+  parts = {x: getattr(explanation, x) for x in ("leaves", "collectives")}
+  numbers = {x.message for x in itertools.chain(*parts.values())}
+  messages: list[dict[str, Any]] = [
+    {name: tuple(x for x in part if x.message == i) for name, part in parts.items()}
+    for i in sorted(numbers)
+  ]
+  each = (dataclasses.replace(explanation, **one) for one in messages)
+  return tuple(exchange_seconds(one, cluster, speeds) for one in each)
 
 
 def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
@@ -121,17 +124,8 @@ def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
   seconds = links.collective_seconds(
     "all_reduce", nbytes, workers, cluster.link, add=add
   )
-  sent = SHARE_SENT["all-reduce"](workers) * nbytes
-  return Breakdown(wire=(("all_reduce", float(sent), seconds),))
-
-
-def _check_workers(explanation: Explanation, cluster: Cluster) -> None:
-  instance_of("cluster", Cluster, cluster)
-  if explanation.workers != cluster.workers:
-    raise ValueError(
-      f"`cluster` must have the {explanation.workers} workers of the explanation, got "
-      f"{cluster.workers}."
-    )
+  sent = float(plain_bytes(elements, workers))
+  return Breakdown(wire=(("all_reduce", sent, seconds),))
 
 
 def seconds(step: Any, cluster: Cluster, speeds: Speeds) -> Breakdown:

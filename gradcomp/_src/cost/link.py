@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.cost import rules
+from gradcomp._src.cost import measure, rules
 from gradcomp._src.cost.rules import above_0, at_least_0, count
 
 CollectiveName = Literal[
@@ -138,9 +138,7 @@ class Link(checks.Checked, rules.Kept):
     Raises:
       ValueError: there are less than two workers, or two sizes, or no repeat.
     """
-    from gradcomp._src.cost.measure import measured_link
-
-    return measured_link(mesh, axis_name, sizes, repeats, progress)
+    return cls(**measure.measured_link(mesh, axis_name, sizes, repeats, progress))
 
 
 def collective_seconds(  # noqa: PLR0913 - options, by keyword
@@ -253,9 +251,7 @@ class CodecSpeed(checks.Checked, rules.Kept):
     Raises:
       ValueError: a number is below 1.
     """
-    from gradcomp._src.cost.measure import measured_speed
-
-    return measured_speed(codec, elements, repeats)
+    return cls(**measure.measured_speed(codec, elements, repeats))
 
   def times(self, factor: float) -> "CodecSpeed":
     """Returns the seconds of one of ``factor`` processes that share the cores."""

@@ -18,8 +18,7 @@ from gradcomp._src.codecs.protocol import LeafCodec, payload_of
 from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.core.feedback import ErrorFeedback
 from gradcomp._src.core.transform import compress
-from gradcomp._src.cost.link import CodecSpeed, Link
-from gradcomp._src.cost.rules import count
+from gradcomp._src.cost import rules
 from gradcomp._src.exchange import collectives
 from gradcomp._src.exchange.lines import form
 from gradcomp._src.mesh.axes import AxisName, axis_names
@@ -41,8 +40,8 @@ class _Case(NamedTuple):
 
 def measured_link(
   mesh: Mesh, axis_name: AxisName | None, sizes: Sequence[int], times: int, talks: bool
-) -> Link:
-  """Measures a link; see :meth:`Link.measure`."""
+) -> dict[str, Any]:
+  """Returns the fields of a link; see :meth:`Link.measure`."""
   # All processes run the same collectives in the same order, whatever they measure.
   names = axis_names(mesh.axis_names if axis_name is None else axis_name)
   workers = math.prod(mesh.shape[name] for name in names)
@@ -50,10 +49,10 @@ def measured_link(
     raise ValueError(f"`mesh` must have 2 workers or more over {names}, got {workers}.")
   if not isinstance(sizes, Sequence):
     raise ValueError(f"`sizes` must be several numbers of bytes, got {sizes!r}.")
-  sizes = sorted({count("sizes", size) for size in sizes})
+  sizes = sorted({rules.count("sizes", size) for size in sizes})
   if len(sizes) < 2:
     raise ValueError(f"`sizes` must hold two different ones or more, got {sizes}.")
-  count("repeats", times)
+  rules.count("repeats", times)
   over = names if len(names) > 1 else names[0]
   lines = []
   for case in _cases(over, workers):
@@ -67,11 +66,11 @@ def measured_link(
         flush=True,
       )
   fastest = min(byte for _, _, byte in lines)
-  return Link(
-    latency=statistics.median(start / case.rounds for case, start, _ in lines),
-    bytes_per_second=1 / fastest,
-    factor={(case.kind, case.workers): byte / fastest for case, _, byte in lines},
-  )
+  return {
+    "latency": statistics.median(start / case.rounds for case, start, _ in lines),
+    "bytes_per_second": 1 / fastest,
+    "factor": {(case.kind, case.workers): byte / fastest for case, _, byte in lines},
+  }
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -141,18 +140,17 @@ def _times(
   return points
 
 
-def measured_speed(codec: LeafCodec, elements: int, repeats: int) -> CodecSpeed:
-  """Measures a codec; see :meth:`CodecSpeed.measure`."""
-  count("elements", elements)
-  count("repeats", repeats)
+def measured_speed(codec: LeafCodec, elements: int, repeats: int) -> dict[str, float]:
+  """Returns the seconds of a codec; see :meth:`CodecSpeed.measure`."""
+  rules.count("elements", elements)
+  rules.count("repeats", repeats)
   width = 1 << (elements.bit_length() // 2)
   shape = (-(-elements // width), width)
   calls = [*_calls(codec, shape), *updates(codec, shape)]
   medians = (_median(call, repeats) / math.prod(shape) for call in calls)
   encode, decode, add, forget, keep = medians
-  return CodecSpeed(
-    encode=encode, decode=decode, add=add / _PAYLOADS, keep=max(0.0, keep - forget)
-  )
+  more = {"add": add / _PAYLOADS, "keep": max(0.0, keep - forget)}
+  return {"encode": encode, "decode": decode, **more}
 
 
 def _median(call: Callable[[], Any], repeats: int) -> float:

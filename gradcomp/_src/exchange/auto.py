@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import LeafCodec
@@ -85,44 +85,36 @@ def check_exchange(
   exchange.check_axes(axis_name)
 
 
-class Choice(NamedTuple):
-  """An exchange, and the reason for it."""
-
-  exchange: Exchange
-  reason: str
+Choice = tuple[Exchange, str]  # an exchange, and the reason for it
 
 
 def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
   """Returns the exchange that ``Auto()`` picks; any other exchange as it is."""
   if not isinstance(exchange, Auto):
-    return Choice(exchange, "asked for")
+    return exchange, "asked for"
   coded = [codec.facts for codec in layout.codecs if not codec.facts.plain]
   if not coded:
-    reason = "all that is sent is plain float32, which is added as it is"
-    return Choice(AllReduce(), reason)
+    return AllReduce(), "all that is sent is plain float32, which is added as it is"
   if not any("reduced" in facts.refusals for facts in coded):
     if not all(facts.exact for facts in coded):
-      reason = "all workers send the same elements, whose values are added"
-      return Choice(AllReduce(), reason)
+      return AllReduce(), "all workers send the same elements, whose values are added"
     pairs = zip(layout.codecs, layout.rows, strict=True)
     if all(codec.sums.reduces_shorter(rows, workers) for codec, rows in pairs):
-      return Choice(AllReduce(), "sums of codes are exact, and integers send less")
-    reason = "sums of codes are exact, and packed they send less"
-    return Choice(TwoShot(feedback=exchange.feedback), reason)
+      return AllReduce(), "sums of codes are exact, and integers send less"
+    owned = TwoShot(feedback=exchange.feedback)
+    return owned, "sums of codes are exact, and packed they send less"
   few = workers * layout.nbytes < 8 * layout.elements
   if few and any(facts.drops for facts in coded):
-    return Choice(AllGather(), "it adds up what all workers chose, in one encoding")
+    return AllGather(), "it adds up what all workers chose, in one encoding"
   return reencoding(exchange, layout, workers)
 
 
 def reencoding(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
   """Returns the exchange that rules 3 and 4 of :class:`Auto` pick."""
   if workers <= 2:
-    return Choice(AllGather(), "up to two workers it sends no more, and encodes once")
+    return AllGather(), "up to two workers it sends no more, and encodes once"
   if workers * layout.nbytes <= _TINY_MESSAGE:
-    return Choice(AllGather(), "the message is tiny, and a second stage takes longer")
+    return AllGather(), "the message is tiny, and a second stage takes longer"
   if any("owned" in codec.facts.refusals for codec in layout.codecs):
-    return Choice(AllGather(), "a codec of the message allows no second encoding")
-  return Choice(
-    TwoShot(feedback=exchange.feedback), "it sends 2/N of all_gather's bytes"
-  )
+    return AllGather(), "a codec of the message allows no second encoding"
+  return TwoShot(feedback=exchange.feedback), "it sends 2/N of all_gather's bytes"

@@ -7,62 +7,20 @@ mean, and its name holds the number of its elements. All others are named stages
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from gradcomp._src.floats.dtypes import is_narrow, widened
-from gradcomp._src.mesh import study, types
-from gradcomp._src.mesh.axes import AxisName, automatic_axes, manual_axes
-from gradcomp._src.mesh.platforms import platform
+from gradcomp._src.mesh import platforms, study, types
+from gradcomp._src.mesh.axes import AxisName, axis_names, manual_axes
+from gradcomp._src.mesh.shard_maps import devices, spread
 
 Pairs = Sequence[tuple[int, int]]  # of workers: from whom to whom
 Members = Sequence[Sequence[int]]  # the workers of each group
-
-
-def devices(axis_name: AxisName) -> int:
-  """Returns the number of devices that share the work of one worker."""
-  return math.prod(automatic_axes(axis_name).values())
-
-
-def spread(
-  function: Callable[[jax.Array], jax.Array],
-  words: jax.Array,
-  axis_name: AxisName,
-  name: str,
-  *,
-  axis: int = -1,
-  to: int | None = None,
-) -> jax.Array:
-  """Runs a collective, equal in all places of an axis, by parts on all devices."""
-  axes = automatic_axes(axis_name)
-  named = jax.named_scope(name)(function)
-  if not axes or not words.ndim:
-    return named(words)
-  axis %= words.ndim
-  to = axis if to is None else to
-  length = words.shape[axis]
-  filling = -length % math.prod(axes.values())
-  # The constraint keeps the words whole outside of the map. Without it, XLA would shard
-  # the operands of the words, and the arrays that are computed from them. That takes
-  # many small messages, and whole leaves would come out sharded.
-  words = jax.lax.with_sharding_constraint(words, PartitionSpec())
-  padded = jnp.pad(words, [(0, filling * (i == axis)) for i in range(words.ndim)])
-  cut = lambda axis: PartitionSpec(*[None] * axis, tuple(axes))
-  mapped = jax.shard_map(
-    named,
-    in_specs=cut(axis),
-    out_specs=cut(to),
-    axis_names=set(axes),
-    check_vma=types.is_typed(axis_name),
-  )
-  whole = jax.lax.with_sharding_constraint(mapped(padded), PartitionSpec())
-  return lax.slice_in_dim(whole, 0, length, axis=to)
 
 
 class Workers(NamedTuple):
@@ -132,15 +90,18 @@ def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
   return lax.bitcast_convert_type(top, jnp.float32)
 
 
-def any_nan(arrays: Sequence[jax.Array], axes: Sequence[str]) -> jax.Array:
-  """Returns True, on all devices along ``axes``, if an array of one holds NaN."""
+def any_nan(
+  arrays: Sequence[jax.Array], axis_name: AxisName | None, *, alike: bool
+) -> jax.Array:
+  """Returns True if an array has NaN anywhere, which equal workers know."""
   found = functools.reduce(jnp.logical_or, [jnp.isnan(x).any() for x in arrays])
-  if not axes:
+  manual, own = {*manual_axes()}, {*axis_names(axis_name)} if axis_name else set()
+  asked = sorted(manual - own if alike else manual | own)
+  if not asked:
     return found
-  manual = tuple(name for name in axes if name in manual_axes())
-  found = types.mark_varying(found, manual) if manual else found
+  found = types.mark_varying(found, tuple(x for x in asked if x in manual))
   with jax.named_scope(REPEAT):
-    return lax.pmax(found.astype(jnp.int32), tuple(axes)) > 0
+    return lax.pmax(found.astype(jnp.int32), tuple(asked)) > 0
 
 
 def totals(own: Sequence[jax.Array], axis_name: AxisName, name: str) -> list[jax.Array]:
@@ -186,7 +147,7 @@ def scatter(
 
 
 def over_gloo() -> bool:
-  return platform() == "cpu" and jax.process_count() > 1
+  return platforms.platform() == "cpu" and jax.process_count() > 1
 
 
 def scatter_within(
@@ -248,33 +209,24 @@ def rounds(size: int) -> tuple[int, list[Permutation]]:
   # mix it with the distance that is two less: one worker out of two takes either. Four
   # workers take all six cycles, with half a line in each: no three cycles have all
   # pairs.
+  workers, half, parts = range(size), size // 2, 2 if size == 4 else 1
   if size == 4:
-    ways = [_around((0, *rest)) for rest in itertools.permutations((1, 2, 3))]
-    return 2, _numbered(ways)
-  half = size // 2
-  distances = [(d, d) for d in range(1, size)]
-  if size % 4 == 2 and size > 2:
-    distances[half - 3] = (half - 2, half)
-    distances[half - 1] = (half, half - 2)
-  ways = [tuple((i + x[i % 2]) % size for i in range(size)) for x in distances]
-  return 1, _numbered(ways)
-
-
-def _around(order: Sequence[int]) -> tuple[int, ...]:
-  """Returns the next worker of each worker in a cycle."""
-  places = sorted(range(len(order)), key=order.__getitem__)
-  return tuple(order[(place + 1) % len(order)] for place in places)
-
-
-def _numbered(ways: Sequence[tuple[int, ...]]) -> list[Permutation]:
-  """Numbers the parts that each worker sends to one receiver."""
+    cycles = [(0, *rest) for rest in itertools.permutations((1, 2, 3))]
+    ways = [tuple(x[(x.index(i) + 1) % 4] for i in workers) for x in cycles]
+  else:
+    distances = [(d, d) for d in range(1, size)]
+    if size % 4 == 2 and size > 2:
+      distances[half - 3] = (half - 2, half)
+      distances[half - 1] = (half, half - 2)
+    ways = [tuple((i + x[i % 2]) % size for i in workers) for x in distances]
+  # The parts that a worker sends to one receiver have numbers.
   sent: dict[tuple[int, int], int] = {}
   result = []
   for to in ways:
     pairs = list(enumerate(to))
     result.append(Permutation(to, tuple(sent.get(pair, 0) for pair in pairs)))
     sent |= {pair: sent.get(pair, 0) + 1 for pair in pairs}
-  return result
+  return parts, result
 
 
 def behind(arrays: Sequence[jax.Array], before: Sequence[jax.Array]) -> list[jax.Array]:

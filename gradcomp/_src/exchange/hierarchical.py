@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from gradcomp._src import checks
 from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
 from gradcomp._src.exchange import collectives, lines, protocol
-from gradcomp._src.exchange.collectives import STAGE, Workers
 from gradcomp._src.exchange.protocol import Exchange, Received, Sending, Stage, Work
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.study import Parts, note
@@ -132,7 +131,7 @@ class Hierarchical(Exchange, checks.Checked):
     part, whole = Fraction(1, size), Fraction(1)
     return Work(part + Fraction(1, count), whole, added=part, summed=whole - part)
 
-  def groups(self, workers: Workers) -> "Groups":
+  def groups(self, workers: collectives.Workers) -> "Groups":
     """Returns the groups; ValueError if the workers cannot be split into them."""
     self.check_axes(workers.axis_name)
     if self.group_size is None:
@@ -148,7 +147,7 @@ class Hierarchical(Exchange, checks.Checked):
 class Groups(NamedTuple):
   """H groups (``number``) of C workers (``size``), by two axes or along one."""
 
-  workers: Workers
+  workers: collectives.Workers
   number: int
   size: int
 
@@ -175,7 +174,7 @@ def _line(own: Sending, sums: _Sums) -> jax.Array:
 
 def _between(own: Sending, sums: _Sums) -> tuple[_Sums, jax.Array]:
   outer, _ = axis_names(own.workers.axis_name)
-  return sums, collectives.gather(_line(own, sums), outer, STAGE)
+  return sums, collectives.gather(_line(own, sums), outer, collectives.STAGE)
 
 
 def pieces_of(elements: int, share: int) -> int:

@@ -96,13 +96,8 @@ class Layout:
         if group not in found:
           continue
         tiles = found[group](first, self.slots[numbers[-1]].stop)
-        parts = [tiles]
-        if len(numbers) > 1:
-          # So readers of leaves of one shape have equal programs, compiled once.
-          slots = [self.slots[i] for i in numbers]
-          starts = unknown([slot.start - first for slot in slots], tiles)
-          counts = [slot.stop - slot.start for slot in slots]
-          parts = [slice_at(tiles, *at) for at in zip(starts, counts, strict=True)]
+        counts = [self.slots[i].stop - self.slots[i].start for i in numbers]
+        parts = cut(tiles, counts) if len(numbers) > 1 else [tiles]
         for i, own in zip(numbers, parts, strict=True):
           shape = jax.ShapeDtypeStruct(self.view(i), jnp.float32)
           leaves[i] = from_tiles(own, shape, self.codecs[group])
@@ -120,9 +115,7 @@ class Layout:
         whole = elements(materialized(decode, words), self.codecs[group])
       own = {i: x for i, x in enumerate(self.slots) if x.group == group}
       counts = [-((x.start - x.stop) // workers) for x in own.values()]
-      starts = unknown([0, *itertools.accumulate(counts[:-1])], whole)
-      at = zip(starts, counts, strict=True)
-      found |= zip(own, [slice_at(whole, *place) for place in at], strict=True)
+      found |= zip(own, cut(whole, counts), strict=True)
     return [found[i] for i in range(len(self.slots))]
 
   def view(self, number: int) -> tuple[int, ...]:
@@ -161,6 +154,14 @@ class Layout:
     return list(itertools.chain.from_iterable(runs.values()))
 
 
+def cut(x: jax.Array, counts: Sequence[int]) -> list[jax.Array]:
+  """Cuts rows, one after the other, into parts with these counts."""
+  # At places that XLA does not know, so that readers of parts of one shape have equal
+  # programs, compiled once.
+  starts = unknown([0, *itertools.accumulate(counts[:-1])], x)
+  return [slice_at(x, *at) for at in zip(starts, counts, strict=True)]
+
+
 def plan_rows(
   leaves: Sequence[ArrayLike],
   codec: LeafCodec,
@@ -193,12 +194,9 @@ def leaf_codecs(
 ) -> list[Codec]:
   """Binds a codec to each leaf; small ones, or ones it cannot shrink, stay dense."""
   sizes = [leaf.size for leaf in leaves]
-  least = {
-    drops: default_min_leaf_size(sizes, drops=drops)
-    if min_leaf_size is None
-    else min_leaf_size
-    for drops in (False, True)
-  }
+  least = dict.fromkeys((False, True), min_leaf_size or 0)
+  if min_leaf_size is None:
+    least = {drops: default_min_leaf_size(sizes, drops=drops) for drops in least}
   result, dense = [], Dense()
   for leaf, size in zip(leaves, sizes, strict=True):
     bound = codec.bind(leaf)
@@ -218,9 +216,6 @@ def rows_of(codec: Codec, size: int) -> int:
 def default_min_leaf_size(sizes: Sequence[int], *, drops: bool = False) -> int:
   """Returns the smallest size of a leaf that is compressed, for any density."""
   allowed = (_DENSE_SHARE_OF_SPARSE if drops else _DENSE_SHARE) * sum(sizes)
-  passed = 0
-  for size in sorted(sizes):
-    passed += size
-    if passed >= allowed:
-      return size
-  return 0
+  ordered = sorted(sizes)
+  ends = zip(ordered, itertools.accumulate(ordered), strict=True)
+  return next((size for size, end in ends if end >= allowed), 0)

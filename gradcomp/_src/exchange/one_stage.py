@@ -59,12 +59,7 @@ class AllGather(Exchange, checks.Checked):
       if senders is None:
         return total.gathered(rows, agreed, workers.scale)
       added = total.gathered(rows, agreed, workers.scale * workers.size)
-
-      def decode(start: int, stop: int) -> jax.Array:
-        number = senders(start, stop)
-        return divide(added(start, stop), jnp.maximum(number, 1.0))
-
-      return decode
+      return lambda *at: divide(added(*at), jnp.maximum(senders(*at), 1.0))
 
     decoders = lambda: {i: decoder(*part) for i, part in enumerate(parts)}
     return Received(gathered, decoders, lost=lost)

@@ -12,10 +12,8 @@ from gradcomp._src.checks import static_integer
 from gradcomp._src.codecs.protocol import Codec, LeafCodec, tile_shape, working_dtype
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import sum_limit
+from gradcomp._src.exchange import auto, one_stage, protocol
 from gradcomp._src.exchange import layout as layouts
-from gradcomp._src.exchange.auto import Auto, Choice, choose, reencoding
-from gradcomp._src.exchange.one_stage import AllReduce
-from gradcomp._src.exchange.protocol import Exchange, Message
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
 from gradcomp._src.mesh.platforms import platform
 
@@ -54,7 +52,7 @@ class MessagePlan(NamedTuple):
   others: tuple[tuple[str, ...], ...]  # other axes over which each leaf varies
   codecs: tuple[Codec, ...]  # the codec of each leaf
   rules: tuple[str, ...]  # the rule that chose each codec; "" without a policy
-  messages: tuple[Message, ...]  # the messages, by averages
+  messages: tuple[protocol.Message, ...]  # the messages, by averages
   axis_name: AxisName | None  # the axes of the workers, or None
   workers: int  # their number N
   feedback: bool  # whether workers keep residuals
@@ -104,7 +102,7 @@ class PlanOptions(NamedTuple):
   """The options of a transformation that decide its messages."""
 
   codec: LeafCodec  # the codec of the large leaves
-  exchange: Auto | Exchange  # the exchange that was asked for
+  exchange: auto.Auto | protocol.Exchange  # the exchange that was asked for
   min_leaf_size: int | None = None  # the smallest size of a large leaf
   message_bytes: MessageBytes = None  # the limit in bytes, or None for no limit
   feedback: bool = False  # whether workers keep residuals
@@ -138,15 +136,14 @@ def plan_messages(
   decided = None
   if facts.drops:  # one exchange for all, before leaves are split into ranges
     layout = layouts.plan_rows(like, codec, min_leaf_size=min_leaf_size, places=whole)
-    decided = choose(exchange, layout, workers)
-    exchange = decided.exchange
+    exchange, _ = decided = auto.choose(exchange, layout, workers)
   # If workers own shares, every leaf of a sparse codec has a range for each worker.
   ranges = workers if exchange.owners else 1
   bound = [leaf._replace(addends=addends, ranges=ranges) for leaf in whole]
   codecs = layouts.leaf_codecs(bound, codec, min_leaf_size=min_leaf_size)
   for one in dict.fromkeys(codecs):
     sum_limit(one.facts.max_code, workers, one)
-  apart = facts.max_code > 0 and isinstance(exchange, AllReduce | Auto)
+  apart = facts.max_code > 0 and isinstance(exchange, one_stage.AllReduce | auto.Auto)
   # CPUs compute nothing beside their collectives, and each message takes time.
   hides = exchange.sends and workers > 1 and platform() != "cpu"
   size = message_bytes if hides or message_bytes != "auto" else None
@@ -156,17 +153,15 @@ def plan_messages(
     pieces = [(kind, x) for kind, own in kinds for x in cut(size, own, paths, workers)]
     for kind, piece in pieces:
       own, coded, counts = zip(*(parts[i] for i in piece), strict=True)
-      replaced = None
-      if any(count is not None for count in counts):
-        done = zip(own, counts, strict=True)
-        replaced = sum(x.size if count is None else count for x, count in done)
-      layout = layouts.arrange(own, coded, replaced)
-      pick = reencoding if kind.plain else choose
-      picked = decided or pick(exchange, layout, workers)
+      done = [x.size if n is None else n for x, n in zip(own, counts, strict=True)]
+      replaced = any(n is not None for n in counts)
+      layout = layouts.arrange(own, coded, sum(done) if replaced else None)
+      pick = auto.reencoding if kind.plain else auto.choose
+      picked, reason = decided or pick(exchange, layout, workers)
       if kind.wide and exchange.sends:
-        picked = Choice(AllReduce(), "float64 is added as it is")
-      told = picked.exchange, kind.others, picked.reason
-      messages.append(Message(tuple(piece), layout, *told))
+        picked, reason = one_stage.AllReduce(), "float64 is added as it is"
+      of_all = picked, kind.others, reason
+      messages.append(protocol.Message(tuple(piece), layout, *of_all))
   names, rules = tuple(map(keystr, paths)), tuple(map(codec.rule, whole))
   each = tuple(bound), tuple(others), tuple(codecs), rules
   across = axis_name, workers, feedback
@@ -198,7 +193,7 @@ class OwnedMatrix(NamedTuple):
   """The matrix ``group`` of a message, with an owner residual of ``shape``."""
 
   number: int  # of the message
-  message: Message
+  message: protocol.Message
   group: int
   shape: tuple[int, ...]
 
@@ -328,30 +323,23 @@ def _pieces(
 def _last_first(paths: Sequence[KeyPath]) -> list[int]:
   """Orders leaves by the backward pass, as far as a tree shows it: the last first."""
   # Names that differ in numbers have the order of these: "layer_10" is after "layer_9".
+
+  def name(step: Any) -> str:
+    found = getattr(step, "key", getattr(step, "name", None))
+    return found if isinstance(found, str) else ""
+
+  kind = lambda step: _NUMBER.sub("0", name(step)) or step  # without its numbers
   first: dict[Any, int] = {}  # the first leaf below each node, and each kind of name
   for i, path in enumerate(paths):
     for depth, step in enumerate(path):
       first.setdefault(path[: depth + 1], i)
-      first.setdefault((path[:depth], _text(step)), i)
+      first.setdefault((path[:depth], kind(step)), i)
 
   def rank(i: int) -> list[tuple[int, list[int], int]]:
     path, steps = paths[i], []
     for depth, step in enumerate(path):
-      own = first[path[: depth + 1]]
-      text = _text(step)
-      group = own if text is None else first[path[:depth], text]
-      steps.append((group, [int(x) for x in _NUMBER.findall(_name(step))], own))
+      group, own = first[path[:depth], kind(step)], first[path[: depth + 1]]
+      steps.append((group, [int(x) for x in _NUMBER.findall(name(step))], own))
     return steps
 
   return sorted(range(len(paths)), key=rank, reverse=True)
-
-
-def _name(step: Any) -> str:
-  """Returns the name of a step in a path; "" if it has none, but a number."""
-  name = getattr(step, "key", getattr(step, "name", None))
-  return name if isinstance(name, str) else ""
-
-
-def _text(step: Any) -> str | None:
-  """Returns a name without the values of its numbers, or None."""
-  return _NUMBER.sub("0", _name(step)) or None

@@ -14,13 +14,9 @@ from gradcomp._src.codecs.encoding import Group
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
 from gradcomp._src.exchange import collectives, lines
-from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.layout import Layout
-from gradcomp._src.kernels.common import dithers
-from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.common.threefry import fold_key
-from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.study import noted
+from gradcomp._src.kernels.common import dithers, fixed_point, threefry
+from gradcomp._src.mesh import axes, study
 
 
 class Message(NamedTuple):
@@ -39,7 +35,7 @@ class Sending(NamedTuple):
   message: Message
   layout: Layout  # of the message
   exchange: "Exchange"  # Local() where there is nothing to send
-  workers: Workers  # that exchange the message
+  workers: collectives.Workers  # that exchange the message
   leaves: Sequence[jax.Array]  # samples, for a mean, in float32 or float64
   contexts: Sequence[Context]  # of each leaf
   later: Sequence[Context]  # of each codec, which encodes sums
@@ -67,7 +63,7 @@ class Sending(NamedTuple):
   def scope(self) -> Iterator[None]:
     """Names the operations of the message in profiles and traces."""
     name = f"gradcomp_{self.message.exchange.name}"
-    with jax.named_scope(name), noted(self.message):
+    with jax.named_scope(name), study.noted(self.message):
       yield
 
   def of_sum(self, group: int, part: jax.Array, number: jax.Array | int) -> Context:
@@ -77,8 +73,8 @@ class Sending(NamedTuple):
     if key is None:
       return context
     if shared is not None:
-      shared = dithers.dither(fold_key(shared[:2], part), number)
-    return context._replace(key=fold_key(key, number), dither=shared)
+      shared = dithers.dither(threefry.fold_key(shared[:2], part), number)
+    return context._replace(key=threefry.fold_key(key, number), dither=shared)
 
   def decoders(self) -> dict[int, RowDecoder]:
     """Returns the decoder of this worker's own rows, for each codec with any."""
@@ -94,7 +90,7 @@ def times(leaves: Sequence[jax.Array], factor: float) -> list[jax.Array]:
     return list(leaves)
   # Else a compiler contracts this product with a sum, and in maps another one.
   narrow = lambda x: x.dtype == jnp.float32
-  return [scaled(x, factor) if narrow(x) else x * factor for x in leaves]
+  return [fixed_point.scaled(x, factor) if narrow(x) else x * factor for x in leaves]
 
 
 class Received(NamedTuple):
@@ -169,7 +165,7 @@ class Exchange(abc.ABC):
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     """Returns a worker's computation; ``plain`` leaves are added as they are."""
 
-  def check_axes(self, axis_name: AxisName | None) -> None:
+  def check_axes(self, axis_name: axes.AxisName | None) -> None:
     """Raises ValueError if the exchange cannot run over the axes."""
     return None
 
@@ -203,7 +199,7 @@ def finish_shares(
 
 
 def gather_rows(
-  layout: Layout, matrices: Sequence[jax.Array], workers: Workers
+  layout: Layout, matrices: Sequence[jax.Array], workers: collectives.Workers
 ) -> tuple[list[jax.Array], jax.Array]:
   """Gathers all workers' rows, ``uint32[N, rows, words]`` a codec, and their lines."""
   name = collectives.final_stage(layout.completed, workers)

@@ -12,13 +12,12 @@ from jax import lax
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
 from gradcomp._src.exchange import collectives, lines, protocol
-from gradcomp._src.exchange.protocol import Exchange, Received, Sending, Work
 from gradcomp._src.mesh.types import mark_varying
 
 _Sums = tuple[jax.Array, jax.Array | None, jax.Array | None]  # arrays of a Partial
 
 
-def _pass_around(own: Sending, _: None) -> Received:
+def _pass_around(own: protocol.Sending, _: None) -> protocol.Received:
   """Adds up this worker's share, and sends the sums; keeps errors of all rows."""
   sums, workers, n = own.layout.sums, own.workers, own.workers.size
   parts = [lines.shares(addend, workers) for addend in own.parts]
@@ -43,9 +42,8 @@ def _pass_around(own: Sending, _: None) -> Received:
   def receive(sent: list[Sent], hop: jax.Array | int) -> list[_Sums]:
     """Passes sums on, and adds this worker's part to the received ones."""
     arrays = [x for one in sent for x in (one.rows, *one.riders)]
-    message = lines.join([x[None] for x in arrays])[0]
-    message = collectives.pass_on(message, workers.axis_name, n)[None]
-    received = iter(x[0] for x in lines.split(message, [x.shape for x in arrays]))
+    pass_on = lambda line: collectives.pass_on(line[0], workers.axis_name, n)[None]
+    received = (x[0] for x in protocol.exchanged([x[None] for x in arrays], pass_on))
     partials = []
     for i, (total, one) in enumerate(zip(sums, sent, strict=True)):
       came = Sent(next(received), tuple(next(received) for _ in one.riders))
@@ -90,7 +88,7 @@ def _pass_around(own: Sending, _: None) -> Received:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring(Exchange):
+class Ring(protocol.Exchange):
   r"""Passes partial sums from worker to worker, and sends the whole sums to all.
 
   The rows are split into N shares. The sum of share ``d`` starts at worker ``d + 1``,
@@ -117,6 +115,6 @@ class Ring(Exchange):
   of_leaves: ClassVar[bool] = False
   stages = (_pass_around,)
 
-  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> protocol.Work:
     hops = Fraction(math.prod(sizes) - 1, math.prod(sizes))
-    return Work(encoded=Fraction(1), decoded=hops + 1, summed=hops)
+    return protocol.Work(encoded=Fraction(1), decoded=hops + 1, summed=hops)

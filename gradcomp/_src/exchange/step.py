@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,15 +14,13 @@ from jax import lax
 from gradcomp._src.codecs import encoding
 from gradcomp._src.codecs.protocol import Codec, from_tiles, tile_shape, to_tiles
 from gradcomp._src.codecs.sums.records import Context, Memory
-from gradcomp._src.exchange import collectives
+from gradcomp._src.exchange import collectives, one_stage
+from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange import plan as plans
 from gradcomp._src.exchange.collectives import ALONE, STAGE, Workers
-from gradcomp._src.exchange.one_stage import Local
-from gradcomp._src.exchange.plan import MessagePlan, OwnerResiduals
 from gradcomp._src.exchange.protocol import Exchange, Received, Sending, times
 from gradcomp._src.kernels.materialize import materialized, packed, slice_at, unknown
-from gradcomp._src.mesh.axes import axis_names, require_size
-from gradcomp._src.mesh.study import FITTING, noted
+from gradcomp._src.mesh import axes, study
 
 Leaves = list[jax.Array]
 Arrays = Sequence[jax.Array] | Mapping[int, jax.Array]  # by the numbers of leaves
@@ -32,12 +29,12 @@ Arrays = Sequence[jax.Array] | Mapping[int, jax.Array]  # by the numbers of leav
 class Step(NamedTuple):
   """The facts of a step on one worker."""
 
-  plan: MessagePlan
+  plan: plans.MessagePlan
   workers: Workers | None  # the workers that exchange; None to exchange nothing
   keys: Sequence[Context]  # key and dither of each leaf
   later: Sequence[Sequence[Context]]  # the same for codecs of messages
   memory: Sequence[Memory]  # the codec state of each leaf
-  owned: OwnerResiduals | None
+  owned: plans.OwnerResiduals | None
   number: jax.Array  # the number of the step, int32[]
   keep: bool  # whether to return the unsent parts
   mark: bool  # whether to return the positions of the sent elements
@@ -45,12 +42,12 @@ class Step(NamedTuple):
   instead: Exchange | None = None  # the exchange of all messages, in place of their own
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  # A tree of arrays, so that a function of it is traced once for leaves of a shape.
-  data_fields=("rows", "agreed", "lost", "first"),
-  meta_fields=("codec", "shape", "factor"),
-)
+# The fields of a tree that are no arrays. A function of such a tree is traced once for
+# leaves of a shape.
+_STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Own:
   """A worker's own rows of a large leaf, to compute its unsent part anew."""
@@ -59,9 +56,9 @@ class Own:
   agreed: jax.Array | None  # the statistics of the leaf
   lost: jax.Array | None  # the errors of the rows that this worker owns
   first: jax.Array | None  # the leaf's first row, counted from these
-  codec: Codec
-  shape: tuple[int, ...]  # the view
-  factor: int  # as of the message
+  codec: Codec = dataclasses.field(metadata=_STATIC)
+  shape: tuple[int, ...] = dataclasses.field(metadata=_STATIC)  # the view
+  factor: int = dataclasses.field(metadata=_STATIC)  # as of the message
 
   def unsent(self, leaf: jax.Array) -> jax.Array:
     """Returns the unsent part of a leaf, given in the shape of the view."""
@@ -69,38 +66,31 @@ class Own:
     agreed, count = self.agreed, len(self.rows)
     if agreed is not None:
       agreed = jnp.broadcast_to(agreed, (count, agreed.shape[1]))
-    tiles = self.codec.sums.gathered(self.rows[None], agreed, 1.0)(0, count)
-    like = jax.ShapeDtypeStruct(self.shape, jnp.float32)
-    own = sample - from_tiles(tiles, like, self.codec)
+    like, sums = jax.ShapeDtypeStruct(self.shape, jnp.float32), self.codec.sums
+    joined = lambda tiles: from_tiles(tiles, like, self.codec)
+    own = sample - joined(sums.gathered(self.rows[None], agreed, 1.0)(0, count))
     if self.lost is not None and self.first is not None:
       around = jnp.pad(self.lost, [(count, count)] + [(0, 0)] * (self.lost.ndim - 1))
       lost = slice_at(around, jnp.maximum(self.first + count, 0), count)
-      tiles = self.codec.sums.loss(lost, agreed)(0, count)
-      own = own + from_tiles(tiles, like, self.codec)
+      own = own + joined(sums.loss(lost, agreed)(0, count))
     return times([own], 1 / self.factor)[0]
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("chosen", "lost"),
-  meta_fields=("factor",),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OwnEntries:
   """A worker's own entries of a large leaf, beside which all of it is unsent."""
 
   chosen: jax.Array  # as of Encoded, as is `lost`
   lost: jax.Array
-  factor: int  # as of the message
+  factor: int = dataclasses.field(metadata=_STATIC)  # as of the message
 
   def unsent(self, leaf: jax.Array) -> jax.Array:
     """Returns the unsent part of a leaf, given in any shape."""
     (sample,) = times([leaf], self.factor)
-    own = (
-      sample.reshape(-1)
-      .at[self.chosen]
-      .set(self.lost, mode="drop", unique_indices=True, wrap_negative_indices=False)
-    )
+    given: Any = {"mode": "drop", "unique_indices": True}
+    chosen = sample.reshape(-1).at[self.chosen]
+    own = chosen.set(self.lost, **given, wrap_negative_indices=False)
     return times([own.reshape(leaf.shape)], 1 / self.factor)[0]
 
 
@@ -122,7 +112,7 @@ class Averaged(NamedTuple):
   """The result of all messages of an average."""
 
   leaves: dict[int, Reduced]  # by number
-  owned: OwnerResiduals | None  # the new owner residuals
+  owned: plans.OwnerResiduals | None  # the new owner residuals
   came: Sequence[jax.Array]  # the arrays that the next average waits for
 
 
@@ -147,7 +137,7 @@ def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Avera
       came = received.came
       found |= zip(sending.message.leaves, decode(encoded, received), strict=True)
     residuals.append(received.residuals)
-  owned: OwnerResiduals | None = None
+  owned: plans.OwnerResiduals | None = None
   if step.owned is not None:
     kept = plans.as_stored(step.plan, residuals[::-1])  # the last message went first
     owned = dict.fromkeys(step.owned, ()) | kept
@@ -176,7 +166,7 @@ def sendings(step: Step, arrays: Arrays) -> Iterator[Sending]:
     if not message.exchange.sends:  # no worker knows the memories of others
       memory = [x._replace(shared=()) for x in memory]
     if workers is None or not layout.elements or not message.exchange.sends:
-      exchange, workers = Local(), ALONE
+      exchange, workers = one_stage.Local(), ALONE
     pairs = list(zip(layout.slots, memory, strict=True))
     first = {slot.group: Memory(x.shared, None) for slot, x in reversed(pairs)}
     own = zip((step.keys[i] for i in message.leaves), memory, strict=True)
@@ -207,13 +197,8 @@ def agree(sending: Sending) -> Sending:
   if own and sending.exchange.sends:
     message = jnp.concatenate([x.reshape(-1) for x in own])
     most = collectives.largest(message, sending.workers.axis_name)
-    # So leaves of one shape have equal programs, compiled once.
-    ends = list(itertools.accumulate(x.size for x in own))
-    starts = iter(unknown([0, *ends[:-1]], most))
-    agreed = [
-      None if x is None else slice_at(most, next(starts), x.size).reshape(x.shape)
-      for x in agreed
-    ]
+    parts = iter(layouts.cut(most, [x.size for x in own]))
+    agreed = [x if x is None else next(parts).reshape(x.shape) for x in agreed]
   known = zip(contexts, agreed, strict=True)
   contexts = [
     x._replace(agreed=y, measured=found[i][1]) for i, (x, y) in enumerate(known)
@@ -260,11 +245,48 @@ def encode(sending: Sending, before: Sequence[jax.Array] = ()) -> Sending:
     if x.agreed is not None
   }
   stats, groups = layout.stack(lines), range(len(layout.codecs))
-  each: dict[str, Any] = {
-    "adjacent": [rows[i] for i in groups],
-    "agreed": [stats.get(i) for i in groups],
-  }
-  return sent._replace(encoded=encoded, **each)
+  adjacent, agreed = [rows[i] for i in groups], [stats.get(i) for i in groups]
+  return sent._replace(encoded=encoded, adjacent=adjacent, agreed=agreed)
+
+
+def _kept(
+  sending: Sending, received: Received, views: Mapping[int, jax.Array]
+) -> list[tuple[jax.Array, Own | OwnEntries | None]]:
+  """Returns unsent parts, and the records that compute them anew, where any do."""
+  layout, encoded = sending.layout, sending.encoded
+  losses = layout.viewed(lambda: received.lost)
+  firsts = [slot.start for slot in layout.slots]
+  starts = functools.cache(lambda: unknown(firsts, sending.leaves[0]))
+
+  def kept(i: int, leaf: jax.Array) -> tuple[jax.Array, Own | OwnEntries | None]:
+    """Returns the unsent part, and the record that computes it anew, if any does."""
+    lost = losses.get(i)
+    if i not in encoded:
+      return (jnp.zeros_like(leaf) if lost is None else lost), None
+    shape, unsent = layout.view(i), encoded[i].unsent
+    unsent = leaf.reshape(shape) - views[i] if unsent is None else unsent
+    unsent = unsent.reshape(shape)
+    unsent = unsent if lost is None else unsent + lost.reshape(shape)
+    return unsent, anew(i, lost)
+
+  def anew(i: int, lost: jax.Array | None) -> Own | OwnEntries | None:
+    """Returns the record that computes a leaf's unsent part anew, if any does."""
+    (group, start, stop), coded = layout.slots[i], encoded[i]
+    codec, mine, first = layout.codecs[group], received.owned.get(group), None
+    # Errors of other workers' rows would be held in place of the unsent part.
+    held = lost is not None and mine is None
+    if held or layout.view(i) == sending.leaves[i].shape:
+      return None
+    if codec.facts.drops:  # decoding its elements would scatter them into zeros
+      if lost is not None or coded.chosen is None or coded.lost is None:
+        return None
+      return OwnEntries(coded.chosen, coded.lost, sending.factor)
+    if mine is not None:
+      first = starts()[i] - lax.axis_index(sending.workers.axis_name) * len(mine)
+    rows, agreed = sending.adjacent[group][0][start:stop], sending.contexts[i].agreed
+    return Own(rows, agreed, mine, first, codec, layout.view(i), sending.factor)
+
+  return [kept(*leaf) for leaf in enumerate(sending.leaves)]
 
 
 def decode(sending: Sending, received: Received) -> list[Reduced]:
@@ -289,27 +311,13 @@ def decode(sending: Sending, received: Received) -> list[Reduced]:
   unread = any(x.unsent is None for x in encoded.values())
   if encoded and (sending.watch or (sending.keep and unread)):
     views = layout.viewed(sending.decoders)
-  losses = layout.viewed(lambda: received.lost) if sending.keep else {}
-  firsts = [slot.start for slot in layout.slots]
-  starts = functools.cache(lambda: unknown(firsts, sending.leaves[0]))
-
-  def kept(i: int, leaf: jax.Array) -> tuple[jax.Array, Own | OwnEntries | None]:
-    """Returns the unsent part, and the record that computes it anew, if any does."""
-    lost = losses.get(i)
-    if i not in encoded:
-      return (jnp.zeros_like(leaf) if lost is None else lost), None
-    shape, unsent = layout.view(i), encoded[i].unsent
-    unsent = leaf.reshape(shape) - views[i] if unsent is None else unsent
-    unsent = unsent.reshape(shape)
-    unsent = unsent if lost is None else unsent + lost.reshape(shape)
-    return unsent, _anew(sending, received, i, lost, starts)
-
+  left = _kept(sending, received, views) if sending.keep else []
   result = []
   for i, leaf in enumerate(sending.leaves):
     unsent, own, chosen, sent, coded = None, None, None, None, encoded.get(i)
     memory = sending.contexts[i].memory or Memory()
     if sending.keep:
-      unsent, own = kept(i, leaf)
+      unsent, own = left[i]
       (unsent,) = times([unsent], factor)
     if coded is not None:
       memory, chosen = memory._replace(own=coded.own), coded.chosen
@@ -323,57 +331,28 @@ def decode(sending: Sending, received: Received) -> list[Reduced]:
   return result
 
 
-def _anew(
-  sending: Sending,
-  received: Received,
-  i: int,
-  lost: jax.Array | None,
-  starts: Callable[[], list[jax.Array]],
-) -> Own | OwnEntries | None:
-  """Returns the record that computes an encoded leaf's unsent part anew, if any."""
-  layout, coded, factor = sending.layout, sending.encoded[i], sending.factor
-  group, start, stop = layout.slots[i]
-  codec, mine, first = layout.codecs[group], received.owned.get(group), None
-  # Errors of other workers' rows would be held in place of the unsent part.
-  held = lost is not None and mine is None
-  if held or layout.view(i) == sending.leaves[i].shape:
-    return None
-  if codec.facts.drops:  # decoding its elements would scatter them into zeros
-    if lost is not None or coded.chosen is None or coded.lost is None:
-      return None
-    return OwnEntries(coded.chosen, coded.lost, factor)
-  if mine is not None:
-    first = starts()[i] - lax.axis_index(sending.workers.axis_name) * len(mine)
-  rows, agreed = sending.adjacent[group][0][start:stop], sending.contexts[i].agreed
-  return Own(rows, agreed, mine, first, codec, layout.view(i), factor)
-
-
 def refit(step: Step, leaves: Arrays) -> list[Memory]:
   """Fits the shared memories of float32 leaves to the integer counts of all workers."""
-  plan = step.plan
-  result = list(step.memory)
-  data = () if plan.axis_name is None else axis_names(plan.axis_name)
+  plan, result = step.plan, list(step.memory)
   for codec in dict.fromkeys(plan.codecs if plan.sends else ()):
     fits = codec.fits
     if fits is None:
       continue
     own = [i for i, other in enumerate(plan.codecs) if other == codec]
-    names = (*data, *sorted({axis for i in own for axis in plan.others[i]}))
+    others = sorted({axis for i in own for axis in plan.others[i]})
+    names = plans.own_axes(plan.axis_name, tuple(others))
     # The counts of all leaves and workers fit in 32 bits, cut to fewer digits if need
     # be.
-    most = len(own) * math.prod(map(require_size, names)) * fits.most
+    most = len(own) * math.prod(map(axes.require_size, names)) * fits.most
     shift = max(0, most.bit_length() - 31)
 
-    def add(counts: jax.Array) -> jax.Array:
-      if not names:  # noqa: B023
-        return counts
-      with noted(FITTING):
-        return collectives.totals([counts], names, STAGE)[0]  # noqa: B023
-
     def fit(old: list[jax.Array]) -> list[jax.Array]:
-      counts = sum(_count(codec, leaves[i]) >> shift for i in own)  # noqa: B023
-      total = add(jnp.asarray(counts))
-      return [fits.fit(total, state) for state in old]  # noqa: B023
+      counts: Any = sum(_count(codec, leaves[i]) >> shift for i in own)  # noqa: B023
+      counts = jnp.asarray(counts)
+      if names:  # noqa: B023
+        with study.noted(study.FITTING):
+          (counts,) = collectives.totals([counts], names, STAGE)  # noqa: B023
+      return [fits.fit(counts, state) for state in old]  # noqa: B023
 
     # Leaves that vary over the same axes have states of one type.
     first = {plan.others[i]: result[i].shared for i in reversed(own)}

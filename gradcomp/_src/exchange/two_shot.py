@@ -13,22 +13,21 @@ from jax import lax
 from gradcomp._src import checks
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
 from gradcomp._src.exchange import collectives, lines, protocol
-from gradcomp._src.exchange.protocol import Exchange, Received, Sending, Stage, Work
 
 
-def _send(own: Sending, parts: Sequence[jax.Array]) -> list[jax.Array]:
+def _send(own: protocol.Sending, parts: Sequence[jax.Array]) -> list[jax.Array]:
   """Sends shares, ``[N, share, words]``, to their owners."""
   scatter = lambda message: collectives.scatter(message, own.workers.axis_name)
   return protocol.exchanged(parts, scatter)
 
 
-def _reduce(own: Sending, _: None) -> list[Sent]:
+def _reduce(own: protocol.Sending, _: None) -> list[Sent]:
   """Adds the rows that a worker owns."""
   rows = _send(own, [lines.shares(x, own.workers) for x in own.parts])
   return protocol.finish_shares(own, rows, [own.workers.scale] * len(rows))
 
 
-def _broadcast(own: Sending, sent: Sequence[Sent]) -> Received:
+def _broadcast(own: protocol.Sending, sent: Sequence[Sent]) -> protocol.Received:
   """Sends the sums to all."""
   workers = own.workers
   rows = collectives.in_turn([x.rows for x in sent], own.before)
@@ -41,7 +40,7 @@ def _broadcast(own: Sending, sent: Sequence[Sent]) -> Received:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoShot(Exchange, checks.Checked):
+class TwoShot(protocol.Exchange, checks.Checked):
   r"""Sends each share to its owner, which adds it up and sends the mean to all.
 
   Each worker owns an Nth of the rows. If the codec has its own scales, the owner
@@ -82,14 +81,14 @@ class TwoShot(Exchange, checks.Checked):
   name: ClassVar[str] = "two_shot"
   way: ClassVar[Way] = "owned"
   owners: ClassVar[bool] = True
-  stages: ClassVar[tuple[Stage, ...]] = (_reduce, _broadcast)
+  stages: ClassVar[tuple[protocol.Stage, ...]] = (_reduce, _broadcast)
 
-  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> protocol.Work:
     share = Fraction(1, math.prod(sizes))
-    return Work(encoded=1 + share, decoded=Fraction(1), added=Fraction(1))
+    return protocol.Work(encoded=1 + share, decoded=Fraction(1), added=Fraction(1))
 
 
-def _to_owners(own: Sending, _: None) -> Received:
+def _to_owners(own: protocol.Sending, _: None) -> protocol.Received:
   """Sends the rows of each leaf to their owners, which add them."""
   layout, workers = own.layout, own.workers
 
@@ -109,7 +108,7 @@ def _to_owners(own: Sending, _: None) -> Received:
       found[i] = total.gathered(owned[i], mine, workers.scale)
     return found
 
-  return Received(owned, decoders, to_all=False)
+  return protocol.Received(owned, decoders, to_all=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,4 +116,4 @@ class ReduceScatter(TwoShot):
   """The first half of :class:`TwoShot`, for ZeRO: means stay with their owners."""
 
   feedback: bool = False
-  stages: ClassVar[tuple[Stage, ...]] = (_to_owners,)
+  stages: ClassVar[tuple[protocol.Stage, ...]] = (_to_owners,)

@@ -5,10 +5,9 @@ import numpy as np
 from jax import Array
 
 from gradcomp._src.floats.rounding import check_float, round_to
+from gradcomp._src.kernels.common import float_codes, planes
 from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
-from gradcomp._src.kernels.common.float_codes import from_codes, to_codes
 from gradcomp._src.kernels.common.float_formats import FloatFormat
-from gradcomp._src.kernels.common.planes import float_words, floats
 
 # A binary32 operation rounds to 24 bits first, which makes no difference for numbers of
 # p bits if these are at least 2p + 1 for sums and 2p for products (Figueroa, 1995).
@@ -97,15 +96,15 @@ def rounded_product(a: Array, b: Array, fmt: FloatFormat) -> Array:
 
 def _near_one(x: Array) -> Array:
   """Returns a number from 1 to 2 with the significand of ``x``, and its sign."""
-  return floats(float_words(x) & _NO_EXPONENT | _ONE)
+  return planes.floats(planes.float_words(x) & _NO_EXPONENT | _ONE)
 
 
 def _halves(x: Array) -> tuple[Array, Array]:
   """Splits ``x`` into two numbers of 12 bits; products of such numbers are exact."""
-  high = floats(float_words(x) & _HIGH_HALF)
+  high = planes.floats(planes.float_words(x) & _HIGH_HALF)
   return high, x - high
 
 
 def _rounded(x: Array, lost: Array | None, fmt: FloatFormat, saturate: bool) -> Array:
-  codes = to_codes(x, fmt, lost=lost, saturate=saturate)
-  return jnp.where(jnp.isnan(x), x, from_codes(codes, fmt))
+  codes = float_codes.to_codes(x, fmt, lost=lost, saturate=saturate)
+  return jnp.where(jnp.isnan(x), x, float_codes.from_codes(codes, fmt))

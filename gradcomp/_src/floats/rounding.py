@@ -8,16 +8,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src.checks import one_of
-from gradcomp._src.kernels.common import float_codes
-from gradcomp._src.kernels.common.float_codes import FloatRounding
+from gradcomp._src.kernels.common import float_codes, threefry
 from gradcomp._src.kernels.common.float_formats import FloatFormat
-from gradcomp._src.kernels.common.threefry import key_words
 
 
 def to_code(
   x: Array,
   fmt: FloatFormat,
-  rounding: FloatRounding = "nearest_even",
+  rounding: float_codes.FloatRounding = "nearest_even",
   *,
   key: Array | None = None,
 ) -> Array:
@@ -69,7 +67,7 @@ def from_code(codes: Array, fmt: FloatFormat) -> Array:
 def round_to(
   x: Array,
   fmt: FloatFormat,
-  rounding: FloatRounding = "nearest_even",
+  rounding: float_codes.FloatRounding = "nearest_even",
   *,
   key: Array | None = None,
   straight_through: bool = False,
@@ -147,7 +145,7 @@ def check_float(x: Array, name: str) -> Array:
 def _checked(x: Array, rounding: str, key: Array | None) -> tuple[Array, Array | None]:
   """Returns ``x`` in float32, and the random bits that its rounding needs, or None."""
   wide = check_float(x, "x")
-  one_of("rounding", FloatRounding, rounding)
+  one_of("rounding", float_codes.FloatRounding, rounding)
   if rounding != "stochastic":
     return wide, None
   if key is None:
@@ -155,13 +153,13 @@ def _checked(x: Array, rounding: str, key: Array | None) -> tuple[Array, Array |
       "`key` must be given for stochastic rounding; pass jax.random.key(seed), or "
       'choose rounding="nearest_even".'
     )
-  key = jax.random.wrap_key_data(key_words(key), impl="threefry2x32")
+  key = jax.random.wrap_key_data(threefry.key_words(key), impl="threefry2x32")
   return wide, jax.random.bits(key, wide.shape, jnp.uint32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _to_code(
-  x: Array, fmt: FloatFormat, rounding: FloatRounding, draw: Array | None
+  x: Array, fmt: FloatFormat, rounding: float_codes.FloatRounding, draw: Array | None
 ) -> Array:
   return float_codes.to_codes(x, fmt, rounding=rounding if draw is None else draw)
 
@@ -174,7 +172,7 @@ def _from_code(codes: Array, fmt: FloatFormat) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _round(
-  x: Array, fmt: FloatFormat, rounding: FloatRounding, draw: Array | None
+  x: Array, fmt: FloatFormat, rounding: float_codes.FloatRounding, draw: Array | None
 ) -> Array:
   """Rounds by way of codes, and keeps NaN, which not every format has."""
   codes = float_codes.to_codes(x, fmt, rounding=rounding if draw is None else draw)

@@ -17,7 +17,6 @@ from gradcomp._src.core import specs as states
 from gradcomp._src.local_steps import rounds
 from gradcomp._src.mesh import axes, per_worker, specs, types
 from gradcomp._src.mesh import param_specs as given_specs
-from gradcomp._src.mesh.axes import AxisName
 
 _ROWS = "gradcomp_rows"  # the axis of the workers on one device
 _first = functools.partial(jax.tree.map, lambda x: x[0])
@@ -29,7 +28,7 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
   axis: int = 0,
   codec: LeafCodec,
   state: Any = None,
-  mesh_axis: AxisName | None = None,
+  mesh_axis: axes.AxisName | None = None,
   key: ArrayLike | None = None,
   param_specs: Any = None,
 ) -> Any:
@@ -99,11 +98,10 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
   tree = jax.tree.map(jnp.asarray, tree)  # a jitted vmap takes no arrays of NumPy
 
   # The key is an argument: a map over Explicit axes closes over no array.
-  def worker(own: Any, state: Any, params: Any = None, *, key: Any) -> tuple[Any, Any]:
+  def worker(own: Any, state: Any, _: Any = None, *, key: Any) -> tuple[Any, Any]:
     tx = _exchange(codec, mesh_axis, key, kept=kept)
-    if kept:
-      return tx.update(own, state, params)
-    return tx.update(own, tx.init(own), params)[0], None
+    mean, new = tx.update(own, state if kept else tx.init(own))
+    return mean, new if kept else None
 
   if mesh_axis is None:
     own = functools.partial(worker, key=key)
@@ -129,7 +127,7 @@ def mean_state(
   *,
   axis: int = 0,
   codec: LeafCodec,
-  mesh_axis: AxisName | None = None,
+  mesh_axis: axes.AxisName | None = None,
   param_specs: Any = None,
   key: ArrayLike = 0,
 ) -> Any:
@@ -182,7 +180,7 @@ def mean_state(
 
 
 def _exchange(
-  codec: LeafCodec, mesh_axis: AxisName | None, key: Any, *, kept: bool
+  codec: LeafCodec, mesh_axis: axes.AxisName | None, key: Any, *, kept: bool
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the transformation of the workers' rows, with residuals if ``kept``."""
   return transform.compress(
@@ -193,7 +191,7 @@ def _exchange(
   )
 
 
-def _workers(tree: Any, axis: int, mesh_axis: AxisName | None) -> int | None:
+def _workers(tree: Any, axis: int, mesh_axis: axes.AxisName | None) -> int | None:
   """Returns the workers of a mesh, None elsewhere; errors for rows that do not fit."""
   checks.static_integer("axis", "the axis of the rows", axis)
   counts: dict[int, str] = {}

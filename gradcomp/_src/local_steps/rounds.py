@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from gradcomp._src.codecs.protocol import is_codec
 from gradcomp._src.core.feedback import ErrorFeedback
@@ -19,9 +19,9 @@ from gradcomp._src.core.state import FragmentState, OwnSteps, is_own_steps
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
-from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.study import Options, note
-from gradcomp._src.mesh.types import is_explicit, mark_varying, other_axes
+from gradcomp._src.mesh.types import mark_varying, put
 
 
 def wide(x: jax.Array) -> jax.Array:
@@ -52,11 +52,6 @@ def first_own(
   return make_own(make, params, names, "how many workers have parameters of their own")
 
 
-def own_typed(x: jax.Array, like: jax.Array, axis_name: AxisName) -> jax.Array:
-  """Types arrays as workers' own, as both branches of a ``cond`` need them."""
-  return mark_varying(x, (*axis_names(axis_name), *other_axes(like, axis_name)))
-
-
 def stored(tree: Any) -> Any:
   """Gives each scalar of a worker one axis, so that a map can stack it."""
   return jax.tree.map(lambda x: jnp.asarray(x).reshape(jnp.shape(x) or (1,)), tree)
@@ -74,8 +69,7 @@ def numbers_of_all(opt_state: Any, mesh: Mesh | AbstractMesh) -> Any:
       if jnp.shape(x):
         return x
       x = jnp.broadcast_to(x, math.prod(mesh.shape[name] for name in names))
-      sharding = NamedSharding(mesh, PartitionSpec(names))
-      return jax.reshard(x, sharding) if is_explicit(mesh, names) else x
+      return put(x, mesh, names, PartitionSpec(names))
 
     return OwnSteps({names: (moved, jax.tree.map(stacked, inner_state))})
 
@@ -171,7 +165,7 @@ class LocalRound:
     def add(moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
       moved = moved.reshape(update.shape)
       moved += rounded_product(update.astype(moved.dtype))
-      return own_typed(moved, x, self.axes)
+      return mark_varying(moved, self.axes, x)
 
     return jax.tree.map(add, own.moved, updates, params), inner_state
 
@@ -195,7 +189,7 @@ class LocalRound:
     def parallel(moved: Any, states: Any) -> tuple[Any, Any, Any]:
       note(Options((("stateless", True),)))
       mean, _ = self.plain.update(moved, self.plain.init(moved))
-      left = lambda x, like: own_typed(jnp.zeros_like(x), like, self.axes)
+      left = lambda x, like: mark_varying(jnp.zeros_like(x), self.axes, like)
       new = jax.tree.map(lambda x, like: fitted(x, like.dtype), mean, params)
       return new, jax.tree.map(left, moved, params), states
 
@@ -248,6 +242,6 @@ class LocalRound:
   def _left(self, moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the displacement from the updated parameters, after mixing."""
     if self.mixing == 1:  # 0 * NaN is no zero
-      return own_typed(jnp.zeros_like(moved), x, self.axes)
+      return mark_varying(jnp.zeros_like(moved), self.axes, x)
     rest = moved - rounded_product(update.astype(moved.dtype))
     return rounded_product(rest * jnp.asarray(1 - self.mixing, rest.dtype))

@@ -8,11 +8,9 @@ import optax
 
 from gradcomp._src import checks, public
 from gradcomp._src.codecs import dense, protocol
-from gradcomp._src.core import inputs
+from gradcomp._src.core import border, inputs, transform
 from gradcomp._src.core import state as states
-from gradcomp._src.core.border import on_workers
 from gradcomp._src.core.feedback import Feedback, FeedbackName
-from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import Auto, as_exchange
 from gradcomp._src.exchange.one_stage import AllGather, Merge
 from gradcomp._src.exchange.protocol import Exchange
@@ -20,7 +18,6 @@ from gradcomp._src.local_steps import rounds
 from gradcomp._src.mesh import agreement, closures, trees
 from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.mesh.place import Place
-from gradcomp._src.public import cites
 from gradcomp._src.transforms.options import MessageOptions, recipe
 
 Params = TypeVar("Params")
@@ -177,8 +174,8 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
   axes = mesh_axes.as_axis_name(names)
   options["exchange"] = _exchange_of_rounds(told["exchange"], merge, codec)
   kept = rounds.feedback_of(feedback, codec)
-  compressed = compress(codec, axis_name=axes, feedback=kept, **options)
-  plain = compress(dense.Dense(), axis_name=axes)
+  compressed = transform.compress(codec, axis_name=axes, feedback=kept, **options)
+  plain = transform.compress(dense.Dense(), axis_name=axes)
   takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
   inner = _checked_optimizer("inner", inner)
   outer = _checked_optimizer("outer", outer)
@@ -203,11 +200,21 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
   streams = ("douillard2025streaming",) if fragments > 1 or delay else ()
   means = ("lin2018local",) if start else ()
 
-  @cites("douillard2023diloco", *streams, *means)
+  @public.cites("douillard2023diloco", *streams, *means)
   def core(
     across: Place, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
   ) -> tuple[Any, states.LocalStepsState]:
-    _check_given(state, params, fragments)
+    states.check_type(state, states.LocalStepsState)
+    if len(state.fragments) != fragments:
+      raise ValueError(
+        f"`state` must be made for {fragments} fragments, got {len(state.fragments)}; "
+        "make it by this transformation."
+      )
+    if params is None:
+      raise ValueError(
+        "`params` must be given to update, because workers move from them, got None; "
+        "call optimizer.update(grads, state, params)."
+      )
     _check_floats("updates", updates)
     updates = inputs.not_differentiated(updates)
     agreement.require_agreement(
@@ -229,7 +236,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
     return new, states.LocalStepsState(count, states.OwnSteps({names: stored}), kept)
 
   sees: Any = {"reads": True, "real": False, "whole": True}
-  return on_workers(init_fn, core, axes, filled=rounds.numbers_of_all, **sees)
+  return border.on_workers(init_fn, core, axes, filled=rounds.numbers_of_all, **sees)
 
 
 def _check_not_averaged(opt_state: Any) -> None:
@@ -243,21 +250,6 @@ def _check_not_averaged(opt_state: Any) -> None:
         "a ScheduleFreeState with such steps inside; give schedule_free to "
         "gradcomp.local.local_steps as `outer` or `inner`."
       )
-
-
-def _check_given(state: Any, params: Any, fragments: int) -> None:
-  """Raises an error for missing parameters, or another transformation's state."""
-  states.check_type(state, states.LocalStepsState)
-  if len(state.fragments) != fragments:
-    raise ValueError(
-      f"`state` must be made for {fragments} fragments, got {len(state.fragments)}; "
-      "make it by this transformation."
-    )
-  if params is None:
-    raise ValueError(
-      "`params` must be given to update, because workers move from them, got None; "
-      "call optimizer.update(grads, state, params)."
-    )
 
 
 def _up_to(name: str, least: int, most: int, value: Any) -> int:

@@ -25,9 +25,8 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from gradcomp._src.checks import see
+from gradcomp._src.mesh import study, types
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.study import is_study
-from gradcomp._src.mesh.types import mesh_of
 from gradcomp._src.version import WIRE, __version__
 
 Part = dict[str, str]  # one transformation: its options and leaves, by their names
@@ -62,7 +61,7 @@ def run_store() -> Any:
 
 def is_alone() -> bool:
   """Returns True in a run of one process, and in a trace that nothing runs."""
-  return run_store() is None or jax.process_count() == 1 or is_study()
+  return run_store() is None or jax.process_count() == 1 or study.is_study()
 
 
 def processes_of(mesh: Mesh | AbstractMesh) -> Processes:
@@ -82,7 +81,7 @@ def require_agreement(
   # dataclass: a list of names would lack the next option.
   if is_alone():
     return
-  mesh = mesh_of(leaves)
+  mesh = types.mesh_of(leaves)
   names = () if axes is None else axis_names(axes)
   sizes = {"axes": {name: mesh.shape.get(name) for name in names}}
   part = _part(what, {**sizes, **options}, leaves, **trees)
@@ -119,17 +118,12 @@ def _part(what: str, options: Any, leaves: Any = None, **trees: Any) -> Part:
   # States come last, because other leaves or options are the cause of other states.
   part = {"transformation": what, "gradcomp": __version__}
   part |= {"WIRE": str(WIRE)} | _listed("leaves", leaves)
-  part |= {x: _words(y) for x, y in options.items() if not _is_told_elsewhere(y)}
+  with np.printoptions(threshold=sys.maxsize, floatmode="unique"):  # all of an array
+    part |= {x: repr(y) for x, y in options.items() if not _is_told_elsewhere(y)}
   for name, tree in trees.items():
     part |= _listed(name, tree)
-  return part
-
-
-def _words(value: Any) -> str:
-  """Describes an option in words, with all elements of arrays."""
-  with np.printoptions(threshold=sys.maxsize, floatmode="unique"):
-    # Addresses differ between processes.
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+  # Addresses differ between processes.
+  return {x: re.sub(r" at 0x[0-9a-f]+", "", text) for x, text in part.items()}
 
 
 def _is_told_elsewhere(value: Any) -> bool:
@@ -143,13 +137,11 @@ def _listed(name: str, tree: Any) -> Part:
   """Describes the leaves of a tree in words, with their paths."""
   # Empty nodes are listed too: they distinguish chains of stateless transformations.
   is_empty = lambda x: isinstance(x, tuple) and not x
-  result = {}
+  size = lambda x: "" if is_empty(x) else list(np.shape(x))
+  kind = lambda x: f"{getattr(x, 'dtype', type(x).__name__)}{size(x)}"
   nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
-  for i, (path, x) in enumerate(nodes):
-    kind = getattr(x, "dtype", type(x).__name__)
-    size = "" if is_empty(x) else list(np.shape(x))
-    result[f"{name}[{i}]"] = f"{jax.tree_util.keystr(path)} {kind}{size}"
-  return result
+  told = (f"{jax.tree_util.keystr(path)} {kind(x)}" for path, x in nodes)
+  return {f"{name}[{i}]": text for i, text in enumerate(told)}
 
 
 def _compare(record: Record, processes: Processes) -> None:

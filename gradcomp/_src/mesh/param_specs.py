@@ -14,7 +14,7 @@ from gradcomp._src.mesh.axes import AxisName, automatic_axes, axis_names
 from gradcomp._src.mesh.place import check_whole
 from gradcomp._src.mesh.specs import axes_in, is_spec, restrict_spec
 from gradcomp._src.mesh.trees import unboxed
-from gradcomp._src.mesh.types import is_auto, is_traced, mesh_of, placed_spec
+from gradcomp._src.mesh.types import is_traced, mesh_of, placed_spec
 
 _SHARDINGS = "jax.tree.map(lambda x: x.sharding, params)"
 
@@ -48,7 +48,7 @@ def specs_like(
   """Returns a spec for each parameter: of ``param_specs``, or for None as they lie."""
   if given is None:
     mesh = mesh_of(params) if mesh is None else mesh
-    others = [x for x, size in mesh.shape.items() if size > 1 and is_auto(mesh, x)]
+    others = [x for x in mesh.auto_axes if mesh.shape[x] > 1]
     hidden = tuple(x for x in others if x not in axis_names(axis_name))
     if hidden and is_traced(params):
       raise ValueError(

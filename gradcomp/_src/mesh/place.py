@@ -5,12 +5,13 @@ gradient of a worker's own rows (FSDP, ZeRO-3): an exchange would average it wit
 gradients of other workers' rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from gradcomp._src.checks import see
 from gradcomp._src.mesh import axes as mesh_axes
@@ -86,11 +87,10 @@ def _reduction(
         f'{manual}, got None; pass axis_name=, or exchange="local" to exchange nothing.'
       )
     return None, False
-  is_bound = mesh_axes.bound_size(axis_name) is not None
-  if not paths and not is_bound:
+  mesh, kind = types.around(updates, axis_name)
+  if not paths and kind != AxisType.Manual:
     return None, False
-  mesh = types.mesh_of(updates)
-  if not is_bound and types.is_explicit(mesh, axis_name):
+  if kind == AxisType.Explicit:
     if mesh.size > 1:
       raise _already_reduced(paths[0][0], axis_name)
     return axis_name, True  # a sum of one, see unreduce
@@ -136,6 +136,18 @@ def _cut_over(x: Any) -> frozenset[str]:
   return sharded_axes(x if is_spec(x) else types.placed_spec(x))
 
 
+def leaves_cut(
+  tree: Any,
+  axis_name: AxisName,
+  cut_over: Callable[[Any], frozenset[str]] = _cut_over,
+) -> Iterator[tuple[str, list[str], Any]]:
+  """Yields the path, the axes and the type of each leaf that these axes cut."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spec):
+    if cut := cut_over(leaf).intersection(axis_names(axis_name)):
+      got = leaf if is_spec(leaf) else jax.typeof(leaf)
+      yield jax.tree_util.keystr(path), sorted(cut), got
+
+
 def check_whole(
   name: str,
   tree: Any,
@@ -144,11 +156,22 @@ def check_whole(
   more: str = "",
 ) -> None:
   """Raises ValueError for arrays or specs of an argument that the axes shard."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spec):
-    if cut := cut_over(leaf).intersection(axis_names(axis_name)):
-      got = leaf if is_spec(leaf) else jax.typeof(leaf)
-      raise ValueError(
-        f"`{name}`{jax.tree_util.keystr(path)} must be whole along {axis_name!r}, "
-        f"which gradients are averaged over, but is sharded over {sorted(cut)}, got "
-        f"{got}: {GATHER_FIRST}{more}.{see('averaged-over-but-is-sharded-over')}"
-      )
+  for path, cut, got in leaves_cut(tree, axis_name, cut_over):
+    raise ValueError(
+      f"`{name}`{path} must be whole along {axis_name!r}, which gradients are averaged "
+      f"over, but is sharded over {cut}, got {got}: {GATHER_FIRST}{more}."
+      f"{see('averaged-over-but-is-sharded-over')}"
+    )
+
+
+def unaveraged(updates: Any, params: Any) -> list[str]:
+  """Returns the paths of updates that vary over more axes than their parameters."""
+  axes_of = lambda x: types.varying_axes(x) | types.unreduced_axes(x)
+  leaves = jax.tree_util.tree_leaves_with_path(updates)
+  allowed = [axes_of(x) for x in jax.tree.leaves(params)]
+  allowed = allowed or [frozenset()] * len(leaves)
+  return [
+    jax.tree_util.keystr(path)
+    for (path, x), axes in zip(leaves, allowed, strict=True)
+    if not axes_of(x) <= axes
+  ]

@@ -1,37 +1,39 @@
 """Maps over devices, entered where arrays are typed as sharded or unreduced."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
-from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.axes import AxisName, automatic_axes, axis_names
 from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.place import Place
 from gradcomp._src.mesh.specs import axes_in, entries, is_spec, reduced_spec
 from gradcomp._src.mesh.study import is_followed
-from gradcomp._src.mesh.types import mesh_of, typed_spec, varying_axes
+from gradcomp._src.mesh.types import is_typed, mesh_of, typed_spec, varying_axes
+
+Update = Callable[..., tuple[Any, Any]]
 
 
-def per_device(
-  function: Callable[..., tuple[Any, Any]],
-  updates: Any,
-  state: Any,
-  across: Place,
-  *,
-  keeps: bool,
-  given: tuple[Any, ...] = (),
-) -> tuple[Any, Any]:
-  """Calls ``function(updates, state, *given)`` on each device's shards, in a map."""
-  # It binds the axes of addends, and with `keeps` returns such. `given` is only read.
+def per_device(function: Update, updates: Any, across: Place, *, keeps: bool) -> Update:
+  """Returns ``function(updates, state, *given)``, in a map if these updates need it."""
   if is_followed():
-    return updates, state
-  cut = axes_in(jax.tree.map(typed_spec, updates))
-  if not across.is_sum and not cut:
-    return function(updates, state, *given)
+    return lambda updates, state, *_: (updates, state)
+  if not across.is_sum and not axes_in(jax.tree.map(typed_spec, updates)):
+    return function
+  return functools.partial(_on_devices, function, across, keeps)
+
+
+def _on_devices(
+  function: Update, across: Place, keeps: bool, updates: Any, state: Any, *given: Any
+) -> tuple[Any, Any]:
+  """Calls ``function`` on each device's shards, in a map."""
+  # It binds the axes of addends, and with `keeps` returns such. `given` is only read.
   arrays, with_arrays = arrays_of(given)
 
   def on_device(updates: Any, state: Any, arrays: list[Any]) -> tuple[Any, Any]:
@@ -45,7 +47,7 @@ def per_device(
     out = specs if keeps else each(reduced_spec, specs)
     mesh = mesh_of(updates)
     # JAX 0.10 takes unreduced arrays only if all axes are manual.
-    manual = set(mesh.axis_names if across.is_sum else cut)
+    manual = set(mesh.axis_names if across.is_sum else axes_in(specs))
     if across.is_sum and mesh.auto_axes and not keeps:
       # But then all devices along an Auto axis would compute and send equal arrays.
       manual -= set(mesh.auto_axes)
@@ -65,12 +67,48 @@ def per_device(
 
   if not across.is_sum:
     return whole(updates, state, arrays)
-
-  def of_each(updates: Any, state: Any, arrays: list[jax.Array]) -> tuple[Any, Any]:
-    own: Any = {"keeps": keeps, "given": (arrays,)}
-    return per_device(jax.vmap(on_device), updates, state, across, **own)
-
+  of_each = functools.partial(_on_devices, jax.vmap(on_device), across, keeps)
   return _with_rule(whole, of_each)(updates, state, arrays)
+
+
+def devices(axis_name: AxisName) -> int:
+  """Returns the number of devices that share the work of one worker."""
+  return math.prod(automatic_axes(axis_name).values())
+
+
+def spread(
+  function: Callable[[jax.Array], jax.Array],
+  words: jax.Array,
+  axis_name: AxisName,
+  name: str,
+  *,
+  axis: int = -1,
+  to: int | None = None,
+) -> jax.Array:
+  """Runs a collective, equal in all places of an axis, by parts on all devices."""
+  axes = automatic_axes(axis_name)
+  named = jax.named_scope(name)(function)
+  if not axes or not words.ndim:
+    return named(words)
+  axis %= words.ndim
+  to = axis if to is None else to
+  length = words.shape[axis]
+  filling = -length % math.prod(axes.values())
+  # The constraint keeps the words whole outside of the map. Without it, XLA would shard
+  # the operands of the words, and the arrays that are computed from them. That takes
+  # many small messages, and whole leaves would come out sharded.
+  words = lax.with_sharding_constraint(words, PartitionSpec())
+  padded = jnp.pad(words, [(0, filling * (i == axis)) for i in range(words.ndim)])
+  cut = lambda axis: PartitionSpec(*[None] * axis, tuple(axes))
+  mapped = jax.shard_map(
+    named,
+    in_specs=cut(axis),
+    out_specs=cut(to),
+    axis_names=set(axes),
+    check_vma=is_typed(axis_name),
+  )
+  whole = lax.with_sharding_constraint(mapped(padded), PartitionSpec())
+  return lax.slice_in_dim(whole, 0, length, axis=to)
 
 
 def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

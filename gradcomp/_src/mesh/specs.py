@@ -1,10 +1,11 @@
 """Readers and makers of PartitionSpecs, which are tuples in some versions of JAX."""
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from gradcomp._src.mesh.axes import AxisName, axis_names
 
@@ -23,6 +24,15 @@ def names_by_axis(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]
   """Returns the names that shard each of an array's axes."""
   found = [_names(entry) for entry in entries(spec)]
   return (*found, *[()] * (ndim - len(found)))
+
+
+def shard_shape(
+  shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> tuple[int, ...]:
+  """Returns the shape of one device's shard; JAX's function raises inside of maps."""
+  cuts = names_by_axis(spec, len(shape))
+  parts = [math.prod(mesh.shape[name] for name in names) for names in cuts]
+  return tuple(n // part for n, part in zip(shape, parts, strict=True))
 
 
 def spec_of(names: Sequence[Sequence[str]]) -> PartitionSpec:

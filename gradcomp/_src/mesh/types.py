@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh import specs
+from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size
 from gradcomp._src.mesh.per_worker import with_rows
-from gradcomp._src.mesh.specs import entries, sharded_axes
 
 
 def typed_spec(x: Any) -> PartitionSpec:
@@ -39,6 +40,17 @@ def unreduced_axes(tree: Any) -> frozenset[str]:
   return frozenset().union(*(typed_spec(x).unreduced for x in jax.tree.leaves(tree)))
 
 
+def sharded_over(tree: Any) -> frozenset[str]:
+  """Returns the Explicit axes that shard any array of a tree."""
+  return specs.axes_in(jax.tree.map(typed_spec, tree))
+
+
+def typed_specs(tree: Any, axis_name: AxisName) -> Any:
+  """Returns the specs in arrays' types, of these axes only; None for other leaves."""
+  own = lambda x: specs.restrict_spec(typed_spec(x), axis_names(axis_name))
+  return jax.tree.map(lambda x: own(x) if isinstance(x, jax.Array) else None, tree)
+
+
 def varying_axes(x: Any) -> frozenset[str]:
   """Returns the manual axes over which ``x`` varies by its type."""
   if not isinstance(x, jax.Array):
@@ -49,7 +61,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 def other_axes(x: Any, axis_name: AxisName | None) -> tuple[str, ...]:
   """Returns the axes but ``axis_name`` over which an array differs by its type."""
   own = () if axis_name is None else axis_names(axis_name)
-  found = sharded_axes(typed_spec(x)) | varying_axes(x)
+  found = specs.sharded_axes(typed_spec(x)) | varying_axes(x)
   return tuple(sorted(found.difference(own)))
 
 
@@ -73,17 +85,18 @@ def under_mesh_of(tree: Any) -> AbstractContextManager[Any]:
   return contextlib.nullcontext()
 
 
-def is_explicit(
-  mesh: Mesh | AbstractMesh, axis_name: AxisName, kind: AxisType = AxisType.Explicit
-) -> bool:
-  """Returns True if the mesh has the axes, and all of them are Explicit."""
+def around(
+  tree: Any, axis_name: AxisName, mesh: Mesh | AbstractMesh | None = None
+) -> tuple[Any, AxisType | None]:
+  """Returns the mesh of a call, and the type of axes: Manual in maps, None if mixed."""
+  context = jax.sharding.get_abstract_mesh()
+  mesh = mesh_of(tree) if mesh is None else mesh
+  mesh = context if context.manual_axes else mesh  # a map in another has its mesh
+  if bound_size(axis_name) is not None:
+    return mesh, AxisType.Manual
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  return all(types.get(name) == kind for name in axis_names(axis_name))
-
-
-def is_auto(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
-  """Returns True if the mesh has the axes, and all of them are Auto."""
-  return is_explicit(mesh, axis_name, AxisType.Auto)
+  kinds = {types.get(name) for name in axis_names(axis_name)}
+  return mesh, kinds.pop() if len(kinds) == 1 else None
 
 
 def is_typed(axis_name: AxisName) -> bool:
@@ -91,17 +104,35 @@ def is_typed(axis_name: AxisName) -> bool:
   return axis_names(axis_name)[0] in varying_axes(lax.axis_index(axis_name))
 
 
-def mark_varying(tree: Any, axis_name: AxisName) -> Any:
-  """Types every leaf as varying over the axes, if types are tracked."""
-  if not is_typed(axis_name):
+def mark_varying(tree: Any, axis_name: AxisName | None, *like: Any) -> Any:
+  """Types leaves as varying over axes, and over the axes of ``like``."""
+  names = (axis_name,) if isinstance(axis_name, str) else axis_name or ()
+  more = frozenset[str]().union(*map(varying_axes, like)).difference(names)
+  names = (*names, *sorted(more))
+  if not names or not is_typed(names):
     return tree
 
   def mark(x: jax.Array) -> jax.Array:
     varying = varying_axes(x)
-    missing = tuple(name for name in axis_names(axis_name) if name not in varying)
+    missing = tuple(name for name in names if name not in varying)
     return lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(mark, tree)
+
+
+def put(tree: Any, mesh: Mesh | AbstractMesh, axis_name: AxisName, spec: Any) -> Any:
+  """Reshards arrays to a spec of axes, where types say how they are sharded."""
+  if around(tree, axis_name, mesh)[1] != AxisType.Explicit:
+    return tree
+  return jax.reshard(tree, NamedSharding(mesh, spec))
+
+
+def zeros(x: jax.Array) -> jax.Array:
+  """Returns zeros like ``x`` that are equal on all workers."""
+  spec, own = typed_spec(x), jnp.zeros(x.shape, x.dtype)
+  if not specs.sharded_axes(spec):
+    return own
+  return jax.reshard(own, NamedSharding(mesh_of(x), specs.reduced_spec(spec)))
 
 
 def mark_reduced(tree: Any, axis_name: AxisName) -> Any:
@@ -109,7 +140,7 @@ def mark_reduced(tree: Any, axis_name: AxisName) -> Any:
   names = set(axis_names(axis_name))
 
   def mark(x: jax.Array) -> jax.Array:
-    spec = PartitionSpec(*entries(typed_spec(x)), reduced=names)
+    spec = PartitionSpec(*specs.entries(typed_spec(x)), reduced=names)
     return jax.reshard(x, NamedSharding(mesh_of(x), spec))
 
   return jax.tree.map(mark, tree)

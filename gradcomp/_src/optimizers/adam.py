@@ -5,13 +5,11 @@ from typing import Any, Unpack
 import optax
 
 from gradcomp._src.codecs import one_bit, protocol
-from gradcomp._src.core import inputs, transform
-from gradcomp._src.core.border import on_workers
+from gradcomp._src.core import border, inputs, transform
 from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.place import Place
+from gradcomp._src.mesh import axes, place
 from gradcomp._src.optimizers import local_adam, moments
 from gradcomp._src.public import arguments, cites
 from gradcomp._src.transforms.options import LeafOptions, recipe
@@ -23,7 +21,7 @@ _ONE_BIT, _STABLE = one_bit.OneBit(), moments.Stable()
 def adam(  # noqa: PLR0913 - options of users, by keyword
   learning_rate: optax.ScalarOrSchedule,
   *,
-  axis_name: AxisName | None = None,
+  axis_name: axes.AxisName | None = None,
   codec: protocol.LeafCodec = _ONE_BIT,
   warmup: int | moments.Warmup = _STABLE,
   variance: moments.Variance = "frozen",
@@ -174,7 +172,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     parts = local_adam.LocalAdam(
       moments=shared,
       gaps=local_adam.as_gaps(local),
-      names=axis_names(axis_name),
+      names=axes.axis_names(axis_name),
       learning_rate=learning_rate,
       decay=moments.decoupled(weight_decay, mask) or optax.identity(),
     )
@@ -182,7 +180,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
 
   @cites("tang2021onebitadam", *["lu2022zeroone"] * is_later)
   def core(
-    across: Place, updates: Any, state: Any, params: Any, extra_args: Any
+    across: place.Place, updates: Any, state: Any, params: Any, extra_args: Any
   ) -> tuple[Any, Any]:
     del extra_args
     grads = inputs.not_differentiated(updates)
@@ -192,7 +190,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
 
   # It enters maps itself, where it has decided whether to send gradients or momenta.
   facts: Any = {"reads": True, "real": False, "whole": True, "enters": False}
-  first = on_workers(parts.init, core, axis_name, **facts)
+  first = border.on_workers(parts.init, core, axis_name, **facts)
   if local is not None:
     return first
   return moments.with_decay(first, learning_rate, weight_decay, mask)

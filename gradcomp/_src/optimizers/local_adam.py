@@ -13,7 +13,7 @@ from gradcomp._src import checks
 from gradcomp._src.checks import step_count
 from gradcomp._src.core.state import OwnSteps
 from gradcomp._src.local_steps import rounds
-from gradcomp._src.mesh import shard_maps, study
+from gradcomp._src.mesh import shard_maps, study, types
 from gradcomp._src.mesh.place import Place
 from gradcomp._src.optimizers.moments import Moments, MomentsState, begun
 
@@ -127,8 +127,8 @@ class LocalAdam:
     def step(grads: Any, state: Any, like: Any, rate: Any) -> Any:
       return self._step(across.own(grads), state, like, rate)
 
-    given: Any = {"keeps": False, "given": (like, rate)}
-    direction, new = shard_maps.per_device(step, grads, state, across, **given)
+    moved = shard_maps.per_device(step, grads, across, keeps=False)
+    direction, new = moved(grads, state, like, rate)
     direction, decay = self.decay.update(direction, state.decay, params)
     met, total = new.synced == new.moments.count, state.rate + rate
     move = lambda u: jnp.where(met, (-total).astype(u.dtype) * u, 0)
@@ -193,6 +193,6 @@ class LocalAdam:
 
   def _together(self, moments: MomentsState, like: Any) -> tuple[MomentsState, _Own]:
     """Returns shared moments, and all workers at the shared parameters with them."""
-    own = functools.partial(rounds.own_typed, axis_name=self.names)
+    own = lambda x, like: types.mark_varying(x, self.names, like)
     moved = jax.tree.map(jnp.zeros_like, moments.mu)
     return moments, _Own(*(jax.tree.map(own, x, like) for x in (moved, moments.mu)))

@@ -12,16 +12,12 @@ import optax
 from jax import lax
 
 from gradcomp._src import checks
-from gradcomp._src.checks import step_count
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange import collectives
-from gradcomp._src.mesh import agreement
+from gradcomp._src.mesh import agreement, place, shard_maps, types
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.place import Place
-from gradcomp._src.mesh.shard_maps import per_device
-from gradcomp._src.mesh.types import varying_axes
 
 Variance = Literal["frozen", "doubling"]
 
@@ -116,7 +112,7 @@ Warmup = Steps | Stable  # rules for its end
 
 def as_warmup(value: Any) -> Warmup:
   """Returns a rule, for a number one of its steps; ValueError for all else."""
-  return value if hasattr(value, "ended") else Steps(step_count("warmup", value))
+  return value if hasattr(value, "ended") else Steps(checks.step_count("warmup", value))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +139,7 @@ class Moments(checks.Checked):
     return MomentsState(*counts, jnp.zeros([], jnp.float32), mu, nu, first)
 
   def update(
-    self, across: Place, grads: Any, state: MomentsState, params: Any, like: Any
+    self, across: place.Place, grads: Any, state: MomentsState, params: Any, like: Any
   ) -> tuple[Any, MomentsState]:
     """Returns a step at a rate of 1 in the dtypes of ``like``, and the next state."""
     del params
@@ -157,7 +153,8 @@ class Moments(checks.Checked):
       return self.moved(grads, mu, self.b1 / across.addends), mu
 
     def compressed(grads: Any, state: MomentsState) -> MomentsState:
-      momenta, _ = per_device(own, grads, state.mu, across, keeps=True)
+      apart = shard_maps.per_device(own, grads, across, keeps=True)
+      momenta, _ = apart(grads, state.mu)
       return self.exchanged(momenta, state._replace(count=count))
 
     is_sent = state.count != state.dense
@@ -288,5 +285,5 @@ def of_leaf(
   x: jax.Array, reduce: Any = jnp.sum, between: Any = collectives.psum
 ) -> jax.Array:
   """Returns a leaf's sum, or another reduction, also over the axes of its type."""
-  part, axes = reduce(x.astype(jnp.float32)), varying_axes(x)
+  part, axes = reduce(x.astype(jnp.float32)), types.varying_axes(x)
   return between(part, tuple(sorted(axes))) if axes else part

@@ -14,10 +14,9 @@ from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import border, first_state, transform
 from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
-from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.core.state import CompressState, Kept, ScanState
 from gradcomp._src.exchange import auto, protocol
-from gradcomp._src.mesh import agreement, axes, study, types
+from gradcomp._src.mesh import agreement, axes, place, study, types
 from gradcomp._src.parallel import scan_exchanges, scan_loop
 from gradcomp._src.parallel.scan import first_layer, scan
 
@@ -27,7 +26,7 @@ def compress_in_scan(
   *,
   axis_name: axes.AxisName,
   exchange: auto.ExchangeName | auto.Auto | protocol.Exchange = "auto",
-  feedback: FeedbackName | Feedback | None = "auto",
+  feedback: feedbacks.FeedbackName | feedbacks.Feedback | None = "auto",
   policy: Callable[..., bool] | None = None,
   key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -105,13 +104,12 @@ def compress_in_scan(
       return _studied(options, updates, state.layers), state
     what = "gradcomp.parallel.compress_in_scan"
     agreement.require_agreement(what, told, updates, options.axis_name)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
-      if own := types.varying_axes(leaf).intersection(names):
-        raise ValueError(
-          f"`updates`{jax.tree_util.keystr(path)} must be the mean that a scan makes, "
-          f"but it differs between the workers of {sorted(own)}; take the step by "
-          "gradcomp.make_train_step, with a loss that calls its scan=."
-        )
+    for path, own, _ in place.leaves_cut(updates, names, types.varying_axes):
+      raise ValueError(
+        f"`updates`{path} must be the mean that a scan makes, but it differs between "
+        f"the workers of {own}; take the step by gradcomp.make_train_step, with a loss "
+        "that calls its scan=."
+      )
     if options.keeps and scan_residual is None:
       raise ValueError(
         "`scan_residual` must be the new residual of the scan with "

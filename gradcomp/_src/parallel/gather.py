@@ -96,7 +96,7 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
       f"all elements of {shape}, got {x.shape}; cut jnp.pad(w.reshape(-1), "
       "(0, -w.size % N))."
     )
-  x = types.mark_varying(x, axes_of(axis_name, residual))
+  x = types.mark_varying(x, axis_name, residual)
   if residual is not None:
     check_residual(residual, x, _residual_shape(x, axis, wire.size))
 
@@ -134,7 +134,7 @@ def gather_residual(
   x = jnp.atleast_1d(options.checked_floats(w_shard))
   axis = options.checked_axis("axis", axis, x.ndim)
   zeros = jnp.zeros(_residual_shape(x, axis, size), jnp.float32)
-  return types.mark_varying(zeros, axes_of(axis_name, x))
+  return types.mark_varying(zeros, axis_name, x)
 
 
 def scatter_gradient(
@@ -145,13 +145,6 @@ def scatter_gradient(
   back = dataclasses.replace(wire.reversed, own="exact")
   folded = options.folded(key, 1)
   return transport.reduce_parts(cotangent, residual, back, folded, axis)
-
-
-def axes_of(axis_name: axes.AxisName, *arrays: Any) -> tuple[str, ...]:
-  """Returns the axes of the workers, and other axes over which arrays vary."""
-  names = axes.axis_names(axis_name)
-  others = frozenset[str]().union(*map(types.varying_axes, arrays)).difference(names)
-  return (*names, *sorted(others))
 
 
 def _residual_shape(x: jax.Array, axis: int, size: int) -> tuple[int, ...]:
@@ -245,7 +238,7 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   w = options.checked_floats(w_shard, "w_shard", real=True)
   _check_shapes(x, w)
   _check_kinds(of_w, of_x, w)
-  x, w = types.mark_varying((x, w), axes_of(axis_name, x, w, residual))
+  x, w = types.mark_varying((x, w), axis_name, x, w, residual)
   if residual is not None:
     check_residual(residual, w, (wire.size * len(w), w.shape[1]))
   own = dataclasses.replace(wire, codec=of_x)

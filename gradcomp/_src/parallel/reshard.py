@@ -104,14 +104,15 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
     named |= {*specs.sharded_axes(source), *source.unreduced}
   outside = not any(axes.bound_size(name) for name in named)
   given = P(unreduced=named) if source is None else source
-  given = types.typed_spec(x) if outside else given
+  lies = jax.typeof(x).sharding
+  given = lies.spec if outside else given
   if spec is None:
     cut = specs.names_by_axis(given, x.ndim)
     spec = specs.spec_of([[x for x in names if x not in named] for names in cut])
   move = _move(given, spec, x.ndim, codec)
   if not outside:
     axes.require_size(move.axis_name)
-  path = _Path(move, given, spec, types.mesh_of(x)) if outside else None
+  path = _Path(move, given, spec, lies.mesh) if outside else None
   run = move.run if path is None else path.run
   if residual is not None:
     refuse = functools.partial(_refuse, residual.shape)

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core.state import Kept
 from gradcomp._src.exchange import auto, protocol
-from gradcomp._src.mesh import axes, closures, specs, trees, types
+from gradcomp._src.mesh import axes, closures, place, specs, trees, types
 from gradcomp._src.parallel import options, scan_exchanges, scan_loop
 
 _NO_SHARDS = (
@@ -164,8 +164,8 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   carry, layers, whole = jax.tree.map(jnp.asarray, (carry, layers, whole))
   words = jnp.zeros(2, jnp.uint32) if words is None else words
   # In plain jax.jit a map over the workers is made here.
-  explicit = types.is_explicit(types.mesh_of((carry, layers)), axis_name)
-  plain = axis is None and explicit and axes.bound_size(axis_name) is None
+  mesh, kind = types.around((carry, layers), axis_name)
+  plain = axis is None and kind == AxisType.Explicit
 
   def of_worker(body: Any, carry: Any, given: scan_loop.Given) -> tuple[Any, Any]:
     size = axes.require_size(axis_name)
@@ -194,7 +194,7 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
 
   given = scan_loop.Given(None, layers, residual, words, whole)
   if plain:
-    return _of_parts(of_worker, body, carry, given, axis_name)
+    return _of_parts(of_worker, (body, carry, given), axis_name, mesh)
   return of_worker(body, carry, given)
 
 
@@ -272,15 +272,14 @@ def _first_whole(layers: Any, shards: Any, like: Any, axis_name: axes.AxisName) 
 
 def _check_equal(layers: Any, axis_name: axes.AxisName) -> None:
   """Raises ValueError for layers that are typed as differing between workers."""
-  names = set(axes.axis_names(axis_name))
-  for x in jax.tree.leaves(trees.trainable(layers)):
-    if own := names & types.varying_axes(x):
-      raise ValueError(
-        "`layers` must be typed as equal on all workers, or compress would exchange "
-        f"their means once more, got {jax.typeof(x).str_short(True)}, which differs "
-        f"over {sorted(own)}; leave them out of gradcomp.defer_reduction and "
-        "gradcomp.value_and_grad, and take their gradient by jax.grad."
-      )
+  tree = trees.trainable(layers)
+  for _, own, got in place.leaves_cut(tree, axis_name, types.varying_axes):
+    raise ValueError(
+      "`layers` must be typed as equal on all workers, or compress would exchange "
+      f"their means once more, got {got.str_short(True)}, which differs over {own}; "
+      "leave them out of gradcomp.defer_reduction and gradcomp.value_and_grad, and "
+      "take their gradient by jax.grad."
+    )
 
 
 def _check_residual(residual: Any, first: Kept, length: int, cure: str) -> None:
@@ -304,12 +303,12 @@ def _check_residual(residual: Any, first: Kept, length: int, cure: str) -> None:
 
 
 def _of_parts(
-  run: Callable[..., tuple[Any, Any]], body: Any, carry: Any, given: Any, axis_name: Any
+  run: Callable[..., tuple[Any, Any]], parts: Any, axis_name: Any, mesh: Any
 ) -> tuple[Any, Any]:
   """Maps ``run(body, carry, given)`` over workers; ``ys`` are [L, all rows, ...]."""
+  _, carry, given = parts
   names = axes.axis_names(axis_name)
-  found = map(types.typed_spec, jax.tree.leaves(carry))
-  if not frozenset[str]().union(*map(specs.sharded_axes, found)).issuperset(names):
+  if not types.sharded_over(carry).issuperset(names):
     raise ValueError(
       f"`carry` must have an array that is sharded over {axis_name!r}, or every worker "
       f"would compute the same, got {jax.tree.map(jax.typeof, carry)}; put the batch "
@@ -324,9 +323,7 @@ def _of_parts(
         "gradcomp.defer_reduction, or shards, with axis=, in a jax.shard_map over all "
         "axes of the mesh."
       )
-  arrays, with_arrays = closures.arrays_of((body, carry, given))
-  mesh = types.mesh_of(arrays)
-  own_spec = lambda x: specs.restrict_spec(types.typed_spec(x), names)
+  arrays, with_arrays = closures.arrays_of(parts)
 
   def own(*own: jax.Array) -> tuple[Any, Any]:
     body, carry, given = with_arrays(own)
@@ -343,8 +340,8 @@ def _of_parts(
 
   return jax.shard_map(
     own,
-    mesh=None if axes.manual_axes() else mesh,
-    in_specs=tuple(map(own_spec, arrays)),
-    out_specs=(jax.tree.map(own_spec, carry), PartitionSpec(None, axis_name)),
+    mesh=mesh,
+    in_specs=tuple(types.typed_specs(arrays, axis_name)),
+    out_specs=(types.typed_specs(carry, axis_name), PartitionSpec(None, axis_name)),
     axis_names=set(names),
   )(*arrays)

@@ -19,7 +19,7 @@ from gradcomp._src.exchange import step as exchange_step
 from gradcomp._src.kernels.common import threefry
 from gradcomp._src.mesh import axes, place, trees, types
 from gradcomp._src.parallel import options, transport
-from gradcomp._src.parallel.scan_loop import Exchange, Source, like
+from gradcomp._src.parallel.scan_loop import Exchange, Source
 
 Leaves = Sequence[jax.Array]
 
@@ -194,7 +194,7 @@ def zeros_of_whole(layer: Any, axis: int, size: int) -> Any:
   def zeros(x: jax.Array) -> jax.Array:
     at = options.checked_axis("axis", axis, x.ndim)
     shape = *x.shape[:at], x.shape[at] * size, *x.shape[at + 1 :]
-    return like(jnp.zeros(shape, x.dtype), x)
+    return types.mark_varying(jnp.zeros(shape, x.dtype), (), x)
 
   mine, others = trees.split(layer)
   return trees.combine(jax.tree.map(zeros, mine), others)

@@ -1,7 +1,6 @@
 """The loop over layers. Its backward pass exchanges gradients while it computes."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,18 +56,15 @@ def whole_layers(axis_name: Any) -> Source:
   return Source(0, nothing, nothing, nothing, layer)
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("saved",),
-  meta_fields=("places", "treedef"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pull:
   """The pull of a layer's cotangents, without arrays that the backward pass has."""
 
   saved: Sequence[jax.Array | None]
-  places: tuple[int | None, ...]  # among the arrays that the backward pass has
-  treedef: Any
+  # Their places among the arrays that the backward pass has.
+  places: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+  treedef: Any = dataclasses.field(metadata={"static": True})
 
   def __call__(self, known: Sequence[jax.Array], cotangent: Any) -> Any:
     pairs = zip(self.saved, self.places, strict=True)
@@ -100,8 +96,9 @@ class LayerScan:
 
   def _forward(self, carry: Any, given: Given) -> tuple[Any, Any]:
     carry, given = options.differentiated_once((carry, given))
-    own = carry, given.closed
-    carry, closed = _not_of_examples(own, given.layers, self.axis_name)
+    # Under a jax.vmap over the workers, it numbers them.
+    workers = [lax.axis_index(name) for name in axes.axis_names(self.axis_name)]
+    carry, closed = _not_of_examples((carry, given.closed), given.layers, workers)
     given = given._replace(closed=closed)
     result, saved, asked = self._walk(self._linearized, carry, given)
     return result, (given, saved, asked)
@@ -238,7 +235,7 @@ def _put(tree: Any, i: Any, new: Any) -> Any:
   """Writes arrays at place i of stacked ones, typed as these."""
 
   def put(x: jax.Array, y: jax.Array) -> jax.Array:
-    y = like(y.reshape(x.shape[1:]), x)
+    y = types.mark_varying(y.reshape(x.shape[1:]), (), x)
     return lax.dynamic_update_index_in_dim(x, y, i, 0)
 
   return jax.tree.map(put, tree, new)
@@ -246,28 +243,17 @@ def _put(tree: Any, i: Any, new: Any) -> Any:
 
 def zeros_of(tree: Any) -> Any:
   """Returns zeros in place of arrays, typed as these."""
-  return jax.tree.map(lambda x: like(jnp.zeros(x.shape, x.dtype), x), tree)
-
-
-def like(x: jax.Array, y: jax.Array) -> jax.Array:
-  """Types an array as varying over the axes of another."""
-  names = tuple(sorted(types.varying_axes(y)))
-  return types.mark_varying(x, names) if names else x
-
-
-def _not_of_examples(carry: Any, layers: Any, axis_name: axes.AxisName) -> Any:
-  """Returns the carry; ValueError under ``jax.vmap`` over it, and not over layers."""
-  # Under a jax.vmap over the workers, it numbers them.
-  workers = [lax.axis_index(name) for name in axes.axis_names(axis_name)]
-  return _checked(carry, layers, workers)
+  typed = lambda x: types.mark_varying(jnp.zeros(x.shape, x.dtype), (), x)
+  return jax.tree.map(typed, tree)
 
 
 @jax.custom_batching.custom_vmap
-def _checked(carry: Any, layers: Any, workers: list[jax.Array]) -> Any:
+def _not_of_examples(carry: Any, layers: Any, workers: list[jax.Array]) -> Any:
+  """Returns the carry; ValueError under ``jax.vmap`` over it, and not over layers."""
   return carry
 
 
-@_checked.def_vmap
+@_not_of_examples.def_vmap
 def _batched(size: int, is_batched: Any, *given: Any) -> tuple[Any, Any]:
   del size
   of_carry, *others = is_batched
@@ -277,4 +263,4 @@ def _batched(size: int, is_batched: Any, *given: Any) -> tuple[Any, Any]:
       "itself, with the same residual; put jax.vmap inside of `body`, or map over "
       "layers, too, to train several models."
     )
-  return _checked(*given), of_carry
+  return _not_of_examples(*given), of_carry

@@ -21,58 +21,56 @@ from gradcomp._src.floats.dtypes import fitted, narrowed
 from gradcomp._src.kernels.common import dithers, threefry
 from gradcomp._src.kernels.materialize import materialized
 from gradcomp._src.mesh.types import mark_varying
+from gradcomp._src.parallel import options
 from gradcomp._src.parallel.options import Key, Wire
 
 
 def to_lines(arrays: jax.Array, wire: Wire, key: Key) -> jax.Array:
   """Encodes ``[K, ...]`` arrays to ``uint32[K, M]``; ``key`` is ``uint32[2]``."""
   codec, worker = wire.codec, lax.axis_index(wire.axis_name)
-  own = shared = None
-  if codec.needs_key:
-    assert key is not None
-    # All differ. `key` is equal on all workers, and so are the keys in dithers.
-    keys = jax.vmap(lambda i: threefry.fold_key(key, i))(jnp.arange(len(arrays)))
-    own = jax.vmap(lambda key: threefry.fold_key(key, worker))(keys)
-    shared = jax.vmap(lambda key: dithers.dither(key, worker))(keys)
+  fold = jax.vmap(lambda i: options.folded(key, i))
+  keys = fold(jnp.arange(len(arrays))) if codec.needs_key else None
   with jax.named_scope("gradcomp_encode"):
-    payload = jax.vmap(functools.partial(_encode, codec))(arrays, own, shared)
+    encode = jax.vmap(lambda x, key: _encode(codec, x, key, worker))
+    payload = encode(arrays, keys)
   # Materialized, however few rows: XLA would compute them anew for every slice or
   # reshape, word by word: ten times slower where one scale serves an array.
   rows = materialized(lambda rows: rows, payload.rows)
-  if payload.agreed is None:
-    return join([rows])
-  floats = payload.agreed.dtype == jnp.float32
-  words = lax.bitcast_convert_type if floats else jnp.astype
-  return join([rows, words(payload.agreed, jnp.uint32)])
+  agreed = payload.agreed
+  return join([rows] if agreed is None else [rows, _cast(agreed, jnp.uint32)])
 
 
 def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Array:
   """Decodes ``uint32[K, M]`` to arrays of a shape, ``float32[K, *shape]``."""
   like = jnp.zeros(shape, jnp.float32)  # only its shape and dtype count
-  of_words = lambda count: jax.ShapeDtypeStruct((count,), jnp.uint32)
-  encode = functools.partial(_encode, codec)
-  form = jax.eval_shape(encode, like, of_words(2), of_words(3))
+  key, worker = (jax.ShapeDtypeStruct(x, jnp.uint32) for x in ((2,), ()))
+  form = jax.eval_shape(functools.partial(_encode, codec), like, key, worker)
   with jax.named_scope("gradcomp_decode"):
-    if form.agreed is None:
-      (rows,) = split(lines, [form.rows.shape])
-      # Materialized row by row: XLA would compute the row of every element of the
-      # result, and its place there, which takes longer than decoding.
-      decode = jax.vmap(codec.decode_rows)
-      found = decode(rows) if codec.facts.plain else materialized(decode, rows)
-    else:
-      rows, words = split(lines, [form.rows.shape, form.agreed.shape])
-      floats = form.agreed.dtype == jnp.float32
-      read = lax.bitcast_convert_type if floats else jnp.astype
-      agreed = read(words, form.agreed.dtype)
+    rows, *words = split(lines, [x.shape for x in form if x is not None])
+    decode = jax.vmap(codec.decode_rows)
+    if words:
+      agreed = _cast(words[0], form.agreed.dtype)
       each = jax.vmap(lambda *payload: protocol.decoded(codec, Payload(*payload)))
-      found = materialized(lambda rows: each(rows, agreed), rows)
+      decode = lambda rows: each(rows, agreed)
+    # Materialized row by row: XLA would compute the row of every element of the result,
+    # and its place there, which takes longer than decoding.
+    found = decode(rows) if codec.facts.plain else materialized(decode, rows)
     return jax.vmap(lambda own: protocol.from_tiles(own, like, codec))(found)
 
 
-def _encode(
-  codec: Codec, x: jax.Array, own: jax.Array | None, shared: jax.Array | None
-) -> Payload:
-  return protocol.payload_of(codec, x.astype(jnp.float32), Context(own, shared))
+def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """Casts words from or to the bits of ``float32``, or the values of bytes."""
+  bits = jnp.float32 in (x.dtype, dtype)
+  return lax.bitcast_convert_type(x, dtype) if bits else x.astype(dtype)
+
+
+def _encode(codec: Codec, x: jax.Array, key: Key, worker: jax.Array) -> Payload:
+  """Encodes an array by a key that all workers share, ``uint32[2]``."""
+  context = Context()
+  if codec.needs_key:
+    assert key is not None
+    context = Context(threefry.fold_key(key, worker), dithers.dither(key, worker))
+  return protocol.payload_of(codec, x.astype(jnp.float32), context)
 
 
 def arrived(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:

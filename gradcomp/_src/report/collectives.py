@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -31,21 +31,13 @@ KINDS = {
   "ppermute": "collective-permute",
 }
 
-_DTYPES = {
-  1: "pred s1 u1 s2 u2 s4 u4 s8 u8 f4e2m1fn f6e2m3fn f6e3m2fn f8e3m4 f8e4m3 "
-  "f8e4m3fn f8e4m3b11fnuz f8e4m3fnuz f8e5m2 f8e5m2fnuz f8e8m0fnu",
-  2: "s16 u16 f16 bf16",
-  4: "s32 u32 f32",
-  8: "s64 u64 f64 c64",
-  16: "c128",
-}
-SIZES = {dtype: size for size, names in _DTYPES.items() for dtype in names.split()}
-
-
-def bits(dtype: str) -> int:
-  """Returns the number of bits of a dtype in HLO's spelling."""
-  match = re.search(r"\d+", dtype)
-  return int(match[0]) if match else 1  # pred
+# The bits of dtypes in HLO's spelling: the first number in the name.
+_DTYPES = (
+  "s1 u1 s2 u2 s4 u4 s8 u8 s16 u16 s32 u32 s64 u64 f16 bf16 f32 f64 c64 c128 f4e2m1fn "
+  "f6e2m3fn f6e3m2fn f8e3m4 f8e4m3 f8e4m3fn f8e4m3b11fnuz f8e4m3fnuz f8e5m2 f8e5m2fnuz "
+  "f8e8m0fnu"
+)
+BITS = {"pred": 1} | {x: int(re.findall(r"\d+", x)[0]) for x in _DTYPES.split()}
 
 
 # The scopes of gradcomp.exchange, of the collective that completes a mean, and of
@@ -125,7 +117,7 @@ class Collective:
   @property
   def bytes_in(self) -> int:
     """The bytes of the operands, as they are sent."""
-    size = lambda dtype: bits(dtype) if self.packed else 8 * SIZES[dtype]
+    size = lambda dtype: max(BITS[dtype], 1 if self.packed else 8)
     arrays = [(self.quantized or x, math.prod(shape)) for x, shape in self.operands]
     return sum(-(-size(dtype) * elements // 8) for dtype, elements in arrays)
 
@@ -148,7 +140,7 @@ class Collective:
       return 0
     floats = [int(size) for size in self._named(FLOATS)]
     plain = [math.ceil(SHARE_SENT[self.kind](self.workers) * 4 * x) for x in floats]
-    plain += [_plain(size, n) for size, n in self.means]
+    plain += [math.ceil(plain_bytes(size, n)) for size, n in self.means]
     if plain:
       return sum(plain) + self.moved
     if STAGE in self.scope or self.again:
@@ -178,9 +170,9 @@ class Collective:
     return [by_size[size] for size in sizes]
 
 
-def _plain(elements: int, workers: int) -> int:
-  """Returns the bytes that a worker sends by a plain mean in float32."""
-  return math.ceil(SHARE_SENT["all-reduce"](workers) * 4 * elements)
+def plain_bytes(elements: Any, workers: int) -> Any:
+  """Returns the bytes that a worker sends by a plain mean in float32, not rounded."""
+  return SHARE_SENT["all-reduce"](workers) * 4 * elements
 
 
 def dearest(
@@ -218,9 +210,10 @@ def by_link(found: Sequence[Collective]) -> tuple[Collective, ...]:
         and set(x.axis.split(",")).isdisjoint(found[j].axis.split(","))
       ]
       if beyond:
-        whole, own = (_plain(elements, n) for n in (workers, x.workers))
-        moved[i] -= whole - own
-        moved[min(beyond, key=lambda j: abs(i - j))] += whole - own
+        whole, own = (plain_bytes(elements, n) for n in (workers, x.workers))
+        between = math.ceil(whole) - math.ceil(own)
+        moved[i] -= between
+        moved[min(beyond, key=lambda j: abs(i - j))] += between
   pairs = zip(found, moved, strict=True)
   return tuple(dataclasses.replace(x, moved=n) if n else x for x, n in pairs)
 
@@ -280,25 +273,21 @@ def cells(x: Collective) -> dict[str, str]:
   }
 
 
-# The columns of tables that are flush left.
-_TEXTS = "collective dtype operands axis scope leaf shape codec exchange rule".split()
-_TEXTS += ["beside it"]
-
-
 def table(columns: str, rows: Iterable[Mapping[str, str]]) -> list[str]:
   """Returns the lines of a table with these columns, named between commas."""
   names = columns.split(",")
-  cells = [[row.get(x, "") for x in names] for row in rows]
-  right = [i for i, x in enumerate(names) if x not in _TEXTS]
-  return aligned([names, *cells], right)
+  return aligned([names, *([row.get(x, "") for x in names] for row in rows)])
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-  """Returns one line a row, with columns of ``right`` flush right, no empty ones."""
+_NUMBER = re.compile(r"(?:loop )?(?:branch )?[-+\d.,e]*|inf|nan|\?")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+  """Returns one line a row, with columns of numbers flush right, no empty ones."""
   columns = []
-  for i, (head, *cells) in enumerate(zip(*rows, strict=True)):
+  for head, *cells in zip(*rows, strict=True):
     width = max(map(len, (head, *cells)))
-    pad = str.rjust if i in right else str.ljust
+    pad = str.rjust if all(map(_NUMBER.fullmatch, cells)) else str.ljust
     if any(cells):
       columns.append([pad(x, width) for x in (head, *cells)])
   return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

@@ -12,20 +12,12 @@ import jax.numpy as jnp
 import optax
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core.codec_memory import used_by_leaf
-from gradcomp._src.core.state import states_in
-from gradcomp._src.exchange.hierarchical import Hierarchical
+from gradcomp._src.core import codec_memory, state
+from gradcomp._src.exchange import hierarchical, protocol
 from gradcomp._src.exchange.plan import MessagePlan, owner_shapes
-from gradcomp._src.exchange.protocol import CODED_ONCE, Message, Work
-from gradcomp._src.mesh.axes import WorkerSizes, check_both, sizes_of
-from gradcomp._src.mesh.platforms import planned_for
-from gradcomp._src.mesh.trees import unboxed
-from gradcomp._src.mesh.types import mark_varying
-from gradcomp._src.report import reader, tracing
-from gradcomp._src.report.collectives import SHARE_SENT, Collective, by_link, table
-from gradcomp._src.report.wire_report import WireReport
-
-_PLAIN = (("f32", 32), ("bf16", 16))  # dtypes of plain means, and their bits
+from gradcomp._src.mesh import axes, platforms, trees, types
+from gradcomp._src.report import reader, tracing, wire_report
+from gradcomp._src.report.collectives import Collective, by_link, plain_bytes, table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +51,7 @@ class LeafPlan:
   rule: str = ""
   slots: int | None = None
   used: float | None = None
-  work: Work = Work()
+  work: protocol.Work = protocol.Work()
   keeps: bool = False
   every: int = 1
 
@@ -137,13 +129,13 @@ class Explanation:
 
   def _ratio(self, sent: Fraction | int, elements: int, bits: int = 32) -> float:
     """Returns the ratio to a plain mean; 1 if both are 0, as in a WireReport."""
-    plain = SHARE_SENT["all-reduce"](self.workers) * bits / 8 * elements
+    plain = plain_bytes(elements, self.workers) * bits / 32
     return float(sent / plain) if plain else math.inf if sent else 1.0
 
   def _sent(self, sent: Fraction | int, elements: int) -> dict[str, str]:
     """Returns the cells of a table with bytes, and their ratio to plain means."""
-    each = {f"/{x}": self._ratio(sent, elements, n) for x, n in _PLAIN}
-    return {"sent": f"{math.ceil(sent):,}"} | {x: f"{y:.4g}" for x, y in each.items()}
+    ratio = lambda bits: f"{self._ratio(sent, elements, bits):.4g}"
+    return {"sent": f"{math.ceil(sent):,}", "/f32": ratio(32), "/bf16": ratio(16)}
 
   def __str__(self) -> str:
     rows = [
@@ -219,8 +211,8 @@ class Directions:
     backward: the further collectives of the gradients of all arguments.
   """
 
-  forward: WireReport
-  backward: WireReport
+  forward: wire_report.WireReport
+  backward: wire_report.WireReport
 
   @property
   def bytes_sent(self) -> int:
@@ -237,7 +229,7 @@ def explain(
   params: Any,
   /,
   *,
-  workers: WorkerSizes,
+  workers: axes.WorkerSizes,
   opt_state: Any = None,
   platform: str | None = None,
 ) -> Explanation: ...
@@ -317,11 +309,11 @@ def explain(
       "`args` must be the parameters of an optimizer, or the arguments of a function, "
       f"which has no opt_state=, got {len(args)} and {optimizer!r}."
     )
-  with planned_for(platform):
+  with platforms.planned_for(platform):
     if is_function:
       return _passes(optimizer, args, workers)
     transformations = tracing.study(optimizer, args[0], workers).found
-  states = states_in(unboxed(opt_state))
+  states = state.states_in(trees.unboxed(opt_state))
   leaves: list[LeafPlan] = []
   collectives: list[Collective] = []
   number = kept = 0
@@ -336,17 +328,16 @@ def explain(
     if states and found.state is not None:
       memory = states[found.state].memory
       forgets |= bool(owned) and states[found.state].server_residual is None
-    used = {} if memory is None else used_by_leaf(plan, memory)
+    used = {} if memory is None else codec_memory.used_by_leaf(plan, memory)
     own: dict[int, LeafPlan] = {}
     for x in found.collectives:
       collectives.append(dataclasses.replace(x, message=number + x.message))
       filling += x.times * x.exact_bytes_sent * _filled(plan.messages[x.message], plan)
     for message in plan.messages:
-      if isinstance(message.exchange, Hierarchical):
-        check_both(plan.axis_name, workers)
+      if isinstance(message.exchange, hierarchical.Hierarchical):
+        axes.check_both(plan.axis_name, workers)
       layout = message.layout
-      plain = all(codec.facts.plain for codec in layout.codecs)
-      work = message.exchange.work(found.sizes, plain=plain)
+      work = message.exchange.work(found.sizes, plain=layout.plain)
       for i, like, slot in zip(message.leaves, layout.like, layout.slots, strict=True):
         codec = layout.codecs[slot.group]
         share = Fraction(like.size, plan.leaves[i].size) if like.size else 1
@@ -364,7 +355,7 @@ def explain(
           slots=codec.sums.slots(slot.stop - slot.start),
           used=used.get(i),
           # A codec that averages others in place of a leaf: only the leaf is coded.
-          work=work if codec == plan.codecs[i] else CODED_ONCE,
+          work=work if codec == plan.codecs[i] else protocol.CODED_ONCE,
           keeps=plan.feedback,
           every=found.every,
         )
@@ -376,11 +367,10 @@ def explain(
     between += sum(one.by_leaf) - one.inside
     # A plain mean that adds inside groups first sends an nth of all elements.
     elements = math.prod(one.layers) * sum(leaf.size for leaf in one.plan.leaves)
-    share = SHARE_SENT["all-reduce"](one.sizes[0])
-    mean_between += share * 4 * elements / one.sizes[1]
+    mean_between += plain_bytes(elements, one.sizes[0]) / one.sizes[1]
   return Explanation(
     leaves=tuple(leaves),
-    workers=math.prod(sizes_of(workers)[0]),
+    workers=math.prod(axes.sizes_of(workers)[0]),
     bytes_inside=math.ceil(sum(x.inside for x in grouped)),
     bytes_between=math.ceil(between),
     ratio_between=float(between / mean_between) if mean_between else 1.0,
@@ -396,7 +386,7 @@ def _passes(
   function: Callable[..., Any], args: tuple[Any, ...], workers: Any
 ) -> Directions:
   """Traces a function, and its gradient, in a map over the axes of the workers."""
-  _, sizes = sizes_of(workers)
+  _, sizes = axes.sizes_of(workers)
   if not sizes:
     raise ValueError(
       "`workers` must be the axes of the function with their sizes, like "
@@ -414,19 +404,19 @@ def _passes(
 
   def traced(function: Callable[..., Any]) -> tuple[Collective, ...]:
     def local(*args: Any) -> jax.Array:
-      function(*mark_varying(args, tuple(sizes)))
+      function(*types.mark_varying(args, tuple(sizes)))
       return jnp.zeros([])
 
     found = reader.events(reader.traced(local, sizes, *args))
     return tuple(reader.collective_of(x, sizes) for x in found)
 
   there, both = traced(forward), traced(backward)
-  report = lambda found: WireReport(by_link(found), axes=tuple(sizes))
+  report = lambda found: wire_report.WireReport(by_link(found), axes=tuple(sizes))
   # JAX computes a function before its gradient, which may send some of it once more.
   return Directions(report(there), report(both[len(there) :]))
 
 
-def _filled(message: Message, plan: MessagePlan) -> Fraction:
+def _filled(message: protocol.Message, plan: MessagePlan) -> Fraction:
   """Returns the part of a message that fills up the rows of its matrices to shares."""
   layout = message.layout
   if message.exchange.way in ("gathered", "reduced") or not layout.nbytes:

@@ -6,27 +6,24 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gradcomp._src.report import collectives as sent
-from gradcomp._src.report import hlo_text, sends
-from gradcomp._src.report.collectives import Collective
-from gradcomp._src.report.groups import Devices, Groups, devices_of
-from gradcomp._src.report.hlo_text import Computation, Instruction, Module
+from gradcomp._src.report import groups, hlo_text, sends
 from gradcomp._src.report.reader import Place
 from gradcomp._src.report.scopes import untold
 
 # An instruction after its callers, from the entry on: the computation and the number of
 # each.
-Path = tuple[tuple[Computation, int], ...]
+Path = tuple[tuple[hlo_text.Computation, int], ...]
 # A collective, its groups, whether an exchange of gradients reads its result, and where
 # it is.
-Found = tuple[Collective, Groups, bool, Path]
+Found = tuple[sent.Collective, groups.Groups, bool, Path]
 
 
 class Program(NamedTuple):
   """A program's module, its collectives, and its devices."""
 
-  module: Module
+  module: hlo_text.Module
   collectives: tuple[Found, ...]
-  devices: Devices
+  devices: groups.Devices
   unseen: tuple[str, ...]  # other names that send: to hosts, and communicating kernels
   untold: tuple[str, ...]  # collectives and means of exchanges without a name
   axes: tuple[str, ...] = ()  # of the mesh
@@ -35,7 +32,7 @@ class Program(NamedTuple):
 def parse_program(text: str) -> Program:
   """Returns the collectives of optimized HLO, including called computations."""
   module = hlo_text.read_module(text)
-  devices = devices_of(module)
+  devices = groups.devices_of(module)
   unseen: dict[str, None] = {}
 
   @functools.cache
@@ -43,7 +40,7 @@ def parse_program(text: str) -> Program:
     """Returns whether an exchange of gradients is in a computation."""
     return any(map(is_exchange, module.computations[name]))
 
-  def is_exchange(x: Instruction) -> bool:
+  def is_exchange(x: hlo_text.Instruction) -> bool:
     return sent.is_exchange(x.op_name) or any(map(exchanges, x.called))
 
   def walk(
@@ -86,7 +83,7 @@ def parse_program(text: str) -> Program:
 
 
 def _calls(
-  x: Instruction, body: Computation, around: Place
+  x: hlo_text.Instruction, body: hlo_text.Computation, around: Place
 ) -> Iterator[tuple[str, Place]]:
   """Yields the computations that an instruction calls, and the places of their runs."""
   trips = trip_count(x, body) if x.opcode == "while" else 1
@@ -107,7 +104,7 @@ def _calls(
     yield callee, Place(scope, around.times * runs, loop, unknown, branches)
 
 
-def trip_count(loop: Instruction, around: Computation) -> int | None:
+def trip_count(loop: hlo_text.Instruction, around: hlo_text.Computation) -> int | None:
   """Returns the number of trips of a ``while``; None if the text does not have it."""
   known = r'"known_trip_count":\{"n":"(\d+)"\}'
   if match := re.search(known, loop.backend_config):
@@ -137,7 +134,7 @@ def trip_count(loop: Instruction, around: Computation) -> int | None:
 _COPIES = ("copy", "bitcast")
 
 
-def _sum(body: Computation, name: str | None) -> tuple[int, int | None] | None:
+def _sum(body: hlo_text.Computation, name: str | None) -> tuple[int, int | None] | None:
   """Returns a constant, and the place of the loop's element that it is added to."""
   found = body.behind(name, _COPIES)
   if found is None:
@@ -157,6 +154,6 @@ def _sum(body: Computation, name: str | None) -> tuple[int, int | None] | None:
   return (0, int(found.attributes["index"])) if is_loop else None
 
 
-def _element(made: Instruction | None, place: int) -> str | None:
+def _element(made: hlo_text.Instruction | None, place: int) -> str | None:
   """Returns the name of an element of a tuple."""
   return made.operands[place] if made and made.opcode == "tuple" else None

@@ -18,6 +18,8 @@ _NEEDLESS = re.compile(  # numbers of elements, and blanks beside signs; not in 
   rf"({_STRING}|'[^']*')|/\*.*?\*/ ?|(?<=[,{{\[(=:])\s+|\s+(?=[,}}\])=<{{])"
 )
 _NAME = re.compile(r"%?([\w.\-]+)")
+# An array in the text of a type: its dtype, its sizes, and the bits of a packed one.
+ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{[^{}]*?E\((\d+)\)[^{}]*\})?")
 _TABLE = re.compile(  # of source lines, between a header and the first computation
   rf"FileNames|FunctionNames|FileLocations|StackFrames|\d+ (?:{_STRING}|\{{[^{{}}]*\}})"
 )

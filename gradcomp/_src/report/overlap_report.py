@@ -11,10 +11,8 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from gradcomp._src.report import collectives as sent
-from gradcomp._src.report.collectives import Collective
-from gradcomp._src.report.hlo import Path
+from gradcomp._src.report import hlo, wire_report
 from gradcomp._src.report.hlo_text import Computation, Instruction, unreadable
-from gradcomp._src.report.wire_report import read_program
 from gradcomp._src.report.work import Work, Works
 
 _Held = dict[str, tuple[int, ...]]  # where in nested tuples a value is, by its holders
@@ -31,7 +29,7 @@ class Overlap:
     beside: the work in between, in the order of the program, for one of its ``times``.
   """
 
-  collective: Collective
+  collective: sent.Collective
   synchronous: bool
   beside: tuple[Work, ...]
 
@@ -155,7 +153,7 @@ def overlap_report(
     all-gather  u32          4      1         768  1 product  0.0005243
     Exposed: 0 of 1 collectives, 0 of 768 bytes.
   """
-  found = read_program(program, mesh)
+  found = wire_report.read_program(program, mesh)
   if found.module.attributes.get("is_scheduled") != "true":
     raise ValueError(
       "`program` must be scheduled, with is_scheduled=true in the first line of its "
@@ -177,27 +175,21 @@ def overlap_report(
 
 def _hints(found: Sequence[tuple[Overlap, Instruction]]) -> Iterator[str]:
   """Yields sentences on flags of the compiler that made a program."""
-  if any(
-    overlap.synchronous and overlap.collective.kind == "all-to-all" and ":T(" in x.type
-    for overlap, x in found  # with tiles, as only TPUs have
-  ):
-    yield _flag("all-to-all", "xla_tpu_enable_async_all_to_all", True)
-  if any(
-    overlap.exposed
-    and overlap.collective.kind == "all-gather"
-    and len(overlap.collective.operands) > 1
-    and '"collective_backend_config"' in x.backend_config  # of GPUs
-    for overlap, x in found
-  ):
-    yield _flag("all-gather", "xla_gpu_all_gather_combine_threshold_bytes", 1)
+  told: dict[str, str] = {}
+  for overlap, x in found:
+    one, kind = overlap.collective, overlap.collective.kind
+    on_tpu = ":T(" in x.type  # its tiles
+    on_gpu = '"collective_backend_config"' in x.backend_config
+    if kind == "all-to-all" and overlap.synchronous and on_tpu:
+      told[kind] = "'xla_tpu_enable_async_all_to_all': True"
+    if kind == "all-gather" and overlap.exposed and len(one.operands) > 1 and on_gpu:
+      told[kind] = "'xla_gpu_all_gather_combine_threshold_bytes': 1"
+  for kind in sorted(told, reverse=True):
+    options = f"compile(compiler_options={{{told[kind]}}})"
+    yield f"{options} lets the compiler start each {kind} early."
 
 
-def _flag(kind: str, flag: str, value: bool | int) -> str:
-  options = f"compile(compiler_options={{{flag!r}: {value}}})"
-  return f"{options} lets the compiler start each {kind} early."
-
-
-def _beside(path: Path) -> list[_Run] | None:
+def _beside(path: hlo.Path) -> list[_Run] | None:
   """Returns all between a collective's start and end; None for a synchronous one."""
   # The start may be the collective itself, or an instruction around it.
   for depth in range(len(path), 0, -1):
@@ -222,7 +214,7 @@ def _chain(body: Computation, x: Instruction) -> list[str]:
   return next(found, [])
 
 
-def _until_done(path: Path) -> Iterator[_Run]:
+def _until_done(path: hlo.Path) -> Iterator[_Run]:
   """Yields all that runs from a start on, also in the next trips of a loop."""
   *callers, (body, number) = path
   start, trips = body[number], set[tuple[str, tuple[int, ...]]]()

@@ -2,17 +2,17 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, PartitionSpec, use_abstract_mesh
 
 from gradcomp._src.mesh.axes import UnboundAxisError, abstract_mesh
 from gradcomp._src.mesh.study import NOTE
-from gradcomp._src.report.collectives import KINDS, Branch, Collective, connected
+from gradcomp._src.report import collectives
 
 
 class Place(NamedTuple):
@@ -22,7 +22,7 @@ class Place(NamedTuple):
   times: int = 1  # the number of its runs
   in_loop: bool = False
   trips_unknown: bool = False  # of one of the loops
-  branches: tuple[Branch, ...] = ()
+  branches: tuple[collectives.Branch, ...] = ()
 
 
 class Event(NamedTuple):
@@ -47,42 +47,35 @@ def traced(
 
 def events(jaxpr: Jaxpr) -> list[Event]:
   """Returns the notes and collectives of a function, and of those that it calls."""
-  return _events(jaxpr, {}, Place(), set(), itertools.count())
+  return _events(jaxpr, {}, Place(), (set(), itertools.count()))
 
 
 def _events(
-  jaxpr: Jaxpr,
-  states: dict[Var, int],
-  around: Place,
-  quiet: set[int],
-  numbers: Iterator[int],
+  jaxpr: Jaxpr, states: dict[Var, int], around: Place, met: tuple[set[int], Any]
 ) -> list[Event]:
   """Returns the events of a function at a place, where some are known to have none."""
-  # states are the counts of states, by variables, quiet the ids of functions, and
-  # numbers those of conditionals.
+  # `states` are the counts of states, by variables. `met` are the ids of functions
+  # without events, and a counter of conditionals.
   result: list[Event] = []
+  quiet, numbers = met
   for equation in jaxpr.eqns:
     name, params = equation.primitive.name.removesuffix("_invariant"), equation.params
-    is_event = equation.primitive is NOTE or name in KINDS
+    is_event = equation.primitive is NOTE or name in collectives.KINDS
     called = [] if is_event else [*functions(equation)]
     inside = [(i, x) for i, x in enumerate(called) if id(x) not in quiet]
     if not is_event and not inside:
       continue
     known = [None if isinstance(x, Literal) else states.get(x) for x in equation.invars]
-    scope = f"{around.scope}/{equation.source_info.name_stack}".strip("/")
+    here = around._replace(
+      scope=f"{around.scope}/{equation.source_info.name_stack}".strip("/"),
+      times=around.times * params.get("length", 1),  # of a loop
+      in_loop=around.in_loop or name in ("scan", "while"),
+      trips_unknown=around.trips_unknown or name == "while",
+    )
     if is_event and isinstance(params.get("about"), int):
       states[equation.outvars[0]] = params["about"]
     elif is_event:
-      here = around._replace(scope=scope)
       result.append(Event(equation, here, known[0] if known else None))
-    times = around.times * params.get("length", 1)  # of a loop
-    here = Place(
-      scope,
-      times,
-      in_loop=around.in_loop or name in ("scan", "while"),
-      trips_unknown=around.trips_unknown or name == "while",
-      branches=around.branches,
-    )
     conditional = f"cond.{next(numbers)}" if name == "cond" else ""
     found: list[list[Event]] = []
     for i, part in inside:
@@ -92,7 +85,7 @@ def _events(
       # A function takes the last arguments of its equation.
       pairs = zip(reversed(part.invars), reversed(known), strict=False)
       inner = {x: number for x, number in pairs if number is not None}
-      found.append(_events(part, inner, here, quiet, numbers))
+      found.append(_events(part, inner, here, met))
       if not found[-1]:
         quiet.add(id(part))
     if name == "cond":
@@ -111,19 +104,19 @@ def functions(equation: JaxprEqn) -> Iterator[Jaxpr]:
         yield part
 
 
-def collective_of(event: Event, sizes: Mapping[str, int]) -> Collective:
+def collective_of(event: Event, sizes: Mapping[str, int]) -> collectives.Collective:
   """Returns the record of a collective in a map over axes of these sizes."""
   params = event.equation.params
   axes = bound_axes(axes_of(event.equation), sizes)
   groups = params.get("axis_index_groups")
   if "perm" in params:
-    workers = max(map(len, connected(params["perm"])), default=1)
+    workers = max(map(len, collectives.connected(params["perm"])), default=1)
   else:
     workers = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
   types: list[Any] = [x.aval for x in event.equation.invars]
-  return Collective(
-    kind=KINDS[event.equation.primitive.name.removesuffix("_invariant")],
-    operands=tuple((_spelled(x.dtype), x.shape) for x in types),
+  return collectives.Collective(
+    kind=collectives.KINDS[event.equation.primitive.name.removesuffix("_invariant")],
+    operands=spelled(types),
     workers=workers,
     axis=",".join(axes) if workers > 1 else "",
     **event.place._asdict(),
@@ -143,9 +136,8 @@ def bound_axes(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ..
   return axes
 
 
-def _spelled(dtype: Any) -> str:
-  """Returns a dtype in HLO's spelling, as u32 and bf16."""
-  name = "pred" if dtype == jnp.bool_ else dtype.name
-  for long, short in {"uint": "u", "int": "s", "float": "f", "complex": "c"}.items():
-    name = name.replace(long, short)
-  return name.replace("_", "")
+def spelled(types: Iterable[Any]) -> collectives.Shapes:
+  """Returns dtypes and shapes in HLO's spelling, as u32 and bf16."""
+  names = {"uint": "u", "int": "s", "float": "f", "complex": "c", "bool": "pred"}
+  short = lambda x: re.sub("|".join(names), lambda match: names[match[0]], x.dtype.name)
+  return tuple((short(x).replace("_", ""), x.shape) for x in types)

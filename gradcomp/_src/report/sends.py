@@ -8,13 +8,10 @@ from collections.abc import Iterator
 
 from gradcomp._src.report import collectives as sent
 from gradcomp._src.report import groups as of_devices
-from gradcomp._src.report.collectives import Collective, Shapes
+from gradcomp._src.report import reader, scopes
 from gradcomp._src.report.groups import Devices, Groups, Pairs, integers
-from gradcomp._src.report.hlo_text import Computation, Instruction, unreadable
-from gradcomp._src.report.reader import Place
-from gradcomp._src.report.scopes import scope_of
+from gradcomp._src.report.hlo_text import ARRAY, Computation, Instruction, unreadable
 
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{[^{}]*?E\((\d+)\)[^{}]*\})?")
 # Transfers between slices of TPUs, by their types.
 _BETWEEN_SLICES = {
   "ALL_TO_ALL": "all-to-all",
@@ -50,10 +47,10 @@ def sends(
   body: Computation,
   devices: Devices,
   pairs: Pairs,
-  around: Place,
+  around: reader.Place,
   *,
   is_fused: bool,
-) -> Iterator[tuple[Collective, Groups]]:
+) -> Iterator[tuple[sent.Collective, Groups]]:
   """Yields the record of a collective, or of each of its stages if they differ."""
   kind = kind_of(x)
   if kind == "all-reduce" and is_fused and _is_cut(x, body):
@@ -63,12 +60,12 @@ def sends(
   else:
     groups = of_devices.groups_of(kind, x, devices)
   operands, packed = _arrays(x, body)
-  record = Collective(
+  record = sent.Collective(
     kind=kind,
     operands=operands,
     packed=packed,
     workers=groups.workers,
-    **around._replace(scope=scope_of(x, body, around.scope))._asdict(),
+    **around._replace(scope=scopes.scope_of(x, body, around.scope))._asdict(),
   )
   for stage in _quantized(record, x):
     yield stage, groups
@@ -87,7 +84,7 @@ def is_unseen(x: Instruction) -> bool:
   return x.opcode in ("infeed", "outfeed")
 
 
-def _quantized(record: Collective, x: Instruction) -> Iterator[Collective]:
+def _quantized(record: sent.Collective, x: Instruction) -> Iterator[sent.Collective]:
   """Yields an all-reduce, or its two stages if XLA:TPU quantizes one of them."""
   match = _QUANTIZED.search(x.backend_config)
   if "quantized_data_type" in x.backend_config and not match:
@@ -138,7 +135,7 @@ def permutations(body: Computation, devices: Devices) -> dict[str, Pairs | None]
   return found
 
 
-def _arrays(x: Instruction, body: Computation) -> tuple[Shapes, bool]:
+def _arrays(x: Instruction, body: Computation) -> tuple[sent.Shapes, bool]:
   """Returns dtype and shape of each array that is sent, and whether they are packed."""
   # Not from the type of the instruction: the type of a -start holds results, too.
   arguments = x.arguments
@@ -150,16 +147,16 @@ def _arrays(x: Instruction, body: Computation) -> tuple[Shapes, bool]:
     own, _, name = argument.rpartition(" ")
     known = body.named.get(name.removeprefix("%"))
     types.append(own or (known.type if known else "undefined[]"))
-  arrays = [_ARRAY.findall(type_) for type_ in types]
+  arrays = [ARRAY.findall(type_) for type_ in types]
   found = [*itertools.chain(*arrays)]
   what = f"{x.opcode}({', '.join(types)})"
   dtypes = [dtype for dtype, *_ in found]
-  if unknown := set(dtypes) - sent.SIZES.keys():
+  if unknown := set(dtypes) - sent.BITS.keys():
     raise unreadable("known dtypes", f"{', '.join(unknown)} in {what}")
   if not all(arrays) or any("?" in sizes for _, sizes, _ in found):
     raise unreadable("arrays of known sizes as operands", what)
   # Narrow types take only their bits in the layout {0:E(4)}.
-  packed = {int(bits or 8) < 8 for x, _, bits in found if sent.bits(x) < 8}
+  packed = {int(bits or 8) < 8 for x, _, bits in found if sent.BITS[x] < 8}
   if len(packed) > 1:
     raise unreadable("narrow types in one layout", what)
   shapes = [sizes for _, sizes, _ in found]

@@ -23,9 +23,8 @@ from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.plan import MessagePlan, own_axes
 from gradcomp._src.exchange.protocol import Message
 from gradcomp._src.mesh import axes as mesh_axes
+from gradcomp._src.mesh import platforms, trees
 from gradcomp._src.mesh import study as studies
-from gradcomp._src.mesh.platforms import platform
-from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.report import reader
 from gradcomp._src.report.collectives import Collective, span
 
@@ -74,17 +73,7 @@ def study(
   optimizer: optax.GradientTransformation, params: Any, workers: mesh_axes.WorkerSizes
 ) -> Trace:
   """Returns the transformations in an update of parameters, or of their shapes."""
-  sizes, by_name = mesh_axes.sizes_of(workers)
-
-  def known(axis: str) -> int | None:
-    if by_name:
-      raise ValueError(
-        f"`workers` must have the size of each axis that is exchanged over, got "
-        f"{by_name} and an exchange over {axis!r}; add its size."
-      )
-    return None
-
-  return study_in(optimizer, params, sizes, by_name, known)
+  return study_in(optimizer, params, *mesh_axes.sizes_of(workers))
 
 
 def study_in(
@@ -92,12 +81,12 @@ def study_in(
   params: Any,
   sizes: tuple[int, ...],
   bound: Mapping[str, int],
-  known: Callable[[str], int | None],
+  known: Callable[[str], int | None] = lambda axis: None,
 ) -> Trace:
   """Traces an update, and binds each axis that it asks for, until none is missing."""
   # Sizes are those of a transformation's axes, if their number is equal; else all
   # workers are on its first axis. `bound` axes are in the order of the workers.
-  leaves, treedef = jax.tree.flatten(jax.eval_shape(_same, trainable(params)))
+  leaves, treedef = jax.tree.flatten(jax.eval_shape(_same, trees.trainable(params)))
   like = tuple((x.shape, x.dtype) for x in leaves)
   order = tuple(bound) if len(bound) > 1 else ()  # of one axis there is one order
   axes = UNNAMED[: len(sizes)] if len(sizes) <= len(UNNAMED) else UNNAMED[:1]
@@ -109,7 +98,7 @@ def study_in(
     kept = {}
   while True:
     # A study depends on this and on the optimizer alone.
-    place = jnp.result_type(float), platform()
+    place = jnp.result_type(float), platforms.platform()
     key = treedef, like, tuple(now.items()), order, axes, place
     found = kept.get(key)
     if found is None:
@@ -125,9 +114,13 @@ def study_in(
       return found
     ones = (1,) * (len(found) - 1)
     fit = sizes if len(sizes) == len(found) else (math.prod(sizes), *ones)
-    unnamed = dict(zip(axes, fit, strict=True)) if found == axes else {}
-    own = [known(x) or size for x, size in zip(found, fit, strict=True) if not unnamed]
-    now |= unnamed or zip(found, own, strict=True)
+    if bound and found != axes:
+      raise ValueError(
+        f"`workers` must have the size of each axis that is exchanged over, got "
+        f"{bound} and an exchange over {found[0]!r}; add its size."
+      )
+    pairs = zip(found, fit, strict=True)
+    now |= pairs if found == axes else [(x, known(x) or size) for x, size in pairs]
 
 
 def _trace(

@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gradcomp._src.report import collectives as sent
 from gradcomp._src.report import hlo
-from gradcomp._src.report.collectives import Collective
 from gradcomp._src.report.groups import Devices, Groups
 
 _MOST = 4  # conditionals whose ratios are printed
@@ -35,7 +34,7 @@ class WireReport:
     axes: the axes of the mesh, the outermost first; empty if the mesh is unknown.
   """
 
-  collectives: tuple[Collective, ...]
+  collectives: tuple[sent.Collective, ...]
   unseen: tuple[str, ...] = ()
   untold: tuple[str, ...] = ()
   axes: tuple[str, ...] = ()
@@ -68,15 +67,12 @@ class WireReport:
   @property
   def by_axis(self) -> dict[str, "WireReport"]:
     """The report of each ``axis`` by itself, along the outermost axis first."""
-    parts: dict[str, list[Collective]] = {}
-    for collective in self.collectives:
-      parts.setdefault(collective.axis, []).append(collective)
     places = {axis: i for i, axis in enumerate(self.axes)}
     order = lambda axis: [places.get(x, len(places)) for x in axis.split(",")]
-    part = lambda axis: dataclasses.replace(
-      self, collectives=tuple(parts[axis]), unseen=()
-    )
-    return {axis: part(axis) for axis in sorted(parts, key=order)}
+    along = lambda axis: tuple(x for x in self.collectives if x.axis == axis)
+    part = lambda axis: dataclasses.replace(self, collectives=along(axis), unseen=())
+    names = dict.fromkeys(x.axis for x in self.collectives)
+    return {axis: part(axis) for axis in sorted(names, key=order)}
 
   @property
   def branch_ratios(self) -> dict[str, tuple[float, ...]]:
@@ -157,7 +153,7 @@ class WireReport:
     return [told, *each[:_MOST], *more]
 
 
-def _row(x: Collective) -> dict[str, str]:
+def _row(x: sent.Collective) -> dict[str, str]:
   counts = collections.Counter(x.shapes).items()
   arrays = [f"{n} x " * (n > 1) + str(list(shape)) for shape, n in counts]
   operands = " ".join(arrays) if len(arrays) <= 3 else f"{len(x.shapes)} arrays"
@@ -281,19 +277,15 @@ def _taken_again(found: Sequence[hlo.Found]) -> set[int]:
       sums.setdefault(groups, []).append(number)
   result: set[int] = set()
   for groups, numbers in sums.items():
-    inside = [x for x, own, *_ in found if _in(own, groups)]
+    wholes = [set(x) for x in groups.members or ()]
+    is_part = lambda x, wholes=wholes: any(set(x) <= y for y in wholes)
+    known = [(x, own.members) for x, own, *_ in found if own.members]
+    inside = [x for x, members in known if all(map(is_part, members))]
     averaged = lambda x, n=groups.workers: sum(size for size, of in x.means if of == n)
     size = sent.dearest(inside, averaged)
     if size and sum(found[i][0].elements for i in numbers) >= size:
       result.update(numbers)
   return result
-
-
-def _in(parts: Groups, wholes: Groups) -> bool:
-  """Returns whether each group is known to be a part of one of the others."""
-  if parts.members is None or wholes.members is None:
-    return False
-  return all(any(set(x) <= set(y) for y in wholes.members) for x in parts.members)
 
 
 def _indices(mesh: Mesh | AbstractMesh | None, devices: Devices) -> dict[str, Any]:

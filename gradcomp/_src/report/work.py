@@ -4,19 +4,16 @@
 # and none of a text. These are its rules for one instruction; a test compares both.
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Iterable
 
 import numpy as np
 
-from gradcomp._src.report.collectives import SHARE_SENT, SIZES
+from gradcomp._src.report import hlo, hlo_text
+from gradcomp._src.report.collectives import BITS, SHARE_SENT
 from gradcomp._src.report.groups import integers
-from gradcomp._src.report.hlo import trip_count
-from gradcomp._src.report.hlo_text import Computation, Instruction
 
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _SUMMED = re.compile(r'"lhs_contracting_dimensions":(\[[^]]*\])')  # of cuBLAS
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 # These name, hold or order values, or move them beside what computes.
@@ -60,15 +57,15 @@ class Works:
   def __init__(self) -> None:
     self._known: dict[str, _Counts] = {}
 
-  def of(self, body: Computation, x: Instruction) -> Work | None:
+  def of(self, body: hlo_text.Computation, x: hlo_text.Instruction) -> Work | None:
     """Returns the work of an instruction there, or None if it has none."""
     flops, cycles, size = self._counts(body, x)
     counts = {"flops": flops, "cycles": cycles, "bytes": size}
     return Work(name=x.name, opcode=x.opcode, **counts) if size else None
 
-  def _counts(self, body: Computation, x: Instruction) -> _Counts:
+  def _counts(self, body: hlo_text.Computation, x: hlo_text.Instruction) -> _Counts:
     if x.opcode == "while":
-      trips = trip_count(x, body)
+      trips = hlo.trip_count(x, body)
       (inside,) = (self._inside(body.others[name]) for name in x.calls["body"])
       return tuple(n * (1 if trips is None else trips) for n in inside)
     if x.opcode == "conditional":  # it runs one; the dearest is an upper bound
@@ -85,7 +82,7 @@ class Works:
     read = [x.type] if x.opcode in _PARTS else types
     return _flops(x, types), cycles, sum(map(_bytes, [*read, x.type]))
 
-  def _inside(self, body: Computation) -> _Counts:
+  def _inside(self, body: hlo_text.Computation) -> _Counts:
     """Returns the sums of a computation."""
     if body.name not in self._known:
       self._known[body.name] = _added(self._counts(body, x) for x in body)
@@ -96,7 +93,7 @@ def _added(counts: Iterable[_Counts]) -> _Counts:
   return tuple(map(sum, zip(*counts, strict=True)))
 
 
-def _fused_bytes(body: Computation) -> int:
+def _fused_bytes(body: hlo_text.Computation) -> int:
   """Returns the bytes that a fusion reads and writes."""
   # Operands and results have more: a fusion reads a slice of an array, writes a part of
   # one in place, and hands on the buffers of a collective that is on its way.
@@ -117,24 +114,24 @@ def _fused_bytes(body: Computation) -> int:
   return size
 
 
-def _is_idle(x: Instruction) -> bool:
+def _is_idle(x: hlo_text.Instruction) -> bool:
   target = x.attributes.get("custom_call_target", "").strip('"')
   return x.opcode in _IDLE or x.opcode in SHARE_SENT or target in _IDLE_CALLS
 
 
 def _bytes(type_: str) -> int:
   """Returns the bytes of all arrays in the text of a type."""
-  size = lambda dtype, shape: SIZES.get(dtype, 0) * math.prod(integers(shape))
-  return sum(itertools.starmap(size, _ARRAY.findall(type_)))
+  found = hlo_text.ARRAY.findall(type_)
+  return sum(-(-BITS.get(x, 0) // 8) * math.prod(integers(y)) for x, y, _ in found)
 
 
 def _shape(type_: str) -> list[int]:
   """Returns the shape of the first array in the text of a type."""
-  match = _ARRAY.search(type_)
+  match = hlo_text.ARRAY.search(type_)
   return integers(match[2]) if match else []
 
 
-def _flops(x: Instruction, types: Iterable[str]) -> int:
+def _flops(x: hlo_text.Instruction, types: Iterable[str]) -> int:
   """Returns two for each product that a dot, a convolution or a library's adds."""
   operands = [_shape(type_) for type_ in types]
   if x.opcode == "convolution":
@@ -148,7 +145,7 @@ def _flops(x: Instruction, types: Iterable[str]) -> int:
   return 2 * math.prod(_shape(x.type)) * math.prod(operands[0][axis] for axis in axes)
 
 
-def _convolved(x: Instruction, left: list[int], right: list[int]) -> int:
+def _convolved(x: hlo_text.Instruction, left: list[int], right: list[int]) -> int:
   """Returns the products of a convolution, without those with padding."""
   # XLA writes matrix products for TPUs as convolutions. A batch has a window over its
   # axis with padding in all places except one.

@@ -9,15 +9,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
 from gradcomp._src.checks import see
-from gradcomp._src.core.border import entry
+from gradcomp._src.core import border
 from gradcomp._src.core.measures import Sums, watched
 from gradcomp._src.core.state import is_state, states_in
 from gradcomp._src.mesh.axes import count
-from gradcomp._src.mesh.specs import names_by_axis
-from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes
 from gradcomp._src.report import tracing
 from gradcomp._src.report.collectives import aligned
 
@@ -87,7 +84,7 @@ class Inspection(NamedTuple):
     for path, metrics in [*self.leaves.items(), ("total", self.total)]:
       nbytes, *values = (float(getattr(metrics, name)) for name in names)
       rows.append([path, f"{math.ceil(nbytes):,}", *(f"{x:.4g}" for x in values)])
-    lines = aligned(rows, right=range(1, len(names) + 1))
+    lines = aligned(rows)
     return "\n".join(lines + [self.warning] * bool(self.warning))
 
 
@@ -150,7 +147,9 @@ def measured_update(
   """Runs and measures ``optimizer.update``, and reads the messages of ``studied``."""
   # These send the same. A wrapper that is made anew for each step is no key of a study
   # that is kept, and the optimizer inside is.
-  found = _found(studied, grads, opt_state)
+  like, mesh, sizes = border.on_device(grads, opt_state)
+  known = lambda name: count(name, mesh)[0]
+  found = tracing.study_in(studied, like, sizes or (1,), {}, known).found
   states = states_in(opt_state)
   if not found or not states:
     raise ValueError(
@@ -197,28 +196,6 @@ def _inspection(found: Sequence[tracing.Found], sums: Sequence[Sums]) -> Inspect
   total = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *own)
   sent = sum((sum(x.by_leaf, x.fitting) for x in found), Fraction(0))
   return Inspection(_metrics(sent, total), leaves)
-
-
-def _found(
-  optimizer: optax.GradientTransformation, grads: Any, opt_state: Any
-) -> list[tracing.Found]:
-  """Traces the messages of gradcomp's transformations, with shapes."""
-  mesh = mesh_of(grads)
-  unreduced = unreduced_axes(grads)
-  sizes = tuple(size for name, size in mesh.shape.items() if name in unreduced)
-  known = lambda name: count(name, mesh)[0]
-
-  def on_device(spec: PartitionSpec, shape: tuple[int, ...], x: Any) -> Any:
-    # JAX has no shard_shape inside of a map.
-    cuts = [[mesh.shape[y] for y in names] for names in names_by_axis(spec, len(shape))]
-    part = tuple(n // math.prod(cut) for n, cut in zip(shape, cuts, strict=True))
-    return jax.ShapeDtypeStruct(part, jnp.result_type(x))
-
-  typed = grads, jax.tree.map(typed_spec, grads), None, ()
-  tree, specs, axes, _ = entry(grads, opt_state) or typed
-  shape = lambda x: jnp.shape(x)[1:] if axes else jnp.shape(x)
-  like = jax.tree.map(lambda x, spec: on_device(spec, shape(x), x), tree, specs)
-  return tracing.study_in(optimizer, like, sizes or (1,), {}, known).found
 
 
 def _metrics(bytes_sent: Fraction, sums: Sums) -> Metrics:

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.core.fingerprint import leaf_fingerprints
 from gradcomp._src.exchange.collectives import STAGE, gather
-from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, manual_axes
-from gradcomp._src.mesh.specs import sharded_axes
-from gradcomp._src.mesh.types import mark_varying, mesh_of, placed_spec
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.place import leaves_cut
+from gradcomp._src.mesh.types import around, mark_varying
 
 
 @functools.partial(
@@ -97,24 +97,22 @@ def compare_replicas(
     >>> bool(found.equal), found.differing()
     (False, {"['w']": [2]})
   """
-  if bound_size(axis_name) is not None:
+  on, kind = around(tree, axis_name, mesh)
+  if kind == AxisType.Manual:
     return _compared(tree, axis_name)
-  names = axis_names(axis_name)
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    if cut := sharded_axes(placed_spec(leaf)).intersection(names):
-      raise ValueError(
-        f"`tree`{jax.tree_util.keystr(path)} must be whole along {axis_name!r}, so "
-        f"that each worker has a copy, but is sharded over {sorted(cut)}, got "
-        f"{jax.typeof(leaf)}; leave it out, or name an axis along which it is whole."
-      )
-  on = mesh_of(tree) if mesh is None else mesh
-  if not set(names).issubset(on.axis_names):
+  for path, cut, got in leaves_cut(tree, axis_name):
+    raise ValueError(
+      f"`tree`{path} must be whole along {axis_name!r}, so that each worker has a "
+      f"copy, but is sharded over {cut}, got {got}; leave it out, or name an axis "
+      "along which it is whole."
+    )
+  if not set(axis_names(axis_name)).issubset(on.axis_names):
     raise ValueError(
       f"`axis_name` must be an axis of an enclosing map or of the mesh, got "
       f"{axis_name!r} and a mesh with the axes {on.axis_names}; pass mesh=, or call "
       "this under jax.set_mesh(mesh)."
     )
-  return _on_mesh(tree, axis_name, None if manual_axes() else on)
+  return _on_mesh(tree, axis_name, on)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -14,16 +14,13 @@ from gradcomp._src.checks import instance_of, static_integer
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core.transform import compress
-from gradcomp._src.exchange.auto import ExchangeName, as_exchange
-from gradcomp._src.exchange.hierarchical import Hierarchical
-from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.exchange.ring import Ring
+from gradcomp._src.exchange import auto, hierarchical, protocol, ring
 from gradcomp._src.testing import laws, leaves, modes
 
 _COUNT_RULE = "a number of 1 or more"
 
 Law = functools.partial[None]
-Exchanges = Sequence[ExchangeName | Exchange]
+Exchanges = Sequence[auto.ExchangeName | protocol.Exchange]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,7 +198,7 @@ def codec_laws(
   yield Law(laws.bytes_are_the_claim, codec, workers=workers)
   refused = codec.facts.refusals
   if options.keeps_range:
-    for partial in (Ring(), Hierarchical(group_size=2)):
+    for partial in (ring.Ring(), hierarchical.Hierarchical(group_size=2)):
       if partial.way not in refused:
         yield Law(laws.half_precision_keeps_its_range, codec, partial)
     yield Law(laws.large_numbers_keep_their_size, codec)
@@ -209,7 +206,7 @@ def codec_laws(
   feedback = "error" if codec.contraction > 0 else None  # which refuses the others
   given: Any = {"axis_name": "data", "feedback": feedback, "min_leaf_size": 0}
   promised = {x: getattr(options, x) for x in ("same_bits", "keeps_range")}
-  for exchange in map(as_exchange, exchanges):
+  for exchange in map(auto.as_exchange, exchanges):
     if getattr(exchange, "way", None) not in refused:
       tx = compress(codec, exchange=exchange, **given)
       yield from transformation_laws(tx, gradients, **promised)

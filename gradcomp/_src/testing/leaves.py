@@ -86,10 +86,6 @@ def gradients_like(params: Any, workers: int, seed: int = 0) -> Any:
   return jax.tree.unflatten(treedef, made)
 
 
-def workers_of(gradients: Gradients) -> int:
-  return jax.tree.leaves(gradients[0])[0].shape[0]
-
-
 def params_of(gradients: Gradients) -> Any:
   """Returns parameters: the first worker's first gradients, in NumPy's arrays."""
   return jax.tree.map(lambda leaf: np.asarray(leaf)[0, ...], gradients[0])

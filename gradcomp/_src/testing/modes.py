@@ -19,7 +19,7 @@ from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp._src.report.tracing import study
-from gradcomp._src.testing.leaves import Transformation, params_of, workers_of
+from gradcomp._src.testing.leaves import Transformation, params_of
 
 __all__ = ["Run", "modes_for", "run"]
 
@@ -32,18 +32,12 @@ AUTO = "auto"
 EXPLICIT = "explicit"
 
 
-class Shared(NamedTuple):
-  """One update for all workers: its leaves have no axis of workers."""
-
-  update: Any
-
-
 class Place(NamedTuple):
   """A transformation of N workers in a mode, with its compiled programs."""
 
   workers: int
   init: Callable[[Any], Any]  # the first state, of params
-  step: Any  # of gradients, state and params: an update, or a Shared one, and the state
+  step: Any  # of gradients, state and params: the updates, [N, ...], and the state
   stacked: Callable[[Any], Any] = lambda state: state  # [N, ...], in gradients' units
   where: NamedSharding | None = None  # of gradients, where devices send
 
@@ -52,14 +46,7 @@ class Place(NamedTuple):
     state = self.init(params) if state is None else state
     if self.where is not None:
       gradients = jax.device_put(gradients, self.where)
-    output, state = self.step(gradients, state, params)
-    return self.each(output), state
-
-  def each(self, output: Any) -> Any:
-    """Returns the update of each worker, leaves ``[N, ...]``."""
-    if isinstance(output, Shared):
-      return jax.tree.map(lambda leaf: np.stack([leaf] * self.workers), output.update)
-    return output
+    return self.step(gradients, state, params)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +155,8 @@ def run(
     >>> run("vmap", tx, [{"w": jnp.ones((2, 5))}]).outputs[0]["w"].shape
     (2, 5)
   """
-  place = started(mode, transformation, workers_of(gradients), axis_name=axis_name)
+  workers = len(jax.tree.leaves(gradients[0])[0])
+  place = started(mode, transformation, workers, axis_name=axis_name)
   given: Any = {"transformation": transformation, "params": params_of(gradients)}
   given |= {"gradients": gradients, "sizes": place.workers, "axis_name": axis_name}
   return Run(**given, place=place, mode=mode)
@@ -229,6 +217,11 @@ def of_each(axes: tuple[str, ...], workers: int, state: Any) -> Any:
   return jax.tree.map(stack, state, state_specs(state, axis_name=axes))
 
 
+def _of_all(update: Any, workers: int) -> Any:
+  """Returns the one update of all workers for each of them, ``[N, ...]``."""
+  return jax.tree.map(lambda leaf: jnp.stack([leaf] * workers), update)
+
+
 def _emulated(
   transform: Callable[..., Any], tx: Transformation, workers: int, axis_name: str
 ) -> Place:
@@ -255,11 +248,11 @@ def _on_devices(
 
 
 def _explicit(tx: Transformation, workers: int, axis_name: str) -> Place:
-  def step(gradient: Any, state: Any, params: Any) -> tuple[Shared, Any]:
+  def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     wide = lambda leaf: leaf.astype(addend_dtype(leaf.dtype))
     addends = jax.tree.map(lambda leaf: wide(leaf) * (1 / workers), gradient)
     output, state = tx.update(unreduce(addends, axis_name), state, params)
-    return Shared(output), state
+    return _of_all(output, workers), state
 
   devices = mesh(workers, AxisType.Explicit, axis_name=axis_name)
   place = _on_devices(tx, devices, (axis_name,), workers, step)
@@ -271,7 +264,8 @@ def _explicit(tx: Transformation, workers: int, axis_name: str) -> Place:
 def _auto(tx: Transformation, workers: int, axis_name: str) -> Place:
   def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     output, state = tx.update(marked(gradient, axis_name, P()), state, params)
-    return unmarked(output)[0] if of_all(output) else Shared(output), state
+    own = unmarked(output)[0] if of_all(output) else _of_all(output, workers)
+    return own, state
 
   devices = mesh(workers, axis_name=axis_name)
   return _on_devices(tx, devices, (axis_name,), workers, step)
@@ -291,9 +285,9 @@ def sharded_map(
   def local(gradient: Any, state: Any) -> tuple[Any, Any]:
     gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
     output, state = tx.update(gradient, state)
-    if check_vma:
-      return Shared(output), state
-    return jax.tree.map(lambda leaf: leaf[None], output), state
+    if not check_vma:
+      output = jax.tree.map(lambda leaf: leaf[None], output)
+    return output, state
 
   def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     specs = state_specs(state, axis_name=axes)
@@ -301,7 +295,10 @@ def sharded_map(
     # copy comes back; checked, P() is accepted only because they are proved equal.
     out = (P() if check_vma else P(axes), specs)
     given: Any = {"in_specs": (P(axes), specs), "check_vma": check_vma, **options}
-    return jax.shard_map(local, mesh=devices, out_specs=out, **given)(gradient, state)
+    output, state = jax.shard_map(local, mesh=devices, out_specs=out, **given)(
+      gradient, state
+    )
+    return _of_all(output, workers) if check_vma else output, state
 
   return _on_devices(tx, devices, axes, workers, step)
 

@@ -16,7 +16,6 @@ from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.testing import leaves
 from gradcomp._src.testing.broken import Findings, difference, law
-from gradcomp._src.testing.leaves import decode, encode, round_trip, trial
 
 __all__ = ["decoded_leaves_do_not_grow", "elements_draw_apart"]
 __all__ += ["errors_are_contractions", "errors_of_workers_cancel"]
@@ -88,8 +87,8 @@ def _energies(codec: LeafCodec, both: jax.Array, keys: jax.Array) -> jax.Array:
   """Returns the energies of leaves, errors and decoded leaves, ``[keys, 2, 4]``."""
 
   def one(x: jax.Array, key: jax.Array) -> jax.Array:
-    y = round_trip(codec, x, key)
-    again = jnp.vdot(y, round_trip(codec, y, key ^ 1))
+    y = leaves.round_trip(codec, x, key)
+    again = jnp.vdot(y, leaves.round_trip(codec, y, key ^ 1))
     return jnp.stack([jnp.vdot(x, x), jnp.sum((x - y) ** 2), jnp.vdot(y, y), again])
 
   each = lambda key: jax.lax.map(lambda x: one(x, key), both)
@@ -185,7 +184,7 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
 
     def one(key: jax.Array, number: jax.Array) -> jax.Array:
       given = own._replace(dither=dither(key, number)) if workers else own
-      return decode(codec, encode(codec, x, key, given), x)
+      return leaves.decode(codec, leaves.encode(codec, x, key, given), x)
 
     each = jax.vmap(one, (None, 0))
     return jax.lax.map(lambda key: each(key, jnp.arange(max(workers, 1))), keys)
@@ -233,7 +232,7 @@ def _biases(
 def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """Equal keys give equal rows, and other keys give others."""
   leaf = leaves.leaf_of(codec, x)
-  rows = [trial(codec, leaf, leaves.KEY + i).payload.rows for i in (0, 0, 1)]
+  rows = [leaves.trial(codec, leaf, leaves.KEY + i).payload.rows for i in (0, 0, 1)]
   yield codec, "encode alike by one key", difference(rows[1], rows[0])
   differ = difference(rows[0], rows[2]) is not None
   if differ != codec.needs_key:
@@ -262,7 +261,7 @@ def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> Findin
     drawn = dither(jnp.asarray(leaves.KEY), worker)
     bound = codec.bind(Leaf(x.shape))
     context = leaves.first_context(bound, Leaf(x.shape))._replace(dither=drawn)
-    return total.sent_at(encode(codec, x, leaves.KEY, context).rows, x.size)
+    return total.sent_at(leaves.encode(codec, x, leaves.KEY, context).rows, x.size)
 
   first, second = (positions(y, i) for i, y in enumerate((leaf, 1 - 2 * leaf)))
   if first is None or second is None:
@@ -342,7 +341,7 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
 
   @jax.jit
   def sent(x: jax.Array, keys: jax.Array) -> jax.Array:
-    return jax.lax.map(lambda key: decoded(bound, encode(codec, x, key)), keys)
+    return jax.lax.map(lambda key: decoded(bound, leaves.encode(codec, x, key)), keys)
 
   found = np.asarray(sent(x, _keys(draws)), np.float64)
   errors = (found - found.mean(axis=0)).reshape(draws, -1, width)

@@ -16,8 +16,6 @@ from gradcomp._src.report.explain import explain
 from gradcomp._src.report.wire_report import wire_report
 from gradcomp._src.testing import broken, modes
 from gradcomp._src.testing import leaves as kit
-from gradcomp._src.testing.broken import Findings, described, difference, law
-from gradcomp._src.testing.leaves import Gradients
 
 __all__ = ["bytes_are_explained", "finite_gradients_stay_finite"]
 __all__ += ["non_finite_gradients_are_seen", "nothing_is_lost"]
@@ -28,8 +26,8 @@ RUN = 'testing.modes.run("vmap", gradcomp.onebit_sgd(axis_name="data"), '
 RUN += "[jnp.arange(198.0).reshape(2, 99)] * 2)"
 
 
-@law(RUN, "what workers decode: it must be the same bytes")
-def workers_agree(run: modes.Run) -> Findings:
+@broken.law(RUN, "what workers decode: it must be the same bytes")
+def workers_agree(run: modes.Run) -> broken.Findings:
   """Every worker gets the same bits, with the shapes and dtypes of the gradients.
 
   With ``exchange="local"`` each keeps its own.
@@ -39,24 +37,24 @@ def workers_agree(run: modes.Run) -> Findings:
     for path, got, like in kit.zipped(*both):
       told = None
       if (got.shape, got.dtype) != (like.shape, like.dtype):
-        told = f"it is {described(got)} in place of {described(like)}"
+        told = f"it is {broken.described(got)} in place of {broken.described(like)}"
       elif run.exchanges:
         first = np.broadcast_to(np.asarray(got)[:1], got.shape)
-        told = difference(got, first, bits=True)
+        told = broken.difference(got, first, bits=True)
       found = told and f"in step {step} of {path}, [worker, ...], {told}"
       yield SUBJECT, expected, found
 
 
-@law(
+@broken.law(
   f"{RUN}, gradcomp.{RUN.replace('vmap', 'shard_map')}",
   "products that a compiler adds without rounding them first, and keys",
 )
-def same_bits_in_every_mode(run: modes.Run, *others: modes.Run) -> Findings:
+def same_bits_in_every_mode(run: modes.Run, *others: modes.Run) -> broken.Findings:
   """Other modes have the bits of a run, in the updates and states of all steps."""
   for other in others:
     expected = f"have the bits in {other.mode} that it has in {run.mode}"
     for path, got, own in kit.zipped(kept(other), kept(run)):
-      told = difference(got, own, of=f"{path}, [worker, ...],", bits=True)
+      told = broken.difference(got, own, of=f"{path}, [worker, ...],", bits=True)
       yield SUBJECT, expected, told
 
 
@@ -82,7 +80,7 @@ def _floats(residual: Any) -> Any:
   return jax.jit(read)(residual) if stored else residual
 
 
-def spoiled(gradients: Gradients, bad: float = math.nan) -> Gradients:
+def spoiled(gradients: kit.Gradients, bad: float = math.nan) -> kit.Gradients:
   """Returns gradients with one worker's NaN or infinity in the last step.
 
   It is in the middle of the largest leaf.
@@ -95,11 +93,11 @@ def spoiled(gradients: Gradients, bad: float = math.nan) -> Gradients:
   return [*gradients[:-1], jax.tree.unflatten(treedef, leaves)]
 
 
-@law(
+@broken.law(
   RUN.replace("[jnp", "gradcomp.testing.laws.spoiled([jnp") + ")",
   "`decode_rows`, and what is kept of elements that are not finite",
 )
-def non_finite_gradients_are_seen(run: modes.Run) -> Findings:
+def non_finite_gradients_are_seen(run: modes.Run) -> broken.Findings:
   """A NaN of one worker reaches every worker's update, and no state.
 
   The gradients of the last step are :func:`spoiled`. Where the mean is not finite, the
@@ -128,7 +126,7 @@ def non_finite_gradients_are_seen(run: modes.Run) -> Findings:
   for (path, got), *both in zip(kit.zipped(outputs), *kept, strict=True):
     fine = _finite(got)
     was, now = (np.asarray(x).reshape(fine.shape) for x in both)
-    told = difference(now[~fine], was[~fine])
+    told = broken.difference(now[~fine], was[~fine])
     yield SUBJECT, f"keep the residual of {path} where no mean is finite", told
     if not fine.all() and fine.any() and now.any():
       told = "it is what it was" if (now == was).all() else None
@@ -149,8 +147,8 @@ def _are_finite(gradients: Any) -> bool:
   return all(_finite(x).all() for x in jax.tree.leaves(gradients))
 
 
-@law(RUN, "what is added in a dtype of few exponents")
-def finite_gradients_stay_finite(run: modes.Run) -> Findings:
+@broken.law(RUN, "what is added in a dtype of few exponents")
+def finite_gradients_stay_finite(run: modes.Run) -> broken.Findings:
   """Updates of finite gradients are finite, also of halves near the largest number.
 
   In a single transformation a NaN spoils no other leaf; of ``exchange="local"`` no
@@ -166,8 +164,8 @@ def finite_gradients_stay_finite(run: modes.Run) -> Findings:
       yield SUBJECT, "return finite updates of finite gradients", told
 
 
-@law(RUN, "print(gradcomp.wire_report(compiled))")
-def bytes_are_explained(run: modes.Run) -> Findings:
+@broken.law(RUN, "print(gradcomp.wire_report(compiled))")
+def bytes_are_explained(run: modes.Run) -> broken.Findings:
   """A compiled step sends the bytes of :func:`gradcomp.explain`.
 
   It passes if there are fewer devices than workers.
@@ -186,8 +184,8 @@ def bytes_are_explained(run: modes.Run) -> Findings:
   yield SUBJECT, expected, None if same else f"its collectives send {total}"
 
 
-@law(RUN, "the residual: x - decode(encode(x))")
-def nothing_is_lost(run: modes.Run) -> Findings:
+@broken.law(RUN, "the residual: x - decode(encode(x))")
+def nothing_is_lost(run: modes.Run) -> broken.Findings:
   """Updates, residuals and owner residuals add up to the gradients, with feedback.
 
   In each step the updates and residuals of all workers, and N times the residuals of

@@ -15,7 +15,6 @@ from gradcomp._src.exchange.auto import ExchangeName, as_exchange
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.testing import broken, leaves, modes
 from gradcomp._src.testing.broken import Findings, difference, first_wrong, law
-from gradcomp._src.testing.leaves import returned, round_trip, trial
 
 __all__ = ["constants_are_exact", "half_precision_keeps_its_range"]
 __all__ += ["large_numbers_keep_their_size", "non_finite_elements_are_seen"]
@@ -31,7 +30,7 @@ _TOP = float(jnp.finfo(jnp.float16).max)
 def zeros_decode_to_zeros(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """A leaf of zeros decodes to zeros, which fill up rows."""
   zeros = np.zeros_like(leaves.leaf_of(codec, x))
-  found = difference(trial(codec, zeros).value, zeros)
+  found = difference(leaves.trial(codec, zeros).value, zeros)
   yield codec, "decode a leaf of zeros to zeros", found
 
 
@@ -45,7 +44,7 @@ def constants_are_exact(
   """A leaf of one value decodes exactly, for ``values`` that a codec is exact for."""
   for value in values:
     constant = np.full(leaves.leaf_of(codec, x).shape, value, np.float32)
-    found = difference(trial(codec, constant).value, constant)
+    found = difference(leaves.trial(codec, constant).value, constant)
     yield codec, f"decode a leaf of {value} alone to {value}", found
 
 
@@ -55,7 +54,7 @@ def tiny_numbers_stay_finite(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
   # A scale that underflows, or its reciprocal that overflows, would spoil a bucket.
   shape = leaves.leaf_of(codec, x).shape
   for leaf in (np.resize(_TINY, shape), np.full(shape, np.float32(1e-40))):
-    value = trial(codec, leaf).value
+    value = leaves.trial(codec, leaf).value
     # NaN is not at most 1 either.
     found = first_wrong(~(np.abs(value) <= 1), value, leaf)
     yield codec, "decode subnormal numbers to finite ones of at most 1", found
@@ -89,10 +88,10 @@ def non_finite_elements_are_seen(
   position = leaf.size // 2
   dirty = leaf.copy()
   dirty.flat[position] = bad
-  found = trial(codec, dirty).value.ravel()
-  clean = trial(codec, leaf).value.ravel()
+  found = leaves.trial(codec, dirty).value.ravel()
+  clean = leaves.trial(codec, leaf).value.ravel()
   if unclipped is not None:
-    clean = np.asarray(returned(unclipped, leaf)).ravel()
+    clean = np.asarray(leaves.returned(unclipped, leaf)).ravel()
   sizes: dict[Any, int] = {None: leaf.size, "itself": 1}
   row = sizes.get(spoils, codec.bind(Leaf(leaf.shape)).tile_size)
   number = np.arange(leaf.size) // (spoils if isinstance(spoils, int) else row)
@@ -130,7 +129,7 @@ def odd_sizes_work(codec: LeafCodec, sizes: Sequence[int] = leaves.SIZES) -> Fin
   """Leaves of any size decode to finite numbers in their shape; zeros to zeros."""
   tried = [leaves.gaussian(size, seed=size) for size in sizes]
   zeros = [np.zeros_like(leaf) for leaf in tried]
-  run = jax.jit(lambda tried: [round_trip(codec, x) for x in tried])
+  run = jax.jit(lambda tried: [leaves.round_trip(codec, x) for x in tried])
   for leaf, value, zero in zip(tried, run(tried), run(zeros), strict=True):
     expected = f"decode a leaf of {leaf.size} elements to as many finite ones"
     if value.shape != leaf.shape:
@@ -158,9 +157,9 @@ def padding_never_leaks(codec: LeafCodec) -> Findings:
     whole = np.full(2 * tile, value, np.float32)
     whole[1::2] *= sign
     short = whole[: tile + tile // 3 + 1]
-    if difference(returned(codec, whole), whole):
+    if difference(leaves.returned(codec, whole), whole):
       continue
-    found = np.asarray(returned(codec, short))
+    found = np.asarray(leaves.returned(codec, short))
     wrong = difference(found, short)
     expected = f"decode {short.size} elements of one magnitude as exactly as"
     expected += f" {whole.size}, which fill rows of {tile}"
@@ -174,7 +173,7 @@ def _mixes_zeros(codec: LeafCodec, x: np.ndarray, found: np.ndarray, size: int) 
   # not smaller on average. A mean in which zeros count is: by a third or more, where a
   # row or a bucket is filled to two thirds at most.
   padded = np.pad(x, (0, size - x.size))
-  if difference(found, np.asarray(returned(codec, padded))[: x.size]):
+  if difference(found, np.asarray(leaves.returned(codec, padded))[: x.size]):
     return False
   wrong = found != x
   return bool(abs(np.mean(found[wrong] / x[wrong]) - 1) <= 0.25)
@@ -191,10 +190,10 @@ def large_numbers_keep_their_size(codec: LeafCodec) -> Findings:
   numbers in rows.
   """
   x = leaves.gaussian(leaves.ragged(codec))
-  expected = np.asarray(trial(codec, x).value, np.float64)
+  expected = np.asarray(leaves.trial(codec, x).value, np.float64)
   for power in (12,) if codec.bind(Leaf(x.shape)).largest else (12, 40):
     scale = np.float32(2.0**power)
-    found = np.asarray(trial(codec, x * scale).value, np.float64) / scale
+    found = np.asarray(leaves.trial(codec, x * scale).value, np.float64) / scale
     wrong = ~(np.abs(found - expected) <= 0.01 * np.abs(x).max())
     told = first_wrong(wrong, found, expected, of=f", over 2^{power},")
     yield codec, f"send 2^{power} x as 2^{power} times what it sends of x", told

@@ -14,7 +14,6 @@ from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh import axes, closures, per_worker, place, shard_maps, types
 from gradcomp._src.mesh.param_specs import specs_like
-from gradcomp._src.mesh.specs import restrict_spec, sharded_axes
 from gradcomp._src.mesh.trees import combine, is_array, is_trainable, split
 from gradcomp._src.training import batches, constraints, loss_form
 
@@ -53,19 +52,11 @@ def defer_reduction(params: Params, *, axis_name: axes.AxisName) -> Params:
     Array([2., 2.], dtype=float32)
   """
   arrays, others = split(params)
-  mesh = types.mesh_of(params)
-  if _in_no_map(mesh, axis_name) == AxisType.Explicit:
+  mesh, kind = types.around(params, axis_name)
+  if kind == AxisType.Explicit:
     return combine(types.mark_reduced(arrays, axis_name), others)
   axes.require_size(axis_name, mesh)
   return combine(types.mark_varying(arrays, axis_name), others)
-
-
-def _in_no_map(mesh: Mesh | AbstractMesh, axis_name: axes.AxisName) -> AxisType | None:
-  """Returns the type of axes in plain ``jax.jit``; None for any in maps over them."""
-  if axes.bound_size(axis_name) is not None:
-    return None
-  kinds = AxisType.Explicit, AxisType.Auto
-  return next((x for x in kinds if types.is_explicit(mesh, axis_name, x)), None)
 
 
 @overload
@@ -207,11 +198,10 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     if axis_name is None:
       return form.value_and_grad(own_loss, None)(*args, **kwargs)
     params, whole = [args[i] for i in differentiated], (args, kwargs)
-    around = types.mesh_of(whole) if mesh is None else mesh
-    kind = _in_no_map(around, axis_name)
+    around, kind = types.around(whole, axis_name, mesh)
     if kind == AxisType.Explicit:
       _check_cut(params, whole, axis_name)
-      specs = _typed_specs(whole, axis_name)
+      specs = types.typed_specs(jax.tree.leaves(whole), axis_name)
       value, stack = _stacked(form, own_loss, whole, specs, around, axis_name)
       grads = shard_maps.unreduce(stack, axis_name)
     elif kind == AxisType.Auto:
@@ -246,12 +236,6 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
   return local_value_and_grad
 
 
-def _typed_specs(tree: Any, axis_name: axes.AxisName) -> list[PartitionSpec | None]:
-  """Returns the specs of a tree's leaves by their types; None for other objects."""
-  own = lambda x: restrict_spec(types.typed_spec(x), axes.axis_names(axis_name))
-  return [own(x) if isinstance(x, jax.Array) else None for x in jax.tree.leaves(tree)]
-
-
 def _stacked(
   form: loss_form.LossForm,
   loss_fn: Callable[..., Any],
@@ -262,10 +246,10 @@ def _stacked(
 ) -> tuple[Any, Any]:
   """Returns the mean value and gradients ``[N, ...]``, addends under Explicit axes."""
   leaves, treedef = jax.tree.flatten((*given, loss_fn))
-  specs = [*specs, *_typed_specs(loss_fn, axis_name)]
+  specs = [*specs, *types.typed_specs(leaves[len(specs) :], axis_name)]
   places = [i for i, spec in enumerate(specs) if spec is not None]
-  is_sum = _in_no_map(mesh, axis_name) == AxisType.Explicit
   names = frozenset(axes.axis_names(axis_name))
+  is_sum = names.issubset(mesh.explicit_axes)
 
   def local(arrays: Sequence[jax.Array]) -> tuple[Any, Any]:
     own = list(leaves)
@@ -312,16 +296,12 @@ def check_trainable(name: str, params: Any) -> None:
 
 def _check_cut(params: Any, arguments: Any, axis_name: axes.AxisName) -> None:
   """Raises ValueError for sharded parameters, or if no other argument is sharded."""
-  names = axes.axis_names(axis_name)
-  for leaf in jax.tree.leaves(params):
-    if cut := sharded_axes(types.typed_spec(leaf)).intersection(names):
-      raise ValueError(
-        "`argnums` must name arguments that every worker has whole, got one sharded "
-        f"over {sorted(cut)}: {place.GATHER_FIRST}; or compress over other axes of the "
-        "batch."
-      )
-  specs = [types.typed_spec(leaf) for leaf in jax.tree.leaves(arguments)]
-  if not all(any(name in sharded_axes(spec) for spec in specs) for name in names):
+  for _, cut, _ in place.leaves_cut(params, axis_name):
+    raise ValueError(
+      "`argnums` must name arguments that every worker has whole, got one sharded over "
+      f"{cut}: {place.GATHER_FIRST}; or compress over other axes of the batch."
+    )
+  if not types.sharded_over(arguments).issuperset(axes.axis_names(axis_name)):
     raise ValueError(
       f"`axis_name` must shard an argument, but none is sharded over {axis_name!r}: "
       "every worker would compute the same gradient. Put the batch there: "

@@ -44,8 +44,10 @@ def check_numbers(aux: Any) -> None:
       )
 
 
-def mean_of_workers(tree: Any, axis_name: AxisName) -> Any:
+def mean_of_workers(tree: Any, axis_name: AxisName | None) -> Any:
   """Returns means over the workers; keys and unsigned integers of the first worker."""
+  if axis_name is None:
+    return tree
 
   def first(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, _KEY):

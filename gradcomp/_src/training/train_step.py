@@ -17,14 +17,12 @@ from gradcomp._src.checks import flag, instance_of
 from gradcomp._src.core.specs import check_stacked, state_specs
 from gradcomp._src.core.state import steps_alone
 from gradcomp._src.local_steps.rounds import numbers_of_all
-from gradcomp._src.mesh import agreement
+from gradcomp._src.mesh import agreement, types
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.closures import arrays_of, loss_with_note, optimizer_with_note
 from gradcomp._src.mesh.param_specs import PLACED, by_leaf, specs_over
 from gradcomp._src.mesh.place import check_whole
-from gradcomp._src.mesh.specs import restrict_spec
 from gradcomp._src.mesh.trees import combine, is_array, split
-from gradcomp._src.mesh.types import is_auto, is_explicit, typed_spec
 from gradcomp._src.report.explain import explain
 from gradcomp._src.training import batches, loss_form, scanned, worker
 from gradcomp._src.training.gradients import P, Params, check_trainable
@@ -268,7 +266,7 @@ def make_train_step(
         "jax.set_mesh(mesh)."
       )
     sizes = {name: mesh.shape[name] for name in names}
-    others = tuple(x for x in mesh.shape if x not in sizes and is_auto(mesh, x))
+    others = tuple(x for x in mesh.auto_axes if x not in sizes)
     take_step = functools.partial(_on_mesh, one_worker, mesh)
   elif options.compare_every is not None:
     raise ValueError(
@@ -332,12 +330,11 @@ def _on_mesh(
   kept = cut if options.model_state == "local" else whole
   batches.check_shared(given.batch, workers)
   check_whole("params", given.params, axis_name)
-  if is_explicit(mesh, axis_name):
-    given = given._replace(
-      batch=jax.reshard(given.batch, NamedSharding(mesh, cut)),
-      model_state=jax.reshard(given.model_state, NamedSharding(mesh, kept)),
-    )
-  given = given._replace(opt_state=numbers_of_all(given.opt_state, mesh))
+  given = given._replace(
+    batch=types.put(given.batch, mesh, axis_name, cut),
+    model_state=types.put(given.model_state, mesh, axis_name, kept),
+    opt_state=numbers_of_all(given.opt_state, mesh),
+  )
   specs = state_specs(given.opt_state, axis_name=axis_name)
   check_stacked(given.opt_state, specs, given.params, workers)
   arrays, with_arrays = arrays_of(loss_fn)
@@ -351,12 +348,11 @@ def _on_mesh(
     return one_worker(own_loss, given, inspect=inspect)
 
   def stepped(check_vma: bool) -> tuple[Any, ...]:
-    of_loss = [restrict_spec(typed_spec(x), names) for x in arrays]
     of_step = Given(whole, specs, kept, cut, whole, whole, whole)
     found = jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(of_loss, of_step),
+      in_specs=(types.typed_specs(arrays, axis_name), of_step),
       out_specs=(whole, specs, kept, whole, cut),
       axis_names=set(names),
       check_vma=check_vma,

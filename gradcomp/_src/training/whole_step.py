@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import states_in
@@ -86,8 +86,8 @@ def whole_step(
     return state, loss_form.mean_of_workers(metrics, axis_name)
 
   def on_workers(state: Any, batch: Any, *extra: Any) -> tuple[Any, Any]:
-    around = types.mesh_of((state, batch, extra)) if mesh is None else mesh
-    if not types.is_auto(around, axis_name):
+    around, kind = types.around((state, batch, extra), axis_name, mesh)
+    if kind != AxisType.Auto:
       raise ValueError(
         f"`axis_name` must be an Auto axis of the mesh, got {axis_name!r} and {around};"
         " make it by jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,)), and "

@@ -14,6 +14,7 @@ from gradcomp._src.core import inputs, state
 from gradcomp._src.floats import norms
 from gradcomp._src.local_steps.transform import local_params
 from gradcomp._src.mesh import axes, types
+from gradcomp._src.mesh.place import unaveraged
 from gradcomp._src.telemetry.inspect import measured_update
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 from gradcomp._src.training.loss_form import (
@@ -23,7 +24,6 @@ from gradcomp._src.training.loss_form import (
   mean_of_workers,
 )
 from gradcomp._src.training.scanned import check_alone, scanned_layers
-from gradcomp._src.transforms.freeze import unaveraged
 
 ModelState = Literal["mean", "local"]
 
@@ -119,7 +119,7 @@ class WorkerStep:
       )
     if options.report:
       own["gradient_norm"] = norms.squares(norms.norm(grads))
-    own = _mean(own, together)
+    own = mean_of_workers(own, together)
     if options.report:
       own["gradient_norm"] = norms.root(own["gradient_norm"])
       metrics["update_norm"] = norms.norm(updates)
@@ -159,20 +159,20 @@ class WorkerStep:
       found = layers.value_and_grad(loss_fn, form, given.opt_state, at, *rest)
       (loss, (model_state, aux)), grads, kept = found
     else:
-      at = at if axis_name is None else types.mark_varying(at, axis_name)
+      at = types.mark_varying(at, axis_name)
       value, grads = form.value_and_grad(loss_fn, together)(at, *rest)
       loss, (model_state, aux) = value
-    loss = _mean(loss, together)
+    loss = mean_of_workers(loss, together)
     if options.model_state == "local":
       model_state = jax.tree.map(lambda x: x[None], model_state)
     if options.model_state == "mean":
-      model_state = _mean(model_state, together)
+      model_state = mean_of_workers(model_state, together)
 
     def value_fn(params: Any) -> jax.Array:
-      return _mean(form.value(loss_fn, together, (params, *rest)), together)
+      return mean_of_workers(form.value(loss_fn, together, (params, *rest)), together)
 
     # Where no optimizer asks for it, JAX drops the mean of the gradients.
-    more_args = inputs.extra_args(loss, _mean(grads, together), value_fn)
+    more_args = inputs.extra_args(loss, mean_of_workers(grads, together), value_fn)
     more_args |= kept | dict(given.more_args or {})
     return loss, model_state, aux, grads, more_args
 
@@ -243,10 +243,6 @@ class WorkerStep:
     zeros = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     # The count is equal on all workers, so that all of them are in the same branch.
     return lax.cond(states[0].count % steps == 0, compare, zeros, given.params)
-
-
-def _mean(tree: Any, axis_name: axes.AxisName | None) -> Any:
-  return tree if axis_name is None else mean_of_workers(tree, axis_name)
 
 
 def check_model_state(model_state: Any, options: TrainOptions, workers: int) -> None:

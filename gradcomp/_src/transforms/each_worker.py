@@ -11,18 +11,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradcomp._src.checks import one_of, static_number
+from gradcomp._src import checks, public
 from gradcomp._src.core.border import on_workers
 from gradcomp._src.core.inputs import pairs
 from gradcomp._src.exchange.collectives import largest, psum
-from gradcomp._src.mesh import agreement
+from gradcomp._src.mesh import agreement, per_worker, shard_maps, trees, types
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.per_worker import unmarked
 from gradcomp._src.mesh.place import Place, place
-from gradcomp._src.mesh.shard_maps import per_device
-from gradcomp._src.mesh.trees import unboxed
-from gradcomp._src.mesh.types import mesh_of, varying_axes
-from gradcomp._src.public import cites
 from gradcomp._src.transforms.freeze import decided
 
 ClipRule = Literal["own", "share", "root"]
@@ -59,15 +54,15 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     >>> jax.vmap(gradcomp.global_norm, axis_name="data")({"w": rows})
     Array([5., 1.], dtype=float32)
   """
-  grads = unboxed(grads)
+  grads = trees.unboxed(grads)
   across = place(grads, axis_name, local=True)
   if across.rows:
-    rows = jax.tree.leaves(unmarked(grads)[0])
+    rows = jax.tree.leaves(per_worker.unmarked(grads)[0])
     return jax.vmap(lambda own: _own_norm(own, [()] * len(own)))([*map(pairs, rows)])
   grads = [*map(pairs, jax.tree.leaves(grads))]
   axes, others = across.axes, across.others
   if axes is None or not across.is_sum:
-    varying = [varying_axes(x) for x in grads]
+    varying = [types.varying_axes(x) for x in grads]
     found = frozenset().union(*varying)
     if axes is None and len(found) > 1:
       raise ValueError(
@@ -76,11 +71,11 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
       )
     own = found if axes is None else axis_names(axes)
     return _own_norm(grads, [tuple(sorted(x.difference(own))) for x in varying])
-  mesh = mesh_of(grads)
+  mesh = types.mesh_of(grads)
   workers = math.prod(mesh.shape[name] for name in axis_names(axes))
   zeros = jax.reshard(jnp.zeros(workers), NamedSharding(mesh, P(axes)))
   on_device = lambda grads, zeros: (grads, zeros + workers * _own_norm(grads, others))
-  return per_device(on_device, grads, zeros, across, keeps=True)[1]
+  return shard_maps.per_device(on_device, grads, across, keeps=True)(grads, zeros)[1]
 
 
 def on_each_worker(
@@ -201,12 +196,12 @@ def clip_by_local_norm(
     section 2.4
   """
   told = dict(locals())
-  max_norm = static_number("max_norm", "a positive, finite number", max_norm)
-  one_of("rule", ClipRule, rule)
+  max_norm = checks.static_number("max_norm", "a positive, finite number", max_norm)
+  checks.one_of("rule", ClipRule, rule)
   if axis_name is not None:
     axis_names(axis_name)
 
-  @cites("lin2018dgc")
+  @public.cites("lin2018dgc")
   def scaled(across: Place, updates: Any, state: Any) -> Any:
     what = "gradcomp.wrappers.clip_by_local_norm"
     agreement.require_agreement(what, told, updates, across.axes)

@@ -179,22 +179,11 @@ def orthonormal(rows: Array) -> Array:
   return jax.lax.fori_loop(0, rows.shape[0], take_out, unit_rows(rows))
 
 
-@jax.jit
-def left_factor(matrix: Array, right: Array) -> Array:
-  """Returns the left factor beside a right one, ``float32[..., rank, m]``."""
-  return product("...mn,...rn->...rm", matrix, right)
-
-
-@jax.jit
-def right_factor(matrix: Array, left: Array) -> Array:
-  """Returns the right factor beside a left one, ``float32[..., rank, n]``."""
-  return product("...rm,...mn->...rn", left, matrix)
-
-
-@jax.jit
-def multiplied(left: Array, right: Array) -> Array:
-  """Returns the matrix of two factors, ``float32[..., m, n]``."""
-  return product("...rm,...rn->...mn", left, right)
+# Of a matrix, ``[..., m, n]``, and a right factor, ``[..., rank, n]``, the left one,
+# ``[..., rank, m]``; of a left one and a matrix the right one; and of both the matrix.
+left_factor = jax.jit(functools.partial(product, "...mn,...rn->...rm"))
+right_factor = jax.jit(functools.partial(product, "...rm,...mn->...rn"))
+multiplied = jax.jit(functools.partial(product, "...rm,...rn->...mn"))
 
 
 def remembered(old: Array, right: Array, start: Array) -> Array:

@@ -3,17 +3,14 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
-from jax.sharding import NamedSharding
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from gradcomp._src.core.border import any_tree
+from gradcomp._src.mesh import place, types
 from gradcomp._src.mesh.closures import arrays_of
-from gradcomp._src.mesh.specs import reduced_spec, sharded_axes
 from gradcomp._src.mesh.study import STUDY, Study
-from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes, varying_axes
 
 _LEFT_OUT = (
   "If the error above is about an array that is unreduced: it may be the gradient of a "
@@ -61,12 +58,12 @@ def allow_frozen(
     call = lambda updates: optimizer.update(updates, state, params, **extra_args)
     leaves, treedef = jax.tree.flatten(updates)
     # JAX refuses most work on unreduced gradients, so these are looked at first.
-    if not unreduced_axes(updates):
+    if not types.unreduced_axes(updates):
       result = call(updates)
-      if not unaveraged(result[0], params):
+      if not place.unaveraged(result[0], params):
         return result
     read = _reads(optimizer, updates, state, params, extra_args)
-    given = [x if used else _zeros(x) for x, used in zip(leaves, read, strict=True)]
+    given = [x if y else types.zeros(x) for x, y in zip(leaves, read, strict=True)]
     try:
       return call(jax.tree.unflatten(treedef, given))
     except Exception as error:
@@ -75,28 +72,6 @@ def allow_frozen(
       raise
 
   return any_tree(optimizer.init, on_worker, {"axis_name": ..., "whole": True})
-
-
-def unaveraged(updates: Any, params: Any) -> list[str]:
-  """Returns the paths of updates that vary over more axes than their parameters."""
-  axes_of = lambda x: varying_axes(x) | unreduced_axes(x)
-  leaves = tree_leaves_with_path(updates)
-  allowed = [axes_of(x) for x in jax.tree.leaves(params)]
-  allowed = allowed or [frozenset()] * len(leaves)
-  return [
-    keystr(path)
-    for (path, x), axes in zip(leaves, allowed, strict=True)
-    if not axes_of(x) <= axes
-  ]
-
-
-def _zeros(x: jax.Array) -> jax.Array:
-  """Returns zeros like ``x`` that are equal on all workers."""
-  spec, zeros = typed_spec(x), jnp.zeros(x.shape, x.dtype)
-  if not sharded_axes(spec):
-    return zeros
-  whole = NamedSharding(mesh_of(x), reduced_spec(spec))
-  return jax.reshard(zeros, whole)
 
 
 def _reads(

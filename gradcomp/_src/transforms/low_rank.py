@@ -86,7 +86,7 @@ class PowerSGD(factors.Factors):
     sums = yield [factors.left_factor(m, q) for m, q in pairs]
     basis = factors.each_orthonormal(jnp.stack(sums))
     pairs = zip(matrices, basis, strict=True)
-    rights = yield [factors.right_factor(m, p) for m, p in pairs]
+    rights = yield [factors.right_factor(p, m) for m, p in pairs]
     given = zip(basis, rights, leaves, strict=True)
     means = [factors.multiplied(p, q).reshape(leaf.shape) for p, q, leaf in given]
     old, new = jnp.stack(memory), jnp.stack(rights)
@@ -133,7 +133,7 @@ def _filled(rows: Array, columns: int) -> Array:
 def _other_factor(matrix: Array, basis: Array, turn: Array) -> Array:
   """Returns the factor beside a basis, which is a left one if ``turn`` is 1."""
   m, n = matrix.shape
-  right = lambda: _filled(factors.right_factor(matrix, basis[:, :m]), max(m, n))
+  right = lambda: _filled(factors.right_factor(basis[:, :m], matrix), max(m, n))
   left = lambda: _filled(factors.left_factor(matrix, basis[:, :n]), max(m, n))
   return jax.lax.cond(turn[0] == 1, right, left)
 

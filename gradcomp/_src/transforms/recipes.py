@@ -6,14 +6,12 @@ from typing import Literal, Unpack
 import optax
 from jax.typing import DTypeLike
 
+from gradcomp._src.codecs import one_bit, protocol, ternary
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.eight_bit import EightBit
 from gradcomp._src.codecs.floats.natural import Natural
-from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.policy import Policy
-from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.qsgd import QSGD
-from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.transforms.options import CompressOptions, of_codec, recipe
 
@@ -50,12 +48,12 @@ def qsgd(  # noqa: PLR0913 - options of users, by keyword
   return of_codec(qsgd, QSGD, locals())
 
 
-@recipe(OneBit)
+@recipe(one_bit.OneBit)
 def onebit_sgd(
-  bucket_size: int = OneBit.bucket_size,
+  bucket_size: int = one_bit.OneBit.bucket_size,
   *,
-  per_column: bool = OneBit.per_column,
-  implementation: Implementation | None = OneBit.implementation,
+  per_column: bool = one_bit.OneBit.per_column,
+  implementation: Implementation | None = one_bit.OneBit.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   """1-bit SGD: averages gradients over ``axis_name`` in a sign and two means a bucket.
@@ -79,18 +77,18 @@ def onebit_sgd(
       '`feedback` must be "auto", "error" or "momentum" in 1-bit SGD, got None; '
       "gradcomp.compress(OneBit(), feedback=None) keeps no residual."
     )
-  return of_codec(onebit_sgd, OneBit, locals())
+  return of_codec(onebit_sgd, one_bit.OneBit, locals())
 
 
-@recipe(Ternary)
+@recipe(ternary.Ternary)
 def terngrad(
-  clip_sigmas: float | None = Ternary.clip_sigmas,
+  clip_sigmas: float | None = ternary.Ternary.clip_sigmas,
   *,
-  bucket_size: int | None = Ternary.bucket_size,
-  share_scale: bool = Ternary.share_scale,
-  packing: Literal["2bit", "base3"] = Ternary.packing,
-  scaler: Literal["clipped", "sigma"] = Ternary.scaler,
-  implementation: Implementation | None = Ternary.implementation,
+  bucket_size: int | None = ternary.Ternary.bucket_size,
+  share_scale: bool = ternary.Ternary.share_scale,
+  packing: Literal["2bit", "base3"] = ternary.Ternary.packing,
+  scaler: Literal["clipped", "sigma"] = ternary.Ternary.scaler,
+  implementation: Implementation | None = ternary.Ternary.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   """TernGrad: averages gradients over ``axis_name`` in three values, scaled by leaf.
@@ -107,7 +105,7 @@ def terngrad(
     >>> updates["w"][:4]
     Array([-1.,  0.,  1.,  1.], dtype=float32)
   """
-  return of_codec(terngrad, Ternary, locals())
+  return of_codec(terngrad, ternary.Ternary, locals())
 
 
 @recipe(EightBit)
@@ -189,7 +187,7 @@ def dense(
 
 @recipe(Policy)
 def policy(
-  rules: Sequence[tuple[str, LeafCodec]], **options: Unpack[CompressOptions]
+  rules: Sequence[tuple[str, protocol.LeafCodec]], **options: Unpack[CompressOptions]
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages gradients over workers, each leaf encoded by the codec of its path.
 

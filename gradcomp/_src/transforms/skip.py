@@ -12,11 +12,9 @@ from jax import lax
 from gradcomp._src.checks import step_count
 from gradcomp._src.core.border import any_tree
 from gradcomp._src.exchange.collectives import largest
-from gradcomp._src.mesh import agreement
-from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh import agreement, axes, shard_maps
 from gradcomp._src.mesh.per_worker import is_marked, on_rows, with_rows
 from gradcomp._src.mesh.place import place
-from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import other_axes
 
 
@@ -33,7 +31,7 @@ def skip_nonfinite(
   inner: optax.GradientTransformation,
   max_consecutive_errors: int,
   *,
-  axis_name: AxisName | None = None,
+  axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Skips a step if a gradient or an update of any worker has a NaN or an infinity.
 
@@ -68,7 +66,7 @@ def skip_nonfinite(
   told = dict(locals())
   most = step_count("max_consecutive_errors", max_consecutive_errors, least=0)
   if axis_name is not None:
-    axis_names(axis_name)
+    axes.axis_names(axis_name)
   inner = optax.with_extra_args_support(inner)
 
   def init_fn(params: Any) -> SkipNonfiniteState:
@@ -98,13 +96,13 @@ def skip_nonfinite(
   return any_tree(init_fn, update_fn)
 
 
-def _all_finite(updates: Any, new: Any, axis_name: AxisName | None) -> jax.Array:
+def _all_finite(updates: Any, new: Any, axis_name: axes.AxisName | None) -> jax.Array:
   """Returns True if all workers' gradients and updates are finite: ``bool[]``."""
   if not jax.tree.leaves(updates):
     return jnp.array(True)
   # The compiler reduces rows of all workers by itself.
   across = place(updates, axis_name)
-  own = () if across.axes is None else axis_names(across.axes)
+  own = () if across.axes is None else axes.axis_names(across.axes)
   both = with_rows((updates, new))
   others = {x for leaf in jax.tree.leaves(both) for x in other_axes(leaf, across.axes)}
   over = (*own, *sorted(others))
@@ -115,7 +113,7 @@ def _all_finite(updates: Any, new: Any, axis_name: AxisName | None) -> jax.Array
     return both, largest(found, over) if over else found
 
   found = jnp.zeros([], jnp.uint8)  # a byte, for no collective is given a bool
-  _, found = per_device(on_device, both, found, across, keeps=True)
+  _, found = shard_maps.per_device(on_device, both, across, keeps=True)(both, found)
   return found == 0
 
 

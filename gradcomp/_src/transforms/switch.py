@@ -92,7 +92,10 @@ def switch(
 
   def init_fn(params: Any) -> SwitchState:
     states = [tx.init(params) for tx in choices]
-    return SwitchState(jnp.zeros([], jnp.int32), _largest_state(states))
+    largest = max(states, key=lambda state: len(jax.tree.leaves(state)))
+    for number, state in enumerate(states):
+      _check_part(f"`transformations`[{number}]", state, largest)
+    return SwitchState(jnp.zeros([], jnp.int32), largest)
 
   def update_fn(
     updates: Any, state: SwitchState, params: Any = None, **extra_args: Any
@@ -105,14 +108,6 @@ def switch(
     return updates, SwitchState(optax.safe_increment(state.count), inner)
 
   return any_tree(init_fn, update_fn)
-
-
-def _largest_state(states: Sequence[Any]) -> Any:
-  """Returns the state that keeps most; ValueError unless others keep a part of it."""
-  largest = max(states, key=lambda state: len(jax.tree.leaves(state)))
-  for number, state in enumerate(states):
-    _check_part(f"`transformations`[{number}]", state, largest)
-  return largest
 
 
 def _check_part(name: str, state: Any, largest: Any) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.study import dettmers
 from benchmarks.study.model_parallel.ways import ARMS, WORKERS
+from examples.lib import images as data
 from examples.lib.checkpoints import Saved
-from examples.lib.data import images as data
 from gradcomp.codecs import Dense
 from tests.benchmarks.study.records import SETTING
 from tests.plugins.slow_cases import slow

@@ -11,8 +11,8 @@ import pytest
 import tensorflow_datasets as tfds
 
 from benchmarks.study import mirrors, tasks
-from examples.lib.data import brown
-from examples.lib.data import images as data
+from examples.lib import images as data
+from examples.lib import texts
 
 
 def build(builder, files):
@@ -106,12 +106,12 @@ def test_brown_as_characters_and_as_words(tmp_path):
     (files / f"ca{i:02}").write_text(text, "latin-1")
   (files / "ca10").write_text("\tCaf\xe9/nn 1/2/cd IT/pps ./.\n", "latin-1")
   corpus = build(mirrors.Brown, files)
-  train, test, symbols = brown.characters(corpus)
+  train, test, symbols = texts.brown(corpus)
   assert symbols == 128 and train.dtype == test.dtype == np.uint8
   assert bytes(train[:46]) == b"Text number 1 .\nIt is here !\nText number 2 .\nI"
   # A tag is what follows the last slash.
   assert bytes(test) == b"Text number 0 .\nIt is here !\nCaf? 1/2 IT .\n"
-  train, test, symbols = brown.words(corpus, symbols=9)
+  train, test, symbols = texts.brown_words(corpus, symbols=9)
   # In the order of their counts in the texts for training, and then of the texts.
   known = "<unk> <eos> text number . it is here !".split()
   spelled = lambda part: " ".join(known[i] for i in part)

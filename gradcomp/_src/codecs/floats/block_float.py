@@ -108,7 +108,7 @@ class BlockFloat(quantizing.Elementwise):
   rotate: int | None = checks.field(None, quantizing.ROTATE)
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
-  encoder = staticmethod(block_float.encode_rows)
+  operation = block_float
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -133,12 +133,7 @@ class BlockFloat(quantizing.Elementwise):
     # Largest elements are clipped to nearest, and few bits are far apart near zero.
     return contractions.of_energy(0.12 if self.element == "e2m1" else 0.03)
 
-  @property
-  def row_words(self) -> int:
-    return self.form.row_words
-
-  def decode_rows(self, rows: Array) -> Array:
-    return block_float.decode_rows(rows, form=self.form)
+  row_words = quantizing.ByKernel.row_words  # of scales with 8 bits
 
   def operand(self, payload: Payload, *, like: ArrayLike) -> tuple[Array, Array, Array]:
     """Returns the operand of a matrix unit, without decoding a payload.

@@ -10,22 +10,12 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.codecs import contractions
 from gradcomp._src.codecs.protocol import Codec, as_float32, codec_dither
-from gradcomp._src.codecs.sums.numbers import Numbers
-from gradcomp._src.codecs.sums.records import (
-  NOTHING,
-  Accumulate,
-  Context,
-  Encoded,
-  Leaf,
-)
+from gradcomp._src.codecs.sums import numbers, records
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.kernels import float_cast
-from gradcomp._src.kernels.common import float_formats
+from gradcomp._src.kernels.common import float_formats, planes, scales
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.float_codes import FloatRounding
-from gradcomp._src.kernels.common.float_formats import FloatFormat
-from gradcomp._src.kernels.common.planes import planes_per_word
-from gradcomp._src.kernels.common.scales import tensor_norm
 from gradcomp._src.kernels.float_cast import reference
 from gradcomp._src.kernels.gpu import dispatch
 
@@ -108,7 +98,9 @@ class FloatCast(Codec):
   mantissa_bits: int = checks.field(2, float_formats.MANTISSA_BITS)
   rounding: FloatRounding = checks.field("nearest_even", checks.choice(FloatRounding))
   scale: float | Literal["auto"] = checks.field("auto", _SCALE)
-  accumulate: Accumulate = checks.field("format", checks.choice(Accumulate))
+  accumulate: records.Accumulate = checks.field(
+    "format", checks.choice(records.Accumulate)
+  )
   addends: int = checks.field(
     1, checks.integer("a number of addends, 1 or more", 1, 2**23 - 1)
   )
@@ -138,9 +130,9 @@ class FloatCast(Codec):
     return ("han2021aps",) if self.scale == "auto" else scaled
 
   @property
-  def format(self) -> FloatFormat:
+  def format(self) -> float_formats.FloatFormat:
     """The number format."""
-    return FloatFormat(self.exponent_bits, self.mantissa_bits)
+    return float_formats.FloatFormat(self.exponent_bits, self.mantissa_bits)
 
   @property
   def contraction(self) -> float:
@@ -153,7 +145,7 @@ class FloatCast(Codec):
 
   @property
   def sums(self) -> Sum:
-    return Numbers(self)
+    return numbers.Numbers(self)
 
   @property
   def needs_key(self) -> bool:
@@ -161,9 +153,9 @@ class FloatCast(Codec):
 
   @property
   def tile_size(self) -> int:
-    return planes_per_word(reference.width(self.format)) * self.row_words
+    return planes.planes_per_word(reference.width(self.format)) * self.row_words
 
-  def bind(self, leaf: Leaf) -> "FloatCast":
+  def bind(self, leaf: records.Leaf) -> "FloatCast":
     """Binds the number of addends, so that the scale leaves room for their sum."""
     if leaf.addends is None:
       return self
@@ -175,18 +167,20 @@ class FloatCast(Codec):
 
   @functools.partial(jax.jit, static_argnums=0)  # each shape is traced once
   def _exponent(self, x: Array) -> Array:
-    largest = tensor_norm(as_float32(x), "max").reshape(1, 1)
+    largest = scales.tensor_norm(as_float32(x), "max").reshape(1, 1)
     return reference.exponent_byte(largest, self.addends)
 
-  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
+  def encode_leaf(
+    self, x: Array, context: records.Context, *, keep: bool = False
+  ) -> records.Encoded:
     flat, dither = as_float32(x), codec_dither(self, context)
     if self.scale != "auto":
-      return Encoded(self._encode(scaled(flat, self.scale), None, dither))
+      return records.Encoded(self._encode(scaled(flat, self.scale), None, dither))
     assert context.agreed is not None
     exponent = reference.shift(context.agreed[0, 0], self.format, self.addends)
-    return Encoded(self._encode(flat, exponent, dither))
+    return records.Encoded(self._encode(flat, exponent, dither))
 
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
+  def encode_rows(self, tiles: Array, context: records.Context) -> Array:
     return self._encode(tiles, None, codec_dither(self, context))
 
   def decode_rows(self, rows: Array) -> Array:
@@ -195,7 +189,7 @@ class FloatCast(Codec):
   def encode_sums(self, tiles: Array) -> Array:
     """Encodes scaled sums, rounded to nearest even."""
     nearest = dataclasses.replace(self, rounding="nearest_even")
-    return nearest.encode_rows(tiles, NOTHING)
+    return nearest.encode_rows(tiles, records.NOTHING)
 
   def unscaled(self, tiles: Array, agreed: Array | None) -> Array:
     """Divides decoded numbers by the scale: ``float32[rows, P, B]``."""

@@ -6,15 +6,14 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from gradcomp._src.codecs import contractions
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs import contractions, protocol
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.kernels import lossless
 from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lossless(Codec):
+class Lossless(protocol.Codec):
   r"""Sends bfloat16 numbers in 12 bits an element, and loses nothing.
 
   The sign and the 7 bits of the mantissa :math:`m_i` travel as they are, and the
@@ -61,7 +60,7 @@ class Lossless(Codec):
     return float(jnp.finfo(jnp.bfloat16).max)
 
   @property
-  def fallback(self) -> Codec:
+  def fallback(self) -> protocol.Codec:
     """The codec that repeats a step with NaN, plain bfloat16 in equal tiles."""
     return Halves()
 
@@ -73,7 +72,7 @@ class Lossless(Codec):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Halves(Codec):
+class Halves(protocol.Codec):
   """Sends bfloat16 as it is, in tiles of :class:`Lossless`."""
 
   tile_size: ClassVar[int] = Lossless.tile_size

@@ -60,7 +60,7 @@ class Natural(quantizing.Elementwise):
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
 
   papers: ClassVar[tuple[str, ...]] = ("horvath2019natural",)
-  encoder = staticmethod(float_cast.encode_rows)
+  operation = float_cast
   row_words: ClassVar[int] = float_cast.reference.Form.bucket_size
 
   @property

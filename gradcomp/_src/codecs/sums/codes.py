@@ -23,8 +23,7 @@ from gradcomp._src.codecs.sums.sum import (
   sum_limit,
 )
 from gradcomp._src.codecs.sums.tiles import Tiles, cutter, sum_in_order
-from gradcomp._src.kernels.common import planes
-from gradcomp._src.kernels.common.fixed_point import scaled
+from gradcomp._src.kernels.common import fixed_point, planes
 from gradcomp._src.kernels.materialize import packed, slice_at, starts, stored
 
 _AGAIN = (
@@ -116,7 +115,7 @@ class Codes(Sum):
     self, sums: Array, agreed: Array, start: Array | int, count: int, scale: float
   ) -> Array:
     part, lines = (slice_at(x, start, count) for x in (sums, agreed))
-    return scaled(self.codec.from_codes(part, lines), scale)
+    return fixed_point.scaled(self.codec.from_codes(part, lines), scale)
 
 
 class Integers(NamedTuple):
@@ -160,21 +159,12 @@ _OF_SIGNS = SumFacts(
 )
 
 
-class SignCoder(Coder, Protocol):
-  @property
-  def vote(self) -> str: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Votes(Tiles):
   """Counts signs as exact float32 integers; owners send counts, or signs of counts."""
 
-  codec: SignCoder
+  decides: bool  # whether the most votes win
   facts: SumFacts = dataclasses.field(default=_OF_SIGNS, kw_only=True)
-
-  @property
-  def _decides(self) -> bool:
-    return self.codec.vote == "majority"
 
   @functools.partial(jax.jit, static_argnums=(0, 2))  # leaves of a shape: traced once
   def mean(self, rows: Array, scale: float) -> Array:
@@ -183,7 +173,7 @@ class Votes(Tiles):
   def gathered_loss(
     self, rows: Array, agreed: Array | None, own: Array
   ) -> RowDecoder | None:
-    if not self._decides:
+    if not self.decides:
       return None
     # A worker keeps its difference to the vote; in `fold` the owner does, for all.
     vote = self.gathered(rows, agreed, 1 / len(rows))
@@ -194,7 +184,7 @@ class Votes(Tiles):
   def fold(self, rows: Array, scale: float, *, keep: bool) -> Partial:
     with jax.named_scope("gradcomp_decode"):
       count = self.codec.sum_rows(rows)
-    if not self._decides:
+    if not self.decides:
       return Partial(count, scale=scale)
     winner = jnp.sign(count)
     lost = count - len(rows) * winner if keep else None
@@ -229,10 +219,10 @@ class Votes(Tiles):
 
   def _integers(self, workers: int) -> Integers:
     """Returns the numbers that an owner sends."""
-    return Integers(1 if self._decides else workers, nan=True)
+    return Integers(1 if self.decides else workers, nan=True)
 
   def _value(self, counts: Array, scale: float, workers: int) -> Array:
     """Returns the mean of N workers' signs, or of their votes, from counts."""
-    if self._decides:
-      return scaled(jnp.sign(counts), scale * workers)
-    return scaled(counts, scale)
+    if self.decides:
+      return fixed_point.scaled(jnp.sign(counts), scale * workers)
+    return fixed_point.scaled(counts, scale)

@@ -20,10 +20,9 @@ from gradcomp._src.codecs.sums.sum import (
   Sum,
   SumFacts,
 )
+from gradcomp._src.kernels import materialize, selection
 from gradcomp._src.kernels.common import sparse
 from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.materialize import packed, starts, word_cutter
-from gradcomp._src.kernels.selection import COPIED
 
 # More payloads than this are added in a loop, which bounds the compile time.
 UNROLLED = 16
@@ -85,7 +84,7 @@ class Tiles(Sum):
   def gathered(self, rows: Array, agreed: Array | None, scale: float) -> RowDecoder:
     del agreed
     # Materialized, the payloads of all workers would be held twice.
-    cut = word_cutter(rows, 1) if len(rows) == 1 else cutter(rows, 1)
+    cut = materialize.word_cutter(rows, 1) if len(rows) == 1 else cutter(rows, 1)
     return lambda start, stop: self.mean(cut(start, stop), scale)
 
   def start(self, own: Array, context: Context, *, keep: bool) -> Sent:
@@ -106,7 +105,7 @@ class Tiles(Sum):
   def send(self, partial: Partial, context: Context, *, keep: bool) -> Sent:
     tiles = partial.total
     with jax.named_scope("gradcomp_encode"):
-      rows = packed(self.codec.encode_rows(tiles, context))
+      rows = materialize.packed(self.codec.encode_rows(tiles, context))
       if not keep:
         return Sent(rows, scale=partial.scale)
       lost = tiles - self.codec.decode_rows(rows).reshape(tiles.shape)
@@ -128,7 +127,7 @@ class Tiles(Sum):
     # The loss is not lost for good, so the codec rounds to nearest, if it can.
     nearest = self.codec.to_nearest()
     with jax.named_scope("gradcomp_encode"):
-      rows = packed(nearest.encode_rows(mean, context))
+      rows = materialize.packed(nearest.encode_rows(mean, context))
       lost = mean - nearest.decode_rows(rows).reshape(mean.shape)
     return Sent(rows, residual=jnp.where(jnp.isfinite(lost), lost, residual))
 
@@ -275,11 +274,11 @@ class Entries(Blocks):
     size = self.codec.tile_size
     together = rows.shape[1] * size < sparse.COUNTED
     every = functools.cache(lambda: sparse.add_entries(size, positions, values))
-    at = starts(rows.shape[1], positions)
+    at = materialize.starts(rows.shape[1], positions)
 
     def decode(start: int, stop: int) -> Array:
       count = stop - start
-      if count == rows.shape[1] or (together and count * size <= COPIED):
+      if count == rows.shape[1] or (together and count * size <= selection.COPIED):
         return every()[start:stop]
       return sparse.add_entries(size, positions, values, at(start, stop), count)
 

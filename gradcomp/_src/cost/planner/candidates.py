@@ -11,10 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from gradcomp._src.codecs import one_bit, policy, ternary
-from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs import dense, one_bit, policy, protocol, ternary
 from gradcomp._src.codecs.floats.float_cast import FloatCast
-from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.top_k import TopK
@@ -22,7 +20,7 @@ from gradcomp._src.cost.exchange import NO_WORK, Speeds
 from gradcomp._src.cost.link import CodecSpeed
 from gradcomp._src.mesh import platforms
 
-SpeedOf = Callable[[LeafCodec], CodecSpeed]  # of a leaf's codec
+SpeedOf = Callable[[protocol.LeafCodec], CodecSpeed]  # of a leaf's codec
 Named = Literal["measure", "cpu", "H100", "TPU v5e"]
 Given = CodecSpeed | Mapping[str, CodecSpeed] | SpeedOf | Named | None
 
@@ -71,7 +69,7 @@ class Candidate(NamedTuple):
   """A setting that a plan may choose."""
 
   name: str  # in tables, and of its speeds
-  codec: LeafCodec  # of the leaves
+  codec: protocol.LeafCodec  # of the leaves
   biased: bool = False  # whether the gradient is not the mean of decoded payloads
   feedback: bool = False  # whether workers keep a residual
   omega: float | None = None  # E|Q(g) - g|^2 / |g|^2 of normal numbers; None to measure
@@ -80,10 +78,10 @@ class Candidate(NamedTuple):
   last_dense: bool = False  # whether its paper leaves the last layer in float32
   verdict: str = "compress"  # the first words of a plan that chooses it
 
-  def codec_for(self, paths: Sequence[str]) -> LeafCodec:
+  def codec_for(self, paths: Sequence[str]) -> protocol.LeafCodec:
     """Returns the codec for leaves of these paths, with the last layer in float32."""
     if self.last_dense and any(map(is_last, paths)):
-      return policy.Policy([(_LAST, Dense()), ("", self.codec)])
+      return policy.Policy([(_LAST, dense.Dense()), ("", self.codec)])
     return self.codec
 
 
@@ -94,7 +92,7 @@ def _packaged(name: str) -> Mapping[str, Any]:
 
 
 def _known(
-  name: str, codec: LeafCodec, omega: float | None = None, **options: Any
+  name: str, codec: protocol.LeafCodec, omega: float | None = None, **options: Any
 ) -> Candidate:
   """Returns a candidate that keeps a residual if its codec is biased."""
   biased, every = not codec.unbiased, _packaged("accuracy.json")
@@ -102,11 +100,11 @@ def _known(
   return Candidate(name, codec, biased, biased, omega, **options)
 
 
-DENSE = _known("float32", Dense(), 0.0)
+DENSE = _known("float32", dense.Dense(), 0.0)
 
 # Omegas are of a million normal numbers; a test measures some of them again.
 CANDIDATES = (
-  _known("bfloat16", Dense(dtype=jnp.bfloat16), 2.8e-6, verdict="send bfloat16"),
+  _known("bfloat16", dense.Dense(dtype=jnp.bfloat16), 2.8e-6, verdict="send bfloat16"),
   _known("QSGD-8", QSGD(bits=8), 1.1e-4),
   _known("QSGD-4", QSGD(bits=4), 0.036),
   _known("QSGD-2", QSGD(bits=2, bucket_size=128), 1.26),
@@ -128,7 +126,7 @@ def as_candidate(given: Any) -> Candidate:
   """Returns a candidate, made of a codec if need be; else raises ValueError."""
   if isinstance(given, Candidate):
     return given
-  if not is_codec(given):
+  if not protocol.is_codec(given):
     raise ValueError(
       "`candidates` must hold codecs, or those of gradcomp.cost.PlanOptions, got "
       f"{given!r}."
@@ -141,7 +139,7 @@ def is_last(path: str) -> bool:
   return re.search(_LAST, path) is not None
 
 
-def name_of(codec: LeafCodec) -> str:
+def name_of(codec: protocol.LeafCodec) -> str:
   """Returns the codec's type with the options that differ from their defaults."""
   if not dataclasses.is_dataclass(codec):
     return repr(codec)
@@ -192,7 +190,7 @@ def _named(speeds: Mapping[str, CodecSpeed], candidate: Candidate) -> Speeds | N
   return functools.partial(_nearest, speeds)
 
 
-def _nearest(speeds: Mapping[str, CodecSpeed], codec: LeafCodec) -> CodecSpeed:
+def _nearest(speeds: Mapping[str, CodecSpeed], codec: protocol.LeafCodec) -> CodecSpeed:
   """Returns the speed of the candidate of this type of codec, with the nearest bits."""
   alike = [x for x in CANDIDATES if type(x.codec) is type(codec) and x.name in speeds]
   if not alike:
@@ -201,7 +199,7 @@ def _nearest(speeds: Mapping[str, CodecSpeed], codec: LeafCodec) -> CodecSpeed:
   return speeds[min(alike, key=far).name]
 
 
-def _bits(codec: LeafCodec) -> float:
+def _bits(codec: protocol.LeafCodec) -> float:
   """Returns the bits of an element in the rows of a large leaf."""
   bound = codec.bind(Leaf((1024, 1024)))
   return 32 * bound.row_words / bound.tile_size

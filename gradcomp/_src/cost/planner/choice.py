@@ -15,11 +15,9 @@ from jax.tree_util import keystr
 
 from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core import compression, inputs
-from gradcomp._src.core.transform import compress
+from gradcomp._src.core import compression, inputs, transform
 from gradcomp._src.cost import exchange as costs
 from gradcomp._src.cost import rules
-from gradcomp._src.cost.exchange import Breakdown, Speeds
 from gradcomp._src.cost.link import Cluster, Link
 from gradcomp._src.cost.planner import candidates, errors
 from gradcomp._src.cost.planner.candidates import Candidate
@@ -27,7 +25,6 @@ from gradcomp._src.cost.planner.sent import Sent, sent_by
 from gradcomp._src.exchange import collectives, hierarchical, one_stage, ring, two_shot
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh import axes, place, platforms, trees
-from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.report.collectives import aligned
 from gradcomp._src.report.explain import Explanation, explain
 
@@ -104,9 +101,9 @@ class Row(NamedTuple):
   reason: str = ""  # to refuse it, with its number; "" for a row that was compared
   error: float = 0.0  # of the mean, squared, over its square
   options: Mapping[str, Any] = {}  # of `compress`: codec, exchange and feedback
-  speed: Speeds = costs.NO_WORK  # of the codecs of leaves
+  speed: costs.Speeds = costs.NO_WORK  # of the codecs of leaves
   sent: Sent = Sent()  # the work on the leaves, and the collectives of a step
-  breakdown: Breakdown = Breakdown()  # the seconds of its exchange
+  breakdown: costs.Breakdown = costs.Breakdown()  # the seconds of its exchange
   step_seconds: float = 0.0  # of a step; of the exchange if the passes are unknown
   speedup: float = 1.0  # the step of a plain mean in float32, over this one
 
@@ -146,7 +143,7 @@ class Plan(NamedTuple):
   explanation: Explanation  # the messages and bytes of the choice, of every leaf
 
   def transformation(
-    self, *, axis_name: AxisName | None
+    self, *, axis_name: axes.AxisName | None
   ) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation to chain before an optimizer.
 
@@ -154,11 +151,11 @@ class Plan(NamedTuple):
       axis_name: the axis of the workers; two, (between, inside), if the plan is for
         two. None means the same as in :func:`gradcomp.compress`.
     """
-    return compress(**self.chosen.options, axis_name=axis_name)
+    return transform.compress(**self.chosen.options, axis_name=axis_name)
 
   def __str__(self) -> str:
     rows = sorted(self.rows, key=lambda row: row.step_seconds)
-    lines = aligned([_HEADER, *(x.cells for x in rows)], right=range(2, len(_HEADER)))
+    lines = aligned([_HEADER, *(x.cells for x in rows)])
     whole = [x for x in self.refused if x.exchange is None]
     lines += [f"refused {x.name}: {x.reason}." for x in whole]
     if number := len(self.refused) - len(whole):
@@ -276,12 +273,14 @@ def plan(
     notes.append(says)
     found = [row for x in every for row in setting.rows(x, speed_of, dense)]
   rows, refused = ([x for x in found if bool(x.reason) is y] for y in (False, True))
+  on: Any = {"workers": sizes, "platform": setting.platform}
   while True:
     chosen, verdict = setting.chosen(rows, plain)
     if not rows:
       verdict = f"do not: {alone or f'of {len(every)} candidates none is allowed'}"
-    try:
-      explanation = setting.explained(chosen)
+    tx = transform.compress(**chosen.options, axis_name=setting.axis_name)
+    try:  # which refuses what cannot be traced
+      explanation = explain(tx, model.params, **on)
       break
     except ValueError as error:
       if chosen is dense:
@@ -316,7 +315,7 @@ class Setting(NamedTuple):
   options: PlanOptions
 
   @property
-  def axis_name(self) -> AxisName:
+  def axis_name(self) -> axes.AxisName:
     """The axes of the workers."""
     return "workers" if len(self.limits.sizes) == 1 else ("between", "inside")
 
@@ -368,12 +367,6 @@ class Setting(NamedTuple):
     step = costs.step_seconds(*passes, [(1.0, cost)], overlap=False)
     row = row._replace(options=options, sent=found, breakdown=cost, step_seconds=step)
     return row._replace(speedup=plain / step if plain and step else 1.0)
-
-  def explained(self, row: Row) -> Explanation:
-    """Traces the update of a row; ValueError where that is refused."""
-    tx = compress(**row.options, axis_name=self.axis_name)
-    workers: Any = self.limits.sizes
-    return explain(tx, self.model.params, workers=workers, platform=self.platform)
 
   def chosen(self, rows: Sequence[Row], plain: Sequence[Row]) -> tuple[Row, str]:
     """Returns the best row, or the plain mean's if it gains too little; and why."""

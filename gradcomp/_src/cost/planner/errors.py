@@ -1,7 +1,8 @@
 """The errors of codecs and of means of workers, and the budgets that bound them."""
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -45,9 +46,15 @@ def omega(codec: LeafCodec, leaves: Sequence[Any] | None = None) -> float:
       "`gradients` must have a norm that is finite and not 0, got the square "
       f"{whole!r}."
     )
-  tx = compress(codec, feedback=None, min_leaf_size=0)
-  sent, _ = jax.jit(tx.update)(given, tx.init(given))
-  return energy(map(jnp.subtract, sent, given)) / whole
+  value: Any = codec  # hashable, as all codecs
+  return energy(map(jnp.subtract, encoder(value, 0)(given), given)) / whole
+
+
+@functools.lru_cache(maxsize=64)
+def encoder(codec: Any, min_leaf_size: int | None) -> Callable[[Any], Any]:
+  """Returns the jitted function from gradients to their decoded payloads."""
+  tx = compress(codec, feedback=None, min_leaf_size=min_leaf_size)
+  return jax.jit(lambda gradients: tx.update(gradients, tx.init(gradients))[0])
 
 
 def energy(leaves: Iterable[Any]) -> float:

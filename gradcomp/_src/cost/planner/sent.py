@@ -15,7 +15,8 @@ from gradcomp._src.codecs.sums.sum import Partial, Sum
 from gradcomp._src.exchange import collectives, hierarchical, lines
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.exchange.protocol import Message, Work
-from gradcomp._src.report.collectives import SHARE_SENT, Collective, connected
+from gradcomp._src.report import reader
+from gradcomp._src.report.collectives import Collective, connected, plain_bytes
 
 _Shape = jax.ShapeDtypeStruct
 
@@ -58,16 +59,15 @@ def sent_by(plan: MessagePlan, sizes: tuple[int, ...]) -> Sent:
   fits = {x: x.fits for x in plan.codecs if plan.sends}
   tile = lambda codec: _Shape((codec.tile_size,), jnp.float32)
   counts = [jax.eval_shape(y.count, tile(x)).size for x, y in fits.items() if y]
-  share = SHARE_SENT["all-reduce"](plan.workers)
-  return Sent(leaves, found, 4 * sum(counts) * share)
+  return Sent(leaves, found, plain_bytes(sum(counts), plan.workers))
 
 
 def _one(kind: str, n: int, span: int, *operands: _Shape, times: int = 1) -> Collective:
   """Returns a collective of n workers, of operands of integers or floats."""
-  spelled = lambda x: f"{x.dtype.kind.replace('i', 's')}{8 * x.dtype.itemsize}"
-  arrays = tuple((spelled(x), x.shape) for x in operands)
-  around: Any = {"in_loop": False, "trips_unknown": False, "scope": "", "times": times}
-  return Collective(kind=kind, operands=arrays, workers=n, span=span, **around)
+  at: Any = reader.Place(times=times)._asdict()
+  return Collective(
+    kind=kind, operands=reader.spelled(operands), workers=n, span=span, **at
+  )
 
 
 def _collectives(message: Message, sizes: tuple[int, ...]) -> Iterator[Collective]:

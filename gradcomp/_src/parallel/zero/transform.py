@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from gradcomp._src import checks
+from gradcomp._src import checks, public
 from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core import border, compression, first_state, inputs
@@ -22,7 +22,6 @@ from gradcomp._src.mesh import agreement, closures, place, study, trees, types
 from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.parallel.zero import elementwise, leaf_rows
 from gradcomp._src.parallel.zero import inner as inners
-from gradcomp._src.public import cites
 
 
 class ZeroState(NamedTuple):
@@ -166,7 +165,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     rows = first_state.make_own(first, tree, axes, unknown, placed)
     return ZeroState(gradients, *rows)
 
-  @cites("rajbhandari2020zero", "jia2024sdp4bit")
+  @public.cites("rajbhandari2020zero", "jia2024sdp4bit")
   def core(
     across: place.Place, updates: Any, state: Any, params: Any, extra_args: Any
   ) -> tuple[Any, ZeroState]:

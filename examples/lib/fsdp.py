@@ -1,14 +1,9 @@
-"""Shards parameters over workers, which gather them in few bits each step (FSDP).
-
-``parallel.gather`` compresses in its backward pass, out of which nothing comes but
-cotangents. So another exchange is inspected, which does to whole gradients what that
-one does: it encodes them with the same codec, on top of the same residuals. (A worker's
-own part, which gather leaves as it is, is rounded there, too.)
-"""
+"""Shards parameters over workers, which gather them in few bits each step (FSDP)."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,14 +12,10 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import gradcomp
-from examples.lib.methods import Prepared
-from examples.lib.telemetry import Log
+from examples.lib import runs
 from examples.lib.training import AXIS, Batch, Task
 from gradcomp import parallel
 from gradcomp.codecs import Codec
-
-SMALL = 1024  # elements of a leaf that travels in float32
 
 
 class State(NamedTuple):
@@ -40,9 +31,7 @@ class State(NamedTuple):
 class Fsdp:
   """Takes steps with parameters that are sharded by their first axis.
 
-  Before each step the workers send their parts of the parameters to each other, and
-  after it their gradients, each part to the worker that owns it. The optimizer works
-  only on a worker's part. Parameters of one axis, like scales, travel in float32.
+  The optimizer works only on a worker's part. Those of one axis travel in float32.
   """
 
   loss_fn: Callable[[Any, Batch], jax.Array]
@@ -68,7 +57,7 @@ class Fsdp:
   @property
   def exchange(self) -> optax.GradientTransformation:
     """An exchange of whole gradients with the loss of the gathers' backward pass."""
-    return exchange_of(self.grads, feedback=self.feedback)
+    return runs.exchange_of(self.grads, feedback=self.feedback)
 
   def step(
     self, shards: Any, state: State, batch: Any, *, inspect: bool = False
@@ -86,7 +75,7 @@ class Fsdp:
     metrics = {"loss": lax.psum(loss, AXIS)}
     if inspect:
       grads_of_whole = jax.grad(share)(self.whole(shards, state.residuals, key))
-      found = inspected(self.exchange, grads_of_whole, state.residuals)
+      found = runs.inspected(self.exchange, grads_of_whole, state.residuals)
       metrics["inspection"] = found
     updates, inner = self.optimizer.update(grads, state.inner, shards)
     shards = optax.apply_updates(shards, updates)
@@ -105,9 +94,9 @@ class Fsdp:
     return tree.unflatten(whole)
 
 
-def prepare(task: Task, batch: Batch, every: int | None, **options: Any) -> Prepared:
-  """Compiles a step of ``Fsdp(**options)``, for a task with ``spec=P(AXIS)``."""
-  fsdp, params = Fsdp(**options), task.init_params(0)
+def on_mesh(task: Task, **options: Any) -> SimpleNamespace:
+  """Makes what ``Fsdp(**options)`` does jitted, for a task with ``spec=P(AXIS)``."""
+  fsdp, params = Fsdp(loss_fn=task.loss_fn, **options), task.init_params(0)
   for path, leaf in jax.tree.leaves_with_path(params):
     if leaf.shape[0] % task.mesh.size:
       axis, workers = f"first axis of {jax.tree_util.keystr(path)}", task.mesh.size
@@ -116,43 +105,11 @@ def prepare(task: Task, batch: Batch, every: int | None, **options: Any) -> Prep
   state = fsdp.specs(params)
   over = functools.partial(jax.shard_map, mesh=task.mesh)
   init = jax.jit(over(fsdp.init, in_specs=P(AXIS), out_specs=state))
+  given, taken = (P(AXIS), state, P(AXIS)), (P(AXIS), state, P())
 
-  def compiled(**options: bool) -> Any:
-    step = functools.partial(fsdp.step, **options)
-    given, taken = (P(AXIS), state, P(AXIS)), (P(AXIS), state, P())
-    step = over(step, in_specs=given, out_specs=taken)
-    step = jax.jit(step, donate_argnums=(0, 1))
-    return step.lower(params, init(params), task.place(batch)).compile()
+  def step(*args: Any, inspect: bool = False) -> Any:
+    own = functools.partial(fsdp.step, inspect=inspect)
+    return over(own, in_specs=given, out_specs=taken)(*args)
 
-  step = compiled()
-  wire = gradcomp.wire_report(step)
-  log = Log(every, compiled(inspect=True)) if every else Log()
-  start = lambda seed, params: (init(params), fsdp.exchange)
-  return Prepared(step, (wire.bytes_sent, wire.dense_bytes), start, log)
-
-
-def exchange_of(codec: Codec, *, feedback: bool = True) -> optax.GradientTransformation:
-  """Makes the exchange to inspect; its state also has the residuals of gathers."""
-  kept = "error" if feedback else None
-  options = {"axis_name": AXIS, "exchange": "all_gather", "min_leaf_size": SMALL}
-  return gradcomp.compress(codec, feedback=kept, **options)
-
-
-def inspected(exchange: Any, grads: Any, residuals: Any) -> Any:
-  """Inspects whole gradients of a worker, inside the map."""
-  state = exchange.init(grads)
-  if state.residual is not None:
-    leaves, tree = jax.tree.flatten(grads)
-    kept = [
-      jnp.zeros_like(g, shape=g.shape or (1,)) if e is None else e
-      for g, e in zip(leaves, tree.flatten_up_to(residuals), strict=True)
-    ]
-    state = state._replace(residual=tree.unflatten(kept))
-  *_, found = gradcomp.telemetry.inspect_update(exchange, grads, state)
-
-  def to_owners(metrics: Any) -> Any:
-    # Each part goes to one worker here, where all_gather sends it to all others.
-    return metrics._replace(bytes_sent=metrics.bytes_sent / lax.axis_size(AXIS))
-
-  leaves = {path: to_owners(metrics) for path, metrics in found.leaves.items()}
-  return found._replace(total=to_owners(found.total), leaves=leaves)
+  step = jax.jit(step, donate_argnums=(0, 1), static_argnames="inspect")
+  return SimpleNamespace(init=init, step=step, exchange=fsdp.exchange)

@@ -1,1 +1,0 @@
-"""Sharded models."""
