@@ -73,6 +73,7 @@ TABLES = {
   "floats": lambda: codecs("aps_study", 0),
   "small gradients": lambda: codecs("aps_study", 1),
   "lars": lambda: codecs("aps_study", 2),
+  "sizes of gradients": lambda: codecs("aps_study", 3),
   "4 bits": lambda: codecs("aps_study", 4),
   "sparse words": lambda: runs(
     load("redsync_study.json")["language-long"], "perplexity"
