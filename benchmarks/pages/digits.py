@@ -65,6 +65,7 @@ def sharded_nets():
   return table(["net", *_TYPES], [[name, *types(x)] for name, x in found.items()])
 
 
+redsync = lambda name, metric: runs(load("redsync_study.json")[name], metric)
 _TYPES = ("f32", *TYPES.values(), "p")
 TABLES = {
   "quantizing": lambda: codecs("codec_study", 0),
@@ -75,10 +76,8 @@ TABLES = {
   "lars": lambda: codecs("aps_study", 2),
   "sizes of gradients": lambda: codecs("aps_study", 3),
   "4 bits": lambda: codecs("aps_study", 4),
-  "sparse words": lambda: runs(
-    load("redsync_study.json")["language-long"], "perplexity"
-  ),
-  "sparse digits": lambda: runs(load("redsync_study.json")["digits-long"], "accuracy"),
+  "sparse words": lambda: redsync("language-long", "perplexity"),
+  "sparse digits": lambda: redsync("digits-long", "accuracy"),
   "sharded layers": sharded_layers,
   "sharded nets": sharded_nets,
   "sharded optimizers": lambda: runs(
