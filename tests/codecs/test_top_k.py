@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp._src.codecs import sparse
 from gradcomp._src.codecs.sums import tiles as _sums
 from gradcomp._src.codecs.sums.records import NOTHING
+from gradcomp._src.kernels import selection
 from gradcomp.codecs import TopK
 from tests.plugins.slow_cases import slow
 from tests.specs import top_k
@@ -137,8 +137,7 @@ def test_sizes_choose_the_selection_and_the_slots():
 @pytest.mark.parametrize("copied", [True, False])
 def test_leaves_of_one_size_share_a_program(monkeypatch, copied):
   """Each comes out as it would alone, copied as small leaves are, or where it lies."""
-  for module in (sparse, _sums):
-    monkeypatch.setattr(module, "COPIED", 4 * 300 if copied else 0)
+  monkeypatch.setattr(selection, "COPIED", 4 * 300 if copied else 0)
   xs = [data(1000)[name] for name in ("normal", "half zero", "heavy")]
   codec = TopK(density=0.05, selection="threshold", range_size=300)
   found = jax.jit(lambda xs: codec.encode_several(xs, [NOTHING] * 3, None))(xs)
