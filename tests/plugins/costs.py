@@ -2,8 +2,8 @@
 
 The summary of a run lists, for each file, the programs that JAX compiled or found in
 its cache, and the seconds. A run fails whose tests, but for slow ones, compile more
-than the budget says, which hardly depends on the machine; and a whole run that compiles
-3 % less, so that the budget falls.
+than the budget says; and a whole run that compiles a tenth less, so that the budget
+falls. How processes divide the files moves the count: 8,397 and 8,899 were seen.
 """
 
 import collections
@@ -91,7 +91,7 @@ class Costs:
     """Says how this run breaks the budget; "" if it does not."""
     found = sum(x["programs"] for row, x in self.of_files.items() if row != SLOW)
     said = f"the tests compile {found} programs, and may {PROGRAMS}"
-    if _is_whole(config) and PROGRAMS > found * 1.03:
+    if _is_whole(config) and PROGRAMS > found * 1.1:
       return f"{said}: run make budgets ARGS='--programs {found}'"
     return said if found > PROGRAMS else ""
 
