@@ -35,7 +35,7 @@ def rows(
   known: list[tuple[Setting, float]] = [
     (x.setting, x.results["cpu"] / x.results["points"][-1]["step"])
     for x in by_setting.values()
-    if x.lacking is None and "cpu" in x.results
+    if x.lacking is None and x.setting.way != "timed" and "cpu" in x.results
   ]
 
   def expected(item: Item) -> float:
