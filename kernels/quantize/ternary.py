@@ -46,9 +46,7 @@ class Form(reference.ScaledForm):
     """Returns two bits, or a digit in base 3, for each element of one plane."""
     length = jnp.abs(x) if limit is None else jnp.minimum(jnp.abs(x), limit)
     fixed = (length * factor).astype(jnp.int32).astype(jnp.uint32)
-    fixed = jnp.minimum(
-      fixed, jnp.uint32(self.top)
-    )  # which keeps a NaN inside its bits
+    fixed = jnp.minimum(fixed, jnp.uint32(self.top))  # a NaN stays inside its bits
     magnitude = fixed_point.rounded(fixed, lane, x)
     if self.packing == "2bit":
       return jnp.where(x < 0, 3 * magnitude, magnitude)

@@ -19,12 +19,8 @@ def decode_rows(
   rows: Array, *, form: reference.ScaledForm, interpret: Any = False
 ) -> Array:
   """Decodes as :func:`reference.decode_rows` does, to the same bits."""
-  (count, words), bits, size, planes = (
-    rows.shape,
-    form.bits,
-    form.bucket_size,
-    form.planes,
-  )
+  count, words = rows.shape
+  bits, size, planes = form.bits, form.bucket_size, form.planes
   fine = planes * size <= lines.LARGEST_UNROLLED and not size % LANES
   # Pairs of planes XLA joins as well.
   if not (form.inline and fine and count >= ROWS and planes > 2):

@@ -16,19 +16,16 @@ from gradcomp._src.exchange.step import Own, OwnEntries
 from gradcomp._src.kernels.materialize import updated_in_place
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("gradient", "own"),
-  meta_fields=("dtype", "feedback"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Again:
   """Computes the next residual of a large leaf anew, from all that it depends on."""
 
   gradient: jax.Array
   own: Own | OwnEntries
-  dtype: np.dtype  # of the gradient plus the residual
-  feedback: Feedback
+  # Of the gradient plus the residual.
+  dtype: np.dtype = dataclasses.field(metadata={"static": True})
+  feedback: Feedback = dataclasses.field(metadata={"static": True})
 
   def __call__(self, old: jax.Array, momentum: jax.Array | None) -> jax.Array:
     """Returns it, given the old residual and momentum in the shape of the view."""

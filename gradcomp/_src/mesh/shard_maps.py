@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from gradcomp._src.mesh import types
 from gradcomp._src.mesh.axes import AxisName, automatic_axes, axis_names
 from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.place import Place
 from gradcomp._src.mesh.specs import axes_in, entries, is_spec, reduced_spec
 from gradcomp._src.mesh.study import is_followed
-from gradcomp._src.mesh.types import is_typed, mesh_of, typed_spec, varying_axes
 
 Update = Callable[..., tuple[Any, Any]]
 
@@ -24,7 +24,7 @@ def per_device(function: Update, updates: Any, across: Place, *, keeps: bool) ->
   """Returns ``function(updates, state, *given)``, in a map if these updates need it."""
   if is_followed():
     return lambda updates, state, *_: (updates, state)
-  if not across.is_sum and not axes_in(jax.tree.map(typed_spec, updates)):
+  if not across.is_sum and not types.sharded_over(updates):
     return function
   return functools.partial(_on_devices, function, across, keeps)
 
@@ -42,10 +42,10 @@ def _on_devices(
   def whole(updates: Any, state: Any, arrays: list[Any]) -> tuple[Any, Any]:
     """Calls ``on_device`` in a map over the axes of the types."""
     called: Callable[..., Any] = on_device
-    specs, *others = jax.tree.map(typed_spec, (updates, state, arrays))
+    specs, *others = jax.tree.map(types.typed_spec, (updates, state, arrays))
     each = functools.partial(jax.tree.map, is_leaf=is_spec)
     out = specs if keeps else each(reduced_spec, specs)
-    mesh = mesh_of(updates)
+    mesh = types.mesh_of(updates)
     # JAX 0.10 takes unreduced arrays only if all axes are manual.
     manual = set(mesh.axis_names if across.is_sum else axes_in(specs))
     if across.is_sum and mesh.auto_axes and not keeps:
@@ -62,7 +62,7 @@ def _on_devices(
       out_specs=(out, others[0]),
       axis_names=manual,
       # JAX allows an unreduced argument only if types are not checked.
-      check_vma=any(map(varying_axes, jax.tree.leaves(updates))),
+      check_vma=any(map(types.varying_axes, jax.tree.leaves(updates))),
     )(updates, state, arrays)
 
   if not across.is_sum:
@@ -105,7 +105,7 @@ def spread(
     in_specs=cut(axis),
     out_specs=cut(to),
     axis_names=set(axes),
-    check_vma=is_typed(axis_name),
+    check_vma=types.is_typed(axis_name),
   )
   whole = lax.with_sharding_constraint(mapped(padded), PartitionSpec())
   return lax.slice_in_dim(whole, 0, length, axis=to)
@@ -113,30 +113,30 @@ def spread(
 
 def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
   """Applies a linear function of last axes to an array, or to each device's addend."""
-  spec = typed_spec(x)
+  spec = types.typed_spec(x)
   if not spec.unreduced:
     return function(x)
   rank = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).ndim
   out = PartitionSpec(*entries(spec)[:rank], unreduced=spec.unreduced)
-  mapped = _unchecked(function, mesh_of(x), spec, out)
+  mapped = _unchecked(function, types.mesh_of(x), spec, out)
   return _linear(mapped, lambda x: map_addends(jax.vmap(function), x))(x)
 
 
 def unreduce(tree: Any, axis_name: AxisName) -> Any:
   """Turns workers' addends, stacked ``[N, ...]`` over the axis, into unreduced ones."""
-  mesh = mesh_of(tree)
+  mesh = types.mesh_of(tree)
   names = set(axis_names(axis_name))
   if mesh.size == 1:  # JAX has no unreduced arrays on one device
     return jax.tree.map(lambda x: x[0], tree)
 
   def drop(at: int, tree: Any) -> Any:
     def spec(x: jax.Array) -> PartitionSpec:
-      found = [*entries(typed_spec(x))]
+      found = [*entries(types.typed_spec(x))]
       del found[at : at + 1]
       return PartitionSpec(*found, unreduced=names)
 
     squeeze = lambda tree: jax.tree.map(lambda x: jnp.squeeze(x, at), tree)
-    specs = jax.tree.map(typed_spec, tree), jax.tree.map(spec, tree)
+    specs = jax.tree.map(types.typed_spec, tree), jax.tree.map(spec, tree)
     return _unchecked(squeeze, mesh, *specs)(tree)
 
   return _linear(functools.partial(drop, 0), functools.partial(drop, 1))(tree)
@@ -165,10 +165,10 @@ def _linear(function: Callable[[Any], Any], of_each: Callable[[Any], Any]) -> An
 
 def _ahead(x: jax.Array, size: int) -> jax.Array:
   """Broadcasts an array along a new first axis, with any sharding."""
-  spec = typed_spec(x)
+  spec = types.typed_spec(x)
   out = PartitionSpec(None, *entries(spec), unreduced=spec.unreduced)
   ahead = lambda x: jnp.broadcast_to(x, (size, *x.shape))
-  return _unchecked(ahead, mesh_of(x), spec, out)(x)
+  return _unchecked(ahead, types.mesh_of(x), spec, out)(x)
 
 
 def _unchecked(function: Callable[..., Any], mesh: Any, spec: Any, out: Any) -> Any:

@@ -295,9 +295,8 @@ def sharded_map(
     # copy comes back; checked, P() is accepted only because they are proved equal.
     out = (P() if check_vma else P(axes), specs)
     given: Any = {"in_specs": (P(axes), specs), "check_vma": check_vma, **options}
-    output, state = jax.shard_map(local, mesh=devices, out_specs=out, **given)(
-      gradient, state
-    )
+    mapped = jax.shard_map(local, mesh=devices, out_specs=out, **given)
+    output, state = mapped(gradient, state)
     return _of_all(output, workers) if check_vma else output, state
 
   return _on_devices(tx, devices, axes, workers, step)
