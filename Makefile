@@ -147,7 +147,8 @@ evidence-status: $(VENV)/.installed-study  ## say how far these trainings are
 
 evidence-times: $(VENV)/.installed-study  ## time steps on hosts (as root, an hour or two)
 	@$(python) -W ignore -m benchmarks.study.mirrors
-	@$(python) -W ignore -m benchmarks.study.queue.times
+	@$(python) -W ignore -m benchmarks.study run queue --ways timed \
+	  --output benchmarks/results/study/evidence
 
 # In an environment of its own, of 1.3 GB.
 test-ray:  ## train on Ray, kill a node and add one

@@ -15,13 +15,13 @@ from benchmarks.common.tables import table
 from benchmarks.pages import digits
 from benchmarks.pages.records import FOLDER as DOCS
 from benchmarks.pages.records import RECORDS as RESULTS
-from benchmarks.study import analysis, records, report
+from benchmarks.study import analysis, items, records, report
 from benchmarks.study.figures import accuracy, speed
 from benchmarks.study.figures import claims as figures_claims
 from benchmarks.study.figures.style import slug
 from benchmarks.study.judges import safe
 from benchmarks.study.judges.verdicts import WORDS
-from benchmarks.study.queue import items, status
+from benchmarks.study.queue import status
 
 FOLDER = DOCS / "results"
 RECORDS = RESULTS / "study" / "papers"

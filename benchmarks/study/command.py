@@ -1,24 +1,18 @@
 """Runs the papers' studies on real data, and says which of their findings hold.
 
-  python -m benchmarks.study run --emulate 8 --networks lenet gru
-    --codecs f32 qsgd-4 onebit-64 --epochs 2 --seeds 5 --output DIR
-  python -m benchmarks.study run --workers 1 2 4 --networks lenet
-    --codecs f32 qsgd-4 --steps-only 50 --output DIR
-  srun python -m benchmarks.study run --networks lenet --codecs f32 qsgd-4
-    --link 10gbit --output DIR
-  python -m benchmarks.study run --rate 1gbit loopback --hosts 2 4 --networks
-    lenet --codecs f32 qsgd-4 --steps-only 20 --output DIR    (as root)
-  python -m benchmarks.study run --launches papers --output DIR
+  python -m benchmarks.study run papers --output DIR
     (all of docs/results/ but its times, in about a day of one core; see make data)
-  python -m benchmarks.study run --launches digits --output DIR
+  python -m benchmarks.study run mine.toml --output DIR
+  srun python -m benchmarks.study run mine.toml --output DIR
   python -m benchmarks.study report DIR [DIR ...]
 
-A run times the steps of each codec, split into computation, codec and communication
-(study/devices.py), and trains from each seed. With --emulate, one device emulates the
-workers: there are accuracies and bytes, and no times. It is started as the examples
-are: as one process, or in each process of srun or mpirun, once for each number of
-workers. With --rate it starts hosts itself, as network namespaces on links of that
-rate.
+The runs are those of a file of study/launches/, or of one of your own in the same form,
+which queue.toml explains. A run of the way "timed" times the steps of a codec, split
+into computation, codec and communication (study/devices.py). "emulated" trains with
+workers that one device emulates: there are accuracies and bytes, and no times.
+"trained" does on devices that exchange. A study is started as the examples are: as one
+process, or in each process of srun or mpirun, which run what has as many hosts. One
+process starts hosts itself, as root, for runs with a link: network namespaces.
 
 Each run is a line of JSON in the folder. What is there already is not run again: a
 study can be stopped, go on, and be cut into parts. Launches at the same time take
@@ -26,50 +20,120 @@ study can be stopped, go on, and be cut into parts. Launches at the same time ta
 launches.
 """
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from benchmarks.common import cli, quiet
-from benchmarks.study import options, records
+from benchmarks.study import items, methods, records
+from benchmarks.study.items import Item
 from examples.lib import comparisons
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """Runs what is not there yet."""
+
+  # A file of launches, or the name of one of study/launches/.
+  launches: Annotated[str, tyro.conf.Positional] = "papers"
+  output: Path | None = None  # folder of the records
+  ways: tuple[str, ...] = ()  # run these ways alone
+  part: str = "0/1"  # I/N for every N-th run, from the I-th
+  # Run quick.toml, with the report: a test of seconds.
+  quick: bool = False
+  devices: int = 8  # CPU devices of a process
+  coordinator: str | None = None  # HOST:PORT of process 0
+  num_processes: int | None = None  # processes of the launch
+  process_id: int | None = None  # this one
+  link: str | None = None  # run what has this link, which is there
+  interface: str = ""  # whose bytes are counted, such as eth0
+  probe: float | None = None  # bytes/s of the link, if you know
+
+  def items(self) -> list[Item]:
+    """Returns the runs that the command line names; ValueError if one cannot run."""
+    path = Path(self.launches)
+    path = path if path.suffix else items.LAUNCHES / f"{path}.toml"
+    if not path.exists():
+      names = ", ".join(sorted(x.stem for x in items.LAUNCHES.glob("*.toml")))
+      raise ValueError(
+        f"`launches` must be a file or one of {names}, got {self.launches!r}."
+      )
+    found = re.fullmatch(r"(\d+)/(\d+)", self.part)
+    if not found or int(found[1]) >= int(found[2]):
+      raise ValueError(f"`--part` must be like 0/2 or 1/2, got {self.part!r}.")
+    every = items.items(path)[int(found[1]) :: int(found[2])]
+    for codec in {x.setting.codec for x in every}:
+      methods.check(codec)
+    return [x for x in every if not self.ways or x.setting.way in self.ways]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+  """Writes report.html and report.md."""
+
+  folders: Annotated[tuple[Path, ...], tyro.conf.Positional]  # of the records
+  output: Path | None = None  # folder of the report; default: the first of the records
+  price: float = 0.9  # dollars an hour of a worker
+
+
+_Command = (
+  Annotated[Run, tyro.conf.subcommand("run")]
+  | Annotated[Report, tyro.conf.subcommand("report")]
+)
+
+
+def parse(argv: list[str] | None = None) -> Run | Report:
+  flags = (tyro.conf.FlagCreatePairsOff,)
+  return tyro.cli(_Command, args=argv, description=__doc__, config=flags)
+
+
 def main(argv: list[str] | None = None) -> None:
-  args = options.parse(argv, __doc__)
-  if isinstance(args, options.Report):
+  args = parse(argv)
+  if isinstance(args, Report):
     from benchmarks.study import report
 
     return report.write(args.folders, args.output or args.folders[0], args.price)
-  for wrong in args.wrong():
-    print(wrong, file=sys.stderr)
-    sys.exit(2)
   if args.quick:
     return quick(args.output)
-  if args.launches:
-    for launch in options.launches(args.launches, output=args.output):
-      execute(launch)
-    return None
-  if args.rate:
-    from benchmarks.study import hosts
-
-    return hosts.run(args, sys.argv[1:] if argv is None else argv)
-  execute(args)
-
-
-def execute(args: options.Run) -> None:
-  from benchmarks.study import runner
-
-  if not args.emulate:
-    comparisons.join_processes(args)
-  runner.run(args)
+  try:
+    found = args.items()
+    if args.output is None:
+      raise ValueError("`--output` must be the folder of the records.")
+  except ValueError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+  return execute(args, found)
 
 
-_ALL = "--networks mlp lenet --codecs f32 qsgd-4 --batch-size 16 --steps 2 --points 1"
-_LAUNCHES = ("--seeds 2 --emulate 2", "--steps-only 2 --workers 1 2 --devices 2")
+def execute(args: Run, found: list[Item]) -> None:
+  """Runs what these processes run by themselves, and starts hosts for the rest."""
+  import jax
+
+  from benchmarks.study import hosts, runner
+
+  comparisons.join_processes(args)
+  here, own, rest = jax.process_count(), [], []
+  for item in found:
+    given = item.setting
+    if args.link is not None or here > 1:
+      if given.hosts == here and args.link in (None, given.link):
+        own.append(item)
+    else:
+      (rest if given.link else own).append(item)
+  args.output.mkdir(parents=True, exist_ok=True)
+  runner.run(own, args.output, args.interface, args.probe)
+  left = [x.setting for x in rest if x.setting not in records.done(args.output)]
+  if left:
+    hosts.run(args, sorted({(x.link, x.hosts) for x in left}))
+
+
 _RUNS = 2 * 2 * 2 + 2 * 2 * 2  # by networks, codecs, and seeds or workers
 _TITLES = 10
 _EMPTY = ("The line", "Accuracy by workers")  # for which it takes more runs
@@ -80,13 +144,10 @@ def quick(output: Path | None) -> None:
   if output is None:
     with tempfile.TemporaryDirectory() as folder:
       return quick(Path(folder))
-  for launch in (*_LAUNCHES, _LAUNCHES[0]):  # the second time, all is there
-    line = f"{_ALL} {launch}".split()
-    command = cli.module("benchmarks.study", "run", *line)
-    own = {"JAX_COMPILATION_CACHE_DIR": str(output / "programs"), quiet.VARIABLE: ""}
-    subprocess.run(
-      [*command, "--output", str(output)], env=os.environ | cli.path() | own, check=True
-    )
+  line = cli.module("benchmarks.study", "run", "quick", "--devices", "2", "--output")
+  own = {"JAX_COMPILATION_CACHE_DIR": str(output / "programs"), quiet.VARIABLE: ""}
+  for _ in range(2):  # the second time, all is there
+    subprocess.run([*line, output], env=os.environ | cli.path() | own, check=True)
   lines = [x for path in output.glob("*.jsonl") for x in path.read_text().splitlines()]
   if not len(lines) == len(records.read(output)) == _RUNS:
     raise RuntimeError(f"there are {len(lines)} runs, and not {_RUNS}")

@@ -1,14 +1,12 @@
 """Keeps the runs of a study as lines of JSON, and never the same run twice.
 
-Each launch appends to a file of its own in the folder, and all files count. So launches
-with other numbers of workers, on other machines or at the same time join. A line that a
+Each launch appends to its file in the folder, and all files count. So launches with
+other numbers of workers, on other machines or at the same time join. A line that a
 killed launch left unfinished does not count.
 """
 
 import json
 import os
-import socket
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,23 +49,9 @@ def read(*folders: Path) -> list[Record]:
   return list(found.values())
 
 
-class Records:
-  """The runs of a folder, to which one launch appends."""
-
-  def __init__(self, folder: Path):
-    folder.mkdir(parents=True, exist_ok=True)
-    now = time.strftime("%Y%m%d-%H%M%S")
-    self._folder = folder
-    self._path = folder / f"runs-{now}-{socket.gethostname()}-{os.getpid()}.jsonl"
-
-  def has(self, setting: Setting) -> bool:
-    """Returns whether a run is there, of any launch. One that failed runs again."""
-    known = (x for x in read(self._folder) if "failed" not in x.results)
-    return any(record.setting == setting for record in known)
-
-  def append(self, setting: Setting, results: dict[str, Any]) -> None:
-    """Writes a run, so that it is there even if the launch is killed right after."""
-    append(self._path, setting, results)
+def done(folder: Path) -> set[Setting]:
+  """Returns the settings that have run, of any launch. One that failed runs again."""
+  return {x.setting for x in read(folder) if "failed" not in x.results}
 
 
 def append(path: Path, setting: Setting, results: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def filled(text: str, indent: str = "") -> str:
 _PAGES.filters["filled"] = filled
 
 
-def sections(study: analysis.Study, price: float | None = None) -> Iterator[Any]:
+def sections(study: analysis.Study, price: float) -> Iterator[Any]:
   draws = vars(figures_accuracy) | vars(figures_speed)
   draws["prices"] = functools.partial(figures_speed.prices, price=price)
   for part in tomllib.loads((_TEMPLATES / "sections.toml").read_text())["section"]:
@@ -104,10 +104,10 @@ def runs(study: analysis.Study) -> tuple[list[str], Rows]:
   return header, rows
 
 
-def write(folders: Sequence[Path], output: Path, price: float | None = None) -> None:
+def write(folders: Sequence[Path], output: Path, price: float = 0.9) -> None:
   """Writes report.html, report.md and figures/*.png of the records of some folders.
 
-  ``price``: dollars an hour of a worker; None for what the launches said.
+  ``price``: dollars an hour of a worker.
   """
   study = analysis.grouped(records.read(*folders))
   if not study.groups and not study.cells:

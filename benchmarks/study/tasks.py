@@ -1,4 +1,4 @@
-"""Makes the tasks of a study: a network, what it learns from, and its rate.
+"""Makes the tasks of a study: a network, and what it learns from.
 
 The networks and the data are the examples'. A task is on devices or on one device that
 emulates all workers, and draws the same batches in both.
@@ -23,27 +23,10 @@ LENGTH = 32  # of a sequence of characters or words
 _TESTED, _LOGITS = 2**16, 2**28
 
 
-class Defaults(NamedTuple):
-  """Holds what a network is trained with, if the command line says nothing else."""
-
-  learning_rate: float
-  momentum: float | None = 0.9
-  max_norm: float | None = None
-
-
-# The rates are float32's, and no codec has one of its own.
-DEFAULTS = {
-  "lstm": Defaults(1.0, 0.9, 1.0),
-  "gru": Defaults(2.0, 0.9, 1.0),
-  "transformer": Defaults(0.5, 0.9, 1.0),
-}
-_IMAGES = Defaults(0.05)
-_ADAM = 1e-3  # for all networks
 TEXTS = tuple(language_model.MODELS)
 # LeNet with dense layers that are as many times as wide, as Grubic's figure 16 has it.
 WIDENED = {f"lenet-x{times}": times * 1024 for times in (1, 2, 4, 8)}
 MODELS = image_classification.MODELS | language_model.MODELS
-NETWORKS = (*image_classification.MODELS, *WIDENED, *TEXTS)
 KNOWN = 1000  # inputs by whose statistics a batch norm normalizes in tests
 
 
@@ -65,27 +48,14 @@ class Source(NamedTuple):
       yield tuple(x[i] for x, i in zip(self.arrays, indices, strict=True))
 
 
-def defaults(network: str, optimizer: str = "sgd") -> Defaults:
-  """Returns what a network is trained with by ``"sgd"`` or ``"adam"``."""
-  found = DEFAULTS.get(network, _IMAGES)
-  return found if optimizer == "sgd" else found._replace(learning_rate=_ADAM)
-
-
 @functools.cache
-def source(
-  network: str,
-  dataset: str = "digits",
-  data_dir: Path = FOLDER,
-  pixels: int | None = None,
-  corpus: str = "python",
-  dropout: float | None = None,
-) -> Source:
+def source(network: str, dataset: str, dropout: float | None = None) -> Source:
   if network in TEXTS:
-    return _language(network, corpus, dropout)
-  name, (train, test, classes) = images(dataset, data_dir, pixels)
+    return _language(network, dataset, dropout)
+  train, test, classes = images(dataset)
   order = np.arange(len(train.labels), dtype=np.int32)
   return Source(
-    name=name,
+    name=dataset,
     model=_for_images(network, train.images.shape[1:], classes, dropout),
     arrays=tuple(train),
     test=tuple(test),
@@ -103,36 +73,21 @@ def _for_images(network: str, *given: Any) -> Any:
   return model
 
 
-def images(
-  dataset: str = "digits", data_dir: Path = FOLDER, pixels: int | None = None
-) -> tuple[str, data.ImageSet]:
-  """Loads images, and names them; it takes what ``source`` takes."""
-  builder = data.prepare(dataset.replace("-", "_"), data_dir)
-  if dataset in SOURCES and not builder.info.disable_shuffling:
+def images(dataset: str, folder: Path = FOLDER) -> data.ImageSet:
+  """Loads images by their name, and reduces those of a name like "mnist/14"."""
+  name, _, pixels = dataset.partition("/")
+  builder = data.prepare(name.replace("-", "_"), folder)
+  if name in SOURCES and not builder.info.disable_shuffling:
     raise ValueError(
       f"{builder.data_path} must have the images in the order of their source, as the "
       "records are of, got them shuffled. Remove it: `make data` prepares it anew."
     )
   train, test, classes = data.read(builder)
-  name = dataset
-  if pixels is not None and pixels != train.images.shape[1]:
+  if pixels:
     train, test = (
-      data.Split(reduced(x.images, pixels), x.labels) for x in (train, test)
+      data.Split(reduced(x.images, int(pixels)), x.labels) for x in (train, test)
     )
-    name += f"/{pixels}"
-  return name, data.ImageSet(train, test, classes)
-
-
-def named(name: str) -> dict[str, Any]:
-  """Returns the options of ``source`` that give data its name.
-
-  >>> named("mnist/14")["pixels"], named("brown-words")
-  (14, {'corpus': 'brown-words'})
-  """
-  if name in texts.TEXTS:
-    return {"corpus": name}
-  dataset, _, pixels = name.partition("/")
-  return {"dataset": dataset, "pixels": int(pixels) if pixels else None}
+  return data.ImageSet(train, test, classes)
 
 
 def _language(network: str, corpus: str, dropout: float | None) -> Source:

@@ -84,7 +84,7 @@ def scalings(study: Study) -> Iterator[style.Shown]:
     yield style.Shown(style.slug("scaling", title), title, figure, header, rows)
 
 
-def prices(study: Study, price: float | None) -> Iterator[style.Shown]:
+def prices(study: Study, price: float) -> Iterator[style.Shown]:
   """Yields accuracy against the dollars of a training."""
   for cell in study.cells:
     group = study.matching(cell)
@@ -92,12 +92,11 @@ def prices(study: Study, price: float | None) -> Iterator[style.Shown]:
       continue
     rows: style.Rows = []
     spots = []
-    for codec, times in cell.times.items():
+    for codec in cell.times:
       if codec not in group.runs:
         continue
-      rate = times["price"] if price is None else price
       seconds = group.setting.batch / cell.speed(codec)  # of one step
-      cost = functools.partial(dollars, workers=cell.setting.workers, price=rate)
+      cost = functools.partial(dollars, workers=cell.setting.workers, price=price)
       accuracy = group.ends(codec).mean()
       late = group.steps_to(codec)
       spots.append((cost(group.setting.steps * seconds), accuracy, codec))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.study import records
+from benchmarks.study import records, runner
+from benchmarks.study.items import Item
 from benchmarks.study.queue import train
-from benchmarks.study.queue.items import Item
 from benchmarks.study.settings import Setting
 
 
@@ -33,7 +33,7 @@ def run(items: Iterable[Item], folder: Path, minutes: float) -> None:
     if time.monotonic() - start > 60 * minutes:
       return
     began, made = time.monotonic(), train.made_with()
-    trainer, size = train.trainer_of(arm[0].setting)
+    trainer, size = runner.trainer_of(arm[0].setting)
     found = trainer.train_together([x.setting.seed for x in arm])
     seconds = time.monotonic() - began
     print(f"{arm[0].launch}: {arm[0].title} and {len(arm) - 1} more, {seconds:.0f} s")

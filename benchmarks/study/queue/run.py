@@ -32,8 +32,8 @@ import jax
 
 from benchmarks.common import cli, locks, quiet
 from benchmarks.study import records as study_records
+from benchmarks.study.items import RECORDS, WORK, Item, items, queued
 from benchmarks.study.queue import arms
-from benchmarks.study.queue.items import RECORDS, WORK, Item, items, queued
 from benchmarks.study.settings import Setting
 
 FACTOR = 5  # times the CPU time that a launch says, with which a training is left

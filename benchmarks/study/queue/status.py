@@ -14,9 +14,9 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.common import locks, quiet
+from benchmarks.study import items as study_items
 from benchmarks.study import records as study_records
-from benchmarks.study.queue import items as queue_items
-from benchmarks.study.queue.items import Item
+from benchmarks.study.items import Item
 from benchmarks.study.records import Record
 from benchmarks.study.settings import Setting, step_seconds
 
@@ -48,7 +48,7 @@ def rows(
     launches.setdefault(item.launch, []).append(item)
   result = {}
   for name, every in launches.items():
-    own = queue_items.queued(every)
+    own = study_items.queued(every)
     found = [by_setting[x.setting] for x in own if x.setting in by_setting]
     ahead = [x for x in own if x.setting not in by_setting]
     begun = [beats[x.digest] for x in ahead if x.digest in beats]
@@ -68,12 +68,12 @@ def rows(
 
 
 def main() -> None:
-  work, items = queue_items.WORK, queue_items.items()
+  work, items = study_items.WORK, study_items.items()
   beats = {
     path.parent.name: json.loads(path.read_text())
     for path in work.glob("states/*/heartbeat.json")
   }
-  found = rows(items, study_records.read(queue_items.RECORDS), beats)
+  found = rows(items, study_records.read(study_items.RECORDS), beats)
   table = pd.DataFrame.from_dict(found, orient="index")
   ahead, cores = table["h to do"].sum(), len(os.sched_getaffinity(0))
   print(table.to_string(float_format="{:.1f}".format))

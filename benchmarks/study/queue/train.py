@@ -20,10 +20,8 @@ from typing import Any
 import jax
 
 from benchmarks.common import cli
-from benchmarks.common.trainer import Trainer
-from benchmarks.study import dettmers, emulated, records, runner, settings, tasks
+from benchmarks.study import records, runner, settings
 from examples.lib.checkpoints import Saved
-from examples.lib.training import AXIS, Task
 from gradcomp._src.version import WIRE
 
 _BETWEEN = 300.0  # CPU seconds from one saved state to the next
@@ -80,43 +78,12 @@ class Keeper:
     return self._saved
 
 
-def source_of(setting: settings.Setting) -> tasks.Source:
-  """Loads what a setting trains on, if that has the size that the setting says."""
-  source = tasks.source(
-    setting.network, **tasks.named(setting.dataset), dropout=setting.dropout
-  )
-  _check(setting, source.name, source.epoch)
-  return source
-
-
-def _check(setting: settings.Setting, name: str, epoch: int) -> None:
-  if (name, epoch) != (setting.dataset, setting.epoch):
-    raise ValueError(
-      f"`setting` must say what its data is, {name!r} with {epoch} samples an epoch, "
-      f"got {setting.dataset!r} with {setting.epoch}."
-    )
-
-
-def trainer_of(setting: settings.Setting) -> tuple[Trainer, dict[str, Any]]:
-  """Makes what trains, and says how large the network is."""
-  alike = setting._replace(seed=0)
-  if setting.way != "emulated":
-    name, images = tasks.images(**tasks.named(setting.dataset))
-    _check(setting, name, len(images.train.labels))
-    return dettmers.trainer(images, alike), {}
-  source = source_of(setting)
-  known = source.arrays[0][: tasks.KNOWN]
-  mesh = jax.make_mesh((1,), (AXIS,), devices=jax.devices()[:1])
-  task = Task(source.model, source.test, mesh, known=known)
-  return emulated.trainer(task, source, alike), runner.sized(task, source)
-
-
 def train(
   setting: settings.Setting, state: Path, ended: Callable[[dict[str, Any]], None]
 ) -> None:
   """Trains, and gives the results to ``ended`` before the state is removed."""
   state.mkdir(parents=True, exist_ok=True)
-  trainer, size = trainer_of(setting)
+  trainer, size = runner.trainer_of(setting)
   made = made_with()
   keeper = Keeper(state / f"saved-{made['code']}", setting.steps, trainer.recorded())
   signal.signal(signal.SIGTERM, keeper.end)

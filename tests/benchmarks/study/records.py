@@ -2,7 +2,6 @@
 
 from benchmarks.study.records import Record
 from benchmarks.study.settings import Setting
-from benchmarks.study.tasks import TEXTS, Source
 
 SETTING = Setting(
   **dict(way="emulated", network="lenet", dataset="digits", codec="f32"),
@@ -11,13 +10,6 @@ SETTING = Setting(
   max_norm=None,
 )
 TIMED = SETTING._replace(way="timed", points=0, link="1gbit", workers=2, hosts=2)
-
-
-def unread(network, dataset, data_dir, pixels, text, dropout):
-  """The source of a network's data, with their name and size alone."""
-  if network in TEXTS:
-    return Source(text, None, (), (), 172_221, None, True)
-  return Source(f"{dataset}/{pixels}", None, (), (), 60_000, None, False)
 
 
 def curve(*accuracies, loss=1.0, learned=1.0):
@@ -42,7 +34,7 @@ def timed(codec, step, communication=0.0, megabytes=1.0, sent=None, **changed):
   """A record of a step's seconds, whose codec takes none and has bytes of its own."""
   results = {"step": step, "compute": step - communication, "codec": 0.0}
   results |= {"communication": communication, "megabytes": megabytes, "gigaflops": 1.0}
-  results |= {"bytes_a_step": len(codec) if sent is None else sent, "price": 3600.0}
+  results |= {"bytes_a_step": len(codec) if sent is None else sent}
   results |= {"cpu": "a processor", "cores": 2}
   return [Record(TIMED._replace(codec=codec, **changed), results)]
 

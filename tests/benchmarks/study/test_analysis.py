@@ -1,13 +1,14 @@
 """A study of many runs: what is run again, what its numbers say, and its report."""
 
+import functools
 import json
 
 import numpy as np
 import pytest
 
-from benchmarks.study import analysis, command, options, report, runner
+from benchmarks.study import analysis, command, items, report, runner
 from benchmarks.study import records as study_records
-from benchmarks.study.records import Record, Records
+from benchmarks.study.records import Record
 from tests.benchmarks.study.records import FULL, SETTING, curve, line, timed, trained
 
 
@@ -38,25 +39,24 @@ def test_the_numbers_of_groups_and_cells():
 
 
 def test_runs_that_are_there_are_known_by_all_of_their_settings(tmp_path):
-  records = Records(tmp_path)
-  assert not records.has(SETTING)
-  records.append(SETTING, {"points": curve(1.0)})
-  assert records.has(SETTING)
+  append = functools.partial(study_records.append, tmp_path / "a.jsonl")
+  done = functools.partial(study_records.done, tmp_path)
+  assert not done()
+  append(SETTING, {"points": curve(1.0)})
   for name, value in SETTING._asdict().items():
     other = 3 if value is None else f"{value}2" if isinstance(value, str) else value + 1
-    assert not records.has(SETTING._replace(**{name: other})), name
-  later = Records(tmp_path)  # another launch
-  records.append(SETTING._replace(seed=1), {"points": curve(1.0)})
-  assert later.has(SETTING._replace(seed=1))  # while both run
+    assert SETTING._replace(**{name: other}) not in done(), name
+  study_records.append(tmp_path / "b.jsonl", SETTING._replace(seed=1), {"points": []})
+  assert done() == {SETTING, SETTING._replace(seed=1)}  # of two launches
   # What was left is done, and what failed is run again. Both are shown.
   for seed, how in ((2, "left"), (3, "failed")):
-    records.append(SETTING._replace(seed=seed), {how: f"{how} so"})
-    assert records.has(SETTING._replace(seed=seed)) is (how == "left")
+    append(SETTING._replace(seed=seed), {how: f"{how} so"})
+    assert (SETTING._replace(seed=seed) in done()) is (how == "left")
   study = analysis.grouped(study_records.read(tmp_path))
   shown = str(report.runs(study))
   assert "left so" in shown and "failed so" in shown
-  records.append(SETTING._replace(seed=3), {"points": curve(1.0)})
-  assert records.has(SETTING._replace(seed=3))
+  append(SETTING._replace(seed=3), {"points": curve(1.0)})
+  assert SETTING._replace(seed=3) in done()
   study = analysis.grouped(study_records.read(tmp_path))
   assert [x.setting.seed for x in study.failed] == [2]
 
@@ -72,52 +72,38 @@ def test_half_a_line_and_old_settings_are_read(tmp_path):
 
 
 def test_launches_that_cannot_run_say_why(capsys, tmp_path):
+  mine = tmp_path / "mine.toml"
+  text = (items.LAUNCHES / "quick.toml").read_text()
+  mine.write_text(text.replace("qsgd-4", "qsgd-5"))
   for given, message in {
-    "--emulate 8 --steps-only 5": "--steps-only does not go with --emulate",
-    "--emulate 3 --batch-size 128": "--batch-size must be a multiple",
-    "--emulate 8 --rate 1gbit": "--emulate takes one process",
-    "--codecs qsgd-5": "such as qsgd-4 or qsgd-4:conv, got 'qsgd-5'. Methods: f32",
-    "--codecs redsync-1:conv": "must have no part where the exchange has",
-    "--part 2/2": "must be like 0/2 or 1/2, got '2/2'",
+    "paper --output unused": "must be a file or one of digits, optimizers, papers",
+    "quick --part 2/2 --output unused": "must be like 0/2 or 1/2, got '2/2'",
+    f"{mine} --output unused": "such as qsgd-4 or qsgd-4:conv, got 'qsgd-5'. Methods",
+    "quick": "`--output` must be the folder of the records",
   }.items():
     with pytest.raises(SystemExit):
-      command.main(f"run --output unused {given}".split())
+      command.main(f"run {given}".split())
     assert message in capsys.readouterr().err
-  many = f"run --workers 99 --batch-size 99 --output {tmp_path}".split()
-  with pytest.raises(SystemExit, match="must be at most the devices of all .* got 99"):
-    runner.run(options.parse(many))
+  many = items.Item("a", SETTING._replace(way="timed", workers=99), 0.0)
+  with pytest.raises(SystemExit, match="N = 99.* at most the devices of all"):
+    runner.run([many], tmp_path)
   with pytest.raises(ValueError, match="must have records"):
     report.write([tmp_path], tmp_path)
 
 
-def jobs(line):
-  args = options.parse(["run", *line.split()])
-  index, count = args.share
-  return [x.setting for x in runner.jobs(args)][index::count]
-
-
-def test_a_launch_has_each_run_once():
-  line = "--emulate 2 4 --networks lenet --codecs f32 qsgd-4 --seeds 3"
-  every = jobs(line)
-  parts = jobs(f"{line} --part 0/2") + jobs(f"{line} --part 1/2")
-  assert len(every) == 2 * 2 * 3 and sorted(parts) == sorted(every)
-  assert [x.codec for x in every[:2]] == ["f32", "qsgd-4"]
-  line = "--emulate 2 --networks lenet mlp --dropout 0.2 --optimizer adam --codecs f32"
-  lenet, mlp = jobs(line)
-  assert (lenet.dropout, mlp.dropout) == (None, 0.2)
-  assert lenet.learning_rate == mlp.learning_rate == 1e-3
-  for rule, batches in (("fixed", [128, 128]), ("per-worker", [256, 512])):
-    found = jobs(f"--emulate 2 4 --batch {rule} --codecs f32")
-    assert [x.batch for x in found] == batches
-    assert [x.steps for x in found] == [1437 // batch for batch in batches]
+def test_parts_have_each_run_once():
+  found = lambda **own: command.Run(launches="quick", **own).items()
+  parts = [x for i in range(3) for x in found(part=f"{i}/3")]
+  assert len(parts) == len(set(parts)) and set(parts) == set(found())
+  assert {x.setting.way for x in found(ways=("timed",))} == {"timed"}
 
 
 def test_the_report_needs_nothing_else_and_escapes_what_it_shows(tmp_path):
   times = timed("f32", 4.0) + timed("qsgd-8", 2)
   for record in FULL + trained("qsgd-8", 90.0, 91.0) + times:
     setting = record.setting._replace(dataset="<b>&")
-    Records(tmp_path).append(setting, record.results)
-  report.write([tmp_path], tmp_path)
+    study_records.append(tmp_path / "a.jsonl", setting, record.results)
+  report.write([tmp_path], tmp_path, price=3600.0)
   page = (tmp_path / "report.html").read_text()
   assert "<b>&" not in page and "&lt;b&gt;&amp;" in page
   assert "http" not in page and "<script" not in page

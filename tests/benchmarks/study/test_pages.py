@@ -17,15 +17,14 @@ from benchmarks.links import results
 from benchmarks.models import package_accuracy
 from benchmarks.pages import records as page_records
 from benchmarks.pages import study as study_pages
-from benchmarks.study import findings, methods, runner, tasks
+from benchmarks.study import findings, items, methods
 from benchmarks.study import records as study_records
 from benchmarks.study.analysis import Spread
 from benchmarks.study.figures import claims
 from benchmarks.study.figures.style import slug
 from benchmarks.study.judges.verdicts import APART, Limit, bar
-from benchmarks.study.options import launches
 from gradcomp._src.cost.planner.candidates import CANDIDATES
-from tests.benchmarks.study.records import SETTING, unread
+from tests.benchmarks.study.records import SETTING
 from tests.support import pages
 
 RESULTS = pages.ROOT / "benchmarks" / "results"
@@ -45,12 +44,11 @@ STEPS = {"aps-5-2": "aps-8 ring"}
 study, judged = map(functools.cache, (study_pages.study, study_pages.judged))
 
 
-def test_the_launches_make_the_records_and_no_others(monkeypatch):
-  monkeypatch.setattr(tasks, "source", unread)
-  made = [job.setting for launch in launches("papers") for job in runner.jobs(launch)]
-  records = study_records.read(study_pages.RECORDS)
-  kept = {x.setting for x in records if x.setting.way == "emulated"}
-  assert set(made) == kept and len(made) == len(kept)  # no run is in two launches
+def test_the_launches_make_the_records_and_no_others():
+  paths = [items.LAUNCHES / f"{name}.toml" for name in ("papers", "times")]
+  made = [x.setting for path in paths for x in items.items(path)]
+  kept = {x.setting for x in study_records.read(study_pages.RECORDS)}
+  assert set(made) == kept and len(made) == len(kept)
 
 
 def test_plan_has_the_intervals_of_the_records():

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.common import locks, quiet
 from benchmarks.study import records
+from benchmarks.study.items import Item
 from benchmarks.study.queue import run as queue_run
-from benchmarks.study.queue.items import Item
 from tests.benchmarks.study.records import SETTING
 from tests.support.pages import ROOT
 

@@ -1,6 +1,7 @@
-"""Lists the trainings of the evidence queue in the order in which they run.
+"""Lists the runs of a study in their order.
 
-Launches are in launches.toml: questions, and the trainings that answer them.
+A file of launches/ has them: questions, and the trainings that answer them. The
+evidence queue is queue.toml, which says what all words mean.
 """
 
 import hashlib
@@ -16,7 +17,8 @@ from benchmarks.study.settings import Setting
 
 RECORDS = cli.RESULTS / "study" / "evidence"  # a file for each launch, which git has
 WORK = cli.ROOT / ".evidence"  # all else, which git ignores
-LAUNCHES = tomllib.loads(Path(__file__).with_name("launches.toml").read_text())
+LAUNCHES = Path(__file__).with_name("launches")
+QUEUE = LAUNCHES / "queue.toml"
 _FIRST = 3  # seeds that come before the later ones of all launches
 
 
@@ -36,24 +38,28 @@ class Item(NamedTuple):
   @property
   def title(self) -> str:
     x = self.setting
-    where = f"{x.link}, {x.hosts} hosts" if x.way == "timed" else f"seed {x.seed}"
+    hosts = f"{x.hosts} hosts, {x.link}" if x.link else "one process"
+    where = hosts if x.way == "timed" else f"seed {x.seed}"
     return f"{x.network} on {x.dataset}, {x.name}, N = {x.workers}, {where}"
 
 
-def items() -> list[Item]:
-  """Returns the trainings of all launches, each in the first that has it."""
+def items(launches: Path = QUEUE) -> list[Item]:
+  """Returns the runs of a file's launches, each in the first launch that has it."""
   named: dict[str, Setting] = {}
-  for name, changes in LAUNCHES["settings"].items():
+  read = tomllib.loads(launches.read_text())
+  for name, changes in read["settings"].items():
     named[name] = _setting(named, changes)
   found: dict[Setting, Item] = {}
   for late in (False, True):
-    for launch in LAUNCHES["launch"]:
+    for launch in read["launch"]:
       seeds = range(launch.get("seeds", 5))
       for seed in seeds[_FIRST:] if late else seeds[:_FIRST]:
         for arms in launch["arms"]:
+          if seed >= arms.get("seeds", len(seeds)):
+            continue
           for setting, codec in itertools.product(_each(named, arms), arms["codecs"]):
             own = setting._replace(codec=codec, seed=seed)
-            item = Item(launch["name"], own, arms["cpu"] * own.steps)
+            item = Item(launch["name"], own, arms.get("cpu", 0.0) * own.steps)
             found.setdefault(own, item)
   return list(found.values())
 
