@@ -50,12 +50,8 @@ def task_of(setting: Setting) -> tuple[Task, tasks.Source]:
 
 
 def trainer_of(setting: Setting) -> tuple[Trainer, dict[str, Any]]:
-  """Makes what trains, for all seeds, and says how large the network is."""
-  return _trainer(setting._replace(seed=0))
-
-
-@functools.cache
-def _trainer(alike: Setting) -> tuple[Trainer, dict[str, Any]]:
+  """Makes what trains from any seed, and says how large the network is."""
+  alike = setting._replace(seed=0)
   if alike.way in ("emulated", "trained"):
     task, source = task_of(alike)
     module = emulated if alike.way == "emulated" else devices
@@ -85,10 +81,12 @@ def run(
     for item in items if first else ():  # data is prepared by one process alone
       source_of(item.setting)
     multihost_utils.sync_global_devices("data is prepared")
+  made = functools.cache(trainer_of)  # programs are compiled once for all seeds
   for number, item in enumerate(items, 1):
     if _known(folder, item.setting):
       continue
-    if item.setting.workers > jax.device_count() and item.setting.way != "emulated":
+    exchanges = item.setting.way in ("timed", "trained")
+    if exchanges and item.setting.workers > jax.device_count():
       sys.exit(
         f"{item.title} must have at most the devices of all processes, "
         f"{jax.device_count()}. One process has as many as --devices says."
@@ -98,7 +96,13 @@ def run(
     with quiet.machine(unless=not timed or jax.process_count() > 1):
       start = time.perf_counter()
       try:
-        results, said = _one(item.setting, interface, probe)
+        if timed:
+          results, said = _timed(item.setting, interface, probe)
+        else:
+          trainer, size = made(item.setting._replace(seed=0))
+          found = trainer.train(item.setting.seed)
+          said = f"accuracy {found['points'][-1]['accuracy']:.2f} %"
+          results = found | trainer.bytes() | size
       except ValueError as error:  # such as an exchange that a codec does not go with
         results, said = {"failed": str(error)}, f"failed: {error}"
       seconds = time.perf_counter() - start
@@ -118,15 +122,10 @@ def _known(folder: Path, setting: Setting) -> bool:
   return known
 
 
-def _one(
+def _timed(
   setting: Setting, interface: str, probe: float | None
 ) -> tuple[dict[str, Any], str]:
-  """Does one run, and returns its results and a line about them."""
-  if setting.way == "timed":
-    task, source = task_of(setting)
-    found = devices.timed(task, source, setting, interface) | sized(task, source)
-    return found | {"probe": probe}, f"{1e3 * found['step']:.1f} ms a step"
-  trainer, size = trainer_of(setting)
-  found = trainer.train(setting.seed)
-  said = f"accuracy {found['points'][-1]['accuracy']:.2f} %"
-  return found | trainer.bytes() | size, said
+  """Times the steps of a setting, and returns the results and a line about them."""
+  task, source = task_of(setting)
+  found = devices.timed(task, source, setting, interface) | sized(task, source)
+  return found | {"probe": probe}, f"{1e3 * found['step']:.1f} ms a step"
