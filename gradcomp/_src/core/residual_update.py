@@ -1,47 +1,17 @@
 """The next residual and momentum of a leaf, computed in the memory of the old ones."""
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from gradcomp._src.core import residual_storage as storage
 from gradcomp._src.core.feedback import Feedback
 from gradcomp._src.core.residual_storage import Int8Residual, Stored
-from gradcomp._src.exchange.step import Own, OwnEntries
+from gradcomp._src.exchange.step import Own, OwnEntries, Reduced
 from gradcomp._src.kernels.materialize import updated_in_place
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Again:
-  """Computes the next residual of a large leaf anew, from all that it depends on."""
-
-  gradient: jax.Array
-  own: Own | OwnEntries
-  # Of the gradient plus the residual.
-  dtype: np.dtype = dataclasses.field(metadata={"static": True})
-  feedback: Feedback = dataclasses.field(metadata={"static": True})
-
-  def __call__(self, old: jax.Array, momentum: jax.Array | None) -> jax.Array:
-    """Returns it, given the old residual and momentum in the shape of the view."""
-    sent = self.feedback.sent(self.gradient.reshape(old.shape), momentum)
-    corrected = old.astype(self.dtype) + sent.astype(self.dtype)
-    return self.feedback.waits(self.own.unsent(corrected))
-
-
-class Left(NamedTuple):
-  """The parts of a step's result that a leaf's next residual and momentum depend on."""
-
-  mean: jax.Array
-  unsent: jax.Array  # as the residual has it, in the shape of the view
-  chosen: jax.Array | None  # as of exchange.step.Reduced
-  again: Again | None  # computes the unsent part anew
-
 
 Kept = tuple[Stored, jax.Array | None]  # the residual and the momentum of a leaf
 
@@ -51,30 +21,35 @@ def remainder(
   feedback: Feedback,
   old: Kept,
   gradient: jax.Array,
-  left: Left,
+  found: Reduced,
   count: jax.Array,
   key: Any,
 ) -> Kept:
   """Returns the new residual and momentum; old ones where the step is not finite."""
   # Where the unsent part or the mean is not finite, no worker keeps the gradient, or
   # counts its bucket as sent. `count` is the step's, see materialize.updated_in_place.
-  # `key`, uint32[2], rounds to fewer bits. With `again` a CPU does not store the unsent
-  # part until the mean is there.
+  # `key`, uint32[2], rounds to fewer bits.
   residual: Any
-  (residual, momentum), stored = old, None
-  mean, unsent, chosen, again = left
   keep: Any = _usable
-  entries = again is not None and isinstance(again.own, OwnEntries)
+  (residual, momentum), stored, lane = old, None, None
+  mean, unsent, own, chosen = found.mean, found.unsent, found.own, found.chosen
+  dtype, kind = unsent.dtype, storage.kind(residual)
+  # A residual that an earlier transformation left, see switch, is sent once.
+  unsent = feedback.waits(unsent) if feedback.keeps else jnp.zeros_like(unsent)
+  # With `own` a CPU does not store the unsent part until the mean is there. Beside
+  # entries, numbers rounded to 16 bits take less than the random bits.
+  half = kind == "bfloat16" and isinstance(own, Own) and not feedback.moves
+  own = own if feedback.keeps and (kind == "float32" or half) else None
   # Entries suit every shape, and XLA copies views of two rows.
-  shape = gradient.shape if entries or chosen is not None else unsent.shape
-  lane, shape = None, shape or (1,)
+  flat = isinstance(own, OwnEntries) or chosen is not None
+  shape = (gradient.shape if flat else unsent.shape) or (1,)
   with jax.named_scope("gradcomp_residual"):
     if isinstance(residual, Int8Residual):
       wide = unsent.astype(jnp.float32).reshape(residual.codes.shape)
       new, count = _of_int8(wide, mean.reshape(wide.shape), residual, count)
       blocks, residual = residual.scales.shape[-1], None
       stored = storage.to_int8(new, storage.lanes(key, new.shape), blocks)
-    elif residual.dtype == jnp.bfloat16:
+    elif kind == "bfloat16":
       lane, keep = storage.lanes(key, shape), _of_bfloat16
 
     def split(unsent: jax.Array, lane: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -89,15 +64,18 @@ def remainder(
         momentum = _moved(feedback, momentum, *given)
       return residual, momentum
 
-    def anew(old: Any, gradient: Any, again: Any, lane: Any, *rest: Any) -> Any:
-      return kept(old, gradient, split(again(*old), lane), *rest)
+    def anew(old: Any, gradient: Any, own: Any, lane: Any, *rest: Any) -> Any:
+      sent = feedback.sent(gradient.reshape(old[0].shape), old[1])
+      corrected = old[0].astype(dtype) + sent.astype(dtype)
+      unsent = feedback.waits(own.unsent(corrected))
+      return kept(old, gradient, split(unsent, lane), *rest)
 
     views = jax.tree.map(lambda x: x.reshape(shape), (residual, momentum))
     rest = mean.reshape(shape), chosen
     read = gradient, split(unsent.reshape(shape), lane), *rest
     once = lambda old: kept(old, *read)
-    if again is not None:
-      read_again = gradient, again, lane, *rest
+    if own is not None:
+      read_again = gradient, own, lane, *rest
       found, _ = updated_in_place(anew, views, count, read_again, once)
     elif all(x.shape == shape for x in jax.tree.leaves((residual, momentum))):
       found = once(views)

@@ -15,12 +15,12 @@ from gradcomp._src.core import residual_storage as residuals
 from gradcomp._src.core.codec_memory import remember
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.measures import measured
-from gradcomp._src.core.residual_update import Again, Left, remainder
+from gradcomp._src.core.residual_update import remainder
 from gradcomp._src.core.state import CompressState, residual_key
 from gradcomp._src.exchange import collectives
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.plan import MessagePlan
-from gradcomp._src.exchange.step import Own, Reduced, Step
+from gradcomp._src.exchange.step import Reduced, Step
 from gradcomp._src.floats.dtypes import fitted, narrowed
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.mesh.axes import AxisName
@@ -93,22 +93,16 @@ def keep(
   new["memory"] = remember(plan, state.memory, [x.memory for x in finished])
   if state.residual is not None:
     old, treedef = jax.tree.flatten(state.residual, is_leaf=residuals.is_stored)
-    # A residual that an earlier transformation left, see switch, is sent once.
-    waits: Any = feedback.waits if feedback.keeps else jnp.zeros_like
     given = jax.tree.leaves(updates)
     moved = jax.tree.leaves(state.velocity) if feedback.moves else [None] * len(given)
     written = []
     for i, x in enumerate(finished):
-      lost = waits(x.unsent if feedback.keeps else corrected[i])
-      stored, again = residuals.kind(old[i]), None
-      key = None if stored == "float32" else residual_key(state, plan, i)
-      # Beside entries, numbers rounded to 16 bits take less than the random bits.
-      half = stored == "bfloat16" and isinstance(x.own, Own) and not feedback.moves
-      if x.own is not None and feedback.keeps and (stored == "float32" or half):
-        again = Again(given[i], x.own, corrected[i].dtype, feedback)
-      left = Left(x.mean, lost, x.chosen, again)
+      exact = residuals.kind(old[i]) == "float32"
+      key = None if exact else residual_key(state, plan, i)
+      unsent = x.unsent if feedback.keeps else corrected[i]
+      x = x._replace(unsent=unsent, share=None, memory=None, sent=None)
       before = old[i], moved[i]
-      written.append(remainder(feedback, before, given[i], left, state.count, key))
+      written.append(remainder(feedback, before, given[i], x, state.count, key))
     new["residual"] = jax.tree.unflatten(treedef, [x for x, _ in written])
     if feedback.moves:
       treedef = jax.tree.structure(state.velocity)
