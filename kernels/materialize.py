@@ -15,29 +15,32 @@ _MANY = 2**14  # words of a payload, that is 64 KiB
 _SOME = 2**8  # words: fewer are sooner encoded anew for each of their codes
 
 
-def materialized(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Arrays:
-  """Returns ``function(rows)``, materialized on a CPU before anything reads it."""
+def materialized(
+  function: Callable[..., _Arrays], rows: jax.Array, *given: Any
+) -> _Arrays:
+  """Returns ``function(rows, *given)``, materialized on a CPU before it is read."""
   if not rows.size:
-    return function(rows)
+    return function(rows, *given)
   # Else XLA fuses the computation of an element into its readers, once for each: a word
   # is read by its elements, and an element by its word and by the loss of encoding it.
   # XLA drops an optimization barrier before it fuses, but keeps a condition that never
   # holds if it cannot know that: no word has more than 32 bits.
   function = jax.jit(function)  # traced once for all of its three uses
-  like = jax.eval_shape(function, rows)
+  like = jax.eval_shape(function, rows, *given)
 
-  def condition(rows: jax.Array) -> _Arrays:
+  def condition(rows: jax.Array, *given: Any) -> _Arrays:
     first = _first_bits(rows)
 
-    def nothing(rows: jax.Array) -> _Arrays:
+    def nothing(*_: Any) -> _Arrays:
       zero = first ^ first  # of the type of the words, which differ between workers
       types = dict.fromkeys([x.dtype for x in jax.tree.leaves(like)])
       zeros = {dtype: zero.astype(dtype) for dtype in types}
       return jax.tree.map(lambda x: jnp.broadcast_to(zeros[x.dtype], x.shape), like)
 
-    return jax.lax.cond(jax.lax.population_count(first) > 32, nothing, function, rows)
+    never = jax.lax.population_count(first) > 32
+    return jax.lax.cond(never, nothing, function, rows, *given)
 
-  return jax.lax.platform_dependent(rows, cpu=condition, default=function)
+  return jax.lax.platform_dependent(rows, *given, cpu=condition, default=function)
 
 
 def _first_bits(x: jax.Array) -> jax.Array:
@@ -78,18 +81,21 @@ def unknown(numbers: Sequence[int], like: jax.Array) -> list[jax.Array]:
   # A program that reads one as an index is then the program for another index, too, and
   # XLA compiles equal programs once. It would fuse a slice from a known index instead.
   # `like` is any array; the integers are typed to vary over the mesh as it does.
-
-  def known(like: jax.Array) -> list[jax.Array]:
-    bits = _first_bits(like)
-    zero = (bits ^ bits).astype(jnp.int32)
-    return [jax.lax.add(zero, np.int32(number)) for number in numbers]
-
   if not like.size:
     return list(map(jnp.int32, numbers))
+  return _unknown(like, *map(np.int32, numbers))
+
+
+@jax.jit  # traced once for all numbers
+def _unknown(like: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
+  def known(like: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
+    bits = _first_bits(like)
+    zero = (bits ^ bits).astype(jnp.int32)
+    return [zero + number for number in numbers]
+
   # Else an index would differ between the arrays of a batch, for all that is known.
-  alike = lambda like: unknown(numbers, like)
   integers = functools.partial(materialized, known)
-  return _mapped(integers, alike, [False] * len(numbers))(like)
+  return _mapped(integers, _unknown, [False] * len(numbers))(like, *numbers)
 
 
 def starts(
