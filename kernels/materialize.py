@@ -132,9 +132,8 @@ def word_cutter(rows: jax.Array, axis: int) -> Callable[[int, int], jax.Array]:
 @functools.partial(jax.jit, static_argnums=(2, 3))  # leaves of a shape: traced once
 def _cut(rows: jax.Array, start: jax.Array, count: int, axis: int) -> jax.Array:
   # Fused into a decoder, a slice from an unknown start takes half as long as that.
-  cut = lambda rows, start: materialized(
-    lambda rows: slice_at(rows, start, count, axis), rows
-  )
+  piece = lambda rows, start: slice_at(rows, start, count, axis)
+  cut = functools.partial(materialized, piece)
   return _mapped(cut, lambda *given: _cut(*given, count, axis + 1))(rows, start)
 
 

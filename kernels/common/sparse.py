@@ -46,8 +46,7 @@ def slot_blocks(ends: Array, slots: int) -> Array:
   def count(number: Array, block: Array) -> Array:
     further = block + (1 << (steps - 1) >> number)
     end = ends.at[further - 1].get(mode="clip", wrap_negative_indices=False)
-    before = end <= slot
-    return jnp.where(before, further, block)
+    return jnp.where(end <= slot, further, block)
 
   return lax.fori_loop(0, steps, count, slot * 0 + ends[:1] * 0)
 
@@ -102,8 +101,7 @@ def add_entries(
   # One payload after the other. The entries of one payload have different positions, so
   # that every device adds in one order. GPUs would order a single scatter of all
   # payloads anew, and workers would differ in the last bit.
-  total = lax.fori_loop(0, positions.shape[0], add, total)
-  return total.reshape(rows, 1, size)
+  return lax.fori_loop(0, positions.shape[0], add, total).reshape(rows, 1, size)
 
 
 def zeros_of_type(x: Array, shape: tuple[int, ...]) -> Array:

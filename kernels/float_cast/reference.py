@@ -31,8 +31,7 @@ def exponent_byte(largest: Array, addends: int) -> Array:
   limit = ((1 << 23) << _ceil_log2(addends)) // addends
   above = ((bits & jnp.uint32((1 << 23) - 1)) | jnp.uint32(1 << 23)) > limit
   field = (bits >> 23).astype(jnp.int32)
-  exponent = field - 127 + above.astype(jnp.int32)
-  byte = jnp.maximum(exponent + _BYTE_BIAS, 1)
+  byte = jnp.maximum(field - 127 + above.astype(jnp.int32) + _BYTE_BIAS, 1)
   byte = jnp.where(field == 0, 0, byte)
   return jnp.where(jnp.isfinite(largest), byte, _NOT_FINITE).astype(jnp.uint8)
 

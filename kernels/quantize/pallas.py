@@ -55,8 +55,7 @@ def encode_rows(
       first = number * step
       lanes = block.lanes(dither, first)
       codes = (code_plane(first + k, next(lanes)) for k in range(step))
-      shift = (first * form.bits).astype(jnp.uint32)
-      return words | (form.pack(codes) << shift)
+      return words | (form.pack(codes) << (first * form.bits).astype(jnp.uint32))
 
     if form.inline and columns == 1:
       block.put_scale(form.bucket_size, planes.float_words(block.read(scale_ref, 0)))

@@ -219,8 +219,7 @@ def decoder(
       plain = functools.partial(reference, form=form)
       if not rows.size or refusal(form.planes * form.bucket_size, form):
         return plain(rows)
-      flat = rows.reshape(-1, rows.shape[-1])
-      found = kernel(flat, form=form, interpret=interpret)
+      found = kernel(rows.reshape(-1, rows.shape[-1]), form=form, interpret=interpret)
       return found.reshape(jax.eval_shape(plain, rows).shape)
 
     return decode_rows

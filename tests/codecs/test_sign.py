@@ -94,7 +94,7 @@ def test_owners_send_the_pages_words(codec, workers):
   @jax.jit
   def finished(counts):
     partial, nothing = Partial(counts), NOTHING
-    return codec.sums.finish(partial, nothing, None, workers, keep=False).rows
+    return codec.sums.finish(partial, nothing, workers, keep=False).rows
 
   words = np.asarray(finished(counts))
   told = dict(bucket_size=32, vote=codec.vote)

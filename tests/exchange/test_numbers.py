@@ -161,7 +161,7 @@ def test_a_cpu_writes_sums_down_before_it_encodes_them():
 
   def owner(rows):
     partial = total.fold(rows, 0.25, keep=False)
-    return total.finish(partial, Context(), None, 4, keep=False).rows
+    return total.finish(partial, Context(), 4, keep=False).rows
 
   rows = jnp.zeros((4, 8, codec.row_words), jnp.uint32)
   assert jax.jit(owner).lower(rows).compile().as_text().count(" conditional(") == 1

@@ -66,8 +66,7 @@ def remainder(
 
     def anew(old: Any, gradient: Any, own: Any, lane: Any, *rest: Any) -> Any:
       sent = feedback.sent(gradient.reshape(old[0].shape), old[1])
-      corrected = old[0].astype(dtype) + sent.astype(dtype)
-      unsent = feedback.waits(own.unsent(corrected))
+      unsent = feedback.waits(own.unsent(old[0].astype(dtype) + sent.astype(dtype)))
       return kept(old, gradient, split(unsent, lane), *rest)
 
     views = jax.tree.map(lambda x: x.reshape(shape), (residual, momentum))

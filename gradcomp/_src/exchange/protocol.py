@@ -190,11 +190,11 @@ def finish_shares(
   """Adds K payloads of owned rows, ``[K, share, words]``, and encodes sums for all."""
   sent = []
   for i, total in enumerate(own.layout.sums):
-    partial = total.fold(rows[i], scales[i], keep=own.keep)
+    added = total.fold(rows[i], scales[i], keep=own.keep)
+    partial = added._replace(residual=own.residuals[i])
     # Only one worker encodes the sum of a share, so that it draws its own bits.
     context = own.later[i]._replace(dither=None)
-    given = partial, context, own.residuals[i], own.workers.size
-    sent.append(total.finish(*given, keep=own.keep))
+    sent.append(total.finish(partial, context, own.workers.size, keep=own.keep))
   return sent
 
 

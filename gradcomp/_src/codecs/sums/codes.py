@@ -63,13 +63,7 @@ class Codes(Sum):
     return Partial(sum_in_order(self.codec.codes, stored(rows)), scale=scale)
 
   def finish(
-    self,
-    partial: Partial,
-    context: Context,
-    residual: Array | None,
-    workers: int,
-    *,
-    keep: bool,
+    self, partial: Partial, context: Context, workers: int, *, keep: bool
   ) -> Sent:
     rows = packed(self._integers(workers).pack(partial.total))
     return Sent(rows, scale=partial.scale)
@@ -191,13 +185,7 @@ class Votes(Tiles):
     return Partial(winner, lost=lost, scale=scale)
 
   def finish(
-    self,
-    partial: Partial,
-    context: Context,
-    residual: Array | None,
-    workers: int,
-    *,
-    keep: bool,
+    self, partial: Partial, context: Context, workers: int, *, keep: bool
   ) -> Sent:
     counts, total = self._integers(workers), partial.total
     sums = jnp.where(jnp.isnan(total), counts.least, total).astype(jnp.int32)

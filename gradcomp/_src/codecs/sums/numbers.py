@@ -120,7 +120,7 @@ class Numbers(Sum):
     exact = partial.total + x
     if not self._rounds:
       return partial._replace(total=exact)
-    total, compensation, lost, _ = partial
+    total, compensation, lost = partial[:3]
     fmt, saturate = self.codec.format, self.codec.scale == "auto"
     if compensation is None:
       total = rounded_sum(total, x, fmt, saturate=saturate)
@@ -167,9 +167,8 @@ class Numbers(Sum):
     scale: float,
   ) -> Array:
     if given.dtype == jnp.uint32:
-      total, _, lost, _ = self._fold(
-        slice_at(given, start, count, 1), own is not None, own
-      )
+      part = slice_at(given, start, count, 1)
+      total, _, lost = self._fold(part, own is not None, own)[:3]
       numbers = total if own is None else lost
     else:
       numbers = slice_at(given, start, count)

@@ -32,6 +32,7 @@ class Partial(NamedTuple):
   compensation: Array | None = None  # of Kahan's algorithm
   lost: Array | None = None  # float32, the loss of additions; None without keep
   scale: float = 1.0  # the factor of the sum that is still to be applied
+  residual: Array | None = None  # the owner residual of the last step
 
 
 class Sent(NamedTuple):
@@ -120,7 +121,6 @@ class Sum(abc.ABC):
 
   - ``agreed``: the statistics that all workers share, one line for each row, or None;
   - ``scale``: the factor of the sum, 1/N for a mean;
-  - ``residual``: the owner residual of the last step, or None;
   - ``keep``: whether to return the losses.
 
   "ring" and "hierarchical" also call ``start``, ``add``, ``add_all`` and ``send``, and
@@ -146,13 +146,7 @@ class Sum(abc.ABC):
     """Returns the sum of K workers' ``uint32[K, rows, words]``, in their order."""
 
   def finish(
-    self,
-    partial: Partial,
-    context: Context,
-    residual: Array | None,
-    workers: int,
-    *,
-    keep: bool,
+    self, partial: Partial, context: Context, workers: int, *, keep: bool
   ) -> Sent:
     """Encodes the whole sum of an owner's share, by default as :meth:`send` does."""
     return self.send(partial, context, keep=keep)

@@ -112,16 +112,10 @@ class Tiles(Sum):
       return Sent(rows, lost=scaled(lost, partial.scale), scale=partial.scale)
 
   def finish(
-    self,
-    partial: Partial,
-    context: Context,
-    residual: Array | None,
-    workers: int,
-    *,
-    keep: bool,
+    self, partial: Partial, context: Context, workers: int, *, keep: bool
   ) -> Sent:
     """Encodes ``mean + residual``, and returns the loss as the new owner residual."""
-    if residual is None:
+    if (residual := partial.residual) is None:
       return self.send(partial, context, keep=False)
     mean = partial.total.reshape(residual.shape) + residual
     # The loss is not lost for good, so the codec rounds to nearest, if it can.

@@ -126,7 +126,7 @@ def _owned(
   def rows_of(total: Sum, given: _Shape) -> _Shape:
     if not total.facts.exact:  # they are encoded again, to rows like these
       return given
-    rest = NOTHING, None, workers
+    rest = NOTHING, workers
     finish = lambda x: total.finish(Partial(total.unpacked(x)), *rest, keep=False).rows
     return jax.eval_shape(finish, given)
 
