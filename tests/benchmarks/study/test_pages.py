@@ -55,7 +55,7 @@ def test_plan_has_the_intervals_of_the_records():
   """Plans read trainings that saw data: RedSync with ASQ never trained on images."""
   found = package_accuracy.accuracies(study())
   assert found == {x.name: list(x.records) for x in CANDIDATES}
-  assert found["1-bit"] and not found["top 0.1 % ASQ"]
+  assert found["1-bit"] and len(found["top 0.1 % ASQ"]) == 1
   kept = pages.ROOT / "gradcomp/_src/cost/planner/accuracy.json"
   assert kept.read_text() == package_accuracy.written(found)
 

@@ -201,10 +201,11 @@ def plan(
   ================  ==================================================================
 
   A record has three seeds or more, and shows a loss if all of its interval of 95 %,
-  paired by seeds, is below float32. Of each task the nearest records count: those of
-  the ``optimizer``, if there are any, and then those nearest to N. Notes name the
-  candidates without a near one. Bytes are arithmetic of shapes;
-  :func:`gradcomp.explain` traces the choice, and refuses pairs that cannot be traced.
+  paired by seeds, is below float32. Sparse codecs need records of two tasks. Of each
+  task the nearest records count: those of the ``optimizer``, if there are any, and then
+  those nearest to N. Notes name the candidates without a near one. Bytes are arithmetic
+  of shapes; :func:`gradcomp.explain` traces the choice, and refuses pairs that cannot
+  be traced.
 
   Args:
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.

@@ -125,8 +125,10 @@ class Errors(NamedTuple):
     if self.budget == "none":
       return f'budget "none" allows no error, and omega is {omega:.3g}'
     if self.budget == "paper":
-      if not (found := self._deciding(candidate)):
-        return f"the study has no record of it with {_ENOUGH} seeds"
+      found, sparse = self._deciding(candidate), candidate.density is not None
+      if len({x.task for x in found}) <= sparse:  # what these lose depends on the net
+        where = " in two tasks" if sparse else ""
+        return f"the study has no record of it with {_ENOUGH} seeds{where}"
       if lost := [x for x in found if x.lost(_LOST)]:
         return f'it ended {lost[0]}; budget "paper" allows {_LOST}'
     return ""
