@@ -1,7 +1,7 @@
 """Runs the papers' studies on real data, and says which of their findings hold.
 
   python -m benchmarks.study run papers --output DIR
-    (all of docs/results/ but its times, in about a day of one core; see make data)
+    (all of docs/results/ but its `times`, in about a day of one core; see make data)
   python -m benchmarks.study run mine.toml --output DIR
   srun python -m benchmarks.study run mine.toml --output DIR
   python -m benchmarks.study report DIR [DIR ...]
@@ -129,9 +129,10 @@ def execute(args: Run, found: list[Item]) -> None:
       (rest if given.link else own).append(item)
   args.output.mkdir(parents=True, exist_ok=True)
   runner.run(own, args.output, args.interface, args.probe)
-  left = [x.setting for x in rest if x.setting not in records.done(args.output)]
+  done = records.done(args.output) if rest else set()
+  left = {(x.link, x.hosts) for x in (y.setting for y in rest) if x not in done}
   if left:
-    hosts.run(args, sorted({(x.link, x.hosts) for x in left}))
+    hosts.run(args, sorted(left))
 
 
 _RUNS = 2 * 2 * 2 + 2 * 2 * 2  # by networks, codecs, and seeds or workers

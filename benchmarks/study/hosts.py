@@ -2,7 +2,7 @@
 
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from benchmarks.common import cli
 from benchmarks.links import hosts as links_hosts
@@ -12,9 +12,8 @@ from benchmarks.study import command
 _LIMIT = 6 * 3600.0  # seconds, after which hosts have failed
 
 
-def run(args: command.Run, links: Iterable[tuple[str, int]]) -> None:
+def run(args: command.Run, links: Sequence[tuple[str, int]]) -> None:
   """Runs a study's launches on hosts, for each rate and number of hosts."""
-  links = list(links)
   shaped = any(rate != "loopback" for rate, _ in links)
   launch.begin(shaped, 'the link "loopback" does without')
   for rate, count in links:

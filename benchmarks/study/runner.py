@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 import gradcomp
@@ -77,13 +78,14 @@ def run(
 ) -> None:
   """Runs the items without a record in the folder, which launches may share."""
   first = jax.process_index() == 0
+  left = _left(folder, items)
   if jax.process_count() > 1:
-    for item in items if first else ():  # data is prepared by one process alone
+    for item in left if first else ():  # data is prepared by one process alone
       source_of(item.setting)
     multihost_utils.sync_global_devices("data is prepared")
   made = functools.cache(trainer_of)  # programs are compiled once for all seeds
-  for number, item in enumerate(items, 1):
-    if _known(folder, item.setting):
+  for number, item in enumerate(left, 1):
+    if not _left(folder, [item]):  # another launch has run it meanwhile
       continue
     exchanges = item.setting.way in ("timed", "trained")
     if exchanges and item.setting.workers > jax.device_count():
@@ -97,7 +99,10 @@ def run(
       start = time.perf_counter()
       try:
         if timed:
-          results, said = _timed(item.setting, interface, probe)
+          task, source = task_of(item.setting)
+          results = devices.timed(task, source, item.setting, interface)
+          results |= sized(task, source) | {"probe": probe}
+          said = f"{1e3 * results['step']:.1f} ms a step"
         else:
           trainer, size = made(item.setting._replace(seed=0))
           found = trainer.train(item.setting.seed)
@@ -110,22 +115,14 @@ def run(
       results |= {"seconds": seconds, "gradcomp": gradcomp.__version__, "wire": WIRE}
       results |= launch.machine() if timed else {"jax": jax.__version__}
       records.append(folder / f"{item.launch}.jsonl", item.setting, results)
-      print(f"{number} of {len(items)}, {item.title}: {said}, {seconds:.0f} s")
+      print(f"{number} of {len(left)}, {item.title}: {said}, {seconds:.0f} s")
       sys.stdout.flush()
 
 
-def _known(folder: Path, setting: Setting) -> bool:
-  """Returns whether a run is there, the same in all processes."""
-  known = setting in records.done(folder)
+def _left(folder: Path, items: Sequence[Item]) -> list[Item]:
+  """Returns the items without a record, the same in all processes."""
+  done = records.done(folder)
+  left = np.array([item.setting not in done for item in items], bool)
   if jax.process_count() > 1:
-    known = bool(multihost_utils.broadcast_one_to_all(known))
-  return known
-
-
-def _timed(
-  setting: Setting, interface: str, probe: float | None
-) -> tuple[dict[str, Any], str]:
-  """Times the steps of a setting, and returns the results and a line about them."""
-  task, source = task_of(setting)
-  found = devices.timed(task, source, setting, interface) | sized(task, source)
-  return found | {"probe": probe}, f"{1e3 * found['step']:.1f} ms a step"
+    left = multihost_utils.broadcast_one_to_all(left)
+  return [item for item, own in zip(items, left, strict=True) if own]

@@ -34,12 +34,11 @@ def remainder(
   (residual, momentum), stored, lane = old, None, None
   mean, unsent, own, chosen = found.mean, found.unsent, found.own, found.chosen
   dtype, kind = unsent.dtype, storage.kind(residual)
-  # A residual that an earlier transformation left, see switch, is sent once.
-  unsent = feedback.waits(unsent) if feedback.keeps else jnp.zeros_like(unsent)
+  unsent = feedback.waits(unsent)
   # With `own` a CPU does not store the unsent part until the mean is there. Beside
   # entries, numbers rounded to 16 bits take less than the random bits.
   half = kind == "bfloat16" and isinstance(own, Own) and not feedback.moves
-  own = own if feedback.keeps and (kind == "float32" or half) else None
+  own = own if kind == "float32" or half else None
   # Entries suit every shape, and XLA copies views of two rows.
   flat = isinstance(own, OwnEntries) or chosen is not None
   shape = (gradient.shape if flat else unsent.shape) or (1,)

@@ -99,8 +99,9 @@ def keep(
     for i, x in enumerate(finished):
       exact = residuals.kind(old[i]) == "float32"
       key = None if exact else residual_key(state, plan, i)
-      unsent = x.unsent if feedback.keeps else corrected[i]
-      x = x._replace(unsent=unsent, share=None, memory=None, sent=None)
+      if not feedback.keeps:  # an earlier one left it, see switch, and it was sent once
+        x = x._replace(unsent=jnp.zeros_like(corrected[i]), own=None)
+      x = x._replace(share=None, memory=None, sent=None)  # so a shape is traced once
       before = old[i], moved[i]
       written.append(remainder(feedback, before, given[i], x, state.count, key))
     new["residual"] = jax.tree.unflatten(treedef, [x for x, _ in written])

@@ -125,9 +125,9 @@ class Errors(NamedTuple):
     if self.budget == "none":
       return f'budget "none" allows no error, and omega is {omega:.3g}'
     if self.budget == "paper":
-      found, sparse = self._deciding(candidate), candidate.density is not None
-      if len({x.task for x in found}) <= sparse:  # what these lose depends on the net
-        where = " in two tasks" if sparse else ""
+      found = self._deciding(candidate)  # what sparse ones lose depends on the net
+      tasks, where = (1, "") if candidate.density is None else (2, " in two tasks")
+      if len({x.task for x in found}) < tasks:
         return f"the study has no record of it with {_ENOUGH} seeds{where}"
       if lost := [x for x in found if x.lost(_LOST)]:
         return f'it ended {lost[0]}; budget "paper" allows {_LOST}'
