@@ -40,15 +40,12 @@ def digits(number: float) -> str:
 def numbers(rows: list[papers.Number]) -> str:
   lines = []
   for row in rows:
-    printed, difference = "", ""
+    cells = [row.what, row.inputs, digits(row.ours), "", "", row.verdict, row.why]
     if row.printed is not None:
-      printed, difference = digits(row.printed), f"{row.difference:+.1%}"
-    verdict = row.verdict
-    if verdict == "agrees" and row.tolerance:
-      verdict = f"agrees within {row.tolerance:.2g}"
-    lines.append(
-      (row.what, row.inputs, digits(row.ours), printed, difference, verdict, row.why)
-    )
+      cells[3:5] = digits(row.printed), f"{row.difference:+.1%}"
+    if row.verdict == "agrees" and row.tolerance:
+      cells[5] += f" within {row.tolerance:.2g}"
+    lines.append(cells)
   return f"{tables.table(COLUMNS, lines)}\n"
 
 
@@ -69,9 +66,7 @@ def page(rows: list[papers.Number]) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__, quick="the same numbers", output="folder of the two files"
-  )
+  parser = cli.parser(__doc__, quick="the same", output="folder of the two files")
   options = parser.parse_args()
   rows = papers.numbers()
   for paper, group in itertools.groupby(rows, lambda row: row.paper):

@@ -138,8 +138,7 @@ def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
       if codec not in CASES or of not in speeds:
         continue
       explanation = _explained(codec, way, run["hosts"], run["leaves"], run["mib"])
-      speed = speeds[of].times(run["hosts"])
-      cost = exchange_seconds(explanation, cluster, speed)
+      cost = exchange_seconds(explanation, cluster, speeds[of].times(run["hosts"]))
       measured = row["median_seconds"]
       rows.append(Row(run["hosts"], run["rate"], name, measured, cost.total))
   return rows

@@ -21,8 +21,6 @@ from benchmarks.study import records
 from benchmarks.study.analysis import Spread, Study, grouped, spread
 from gradcomp._src.cost.planner.candidates import Record
 
-_TABLES = ("codec_study", "aps_study")
-_DIGITS = "digits_lenet_3_seeds.csv"
 _EPOCH = 0.99  # of an epoch that a training to its end has at least
 
 # Candidates by their names in the records. Those of bfloat16 and APS keep no residual,
@@ -72,7 +70,7 @@ def of_study(study: Study) -> Iterator[Training]:
 def of_digits() -> Iterator[Training]:
   """Yields the trainings on digits, whose few images are all seen many times."""
   of = "lenet on digits"
-  for name in _TABLES:
+  for name in ("codec_study", "aps_study"):
     for table in json.loads((cli.RESULTS / "training" / f"{name}.json").read_text()):
       title = table["title"]
       optimizer = next((x.lower() for x in ("Adam", "LARS") if x in title), "sgd")
@@ -83,7 +81,7 @@ def of_digits() -> Iterator[Training]:
         if found.count > 1:
           yield training(codec, of, optimizer, int(workers), found)
   seeds: dict[str, dict[str, float]] = {}
-  with (cli.RESULTS / "training" / _DIGITS).open() as file:
+  with (cli.RESULTS / "training" / "digits_lenet_3_seeds.csv").open() as file:
     for row in csv.DictReader(file):  # the last of each training counts
       seeds.setdefault(row["codec"], {})[row["seed"]] = float(row["test_accuracy"])
   for codec, each in seeds.items():
@@ -107,9 +105,7 @@ def written(found: Mapping[str, Sequence[Record]]) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__, quick="the same, which takes seconds", output="JSON file to write"
-  )
+  parser = cli.parser(__doc__, quick="the same", output="JSON file to write")
   options = parser.parse_args()
   folders = (cli.RESULTS / "study" / x for x in ("papers", "evidence"))
   text = written(accuracies(grouped(records.read(*folders))))

@@ -18,7 +18,7 @@ and keeps the others.
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -69,17 +69,14 @@ def read() -> Iterator[tuple[str, cost.CodecSpeed]]:
 
 def in_copies(codec: codecs.QSGD, size: int, repeats: int) -> cost.CodecSpeed:
   """Measures a codec on a matrix of normal numbers, between copies of as many."""
-  copies = []
-  speeds = []
+  copies, speeds = [], []
   for _ in range(3):
     copies.append(timing.interleaved(timing.copies(size), repeats)["copy"] / size)
     speeds.append(cost.CodecSpeed.measure(codec, size, repeats=repeats))
   scale = _COPY / statistics.median(copies)
-  medians = {
-    field.name: scale * statistics.median(getattr(x, field.name) for x in speeds)
-    for field in dataclasses.fields(cost.CodecSpeed)
-  }
-  return cost.CodecSpeed(**medians)
+  median = lambda name: scale * statistics.median(getattr(x, name) for x in speeds)
+  fields = dataclasses.fields(cost.CodecSpeed)
+  return cost.CodecSpeed(**{field.name: median(field.name) for field in fields})
 
 
 def measured(codec: codecs.TopK, size: int, repeats: int) -> cost.CodecSpeed:
@@ -93,14 +90,14 @@ def measured(codec: codecs.TopK, size: int, repeats: int) -> cost.CodecSpeed:
   rows = encode(x)
   total = jax.jit(lambda rows: bound.sums.gathered(rows, None, 1.0)(0, rows.shape[1]))
   few, many = (jnp.stack([rows] * count) for count in (_FEW, _MANY))
-  calls: dict[str, Callable[[], Any]] = {
+  calls = timing.copies(size) | {
     "encode": lambda: encode(x),
     "update": forget,
     "update and residual": keep,
     "few": lambda: total(few),
     "many": lambda: total(many),
   }
-  seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
+  seconds = timing.interleaved(calls, repeats)
   times = {name: _COPY / seconds["copy"] * value for name, value in seconds.items()}
   add = max(0.0, times["many"] - times["few"]) / (_MANY - _FEW)
   written = max(0.0, times["few"] - _FEW * add)

@@ -69,15 +69,12 @@ class Layer(NamedTuple):
 def slices() -> Layers:
   """Yields the layers of each exchange between two slices of four v5e."""
   rows = record.read(record.FOLDER / "overlap.jsonl")
-  plain, behind, inside = (
-    rows[overlap.SLICES, case]
-    for case in (overlap.PLAIN, overlap.BEHIND, overlap.INSIDE)
-  )
+  cases = overlap.PLAIN, overlap.BEHIND, overlap.INSIDE
+  plain, behind, inside = (rows[overlap.SLICES, case] for case in cases)
   # The record has no plain mean of layers in a loop: bytes are those of unrolled ones.
   near, far = _sent(plain, overlap.LAYERS)
   for name, factor in (("plain mean, float32", 2), ("plain mean, bfloat16", 1)):
-    layer = Layer(_products(behind), 0.0, factor * near, factor * far)
-    yield name, (layer, layer)
+    yield name, (Layer(_products(behind), 0.0, factor * near, factor * far),) * 2
   layers = [
     Layer(
       _products(row),
@@ -91,10 +88,8 @@ def slices() -> Layers:
 
 def _cycles(row: Mapping[str, Any], parts: Iterable[str]) -> float:
   """Returns the seconds of parts of a program, at least."""
-  cycles, moved = (
-    sum(row[fact].get(part, 0) for part in parts) for fact in ("cycles", "moved")
-  )
-  return cycles / CLOCK + 2 * moved / MEMORY
+  total = lambda fact: sum(row[fact].get(part, 0) for part in parts)
+  return total("cycles") / CLOCK + 2 * total("moved") / MEMORY
 
 
 def _products(row: Mapping[str, Any]) -> float:
@@ -121,13 +116,8 @@ def gpus() -> Layers:
   products = 2 * SIZE / FORWARD / (PEAK * REACHED)
   link = cost.Link(latency=0.0, bytes_per_second=ETHERNET)
   for name, nbytes in (("plain mean, float32", 4), ("plain mean, bfloat16", 2)):
-    layer = Layer(
-      products,
-      0.0,
-      0.0,
-      cost.collective_seconds("all_reduce", nbytes * SIZE, WORKERS, link),
-    )
-    yield name, (layer, layer)
+    far = cost.collective_seconds("all_reduce", nbytes * SIZE, WORKERS, link)
+    yield name, (Layer(products, 0.0, 0.0, far),) * 2
   spent = four_bits(cost.Cluster(workers=WORKERS, link=link))
   layer = Layer(products, spent.codec_seconds, 0.0, spent.wire_seconds)
   yield "QSGD, 4 bits", (layer, layer)

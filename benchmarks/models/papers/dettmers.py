@@ -91,9 +91,6 @@ def dense_penalty_seconds(bits: Bits) -> float:
   """Returns the seconds of a step on 4 GPUs in which no computation hides a transfer.
 
   Of each transfer it is ``max(0, sync - hides)``, and five times the first one.
-
-  >>> round(dense_penalty_seconds(32), 5), round(dense_penalty_seconds(8), 5)
-  (0.00701, 0.00255)
   """
   one_of("bits", Bits, bits)
   terms = (max(0.0, row.sync[bits] - row.hides) for row in TRANSFERS)
@@ -108,9 +105,6 @@ def single_node_speedup(
   ``G T / (T - F + conv + G f + penalty)``, where F and f are the seconds of the fully
   connected layers on one GPU and sharded over G. There are as many sub-batches as GPUs.
   The paper has f only for 4.
-
-  >>> [round(single_node_speedup(PRINTED_PENALTY[bits]), 2) for bits in (32, 8)]
-  [3.53, 3.67]
   """
   whole = _whole(forward_backward)
   parallel = LAST_CONVOLUTION + count("gpus", gpus) * DENSE_PARALLEL
@@ -118,11 +112,7 @@ def single_node_speedup(
 
 
 def message_bytes(sub_batch: int, bits: Bits) -> float:
-  """Returns the bytes that a node sends to each other: its share of the activations.
-
-  >>> message_bytes(1024, 32) / KIB, message_bytes(1024, 8) / KIB
-  (1152.0, 288.0)
-  """
+  """Returns the bytes that a node sends to each other: its share of the activations."""
   one_of("bits", Bits, bits)
   return count("sub_batch", sub_batch) * ACTIVATIONS * bits / 8 / NODES
 
@@ -132,9 +122,6 @@ def latency_seconds(nbytes: float) -> float:
 
   The interpolation is linear in the logarithms of both. The row of 2056 is left out:
   table 6 was made with other numbers than those printed there.
-
-  >>> round(1e3 * latency_seconds(288 * KIB), 3), round(1e3 * latency_seconds(2**20), 3)
-  (0.07, 0.249)
   """
   x = math.log(above_0("nbytes", nbytes))
   rows = [row for row in ROWS if row.sub_batch != 2056]
@@ -154,10 +141,6 @@ def cluster_pass(
   number of passes. ``penalty="passes"`` is what a pipeline has. ``sizes="derived"`` has
   :func:`message_bytes` and :func:`latency_seconds` in place of the paper's, of which
   those of 8 bits are too small by half.
-
-  >>> paper = cluster_pass(1024, bits=8)
-  >>> round(1e3 * paper.single, 2), round(1e3 * paper.total, 1)
-  (2.26, 107.6)
   """
   one_of("bits", Bits, bits)
   one_of("sizes", Sizes, sizes)
@@ -173,62 +156,24 @@ def cluster_pass(
       raise ValueError(f"`sub_batch` must be one of {known}, got {sub_batch!r}.")
     nbytes, latency = rows[0].nbytes[bits], rows[0].latency[bits]
   single = (NODES - 1) * (latency + (1 + PCIE) * nbytes / BYTES_PER_SECOND)
-  exposed = exposed_seconds(single, HIDDEN, passes, penalty=penalty)
+  left = max(0.0, single - HIDDEN)
+  exposed = single + (passes - 1) * left  # the first transfer in full
+  if left and penalty == "nodes":
+    exposed = (NODES - 1) * left
   return Pass(single, exposed, passes * DENSE + exposed)
-
-
-def exposed_seconds(
-  single: float,
-  hidden: float,
-  passes: int,
-  *,
-  penalty: Penalty = "passes",
-  nodes: int = NODES,
-) -> float:
-  """Returns the seconds of a step's transfers that no computation hides.
-
-  The computation of a pass hides ``hidden`` of the next one's transfer. The first is in
-  full, and the rest of every other pass; the paper's rule has ``nodes`` less one.
-
-  >>> exposed_seconds(2.0, 1.5, passes=4), exposed_seconds(2.0, 2.5, passes=4)
-  (3.5, 2.0)
-  >>> exposed_seconds(2.0, 1.5, passes=4, penalty="nodes")
-  15.5
-  """
-  one_of("penalty", Penalty, penalty)
-  left = at_least_0("single", single) - at_least_0("hidden", hidden)
-  if left <= 0:
-    return single
-  if penalty == "nodes":
-    return (count("nodes", nodes) - 1) * left
-  return single + (count("passes", passes) - 1) * left
 
 
 def cluster_speedup(
   total: float, *, forward_backward: float = FORWARD_BACKWARD
 ) -> float:
-  """Returns the speed-up of the 96 GPUs over one: ``G T / (T - F + total)``.
-
-  >>> round(cluster_speedup(cluster_pass(2056, bits=8).total), 1)  # printed: 50.6
-  50.5
-  >>> right = cluster_pass(1024, bits=8, sizes="derived")
-  >>> round(cluster_speedup(right.total), 1)
-  37.6
-  """
+  """Returns the speed-up of the 96 GPUs over one: ``G T / (T - F + total)``."""
   whole = _whole(forward_backward)
   return GPUS * whole / (whole - DENSE + at_least_0("total", total))
 
 
-def naive_sync_seconds(
-  parameters: int = 60_000_000, bytes_per_second: float = 7 * 2**30, messages: int = 4
-) -> float:
-  """Returns the seconds of a plain exchange of AlexNet's gradient on 4 GPUs (2.3.2).
-
-  >>> round(naive_sync_seconds(), 4)  # more than a step's computation, 0.1
-  0.1277
-  """
-  rate = above_0("bytes_per_second", bytes_per_second)
-  return count("messages", messages) * 4 * count("parameters", parameters) / rate
+def naive_sync_seconds(messages: int = 4) -> float:
+  """Returns the seconds of a plain exchange of AlexNet's gradient on 4 GPUs (2.3.2)."""
+  return count("messages", messages) * 4 * 60_000_000 / (7 * 2**30)
 
 
 def gradient_sync_seconds() -> float:
@@ -236,9 +181,6 @@ def gradient_sync_seconds() -> float:
 
   Twice, two messages of 36 KiB over PCIe at 5 GB/s, and 31 latencies of 0.03 ms, in
   which the printed figure already has the transfers of 108 KiB.
-
-  >>> round(1e3 * gradient_sync_seconds(), 3)
-  1.889
   """
   return 2 * (2 * 36 * KIB / 5e9 + (NODES - 1) * 0.03e-3)
 
@@ -248,9 +190,6 @@ def dense_latency_seconds(sub_batch: int) -> float:
 
   They are more than the 0.1 ms of its matrix product, so that the model keeps these
   layers on one GPU.
-
-  >>> dense_latency_seconds(128), dense_latency_seconds(256)
-  (0.000256, 0.00048)
   """
   if sub_batch not in DENSE_LATENCY:
     known = tuple(DENSE_LATENCY)

@@ -49,10 +49,6 @@ def sparse_seconds(
   """Returns the seconds of the sparse exchange of a power of two (equation 1).
 
   ``M select + lg(p) alpha + (p-1) M D e beta + p M D scatter``.
-
-  >>> dense = dense_seconds(25.557e6, 8, LINK, SPEEDS)
-  >>> round(dense / sparse_seconds(25.557e6, 0.001, 8, LINK, SPEEDS), 2)
-  52.91
   """
   entries = at_least_0("elements", elements) * _density(density)
   nbytes = entries * above_0("entry_bytes", entry_bytes)
@@ -88,11 +84,7 @@ def gain(workers: int, entry_bytes: float) -> float:
 def bandwidth_ratio(
   density: float, workers: int, *, entry_bytes: float = INDEX_AND_VALUE
 ) -> float:
-  """Returns the ratio of sparse to dense bytes: ``p D e / 8``.
-
-  >>> bandwidth_ratio(0.001, 128), bandwidth_ratio(0.001, 128, entry_bytes=4)
-  (0.128, 0.064)
-  """
+  """Returns the ratio of sparse to dense bytes: ``p D e / 8``."""
   entry_bytes = above_0("entry_bytes", entry_bytes)
   return count("workers", workers) * _density(density) * entry_bytes / 8
 
@@ -125,20 +117,12 @@ def crossover_density(
 
 
 def crossover_workers(density: float, *, entry_bytes: float = INDEX_AND_VALUE) -> float:
-  """Returns the workers at which sparse and dense bytes are equal: ``8 / (e D)``.
-
-  >>> crossover_workers(0.001), round(crossover_workers(0.001, entry_bytes=6))
-  (1000.0, 1333)
-  """
+  """Returns the workers at which sparse and dense bytes are equal: ``8 / (e D)``."""
   return 8 / (above_0("entry_bytes", entry_bytes) * _density(density))
 
 
 def union_density(density: float, workers: int) -> float:
-  """Returns ``1 - (1-D)^p``, the share that any worker sends, if all choose freely.
-
-  >>> round(union_density(0.001, 16), 5)  # the paper measured 1.55 %
-  0.01588
-  """
+  """Returns ``1 - (1-D)^p``, the share that any worker sends, if all choose freely."""
   return 1 - (1 - _density(density)) ** count("workers", workers)
 
 

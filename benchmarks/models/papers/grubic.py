@@ -32,8 +32,7 @@ def _figures() -> dict[str, dict[str, Speeds]]:
   buckets are columns; "1bit*" has buckets of 64 elements.
   """
   found: dict[str, dict[str, Speeds]] = {}
-  with Path(__file__).with_name("grubic.csv").open(newline="") as file:
-    _, *rows = csv.reader(file)
+  _, *rows = csv.reader(Path(__file__).with_suffix(".csv").read_text().splitlines())
   for primitive, network, bits, *speeds in rows:
     of = found.setdefault(primitive, {}).setdefault(network, {})
     key = int(bits) if bits.isdecimal() else bits
@@ -83,11 +82,7 @@ class Fit(NamedTuple):
 
 
 def wire_share(bits: int) -> float:
-  """Returns a gradient's bytes over ``float32``'s: ``(bits + 32 / bucket) / 32``.
-
-  >>> [round(wire_share(bits), 4) for bits in (32, 16, 8, 4, 2)]
-  [1.0, 0.5001, 0.252, 0.127, 0.0703]
-  """
+  """Returns a gradient's bytes over ``float32``'s: ``(bits + 32 / bucket) / 32``."""
   if bits == 32:
     return 1.0
   if bits not in tuple(BUCKETS):
@@ -96,14 +91,7 @@ def wire_share(bits: int) -> float:
 
 
 def fit(images_per_second: Mapping[int, float]) -> Fit:
-  """Fits ``a + c w`` to the seconds an image by bits, with the least squares.
-
-  >>> found = fit(column(MPI["ResNet152"], MPI_GPUS, 16))
-  >>> round(1e3 * found.computation, 2), round(1e3 * found.communication, 2)
-  (4.41, 4.39)
-  >>> round(found.error, 3), round(found.share, 2)
-  (0.015, 0.5)
-  """
+  """Fits ``a + c w`` to the seconds an image by bits, with the least squares."""
   if len(images_per_second) < 2:
     raise ValueError(
       "`images_per_second` must have two rows or more for a line, got "
@@ -142,25 +130,15 @@ def size_gain(found: Fit, size: float, bits: int = 8) -> float:
 
   ``(a + c m) / (a + c m w)``: figure 16, right, in which communication grows with the
   model and computation does not.
-
-  >>> alexnet = fit(column(NCCL["AlexNet"], NCCL_GPUS, 8))
-  >>> [round(size_gain(alexnet, m), 2) for m in (1, 8, 64)]
-  [1.07, 1.51, 2.85]
   """
   sent = found.communication * at_least_0("size", size)
   return (found.computation + sent) / (found.computation + sent * wire_share(bits))
 
 
-def dollars(
-  epochs: float, images_per_second: float, hour: float, images: float = IMAGES
-) -> float:
-  """Returns the dollars of a training run: figure 16, left.
-
-  >>> round(dollars(EPOCHS["AlexNet"], ONE_GPU["AlexNet"], HOUR[1]))
-  151
-  """
+def dollars(epochs: float, images_per_second: float, hour: float) -> float:
+  """Returns the dollars of a training run: figure 16, left."""
   speed = above_0("images_per_second", images_per_second)
-  seconds = at_least_0("epochs", epochs) * at_least_0("images", images) / speed
+  seconds = at_least_0("epochs", epochs) * IMAGES / speed
   return seconds / 3600 * at_least_0("hour", hour)
 
 
@@ -182,11 +160,7 @@ def cheapest(network: str) -> tuple[int, float]:
 
 
 def sixteen_over_eight(network: str, bits: int | str) -> float:
-  """Returns the speed-up of 16 GPUs over 8, with MPI, at twice the price.
-
-  >>> round(sixteen_over_eight("ResNet50", 32), 2)  # so an image costs more on 16
-  1.1
-  """
+  """Returns the speed-up of 16 GPUs over 8, with MPI, at twice the price."""
   *_, eight, sixteen = MPI.get(network, {}).get(bits, (None, None))
   if eight is None or sixteen is None:
     raise ValueError(

@@ -23,32 +23,18 @@ FREE = Link(latency=0.0, bytes_per_second=10e9)
 
 
 def ring_steps(workers: int) -> int:
-  """Returns the steps of a ring all-reduce: ``2 (p-1)``.
-
-  >>> ring_steps(256)
-  510
-  """
+  """Returns the steps of a ring all-reduce: ``2 (p-1)``."""
   return 2 * (count("workers", workers) - 1)
 
 
 def three_step_steps(workers: int, group_size: int) -> int:
-  """Returns the steps of the three-step all-reduce: ``4 (k-1) + 2 (p/k - 1)``.
-
-  >>> three_step_steps(256, 16)  # the paper prints 74, which are those of 128 nodes
-  90
-  >>> three_step_steps(128, 16)
-  74
-  """
+  """Returns the steps of the three-step all-reduce: ``4 (k-1) + 2 (p/k - 1)``."""
   groups = _groups(workers, group_size)
   return 4 * (group_size - 1) + 2 * (groups - 1)
 
 
 def best_group_sizes(workers: int) -> tuple[int, ...]:
-  """Returns the group sizes k with the fewest steps, near ``sqrt(p/2)``, ascending.
-
-  >>> best_group_sizes(64), best_group_sizes(256), best_group_sizes(1024)
-  ((4, 8), (8, 16), (16, 32))
-  """
+  """Returns the group sizes k with the fewest steps, near ``sqrt(p/2)``, ascending."""
   sizes = [k for k in range(1, count("workers", workers) + 1) if workers % k == 0]
   fewest = min(three_step_steps(workers, size) for size in sizes)
   return tuple(k for k in sizes if three_step_steps(workers, k) == fewest)
@@ -62,13 +48,6 @@ def three_step_seconds(
   A master receives ``k-1`` whole messages, and sends as many, one after the other. The
   masters' ring sends ``2 (p/k - 1)`` messages, each of which is a ``p/k``-th. So the
   fewest steps are not the least bytes, of which a plain ring sends ``2 (p-1)/p``.
-
-  >>> link = Link(latency=1e-5, bytes_per_second=1e9)
-  >>> whole = lambda nbytes: collective_seconds("all_reduce", nbytes, 256, link)
-  >>> large = three_step_seconds(1e8, 256, 16, link), whole(1e8)
-  >>> small = three_step_seconds(1e3, 256, 16, link), whole(1e3)
-  >>> large[0] > large[1], small[0] < small[1]
-  (True, True)
   """
   groups = _groups(workers, group_size)
   messages = 2 * (group_size - 1)
@@ -80,10 +59,8 @@ def half_seconds(
   elements: Sequence[int], workers: int, link: Link, *, merged: bool = False
 ) -> float:
   """Returns the seconds of ring all-reduces of leaves in half precision, or of one."""
-  sizes = [size for size, _ in _messages(elements, merged)]
-  return sum(
-    collective_seconds("all_reduce", 2 * size, workers, link) for size in sizes
-  )
+  sent = [2 * size for size, _ in _messages(elements, merged)]
+  return sum(collective_seconds("all_reduce", x, workers, link) for x in sent)
 
 
 def aps_seconds(
@@ -110,9 +87,6 @@ def implied_latency_bytes(
 
   With n elements in L leaves it is ``(2 n - s (n + L)) / (p (2 s - 1))``, between the
   speed-up of 1/2, where latency is all, and the one of 2, where bytes are.
-
-  >>> round(implied_latency_bytes(RES5C_SPEEDUP, RES5C, RES5C_WORKERS))
-  56209
   """
   ((size, leaves),) = _messages(elements, True)
   most = 2 * size / (size + leaves)

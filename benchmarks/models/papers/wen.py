@@ -107,11 +107,7 @@ def gain(
   *,
   ratio: float = PUSH_RATIO,
 ) -> float:
-  """Returns the speed-up of weak scaling with gradients ``ratio`` times smaller.
-
-  >>> round(gain(0.5, 244e6, 4, 128, ETHERNET), 4)
-  10.4709
-  """
+  """Returns the speed-up of weak scaling with gradients ``ratio`` times smaller."""
   dense = weak_scaling_seconds(profiled, nbytes, gpus, machines, links)
   small = nbytes / above_0("ratio", ratio)
   return dense / weak_scaling_seconds(profiled, small, gpus, machines, links)
@@ -126,11 +122,7 @@ def implied_profile(
   *,
   ratio: float = PUSH_RATIO,
 ) -> float:
-  """Returns the profiled seconds T at which :func:`gain` is the given speed-up.
-
-  >>> round(implied_profile(3.04, 244e6, 4, 2, ETHERNET), 3)  # AlexNet: see the docs
-  0.794
-  """
+  """Returns the profiled seconds T at which :func:`gain` is the given speed-up."""
   if above_0("speedup", speedup) <= 1:
     raise ValueError(f"`speedup` must be above 1, got {speedup!r}.")
   dense = _added_seconds(nbytes, gpus, machines, links)
@@ -146,11 +138,7 @@ def implied_profile(
 
 
 def estimated_profile(model: Model, peak: float, *, share: float = 0.5) -> float:
-  """Returns an estimate of T: six operations a product, at a share of the peak rate.
-
-  >>> round(estimated_profile(ALEXNET, GTX_1080), 3)
-  0.124
-  """
+  """Returns an estimate of T: six operations a product, at a share of the peak rate."""
   rate = above_0("peak", peak) * above_0("share", share)
   return 6 * model.batch * model.products / rate
 
@@ -164,20 +152,12 @@ def estimated_gain(
 
 
 def pull_bits(workers: int) -> int:
-  """Returns the bits of one of the ``2 N + 1`` sums of N ternary numbers of one scale.
-
-  >>> [pull_bits(n) for n in (2, 4, 8, 16, 64, 512)]
-  [3, 4, 5, 6, 8, 11]
-  """
+  """Returns the bits of N ternary numbers' sum, one of ``2 N + 1``, with one scale."""
   return (2 * count("workers", workers)).bit_length()
 
 
 def pull_ratio(workers: int) -> float:
-  """Returns the ratio of 32 bits to such a sum's bits, which may be fractions (3.2).
-
-  >>> [round(pull_ratio(n), 2) for n in (2, 64)]
-  [13.78, 4.56]
-  """
+  """Returns the ratio of 32 bits to such a sum's bits, which may be fractions (3.2)."""
   return 32 / math.log2(1 + 2 * count("workers", workers))
 
 
@@ -187,11 +167,7 @@ def base_3_ratio() -> float:
 
 
 def mixed_ratio(dense: float) -> float:
-  """Returns ``1 / (d + (1 - d) / 16)``, of all bytes with a share d in float32.
-
-  >>> round(mixed_ratio(ALEXNET_LAST / ALEXNET.parameters), 2)  # the paper's recipe
-  7.97
-  """
+  """Returns ``1 / (d + (1 - d) / 16)``, of all bytes with a share d in float32."""
   if at_least_0("dense", dense) > 1:
     raise ValueError(f"`dense` must be a share, from 0 to 1, got {dense!r}.")
   return 1 / (dense + (1 - dense) / PUSH_RATIO)
