@@ -83,15 +83,9 @@ class Report:
   price: float = 0.9  # dollars an hour of a worker
 
 
-_Command = (
-  Annotated[Run, tyro.conf.subcommand("run")]
-  | Annotated[Report, tyro.conf.subcommand("report")]
-)
-
-
 def parse(argv: list[str] | None = None) -> Run | Report:
   flags = (tyro.conf.FlagCreatePairsOff,)
-  return tyro.cli(_Command, args=argv, description=__doc__, config=flags)
+  return tyro.cli(Run | Report, args=argv, description=__doc__, config=flags)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -159,20 +153,15 @@ def quick(output: Path | None) -> None:
 def _check(folder: Path) -> None:
   """Checks that a report has all parts, each with a picture or a table."""
   page = (folder / "report.html").read_text()
-  titles = re.findall("<h2>", page)
-  if len(titles) != _TITLES:
-    raise RuntimeError(f"the page has {len(titles)} parts, and not {_TITLES}")
+  if (titles := page.count("<h2>")) != _TITLES:
+    raise RuntimeError(f"the page has {titles} parts, and not {_TITLES}")
   pictures = len(list((folder / "figures").glob("*.png")))
-  if (
-    page.count("<img ") != pictures or page.count("data:image/png;base64,") != pictures
-  ):
+  if {page.count("<img "), page.count("data:image/png;base64,")} != {pictures}:
     raise RuntimeError(f"the page does not have the {pictures} pictures")
   for link in re.findall(r'(?:src|href)="(?!data:)([^"]*)"', page):
     raise RuntimeError(f"the page needs {link}")
   text = (folder / "report.md").read_text()
-  for empty in re.findall(
-    r"^## (.*)\n\n(?:.*\n\n)?Nothing was run", text, re.MULTILINE
-  ):
+  for empty in re.findall(r"^## (.*)\n\n(?:.*\n\n)?Nothing was run", text, re.M):
     if not empty.startswith(_EMPTY):
       raise RuntimeError(f"the report has nothing about {empty}")
   for name in re.findall(r"\]\((figures/.*?)\)", text):

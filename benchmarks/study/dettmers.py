@@ -87,9 +87,7 @@ def trainer(images: data.ImageSet, setting: Setting) -> Trainer:
   count = len(tested.labels)
 
   @functools.partial(jax.jit, donate_argnums=0)
-  def update(
-    state: Any, images: ways.Images, indices: jax.Array, key: jax.Array
-  ) -> Any:
+  def update(state: Any, images: ways.Images, indices: jax.Array, key: jax.Array):
     return way.step(state, _scaled(jax.tree.map(lambda x: x[indices], images)), key)
 
   @jax.jit
@@ -124,9 +122,8 @@ def trainer(images: data.ImageSet, setting: Setting) -> Trainer:
       jax.ShapeDtypeStruct((setting.batch, side**2), jnp.float32),
       jax.ShapeDtypeStruct((setting.batch,), jnp.int32),
     )
-    own, plain = (
-      _way(setting, x, side, classes).sent(shapes) for x in (setting.codec, "f32")
-    )
+    of = lambda codec: _way(setting, codec, side, classes).sent(shapes)
+    own, plain = of(setting.codec), of("f32")
     return {"bytes_a_step": float(own), "ratio": own / plain, "exchanges": []}
 
   return Trainer(

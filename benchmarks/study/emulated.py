@@ -40,14 +40,8 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
 
   @functools.partial(jax.jit, static_argnames="together")
   def gradients(
-    params: Any,
-    moved: Any,
-    arrays: Any,
-    indices: Any,
-    numbers: jax.Array,
-    options: Any,
-    together: bool = source.recurrent,
-  ) -> Any:
+    params, moved, arrays, indices, numbers, options, together=source.recurrent
+  ):
     """Computes workers' losses and gradients, at ``moved`` if they moved apart."""
 
     def of_one(moved: Any, worker: jax.Array, *indices: Any) -> Any:
@@ -149,9 +143,8 @@ def _axes(kept: Any) -> Any:
 def sent_bytes(tx: Any, params: Any, workers: int) -> dict[str, Any]:
   """Returns what a worker sends in a step, the ratio to float32, and the exchanges."""
   plan = gradcomp.explain(tx, params, workers=workers)
-  ways = sorted({leaf.exchange for leaf in plan.leaves})
   return {
     "bytes_a_step": float(plan.bytes_per_step),
     "ratio": float(plan.ratio),
-    "exchanges": ways,
+    "exchanges": sorted({leaf.exchange for leaf in plan.leaves}),
   }

@@ -57,21 +57,10 @@ def _of(make: Callable[..., Transform], *args: Any, **options: Any) -> Method:
   return Method(functools.partial(make, *args, **options))
 
 
-def _plain(*args: Any, **options: Any) -> Method:
-  """Returns QSGD as Grubic's: see the top of the file."""
-  alike = {"exchange": TwoShot(feedback=False), "dither": "independent"}
-  return _of(gradcomp.qsgd, *args, **alike, **options)
-
-
-def _low(make: Callable[..., Transform], *args: Any, exchange: Any = "ring") -> Method:
+def _low(make: Callable[..., Transform], *args: Any, group_size: int = 0) -> Method:
   """Returns floats as the paper has them: a ring, all leaves, and no residuals."""
+  exchange = Hierarchical(group_size=group_size) if group_size else "ring"
   return _of(make, *args, exchange=exchange, feedback=None, min_leaf_size=0)
-
-
-def _eight(data_type: Any, **options: Any) -> Method:
-  """Returns a type as Dettmers' nets send it: see the top of the file."""
-  alike = {"exchange": "all_gather", "min_leaf_size": 0, "feedback": None}
-  return _of(gradcomp.eight_bit, data_type, **alike, **options)
 
 
 def _wen(clip_sigmas: float | None = 2.5) -> dict[str, Any]:
@@ -85,8 +74,8 @@ def one_layer(**options: Any) -> Transform:
 
 
 def _sparse(density: float, start: float = 0.1, **options: Any) -> Method:
-  redsync = functools.partial(gradcomp.redsync, density, **options)
-  return Method(redsync, momentum=True, start=start)
+  found = _of(gradcomp.redsync, density, **options)
+  return found._replace(momentum=True, start=start)
 
 
 def asq_but_output(density: float, **options: Any) -> Transform:
@@ -96,6 +85,13 @@ def asq_but_output(density: float, **options: Any) -> Transform:
   return optax.partition(parts, output_layer)
 
 
+# Grubic's QSGD, and types as Dettmers' nets send them: see the top of the file.
+_FORGETFUL = TwoShot(feedback=False)
+_ALONE = {"exchange": _FORGETFUL, "dither": "independent"}
+_plain = functools.partial(_of, gradcomp.qsgd, **_ALONE)
+_eight = functools.partial(
+  _of, gradcomp.eight_bit, exchange="all_gather", min_leaf_size=0, feedback=None
+)
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
 METHODS: dict[str, Method] = {
   "f32": _of(gradcomp.dense),
@@ -122,10 +118,8 @@ METHODS: dict[str, Method] = {
   "qsgd-2-l2-paper": _plain(2, bucket_size=128, norm="l2"),
   "qsgd-1-uniform-paper": _plain(1, bucket_size=128, levels="uniform"),
   # Owners round means at random, and keep nothing of what that loses.
-  "qsgd-4-forgetful": _of(gradcomp.qsgd, 4, exchange=TwoShot(feedback=False)),
-  "qsgd-2-forgetful": _of(
-    gradcomp.qsgd, 2, bucket_size=128, exchange=TwoShot(feedback=False)
-  ),
+  "qsgd-4-forgetful": _of(gradcomp.qsgd, 4, exchange=_FORGETFUL),
+  "qsgd-2-forgetful": _of(gradcomp.qsgd, 2, bucket_size=128, exchange=_FORGETFUL),
   # What the library adds at 2 bits.
   "qsgd-2-fitted": _of(gradcomp.qsgd, 2, bucket_size=128, levels="nonuniform"),
   "qsgd-2-feedback": _of(gradcomp.qsgd, 2, bucket_size=128, feedback="error"),
@@ -133,18 +127,15 @@ METHODS: dict[str, Method] = {
   "onebit-512": _of(gradcomp.onebit_sgd, 512),
   "onebit-column": _of(gradcomp.onebit_sgd, per_column=True),
   # Dense at first. Owners then keep no residuals, so nobody is an owner.
-  "onebit-64-warm": Method(
-    functools.partial(gradcomp.onebit_sgd, exchange="all_gather", feedback="error"),
-    start=0.1,
-  ),
+  "onebit-64-warm": _of(
+    gradcomp.onebit_sgd, exchange="all_gather", feedback="error"
+  )._replace(start=0.1),
   "onebit-64-nofeedback": _of(gradcomp.compress, OneBit(), feedback=None),
   # Wen.
   "terngrad": _of(gradcomp.terngrad),
   "terngrad-noclip": _of(gradcomp.terngrad, None),
-  "terngrad-forgetful": _of(gradcomp.terngrad, exchange=TwoShot(feedback=False)),
-  "terngrad-independent": _of(
-    gradcomp.terngrad, exchange=TwoShot(feedback=False), dither="independent"
-  ),
+  "terngrad-forgetful": _of(gradcomp.terngrad, exchange=_FORGETFUL),
+  "terngrad-independent": _of(gradcomp.terngrad, **_ALONE),
   "terngrad-paper": _of(gradcomp.terngrad, **_wen()),
   **{
     f"terngrad-{c:g}-paper": _of(gradcomp.terngrad, **_wen(c))
@@ -153,10 +144,7 @@ METHODS: dict[str, Method] = {
   "terngrad-noclip-paper": _of(gradcomp.terngrad, **_wen(None)),
   "terngrad-global-paper": _of(one_layer, **_wen()),
   # Dettmers, whose workers keep no residuals.
-  **{
-    name.replace("_", "-"): _of(gradcomp.eight_bit, name, feedback=None)
-    for name in TYPES
-  },
+  **{x.replace("_", "-"): _of(gradcomp.eight_bit, x, feedback=None) for x in TYPES},
   "dynamic-tree-paper": _eight("dynamic_tree"),
   "linear-paper": _eight("linear"),
   "mantissa-paper": _eight("mantissa", exponent_offset=1),
@@ -165,33 +153,22 @@ METHODS: dict[str, Method] = {
   **{f"aps-{e}-{m}": _low(gradcomp.aps, e, m) for e, m in FORMATS},
   **{f"cast-{e}-{m}": _low(gradcomp.loss_scaling_cast, 1.0, e, m) for e, m in FORMATS},
   **{
-    f"aps-{e}-{m}-h{size}": _low(
-      gradcomp.aps, e, m, exchange=Hierarchical(group_size=size)
-    )
+    f"aps-{e}-{m}-h{size}": _low(gradcomp.aps, e, m, group_size=size)
     for e, m in FORMATS[:2]  # 3 bits of exponent have no room for a sum of 256
     for size in (16, 32)
   },
   **{
-    f"cast-{e}-{m}-h16": _low(
-      gradcomp.loss_scaling_cast, 1.0, e, m, exchange=Hierarchical(group_size=16)
-    )
+    f"cast-{e}-{m}-h16": _low(gradcomp.loss_scaling_cast, 1.0, e, m, group_size=16)
     for e, m in FORMATS[:2]
   },
   # His hybrid precision: float32 in the first third.
-  "aps-4-3-h16-hybrid": _low(
-    gradcomp.aps, 4, 3, exchange=Hierarchical(group_size=16)
-  )._replace(start=1 / 3),
+  "aps-4-3-h16-hybrid": _low(gradcomp.aps, 4, 3, group_size=16)._replace(start=1 / 3),
   # Fang, dense at first as two of the paper's nets, or never.
   "redsync-1": _sparse(0.01),
   "redsync-0.1": _sparse(0.001),
   "redsync-0.1-asq": _sparse(0.001, quantize="asq"),
-  **{
-    f"redsync-{percent:g}-paper": _sparse(percent / 100, start=0.0)
-    for percent in (0.1, 1, 10)
-  },
-  "redsync-0.1-asq-paper": Method(
-    functools.partial(asq_but_output, 0.001), momentum=True
-  ),
+  **{f"redsync-{x:g}-paper": _sparse(x / 100, start=0.0) for x in (0.1, 1, 10)},
+  "redsync-0.1-asq-paper": _of(asq_but_output, 0.001)._replace(momentum=True),
   "topk-1-noresidual": _of(gradcomp.compress, TopK(density=0.01), feedback=None),
   "topk-0.1-noresidual": _of(gradcomp.compress, TopK(density=0.001), feedback=None),
   "powersgd-2": _of(gradcomp.powersgd, 2),
@@ -263,8 +240,7 @@ def make(setting: Setting, *, steady: bool = False) -> tuple[Transform, Transfor
   if part:
     alike = {"exchange": "local"} if setting.exchange == "local" else {}
     full = gradcomp.dense(axis_name=AXIS, **alike)
-    least = found.make.keywords.get("min_leaf_size")
-    parts = functools.partial(labels, part, least)
+    parts = functools.partial(labels, part, found.make.keywords.get("min_leaf_size"))
     tx = optax.partition({"low": tx, "full": full}, parts)
   local = found.momentum or setting.clipping != "mean"
   if max_norm is not None and local:

@@ -56,18 +56,13 @@ class _Images:
     return info
 
   def _split_generators(self, dl_manager: Any) -> dict[str, Examples]:
-    folder = dl_manager.manual_dir
-    return {
-      "train": self._generate_examples(folder, "train"),
-      "test": self._generate_examples(folder, "t10k"),
-    }
+    of = lambda part: self._generate_examples(dl_manager.manual_dir, part)
+    return {"train": of("train"), "test": of("t10k")}
 
   def _generate_examples(self, folder: Path, part: str) -> Examples:
-    images, labels = (
-      read_idx(next(folder.glob(f"{part}-{kind}-idx*")))
-      for kind in ("images", "labels")
-    )
-    for i, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+    read = lambda kind: read_idx(next(folder.glob(f"{part}-{kind}-idx*")))
+    images, labels = read("images"), read("labels").tolist()
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
       png = io.BytesIO()  # TensorFlow would encode an array
       PIL.Image.fromarray(image).save(png, "png")
       yield i, {"image": png.getvalue(), "label": label}
@@ -227,11 +222,8 @@ def prepare(name: str, folder: Path, source: Source) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as files:
       fetch(name, source, Path(files))
-      builder.download_and_prepare(
-        download_config=tfds.download.DownloadConfig(
-          manual_dir=files, try_download_gcs=False
-        )
-      )
+      config = tfds.download.DownloadConfig(manual_dir=files, try_download_gcs=False)
+      builder.download_and_prepare(download_config=config)
   return Path(builder.data_path)
 
 

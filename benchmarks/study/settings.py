@@ -1,17 +1,10 @@
 """Says what a run of a study is: all that its results depend on."""
 
-import statistics
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import optax
 
-from examples.lib.methods import (
-  average_params,
-  make_schedule,
-  scale_by_plateau,
-  weights,
-)
+from examples.lib import methods
 
 
 class Setting(NamedTuple):
@@ -63,19 +56,6 @@ class Setting(NamedTuple):
     return {self.steps * (i + 1) // parts for i in range(parts)}
 
 
-def step_seconds(
-  known: Sequence[tuple[Setting, float]], setting: Setting, *alike: Sequence[str]
-) -> float | None:
-  """Returns the mean seconds a step of the settings that are alike in most fields."""
-  for fields in alike:
-    same = lambda other, fields=fields: all(
-      getattr(other, x) == getattr(setting, x) for x in fields
-    )
-    if found := [seconds for other, seconds in known if same(other)]:
-      return statistics.fmean(found)
-  return None
-
-
 def optimizer(
   setting: Setting, momentum: float | None, max_norm: float | None
 ) -> optax.GradientTransformation:
@@ -84,22 +64,19 @@ def optimizer(
     raise ValueError(
       f'`optimizer` must be "sgd", "adam" or "lars", got {setting.optimizer!r}.'
     )
-  rate = make_schedule(setting)
-  chain = []
-  if max_norm is not None:
-    chain.append(optax.clip_by_global_norm(max_norm))
+  rate, decay = methods.make_schedule(setting), setting.weight_decay
+  chain = [] if max_norm is None else [optax.clip_by_global_norm(max_norm)]
   if setting.optimizer == "adam":
-    decay = setting.weight_decay
-    chain.append(optax.adamw(rate, weight_decay=decay, mask=weights))
+    chain.append(optax.adamw(rate, weight_decay=decay, mask=methods.weights))
   elif setting.optimizer == "lars":
-    chain.append(optax.lars(rate, setting.weight_decay, momentum=momentum or 0.0))
+    chain.append(optax.lars(rate, decay, momentum=momentum or 0.0))
   else:
-    if setting.weight_decay:
-      chain.append(optax.add_decayed_weights(setting.weight_decay, weights))
+    if decay:
+      chain.append(optax.add_decayed_weights(decay, methods.weights))
     nesterov = setting.nesterov and momentum is not None
     chain.append(optax.sgd(rate, momentum=momentum, nesterov=nesterov))
   if setting.schedule == "plateau":
-    chain.append(scale_by_plateau())
+    chain.append(methods.scale_by_plateau())
   if setting.ema is not None:
-    chain.append(average_params(setting.ema))
+    chain.append(methods.average_params(setting.ema))
   return optax.chain(*chain)

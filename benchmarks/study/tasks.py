@@ -21,8 +21,6 @@ from examples.lib.training import Batch, Task
 LENGTH = 32  # of a sequence of characters or words
 # Symbols of the text to test on, and logits, so that tests take little time.
 _TESTED, _LOGITS = 2**16, 2**28
-
-
 TEXTS = tuple(language_model.MODELS)
 # LeNet with dense layers that are as many times as wide, as Grubic's figure 16 has it.
 WIDENED = {f"lenet-x{times}": times * 1024 for times in (1, 2, 4, 8)}
@@ -54,23 +52,19 @@ def source(network: str, dataset: str, dropout: float | None = None) -> Source:
     return _language(network, dataset, dropout)
   train, test, classes = images(dataset)
   order = np.arange(len(train.labels), dtype=np.int32)
+  kind = MODELS[network.partition("-")[0]]
+  model = data.network(kind, train.images.shape[1:], classes, dropout)
+  if network in WIDENED:
+    model = functools.partial(model, width=WIDENED[network])
   return Source(
     name=dataset,
-    model=_for_images(network, train.images.shape[1:], classes, dropout),
+    model=model,
     arrays=tuple(train),
     test=tuple(test),
     epoch=len(order),
     draw=functools.partial(data.batches, data.Split(order, order)),
     recurrent=False,
   )
-
-
-def _for_images(network: str, *given: Any) -> Any:
-  """Returns what makes a network for images, or a widened one."""
-  model = data.network(MODELS[network.partition("-")[0]], *given)
-  if network in WIDENED:
-    return functools.partial(model, width=WIDENED[network])
-  return model
 
 
 def images(dataset: str, folder: Path = FOLDER) -> data.ImageSet:
@@ -84,9 +78,8 @@ def images(dataset: str, folder: Path = FOLDER) -> data.ImageSet:
     )
   train, test, classes = data.read(builder)
   if pixels:
-    train, test = (
-      data.Split(reduced(x.images, int(pixels)), x.labels) for x in (train, test)
-    )
+    less = lambda x: data.Split(reduced(x.images, int(pixels)), x.labels)
+    train, test = less(train), less(test)
   return data.ImageSet(train, test, classes)
 
 
@@ -94,17 +87,13 @@ def _language(network: str, corpus: str, dropout: float | None) -> Source:
   found = texts.load(corpus)
   order = np.arange(len(found.train), dtype=np.int32)
   tested = min(_TESTED, _LOGITS // found.symbols)
-
-  def draw(batch_size: int, **options: int) -> Iterator[Batch]:
-    return texts.batches(order, batch_size, LENGTH, **options)
-
   return Source(
     name=corpus,
     model=texts.network(MODELS[network], found.symbols, dropout),
     arrays=(found.train, found.train.astype(np.int32)),
     test=tuple(texts.in_order(found.test[:tested], LENGTH)),
     epoch=len(order) // LENGTH,
-    draw=draw,
+    draw=functools.partial(texts.batches, order, length=LENGTH),
     recurrent=True,
   )
 

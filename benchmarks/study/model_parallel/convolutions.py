@@ -5,13 +5,15 @@ as the docstrings say. Convolutions are products of patches: gradients of a conv
 by vmap would be grouped convolutions, which are slow on a CPU.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.study.model_parallel.ways import WORKERS, cut_layers
+from benchmarks.study.model_parallel.ways import WORKERS
+from examples.lib import cut_layers
 
 Gather = Callable[[jax.Array, int], jax.Array]
 
@@ -78,15 +80,6 @@ def normalized(x: jax.Array) -> jax.Array:
   return x * (1 + 1e-3 / 9 * squares) ** -0.75
 
 
-def keys(key: jax.Array, count: int) -> list[jax.Array]:
-  return list(jax.random.split(key, count))
-
-
-def padded(classes: int) -> int:
-  """Returns the outputs of the last layer, a multiple of the workers."""
-  return cut_layers.padded(classes, WORKERS)
-
-
 def locally_connected(filters: int, side: int = 8) -> Net:
   """Returns the net with two locally connected layers.
 
@@ -99,7 +92,7 @@ def locally_connected(filters: int, side: int = 8) -> Net:
   places = -(-side // 2)
 
   def init_front(key: jax.Array) -> Any:
-    first, second = keys(key, 2)
+    first, second = jax.random.split(key)
     return drawn(first, 25, filters), drawn(second, 9 * filters, filters)
 
   def features(front: Any, images: jax.Array) -> jax.Array:
@@ -107,11 +100,11 @@ def locally_connected(filters: int, side: int = 8) -> Net:
     return normalized(pooled(convolved(front[1], x, 3), 3, 1))
 
   def init_layers(key: jax.Array, classes: int) -> Any:
-    first, second, third = keys(key, 3)
+    first, second, third = jax.random.split(key, 3)
     return [
       drawn(first, places, places, 9 * filters, filters),
       drawn(second, places, places, 9 * filters, filters // 2),
-      drawn(third, places * places * (filters // 2), padded(classes)),
+      drawn(third, places**2 * (filters // 2), cut_layers.padded(classes, WORKERS)),
     ]
 
   def apply(layers: Any, x: jax.Array, gather: Gather, drop: Any) -> jax.Array:
@@ -134,7 +127,7 @@ def three_dense(filters: int, hidden: int, side: int = 8, updates: int = 1) -> N
   places = -(-side // 4)  # as two pools that round up leave
 
   def init_front(key: jax.Array) -> Any:
-    first, second = keys(key, 2)
+    first, second = jax.random.split(key)
     return drawn(first, 9, filters), drawn(second, 9 * filters, 2 * filters)
 
   def features(front: Any, images: jax.Array) -> jax.Array:
@@ -144,9 +137,10 @@ def three_dense(filters: int, hidden: int, side: int = 8, updates: int = 1) -> N
     return x.reshape(x.shape[0], -1)
 
   def init_layers(key: jax.Array, classes: int) -> Any:
-    sizes = places * places * 2 * filters, hidden, hidden, padded(classes)
-    pairs = zip(keys(key, 3), sizes, sizes[1:], strict=False)
-    return [drawn(key, m, n) for key, m, n in pairs]
+    outputs = cut_layers.padded(classes, WORKERS)
+    sizes = itertools.pairwise((places**2 * 2 * filters, hidden, hidden, outputs))
+    keys = jax.random.split(key, 3)
+    return [drawn(key, *size) for key, size in zip(keys, sizes, strict=True)]
 
   def apply(layers: Any, x: jax.Array, gather: Gather, drop: Any) -> jax.Array:
     for number, layer in enumerate(layers[:2]):

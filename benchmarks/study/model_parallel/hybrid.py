@@ -14,55 +14,39 @@ import optax
 
 import gradcomp
 from benchmarks.common.trainer import first_kept, of_workers, own
+from benchmarks.study.model_parallel import ways
 from benchmarks.study.model_parallel.convolutions import Net
-from benchmarks.study.model_parallel.ways import (
-  AXIS,
-  WORKERS,
-  Arm,
-  Images,
-  Way,
-  columns,
-  cut_layers,
-  exchanged,
-  gathered,
-  sent_by_one,
-)
-from examples.lib.cut_layers import sub_batches
+from benchmarks.study.model_parallel.ways import AXIS, WORKERS
+from examples.lib import cut_layers
 
 _DROPPED = 0.5
 
 
 def by_both(
-  arm: Arm, net: Net, classes: int, rule: Callable[[int], optax.GradientTransformation]
-) -> Way:
+  arm: ways.Arm, net: Net, classes: int, rule: Callable[[int], Any]
+) -> ways.Way:
   """Sends features, activations, all errors, and the gradients of convolutions.
 
   A step updates the layers that are cut ``net.updates`` times, each time by the mean
   loss of its sub-batches (Dettmers 2016, section 2.4). It updates the convolutions
   once, behind all sub-batches, by the mean loss of the batch.
   """
-  exchange = exchanged(arm)
+  exchange = ways.exchanged(arm)
   of_fronts, of_cuts = rule(1), rule(net.updates)
   passes = net.passes // net.updates  # of an update
 
   def start(key: jax.Array) -> Any:
     first, second = jax.random.split(key)
     front = net.init_front(first)
-    cut = columns(net.init_layers(second, classes))
+    cut = ways.columns(net.init_layers(second, classes))
     moments = of_fronts.init(front), of_cuts.init(cut)
     return (front, cut), first_kept(exchange, front, WORKERS, AXIS), moments
 
-  def logits(
-    cut: Any,
-    features: jax.Array,
-    passes: int,
-    first: jax.Array | int = 0,
-    own_key: jax.Array | None = None,
-  ) -> jax.Array:
+  def logits(cut: Any, features: jax.Array, passes: int, first=0, own_key=None) -> Any:
     """Returns ``[passes, B / passes, classes]``; ``first`` numbers the first pass."""
 
     def one_pass(batch: jax.Array, number: jax.Array) -> jax.Array:
-      gather = lambda y, layer: gathered(y, arm.codec, None, layer == net.last)
+      gather = lambda y, layer: ways.gathered(y, arm.codec, None, layer == net.last)
 
       def drop(y: jax.Array, layer: int) -> jax.Array:
         key = cut_layers.folded(cut_layers.folded(own_key, first + number), layer)
@@ -70,26 +54,22 @@ def by_both(
 
       return net.apply(cut, batch, gather, drop)[:, :classes]
 
-    return sub_batches(
+    return cut_layers.sub_batches(
       one_pass, features, axis_name=AXIS, passes=passes, codec=arm.codec, own="coded"
     )
 
-  def loss(
-    cut: Any, features: jax.Array, labels: jax.Array, **options: Any
-  ) -> jax.Array:
+  def loss(cut: Any, features: jax.Array, labels: jax.Array, **options) -> jax.Array:
     """Returns the mean loss of an update, with labels ``[passes, B / passes]``."""
     found = logits(cut, features, passes, **options)
     return optax.softmax_cross_entropy_with_integer_labels(found, labels).mean()
 
-  def step(state: Any, images: Images, key: jax.Array) -> Any:
+  def step(state: Any, images: ways.Images, key: jax.Array) -> Any:
     (front, cut), kept, (front_moments, moments) = state
     axes, of_moments = own(kept), own(moments)
     labels = cut_layers.in_passes(images.labels, WORKERS, net.passes)
     of_updates = labels.reshape(net.updates, passes, -1)
 
-    def worker(
-      cut: Any, kept: Any, moments: Any, x: jax.Array, own_key: jax.Array
-    ) -> Any:
+    def worker(cut: Any, kept: Any, moments: Any, x: jax.Array, own_key: jax.Array):
       def update(carry: Any, given: Any) -> Any:
         cut, moments = carry
         features, labels, first = given
@@ -129,7 +109,7 @@ def by_both(
     found = jax.vmap(worker, axis_name=AXIS)(cut, of_workers(filled, WORKERS))
     return found[0, 0, : len(x)]
 
-  def sent(images: Images) -> int:
+  def sent(images: ways.Images) -> int:
     front, cut = jax.eval_shape(start, jax.random.key(0))[0]
     count = images.labels.shape[0] // net.updates
     features = jax.eval_shape(
@@ -141,9 +121,9 @@ def by_both(
       cut, features, jnp.zeros((passes, count // passes), jnp.int32)
     )
     plan = gradcomp.explain(exchange, front, workers=WORKERS)
-    return plan.bytes_sent + net.updates * sent_by_one(of_one, cut, features)
+    return plan.bytes_sent + net.updates * ways.sent_by_one(of_one, cut, features)
 
-  return Way(start, step, predict, sent)
+  return ways.Way(start, step, predict, sent)
 
 
 def square(x: jax.Array) -> jax.Array:

@@ -65,6 +65,6 @@ def _arrays(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _percent(codec: Codec, x: jax.Array) -> jax.Array:
-  distance = jnp.abs(ways.rounded(codec, x) - x)
+  distance = jnp.abs(codec.decode(codec.encode(x), like=x) - x)
   ratio = jnp.where(x == 0, 0.0, distance / jnp.where(x == 0, 1.0, jnp.abs(x)))
   return 100 * ratio.sum() / (x != 0).sum()

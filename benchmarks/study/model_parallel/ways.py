@@ -67,11 +67,6 @@ def gathered(
   )
 
 
-def rounded(codec: codecs.Codec, x: jax.Array) -> jax.Array:
-  """Returns what a codec that draws nothing leaves of an array."""
-  return codec.decode(codec.encode(x), like=x)
-
-
 def columns(layers: cut_layers.Layers) -> cut_layers.Layers:
   """Cuts the outputs of all layers, ``[workers, ..., n / workers]``."""
   return jax.tree.map(lambda x: jnp.stack(jnp.split(x, WORKERS, axis=-1)), layers)
@@ -160,15 +155,11 @@ def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -
   def sent(images: Images) -> int:
     def of_one(layers: cut_layers.Layers) -> jax.Array:
       send = functools.partial(gather, key=jax.random.key(0))
-      return loss(layers, net, zeros(images), gather=send)
+      return loss(layers, net, jax.tree.map(jnp.zeros_like, images), gather=send)
 
     return sent_by_one(of_one, jax.eval_shape(start, jax.random.key(0))[0])
 
   return Way(start, step, predict, sent)
-
-
-def zeros(shapes: Any) -> Any:
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def sent_by_one(loss: Callable[..., jax.Array], *stacked: Any) -> int:
@@ -185,10 +176,7 @@ def loss(
 
 
 def dense_layers(
-  arm: Arm,
-  unit: cut_layers.Unit,
-  sizes: Sequence[int],
-  rule: optax.GradientTransformation,
+  arm: Arm, unit: cut_layers.Unit, sizes: Sequence[int], rule: Any
 ) -> Way:
   """Returns how a net of dense layers trains: of inputs, hidden units and classes."""
   *inner, classes = sizes
@@ -198,10 +186,7 @@ def dense_layers(
   return make(arm, net, lambda key: cut_layers.init(key, whole, unit), rule)
 
 
-def rmsprop(
-  rate: optax.ScalarOrSchedule, updates: int = 1
-) -> optax.GradientTransformation:
+def rmsprop(rate: optax.ScalarOrSchedule, updates: int = 1) -> Any:
   """Returns the optimizer of layers that a step updates so many times, at one rate."""
-  return optax.rmsprop(
-    (lambda count: rate(count // updates)) if callable(rate) else rate
-  )
+  of_step = lambda count: rate(count // updates)
+  return optax.rmsprop(of_step if callable(rate) else rate)

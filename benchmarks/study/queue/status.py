@@ -5,9 +5,12 @@ the same network, data, workers and batch, best also with the same codec, and el
 the launch.
 """
 
+import collections
 import itertools
 import json
+import operator
 import os
+import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,10 +21,9 @@ from benchmarks.study import items as study_items
 from benchmarks.study import records as study_records
 from benchmarks.study.items import Item
 from benchmarks.study.records import Record
-from benchmarks.study.settings import Setting, step_seconds
 
 _SIZE = "way", "network", "dataset", "workers", "batch"
-_ALIKE = (*_SIZE, "codec", "exchange"), _SIZE
+_ALIKE = operator.attrgetter(*_SIZE, "codec", "exchange"), operator.attrgetter(*_SIZE)
 Beats = Mapping[str, Mapping[str, float]]  # steps done, all, and CPU seconds, by digest
 
 
@@ -32,15 +34,16 @@ def rows(
 ) -> dict[str, dict[str, Any]]:
   """Returns of each launch how many items are done, left, begun, waiting and timed."""
   by_setting = {x.setting: x for x in records}
-  known: list[tuple[Setting, float]] = [
-    (x.setting, x.results["cpu"] / x.results["points"][-1]["step"])
-    for x in by_setting.values()
-    if x.lacking is None and x.setting.way != "timed" and "cpu" in x.results
-  ]
+  known: dict[Any, list[float]] = collections.defaultdict(list)  # seconds a step
+  for x in by_setting.values():
+    if x.lacking is None and x.setting.way != "timed" and "cpu" in x.results:
+      for alike in _ALIKE:
+        seconds = x.results["cpu"] / x.results["points"][-1]["step"]
+        known[alike(x.setting)].append(seconds)
 
   def expected(item: Item) -> float:
-    found = step_seconds(known, item.setting, *_ALIKE)
-    whole = item.cpu if found is None else found * item.setting.steps
+    found = [known[x] for alike in _ALIKE if (x := alike(item.setting)) in known]
+    whole = statistics.fmean(found[0]) * item.setting.steps if found else item.cpu
     return max(0.0, whole - beats.get(item.digest, {}).get("cpu", 0.0))
 
   launches: dict[str, list[Item]] = {}
