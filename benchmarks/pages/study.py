@@ -84,8 +84,9 @@ def anchor(claim):
 def claims_pages(findings):
   """Returns the text of each page of claims."""
   shown = {x.claim: f"pictures/{slug(x.claim)}.png" for x, y in findings if y.drawn}
+  write = functools.partial(report.claims_page, pictures=shown)
   return {
-    name: report.claims_page(f"Claims: {PAPERS[name][0]}", PAPERS[name][1], own, shown)
+    name: write(own, title=f"Claims: {PAPERS[name][0]}", about=PAPERS[name][1])
     for name, own in by_page(findings).items()
   }
 

@@ -6,6 +6,7 @@ differ in nothing but the codec are a cell.
 """
 
 import math
+import operator
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -49,10 +50,8 @@ def spread(values: Sequence[float]) -> Spread:
   +2.00 ± 2.48
   """
   count = len(values)
-  half = math.nan
-  if count > 1:
-    quantile = stats.t.ppf(0.975, count - 1)
-    half = float(quantile * stats.sem(values))
+  quantile = stats.t.ppf(0.975, count - 1)
+  half = float(quantile * stats.sem(values)) if count > 1 else math.nan
   return Spread(statistics.fmean(values), half, count)
 
 
@@ -65,20 +64,19 @@ class Group(NamedTuple):
   @property
   def name(self) -> str:
     """Says what the trainings are of, with all that is not the usual."""
-    x = self.setting
-    return f"{x.network} on {x.dataset}, N = {x.workers}, {self._training}"
+    return self._named(f"N = {self.setting.workers}")
 
   @property
   def name_for_any_workers(self) -> str:
     """Says the same without the number of workers."""
-    x = self.setting
-    return f"{x.network} on {x.dataset}, {self._training}"
+    return self._named("")
 
-  @property
-  def _training(self) -> str:
+  def _named(self, workers: str) -> str:
     x = self.setting
     usual = _RATES.get(x.network, 0.05) if x.optimizer == "sgd" else 1e-3
     parts = [
+      f"{x.network} on {x.dataset}",
+      workers,
       f"batch {x.batch}",
       f"{x.steps * x.batch / x.epoch:.3g} epochs",
       x.way in ("data", "model") and f"{x.way} parallel",
@@ -128,9 +126,8 @@ class Group(NamedTuple):
 
   def training_loss(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns by how much a codec's training loss is above another's at the end."""
-    return _paired(
-      _less(self.ends(codec, "train_loss"), self.ends(against, "train_loss"))
-    )
+    more = _less(self.ends(codec, "train_loss"), self.ends(against, "train_loss"))
+    return _paired(more)
 
   def early(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns the points above another codec in the first half of a training."""
@@ -138,10 +135,8 @@ class Group(NamedTuple):
 
   def caught_up(self, codec: str) -> Spread | None:
     """Returns the points by which ``difference`` is above ``early``."""
-    ours, theirs = (
-      _less(self.ends(name), self._first_half(name)) for name in (codec, "f32")
-    )
-    return _paired(_less(ours, theirs))
+    late = lambda name: _less(self.ends(name), self._first_half(name))
+    return _paired(_less(late(codec), late("f32")))
 
   def gained(self, codec: str, other: "Group") -> Spread | None:
     """Returns the points by which ``difference`` is above that of another group."""
@@ -232,17 +227,10 @@ class Study(NamedTuple):
     They are one group of the network and the data: that with most of the cell's
     codecs, and of several such one with as many workers.
     """
-    x = cell.setting
-    found = [
-      group
-      for group in self.groups
-      if (group.setting.network, group.setting.dataset) == (x.network, x.dataset)
-    ]
-
-    def close(group: Group) -> tuple[int, bool]:
-      common = group.runs.keys() & cell.times.keys()
-      return len(common), group.setting.workers == x.workers
-
+    x, same = cell.setting, operator.attrgetter("network", "dataset")
+    found = (group for group in self.groups if same(group.setting) == same(x))
+    common = lambda group: len(group.runs.keys() & cell.times.keys())
+    close = lambda group: (common(group), group.setting.workers == x.workers)
     return max(found, key=close, default=None)
 
 
@@ -268,12 +256,3 @@ def grouped(records: Iterable[Record]) -> Study:
   return Study(
     sorted(groups.values(), key=order), sorted(cells.values(), key=order), failed
   )
-
-
-def dollars(seconds: float, workers: int, price: float) -> float:
-  """Returns what so many seconds of all workers cost.
-
-  >>> dollars(3600, 4, 0.9)
-  3.6
-  """
-  return seconds / 3600 * workers * price

@@ -23,7 +23,6 @@ from benchmarks.study.judges.verdicts import Judge, Seen, Verdict
 RESULTS = cli.RESULTS
 _CLAIMS = Path(__file__).with_name("claims")
 _JUDGES = vars(elsewhere) | vars(speed) | vars(accuracy)
-_NO_EXPERIMENT = "no experiment"
 
 
 class Finding(NamedTuple):
@@ -64,7 +63,7 @@ def _finding(
   said = {x: entry.pop(x) for x in Finding._fields if x in entry and x != "judge"}
   judge = _judge(**entry).beside(_judge(**x) for x in also)
   judge = judge._replace(share=share, gbit=gbit)
-  said.setdefault("ours", setting == _NO_EXPERIMENT)
+  said.setdefault("ours", setting == "no experiment")
   return Finding(**said, judge=judge, setting=settings.get(setting, setting))
 
 

@@ -77,19 +77,16 @@ def fits(study: analysis.Study) -> tuple[list[str], Rows]:
 
 
 def runs(study: analysis.Study) -> tuple[list[str], Rows]:
-  header = [
-    *("what", "codecs", "seeds", "batch", "steps", "learning rate", "machine"),
-    "versions of the code",
-  ]
+  header = ["what", "codecs", "seeds", "batch", "steps", "learning rate", "machine"]
   rows: Rows = []
   for group in study.groups:
     x = group.setting
     seeds = max(map(len, group.runs.values()))
-    kind = f"{x.way}: {group.name}"
     counts = [str(len(group.runs)), str(seeds), str(x.batch), str(x.steps)]
     found = [record.results for runs in group.runs.values() for record in runs.values()]
+    counts += [f"{x.learning_rate:g}", ""]
     versions = len({x.get("code", x.get("gradcomp", "")) for x in found})
-    rows.append([kind, *counts, f"{x.learning_rate:g}", "", str(versions)])
+    rows.append([f"{x.way}: {group.name}", *counts, str(versions)])
   for cell in study.cells:
     first = next(iter(cell.times.values()))
     machine = f"{first['cpu']}, {first['cores']} cores for all workers on it"
@@ -101,7 +98,7 @@ def runs(study: analysis.Study) -> tuple[list[str], Rows]:
     x = record.setting
     what = f"failed: {x.network}, N = {x.workers}: {record.lacking}"
     rows.append([what, x.name, str(x.seed), str(x.batch), str(x.steps), "", "", ""])
-  return header, rows
+  return [*header, "versions of the code"], rows
 
 
 def write(folders: Sequence[Path], output: Path, price: float = 0.9) -> None:
@@ -168,15 +165,8 @@ def _named(judged: Judged) -> str:
   return ", ".join(f"{x} {y}" for x, y in zip(counts(judged), WORDS, strict=True))
 
 
-def claims_page(
-  title: str, about: str, judged: Judged, pictures: dict[str, str]
-) -> str:
-  """Writes a page of claims, with a section for each and pictures by claims."""
-  page = _PAGES.get_template("claims.md.j2").render(
-    title=title,
-    about=about,
-    judged=judged,
-    pictures=pictures,
-    count=f"{len(judged)} claims: {_named(judged)}.",
-  )
+def claims_page(judged: Judged, **given: Any) -> str:
+  """Writes a page of claims, with its title, what it is about, and the pictures."""
+  count = f"{len(judged)} claims: {_named(judged)}."
+  page = _PAGES.get_template("claims.md.j2").render(judged=judged, count=count, **given)
   return f"{page.rstrip()}\n"

@@ -18,16 +18,9 @@ def ends(group: Group) -> tuple[list[str], style.Rows]:
     found = group.ends(codec).tolist()
     difference = None if codec == "f32" else group.difference(codec)
     late = group.steps_to(codec)
-    rows.append(
-      [
-        codec,
-        f"{np.mean(found):.2f}",
-        str(difference or ""),
-        str(len(found)),
-        "never" if late is None else f"{late:.0f}",
-        f"{group.ratio(codec):.4f}",
-      ]
-    )
+    cells = [codec, f"{np.mean(found):.2f}", str(difference or ""), str(len(found))]
+    cells.append("never" if late is None else f"{late:.0f}")
+    rows.append([*cells, f"{group.ratio(codec):.4f}"])
   return header, rows
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -113,18 +114,11 @@ def _row(axes: Axes, word: str, bar: Bar, rows: tuple[float, float]) -> None:
   if low <= bar.mean <= high:
     axes.plot(bar.mean, y, markersize=7, clip_on=False, **_look(word))
   else:
-    left = bar.mean < low
-    axes.annotate(
-      f"{bar.mean:.3g}",
-      (low if left else high, y),
-      (12 if left else -12, 0),
-      textcoords="offset points",
-      fontsize=9,
-      color=line,
-      bbox={"facecolor": "white", "edgecolor": "none", "pad": 2},
-      va="center",
-      ha="left" if left else "right",
-    )
+    end, away, side = (low, 12, "left") if bar.mean < low else (high, -12, "right")
+    look = {"fontsize": 9, "color": line, "va": "center", "ha": side}
+    look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 2}
+    place = (end, y), (away, 0)
+    axes.annotate(f"{bar.mean:.3g}", *place, textcoords="offset points", **look)
 
 
 def _name(axes: Axes, drawn: Drawn) -> int:
@@ -143,13 +137,8 @@ def _name(axes: Axes, drawn: Drawn) -> int:
 
 def _look(word: str) -> dict[str, Any]:
   """Returns how a mark is drawn."""
-  line, mark, face = _MARKS[word]
-  return {
-    "color": line,
-    "marker": mark,
-    "markerfacecolor": face,
-    "markeredgewidth": 1.6,
-  }
+  names = "color", "marker", "markerfacecolor"
+  return dict(zip(names, _MARKS[word], strict=True)) | {"markeredgewidth": 1.6}
 
 
 def _has_effect(bar: Bar, low: float, high: float) -> bool:
@@ -192,16 +181,10 @@ def _ticks(low: float, high: float) -> list[float]:
 def _palette() -> list[int]:
   """Returns the colors of a picture, and those between each and what it lies on."""
   grounds = [to_rgb(x) for x in ("white", _SHADE)]
-  inks = [
-    to_rgb(x) for x in ("black", "0.2", *(line for line, _, _ in _MARKS.values()))
+  inks = map(to_rgb, ("black", "0.2", *(line for line, *_ in _MARKS.values())))
+  shares = 0.0, 0.3, 0.65, 1.0
+  return [
+    round(255 * (share * a + (1 - share) * b))
+    for ground, ink, share in itertools.product(grounds, inks, shares)
+    for a, b in zip(ink, ground, strict=True)
   ]
-  mixed = [
-    [
-      round(255 * (share * a + (1 - share) * b))
-      for a, b in zip(ink, ground, strict=True)
-    ]
-    for ground in grounds
-    for ink in inks
-    for share in (0.0, 0.3, 0.65, 1.0)
-  ]
-  return [x for color in mixed for x in color]

@@ -1,11 +1,10 @@
 """Draws the times of a study in Grubic's layouts: figures 6 to 16."""
 
-import functools
 from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.study.analysis import Cell, Study, dollars
+from benchmarks.study.analysis import Cell, Study
 from benchmarks.study.devices import PARTS
 from benchmarks.study.figures import style
 
@@ -25,9 +24,9 @@ def speeds(study: Study) -> Iterator[style.Shown]:
     for codec, value in zip(codecs, values, strict=True):
       gain = f"{cell.gain(codec):.2f}" if "f32" in codecs else ""
       counted = cell.times[codec].get("interface_bytes")
-      rows.append([codec, f"{value:.1f}", gain])
-      rows[-1] += [f"{cell.times[codec]['bytes_a_step']:,.0f}"]
-      rows[-1] += [f"{counted:,.0f}" if counted else ""]
+      sent = f"{cell.times[codec]['bytes_a_step']:,.0f}"
+      shown = f"{counted:,.0f}" if counted else ""
+      rows.append([codec, f"{value:.1f}", gain, sent, shown])
     header = ["codec", "samples/s", "x f32", "bytes a step", "counted"]
     yield style.Shown(style.slug("speed", cell.name), cell.name, figure, header, rows)
 
@@ -92,24 +91,15 @@ def prices(study: Study, price: float) -> Iterator[style.Shown]:
       continue
     rows: style.Rows = []
     spots = []
-    for codec in cell.times:
-      if codec not in group.runs:
-        continue
+    cost = lambda seconds, cell=cell: seconds / 3600 * cell.setting.workers * price
+    for codec in filter(group.runs.__contains__, cell.times):
       seconds = group.setting.batch / cell.speed(codec)  # of one step
-      cost = functools.partial(dollars, workers=cell.setting.workers, price=price)
       accuracy = group.ends(codec).mean()
-      late = group.steps_to(codec)
       spots.append((cost(group.setting.steps * seconds), accuracy, codec))
-      rows.append(
-        [
-          codec,
-          f"{accuracy:.2f}",
-          f"{spots[-1][0]:.3g}",
-          "never" if late is None else f"{late:.0f}",
-          "" if late is None else f"{late * seconds:.1f}",
-          "" if late is None else f"{cost(late * seconds):.3g}",
-        ]
-      )
+      rows.append([codec, f"{accuracy:.2f}", f"{spots[-1][0]:.3g}", "never", "", ""])
+      if (late := group.steps_to(codec)) is not None:
+        spent = late * seconds
+        rows[-1][3:] = f"{late:.0f}", f"{spent:.1f}", f"{cost(spent):.3g}"
     if not spots:
       continue
     caption = f"{cell.name}; trained as {group.name}"
@@ -141,16 +131,15 @@ def intensities(study: Study) -> Iterator[style.Shown]:
       has = [cell for cell in cells if codec in cell.times]
       x = [cell.intensity for cell in has]
       y = [cell.gain(codec) for cell in has]
-      axes.plot(
-        x, y, marker="o", markersize=4, label=codec, color=style.color(i, codec)
-      )
+      drawn = style.color(i, codec)
+      axes.plot(x, y, marker="o", markersize=4, label=codec, color=drawn)
       for cell, gain in zip(has, y, strict=True):
         name = cell.setting.network
         rows.append([name, f"{cell.intensity:.1f}", codec, f"{gain:.2f}"])
     axes.axhline(1, color="0.6", linestyle=":")
     axes.set(xlabel="MB/GFLOP", ylabel="times as fast as f32", xscale="log")
-    axes.set_xticks(places := [cell.intensity for cell in cells])
-    axes.set_xticklabels([f"{place:.0f}" for place in places])
+    places = [cell.intensity for cell in cells]
+    axes.set_xticks(places, [f"{place:.0f}" for place in places])
     axes.minorticks_off()
     style.legend(figure, len(codecs) - 1)
     header = ["network", "MB/GFLOP", "codec", "x f32"]

@@ -14,20 +14,10 @@ from scipy import stats
 
 from benchmarks.study.analysis import Group, Study, spread
 from benchmarks.study.judges import groups as chosen
-from benchmarks.study.judges import rules
+from benchmarks.study.judges import rules, verdicts
 from benchmarks.study.judges.groups import Chosen
 from benchmarks.study.judges.rules import EQUAL, LITTLE, POINTS, rule
-from benchmarks.study.judges.verdicts import (
-  BLIND,
-  COUNTS,
-  ENOUGH,
-  FAR,
-  Judge,
-  Seen,
-  bar,
-  judged,
-  needing,
-)
+from benchmarks.study.judges.verdicts import BLIND, COUNTS, ENOUGH, FAR, Seen, judged
 
 # What is compared, by the methods of Group: how the numbers say it, and their unit.
 OF = {
@@ -59,7 +49,7 @@ def compared(
   own: Chosen = lambda group: True,
   counts: Sequence[int] = (),
   error: float = LITTLE,
-) -> Judge:
+) -> verdicts.Judge:
   """Returns a judge of whether codecs end as they should.
 
   Trainings that differ in their length alone are pooled.
@@ -79,7 +69,7 @@ def compared(
   text, unit = OF[of]
   with_workers = f" with {' and '.join(map(str, counts))} workers" if counts else ""
 
-  @needing(f"seeds of {than} and {' or '.join(codecs)}{with_workers}")
+  @verdicts.needing(f"seeds of {than} and {' or '.join(codecs)}{with_workers}")
   def judge(study: Study) -> Iterator[Seen]:
     alike: dict[Any, list[Group]] = {}
     for group in filter(groups, study.groups):
@@ -94,14 +84,14 @@ def compared(
         there.add(setting.workers if own(found[0]) else 0)
         full = 100 - statistics.fmean(x.ends("f32").mean() for x in found)
         scale = rules.share(full, error) if unit.startswith(POINTS) else 1.0
-        counted = any(_counts(x, unit) for x in found)
+        rank = COUNTS if any(_counts(x, unit) for x in found) else BLIND
         yield judged(
           rules.pooled(spreads),
           decide.scaled(scale),
           f"{' and '.join(x.name for x in found)}: {codec}{less}",
           f"{text} ({{found.seeds}})",
           unit=unit,
-          rank=FAR if not own(found[0]) else COUNTS if counted else BLIND,
+          rank=rank if own(found[0]) else FAR,
         )
     for missing in sorted({*counts} - there if there else ()):
       yield Seen(None, f"{missing} workers: no training")
@@ -109,14 +99,14 @@ def compared(
   return judge
 
 
-def on_average(codecs: Sequence[str], limit: float) -> Judge:
+def on_average(codecs: Sequence[str], limit: float) -> verdicts.Judge:
   """Returns a judge of whether codecs lose at most ``limit`` points on average.
 
   The mean of all groups is taken seed by seed, over the seeds that all of them have:
   three or more.
   """
 
-  @needing(f"{ENOUGH} seeds of f32 and {' or '.join(codecs)}")
+  @verdicts.needing(f"{ENOUGH} seeds of f32 and {' or '.join(codecs)}")
   def judge(study: Study) -> Iterator[Seen]:
     every = [
       found
@@ -137,13 +127,13 @@ def on_average(codecs: Sequence[str], limit: float) -> Judge:
   return judge
 
 
-def gains(codecs: Sequence[str], effect: float, pairs: str) -> Judge:
+def gains(codecs: Sequence[str], effect: float, pairs: str) -> verdicts.Judge:
   """Returns a judge of whether codecs lose less in one setting than in another.
 
   ``pairs``: what yields both, ``"without_dropout"`` or ``"of_more_workers"``.
   """
 
-  @needing(f"seeds of f32 and {' or '.join(codecs)} in two settings, {pairs}")
+  @verdicts.needing(f"seeds of f32 and {' or '.join(codecs)} in two settings, {pairs}")
   def judge(study: Study) -> Iterator[Seen]:
     for group, other in getattr(chosen, pairs)(study.groups):
       for codec in codecs:
@@ -154,10 +144,10 @@ def gains(codecs: Sequence[str], effect: float, pairs: str) -> Judge:
   return judge
 
 
-def later(codec: str) -> Judge:
+def later(codec: str) -> verdicts.Judge:
   """Returns a judge of whether a codec is behind float32 at first, and catches up."""
 
-  @needing(f"seeds of f32 and {codec}, with two points of a curve or more")
+  @verdicts.needing(f"seeds of f32 and {codec}, with two points of a curve or more")
   def judge(study: Study) -> Iterator[Seen]:
     for group in filter(chosen.images, study.groups):
       for what, ends, found in (
@@ -193,14 +183,10 @@ def blocked(where: str, arms: dict[str, Sequence[float]]) -> Seen:
   }
   no_loss = rule({"at_least": -EQUAL})
   bars = tuple(
-    bar(f"{where}: {name}", found, no_loss.limit())
+    verdicts.bar(f"{where}: {name}", found, no_loss.limit())
     for name, found in differences.items()
   )
-  holds = None
-  if p <= 0.05:
-    holds = False
-  elif all(map(no_loss, differences.values())):
-    holds = True
+  holds = False if p <= 0.05 else all(map(no_loss, differences.values())) or None
   means = ", ".join(f"{name} {statistics.fmean(x):.2f}" for name, x in arms.items())
   # Half of p, beside the one-sided tests of others.
   return Seen(holds, f"{where}: p = {p:.3f}; {means}", bars=bars, p=p / 2)
@@ -208,13 +194,13 @@ def blocked(where: str, arms: dict[str, Sequence[float]]) -> Seen:
 
 def alike(
   arms: Sequence[Sequence[str]], groups: Chosen = chosen.images_as_dettmers
-) -> Judge:
+) -> verdicts.Judge:
   """Returns a judge of whether codecs and float32 end alike: see ``blocked``.
 
   ``arms``: of the codecs, and of such that are as good a test; the first that is there.
   """
 
-  @needing(f"five seeds of f32, {', '.join(arms[0])}")
+  @verdicts.needing(f"five seeds of f32, {', '.join(arms[0])}")
   def judge(study: Study) -> Iterator[Seen]:
     for group in filter(groups, study.groups):
       for codecs in arms:
@@ -226,6 +212,6 @@ def alike(
   return judge
 
 
-def untested(needs: str) -> Judge:
+def untested(needs: str) -> verdicts.Judge:
   """Returns a judge of what nothing here can decide."""
-  return Judge(lambda study: (), needs)
+  return verdicts.Judge(lambda study: (), needs)

@@ -8,18 +8,10 @@ from typing import Any
 from scipy import stats
 
 from benchmarks.study.analysis import Spread, Study, spread
-from benchmarks.study.judges import rules
+from benchmarks.study.judges import rules, verdicts
 from benchmarks.study.judges.accuracy import OF, blocked
 from benchmarks.study.judges.rules import Limit, rule
-from benchmarks.study.judges.verdicts import (
-  BLIND,
-  COUNTS,
-  FEW,
-  Bar,
-  Seen,
-  judged,
-  needing,
-)
+from benchmarks.study.judges.verdicts import BLIND, COUNTS, FEW, Bar, Seen, judged
 from benchmarks.study.model_parallel.layer_errors import PAPER
 
 Look = Callable[[Any], Iterable[Seen]]
@@ -34,9 +26,10 @@ def _exact(found: dict[str, float], limit: Limit, numbers: str) -> Seen:
   )
 
 
-def _differences(found: list[float], than: list[float]) -> Spread:
-  """Subtracts seed by seed."""
-  return spread([a - b for a, b in zip(found, than, strict=True)])
+def _above(found: list[float], than: list[float], widest: float = math.nan) -> Spread:
+  """Subtracts seed by seed, with ``widest`` as a lone seed's half."""
+  less = spread([a - b for a, b in zip(found, than, strict=True)])
+  return less._replace(half=widest) if less.count == 1 else less
 
 
 def units(way: str) -> Look:
@@ -64,7 +57,7 @@ def little_error(
     error = 100 - statistics.fmean(full)
     limit = points * rules.share(error) + relative * error
     for name in types:
-      found = _differences(arms[name], full)
+      found = _above(arms[name], full)
       numbers = f"{{label}} {{found}} of {limit:.2f} points at most"
       yield judged(found, rule({"at_least": -limit}), f"{network}: {name}", numbers)
 
@@ -80,7 +73,7 @@ def one_bit(record: Any) -> Iterator[Seen]:
   )
   ends = {"gradients, with feedback": "at_least", "activations": "at_most"}
   for what, name in ends.items():
-    found = _differences(record["coarse"][what]["1 bit"], full)
+    found = _above(record["coarse"][what]["1 bit"], full)
     numbers = "{label}: {found} ({found.seeds})"
     decide = rule({name: -1.0}).scaled(rules.share(100 - statistics.fmean(full)))
     yield judged(found, decide, what, numbers)
@@ -124,10 +117,7 @@ def groups_of_16(record: Any) -> Iterator[Seen]:
 
 def _beside(arms: dict[str, list[float]], widest: float) -> dict[str, Spread]:
   """Returns how far arms end above float32, with ``widest`` as a lone seed's half."""
-  found = {name: _differences(ends, arms["f32"]) for name, ends in arms.items()}
-  return {
-    name: x._replace(half=widest) if x.count == 1 else x for name, x in found.items()
-  }
+  return {name: _above(x, arms["f32"], widest) for name, x in arms.items()}
 
 
 def _ends(
@@ -144,9 +134,7 @@ def _ends(
   they do not count beside others.
   """
   scale = rules.share(100 - statistics.fmean(arms["f32"]))
-  found = _differences(arms[codec], arms[than])
-  if found.count == 1:
-    found = found._replace(half=widest)
+  found = _above(arms[codec], arms[than], widest)
   seen = judged(found, rule(ends).scaled(scale), label)
   if not rules.can_fail(_beside(arms, widest).values(), scale):
     return seen._replace(rank=BLIND)
@@ -282,7 +270,7 @@ closer_bound = _each_weight(
 )
 
 
-@needing("nothing")
+@verdicts.needing("nothing")
 def clipped_gaussian(study: Study) -> Iterable[Seen]:
   """Judges whether clipping Gaussian numbers at 2.5 sigma changes them little."""
   del study

@@ -16,9 +16,8 @@ def images(group: Group) -> bool:
 
 def images_as_dettmers(group: Group) -> bool:
   """Returns whether gradients of images are exchanged, with SGD or with RMSProp."""
-  return group.setting.way != "model" and (
-    images(group) or _of_images(group, "rmsprop")
-  )
+  chosen = images(group) or _of_images(group, "rmsprop")
+  return chosen and group.setting.way != "model"
 
 
 def dense_model_parallel(group: Group) -> bool:

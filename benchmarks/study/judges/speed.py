@@ -157,9 +157,8 @@ def rises(study: Study) -> Iterator[Seen]:
   alike: dict[Any, list[Cell]] = {}
   for cell in study.cells:
     x = cell.setting
-    if (
-      x.network in WIDENED and x.workers > 1 and {"f32", "qsgd-8"} <= cell.times.keys()
-    ):
+    widened = x.network in WIDENED and x.workers > 1
+    if widened and {"f32", "qsgd-8"} <= cell.times.keys():
       alike.setdefault(f"N = {x.workers}, {cell.link}", []).append(cell)
   for where, cells in alike.items():
     cells.sort(key=lambda cell: cell.intensity)

@@ -9,26 +9,19 @@ interval, or a number, a picture can show it beside its limit: so each answer ha
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from benchmarks.study.analysis import Spread, Study
 from benchmarks.study.judges.rules import POINTS, Limit, Rule, holm
 
 Word = Literal["holds", "does not", "not seen here", "cannot tell", "not tested"]
-WORDS: tuple[Word, ...] = (
-  *("holds", "does not", "not seen here"),
-  *("cannot tell", "not tested"),
-)
+WORDS: tuple[Word, ...] = get_args(Word)
 ENOUGH = 3  # seeds; the interval of two is 12.7 standard errors to each side
 # Ranks of what was seen. Only those of the highest rank decide, and below FEW none.
 FAR, BLIND, FEW, COUNTS = range(4)
 _SLOW = 10  # times slower than the paper's is a link that says nothing of it
 # How a row of a picture is called, by what its setting says.
-_CALLED: dict[bool | None, str] = {
-  True: "holds",
-  False: "does not",
-  None: "cannot tell",
-}
+_CALLED = {True: "holds", False: "does not", None: "cannot tell"}
 APART = "does not count"
 
 
@@ -83,9 +76,8 @@ class Judge(NamedTuple):
   def beside(self, others: Iterable["Judge"]) -> "Judge":
     """Returns a judge that looks at the records of others, too."""
     every = (self, *others)
-    return self._replace(
-      look=lambda study: (x for one in every for x in one.look(study))
-    )
+    look = lambda study: (x for one in every for x in one.look(study))
+    return self._replace(look=look)
 
 
 def needing(needs: str) -> Callable[[Callable[[Study], Iterable[Seen]]], Judge]:
@@ -139,16 +131,11 @@ def concluded(seen: Iterable[Seen], needs: str, share: float = 1.0) -> Verdict:
   stands = holm([found[k].p if told[k] == alone else 1.0 for k in counted])
   for k, stood in zip(counted, stands, strict=True):
     told[k] = None if told[k] == alone and not stood else told[k]
-  numbers = [
-    f"{x.numbers}{': cannot tell' if holds is None else ''}"
-    f"{', and does not count' if x.rank < top else ''}"
-    for x, holds in zip(found, told, strict=True)
-  ]
-  drawn = tuple(
-    (APART if x.rank < top else _CALLED[holds], bar)
-    for x, holds in zip(found, told, strict=True)
-    for bar in x.bars
-  )
+  numbers, drawn = [], []
+  for x, holds in zip(found, told, strict=True):
+    unsure, apart = ": cannot tell" * (holds is None), x.rank < top
+    numbers.append(f"{x.numbers}{unsure}{', and does not count' * apart}")
+    drawn += [(APART if apart else _CALLED[holds], bar) for bar in x.bars]
   told = [told[k] for k in counted]
   yes, unknown = told.count(True), told.count(None)
   if 0 < yes < len(told):
@@ -161,4 +148,4 @@ def concluded(seen: Iterable[Seen], needs: str, share: float = 1.0) -> Verdict:
     word = "holds"
   elif yes + unknown >= least:
     word = "cannot tell"
-  return Verdict(word, tuple(numbers), drawn)
+  return Verdict(word, tuple(numbers), tuple(drawn))

@@ -92,9 +92,7 @@ class Queue:
   poll: float = 1.0  # seconds between two looks
   known: set[Setting] = dataclasses.field(default_factory=set)
   running: dict[int, tuple[Item, Process]] = dataclasses.field(default_factory=dict)
-  failures: collections.Counter[str] = dataclasses.field(
-    default_factory=collections.Counter
-  )
+  failures: dict[str, int] = dataclasses.field(default_factory=collections.Counter)
   in_a_row: int = 0
   stopped: bool = False
 
@@ -145,9 +143,8 @@ class Queue:
     self.failures[item.digest] += 1
     printed = (self.work / "log" / f"{item.digest}.txt").read_text(errors="replace")
     last = printed.rstrip().rpartition("\n")[-1]
-    reason = f"ended with {status}: {last}".replace(
-      f"{self.work.absolute().parent}/", ""
-    )
+    inside = f"{self.work.absolute().parent}/"
+    reason = f"ended with {status}: {last}".replace(inside, "")
     if status == -signal.SIGXCPU:
       reason = f"took more than {limit(item)} CPU s"
     elif self.failures[item.digest] < FAILURES or self.in_a_row >= IN_A_ROW:

@@ -8,12 +8,13 @@ minutes and at SIGTERM. Other code starts anew. All is gone once the record is w
 Time is CPU time: beside other work nothing else says what a training costs.
 """
 
+import functools
 import json
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ class Keeper:
     self._folder, self._steps, self._record = folder, steps, record
     self._before, self._beat = 0.0, 0.0
     self._last = self.cpu
-    self._saved: Saved | None = None
     self._ends = False
 
   @property
@@ -48,14 +48,12 @@ class Keeper:
     """Has the next step be the last of this process."""
     self._ends = True
 
-  def restore(
-    self, state: Any, batches: Iterator[Any], notes: Any
-  ) -> tuple[int, Any, Any]:
+  def restore(self, state: Any, batches: Any, notes: Any) -> tuple[int, Any, Any]:
     """Returns the steps done, and the state and the notes after them."""
     if not self._folder.exists():
       return 0, state, notes
     found = {"notes": notes, "cpu": self.cpu}
-    step, state, found = self._open().restore(state, batches, found)
+    step, state, found = self._saved.restore(state, batches, found)
     self._before = found["cpu"] - time.process_time()
     self._last = self.cpu
     return step, state, found["notes"]
@@ -67,15 +65,14 @@ class Keeper:
       beat = {"step": step, "steps": self._steps, "cpu": self.cpu}
       cli.replace_json(self._folder.with_name("heartbeat.json"), beat)
     if self.cpu - self._last >= (_WORTH if self._ends else _BETWEEN):
-      self._open().save(step, state, {"notes": notes, "cpu": self.cpu})
+      self._saved.save(step, state, {"notes": notes, "cpu": self.cpu})
       self._last = self.cpu
     if self._ends:
       sys.exit(128 + signal.SIGTERM)
 
-  def _open(self) -> Saved:
-    if self._saved is None:
-      self._saved = Saved(self._folder, record=self._record)
-    return self._saved
+  @functools.cached_property
+  def _saved(self) -> Saved:
+    return Saved(self._folder, record=self._record)
 
 
 def train(
