@@ -3,12 +3,13 @@
 Differences to float32 are those seed by seed, with intervals of 95 %.
 """
 
+import functools
 import statistics
 
 from scipy import stats
 
 from benchmarks.common.tables import table
-from benchmarks.pages.records import TYPES, load
+from benchmarks.pages.records import NAMES, TYPES, load
 from benchmarks.study.analysis import spread
 
 
@@ -68,14 +69,7 @@ def sharded_nets():
 redsync = lambda name, metric: runs(load("redsync_study.json")[name], metric)
 _TYPES = ("f32", *TYPES.values(), "p")
 TABLES = {
-  "quantizing": lambda: codecs("codec_study", 0),
-  "400 steps": lambda: codecs("codec_study", 1),
-  "few images": lambda: codecs("codec_study", 2),
-  "floats": lambda: codecs("aps_study", 0),
-  "small gradients": lambda: codecs("aps_study", 1),
-  "lars": lambda: codecs("aps_study", 2),
-  "sizes of gradients": lambda: codecs("aps_study", 3),
-  "4 bits": lambda: codecs("aps_study", 4),
+  **{x: functools.partial(codecs, **given) for x, given in NAMES["trained"].items()},
   "sparse words": lambda: redsync("language-long", "perplexity"),
   "sparse digits": lambda: redsync("digits-long", "accuracy"),
   "sharded layers": sharded_layers,

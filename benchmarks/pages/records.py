@@ -80,19 +80,15 @@ def links(names, file="link_speed.md"):
 
 
 def rates():
-  lines = []
-  tcp = re.findall(
-    r"^\* (\w+): raw TCP carries ([\d,]+)", record("link_speed.md"), re.M
-  )
+  lines, line = [], r"^\* (\w+): raw TCP carries ([\d,]+)"
+  tcp = re.findall(line, record("link_speed.md"), re.M)
   tcp = [dict(tcp[:5]), dict(tcp[5:10])]
+  names = "plain f32 mean", "qsgd-4 two_shot", "ddp f32", "ddp fp16"
   for number, hosts in ((1, "4"), (0, "2")):
     found = {row[""]: row for row in rows("link_speed.md", number)}
     for rate, label in NAMES["rates"].items():
       if rate in found["plain f32 mean"]:
-        plain, ours, theirs, half = (
-          milliseconds(found[name][rate])
-          for name in ("plain f32 mean", "qsgd-4 two_shot", "ddp f32", "ddp fp16")
-        )
+        plain, ours, theirs, half = (milliseconds(found[x][rate]) for x in names)
         times = [plain[0], *ours, theirs[0], half[0]]
         lines.append([hosts, label, tcp[number][rate], *times])
   columns = ["plain f32", "`two_shot`", "x f32", "PyTorch f32", "its fp16 hook"]
@@ -110,8 +106,8 @@ def activations():
   return table(["activations", "JAX, f32", *TYPES], lines)
 
 
-def seconds(file, name, elements=2**24):
-  return load(file)[f"{name}, {elements}"]["seconds"]
+def seconds(file, name):
+  return load(file)[f"{name}, {2**24}"]["seconds"]
 
 
 def copies(found, *parts):
@@ -122,13 +118,7 @@ def copies(found, *parts):
 def one_codec():
   kept, started = "codec_speed_jax0.10.2_malloc.json", "codec_speed_jax0.10.2.json"
   lines = []
-  for label, name, part in (
-    ("encode, stochastic", "qsgd-4", "encode"),
-    ("encode, nearest", "qsgd-4 nearest", "encode"),
-    ("encode with its residual", "qsgd-4", "encode and residual"),
-    ("decode to a new array", "qsgd-4", "decode"),
-    ("decode and add, a worker of 4", "qsgd-4", "decode and sum, a worker"),
-  ):
+  for label, (name, part) in NAMES["steps"].items():
     cells = [label]
     for file in (kept, started):
       found = seconds(file, name)
@@ -178,14 +168,12 @@ def pcie():
   """Predicted milliseconds of exchanges between GPUs of one host, by their bus."""
   params = jax.ShapeDtypeStruct((1 << 14, 1 << 14), "float32")  # as many as were timed
   few = cost.PlanOptions.candidates[:3]
-  given = {
-    "budget": "tight",
-    "options": cost.PlanOptions(speeds="H100", candidates=few),
-  }
+  options = cost.PlanOptions(speeds="H100", candidates=few)
   lines = []
   for (label, rate), workers in itertools.product(NAMES["buses"].items(), (2, 8)):
     link = cost.Link(latency=1e-5, bytes_per_second=1e9 * rate)
-    found = cost.plan(params, workers=workers, link=link, **given)
+    given = {"workers": workers, "link": link, "budget": "tight", "options": options}
+    found = cost.plan(params, **given)
     slowest = sorted(found.rows, key=lambda row: -row.step_seconds)
     best = {row.candidate.name: 1e3 * row.step_seconds for row in slowest}
     times = [f"{best[name]:.1f}" for name in ("float32", *(x.name for x in few))]
@@ -208,12 +196,7 @@ def selection():
   file = "selection_speed_jax0.10.2_malloc.json"
   found = [load(file)[f"normal, {2**24}, {x}"]["seconds"] for x in (0.001, 0.01)]
   lines = []
-  for label, name in {
-    "`threshold`": "threshold",
-    "`sampled`, threshold used again": "sampled, again",
-    "`trimmed`": "trimmed",
-    "`exact`": "exact",
-  }.items():
+  for label, name in NAMES["selections"].items():
     gains = [[*copies(x, name), f"{x['lax.top_k'] / x[name]:.0f}"] for x in found]
     lines.append([label, *gains[0], *gains[1]])
   header = ["selection", "0.1 %: x copy", "x faster than `top_k`"]
@@ -233,8 +216,7 @@ def rounding():
   lines = []
   for label, name in TYPES.items():
     cells = [label]
-    for errors in found.values():
-      of = errors[name]
+    for of in (errors[name] for errors in found.values()):
       cells += [f"{of['relative_percent']:.2f}", f"{of['paper_relative_percent']}"]
     lines.append(cells)
   return table(["", *(x for name in found for x in (name, "paper"))], lines)
@@ -245,13 +227,7 @@ def sums():
   groups = ("4", "8", "16", "32", "64", "128", "256")
   paper = (f"{found['paper'][x]:.0f}" if x in found["paper"] else "" for x in groups)
   lines = [["ResNet-50's first convolution, (5, 2), in the paper", "mean", *paper]]
-  for what, way, fmt, length in (
-    ("LeNet's first convolution, (5, 2)", "sequential", "(5, 2)", "mean"),
-    ("the same, Kahan", "kahan", "(5, 2)", "mean"),
-    ("LeNet's first convolution, (5, 2)", "sequential", "(5, 2)", "length"),
-    ("the same, (4, 3)", "sequential", "(4, 3)", "length"),
-    ("the same, (5, 2), Kahan", "kahan", "(5, 2)", "length"),
-  ):
+  for what, way, fmt, length in PARTS["sums"]:
     errors = found["formats"][fmt]["first convolution"]
     numbers = (f"{errors[f'{way} {x}'][length]:.0f}" for x in groups)
     lines.append([what, length, *numbers])
@@ -280,8 +256,7 @@ def distortion(keep=None):
     kind = "no" if row["unbiased"] else "yes"
     lost = row["bits"] + math.log2(row["errors"]["Gaussian"][0]) / 2
     lines.append([row["code"], f"{row['bits']:.2f}", kind, f"{lost:.2f}", *errors])
-  kinds = found[0]["errors"]
-  return table(["code", "bits", "biased", "lost", *kinds], lines)
+  return table(["code", "bits", "biased", "lost", *found[0]["errors"]], lines)
 
 
 def local_loss():

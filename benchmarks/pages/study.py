@@ -65,14 +65,10 @@ def shortened(verdict):
   return verdict._replace(numbers=numbers, drawn=tuple(drawn))
 
 
-def page_of(finding):
-  """Returns the name of a claim's page."""
-  return "ours" if finding.ours else finding.paper.split()[0].lower()
-
-
 def by_page(findings):
   """Returns the findings of each page."""
-  return {x: [y for y in findings if page_of(y[0]) == x] for x in PAPERS}
+  page = lambda finding: "ours" if finding.ours else finding.paper.split()[0].lower()
+  return {x: [y for y in findings if page(y[0]) == x] for x in PAPERS}
 
 
 def anchor(claim):

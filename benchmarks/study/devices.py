@@ -123,9 +123,8 @@ def split(seconds: dict[str, list[float]]) -> dict[str, Any]:
   >>> found["compute"], found["codec"], found["communication"]
   (4.0, 1.0, 4.0)
   """
-  step, codec, compute = (
-    statistics.median(seconds[name]) for name in ("step", "codec", "compute")
-  )
+  median = lambda name: statistics.median(seconds[name])
+  step, codec, compute = map(median, ("step", "codec", "compute"))
   low, high = np.quantile(seconds["step"], [0.25, 0.75]).tolist()
   return {
     "step": step,

@@ -68,11 +68,9 @@ def _moving(rate: Any, first: int, decay: float, **options: Any) -> Transform:
   return _adam(rate, first, decay, variance="doubling", local=gaps, **options)
 
 
-def _muon(
-  recipe: Callable[..., Any], rate: Any, first: int, decay: float, **options: Any
-) -> Transform:
+def _muon(make: Any, rate: Any, first: int, decay: float, **options: Any) -> Transform:
   muon = optax.contrib.muon(_times(rate, 2.5), weight_decay=decay / 2.5)
-  return optax.chain(recipe(**options), muon)
+  return optax.chain(make(**options), muon)
 
 
 def _dion(rate: Any, first: int, decay: float, **options: Any) -> Transform:
@@ -112,10 +110,13 @@ def _local(codec: Any, outer: Transform, muon: bool = False, **own: Any) -> Whol
 _PAPER = {"floor": 0.0}
 _DOUBLING = functools.partial(_adam, variance="doubling")
 _NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
+_EF21 = functools.partial(gradcomp.onebit_sgd, feedback="ef21")
 _FORGETTING = gradcomp.ErrorFeedback(residual_decay=0.95)
+_sparse = functools.partial(_local, codecs.BlockTop(), feedback=_FORGETTING)
 _TWO_BITS = codecs.QSGD(
   bits=2, bucket_size=128, norm="rms", levels="uniform", rounding="nearest"
 )
+_FLOATS = codecs.FloatCast(exponent_bits=3, mantissa_bits=0)
 _PARTS = {"fragments": 4, "delay": 2, "mixing": 0.5}
 WHOLE: dict[str, Whole] = {
   "adam-onebit": Whole(_adam, 0.1),
@@ -126,25 +127,14 @@ WHOLE: dict[str, Whole] = {
   "adam-local": Whole(_moving, 0.1, moves=True),
   "adam-local-paper": Whole(functools.partial(_moving, **_PAPER), 0.1, moves=True),
   "muon": Whole(functools.partial(_muon, gradcomp.dense)),
-  "muon-ef21": Whole(
-    functools.partial(_muon, functools.partial(gradcomp.onebit_sgd, feedback="ef21"))
-  ),
+  "muon-ef21": Whole(functools.partial(_muon, _EF21)),
   "dion-16": Whole(_dion),
   "zero-4-4": Whole(_zero),
   "diloco": _local(codecs.Dense(), _NESTEROV),
   "diloco-sgd": _local(codecs.Dense(), optax.sgd(1.0)),
-  "sparseloco": _local(
-    codecs.BlockTop(), optax.sgd(1.0), merge="senders", feedback=_FORGETTING
-  ),
-  "sparseloco-two-shot": _local(
-    codecs.BlockTop(), optax.sgd(4.0), exchange="two_shot", feedback=_FORGETTING
-  ),
-  "streaming": _local(
-    codecs.FloatCast(exponent_bits=3, mantissa_bits=0),
-    _NESTEROV,
-    exchange="all_gather",
-    **_PARTS,
-  ),
+  "sparseloco": _sparse(optax.sgd(1.0), merge="senders"),
+  "sparseloco-two-shot": _sparse(optax.sgd(4.0), exchange="two_shot"),
+  "streaming": _local(_FLOATS, _NESTEROV, exchange="all_gather", **_PARTS),
   "muloco": _local(_TWO_BITS, _NESTEROV, muon=True, exchange="all_gather"),
   "muloco-dense": _local(codecs.Dense(), _NESTEROV, muon=True),
 }
