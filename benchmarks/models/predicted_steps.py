@@ -75,14 +75,10 @@ def slices() -> Layers:
   near, far = _sent(plain, overlap.LAYERS)
   for name, factor in (("plain mean, float32", 2), ("plain mean, bfloat16", 1)):
     yield name, (Layer(_products(behind), 0.0, factor * near, factor * far),) * 2
-  layers = [
-    Layer(
-      _products(row),
-      _cycles(row, ("encode", "decode", "exchange")) * MATRICES / overlap.SCANNED,
-      *_sent(row, overlap.SCANNED),
-    )
-    for row in (behind, inside)
-  ]
+  layers = []
+  for row in (behind, inside):
+    codec = _cycles(row, ("encode", "decode", "exchange")) * MATRICES / overlap.SCANNED
+    layers.append(Layer(_products(row), codec, *_sent(row, overlap.SCANNED)))
   yield "QSGD, 4 bits", (layers[0], layers[1])
 
 

@@ -23,9 +23,8 @@ def trained(rows, metric, **columns):
     above = "" if name == "f32" else f"{spread(more)}{unit}"
     cells = [text.format(row[column]) for column, text in columns.items()]
     lines.append([name, f"{statistics.fmean(ends.values()):.2f}", above, *cells])
-  return table(
-    ["", metric, "above f32", *(x.replace("_", " ") for x in columns)], lines
-  )
+  names = [x.replace("_", " ") for x in columns]
+  return table(["", metric, "above f32", *names], lines)
 
 
 def codecs(name, number):

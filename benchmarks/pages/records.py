@@ -38,9 +38,8 @@ def load(name):
 def rows(name, number=0):
   """The rows of a table of a Markdown record, as dicts by column."""
   (lines, *_) = re.findall(r"(?:^\|.*\n)+", record(name), re.M)[number:]
-  header, _, *cells = [
-    [cell.strip() for cell in line[1:-1].split("|")] for line in lines.splitlines()
-  ]
+  cut = lambda line: [cell.strip() for cell in line[1:-1].split("|")]
+  header, _, *cells = map(cut, lines.splitlines())
   return [dict(zip(header, row, strict=True)) for row in cells]
 
 

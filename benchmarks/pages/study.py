@@ -164,15 +164,10 @@ def tables(found, findings):
   ]
   yield CLAIMS, table(["paper", *WORDS], rows)
   for name, own in papers.items():
-    rows = [
-      [
-        f"[{x.claim.removesuffix('.')}](claims/{name}.md#{anchor(x.claim)})",
-        x.said,
-        "" if x.ours else x.place,
-        y.verdict,
-      ]
-      for x, y in own
-    ]
+    rows = []
+    for x, y in own:
+      link = f"[{x.claim.removesuffix('.')}](claims/{name}.md#{anchor(x.claim)})"
+      rows.append([link, x.said, "" if x.ours else x.place, y.verdict])
     header = ["claim", "it says", "its setting?", "verdict"]
     yield f"## {PAPERS[name][0]}", table(header, rows)
 

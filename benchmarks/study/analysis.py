@@ -94,10 +94,8 @@ class Group(NamedTuple):
     return ", ".join(filter(None, parts))
 
   def curves(self, codec: str) -> dict[int, Curve]:
-    return {
-      seed: record.results["points"]
-      for seed, record in sorted(self.runs.get(codec, {}).items())
-    }
+    found = sorted(self.runs.get(codec, {}).items())
+    return {seed: record.results["points"] for seed, record in found}
 
   def ends(self, codec: str, number: str = "accuracy") -> pd.Series:
     """Returns a number at the end, by seed; the accuracy is in percent."""
@@ -208,9 +206,7 @@ class Cell(NamedTuple):
 
   def fit(self) -> grubic.Fit | None:
     """Fits ``a + c w`` to the seconds of a sample; None below four rows."""
-    speeds = {
-      bits: self.speed(codec) for bits, codec in QSGD.items() if codec in self.times
-    }
+    speeds = {bits: self.speed(x) for bits, x in QSGD.items() if x in self.times}
     return grubic.fit(speeds) if len(speeds) > 3 else None
 
 
@@ -253,6 +249,5 @@ def grouped(records: Iterable[Record]) -> Study:
       group = groups.setdefault(key, Group(key, {}))
       group.runs.setdefault(codec, {})[setting.seed] = record
   order = lambda x: (x.setting.network, x.setting.workers, x.setting.link)
-  return Study(
-    sorted(groups.values(), key=order), sorted(cells.values(), key=order), failed
-  )
+  in_order = lambda found: sorted(found.values(), key=order)
+  return Study(in_order(groups), in_order(cells), failed)

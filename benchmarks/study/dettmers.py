@@ -33,10 +33,7 @@ from examples.lib import images as data
 from examples.lib.methods import make_schedule
 
 HIDDEN = 1024  # units of both hidden layers of the dense nets
-UNITS: dict[str, ways.cut_layers.Unit] = {
-  "dense-relu": "relu",
-  "dense-logistic": "logistic",
-}
+UNITS = {"dense-relu": "relu", "dense-logistic": "logistic"}
 # The filters of convolutions, and the units of dense layers behind them.
 _FILTERS, _BEHIND = 16, 128
 _LIKE_ALEXNET = functools.partial(convolutions.three_dense, _FILTERS, _BEHIND)
@@ -159,11 +156,10 @@ def errors_of_layers(
 
 
 def _check(images: data.ImageSet, setting: Setting) -> None:
-  _, height, width, channels = images.train.images.shape
+  _, height, width, channels = shape = images.train.images.shape
   if height != width or channels != 1:
     raise ValueError(
-      "`images` must be square and gray, [count, side, side, 1], got "
-      f"{images.train.images.shape}."
+      f"`images` must be square and gray, [count, side, side, 1], got {shape}."
     )
   if setting.workers != ways.WORKERS:
     raise ValueError(f"`workers` must be {ways.WORKERS}, got {setting.workers}.")

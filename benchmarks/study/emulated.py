@@ -71,22 +71,16 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
     params, kept, state = carry
     losses, grads = jax.tree.map(lambda *x: jnp.concatenate(x), *found)
     axes = axes_of(kept)
-    mean, kept = jax.vmap(
-      lambda grads, kept: exchange.update(grads, kept, params),
-      in_axes=(0, axes),
-      out_axes=(None, axes),
-      axis_name=AXIS,
-    )(grads, kept)
+    own = lambda grads, kept: exchange.update(grads, kept, params)
+    of_all = jax.vmap(own, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
+    mean, kept = of_all(grads, kept)
     updates, state = after.update(mean, state, params)
     return (optax.apply_updates(params, updates), kept, state), losses.mean()
 
   def start(seed: int) -> Any:
     of_seed, *_ = methods.make(setting._replace(seed=seed))
-    first = lambda params: (
-      params,
-      first_kept(of_seed, params, workers, axes_of=axes_of),
-      after.init(params),
-    )
+    kept = lambda params: first_kept(of_seed, params, workers, axes_of=axes_of)
+    first = lambda params: (params, kept(params), after.init(params))
     return jax.jit(first)(jax.device_get(task.init_params(seed)))  # of no mesh
 
   def drawn(seed: int, batch: Any, number: int) -> Any:

@@ -42,9 +42,8 @@ def run(args: command.Run, links: Sequence[tuple[str, int]]) -> None:
         given += ["--ways", *args.ways] if args.ways else []
         line = "run", args.launches, *given
         commands.append(cli.module("benchmarks.study.hosts", *line))
-      links_hosts.run(
-        hosts, commands, cli.path() | launch.ENVIRONMENT, _LIMIT, shown=True
-      )
+      env = cli.path() | launch.ENVIRONMENT
+      links_hosts.run(hosts, commands, env, _LIMIT, shown=True)
 
 
 def main() -> None:

@@ -212,9 +212,8 @@ def labels(part: str, least: int | None, params: Any) -> Any:
   else:
     rank = {"conv": 4, "dense": 2}[part]
     of_part = jax.tree.map(lambda x: x.ndim == rank, params)
-  return jax.tree.map(
-    lambda x, chosen: "low" if chosen and x.size >= least else "full", params, of_part
-  )
+  label = lambda x, chosen: "low" if chosen and x.size >= least else "full"
+  return jax.tree.map(label, params, of_part)
 
 
 def make(setting: Setting, *, steady: bool = False) -> tuple[Transform, Transform]:

@@ -193,14 +193,9 @@ def _download(name: str, line: Sequence[str], folder: Path) -> Path:
 def _run(name: str, line: Sequence[str], folder: Path) -> None:
   """Runs a client in a folder; raises ``Unreachable`` if that fails."""
   try:
+    pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     done = subprocess.run(
-      line,
-      cwd=folder,
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-      timeout=600,
+      line, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=600, **pipes
     )
     said = "\n  ".join(done.stdout.strip().splitlines()[-3:]) if done.returncode else ""
   except FileNotFoundError:
@@ -231,9 +226,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser = cli.parser(__doc__)
   names = ", ".join(SOURCES)
   parser.add_argument("names", nargs="*", metavar="NAME", help="by default all sets")
-  parser.add_argument(
-    "--folder", type=Path, default=FOLDER, help=f"where to keep them; default: {FOLDER}"
-  )
+  said = f"where to keep them; default: {FOLDER}"
+  parser.add_argument("--folder", type=Path, default=FOLDER, help=said)
   args = parser.parse_args(argv)
   for name in args.names:
     if name not in SOURCES:

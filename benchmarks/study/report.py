@@ -41,12 +41,8 @@ def filled(text: str, indent: str = "") -> str:
   'b - c'
   """
   held = re.sub(r" ([->+]) ", "\0\\1\0", text)
-  lines = textwrap.fill(
-    *(held, 120),
-    subsequent_indent=indent,
-    break_long_words=False,
-    break_on_hyphens=False,
-  )
+  whole = {"break_long_words": False, "break_on_hyphens": False}
+  lines = textwrap.fill(held, 120, subsequent_indent=indent, **whole)
   return lines.replace("\0", " ")
 
 
@@ -62,17 +58,11 @@ def sections(study: analysis.Study, price: float) -> Iterator[Any]:
 
 def fits(study: analysis.Study) -> tuple[list[str], Rows]:
   header = ["cell", "a, ms a sample", "c, ms a sample", "error", "f32's share of c"]
-  rows = [
-    [
-      cell.name,
-      f"{1e3 * found.computation:.4g}",
-      f"{1e3 * found.communication:.4g}",
-      f"{found.error:.1%}",
-      f"{found.share:.0%}",
-    ]
-    for cell in study.cells
-    if (found := cell.fit())
-  ]
+  rows = []
+  for cell in study.cells:
+    if found := cell.fit():
+      a, c = (f"{1e3 * x:.4g}" for x in (found.computation, found.communication))
+      rows.append([cell.name, a, c, f"{found.error:.1%}", f"{found.share:.0%}"])
   return header, rows
 
 

@@ -34,11 +34,9 @@ def source_of(setting: Setting) -> tasks.Source:
 
 
 def _check(setting: Setting, epoch: int) -> None:
-  if epoch != setting.epoch:
-    raise ValueError(
-      f"`epoch` must be {epoch}, the samples of {setting.dataset!r}, got "
-      f"{setting.epoch}."
-    )
+  data, given = setting.dataset, setting.epoch
+  if epoch != given:
+    raise ValueError(f"`epoch` must be {epoch}, the samples of {data!r}, got {given}.")
 
 
 def task_of(setting: Setting) -> tuple[Task, tasks.Source]:

@@ -75,10 +75,9 @@ def dense_seconds(
 
 def gain(workers: int, entry_bytes: float) -> float:
   """Returns the dense seconds over the sparse ones of ResNet-50, at 1 Gbit/s."""
-  sparse = sparse_seconds(
-    25.557e6, 0.001, workers, LINK, SPEEDS, entry_bytes=entry_bytes
-  )
-  return dense_seconds(25.557e6, workers, LINK, SPEEDS) / sparse
+  elements, case = 25.557e6, (workers, LINK, SPEEDS)
+  sparse = sparse_seconds(elements, 0.001, *case, entry_bytes=entry_bytes)
+  return dense_seconds(elements, *case) / sparse
 
 
 def bandwidth_ratio(

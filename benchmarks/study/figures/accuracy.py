@@ -44,9 +44,8 @@ def losses(study: Study) -> Iterator[style.Shown]:
     axes.invert_yaxis()
     axes.axvline(0, color="0.3", linewidth=0.8)
     axes.set_xlabel("points of accuracy to float32 (cut at -6 and 1.5)")
-    yield style.Shown(
-      style.slug("points", group.name), group.name, figure, *ends(group)
-    )
+    name = style.slug("points", group.name)
+    yield style.Shown(name, group.name, figure, *ends(group))
 
 
 def sweeps(study: Study) -> Iterator[style.Shown]:
@@ -72,9 +71,8 @@ def sweeps(study: Study) -> Iterator[style.Shown]:
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.set(xlabel="workers", ylabel="points to float32")
     style.legend(figure, len(codecs))
-    yield style.Shown(
-      style.slug("workers", title), title, figure, *ends_by_workers(groups)
-    )
+    name = style.slug("workers", title)
+    yield style.Shown(name, title, figure, *ends_by_workers(groups))
 
 
 def ends_by_workers(groups: list[Group]) -> tuple[list[str], style.Rows]:
@@ -121,6 +119,5 @@ def curves(study: Study) -> Iterator[style.Shown]:
       rows = [row + [""] * (longest + 1 - len(row)) for row in rows]
       header = (header + [""] * longest)[: longest + 1]
       caption = f"{family}: {group.name}; a band is from the lowest to the highest seed"
-      yield style.Shown(
-        style.slug("curve", family, group.name), caption, figure, header, rows
-      )
+      name = style.slug("curve", family, group.name)
+      yield style.Shown(name, caption, figure, header, rows)

@@ -26,6 +26,7 @@ _MARKS = {
   APART: ("#8f8f8f", "|", "#8f8f8f"),
 }
 _SHADE = "#e3f0e3"
+_DOTTED = {"color": "0.2", "linewidth": 1, "linestyle": ":"}
 _COLUMNS = 60  # characters of a label in a line
 _LINE = 0.185  # inches
 _BAR = 0.2  # inches of a row below its label
@@ -53,15 +54,11 @@ def draw(drawn: Drawn) -> Figure:
   axes.set_yticks([])
   axes.spines["left"].set_visible(False)
   top = 0.0
+  look = {"fontsize": 10.5, "va": "top", "linespacing": 1.1}
+  look["transform"] = axes.get_yaxis_transform()
   for (word, bar), lines, height in zip(drawn, labels, heights, strict=True):
     _row(axes, word, bar, (top + height - _BAR, top + height))
-    axes.text(
-      *(0.0, top + _GAP, "\n".join(lines)),
-      transform=axes.get_yaxis_transform(),
-      fontsize=10.5,
-      va="top",
-      linespacing=1.1,
-    )
+    axes.text(0.0, top + _GAP, "\n".join(lines), **look)
     top += height
   axes.set_xlabel(textwrap.fill(drawn[0][1].limit.unit, _COLUMNS), fontsize=10)
   legend(figure, _name(axes, drawn))
@@ -104,7 +101,7 @@ def _row(axes: Axes, word: str, bar: Bar, rows: tuple[float, float]) -> None:
   axes.fill_betweenx(rows, *shade, color=_SHADE, linewidth=0)
   axes.plot([limit.value] * 2, rows, color="0.2", linewidth=1.2)
   if _has_effect(bar, low, high):
-    axes.plot([limit.half] * 2, rows, color="0.2", linewidth=1, linestyle=":")
+    axes.plot([limit.half] * 2, rows, **_DOTTED)
   y = sum(rows) / 2
   ends = [min(max(x, low), high) for x in (bar.low, bar.high)]
   axes.plot(ends, [y, y], color=line, linewidth=2, solid_capstyle="butt")
@@ -129,9 +126,7 @@ def _name(axes: Axes, drawn: Drawn) -> int:
     axes.plot([], [], label=word, **_look(word))
   axes.fill_between([], [], color=_SHADE, label="where it holds")
   if effect := any(_has_effect(bar, *axes.get_xlim()) for _, bar in drawn):
-    axes.plot(
-      [], [], color="0.2", linewidth=1, linestyle=":", label="half of the effect"
-    )
+    axes.plot([], [], label="half of the effect", **_DOTTED)
   return len(found) + 1 + effect
 
 

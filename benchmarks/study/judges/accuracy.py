@@ -67,6 +67,7 @@ def compared(
   decide = rule(ends)
   less = "" if than == "f32" else f" - {than}"
   text, unit = OF[of]
+  numbers = f"{text} ({{found.seeds}})"
   with_workers = f" with {' and '.join(map(str, counts))} workers" if counts else ""
 
   @verdicts.needing(f"seeds of {than} and {' or '.join(codecs)}{with_workers}")
@@ -85,14 +86,9 @@ def compared(
         full = 100 - statistics.fmean(x.ends("f32").mean() for x in found)
         scale = rules.share(full, error) if unit.startswith(POINTS) else 1.0
         rank = COUNTS if any(_counts(x, unit) for x in found) else BLIND
-        yield judged(
-          rules.pooled(spreads),
-          decide.scaled(scale),
-          f"{' and '.join(x.name for x in found)}: {codec}{less}",
-          f"{text} ({{found.seeds}})",
-          unit=unit,
-          rank=rank if own(found[0]) else FAR,
-        )
+        label = f"{' and '.join(x.name for x in found)}: {codec}{less}"
+        given = rules.pooled(spreads), decide.scaled(scale), label, numbers
+        yield judged(*given, unit=unit, rank=rank if own(found[0]) else FAR)
     for missing in sorted({*counts} - there if there else ()):
       yield Seen(None, f"{missing} workers: no training")
 

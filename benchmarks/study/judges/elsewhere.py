@@ -21,9 +21,8 @@ def _exact(found: dict[str, float], limit: Limit, numbers: str) -> Seen:
   """Returns whether numbers without intervals keep to a limit, by their labels."""
   bars = tuple(Bar(label, x, x, x, limit) for label, x in found.items())
   sign = 1 if limit.above else -1
-  return Seen(
-    all(sign * (x - limit.value) >= 0 for x in found.values()), numbers, bars=bars
-  )
+  holds = all(sign * (x - limit.value) >= 0 for x in found.values())
+  return Seen(holds, numbers, bars=bars)
 
 
 def _above(found: list[float], than: list[float], widest: float = math.nan) -> Spread:

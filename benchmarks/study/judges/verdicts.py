@@ -104,14 +104,11 @@ def judged(
 
   ``label``: of the setting and the codec. ``numbers``: how they are said with it.
   """
-  holds = decide(found)
-  return Seen(
-    holds,
-    numbers.format(label=label, found=found),
-    min(rank, FEW) if holds is None and found.count < ENOUGH else rank,
-    (bar(label, found, decide.limit(unit)),),
-    decide.p(found),
-  )
+  holds, shown = decide(found), bar(label, found, decide.limit(unit))
+  if holds is None and found.count < ENOUGH:
+    rank = min(rank, FEW)
+  said = numbers.format(label=label, found=found)
+  return Seen(holds, said, rank, (shown,), decide.p(found))
 
 
 def concluded(seen: Iterable[Seen], needs: str, share: float = 1.0) -> Verdict:

@@ -58,9 +58,9 @@ def by_both(
       one_pass, features, axis_name=AXIS, passes=passes, codec=arm.codec, own="coded"
     )
 
-  def loss(cut: Any, features: jax.Array, labels: jax.Array, **options) -> jax.Array:
+  def loss(cut: Any, features: jax.Array, labels: jax.Array, first=0, own_key=None):
     """Returns the mean loss of an update, with labels ``[passes, B / passes]``."""
-    found = logits(cut, features, passes, **options)
+    found = logits(cut, features, passes, first, own_key)
     return optax.softmax_cross_entropy_with_integer_labels(found, labels).mean()
 
   def step(state: Any, images: ways.Images, key: jax.Array) -> Any:
@@ -72,31 +72,24 @@ def by_both(
     def worker(cut: Any, kept: Any, moments: Any, x: jax.Array, own_key: jax.Array):
       def update(carry: Any, given: Any) -> Any:
         cut, moments = carry
-        features, labels, first = given
-        found, (of_cut, error) = jax.value_and_grad(loss, (0, 1))(
-          cut, features, labels, first=first, own_key=own_key
-        )
+        found, (of_cut, error) = jax.value_and_grad(loss, (0, 1))(cut, *given, own_key)
         changes, moments = of_cuts.update(of_cut, moments)
         return (optax.apply_updates(cut, changes), moments), (found, error)
 
       features, back = jax.vjp(lambda front: net.features(front, square(x)), front)
       parts = features.reshape(net.updates, -1, *features.shape[1:])
-      firsts = jnp.arange(net.updates) * passes
-      carry, (losses, errors) = jax.lax.scan(
-        update, (cut, moments), (parts, of_updates, firsts)
-      )
+      given = parts, of_updates, jnp.arange(net.updates) * passes
+      carry, (losses, errors) = jax.lax.scan(update, (cut, moments), given)
       (of_front,) = back(errors.reshape(features.shape) / net.updates)
       # The loss is that of all samples, so the workers' gradients are to be added up.
       addends = jax.tree.map(lambda g: g * WORKERS, of_front)
       mean, kept = exchange.update(addends, kept, front)
       return losses.mean(), mean, kept, *carry
 
-    losses, mean, kept, cut, moments = jax.vmap(
-      worker,
-      in_axes=(0, axes, of_moments, 0, 0),
-      out_axes=(0, None, axes, 0, of_moments),
-      axis_name=AXIS,
-    )(cut, kept, moments, of_workers(images.x, WORKERS), jax.random.split(key, WORKERS))
+    given, made = (0, axes, of_moments, 0, 0), (0, None, axes, 0, of_moments)
+    of_all = jax.vmap(worker, given, made, axis_name=AXIS)
+    x, keys = of_workers(images.x, WORKERS), jax.random.split(key, WORKERS)
+    losses, mean, kept, cut, moments = of_all(cut, kept, moments, x, keys)
     changes, front_moments = of_fronts.update(mean, front_moments)
     front = optax.apply_updates(front, changes)
     return ((front, cut), kept, (front_moments, moments)), losses.mean()
@@ -112,14 +105,10 @@ def by_both(
   def sent(images: ways.Images) -> int:
     front, cut = jax.eval_shape(start, jax.random.key(0))[0]
     count = images.labels.shape[0] // net.updates
-    features = jax.eval_shape(
-      lambda front, x: of_workers(net.features(front, square(x[:count])), WORKERS),
-      front,
-      images.x,
-    )
-    of_one = lambda cut, features: loss(
-      cut, features, jnp.zeros((passes, count // passes), jnp.int32)
-    )
+    made = lambda front, x: of_workers(net.features(front, square(x[:count])), WORKERS)
+    features = jax.eval_shape(made, front, images.x)
+    shape = passes, count // passes
+    of_one = lambda cut, features: loss(cut, features, jnp.zeros(shape, jnp.int32))
     plan = gradcomp.explain(exchange, front, workers=WORKERS)
     return plan.bytes_sent + net.updates * ways.sent_by_one(of_one, cut, features)
 

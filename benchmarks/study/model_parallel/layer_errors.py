@@ -29,10 +29,9 @@ def errors_of(
   by the largest element.
   """
   codecs = {name: EightBit(dtype=name) for name in ways.TYPES} | ways.with_offset(1)
+  found = lambda codec, each: [float(_percent(codec, x)) for x in each]
   return {
-    kind: {
-      name: [float(_percent(codec, x)) for x in each] for name, codec in codecs.items()
-    }
+    kind: {name: found(codec, each) for name, codec in codecs.items()}
     for kind, each in _arrays(net, layers, images, key).items()
   }
 
@@ -56,11 +55,8 @@ def _arrays(
   zeros = [jnp.zeros((len(images.x), layer["b"].size)) for layer in layers]
   (grads, errors), seen = jax.grad(with_sums, (0, 1), has_aux=True)(layers, zeros)
   inputs = cut_layers.dropped(images.x, cut_layers.DROPOUT[0], key)
-  return {
-    "activations": [inputs, *seen],
-    "gradients": [layer["w"] for layer in grads],
-    "errors": errors,
-  }
+  weights = [layer["w"] for layer in grads]
+  return {"activations": [inputs, *seen], "gradients": weights, "errors": errors}
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -17,10 +17,7 @@ AXIS = "worker"
 WORKERS = 4
 LAST = 2  # the number of the last layer
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")  # that Dettmers compares
-ARMS: dict[str, codecs.Codec] = {
-  "f32": codecs.Dense(),
-  **{name: codecs.EightBit(dtype=name) for name in TYPES},
-}
+ARMS = {"f32": codecs.Dense()} | {x: codecs.EightBit(dtype=x) for x in TYPES}
 
 
 def with_offset(exponent: int) -> dict[str, codecs.Codec]:
@@ -56,14 +53,9 @@ def gathered(
   Errors are added up where their inputs were computed. Those of the last layer are the
   same on all workers, who need not send them.
   """
+  to = "invarying" if last else "varying"
   return parallel.all_gather(
-    y,
-    axis_name=AXIS,
-    codec=codec,
-    axis=y.ndim - 1,
-    own="coded",
-    to="invarying" if last else "varying",
-    key=key,
+    y, axis_name=AXIS, codec=codec, axis=y.ndim - 1, own="coded", to=to, key=key
   )
 
 
@@ -138,9 +130,8 @@ def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -
 
     def worker(layers: cut_layers.Layers, own_key: jax.Array) -> Any:
       send = functools.partial(gather, key=jax.random.fold_in(key, WORKERS))
-      return jax.value_and_grad(loss)(
-        layers, net, images, key=key, own_key=own_key, gather=send
-      )
+      keys = {"key": key, "own_key": own_key}
+      return jax.value_and_grad(loss)(layers, net, images, gather=send, **keys)
 
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(WORKERS))
     losses, grads = jax.vmap(worker, axis_name=AXIS)(layers, keys)

@@ -68,14 +68,9 @@ def start(
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
   with log.open("wb") as file:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
     return subprocess.Popen(
-      command,
-      env=env,
-      stdin=subprocess.DEVNULL,
-      stdout=file,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,
-      preexec_fn=settle,
+      command, env=env, start_new_session=True, preexec_fn=settle, **pipes
     )
 
 

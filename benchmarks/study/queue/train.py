@@ -92,12 +92,8 @@ def train(
 
 def made_with() -> dict[str, Any]:
   """Returns what a record says of its code; to be asked before the training."""
-  return {
-    "commit": cli.commit(),
-    "code": cli.code(),
-    "wire": WIRE,
-    "jax": jax.__version__,
-  }
+  made = {"commit": cli.commit(), "code": cli.code()}
+  return made | {"wire": WIRE, "jax": jax.__version__}
 
 
 def rounded(found: Any) -> Any:
