@@ -8,7 +8,7 @@ differ in nothing but the codec are a cell.
 import math
 import operator
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -208,6 +208,14 @@ class Cell(NamedTuple):
     """Fits ``a + c w`` to the seconds of a sample; None below four rows."""
     speeds = {bits: self.speed(x) for bits, x in QSGD.items() if x in self.times}
     return grubic.fit(speeds) if len(speeds) > 3 else None
+
+
+def in_groups(found: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+  """Groups what has the same key, in the order in which it is found."""
+  groups: dict[Any, list[Any]] = {}
+  for each in found:
+    groups.setdefault(key(each), []).append(each)
+  return groups
 
 
 class Study(NamedTuple):

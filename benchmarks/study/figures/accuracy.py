@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.study.analysis import Group, Study
+from benchmarks.study.analysis import Group, Study, in_groups
 from benchmarks.study.figures import style
 
 _CUT = 15  # points of accuracy below the best end, where curves are cut
@@ -85,9 +85,7 @@ def ends_by_workers(groups: list[Group]) -> tuple[list[str], style.Rows]:
 
 
 def by_workers(study: Study) -> dict[str, list[Group]]:
-  alike: dict[str, list[Group]] = {}
-  for group in study.groups:
-    alike.setdefault(group.name_for_any_workers, []).append(group)
+  alike = in_groups(study.groups, lambda group: group.name_for_any_workers)
   return {title: groups for title, groups in alike.items() if len(groups) > 1}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.study.analysis import Cell, Study
+from benchmarks.study.analysis import Study, in_groups
 from benchmarks.study.devices import PARTS
 from benchmarks.study.figures import style
 
@@ -55,11 +55,8 @@ def bars(study: Study) -> Iterator[style.Shown]:
 
 def scalings(study: Study) -> Iterator[style.Shown]:
   """Yields how many times as fast N workers are as float32 on the fewest."""
-  alike: dict[object, list[Cell]] = {}
-  for cell in study.cells:
-    key = cell.setting._replace(workers=0, hosts=0, batch=0)
-    alike.setdefault(key, []).append(cell)
-  for cells in alike.values():
+  alike = lambda cell: cell.setting._replace(workers=0, hosts=0, batch=0)
+  for cells in in_groups(study.cells, alike).values():
     first = cells[0]
     if len(cells) < 2 or "f32" not in first.times:
       continue
@@ -116,11 +113,8 @@ def prices(study: Study, price: float) -> Iterator[style.Shown]:
 
 def intensities(study: Study) -> Iterator[style.Shown]:
   """Yields the speed-up against the megabytes a GFLOP of the networks."""
-  alike: dict[object, list[Cell]] = {}
-  for cell in study.cells:
-    if cell.setting.workers > 1 and "f32" in cell.times:
-      key = cell.link, cell.setting.workers
-      alike.setdefault(key, []).append(cell)
+  found = (x for x in study.cells if x.setting.workers > 1 and "f32" in x.times)
+  alike = in_groups(found, lambda cell: (cell.link, cell.setting.workers))
   for (link, workers), cells in alike.items():
     title = f"N = {workers}, {link}"
     figure, axes = style.panel(title)

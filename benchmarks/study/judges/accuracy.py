@@ -7,12 +7,11 @@ with their intervals of 95 %.
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pandas as pd
 from scipy import stats
 
-from benchmarks.study.analysis import Group, Study, spread
+from benchmarks.study.analysis import Group, Study, in_groups, spread
 from benchmarks.study.judges import groups as chosen
 from benchmarks.study.judges import rules, verdicts
 from benchmarks.study.judges.groups import Chosen
@@ -72,11 +71,10 @@ def compared(
 
   @verdicts.needing(f"seeds of {than} and {' or '.join(codecs)}{with_workers}")
   def judge(study: Study) -> Iterator[Seen]:
-    alike: dict[Any, list[Group]] = {}
-    for group in filter(groups, study.groups):
-      alike.setdefault(group.setting._replace(steps=0, points=0), []).append(group)
+    length = lambda group: group.setting._replace(steps=0, points=0)
+    pools = in_groups(filter(groups, study.groups), length)
     there: set[int] = set()
-    for setting, same in alike.items():
+    for setting, same in pools.items():
       for codec in codecs:
         pairs = [(x, y) for x in same if (y := getattr(x, of)(codec, than))]
         if not pairs:

@@ -1,9 +1,8 @@
 """Says which trainings a claim is about."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
-from benchmarks.study.analysis import Group
+from benchmarks.study.analysis import Group, in_groups
 from benchmarks.study.tasks import TEXTS
 
 Chosen = Callable[[Group], bool]
@@ -83,10 +82,8 @@ def without_dropout(groups: Iterable[Group]) -> Iterator[tuple[Group, Group]]:
 
 def of_more_workers(groups: Iterable[Group]) -> Iterator[tuple[Group, Group]]:
   """Yields groups of ``images_by_adam`` with most workers, each with that of fewest."""
-  same: dict[Any, list[Group]] = {}
-  for group in filter(images_by_adam, groups):  # in the order of their workers
-    x = group.setting
-    same.setdefault((x.network, x.dataset), []).append(group)
+  where = lambda group: (group.setting.network, group.setting.dataset)
+  same = in_groups(filter(images_by_adam, groups), where)  # ordered by their workers
   for few, *_, many in (x for x in same.values() if len(x) > 1):
     if few.setting.workers < many.setting.workers:
       yield many, few

@@ -9,11 +9,10 @@ links/speed.py, which its results have.
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from benchmarks.common import cli
 from benchmarks.models.papers import grubic
-from benchmarks.study.analysis import QSGD, Cell, Study
+from benchmarks.study.analysis import QSGD, Cell, Study, in_groups
 from benchmarks.study.judges.rules import Limit
 from benchmarks.study.judges.verdicts import Bar, Judge, Seen, needing
 from benchmarks.study.tasks import WIDENED
@@ -113,12 +112,9 @@ def _of_cells(study: Study, first: str, second: str, limit: Limit) -> Iterator[S
 
 def _linked(study: Study) -> Iterator[tuple[Cell, Cell]]:
   """Yields cells that differ in their links alone, each slow one and the fastest."""
-  alike: dict[Any, list[Cell]] = {}
-  for cell in study.cells:
-    x = cell.setting
-    if x.link and x.workers > 1 and "f32" in cell.times:
-      alike.setdefault(x._replace(link=""), []).append(cell)
-  for cells in alike.values():
+  linked = lambda x: x.setting.link and x.setting.workers > 1 and "f32" in x.times
+  rest = lambda cell: cell.setting._replace(link="")
+  for cells in in_groups(filter(linked, study.cells), rest).values():
     fast, *others = sorted(cells, key=lambda cell: cell.times["f32"]["step"])
     yield from ((slow, fast) for slow in others)
 
@@ -154,12 +150,9 @@ def fades(study: Study) -> Iterator[Seen]:
 def rises(study: Study) -> Iterator[Seen]:
   """Judges whether 8 bits gain more with more MB a GFLOP, and 3.97 at most."""
   limit = Limit(1.0, above=True, unit="the gain of the last net over the first one's")
-  alike: dict[Any, list[Cell]] = {}
-  for cell in study.cells:
-    x = cell.setting
-    widened = x.network in WIDENED and x.workers > 1
-    if widened and {"f32", "qsgd-8"} <= cell.times.keys():
-      alike.setdefault(f"N = {x.workers}, {cell.link}", []).append(cell)
+  wide = lambda x: x.setting.network in WIDENED and x.setting.workers > 1
+  found = (x for x in study.cells if wide(x) and {"f32", "qsgd-8"} <= x.times.keys())
+  alike = in_groups(found, lambda x: f"N = {x.setting.workers}, {x.link}")
   for where, cells in alike.items():
     cells.sort(key=lambda cell: cell.intensity)
     gains = [cell.gain("qsgd-8") for cell in cells]
