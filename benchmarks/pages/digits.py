@@ -28,10 +28,8 @@ def trained(rows, metric, **columns):
 
 
 def codecs(name, number):
-  rows = {
-    x["codec"]: x | {"ends": dict(enumerate(x["accuracy_percent"]))}
-    for x in load(f"{name}.json")[number]["rows"]
-  }
+  arm = lambda x: x | {"ends": dict(enumerate(x["accuracy_percent"]))}
+  rows = {x["codec"]: arm(x) for x in load(f"{name}.json")[number]["rows"]}
   return trained(rows, "accuracy", bytes_a_step="{:,}", ratio="{:.3f}")
 
 

@@ -71,8 +71,8 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
     params, kept, state = carry
     losses, grads = jax.tree.map(lambda *x: jnp.concatenate(x), *found)
     axes = axes_of(kept)
-    own = lambda grads, kept: exchange.update(grads, kept, params)
-    of_all = jax.vmap(own, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
+    one = lambda grads, kept: exchange.update(grads, kept, params)
+    of_all = jax.vmap(one, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
     mean, kept = of_all(grads, kept)
     updates, state = after.update(mean, state, params)
     return (optax.apply_updates(params, updates), kept, state), losses.mean()

@@ -155,9 +155,8 @@ def _range(drawn: Drawn) -> tuple[float, float, bool]:
   low, high = min(ends), max(ends)
   if low > 0 and high > _WIDE * low:
     return low / 1.15, high * 1.15, True
-  near = min(
-    max(abs(x - bar.limit.value) for x in (bar.low, bar.high)) for bar in counted
-  )
+  apart = lambda bar: max(abs(x - bar.limit.value) for x in (bar.low, bar.high))
+  near = min(map(apart, counted))
   cut = max(low, min(limits) - _FAR * near), min(high, max(limits) + _FAR * near)
   if high - low > _WORTH * (cut[1] - cut[0]):
     low, high = cut

@@ -65,11 +65,8 @@ def little_error(
 
 def one_bit(record: Any) -> Iterator[Seen]:
   """Yields whether activations of one bit break a net that gradients do not."""
-  (full,) = (
-    x["accuracy_percent"]["f32"]
-    for x in record["types"]
-    if (x["unit"], x["way"]) == ("relu", "model")
-  )
+  arms = {(x["unit"], x["way"]): x["accuracy_percent"] for x in record["types"]}
+  full = arms["relu", "model"]["f32"]
   ends = {"gradients, with feedback": "at_least", "activations": "at_most"}
   for what, name in ends.items():
     found = _above(record["coarse"][what]["1 bit"], full)

@@ -72,10 +72,8 @@ def rows(
 
 def main() -> None:
   work, items = study_items.WORK, study_items.items()
-  beats = {
-    path.parent.name: json.loads(path.read_text())
-    for path in work.glob("states/*/heartbeat.json")
-  }
+  paths = work.glob("states/*/heartbeat.json")
+  beats = {path.parent.name: json.loads(path.read_text()) for path in paths}
   found = rows(items, study_records.read(study_items.RECORDS), beats)
   table = pd.DataFrame.from_dict(found, orient="index")
   ahead, cores = table["h to do"].sum(), len(os.sched_getaffinity(0))
@@ -87,10 +85,8 @@ def main() -> None:
     print(f"a benchmark takes times, and trainings wait: {by}")
   titles = {item.digest: item.title for item in items}
   for digest, x in beats.items():
-    print(
-      f"  {titles.get(digest, digest)}: step {x['step']} of {x['steps']}, "
-      f"{x['cpu']:.0f} CPU s"
-    )
+    done = f"step {x['step']} of {x['steps']}, {x['cpu']:.0f} CPU s"
+    print(f"  {titles.get(digest, digest)}: {done}")
 
 
 if __name__ == "__main__":
