@@ -24,7 +24,7 @@ DATA = {"axis_name": "data"}
 FOUR_BITS = QSGD(bits=4, bucket_size=32)
 SAMPLED = TopK(density=0.1, selection="sampled")
 SGD = optax.sgd(0.1, 0.9)
-RATE = optax.cosine_decay_schedule(0.1, 9)
+RATE, CLIP = optax.cosine_decay_schedule(0.1, 9), optax.clip_by_global_norm(1.0)
 LEAVES = {"w": ((8, 64), "float32"), "h": ((4, 64), "bfloat16"), "one": ((), "float32")}
 
 _rounds = functools.partial(local.local_steps, SGD, optax.adam(0.1), **DATA)
@@ -38,9 +38,7 @@ TRANSFORMATIONS = {
   "compress, sampled": lambda: gradcomp.compress(SAMPLED, min_leaf_size=64, **DATA),
   "allow_frozen": lambda: wrappers.allow_frozen(_qsgd),
   "clip_by_local_norm": lambda: wrappers.clip_by_local_norm(1.0, **DATA),
-  "on_each_worker": lambda: wrappers.on_each_worker(
-    optax.clip_by_global_norm(1.0), **DATA
-  ),
+  "on_each_worker": lambda: wrappers.on_each_worker(CLIP, **DATA),
   "replicable": lambda: wrappers.replicable(_qsgd, workers=N, **DATA),
   "skip_nonfinite": lambda: gradcomp.skip_nonfinite(_qsgd, 3, **DATA),
   "switch": lambda: wrappers.switch([1], [_dense, _qsgd]),
@@ -58,9 +56,8 @@ TRANSFORMATIONS = {
 
 
 def test_each_public_transformation_is_here():
-  assert factories.found().keys() == {
-    name.partition(",")[0] for name in TRANSFORMATIONS
-  }
+  names = {name.partition(",")[0] for name in TRANSFORMATIONS}
+  assert factories.found().keys() == names
 
 
 def structs(name, dtype=None):
@@ -98,7 +95,7 @@ def test_states_and_dtypes_are_stable(name):
 
 
 def parts(value):
-  """What tools that walk closures, like equinox's, go to from a value."""
+  """What walks of closures, like equinox's for Optimistix, go to from a value."""
   if isinstance(value, types.FunctionType):
     return [cell.cell_contents for cell in value.__closure__ or ()]
   if isinstance(value, functools.partial):
