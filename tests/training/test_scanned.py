@@ -17,14 +17,15 @@ import gradcomp
 from gradcomp import parallel
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp.codecs import QSGD, Dense
+from tests.errors import table
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, says
-from tests.support.cases.scan import ROWS, WIDTH, body, loss_of, whole
+from tests.support.cases.scan import ROWS, WIDTH, body, layers_of, loss_of, whole
+from tests.support.cases.steps import OVER, N, put
 
-N, LENGTH = 4, 4
-RANDOM = QSGD(bits=4, bucket_size=64)
-WAY = dict(axis_name="data", codec=RANDOM, exchange="two_shot")
+LENGTH = 4
+WAY = OVER | {"codec": QSGD(bits=4, bucket_size=64), "exchange": "two_shot"}
 LABELS = {"layers": "layers", "embedding": "others"}
 
 
@@ -39,10 +40,10 @@ to_whole = optax.stateless(
 )
 
 
-def optimizer_of(layers, others=None, then=to_whole, labels=LABELS):
+def optimizer_of(layers, others=None, then=to_whole):
   others = others or gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
   parts = {"layers": layers, "others": others}
-  return optax.chain(optax.partition(parts, labels), then)
+  return optax.chain(optax.partition(parts, LABELS), then)
 
 
 def in_scan(feedback=None, **options):
@@ -50,15 +51,11 @@ def in_scan(feedback=None, **options):
 
 
 def problem():
-  sparse = whole(LENGTH, WIDTH, WIDTH, seed=1) * (np.arange(WIDTH) % 4 == 0)[:, None]
-  layers = {"w": jnp.asarray(sparse), "b": jnp.asarray(whole(LENGTH, WIDTH))}
+  layers = jax.tree.map(jnp.asarray, layers_of(LENGTH))
   embedding = jnp.asarray(np.eye(WIDTH, dtype=np.float32) * whole(WIDTH, 1, seed=2))
-  rows = lambda seed: np.concatenate(
-    [whole(ROWS, WIDTH, seed=seed + i) for i in range(N)]
-  )
+  x = np.concatenate([whole(ROWS, WIDTH, seed=5 + i) for i in range(N)])
   weights = np.concatenate([whole(LENGTH, WIDTH, seed=60 + i) for i in range(N)])
-  batch = {"x": rows(5), "weights": weights}
-  return {"layers": layers, "embedding": embedding}, batch
+  return {"layers": layers, "embedding": embedding}, {"x": x, "weights": weights}
 
 
 def begin(optimizer, params):
@@ -67,10 +64,8 @@ def begin(optimizer, params):
 
 
 def step_of(optimizer, loss=loss_fn, **options):
-  options = gradcomp.TrainOptions(**options)
-  return gradcomp.make_train_step(
-    loss, optimizer, axis_name="data", mesh=modes.mesh(N), donate=False, options=options
-  )
+  given = OVER | {"options": gradcomp.TrainOptions(**options), "mesh": modes.mesh(N)}
+  return gradcomp.make_train_step(loss, optimizer, donate=False, **given)
 
 
 @functools.cache
@@ -79,7 +74,7 @@ def ready(feedback="error", exchange="two_shot"):
   optimizer = optimizer_of(in_scan(feedback, exchange=exchange))
   params, batch = problem()
   # Placed as a step places them, so that all steps are one program.
-  params = jax.device_put(params, jax.NamedSharding(modes.mesh(N), P()))
+  params = put(params, modes.mesh(N))
   step = step_of(optimizer, report=True)
   return optimizer, params, batch, begin(optimizer, params), step
 
@@ -198,10 +193,9 @@ def test_a_training_goes_on_from_what_was_saved():
   restored = jax.device_put(saved[0], places)
   assert_same_bits(step(*restored, batch), step(params, state, batch))
   other = optimizer_of(in_scan("error", codec=QSGD(bits=8)))
+  other = gradcomp.checkpoint.make_record(other, params, workers=N)
   with pytest.raises(ValueError, match=says("the codec of ['layers']['b']", "bits=8")):
-    gradcomp.checkpoint.check_record(
-      record, gradcomp.checkpoint.make_record(other, params, workers=N)
-    )
+    gradcomp.checkpoint.check_record(record, other)
 
 
 def test_residuals_go_on_with_fewer_workers_where_nobody_owns_rows():
@@ -234,9 +228,7 @@ def test_bytes_shapes_and_places_are_those_that_are_told(exchange):
   specs = jax.tree.leaves(gradcomp.state_specs(state, axis_name="data"))
   owners = exchange == "two_shot"
   assert specs.count(P("data")) == 2 + owners + 1  # residuals of layers, and the rest
-  told = gradcomp.checkpoint.state_shapes(
-    optimizer, params, workers=N, axis_name="data"
-  )
+  told = gradcomp.checkpoint.state_shapes(optimizer, params, workers=N, **OVER)
   for like in (told, jax.eval_shape(step, params, state, batch)[1]):
     chex.assert_trees_all_equal_shapes_and_dtypes(like, state)
   plan = gradcomp.explain(optimizer, params, workers=N)
@@ -257,7 +249,7 @@ def test_on_one_device_the_loss_is_that_of_lax_scan():
   assert alone(params, state, batch)[2]["loss"] == expected
 
 
-seen = lambda p, batch, scan: loss_fn(p, batch, scan) + jnp.sum(p["layers"]["w"] ** 2)
+beside = lambda p, x, scan: loss_fn(p, x, scan) + jnp.sum(p["layers"]["w"] ** 2)
 never = lambda params, batch, scan: jnp.mean(batch["x"] @ params["embedding"])
 twice = lambda p, batch, scan: loss_fn(p, batch, scan) + loss_fn(p, batch, scan)
 without = lambda params, batch: loss_fn(params, batch, lax.scan)
@@ -274,31 +266,28 @@ TWO = optimizer_of(in_scan(), in_scan())
 MASKED = optax.masked(in_scan(), {"layers": True, "embedding": False})
 ALONE = optax.chain(MASKED, QSGD4)
 SEVERAL = optax.MultiSteps(IN_SCAN, 2).gradient_transformation()
-WRONG = {
-  "none in the optimizer": (loss_fn, QSGD4, ["`loss_fn`", "0 of them", "partition"]),
-  "two in the optimizer": (loss_fn, TWO, ["`loss_fn`", "2 of them"]),
-  "no scan": (without, IN_SCAN, ["`loss_fn`", "no parameter `scan`"]),
-  "no call": (never, IN_SCAN, ["`loss_fn` must call"]),
-  "two calls": (twice, IN_SCAN, ["`scan`", "once", "another call"]),
-  "cast": (half, IN_SCAN, ["`scan`", "0 of 2", "in the body"]),
-  "beside": (seen, IN_SCAN, ["['layers']['w']", "decay"]),
-  "no mask": (loss_fn, optax.chain(in_scan(), QSGD4), ["`scan`", "2 of 3"]),
-  "one alone": (loss_fn, ALONE, ["['layers']['b']", "_in_scan", "optax.partition"]),
-  "micro-batches": (loss_fn, IN_SCAN, ["`accumulate`", "lax.scan"]),
-  "MultiSteps": (loss_fn, SEVERAL, ["`optax.MultiSteps`", "lax.scan"]),
-}
+WRONG = """
+traced(QSGD4) -> `loss_fn` ... 0 of them ... partition
+traced(TWO) -> `loss_fn` ... 2 of them
+traced(IN_SCAN, without) -> `loss_fn` ... no parameter `scan`
+traced(IN_SCAN, never) -> `loss_fn` must call
+traced(IN_SCAN, twice) -> `scan` ... once ... another call
+traced(IN_SCAN, half) -> `scan` ... 0 of 2 ... in the body
+traced(IN_SCAN, beside) -> ['layers']['w'] ... decay
+traced(optax.chain(in_scan(), QSGD4)) -> `scan` ... 2 of 3
+traced(ALONE) -> ['layers']['b'] ... _in_scan ... optax.partition
+traced(IN_SCAN, accumulate=2) -> `accumulate` ... lax.scan
+traced(SEVERAL) -> `optax.MultiSteps` ... lax.scan
+"""
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_would_average_twice_or_not_at_all_is_refused(case):
-  loss, optimizer, words = WRONG[case]
-  options = dict(accumulate=2) if case == "micro-batches" else {}
+def traced(optimizer, loss=loss_fn, **options):
   params, batch = problem()
-  step = step_of(optimizer, loss, **options)
-  first = dict(axis_name="data", mesh=modes.mesh(N))
-  state = gradcomp.init_state(optimizer, params, **first)
-  with pytest.raises(ValueError, match=says(*words)):
-    jax.eval_shape(step, params, state, batch)
+  state = gradcomp.init_state(optimizer, params, mesh=modes.mesh(N), **OVER)
+  return jax.eval_shape(step_of(optimizer, loss, **options), params, state, batch)
+
+
+test_what_would_average_twice_or_not_at_all_is_refused = table.refused(WRONG, globals())
 
 
 def test_another_axis_may_shard_all_but_the_layers():
@@ -307,15 +296,12 @@ def test_another_axis_may_shard_all_but_the_layers():
   optimizer = optimizer_of(in_scan("error"), gradcomp.dense(axis_name="data"))
   params, batch = problem()
   want = step_of(optimizer)(params, begin(optimizer, params), batch)[0]
-  step = gradcomp.make_train_step(
-    loss_fn, optimizer, axis_name="data", mesh=mesh, donate=False
-  )
+  step = gradcomp.make_train_step(loss_fn, optimizer, mesh=mesh, donate=False, **OVER)
 
   def taken(**specs):
     where = {"embedding": P(None, "model"), "w": P(), "b": P()} | specs
     where = {"layers": {x: where.pop(x) for x in ("w", "b")}, **where}
-    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
-    placed = jax.tree.map(put, params, where)
+    placed = jax.tree.map(lambda x, spec: put(x, mesh, *spec), params, where)
     with jax.set_mesh(mesh):
       return step(placed, optimizer.init(placed), batch)[0]
 
@@ -325,7 +311,6 @@ def test_another_axis_may_shard_all_but_the_layers():
 
 
 def test_an_inspected_step_is_refused():
-  _, *given, step = ready()
-  params, batch, state = given
+  _, params, batch, state, step = ready()
   with pytest.raises(ValueError, match=says("`inspect`", "scan")):
     step.eval_shape(params, state, batch, inspect=True)
