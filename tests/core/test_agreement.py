@@ -17,14 +17,7 @@ from gradcomp._src.kernels.gpu import table
 from gradcomp._src.mesh import agreement
 from tests.support.assertions import vanish
 from tests.support.cases import agreement as cases
-from tests.support.cases.agreement import (
-  A,
-  assert_told,
-  compressed,
-  trace,
-  train,
-  usual,
-)
+from tests.support.cases.agreement import A, assert_told, compressed, trace, usual
 
 
 @pytest.fixture
@@ -35,15 +28,11 @@ def together(monkeypatch):
 @pytest.mark.parametrize(
   "first, second, match",
   [
-    ([("a", A), ("b", A)], [("b", A), ("a", A)], r"`leaves\[0\]` .*'a'.* and \['b'\]"),
-    ([("a", A)], [("a", cases.B)], r"`leaves\[0\]` .*\['a'\] float32.* and .*bfloat16"),
-    ([("a", A)], [("c", A)], r"`leaves\[0\]` .*'a'.* and \['c'\]"),
-    (
-      [("a", A)],
-      [("a", cases.GRADS["w"])],
-      r"`leaves\[0\]` .*\[64\] in .*\[256, 64\] in",
-    ),
-    ([("a", A)], [("a", A), ("b", A)], r"`leaves\[1\]` .*nothing .* and \['b'\]"),
+    ({"a": A, "b": A}, {"b": A, "a": A}, r"`leaves\[0\]` .*'a'.* and \['b'\]"),
+    ({"a": A}, {"a": cases.B}, r"`leaves\[0\]` .*\['a'\] float32.* and .*bfloat16"),
+    ({"a": A}, {"c": A}, r"`leaves\[0\]` .*'a'.* and \['c'\]"),
+    ({"a": A}, {"a": cases.GRADS["w"]}, r"`leaves\[0\]` .*\[64\] in .*\[256, 64\] in"),
+    ({"a": A}, {"a": A, "b": A}, r"`leaves\[1\]` .*nothing .* and \['b'\]"),
   ],
   ids=["order", "dtype", "name", "shape", "number"],
 )
@@ -155,7 +144,7 @@ def test_addresses_do_not_differ():
 STEPS = {
   "chain": (
     usual,
-    lambda: train(
+    lambda: cases.train(
       compressed(), gradcomp.wrappers.switch([2], [cases.SGD, cases.MOMENTUM])
     ),
     "`transformation` .*make_train_step in process 0 and gradcomp.wrappers.switch in "
@@ -163,7 +152,7 @@ STEPS = {
   ),
   "optimizer": (
     usual,
-    lambda: train(compressed(), cases.MOMENTUM),
+    lambda: cases.train(compressed(), cases.MOMENTUM),
     r"`opt_state\[\d\]` .* in number 2 of the step, gradcomp.make_train_step",
   ),
   "aux": (

@@ -1,7 +1,4 @@
-"""Each option of each public transformation is in what processes compare.
-
-Options are found in signatures and dataclasses, so that none is forgotten here.
-"""
+"""Each option of each public transformation is in what processes compare."""
 
 import copy
 import dataclasses
@@ -116,12 +113,6 @@ FOUND = {x: f for x, f in factories.found().items() if x not in OF_STATES}
 CASES = [(name, option) for name in sorted(FOUND) for option in options_of(FOUND[name])]
 
 
-def make(name, **options):
-  axes = {"axis_name": "data"} if name != "switch" else {}
-  given = GIVEN.get(name, {}) | axes | options
-  return FOUND[name](**given)
-
-
 @pytest.fixture
 def together(monkeypatch):
   run = processes(monkeypatch)
@@ -132,7 +123,9 @@ def together(monkeypatch):
 def assert_compared(together, name, option, value, **given):
   # All of Dion's leaves are matrices.
   grads = {"w": GRADS["w"]} if name == "dion" else GRADS
-  run = lambda **options: trace(make(name, **given | options), grads)
+  axes = {"axis_name": "data"} if name != "switch" else {}
+  given = GIVEN.get(name, {}) | axes | given
+  run = lambda **options: trace(FOUND[name](**given | options), grads)
   told = together(run, lambda: run(**{option: value}))
   shown = SHOWN.get(f"{name}.{option}", option)
   shown = "" if FOUND[name] in RECIPES.values() else shown

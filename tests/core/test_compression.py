@@ -22,7 +22,8 @@ from tests.plugins.slow_cases import slow
 
 SMALL, LARGE = (2**10 + 1, 2**10 - 3), (2**18 + 1, 2**18 - 3)  # 2**20 and 2**36
 MEGABYTES = 20
-OPTIONS = dict(axis_name="data", min_leaf_size=0)
+OVER = {"axis_name": "data"}
+OPTIONS = OVER | {"min_leaf_size": 0}
 CODEC = QSGD(bits=4)
 ADAM, SGD = optax.adam(0.1), optax.sgd(0.7)
 
@@ -35,20 +36,17 @@ INT8 = gradcomp.ErrorFeedback(residual_dtype="int8")
 # And the binds of a further leaf, a sixth more than there were.
 TRANSFORMATIONS = {
   "1-bit SGD": (lambda: gradcomp.onebit_sgd(**OPTIONS), 40),
-  "zero": (lambda: zero(ADAM, grads=CODEC, params=CODEC, axis_name="data"), 150),
+  "zero": (lambda: zero(ADAM, grads=CODEC, params=CODEC, **OVER), 150),
   "RedSync": (lambda: gradcomp.redsync(density=0.001, **OPTIONS), 65),
   "QSGD": (lambda: qsgd(feedback="error"), 40),
-  "local steps": (
-    lambda: local_steps(ADAM, SGD, every=4, codec=CODEC, axis_name="data"),
-    95,
-  ),
+  "local steps": (lambda: local_steps(ADAM, SGD, every=4, codec=CODEC, **OVER), 95),
   "int8 residuals": (lambda: qsgd(feedback=INT8), 85),
   "APS": (lambda: gradcomp.aps(**OPTIONS), 55),
   "TernGrad": (lambda: gradcomp.terngrad(**OPTIONS), 40),
   "PowerSGD": (lambda: gradcomp.powersgd(rank=2, **OPTIONS), 45),
   "natural": (lambda: gradcomp.natural(**OPTIONS), 22),
   "blocktop": (lambda: gradcomp.blocktop(**OPTIONS), 35),
-  "dense": (lambda: gradcomp.dense(axis_name="data"), 5),
+  "dense": (lambda: gradcomp.dense(**OVER), 5),
   "two_shot": (lambda: gradcomp.redsync(exchange="two_shot", **OPTIONS), None),
   "fitted": (lambda: qsgd(3, levels="nonuniform"), None),
   "RandomK": (lambda: gradcomp.compress(RandomK(density=0.001), **OPTIONS), None),
@@ -95,19 +93,17 @@ def bound(function):
   but not on a machine that has other things to do: where they were measured, a bind
   took 60 to 100 us.
   """
-  count = 0
-  bind = Primitive.bind
+  calls, bind = [], Primitive.bind
 
   def counted(*args, **params):
-    nonlocal count
-    count += 1
+    calls.append(1)
     return bind(*args, **params)
 
   jax.clear_caches()
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(Primitive, "bind", counted)
     function()
-  return count
+  return len(calls)
 
 
 def layers(leaves):

@@ -1,7 +1,4 @@
-"""EF21: workers and owners follow gradients by estimates that a codec corrects.
-
-And the momentum of feedback, where a gradient is not finite.
-"""
+"""EF21: workers and owners follow gradients by estimates that a codec corrects."""
 
 import jax
 import numpy as np
@@ -15,6 +12,7 @@ from tests.plugins.slow_cases import slow
 from tests.specs import top_k
 from tests.support import low_rank, modes
 from tests.support.assertions import assert_same_bits
+from tests.support.cases.local import largest
 
 N = 4
 TOP = codecs.TopK(density=0.1, selection="exact")
@@ -27,10 +25,10 @@ def ef21(codec, exchange="all_gather", **options):
   return low_rank.compress(codec, **given | {"exchange": exchange})
 
 
-def integers(steps, size=600):
+def integers(steps):
   """Gradients of N workers: sums of such integers, and Nths of them, are exact."""
   rng = np.random.default_rng(0)
-  x = rng.integers(-(2**19), 2**19, (steps, N, size)).astype(np.float32)
+  x = rng.integers(-(2**19), 2**19, (steps, N, 600)).astype(np.float32)
   return [{"w": step} for step in x]
 
 
@@ -39,10 +37,7 @@ def paper(gradients, density):
   own, shared, found = 0.0, 0.0, []
   for gradient in np.asarray([x["w"] for x in gradients], np.float64):
     difference = gradient - own
-    k = top_k.entries_of(density, gradient.shape[1])
-    place = np.argsort(-np.abs(difference), axis=1, kind="stable")[:, :k]
-    sent = np.zeros_like(difference)
-    np.put_along_axis(sent, place, np.take_along_axis(difference, place, 1), 1)
+    sent, _ = largest(difference, top_k.entries_of(density, gradient.shape[1]))
     own = own + sent
     shared = shared + sent.mean(axis=0)
     found.append(shared)

@@ -2,24 +2,18 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import gradcomp
-from gradcomp.codecs import TopK
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
+from tests.support.cases.steps import OVER, N
 
-N = 4
-OVER = {"axis_name": "data"}
 QSGD4 = {"bits": 4, "bucket_size": 32, "min_leaf_size": 0}
-
-
-NORMAL = np.float32(np.random.default_rng(0).standard_normal((65, 32)))
-ARRAYS = {"b": NORMAL[0], "w": NORMAL[1:]}
+ARRAYS = laws.tree({"b": (32,), "w": (64, 32)})
 
 
 class Linear(nnx.Module):
@@ -69,9 +63,7 @@ BOXED = {
   ),
   # What codecs remember has no box.
   "levels": gradcomp.qsgd(**QSGD4, levels="nonuniform"),
-  "thresholds": gradcomp.compress(
-    TopK(density=0.1, selection="sampled"), min_leaf_size=0
-  ),
+  "thresholds": gradcomp.topk(density=0.1, selection="sampled", min_leaf_size=0),
   "low rank": gradcomp.powersgd(1, min_leaf_size=0),
 }
 

@@ -88,16 +88,9 @@ def test_extreme_numbers_stay_finite_and_near(stored):
     assert np.all(np.abs(found - x) <= np.abs(x).max(axis=1, keepdims=True) / 64)
 
 
-SHAPES = {
-  (1,): (1,),
-  (10,): (1,),
-  (3, 512): (3, 2),
-  (1000,): (4,),
-  (2, 257): (2, 1),
-  (0,): (0,),
-  (2, 0): (2, 0),
-  (0, 3): (0, 1),
-}
+# The shapes of scales, by those of numbers; the last are of none.
+SHAPES = {(1,): (1,), (10,): (1,), (3, 512): (3, 2), (1000,): (4,), (2, 257): (2, 1)}
+SHAPES |= {(0,): (0,), (2, 0): (2, 0), (0, 3): (0, 1)}
 
 
 def test_blocks_divide_the_last_axis():
@@ -105,12 +98,11 @@ def test_blocks_divide_the_last_axis():
 
   @jax.jit
   def stored(key):
-    kept = {}
+    kept = []
     for shape in SHAPES:
       lanes = residual_storage.lanes(key, shape)
-      kept[shape] = residual_storage.to_int8(jnp.ones(shape), lanes)
-    ones = {shape: residual_storage.read_residual(x) for shape, x in kept.items()}
-    return [(x, ones[shape]) for shape, x in kept.items()]
+      kept.append(residual_storage.to_int8(jnp.ones(shape), lanes))
+    return [(x, residual_storage.read_residual(x)) for x in kept]
 
   found = zip(SHAPES.items(), stored(np.zeros(2, np.uint32)), strict=True)
   for (shape, blocks), (kept, ones) in found:

@@ -6,23 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.core.state import seed_words
 from tests.support import modes, saved
 from tests.support.assertions import assert_same_bits
-
-WORKERS = 4
+from tests.support.cases.steps import N, put
 
 
 def loss_fn(params, batch):
   return sum(jnp.mean((batch @ leaf) ** 2) for leaf in jax.tree.leaves(params))
-
-
-def placed(tree, mesh, *spec):
-  return jax.device_put(tree, NamedSharding(mesh, *spec or (P(),)))
 
 
 def sent(**options):
@@ -32,9 +27,9 @@ def sent(**options):
 
 def test_residuals_that_are_not_stacked_are_refused_in_plain_jit():
   """Else each device would take the one residual for its own, typed as replicated."""
-  mesh, tx = modes.mesh(WORKERS, AxisType.Explicit), sent(axis_name=None)
+  mesh, tx = modes.mesh(N, AxisType.Explicit), sent(axis_name=None)
   first = {"w": np.ones((8, 256), np.float32)}
-  batch = placed(jnp.ones((8, 8)), mesh, P("data"))
+  batch = put(jnp.ones((8, 8)), mesh, "data")
   params, state = modes.placed(tx, first, mesh)
 
   def step(params, state, batch):
@@ -48,7 +43,7 @@ def test_residuals_that_are_not_stacked_are_refused_in_plain_jit():
 
 def test_parameters_of_the_shape_of_a_tile():
   """What an owner keeps has rows of 8 buckets of 512, as this parameter has."""
-  mesh = modes.mesh(WORKERS)
+  mesh = modes.mesh(N)
   optimizer = optax.chain(sent(exchange="two_shot"), optax.sgd(0.1))
   params, state = modes.placed(optimizer, {"w": jnp.ones((8, 8, 512))}, mesh)
   chex.assert_shape(state[0].server_residual[("data",)], (8, 8, 512))
@@ -58,7 +53,7 @@ def test_parameters_of_the_shape_of_a_tile():
 
 def test_a_parameter_may_have_the_name_of_a_field():
   """What owners keep is told from a residual by its place in the state."""
-  mesh, optimizer = modes.mesh(WORKERS), sent()
+  mesh, optimizer = modes.mesh(N), sent()
   params = {".memory": jnp.ones((8, 256)), "x.server_residual": jnp.ones(8)}
   step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
   with pytest.raises(ValueError, match=r"residual\['.memory'\] must stack"):
@@ -69,8 +64,8 @@ def test_orbax_restores_what_owners_of_two_axes_keep(tmp_path):
   """The keys of these arrays are tuples of axes, which a file can only spell."""
   axes, kinds = ("data", "model"), (AxisType.Explicit,) * 2
   mesh = jax.make_mesh((2, 2), axes, kinds, devices=jax.devices()[:4])
-  params = placed({"b": jnp.ones(4096)}, mesh)
-  params["w"] = placed(jnp.ones((64, 128)), mesh, P(None, "model"))
+  params = put({"b": jnp.ones(4096)}, mesh)
+  params["w"] = put(jnp.ones((64, 128)), mesh, None, "model")
   with jax.set_mesh(mesh):
     new = sent(exchange="two_shot", min_leaf_size=0).init(params)
   assert sorted(new.server_residual) == [("data",), axes]
@@ -88,7 +83,7 @@ def test_keys_are_copied_into_the_state(make):
   mesh, key = modes.mesh(2), make(3)
   parts = {name: sent(bits=8, key=key, feedback=None) for name in "xy"}
   optimizer = optax.chain(optax.partition(parts, {"a": "x", "b": "y"}), optax.sgd(1))
-  params = placed({"a": jnp.ones((8, 256)), "b": jnp.ones((8, 256))}, mesh)
+  params = put({"a": jnp.ones((8, 256)), "b": jnp.ones((8, 256))}, mesh)
   with jax.set_mesh(mesh):
     state = optimizer.init(params)
   step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)

@@ -32,9 +32,8 @@ def trace_updates(size, report):
     finally:
       sys.setprofile(None)
 
-  mapped = jax.shard_map(
-    update, mesh=modes.mesh(2), in_specs=P("data"), out_specs=P("data"), check_vma=False
-  )
+  specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
+  mapped = jax.shard_map(update, mesh=modes.mesh(2), **specs)
   # What earlier tests have traced would be taken from JAX's caches, without a call.
   jax.clear_caches()
   jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((2, size), jnp.float32))

@@ -7,8 +7,7 @@ import pytest
 from gradcomp import parallel
 from gradcomp.codecs import QSGD
 
-FOUR_BITS = QSGD(bits=4, bucket_size=32)
-GIVEN = {"axis_name": "data", "codec": FOUR_BITS}
+GIVEN = {"axis_name": "data", "codec": QSGD(bits=4, bucket_size=32)}
 SHARDS = {"params": QSGD(bits=8), "axis": 0}
 KEY = jax.random.PRNGKey(0)
 
