@@ -15,11 +15,10 @@ import gradcomp
 from gradcomp.codecs import Dense
 from tests.support.assertions import assert_same_bits
 from tests.support.cases import steps
+from tests.support.cases.local import local
 from tests.support.cases.parallel import numbers
 
-N = 4
-OVER = {"axis_name": "data"}
-dense = gradcomp.dense(**OVER)
+N, OVER, dense = steps.N, steps.OVER, steps.dense
 
 
 def loss_of_all(params, x, base):
@@ -157,15 +156,11 @@ def test_other_errors_of_a_loss_stay_what_they_are(problem):
     assert all(x.startswith("If the error above is about") for x in notes)
 
 
-def local(inner):
-  given = {"every": 1, "codec": Dense()} | OVER
-  return gradcomp.local.local_steps(inner, optax.sgd(1.0), **given)
-
-
 def test_a_function_that_update_is_given(problem):
   """A line search of each worker reads its rows as leaves, and not in a closure."""
   mesh, params, x, base = problem
-  tx = local(optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(8)))
+  inner = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(8))
+  tx = local(inner, optax.sgd(1.0), Dense(), every=1)
 
   def step(given, params, state, x, base):
     value, grads = gradcomp.value_and_grad(tree_of(base), **OVER)(params, x)

@@ -17,9 +17,10 @@ import gradcomp
 from gradcomp._src.core.state import states_in
 from gradcomp.codecs import QSGD, Dense
 from tests.plugins.slow_cases import slow
+from tests.support import laws
 from tests.support.assertions import assert_same_bits, says
 
-OVER = {"axis_name": "data"}
+OVER, HOSTS = {"axis_name": "data"}, ("host", "data")
 SHAPES = {"w": (64, 256), "b": (256,), "v": (256, 32), "c": (32,)}
 SPECS = {"w": P(None, "model"), "b": P("model"), "v": P("model"), "c": P()}
 FOUR = functools.partial(gradcomp.qsgd, bits=4, bucket_size=64)
@@ -37,9 +38,7 @@ def place(tree, mesh, specs):
 
 
 def normal(seed, *lead):
-  rng = np.random.default_rng(seed)
-  draw = lambda shape: rng.standard_normal((*lead, *shape)).astype(np.float32) / 8
-  return {name: draw(shape) for name, shape in SHAPES.items()}
+  return jax.tree.map(lambda x: x / 8, laws.tree(SHAPES, *lead, seed=seed))
 
 
 def linear_loss(params, rows):
@@ -61,19 +60,15 @@ CASES = {
   "redsync": gradcomp.redsync(density=0.05, **OVER),
   "powersgd": gradcomp.powersgd(rank=2, **OVER),
   "zero": gradcomp.parallel.zero(SGD, grads=QSGD(), params=QSGD(bits=8), **OVER),
-  "hierarchical": FOUR(
-    feedback="error", exchange="hierarchical", axis_name=("host", "data")
-  ),
+  "hierarchical": FOUR(feedback="error", exchange="hierarchical", axis_name=HOSTS),
 }
-
-
 MODEL = {"data": 4, "model": 2}
 shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
 
 
 def stepper(name, mesh, by="jit"):
   """A step in plain jit or of ``make_train_step``, and what it takes."""
-  axis_name = ("host", "data") if name == "hierarchical" else "data"
+  axis_name = HOSTS if name == "hierarchical" else "data"
   tx, kind, over = CASES[name], mesh.axis_types[0], {"axis_name": axis_name}
   tx = optax.chain(tx, *[] if name in ("zero", "guarded") else [SGD])
   specs = None if kind == AxisType.Explicit else SPECS
@@ -149,10 +144,8 @@ def test_a_training_has_the_bits_and_bytes_of_explicit_axes(name, by):
   if by == "jit" or name == "hierarchical":
     return  # types send the loss otherwise
   # A number of a byte says whether a step was finite, of all devices of some axes.
-  bytes_of = lambda x: sum(
-    c.bytes_sent for c in x["data"].collectives if c.dtype != "u8"
-  )
-  assert bytes_of(sent) == bytes_of(explicit) > 0
+  each = lambda x: [c.bytes_sent for c in x["data"].collectives if c.dtype != "u8"]
+  assert sum(each(sent)) == sum(each(explicit)) > 0
 
 
 def test_a_state_has_the_residual_of_each_shard():
@@ -217,9 +210,8 @@ def test_an_inspection_of_shards_is_that_of_explicit_axes():
 
 
 def gradients(params, param_specs, rows):
-  return gradcomp.value_and_grad(linear_loss, param_specs=param_specs, **OVER)(
-    params, rows
-  )[1]
+  grad_fn = gradcomp.value_and_grad(linear_loss, param_specs=param_specs, **OVER)
+  return grad_fn(params, rows)[1]
 
 
 def shapes(params, param_specs):
@@ -254,9 +246,7 @@ def test_a_state_of_other_shards_is_an_error(name):
   with jax.set_mesh(mesh):
     states = {None: tx.init(params), "model": gradcomp.init_state(tx, params, **OVER)}
   for made, given in ((None, SPECS), ("model", P())):
-    update = lambda rows, state, x=given: tx.update(
-      gradients(params, x, rows), state, params
-    )
+    update = lambda rows, s, x=given: tx.update(gradients(params, x, rows), s, params)
     with pytest.raises(ValueError, match=says("gradcomp.init_state", "param_specs")):
       jax.eval_shape(update, normal(1, 4), states[made])
 

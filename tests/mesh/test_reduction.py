@@ -1,7 +1,4 @@
-"""Addends of plain jit are reduced over the axes of their types, and those alone.
-
-And jax.vmap over a step in plain jit trains an ensemble, each member as if alone.
-"""
+"""Addends of plain jit are reduced over the axes of their types, and those alone."""
 
 import functools
 
@@ -16,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp.exchange import TwoShot
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.steps import OVER, N, explicit_mesh, put, unreduced_axes
 
@@ -29,11 +26,8 @@ def linear_loss(params, batch):
 
 
 def linear(workers):
-  rng = np.random.default_rng(3)
-  shapes = {"w": (40, 30), "b": (77,), "s": ()}
-  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-  rows = {name: draw(workers, *shape) for name, shape in shapes.items()}
-  return {name: np.ones(shape, np.float32) for name, shape in shapes.items()}, rows
+  rows = laws.tree({"w": (40, 30), "b": (77,), "s": ()}, workers, seed=3)
+  return jax.tree.map(lambda x: np.ones_like(x[0]), rows), rows
 
 
 def update_in_jit(txs, mesh, axis_name):
@@ -108,8 +102,7 @@ def test_reduced_gradients_are_refused():
   with jax.set_mesh(mesh):
     state = tx.init(put(params, mesh))
   update = lambda params, rows: tx.update(jax.grad(linear_loss)(params, rows), state)
-  message = r"gradcomp\.value_and_grad.*defer_reduction"
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=r"gradcomp\.value_and_grad.*defer_reduction"):
     jax.eval_shape(jax.jit(update), put(params, mesh), put(rows, mesh, "data"))
 
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
@@ -21,9 +21,9 @@ from gradcomp.codecs import QSGD, Dense
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, says
+from tests.support.cases import zero
+from tests.support.cases.steps import OVER, N, put
 
-WORKERS = 4
-OVER = {"axis_name": "data"}
 CODEC = QSGD(bits=4, rounding="nearest")  # bits are then no matter of leaves' names
 
 
@@ -55,10 +55,7 @@ class Linear(nnx.Module):
     self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 
 
-def arrays():
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32))
-  return {"b": normal(4), "w": normal(64, 4)}
+arrays = functools.partial(zero.tree, 0, {"b": (4,), "w": (64, 4)})
 
 
 def twice(x):
@@ -99,8 +96,7 @@ def trained(tree):
 
 def local(tx, axis_name, x, trees):
   """Updates of each tree on one worker, whose state is made there."""
-  options = {"axis_name": axis_name, "accumulate": 2}
-  grad_fn = gradcomp.value_and_grad(loss_fn, **options)
+  grad_fn = gradcomp.value_and_grad(loss_fn, axis_name=axis_name, accumulate=2)
   return [tx.update(grad_fn(y, x)[1], tx.init(y), y)[0] for y in trees]
 
 
@@ -109,10 +105,10 @@ def updates_in(place, tx, x, trees):
     return jax.jit(lambda x: local(tx, None, x, trees))(x)
   if place == "vmap":
     own = lambda x: local(tx, "data", x, trees)
-    found = jax.jit(jax.vmap(own, **OVER))(x.reshape(WORKERS, -1, x.shape[-1]))
+    found = jax.jit(jax.vmap(own, **OVER))(x.reshape(N, -1, x.shape[-1]))
     return jax.tree.map(lambda x: x[0], found)
   kind = AxisType.Explicit if place == "explicit" else AxisType.Auto
-  with jax.set_mesh(modes.mesh(WORKERS, kind)):
+  with jax.set_mesh(modes.mesh(N, kind)):
     parts, others = eqx.partition(trees, eqx.is_array)
     steps = lambda parts, x: local(tx, "data", x, eqx.combine(parts, others))
     return jax.jit(steps)(parts, jax.device_put(x, P("data")))
@@ -135,12 +131,10 @@ def test_updates_are_those_of_a_dict_in_the_tree_that_was_given(place):
 
 def over_mesh(kind, tree):
   """A mesh, the tree with its arrays on all of its devices, and a batch in parts."""
-  mesh = modes.mesh(WORKERS, kind)
+  mesh = modes.mesh(N, kind)
   x = np.random.default_rng(1).standard_normal((8, 64)).astype(np.float32)
-  put = lambda x: jax.device_put(x, NamedSharding(mesh, P()))
-  place = lambda x: put(x) if eqx.is_inexact_array(x) else x
-  batch = jax.device_put(x, NamedSharding(mesh, P("data")))
-  return mesh, jax.tree.map(place, tree), batch
+  place = lambda x: put(x, mesh) if eqx.is_inexact_array(x) else x
+  return mesh, jax.tree.map(place, tree), put(x, mesh, "data")
 
 
 STEPS = [(AxisType.Explicit, "adam"), (None, "adam")]
@@ -175,10 +169,9 @@ def test_a_train_step_returns_the_module_that_it_was_given(kind, name):
 
 
 dense, adamw = gradcomp.dense(**OVER), optax.adamw(0.1)
-of_codec = dict(grads=CODEC, params=CODEC, min_leaf_size=0)
 WRAPPED = {
   "clip": gradcomp.wrappers.clip_by_local_norm(0.5, **OVER),
-  "zero": gradcomp.parallel.zero(adamw, **of_codec, **OVER),
+  "zero": zero.coded(adamw, CODEC, min_leaf_size=0),
   "local_steps": gradcomp.local.local_steps(
     optax.adam(0.1), optax.sgd(0.7), every=1, codec=Dense(), **OVER
   ),
@@ -215,9 +208,8 @@ def test_every_transformation_takes_a_module():
 def test_what_is_not_trained_may_lie_on_the_mesh(kind):
   """A map takes it as an argument: JAX lets it close over no array of its mesh."""
   mesh, tree, x = over_mesh(kind, model())
-  place = lambda x: jax.device_put(x, NamedSharding(mesh, P()))
   arrays, others = eqx.partition(tree, eqx.is_array)
-  tree = eqx.combine(jax.tree.map(place, arrays), others)
+  tree = eqx.combine(put(arrays, mesh), others)
   loss = lambda tree, x: loss_fn(tree, x) * tree.count[1]
   specs = jax.tree.map(lambda _: P(), trained(tree)) if kind == AxisType.Auto else None
   grad_fn = gradcomp.value_and_grad(loss, param_specs=specs, **OVER)
@@ -230,7 +222,7 @@ def test_reports_and_checkpoints_take_a_module():
   """As the arrays that are trained, of which each knows the structure, or the names."""
   tx = gradcomp.qsgd(bits=4, feedback="error", min_leaf_size=0, **OVER)
   mesh, tree, _ = over_mesh(AxisType.Auto, model())
-  workers = {"workers": WORKERS}
+  workers = {"workers": N}
   with jax.set_mesh(mesh):
     state = tx.init(tree)
     shapes_of = functools.partial(gradcomp.checkpoint.state_shapes, **OVER)
@@ -247,7 +239,7 @@ def test_reports_and_checkpoints_take_a_module():
   *_, found = jax.eval_shape(inspect, trained(tree), alone.init(trained(tree)))
   assert [*found.leaves] == [".b", ".w"]
   ones = jax.tree.map(lambda x: x + 1, state)
-  moved = gradcomp.reshard_state(tx, tree, ones, old_workers=WORKERS, workers=2, **OVER)
+  moved = gradcomp.reshard_state(tx, tree, ones, old_workers=N, workers=2, **OVER)
   assert moved.residual.w.shape == (128, 4)
   assert np.sum(moved.residual.w) == np.sum(ones.residual.w)
 
@@ -264,7 +256,7 @@ def test_a_reduction_is_deferred_for_what_is_trained():
 
   specs = {"in_specs": P("data"), "out_specs": P("data")}
   grads = jax.eval_shape(jax.shard_map(worker, mesh=mesh, **specs), x)
-  assert grads.w.shape == (WORKERS, 64, 4)  # no worker's is that of all
+  assert grads.w.shape == (N, 64, 4)  # no worker's is that of all
 
 
 def test_a_wire_report_takes_what_equinox_lowers():

@@ -12,14 +12,13 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from tests.support import modes
+from tests.support.cases.steps import OVER, N, put
 
-N = 4
-OVER = {"axis_name": "data"}
 CUT = P("data", None)
 WHOLE = {"w": np.ones((64, 64), np.float32)}
 # Every sentence names the leaf, the axis and the cure.
@@ -30,8 +29,7 @@ residual4 = functools.partial(gradcomp.qsgd, bits=4, feedback="error")
 
 def problem(mesh, spec=CUT):
   batch = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
-  place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-  return {"w": place(WHOLE["w"], spec)}, place(batch, P("data"))
+  return put(WHOLE, mesh, *spec), put(batch, mesh, "data")
 
 
 def loss_fn(params, batch):
@@ -47,10 +45,8 @@ def of_rows(step, mesh, check_vma, *specs, cut=CUT):
 def sharded_step(tx, state, mesh):
   """As FSDP is written: JAX reduces the gradient and gives each worker its rows."""
   gathered = lambda params: {"w": lax.all_gather(params["w"], "data", tiled=True)}
-  loss = lambda params, batch: loss_fn(gathered(params), batch)
-  step = lambda params, state, batch: tx.update(
-    jax.grad(loss)(params, batch), state, params
-  )[0]
+  grad = jax.grad(lambda params, batch: loss_fn(gathered(params), batch))
+  step = lambda params, state, x: tx.update(grad(params, x), state, params)[0]
   return of_rows(step, mesh, True, gradcomp.state_specs(state, **OVER), P("data"))
 
 
