@@ -5,16 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, says
-from tests.support.cases.steps import explicit_mesh
+from tests.support.cases.steps import N, explicit_mesh, put
 
-WORKERS = 4
 LABELS = {"body": "frozen", "head": "train"}
 TRAINED = {"body": False, "head": True}
 FROZEN = {"body": True, "head": False}
@@ -40,17 +39,16 @@ def loss_fn(params, x):
 def problem():
   rng = np.random.default_rng(0)
   normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-  return {"body": normal(64, 64), "head": normal(64, 64)}, normal(8 * WORKERS, 64)
+  return {"body": normal(64, 64), "head": normal(64, 64)}, normal(8 * N, 64)
 
 
 def compiled(mode, optimizer, params, x):
   """A compiled step of a mode with one program, and its arguments."""
   explicit = mode.endswith("explicit")
-  mesh = modes.mesh(WORKERS, AxisType.Explicit if explicit else AxisType.Auto)
-  place = lambda tree, *spec: jax.device_put(tree, NamedSharding(mesh, P(*spec)))
+  mesh = modes.mesh(N, AxisType.Explicit if explicit else AxisType.Auto)
+  params, x = put(params, mesh), put(x, mesh, "data")
   with jax.set_mesh(mesh):
-    state = optimizer.init(place(params))
-  args = place(params), state, place(x, "data")
+    state = optimizer.init(params)
   run = modes.user_step(loss_fn, optimizer)
   if mode.startswith("train_step"):
     options = {"axis_name": "data", "mesh": mesh, "donate": False}
@@ -60,7 +58,7 @@ def compiled(mode, optimizer, params, x):
     places = dict(in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P()))
     run = jax.shard_map(run, mesh=mesh, check_vma=mode == "shard_map", **places)
   run = run if hasattr(run, "lower") else jax.jit(run)
-  return run.lower(*args).compile(), args
+  return run.lower(params, state, x).compile(), (params, state, x)
 
 
 DOORS = (modes.EXPLICIT, modes.AUTO, "shard_map", "train_step")
@@ -79,7 +77,7 @@ def test_a_frozen_leaf_stays_and_is_not_sent(mode, kind):
   after, *_ = run(after, state, rows)
   assert_same_bits(after["body"], params["body"])
   assert np.abs(after["head"] - params["head"]).mean() > 0.1  # two steps of Adam
-  explained = gradcomp.explain(optimizer, params, workers=WORKERS)
+  explained = gradcomp.explain(optimizer, params, workers=N)
   assert [leaf.path for leaf in explained.leaves] == ["['head']"]
   # Beside it there is the mean of the loss: an all-reduce of 4 bytes sends 6.
   assert gradcomp.wire_report(run).bytes_sent == explained.bytes_sent + 6
@@ -102,15 +100,15 @@ def test_a_train_step_refuses_a_leaf_that_nobody_has_averaged():
 
 def test_a_frozen_leaf_that_another_axis_cuts_stays_so():
   mesh = explicit_mesh((2, 2), ("data", "model"))
-  put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
   params, x = problem()
-  params = {"head": put(params["head"], None, "model"), "body": put(x[0], "model")}
+  params = {"head": put(params["head"], mesh, None, "model")}
+  params["body"] = put(x[0], mesh, "model")
   loss = lambda params, x: jnp.mean((x @ params["head"]) * params["body"])
   optimizer = allowed(partitioned)
   with jax.set_mesh(mesh):
     state = optimizer.init(params)
   step = jax.jit(modes.user_step(loss, optimizer))
-  after, *_ = step(params, state, put(x, "data"))
+  after, *_ = step(params, state, put(x, mesh, "data"))
   assert_same_bits(after["body"], params["body"])
   for name, leaf in params.items():
     assert after[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)

@@ -1,6 +1,5 @@
 """Recipes take the options of ``compress``, each by its name, and refuse all others."""
 
-import dataclasses
 import inspect
 import re
 import typing
@@ -13,6 +12,7 @@ import gradcomp
 from gradcomp._src.parallel import options
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp._src.transforms.options import ExchangeOptions
+from tests.support import factories
 from tests.support.assertions import assert_equal, says
 from tests.support.cases.recipe import NEEDED, RECIPES, make
 
@@ -21,11 +21,6 @@ OPTIONS = {
   for name, parameter in inspect.signature(gradcomp.compress).parameters.items()
   if parameter.kind is parameter.KEYWORD_ONLY
 }
-CODECS = [
-  value
-  for value in vars(gradcomp.codecs).values()
-  if dataclasses.is_dataclass(value) and hasattr(value, "bind")
-]
 # RedSync has a feedback of its own.
 OWN = {"redsync": {"feedback"}}
 
@@ -70,19 +65,16 @@ def test_signatures_name_every_option(name):
   assert set(kind.__annotations__) == set(shared)
 
 
-def entries(documented, title):
-  """The entries of a section of a docstring, each in one line, by name."""
-  text = inspect.getdoc(documented) + "\n\n"
-  (section,) = re.findall(rf"^{title}:\n(.*?)\n\n", text, re.M | re.S)
-  return dict(re.findall(r"^  (\w+): (.*)", re.sub(r"\n {4,}", " ", section), re.M))
-
-
-@pytest.mark.parametrize("described", [*RECIPES.values(), *CODECS])
+@pytest.mark.parametrize("described", [*RECIPES.values(), *factories.codecs()])
 def test_help_explains_every_argument_and_field(described):
   """In the order of the signature, and with the default that it has there."""
   parameters = inspect.signature(described).parameters
   title = "Attributes" if inspect.isclass(described) else "Args"
-  told = entries(described, title) if parameters else {}
+  text = inspect.getdoc(described) + "\n\n"
+  sections = re.findall(rf"^{title}:\n(.*?)\n\n", text, re.M | re.S)
+  assert len(sections) == (len(parameters) > 0)
+  entries = re.sub(r"\n {4,}", " ", "".join(sections))  # each in one line
+  told = dict(re.findall(r"^  (\w+): (.*)", entries, re.M))
   assert [*told] == [*parameters]
   for argument, text in told.items():
     default = parameters[argument].default

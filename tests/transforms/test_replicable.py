@@ -13,17 +13,16 @@ from gradcomp.codecs import QSGD
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
+from tests.support.cases.local import local
+from tests.support.cases.steps import OVER, N
+from tests.support.cases.zero import coded
 
-WORKERS = 4
-OVER = {"axis_name": "data"}
 PARAMS = {"b": np.ones(64, np.float32), "w": np.ones((96, 64), np.float32)}
 replicable, init_state = gradcomp.wrappers.replicable, gradcomp.init_state
 
 # What flax.jax_utils.replicate does, but for devices.
-copies = lambda tree, n=WORKERS: jax.tree.map(lambda x: jnp.stack([x] * n), tree)
-zero = lambda inner: gradcomp.parallel.zero(
-  inner, grads=QSGD(bits=4), params=QSGD(bits=8), **OVER
-)
+copies = lambda tree, n=N: jax.tree.map(lambda x: jnp.stack([x] * n), tree)
+zero = lambda inner: coded(inner, QSGD(bits=4), QSGD(bits=8))
 sent = lambda exchange, **options: gradcomp.qsgd(
   bits=4, exchange=exchange, **{"feedback": "error"} | options, **OVER
 )
@@ -40,9 +39,7 @@ ALIKE = {
   "low rank": lambda: gradcomp.powersgd(rank=2, **OVER),
   "sampled": lambda: gradcomp.topk(density=0.1, selection="sampled", **OVER),
   "zero": lambda: zero(optax.adam(0.1)),
-  "local": lambda: gradcomp.local.local_steps(
-    optax.adam(0.1), optax.sgd(0.7), every=2, codec=QSGD(bits=4), **OVER
-  ),
+  "local": lambda: local(optax.adam(0.1), optax.sgd(0.7), QSGD(bits=4), every=2),
 }
 # The first state of schedule_free has the parameters, of which a worker owns some.
 ROWS = lambda: zero(optax.contrib.schedule_free(optax.sgd(0.1), 0.1))
@@ -58,8 +55,8 @@ def test_a_state_from_outside_has_the_bits_of_an_init_in_the_map(name):
   """Stacked, or copied to the workers, but where it differs between them."""
   tx = optax.chain((ALIKE | {"rows": ROWS})[name](), optax.scale(1.0))
   expected = inside(tx)
-  assert_same_bits(init_state(tx, PARAMS, replicate=WORKERS, **OVER), expected)
-  outside = replicable(tx, workers=WORKERS, **OVER)
+  assert_same_bits(init_state(tx, PARAMS, replicate=N, **OVER), expected)
+  outside = replicable(tx, workers=N, **OVER)
   if name != "rows":
     assert_same_bits(copies(outside.init(PARAMS)), expected)
     return
@@ -72,7 +69,7 @@ def test_the_cure_in_the_error_trains_with_the_bits_of_an_init_in_the_map():
   """A program that copies its state is told one line, and that line serves."""
   optimizer = optax.chain(ALIKE["two_shot"](), optax.scale(-0.1))
   rng = np.random.default_rng(0)
-  normal = lambda x: np.float32(rng.standard_normal((WORKERS, *x.shape)))
+  normal = lambda x: np.float32(rng.standard_normal((N, *x.shape)))
   grads = [jax.tree.map(normal, PARAMS) for _ in range(3)]
   step = jax.pmap(optimizer.update, axis_name="data")
   with pytest.raises(ValueError, match=r"copies one state") as found:
@@ -93,7 +90,7 @@ def test_the_cure_in_the_error_trains_with_the_bits_of_an_init_in_the_map():
 def test_inside_of_a_map_the_workers_are_counted():
   """Not those of the program outside; a mesh that is set is no map."""
   tx = ALIKE["two_shot"]()
-  outside = replicable(tx, workers=WORKERS, **OVER)
+  outside = replicable(tx, workers=N, **OVER)
   given = jax.eval_shape(lambda: copies(PARAMS, 2))
   of = lambda tx: jax.eval_shape(jax.vmap(tx.init, axis_name="data"), given)
   assert of(outside) == of(tx)

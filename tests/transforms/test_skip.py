@@ -8,7 +8,7 @@ import pytest
 
 import gradcomp
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 
 WORKERS = 4
@@ -23,8 +23,7 @@ skipping = gradcomp.skip_nonfinite(chained, 2, axis_name="data")
 
 def gradients(seed, bad=None):
   """Of four workers, the third of which may hold one number that is bad."""
-  rng = np.random.default_rng(seed)
-  w = rng.standard_normal((WORKERS, 32, 64)).astype(np.float32)
+  w = laws.tree({"w": (32, 64)}, WORKERS, seed=seed)["w"]
   if bad is not None:
     w[2, 3, 4] = bad
   return {"w": w, "b": w[:, 0]}

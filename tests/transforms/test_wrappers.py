@@ -6,36 +6,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 import gradcomp
 from gradcomp.codecs import Dense
-from gradcomp.parallel import zero
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import says
+from tests.support.cases.local import local
+from tests.support.cases.steps import OVER, N, dense, put
+from tests.support.cases.zero import coded
 from tests.support.option_fields import with_options
 
-N, ROWS = 4, 4
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-OVER = {"axis_name": "data"}
-CODECS = {"grads": Dense(), "params": Dense(), **OVER}
-dense = gradcomp.dense(**OVER)
+PLAIN = optax.sgd(1.0)
 plateau = lambda **options: contrib.reduce_on_plateau(patience=1, **options)
 adam = lambda: optax.chain(optax.adam(0.1), plateau(rtol=0.5))
 searched = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(8))
 
 
-zeroed = lambda inner: zero(inner, **CODECS)
+zeroed = lambda inner: coded(inner, Dense())
 skipped = lambda inner: gradcomp.skip_nonfinite(optax.chain(dense, inner), 3, **OVER)
 switched = lambda x: optax.chain(dense, gradcomp.wrappers.switch([1], [x, x]))
-
-
-def local(inner, outer=None, every=2):
-  outer = optax.sgd(1.0) if outer is None else outer
-  return gradcomp.local.local_steps(inner, outer, every=every, codec=Dense(), **OVER)
 
 
 def frozen(inner):
@@ -51,13 +45,13 @@ def loss_fn(params, x):
 def problem():
   rng = np.random.default_rng(0)
   normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-  return {"w": normal(8, 8) / 4, "v": np.float32(0)}, normal(N * ROWS, 8)
+  return {"w": normal(8, 8) / 4, "v": np.float32(0)}, normal(4 * N, 8)
 
 
 def started(tx, kind=EXPLICIT, **options):
   """Parameters and state on a mesh, and a train step."""
   mesh = modes.mesh(N, kind)
-  params = jax.device_put(problem()[0], NamedSharding(mesh, P()))
+  params = put(problem()[0], mesh)
   options = with_options(gradcomp.TrainOptions, options) | OVER
   with jax.set_mesh(mesh):
     state = tx.init(params)
@@ -123,7 +117,7 @@ def test_optimizers_see_the_loss_of_the_whole_batch(around, inner, options):
 @pytest.mark.parametrize("inner", [optax.polyak_sgd(), *slow((searched,))])
 def test_in_local_steps_it_is_the_workers_own(inner):
   params, x = problem()
-  after, *_ = train(local(inner, every=1), steps=1)
+  after, *_ = train(local(inner, PLAIN, Dense(), every=1), steps=1)
   state = inner.init(params)
   ends = [stepped(inner, params, state, rows)[0]["w"] for rows in np.split(x, N)]
   np.testing.assert_allclose(after["w"], np.mean(ends, axis=0), atol=1e-6)
@@ -133,7 +127,7 @@ def test_branches_of_optax_run_in_local_steps_and_outside_of_them():
   """Each worker has a scale of its own, and ``outer`` sees the mean of the losses."""
   inner = optax.chain(optax.sgd(0.1), plateau(cooldown=1))
   outer = optax.chain(optax.sgd(1.0), plateau())
-  _, state, metrics = train(local(inner, outer), steps=2)
+  _, state, metrics = train(local(inner, outer, Dense(), every=2), steps=2)
   own = state.own.inner_state[1].best_value
   assert own.shape == (N,) and len(np.unique(own)) == N
   seen = state.fragments[0].outer_state[1].best_value
@@ -167,15 +161,13 @@ def test_a_step_takes_other_arguments():
 injected = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
 SET = {
   "zero": zeroed(injected),
-  "local_steps": local(injected, every=1),
-  "outer": local(optax.sgd(0.1), injected, every=1),
+  "local_steps": local(injected, PLAIN, Dense(), every=1),
+  "outer": local(optax.sgd(0.1), injected, Dense(), every=1),
   "skip": skipped(injected),
   "switch": switched(injected),
   "frozen": frozen(injected),
 }
 half = lambda state: optax.tree.set(state, learning_rate=jnp.float32(0.05))
-
-
 STEP = [(name, "step") for name in SET]
 JIT = [(name, "jit") for name in ("local_steps", "zero", "skip")]
 
@@ -205,7 +197,7 @@ def test_a_map_of_ones_own_wants_a_rate_for_each_worker():
 PRODIGY = contrib.prodigy()
 KEEPING = {
   "once": optax.chain(dense, PRODIGY),
-  "local": local(optax.sgd(0.1), PRODIGY),
+  "local": local(optax.sgd(0.1), PRODIGY, Dense(), every=2),
   "twice": optax.chain(dense, PRODIGY, PRODIGY),
 }
 
@@ -223,10 +215,9 @@ def test_what_is_donated_twice_is_copied(name):
 def test_what_shares_a_buffer_with_a_donated_array_is_copied():
   """JAX's ``device_put`` to the same places in other words returns such an array."""
   mesh, (params, x) = modes.mesh(1, AUTO), problem()
-  place = lambda w, *spec: jax.device_put(w, NamedSharding(mesh, P(*spec)))
-  kept = place(params["w"])
-  params = {"w": place(kept, None, None), "v": place(params["v"])}
-  start = place(kept, None)
+  kept = put(params["w"], mesh)
+  params = {"w": put(kept, mesh, None, None), "v": put(params["v"], mesh)}
+  start = put(kept, mesh, None)
   assert params["w"] is not kept and start is not kept
   loss = lambda params, x, start: loss_fn(params, x) + jnp.sum(start)
   keep = optax.GradientTransformation(lambda p: kept, lambda u, s, p=None: (u, s))
@@ -238,8 +229,8 @@ def test_what_shares_a_buffer_with_a_donated_array_is_copied():
 
 INJECTED = {
   "zero": lambda rate: zeroed(optax.adam(rate)),
-  "local": lambda rate: local(optax.adam(rate), every=1),
-  "outer": lambda rate: local(optax.sgd(0.1), optax.sgd(rate), every=1),
+  "local": lambda rate: local(optax.adam(rate), PLAIN, Dense(), every=1),
+  "outer": lambda rate: local(optax.sgd(0.1), optax.sgd(rate), Dense(), every=1),
   "skip": lambda rate: skipped(optax.sgd(rate)),
 }
 
