@@ -31,21 +31,10 @@ def test_it_is_reduce_mean():
   np.testing.assert_allclose(narrow(got), narrow(expected), rtol=2**-7, atol=1e-7)
 
 
-def reduced(delta, kept):
-  return drjax.reduce_mean(delta), kept
-
-
-def compressed(codec):
-  given = {"codec": codec, "mesh_axis": "diloco"}
-  return lambda delta, kept: gradcomp.mean_over(delta, state=kept, **given)
-
-
 def diloco(reduce):
   """A step as MaxText takes it: of each worker, and each fifth time of all."""
   outer = optax.sgd(0.6, 0.3, nesterov=True)
-
-  def loss_fn(w, x):
-    return jnp.mean((x @ w - x[:, ::-1]) ** 2)
+  loss_fn = lambda w, x: jnp.mean((x @ w - x[:, ::-1]) ** 2)
 
   def local_step(w, x):
     loss, grad = jax.value_and_grad(loss_fn)(w, x)
@@ -72,8 +61,12 @@ def diloco(reduce):
   return step, outer
 
 
-def trained(reduce, codec=None):
+def trained(codec=None):
   """The losses of a training, and the bytes that a synchronization sends."""
+  given = {"codec": codec, "mesh_axis": "diloco"}
+  reduce = lambda delta, kept: (drjax.reduce_mean(delta), kept)
+  if codec is not None:
+    reduce = lambda delta, kept: gradcomp.mean_over(delta, state=kept, **given)
   mesh = modes.mesh(WORKERS, AxisType.Auto, axis_name="diloco")
   put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
   step, outer = diloco(reduce)
@@ -82,7 +75,6 @@ def trained(reduce, codec=None):
     params = put(jnp.zeros((64, 64)))
     inner = put(jnp.zeros((WORKERS, 64, 64)), "diloco")
     state = {"params": params, "inner": inner, "momentum": outer.init(params)}
-    given = {"codec": codec, "mesh_axis": "diloco"}
     kept = None if codec is None else gradcomp.local.mean_state(inner, **given)
     state = state | {"kept": kept, "count": jnp.int32(0)}
     batches = [put(x.astype(np.float32), "diloco") for x in data]
@@ -96,9 +88,9 @@ def trained(reduce, codec=None):
 
 def test_one_line_of_diloco_sends_four_bits():
   """It trains as float32 does, and sends a quarter of its bytes in one stage."""
-  losses, sent = trained(reduced)
-  exact, exact_sent = trained(compressed(Dense()), Dense())
-  few, few_sent = trained(compressed(QSGD(bits=4)), QSGD(bits=4))
+  losses, sent = trained()
+  exact, exact_sent = trained(Dense())
+  few, few_sent = trained(QSGD(bits=4))
   assert losses[-1] < losses[0] / 50
   # Eight sums of four numbers in another order, each off by up to 2**-22.
   np.testing.assert_allclose(exact, losses, rtol=1e-4)

@@ -7,54 +7,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense, OneBit, TopK
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
+from tests.support.cases.steps import put
 
 ROWS = 4
 QSGD4 = QSGD(bits=4)
-STATIC = ("axis", "mesh_axis")
 
 
-def stacked(seed=0, rows=ROWS):
+def stacked(seed):
   """Draws rows; two_shot sends the mean of the first leaf in a second stage."""
-  rng = np.random.default_rng(seed)
-  normal = lambda *shape: rng.standard_normal((rows, *shape)).astype(np.float32)
-  return {"w": normal(256, 512), "rest": (normal(77), normal())}
+  drawn = laws.tree({"w": (256, 512), "b": (77,), "s": ()}, ROWS, seed=seed)
+  return {"w": drawn["w"], "rest": (drawn["b"], drawn["s"])}
 
 
 TREES = [stacked(0), stacked(1)]
 
 
-def on_a_mesh(kind):
-  """The devices of a place, and a tree's rows on them."""
-  mesh = modes.mesh(ROWS, kind)
-  put = lambda tree: jax.device_put(tree, NamedSharding(mesh, P("data")))
-  return mesh, put
-
-
-PLACES = ("one device", AxisType.Auto, AxisType.Explicit, "in a map")
-
-
 def started(place, codec):
   """``step(rows, state)``, its first state, and what puts rows where they lie."""
-  given, mesh, put = {"codec": codec}, contextlib.nullcontext(), lambda x: x
+  given, mesh, lay = {"codec": codec}, contextlib.nullcontext(), lambda x: x
   if place != "one device":
-    devices, put = on_a_mesh(AxisType.Auto if place == "in a map" else place)
+    devices = modes.mesh(ROWS, AxisType.Auto if place == "in a map" else place)
+    lay = lambda tree: put(tree, devices, "data")
     given, mesh = given | {"mesh_axis": "data"}, jax.set_mesh(devices)
   with mesh:
-    state = gradcomp.local.mean_state(put(TREES[0]), **given)
+    state = gradcomp.local.mean_state(lay(TREES[0]), **given)
   step = lambda x, s: gradcomp.mean_over(x, state=s, **given)
   if place == "in a map":
     specs = gradcomp.state_specs(state, axis_name="data")
     io = {"in_specs": (P("data"), specs), "out_specs": (P(), specs)}
     step = jax.shard_map(step, mesh=devices, **io)
-  return jax.jit(step), state, put
+  return jax.jit(step), state, lay
 
 
 @pytest.mark.bits
@@ -66,14 +56,14 @@ def test_rows_are_the_workers_of_an_exchange(codec):
   first = lambda tree: jax.tree.map(lambda x: x[0], tree)
   told = gradcomp.explain(tx, first(TREES[0]), workers=ROWS).bytes_sent
   residuals = jax.tree.leaves(expected.state.residual)
-  for place in PLACES:
-    step, state, put = started(place, codec)
+  for place in ("one device", AxisType.Auto, AxisType.Explicit, "in a map"):
+    step, state, lay = started(place, codec)
     if place == AxisType.Auto:
-      with jax.set_mesh(on_a_mesh(place)[0]):
+      with jax.set_mesh(modes.mesh(ROWS, place)):
         assert_same_bits(state, tx.init(first(TREES[0])))
-      assert gradcomp.wire_report(step.lower(put(TREES[0]), state)).bytes_sent == told
+      assert gradcomp.wire_report(step.lower(lay(TREES[0]), state)).bytes_sent == told
     for tree, output in zip(TREES, expected.outputs, strict=True):
-      mean, state = step(put(tree), state)
+      mean, state = step(lay(tree), state)
       assert_same_bits(mean, first(output))
     kept = zip(jax.tree.leaves(state.residual), residuals, strict=True)
     assert_same_bits([x.reshape(y.shape) for x, y in kept], residuals)
@@ -84,33 +74,31 @@ def test_rows_may_lie_on_any_axis():
   axis = -1
   tree = {"w": TREES[0]["w"][:, :64], "rest": (TREES[0]["rest"][0],)}
   turned = jax.tree.map(lambda x: np.moveaxis(x, 0, axis), tree)
-  mean = jax.jit(
-    functools.partial(gradcomp.mean_over, codec=QSGD4), static_argnames=STATIC
-  )
+  coded = functools.partial(gradcomp.mean_over, codec=QSGD4)
+  mean = jax.jit(coded, static_argnames=("axis", "mesh_axis"))
   key = jax.random.key(1)
   expected = mean(tree, key=key)
   assert_same_bits(mean(turned, axis=axis, key=key), expected)
-  spec = lambda x: P(*[None] * (axis % x.ndim), "data")
   for kind in (AxisType.Auto, AxisType.Explicit):
-    mesh, _ = on_a_mesh(kind)
-    put = lambda x, mesh=mesh: jax.device_put(x, NamedSharding(mesh, spec(x)))
-    on_mesh = mean(jax.tree.map(put, turned), axis=axis, key=key, mesh_axis="data")
+    mesh = modes.mesh(ROWS, kind)
+    place = lambda x, mesh=mesh: put(x, mesh, *[None] * (axis % x.ndim), "data")
+    on_mesh = mean(jax.tree.map(place, turned), axis=axis, key=key, mesh_axis="data")
     assert_same_bits(on_mesh, expected)
 
 
 def test_several_rows_of_a_device_are_one_message():
   """Their mean in their dtype is sent; one row more costs no byte."""
   dtype = jnp.bfloat16
-  _, put = on_a_mesh(AxisType.Auto)
+  place = lambda tree: put(tree, modes.mesh(ROWS), "data")
   one = {"w": jnp.asarray(TREES[0]["w"][:, :64], dtype)}
   factors = jnp.asarray([0, 2] * ROWS, dtype)[:, None, None]
   several = {"w": factors * jnp.repeat(one["w"], 2, 0)}  # whose means are exact
   given = {"codec": QSGD4, "key": jax.random.key(2), "mesh_axis": "data"}
   step = jax.jit(lambda x: gradcomp.mean_over(x, **given))
-  got = step(put(several))
+  got = step(place(several))
   assert got["w"].dtype == dtype
-  assert_same_bits(got, step(put(one)))
-  sent = [gradcomp.wire_report(step.lower(put(x))).bytes_sent for x in (several, one)]
+  assert_same_bits(got, step(place(one)))
+  sent = [gradcomp.wire_report(step.lower(place(x))).bytes_sent for x in (several, one)]
   assert sent[0] == sent[1]
 
 
@@ -128,8 +116,7 @@ SPECS = {"w": P(None, "model"), "rest": (P(), P())}
 def test_shards_of_a_model_are_encoded_where_they_lie(kind, rows, specs):
   """By the specs under Auto axes, and by the types under Explicit ones."""
   mesh = jax.make_mesh((ROWS, 2), ("data", "model"), (kind,) * 2)
-  put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, P("data", *spec)))
-  tree = jax.tree.map(put, rows, specs)
+  tree = jax.tree.map(lambda x, spec: put(x, mesh, "data", *spec), rows, specs)
   given = {"codec": QSGD4, "mesh_axis": "data"}
   given |= {"param_specs": specs} if kind == AxisType.Auto else {}
   with jax.set_mesh(mesh):
@@ -162,9 +149,8 @@ def test_without_a_state_it_is_unbiased():
 
 
 def test_rows_that_devices_cannot_share_are_named():
-  mesh, put = on_a_mesh(AxisType.Auto)
-  given = {"codec": Dense(), "mesh_axis": "data"}
+  mesh, given = modes.mesh(ROWS), {"codec": Dense(), "mesh_axis": "data"}
   with jax.set_mesh(mesh), pytest.raises(ValueError, match="4 devices .*got 6 rows"):
     gradcomp.mean_over(np.ones((6, 2), np.float32), **given)
   with pytest.raises(ValueError, match=r"under jax\.set_mesh"):
-    gradcomp.local.mean_state(put(np.ones((4, 2), np.float32)), **given)
+    gradcomp.local.mean_state(put(np.ones((4, 2)), mesh, "data"), **given)

@@ -47,10 +47,6 @@ def test_with_one_step_a_round_it_is_data_parallel_training(mode, inner):
   assert_same_bits(dict(got), jax.device_get(expected))
 
 
-def stacked(given):
-  return [flat(gradient) for gradient in given]
-
-
 def start_of(params):
   return np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
 
@@ -99,7 +95,7 @@ def test_rounds_are_those_of_the_paper(name):
   tx, shapes, oracle = make()
   params, given = tree(0, shapes), gradients(20 if shapes is PARTS else 10, shapes)
   got = [flat(held)[0] for held, _ in train(place, tx, params, given)]
-  expected = oracle(start_of(params), stacked(given), rate=0.1)
+  expected = oracle(start_of(params), [*map(flat, given)], rate=0.1)
   # Sums of some ten float32 numbers below 16, each rounded by at most 2**-21.
   np.testing.assert_allclose(got, expected, atol=1e-5, rtol=0)
 
@@ -122,7 +118,7 @@ def test_nothing_of_what_workers_did_is_lost(codec, options):
   """
   params, given = tree(0, LEAVES), gradients(11, LEAVES)
   tx = local(optax.sgd(0.5), PLAIN, codec, **options)
-  start, steps = start_of(params), np.cumsum(stacked(given), axis=0, dtype=np.float64)
+  start, steps = start_of(params), np.cumsum([*map(flat, given)], 0, dtype=np.float64)
   for (got, state), done in zip(train("vmap", tx, params, given), steps, strict=True):
     kept = [x.exchange for x in state.fragments]
     waits = np.concatenate([flat(x.residual) for x in kept], axis=1).sum(axis=0)

@@ -217,9 +217,8 @@ def test_islands_average_in_every_step_and_step_alone_between(codec):
 def test_islands_are_told_the_bytes_of_each_axis():
   """Chips average in each step, islands in one of ten: the page's example."""
   inside = optax.chain(gradcomp.dense(axis_name="chip"), optax.adamw(1e-2))
-  tx = gradcomp.local.local_steps(
-    inside, NESTEROV, every=10, codec=QSGD(bits=4), axis_name="island"
-  )
+  over = {"axis_name": "island", "codec": QSGD(bits=4), "every": 10}
+  tx = gradcomp.local.local_steps(inside, NESTEROV, **over)
   axes = {"island": 2, "chip": 4}
   report, told = compiled(tx, (256, 256), tuple(axes.items()))
   every = report.by_axis["chip"].bytes_sent, report.by_axis["island"].bytes_sent

@@ -68,9 +68,8 @@ def test_argnums_and_aux():
   def loss(scale, params, x):
     return jnp.mean(scale * params["w"] * x), {"largest": jnp.max(x)}
 
-  run = jax.vmap(
-    grads_of(loss, argnums=(0, 1), has_aux=True), in_axes=(None, None, 0), **OVER
-  )
+  grad_fn = grads_of(loss, argnums=(0, 1), has_aux=True)
+  run = jax.vmap(grad_fn, in_axes=(None, None, 0), **OVER)
   x, half = np.arange(8, dtype=np.float32).reshape(N, 2), np.array([0.5, 2.5, 4.5, 6.5])
   found = jax.jit(run)(jnp.float32(2), {"w": jnp.float32(3)}, x)
   expected = (np.full(N, 21.0), {"largest": x[:, 1]}), (3 * half, {"w": 2 * half})
@@ -160,9 +159,7 @@ def test_a_batch_that_no_worker_cuts_is_an_error(way):
   call, name = UNCUT[way]
   place = NamedSharding(modes.mesh(N), P("data"))
   x, y = (jax.ShapeDtypeStruct((N, n), np.float32, sharding=place) for n in (3, 1))
-  step = lambda grad: jax.eval_shape(
-    lambda *args: call(grad, *args), jnp.ones(()), x, y
-  )
+  step = lambda grad: jax.eval_shape(functools.partial(call, grad), jnp.ones(()), x, y)
   message = rf"`batch_argnums` .*float32\[4, 1\] in {name},"
   with pytest.raises(ValueError, match=message):
     step(grads_of)

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from tests.plugins.slow_cases import slow
 from tests.support import modes
+from tests.support.cases.steps import OVER, N, dense, put
 
-N, ROWS = 4, 8  # workers, and the examples of each
-dense = gradcomp.dense(axis_name="data")
+ROWS = 8  # the examples of each worker
 
 
 def loss_fn(params, batch):
@@ -25,12 +25,12 @@ def loss_fn(params, batch):
   return jnp.sum(batch["weight"] * losses), jnp.sum(batch["weight"])
 
 
-def problem(kind=np.int32):
+def problem():
   """Workers of which the first has 1 example that counts, and the second has none."""
   rng = np.random.default_rng(0)
   normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
   counts = np.arange(ROWS) < np.array([1, 0, 5, 8])[:, None]
-  weight = (rng.permuted(counts, axis=1) * 3).reshape(-1).astype(kind)
+  weight = (rng.permuted(counts, axis=1) * 3).reshape(-1).astype(np.int32)
   return {"w": normal(16, 16) / 4}, {"x": normal(N * ROWS, 16), "weight": weight}
 
 
@@ -66,15 +66,13 @@ def across(mode, step, params, batch):
     return jax.jit(step)(*placed)
 
 
-def weighted(tx, **options):
+def weighted(**options):
   """The loss and the mean gradient."""
 
   def step(params, batch):
-    grad_fn = gradcomp.value_and_grad(
-      loss_fn, axis_name="data", has_weight=True, **options
-    )
+    grad_fn = gradcomp.value_and_grad(loss_fn, has_weight=True, **OVER, **options)
     loss, grads = grad_fn(params, batch)
-    return loss, tx.update(grads, tx.init(params))[0]
+    return loss, dense.update(grads, dense.init(params))[0]
 
   return step
 
@@ -86,7 +84,7 @@ def test_it_is_the_mean_over_all_that_counts(mode):
   """Of whole batches, and of micro-batches; where nothing counts, nothing moves."""
   params, batch = problem()
   none = batch | {"weight": np.zeros_like(batch["weight"])}
-  steps = [weighted(dense, accumulate=count) for count in (1, 4)]
+  steps = [weighted(accumulate=count) for count in (1, 4)]
   run = lambda params, batches: [[step(params, x) for step in steps] for x in batches]
   found, still = across(mode, run, params, [batch, none])
   for each in found:
@@ -97,7 +95,7 @@ def test_it_is_the_mean_over_all_that_counts(mode):
 def trained(kind, has_aux, **options):
   params, batch = problem()
   mesh = modes.mesh(N, kind)
-  placed = jax.device_put(params, NamedSharding(mesh, P()))
+  placed = put(params, mesh)
   tx = options.pop("tx", optax.chain(dense, optax.sgd(1.0)))
   loss = lambda *args: (loss_fn(*args), jnp.mean(args[1]["x"]))
   with jax.set_mesh(mesh):
@@ -137,9 +135,8 @@ def test_in_local_steps_a_worker_has_the_mean_of_its_own_tokens():
 
 
 def test_weights_are_not_differentiated():
-  grad_fn = gradcomp.value_and_grad(
-    lambda w, x: (w * jnp.sum(x), w), axis_name=None, has_weight=True
-  )
+  loss = lambda w, x: (w * jnp.sum(x), w)
+  grad_fn = gradcomp.value_and_grad(loss, axis_name=None, has_weight=True)
   assert grad_fn(jnp.float32(2), jnp.arange(3.0)) == (3.0, 1.5)
 
 
@@ -164,7 +161,7 @@ def test_what_is_no_number_is_named_where_aux_is_averaged(kind):
   grads_of = functools.partial(gradcomp.value_and_grad, with_name, has_aux=True)
   w, x = jnp.float32(1), jax.ShapeDtypeStruct((8, 3), jnp.float32)
   mesh = modes.mesh(N, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
-  given = w, x.update(sharding=NamedSharding(mesh, P("data")))
+  given = w, x.update(sharding=jax.NamedSharding(mesh, P("data")))
   if kind == "none":
     assert grads_of(axis_name=None)(w, np.ones(x.shape))[0][1]["state"] == ["digits"]
     step, given = grads_of(axis_name=None, accumulate=2), (w, x)
@@ -193,12 +190,10 @@ def test_keys_and_counts_in_aux_are_of_the_first_worker(place, accumulate):
 
   mesh = modes.mesh(N, AxisType.Explicit if place == "explicit" else AxisType.Auto)
   x = np.arange(4.0 * N, dtype=np.float32).reshape(4 * N, 1)
-  w, given = jnp.float32(1), jax.device_put(x, NamedSharding(mesh, P("data")))
+  w, given = jnp.float32(1), put(x, mesh, "data")
   if place == "step":
     options = gradcomp.TrainOptions(has_aux=True, accumulate=accumulate)
-    dense = gradcomp.dense(axis_name="data")
-    made = {"axis_name": "data", "options": options, "mesh": mesh}
-    step = gradcomp.make_train_step(loss_fn, dense, **made)
+    step = gradcomp.make_train_step(loss_fn, dense, options=options, mesh=mesh, **OVER)
     *_, metrics = step(w, dense.init(w), given)
     aux = metrics["aux"]
   else:

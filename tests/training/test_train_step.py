@@ -1,7 +1,4 @@
-"""A step trains alike wherever it runs: by make_train_step, in maps, in plain jit.
-
-And what a train step takes beside parameters and a batch, and what it reports.
-"""
+"""A step trains alike wherever it runs: by make_train_step, in maps, in plain jit."""
 
 import functools
 import inspect
@@ -60,8 +57,7 @@ def test_a_training_has_the_bits_of_vmap(name, place, workers):
   but where an optimizer is in a map.
   """
   around = name.endswith("around")
-  given = place, OPTIMIZERS[name], workers
-  found = list(steps.trained(*given, around=around))
+  found = list(steps.trained(place, OPTIMIZERS[name], workers, around=around))
   for got, expected in zip(found, by_vmap(name, workers), strict=True):
     assert_same_bits(got.params, expected.params)
     state = got.state
@@ -95,9 +91,8 @@ def test_a_step_averages_aux_and_donates_what_it_has_taken():
   tx = OPTIMIZERS["feedback"]
   (params, state), targets = steps.begun(tx, mesh), steps.targets_of(mesh, 1)
   given = dict(mesh=mesh, options=options, **OVER)
-  kept = gradcomp.make_train_step(with_aux, tx, donate=False, **given)(
-    params, state, targets
-  )
+  step = gradcomp.make_train_step(with_aux, tx, donate=False, **given)
+  kept = step(params, state, targets)
   # A mean of 4 means and a mean of all are within a few ulp of about 1.
   np.testing.assert_allclose(kept[2]["aux"], np.mean(targets["w"]), atol=1e-6)
   step = gradcomp.make_train_step(with_aux, tx, **given)
@@ -177,9 +172,8 @@ def test_micro_batches_are_the_whole_batch_and_share_one_exchange(kind):
 
 def test_gradients_of_half_precision_add_up_in_float32():
   """Added up in bfloat16, 256 ones and more would stay 256."""
-  grad_fn = gradcomp.value_and_grad(
-    lambda w, x: jnp.sum(w * x), axis_name=None, accumulate=1024
-  )
+  loss = lambda w, x: jnp.sum(w * x)
+  grad_fn = gradcomp.value_and_grad(loss, axis_name=None, accumulate=1024)
   _, grad = grad_fn(jnp.ones(1, jnp.bfloat16), jnp.ones(1024, jnp.bfloat16))
   assert grad.dtype == jnp.bfloat16
   np.testing.assert_array_equal(grad, [1.0])
