@@ -79,8 +79,7 @@ def test_a_field_keeps_its_rule_and_its_page_tells_it(call, field, rule):
     with pytest.raises(ValueError, match=says(f"`{field}` must be", rule.words, "got")):
       call(**{field: value})
   owner = next(x for x in call.func.__mro__ if field in vars(x)["__annotations__"])
-  entry = re.search(
-    rf"^  {field}: .*\n(?:    .*\n)*", f"{inspect.getdoc(owner)}\n", re.M
-  )
+  page = f"{inspect.getdoc(owner)}\n"
+  entry = re.search(rf"^  {field}: .*\n(?:    .*\n)*", page, re.M)
   bounds = re.findall(r"\d[\d*.-]*", rule.words)
   assert entry and all(x in entry[0] for x in bounds), (field, rule.words)

@@ -29,11 +29,10 @@ PROGRAMS = {name: example.main for name, example in EXAMPLES.items()} | {
 }
 PLAN = "plan --params 1e6 --workers 2 --gbit 1"
 SCAN = "--model transformer --scan"
-PARSERS = {name: example.make_parser for name, example in EXAMPLES.items()}
 OPTIONS = [
   (name, action.option_strings[-1])
-  for name, make in PARSERS.items()
-  for action in make()._actions
+  for name, example in EXAMPLES.items()
+  for action in example.make_parser()._actions
   if isinstance(action.type, types.FunctionType) or action.type in (int, float)
 ]
 LINES = """
@@ -95,7 +94,7 @@ def refused(capsys, call, given):
 
 @pytest.mark.parametrize("name, option", OPTIONS)
 def test_numbers_are_bounded(name, option, capsys):
-  parser = PARSERS[name]()
+  parser = EXAMPLES[name].make_parser()
   for value in (*NEVER, *([] if option in ZERO else ["0"])):
     said = refused(capsys, parser.parse_args, [f"{option}={value}"])
     assert f"argument {option}: " in said

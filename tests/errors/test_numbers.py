@@ -1,7 +1,4 @@
-"""Every number of the interface that breaks its rule is refused by its own name.
-
-At once, as a ValueError or a TypeError; whatever is taken also works.
-"""
+"""Every number of the interface that breaks its rule is refused by its own name."""
 
 import functools
 import inspect

@@ -17,7 +17,7 @@ W = {"w": np.linspace(-1, 1, 8 * 256, dtype=np.float32).reshape(8, 256)}
 BATCH = np.ones((8, 8), np.float32)
 DENSE = gradcomp.dense(axis_name="data")
 TX = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
-MESH = modes.mesh(N)
+MESH, EXPLICIT = modes.mesh(N), modes.mesh(N, AxisType.Explicit)
 SIX = np.ones(6, np.float32)
 CUT = jax.device_put(np.ones(8, np.float32), NamedSharding(MESH, P("data")))
 OVER = {"axis_name": "data", "mesh": MESH}
@@ -212,27 +212,22 @@ def train_step(optimizer, rows=8, batch=None, loss=loss_fn, state=None, **option
   return step.lower(params, optimizer.init(params), *models, batch)
 
 
-def in_own_step(tx, mesh):
-  grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data")
-  return lambda p, s, x: tx.update(grad_fn(p, x)[1], s)
+def in_train_step(loss, tx):
+  return gradcomp.make_train_step(loss, tx, axis_name="data", mesh=EXPLICIT)
 
 
-def in_train_step(tx, mesh):
-  return gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
-
-
-def made_for(workers, make=in_own_step):
+def made_for(workers, make=modes.user_step):
   """Traces a step of four workers whose state was made for others."""
   auto = gradcomp.exchange.Auto(feedback=False)
   tx = gradcomp.qsgd(axis_name="data", feedback="error", exchange=auto)
-  params, mesh = {"w": jnp.zeros((8, 256))}, modes.mesh(N, AxisType.Explicit)
+  params = {"w": jnp.zeros((8, 256))}
   with jax.set_mesh(modes.mesh(workers, AxisType.Explicit)):
     state = jax.device_get(tx.init(params))
   specs = gradcomp.state_specs(state, axis_name="data")
-  with jax.set_mesh(mesh):
-    state = jax.device_put(state, jax.tree.map(lambda p: NamedSharding(mesh, p), specs))
-    batch, params = jax.device_put((BATCH, params), (P("data"), P()))
-    return jax.eval_shape(make(tx, mesh), params, state, batch)
+  with jax.set_mesh(EXPLICIT):
+    places = P("data"), P(), specs
+    batch, params, state = jax.device_put((BATCH, params, state), places)
+    return jax.eval_shape(make(loss_fn, tx), params, state, batch)
 
 
 test_bad_calls = table.refused(ROWS, globals())
