@@ -22,10 +22,10 @@ NVFP4 = dict(element="e2m1", scale="e4m3", block_size=16)
 FIELDS = itertools.product(oracle.DTYPES, ("e8m0", "e4m3"), (16, 32))
 FORMATS = [dict(element=e, scale=s, block_size=size) for e, s, size in FIELDS]
 FORMATS.remove(NVFP4)
+ELEMENTS = ["e2m1", *slow("e4m3", "e5m2", "e3m2", "e2m3")]
+every_element = pytest.mark.parametrize("element", ELEMENTS)
 every_rounding = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-every_element = pytest.mark.parametrize(
-  "element", ["e2m1", *slow("e4m3", "e5m2", "e3m2", "e2m3")]
-)
+of_fields = lambda *x: pytest.mark.parametrize("fields", [NVFP4, *slow(*x)], ids=str)
 
 
 def layout(codec):
@@ -66,9 +66,7 @@ def test_rows_are_the_oracles(fields, rounding):
 
 
 @every_rounding
-@pytest.mark.parametrize(
-  "fields", [NVFP4, *slow(*(x for x in FORMATS if x["block_size"] == 32))], ids=str
-)
+@of_fields(*(x for x in FORMATS if x["block_size"] == 32))
 def test_small_tensors_keep_their_precision(fields, rounding):
   """Down to 2**-126, which is the distance of numbers there."""
   codec = BlockFloat(rounding=rounding, **fields)
@@ -130,9 +128,7 @@ def test_an_independent_package_agrees():
     np.testing.assert_array_equal(found, np.float32(expected))
 
 
-@pytest.mark.parametrize(
-  "fields", [NVFP4, *slow(MXFP4, {}, dict(element="e2m3"))], ids=str
-)
+@of_fields(MXFP4, {}, dict(element="e2m3"))
 def test_stochastic_rounding_is_unbiased(fields):
   """Nothing is clipped: a block's scale is not below what its largest element needs."""
   codec = BlockFloat(rounding="stochastic", **fields)
@@ -162,9 +158,7 @@ def test_blocks_at_the_ends_of_float32():
     assert (np.abs(found[96:]) >= most * (2 / 3)).all()
 
 
-@pytest.mark.parametrize(
-  "fields", [NVFP4, *slow({}, MXFP4, dict(element="e5m2"))], ids=str
-)
+@of_fields({}, MXFP4, dict(element="e5m2"))
 def test_operands_are_what_matrix_units_take(fields):
   """JAX takes their shapes and types, and their product is that of decoded arrays."""
   codec = BlockFloat(**fields)
@@ -200,7 +194,4 @@ operand(element="e2m1", rotate=8) -> `rotate` must be None for matrix units
 operand(element="e3m2") -> `element` must be one of
 """
 
-
-@table.each_row(ROWS)
-def test_errors(call, error):
-  table.refuses(call, error, globals())
+test_errors = table.refused(ROWS, globals())

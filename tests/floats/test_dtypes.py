@@ -15,9 +15,8 @@ import gradcomp
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, Dense, EightBit, Natural
 from gradcomp.exchange import Hierarchical
-from gradcomp.testing import laws
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 
 UNIT = 2.0**-24  # the smallest number of float16
@@ -27,16 +26,16 @@ BFLOAT = Dense(dtype=jnp.bfloat16)
 GROUPS = Hierarchical(group_size=8)
 
 
-def near_the_top(workers, size=300, seed=0):
+def near_the_top(workers, size=300):
   """Of one sign an element, so that their sum is N times as large as their mean."""
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(0)
   numbers = rng.uniform(0.5, 0.99, (workers, size)) * rng.choice([-1, 1], size)
   return (TOP * numbers).astype(np.float16)
 
 
-def near_the_smallest(workers, size=300, seed=0):
+def near_the_smallest(workers):
   """Some units of float16; the first element is one unit of each worker."""
-  numbers = np.random.default_rng(seed).integers(-8, 9, (workers, size))
+  numbers = np.random.default_rng(0).integers(-8, 9, (workers, 300))
   numbers[:, 0] = 1
   return (numbers * UNIT).astype(np.float16)
 
@@ -49,16 +48,12 @@ ROUNDING = {
 WAYS = ("all_gather", "two_shot", "ring", GROUPS)
 MANY = [(x, way, 512) for x in [*ROUNDING][:3] for way in WAYS]
 MANY += [(x, "psum", 512) for x in [*ROUNDING][3:]]
+CASES = [*((HALF, way, 64) for way in WAYS), *slow(*MANY)]
 
 
-@pytest.mark.parametrize(
-  ("codec", "exchange", "workers"),
-  [*((HALF, way, 64) for way in WAYS), *slow(*MANY)],
-)
+@pytest.mark.parametrize("codec, exchange, workers", CASES)
 def test_means_of_many_workers_are_right_at_both_ends(codec, exchange, workers):
-  tx = gradcomp.compress(
-    codec, axis_name="data", exchange=exchange, feedback=None, min_leaf_size=0
-  )
+  tx = laws.compressed(codec, exchange, min_leaf_size=0)
   update = jax.jit(jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="data"))
   for gradients in (near_the_top(workers), near_the_smallest(workers)):
     found = np.float64(update(gradients)[0])
@@ -68,12 +63,9 @@ def test_means_of_many_workers_are_right_at_both_ends(codec, exchange, workers):
     np.testing.assert_allclose(found, exact, rtol=0, atol=bound + 1.5 * UNIT)
 
 
-def loss_fn(w, x):
-  return sum(jnp.sum(w[name] * x[name][0]) for name in w)
-
-
 def test_value_and_grad_divides_what_is_float32():
   """In plain jit the mean is that of a shard_map, and has the parameter's dtype."""
+  loss_fn = lambda w, x: sum(jnp.sum(w[name] * x[name][0]) for name in w)
   tx = gradcomp.compress(HALF, axis_name="data", feedback=None, min_leaf_size=0)
 
   def step(w, state, x):
@@ -91,9 +83,8 @@ def test_value_and_grad_divides_what_is_float32():
       step, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False
     )
     w = jax.tree.map(np.asarray, w)
-    mapped = jax.jit(local)(w, tx.init(w), gradients)
+    assert_same_bits(plain, jax.jit(local)(w, tx.init(w), gradients))
   assert {x.dtype for x in plain.values()} == {jnp.dtype(jnp.float16)}
-  assert_same_bits(plain, mapped)
 
 
 def test_the_loss_is_averaged_in_float32():
@@ -108,13 +99,12 @@ def test_what_does_not_fit_waits(dtype):
   """What waits makes the mean larger than float16; nothing is infinite or lost."""
   tx = gradcomp.redsync(0.02, axis_name="data", momentum=None, min_leaf_size=0)
   top = np.abs(near_the_top(4, 600)).reshape(4, 20, 30)
-  steps = [{"w": jnp.asarray(top, dtype)}] * 5
-  found = gradcomp.testing.modes.run("vmap", tx, steps)
+  found = gradcomp.testing.modes.run("vmap", tx, [{"w": jnp.asarray(top, dtype)}] * 5)
   largest = max(np.abs(np.float32(x["w"])).max() for x in found.outputs)
   assert largest <= float(jnp.finfo(dtype).max)
   assert {x["w"].dtype for x in found.outputs} == {jnp.dtype(dtype)}
   assert np.isfinite(np.asarray(found.state.residual["w"])).all()
-  laws.nothing_is_lost(found)
+  gradcomp.testing.laws.nothing_is_lost(found)
 
 
 def test_what_a_codec_makes_too_large_is_the_largest_number():
@@ -152,9 +142,7 @@ def test_what_vanishes_in_the_cast_waits(exchange):
 
   So is the rest of a float32 mean of three quarters of one, which owners keep.
   """
-  tx = gradcomp.compress(
-    HALF, axis_name="data", exchange=exchange, feedback="error", min_leaf_size=0
-  )
+  tx = laws.compressed(HALF, exchange, "error", min_leaf_size=0)
   given, sent = np.full((4, 300), 0.75 * UNIT, np.float32), 3 * UNIT
   if exchange == "all_gather":
     given, sent = np.zeros((4, 300), np.float16), UNIT
@@ -180,13 +168,9 @@ def test_a_resharded_sum_waits_for_what_does_not_fit():
   """A sum of addends may be too large; what is above the largest number waits."""
   addends = np.full((4, 8), 20000.0, np.float16)
   addends[:, 1] = 1.0
-
-  def local(x, residual):
-    return parallel.reshard(x, axis_name="data", codec=Dense(), residual=residual)
-
-  result, residual = jax.jit(jax.vmap(local, axis_name="data"))(
-    addends, np.zeros((4, 8), np.float32)
-  )
+  zeros = np.zeros((4, 8), np.float32)
+  local = lambda x, e: parallel.reshard(x, axis_name="data", codec=Dense(), residual=e)
+  result, residual = jax.jit(jax.vmap(local, axis_name="data"))(addends, zeros)
   exact = addends.astype(np.float64).sum(axis=0)
   found = np.asarray(result, np.float64)[0]
   assert np.isfinite(found).all()

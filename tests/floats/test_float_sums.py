@@ -23,6 +23,11 @@ FORMATS = [
 ]
 METHODS = ("sequential", "pairwise", "kahan")
 FMT = floats.FloatFormat(5, 2)
+PRODUCTS = [(Format(5, 2), None, "sequential"), (Format(4, 3), Format(5, 10), "kahan")]
+PRODUCTS.append((Format(5, 10), Format(3, 0), "pairwise"))
+ORDERS = [("gathered", None, 5, "kahan"), ("ring", None, 5, "sequential")]
+ORDERS += [("hierarchical", 3, 6, "sequential"), ("hierarchical", 2, 4, "kahan")]
+ones = lambda *shape: np.ones(shape, np.float32)
 
 # As one program each: operations one by one are up to forty.
 add, multiply = (jax.jit(f, static_argnums=2) for f in (floats.add, floats.multiply))
@@ -31,10 +36,6 @@ matmul = jax.jit(floats.matmul, static_argnums=(2, 3, 4))
 static = dict(static_argnums=(1, 2), static_argnames=("group_size", "method"))
 all_reduce = jax.jit(floats.all_reduce, **static)
 round_off_error = jax.jit(floats.round_off_error)
-
-
-def ones(*shape):
-  return np.ones(shape, np.float32)
 
 
 def operands(fmt, count, seed=0):
@@ -145,9 +146,7 @@ def test_products_that_double_rounding_gets_wrong(factors):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-  "fmt", one_in(3, [FORMATS[4], FORMATS[0], FORMATS[7]]), ids=name
-)
+@pytest.mark.parametrize("fmt", one_in(3, [FORMATS[i] for i in (4, 0, 7)]), ids=name)
 def test_sums_of_many(fmt, method):
   x, _ = operands(fmt, 13 * 21)
   x = np.where(np.isfinite(x[: 13 * 21]), x[: 13 * 21], 1).astype(np.float32)
@@ -170,18 +169,12 @@ def test_sums_of_nothing_of_one_and_of_ones(method):
     return [floats.reduce_sum(x, FMT, 0, method=method) for x in parts]
 
   given = np.zeros((0, 3), np.float32), ones(0), np.float32([[1.1, 1e9]]), ones(64)
-  most = 8 if method == "sequential" else 64
-  expected = [0] * 3, 0, [1, np.inf], most
+  expected = [0] * 3, 0, [1, np.inf], 8 if method == "sequential" else 64
   for one, other in zip(sums(*given), expected, strict=True):
     np.testing.assert_array_equal(one, np.float32(other))
 
 
-@pytest.mark.parametrize(
-  "fmt, accumulator, method",
-  [(Format(5, 2), None, "sequential"), (Format(4, 3), Format(5, 10), "kahan")]
-  + [(Format(5, 10), Format(3, 0), "pairwise")],
-  ids=name,
-)
+@pytest.mark.parametrize("fmt, accumulator, method", PRODUCTS, ids=name)
 def test_matmul(fmt, accumulator, method):
   rng = np.random.default_rng(1)
   a = rng.standard_normal((5, 19)).astype(np.float32)
@@ -227,19 +220,14 @@ def test_derivatives_of_matmul():
       np.testing.assert_allclose(slope, exact * through, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-  "order, group_size, workers, method",
-  [("gathered", None, 5, "kahan"), ("ring", None, 5, "sequential")]
-  + [("hierarchical", 3, 6, "sequential"), ("hierarchical", 2, 4, "kahan")],
-)
+@pytest.mark.parametrize("order, group_size, workers, method", ORDERS)
 def test_all_reduce(order, group_size, workers, method):
   rng = np.random.default_rng(workers)
   fmt, shape = Format(4, 3), () if workers == 6 else (7, 9)
   x = rng.standard_normal((workers, *shape)).astype(np.float32)
   ours = all_reduce(x, library(fmt), order, group_size=group_size, method=method)
-  expected = float_sums.all_reduce(x, fmt, order, group_size, method)
   assert ours.shape == shape
-  assert_same_floats(ours, expected)
+  assert_same_floats(ours, float_sums.all_reduce(x, fmt, order, group_size, method))
 
 
 def test_groups_lose_least():
@@ -275,7 +263,4 @@ f(integers, FMT) for f in floats.reduce_sum, floats.all_reduce ;
   TypeError: real float dtype, got int32
 """
 
-
-@table.each_row(ROWS)
-def test_mistakes(call, error):
-  table.refuses(call, error, globals())
+test_mistakes = table.refused(ROWS, globals())

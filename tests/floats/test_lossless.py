@@ -20,9 +20,13 @@ from gradcomp._src.testing.modes import lowered as lowered_step
 from gradcomp.codecs import Dense, Lossless
 from tests.plugins.slow_cases import slow
 from tests.specs import lossless as oracle
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits, says
 from tests.support.cases import zero as cases
+
+encode_rows = jax.jit(lossless.encode_rows)
+roundtrip = jax.jit(Lossless().roundtrip)
+roundtrips = jax.jit(jax.vmap(Lossless().roundtrip))
 
 
 def test_every_bit_pattern_arrives():
@@ -57,17 +61,13 @@ def rows_of_all_kinds():
   return np.concatenate([rows, patterns, np.uint16(own)]).view(ml_dtypes.bfloat16)
 
 
-encode_rows = jax.jit(lossless.encode_rows)
-
-
 def test_rows_are_the_oracles():
   """Wider numbers are rounded. Of NaN, casts of NumPy keep the sign alone."""
   x = rows_of_all_kinds()
   expected = oracle.encode(x)
   rows = encode_rows(jax.jit(lossless.numbers)(np.uint32(x.view(np.uint16))))
   np.testing.assert_array_equal(rows, expected)
-  full = expected[:, -1] == 0xFFFFFFFE
-  assert 0.3 < full.mean() < 0.7
+  assert 0.3 < (expected[:, -1] == 0xFFFFFFFE).mean() < 0.7  # of the rows are full
   patterns = np.random.default_rng(8).integers(0, 2**32, 2**16, np.uint32)
   near = np.arange(2**12, dtype=np.uint32) * 0x8000 + 0x3F80_0000  # with all ties
   x = np.concatenate([patterns, near]).view(np.float32)
@@ -75,16 +75,12 @@ def test_rows_are_the_oracles():
   np.testing.assert_array_equal(encode_rows(x), oracle.encode(x))
 
 
-roundtrip = jax.jit(Lossless().roundtrip)
-
-
 def test_a_row_lists_ten_escapes():
   for count in (10, 11):
     x = np.ones(1024, ml_dtypes.bfloat16)
     x[7 : 7 + count] = 2.0**-14
-    came = np.asarray(roundtrip(x), np.float32)
     expected = np.float32(x) if count == 10 else np.full(1024, np.nan)
-    np.testing.assert_array_equal(came, expected)
+    np.testing.assert_array_equal(np.asarray(roundtrip(x), np.float32), expected)
 
 
 # A step that does not fit is sent again as plain words, and has their bits everywhere.
@@ -95,9 +91,6 @@ def wide(x, count=600):
   x = np.array(x)
   x.flat[:count] *= (2.0 ** -np.arange(count).clip(0, 60)).astype(x.dtype)
   return x
-
-
-roundtrips = jax.jit(jax.vmap(Lossless().roundtrip))
 
 
 def gradients(workers, dtype=ml_dtypes.bfloat16):
@@ -111,29 +104,23 @@ def gradients(workers, dtype=ml_dtypes.bfloat16):
   return trees
 
 
-# Each place and each exchange twice.
-PLACES = [
+# Two of every run, and each place and each exchange twice.
+PLACES = [("shard_map", 2, "all_gather"), ("shard_map", 4, "two_shot")]
+PLACES += slow(
   *(("shard_map", 8, "hierarchical"), ("shard_map_unchecked", 4, "all_gather")),
   *(("shard_map_unchecked", 2, "ring"), ("pmap", 4, "two_shot"), ("pmap", 8, "ring")),
   *(("vmap", 4, "hierarchical"), ("vmap", 2, "two_shot"), ("auto", 4, "ring")),
   *(("auto", 2, "all_gather"), ("explicit", 8, "two_shot")),
   ("explicit", 4, "hierarchical"),
-]
-
-
-@pytest.mark.parametrize(
-  "mode, workers, exchange",
-  [("shard_map", 2, "all_gather"), ("shard_map", 4, "two_shot"), *slow(*PLACES)],
 )
+
+
+@pytest.mark.parametrize("mode, workers, exchange", PLACES)
 def test_a_step_has_the_bits_of_plain_words(mode, workers, exchange):
   """Its mean and its state, also where one worker's lists are full in one step."""
-  options = dict(axis_name="data", feedback=None, min_leaf_size=0)
-  options["exchange"] = modes.grouped(exchange)
-  runs = [
-    modes.run_with_state(mode, gradcomp.compress(x, **options), gradients(workers))
-    for x in (Lossless(), Halves())
-  ]
-  assert_same_bits(*runs)
+  txs = [laws.compressed(x, exchange, min_leaf_size=0) for x in (Lossless(), Halves())]
+  given = gradients(workers)
+  assert_same_bits(*[modes.run_with_state(mode, tx, given) for tx in txs])
 
 
 @pytest.mark.parametrize(
@@ -142,10 +129,8 @@ def test_a_step_has_the_bits_of_plain_words(mode, workers, exchange):
 @pytest.mark.parametrize("limits", [(31_000, 41_000), (15_000, 19_000)])
 def test_a_repeat_sends_the_same_messages(mode, limits):
   """A plan of its own bytes would have other owners. Two leaves are one, or two."""
-  options = dict(axis_name="data", feedback="error", exchange="two_shot")
-  make = lambda x, limit: gradcomp.compress(x, message_bytes=limit, **options)
-  txs = map(make, (Lossless(), Halves()), limits)
-  given = gradients(4, np.float32)
+  make = lambda x, n: laws.compressed(x, "two_shot", "error", message_bytes=n)
+  txs, given = map(make, (Lossless(), Halves()), limits), gradients(4, np.float32)
   assert_same_bits(*[modes.run_with_state(mode, tx, given) for tx in txs])
 
 
@@ -155,12 +140,11 @@ def test_devices_of_other_axes_take_the_same_branch(exchange, typed):
   """They ask each other, or a permutation would wait for those that repeat nothing."""
   x = np.random.default_rng(0).standard_normal((2, 2, 5000)).astype(ml_dtypes.bfloat16)
   x[1, 1] = wide(x[1, 1])
-  options = dict(axis_name="data", exchange=exchange, feedback=None, min_leaf_size=0)
   mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
   places = dict(in_specs=P("data", "model"), out_specs=P("model"), check_vma=typed)
 
   def lowered(codec):
-    tx = gradcomp.compress(codec, **options)
+    tx = laws.compressed(codec, exchange, min_leaf_size=0)
     step = lambda x: tx.update(x[0], tx.init(x[0]))[0]
     return jax.jit(jax.shard_map(step, mesh=mesh, **places)).lower(x)
 
