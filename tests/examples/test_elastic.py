@@ -13,6 +13,7 @@ from tests.support import modes
 from tests.support.assertions import assert_same_bits
 
 EVERY = 2
+entry = lambda time, what, **more: {"time": time, "what": what, **more}
 
 
 def training(folder, workers, local_steps=0):
@@ -53,10 +54,6 @@ def test_a_training_that_stopped_ends_as_one_that_did_not(tmp_path):
   after = training(halves, 2)
   assert list(after.losses(2 * EVERY)) == losses[EVERY:]
   assert_same_bits(after.state, whole.state)
-
-
-def entry(time, what, **more):
-  return {"time": time, "what": what, **more}
 
 
 def test_a_change_lasts_until_others_take_a_step():

@@ -9,35 +9,26 @@ import optax
 import pytest
 
 from examples import image_classification, language_model
-from examples.lib import comparisons, telemetry
-from examples.lib.methods import (
-  METHODS,
-  average_params,
-  averaged,
-  make_optimizer,
-  make_schedule,
-  observe,
-  scale_by_plateau,
-)
+from examples.lib import comparisons, methods, telemetry
+from examples.lib.methods import METHODS, make_optimizer
 
 BOTH = (image_classification, language_model)
 
 
 def options(*given, main=image_classification):
   parser = main.make_parser()
-  args = parser.parse_args(list(map(str, given)))
-  return comparisons.complete(parser, args)
+  return comparisons.complete(parser, parser.parse_args(list(map(str, given))))
 
 
 def test_the_average_is_that_of_numpy():
   """Weights of decay ** age, divided by their sum, in doubles."""
-  tx, params = average_params(0.9), {"w": jnp.array([1.0, -2.0])}
+  tx, params = methods.average_params(0.9), {"w": jnp.array([1.0, -2.0])}
 
   def step(carry, update):
     params, state = carry
     same, state = tx.update({"w": update * jnp.ones(2)}, state, params)
     params = optax.apply_updates(params, same)
-    return (params, state), (params["w"], averaged(state, params)["w"])
+    return (params, state), (params["w"], methods.averaged(state, params)["w"])
 
   moves = np.random.default_rng(0).standard_normal(40).astype(np.float32)
   start = params, tx.init(params)
@@ -49,17 +40,17 @@ def test_the_average_is_that_of_numpy():
   # Forty steps, each rounded in float32 next to parameters of up to ten.
   np.testing.assert_allclose(means, expected, rtol=1e-5, atol=1e-5)
   state = optax.adam(0.1).init(params)
-  assert averaged(state, params) is params
-  assert observe(state, 1.0) is state
+  assert methods.averaged(state, params) is params
+  assert methods.observe(state, 1.0) is state
   for decay in (0.0, 1.0, -1.0):
     with pytest.raises(ValueError, match=r"`decay` must be in \(0, 1\), got"):
-      average_params(decay)
+      methods.average_params(decay)
 
 
 def test_schedules_have_the_values_of_their_formulas():
   steps = np.arange(0, 101, 25)
   given = ("--steps", 100, "--learning-rate", 0.4, "--schedule")
-  at = lambda name: make_schedule(options(*given, name))
+  at = lambda name: methods.make_schedule(options(*given, name))
   cosine = 0.4 * (1 + np.cos(np.pi * steps / 100)) / 2
   np.testing.assert_allclose(at("cosine")(steps), cosine, atol=1e-7)
   root = 0.4 * np.sqrt(1 - steps / 100)
@@ -69,10 +60,10 @@ def test_schedules_have_the_values_of_their_formulas():
 
 def test_a_plateau_halves_the_rate():
   """After three losses in a row that are not a thousandth below the least so far."""
-  tx, one = optax.chain(optax.sgd(1.0), scale_by_plateau()), jnp.ones(())
+  tx, one = optax.chain(optax.sgd(1.0), methods.scale_by_plateau()), jnp.ones(())
   state, scales = jax.jit(tx.init)(one), []
   for loss in (5.0, 4.0, 4.1, 3.9999, 4.0, 3.0, 3.5, 3.5, 2.0, 2.0, 2.0, 2.0):
-    update, state = tx.update(one, observe(state, loss), one)
+    update, state = tx.update(one, methods.observe(state, loss), one)
     scales.append(-float(update))
   assert scales == [1.0] * 4 + [0.5] * 7 + [0.25]
 
@@ -122,7 +113,7 @@ def test_all_options_together_are_one_chain():
     optimizer = make_optimizer(METHODS[name], args, main.compressed, seed=0)
     init = jax.vmap(lambda _, tx=optimizer: tx.init(PARAMS), axis_name="data")
     state = jax.eval_shape(init, jnp.arange(2))
-    assert averaged(state, None).keys() == PARAMS.keys()
+    assert methods.averaged(state, None).keys() == PARAMS.keys()
     assert optax.tree.get(state, "plateau").scale.dtype == jnp.float32
 
 

@@ -11,14 +11,8 @@ keras = pytest.importorskip("keras")
 layers, P = keras.layers, jax.P
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 ROWS, WIDTH = 64, 64  # a batch
-
-
-def dense():
-  return gradcomp.dense(axis_name="batch")
-
-
-def four_bits():
-  return gradcomp.qsgd(bits=4, axis_name="batch", feedback="error", key=7)
+dense = lambda: gradcomp.dense(axis_name="batch")
+four_bits = lambda: gradcomp.qsgd(bits=4, axis_name="batch", feedback="error", key=7)
 
 
 @pytest.fixture(autouse=True)
@@ -116,10 +110,8 @@ def test_refusals(monkeypatch):
     with refused:
       gradcomp.contrib.keras(model, dense())
   model = made()
-  with (
-    monkeypatch.context() as patched,
-    refused,
-  ):  # it would call the class's train_step
+  # It would call the class's train_step.
+  with monkeypatch.context() as patched, refused:
     patched.setattr(keras.config, "is_nnx_enabled", lambda: True)
     gradcomp.contrib.keras(model, dense())
   keras.distribution.set_distribution(None)  # until the fixture's scope ends

@@ -32,8 +32,7 @@ DROPPING = {"mlp", "vgg", "alexnet", "lstm"}
 
 def image_network(name, shape=DIGITS, **sizes):
   images = np.random.default_rng(0).integers(256, size=(4, *shape)).astype(np.uint8)
-  network = functools.partial(IMAGES[name], shape, 10, **sizes)
-  return functions(network, images), images
+  return functions(functools.partial(IMAGES[name], shape, 10, **sizes), images), images
 
 
 def text_network(name, symbols=128, **sizes):
@@ -66,8 +65,7 @@ def test_networks_have_the_sizes_they_say(name):
     for shape, count in zip((MNIST, DIGITS), COUNTS[name], strict=True):
       network, images = image_network(name, shape)
       assert sizes_of(network, images) == (count, (4, 10))
-    in_color = (11, 9, 3)
-    assert sizes_of(*image_network(name, in_color))[1] == (4, 10)
+    assert sizes_of(*image_network(name, (11, 9, 3)))[1] == (4, 10)  # in color
   assert network.drops == (name in DROPPING)
   assert takes_dropout(every[name]) == (name in DROPPING | {"transformer"})
   if name in ("lstm", "transformer"):  # The output layer is the embedding.
@@ -194,6 +192,5 @@ def test_colour_images_are_cropped_and_mirrored_while_a_network_trains(name):
     row, column = divmod(int(part[0, 0, 0] - whole[0, 0, 0]), columns)
     assert np.array_equal(part, whole[row : row + 6, column : column + 9])
     found.add((mirrored, row, column))
-  assert {x for x, _, _ in found} == {False, True}
-  assert {x for _, x, _ in found} == {0, 1, 2}
-  assert {x for _, _, x in found} == {0, 1, 2, 3}
+  each = [*map(set, zip(*found, strict=True))]
+  assert each == [{False, True}, {0, 1, 2}, {0, 1, 2, 3}]

@@ -17,6 +17,7 @@ from tests.support import modes
 SIZES = dict(width=32, heads=2, layers=3)
 TOKENS = np.random.default_rng(0).integers(16, size=(8, 9)).astype(np.uint8)
 BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
+SENT = [("f32", "none"), ("qsgd-4", "error"), *slow(("blocktop", "error"))]
 
 
 @functools.cache
@@ -24,8 +25,7 @@ def both(**options):
   """The networks with and without a loop, and equal parameters of each."""
   make = functools.partial(texts.Transformer, 16, **SIZES, **options)
   made = [make(stacked=True), make(stacked=False)]
-  init = jax.jit(functions(made[0], BATCH[0]).init)
-  params = jax.device_get(init(jax.random.key(1)))
+  params = jax.device_get(jax.jit(functions(made[0], BATCH[0]).init)(jax.random.key(1)))
   apart = {name: x for name, x in params.items() if name != "blocks"}
   for i in range(3):
     apart[f"block{i}"] = jax.tree.map(lambda x, i=i: x[i], params["blocks"])
@@ -34,7 +34,6 @@ def both(**options):
 
 def test_each_block_drops_units_of_its_own():
   (made, _), (params, _) = both(dropout=0.5)
-  loop = functions(made, BATCH[0])
 
   @jax.jit
   def train(key):
@@ -44,17 +43,14 @@ def test_each_block_drops_units_of_its_own():
       seen.append(jax.random.key_data(layers[1]))
       return jax.lax.scan(body, x, layers)
 
-    return loop.train(params, BATCH[0], key, scan=scan), *seen
+    return functions(made, BATCH[0]).train(params, BATCH[0], key, scan=scan), *seen
 
   before, after = train(jax.random.key(1)), train(jax.random.key(2))
   assert not np.array_equal(before[0], after[0])
   assert all(len(np.unique(keys, axis=0)) == 3 for _, keys in (before, after))
 
 
-@pytest.mark.parametrize(
-  "codec, feedback",
-  [("f32", "none"), ("qsgd-4", "error"), *slow(("blocktop", "error"))],
-)
+@pytest.mark.parametrize("codec, feedback", SENT)
 def test_steps_are_those_of_unrolled_blocks(codec, feedback):
   """Within what rounds: float32 to rounding; codes may fall on the other side."""
   mesh, losses, sent = modes.mesh(4), [], []

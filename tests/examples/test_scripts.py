@@ -46,8 +46,7 @@ def finish(process):
 
 
 def read(path):
-  with path.open(newline="") as file:
-    return list(csv.DictReader(file))
+  return [*csv.DictReader(path.read_text().splitlines())]
 
 
 def test_a_comparison_writes_a_table_curves_and_lines(folder, tmp_path):

@@ -20,12 +20,11 @@ from tests.plugins.slow_cases import slow
 from tests.support.cases.parallel import nbytes
 
 N = 4
-LENGTH = 6
 
 
 @pytest.fixture
 def batch():
-  tokens = np.random.default_rng(0).integers(0, 16, (2 * N, LENGTH + 1))
+  tokens = np.random.default_rng(0).integers(0, 16, (2 * N, 7))
   return texts.Tokens(tokens[:, :-1].astype(np.uint8), tokens[:, 1:].astype(np.int32))
 
 
@@ -47,8 +46,7 @@ def test_linen_has_the_gradients_of_whole_parameters(batch, monkeypatch):
   sizes = dict(symbols=16, width=8, heads=2, layers=1)
   plain = texts.Transformer(**sizes)
   model = texts.Transformer(**sizes, block=fsdp_linen.GatheredBlock)
-  of_example = dict(WEIGHTS=None, GRADS=None, model=model, plain=plain)
-  for name, value in of_example.items():
+  for name, value in dict(WEIGHTS=None, GRADS=None, model=model, plain=plain).items():
     monkeypatch.setattr(fsdp_linen, name, value)
 
   @jax.jit
@@ -71,8 +69,7 @@ def test_what_gathers_lose_is_seen_by_another_exchange(monkeypatch):
   """Of 4 parts one stays as it is: gather loses some 3/4 of the squares seen."""
   codec = QSGD(bits=3, bucket_size=32, rounding="nearest")
   monkeypatch.setattr(runs, "SMALL", 64)
-  rng = np.random.default_rng(0)
-  grads, old = rng.standard_normal((2, N, 16, 40), np.float32)
+  grads, old = np.random.default_rng(0).standard_normal((2, N, 16, 40), np.float32)
   old /= 10
   exchange = runs.exchange_of(codec)
 
@@ -89,8 +86,7 @@ def test_what_gathers_lose_is_seen_by_another_exchange(monkeypatch):
   # 2,560 errors, whose squares differ by about their mean: 4 standard deviations.
   ratio = np.mean(np.square(unsent)) * N / (leaf.residual_norm**2 / 640 * (N - 1))
   assert abs(ratio - 1) < 4 / np.sqrt(2560)
-  corrected = np.sqrt(np.sum(np.square(grads + old)) / N)
-  relative = leaf.residual_norm / corrected
+  relative = leaf.residual_norm / np.sqrt(np.sum(np.square(grads + old)) / N)
   np.testing.assert_allclose(leaf.relative_error, relative, rtol=1e-5)
   # Each of three parts of 160 elements fills its rows.
   assert leaf.bytes_sent == 3 * nbytes(codec, 640) / N
@@ -118,14 +114,13 @@ def hosts_step(exchange, batch):
 
 
 @pytest.fixture(params=[AxisType.Explicit, *slow(AxisType.Auto)], ids=str)
-def _hosts(request):
+def hosts(request):
   kinds = (request.param,) * 2
   with jax.set_mesh(jax.make_mesh((HOSTS, CHIPS), ("host", "chip"), kinds)):
     yield
 
 
-@pytest.mark.usefixtures("_hosts")
-def test_between_hosts_only_words_of_gradients_travel(batch):
+def test_between_hosts_only_words_of_gradients_travel(batch, hosts):
   """One number is an exception, the loss that is shown."""
   codec = QSGD(bits=4, bucket_size=32)
   options = dict(axis_name="host", exchange="all_gather", min_leaf_size=1024)
@@ -143,18 +138,15 @@ def test_between_hosts_only_words_of_gradients_travel(batch):
   assert [array for array in arrays if array[0] != "u32"] == [("f32", ())]
   words = sum(int(np.prod(shape)) for dtype, shape in arrays if dtype == "u32")
   sizes = [w.size // CHIPS for w in jax.tree.leaves(params)]
-  dense = Dense()
-  assert 4 * words == sum(nbytes(codec if n >= 1024 else dense, n) for n in sizes)
+  assert 4 * words == sum(nbytes(codec if n >= 1024 else Dense(), n) for n in sizes)
   assert {dtype for x in inside for dtype, _ in x.operands} == {"f32"}
   report = gradcomp.wire_report(program, mesh=jax.sharding.get_mesh())
   assert set(report.by_axis) == {"host", "chip"}
   assert report.by_axis["host"].bytes_sent == 4 * words * (HOSTS - 1) + 4
 
 
-@pytest.mark.usefixtures("_hosts")
-def test_hosts_take_the_step_of_one_whole_model(batch):
-  exchange = gradcomp.dense(axis_name="host")
-  program, given, (plain, params) = hosts_step(exchange, batch)
+def test_hosts_take_the_step_of_one_whole_model(batch, hosts):
+  program, given, (plain, params) = hosts_step(gradcomp.dense(axis_name="host"), batch)
   stepped, _, loss, _ = program(*given)
   whole = jax.jit(jax.value_and_grad(loss_of), static_argnums=1)
   want, grads = whole(params, plain, batch)
@@ -194,8 +186,7 @@ def test_cut_parameters_train_as_whole_ones_do(bits):
   @jax.jit
   def both(batches):
     params = MODEL.init(jax.random.key(0), np.zeros((1, 2), np.uint8))["params"]
-    carry = params, DESCENT.init(params)
-    (after, _), losses = jax.lax.scan(whole, carry, batches)
+    (after, _), losses = jax.lax.scan(whole, (params, DESCENT.init(params)), batches)
     cut = lambda x: x.reshape(2, N, -1, *x.shape[2:]).swapaxes(0, 1)
     run = jax.vmap(worker, axis_name="data")
     found = run(per_worker(params), jax.tree.map(cut, batches))

@@ -78,8 +78,7 @@ def test_100_steps_of_four_bits_end_near_those_of_float32(name, train):
 
 def test_examples_are_short_and_in_the_record():
   for name in table.PACKAGES | table.NEWEST:
-    source = (ROOT / "examples" / "trainers" / f"{name}.py").read_text()
-    assert source.count("\n") <= 60
+    assert (ROOT / "examples" / "trainers" / f"{name}.py").read_text().count("\n") <= 60
     title, what, changed = table.about(name)
     record = "trainers-newest.md" if name in table.NEWEST else "trainers.md"
     (row,) = [x for x in records.rows(record) if x["trainer"] == title]
@@ -97,9 +96,8 @@ def test_the_llama_of_tunix_constrains_its_activations(monkeypatch):
   config = llama.ModelConfig(**sizes, **heads, rope_theta=10_000, norm_eps=1e-5)
   mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), (jax.sharding.AxisType.Auto,) * 2)
   with jax.set_mesh(mesh):
-    graph, params, others = nnx.split(
-      llama.Llama3(config, rngs=nnx.Rngs(0)), nnx.Param, ...
-    )
+    model = llama.Llama3(config, rngs=nnx.Rngs(0))
+    graph, params, others = nnx.split(model, nnx.Param, ...)
     tokens = jax.random.randint(jax.random.key(0), (8, 16), 0, 64)
 
     def loss_fn(params, tokens):
