@@ -39,6 +39,7 @@ CODECS = {
 }
 CODECS = {name: codec and laws.here(codec) for name, codec in CODECS.items()}
 CODECS["policy"] = codecs.Policy([("w", CODECS["qsgd"]), ("b", CODECS["dense"])])
+wrapped = lambda words: jax.random.wrap_key_data(words, impl="threefry2x32")
 
 # By door, its way: the exchange of `scan`, the codec of the shards, or the axes inside
 # a host; the codec of gradients; how many workers are where; layers; and what is kept.
@@ -135,11 +136,6 @@ class Row(NamedTuple):
       options |= dict(axis=0, codec=options.pop("grads") or codecs.Dense())
     return parallel.scan(*given, **options)
 
-  @property
-  def inner(self):
-    names = tuple(self.way.split(","))
-    return names if len(names) > 1 else self.way
-
   def first(self, layers):
     """The first residual of whole layers."""
     given = self.options | dict(feedback="error")
@@ -208,7 +204,8 @@ def by_gradient(scan, x, weights, given, old):
 def door_of(row, x, weights, shards, old):
   given, layers = {}, layers_at(row) if row.door == "scan" else shards
   if row.door == "copy":
-    given |= dict(backward_axis_name=row.inner)
+    names = tuple(row.way.split(","))
+    given |= dict(backward_axis_name=names if len(names) > 1 else row.way)
   if row.door == "whole":
     given |= dict(whole=layers_at(row))
   scan = lambda x, w, e: row.scan(body, x, w, residual=e, **given)
@@ -243,10 +240,6 @@ def turn_of(row, x, weights, shards):
   return result, grads, old
 
 
-def numbered(row):
-  return jnp.arange(row.length, dtype=jnp.int32)
-
-
 def averaged(row, grads, residual):
   """``(means, residuals of leaves, of owners)`` by a message for each layer."""
   options = row.options
@@ -268,11 +261,7 @@ def averaged(row, grads, residual):
     owners = state.server_residual or {}
     return means, jax.tree.leaves(state.residual), owners if row.keeps else ()
 
-  return lax.map(exchanged, (numbered(row), grads, residual))
-
-
-def wrapped(words):
-  return jax.random.wrap_key_data(words, impl="threefry2x32")
+  return lax.map(exchanged, (jnp.arange(row.length), grads, residual))
 
 
 def gathering(row):
@@ -288,7 +277,8 @@ def gathering(row):
       every[name] = parallel.gather(shards[name], **given)
     return body(x, every)
 
-  return lambda x, shards, old: lax.scan(layer, x, (numbered(row), shards, old))
+  order = jnp.arange(row.length)
+  return lambda x, shards, old: lax.scan(layer, x, (order, shards, old))
 
 
 def scattered(row, grads, shards, residual):
@@ -314,7 +304,7 @@ def scattered(row, grads, shards, residual):
     new = [x for _, x in found.values()]
     return {name: x for name, (x, _) in found.items()}, new if row.keeps else []
 
-  return lax.map(of_layer, (numbered(row), grads, shards, residual))
+  return lax.map(of_layer, (jnp.arange(row.length), grads, shards, residual))
 
 
 def explicit(row):
@@ -328,10 +318,9 @@ def explicit(row):
 
   def run(x, weights, old):
     layers = layers_at(row)
-    zeros = old and row.first(layers)
     if old is not None:  # owners have theirs in the units of means
       flat = lambda x: x.reshape(-1, *x.shape[2:], out_sharding=P("data"))
-      old = jax.tree.map(lambda x, zero: flat(x) + zero, old, zeros)
+      old = jax.tree.map(lambda x, zero: flat(x) + zero, old, row.first(layers))
       own = jax.tree.map(lambda x: x * jnp.float32(share), old.leaves)
       old = old._replace(leaves=own)
 
@@ -341,8 +330,7 @@ def explicit(row):
       own = weights.astype(x.dtype)
       return share * (jnp.sum(last[:, 0] * own[:, 0]) + jnp.sum(ys * own)), (last, ys)
 
-    found = jax.grad(loss, (0, 1, 2), has_aux=True)(x, layers, old)
-    return found
+    return jax.grad(loss, (0, 1, 2), has_aux=True)(x, layers, old)
 
   def result(found):
     (of_x, means, new), values = jax.tree.map(np.asarray, found)
@@ -384,8 +372,7 @@ def compiled(row, function, *arrays):
     return jax.pmap(function, axis_name="data", devices=devices), None
   if row.kind == "vmap":
     return jax.jit(jax.vmap(function, axis_name="data")), None
-  checked = row.kind != "unchecked"
-  program = mapped_over(dict(row.axes), function, check_vma=checked)
+  program = mapped_over(dict(row.axes), function, check_vma=row.kind != "unchecked")
   return aot(row, program, *arrays)
 
 

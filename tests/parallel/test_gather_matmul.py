@@ -30,15 +30,14 @@ CODECS = {
 }
 DRAWN = jax.random.wrap_key_data(jnp.array(KEY, jnp.uint32))
 COARSE = QSGD(bits=2, bucket_size=32, rounding="nearest")
+OVER = dict(axis_name="data")
 
 
 def product(**options):
   """``(x, w, cotangent) -> (y, dx, dw)`` of a product."""
 
   def run(x, w, cotangent):
-    y, back = jax.vjp(
-      functools.partial(gather_matmul, axis_name="data", **options), x, w
-    )
+    y, back = jax.vjp(lambda x, w: gather_matmul(x, w, **OVER, **options), x, w)
     return y, *back(cotangent)
 
   return run
@@ -117,14 +116,12 @@ def test_what_the_gradient_loses_is_the_new_residual(mode):
   old = 0.1 * numbers(N, N * ROWS, K, seed=3)
 
   def run(grads, x, w, residual, cotangent):
-    function = lambda w, residual: gather_matmul(
-      x, w, axis_name="data", params=MXFP8, grads=grads, residual=residual
-    )
-    return jax.vjp(function, w, residual)[1](cotangent)
+    given = dict(params=MXFP8, grads=grads, **OVER)
+    y_of = lambda w, residual: gather_matmul(x, w, residual=residual, **given)
+    return jax.vjp(y_of, w, residual)[1](cotangent)
 
   both = lambda *given: [run(grads, *given) for grads in (COARSE, None)]
-  found = jax.device_get(mapped(mode, both, N)(x, w, old, cotangent))
-  (dw, new), (exact, none) = found
+  (dw, new), (exact, none) = jax.device_get(mapped(mode, both, N)(x, w, old, cotangent))
   assert np.abs(new).max() > 0.1 and not none.any()
   whole = np.concatenate(dw) + new.sum(0)
   # The sums have up to eight addends below 100 in another order: 2**-24 of each.
@@ -142,13 +139,11 @@ def test_words_alone_are_sent_and_none_is_decoded_before_the_product(check_vma):
   assert f"tensor<1x{M}x{K}xf8E4M3FN>, tensor<1x{N * ROWS}x{K}xf8E4M3FN>" in line
   assert f"tensor<1x{N * ROWS}x{K // 32}xf8E8M0FNU>" in line
   lowered = traced.lower()
-  (line,) = [
-    x for x in lowered.as_text().splitlines() if "dot_general" in x and "xbf16" in x
-  ]
+  text = lowered.as_text()
+  (line,) = [x for x in text.splitlines() if "dot_general" in x and "xbf16" in x]
   assert f"tensor<{M}x{K}xbf16>, tensor<{N * ROWS}x{K}xbf16>" in line
   report = gradcomp.wire_report(lowered.compile())
-  found = {c.kind: (c.dtype, c.bytes_sent) for c in report.collectives}
-  assert found == {
+  assert {c.kind: (c.dtype, c.bytes_sent) for c in report.collectives} == {
     "all-gather": ("u32", (N - 1) * nbytes(MXFP8, ROWS * K)),
     "all-to-all": ("u32", (N - 1) * nbytes(COARSE, ROWS * K)),
   }
@@ -158,9 +153,8 @@ def test_workers_of_a_vmap_on_gpus_take_their_products_one_by_one():
   """Weights are one array of all workers there, which JAX's product cannot map over."""
   of = lambda *shape: jnp.ones(shape, jnp.float8_e4m3fn)
   scales = lambda *shape: jnp.ones(shape, jnp.float8_e8m0fnu)
-  every = jax.vmap(product_by_unit, (0, 0, None, None))
   given = of(N, M, K), scales(N, M, 2), of(ROWS, K), scales(ROWS, 2)
-  y = jax.eval_shape(every, *given)
+  y = jax.eval_shape(jax.vmap(product_by_unit, (0, 0, None, None)), *given)
   assert (y.shape, y.dtype) == ((N, M, ROWS), jnp.float32)
 
 

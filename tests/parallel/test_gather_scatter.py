@@ -7,20 +7,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, Dense, EightBit, OneBit
-from tests.parallel import table_collectives as table
-from tests.parallel.table_collectives import OLD, WEIGHTS, N, X
 from tests.plugins.slow_cases import slow
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases import parallel as cases
 from tests.support.cases.parallel import CODECS, dither, mapped, numbers, roundtrip
 
+N = 4
+DRAWN = jax.random.wrap_key_data(np.array(cases.KEY, np.uint32))
+RING = [(0, 2), (2, 1), (1, 3), (3, 0)]
+X = numbers(N, 3, 200, seed=3)  # no whole rows
+WEIGHTS = numbers(N, 3, 200 * N, seed=4)
+OLD = 0.1 * numbers(N, 3, 200 * N, seed=5)
+
+# Codecs, and whether a worker's own part is sent as it is, or as others get it.
+FEW = ("bf16", "eight_bit_buckets", "qsgd8", "float_cast", "ternary", "natural")
+EXACT = [(name, "exact") for name in FEW]
+EXACT += slow(*[(name, "exact") for name in CODECS if name not in FEW])
+ROWS = EXACT + slow(*[(name, "coded") for name in CODECS])
 EIGHT = laws.here(EightBit(bucket_size=64))
 RANDOM = laws.here(QSGD(bits=4, bucket_size=64))
 COARSE = laws.here(QSGD(bits=2, bucket_size=32, rounding="nearest"))
@@ -28,15 +39,100 @@ TERNARY = laws.here(CODECS["ternary"])
 ADDING = {"psum_scatter": (True, False), "all_gather": (False, True)}
 ADDING["gather"] = ADDING["all_gather"]  # values, and gradients
 
+FLOATS = dict(axis_name="data", codec=Dense())
+WHOLE = dict(axis=1, params=None, grads=None)
+whole = lambda x: lax.all_gather(x, "data", axis=1, tiled=True)
+# Our options, the collective of JAX, and the weights of the loss.
+PAIRS = {
+  "all_gather": (FLOATS | {"axis": 1}, whole, WEIGHTS),
+  "psum_scatter": (
+    FLOATS | {"axis": -1},
+    lambda x: lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True),
+    X[:, :, :50],
+  ),
+  "all_to_all": (
+    FLOATS | {"split_axis": 1, "concat_axis": 0},
+    lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True),
+    X.reshape(N, 12, 50),
+  ),
+  "ppermute": (
+    FLOATS | {"perm": RING},
+    lambda x: lax.ppermute(x, "data", RING),
+    X[::-1],
+  ),
+  "gather": (WHOLE | {"axis_name": "data"}, whole, WEIGHTS),
+}
+
+
+def gathering(**options):
+  """``(w, residual, cotangent) -> (whole, dw, new residual)`` of a gather."""
+
+  def run(w, residual, cotangent):
+    function = lambda w, e: parallel.gather(w, axis_name="data", residual=e, **options)
+    whole, back = jax.vjp(function, w, residual)
+    return whole, *back(cotangent)
+
+  return run
+
+
+@functools.cache
+def run(name, own):
+  """What collectives with a codec return, with the key ``KEY``, by their names."""
+  codec = laws.here(CODECS[name])
+  key = DRAWN if codec.needs_key else None
+  options = dict(axis_name="data", codec=codec, key=key)
+  axis = dict(axis=1, own=own)
+  gather = lambda x: parallel.all_gather(x, **options, **axis)
+  both = dict(params=codec, grads=laws.kept(codec), axis=1, key=key)
+
+  def every(x, weights, old):
+    return {
+      "all_gather": cases.with_gradient(gather, None)(x, weights),
+      "psum_scatter": parallel.psum_scatter(weights, **options, **axis),
+      "psum": parallel.psum(x, **options),
+      "gather": gathering(**both)(x, old, weights),
+    }
+
+  return jax.tree.map(np.asarray, mapped("vmap", every, N)(X, WEIGHTS, OLD))
+
+
+@functools.cache
+def plain(mode):
+  """Values and gradients in float32: of ours and JAX's, and of what JAX has not.
+
+  ``sum_gradients`` is a psum the other way round: the weights of a psum's loss, and the
+  argument of ``sum_gradients``, are equal on all workers.
+  """
+  equal, z = WEIGHTS[0, :, :200], X + 1j * X[::-1]
+
+  def every(x, weights, old, z, dz):
+    found = {}
+    for name, (options, theirs, _) in PAIRS.items():
+      ours = functools.partial(getattr(parallel, name), **options)
+      ways = [cases.with_gradient(way, None) for way in (ours, theirs)]
+      found[name] = [way(x, weights[name]) for way in ways]
+    value, back = jax.vjp(whole, z)
+    found["complex"] = (value, *back(dz))
+    entry = lambda x: parallel.sum_gradients(x, **FLOATS)
+    found["psum"] = cases.with_gradient(lambda x: parallel.psum(x, **FLOATS), equal)(x)
+    found["sum_gradients"] = cases.with_gradient(entry, x)(jnp.asarray(equal))
+    found["kept"] = gathering(**WHOLE)(x, old, weights["gather"])
+    pairs = jnp.stack([old, old], -1)
+    found["kept complex"] = gathering(**WHOLE | {"axis": -1})(z, pairs, dz)
+    return found
+
+  weights = {name: pair[2] for name, pair in PAIRS.items()}
+  given = X, weights, OLD, z, WEIGHTS - 2j * WEIGHTS[::-1]
+  return equal, jax.tree.map(np.asarray, mapped(mode, every, N)(*given))
+
 
 @pytest.mark.parametrize("mode", modes.MODES)
 def test_float32_is_what_jax_sends(mode):
   """Bit by bit where nothing is added, and up to rounding where something is."""
-  equal, found = table.plain(mode)
-  for name in ("all_gather", "psum_scatter", "all_to_all", "ppermute", "gather"):
-    for ours, theirs, adds in zip(
-      *found[name], ADDING.get(name, (False, False)), strict=True
-    ):
+  equal, found = plain(mode)
+  for name in PAIRS:
+    adding = ADDING.get(name, (False, False))
+    for ours, theirs, adds in zip(*found[name], adding, strict=True):
       (cases.assert_rounded if adds else assert_same_bits)(ours, theirs)
   # The cotangent of a sum is that of all workers together: nothing is sent for it.
   (total, dx), (value, gradient) = found["psum"], found["sum_gradients"]
@@ -51,7 +147,7 @@ def test_float32_is_what_jax_sends(mode):
 @pytest.mark.parametrize("mode", modes.MODES)
 def test_a_residual_is_sent_along_with_a_gradient(mode):
   """Nothing is lost in float32; those of complex numbers are pairs."""
-  _, found = table.plain(mode)
+  _, found = plain(mode)
   sums = np.stack(np.split(OLD.sum(0), N, axis=1))
   for theirs, (whole, dw, new), e in (
     (found["gather"][1], found["kept"], sums),
@@ -67,10 +163,10 @@ def own_or_coded(own, codec, x, sender, receiver, key):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name, own", table.ROWS)
+@pytest.mark.parametrize("name, own", ROWS)
 def test_each_codec_is_what_the_page_says(name, own):
   """Forward and backward, of a gather and of sums, in the order of workers."""
-  codec, found = CODECS[name], table.run(name, own)
+  codec, found = CODECS[name], run(name, own)
   value, gradient = found["all_gather"]
   for me in range(N):
     sent = [own_or_coded(own, codec, X[i], i, me, dither(i)) for i in range(N)]
@@ -83,7 +179,7 @@ def test_each_codec_is_what_the_page_says(name, own):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name, own", table.EXACT)
+@pytest.mark.parametrize("name, own", EXACT)
 def test_a_psum_is_what_the_page_says(name, own):
   """Two stages, of which the second has keys of its own."""
   codec, parts = CODECS[name], X.reshape(N, N, -1)
@@ -93,14 +189,14 @@ def test_a_psum_is_what_the_page_says(name, own):
   ]
   whole = [roundtrip(codec, x, dither(me, 0, 2, me)) for me, x in enumerate(sums)]
   want = np.concatenate(whole).reshape(X.shape[1:])
-  assert_same_bits(table.run(name, own)["psum"], np.stack([want] * N))
+  assert_same_bits(run(name, own)["psum"], np.stack([want] * N))
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name, own", table.EXACT)
+@pytest.mark.parametrize("name, own", EXACT)
 def test_a_gather_is_what_the_page_says(name, own):
   """Forward all parts are rounded, backward all but the owner's own."""
-  codec, (whole, dw, new) = CODECS[name], table.run(name, own)["gather"]
+  codec, (whole, dw, new) = CODECS[name], run(name, own)["gather"]
   want = np.concatenate([roundtrip(codec, X[i], dither(i)) for i in range(N)], axis=1)
   assert_same_bits(whole, np.stack([want] * N))
   sent = np.split(WEIGHTS + OLD, N, axis=2)
@@ -120,22 +216,20 @@ def test_the_two_directions_have_codecs_of_their_own():
   """None sends float32; the cotangents of the second are powers of two."""
   x, weights = numbers(N, 40, seed=5), numbers(N, 40 * N, seed=6)
   bf16, natural = CODECS["bf16"], laws.here(CODECS["natural"])
-  key = jax.random.key(0)
 
   def function(x, weights):
-    options = dict(axis_name="data", codec=bf16, own="coded", key=key)
+    options = dict(axis_name="data", codec=bf16, own="coded", key=jax.random.key(0))
     each = [
       jax.vjp(lambda x, b=b: parallel.all_gather(x, backward=b, **options), x)
       for b in (None, natural)
     ]
     ways = dict(params=None, grads=COARSE), dict(params=COARSE, grads=None)
     old = jnp.zeros_like(weights)
-    gathered = [table.gathering(**way)(x, old, weights) for way in ways]
+    gathered = [gathering(**way)(x, old, weights) for way in ways]
     return [(y, *back(weights)) for y, back in each], gathered
 
-  ((first, exact), (second, rounded)), (down, up) = jax.device_get(
-    mapped("vmap", function, N)(x, weights)
-  )
+  found, (down, up) = jax.device_get(mapped("vmap", function, N)(x, weights))
+  (first, exact), (second, rounded) = found
   assert_same_bits(first, second)
   want = np.concatenate([roundtrip(bf16, x, None)[i] for i in range(N)])
   assert_same_bits(first[0], want)
@@ -150,20 +244,17 @@ def test_the_two_directions_have_codecs_of_their_own():
 
 @pytest.mark.parametrize("mode", ["shard_map", "shard_map_unchecked"])
 def test_what_is_sent_are_words_and_as_many_as_the_payloads_have(mode):
-  key = jax.random.key(1)
 
   def function(x, long):
-    gather = lambda x: parallel.all_gather(
-      x, axis_name="data", codec=EIGHT, backward=RANDOM, key=key
-    )
+    own = dict(axis_name="data", key=jax.random.key(1))
+    gather = lambda x: parallel.all_gather(x, codec=EIGHT, backward=RANDOM, **own)
     y, back = jax.vjp(gather, x)
     total = parallel.psum(x.astype(jnp.float16), axis_name="data", codec=EIGHT)
-    swapped = parallel.all_to_all(
-      long, axis_name="data", split_axis=0, concat_axis=0, codec=RANDOM, key=key
-    )
+    swap = dict(split_axis=0, concat_axis=0, codec=RANDOM)
+    swapped = parallel.all_to_all(long, **swap, **own)
     sent = parallel.ppermute(x, axis_name="data", perm=[(0, 1)], codec=EIGHT)
-    scales = parallel.all_gather(x, axis_name="data", codec=TERNARY, key=key)
-    whole = table.gathering(params=EIGHT, grads=COARSE)(2 * x, 3 * long, long)
+    scales = parallel.all_gather(x, codec=TERNARY, **own)
+    whole = gathering(params=EIGHT, grads=COARSE)(2 * x, 3 * long, long)
     return back(long), total, swapped, sent, y, scales, whole
 
   given = numbers(N, 5000), numbers(N, 5000 * N)
@@ -186,9 +277,6 @@ def test_what_is_sent_are_words_and_as_many_as_the_payloads_have(mode):
   assert report.dense_bytes == same  # in float32
 
 
-DENSE = dict(axis_name="data", codec=Dense())
-
-
 @pytest.mark.parametrize("mode", ["shard_map", *slow("pmap", "vmap")])
 def test_any_shape_and_dtype(mode):
   """Scalars, primes and nothing; half precision comes back as it was."""
@@ -203,9 +291,8 @@ def test_any_shape_and_dtype(mode):
 
   function = lambda number: [each(x + number.astype(x.dtype)) for x in arrays]
   near = functools.partial(np.testing.assert_allclose, rtol=0.1)
-  for x, y, total, own in jax.device_get(
-    mapped(mode, function, N)(np.float32(range(N)))
-  ):
+  found = jax.device_get(mapped(mode, function, N)(np.float32(range(N))))
+  for x, y, total, own in found:
     assert x.dtype == y.dtype == total.dtype == own.dtype
     assert y.shape[1:] == (N * (x.shape[1] if x.ndim > 1 else 1), *x.shape[2:])
     wide = np.float32(x)
@@ -223,10 +310,9 @@ def test_a_nan_is_seen_by_all(codec):
   x[1, 70] = np.nan
 
   def function(x):
-    gather = parallel.all_gather(x, axis_name="data", codec=codec, key=table.DRAWN)
-    total = parallel.psum(x, axis_name="data", codec=codec, key=table.DRAWN)
-    part = parallel.psum_scatter(x, axis_name="data", codec=codec, key=table.DRAWN)
-    return gather[80 + 70], total[70], part[10]
+    own = dict(axis_name="data", codec=codec, key=DRAWN)
+    gather, total = parallel.all_gather(x, **own), parallel.psum(x, **own)
+    return gather[80 + 70], total[70], parallel.psum_scatter(x, **own)[10]
 
   gathered, total, part = mapped("vmap", function, N)(x)
   assert np.isnan(gathered).all() and np.isnan(total).all() and np.isnan(part[3])
@@ -237,12 +323,12 @@ def test_complex_numbers_travel_as_pairs_and_equal_arrays_once():
   x, equal = numbers(N, 2, 8) + 1j * numbers(N, 2, 8, seed=1), numbers(8)
 
   def function(x):
-    loss = lambda x: jnp.sum(jnp.abs(parallel.psum(x, **DENSE)) ** 2)
-    whole = parallel.all_gather(x, axis=-1, **DENSE)
-    swapped = parallel.all_to_all(equal, split_axis=0, concat_axis=0, **DENSE)
-    part = parallel.psum_scatter(equal, **DENSE)
-    of_equal = part, swapped, parallel.psum(equal, **DENSE)
-    back = parallel.psum_scatter(whole, axis=-1, **DENSE)
+    loss = lambda x: jnp.sum(jnp.abs(parallel.psum(x, **FLOATS)) ** 2)
+    whole = parallel.all_gather(x, axis=-1, **FLOATS)
+    swapped = parallel.all_to_all(equal, split_axis=0, concat_axis=0, **FLOATS)
+    part = parallel.psum_scatter(equal, **FLOATS)
+    of_equal = part, swapped, parallel.psum(equal, **FLOATS)
+    back = parallel.psum_scatter(whole, axis=-1, **FLOATS)
     return (whole, back, jax.grad(loss)(x)), of_equal
 
   (whole, back, gradient), (part, swapped, total) = mapped("vmap", function, N)(x)
@@ -275,7 +361,7 @@ def test_types_say_what_is_equal():
 def test_random_numbers_differ_by_part_and_direction():
   """Half a step everywhere: equal draws would round equal numbers alike."""
   codec = QSGD(bits=2, bucket_size=32, norm="max")
-  drawn = dict(axis_name="data", codec=codec, key=table.DRAWN)
+  drawn = dict(axis_name="data", codec=codec, key=DRAWN)
   x = np.full((N, N * 64), 0.5, np.float32)
   x[:, ::32] = 1.0
   ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
@@ -329,7 +415,7 @@ def test_a_nan_is_seen_by_its_owner_and_stays_out_of_residuals(codec):
   w, old, cotangent = numbers(N, 64), numbers(N, 64 * N, seed=1), numbers(N, 64 * N)
   cotangent[1, 70 + 64] = np.nan  # of worker 2's part
   cotangent[3, 64 * 3 + 5] = np.inf  # its own
-  run = table.gathering(params=None, grads=codec, key=jax.random.key(0))
+  run = gathering(params=None, grads=codec, key=jax.random.key(0))
   _, dw, new = jax.device_get(mapped("vmap", run, N)(w, old, cotangent))
   assert np.isnan(dw[2, :32]).all() and not np.isfinite(dw[3, 5])
   assert np.isfinite(dw[:2]).all() and np.isfinite(dw[2, 32:]).all()
@@ -365,9 +451,8 @@ def test_axes_of_a_mesh(check_vma):
 
   out = {name: (P("chip") if name == "equal" else BOTH, BOTH) for name in specs}
   places = dict(in_specs=(specs, BOTH, BOTH), out_specs=out, check_vma=check_vma)
-  step = jax.shard_map(grads, mesh=mesh, **places)
   given = dict.fromkeys(specs, w), np.zeros((N * 8, 3), np.float32), x
-  found = jax.device_get(jax.jit(step)(*given))
+  found = jax.device_get(jax.jit(jax.shard_map(grads, mesh=mesh, **places))(*given))
   for name, (dw, new) in found.items():
     new = new.reshape(N, 8, 3)
     if name == "differ":  # [hosts, 8, 3]

@@ -44,10 +44,7 @@ def by_both(params, x):
   return jnp.mean(jnp.tanh(parallel.psum(x @ second, **SENT)) ** 2)
 
 
-def cut(w, axis=1):
-  return np.stack(np.split(w, N, axis=axis))
-
-
+cut = lambda w, axis=1: np.stack(np.split(w, N, axis=axis))
 COLUMNS = [cut(w) for w in PARAMS]
 PAIR = [COLUMNS[0], cut(PARAMS[1], 0)]
 with_x = lambda model: jax.value_and_grad(model, (0, 1))

@@ -51,14 +51,13 @@ def test_each_way_on_explicit_axes(mesh):
   @jax.jit
   def every(*given):
     matrix, *_ = given = [unreduce(x, "data") for x in given]
-    total = [dense(x, axis_name="data") for x in given]
     rows, columns = dense(matrix, P("data")), dense(matrix, P(None, "data"))
     back = dense(rows, P()), dense(columns, axis_name="data")
     reduced = dense(columns, P(reduced={"data"}))
     kinds = [jax.typeof(x).sharding.spec for x in (rows, columns, back[1], reduced)]
     assert kinds[:2] == [P("data", None), P(None, "data")]
     assert kinds[2:] == [P(None, None), P(None, None, reduced={"data"})]
-    return total, [rows, columns, *back]
+    return [dense(x, axis_name="data") for x in given], [rows, columns, *back]
 
   total, others = in_words(every, *(put(x, "data") for x in (matrix, vector, scalar)))
   for got, x in zip(total, (matrix, vector, scalar), strict=True):
@@ -134,9 +133,8 @@ def test_inside_a_map_the_source_is_said(mode):
 
   def function(x):
     total, rows = dense(x, axis_name="data"), dense(x, P("data"))
-    whole = dense(rows, P(), source=P("data"))
     again, left = reshard(x, axis_name="data", codec=EIGHT, residual=jnp.zeros_like(x))
-    return total, whole, again, left
+    return total, dense(rows, P(), source=P("data")), again, left
 
   total, whole, again, left = mapped(mode, function, N)(x)
   assert_same_bits(total, whole)
@@ -154,6 +152,5 @@ def test_one_of_two_axes_of_a_mesh_and_both():
     return whole, dense(one, axis_name="host"), dense(one, P("host"))
 
   with jax.set_mesh(mesh):
-    arrays = in_words(every, put(x, ("host", "chip")), put(x, "host", "chip"))
-  for array in arrays:
-    assert_same_bits(np.asarray(array), x)
+    for array in in_words(every, put(x, ("host", "chip")), put(x, "host", "chip")):
+      assert_same_bits(np.asarray(array), x)

@@ -27,11 +27,10 @@ PLAIN, SLOW = map(table_scans.rows, (table_scans.TABLE, table_scans.SLOW))
 
 def of_rows(chosen):
   """The rows for which a law is said; those that are not of every run are slow."""
-  cases = [*filter(chosen, PLAIN)], [*filter(chosen, SLOW)]
-  assert cases[0]
-  return pytest.mark.parametrize(
-    "row", [*cases[0], *slow(*[(x,) for x in cases[1]])], ids=str
-  )
+  plain = [*filter(chosen, PLAIN)]
+  assert plain
+  cases = plain + slow(*[(x,) for x in filter(chosen, SLOW)])
+  return pytest.mark.parametrize("row", cases, ids=str)
 
 
 @of_rows(lambda row: True)
@@ -99,9 +98,8 @@ def _loops(jaxpr):
 
 def test_nothing_under_way_needs_the_layer_that_computes():
   """Nor does that layer need it: a compiler may run the two side by side."""
-  row = PLAIN[0]
   x, weights = whole(4, ROWS, WIDTH), whole(4, 4, WIDTH)
-  step = lambda x, weights: table_scans.door_of(row, x, weights, None, None).layers
+  step = lambda x, weights: table_scans.door_of(PLAIN[0], x, weights, None, None).layers
   trace = jax.make_jaxpr(mapped("shard_map", step, 4))(x, weights)
   sends = lambda eqn: _has(eqn, "all_to_all") or _has(eqn, "all_gather_invariant")
   (loop,) = (x for x in _loops(trace.jaxpr) if any(map(sends, x.eqns)))
@@ -143,8 +141,7 @@ def test_all_that_a_scan_may_take(mode, policy):
     def body(carry, layer):
       x, number = carry
       w, key = layer
-      noise = jax.random.normal(key, (8,))
-      x = jnp.sin(x @ w + own * noise) * (rows[:, None] + number)
+      x = jnp.sin(x @ w + own * jax.random.normal(key, (8,))) * (rows[:, None] + number)
       return (x, number + 1), {"x": x, "number": number}
 
     (x, number), ys = scan(body, (x, jnp.int32(1)), (layers, keys))
@@ -152,22 +149,16 @@ def test_all_that_a_scan_may_take(mode, policy):
 
   def both(x, own):
     ours = lambda *given: parallel.scan(*given, policy=policy, **MEAN)
-    grad = lambda scan: jax.grad(
-      lambda *given: loss(scan, *given), (0, 1, 2), has_aux=True
-    )
+    grad = lambda scan: jax.grad(lambda *x: loss(scan, *x), (0, 1, 2), has_aux=True)
+    varying = lambda x: lax.pcast(x, "data", to="varying") if mode == "shard_map" else x
     shared = jnp.asarray(layers)
     theirs, aux = grad(lax.scan)(varying(shared), x, own)
     got, found = grad(ours)(shared, x, own)
-    plain, _ = ours(lambda x, w: (x @ w, None), x, shared), None
-    want = lax.scan(lambda x, w: (x @ w, None), x, varying(shared))
-    return got, (lax.pmean(theirs[0], "data"), *theirs[1:]), (found, aux), (plain, want)
+    values = (found, ours(LAYER, x, shared)), (aux, lax.scan(LAYER, x, varying(shared)))
+    return got, (lax.pmean(theirs[0], "data"), *theirs[1:]), values
 
-  def varying(x):
-    return lax.pcast(x, "data", to="varying") if mode == "shard_map" else x
-
-  got, want, values, plain = mapped(mode, both, 4)(x, own)
-  assert_same_bits(values[0], values[1])
-  assert_same_bits(plain[0], plain[1])
+  got, want, values = mapped(mode, both, 4)(x, own)
+  assert_same_bits(*values)
   for ours, theirs in zip(got, want, strict=True):
     # The two programs compute the products of a layer in orders of their own.
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
@@ -180,24 +171,18 @@ def test_several_models_are_mapped_over_and_scans_without_a_gradient_too(length)
 
   def of_all(x, layers):
     loss = lambda layers, x: jnp.sum(parallel.scan(LAYER, x, layers, **MEAN)[0])
-    grad = lambda x: jax.grad(loss)(layers, x)
-    return jax.vmap(grad, axis_name="data")(x)
+    return jax.vmap(lambda x: jax.grad(loss)(layers, x), axis_name="data")(x)
 
   got = jax.jit(jax.vmap(of_all, in_axes=(None, 0)))(x, layers)
-  want = [jax.jit(of_all)(x, each) for each in layers]
-  assert_same_bits(got, jnp.stack(want))
+  assert_same_bits(got, jnp.stack([jax.jit(of_all)(x, each) for each in layers]))
   scan = lambda x: parallel.scan(LAYER, x, layers[0], **MEAN)[0]
-  values = jax.vmap(lambda x: jax.vmap(scan)(x), axis_name="data")
-  assert np.isfinite(values(jnp.asarray(x))).all()
+  assert np.isfinite(jax.vmap(jax.vmap(scan), axis_name="data")(jnp.asarray(x))).all()
 
 
 # In plain jit under Explicit axes.
 STACK = jnp.ones((3, 8, 8))
 explicit = lambda: jax.set_mesh(modes.mesh(4, AxisType.Explicit))
-
-
-def on(spec, x):
-  return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
+on = lambda spec, x: jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
 
 
 def test_values_outputs_and_other_gradients_are_those_of_a_plain_scan():
@@ -254,6 +239,7 @@ N, CHIPS, LENGTH, OWN = ROW.workers, 2, ROW.length, WIDTH // ROW.workers
 of = lambda *shape: jax.ShapeDtypeStruct((N, *shape), "float32")
 SHAPES = of(ROWS, WIDTH), {"b": of(LENGTH, OWN), "w": of(LENGTH, OWN, WIDTH)}
 SUMS = dict(axis_name="data", codec=Dense(), axis=0)
+scanned = lambda inner, x, shards: ROW.scan(body, x, shards, backward_axis_name=inner)
 
 
 def payload(name):
@@ -262,19 +248,12 @@ def payload(name):
 
 
 def test_the_backward_pass_sends_no_weights_between_hosts():
-  sent = collections.Counter()
-  for axis, part in run(ROW).door.report.by_axis.items():
-    for x in part.collectives:
-      sent[axis, x.kind] += x.times * x.bytes_sent
-  assert sent == {
-    ("host,chip", "all-gather"): LENGTH * (N - 1) * payload("params"),
-    ("host,chip", "all-to-all"): LENGTH * (N - 1) * payload("grads"),
-    ("chip", "all-gather"): (LENGTH - 1) * (N - N // CHIPS) * payload("params"),
+  parts = run(ROW).door.report.by_axis
+  both, weights = LENGTH * (N - 1), payload("params")
+  assert {axis: sent(part) for axis, part in parts.items()} == {
+    "host,chip": {"all-gather": both * weights, "all-to-all": both * payload("grads")},
+    "chip": {"all-gather": (LENGTH - 1) * (N - N // CHIPS) * weights},
   }
-
-
-def scanned(inner, x, shards):
-  return ROW.scan(body, x, shards, backward_axis_name=inner)
 
 
 def test_a_worker_keeps_the_share_of_a_chip():
@@ -285,8 +264,7 @@ def test_a_worker_keeps_the_share_of_a_chip():
     found = jax.eval_shape(mapped_over(dict(ROW.axes), pull), *SHAPES)
     return sum(x.size * x.dtype.itemsize for x in found) // N
 
-  kept = (LENGTH - 1) * N * payload("params") // CHIPS
-  assert saved("chip") - saved(None) == kept
+  assert saved("chip") - saved(None) == (LENGTH - 1) * N * payload("params") // CHIPS
 
 
 @pytest.mark.parametrize("inner", ["model", ROW.axis_name, (), ("chip", "chip"), 1])
@@ -302,8 +280,7 @@ def test_whole_layers_are_constant():
   shards = jax.tree.map(lambda x: np.stack(np.split(x, 4, axis=1)), layers)
 
   def loss(shards, layers):
-    values = parallel.scan(body, x, shards, whole=layers, **SUMS)
-    return loss_of(values, weights)
+    return loss_of(parallel.scan(body, x, shards, whole=layers, **SUMS), weights)
 
   grads = jax.vmap(jax.grad(loss, (0, 1)), (0, None), axis_name="data")
   rows, zeros = jax.device_get(jax.jit(grads)(shards, layers))
@@ -320,8 +297,7 @@ def test_a_residual_that_jax_would_add_up_is_refused(spec, missing):
   names, kinds = ("data", "model"), (AxisType.Auto,) * 2
   every, mesh = P(names), jax.make_mesh((2, 2), names, kinds)
   specs = dict(in_specs=(every, P(None, names), spec), out_specs=every)
-  step = jax.shard_map(run, mesh=mesh, **specs)
   shapes = jnp.ones((8, 4)), jnp.ones((3, 8, 4)), jnp.ones((6, 4, 4))
-  words = "`residual`", f"['{missing}']", "in_specs"
-  with pytest.raises(ValueError, match=says(*words)):
-    jax.eval_shape(step, *shapes)
+  told = says("`residual`", f"['{missing}']", "in_specs")
+  with pytest.raises(ValueError, match=told):
+    jax.eval_shape(jax.shard_map(run, mesh=mesh, **specs), *shapes)

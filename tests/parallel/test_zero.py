@@ -17,11 +17,10 @@ from tests.support import laws
 from tests.support.assertions import assert_same_bits, says
 from tests.support.cases import zero as cases
 from tests.support.cases.zero import FOUR_BITS, LEAVES, TILE, N, coded, last, sharded
-from tests.support.hlo_order import ancestors, entry_instructions, weight_gradients
+from tests.support.hlo_order import ancestors, compiled, weight_gradients
 
+of = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
 ADAM = optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1)
-
-
 NONUNIFORM = QSGD(bits=2, levels="nonuniform", bucket_size=64)
 TERNARY = laws.kept(Ternary(bucket_size=64))
 ADDED = [FOUR_BITS, TERNARY, *slow(OneBit(per_column=True), NONUNIFORM)]
@@ -34,9 +33,7 @@ def test_owners_add_what_workers_would_gather(codec):
   options = dict(feedback="error", key=5)
   tx = coded(optax.sgd(0.1), codec, Dense(), **options)
   got, state = last("vmap", tx, params, given)
-  gathered = gradcomp.compress(
-    codec, axis_name="data", exchange="all_gather", **options
-  )
+  gathered = laws.compressed(codec, "all_gather", **options)
   expected, other = last("vmap", optax.chain(gathered, optax.sgd(0.1)), params, given)
   chex.assert_trees_all_close(got, expected, atol=2e-6)
   chex.assert_trees_all_close(state.gradients.residual, other[0].residual, atol=2e-6)
@@ -83,9 +80,6 @@ def test_each_leaf_is_rounded_as_its_types_say():
     np.testing.assert_array_equal(known, np.float32(1 - 5 * rate))
 
 
-of = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
-
-
 def test_a_scale_of_the_whole_tensor_is_that_of_a_leaf():
   """Steps of a millionth are not those of another leaf, which are below its levels."""
   sizes = {"large": 1.0, "small": 2.0**-20}
@@ -99,14 +93,12 @@ def test_a_scale_of_the_whole_tensor_is_that_of_a_leaf():
 
 def bytes_of(tree):
   """On the first device."""
-  first = lambda x: x.addressable_shards[0].data.nbytes
-  return sum(map(first, jax.tree.leaves(tree)))
+  return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 def test_a_worker_keeps_an_nth_of_the_optimizer():
   params = {"w": np.ones((64, N * TILE), np.float32)}
-  tx = coded(optax.adam(0.1), feedback="error")
-  params, state, _ = sharded(tx, params)
+  params, state, _ = sharded(coded(optax.adam(0.1), feedback="error"), params)
   whole = bytes_of(params)
   adam = state.inner_state[0]
   assert bytes_of(adam.mu) == bytes_of(adam.nu) == bytes_of(state.unsent) == whole / N
@@ -119,16 +111,14 @@ def test_a_worker_keeps_an_nth_of_the_optimizer():
 
 def test_eight_bits_a_parameter_are_sent():
   """4 + 4 and the scales, in two messages of words. The loss takes four bytes more."""
-  codec = QSGD(bits=4)
   params = {"w": (256, 4096), "b": (100,), "s": ()}
   params = {name: np.ones(shape, np.float32) for name, shape in params.items()}
-  tx = coded(optax.adam(0.1), codec)
+  tx = coded(optax.adam(0.1), QSGD(bits=4))
   report = gradcomp.wire_report(cases.wired(tx, params))
   sent = [x for x in report.collectives if x.dtype == "u32"]
   assert [x.kind for x in sent] == ["all-to-all", "all-gather"]
   assert [x.dtype for x in report.collectives if x not in sent] == ["f32"]
-  total = sum(x.bytes_sent for x in sent)
-  size = 2**20
+  total, size = sum(x.bytes_sent for x in sent), 2**20
   arithmetic = 2 * (N - 1) / N * size * (4 + 32 / 512) / 8
   assert abs(total / arithmetic - 1) < 0.01
   assert 8 * total * N / (N - 1) / size == pytest.approx(8.13, abs=0.05)
@@ -138,10 +128,9 @@ def test_eight_bits_a_parameter_are_sent():
 
 def test_a_leaf_is_filled_up_to_as_many_rows_of_each_worker():
   """A small leaf has as many elements, so that it is sent with few zeros."""
-  params = {"five": of(5 * TILE), "seven": of(7)}
   words = {"['five']": 8 * (64 + 8), "['seven']": 8}
   tx = coded(optax.sgd(0.1), min_leaf_size=100)
-  told = gradcomp.explain(tx, params, workers=N).leaves
+  told = gradcomp.explain(tx, {"five": of(5 * TILE), "seven": of(7)}, workers=N).leaves
   both_ways = {x: 2 * (N - 1) / N * 4 * n for x, n in words.items()}
   assert {x.path: x.bytes_sent for x in told} == both_ways
 
@@ -156,11 +145,10 @@ def test_leaves_of_any_size_are_within_a_few_levels(least, dense):
   codec = QSGD(bits=8, bucket_size=32, rounding="nearest")
   tx = coded(inner, codec, min_leaf_size=least)
   got, _ = last("shard_map", tx, params, given)
-  expected = cases.plain(inner, params, given)
   told = gradcomp.explain(tx, params, workers=N).leaves
   exact = {x.path for x in told if x.codec == Dense()}
   assert len(exact) == dense
-  for name, leaf in expected.items():
+  for name, leaf in cases.plain(inner, params, given).items():
     tolerance = 1e-6 if f"['{name}']" in exact else 0.01
     np.testing.assert_allclose(got[name][0], leaf, atol=tolerance)
 
@@ -169,13 +157,11 @@ def test_what_fills_rows_up_is_never_sent():
   """Levels without zero move it. It would take the scale of the last bucket with it."""
   last_one = np.eye(1, TILE + 1, TILE, dtype=np.float32)
   params = {"w": last_one[0] * np.float32(-1.9)}
-  given = [{"w": np.repeat(last_one, N, 0)}] * 3
   # The one element of the last bucket moves a twentieth of what its gradient says.
   inner = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1e-3))
   codec = QSGD(bits=1, levels="uniform", bucket_size=64)
-  options = dict(min_leaf_size=0, dither="independent")
-  tx = coded(inner, codec, FOUR_BITS, **options)
-  held, _ = last("shard_map", tx, params, given)
+  tx = coded(inner, codec, FOUR_BITS, min_leaf_size=0, dither="independent")
+  held, _ = last("shard_map", tx, params, [{"w": np.repeat(last_one, N, 0)}] * 3)
   moved = held["w"][0] - params["w"]
   np.testing.assert_allclose(moved[-1], -1.5e-4, rtol=5e-3)
   assert not moved[:-1].any()
@@ -225,8 +211,6 @@ def test_a_state_that_does_not_fit_is_refused():
 LAYERS = 4
 WIDTH = 64
 BYTES = 1200  # of 4 bits: the leaf "w" needs more, and others share a message
-
-
 OTHERS = OneBit(), EightBit(), Ternary(share_scale=False)
 PIECES = [(FOUR_BITS, "shard_map"), *slow((FOUR_BITS, "vmap"), (FOUR_BITS, "explicit"))]
 PIECES += slow(*((replace(x, bucket_size=64), "shard_map") for x in OTHERS))
@@ -237,17 +221,11 @@ def test_pieces_have_the_bits_of_the_whole(codec, mode):
   """Keys are those of leaves, scales those of buckets, and owners add in one order."""
   params, given = cases.tree(0, LEAVES), cases.gradients(2, LEAVES)
   inner = optax.sgd(0.1, momentum=0.5)
-  whole, pieces = (
-    coded(inner, codec, FOUR_BITS, message_bytes=size) for size in (None, BYTES)
-  )
-  messages = [
-    gradcomp.explain(tx, params, workers=N).messages for tx in (whole, pieces)
-  ]
+  make = lambda size: coded(inner, codec, FOUR_BITS, message_bytes=size)
+  txs = make(None), make(BYTES)
+  messages = [gradcomp.explain(tx, params, workers=N).messages for tx in txs]
   assert messages[0] == 1 < messages[1]
-  got, state = last(mode, pieces, params, given)
-  expected, other = last(mode, whole, params, given)
-  assert_same_bits(got, expected)
-  assert_same_bits(state, other)
+  assert_same_bits(*[last(mode, tx, params, given) for tx in txs])
 
 
 def test_each_message_has_two_collectives_and_takes_its_own_memory():
@@ -272,8 +250,7 @@ def test_each_message_has_two_collectives_and_takes_its_own_memory():
 def test_a_piece_waits_for_its_own_leaves_alone():
   """Both its collectives: the gradients' and that of the differences."""
   tx = coded(optax.adam(0.1), message_bytes=0, min_leaf_size=0)
-  weights = [np.eye(WIDTH, dtype=np.float32)] * LAYERS
-  params, state, mesh = sharded(tx, weights)
+  params, state, mesh = sharded(tx, [np.eye(WIDTH, dtype=np.float32)] * LAYERS)
   specs = gradcomp.state_specs(state, axis_name="data")
 
   def loss_of(params, x):
@@ -285,11 +262,9 @@ def test_a_piece_waits_for_its_own_leaves_alone():
     grads = gradcomp.value_and_grad(loss_of, axis_name="data")(params, x)[1]
     return tx.update(grads, state, params)[0]
 
-  mapped = jax.shard_map(
-    step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=P()
-  )
-  lowered = jax.jit(mapped).lower(params, state, np.ones((8 * N, WIDTH), np.float32))
-  instructions = entry_instructions(lowered.compile().as_text())
+  places = dict(in_specs=(P(), specs, P("data")), out_specs=P())
+  mapped = jax.shard_map(step, mesh=mesh, **places)
+  instructions = compiled(mapped, params, state, np.ones((8 * N, WIDTH), np.float32))
   products = set(weight_gradients(instructions, WIDTH))
   for kind in ("all-to-all", "all-gather"):
     named = [n for n, (_, line) in instructions.items() if f" {kind}(" in line]

@@ -20,11 +20,11 @@ from tests.support.cases.inner import CODECS, LOOKING, PLAIN, WHOLE, N, assert_c
 
 SGD = optax.sgd(0.3)
 NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
-local_steps = functools.partial(
-  gradcomp.local.local_steps, codec=Dense(), axis_name="data"
-)
+OVER = dict(codec=Dense(), axis_name="data")
+local_steps = functools.partial(gradcomp.local.local_steps, **OVER)
 local = functools.partial(local_steps, SGD, optax.sgd(1.0), every=2)
 on_all = lambda f: jax.jit(jax.vmap(f, axis_name="data"))
+of = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
 
 
 @pytest.mark.parametrize("name", [*one_in(7, PLAIN), *one_in(8, LOOKING)])
@@ -49,9 +49,8 @@ MIXING = {name: (WHOLE[name], [cases.REFUSED[name]]) for name in WHOLE} | {
 def test_zero_refuses_what_needs_more_than_an_element(name):
   inner, words = MIXING[name]
   tx = zero(inner, **CODECS)
-  run = lambda x: tx.update(x, tx.init(x), x)
   with pytest.raises(ValueError, match=says("`inner` must", *words)):
-    jax.eval_shape(on_all(run), cases.targets())
+    jax.eval_shape(on_all(lambda x: tx.update(x, tx.init(x), x)), cases.targets())
 
 
 @pytest.mark.parametrize("name", one_in(60, [*LOOKING, *PLAIN, *WHOLE]))
@@ -61,14 +60,10 @@ def test_local_steps_are_those_of_the_optimizer_inside(name):
   assert_close(cases.train(local_steps(inner, optax.sgd(1.0), every=2), 4), expected)
 
 
-of = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
-
-
 def states(tx, params):
   """The shapes of the states of all workers."""
-  return jax.eval_shape(
-    on_all(tx.init), jax.tree.map(lambda x: of(N, *x.shape), params)
-  )
+  each = jax.tree.map(lambda x: of(N, *x.shape), params)
+  return jax.eval_shape(on_all(tx.init), each)
 
 
 def test_an_owner_has_rows_of_each_leaf_and_all_share_two_messages():
@@ -121,9 +116,10 @@ AROUND = {
   ),
   "partition": lambda tx: optax.partition({True: tx, False: tx}, cases.MASK),
 }
-# How its parameters are held.
+# How its parameters are held, and how far local steps inside are from them.
 PLACE = {"lookahead": optax.LookaheadParams.init_synced}
 SAME = lambda params: params
+MOVED = {"lookahead": lambda x: x.fast_state[1], "halved": lambda x: x[0][1]}
 
 
 @pytest.mark.parametrize("name", AROUND)
@@ -149,13 +145,7 @@ def test_parameters_that_someone_moves_stay_moved():
   assert np.abs(stays + 0.3 * grads.mean(axis=0)).max() > 0.02  # of what waited
 
 
-@pytest.mark.parametrize(
-  "name, displacement",
-  [
-    ("lookahead", lambda state: state.fast_state[1]),
-    ("halved", lambda state: state[0][1]),
-  ],
-)
+@pytest.mark.parametrize("name, displacement", MOVED.items())
 def test_local_steps_inside_of_what_moves_parameters(name, displacement):
   around, place = AROUND[name], PLACE.get(name, SAME)
   expected = cases.by_hand(around(cases.rounds(SGD)), displacement, place=place)
@@ -202,11 +192,10 @@ def trained(tx):
 
 def test_zero_inside_of_local_steps():
   """It is the optimizer behind a dense exchange, on each host."""
-  chip = CODECS | {"axis_name": "chip"}
   dense = optax.chain(gradcomp.dense(axis_name="chip"), optax.adam(0.1))
   got, expected = (
     trained(local_steps(tx, optax.sgd(1.0), every=4, axis_name="host"))
-    for tx in (zero(optax.adam(0.1), **chip), dense)
+    for tx in (zero(optax.adam(0.1), **CODECS | {"axis_name": "chip"}), dense)
   )
   chex.assert_trees_all_close(got, expected, rtol=0, atol=1e-5)
 
