@@ -58,11 +58,10 @@ def test_what_a_loop_runs_counts_as_often_as_it_runs():
 
 
 def test_a_loop_whose_trips_the_text_does_not_say_has_none():
-  known = 'body=%body, backend_config={"known_trip_count":{"n":"3"}}'
   for old, new, trips in (
     ("constant(6)", "parameter(1)", None),
     ("direction=LT", "direction=NE", None),
-    ("body=%body", known, 3),
+    ("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}', 3),
   ):
     program = hlo.Program(LOOP.replace(old, new))
     (loop,) = (x for x in program.runs() if x.instruction.opcode == "while")
@@ -184,8 +183,7 @@ def test_what_rose_is_said():
     (*(layer | {"exposed_share": x} for x in (1.0, 0.5)), exposed),
     ({"error": "no"}, row, "it does not compile: no"),
   ):
-    found = record.dearer(new, old)
-    assert [x[: len(said[0])] for x in found] == said
+    assert [x[: len(said[0])] for x in record.dearer(new, old)] == said
 
 
 @pytest.mark.parametrize("target", ["v5e", "H100"])

@@ -21,7 +21,6 @@ SPEEDS = fit_links.read_speeds([json.loads(x.read_text()) for x in fit_links.SPE
 PARTS = {(x["rate"], x["hosts"]) for x in RUNS if x["parts"]}
 FITTED = [x for x in RUNS if (x["rate"], x["hosts"]) in PARTS]
 
-
 # What plan knows of the rows of link_speed.json, by the codecs' names there:
 # links/speed.py times quantizers without residuals.
 SHARED = dict(name="QSGD-4 shared", codec=QSGD(bits=4, share_scale=True))
@@ -45,9 +44,7 @@ def case(run, link):
   return pytest.param(run, link, id=name, marks=() if plain else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-  "run, link", list(map(case, FITTED, fit_links.fit_links(FITTED)))
-)
+@pytest.mark.parametrize("run, link", [*map(case, FITTED, fit_links.fit_links(FITTED))])
 def test_the_choice_is_near_the_best_row_that_was_measured(run, link):
   like, leaves = jax.eval_shape(shapes.resnet50), run["leaves"]
   if leaves != "resnet50":
@@ -58,16 +55,10 @@ def test_the_choice_is_near_the_best_row_that_was_measured(run, link):
   of_host = NAMES | {"QSGD-4 shared": "qsgd-4 shared"}
   speeds = {name: SPEEDS[of] for name, of in of_host.items() if of in SPEEDS}
   speeds = packaged_speeds("cpu") | speeds  # sparse codecs have the packaged ones
-  found = plan(
-    like,
-    workers=run["hosts"],
-    link=link,
-    # Hosts share the cores of the machine.
-    speeds={name: speed.times(run["hosts"]) for name, speed in speeds.items()},
-    candidates=list(codecs),
-    steps=10**6,
-    budget="aggressive",
-  )
+  # Hosts share the cores of the machine.
+  speeds = {name: speed.times(run["hosts"]) for name, speed in speeds.items()}
+  options = dict(candidates=list(codecs), steps=10**6, budget="aggressive")
+  found = plan(like, workers=run["hosts"], link=link, speeds=speeds, **options)
   took = {name: step["median_seconds"] for name, step in run["steps"].items()}
   seconds = {found.rows[0].name: took["plain f32 mean"]}
   for row in found.rows[1:]:
@@ -103,6 +94,5 @@ def test_measured_links_are_predicted():
 
 def test_speeds_of_a_tpu_are_those_of_the_compiled_codecs():
   """``python -m benchmarks.models.package_speeds --estimates`` writes them."""
-  packaged = packaged_speeds("TPU v5e")
   made = {name: cost.CodecSpeed(**rounded(speed)) for name, speed in estimated()}
-  assert packaged == made
+  assert packaged_speeds("TPU v5e") == made

@@ -72,8 +72,7 @@ def test_results_of_another_machine_are_not_joined(tmp_path, monkeypatch):
 def test_the_words_of_the_picture_are_the_times_of_the_records():
   times = [f"{time:.0f}" for time in front_picture.milliseconds().values()]
   for page in ("README.md", "docs/results/speed.md"):
-    text = (pages.ROOT / page).read_text()
-    (words,) = re.findall(r"!\[(.*)\]\(.*speed\.png\)", text)
+    (words,) = re.findall(r"!\[(.*)\]\(.*speed\.png\)", (pages.ROOT / page).read_text())
     assert re.findall(r"(?:f32|bf16|bits) (\d+)", words) == times
 
 

@@ -52,6 +52,5 @@ def test_what_residuals_of_fewer_bits_need():
     memory.measure(Case("QSGD, 4 bits", "two_shot", feedback)).temporary
     for feedback in ("error", "error, bfloat16", "error, int8")
   )
-  payload = 520 / 4096  # of a tile's words
-  assert half <= floats + 0.5 + payload
+  assert half <= floats + 0.5 + 520 / 4096  # a payload's share of a tile's words
   assert floats + 1 < quarter < floats + 1.5

@@ -52,8 +52,7 @@ def test_a_step_in_float32_is_that_of_the_whole_net(net, monkeypatch):
   @jax.value_and_grad
   def loss_and_grads(params):
     logits = whole(net, params, given.x)
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, given.labels)
-    return each.mean()
+    return optax.softmax_cross_entropy_with_integer_labels(logits, given.labels).mean()
 
   ((front, cut), *_), found = jax.jit(way.step)(state, given, key)
   loss, grads = loss_and_grads(params)

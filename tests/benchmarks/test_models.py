@@ -25,19 +25,16 @@ def test_numbers_agree_with_the_papers_and_with_those_that_were_kept():
   kept = pages.ROOT / "benchmarks" / "results" / "models" / "paper_models.json"
   entries = json.loads(kept.read_text())
   assert [x["what"] + x["inputs"] for x in entries] == [x.what + x.inputs for x in rows]
-  ours = [x["ours"] for x in entries]
-  assert ours == pytest.approx([x.ours for x in rows], rel=1e-9)
+  assert [x["ours"] for x in entries] == pytest.approx([x.ours for x in rows], rel=1e-9)
   for entry, row in zip(entries, rows, strict=True):
     assert (entry.get("printed"), entry["verdict"]) == (row.printed, row.verdict)
 
 
 def test_a_profile_holds_its_bytes_and_a_crossover_is_one():
   found = wen.strong_scaling_seconds(0.5, 1e6, 4, 1, wen.ETHERNET, profiled_bytes=244e6)
-  expected = (0.5 - 244e6 / 10e9) / 4 + 1e6 / 10e9 * 3
-  assert found == pytest.approx(expected, rel=1e-12)
+  assert found == pytest.approx((0.5 - 244e6 / 10e9) / 4 + 1e6 / 10e9 * 3, rel=1e-12)
   case = 64, fang.LINK, fang.SPEEDS
-  density = fang.crossover_density(1e6, *case)
-  sparse = fang.sparse_seconds(1e6, density, *case)
+  sparse = fang.sparse_seconds(1e6, fang.crossover_density(1e6, *case), *case)
   assert sparse == pytest.approx(fang.dense_seconds(1e6, *case), rel=1e-12)
 
 

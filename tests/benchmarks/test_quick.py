@@ -1,5 +1,7 @@
-"""The runner of quick benchmarks says what ended well, was skipped, or failed."""
+"""The runner of quick benchmarks says how they ended, and docstrings' examples run."""
 
+import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -8,6 +10,12 @@ import pytest
 from benchmarks import quick
 from benchmarks.common import cli
 
+DOCTESTS = [
+  ".".join(path.relative_to(quick.ROOT).with_suffix("").parts)
+  for folder in ("benchmarks", "examples")
+  for path in sorted((quick.ROOT / folder).rglob("*.py"))
+  if ">>> " in path.read_text()
+]
 GOOD = "pathlib.Path(sys.argv[-1]).write_text('1')"
 # Benchmarks of one line each, and what is said of them.
 SCRIPTS = {
@@ -33,8 +41,7 @@ def test_runs_end_well_are_skipped_or_fail(tmp_path, monkeypatch, capsys):
   (folder / "common" / "cli.py").write_text(Path(cli.__file__).read_text())
   checked = 'assert "--quick" in sys.argv and "--output" in sys.argv'
   for name, (code, _) in SCRIPTS.items():
-    text = f"import os, pathlib, sys\n{checked}\n{code}"
-    (folder / f"{name}.py").write_text(text)
+    (folder / f"{name}.py").write_text(f"import os, pathlib, sys\n{checked}\n{code}")
   monkeypatch.setattr(quick, "ROOT", tmp_path)
 
   def run(runs, *share):
@@ -57,6 +64,12 @@ study.hosts links.delay links.probe links.process links.torch_worker study.queue
 study.queue.status study.queue.train quick
 study.mirrors compilers.cut gpu.served pages.records pages.study
 """
+
+
+@pytest.mark.parametrize("name", DOCTESTS)
+def test_the_examples_run(name, doctest_namespace):
+  found = doctest.testmod(importlib.import_module(name), extraglobs=doctest_namespace)
+  assert found.attempted and not found.failed
 
 
 def test_all_scripts_are_run():

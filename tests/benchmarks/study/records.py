@@ -12,46 +12,40 @@ SETTING = Setting(
 TIMED = SETTING._replace(way="timed", points=0, link="1gbit", workers=2, hosts=2)
 
 
-def curve(*accuracies, loss=1.0, learned=1.0):
+def curve(*accuracies, loss=1.0):
   return [
-    {"step": 10 * (i + 1), "accuracy": x, "test_loss": loss, "train_loss": learned}
+    {"step": 10 * (i + 1), "accuracy": x, "test_loss": loss, "train_loss": 1.0}
     for i, x in enumerate(accuracies)
   ]
 
 
-def trained(codec, *ends, early=None, times=3, loss=1.0, learned=1.0, **changed):
+def trained(codec, *ends, early=None, times=3, loss=1.0, **changed):
   """Records of a codec, some for each accuracy at the end."""
   records = []
   for seed, end in enumerate(times * ends):
-    first = end if early is None else early
-    points = curve(first, end, loss=loss, learned=learned)
+    points = curve(end if early is None else early, end, loss=loss)
     setting = SETTING._replace(codec=codec, seed=seed, **changed)
     records.append(Record(setting, {"points": points, "ratio": 1.0}))
   return records
 
 
-def timed(codec, step, communication=0.0, megabytes=1.0, sent=None, **changed):
+def timed(codec, step, communication=0.0, megabytes=1.0, **changed):
   """A record of a step's seconds, whose codec takes none and has bytes of its own."""
   results = {"step": step, "compute": step - communication, "codec": 0.0}
   results |= {"communication": communication, "megabytes": megabytes, "gigaflops": 1.0}
-  results |= {"bytes_a_step": len(codec) if sent is None else sent}
-  results |= {"cpu": "a processor", "cores": 2}
+  results |= {"bytes_a_step": len(codec), "cpu": "a processor", "cores": 2}
   return [Record(TIMED._replace(codec=codec, **changed), results)]
-
-
-def all_of(*records):
-  return [x for some in records for x in some]
 
 
 def line(**seconds):
   """Times of float32 and QSGD on one link, by the bits."""
   name = lambda bits: "f32" if bits == "b32" else f"qsgd-{bits[1:]}"
-  return all_of(*(timed(name(bits), 1 + x, x) for bits, x in seconds.items()))
+  return [r for bits, x in seconds.items() for r in timed(name(bits), 1 + x, x)]
 
 
 def link(rate, hosts=2, **steps):
   place = dict(link=rate, workers=hosts, hosts=hosts)
-  return all_of(*(timed(x.replace("_", "-"), s, **place) for x, s in steps.items()))
+  return [r for x, s in steps.items() for r in timed(x.replace("_", "-"), s, **place)]
 
 
 FULL = trained("f32", 90.0, 91.0)
@@ -65,13 +59,11 @@ WEN = {"schedule": "polynomial", "dataset": "mnist/14"}
 
 def failing(records):
   """Records of an arm that fails wherever float32 was trained."""
-  found = [
-    x for x in records if (x.setting.codec, x.setting.way) == ("f32", "emulated")
-  ]
   points = curve(1.0, 1.0)
   return [
     Record(x.setting._replace(codec="topk-0.1-noresidual"), {"points": points})
-    for x in found
+    for x in records
+    if (x.setting.codec, x.setting.way) == ("f32", "emulated")
   ]
 
 

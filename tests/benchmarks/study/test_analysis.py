@@ -52,8 +52,7 @@ def test_runs_that_are_there_are_known_by_all_of_their_settings(tmp_path):
   for seed, how in ((2, "left"), (3, "failed")):
     append(SETTING._replace(seed=seed), {how: f"{how} so"})
     assert (SETTING._replace(seed=seed) in done()) is (how == "left")
-  study = analysis.grouped(study_records.read(tmp_path))
-  shown = str(report.runs(study))
+  shown = str(report.runs(analysis.grouped(study_records.read(tmp_path))))
   assert "left so" in shown and "failed so" in shown
   append(SETTING._replace(seed=3), {"points": curve(1.0)})
   assert SETTING._replace(seed=3) in done()

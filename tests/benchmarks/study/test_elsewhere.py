@@ -8,7 +8,6 @@ from benchmarks.study import analysis, findings
 from benchmarks.study.judges import elsewhere, verdicts
 
 NOTHING = analysis.Study([], [])
-TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
 
 
 def weights(**changed):

@@ -67,7 +67,6 @@ NOTHING, CANNOT, HOLDS, NOT = "not tested", "cannot tell", "holds", "does not"
 GOOD, BAD = trained("qsgd-8", *SAME), (80, 81)
 FEW = trained("f32", *SAME, workers=4) + trained("qsgd-8", 80, 91, times=1, workers=4)
 UNSURE = both("qsgd-8", 89, 91, 92, like=(90, 91, 90), times=1, workers=4)
-ENDED = dict(steps=200)
 WORSE = both("qsgd-8", 89.35, 90.75, workers=4)  # p is 0.02
 TEXT = both("qsgd-2", *SAME, network="lstm", epoch=9999)
 READ = [x._replace(setting=x.setting._replace(epoch=99)) for x in TEXT]
@@ -94,7 +93,7 @@ RECORDS = [
   # Trainings that differ in their length are one setting: -0.2 and +0.2 points.
   (
     *(HOLDS, "and lenet on digits, N = 8, batch 64, 10 epochs: qsgd-8 -0.02", EIGHT),
-    trained("qsgd-8", 89.75, 90.84) + both("qsgd-8", 90.25, 91.15, **ENDED),
+    trained("qsgd-8", 89.75, 90.84) + both("qsgd-8", 90.25, 91.15, steps=200),
   ),
   # Where float32 errs in 1 %, a tenth of a point is no small loss.
   (NOT, "", EIGHT, both("qsgd-8", 98.88, 98.99, like=(99.0, 99.1))),

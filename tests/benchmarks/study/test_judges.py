@@ -101,8 +101,7 @@ def test_what_decides_alone_is_corrected_for_the_number_of_settings():
     (0.01, 0.0, "holds"),
     (0.02, 0.0, "cannot tell"),
   ):
-    seen = Seen(share == 0, "so", p=p), Seen(None, "")
-    found = concluded(seen, "", share)
+    found = concluded((Seen(share == 0, "so", p=p), Seen(None, "")), "", share)
     assert found.verdict == expected
     assert (": cannot tell" in "".join(found.numbers[:-1])) == (p == 0.02)
 

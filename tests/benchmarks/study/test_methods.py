@@ -14,16 +14,13 @@ WORKERS = 8
 
 
 def made(codec, **options):
-  setting = SETTING._replace(codec=codec, steps=100, momentum=None)
-  return methods.make(setting._replace(**options))
+  setting = SETTING._replace(codec=codec, steps=100, momentum=None, **options)
+  return methods.make(setting)
 
 
 def exchanged(tx, gradients):
   """Returns the mean that each worker gets from one update, stacked, on the host."""
-
-  def update(grads):
-    return tx.update(grads, tx.init(grads), grads)[0]
-
+  update = lambda grads: tx.update(grads, tx.init(grads), grads)[0]
   return jax.device_get(jax.jit(jax.vmap(update, axis_name="data"))(gradients))
 
 
@@ -60,9 +57,8 @@ def test_wens_workers_draw_bits_of_their_own_for_all_leaves():
 
   keys = np.random.default_rng(1).integers(2**32, size=(500, 2), dtype=np.uint32)
   rounds = lambda keys, x: jax.lax.map(lambda key: round_of(key, x), keys)
-  means = jax.jit(rounds)(keys, gradient)["kernel"]
   g = np.asarray(one["kernel"][0], np.float64)
-  errors = np.asarray(means, np.float64) - g
+  errors = np.float64(jax.jit(rounds)(keys, gradient)["kernel"]) - g
   expected = ((np.abs(g).max() - np.abs(g)) * np.abs(g) / WORKERS).mean()
   squares = np.square(errors).mean(axis=(1, 2))
   bound = 5 * squares.std(ddof=1) / np.sqrt(len(squares))
@@ -72,11 +68,10 @@ def test_wens_workers_draw_bits_of_their_own_for_all_leaves():
 def test_fangs_arms_are_sparse_from_the_first_step_on():
   """ASQ has one value a leaf, but in the output layer, which comes first."""
   one = np.linspace(1, 2, 2**16, dtype=np.float32).reshape(1, 256, 256)
-  gradient = {"kernel": one, "head": {"kernel": one}}
   codec = "redsync-0.1-asq-paper"
   assert methods.first_steps(codec, 10_000) == 0
   tx, *_ = made(codec)
-  leaves = jax.tree.leaves(exchanged(tx, gradient))
+  leaves = jax.tree.leaves(exchanged(tx, {"kernel": one, "head": {"kernel": one}}))
   assert all(0 < np.count_nonzero(x) < 0.003 * x.size for x in leaves)
   values = [len(np.unique(x[x != 0])) for x in leaves]
   assert values[0] > 1 and values[1] == 1

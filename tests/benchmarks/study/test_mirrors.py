@@ -44,8 +44,7 @@ def test_images_are_those_of_the_files_in_their_order(tmp_path):
   for split, (images, labels) in zip(found, files.values(), strict=True):
     assert np.array_equal(split.images, images[..., None])
     assert np.array_equal(split.labels, labels)
-  reduced = tasks.images("fashion-mnist/14", sets)
-  assert reduced.train.images.shape == (6, 14, 14, 1)
+  assert tasks.images("fashion-mnist/14", sets).train.images.shape == (6, 14, 14, 1)
   (path,) = sets.glob("fashion_mnist/*/dataset_info.json")
   info = json.loads(path.read_text())
   assert info.pop("disableShuffling")

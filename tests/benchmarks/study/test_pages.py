@@ -39,8 +39,6 @@ FRONT = {
 }
 # Rows of link_speed.json with other names.
 STEPS = {"aps-5-2": "aps-8 ring"}
-
-
 study, judged = map(functools.cache, (study_pages.study, study_pages.judged))
 
 
@@ -76,8 +74,7 @@ def test_the_pages_have_each_table():
 def test_the_site_has_a_table_behind_each_mark():
   tables = page_records.TABLES | study_pages.TABLES
   text = "\n".join(x.read_text() for x in page_records.FOLDER.rglob("*.md"))
-  names = [name for name, _ in page_records.MARK.findall(text)]
-  assert sorted(names) == sorted(tables)
+  assert sorted(x for x, _ in page_records.MARK.findall(text)) == sorted(tables)
   made = {name: functools.cache(make) for name, make in tables.items()}
   shown = page_records.filled(text, made)
   for name, make in made.items():

@@ -62,8 +62,7 @@ def queue(tmp_path, monkeypatch):
     folders = tmp_path / "records", tmp_path / "work"
     handlers = {x: signal.getsignal(x) for x in (signal.SIGTERM, signal.SIGINT)}
     try:
-      made = queue_run.Queue(items, *folders, start, cores, "a commit", poll=0.0)
-      return made.run()
+      return queue_run.Queue(items, *folders, start, cores, "a commit", poll=0.0).run()
     finally:
       for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -51,10 +51,7 @@ def test_a_training_goes_on_with_the_same_bits(changed, tmp_path, monkeypatch):
   whole = trainer.train(setting.seed)
   assert len(whole["points"]) == 2
   stepped = mock.Mock(side_effect=[None] * 4 + [InterruptedError] + [None] * 2)
-
-  def kept():
-    return train.Keeper(tmp_path / "saved", setting.steps, trainer.recorded())
-
+  kept = lambda: train.Keeper(tmp_path / "saved", setting.steps, trainer.recorded())
   with pytest.raises(InterruptedError):
     trainer.train(setting.seed, stepped, kept())
   assert (tmp_path / "heartbeat.json").exists()
@@ -104,9 +101,8 @@ def test_seeds_that_train_together_end_as_alone(changed, tmp_path, capsys):
   found = {x.setting.seed: x.results for x in records.read(tmp_path)}
   alone, _ = runner.trainer_of(setting)
   for seed in (3, 1):
-    expected = alone.train(seed)["points"]
     assert [x["step"] for x in found[seed]["points"]] == [3, 6]
-    for x, y in zip(expected, found[seed]["points"], strict=True):
+    for x, y in zip(alone.train(seed)["points"], found[seed]["points"], strict=True):
       assert x["train_loss"] == pytest.approx(y["train_loss"], rel=1e-4)
       assert x["test_loss"] == pytest.approx(y["test_loss"], rel=1e-3)
     assert found[seed]["ratio"] == alone.bytes()["ratio"]
