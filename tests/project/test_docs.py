@@ -36,11 +36,7 @@ STUDIED = (
   "| claim | it says | its setting? | verdict |",
 )
 
-
-def name(page):
-  return str(page.relative_to(pages.ROOT))
-
-
+name = lambda page: str(page.relative_to(pages.ROOT))
 # The files that differ from the last commit but one, as far as Git knows them.
 DIFFER = f"git -C '{pages.ROOT}' diff --name-only HEAD^ 2>&1"
 CHANGED = {*subprocess.getoutput(DIFFER).split()}
@@ -123,10 +119,7 @@ def test_loops_wait_for_their_steps_and_blocks_fit_and_say_their_language():
             assert any(x in said for x in waits), f"{where}: {said}"
 
 
-def links(page):
-  return re.findall(r"\]\((?!\w+:)([^)\s#]+)[^)\s]*\)", page.read_text())
-
-
+links = lambda page: re.findall(r"\]\((?!\w+:)([^)\s#]+)[^)\s]*\)", page.read_text())
 TROUBLES = FOLDER / "operate" / "troubleshooting.md"
 SECTION = re.compile(r"^### (.*?)$(.*?)(?=^##)", re.M | re.S)
 

@@ -1,8 +1,12 @@
-"""A plain run leaves slow tests out, compiles in the least time, and is bounded."""
+"""Plain runs leave slow tests out, are bounded, and have what catches each break."""
+
+import ast
+import functools
 
 import jax
 import pytest
 
+from tests.breaks import run as breaks
 from tests.plugins import selected
 from tests.support.pages import ROOT
 
@@ -79,3 +83,25 @@ def test_a_share_of_tests_is_a_number_below_their_count():
   for text in ("", "1", "4/4", "-1/4", "a/b", "1/4/2", "every"):
     with pytest.raises(selected.argparse.ArgumentTypeError, match="must be all or K/N"):
       selected.share(text)
+
+
+@functools.cache
+def plain_tests(file):
+  """The names of functions that are not slow in all of their cases."""
+  of = lambda x: map(ast.unparse, getattr(x, "decorator_list", ()))
+  body = ast.parse((ROOT / file).read_text()).body
+  decorators = {name: [*of(x)] for x in body for name in breaks.names(x)}
+  return {name for name, x in decorators.items() if "pytest.mark.slow" not in x}
+
+
+def test_every_edit_applies_and_every_catcher_exists():
+  wrong = []
+  for case in breaks.read():
+    file, _, test = case.catcher.partition("::")
+    try:
+      case.applied(ROOT)
+      if test not in plain_tests(file):
+        wrong.append(f"{case.law}: {case.catcher} does not exist, or is slow.")
+    except (OSError, SyntaxError, ValueError) as error:
+      wrong.append(f"{case.law}: {error}")
+  assert not wrong, "\n".join(wrong)

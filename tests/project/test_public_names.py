@@ -42,8 +42,7 @@ def test_there_are_these_names_and_nothing_else_looks_public():
 
 def test_a_name_is_in_one_place_and_hides_no_builtin():
   counted = collections.Counter(map(id, PUBLIC.values()))
-  twice = [name for name, value in PUBLIC.items() if counted[id(value)] > 1]
-  assert not twice
+  assert not [name for name, value in PUBLIC.items() if counted[id(value)] > 1]
   for space in SPACES:
     assert not {*space.__all__} & {*dir(builtins)}, space.__name__
 

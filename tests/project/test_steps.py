@@ -23,10 +23,9 @@ TURNS = 9
 
 def script(*arguments, folder=ROOT, code=0):
   """What .ci/run prints, which reads nothing."""
-  command = ["bash", folder / ".ci" / "run", *arguments]
   env = {**os.environ, "ARGS": "of an outer make"}
   pipes = dict(input="typed", capture_output=True, text=True, timeout=60)
-  done = subprocess.run(command, env=env, **pipes)
+  done = subprocess.run(["bash", folder / ".ci" / "run", *arguments], env=env, **pipes)
   assert done.returncode == code, done.stdout + done.stderr
   return done.stdout
 
@@ -105,8 +104,7 @@ def test_every_step_runs_and_the_last_lines_say_how(elsewhere):
   (elsewhere / ".ci" / "turn").write_text("9\n")
   said = script(folder=elsewhere, code=1)
   assert "part 1 of 2" in said and "typed" not in said
-  last = re.sub(r"\d+ s", "0 s", said.partition("=== results\n")[2])
-  assert last.splitlines() == [
+  assert re.sub(r"\d+ s", "0 s", said.partition("=== results\n")[2]).splitlines() == [
     *("ok: reads:1, 0 s", "[1/1] SURVIVED: this"),
     *("FAILED: broken, 0 s", "FAILED tests/a.py::b", "ok: a run"),
     *("ok: late, 0 s", "== 3 passed in 1s =="),

@@ -55,9 +55,8 @@ class Honest(Codec):
     lanes = self.lanes(self.drawn(context), planes.shape[0])
     steps = finite(jnp.where(scales > 0, planes / scales, 0.0)) * 64
     codes = (self.rounded(steps, lanes.astype(jnp.float32)) + 128).astype(jnp.uint32)
-    words = pack_planes(list(codes.swapaxes(0, 1)), 8)
     bits = jax.lax.bitcast_convert_type(scales[..., 0], jnp.uint32)
-    return jnp.concatenate([words, bits], axis=1)
+    return jnp.concatenate([pack_planes(list(codes.swapaxes(0, 1)), 8), bits], axis=1)
 
   def decode_rows(self, rows):
     codes = unpack_planes(rows[:, : self.bucket_size], 8)
@@ -305,7 +304,6 @@ def test_laws_of_steps_that_others_would_hide():
     return more, Forgetful(new, state.seen + 1)
 
   first = lambda params: Forgetful(inner.init(params), jnp.zeros([]))
-  forgetful = optax.GradientTransformation(first, update)
   infinite = changed(lambda u, s: (jax.tree.map(lambda x: x / 0, u), s))
   vague = broken("Vague", __repr__=lambda self: f"Vague({np.random.random()})")
   lossy = mock.patch.object(
@@ -316,7 +314,7 @@ def test_laws_of_steps_that_others_would_hide():
     ),
   )
   with pytest.raises(BrokenLaw, match="goes_on: .* element"):
-    laws.checkpoint_goes_on(ran(forgetful))
+    laws.checkpoint_goes_on(ran(optax.GradientTransformation(first, update)))
   with pytest.raises(BrokenLaw, match=r"stay_finite: .* those of \['h'\] in step 0"):
     laws.finite_gradients_stay_finite(ran(infinite))
   with pytest.raises(BrokenLaw, match="record_is_its_own: .* passes with itself"):
@@ -331,9 +329,8 @@ def test_bytes_that_nobody_explained():
   told(changed())
   mean = lambda tree: jax.tree.map(lambda x: 0 * jax.lax.pmean(x, "data"), tree)
   more = lambda tree, of: jax.tree.map(jnp.add, tree, mean(of))
-  now = lambda u, s: (more(u, u), s)
   later = lambda u, s: (u, s._replace(residual=more(s.residual, u)))
-  for talks in (now, later):
+  for talks in (lambda u, s: (more(u, u), s), later):
     with pytest.raises(BrokenLaw, match=says("bytes a step", "explain counts")):
       told(changed(talks))
 
@@ -358,10 +355,9 @@ def test_what_moves_is_conserved_and_what_decays_is_not():
   for feedback in ("momentum", gradcomp.ErrorFeedback(residual_decay=0.5), "ef21"):
     holds(changed(feedback=feedback))
   holds(gradcomp.powersgd(2, axis_name="data", bits=8), np.zeros((64, 64)))
-  stored = gradcomp.ErrorFeedback(residual_dtype="int8")
   empty = lambda u, s: (u, s._replace(residual=optax.tree.zeros_like(s.residual)))
   with pytest.raises(BrokenLaw, match=says("nothing_is_lost", "0 in residuals")):
-    holds(changed(empty, feedback=stored))
+    holds(changed(empty, feedback=gradcomp.ErrorFeedback(residual_dtype="int8")))
 
 
 def test_a_chain_and_a_policy_hold():

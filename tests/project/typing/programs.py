@@ -53,10 +53,8 @@ def front_page(params: Params, batch: jax.Array) -> None:
   (_, accuracy), grads = grad_fn(params, batch)
   assert_type(accuracy, float)
   assert_type(grads, Params)
-  of_batch = gradcomp.value_and_grad(loss_fn, axis_name=None, argnums=1)
-  of_weighed = gradcomp.value_and_grad(weighed, axis_name="data", has_weight=True)
-  of_batch(params, x=batch)
-  of_weighed(params, batch)
+  gradcomp.value_and_grad(loss_fn, axis_name=None, argnums=1)(params, x=batch)
+  gradcomp.value_and_grad(weighed, axis_name="data", has_weight=True)(params, batch)
   gradcomp.value_and_grad(lambda w, x: x @ w, axis_name=None)(params, batch)
 
 
@@ -128,8 +126,7 @@ def use(params: Params, x: jax.Array) -> None:
     merge="mean",
     key=1,
   )
-  opt_state = optimizer.init(params)
-  assert_type(gradcomp.local.local_params(params, opt_state), Params)
+  assert_type(gradcomp.local.local_params(params, optimizer.init(params)), Params)
   y = gradcomp.parallel.all_gather(x, axis_name="model", codec=codec, backward=None)
   assert_type(y, jax.Array)
   assert_type(gradcomp.parallel.reshard(x, jax.P(), codec=codec), jax.Array)
