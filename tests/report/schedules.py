@@ -34,16 +34,14 @@ plain = lambda kind, type_, result, groups=GROUPS: Form(
   *(kind, f"NAME = {type_} {kind}-start(x), {groups}"),
   f"NAME.end = {result} {kind}-done(NAME)",
 )
+wrapped = lambda start, done: Form("all-to-all", start, done, WRAPPED)
 RING = "source_target_pairs={{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}"
 FORMS = {
   "all-gather": plain("all-gather", "(X, U)", "U"),
   "all-to-all": plain("all-to-all", "((X), X)", "X"),
   "collective-permute": plain("collective-permute", "(X, X, u32[], u32[])", "X", RING),
-  "wrapped": Form(
-    "all-to-all",
-    "NAME = ((X), X) async-start(x), calls=NAME.inside",
-    "NAME.end = X async-done(NAME)",
-    WRAPPED,
+  "wrapped": wrapped(
+    "NAME = ((X), X) async-start(x), calls=NAME.inside", "NAME.end = X async-done(NAME)"
   ),
   "wrapped_send": Form(
     "collective-permute",
@@ -58,17 +56,15 @@ FORMS = {
   ROOT NAME.z = (S, S) tuple(NAME.s, NAME.r)
 }}""",
   ),
-  "updated": Form(
-    "all-to-all",
+  "updated": wrapped(
     # In the text of some XLA versions all three name the computation.
     "NAME = ((X), X) async-start(x), calls=NAME.inside\n"
     "  NAME.next = ((X), X) async-update(NAME), calls=NAME.inside",
-    *("NAME.end = X async-done(NAME.next), calls=NAME.inside", WRAPPED),
+    "NAME.end = X async-done(NAME.next), calls=NAME.inside",
   ),
-  "SparseCore": Form(
-    "all-to-all",
+  "SparseCore": wrapped(
     'NAME = ((X), X) call-start(x), to_apply=NAME.inside, async_execution_thread="s"',
-    *("NAME.end = X call-done(NAME)", WRAPPED),
+    "NAME.end = X call-done(NAME)",
   ),
   "slices": Form(
     "all-to-all",
@@ -98,10 +94,8 @@ FORMS = {
 
 def form(name, own="a"):
   """A form whose names begin with a letter of its own."""
-  number = str(ord(own))
-  fill = lambda text: text.replace("NAME", own).replace("CHAIN", number)
-  kind, *parts = FORMS[name]
-  return Form(kind, *map(fill, parts))
+  fill = lambda text: text.replace("NAME", own).replace("CHAIN", str(ord(own)))
+  return Form(*map(fill, FORMS[name]))
 
 
 def program(*lines, inside=""):

@@ -5,26 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from gradcomp import overlap_report, wire_report
-from tests.report import texts
-from tests.report.schedules import (
-  DONE,
-  FLOPS,
-  GROUPS,
-  PRODUCT,
-  START,
-  names,
-  program,
-  the_one,
-)
-
-
-def test_the_dearest_branch_is_the_work_of_a_conditional():
-  lines = {"cheap": "c = W add(w, w)", "dear": PRODUCT}.items()
-  bodies = (f"{x} {{\n  w = W parameter(0)\n  ROOT {line}\n}}" for x, line in lines)
-  inside = "\n".join(bodies)
-  line = "b = W conditional(s, w, w), true_computation=cheap, false_computation=dear"
-  found = the_one(START, line, DONE, inside=inside)
-  assert names(found) == ["b"] and found.flops == FLOPS
+from tests.report import schedules, texts
+from tests.report.schedules import DONE, FLOPS, GROUPS, PRODUCT, START, program
 
 
 def test_of_branches_the_one_that_sends_most_counts():
@@ -44,14 +26,23 @@ both {{
   assert (found.exposed_bytes, found.exposed_share) == (2 * 7 * 4 * 64, 1)
 
 
-def test_the_products_of_libraries_count():
-  """XLA calls cuBLAS with the dimensions of the dot."""
-  line = """m = (W, s8[1024]) custom-call(w, w),
+LINES = {"cheap": "c = W add(w, w)", "dear": PRODUCT}.items()
+BRANCHES = [f"{x} {{\n  w = W parameter(0)\n  ROOT {line}\n}}" for x, line in LINES]
+WORKS = {
+  "dearest branch": """m = W conditional(s, w, w), true_computation=cheap,
+    false_computation=dear""",
+  # XLA calls cuBLAS with the dimensions of the dot.
+  "product of a library": """m = (W, s8[1024]) custom-call(w, w),
     custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{
     "dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],
-    "rhs_contracting_dimensions":["0"]}}}"""
-  found = the_one(START, line, DONE)
-  assert names(found) == ["m"] and found.flops == FLOPS
+    "rhs_contracting_dimensions":["0"]}}}""",
+}
+
+
+@pytest.mark.parametrize("line", WORKS.values(), ids=WORKS)
+def test_all_that_multiplies_is_work(line):
+  found = schedules.the_one(START, line, DONE, inside="\n".join(BRANCHES))
+  assert schedules.names(found) == ["m"] and found.flops == FLOPS
 
 
 REFUSED = [

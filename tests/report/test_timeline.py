@@ -5,21 +5,10 @@ import re
 import pytest
 
 from gradcomp import overlap_report, wire_report
-from tests.report.schedules import (
-  DONE,
-  FLOPS,
-  FORMS,
-  GROUPS,
-  PRODUCT,
-  START,
-  STARTED,
-  form,
-  names,
-  program,
-  the_one,
-)
+from tests.report import schedules
+from tests.report.schedules import DONE, FLOPS, PRODUCT, START, STARTED, form, names
 
-every_form = pytest.mark.parametrize("name", FORMS)
+every_form = pytest.mark.parametrize("name", schedules.FORMS)
 BETWEEN = {
   "product": PRODUCT,
   "scalar": "m = f32[] multiply(s, s)",
@@ -36,7 +25,7 @@ def test_what_is_between_the_ends_is_beside(name):
   kind, start, done, inside = form(name)
   before, after = (PRODUCT.replace("m =", f"{x} =") for x in "kn")
   for between, line in BETWEEN.items():
-    text = program(before, start, line, done, after, inside=inside)
+    text = schedules.program(before, start, line, done, after, inside=inside)
     report = overlap_report(text)
     (found,) = report.collectives
     works = between in ("product", "scalar", "sum")
@@ -53,28 +42,30 @@ def test_two_on_their_way_have_the_same_work_beside(name):
   """And are not each other's. A third of the bytes is exposed."""
   one, two, three = (form(name, x) for x in "abc")
   lines = [one.start, two.start, PRODUCT, one.done, two.done, three.start, three.done]
-  text = program(*lines, inside="\n".join([one.inside, two.inside, three.inside]))
+  inside = "\n".join([one.inside, two.inside, three.inside])
+  text = schedules.program(*lines, inside=inside)
   report = overlap_report(text)
   assert [names(x) for x in report.collectives] == [["m"], ["m"], []]
   assert report.bytes_sent == wire_report(text).bytes_sent == 3 * report.exposed_bytes
 
 
 MARK = 'backend_config={"collective_backend_config":{"is_sync":true}}'
-MARKED = f"a = (X, U) all-gather-start(x), {GROUPS}, {MARK}"
+MARKED = f"a = (X, U) all-gather-start(x), {schedules.GROUPS}, {MARK}"
 
 
 def test_nothing_is_beside_a_synchronous_one():
   """Also where XLA writes it as a start and marks it."""
-  plain = [f"a = U all-gather(x), {GROUPS}"]
+  plain = [f"a = U all-gather(x), {schedules.GROUPS}"]
   for lines in (plain, [MARKED, PRODUCT, "b = U all-gather-done(a)"]):
-    found = the_one(*lines)
+    found = schedules.the_one(*lines)
     assert found.synchronous and found.exposed and not found.beside
 
 
 CARRIED = "X, W, f32[]"
+FILLED = f"t = ({CARRIED}) tuple(x, w, s)"
 
 
-def loop(body, carried=CARRIED, trips=5):
+def loop(body, carried=CARRIED):
   """Computations of a loop over a tuple of x, w, s and more, and its instruction."""
   return (
     f"""
@@ -91,7 +82,7 @@ body {{
 }}
 """,
     f"l = ({carried}) while(t), condition=condition, body=body, "
-    f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}',
+    'backend_config={"known_trip_count":{"n":"5"}}',
   )
 
 
@@ -101,7 +92,7 @@ def test_in_a_loop_each_trip_is_one_run(name):
   _, start, done, inside = form(name)
   root = f"ROOT r = ({CARRIED}) tuple(x, w, s)"
   called, line = loop("\n  ".join([start, PRODUCT, done, root]))
-  text = program(f"t = ({CARRIED}) tuple(x, w, s)", line, inside=inside + called)
+  text = schedules.program(FILLED, line, inside=inside + called)
   report = overlap_report(text)
   (found,) = report.collectives
   assert found.collective.times == 5 and found.flops == FLOPS
@@ -126,7 +117,7 @@ def carried(name, *lines, before="", after=""):
   body += [parts.get(line, line) for line in lines]
   body += [f"ROOT r = ({inside}) tuple(x, w, s, {value.replace('a', 'b', 1)})"]
   called, line = loop("\n  ".join(body), inside)
-  text = program(
+  text = schedules.program(
     *(one.start, before, f"t = ({inside}) tuple(x, w, s, {value})", line),
     *(f"final = {type_} get-tuple-element(l), index=3", after, end("final")),
     inside="\n".join([one.inside, two.inside, called]),
@@ -137,7 +128,7 @@ def carried(name, *lines, before="", after=""):
   return [names(x) for x in report.collectives]
 
 
-@pytest.mark.parametrize("name", [x for x in FORMS if x != "chain"])
+@pytest.mark.parametrize("name", [x for x in schedules.FORMS if x != "chain"])
 def test_a_loop_can_carry_a_collective_to_its_next_trip(name):
   """From the start on: the rest of the trip, and the next one up to the end."""
   assert carried(name, "DONE", PRODUCT, "START") == [[], []]
@@ -156,7 +147,7 @@ def test_a_loop_that_only_carries_it_is_beside():
   called, line = loop("\n  ".join([last, PRODUCT, root]), inside)
   final = f"final = {STARTED} get-tuple-element(l), index=3"
   lines = [START, f"t = ({inside}) tuple(x, w, s, a)", line, final]
-  found = the_one(*lines, DONE.replace("(a)", "(final)"), inside=called)
+  found = schedules.the_one(*lines, DONE.replace("(a)", "(final)"), inside=called)
   assert names(found) == ["l"] and found.flops == 5 * FLOPS
 
 
@@ -179,27 +170,16 @@ CALLS = [
 @pytest.mark.parametrize(("inner", "outer"), CALLS)
 def test_ends_may_lie_in_computations_that_are_called(inner, outer):
   lines = "\n".join(["x = X parameter(0)", "w = W parameter(1)", *inner])
-  assert names(the_one(*outer, inside=f"called {{\n{lines}\n}}")) == ["m"]
+  found = schedules.the_one(*outer, inside=f"called {{\n{lines}\n}}")
+  assert names(found) == ["m"]
 
 
 def test_a_wrapped_loop_of_collectives_is_asynchronous_as_a_whole():
   """All its trips have what is between the ends of the wrapping beside them."""
-  inside = f"""condition {{
-  c.p = (X) parameter(0)
-  ROOT c.r = pred[] constant(true)
-}}
-trip {{
-  p = (X) parameter(0)
-  y = X get-tuple-element(p), index=0
-  z = X all-to-all(y), {GROUPS}
-  ROOT r = (X) tuple(z)
-}}
-inside {{
-  v = X parameter(0)
-  u = (X) tuple(v)
-  ROOT l = (X) while(u), condition=condition, body=trip,
-    backend_config={{"known_trip_count":{{"n":"3"}}}}
-}}"""
-  start = "a = ((X), (X)) async-start(x), calls=inside"
-  found = the_one(start, PRODUCT, "b = (X) async-done(a)", inside=inside)
-  assert found.collective.times == 3 and names(found) == ["m"]
+  send = f"z = X all-to-all(x), {schedules.GROUPS}"
+  called, line = loop(f"{send}\n  ROOT r = ({CARRIED}) tuple(z, w, s)")
+  inside = f"{called}inside {{\n  t = ({CARRIED}) parameter(0)\n  ROOT {line}\n}}"
+  start = f"a = ((({CARRIED})), ({CARRIED})) async-start(t), calls=inside"
+  lines = [FILLED, start, PRODUCT, f"b = ({CARRIED}) async-done(a)"]
+  found = schedules.the_one(*lines, inside=inside)
+  assert found.collective.times == 5 and names(found) == ["m"]
