@@ -64,13 +64,6 @@ def test_every_part_has_a_paper_or_says_so(part, given):
   assert len(keys(text)) == len(set(keys(text)))
 
 
-def test_parts_without_a_paper_say_so():
-  assert cited() == f"{NO_PAPER}Dense, Local, NoFeedback.\n"
-  text = cited(codecs.OneBit())
-  assert "NoFeedback" in text.split("\n")[0]
-  assert set(keys(text)) - {"grubic2018synchronous"} == {"seide2014onebit"}
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_found(name):
   text = gradcomp.citation(make(name, axis_name="data", exchange="auto"))
@@ -93,14 +86,9 @@ def test_an_entry_says_once_who_uses_the_paper_and_how():
 natural, sgd = gradcomp.natural(), optax.sgd(0.1)
 RULES = [("w", codecs.Natural()), (".", codecs.OneBit())]
 SHARED = {"grads": codecs.Natural(), "params": codecs.QSGD(), "axis_name": "chip"}
-local = functools.partial(
-  gradcomp.local.local_steps,
-  gradcomp.parallel.zero(optax.adam(0.1), **SHARED),
-  sgd,
-  every=4,
-  codec=codecs.BlockTop(),
-  axis_name="host",
-)
+ZERO = gradcomp.parallel.zero(optax.adam(0.1), **SHARED)
+ROUNDS = {"every": 4, "codec": codecs.BlockTop(), "axis_name": "host"}
+local = functools.partial(gradcomp.local.local_steps, ZERO, sgd, **ROUNDS)
 STREAMS = "douillard2025streaming"
 OF_LOCAL = {
   *("douillard2023diloco", "chen2020scalecom", "rajbhandari2020zero"),
@@ -147,8 +135,12 @@ class Published(Halves):
   citations = (("@misc{doe2030halves,\n  author = {Doe, J.}\n}", "By doe@example."),)
 
 
-def test_a_strangers_codec_is_found_with_and_without_a_paper():
-  assert cited(Halves()) == f"{NO_PAPER}Halves, Local, NoFeedback.\n"
+def test_parts_without_a_paper_say_so_and_a_strangers_may_have_one():
+  for codec, name in ((None, "Dense"), (Halves(), "Halves")):
+    assert cited(codec) == f"{NO_PAPER}{name}, Local, NoFeedback.\n"
+  text = cited(codecs.OneBit())
+  assert "NoFeedback" in text.split("\n")[0]
+  assert set(keys(text)) - {"grubic2018synchronous"} == {"seide2014onebit"}
   text = cited(Published())
   assert told(text)["doe2030halves"] == "% Published. By doe at example.\n"
   assert text.count("@") == len(keys(text))

@@ -106,11 +106,7 @@ of(BOTH, {"chip": 4}) -> `workers` ... each axis ... over 'host' ... add its siz
 of(OVER_TWO, 8) -> `workers` must be the sizes of both axes
 of(IN_FOURS, 6) -> `group_size` must divide the 6 workers
 """
-
-
-@table.each_row(ROWS)
-def test_workers_that_do_not_fit(call, error):
-  table.refuses(call, error, globals())
+test_workers_that_do_not_fit = table.refused(ROWS, globals())
 
 
 def test_a_fit_is_not_a_part_of_a_leaf():
@@ -226,8 +222,7 @@ def test_transformations_inside_others():
 
 
 def test_table_and_messages():
-  messages = explain(workers=4, message_bytes=1000).leaves
-  assert [leaf.message for leaf in messages] == [0, 1]
+  assert [x.message for x in explain(workers=4, message_bytes=1000).leaves] == [0, 1]
   lines = str(explain(workers=4)).splitlines()
   header = "leaf shape codec bits exchange message sent /f32 /bf16"
   assert lines[0].split() == header.split()

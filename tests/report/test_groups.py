@@ -9,16 +9,10 @@ from gradcomp import wire_report
 from tests.report import texts
 from tests.report.texts import NBYTES, hlo, only, rows
 
-LISTED = "{{0,1},{2,3},{4,5},{6,7}}"
-
-
-def cube():
-  return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("a", "b", "c"))
-
-
+CUBE = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("a", "b", "c"))
 # Groups, the workers of the largest, and the axes of a cube along which they lie.
 GROUPS = [
-  (LISTED, 2, "c"),
+  ("{{0,1},{2,3},{4,5},{6,7}}", 2, "c"),
   ("{{0,4},{1,5},{2,6},{3,7}}", 2, "a"),
   ("{{0,2,4,6},{1,3,5,7}}", 4, "a,b"),
   ("{{0,1,2}, {3,4,5,6,7}}", 5, "a,b,c"),
@@ -45,7 +39,7 @@ def test_groups_have_workers_along_the_axes_of_a_mesh(groups, workers, axis):
     text = hlo(f"g = f32[64,128] all-gather(x), channel_id=1, {given}{after}")
     assert rows(text) == [("all-gather", workers, (workers - 1) * NBYTES)]
   if axis is not None:
-    assert only(wire_report(text, mesh=cube())).axis == axis
+    assert only(wire_report(text, mesh=CUBE)).axis == axis
 
 
 SUM, CHANNEL = "all-reduce(x), to_apply=add, replica_groups=", ", channel_id=1"
@@ -84,7 +78,7 @@ CONNECTED = [
 @pytest.mark.parametrize(("pairs", "axis", "workers"), CONNECTED)
 def test_pairs_that_are_connected_are_a_group(pairs, axis, workers):
   line = f"p = X collective-permute(x), source_target_pairs={pairs}"
-  found = only(wire_report(hlo(line), mesh=cube()))
+  found = only(wire_report(hlo(line), mesh=CUBE))
   assert (found.axis, found.workers) == (axis, workers)
   assert found.bytes_sent == NBYTES * (workers > 1)
 

@@ -10,28 +10,17 @@ from tests.report.texts import G8, NBYTES, gather, hlo, only, rows
 COMPILED = texts.read("compiled")
 SWAP = "collective-permute(y), source_target_pairs={{0,1},{1,0}}"
 PAIRS = "channel_id=1, frontend_attributes={_xla_send_recv_source_target_pairs={{0,1}}}"
-BODY = f"""
-body {{
-  s = (s32[], X) parameter(0)
-  i = s32[] get-tuple-element(s), index=0
-  y = X get-tuple-element(s), index=1
-  p = X {SWAP}
-  ROOT t = (s32[], X) tuple(i, p)
-}}
-condition {{
-  s = (s32[], X) parameter(0)
-  i = s32[] get-tuple-element(s), index=0
-  any = s32[] all-reduce(i), replica_groups={{}}, to_apply=add
-  ROOT r = pred[] compare(any, any), direction=LT
-}}
-"""
-COUNTED = f"""
+
+
+def loop(next_, limit):
+  """A body whose counter goes from i over i + 1 to the next one, and its condition."""
+  return f"""
 body {{
   s = (s32[], X) parameter(0)
   i = s32[] get-tuple-element(s), index=0
   o = s32[] constant(1)
   m = s32[] add(i, o)
-  n = s32[] NEXT
+  n = s32[] {next_}
   y = X get-tuple-element(s), index=1
   p = X {SWAP}
   ROOT t = (s32[], X) tuple(n, p)
@@ -39,10 +28,12 @@ body {{
 condition {{
   s = (s32[], X) parameter(0)
   i = s32[] get-tuple-element(s), index=0
-  k = s32[] constant(8)
+  k = s32[] {limit}
   ROOT c = pred[] compare(i, k), direction=LT
 }}
 """
+
+
 BEGIN = """o = s32[] constant(1)
   c = s32[] copy(o)
   t = (s32[], X) tuple(c, x)
@@ -98,7 +89,7 @@ inside {
   ),
 }
 for name, next_, times in (("trips", "copy(m)", 7), ("trips_by_steps", "add(o, m)", 4)):
-  text = hlo(f"{BEGIN}w = {WHILE}", COUNTED.replace("NEXT", next_))
+  text = hlo(f"{BEGIN}w = {WHILE}", loop(next_, "constant(8)"))
   WRITTEN[name] = (text, SENT, times)
 
 
@@ -122,7 +113,8 @@ def test_every_form_of_as_text_has_the_same_bytes(name):
   assert sent == {wire_report(text).bytes_sent}
 
 
-NESTED = f"""{BODY}
+SUM = "all-reduce(i), replica_groups={}, to_apply=add"  # a limit that nobody knows
+NESTED = f"""{loop("copy(i)", SUM)}
 inner {{
   p = X parameter(0)
   ROOT w = {WHILE}

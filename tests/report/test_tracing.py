@@ -83,10 +83,9 @@ def test_what_is_found_goes_with_the_optimizer():
 
 def test_optimizers_that_cannot_be_keys_are_explained():
   tx = gradcomp.qsgd(bits=4, axis_name="data")
-  unhashable = type(
-    "Unhashable", (), {"__hash__": None, "__call__": staticmethod(tx.update)}
-  )
-  optimizer = optax.GradientTransformationExtraArgs(tx.init, unhashable())
+  methods = {"__hash__": None, "__call__": staticmethod(tx.update)}
+  unhashable = type("Unhashable", (), methods)()
+  optimizer = optax.GradientTransformationExtraArgs(tx.init, unhashable)
   found = gradcomp.explain(optimizer, PARAMS, workers=4)
   assert found == gradcomp.explain(tx, PARAMS, workers=4)
 
@@ -118,6 +117,5 @@ def test_plans_of_first_states_are_found_in_transformed_functions():
   for init in (tx.init, jax.jit(tx.init)):
     optimizer = optax.chain(optax.GradientTransformation(init, tx.update))
     given = dict(workers=4, axis_name="data", param_specs=None, mesh=None)
-    first = first_state_of(optimizer, PARAMS, **given)
-    (plan,) = first.plans
+    (plan,) = first_state_of(optimizer, PARAMS, **given).plans
     assert plan.names == ("['b']", "['w']") and plan.workers == 4
