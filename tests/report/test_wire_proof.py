@@ -16,16 +16,12 @@ from tests.support import laws, modes
 from tests.table import run as table
 
 SHAPES = {"w": (512, 512), "b": (512,), "v": (3, 3, 64, 128), "c": (100, 37)}
-LIKE = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in SHAPES.items()}
-ELEMENTS = sum(x.size for x in LIKE.values())
-
-
-STACKED = {k: jax.ShapeDtypeStruct((8, *x), jnp.float32) for k, x in SHAPES.items()}
+LIKE = laws.tree(SHAPES)
 
 
 def sent(tx):
   """The collectives of an update by eight workers."""
-  return modes.collectives(tx, LIKE, STACKED)
+  return modes.collectives(tx, LIKE, laws.tree(SHAPES, 8))
 
 
 OTHERS = slow(QSGD(bits=2, bucket_size=128), Dense(dtype=jnp.bfloat16))
@@ -41,7 +37,8 @@ def test_two_shot_sends_two_stages_of_words_in_place_of_a_plain_mean(codec):
   expected = [(kind, "u32", stage) for kind in ("all-gather", "all-to-all")]
   assert sorted((c.kind, c.dtype, c.bytes_sent) for c in found) == expected
   plain = sum(c.bytes_sent for c in sent(gradcomp.dense(axis_name="data")))
-  assert sum(c.dense_bytes for c in found) == plain == 2 * 4 * ELEMENTS * 7 // 8
+  elements = sum(x.size for x in LIKE.values())
+  assert sum(c.dense_bytes for c in found) == plain == 2 * 4 * elements * 7 // 8
 
 
 def test_all_gather_sends_one_message_of_words():
@@ -88,11 +85,8 @@ def test_factors_stand_for_their_leaves():
   """A message of factors is one mean of its leaves, however XLA combines its sums."""
   workers, tx = 4, gradcomp.powersgd(rank=2, axis_name="data")
   like = {"w": (64, 96), "v": (64, 96), "b": (96,)}  # XLA adds b with left factors
-  own, stacked = (
-    {k: jax.ShapeDtypeStruct((*n, *s), jnp.float32) for k, s in like.items()}
-    for n in ((), (workers,))
-  )
-  found = modes.collectives(tx, own, stacked)
+  own = laws.tree(like)
+  found = modes.collectives(tx, own, laws.tree(like, workers))
   elements = sum(x.size for x in own.values())
   dense = sum(x.times * x.dense_bytes for x in found)
   assert dense == 8 * elements * (workers - 1) // workers

@@ -6,10 +6,9 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcomp import wire_report
@@ -21,9 +20,9 @@ PLAIN = 2 * 7 * NBYTES // 8  # of a mean over eight workers
 
 
 def make_mesh(**sizes):
-  devices = np.array(jax.devices()[: math.prod(sizes.values())])
+  devices = jax.devices()[: math.prod(sizes.values())]
   types = (AxisType.Auto,) * len(sizes)
-  return Mesh(devices.reshape(*sizes.values()), tuple(sizes), axis_types=types)
+  return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=devices)
 
 
 def compile_mapped(function, dtype=jnp.float32, **sizes):
@@ -34,24 +33,23 @@ def compile_mapped(function, dtype=jnp.float32, **sizes):
   return jax.jit(jax.shard_map(function, mesh=mesh, **specs)).lower(x).compile()
 
 
-def rotation(workers):
-  return [(i, (i + 1) % workers) for i in range(workers)]
+def permute(x):
+  workers = lax.axis_size("d")
+  return lax.ppermute(x, "d", [(i, (i + 1) % workers) for i in range(workers)])
 
 
+psum = lambda x: lax.psum(x, "d")
 gathered = lambda n, b: (n - 1) * b
 cut = lambda n, b: (n - 1) * b // n
 # The function of a worker's array, the opcode, and the bytes that one of n workers
 # sends of b bytes.
 REAL = [
-  (lambda x: lax.psum(x, "d"), "all-reduce", lambda n, b: 2 * (n - 1) * b // n),
+  (psum, "all-reduce", lambda n, b: 2 * (n - 1) * b // n),
   (lambda x: lax.all_gather(x, "d"), "all-gather", gathered),
   (lambda x: lax.all_gather(x, "d", tiled=True), "all-gather", gathered),
   (lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True), "all-to-all", cut),
   (lambda x: lax.psum_scatter(x, "d", tiled=True), "reduce-scatter", cut),
-  (
-    lambda x: lax.ppermute(x, "d", rotation(lax.axis_size("d"))),
-    *("collective-permute", lambda n, b: b),
-  ),
+  (permute, "collective-permute", lambda n, b: b),
 ]
 
 
@@ -152,7 +150,7 @@ def test_scan_multiplies_by_the_trip_count():
   """And the plain mean of an exchange."""
 
   def outer(carry, _):
-    inner = lambda carry, _: (lax.ppermute(carry, "d", rotation(8)) + 1.0, None)
+    inner = lambda carry, _: (permute(carry) + 1.0, None)
     carry = lax.scan(inner, carry, None, length=3)[0]
     with jax.named_scope("gradcomp_mean_3000_over_8"):
       return lax.all_to_all(carry, "d", 0, 0, tiled=True), None
@@ -169,7 +167,7 @@ def test_scan_multiplies_by_the_trip_count():
 def test_the_branch_with_the_most_counts():
   def function(x):
     gathered = lambda: lax.all_gather(x, "d").sum(0)
-    return lax.cond(x[0, 0] > 0, lambda: lax.psum(x, "d"), gathered)
+    return lax.cond(x[0, 0] > 0, lambda: psum(x), gathered)
 
   report = wire_report(compile_mapped(function, d=8))
   assert {c.kind for c in report.collectives} == {"all-reduce", "all-gather"}
@@ -200,10 +198,6 @@ def test_messages_of_one_size_complete_a_mean_each():
     assert collective.dense_bytes == 2 * (2 * 7 * 4 * 4096 // 8)
 
 
-def psum(x):
-  return lax.psum(x, "d")
-
-
 def exchanged(x, workers=8, axis="d"):
   """An exchange of the gradient x, as wire_report sees one."""
   with jax.named_scope(f"gradcomp_mean_{ROWS * COLUMNS}_over_{workers}"):
@@ -222,16 +216,13 @@ def in_groups(x):
   return exchanged(part, 8, "a")
 
 
-def in_parts(x):
-  return exchanged(jnp.concatenate([psum(jnp.sin(y)) for y in jnp.split(x, 2)]))
-
-
+parts = lambda x: jnp.concatenate([psum(jnp.sin(y)) for y in jnp.split(x, 2)])
 ONE = {"d": 8}
 # The function of a worker's gradient, the mesh, and how often a mean runs that an
 # exchange takes again.
 IN_FRONT = {
   "mean": (lambda x: exchanged(psum(x)), ONE, 1),
-  "parts": (in_parts, ONE, 1),
+  "parts": (lambda x: exchanged(parts(x)), ONE, 1),
   "accumulated": (accumulated, ONE, 3),
   "groups": (in_groups, {"a": 2, "b": 4}, 1),
   "behind": (lambda x: psum(exchanged(x) * 1.5), ONE, 0),
