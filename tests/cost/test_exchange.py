@@ -13,18 +13,8 @@ import gradcomp
 from gradcomp import cost
 from gradcomp.cost import Cluster, Link
 from gradcomp.exchange import Hierarchical
-from tests.support.cases.cost import (
-  FREE,
-  LIKE,
-  LINK,
-  PAYLOAD,
-  SIZE,
-  SPEED,
-  codec,
-  explain,
-  message,
-  seconds,
-)
+from tests.support.cases import cost as cases
+from tests.support.cases.cost import FREE, LINK, SIZE, SPEED, explain, message, seconds
 
 FOUR = Cluster(workers=4, link=LINK)
 GROUPS = Hierarchical(group_size=2)
@@ -38,28 +28,24 @@ def like(*sizes):
 
 def test_seconds_of_each_exchange_by_hand():
   """m encodings, N payloads of c bytes: the table of the papers' notes."""
-  m, c, n = SIZE, PAYLOAD, 4
+  m, c, n = SIZE, cases.PAYLOAD, 4
   byte = 1 / LINK.bytes_per_second
   gather = lambda nbytes: (n - 1) * (1e-3 + nbytes * byte)
-  statistic, sums = 4 * m // 512, m  # a scale a bucket, and codes as bytes
-  both = sum(
-    cost.collective_seconds("all_reduce", x, n, LINK) for x in (statistic, sums)
-  )
+  sums = 4 * m // 512, m  # a scale a bucket, and codes as bytes
+  both = sum(cost.collective_seconds("all_reduce", x, n, LINK) for x in sums)
   inside, between = (1e-3 + x * byte for x in (4 * m / 2, c / 4))
   shares = (n - 1) * (1e-3 + c / n * byte)
+  grouped = inside + between + gather(c / n)
   # Seconds of encoding, adding and decoding an element in millionths, and of the wire.
   for exchange, options, parts, wire in [
     ("all_gather", {}, (1, n * 3, 0), gather(c)),
     ("two_shot", {}, (1 + 1 / n, 3, 2), shares + gather(c / n)),
     ("ring", {}, (1, 0, 2 * (2 - 1 / n)), shares + gather(c / n)),
     ("psum", {"share_scale": True}, (1, 0, 2 * 2), both),
-    (
-      *(GROUPS, {"add": 7e-6}, (1 / 2 + 1 / 4, (3 + 7) / 2, 2)),
-      inside + between + gather(c / n),
-    ),
+    (GROUPS, {"add": 7e-6}, (1 / 2 + 1 / 4, (3 + 7) / 2, 2), grouped),
   ]:
     found = seconds(n, exchange, **options)
-    assert codec(found) == approx(tuple(m * 1e-6 * x for x in parts))
+    assert cases.codec(found) == approx(tuple(m * 1e-6 * x for x in parts))
     assert found.wire_seconds == approx(wire)
   assert seconds(n, "all_gather").wire == (("all_gather", 3 * c, approx(gather(c))),)
   assert seconds(n).bytes_sent == 2 * 3 / 4 * c == explain(n).bytes_sent
@@ -71,7 +57,7 @@ def test_seconds_of_each_exchange_by_hand():
 def test_a_plain_mean_costs_no_codec_and_one_message():
   """XLA joins the sums of leaves, so that the latency counts once."""
   cluster = Cluster(workers=4, link=LINK, add=1e-9)
-  for leaves in (LIKE, like(*[SIZE // 4] * 4)):
+  for leaves in (cases.LIKE, like(*[SIZE // 4] * 4)):
     explanation = gradcomp.explain(gradcomp.dense(axis_name="data"), leaves, workers=4)
     found = cost.exchange_seconds(explanation, cluster, SPEED)
     assert found == cost.dense_seconds(SIZE, cluster)
@@ -116,8 +102,9 @@ def test_groups_have_a_link_of_their_own():
 def test_each_codec_has_its_own_speed():
   """And one that sends other arrays encodes its leaf once."""
   tx = gradcomp.powersgd(rank=2, axis_name="data", min_leaf_size=0)
-  found = cost.exchange_seconds(gradcomp.explain(tx, LIKE, workers=4), FOUR, SPEED)
-  assert codec(found) == approx((SIZE * (1e-6 + 5e-6), 0, SIZE * 2e-6))
+  explanation = gradcomp.explain(tx, cases.LIKE, workers=4)
+  found = cost.exchange_seconds(explanation, FOUR, SPEED)
+  assert cases.codec(found) == approx((SIZE * (1e-6 + 5e-6), 0, SIZE * 2e-6))
   assert [kind for kind, _, _ in found.wire] == ["all_reduce", "all_reduce"]
   fast, slow = (gradcomp.codecs.QSGD(bits=bits) for bits in (8, 2))
   rules = [("w0", fast), (".*", slow)]

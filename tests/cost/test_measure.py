@@ -1,6 +1,7 @@
 """Links and codecs are measured on emulated devices; on hosts in test_many_hosts.py."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -16,23 +17,15 @@ SIZES = (1 << 10, 1 << 14)
 
 
 def mesh(*shape):
-  names = ("host", "chip")[: len(shape)]
   devices = jax.devices()[: np.prod(shape)]
-  return jax.make_mesh(shape, names, devices=devices)
+  return jax.make_mesh(shape, ("host", "chip")[: len(shape)], devices=devices)
 
 
 def clock(monkeypatch, seconds):
   """A clock that shows no time but between calls, where it takes these in turn."""
-  times = iter(seconds)
-  state = {"now": 0.0, "open": False}
-
-  def now():
-    state["open"] = not state["open"]
-    if not state["open"]:
-      state["now"] += next(times)
-    return state["now"]
-
-  monkeypatch.setattr("time.perf_counter", now)
+  calls = itertools.pairwise(itertools.accumulate(seconds, initial=0.0))
+  shown = itertools.chain.from_iterable(calls)
+  monkeypatch.setattr("time.perf_counter", lambda: next(shown))
 
 
 def test_each_collective_and_size_has_a_factor(capsys):
@@ -77,10 +70,8 @@ def test_a_link_of_known_rate_is_found(monkeypatch):
 
 def test_short_messages_count_as_much_as_long_ones():
   """1 % of the longest would hide all of the latency in a plain fit."""
-  sizes = (2**16, 2**20, 2**23, 2**26)
-  points = [(n, 1e-4 + 8e-9 * n) for n in sizes[:3]]
-  points.append((sizes[3], 1.01 * (1e-4 + 8e-9 * sizes[3])))
-  start, byte = line(points)
+  sizes = {2**16: 1, 2**20: 1, 2**23: 1, 2**26: 1.01}
+  start, byte = line([(n, more * (1e-4 + 8e-9 * n)) for n, more in sizes.items()])
   assert start == pytest.approx(1e-4, rel=0.1)
   assert byte == pytest.approx(8e-9, rel=0.01)
   assert line([(1.0, 1.0), (2.0, 3.0)])[0] == 0.0  # would be below 0
@@ -103,8 +94,4 @@ Link.measure(mesh(2), repeats=0) -> `repeats` must be ... , got 0
 CodecSpeed.measure(QSGD(), 0) -> `elements` must be ... , got 0
 CodecSpeed.measure(QSGD(), repeats=-1) -> `repeats` must be ... , got -1
 """
-
-
-@table.each_row(ROWS)
-def test_bad_arguments_are_refused_with_the_rule(call, error):
-  table.refuses(call, error, globals())
+test_bad_arguments_are_refused_with_the_rule = table.refused(ROWS, globals())
