@@ -21,33 +21,16 @@ TX = optax.chain(
 )
 
 
-def is_key(x):
-  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def made():
-  """A state as ``init`` makes it, with random numbers."""
-  rng = np.random.default_rng(0)
-
-  def drawn(x):
-    if is_key(x) or x.dtype != np.float32:
-      return x
-    return jax.device_put(rng.random(x.shape, np.float32), x.sharding)
-
-  with jax.set_mesh(MESH):
-    return PARAMS, jax.tree.map(drawn, TX.init(PARAMS))
-
-
-def words(tree):
-  """The tree with the numbers of typed keys."""
-  return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
-
-
 def test_a_placed_state_has_its_numbers_and_the_shardings_of_its_specs():
   """As ``init`` made it, on the host, on one device, and whole on each of a mesh."""
-  state = made()
+  rng = np.random.default_rng(0)
+  draw = lambda x: jax.device_put(rng.random(x.shape, np.float32), x.sharding)
+  with jax.set_mesh(MESH):
+    new = TX.init(PARAMS)
+  state = PARAMS, jax.tree.map(lambda x: draw(x) if x.dtype == np.float32 else x, new)
   specs = gradcomp.state_specs(state, axis_name="data")
   assert P("data") in jax.tree.leaves(specs)
+  is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
   on_host = lambda x: jnp.copy(x) if is_key(x) else np.array(x)
   for given in (
     state,
@@ -56,7 +39,7 @@ def test_a_placed_state_has_its_numbers_and_the_shardings_of_its_specs():
     gradcomp.checkpoint.put_on_mesh(state, MESH, P()),
   ):
     placed = gradcomp.checkpoint.put_on_mesh(given, MESH, specs)
-    assert_same_bits(words(placed), words(state))
+    assert_same_bits(*(jax.tree.map(modes.words, x) for x in (placed, state)))
     for x, spec in zip(jax.tree.leaves(placed), jax.tree.leaves(specs), strict=True):
       assert x.sharding == NamedSharding(MESH, spec)
 
@@ -80,6 +63,5 @@ def test_it_shares_no_memory_with_what_it_was_made_from(workers):
 def test_numbers_have_the_types_of_jax():
   state = {"a": np.zeros(4), "b": 2, "c": 0.5, "d": np.int8(3), "e": None}
   placed = gradcomp.checkpoint.put_on_mesh(state, MESH, P())
-  assert [placed[name].dtype.name for name in "abcd"] == [
-    *("float32", "int32", "float32", "int8")
-  ]
+  found = [x.dtype.name for x in jax.tree.leaves(placed)]
+  assert found == ["float32", "int32", "float32", "int8"]

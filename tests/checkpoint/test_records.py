@@ -21,20 +21,17 @@ from gradcomp.exchange import Hierarchical, TwoShot
 from gradcomp.local import local_steps
 from gradcomp.parallel import zero
 from tests.support.assertions import says
-from tests.support.cases import recipe
 from tests.support.cases import reshard as cases
 
 check = gradcomp.checkpoint.check_record
+make = gradcomp.checkpoint.make_record
 OWNED = "what the owners of messages keep a part of"
 PARAMS = {"w": jnp.zeros((64, 64)), "v": jnp.zeros(4096), "b": jnp.zeros(8)}
 
 
 def recorded(tx, params=PARAMS, workers=4, platform=None):
   """As a file gives it back."""
-  found = gradcomp.checkpoint.make_record(
-    tx, params, workers=workers, platform=platform
-  )
-  return json.loads(json.dumps(found))
+  return json.loads(json.dumps(make(tx, params, workers=workers, platform=platform)))
 
 
 def qsgd(bits=4, **options):
@@ -52,12 +49,10 @@ def local(**options):
   return local_steps(optax.adam(0.1), optax.sgd(0.5), **given, **options)
 
 
-def switched(first):
-  return gradcomp.wrappers.switch([3], [first, qsgd()])
-
-
 # What was saved, what goes on, and what the error says.
 STORED = gradcomp.ErrorFeedback(residual_dtype="int8", residual_decay=0.5)
+switched = lambda first: gradcomp.wrappers.switch([3], [first, qsgd()])
+chained = lambda inner: optax.chain(qsgd(), inner)
 grouped = lambda size: qsgd(exchange=Hierarchical(group_size=size))
 decay = lambda x: qsgd(feedback=gradcomp.MomentumFeedback(decay=x))
 PAIRS = [
@@ -78,16 +73,13 @@ PAIRS = [
   (local(fragments=2), local(), "number of gradcomp transformations was 2 and is 1"),
   (local(delay=1), local(), "delay", "was 1 and is 0"),
 ]
-
-
 NAMES = "codec kind small feedback decay storage axis exchange owners messages"
 NAMES = [*NAMES.split(), "number", "branch", "rows", "zero", "parts", "delay"]
 
 
-@pytest.mark.parametrize(
-  "old, new, words", [(x, y, z) for x, y, *z in PAIRS], ids=NAMES
-)
-def test_what_differs_is_named_with_both_values_and_a_cure(old, new, words):
+@pytest.mark.parametrize("pair", PAIRS, ids=NAMES)
+def test_what_differs_is_named_with_both_values_and_a_cure(pair):
+  old, new, *words = pair
   saved = recorded(old)
   check(saved, recorded(old))
   with pytest.raises(ValueError, match=says("`saved`", *words, "optimizer.init")):
@@ -96,25 +88,18 @@ def test_what_differs_is_named_with_both_values_and_a_cure(old, new, words):
 
 TURNED = PARAMS | {"w": jnp.zeros((32, 128))}
 OTHERS = {"w": PARAMS["w"], "u": PARAMS["v"], "b": PARAMS["b"]}
+MOVED = [
+  ({"workers": 8}, "number of workers was 4 and is 8", "gradcomp.reshard_state"),
+  ({"params": TURNED}, "the shape of ['w'] was [64, 64] and is [32, 128]"),
+  ({"params": OTHERS}, "the shape of ['v'] was [4096] and is nothing", "['u']"),
+]
 
 
-@pytest.mark.parametrize(
-  "how, words",
-  [
-    ({"workers": 8}, ["number of workers was 4 and is 8", "gradcomp.reshard_state"]),
-    ({"params": TURNED}, ["the shape of ['w'] was [64, 64] and is [32, 128]"]),
-    ({"params": OTHERS}, ["the shape of ['v'] was [4096] and is nothing", "['u']"]),
-  ],
-  ids=["workers", "shape", "leaves"],
-)
-def test_other_workers_and_parameters_are_named(how, words):
-  saved = recorded(qsgd())
+@pytest.mark.parametrize("moved", MOVED, ids=["workers", "shape", "leaves"])
+def test_other_workers_and_parameters_are_named(moved):
+  how, *words = moved
   with pytest.raises(ValueError, match=says("`saved`", *words)):
-    check(saved, recorded(qsgd(), **how))
-
-
-def chained(inner):
-  return optax.chain(qsgd(), inner)
+    check(recorded(qsgd()), recorded(qsgd(), **how))
 
 
 SOUND = {
@@ -181,7 +166,7 @@ def test_a_part_of_the_leaves_and_no_leaves():
 
 
 def test_a_record_lies_in_the_metadata_of_orbax(tmp_path):
-  made = gradcomp.checkpoint.make_record(qsgd(), PARAMS, workers=4)
+  made = make(qsgd(), PARAMS, workers=4)
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "state", PARAMS, custom_metadata=made)
     checkpointer.wait_until_finished()
@@ -195,21 +180,15 @@ def test_shapes_and_names_of_sizes_are_enough():
 
 
 # On TPUs "auto" cuts messages, which owners keep what they lost of.
-def coded(name, exchange):
-  options = {"axis_name": "data", "feedback": "error", "min_leaf_size": 0}
-  return recipe.make(name, exchange=exchange, **options)
-
-
+KEPT = {"axis_name": "data", "feedback": "error", "min_leaf_size": 0}
+MIXED = [("u", RandomK(density=0.1)), ("v", QSGD(bits=8)), (".*", QSGD(bits=4))]
 PLANNED = {
-  "qsgd two_shot": coded("qsgd", "two_shot"),
-  "qsgd ring": coded("qsgd", "ring"),
-  "policy auto": coded("policy", "auto"),
+  "qsgd two_shot": gradcomp.qsgd(exchange="two_shot", **KEPT),
+  "qsgd ring": gradcomp.qsgd(exchange="ring", **KEPT),
+  "policy auto": gradcomp.policy([("w", QSGD())], exchange="auto", **KEPT),
   "local steps": local(exchange="two_shot", feedback="error", min_leaf_size=0),
   # One message, or each of its codecs on a way of its own.
-  "mixed": gradcomp.policy(
-    [("u", RandomK(density=0.1)), ("v", QSGD(bits=8)), (".*", QSGD(bits=4))],
-    **{"axis_name": "data", "feedback": "error", "min_leaf_size": 0},
-  ),
+  "mixed": gradcomp.policy(MIXED, **KEPT),
 }
 OWNING = ("qsgd two_shot", "local steps")
 # Three leaves of many rows, and two that travel as they are.
@@ -234,9 +213,8 @@ def test_states_of_two_platforms_differ_in_what_their_records_say(name, monkeypa
   both = [recorded(tx, LIKE, platform=x) for x in platforms]
   saved, here = copy.deepcopy(both)
   for platform, state, record in zip(platforms, states, both, strict=True):
-    chex.assert_trees_all_equal_shapes_and_dtypes(
-      cases.shapes(tx, 4, LIKE, platform=platform), state
-    )
+    expected = cases.shapes(tx, 4, LIKE, platform=platform)
+    chex.assert_trees_all_equal_shapes_and_dtypes(expected, state)
     assert record.pop("platform") == platform
   keystr = jax.tree_util.keystr
   one, other = ({keystr(p): x.shape for p, x in cases.leaves(y)} for y in states)
