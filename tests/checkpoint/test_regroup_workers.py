@@ -1,8 +1,4 @@
-"""Nothing that waits in N workers is lost in M, and no row moves to another element.
-
-The table of all codecs has one worker more and one less; here are other numbers, what
-the table has not, and what is around an exchange.
-"""
+"""Nothing that waits in N workers is lost in M, and no row moves to another element."""
 
 import chex
 import jax
@@ -21,7 +17,8 @@ from tests.support.assertions import assert_same_bits
 from tests.support.cases import reshard as cases
 
 TWO_SHOT = cases.compressed("two_shot", "error")
-# Of what the table has not two moves: one to more workers, and one to fewer.
+# The table of all codecs has one worker more and one less. Of what it has not, and
+# of what is around an exchange, two moves: one to more workers, and one to fewer.
 MOVES = {
   "hierarchical error": [(2, 4), (8, 4)],
   "messages": [(1, 3), (8, 3)],
@@ -111,12 +108,10 @@ def test_what_owners_keep_stays_with_its_elements(name, pair):
 
 
 def floats(residual, workers):
-  """The residuals of all workers, ``float32[N, ...]`` for each leaf."""
-  flat = jax.tree.leaves(residual, is_leaf=is_stored)
-  wide = [
-    floats_of(x, workers) if is_stored(x) else np.asarray(x, np.float32) for x in flat
-  ]
-  return [x.reshape(workers, -1) for x in wide]
+  """The residuals of all workers, ``float32[N, ...]``."""
+  (x,) = jax.tree.leaves(residual, is_leaf=is_stored)
+  wide = floats_of(x, workers) if is_stored(x) else np.asarray(x, np.float32)
+  return wide.reshape(workers, -1)
 
 
 def drawn(residual, workers):
@@ -155,12 +150,12 @@ def test_workers_keep_what_owners_kept_where_nobody_owns_rows(dtype):
   )
   moved = cases.reshard(state, tx, 4, 2, params)
   assert moved.server_residual is None
-  (before,), (after,) = floats(state.residual, 4), floats(moved.residual, 2)
+  before, after = floats(state.residual, 4), floats(moved.residual, 2)
   exact = before[:2] + before[2:] + 2 * owned.reshape(-1)
   assert np.all(np.abs(after - exact) <= ROUNDING[dtype](exact))
   back = cases.reshard(moved, tx, 2, 4, params)
   assert not any(x.any() for x in jax.tree.leaves(back.server_residual))
-  (wide,) = floats(back.residual, 4)
+  wide = floats(back.residual, 4)
   assert_same_bits(wide[:2], after)  # as they are stored, and new workers have zeros
   assert not wide[2:].any()
 
@@ -203,9 +198,8 @@ def test_rows_move_to_another_platform_and_come_back(pair, cut_small):
   if old == new:
     assert_same_bits(back, state)
   if old > 1:  # one worker has one message anywhere
-    with pytest.raises(
-      ValueError, match="is too much.* Pass old_workers=, old_platform="
-    ):
+    rule = "is too much.* Pass old_workers=, old_platform="
+    with pytest.raises(ValueError, match=rule):
       cases.reshard(state, TWO_SHOT, old, new)
 
 

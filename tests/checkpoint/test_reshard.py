@@ -20,6 +20,7 @@ from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases import reshard as cases
+from tests.support.cases.zero import coded
 
 rng = np.random.default_rng(0)
 PARAMS = {"w": rng.standard_normal((40, 32), np.float32), "b": np.ones(7, np.float32)}
@@ -35,9 +36,8 @@ def mesh_of(axes, sizes, kind):
   return jax.make_mesh(sizes, axes, (kind,) * 2, devices=devices)
 
 
-def first(tx, workers):
-  like = cases.shapes(tx, workers)
-  return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
+def zeros(*args):
+  return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), cases.shapes(*args))
 
 
 def explicit_step(tx, state, gradients):
@@ -67,7 +67,7 @@ def test_a_step_sends_what_waited_in_other_workers(name, pair, explicit):
   """
   old, new = pair
   tx, step = cases.CASES[name](), explicit_step if explicit else cases.step
-  _, state = step(tx, first(tx, old), cases.gradients(old, 1))
+  _, state = step(tx, zeros(tx, old), cases.gradients(old, 1))
   weight = 1 if explicit else None
   before = cases.waiting(state, old, weight)
   assert all(np.any(x) for x in (before["v"], before["w"]))
@@ -84,10 +84,7 @@ def test_a_step_sends_what_waited_in_other_workers(name, pair, explicit):
 
 def test_zero_goes_on_as_one_that_never_changed():
   """In float32 both ways the rows of M owners are Adam's, whoever had them before."""
-  codec = gradcomp.codecs.Dense()
-  tx = gradcomp.parallel.zero(
-    optax.adam(0.1), grads=codec, params=codec, axis_name="data"
-  )
+  tx = coded(optax.adam(0.1), gradcomp.codecs.Dense())
   params = {"v": jnp.ones((3, 100)), "w": jnp.ones((40, 32))}
   gradient = {k: cases.gradients(1, 5)[k][0] for k in params}
 
@@ -124,9 +121,8 @@ def trained(optimizer, mesh, steps=2, axis_name="data"):
 
 
 def run(optimizer, mesh, params, state, steps=1, axis_name="data"):
-  train = gradcomp.make_train_step(
-    loss_fn, optimizer, axis_name=axis_name, mesh=mesh, donate=False
-  )
+  how = dict(axis_name=axis_name, mesh=mesh, donate=False)
+  train = gradcomp.make_train_step(loss_fn, optimizer, **how)
   for seed in range(steps):
     batch = np.random.default_rng(seed).standard_normal((24, 40)).astype(np.float32)
     params, state, _ = train(params, state, batch)
@@ -149,9 +145,7 @@ def test_a_training_goes_on_on_another_mesh(tmp_path):
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "state", state)
     checkpointer.wait_until_finished()
-    shapes = cases.shapes(optimizer, 4, PARAMS)
-    like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    restored = checkpointer.restore(tmp_path / "state", like)
+    restored = checkpointer.restore(tmp_path / "state", zeros(optimizer, 4, PARAMS))
   mesh = modes.mesh(2)
   live = reshard(state, optimizer, 4, 2, mesh=mesh)
   with jax.set_mesh(mesh):
@@ -191,9 +185,7 @@ def test_parameters_that_are_cut_over_another_axis(kind):
   """Each place along it has owners of its own, with the rows of its part."""
   axes = ("data", "model")
   old, new = (mesh_of(axes, (n, 2), kind) for n in (2, 3))
-  tx = gradcomp.compress(
-    cases.FOUR_BITS, axis_name="data", exchange="two_shot", feedback="error"
-  )
+  tx = cases.compressed("two_shot", "error")
   params, specs = {"w": jnp.ones((64, 40))}, {"w": P(None, "model")}
   cut = placed(params, old, specs["w"])
   options = {"param_specs": specs} if kind == AxisType.Auto else {}
@@ -279,8 +271,7 @@ def learned(feedback, counts, seed, keep="mean"):
   """The loss over all examples after 60 steps with each number of workers."""
   tx, step = learner(feedback)
   old = counts[0]
-  like = cases.shapes(tx, old, LEARNED)
-  state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
+  state = zeros(tx, old, LEARNED)
   state = (state[0]._replace(key=np.uint32([0, seed])), *state[1:])
   params = jax.tree.map(np.asarray, LEARNED)
   draw = np.random.default_rng(1)  # every training has the same batches
