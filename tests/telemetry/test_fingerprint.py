@@ -35,25 +35,27 @@ def random(dtype, *shape):
   return octets.view(dtype).reshape(shape)
 
 
+places = lambda n, seed: np.arange(n, dtype=np.uint32) * np.uint32(0x9E3779B9) + seed
+
+
 def expected(name, x, order):
   """The fingerprint of a leaf in NumPy, whose elements are added in this order."""
   x = np.asarray(x)
-  with np.errstate(over="ignore"):
-    seeds = name_words(f"{name} {x.dtype}{list(x.shape)}").astype(np.uint32)
-    width = 4 if x.dtype.itemsize % 4 == 0 else x.dtype.itemsize
-    kind = "i" if x.dtype.kind == "i" else "u"
-    words = x.reshape(-1).view(f"{kind}{width}").astype(np.uint32)
-    place = np.arange(words.size, dtype=np.uint32) * np.uint32(0x9E3779B9) + seeds[0]
-    a = words ^ place
-    a = (a ^ (a >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    a = (a ^ (a >> np.uint32(15))) * np.uint32(0x846CA68B)
-    a ^= a >> np.uint32(16)
-    turned = (place << np.uint32(16)) | (place >> np.uint32(16))
-    b = (a ^ turned) * np.uint32(0x7FEB352D) + seeds[1]
-    b ^= b >> np.uint32(15)
-    total = seeds.copy()
-    for i in order(words.size):
-      total += np.array([a[i], b[i]])
+  seeds = name_words(f"{name} {x.dtype}{list(x.shape)}").astype(np.uint32)
+  width = 4 if x.dtype.itemsize % 4 == 0 else x.dtype.itemsize
+  kind = "i" if x.dtype.kind == "i" else "u"
+  words = x.reshape(-1).view(f"{kind}{width}").astype(np.uint32)
+  place = places(words.size, seeds[0])
+  a = words ^ place
+  a = (a ^ (a >> np.uint32(16))) * np.uint32(0x7FEB352D)
+  a = (a ^ (a >> np.uint32(15))) * np.uint32(0x846CA68B)
+  a ^= a >> np.uint32(16)
+  turned = (place << np.uint32(16)) | (place >> np.uint32(16))
+  b = (a ^ turned) * np.uint32(0x7FEB352D) + seeds[1]
+  b ^= b >> np.uint32(15)
+  total = seeds.copy()
+  for i in order(words.size):
+    total += np.array([a[i], b[i]])
   return total
 
 
@@ -118,9 +120,7 @@ def test_changes_that_could_undo_each_other_change_it():
 
 def test_words_that_trade_places_as_their_places_do_change_it():
   """The first half of the hash is that of their XOR, which cannot tell them apart."""
-  seed = name_words(" uint32[4]").astype(np.uint32)[0]
-  with np.errstate(over="ignore"):
-    place = np.arange(4, dtype=np.uint32) * np.uint32(0x9E3779B9) + seed
+  place = places(4, name_words(" uint32[4]").astype(np.uint32)[0])
   x = np.array([7, 1, 2, 9], np.uint32)
   y = x.copy()
   y[0], y[3] = x[3] ^ place[3] ^ place[0], x[0] ^ place[0] ^ place[3]
@@ -165,8 +165,7 @@ def test_64_bit_elements_count_whole():
   with pytest.raises(TypeError, match=says("`tree`['x']", "float64", "jax_enable_x64")):
     gradcomp.telemetry.fingerprint({"x": x})
   with jax.enable_x64(True):
-    trees = [x, *(flips.flip(x, bit) for bit in range(64 * 3))]
-    found = fingerprints(trees)
+    found = fingerprints([x, *(flips.flip(x, bit) for bit in range(64 * 3))])
     assert len(set(found)) == len(found)
     for y in (x, np.array([1, -1, 2**40])):
       whole = expected("['x']", y, range)

@@ -28,15 +28,10 @@ CODECS = {
 }
 
 
-def exchange(codec, **options):
-  options = {"feedback": "error", "min_leaf_size": 0, **options}
-  return gradcomp.compress(laws.kept(codec), axis_name="data", **options)
-
-
 @pytest.mark.parametrize("codec", some(CODECS, ("qsgd", "ternary", "aps")))
 def test_numbers_are_those_of_numpy(codec):
   """In the second step, when there are residuals."""
-  tx = exchange(codec, exchange="all_gather")
+  tx = laws.compressed(codec, "all_gather", "error", min_leaf_size=0)
 
   def steps(before, grads):
     _, state = tx.update(before, tx.init(before))
@@ -62,11 +57,7 @@ def step_and_look(tx):
 
 # Rows of 512 elements: three of a, and two of b, among four workers. c stays dense.
 SHAPES = {"a": (3, 512), "b": (900,), "c": (5,)}
-TWO_SHOT = exchange(
-  QSGD(bits=4, bucket_size=64), exchange="two_shot", min_leaf_size=100
-)
-
-
+TWO_SHOT = laws.compressed(CODECS["qsgd"], "two_shot", "error", min_leaf_size=100)
 LOOKS = step_and_look(TWO_SHOT)
 seen = lambda grads: one(LOOKS(grads)[2])
 
@@ -170,7 +161,7 @@ def test_one_plain_mean_is_sent_beside_the_exchange():
 def test_leaves_that_are_cut_over_another_axis_are_measured_as_a_whole(typed):
   """Inside a map, and by their types. Buckets lie inside of the parts."""
   codec = QSGD(bits=4, bucket_size=64, rounding="nearest")
-  tx = exchange(codec, exchange="all_gather", feedback=None)
+  tx = laws.compressed(codec, "all_gather", min_leaf_size=0)
   grads = gradients(workers=2, w=(8, 96), b=(64,))
   kinds = (AxisType.Explicit if typed else AxisType.Auto,) * 2
   mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=jax.devices()[:4])
@@ -199,9 +190,7 @@ def test_leaves_that_are_cut_over_another_axis_are_measured_as_a_whole(typed):
 def test_residuals_of_few_bits_are_read(stored):
   """What is shown is what the next step adds to its gradient."""
   feedback = gradcomp.ErrorFeedback(residual_dtype=stored)
-  tx = gradcomp.onebit_sgd(
-    axis_name="data", exchange="all_gather", feedback=feedback, min_leaf_size=0
-  )
+  tx = laws.compressed(OneBit(), "all_gather", feedback, min_leaf_size=0)
 
   def step(grads):
     state = tx.init(grads)

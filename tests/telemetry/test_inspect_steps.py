@@ -14,7 +14,7 @@ from gradcomp.state import CompressState
 from gradcomp.telemetry import inspect_update
 from tests.errors import table
 from tests.plugins.slow_cases import slow
-from tests.support import low_rank, modes
+from tests.support import laws, low_rank, modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases import zero as zero_cases
 from tests.support.cases.inspect import WORKERS, close, gradients, of_workers, some
@@ -22,9 +22,9 @@ from tests.support.cases.inspect import WORKERS, close, gradients, of_workers, s
 QSGD4 = gradcomp.qsgd(bits=4, min_leaf_size=0)
 
 
-def inspected(tx, grads):
-  """What inspect shows of a first step on one device."""
-  return jax.jit(lambda grads: inspect_update(tx, grads, tx.init(grads))[2])(grads)
+def inspected(tx):
+  """Gives what inspect shows of a first step on one device."""
+  return jax.jit(lambda grads: inspect_update(tx, grads, tx.init(grads))[2])
 
 
 WRAPS = {
@@ -42,7 +42,7 @@ WRAPS = {
 
 @pytest.mark.parametrize("wrap", some(WRAPS, WRAPS.keys() - {"partition"}))
 def test_it_is_found_wherever_it_is(wrap):
-  found = inspected(wrap(QSGD4), jax.tree.map(lambda x: x[0], gradients()))
+  found = inspected(wrap(QSGD4))(jax.tree.map(lambda x: x[0], gradients()))
   paths = "a" if wrap is WRAPS["masked"] else "ab"
   assert list(found.leaves) == [f"['{path}']" for path in paths]
   for metrics in (*found.leaves.values(), found.total):
@@ -53,11 +53,10 @@ def test_it_is_found_wherever_it_is(wrap):
 def test_the_same_leaf_may_be_sent_twice_or_not_at_all():
   """What a step does not run is NaN."""
   tx = optax.chain(gradcomp.qsgd(bits=4), gradcomp.qsgd(bits=8))
-  look = lambda grads: inspect_update(tx, grads, tx.init(grads))[2]
-  found = jax.eval_shape(look, {"w": jnp.zeros(4096)})
+  found = jax.eval_shape(inspected(tx), {"w": jnp.zeros(4096)})
   assert list(found.leaves) == ["['w']", "['w'] #2"]
   waits = optax.MultiSteps(gradcomp.qsgd(bits=4), 2).gradient_transformation()
-  assert np.isnan(inspected(waits, {"w": jnp.ones(4096)}).total.relative_error)
+  assert np.isnan(inspected(waits)({"w": jnp.ones(4096)}).total.relative_error)
 
 
 KEEPS = gradcomp.qsgd(bits=4, min_leaf_size=0, feedback="error")
@@ -67,7 +66,7 @@ THREE = {"a": RISING, "b": RISING, "x": np.zeros((0, 3), np.float32)}
 
 def test_what_is_not_finite_or_nothing_has_its_numbers():
   """Also in the table, which has a line for each leaf."""
-  of_three = jax.jit(lambda grads: inspect_update(KEEPS, grads, KEEPS.init(grads))[2])
+  of_three = inspected(KEEPS)
   for bad in (np.nan, np.inf):
     found = of_three(THREE | {"a": np.where(RISING == 1, np.float32(bad), RISING)})
     for name in ("relative_error", "cosine"):
@@ -95,12 +94,12 @@ OTHERS = slow(RandomK(density=0.1), EightBit(), OneBit(per_column=True))
 def test_any_codec_can_be_seen(codec):
   tx = low_rank.compress(codec, min_leaf_size=0)
   grads = {"w": jnp.sin(jnp.arange(64.0 * 64)).reshape(64, 64).astype(jnp.bfloat16)}
-  for leaf in jax.tree.leaves(inspected(tx, grads)):
+  for leaf in jax.tree.leaves(inspected(tx)(grads)):
     assert leaf.dtype == jnp.float32 and np.all(np.isfinite(leaf))
 
 
 def test_complex_gradients_are_seen_as_pairs():
-  found = inspected(QSGD4, {"w": np.array([3 + 4j, 0j] * 50, np.complex64)})
+  found = inspected(QSGD4)({"w": np.array([3 + 4j, 0j] * 50, np.complex64)})
   close(found.total, {"gradient_norm": 5 * np.sqrt(50)})
 
 
@@ -150,6 +149,7 @@ def test_make_train_step_shows_a_step_and_changes_nothing(axis_name):
 
 
 CODEC = QSGD(bits=4, bucket_size=32, rounding="nearest")
+norm = lambda x: np.linalg.norm(np.asarray(x, np.float64))
 ZERO = zero_cases.coded(optax.sgd(0.1), CODEC, feedback="error", min_leaf_size=100)
 
 
@@ -163,18 +163,11 @@ def test_a_train_step_of_zero_shows_what_changes_too(kind):
   assert 0 < leaves["['w'] change"].cosine <= 1.000001
 
 
-def norm(x):
-  return np.linalg.norm(np.asarray(x, np.float64))
-
-
 def test_numbers_of_zero_are_those_of_numpy():
   """In the second step. Of what SGD does, the mean of all corrected is known."""
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-  params = {"w": normal(20, 48), "b": normal(7)}
-  first, grads = (
-    {name: normal(WORKERS, *x.shape) for name, x in params.items()} for _ in range(2)
-  )
+  shapes = {"w": (20, 48), "b": (7,)}
+  params = laws.tree(shapes)
+  first, grads = (laws.tree(shapes, WORKERS, seed=seed) for seed in (1, 2))
 
   def step(first, grads):
     updates, old = ZERO.update(first, ZERO.init(params), params)
@@ -221,8 +214,4 @@ inspect_update(TWICE, W, QSGD4.init(W)) ->
 STEP(W, QSGD4.init(W), jnp.ones(2), inspect=50) -> `inspect` must be a bool, got 50
 """
 STEP = gradcomp.make_train_step(lambda params, batch: 0.0, QSGD4, axis_name=None)
-
-
-@table.each_row(ROWS)
-def test_bad_calls(call, error):
-  table.refuses(call, error, globals())
+test_bad_calls = table.refused(ROWS, globals())

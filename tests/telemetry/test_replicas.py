@@ -13,7 +13,7 @@ from gradcomp._src.core.fingerprint import leaf_fingerprints
 from gradcomp._src.telemetry.replicas import Replicas
 from tests.errors import table
 from tests.plugins.slow_cases import slow
-from tests.support import flips, modes
+from tests.support import flips, low_rank, modes
 from tests.support.assertions import assert_same_bits, says
 
 WORKERS = 4
@@ -21,9 +21,7 @@ WORKERS = 4
 
 def trees(*changes, workers=WORKERS):
   """A tree for each worker; ``(worker, leaf, bit)`` flips a bit of one."""
-  rng = np.random.default_rng(0)
-  tree = {"w": rng.standard_normal((6, 8)).astype(np.float32), "b": np.ones(3)}
-  tree["b"] = tree["b"].astype(np.float16)
+  tree = {"w": low_rank.gaussian(6, 8), "b": np.ones(3, np.float16)}
   result = [dict(tree) for _ in range(workers)]
   for worker, leaf, bit in changes:
     result[worker][leaf] = flips.flip(result[worker][leaf], bit)
@@ -67,19 +65,12 @@ def test_a_flipped_bit_is_found_in_every_mode(mode):
   assert bool(same.equal) and same.differing() == {}
   same.require_equal()
   assert same.leaves == ("['b']", "['w']")
-  assert_same_bits(
-    same.words[0].sum(axis=0), gradcomp.telemetry.fingerprint(trees()[0])
-  )
+  whole = gradcomp.telemetry.fingerprint(trees()[0])
+  assert_same_bits(same.words[0].sum(axis=0), whole)
   other = found(mode, trees((2, "w", 100)))
   assert not bool(other.equal) and other.differing() == {"['w']": [2]}
   with pytest.raises(RuntimeError, match=says("1 of 2 leaves", "['w']: worker 2\n")):
     other.require_equal()
-
-
-def replicas(changes, workers=WORKERS):
-  parts = trees(*changes, workers=workers)
-  words = [leaf_fingerprints(part) for part in parts]
-  return Replicas(jnp.stack(words), ("['b']", "['w']"))
 
 
 SEVERAL = [(0, "b", 3), (3, "w", 0), (5, "w", 0)]
@@ -94,7 +85,8 @@ FLIPPED = [
 @pytest.mark.parametrize(("workers", "changes", "differing", "words"), FLIPPED)
 def test_several_leaves_and_workers_are_named(workers, changes, differing, words):
   """And a tie names nobody."""
-  found = replicas(changes, workers)
+  seen = list(map(leaf_fingerprints, trees(*changes, workers=workers)))
+  found = Replicas(jnp.stack(seen), ("['b']", "['w']"))
   assert found.differing() == differing
   with pytest.raises(RuntimeError, match=says(*words)):
     found.require_equal()
@@ -182,20 +174,13 @@ def make(optimizer, every, axis_name="data"):
   return gradcomp.make_train_step(loss_fn, optimizer, axis_name=axis_name, **given)
 
 
-def cut():
-  return jax.device_put(jnp.ones(8), NamedSharding(modes.mesh(WORKERS), P("data")))
-
-
 ROWS = """
 check({"w": jnp.ones(3)}) -> `axis_name` ... 'data' ... ()
-check({"w": cut()}) -> `tree`['w'] ... whole along 'data'
+check({"w": CUT}) -> `tree`['w'] ... whole along 'data'
 make(QSGD, 2, axis_name=None) -> `compare_every` ... axis_name=None
 make(PLAIN, 2)(PARAMS, PLAIN.init(PARAMS), jnp.ones((WORKERS, 64))) ->
   `optimizer` ... compare_every=2
 """
+CUT = jax.device_put(jnp.ones(8), NamedSharding(modes.mesh(WORKERS), P("data")))
 PLAIN, PARAMS = optax.sgd(0.1), {"b": jnp.zeros(32), "w": jnp.ones((64, 32))}
-
-
-@table.each_row(ROWS)
-def test_what_cannot_be_compared(call, error):
-  table.refuses(call, error, globals())
+test_what_cannot_be_compared = table.refused(ROWS, globals())
