@@ -16,15 +16,8 @@ from gradcomp.optimizers import adam
 from tests.plugins.slow_cases import slow
 from tests.specs.methods import adam as oracle
 from tests.support.assertions import assert_same_bits
-from tests.support.cases.adam import (
-  BUCKET,
-  LEAVES,
-  MODES,
-  dense_steps,
-  make,
-  moments_of,
-  settled,
-)
+from tests.support.cases import adam as cases
+from tests.support.cases.adam import BUCKET, LEAVES, MODES, make
 from tests.support.cases.zero import N, gradients, train, tree
 
 
@@ -56,7 +49,7 @@ def test_it_is_that_of_the_paper(variance, floor):
   params, given = tree(0, shapes), gradients(steps, shapes)
   tx = make(warmup=3, variance=variance, b2=0.9, min_leaf_size=0, floor=floor)
   got = [np.asarray(x["v"][0]) for x, _ in train("vmap", tx, params, given)]
-  dense = set(range(3)) if variance == "frozen" else dense_steps(3, steps)
+  dense = set(range(3)) if variance == "frozen" else cases.dense_steps(3, steps)
   assert (30 in dense) == (31 not in dense) or variance == "frozen"
   vectors = [x["v"] for x in given]
   moments = oracle.moments(vectors, dense, b1=0.9, b2=0.9, bucket=BUCKET)
@@ -72,7 +65,7 @@ def test_bytes_are_those_of_the_codec_after_the_warm_up():
   coded = gradcomp.onebit_sgd(axis_name="data", exchange="two_shot")
   expected = gradcomp.explain(coded, params, workers=N).bytes_sent
   assert gradcomp.explain(tx, params, workers=N).bytes_sent == expected
-  program = lowered(settled(tx), params, axis_name="data", workers=N)
+  program = lowered(cases.settled(tx), params, axis_name="data", workers=N)
   assert gradcomp.wire_report(program).bytes_sent == expected
   # Buckets of 64 have two bits an element, with their means.
   assert expected == 64 * 1024 * 2 // 8 * 2 * (N - 1) // N
@@ -91,7 +84,7 @@ def test_it_trains_any_tree_alone_or_masked(local):
   tx = optax.masked(inner, {"c": True, "h": True, "none": None, "fixed": False})
   params = jax.tree.map(lambda x: jnp.stack([x] * 2), params)
   state, before = jax.vmap(tx.init, axis_name="data")(params), jax.device_get(params)
-  moments = moments_of(state.inner_state)
+  moments = cases.moments_of(state.inner_state)
   assert moments.nu["c"].dtype == moments.mu["h"].dtype == jnp.float32
 
   @jax.jit

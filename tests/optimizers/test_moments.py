@@ -15,15 +15,8 @@ from gradcomp.testing import check_transformation
 from tests.plugins.slow_cases import slow
 from tests.support import modes, saved
 from tests.support.assertions import assert_same_bits
-from tests.support.cases.adam import (
-  BUCKET,
-  LEAVES,
-  MODES,
-  ONE_BIT,
-  make,
-  moments_of,
-  settled,
-)
+from tests.support.cases import adam as cases
+from tests.support.cases.adam import BUCKET, LEAVES, ONE_BIT, make, moments_of
 from tests.support.cases.zero import N, gradients, last, train, tree
 
 FOUR_BITS = QSGD(bits=4, bucket_size=BUCKET)
@@ -44,7 +37,7 @@ def test_compressed_steps_keep_all_laws(codec, exchange, local):
   The first step is the last of a gap: XLA removes branches that it knows are not taken.
   """
   gap = local or 1
-  tx = settled(make(local, codec, exchange=exchange), done=gap - 1)
+  tx = cases.settled(make(local, codec, exchange=exchange), done=gap - 1)
   check_transformation(tx, same_bits=False, **({"steps": gap + 1} if local else {}))
 
 
@@ -69,7 +62,7 @@ def test_all_modes_have_the_same_moments(name):
   moments = lambda state: moments_of(state)._replace(exchange=())
   own = lambda state: (moments(state), state.own) if local else moments(state)
   expected = list(train("pmap", tx, params, given))
-  for mode in MODES:
+  for mode in cases.MODES:
     for found, like in zip(train(mode, tx, params, given), expected, strict=True):
       if local or mode in ("vmap", "explicit"):
         # Some roundings of moments below four, by at most 2**-23 each, a step.
