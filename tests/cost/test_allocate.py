@@ -158,11 +158,7 @@ allocated(BIASED, uniform=QSGD(bits=2, norm="l2"), candidates=[OneBit()]) ->
   `uniform` must lose less ... got a loss of ... of a;
 """
 BIASED = {"a": gradients("a")["a"], "b": gradients("b")["b"] / 1e3}
-
-
-@table.each_row(ROWS)
-def test_errors(call, error):
-  table.refuses(call, error, globals())
+test_errors = table.refused(ROWS, globals())
 
 
 (RANDOM,) = gradients("a", shape=(512, 512)).values()

@@ -13,9 +13,8 @@ from gradcomp._src.cost.planner.candidates import CANDIDATES
 from gradcomp._src.cost.planner.choice import _platform
 from gradcomp.codecs import QSGD, BlockTop
 from gradcomp.cost import CodecSpeed, Link, PlanOptions
+from tests.support.cases.cost import FREE
 from tests.support.cases.plan import GIGABIT, LIKE, QSGD4, plan
-
-FREE = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
 
 
 def test_leaves_with_more_rows_than_32_bits_count():

@@ -141,8 +141,4 @@ cost.exchange_seconds(explain(2), CLUSTER, SPEED) ->
 cost.step_seconds(1.0, 1.0, WRONG, overlap=True) ->
   `messages` must have rising shares from 0 to 1, got [0.6, 0.5]
 """
-
-
-@table.each_row(BAD)
-def test_bad_arguments_are_refused_with_the_rule(call, error):
-  table.refuses(call, error, globals())
+test_bad_arguments_are_refused_with_the_rule = table.refused(BAD, globals())

@@ -20,6 +20,7 @@ from gradcomp.codecs import QSGD, Dense, TopK
 from gradcomp.cost import Link
 from gradcomp.exchange import AllGather as AllGather
 from gradcomp.exchange import TwoShot as TwoShot
+from tests.report.texts import fields
 from tests.support import modes
 from tests.support.cases.plan import BY_NAME, GIGABIT, LIKE, QSGD4, SMALL, pair, plan
 
@@ -73,12 +74,7 @@ QSGD-2 | Ring(), 512 | "aggressive" |
 """
 
 
-def of_rows(text):
-  """The fields of each line."""
-  return [re.split(r" \|(?: |$)", line) for line in text.strip().splitlines()]
-
-
-@pytest.mark.parametrize(("name", "options", "says"), of_rows(REFUSALS))
+@pytest.mark.parametrize(("name", "options", "says"), fields(REFUSALS))
 def test_every_refusal_has_its_number(name, options, says):
   candidate = BY_NAME[name]
   errors = eval(f"Errors(**dict(sizes=(8,)) | dict({options}))")
@@ -86,7 +82,7 @@ def test_every_refusal_has_its_number(name, options, says):
   assert re.search(says, reason) if says else not reason
 
 
-@pytest.mark.parametrize(("name", "where", "budget", "says"), of_rows(BUDGETS))
+@pytest.mark.parametrize(("name", "where", "budget", "says"), fields(BUDGETS))
 def test_a_budget_bounds_the_error_of_the_mean(name, where, budget, says):
   """Of codec and exchange and workers: a ring's grows with them."""
   exchange, workers = eval(where)
