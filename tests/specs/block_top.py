@@ -61,7 +61,6 @@ def _rounded(value, scale, last, value_bits):
 
 
 def decode(rows, size, *, block_size, count, value_bits):
-  """The values of a payload, float32[size]."""
   bits, below, blocks = _layout(block_size, value_bits)
   each = WORDS + (blocks if value_bits == 32 else 0)
   tiles = -(-size // (blocks * block_size))

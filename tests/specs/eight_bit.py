@@ -1,8 +1,4 @@
-"""EightBit.
-
-:func:`levels` are the data types of Dettmers 2016, section 3.1, and :func:`nearest` is
-a search for the nearest level, both in float64.
-"""
+"""EightBit, with the data types of Dettmers 2016, section 3.1."""
 
 import functools
 from fractions import Fraction
@@ -130,7 +126,6 @@ def nearest(t, data_type):
 
 
 def decode(rows, size, *, data_type, bucket_size, exponent_offset=None):
-  """The values of a payload, float32[size]."""
   words = planes.geometry(8, bucket_size)[1]
   floats = 1 if bucket_size is None else 4
   rows = planes.checked_rows(rows, size, 4, words, floats)

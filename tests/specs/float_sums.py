@@ -1,7 +1,4 @@
-"""Computes sums and products of floats of few bits in plain NumPy.
-
-From docs/inside/wire-format.md, section FloatCast, and Han et al. 2021, section 5.
-"""
+"""Sums of floats of few bits: the page's FloatCast, and Han et al. 2021, section 5."""
 
 import functools
 

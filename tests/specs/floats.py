@@ -1,10 +1,4 @@
-"""Rounds to floats of few bits, by the page's section FloatCast and Han et al. 2021.
-
-:func:`encode_by_table` searches among all numbers of a format, :func:`encode` counts
-quanta in float64, where every step is exact, and :func:`round_exactly` rounds one
-rational number. Float64 holds every product of two float32 numbers, and
-``float_sums.odd_sum`` what matters of every sum.
-"""
+"""Rounds to floats of few bits, by the page's section FloatCast and Han et al. 2021."""
 
 from fractions import Fraction
 from typing import NamedTuple
@@ -126,6 +120,7 @@ def encode(x, fmt, rounding="nearest_even", *, draws=None, saturate=False):
   to_largest = saturate or rounding == "toward_zero" or fmt.specials == "none"
   if rounding == "stochastic":
     return _finished(_stochastic(x, fmt, draws), x, fmt, to_largest)
+  # Quanta are counted in float64, where every step is exact.
   size = np.where(np.isfinite(x), np.abs(x), 0).astype(np.float64)
   exponent = np.where(size > 0, np.frexp(size)[1].astype(np.int64) - 1, -2000)
   exponent = np.maximum(exponent, 1 - fmt.bias)

@@ -42,7 +42,6 @@ def encode(x, *, key=None):
 
 
 def decode(rows, size):
-  """The values of a payload, float32[size]."""
   codes = planes.unpack(planes.checked_rows(rows, size, 4, planes.ROW_WORDS), 8)
   planes.refuse_filler(codes[size:])
   negative, field = np.divmod(codes[:size].astype(np.int64), 128)

@@ -1,9 +1,4 @@
-"""OneBit, by buckets or by columns.
-
-All is bit by bit but for the means, whose last bits depend on the order of additions:
-those may be given, and are exact to binary32 otherwise. :func:`ideal` is Q^1b of
-Grubic et al. 2018, section 2.2, in float64.
-"""
+"""OneBit, by buckets or columns; its means are sums: exact to binary32, or given."""
 
 import numpy as np
 

@@ -1,8 +1,4 @@
-"""Computes the moments of 1-bit Adam and 0/1 Adam in float64, from the papers.
-
-Arrays of workers are ``[N, n]``. In steps that are ``dense`` they average gradients,
-b1 and b2 are the decays of moments, and a ``bucket`` has two means in one bit.
-"""
+"""1-bit Adam and 0/1 Adam in float64, from the papers; workers' arrays are [N, n]."""
 
 import numpy as np
 

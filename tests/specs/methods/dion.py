@@ -1,8 +1,4 @@
-"""Dion in float64, from Ahn et al. 2025, algorithm 1.
-
-Momenta of N workers are averaged as factors alone, and matrices are transposed: the
-first axis has the inputs.
-"""
+"""Dion in float64, from Ahn et al. 2025, algorithm 1; the first axis has the inputs."""
 
 import numpy as np
 

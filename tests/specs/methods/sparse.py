@@ -1,8 +1,4 @@
-"""Steps of sparse methods, and exchanges of exact selections.
-
-:class:`Worker` is momentum correction and factor masking, :func:`clip` the local
-clipping of Lin et al. 2018, section 3.
-"""
+"""Steps of sparse methods (Lin et al. 2018, section 3), and of exact selections."""
 
 import math
 
