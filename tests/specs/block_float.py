@@ -1,7 +1,4 @@
-"""BlockFloat: blocks of the Microscaling specification 1.0, section 6.3, and of NVFP4.
-
-The numbers of every format are those of ml_dtypes, and so are casts to nearest.
-"""
+"""BlockFloat: blocks of the Microscaling specification 1.0, section 6.3, and NVFP4."""
 
 import ml_dtypes
 import numpy as np
@@ -54,10 +51,8 @@ def power_of_two_scales(amax, element, up):
   safe = np.where(finite & (amax >= TINY), amax, TINY)
   top = largest(element)
   exponent = np.frexp(safe)[1] - np.frexp(top)[1]
-  if up:
-    exponent = np.where(np.ldexp(top, exponent) < safe, exponent + 1, exponent)
-  byte = np.maximum(exponent + 127, 0)
-  byte = np.where(finite & (amax < TINY), 0, byte)
+  exponent += up & (np.ldexp(top, exponent) < safe)
+  byte = np.where(finite & (amax < TINY), 0, np.maximum(exponent + 127, 0))
   return np.where(finite, byte, 255).astype(np.uint32)
 
 
@@ -123,7 +118,6 @@ def encode(x, *, element, scale, block_size, key=None):
 
 
 def decode(rows, size, *, element, scale, block_size):
-  """The values of a payload, float32[size]."""
   bits, words = bits_of(element), planes.ROW_WORDS
   per_word = 32 // bits
   bytes_end = words + per_word * words // block_size // 4

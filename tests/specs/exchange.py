@@ -6,11 +6,10 @@ import numpy as np
 def all_gather(values, count=None):
   """The mean of decoded payloads [N, ...]: in order, then times 1 / N, or 1 / count."""
   values = np.asarray(values, np.float32)
-  total = values[0]
   with np.errstate(over="ignore", invalid="ignore"):
-    for value in values[1:]:
-      total = total + value
-    return total * (np.float32(1) / np.float32(count or len(values)))
+    return sum(values[1:], values[0]) * (
+      np.float32(1) / np.float32(count or len(values))
+    )
 
 
 def two_shot(values, recode=None):

@@ -127,13 +127,10 @@ def exchange(x, cast, order, *, group_size=None, accumulate="format", keys=None)
   rows = [cast.encode(x[i], keys and keys[i]) for i in range(workers)]
   tile = 32 // cast.width * planes.ROW_WORDS
   share = -(-size // (tile * workers)) * tile
-  values = np.zeros((workers, workers * share), np.float32)
-  for i in range(workers):
-    values[i, :size] = cast.values(rows[i], size)
-  shares = values.reshape(workers, workers, share)
-  sums = ordered(
-    shares, cast.fmt, order, group_size, accumulate, saturate=cast.byte is not None
-  )
+  values = np.stack([cast.values(row, size) for row in rows])
+  padded = np.pad(values, ((0, 0), (0, workers * share - size)))
+  shares, saturate = padded.reshape(workers, workers, share), cast.byte is not None
+  sums = ordered(shares, cast.fmt, order, group_size, accumulate, saturate)
   mean = sums.ravel()[:size] * (np.float32(1) / np.float32(workers))
   sent = np.stack([cast.decode(row, size) for row in rows])
   return cast.unscaled(mean), sent

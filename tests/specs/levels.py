@@ -1,9 +1,4 @@
-"""QSGD with fitted levels, and the levels of least variance.
-
-:func:`variance` and :func:`best` are the aim on real numbers (float64): the variance
-of stochastic rounding, and the levels for which it is smallest. Levels are given as the
-integers k_i of level[i] = k_i / 256.
-"""
+"""QSGD with fitted levels, given as the integers k_i of level[i] = k_i / 256."""
 
 import numpy as np
 
@@ -11,6 +6,7 @@ from tests.specs import dithers, planes, qsgd
 from tests.specs import scales as scale_table
 
 BINS = 256
+MIDDLES = (np.arange(BINS) + 0.5) / BINS
 SAMPLED_BUCKETS = 128
 
 
@@ -45,10 +41,9 @@ def variance(counts, k):
   Between neighboring levels a and b it is (b - v) (v - a); below the first level,
   whose other neighbor is its negative, a^2 - v^2.
   """
-  v = (np.arange(BINS) + 0.5) / BINS
   a = np.concatenate([[-k[0]], k]) / BINS
-  upper = np.searchsorted(a, v)
-  return float(np.sum(counts * (a[upper] - v) * (v - a[upper - 1])))
+  upper = np.searchsorted(a, MIDDLES)
+  return float(np.sum(counts * (a[upper] - MIDDLES) * (MIDDLES - a[upper - 1])))
 
 
 def best(counts, bits):
@@ -57,8 +52,7 @@ def best(counts, bits):
   `least[b]` is the least variance of all counts below b / 256 if there is a level; one
   more level follows each time.
   """
-  counts = np.asarray(counts, np.float64)
-  v = (np.arange(BINS) + 0.5) / BINS
+  counts, v = np.asarray(counts, np.float64), MIDDLES
   ends = np.arange(BINS + 1) / BINS
   cost = np.full((BINS + 1, BINS + 1), np.inf)  # of the counts between two levels
   for a in range(BINS):
@@ -108,7 +102,6 @@ def _pieces(k):
 
 
 def decode(rows, size, *, bits, bucket_size):
-  """The values of a payload, float32[size]."""
   per_word, words = planes.geometry(bits, bucket_size)
   count = 2 ** (bits - 1)
   floats = (1 if bucket_size is None else per_word) + count

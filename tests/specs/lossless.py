@@ -46,11 +46,9 @@ def decode(rows, size):
   largest = np.concatenate(tops, axis=1).repeat(128, axis=1)
   full = rows[:, -1] == FULL
   field = np.where(distance == ZERO, 0, largest.astype(np.int64) - distance)
-  for row, listed in enumerate(rows[:, 386:]):
-    used = listed[listed != UNUSED]
+  for row in np.flatnonzero(~full):
+    used = rows[row, 386:][rows[row, 386:] != UNUSED]
     places = (used >> 8).astype(np.int64)
-    if full[row]:
-      continue
     if not np.array_equal(places, np.flatnonzero(distance[row] == ESCAPE)):
       raise ValueError("the list must have the places of the escapes, in their order.")
     field[row, places] = used & 255

@@ -1,8 +1,4 @@
-"""PowerSGD in float64, and its payload.
-
-From Vogels et al. 2019: algorithm 1, the low-rank step over N workers, and algorithm 2,
-gradient descent with error feedback and momentum around it.
-"""
+"""PowerSGD in float64, from Vogels et al. 2019, and its payload."""
 
 import math
 
@@ -11,7 +7,11 @@ import numpy as np
 from tests.specs import dense, dithers, qsgd
 
 EIGHT_BITS = dict(bits=8, bucket_size=512, levels="sign_magnitude")
-NEAREST = dict(norm="max", rounding="nearest")
+# By the bits of a number its module, its fields, and what only the writer takes.
+CODERS = {
+  32: (dense, dict(dtype=np.float32), {}),
+  8: (qsgd, EIGHT_BITS, dict(norm="max", rounding="nearest")),
+}
 
 
 def matrix_of(shape):
@@ -46,23 +46,17 @@ def encode(x, *, rank, bits=32):
   matrix = np.float64(x).reshape(m, n)
   left = start((0, 0), rank, n) @ matrix.T
   right = orthonormal_rows(left) @ matrix
-  if bits == 32:
-    rows = [dense.encode(factor, dtype=np.float32) for factor in (left, right)]
-  else:
-    rows = [qsgd.encode(factor, **NEAREST, **EIGHT_BITS) for factor in (left, right)]
-  return np.concatenate(rows)
+  coder, fields, more = CODERS[bits]
+  return np.concatenate([coder.encode(x, **fields, **more) for x in (left, right)])
 
 
 def decode(rows, shape, *, rank, bits=32):
   """The values of a payload, float64 in the shape of the leaf."""
   m, n = matrix_of(shape)
   count = -(-rank * m // (128 if bits == 32 else 4 * 512))
-  factors = []
+  factors, (coder, fields, _) = [], CODERS[bits]
   for part, width in ((rows[:count], m), (rows[count:], n)):
-    if bits == 32:
-      flat = dense.decode(part, rank * width, dtype=np.float32)
-    else:
-      flat = qsgd.decode(part, rank * width, **EIGHT_BITS)
+    flat = coder.decode(part, rank * width, **fields)
     factors.append(flat.astype(np.float64).reshape(rank, width))
   return (orthonormal_rows(factors[0]).T @ factors[1]).reshape(shape)
 
@@ -75,7 +69,7 @@ def compress_and_aggregate(matrices, q):
 
 
 class ErrorFeedbackSGD:
-  """Algorithm 2 for one matrix of parameters and N workers."""
+  """Algorithm 2 for one matrix of parameters and N workers, momentum around it."""
 
   def __init__(self, x, q, workers, learning_rate, momentum):
     self.x = np.array(x, np.float64)
@@ -105,14 +99,11 @@ class AlternateSGD:
 
   def step(self, gradients):
     """The mean that the factors of one step stand for, given all workers' gradients."""
-    corrected = np.asarray(gradients, np.float64) + self.errors
+    sided = (lambda x: x) if self.sends_left else (lambda x: x.swapaxes(-1, -2))
+    corrected = sided(np.asarray(gradients, np.float64) + self.errors)
     basis = orthonormal_rows(self.factor.T).T
-    sided = corrected if self.sends_left else corrected.swapaxes(1, 2)
-    own = sided @ basis
-    lost = sided - own @ basis.T
-    self.errors = lost if self.sends_left else lost.swapaxes(1, 2)
+    own = corrected @ basis
+    self.errors = sided(corrected - own @ basis.T)
     self.factor = own.mean(axis=0)
-    mean = self.factor @ basis.T
-    result = mean if self.sends_left else mean.T
     self.sends_left = not self.sends_left
-    return result
+    return sided(self.factor @ basis.T)

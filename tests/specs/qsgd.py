@@ -1,9 +1,4 @@
-"""QSGD and sums of its codes.
-
-Binary32 arithmetic here is NumPy's: each operation rounds once, to nearest even, and
-subnormal numbers are kept. :func:`expected_variance` is of the paper's quantiser on
-real numbers.
-"""
+"""QSGD and sums of its codes, in NumPy's binary32, which rounds once an operation."""
 
 import numpy as np
 
@@ -48,26 +43,15 @@ def shared_scales(parts, **options):
 
 
 def encode(
-  x,
-  *,
-  key=None,
-  bits,
-  bucket_size,
-  norm=None,
-  levels,
-  rounding,
-  scales=None,
-  scale_per_row=False,
-  inline=True,
+  x, *, key=None, bits, bucket_size, levels, rounding, scales=None, inline=True, **how
 ):
-  """The rows of a leaf, uint32[tiles, B + scales]."""
+  """The rows of a leaf, uint32[tiles, B + scales]; ``how`` as of :func:`scales_of`."""
   per_word, words = planes.geometry(bits, bucket_size)
   top = top_of(bits, levels)
   if scales is None:
-    scales = scales_of(
-      x, bits=bits, bucket_size=bucket_size, norm=norm, scale_per_row=scale_per_row
-    )
-  leaf = planes.filled(x, bucket_size) if norm == "rms" else planes.as_leaf(x)
+    scales = scales_of(x, bits=bits, bucket_size=bucket_size, **how)
+  rms = how.get("norm") == "rms"
+  leaf = planes.filled(x, bucket_size) if rms else planes.as_leaf(x)
   tiles = planes.tiled(leaf, per_word, words)
   scales = scale_table.given(scales, len(tiles), per_word, bucket_size)
 

@@ -34,22 +34,17 @@ def encode(x, *, key, range_size, stride):
   """The rows of a leaf that is finite, uint32[ranges, 2 + S]."""
   parts = planes.tiled(planes.as_leaf(x), 1, range_size)[:, 0]
   keys, rows = row_keys(key, len(parts)), []
-  for own, part in zip(keys, parts, strict=True):
-    place = places(own, range_size, stride)
-    behind = place >= range_size
-    rows.append(np.where(behind, 0, part[np.where(behind, 0, place)]))
+  for own, part in zip(keys, np.pad(parts, ((0, 0), (0, stride))), strict=True):
+    rows.append(part[places(own, range_size, stride)])
   return planes.with_floats(keys, rows)
 
 
 def decode(rows, size, *, range_size, stride):
-  """The values of a payload, float32[size]."""
   shape = (-(-size // range_size), 2 + -(-range_size // stride))
   rows = planes.checked(rows, shape)
-  result = np.zeros((len(rows), range_size), np.float32)
+  result = np.zeros((len(rows), range_size + stride), np.float32)
   for line, row in zip(result, rows, strict=True):
-    place, values = places(row[:2], range_size, stride), planes.as_floats(row[2:])
-    inside = place < range_size
-    if values[~inside].any():
-      raise ValueError("a value behind the range must be zero.")
-    line[place[inside]] = values[inside]
-  return result.ravel()[:size]
+    line[places(row[:2], range_size, stride)] = planes.as_floats(row[2:])
+  if result[:, range_size:].any():
+    raise ValueError("a value behind the range must be zero.")
+  return result[:, :range_size].ravel()[:size]

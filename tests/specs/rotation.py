@@ -1,29 +1,19 @@
-"""Rotates tiles, and rotates them back.
-
-:func:`matrix` is the rotation as a matrix, of which the page's stages are a
-factorization.
-"""
-
-import functools
-import itertools
+"""Rotates tiles, and back, in the page's stages: a factorization of :func:`matrix`."""
 
 import numpy as np
+import scipy.linalg
 
 from tests.specs import planes
 
 
 def signs(count):
   """The Rudin-Shapiro sequence: -1 for each pair of neighboring ones in a number."""
-  ones = [bin(number) for number in range(count)]
-  pairs = [sum(a == b == "1" for a, b in itertools.pairwise(x)) for x in ones]
-  return np.array([(-1) ** n for n in pairs])
+  return np.array([(-1) ** (x & x >> 1).bit_count() for x in range(count)])
 
 
 def matrix(group):
   """The Hadamard matrix of a group, float64: Kronecker powers of a 2 by 2 matrix."""
-  return functools.reduce(
-    np.kron, [np.array([[1.0, 1], [1, -1]])] * int(np.log2(group))
-  )
+  return scipy.linalg.hadamard(group, np.float64)
 
 
 def rotate(x, *, bits, bucket_size, group):
@@ -45,9 +35,8 @@ def unrotate(values, *, bits, bucket_size, group):
 def _transformed(tiles, per_word, words, group):
   """The tiles with all groups transformed, float32[tiles, P * B]."""
   quarters = group // 8
-  tile = np.arange(per_word * words).reshape(
-    per_word // 8, 8, quarters, words // quarters
-  )
+  shape = per_word // 8, 8, quarters, words // quarters
+  tile = np.arange(per_word * words).reshape(shape)
   # Of each group the places of its elements in the tile, by their numbers.
   places = tile.transpose(1, 2, 0, 3).reshape(group, -1)
   y = tiles[:, places]

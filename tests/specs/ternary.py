@@ -1,8 +1,4 @@
-"""Ternary, bit by bit but for the limit, c standard deviations.
-
-The limit's last bits depend on the order of additions: it is given. :func:`clip` and
-:func:`ternarize` are equations 9, 1 and 2 of Wen et al. 2017 in float64.
-"""
+"""Ternary; the limit is given, for its last bits depend on the order of additions."""
 
 import numpy as np
 
@@ -40,18 +36,10 @@ def scales_of(
 
 
 def encode(
-  x,
-  *,
-  key=None,
-  packing,
-  bucket_size,
-  scales=None,
-  limit=np.inf,
-  rounding="stochastic",
-  inline=True,
+  x, *, key=None, scales=None, limit=np.inf, rounding="stochastic", inline=True, **rule
 ):
-  """The rows of a leaf, uint32[tiles, B + scales]."""
-  rule = dict(packing=packing, bucket_size=bucket_size)
+  """The rows of a leaf, uint32[tiles, B + scales]; of a packing and a bucket size."""
+  packing, bucket_size = rule["packing"], rule["bucket_size"]
   tiles = _tiles(x, **rule)
   if scales is None:
     scales = scales_of(x, limit=limit, **rule)

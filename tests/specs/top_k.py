@@ -1,8 +1,4 @@
-"""TopK: its selections by sorting, and its rows.
-
-:func:`trimmed` and :func:`threshold_ratio` are algorithms 2 and 3 of Fang et al. 2018,
-on real numbers; :func:`largest` is what both must contain.
-"""
+"""TopK: its selections by sorting and by Fang et al. 2018, and its rows."""
 
 import math
 from typing import NamedTuple
@@ -116,9 +112,7 @@ def encode(
   for part in planes.tiled(planes.as_leaf(x), 1, range_size)[:, 0]:
     place = positions
     if place is None:
-      own = np.arange(range_size)
-      if quantize == "asq":
-        own = np.flatnonzero(part > 0)
+      own = np.flatnonzero(part > 0) if quantize == "asq" else np.arange(range_size)
       place = own[positions_of_largest(part[own], min(slots, own.size))]
     ends = np.searchsorted(place, block * np.arange(1, blocks + 1))
     chosen = part[place]
