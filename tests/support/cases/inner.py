@@ -4,6 +4,8 @@ Each is equal to the same without this library, or is refused by zero in words t
 ``REFUSED`` has a part of.
 """
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from optax import contrib
 
 import gradcomp
 from gradcomp.codecs import Dense
-from tests.support import laws
+from tests.support.cases.zero import tree
 
 N = 2
 STEPS = 3
@@ -22,54 +24,33 @@ SHAPES = {"kernel": (6, 50), "bias": (50,), "one": ()}
 RATE = optax.linear_schedule(0.1, 0.02, 4)
 
 
-def first_params():
-  return jax.tree.map(jnp.asarray, laws.tree(SHAPES))
-
-
-def targets():
-  """Of each worker: the gradient of its loss at p is ``p - target``."""
-  return jax.tree.map(jnp.asarray, laws.tree(SHAPES, N, seed=1))
-
-
-def by_rank(params):
-  return jax.tree.map(lambda x: x.ndim > 1, params)
-
-
-def by_name(params):
-  named = lambda path, _: "slow" if path[-1].key == "bias" else "fast"
-  return jax.tree_util.tree_map_with_path(named, params)
-
-
-def by_size(params):
-  return jax.tree.map(lambda x: x.size > 60, params)
-
-
+first_params = functools.partial(tree, 0, SHAPES)
+# Of each worker: the gradient of its loss at p is ``p - target``.
+targets = functools.partial(tree, 1, SHAPES, N)
+by_rank = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+by_size = lambda params: jax.tree.map(lambda x: x.size > 60, params)
+named = lambda path, _: "slow" if path[-1].key == "bias" else "fast"
+by_name = lambda params: jax.tree_util.tree_map_with_path(named, params)
 GROUPS = {"fast": optax.adam(0.1), "slow": optax.sgd(0.01, 0.9)}
 MASK = {"kernel": True, "bias": False, "one": False}
 DECAYED = dict(weight_decay=0.5, learning_rate=RATE)
+BY_RANK = optax.adamw(mask=by_rank, **DECAYED)
+rated = lambda space, *names: {x: getattr(space, x)(0.1) for x in names}
 
 # Of one kind of leaves.
 PLAIN = {
   "adam": optax.adam(RATE),
   "adam, bfloat16 moments": optax.adam(RATE, mu_dtype=jnp.bfloat16),
   "adamw, injected": optax.inject_hyperparams(optax.adamw)(RATE, weight_decay=0.1),
-  "adagrad": optax.adagrad(0.1),
-  "adadelta": optax.adadelta(0.1),
-  "adamax": optax.adamax(0.1),
-  "adan": optax.adan(0.1),
-  "adabelief": optax.adabelief(0.1),
-  "amsgrad": optax.amsgrad(0.1),
-  "lion": optax.lion(0.1),
-  "nadamw": optax.nadamw(0.1),
-  "radam": optax.radam(0.1),
+  **rated(optax, "adagrad", "adadelta", "adamax", "adan", "adabelief", "amsgrad"),
+  **rated(optax, "lion", "nadamw", "radam"),
   "rmsprop": optax.rmsprop(0.1, centered=True, momentum=0.9),
   "rprop": optax.rprop(0.1),
   "sgd": optax.sgd(RATE, 0.9, nesterov=True),
   "sign": optax.sign_sgd(0.1),
   "yogi": optax.yogi(0.1),
   "optimistic": optax.optimistic_gradient_descent(0.1),
-  "ademamix": contrib.ademamix(0.1),
-  "adopt": contrib.adopt(0.1),
+  **rated(contrib, "ademamix", "adopt"),
   "cocob": contrib.cocob(),
   "clip": optax.chain(optax.clip(0.5), optax.ema(0.9), optax.sgd(0.1)),
   "not negative": optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative()),
@@ -81,7 +62,7 @@ PLAIN = {
 
 # Of several: they look at ranks, sizes, paths or names.
 LOOKING = {
-  "mask by rank": optax.adamw(mask=by_rank, **DECAYED),
+  "mask by rank": BY_RANK,
   "mask by size": optax.adamw(mask=by_size, **DECAYED),
   "mask as a tree": optax.adamw(mask=MASK, **DECAYED),
   "lion, mask by rank": optax.lion(mask=by_rank, **DECAYED),
@@ -95,9 +76,7 @@ LOOKING = {
   "labels as a tree": optax.partition(
     GROUPS, {"kernel": "fast", "bias": "slow", "one": "fast"}
   ),
-  "every second, masked": optax.MultiSteps(
-    optax.adamw(mask=by_rank, **DECAYED), 2
-  ).gradient_transformation(),
+  "every second, masked": optax.MultiSteps(BY_RANK, 2).gradient_transformation(),
   "schedule free, masked": contrib.schedule_free(
     optax.adamw(mask=by_rank, b1=0.0, **DECAYED), 0.1
   ),
@@ -105,18 +84,14 @@ LOOKING = {
 
 WHOLE = {
   "trust ratio": optax.chain(optax.scale_by_trust_ratio(), optax.sgd(0.1)),
-  "lamb": optax.lamb(0.1),
-  "lars": optax.lars(0.1),
-  "fromage": optax.fromage(0.1),
-  "novograd": optax.novograd(0.1),
+  **rated(optax, "lamb", "lars", "fromage", "novograd"),
   "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
   "adafactor, not factored": optax.adafactor(0.1),
   "muon": contrib.muon(0.1),
   "global norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
   "adaptive clipping": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
   "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
-  "prodigy": contrib.prodigy(0.1),
-  "dog": contrib.dog(0.1),
+  **rated(contrib, "prodigy", "dog"),
   "dowg": contrib.dowg(),
   "dadapt": contrib.dadapt_adamw(0.1),
   "mechanize": contrib.mechanize(optax.sgd(0.1)),
@@ -136,49 +111,37 @@ def fast(params):
   return getattr(params, "fast", params)
 
 
+def _trained(tx, gradient, steps, params, *goals, of=lambda function: function):
+  """Parameters behind steps by ``gradient(params, state, *goals)``; ``of`` maps."""
+
+  def step(params, state, *goals):
+    updates, state = tx.update(gradient(params, state, *goals), state, params)
+    return optax.apply_updates(params, updates), state
+
+  step, state = jax.jit(of(step)), jax.jit(of(tx.init))(params)
+  for _ in range(steps):
+    params, state = step(params, state, *goals)
+  return fast(params)
+
+
 def train(tx, steps=STEPS, place=lambda params: params):
   """The parameters of N workers of vmap, each with the gradients of its own loss."""
-
-  def step(params, state, goal):
-    own = gradcomp.local.local_params(fast(params), state)
-    updates, state = tx.update(optax.tree.sub(own, goal), state, params)
-    return optax.apply_updates(params, updates), state
-
-  step = jax.jit(jax.vmap(step, axis_name="data"))
+  own = lambda params, state: gradcomp.local.local_params(fast(params), state)
+  away = lambda params, state, goal: optax.tree.sub(own(params, state), goal)
   params = jax.tree.map(lambda x: np.stack([x] * N), place(first_params()))
-  state = jax.jit(jax.vmap(tx.init, axis_name="data"))(params)
-  for _ in range(steps):
-    params, state = step(params, state, targets())
-  return fast(params)
-
-
-def _alone(tx, gradient, steps, place):
-  """Trains without workers, by ``gradient(params, state)``."""
-
-  @jax.jit
-  def step(params, state):
-    updates, state = tx.update(gradient(params, state), state, params)
-    return optax.apply_updates(params, updates), state
-
-  params = place(first_params())
-  state = jax.jit(tx.init)(params)
-  for _ in range(steps):
-    params, state = step(params, state)
-  return fast(params)
+  of = functools.partial(jax.vmap, axis_name="data")
+  return _trained(tx, away, steps, params, targets(), of=of)
 
 
 def plain(tx, steps=STEPS, place=lambda params: params):
   """The same with the mean of all gradients, by optax alone."""
   goal = jax.tree.map(lambda x: np.mean(x, axis=0), targets())
   away = lambda params, _: optax.tree.sub(fast(params), goal)
-  return _alone(tx, away, steps, place)
+  return _trained(tx, away, steps, place(first_params()))
 
 
 def rounds(inner, outer=None, every=2):
-  """Local steps of N workers as one transformation of optax, without this library.
-
-  It takes the gradients of all workers, ``[N, ...]``.
-  """
+  """Local steps of N workers by optax alone, from all their gradients, ``[N, ...]``."""
   outer = optax.sgd(1.0) if outer is None else outer
   stacked = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * N), tree)
 
@@ -210,7 +173,7 @@ def by_hand(tx, displacement, steps=4, place=lambda params: params):
     own = jax.tree.map(jnp.add, fast(params), displacement(state))
     return optax.tree.sub(own, targets())
 
-  return _alone(tx, away, steps, place)
+  return _trained(tx, away, steps, place(first_params()))
 
 
 def assert_close(got, expected):

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType
 
 import gradcomp
 from gradcomp.codecs import QSGD
@@ -75,8 +74,8 @@ def plain(inner, params, given):
   return train(params, given)
 
 
-def sharded(tx, params, kind=AxisType.Auto):
-  mesh = modes.mesh(N, kind)
+def sharded(tx, params):
+  mesh = modes.mesh(N)
   return *modes.placed(tx, params, mesh), mesh
 
 
