@@ -14,6 +14,7 @@ from gradcomp import codecs
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.exchange import Hierarchical
 from tests.support import laws, modes
+from tests.support.cases.zero import coded
 
 PARAMS = {
   "b": jnp.zeros(7),
@@ -44,26 +45,15 @@ def compressed(name, feedback, **options):
   return laws.compressed(*EXCHANGES[name], feedback, min_leaf_size=0, **options)
 
 
-def zero(**options):
-  return gradcomp.parallel.zero(
-    optax.adam(0.1),
-    grads=FOUR_BITS,
-    params=FOUR_BITS,
-    axis_name="data",
-    feedback="error",
-    **options,
-  )
+zero = functools.partial(coded, optax.adam(0.1), FOUR_BITS, feedback="error")
 
 
 def around():
   """Everything that may stand around an exchange."""
   labels = {"b": "rest", "one": "rest", "v": "coded", "w": "coded"}
-  coded = gradcomp.wrappers.switch(
-    [3], [compressed("two_shot", "error"), compressed("two_shot", "error", key=1)]
-  )
-  parted = optax.partition(
-    {"coded": coded, "rest": compressed("ring", "error")}, labels
-  )
+  two_shot = functools.partial(compressed, "two_shot", "error")
+  parts = {"coded": gradcomp.wrappers.switch([3], [two_shot(), two_shot(key=1)])}
+  parted = optax.partition(parts | {"rest": compressed("ring", "error")}, labels)
   chain = optax.chain(parted, optax.trace(0.9), optax.scale(-0.1))
   guarded = gradcomp.skip_nonfinite(chain, 5, axis_name="data")
   return optax.MultiSteps(guarded, 3).gradient_transformation()
@@ -94,17 +84,16 @@ def shapes(tx, workers, params=PARAMS, **options):
 
 
 def reshard(state, tx, old, new, params=PARAMS, axis_name="data", **options):
-  return gradcomp.reshard_state(
-    tx, params, state, axis_name=axis_name, old_workers=old, workers=new, **options
-  )
+  given = {"axis_name": axis_name, "old_workers": old, "workers": new} | options
+  return gradcomp.reshard_state(tx, params, state, **given)
 
 
-def filled(tx, workers, params=PARAMS, seed=0):
+def filled(tx, workers, params=PARAMS):
   """A state of random numbers; those that only fill up rows are zeros, as in training.
 
   One worker owns all rows, and no others.
   """
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(0)
 
   def draw(x):
     if np.issubdtype(x.dtype, np.floating):
@@ -112,24 +101,19 @@ def filled(tx, workers, params=PARAMS, seed=0):
     return rng.integers(0, 2, x.shape).astype(x.dtype)
 
   one = jax.tree.map(draw, shapes(tx, 1, params))
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: x if is_rows(path) else draw(x),
-    reshard(one, tx, 1, workers, params),
-  )
+  again = lambda path, x: x if is_rows(path) else draw(x)
+  state = reshard(one, tx, 1, workers, params)
+  return jax.tree_util.tree_map_with_path(again, state)
 
 
-def is_rows(path):
-  names = {getattr(key, "name", None) for key in path}
-  return bool(names & {"server_residual", "arrays"})
+def _below(*names):
+  """Whether the path of a leaf goes through a field of one of these names."""
+  return lambda path: any(getattr(key, "name", None) in names for key in path)
 
 
-def is_addends(path):
-  names = {getattr(key, "name", None) for key in path}
-  return bool(names & {"residual", "velocity", "acc_grads"})
-
-
-def is_memory(path):
-  return "memory" in {getattr(key, "name", None) for key in path}
+is_rows = _below("server_residual", "arrays")
+is_addends = _below("residual", "velocity", "acc_grads")
+is_memory = _below("memory")
 
 
 def leaves(tree):
@@ -200,6 +184,4 @@ def step(tx, state, gradients, params=None):
 
 
 def gradients(workers, seed):
-  rng = np.random.default_rng(seed)
-  draw = lambda x: rng.standard_normal((workers, *x.shape)).astype(np.float32)
-  return jax.tree.map(draw, PARAMS)
+  return laws.tree({name: x.shape for name, x in PARAMS.items()}, workers, seed=seed)

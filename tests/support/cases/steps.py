@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp.codecs import QSGD
 from tests.support import laws, modes
+from tests.support.cases.zero import coded
 
 N = 4
 OVER = {"axis_name": "data"}
@@ -132,9 +133,11 @@ qsgd4 = gradcomp.qsgd(bits=4, **OVER)
 kept4 = gradcomp.qsgd(bits=4, feedback="error", **OVER)
 dense = gradcomp.dense(**OVER)
 SGD = optax.sgd(0.5, momentum=0.5)
+KEPT = optax.chain(kept4, SGD)
 FROZEN = {"w": False, "b": True, "v": False}
 LABELS = {name: "frozen" if x else "train" for name, x in FROZEN.items()}
 TRAINED = {name: not x for name, x in FROZEN.items()}
+MASKED = optax.masked(kept4, TRAINED)
 multi_steps = lambda tx: optax.MultiSteps(tx, 2).gradient_transformation()
 _codec = optax.inject_hyperparams(gradcomp.compress)(
   codec=QSGD(bits=4), feedback="error", **OVER
@@ -142,12 +145,10 @@ _codec = optax.inject_hyperparams(gradcomp.compress)(
 
 # In front of an exchange, around it and behind it.
 OPTIMIZERS = {
-  "feedback": optax.chain(kept4, SGD),
+  "feedback": KEPT,
   "terngrad": gradcomp.terngrad(**OVER),
   "redsync": gradcomp.redsync(density=0.01, **OVER),
-  "zero": gradcomp.parallel.zero(
-    SGD, grads=QSGD(bits=4), params=QSGD(bits=8), feedback="error", **OVER
-  ),
+  "zero": coded(SGD, QSGD(bits=4), QSGD(bits=8), feedback="error"),
   "local": gradcomp.local.local_steps(
     SGD,
     optax.sgd(0.5, 0.5, nesterov=True),
@@ -165,16 +166,12 @@ OPTIMIZERS = {
   "injected": optax.inject_hyperparams(lambda r: optax.chain(kept4, optax.sgd(r)))(0.5),
   "injected codec": optax.chain(_codec, SGD),
   "frozen": gradcomp.wrappers.allow_frozen(
-    optax.partition(
-      {"train": optax.chain(kept4, SGD), "frozen": optax.set_to_zero()}, LABELS
-    )
+    optax.partition({"train": KEPT, "frozen": optax.set_to_zero()}, LABELS)
   ),
   "masked": gradcomp.wrappers.allow_frozen(
-    optax.chain(
-      optax.masked(kept4, TRAINED), optax.masked(optax.set_to_zero(), FROZEN), SGD
-    )
+    optax.chain(MASKED, optax.masked(optax.set_to_zero(), FROZEN), SGD)
   ),
-  "masks": optax.chain(optax.masked(kept4, TRAINED), optax.masked(dense, FROZEN), SGD),
+  "masks": optax.chain(MASKED, optax.masked(dense, FROZEN), SGD),
   "partition": optax.chain(
     optax.partition({"train": kept4, "frozen": dense}, LABELS), SGD
   ),
@@ -183,6 +180,6 @@ OPTIMIZERS = {
     qsgd4, optax.clip_by_global_norm(0.1), optax.apply_if_finite(multi_steps(SGD), 2)
   ),
   "scaled": optax.chain(optax.scale(0.5), kept4, SGD),
-  "around": multi_steps(optax.chain(kept4, SGD)),
-  "frozen around": gradcomp.wrappers.allow_frozen(multi_steps(optax.chain(kept4, SGD))),
+  "around": multi_steps(KEPT),
+  "frozen around": gradcomp.wrappers.allow_frozen(multi_steps(KEPT)),
 }

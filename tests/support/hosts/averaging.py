@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense, FloatCast, Sign, Ternary
-from gradcomp.exchange import Hierarchical
 from tests.support import laws, modes
 from tests.support.cases import steps
 from tests.support.hosts.sharded import CUT, gradients, regrouped
@@ -34,23 +33,16 @@ LIMITS = {
   "shutdown_timeout_seconds": 20,
 }
 
-# Options of gradcomp.compress; all cases keep residuals.
+# Codecs by names that end with an exchange; all cases keep residuals.
 QSGD4 = QSGD(bits=4, bucket_size=32)
 CASES = {
-  "qsgd4-all_gather": dict(codec=QSGD4, exchange="all_gather"),
-  "qsgd4-two_shot": dict(codec=QSGD4, exchange="two_shot"),
-  "qsgd4-ring": dict(codec=QSGD4, exchange="ring"),
-  "qsgd4-hierarchical": dict(codec=QSGD4, exchange=Hierarchical(group_size=2)),
-  "qsgd4-shared-psum": dict(
-    codec=QSGD(bits=4, bucket_size=32, share_scale=True), exchange="psum"
-  ),
-  "nonuniform-two_shot": dict(
-    codec=QSGD(bits=3, bucket_size=32, levels="nonuniform"), exchange="two_shot"
-  ),
-  "votes-two_shot": dict(codec=Sign(scale="one", vote="majority"), exchange="two_shot"),
-  "terngrad-psum": dict(codec=Ternary(), exchange="psum"),
-  "aps-ring": dict(codec=FloatCast(accumulate="kahan"), exchange="ring"),
-  "float32-psum": dict(codec=Dense(), exchange="psum"),
+  **{f"qsgd4-{x}": QSGD4 for x in ("all_gather", "two_shot", "ring", "hierarchical")},
+  "qsgd4-shared-psum": QSGD(bits=4, bucket_size=32, share_scale=True),
+  "nonuniform-two_shot": QSGD(bits=3, bucket_size=32, levels="nonuniform"),
+  "votes-two_shot": Sign(scale="one", vote="majority"),
+  "terngrad-psum": Ternary(),
+  "aps-ring": FloatCast(accumulate="kahan"),
+  "float32-psum": Dense(),
 }
 # One of each kind of sum, beside those of the training.
 FEW = ("terngrad-psum", "aps-ring", "float32-psum")
@@ -64,12 +56,9 @@ FAILED = 3  # the exit code after an exception, which is not Python's own 1
 
 
 def exchange(name, hosts, between=lambda state: state):
-  """Two steps of a case: the outputs, and the state with all that workers keep.
-
-  The state passes through ``between`` before the second.
-  """
+  """Outputs and the state of two steps of a case; it passes ``between`` them."""
   mesh = modes.mesh(hosts)
-  transformation = laws.compressed(**CASES[name], feedback="error")
+  transformation = laws.compressed(CASES[name], name.split("-")[-1], "error")
   given = [gradients(hosts, step) for step in range(2)]
   params = jax.tree.map(lambda leaf: leaf[0], given[0])
   state = modes.placed(transformation, params, mesh)[1]

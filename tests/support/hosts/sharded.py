@@ -15,6 +15,7 @@ from gradcomp import parallel
 from gradcomp.codecs import QSGD, EightBit
 from tests.support import flips, laws, modes
 from tests.support.cases import steps
+from tests.support.cases.zero import coded
 
 
 def gradients(hosts, step):
@@ -25,43 +26,28 @@ def gradients(hosts, step):
 def moved(hosts):
   """Returns what functions of gradcomp.parallel return, forward and backward."""
   options = dict(codec=QSGD(bits=4, bucket_size=32), backward=EightBit(bucket_size=32))
+  options |= dict(axis_name="data", axis=1)
   x = np.random.default_rng(5).standard_normal((hosts, 3, 40 * hosts), np.float32)
 
   def local(x):
     x = x[0]
-    gather = lambda x: parallel.all_gather(
-      x, axis_name="data", axis=1, key=jax.random.key(1), **options
-    )
-    scatter = lambda x: parallel.psum_scatter(
-      x, axis_name="data", axis=1, key=jax.random.key(2), **options
-    )
+    gather = lambda x: parallel.all_gather(x, key=jax.random.key(1), **options)
+    scatter = lambda x: parallel.psum_scatter(x, key=jax.random.key(2), **options)
     y, pull_y = jax.vjp(gather, x)
     z, pull_z = jax.vjp(scatter, x)
     own = y, pull_y(jnp.sin(y)), z, pull_z(jnp.sin(z))
     total = parallel.psum(x, axis_name="data", codec=EightBit(dtype="linear"))
     return jax.tree.map(lambda x: x[None], own), total
 
-  specs = P("data"), P()
-  mapped = jax.shard_map(
-    local, mesh=modes.mesh(hosts), in_specs=P("data"), out_specs=specs
-  )
-  return jax.jit(mapped)(x)
+  specs = dict(in_specs=P("data"), out_specs=(P("data"), P()))
+  return jax.jit(jax.shard_map(local, mesh=modes.mesh(hosts), **specs))(x)
 
 
 def optimized(hosts):
   """Parameters and state after three steps of ZeRO, in two messages a direction."""
-  mesh = modes.mesh(hosts)
-  codec = QSGD(bits=4, bucket_size=32)
-  optimizer = modes.training(
-    parallel.zero(
-      optax.adam(1e-2),
-      grads=codec,
-      params=codec,
-      axis_name="data",
-      feedback="error",
-      message_bytes=100,
-    )
-  )
+  mesh, codec = modes.mesh(hosts), QSGD(bits=4, bucket_size=32)
+  tx = coded(optax.adam(1e-2), codec, feedback="error", message_bytes=100)
+  optimizer = modes.training(tx)
   params = jax.tree.map(lambda leaf: leaf[0], gradients(hosts, 99))
   state = modes.placed(optimizer, params, mesh)[1]
   step = modes.on_mesh(optimizer, mesh, state)
@@ -92,8 +78,7 @@ def placed(hosts):
   made = gradcomp.checkpoint.put_on_mesh(jax.tree.map(jnp.asarray, tree), mesh, specs)
   turned = gradcomp.checkpoint.put_on_mesh(made, mesh, P())
   cut_again = gradcomp.checkpoint.put_on_mesh(turned, mesh, specs)
-  words = lambda x: {**x, "key": jax.random.key_data(x["key"])}
-  return [*map(words, (read, made, turned, cut_again))]
+  return jax.tree.map(words, [read, made, turned, cut_again])
 
 
 def gathered(hosts):
@@ -104,9 +89,8 @@ def gathered(hosts):
   with jax.set_mesh(mesh):
     state = tx.init(params)
   rows = np.random.default_rng(13).standard_normal((2 * hosts, 3), np.float32)
-  state = state._replace(
-    residual=gradcomp.checkpoint.put_on_mesh(rows, mesh, P("data"))
-  )
+  residual = gradcomp.checkpoint.put_on_mesh(rows, mesh, P("data"))
+  state = state._replace(residual=residual)
   options = dict(axis_name="data", old_workers=hosts, workers=1)
   alone = gradcomp.reshard_state(tx, params, state, **options)
   return gradcomp.checkpoint.put_on_mesh(alone.residual, mesh, P())
@@ -149,9 +133,8 @@ def regrouped(hosts):
   options = dict(axis_name="data", old_workers=old.size, workers=new.size)
   placed = gradcomp.reshard_state(tx, params, state, mesh=new, **options)
   on_host = jax.tree.map(words, gradcomp.reshard_state(tx, params, state, **options))
-  for x, whole in zip(
-    jax.tree.leaves(jax.tree.map(words, placed)), jax.tree.leaves(on_host), strict=True
-  ):
+  both = jax.tree.map(words, placed), on_host
+  for x, whole in zip(*map(jax.tree.leaves, both), strict=True):
     for part in x.addressable_shards:
       np.testing.assert_array_equal(part.data, np.asarray(whole)[part.index])
   output, state = modes.on_mesh(tx, new, placed)(gradients(new.size, 2), placed)
