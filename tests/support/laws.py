@@ -1,8 +1,4 @@
-"""Holds the cases of `tests/table/settings.py` to the laws of `gradcomp.testing`.
-
-What only a case knows is here: how the page reads a payload, and whose statistics they
-are. And the tests' ways to encode and to decode a leaf.
-"""
+"""Holds cases of `tests/table/settings.py` to laws, and encodes and decodes leaves."""
 
 import dataclasses
 import functools
@@ -127,10 +123,7 @@ def mean_bound(count):
 
 
 def obeys(case, x):
-  """Tries the laws for which one program of a codec and one of batches are enough.
-
-  Others compile more, and are tried on fewer cases.
-  """
+  """Tries the laws that compile no more than one program of a codec, one of batches."""
   codec = here(case.codec)
   laws.is_a_value(case.codec)
   laws.facts_are_plain(case.codec)

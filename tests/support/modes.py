@@ -42,8 +42,7 @@ def run_with_state(mode, transformation, gradients):
 
 def run(mode, transformation, gradients):
   """The outputs, leaves ``[N, ...]``, and the residuals, ``[N, ...]`` or None."""
-  outputs, residual, _ = run_all(mode, transformation, gradients)
-  return outputs, residual
+  return run_all(mode, transformation, gradients)[:2]
 
 
 def run_all(mode, transformation, gradients):

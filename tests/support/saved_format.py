@@ -1,9 +1,4 @@
-"""Keeps a state in a file, and goes on from it.
-
-``saved_states/format-1.npz`` holds the arrays of a state by their paths, its record,
-and the hash of what two more steps give. ``python -m tests.support.saved_format``
-writes it.
-"""
+"""Goes on from a saved state, which ``python -m tests.support.saved_format`` writes."""
 
 import hashlib
 import json

@@ -24,10 +24,7 @@ def moments_of(state):
 
 
 def settled(tx, done=0):
-  """The transformation behind its warm-up, with variances of one.
-
-  Of local steps, ``done`` are behind the last exchange.
-  """
+  """Behind the warm-up, with variances of one, and ``done`` steps since an exchange."""
 
   def init(params):
     state = tx.init(params)

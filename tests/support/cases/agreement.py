@@ -1,9 +1,7 @@
-"""Threads that are the processes of a run, and the steps that they trace.
-
-Steps are traced with shapes alone. A process is told what differs, or nothing.
-"""
+"""Threads that are the processes of a run, and the steps of shapes that they trace."""
 
 import threading
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -55,21 +53,14 @@ def processes(monkeypatch):
 
   def run(*functions):
     monkeypatch.setattr(jax, "process_count", lambda: len(functions))
-    told = [None] * len(functions)
 
     def process(number, function):
       own.number = number
-      try:
-        function()
-      except Exception as error:
-        told[number] = error
+      function()
 
-    threads = [threading.Thread(target=process, args=x) for x in enumerate(functions)]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
-    return told
+    with futures.ThreadPoolExecutor(len(functions)) as pool:
+      started = [pool.submit(process, *x) for x in enumerate(functions)]
+    return [future.exception() for future in started]
 
   return run
 

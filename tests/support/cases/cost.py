@@ -21,10 +21,8 @@ LIKE = {"w": jax.ShapeDtypeStruct((256, 512), jnp.float32)}
 
 @functools.cache
 def explain(workers, exchange="two_shot", feedback=None, axis_name="data", **options):
-  tx = gradcomp.qsgd(
-    bits=4, axis_name=axis_name, exchange=exchange, feedback=feedback, **options
-  )
-  return gradcomp.explain(tx, LIKE, workers=workers)
+  options |= {"axis_name": axis_name, "exchange": exchange, "feedback": feedback}
+  return gradcomp.explain(gradcomp.qsgd(bits=4, **options), LIKE, workers=workers)
 
 
 def seconds(workers, exchange="two_shot", speed=SPEED, link=LINK, add=0.0, **options):
@@ -39,6 +37,5 @@ def codec(breakdown):
 
 
 def message(codec=0.0, wire=0.0):
-  return Breakdown(
-    encode=codec / 2, decode=codec / 2, wire=(("all_reduce", 1.0, wire),)
-  )
+  sent = (("all_reduce", 1.0, wire),)
+  return Breakdown(encode=codec / 2, decode=codec / 2, wire=sent)

@@ -11,14 +11,10 @@ WORKERS = 4
 
 def gradients(seed=0, workers=WORKERS, **shapes):
   """Of each worker its own, with something in common."""
-  rng = np.random.default_rng(seed)
+  normal = np.random.default_rng(seed).standard_normal
+  draw = lambda shape: np.float32(normal(shape) + normal((workers, *shape)))
   shapes = shapes or {"a": (20, 48), "b": (900,)}
-  return {
-    name: (rng.standard_normal(shape) + rng.standard_normal((workers, *shape))).astype(
-      np.float32
-    )
-    for name, shape in shapes.items()
-  }
+  return {name: draw(shape) for name, shape in shapes.items()}
 
 
 def some(cases, rare):
@@ -42,6 +38,5 @@ def one(tree):
 def close(got, expected, rtol=2e-5, atol=1e-6):
   """Measures are sums of some thousand float32, and quotients of them."""
   for name, value in expected.items():
-    np.testing.assert_allclose(
-      getattr(got, name), value, rtol=rtol, atol=atol, err_msg=name
-    )
+    found = getattr(got, name)
+    np.testing.assert_allclose(found, value, rtol=rtol, atol=atol, err_msg=name)

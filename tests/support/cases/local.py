@@ -1,7 +1,4 @@
-"""Oracles of local steps in NumPy, from the papers' formulas, and the cases of tests.
-
-They are in float64, and know one array of parameters a worker: ``[N, n]``.
-"""
+"""Oracles of local steps in float64, from papers, of workers' parameters ``[N, n]``."""
 
 import jax
 import numpy as np

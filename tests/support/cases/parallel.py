@@ -11,9 +11,11 @@ from gradcomp import codecs
 from tests.specs import dithers
 from tests.specs.float_cast import aps_byte
 from tests.support.cases.float import cast_of
+from tests.support.low_rank import gaussian
 from tests.table import cases
 
 KEY = (0, 7)  # of jax.random.key(7, impl="threefry2x32")
+numbers = gaussian
 
 
 def mapped(mode, function, workers):
@@ -43,15 +45,8 @@ def mapped_over(axes, function, *, check_vma=True):
   return jax.jit(jax.shard_map(local, mesh=mesh, **specs))
 
 
-def numbers(*shape, seed=0):
-  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
 def in_order(parts):
-  total = parts[0]
-  for part in parts[1:]:
-    total = total + part
-  return total
+  return sum(parts[1:], parts[0])
 
 
 def assert_rounded(got, expected):

@@ -16,10 +16,7 @@ GIGABIT = Link(latency=50e-6, bytes_per_second=125e6)
 
 
 def plan(params=SMALL, **options):
-  """The plan for four workers with 1 Gbit/s, of one candidate unless told.
-
-  Options are those of ``plan``, and fields of its ``PlanOptions``.
-  """
+  """The plan for four workers with 1 Gbit/s, of one candidate unless told."""
   given = dict(workers=4, link=GIGABIT, candidates=QSGD4) | options
   return gradcomp.cost.plan(params, **with_options(PlanOptions, given))
 
