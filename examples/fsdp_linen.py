@@ -18,7 +18,6 @@ import numpy as np
 import optax
 from flax import linen
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from examples.lib import runs, texts
@@ -32,14 +31,16 @@ GRADS = QSGD(bits=4, bucket_size=128, rounding="nearest")
 make_parser = functools.partial(runs.make_parser, __doc__, workers=4)
 
 
+def gather(w: jax.Array, residual: jax.Array, shape: Any = None) -> jax.Array:
+  """Gathers a parameter, or one of a given shape that is cut into flat parts."""
+  small = len(shape or w.shape) < 2  # such parameters travel in float32
+  codecs = {"params": None if small else WEIGHTS, "grads": None if small else GRADS}
+  given = {"residual": residual, "shape": shape, **codecs}
+  return parallel.gather(w, axis_name="data", **given)
+
+
 def gathered(variables: Any) -> Any:
   """Gathers the parameters of a layer. All are sharded along their first axis."""
-
-  def gather(w: jax.Array, residual: jax.Array) -> jax.Array:
-    small = w.ndim < 2  # such parameters travel in float32
-    codecs = dict(params=None if small else WEIGHTS, grads=None if small else GRADS)
-    return parallel.gather(w, axis_name="data", residual=residual, **codecs)
-
   return {"params": jax.tree.map(gather, variables["params"], variables["residuals"])}
 
 
@@ -65,7 +66,9 @@ def loss_fn(params: Any, residuals: Any, batch: texts.Tokens) -> jax.Array:
   return share_of_loss(model.apply(variables, batch.inputs), batch)
 
 
-def worker(params: Any, residuals: Any, batch: texts.Tokens) -> Any:
+def worker(
+  params: Any, residuals: Any, batch: texts.Tokens, loss_fn: Any = loss_fn
+) -> Any:
   """Returns the mean loss, the worker's part of the gradient, and its residuals."""
   loss, cotangents = jax.value_and_grad(loss_fn, (0, 1))(params, residuals, batch)
   return lax.psum(loss, "data"), *cotangents
@@ -81,14 +84,12 @@ def whole_gradients(params: Any, residuals: Any, batch: texts.Tokens) -> Any:
   return jax.grad(loss_fn)(whole), residuals
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def train(args: Any, params: Any, loss_fn: Any, whole_gradients: Any) -> None:
   """Trains, and prints the loss and the bytes of a step."""
-  args = runs.set_mesh(make_parser(), argv, BATCH, workers="data")
   batches = texts.batches(texts.load().train, BATCH, LENGTH, seed=0)
-  init = lambda key: plain.init(key, np.zeros((1, LENGTH), np.uint8))["params"]
-  params = jax.jit(init, out_shardings=P("data"))(jax.random.key(0))
-  cut = functools.partial(jax.shard_map, in_specs=P("data"))
-  gradients = cut(worker, out_specs=(P(), P("data"), P("data")))
+  cut = functools.partial(jax.shard_map, in_specs=jax.P("data"))
+  worker_of = functools.partial(worker, loss_fn=loss_fn)
+  gradients = cut(worker_of, out_specs=(jax.P(), jax.P("data"), jax.P("data")))
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
 
   @jax.jit
@@ -99,13 +100,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     return optax.apply_updates(params, updates), residuals, state, loss
 
   residual = functools.partial(parallel.gather_residual, axis_name="data")
-  zeros = cut(lambda params: jax.tree.map(residual, params), out_specs=P("data"))
+  zeros = cut(lambda params: jax.tree.map(residual, params), out_specs=jax.P("data"))
   kept = params, jax.jit(zeros)(params), jax.jit(optimizer.init)(params)
-  place = lambda batch: jax.device_put(batch, P("data"))
+  place = lambda batch: jax.device_put(batch, jax.P("data"))
   program = step.lower(*kept, place(next(batches))).compile()
   exchange = runs.exchange_of(GRADS)
   look = lambda *given: runs.inspected(exchange, *whole_gradients(*given))
-  look = jax.jit(cut(look, out_specs=P()))
+  look = jax.jit(cut(look, out_specs=jax.P()))
   whose = {"optimizer": exchange, "params": params, "workers": args.workers}
   with runs.Run(args, "fsdp", **whose) as run:
     kept = run.restore(kept, batches)
@@ -116,6 +117,13 @@ def main(argv: Sequence[str] | None = None) -> None:
       *kept, loss = program(*kept, batch)
       run.save(tuple(kept), loss)
   print(gradcomp.wire_report(program))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  args = runs.set_mesh(make_parser(), argv, BATCH, workers="data")
+  init = lambda key: plain.init(key, np.zeros((1, LENGTH), np.uint8))["params"]
+  params = jax.jit(init, out_shardings=jax.P("data"))(jax.random.key(0))
+  train(args, params, loss_fn, whole_gradients)
 
 
 if __name__ == "__main__":

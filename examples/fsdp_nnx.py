@@ -2,7 +2,7 @@
 
     python -m examples.fsdp_nnx --steps 200
 
-It does what fsdp_linen.py does, with modules that are objects.
+It does what fsdp_linen.py does, by the same loop, with modules that are objects.
 ``nnx.split`` takes their parameters out, and ``nnx.merge`` puts whole ones into a layer
 when it is called. Here each worker has an Nth of a parameter's elements, in any shape.
 """
@@ -13,19 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
-import gradcomp
+from examples import fsdp_linen
 from examples.lib import runs, texts
-from gradcomp import codecs, parallel
 
-BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a sequence
-# Buckets are so small that a worker's part of a matrix fills its rows.
-WEIGHTS = codecs.EightBit(bucket_size=128)
-GRADS = codecs.QSGD(bits=4, bucket_size=128, rounding="nearest")
 make_parser = functools.partial(runs.make_parser, __doc__, workers=4)
 
 
@@ -57,10 +49,7 @@ def layers(width: int, length: int, depth: int, *, rngs: nnx.Rngs) -> list[nnx.M
 
 def gather(like: Any, w: jax.Array, residual: jax.Array) -> jax.Array:
   """Gathers a parameter from flat parts; ``like`` has its shape."""
-  small = len(like.shape) < 2  # such parameters travel in float32
-  sent = {"params": None if small else WEIGHTS, "grads": None if small else GRADS}
-  given = {"residual": residual, "shape": like.shape, **sent}
-  return parallel.gather(w, axis_name="data", **given)
+  return fsdp_linen.gather(w, residual, like.shape)
 
 
 def share_of_loss(call: Callable[..., jax.Array], depth: int, batch: Any) -> jax.Array:
@@ -68,8 +57,7 @@ def share_of_loss(call: Callable[..., jax.Array], depth: int, batch: Any) -> jax
   x = call(0, batch.inputs) + call(1, jnp.arange(batch.inputs.shape[1]))
   for layer in range(2, depth):
     x = call(layer, x)
-  losses = optax.softmax_cross_entropy_with_integer_labels(x, batch.labels)
-  return jnp.mean(losses) / lax.axis_size("data")
+  return fsdp_linen.share_of_loss(x, batch)
 
 
 # ``parts`` has of each layer its definition, and the shapes of its parameters.
@@ -103,47 +91,13 @@ def whole_gradients(parts: Any, params: Any, residuals: Any, batch: Any) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains, and prints the loss and the bytes of a step."""
-  args = runs.set_mesh(make_parser(), argv, BATCH, workers="data")
-  batches = texts.batches(texts.load().train, BATCH, LENGTH, seed=0)
-  whole = [nnx.split(x) for x in layers(128, LENGTH, 2, rngs=nnx.Rngs(0))]
+  args = runs.set_mesh(make_parser(), argv, fsdp_linen.BATCH, workers="data")
+  whole = [nnx.split(x) for x in layers(128, fsdp_linen.LENGTH, 2, rngs=nnx.Rngs(0))]
   parts = [(graph, jax.tree.map(jax.typeof, params)) for graph, params in whole]
   pad = lambda w: jnp.pad(w.reshape(-1), (0, -w.size % args.workers))
-  params = jax.device_put(jax.tree.map(pad, [w for _, w in whole]), P("data"))
-
-  def worker(params: Any, residuals: Any, batch: texts.Tokens) -> Any:
-    grad = jax.value_and_grad(loss_fn, (1, 2))
-    loss, cotangents = grad(parts, params, residuals, batch)
-    return lax.psum(loss, "data"), *cotangents
-
-  cut = functools.partial(jax.shard_map, in_specs=P("data"))
-  gradients = cut(worker, out_specs=(P(), P("data"), P("data")))
-  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
-
-  @jax.jit
-  def step(params: Any, residuals: Any, state: Any, batch: texts.Tokens) -> Any:
-    loss, grads, residuals = gradients(params, residuals, batch)
-    # Here parameters are global arrays, and norms are those of whole ones.
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), residuals, state, loss
-
-  residual = functools.partial(parallel.gather_residual, axis_name="data")
-  zeros = cut(lambda params: jax.tree.map(residual, params), out_specs=P("data"))
-  kept = params, jax.jit(zeros)(params), jax.jit(optimizer.init)(params)
-  place = lambda batch: jax.device_put(batch, P("data"))
-  program = step.lower(*kept, place(next(batches))).compile()
-  exchange = runs.exchange_of(GRADS)
-  look = lambda *given: runs.inspected(exchange, *whole_gradients(parts, *given))
-  look = jax.jit(cut(look, out_specs=P()))
-  whose = {"optimizer": exchange, "params": params, "workers": args.workers}
-  with runs.Run(args, "fsdp", **whose) as run:
-    kept = run.restore(kept, batches)
-    for number in run.steps():
-      batch = place(next(batches))
-      if run.log.takes(number):
-        run.log.keep(number, look(*kept[:2], batch))
-      *kept, loss = program(*kept, batch)
-      run.save(tuple(kept), loss)
-  print(gradcomp.wire_report(program))
+  params = jax.device_put(jax.tree.map(pad, [w for _, w in whole]), jax.P("data"))
+  of_parts = (functools.partial(fn, parts) for fn in (loss_fn, whole_gradients))
+  fsdp_linen.train(args, params, *of_parts)
 
 
 if __name__ == "__main__":
