@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen
-from jax import lax
+from jax import P, lax
 
 import gradcomp
 from examples.lib import runs, texts
@@ -87,9 +87,9 @@ def whole_gradients(params: Any, residuals: Any, batch: texts.Tokens) -> Any:
 def train(args: Any, params: Any, loss_fn: Any, whole_gradients: Any) -> None:
   """Trains, and prints the loss and the bytes of a step."""
   batches = texts.batches(texts.load().train, BATCH, LENGTH, seed=0)
-  cut = functools.partial(jax.shard_map, in_specs=jax.P("data"))
+  cut = functools.partial(jax.shard_map, in_specs=P("data"))
   worker_of = functools.partial(worker, loss_fn=loss_fn)
-  gradients = cut(worker_of, out_specs=(jax.P(), jax.P("data"), jax.P("data")))
+  gradients = cut(worker_of, out_specs=(P(), P("data"), P("data")))
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
 
   @jax.jit
@@ -100,13 +100,13 @@ def train(args: Any, params: Any, loss_fn: Any, whole_gradients: Any) -> None:
     return optax.apply_updates(params, updates), residuals, state, loss
 
   residual = functools.partial(parallel.gather_residual, axis_name="data")
-  zeros = cut(lambda params: jax.tree.map(residual, params), out_specs=jax.P("data"))
+  zeros = cut(lambda params: jax.tree.map(residual, params), out_specs=P("data"))
   kept = params, jax.jit(zeros)(params), jax.jit(optimizer.init)(params)
-  place = lambda batch: jax.device_put(batch, jax.P("data"))
+  place = lambda batch: jax.device_put(batch, P("data"))
   program = step.lower(*kept, place(next(batches))).compile()
   exchange = runs.exchange_of(GRADS)
   look = lambda *given: runs.inspected(exchange, *whole_gradients(*given))
-  look = jax.jit(cut(look, out_specs=jax.P()))
+  look = jax.jit(cut(look, out_specs=P()))
   whose = {"optimizer": exchange, "params": params, "workers": args.workers}
   with runs.Run(args, "fsdp", **whose) as run:
     kept = run.restore(kept, batches)
@@ -122,7 +122,7 @@ def train(args: Any, params: Any, loss_fn: Any, whole_gradients: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
   args = runs.set_mesh(make_parser(), argv, BATCH, workers="data")
   init = lambda key: plain.init(key, np.zeros((1, LENGTH), np.uint8))["params"]
-  params = jax.jit(init, out_shardings=jax.P("data"))(jax.random.key(0))
+  params = jax.jit(init, out_shardings=P("data"))(jax.random.key(0))
   train(args, params, loss_fn, whole_gradients)
 
 

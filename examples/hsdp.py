@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax import P, lax
 
 import gradcomp
 from examples.lib import runs, texts
@@ -78,8 +77,7 @@ def make_step(
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains, and prints the loss and the bytes between hosts."""
-  axes = {"hosts": "host", "chips": "chip"}
-  args = runs.set_mesh(make_parser(), argv, BATCH, **axes)
+  args = runs.set_mesh(make_parser(), argv, BATCH, hosts="host", chips="chip")
   batches = texts.batches(texts.load().train, BATCH, LENGTH, seed=0)
   exchange = gradcomp.qsgd(bits=4, bucket_size=128, axis_name="host")
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
@@ -105,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       params, states, loss, found = take(params, states, batch)
       run.log.keep(number, found)
       run.save((params, states), loss)
-  report = gradcomp.wire_report(program, mesh=jax.sharding.get_mesh())
-  print(report.by_axis["host"])
+  print(gradcomp.wire_report(program, mesh=jax.sharding.get_mesh()).by_axis["host"])
 
 
 if __name__ == "__main__":

@@ -247,8 +247,7 @@ class Comparison:
 
   def show(self, title: str, *, perplexity: bool = False) -> None:
     """Prints the table and writes the files."""
-    shown = {"title": title, "workers": self.mesh.size, "perplexity": perplexity}
-    tables.show(self._done, self.args, **shown)
+    tables.show(self._done, self.args, title, self.mesh.size, perplexity)
 
 
 def begin(parser: ArgumentParser, argv: Sequence[str] | None) -> Comparison:

@@ -1,6 +1,5 @@
 """Follows the runs of a comparison, and reports them: a table, CSV files and curves."""
 
-import contextlib
 import statistics
 import sys
 import time
@@ -23,37 +22,6 @@ CPU = """The workers share this machine's cores, and no bytes cross a link: the 
 say nothing about one."""
 
 
-class Progress(contextlib.AbstractContextManager["Progress"]):
-  """Counts steps on the standard error: a bar on a terminal, else at most ten lines."""
-
-  def __init__(self, title: str, steps: int, *, shown: bool = True):
-    terminal = sys.stderr.isatty()
-    self._title, self._steps, self._done = title, steps, 0
-    self._facts: dict[str, str] = {}
-    self._lines = shown and not terminal
-    self._bar = tqdm(total=steps, desc=title, disable=not (shown and terminal))
-
-  def __exit__(self, *_: Any) -> None:
-    self._bar.close()
-
-  def skip(self, steps: int) -> None:
-    """Counts steps that an earlier run did."""
-    self._done += steps
-    self._bar.update(steps)
-
-  def step(self, **facts: str) -> None:
-    """Counts one more step, and shows ``facts`` behind the count from now on."""
-    self._facts |= facts
-    if facts:
-      self._bar.set_postfix(facts, refresh=False)
-    self._bar.update()
-    tenths = 10 * self._done // self._steps
-    self._done += 1
-    if self._lines and 10 * self._done // self._steps > tenths:
-      known = "".join(f", {name} {value}" for name, value in self._facts.items())
-      print(f"{self._title}: {self._done} of {self._steps}{known}", file=sys.stderr)
-
-
 class Point(NamedTuple):
   """A point of a curve."""
 
@@ -65,7 +33,10 @@ class Point(NamedTuple):
 
 
 class Run(runs.Run):
-  """Follows a method from one seed: its curve, its times and its checkpoints."""
+  """Follows a method from one seed: its curve, its times and its checkpoints.
+
+  It counts steps on the standard error: a bar on a terminal, else at most ten lines.
+  """
 
   def __init__(
     self, args: Namespace, codec: str, seed: int, sent: Any, log: Log, **own: Any
@@ -77,12 +48,14 @@ class Run(runs.Run):
     self._curve: Any = {"points": [], "losses": []}
     self._facts: dict[str, str] = {}
     self._seconds: list[float] = []
-    shown = jax.process_index() == 0
-    self._progress = Progress(f"{codec} seed {seed}", args.steps, shown=shown)
+    shown, self._title = jax.process_index() == 0, f"{codec} seed {seed}"
+    off = None if shown else True  # None is off where there is no terminal
+    self._bar = tqdm(total=args.steps, desc=self._title, disable=off)
+    self._lines = shown and self._bar.disable
 
   def __exit__(self, *_: Any) -> None:
     super().__exit__()
-    self._progress.__exit__()
+    self._bar.close()
 
   @property
   def points(self) -> list[Point]:
@@ -97,7 +70,7 @@ class Run(runs.Run):
   def restore(self, state: Any, batches: Iterator[Any]) -> Any:
     """Returns the last state that was saved, or the one given."""
     state = super().restore(state, batches)
-    self._progress.skip(self._step)
+    self._bar.update(self._step)  # of an earlier run
     return state
 
   def take(self, step: Callable[..., Any], *given: Any, **options: Any) -> Any:
@@ -135,16 +108,16 @@ class Run(runs.Run):
   def save(self, state: Any, loss: Any = None) -> None:
     """Ends a step, whose state is saved if it is time to."""
     super().save(state, loss)
-    self._progress.step(**self._facts)
+    self._bar.set_postfix(self._facts, refresh=False)
+    self._bar.update()
+    steps = self._args.steps
+    if self._lines and 10 * self._step // steps > 10 * (self._step - 1) // steps:
+      known = "".join(f", {name} {value}" for name, value in self._facts.items())
+      print(f"{self._title}: {self._step} of {steps}{known}", file=sys.stderr)
 
 
 def show(
-  found: list[Run],
-  args: Namespace,
-  *,
-  title: str,
-  workers: int,
-  perplexity: bool = False,
+  found: list[Run], args: Namespace, title: str, workers: int, perplexity: bool
 ) -> None:
   """Prints the table and writes the files, in the first process."""
   if jax.process_index():
