@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ from examples.lib import texts
 from examples.lib.parsing import positive
 
 WIDTH, CLASSES, BATCH = 64, 4, 64  # inputs, outputs, examples of a step
+AXES = MappingProxyType({"data": 8})
 
 
 def batches(steps: int) -> Iterator[dict[str, np.ndarray]]:
@@ -66,11 +67,7 @@ def sent(program: Any, mesh: jax.sharding.Mesh, axis: str) -> float:
 
 
 def main(
-  title: str,
-  train: Callable[[int, bool], tuple[float, Any]],
-  argv: Sequence[str] | None = None,
-  axes: Mapping[str, int] = MappingProxyType({"data": 8}),
-  over: str | None = None,
+  title: str, train: Callable[..., Any], axes: Any = AXES, over: str | None = None
 ) -> None:
   """Prints losses, and bytes over the first axis, of plain and compressed training.
 
@@ -79,10 +76,9 @@ def main(
   """
   parser = argparse.ArgumentParser(description=title.splitlines()[0])
   parser.add_argument("--steps", type=positive, default=40, help="default: 40")
-  steps = parser.parse_args(argv).steps
+  steps = parser.parse_args().steps
   jax.config.update("jax_num_cpu_devices", math.prod(axes.values()))
-  kinds = (AxisType.Auto,) * len(axes)
-  mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), kinds)
+  mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
   for name, compressed in (("plain", False), ("compressed", True)):
     with contextlib.nullcontext() if over else jax.set_mesh(mesh):
       loss, program = train(steps, compressed)

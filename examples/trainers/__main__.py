@@ -10,15 +10,13 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from examples.lib.parsing import positive
 
 # The package of each, by the name of its file.
-PACKAGES = {"linen": "flax", "nnx": "flax", "equinox": "equinox"}
-PACKAGES |= {"tunix": "google-tunix", "kauldron": "kauldron", "scanned": "jax"}
-PACKAGES |= {"keras": "keras"}
+PACKAGES = dict(linen="flax", nnx="flax", equinox="equinox", tunix="google-tunix")
+PACKAGES |= dict(kauldron="kauldron", scanned="jax", keras="keras")
 NEWEST = {"maxtext": "maxtext", "levanter": "marin-levanter"}  # need Python 3.12
 COLUMNS = ("trainer", "version", "what changes", "lines changed", "bytes a step")
 COLUMNS += ("plain", "loss", "plain loss")
@@ -32,25 +30,21 @@ def changed_lines(source: str) -> int:
       return [node]
     return node.body if isinstance(node, ast.If) else []
 
-  lines = source.splitlines()
-  spans = [
-    lines[statement.lineno - 1 : statement.end_lineno]
+  parts = [
+    ast.get_source_segment(source, statement)
     for node in ast.walk(ast.parse(source))
     for statement in body(node)
     if not ast.unparse(statement).startswith("trainers.main")
   ]
-  return sum(bool(line.strip()) for span in spans for line in span)
-
-
-def tidy(paragraph: str) -> str:
-  return " ".join(paragraph.split()).removesuffix(".").replace("``", "`")
+  return sum(bool(line.strip()) for part in parts for line in part.splitlines())
 
 
 def about(name: str) -> tuple[str, str, str]:
   """Returns a trainer's title, what changes, and in how many lines."""
   source = Path(__file__).with_name(f"{name}.py").read_text()
-  title, _, what = ast.get_docstring(ast.parse(source)).split("\n\n")
-  return tidy(title), tidy(what), str(changed_lines(source))
+  tidy = lambda x: " ".join(x.split()).removesuffix(".").replace("``", "`")
+  title, what = map(tidy, ast.get_docstring(ast.parse(source)).split("\n\n"))
+  return title, what, str(changed_lines(source))
 
 
 def row(name: str, steps: int) -> list[str]:
@@ -65,13 +59,13 @@ def row(name: str, steps: int) -> list[str]:
   return [title, version, what, changed, sent, plain, loss, plain_loss]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
   """Prints the table, and the names of those that are not installed."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--steps", type=positive, default=40, help="default: 40")
   parser.add_argument("--newest", action="store_true", help="those of Python 3.12")
   parser.add_argument("--output", type=Path, help="a Markdown file for the table")
-  args = parser.parse_args(argv)
+  args = parser.parse_args()
   rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
   for name in NEWEST if args.newest else PACKAGES:
     # The package's name in Python is the file's, but for those of flax and of JAX.

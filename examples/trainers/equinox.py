@@ -1,7 +1,5 @@
 """Equinox, ``eqx.filter_jit``.
 
-    python -m examples.trainers.equinox --steps 40
-
 One line puts 4 bits in front of the optimizer, and one takes each worker's gradient.
 """
 

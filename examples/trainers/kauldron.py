@@ -1,7 +1,5 @@
 """Kauldron, ``TrainStep``.
 
-    python -m examples.trainers.kauldron --steps 40
-
 One line puts 4 bits in front of the optimizer, a method takes each worker's gradient.
 """
 

@@ -1,7 +1,5 @@
 """Keras 3, ``fit()``.
 
-    python -m examples.trainers.keras --steps 40
-
 One line puts 4 bits between the gradients and the optimizer.
 """
 
@@ -20,8 +18,7 @@ def train(steps: int, compressed: bool) -> tuple[float, Any]:
   import keras  # behind the choice of its back end
 
   keras.utils.set_random_seed(0)
-  parallel = keras.distribution.DataParallel()
-  keras.distribution.set_distribution(parallel)
+  keras.distribution.set_distribution(keras.distribution.DataParallel())
   model = keras.Sequential([keras.Input((trainers.WIDTH,))])
   for width in (256, 256):
     model.add(keras.layers.Dense(width, "tanh"))

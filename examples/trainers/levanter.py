@@ -1,7 +1,5 @@
 """Levanter, ``Trainer``.
 
-    python -m examples.trainers.levanter --steps 100
-
 A method returns the mean of the replicas that 4 bits sent.
 """
 

@@ -1,7 +1,5 @@
 """Flax linen, ``TrainState``.
 
-    python -m examples.trainers.linen --steps 40
-
 One line puts 4 bits in front of the optimizer, and one takes each worker's gradient.
 """
 

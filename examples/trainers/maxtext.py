@@ -1,7 +1,5 @@
 """MaxText, its own train loop and decoder.
 
-    python -m examples.trainers.maxtext --steps 100
-
 A function in the place of ``jax.value_and_grad`` returns the mean that 4 bits sent.
 """
 
@@ -52,8 +50,7 @@ def train(steps: int, compressed: bool) -> tuple[float, Any]:
     argv = ["train", f"{MAXTEXT_CONFIGS_DIR}/base.yml", *told.split()]
     with mock.patch.object(own, "jax", seen), trainers.compiled() as programs:
       own.main(argv)
-    last = json.loads(file.read_text().splitlines()[-1])
-  return last["learning/loss"], programs[0]
+    return json.loads(file.read_text().splitlines()[-1])["learning/loss"], programs[0]
 
 
 if __name__ == "__main__":

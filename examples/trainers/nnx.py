@@ -1,7 +1,5 @@
 """Flax nnx, ``nnx.Optimizer``.
 
-    python -m examples.trainers.nnx --steps 40
-
 One line puts 4 bits in front of the optimizer, and one takes each worker's gradient.
 """
 

@@ -1,7 +1,5 @@
 """The pattern of MaxText: a scanned decoder, one jitted step, and a tensor axis.
 
-    python -m examples.trainers.scanned --steps 40
-
 One line puts 4 bits in front of the optimizer, one takes each worker's gradient, one
 makes the state of each shard, and one says which axes shard the parameters.
 """
@@ -52,8 +50,7 @@ def train(steps: int, compressed: bool) -> tuple[float, Any]:
     updates, opt_state = tx.update(grads, state[1], state[0])
     return (optax.apply_updates(state[0], updates), opt_state), loss
 
-  step = jax.jit(step, donate_argnums=0)
-  return trainers.run(step, state, trainers.sequences(steps))
+  return trainers.run(jax.jit(step, donate_argnums=0), state, trainers.sequences(steps))
 
 
 if __name__ == "__main__":

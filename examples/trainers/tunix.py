@@ -1,7 +1,5 @@
 """Tunix, ``PeftTrainer``.
 
-    python -m examples.trainers.tunix --steps 40
-
 One line puts 4 bits in front of the optimizer, a method takes each worker's gradient.
 """
 
