@@ -13,7 +13,6 @@ goes on where the last one was stopped, and ends with the same numbers.
 """
 
 import functools
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,22 +24,19 @@ import gradcomp
 from examples.lib import comparisons, images
 from gradcomp import codecs
 
-COMPARED = ("f32", "qsgd-8", "qsgd-4", "qsgd-2")  # --compare without names
-RATES = {"sgd": 0.05, "adam": 1e-3}
 DEFAULTS = {"codec": "qsgd", "nesterov": False, "batch_size": 64, "steps": 200}
+DEFAULTS |= {"rates": {"sgd": 0.05, "adam": 1e-3}}
+DEFAULTS |= {"compared": ("f32", "qsgd-8", "qsgd-4", "qsgd-2")}  # without names
 
 
 class LeNet(nnx.Module):
   """That of Wen et al., 2017, with 0.85 million parameters on digits."""
 
-  def __init__(
-    self, shape: Sequence[int], classes: int, *, width: int = 1024, rngs: nnx.Rngs
-  ):
+  def __init__(self, shape: Sequence[int], classes: int, *, width=1024, rngs: nnx.Rngs):
     rows, columns, inputs = shape
     self.conv1 = nnx.Conv(inputs, 32, (5, 5), rngs=rngs)
     self.conv2 = nnx.Conv(32, 64, (5, 5), rngs=rngs)
-    pixels = (rows // 4) * (columns // 4)
-    self.dense1 = nnx.Linear(pixels * 64, width, rngs=rngs)
+    self.dense1 = nnx.Linear((rows // 4) * (columns // 4) * 64, width, rngs=rngs)
     self.dense2 = nnx.Linear(width, width // 2, rngs=rngs)
     self.head = nnx.Linear(width // 2, classes, rngs=rngs)
 
@@ -53,6 +49,9 @@ class LeNet(nnx.Module):
 
 
 MODELS = {"lenet": LeNet, **images.NETWORKS}
+make_parser = functools.partial(
+  comparisons.make_parser, __doc__, MODELS, DEFAULTS, images.add_arguments
+)
 
 
 def compressed(codec: codecs.Codec, **options: Any) -> Any:
@@ -88,14 +87,6 @@ def main(argv: Sequence[str] | None = None) -> None:
           state = run.test(task, params, state)
         run.save((params, state))
   comparison.show(f"{args.model} on {args.dataset}")
-
-
-def make_parser() -> ArgumentParser:
-  """Makes the parser of the command line."""
-  parser = comparisons.make_parser(__doc__, MODELS, COMPARED, RATES)
-  images.add_arguments(parser)
-  parser.set_defaults(**DEFAULTS)
-  return parser
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ image_classification.py, and so are devices, processes and checkpoints.
 """
 
 import functools
-from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,13 @@ import optax
 from flax import nnx
 
 import gradcomp
-from examples.lib import comparisons, texts
+from examples.lib import comparisons, fsdp, texts
 from gradcomp import codecs, parallel
 
-COMPARED = ("f32", "qsgd-4", "qsgd-2", "redsync")  # --compare without names
-RATES = {"sgd": 2.0, "adam": 2e-3}
 DEFAULTS = {"codec": "redsync", "nesterov": True, "clip": 1.0, "batch_size": 16}
 DEFAULTS |= {"steps": 600, "evaluate_every": 60, "devices": 4}
-DEFAULTS |= {"output": Path("results/text")}
+DEFAULTS |= {"output": Path("results/text"), "rates": {"sgd": 2.0, "adam": 2e-3}}
+DEFAULTS |= {"compared": ("f32", "qsgd-4", "qsgd-2", "redsync")}  # without names
 TESTED = 8192  # sequences at most
 
 
@@ -68,6 +66,10 @@ class GRU(nnx.Module):
 
 
 MODELS = {"gru": GRU, **texts.NETWORKS}
+OWN = texts.add_arguments, comparisons.add_parallel
+make_parser = functools.partial(
+  comparisons.make_parser, __doc__, MODELS, DEFAULTS, *OWN
+)
 
 
 def compressed(codec: codecs.Codec, **options: Any) -> Any:
@@ -89,22 +91,19 @@ def main(argv: Sequence[str] | None = None) -> None:
   args = comparison.args
   text = texts.load(args.text)
   texts.fits(parser, args, text)
-  test = texts.in_order(text.test, args.length, most=TESTED)
   model = texts.network(MODELS[args.model], text.symbols, args.dropout, args.scan)
+  test = texts.in_order(text.test, args.length, most=TESTED)
   task = comparison.make_task(model, test)
+  over = {"axis_name": "data", "mesh": comparison.mesh}
+  make_step = functools.partial(gradcomp.make_train_step, task.loss_fn, **over)
   sizes = (args.batch_size, args.length)
   draw = functools.partial(texts.batches, text.train, *sizes, **comparison.part)
   for name in comparison.methods:
-    if args.parallel == "fsdp":
-      make = make_fsdp(comparison)
-      step = make(0).step
+    if args.parallel == "data":
+      make = comparison.optimizer(name, scanned if args.scan else compressed)
     else:
-      if args.parallel == "zero":
-        make = make_zero(comparison)
-      else:
-        make = comparison.optimizer(name, scanned if args.scan else compressed)
-      over = {"axis_name": "data", "mesh": comparison.mesh}
-      step = gradcomp.make_train_step(task.loss_fn, make(0), **over)
+      make = make_zero(comparison) if args.parallel == "zero" else make_fsdp(comparison)
+    step = make(0).step if args.parallel == "fsdp" else make_step(make(0))
     step, *more = comparison.prepare(name, step, make, next(draw(seed=0)))
     for run, first in comparison.runs(name, step, *more):  # from each seed
       batches = draw(seed=run.seed)
@@ -123,8 +122,7 @@ def make_zero(comparison: comparisons.Comparison) -> Callable[[int], Any]:
   args, few = comparison.args, lambda bits: codecs.QSGD(bits=bits)
   sent = {"grads": few(args.grads), "params": few(args.weights or 4)}
   sent["feedback"] = None if args.feedback == "none" else "error"
-  zero = parallel.zero(comparison.adam(), **sent, axis_name="data")
-  return lambda seed: zero
+  return lambda seed: parallel.zero(comparison.adam(), **sent, axis_name="data")
 
 
 def make_fsdp(comparison: comparisons.Comparison) -> Callable[[int], Any]:
@@ -132,17 +130,9 @@ def make_fsdp(comparison: comparisons.Comparison) -> Callable[[int], Any]:
   # Buckets are so small that a worker's part of a matrix fills its rows.
   args, few = comparison.args, lambda bits: codecs.QSGD(bits=bits, bucket_size=128)
   sent = {"weights": few(args.weights or 8), "grads": few(args.grads)}
-  fsdp = comparison.shard(optimizer=comparison.adam(), **sent)
-  return lambda seed: fsdp
-
-
-def make_parser() -> ArgumentParser:
-  """Makes the parser of the command line."""
-  parser = comparisons.make_parser(__doc__, MODELS, COMPARED, RATES)
-  texts.add_arguments(parser)
-  comparisons.add_parallel(parser)
-  parser.set_defaults(**DEFAULTS)
-  return parser
+  sent |= {"feedback": args.feedback != "none", "optimizer": comparison.adam()}
+  made = fsdp.on_mesh(comparison.task, **sent)
+  return lambda seed: made
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ front: each worker has all of it, and its gradients are averaged in float32. Wit
 accelerators it emulates eight devices on the CPU.
 """
 
-import argparse
 import functools
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,12 +27,15 @@ from gradcomp import parallel
 
 AXIS = "model"
 COMPARED = ("f32", "dynamic-tree", "static-tree", "linear", "mantissa")
+make_parser = functools.partial(
+  comparisons.make_layers_parser, __doc__, COMPARED, images.add_arguments
+)
 
 
 class Net:
   """A net on a mesh, with parameters ``{"front": ..., "dense": [{"w", "b"}, ...]}``."""
 
-  def __init__(self, args: argparse.Namespace, codec: Any, data: images.ImageSet):
+  def __init__(self, args: Namespace, codec: Any, data: images.ImageSet):
     self.args, self.codec, self.data = args, codec, data
     rate = optax.cosine_decay_schedule(args.learning_rate, args.steps)
     self.front = optax.chain(gradcomp.dense(axis_name=AXIS), optax.rmsprop(rate))
@@ -137,13 +140,6 @@ def main(argv: Sequence[str] | None = None) -> None:
           run.add_point(*(totals / len(data.test.labels)).tolist())
         run.save((params, state))
   comparison.show(f"dense layers sharded over {mesh.size} workers, {args.dataset}")
-
-
-def make_parser() -> argparse.ArgumentParser:
-  """Makes the parser of the command line."""
-  parser = comparisons.make_layers_parser(__doc__, COMPARED, cut_layers.UNITS)
-  images.add_arguments(parser)
-  return parser
 
 
 if __name__ == "__main__":

@@ -1,38 +1,38 @@
 """Comparisons of methods: their command line, their compiled steps, and their runs."""
 
-import argparse
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Collection, Iterator, Sequence
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from examples.lib import checkpoints, fsdp, methods, parsing, tables, training
+from examples.lib import checkpoints, cut_layers, methods, parsing, tables, training
 from examples.lib.methods import EXCHANGES, METHODS, SCHEDULES, WIDTHS
 from examples.lib.telemetry import Log
-from examples.lib.training import AXIS
 
 Names = Sequence[str]
 
 
 def make_parser(
-  doc: str | None, models: dict[str, Any], compared: Names, rates: dict[str, float]
+  doc: str | None, models: dict[str, Any], defaults: dict[str, Any], *own: Any
 ) -> ArgumentParser:
-  """Makes the parser of a trainer of images or of text, whose data is its own."""
+  """Makes the parser of a trainer of images or of text; ``own`` add its own options."""
   parser = ArgumentParser(description=doc, formatter_class=parsing.Help)
-  parser.set_defaults(scan=False, parallel="data", models=models, rates=rates)
+  parser.set_defaults(scan=False, parallel="data", models=models)
   add_training(parser, models)
   add_exchange(parser)
-  add_comparison(parser, (*METHODS,), compared)
+  add_comparison(parser, (*METHODS,), defaults["compared"])
   add = add_devices(parser)
   add("--coordinator", metavar="HOST:PORT", help="address of process 0")
   add("--num-processes", type=parsing.positive)
   add("--process-id", type=parsing.natural)
+  for add_own in own:
+    add_own(parser)
+  parser.set_defaults(**defaults)
   return parser
 
 
@@ -46,7 +46,7 @@ def add_training(parser: ArgumentParser, models: dict[str, Any]) -> None:
   add("--optimizer", choices=("sgd", "adam"), default="sgd", help="after the exchange")
   add("--momentum", type=parsing.share, default=0.9, help="of sgd")
   said = "whether momentum of sgd is Nesterov's"
-  add("--nesterov", action=argparse.BooleanOptionalAction, help=said)
+  add("--nesterov", action=BooleanOptionalAction, help=said)
   said = "at first; default: each optimizer's own"
   add("--learning-rate", type=parsing.positive_float, help=said)
   said = (
@@ -103,9 +103,7 @@ def add_parallel(parser: ArgumentParser) -> None:
   add("--weights", type=int, choices=bits, help=said)
 
 
-def add_comparison(
-  parser: ArgumentParser, names: Sequence[str], compared: Names
-) -> None:
+def add_comparison(parser: ArgumentParser, names: Names, compared: Names) -> None:
   """Adds the options of a comparison and of its output."""
   add = parser.add_argument_group("comparison").add_argument
   parser.set_defaults(compared=compared)
@@ -183,9 +181,9 @@ class Comparison:
 
   def make_task(self, model: Any, test: Any, known: Any = None) -> training.Task:
     """Makes the task of a model, whose parameters are sharded by FSDP alone."""
-    spec = P(AXIS) if self.args.parallel == "fsdp" else P()
-    self._task = training.Task(model, test, self.mesh, spec, known)
-    return self._task
+    spec = jax.P(training.AXIS) if self.args.parallel == "fsdp" else jax.P()
+    self.task = training.Task(model, test, self.mesh, spec, known)
+    return self.task
 
   def optimizer(self, name: str, compress: Callable[..., Any]) -> Callable[[int], Any]:
     """Returns what makes a method's optimizer of a seed, a codec's by ``compress``."""
@@ -196,15 +194,9 @@ class Comparison:
     """Makes Adam with the schedule of the options."""
     return optax.adam(methods.make_schedule(self.args))
 
-  def shard(self, **options: Any) -> Any:
-    """Makes a step in which each worker keeps a shard of the parameters."""
-    return fsdp.on_mesh(self._task, feedback=self.args.feedback != "none", **options)
-
-  def prepare(
-    self, name: str, step: Any, make: Callable[[int], Any], batch: Any
-  ) -> Any:
+  def prepare(self, name: str, step: Any, make: Callable[..., Any], batch: Any) -> Any:
     """Compiles a step, whose optimizers ``make`` makes from seeds; see ``runs``."""
-    args, task, method, log = self.args, self._task, self.methods[name], Log()
+    args, task, method, log = self.args, self.task, self.methods[name], Log()
     compiled, wire = training.compile_step(task, make(0), batch, step)
     if args.inspect:
       look, _ = training.compile_step(task, make(0), batch, step, inspect=True)
@@ -255,7 +247,7 @@ def begin(parser: ArgumentParser, argv: Sequence[str] | None) -> Comparison:
   args = complete(parser, parser.parse_args(argv))
   chosen = methods.choose(parser, args)
   join_processes(args)
-  mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
+  mesh = jax.make_mesh((jax.device_count(),), (training.AXIS,))
   if args.batch_size % mesh.size:
     parser.error(f"--batch-size must be a multiple of the {mesh.size} workers")
   return Comparison(args, mesh, chosen)
@@ -266,30 +258,27 @@ NAMES = ("f32", "bf16", *(name.replace("_", "-") for name in methods.TYPES))
 NAMES += ("qsgd-8", "qsgd-4", "qsgd-2", "terngrad", "aps-5-2", "aps-4-3")
 
 
-def make_layers_parser(
-  doc: str | None, compared: Names, units: Collection[str]
-) -> ArgumentParser:
-  """Makes the parser of a program whose layers are sharded."""
+def make_layers_parser(doc: str | None, compared: Names, own: Any) -> ArgumentParser:
+  """Makes the parser of a program whose layers are sharded; ``own`` adds options."""
   made = ArgumentParser(description=doc, formatter_class=parsing.Help)
   add = made.add_argument_group("training").add_argument
   add("--hidden", type=parsing.positive, default=1024, help="units of a layer")
-  add("--unit", choices=tuple(units), default="relu", help="that follows a layer")
+  add("--unit", choices=cut_layers.UNITS, default="relu", help="that follows a layer")
   said = "of a convolution; 0 for no such"
   add("--channels", type=parsing.natural, default=0, help=said)
   add("--learning-rate", type=parsing.positive_float, default=0.003, help="at first")
   add("--batch-size", type=parsing.positive, default=128, help="of all workers")
   add("--steps", type=parsing.positive, default=200, help="of the training")
-  said = "of parameters, batches and dropout"
-  add("--seed", type=parsing.seed, default=0, help=said)
+  add("--seed", type=parsing.seed, default=0, help="of parameters, batches and dropout")
   add = made.add_argument_group("exchange").add_argument
   codec = {"choices": NAMES, "default": "dynamic-tree", "metavar": "CODEC"}
   add("--codec", **codec, help=f"one of {', '.join(NAMES)}")
   said = "whether a worker takes its own part as it is or rounded, too"
   add("--own", choices=("exact", "coded"), default="exact", help=said)
-  said = "sub-batches of a batch"
-  add("--passes", type=parsing.positive, default=1, help=said)
+  add("--passes", type=parsing.positive, default=1, help="sub-batches of a batch")
   add_comparison(made, NAMES, compared)
   add_devices(made)
+  own(made)
   return made
 
 

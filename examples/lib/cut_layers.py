@@ -10,13 +10,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax import P, lax
 
 from gradcomp import parallel
 
 Layers = list[dict[str, jax.Array]]
-Gather = Callable[[jax.Array, int], jax.Array]
 Unit = Literal["relu", "logistic"]
 UNITS = {"relu": jax.nn.relu, "logistic": jax.nn.sigmoid}
 DROPOUT = (0.2, 0.3, 0.3)  # of the inputs and of two hidden layers, the paper's
@@ -43,7 +41,7 @@ def apply(
   classes: int,
   *,
   unit: Unit = "relu",
-  gather: Gather = lambda y, i: y,
+  gather: Callable[[jax.Array, int], jax.Array] = lambda y, i: y,
   dropout: Sequence[float] = (),
   key: jax.Array | None = None,
   own_key: jax.Array | None = None,
@@ -70,16 +68,7 @@ def dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
   """Zeroes elements with a probability, and scales the others up."""
   if not rate or key is None:
     return x
-  kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-  return jnp.where(kept, x / (1 - rate), 0.0)
-
-
-def init_convolution(key: jax.Array, inputs: int, channels: int) -> Any:
-  """Draws a convolution of 3 x 3; an empty tree for no channels."""
-  if not channels:
-    return {}
-  w = jax.random.normal(key, (3, 3, inputs, channels)) * (2 / (9 * inputs)) ** 0.5
-  return {"w": w, "b": jnp.zeros(channels)}
+  return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0.0)
 
 
 def features(params: Any, images: jax.Array) -> jax.Array:
@@ -95,14 +84,15 @@ def features(params: Any, images: jax.Array) -> jax.Array:
 
 
 def init_net(key: jax.Array, own: jax.Array, images: Any, args: Any) -> Any:
-  """Draws a net for images: a convolution, and three dense layers for all devices."""
+  """Draws a net for images: three dense layers behind a 3 x 3 convolution, or none."""
   height, width, inputs = images.train.images.shape[1:]
-  first = (height // 2) * (width // 2) * args.channels or height * width * inputs
-  outputs = padded(images.classes, jax.device_count())
-  return {
-    "front": init_convolution(own, inputs, args.channels),
-    "dense": init(key, (first, args.hidden, args.hidden, outputs), args.unit),
-  }
+  first, front = height * width * inputs, {}
+  if channels := args.channels:
+    first = (height // 2) * (width // 2) * channels
+    w = jax.random.normal(own, (3, 3, inputs, channels)) * (2 / (9 * inputs)) ** 0.5
+    front = {"w": w, "b": jnp.zeros(channels)}
+  sizes = first, args.hidden, args.hidden, padded(images.classes, jax.device_count())
+  return {"front": front, "dense": init(key, sizes, args.unit)}
 
 
 def specs(tree: Any, axis: str) -> Any:
@@ -118,22 +108,18 @@ def specs(tree: Any, axis: str) -> Any:
 
 def in_passes(x: jax.Array, workers: int, passes: int) -> jax.Array:
   """Puts samples in the order of sub-batches, with an equal part of each worker's."""
-  each = x.shape[0] // (workers * passes)
-  parts = x.reshape(workers, passes, each, *x.shape[1:])
-  return parts.swapaxes(0, 1).reshape(passes, workers * each, *x.shape[1:])
+  parts = x.reshape(workers, passes, -1, *x.shape[1:])
+  return parts.swapaxes(0, 1).reshape(passes, -1, *x.shape[1:])
 
 
 def sub_batches(
   fn: Callable[[jax.Array, jax.Array], Any],
   features: jax.Array,
   *,
-  axis_name: str | tuple[str, ...],
   passes: int,
-  codec: Any,
-  backward: Any = "same",
-  own: Literal["exact", "coded"] = "exact",
   prefetch: bool = True,
   key: jax.Array | None = None,
+  **given: Any,
 ) -> Any:
   """Applies a layer that is sharded over the workers to a batch, in several passes.
 
@@ -142,7 +128,8 @@ def sub_batches(
   comes in pass ``j // (n / passes)``. With ``prefetch``, the sub-batch of pass s + 1 is
   gathered before ``fn(sub_batch, s)``, which does not depend on it: XLA may send it
   meanwhile. The cotangents of a pass are scattered to the samples' owners. The results
-  are stacked on a new first axis. (Dettmers, 2016, section 2; Krizhevsky, 2014.)
+  are stacked on a new first axis. (Dettmers, 2016, section 2; Krizhevsky, 2014.) What
+  else is given are options of ``parallel.all_gather``.
 
   Example:
     >>> def layer(features):
@@ -160,24 +147,15 @@ def sub_batches(
       f"got {passes} of {size}."
     )
   parts = features.reshape(passes, size // passes, *features.shape[1:])
-
-  def gather(part: jax.Array, number: jax.Array | int) -> jax.Array:
-    own_key = None if key is None else jax.random.fold_in(key, number)
-    return parallel.all_gather(
-      part, axis_name=axis_name, codec=codec, backward=backward, own=own, key=own_key
-    )
-
+  gather = lambda part, i: parallel.all_gather(part, key=folded(key, i), **given)
   numbers = jnp.arange(passes, dtype=jnp.int32)
   if not prefetch or passes == 1:
-    each = lambda _, given: (None, fn(gather(*given), given[1]))
-    return lax.scan(each, None, (parts, numbers))[1]
+    return lax.map(lambda x: fn(gather(*x), x[1]), (parts, numbers))
 
-  def ahead(current: jax.Array, given: tuple) -> tuple[jax.Array, Any]:
-    following, number = given
-    arriving = gather(following, number + 1)
-    return arriving, fn(current, number)
+  def ahead(current: jax.Array, after: tuple) -> tuple[jax.Array, Any]:
+    following, number = after
+    return gather(following, number + 1), fn(current, number)
 
-  first = gather(parts[0], 0)
-  last, results = lax.scan(ahead, first, (parts[1:], numbers[:-1]))
+  last, results = lax.scan(ahead, gather(parts[0], 0), (parts[1:], numbers[:-1]))
   result = fn(last, numbers[-1])
   return jax.tree.map(lambda *x: jnp.concatenate([x[0], x[1][None]]), results, result)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax import P, lax
 
 from examples.lib import runs
 from examples.lib.training import AXIS, Batch, Task
@@ -48,27 +47,16 @@ class Fsdp:
     key = jax.random.key_data(jax.random.key(seed))
     return State(self.optimizer.init(shards), residuals, key, count=jnp.int32(0))
 
-  def specs(self, params: Any) -> State:
-    """Returns the specs of the state on a mesh: all but scalars is sharded."""
-    inner = jax.eval_shape(self.optimizer.init, params)
-    inner = jax.tree.map(lambda x: P(AXIS) if x.ndim else P(), inner)
-    return State(inner=inner, residuals=P(AXIS), key=P(), count=P())
-
   @property
   def exchange(self) -> optax.GradientTransformation:
     """An exchange of whole gradients with the loss of the gathers' backward pass."""
     return runs.exchange_of(self.grads, feedback=self.feedback)
 
-  def step(
-    self, shards: Any, state: State, batch: Any, *, inspect: bool = False
-  ) -> Any:
+  def step(self, shards: Any, state: State, batch: Any, *, inspect=False) -> Any:
     """Takes a step inside the map; with ``inspect`` it has whole gradients, too."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.count)
-
     # Gradients of all workers are added up, so each has an Nth of the loss.
-    def share(params: Any) -> jax.Array:
-      return self.loss_fn(params, batch) / lax.axis_size(AXIS)
-
+    share = lambda params: self.loss_fn(params, batch) / lax.axis_size(AXIS)
     loss_fn = lambda shards, residuals: share(self.whole(shards, residuals, key))
     grad_fn = jax.value_and_grad(loss_fn, (0, 1))
     loss, (grads, residuals) = grad_fn(shards, state.residuals)
@@ -102,7 +90,9 @@ def on_mesh(task: Task, **options: Any) -> SimpleNamespace:
       axis, workers = f"first axis of {jax.tree_util.keystr(path)}", task.mesh.size
       said = f"must be a multiple of the {workers} workers, got {leaf.shape}"
       raise ValueError(f"the {axis} {said}; choose other sizes or workers.")
-  state = fsdp.specs(params)
+  inner = jax.eval_shape(fsdp.optimizer.init, params)
+  inner = jax.tree.map(lambda x: P(AXIS) if x.ndim else P(), inner)
+  state = State(inner, residuals=P(AXIS), key=P(), count=P())
   over = functools.partial(jax.shard_map, mesh=task.mesh)
   init = jax.jit(over(fsdp.init, in_specs=P(AXIS), out_specs=state))
   given, taken = (P(AXIS), state, P(AXIS)), (P(AXIS), state, P())

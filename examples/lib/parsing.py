@@ -5,9 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def number(
-  kind: Any, rule: str, allowed: Callable[[Any], bool]
-) -> Callable[[str], Any]:
+def number(kind: Any, rule: str, allowed: Callable[[Any], bool]) -> Callable[..., Any]:
   """Returns a parser of the integers or floats that are allowed; NaN never is."""
 
   def parse(text: str) -> Any:
