@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen
 from jax import P, lax
@@ -66,9 +65,7 @@ def loss_fn(params: Any, residuals: Any, batch: texts.Tokens) -> jax.Array:
   return share_of_loss(model.apply(variables, batch.inputs), batch)
 
 
-def worker(
-  params: Any, residuals: Any, batch: texts.Tokens, loss_fn: Any = loss_fn
-) -> Any:
+def worker(params: Any, residuals: Any, batch: texts.Tokens, loss_fn=loss_fn) -> Any:
   """Returns the mean loss, the worker's part of the gradient, and its residuals."""
   loss, cotangents = jax.value_and_grad(loss_fn, (0, 1))(params, residuals, batch)
   return lax.psum(loss, "data"), *cotangents
@@ -77,11 +74,8 @@ def worker(
 def whole_gradients(params: Any, residuals: Any, batch: texts.Tokens) -> Any:
   """Returns the gradient of whole parameters, and the residuals, to be inspected."""
   whole = gathered({"params": params, "residuals": residuals})["params"]
-
-  def loss_fn(whole: Any) -> jax.Array:
-    return share_of_loss(plain.apply({"params": whole}, batch.inputs), batch)
-
-  return jax.grad(loss_fn)(whole), residuals
+  loss_of = lambda w: share_of_loss(plain.apply({"params": w}, batch.inputs), batch)
+  return jax.grad(loss_of)(whole), residuals
 
 
 def train(args: Any, params: Any, loss_fn: Any, whole_gradients: Any) -> None:
@@ -121,7 +115,7 @@ def train(args: Any, params: Any, loss_fn: Any, whole_gradients: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
   args = runs.set_mesh(make_parser(), argv, BATCH, workers="data")
-  init = lambda key: plain.init(key, np.zeros((1, LENGTH), np.uint8))["params"]
+  init = lambda key: plain.init(key, jnp.zeros((1, LENGTH), jnp.uint8))["params"]
   params = jax.jit(init, out_shardings=P("data"))(jax.random.key(0))
   train(args, params, loss_fn, whole_gradients)
 

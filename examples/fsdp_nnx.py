@@ -90,7 +90,6 @@ def whole_gradients(parts: Any, params: Any, residuals: Any, batch: Any) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Trains, and prints the loss and the bytes of a step."""
   args = runs.set_mesh(make_parser(), argv, fsdp_linen.BATCH, workers="data")
   whole = [nnx.split(x) for x in layers(128, fsdp_linen.LENGTH, 2, rngs=nnx.Rngs(0))]
   parts = [(graph, jax.tree.map(jax.typeof, params)) for graph, params in whole]

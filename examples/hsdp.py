@@ -81,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> None:
   batches = texts.batches(texts.load().train, BATCH, LENGTH, seed=0)
   exchange = gradcomp.qsgd(bits=4, bucket_size=128, axis_name="host")
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
-
   plain = texts.Transformer(texts.CHARACTERS)
   init = lambda key: plain.init(key, next(batches).inputs[:1])["params"]
   params = jax.jit(init, out_shardings=P("chip"))(jax.random.key(0))

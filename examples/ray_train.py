@@ -97,8 +97,7 @@ class Training:
     gradcomp.checkpoint.check_record(saved, self._record_of(before, platform))
     given: Any = {"axis_name": "data", "workers": before, "platform": platform}
     shapes = gradcomp.checkpoint.state_shapes(self._optimizer, first_params(), **given)
-    zeros = lambda x: np.zeros(x.shape, x.dtype)
-    like = jax.tree.map(zeros, (first_params(), shapes))
+    like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (first_params(), shapes))
     params, opt_state = read(state=ocp.args.StandardRestore(like)).state
     # The mean is kept, for the batch and the learning rate stay.
     given = {"axis_name": "data", "workers": self._mesh.size, "keep": "mean"}

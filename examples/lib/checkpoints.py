@@ -24,17 +24,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 class Saved(contextlib.AbstractContextManager["Saved"]):
   """Keeps the state of a run in a folder, or nothing where there is no folder."""
 
-  def __init__(
-    self, folder: Path | None = None, *, every: int = 1, steps: int = 0, record=None
-  ):
-    self._steps, self._record = steps, record
-    self._manager = None
+  def __init__(self, folder: Path | None = None, *, every=1, steps=0, record=None):
+    self._steps, self._record, self._manager = steps, record, None
     if folder is not None:
       import orbax.checkpoint as ocp  # takes seconds, and few runs need it
 
       options = ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
       given = {"item_handlers": ocp.StandardCheckpointHandler(), "options": options}
       self._manager = ocp.CheckpointManager(folder.resolve(), **given)
+      self._args = ocp.args
 
   def __exit__(self, *_: Any) -> None:
     if self._manager:
@@ -45,14 +43,12 @@ class Saved(contextlib.AbstractContextManager["Saved"]):
     step = self._manager.latest_step() if self._manager else None
     if step is None:
       return 0, state, notes
-    import orbax.checkpoint as ocp
-
     found = self._manager.metadata(step).custom_metadata
     if not isinstance(found, dict) or not found.keys() >= {"record", "notes"}:
       raise ValueError(f"{self._manager.directory} must be whole, got {found!r} of it.")
     if self._record is not None:
       gradcomp.checkpoint.check_record(found["record"], self._record)
-    state = self._manager.restore(step, args=ocp.args.StandardRestore(state))
+    state = self._manager.restore(step, args=self._args.StandardRestore(state))
     print(f"goes on after step {step} of {self._manager.directory}", file=sys.stderr)
     for _ in itertools.islice(batches, step):
       pass
@@ -62,12 +58,9 @@ class Saved(contextlib.AbstractContextManager["Saved"]):
     """Saves if it is time to. Notes are values that JSON can hold."""
     if not self._manager:
       return
-    import orbax.checkpoint as ocp
-
-    args = ocp.args.StandardSave(state)
+    given = {"args": self._args.StandardSave(state), "force": step == self._steps}
     beside = {"record": self._record, "notes": notes}
-    forced = {"force": step == self._steps, "custom_metadata": beside}
-    if self._manager.save(step, args=args, **forced):
+    if self._manager.save(step, **given, custom_metadata=beside):
       # The next step takes the memory of these arrays.
       self._manager.wait_until_finished()
 

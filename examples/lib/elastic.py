@@ -62,8 +62,7 @@ def joined(config: dict[str, Any]) -> Iterator[Callable[..., None]]:
     with socket.socket() as reserved:
       reserved.bind(("", 0))
       own = f"{ray.util.get_node_ip_address()}:{reserved.getsockname()[1]}"
-    first = broadcast_from_rank_zero(own)
-    jax.distributed.initialize(first, size, rank, **JAX_LIMITS)
+    jax.distributed.initialize(broadcast_from_rank_zero(own), size, rank, **JAX_LIMITS)
     write("connected")
     yield write
     ray.train.report({"step": config["steps"], "workers": size})
@@ -85,16 +84,13 @@ def fit(train: Train, options: Namespace) -> None:
 
   if options.address:
     ray.init(options.address, runtime_env=WORKER)
-  names = "steps", "save_every", "local_steps", "pause"
-  config = {name: getattr(options, name) for name in names}
-  config["folder"] = str(options.folder)
   workers = (options.least, options.nodes)
   scaling = {"num_workers": workers, "elastic_resize_monitor_interval_s": 5}
   failures = ray.train.FailureConfig(max_failures=options.failures)
   kept = {"storage_path": str(options.folder / "ray"), "failure_config": failures}
   JaxTrainer(
     train,
-    train_loop_config=config,
+    train_loop_config=vars(options) | {"folder": str(options.folder)},
     scaling_config=ray.train.ScalingConfig(resources_per_worker={"CPU": 1}, **scaling),
     run_config=ray.train.RunConfig(**kept),
   ).fit()
@@ -189,12 +185,12 @@ def parse(title: str, arguments: Sequence[str] | None) -> Namespace:
   add("--local-steps", type=natural, default=0, help="of a round; 0: 4 bits each step")
   add("--pause", type=at_least_0, default=0.1, help="seconds after each step")
   options = parser.parse_args(arguments)
-  changes = options.kill_after is not None or options.add_after is not None
-  if options.address and (changes or not options.folder):
-    parser.error("--address needs --folder, and kills and adds no nodes")
-  if options.add_after is not None and options.kill_after is None:
+  kills = options.kill_after is not None
+  if options.add_after is not None and not kills:
     parser.error("--add-after needs --kill-after, for all nodes are there before")
-  if options.least > options.nodes - (options.kill_after is not None):
+  if options.address and (kills or not options.folder):
+    parser.error("--address needs --folder, and kills and adds no nodes")
+  if options.least > options.nodes - kills:
     parser.error("--least must be at most the --nodes that live, or all wait for more")
   if options.local_steps and options.save_every % options.local_steps:
     parser.error("--save-every must be a multiple of --local-steps, whole rounds")

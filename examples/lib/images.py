@@ -9,11 +9,11 @@ The networks take images of any size from 8 x 8 on. Large leaves hold a multiple
 4096 elements, of which a row of a 4-bit payload holds as many, where it costs nothing.
 """
 
-import abc
 import functools
 import importlib.util
+import itertools
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,15 +41,12 @@ class ImageSet(NamedTuple):
   classes: int
 
 
-class Embedded(tfds.core.GeneratorBasedBuilder, abc.ABC):
+class Embedded(tfds.core.GeneratorBasedBuilder, skip_registration=True):
   """Embeds gray images of a wheel; every fifth image of a class is a test image."""
 
   VERSION = tfds.core.Version("1.0.0")
   SIZE: int  # pixels of an image's height and width
-
-  @abc.abstractmethod
-  def source(self) -> tuple[np.ndarray, np.ndarray]:
-    """Returns all images, ``uint8[count, SIZE, SIZE]``, and their classes."""
+  source: Callable[[], Sequence[np.ndarray]]  # uint8[count, SIZE, SIZE], their classes
 
   def _info(self) -> tfds.core.DatasetInfo:
     image = tfds.features.Tensor(shape=(self.SIZE, self.SIZE, 1), dtype=np.uint8)
@@ -62,7 +59,6 @@ class Embedded(tfds.core.GeneratorBasedBuilder, abc.ABC):
     )
 
   def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-    del dl_manager
     images, labels = self.source()
     order = np.argsort(labels, kind="stable")
     is_test = np.arange(len(order)) % 5 == 0
@@ -255,13 +251,7 @@ class MLP(nnx.Module):
   """Dettmers' (2016, section 3.4), who drops 0.2 of the pixels and 0.3 of the units."""
 
   def __init__(
-    self,
-    shape: Shape,
-    classes: int,
-    *,
-    hidden: int = 1024,
-    dropout: float = 0.3,
-    rngs: nnx.Rngs,
+    self, shape: Shape, classes: int, *, hidden=1024, dropout=0.3, rngs: nnx.Rngs
   ):
     height, width, channels = shape
     self.dense1 = nnx.Linear(height * width * channels, hidden, rngs=rngs)
@@ -286,19 +276,13 @@ KEEPING = nnx.initializers.he_normal()
 class VGG(nnx.Module):
   """Simonyan and Zisserman's (2015), small: six convolutions, three dense layers."""
 
-  def __init__(
-    self, shape: Shape, classes: int, *, dropout: float = 0.5, rngs: nnx.Rngs
-  ):
+  def __init__(self, shape: Shape, classes: int, *, dropout=0.5, rngs: nnx.Rngs):
     height, width, inputs = shape
-    convs = []
-    for outputs in (32, 64, 128):
-      for _ in range(2):
-        convs.append(nnx.Conv(inputs, outputs, (3, 3), kernel_init=KEEPING, rngs=rngs))
-        inputs = outputs
-    self.convs = nnx.List(convs)
-    flat = (height // 8) * (width // 8) * inputs
-    self.dense1 = nnx.Linear(flat, 512, kernel_init=KEEPING, rngs=rngs)
-    self.dense2 = nnx.Linear(512, 512, kernel_init=KEEPING, rngs=rngs)
+    sizes = itertools.pairwise((inputs, 32, 32, 64, 64, 128, 128))
+    options = {"kernel_init": KEEPING, "rngs": rngs}
+    self.convs = nnx.List([nnx.Conv(*size, (3, 3), **options) for size in sizes])
+    self.dense1 = nnx.Linear((height // 8) * (width // 8) * 128, 512, **options)
+    self.dense2 = nnx.Linear(512, 512, **options)
     self.head = nnx.Linear(512, classes, rngs=rngs)
     self.drop = nnx.Dropout(dropout)
 
@@ -316,21 +300,17 @@ class VGG(nnx.Module):
 class AlexNet(nnx.Module):
   """Krizhevsky's (2012), small, with batch norm over a worker's own images."""
 
-  def __init__(
-    self, shape: Shape, classes: int, *, dropout: float = 0.5, rngs: nnx.Rngs
-  ):
+  def __init__(self, shape: Shape, classes: int, *, dropout=0.5, rngs: nnx.Rngs):
     height, width, inputs = shape
     convs, norms = [], []
     for outputs, size in ((32, 5), (64, 5), (128, 3), (128, 3), (96, 3)):
-      conv = nnx.Conv(inputs, outputs, (size, size), use_bias=False, rngs=rngs)
-      convs.append(conv)
+      convs.append(nnx.Conv(inputs, outputs, (size, size), use_bias=False, rngs=rngs))
       # Of old statistics nothing stays: what is kept is those of the last batch.
       norms.append(nnx.BatchNorm(outputs, momentum=0.0, rngs=rngs))
       inputs = outputs
     self.convs, self.norms = nnx.List(convs), nnx.List(norms)
-    for _ in range(3):  # poolings, each of which rounds up
-      height, width = -(-height // 2), -(-width // 2)
-    self.dense1 = nnx.Linear(height * width * inputs, 1024, rngs=rngs)
+    pixels = -(-height // 8) * -(-width // 8)  # of three poolings, which round up
+    self.dense1 = nnx.Linear(pixels * inputs, 1024, rngs=rngs)
     self.dense2 = nnx.Linear(1024, 1024, rngs=rngs)
     self.head = nnx.Linear(1024, classes, rngs=rngs)
     self.drop = nnx.Dropout(dropout)

@@ -72,10 +72,8 @@ def choose(parser: ArgumentParser, args: Namespace) -> dict[str, Method]:
   """Returns the methods that the options name; QSGD's with their bucket size."""
   if args.parallel != "data":
     return {args.parallel: args.parallel}  # of Adam
-  if args.compare is None:
-    names = [f"qsgd-{args.bits}" if args.codec == "qsgd" else args.codec]
-  else:
-    names = args.compare or args.compared
+  one = f"qsgd-{args.bits}" if args.codec == "qsgd" else args.codec
+  names = [one] if args.compare is None else args.compare or args.compared
   methods = {name: METHODS[name] for name in names}
   if args.inspect and None in methods.values():
     parser.error("--inspect shows what gradcomp sends: leave out none")
@@ -126,8 +124,8 @@ def make_local_steps(
   outer = optax.sgd(1.0) if drops else optax.sgd(0.7, 0.9, nesterov=True)
   options = {"every": args.local_steps, "exchange": args.exchange, "feedback": kept}
   options |= {"merge": "senders" if drops and gathers else "mean", "key": seed}
-  local = functools.partial(gradcomp.local.local_steps, axis_name=AXIS, codec=method)
-  return local(inner, outer, **options)
+  options |= {"axis_name": AXIS, "codec": method}
+  return gradcomp.local.local_steps(inner, outer, **options)
 
 
 def make_redsync(method: Redsync, args: Namespace) -> Transformation:
@@ -148,8 +146,8 @@ def make_redsync(method: Redsync, args: Namespace) -> Transformation:
 def output_layer(params: Any) -> Any:
   """Labels the head or, where there is none, the embedding as the output layer."""
   name = "'head'" if "head" in params else "'embed'"
-  of_path = lambda path: "output" if name in jax.tree_util.keystr(path) else "rest"
-  return jax.tree.map_with_path(lambda path, _: of_path(path), params)
+  of_path = lambda path, _: "output" if name in jax.tree_util.keystr(path) else "rest"
+  return jax.tree.map_with_path(of_path, params)
 
 
 def make_schedule(args: Namespace) -> optax.ScalarOrSchedule:
@@ -175,8 +173,7 @@ def make_optimizer(
   chain = [make_exchange(method, args, compress, seed=seed), clip]
   # With its momentum in the exchange, each worker clips its own gradient before.
   if args.clip is not None and isinstance(method, Redsync):
-    clip = gradcomp.wrappers.clip_by_local_norm(args.clip, axis_name=AXIS)
-    chain = [clip, chain[0]]
+    chain = [gradcomp.wrappers.clip_by_local_norm(args.clip, axis_name=AXIS), chain[0]]
   if args.schedule == "plateau":
     mean = [scale_by_plateau(), *mean]
   return optax.chain(*chain, descent, *mean)
@@ -199,8 +196,7 @@ def _descent(method: Method, args: Namespace) -> Transformation:
 def weights(params: Any) -> Any:
   """Masks the parameters that decay: matrices and kernels."""
   is_stacked = lambda path: "'blocks'" in jax.tree_util.keystr(path)
-  decays = lambda path, x: x.ndim - is_stacked(path) > 1
-  return jax.tree.map_with_path(decays, params)
+  return jax.tree.map_with_path(lambda path, x: x.ndim - is_stacked(path) > 1, params)
 
 
 class AverageState(NamedTuple):
@@ -247,12 +243,8 @@ class PlateauState(NamedTuple):
 
 def scale_by_plateau() -> Transformation:
   """Scales updates by 1, and by half as much after each plateau of the loss."""
-
-  def update_fn(updates: Any, state: PlateauState, params: Any = None) -> Any:
-    del params
-    return optax.tree.scale(state.plateau.scale, updates), state
-
-  return Transformation(lambda params: PlateauState(PLATEAU.init(params)), update_fn)
+  scaled = lambda x, s, params=None: (optax.tree.scale(s.plateau.scale, x), s)
+  return Transformation(lambda params: PlateauState(PLATEAU.init(params)), scaled)
 
 
 def observe(opt_state: Any, loss: float) -> Any:
@@ -267,7 +259,5 @@ def observe(opt_state: Any, loss: float) -> Any:
 
 @functools.cache
 def _observe(places: Any) -> Any:
-  def update(state: Any, loss: jax.Array) -> Any:
-    return PLATEAU.update({}, state, value=loss)[1]
-
+  update = lambda state, loss: PLATEAU.update({}, state, value=loss)[1]
   return jax.jit(update, out_shardings=places)

@@ -22,9 +22,7 @@ SMALL = 1024  # elements of a leaf that travels in float32
 class Run(contextlib.AbstractContextManager["Run"]):
   """Counts the steps of a training, and saves its state, with a record of ``whose``."""
 
-  def __init__(
-    self, args: Namespace, name: str, log: Any = None, folder: str = "", **whose: Any
-  ):
+  def __init__(self, args: Namespace, name: str, log=None, folder="", **whose: Any):
     self._args, self._name, self._step, self._curve = args, name, 0, None
     self.log = telemetry.Log(args.inspect) if log is None else log
     saved, record = args.checkpoint, None
@@ -38,8 +36,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
   def restore(self, state: Any, batches: Iterator[Any]) -> Any:
     """Returns the last state that was saved, or the one given."""
-    saved = self._saved.restore(state, batches, self._curve)
-    self._step, state, self._curve = saved
+    self._step, state, self._curve = self._saved.restore(state, batches, self._curve)
     return state
 
   def steps(self) -> Iterator[int]:
@@ -103,10 +100,7 @@ def inspected(exchange: Any, grads: Any, residuals: Any) -> Any:
     kept = lambda g, e: jnp.zeros_like(g, shape=g.shape or (1,)) if e is None else e
     state = state._replace(residual=jax.tree.map(kept, grads, residuals))
   *_, found = gradcomp.telemetry.inspect_update(exchange, grads, state)
-
-  def to_owners(metrics: Any) -> Any:
-    # Each part goes to one worker here, where all_gather sends it to all others.
-    return metrics._replace(bytes_sent=metrics.bytes_sent / lax.axis_size(AXIS))
-
+  # Each part goes to one worker here, where all_gather sends it to all others.
+  to_owners = lambda x: x._replace(bytes_sent=x.bytes_sent / lax.axis_size(AXIS))
   leaves = {path: to_owners(metrics) for path, metrics in found.leaves.items()}
   return found._replace(total=to_owners(found.total), leaves=leaves)

@@ -23,8 +23,6 @@ say nothing about one."""
 
 
 class Point(NamedTuple):
-  """A point of a curve."""
-
   step: int
   bytes_sent: int  # by each worker, in all steps so far
   train_loss: float  # mean over the steps since the point before
@@ -59,7 +57,6 @@ class Run(runs.Run):
 
   @property
   def points(self) -> list[Point]:
-    """The points of the curve."""
     return [Point(*point) for point in self._curve["points"]]
 
   @property

@@ -67,13 +67,10 @@ def load(name: str = "python", **options: Any) -> Text:
 
 def python() -> Text:
   """Reads nine tenths of every module for training, and its last tenth for testing."""
-  folder, train, test = Path(sysconfig.get_paths()["stdlib"]), [], []
-  for name in MODULES:
-    code = as_characters((folder / f"{name}.py").read_bytes())
-    first = len(code) * 9 // 10
-    train.append(code[:first])
-    test.append(code[first:])
-  return Text(np.concatenate(train), np.concatenate(test))
+  folder = Path(sysconfig.get_paths()["stdlib"])
+  codes = [as_characters((folder / f"{name}.py").read_bytes()) for name in MODULES]
+  parts = [np.split(code, [len(code) * 9 // 10]) for code in codes]
+  return Text(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def brown(data_dir: Path = lib.FOLDER) -> Text:
@@ -140,6 +137,7 @@ def batches(
 
 
 TURNING = nnx.initializers.orthogonal()
+_norm = functools.partial(linen.LayerNorm, use_bias=False)
 
 
 def in_blocks(params: Any) -> Any:
@@ -151,15 +149,7 @@ def in_blocks(params: Any) -> Any:
 class LSTM(nnx.Module):
   """Two layers of long short-term memory. The output layer is the embedding."""
 
-  def __init__(
-    self,
-    symbols: int,
-    *,
-    width: int = 256,
-    layers: int = 2,
-    dropout: float = 0.2,
-    rngs: nnx.Rngs,
-  ):
+  def __init__(self, symbols: int, *, width=256, layers=2, dropout=0.2, rngs: nnx.Rngs):
     # Small, for logits are products with the embedding.
     small = nnx.initializers.normal(0.05)
     self.embed = nnx.Embed(symbols, width, embedding_init=small, rngs=rngs)
@@ -187,15 +177,13 @@ class LSTMLayer(nnx.Module):
 
     def step(carry: Any, now: jax.Array) -> tuple[Any, jax.Array]:
       state, cell = carry
-      gates = now + state @ kernel + bias
-      write, keep, read, new = jnp.split(gates, 4, axis=-1)
+      write, keep, read, new = jnp.split(now + state @ kernel + bias, 4, axis=-1)
       # At first a cell keeps most of what it has.
       cell = nnx.sigmoid(keep + 1) * cell + nnx.sigmoid(write) * nnx.tanh(new)
       state = nnx.sigmoid(read) * nnx.tanh(cell)
       return (state, cell), state
 
-    start = zeros(given, kernel.shape[0])
-    return scanned(step, (start, start), given)
+    return scanned(step, (zeros(given, kernel.shape[0]),) * 2, given)
 
 
 def zeros(given: jax.Array, size: int) -> jax.Array:
@@ -231,7 +219,7 @@ class Transformer(linen.Module):
     else:
       for i in range(self.layers):
         x = block(self.heads, name=f"block{i}")(x)
-    return embed.attend(_norm("norm")(x))
+    return embed.attend(_norm(name="norm")(x))
 
   def _scanned(self, block: Any, x: jax.Array, scan: Any, *, drops: bool) -> jax.Array:
     """Applies all blocks in a loop, with a key for the dropout of each."""
@@ -261,16 +249,12 @@ class Block(linen.Module):
     width = x.shape[-1]
     drop = linen.Dropout(self.dropout, deterministic=False)
     dense = lambda size, name: linen.Dense(size, use_bias=False, name=name)
-    given = dense(3 * width, "attend")(_norm("norm1")(x))
+    given = dense(3 * width, "attend")(_norm(name="norm1")(x))
     heads = given.reshape(*x.shape[:2], self.heads, -1)
     query, key, value = jnp.split(heads, 3, axis=-1)
     x += drop(dense(width, "mix")(attention(turned(query), turned(key), value)))
-    wide = linen.gelu(dense(4 * width, "widen")(_norm("norm2")(x)))
+    wide = linen.gelu(dense(4 * width, "widen")(_norm(name="norm2")(x)))
     return x + drop(dense(width, "narrow")(wide))
-
-
-def _norm(name: str) -> linen.LayerNorm:
-  return linen.LayerNorm(use_bias=False, name=name)
 
 
 def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

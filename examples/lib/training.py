@@ -10,13 +10,12 @@ import numpy as np
 import optax
 from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gradcomp
 
 AXIS = "data"
 Batch = tuple[np.ndarray, np.ndarray]  # inputs and labels: a Split, or Tokens
-REPLICATED = P()
+REPLICATED = jax.P()
 _SCORED = 8192  # labels that are tested at once
 Model = Callable[..., nnx.Module] | linen.Module
 
@@ -48,10 +47,9 @@ def _of_linen(model: linen.Module, inputs: np.ndarray) -> Functions:
   drops = getattr(model, "dropout", 0.0) > 0
 
   def train(params: Any, inputs: jax.Array, key: Any, **loop: Any) -> jax.Array:
-    if not drops:
-      return model.apply({"params": params}, inputs, **loop)
     rngs = {} if key is None else {"dropout": key}
-    return model.apply({"params": params}, inputs, train=True, rngs=rngs, **loop)
+    loop |= {"train": True, "rngs": rngs} if drops else {}
+    return model.apply({"params": params}, inputs, **loop)
 
   return Functions(
     init=lambda key: model.init(key, inputs)["params"],
@@ -80,9 +78,8 @@ def _of_nnx(model: Callable[..., nnx.Module]) -> Functions:
   looking, _ = graph(deterministic=True, use_running_average=False)
   testing, _ = graph(deterministic=True, use_running_average=True)
 
-  def blank() -> Any:
-    """Makes statistics that are not read before they are set."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
+  # Statistics that are not read before they are set.
+  blank = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
 
   def train(params: Any, inputs: jax.Array, key: jax.Array | None) -> jax.Array:
     rngs = {"rngs": nnx.Rngs(dropout=key)} if drops and key is not None else {}
@@ -115,22 +112,19 @@ class Task:
   """
 
   def __init__(
-    self, model: Model, test: Batch, mesh: Mesh, spec: P = REPLICATED, known: Any = None
+    self, model: Model, test: Batch, mesh: Mesh, spec: jax.P = REPLICATED, known=None
   ):
     network = functions(model, test[0][:1])
     if network.statistics and known is None:
       raise ValueError("`known` must be inputs to train on, for batch norm, got None.")
 
-    def loss_of(params: Any, batch: Batch, rng: Any, **loop: Any) -> jax.Array:
+    def loss_fn(params: Any, batch: Batch, rng: Any = None, **loop: Any) -> jax.Array:
       inputs, labels = batch
       logits = network.train(params, inputs, rng, **loop)
       return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def loss_fn(params: Any, batch: Batch, rng: jax.Array | None = None) -> jax.Array:
-      return loss_of(params, batch, rng)
-
     def scanned(params: Any, batch: Batch, rng: Any = None, *, scan: Any) -> jax.Array:
-      return loss_of(params, batch, rng, scan=scan)
+      return loss_fn(params, batch, rng, scan=scan)
 
     def scores(params: Any, statistics: Any, batch: Batch) -> jax.Array:
       inputs, labels = batch
@@ -144,7 +138,7 @@ class Task:
     self._scores = jax.jit(scores)
     self._statistics = network.statistics and jax.jit(network.statistics)
     self._test, self._known = test, known
-    replicated = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, jax.P())
     # Jitted, so that every process places the same parameters on its own devices.
     self._init = jax.jit(network.init, out_shardings=NamedSharding(mesh, spec))
     self._whole = jax.jit(lambda x: x, out_shardings=replicated)
@@ -162,7 +156,7 @@ class Task:
 
   def place(self, batch: Batch) -> Batch:
     """Places a batch on the workers, from the part that each process holds."""
-    cut = NamedSharding(self.mesh, P(AXIS))
+    cut = NamedSharding(self.mesh, jax.P(AXIS))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(cut, x), batch)
 
   def evaluate(self, params: Any) -> tuple[float, float]:
@@ -180,8 +174,7 @@ class Task:
     for start in range(0, len(labels), count):
       part = tuple(x[start : start + count] for x in self._test)
       totals += jax.device_get(self._scores(local, statistics, part))
-    loss, accuracy = (totals / labels.size).tolist()
-    return loss, accuracy
+    return tuple((totals / labels.size).tolist())
 
 
 def compile_step(
