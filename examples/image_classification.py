@@ -26,7 +26,7 @@ from gradcomp import codecs
 
 DEFAULTS = {"codec": "qsgd", "nesterov": False, "batch_size": 64, "steps": 200}
 DEFAULTS |= {"rates": {"sgd": 0.05, "adam": 1e-3}}
-DEFAULTS |= {"compared": ("f32", "qsgd-8", "qsgd-4", "qsgd-2")}  # without names
+DEFAULTS |= {"compared": ("f32", "qsgd-8", "qsgd-4", "qsgd-2")}  # --compare alone
 
 
 class LeNet(nnx.Module):

@@ -35,7 +35,7 @@ from gradcomp import codecs, parallel
 DEFAULTS = {"codec": "redsync", "nesterov": True, "clip": 1.0, "batch_size": 16}
 DEFAULTS |= {"steps": 600, "evaluate_every": 60, "devices": 4}
 DEFAULTS |= {"output": Path("results/text"), "rates": {"sgd": 2.0, "adam": 2e-3}}
-DEFAULTS |= {"compared": ("f32", "qsgd-4", "qsgd-2", "redsync")}  # without names
+DEFAULTS |= {"compared": ("f32", "qsgd-4", "qsgd-2", "redsync")}  # --compare alone
 TESTED = 8192  # sequences at most
 
 
