@@ -25,6 +25,7 @@ anew each step.
 
 import argparse
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -40,9 +41,8 @@ def main(argv: list[str] | None = None) -> None:
   given = sys.argv[1:] if argv is None else argv
   parser = cli.parser(__doc__)
   parser.add_argument("case", choices=CASES)
-  case = importlib.import_module(
-    f"benchmarks.links.{parser.parse_args(given[:1]).case}"
-  )
+  name = parser.parse_args(given[:1]).case
+  case = importlib.import_module(f"benchmarks.links.{name}")
   args = cli.options(
     case.__doc__,
     case.QUICK,
@@ -63,7 +63,7 @@ def measure(case: Any, args: argparse.Namespace) -> None:
   found = results.read(args.output and args.output / f"{file}.json")
   for cell in case.cells(args):
     speed = links_hosts.bits_per_second(cell["rate"])
-    cell["load_and_cores"] = results.load_note()
+    cell["load_and_cores"] = [os.getloadavg()[0], float(os.cpu_count() or 1)]
     count, delay = cell["hosts"], getattr(args, "round_trip", 0.0) / 1e3
     with launch.network(count, cell["rate"], delay) as hosts:
       probe = launch.probed(hosts, speed, 2.0 if delay else 0.5)
@@ -72,9 +72,7 @@ def measure(case: Any, args: argparse.Namespace) -> None:
         case.measure(hosts, cell, args)
     found = case.joined(found, cell)
     cli.write(args.output, file, found, case.markdown(found))
-    print(
-      f"{cell['hosts']} hosts, {cell['rate']}: probed {min(cell['probe']):,.0f} B/s"
-    )
+    print(f"{count} hosts, {cell['rate']}: probed {min(cell['probe']):,.0f} B/s")
   print(case.markdown(found))
 
 

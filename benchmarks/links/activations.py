@@ -43,19 +43,15 @@ OPTIONS = {
   "limit": cli.Option(900.0, help="seconds until workers have failed"),
 }
 PLAIN = "lax"  # JAX's own collective, in float32
+_TYPES: Any = ("dynamic_tree", "linear", "mantissa", "static_tree")
 CODECS: dict[str, codecs.Codec] = {
   "f32": codecs.Dense(),
-  "dynamic_tree": codecs.EightBit(),
-  "linear": codecs.EightBit(dtype="linear"),
-  "mantissa": codecs.EightBit(dtype="mantissa"),
-  "static_tree": codecs.EightBit(dtype="static_tree"),
+  **{dtype: codecs.EightBit(dtype=dtype) for dtype in _TYPES},
 }
 
 
 def compiled(
-  mesh: jax.sharding.Mesh,
-  function: Callable[..., Any],
-  *shapes: tuple[int, ...],
+  mesh: jax.sharding.Mesh, function: Callable[..., Any], *shapes: tuple[int, ...]
 ) -> process.Timed:
   """Compiles a function of one host's arrays, drawn here; its results stay there."""
   rng = np.random.default_rng(jax.process_index())
@@ -108,21 +104,14 @@ def whole_step(
   prefetch: bool,
 ) -> process.Timed:
   """Computes the gradients of the layer and of its inputs, in so many passes."""
+  way: dict[str, Any] = {"axis_name": "data", "passes": passes, "prefetch": prefetch}
 
   def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-    sums = sub_batches(
-      lambda batch, number: layer(w, batch),
-      x,
-      axis_name="data",
-      passes=passes,
-      codec=CODECS[codec],
-      prefetch=prefetch,
-    )
-    return jnp.sum(sums)
+    own = lambda batch, number: layer(w, batch)
+    return jnp.sum(sub_batches(own, x, codec=CODECS[codec], **way))
 
   columns = (inputs, outputs // mesh.size)
-  both = jax.grad(loss, (0, 1))
-  return compiled(mesh, both, columns, (samples, inputs))
+  return compiled(mesh, jax.grad(loss, (0, 1)), columns, (samples, inputs))
 
 
 PROGRAMS: dict[str, Callable[..., process.Timed]] = {
@@ -204,13 +193,8 @@ def predicted(
   # Each of the two transfers hides under the products of its own direction.
   pairs = (there, forward), (back, max(0.0, both - forward))
   computed = passes * both
-
-  def exposed(penalty: dettmers.Penalty) -> float:
-    return sum(
-      dettmers.exposed_seconds(*pair, passes, penalty=penalty, nodes=hosts)
-      for pair in pairs
-    )
-
+  left = functools.partial(dettmers.exposed_seconds, passes=passes, nodes=hosts)
+  exposed = lambda penalty: sum(left(*pair, penalty=penalty) for pair in pairs)
   return {
     "ahead": computed + exposed("passes"),
     "after": computed + passes * (there + back),
@@ -233,8 +217,7 @@ def measure(
   calls = programs(Sizes(**cell["sizes"]), cell["hosts"])
   job = {"programs": calls, "repeats": cell["repeats"]}
   reports = launch.run_workers(hosts, "activations", job, args.limit)
-  shared = hosts[0].interface == "lo"
-  cell["programs"] = results.combine(reports, "steps", shared=shared)
+  cell["programs"] = results.combine(reports, "steps", hosts[0].interface)
 
 
 joined = results.replaced

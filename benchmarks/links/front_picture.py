@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from benchmarks.common import cli
 from benchmarks.links import results
 
-_HOSTS, _RATE = 4, "1gbit"
 # The labels of the bars, and the names of the steps in the file.
 BARS = {
   "float32, plain mean": "plain f32 mean",
@@ -30,7 +29,7 @@ _GRAY, _BLUE = "#9a9a9a", "#2f6db3"
 def milliseconds() -> dict[str, float]:
   """Reads the median time of each bar's step."""
   found = json.loads((cli.RESULTS / "links" / "link_speed.json").read_text())
-  run = results.find(found["runs"], _HOSTS, _RATE, leaves=1)
+  run = results.find(found["runs"], hosts=4, rate="1gbit", leaves=1)
   return {
     label: 1e3 * run["steps"][step]["median_seconds"] for label, step in BARS.items()
   }

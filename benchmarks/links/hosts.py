@@ -19,7 +19,6 @@ Every trap here makes plain f32 slower, and so flatters compression:
 """
 
 import contextlib
-import dataclasses
 import os
 import pathlib
 import re
@@ -30,7 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 _BURST_SECONDS = 0.001
 _MTU = 1500
@@ -38,11 +38,9 @@ _SUBNET = "10.77.0.0/24"
 _LARGEST_FRAME = 65536
 _NETNS = pathlib.Path("/etc/netns")
 _DELAY = pathlib.Path(__file__).with_name("delay.py")
-COUNTER = "/sys/class/net/{}/statistics/tx_bytes"
 
 
-@dataclasses.dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
   """A host: its address, its interface, and the command that runs a program there."""
 
   address: str
@@ -90,8 +88,9 @@ def limited(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Hos
   """Yields hosts with links of a rate and a round trip in seconds, and removes them."""
   prefix = f"gc{os.getpid()}"
   switch, names = f"{prefix}sw", [f"{prefix}h{i}" for i in range(count)]
+  enter = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
   hosts = [
-    Host(f"10.77.0.{i + 1}", "eth0", _on_host(name, f"host{i}"))
+    Host(f"10.77.0.{i + 1}", "eth0", ("ip", "netns", "exec", name, *enter, f"host{i}"))
     for i, name in enumerate(names)
   ]
   own_folder = not _NETNS.exists()
@@ -105,7 +104,9 @@ def limited(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Hos
       files = _NETNS / name
       files.mkdir(parents=True)
       (files / "hosts").write_text(f"127.0.0.1 localhost\n{host.address} host{i}\n")
-    with _delayed(switch, ports, round_trip) if round_trip else _NOTHING:
+    with contextlib.ExitStack() as stack:
+      if round_trip:
+        stack.enter_context(_delayed(switch, ports, round_trip))
       yield hosts
   finally:
     for name in (*names, switch):  # with a namespace go its devices
@@ -114,9 +115,6 @@ def limited(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Hos
     if own_folder:
       with contextlib.suppress(OSError):
         _NETNS.rmdir()
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -136,11 +134,6 @@ def _delayed(switch: str, ports: list[str], round_trip: float) -> Iterator[None]
   finally:
     process.kill()
     process.wait()
-
-
-def _on_host(name: str, hostname: str) -> tuple[str, ...]:
-  script = 'hostname "$0" && exec "$@"'
-  return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script, hostname)
 
 
 def _add_host(name: str, address: str, switch: str, port: str, rate: str) -> None:
@@ -203,7 +196,7 @@ def run(
         written = os.pread(logs[0].fileno(), 1 << 20, told)
         told += len(written)
         print(written.decode(errors="replace"), end="", flush=True)
-    if any(code != 0 for code in codes):
+    if any(codes) or None in codes:
       time.sleep(1)  # for the others to say why they fail
       parts = [f"The hosts' programs have ended with {codes}; None: still running."]
       for i, log in enumerate(logs):
@@ -220,7 +213,21 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def bytes_sent(interface: str) -> int:
   """Reads the kernel's counter of an interface, which counts one header a frame."""
-  return int(pathlib.Path(COUNTER.format(interface)).read_text())
+  counter = pathlib.Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
+  return int(counter.read_text())
+
+
+def timed(
+  interface: str, meet: Callable[[], Any], call: Callable[..., Any], *args: Any
+) -> tuple[Any, dict[str, float]]:
+  """Makes a call between two meetings, and says what it takes on this host."""
+  meet()
+  sent, cpu, start = bytes_sent(interface), time.process_time(), time.perf_counter()
+  result = call(*args)
+  seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+  meet()
+  sent = bytes_sent(interface) - sent
+  return result, {"seconds": seconds, "cpu_seconds": cpu, "sent": sent}
 
 
 def free_ports(count: int) -> list[int]:

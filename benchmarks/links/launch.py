@@ -54,13 +54,7 @@ def run_workers(
   ports = links_hosts.free_ports(len(hosts) + 1)
   ends = [(host.address, port) for host, port in zip(hosts, ports, strict=False)]
   meeting = f"{hosts[0].address}:{ports[-1]}"
-  job = {
-    **job,
-    "case": script,
-    "ends": ends,
-    "count": len(hosts),
-    "coordinator": meeting,
-  }
+  job = {**job, "case": script, "ends": ends, "coordinator": meeting}
   with tempfile.TemporaryDirectory() as folder:
     outputs = [pathlib.Path(folder, f"{rank}.json") for rank in range(len(hosts))]
     commands = []

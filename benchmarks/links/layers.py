@@ -78,15 +78,9 @@ def inside(codec: Codec, exchange: str, layers: jax.Array, x: jax.Array) -> jax.
 
 def behind(layers: jax.Array, x: jax.Array, each: bool) -> jax.Array:
   """Returns means that were exchanged behind the loop, in one message or in many."""
-  tx = gradcomp.compress(
-    FOUR_BITS,
-    axis_name="data",
-    exchange="two_shot",
-    feedback=None,
-    message_bytes=1 if each else None,
-  )
-  grads: Any = plain(layers, x)
-  grads = list(grads) if each else grads
+  way: dict[str, Any] = {"axis_name": "data", "exchange": "two_shot", "feedback": None}
+  tx = gradcomp.compress(FOUR_BITS, message_bytes=1 if each else None, **way)
+  grads: Any = list(plain(layers, x)) if each else plain(layers, x)
   means: Any = tx.update(grads, tx.init(grads))[0]
   return jnp.stack(means) if each else means
 
@@ -104,13 +98,9 @@ STEPS: dict[str, Mean] = {
 def program(
   mesh: jax.sharding.Mesh, name: str, arrays: tuple[jax.Array, ...]
 ) -> process.Timed:
-  whole = jax.P("data") if name == ALONE else jax.P()
-  mapped = jax.shard_map(
-    lambda layers, x: [STEPS[name](layers, x)],
-    mesh=mesh,
-    in_specs=(jax.P(), jax.P("data")),
-    out_specs=whole,
-  )
+  specs: dict[str, Any] = {"in_specs": (jax.P(), jax.P("data"))}
+  specs["out_specs"] = jax.P("data") if name == ALONE else jax.P()
+  mapped = jax.shard_map(lambda *own: [STEPS[name](*own)], mesh=mesh, **specs)
   compiled = jax.jit(lambda *arrays: (mapped(*arrays),)).lower(*arrays).compile()
   return process.Timed(compiled, lambda: arrays, averages=name != ALONE)
 
@@ -174,8 +164,7 @@ def measure(
 ) -> None:
   job = {name: cell[name] for name in _SIZES}
   reports = launch.run_workers(hosts, "layers", job, args.limit)
-  shared = hosts[0].interface == "lo"
-  cell["steps"] = results.combine(reports, "steps", shared=shared)
+  cell["steps"] = results.combine(reports, "steps", hosts[0].interface)
   cell["traces"] = reports[0]["traces"]
 
 

@@ -21,7 +21,6 @@ there with the same settings are kept.
 """
 
 import argparse
-import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -41,15 +40,22 @@ from gradcomp.codecs import BlockTop, Dense
 FILE = "local_links_{hosts}"
 QUICK = "2 hosts, a small network, two methods"
 BASELINE = "f32 two_shot"
-# Whether a method takes steps alone.
-METHODS = {
-  "f32 psum": False,
-  BASELINE: False,
-  "QSGD-4 two_shot": False,
-  "DiLoCo two_shot": True,
-  "SparseLoCo all_gather": True,
-  "SparseLoCo two_shot": True,
+_FORGETTING = gradcomp.ErrorFeedback(residual_decay=0.95)
+_TWO: Any = {"exchange": "two_shot"}
+_SPARSE: Any = {"codec": BlockTop(), "feedback": _FORGETTING}
+# What exchanges in every step, before AdamW.
+EACH = {
+  "f32 psum": gradcomp.dense(axis_name=AXIS),
+  BASELINE: gradcomp.dense(axis_name=AXIS, **_TWO),
+  "QSGD-4 two_shot": gradcomp.qsgd(bits=4, axis_name=AXIS, **_TWO),
 }
+# Of methods that take steps alone the outer optimizer, and options of the exchange.
+ALONE = {
+  "DiLoCo two_shot": (optax.sgd(0.7, 0.9, nesterov=True), {"codec": Dense()} | _TWO),
+  "SparseLoCo all_gather": (optax.sgd(1.0), _SPARSE | {"merge": "senders"}),
+  "SparseLoCo two_shot": (optax.sgd(4.0), _SPARSE | _TWO),
+}
+METHODS = (*EACH, *ALONE)
 OPTIONS = {
   "methods": cli.Option([*METHODS], [BASELINE, "SparseLoCo two_shot"], choices=METHODS),
   "rates": cli.Option(["100mbit"], help="of each link, in tc's words"),
@@ -70,26 +76,10 @@ RATE = 1e-3
 
 def optimizer(method: str, every: int) -> optax.GradientTransformation:
   adam = optax.adamw(RATE)
-  local = functools.partial(
-    gradcomp.local.local_steps, adam, axis_name=AXIS, every=every
-  )
-  forgetting = gradcomp.ErrorFeedback(residual_decay=0.95)
-  sparse = functools.partial(local, codec=BlockTop(), feedback=forgetting)
-  methods: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "f32 psum": lambda: optax.chain(gradcomp.dense(axis_name=AXIS), adam),
-    "f32 two_shot": lambda: optax.chain(
-      gradcomp.dense(axis_name=AXIS, exchange="two_shot"), adam
-    ),
-    "QSGD-4 two_shot": lambda: optax.chain(
-      gradcomp.qsgd(bits=4, axis_name=AXIS, exchange="two_shot"), adam
-    ),
-    "DiLoCo two_shot": lambda: local(
-      optax.sgd(0.7, 0.9, nesterov=True), codec=Dense(), exchange="two_shot"
-    ),
-    "SparseLoCo all_gather": lambda: sparse(optax.sgd(1.0), merge="senders"),
-    "SparseLoCo two_shot": lambda: sparse(optax.sgd(4.0), exchange="two_shot"),
-  }
-  return methods[method]()
+  if method in EACH:
+    return optax.chain(EACH[method], adam)
+  outer, way = ALONE[method]
+  return gradcomp.local.local_steps(adam, outer, axis_name=AXIS, every=every, **way)
 
 
 def stepper(
@@ -100,14 +90,8 @@ def stepper(
   sizes = {name: options[name] for name in ("width", "layers")}
   model = texts.Transformer(texts.CHARACTERS, **sizes)
   task = Task(model, texts.in_order(found.test[: 2 * length], length), mesh)
-  batches = texts.batches(
-    found.train,
-    options["batch"] * mesh.size,
-    length,
-    seed=0,
-    part=options["rank"],
-    parts=mesh.size,
-  )
+  own = {"seed": 0, "part": options["rank"], "parts": mesh.size}
+  batches = texts.batches(found.train, options["batch"] * mesh.size, length, **own)
   tx = optimizer(options["method"], options["every"])
   program, wire = compile_step(task, tx, next(batches))
   params = task.init_params(0)
@@ -123,35 +107,6 @@ def stepper(
   return step, {"parameters": size, "wire_report": wire.bytes_sent}
 
 
-def taken(
-  step: Callable[[], float],
-  steps: int,
-  every: int,
-  meet: Callable[[], Any],
-  interface: str,
-) -> dict[str, Any]:
-  """Takes steps, and returns their seconds and bytes, and those of rounds in step."""
-  meet()
-  sent, start = links_hosts.bytes_sent(interface), time.perf_counter()
-  for _ in range(steps):
-    step()
-  seconds = time.perf_counter() - start
-  meet()
-  sent = links_hosts.bytes_sent(interface) - sent
-  # What communication takes, and not what hosts wait for one that is late: the last
-  # step of a round begins on all hosts at once, and so does the one before.
-  alone, together = [], []
-  for _ in range(steps // every):
-    for i in range(1, every + 1):
-      if i >= every - 1:
-        meet()
-      last = step()
-      if i == every - 1:
-        alone.append(last)
-    together.append(last)
-  return {"seconds": seconds, "sent": sent, "alone": alone, "together": together}
-
-
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
   settings = {name: getattr(args, name) for name in _SETTINGS}
   for rate in args.rates:
@@ -163,8 +118,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure(
   hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
 ) -> None:
-  method = cell["method"]
-  alone = METHODS[method]
+  alone = cell["method"] in ALONE
   count = args.every * args.rounds if alone else args.steps
   names = ("method", "width", "layers", "length", "batch", "every")
   job = {name: (vars(args) | cell)[name] for name in names} | {
@@ -183,12 +137,9 @@ def measure(
     "mbit_a_second": 8e-6 * min(cell["probe"]),
     "round_trip_ms": 1e3 * cell["round_trip"],
   }
-  if alone:
-    both = [
-      [max(x[kind][i] for x in reports) for i in range(args.rounds)]
-      for kind in ("alone", "together")
-    ]
-    cell |= {"alone_seconds": both[0], "together_seconds": both[1]}
+  for kind in ("alone", "together") if alone else ():
+    rounds = zip(*(report[kind] for report in reports), strict=True)
+    cell[f"{kind}_seconds"] = [*map(max, rounds)]
 
 
 def joined(found: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
@@ -197,8 +148,7 @@ def joined(found: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
   if "step_seconds" in cell:
     own = {k: x for k, x in cell.items() if k != "settings"}
     known = known | {cell["method"]: own}
-  about = {"machine": found["machine"], "settings": cell["settings"]}
-  return about | {"methods": known}
+  return {"machine": found["machine"], "settings": cell["settings"], "methods": known}
 
 
 def shares(found: dict[str, dict[str, Any]], every: int) -> dict[str, float]:
@@ -260,9 +210,17 @@ def markdown(results: dict[str, Any]) -> str:
 
 def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
   """Times training steps on one host; hosts meet before those that are timed alone."""
-  meet = process.meeting(mesh)
+  meet, every = process.meeting(mesh), options["exchanged_every"]
   step, sizes = stepper(mesh, options)
-  for _ in range(options["first"]):
-    step()
-  size = (options["steps"], options["exchanged_every"])
-  return sizes | taken(step, *size, meet, options["interface"])
+  take = lambda count: [step() for _ in range(count)]
+  take(options["first"])
+  _, took = links_hosts.timed(options["interface"], meet, take, options["steps"])
+  # What communication takes, and not what hosts wait for one that is late: the last
+  # step of a round begins on all hosts at once, and so does the one before.
+  rounds: dict[str, list[float]] = {"alone": [], "together": []}
+  for _ in range(options["steps"] // every):
+    take(every - 2)
+    for seconds in rounds.values():
+      meet()
+      seconds.append(step())
+  return sizes | took | rounds

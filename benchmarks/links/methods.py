@@ -8,7 +8,6 @@ leaf in a message of its own, as systems do that do not merge layers (Han 2021, 
 Optimizers that exchange in place of gradients stand beside them.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -36,15 +35,14 @@ _MIB = 2**20
 _RATE = 1e-3
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
   """A codec, the exchanges to time it in, and the options that matter for its time."""
 
   codec: LeafCodec
   exchanges: tuple[str, ...]
   feedback: FeedbackName | None = None
   message_bytes: int | None = None
-  updates = False  # it makes the mean of the gradients
+  updates: bool = False  # it makes the mean of the gradients
 
   def transformation(self, exchange: str) -> optax.GradientTransformation:
     """Makes the exchange of gradients over the axis ``"data"``."""
@@ -63,32 +61,20 @@ class Case:
 class Optimizer(NamedTuple):
   """An optimizer of the gradients of the axis ``"data"``, and its exchanges' names."""
 
-  make: Callable[[str], optax.GradientTransformation]
+  transformation: Callable[[str], optax.GradientTransformation]  # by an exchange
   exchanges: tuple[str, ...]
   message_bytes: None = None
   updates: bool = True
-
-  def transformation(self, exchange: str) -> optax.GradientTransformation:
-    """Makes the optimizer with one of its exchanges."""
-    return self.make(exchange)
 
 
 APS = codecs.FloatCast(exponent_bits=5, mantissa_bits=2)
 IN_PARTS = codecs.QSGD(bits=4)  # its two_shot is also timed part by part
 
-_SELECTIONS: dict[str, dict[str, Any]] = {
-  "": {},
-  " asq": {"quantize": "asq"},
-  " sorted": {"selection": "exact"},
-}
-
 CASES: dict[str, Case] = {
   "f32": Case(codecs.Dense(), ("psum",)),
   "bf16": Case(codecs.Dense(dtype=jnp.bfloat16), ("all_gather", "two_shot")),
   "f16": Case(codecs.Dense(dtype=jnp.float16), _CHAINS),
-  "qsgd-8": Case(codecs.QSGD(bits=8), _ALL),
-  "qsgd-4": Case(codecs.QSGD(bits=4), _ALL),
-  "qsgd-2": Case(codecs.QSGD(bits=2), _ALL),
+  **{f"qsgd-{bits}": Case(codecs.QSGD(bits=bits), _ALL) for bits in (8, 4, 2)},
   "qsgd-4 shared": Case(codecs.QSGD(bits=4, share_scale=True), _SUMS),
   "qsgd-4 fitted": Case(codecs.QSGD(bits=4, levels="nonuniform"), _GATHERS),
   "qsgd-2 fitted": Case(codecs.QSGD(bits=2, levels="nonuniform"), _GATHERS),
@@ -108,11 +94,15 @@ CASES: dict[str, Case] = {
   "linear": Case(codecs.EightBit(dtype="linear"), _GATHERS),
   "aps-8": Case(APS, _CHAINS),
   **{
-    f"redsync-{percent:g}%{kind}": Case(
-      codecs.TopK(density=percent / 100, **own), ("all_gather",), "momentum"
+    f"redsync-{100 * density:g}%{kind}": Case(
+      codecs.TopK(density=density, **own), ("all_gather",), "momentum"
     )
-    for percent in (1, 0.1)
-    for kind, own in _SELECTIONS.items()
+    for density in (0.01, 0.001)
+    for kind, own in (
+      ("", {}),
+      (" asq", {"quantize": "asq"}),
+      (" sorted", {"selection": "exact"}),
+    )
   },
   "powersgd-1": Case(PowerSGD(rank=1), ("psum",), "error"),
   "powersgd-2": Case(PowerSGD(rank=2), ("psum",), "error"),
@@ -133,13 +123,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def _adam(exchange: str) -> optax.GradientTransformation:
-  return optax.chain(
-    gradcomp.dense(axis_name="data", exchange=exchange), optax.adam(_RATE)
-  )
-
-
-def _bf16(grads: list[jax.Array]) -> list[jax.Array]:
+def _bf16(grads: list[jax.Array], _: Any) -> list[jax.Array]:
   """Returns JAX's own mean in bfloat16."""
   mean = jax.lax.pmean([x.astype(jnp.bfloat16) for x in grads], "data")
   return [x.astype(jnp.float32) for x in mean]
@@ -148,16 +132,19 @@ def _bf16(grads: list[jax.Array]) -> list[jax.Array]:
 # Times go from the gradient to the update. The first step, which is not timed, is in
 # float32 where there is a warm-up.
 OPTIMIZERS: dict[str, Optimizer] = {
-  "jax bf16": Optimizer(
-    lambda _: optax.stateless(lambda grads, _: _bf16(grads)), ("psum",), updates=False
+  "jax bf16": Optimizer(lambda _: optax.stateless(_bf16), ("psum",), updates=False),
+  "adam": Optimizer(
+    lambda way: optax.chain(
+      gradcomp.dense(axis_name="data", exchange=way), optax.adam(_RATE)
+    ),
+    ("psum",),
   ),
-  "adam": Optimizer(_adam, ("psum",)),
   "1-bit adam": Optimizer(
-    lambda name: optimizers.adam(_RATE, axis_name="data", exchange=name, warmup=1),
+    lambda way: optimizers.adam(_RATE, axis_name="data", exchange=way, warmup=1),
     ("two_shot", "all_gather"),
   ),
   "dion-4": Optimizer(
-    lambda name: contrib.dion(_RATE, axis_name="data", exchange=name, rank=4), ("psum",)
+    lambda way: contrib.dion(_RATE, axis_name="data", exchange=way, rank=4), ("psum",)
   ),
 }
 

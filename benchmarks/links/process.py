@@ -13,7 +13,6 @@ import json
 import os
 import pathlib
 import sys
-import time
 import traceback
 import zlib
 from collections.abc import Callable
@@ -48,33 +47,20 @@ def measure(
   mesh: jax.sharding.Mesh, programs: dict[str, Timed], options: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
   """Times all programs in turn, ``repeats`` times after a first call."""
-  meet, interface = meeting(mesh), options["interface"]
+  meet, mean = meeting(mesh), None
+  run = lambda timed, arguments: jax.block_until_ready(timed.program(*arguments))
   results: dict[str, dict[str, Any]] = {
-    name: {
-      "seconds": [],
-      "cpu_seconds": [],
-      "sent": [],
-      "wire_report": gradcomp.wire_report(timed.program).bytes_sent,
-    }
+    name: {"wire_report": gradcomp.wire_report(timed.program).bytes_sent}
     for name, timed in programs.items()
   }
-  mean = None
   for repeat in range(options["repeats"] + 1):
     for name, timed in programs.items():
       arguments = jax.block_until_ready(timed.arguments())
-      meet()
-      sent = hosts.bytes_sent(interface)
-      cpu, start = time.process_time(), time.perf_counter()
-      outputs = jax.block_until_ready(timed.program(*arguments))
-      seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-      meet()
-      sent = hosts.bytes_sent(interface) - sent
+      outputs, took = hosts.timed(options["interface"], meet, run, timed, arguments)
       timed.keep(outputs)
-      if repeat:
-        results[name]["seconds"].append(seconds)
-        results[name]["cpu_seconds"].append(cpu)
-        results[name]["sent"].append(sent)
-      elif timed.averages:
+      for kind, amount in took.items() if repeat else ():
+        results[name].setdefault(kind, []).append(amount)
+      if timed.averages and not repeat:
         leaves = [np.ravel(leaf.addressable_data(0)) for leaf in outputs[0]]
         result = np.concatenate(leaves)
         mean = result if mean is None else mean

@@ -6,18 +6,18 @@ it, and the time of the plain f32 mean that was measured with it.
 """
 
 import json
-import os
+import operator
 import pathlib
 import statistics
 from typing import Any
 
 from benchmarks.links import launch
 
-_KEY = ("hosts", "rate", "mib", "leaves")
+_key = operator.itemgetter("hosts", "rate", "mib", "leaves")
 
 
 def combine(
-  reports: list[dict[str, Any]], kind: str, shared: bool
+  reports: list[dict[str, Any]], kind: str, interface: str
 ) -> dict[str, dict[str, Any]]:
   """Makes one entry a program: the slowest host's time; the first is the baseline."""
   results: dict[str, dict[str, Any]] = {}
@@ -31,7 +31,7 @@ def combine(
       "cpu_seconds_a_host": statistics.mean(
         statistics.median(e["cpu_seconds"]) for e in entries
       ),
-      "bytes_sent": sent / len(reports) if shared else sent,
+      "bytes_sent": sent / len(reports) if interface == "lo" else sent,
       "bytes_wire_report": first["wire_report"],
     }
     if "crc32" in first:
@@ -42,53 +42,27 @@ def combine(
   return results
 
 
-def load_note() -> list[float]:
-  """Returns the machine's load of the last minute, and its cores."""
-  return [os.getloadavg()[0], float(os.cpu_count() or 1)]
-
-
 def merge(runs: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
   """Returns the runs with a new one, whose steps join those of the same cell.
 
   A step, a part or a failure that was there before is replaced, and so is the probe, if
   there is a new one.
-
-  >>> cell = {"hosts": 2, "rate": "1gbit", "mib": 1, "leaves": 1}
-  >>> cell |= {"parts": {}}
-  >>> old = cell | {"probe": [9.0], "steps": {"a": 1, "b": 1}, "failed": {}}
-  >>> new = cell | {"probe": [], "steps": {"b": 2}, "failed": {"c": "hung"}}
-  >>> [run] = merge([old], new)
-  >>> run["probe"], run["steps"], run["failed"]
-  ([9.0], {'a': 1, 'b': 2}, {'c': 'hung'})
   """
-  runs = [dict(run) for run in runs]
   for i, old in enumerate(runs):
-    if _key(old) != _key(new):
-      continue
-    joined = old | new | {"probe": new["probe"] or old["probe"]}
-    for kind in ("steps", "parts", "failed"):
-      joined[kind] = old[kind] | new[kind]
-    joined["failed"] = {
-      k: v for k, v in joined["failed"].items() if k not in new["steps"]
-    }
-    runs[i] = joined
-    return runs
+    if _key(old) == _key(new):
+      joined = old | new | {"probe": new["probe"] or old["probe"]}
+      joined |= {kind: old[kind] | new[kind] for kind in ("steps", "parts", "failed")}
+      for name in new["steps"]:
+        joined["failed"].pop(name, None)
+      return [*runs[:i], joined, *runs[i + 1 :]]
   return [*runs, new]
-
-
-def _key(run: dict[str, Any]) -> tuple[Any, ...]:
-  return tuple(run[name] for name in _KEY)
 
 
 def find(
   runs: list[dict[str, Any]], hosts: int, rate: str, leaves: int | str, mib: float = 64
 ) -> dict[str, Any]:
   """Returns the run of a cell, or raises KeyError."""
-  wanted = (hosts, rate, mib, leaves)
-  for run in runs:
-    if _key(run) == wanted:
-      return run
-  raise KeyError(wanted)
+  return {_key(run): run for run in runs}[hosts, rate, mib, leaves]
 
 
 def read(path: pathlib.Path | None) -> dict[str, Any]:

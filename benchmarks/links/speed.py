@@ -103,26 +103,20 @@ def measure(
   given = shapes_of(cell["leaves"], args.mib)
   brief = (cell["rate"], cell["leaves"]) != ("1gbit", 1)
   names = methods.chosen(list(args.codecs), brief, len(given) == 1)
-  job = {"shapes": given, "repeats": cell["repeats"]}
-  shared = hosts[0].interface == "lo"
+  job, interface = {"shapes": given, "repeats": cell["repeats"]}, hosts[0].interface
   reports = launch.run_workers(hosts, "speed", job | {"steps": names}, args.limit)
   for kind in ("steps", "parts"):
-    cell[kind] = results.combine(reports, kind, shared=shared)
+    cell[kind] = results.combine(reports, kind, interface)
   has = [args.torch, "-c", "import torch"]
   if args.torch and not subprocess.run(has, capture_output=True).returncode:
     threads = max(1, (os.cpu_count() or 1) // len(hosts))
-    own = {"GLOO_SOCKET_IFNAME": hosts[0].interface, "OMP_NUM_THREADS": str(threads)}
+    own = {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": str(threads)}
+    way: Any = {"python": args.torch, "environment": launch.MALLOC | own}
     for name in (f"ddp {hook}" for hook in args.hooks):  # each may hang
+      job["steps"] = ["ddp f32", name]
       try:
-        reports = launch.run_workers(
-          hosts,
-          "torch_worker",
-          job | {"steps": ["ddp f32", name]},
-          args.limit,
-          python=args.torch,
-          environment=launch.MALLOC | own,
-        )
-        cell["steps"] |= results.combine(reports, "steps", shared=shared)
+        reports = launch.run_workers(hosts, "torch_worker", job, args.limit, **way)
+        cell["steps"] |= results.combine(reports, "steps", interface)
       except RuntimeError as error:  # ours are measured, and worth keeping
         print(f"PyTorch's workers have failed: {error}")
         cell["failed"][name] = "ended with an error"
@@ -143,8 +137,7 @@ def show(run: dict[str, Any]) -> None:
   """Prints the steps and the parts of a run beside what their bytes need."""
   rows = run["steps"] | {f"part: {name}": x for name, x in run["parts"].items()}
   found = pd.DataFrame.from_dict(rows, orient="index")
-  known = found["bytes_wire_report"].astype(float)
-  report = known.where(known > 0)
+  report = found["bytes_wire_report"].astype(float).where(lambda known: known > 0)
   shown = {
     "ms": 1e3 * found["median_seconds"],
     "least": 1e3 * found["seconds"].map(min),
@@ -195,12 +188,12 @@ def _by_rates(runs: list[dict[str, Any]]) -> str:
       for run in measured
     }
   ).min(axis=1)
-  lines = []
   # PyTorch's behind ours, and parts behind both.
   order = lambda name: name.startswith("ddp ") + 2 * name.startswith("*part")
-  for name in sorted(cells.index, key=order):
-    megabytes = f"{sent[name]:.2f}" if name in sent else ""
-    lines.append([name, megabytes, *cells.loc[name]])
+  lines = [
+    [name, f"{sent[name]:.2f}" if name in sent else "", *cells.loc[name]]
+    for name in sorted(cells.index, key=order)
+  ]
   return tables.table(["", "MB", *cells.columns], lines)
 
 
@@ -233,7 +226,5 @@ def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
   if "qsgd-4 two_shot" in whole and len(set(given)) == 1:
     parts = dict(steps.parts(mesh, grads, methods.IN_PARTS))
   found = process.measure(mesh, whole | parts, options)
-  return {
-    "steps": {name: found[name] for name in whole},
-    "parts": {name: found[name] for name in parts},
-  }
+  kinds = {"steps": whole, "parts": parts}
+  return {kind: {name: found[name] for name in own} for kind, own in kinds.items()}

@@ -17,7 +17,6 @@ import json
 import os
 import pathlib
 import sys
-import time
 import traceback
 import zlib
 from typing import Any
@@ -129,53 +128,45 @@ def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
   return found
 
 
-def measure(
-  names: list[str], grads: list[torch.Tensor], repeats: int, interface: str
-) -> dict[str, dict[str, Any]]:
+def measure(grads: list[torch.Tensor], options: dict[str, Any]) -> dict[str, Any]:
   """Times each program by itself, after calls that are not timed."""
   results: dict[str, dict[str, Any]] = {}
   mean = None
-  for name in names:
+  for name in options["steps"]:
     model = model_of(name, grads)
-    for repeat in range(-_WARM_UP, repeats):
+    for repeat in range(-_WARM_UP, options["repeats"]):
       model.zero_grad(set_to_none=True)
-      loss = model(grads)
-      dist.barrier()
-      sent = hosts.bytes_sent(interface)
-      cpu, start = time.process_time(), time.perf_counter()
-      loss.backward()
-      seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-      dist.barrier()
-      sent = hosts.bytes_sent(interface) - sent
+      given = dist.barrier, model(grads).backward
+      _, took = hosts.timed(options["interface"], *given)
       if repeat == -1:  # a hook's first real call: no residual is in it yet
         parts = [leaf.grad.numpy().ravel() for leaf in model.module.leaves]
         result = np.concatenate(parts)
         mean = result if mean is None else mean
-        error = np.linalg.norm(result - mean) / np.linalg.norm(mean)
-        known = {"error": float(error), "crc32": zlib.crc32(result)}
-        empty = {"seconds": [], "cpu_seconds": [], "sent": []}
-        results[name] = empty | known | {"wire_report": None}
-      if repeat >= 0:
-        results[name]["seconds"].append(seconds)
-        results[name]["cpu_seconds"].append(cpu)
-        results[name]["sent"].append(sent)
+        error = float(np.linalg.norm(result - mean) / np.linalg.norm(mean))
+        results[name] = {
+          "error": error,
+          "crc32": zlib.crc32(result),
+          "wire_report": None,
+        }
+      for kind, amount in took.items() if repeat >= 0 else ():
+        results[name].setdefault(kind, []).append(amount)
   return results
 
 
 def main(options: dict[str, Any]) -> None:
-  rank, output = options["rank"], pathlib.Path(options["output"])
+  rank, count = options["rank"], len(options["ends"])
   host, _, port = options["coordinator"].rpartition(":")
   dist.init_process_group(
-    "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=options["count"]
+    "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=count
   )
   rng = np.random.default_rng(rank)
   grads = [
     torch.from_numpy(rng.standard_normal(shape[::-1], np.float32))
     for shape in options["shapes"]
   ]
-  steps = measure(options["steps"], grads, options["repeats"], options["interface"])
+  steps = measure(grads, options)
   dist.barrier()
-  output.write_text(json.dumps({"steps": steps}))
+  pathlib.Path(options["output"]).write_text(json.dumps({"steps": steps}))
   os._exit(0)  # the reducers' threads are not waited for
 
 

@@ -36,11 +36,11 @@ def test_the_slowest_host_takes_the_time():
   first = {"plain": took(1, 4.0, 6.0), "x": took(1, 1.0, 5.0)}
   second = {"plain": took(1, 5.0, 5.0), "x": took(2, 3.0, 2.0)}
   reports = [{"steps": first}, {"steps": second}]
-  found = results.combine(reports, "steps", shared=False)
+  found = results.combine(reports, "steps", interface="eth0")
   assert [x["seconds"] for x in found.values()] == [[5.0, 6.0], [3.0, 5.0]]
   assert [x["same_bits"] for x in found.values()] == [True, False]
   assert results.speed_up(found["x"]) == 5.5 / 4.0
-  shared = results.combine(reports, "steps", shared=True)
+  shared = results.combine(reports, "steps", interface="lo")
   assert [x["x"]["bytes_sent"] for x in (found, shared)] == [8, 4]
 
 
