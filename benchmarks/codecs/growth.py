@@ -28,11 +28,12 @@ import optax
 
 import gradcomp
 from benchmarks.common import cli, quiet, tables
-from benchmarks.common.shapes import placed
+from benchmarks.common.shapes import mapped
 from gradcomp.codecs import QSGD
 
 WORKERS = 8
 _OVER: Any = {"axis_name": "data"}
+P = jax.P
 _HOSTS = ("host", "chip")  # the axes of two hosts, for an exchange within and between
 
 ALONE = "adamw alone"
@@ -132,13 +133,11 @@ def measure(method: str, params: Any, *, compiled: bool = True) -> dict[str, flo
     updates, state = exchange.update(gradient, state, params)
     return optax.apply_updates(params, updates), state
 
-  mapped = jax.shard_map(
-    update, mesh=mesh, in_specs=(jax.P(), specs, jax.P()), out_specs=(jax.P(), specs)
-  )
-  params, state = placed(mesh, (params, state), (jax.P(), specs))
+  args, given, made = (params, state, params), (P(), specs, P()), (P(), specs)
+  step, args = mapped(mesh, update, args, given, made, donate_argnums=(0, 1))
   clock = time.process_time
   started = clock()
-  traced = jax.jit(mapped, donate_argnums=(0, 1)).trace(params, state, params)
+  traced = step.trace(*args)
   found = {"trace": clock() - started, "leaves": len(jax.tree.leaves(params))}
   if compiled:
     lowered = traced.lower()
@@ -146,10 +145,8 @@ def measure(method: str, params: Any, *, compiled: bool = True) -> dict[str, flo
     began = clock()
     analysis = lowered.compile().memory_analysis()
     gradient = 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-    found |= {
-      "compile": clock() - began,
-      "temporaries": analysis.temp_size_in_bytes / gradient,
-    }
+    found["compile"] = clock() - began
+    found["temporaries"] = analysis.temp_size_in_bytes / gradient
   return found
 
 

@@ -127,12 +127,11 @@ def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
     mean, state = tx.update(gradient, state)
     return state, mean
 
-  mapped = jax.shard_map(
-    update, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(specs, jax.P())
-  )
   whole = jax.ShapeDtypeStruct((WORKERS * shape[0], *shape[1:]), jnp.float32)
-  args = shapes.placed(mesh, ([whole] * case.leaves, state), (jax.P("data"), specs))
-  return jax.jit(mapped, donate_argnums=1).lower(*args).compile()
+  args = ([whole] * case.leaves, state)
+  given, made = (jax.P("data"), specs), (specs, jax.P())
+  step, args = shapes.mapped(mesh, update, args, given, made, donate_argnums=1)
+  return step.lower(*args).compile()
 
 
 def measure(case: Case, shape: tuple[int, ...] = SHAPE) -> Memory:

@@ -14,6 +14,15 @@ def placed(mesh: Any, tree: Any, specs: Any) -> Any:
   return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, jax.P))
 
 
+def mapped(
+  mesh: Any, function: Any, args: Any, specs: Any, results: Any, **options: Any
+) -> tuple[Any, Any]:
+  """Returns a jitted map of a function over a mesh, and structs of its arguments."""
+  donated = options.pop("donate_argnums", ())
+  own = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=results, **options)
+  return jax.jit(own, donate_argnums=donated), placed(mesh, args, specs)
+
+
 def resnet50(leaves: int | None = None) -> list[jax.Array]:
   """Draws random gradients of ResNet-50's 161 leaves, or of its first ``leaves``."""
   shapes = resnet50_shapes()[:leaves]

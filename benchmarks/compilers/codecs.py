@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common.shapes import placed
+from benchmarks.common.shapes import mapped
 from benchmarks.compilers import program as hlo
 from benchmarks.compilers import targets
 from gradcomp import codecs
@@ -161,13 +161,8 @@ def _compiled(
   target: str, function: Any, shapes: list[Any]
 ) -> tuple[dict[str, Any], str]:
   """Compiles a function for each device of a target by itself."""
-  found = targets.TARGETS[target]
-  mesh = found.mesh()
+  found, whole = targets.TARGETS[target], jax.P()
   # Kernels of Pallas learn from the map which GPU they are for.
-  whole = jax.P()
-  mapped = jax.shard_map(
-    function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
-  )
-  args = placed(mesh, shapes, whole)
-  compiled, facts = hlo.compile_for(found, jax.jit(mapped), args)
+  made = mapped(found.mesh(), function, shapes, whole, whole, check_vma=False)
+  compiled, facts = hlo.compile_for(found, *made)
   return facts, compiled.as_text()

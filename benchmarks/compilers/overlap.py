@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
-from benchmarks.common.shapes import placed
+from benchmarks.common.shapes import mapped
 from benchmarks.compilers import program as hlo
 from benchmarks.compilers.targets import TARGETS, Extent
 from gradcomp import codecs, parallel
@@ -114,8 +114,8 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
   if case.messages in (BEHIND, INSIDE):
     return _scanned(target, case)
   if case.messages in FORMS:
-    mesh = TARGETS[target].mesh(axes_of(case.messages))
-    return _sharded(mesh, case.messages)
+    axes = {"host": 2, "chip": 4} if case.messages == INNER else {"data": 8}
+    return _sharded(TARGETS[target].mesh(axes), case.messages)
   mesh, names = _mesh(target, case)
   optimizer = gradcomp.qsgd(
     bits=4,
@@ -128,8 +128,8 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
 
   def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
     for layer in params:
-      x = jnp.tanh(x @ layer)
-    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+      x, _ = _layer(x, layer)
+    return _mean_square(x)
 
   def step(params: list[jax.Array], state: Any, x: jax.Array) -> Any:
     own = [jax.lax.pcast(layer, names, to="varying") for layer in params]
@@ -142,9 +142,16 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
     return moved, state
 
   state = jax.eval_shape(optimizer.init, layers)
-  whole, specs = jax.P(), (jax.P(), jax.P(), jax.P(names))
-  mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(whole, whole))
-  return jax.jit(mapped), placed(mesh, (layers, state, batch), specs)
+  whole, args = jax.P(), (layers, state, batch)
+  return mapped(mesh, step, args, (whole, whole, jax.P(names)), (whole, whole))
+
+
+def _layer(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
+  return jnp.tanh(x @ layer), None
+
+
+def _mean_square(x: jax.Array) -> jax.Array:
+  return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
 
 def _mesh(target: str, case: Case) -> tuple[Any, str | tuple[str, ...]]:
@@ -163,16 +170,12 @@ def _scanned(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
   shape = jax.ShapeDtypeStruct((SCANNED, WIDTH, WIDTH), jnp.bfloat16)
   batch = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), jnp.bfloat16)
 
-  def body(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
-    return jnp.tanh(x @ layer), None
-
   def loss(layers: jax.Array, x: jax.Array) -> jax.Array:
     if case.messages == INSIDE:
-      x, _ = parallel.scan(body, x, layers, codec=codec, key=key, **way)
+      x, _ = parallel.scan(_layer, x, layers, codec=codec, key=key, **way)
     else:
-      again = jax.checkpoint(body, prevent_cse=False)
-      x, _ = jax.lax.scan(again, x, layers)
-    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+      x, _ = jax.lax.scan(jax.checkpoint(_layer, prevent_cse=False), x, layers)
+    return _mean_square(x)
 
   def step(layers: jax.Array, x: jax.Array) -> jax.Array:
     if case.messages == INSIDE:
@@ -182,13 +185,7 @@ def _scanned(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
       mean, _ = behind.update(jax.grad(loss)(own, x), behind.init(layers))
     return layers - (0.1 * mean).astype(layers.dtype)
 
-  specs = jax.P(), jax.P(names)
-  mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P())
-  return jax.jit(mapped), placed(mesh, (shape, batch), specs)
-
-
-def axes_of(form: str) -> dict[str, int]:
-  return {"host": 2, "chip": 4} if form == INNER else {"data": 8}
+  return mapped(mesh, step, (shape, batch), (jax.P(), jax.P(names)), jax.P())
 
 
 def _sharded(mesh: Any, form: str) -> tuple[Any, tuple[Any, ...]]:
@@ -203,20 +200,15 @@ def _sharded(mesh: Any, form: str) -> tuple[Any, tuple[Any, ...]]:
     "backward_axis_name": "chip" if form == INNER else None,
   }
 
-  def body(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
-    return jnp.tanh(x @ layer), None
-
   def step(shards: jax.Array, layers: jax.Array, x: jax.Array) -> jax.Array:
     whole = layers if form == OWNERS else None
 
     def loss(shards: jax.Array) -> jax.Array:
-      y, _ = parallel.scan(body, x, shards, whole=whole, **way)
-      return jnp.mean(jnp.square(y.astype(jnp.float32)))
+      return _mean_square(parallel.scan(_layer, x, shards, whole=whole, **way)[0])
 
     return shards - (0.1 * jax.grad(loss)(shards)).astype(shards.dtype)
 
-  cut, whole, rows = jax.P(None, names), jax.P(), jax.P(names)
-  mapped = jax.shard_map(step, mesh=mesh, in_specs=(cut, whole, rows), out_specs=cut)
+  cut = jax.P(None, names)
   layers = jax.ShapeDtypeStruct((SCANNED, WIDTH, WIDTH), jnp.bfloat16)
   batch = jax.ShapeDtypeStruct((mesh.size * BATCH, WIDTH), jnp.bfloat16)
-  return jax.jit(mapped), placed(mesh, (layers, layers, batch), (cut, whole, rows))
+  return mapped(mesh, step, (layers, layers, batch), (cut, jax.P(), jax.P(names)), cut)

@@ -8,6 +8,7 @@ copies, most reshapes and kernels of Pallas; so a sum of cycles is a lower bound
 """
 
 import collections
+import itertools
 import math
 import re
 import time
@@ -21,7 +22,6 @@ from gradcomp._src.report.hlo_text import Computation, Instruction, Module, read
 
 # An array: its dtype, its shape, and its layout, like {1,0:T(8,128)(2,1)S(1)}.
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)((?::[^}]*)?)\})?")
-_BITS = {"pred": 8, "bf16": 16, "token": 0}
 
 # Instructions that only name what others make, or wait for it.
 _FREE = frozenset(
@@ -49,11 +49,9 @@ class Array(NamedTuple):
 
   @property
   def bits(self) -> int:
-    if packed := re.search(r"E\((\d+)\)", self.tiling):
-      return int(packed[1])
-    digits = re.match(r"[a-z]+(\d+)", self.dtype)
-    known = _BITS.get(self.dtype)
-    return known if known is not None else int(digits[1]) if digits else 0
+    packed = re.search(r"E\((\d+)\)", self.tiling)
+    found = packed or re.match(r"[a-z]+(\d+)", self.dtype)
+    return int(found[1]) if found else 8 * (self.dtype == "pred")
 
   @property
   def bytes(self) -> int:
@@ -168,8 +166,8 @@ def trips_of(module: Module, loop: Instruction) -> int | None:
   if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.backend_config):
     return int(known[1])
   condition = module.computations[loop.calls["condition"][0]]
-  called = [name for x in condition for names in x.calls.values() for name in names]
-  every = [*condition, *(x for name in called for x in module.computations[name])]
+  called = (callee for x in condition for callee in condition.called(x))
+  every = [*condition, *itertools.chain(*called)]
   numbers = {
     x.arguments[0]
     for x in every
@@ -226,10 +224,8 @@ def compile_for(
     lowered = function.lower(*args)
   between = time.monotonic()
   compiled = lowered.compile(compiler_options=dict(flags) if flags else None)
-  seconds = {
-    "lower_seconds": round(between - start, 1),
-    "compile_seconds": round(time.monotonic() - between, 1),
-  }
+  ends = {"lower": between - start, "compile": time.monotonic() - between}
+  seconds = {f"{name}_seconds": round(x, 1) for name, x in ends.items()}
   return compiled, facts(compiled, target) | seconds
 
 
@@ -242,12 +238,8 @@ def facts(compiled: Any, target: Target) -> dict[str, Any]:
   ``launches`` counts what a device starts in one run, a loop's as often as it runs;
   what has no array for its result is counted apart, as ``scalars``.
   """
-  memory = compiled.memory_analysis()
   program = Program(compiled.as_text())
-  spent: collections.Counter[str] = collections.Counter()
-  started: collections.Counter[str] = collections.Counter()
-  moved: collections.Counter[str] = collections.Counter()
-  kernels: collections.Counter[str] = collections.Counter()
+  spent, started, moved, kernels = (collections.Counter[str]() for _ in range(4))
   loops = []
   for run in program.runs():
     found, where = run.instruction, part(run.instruction.op_name)
@@ -267,7 +259,7 @@ def facts(compiled: Any, target: Target) -> dict[str, Any]:
   )
   return {
     "versions": versions(target),
-    "temporaries": memory.temp_size_in_bytes,
+    "temporaries": compiled.memory_analysis().temp_size_in_bytes,
     "cycles": dict(spent) if target.platform == "tpu" else None,
     "launches": dict(started),
     "moved": dict(moved),

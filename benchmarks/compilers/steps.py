@@ -8,6 +8,7 @@ axes.
 
 import collections
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
-from benchmarks.common.shapes import placed
-from benchmarks.compilers import nets, targets
+from benchmarks.common.shapes import mapped, placed
 from benchmarks.compilers import program as hlo
+from benchmarks.compilers import targets
 from gradcomp import local, parallel
 from gradcomp.codecs import QSGD, EightBit
 from gradcomp.exchange import Hierarchical
@@ -27,6 +28,67 @@ P = jax.P
 Form = Literal["shard_map", "jit"]
 PLAIN = "plain mean"
 BATCH = 4  # sequences of a worker
+Params = dict[str, Any]
+
+
+class Net(NamedTuple):
+  """A decoder-only transformer, as small as messages of large models allow."""
+
+  layers: int = 4
+  width: int = 256
+  heads: int = 4
+  symbols: int = 1024
+  length: int = 128
+  scanned: bool = False
+  dtype: Any = jnp.float32
+
+  def params(self) -> Params:
+    d = self.width
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, self.dtype)
+    layer = {"norm1": of(d), "attend": of(d, 3 * d), "mix": of(d, d)}
+    layer |= {"norm2": of(d), "widen": of(d, 4 * d), "narrow": of(4 * d, d)}
+    if self.scanned:
+      layers: Any = {name: of(self.layers, *x.shape) for name, x in layer.items()}
+    else:
+      layers = [layer] * self.layers
+    return {"embed": of(self.symbols, d), "layers": layers, "norm": of(d)}
+
+  def size(self) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(self.params()))
+
+  def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
+    """Computes the mean loss of each next token, ``int32[batch, length + 1]``."""
+    x = params["embed"][tokens[:, :-1]]
+    x = self.body(params["layers"], x)
+    logits = _normed(x, params["norm"]) @ params["embed"].T
+    found = jax.nn.log_softmax(logits.astype(jnp.float32))
+    labels = jax.nn.one_hot(tokens[:, 1:], self.symbols)
+    return -jnp.mean(jnp.sum(found * labels, axis=-1))
+
+  def body(self, layers: Any, x: jax.Array) -> jax.Array:
+    if self.scanned:
+      step = lambda x, layer: (self.layer(layer, x), None)
+      return jax.lax.scan(step, x, layers)[0]
+    for layer in layers:
+      x = self.layer(layer, x)
+    return x
+
+  def layer(self, params: Params, x: jax.Array) -> jax.Array:
+    """Applies attention and two dense layers, each added to its input."""
+    batch, length, width = x.shape
+    given = _normed(x, params["norm1"]) @ params["attend"]
+    heads = given.reshape(batch, length, self.heads, -1)
+    query, key, value = jnp.split(heads, 3, axis=-1)
+    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    x += mixed.reshape(batch, length, width) @ params["mix"]
+    wide = jax.nn.gelu(_normed(x, params["norm2"]) @ params["widen"])
+    return x + wide @ params["narrow"]
+
+
+def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+  whole = x.astype(jnp.float32)
+  root = jax.lax.rsqrt(jnp.mean(whole**2, axis=-1, keepdims=True) + 1e-6)
+  return (whole * root).astype(x.dtype) * scale
 
 
 class Method(NamedTuple):
@@ -47,11 +109,7 @@ NEAREST = QSGD(bits=4, bucket_size=128, rounding="nearest")
 
 def _behind(recipe: Any, **options: Any) -> Method:
   """Returns the method that puts a recipe in front of SGD with momentum."""
-  return Method(lambda axes: _chain(recipe(axis_name=axes, **options)))
-
-
-def _chain(exchange: Any) -> optax.GradientTransformation:
-  return optax.chain(exchange, optax.sgd(0.1, momentum=0.9))
+  return Method(lambda axes: optax.chain(recipe(axis_name=axes, **options), _INNER))
 
 
 def _plain(axis_name: Any) -> optax.GradientTransformation:
@@ -148,7 +206,7 @@ def cases(target: str, extent: targets.Extent) -> dict[str, Case]:
 
 def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
   method = METHODS[case.method]
-  net = nets.Net(scanned=case.scanned, dtype=method.dtype)
+  net = Net(scanned=case.scanned, dtype=method.dtype)
   compiled, facts = _compiled(target, case)
   found = {
     "gradient": 4 * net.size(),
@@ -203,67 +261,56 @@ def _explained(case: Case) -> int | None:
     return None
   workers = dict(method.axes)
   optimizer = method.make(tuple(workers) if len(workers) > 1 else next(iter(workers)))
-  params = nets.Net(scanned=case.scanned, dtype=method.dtype).params()
+  params = Net(scanned=case.scanned, dtype=method.dtype).params()
   return gradcomp.explain(optimizer, params, workers=workers).bytes_sent
 
 
 def _compiled(target: str, case: Case) -> tuple[Any, dict[str, Any]]:
   method, found = METHODS[case.method], targets.TARGETS[target]
-  net = nets.Net(scanned=case.scanned, dtype=method.dtype)
+  net = Net(scanned=case.scanned, dtype=method.dtype)
   mesh = found.mesh(dict(method.axes), explicit=case.form == "jit")
   names = tuple(name for name, _ in method.axes)
   axes = names if len(names) > 1 else names[0]
   optimizer = method.make(axes)
   with jax.set_mesh(mesh):
-    make = _gathering if method.sharded else _mapped if case.form != "jit" else _plainly
-    step, args = make(net, optimizer, axes, case)
+    step, args = (_gathering if method.sharded else _whole)(net, optimizer, axes, case)
     return hlo.compile_for(found, step, args)
 
 
-def _tokens(net: nets.Net, workers: int) -> jax.ShapeDtypeStruct:
+def _tokens(net: Net, workers: int) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct((BATCH * workers, net.length + 1), jnp.int32)
 
 
-def _mapped(net: nets.Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
-  """Makes a step in one map over all workers."""
-  mesh, params = jax.sharding.get_mesh(), net.params()
+def _whole(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
+  """Makes a step in one map, or in plain ``jax.jit``, as the README does."""
+  mesh, params, plainly = jax.sharding.get_mesh(), net.params(), case.form == "jit"
   state = jax.eval_shape(optimizer.init, params)
   kept = gradcomp.state_specs(state, axis_name=axes)
 
-  def worker(params: Any, state: Any, tokens: Any) -> Any:
+  def loss_and_grads(params: Any, state: Any, tokens: Any) -> Any:
+    if plainly:
+      return gradcomp.value_and_grad(net.loss, axis_name=axes)(params, tokens)
     at = local.local_params(params, state)
     if case.method != PLAIN:
       at = gradcomp.defer_reduction(at, axis_name=axes)
-    loss, grads = jax.value_and_grad(net.loss)(at, tokens)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, axes)
-
-  given, made, checked = (P(), kept, P(axes)), (P(), kept, P()), case.method != PLAIN
-  step = jax.shard_map(worker, in_specs=given, out_specs=made, check_vma=checked)
-  args = placed(mesh, (params, state, _tokens(net, mesh.size)), given)
-  return jax.jit(step, donate_argnums=(0, 1)), args
-
-
-def _plainly(net: nets.Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
-  """Makes a step in plain ``jax.jit``, as the README does."""
-  mesh, params = jax.sharding.get_mesh(), net.params()
-  state = jax.eval_shape(optimizer.init, params)
-  grad_fn = gradcomp.value_and_grad(net.loss, axis_name=axes)
+    return jax.value_and_grad(net.loss)(at, tokens)
 
   def step(params: Any, state: Any, tokens: Any) -> Any:
-    loss, grads = grad_fn(params, tokens)
+    loss, grads = loss_and_grads(params, state, tokens)
     updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss
+    params = optax.apply_updates(params, updates)
+    return params, state, loss if plainly else jax.lax.pmean(loss, axes)
 
-  specs = (P(), gradcomp.state_specs(state, axis_name=axes), P(axes))
-  args = placed(mesh, (params, state, _tokens(net, mesh.size)), specs)
-  return jax.jit(step, donate_argnums=(0, 1)), args
+  args, donated = (params, state, _tokens(net, mesh.size)), {"donate_argnums": (0, 1)}
+  given, made, checked = (P(), kept, P(axes)), (P(), kept, P()), case.method != PLAIN
+  if plainly:
+    return jax.jit(step, **donated), placed(mesh, args, given)
+  return mapped(mesh, step, args, given, made, check_vma=checked, **donated)
 
 
-def _gathering(net: nets.Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
+def _gathering(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
   """Makes a step whose workers have parts of the parameters, and gather them (FSDP)."""
   mesh = jax.sharding.get_mesh()
-  coded = lambda x: case.method == "gather" and x.ndim > 1
   # Each layer's parts are cut along their first axis, behind that of a scan.
   stacked = lambda path: case.scanned and path[0].key == "layers"
   cut = lambda path, _: P(None, axes) if stacked(path) else P(axes)
@@ -282,17 +329,17 @@ def _gathering(net: nets.Net, optimizer: Any, axes: Any, case: Case) -> tuple[An
   of_residuals = jax.tree.map(lambda spec, x: x and spec, specs, residuals)
 
   def whole(pair: Any) -> Any:
-    part, residual = pair
-    codecs: dict[str, Any] = {"params": None, "grads": None}
-    if coded(part):
-      codecs = {"params": EIGHT, "grads": NEAREST}
-    return parallel.gather(part, axis_name=axes, residual=residual, **codecs)
+    part, kept = pair
+    coded = case.method == "gather" and part.ndim > 1
+    there, back = (EIGHT, NEAREST) if coded else (None, None)
+    own: Any = {"axis_name": axes, "params": there, "grads": back}
+    return parallel.gather(part, residual=kept, **own)
 
   wholes = lambda pairs: jax.tree.map(whole, pairs, is_leaf=lambda x: type(x) is tuple)
 
-  class Gathered(nets.Net):
+  class Gathered(Net):
     def layer(self, params: Any, x: jax.Array) -> jax.Array:
-      inside = lambda params, x: nets.Net.layer(self, wholes(params), x)
+      inside = lambda params, x: Net.layer(self, wholes(params), x)
       return jax.checkpoint(inside)(params, x)
 
   def loss_fn(params: Any, residuals: Any, tokens: Any) -> jax.Array:
@@ -309,6 +356,5 @@ def _gathering(net: nets.Net, optimizer: Any, axes: Any, case: Case) -> tuple[An
 
   state = jax.eval_shape(optimizer.init, params)
   given = (specs, of_residuals, P(axes), P(axes))
-  step = jax.shard_map(worker, in_specs=given, out_specs=(*given[:-1], P()))
-  args = (params, residuals, state, _tokens(net, mesh.size))
-  return jax.jit(step, donate_argnums=(0, 1, 2)), placed(mesh, args, given)
+  args, made = (params, residuals, state, _tokens(net, mesh.size)), (*given[:-1], P())
+  return mapped(mesh, worker, args, given, made, donate_argnums=(0, 1, 2))

@@ -89,19 +89,15 @@ class Target(NamedTuple):
     return jax.sharding.Mesh(found.reshape(shape), tuple(axes), (kind,) * len(axes))
 
 
-def _gpus(kind: str) -> Target:
-  return Target("1x8x1", "cuda", kind=kind)  # one host
-
-
 TARGETS = {
   "v5e": Target("v5e:2x4"),
   "v6e": Target("v6e:2x4"),
   "v5p": Target("v5:2x2x2"),
   "tpu7x": Target("tpu7x:2x2x1"),
   "2 slices of v5e": Target("v5e:2x2", slices=2),
-  "H100": _gpus("NVIDIA H100 80GB HBM3"),
-  "H200": _gpus("NVIDIA H200"),
-  "B200": _gpus("NVIDIA B200"),
+  "H100": Target("1x8x1", "cuda", kind="NVIDIA H100 80GB HBM3"),  # one host
+  "H200": Target("1x8x1", "cuda", kind="NVIDIA H200"),
+  "B200": Target("1x8x1", "cuda", kind="NVIDIA B200"),
 }
 
 
