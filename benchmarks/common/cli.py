@@ -15,14 +15,21 @@ RESULTS = ROOT / "benchmarks" / "results"
 SKIPPED = 77  # the exit status of a skipped test for Automake and Meson
 
 
-def parser(doc: str, quick: str = "", output: str = "") -> argparse.ArgumentParser:
-  """Makes a script's parser, with ``--quick`` and ``--output`` where they have help."""
+def parser(
+  doc: str, quick: str = "", output: str | Path = ""
+) -> argparse.ArgumentParser:
+  """Makes a script's parser, with ``--quick`` and ``--output`` where they have help.
+
+  The help of ``--output`` may be the path that it has by default.
+  """
   made = argparse.ArgumentParser(
     description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   if quick:
     text = f"{quick}: a test of seconds, whose results go only where --output says"
     made.add_argument("--quick", action="store_true", help=text)
+  if isinstance(output, Path):
+    output = f"default: {output.relative_to(ROOT)}{', if not --quick' * bool(quick)}"
   if output:
     made.add_argument("--output", type=Path, help=output)
   return made

@@ -58,6 +58,5 @@ def machine(*, unless: bool = False) -> Iterator[None]:
 
 
 def _path() -> Path | None:
-  default = Path(tempfile.gettempdir(), "gradcomp-quiet.lock")
-  name = os.environ.get(VARIABLE, str(default))
+  name = os.environ.get(VARIABLE, f"{tempfile.gettempdir()}/gradcomp-quiet.lock")
   return Path(name) if name else None

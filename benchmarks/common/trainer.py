@@ -106,8 +106,7 @@ class Trainer:
 
 def _stacked(trees: Sequence[Any]) -> Any:
   """Stacks arrays of the host, and keys."""
-  key = lambda x: isinstance(x, jax.Array)
-  stack = lambda *x: (jnp if key(x[0]) else np).stack(x)
+  stack = lambda *x: (jnp if isinstance(x[0], jax.Array) else np).stack(x)
   return jax.tree.map(stack, *trees)
 
 
@@ -123,34 +122,21 @@ def _finite(reached: Point) -> bool:
 def point(step: int, train_loss: float, evaluated: tuple[float, float]) -> Point:
   """Makes a point of a curve from the loss and the accuracy on what is held out."""
   loss, accuracy = evaluated
-  return {
-    "step": step,
-    "train_loss": train_loss,
-    "test_loss": loss,
-    "accuracy": 100 * accuracy,
-  }
+  found = {"step": step, "train_loss": train_loss, "test_loss": loss}
+  return found | {"accuracy": 100 * accuracy}
 
 
 def own(state: Any) -> Any:
   """Returns the axis of the workers for each array: None for step counts and keys."""
-
-  def axis(path: Any, _: Any) -> int | None:
-    return None if getattr(path[-1], "name", "") in ("count", "key") else 0
-
-  return jax.tree.map_with_path(axis, state)
+  same = lambda path: getattr(path[-1], "name", "") in ("count", "key")
+  return jax.tree.map_with_path(lambda path, _: None if same(path) else 0, state)
 
 
 def first_kept(
-  exchange: Any,
-  params: Any,
-  workers: int,
-  axis_name: str = AXIS,
-  axes_of: Callable[[Any], Any] = own,
+  exchange: Any, params: Any, workers: int, axis: str = AXIS, axes_of: Callable = own
 ) -> Any:
   """Returns the first state of an exchange, stacked over the workers of a ``vmap``."""
-  of_each = functools.partial(
-    jax.vmap, lambda _: exchange.init(params), axis_name=axis_name
-  )
+  of_each = functools.partial(jax.vmap, lambda _: exchange.init(params), axis_name=axis)
   each = jnp.arange(workers)
   return of_each(out_axes=axes_of(jax.eval_shape(of_each(), each)))(each)
 

@@ -69,11 +69,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-  parser = cli.parser(
-    __doc__,
-    quick="few cases",
-    output="folder; default: benchmarks/results/compilers, if not --quick",
-  )
+  parser = cli.parser(__doc__, "few cases", record.FOLDER)
   every = list(targets.TARGETS)
   parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
   parser.add_argument("--targets", nargs="+", choices=every, default=every)

@@ -84,8 +84,7 @@ def needed(rows: Iterable[Row]) -> dict[tuple[str, str], Bar]:
 
 
 def write() -> None:
-  head = FILE.read_text().partition("\n\n")[0].strip()
-  lines = [head]
+  lines = [FILE.read_text().partition("\n\n")[0].strip()]
   for (codec, operation), bar in needed(record.read(_RECORD).values()).items():
     lines += ["", f'["{codec}".{operation}]', f"cycles = {bar.cycles}"]
     lines += [f"temporaries = {bar.temporaries}", f'reason = "{bar.reason}"']

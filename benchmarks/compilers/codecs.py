@@ -25,6 +25,9 @@ LARGE = (4096, 4096)
 ODD = ((1_000_003,), (3001, 777))
 OPERATIONS = ("encode", "keep", "decode", "add")
 
+NVFP4 = codecs.BlockFloat(
+  element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
+)
 CODECS: dict[str, codecs.Codec] = {
   "QSGD 8 bits": codecs.QSGD(bits=8),
   "QSGD 4 bits": codecs.QSGD(bits=4),
@@ -38,9 +41,7 @@ CODECS: dict[str, codecs.Codec] = {
   "EightBit": codecs.EightBit(),
   "Natural": codecs.Natural(),
   "MXFP8": codecs.BlockFloat(),
-  "NVFP4, stochastic": codecs.BlockFloat(
-    element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
-  ),
+  "NVFP4, stochastic": NVFP4,
   "Ternary": codecs.Ternary(),
   "Ternary, base 3": codecs.Ternary(packing="base3"),
   "OneBit": codecs.OneBit(),
@@ -100,13 +101,8 @@ def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
   function, *shapes = program(CODECS[case.codec], case.operation, case.shape)
   facts, text = _compiled(target, function, shapes)
   leaf = 4 * jnp.prod(jnp.array(case.shape)).item()
-  found = {
-    "codec": case.codec,
-    "operation": case.operation,
-    "shape": shown(case.shape),
-    "leaf_bytes": leaf,
-    "unit": _unit(target, case.shape),
-  }
+  found = {"codec": case.codec, "operation": case.operation, "shape": shown(case.shape)}
+  found |= {"leaf_bytes": leaf, "unit": _unit(target, case.shape)}
   return found | facts, text
 
 
@@ -127,13 +123,15 @@ def program(
   payload = jax.eval_shape(encode, part)
   stacked = jax.ShapeDtypeStruct((WORKERS, *payload.rows.shape), payload.rows.dtype)
   sums = codec.bind(codecs.Leaf(part.shape)).sums
+  return functools.partial(mean, sums), stacked, payload.agreed
 
-  def add(rows: jax.Array, agreed: jax.Array | None) -> jax.Array:
-    if agreed is not None:  # a message has those of each row
-      agreed = jnp.broadcast_to(agreed, (rows.shape[1], *agreed.shape[1:]))
-    return sums.gathered(rows, agreed, 1 / WORKERS)(0, rows.shape[1])
 
-  return add, stacked, payload.agreed
+def mean(sums: Any, rows: jax.Array, agreed: jax.Array | None) -> jax.Array:
+  """Adds the rows of a leaf from several workers, to their mean."""
+  workers, count, _ = rows.shape
+  if agreed is not None:  # a message has those of each row
+    agreed = jnp.broadcast_to(agreed, (count, *agreed.shape[1:]))
+  return sums.gathered(rows, agreed, 1 / workers)(0, count)
 
 
 def _kept(

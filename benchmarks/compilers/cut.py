@@ -93,7 +93,7 @@ def _line(x: hlo_text.Instruction) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(__doc__, output="folder; default: tests/report/hlo/scheduled")
+  parser = cli.parser(__doc__, output=FOLDER)
   parser.add_argument("programs", type=pathlib.Path, help="folder with whole programs")
   options = parser.parse_args()
   folder = options.output or FOLDER

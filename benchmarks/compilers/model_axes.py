@@ -23,6 +23,7 @@ import gradcomp
 from benchmarks.common import cli, tables
 from gradcomp._src.report.wire_report import WireReport
 
+EXPLICIT = AxisType.Explicit
 FORMS = ("plain mean", "Auto", "Explicit")
 SIZES = (256, 1024, 256)  # of inputs, hidden units and outputs
 QUICK = (64, 256, 32)
@@ -48,11 +49,10 @@ class Layout(NamedTuple):
 
 _TENSOR = {"w": P(None, "model"), "b": P("model"), "v": P("model"), "c": P()}
 _BOTH = {"w": P("fsdp", "model"), "b": P("model"), "v": P("model", "fsdp"), "c": P()}
+_FSDP = dict.fromkeys("wbvc", P("fsdp"))
 LAYOUTS = {
   "tensor parallel": Layout({"data": 4, "model": 2}, _TENSOR, ("data",)),
-  "HSDP": Layout(
-    {"replica": 2, "fsdp": 4}, dict.fromkeys("wbvc", P("fsdp")), ("replica", "fsdp")
-  ),
+  "HSDP": Layout({"replica": 2, "fsdp": 4}, _FSDP, ("replica", "fsdp")),
   "both": Layout({"data": 2, "fsdp": 2, "model": 2}, _BOTH, ("data", "fsdp")),
 }
 
@@ -84,29 +84,24 @@ def arrays(layout: Layout, kind: AxisType, sizes: tuple[int, ...]) -> tuple[Any,
 def report(name: str, form: str, sizes: tuple[int, ...]) -> WireReport:
   layout = LAYOUTS[name]
   axis_name = layout.axis_name
-  kind = AxisType.Explicit if form == "Explicit" else AxisType.Auto
+  kind = EXPLICIT if form == "Explicit" else AxisType.Auto
   params, batch = arrays(layout, kind, sizes)
-  tx = gradcomp.qsgd(bits=4, axis_name=axis_name, exchange="two_shot", feedback="error")
-  grad_fn: Any = gradcomp.value_and_grad(
-    loss_fn,
-    axis_name=axis_name,
-    param_specs=None if form == "Explicit" else layout.specs,
-  )
+  tx, grad_fn = optax.identity(), jax.value_and_grad(loss_fn)
+  if form != "plain mean":
+    way: Any = {"axis_name": axis_name, "exchange": "two_shot", "feedback": "error"}
+    tx, specs = gradcomp.qsgd(bits=4, **way), None if kind == EXPLICIT else layout.specs
+    grad_fn = gradcomp.value_and_grad(loss_fn, axis_name=axis_name, param_specs=specs)
   with jax.set_mesh(layout.mesh(kind)):
     if form == "Auto":
       state = gradcomp.init_state(tx, params, axis_name=axis_name)
     else:
       state = tx.init(params)
-  if form == "plain mean":
-    tx, grad_fn = optax.GradientTransformation(*optax.identity()), None
-    state, grad_fn = tx.init(params), jax.value_and_grad(loss_fn)
 
   @jax.jit
   def step(params: Any, state: Any, batch: Any) -> Any:
     loss, grads = grad_fn(params, batch)
     updates, state = tx.update(grads, state, params)
-    params = jax.tree.map(lambda w, u: w - 0.1 * u, params, updates)
-    return params, state, loss
+    return jax.tree.map(lambda w, u: w - 0.1 * u, params, updates), state, loss
 
   return gradcomp.wire_report(step.lower(params, state, batch))
 

@@ -57,30 +57,29 @@ class Case(NamedTuple):
 
 
 def cases(target: str, extent: Extent) -> dict[str, Case]:
-  gpu = TARGETS[target].platform == "cuda"
-  flags: Flags = ((APART, 1) if gpu else (ASYNC, True),)
+  gpu, sliced = TARGETS[target].platform == "cuda", target == SLICES
   if extent == "quick":
-    every = [Case(EACH)] * (target in QUICK)
-  else:
-    every = [Case(EACH), Case(EACH, flags=flags)]
-    if extent == "all" or target not in TWINS:
-      every = [Case(PLAIN), Case(ONE), *every, Case(EACH, "ring")]
-    every += [Case(DEFAULT)]
-    if not gpu:
-      every += [Case(EACH, "in turn", flags)]
-    if target == SLICES:
-      every += [Case(EACH, "hierarchical"), Case(EACH, "hierarchical", flags)]
-    if extent == "all" or target in (*QUICK, SLICES):
-      every += [Case(BEHIND)]
-    ways = ["two_shot", *(["hierarchical"] if target == SLICES else [])]
-    given: list[Flags] = [(), *([] if gpu else [flags])]
-    if target in SPARSE_CORES:
-      given += [SPARSE]
-      every += [Case(EACH, flags=SPARSE)]
-    every += [Case(INSIDE, way, x) for way in ways for x in given]
-  if extent != "quick" and (extent == "all" or target in (*QUICK, SLICES)):
-    own = () if gpu or target == SLICES else flags
-    every += [Case(form, flags=own) for form in FORMS]
+    return {EACH: Case(EACH)} if target in QUICK else {}
+  flags: Flags = ((APART, 1) if gpu else (ASYNC, True),)
+  whole = extent == "all" or target in (*QUICK, SLICES)
+  every = [Case(EACH), Case(EACH, flags=flags)]
+  if extent == "all" or target not in TWINS:
+    every = [Case(PLAIN), Case(ONE), *every, Case(EACH, "ring")]
+  every += [Case(DEFAULT)]
+  if not gpu:
+    every += [Case(EACH, "in turn", flags)]
+  if sliced:
+    every += [Case(EACH, "hierarchical"), Case(EACH, "hierarchical", flags)]
+  if whole:
+    every += [Case(BEHIND)]
+  ways = ["two_shot", "hierarchical"] if sliced else ["two_shot"]
+  given: list[Flags] = [()] if gpu else [(), flags]
+  if target in SPARSE_CORES:
+    given += [SPARSE]
+    every += [Case(EACH, flags=SPARSE)]
+  every += [Case(INSIDE, way, x) for way in ways for x in given]
+  if whole:
+    every += [Case(form, flags=() if gpu or sliced else flags) for form in FORMS]
   return {case.name: case for case in every}
 
 
@@ -117,12 +116,9 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
     axes = {"host": 2, "chip": 4} if case.messages == INNER else {"data": 8}
     return _sharded(TARGETS[target].mesh(axes), case.messages)
   mesh, names = _mesh(target, case)
-  optimizer = gradcomp.qsgd(
-    bits=4,
-    axis_name=names,
-    exchange=TwoShot(in_turn=True) if case.exchange == "in turn" else case.exchange,
-    message_bytes=SIZES.get(case.messages),
-  )
+  exchange = TwoShot(in_turn=True) if case.exchange == "in turn" else case.exchange
+  way: Any = {"exchange": exchange, "message_bytes": SIZES.get(case.messages)}
+  optimizer = gradcomp.qsgd(bits=4, axis_name=names, **way)
   layers = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * LAYERS
   batch = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), jnp.bfloat16)
 

@@ -52,15 +52,14 @@ def codecs(rows: list[Row]) -> str:
     for codec, found in group.items():
       loops = (str(x["trips"] or "?") for x in found.get("v5e", {}).get("loops", ()))
       lines.append([codec, *(_cell(found.get(x)) for x in here), ", ".join(loops)])
-    parts.append(f"## {operation}, {shape}\n\n")
-    parts.append(table(["codec", *here, "loops"], lines) + "\n\n")
-  parts.append("## Bars of their own\n\n")
+    header = ["codec", *here, "loops"]
+    parts.append(f"## {operation}, {shape}\n\n{table(header, lines)}\n\n")
   own = [
     [*name, f"{bar.cycles:g}", f"{bar.temporaries:g}", bar.reason]
     for name, bar in bars.own().items()
   ]
-  parts.append(table(["codec", "operation", "cycles", "temporaries", "why"], own))
-  return "".join(parts) + "\n"
+  header = ["codec", "operation", "cycles", "temporaries", "why"]
+  return "".join(parts) + f"## Bars of their own\n\n{table(header, own)}\n"
 
 
 def _cell(row: Row | None) -> str:
@@ -91,14 +90,13 @@ def steps(rows: list[Row]) -> str:
   size = next((row["gradient"] // 4 for row in rows if "gradient" in row), 0)
   parts = [head("steps", rows, size=size)]
   for target in targets.TARGETS:
-    own = [row for row in rows if row["target"] == target]
-    if not own:
-      continue
     lines = [
       [row["case"], *(["**does not compile**"] if "error" in row else step_cells(row))]
-      for row in own
+      for row in rows
+      if row["target"] == target
     ]
-    parts.append(f"## {target}\n\n{table(_HEAD, lines)}\n\n")
+    if lines:
+      parts.append(f"## {target}\n\n{table(_HEAD, lines)}\n\n")
   return "".join(parts)
 
 
@@ -151,14 +149,10 @@ def overlap_cells(row: Row) -> list[str]:
 
 
 def _beside(x: Row) -> str:
-  if x["synchronous"]:
-    found = "synchronous"
-  elif x["exposed"]:
-    found = "bare"
-  elif x["products"]:
-    found = f"over {x['products']} product{'s' * (x['products'] > 1)}"
-  else:
-    found = "over work"
+  count = x["products"]
+  beside = f"{count} product{'s' * (count > 1)}" if count else "work"
+  exposed = "bare" if x["exposed"] else f"over {beside}"
+  found = "synchronous" if x["synchronous"] else exposed
   return f"{found} ({x['times']} times each)" if x["times"] > 1 else found
 
 

@@ -201,11 +201,7 @@ def unpriced(instruction: Instruction) -> bool:
 
 
 def part(scope: str) -> str:
-  """Returns the part of a step that a scope belongs to.
-
-  It is ``"encode"``, ``"decode"``, ``"exchange"`` for all else that gradcomp names, or
-  ``"model"``.
-  """
+  """Returns a scope's part: encode, decode, exchange for all else of ours, or model."""
   names = re.findall(r"gradcomp_(\w+)", scope)
   last = [name for name in names if name in ("encode", "decode")]
   return last[-1] if last else "exchange" if names else "model"

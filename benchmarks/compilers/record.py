@@ -10,13 +10,9 @@ from benchmarks.common import cli
 FOLDER = cli.RESULTS / "compilers"
 
 
-def key(row: dict[str, Any]) -> tuple[str, str]:
-  return row["target"], row["case"]
-
-
 def read(path: pathlib.Path) -> dict[tuple[str, str], dict[str, Any]]:
   lines = path.read_text().splitlines() if path.exists() else []
-  return {key(row): row for row in map(json.loads, lines)}
+  return {(row["target"], row["case"]): row for row in map(json.loads, lines)}
 
 
 def write(path: pathlib.Path, rows: dict[tuple[str, str], dict[str, Any]]) -> None:

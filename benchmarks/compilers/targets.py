@@ -72,7 +72,10 @@ class Target(NamedTuple):
     name: str = self.topology
     options: dict[str, Any] = {"num_slices": self.slices} if self.slices > 1 else {}
     if self.platform == "cuda":  # its name is an option
-      name, options = "", {"topology": name, "target_config": target_config(self.kind)}
+      chip = CHIPS[self.kind]
+      whole = {"bandwidth": int(chip.bandwidth), "memory": int(chip.memory)}
+      config = _CONFIG.read_text().format(chip=chip, kind=self.kind, **whole)
+      name, options = "", {"topology": name, "target_config": config}
     topology = topologies.get_topology_desc(name, self.platform, **options)
     return sorted(topology.devices, key=lambda d: getattr(d, "slice_index", 0) or 0)
 
@@ -101,12 +104,6 @@ TARGETS = {
 }
 
 
-def target_config(kind: str) -> str:
-  chip = CHIPS[kind]
-  whole = {"bandwidth": int(chip.bandwidth), "memory": int(chip.memory)}
-  return _CONFIG.read_text().format(chip=chip, kind=kind, **whole)
-
-
 def cuda_folder() -> pathlib.Path | None:
   """Returns the folder whose ``bin`` has ptxas of CUDA 13, or None."""
   found = cuda_program("ptxas")
@@ -114,11 +111,7 @@ def cuda_folder() -> pathlib.Path | None:
 
 
 def cuda_program(name: str) -> pathlib.Path | None:
-  """Returns the path of a program of CUDA 13, or None.
-
-  Its wheel comes first, as ``nvidia-cuda-nvcc`` or ``nvidia-cuda-nvdisasm``; then PATH,
-  and CUDA_HOME.
-  """
+  """Returns a program of CUDA 13, of a wheel, else on PATH or in CUDA_HOME, or None."""
   wheel = {"ptxas": "nvcc"}.get(name, name)
   wheels = metadata.distributions(name=f"nvidia-cuda-{wheel}")
   places = [str(wheel.locate_file(f"nvidia/cu13/bin/{name}")) for wheel in wheels]

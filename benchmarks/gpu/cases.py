@@ -73,6 +73,11 @@ class Case(NamedTuple):
     decode = self.decode or self.codec.decode_rows
     return decode(rows), *residual
 
+  def structs(self, size: int) -> tuple[Any, ...]:
+    """Returns structs of a gradient, and of what a kernel reads beside it."""
+    x = jax.ShapeDtypeStruct((size,), jnp.float32)
+    return x, *jax.eval_shape(lambda x: self.operands(self.codec, x), x)
+
   def sizes(self) -> tuple[int, ...]:
     """Returns the sizes of gradients: one tile, several, and a part of one."""
     tile = self.tile or self.codec.tile_size
@@ -91,6 +96,10 @@ def _dither(codec: Any, x: jax.Array) -> tuple[jax.Array, ...]:
   return (jnp.asarray(_DITHER),) if codec.needs_key else ()
 
 
+def _context(codec: Any, given: Sequence[jax.Array]) -> Context:
+  return Context(dither=given[-1] if codec.needs_key else None)
+
+
 def _shared(codec: Any) -> dict[str, Any]:
   """Says what rows without scales are: codes, which mean nothing under a NaN."""
   if not codec.share_scale:
@@ -107,8 +116,7 @@ def _scaled(name: str, codec: Any, *, keep: bool = False, **more: Any) -> Case:
 
   def encode(codec: Any, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
     scale = given[0] if len(given) > codec.needs_key else None
-    context = Context(dither=given[-1] if codec.needs_key else None)
-    return _present(codec.encode_by(scale, x, context, keep=keep)[:2])
+    return _present(codec.encode_by(scale, x, _context(codec, given), keep=keep)[:2])
 
   return Case(f"{name}{', residual' * keep}", codec, encode, operands, **more)
 
@@ -116,9 +124,8 @@ def _scaled(name: str, codec: Any, *, keep: bool = False, **more: Any) -> Case:
 def _whole(name: str, codec: Any, *, keep: bool = False, **more: Any) -> Case:
   """Makes the case of a codec whose kernel reads nothing beside the gradient."""
   encode = lambda codec, x: _present(codec.encode_leaf(x, NOTHING, keep=keep)[:2])
-  return Case(
-    f"{name}{', residual' * keep}", codec, encode, lambda codec, x: (), **more
-  )
+  nothing = lambda codec, x: ()
+  return Case(f"{name}{', residual' * keep}", codec, encode, nothing, **more)
 
 
 def _qsgd(
@@ -160,27 +167,17 @@ def _ternary(
   name: str, *, timed: bool = False, share_scale: bool = False, **options: Any
 ) -> Case:
   codec = codecs.Ternary(share_scale=share_scale, **options)
-
-  def encode(
-    codec: codecs.Ternary,
-    x: jax.Array,
-    scale: jax.Array,
-    limit: jax.Array,
-    *given: jax.Array,
-  ) -> tuple[jax.Array, ...]:
-    context = Context(dither=given[-1] if codec.needs_key else None)
-    return (codec.encode_by(scale, x, context, limit).rows,)
-
+  encode = lambda codec, x, scale, limit, *given: (
+    codec.encode_by(scale, x, _context(codec, given), limit).rows,
+  )
   operands = lambda codec, x: codec.leaf_statistics(x) + _dither(codec, x)
   more = _shared(codec)
   return Case(f"ternary {name}", codec, encode, operands, timed=timed, **more)
 
 
 def _cast(e: int, m: int, rounding: Any, *, auto: bool, timed: bool) -> Case:
-  scale: Any = "auto" if auto else 1.0
-  codec = codecs.FloatCast(
-    exponent_bits=e, mantissa_bits=m, rounding=rounding, scale=scale
-  )
+  way: Any = {"rounding": rounding, "scale": "auto" if auto else 1.0}
+  codec = codecs.FloatCast(exponent_bits=e, mantissa_bits=m, **way)
 
   def operands(codec: codecs.FloatCast, x: jax.Array) -> tuple[jax.Array, ...]:
     if not auto:
@@ -188,12 +185,9 @@ def _cast(e: int, m: int, rounding: Any, *, auto: bool, timed: bool) -> Case:
     exponent = float_cast.reference.shift(codec.agree(x)[0, 0], codec.format, 1)
     return (exponent, *_dither(codec, x))
 
-  def encode(
-    codec: codecs.FloatCast, x: jax.Array, *given: jax.Array
-  ) -> tuple[jax.Array]:
-    exponent = given[0] if auto else None
-    return (codec._encode(x, exponent, given[-1] if codec.needs_key else None),)
-
+  encode = lambda codec, x, *given: (
+    codec._encode(x, given[0] if auto else None, _context(codec, given).dither),
+  )
   name = f"float_cast ({e}, {m}) {rounding}{', exponent' * auto}"
   # With an exponent, codes of what is not finite mean nothing.
   strange = tuple(v for v in _STRANGE if not auto or np.isfinite(v)) + _SUBNORMAL
@@ -221,6 +215,7 @@ def _given(bits: int) -> Case:
   return _qsgd(name if sent else f"{name}, shared", **plain, **own)
 
 
+_NVFP4: Any = {"element": "e2m1", "scale": "e4m3", "block_size": 16}
 CASES: dict[str, Case] = {
   case.name: case
   for case in [
@@ -276,15 +271,8 @@ CASES: dict[str, Case] = {
     _natural(),
     _block_float("mxfp8", timed=True),
     _block_float("mxfp4 stochastic", element="e2m1", rounding="stochastic"),
-    _block_float("nvfp4", element="e2m1", scale="e4m3", block_size=16, timed=True),
-    _block_float(
-      "nvfp4 stochastic",
-      element="e2m1",
-      scale="e4m3",
-      block_size=16,
-      rounding="stochastic",
-      timed=True,
-    ),
+    _block_float("nvfp4", **_NVFP4, timed=True),
+    _block_float("nvfp4 stochastic", **_NVFP4, rounding="stochastic", timed=True),
     _block_top("1 of 64", timed=True),
     _block_top("1 of 64", keep=True, timed=True),
     *(

@@ -67,14 +67,13 @@ def check(name: str, kernels: tuple[Implementation, ...] | None = None) -> list[
   wrong = []
   for implementation in kernels or case.implementations:
     found = _run(case, implementation, given, device)
-    wrong += _differences(case, implementation, expected, found, len(plain))
+    wrong += _differences(case, implementation, expected, found)
     if implementation == "pallas_interpret":  # has no types of jax.shard_map
       continue
     found = _run(case, implementation, given[: len(plain)], device, mapped=True)
-    title = f"{implementation} in shard_map"
-    wrong += _differences(case, title, expected, found, len(plain))
+    wrong += _differences(case, f"{implementation} in shard_map", expected, found)
   found = _run(case, "xla", given[: len(plain)], device)
-  for note in _differences(case, "xla", expected, found, len(plain)):
+  for note in _differences(case, "xla", expected, found):
     print(f"note: {name}: {note}", file=sys.stderr, flush=True)
   return wrong
 
@@ -102,23 +101,12 @@ def _run(
     return [outputs for part in parts for outputs in jax.device_get(part)]
 
 
-def _differences(
-  case: Case,
-  title: str,
-  expected: Arrays,
-  found: Arrays,
-  plain: int,
-) -> list[str]:
-  """Returns a line for each output that differs.
-
-  The first ``plain`` outputs must have the same bits, and the others near values.
-  """
-  lines = []
+def _differences(case: Case, title: str, expected: Arrays, found: Arrays) -> list[str]:
+  """Tells outputs of ordinary gradients whose bits differ, and others not near."""
+  lines, sizes = [], case.sizes()
   for number, (right, arrays) in enumerate(zip(expected, found, strict=False)):
-    size = case.sizes()[number % len(case.sizes())]
-    place = f"{title}, {size:,} elements"
-    place += " with special values" * (number >= plain)
-    by_value = number >= plain
+    size, by_value = sizes[number % len(sizes)], number >= len(sizes)
+    place = f"{title}, {size:,} elements{' with special values' * by_value}"
     if by_value:
       right, arrays = (_values(case, outputs) for outputs in (right, arrays))
     for a, b in zip(right, arrays, strict=True):
@@ -138,11 +126,7 @@ def _values(case: Case, outputs: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ..
 
 
 def _near(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  """Returns which values are near each other.
-
-  Two NaN are, equal values are, and values that differ by less than the smallest
-  normal number.
-  """
+  """Returns which values are equal, both NaN, or a subnormal number apart."""
   with np.errstate(invalid="ignore"):
     near = np.abs(a - b) < _SMALLEST_NORMAL
   return (np.isnan(a) & np.isnan(b)) | (a == b) | near
@@ -152,26 +136,18 @@ def train_step(bits: int) -> list[str]:
   """Checks that a whole step with error feedback runs the kernel, and learns."""
   mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
   rng = np.random.default_rng(0)
-  params = {
-    "first": jnp.asarray(rng.standard_normal((128, 256), np.float32) / 16),
-    "second": jnp.asarray(rng.standard_normal((256, 128), np.float32) / 16),
-  }
+  shapes = {"first": (128, 256), "second": (256, 128)}
+  draw = lambda shape: jnp.asarray(rng.standard_normal(shape, np.float32) / 16)
+  params = {name: draw(shape) for name, shape in shapes.items()}
   batch = rng.standard_normal((64, 128), np.float32)
 
   def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
     out = jnp.tanh(batch @ params["first"]) @ params["second"]
     return jnp.mean((out - batch[:, ::-1]) ** 2)
 
-  optimizer = optax.chain(
-    gradcomp.qsgd(
-      bits=bits,
-      axis_name="data",
-      feedback="error",
-      exchange="all_gather",
-      implementation="pallas",
-    ),
-    optax.adam(1e-2),
-  )
+  way: Any = {"axis_name": "data", "feedback": "error", "exchange": "all_gather"}
+  exchange = gradcomp.qsgd(bits=bits, implementation="pallas", **way)
+  optimizer = optax.chain(exchange, optax.adam(1e-2))
   with jax.set_mesh(mesh):
     params = jax.device_put(params, jax.NamedSharding(mesh, P()))
     state = optimizer.init(params)
@@ -183,22 +159,17 @@ def train_step(bits: int) -> list[str]:
   for _ in range(20):
     params, state, metrics = compiled(params, state, batch)
     losses.append(float(metrics["loss"]))
-  print(
-    f"note: train step, {bits} bit: {count} of its custom calls are kernels of QSGD, "
-    f"loss {losses[0]:.3f} to {losses[-1]:.3f}",
-    file=sys.stderr,
-    flush=True,
-  )
+  note = f"train step, {bits} bit: {count} of its custom calls are kernels of QSGD"
+  note += f", loss {losses[0]:.3f} to {losses[-1]:.3f}"
+  print(f"note: {note}", file=sys.stderr, flush=True)
   wrong = [] if count else [f"no {_KERNEL} named qsgd_encode is in the compiled step"]
   return wrong + ([] if losses[-1] < losses[0] / 2 else [f"the losses are {losses}"])
 
 
 def own_check(case: Case) -> None:
   """Lets the library compare a kernel, as users ask it to; RuntimeError if wrong."""
-  x = jax.ShapeDtypeStruct(case.sizes()[-1:], jnp.float32)
-  given = x, *jax.eval_shape(lambda x: case.operands(case.codec, x), x)
   with mock.patch.dict(os.environ, GRADCOMP_CHECK_KERNELS="1"):
-    jax.eval_shape(case.function("pallas"), *given)
+    jax.eval_shape(case.function("pallas"), *case.structs(case.sizes()[-1]))
 
 
 def run_here(names: list[str], interpret: bool) -> None:
@@ -224,20 +195,12 @@ def run_apart(names: list[str], end: float, *options: str) -> dict[str, list[str
       return found
     given = "--here", *options, "--cases", *left
     command = cli.module("benchmarks.gpu.check", *given)
+    way: Any = {"env": os.environ | cli.path(), "stdout": subprocess.PIPE}
     try:
-      done = subprocess.run(
-        command,
-        env=os.environ | cli.path(),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=seconds,
-        check=False,
-      )
-      output = done.stdout
+      output = subprocess.run(command, timeout=seconds, **way).stdout
     except subprocess.TimeoutExpired as error:
-      raw = error.stdout or b""
-      output = raw.decode() if isinstance(raw, bytes) else raw
-    lines = [line for line in output.splitlines() if line.startswith("[")]
+      output = error.stdout or b""
+    lines = [x for x in output.decode().splitlines() if x.startswith("[")]
     found |= dict(json.loads(line) for line in lines)
     if not lines and time.monotonic() < end:
       found[left[0]] = ["its process ended without a word"]
@@ -245,11 +208,7 @@ def run_apart(names: list[str], end: float, *options: str) -> dict[str, list[str
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__,
-    quick="two cases",
-    output="JSON file; default: benchmarks/results/gpu/gpu_check.json, if not --quick",
-  )
+  parser = cli.parser(__doc__, "two cases", RESULTS)
   names = [*_STEPS, *sorted(CASES, key=lambda name: not CASES[name].timed)]
   parser.add_argument("--cases", nargs="+", choices=names)
   parser.add_argument("--seconds", type=float, default=240, help="for all of it")

@@ -20,7 +20,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -32,9 +31,6 @@ SIZES = (2**26, 2**26 + 77)
 _HEAD = pathlib.Path(__file__).with_name("ptx_check.md")  # the top of the table
 _QUICK = ["float_cast (3, 0) nearest_even", "one_bit bucket 512"]
 
-_H200 = targets.target_config("NVIDIA H200")
-
-
 # Of an H100: bytes and clocks a second, and threads' instructions a clock.
 _BYTES = 3.35e12
 _CLOCKS = 132 * 1.98e9
@@ -43,6 +39,7 @@ _INTEGERS, _FLOATS, _ISSUED = 64, 128, 128
 # Sums and products of floats, and what is neither on floats nor on integers. All else
 # takes turns with integers: conversions, comparisons and choices of floats as well.
 _FLOAT = re.compile(r"FADD|FMUL|FFMA")
+_LOAD = re.compile(r"ld(?:\.global\S*?)?(?:\.v(\d))?\.[bufs](\d+)$")  # of PTX
 _OTHER = re.compile(r"U?LD\w*|STG?|STS|BAR|BRA|EXIT|CALL|RET|BS\w+|WARPSYNC|C?S2\w+")
 
 
@@ -88,21 +85,12 @@ def compile_ptx(case: Any, size: int, dump: str) -> tuple[list[str], int, float]
   written, for each element of the gradient.
   """
   import jax
-  import jax.numpy as jnp
-  from jax.experimental import topologies
 
+  from benchmarks.common.shapes import placed
   from gradcomp._src.kernels.gpu import dispatch, tiles
 
-  topology = topologies.get_topology_desc(
-    platform="cuda", target_config=_H200, topology="1x1x1"
-  )
-  mesh = topologies.make_mesh(topology, (1,), ("x",))
-  sharding = jax.NamedSharding(mesh, jax.P())
-  x = jax.ShapeDtypeStruct((size,), jnp.float32)
-  operands = jax.eval_shape(lambda x: case.operands(case.codec, x), x)
-  specs = [
-    jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in (x, *operands)
-  ]
+  mesh = targets.Target("1x1x1", "cuda", kind="NVIDIA H200").mesh()
+  specs = placed(mesh, case.structs(size), jax.P())
   device = jax.sharding.AbstractDevice(
     device_kind="NVIDIA H200", num_cores=None, platform="gpu"
   )
@@ -134,27 +122,18 @@ def read(ptx: str, trips: int) -> dict[str, Program]:
     threads = re.search(r"\.(?:req|max)ntid (\d+)", entry)
     assert name and threads, entry[:200]
     loads: dict[int, int] = {}
-    count = 0
-    for line, times in _instructions(entry, trips):
-      operation = line.split()[0]
-      if operation.split(".")[0] == "mov":  # ptxas leaves nearly all out
-        continue
-      count += times
-      if access := re.match(
-        r"ld(?:\.global\S*?)?(?:\.v(\d))?\.[bufs](\d+)$", operation
-      ):
+    operations = _operations(entry, trips)
+    for operation, times in operations:
+      if access := _LOAD.match(operation):
         width = int(access[1] or 1) * int(access[2]) // 8
         loads[width] = loads.get(width, 0) + times
-    found = _counts(sass[name[1]], trips)
+    count, found = sum(n for _, n in operations), _counts(sass[name[1]], trips)
     programs[name[1]] = Program(int(threads[1]), *report[name[1]], count, loads, found)
   return programs
 
 
 def _assemble(ptx: str) -> tuple[dict[str, tuple[int, int, int]], dict[str, str]]:
-  """Assembles a module, and returns facts of each program and its instructions.
-
-  The facts are registers, spilled bytes and shared memory.
-  """
+  """Returns the registers, spilled bytes and shared memory of programs, and SASS."""
   with tempfile.TemporaryDirectory() as folder:
     source, binary = f"{folder}/kernel.ptx", f"{folder}/kernel.cubin"
     pathlib.Path(source).write_text(ptx)
@@ -201,8 +180,8 @@ def _counts(code: str, trips: int) -> dict[str, int]:
   return counts
 
 
-def _instructions(entry: str, trips: int) -> list[tuple[str, int]]:
-  """Returns the instructions of a program, and how often each runs."""
+def _operations(entry: str, trips: int) -> list[tuple[str, int]]:
+  """Returns the operations of a program, and how often each runs."""
   # Inline assembly has several in a line.
   texts = (line.partition("//")[0] for line in entry.splitlines())
   lines = [part.strip() for text in texts for part in re.findall(r"[^;]+;?", text)]
@@ -210,18 +189,16 @@ def _instructions(entry: str, trips: int) -> list[tuple[str, int]]:
   times = _times(lines, r"\bbra(?:\.uni)?\s+(\S+);", ";", trips)
   for line, count in zip(lines, times, strict=True):
     line = re.sub(r"^@!?%p\d+\s+", "", line)
-    if re.match(r"[a-z]", line) and line.endswith(";"):
-      found.append((line.rstrip(";"), count))
+    # ptxas leaves nearly all of mov out.
+    if re.match(r"(?!mov\b)[a-z]", line) and line.endswith(";"):
+      found.append((line.rstrip(";").split()[0], count))
   return found
 
 
-def check(cases: list[str], dump: str) -> tuple[list[str], list[str]]:
+def check(cases: dict[str, Any], dump: str) -> tuple[list[str], list[str]]:
   """Compiles cases, and returns lines of the table and lines on what is wrong."""
-  from benchmarks.gpu.cases import CASES
-
   lines, wrong = [], []
-  for name in cases:
-    case = CASES[name]
+  for name, case in cases.items():
     for size in SIZES:
       title = f"{name}, {size:,}"
       modules, grid, moved = compile_ptx(case, size, dump)
@@ -248,13 +225,9 @@ def _line(title: str, program: Program, elements: float, moved: float) -> str:
   most = max(times, key=lambda name: times[name])
   cells = [
     title,
-    program.registers,
-    program.spills,
-    program.shared,
+    *program[1:4],  # registers, spills and shared memory
     ", ".join(f"{n} of {width}" for width, n in sorted(program.loads.items())),
-    f"{program.ptx / elements:.1f}",
-    f"{every:.1f}",
-    f"{integers:.1f}",
+    *(f"{x:.1f}" for x in (program.ptx / elements, every, integers)),
     f"{moved:.2f}",
     *(f"{1e12 * seconds:.2f}" for seconds in times.values()),
     f"{times[most] / (8 / _BYTES):.2f}",
@@ -264,16 +237,11 @@ def _line(title: str, program: Program, elements: float, moved: float) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__,
-    quick="two cases",
-    output="Markdown; default: benchmarks/results/gpu/ptx_check.md, if not --quick",
-  )
+  parser = cli.parser(__doc__, "two cases", RESULTS)
   parser.add_argument("--cases", nargs="+", help="by default those that are timed")
   options = parser.parse_args()
-  for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt"):
-    if not list(metadata.distributions(name=name)):
-      cli.skip(f"there is no {name} here, which `make ptx-check` installs")
+  if missing := targets.TARGETS["H200"].missing():
+    cli.skip(f"there is not {missing} here, which `make ptx-check` installs")
   version = _output(tool("ptxas"), "--version")
   tool("nvdisasm")
   with tempfile.TemporaryDirectory() as dump:
@@ -282,13 +250,11 @@ def main() -> None:
 
     from benchmarks.gpu.cases import CASES
 
-    quick = _QUICK if options.quick else []
-    names = (
-      options.cases or quick or [name for name, case in CASES.items() if case.timed]
-    )
+    timed = [name for name, case in CASES.items() if case.timed]
+    names = options.cases or (_QUICK if options.quick else timed)
     if unknown := set(names) - set(CASES):
       parser.error(f"there are no such cases: {', '.join(sorted(unknown))}")
-    lines, wrong = check(names, dump)
+    lines, wrong = check({name: CASES[name] for name in names}, dump)
   release = re.search(r"release [\d.]+", version)
   named = f"ptxas {release[0] if release else ''}"
   head = _HEAD.read_text().format(version=jax.__version__, ptxas=named)

@@ -47,11 +47,14 @@ _COMPILERS = 8  # threads
 _QUICK = ["qsgd 4 bit nearest", "eight_bit linear, nearest"]
 
 
+Call = Callable[[jax.Array], Any]  # runs a program on a gradient
+
+
 class Program(NamedTuple):
   """One compiled implementation of a case."""
 
   row: dict[str, Any]  # its entry in the results
-  call: Callable[[jax.Array], Any]  # runs it on a gradient
+  call: Call
   bytes: int  # the fewest bytes that it moves
 
 
@@ -59,11 +62,7 @@ def compiled(
   case: Case, implementation: Implementation, x: jax.Array, *, whole: bool = False
 ) -> Program:
   """Compiles a kernel, or its codec's whole encoder, for gradients like ``x``."""
-  row = {
-    "case": case.name + " whole" * whole,
-    "implementation": implementation,
-    "elements": x.size,
-  }
+  row = {"case": case.name + " whole" * whole, "implementation": implementation}
   operands: tuple[jax.Array, ...] = ()
   if whole:
     codec = dataclasses.replace(case.codec, implementation=implementation)
@@ -74,16 +73,11 @@ def compiled(
     operands = jax.jit(lambda x: case.operands(case.codec, x))(x)
   start = time.perf_counter()
   program = jax.jit(function).lower(x, *operands).compile()
-  row["compile_seconds"] = time.perf_counter() - start
+  row |= {"elements": x.size, "compile_seconds": time.perf_counter() - start}
   outputs = jax.tree.leaves(jax.eval_shape(function, x, *operands))
-  moved = [x] * (1 + (whole and _reads_twice(case))) + [*operands, *outputs]
+  moved = [x] * (1 + whole) + [*operands, *outputs]
   size = sum(math.prod(a.shape) * a.dtype.itemsize for a in moved)
   return Program(row, lambda x: program(x, *operands), size)
-
-
-def _reads_twice(case: Case) -> bool:
-  """Returns whether a codec reads the whole tensor before it encodes it."""
-  return not getattr(case.codec, "_scales_inside", case.operation == "one_bit")
 
 
 def gradients_like(size: int) -> list[jax.Array]:
@@ -93,9 +87,7 @@ def gradients_like(size: int) -> list[jax.Array]:
   return [make(seed) for seed in range(count)]
 
 
-def times(
-  calls: dict[str, Callable[[jax.Array], Any]], xs: list[jax.Array], rounds: int
-) -> dict[str, float]:
+def times(calls: dict[str, Call], xs: list[jax.Array], rounds: int) -> dict[str, float]:
   """Returns the median seconds of one call of each."""
   counts = {}
   for name, call in calls.items():
@@ -109,9 +101,7 @@ def times(
   return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
-def _seconds(
-  call: Callable[[jax.Array], Any], xs: list[jax.Array], count: int
-) -> float:
+def _seconds(call: Call, xs: list[jax.Array], count: int) -> float:
   start = time.perf_counter()
   for number in range(count):
     last = call(xs[number % len(xs)])
@@ -122,7 +112,7 @@ def _seconds(
 def measure(programs: list[Program], xs: list[jax.Array], rounds: int) -> list[Any]:
   """Times programs that encode the same gradients, each beside the copy."""
   nothing, tiny = jax.jit(lambda x: x + 1), jnp.zeros(8)
-  calls: dict[str, Callable[[jax.Array], Any]] = {"copy": jax.jit(jnp.copy)}
+  calls: dict[str, Call] = {"copy": jax.jit(jnp.copy)}
   calls["nothing"] = lambda x: nothing(tiny)
   calls |= {str(number): program.call for number, program in enumerate(programs)}
   rows = []
@@ -171,20 +161,18 @@ def run_size(
       raise TimeoutError("no time was left")
     return compiled(case, implementation, xs[0], whole=whole)
 
-  jobs: dict[Any, list[Any]] = {}
+  jobs: dict[Any, dict[str, Any]] = {}
   # All is compiled before anything is timed: the threads take the processors that send
   # programs off, and XLA tries forms of them on the GPU.
   with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
     for case in cases:
       names: list[Implementation] = [*(kernels or case.implementations), "xla"]
-      for whole in (False, True) if _reads_twice(case) and _finds(case) else (False,):
-        jobs[case.name, whole] = [
-          (n, pool.submit(build, case, n, whole)) for n in names
-        ]
+      for whole in (False, True) if _reads_twice(case) else (False,):
+        jobs[case.name, whole] = {n: pool.submit(build, case, n, whole) for n in names}
   for (name, whole), futures in jobs.items():
     title = f"{name}{' whole' * whole}, {size:,}"
     programs = []
-    for implementation, future in futures:
+    for implementation, future in futures.items():
       try:
         programs.append(future.result())
       except Exception as error:
@@ -198,23 +186,21 @@ def run_size(
   return rows, missing
 
 
-def _finds(case: Case) -> bool:
-  """Returns whether the codec finds a kernel's operands, as no plain cast does."""
-  shapes = jax.eval_shape(
-    lambda x: case.operands(case.codec, x),
-    jax.ShapeDtypeStruct((case.codec.tile_size,), jnp.float32),
-  )
-  return len(shapes) > bool(case.codec.needs_key)
+def _reads_twice(case: Case) -> bool:
+  """Returns whether a codec reads the tensor first, to find a kernel's operands."""
+  if getattr(case.codec, "_scales_inside", case.operation == "one_bit"):
+    return False
+  _, *operands = case.structs(case.codec.tile_size)
+  return len(operands) > bool(case.codec.needs_key)
 
 
 def write(path: pathlib.Path | None, rows: list[Any], missing: list[str]) -> None:
   """Writes the results as JSON, and as a table beside it, unless the path is None."""
   if path is None:
     return
-  device = jax.devices()[0]
+  found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
   today = datetime.date.today().isoformat()
-  found = {"device": device.device_kind, "jax": jax.__version__, "date": today}
-  found |= {"rows": rows, "missing": missing}
+  found |= {"date": today, "rows": rows, "missing": missing}
   cli.write_json(path, found)
   header = ["case", "elements", "implementation", "time, us", "GB/s", "share of a copy"]
   ordered = sorted(rows, key=lambda row: (row["case"], row["elements"]))
@@ -230,18 +216,13 @@ def write(path: pathlib.Path | None, rows: list[Any], missing: list[str]) -> Non
 
 
 def main(arguments: list[str] | None = None) -> None:
-  parser = cli.parser(
-    __doc__,
-    quick="one size and four cases, two of them where interpreted",
-    output="JSON; default: benchmarks/results/gpu/gpu_kernels.json, if not --quick",
-  )
+  quick = "one size and four cases, two of them where interpreted"
+  parser = cli.parser(__doc__, quick, RESULTS)
   timed = [name for name, case in CASES.items() if case.timed]
   parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES)
   parser.add_argument("--cases", nargs="+", choices=CASES, default=timed)
   parser.add_argument("--seconds", type=float, default=math.inf, help="for all of it")
-  parser.add_argument(
-    "--interpret", action="store_true", help="without a GPU, to try this script"
-  )
+  parser.add_argument("--interpret", action="store_true", help="try without a GPU")
   parser.add_argument("--checked", type=pathlib.Path, help="what gpu/check.py wrote")
   options = parser.parse_args(arguments)
   if jax.default_backend() != "gpu" and not options.interpret:

@@ -59,7 +59,8 @@ def test_a_wrong_bit_is_found(monkeypatch):
 def test_a_kernel_that_ends_its_process_fails_alone(monkeypatch):
   # What processes print before they end, each given the cases that are left.
   said = ['["good", []]\n["loud", ["an error"]]', '["fine", []]', "", '["last", []]']
-  run = mock.Mock(side_effect=[subprocess.CompletedProcess([], 1, x) for x in said])
+  ended = [subprocess.CompletedProcess([], 1, x.encode()) for x in said]
+  run = mock.Mock(side_effect=ended)
   monkeypatch.setattr(check.subprocess, "run", run)
   names = ["good", "loud", "fine", "silent", "last"]
   found = check.run_apart(names, time.monotonic() + 60, "--interpret")
