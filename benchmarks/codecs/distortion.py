@@ -19,6 +19,7 @@ and keep their rows of the record. With --output, writes distortion.json and
 distortion.png there.
 """
 
+import itertools
 import json
 import math
 import pathlib
@@ -39,20 +40,18 @@ WORKERS = (1, 4, 16)
 NETS = {"lenet": "fashion-mnist", "transformer": "brown", "resnet": "fashion-mnist"}
 DRAWN = ("Gaussian", "Laplace")
 BATCH = 16  # samples of a step, and of a worker's gradient
-_BLUE, _ORANGE = "#2f6db3", "#c4622d"
+_COLORS = {"gradcomp": "#2f6db3", "others": "#c4622d"}
 RMS: dict[str, Any] = {"norm": "rms", "levels": "uniform", "rounding": "nearest"}
+FITTED: dict[str, Any] = {"levels": "nonuniform"}
 
 _bits = lambda n: f"{n} bit{'s' * (n > 1)}"
 CODECS: dict[str, Any] = {
   "QSGD, 1 bit": codecs.QSGD(bits=1, levels="uniform"),
   **{f"QSGD, {bits} bits": codecs.QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 8)},
-  **{
-    f"QSGD, {bits} bits, fitted": codecs.QSGD(bits=bits, levels="nonuniform")
-    for bits in (2, 3, 4)
-  },
+  **{f"QSGD, {n} bits, fitted": codecs.QSGD(bits=n, **FITTED) for n in (2, 3, 4)},
   "QSGD, 2 bits, buckets of 128": codecs.QSGD(bits=2, bucket_size=128),
   "QSGD, 2 bits, buckets of 128, fitted": codecs.QSGD(
-    bits=2, bucket_size=128, levels="nonuniform"
+    bits=2, bucket_size=128, **FITTED
   ),
   **{f"QSGD, {_bits(n)}, rms": codecs.QSGD(bits=n, **RMS) for n in (1, 2, 3, 4)},
   **{
@@ -157,15 +156,10 @@ def plot(found: list[Any], path: pathlib.Path) -> None:
   handles: list[Any] = []
   for axis, source in zip(axes, sources, strict=True):
     handles = [axis.semilogy(bits, 4.0**-bits, "--", color="0.5", lw=1)[0]]
-    for by, unbiased, mark, color in (
-      ("gradcomp", True, "o", _BLUE),
-      ("gradcomp", False, "s", _BLUE),
-      ("others", True, "o", _ORANGE),
-      ("others", False, "s", _ORANGE),
-    ):
+    for (by, color), unbiased in itertools.product(_COLORS.items(), (True, False)):
       of = [x for x in found if (x["by"], x["unbiased"]) == (by, unbiased)]
       errors = [x["errors"][source][0] for x in of]
-      face = color if unbiased else "none"
+      mark, face = ("o", color) if unbiased else ("s", "none")
       places = [x["bits"] for x in of]
       handles += axis.plot(places, errors, mark, color=color, mfc=face, ms=5)
     axis.set_title(source if source in DRAWN else f"gradient, {source}", fontsize=10)
@@ -187,13 +181,12 @@ def main() -> None:
     size=cli.Option(2**16, 2**13, "elements of a vector, a power of two"),
     steps=cli.Option(30, 2, "of a training"),
   )
-  names = QUICK if options.quick else tuple(CODECS)
   nets = {"lenet": "digits"} if options.quick else NETS
   vectors = drawn(options.size, seed=0)
   for net, dataset in nets.items():
     vectors[net] = gradient(net, dataset, options.steps, options.size)
   found = []
-  for name in names:
+  for name in QUICK if options.quick else CODECS:
     row = {"by": "gradcomp"} | ours(name, vectors, options.size)
     found.append(row)
     first = {source: errors[0] for source, errors in row["errors"].items()}

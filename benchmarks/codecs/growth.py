@@ -68,18 +68,14 @@ QUICK = "plain mean"
 def layer(width: int, inner: int, kv: int, *depth: int) -> dict[str, Any]:
   """Returns the shapes of a layer's leaves; with a depth those of a stack of layers."""
   shapes = {
-    "q": (width, width),
-    "k": (width, kv),
-    "v": (width, kv),
-    "o": (width, width),
-    "gate": (width, inner),
-    "up": (width, inner),
+    "q o": (width, width),
+    "k v": (width, kv),
+    "gate up": (width, inner),
     "down": (inner, width),
-    "norm1": (width,),
-    "norm2": (width,),
+    "norm1 norm2": (width,),
   }
   like = lambda x: jax.ShapeDtypeStruct((*depth, *x), jnp.float32)
-  return {name: like(shape) for name, shape in shapes.items()}
+  return {name: like(x) for names, x in shapes.items() for name in names.split()}
 
 
 def apart(leaves: int) -> Any:

@@ -104,12 +104,9 @@ def cases() -> list[Case]:
 
 def transformation(case: Case) -> Any:
   """Builds a case's transformation; ValueError where its parts do not go together."""
-  return gradcomp.compress(
-    CODECS[case.codec],
-    axis_name="data",
-    exchange=_GROUPED if case.exchange == _GROUPED.name else case.exchange,
-    feedback=FEEDBACKS[case.feedback],
-  )
+  exchange = _GROUPED if case.exchange == _GROUPED.name else case.exchange
+  way: Any = {"axis_name": "data", "feedback": FEEDBACKS[case.feedback]}
+  return gradcomp.compress(CODECS[case.codec], exchange=exchange, **way)
 
 
 def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
@@ -122,11 +119,7 @@ def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
   with jax.set_mesh(mesh):
     state = jax.eval_shape(tx.init, leaves)
   specs = gradcomp.state_specs(state, axis_name="data")
-
-  def update(gradient: list[jax.Array], state: Any) -> tuple[Any, list[jax.Array]]:
-    mean, state = tx.update(gradient, state)
-    return state, mean
-
+  update = lambda gradient, state: tx.update(gradient, state)[::-1]
   whole = jax.ShapeDtypeStruct((WORKERS * shape[0], *shape[1:]), jnp.float32)
   args = ([whole] * case.leaves, state)
   given, made = (jax.P("data"), specs), (specs, jax.P())
@@ -136,10 +129,9 @@ def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
 
 def measure(case: Case, shape: tuple[int, ...] = SHAPE) -> Memory:
   program = compiled(case, shape)
-  payloads = 0
-  for one in gradcomp.wire_report(program).collectives:
-    results = one.workers if one.kind == "all-gather" else 1
-    payloads += (1 + results) * one.bytes_in
+  results = lambda x: x.workers if x.kind == "all-gather" else 1
+  sent = gradcomp.wire_report(program).collectives
+  payloads = sum((1 + results(x)) * x.bytes_in for x in sent)
   gradient = 4 * math.prod(shape) * case.leaves
   temporary = program.memory_analysis().temp_size_in_bytes
   return Memory(payloads / gradient, temporary / gradient)

@@ -23,6 +23,7 @@ import optax
 
 import gradcomp
 from benchmarks.common import cli, quiet, shapes, tables, timing
+from benchmarks.compilers.codecs import NVFP4, mean
 from gradcomp import codecs, contrib
 from gradcomp._src.codecs import encoding, protocol
 from gradcomp._src.cost.measure import updates
@@ -31,17 +32,17 @@ from gradcomp._src.kernels.selection import RowView
 
 _WORKERS = 4  # whose payloads decode-and-sum adds
 _MIB = 2**20
+Calls = dict[str, Callable[[], Any]]
+Row = dict[str, Any]
 _PARTS = ("codecs", "messages", "matrices", "sparse")
 
 CODECS: dict[str, codecs.Codec] = {
   **{f"qsgd-{bits}": codecs.QSGD(bits=bits) for bits in (2, 4, 8)},
   "qsgd-4 nearest": codecs.QSGD(bits=4, rounding="nearest"),
   "qsgd-4 shared": codecs.QSGD(bits=4, share_scale=True),
-  "qsgd-4 rotate 8": codecs.QSGD(bits=4, rotate=8),
-  "qsgd-4 rotate 32": codecs.QSGD(bits=4, rotate=32),
+  **{f"qsgd-4 rotate {n}": codecs.QSGD(bits=4, rotate=n) for n in (8, 32)},
   **{
-    f"qsgd-{bits} nonuniform": codecs.QSGD(bits=bits, levels="nonuniform")
-    for bits in (2, 3, 4)
+    f"qsgd-{n} nonuniform": codecs.QSGD(bits=n, levels="nonuniform") for n in (2, 3, 4)
   },
   **{f"onebit-{size}": codecs.OneBit(bucket_size=size) for size in (64, 512)},
   "terngrad": codecs.Ternary(),
@@ -56,9 +57,7 @@ CODECS: dict[str, codecs.Codec] = {
   "mxfp8": codecs.BlockFloat(),
   "mxfp4": codecs.BlockFloat(element="e2m1"),
   "mxfp4 rotate 32": codecs.BlockFloat(element="e2m1", rotate=32),
-  "nvfp4 stochastic": codecs.BlockFloat(
-    element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
-  ),
+  "nvfp4 stochastic": NVFP4,
   **{f"blocktop-{bits}": codecs.BlockTop(bits=bits) for bits in (2, 8, 32)},
   **{f"eden-{bits}": contrib.Eden(bits=bits) for bits in (1, 2, 4)},
   "dense-f32": codecs.Dense(),
@@ -75,9 +74,7 @@ SPARSE = {
 QUICK = ("qsgd-4", "qsgd-2 nonuniform", "onebit-64", "terngrad", "linear", "aps-5-2")
 
 
-def codec_rows(
-  name: str, codec: codecs.Codec, size: int, repeats: int
-) -> dict[str, Any]:
+def codec_rows(name: str, codec: codecs.Codec, size: int, repeats: int) -> Row:
   """Times one codec on one array of ``size`` elements."""
   x = jax.random.normal(jax.random.key(0), (size,))
   key = jnp.array([1, 2], jnp.uint32)
@@ -93,20 +90,14 @@ def codec_rows(
   decode = jax.jit(lambda p: codec.decode(p, like=x)).lower(payload).compile()
   share = payload.rows.shape[0] // _WORKERS
   received = jnp.stack([payload.rows[:share]] * _WORKERS)
-
-  def mean(rows: jax.Array) -> jax.Array:
-    agreed = payload.agreed
-    if agreed is not None:
-      agreed = jnp.broadcast_to(agreed[:1], (share, agreed.shape[1]))
-    return codec.sums.gathered(rows, agreed, 1 / _WORKERS)(0, share)
-
-  add = jax.jit(mean).lower(received).compile()
+  agreed = payload.agreed
+  first = jax.tree.map(lambda x: x[:share], agreed)
+  add = jax.jit(lambda rows: mean(codec.sums, rows, first)).lower(received).compile()
   calls = {
     "encode": lambda: encode(x, key),
     "decode": lambda: decode(payload),
     "decode and sum, a worker": lambda: add(received),
   }
-  agreed = payload.agreed
   both = jax.jit(
     lambda x, key: codec.encode_leaf(x, context(key)._replace(agreed=agreed), keep=True)
   )
@@ -115,21 +106,12 @@ def codec_rows(
     calls["encode and residual"] = lambda: both(x, key)
   forget, keep = updates(codec, (size,))
   calls |= {"update": forget, "update and residual": keep}
-  seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
-  temp = encode.memory_analysis().temp_size_in_bytes
   print(f"compiled in {compile_seconds:.1f} s", end="; ")
-  return _report(f"{name}, {size:,}", seconds, size, temp, payload.rows.nbytes)
+  about = f"{name}, {size:,}", size, encode, payload.rows.nbytes
+  return _report(calls, repeats, *about)
 
 
-def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]:
-  """Times encoding all leaves into the rows of one message, and decoding them."""
-  size = sum(leaf.size for leaf in tree)
-  calls, temp, sent = _message(tree)
-  seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
-  return _report(f"{title}, qsgd-4", seconds, size, temp, sent)
-
-
-def matrices_rows(size: int, repeats: int) -> dict[str, Any]:
+def matrices_rows(size: int, repeats: int) -> Row:
   """Times 8 matrices beside a flat leaf: their message, and their exchange."""
   flat = jax.random.normal(jax.random.key(0), (size,))
   trees = {"flat": [flat], "matrices": list(flat.reshape(8, 1024, -1))}
@@ -145,7 +127,7 @@ def matrices_rows(size: int, repeats: int) -> dict[str, Any]:
   return {"elements": size, "seconds": seconds}
 
 
-def mean_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]:
+def mean_rows(tree: list[jax.Array], repeats: int) -> Row:
   """Times a plain mean of all leaves over two devices, ours against jax.lax.pmean."""
   plain = optax.stateless(lambda tree, _: jax.lax.pmean(tree, "data"))
   ways = {"pmean": plain, "dense": gradcomp.dense(axis_name="data")}
@@ -153,16 +135,14 @@ def mean_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]
   seconds = timing.interleaved(calls, 4 * repeats)
   size = sum(leaf.size for leaf in tree)
   print(
-    f"mean of {title} over two devices: pmean {1e3 * seconds['pmean']:.1f} ms, "
-    f"dense {1e3 * seconds['dense']:.1f} ms, "
+    f"mean of ResNet-50's leaves over two devices: pmean "
+    f"{1e3 * seconds['pmean']:.1f} ms, dense {1e3 * seconds['dense']:.1f} ms, "
     f"{seconds['dense'] / seconds['pmean']:.3f} x"
   )
   return {"elements": size, "seconds": seconds}
 
 
-def sparse_rows(
-  name: str, codec: codecs.TopK, size: int, repeats: int
-) -> dict[str, Any]:
+def sparse_rows(name: str, codec: codecs.TopK, size: int, repeats: int) -> Row:
   """Times a sparse codec's selection, packing and unpacking, as Fang's figure 8 does.
 
   What packing leaves of the gradient is not in it. ``encode`` is both as one program.
@@ -184,13 +164,11 @@ def sparse_rows(
     "encode": lambda: encode(x),
     "unpack": lambda: unpack(received),
   }
-  seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
-  temp = encode.memory_analysis().temp_size_in_bytes
-  return _report(f"{name}, {size:,}", seconds, size, temp, rows.nbytes)
+  return _report(calls, repeats, f"{name}, {size:,}", size, encode, rows.nbytes)
 
 
-def _message(tree: list[jax.Array]) -> tuple[dict[str, Callable[[], Any]], int, int]:
-  """Returns calls for a message, the encoder's temporaries, and the bytes sent."""
+def _message(tree: list[jax.Array]) -> tuple[Calls, Any, int]:
+  """Returns calls for a message, the encoder, and the bytes sent."""
   layout = plan_rows(tree, codecs.QSGD(bits=4))
   own = [layout.codec_of(i) for i in range(len(tree))]
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
@@ -210,8 +188,7 @@ def _message(tree: list[jax.Array]) -> tuple[dict[str, Callable[[], Any]], int, 
 
   decode = jax.jit(leaves).lower(matrices).compile()
   calls = {"encode": lambda: encode(tree, keys), "decode": lambda: decode(matrices)}
-  temp = encode.memory_analysis().temp_size_in_bytes
-  return calls, temp, sum(matrix.nbytes for matrix in matrices.values())
+  return calls, encode, sum(matrix.nbytes for matrix in matrices.values())
 
 
 def _exchange(tx: Any, tree: list[jax.Array]) -> Callable[[], Any]:
@@ -221,13 +198,9 @@ def _exchange(tx: Any, tree: list[jax.Array]) -> Callable[[], Any]:
   with jax.set_mesh(mesh):
     state = tx.init(tree)
   specs = gradcomp.state_specs(state, axis_name="data")
-  over = jax.shard_map(
-    lambda tree, state: tx.update(tree, state)[::-1],
-    mesh=mesh,
-    in_specs=(jax.P(), specs),
-    out_specs=(specs, jax.P()),
-    check_vma=False,
-  )
+  way: Any = {"in_specs": (jax.P(), specs), "out_specs": (specs, jax.P())}
+  update = lambda tree, state: tx.update(tree, state)[::-1]
+  over = jax.shard_map(update, mesh=mesh, check_vma=False, **way)
   put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
   tree, state = put(tree, jax.P()), jax.tree.map(put, state, specs)
   program = jax.jit(over, donate_argnums=1).lower(tree, state).compile()
@@ -241,18 +214,16 @@ def _exchange(tx: Any, tree: list[jax.Array]) -> Callable[[], Any]:
 
 
 def _report(
-  title: str, seconds: dict[str, float], size: int, temp: int, sent: int
-) -> dict[str, Any]:
+  calls: Calls, repeats: int, title: str, size: int, encode: Any, sent: int
+) -> Row:
+  seconds = timing.interleaved(timing.copies(size) | calls, repeats)
+  temp = encode.memory_analysis().temp_size_in_bytes
   print(f"{title}: {8 * sent / size:.3f} bits an element", end="; ")
   print(f"encoder's temporaries {temp / _MIB:.1f} MiB, payload {sent / _MIB:.1f} MiB")
-  copies = {f"x {name}": seconds[name] for name in ("copy", "copy to new")}
-  tables.show(
-    {
-      name: {"ns an element": 1e9 * value / size}
-      | {title: value / one for title, one in copies.items()}
-      for name, value in seconds.items()
-    }
-  )
+  rows: Any = {name: {"ns an element": 1e9 * x / size} for name, x in seconds.items()}
+  for name, row in rows.items():
+    row |= {f"x {of}": seconds[name] / seconds[of] for of in ("copy", "copy to new")}
+  tables.show(rows)
   return {"elements": size, "seconds": seconds, "temp_bytes": temp, "sent_bytes": sent}
 
 
@@ -276,8 +247,10 @@ def main() -> None:
         results[f"{name}, {size}"] = codec_rows(name, CODECS[name], size, repeats)
   if "messages" in options.parts:
     tree = shapes.resnet50(10 if options.quick else None)
-    results["resnet50"] = message_rows("ResNet-50", tree, repeats)
-    results["mean"] = mean_rows("ResNet-50's leaves", tree, repeats)
+    calls, *about = _message(tree)
+    size = sum(leaf.size for leaf in tree)
+    results["resnet50"] = _report(calls, repeats, "ResNet-50, qsgd-4", size, *about)
+    results["mean"] = mean_rows(tree, repeats)
   if "matrices" in options.parts:
     results["matrices"] = matrices_rows(options.sizes[-1], repeats)
   if "sparse" in options.parts:
