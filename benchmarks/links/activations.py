@@ -28,8 +28,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import cli, tables
-from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch, process, results
+from benchmarks.links.hosts import Host, bits_per_second
 from benchmarks.models.papers import dettmers
 from examples.lib.cut_layers import sub_batches
 from gradcomp import codecs, parallel
@@ -137,11 +137,7 @@ class Sizes(NamedTuple):
 
 SMALL = Sizes(8, 64, 32, (64,), (1, 2))
 Name = list[Any]
-
-
-def name_of(call: Name) -> str:
-  """Returns the key of a program in the results."""
-  return json.dumps(call)
+name_of = json.dumps  # makes the key of a program in the results
 
 
 def syncs(sizes: Sizes, hosts: int) -> list[Name]:
@@ -158,18 +154,13 @@ def parts(sizes: Sizes, hosts: int, codec: str, passes: int) -> list[Name]:
   """Returns the transfers and the products of one pass, each alone."""
   own = sizes.samples // passes
   layer = [hosts * own, sizes.inputs, sizes.outputs]
-  return [
-    ["gather", codec, own, sizes.inputs, 0],
-    ["scatter", codec, own, sizes.inputs, 0],
-    ["product", *layer],
-    ["products", *layer],
-  ]
+  sent = [[kind, codec, own, sizes.inputs, 0] for kind in ("gather", "scatter")]
+  return [*sent, ["product", *layer], ["products", *layer]]
 
 
 def step(sizes: Sizes, codec: str, passes: int, prefetch: bool) -> Name:
   """Returns the program of a step."""
-  layer = [sizes.samples, sizes.inputs, sizes.outputs]
-  return ["step", codec, *layer, passes, prefetch]
+  return ["step", codec, sizes.samples, sizes.inputs, sizes.outputs, passes, prefetch]
 
 
 def programs(sizes: Sizes, hosts: int) -> list[Name]:
@@ -205,15 +196,13 @@ def predicted(
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
   sizes = SMALL if args.quick else Sizes()
   for rate in args.rates:
-    speed = links_hosts.bits_per_second(rate)
+    speed = bits_per_second(rate)
     repeats = min(args.repeats, 2) if speed and speed < 5e8 else args.repeats
     cell = {"rate": rate, "hosts": args.hosts, "sizes": sizes._asdict()}
     yield cell | {"repeats": repeats, "programs": {}}
 
 
-def measure(
-  hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
-) -> None:
+def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -> None:
   calls = programs(Sizes(**cell["sizes"]), cell["hosts"])
   job = {"programs": calls, "repeats": cell["repeats"]}
   reports = launch.run_workers(hosts, "activations", job, args.limit)
@@ -239,7 +228,7 @@ def markdown(found: dict[str, Any]) -> str:
 def _run_tables(run: dict[str, Any]) -> list[str]:
   sizes, hosts = Sizes(**run["sizes"]), run["hosts"]
   seconds = {name: x["median_seconds"] for name, x in run["programs"].items()}
-  speed = links_hosts.bits_per_second(run["rate"])
+  speed = bits_per_second(run["rate"])
   lines = []
   for call in syncs(sizes, hosts):
     kind, codec, samples, width, axis = call

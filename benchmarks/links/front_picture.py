@@ -9,6 +9,7 @@ measured here: ``python -m benchmarks.links.speed`` does that.
 
 import json
 import pathlib
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -40,20 +41,13 @@ def draw(times: dict[str, float], path: pathlib.Path) -> None:
   labels, values = list(times), list(times.values())
   figure = Figure(figsize=(5.8, 3.0))
   axis = figure.subplots()
+  form: Any = {"textcoords": "offset points", "va": "center_baseline", "fontsize": 12}
   colors = [_GRAY, _GRAY, *[_BLUE] * (len(values) - 2)]
   axis.barh(labels, values, color=colors, height=0.7)
   for row, value in enumerate(values):
     speed_up = f"{values[0] / value:.1f} x f32" if row else ""
     for text, left, weight in ((f"{value:.0f} ms", 7, 400), (speed_up, 66, 700)):
-      axis.annotate(
-        text,
-        (value, row),
-        xytext=(left, 0),
-        textcoords="offset points",
-        va="center_baseline",
-        fontsize=12,
-        weight=weight,
-      )
+      axis.annotate(text, (value, row), xytext=(left, 0), weight=weight, **form)
   axis.invert_yaxis()
   axis.set_xlim(0, 1.2 * values[0])
   axis.xaxis.set_visible(False)
@@ -71,11 +65,8 @@ def draw(times: dict[str, float], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__, quick="the same picture", output="default: docs/results/speed.png"
-  )
   default = cli.ROOT / "docs" / "results" / "speed.png"
-  options = parser.parse_args()
+  options = cli.parser(__doc__, "the same picture", default).parse_args()
   times = milliseconds()
   if output := options.output or (None if options.quick else default):
     draw(times, output)

@@ -70,7 +70,7 @@ def missing() -> str:
   if os.geteuid():
     return "root's rights, to make network namespaces"
   try:
-    with limited(1, "1gbit") as (host,):
+    with network(1, "1gbit") as (host,):
       _run(*host.prefix, "true")
   except (RuntimeError, OSError) as error:
     return f"rate-limited network namespaces ({error})"
@@ -78,14 +78,14 @@ def missing() -> str:
 
 
 @contextlib.contextmanager
-def loopback(count: int) -> Iterator[list[Host]]:
-  """Yields hosts that are plain processes, whose links nothing limits."""
-  yield [Host("127.0.0.1", "lo")] * count
+def network(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Host]]:
+  """Yields hosts with links of a rate and a round trip in seconds, and removes them.
 
-
-@contextlib.contextmanager
-def limited(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Host]]:
-  """Yields hosts with links of a rate and a round trip in seconds, and removes them."""
+  At the rate ``"loopback"`` they are plain processes, whose links nothing limits.
+  """
+  if rate == "loopback":
+    yield [Host("127.0.0.1", "lo")] * count
+    return
   prefix = f"gc{os.getpid()}"
   switch, names = f"{prefix}sw", [f"{prefix}h{i}" for i in range(count)]
   enter = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
@@ -177,16 +177,11 @@ def run(
     logs, processes = [], []
     for host, command in zip(hosts, commands, strict=True):
       logs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
-      process = subprocess.Popen(
-        [*host.prefix, *command],
-        env=os.environ | environment,
-        stdin=subprocess.DEVNULL,
-        stdout=logs[-1],
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C is for us
-      )
-      processes.append(process)
-      stack.callback(_kill, process)
+      way: Any = {"env": os.environ | environment, "stdin": subprocess.DEVNULL}
+      way |= {"stdout": logs[-1], "stderr": subprocess.STDOUT}
+      way["start_new_session"] = True  # Ctrl-C is for us
+      processes.append(subprocess.Popen([*host.prefix, *command], **way))
+      stack.callback(_kill, processes[-1])
     codes: list[int | None] = [None]
     told = 0
     while None in codes and not any(codes) and time.monotonic() < deadline:

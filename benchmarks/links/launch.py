@@ -1,6 +1,5 @@
 """Starts a worker on each host, with the same environment for all that is compared."""
 
-import contextlib
 import json
 import os
 import pathlib
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from benchmarks.common import cli, quiet
 from benchmarks.links import hosts as links_hosts
 
+network = links_hosts.network
 _REACHED = 0.7  # of the rate, or it is not measured
 MALLOC = {
   "MALLOC_ARENA_MAX": "1",
@@ -28,15 +28,6 @@ ENVIRONMENT = MALLOC | {
   # Only the first process would find its programs there, and come too early.
   "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
-
-
-def network(
-  count: int, rate: str, round_trip: float = 0.0
-) -> contextlib.AbstractContextManager[list[links_hosts.Host]]:
-  """Returns hosts on links of a rate, or without limits at the rate ``"loopback"``."""
-  if rate == "loopback":
-    return links_hosts.loopback(count)
-  return links_hosts.limited(count, rate, round_trip)
 
 
 def run_workers(

@@ -20,8 +20,8 @@ import numpy as np
 
 import gradcomp
 from benchmarks.common import cli, tables
-from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch, process, results
+from benchmarks.links.hosts import Host
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, Codec, Dense
 
@@ -131,11 +131,8 @@ def overlap(sends: list[Span], works: list[Span]) -> dict[str, float]:
   """
   found = map(united, (sends, works, sends + works))
   under_way, work, either = (1e-9 * sum(y - x for x, y in spans) for spans in found)
-  return {
-    "collectives": under_way,
-    "work": work,
-    "both": max(0.0, under_way + work - either),
-  }
+  both = max(0.0, under_way + work - either)
+  return {"collectives": under_way, "work": work, "both": both}
 
 
 def united(spans: list[Span]) -> list[Span]:
@@ -159,9 +156,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield {"rate": rate, "hosts": args.hosts, "steps": {}} | sizes
 
 
-def measure(
-  hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
-) -> None:
+def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -> None:
   job = {name: cell[name] for name in _SIZES}
   reports = launch.run_workers(hosts, "layers", job, args.limit)
   cell["steps"] = results.combine(reports, "steps", hosts[0].interface)

@@ -31,8 +31,8 @@ import optax
 
 import gradcomp
 from benchmarks.common import cli, tables
-from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch, process
+from benchmarks.links.hosts import Host, timed
 from examples.lib import texts
 from examples.lib.training import AXIS, Task, compile_step, init_state
 from gradcomp.codecs import BlockTop, Dense
@@ -115,9 +115,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
       yield about | {"settings": settings | {"rate": rate}}
 
 
-def measure(
-  hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
-) -> None:
+def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -> None:
   alone = cell["method"] in ALONE
   count = args.every * args.rounds if alone else args.steps
   names = ("method", "width", "layers", "length", "batch", "every")
@@ -214,7 +212,7 @@ def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
   step, sizes = stepper(mesh, options)
   take = lambda count: [step() for _ in range(count)]
   take(options["first"])
-  _, took = links_hosts.timed(options["interface"], meet, take, options["steps"])
+  _, took = timed(options["interface"], meet, take, options["steps"])
   # What communication takes, and not what hosts wait for one that is late: the last
   # step of a round begins on all hosts at once, and so does the one before.
   rounds: dict[str, list[float]] = {"alone": [], "together": []}

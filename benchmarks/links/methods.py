@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
+from benchmarks.compilers.codecs import NVFP4
 from gradcomp import codecs, contrib, optimizers
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core.compression import Compression
@@ -46,12 +47,9 @@ class Case(NamedTuple):
 
   def transformation(self, exchange: str) -> optax.GradientTransformation:
     """Makes the exchange of gradients over the axis ``"data"``."""
-    options: dict[str, Any] = {
-      "axis_name": "data",
-      "exchange": GROUPED if exchange == GROUPED.name else exchange,
-      "feedback": self.feedback,
-      "message_bytes": self.message_bytes,
-    }
+    options: dict[str, Any] = {"axis_name": "data", "feedback": self.feedback}
+    options["exchange"] = GROUPED if exchange == GROUPED.name else exchange
+    options["message_bytes"] = self.message_bytes
     if isinstance(self.codec, PowerSGD):  # factors, which are no codec
       given = Compression(self.codec, averaging=ONE_BY_ONE, **options)
       return transformation(given)
@@ -80,12 +78,7 @@ CASES: dict[str, Case] = {
   "qsgd-2 fitted": Case(codecs.QSGD(bits=2, levels="nonuniform"), _GATHERS),
   "natural": Case(codecs.Natural(), _GATHERS),
   "mxfp8": Case(codecs.BlockFloat(), _GATHERS),
-  "nvfp4": Case(
-    codecs.BlockFloat(
-      element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
-    ),
-    _GATHERS,
-  ),
+  "nvfp4": Case(NVFP4, _GATHERS),
   "onebit-64": Case(codecs.OneBit(bucket_size=64), _GATHERS, "error"),
   "onebit-512": Case(codecs.OneBit(bucket_size=512), _GATHERS, "error"),
   "terngrad": Case(codecs.Ternary(), _SUMS),

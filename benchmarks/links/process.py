@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 import gradcomp
 from benchmarks.links import hosts
@@ -73,22 +72,17 @@ def measure(
 
 def joined(options: dict[str, Any]) -> jax.sharding.Mesh:
   """Meets the other hosts, and returns the mesh of all of them."""
-  jax.distributed.initialize(
-    options["coordinator"],
-    len(options["ends"]),
-    options["rank"],
-    initialization_timeout=60,
-    heartbeat_timeout_seconds=20,
-    shutdown_timeout_seconds=20,
-  )
-  return jax.make_mesh((len(options["ends"]),), ("data",))
+  count = len(options["ends"])
+  given = options["coordinator"], count, options["rank"]
+  limits = {"heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
+  jax.distributed.initialize(*given, initialization_timeout=60, **limits)
+  return jax.make_mesh((count,), ("data",))
 
 
 def meeting(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
   """Returns a function that returns when all hosts have called it."""
-  total = jax.shard_map(
-    lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()
-  )
+  specs = {"in_specs": jax.P("data"), "out_specs": jax.P()}
+  total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, **specs)
   one = spread(mesh, np.ones(mesh.local_mesh.size, np.float32))
   tiny = jax.jit(total).lower(one).compile()
   return lambda: jax.block_until_ready(tiny(one))

@@ -25,12 +25,11 @@ def combine(
     entries = [report[kind][name] for report in reports]
     seconds = list(map(max, zip(*(e["seconds"] for e in entries), strict=True)))
     sent = max(statistics.median(e["sent"]) for e in entries)
+    cpu = [statistics.median(e["cpu_seconds"]) for e in entries]
     results[name] = {
       "seconds": seconds,
       "median_seconds": statistics.median(seconds),
-      "cpu_seconds_a_host": statistics.mean(
-        statistics.median(e["cpu_seconds"]) for e in entries
-      ),
+      "cpu_seconds_a_host": statistics.mean(cpu),
       "bytes_sent": sent / len(reports) if interface == "lo" else sent,
       "bytes_wire_report": first["wire_report"],
     }

@@ -32,8 +32,8 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.common import cli, shapes, tables
-from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch, methods, process, results, steps
+from benchmarks.links.hosts import Host, bits_per_second
 
 FILE = "link_speed"
 _HOOKS = ("fp16", "fp8", "powersgd-1", "powersgd-2", "powersgd-4")
@@ -71,7 +71,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
   for leaves, hosts, rate in itertools.product(args.leaves, args.hosts, args.rates):
     if leaves != "1" and len(args.leaves) > 1 and (rate, hosts) != ("1gbit", 2):
       continue
-    speed = links_hosts.bits_per_second(rate)
+    speed = bits_per_second(rate)
     size = sum(map(np.prod, shapes_of(leaves, args.mib))) * 4 / 2**20
     yield {
       "hosts": hosts,
@@ -97,9 +97,7 @@ def shapes_of(leaves: int | str, mib: float) -> list[tuple[int, ...]]:
   return [(rows, size // rows)] * int(leaves)
 
 
-def measure(
-  hosts: list[links_hosts.Host], cell: dict[str, Any], args: argparse.Namespace
-) -> None:
+def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -> None:
   given = shapes_of(cell["leaves"], args.mib)
   brief = (cell["rate"], cell["leaves"]) != ("1gbit", 1)
   names = methods.chosen(list(args.codecs), brief, len(given) == 1)
@@ -182,12 +180,9 @@ def markdown(found: dict[str, Any]) -> str:
 def _by_rates(runs: list[dict[str, Any]]) -> str:
   measured = [run for run in runs if run["steps"] or run["failed"]]
   cells = pd.DataFrame({run["rate"]: dict(_cells(run)) for run in measured}).fillna("")
-  sent = pd.DataFrame(
-    {
-      run["rate"]: {name: x["bytes_sent"] / 1e6 for name, x in run["steps"].items()}
-      for run in measured
-    }
-  ).min(axis=1)
+  sent: dict[str, float] = {}  # the fewest
+  for name, x in (item for run in measured for item in run["steps"].items()):
+    sent[name] = min(x["bytes_sent"] / 1e6, sent.get(name, math.inf))
   # PyTorch's behind ours, and parts behind both.
   order = lambda name: name.startswith("ddp ") + 2 * name.startswith("*part")
   lines = [

@@ -143,11 +143,8 @@ def measure(grads: list[torch.Tensor], options: dict[str, Any]) -> dict[str, Any
         result = np.concatenate(parts)
         mean = result if mean is None else mean
         error = float(np.linalg.norm(result - mean) / np.linalg.norm(mean))
-        results[name] = {
-          "error": error,
-          "crc32": zlib.crc32(result),
-          "wire_report": None,
-        }
+        results[name] = {"error": error, "crc32": zlib.crc32(result)}
+        results[name]["wire_report"] = None
       for kind, amount in took.items() if repeat >= 0 else ():
         results[name].setdefault(kind, []).append(amount)
   return results
@@ -160,10 +157,8 @@ def main(options: dict[str, Any]) -> None:
     "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=count
   )
   rng = np.random.default_rng(rank)
-  grads = [
-    torch.from_numpy(rng.standard_normal(shape[::-1], np.float32))
-    for shape in options["shapes"]
-  ]
+  draw = lambda shape: torch.from_numpy(rng.standard_normal(shape[::-1], np.float32))
+  grads = [draw(shape) for shape in options["shapes"]]
   steps = measure(grads, options)
   dist.barrier()
   pathlib.Path(options["output"]).write_text(json.dumps({"steps": steps}))
