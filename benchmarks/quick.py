@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.common import cli
 
@@ -37,49 +37,38 @@ _LAST = 40  # lines that a script printed
 
 
 class Result(NamedTuple):
-  """Holds the end of a run, its reason, what a failed script printed, and seconds."""
+  """Holds the seconds of a run, its end, the reason, and what a failed one printed."""
 
+  seconds: float
   verdict: str
   reason: str = ""
   printed: str = ""
-  seconds: float = 0.0
 
 
 def run(line: str, output: pathlib.Path) -> Result:
   """Runs a script with its options, and has it write its results to ``output``."""
-  before = time.monotonic()
-  result = _run(line, output)
-  return result._replace(seconds=time.monotonic() - before)
-
-
-def _run(line: str, output: pathlib.Path) -> Result:
+  start = time.monotonic()
+  ended = lambda *told: Result(time.monotonic() - start, *told)
   name, *options = line.split()
-  command = cli.module(f"benchmarks.{name}", *options)
-  environment = dict(os.environ)
-  if not name.startswith("gpu."):  # the others emulate devices on the CPU
-    environment["JAX_PLATFORMS"] = "cpu"
+  # The others emulate devices on the CPU.
+  own = {} if name.startswith("gpu.") else {"JAX_PLATFORMS": "cpu"}
+  # Python looks for the module in the folder.
+  where: Any = {"cwd": ROOT, "env": os.environ | own, "stdin": subprocess.DEVNULL}
+  where |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+  given = *options, "--quick", "--output", str(output)
+  command = cli.module(f"benchmarks.{name}", *given)
   try:
-    done = subprocess.run(
-      [*command, "--quick", "--output", str(output)],
-      cwd=ROOT,  # where Python looks for the module
-      env=environment,
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-      timeout=_LIMIT,
-      check=False,
-    )
+    done = subprocess.run(command, text=True, timeout=_LIMIT, **where)
   except subprocess.TimeoutExpired:
-    return Result("FAILED", f"it was not done after {_LIMIT} s")
+    return ended("FAILED", f"it was not done after {_LIMIT} s")
   lines = done.stdout.splitlines()
   if done.returncode == cli.SKIPPED:
-    return Result("skipped", lines[-1].removeprefix("skipped: "))
+    return ended("skipped", lines[-1].removeprefix("skipped: "))
   if done.returncode:
-    return Result("FAILED", (lines or [""])[-1], "\n".join(lines[-_LAST:]))
+    return ended("FAILED", (lines or [""])[-1], "\n".join(lines[-_LAST:]))
   if not output.exists():
-    return Result("FAILED", "it wrote nothing to --output")
-  return Result("ok")
+    return ended("FAILED", "it wrote nothing to --output")
+  return ended("ok")
 
 
 def _kept() -> set[tuple[str, int]]:
