@@ -73,10 +73,8 @@ def run(line: str, output: pathlib.Path) -> Result:
 
 def _kept() -> set[tuple[str, int]]:
   """Returns the results in benchmarks/results, and when each was written."""
-  return {
-    (path.name, path.stat().st_mtime_ns)
-    for path in ROOT.glob("benchmarks/results/**/*")
-  }
+  paths = ROOT.glob("benchmarks/results/**/*")
+  return {(path.name, path.stat().st_mtime_ns) for path in paths}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -33,7 +33,6 @@ from gradcomp.codecs import QSGD
 
 WORKERS = 8
 _OVER: Any = {"axis_name": "data"}
-P = jax.P
 _HOSTS = ("host", "chip")  # the axes of two hosts, for an exchange within and between
 
 ALONE = "adamw alone"
@@ -129,7 +128,8 @@ def measure(method: str, params: Any, *, compiled: bool = True) -> dict[str, flo
     updates, state = exchange.update(gradient, state, params)
     return optax.apply_updates(params, updates), state
 
-  args, given, made = (params, state, params), (P(), specs, P()), (P(), specs)
+  whole, args = jax.P(), (params, state, params)
+  given, made = (whole, specs, whole), (whole, specs)
   step, args = mapped(mesh, update, args, given, made, donate_argnums=(0, 1))
   clock = time.process_time
   started = clock()
@@ -162,11 +162,8 @@ def markdown(found: Rows) -> str:
 def _table(found: Rows, cell: Callable[[dict[str, float]], str]) -> str:
   shown = {key: text for key, row in found.items() if (text := cell(row))}
   models = [name for name in MODELS if any(x == name for _, x in shown)]
-  lines = []
-  for method in METHODS:
-    row = [shown.get((method, model), "") for model in models]
-    if any(row):
-      lines.append([method, *row])
+  rows = {x: [shown.get((x, model), "") for model in models] for x in METHODS}
+  lines = [[method, *row] for method, row in rows.items() if any(row)]
   return f"{tables.table(['', *models], lines)}\n"
 
 

@@ -116,10 +116,9 @@ def code() -> str:
 
 def write_json(path: Path | None, results: Any) -> None:
   """Writes results as JSON, in a folder that is made, or nothing without a path."""
-  if path is None:
-    return
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(results, indent=1) + "\n")
+  if path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def replace_json(path: Path, results: Any) -> None:
@@ -138,10 +137,9 @@ def rows_of(path: Path, about: dict[str, Any]) -> list[Any]:
 
 def write(folder: Path | None, name: str, results: Any, page: str) -> None:
   """Writes results as JSON, and the page about them as Markdown, if to anywhere."""
-  if folder is None:
-    return
-  write_json(folder / f"{name}.json", results)
-  (folder / f"{name}.md").write_text(page)
+  if folder:
+    write_json(folder / f"{name}.json", results)
+    (folder / f"{name}.md").write_text(page)
 
 
 def skip(missing: str) -> NoReturn:

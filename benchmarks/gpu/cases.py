@@ -57,11 +57,10 @@ class Case(NamedTuple):
 
   @property
   def trips(self) -> int:
-    codec = self.codec
     if self.rounds:
       return self.rounds
-    size = getattr(codec, "bucket_size", codec.row_words)
-    return max(codec.tile_size // bucket_words(size) // LANES, 1)
+    size = getattr(self.codec, "bucket_size", self.codec.row_words)
+    return max(self.codec.tile_size // bucket_words(size) // LANES, 1)
 
   def function(self, implementation: Implementation | None) -> Encode:
     """Returns one implementation as a function of the gradient and the operands."""
@@ -102,9 +101,8 @@ def _context(codec: Any, given: Sequence[jax.Array]) -> Context:
 
 def _shared(codec: Any) -> dict[str, Any]:
   """Says what rows without scales are: codes, which mean nothing under a NaN."""
-  if not codec.share_scale:
-    return {}
-  return {"decode": codec.codes, "strange": (0.0, -0.0)}
+  own = {"decode": codec.codes, "strange": (0.0, -0.0)}
+  return own if codec.share_scale else {}
 
 
 def _scaled(name: str, codec: Any, *, keep: bool = False, **more: Any) -> Case:
@@ -128,9 +126,7 @@ def _whole(name: str, codec: Any, *, keep: bool = False, **more: Any) -> Case:
   return Case(f"{name}{', residual' * keep}", codec, encode, nothing, **more)
 
 
-def _qsgd(
-  name: str, *, keep: bool = False, timed: bool = False, **options: Any
-) -> Case:
+def _qsgd(name: str, keep: bool = False, timed: bool = False, **options: Any) -> Case:
   codec = codecs.QSGD(**options)
   return _scaled(f"qsgd {name}", codec, keep=keep, timed=timed, **_shared(codec))
 
@@ -163,16 +159,13 @@ def _top_k(density: float) -> Case:
   )
 
 
-def _ternary(
-  name: str, *, timed: bool = False, share_scale: bool = False, **options: Any
-) -> Case:
-  codec = codecs.Ternary(share_scale=share_scale, **options)
+def _ternary(name: str, *, timed: bool = False, **options: Any) -> Case:
+  codec = codecs.Ternary(**({"share_scale": False} | options))
   encode = lambda codec, x, scale, limit, *given: (
     codec.encode_by(scale, x, _context(codec, given), limit).rows,
   )
   operands = lambda codec, x: codec.leaf_statistics(x) + _dither(codec, x)
-  more = _shared(codec)
-  return Case(f"ternary {name}", codec, encode, operands, timed=timed, **more)
+  return Case(f"ternary {name}", codec, encode, operands, timed=timed, **_shared(codec))
 
 
 def _cast(e: int, m: int, rounding: Any, *, auto: bool, timed: bool) -> Case:
@@ -210,31 +203,27 @@ def _given(bits: int) -> Case:
   one, sent = bits in (1, 3, 5, 7), bits > 4
   norm, size = ("max", None) if one else ("l2", 512)
   name = f"{bits} bit uniform nearest, {'one scale' if one else 'l2'}"
-  plain = {"bits": bits, "levels": "uniform", "rounding": "nearest"}
   own = {"bucket_size": size, "norm": norm, "share_scale": not sent}
-  return _qsgd(name if sent else f"{name}, shared", **plain, **own)
+  name += ", shared" * (not sent)
+  return _qsgd(name, bits=bits, **own, **_UNIFORM, **_NEAREST)
 
 
+_NEAREST: Any = {"rounding": "nearest"}
+_UNIFORM: Any = {"levels": "uniform"}
 _NVFP4: Any = {"element": "e2m1", "scale": "e4m3", "block_size": 16}
 CASES: dict[str, Case] = {
   case.name: case
   for case in [
     *(_top_k(density) for density in (0.001, 0.01)),
-    _qsgd("1 bit uniform", bits=1, levels="uniform"),
+    _qsgd("1 bit uniform", bits=1, **_UNIFORM),
     *(_qsgd(f"{bits} bit", bits=bits, timed=bits == 2) for bits in (2, 3, 5, 6, 7, 16)),
     *(_qsgd(f"{bits} bit", bits=bits, timed=True) for bits in (4, 8)),
     *(_qsgd(f"{bits} bit", bits=bits, timed=True, keep=True) for bits in (4, 8)),
     *(_qsgd(f"{bits} bit", bits=bits, keep=True) for bits in (2, 3, 5, 6, 7, 16)),
     *(_given(bits) for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16)),
-    _qsgd("4 bit nearest", bits=4, rounding="nearest", timed=True),
-    *(
-      _qsgd(f"{bits} bit nearest", bits=bits, rounding="nearest", keep=True)
-      for bits in (2, 3, 16)
-    ),
-    *(
-      _qsgd(f"{bits} bit uniform", bits=bits, levels="uniform", keep=True)
-      for bits in (1, 4, 8)
-    ),
+    _qsgd("4 bit nearest", bits=4, timed=True, **_NEAREST),
+    *(_qsgd(f"{n} bit nearest", bits=n, keep=True, **_NEAREST) for n in (2, 3, 16)),
+    *(_qsgd(f"{n} bit uniform", bits=n, keep=True, **_UNIFORM) for n in (1, 4, 8)),
     _qsgd("4 bit bucket 64", bits=4, bucket_size=64, keep=True),
     _qsgd("4 bit shared", bits=4, share_scale=True),
     _qsgd("4 bit tensor scale", bits=4, bucket_size=None, timed=True),
@@ -243,10 +232,7 @@ CASES: dict[str, Case] = {
     *(_one_bit(size, keep=keep) for size in (64, 512) for keep in (False, True)),
     _one_bit(32, keep=True),
     *(_ternary(packing, packing=packing, timed=True) for packing in ("2bit", "base3")),
-    *(
-      _ternary(f"{packing} bucket 64", packing=packing, bucket_size=64)
-      for packing in ("2bit", "base3")
-    ),
+    *(_ternary(f"{x} bucket 64", packing=x, bucket_size=64) for x in ("2bit", "base3")),
     _ternary("2bit unclipped", clip_sigmas=None),
     _ternary("base3 shared", packing="base3", share_scale=True),
     *(

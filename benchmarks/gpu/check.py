@@ -102,7 +102,7 @@ def _run(
 
 
 def _differences(case: Case, title: str, expected: Arrays, found: Arrays) -> list[str]:
-  """Tells outputs of ordinary gradients whose bits differ, and others not near."""
+  """Lists outputs of ordinary gradients whose bits differ, and others not near."""
   lines, sizes = [], case.sizes()
   for number, (right, arrays) in enumerate(zip(expected, found, strict=False)):
     size, by_value = sizes[number % len(sizes)], number >= len(sizes)

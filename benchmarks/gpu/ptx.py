@@ -174,9 +174,8 @@ def _counts(code: str, trips: int) -> dict[str, int]:
   times = _times(lines, r"\bBRA.*?`\((\.L\w+)\)", "*/", trips)
   counts: dict[str, int] = {}
   for line, number in zip(lines, times, strict=True):
-    if found := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)", line):
+    if found := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(?!NOP\b)([A-Z]\w*)", line):
       counts[found[1]] = counts.get(found[1], 0) + number
-  counts.pop("NOP", None)
   return counts
 
 

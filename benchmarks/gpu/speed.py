@@ -194,10 +194,8 @@ def _reads_twice(case: Case) -> bool:
   return len(operands) > bool(case.codec.needs_key)
 
 
-def write(path: pathlib.Path | None, rows: list[Any], missing: list[str]) -> None:
-  """Writes the results as JSON, and as a table beside it, unless the path is None."""
-  if path is None:
-    return
+def write(path: pathlib.Path, rows: list[Any], missing: list[str]) -> None:
+  """Writes the results as JSON, and as a table beside it."""
   found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
   today = datetime.date.today().isoformat()
   found |= {"date": today, "rows": rows, "missing": missing}
@@ -249,7 +247,8 @@ def main(arguments: list[str] | None = None) -> None:
   for size in options.sizes:
     found, left = run_size(cases, kernels, size, rounds, end)
     rows, missing = rows + found, missing + left
-    write(output, rows, missing)
+    if output:
+      write(output, rows, missing)
   print(*(f"not measured: {line}" for line in missing), sep="\n")
 
 

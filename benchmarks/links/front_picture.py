@@ -52,8 +52,7 @@ def draw(times: dict[str, float], path: pathlib.Path) -> None:
   axis.set_xlim(0, 1.2 * values[0])
   axis.xaxis.set_visible(False)
   axis.tick_params(axis="y", length=0, labelsize=12)
-  for side in ("top", "right", "bottom"):
-    axis.spines[side].set_visible(False)
+  axis.spines[["top", "right", "bottom"]].set_visible(False)
   axis.spines["left"].set_color("0.7")
   title = "Averaging a 64 MiB gradient over 4 hosts on links of 1 Gbit/s"
   figure.text(0.02, 0.93, title, fontsize=11, weight=700)

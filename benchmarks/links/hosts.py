@@ -64,8 +64,7 @@ def bits_per_second(rate: str) -> float | None:
 
 def missing() -> str:
   """Tries to limit a link, and returns what this machine lacks; "" for nothing."""
-  tools = [name for name in ("ip", "tc", "unshare") if not shutil.which(name)]
-  if tools:
+  if tools := [name for name in ("ip", "tc", "unshare") if not shutil.which(name)]:
     return f"the commands {', '.join(tools)}"
   if os.geteuid():
     return "root's rights, to make network namespaces"

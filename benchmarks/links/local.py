@@ -141,11 +141,9 @@ def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -
 
 
 def joined(found: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
-  alike = found.get("settings") == cell["settings"]
-  known = found["methods"] if alike else {}
+  known = found["methods"] if found.get("settings") == cell["settings"] else {}
   if "step_seconds" in cell:
-    own = {k: x for k, x in cell.items() if k != "settings"}
-    known = known | {cell["method"]: own}
+    known = known | {cell["method"]: {k: cell[k] for k in cell if k != "settings"}}
   return {"machine": found["machine"], "settings": cell["settings"], "methods": known}
 
 

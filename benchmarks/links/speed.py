@@ -157,10 +157,8 @@ def leaves(run: dict[str, Any]) -> str:
   >>> leaves({"leaves": 1}), leaves({"leaves": "resnet50"})
   ('1 leaf', "ResNet-50's 161 leaves")
   """
-  count = run["leaves"]
-  if count == "resnet50":
-    return "ResNet-50's 161 leaves"
-  return f"{count} leaf" if count == 1 else f"{count} leaves"
+  named = {"resnet50": "ResNet-50's 161 leaves", 1: "1 leaf"}
+  return named.get(run["leaves"], f"{run['leaves']} leaves")
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -23,20 +23,12 @@ BASELINE = "plain f32 mean"
 _GROUP = methods.GROUPED.group_size
 
 
-def local_like(
-  mesh: jax.sharding.Mesh, grads: list[jax.Array]
-) -> list[jax.ShapeDtypeStruct]:
-  """Returns the shapes of the part of the gradients that one host holds."""
-  shape = lambda x: (x.shape[0] // mesh.size, *x.shape[1:])
-  return [jax.ShapeDtypeStruct(shape(x), x.dtype) for x in grads]
-
-
 def steps(
   mesh: jax.sharding.Mesh, grads: list[jax.Array], names: list[str]
 ) -> Iterator[tuple[str, Timed]]:
   """Compiles the plain mean, and then each step that is named."""
   hosts = mesh.size
-  like = local_like(mesh, grads)
+  like = [jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in grads]
   copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
   def timed(update: Callable[..., Any], state: Any, specs: Any, updates: bool) -> Timed:
@@ -72,7 +64,7 @@ def parts(
 ) -> Iterator[tuple[str, Timed]]:
   """Compiles a two_shot exchange of equal leaves as programs that hand results on."""
   hosts = mesh.size
-  like = local_like(mesh, grads)
+  like = [jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in grads]
   key = jnp.array([1, 2], jnp.uint32)
   rows = -(-like[0].size // codec.tile_size)  # of a leaf
 

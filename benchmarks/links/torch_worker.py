@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.links import hosts
 
+_Future = torch.futures.Future[torch.Tensor]
 _WARM_UP = 3  # DDP makes its buckets anew after the first step
 _BLOCK = 256  # elements of a scale in float32
 _LARGEST = 448.0  # of float8_e4m3fn
@@ -82,9 +83,7 @@ def model_of(name: str, grads: list[torch.Tensor]) -> DistributedDataParallel:
   return model
 
 
-def _powersgd(
-  held: list[Any], bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def _powersgd(held: list[Any], bucket: dist.GradBucket) -> _Future:
   """Runs the hook, but sends nothing in the steps before buckets are final."""
   state = held[0]
   if state.iter < held[1]:
@@ -93,7 +92,7 @@ def _powersgd(
   return powerSGD_hook.powerSGD_hook(state, bucket)
 
 
-def _float8(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _float8(_: None, bucket: dist.GradBucket) -> _Future:
   """Averages in float8, as the public text of LoongForge's pull request 223 says.
 
   Each worker sends shares to their owners, who add in float32 and send means to all.
@@ -122,8 +121,8 @@ def _unpacked(rows: torch.Tensor) -> torch.Tensor:
   return values.mul_(scale.view(torch.float32)).view(-1)
 
 
-def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-  found: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+def _done(result: torch.Tensor) -> _Future:
+  found: _Future = torch.futures.Future()
   found.set_result(result)
   return found
 
