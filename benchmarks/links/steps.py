@@ -20,7 +20,6 @@ from gradcomp._src.exchange.collectives import scatter
 from gradcomp.codecs import Codec, Context
 
 BASELINE = "plain f32 mean"
-_GROUP = methods.GROUPED.group_size
 
 
 def steps(
@@ -44,7 +43,7 @@ def steps(
   for name in names:
     codec, exchange = name.rsplit(" ", 1)
     case = methods.STEPS[codec]
-    group = _GROUP if exchange == methods.GROUPED.name else 1
+    group = methods.GROUPED.group_size if exchange == methods.GROUPED.name else 1
     if group >= hosts or hosts % group:
       continue
     try:
