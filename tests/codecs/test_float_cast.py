@@ -1,7 +1,5 @@
 """FloatCast sends the page's rows and byte, and its sums never overflow."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +18,11 @@ from tests.support.assertions import assert_same_floats
 from tests.support.cases.float import cast_of, codec_of, wide_leaf
 
 
-@functools.cache
-def encoder(codec):
-  """With statistics that are given."""
-  return jax.jit(lambda x, byte: payload_of(codec, x, Context(laws.KEY, agreed=byte)))
-
-
-def stats_of(byte):
-  return jnp.full((1, 1), byte, jnp.uint8)
+def encoded(codec, x, byte):
+  """The payload with statistics that are given."""
+  stats = None if byte is None else jnp.full((1, 1), byte, jnp.uint8)
+  encode = lambda x, stats: payload_of(codec, x, Context(laws.KEY, agreed=stats))
+  return jax.jit(encode)(x, stats)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +41,7 @@ def test_formats_that_do_not_fill_their_bits(fmt, rounding, scale):
   x = wide_leaf(codec.tile_size + 77)
   byte = float_cast.aps_byte(8 * x, 5) if scale == "auto" else None
   cast = cast_of(codec, byte)
-  payload = encoder(codec)(x, None if byte is None else stats_of(byte))
+  payload = encoded(codec, x, byte)
   rows = cast.encode(x, np.asarray(laws.KEY))
   np.testing.assert_array_equal(payload.rows, rows)
   assert_same_floats(laws.decoder(codec, x.shape)(payload), cast.decode(rows, x.size))
@@ -69,8 +64,7 @@ def test_the_byte_is_exact(addends):
   """ceil(log2(N a)) in integers, at powers of two and beside them, over N or not."""
   rng = np.random.default_rng(addends)
   exponents = 2.0 ** np.arange(-126, 128)
-  near = np.float32(exponents[3 * addends :: 7] / addends)
-  near = np.concatenate([near, np.float32(exponents)])
+  near = np.float32([*exponents[3 * addends :: 7] / addends, *exponents])
   near = np.concatenate([near, np.nextafter(near, np.float32(0))])
   near = np.concatenate([near, np.nextafter(near, np.float32(3e38))])
   words = rng.integers(0, 0x7F800000, 200, dtype=np.uint32)
@@ -94,8 +88,7 @@ def test_powers_of_two_lose_nothing(fmt):
   numbers[-1] = 2.0**fmt.bias
   factors = 2.0 ** np.array([-90, -33, -1, 0, 1, 17, 90])
   leaves = (factors[:, None] * np.concatenate([numbers, -numbers])).astype(np.float32)
-  leaves = leaves[(np.abs(leaves) > 0).all(axis=0, keepdims=True).repeat(7, 0)]
-  leaves = leaves.reshape(7, -1)
+  leaves = leaves[:, leaves.all(axis=0)]
   restored = jax.jit(jax.vmap(lambda x: codec.decode(codec.encode(x), like=x)))(leaves)
   assert_same_floats(restored, leaves)
 
@@ -110,11 +103,8 @@ def test_sums_of_any_number_of_workers_never_overflow(fmt):
   over = 2.0 ** np.ceil(np.log2(counts)) / counts
   edges = np.float32([1, 1.99999, *[0] * 3]) + over[:, None] * [0, 0, 1, 1.0001, 0.9999]
   edges = edges.astype(np.float32)
-  byte = lambda a, n: float_cast.aps_byte(a, n)
-  shifts = [
-    [float_cast.aps_shift(byte(a, n), fmt.e, n) for a in edges[n - 1]]
-    for n in counts.tolist()
-  ]
+  shift = lambda a, n: float_cast.aps_shift(float_cast.aps_byte(a, n), fmt.e, n)
+  shifts = [[shift(a, n) for a in edges[n - 1]] for n in counts.tolist()]
   v = oracle_floats.quantize(np.ldexp(edges.astype(np.float64), shifts), fmt)
   add = lambda a, b: float_sums.add(a, b, fmt)
   total, sums = v, {1: v}
@@ -145,8 +135,7 @@ def test_what_is_not_finite():
   """With a byte of 255 all is NaN, whatever a worker's own leaf is."""
   x = laws.gaussian(300)
   codec = codec_of((5, 2))
-  payload = encoder(codec)(x, stats_of(255))
-  assert np.isnan(laws.decoder(codec, (300,))(payload)).all()
+  assert np.isnan(laws.decoder(codec, (300,))(encoded(codec, x, 255))).all()
   for bad in (np.nan, np.inf, -np.inf):
     x[17] = bad
     assert laws.encoder(codec)(x, laws.KEY).agreed == 255

@@ -10,7 +10,7 @@ import gradcomp
 from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Policy, RandomK, TopK
 from gradcomp.exchange import TwoShot
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 
 WORKERS = 4
 SHAPES = {"a": {"bias": (300,), "kernel": (70, 71)}, "b": [(64, 40)], "c": ()}
@@ -23,19 +23,13 @@ def gradients(steps):
   return [jax.tree.map(normal, SHAPES, is_leaf=is_shape) for _ in range(steps)]
 
 
-def transformation(codec, exchange="all_gather", feedback="error"):
-  return gradcomp.compress(
-    codec, axis_name="data", exchange=exchange, feedback=feedback, min_leaf_size=64
-  )
+def run(codec, steps, exchange="all_gather"):
+  tx = transformation(codec, exchange)
+  return modes.run_with_state("vmap", tx, steps)
 
 
-def run(tx, steps):
-  update = modes.started("vmap", tx, WORKERS).update
-  outputs, state = [], None
-  for grads in steps:
-    output, state = update(grads, state, jax.tree.map(lambda leaf: leaf[0], grads))
-    outputs.append(output)
-  return outputs, state
+def transformation(codec, exchange="all_gather"):
+  return laws.compressed(codec, exchange, "error", min_leaf_size=64)
 
 
 def part(tree, path):
@@ -59,11 +53,11 @@ def test_each_leaf_is_sent_as_its_codec_alone_would(exchange):
   if exchange == "ring":
     rules[2] = ("^b/0", OneBit(bucket_size=64, implementation="xla"))
   steps = gradients(3)
-  outputs, state = run(transformation(Policy(rules), exchange), steps)
+  outputs, state = run(Policy(rules), steps, exchange)
   for path, (_, codec) in zip(("a/bias", "a/kernel", "b/0"), rules, strict=True):
-    alone = run(transformation(codec, exchange), [part(grads, path) for grads in steps])
+    alone, kept = run(codec, [part(grads, path) for grads in steps], exchange)
     whole = [part(output, path) for output in outputs], part(state.residual, path)
-    chex.assert_trees_all_equal(whole, (alone[0], alone[1].residual))
+    chex.assert_trees_all_equal(whole, (alone, kept.residual))
   for output in outputs:
     for leaf in jax.tree.leaves(output):
       np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
@@ -98,9 +92,8 @@ def test_auto_takes_an_exchange_that_every_codec_allows():
 def test_only_codecs_that_must_draw_alike_do():
   """All workers choose the same elements of one leaf, and round another apart."""
   rules = [("a", RandomK(density=0.25)), ("b", QSGD(bits=4, implementation="xla"))]
-  x = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
-  grads = {name: np.stack([x] * WORKERS) for name in "ab"}
-  (output,), _ = run(transformation(Policy(rules), "local"), [grads])
+  grads = {name: np.stack([laws.gaussian(4096)] * WORKERS) for name in "ab"}
+  (output,), _ = run(Policy(rules), [grads], "local")
   chosen, rounded = np.asarray(output["a"]), np.asarray(output["b"])
   assert 1000 < np.count_nonzero(chosen[0]) <= 1024
   np.testing.assert_array_equal(chosen, np.broadcast_to(chosen[:1], chosen.shape))
@@ -116,7 +109,7 @@ def test_feedback_is_on_where_one_codec_is_biased():
 
 def test_codecs_with_memories_remember_side_by_side():
   rules = [("kernel", QSGD(bits=3, bucket_size=64, levels="nonuniform")), *RULES[2:]]
-  _, state = run(transformation(Policy(rules)), gradients(2))
+  _, state = run(Policy(rules), gradients(2))
   assert list(state.memory.shared[()]) == [1]
   assert list(state.memory.own[("data",)]) == [2]
   used = state.memory.own[("data",)][2].used
