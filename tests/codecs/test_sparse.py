@@ -1,4 +1,4 @@
-"""Leaves of more elements than an int32 counts are cut into ranges."""
+"""Sparse codecs cut leaves of more elements than an int32 counts, and favor none."""
 
 import functools
 
@@ -13,7 +13,7 @@ from gradcomp._src.kernels.common import sparse
 from gradcomp._src.kernels.common.threefry import key_words
 from gradcomp.codecs import BlockTop, Context, RandomK, TopK
 from tests.plugins.slow_cases import slow
-from tests.specs import top_k
+from tests.specs import random_k, top_k
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 
@@ -45,6 +45,15 @@ def test_a_stacked_model_of_8_billion_is_sent_sparsely():
   assert 0.001 < found.ratio < 0.01
 
 
+def test_all_elements_are_chosen_alike():
+  """Counts of 512 keys: each element of a stride of 32 expects 16 a block."""
+  counts = np.zeros(1024)
+  for key in range(512):
+    counts[random_k.positions((0, key), 1, 1024, 1 / 32)[0]] += 1
+  # Binomial, sigma 3.9; 5.5 sigma are passed by 1024 elements with probability 4e-5.
+  assert np.abs(counts - 16).max() < 5.5 * 3.94
+
+
 @pytest.mark.parametrize("codec", [TopK(density=0.1), RandomK(density=0.1)], ids=str)
 def test_a_cut_leaf_is_that_of_ranges_by_name(codec, monkeypatch):
   x = np.random.default_rng(1).standard_normal(1001, np.float32)
@@ -72,10 +81,8 @@ def test_a_cut_leaf_is_that_of_ranges_by_name(codec, monkeypatch):
 def test_what_no_int32_counts_has_the_same_bits(codec, exchange, monkeypatch):
   """Rows by their numbers in place of flat positions, and a mask of what was sent."""
   monkeypatch.setattr(_sparse, "_MOST_ELEMENTS", 256)  # several rows a leaf
-  draw = np.random.default_rng(4).standard_normal
   shapes = {"b": (3,), "v": (630,), "w": (9, 70)}
-  leaves = lambda: {x: np.float32(draw((4, *y))) for x, y in shapes.items()}
-  steps = [leaves() for _ in range(3)]
+  steps = [laws.tree(shapes, 4, seed=i) for i in range(3)]
   steps[1]["w"][0, 3, 5] = np.nan
   options = {"exchange": exchange, "feedback": "momentum", "min_leaf_size": 64}
   tx = gradcomp.compress(codec, axis_name="data", **options)
