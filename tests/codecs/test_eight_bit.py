@@ -73,9 +73,7 @@ def test_the_dynamic_tree_is_that_of_its_author():
   theirs |= {125: 0.99140614}
   ours = decoded_table("dynamic_tree")[2:128]
   # His tables were made in binary32, up to three roundings from ours.
-  np.testing.assert_allclose(
-    ours[list(theirs)], list(theirs.values()), rtol=3 * 2.0**-24
-  )
+  np.testing.assert_allclose(ours[[*theirs]], [*theirs.values()], rtol=3 * 2.0**-24)
 
 
 def test_the_dynamic_map_is_that_of_bitsandbytes():
@@ -160,13 +158,8 @@ def test_fixed_exponents_saturate():
   """Of numbers beyond 10^k, or 15 * 10^(k-1), the largest level remains."""
   x = np.float32([1000, -1000, 10, 0, 3, 15, -15])
   static = EightBit(dtype="static_tree", exponent_offset=1)
-  restored = laws.round_trip(static, x)
-  np.testing.assert_array_equal(
-    restored[:4], np.float32([9.71875, -9.71875, 9.71875, 0])
-  )
-  mantissa = EightBit(dtype="mantissa", exponent_offset=1)
-  np.testing.assert_allclose(
-    laws.round_trip(mantissa, x),
-    [15, -15, 10, 0, 3, 15, -15],
-    rtol=2.0**-23,  # k / 15 is rounded, and its product with 15
-  )
+  restored = laws.round_trip(static, x)[:4]
+  np.testing.assert_array_equal(restored, np.float32([9.71875, -9.71875, 9.71875, 0]))
+  restored = laws.round_trip(EightBit(dtype="mantissa", exponent_offset=1), x)
+  # k / 15 is rounded, and its product with 15.
+  np.testing.assert_allclose(restored, [15, -15, 10, 0, 3, 15, -15], rtol=2.0**-23)

@@ -35,8 +35,7 @@ def test_payload_is_the_oracles(rounding):
   x[:400] = np.float32(1.5) * np.ldexp(np.float32(1), np.arange(400) % 130 - 64)
   x[:400:3] *= -1
   payload = laws.encoder(codec)(x, laws.KEY)
-  rows = natural.encode(x, key=key)
-  np.testing.assert_array_equal(payload.rows, rows)
+  np.testing.assert_array_equal(payload.rows, natural.encode(x, key=key))
   r = None if key is None else dithers.of_leaf(key, x, bits=8)
   values = laws.decoder(codec, x.shape)(payload)
   assert_same_floats(values, natural.values(x, r))
@@ -52,11 +51,9 @@ def test_unbiased():
 
 def test_variance_is_within_the_papers_bound():
   """It is (|x| - a)(2a - |x|), at most x^2 / 8: as much at 4/3 of a power of two."""
-  x = np.float32(np.linspace(1, 2, 8, endpoint=False))
-  x = np.concatenate([x, [np.float32(4 / 3)]])
+  x = np.float32([*np.linspace(1, 2, 8, endpoint=False), 4 / 3])
   many = jnp.broadcast_to(x[:, None], (9, 10_000))
-  error = np.float64(laws.round_trip(CODEC, many)) - x[:, None]
-  squares = error**2
+  squares = (np.float64(laws.round_trip(CODEC, many)) - x[:, None]) ** 2
   mean, standard = squares.mean(axis=1), squares.std(axis=1) / 100
   expected = (np.float64(x) - 1) * (2 - np.float64(x))
   # Five standard errors of 10^4 draws; chances are short by less than 2^-16.

@@ -16,18 +16,11 @@ from tests.support import laws, modes
 
 GROUPS = (8, 32)
 BUCKET = 64
+LAYOUT = dict(bits=4, bucket_size=BUCKET)
 
 rotate, unrotate = (
   jax.jit(f, static_argnums=(1, 2)) for f in (rotation.rotate, rotation.unrotate)
 )
-
-
-def tiles(x, planes=8):
-  return jnp.asarray(x).reshape(-1, planes * BUCKET)
-
-
-def layout(bits=4):
-  return dict(bits=bits, bucket_size=BUCKET)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -37,22 +30,22 @@ def test_a_rotation_is_a_hadamard_matrix_with_signs(group):
   signed = x * rotation_spec.signs(x.size)
   of_groups = lambda a: np.asarray(a).reshape(group, -1)
   expected = rotation_spec.matrix(group) @ of_groups(signed) / group
-  rotated = rotate(tiles(x), 8, group)
+  rotated = rotate(x.reshape(-1, 8 * BUCKET), 8, group)
   np.testing.assert_array_equal(of_groups(rotated), expected)
   np.testing.assert_array_equal(np.asarray(unrotate(rotated, 8, group)).ravel(), x)
   # A constant is spread: none of its sums is all of it.
-  constant = rotate(tiles(np.ones(8 * BUCKET, np.float32)), 8, group)
+  constant = rotate(np.ones((1, 8 * BUCKET), np.float32), 8, group)
   assert np.abs(constant).max() <= 0.5
 
 
 @pytest.mark.parametrize("group", [8, *slow(32)])
 def test_owners_add_rotated_tiles(group):
   """The whole arithmetic of the page: rotated first, and rotated back last."""
-  codec = QSGD(**layout(), rotate=group, implementation="xla")
+  codec = QSGD(**LAYOUT, rotate=group, implementation="xla")
   x = np.stack([laws.gaussian(2 * codec.tile_size + 9, seed) for seed in range(2)])
   tx = gradcomp.compress(codec, axis_name="data", exchange="two_shot", key=7)
   (output,), _ = modes.run("vmap", tx, [{"w": jnp.asarray(x)}])
-  rule = dict(levels="sign_magnitude", **layout())
+  rule = dict(levels="sign_magnitude", **LAYOUT)
 
   def coded(tiles, key=None):
     rounding = "nearest" if key is None else "stochastic"
@@ -61,11 +54,11 @@ def test_owners_add_rotated_tiles(group):
     return values.reshape(-1, codec.tile_size)
 
   keys = [dithers.leaf_dither(7, 0, "['w']", worker) for worker in range(2)]
-  rotated = [rotation_spec.rotate(own, group=group, **layout()) for own in x]
+  rotated = [rotation_spec.rotate(own, group=group, **LAYOUT) for own in x]
   sent = np.stack([*map(coded, rotated, keys)])
   # Owners keep what their rounding to nearest loses.
   mean = exchange.two_shot(sent, lambda mean, owner: coded(mean.ravel())).ravel()
-  expected = rotation_spec.unrotate(mean, group=group, **layout())[: x.shape[1]]
+  expected = rotation_spec.unrotate(mean, group=group, **LAYOUT)[: x.shape[1]]
   np.testing.assert_array_equal(output["w"][0], expected)
 
 
@@ -85,10 +78,9 @@ def test_errors_of_heavy_tails():
 
   The power of such numbers has no finite variance, so that means would not settle.
   """
-  samples = [
-    np.random.default_rng(seed).standard_t(3, 49152).astype(np.float32)
-    for seed in range(5)
-  ]
+  samples = np.float32(
+    [np.random.default_rng(i).standard_t(3, 49152) for i in range(5)]
+  )
   median = lambda **hyper: np.median([error(QSGD(bits=4, **hyper), x) for x in samples])
   plain, eight, more = (median(rotate=group) for group in (None, *GROUPS))
   assert 0.23 < plain < 0.27

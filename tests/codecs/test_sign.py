@@ -19,13 +19,9 @@ ONE = Sign(bucket_size=32, scale="one")
 VOTE = Sign(bucket_size=32, scale="one", vote="majority")
 
 
-def hyper(codec):
-  return dict(bucket_size=codec.bucket_size, scale=codec.scale)
-
-
 def leaf(size, seed=0):
   """Normal numbers, a bucket of zeros, one with a NaN, zeros and their negatives."""
-  x = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+  x = laws.gaussian(size, seed)
   x[::7], x[3::11] = 0.0, -0.0
   x[32:64], x[100] = 0.0, np.nan
   return x
@@ -52,12 +48,6 @@ def test_it_is_a_contraction():
   assert (found < energy).all()
 
 
-def averaged(codec, x, exchange):
-  tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, feedback=None)
-  outputs, *_ = modes.run_all("vmap", tx, [{"w": jnp.asarray(x)}])
-  return np.asarray(outputs[0]["w"][0])
-
-
 @pytest.mark.parametrize(
   "codec, exchange, workers",
   [
@@ -75,11 +65,12 @@ def test_signs_are_counted_exactly(codec, exchange, workers):
   x[1, 32:64] = -1.0  # here the others do not vote
   x[:, 200:232] = np.random.default_rng(9).choice([-1.0, 1.0], (workers, 32))
   x[:, 320:352], x[: workers // 2, 320:352] = 1, -1
-  values = [sign.values(one, **hyper(codec)) for one in x]
+  values = [sign.values(one, bucket_size=32, scale=codec.scale) for one in x]
   expected = sign.vote(values, codec.vote)
   assert np.isnan(expected[96:128]).all()
   assert workers % 2 or not expected[320:352].any()
-  assert_same_floats(averaged(codec, x, exchange), expected)
+  (output,), _ = modes.run("vmap", laws.compressed(codec, exchange), [{"w": x}])
+  assert_same_floats(output["w"][0], expected)
 
 
 @pytest.mark.parametrize("codec", [ONE, VOTE], ids=laws.name)
@@ -90,17 +81,10 @@ def test_owners_send_the_pages_words(codec, workers):
   most = workers if codec.vote == "mean" else 1
   counts = np.float32(rng.integers(-most, most + 1, (3, 32, 32)))
   counts[0, 0, 0], counts[0, 0, 1], counts[1, 3] = most, -most, np.nan
-
-  @jax.jit
-  def finished(counts):
-    partial, nothing = Partial(counts), NOTHING
-    return codec.sums.finish(partial, nothing, workers, keep=False).rows
-
-  words = np.asarray(finished(counts))
-  told = dict(bucket_size=32, vote=codec.vote)
-  assert_same_floats(
-    sign.unpack_votes(words, counts.size, workers, **told), counts.ravel()
-  )
+  finish = lambda x: codec.sums.finish(Partial(x), NOTHING, workers, keep=False).rows
+  words = np.asarray(jax.jit(finish)(counts))
+  read = sign.unpack_votes(words, counts.size, workers, bucket_size=32, vote=codec.vote)
+  assert_same_floats(read, counts.ravel())
   bits = int(np.ceil(np.log2(2 * most + 2)))
   assert len(words) == -(-3 * 32 // (32 // bits))
 
@@ -109,6 +93,6 @@ def test_small_leaves_are_encoded_too():
   """Their plain mean would be a gradient among signs."""
   tx = gradcomp.compress(VOTE, axis_name="data", feedback=None)
   grads = {"w": jnp.full((3, 4096), -5.0), "b": jnp.full((3, 2), 0.01)}
-  outputs, *_ = modes.run_all("vmap", tx, [grads])
-  np.testing.assert_array_equal(outputs[0]["b"], 1.0)
-  np.testing.assert_array_equal(outputs[0]["w"], -1.0)
+  (output,), _ = modes.run("vmap", tx, [grads])
+  np.testing.assert_array_equal(output["b"], 1.0)
+  np.testing.assert_array_equal(output["w"], -1.0)

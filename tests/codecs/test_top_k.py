@@ -81,12 +81,9 @@ def test_the_largest_are_sent_of_any_data(codec, size):
     rows, rest = encode(codec, x)
     found = check_rows(codec, x, rows, rest)
     own = encoder(codec)(jnp.asarray(x), None)
-    np.testing.assert_array_equal(
-      np.ravel(own.own.used), [len(entries.positions) for entries in found]
-    )
-    np.testing.assert_array_equal(
-      np.ravel(bound._row.used(rows)), np.ravel(own.own.used)
-    )
+    used = np.ravel(own.own.used)
+    np.testing.assert_array_equal(used, [len(entries.positions) for entries in found])
+    np.testing.assert_array_equal(np.ravel(bound._row.used(rows)), used)
     if codec.range_size is None and codec.dtype == jnp.float32:
       assert own.own.threshold == np.abs(found[0].values).min()
       sent = bound.sums.sent_at(jnp.asarray(rows), size)
@@ -116,7 +113,7 @@ def test_the_algorithms_of_the_paper_send_the_same():
 def test_sizes_at_the_edges_of_tiles_and_blocks(size):
   """Elements at both ends of each block are found, and none behind the end is."""
   codec = TopK(density=0.01, selection="threshold")
-  x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
+  x = laws.gaussian(size, size)
   edges = [i for b in range(0, size + 1, 65_536) for i in (b - 1, b) if 0 <= i < size]
   x[[0, -1, *edges]] = 9
   (entries,) = check_rows(codec, x, *encode(codec, x))
@@ -256,9 +253,8 @@ def test_what_is_too_large_for_16_bits_is_sent_in_part():
 
 def test_thresholds_are_searched_every_interval():
   """And in a step whose elements would not fit, without forgetting the old one."""
-  tx = gradcomp.compress(
-    TopK(density=0.01, selection="sampled", search_every=3), feedback=None
-  )
+  codec = TopK(density=0.01, selection="sampled", search_every=3)
+  tx = gradcomp.compress(codec, feedback=None)
   x = data(1000)["normal"]
   step, state = jax.jit(tx.update), tx.init({"w": x})
   limits = []
