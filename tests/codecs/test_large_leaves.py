@@ -3,6 +3,7 @@
 But not through those that JAX may sharded over Auto axes.
 """
 
+import functools
 import re
 
 import jax
@@ -49,13 +50,11 @@ CASES = [
 
 def run(codec, exchange, feedback):
   """Means of two steps, of which one has a NaN and an infinity, and what is kept."""
-  rng = np.random.default_rng(0)
-  steps = rng.standard_normal((2, WORKERS, *SHAPE)).astype(np.float32)
+  steps = laws.gaussian((2, WORKERS, *SHAPE))
   steps[1, 0, 3, 5], steps[1, 1, 100, 7] = np.nan, np.inf
   tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, feedback=feedback)
-  found = modes.run_with_state("shard_map", tx, list(steps))
-  kept = found.state.residual, found.state.velocity
-  return jax.tree.map(np.asarray, (found.outputs, kept))
+  outputs, state = modes.run_with_state("shard_map", tx, list(steps))
+  return jax.device_get((outputs, (state.residual, state.velocity)))
 
 
 @pytest.mark.parametrize(("codec", "exchange", "feedback"), CASES, ids=str)
@@ -96,9 +95,7 @@ def test_a_payload_decodes_in_the_shape_of_tiles(codec, monkeypatch):
   """It has the bits of one that is decoded element by element."""
   x = laws.gaussian(SHAPE)
   payload = laws.encoder(codec)(x, laws.KEY)
-  decoder = lambda: jax.jit(lambda payload: codec.decode(payload, like=x)).lower(
-    payload
-  )
+  decoder = lambda: jax.jit(functools.partial(codec.decode, like=x)).lower(payload)
   large = decoder().compile()
   monkeypatch.setattr(protocol, "LARGE", 2 * LARGE)
   small = decoder().compile()
@@ -151,21 +148,12 @@ def test_a_leaf_keeps_its_place_on_auto_axes(spec):
   Else the second step of a training would be compiled again.
   """
   mesh = jax.make_mesh((WORKERS, 2), ("data", "model"), (AxisType.Auto,) * 2)
-  tx = gradcomp.compress(
-    QSGD(bits=4), axis_name="data", exchange="all_gather", feedback=ErrorFeedback()
-  )
+  tx = laws.compressed(QSGD(bits=4), "all_gather", ErrorFeedback())
   place = lambda shape, spec: jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
   params, grads = place(SHAPE, spec), place((WORKERS, *SHAPE), P("data", *spec))
   with jax.set_mesh(mesh):
     state = tx.init(params)
-  specs = gradcomp.state_specs(state, axis_name="data")
-  update = jax.shard_map(
-    lambda grads, state: tx.update(grads[0], state),
-    mesh=mesh,
-    in_specs=(P("data"), specs),
-    out_specs=(P(), specs),
-    axis_names={"data"},
-  )
-  mean, kept = jax.jit(update).lower(grads, state).compile().output_shardings
+  update = modes.on_mesh(tx, mesh, state, axis_names={"data"})
+  mean, kept = update.lower(grads, state).compile().output_shardings
   assert mean.is_equivalent_to(params.sharding, 2)
   assert kept.residual.is_equivalent_to(state.residual.sharding, 2)

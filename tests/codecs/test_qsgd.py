@@ -9,7 +9,7 @@ import gradcomp
 from gradcomp._src.kernels.common.scales import norms
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import QSGD
-from tests.plugins.slow_cases import slow
+from tests.plugins.slow_cases import one_in, slow
 from tests.specs import qsgd
 from tests.support import laws, modes
 from tests.table.settings import QSGD_CASES, SCHEMES
@@ -21,14 +21,8 @@ every_scheme = [
 ]
 
 
-def ragged(codec):
-  """Two whole tiles and a part of a third, of a size that divides nothing."""
-  return laws.gaussian(2 * codec.tile_size + 77)
-
-
 def clipped(bits, **hyper):
-  hyper = {"rounding": "nearest", **hyper}
-  return QSGD(bits=bits, norm="rms", levels="uniform", **hyper)
+  return QSGD(bits=bits, norm="rms", levels="uniform", rounding="nearest", **hyper)
 
 
 def error(codec, x):
@@ -38,17 +32,11 @@ def error(codec, x):
 
 
 @pytest.mark.parametrize(
-  "codec",
-  [
-    pytest.param(
-      x.codec, id=laws.name(x.codec), marks=[pytest.mark.slow][: bool(number % 3)]
-    )
-    for number, x in enumerate(QSGD_CASES)
-  ],
+  "codec", one_in(3, [x.codec for x in QSGD_CASES]), ids=laws.name
 )
 def test_errors_stay_below_a_step(codec):
   """Stochastic: less than a step of the bucket's scale; nearest: half of it."""
-  x = ragged(codec)
+  x = laws.gaussian(2 * codec.tile_size + 77)  # a size that divides nothing
   rows = np.asarray(laws.encoder(codec)(jnp.asarray(x), laws.KEY).rows)
   step = rows[:, codec.bucket_size or 512 :].view(np.float32)
   top = qsgd.top_of(codec.bits, codec.levels)
@@ -74,8 +62,8 @@ def test_stochastic_rounding_is_unbiased(bits, levels, norm):
 def test_variance_is_within_the_papers_bound(bits):
   """E||Q(x)-x||^2 <= min(n/s^2, sqrt(n)/s) ||x||^2 with the l2 norm, per bucket."""
   n = 256
-  codec = QSGD(bits=bits, bucket_size=n, norm="l2")
-  s = 2 ** (bits - 1) - 1
+  rule = dict(bits=bits, bucket_size=n, norm="l2")
+  codec, s = QSGD(**rule), 2 ** (bits - 1) - 1
   one = lambda key, x: codec.decode(codec.encode(x, key=key), like=x)
   draw = jax.jit(jax.vmap(one, in_axes=(0, None)))
   for x in (laws.gaussian(n), np.eye(1, n, 3, dtype=np.float32)[0] + 1e-3):
@@ -86,9 +74,7 @@ def test_variance_is_within_the_papers_bound(bits):
     bound = min(n / s**2, np.sqrt(n) / s) * np.sum(np.float64(x) ** 2)
     # The sample mean of 400 draws, less 5 of its standard errors.
     assert squares.mean() - 5 * squares.std() / 20 <= bound
-    expected = qsgd.expected_variance(
-      x, bits=bits, bucket_size=n, norm="l2", levels="sign_magnitude"
-    )
+    expected = qsgd.expected_variance(x, levels="sign_magnitude", **rule)
     assert abs(squares.mean() - expected) <= 5 * squares.std() / 20 + 1e-4 * expected
 
 
