@@ -30,7 +30,7 @@ from gradcomp.codecs import (
 )
 from gradcomp.testing import laws as kit
 from tests.plugins.slow_cases import one_in, slow
-from tests.support import laws
+from tests.support import factories, laws
 from tests.support.laws import name
 
 every_case = pytest.mark.parametrize(
@@ -86,12 +86,7 @@ def test_every_codec_that_can_be_built_is_held_to_the_laws():
     held[type(codec), ""] = set()
     for field in dataclasses.fields(codec):
       held[type(codec), field.name].add(getattr(codec, field.name))
-  public = {
-    kind
-    for kind in vars(gradcomp.codecs).values()
-    if dataclasses.is_dataclass(kind)
-    if issubclass(kind, gradcomp.codecs.Codec)
-  }
+  public = {x for x in factories.codecs() if issubclass(x, gradcomp.codecs.Codec)}
   assert {kind for kind, _ in held} == public
   for kind in public:
     for field, hint in typing.get_type_hints(kind).items():
@@ -203,8 +198,7 @@ def test_constant_buckets_are_exact(codec):
   x = np.repeat(values, 64)[:-5]
   if getattr(codec, "per_column", False):
     x = np.stack([values] * 59)
-  restored = laws.round_trip(codec, x)
-  np.testing.assert_array_equal(restored, x)
+  np.testing.assert_array_equal(laws.round_trip(codec, x), x)
 
 
 # Around buckets of 32. Each size compiles anew, so few of those up to 200.
@@ -237,17 +231,14 @@ ANY = {
 def leaves(draw, sizes):
   """Constants, special values, one huge range, or any floats; finite or not."""
   size = draw(st.sampled_from(sizes))
-  elements = draw(
-    st.sampled_from(
-      [
-        st.just(draw(st.sampled_from(SPECIAL))),
-        st.sampled_from(SPECIAL),
-        st.floats(-1, 1, width=32),
-        st.floats(width=32, allow_nan=False, allow_infinity=False),
-        st.floats(width=32),
-      ]
-    )
-  )
+  kinds = [
+    st.just(draw(st.sampled_from(SPECIAL))),
+    st.sampled_from(SPECIAL),
+    st.floats(-1, 1, width=32),
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.floats(width=32),
+  ]
+  elements = draw(st.sampled_from(kinds))
   # Without a fill every element is drawn, so that few leaves are almost constant.
   return draw(hnp.arrays(np.float32, size, elements=elements, fill=st.nothing()))
 
