@@ -35,11 +35,10 @@ def test_threefry_is_the_pages_and_jaxs_own():
 
 def test_lanes_are_the_pages_wherever_their_rows_begin():
   """Quarters of blocks and of their sums; of ten, which are planes of three bits."""
-  words = np.asarray(laws.KEY)
-  dither = np.array([*words, spec.mask(5) * 0x10001], np.uint32)
+  dither = np.array([*laws.KEY, spec.mask(5) * 0x10001], np.uint32)
   draw = jax.jit(random_lanes, static_argnums=(1, 2), static_argnames="first_row")
   got = np.stack(draw(dither, (3, 64), 10, first_row=5), axis=1)
-  key = (*words.tolist(), spec.mask(5))
+  key = (*laws.KEY.tolist(), spec.mask(5))
   expected = spec.random_lanes(key, 3, bits=3, bucket_size=64, first_row=5)
   np.testing.assert_array_equal(got, expected)
 
@@ -84,7 +83,7 @@ def test_any_two_lanes_of_a_block_are_independent():
 
 
 SIZE, WORKERS, STEPS = 4096, 2, 2
-X = np.random.default_rng(0).standard_normal(SIZE).astype(np.float32)
+X = laws.gaussian(SIZE)
 
 
 def composed(how, **options):

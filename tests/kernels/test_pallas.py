@@ -17,7 +17,8 @@ from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.gpu import dispatch, self_check, table, tiles
 from gradcomp._src.kernels.quantize import qsgd
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
+from tests.support.assertions import assert_same_bits
 from tests.support.lowering import KERNEL, all_kernels, lowered_for_cuda
 
 DITHER = np.array([123, 456, 0x80018001], np.uint32)
@@ -99,7 +100,7 @@ def operands(case: Case, size: int, rows: int) -> list[np.ndarray]:
 
 def gradient(size: int, tile: int) -> np.ndarray:
   """Normal numbers among special ones: NaN, infinity, zeros, constants, extremes."""
-  x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
+  x = laws.gaussian(size, size)
   part = tile // 8
   for number, value in enumerate((0, 1.25, 3e38, -1e-37, -0.0, 1e-42)):
     x[(number + 8) * part :][:part] = value
@@ -118,9 +119,7 @@ def test_an_interpreted_kernel_has_the_references_bits(case, monkeypatch):
   x, given = gradient(size, tile), operands(case, size, 8)
   expected = compiled(case.function("xla"), x, *given)
   found = compiled(case.function("pallas_interpret"), x, *given)
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_array_equal(*(np.asarray(y).view(np.uint32) for y in (a, b)))
+  assert_same_bits(found, expected)
 
 
 @every(CHECKED)

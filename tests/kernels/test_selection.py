@@ -15,7 +15,7 @@ from gradcomp._src.codecs.sums.records import NOTHING
 from gradcomp._src.kernels.selection import RowView, reference, search
 from gradcomp.codecs import TopK
 from tests.plugins.slow_cases import slow
-from tests.support import laws, modes
+from tests.support import laws, modes, selections
 from tests.support.assertions import assert_same_bits
 from tests.support.lowering import KERNEL, lowered_for_cuda
 
@@ -27,18 +27,11 @@ THRESHOLDS = np.uint32([0, 1, 0x3F000000, 0x7F800000, 0x7FC00000, 0x80000000])
 
 
 def data(size):
-  rng = np.random.default_rng(size)
-  normal = rng.standard_normal(size).astype(np.float32)
-  spike = np.zeros(size, np.float32)
-  spike[size // 3] = -2.0
+  """Some of what any selection meets, and numbers that are not finite or normal."""
+  some = ("normal", "constant", "half zero", "spike")
   special = np.float32([np.nan, -np.nan, np.inf, -np.inf, -0.0, 1e-45, -1e-39, 0.5])
-  return {
-    "normal": normal,
-    "constant": np.full(size, -0.5, np.float32),
-    "half zero": np.where(rng.random(size) < 0.5, normal, np.float32(0)),
-    "spike": spike,
-    "special": rng.choice(special, size),
-  }
+  chosen = np.random.default_rng(size).choice(special, size)
+  return {name: selections.data(size)[name] for name in some} | {"special": chosen}
 
 
 def expected(x, threshold, sign):
@@ -88,7 +81,7 @@ def test_marks_are_those_that_reach_the_threshold(size, implementation):
 @every_implementation
 def test_marks_of_one_row_out_of_several_matrices(implementation):
   size, mark = 2 * TILE + 5, marker(implementation)
-  x = np.random.default_rng(0).standard_normal((2, 3, size)).astype(np.float32)
+  x = laws.gaussian((2, 3, size))
   for number in range(6):
     words = mark(RowView(list(x), np.int32(number)), THRESHOLDS[2], None)
     reached = expected(x.reshape(6, size)[number], THRESHOLDS[2], None)
@@ -155,7 +148,7 @@ def test_a_codec_sends_the_same_with_kernels(codec):
 @pytest.mark.slow
 def test_selections_call_kernels_on_cuda_wherever_they_are():
   encode = functools.partial(laws.encoded, THRESHOLD)
-  x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2 * TILE)), jnp.float32)
+  x = jnp.asarray(laws.gaussian((4, 2 * TILE)))
   each = lambda x: lax.map(encode, x)
   branches = [each, lambda x: each(-x)]
   placed = [
