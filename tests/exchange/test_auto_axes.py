@@ -24,19 +24,16 @@ def grid(kind=AxisType.Auto):
   return jax.make_mesh((WORKERS, CHIPS), ("data", "chip"), (kind, AxisType.Auto))
 
 
-def gradients():
-  return laws.tree({"w": (128, 256), "v": (64, 256), "b": (77,), "s": ()}, WORKERS)
-
-
 def compiled_update(tx, mesh, specs, scales=None):
   """One update over the data axis alone, and its arguments.
 
   With ``scales``, so many are there for a row of v: of a residual in int8.
   """
+  given = laws.tree({"w": (128, 256), "v": (64, 256), "b": (77,), "s": ()}, WORKERS)
   place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
-  grads = {k: place(x, "data", *specs[k]) for k, x in gradients().items()}
+  grads = {k: place(x, "data", *specs[k]) for k, x in given.items()}
   with jax.set_mesh(mesh):
-    state = tx.init({k: place(x[0], *specs[k]) for k, x in gradients().items()})
+    state = tx.init({k: place(x[0], *specs[k]) for k, x in given.items()})
   if scales and state.residual["v"].scales.shape[1] != scales:
     residual = state.residual["v"]
     zeros = jnp.zeros((WORKERS * 64, scales), device=residual.scales.sharding)
@@ -60,15 +57,13 @@ def transformation(codec, exchange):
     (FloatCast(), "ring"),
     *slow((TopK(density=0.05), "two_shot"), (Dense(), "two_shot")),
   ],
-  ids=lambda x: x if isinstance(x, str) else repr(x),
+  ids=str,
 )
 def test_each_device_sends_its_part(codec, exchange):
   """The bits of one device a worker, and half of the bytes from each of two."""
-  mesh = grid()
   tx = transformation(codec, exchange)
-  compiled, args = compiled_update(tx, mesh, SPECS)
-  flat = modes.mesh(WORKERS)
-  alone, its_args = compiled_update(tx, flat, WHOLE)
+  compiled, args = compiled_update(tx, grid(), SPECS)
+  alone, its_args = compiled_update(tx, modes.mesh(WORKERS), WHOLE)
   assert_same_bits(compiled(*args), alone(*its_args))
   report = gradcomp.wire_report(alone)
   parts = gradcomp.wire_report(compiled).by_axis
@@ -105,8 +100,7 @@ def test_plain_jit_with_one_explicit_and_one_auto_axis():
   tx = transformation(QSGD(bits=4, bucket_size=64), "two_shot")
   mesh = grid(AxisType.Explicit)
   compiled, args = compiled_update(tx, mesh, SPECS)
-  flat = modes.mesh(WORKERS, AxisType.Explicit)
-  alone, its_args = compiled_update(tx, flat, WHOLE)
+  alone, its_args = compiled_update(tx, modes.mesh(WORKERS, AxisType.Explicit), WHOLE)
   result = compiled(*args)
   assert_same_bits(result, alone(*its_args))
   residual = result[1].residual["w"].sharding

@@ -20,23 +20,19 @@ WORKERS, LAYERS, WIDTH = 4, 6, 64
 def test_levels_are_fitted_to_all_workers_every_few_steps():
   """To the sum of their counts, in the first step and every third."""
   codec = QSGD(bits=3, bucket_size=64, levels="nonuniform", refit_every=3)
-  rng = np.random.default_rng(0)
   # One worker's gradients are nearly sparse, so that its own levels would be others.
-  steps = rng.standard_normal((5, WORKERS, 64 * 300)).astype(np.float32)
+  steps = laws.gaussian((5, WORKERS, 64 * 300))
   steps[1:4] **= 3
   steps[:, 1] **= 3
   tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather")
   bound = codec.bind(gradcomp.codecs.Leaf(()))
   measure, levels = jax.jit(bound.measure), bound.init().shared
-  fitted = []
-  for step in (steps[0], steps[3]):
-    counts = sum(np.asarray(measure(leaf)) for leaf in step)
-    fitted.append(np.asarray(bound.fits.fit(jnp.asarray(counts), levels)))
-  alone = bound.fits.fit(measure(steps[0, 1]), levels)
-  assert (fitted[0] != fitted[1]).any() and (fitted[0] != np.asarray(alone)).any()
-  update, state = modes.started("vmap", tx, WORKERS).update, None
-  for number, step in enumerate(steps):
-    _, state = update({"w": jnp.asarray(step)}, state, {"w": jnp.zeros(step[0].shape)})
+  counts = lambda leaves: jnp.asarray(sum(np.asarray(measure(x)) for x in leaves))
+  fit = lambda leaves: np.asarray(bound.fits.fit(counts(leaves), levels))
+  fitted, alone = [fit(steps[0]), fit(steps[3])], fit(steps[0, 1:2])
+  assert (fitted[0] != fitted[1]).any() and (fitted[0] != alone).any()
+  run = gradcomp.testing.modes.run("vmap", tx, [{"w": step} for step in steps])
+  for number, state in enumerate(run.states[1:]):
     memory = np.asarray(state.memory.shared[()][0])
     np.testing.assert_array_equal(memory, np.stack([fitted[number // 3]] * WORKERS))
 
@@ -59,9 +55,8 @@ def test_counts_of_many_workers_do_not_overflow(monkeypatch):
   monkeypatch.setattr(around.Fitted, "measure", many)
   codec = QSGD(bits=3, bucket_size=64, levels="nonuniform", refit_every=99)
   tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather")
-  leaves = {"w": jnp.asarray(np.stack([laws.gaussian(6400)] * 8))}
-  state = jax.vmap(tx.init, axis_name="data")(leaves)
-  _, state = jax.jit(jax.vmap(tx.update, axis_name="data"))(leaves, state)
+  steps = [{"w": np.stack([laws.gaussian(6400)] * 8)}]
+  _, state = modes.run_with_state("vmap", tx, steps)
   fitted = np.asarray(state.memory.shared[()][0])
   # The first bin is worth two levels; what the others get is settled by what is left.
   np.testing.assert_array_equal(fitted[:, :2] * 256, np.float32([[0, 1]] * 8))
@@ -100,10 +95,8 @@ def test_sums_of_ternary_codes_travel_in_few_bits():
 
 
 def in_pieces(message_bytes):
-  options = dict(message_bytes=message_bytes, min_leaf_size=0)
-  return laws.compressed(
-    QSGD(bits=4, bucket_size=32), TwoShot(feedback=False), **options
-  )
+  codec, exchange = QSGD(bits=4, bucket_size=32), TwoShot(feedback=False)
+  return laws.compressed(codec, exchange, message_bytes=message_bytes, min_leaf_size=0)
 
 
 def test_pieces_round_their_means_apart():

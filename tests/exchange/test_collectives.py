@@ -74,12 +74,8 @@ def test_the_largest_statistics_and_nan_wins():
   nans = np.array([0x7FC00000, 0xFFC00001], np.uint32).view(np.float32)
   kinds = np.array([0, 2.0**-96, 1, 3.4e38, *nans], np.float32)
   stats = np.array(list(itertools.product(kinds, repeat=3))).T  # float32[3, 6^3]
-  find = jax.shard_map(
-    lambda x: largest(x[0], "data"),
-    mesh=modes.mesh(3),
-    in_specs=P("data"),
-    out_specs=P(),
-  )
+  places = dict(mesh=modes.mesh(3), in_specs=P("data"), out_specs=P())
+  find = jax.shard_map(lambda x: largest(x[0], "data"), **places)
   got = np.asarray(jax.jit(find)(stats))
   np.testing.assert_array_equal(got, np.max(stats, axis=0))
   assert np.isnan(got[np.isnan(stats).any(axis=0)]).all()

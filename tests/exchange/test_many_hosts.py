@@ -45,21 +45,15 @@ def started(hosts, program, *arguments, folder, collective_timeout=60):
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reserved.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{reserved.getsockname()[1]}"
+    options = {"cwd": folder, "env": loopback.environment(collective_timeout)}
+    options |= {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     try:
       for i in range(hosts):
         own = {"ADDRESS": address, "HOSTS": str(hosts), "HOST": str(i)}
-        command = [own.get(word, str(word)) for word in (*program, *arguments)]
+        words = [own.get(word, str(word)) for word in (*program, *arguments)]
+        command = [sys.executable, "-W", "error", *words]
         with open(folder / f"log.{i}", "w") as log:
-          processes.append(
-            subprocess.Popen(
-              [sys.executable, "-W", "error", *command],
-              cwd=folder,
-              env=loopback.environment(collective_timeout),
-              stdin=subprocess.DEVNULL,
-              stdout=log,
-              stderr=subprocess.STDOUT,
-            )
-          )
+          processes.append(subprocess.Popen(command, stdout=log, **options))
       yield processes
     finally:
       for process in processes:
@@ -122,9 +116,7 @@ def two(tmp_path_factory):
 def assert_bits_of_emulated_devices(processes, hosts, task, folder, subtests):
   task, cases = task.split("-")
   alone = task == "compare"  # with all else that hosts do, and a training
-  expected = {
-    name: averaging.exchange(name, hosts) for name in averaging.compared(cases)
-  }
+  expected = {x: averaging.exchange(x, hosts) for x in averaging.compared(cases)}
   expected |= {name: f(hosts) for name, f in averaging.CUT.items() if alone}
   if alone and hosts == 2:
     expected[f"step-{averaging.STEPS}"] = emulated_training(hosts)
@@ -201,9 +193,8 @@ def test_hosts_that_trace_other_steps_are_told_so(two, subtests):
   """Both of them, and before either of them waits; core/test_agreement.py has more."""
   processes, folder = two
   assert codes(processes, folder) == [0, 0], said(folder)
-  first, second = (
-    json.loads((folder / f"told.{i}.json").read_text()) for i in range(2)
-  )
+  files = (folder / f"told.{i}.json" for i in range(2))
+  first, second = (json.loads(file.read_text()) for file in files)
   same = "must be the same in all processes"
   values = {
     "order": ("leaves[0]", "['a'] float32[64]", "['b'] float32[64]"),

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 from tests.support.modes import train, user_step
 
@@ -94,13 +94,9 @@ def trained(where, kinds, codec):
   known = dict(axis_name="data", param_specs=SPECS)
   state = gradcomp.init_state(optimizer, params, mesh=mesh, **known)
   specs = gradcomp.state_specs(state, **known)
-  step = jax.shard_map(
-    user_step(manual_loss_fn, optimizer),
-    mesh=mesh,
-    in_specs=(SPECS, specs, P("data")),
-    out_specs=(SPECS, specs, P()),
-    check_vma=True,
-  )
+  places = dict(in_specs=(SPECS, specs, P("data")), out_specs=(SPECS, specs, P()))
+  step = user_step(manual_loss_fn, optimizer)
+  step = jax.shard_map(step, mesh=mesh, check_vma=True, **places)
   return train(jax.jit(step), placed, state, batch)
 
 
@@ -151,17 +147,15 @@ def test_the_places_to_train_agree():
 def test_vmap_over_chips_inside_vmap_over_hosts_is_groups_on_one_axis():
   """Workers are numbered row by row, and chips of a host are a group."""
   shape = (2, 4)
-  rng = np.random.default_rng(1)
-  given = {"w": rng.standard_normal((8, 40, 30)).astype(np.float32), "s": np.ones(8)}
+  given = laws.tree({"w": (40, 30)}, 8, seed=1) | {"s": np.ones(8)}
   make = functools.partial(gradcomp.qsgd, bits=4, bucket_size=64, feedback="error")
   tx = make(axis_name=BOTH, exchange="hierarchical")
   nested = lambda f: jax.jit(jax.vmap(jax.vmap(f, axis_name="chip"), axis_name="host"))
   split = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), given)
   flat = make(axis_name="data", exchange=modes.grouped("hierarchical", shape[1]))
-  on_one = lambda f: jax.jit(jax.vmap(f, axis_name="data"))
   two = nested(tx.update)(split, nested(tx.init)(split))
   two = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), two)
-  one = on_one(flat.update)(given, on_one(flat.init)(given))
+  one = modes.run_with_state("vmap", flat, [given])
   # Axes are in the keys of what owners keep.
   assert_same_bits(jax.tree.leaves(two), jax.tree.leaves(one))
 

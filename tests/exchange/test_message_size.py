@@ -155,17 +155,14 @@ def test_messages_have_the_bits_of_one(exchange, cut_small):
 
 def test_the_program_sends_what_is_explained(cut_small):
   """Ten rows and seven, in place of 17, are filled up to twelve and eight."""
-  like = {"a": jax.ShapeDtypeStruct((2560,), jnp.float32)}
-  like["b"] = jax.ShapeDtypeStruct((1792,), jnp.float32)
+  like = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (2560, 1792)]
   tx, row = four_bits(feedback=None), 160
   found = gradcomp.explain(tx, like, workers=4)
   assert found.messages == 2
   assert found.bytes_sent == 2 * 3 / 4 * (12 + 8) * row
   assert found.bytes_filling == 2 * 3 / 4 * (2 + 1) * row
-  assert (
-    gradcomp.wire_report(modes.traced(tx, like, 4).lower()).bytes_sent
-    == found.bytes_sent
-  )
+  lowered = modes.traced(tx, like, 4).lower()
+  assert gradcomp.wire_report(lowered).bytes_sent == found.bytes_sent
 
 
 def barriers(platform, exchange):
@@ -176,9 +173,8 @@ def barriers(platform, exchange):
   tx = gradcomp.compress(codec, exchange=exchange, min_leaf_size=0, axis_name="data")
   like = [jax.ShapeDtypeStruct((2560,), jnp.float32)] * 3
   text = modes.traced(tx, like, 4).lower(lowering_platforms=(platform,)).as_text()
-  assert (
-    text.count("stablehlo.all_" + ("reduce" if exchange == "psum" else "gather")) == 3
-  )
+  stage = "reduce" if exchange == "psum" else "gather"
+  assert text.count(f"stablehlo.all_{stage}") == 3
   return text.count("stablehlo.optimization_barrier")
 
 

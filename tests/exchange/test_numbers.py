@@ -77,9 +77,8 @@ def test_all_at_the_largest_never_overflow(workers, accumulate):
   options = dict(axis_name="data", exchange="ring", feedback=None, min_leaf_size=1)
   (output,), _ = modes.run("vmap", gradcomp.compress(codec, **options), [leaves])
   for name, x in leaves.items():
-    expected, _ = float_cast.exchange(
-      x, agreed(codec, x), "ring", accumulate=accumulate
-    )
+    how = agreed(codec, x), "ring"
+    expected, _ = float_cast.exchange(x, *how, accumulate=accumulate)
     chex.assert_tree_all_finite(output[name])
     assert_same_floats(output[name][0], expected)
 
@@ -133,12 +132,10 @@ def test_large_sums_are_finite_and_overflow_stays_infinite():
 
 def test_rings_beside_a_model_axis():
   """Leaves that differ over a second axis: each part has a byte of its own."""
-  mesh = jax.make_mesh(
-    (2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
-  )
-  tx = gradcomp.aps(
-    axis_name="data", exchange="ring", accumulate="kahan", min_leaf_size=0
-  )
+  kinds, devices = (AxisType.Auto,) * 2, jax.devices()[:4]
+  mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=devices)
+  options = dict(axis_name="data", exchange="ring", min_leaf_size=0)
+  tx = gradcomp.aps(accumulate="kahan", **options)
   x = laws.gaussian((2, 2, 600)) * np.float32([1, 2.0**60]).reshape(1, 2, 1)
 
   def update(x):

@@ -1,5 +1,7 @@
 """Sparse leaves: shares of ranges, pieces, parts of cut leaves, and their memories."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ import gradcomp
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import TopK
 from tests.specs.methods import sparse
-from tests.support import modes, sparse_steps
+from tests.support import laws, modes, sparse_steps
 from tests.support.assertions import assert_same_bits
 from tests.support.sparse_steps import SIZE, N, gradients, trail, transformation
 
@@ -58,14 +60,9 @@ def test_owners_of_ranges_send_the_mean_of_the_page():
 
 def test_pieces_send_what_the_whole_sends():
   """A message for each leaf: the same mean, and the same is kept."""
-  options = dict(momentum=0.9, nesterov=True)
-  whole, pieces = (
-    transformation(SAMPLED, "all_gather", message_bytes=size, **options)
-    for size in (None, 0)
-  )
-  like = {
-    k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in gradients(1)[0].items()
-  }
+  make = functools.partial(transformation, SAMPLED, "all_gather", 0.9, True)
+  whole, pieces = (make(message_bytes=size) for size in (None, 0))
+  like = jax.tree.map(lambda x: x[0], gradients(1)[0])
   counts = [gradcomp.explain(tx, like, workers=N).messages for tx in (whole, pieces)]
   assert counts == [1, 3]
   steps = gradients(3)
@@ -77,8 +74,7 @@ def test_parts_of_a_leaf_are_selected_from_apart():
   """Each device has a part of a leaf sharded over a model axis, and its memory."""
   workers, axes = 2, ("data", "model")
   tx = transformation(SAMPLED, "all_gather", 0.9, True)
-  rng = np.random.default_rng(0)
-  steps = [rng.standard_normal((workers, 20, 64)).astype(np.float32) for _ in range(3)]
+  steps = laws.gaussian((3, workers, 20, 64))
   halves = [{"a": x[..., :32], "b": x[..., 32:]} for x in steps]
   mesh = jax.make_mesh((workers, 2), axes, (AxisType.Explicit,) * 2)
   with jax.set_mesh(mesh):
