@@ -23,13 +23,13 @@ TILE = 1024
 # A block of one tile; one of four; two of sixteen. Tiles and a partial one behind them.
 SIZES = (TILE, 5 * TILE + 37, 37 * TILE + 1023)
 SIGNS = (None, np.float32(1), np.float32(-1))
-THRESHOLDS = np.uint32([0, 1, 0x3F000000, 0x7F800000, 0x7FC00000, 0x80000000])
+THRESHOLDS = np.uint32([0, 1, 0x3FC00000, 0x7F800000, 0x7FC00000, 0x80000000])
 
 
 def data(size):
   """Some of what any selection meets, and numbers that are not finite or normal."""
   some = ("normal", "constant", "half zero", "spike")
-  special = np.float32([np.nan, -np.nan, np.inf, -np.inf, -0.0, 1e-45, -1e-39, 0.5])
+  special = np.float32([np.nan, -np.nan, np.inf, -np.inf, -0.0, 1e-45, -1e-39, 1.5])
   chosen = np.random.default_rng(size).choice(special, size)
   return {name: selections.data(size)[name] for name in some} | {"special": chosen}
 
