@@ -13,7 +13,6 @@ bits for each leaf are one of the candidates, see `gradcomp.cost.allocate`.
 import argparse
 import contextlib
 import functools
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
@@ -30,10 +29,10 @@ from gradcomp._src.cost.planner.candidates import (
   packaged_speeds,
 )
 from gradcomp._src.cost.planner.choice import Plan
-from gradcomp._src.cost.planner.errors import Optimizer, checked_budget
+from gradcomp._src.cost.planner.errors import BudgetName, Optimizer, checked_budget
 from gradcomp.cost import Link, PlanOptions
 
-_SUFFIXES = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
+_SUFFIXES = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
 _BUDGETS = "none, tight, paper, aggressive, or a bound on the error over the workers"
 
 
@@ -57,13 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
   files = "in their place files of numpy.savez, each the gradients of a step"
   more = "their leaves count, and bits for each of them are a candidate"
   add("--gradients", nargs="+", metavar="FILE", help=f"{files}: {more}")
-  add("--workers", type=_workers, required=True, help="8, or 4x2 for hosts x chips")
+  add("--workers", type=_sizes, required=True, help="8, or 4x2 for hosts x chips")
   add("--gbit", type=_rate, required=True, help="Gbit/s of each worker's link")
   add("--inside-gbit", type=_rate, help="Gbit/s inside a host, for 4x2")
   add("--latency", type=_seconds, default=50e-6, help="seconds of a message")
   add("--forward", type=_seconds, help="seconds of the forward pass")
   add("--backward", type=_seconds, help="seconds of the backward pass")
-  add("--budget", type=_budget, default="paper", help=_BUDGETS)
+  add("--budget", type=_bound, default="paper", help=_BUDGETS)
   add("--steps", type=_steps, help="steps of the training, for sparse codecs")
   add("--optimizer", choices=get_args(Optimizer), help="the optimizer of the training")
   add("--device", default="cpu", help='its codec speeds: cpu, H100, or "TPU v5e"')
@@ -87,10 +86,9 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan 
   if (options.params is None) == (options.gradients is None):
     parser.error("argument --params: must be given, or --gradients, and not both")
   link = lambda gbit: Link(latency=options.latency, bytes_per_second=gbit * 1e9 / 8)
-  times = lambda speed: speed.times(options.slower)
   names = "forward", "backward", "optimizer"
   given: dict[str, Any] = {name: getattr(options, name) for name in names}
-  params: Any = jax.ShapeDtypeStruct((options.params or 0,), jnp.float32)
+  params: Any = jax.ShapeDtypeStruct((round(options.params or 0),), jnp.float32)
   allocation = None
   try:
     if options.gradients:
@@ -100,84 +98,70 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan 
       given["candidates"] = [*CANDIDATES, allocation.candidate]
     packaged = packaged_speeds(options.device)
     source, platform = SOURCES[options.device]
-    speeds = {name: times(speed) for name, speed in packaged.items()}
+    speeds = {x: speed.times(options.slower) for x, speed in packaged.items()}
     outer = link(options.gbit)
     found = gradcomp.cost.plan(
       params,
       workers=options.workers,
       link=(outer, link(options.inside_gbit)) if pair else outer,
       budget=options.budget,
-      steps=options.steps,
+      steps=options.steps and int(options.steps),
       options=PlanOptions(**given, speeds=speeds, platform=platform),
     )
   except (OSError, TypeError, ValueError) as error:
     parser.error(str(error))
   own = source if options.slower == 1 else f"{source} Times {options.slower:g}."
-  notes = tuple(own if note == GIVEN else note for note in found.notes)
-  found = found._replace(notes=notes)
+  found = found._replace(notes=tuple(own if x == GIVEN else x for x in found.notes))
   return f"{allocation}\n\n{found}" if allocation else found
 
 
-def _between(least: float, most: float, what: str) -> Callable[[str], float]:
-  """Returns a parser of numbers in a range, with the range in its error."""
+def _parser(
+  rule: str, read: Callable[[str], Any], fits: Callable[[Any], bool] = lambda x: True
+) -> Callable[[str], Any]:
+  """Returns a parser that says the rule of texts which ``read`` has no value for."""
 
-  def parse(text: str) -> float:
-    try:
-      value = float(text)
-    except ValueError:
-      value = math.nan
-    if not least <= value <= most:
-      raise _refused(f"{what} from {least:g} to {most:g}", text)
-    return value
+  def parse(text: str) -> Any:
+    with contextlib.suppress(ValueError):
+      if fits(value := read(text)):
+        return value
+    raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
 
   return parse
 
 
-_rate = _times = _between(1e-6, 1e6, "a number")
-_seconds = _between(0, 1e6, "seconds")
+def _between(least: float, most: float, what: str) -> Callable[[str], float]:
+  """Returns a parser of numbers in a range, with the range in its error."""
+  rule = f"{what} from {least:g} to {most:g}"
+  return _parser(rule, float, lambda value: least <= value <= most)
 
 
-def _params(text: str) -> int:
+def _magnitude(text: str) -> float:
   """Parses 25000000, 25_000_000, 25e6 or 25M."""
-  form = r"\s*([\d_]*\.?[\d_]*(?:e[+-]?\d+)?)\s*([kmbgt]?)\s*"
-  found = re.fullmatch(form, text.lower())
-  try:
-    value = float(found[1]) * 10 ** _SUFFIXES[found[2]] if found else math.nan
-  except ValueError:
-    value = math.nan
-  if not 1 <= value <= 1e15:
-    raise _refused("a number of parameters from 1 to 1e15, such as 25M or 25e6", text)
-  return round(value)
-
-
-def _steps(text: str) -> int:
-  """Parses a number of steps, such as 100000 or 1e5."""
-  steps = _between(1, 1e12, "a number of steps")(text)
-  if steps % 1:
-    raise _refused("a whole number of steps", text)
-  return int(steps)
+  text = text.strip().lower()
+  power = _SUFFIXES.get(text[-1:], 0)
+  return float(text[:-1] if power else text) * 10**power
 
 
 def _workers(text: str) -> int | tuple[int, int]:
   count = lambda part: int(part) if re.fullmatch(r"\d{1,9}", part) else 0
   sizes = [count(part) for part in text.lower().split("x")]
   if len(sizes) > 2 or min(sizes) < 1:
-    raise _refused("a number of workers, as 8, or hosts x chips, as 4x2", text)
+    raise ValueError
   return sizes[0] if len(sizes) == 1 else (sizes[0], sizes[1])
 
 
 def _budget(text: str) -> str | float:
-  given: str | float = text
-  with contextlib.suppress(ValueError):
-    given = float(text)
-  try:
-    return checked_budget(given)
-  except ValueError:
-    raise _refused(f"{_BUDGETS}, above 0", text) from None
+  return checked_budget(text if text in get_args(BudgetName) else float(text))
 
 
-def _refused(rule: str, text: str) -> argparse.ArgumentTypeError:
-  return argparse.ArgumentTypeError(f"must be {rule}, got {text}")
+_rule = "a number of parameters from 1 to 1e15, such as 25M or 25e6"
+_params = _parser(_rule, _magnitude, lambda value: 1 <= value <= 1e15)
+_sizes = _parser("a number of workers, as 8, or hosts x chips, as 4x2", _workers)
+_rate = _times = _between(1e-6, 1e6, "a number")
+_seconds = _between(0, 1e6, "seconds")
+_bound = _parser(f"{_BUDGETS}, above 0", _budget)
+_count = _between(1, 1e12, "a number of steps")
+_steps = _parser("a whole number of steps", _count, float.is_integer)  # also 1e5
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """``place``: puts arrays that every process has whole on the mesh of all of them."""
 
-import math
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from gradcomp._src.mesh.specs import is_spec, names_by_axis
+from gradcomp._src.mesh.specs import is_spec
 
 
 def put_on_mesh(state: Any, mesh: Mesh, specs: Any) -> Any:
@@ -46,20 +45,20 @@ def put_on_mesh(state: Any, mesh: Mesh, specs: Any) -> Any:
     ) from None
 
   def one(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
-    shape = np.shape(x)
-    cuts = [
-      math.prod(mesh.shape.get(axis, 0) for axis in axes)
-      for axes in names_by_axis(spec, len(shape))
-    ]
-    fits = len(cuts) == len(shape) and all(cuts)
-    if not fits or any(size % parts for size, parts in zip(shape, cuts, strict=True)):
+    try:
+      sharding = NamedSharding(mesh, spec)
+      sharding.shard_shape(np.shape(x))
+    except (
+      ValueError,
+      IndexError,
+    ):  # the latter where it cuts more axes than there are
       raise ValueError(
-        f"`specs{keystr(path)}` must cut an array of shape {shape} into equal parts on "
-        f"the axes of the mesh, {dict(mesh.shape)}, got {spec}; take "
+        f"`specs{keystr(path)}` must cut an array of shape {np.shape(x)} into equal "
+        f"parts on the axes of the mesh, {dict(mesh.shape)}, got {spec}; take "
         "gradcomp.state_specs of this state, and gradcomp.reshard_state for that of "
         "another number of workers."
-      )
-    return put(x, NamedSharding(mesh, spec))
+      ) from None
+    return put(x, sharding)
 
   return jax.tree_util.tree_map_with_path(one, state, whole)
 

@@ -26,8 +26,7 @@ FORMAT = 1
 _HOW = re.compile(r"(, )?\bimplementation=[^,)]*")  # it changes no bits
 
 # The types of a record's parts.
-_FORM = {"format": int, "workers": list, "stacked": bool, "platform": str}
-_FORM |= {"transformations": list}
+_FORM = dict(format=int, workers=list, stacked=bool, platform=str, transformations=list)
 _WORKERS = "the number of workers"
 _PLATFORM = "the platform that cut the messages"
 _CURES = {
@@ -128,8 +127,7 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
       "alone and begin with the state of optimizer.init."
     )
   _check_form("saved", saved)
-  found = _differences(saved, record)
-  if found:
+  if found := _differences(saved, record):
     told = ", ".join(f"{what} was {old} and is {new}" for what, old, new in found[:3])
     otherwise = "Make the transformation that the state was saved with"
     cure = _CURES.get(found[0][0], otherwise)

@@ -50,8 +50,7 @@ def regroup_memory(
   # all do if shapes differ. `kept` may lack each worker's own part.
   old, new = workers
   own: dict[Axes, dict[int, Any]] = {}
-  times = lambda one, like: like.shape[0] // one.shape[0] if one.shape[0] else 1
-  stacked = lambda one, like: np.concatenate([np.asarray(one)] * times(one, like))
+  stacked = lambda one, like: np.resize(np.asarray(one), like.shape)  # copies
 
   def followed(begins: np.ndarray, x: np.ndarray) -> np.ndarray:
     count, rest = divmod(len(x), old)
@@ -61,18 +60,18 @@ def regroup_memory(
     return np.concatenate([x[:stay], begins[stay:]])
 
   for axes, trees in like.own.items():
-    own[axes] = {}
     for i, shapes in trees.items():
       begins = jax.tree.map(stacked, first.own[axes][i], shapes)
       if i in kept.own.get(axes, {}):
-        own[axes][i] = jax.tree.map(followed, begins, kept.own[axes][i])
-      elif i not in was.own.get(axes, {}):
-        own[axes][i] = begins  # another exchange kept none
+        begins = jax.tree.map(followed, begins, kept.own[axes][i])
+      elif i in was.own.get(axes, {}):
+        continue
+      own.setdefault(axes, {})[i] = begins  # also where another exchange kept none
   shared = {
-    axes: {i: kept.shared.get(axes, {}).get(i, tree) for i, tree in trees.items()}
+    axes: trees | {i: x for i, x in kept.shared.get(axes, {}).items() if i in trees}
     for axes, trees in first.shared.items()
   }
-  return Memory(shared, {axes: trees for axes, trees in own.items() if trees})
+  return Memory(shared, own)
 
 
 # The rows of a leaf, [places, rows, *tile_shape], its codec and its shape. Worker i has

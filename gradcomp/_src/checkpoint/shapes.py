@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import ShapedArray
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
@@ -23,8 +23,6 @@ from gradcomp._src.mesh import specs as mesh_specs
 from gradcomp._src.mesh.param_specs import specs_like
 from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.report.tracing import first_plans
-
-_shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 class FirstState(NamedTuple):
@@ -67,10 +65,9 @@ def state_shapes(
     (48, 64)
   """
   given: Any = {"axis_name": axis_name, "param_specs": param_specs, "mesh": None}
-  workers = number_of_workers("workers", workers)
+  given["workers"] = number_of_workers("workers", workers)
   with platforms.planned_for(platform):
-    first = first_state_of(optimizer, params, workers=workers, **given)
-  return jax.tree.map(_shape_of, first.shapes)
+    return first_state_of(optimizer, params, **given).shapes
 
 
 def number_of_workers(name: str, value: Any) -> int:
@@ -127,13 +124,9 @@ def first_state_of(
   if param_specs is None:
     # Arrays of init outside of a map are whole already, but not the gradients that a
     # MultiSteps around an exchange has collected.
-    def stacked(node: Any, specs: Any) -> Any:
-      if not collects(node):
-        return node
-      collected = tree_map_with_path(whole, node.acc_grads, specs.acc_grads)
-      return node._replace(acc_grads=collected)
-
-    shapes = jax.tree.map(_shape_of, found[0])
+    grads = lambda x, specs: tree_map_with_path(whole, x.acc_grads, specs.acc_grads)
+    stacked = lambda x, y: x._replace(acc_grads=grads(x, y)) if collects(x) else x
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found[0])
     shapes = jax.tree.map(stacked, shapes, specs, is_leaf=collects)
   else:
     shapes = tree_map_with_path(whole, found[0], specs)
@@ -165,16 +158,13 @@ def _with_typed_axes(part: ShapedArray, spec: P) -> P:
 
 def _with_workers(mesh: Any, names: tuple[str, ...], workers: int) -> AbstractMesh:
   """Returns a mesh like this one with N workers on these axes."""
-  alone = dict(zip(names, (workers,) + (1,) * (len(names) - 1), strict=True))
-  if mesh.empty:
-    return axes.abstract_mesh(alone)
   known = dict(mesh.shape)
   if math.prod(known.get(name, 0) for name in names) != workers:
     # What a worker keeps depends on how many there are, and not on the axes.
-    known |= alone
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  auto = jax.sharding.AxisType.Auto
-  return axes.abstract_mesh(known, tuple(kinds.get(name, auto) for name in known))
+    known |= {name: 1 for name in names} | {names[0]: workers}
+  kinds = dict.fromkeys(known, AxisType.Auto)
+  kinds |= zip(mesh.axis_names, mesh.axis_types, strict=True)
+  return axes.abstract_mesh(known, tuple(kinds.values()))
 
 
 def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:

@@ -204,16 +204,12 @@ def allocate(
     each = zip(codecs, nbytes, lost, strict=True)
     found = [own._replace(codec=x, nbytes=n, error=error) for x, n, error in each]
     options.append(_contracting(found) if biased else found)
-  return Allocation(uniform=uniform, leaves=tuple(_chosen(options)))
-
-
-def _chosen(options: Sequence[Sequence[AllocatedLeaf]]) -> Sequence[AllocatedLeaf]:
-  """Returns an option for each leaf, the first where nothing gains."""
   first = [own[0] for own in options]
-  numbers = least_bytes(options, math.fsum(x.error for x in first))
-  found = [own[i] for own, i in zip(options, numbers or [0] * len(first), strict=True)]
+  numbers = least_bytes(options, math.fsum(x.error for x in first)) or [0] * len(first)
+  best = [own[i] for own, i in zip(options, numbers, strict=True)]
   both = lambda leaves: zip(*((x.nbytes, x.error) for x in leaves), strict=True)
-  return min(first, found, key=lambda leaves: [math.fsum(x) for x in both(leaves)])
+  chosen = min(first, best, key=lambda leaves: [math.fsum(x) for x in both(leaves)])
+  return Allocation(uniform=uniform, leaves=tuple(chosen))
 
 
 def _contracting(options: list[AllocatedLeaf]) -> list[AllocatedLeaf]:
@@ -237,19 +233,16 @@ def _model(gradients: Any) -> Model:
       f"`gradients` must be {rule}, got {type(gradients).__name__}"
       f"{'' if gradients else ', empty'}; put one tree in a list."
     )
-  models = [model_of(tree, "gradients") for tree in gradients]
-  for number, model in enumerate(models):
-    if model != models[0]:
+  first, *others = [model_of(tree, "gradients") for tree in gradients]
+  for number, model in enumerate(others, 1):
+    if model != first:
+      one = lambda path, leaf: f"{path} {leaf.dtype}{list(leaf.shape)}"
+      shown = (", ".join(map(one, x.paths, x.leaves)) for x in (model, first))
       raise ValueError(
         f"`gradients` must be trees of the same arrays, but number {number} has "
-        f"{_shown(model)}, and number 0 {_shown(models[0])}."
+        f"{', and number 0 '.join(shown)}."
       )
-  return models[0]
-
-
-def _shown(model: Model) -> str:
-  pairs = zip(model.paths, model.leaves, strict=True)
-  return ", ".join(f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in pairs)
+  return first
 
 
 def _codecs(candidates: Any, uniform: Any) -> tuple[protocol.LeafCodec, ...]:

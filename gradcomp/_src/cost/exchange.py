@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gradcomp._src.checks import instance_of
-from gradcomp._src.cost import link as links
-from gradcomp._src.cost.link import Cluster, CodecSpeed
+from gradcomp._src.cost.link import Cluster, CodecSpeed, collective_seconds
 from gradcomp._src.cost.rules import at_least_0
 from gradcomp._src.report.collectives import plain_bytes
 from gradcomp._src.report.explain import Explanation
@@ -98,13 +97,11 @@ def message_seconds(
   Raises:
     ValueError: the numbers of workers differ.
   """
-  parts = {x: getattr(explanation, x) for x in ("leaves", "collectives")}
-  numbers = {x.message for x in itertools.chain(*parts.values())}
-  messages: list[dict[str, Any]] = [
-    {name: tuple(x for x in part if x.message == i) for name, part in parts.items()}
-    for i in sorted(numbers)
-  ]
-  each = (dataclasses.replace(explanation, **one) for one in messages)
+  leaves, sent = explanation.leaves, explanation.collectives
+  own = lambda part, i: tuple(x for x in part if x.message == i)
+  of = lambda i: {"leaves": own(leaves, i), "collectives": own(sent, i)}
+  numbers = sorted({*(x.message for x in leaves), *(x.message for x in sent)})
+  each = (dataclasses.replace(explanation, **of(i)) for i in numbers)
   return tuple(exchange_seconds(one, cluster, speeds) for one in each)
 
 
@@ -118,14 +115,12 @@ def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
   Raises:
     ValueError: ``elements`` is below 0.
   """
-  instance_of("cluster", Cluster, cluster)
+  workers = instance_of("cluster", Cluster, cluster).workers
   elements = at_least_0("elements", elements)
-  workers, nbytes, add = cluster.workers, 4 * elements, elements * cluster.add
-  seconds = links.collective_seconds(
-    "all_reduce", nbytes, workers, cluster.link, add=add
-  )
+  where: Any = {"link": cluster.link, "add": elements * cluster.add}
+  took = collective_seconds("all_reduce", 4 * elements, workers, **where)
   sent = float(plain_bytes(elements, workers))
-  return Breakdown(wire=(("all_reduce", sent, seconds),))
+  return Breakdown(wire=(("all_reduce", sent, took),))
 
 
 def seconds(step: Any, cluster: Cluster, speeds: Speeds) -> Breakdown:
@@ -144,7 +139,7 @@ def seconds(step: Any, cluster: Cluster, speeds: Speeds) -> Breakdown:
   for x in step.collectives:
     name: Any = x.kind.replace("collective-", "p").replace("-", "_")
     link, adding = cluster.link_within(x.span), cluster.add * x.elements
-    took = links.collective_seconds(name, x.bytes_in, x.workers, link, add=adding)
+    took = collective_seconds(name, x.bytes_in, x.workers, link, add=adding)
     wire.append((name, float(x.times * x.exact_bytes_sent), x.times * took))
   return Breakdown(encode=encode, wire=tuple(wire), add=add, decode=decode)
 
@@ -236,11 +231,9 @@ def crossover_workers(
     cluster: the links; its number of workers does not matter.
     speeds: as for :func:`exchange_seconds`.
   """
-  for explanation in explanations:
-    sized = dataclasses.replace(cluster, workers=explanation.workers)
-    if _gain(explanation, sized, speeds) <= 0:
-      return explanation.workers
-  return None
+  sized = lambda x: dataclasses.replace(cluster, workers=x.workers)
+  slower = (x for x in explanations if _gain(x, sized(x), speeds) <= 0)
+  return next((x.workers for x in slower), None)
 
 
 def _gain(explanation: Explanation, cluster: Cluster, speeds: Speeds) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradcomp._src.checkpoint.placement import put
 from gradcomp._src.codecs.protocol import LeafCodec, payload_of
 from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.core.feedback import ErrorFeedback
@@ -84,21 +85,20 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
   return float(start), float(byte)
 
 
-def _cases(axis_name: AxisName, n: int) -> Iterator[_Case]:
+def _cases(over: AxisName, n: int) -> Iterator[_Case]:
   """Yields the collectives that exchanges call, over n workers."""
-  share = Fraction(n - 1, n)
-  gather = lambda x: collectives.gather(x[0], axis_name, "measured")
-  yield _Case("all_gather", n, n - 1, 1, Fraction(n - 1), gather)
-  scatter = lambda x: collectives.scatter(x, axis_name)
-  yield _Case("all_to_all", n, n - 1, n, share, scatter)
-  add = lambda x: collectives.psum(x, axis_name)
+  whole, share = Fraction(1), Fraction(n - 1, n)
+  gather = lambda x: collectives.gather(x[0], over, "measured")
+  yield _Case("all_gather", n, n - 1, 1, whole * (n - 1), gather)
+  yield _Case("all_to_all", n, n - 1, n, share, lambda x: collectives.scatter(x, over))
+  add = lambda x: collectives.psum(x, over)
   yield _Case("all_reduce", n, 2 * (n - 1), 1, 2 * share, add)
-  ring = lambda x: collectives.pass_on(x[0], axis_name, n)
-  yield _Case("ppermute", n, 1, 1, Fraction(1), ring)
-  if n > 2 and n % 2 == 0 and isinstance(axis_name, str):
+  ring = lambda x: collectives.pass_on(x[0], over, n)
+  yield _Case("ppermute", n, 1, 1, whole, ring)
+  if n > 2 and n % 2 == 0 and isinstance(over, str):
     pairs = [(i, i + 1) for i in range(0, n, 2)]
-    swap = lambda x: collectives.scatter_within(x, axis_name, pairs)
-    yield _Case("ppermute", 2, 1, 2, Fraction(1, 2), swap)
+    swap = lambda x: collectives.scatter_within(x, over, pairs)
+    yield _Case("ppermute", 2, 1, 2, whole / 2, swap)
 
 
 def _times(
@@ -111,21 +111,19 @@ def _times(
     specs: Any = {"in_specs": split, "out_specs": spec, "check_vma": False}
     return jax.jit(jax.shard_map(function, mesh=mesh, **specs))
 
-  def spread(value: float, shape: tuple[int, ...]) -> jax.Array:
-    own = np.full(shape, value, np.float32)  # of each worker, wherever it is
-    sharding = NamedSharding(mesh, split)
+  def spread(value: float, count: int, *rest: int) -> jax.Array:
     workers = math.prod(mesh.shape[name] for name in axis_names(over))
-    whole = (workers * shape[0], *shape[1:])
-    return jax.make_array_from_callback(whole, sharding, lambda index: own)
+    whole = np.broadcast_to(np.float32(value), (workers * count, *rest))
+    return put(whole, NamedSharding(mesh, split))
 
   slowest = program(lambda x: collectives.largest(x, over), P())
-  meet = lambda seconds: float(slowest(spread(seconds, (1,)))[0])
+  meet = lambda seconds: float(slowest(spread(seconds, 1))[0])
   run = program(lambda x: case.run(x).reshape(-1), split)
   points: list[tuple[float, float]] = []
   for size in sizes:
-    words = math.ceil(size / (case.sent * case.lines * _WORD))
-    line = form(words)  # as exchanges send it
-    x = spread(1, (case.lines, *line))
+    share = case.sent * case.lines * _WORD  # bytes, for a word of each line
+    line = form(math.ceil(size / share))  # as exchanges send it
+    x = spread(1, case.lines, *line)
     send = run.lower(x).compile()
     if not points:
       jax.block_until_ready(send(x))  # makes the connections
@@ -135,8 +133,7 @@ def _times(
       start = time.perf_counter()
       jax.block_until_ready(send(x))
       seconds.append(meet(time.perf_counter() - start))
-    sent = float(case.sent * case.lines * math.prod(line) * _WORD)
-    points.append((sent, statistics.median(seconds)))
+    points.append((float(share * math.prod(line)), statistics.median(seconds)))
   return points
 
 
@@ -165,12 +162,10 @@ def _median(call: Callable[[], Any], repeats: int) -> float:
 
 def _calls(codec: LeafCodec, shape: tuple[int, int]) -> list[Callable[[], Any]]:
   """Returns functions that encode, decode, and add payloads, without arguments."""
-  x = jax.random.normal(jax.random.key(0), shape)
-  key = jnp.array([1, 2], jnp.uint32)
+  x, key = jax.random.normal(jax.random.key(0), shape), jnp.array([1, 2], jnp.uint32)
   leaf = Leaf(shape, addends=_PAYLOADS)
   bound: Any = codec.bind(leaf)
-  memory = bound.init(leaf, key)
-  context = Context(key, memory=memory, step=jnp.int32(0))
+  context = Context(key, memory=bound.init(leaf, key), step=jnp.int32(0))
   encode = jax.jit(lambda x: payload_of(bound, x, context))
   decode = jax.jit(lambda payload: bound.decode(payload, like=x))
 

@@ -1,5 +1,6 @@
 """Checks of the numbers that cost models take, and their files."""
 
+import functools
 import json
 import math
 import os
@@ -10,20 +11,21 @@ from typing import Any, Self
 from gradcomp._src import checks
 
 
-def at_least_0(name: str, value: Any) -> float:
-  """Returns a finite float of 0 or more; raises ValueError for other values."""
-  return _number(name, "a finite number of 0 or more", value, 0.0)
+def _number(rule: str, least: float, name: str, value: Any) -> float:
+  try:
+    number = math.nan if isinstance(value, bool | str) else float(value)
+  except (TypeError, ValueError, OverflowError):
+    number = math.nan
+  if not least <= number < math.inf:
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
+  return number
 
 
-def above_0(name: str, value: Any) -> float:
-  """Returns a finite float above 0; raises ValueError for other values."""
-  return _number(name, "a finite number above 0", value, math.ulp(0.0))
-
-
-def count(name: str, value: Any) -> int:
-  """Returns an integer from 1 to 2**53; raises ValueError for other values."""
-  rule = "an integer of 1 or more and at most 2**53"
-  return checks.static_integer(name, rule, value, least=1, most=2**53)
+# Each returns a number, also of NumPy's and JAX's; ValueError for other values.
+at_least_0 = functools.partial(_number, "a finite number of 0 or more", 0.0)
+above_0 = functools.partial(_number, "a finite number above 0", math.ulp(0.0))
+count = checks.integer("an integer of 1 or more and at most 2**53", 1, 2**53).check
+SECONDS, ABOVE_0, COUNT = map(checks.Rule, (at_least_0, above_0, count))
 
 
 class Kept:
@@ -51,18 +53,3 @@ class Kept:
         f"damaged, or holds something else ({type(error).__name__}: {error}); measure "
         "anew and save."
       ) from error
-
-
-def _number(name: str, rule: str, value: Any, least: float) -> float:
-  try:
-    number = math.nan if isinstance(value, bool | str) else float(value)
-  except (TypeError, ValueError, OverflowError):
-    number = math.nan
-  if not least <= number < math.inf:
-    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
-  return number
-
-
-SECONDS = checks.Rule(at_least_0)
-ABOVE_0 = checks.Rule(above_0)
-COUNT = checks.Rule(count)

@@ -52,13 +52,6 @@ class Metrics(NamedTuple):
   equal: jax.Array
 
 
-_EQUAL = (
-  "The gradient is the same on all workers: each sends what all have. Delete the "
-  "`pmean` before the exchange, or give each worker its own part of the batch."
-  f"{see('the-gradient-is-the-same-on-all-workers')}"
-)
-
-
 class Inspection(NamedTuple):
   """The measures of :func:`inspect_update`; ``print`` shows a table, on the host.
 
@@ -75,17 +68,20 @@ class Inspection(NamedTuple):
   @property
   def warning(self) -> str:
     """The warning of equal gradients, on the host; empty where they are not."""
-    equal = float(self.total.equal) == 1 and float(self.total.gradient_norm) > 0
-    return _EQUAL if equal else ""
+    if float(self.total.equal) != 1 or not float(self.total.gradient_norm) > 0:
+      return ""
+    return (
+      "The gradient is the same on all workers: each sends what all have. Delete the "
+      "`pmean` before the exchange, or give each worker its own part of the batch."
+      f"{see('the-gradient-is-the-same-on-all-workers')}"
+    )
 
   def __str__(self) -> str:
-    names = Metrics._fields
-    rows = [["leaf", *(name.replace("_", " ") for name in names)]]
+    rows = [["leaf", *(name.replace("_", " ") for name in Metrics._fields)]]
     for path, metrics in [*self.leaves.items(), ("total", self.total)]:
-      nbytes, *values = (float(getattr(metrics, name)) for name in names)
+      nbytes, *values = map(float, metrics)
       rows.append([path, f"{math.ceil(nbytes):,}", *(f"{x:.4g}" for x in values)])
-    lines = aligned(rows)
-    return "\n".join(lines + [self.warning] * bool(self.warning))
+    return "\n".join(aligned(rows) + [self.warning] * bool(self.warning))
 
 
 def inspect_update(
@@ -165,11 +161,8 @@ def measured_update(
       "optimizer.init."
     )
   numbers = itertools.count()
-
-  def watch(x: Any) -> Any:
-    one = by_state.get(next(numbers)) if is_state(x) else None
-    return x if one is None else watched(x, len(one.plan.names))
-
+  of = lambda x: by_state.get(next(numbers)) if is_state(x) else None
+  watch = lambda x: watched(x, len(one.plan.names)) if (one := of(x)) else x
   state = jax.tree.map(watch, opt_state, is_leaf=is_state)
   update = optax.with_extra_args_support(optimizer).update
   updates, state = update(grads, state, params, **extra_args)

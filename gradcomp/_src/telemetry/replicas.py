@@ -17,9 +17,7 @@ from gradcomp._src.mesh.place import leaves_cut
 from gradcomp._src.mesh.types import around, mark_varying
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["leaves"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Replicas:
   """The fingerprints of :func:`compare_replicas`, with the leaves that differ.
@@ -31,7 +29,7 @@ class Replicas:
   """
 
   words: jax.Array
-  leaves: tuple[str, ...]
+  leaves: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
   @property
   def equal(self) -> jax.Array:

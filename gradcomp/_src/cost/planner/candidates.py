@@ -80,7 +80,7 @@ class Candidate(NamedTuple):
 
   def codec_for(self, paths: Sequence[str]) -> protocol.LeafCodec:
     """Returns the codec for leaves of these paths, with the last layer in float32."""
-    if self.last_dense and any(map(is_last, paths)):
+    if self.last_dense and any(re.search(_LAST, path) for path in paths):
       return policy.Policy([(_LAST, dense.Dense()), ("", self.codec)])
     return self.codec
 
@@ -95,8 +95,8 @@ def _known(
   name: str, codec: protocol.LeafCodec, omega: float | None = None, **options: Any
 ) -> Candidate:
   """Returns a candidate that keeps a residual if its codec is biased."""
-  biased, every = not codec.unbiased, _packaged("accuracy.json")
-  options["records"] = tuple(Record(*x) for x in every.get(name, ()))
+  biased, records = not codec.unbiased, _packaged("accuracy.json").get(name, ())
+  options["records"] = tuple(Record(*x) for x in records)
   return Candidate(name, codec, biased, biased, omega, **options)
 
 
@@ -134,11 +134,6 @@ def as_candidate(given: Any) -> Candidate:
   return _known(name_of(given), given, density=getattr(given, "density", None))
 
 
-def is_last(path: str) -> bool:
-  """Returns True if a path is an output layer's, by its name."""
-  return re.search(_LAST, path) is not None
-
-
 def name_of(codec: protocol.LeafCodec) -> str:
   """Returns the codec's type with the options that differ from their defaults."""
   if not dataclasses.is_dataclass(codec):
@@ -169,14 +164,14 @@ def speeds_of(given: Any, platform: str) -> tuple[SpeedsOf, str]:
   if isinstance(given, Mapping):
     for name, speed in given.items():
       if not isinstance(speed, CodecSpeed):
-        rule = f"CodecSpeeds by name, got {name}: {speed!r}"
-        raise ValueError(f"`speeds` must be {rule}.")
+        got = f"{name}: {speed!r}"
+        raise ValueError(f"`speeds` must be CodecSpeeds by name, got {got}.")
     return functools.partial(_named, given), note
   if isinstance(given, CodecSpeed) or callable(given):
     return lambda _: given, note
   if given == "measure":
-    says = "Codec speeds were measured on this device."
-    return lambda x: CodecSpeed.measure(x.codec), says
+    note = "Codec speeds were measured on this device."
+    return lambda x: CodecSpeed.measure(x.codec), note
   raise ValueError(
     f'`speeds` must be None, "measure", one of {tuple(SOURCES)}, a CodecSpeed, '
     f"CodecSpeeds by the names of candidates, or a function of codecs, got {given!r}."
@@ -195,18 +190,14 @@ def _nearest(speeds: Mapping[str, CodecSpeed], codec: protocol.LeafCodec) -> Cod
   alike = [x for x in CANDIDATES if type(x.codec) is type(codec) and x.name in speeds]
   if not alike:
     raise ValueError(f"`speeds` has none of a codec like {name_of(codec)}")
-  far = lambda candidate: abs(_bits(candidate.codec) - _bits(codec))
+  bound = lambda x: x.bind(Leaf((1024, 1024)))
+  words = lambda x: bound(x).row_words / bound(x).tile_size  # of an element
+  far = lambda candidate: abs(words(candidate.codec) - words(codec))
   return speeds[min(alike, key=far).name]
-
-
-def _bits(codec: protocol.LeafCodec) -> float:
-  """Returns the bits of an element in the rows of a large leaf."""
-  bound = codec.bind(Leaf((1024, 1024)))
-  return 32 * bound.row_words / bound.tile_size
 
 
 def by_leaf(speeds: Speeds) -> SpeedOf:
   """Returns the speeds of leaves' codecs: a leaf in float32 takes only its wire."""
-  plain = lambda codec: all(x.plain for x in codec.facts.each)
   known = lambda codec: speeds if isinstance(speeds, CodecSpeed) else speeds(codec)
+  plain = lambda codec: all(x.plain for x in codec.facts.each)
   return lambda codec: NO_WORK if plain(codec) else known(codec)

@@ -120,16 +120,10 @@ class Row(NamedTuple):
   @property
   def cells(self) -> list[str]:
     """The cells of a line of the table."""
-    cost = self.breakdown
+    cost, names = self.breakdown, (self.candidate.name, self.way)
     parts = cost.encode, cost.wire_seconds, cost.add + cost.decode, self.step_seconds
     gain = f"{self.speedup:.2f}", f"{self.error:.2g}"
-    names = self.candidate.name, self.way
     return [*names, f"{self.sent.bytes_sent:,}", *map(_in_ms, parts), *gain]
-
-  @property
-  def time(self) -> str:
-    """The milliseconds of a step, in words."""
-    return f"{_in_ms(self.step_seconds)} ms"
 
 
 class Plan(NamedTuple):
@@ -351,11 +345,9 @@ class Setting(NamedTuple):
   def timed(self, row: Row, plain: float = 0.0) -> Row:
     """Returns a row with its messages and seconds; ValueError if they are refused."""
     axis_name, number = self.axis_name, self.limits.workers
-    options: dict[str, Any] = {
-      "codec": row.candidate.codec_for(self.model.paths),
-      "exchange": row.exchange,
-      "feedback": "error" if row.candidate.feedback else None,
-    }
+    codec = row.candidate.codec_for(self.model.paths)
+    options: dict[str, Any] = {"codec": codec, "exchange": row.exchange}
+    options["feedback"] = "error" if row.candidate.feedback else None
     parts: Any = compression.Compression(**options, axis_name=axis_name)
     like = [inputs.pairs(x) for x in self.model.leaves]
     where = place.Place(axis_name, others=[()] * len(like))
@@ -375,10 +367,11 @@ class Setting(NamedTuple):
     if not rows:
       return dense, ""
     row = best(rows)
+    ours, theirs = (f"{_in_ms(x.step_seconds)} ms" for x in (row, dense))
     if row.step_seconds <= (1 - margin) * dense.step_seconds:
-      times = f"{row.name} {row.time}, dense {dense.time}"
+      times = f"{row.name} {ours}, dense {theirs}"
       return row, f"{row.candidate.verdict}: {times}: {row.speedup:.3g} x"
-    times = f"dense {dense.time}, best {row.name} {row.time}"
+    times = f"dense {theirs}, best {row.name} {ours}"
     if (gain := 1 - row.step_seconds / dense.step_seconds) > 0:
       small = f"gains {gain:.1%} of a step here, below the margin of {margin:.0%}"
       return dense, f"do not: compression {small}: {times}"
@@ -413,12 +406,11 @@ def best(rows: Sequence[Row]) -> Row:
 
 def _rate(row: Row, dense: Row, cluster: Cluster) -> float:
   """Returns the bytes per second below which a row beats a plain mean; 0 for none."""
-  if row.sent.bytes_sent >= dense.sent.bytes_sent:
-    return 0.0
   seconds = lambda x, at: costs.seconds(x.sent, at, x.speed).total
   gain = lambda at: seconds(dense, at) - seconds(row, at)
   rate = costs.rate_without_gain(gain, cluster)
-  return rate if rate < math.inf else 0.0
+  saves = row.sent.bytes_sent < dense.sent.bytes_sent
+  return rate if saves and rate < math.inf else 0.0
 
 
 def _in_ms(seconds: float) -> str:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src import checks
-from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.sum import SumFacts
 from gradcomp._src.core.transform import compress
 from gradcomp._src.cost.planner.candidates import Candidate, Record
@@ -35,7 +34,7 @@ _SHORT_WAIT = 100  # steps that an element may wait in a run of unknown length
 _GROWN = 0.85  # the share by which a ring's errors grow at most, as measured
 
 
-def omega(codec: LeafCodec, leaves: Sequence[Any] | None = None) -> float:
+def omega(codec: Any, leaves: Sequence[Any] | None = None) -> float:
   """Returns ``E|Q(g) - g|^2 / |g|^2`` of arrays, by default of 2**18 normal numbers."""
   if leaves is None:
     leaves = [np.random.default_rng(0).standard_normal((512, 512))]
@@ -46,8 +45,7 @@ def omega(codec: LeafCodec, leaves: Sequence[Any] | None = None) -> float:
       "`gradients` must have a norm that is finite and not 0, got the square "
       f"{whole!r}."
     )
-  value: Any = codec  # hashable, as all codecs
-  return energy(map(jnp.subtract, encoder(value, 0)(given), given)) / whole
+  return energy(map(jnp.subtract, encoder(codec, 0)(given), given)) / whole
 
 
 @functools.lru_cache(maxsize=64)
@@ -80,9 +78,7 @@ def deciding(
   """Returns the nearest records of each task, the lowest accuracy first."""
   away = lambda x: x.far(workers, optimizer)
   enough = sorted((x for x in records if x.seeds >= _ENOUGH), key=away)
-  least: dict[str, tuple[bool, float]] = {}
-  for x in enough:
-    least.setdefault(x.task, away(x))
+  least = {x.task: away(x) for x in reversed(enough)}
   found = (x for x in enough if away(x) == least[x.task])
   return sorted(found, key=lambda x: x.points)
 
@@ -187,16 +183,20 @@ def _of_sum(
   inside = sizes[-1] if exchange.way == "grouped" else 1
   groups = workers // inside
   if facts.rounds:  # each addition in the codec's format rounds the sum so far
-    return omega * (1 + _added(inside) + _added(groups))
+    added = lambda n: ((n + 1) * n / 2 - 1) / n  # errors of sums of 2, 3, ... n, over n
+    return omega * (1 + added(inside) + added(groups))
   # Unbiased codecs round in pairs of workers with errors that cancel by half.
   leaves = omega if biased else omega * (groups // 2 + groups % 2) / groups
   exact = facts.exact and not facts.in_format
   if exact or groups == 1 or exchange.way in ("gathered", "reduced"):
     return leaves
+  left = 1 - omega  # of the energy, by each encoding of a biased codec
   if exchange.way == "passed":
-    return _shortened(omega, workers) if biased else _passed(omega, workers)
-  if biased:  # 1 - omega of the encoded energy is left
-    return 1 - (1 - omega) ** 2
+    if biased:
+      return 1 - sum(left**n for n in range(1, workers + 1)) / workers
+    return _passed(omega, workers)
+  if biased:
+    return 1 - left**2
   # Owners round means to nearest, with half of omega. A mean has its errors in it, too,
   # and with few levels its own loss grows with the root of that.
   return leaves + omega / 2 * math.sqrt(1 + leaves)
@@ -208,16 +208,3 @@ def _passed(omega: float, workers: int) -> float:
   paired = omega / 2
   grown = _GROWN * (1 - math.exp(-paired * workers / (3 * _GROWN)))
   return paired * ((workers + 1) / 2 * (1 + grown) + workers % 2 / workers)
-
-
-def _shortened(omega: float, workers: int) -> float:
-  """Returns the error of a biased codec in a ring."""
-  left = 0.0
-  for _ in range(workers):
-    left = (1 - omega) * (left + 1)
-  return 1 - left / workers
-
-
-def _added(count: int) -> float:
-  """Returns the sum of the errors of rounding sums of 2, 3, ... numbers, over one."""
-  return ((count + 1) * count / 2 - 1) / count

@@ -64,10 +64,8 @@ def sent_by(plan: MessagePlan, sizes: tuple[int, ...]) -> Sent:
 
 def _one(kind: str, n: int, span: int, *operands: _Shape, times: int = 1) -> Collective:
   """Returns a collective of n workers, of operands of integers or floats."""
-  at: Any = reader.Place(times=times)._asdict()
-  return Collective(
-    kind=kind, operands=reader.spelled(operands), workers=n, span=span, **at
-  )
+  at: Any = reader.Place(times=times)._asdict() | {"operands": reader.spelled(operands)}
+  return Collective(kind=kind, workers=n, span=span, **at)
 
 
 def _collectives(message: Message, sizes: tuple[int, ...]) -> Iterator[Collective]:
@@ -76,21 +74,22 @@ def _collectives(message: Message, sizes: tuple[int, ...]) -> Iterator[Collectiv
   codecs, sums, rows, way = layout.codecs, layout.sums, layout.rows, exchange.way
   share = [-(-x // n) for x in rows]
   words = [x.row_words for x in codecs]
-  bound = [layout.codec_of(i) for i in range(len(layout.like))]
-  if agreed := _agreed(bound, layout.like):
-    yield _one("all-reduce", n, n, *agreed)
+  # Statistics of leaves that workers take the maximum of, in one array.
+  pairs = [(layout.codec_of(i), x.shape) for i, x in enumerate(layout.like)]
+  each = {x: jax.eval_shape(x[0].agree, _Shape(x[1], jnp.float32)) for x in {*pairs}}
+  if agreed := [each[x] for x in pairs if each[x] is not None]:
+    size = sum(x.size for x in agreed)
+    yield _one("all-reduce", n, n, _Shape((size,), jnp.result_type(*agreed)))
   if way == "gathered":
     yield _one("all-gather", n, n, _line(rows, words))
   elif way == "reduced":
-    every = zip(sums, map(_matrix, rows, codecs), strict=True)
     terms = lambda total, x: jax.eval_shape(lambda rows: total.terms(rows, n), x)
-    added = layout.like if layout.plain else [terms(*each) for each in every]
-    yield _one("all-reduce", n, n, *added)
+    added = map(terms, sums, map(_matrix, rows, codecs))
+    yield _one("all-reduce", n, n, *(layout.like if layout.plain else added))
   elif way == "passed":
     riding = [a + x.rider_words for a, x in zip(words, sums, strict=True)]
     if n > 1:
-      line = _line(share, riding)
-      yield _one("collective-permute", n, n, line, times=n - 1)
+      yield _one("collective-permute", n, n, _line(share, riding), times=n - 1)
     yield _one("all-gather", n, n, _line(share, words))
   elif way == "owned":
     yield from _scattered(n, n, _line(share, words))
@@ -108,16 +107,6 @@ def _collectives(message: Message, sizes: tuple[int, ...]) -> Iterator[Collectiv
     yield _one("all-gather", size, size, _Shape((groups, *line.shape), jnp.uint32))
 
 
-def _agreed(codecs: Sequence[Codec], like: Sequence[_Shape]) -> list[_Shape]:
-  """Returns the statistics of leaves that workers take the maximum of, in one array."""
-  pairs = [(x, y.shape) for x, y in zip(codecs, like, strict=True)]
-  each = {x: jax.eval_shape(x[0].agree, _Shape(x[1], jnp.float32)) for x in {*pairs}}
-  own = [each[x] for x in pairs if each[x] is not None]
-  if not own:
-    return []
-  return [_Shape((sum(x.size for x in own),), jnp.result_type(*own))]
-
-
 def _owned(
   sums: Sequence[Sum], codecs: Sequence[Codec], share: Sequence[int], workers: int
 ) -> _Shape:
@@ -130,13 +119,11 @@ def _owned(
     finish = lambda x: total.finish(Partial(total.unpacked(x)), *rest, keep=False).rows
     return jax.eval_shape(finish, given)
 
-  every = zip(sums, map(_matrix, share, codecs), strict=True)
-  sent = [rows_of(*each).size for each in every]
-  return _line(sent, [1] * len(sent))
+  sent = map(rows_of, sums, map(_matrix, share, codecs))
+  return _line([x.size for x in sent], [1] * len(sums))
 
 
-def _matrix(rows: int, codec: Codec) -> _Shape:
-  return _Shape((rows, codec.row_words), jnp.uint32)
+_matrix = lambda rows, codec: _Shape((rows, codec.row_words), jnp.uint32)
 
 
 def _line(rows: Sequence[int], words: Sequence[int]) -> _Shape:
@@ -147,8 +134,7 @@ def _line(rows: Sequence[int], words: Sequence[int]) -> _Shape:
 def _scattered(workers: int, span: int, line: _Shape) -> Iterator[Collective]:
   """Yields the collectives that send a line to each worker, see `scatter`."""
   if workers <= 2 or not collectives.over_gloo():
-    whole = _Shape((workers, *line.shape), jnp.uint32)
-    yield _one("all-to-all", workers, span, whole)
+    yield _one("all-to-all", workers, span, _Shape((workers, *line.shape), jnp.uint32))
     return
   parts, schedule = collectives.rounds(workers)
   piece = _Shape((-(-line.shape[0] // parts), *line.shape[1:]), jnp.uint32)
