@@ -72,7 +72,6 @@ def make_record(
   sizes, _ = sizes_of(workers)
   with platforms.planned_for(platform):
     trace, place = tracing.study(optimizer, params, workers), platforms.platform()
-  kept = [made for made in trace.made if not made[1].get("stateless")]
   specs = state_specs(trace.state, axis_name="workers")
   stacked = any(  # whether workers have arrays of their own, over axes that have names
     spec != PartitionSpec() and tracing.UNNAMED[0] not in jax.tree_util.keystr(path)
@@ -84,7 +83,7 @@ def make_record(
     "workers": list(sizes),
     "stacked": max(sizes) > 1 and stacked,
     "platform": place,
-    "transformations": [_facts(*made) for made in kept],
+    "transformations": [_facts(*x) for x in trace.made if not x[1].get("stateless")],
   }
 
 

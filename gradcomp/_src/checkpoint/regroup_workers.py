@@ -1,7 +1,8 @@
 """Moves arrays from N to M workers, in NumPy: each worker's own, and owned rows."""
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,14 +19,11 @@ from gradcomp._src.mesh.axes import Axes
 def regroup_sum(x: np.ndarray, old: int, new: int, factor: float = 1.0) -> np.ndarray:
   """Regroups N workers' addends for M, ``[M * n, ...]``, and scales their sum."""
   # New workers get zeros. Worker i that leaves adds its array to that of worker i % M.
-  parts = x.reshape(old, x.shape[0] // old, *x.shape[1:])
-  result = np.zeros((new, *parts.shape[1:]), x.dtype)
-  for i in range(min(old, new)):
-    total = parts[i]
-    for left in parts[i + new :: new]:  # zeros leave the bits of the other
-      total = np.where(left == 0, total, total + left)
-    result[i] = total * x.dtype.type(factor)
-  return result.reshape(new * parts.shape[1], *x.shape[1:])
+  parts = np.split(x, old)
+  add = lambda a, b: np.where(b == 0, a, a + b)  # zeros leave the bits of the other
+  sums = [functools.reduce(add, parts[i::new]) for i in range(min(old, new))]
+  rest = [np.zeros_like(parts[0])] * (new - len(sums))
+  return np.concatenate([total * x.dtype.type(factor) for total in sums] + rest)
 
 
 def floats_of(stored: Int8Residual, workers: int) -> np.ndarray:
@@ -83,7 +81,7 @@ _Rows = tuple[np.ndarray, Codec, jax.ShapeDtypeStruct]
 def recut_owned(
   owned: Mapping[Axes, Sequence[np.ndarray]],
   plans: tuple[MessagePlan, MessagePlan],
-  places: Mapping[Axes, int],
+  places: Callable[[Axes], int],
   factor: float,
 ) -> tuple[dict[Axes, tuple[np.ndarray, ...]], dict[int, np.ndarray]]:
   """Moves owner residuals to M workers; returns them, and by leaf the ownerless."""
@@ -91,15 +89,14 @@ def recut_owned(
   waiting: dict[int, _Rows] = {}  # by leaf
   for axes, matrices in owned_matrices(old).items():
     for matrix, array in zip(matrices, owned[axes], strict=True):
-      rows = concat_rows(array, old.workers, places[axes])
+      rows = concat_rows(array, old.workers, places(axes))
       for leaf, slot, like in matrix.leaves():
         waiting[leaf] = rows[:, slot.start : slot.stop], matrix.codec, like
   result: dict[Axes, tuple[np.ndarray, ...]] = {}
   for axes, matrices in owned_matrices(new).items():
-    arrays = []
     for matrix in matrices:
       share, *tile = matrix.shape
-      rows = np.zeros((places[axes], new.workers * share, *tile), np.float32)
+      rows = np.zeros((places(axes), new.workers * share, *tile), np.float32)
       for leaf, slot, _ in matrix.leaves():
         if leaf in waiting:
           moved, codec, like = waiting.pop(leaf)
@@ -108,8 +105,7 @@ def recut_owned(
             tiles = [matrix.codec.split(_leaf(x, codec, like)) for x in moved]
             moved = np.stack([x.reshape(-1, *tile) for x in tiles])
           rows[:, slot.start : slot.stop] = moved * np.float32(factor)
-      arrays.append(stack_rows(rows, new.workers))
-    result[axes] = tuple(arrays)
+      result[axes] = *result.get(axes, ()), stack_rows(rows, new.workers)
   if any(len(rows) > 1 for rows, *_ in waiting.values()):
     raise ValueError(
       "`optimizer` must have an exchange with owner residuals for the new number of "

@@ -19,7 +19,7 @@ from gradcomp._src.checks import one_of
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core.codec_memory import first_stored
 from gradcomp._src.core.residual_storage import is_stored
-from gradcomp._src.core.state import CompressState, OwnedRows, OwnSteps, collects
+from gradcomp._src.core.state import CompressState, OwnedRows, OwnSteps
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh import platforms, types
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
@@ -133,9 +133,11 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
     new = first(workers=workers)
   given, was, now = map(unboxed, (opt_state, old.shapes, new.shapes))
   shapes.check_fits(given, was, old_workers)
-  move = Move(old_workers, workers, names, keep, new.sizes, mesh)
   plans = zip(old.plans, new.plans, strict=True)
-  return boxed_like(opt_state, move.tree(given, (was, now, unboxed(new.specs)), plans))
+  move = Move(old_workers, workers, names, keep, new.sizes, mesh, plans)
+  ours = lambda x: isinstance(x, CompressState | OwnedRows | OwnSteps)
+  specs = unboxed(new.specs)
+  return boxed_like(opt_state, jax.tree.map(move, given, was, now, specs, is_leaf=ours))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,39 +150,29 @@ class Move:
   keep: Keep  # as for gradcomp.reshard_state
   sizes: dict[str, int]  # of the axes of the mesh
   mesh: Mesh  # of the M workers; an empty one is for NumPy arrays
+  plans: Iterator[_Plans]  # old and new, of each CompressState
+
+  def __call__(self, node: Any, old: Any, new: Any, specs: Any) -> Any:
+    """Moves a part of a state, by the shapes of the old and the new one, and specs."""
+    if isinstance(node, CompressState):
+      return self._compressed(node, old, new, specs, next(self.plans))
+    if isinstance(node, OwnedRows):
+      return self._rows(node, new)
+    if isinstance(node, OwnSteps):
+      return self._own_steps(node, specs)
+    # Other arrays with more rows for more workers are gradients that MultiSteps around
+    # an exchange has collected, each worker's own.
+    collected = old.shape != new.shape
+    return self._addends(node, specs) if collected else self.place(node, specs)
 
   def place(self, x: Any, spec: PartitionSpec, like: Any = None) -> Any:
     """Puts an array on devices by its spec, or like one of more axes, or itself."""
     if self.mesh.empty:
       return x if is_key(x) else host_array(x)
     own = types.placed_spec(x if like is None else like)
-    known = sharded_axes(own).issubset(self.mesh.axis_names)
-    if known and sharded_axes(own).issuperset(sharded_axes(spec)):
+    if sharded_axes(spec) <= sharded_axes(own) <= {*self.mesh.axis_names}:
       spec = own
     return put(x, NamedSharding(self.mesh, spec))
-
-  def tree(self, state: Any, like: tuple[Any, ...], plans: Iterator[_Plans]) -> Any:
-    """Moves a tree of states; ``like`` are its shapes, old and new, and its specs."""
-
-    def moved(node: Any, old: Any, new: Any, specs: Any) -> Any:
-      if isinstance(node, CompressState):
-        return self._compressed(node, old, new, specs, next(plans))
-      if isinstance(node, OwnedRows):
-        return self._rows(node, new)
-      if isinstance(node, OwnSteps):
-        return self._own_steps(node, specs)
-      if collects(node):
-        inner = tuple(x.inner_opt_state for x in (old, new, specs))
-        bare = lambda x: x._replace(inner_opt_state=None, acc_grads=None)
-        return jax.tree.map(self.place, bare(node), bare(specs))._replace(
-          inner_opt_state=self.tree(node.inner_opt_state, inner, plans),
-          acc_grads=jax.tree.map(self._addends, node.acc_grads, specs.acc_grads),
-        )
-      return self.place(node, specs)
-
-    ours = CompressState | OwnedRows | OwnSteps
-    is_leaf = lambda x: collects(x) or isinstance(x, ours)
-    return jax.tree.map(moved, state, *like, is_leaf=is_leaf)
 
   def _compressed(
     self, node: CompressState, old: Any, new: Any, specs: Any, plans: _Plans
@@ -246,8 +238,7 @@ class Move:
     known = self._known(plans[0]), self._known(plans[1])
     factor = self.old_workers / self.workers if self.keep == "sum" else 1.0
     arrays = {axes: [*map(host_array, own)] for axes, own in (given or {}).items()}
-    places = {axes: self._places(axes) for axes in {**(was or {}), **(now or {})}}
-    moved, left = regroup.recut_owned(arrays, known, places, factor)
+    moved, left = regroup.recut_owned(arrays, known, self._places, factor)
     each = np.float32(1 / self.workers if self.keep == "addends" else factor)
     return moved or None, {i: x * each for i, x in left.items()}
 

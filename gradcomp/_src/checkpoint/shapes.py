@@ -174,10 +174,11 @@ def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:
   found = dict(jax.tree_util.tree_leaves_with_path(opt_state))
   wrong = [f"{keystr(path)} is missing" for path in expected if path not in found]
   wrong += [f"{keystr(path)} is too much" for path in found if path not in expected]
+  text = lambda x: f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
   for path, like in expected.items():
     x = found.get(path, like)
     if (np.shape(x), getattr(x, "dtype", like.dtype)) != (like.shape, like.dtype):
-      wrong.append(f"{keystr(path)} must be {_text(like)}, got {_text(x)}")
+      wrong.append(f"{keystr(path)} must be {text(like)}, got {text(x)}")
       count = stacked_for(np.shape(x), like.shape, workers)
       if count is not None and not like.shape[0] % workers:
         wrong[-1] += f", as if made for {count} worker{'s' if count > 1 else ''}"
@@ -209,7 +210,3 @@ def _as_forgetful(shapes: Any, opt_state: Any) -> Any:
     return node._replace(server_residual=owned, memory=memory)
 
   return jax.tree.map(forgotten, shapes, is_leaf=is_state)
-
-
-def _text(x: Any) -> str:
-  return f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"

@@ -88,9 +88,6 @@ class Link(checks.Checked, rules.Kept):
       port: the bytes per second of a port, in one direction.
       latency: the seconds of a message without bytes.
 
-    Returns:
-      The link, with factors for this number of workers.
-
     Raises:
       ValueError: a number is out of its range, or there are less than two workers.
 

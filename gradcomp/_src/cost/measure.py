@@ -24,7 +24,6 @@ from gradcomp._src.exchange import collectives
 from gradcomp._src.exchange.lines import form
 from gradcomp._src.mesh.axes import AxisName, axis_names
 
-_WORD = 4  # bytes
 _PAYLOADS = 4  # that are added at a time
 
 
@@ -121,7 +120,7 @@ def _times(
   run = program(lambda x: case.run(x).reshape(-1), split)
   points: list[tuple[float, float]] = []
   for size in sizes:
-    share = case.sent * case.lines * _WORD  # bytes, for a word of each line
+    share = case.sent * case.lines * 4  # bytes, for a word of each line
     line = form(math.ceil(size / share))  # as exchanges send it
     x = spread(1, case.lines, *line)
     send = run.lower(x).compile()

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_flatten_with_path
+from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
 
 from gradcomp._src.telemetry.inspect import Inspection
 from gradcomp._src.telemetry.replicas import Replicas
@@ -47,9 +47,16 @@ def scalars(metrics: Any) -> dict[str, float]:
   """
   is_replicas = lambda x: isinstance(x, Replicas)
   leaves, treedef = tree_flatten_with_path(metrics, is_leaf=is_replicas)
-  for path, x in leaves:
-    if not is_replicas(x):
-      _check_number(f"`metrics`{keystr(path)}", x)
+  for path, x in (y for y in leaves if not is_replicas(y[1])):
+    leaf = f"`metrics`{keystr(path)}"
+    if np.ndim(x):
+      raise ValueError(
+        f"{leaf} must be one number, got the shape {np.shape(x)}; take its mean, or "
+        "one worker's numbers by jax.tree.map(lambda x: x[0], metrics)."
+      )
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    if not any(jnp.issubdtype(dtype, k) for k in (np.bool, np.integer, np.floating)):
+      raise TypeError(f"{leaf} must be a real number, got {x!r}; leave it out.")
   result: dict[str, float] = {}
   values = jax.device_get([x for _, x in leaves])
   is_inspection = lambda x: isinstance(x, Inspection)
@@ -59,7 +66,9 @@ def scalars(metrics: Any) -> dict[str, float]:
   for (path, _), x in zip(leaves, values, strict=True):
     if is_replicas(x):
       path, x = (*path, GetAttrKey("equal")), not x.differing()
-    name = _name(path)
+    parts = [keystr((key,), simple=True) for key in path]
+    plain = [_KEY.sub(r"/\1\2\3", y).strip("/") if y[:1] in "[." else y for y in parts]
+    name = _REFUSED.sub("_", "/".join(plain))
     if name in result:
       raise ValueError(
         f"`metrics`{keystr(path)} must have a name of its own, got {name!r}, which "
@@ -67,22 +76,3 @@ def scalars(metrics: Any) -> dict[str, float]:
       )
     result[name] = float(x)
   return result
-
-
-def _check_number(leaf: str, x: Any) -> None:
-  """Raises an error for a leaf that is not one real number."""
-  if np.ndim(x):
-    raise ValueError(
-      f"{leaf} must be one number, got the shape {np.shape(x)}; take its mean, or one "
-      "worker's numbers by jax.tree.map(lambda x: x[0], metrics)."
-    )
-  dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-  if not any(jnp.issubdtype(dtype, k) for k in (np.bool, np.integer, np.floating)):
-    raise TypeError(f"{leaf} must be a real number, got {x!r}; leave it out.")
-
-
-def _name(path: KeyPath) -> str:
-  """Returns the name of a leaf, as ``leaves/layer/w`` of ``leaves["['layer'].w"]``."""
-  parts = [keystr((key,), simple=True) for key in path]
-  plain = [_KEY.sub(r"/\1\2\3", x).strip("/") if x[:1] in "[." else x for x in parts]
-  return _REFUSED.sub("_", "/".join(plain))

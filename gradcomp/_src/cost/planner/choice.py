@@ -22,22 +22,17 @@ from gradcomp._src.cost.link import Cluster, Link
 from gradcomp._src.cost.planner import candidates, errors
 from gradcomp._src.cost.planner.candidates import Candidate
 from gradcomp._src.cost.planner.sent import Sent, sent_by
-from gradcomp._src.exchange import collectives, hierarchical, one_stage, ring, two_shot
+from gradcomp._src.exchange import collectives
+from gradcomp._src.exchange.auto import as_exchange
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh import axes, place, platforms, trees
 from gradcomp._src.report.collectives import aligned
 from gradcomp._src.report.explain import Explanation, explain
 
 # The simplest first, which wins where times and errors are equal.
-_WAYS: tuple[Exchange, ...] = (
-  *(one_stage.AllReduce(), one_stage.AllGather(), two_shot.TwoShot(), ring.Ring()),
-  hierarchical.Hierarchical(),
-)
+_WAYS: Any = [*map(as_exchange, "psum all_gather two_shot ring hierarchical".split())]
 _ALIKE = 1.02  # times of steps whose ratio is smaller count as equal
-_HEADER = (
-  *("codec", "exchange", "bytes", "encode ms", "wire ms", "decode ms"),
-  *("step ms", "speed-up", "error"),
-)
+_HEADER = "codec,exchange,bytes,encode ms,wire ms,decode ms,step ms,speed-up,error"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +144,7 @@ class Plan(NamedTuple):
 
   def __str__(self) -> str:
     rows = sorted(self.rows, key=lambda row: row.step_seconds)
-    lines = aligned([_HEADER, *(x.cells for x in rows)])
+    lines = aligned([_HEADER.split(","), *(x.cells for x in rows)])
     whole = [x for x in self.refused if x.exchange is None]
     lines += [f"refused {x.name}: {x.reason}." for x in whole]
     if number := len(self.refused) - len(whole):
@@ -235,21 +230,20 @@ def plan(
   options = checks.instance_of("options", PlanOptions, options)
   model, given = model_of(params), options.gradients
   sizes, cluster = cluster_of(workers, link)
-  limits = errors.Errors(
-    budget=errors.checked_budget(budget),
-    sizes=sizes,
-    steps=None if steps is None else rules.count("steps", steps),
-    gradients=None if given is None else _leaves(given, model),
-    optimizer=options.optimizer,
-  )
-  setting = Setting(model, limits, _platform(options, link), cluster, options)
+  budget = errors.checked_budget(budget)
+  steps = None if steps is None else rules.count("steps", steps)
+  given = None if given is None else _leaves(given, model)
+  limits = errors.Errors(budget, sizes, steps, given, options.optimizer)
+  axis_name: Any = "workers" if len(sizes) == 1 else ("between", "inside")
+  where = axis_name, _platform(options, link), cluster
+  setting = Setting(model, limits, *where, options)
   every: Any = options.candidates
   notes = [
     "Times are of the exchange alone: the passes of a step are unknown."
     if options.forward is None
     else "A step is forward, backward and exchange, without overlap.",
     "Error: of the mean, squared, over its square, by a formula from the loss of "
-    + ("normal numbers" if options.gradients is None else "the gradients")
+    + ("normal numbers" if given is None else "the gradients")
     + ". Accuracy is not measured.",
   ]
   # XLA for TPUs, and NCCL, add inside slices and hosts before they send between them.
@@ -270,10 +264,11 @@ def plan(
   rows, refused = ([x for x in found if bool(x.reason) is y] for y in (False, True))
   on: Any = {"workers": sizes, "platform": setting.platform}
   while True:
-    chosen, verdict = setting.chosen(rows, plain)
-    if not rows:
-      verdict = f"do not: {alone or f'of {len(every)} candidates none is allowed'}"
-    tx = transform.compress(**chosen.options, axis_name=setting.axis_name)
+    none = alone or f"of {len(every)} candidates none is allowed"
+    chosen, verdict = dense, f"do not: {none}"
+    if rows:
+      chosen, verdict = setting.chosen(rows, plain)
+    tx = transform.compress(**chosen.options, axis_name=axis_name)
     try:  # which refuses what cannot be traced
       explanation = explain(tx, model.params, **on)
       break
@@ -305,14 +300,10 @@ class Setting(NamedTuple):
 
   model: Model
   limits: errors.Errors
+  axis_name: axes.AxisName  # of the workers
   platform: str  # of the workers
   cluster: Cluster
   options: PlanOptions
-
-  @property
-  def axis_name(self) -> axes.AxisName:
-    """The axes of the workers."""
-    return "workers" if len(self.limits.sizes) == 1 else ("between", "inside")
 
   def rows(
     self, candidate: Candidate, speed_of: candidates.SpeedsOf, dense: Row
@@ -325,9 +316,15 @@ class Setting(NamedTuple):
     if speeds is None:
       unknown = f"`speeds` has none of this name; omega is {omega:.3g}"
       return [Row(candidate, reason=reason or unknown)]
-    rows, excess = [], {}
+    # Elements that owners of a sparse sum would drop are delayed again, and no study
+    # bounds that.
+    rows, excess, dropping = [], {}, ""
+    if (share := candidate.density) is not None:
+      union = f"up to {1 - (1 - share) ** limits.workers:.3g} of the elements"
+      who = f"{limits.workers} workers together choose {union}"
+      dropping = f"{who}, and owners would send {share:.3g}"
     for way in _WAYS:
-      row = Row(candidate, way, _dropping(candidate, way, limits.workers))
+      row = Row(candidate, way, dropping * (way.owners or not way.of_leaves))
       if not row.reason:
         lost = errors.mean_error(candidate, omega, way, limits.sizes)
         row = row._replace(error=lost, speed=candidates.by_leaf(speeds))
@@ -364,8 +361,6 @@ class Setting(NamedTuple):
   def chosen(self, rows: Sequence[Row], plain: Sequence[Row]) -> tuple[Row, str]:
     """Returns the best row, or the plain mean's if it gains too little; and why."""
     dense, margin = min(plain, key=lambda row: row.step_seconds), self.options.margin
-    if not rows:
-      return dense, ""
     row = best(rows)
     ours, theirs = (f"{_in_ms(x.step_seconds)} ms" for x in (row, dense))
     if row.step_seconds <= (1 - margin) * dense.step_seconds:
@@ -382,18 +377,6 @@ class Setting(NamedTuple):
     below = f"{who} would win below {8e-9 * rate:.3g} Gbit/s"
     below = below if rate else "none would win at any rate"
     return dense, f"do not: compression loses here: {times}; {below}"
-
-
-def _dropping(candidate: Candidate, exchange: Exchange, workers: int) -> str:
-  """Returns the reason why owners must not encode a sparse sum; "" if they may."""
-  # Elements that they would drop are delayed again, and no study bounds that.
-  if candidate.density is None or (exchange.of_leaves and not exchange.owners):
-    return ""
-  union = 1 - (1 - candidate.density) ** workers
-  return (
-    f"{workers} workers together choose up to {union:.3g} of the elements, and owners "
-    f"would send {candidate.density:.3g}"
-  )
 
 
 def best(rows: Sequence[Row]) -> Row:
