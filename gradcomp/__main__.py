@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument("--version", action="version", version=gradcomp.__version__)
+  parser.set_defaults(run=lambda _: parser.format_help().rstrip())
   commands = parser.add_subparsers()
   plan = commands.add_parser(
     "plan",
@@ -69,9 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
   slower = "times that codecs are slower here than on that device"
   add("--slower", type=_times, default=1.0, help=slower)
   options = parser.parse_args(arguments)
-  if not hasattr(options, "run"):
-    parser.print_help()
-    return
   print(options.run(options))
 
 

@@ -81,15 +81,14 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
 def host_array(x: Any) -> np.ndarray:
   """Returns a NumPy array, gathered if other processes have shards of it."""
   # Then all processes must call this for these arrays in the same order.
-  if not isinstance(x, jax.Array) or x.is_fully_addressable:
-    return np.asarray(x)
-  if not x.sharding.addressable_devices:
+  here = not isinstance(x, jax.Array) or x.is_fully_addressable
+  if not here and not x.sharding.addressable_devices:
     raise ValueError(
       "`opt_state` must hold arrays with a part in this process, got "
       f"{jax.typeof(x)} on devices of other processes only; call this in those alone, "
       "without mesh=, and send the result, or restore all from a checkpoint."
     )
-  if x.is_fully_replicated:
+  if here or x.is_fully_replicated:
     return np.asarray(x)
   return multihost_utils.process_allgather(x, tiled=True)
 

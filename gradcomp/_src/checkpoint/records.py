@@ -34,6 +34,7 @@ _CURES = {
   _PLATFORM: "Give the new record and gradcomp.checkpoint.state_shapes that platform=, "
   "and take gradcomp.reshard_state with it as old_platform=",
 }
+_ANEW = "restore the parameters alone and begin with the state of optimizer.init"
 # Facts of a transformation.
 _AXIS = "the axis of workers"
 _OWNED = "what the owners of messages keep a part of"
@@ -122,19 +123,18 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
     raise ValueError(
       f"`saved` must be of the format {record['format']}, which gradcomp "
       f"{record['gradcomp']} goes on with, got {version}, of gradcomp "
-      f"{saved.get('gradcomp')}; go on with that version, or restore the parameters "
-      "alone and begin with the state of optimizer.init."
+      f"{saved.get('gradcomp')}; go on with that version, or {_ANEW}."
     )
   _check_form("saved", saved)
   if found := _differences(saved, record):
     told = ", ".join(f"{what} was {old} and is {new}" for what, old, new in found[:3])
-    otherwise = "Make the transformation that the state was saved with"
-    cure = _CURES.get(found[0][0], otherwise)
+    cure = "Make the transformation that the state was saved with"
+    cure = _CURES.get(found[0][0], cure)
     more = f", and {len(found) - 3} more" if found[3:] else ""
     raise ValueError(
       "`saved` must be the record of a state that this optimizer can go on with, but "
-      f"{told}{more}. {cure}, or restore the parameters alone and begin with "
-      f"the state of optimizer.init.{see('a-state-that-this-optimizer-can-go-on-with')}"
+      f"{told}{more}. {cure}, or {_ANEW}."
+      f"{see('a-state-that-this-optimizer-can-go-on-with')}"
     )
 
 
@@ -146,8 +146,7 @@ def _check_form(name: str, value: Any) -> None:
     part = [*wrong, "transformations"][0]
     raise TypeError(
       f"`{name}` must be what gradcomp.checkpoint.make_record returned, but its "
-      f"{part!r} is {parts.get(part)!r}; save it beside the state, or restore the "
-      "parameters alone and begin with the state of optimizer.init."
+      f"{part!r} is {parts.get(part)!r}; save it beside the state, or {_ANEW}."
     )
 
 

@@ -1,7 +1,5 @@
 """Moves arrays from N to M workers, in NumPy: each worker's own, and owned rows."""
 
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,16 +12,6 @@ from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core.residual_storage import Int8Residual, read_residual, to_int8
 from gradcomp._src.exchange.plan import MessagePlan, owned_matrices
 from gradcomp._src.mesh.axes import Axes
-
-
-def regroup_sum(x: np.ndarray, old: int, new: int, factor: float = 1.0) -> np.ndarray:
-  """Regroups N workers' addends for M, ``[M * n, ...]``, and scales their sum."""
-  # New workers get zeros. Worker i that leaves adds its array to that of worker i % M.
-  parts = np.split(x, old)
-  add = lambda a, b: np.where(b == 0, a, a + b)  # zeros leave the bits of the other
-  sums = [functools.reduce(add, parts[i::new]) for i in range(min(old, new))]
-  rest = [np.zeros_like(parts[0])] * (new - len(sums))
-  return np.concatenate([total * x.dtype.type(factor) for total in sums] + rest)
 
 
 def floats_of(stored: Int8Residual, workers: int) -> np.ndarray:
@@ -118,17 +106,6 @@ def recut_owned(
 def _leaf(rows: np.ndarray, codec: Codec, like: jax.ShapeDtypeStruct) -> np.ndarray:
   tiles = np.asarray(elements(jnp.asarray(rows), codec))
   return codec.join(tiles, like)
-
-
-def recut_rows(
-  x: np.ndarray, old: int, new: int, places: int, shape: tuple[int, ...]
-) -> np.ndarray:
-  """Reshards a leaf's ``[N * places * share, ...]`` to M owners, of any row's size."""
-  elements = concat_rows(x, old, places).reshape(places, -1)
-  result = np.zeros((places, math.prod(shape) // places), x.dtype)
-  count = min(elements.shape[1], result.shape[1])  # what is beyond is padding
-  result[:, :count] = elements[:, :count]
-  return stack_rows(result.reshape(places, shape[0] // places, *shape[1:]), new)
 
 
 def concat_rows(array: np.ndarray, workers: int, places: int) -> np.ndarray:

@@ -79,9 +79,8 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
       workers are equal, else join the first two axes.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
     old_workers, workers: N, that the state was made for, and M, that go on with it.
-    old_platform: the platform of the N, in the record of
-      :func:`gradcomp.checkpoint.make_record`: ``message_bytes="auto"`` cuts messages by
-      it. By default that of the M.
+    old_platform: that of the N, by which ``message_bytes="auto"`` cut messages, in the
+      record of :func:`gradcomp.checkpoint.make_record`; by default that of the M.
     keep: the sum that is preserved. ``"sum"`` is that above, for a learning rate that
       grows with the number of workers, and the batch. ``"mean"`` is :math:`\frac{1}{N}
       \sum e_i + r`: take it if batch and learning rate stay. ``"addends"`` is
@@ -159,7 +158,7 @@ class Move:
     if isinstance(node, OwnedRows):
       return self._rows(node, new)
     if isinstance(node, OwnSteps):
-      return self._own_steps(node, specs)
+      return self._own_steps(node, new, specs)
     # Other arrays with more rows for more workers are gradients that MultiSteps around
     # an exchange has collected, each worker's own.
     collected = old.shape != new.shape
@@ -220,9 +219,15 @@ class Move:
     return self.place(self._regrouped(host_array(x), more), spec, x)
 
   def _regrouped(self, x: np.ndarray, more: np.ndarray | None) -> np.ndarray:
-    factor = self.workers / self.old_workers if self.keep == "mean" else 1.0
+    """Regroups N workers' addends for M, ``[M * n, ...]``, which add ``more``."""
+    # New workers get zeros. Worker i that leaves adds its array to that of i % M.
+    old, new = self.old_workers, self.workers
     wide = x.astype(np.promote_types(x.dtype, np.float32))
-    result = regroup.regroup_sum(wide, self.old_workers, self.workers, factor)
+    parts, factor = np.split(wide, old), new / old if self.keep == "mean" else 1.0
+    add = lambda a, b: np.where(b == 0, a, a + b)  # zeros leave the bits of the other
+    sums = [functools.reduce(add, parts[i::new]) for i in range(min(old, new))]
+    sums += [np.zeros_like(parts[0])] * (new - len(sums))
+    result = np.concatenate(sums) * wide.dtype.type(factor)
     if more is not None:
       result += np.concatenate([np.atleast_1d(more)] * self.workers)
     return result.astype(x.dtype)
@@ -251,12 +256,18 @@ class Move:
     return regroup.regroup_memory(kept, was, new.memory, first, workers)
 
   def _rows(self, node: OwnedRows, new: OwnedRows) -> OwnedRows:
+    """Reshards a leaf, ``[N * places * share, ...]``, to M owners."""
     ((axes, x),) = node.arrays.items()
-    counts = self.old_workers, self.workers, self._places(axes)
-    moved = regroup.recut_rows(host_array(x), *counts, new.arrays[axes].shape)
-    return OwnedRows(self._stacked({axes: moved}))
+    places, like = self._places(axes), new.arrays[axes]
+    rows = regroup.concat_rows(host_array(x), self.old_workers, places)
+    rows = rows.reshape(places, -1)
+    result = np.zeros((places, like.size // places), x.dtype)
+    count = min(rows.shape[1], result.shape[1])  # what is beyond is padding
+    result[:, :count] = rows[:, :count]
+    result = result.reshape(places, like.shape[0] // places, *like.shape[1:])
+    return OwnedRows(self._stacked({axes: regroup.stack_rows(result, self.workers)}))
 
-  def _own_steps(self, node: OwnSteps, specs: OwnSteps) -> OwnSteps:
+  def _own_steps(self, node: OwnSteps, new: OwnSteps, specs: OwnSteps) -> OwnSteps:
     """Gives worker i the inner state of worker i mod N; ValueError within a round."""
     for path, x in jax.tree_util.tree_leaves_with_path(node.moved):
       if np.any(host_array(x)):
@@ -267,13 +278,9 @@ class Move:
           "With fragments, or mixing below 1, there is none: begin with the "
           "parameters and the state of optimizer.init."
         )
-
-    def moved(x: Any, spec: Any) -> Any:
-      parts = np.split(host_array(x), self.old_workers)
-      own = [parts[i % self.old_workers] for i in range(self.workers)]
-      return self.place(np.concatenate(own), spec, x)
-
-    return jax.tree.map(moved, node, specs)
+    own = lambda x, like: np.resize(host_array(x), like.shape)  # one after the other
+    moved = lambda x, like, spec: self.place(own(x, like), spec, x)
+    return jax.tree.map(moved, node, new, specs)
 
   def _places(self, axes: Axes) -> int:
     """Returns the number of shares of a worker along other axes."""

@@ -1,6 +1,5 @@
 """The abstract global state of an optimizer for N workers, and checks of states."""
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, use_abstra
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
-from gradcomp._src.checks import static_integer
+from gradcomp._src import checks
 from gradcomp._src.core.first_state import stacked_for
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import collects, is_state, states_in
@@ -23,6 +22,8 @@ from gradcomp._src.mesh import specs as mesh_specs
 from gradcomp._src.mesh.param_specs import specs_like
 from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.report.tracing import first_plans
+
+number_of_workers = checks.integer("a number of workers, 1 or more", 1).check
 
 
 class FirstState(NamedTuple):
@@ -70,10 +71,6 @@ def state_shapes(
     return first_state_of(optimizer, params, **given).shapes
 
 
-def number_of_workers(name: str, value: Any) -> int:
-  return static_integer(name, "a number of workers, 1 or more", value, least=1)
-
-
 def first_state_of(
   optimizer: optax.GradientTransformation,
   params: Any,
@@ -87,9 +84,14 @@ def first_state_of(
   # The mesh may have other axes that shard the parameters.
   names = axes.axis_names(axis_name)
   params = trainable(params)
-  around = types.mesh_of(params) if mesh is None or mesh.empty else mesh
-  abstract = _with_workers(around, names, workers)
-  sizes = dict(abstract.shape)
+  around: Any = types.mesh_of(params) if mesh is None or mesh.empty else mesh
+  sizes = dict(around.shape)
+  if math.prod(sizes.get(name, 0) for name in names) != workers:
+    # What a worker keeps depends on how many there are, and not on the axes.
+    sizes |= dict.fromkeys(names, 1) | {names[0]: workers}
+  kinds = dict.fromkeys(sizes, AxisType.Auto)
+  kinds |= zip(around.axis_names, around.axis_types, strict=True)
+  abstract = axes.abstract_mesh(sizes, tuple(kinds.values()))
   if param_specs is None:  # no map makes all axes manual
     restricted = lambda x: mesh_specs.restrict_spec(types.typed_spec(x), sizes)
     specs = jax.tree.map(restricted, params)
@@ -120,7 +122,19 @@ def first_state_of(
         f"{given!r}, got {axes.as_axis_name(names)!r}."
       )
   specs = state_specs(found[0], axis_name=axis_name, param_specs=param_specs)
-  whole = functools.partial(_whole, sizes)
+
+  def whole(path: KeyPath, part: Any, spec: P) -> Any:
+    if mesh_specs.sharded_axes(spec) and not part.ndim:
+      raise ValueError(
+        "`params` must not be scalars where workers keep arrays of their shapes, "
+        f"because no map can stack these, got one at {keystr(path)}; give it the shape "
+        "(1,), or put optax.MultiSteps after the exchange."
+      )
+    cut = mesh_specs.names_by_axis(spec, part.ndim)
+    times = [math.prod(sizes[name] for name in names) for names in cut]
+    shape = tuple(a * b for a, b in zip(part.shape, times, strict=True))
+    return jax.ShapeDtypeStruct(shape, part.dtype)
+
   if param_specs is None:
     # Arrays of init outside of a map are whole already, but not the gradients that a
     # MultiSteps around an exchange has collected.
@@ -134,37 +148,12 @@ def first_state_of(
   return FirstState(shapes, typed, plans, sizes)
 
 
-def _whole(sizes: dict[str, int], path: KeyPath, part: Any, spec: P) -> Any:
-  """Returns the global shape of shards under a map's spec; ValueError for scalars."""
-  if mesh_specs.sharded_axes(spec) and not part.ndim:
-    raise ValueError(
-      "`params` must not be scalars where workers keep arrays of their shapes, because "
-      f"no map can stack these, got one at {keystr(path)}; give it the shape (1,), or "
-      "put optax.MultiSteps after the exchange."
-    )
-  cut = mesh_specs.names_by_axis(spec, part.ndim)
-  times = [math.prod(sizes[name] for name in names) for names in cut]
-  shape = tuple(a * b for a, b in zip(part.shape, times, strict=True))
-  return jax.ShapeDtypeStruct(shape, part.dtype)
-
-
 def _with_typed_axes(part: ShapedArray, spec: P) -> P:
   """Returns a map's spec with the axes that shard the part by its type."""
   names_of = lambda x: mesh_specs.names_by_axis(x, part.ndim)
   pairs = zip(names_of(spec), names_of(part.sharding.spec), strict=True)
   known = mesh_specs.sharded_axes(spec)
   return mesh_specs.spec_of([(*a, *(x for x in b if x not in known)) for a, b in pairs])
-
-
-def _with_workers(mesh: Any, names: tuple[str, ...], workers: int) -> AbstractMesh:
-  """Returns a mesh like this one with N workers on these axes."""
-  known = dict(mesh.shape)
-  if math.prod(known.get(name, 0) for name in names) != workers:
-    # What a worker keeps depends on how many there are, and not on the axes.
-    known |= {name: 1 for name in names} | {names[0]: workers}
-  kinds = dict.fromkeys(known, AxisType.Auto)
-  kinds |= zip(mesh.axis_names, mesh.axis_types, strict=True)
-  return axes.abstract_mesh(known, tuple(kinds.values()))
 
 
 def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:

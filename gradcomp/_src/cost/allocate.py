@@ -16,11 +16,12 @@ from gradcomp._src.codecs.policy import Policy
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core.inputs import pairs
 from gradcomp._src.cost.planner.candidates import Candidate, as_candidate, name_of
-from gradcomp._src.cost.planner.choice import Model, model_of
+from gradcomp._src.cost.planner.choice import named, shapes_of
 from gradcomp._src.cost.planner.errors import encoder, energy, wide
 from gradcomp._src.exchange.layout import plan_rows
 from gradcomp._src.report.collectives import aligned
 
+_Named = tuple[str, jax.ShapeDtypeStruct]  # the path and the shape of a leaf
 PARTS = 1 << 15  # of the bound, in which errors are counted
 
 
@@ -139,8 +140,7 @@ def allocate(
 ) -> Allocation:
   r"""Returns a codec for each leaf: the least bytes at the error of one codec for all.
 
-  Each candidate c encodes each leaf l of the given gradients g. Of all choices c(l) it
-  takes
+  Each candidate c encodes each leaf l of the gradients g. Of all choices c(l) it takes
 
   .. math:: \min_c \sum_l \text{bytes}(l, c(l)) \quad \text{with} \quad
      \sum_l \lVert Q_{c(l)}(g_l) - g_l \rVert^2 \le
@@ -159,8 +159,7 @@ def allocate(
     gradients: trees like the parameters, of one worker each: a tree for each step, and
       worker, that counts. Take them before the exchange.
     uniform: the codec that sets the error.
-    candidates: the codecs to choose from, beside ``uniform``. By default QSGD of 2 to 8
-      and of 16 bits, and float32.
+    candidates: further codecs; by default QSGD of 2 to 8 and of 16 bits, and float32.
     min_leaf_size: as for :class:`gradcomp.CompressOptions`.
 
   Raises:
@@ -182,19 +181,19 @@ def allocate(
   References:
     Markov et al., `L-GreCo <https://arxiv.org/abs/2210.17357>`_, 2024, section 4
   """
-  model = _model(gradients)
+  like = _like(gradients)
   codecs = tuple(dict.fromkeys((uniform, *_codecs(candidates, uniform))))
-  steps = [_finite(tree, model, number) for number, tree in enumerate(gradients)]
-  sizes = [_payload_bytes(codec, model, min_leaf_size) for codec in codecs]
+  steps = [_finite(tree, like, number) for number, tree in enumerate(gradients)]
+  sizes = [_payload_bytes(codec, like, min_leaf_size) for codec in codecs]
   biased = not all(codec.unbiased for codec in codecs)
   # Leaves of one path have one rule, so that they are one leaf here.
   places: dict[str, list[int]] = {}
-  for place, path in sorted(enumerate(model.paths), key=lambda pair: pair[1]):
+  for place, (path, _) in sorted(enumerate(like), key=lambda pair: pair[1][0]):
     places.setdefault(path, []).append(place)
   options = []
   for path, at in places.items():
     leaves = [step[place] for step in steps for place in at]
-    elements = sum(math.prod(model.leaves[place].shape) for place in at)
+    elements = sum(like[place][1].size for place in at)
     nbytes = [sum(size[place] for place in at) for size in sizes]
     wrong = lambda codec, leaf: wide(encoder(codec, min_leaf_size)(leaf)) - wide(leaf)
     lost = [energy(wrong(codec, leaf) for leaf in leaves) for codec in codecs]
@@ -225,24 +224,24 @@ def _contracting(options: list[AllocatedLeaf]) -> list[AllocatedLeaf]:
   return [x._replace(error=math.inf) if grows(x) else x for x in options]
 
 
-def _model(gradients: Any) -> Model:
-  """Returns the model of all gradients; ValueError if there is none."""
+def _like(gradients: Any) -> list[_Named]:
+  """Returns the leaves that all gradients have; ValueError if they differ."""
   rule = "a list or a tuple of trees like the parameters, one or more"
   if not isinstance(gradients, (list, tuple)) or not gradients:
     raise ValueError(
       f"`gradients` must be {rule}, got {type(gradients).__name__}"
       f"{'' if gradients else ', empty'}; put one tree in a list."
     )
-  first, *others = [model_of(tree, "gradients") for tree in gradients]
-  for number, model in enumerate(others, 1):
-    if model != first:
-      one = lambda path, leaf: f"{path} {leaf.dtype}{list(leaf.shape)}"
-      shown = (", ".join(map(one, x.paths, x.leaves)) for x in (model, first))
+  first, *others = [shapes_of(tree, "gradients") for tree in gradients]
+  both = lambda tree: (jax.tree.structure(tree), named(tree))
+  told = lambda tree: ", ".join(f"{x} {y.dtype}{list(y.shape)}" for x, y in named(tree))
+  for number, other in enumerate(others, 1):
+    if both(other) != both(first):
       raise ValueError(
         f"`gradients` must be trees of the same arrays, but number {number} has "
-        f"{', and number 0 '.join(shown)}."
+        f"{told(other)}, and number 0 {told(first)}."
       )
-  return first
+  return named(first)
 
 
 def _codecs(candidates: Any, uniform: Any) -> tuple[protocol.LeafCodec, ...]:
@@ -257,11 +256,12 @@ def _codecs(candidates: Any, uniform: Any) -> tuple[protocol.LeafCodec, ...]:
   return tuple(candidates)
 
 
-def _finite(tree: Any, model: Model, number: int) -> list[np.ndarray]:
+def _finite(tree: Any, like: list[_Named], number: int) -> list[np.ndarray]:
   """Returns the leaves of a gradient; ValueError for one that is not finite."""
-  like = zip(jax.tree.leaves(tree), model.leaves, strict=True)
-  leaves = [np.asarray(x, jnp.promote_types(at.dtype, np.float32)) for x, at in like]
-  for path, leaf in zip(model.paths, leaves, strict=True):
+  leaves = []
+  for x, (path, shape) in zip(jax.tree.leaves(tree), like, strict=True):
+    leaf = np.asarray(x, jnp.promote_types(shape.dtype, np.float32))
+    leaves.append(leaf)
     if not np.isfinite(leaf).all():
       raise ValueError(
         f"`gradients` must be finite, but number {number} has "
@@ -271,12 +271,12 @@ def _finite(tree: Any, model: Model, number: int) -> list[np.ndarray]:
 
 
 def _payload_bytes(
-  codec: protocol.LeafCodec, model: Model, min_leaf_size: int | None
+  codec: protocol.LeafCodec, like: list[_Named], min_leaf_size: int | None
 ) -> list[int]:
   """Returns the bytes of each leaf in a payload: its rows."""
-  like = [pairs(x) for x in model.leaves]
-  whole = zip(like, model.paths, strict=True)
-  places = [Leaf(x.shape, addends=2, path=path) for x, path in whole]
-  layout = plan_rows(like, codec, min_leaf_size=min_leaf_size, places=places)
+  real = [pairs(x) for _, x in like]
+  whole = zip(real, like, strict=True)
+  places = [Leaf(x.shape, addends=2, path=path) for x, (path, _) in whole]
+  layout = plan_rows(real, codec, min_leaf_size=min_leaf_size, places=places)
   words = lambda slot: layout.codecs[slot.group].row_words * (slot.stop - slot.start)
   return [4 * words(slot) for slot in layout.slots]

@@ -99,7 +99,7 @@ def message_seconds(
   """
   leaves, sent = explanation.leaves, explanation.collectives
   own = lambda part, i: tuple(x for x in part if x.message == i)
-  of = lambda i: {"leaves": own(leaves, i), "collectives": own(sent, i)}
+  of: Any = lambda i: {"leaves": own(leaves, i), "collectives": own(sent, i)}
   numbers = sorted({*(x.message for x in leaves), *(x.message for x in sent)})
   each = (dataclasses.replace(explanation, **of(i)) for i in numbers)
   return tuple(exchange_seconds(one, cluster, speeds) for one in each)
@@ -126,11 +126,9 @@ def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
 def seconds(step: Any, cluster: Cluster, speeds: Speeds) -> Breakdown:
   """Predicts the seconds of the ``leaves`` and the ``collectives`` of a step."""
   encode = decode = add = 0.0
-  for leaf in step.leaves:
+  for leaf in (x for x in step.leaves if any(x.work)):
     work, size = leaf.work, leaf.elements
-    speed = NO_WORK
-    if any(work):
-      speed = speeds if isinstance(speeds, CodecSpeed) else speeds(leaf.codec)
+    speed = speeds if isinstance(speeds, CodecSpeed) else speeds(leaf.codec)
     keep = speed.keep if leaf.keeps else 0.0
     encode += size * float(work.encoded) * (speed.encode + keep)
     decode += size * float(work.decoded) * speed.decode
@@ -200,8 +198,7 @@ def crossover_rate(explanation: Explanation, cluster: Cluster, speeds: Speeds) -
   the bytes that the exchange saves, over the seconds of its codec.
 
   Args:
-    explanation, cluster, speeds: as for :func:`exchange_seconds`. The rate of the link
-      does not matter.
+    explanation, cluster, speeds: as for :func:`exchange_seconds`; no rate matters.
 
   Raises:
     ValueError: as for :func:`exchange_seconds`.

@@ -124,8 +124,7 @@ class Link(checks.Checked, rules.Kept):
     collective's, and the latency is the median over all.
 
     Args:
-      mesh: the mesh. If its devices belong to several processes, all of them must call
-        this at the same time.
+      mesh: the mesh. All processes with devices in it must call this at the same time.
       axis_name: the axes of the workers; by default all of the mesh.
       sizes: the bytes that a worker sends, at least two different ones. All together
         take about ``6 repeats sum(sizes) / rate`` seconds, 7 at 1 Gbit/s.
@@ -241,7 +240,6 @@ class CodecSpeed(checks.Checked, rules.Kept):
     All cores of a CPU work for it: see :meth:`times` for processes that share them.
 
     Args:
-      codec: the codec.
       elements: of a matrix of normal numbers, which is encoded, in whole rows.
       repeats: the number of times, for a median.
 
@@ -263,8 +261,7 @@ class Cluster(checks.Checked):
   Attributes:
     workers: N.
     link: the link of each worker.
-    inside: a faster link, which connects the workers of a group; None if all traffic
-      takes ``link``.
+    inside: a faster link between the workers of a group; None if all take ``link``.
     group_size: the number of consecutive workers in a group; None without ``inside``.
     add: the seconds of one addition of two elements.
 

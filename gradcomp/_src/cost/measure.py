@@ -1,5 +1,6 @@
 """Measures links between devices, and a codec on a device of this program."""
 
+import functools
 import math
 import statistics
 import sys
@@ -59,12 +60,9 @@ def measured_link(
     start, byte = line(_times(case, mesh, over, sizes, times))
     lines.append((case, start, byte))
     if talks and jax.process_index() == 0:
-      print(
-        f"{case.kind}, {case.workers} workers: {1e6 * start:,.0f} us and "
-        f"{8e-9 / byte:,.3f} Gbit/s",
-        file=sys.stderr,
-        flush=True,
-      )
+      found = f"{1e6 * start:,.0f} us and {8e-9 / byte:,.3f} Gbit/s"
+      said = f"{case.kind}, {case.workers} workers: {found}"
+      print(said, file=sys.stderr, flush=True)
   fastest = min(byte for _, _, byte in lines)
   return {
     "latency": statistics.median(start / case.rounds for case, start, _ in lines),
@@ -105,19 +103,18 @@ def _times(
 ) -> list[tuple[float, float]]:
   """Returns, for each size, the bytes that a worker sends and the median seconds."""
   split = P(axis_names(over))
-
-  def program(function: Callable[[Any], Any], spec: P) -> Any:
-    specs: Any = {"in_specs": split, "out_specs": spec, "check_vma": False}
-    return jax.jit(jax.shard_map(function, mesh=mesh, **specs))
+  given: Any = {"mesh": mesh, "in_specs": split, "check_vma": False}
 
   def spread(value: float, count: int, *rest: int) -> jax.Array:
     workers = math.prod(mesh.shape[name] for name in axis_names(over))
     whole = np.broadcast_to(np.float32(value), (workers * count, *rest))
     return put(whole, NamedSharding(mesh, split))
 
-  slowest = program(lambda x: collectives.largest(x, over), P())
+  largest = lambda x: collectives.largest(x, over)
+  slowest = jax.jit(jax.shard_map(largest, out_specs=P(), **given))
   meet = lambda seconds: float(slowest(spread(seconds, 1))[0])
-  run = program(lambda x: case.run(x).reshape(-1), split)
+  flat = lambda x: case.run(x).reshape(-1)
+  run = jax.jit(jax.shard_map(flat, out_specs=split, **given))
   points: list[tuple[float, float]] = []
   for size in sizes:
     share = case.sent * case.lines * 4  # bytes, for a word of each line
@@ -126,13 +123,8 @@ def _times(
     send = run.lower(x).compile()
     if not points:
       jax.block_until_ready(send(x))  # makes the connections
-    seconds = []
-    for _ in range(repeats):
-      meet(0.0)
-      start = time.perf_counter()
-      jax.block_until_ready(send(x))
-      seconds.append(meet(time.perf_counter() - start))
-    points.append((float(share * math.prod(line)), statistics.median(seconds)))
+    seconds = _median(functools.partial(send, x), repeats, meet)
+    points.append((float(share * math.prod(line)), seconds))
   return points
 
 
@@ -142,20 +134,22 @@ def measured_speed(codec: LeafCodec, elements: int, repeats: int) -> dict[str, f
   rules.count("repeats", repeats)
   width = 1 << (elements.bit_length() // 2)
   shape = (-(-elements // width), width)
-  calls = [*_calls(codec, shape), *updates(codec, shape)]
-  medians = (_median(call, repeats) / math.prod(shape) for call in calls)
+  medians = []
+  for call in (*_calls(codec, shape), *updates(codec, shape)):
+    jax.block_until_ready(call())  # compiles it
+    medians.append(_median(call, repeats) / math.prod(shape))
   encode, decode, add, forget, keep = medians
   more = {"add": add / _PAYLOADS, "keep": max(0.0, keep - forget)}
   return {"encode": encode, "decode": decode, **more}
 
 
-def _median(call: Callable[[], Any], repeats: int) -> float:
-  jax.block_until_ready(call())
+def _median(call: Callable[[], Any], repeats: int, meet: Any = float) -> float:
   seconds = []
   for _ in range(repeats):
+    meet(0.0)  # of all workers, and then the seconds of the slowest of them
     start = time.perf_counter()
     jax.block_until_ready(call())
-    seconds.append(time.perf_counter() - start)
+    seconds.append(meet(time.perf_counter() - start))
   return statistics.median(seconds)
 
 

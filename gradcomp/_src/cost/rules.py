@@ -25,7 +25,8 @@ def _number(rule: str, least: float, name: str, value: Any) -> float:
 at_least_0 = functools.partial(_number, "a finite number of 0 or more", 0.0)
 above_0 = functools.partial(_number, "a finite number above 0", math.ulp(0.0))
 count = checks.integer("an integer of 1 or more and at most 2**53", 1, 2**53).check
-SECONDS, ABOVE_0, COUNT = map(checks.Rule, (at_least_0, above_0, count))
+SECONDS, ABOVE_0 = checks.Rule(at_least_0), checks.Rule(above_0)
+COUNT = checks.Rule(count)
 
 
 class Kept:
@@ -34,9 +35,8 @@ class Kept:
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes it to a file, as JSON."""
     listed = lambda x: [[*key, value] for key, value in sorted(x.items())]
-    content = {
-      name: listed(x) if isinstance(x, Mapping) else x for name, x in vars(self).items()
-    }
+    kept = lambda x: listed(x) if isinstance(x, Mapping) else x
+    content = {name: kept(x) for name, x in vars(self).items()}
     pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
   @classmethod

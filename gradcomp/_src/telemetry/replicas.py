@@ -74,12 +74,10 @@ def compare_replicas(
   process computed something else. This gathers the :func:`fingerprint` of each leaf, 8
   bytes a leaf and worker. Call it in a map, or outside for arrays of a mesh, on all
   workers in the same steps, as ``compare_every=`` of :func:`gradcomp.make_train_step`
-  does. Of the result, ``require_equal()`` raises RuntimeError that names leaf and
-  worker.
+  does. ``require_equal()`` of the result raises RuntimeError, with leaf and worker.
 
   Args:
-    tree: arrays that are equal on all workers, e.g. parameters. They may be sharded
-      over other axes.
+    tree: arrays, equal on all workers, like parameters. Other axes may shard them.
     axis_name: the axis of the workers, or a tuple of axes.
     mesh: the devices, outside of a map; by default those of the arrays, or the mesh of
       ``jax.set_mesh``.

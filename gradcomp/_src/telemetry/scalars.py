@@ -25,8 +25,7 @@ def scalars(metrics: Any) -> dict[str, float]:
   :class:`Inspection` in it: ``leaves["['layer']['w']"].cosine`` is
   ``leaves/layer/w/cosine``. Characters that TensorBoard or MLflow refuse become ``_``.
   One ``jax.device_get`` waits for the step. It warns if by the :class:`Inspection` all
-  workers have the same gradient. One process may call this alone, for values that are
-  replicated over all processes.
+  workers have the same gradient. One process may call it alone, for replicated values.
 
   Args:
     metrics: a tree of real numbers, like those of a train step. :class:`Replicas` are

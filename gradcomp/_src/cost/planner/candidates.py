@@ -23,19 +23,16 @@ from gradcomp._src.mesh import platforms
 SpeedOf = Callable[[protocol.LeafCodec], CodecSpeed]  # of a leaf's codec
 Named = Literal["measure", "cpu", "H100", "TPU v5e"]
 Given = CodecSpeed | Mapping[str, CodecSpeed] | SpeedOf | Named | None
-
+_SPEEDS = "Codec speeds are"
 # A sentence about the package's speeds, and the platform of their devices, by name.
 SOURCES: dict[str, tuple[str, platforms.Platform]] = {
-  "cpu": ("Codec speeds are packaged ones of two cores (backend 'cpu').", "cpu"),
-  "H100": ("Codec speeds are packaged ones of an NVIDIA H100.", "gpu"),
-  "TPU v5e": (
-    "Codec speeds are XLA's estimate for a TPU v5e: nothing was timed.",
-    "tpu",
-  ),
+  "cpu": (f"{_SPEEDS} packaged ones of two cores (backend 'cpu').", "cpu"),
+  "H100": (f"{_SPEEDS} packaged ones of an NVIDIA H100.", "gpu"),
+  "TPU v5e": (f"{_SPEEDS} XLA's estimate for a TPU v5e: nothing was timed.", "tpu"),
 }
 # By what a device says of itself.
 _KINDS = {"NVIDIA H100 80GB HBM3": "H100", "TPU v5 lite": "TPU v5e"}
-GIVEN = "Codec speeds are those that were given."
+GIVEN = f"{_SPEEDS} those that were given."
 
 # Output layers by the names that people give them, as whole parts of a path.
 _LAST = r"(^|/)(head|lm_head|classifier|logits|output|predictions|fc)(/|$)"
@@ -100,6 +97,7 @@ def _known(
   return Candidate(name, codec, biased, biased, omega, **options)
 
 
+SpeedsOf = Callable[[Candidate], Speeds | None]
 DENSE = _known("float32", dense.Dense(), 0.0)
 
 # Omegas are of a million normal numbers; a test measures some of them again.
@@ -117,9 +115,6 @@ CANDIDATES = (
   _known("top 0.1 %", TopK(density=0.001), 0.987, density=0.001),
   _known("top 0.1 % ASQ", TopK(density=0.001, quantize="asq"), 0.989, density=0.001),
 )
-
-
-SpeedsOf = Callable[[Candidate], Speeds | None]
 
 
 def as_candidate(given: Any) -> Candidate:

@@ -42,8 +42,7 @@ class PlanOptions(checks.Checked):
   Attributes:
     forward: the seconds of the forward pass; without passes only exchanges are
       compared. Default: None.
-    backward: the seconds of the backward pass, given with ``forward`` only. Default:
-      None.
+    backward: those of the backward pass, given with ``forward`` only. Default: None.
     speeds: the speeds of codecs: CodecSpeeds by the names of candidates, one for all, a
       function from the codec of a leaf to its speeds, or ``"measure"``. By default the
       package's, which ``"cpu"``, ``"H100"`` and ``"TPU v5e"`` (XLA's estimates) name.
@@ -53,8 +52,7 @@ class PlanOptions(checks.Checked):
       codec; normal numbers by default.
     candidates: candidates, or codecs; by default ``PlanOptions.candidates``.
     margin: the part of a step that compression must gain, from 0 to below 1.
-    platform: as for :func:`gradcomp.explain`; by default that of the named ``speeds``,
-      or of a measured mesh.
+    platform: as for :func:`gradcomp.explain`; by default that of ``speeds``, or a mesh.
 
   Raises:
     ValueError: a field breaks its rule.
@@ -63,9 +61,7 @@ class PlanOptions(checks.Checked):
   forward: float | None = checks.field(None, checks.optional(rules.SECONDS))
   backward: float | None = checks.field(None, checks.optional(rules.SECONDS))
   speeds: candidates.Given = None
-  optimizer: errors.Optimizer | None = checks.field(
-    None, checks.choice(errors.Optimizer, none=True)
-  )
+  optimizer: errors.Optimizer | None = checks.field(None, errors.OPTIMIZER)
   gradients: Any = None
   candidates: Sequence[Candidate | LeafCodec] = candidates.CANDIDATES
   margin: float = checks.field(0.05, checks.BELOW_1)
@@ -173,8 +169,7 @@ def plan(
   gradient. The error of the mean also depends on the exchange and on N. It is relative
   to a mean of independent gradients; over N, to one of equal gradients. A biased codec
   must keep residuals, which need :math:`\omega < 1`. In a sparse one an element waits
-  for ``1 / density`` steps, at most a tenth of ``steps``. Of the others these are
-  allowed:
+  for ``1 / density`` steps, at most a tenth of ``steps``. The budgets allow:
 
   ================  ==================================================================
   ``budget``        candidates
@@ -193,23 +188,20 @@ def plan(
   paired by seeds, is below float32. Sparse codecs need records of two tasks. Of each
   task the nearest records count: those of the ``optimizer``, if there are any, and then
   those nearest to N. Notes name the candidates without a near one. Bytes are arithmetic
-  of shapes; :func:`gradcomp.explain` traces the choice, and refuses pairs that cannot
-  be traced.
+  of shapes; :func:`gradcomp.explain` traces the choice, and refuses what it cannot.
 
   Args:
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
     workers: N; ``(hosts, chips)`` for two axes.
     link: the link of each worker; for two axes a pair, between hosts and inside them. A
-      mesh is measured, see :meth:`gradcomp.cost.Link.measure`, if its devices do not
-      share one memory.
+      mesh without shared memory is measured by :meth:`gradcomp.cost.Link.measure`.
     budget: the error that is allowed.
     steps: the steps of the training; without them sparse codecs below 1 % are refused.
     options: the optimizer, times of the passes, speeds, gradients, candidates, margin.
 
   Raises:
     ValueError: an argument breaks its rule.
-    TypeError: a parameter or a gradient is no array of floats, or ``options`` is no
-      :class:`PlanOptions`.
+    TypeError: a leaf is no array of floats, or ``options`` are no :class:`PlanOptions`.
 
   Example:
     >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
@@ -228,15 +220,14 @@ def plan(
     Agarwal et al., `2022 <https://arxiv.org/abs/2103.00543>`_
   """
   options = checks.instance_of("options", PlanOptions, options)
-  model, given = model_of(params), options.gradients
+  model, given = shapes_of(params), options.gradients
   sizes, cluster = cluster_of(workers, link)
   budget = errors.checked_budget(budget)
   steps = None if steps is None else rules.count("steps", steps)
   given = None if given is None else _leaves(given, model)
   limits = errors.Errors(budget, sizes, steps, given, options.optimizer)
-  axis_name: Any = "workers" if len(sizes) == 1 else ("between", "inside")
-  where = axis_name, _platform(options, link), cluster
-  setting = Setting(model, limits, *where, options)
+  axis: Any = "workers" if len(sizes) == 1 else ("between", "inside")
+  setting = Setting(model, limits, axis, _platform(options, link), cluster, options)
   every: Any = options.candidates
   notes = [
     "Times are of the exchange alone: the passes of a step are unknown."
@@ -268,9 +259,9 @@ def plan(
     chosen, verdict = dense, f"do not: {none}"
     if rows:
       chosen, verdict = setting.chosen(rows, plain)
-    tx = transform.compress(**chosen.options, axis_name=axis_name)
+    tx = transform.compress(**chosen.options, axis_name=axis)
     try:  # which refuses what cannot be traced
-      explanation = explain(tx, model.params, **on)
+      traced = explain(tx, model, **on)
       break
     except ValueError as error:
       if chosen is dense:
@@ -278,27 +269,13 @@ def plan(
       rows = [x for x in rows if x is not chosen]
       refused.append(chosen._replace(reason=str(error)))
   notes[2:2] = limits.notes(chosen.candidate, [row.candidate for row in rows])
-  every_row = (dense, *rows), tuple(refused)
-  return Plan(chosen, *every_row, verdict, tuple(notes), explanation)
-
-
-class Model(NamedTuple):
-  """The shapes of parameters."""
-
-  treedef: Any  # of the parameters
-  leaves: tuple[jax.ShapeDtypeStruct, ...]  # the shape and dtype of each
-  paths: tuple[str, ...]  # the path of each
-
-  @property
-  def params(self) -> Any:
-    """The parameters' shapes, in their tree."""
-    return jax.tree.unflatten(self.treedef, self.leaves)
+  return Plan(chosen, (dense, *rows), tuple(refused), verdict, tuple(notes), traced)
 
 
 class Setting(NamedTuple):
   """The facts that all rows of a plan share."""
 
-  model: Model
+  model: Any  # the parameters' shapes, in their tree
   limits: errors.Errors
   axis_name: axes.AxisName  # of the workers
   platform: str  # of the workers
@@ -342,15 +319,15 @@ class Setting(NamedTuple):
   def timed(self, row: Row, plain: float = 0.0) -> Row:
     """Returns a row with its messages and seconds; ValueError if they are refused."""
     axis_name, number = self.axis_name, self.limits.workers
-    codec = row.candidate.codec_for(self.model.paths)
+    codec = row.candidate.codec_for([path for path, _ in named(self.model)])
     options: dict[str, Any] = {"codec": codec, "exchange": row.exchange}
     options["feedback"] = "error" if row.candidate.feedback else None
     parts: Any = compression.Compression(**options, axis_name=axis_name)
-    like = [inputs.pairs(x) for x in self.model.leaves]
+    like = [inputs.pairs(x) for x in jax.tree.leaves(self.model)]
     where = place.Place(axis_name, others=[()] * len(like))
     across = where, collectives.Workers(axis_name, number, 1 / number)
     with platforms.planned_for(self.platform):
-      planned = parts.plan(like, compression.paths_of(self.model.params), *across)
+      planned = parts.plan(like, compression.paths_of(self.model), *across)
       found = sent_by(planned, self.limits.sizes)
     cost = costs.seconds(found, self.cluster, row.speed)
     passes = self.options.forward or 0.0, self.options.backward or 0.0
@@ -401,27 +378,29 @@ def _in_ms(seconds: float) -> str:
   return f"{1e3 * seconds:.1f}" if seconds < 1e6 else f"{1e3 * seconds:.3g}"
 
 
-def model_of(params: Any, name: str = "params") -> Model:
-  """Returns the model of a tree of arrays of floats, the argument ``name``."""
-  # No box is part of a path: see paths_of in core.
-  found, treedef = jax.tree_util.tree_flatten_with_path(trees.unboxed(params))
-  for path, leaf in found:
+def shapes_of(params: Any, name: str = "params") -> Any:
+  """Returns the shapes in a tree of arrays of floats, the argument ``name``."""
+  params = trees.unboxed(params)  # no box is part of a path: see paths_of in core
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     kind = getattr(leaf, "dtype", type(leaf).__name__)
     if not hasattr(leaf, "shape") or not jnp.issubdtype(kind, jnp.inexact):
       raise TypeError(
         f"`{name}`{keystr(path)} must be an array of floats, whose gradients are "
         f"exchanged, got {kind}; leave out what is not trained."
       )
-  like = jax.eval_shape(lambda leaves: leaves, [leaf for _, leaf in found])
-  if not any(math.prod(leaf.shape) for leaf in like):
+  like = jax.eval_shape(lambda tree: tree, params)
+  sizes = [leaf.size for leaf in jax.tree.leaves(like)]
+  if not any(sizes):
     raise ValueError(
-      f"`{name}` must have a leaf with an element, got {len(found)} leaves without."
+      f"`{name}` must have a leaf with an element, got {len(sizes)} leaves without."
     )
-  return Model(
-    treedef,
-    tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in like),
-    tuple(keystr(path, simple=True, separator="/") for path, _ in found),
-  )
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+
+
+def named(model: Any) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+  """Returns the path and the shape of each leaf."""
+  found = jax.tree_util.tree_leaves_with_path(model)
+  return [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
 
 
 def _platform(options: PlanOptions, link: Any) -> str:
@@ -433,15 +412,15 @@ def _platform(options: PlanOptions, link: Any) -> str:
     return platforms.platform()
 
 
-def _leaves(gradients: Any, model: Model) -> list[np.ndarray]:
+def _leaves(gradients: Any, model: Any) -> list[np.ndarray]:
   """Returns the leaves of gradients; ValueError unless they are like the model's."""
-  like = model_of(gradients, "gradients")
-  if like.treedef != model.treedef:
+  like = shapes_of(gradients, "gradients")
+  both: list[Any] = [jax.tree.structure(x) for x in (model, like)]
+  if both[0] != both[1]:
     raise ValueError(
-      f"`gradients` must have the tree of `params`, {model.treedef}, got "
-      f"{like.treedef}."
+      f"`gradients` must have the tree of `params`, {both[0]}, got {both[1]}."
     )
-  for path, a, b in zip(model.paths, model.leaves, like.leaves, strict=True):
+  for (path, a), (_, b) in zip(named(model), named(like), strict=True):
     if a.shape != b.shape:
       raise ValueError(
         f"`gradients` must have the shapes of `params`, of {path} {a.shape}, got "

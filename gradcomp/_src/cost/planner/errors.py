@@ -19,6 +19,7 @@ from gradcomp._src.exchange.two_shot import TwoShot
 
 BudgetName = Literal["none", "tight", "paper", "aggressive"]
 Optimizer = Literal["sgd", "adam"]
+OPTIMIZER = checks.choice(Optimizer, none=True)
 
 _TIGHT = 0.01  # of omega; of a mean's error over N, where errors of workers cancel
 _LOST = 0.5  # points of accuracy
@@ -135,8 +136,7 @@ class Errors(NamedTuple):
       return []
     near = lambda x: x.far(self.workers, self.optimizer) <= _NEAR
     alone = [x.name for x in compared if not any(map(near, self._deciding(x)))]
-    lowest = self._deciding(chosen)[0]
-    notes = [f"{chosen.name} in the study, at worst: {lowest}."]
+    notes = [f"{chosen.name} in the study, at worst: {self._deciding(chosen)[0]}."]
     if alone:
       by = f" by {self.optimizer}" if self.optimizer else ""
       range_of = f"{-(-self.workers // 2)} to {2 * self.workers} workers"
@@ -190,16 +190,13 @@ def _of_sum(
   exact = facts.exact and not facts.in_format
   if exact or groups == 1 or exchange.way in ("gathered", "reduced"):
     return leaves
-  left = 1 - omega  # of the energy, by each encoding of a biased codec
-  if exchange.way == "passed":
-    if biased:
-      return 1 - sum(left**n for n in range(1, workers + 1)) / workers
-    return _passed(omega, workers)
+  ring = exchange.way == "passed"
   if biased:
-    return 1 - left**2
+    left = [(1 - omega) ** n for n in range(1, workers + 1)]  # after n encodings
+    return 1 - (sum(left) / workers if ring else left[1])
   # Owners round means to nearest, with half of omega. A mean has its errors in it, too,
   # and with few levels its own loss grows with the root of that.
-  return leaves + omega / 2 * math.sqrt(1 + leaves)
+  return _passed(omega, workers) if ring else leaves + omega / 2 * math.sqrt(1 + leaves)
 
 
 def _passed(omega: float, workers: int) -> float:
