@@ -60,12 +60,6 @@ def regroup_memory(
   return Memory(shared, own)
 
 
-# The rows of a leaf, [places, rows, *tile_shape], its codec and its shape. Worker i has
-# those from i * share on, and zeros fill the last shares of a matrix. Along other mesh
-# axes, each place has its own rows.
-_Rows = tuple[np.ndarray, Codec, jax.ShapeDtypeStruct]
-
-
 def recut_owned(
   owned: Mapping[Axes, Sequence[np.ndarray]],
   plans: tuple[MessagePlan, MessagePlan],
@@ -74,7 +68,10 @@ def recut_owned(
 ) -> tuple[dict[Axes, tuple[np.ndarray, ...]], dict[int, np.ndarray]]:
   """Moves owner residuals to M workers; returns them, and by leaf the ownerless."""
   old, new = plans
-  waiting: dict[int, _Rows] = {}  # by leaf
+  # The rows of a leaf, [places, rows, *tile_shape], its codec and its shape. Worker i
+  # has those from i * share on, and zeros fill the last shares of a matrix. Along other
+  # mesh axes, each place has its own rows.
+  waiting: dict[int, tuple[np.ndarray, Codec, jax.ShapeDtypeStruct]] = {}
   for axes, matrices in owned_matrices(old).items():
     for matrix, array in zip(matrices, owned[axes], strict=True):
       rows = concat_rows(array, old.workers, places(axes))

@@ -130,12 +130,11 @@ def reshard_state(  # noqa: PLR0913 - options of users, by keyword
     with platforms.planned_for(old_platform, "old_platform"):
       old = first(workers=old_workers)
     new = first(workers=workers)
-  given, was, now = map(unboxed, (opt_state, old.shapes, new.shapes))
+  given, was, now, specs = map(unboxed, (opt_state, old.shapes, new.shapes, new.specs))
   shapes.check_fits(given, was, old_workers)
   plans = zip(old.plans, new.plans, strict=True)
   move = Move(old_workers, workers, names, keep, new.sizes, mesh, plans)
   ours = lambda x: isinstance(x, CompressState | OwnedRows | OwnSteps)
-  specs = unboxed(new.specs)
   return boxed_like(opt_state, jax.tree.map(move, given, was, now, specs, is_leaf=ours))
 
 

@@ -90,8 +90,7 @@ def _cases(over: AxisName, n: int) -> Iterator[_Case]:
   yield _Case("all_to_all", n, n - 1, n, share, lambda x: collectives.scatter(x, over))
   add = lambda x: collectives.psum(x, over)
   yield _Case("all_reduce", n, 2 * (n - 1), 1, 2 * share, add)
-  ring = lambda x: collectives.pass_on(x[0], over, n)
-  yield _Case("ppermute", n, 1, 1, whole, ring)
+  yield _Case("ppermute", n, 1, 1, whole, lambda x: collectives.pass_on(x[0], over, n))
   if n > 2 and n % 2 == 0 and isinstance(over, str):
     pairs = [(i, i + 1) for i in range(0, n, 2)]
     swap = lambda x: collectives.scatter_within(x, over, pairs)

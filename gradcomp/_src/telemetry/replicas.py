@@ -79,8 +79,7 @@ def compare_replicas(
   Args:
     tree: arrays, equal on all workers, like parameters. Other axes may shard them.
     axis_name: the axis of the workers, or a tuple of axes.
-    mesh: the devices, outside of a map; by default those of the arrays, or the mesh of
-      ``jax.set_mesh``.
+    mesh: the devices, outside of a map; by default the arrays', or of ``jax.set_mesh``.
 
   Raises:
     ValueError: the axis is not there, or an array is sharded over it.

@@ -88,16 +88,13 @@ def _packaged(name: str) -> Mapping[str, Any]:
   return json.loads(resources.files(__package__).joinpath(name).read_text())
 
 
-def _known(
-  name: str, codec: protocol.LeafCodec, omega: float | None = None, **options: Any
-) -> Candidate:
+def _known(name: str, codec: Any, omega: float | None = None, **more: Any) -> Candidate:
   """Returns a candidate that keeps a residual if its codec is biased."""
   biased, records = not codec.unbiased, _packaged("accuracy.json").get(name, ())
-  options["records"] = tuple(Record(*x) for x in records)
-  return Candidate(name, codec, biased, biased, omega, **options)
+  known = getattr(codec, "density", None), tuple(Record(*x) for x in records)
+  return Candidate(name, codec, biased, biased, omega, *known, **more)
 
 
-SpeedsOf = Callable[[Candidate], Speeds | None]
 DENSE = _known("float32", dense.Dense(), 0.0)
 
 # Omegas are of a million normal numbers; a test measures some of them again.
@@ -111,9 +108,9 @@ CANDIDATES = (
   _known("TernGrad", ternary.Ternary(), 1.006, last_dense=True),
   _known("APS (5, 2)", FloatCast(exponent_bits=5, mantissa_bits=2), 2.8e-3),
   _known("APS (4, 3)", FloatCast(exponent_bits=4, mantissa_bits=3), 7e-4),
-  _known("top 1 %", TopK(density=0.01), 0.916, density=0.01),
-  _known("top 0.1 %", TopK(density=0.001), 0.987, density=0.001),
-  _known("top 0.1 % ASQ", TopK(density=0.001, quantize="asq"), 0.989, density=0.001),
+  _known("top 1 %", TopK(density=0.01), 0.916),
+  _known("top 0.1 %", TopK(density=0.001), 0.987),
+  _known("top 0.1 % ASQ", TopK(density=0.001, quantize="asq"), 0.989),
 )
 
 
@@ -126,7 +123,7 @@ def as_candidate(given: Any) -> Candidate:
       "`candidates` must hold codecs, or those of gradcomp.cost.PlanOptions, got "
       f"{given!r}."
     )
-  return _known(name_of(given), given, density=getattr(given, "density", None))
+  return _known(name_of(given), given)
 
 
 def name_of(codec: protocol.LeafCodec) -> str:
@@ -150,7 +147,7 @@ def packaged_speeds(device: str) -> Mapping[str, CodecSpeed]:
   return {name: CodecSpeed(**speed) for name, speed in devices[device].items()}
 
 
-def speeds_of(given: Any, platform: str) -> tuple[SpeedsOf, str]:
+def speeds_of(given: Any, platform: str) -> tuple[Callable[[Candidate], Any], str]:
   """Returns a function from candidates to speeds, None if unknown; and a note."""
   note = GIVEN
   if given is None or (isinstance(given, str) and given in SOURCES):

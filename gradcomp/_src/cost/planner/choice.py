@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -283,7 +283,7 @@ class Setting(NamedTuple):
   options: PlanOptions
 
   def rows(
-    self, candidate: Candidate, speed_of: candidates.SpeedsOf, dense: Row
+    self, candidate: Candidate, speed_of: Callable[[Candidate], Any], dense: Row
   ) -> list[Row]:
     """Returns a candidate's row with each exchange; one if all have one refusal."""
     limits = self.limits
