@@ -181,8 +181,7 @@ def dearest(
   depth: int = 0,
 ) -> int:
   """Adds counts, by default bytes, and of each conditional the most of its branches."""
-  total = 0
-  inside: dict[str, dict[int, list[Collective]]] = {}
+  total, inside = 0, dict[str, dict[int, list[Collective]]]()
   for x in found:
     if len(x.branches) == depth:
       total += count(x)
@@ -218,10 +217,10 @@ def by_link(found: Sequence[Collective]) -> tuple[Collective, ...]:
   return tuple(dataclasses.replace(x, moved=n) if n else x for x, n in pairs)
 
 
-def means_in(scope: str) -> list[str]:
-  """Returns the names of means in a scope, of some elements over several workers."""
-  found = MEAN.finditer(scope)
-  return [x[0] for x in found if int(x[1]) and int(x[2]) > 1]
+def means_in(scopes: Iterable[str]) -> set[str]:
+  """Returns the names of means in scopes, of some elements over several workers."""
+  found = MEAN.finditer(" ".join(scopes))
+  return {x[0] for x in found if int(x[1]) and int(x[2]) > 1}
 
 
 def is_exchange(scope: str) -> bool:

@@ -316,19 +316,23 @@ def explain(
   states = state.states_in(trees.unboxed(opt_state))
   leaves: list[LeafPlan] = []
   collectives: list[Collective] = []
-  number = kept = 0
-  filling = Fraction(0)
-  forgets = False
+  number, kept, forgets = 0, 0, False
+  filling = between = mean_between = Fraction(0)
   for found in transformations:
-    plan, memory = found.plan, None
+    plan, used = found.plan, dict[int, float]()
     # In a scan owners keep something only where workers do.
     keeps = plan.feedback or not found.layers
     owned = [*itertools.chain(*owner_shapes(plan).values())] if keeps else []
     kept += sum(4 * math.prod((*found.layers, *shape)) for shape in owned)
     if states and found.state is not None:
-      memory = states[found.state].memory
-      forgets |= bool(owned) and states[found.state].server_residual is None
-    used = {} if memory is None else codec_memory.used_by_leaf(plan, memory)
+      one = states[found.state]
+      forgets |= bool(owned) and one.server_residual is None
+      used = codec_memory.used_by_leaf(plan, one.memory) if one.memory else {}
+    if found.inside:
+      between += sum(found.by_leaf) - found.inside
+      # A plain mean that adds inside groups first sends an nth of all elements.
+      elements = math.prod(found.layers) * sum(leaf.size for leaf in plan.leaves)
+      mean_between += plain_bytes(elements, found.sizes[0]) / found.sizes[1]
     own: dict[int, LeafPlan] = {}
     for x in found.collectives:
       collectives.append(dataclasses.replace(x, message=number + x.message))
@@ -361,17 +365,10 @@ def explain(
         )
       number += 1
     leaves += [own[i] for i in sorted(own)]
-  grouped = [x for x in transformations if x.inside]
-  between = mean_between = Fraction(0)
-  for one in grouped:
-    between += sum(one.by_leaf) - one.inside
-    # A plain mean that adds inside groups first sends an nth of all elements.
-    elements = math.prod(one.layers) * sum(leaf.size for leaf in one.plan.leaves)
-    mean_between += plain_bytes(elements, one.sizes[0]) / one.sizes[1]
   return Explanation(
     leaves=tuple(leaves),
     workers=math.prod(axes.sizes_of(workers)[0]),
-    bytes_inside=math.ceil(sum(x.inside for x in grouped)),
+    bytes_inside=math.ceil(sum(x.inside for x in transformations)),
     bytes_between=math.ceil(between),
     ratio_between=float(between / mean_between) if mean_between else 1.0,
     bytes_fitting=sum((x.fitting for x in transformations), Fraction(0)),

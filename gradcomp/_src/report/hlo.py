@@ -2,13 +2,12 @@
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from gradcomp._src.report import collectives as sent
 from gradcomp._src.report import groups, hlo_text, sends
 from gradcomp._src.report.reader import Place
-from gradcomp._src.report.scopes import untold
 
 # An instruction after its callers, from the entry on: the computation and the number of
 # each.
@@ -79,7 +78,16 @@ def parse_program(text: str) -> Program:
   found = tuple(walk((), module.entry, Place(), in_front=False, chains=None))
   ends = [(x, *path[-1]) for x, _, _, path in found if x.workers > 1]
   scopes = {body[number].name: x.scope for x, body, number in ends}
-  return Program(module, found, devices, tuple(unseen), untold(module, scopes))
+  return Program(module, found, devices, tuple(unseen), _untold(module, scopes))
+
+
+def _untold(module: hlo_text.Module, scopes: Mapping[str, str]) -> tuple[str, ...]:
+  """Returns collectives without a scope, and means that no collective completes."""
+  names = {x.op_name for body in module.computations.values() for x in body}
+  if not any(map(sent.is_exchange, names)):
+    return ()
+  lost = sent.means_in(names) - sent.means_in(scopes.values())
+  return *(x for x in scopes if not scopes[x]), *sorted(lost)
 
 
 def _calls(
@@ -122,13 +130,10 @@ def trip_count(loop: hlo_text.Instruction, around: hlo_text.Computation) -> int 
   if other is not None:  # which the loop must not change
     same = end == _sum(body, _element(result, other)) == (0, other)
     end = _sum(around, _element(first, other)) if same else None
-  begin = _sum(around, _element(first, place))
-  after = _sum(body, _element(result, place))
-  if begin is None or after is None or end is None:
-    return None
-  if (begin[1], after[1], end[1]) != (None, place, None) or after[0] <= 0:
-    return None
-  return max(0, -((begin[0] - end[0]) // after[0]))  # rounded up
+  match _sum(around, _element(first, place)), _sum(body, _element(result, place)), end:
+    case (begin, None), (step, at), (last, None) if at == place and step > 0:
+      return max(0, -((begin - last) // step))  # rounded up
+  return None
 
 
 _COPIES = ("copy", "bitcast")

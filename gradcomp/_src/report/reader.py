@@ -47,17 +47,15 @@ def traced(
 
 def events(jaxpr: Jaxpr) -> list[Event]:
   """Returns the notes and collectives of a function, and of those that it calls."""
-  return _events(jaxpr, {}, Place(), (set(), itertools.count()))
+  return _events(jaxpr, {}, Place(), set(), itertools.count())
 
 
 def _events(
-  jaxpr: Jaxpr, states: dict[Var, int], around: Place, met: tuple[set[int], Any]
+  jaxpr: Jaxpr, states: dict[Var, int], around: Place, quiet: set[int], conds: Any
 ) -> list[Event]:
-  """Returns the events of a function at a place, where some are known to have none."""
-  # `states` are the counts of states, by variables. `met` are the ids of functions
-  # without events, and a counter of conditionals.
+  """Returns the events of a function at a place, where ``quiet`` ones have none."""
+  # `states` are the counts of states, by variables, and `conds` counts conditionals.
   result: list[Event] = []
-  quiet, numbers = met
   for equation in jaxpr.eqns:
     name, params = equation.primitive.name.removesuffix("_invariant"), equation.params
     is_event = equation.primitive is NOTE or name in collectives.KINDS
@@ -76,7 +74,7 @@ def _events(
       states[equation.outvars[0]] = params["about"]
     elif is_event:
       result.append(Event(equation, here, known[0] if known else None))
-    conditional = f"cond.{next(numbers)}" if name == "cond" else ""
+    conditional = f"cond.{next(conds)}" if name == "cond" else ""
     found: list[list[Event]] = []
     for i, part in inside:
       if conditional:
@@ -85,7 +83,7 @@ def _events(
       # A function takes the last arguments of its equation.
       pairs = zip(reversed(part.invars), reversed(known), strict=False)
       inner = {x: number for x, number in pairs if number is not None}
-      found.append(_events(part, inner, here, met))
+      found.append(_events(part, inner, here, quiet, conds))
       if not found[-1]:
         quiet.add(id(part))
     if name == "cond":

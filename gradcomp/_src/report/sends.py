@@ -1,14 +1,16 @@
-"""The kind, the arrays and the groups that one instruction of HLO sends."""
+"""The kind, the arrays, the groups and the scope that one instruction of HLO sends."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from gradcomp._src.exchange.collectives import STAGE
 from gradcomp._src.report import collectives as sent
 from gradcomp._src.report import groups as of_devices
-from gradcomp._src.report import reader, scopes
+from gradcomp._src.report import reader
 from gradcomp._src.report.groups import Devices, Groups, Pairs, integers
 from gradcomp._src.report.hlo_text import ARRAY, Computation, Instruction, unreadable
 
@@ -26,6 +28,15 @@ _QUANTIZED = re.compile(
   r'"quantized_data_type":"(\w+)","quantized_stage":"(\w+)_STAGE"'
 )
 _GROUPED = {"replica_groups", "source_target_pairs", "channel_id"}
+# What brings an array to a collective, or from it, as it is.
+_MOVES = frozenset(
+  "bitcast copy copy-done copy-start get-tuple-element recv-done reshape transpose"
+  " all-gather-done all-reduce-done collective-permute-done".split()
+)
+_CUTS = _MOVES | {"parameter", "slice"}
+_OURS = re.compile(r"gradcomp_([a-z_]+)")
+# The scopes of work before an exchange and after it.
+_BESIDE = frozenset(("correct", "decode", "fingerprint", "inner", "residual"))
 
 
 def kind_of(x: Instruction) -> str:
@@ -50,8 +61,8 @@ def sends(
   around: reader.Place,
   *,
   is_fused: bool,
-) -> Iterator[tuple[sent.Collective, Groups]]:
-  """Yields the record of a collective, or of each of its stages if they differ."""
+) -> list[tuple[sent.Collective, Groups]]:
+  """Returns the record of a collective, or of each of its stages if they differ."""
   kind = kind_of(x)
   if kind == "all-reduce" and is_fused and _is_cut(x, body):
     kind = "reduce-scatter"
@@ -65,10 +76,9 @@ def sends(
     operands=operands,
     packed=packed,
     workers=groups.workers,
-    **around._replace(scope=scopes.scope_of(x, body, around.scope))._asdict(),
+    **around._replace(scope=_scope_of(x, body, around.scope))._asdict(),
   )
-  for stage in _quantized(record, x):
-    yield stage, groups
+  return [(stage, groups) for stage in _quantized(record, x)]
 
 
 def is_unseen(x: Instruction) -> bool:
@@ -84,26 +94,23 @@ def is_unseen(x: Instruction) -> bool:
   return x.opcode in ("infeed", "outfeed")
 
 
-def _quantized(record: sent.Collective, x: Instruction) -> Iterator[sent.Collective]:
-  """Yields an all-reduce, or its two stages if XLA:TPU quantizes one of them."""
+def _quantized(record: sent.Collective, x: Instruction) -> list[sent.Collective]:
+  """Returns an all-reduce, or its two stages if XLA:TPU quantizes one of them."""
   match = _QUANTIZED.search(x.backend_config)
   if "quantized_data_type" in x.backend_config and not match:
     raise unreadable("known quantized sums", x.backend_config)
   if record.kind != "all-reduce" or not match:
-    yield record
-    return
-  narrow, stage = match[1].lower(), match[2]
-  if stage == "EVERY":
-    yield dataclasses.replace(record, quantized=narrow)
-    return
+    return [record]
+  as_sent = functools.partial(dataclasses.replace, quantized=match[1].lower())
+  if match[2] == "EVERY":
+    return [as_sent(record)]
   # In a ring, parts are summed, and then the sums of these are gathered.
   parts = [(x, (-(-math.prod(y) // record.workers),)) for x, y in record.operands]
-  for kind, operands, name in (
-    ("reduce-scatter", record.operands, "REDUCE"),
-    ("all-gather", tuple(parts), "BROADCAST"),
-  ):
-    quantized = narrow if stage == name else ""
-    yield dataclasses.replace(record, kind=kind, operands=operands, quantized=quantized)
+  stages = {
+    "REDUCE": dataclasses.replace(record, kind="reduce-scatter"),
+    "BROADCAST": dataclasses.replace(record, kind="all-gather", operands=tuple(parts)),
+  }
+  return [as_sent(x) if name == match[2] else x for name, x in stages.items()]
 
 
 def _is_cut(x: Instruction, body: Computation) -> bool:
@@ -166,3 +173,84 @@ def _arrays(x: Instruction, body: Computation) -> tuple[sent.Shapes, bool]:
       raise unreadable("a slice of each operand", what)
   pairs = zip(itertools.cycle(dtypes), shapes)
   return tuple((dtype, (*integers(sizes),)) for dtype, sizes in pairs), True in packed
+
+
+def _scope_of(x: Instruction, body: Computation, around: str = "") -> str:
+  """Returns the scope of a collective, its own or the one of moves around it.
+
+  XLA:TPU splits a collective of several slices in nameless ones, between slices and
+  inside; copies and reshapes around them keep the name of JAX's collective. The last
+  part has it, and earlier ones are stages. Of several sums XLA makes one with one name,
+  or none, and their parts keep names: these are joined, as XLA joins names. Without any
+  name, a result of an exchange is sent in a stage; otherwise the scope is ``around``,
+  or that of the operand's source.
+  """
+  several = len(x.operands) > 1
+  is_part = lambda y: (several and y.opcode == "get-tuple-element") or _cuts(y, body)
+  parts = list(filter(is_part, _after(x, body)))
+  if x.op_name:
+    names = list(filter(None, map(_name, parts)))
+    is_told = several and x.base == "all-reduce" and len(names) == len(x.operands)
+    return _joined(names) if is_told else x.op_name
+  if joined := _joined([_name_behind(y, body, _name(y)) for y in parts]):
+    return joined
+  # The name on the way of the operand, and that of its source.
+  found = source = ""
+  y = body.named.get(x.operands[0]) if x.operands else None
+  while y is not None and not found:
+    found, source = _name(y), y.op_name
+    passes = (y.opcode in _MOVES or _is_nameless(y)) and y.operands
+    y = body.named.get(y.operands[0]) if passes else None
+  inside = _OURS.findall(source)
+  stage = STAGE if inside and inside[-1] not in _BESIDE else ""
+  return _name_behind(x, body, found) or stage or around or source
+
+
+def _joined(names: Sequence[str]) -> str:
+  """Joins names, each once, but names of means as often as they are there."""
+  # An exchange gives the name of its mean to one array. Another array of that name is
+  # of another exchange of equal size: nothing else keeps them apart, because JAX gives
+  # all channels one number.
+  means = [x for x in names if sent.means_in([x])]
+  others = dict.fromkeys(x for x in names if x and not sent.means_in([x]))
+  return ":".join([*others, *means])
+
+
+def _name_behind(x: Instruction, body: Computation, found: str) -> str:
+  """Returns a name that was found, or the name of a reader of the unchanged array."""
+  for y in _after(x, body):
+    if _is_nameless(y):
+      scope = sent.MEAN.sub(STAGE, found or _scope_of(y, body))
+      return sent.FLOATS.sub(STAGE, scope)
+    found = found or _name(y)
+  return found
+
+
+def _after(x: Instruction, body: Computation) -> Iterator[Instruction]:
+  """Yields the readers of a collective's result, as it is or in parts."""
+  names = [x.name]
+  if x.opcode == "send":  # its result is that of the recv that it meets
+    names = [y.name for y in body if y.opcode == "recv" and y.meeting == x.meeting]
+  waiting = {i for name in names for i in body.readers[name]}
+  while waiting:
+    waiting.remove(number := min(waiting))
+    yield (y := body[number])
+    if y.opcode in _MOVES or _cuts(y, body):
+      waiting.update(body.readers[y.name])
+
+
+def _cuts(x: Instruction, body: Computation) -> bool:
+  """Returns whether an instruction only cuts and moves an array."""
+  fused = body.called(x) if x.opcode == "fusion" else []
+  return x.opcode == "slice" or any(all(y.opcode in _CUTS for y in z) for z in fused)
+
+
+def _is_nameless(x: Instruction) -> bool:
+  """Returns whether an instruction is a collective without a name."""
+  return not x.op_name and (x.base == "send" or x.base in sent.SHARE_SENT)
+
+
+def _name(x: Instruction) -> str:
+  """Returns the scope of an instruction if JAX made it for a collective."""
+  last = x.op_name.rpartition("/")[2].removesuffix("_invariant")
+  return x.op_name if last in sent.KINDS or sent.is_exchange(x.op_name) else ""

@@ -1,8 +1,4 @@
-"""Studies of an update: the bytes of its messages, from a trace over abstract axes.
-
-The last results are kept while the optimizer lives, one a tree of shapes and set of
-axes: its readers trace an update once where the workers are on one axis.
-"""
+"""Studies of an update: the bytes of its messages, from a trace over abstract axes."""
 
 import dataclasses
 import itertools
@@ -63,7 +59,8 @@ class Trace(NamedTuple):
 # The results that are kept for an optimizer. Each holds a tree of the user's types.
 _MOST = 16
 
-# Of the functions update and init of an optimizer: the results by shapes and axes.
+# Of the functions update and init of an optimizer, while these live: the results by
+# shapes and axes. Its readers trace an update once if the workers are on one axis.
 _kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 _same = lambda tree: tree  # one function, so that JAX caches its traces

@@ -102,9 +102,6 @@ class WireReport:
     if not self.collectives:
       none = "The program has no collectives"
       return f"{none}. {unseen}" if self.unseen else f"{none}: it sends nothing."
-    columns = (
-      "collective,dtype,operands,axis,workers,times,bytes sent,as f32 mean,scope"
-    )
     rows = [*map(_row, self.collectives)]
     named = {axis: part for axis, part in self.by_axis.items() if axis}
     several = named if len(named) > 1 else {}
@@ -112,10 +109,11 @@ class WireReport:
       dense = "?" if self.untold else f"{part.dense_bytes:,}"
       sums = {"bytes sent": f"{part.bytes_sent:,}", "as f32 mean": dense}
       rows.append({"collective": "total", "axis": axis, **sums})
-    lines = sent.table(columns, rows)
+    lines = sent.table(
+      "collective,dtype,operands,axis,workers,times,bytes sent,as f32 mean,scope", rows
+    )
     lines.append(self._compared(several))
-    means = [c for c in self.collectives if c.again]
-    if again := sent.dearest(means):
+    if again := sent.dearest(c for c in self.collectives if c.again):
       told = "are a mean of the gradient, which the exchange takes again"
       lines.append(f"{again:,} bytes {told}: delete the pmean.")
     if self.unseen:

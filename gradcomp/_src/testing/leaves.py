@@ -1,6 +1,7 @@
 """Leaves and gradients that the laws try, and their encodings."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ def first_context(bound: Codec, leaf: Leaf, key: ArrayLike = KEY) -> Context:
   return Context(jnp.asarray(key), memory=memory, step=jnp.zeros([], jnp.int32))
 
 
-def near_the_top(shape: tuple[int, ...], dtype: DTypeLike, seed: int = 0) -> np.ndarray:
+def near_the_top(shape: tuple[int, ...], seed: int, dtype: DTypeLike) -> np.ndarray:
   """Returns gradients ``[N, ...]`` of equal signs; sums of three overflow the dtype."""
   rng = np.random.default_rng(seed)
   signs = rng.choice([-1.0, 1.0], shape[1:])
@@ -63,55 +64,38 @@ def near_the_top(shape: tuple[int, ...], dtype: DTypeLike, seed: int = 0) -> np.
 def gradients_like(params: Any, workers: int, seed: int = 0) -> Any:
   """Returns Gaussian gradients of all workers, leaves ``[N, ...]``.
 
-  In dtypes with a smaller range than float32 they are near its end.
-
-  Args:
-    params: arrays, or their shapes and dtypes.
-    workers: N.
-    seed: other seeds give other numbers.
+  In dtypes with a smaller range than float32 they are near its end. Parameters are
+  arrays, or their shapes and dtypes. Other seeds give other numbers.
 
   Example:
     >>> gradients_like({"w": jnp.zeros((2, 3))}, workers=4)["w"].shape
     (4, 2, 3)
   """
-  leaves, treedef = jax.tree.flatten(params)
+  numbers = itertools.count(1000 * seed)
 
-  def make(x: jax.Array, seed: int) -> jax.Array:
-    shape = (workers, *x.shape)
+  def make(x: jax.Array) -> jax.Array:
+    given = (workers, *x.shape), next(numbers)
     small = jnp.issubdtype(x.dtype, jnp.floating) and has_smaller_range(x.dtype)
-    numbers = near_the_top(shape, x.dtype, seed) if small else gaussian(shape, seed)
-    return jnp.asarray(numbers.astype(x.dtype))
+    found = near_the_top(*given, x.dtype) if small else gaussian(*given)
+    return jnp.asarray(found.astype(x.dtype))
 
-  made = [make(x, 1000 * seed + i) for i, x in enumerate(leaves)]
-  return jax.tree.unflatten(treedef, made)
-
-
-def params_of(gradients: Gradients) -> Any:
-  """Returns parameters: the first worker's first gradients, in NumPy's arrays."""
-  return jax.tree.map(lambda leaf: np.asarray(leaf)[0, ...], gradients[0])
+  return jax.tree.map(make, params)
 
 
 def zipped(first: Any, *trees: Any) -> list[tuple[Any, ...]]:
   """Returns the path of each leaf, and the leaves of all trees there."""
-  paths = jax.tree_util.tree_leaves_with_path(first)
   others = map(jax.tree.leaves, trees)
-  names = [(jax.tree_util.keystr(path), leaf) for path, leaf in paths]
-  return [(*pair, *rest) for pair, *rest in zip(names, *others, strict=True)]
+  every = zip(jax.tree_util.tree_leaves_with_path(first), *others, strict=True)
+  return [(jax.tree_util.keystr(path), x, *rest) for (path, x), *rest in every]
 
 
 class Trial(NamedTuple):
-  """The encoding and the decodings of one leaf.
-
-  Attributes:
-    payload: the payload of the leaf.
-    value: the decoded payload.
-    together, alone: the tiles of its rows, decoded at once, and each by itself.
-  """
+  """The encoding and the decodings of one leaf."""
 
   payload: Payload
   value: Any
-  together: Any
-  alone: Any
+  together: Any  # the tiles of its rows, decoded at once
+  alone: Any  # each of them by itself
 
 
 def encode(
@@ -133,27 +117,19 @@ def round_trip(codec: LeafCodec, x: jax.Array, key: ArrayLike = KEY) -> jax.Arra
 
 
 def trial(codec: LeafCodec, x: ArrayLike, key: ArrayLike = KEY) -> Trial:
-  """Returns the :class:`Trial` of a leaf in NumPy's arrays, by a program compiled once.
-
-  Args:
-    codec, x: the codec, and the leaf.
-    key: the key of a codec that draws random numbers, two words.
-  """
+  """Returns the trial of a leaf in NumPy's arrays, by a program compiled once."""
   return jax.tree.map(np.asarray, _trial(codec, jnp.asarray(x), jnp.asarray(key)))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def returned(codec: LeafCodec, x: ArrayLike) -> jax.Array:
-  """Encodes and decodes a leaf, by a smaller program than a trial's."""
-  return round_trip(codec, jnp.asarray(x))
+# By a smaller program than a trial's.
+returned = jax.jit(round_trip, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _trial(codec: LeafCodec, x: jax.Array, key: jax.Array) -> Trial:
   payload = encode(codec, x, key)
   rows, stats = payload
-  spread = lambda x: jnp.broadcast_to(x, (rows.shape[0], x.shape[1]))
-  lines = None if stats is None else spread(stats)
+  lines = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(rows), x.shape[1])), stats)
   total = codec.bind(Leaf(x.shape)).sums
   tiles = lambda row, line: total.gathered(row[None], line, 1.0)(0, row.shape[0])
   alone = lambda row: tiles(*jax.tree.map(lambda part: part[None], row))[0]

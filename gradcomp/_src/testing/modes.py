@@ -19,7 +19,7 @@ from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp._src.report.tracing import study
-from gradcomp._src.testing.leaves import Transformation, params_of
+from gradcomp._src.testing.leaves import Transformation
 
 __all__ = ["Run", "modes_for", "run"]
 
@@ -136,16 +136,11 @@ def run(
   *,
   axis_name: str = "data",
 ) -> Run:
-  """Feeds gradients to ``update``, step by step, once the result is read.
+  """Returns a run that feeds gradients to ``update``, once its results are read.
 
   Args:
     mode: one of ``modes_for(workers)``.
-    transformation: over the axis.
-    gradients: trees with leaves ``[N, ...]``, one tree a step.
-    axis_name: the name of the axis.
-
-  Returns:
-    The outputs and states of each worker.
+    transformation, gradients, axis_name: see :class:`Run`.
 
   Raises:
     ValueError: ``mode`` is unknown, or there are too few devices for it.
@@ -157,7 +152,8 @@ def run(
   """
   workers = len(jax.tree.leaves(gradients[0])[0])
   place = started(mode, transformation, workers, axis_name=axis_name)
-  given: Any = {"transformation": transformation, "params": params_of(gradients)}
+  params = jax.tree.map(lambda leaf: np.asarray(leaf)[0, ...], gradients[0])
+  given: Any = {"transformation": transformation, "params": params}
   given |= {"gradients": gradients, "sizes": place.workers, "axis_name": axis_name}
   return Run(**given, place=place, mode=mode)
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -193,39 +192,33 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
   found = np.asarray(decoded_by(_keys(draws)), np.float64)
   if not np.isfinite(found).all():
     yield codec, expected, "some are not finite"
+  if not found.size:
+    return
   errors = found - (leaf if mean is None else np.asarray(mean))
   first, second = errors.mean(axis=0), np.square(errors).mean(axis=0)
   size = 2 * np.abs(errors).max(initial=0.0) if step is None else np.asarray(step)
   # An element that rounds up with a probability below about 1 / draws may never do so:
   # its sample sigma is then too small; one more draw of a step covers it.
   slack = (_Z * _Z / draws + 2.0**-16) * size
-  bound = _Z * np.sqrt(second / draws) + slack
+  bound = np.broadcast_to(_Z * np.sqrt(second / draws) + slack, first.shape)
   pooled = _Z * np.sqrt(second.sum() / draws) / first.size + 2.0**-16 * np.max(size)
-  for bias in _biases(first, np.broadcast_to(bound, first.shape), pooled, leaf):
-    yield codec, expected, bias
+  # The means are ``[masks, *leaf]``.
+  i = int(np.argmax(np.abs(first) - bound))
+  off, most, at = first.ravel()[i], bound.ravel()[i], i % leaf.size
+  chance = "where chance gives at most"
+  if not abs(off) <= most:
+    told = f"that of element {at}, {leaf.flat[at]}, is off by {off:.3g}"
+    yield codec, expected, f"{told}, {chance} {most:.3g}"
+  shrunk = first * np.sign(leaf)
+  for name, bias in (("all errors", first.mean()), ("magnitudes", shrunk.mean())):
+    if abs(bias) > pooled:
+      told = f"the mean of {name} is off by {bias:.3g}"
+      yield codec, expected, f"{told}, {chance} {pooled:.3g}"
 
 
 def _keys(draws: int) -> jax.Array:
   words = np.arange(draws, dtype=np.uint32)
   return jnp.asarray(np.stack([np.full_like(words, leaves.KEY[0]), words], axis=1))
-
-
-def _biases(
-  first: np.ndarray, bound: np.ndarray, pooled: float, leaf: np.ndarray
-) -> Iterator[str]:
-  """Yields the mean errors, ``[masks, *leaf]``, that are beyond their bounds."""
-  if not first.size:
-    return
-  i = int(np.argmax(np.abs(first) - bound))
-  off, most, at = first.ravel()[i], bound.ravel()[i], i % leaf.size
-  chance = "where chance gives at most"
-  if not abs(off) <= most:
-    element = f"element {at}, {leaf.flat[at]}"
-    yield f"that of {element}, is off by {off:.3g}, {chance} {most:.3g}"
-  shrunk = first * np.sign(leaf)
-  for name, mean in (("all errors", first.mean()), ("magnitudes", shrunk.mean())):
-    if abs(mean) > pooled:
-      yield f"the mean of {name} is off by {mean:.3g}, {chance} {pooled:.3g}"
 
 
 @law("codecs.QSGD(bits=4)", "`encode`")

@@ -236,13 +236,11 @@ def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> Fi
   bound = codec.bind(Leaf(leaf.shape))
   rows, words = -(-leaf.size // bound.tile_size), bound.row_words
   if payload.rows.shape != (rows, words):
-    claim = (
-      f"to the rows that `tile_size` and `row_words` claim, uint32[{rows},{words}]"
-    )
+    claim = f"encode {described(leaf)} to the rows that `tile_size` and `row_words`"
+    claim += f" claim, uint32[{rows},{words}]"
     found = f"the payload has {described(payload.rows)}, {payload.rows.nbytes} bytes in"
     found += f" place of {4 * rows * words}"
-    look = "`row_words`, or what `encode` stacks"
-    yield codec, f"encode {described(leaf)} {claim}", found, look
+    yield codec, claim, found, "`row_words`, or what `encode` stacks"
   shared = jax.eval_shape(bound.agree, leaf)
   if (shared is None) != (payload.agreed is None):
     found = f"`agree` gives {shared} and the payload {payload.agreed}"
@@ -276,8 +274,7 @@ def zeros_behind_change_nothing(
   """
   leaf = kit.leaf_of(codec, x)
   bound = codec.bind(Leaf(leaf.shape))
-  tile = bound.tile_size
-  encode = jax.jit(lambda padded: kit.encode(bound, padded, kit.KEY))
+  tile, encode = bound.tile_size, jax.jit(lambda x: kit.encode(bound, x, kit.KEY))
   padded = encode(np.pad(leaf.reshape(-1), (0, -leaf.size % tile)))
   found = kit.trial(codec, leaf).payload
   whole = f"encode {described(leaf)} as with zeros behind it, to whole tiles of {tile}"
@@ -297,8 +294,7 @@ def bytes_are_the_claim(
   """
   leaf = kit.leaf_of(codec, x)
   agreed = jax.eval_shape(codec.bind(Leaf(leaf.shape)).agree, leaf)
-  rows = kit.trial(codec, leaf).payload.rows
-  nbytes = 4 * math.prod(form(rows.size))
+  nbytes = 4 * math.prod(form(kit.trial(codec, leaf).payload.rows.size))
   sent = (workers - 1) * nbytes
   if agreed is not None:
     sent += math.ceil(2 * (workers - 1) / workers * agreed.size * agreed.dtype.itemsize)

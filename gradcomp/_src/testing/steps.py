@@ -176,8 +176,8 @@ def bytes_are_explained(run: modes.Run) -> broken.Findings:
   where: Any = {"workers": run.workers, "axis_name": run.axis_name}
   told = explain(tx, run.params, workers=run.sizes).bytes_sent
   report = wire_report(run.program or modes.lowered(tx, run.params, **where))
-  usual = [c for c in report.collectives if REPEAT not in c.scope]
-  total = sum(c.times * c.bytes_sent for c in usual)
+  usual = [c.times * c.bytes_sent for c in report.collectives if REPEAT not in c.scope]
+  total = sum(usual)
   # Each collective's bytes are rounded up.
   same = abs(total - told) <= len(usual)
   expected = f"send the {told} bytes a step that gradcomp.explain counts"
@@ -232,14 +232,18 @@ def nothing_is_lost(run: modes.Run) -> broken.Findings:
 
 
 def waiting(plan: MessagePlan, state: Any, workers: int) -> tuple[list[Any], list[Any]]:
-  """Returns the unsent sums of each leaf in float64, and N times the owners' sums.
-
-  The first are ``[N, ...]``, zeros of a state without residuals.
-  """
-  kept = [np.zeros((workers, *x.shape)) for x in plan.leaves]
+  """Returns each leaf's unsent sums, float64 ``[N, ...]``, and N times its owners'."""
+  kept: list[Any] = [np.zeros((workers, *x.shape)) for x in plan.leaves]
+  owned, arrays = [x[0] for x in kept], state.server_residual
   for i, x in enumerate(jax.tree.leaves(_floats(state.residual))):
     kept[i] = np.asarray(x, np.float64).reshape(kept[i].shape)
-  return kept, [workers * x for x in owned_leaves(plan, state.server_residual)]
+  for axes, matrices in owned_matrices(plan).items() if arrays else ():
+    for matrix, array in zip(matrices, arrays[axes], strict=True):
+      rows: Any = np.asarray(array).reshape(-1, *matrix.shape[1:])
+      for i, slot, like in matrix.leaves():
+        leaf = from_tiles(rows[slot.start : slot.stop], like, matrix.codec)
+        owned[i] = workers * np.asarray(leaf, np.float64)
+  return kept, owned
 
 
 def storing(state: Any, i: int) -> float:
@@ -247,15 +251,3 @@ def storing(state: Any, i: int) -> float:
   residual = jax.tree.leaves(state.residual, is_leaf=is_stored)
   errors = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
   return errors[kind(residual[i])] if residual else 0.0
-
-
-def owned_leaves(plan: MessagePlan, owned: Any) -> list[np.ndarray]:
-  """Returns the owner residuals in the shapes of their leaves; zeros without any."""
-  leaves: list[Any] = [np.zeros(x.shape) for x in plan.leaves]
-  for axes, matrices in owned_matrices(plan).items() if owned else ():
-    for matrix, array in zip(matrices, owned[axes], strict=True):
-      rows: Any = np.asarray(array).reshape(-1, *matrix.shape[1:])
-      for i, slot, like in matrix.leaves():
-        leaf = from_tiles(rows[slot.start : slot.stop], like, matrix.codec)
-        leaves[i] = np.asarray(leaf, np.float64)
-  return leaves

@@ -221,7 +221,7 @@ def half_precision_keeps_its_range(
     found = modes.run("vmap", transformation, [half]).outputs[0]
     return np.asarray(found, np.float64)[0]
 
-  top = leaves.near_the_top(shape, jnp.float16)
+  top = leaves.near_the_top(shape, 0, jnp.float16)
   # The workers agree, so that no rounding on the way changes what a codec selects.
   units = np.random.default_rng(0).integers(-8, 9, shape[1:]) * _UNIT
   units = np.broadcast_to(units, shape)
