@@ -124,9 +124,7 @@ def _held(part: Any) -> Iterator[Any]:
     yield from part
   elif isinstance(part, Mapping):
     yield from part.values()
-  elif isinstance(part, type):
-    return
-  elif dataclasses.is_dataclass(part):
+  elif dataclasses.is_dataclass(part) and not isinstance(part, type):
     yield from (getattr(part, field.name) for field in dataclasses.fields(part))
   elif callable(part) and hasattr(part, "__wrapped__"):
     yield part.__wrapped__

@@ -219,8 +219,7 @@ def by_link(found: Sequence[Collective]) -> tuple[Collective, ...]:
 
 def means_in(scopes: Iterable[str]) -> set[str]:
   """Returns the names of means in scopes, of some elements over several workers."""
-  found = MEAN.finditer(" ".join(scopes))
-  return {x[0] for x in found if int(x[1]) and int(x[2]) > 1}
+  return {x[0] for x in MEAN.finditer(" ".join(scopes)) if int(x[1]) and int(x[2]) > 1}
 
 
 def is_exchange(scope: str) -> bool:

@@ -157,8 +157,7 @@ class Explanation:
     total = {"leaf": "total", **self._sent(self.bytes_sent, self._elements)}
     columns = "leaf,shape,codec,bits,exchange,message,sent,/f32,/bf16,slots,used,every"
     lines = table(f"{columns},rule", [*rows, total]) + self._when()
-    reasons = dict.fromkeys((leaf.exchange, leaf.reason) for leaf in self.leaves)
-    lines += [f"{exchange}: {reason}." for exchange, reason in reasons]
+    lines += dict.fromkeys(f"{leaf.exchange}: {leaf.reason}." for leaf in self.leaves)
     if self.bytes_inside:
       lines.append(
         f"{self.bytes_between:,} of them go between groups, {self.ratio_between:.4g} x "
@@ -314,8 +313,7 @@ def explain(
       return _passes(optimizer, args, workers)
     transformations = tracing.study(optimizer, args[0], workers).found
   states = state.states_in(trees.unboxed(opt_state))
-  leaves: list[LeafPlan] = []
-  collectives: list[Collective] = []
+  leaves, collectives = list[LeafPlan](), list[Collective]()
   number, kept, forgets = 0, 0, False
   filling = between = mean_between = Fraction(0)
   for found in transformations:

@@ -129,8 +129,7 @@ def _mode(kind: str, x: Instruction, devices: Devices) -> str:
   if kind not in ("all-reduce", "all-gather", "reduce-scatter"):
     # Sends have a channel in programs of replicas, too.
     return "partitions" if devices.partitions > 1 else "replicas"
-  is_global = x.attributes.get("use_global_device_ids") == "true"
-  return "devices" if is_global else "both"
+  return "devices" if x.attributes.get("use_global_device_ids") == "true" else "both"
 
 
 def _lists(text: str, x: Instruction) -> _Lists | int:
@@ -138,8 +137,7 @@ def _lists(text: str, x: Instruction) -> _Lists | int:
   if re.fullmatch(r"\{[{},\d]*\}", text):  # {{0,1},{2,3}}
     return [integers(group) for group in text.split("},")]
   # [2,4]<=[8], or [2,4]<=[4,2]T(1,0): the numbers in order, reshaped and transposed.
-  iota = r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
-  if match := re.fullmatch(iota, text):
+  if match := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
     shape, numbers = integers(match[1]), _laid_out(integers(match[2]), match[3])
     if math.prod(shape) == numbers.size:
       return numbers.reshape(shape).tolist()

@@ -114,8 +114,7 @@ def _calls(
 
 def trip_count(loop: hlo_text.Instruction, around: hlo_text.Computation) -> int | None:
   """Returns the number of trips of a ``while``; None if the text does not have it."""
-  known = r'"known_trip_count":\{"n":"(\d+)"\}'
-  if match := re.search(known, loop.backend_config):
+  if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.backend_config):
     return int(match[1])
   # XLA:TPU leaves it out. Then the condition must be i < n, of a counter that grows
   # from a constant, by constants, to another one.

@@ -106,9 +106,8 @@ class OverlapReport:
 
 def _row(x: Overlap) -> dict[str, str]:
   products = sum(work.flops > 0 for work in x.beside)
-  others = len(x.beside) - products
-  counts = [f"{products} product{'s' * (products > 1)}"] if products else []
-  counts += [f"{others} other{'s' * (others > 1)}"] if others else []
+  pairs = ("product", products), ("other", len(x.beside) - products)
+  counts = [f"{n} {name}{'s' * (n > 1)}" for name, n in pairs if n]
   seen = "synchronous" if x.synchronous else "exposed" if x.exposed else ""
   work = {"Gflop": f"{x.flops / 1e9:.4g}", "kcycles": f"{x.cycles / 1e3:.4g}"}
   return {**sent.cells(x.collective), "beside it": seen or ", ".join(counts), **work}
@@ -210,8 +209,7 @@ def _beside(path: hlo.Path) -> list[_Run] | None:
 def _chain(body: Computation, x: Instruction) -> list[str]:
   """Returns the number of a collective that several fusions of a TPU advance."""
   inner = itertools.chain(*body.called(x))
-  found = (y.chains for y in inner if y.opcode in sent.SHARE_SENT and y.chains)
-  return next(found, [])
+  return next((y.chains for y in inner if y.opcode in sent.SHARE_SENT and y.chains), [])
 
 
 def _until_done(path: hlo.Path) -> Iterator[_Run]:

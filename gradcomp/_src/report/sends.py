@@ -145,12 +145,11 @@ def permutations(body: Computation, devices: Devices) -> dict[str, Pairs | None]
 def _arrays(x: Instruction, body: Computation) -> tuple[sent.Shapes, bool]:
   """Returns dtype and shape of each array that is sent, and whether they are packed."""
   # Not from the type of the instruction: the type of a -start holds results, too.
-  arguments = x.arguments
   slices = x.attributes.get("slice_sizes")  # of a permute, which GPUs also combine
-  if slices or x.opcode.startswith(("send", "ragged-all-to-all")):
-    arguments = arguments[:1]  # then come a token, or the output, offsets and sizes
+  # Then come a token, or the output, offsets and sizes.
+  is_first = slices or x.opcode.startswith(("send", "ragged-all-to-all"))
   types = []
-  for argument in arguments:
+  for argument in x.arguments[:1] if is_first else x.arguments:
     own, _, name = argument.rpartition(" ")
     known = body.named.get(name.removeprefix("%"))
     types.append(own or (known.type if known else "undefined[]"))
@@ -220,8 +219,7 @@ def _name_behind(x: Instruction, body: Computation, found: str) -> str:
   """Returns a name that was found, or the name of a reader of the unchanged array."""
   for y in _after(x, body):
     if _is_nameless(y):
-      scope = sent.MEAN.sub(STAGE, found or _scope_of(y, body))
-      return sent.FLOATS.sub(STAGE, scope)
+      return sent.FLOATS.sub(STAGE, sent.MEAN.sub(STAGE, found or _scope_of(y, body)))
     found = found or _name(y)
   return found
 

@@ -135,9 +135,8 @@ def _trace(
     types.append(jax.tree.map(jax.typeof, state))
     return update_of(params, state, params, **stand_ins(params))[0]
 
-  kind = studies.Study(mesh_axes.as_axis_name(axes), frozenset(sizes))
   try:
-    with studies.STUDY(kind):
+    with studies.STUDY(studies.Study(mesh_axes.as_axis_name(axes), frozenset(sizes))):
       jaxpr = reader.traced(update, sizes, like, check_vma=False)
   except OverflowError as error:  # of the number of a leaf's rows
     most = max(math.prod(x.shape) for x in jax.tree.leaves(like))
@@ -150,9 +149,7 @@ def _trace(
 
 def _read(jaxpr: Jaxpr, sizes: _Sizes, order: _Axes) -> tuple[list[Found], list[_Made]]:
   """Returns the bytes, and the plans and options, of transformations in a study."""
-  result: list[Found] = []
-  made: list[_Made] = []
-  options: dict[str, Any] = {}
+  result, made, options = list[Found](), list[_Made](), dict[str, Any]()
   now: object = None
   parts: tuple[int, ...] = ()
   for event in reader.events(jaxpr):

@@ -59,9 +59,8 @@ class Works:
 
   def of(self, body: hlo_text.Computation, x: hlo_text.Instruction) -> Work | None:
     """Returns the work of an instruction there, or None if it has none."""
-    flops, cycles, size = self._counts(body, x)
-    counts = {"flops": flops, "cycles": cycles, "bytes": size}
-    return Work(name=x.name, opcode=x.opcode, **counts) if size else None
+    counts = dict(zip(("flops", "cycles", "bytes"), self._counts(body, x), strict=True))
+    return Work(name=x.name, opcode=x.opcode, **counts) if counts["bytes"] else None
 
   def _counts(self, body: hlo_text.Computation, x: hlo_text.Instruction) -> _Counts:
     if x.opcode == "while":
@@ -155,14 +154,12 @@ def _convolved(x: hlo_text.Instruction, left: list[int], right: list[int]) -> in
   products = at(right, kernel, "i") * at(shape, result, "b") * at(shape, result, "f")
   window = dict(re.findall(r"(\w+)=([\w\-]+)", x.attributes.get("window", "")))
   for axis in filter(str.isdigit, labels):
-    option = lambda name, default, axis=axis: (
-      int(window[name].split("x")[int(axis)].partition("_")[0])
-      if name in window
-      else default
-    )
-    places = np.arange(at(shape, result, axis))[:, None] * option("stride", 1)
-    kernels = np.arange(at(right, kernel, axis)) * option("rhs_dilate", 1)
-    places, spread = places - option("pad", 0) + kernels, option("lhs_dilate", 1)
+    first = lambda text, i=int(axis): int(text.split("x")[i].partition("_")[0])
+    own = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
+    own |= {name: first(text) for name, text in window.items()}
+    places = np.arange(at(shape, result, axis))[:, None] * own["stride"]
+    kernels = np.arange(at(right, kernel, axis)) * own["rhs_dilate"]
+    places, spread = places - own["pad"] + kernels, own["lhs_dilate"]
     inside = (places >= 0) & (places <= (at(left, labels, axis) - 1) * spread)
     products *= int(np.sum(inside & (places % spread == 0)))
   return products

@@ -145,7 +145,6 @@ def batch(codec: LeafCodec, x: jax.Array, keys: jax.Array) -> Encoded:
 
   def one(x: jax.Array, key: jax.Array) -> Encoded:
     given = first_context(bound, leaf, key)._replace(agreed=bound.agree(x))
-    encoded = bound.encode_leaf(x.astype(jnp.float32), given, keep=True)
-    return encoded._replace(own=())
+    return bound.encode_leaf(x.astype(jnp.float32), given, keep=True)._replace(own=())
 
   return jax.vmap(one)(x, keys)

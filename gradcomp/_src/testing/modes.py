@@ -238,9 +238,8 @@ def _on_devices(
     with jax.set_mesh(devices):
       return init(params)
 
-  where = NamedSharding(devices, P(axes))
   stacked = functools.partial(of_each, axes, workers)
-  return Place(workers, first, jax.jit(step), stacked, where)
+  return Place(workers, first, jax.jit(step), stacked, NamedSharding(devices, P(axes)))
 
 
 def _explicit(tx: Transformation, workers: int, axis_name: str) -> Place:

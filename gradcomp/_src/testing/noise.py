@@ -90,8 +90,7 @@ def _energies(codec: LeafCodec, both: jax.Array, keys: jax.Array) -> jax.Array:
     again = jnp.vdot(y, leaves.round_trip(codec, y, key ^ 1))
     return jnp.stack([jnp.vdot(x, x), jnp.sum((x - y) ** 2), jnp.vdot(y, y), again])
 
-  each = lambda key: jax.lax.map(lambda x: one(x, key), both)
-  return jax.lax.map(each, keys)
+  return jax.lax.map(lambda key: jax.lax.map(lambda x: one(x, key), both), keys)
 
 
 @law(
@@ -286,8 +285,7 @@ def errors_of_workers_cancel(
   x = leaves.gaussian((workers, size))
   given: Any = {"exchange": "local", "feedback": None, "min_leaf_size": 0}
   tx = compress(codec, axis_name="data", **given)
-  update = lambda x: tx.update(x, tx.init(x))[0]
-  sent = jax.jit(jax.vmap(update, axis_name="data"))(x)
+  sent = jax.jit(jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="data"))(x)
   ratio, spread = variance_of_sums(np.asarray(sent, np.float64) - x, axis=0)
   if ratio > most + _Z * spread:
     expected = f"have errors whose sum over {workers} workers has at most {most} of"

@@ -107,10 +107,9 @@ def is_pure(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
     yield codec, "have no effects", f"it has {first.effects}", "callbacks and prints"
   if called := sorted(set(_primitives(first.jaxpr)) & _COLLECTIVES):
     yield codec, alone, f"it calls {called}"
-  changed = any(map(difference, first.consts, again.consts))
   # Without the addresses of kernels, which are parameters.
   texts = [re.sub(r" at 0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, again)]
-  if changed or texts[0] != texts[1]:
+  if any(map(difference, first.consts, again.consts)) or texts[0] != texts[1]:
     look = "what `encode` draws or remembers in Python: take `key`, or `context`"
     found = "the second trace is another one"
     yield codec, "trace to the same program each time", found, look

@@ -44,9 +44,8 @@ def steps_are_scanned(run: modes.Run) -> Findings:
   axis = run.axis_name
 
   def scanned(state: Any, gradients: Any, params: Any) -> Any:
-    own = jax.tree.map(lambda x: x[:, 0], gradients)
     step = lambda state, x: (run.transformation.update(x, state, params)[1], None)
-    return lax.scan(step, state, own)[0]
+    return lax.scan(step, state, jax.tree.map(lambda x: x[:, 0], gradients))[0]
 
   stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *run.gradients)
   workers: Any = {"workers": run.workers, "axis_name": axis}

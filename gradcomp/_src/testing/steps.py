@@ -32,7 +32,6 @@ def workers_agree(run: modes.Run) -> broken.Findings:
 
   With ``exchange="local"`` each keeps its own.
   """
-  expected = "return the same updates on all workers, like the gradients"
   for step, both in enumerate(zip(run.outputs, run.gradients, strict=True)):
     for path, got, like in kit.zipped(*both):
       told = None
@@ -42,7 +41,7 @@ def workers_agree(run: modes.Run) -> broken.Findings:
         first = np.broadcast_to(np.asarray(got)[:1], got.shape)
         told = broken.difference(got, first, bits=True)
       found = told and f"in step {step} of {path}, [worker, ...], {told}"
-      yield SUBJECT, expected, found
+      yield SUBJECT, "return the same updates on all workers, like the gradients", found
 
 
 @broken.law(
@@ -52,10 +51,9 @@ def workers_agree(run: modes.Run) -> broken.Findings:
 def same_bits_in_every_mode(run: modes.Run, *others: modes.Run) -> broken.Findings:
   """Other modes have the bits of a run, in the updates and states of all steps."""
   for other in others:
-    expected = f"have the bits in {other.mode} that it has in {run.mode}"
     for path, got, own in kit.zipped(kept(other), kept(run)):
       told = broken.difference(got, own, of=f"{path}, [worker, ...],", bits=True)
-      yield SUBJECT, expected, told
+      yield SUBJECT, f"have the bits in {other.mode} that it has in {run.mode}", told
 
 
 def kept(run: modes.Run) -> list[Any]:
