@@ -138,8 +138,8 @@ class Collective:
     # gradcomp.parallel counts as its own in float32, others as sent, and repeats not.
     if REPEAT in self.scope:
       return 0
-    floats = [int(size) for size in self._named(FLOATS)]
-    plain = [math.ceil(SHARE_SENT[self.kind](self.workers) * 4 * x) for x in floats]
+    share = SHARE_SENT[self.kind](self.workers)
+    plain = [math.ceil(share * 4 * size) for (size,) in self._named(FLOATS)]
     plain += [math.ceil(plain_bytes(size, n)) for size, n in self.means]
     if plain:
       return sum(plain) + self.moved
@@ -150,23 +150,21 @@ class Collective:
   @property
   def means(self) -> list[tuple[int, int]]:
     """The elements and the workers of each mean that it completes."""
-    if REPEAT in self.scope:  # of a mean that was completed before
-      return []
-    return [(int(size), int(workers)) for size, workers in self._named(MEAN)]
+    # A repeat is of a mean that was completed before.
+    return [] if REPEAT in self.scope else self._named(MEAN)
 
   def _named(self, pattern: re.Pattern[str]) -> list[Any]:
-    """Returns the matches of a pattern in the scope, for each message."""
+    """Returns the numbers in the matches of a pattern in the scope, by messages."""
     # XLA:GPU joins the names of collectives that it combines, "a/(b/..:c/..)", and
     # leaves one of equal names. An exchange gathers one array a message.
     # Arrays of one name have one size, and more numbers are in a larger array.
-    found = pattern.findall(self.scope)
+    found = [tuple(map(int, x.groups())) for x in pattern.finditer(self.scope)]
     sizes = [math.prod(shape) for shape in self.shapes]
     order = sorted(set(sizes))
     same = len(order) == len(found)  # else names belong to unknown arrays
     if self.kind != "all-gather" or not same or len(sizes) == len(found):
       return found
-    number = lambda one: int(one[0] if isinstance(one, tuple) else one)
-    by_size = dict(zip(order, sorted(found, key=number), strict=True))
+    by_size = dict(zip(order, sorted(found, key=lambda x: x[0]), strict=True))
     return [by_size[size] for size in sizes]
 
 

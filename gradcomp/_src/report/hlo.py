@@ -39,8 +39,7 @@ def parse_program(text: str) -> Program:
     """Returns whether an exchange of gradients is in a computation."""
     return any(map(is_exchange, module.computations[name]))
 
-  def is_exchange(x: hlo_text.Instruction) -> bool:
-    return sent.is_exchange(x.op_name) or any(map(exchanges, x.called))
+  is_exchange = lambda x: sent.is_exchange(x.op_name) or any(map(exchanges, x.called))
 
   def walk(
     callers: Path, name: str, around: Place, in_front: bool, chains: set[str] | None
@@ -53,18 +52,17 @@ def parse_program(text: str) -> Program:
     for x in reversed(own):
       if x.name in read or is_exchange(x):
         read.update(x.operands)
-    permutations = sends.permutations(own, devices)
+    known = sends.groups_in(own, devices)
     met = set[str]() if chains is None else chains
     for number, x in enumerate(own):
       path = (*callers, (own, number))
       ahead = in_front or x.name in read
       if sends.kind_of(x):
-        pairs = permutations.get(x.name, [])
         # XLA:TPU splits an asynchronous collective over fusions, and each has it.
-        if pairs is not None and not met.intersection(x.chains):
-          given = x, own, devices, pairs, around
-          for one in sends.sends(*given, is_fused=chains is not None):
-            yield *one, ahead, path
+        if x.name in known and not met.intersection(x.chains):
+          on, is_fused = known[x.name], chains is not None
+          for one in sends.sends(x, own, on.workers, around, is_fused):
+            yield one, on, ahead, path
         met.update(x.chains)
       elif x.opcode.endswith(("-update", "-done")):  # these repeat a -start's calls
         continue
@@ -97,13 +95,12 @@ def _calls(
   trips = trip_count(x, body) if x.opcode == "while" else 1
   loop = around.in_loop or x.opcode == "while"
   unknown = around.trips_unknown or trips is None
+  calls, is_start = x.calls, x.opcode.endswith("-start")
   # What XLA wraps or fuses may have no name of its own.
-  scope = x.op_name if x.opcode == "fusion" or x.opcode.endswith("-start") else ""
-  calls = x.calls
-  if x.opcode.endswith("-start") and "calls" in calls:
-    # Other attributes are those of the instruction that it wraps.
-    calls = {"calls": calls["calls"]}
-  callees = [(key, callee) for key in calls for callee in calls[key]]
+  scope = x.op_name if x.opcode == "fusion" or is_start else ""
+  # Other attributes of a start are those of the instruction that it wraps.
+  keys = ["calls"] if is_start and "calls" in calls else [*calls]
+  callees = [(key, callee) for key in keys for callee in calls[key]]
   for number, (key, callee) in enumerate(callees):
     runs = 1 if trips is None else trips + (key == "condition")
     branches = around.branches

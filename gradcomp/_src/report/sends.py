@@ -6,13 +6,14 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from gradcomp._src.exchange.collectives import STAGE
 from gradcomp._src.report import collectives as sent
 from gradcomp._src.report import groups as of_devices
-from gradcomp._src.report import reader
 from gradcomp._src.report.groups import Devices, Groups, Pairs, integers
 from gradcomp._src.report.hlo_text import ARRAY, Computation, Instruction, unreadable
+from gradcomp._src.report.reader import Place
 
 # Transfers between slices of TPUs, by their types.
 _BETWEEN_SLICES = {
@@ -54,31 +55,16 @@ def kind_of(x: Instruction) -> str:
 
 
 def sends(
-  x: Instruction,
-  body: Computation,
-  devices: Devices,
-  pairs: Pairs,
-  around: reader.Place,
-  *,
-  is_fused: bool,
-) -> list[tuple[sent.Collective, Groups]]:
+  x: Instruction, body: Computation, workers: int, around: Place, is_fused: bool
+) -> list[sent.Collective]:
   """Returns the record of a collective, or of each of its stages if they differ."""
   kind = kind_of(x)
   if kind == "all-reduce" and is_fused and _is_cut(x, body):
     kind = "reduce-scatter"
-  if kind == "collective-permute":
-    groups = devices.listed(sorted(group) for group in sent.connected(pairs))
-  else:
-    groups = of_devices.groups_of(kind, x, devices)
   operands, packed = _arrays(x, body)
-  record = sent.Collective(
-    kind=kind,
-    operands=operands,
-    packed=packed,
-    workers=groups.workers,
-    **around._replace(scope=_scope_of(x, body, around.scope))._asdict(),
-  )
-  return [(stage, groups) for stage in _quantized(record, x)]
+  place = around._replace(scope=_scope_of(x, body, around.scope))._asdict()
+  given: Any = {"kind": kind, "operands": operands, "packed": packed}
+  return _quantized(sent.Collective(**given, workers=workers, **place), x)
 
 
 def is_unseen(x: Instruction) -> bool:
@@ -122,24 +108,28 @@ def _is_cut(x: Instruction, body: Computation) -> bool:
   return body.behind(last.operands[0], views) is x
 
 
-def permutations(body: Computation, devices: Devices) -> dict[str, Pairs | None]:
-  """Returns the pairs of permutations, or None for an earlier part of one."""
+def groups_in(body: Computation, devices: Devices) -> dict[str, Groups]:
+  """Returns the groups of each collective, but for earlier parts of permutations."""
   # XLA cuts a permutation into sends and permutes of one operand. A worker sends by one
   # of these: between slices or inside, or on along a cycle or back to its start.
-  found: dict[str, Pairs | None] = {}
+  found, pairs = dict[str, Groups](), dict[str, Pairs]()
   wholes: dict[str, list[Instruction]] = {}
   for x in body:
-    if kind_of(x) == "collective-permute":
-      pairs = found[x.name] = of_devices.pairs_of(x, devices)
+    kind = kind_of(x)
+    if kind == "collective-permute":
+      own = of_devices.pairs_of(x, devices)
       for other in wholes.setdefault(x.operands[0], []):
-        whole = found[other.name] or []
-        apart = {i for i, _ in pairs}.isdisjoint(i for i, _ in whole)
+        apart = {i for i, _ in own}.isdisjoint(i for i, _ in pairs[other.name])
         if apart and "send" in (x.base, other.base):
-          found |= {other.name: whole + pairs, x.name: None}
+          pairs[other.name] += own
           break
       else:
         wholes[x.operands[0]].append(x)
-  return found
+        pairs[x.name] = own
+    elif kind:
+      found[x.name] = of_devices.groups_of(kind, x, devices)
+  whole = lambda pairs: devices.listed(sorted(x) for x in sent.connected(pairs))
+  return found | {name: whole(every) for name, every in pairs.items()}
 
 
 def _arrays(x: Instruction, body: Computation) -> tuple[sent.Shapes, bool]:

@@ -198,14 +198,11 @@ def _add(
   number = found.plan.messages.index(about)
   one = dataclasses.replace(collective, message=number, span=row)
   is_sum = str(event.equation.primitive) == "psum"
-  last = found.collectives[-1] if is_sum and found.ends_in_sum else one
-  joined = (last.message, last.workers, last.span, last.times)
-  if last is not one and joined == (one.message, one.workers, one.span, one.times):
-    # XLA joins consecutive sums to one.
-    operands = last.operands + one.operands
-    found.collectives[-1] = dataclasses.replace(last, operands=operands)
-  else:
-    found.collectives.append(one)
+  alike = lambda x: (x.message, x.workers, x.span, x.times)
+  if is_sum and found.ends_in_sum and alike(found.collectives[-1]) == alike(one):
+    last = found.collectives.pop()  # XLA joins consecutive sums to one
+    one = dataclasses.replace(last, operands=last.operands + one.operands)
+  found.collectives.append(one)
   found.ends_in_sum = is_sum
 
 

@@ -59,10 +59,8 @@ class WireReport:
     """The ratio ``bytes_sent / dense_bytes``; 1 for 0 / 0; ValueError if ``untold``."""
     return self._ratio(self.bytes_sent)
 
-  def _ratio(self, nbytes: int) -> float:
-    if self.dense_bytes:
-      return nbytes / self.dense_bytes
-    return math.inf if nbytes else 1.0
+  def _ratio(self, size: int) -> float:
+    return size / self.dense_bytes if self.dense_bytes else math.inf if size else 1.0
 
   @property
   def by_axis(self) -> dict[str, "WireReport"]:

@@ -101,9 +101,8 @@ def _fused_bytes(body: hlo_text.Computation) -> int:
     if x.opcode == "parameter":
       users = [body[i] for i in body.readers[x.name]]
       readers = [y for y in users if y.opcode == "bitcast" or not _is_idle(y)]
-      parts = [_bytes(y.type) for y in readers if y.opcode in _PARTS]
-      whole = len(parts) < len(readers)
-      size += _bytes(x.type) if whole else min(_bytes(x.type), sum(parts))
+      parts = (_bytes(y.type if y.opcode in _PARTS else x.type) for y in readers)
+      size += min(_bytes(x.type), sum(parts))
   root = body.root
   for x in [body.named[y] for y in root.operands] if root.opcode == "tuple" else [root]:
     if x.opcode == "dynamic-update-slice":

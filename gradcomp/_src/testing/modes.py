@@ -297,12 +297,11 @@ def sharded_map(
   return _on_devices(tx, devices, axes, workers, step)
 
 
-_vmap = lambda function, **options: jax.jit(jax.vmap(function, **options))
 _PLACES: dict[str, Callable[..., Place]] = {
   AUTO: _auto,
   EXPLICIT: _explicit,
   "shard_map": functools.partial(sharded_map, check_vma=True),
   "shard_map_unchecked": sharded_map,
   "pmap": functools.partial(_emulated, jax.pmap),
-  "vmap": functools.partial(_emulated, _vmap),
+  "vmap": functools.partial(_emulated, lambda f, **kw: jax.jit(jax.vmap(f, **kw))),
 }

@@ -73,8 +73,7 @@ def _sent(codec: LeafCodec, x: ArrayLike | None) -> tuple[np.ndarray, np.ndarray
   normal, size = leaves.gaussian(shape), math.prod(shape)
   magnitudes = (1 + np.random.default_rng(1).permutation(size)) / max(size, 1)
   apart = np.copysign(magnitudes.astype(np.float32).reshape(shape), normal)
-  count = np.arange(_DRAWS if codec.needs_key else 1, dtype=np.uint32)
-  keys = np.stack([leaves.KEY[0] + count, leaves.KEY[1] + count], axis=1)
+  keys = leaves.KEY + np.arange(_DRAWS if codec.needs_key else 1, dtype="u4")[:, None]
   sums = np.asarray(_energies(codec, np.stack([normal, apart]), keys), np.float64)
   given, lost, sent, again = sums.mean(axis=0).T
   some = lambda x: np.where(x > 0, x, 1)

@@ -285,11 +285,9 @@ def zeros_behind_change_nothing(
 def bytes_are_the_claim(
   codec: LeafCodec, x: ArrayLike | None = None, *, workers: int = 4
 ) -> Findings:
-  """Explained and encoded payloads have equal bytes.
+  """By :func:`gradcomp.explain`, ``all_gather`` sends N - 1 encoded payloads.
 
-  The bytes of N - 1 payloads in ``all_gather`` are those of :func:`gradcomp.explain`.
-  Long payloads are filled to whole lanes of 128 words. Those of a compiled step are the
-  law :func:`bytes_are_explained`.
+  Long payloads are filled to whole lanes of 128 words.
   """
   leaf = kit.leaf_of(codec, x)
   agreed = jax.eval_shape(codec.bind(Leaf(leaf.shape)).agree, leaf)

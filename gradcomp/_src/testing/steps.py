@@ -79,10 +79,7 @@ def _floats(residual: Any) -> Any:
 
 
 def spoiled(gradients: kit.Gradients, bad: float = math.nan) -> kit.Gradients:
-  """Returns gradients with one worker's NaN or infinity in the last step.
-
-  It is in the middle of the largest leaf.
-  """
+  """Returns gradients with ``bad`` amid one worker's largest leaf in the last step."""
   leaves, treedef = jax.tree.flatten(gradients[-1])
   number = max(range(len(leaves)), key=lambda i: leaves[i].size)
   leaves[number] = np.array(leaves[number], order="C")
@@ -164,10 +161,7 @@ def finite_gradients_stay_finite(run: modes.Run) -> broken.Findings:
 
 @broken.law(RUN, "print(gradcomp.wire_report(compiled))")
 def bytes_are_explained(run: modes.Run) -> broken.Findings:
-  """A compiled step sends the bytes of :func:`gradcomp.explain`.
-
-  It passes if there are fewer devices than workers.
-  """
+  """A compiled step sends the bytes of :func:`gradcomp.explain`, if devices suffice."""
   if len(jax.devices()) < run.workers:
     return
   tx = run.transformation
