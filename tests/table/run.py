@@ -186,13 +186,13 @@ def _beside(tx: Any, workers: int) -> modes.Place:
   """Beside an axis of the compiler, over which nothing is split."""
   devices = jax.devices()[: 2 * workers]
   mesh = jax.make_mesh((workers, 2), ("data", "model"), _AUTO, devices=devices)
-  return modes.sharded_map(tx, workers, "data", devices=mesh, axis_names={"data"})
+  return modes.sharded_map(tx, workers, "data", mesh=mesh, axis_names={"data"})
 
 
 def _two_axes(tx: Any, workers: int) -> modes.Place:
   devices, axes = jax.devices()[:workers], AXES["two_axes"]
   mesh = jax.make_mesh((workers // 2, 2), axes, _AUTO, devices=devices)
-  return modes.sharded_map(tx, workers, *axes, devices=mesh)
+  return modes.sharded_map(tx, workers, *axes, mesh=mesh)
 
 
 _AUTO = (AxisType.Auto, AxisType.Auto)

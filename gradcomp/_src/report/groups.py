@@ -69,15 +69,16 @@ class Devices(NamedTuple):
 def devices_of(module: Module) -> Devices:
   """Returns the devices of a program, on all slices of TPUs."""
   everything = itertools.chain(*module.computations.values())
-  slices = {s for x in everything for group in _transfer(x) or () for s, _ in group}
+  groups = itertools.chain(*(_transfer(x, _SLICE) or () for x in everything))
+  last = max(itertools.chain(*groups), default=0) // _SLICE
   counts = (module.attributes.get(x, 1) for x in ("replica_count", "num_partitions"))
-  return Devices(max(slices, default=0) + 1, *map(int, counts))
+  return Devices(last + 1, *map(int, counts))
 
 
 def groups_of(kind: str, x: Instruction, devices: Devices) -> Groups:
   """Returns the groups of a collective that is no permutation."""
-  if (between := _transfer(x)) is not None:
-    return devices.listed(_between(between, devices))
+  if (between := _transfer(x, devices.replicas * devices.partitions)) is not None:
+    return devices.listed(between)
   mode = _mode(kind, x, devices)
   text = x.attributes.get("replica_groups", "{}")
   r, p = devices.replicas, devices.partitions
@@ -90,8 +91,8 @@ def groups_of(kind: str, x: Instruction, devices: Devices) -> Groups:
 
 def pairs_of(x: Instruction, devices: Devices) -> Pairs:
   """Returns who sends to whom by a permutation, or by a send between devices."""
-  if (between := _transfer(x)) is not None:
-    return [(pair[0], pair[-1]) for pair in _between(between, devices)]
+  if (between := _transfer(x, devices.replicas * devices.partitions)) is not None:
+    return [(pair[0], pair[-1]) for pair in between]
   hint = _PAIRS.search(x.hints)
   text = hint[1].strip('"') if hint else x.attributes.get("source_target_pairs", "none")
   if not re.fullmatch(r"\{(?:\{\d+,\d+\},?)*\}", text := re.sub(r"\s", "", text)):
@@ -101,8 +102,8 @@ def pairs_of(x: Instruction, devices: Devices) -> Pairs:
   return [(source, target) for source, target in numbered]
 
 
-def _transfer(x: Instruction) -> list[Pairs] | None:
-  """Returns slice and device of who takes part in a transfer between slices of TPUs."""
+def _transfer(x: Instruction, size: int) -> _Lists | None:
+  """Returns who takes part in a transfer between slices of TPUs, each of this size."""
   if not (match := _TARGET.search(x.hints)):
     return None
   target = re.sub(r"[\s\"]", "", match[1])
@@ -110,16 +111,11 @@ def _transfer(x: Instruction) -> list[Pairs] | None:
   if match := re.fullmatch(r"\{([\d,:]+)\}x\{([\d,:]+)\}", target):
     parts = ([integers(y) for y in text.split(",")] for text in match.groups())
     slices, own = ([i for y in part for i in range(y[0], y[-1] + 1)] for part in parts)
-    return [[(s - 1, i) for s in slices] for i in own]
+    return [[(s - 1) * size + i for s in slices] for i in own]
   if not re.fullmatch(r"\{(?:\{[\d,>\-]+\},?)+\}", target):
     raise unreadable("known transfers between slices", target)
   groups = map(integers, re.findall(r"\{(\d[\d,>\-]*)\}", target))
-  return [[(n // _SLICE - 1, n % _SLICE) for n in group] for group in groups]
-
-
-def _between(groups: Iterable[Pairs], devices: Devices) -> list[list[int]]:
-  size = devices.replicas * devices.partitions
-  return [[s * size + i for s, i in group] for group in groups]
+  return [[(n // _SLICE - 1) * size + n % _SLICE for n in group] for group in groups]
 
 
 def _mode(kind: str, x: Instruction, devices: Devices) -> str:

@@ -9,9 +9,8 @@ from gradcomp._src.report import collectives as sent
 from gradcomp._src.report import groups, hlo_text, sends
 from gradcomp._src.report.reader import Place
 
-# An instruction after its callers, from the entry on: the computation and the number of
-# each.
-Path = tuple[tuple[hlo_text.Computation, int], ...]
+Step = tuple[hlo_text.Computation, int]  # an instruction, by its number
+Path = tuple[Step, ...]  # an instruction after its callers, from the entry on
 # A collective, its groups, whether an exchange of gradients reads its result, and where
 # it is.
 Found = tuple[sent.Collective, groups.Groups, bool, Path]

@@ -158,25 +158,21 @@ def overlap_report(
       "`program` must be scheduled, with is_scheduled=true in the first line of its "
       "text, got one without; pass jax.jit(step).lower(...).compile(), or its text."
     )
-  works, overlaps = Works(), []
+  works, overlaps = Works(), list[Overlap]()
   for collective, _, _, path in found.collectives:
     between = _beside(path)
-    overlap = Overlap(
-      collective=collective,
-      synchronous=between is None,
-      beside=tuple(filter(None, itertools.starmap(works.of, between or ()))),
-    )
-    body, number = path[-1]
-    overlaps.append((overlap, body[number]))
-  collectives = tuple(overlap for overlap, _ in overlaps)
-  return OverlapReport(collectives, found.unseen, tuple(_hints(overlaps)))
+    beside = tuple(filter(None, itertools.starmap(works.of, between or ())))
+    given: Any = {"collective": collective, "synchronous": between is None}
+    overlaps.append(Overlap(**given, beside=beside))
+  hints = _hints(overlaps, [path[-1] for *_, path in found.collectives])
+  return OverlapReport(tuple(overlaps), found.unseen, tuple(hints))
 
 
-def _hints(found: Sequence[tuple[Overlap, Instruction]]) -> Iterator[str]:
+def _hints(found: Sequence[Overlap], places: Sequence[hlo.Step]) -> Iterator[str]:
   """Yields sentences on flags of the compiler that made a program."""
   told: dict[str, str] = {}
-  for overlap, x in found:
-    one, kind = overlap.collective, overlap.collective.kind
+  for overlap, (body, number) in zip(found, places, strict=True):
+    x, one, kind = body[number], overlap.collective, overlap.collective.kind
     on_tpu = ":T(" in x.type  # its tiles
     on_gpu = '"collective_backend_config"' in x.backend_config
     if kind == "all-to-all" and overlap.synchronous and on_tpu:

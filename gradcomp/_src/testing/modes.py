@@ -266,16 +266,10 @@ def _auto(tx: Transformation, workers: int, axis_name: str) -> Place:
   return _on_devices(tx, devices, (axis_name,), workers, step)
 
 
-def sharded_map(
-  tx: Transformation,
-  workers: int,
-  *axes: str,
-  devices: Mesh | None = None,
-  check_vma: bool = False,
-  **options: Any,
-) -> Place:
-  """Returns a transformation in ``shard_map`` over some axes of a mesh."""
-  devices = devices or mesh(workers, axis_name=axes[0])
+def sharded_map(tx: Transformation, workers: int, *axes: str, **options: Any) -> Place:
+  """Returns a transformation in ``jax.shard_map`` over axes, with its options."""
+  devices = options.pop("mesh", None) or mesh(workers, axis_name=axes[0])
+  check_vma = options.setdefault("check_vma", False)
 
   def local(gradient: Any, state: Any) -> tuple[Any, Any]:
     gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
@@ -289,9 +283,8 @@ def sharded_map(
     # Unchecked, the outputs are sharded like the gradients, so that each worker's own
     # copy comes back; checked, P() is accepted only because they are proved equal.
     out = (P() if check_vma else P(axes), specs)
-    given: Any = {"in_specs": (P(axes), specs), "check_vma": check_vma, **options}
-    mapped = jax.shard_map(local, mesh=devices, out_specs=out, **given)
-    output, state = mapped(gradient, state)
+    given: Any = {"in_specs": (P(axes), specs), "out_specs": out, **options}
+    output, state = jax.shard_map(local, mesh=devices, **given)(gradient, state)
     return _of_all(output, workers) if check_vma else output, state
 
   return _on_devices(tx, devices, axes, workers, step)
