@@ -48,7 +48,13 @@ def citation(optimizer: optax.GradientTransformation) -> str:
   lines: dict[str, list[str]] = {}
   without = []
   for part in _parts(optimizer):
-    found = [*getattr(part, "citations", ()), *_ours(part)]
+    found = [*getattr(part, "citations", ())]
+    names = [_name(part), *(kind.__name__ for kind in type(part).__mro__)]
+    for paper in getattr(part, "papers", ()):
+      key, slash, variant = paper.partition("/")
+      bibtex, departures = _papers()[key]
+      each = (departures.get(name + slash + variant) for name in names)
+      found.append((bibtex, next(filter(None, each))))
     for bibtex, departure in found:
       lines.setdefault(bibtex, []).append(f"{_name(part)}. {departure}")
     if not found and isinstance(part, LeafCodec | Exchange | Auto | Feedback):
@@ -74,16 +80,6 @@ def _comments(texts: list[str]) -> str:
 def _name(part: Any) -> str:
   """Returns the type of an object, or the function that has made an inner function."""
   return getattr(part, "__qualname__", type(part).__name__).partition(".")[0]
-
-
-def _ours(part: Any) -> Iterator[tuple[str, str]]:
-  """Yields the entries of ``part.papers``, and where the part departs from each."""
-  names = [_name(part), *(kind.__name__ for kind in type(part).__mro__)]
-  for paper in getattr(part, "papers", ()):
-    key, slash, variant = paper.partition("/")
-    bibtex, departures = _papers()[key]
-    found = (departures.get(name + slash + variant) for name in names)
-    yield bibtex, next(filter(None, found))
 
 
 @functools.cache

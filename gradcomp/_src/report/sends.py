@@ -64,7 +64,23 @@ def sends(
   operands, packed = _arrays(x, body)
   place = around._replace(scope=_scope_of(x, body, around.scope))._asdict()
   given: Any = {"kind": kind, "operands": operands, "packed": packed}
-  return _quantized(sent.Collective(**given, workers=workers, **place), x)
+  record = sent.Collective(**given, workers=workers, **place)
+  # XLA:TPU quantizes a sum, or one of its two stages.
+  match = _QUANTIZED.search(x.backend_config)
+  if "quantized_data_type" in x.backend_config and not match:
+    raise unreadable("known quantized sums", x.backend_config)
+  if kind != "all-reduce" or not match:
+    return [record]
+  as_sent = functools.partial(dataclasses.replace, quantized=match[1].lower())
+  if match[2] == "EVERY":
+    return [as_sent(record)]
+  # In a ring, parts are summed, and then the sums of these are gathered.
+  parts = [(x, (-(-math.prod(y) // workers),)) for x, y in operands]
+  stages = {
+    "REDUCE": dataclasses.replace(record, kind="reduce-scatter"),
+    "BROADCAST": dataclasses.replace(record, kind="all-gather", operands=tuple(parts)),
+  }
+  return [as_sent(x) if name == match[2] else x for name, x in stages.items()]
 
 
 def is_unseen(x: Instruction) -> bool:
@@ -78,25 +94,6 @@ def is_unseen(x: Instruction) -> bool:
   if _GROUPED & x.attributes.keys() and not wraps:
     raise unreadable("known collectives", f"{x.opcode} with groups or a channel")
   return x.opcode in ("infeed", "outfeed")
-
-
-def _quantized(record: sent.Collective, x: Instruction) -> list[sent.Collective]:
-  """Returns an all-reduce, or its two stages if XLA:TPU quantizes one of them."""
-  match = _QUANTIZED.search(x.backend_config)
-  if "quantized_data_type" in x.backend_config and not match:
-    raise unreadable("known quantized sums", x.backend_config)
-  if record.kind != "all-reduce" or not match:
-    return [record]
-  as_sent = functools.partial(dataclasses.replace, quantized=match[1].lower())
-  if match[2] == "EVERY":
-    return [as_sent(record)]
-  # In a ring, parts are summed, and then the sums of these are gathered.
-  parts = [(x, (-(-math.prod(y) // record.workers),)) for x, y in record.operands]
-  stages = {
-    "REDUCE": dataclasses.replace(record, kind="reduce-scatter"),
-    "BROADCAST": dataclasses.replace(record, kind="all-gather", operands=tuple(parts)),
-  }
-  return [as_sent(x) if name == match[2] else x for name, x in stages.items()]
 
 
 def _is_cut(x: Instruction, body: Computation) -> bool:
