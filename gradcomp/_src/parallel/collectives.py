@@ -128,8 +128,13 @@ def all_to_all(
   x, wire, key = options.opened(all_to_all, x, given)
   cut = _cut_axis("split_axis", split_axis, x, wire.size)
   along = options.checked_axis("concat_axis", concat_axis, x.ndim)
-  there = functools.partial(_sent, cut=cut, along=along)
-  back = functools.partial(_sent, cut=along, along=cut)
+
+  def sent(x: jax.Array, wire: Wire, key: Key, cut: int, along: int) -> jax.Array:
+    parts = transport.split_parts(x, cut, wire.size)
+    return transport.concat(transport.exchange_encoded(parts, wire, key), along)
+
+  there = functools.partial(sent, cut=cut, along=along)
+  back = functools.partial(sent, cut=along, along=cut)
   return options.paired(there, back, x, wire, key)
 
 
@@ -163,11 +168,8 @@ def ppermute(
         f"`perm` must have pairs (sender, receiver) of the workers 0 to "
         f"{wire.size - 1}, each at most once on a side, got {list(pairs)}."
       )
-  back = tuple((receiver, sender) for sender, receiver in pairs)
-  along, against = (
-    functools.partial(transport.send_along, pairs=to) for to in (pairs, back)
-  )
-  return options.paired(along, against, x, wire, key)
+  send = lambda pairs: functools.partial(transport.send_along, pairs=pairs)
+  return options.paired(send(pairs), send([pair[::-1] for pair in pairs]), x, wire, key)
 
 
 @options.collective
@@ -223,9 +225,8 @@ def sum_gradients(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Arra
   varying = tuple(name for name in names if name in types.varying_axes(x))
 
   def back(cotangent: jax.Array, wire: Wire, key: Key) -> jax.Array:
-    summed = total(cotangent, wire, key)
     # The cotangent has the type of x.
-    return types.mark_varying(summed, varying) if varying else summed
+    return types.mark_varying(total(cotangent, wire, key), varying)
 
   keep = lambda x, wire, _: types.mark_varying(x, wire.axis_name)
   return options.paired(keep, back, x, wire, key)
@@ -263,12 +264,6 @@ def _gathered(
 def _scattered(x: jax.Array, wire: Wire, key: Key, *, axis: int) -> jax.Array:
   """Returns this worker's part of the sum, ``[..., n, ...]`` of ``[..., N n, ...]``."""
   return transport.reduce_parts(x, None, wire, key, axis)[0]
-
-
-def _sent(x: jax.Array, wire: Wire, key: Key, *, cut: int, along: int) -> jax.Array:
-  """Sends part d to worker d; concatenates the parts from all workers."""
-  parts = transport.split_parts(x, cut, wire.size)
-  return transport.concat(transport.exchange_encoded(parts, wire, key), along)
 
 
 def _cut_axis(name: str, axis: int, x: jax.Array, workers: int) -> int:

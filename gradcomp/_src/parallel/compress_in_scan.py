@@ -72,8 +72,7 @@ def compress_in_scan(
 
   def first(nothing: CompressState, params: Any) -> CompressState:
     way = scan_exchanges.layer_options(names, codec, exchange, keeps=True)
-    zeros = scan_loop.zeros_of(params)
-    length, layer = first_layer("layers", zeros, options.axis_name)
+    length, layer = first_layer("layers", scan_loop.zeros_of(params), options.axis_name)
     kept = scan_exchanges.mean_exchange(way, layer, is_sum=False).first()
     stacked = lambda x: jnp.broadcast_to(x, (length, *x.shape))
     return _with_kept(nothing, jax.tree.map(stacked, kept), params)
@@ -89,14 +88,9 @@ def compress_in_scan(
     return ScanState(kept._replace(count=count, key=states.seed_words(key)))
 
   def update_fn(
-    updates: Any,
-    state: ScanState,
-    params: Any = None,
-    *,
-    scan_residual: Kept | None = None,
-    **extra_args: Any,
+    updates: Any, state: Any, params: Any = None, *, scan_residual: Any = None, **_: Any
   ) -> tuple[Any, ScanState]:
-    del params, extra_args
+    del params
     states.check_type(state, ScanState)
     if study.is_followed():
       return updates, state
@@ -116,9 +110,8 @@ def compress_in_scan(
         f"{options.codec}, got None; take the step by gradcomp.make_train_step, and "
         "let transformations around this one pass on extra arguments."
       )
-    count = optax.safe_increment(state.layers.count)
     kept = scan_residual if options.keeps else None
-    counted = state.layers._replace(count=count)
+    counted = state.layers._replace(count=optax.safe_increment(state.layers.count))
     return updates, ScanState(_with_kept(counted, kept, updates))
 
   return border.any_tree(init_fn, update_fn)
@@ -136,8 +129,7 @@ class ScanOptions:
 
   def scan(self, *given: Any, residual: Kept | None, key: jax.Array) -> Any:
     """Scans over the layers of a step, which has its own key."""
-    way: dict[str, Any] = dict(axis_name=self.axis_name, exchange=self.exchange)
-    way |= dict(codec=self.codec, policy=self.policy)
+    way = {name: value for name, value in vars(self).items() if name != "keeps"}
     return scan(*given, residual=residual, key=key, **way)
 
 
@@ -154,13 +146,11 @@ def _studied(options: ScanOptions, updates: Any, state: CompressState) -> Any:
   length = len(jax.tree.leaves(updates)[0])
   study.note(study.Options((("layers", (length,)),)))
   given = options.axis_name, options.codec, options.exchange
-  one = transform.transformation(
-    scan_exchanges.layer_options(*given, keeps=options.keeps)
-  )
+  way = scan_exchanges.layer_options(*given, keeps=options.keeps)
 
   def exchanged(given: Any) -> Any:
     grads, residual, owners = given
     own: Any = state._replace(residual=residual, server_residual=owners)
-    return one.update(grads, own)[0]
+    return transform.transformation(way).update(grads, own)[0]
 
   return lax.map(exchanged, (updates, state.residual, state.server_residual))

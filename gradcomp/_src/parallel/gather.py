@@ -9,13 +9,11 @@ import jax.numpy as jnp
 
 from gradcomp._src.codecs import policy, protocol
 from gradcomp._src.codecs.sums.records import Payload
+from gradcomp._src.core.inputs import like_complex, pairs
 from gradcomp._src.exchange.lines import split
 from gradcomp._src.kernels.block_float import product
 from gradcomp._src.mesh import axes, types
 from gradcomp._src.parallel import options, transport
-
-# Elements, scales and factors of rows: see BlockFloat.operand.
-Operand = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def gather(  # noqa: PLR0913 - options of users, by keyword
@@ -108,8 +106,8 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
     residual, key = saved
     return *scatter_gradient(cotangent, residual, wire, key, axis), None
 
-  send = lambda x: options.transposed(forward, backward, x, residual, key)
-  whole = options.over_real_parts(send, x)
+  whole = options.transposed(forward, backward, pairs(x), residual, key)
+  whole = like_complex(whole, x)
   return whole if shape is None else whole[: math.prod(shape)].reshape(shape)
 
 
@@ -143,8 +141,7 @@ def scatter_gradient(
   """Returns the sum of the cotangents of this worker's shard, and the new residual."""
   # The cotangent is one of the whole weight; wire and key are of the forward pass.
   back = dataclasses.replace(wire.reversed, own="exact")
-  folded = options.folded(key, 1)
-  return transport.reduce_parts(cotangent, residual, back, folded, axis)
+  return transport.reduce_parts(cotangent, residual, back, options.folded(key, 1), axis)
 
 
 def _residual_shape(x: jax.Array, axis: int, size: int) -> tuple[int, ...]:
@@ -236,8 +233,21 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   key = options.checked_key(key, of_w, wire.backward, of_x)
   x = options.checked_floats(x, real=True)
   w = options.checked_floats(w_shard, "w_shard", real=True)
-  _check_shapes(x, w)
-  _check_kinds(of_w, of_x, w)
+  if w.ndim != 2 or not w.size:
+    raise ValueError(
+      f"`w_shard` must be of the shape [n / N, K], got {w.shape}; use "
+      "gradcomp.parallel.gather for other shapes."
+    )
+  if not x.ndim or not x.size or x.shape[-1] != w.shape[1]:
+    raise ValueError(
+      f"`x` must be of the shape [..., {w.shape[1]}], as the rows of `w_shard`, got "
+      f"{x.shape}."
+    )
+  if _scales(of_w, w) != _scales(of_x, w):  # a matrix unit takes both at once
+    raise ValueError(
+      f"`inputs` must have the scales of `params`, {_scales(of_w, w)} as dtype and "
+      f"block, got {_scales(of_x, w)}; matrix units take one kind."
+    )
   x, w = types.mark_varying((x, w), axis_name, x, w, residual)
   if residual is not None:
     check_residual(residual, w, (wire.size * len(w), w.shape[1]))
@@ -268,14 +278,13 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   return options.transposed(forward, backward, x, w, residual, key)
 
 
-def _operand(lines: jax.Array, like: jax.Array, codec: protocol.Codec) -> Operand:
-  """Reads lines of words: elements and scales of all rows, and a factor of each."""
+def _operand(lines: jax.Array, like: jax.Array, codec: protocol.Codec) -> Any:
+  """Reads lines of words: elements, scales and factors of rows, as of a codec."""
   (words,) = split(lines, [_rows(like, codec)])
   read = lambda rows: codec.operand(Payload(rows), like=like)
-  elements, scales, factors = jax.vmap(read)(words)
-  flat = lambda x: x.reshape(-1, x.shape[-1])
-  of_row = jnp.repeat(factors, flat(elements).shape[0] // len(lines))
-  return flat(elements), flat(scales), of_row
+  *parts, factors = jax.vmap(read)(words)
+  elements, scales = (x.reshape(-1, x.shape[-1]) for x in parts)
+  return elements, scales, jnp.repeat(factors, len(elements) // len(lines))
 
 
 def _rows(like: jax.Array, codec: protocol.Codec) -> tuple[int, int]:
@@ -283,30 +292,8 @@ def _rows(like: jax.Array, codec: protocol.Codec) -> tuple[int, int]:
   return -(-like.size // codec.tile_size), codec.row_words
 
 
-def _check_shapes(x: jax.Array, w: jax.Array) -> None:
-  """Raises ValueError unless the arrays have a product."""
-  if w.ndim != 2 or not w.size:
-    raise ValueError(
-      f"`w_shard` must be of the shape [n / N, K], got {w.shape}; use "
-      "gradcomp.parallel.gather for other shapes."
-    )
-  if not x.ndim or not x.size or x.shape[-1] != w.shape[1]:
-    raise ValueError(
-      f"`x` must be of the shape [..., {w.shape[1]}], as the rows of `w_shard`, got "
-      f"{x.shape}."
-    )
-
-
-def _check_kinds(params: protocol.Codec, inputs: protocol.Codec, w: jax.Array) -> None:
-  """Raises an error unless a matrix unit takes both codecs' numbers at once."""
-
-  def scales(codec: protocol.Codec) -> tuple[str, int]:
-    read = lambda rows: codec.operand(Payload(rows), like=w)[1]
-    found = jax.eval_shape(read, jax.ShapeDtypeStruct(_rows(w, codec), jnp.uint32))
-    return str(found.dtype), w.shape[-1] // found.shape[-1]
-
-  if scales(params) != scales(inputs):
-    raise ValueError(
-      f"`inputs` must have the scales of `params`, {scales(params)} as dtype and "
-      f"block, got {scales(inputs)}; matrix units take one kind."
-    )
+def _scales(codec: protocol.Codec, w: jax.Array) -> tuple[str, int]:
+  """Returns the dtype and the block of a codec's scales."""
+  read = lambda rows: codec.operand(Payload(rows), like=w)[1]
+  found = jax.eval_shape(read, jax.ShapeDtypeStruct(_rows(w, codec), jnp.uint32))
+  return str(found.dtype), w.shape[-1] // found.shape[-1]

@@ -6,7 +6,6 @@ from typing import Any, Literal, Required, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from gradcomp._src import checks, public
 from gradcomp._src.codecs import dense, policy, protocol
@@ -126,15 +125,15 @@ def opened(
 def checked_key(key: Key, *codecs: Any, each: str = "call") -> Key:
   """Returns ``uint32[2]``, or None if no codec needs one; ValueError if missing."""
   for codec in codecs:
-    if codec.needs_key and key is None:
+    if codec.needs_key and key is not None:
+      return threefry.key_words(key)
+    if codec.needs_key:
       raise ValueError(
         f"`key` must be given for {codec}, which draws random numbers: pass a "
         "jax.random.key that all workers share, another one for each "
         f"{each}{getattr(codec, 'without_key', '')}."
       )
-  if key is None or not any(codec.needs_key for codec in codecs):
-    return None
-  return threefry.key_words(key)
+  return None
 
 
 def folded(key: Key, number: jax.Array | int) -> Key:
@@ -192,17 +191,6 @@ def paired(send: Send, back: Send, x: jax.Array, wire: Wire, key: Key) -> jax.Ar
     return fitted(send(x, wire, key), x.dtype), key
 
   def pull(key: Key, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    came = back(cotangent, wire.reversed, folded(key, 1))
-    return fitted(came, cotangent.dtype), None
+    return fitted(back(cotangent, wire.reversed, folded(key, 1)), cotangent.dtype), None
 
-  return over_real_parts(lambda x: transposed(forward, pull, x, key), x)
-
-
-def over_real_parts(
-  function: Callable[[jax.Array], jax.Array], x: jax.Array
-) -> jax.Array:
-  """Applies a function of real arrays to complex ones as pairs on a last axis."""
-  if not jnp.iscomplexobj(x):
-    return function(x)
-  result = function(jnp.stack([x.real, x.imag], axis=-1))
-  return lax.complex(result[..., 0], result[..., 1])
+  return inputs.like_complex(transposed(forward, pull, inputs.pairs(x), key), x)

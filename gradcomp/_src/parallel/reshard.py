@@ -163,8 +163,12 @@ class _Move(NamedTuple):
     if self.kind == "sum":
       total, parts, own = collectives.total_by_owners(corrected, wire, key)
       result, rest = dtypes.narrowed(total, x.dtype)
-      unsent = _lost_in_sum(parts, own, wire, key)[: x.size].reshape(x.shape)
-      unsent = unsent + rest / wire.size
+      unsent = transport.loss_of(parts, wire, key)
+      again = transport.loss_of(own[None], wire, collectives.owner_key(wire, key))[0]
+      # The owner sends the error of its sum in the next step, like its own.
+      mine = transport.mine(lax.axis_index(wire.axis_name), unsent)
+      unsent = unsent + jnp.where(mine, again, 0.0)
+      unsent = unsent.reshape(-1)[: x.size].reshape(x.shape) + rest / wire.size
     else:
       shards = transport.gather_encoded(corrected, wire, key)
       shards, rest = dtypes.narrowed(shards, x.dtype)
@@ -193,18 +197,6 @@ def _move(source: P, target: P, ndim: int, codec: protocol.Codec) -> _Move:
     "array axis over the same mesh axes, or from shards to the whole of one array "
     f"axis, got {target} for an array of {source}; use jax.reshard for other changes."
   )
-
-
-def _lost_in_sum(
-  parts: jax.Array, own: jax.Array, wire: options.Wire, key: options.Key
-) -> jax.Array:
-  """Returns the errors, ``[N * share]``, of a worker's parts and of its own sum."""
-  unsent = transport.loss_of(parts, wire, key)
-  again = transport.loss_of(own[None], wire, collectives.owner_key(wire, key))[0]
-  # The owner sends the error of its sum in the next step, like its own.
-  mine = transport.mine(lax.axis_index(wire.axis_name), unsent)
-  unsent = unsent + jnp.where(mine, again, 0.0)
-  return unsent.reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True)

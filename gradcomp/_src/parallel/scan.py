@@ -15,14 +15,6 @@ from gradcomp._src.exchange import auto, protocol
 from gradcomp._src.mesh import axes, closures, place, specs, trees, types
 from gradcomp._src.parallel import options, scan_exchanges, scan_loop
 
-_NO_SHARDS = (
-  "where each worker has whole layers, got {}; say by axis=0 along which axis of a "
-  "layer its arrays are sharded."
-)
-_NOTHING_GATHERED = (
-  "with `whole`, which gathers nothing, got {}; encode the layers where you gather "
-  "them, by gradcomp.parallel.all_gather."
-)
 _FIRST_OF_SHARDS = (
   "start with gradcomp.parallel.gather_residual of each array, with axis=axis + 1."
 )
@@ -147,9 +139,16 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   if axis is None:
     gathering["whole"] = None if whole is None else jax.tree.structure(whole)
   for name, value in gathering.items():
-    if value is not None and (axis is None or whole is not None):
-      rule = _NO_SHARDS if axis is None else _NOTHING_GATHERED
-      raise ValueError(f"`{name}` must be None {rule.format(repr(value))}")
+    if value is not None and axis is None:
+      raise ValueError(
+        f"`{name}` must be None where each worker has whole layers, got {value!r}; say "
+        "by axis=0 along which axis of a layer its arrays are sharded."
+      )
+    if value is not None and whole is not None:
+      raise ValueError(
+        f"`{name}` must be None with `whole`, which gathers nothing, got {value!r}; "
+        "encode the layers where you gather them, by gradcomp.parallel.all_gather."
+      )
   if axis is None:
     sending = scan_exchanges.layer_options(axis_name, codec, exchange, keeps=keeps)
     words = options.checked_key(key, codec, each="step")
@@ -171,7 +170,14 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     size = axes.require_size(axis_name)
     length, layer = first_layer("layers", given.layers, axis_name)
     if axis is None:
-      _check_equal(given.layers, axis_name)
+      given_layers = trees.trainable(given.layers)
+      for _, own, got in place.leaves_cut(given_layers, axis_name, types.varying_axes):
+        raise ValueError(
+          "`layers` must be typed as equal on all workers, or compress would exchange "
+          f"their means once more, got {got.str_short(True)}, which differs over "
+          f"{own}; leave them out of gradcomp.defer_reduction and "
+          "gradcomp.value_and_grad, and take their gradient by jax.grad."
+        )
       source = scan_loop.whole_layers(axis_name)
       sends = scan_exchanges.mean_exchange(
         sending, trees.trainable(layer), is_sum=plain
@@ -184,7 +190,7 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
       layer = scan_exchanges.zeros_of_whole(layer, axis, size)
     if whole is not None:
       source = scan_loop.whole_layers(axis_name)
-      layer = _first_whole(whole, given.layers, layer, axis_name)
+      layer = _first_whole(whole, layer, length, axis_name)
     if given.kept is not None:
       cure = scan_exchanges.FIRST_OF_WHOLE if axis is None else _FIRST_OF_SHARDS
       _check_residual(given.kept, sends.first(), length, cure)
@@ -254,32 +260,19 @@ def first_layer(name: str, layers: Any, axis_name: axes.AxisName) -> tuple[int, 
   return max(lengths), types.mark_varying(layer, axis_name)
 
 
-def _first_whole(layers: Any, shards: Any, like: Any, axis_name: axes.AxisName) -> Any:
+def _first_whole(layers: Any, like: Any, length: int, axis_name: axes.AxisName) -> Any:
   """Returns the first of whole layers; ValueError if they do not fit the shards."""
   _, first = first_layer("whole", layers, axis_name)
-  mine, of_shards = map(trees.trainable, (layers, shards))
-  length = len(jax.tree.leaves(of_shards)[0])
-  want = [(length, *x.shape) for x in jax.tree.leaves(trees.trainable(like))]
+  mine, wanted = map(trees.trainable, (layers, like))
+  want = [(length, *x.shape) for x in jax.tree.leaves(wanted)]
   got = [x.shape for x in jax.tree.leaves(mine)]
   structure: Any = jax.tree.structure
-  if structure(mine) != structure(of_shards) or got != want:
+  if structure(mine) != structure(wanted) or got != want:
     raise ValueError(
       f"`whole` must be a tree like `layers`, with floats of the shapes {want}, got "
       f"{got}; gather each array by gradcomp.parallel.all_gather, with axis=axis + 1."
     )
   return first
-
-
-def _check_equal(layers: Any, axis_name: axes.AxisName) -> None:
-  """Raises ValueError for layers that are typed as differing between workers."""
-  tree = trees.trainable(layers)
-  for _, own, got in place.leaves_cut(tree, axis_name, types.varying_axes):
-    raise ValueError(
-      "`layers` must be typed as equal on all workers, or compress would exchange "
-      f"their means once more, got {got.str_short(True)}, which differs over {own}; "
-      "leave them out of gradcomp.defer_reduction and gradcomp.value_and_grad, and "
-      "take their gradient by jax.grad."
-    )
 
 
 def _check_residual(residual: Any, first: Kept, length: int, cure: str) -> None:

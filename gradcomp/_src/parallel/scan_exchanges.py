@@ -22,6 +22,7 @@ from gradcomp._src.parallel import options, transport
 from gradcomp._src.parallel.scan_loop import Exchange, Source
 
 Leaves = Sequence[jax.Array]
+Kept = state.Kept | None  # the residual of a layer, if there is one
 
 FIRST_OF_WHOLE = (
   "start with gradcomp.parallel.compress_in_scan(...).init(layers).residual of the "
@@ -94,15 +95,12 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
     made = options.init(layer)
     return state.Kept(jax.tree.leaves(made.residual), made.server_residual or {})
 
-  def begin(
-    grads: Leaves, kept: state.Kept | None, key: jax.Array
-  ) -> tuple[list[UnderWay], Leaves]:
+  def begin(grads: Leaves, kept: Kept, key: jax.Array) -> tuple[list[UnderWay], Leaves]:
     before = state.CompressState(jnp.int32(0), key, *(kept or (None, None)))
     one = options.step(plan, workers, before)
     begun: list[UnderWay] = []
     lost: dict[int, jax.Array] = {}
-    corrected = step.correct(options, grads, before)
-    for sending in exchange_step.sendings(one, corrected):
+    for sending in exchange_step.sendings(one, step.correct(options, grads, before)):
       with sending.scope():
         own = exchange_step.encode(exchange_step.agree(sending))
         # In the units of samples, as the errors of sums that will join them.
@@ -123,9 +121,7 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
       result.append((sending, found))
     return result
 
-  def finish(
-    messages: list[UnderWay], lost: Leaves, old: state.Kept | None
-  ) -> tuple[Leaves, state.Kept | None]:
+  def finish(messages: list[UnderWay], lost: Leaves, old: Kept) -> tuple[Leaves, Kept]:
     found: dict[int, exchange_step.Reduced] = {}
     count = no_error = jnp.zeros([], jnp.int32)
     for sending, received in messages:
@@ -156,9 +152,8 @@ def gathered_layers(
   """The source of layers in shards; workers along ``inner`` keep their words."""
 
   def ask(given: Any, key: jax.Array) -> list[jax.Array]:
-    leaves = jax.tree.leaves(trees.trainable(given))
     send = lambda i, x: transport.gather_lines(x, wire, threefry.fold_key(key, i))
-    return [send(i, x) for i, x in enumerate(leaves)]
+    return [send(i, x) for i, x in enumerate(jax.tree.leaves(trees.trainable(given)))]
 
   def keep(asked: Leaves) -> Leaves | None:
     if inner is None:
@@ -214,9 +209,7 @@ def owner_exchange(wire: options.Wire, axis: int, layer: Any) -> Exchange:
     whole = zeros_of_whole(shards, axis, wire.size)
     return state.Kept([x.astype(jnp.float32) for x in whole], {})
 
-  def begin(
-    grads: Leaves, kept: state.Kept | None, key: jax.Array
-  ) -> tuple[list[Parts], list[jax.Array]]:
+  def begin(grads: Leaves, kept: Kept, key: jax.Array) -> tuple[list[Parts], Leaves]:
     begun, lost = [], []
     worker = lax.axis_index(wire.axis_name)
     for i, grad in enumerate(grads):
@@ -237,9 +230,7 @@ def owner_exchange(wire: options.Wire, axis: int, layer: Any) -> Exchange:
     send = lambda x, own: collectives.scatter(x, wire.axis_name, wire.size * own.size)
     return [(send(lines, own), own) for lines, own in messages]
 
-  def finish(
-    messages: Sequence[Parts], lost: Leaves, old: state.Kept | None
-  ) -> tuple[list[jax.Array], state.Kept | None]:
+  def finish(messages: Sequence[Parts], lost: Leaves, old: Kept) -> tuple[Leaves, Kept]:
     parts = []
     for i, ((lines, own), shard) in enumerate(zip(messages, shards, strict=True)):
       came = transport.arrived(lines, wire, own)

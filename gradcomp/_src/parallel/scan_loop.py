@@ -56,22 +56,6 @@ def whole_layers(axis_name: Any) -> Source:
   return Source(0, nothing, nothing, nothing, layer)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pull:
-  """The pull of a layer's cotangents, without arrays that the backward pass has."""
-
-  saved: Sequence[jax.Array | None]
-  # Their places among the arrays that the backward pass has.
-  places: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
-  treedef: Any = dataclasses.field(metadata={"static": True})
-
-  def __call__(self, known: Sequence[jax.Array], cotangent: Any) -> Any:
-    pairs = zip(self.saved, self.places, strict=True)
-    leaves = [x if place is None else known[place] for x, place in pairs]
-    return jax.tree.unflatten(self.treedef, leaves)(cotangent)[0]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerScan:
   """A scan over layers, ``body(closed, carry, layer) -> (carry, y)`` of no closure."""
@@ -87,8 +71,7 @@ class LayerScan:
     """Returns the last carry, and the stacked outputs of the layers."""
 
     def run(carry: Any, given: Given) -> tuple[Any, Any]:
-      only = lambda *layer: (self.body(*layer), None)
-      return self._walk(only, carry, given)[0]
+      return self._walk(lambda *layer: (self.body(*layer), None), carry, given)[0]
 
     scan = jax.custom_vjp(run)
     scan.defvjp(self._forward, self._backward)
@@ -111,8 +94,7 @@ class LayerScan:
       more = asked if last else self._ask(given, i + 1)
       layer = self.source.layer(_at(given.read, i), asked)
       (carry, y), beside = run(given.closed, carry, layer)
-      kept = None if last else self.source.keep(asked)
-      return (carry, more), (y, beside, kept)
+      return (carry, more), (y, beside, None if last else self.source.keep(asked))
 
     inside = self.length - self.source.ahead
     state = carry, self._ask(given, 0)
@@ -129,8 +111,9 @@ class LayerScan:
   def _ask(self, given: Given, i: Any) -> Any:
     return self.source.ask(_at(given.read, i), _key(given, i))
 
-  def _linearized(self, closed: Any, carry: Any, layer: Any) -> tuple[Any, Pull]:
+  def _linearized(self, closed: Any, carry: Any, layer: Any) -> tuple[Any, Any]:
     """Returns the outputs of a layer, and the pull of its cotangents."""
+    # Of the arrays that the backward pass has, the pull holds only the places.
     floats, others = trees.split((closed, carry, layer))
 
     def of_floats(floats: Any) -> tuple[Any, Any]:
@@ -141,9 +124,15 @@ class LayerScan:
     leaves, treedef = jax.tree.flatten(pull)
     known = jax.tree.leaves((closed, layer))
     place = lambda x: next((i for i, y in enumerate(known) if x is y), None)
-    places = tuple(map(place, leaves))
+    places = list(map(place, leaves))
     own = [x if at is None else None for x, at in zip(leaves, places, strict=True)]
-    return trees.combine(result, rest), Pull(own, places, treedef)
+
+    def again(own: Any, known: Sequence[jax.Array], cotangent: Any) -> Any:
+      pairs = zip(own, places, strict=True)
+      whole = [x if at is None else known[at] for x, at in pairs]
+      return jax.tree.unflatten(treedef, whole)(cotangent)[0]
+
+    return trees.combine(result, rest), jax.tree_util.Partial(again, own)
 
   def _backward(self, saved: Any, cotangents: Any) -> tuple[Any, Given]:
     given, (pulls, copies, behind), asked = saved
@@ -173,11 +162,9 @@ class LayerScan:
         found = found._replace(kept=found.kept._replace(leaves=leaves))
       return cotangent, found, more, pending
 
-    closed, layers = zeros_of(trees.trainable((given.closed, given.layers)))
-    found = Given(closed, layers, zeros_of(given.kept), None)
-    # The messages of the layers above, by the number of their stages that have run.
-    nothing: list[Any] = [None] * depth
-    state = cotangent, found, asked, nothing
+    found = Given(*zeros_of(trees.trainable(given[:3])), key=None)
+    # With the messages of layers above, by the number of their stages that have run.
+    state: Any = cotangent, found, asked, [None] * depth
     # A message of no layer would cost bytes: the loop starts when each stage has one,
     # and ends before nothing is left to ask for.
     stop = max(self.length - depth, 0)

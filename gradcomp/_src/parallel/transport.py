@@ -31,8 +31,7 @@ def to_lines(arrays: jax.Array, wire: Wire, key: Key) -> jax.Array:
   fold = jax.vmap(lambda i: options.folded(key, i))
   keys = fold(jnp.arange(len(arrays))) if codec.needs_key else None
   with jax.named_scope("gradcomp_encode"):
-    encode = jax.vmap(lambda x, key: _encode(codec, x, key, worker))
-    payload = encode(arrays, keys)
+    payload = jax.vmap(lambda x, key: _encode(codec, x, key, worker))(arrays, keys)
   # Materialized, however few rows: XLA would compute them anew for every slice or
   # reshape, word by word: ten times slower where one scale serves an array.
   rows = materialized(lambda rows: rows, payload.rows)
@@ -128,8 +127,7 @@ def exchange_encoded(
 
   def send(wire: Wire) -> jax.Array:
     lines = to_lines(parts, wire, key)
-    received = collectives.scatter(lines, wire.axis_name, elements)
-    return arrived(received, wire, parts)
+    return arrived(collectives.scatter(lines, wire.axis_name, elements), wire, parts)
 
   return once_more(send(wire), wire, send)
 
@@ -206,5 +204,4 @@ def concat(parts: jax.Array, axis: int) -> jax.Array:
 
 def mine(worker: jax.Array, arrays: jax.Array) -> jax.Array:
   """Masks the array of this worker: ``bool[N, 1, ...]``."""
-  lines = jnp.arange(arrays.shape[0]) == worker
-  return lines.reshape(-1, *[1] * (arrays.ndim - 1))
+  return (jnp.arange(arrays.shape[0]) == worker).reshape(-1, *[1] * (arrays.ndim - 1))

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from gradcomp._src.core.specs import state_specs
@@ -26,8 +27,14 @@ def check_among(name: str, numbers: int | tuple[int, ...], count: int) -> None:
 
 
 def is_key(x: Any) -> bool:
-  """Returns True for one typed PRNG key, from which each worker gets its own."""
+  """Returns True for one typed PRNG key."""
   return is_array(x) and not x.ndim and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def with_own_keys(tree: Any, axis_name: axes.AxisName) -> Any:
+  """Replaces each typed PRNG key by one of this worker's own."""
+  index = lax.axis_index(axis_name)
+  return jax.tree.map(lambda x: jax.random.fold_in(x, index) if is_key(x) else x, tree)
 
 
 def check_shared(batch: Any, workers: int) -> None:
@@ -52,8 +59,7 @@ def batches_in(
     check_among("batch_argnums", batch_argnums, count)
     named = {i % count for i in several(batch_argnums)}
     return [i for i in sorted(named) if not states_in(args[i])]
-  later = range(max(differentiated) + 1, count)
-  found = [i for i in later if not states_in(args[i])]
+  found = [i for i in range(max(differentiated) + 1, count) if not states_in(args[i])]
   lengths = rows_of([args[i] for i in found])
   if len(lengths) > 1:
     raise ValueError(
@@ -78,22 +84,19 @@ def with_no_other(
     if not states_in(tree):
       for path, x in jax.tree_util.tree_leaves_with_path(tree):
         _check_no_batch(f"{name}{jax.tree_util.keystr(path)}", x, rows)
-  return jax.tree_util.Partial(_closing_over_no_batch, loss_fn, rows)
 
+  def checked(loss_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    arrays, with_arrays = closures.arrays_of((loss_fn, args, kwargs))
 
-def _closing_over_no_batch(
-  loss_fn: Callable[..., Any], rows: Collection[int], *args: Any, **kwargs: Any
-) -> Any:
-  """Calls a loss; ValueError for an array that it closes over and may be a batch."""
-  arrays, with_arrays = closures.arrays_of((loss_fn, args, kwargs))
+    def traced(arrays: Sequence[jax.Array]) -> None:
+      own_loss, args, kwargs = with_arrays(arrays)
+      own_loss(*args, **kwargs)
 
-  def traced(arrays: Sequence[jax.Array]) -> None:
-    own_loss, args, kwargs = with_arrays(arrays)
-    own_loss(*args, **kwargs)
+    for x in jax.make_jaxpr(traced)(arrays).consts:
+      _check_no_batch("what `loss_fn` closes over", x, rows)
+    return loss_fn(*args, **kwargs)
 
-  for x in jax.make_jaxpr(traced)(arrays).consts:
-    _check_no_batch("what `loss_fn` closes over", x, rows)
-  return loss_fn(*args, **kwargs)
+  return jax.tree_util.Partial(checked, loss_fn)
 
 
 def _check_no_batch(name: str, x: Any, rows: Collection[int]) -> None:

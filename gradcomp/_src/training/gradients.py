@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from gradcomp._src.checks import flag, positions
@@ -200,7 +199,18 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     params, whole = [args[i] for i in differentiated], (args, kwargs)
     around, kind = types.around(whole, axis_name, mesh)
     if kind == AxisType.Explicit:
-      _check_cut(params, whole, axis_name)
+      for _, cut_over, _ in place.leaves_cut(params, axis_name):
+        raise ValueError(
+          "`argnums` must name arguments that every worker has whole, got one sharded "
+          f"over {cut_over}: {place.GATHER_FIRST}; or compress over other axes of the "
+          "batch."
+        )
+      if not types.sharded_over(whole).issuperset(axes.axis_names(axis_name)):
+        raise ValueError(
+          "`axis_name` must shard an argument, but none is sharded over "
+          f"{axis_name!r}: every worker would compute the same gradient. Put the batch "
+          "there: jax.device_put(batch, jax.NamedSharding(mesh, jax.P(axis_name)))."
+        )
       specs = types.typed_specs(jax.tree.leaves(whole), axis_name)
       value, stack = _stacked(form, own_loss, whole, specs, around, axis_name)
       grads = shard_maps.unreduce(stack, axis_name)
@@ -216,8 +226,7 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
           others = {f"argument {i}": args[i] for i in sorted(uncut)}
           others |= {f"keyword {name}": x for name, x in kwargs.items()}
           others["`loss_fn` "] = loss_fn
-          rows = [args[i] for i in cut]
-          own_loss = batches.with_no_other(own_loss, rows, others)
+          own_loss = batches.with_no_other(own_loss, [args[i] for i in cut], others)
       tree = params[0] if isinstance(form.argnums, int) else tuple(params)
       kept = specs_like(tree, param_specs, axis_name, around)
       specs = batches.specs_of(whole, cut, axis_name, workers)
@@ -252,21 +261,16 @@ def _stacked(
   is_sum = names.issubset(mesh.explicit_axes)
 
   def local(arrays: Sequence[jax.Array]) -> tuple[Any, Any]:
-    own = list(leaves)
-    for i, x in zip(places, arrays, strict=True):
-      own[i] = x
+    own = loss_form.put(leaves, places, arrays)
     args, kwargs, own_loss = jax.tree.unflatten(treedef, own)
     if not is_sum:
-      index = lax.axis_index(axis_name)
-      fold = lambda x: jax.random.fold_in(x, index) if batches.is_key(x) else x
-      args, kwargs = jax.tree.map(fold, (args, kwargs))
+      args, kwargs = batches.with_own_keys((args, kwargs), axis_name)
     own_loss = closures.loss_with_note(own_loss, mesh, axes.axis_names(axis_name))
     grad_fn = form.value_and_grad(own_loss, axis_name, averages_aux=True)
     value, grads = grad_fn(*args, **kwargs)
     if is_sum:
       share = 1 / axes.require_size(axis_name)
-      wide = lambda g: g.astype(addend_dtype(g.dtype)) * share
-      grads = jax.tree.map(wide, grads)
+      grads = jax.tree.map(lambda g: g.astype(addend_dtype(g.dtype)) * share, grads)
     mean = loss_form.mean_of_workers(value, axis_name)
     return mean, jax.tree.map(lambda g: g[None], grads)
 
@@ -291,19 +295,4 @@ def check_trainable(name: str, params: Any) -> None:
       f"{jax.tree_util.keystr(path) or 'it'} is "
       f"{jax.typeof(leaf).str_short() if is_array(leaf) else repr(leaf)}; make it one "
       "by jnp.asarray(x, jnp.float32)."
-    )
-
-
-def _check_cut(params: Any, arguments: Any, axis_name: axes.AxisName) -> None:
-  """Raises ValueError for sharded parameters, or if no other argument is sharded."""
-  for _, cut, _ in place.leaves_cut(params, axis_name):
-    raise ValueError(
-      "`argnums` must name arguments that every worker has whole, got one sharded over "
-      f"{cut}: {place.GATHER_FIRST}; or compress over other axes of the batch."
-    )
-  if not types.sharded_over(arguments).issuperset(axes.axis_names(axis_name)):
-    raise ValueError(
-      f"`axis_name` must shard an argument, but none is sharded over {axis_name!r}: "
-      "every worker would compute the same gradient. Put the batch there: "
-      "jax.device_put(batch, jax.NamedSharding(mesh, jax.P(axis_name)))."
     )

@@ -1,7 +1,7 @@
 """Losses and their gradients over micro-batches, as plain or weighted means."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,14 @@ from gradcomp._src.exchange.collectives import pmean, psum
 from gradcomp._src.mesh import agreement, trees, types
 from gradcomp._src.mesh.axes import AxisName
 
+Function = Callable[..., Any]  # a loss, or one that returns a value and gradients
 _KEY = jax.dtypes.prng_key
 ACCUMULATE = checks.integer("a number of micro-batches, 1 or more", 1)
 
 
 def of_trainable(
-  loss_fn: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
-) -> tuple[Callable[..., Any], list[Any]]:
+  loss_fn: Function, args: Sequence[Any], argnums: Sequence[int]
+) -> tuple[Function, list[Any]]:
   """Returns a loss of the trainable leaves of arguments, and its arguments."""
   # It holds all else, and is then a tree: its arrays become arguments of maps.
   own, others = list(args), {}
@@ -28,7 +29,12 @@ def of_trainable(
     own[i], others[i] = trees.split(own[i])
   if not jax.tree.leaves(others):
     return loss_fn, own
-  return Partial(_with_others, loss_fn, others), own
+
+  def combined(loss_fn: Any, others: dict[int, Any], *args: Any, **kwargs: Any) -> Any:
+    whole = [trees.combine(args[i], part) for i, part in others.items()]
+    return loss_fn(*put(args, others, whole), **kwargs)
+
+  return Partial(combined, loss_fn, others), own
 
 
 def check_numbers(aux: Any) -> None:
@@ -68,13 +74,12 @@ def _counts(x: Any) -> bool:
   return any(jnp.issubdtype(dtype, kind) for kind in (jnp.unsignedinteger, _KEY))
 
 
-def _with_others(
-  loss_fn: Callable[..., Any], others: dict[int, Any], *args: Any, **kwargs: Any
-) -> Any:
-  whole = list(args)
-  for i, part in others.items():
-    whole[i] = trees.combine(whole[i], part)
-  return loss_fn(*whole, **kwargs)
+def put(args: Sequence[Any], places: Iterable[int], new: Sequence[Any]) -> list[Any]:
+  """Returns arguments with others at some places."""
+  own = list(args)
+  for i, x in zip(places, new, strict=True):
+    own[i] = x
+  return own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,12 +98,8 @@ class LossForm:
     agreement.require_agreement("gradcomp.value_and_grad", told, means, axis_name)
 
   def value_and_grad(
-    self,
-    loss_fn: Callable[..., Any],
-    axis_name: AxisName | None,
-    *,
-    averages_aux: bool = False,
-  ) -> Callable[..., tuple[Any, Any]]:
+    self, loss_fn: Function, axis_name: AxisName | None, *, averages_aux: bool = False
+  ) -> Function:
     """Returns a function with a worker's value and gradients, or its part of means."""
     several = self.accumulate > 1
     averages_aux = self.has_aux and (averages_aux or several)
@@ -122,12 +123,12 @@ class LossForm:
     return self._accumulated(grad_fn, axis_name) if several else grad_fn
 
   def value(
-    self, loss_fn: Callable[..., Any], axis_name: AxisName | None, args: Sequence[Any]
+    self, loss_fn: Function, axis_name: AxisName | None, args: Sequence[Any]
   ) -> jax.Array:
     """Returns the loss of all micro-batches, of a loss with aux, without gradients."""
 
     def part(micro_batch: Any) -> tuple[jax.Array, jax.Array]:
-      result = loss_fn(*self._put(args, micro_batch))
+      result = loss_fn(*put(args, self.cut, micro_batch))
       if self.has_weight:
         return self._weighed(result)[:2]
       return result[0], jnp.ones_like(result[0])
@@ -138,16 +139,14 @@ class LossForm:
       total, weight = jax.tree.map(jnp.sum, lax.map(part, self._split(args)))
     return total / _mean_weight(weight, axis_name if self.has_weight else None)
 
-  def _accumulated(
-    self, grad_fn: Callable[..., tuple[Any, Any]], axis_name: AxisName | None
-  ) -> Callable[..., tuple[Any, Any]]:
+  def _accumulated(self, grad_fn: Function, axis_name: AxisName | None) -> Function:
     """Returns a function with the means of ``grad_fn`` over micro-batches."""
     one = lambda x: x[-1] if _counts(x) else jnp.mean(x, axis=0)
     mean = lambda tree: jax.tree.map(one, tree)
 
     def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
       def add(total: Any, micro_batch: Any) -> tuple[Any, Any]:
-        value, grads = grad_fn(*self._put(args, micro_batch), **kwargs)
+        value, grads = grad_fn(*put(args, self.cut, micro_batch), **kwargs)
         part = lambda t, g: g.astype(t.dtype)
         if self.has_weight:
           loss, (weight, aux) = value
@@ -188,20 +187,11 @@ class LossForm:
 
     return tuple(jax.tree_util.tree_map_with_path(part, args[i]) for i in self.cut)
 
-  def _put(self, args: Any, micro_batch: Any) -> list[Any]:
-    """Returns the arguments of one micro-batch."""
-    own = list(args)
-    for i, x in zip(self.cut, micro_batch, strict=True):
-      own[i] = x
-    return own
-
   def _weighed(self, result: Any) -> tuple[jax.Array, jax.Array, Any]:
     """Returns a loss's total and weight, in float32 or wider, and aux."""
-    match result:
-      case ((total, weight), aux) if self.has_aux:
+    match result if self.has_aux else (result, None):
+      case ((total, weight), aux):
         pass
-      case (total, weight) if not self.has_aux:
-        aux = None
       case _:
         total = weight = aux = None
     if not _is_number(total, jnp.floating) or not _is_number(weight, jnp.number):

@@ -17,11 +17,7 @@ from gradcomp._src.checks import flag, instance_of
 from gradcomp._src.core.specs import check_stacked, state_specs
 from gradcomp._src.core.state import steps_alone
 from gradcomp._src.local_steps.rounds import numbers_of_all
-from gradcomp._src.mesh import agreement, types
-from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.closures import arrays_of, loss_with_note, optimizer_with_note
-from gradcomp._src.mesh.param_specs import PLACED, by_leaf, specs_over
-from gradcomp._src.mesh.place import check_whole
+from gradcomp._src.mesh import agreement, axes, closures, param_specs, place, types
 from gradcomp._src.mesh.trees import combine, is_array, split
 from gradcomp._src.report.explain import explain
 from gradcomp._src.training import batches, loss_form, scanned, worker
@@ -96,22 +92,15 @@ class JittedStep:
   def __init__(
     self, step: Callable[..., Any], *, donate: bool, mesh: Any, axes: Sequence[str]
   ):
-    def trained(
-      params: Any,
-      *args: Any,
-      others: Any = None,
-      kept: Any = None,
-      specs: Any = None,
-      **kwargs: Any,
-    ) -> Any:
-      whole = params
-      if kept is not None:
-        leaves, treedef = kept
+    def trained(params: Any, *args: Any, others: Any, kept: Any, **kwargs: Any) -> Any:
+      whole, (rest, specs) = params, kept
+      if rest is not None:
+        leaves, treedef = rest
         rest = jax.tree.unflatten(treedef, leaves)
         whole = combine(params, combine(others, rest))
       if specs is None:
         return step(whole, *args, **kwargs)
-      with PLACED(by_leaf(params, specs)):
+      with param_specs.PLACED(param_specs.by_leaf(params, specs)):
         after, *rest = step(whole, *args, **kwargs)
       leaves, treedef = jax.tree.flatten(split(after)[0])
       places = [NamedSharding(mesh, spec) for spec in specs]
@@ -119,7 +108,7 @@ class JittedStep:
       return jax.tree.unflatten(treedef, leaves), *rest
 
     trained.__name__ = step.__name__
-    numbers, names = (0, 1) if donate else (), ("inspect", "kept", "specs")
+    numbers, names = (0, 1) if donate else (), ("inspect", "kept")
     self._donate, self._axes = donate, axes
     self._jitted = jax.jit(trained, donate_argnums=numbers, static_argnames=names)
     functools.update_wrapper(self, step)
@@ -150,6 +139,7 @@ class JittedStep:
   ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Returns the leaves that are not trained, and the arguments of ``jax.jit``."""
     params, others = split(params)
+    arrays = static = None
     if jax.tree.leaves(others):
       # Functions, numbers and strings are static, as in equinox.filter_jit.
       arrays, rest = split(others, is_array)
@@ -161,10 +151,9 @@ class JittedStep:
             f"can be hashed, like a function or a number, got {leaf!r}; make it a "
             "static field of its module."
           )
-      kwargs |= {"others": arrays, "kept": (tuple(leaves), treedef)}
-    if self._axes:
-      kwargs["specs"] = specs_over(params, self._axes)
-    return others, (params, *args), kwargs
+      static = tuple(leaves), treedef
+    specs = param_specs.specs_over(params, self._axes) if self._axes else None
+    return others, (params, *args), kwargs | {"others": arrays, "kept": (static, specs)}
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._jitted, name)
@@ -191,18 +180,15 @@ def _donated_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, A
   return jax.tree.unflatten(treedef, leaves)
 
 
-_DEFAULTS = TrainOptions()
-
-
 def make_train_step(
   # With `...` in place of P, mypy refuses a lambda.
   loss_fn: Callable[Concatenate[Params, P], Any],
   optimizer: optax.GradientTransformation,
   *,
-  axis_name: AxisName | None,
+  axis_name: axes.AxisName | None,
   mesh: Mesh | None = None,
   donate: bool = True,
-  options: TrainOptions = _DEFAULTS,
+  options: TrainOptions = TrainOptions(),  # noqa: B008 - it is constant
 ) -> TrainStep[Params]:
   """Returns a jitted data-parallel train step: gradients, exchange and update.
 
@@ -245,7 +231,7 @@ def make_train_step(
     Array(16., dtype=float32)
   """
   options = instance_of("options", TrainOptions, options)
-  frozen = optimizer_with_note(allow_frozen(optimizer))
+  frozen = closures.optimizer_with_note(allow_frozen(optimizer))
   one_worker = worker.WorkerStep(
     optimizer=frozen,
     studied=optimizer,
@@ -258,7 +244,7 @@ def make_train_step(
   take_step: Callable[..., tuple[Any, ...]] = one_worker
   if axis_name is not None:
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
-    names = axis_names(axis_name)
+    names = axes.axis_names(axis_name)
     if not set(names).issubset(mesh.shape):
       raise ValueError(
         f"`axis_name` must be an axis of the mesh, got {axis_name!r} and a mesh with "
@@ -293,8 +279,7 @@ def make_train_step(
     *result, metrics, own = take_step(loss, given, inspect=inspect)
     metrics |= own
     if options.report:
-      like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-      shapes = jax.tree.map(like, params)
+      shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
       sent = explain(optimizer, shapes, workers=sizes or 1).bytes_per_step
       metrics["bytes_sent"] = jnp.float32(sent)
     return *result, metrics
@@ -324,12 +309,12 @@ def _on_mesh(
   """Takes a step on all workers, in a map over the mesh."""
   axis_name, options = one_worker.axis_name, one_worker.options
   assert axis_name is not None
-  names = axis_names(axis_name)
+  names = axes.axis_names(axis_name)
   workers = math.prod(mesh.shape[name] for name in names)
   cut, whole = PartitionSpec(axis_name), PartitionSpec()
   kept = cut if options.model_state == "local" else whole
   batches.check_shared(given.batch, workers)
-  check_whole("params", given.params, axis_name)
+  place.check_whole("params", given.params, axis_name)
   given = given._replace(
     batch=types.put(given.batch, mesh, axis_name, cut),
     model_state=types.put(given.model_state, mesh, axis_name, kept),
@@ -337,14 +322,14 @@ def _on_mesh(
   )
   specs = state_specs(given.opt_state, axis_name=axis_name)
   check_stacked(given.opt_state, specs, given.params, workers)
-  arrays, with_arrays = arrays_of(loss_fn)
+  arrays, with_arrays = closures.arrays_of(loss_fn)
   # How many micro-batches there are decides nothing that is sent.
   told = vars(options) | {"axis_name": axis_name, "inspect": inspect}
   del told["accumulate"]
   trees = {x: getattr(given, x) for x in ("params", "opt_state", "model_state")}
 
   def local(arrays: list[Any], given: Given) -> tuple[Any, ...]:
-    own_loss = loss_with_note(with_arrays(arrays), mesh, names)
+    own_loss = closures.loss_with_note(with_arrays(arrays), mesh, names)
     return one_worker(own_loss, given, inspect=inspect)
 
   def stepped(check_vma: bool) -> tuple[Any, ...]:
@@ -361,8 +346,7 @@ def _on_mesh(
     trees["new_model_state"], trees["metrics"] = found[2], found[3] | found[4]
     return found
 
-  record = "gradcomp.make_train_step", told, trees
-  with agreement.one_record(mesh, *record) as parts:
+  with agreement.one_record(mesh, "gradcomp.make_train_step", told, trees) as parts:
     try:
       return stepped(True)
     except TypeError as error:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from gradcomp._src.core.specs import state_specs
@@ -15,16 +14,14 @@ from gradcomp._src.mesh import param_specs as placements
 from gradcomp._src.mesh.specs import axes_in, is_spec
 from gradcomp._src.training import batches, constraints, loss_form
 
-Step = Callable[..., tuple[Any, Any]]
-
 
 def whole_step(
-  step: Step,
+  step: Callable[..., tuple[Any, Any]],
   *,
   axis_name: axes.AxisName,
   param_specs: Any = None,
   mesh: Mesh | AbstractMesh | None = None,
-) -> Step:
+) -> Callable[..., tuple[Any, Any]]:
   r"""Runs a trainer's own train step on each worker, in one map over the axis.
 
   It is for trainers that take norms of gradients, clip or cast them before the
@@ -80,9 +77,7 @@ def whole_step(
   names = frozenset(axes.axis_names(axis_name))
 
   def local(state: Any, batch: Any, *extra: Any) -> tuple[Any, Any]:
-    index = lax.axis_index(axis_name)
-    own = lambda x: jax.random.fold_in(x, index) if batches.is_key(x) else x
-    state, metrics = step(state, *jax.tree.map(own, (batch, *extra)))
+    state, metrics = step(state, *batches.with_own_keys((batch, *extra), axis_name))
     return state, loss_form.mean_of_workers(metrics, axis_name)
 
   def on_workers(state: Any, batch: Any, *extra: Any) -> tuple[Any, Any]:

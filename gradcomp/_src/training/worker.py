@@ -1,7 +1,7 @@
 """A train step on one worker, inside the map."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,13 +17,8 @@ from gradcomp._src.mesh import axes, types
 from gradcomp._src.mesh.place import unaveraged
 from gradcomp._src.telemetry.inspect import measured_update
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
-from gradcomp._src.training.loss_form import (
-  ACCUMULATE,
-  LossForm,
-  check_numbers,
-  mean_of_workers,
-)
-from gradcomp._src.training.scanned import check_alone, scanned_layers
+from gradcomp._src.training import loss_form, scanned
+from gradcomp._src.training.loss_form import Function, LossForm, mean_of_workers
 
 ModelState = Literal["mean", "local"]
 
@@ -60,7 +55,7 @@ class TrainOptions(checks.Checked):
   model_state: ModelState | None = checks.field(
     None, checks.choice(ModelState, none=True)
   )
-  accumulate: int = checks.field(1, ACCUMULATE)
+  accumulate: int = checks.field(1, loss_form.ACCUMULATE)
   report: bool = checks.field(False, checks.FLAG)
   compare_every: int | None = checks.field(None, checks.optional(checks.STEPS))
 
@@ -88,7 +83,7 @@ class WorkerStep:
   takes_scan: bool = False  # whether the loss does
 
   def __call__(
-    self, loss_fn: Callable[..., Any], given: Given, *, inspect: bool
+    self, loss_fn: Function, given: Given, *, inspect: bool
   ) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
     """Returns the new state of all, metrics, and a lone worker's own, ``[1, ...]``."""
     options, alone = self.options, state.steps_alone(given.opt_state)
@@ -131,16 +126,13 @@ class WorkerStep:
     return params, opt_state, model_state, metrics, own
 
   def _gradients(
-    self,
-    loss_fn: Callable[..., Any],
-    given: Given,
-    together: axes.AxisName | None,
-    inspect: bool,
+    self, loss_fn: Function, given: Given, together: axes.AxisName | None, inspect: bool
   ) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
     """Returns loss, model state, aux, gradients, and more arguments of ``update``."""
     options, axis_name, count = self.options, self.axis_name, self.options.accumulate
     form = LossForm(has_aux=True, has_weight=options.has_weight, accumulate=count)
-    loss_fn = self._uniform(loss_fn, together is not None or count > 1)
+    averages_aux = together is not None or count > 1
+    loss_fn = functools.partial(self._uniform, loss_fn, averages_aux)
     keys, before = given.rng, given.model_state
     if keys is not None:  # one for each micro-batch, different on each worker
       worker = 0 if axis_name is None else lax.axis_index(axis_name)
@@ -151,11 +143,11 @@ class WorkerStep:
     at, layers = local_params(given.params, given.opt_state), None
     if axis_name is not None:
       trees = given.params, given.opt_state
-      layers = scanned_layers(self.optimizer, *trees, takes=self.takes_scan)
+      layers = scanned.scanned_layers(self.optimizer, *trees, takes=self.takes_scan)
     kept: dict[str, Any] = {}
     if layers is not None:
       used = {"accumulate": count > 1, "local_steps": axis_name != together}
-      check_alone(given.opt_state, used | {"inspect": inspect})
+      scanned.check_alone(given.opt_state, used | {"inspect": inspect})
       found = layers.value_and_grad(loss_fn, form, given.opt_state, at, *rest)
       (loss, (model_state, aux)), grads, kept = found
     else:
@@ -177,25 +169,19 @@ class WorkerStep:
     return loss, model_state, aux, grads, more_args
 
   def _uniform(
-    self, loss_fn: Callable[..., Any], averages_aux: bool
-  ) -> Callable[..., Any]:
-    """Returns a loss with the same arguments and results for all options."""
-
-    def uniform(
-      params: Any, rows: Any, model_state: Any, extra: Any, scan: Any = lax.scan
-    ) -> Any:
-      batch, keys = rows
-      options: dict[str, Any] = {} if keys is None else {"rng": keys[0]}
-      if self.takes_scan:
-        options["scan"] = scan
-      if self.options.model_state is not None:
-        batch, extra = model_state, (batch, *extra)
-      loss, (model_state, aux) = self._parts(loss_fn(params, batch, *extra, **options))
-      if averages_aux:
-        check_numbers(aux)
-      return loss, (model_state, aux)
-
-    return uniform
+    self, loss_fn: Function, averages_aux: bool, *given: Any, scan: Any = lax.scan
+  ) -> tuple[Any, tuple[Any, Any]]:
+    """Calls a loss, with the same arguments and results for all options."""
+    params, (batch, keys), model_state, extra = given
+    options: dict[str, Any] = {} if keys is None else {"rng": keys[0]}
+    if self.takes_scan:
+      options["scan"] = scan
+    if self.options.model_state is not None:
+      batch, extra = model_state, (batch, *extra)
+    loss, (model_state, aux) = self._parts(loss_fn(params, batch, *extra, **options))
+    if averages_aux:
+      loss_form.check_numbers(aux)
+    return loss, (model_state, aux)
 
   def _parts(self, result: Any) -> tuple[Any, tuple[Any, Any]]:
     """Returns ``(loss, (model_state, aux))``; TypeError for other results."""
@@ -213,10 +199,8 @@ class WorkerStep:
         pass
       case _:
         loss = {}
-    match self.options.has_weight, loss:
-      case (False, one) if jax.tree_util.all_leaves([one]):
-        return loss, (model_state, aux)
-      case True, (total, weight) if jax.tree_util.all_leaves([total, weight]):
+    match loss if self.options.has_weight else (loss, 1):
+      case (total, weight) if jax.tree_util.all_leaves([total, weight]):
         return loss, (model_state, aux)
     forms = "loss", "(loss, aux)", "(loss, model_state)", "(loss, (model_state, aux))"
     form = forms[2 * (self.options.model_state is not None) + self.options.has_aux]

@@ -70,8 +70,7 @@ class Program:
     pairs = zip(jaxpr.constvars, getattr(function, "consts", ()), strict=True)
     values = {x: _constant(value, x.aval) for x, value in pairs}
     values |= zip(jaxpr.invars, given, strict=True)
-    of_number = lambda x: _constant(x.val, x.aval)
-    read = lambda x: of_number(x) if isinstance(x, Literal) else values[x]
+    read = lambda x: _constant(x.val, x.aval) if isinstance(x, Literal) else values[x]
     for equation in jaxpr.eqns:
       own = [read(x) for x in equation.invars]
       name, params = equation.primitive.name, equation.params
@@ -115,9 +114,8 @@ class Program:
     if name == "broadcast_in_dim" and (even or leaf is not None):
       return given[:1]
     even, real = even and name in ELEMENTWISE, all(x.real for x in given)
-    pairs = zip(
-      _computed(equation, [x.x for x in given]), equation.outvars, strict=True
-    )
+    found = _computed(equation, [x.x for x in given])
+    pairs = zip(found, equation.outvars, strict=True)
     return [_Value(x, leaf, even or not y.aval.ndim, real) for x, y in pairs]
 
   def _result(self, found: _Value, leaf: int | None, aval: Any) -> Any:

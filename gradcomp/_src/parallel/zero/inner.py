@@ -17,9 +17,9 @@ from gradcomp._src.floats.rounding import round_to
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.parallel.zero.elementwise import Program, alike
-from gradcomp._src.parallel.zero.leaf_rows import LeafRows
+from gradcomp._src.parallel.zero.leaf_rows import LeafRows, Rows
 
-Rows = list[jax.Array]
+Optimizer = optax.GradientTransformationExtraArgs
 
 
 class Inner:
@@ -28,11 +28,7 @@ class Inner:
   # It is traced with the shapes of the parameters, in float32, and run on rows, lists
   # by leaf. Its state has OwnedRows in place of arrays like a leaf.
   def __init__(
-    self,
-    inner: optax.GradientTransformationExtraArgs,
-    params: Any,
-    axes: Sequence[Axes],
-    extra_args: dict[str, Any] | None = None,
+    self, inner: Optimizer, params: Any, axes: Sequence[Axes], extra_args: Any = None
   ):
     checks.one_tree("zero", params)
     self._axes = axes
@@ -73,10 +69,8 @@ class Inner:
       old = list(map(one, held))
       found = self._update([*means, *old, *master, *self._extra])
       after, finite, lacking = [], [], []
-      columns = zip(
-        means, found[: len(means)], master, seen, rows.elements, strict=True
-      )
-      for mean, d, m, p, here in columns:
+      columns = means, found[: len(means)], master, seen, rows.elements
+      for mean, d, m, p, here in zip(*columns, strict=True):
         moved = m + alike(d, m)[0]
         ok = jnp.isfinite(mean) & jnp.isfinite(moved)
         lacking.append(jnp.where(here, jnp.where(ok, moved - p, jnp.nan), 0.0))
@@ -95,10 +89,7 @@ class Inner:
 
 
 def _traced(
-  inner: optax.GradientTransformationExtraArgs,
-  params: Any,
-  extra_args: dict[str, Any],
-  pairs: frozenset[int] = frozenset(),
+  inner: Optimizer, params: Any, extra_args: Any, pairs: frozenset[int] = frozenset()
 ) -> tuple[Program, Program, Any]:
   """Traces ``init`` and ``update``; returns these, and the structure of the state."""
   init, state = jax.make_jaxpr(inner.init, return_shape=True)(params)
@@ -144,9 +135,8 @@ def _owners(state: Any, params: Any) -> list[int | None]:
   def fits(x: Any, place: int | None) -> bool:
     if is_hole(x) or place is None:
       return is_hole(x)
-    return x.shape == shapes[place] and (
-      x.ndim > 0 or jnp.issubdtype(x.dtype, jnp.inexact)
-    )
+    is_leaf = x.ndim > 0 or jnp.issubdtype(x.dtype, jnp.inexact)
+    return is_leaf and x.shape == shapes[place]
 
   def like_params(node: Any) -> bool:
     alike = treedef == jax.tree.structure(node, is_leaf=is_hole)
@@ -169,14 +159,10 @@ def _owners(state: Any, params: Any) -> list[int | None]:
 
 
 def still_lacking(
-  rows: LeafRows,
-  master: Rows,
-  seen: Rows,
-  sent: Rows,
-  old: Rows,
-  dtypes: Sequence[tuple[Any, Any]],  # of each leaf's parameter and update
+  rows: LeafRows, master: Rows, seen: Rows, sent: Rows, old: Rows, dtypes: Sequence[Any]
 ) -> Rows:
   """Returns the master minus the new parameters; ``old`` where no update is finite."""
+  # `dtypes` are those of each leaf's parameter and update.
   left = []
   columns = rows.elements, master, seen, sent, old, dtypes
   for here, m, p, d, before, (param, update) in zip(*columns, strict=True):
@@ -217,6 +203,5 @@ def measured_zero(
   none = jnp.zeros_like(size)
   of_own = gradient, none, gradient, owned, zeros  # in the order of Sums
   back = measures.Sums(*of_own, owned, size, mean, gradient, product, none)
-  gradients = found._replace(owned=owned)
-  both = jax.tree.map(lambda *x: jnp.concatenate(x), gradients, back)
+  both = jax.tree.map(lambda *x: jnp.concatenate(x), found._replace(owned=owned), back)
   return state._replace(measures=both)

@@ -23,6 +23,8 @@ from gradcomp._src.kernels.materialize import word_cutter
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.study import noted
 
+Rows = list[jax.Array]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShortRows(dense.Dense):
@@ -74,11 +76,10 @@ class _Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafRows:
-  """The rows of each leaf, filled with zeros to a multiple of N; lists are by leaf.
+  """The rows of each leaf, filled with zeros to a multiple of N; lists are by leaf."""
 
-  A row of elements is a decoded row of the gradients' codec. Worker i owns the rows of
-  each leaf from ``i * share`` on.
-  """
+  # A row of elements is a decoded row of the gradients' codec. Worker i owns the rows
+  # of each leaf from i * share on.
 
   plan: MessagePlan  # of the gradients
   codecs: tuple[Codec, ...]  # of the updates
@@ -100,7 +101,7 @@ class LeafRows:
         found[i] = _Place(codec, stop - start, like, shape)
     return [found[i] for i in range(len(found))]
 
-  def owned(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+  def owned(self, leaves: Sequence[jax.Array]) -> Rows:
     """Returns this worker's rows, ``float32[share, *tile_shape]``, of whole leaves."""
     cut = lambda at, x: at.codec.split(x).reshape(-1, *at.shape[1:])
     return [lines.own_share(x, self.workers) for x in map(cut, self._places, leaves)]
@@ -111,9 +112,7 @@ class LeafRows:
     worker = lax.axis_index(self.workers.axis_name)
     return [place.elements(worker, self.workers.size) for place in self._places]
 
-  def to_all(
-    self, rows: Sequence[jax.Array]
-  ) -> tuple[list[jax.Array], list[jax.Array]]:
+  def to_all(self, rows: Rows) -> tuple[list[jax.Array], Rows]:
     """All-gathers rows; returns the decoded leaves, and this worker's rows of them."""
     found: dict[int, jax.Array] = {}
     came: Sequence[jax.Array] = ()
@@ -123,8 +122,7 @@ class LeafRows:
       with jax.named_scope("gradcomp_encode"):
         encoded = [part.encoded() for part in parts]
       with jax.named_scope("gradcomp_all_gather"), noted(message):
-        turn = in_turn(encoded, came)
-        came, _ = gather_rows(message.layout, turn, self.workers)
+        came, _ = gather_rows(message.layout, in_turn(encoded, came), self.workers)
       with jax.named_scope("gradcomp_decode"):
         for part, words in zip(parts, came, strict=True):
           found |= part.decoded(words)
@@ -134,12 +132,12 @@ class LeafRows:
       leaves = [at.codec.join(x[: at.rows], at.like) for at, x in pairs]
     return leaves, [lines.own_share(x, self.workers) for x in every]
 
-  def as_state(self, like: Any, rows: Sequence[jax.Array]) -> Any:
+  def as_state(self, like: Any, rows: Rows) -> Any:
     """Returns rows as ``OwnedRows`` in a tree like the parameters."""
     nodes = [OwnedRows({axes: x}) for axes, x in zip(self.axes, rows, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), nodes)
 
-  def of_state(self, unsent: Any, like: Any) -> list[jax.Array]:
+  def of_state(self, unsent: Any, like: Any) -> Rows:
     """Undoes :meth:`as_state`; ValueError for rows of others than this worker."""
     made: Any
     nodes, made = jax.tree.flatten(unsent, is_leaf=is_rows)

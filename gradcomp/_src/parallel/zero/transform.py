@@ -118,8 +118,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   """
   told = dict(locals())
   _check_codecs(grads, params)
-  names = mesh_axes.axis_names(axis_name)
-  axes = mesh_axes.as_axis_name(names)
+  axes = mesh_axes.as_axis_name(mesh_axes.axis_names(axis_name))
   exchange = two_shot.TwoShot(feedback=False)
   size = checks.optional_size("message_bytes", "bytes", message_bytes)  # none is "auto"
   keeper = feedbacks.as_feedback(feedback, grads, "grads")
@@ -212,8 +211,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
       sent, kept, rest = steps.take_step(parts, facts, wide, state.gradients, finish)
       inner_state, changes = rest
       kept = inners.measured_zero(kept, rows, *changes)
-      unsent = rows.as_state(params, changes[-1])
-      return sent, ZeroState(kept, unsent, inner_state)
+      return sent, ZeroState(kept, rows.as_state(params, changes[-1]), inner_state)
 
     of = rows.plan, rows.codecs
     return steps.otherwise(take(of), take, of, across.axes)
