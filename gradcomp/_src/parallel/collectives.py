@@ -197,6 +197,7 @@ def psum(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Array:
     Grubic et al., `2018 <https://doi.org/10.3929/ethz-b-000319485>`_, section 2.4.1
   """
   x, wire, key = options.opened(psum, x, given, own="coded")
+  total = lambda *given: total_by_owners(*given)[0]
   back = lambda cotangent, *_: types.mark_varying(cotangent, wire.axis_name)
   return options.paired(total, back, x, wire, key)
 
@@ -226,19 +227,14 @@ def sum_gradients(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Arra
 
   def back(cotangent: jax.Array, wire: Wire, key: Key) -> jax.Array:
     # The cotangent has the type of x.
-    return types.mark_varying(total(cotangent, wire, key), varying)
+    return types.mark_varying(total_by_owners(cotangent, wire, key)[0], varying)
 
   keep = lambda x, wire, _: types.mark_varying(x, wire.axis_name)
   return options.paired(keep, back, x, wire, key)
 
 
-def total(x: jax.Array, wire: Wire, key: Key) -> jax.Array:
-  """Returns the sum of all workers' arrays, equal on all of them, ``float32``."""
-  return total_by_owners(x, wire, key)[0]
-
-
 def total_by_owners(x: jax.Array, wire: Wire, key: Key) -> tuple[jax.Array, ...]:
-  """Returns this sum, the array's padded parts, ``[N, share]``, and the own sum."""
+  """Returns the sum, equal on all workers, own parts, ``[N, share]``, and own sum."""
   flat = x.reshape(-1)
   parts = jnp.pad(flat, (0, -flat.size % wire.size)).reshape(wire.size, -1)
   own = transport.reduce_encoded(parts, wire, key, stage=True)

@@ -170,8 +170,8 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     size = axes.require_size(axis_name)
     length, layer = first_layer("layers", given.layers, axis_name)
     if axis is None:
-      given_layers = trees.trainable(given.layers)
-      for _, own, got in place.leaves_cut(given_layers, axis_name, types.varying_axes):
+      floats, mine = map(trees.trainable, (given.layers, layer))
+      for _, own, got in place.leaves_cut(floats, axis_name, types.varying_axes):
         raise ValueError(
           "`layers` must be typed as equal on all workers, or compress would exchange "
           f"their means once more, got {got.str_short(True)}, which differs over "
@@ -179,9 +179,7 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
           "gradcomp.value_and_grad, and take their gradient by jax.grad."
         )
       source = scan_loop.whole_layers(axis_name)
-      sends = scan_exchanges.mean_exchange(
-        sending, trees.trainable(layer), is_sum=plain
-      )
+      sends = scan_exchanges.mean_exchange(sending, mine, is_sum=plain)
     else:
       given = given._replace(layers=types.mark_varying(given.layers, axis_name))
       wire = options.Wire(axis_name, forward, back, "coded", size)

@@ -20,7 +20,7 @@ class Given(NamedTuple):
   closed: Any  # over which the body closes
   layers: Any
   kept: Kept | None  # the residual of all layers, stacked
-  key: jax.Array | None  # uint32[2]; a cotangent is None
+  key: Any  # uint32[2]; a cotangent is None
   whole: Any = None  # what is read in place of layers; a cotangent is None
 
   @property
@@ -136,9 +136,8 @@ class LayerScan:
 
   def _backward(self, saved: Any, cotangents: Any) -> tuple[Any, Given]:
     given, (pulls, copies, behind), asked = saved
-    cotangent, of_outputs = map(
-      trees.trainable, options.differentiated_once(cotangents)
-    )
+    cotangents = options.differentiated_once(cotangents)
+    cotangent, of_outputs = map(trees.trainable, cotangents)
     depth, inside = self.exchange.depth, self.length - len(behind)
 
     def layer_back(i: Any, state: Any, last: bool = False) -> Any:
@@ -210,7 +209,6 @@ class LayerScan:
 
 def _key(given: Given, i: Any) -> jax.Array:
   """Returns the key of layer i."""
-  assert given.key is not None
   return threefry.fold_key(given.key, i)
 
 

@@ -131,8 +131,7 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
   divided by 1.
 
   Args:
-    loss_fn: returns the mean loss over the worker's part of the batch, or ``(loss,
-      aux)``.
+    loss_fn: returns the mean loss over the worker's part of the batch.
     axis_name: the axis of the enclosing shard_map, pmap or vmap, or an axis of the
       mesh; a tuple of axes; None for none.
     argnums: the arguments to differentiate, as in JAX, each with an array of floats.

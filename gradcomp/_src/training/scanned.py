@@ -1,10 +1,8 @@
 """The layers of a train step that the loss gives to its ``scan``."""
 
-import contextlib
-import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,45 +64,40 @@ class ScannedLayers(NamedTuple):
     def loss(parts: Any, *args: Any) -> Any:
       others, layers, residual = parts
       seen = {i: _only_in_scan(paths[i], x) for i, x in layers.items()}
-      way = functools.partial(self.options.scan, residual=residual, key=key)
-      with _once(way, [*seen.values()], [*layers.values()]) as scan:
-        return loss_fn(together(others | seen), *args, scan=scan)
+      known, called = [*seen.values()], list[bool]()
+
+      def scan(body: Any, carry: Any, tree: Any) -> Any:
+        floats, rest = trees.split(tree)
+        given, treedef = jax.tree.flatten(floats)
+        same = [any(x is y for y in known) for x in given]
+        if (
+          called or len(given) != len(known) or not all(map(operator.is_, given, known))
+        ):
+          raise ValueError(
+            "`scan` must be called once, with all layers of compress_in_scan as they "
+            f"are in the parameters, got {sum(same)} of {len(known)} in "
+            f"{'another' if called else 'this'} call, and {len(same) - sum(same)} "
+            "other arrays of floats; cast layers in the body, and close over other "
+            "arrays."
+          )
+        called.append(True)
+        whole = trees.combine(jax.tree.unflatten(treedef, [*layers.values()]), rest)
+        return self.options.scan(body, carry, whole, residual=residual, key=key)
+
+      result = loss_fn(together(others | seen), *args, scan=scan)
+      if not called:
+        raise ValueError(
+          "`loss_fn` must call the `scan` that it is given, as scan(body, carry, "
+          "layers), or no gradient of its layers is exchanged; call it, or take "
+          "gradcomp.compress in place of compress_in_scan."
+        )
+      return result
 
     # Layers stay typed as equal on all workers, and so do their means.
     parts = types.mark_varying(others, axes), layers, state.residual
     value, grads = form.value_and_grad(loss, axes)(parts, *rest)
     kept = {"scan_residual": grads[2]} if self.options.keeps else {}
     return value, together(grads[0] | grads[1]), kept
-
-
-@contextlib.contextmanager
-def _once(
-  scan: Callable[..., Any], seen: Sequence[jax.Array], layers: Sequence[jax.Array]
-) -> Iterator[Callable[..., Any]]:
-  """Gives a loss its scan of layers; ValueError unless it is called once with them."""
-  called: list[bool] = []
-
-  def checked(body: Any, carry: Any, tree: Any) -> Any:
-    floats, others = trees.split(tree)
-    given, treedef = jax.tree.flatten(floats)
-    same = [any(x is y for y in seen) for x in given]
-    if called or len(given) != len(seen) or not all(map(operator.is_, given, seen)):
-      raise ValueError(
-        "`scan` must be called once, with all layers of compress_in_scan as they are "
-        f"in the parameters, got {sum(same)} of {len(seen)} in "
-        f"{'another' if called else 'this'} call, and {len(same) - sum(same)} other "
-        "arrays of floats; cast layers in the body, and close over other arrays."
-      )
-    called.append(True)
-    return scan(body, carry, trees.combine(jax.tree.unflatten(treedef, layers), others))
-
-  yield checked
-  if not called:
-    raise ValueError(
-      "`loss_fn` must call the `scan` that it is given, as scan(body, carry, layers), "
-      "or no gradient of its layers is exchanged; call it, or take gradcomp.compress "
-      "in place of compress_in_scan."
-    )
 
 
 def _only_in_scan(path: str, x: jax.Array) -> jax.Array:

@@ -35,8 +35,7 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
   arguments.
 
   Parameters and ``extra`` arguments are replicated over the axis; every array of
-  ``batch`` is sharded on its first axis. ``opt_state`` is ``optimizer.init(params)``
-  under ``jax.set_mesh(mesh)``. Put the parameters on the mesh first, by
+  ``batch`` is sharded on its first axis. Put the parameters on the mesh first, by
   ``jax.device_put``, or the second step compiles again.
 
   ``metrics["loss"]``, and ``metrics["aux"]`` with ``has_aux``, are means over the
@@ -52,7 +51,7 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
     params: a tree like the one that the loss takes, for example an ``equinox.Module``.
       Leaves that are not trained, see :func:`value_and_grad`, are returned as they were
       given; ``step.lower`` leaves them out.
-    opt_state: the state of the optimizer.
+    opt_state: ``optimizer.init(params)`` under ``jax.set_mesh(mesh)``.
     batch: the batch of all workers; after the model state, if there is one.
     rng: a key, another one in every step. The loss gets ``rng=`` a key made from it,
       another one for each worker and micro-batch.

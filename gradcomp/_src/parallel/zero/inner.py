@@ -110,11 +110,9 @@ def _traced(
   held = _owners(state, params)
   every = [*leaves, *held, *leaves]
   every += [None] * (len(update.in_avals) - len(every))
-  return (
-    Program(init, leaves, held, names, pairs),
-    Program(update, every, [*leaves, *held], names, pairs),
-    jax.tree.structure(state),
-  )
+  first = Program(init, leaves, held, names, pairs)
+  later = Program(update, every, [*leaves, *held], names, pairs)
+  return first, later, jax.tree.structure(state)
 
 
 def _arrays_in(extra_args: dict[str, Any]) -> dict[str, Any]:

@@ -63,16 +63,6 @@ class _Place(NamedTuple):
   like: jax.ShapeDtypeStruct  # the whole leaf
   shape: tuple[int, ...]  # of a worker's rows, (share, *tile_shape)
 
-  def elements(self, worker: jax.Array, workers: int) -> Any:
-    """Masks the places of a worker's rows that hold elements, not padding."""
-    size, (share, *tile) = self.codec.tile_size, self.shape
-    if self.like.size == workers * share * size:
-      return np.True_
-    row = lines.own_rows(share, worker).reshape(-1, *[1] * len(tile))
-    whole, rest = divmod(self.like.size, size)
-    count = jnp.where(row < whole, size, jnp.where(row == whole, rest, 0))
-    return np.arange(size).reshape(tile) < count
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafRows:
@@ -109,8 +99,16 @@ class LeafRows:
   @functools.cached_property
   def elements(self) -> list[Any]:
     """Masks of the places of this worker's rows that hold elements, not padding."""
-    worker = lax.axis_index(self.workers.axis_name)
-    return [place.elements(worker, self.workers.size) for place in self._places]
+    worker, found = lax.axis_index(self.workers.axis_name), list[Any]()
+    for codec, _, like, (share, *tile) in self._places:
+      size, mask = codec.tile_size, np.True_
+      if like.size != self.workers.size * share * size:
+        row = lines.own_rows(share, worker).reshape(-1, *[1] * len(tile))
+        whole, rest = divmod(like.size, size)
+        count = jnp.where(row < whole, size, jnp.where(row == whole, rest, 0))
+        mask = np.arange(size).reshape(tile) < count
+      found.append(mask)
+    return found
 
   def to_all(self, rows: Rows) -> tuple[list[jax.Array], Rows]:
     """All-gathers rows; returns the decoded leaves, and this worker's rows of them."""
