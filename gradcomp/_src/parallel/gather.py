@@ -163,8 +163,7 @@ def check_residual(residual: jax.Array, x: jax.Array, shape: tuple[int, ...]) ->
       f"{residual.shape}; start with gradcomp.parallel.gather_residual(w_shard, "
       "axis_name=axis_name), in a map whose out_specs stack them on the first axis."
     )
-  missing = types.varying_axes(x) - types.varying_axes(residual)
-  if missing:
+  if missing := types.varying_axes(x) - types.varying_axes(residual):
     raise ValueError(
       f"`residual` must differ between the workers of {sorted(missing)}, got one typed "
       "as equal on all of them, which JAX would add up; stack the residuals on the "
@@ -185,9 +184,8 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
 ) -> jax.Array:
   r"""Returns the product with a weight that is gathered, and used as its words came.
 
-  With the weight W, ``[n, K]``, sharded along its first axis, and the codecs
-  :math:`Q_w` of the weight and :math:`Q_x` of the inputs, it is ``[..., n]``, of the
-  dtype of x:
+  With the weight W, ``[n, K]``, sharded along its first axis, and codecs :math:`Q_w` of
+  it and :math:`Q_x` of the inputs, it is ``[..., n]``, of the dtype of x:
 
   .. math:: y = Q_x(x) \, Q_w(W)^\top, \qquad
      \bar{x} = \bar{y} \, Q_w(W), \qquad \bar{W} = \bar{y}^\top Q_x(x)

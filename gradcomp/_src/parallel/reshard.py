@@ -112,17 +112,16 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
   move = _move(given, spec, x.ndim, codec)
   if not outside:
     axes.require_size(move.axis_name)
-  path = _Path(move, given, spec, lies.mesh) if outside else None
-  run = move.run if path is None else path.run
+  way: Any = _Path(move, given, spec, lies.mesh) if outside else move
   if residual is not None:
     refuse = functools.partial(_refuse, residual.shape)
-    refused = jax.custom_vjp(run)
+    refused = jax.custom_vjp(way.run)
     refused.defvjp(refuse, refuse)
     return refused(x, key, residual)
-  if path is None:
-    return run(x, key)[0]
-  back = lambda key, cotangent: (path.pull(cotangent, key), None)
-  return options.transposed(lambda x, key: (run(x, key)[0], key), back, x, key)
+  if not outside:
+    return way.run(x, key)[0]
+  back = lambda key, cotangent: (way.pull(cotangent, key), None)
+  return options.transposed(lambda x, key: (way.run(x, key)[0], key), back, x, key)
 
 
 def _refuse(shape: tuple[int, ...], *_: Any) -> Any:

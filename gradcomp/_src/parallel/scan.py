@@ -85,9 +85,8 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     body: ``(carry, layer) -> (carry, y)``, as for ``lax.scan``. Put ``jax.vmap`` over
       examples inside of it.
     carry: the input of the first layer, each worker's own.
-    layers: a tree of arrays that stack all layers on their first axes, ``[L, ...]``,
-      equal on all workers, or this worker's shards. Only floats have gradients and
-      shards.
+    layers: a tree of arrays that stack layers on first axes, ``[L, ...]``, equal on all
+      workers, or this worker's shards. Only floats have gradients and shards.
     axis_name: the axis of the enclosing map, or a tuple of axes.
     codec: the codec of the gradients. Sparse codecs and ``OneBit`` need a residual, and
       sparse ones do not send shards.
@@ -102,8 +101,7 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
       one host differ.
     residual: the rounding errors of earlier steps, in ``float32``; None drops them. The
       first one is ``compress_in_scan(..., feedback="error").init(layers).residual``, or
-      ``gather_residual(w, axis_name=axis_name, axis=axis + 1)`` of each array of
-      shards.
+      ``gather_residual(w, axis_name=axis_name, axis=axis + 1)`` of each shard.
     policy: of ``jax.checkpoint``; None saves only the inputs of layers.
     key: a key that all workers share, another one for each step, if a codec draws
       random numbers. Layer l folds in l, and in shards its arrays then their numbers.

@@ -161,7 +161,7 @@ class LayerScan:
         found = found._replace(kept=found.kept._replace(leaves=leaves))
       return cotangent, found, more, pending
 
-    found = Given(*zeros_of(trees.trainable(given[:3])), key=None)
+    found: Given = zeros_of(trees.trainable(given._replace(key=None, whole=None)))
     # With the messages of layers above, by the number of their stages that have run.
     state: Any = cotangent, found, asked, [None] * depth
     # A message of no layer would cost bytes: the loop starts when each stage has one,

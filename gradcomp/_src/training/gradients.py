@@ -107,8 +107,7 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
   each worker's is divided by N, and their sum is the gradient of the whole batch. A
   float16 gradient becomes float32 before, and ``update`` returns float16 again, if it
   is given the parameters. The loss must not close over arrays of the mesh: make them
-  arguments, or leaves of a ``jax.tree_util.Partial`` or of another callable that is a
-  tree.
+  arguments, or leaves of a ``jax.tree_util.Partial`` or another callable tree.
 
   Under Auto axes, other axes stay with the compiler. Each gradient is a
   :class:`gradcomp.PerWorker` with the gradients of all workers, which ``update`` takes.
@@ -127,8 +126,7 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
 
   as on one device. A worker's gradient is :math:`N \sum_j \nabla S_{ij} / \sum_{ij}
   W_{ij}`, with a mean over workers that is that gradient. Workers learn the sum of
-  weights from 4 bytes. Weights are not differentiated; if all are zero, sums are
-  divided by 1.
+  weights from 4 bytes. Weights have no gradient; if all are zero, the divisor is 1.
 
   Args:
     loss_fn: returns the mean loss over the worker's part of the batch.
@@ -164,8 +162,7 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     ValueError: an option is bad; when called, the axis is not bound, or parts of a
       batch would not be equal; under Explicit axes, no argument is sharded over the
       axis, or a differentiated one is; or under Auto axes, ``param_specs`` are missing,
-      another array is as long as the batches, or the loss has a ``jax.shard_map`` over
-      the axis.
+      another array is as long as the batches, or the loss maps over the axis.
     NotImplementedError: by JAX, with a note: the loss closes over an array of the mesh.
     TypeError: when called, ``argnums`` has no array of floats, a weight is missing, an
       averaged ``aux`` is no number, or ``param_specs`` are no specs.

@@ -31,17 +31,15 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
 
   It is ``step(params, opt_state, batch, *extra) -> (params, opt_state, metrics)``; with
   a model state ``step(params, opt_state, model_state, batch, *extra) -> (params,
-  opt_state, model_state, metrics)``. ``step.lower`` and ``step.trace`` take the same
-  arguments.
+  opt_state, model_state, metrics)``. ``step.lower`` and ``step.trace`` take the same.
 
   Parameters and ``extra`` arguments are replicated over the axis; every array of
   ``batch`` is sharded on its first axis. Put the parameters on the mesh first, by
   ``jax.device_put``, or the second step compiles again.
 
   ``metrics["loss"]``, and ``metrics["aux"]`` with ``has_aux``, are means over the
-  workers. With local steps, gradients are computed at each worker's own parameters, the
-  step returns the shared ones, and the loss, ``aux`` and ``"gradient_norm"`` have a
-  first axis of N.
+  workers. With local steps, gradients are those at a worker's own parameters, the step
+  returns shared ones, and loss, ``aux`` and ``"gradient_norm"`` have a first axis of N.
 
   The optimizer's ``update`` also gets ``value``, ``value_fn`` or ``obj_fn``, and
   ``grad``, as ``optax.polyak_sgd`` or ``optax.lbfgs`` need: means over the workers,

@@ -1,7 +1,7 @@
 """The optimizer's step on a worker's rows of each leaf, and its measures."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.parallel.zero.elementwise import Program, alike
 from gradcomp._src.parallel.zero.leaf_rows import LeafRows, Rows
 
-Optimizer = optax.GradientTransformationExtraArgs
+Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 class Inner:

@@ -101,13 +101,13 @@ class LeafRows:
     """Masks of the places of this worker's rows that hold elements, not padding."""
     worker, found = lax.axis_index(self.workers.axis_name), list[Any]()
     for codec, _, like, (share, *tile) in self._places:
-      size, mask = codec.tile_size, np.True_
+      size = codec.tile_size
+      found.append(np.True_)
       if like.size != self.workers.size * share * size:
         row = lines.own_rows(share, worker).reshape(-1, *[1] * len(tile))
         whole, rest = divmod(like.size, size)
         count = jnp.where(row < whole, size, jnp.where(row == whole, rest, 0))
-        mask = np.arange(size).reshape(tile) < count
-      found.append(mask)
+        found[-1] = np.arange(size).reshape(tile) < count
     return found
 
   def to_all(self, rows: Rows) -> tuple[list[jax.Array], Rows]:

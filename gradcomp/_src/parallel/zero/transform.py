@@ -1,6 +1,5 @@
 """``zero``: each worker runs the optimizer on an Nth of the parameters (ZeRO)."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -99,8 +98,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     ValueError: an option is bad; a codec is sparse, or of low rank; or ``params`` has
       no scale of its own, or always draws. In ``init``: the number of workers is
       unknown; ``inner`` mixes elements, or draws; or parameters are sharded over the
-      axis. In ``update``: no parameters; another state; or gradients are already
-      reduced.
+      axis. In ``update``: no parameters; another state; or reduced gradients.
 
   Example:
     >>> codec = gradcomp.codecs.QSGD(bits=4)
@@ -136,19 +134,6 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     plan = parts.plan(leaves, compression.paths_of(tree), across, workers)
     return leaf_rows.share_rows(plan, of_updates, parts.min_leaf_size, workers)
 
-  def first_rows(
-    complexes: Sequence[bool], others: Sequence[tuple[str, ...]], tree: Any
-  ) -> tuple[Any, Any]:
-    """Returns a worker's first unsent rows, zeros, and the first state of ``inner``."""
-    leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
-    count = mesh_axes.bound_size(axes) or 1
-    across = place.Place(axes, False, others)
-    rows = shared(leaves, tree, across, collectives.Workers(axes, count, 1 / count))
-    master = rows.owned(leaves)
-    zeros = [elementwise.alike(jnp.float32(0), x)[0] for x in master]
-    seen = inners.Inner(inner, inputs.whole(tree, complexes), rows.axes)
-    return rows.as_state(tree, zeros), seen.first(master)
-
   def init_fn(tree: Any) -> ZeroState:
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(tree)]
     tree = jax.tree.map(inputs.pairs, tree)
@@ -157,7 +142,18 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     if not complexes:
       return ZeroState(gradients, tree, inner.init(tree))
     others = [types.other_axes(x, axes) for x in jax.tree.leaves(tree)]
-    first = functools.partial(first_rows, complexes, others)
+
+    def first(tree: Any) -> tuple[Any, Any]:
+      """Returns a worker's first unsent rows, zeros, and the first inner state."""
+      leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
+      count = mesh_axes.bound_size(axes) or 1
+      across = place.Place(axes, False, others)
+      rows = shared(leaves, tree, across, collectives.Workers(axes, count, 1 / count))
+      master = rows.owned(leaves)
+      zeros = [elementwise.alike(jnp.float32(0), x)[0] for x in master]
+      seen = inners.Inner(inner, inputs.whole(tree, complexes), rows.axes)
+      return rows.as_state(tree, zeros), seen.first(master)
+
     unknown = "which Nth of the parameters a worker owns"
     placed = jax.tree.map(types.typed_spec, tree)
     rows = first_state.make_own(first, tree, axes, unknown, placed)
@@ -229,8 +225,7 @@ def _check_codecs(grads: Any, params: Any) -> None:
         f"`{name}` must send all elements, got the sparse codec {given}; use a "
         "quantizer like gradcomp.codecs.QSGD(bits=4)."
       )
-  refusal = grads.facts.naming(grads).refusals.get("owned")
-  if refusal:
+  if refusal := grads.facts.naming(grads).refusals.get("owned"):
     raise ValueError(
       f"`grads` must be a codec that owners of rows can add, not {refusal}"
     )
