@@ -1,7 +1,6 @@
 """The layers of a train step that the loss gives to its ``scan``."""
 
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -70,9 +69,7 @@ class ScannedLayers(NamedTuple):
         floats, rest = trees.split(tree)
         given, treedef = jax.tree.flatten(floats)
         same = [any(x is y for y in known) for x in given]
-        if (
-          called or len(given) != len(known) or not all(map(operator.is_, given, known))
-        ):
+        if called or list(map(id, given)) != list(map(id, known)):
           raise ValueError(
             "`scan` must be called once, with all layers of compress_in_scan as they "
             f"are in the parameters, got {sum(same)} of {len(known)} in "
@@ -122,12 +119,10 @@ def scanned_layers(
   optimizer: optax.GradientTransformation, params: Any, opt_state: Any, takes: bool
 ) -> ScannedLayers | None:
   """Returns the layers of ``compress_in_scan`` in an optimizer, if the loss scans."""
-  leaves, treedef = jax.tree.flatten(params)
-  init = lambda leaves: optimizer.init(jax.tree.unflatten(treedef, leaves))
   if not _states_in(opt_state) and not takes:
     return None
   with study.STUDY(study.Study()):
-    jaxpr = jax.make_jaxpr(init)(leaves).jaxpr
+    jaxpr = jax.make_jaxpr(optimizer.init)(params).jaxpr
   notes = [x for x in jaxpr.eqns if x.primitive is study.NOTE]
   found = [x for x in notes if isinstance(x.params["about"], ScanOptions)]
   if len(found) != 1 or not takes:
