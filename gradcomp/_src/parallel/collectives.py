@@ -235,8 +235,7 @@ def sum_gradients(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Arra
 
 def total_by_owners(x: jax.Array, wire: Wire, key: Key) -> tuple[jax.Array, ...]:
   """Returns the sum, equal on all workers, own parts, ``[N, share]``, and own sum."""
-  flat = x.reshape(-1)
-  parts = jnp.pad(flat, (0, -flat.size % wire.size)).reshape(wire.size, -1)
+  parts = jnp.pad(x.reshape(-1), (0, -x.size % wire.size)).reshape(wire.size, -1)
   own = transport.reduce_encoded(parts, wire, key, stage=True)
   workers = collectives.Workers(wire.axis_name, wire.size, 1.0)
   name = collectives.final_stage(x.size, workers)

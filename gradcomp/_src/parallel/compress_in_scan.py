@@ -60,29 +60,30 @@ def compress_in_scan(
     (Array(6., dtype=float32), Array([0.5, 2. ], dtype=float32))
   """
   told = dict(locals())
-  names = axes.axis_names(axis_name)
+  axis_name = axes.as_axis_name(axes.axis_names(axis_name))
   rule = feedbacks.as_feedback(feedback, codec)
   if rule not in (feedbacks.NoFeedback(), feedbacks.ErrorFeedback()):
     raise ValueError(
       '`feedback` must be None, "auto" or "error" for layers in a scan, whose '
       f"residuals are float32, got {feedback!r}; put momentum after the exchange."
     )
-  options = ScanOptions(codec, axes.as_axis_name(names), exchange, rule.keeps, policy)
-
-  def first(nothing: CompressState, params: Any) -> CompressState:
-    way = scan_exchanges.layer_options(names, codec, exchange, keeps=True)
-    length, layer = first_layer("layers", scan_loop.zeros_of(params), options.axis_name)
-    kept = scan_exchanges.mean_exchange(way, layer, is_sum=False).first()
-    stacked = lambda x: jnp.broadcast_to(x, (length, *x.shape))
-    return _with_kept(nothing, jax.tree.map(stacked, kept), params)
+  options = ScanOptions(codec, axis_name, exchange, rule.keeps, policy)
 
   def init_fn(params: Any) -> ScanState:
     study.note(options, *jax.tree.leaves(params))
+
+    def first(nothing: CompressState) -> CompressState:
+      way = scan_exchanges.layer_options(axis_name, codec, exchange, keeps=True)
+      zeros = scan_loop.zeros_of(params)  # whose values do not matter
+      length, layer = first_layer("layers", zeros, axis_name)
+      kept = scan_exchanges.mean_exchange(way, layer, is_sum=False).first()
+      stacked = lambda x: jnp.broadcast_to(x, (length, *x.shape))
+      return _with_kept(nothing, jax.tree.map(stacked, kept), params)
+
     kept: Any = CompressState(*[None] * 4)  # type: ignore[arg-type]
     if options.keeps:
-      of_worker = lambda nothing: first(nothing, params)  # whose values do not matter
       unknown = "how many workers keep a residual"
-      kept = first_state.make_own(of_worker, kept, options.axis_name, unknown)
+      kept = first_state.make_own(first, kept, axis_name, unknown)
     count = jnp.zeros([], jnp.int32)
     return ScanState(kept._replace(count=count, key=states.seed_words(key)))
 
@@ -96,8 +97,8 @@ def compress_in_scan(
     if study.is_study():
       return _studied(options, updates, state.layers), state
     what = "gradcomp.parallel.compress_in_scan"
-    agreement.require_agreement(what, told, updates, options.axis_name)
-    for path, own, _ in place.leaves_cut(updates, names, types.varying_axes):
+    agreement.require_agreement(what, told, updates, axis_name)
+    for path, own, _ in place.leaves_cut(updates, axis_name, types.varying_axes):
       raise ValueError(
         f"`updates`{path} must be the mean that a scan makes, but it differs between "
         f"the workers of {own}; take the step by gradcomp.make_train_step, with a loss "

@@ -59,8 +59,7 @@ def mean_of_workers(tree: Any, axis_name: AxisName | None) -> Any:
     if jnp.issubdtype(x.dtype, _KEY):
       data = first(jax.random.key_data(x))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    alone = lax.axis_index(axis_name) == 0
-    return psum(jnp.where(alone, x, jnp.zeros_like(x)), axis_name)
+    return psum(jnp.where(lax.axis_index(axis_name) == 0, x, 0), axis_name)
 
   leaves, treedef = jax.tree.flatten(tree)
   means = iter(pmean([x for x in leaves if not _counts(x)], axis_name))
@@ -214,6 +213,5 @@ def _mean_weight(weight: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
 
 def _is_number(x: Any, kind: Any) -> bool:
-  if x is None or not jax.tree_util.all_leaves([x]) or jnp.shape(x):
-    return False
-  return bool(jnp.issubdtype(jnp.result_type(x), kind))
+  is_scalar = x is not None and jax.tree_util.all_leaves([x]) and not jnp.shape(x)
+  return bool(is_scalar and jnp.issubdtype(jnp.result_type(x), kind))

@@ -228,9 +228,8 @@ def make_train_step(
     Array(16., dtype=float32)
   """
   options = instance_of("options", TrainOptions, options)
-  frozen = closures.optimizer_with_note(allow_frozen(optimizer))
   one_worker = worker.WorkerStep(
-    optimizer=frozen,
+    optimizer=closures.optimizer_with_note(allow_frozen(optimizer)),
     studied=optimizer,
     axis_name=axis_name,
     options=options,
