@@ -165,8 +165,7 @@ class _Move(NamedTuple):
       unsent = transport.loss_of(parts, wire, key)
       again = transport.loss_of(own[None], wire, collectives.owner_key(wire, key))[0]
       # The owner sends the error of its sum in the next step, like its own.
-      mine = transport.mine(lax.axis_index(wire.axis_name), unsent)
-      unsent = unsent + jnp.where(mine, again, 0.0)
+      unsent = unsent + jnp.where(transport.mine(wire, unsent), again, 0.0)
       unsent = unsent.reshape(-1)[: x.size].reshape(x.shape) + rest / wire.size
     else:
       shards = transport.gather_encoded(corrected, wire, key)

@@ -63,11 +63,10 @@ def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
   return lax.bitcast_convert_type(x, dtype) if bits else x.astype(dtype)
 
 
-def _encode(codec: Codec, x: jax.Array, key: Key, worker: jax.Array) -> Payload:
+def _encode(codec: Codec, x: jax.Array, key: Any, worker: jax.Array) -> Payload:
   """Encodes an array by a key that all workers share, ``uint32[2]``."""
   context = Context()
   if codec.needs_key:
-    assert key is not None
     context = Context(threefry.fold_key(key, worker), dithers.dither(key, worker))
   return protocol.payload_of(codec, x.astype(jnp.float32), context)
 
@@ -77,8 +76,7 @@ def arrived(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:
   arrays = from_lines(lines, own.shape[1:], wire.codec)
   if wire.own == "coded":
     return arrays
-  at = mine(lax.axis_index(wire.axis_name), arrays)
-  return jnp.where(at, own.astype(jnp.float32), arrays)
+  return jnp.where(mine(wire, arrays), own.astype(jnp.float32), arrays)
 
 
 def once_more(
@@ -168,8 +166,7 @@ def own_part(
   if old is None:
     return fitted(total, dtype), None
   narrow, rest = narrowed(total, dtype)
-  own = mine(lax.axis_index(wire.axis_name), unsent)
-  new = concat(unsent + jnp.where(own, rest, 0.0), axis)
+  new = concat(unsent + jnp.where(mine(wire, unsent), rest, 0.0), axis)
   return narrow, jnp.where(jnp.isfinite(new), new, old)
 
 
@@ -202,6 +199,7 @@ def concat(parts: jax.Array, axis: int) -> jax.Array:
   return jnp.moveaxis(parts, 0, axis).reshape(shape)
 
 
-def mine(worker: jax.Array, arrays: jax.Array) -> jax.Array:
+def mine(wire: Wire, arrays: jax.Array) -> jax.Array:
   """Masks the array of this worker: ``bool[N, 1, ...]``."""
-  return (jnp.arange(arrays.shape[0]) == worker).reshape(-1, *[1] * (arrays.ndim - 1))
+  own = jnp.arange(arrays.shape[0]) == lax.axis_index(wire.axis_name)
+  return own.reshape(-1, *[1] * (arrays.ndim - 1))

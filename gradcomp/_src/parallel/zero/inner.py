@@ -57,7 +57,7 @@ class Inner:
     """Runs the optimizer on the master of a worker's rows, ``seen`` plus ``unsent``."""
     # Returns the new master and state, old where not finite, and the master less the
     # parameters of all workers, NaN where not finite.
-    held, given = jax.tree.flatten(state, is_leaf=states.is_rows)
+    given: Any = jax.tree.structure(state, is_leaf=states.is_rows)
     if given != self._state:
       raise ValueError(
         f"`state.inner_state` must be that of `inner`, {self._state}, got {given}; "
@@ -65,8 +65,7 @@ class Inner:
       )
     with jax.named_scope("gradcomp_inner"):
       master = list(map(jnp.add, seen, unsent))
-      one = lambda x: next(iter(x.arrays.values())) if states.is_rows(x) else x
-      old = list(map(one, held))
+      old = jax.tree.leaves(state)
       found = self._update([*means, *old, *master, *self._extra])
       after, finite, lacking = [], [], []
       columns = means, found[: len(means)], master, seen, rows.elements
