@@ -224,9 +224,8 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
     Rouhani et al., `2023 <https://arxiv.org/abs/2310.10537>`_, section 3
   """
   wire = options.shard_wire(axis_name, params, grads, residual)
-  of_w, of_x = wire.codec, wire.codec.to_nearest()
-  if inputs is not None:
-    of_x = policy.stateless("inputs", inputs)
+  of_w = wire.codec
+  of_x = of_w.to_nearest() if inputs is None else policy.stateless("inputs", inputs)
   key = options.checked_key(key, of_w, wire.backward, of_x)
   x = options.checked_floats(x, real=True)
   w = options.checked_floats(w_shard, "w_shard", real=True)

@@ -57,8 +57,7 @@ class Program:
     facts = zip(arrays, self.given, self.closed.in_avals, strict=True)
     values = [_Value(x, leaf, not (leaf is None and y.ndim)) for x, leaf, y in facts]
     found = self._run(self.closed, values)
-    results = zip(found, self.results, self.closed.out_avals, strict=True)
-    return [self._result(*result) for result in results]
+    return list(map(self._result, found, self.results, self.closed.out_avals))
 
   def check(self) -> None:
     """Raises the error of a call, and computes nothing."""
