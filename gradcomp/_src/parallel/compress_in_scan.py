@@ -18,7 +18,7 @@ from gradcomp._src.core.state import CompressState, Kept, ScanState
 from gradcomp._src.exchange import auto, protocol
 from gradcomp._src.mesh import agreement, axes, place, study, types
 from gradcomp._src.parallel import scan_exchanges, scan_loop
-from gradcomp._src.parallel.scan import first_layer, scan
+from gradcomp._src.parallel.scan import first_layer
 
 
 def compress_in_scan(
@@ -119,18 +119,13 @@ def compress_in_scan(
 
 @dataclasses.dataclass(frozen=True)
 class ScanOptions:
-  """The options of layers in a scan."""
+  """The options of :func:`scan` for layers, which has a key in each step."""
 
   codec: LeafCodec
   axis_name: axes.AxisName
   exchange: auto.ExchangeName | auto.Auto | protocol.Exchange
   keeps: bool  # whether there is a residual
   policy: Callable[..., bool] | None
-
-  def scan(self, *given: Any, residual: Kept | None, key: jax.Array) -> Any:
-    """Scans over the layers of a step, which has its own key."""
-    way = {name: value for name, value in vars(self).items() if name != "keeps"}
-    return scan(*given, residual=residual, key=key, **way)
 
 
 def _with_kept(state: CompressState, kept: Kept | None, like: Any) -> CompressState:

@@ -1,8 +1,8 @@
 """The layers of a train step that the loss gives to its ``scan``."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from gradcomp._src.core.state import ScanState, is_scan
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.mesh import param_specs, study, trees, types
 from gradcomp._src.mesh.specs import axes_in, is_spec
+from gradcomp._src.parallel import scan as scans
 from gradcomp._src.parallel.compress_in_scan import ScanOptions
-from gradcomp._src.training.loss_form import LossForm
+from gradcomp._src.training.loss_form import Function, LossForm
 
 _IN_OPTIMIZER = (
   'optax.partition({"layers": gradcomp.parallel.compress_in_scan(...), "others": '
@@ -31,70 +32,64 @@ def takes_scan(loss_fn: Callable[..., Any]) -> bool:
     return False
 
 
-class ScannedLayers(NamedTuple):
-  """The layers among the leaves of parameters, and the options of their exchange."""
+def value_and_grad(
+  loss_fn: Function, form: LossForm, scanned: Any, opt_state: Any, *args: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+  """Returns a worker's value, gradients (means of layers), and args of ``update``."""
+  # `scanned` is what scanned_layers returns.
+  (options, places), (params, *rest) = scanned, args
+  (state,) = _states_in(opt_state)
+  key = fold_key(state.layers.key, state.layers.count)
+  leaves, treedef = jax.tree.flatten(params)
+  specs = jax.tree.leaves(param_specs.shards_of(params)[0], is_leaf=is_spec)
+  if cut := axes_in([specs[i] for i in places] if specs else []):
+    raise ValueError(
+      "`params` must have layers that no Auto axis shards where the loss scans them, "
+      "because words would be sent over it, got layers sharded over "
+      f"{sorted(cut)}; call gradcomp.parallel.scan in a jax.shard_map over all "
+      "axes of the mesh."
+    )
+  paths = [jax.tree_util.keystr(x) for x, _ in tree_leaves_with_path(params)]
+  # Leaves by their numbers.
+  layers = {i: leaves[i] for i in places}
+  others = {i: x for i, x in enumerate(leaves) if i not in layers}
+  together = lambda x: jax.tree.unflatten(treedef, [x[i] for i in sorted(x)])
 
-  options: ScanOptions
-  places: Sequence[int]  # of the layers, in their order
+  def loss(parts: Any, *args: Any) -> Any:
+    others, layers, residual = parts
+    seen = {i: _only_in_scan(paths[i], x) for i, x in layers.items()}
+    known, called = [*seen.values()], list[bool]()
 
-  def value_and_grad(
-    self, loss_fn: Callable[..., Any], form: LossForm, opt_state: Any, *args: Any
-  ) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns a worker's value, gradients (means of layers), and args of ``update``."""
-    params, *rest = args
-    (state,) = _states_in(opt_state)
-    key = fold_key(state.layers.key, state.layers.count)
-    axes = self.options.axis_name
-    leaves, treedef = jax.tree.flatten(params)
-    specs = jax.tree.leaves(param_specs.shards_of(params)[0], is_leaf=is_spec)
-    if cut := axes_in([specs[i] for i in self.places] if specs else []):
-      raise ValueError(
-        "`params` must have layers that no Auto axis shards where the loss scans them, "
-        "because words would be sent over it, got layers sharded over "
-        f"{sorted(cut)}; call gradcomp.parallel.scan in a jax.shard_map over all "
-        "axes of the mesh."
-      )
-    paths = [jax.tree_util.keystr(x) for x, _ in tree_leaves_with_path(params)]
-    # Leaves by their numbers.
-    layers = {i: leaves[i] for i in self.places}
-    others = {i: x for i, x in enumerate(leaves) if i not in layers}
-    together = lambda x: jax.tree.unflatten(treedef, [x[i] for i in sorted(x)])
-
-    def loss(parts: Any, *args: Any) -> Any:
-      others, layers, residual = parts
-      seen = {i: _only_in_scan(paths[i], x) for i, x in layers.items()}
-      known, called = [*seen.values()], list[bool]()
-
-      def scan(body: Any, carry: Any, tree: Any) -> Any:
-        floats, rest = trees.split(tree)
-        given, treedef = jax.tree.flatten(floats)
-        same = [any(x is y for y in known) for x in given]
-        if called or list(map(id, given)) != list(map(id, known)):
-          raise ValueError(
-            "`scan` must be called once, with all layers of compress_in_scan as they "
-            f"are in the parameters, got {sum(same)} of {len(known)} in "
-            f"{'another' if called else 'this'} call, and {len(same) - sum(same)} "
-            "other arrays of floats; cast layers in the body, and close over other "
-            "arrays."
-          )
-        called.append(True)
-        whole = trees.combine(jax.tree.unflatten(treedef, [*layers.values()]), rest)
-        return self.options.scan(body, carry, whole, residual=residual, key=key)
-
-      result = loss_fn(together(others | seen), *args, scan=scan)
-      if not called:
+    def scan(body: Any, carry: Any, tree: Any) -> Any:
+      floats, rest = trees.split(tree)
+      given, treedef = jax.tree.flatten(floats)
+      same = [any(x is y for y in known) for x in given]
+      if called or list(map(id, given)) != list(map(id, known)):
         raise ValueError(
-          "`loss_fn` must call the `scan` that it is given, as scan(body, carry, "
-          "layers), or no gradient of its layers is exchanged; call it, or take "
-          "gradcomp.compress in place of compress_in_scan."
+          "`scan` must be called once, with all layers of compress_in_scan as they are "
+          f"in the parameters, got {sum(same)} of {len(known)} in "
+          f"{'another' if called else 'this'} call, and {len(same) - sum(same)} other "
+          "arrays of floats; cast layers in the body, and close over other arrays."
         )
-      return result
+      called.append(True)
+      whole = trees.combine(jax.tree.unflatten(treedef, [*layers.values()]), rest)
+      way = {name: x for name, x in vars(options).items() if name != "keeps"}
+      return scans.scan(body, carry, whole, residual=residual, key=key, **way)
 
-    # Layers stay typed as equal on all workers, and so do their means.
-    parts = types.mark_varying(others, axes), layers, state.residual
-    value, grads = form.value_and_grad(loss, axes)(parts, *rest)
-    kept = {"scan_residual": grads[2]} if self.options.keeps else {}
-    return value, together(grads[0] | grads[1]), kept
+    result = loss_fn(together(others | seen), *args, scan=scan)
+    if not called:
+      raise ValueError(
+        "`loss_fn` must call the `scan` that it is given, as scan(body, carry, "
+        "layers), or no gradient of its layers is exchanged; call it, or take "
+        "gradcomp.compress in place of compress_in_scan."
+      )
+    return result
+
+  # Layers stay typed as equal on all workers, and so do their means.
+  parts = types.mark_varying(others, options.axis_name), layers, state.residual
+  value, grads = form.value_and_grad(loss, options.axis_name)(parts, *rest)
+  kept = {"scan_residual": grads[2]} if options.keeps else {}
+  return value, together(grads[0] | grads[1]), kept
 
 
 def _only_in_scan(path: str, x: jax.Array) -> jax.Array:
@@ -117,8 +112,8 @@ def _only_in_scan(path: str, x: jax.Array) -> jax.Array:
 
 def scanned_layers(
   optimizer: optax.GradientTransformation, params: Any, opt_state: Any, takes: bool
-) -> ScannedLayers | None:
-  """Returns the layers of ``compress_in_scan`` in an optimizer, if the loss scans."""
+) -> tuple[ScanOptions, list[int]] | None:
+  """Returns the options of scanned layers, and their places among the parameters."""
   if not _states_in(opt_state) and not takes:
     return None
   with study.STUDY(study.Study()):
@@ -140,7 +135,7 @@ def scanned_layers(
       "`optimizer` must give compress_in_scan the parameters as they are, but a "
       "transformation around its init changes them; put it after the exchange."
     )
-  return ScannedLayers(found[0].params["about"], places)
+  return found[0].params["about"], places
 
 
 def check_alone(opt_state: Any, options: dict[str, bool]) -> None:

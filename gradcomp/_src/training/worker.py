@@ -148,7 +148,7 @@ class WorkerStep:
     if layers is not None:
       used = {"accumulate": count > 1, "local_steps": axis_name != together}
       scanned.check_alone(given.opt_state, used | {"inspect": inspect})
-      found = layers.value_and_grad(loss_fn, form, given.opt_state, at, *rest)
+      found = scanned.value_and_grad(loss_fn, form, layers, given.opt_state, at, *rest)
       (loss, (model_state, aux)), grads, kept = found
     else:
       at = types.mark_varying(at, axis_name)
