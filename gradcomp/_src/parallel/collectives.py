@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src import checks
+from gradcomp._src.codecs.sums import tiles
 from gradcomp._src.exchange import collectives
 from gradcomp._src.mesh import axes, types
 from gradcomp._src.parallel import options, transport
@@ -236,10 +237,13 @@ def sum_gradients(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Arra
 def total_by_owners(x: jax.Array, wire: Wire, key: Key) -> tuple[jax.Array, ...]:
   """Returns the sum, equal on all workers, own parts, ``[N, share]``, and own sum."""
   parts = jnp.pad(x.reshape(-1), (0, -x.size % wire.size)).reshape(wire.size, -1)
-  own = transport.reduce_encoded(parts, wire, key, stage=True)
+  received = transport.exchange_encoded(parts, wire, key, stage=True)
+  own = tiles.sum_in_order(lambda part: part, received)
   workers = collectives.Workers(wire.axis_name, wire.size, 1.0)
   name = collectives.final_stage(x.size, workers)
-  every = transport.gather_encoded(own, wire, owner_key(wire, key), name)
+  line = transport.to_lines(own[None], wire, owner_key(wire, key))[0]
+  lines = collectives.gather(line, wire.axis_name, name)
+  every = transport.gathered(lines, wire, own)
   return every.reshape(-1)[: x.size].reshape(x.shape), parts, own
 
 
@@ -252,7 +256,8 @@ def _gathered(
   x: jax.Array, wire: Wire, key: Key, *, axis: int, to: To = "varying"
 ) -> jax.Array:
   """Concatenates all workers' arrays along an axis."""
-  whole = transport.concat(transport.gather_encoded(x, wire, key), axis)
+  lines = transport.gather_lines(x, wire, key)
+  whole = transport.concat(transport.gathered(lines, wire, x), axis)
   return types.mark_varying(whole, wire.axis_name) if to == "varying" else whole
 
 

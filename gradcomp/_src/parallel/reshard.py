@@ -168,8 +168,10 @@ class _Move(NamedTuple):
       unsent = unsent + jnp.where(transport.mine(wire, unsent), again, 0.0)
       unsent = unsent.reshape(-1)[: x.size].reshape(x.shape) + rest / wire.size
     else:
-      shards = transport.gather_encoded(corrected, wire, key)
-      shards, rest = dtypes.narrowed(shards, x.dtype)
+      lines = transport.gather_lines(corrected, wire, key)
+      shards, rest = dtypes.narrowed(
+        transport.gathered(lines, wire, corrected), x.dtype
+      )
       result = transport.concat(shards, self.axis)
       unsent = transport.loss_of(corrected[None], wire, key)[0]
       unsent = unsent + rest[lax.axis_index(self.axis_name)]

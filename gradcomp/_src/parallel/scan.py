@@ -220,7 +220,7 @@ def _with_closed(
 
 def _check_shards(back: Any, way: Any, axis_name: axes.AxisName, inner: Any) -> None:
   """Raises ValueError for options with which shards are not sent."""
-  scan_exchanges.refuse_repeats(back, back)
+  scan_exchanges.refuse_repeats(back, back, "gradient", "")
   if way != "auto":
     raise ValueError(
       "`exchange` must be left out for layers in shards, whose gradients go to their "

@@ -60,9 +60,7 @@ def layer_options(
   return made
 
 
-def refuse_repeats(
-  facts: Any, codec: Any, layer: str = "gradient", more: str = ""
-) -> None:
+def refuse_repeats(facts: Any, codec: Any, layer: str, more: str) -> None:
   """Raises ValueError for a plan or a codec that may send a step once more."""
   if step.by_fallbacks(facts) != facts:
     raise ValueError(

@@ -88,16 +88,17 @@ class LayerScan:
 
   def _walk(self, run: Any, carry: Any, given: Given) -> tuple[Any, Any, Any]:
     """Runs all layers; returns results, all that ``run`` saves, and the last parts."""
+    ask = lambda i: self.source.ask(_at(given.read, i), _key(given, i))
 
     def step(state: Any, i: Any, last: bool = False) -> Any:
       carry, asked = state
-      more = asked if last else self._ask(given, i + 1)
+      more = asked if last else ask(i + 1)
       layer = self.source.layer(_at(given.read, i), asked)
       (carry, y), beside = run(given.closed, carry, layer)
       return (carry, more), (y, beside, None if last else self.source.keep(asked))
 
     inside = self.length - self.source.ahead
-    state = carry, self._ask(given, 0)
+    state = carry, ask(0)
     numbers = jnp.arange(inside, dtype=jnp.int32)
     state, (ys, beside, kept) = lax.scan(step, state, numbers)
     behind = []
@@ -107,9 +108,6 @@ class LayerScan:
       behind.append(own)
     carry, asked = state
     return (carry, ys), (beside, kept, behind), asked
-
-  def _ask(self, given: Given, i: Any) -> Any:
-    return self.source.ask(_at(given.read, i), _key(given, i))
 
   def _linearized(self, closed: Any, carry: Any, layer: Any) -> tuple[Any, Any]:
     """Returns the outputs of a layer, and the pull of its cotangents."""

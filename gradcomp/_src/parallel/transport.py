@@ -88,25 +88,16 @@ def once_more(
   return otherwise((first,), again, wire.codec, wire.axis_name, alike=False)[0]
 
 
-def gather_encoded(
-  x: jax.Array, wire: Wire, key: Key, name: str | None = None
-) -> jax.Array:
-  """Sends an array to all workers; returns all of them, ``float32[N, *x.shape]``."""
-  return gathered(gather_lines(x, wire, key, name), wire, x)
-
-
 def gathered(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:
-  """Decodes the lines that all workers have sent of arrays like their ``own``."""
+  """Decodes the lines of all workers' arrays like their own, ``[N, *own.shape]``."""
   send = lambda wire: arrived(gather_lines(own, wire, None), wire, own[None])
   return once_more(arrived(lines, wire, own[None]), wire, send)
 
 
-def gather_lines(
-  x: jax.Array, wire: Wire, key: Key, name: str | None = None
-) -> jax.Array:
+def gather_lines(x: jax.Array, wire: Wire, key: Key) -> jax.Array:
   """Sends an array to all workers; returns all of them still encoded, ``[N, M]``."""
   line = to_lines(x[None], wire, key)[0]
-  name = collectives.as_floats(x.size, wire.axis_name) if name is None else name
+  name = collectives.as_floats(x.size, wire.axis_name)
   return collectives.gather(line, wire.axis_name, name)
 
 
@@ -130,14 +121,6 @@ def exchange_encoded(
   return once_more(send(wire), wire, send)
 
 
-def reduce_encoded(
-  parts: jax.Array, wire: Wire, key: Key, *, stage: bool = False
-) -> jax.Array:
-  """Adds part d of all workers at worker d, in float32 and in the order of workers."""
-  received = exchange_encoded(parts, wire, key, stage=stage)
-  return sum_in_order(lambda part: part, received)
-
-
 def reduce_parts(
   x: jax.Array, residual: Any, wire: Wire, key: Key, axis: int
 ) -> tuple[jax.Array, Any]:
@@ -145,7 +128,7 @@ def reduce_parts(
   sent = x.astype(jnp.float32)
   old = None if residual is None else residual.astype(jnp.float32)
   parts = split_parts(sent if old is None else sent + old, axis, wire.size)
-  total = reduce_encoded(parts, wire, key)
+  total = sum_in_order(lambda part: part, exchange_encoded(parts, wire, key))
   unsent = None if old is None else loss_of(parts, wire, key)
   own, new = own_part(total, unsent, old, x.dtype, wire, axis)
   return own, None if new is None else new.astype(residual.dtype)

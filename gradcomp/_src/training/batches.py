@@ -1,6 +1,6 @@
 """Batches among the arguments of a loss on Auto axes: each worker has a part."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import states_in
 from gradcomp._src.mesh import axes, closures
 from gradcomp._src.mesh.trees import is_array
+from gradcomp._src.training.loss_form import Function
 
 
 def several(numbers: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -75,9 +76,7 @@ def rows_of(tree: Any) -> set[int]:
   return {x.shape[0] for x in jax.tree.leaves(tree) if is_array(x) and x.ndim}
 
 
-def with_no_other(
-  loss_fn: Callable[..., Any], batches: Any, others: dict[str, Any]
-) -> Callable[..., Any]:
+def with_no_other(loss_fn: Function, batches: Any, others: dict[str, Any]) -> Function:
   """Wraps a loss; ValueError for an array as long as batches that no worker cuts."""
   rows = rows_of(batches)
   for name, tree in others.items():
@@ -85,7 +84,7 @@ def with_no_other(
       for path, x in jax.tree_util.tree_leaves_with_path(tree):
         _check_no_batch(f"{name}{jax.tree_util.keystr(path)}", x, rows)
 
-  def checked(loss_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+  def checked(loss_fn: Function, *args: Any, **kwargs: Any) -> Any:
     arrays, with_arrays = closures.arrays_of((loss_fn, args, kwargs))
 
     def traced(arrays: Sequence[jax.Array]) -> None:

@@ -46,8 +46,8 @@ def value_and_grad(
     raise ValueError(
       "`params` must have layers that no Auto axis shards where the loss scans them, "
       "because words would be sent over it, got layers sharded over "
-      f"{sorted(cut)}; call gradcomp.parallel.scan in a jax.shard_map over all "
-      "axes of the mesh."
+      f"{sorted(cut)}; call gradcomp.parallel.scan in a jax.shard_map over all axes of "
+      "the mesh."
     )
   paths = [jax.tree_util.keystr(x) for x, _ in tree_leaves_with_path(params)]
   # Leaves by their numbers.

@@ -131,9 +131,7 @@ class JittedStep:
     params, *rest = self._jitted.eval_shape(*args, **kwargs)
     return combine(params, others), *rest
 
-  def _given(
-    self, params: Any, *args: Any, **kwargs: Any
-  ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+  def _given(self, params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
     """Returns the leaves that are not trained, and the arguments of ``jax.jit``."""
     params, others = split(params)
     arrays = static = None

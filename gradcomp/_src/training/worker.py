@@ -144,16 +144,15 @@ class WorkerStep:
     if axis_name is not None:
       trees = given.params, given.opt_state
       layers = scanned.scanned_layers(self.optimizer, *trees, takes=self.takes_scan)
-    kept: dict[str, Any] = {}
+    found: Any
     if layers is not None:
       used = {"accumulate": count > 1, "local_steps": axis_name != together}
       scanned.check_alone(given.opt_state, used | {"inspect": inspect})
       found = scanned.value_and_grad(loss_fn, form, layers, given.opt_state, at, *rest)
-      (loss, (model_state, aux)), grads, kept = found
     else:
       at = types.mark_varying(at, axis_name)
-      value, grads = form.value_and_grad(loss_fn, together)(at, *rest)
-      loss, (model_state, aux) = value
+      found = *form.value_and_grad(loss_fn, together)(at, *rest), {}
+    (loss, (model_state, aux)), grads, kept = found
     loss = mean_of_workers(loss, together)
     if options.model_state == "local":
       model_state = jax.tree.map(lambda x: x[None], model_state)

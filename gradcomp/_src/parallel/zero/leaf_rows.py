@@ -70,7 +70,6 @@ class LeafRows:
 
   # A row of elements is a decoded row of the gradients' codec. Worker i owns the rows
   # of each leaf from i * share on.
-
   plan: MessagePlan  # of the gradients
   codecs: tuple[Codec, ...]  # of the updates
   workers: Workers
