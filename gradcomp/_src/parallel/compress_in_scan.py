@@ -40,9 +40,10 @@ def compress_in_scan(
   ``init`` inside the map, or under ``jax.set_mesh(mesh)``.
 
   Args:
-    codec, axis_name, exchange, policy: as for :func:`scan`.
+    codec, axis_name, exchange: as for :func:`scan`.
     feedback: None, ``"error"``, or ``"auto"``: error feedback for biased codecs. With
       None owners keep nothing either, as with ``TwoShot(feedback=False)``.
+    policy: as for :func:`scan`.
     key: a seed, or a key, that all workers share. Each step folds in its number.
 
   Raises:

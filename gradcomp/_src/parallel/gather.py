@@ -199,11 +199,12 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   Args:
     x: the inputs, ``[..., K]`` real floats. They may differ between workers.
     w_shard: this worker's rows of the weight, ``[n / N, K]`` real floats.
+    axis_name: as for :func:`gather`.
     params: the codec of the weight, a ``BlockFloat`` with elements of 8 or 4 bits and
       without a rotation. Its blocks lie along K, a multiple of their size.
     inputs: the codec of x, with the ``scale`` and ``block_size`` of ``params``; None
       for ``params``, rounding to nearest.
-    axis_name, grads, residual, key: as for :func:`gather`.
+    grads, residual, key: as for :func:`gather`.
 
   Raises:
     ValueError: as :func:`gather`; or shapes or codecs do not fit one product.

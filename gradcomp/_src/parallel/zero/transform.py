@@ -86,11 +86,12 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     grads: the codec of gradients, which owners add in float32. (APS adds in its own
       format: choose ``accumulate="float32"``.)
     params: the codec of updates of the parameters, with scales of its own.
-    feedback, min_leaf_size, key, dither: options of the gradients' exchange, see
+    feedback, min_leaf_size: options of the gradients' exchange, see
       :class:`gradcomp.CompressOptions`. Small leaves are sent in float32 in both
       directions, in the same two messages.
     message_bytes: the largest payload of gradients that leaves share. Each such group
       of leaves has a message of its own in each direction.
+    key, dither: options of the gradients' exchange, too.
 
   Raises:
     TypeError: ``grads`` or ``params`` is no codec; in ``update``, a gradient is not
