@@ -3,28 +3,26 @@
 Differences to float32 are those seed by seed, with intervals of 95 %.
 """
 
-import functools
 import statistics
 
 from scipy import stats
 
-from benchmarks.common.tables import table
-from benchmarks.pages.records import NAMES, TYPES, load
+from benchmarks.pages.records import NAMES, TYPES, load, named
 from benchmarks.study.analysis import spread
+
+_TYPES = ("f32", *TYPES.values(), "p")
 
 
 def trained(rows, metric, **columns):
   """A table of arms: means, what they are above float32's, and how rows are written."""
-  lines, full = [], rows["f32"]["ends"]
-  unit = " %" if metric == "perplexity" else ""
+  full, unit = rows["f32"]["ends"], " %" if metric == "perplexity" else ""
+  yield "", metric, "above f32", *(x.replace("_", " ") for x in columns)
   for name, row in rows.items():
     ends = row["ends"]
     more = [100 * (x / full[k] - 1) if unit else x - full[k] for k, x in ends.items()]
     above = "" if name == "f32" else f"{spread(more)}{unit}"
-    cells = [text.format(row[column]) for column, text in columns.items()]
-    lines.append([name, f"{statistics.fmean(ends.values()):.2f}", above, *cells])
-  names = [x.replace("_", " ") for x in columns]
-  return table(["", metric, "above f32", *names], lines)
+    cells = (text.format(row[column]) for column, text in columns.items())
+    yield name, f"{statistics.fmean(ends.values()):.2f}", above, *cells
 
 
 def codecs(name, number):
@@ -33,10 +31,17 @@ def codecs(name, number):
   return trained(rows, "accuracy", bytes_a_step="{:,}", ratio="{:.3f}")
 
 
-def runs(found, metric, **columns):
+for name, given in NAMES["trained"].items():
+  named(name, **given)(codecs)
+
+
+@named("sparse words", "redsync_study", "perplexity", "language-long")
+@named("sparse digits", "redsync_study", "accuracy", "digits-long")
+@named("sharded optimizers", "parallel_study", "perplexity", bits="{:.2f}")
+def runs(file, metric, part="", **columns):
   """The same of runs by seeds."""
-  rows = {}
-  for name, row in found["rows"].items():
+  rows, found = {}, load(f"{file}.json")
+  for name, row in (found[part] if part else found)["rows"].items():
     ends = {seed: x["points"][-1][metric] for seed, x in row["runs"].items()}
     rows[name] = row | {"ends": ends, "seeds": len(ends)}
   return trained(rows, metric, seeds="{}", **columns, bytes_a_step="{:,}")
@@ -51,27 +56,16 @@ def types(arms):
   return [*cells, f"{stats.friedmanchisquare(*arms.values()).pvalue:.3f}"]
 
 
+@named("sharded layers")
 def sharded_layers():
+  yield "units", "sent", *_TYPES
   sent = {"data": "gradients", "model": "activations and errors"}
-  found = load("model_parallel.json")["types"]
-  lines = [[x["unit"], sent[x["way"]], *types(x["accuracy_percent"])] for x in found]
-  return table(["units", "sent", *_TYPES], lines)
+  for x in load("model_parallel.json")["types"]:
+    yield x["unit"], sent[x["way"]], *types(x["accuracy_percent"])
 
 
+@named("sharded nets")
 def sharded_nets():
-  found = load("model_parallel_nets.json")["accuracy_percent"]
-  return table(["net", *_TYPES], [[name, *types(x)] for name, x in found.items()])
-
-
-redsync = lambda name, metric: runs(load("redsync_study.json")[name], metric)
-_TYPES = ("f32", *TYPES.values(), "p")
-TABLES = {
-  **{x: functools.partial(codecs, **given) for x, given in NAMES["trained"].items()},
-  "sparse words": lambda: redsync("language-long", "perplexity"),
-  "sparse digits": lambda: redsync("digits-long", "accuracy"),
-  "sharded layers": sharded_layers,
-  "sharded nets": sharded_nets,
-  "sharded optimizers": lambda: runs(
-    load("parallel_study.json"), "perplexity", bits="{:.2f}"
-  ),
-}
+  yield "net", *_TYPES
+  for name, x in load("model_parallel_nets.json")["accuracy_percent"].items():
+    yield name, *types(x)

@@ -12,9 +12,10 @@ import tomllib
 from pathlib import Path
 
 from benchmarks.common.tables import table
-from benchmarks.pages import digits
+from benchmarks.pages import digits  # noqa: F401
 from benchmarks.pages.records import FOLDER as DOCS
 from benchmarks.pages.records import RECORDS as RESULTS
+from benchmarks.pages.records import TABLES, named
 from benchmarks.study import analysis, items, records, report
 from benchmarks.study.figures import accuracy, speed
 from benchmarks.study.figures import claims as figures_claims
@@ -100,51 +101,42 @@ def trainings():
   return "\n\n".join(f"### {name}\n\n{lines}" for name, lines in named.items())
 
 
+@named("study, steps on links")
 def steps():
-  """Returns how many times as fast steps are as float32's, a row for each cell."""
+  """How many times as fast steps are as float32's, a row for each cell."""
   found = linked()
   codecs = list(dict.fromkeys(x for cell in found.cells for x in cell.times))[1:]
-  header = ["network", "hosts", "link", "f32, ms", "communication", *codecs]
-  rows = []
+  yield "network", "hosts", "link", "f32, ms", "communication", *codecs
   for cell in found.cells:
     x = cell.setting
-    gains = [f"{cell.gain(name):.2f}" if name in cell.times else "" for name in codecs]
+    gains = (f"{cell.gain(name):.2f}" if name in cell.times else "" for name in codecs)
     step = f"{1e3 * cell.times['f32']['step']:.0f}"
-    rows.append([x.network, str(x.hosts), x.link, step, f"{cell.share:.0%}", *gains])
-  return table(header, rows)
+    yield x.network, str(x.hosts), x.link, step, f"{cell.share:.0%}", *gains
 
 
+@named("study, scaling")
 def scaling():
-  """Returns how many times as fast workers are as one in float32 (Grubic 12 to 15)."""
+  """How many times as fast workers are as one in float32 (Grubic 12 to 15)."""
   counts = [f"N = {workers}" for workers in (2, 4, 8)]
-  rows = []
+  yield "steps", "codec", *counts
   for shown in speed.scalings(study()):
     for codec, *cells in shown.rows:
       found = dict(zip(shown.header[1:], cells, strict=True))
       if "N = 1" in found:
-        rows.append([shown.caption, codec, *(found.get(x, "") for x in counts)])
-  return table(["steps", "codec", *counts], rows)
+        yield shown.caption, codec, *(found.get(x, "") for x in counts)
 
 
+@named("study, launches")
 def launches():
-  """Returns how far each launch of the queue is, with hours of CPU time."""
+  """How far each launch of the queue is, with hours of CPU time."""
   counts = ("done", "to do", "seeds", "timed")
-  header = ["launch", "done", "to do", "whole seeds", "to time", "hours", "hours to do"]
-  rows = []
+  yield "launch", "done", "to do", "whole seeds", "to time", "hours", "hours to do"
   for name, row in status.rows(items.items(), records.read(EVIDENCE)).items():
     hours = (f"{row[x]:.1f}" for x in ("h done", "h to do"))
-    rows.append([name, *(str(row[x]) for x in counts), *hours])
-  return table(header, rows)
+    yield name, *(str(row[x]) for x in counts), *hours
 
 
-# Behind marks, when the site is built.
-TABLES = {
-  **digits.TABLES,
-  "study, trainings": trainings,
-  "study, steps on links": steps,
-  "study, scaling": scaling,
-  "study, launches": launches,
-}
+TABLES["study, trainings"] = trainings
 
 
 def pages():
