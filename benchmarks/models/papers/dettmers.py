@@ -21,22 +21,13 @@ from gradcomp._src.cost.rules import above_0, at_least_0, count
 KIB = 1024
 
 
-class Activation(NamedTuple):
-  """A row of tables 3 and 4: seconds of a transfer, and of the work that hides it."""
-
-  sync: dict[int, float]  # the transfer, by bits
-  hides: float  # the computation
-
-
-# In the order of the terms of section 5.1.2: forward, then backward, then the update.
-TRANSFERS = (
-  Activation({32: 0.9e-3, 8: 0.4e-3}, 0.9e-3),
-  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.3e-3),
-  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.15e-3),
-  Activation({32: 0.4e-3, 8: 0.25e-3}, 0.3e-3),
-  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.9e-3),
-  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.43e-3 + 0.13e-3 + 0.08e-3),
-)
+# Tables 3 and 4, the seconds of transfers of activations, by bits, and of the work that
+# hides each. In the order of section 5.1.2: forward, then backward, then the update.
+TRANSFERS = {
+  32: (0.9e-3, 1.1e-3, 1.1e-3, 0.4e-3, 1.1e-3, 1.1e-3),
+  8: (0.4e-3, 0.5e-3, 0.5e-3, 0.25e-3, 0.5e-3, 0.5e-3),
+}
+HIDES = (0.9e-3, 0.3e-3, 0.15e-3, 0.3e-3, 0.9e-3, 0.43e-3 + 0.13e-3 + 0.08e-3)
 
 
 class Row(NamedTuple):
@@ -74,7 +65,9 @@ PRINTED_PENALTY = {8: 2.55e-3, 32: 6.81e-3}  # whose terms add up to 7.01 for 32
 BYTES_PER_SECOND = 6e9  # InfiniBand
 PCIE = 1 / 3  # of InfiniBand's time; not printed, but table 6 needs it
 HIDDEN = 1.3e-3  # of a pass that a matrix product hides
-DENSE_LATENCY = {128: 0.008e-3, 256: 0.015e-3}  # table 5, of a dense layer's message
+# Table 5, of a dense layer's message. Those of 32 nodes are more than the 0.1 ms of the
+# layer's matrix product, so that the model keeps these layers on one GPU (5.2.2).
+DENSE_LATENCY = {128: 0.008e-3, 256: 0.015e-3}
 ACTIVATIONS = 9216  # of an image after the last convolution
 _BATCH = 12288
 
@@ -90,11 +83,12 @@ class Pass(NamedTuple):
 def dense_penalty_seconds(bits: Bits) -> float:
   """Returns the seconds of a step on 4 GPUs in which no computation hides a transfer.
 
-  Of each transfer it is ``max(0, sync - hides)``, and five times the first one.
+  Of each transfer it is what its work does not hide, and five times the first one.
   """
   one_of("bits", Bits, bits)
-  terms = (max(0.0, row.sync[bits] - row.hides) for row in TRANSFERS)
-  return sum(terms) + 5 * TRANSFERS[0].sync[bits]
+  sync = TRANSFERS[bits]
+  left = (max(0.0, x - hides) for x, hides in zip(sync, HIDES, strict=True))
+  return sum(left) + 5 * sync[0]
 
 
 def single_node_speedup(
@@ -144,7 +138,6 @@ def cluster_pass(
   """
   one_of("bits", Bits, bits)
   one_of("sizes", Sizes, sizes)
-  one_of("penalty", Penalty, penalty)
   passes = max(1, round(_BATCH / count("sub_batch", sub_batch)))
   if sizes == "derived":
     nbytes = message_bytes(sub_batch, bits)
@@ -156,11 +149,23 @@ def cluster_pass(
       raise ValueError(f"`sub_batch` must be one of {known}, got {sub_batch!r}.")
     nbytes, latency = rows[0].nbytes[bits], rows[0].latency[bits]
   single = (NODES - 1) * (latency + (1 + PCIE) * nbytes / BYTES_PER_SECOND)
-  left = max(0.0, single - HIDDEN)
-  exposed = single + (passes - 1) * left  # the first transfer in full
-  if left and penalty == "nodes":
-    exposed = (NODES - 1) * left
+  exposed = exposed_seconds(single, HIDDEN, passes, penalty=penalty)
   return Pass(single, exposed, passes * DENSE + exposed)
+
+
+def exposed_seconds(
+  single: float, hidden: float, passes: int, *, penalty: Penalty, nodes: int = NODES
+) -> float:
+  """Returns the seconds of a step's transfers that no computation hides.
+
+  The computation of a pass hides ``hidden`` of the next one's transfer. The first is in
+  full, and the rest of every other pass; the paper's rule has ``nodes`` less one.
+  """
+  one_of("penalty", Penalty, penalty)
+  left = max(0.0, at_least_0("single", single) - at_least_0("hidden", hidden))
+  if left and penalty == "nodes":
+    return (count("nodes", nodes) - 1) * left
+  return single + (count("passes", passes) - 1) * left
 
 
 def cluster_speedup(
@@ -169,32 +174,6 @@ def cluster_speedup(
   """Returns the speed-up of the 96 GPUs over one: ``G T / (T - F + total)``."""
   whole = _whole(forward_backward)
   return GPUS * whole / (whole - DENSE + at_least_0("total", total))
-
-
-def naive_sync_seconds(messages: int = 4) -> float:
-  """Returns the seconds of a plain exchange of AlexNet's gradient on 4 GPUs (2.3.2)."""
-  return count("messages", messages) * 4 * 60_000_000 / (7 * 2**30)
-
-
-def gradient_sync_seconds() -> float:
-  """Returns the seconds in which 32 nodes add the largest convolution's part (5.2.2).
-
-  Twice, two messages of 36 KiB over PCIe at 5 GB/s, and 31 latencies of 0.03 ms, in
-  which the printed figure already has the transfers of 108 KiB.
-  """
-  return 2 * (2 * 36 * KIB / 5e9 + (NODES - 1) * 0.03e-3)
-
-
-def dense_latency_seconds(sub_batch: int) -> float:
-  """Returns the latency of a dense layer's activations among 32 nodes (5.2.2).
-
-  They are more than the 0.1 ms of its matrix product, so that the model keeps these
-  layers on one GPU.
-  """
-  if sub_batch not in DENSE_LATENCY:
-    known = tuple(DENSE_LATENCY)
-    raise ValueError(f"`sub_batch` must be one of {known}, got {sub_batch!r}.")
-  return NODES * DENSE_LATENCY[sub_batch]
 
 
 def _whole(forward_backward: float) -> float:

@@ -120,11 +120,6 @@ def crossover_workers(density: float, *, entry_bytes: float = INDEX_AND_VALUE) -
   return 8 / (above_0("entry_bytes", entry_bytes) * _density(density))
 
 
-def union_density(density: float, workers: int) -> float:
-  """Returns ``1 - (1-D)^p``, the share that any worker sends, if all choose freely."""
-  return 1 - (1 - _density(density)) ** count("workers", workers)
-
-
 def _density(value: float) -> float:
   if not above_0("density", value) <= 1:
     raise ValueError(f"`density` must be above 0 and at most 1, got {value!r}.")

@@ -76,10 +76,6 @@ class Fit(NamedTuple):
     """The share of communication in a step in ``float32``."""
     return self.communication / (self.computation + self.communication)
 
-  def seconds(self, bits: int) -> float:
-    """Returns the seconds an image, with ``bits`` bits an element."""
-    return self.computation + self.communication * wire_share(bits)
-
 
 def wire_share(bits: int) -> float:
   """Returns a gradient's bytes over ``float32``'s: ``(bits + 32 / bucket) / 32``."""
@@ -135,13 +131,6 @@ def size_gain(found: Fit, size: float, bits: int = 8) -> float:
   return (found.computation + sent) / (found.computation + sent * wire_share(bits))
 
 
-def dollars(epochs: float, images_per_second: float, hour: float) -> float:
-  """Returns the dollars of a training run: figure 16, left."""
-  speed = above_0("images_per_second", images_per_second)
-  seconds = at_least_0("epochs", epochs) * IMAGES / speed
-  return seconds / 3600 * at_least_0("hour", hour)
-
-
 def cheapest(network: str) -> tuple[int, float]:
   """Returns the GPUs of the cheapest machine with NCCL and 8 bits, and its dollars.
 
@@ -155,8 +144,9 @@ def cheapest(network: str) -> tuple[int, float]:
   if network not in NCCL:
     raise ValueError(f"`network` must be one of {tuple(NCCL)}, got {network!r}.")
   speeds = {1: ONE_GPU[network], 8: column(NCCL[network], NCCL_GPUS, 8)[8]}
-  price = lambda gpus: dollars(EPOCHS[network], speeds[gpus], HOUR[gpus])
-  return min(((gpus, price(gpus)) for gpus in speeds), key=lambda pair: pair[1])
+  images = EPOCHS[network] * IMAGES
+  dollars = {gpus: images / x / 3600 * HOUR[gpus] for gpus, x in speeds.items()}
+  return min(dollars.items(), key=lambda pair: pair[1])
 
 
 def sixteen_over_eight(network: str, bits: int | str) -> float:
@@ -168,17 +158,3 @@ def sixteen_over_eight(network: str, bits: int | str) -> float:
       f"{network!r}, {bits!r}."
     )
   return sixteen / eight
-
-
-def reshaping_gain() -> float:
-  """Returns the largest gain of buckets of 64 elements over columns, with MPI."""
-  pairs = [zip(x["1bit"], x["1bit*"], strict=True) for x in MPI.values() if "1bit" in x]
-  return max(new / old for rows in pairs for old, new in rows if old and new)
-
-
-def won_by_nccl() -> int:
-  """Returns in how many columns float32 by NCCL beats four rows or more by MPI."""
-  pairs = [
-    (speeds_of("NCCL", x, n), speeds_of("MPI", x, n)) for x in NCCL for n in NCCL_GPUS
-  ]
-  return sum(len(mpi) > 3 and nccl[32] > max(mpi.values()) for nccl, mpi in pairs)

@@ -46,7 +46,7 @@ _NVLINK = Link(latency=0.0, bytes_per_second=40e9)
 ETHERNET = Cluster(_INSIDE, _INSIDE, Link(latency=50e-6, bytes_per_second=125e6))
 INFINIBAND = Cluster(_NVLINK, _INSIDE, Link(latency=0.0, bytes_per_second=12.5e9))
 
-PUSH_RATIO = 16.0  # 32 bits to 2; see base_3_ratio
+PUSH_RATIO = 16.0  # 32 bits to 2; 20.19 to a ternary digit, log2(3) bits: the least
 
 
 def exchange_seconds(nbytes: float, gpus: int, machines: int, links: Cluster) -> float:
@@ -159,11 +159,6 @@ def pull_bits(workers: int) -> int:
 def pull_ratio(workers: int) -> float:
   """Returns the ratio of 32 bits to such a sum's bits, which may be fractions (3.2)."""
   return 32 / math.log2(1 + 2 * count("workers", workers))
-
-
-def base_3_ratio() -> float:
-  """Returns the ratio of 32 bits to a ternary digit, log2(3) bits: 20.19, the least."""
-  return 32 / math.log2(3)
 
 
 def mixed_ratio(dense: float) -> float:
