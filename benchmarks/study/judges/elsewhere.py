@@ -1,8 +1,11 @@
 """Judges what papers say by the records of other benchmarks."""
 
+import itertools
 import math
 import statistics
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from scipy import stats
@@ -12,17 +15,28 @@ from benchmarks.study.judges import rules, verdicts
 from benchmarks.study.judges.accuracy import OF, blocked
 from benchmarks.study.judges.rules import Limit, rule
 from benchmarks.study.judges.verdicts import BLIND, COUNTS, FEW, Bar, Seen, judged
-from benchmarks.study.model_parallel.layer_errors import PAPER
 
+# Mean relative errors in percent of three layers, from table 2 of Dettmers (2016).
+PAPER = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 Look = Callable[[Any], Iterable[Seen]]
+Exact = Iterator[tuple[dict[str, float], str]]
 
 
-def _exact(found: dict[str, float], limit: Limit, numbers: str) -> Seen:
-  """Returns whether numbers without intervals keep to a limit, by their labels."""
-  bars = tuple(Bar(label, x, x, x, limit) for label, x in found.items())
-  sign = 1 if limit.above else -1
-  holds = all(sign * (x - limit.value) >= 0 for x in found.values())
-  return Seen(holds, numbers, bars=bars)
+def exactly(
+  value: float, unit: str, *, above: bool = False
+) -> Callable[[Callable[[Any], Exact]], Look]:
+  """Makes a look of what yields numbers without intervals, by labels, and a text.
+
+  They hold the limit where all of them do.
+  """
+  limit, sign = Limit(value, above, unit), 1 if above else -1
+
+  def seen(found: dict[str, float], numbers: str) -> Seen:
+    bars = tuple(Bar(label, x, x, x, limit) for label, x in found.items())
+    holds = all(sign * (x - value) >= 0 for x in found.values())
+    return Seen(holds, numbers, bars=bars)
+
+  return lambda look: lambda record: itertools.starmap(seen, look(record))
 
 
 def _above(found: list[float], than: list[float], widest: float = math.nan) -> Spread:
@@ -75,18 +89,18 @@ def one_bit(record: Any) -> Iterator[Seen]:
     yield judged(found, decide, what, numbers)
 
 
-def least_error(record: Any) -> Iterator[Seen]:
+@exactly(1.0, "the least error of others over the tree's", above=True)
+def least_error(record: Any) -> Exact:
   """Yields whether the dynamic tree has the least relative error."""
   for numbers, types in record["as_paper"].items():
     errors = {name: x["relative_percent"] for name, x in types.items()}
     text = ", ".join(f"{name} {error:.1f} %" for name, error in errors.items())
     tree = errors.pop("dynamic_tree")
-    limit = Limit(1.0, above=True, unit="the least error of others over the tree's")
-    ratio = min(errors.values()) / tree
-    yield _exact({numbers: ratio}, limit, f"{numbers}: {text}")
+    yield {numbers: min(errors.values()) / tree}, f"{numbers}: {text}"
 
 
-def layers_alike(record: Any) -> Iterator[Seen]:
+@exactly(2.0, "factor between our error and the paper's, at most")
+def layers_alike(record: Any) -> Exact:
   """Yields whether relative errors of layers are the paper's, to a factor of 2."""
   for kind, types in PAPER.items():
     for name, theirs in types.items():
@@ -95,20 +109,17 @@ def layers_alike(record: Any) -> Iterator[Seen]:
       ours = means[-len(theirs) :]  # those of activations begin with the inputs
       ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
       text = ", ".join(f"{x:.1f} %" for x in ours)
-      apart = max(max(x, 1 / x) for x in ratios)
-      unit = "factor between our error and the paper's, at most"
-      limit, label = Limit(2.0, above=False, unit=unit), f"{kind}, {name}"
-      yield _exact({label: apart}, limit, f"{label}: {text}")
+      label = f"{kind}, {name}"
+      yield {label: max(max(x, 1 / x) for x in ratios)}, f"{label}: {text}"
 
 
-def groups_of_16(record: Any) -> Iterator[Seen]:
+@exactly(1.1, "the error of groups of 16 over the least")
+def groups_of_16(record: Any) -> Exact:
   """Yields whether sums of (5, 2) in groups of 16 round least, or a tenth more."""
   for what, found in record["formats"]["(5, 2)"].items():
     errors = {size: found[f"sequential {size}"]["mean"] for size in (8, 16, 32, 256)}
     text = ", ".join(f"{size}: {error:.1f} %" for size, error in errors.items())
-    ratio = errors[16] / min(errors.values())
-    limit = Limit(1.1, above=False, unit="the error of groups of 16 over the least")
-    yield _exact({what: ratio}, limit, f"{what}, {text}")
+    yield {what: errors[16] / min(errors.values())}, f"{what}, {text}"
 
 
 def _beside(arms: dict[str, list[float]], widest: float) -> dict[str, Spread]:
@@ -197,7 +208,8 @@ def redsync(
   return look
 
 
-def selection(record: Any) -> Iterator[Seen]:
+@exactly(1.0, "times as fast as an exact selection", above=True)
+def selection(record: Any) -> Exact:
   """Yields whether two searches beat an exact selection of 0.1 %."""
   for numbers, x in record.items():
     if numbers.endswith(" 0.001"):
@@ -205,65 +217,44 @@ def selection(record: Any) -> Iterator[Seen]:
       for name in ("trimmed", "sampled, again"):
         ratio = seconds["exact"] / seconds[name]
         label = f"{numbers.split(',')[0]}: {name}"
-        limit = Limit(1.0, above=True, unit="times as fast as an exact selection")
-        yield _exact({label: ratio}, limit, f"{label} {ratio:.1f} x")
+        yield {label: ratio}, f"{label} {ratio:.1f} x"
 
 
-def _each_weight(
-  numbers: Callable[[Any], dict[str, float]],
-  limit: Limit,
-  text: str,
-  but: tuple[str, ...] = (),
-) -> Look:
-  """Returns what yields whether numbers of each weight's gradient keep to a limit.
-
-  It leaves out the weights whose names begin with one of ``but``. ``numbers``: by what
-  they are of.
-  """
-
-  def look(record: Any) -> Iterator[Seen]:
-    for name, x in record["weights"].items():
-      if not name.startswith(but):
-        found = {f"{name}{what}": y for what, y in numbers(x).items()}
-        yield _exact(found, limit, f"{name}: {text.format(**x)}")
-
-  return look
-
-
-def union(record: Any) -> Iterator[Seen]:
+@exactly(90.0, "% of what they would be if all were others", above=True)
+def union(record: Any) -> Exact:
   """Yields whether few of the elements that workers choose are chosen by several."""
-  most = record["workers"] * record["density"]
-  numbers = f"{record['workers']} workers: {record['union']:.2%} of {most:.1%} at most"
-  limit = Limit(90.0, above=True, unit="% of what they would be if all were others")
-  found = {f"{record['workers']} workers": 100 * record["union"] / most}
-  yield _exact(found, limit, numbers)
+  label, most = f"{record['workers']} workers", record["workers"] * record["density"]
+  numbers = f"{label}: {record['union']:.2%} of {most:.1%} at most"
+  yield {label: 100 * record["union"] / most}, numbers
 
 
-def layers_apart(record: Any) -> Iterator[Seen]:
+@exactly(2.0, "exponents between the largest and the least", above=True)
+def layers_apart(record: Any) -> Exact:
   """Yields whether layers' gradients have other exponents: a factor of 4 or more."""
   found = {name: x["largest_exponent"] for name, x in record["weights"].items()}
   numbers = ", ".join(f"{name} 2^{x:.0f}" for name, x in found.items())
-  apart = max(found.values()) - min(found.values())
-  limit = Limit(2.0, above=True, unit="exponents between the largest and the least")
-  yield _exact({"all layers": apart}, limit, f"largest: {numbers}")
+  yield {"all layers": max(found.values()) - min(found.values())}, f"largest: {numbers}"
 
 
-mostly_zeros = _each_weight(
-  lambda x: {"": 100 * x["zeros_clipped"]},
-  Limit(71.32, above=True, unit="% of zeros"),
-  "{zeros_clipped:.1%}",
-  ("conv",),
-)
-little_clipped = _each_weight(
-  lambda x: {", length": x["shorter"] / 0.015, ", angle": x["turned"] / 3},
-  Limit(1.0, above=False, unit="times the paper's 1.5 % and 3°"),
-  "{shorter:.1%}, {turned:.1f}°",
-)
-closer_bound = _each_weight(
-  lambda x: {"": x["moment_clipped"] / x["moment"]},
-  Limit(1.0, above=False, unit="the bound with clipping over that without"),
-  "{moment:.1f} to {moment_clipped:.1f}",
-)
+@exactly(71.32, "% of zeros", above=True)
+def mostly_zeros(record: Any) -> Exact:
+  for name, x in record["weights"].items():
+    if not name.startswith("conv"):
+      yield {name: 100 * x["zeros_clipped"]}, f"{name}: {x['zeros_clipped']:.1%}"
+
+
+@exactly(1.0, "times the paper's 1.5 % and 3°")
+def little_clipped(record: Any) -> Exact:
+  for name, x in record["weights"].items():
+    found = {f"{name}, length": x["shorter"] / 0.015, f"{name}, angle": x["turned"] / 3}
+    yield found, f"{name}: {x['shorter']:.1%}, {x['turned']:.1f}°"
+
+
+@exactly(1.0, "the bound with clipping over that without")
+def closer_bound(record: Any) -> Exact:
+  for name, x in record["weights"].items():
+    before, after = x["moment"], x["moment_clipped"]
+    yield {name: after / before}, f"{name}: {before:.1f} to {after:.1f}"
 
 
 @verdicts.needing("nothing")

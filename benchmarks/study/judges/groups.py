@@ -8,21 +8,30 @@ from benchmarks.study.tasks import TEXTS
 Chosen = Callable[[Group], bool]
 
 
-def images(group: Group) -> bool:
-  """Returns whether a group is of images, SGD, and 64 workers at most."""
-  return _of_images(group, "sgd") and group.setting.workers <= 64
+def of_images(group: Group, optimizer: str) -> bool:
+  return group.setting.network not in TEXTS and group.setting.optimizer == optimizer
+
+
+# Groups with SGD, of images and 64 workers at most.
+images = lambda group: of_images(group, "sgd") and group.setting.workers <= 64
+usual_batches = lambda group: images(group) and group.setting.batch <= 256  # of a step
+large_batches = lambda group: images(group) and group.setting.batch > 256
+# As many workers as Han et al. have, 256.
+images_of_many = lambda group: of_images(group, "sgd") and group.setting.workers >= 256
+recurrent = lambda group: group.setting.network in ("gru", "lstm")
+# MNIST, as Wen et al.'s figure 3.
+on_mnist = lambda group: group.setting.dataset.startswith("mnist")
 
 
 def images_as_dettmers(group: Group) -> bool:
   """Returns whether gradients of images are exchanged, with SGD or with RMSProp."""
-  chosen = images(group) or _of_images(group, "rmsprop")
+  chosen = images(group) or of_images(group, "rmsprop")
   return chosen and group.setting.way != "model"
 
 
 def dense_model_parallel(group: Group) -> bool:
   """Returns whether activations of Dettmers' net of dense layers are exchanged."""
-  x = group.setting
-  return x.way == "model" and x.network.startswith("dense-")
+  return group.setting.way == "model" and group.setting.network.startswith("dense-")
 
 
 def lenet_of_wen(group: Group) -> bool:
@@ -33,42 +42,13 @@ def lenet_of_wen(group: Group) -> bool:
 
 def images_by_adam(group: Group) -> bool:
   """Returns whether a group is of images, Adam, and a batch for each worker."""
-  return _of_images(group, "adam") and group.setting.rule == "per-worker"
-
-
-def images_of_many(group: Group) -> bool:
-  """Returns whether a group has as many workers as Han et al., 256."""
-  return _of_images(group, "sgd") and group.setting.workers >= 256
-
-
-def _of_images(group: Group, optimizer: str) -> bool:
-  return group.setting.network not in TEXTS and group.setting.optimizer == optimizer
-
-
-def recurrent(group: Group) -> bool:
-  """Returns whether a group is of a recurrent net."""
-  return group.setting.network in ("gru", "lstm")
-
-
-def on_mnist(group: Group) -> bool:
-  """Returns whether a group is of MNIST, as Wen et al.'s figure 3."""
-  return group.setting.dataset.startswith("mnist")
+  return of_images(group, "adam") and group.setting.rule == "per-worker"
 
 
 def learned(group: Group) -> bool:
   """Returns whether a text was read once or more; images are learned sooner."""
   x = group.setting
   return x.network not in TEXTS or x.steps * x.batch >= 0.99 * x.epoch
-
-
-def usual_batches(group: Group) -> bool:
-  """Returns whether a group of ``images`` has 256 in a step at most."""
-  return images(group) and group.setting.batch <= 256
-
-
-def large_batches(group: Group) -> bool:
-  """Returns whether a group of ``images`` has more than 256 in a step."""
-  return images(group) and not usual_batches(group)
 
 
 def without_dropout(groups: Iterable[Group]) -> Iterator[tuple[Group, Group]]:

@@ -8,7 +8,7 @@ links/speed.py, which its results have.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from benchmarks.common import cli
 from benchmarks.models.papers import grubic
@@ -25,6 +25,8 @@ _NOISE = 0.05  # the share by which times of one program differ
 _LITTLE = 1.2  # x, above all that 2 bits gain over 4 in Grubic's tables, 1.19
 # What links carry a second; of loopback, what JAX's float32 mean makes of it at most.
 _GBIT = {"100mbit": 0.1, "1gbit": 1.0, "5gbit": 5.0, "10gbit": 10.0, "loopback": 8.0}
+# A label, a ratio, how numbers say it, and the link, or "" where none matters.
+Ratio = tuple[str, float, str, str]
 
 
 def gbit(link: str) -> float:
@@ -57,6 +59,20 @@ def of_ratio(
   return Seen(more(*sides), numbers, bars=bars, gbit=gbit(link))
 
 
+def ratios(
+  needs: str, unit: str, value: float = 1.0, above: bool = True
+) -> Callable[[Callable[[Study], Iterable[Ratio]]], Judge]:
+  """Makes a judge of what yields ratios of times, each with its label."""
+  limit = Limit(value, above, unit)
+  of = lambda look: (
+    lambda study: (
+      of_ratio(label, ratio, limit, numbers, link)
+      for label, ratio, numbers, link in look(study)
+    )
+  )
+  return lambda look: Judge(of(look), needs)
+
+
 @needing("times of f32 and three QSGD codecs or more")
 def line(study: Study) -> Iterator[Seen]:
   """Judges whether times follow ``a + c w``."""
@@ -72,42 +88,39 @@ def line(study: Study) -> Iterator[Seen]:
       yield Seen(found.error <= _ERROR, numbers, bars=(bar,))
 
 
-@needing("times of f32 and qsgd-4 where a fifth of a step is communication")
-def falls(study: Study) -> Iterator[Seen]:
+@ratios(
+  "times of f32 and qsgd-4 where a fifth of a step is communication",
+  "times as long in float32",
+)
+def falls(study: Study) -> Iterator[Ratio]:
   """Judges whether 4 bits communicate for less time than float32, where it counts."""
-  limit = Limit(1.0, above=True, unit="times as long in float32")
   for cell in study.cells:
     if {"f32", "qsgd-4"} <= cell.times.keys() and cell.share >= 0.2:
       a, b = (cell.times[name]["communication"] for name in ("f32", "qsgd-4"))
       numbers = f"{cell.name}: f32 {1e3 * a:.1f} ms, qsgd-4 {1e3 * b:.1f} ms"
-      yield of_ratio(cell.name, a / b, limit, numbers, cell.setting.link)
+      yield cell.name, a / b, numbers, cell.setting.link
 
 
-@needing("times of qsgd-4 and qsgd-2")
-def diminishing(study: Study) -> Iterator[Seen]:
-  """Judges whether 2 bits rarely bring much over 4."""
-  limit = Limit(_LITTLE, above=False, unit="times as fast with qsgd-2 as with qsgd-4")
-  return _of_cells(study, "qsgd-2", "qsgd-4", limit)
-
-
-def slower(codec: str, than: str) -> Judge:
-  """Returns a judge of whether steps with a codec take longer than with another."""
-  limit = Limit(1.0, above=True, unit=f"times as fast with {than} as with {codec}")
-  needs = f"times of {codec} and {than}"
-  return Judge(lambda study: _of_cells(study, than, codec, limit), needs)
-
-
-def _of_cells(study: Study, first: str, second: str, limit: Limit) -> Iterator[Seen]:
-  """Yields whether steps with one codec are so many times as fast as with another.
+def slower(codec: str, than: str, value: float = 1.0, above: bool = True) -> Judge:
+  """Returns a judge of whether steps with a codec take longer than with another.
 
   Cells say it that exchange, and have both codecs.
   """
-  for cell in study.cells:
-    if cell.setting.workers > 1 and cell.times.keys() >= {first, second}:
-      ratio = cell.speed(first) / cell.speed(second)
-      speeds = (f"{name} {cell.speed(name):.0f} samples/s" for name in (second, first))
-      numbers = f"{cell.name}: {', '.join(speeds)}"
-      yield of_ratio(cell.name, ratio, limit, numbers, cell.setting.link)
+  unit = f"times as fast with {than} as with {codec}"
+
+  @ratios(f"times of {codec} and {than}", unit, value, above)
+  def judge(study: Study) -> Iterator[Ratio]:
+    for cell in study.cells:
+      if cell.setting.workers > 1 and cell.times.keys() >= {codec, than}:
+        speeds = (f"{name} {cell.speed(name):.0f} samples/s" for name in (codec, than))
+        ratio = cell.speed(than) / cell.speed(codec)
+        yield cell.name, ratio, f"{cell.name}: {', '.join(speeds)}", cell.setting.link
+
+  return judge
+
+
+# Whether 2 bits rarely bring much over 4.
+diminishing = slower("qsgd-4", "qsgd-2", _LITTLE, above=False)
 
 
 def _linked(study: Study) -> Iterator[tuple[Cell, Cell]]:
@@ -119,31 +132,27 @@ def _linked(study: Study) -> Iterator[tuple[Cell, Cell]]:
     yield from ((slow, fast) for slow in others)
 
 
-@needing("times of f32 and QSGD on two links")
-def fast_link(study: Study) -> Iterator[Seen]:
+@ratios("times of f32 and QSGD on two links", "times as fast with f32 on the fast link")
+def fast_link(study: Study) -> Iterator[Ratio]:
   """Judges whether f32 on the fast link can beat all codecs on the slow one."""
-  limit = Limit(1.0, above=True, unit="times as fast with f32 on the fast link")
   for slow, fast in _linked(study):
     if low := [name for name in _LOW if name in slow.times]:
       best = max(low, key=slow.speed)
-      numbers = (
-        f"{fast.name}: f32 {fast.speed('f32'):.0f} samples/s; {slow.link}: {best} "
-        f"{slow.speed(best):.0f}"
-      )
-      ratio = fast.speed("f32") / slow.speed(best)
-      yield of_ratio(fast.name, ratio, limit, numbers)
+      speeds = fast.speed("f32"), slow.speed(best)
+      numbers = f"f32 {speeds[0]:.0f} samples/s; {slow.link}: {best} {speeds[1]:.0f}"
+      yield fast.name, speeds[0] / speeds[1], f"{fast.name}: {numbers}", ""
 
 
-@needing("times of f32 and QSGD on two links")
-def fades(study: Study) -> Iterator[Seen]:
+@ratios(
+  "times of f32 and QSGD on two links", "the gain on the slow link over the fast one's"
+)
+def fades(study: Study) -> Iterator[Ratio]:
   """Judges whether few bits gain less on the fast link."""
-  limit = Limit(1.0, above=True, unit="the gain on the slow link over the fast one's")
   for slow, fast in _linked(study):
     if low := [name for name in _LOW if name in slow.times and name in fast.times]:
       gains = [max(map(cell.gain, low)) for cell in (slow, fast)]
       numbers = f"{slow.name}: {gains[0]:.2f} x; {fast.link}: {gains[1]:.2f} x"
-      ratio = gains[0] / gains[1]
-      yield of_ratio(slow.name, ratio, limit, numbers, slow.setting.link)
+      yield slow.name, gains[0] / gains[1], numbers, slow.setting.link
 
 
 @needing("times of f32 and qsgd-8 on two widths of a network")
@@ -166,10 +175,11 @@ def rises(study: Study) -> Iterator[Seen]:
       yield seen if low else seen._replace(holds=False)
 
 
-@needing(
-  "times with N and with 2 N workers, each on processors of its own, and a fixed batch"
+@ratios(
+  "times with N and with 2 N workers, each on processors of its own, and a fixed batch",
+  *("times as fast with twice the workers", 2.0, False),
 )
-def doubling(study: Study) -> Iterator[Seen]:
+def doubling(study: Study) -> Iterator[Ratio]:
   """Judges whether twice the workers are rarely twice as fast with the same batch.
 
   Only workers with processors of their own count: a share of the batch that is half as
@@ -186,8 +196,7 @@ def doubling(study: Study) -> Iterator[Seen]:
         if twice.times[codec]["compute"] <= 0.75 * cell.times[codec]["compute"]:
           ratio = twice.speed(codec) / cell.speed(codec)
           label = f"{twice.name}: {codec}"
-          limit = Limit(2.0, above=False, unit="times as fast with twice the workers")
-          yield of_ratio(label, ratio, limit, f"{label} {ratio:.2f} x")
+          yield label, ratio, f"{label} {ratio:.2f} x", ""
 
 
 def of_links(first: str, second: str, rates: list[str], leaves: int | str = 1) -> Judge:
@@ -195,10 +204,10 @@ def of_links(first: str, second: str, rates: list[str], leaves: int | str = 1) -
 
   It looks at all runs with the rates and the leaves.
   """
-  limit = Limit(1.0, above=True, unit="the first one's time over the second one's")
+  needs = f"{first} and {second} of links/speed.py"
 
-  @needing(f"{first} and {second} of links/speed.py")
-  def judge(study: Study) -> Iterator[Seen]:
+  @ratios(needs, "the first one's time over the second one's")
+  def judge(study: Study) -> Iterator[Ratio]:
     del study
     runs = json.loads(LINKS.read_text())["runs"] if LINKS.exists() else []
     for run in runs:
@@ -207,7 +216,6 @@ def of_links(first: str, second: str, rates: list[str], leaves: int | str = 1) -
         a, b = (steps[name]["median_seconds"] for name in (first, second))
         where = f"{run['hosts']} hosts, {rate}, {run['mib']:g} MiB"
         numbers = f"{first} {1e3 * a:.0f} ms, {second} {1e3 * b:.0f} ms"
-        label = f"{where}: {first} / {second}"
-        yield of_ratio(label, a / b, limit, f"{where}: {numbers}", rate)
+        yield f"{where}: {first} / {second}", a / b, f"{where}: {numbers}", rate
 
   return judge

@@ -33,7 +33,7 @@ import jax
 from benchmarks.common import cli, locks, quiet
 from benchmarks.study import records as study_records
 from benchmarks.study.items import RECORDS, WORK, Item, items, queued
-from benchmarks.study.queue import arms
+from benchmarks.study.queue import train
 from benchmarks.study.settings import Setting
 
 FACTOR = 5  # times the CPU time that a launch says, with which a training is left
@@ -201,7 +201,7 @@ def move(root: Path, tree: Path) -> str:
 def main(work: Path = WORK) -> None:
   parser = cli.parser(__doc__)
   parser.add_argument("--jobs", type=int, help="trainings at once; default: the cores")
-  said = "gpu: all seeds of an arm at once, see arms.py"
+  said = "gpu: all seeds of an arm at once, see train.py"
   parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help=said)
   said = "after which no arm begins on a GPU"
   parser.add_argument("--minutes", type=float, default=8.0, help=said)
@@ -209,7 +209,7 @@ def main(work: Path = WORK) -> None:
   if args.device == "gpu":
     if jax.default_backend() != "gpu":
       parser.error(f"--device gpu needs a GPU, got {jax.default_backend()!r}")
-    return arms.run(items(), RECORDS, args.minutes)
+    return train.train_arms(items(), RECORDS, args.minutes)
   work.mkdir(exist_ok=True)
   lock = work / "queue.lock"
   if locks.take(lock) is None:

@@ -19,6 +19,7 @@ import pandas as pd
 from benchmarks.common import locks, quiet
 from benchmarks.study import items as study_items
 from benchmarks.study import records as study_records
+from benchmarks.study.analysis import in_groups
 from benchmarks.study.items import Item
 from benchmarks.study.records import Record
 
@@ -46,11 +47,8 @@ def rows(
     whole = statistics.fmean(found[0]) * item.setting.steps if found else item.cpu
     return max(0.0, whole - beats.get(item.digest, {}).get("cpu", 0.0))
 
-  launches: dict[str, list[Item]] = {}
-  for item in items:
-    launches.setdefault(item.launch, []).append(item)
   result = {}
-  for name, every in launches.items():
+  for name, every in in_groups(items, lambda item: item.launch).items():
     own = study_items.queued(every)
     found = [by_setting[x.setting] for x in own if x.setting in by_setting]
     ahead = [x for x in own if x.setting not in by_setting]

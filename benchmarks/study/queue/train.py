@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ import jax
 
 from benchmarks.common import cli
 from benchmarks.study import records, runner, settings
+from benchmarks.study.analysis import in_groups
+from benchmarks.study.items import Item
 from examples.lib.checkpoints import Saved
 from gradcomp._src.version import WIRE
 
@@ -88,6 +90,33 @@ def train(
   cost = {"cpu": round(keeper.cpu, 1)}
   ended(rounded(found) | trainer.bytes() | cost | made | size)
   shutil.rmtree(state)
+
+
+def train_arms(items: Iterable[Item], folder: Path, minutes: float) -> None:
+  """Trains arms on a GPU: ``make evidence ARGS="--device gpu --minutes 8"``.
+
+  All seeds of an arm that have no record are one program. The order is the queue's, and
+  float32 comes before the codecs of a launch. Trainings that one device does not
+  emulate are left to CPUs. Records name the device, and have seconds in place of CPU
+  seconds. No arm begins after so many minutes, and what has ended is appended.
+  """
+  start, known = time.monotonic(), {x.setting for x in records.read(folder)}
+  new = lambda x: x.setting.way == "emulated" and x.setting not in known
+  arms = in_groups(filter(new, items), lambda item: item.setting._replace(seed=0))
+  for arm in arms.values():
+    if time.monotonic() - start > 60 * minutes:
+      return
+    began, made = time.monotonic(), made_with()
+    trainer, size = runner.trainer_of(arm[0].setting)
+    found = trainer.train_together([x.setting.seed for x in arm])
+    seconds = time.monotonic() - began
+    print(f"{arm[0].launch}: {arm[0].title} and {len(arm) - 1} more, {seconds:.0f} s")
+    made |= {"seconds": round(seconds / len(arm), 1)}
+    made |= {"device": jax.devices()[0].device_kind}
+    sent = trainer.bytes()
+    for item, own in zip(arm, found, strict=True):
+      path = folder / f"{item.launch}.jsonl"
+      records.append(path, item.setting, rounded(own) | sent | made | size)
 
 
 def made_with() -> dict[str, Any]:

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks.pages import study as study_pages
 from benchmarks.study import analysis
 from benchmarks.study.analysis import Spread, spread
-from benchmarks.study.judges import rules, safe
+from benchmarks.study.judges import rules
 from benchmarks.study.judges.accuracy import blocked
 from benchmarks.study.judges.rules import Limit, rule
 from benchmarks.study.judges.speed import more, timed
@@ -160,4 +161,4 @@ def test_a_codec_is_safe_by_the_whole_interval():
     records = trained("f32", 90.0, 91.0, **changed)
     records += trained("qsgd-4", *ends, loss=loss, **changed)
     (group,) = analysis.grouped(records).groups
-    assert safe.cell(group, "qsgd-4") == says
+    assert study_pages.safe(group, "qsgd-4") == says

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.study import analysis, methods, records, runner
 from benchmarks.study import items as study_items
 from benchmarks.study.items import Item
-from benchmarks.study.queue import arms, train
+from benchmarks.study.queue import train
 from benchmarks.study.records import Record
 from tests.benchmarks.study.records import SETTING
 from tests.plugins.slow_cases import slow
@@ -96,7 +96,7 @@ def test_seeds_that_train_together_end_as_alone(changed, tmp_path, capsys):
   setting = DIGITS._replace(**changed)
   items = [Item("1-test", setting._replace(seed=seed), 0.0) for seed in (3, 1, 4)]
   records.append(tmp_path / "1-test.jsonl", items[2].setting, {"points": []})
-  arms.run(items, tmp_path, minutes=1.0)
+  train.train_arms(items, tmp_path, minutes=1.0)
   assert "and 1 more" in capsys.readouterr().out
   found = {x.setting.seed: x.results for x in records.read(tmp_path)}
   alone, _ = runner.trainer_of(setting)
