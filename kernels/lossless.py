@@ -43,12 +43,12 @@ def encode_rows(tiles: Array) -> Array:
   count = jnp.sum(escaped, axis=(1, 2), dtype=jnp.uint32)
   listed = _smallest(entry)
   last = jnp.where(count > ESCAPES, jnp.uint32(_FULL), listed[:, -1])
-  planes = lambda codes, start, stop: [codes[:, k] for k in range(start, stop)]
-  words = [pack_planes(planes(rest, start, start + 4), 8) for start in (0, 4)]
-  words.append(pack_planes(planes(code, 0, PLANES), 4))
-  tops = planes(largest, 0, PLANES)
-  words += [pack_planes(tops[start : start + 4], 8) for start in (0, 4)]
-  return jnp.concatenate([*words, listed[:, :-1], last[:, None]], axis=1)
+  pack = lambda x, at, bits: pack_planes(
+    [x[:, at + k] for k in range(32 // bits)], bits
+  )
+  words = [pack(rest, 0, 8), pack(rest, 4, 8), pack(code, 0, 4)]
+  words += [pack(largest, 0, 8), pack(largest, 4, 8), listed[:, :-1], last[:, None]]
+  return jnp.concatenate(words, axis=1)
 
 
 def _smallest(entry: Array) -> Array:

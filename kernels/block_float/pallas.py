@@ -1,6 +1,5 @@
 """Scales blocks, casts and packs by a Pallas kernel, in one pass."""
 
-import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,21 +30,9 @@ def encode_rows(
   each = form.bucket_size // form.block_size  # blocks of a plane
 
   def body(block: tiles.Block, shared_ref: Any, dither_ref: Any) -> None:
-    dither = dithers.read(dither_ref)
+    lanes = block.lanes(dithers.read(dither_ref))
     own = None if shared_ref is None else block.read(shared_ref, 0)
     spread = None if own is None else block.spread(own, block.shape[:-1])
-
-    def iota(dtype: Any, shape: tiles.Shape, axis: int) -> Array:
-      del shape
-      if axis == 0:
-        return block.iota(dtype, block.shape, 0)
-      first = block.iota(dtype, block.shape, 1) * jnp.array(form.block_size, dtype)
-      return first + block.iota(dtype, block.shape, 2)
-
-    row = block.shape[0], form.bucket_size
-    lanes: Any = itertools.repeat(None)
-    if dither is not None:
-      lanes = dithers.lane_stream(dither, row, first_row=block.first_row, iota=iota)
     codes, scales = [], []
     for k in range(form.planes):
       plane = block.plane(k)
@@ -61,7 +48,7 @@ def encode_rows(
       words = planes.pack_planes(scales[first::step], 8)
       block.put(words, form.bucket_size + first * each)
     if own is not None:
-      block.put_scale(form.row_words - 1, planes.float_words(own))
+      block.put(planes.float_words(own), form.row_words - 1)
 
   # Read as blocks, a plane has a maximum over a block within two threads.
   launch = tiles.Launch(

@@ -26,8 +26,6 @@ ELEMENTS = {
   "e2m1": FloatFormat(2, 1, specials="none"),
 }
 
-_Rounding = float_codes.FloatRounding | Array
-
 # A byte of E8M0 is an exponent plus 127; the last one is NaN.
 _BYTE_BIAS = 127
 _NOT_FINITE = 255
@@ -81,8 +79,7 @@ class Form:
     if shared is not None:
       unit = fixed_point.inverse(1 / self.fmt.max_finite, shared, divide)
       scale = self._whole(largest * unit, shared)
-      up = jnp.full(largest.shape, _UP)
-      rounding: _Rounding = up if self.up else "nearest_even"
+      rounding: Any = jnp.full(largest.shape, _UP) if self.up else "nearest_even"
       fmt = ELEMENTS["e4m3"]
       return float_codes.to_codes(scale, fmt, rounding=rounding, saturate=True)
     # With `f 2**e` for the largest magnitude and `F 2**E` for the format's largest
@@ -124,8 +121,7 @@ class Form:
 
   def cast(self, x: Array, lane: fixed_point.Lane, factor: Array) -> Array:
     """Returns the codes of elements, each with its own factor."""
-    nearest: _Rounding = "nearest_even"
-    rounding = nearest if lane is None else dithers.signed_lane(lane, x) << 16
+    rounding = "nearest_even" if lane is None else dithers.signed_lane(lane, x) << 16
     options: Any = {"fmt": self.fmt, "rounding": rounding, "saturate": True}
     if self.scale == "e8m0":
       return float_codes.to_codes(x, exponent=factor, **options)

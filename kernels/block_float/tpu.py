@@ -31,20 +31,19 @@ def encode_rows(
 
   tile = form.planes * form.bucket_size
   tiles = x.size // tile
-  block = LANES if tiles >= LANES else tiles
+  block = min(tiles, LANES)
 
   def kernel(x_ref: Any, *refs: Any) -> None:
     *given, out = refs
-    words = None if dither is None else given.pop()
-    tensor = None if shared is None else given.pop()[...].T
     lanes: Any = [None] * form.planes
-    if words is not None:
+    if dither is not None:
+      words = given.pop()
       drawn = words[0:1, :1], words[1:2, :1], words[2:3, :1]
       first = pl.program_id(0) * block
       lanes = dithers.random_lanes(drawn, (block, LANES), form.planes, first_row=first)
+    tensor = None if shared is None else given.pop()[...].T
     plane = lambda k: x_ref[pl.ds(k, block, stride=form.planes), :].T
-    columns = _columns(map(plane, range(form.planes)), lanes, tensor, form)
-    out[...] = columns.T
+    out[...] = _columns(map(plane, range(form.planes)), lanes, tensor, form).T
 
   given = [(x.reshape(-1)[: tiles * tile].reshape(-1, LANES), block * form.planes)]
   if shared is not None:
@@ -52,8 +51,7 @@ def encode_rows(
   if dither is not None:
     given.append((jnp.broadcast_to(jnp.asarray(dither)[:, None], (3, LANES)), 0))
   out = [((tiles, form.row_words), block, jnp.uint32)]
-  grid = -(-tiles // block)
-  (rows,) = lines.run(kernel, grid, given, out, "block_float_encode", interpret)
+  (rows,) = lines.run(kernel, given, out, "block_float_encode", interpret)
   return rows, None
 
 
@@ -109,5 +107,4 @@ def decode_rows(rows: Array, *, form: reference.Form, interpret: Any = False) ->
 
   given = lax.bitcast_convert_type(rows, jnp.int32)
   tile = form.planes * words
-  launch = lines.Launch("block_float_decode", tile, LANES, interpret=interpret)
-  return lines.decode(body, [given], launch)
+  return lines.decode(body, [given], "block_float_decode", tile, interpret)

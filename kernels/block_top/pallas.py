@@ -7,11 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src.kernels.block_top import reference
-from gradcomp._src.kernels.common.fixed_point import exact_quotient
-from gradcomp._src.kernels.common.planes import float_words, floats, pack_planes
-from gradcomp._src.kernels.common.scales import scales_of_bits
+from gradcomp._src.kernels.common import fixed_point, planes, scales
 from gradcomp._src.kernels.gpu import tiles
-from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Launch
+from gradcomp._src.kernels.gpu.tiles import Block, Encoded
 
 
 @tiles.completed(reference.encode_rows)
@@ -21,30 +19,30 @@ def encode_rows(x: Array, *, form: reference.Form, interpret: Any = False) -> En
   # A plane of a tile is 32 blocks, each in the registers of four threads. Planes share
   # a scale: all entries are found first, and planes are read again for residuals.
   def body(block: Block) -> None:
-    planes = range(form.planes)
-    found = [_select(block, block.plane(k), form) for k in planes]
+    every = range(form.planes)
+    found = [_select(block, block.plane(k), form) for k in every]
     scale = None
     if form.scaled:
       first = functools.reduce(jnp.maximum, [jnp.abs(e[0][1]) for e in found])
-      one = scales_of_bits(tiles.largest_bits(first))
-      block.put_scale(form.row_words - 1, float_words(one))
+      one = scales.scales_of_bits(tiles.largest_bits(first))
+      block.put(planes.float_words(one), form.row_words - 1)
       scale = block.spread(one, block.shape[:-1])
-    coded = lambda entry: reference.coded(entry, scale, form, exact_quotient)
-    sent = [[coded(entry) for entry in entries] for entries in found]
+    divide = fixed_point.exact_quotient
+    sent = [[reference.coded(x, scale, form, divide) for x in own] for own in found]
     for number in range(form.count):
       codes = [entries[number][0] for entries in sent]
       at = number * form.entry_words
-      block.put(pack_planes(codes, form.code_bits), at)
-      if scale is None:
-        for k in planes:
-          block.put(float_words(sent[k][number][1]), at + (k + 1) * reference.WORDS)
+      block.put(planes.pack_planes(codes, form.code_bits), at)
+      for k in every if scale is None else ():
+        words = planes.float_words(sent[k][number][1])
+        block.put(words, at + (k + 1) * reference.WORDS)
     if form.keep:
-      for k in planes:
+      for k in every:
         entries, others = reference.decoded(sent[k], scale, form)
         own = reference.spread(entries, others, form, block.placed)
         block.put_residual(k, block.plane(k) - own)
 
-  launch = Launch(
+  launch = tiles.Launch(
     "block_top_encode",
     form.row_words,
     form.keep,
@@ -67,7 +65,7 @@ def _select(block: Block, x: Array, form: reference.Form) -> list[reference.Entr
     if form.scaled:
       value = reference.cut_value(key, form)
     else:
-      whole = jnp.where(here, float_words(x), jnp.uint32(0)).max(axis=-1)
-      value = floats(whole)
+      whole = jnp.where(here, planes.float_words(x), jnp.uint32(0))
+      value = planes.floats(whole.max(axis=-1))
     entries.append((reference.behind_of(key, form), value))
   return entries

@@ -104,24 +104,6 @@ def cut_value(key: Array, form: Form) -> Array:
   return planes.floats(magnitude | (key << 31))
 
 
-def code(
-  behind: Array, value: Array, scale: Array, form: Form, divide: Divide
-) -> Array:
-  """Returns the codes of entries under their scales; 0 sends nothing."""
-  # The code 0 would stand for the smaller magnitude, positive, at the end of a block.
-  # There the nearest of zero and the larger magnitude is sent.
-  if form.value_bits == 8:
-    level = _LEVELS.code(value, _LEVELS.factor(scale, divide), None)
-    some = level & _LEVELS.intervals > 0
-    return jnp.where((scale > 0) & some, (behind << 8) | level, 0)
-  magnitude, negative = jnp.abs(value), fixed_point.sign_bit(value) >> 31
-  nothing = (behind | negative) == 0
-  low, high = (scale * limit for limit in _LIMITS)
-  large = magnitude >= jnp.where(nothing, scale * np.float32(0.5), high)
-  found = (behind << 2) | (negative << 1) | large.astype(jnp.uint32)
-  return jnp.where((scale > 0) & (magnitude >= low), found, jnp.uint32(0))
-
-
 def values(codes: Array, scale: Array, form: Form) -> Array:
   """Returns the values of codes under their scales; NaN under a scale of NaN."""
   if form.value_bits == 8:
@@ -130,12 +112,6 @@ def values(codes: Array, scale: Array, form: Form) -> Array:
   magnitude = jnp.where(codes & 1 == 1, scale, small)
   value = fixed_point.signed(magnitude, (codes >> 1) << 31)
   return jnp.where(codes == 0, scale * 0, value)
-
-
-def behind_of_code(codes: Array, form: Form) -> Array:
-  """Returns the number of elements that lie behind a code's element in its block."""
-  place = codes >> form.value_bits if form.scaled else codes
-  return place & np.uint32(form.block_size - 1)
 
 
 def encode_rows(x: Array, *, form: Form, first_row: int = 0) -> Encoded:
@@ -150,14 +126,15 @@ def encode_rows(x: Array, *, form: Form, first_row: int = 0) -> Encoded:
 
 def rows_of_entries(entries: Sequence[Entry], form: Form) -> Array:
   """Returns the rows of selected entries, ``uint32[rows, row_words]``."""
-  parts = []
+  parts, scale = [], None
   if form.scaled:
     scale = scales.scales(scales.norms(entries[0][1], "max"))[:, None]
-    parts += [packed_codes(coded(x, scale, form)[0], form) for x in entries]
-    parts.append(planes.float_words(scale))
-  else:
-    for codes, value in [coded(x, None, form) for x in entries]:
-      parts += [packed_codes(codes, form), planes.float_words(value)]
+  for codes, value in (coded(x, scale, form) for x in entries):
+    tiles = codes.reshape(-1, form.planes, WORDS)
+    own = [tiles[:, k] for k in range(form.planes)]
+    parts.append(planes.pack_planes(own, form.code_bits))
+    parts += [planes.float_words(value)] if scale is None else []
+  parts += [] if scale is None else [planes.float_words(scale)]
   return jnp.concatenate(parts, axis=1)
 
 
@@ -165,13 +142,24 @@ def coded(
   entry: Entry, scale: Operand, form: Form, divide: Divide = fixed_point.divide
 ) -> Entry:
   """Returns the codes of an entry, and the values beside them, if codes hold none."""
+  # The code 0 sends nothing. It would stand for the smaller magnitude, positive, at the
+  # end of a block. There the nearest of zero and the larger magnitude is sent.
   behind, value = entry
-  if scale is not None:
-    return code(behind, value, scale, form, divide), value
-  words = planes.float_words(value)
-  some = (words << 1) > 0  # minus zero is sent as zero, and as nothing
-  sent = planes.floats(jnp.where(some, words, np.uint32(0)))
-  return jnp.where(some, behind, np.uint32(0)), sent
+  if scale is None:
+    words = planes.float_words(value)
+    some = (words << 1) > 0  # minus zero is sent as zero, and as nothing
+    sent = planes.floats(jnp.where(some, words, np.uint32(0)))
+    return jnp.where(some, behind, np.uint32(0)), sent
+  if form.value_bits == 8:
+    level = _LEVELS.code(value, _LEVELS.factor(scale, divide), None)
+    some = level & _LEVELS.intervals > 0
+    return jnp.where((scale > 0) & some, (behind << 8) | level, 0), value
+  magnitude, negative = jnp.abs(value), fixed_point.sign_bit(value) >> 31
+  nothing = (behind | negative) == 0
+  low, high = (scale * limit for limit in _LIMITS)
+  large = magnitude >= jnp.where(nothing, scale * np.float32(0.5), high)
+  found = (behind << 2) | (negative << 1) | large.astype(jnp.uint32)
+  return jnp.where((scale > 0) & (magnitude >= low), found, jnp.uint32(0)), value
 
 
 def remainder(x: Array, rows: Array, form: Form) -> Array:
@@ -186,12 +174,6 @@ def remainder(x: Array, rows: Array, form: Form) -> Array:
   own = lambda part: part.reshape(-1)[: blocks.shape[0]]
   entries = [(own(behind), own(value)) for behind, value in entries]
   return (blocks - spread(entries, own(others), form)).reshape(x.shape)
-
-
-def packed_codes(codes: Array, form: Form) -> Array:
-  """Packs the codes of tiles, ``uint32[rows, R]``: ``uint32[rows, 32]``."""
-  tiles = codes.reshape(-1, form.planes, WORDS)
-  return planes.pack_planes([tiles[:, k] for k in range(form.planes)], form.code_bits)
 
 
 def _largest(key: Array) -> Array:
@@ -266,7 +248,8 @@ def entries_of_rows(rows: Array, form: Form) -> Entries:
 def decoded(given: Sequence[Entry], scale: Operand, form: Form) -> Entries:
   """Returns the entries of blocks, of codes and the values beside them."""
   codes, beside = zip(*given, strict=True)
-  places = [behind_of_code(x, form) for x in codes]
+  places = [x >> form.value_bits if form.scaled else x for x in codes]
+  places = [x & np.uint32(form.block_size - 1) for x in places]
   if scale is not None:
     sent, others = [values(x, scale, form) for x in codes], scale * 0
   else:  # all of a block are NaN where one is not finite; Pallas lowers no isfinite

@@ -46,9 +46,7 @@ def _spread(
   given = [others]
   for behind, value in entries:
     given += [form.block_size - 1 - behind.astype(jnp.int32), value]
-  size = form.tile_size
-  launch = lines.Launch("block_top_spread", size, lines.LANES, interpret=interpret)
-  return lines.decode(body, given, launch, x)
+  return lines.decode(body, given, "block_top_spread", form.tile_size, interpret, x)
 
 
 decode_rows = lines.decoder(reference.decode_rows)(_spread)

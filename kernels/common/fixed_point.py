@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gradcomp._src.kernels.common import dithers
+from gradcomp._src.kernels.common import dithers, planes
 from gradcomp._src.kernels.gpu.dispatch import by_platform
 
 # No float addition can be contracted, and no sums of floats are compared. So every
@@ -54,14 +54,14 @@ def exact_quotient(x: Array, divisor: Array) -> Array:
   """Returns ``x / divisor``, correctly rounded, if the quotient is a normal number."""
   # Both are 0 or more, and the divisor is normal or NaN. A subnormal `x` counts as 0.
   # A reciprocal estimates the quotient. Integers correct the estimate, and round it.
-  x_bits, bits = (jax.lax.bitcast_convert_type(a, jnp.uint32) for a in (x, divisor))
+  x_bits, bits = map(planes.float_words, (x, divisor))
   over, by = ((a & np.uint32(_MANTISSA)) | np.uint32(_HIDDEN) for a in (x_bits, bits))
   # The quotient of the significands has the exponent of 1, or of 1/2 if `below` is 1.
   # The bits of floats count in their order, so `found` is a little too low.
   below = (by > over).astype(jnp.uint32)
   reciprocal = jnp.divide(np.float32(1), _as_float(by))
   estimate = _as_float(over) * reciprocal
-  found = jax.lax.bitcast_convert_type(estimate, jnp.uint32) - np.uint32(_OFF)
+  found = planes.float_words(estimate) - np.uint32(_OFF)
   quotient = found - ((126 - below) << 23)  # its first 24 bits
   # Both numbers are longer than 32 bits, but their difference is small: its low 32 bits
   # are all of it.
@@ -75,7 +75,7 @@ def exact_quotient(x: Array, divisor: Array) -> Array:
   result = found + (more + up).astype(jnp.uint32) + exponents
   result = jnp.where(x_bits < np.uint32(_HIDDEN), jnp.uint32(0), result)
   result = jnp.where(bits > np.uint32(_INFINITY), np.uint32(_NAN), result)
-  return jax.lax.bitcast_convert_type(result, jnp.float32)
+  return planes.floats(result)
 
 
 def _as_float(x: Array) -> Array:
@@ -128,13 +128,12 @@ def signed(value: Array, sign: Array) -> Array:
   """Gives ``value``, which has no sign, the highest bit of ``sign``, its only one."""
   # Decoders set the sign last, so that no compiler contracts their product with a
   # following addition, and sums of decoded values have the same bits everywhere.
-  value_bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
-  return jax.lax.bitcast_convert_type(value_bits | sign, jnp.float32)
+  return planes.floats(planes.float_words(value) | sign)
 
 
 def sign_bit(x: Array) -> Array:
   """Returns a 32-bit number with all bits but the highest cleared, as ``uint32``."""
-  return jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(1 << 31)
+  return planes.float_words(x) & jnp.uint32(1 << 31)
 
 
 def scaled(x: Array, scale: float) -> Array:
@@ -151,5 +150,4 @@ def held(x: Array) -> Array:
   # Clearing a sign that the number does not have keeps compilers from regrouping the
   # operations that made it, or from contracting them with a sum, in some places and not
   # in others.
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32((1 << 31) - 1)
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+  return planes.floats(planes.float_words(x) & jnp.uint32((1 << 31) - 1))

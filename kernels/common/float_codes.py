@@ -47,14 +47,14 @@ def to_codes(
   # a unit in the last place of `x`.
   bits = float_words(x)
   magnitude = bits & ~_SIGN
-  nearest = isinstance(rounding, str) and rounding == "nearest_even"
-  if nearest and lost is None and _LEAST_UNIT <= _unit(fmt) <= _LARGEST_UNIT:
+  rule = rounding if isinstance(rounding, str) else "stochastic"
+  near = _LEAST_UNIT <= _unit(fmt) <= _LARGEST_UNIT
+  if rule == "nearest_even" and lost is None and near:
     code = _nearest(magnitude, fmt, exponent)
   else:
     code = _shifted(bits, fmt, rounding, exponent, lost)
   has_more = fmt.specials != "none"  # infinity, or the NaN of formats without one
-  cut = isinstance(rounding, str) and rounding == "toward_zero"
-  to_highest = saturate or cut or not has_more
+  to_highest = saturate or rule == "toward_zero" or not has_more
   # As signed integers: TPUs compare no others.
   limit = np.int32(fmt.max_code + (not to_highest))
   code = jnp.minimum(code.astype(jnp.int32), limit).astype(jnp.uint32)
@@ -135,12 +135,11 @@ def _shifted(
   if exponent is None:
     base = jnp.minimum(base, 1 << fmt.exponent_bits)
   base = base.astype(jnp.uint32) << m
-  draw = None if isinstance(rounding, str) else rounding
-  if draw is not None:
+  if not isinstance(rounding, str):
     significand = significand >> jnp.clip(drop - 31, 0, 31).astype(jnp.uint32)
   drop = jnp.minimum(drop, 31).astype(jnp.uint32)
-  if draw is not None:
-    significand = significand + ((draw >> 1) >> (31 - drop))
+  if not isinstance(rounding, str):
+    significand = significand + ((rounding >> 1) >> (31 - drop))
   elif rounding != "toward_zero":  # add a half, or just less where the code is even
     last = (significand >> drop) + (0 if m else base)
     significand = significand + (_BELOW_HALF >> (32 - drop)) + (last & 1)
@@ -164,12 +163,10 @@ def from_codes(codes: Array, fmt: FloatFormat) -> Array:
       number = jnp.where(magnitude == 0, jnp.uint32(0), number)
   if not fmt.subnormals:
     number = jnp.where(magnitude < (1 << m), jnp.uint32(0), number)
+  if fmt.specials in ("ieee", "nan"):
+    number = jnp.where(magnitude > fmt.max_code, _QUIET, number)
   if fmt.specials == "ieee":
-    infinite = magnitude == fmt.max_code + 1
-    number = jnp.where(magnitude > fmt.max_code, _QUIET, number)
-    number = jnp.where(infinite, _INFINITY, number)
-  elif fmt.specials == "nan":
-    number = jnp.where(magnitude > fmt.max_code, _QUIET, number)
+    number = jnp.where(magnitude == fmt.max_code + 1, _INFINITY, number)
   sign = (codes >> (fmt.bits - 1)) << 31
   if fmt.specials == "negative_zero":
     sign = jnp.where(number == 0, jnp.uint32(0), sign)

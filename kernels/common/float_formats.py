@@ -70,7 +70,7 @@ class FloatFormat(checks.Checked):
   def __post_init__(self) -> None:
     super().__post_init__()
     bias = self.exponent_bias
-    low, high = 1 - bias - self.mantissa_bits, self._top_field - bias
+    low, high = 1 - bias - self.mantissa_bits, self.max_exponent
     if high > 127 or (low < -126 and bias != _FLOAT32_BIAS):
       raise ValueError(
         "`bias` must make every number of the format a float32, and a normal one "
@@ -84,11 +84,6 @@ class FloatFormat(checks.Checked):
     if self.bias is not None:
       return self.bias
     return 2 ** (self.exponent_bits - 1) - (self.specials != "negative_zero")
-
-  @property
-  def _top_field(self) -> int:
-    """The highest exponent field of a number."""
-    return self.max_code >> self.mantissa_bits
 
   @property
   def bits(self) -> int:
@@ -112,7 +107,7 @@ class FloatFormat(checks.Checked):
   @property
   def max_exponent(self) -> int:
     """The largest ``k`` for which ``2**k`` is a number of the format, if any is."""
-    return self._top_field - self.exponent_bias
+    return (self.max_code >> self.mantissa_bits) - self.exponent_bias
 
   @property
   def max_finite(self) -> float:

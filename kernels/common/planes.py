@@ -82,12 +82,8 @@ def tile_segments(
   return segments
 
 
-def _sliced(tiles: Array) -> list[Array]:
-  """Returns :func:`_planes_of` for TPUs, which would have to move a flat array."""
-  return [tiles[:, k] for k in range(tiles.shape[1])]
-
-
-@on_tpu(_sliced)
+# TPUs would have to move a flat array.
+@on_tpu(lambda tiles: [tiles[:, k] for k in range(tiles.shape[1])])
 def _planes_of(tiles: Array) -> list[Array]:
   """Returns the planes of tiles, ``[rows, P, B]``, as parts of rows of elements."""
   # XLA:CPU would hold tiles and planes.
@@ -180,12 +176,8 @@ def joined(tiles: Array) -> Array:
   return _flat_rows(tiles)
 
 
-def _less_joined(x: Array, tiles: Array) -> Array:
-  """Returns :func:`less` for TPUs, which decode first, see :func:`joined`."""
-  return x - _by_lanes(tiles).reshape(-1)[: x.size].reshape(x.shape)
-
-
-@on_tpu(_less_joined)
+# TPUs decode first, see `joined`.
+@on_tpu(lambda x, tiles: x - _by_lanes(tiles).reshape(-1)[: x.size].reshape(x.shape))
 def less(x: Array, tiles: Array) -> Array:
   """Subtracts decoded tiles from an array; the last tile may be partial."""
   # In another shape than the tiles', XLA's loops for CPUs take three times as long.

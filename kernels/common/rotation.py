@@ -16,31 +16,30 @@ PLANES = 8  # of a group; a group of 32 lies in four columns of each
 
 
 def rotate(
-  tiles: Array, planes: int, size: int, by: dispatch.Implementation | None = None
+  tiles: Array,
+  planes: int,
+  size: int,
+  by: dispatch.Implementation | None = None,
+  *,
+  forward: bool = True,
 ) -> Array:
   """Replaces the n elements x of each group by ``H s x / n``, with fixed signs s."""
   # H is the Hadamard matrix: -1 where k and i have an odd number of common bits, and
   # else 1. Tiles are float32[rows, P * B], with P a multiple of 8, and B one of 4 for
   # groups of 32, of any shape after the rows; `size` is n, 8 or 32. Signs are set by
   # bits, so that no product can be contracted with a sum.
-  return _turned(tiles, by, planes=planes, size=size, forward=True)
-
-
-def unrotate(
-  tiles: Array, planes: int, size: int, by: dispatch.Implementation | None = None
-) -> Array:
-  """Undoes :func:`rotate`, of sums of tiles, too, but for the rounding of sums."""
-  return _turned(tiles, by, planes=planes, size=size, forward=False)
-
-
-def _turned(tiles: Array, by: dispatch.Implementation | None, **how: Any) -> Array:
-  """Returns the transform, by a kernel for TPUs where tiles suit it."""
   rows, tile = len(tiles), math.prod(tiles.shape[1:])
+  function: Any = transform
+  line = tile // planes * PLANES // size
+  if rows >= lines.ROWS and tile <= lines.LARGEST_UNROLLED and not line % LANES:
+    function = functools.partial(_with_kernel, implementation=by)
   flat = tiles.reshape(rows, tile)
-  line = tile // how["planes"] * PLANES // how["size"]
-  if rows < lines.ROWS or tile > lines.LARGEST_UNROLLED or line % LANES:
-    return transform(flat, **how).reshape(tiles.shape)
-  return _with_kernel(flat, implementation=by, **how).reshape(tiles.shape)
+  turned = function(flat, planes=planes, size=size, forward=forward)
+  return turned.reshape(tiles.shape)
+
+
+# Undoes it, of sums of tiles, too, but for the rounding of sums.
+unrotate = functools.partial(rotate, forward=False)
 
 
 def transform(tiles: Array, *, planes: int, size: int, forward: bool) -> Array:
@@ -89,7 +88,7 @@ def by_kernel(
   inputs = [(tiles, block), (jnp.asarray(signs), 0)]
   out = [(tiles.shape, block, np.float32)]
   name = "rotate" if forward else "unrotate"
-  (found,) = lines.run(kernel, -(-rows // block), inputs, out, name, interpret)
+  (found,) = lines.run(kernel, inputs, out, name, interpret)
   return found
 
 

@@ -97,8 +97,7 @@ def tensor_norm(x: Array, norm: Norm) -> Array:
   return norms(x, norm) if norm == "l2" else _tensor_maximum(x)
 
 
-def _maximum(x: Array) -> Array:
-  return norms(x, "max")
+_maximum = functools.partial(norms, norm="max")
 
 
 @on_tpu(_maximum)  # which need no block, and would move the array into its order
@@ -121,14 +120,11 @@ def _norms_of_planes(x: Array, *, planes: int, bucket_size: int, norm: Norm) -> 
   """Returns :func:`bucket_norms` for TPUs, from one plane after the other."""
   lines = [jnp.zeros([0, planes], jnp.float32)]
   whole, rest = divmod(bucket_size, _VECTOR)
-  by_vectors = norm == "l2" and not rest and not whole & (whole - 1)
+  of_planes: Any = lambda planes: [norms(plane, norm) for plane in planes]
+  if norm == "l2" and not rest and not whole & (whole - 1):
+    of_planes = _lengths_of_planes
   for segment in tile_segments(x, planes, bucket_size):
-    each: Array | list[Array]
-    if by_vectors:
-      each = _lengths_of_planes(segment.planes)
-    else:
-      each = [norms(plane, norm) for plane in segment.planes]
-    lines.append(jnp.stack(each, axis=1))
+    lines.append(jnp.stack(of_planes(segment.planes), axis=1))
   return jnp.concatenate(lines)
 
 

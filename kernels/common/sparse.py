@@ -18,37 +18,29 @@ def block_ends(positions: Array, size: int, block: int = BLOCK) -> Array:
   """Counts the entries that lie in each block or before it: ``uint32[blocks]``."""
   blocks = -(-size // block)
   owner = jnp.where(positions < size, positions // block, blocks)
-  numbers = lax.iota(jnp.int32, blocks)
-
-  # This bisects all blocks at once. jnp.searchsorted fails in some maps (JAX 0.10.2).
-  def halve(_: Array, sides: tuple[Array, Array]) -> tuple:
-    low, high = sides
-    middle = low + (high - low) // 2
-    own = owner.at[middle].get(mode="clip", wrap_negative_indices=False)
-    right = (own <= numbers) & (low < high)
-    return jnp.where(right, middle + 1, low), jnp.where(right, high, middle)
-
-  none = numbers * 0 + owner[:1] * 0
-  steps = positions.size.bit_length()
-  ends, _ = lax.fori_loop(0, steps, halve, (none, none + positions.size))
-  return ends.astype(jnp.uint32)
+  ends = _count_up_to(lax.iota(jnp.int32, blocks), owner)
+  return jnp.minimum(ends, positions.size).astype(jnp.uint32)
 
 
 def slot_blocks(ends: Array, slots: int) -> Array:
   """Returns the block of each slot, later ones of unused slots: ``int32[slots]``."""
   if ends.size == 1:
     return jnp.zeros(slots, jnp.int32)
-  ends = ends.astype(jnp.int32)
-  slot = lax.iota(jnp.int32, slots)
-  steps = ends.size.bit_length()
+  return _count_up_to(lax.iota(jnp.int32, slots), ends.astype(jnp.int32))
 
-  # This counts the blocks that end before a slot, bit by bit from the highest.
-  def count(number: Array, block: Array) -> Array:
-    further = block + (1 << (steps - 1) >> number)
-    end = ends.at[further - 1].get(mode="clip", wrap_negative_indices=False)
-    return jnp.where(end <= slot, further, block)
 
-  return lax.fori_loop(0, steps, count, slot * 0 + ends[:1] * 0)
+def _count_up_to(limits: Array, ascending: Array) -> Array:
+  """Counts the numbers that are no larger than a limit; more, where none is larger."""
+  # It finds all counts at once, bit by bit from the highest. jnp.searchsorted fails in
+  # some maps (JAX 0.10.2).
+  steps = ascending.size.bit_length()
+
+  def count(k: Array, found: Array) -> Array:
+    further = found + (1 << (steps - 1) >> k)
+    last = ascending.at[further - 1].get(mode="clip", wrap_negative_indices=False)
+    return jnp.where(last <= limits, further, found)
+
+  return lax.fori_loop(0, steps, count, limits * 0 + ascending[:1] * 0)
 
 
 def pack_halves(values: Array) -> Array:

@@ -41,7 +41,9 @@ def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
     form: tiles.Form,
     implementation: Implementation | None = None,
   ) -> tiles.Encoded:
-    name = getattr(form, "name", folder) + _given(*operands[:1])
+    name = getattr(form, "name", folder)
+    if operands and (scale := operands[0]) is not None:  # the time depends on them
+      name += ", scales" if scale.ndim > 1 and scale.shape[1] > 1 else ", one scale"
     cuda = refusal(x.size, form) or pallas.encode_rows
     operation = Operation(name, reference.encode_rows, cuda)
     if tpu is not None:
@@ -50,13 +52,6 @@ def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
     return run(operation, x, *operands, form=form, implementation=implementation)
 
   return encode_rows
-
-
-def _given(scale: tiles.Operand = None) -> str:
-  """Names the scales that an encoder is given, as far as its time depends on them."""
-  if scale is None:
-    return ""
-  return ", scales" if scale.ndim > 1 and scale.shape[1] > 1 else ", one scale"
 
 
 def run(
@@ -78,9 +73,20 @@ def run(
           f'`implementation` must be None or "xla" here, got {implementation!r}: {no}.'
         )
       implementation = None
+
+  def by_table(platform: str) -> _Function:
+    """Returns a function that takes a kernel or XLA's code, as a program is lowered."""
+    # It may be traced before JAX has looked for devices.
+    kernel = functools.partial(getattr(operation, platform), **options)
+    size = max(x.size for x in jax.tree.leaves(operands))
+    serves = lambda: table.serves(platform, operation.name, size)
+    if self_check.is_on(platform) and serves():
+      self_check.require(kernel, operation.xla, operands, platform)
+    return lambda *given: (kernel if serves() else xla)(*given)
+
   if implementation is None:
     kernels = {
-      name: _by_table(operation, platform, operands, options)
+      name: by_table(platform)
       for platform, name in (("cuda", "cuda"), ("tpu", _MOSAIC))
       if not isinstance(getattr(operation, platform), str)
     }
@@ -99,20 +105,6 @@ def run(
   if self_check.is_on(platform):
     self_check.require(kernel, operation.xla, operands, platform)
   return kernel(*operands)
-
-
-def _by_table(
-  operation: Operation, platform: str, operands: Any, options: Mapping[str, Any]
-) -> _Function:
-  """Returns a function that takes a kernel or XLA's code, as a program is lowered."""
-  # It may be traced before JAX has looked for devices.
-  kernel = functools.partial(getattr(operation, platform), **options)
-  xla = _jitted(operation.xla, **options)
-  size = max(x.size for x in jax.tree.leaves(operands))
-  serves = lambda: table.serves(platform, operation.name, size)
-  if self_check.is_on(platform) and serves():
-    self_check.require(kernel, operation.xla, operands, platform)
-  return lambda *given: (kernel if serves() else xla)(*given)
 
 
 def _missing() -> str | None:

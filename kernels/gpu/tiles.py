@@ -165,20 +165,22 @@ class Block:
     """Yields lanes of planes from ``first``, a multiple of 8; None without a dither."""
     if dither is None:
       return itertools.repeat(None)
-    return lane_stream(
-      dither, self.shape, first_row=self.first_row, first=first, iota=self.iota
-    )
 
-  def put(self, words: Array, first: int = 0) -> None:
-    """Writes words of the block's rows, ``uint32[rows, ...]``, from ``first`` on."""
+    def iota(dtype: Any, _: Shape, axis: int) -> Array:
+      if axis == 0 or len(self.shape) == 2:
+        return self.iota(dtype, self.shape, axis)
+      part = self.iota(dtype, self.shape, 1) * jnp.array(self.shape[2], dtype)
+      return part + self.iota(dtype, self.shape, 2)
+
+    plane = self.shape[0], math.prod(self.shape[1:])
+    return lane_stream(dither, plane, first_row=self.first_row, first=first, iota=iota)
+
+  def put(self, words: Array, first: Index = 0) -> None:
+    """Writes words of rows, ``uint32[rows, ...]``, from ``first`` on, or one a row."""
     from jax.experimental import pallas as pl
 
     count = math.prod(words.shape[1:])
-    self.write(self._rows, words, pl.ds(first, count))
-
-  def put_scale(self, number: Index, words: Array) -> None:
-    """Writes word ``number`` of each row: ``uint32[rows]``."""
-    self.write(self._rows, words, number)
+    self.write(self._rows, words, pl.ds(first, count) if words.ndim > 1 else first)
 
   def put_residual(self, plane: Index, rest: Array) -> None:
     """Writes the residual of a plane, as :meth:`plane` reads it, if there is one."""
@@ -323,15 +325,10 @@ def _varying_as(inputs: Sequence[Array], x: Array) -> Array:
   return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def in_blocks(tiles: int, form: Form) -> int:
-  """Returns the number of tiles that a kernel for GPUs encodes."""
-  return blocks(tiles, _ELEMENTS // form.bucket_size)[1]
-
-
 def completed(
-  reference: Callable[..., Encoded], whole_tiles: Callable[[int, Form], int] = in_blocks
+  reference: Callable[..., Encoded], in_blocks: bool = True
 ) -> Callable[[Callable[..., Encoded]], Callable[..., Encoded]]:
-  """Decorates a kernel of the first, whole tiles; the reference encodes the others."""
+  """Decorates a kernel of whole tiles or blocks; the reference encodes the others."""
 
   def decorate(kernel: Callable[..., Encoded]) -> Callable[..., Encoded]:
     @functools.partial(jax.jit, static_argnames=("form", "interpret"), inline=True)
@@ -341,7 +338,9 @@ def completed(
     ) -> Encoded:
       rows, residual = kernel(x, *operands, form=form, interpret=interpret)
       tile = form.planes * form.bucket_size
-      whole = whole_tiles(x.size // tile, form)
+      whole = x.size // tile
+      if in_blocks:
+        _, whole = blocks(whole, _ELEMENTS // form.bucket_size)
       if (start := whole * tile) < x.size:
         own = [a if a is None or a.ndim < 2 else a[whole:] for a in operands]
         last = x.reshape(-1)[start:]

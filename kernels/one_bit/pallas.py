@@ -11,7 +11,7 @@ from gradcomp._src.kernels.common.fixed_point import exact_divide, held
 from gradcomp._src.kernels.common.planes import float_words
 from gradcomp._src.kernels.gpu import tiles
 from gradcomp._src.kernels.one_bit import reference
-from gradcomp._src.kernels.one_bit.reference import WORD, Form, means_of_sums, sides
+from gradcomp._src.kernels.one_bit.reference import WORD, Form
 
 
 @tiles.completed(reference.encode_rows)
@@ -32,17 +32,17 @@ def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> tiles.Encode
       added: tuple[Array, ...] = ()
       for step in range(steps):
         x = block.plane(k, *every, step, view=1)
-        found = sides(x, block.spread(first, x.shape), size)
+        found = reference.sides(x, block.spread(first, x.shape), size)
         added = tuple(map(jnp.add, added, found)) if added else found
       above, below, counts = added
       sums = _sum(above, held), 0.0 - _sum(-below, held), _sum(counts)
-      positive, negative = means_of_sums(sums, first, size, size, exact_divide)
-      block.put_scale(size + k, float_words(positive))
-      block.put_scale(size + WORD + k, float_words(negative))
+      pair = reference.means_of_sums(sums, first, size, size, exact_divide)
+      for side, mean in enumerate(pair):
+        block.put(float_words(mean), size + side * WORD + k)
       x = block.plane(k)
       is_below = x < 0
       if form.keep:
-        low, high = (block.spread(side, x.shape) for side in (negative, positive))
+        low, high = (block.spread(side, x.shape) for side in reversed(pair))
         block.put_residual(k, x - jnp.where(is_below, low, high))
       return words | (is_below.astype(jnp.uint32) << k.astype(jnp.uint32))
 

@@ -156,11 +156,10 @@ def decode_rows(rows: Array, form: Form) -> Array:
 def encode_columns(matrix: Array) -> tuple[Array, Array]:
   """Encodes the columns of ``float32[d, n]``: ``uint32[n, ceil(d / 32) + 2]``."""
   size, count = matrix.shape
-  present = jnp.full(count, size)
   first = matrix[0] if size else jnp.zeros(count, jnp.float32)
   # This sums over the first axis, with a column in each lane.
   sums = sum_lanes(sides(matrix, first, size))
-  pair = means_of_sums(sums, first, present, size)
+  pair = means_of_sums(sums, first, jnp.full(count, size), size)
   signs = jnp.pad((matrix < 0).astype(jnp.uint32), ((0, -size % WORD), (0, 0)))
   place = np.arange(WORD, dtype=np.uint32)[:, None]
   signs = signs.reshape(-(-size // WORD), WORD, count)

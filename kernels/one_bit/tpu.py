@@ -12,8 +12,6 @@ from gradcomp._src.kernels.one_bit import reference
 from gradcomp._src.kernels.one_bit.reference import WORD
 from gradcomp._src.kernels.tpu import lines
 
-Pair = tuple[Array, Array]  # avg+ and avg- of a bucket a column, float32[1, columns]
-
 
 @lines.completed(reference.encode_rows)
 def encode_rows(x: Array, *, form: reference.Form, interpret: Any = False) -> Encoded:
@@ -43,8 +41,8 @@ def encode_rows(x: Array, *, form: reference.Form, interpret: Any = False) -> En
   return rows, rest[0] if rest else None
 
 
-def _means(bucket: Array) -> Pair:
-  """Returns ``avg+`` and ``avg-`` of the columns of ``float32[B, columns]``."""
+def _means(bucket: Array) -> tuple[Array, Array]:
+  """Returns ``avg+`` and ``avg-`` of columns, ``float32[1, columns]`` each."""
   size, first = bucket.shape[0], bucket[:1]
   chunk, lanes = reference.chunks(size)
   parts = []
@@ -79,5 +77,4 @@ def decode_rows(rows: Array, *, form: reference.Form, interpret: Any = False) ->
     return [jnp.where(bit(k), own(WORD + k), own(k)) for k in range(WORD)]
 
   given = lax.bitcast_convert_type(rows, jnp.int32)
-  launch = lines.Launch("one_bit_decode", WORD * size, lines.LANES, interpret=interpret)
-  return lines.decode(body, [given], launch)
+  return lines.decode(body, [given], "one_bit_decode", WORD * size, interpret)

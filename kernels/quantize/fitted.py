@@ -114,9 +114,8 @@ class Form(reference.ScaledForm):
     level = levels[0]
     for i, other in enumerate(levels[1:], start=1):
       level = jnp.where(number >= i, other, level)
-    return fixed_point.signed(
-      level * scale, jnp.where(negative, jnp.uint32(1 << 31), jnp.uint32(0))
-    )
+    sign = jnp.where(negative, jnp.uint32(1 << 31), jnp.uint32(0))
+    return fixed_point.signed(level * scale, sign)
 
 
 def encode_rows(

@@ -46,7 +46,7 @@ def encode_rows(
         sent = form.value(codes, block.spread(unit, x.shape))
         block.put_residual(k, x - sent)
       if form.inline and columns > 1:
-        block.put_scale(form.bucket_size + k, planes.float_words(unit))
+        block.put(planes.float_words(unit), form.bucket_size + k)
       return codes
 
     # Planes in a loop share random numbers by groups. Unrolled, sixteen planes would
@@ -58,7 +58,7 @@ def encode_rows(
       return words | (form.pack(codes) << (first * form.bits).astype(jnp.uint32))
 
     if form.inline and columns == 1:
-      block.put_scale(form.bucket_size, planes.float_words(block.read(scale_ref, 0)))
+      block.put(planes.float_words(block.read(scale_ref, 0)), form.bucket_size)
     words = block.placed(jnp.zeros(block.shape, jnp.uint32))
     trips = jnp.int32(form.planes // step)
     block.put(jax.lax.fori_loop(jnp.int32(0), trips, code_planes, words))

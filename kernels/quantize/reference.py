@@ -103,8 +103,6 @@ def decode_rows(rows: Array, form: ScaledForm) -> Array:
   if form.table:
     entry = jnp.asarray(form.table, jnp.float32)[codes.astype(jnp.int32) & 127]
     return form.value(codes, numbers, entry)
-  if not form.shared:
-    return form.value(codes, numbers)
   start, stop = numbers.shape[-2] - form.shared, numbers.shape[-2]
   shared = (numbers[..., i : i + 1, :] for i in range(start, stop))
   return form.value(codes, numbers[..., :start, :], *shared)

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gradcomp._src.kernels.common import fixed_point
+from gradcomp._src.kernels.common import fixed_point, planes
 from gradcomp._src.kernels.common.fixed_point import Lane
-from gradcomp._src.kernels.common.planes import unpack_planes
 from gradcomp._src.kernels.gpu.tiles import Operand
 from gradcomp._src.kernels.quantize import reference
 
@@ -63,7 +62,7 @@ def codes(rows: Array, form: Form) -> Array:
   if form.packing == "base3":
     powers = np.array([3**k % 2**32 for k in range(_TRITS)], np.uint32)
     return _high_word(words[..., None, :] * powers[:, None], 3).astype(jnp.int32) - 1
-  code = unpack_planes(words, 2).astype(jnp.int32)
+  code = planes.unpack_planes(words, 2).astype(jnp.int32)
   return jnp.where(code == 3, -1, code)
 
 

@@ -51,5 +51,5 @@ def decode_rows(
   if form.table:
     inputs.append((jnp.array(form.table, jnp.float32)[None], 0))
   out = [((count, planes, size), block, np.float32)]
-  (found,) = lines.run(kernel, -(-count // block), inputs, out, "decode", interpret)
+  (found,) = lines.run(kernel, inputs, out, "decode", interpret)
   return found

@@ -42,11 +42,9 @@ def select(
   # larger ones are listed, and equal ones up to `count`. With `sign` only its elements
   # count. "trimmed" sorts the listed ones alone, and "exact" all.
   count, capacity = between
+  order = lambda x: reference.as_floats(reference.magnitudes(x, sign))
   if method == "exact":
-    found = x.read(
-      lambda x: lax.top_k(reference.as_floats(reference.magnitudes(x, sign)), count)[1]
-    )
-    found = found.astype(jnp.int32)
+    found = x.read(lambda x: lax.top_k(order(x), count)[1]).astype(jnp.int32)
     if sign is not None:
       found = jnp.where(reference.magnitudes(x.at(found), sign) > 0, found, x.size)
     return jnp.sort(found)
@@ -58,9 +56,8 @@ def select(
   listed = lambda *_: reference.positions(words, capacity, x.size)
   found = lax.fori_loop(0, (number >= 0) * 1, listed, nothing)
   if method == "trimmed":
-    order = reference.as_floats(reference.magnitudes(x.at(found), sign))
-    _, largest = lax.top_k(jnp.where(found < x.size, order, -jnp.inf), count)
-    found = found[jnp.sort(largest)]
+    own = jnp.where(found < x.size, order(x.at(found)), -jnp.inf)
+    found = found[jnp.sort(lax.top_k(own, count)[1])]
   return found
 
 
@@ -183,14 +180,12 @@ def _sampled(
   order = reference.magnitudes(x.read(lambda x: x) if whole else x.read(lines), sign)
   wanted = min(max(round(middle * order.size / x.size), 1), order.size)
 
-  def halve(_: Array, sides: tuple[Array, Array]) -> tuple:
-    low, high = sides
-    between = low + (high - low) // 2
+  def halve(k: Array, low: Array) -> Array:
+    between = low + (reference.ABOVE_ALL >> 1 + k.astype(jnp.uint32))
     many = (order >= between).sum(dtype=jnp.int32) >= wanted
-    return jnp.where(many, between, low), jnp.where(many, high, between)
+    return jnp.where(many, between, low)
 
-  zero = order[0] & 0
-  return lax.fori_loop(0, _HALVINGS, halve, (zero, zero + reference.ABOVE_ALL))[0]
+  return lax.fori_loop(0, _HALVINGS, halve, order[0] & 0)
 
 
 def _lines_by_rows(x: Array, start: Array) -> Array:

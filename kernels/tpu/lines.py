@@ -23,12 +23,12 @@ LARGEST_UNROLLED = 1 << 15  # elements of a tile that a program writes out
 
 
 class Launch(NamedTuple):
-  """The launch of a kernel."""
+  """The launch of an encoder."""
 
   name: str
   tile: int  # elements of a tile, which are whole lines
   width: int  # elements of a line
-  words: tuple[int, ...] = ()  # of a tile, in each output of an encoder
+  words: tuple[int, ...]  # of a tile, in each output
   keep: bool = False  # whether the last output is the residual, line by line
   interpret: Any = False  # for any backend, slowly
 
@@ -56,7 +56,6 @@ def by_registers(block: int, body: Callable[[Any], None]) -> None:
 
 def run(
   kernel: Callable[..., None],
-  grid: int,
   inputs: Sequence[tuple[Array, int]],
   outputs: Sequence[tuple[tuple[int, ...], int, Any]],
   name: str,
@@ -69,10 +68,10 @@ def run(
     at = lambda number: (number if rows else 0, *[0] * (len(shape) - 1))
     return pl.BlockSpec((rows or shape[0], *shape[1:]), at)
 
-  like = inputs[0][0]
+  like, (shape, rows, _) = inputs[0][0], outputs[0]
   return pl.pallas_call(
     kernel,
-    grid=(grid,),
+    grid=(-(-shape[0] // rows),),
     in_specs=[block(x.shape, rows) for x, rows in inputs],
     out_specs=[block(shape, rows) for shape, rows, _ in outputs],
     out_shape=[tiles.typed(like, shape, dtype) for shape, _, dtype in outputs],
@@ -93,7 +92,7 @@ def refusal(size: int, form: tiles.Form) -> str:
 
 
 # Decorates an encoder of all whole tiles; the reference encodes the last, partial one.
-completed = functools.partial(tiles.completed, whole_tiles=lambda count, form: count)
+completed = functools.partial(tiles.completed, in_blocks=False)
 
 
 def encode(
@@ -108,8 +107,7 @@ def encode(
   # dropped, and no tile reads from another. The residual is flat.
   whole = x.size // launch.tile
   lines = launch.tile // launch.width  # of a tile
-  some = max(ROWS, _ELEMENTS // launch.tile // ROWS * ROWS)
-  block = min(some, whole)
+  block = min(max(ROWS, _ELEMENTS // launch.tile // ROWS * ROWS), whole)
   flat = x.reshape(-1)[: whole * launch.tile]
   every, of_block = (whole * lines, launch.width), block * lines
   outputs: list[Any] = [((whole, words), block, jnp.uint32) for words in launch.words]
@@ -125,8 +123,7 @@ def encode(
 
   inputs = [(flat.reshape(every), of_block)]
   inputs += [(jnp.broadcast_to(y, (1, LANES)), 0) for y in scalars]
-  grid = -(-whole // block)
-  *rows, last = run(kernel, grid, inputs, outputs, launch.name, launch.interpret)
+  *rows, last = run(kernel, inputs, outputs, launch.name, launch.interpret)
   return [*rows, last.reshape(-1) if launch.keep else last]
 
 
@@ -178,7 +175,9 @@ def _remainder(x: Array, divisor: int) -> Array:
 def decode(
   body: Callable[..., list[Array]],
   rows: Sequence[Array],
-  launch: Launch,
+  name: str,
+  tile: int,
+  interpret: Any,
   x: Array | None = None,
 ) -> Array:
   """Decodes rows, ``[count, words]``, to flat elements, or subtracts these from x."""
@@ -188,23 +187,21 @@ def decode(
   # from one tile to the next, no longer ones.
   from jax.experimental import pallas as pl
 
-  count, lines = len(rows[0]), launch.tile // launch.width
-  some = max(ROWS, _DECODED // launch.tile // ROWS * ROWS)
-  block = min(some, LANES, count)
-  whole = [] if x is None else [x.reshape(-1, launch.width)]
+  count, lines = len(rows[0]), tile // LANES
+  block = min(max(ROWS, _DECODED // tile // ROWS * ROWS), LANES, count)
+  whole = [] if x is None else [x.reshape(-1, LANES)]
 
   def kernel(*refs: Any) -> None:
     given, out = refs[: len(rows)], refs[-1]
     elements = jnp.concatenate(body(*(ref[...].T for ref in given)))
     for k in range(lines):
-      line = elements[k * launch.width : (k + 1) * launch.width].T
+      line = elements[k * LANES : (k + 1) * LANES].T
       at = pl.ds(k, block, stride=lines), slice(None)
       out[at] = refs[len(rows)][at] - line if whole else line
 
   inputs = [*((part, block) for part in rows), *((x, block * lines) for x in whole)]
-  out = [((count * lines, launch.width), block * lines, jnp.float32)]
-  grid = -(-count // block)
-  (found,) = run(kernel, grid, inputs, out, launch.name, launch.interpret)
+  out = [((count * lines, LANES), block * lines, jnp.float32)]
+  (found,) = run(kernel, inputs, out, name, interpret)
   return found.reshape(-1)
 
 

@@ -81,8 +81,8 @@ def all_reduce(
   if order == "gathered":
     return reduce_sum(x, fmt, 0, method)
   flat = x.reshape(workers, -1)
-  padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % workers)))
-  shares = padded.reshape(workers, workers, -1)
+  shares = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % workers)))
+  shares = shares.reshape(workers, workers, -1)
   share = jnp.arange(workers)
   turns = (share + 1 + share[:, None]) % workers  # [hop, share]: the worker
   summed = reduce_sum(shares[turns, share], fmt, 0, method)

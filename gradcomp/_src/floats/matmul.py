@@ -93,11 +93,9 @@ def _matmul(
       product = rounded_product(left, right, fmt)
       return product if added_in == fmt else round_to(product, added_in)
 
-    def term(k: Array | int) -> Array:
-      return products(part[:, k, None], b[k])
-
     if method == "pairwise":
       return sum_rounded(products(part.T[:, :, None], b[:, None]), added_in, method)
+    term = lambda k: products(part[:, k, None], b[k])
     return sum_of_terms(term, depth, added_in, method)
 
   return jax.lax.map(block, blocks.reshape(-1, size, depth)).reshape(-1, columns)[:rows]
