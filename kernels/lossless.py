@@ -33,19 +33,15 @@ def encode_rows(tiles: Array) -> Array:
   """Encodes ``float32[rows, ...]``, 1024 a row, to ``uint32[rows, ROW_WORDS]``."""
   x = halves(tiles.reshape(-1, PLANES, COLUMNS))
   field, rest = x >> 7 & 255, x >> 8 & 128 | x & 127
-  finite = jnp.where(field == 255, 0, field)
-  largest = jnp.max(finite, axis=2, keepdims=True)
+  largest = jnp.max(jnp.where(field == 255, 0, field), axis=2, keepdims=True)
   distance = largest - field  # of an escaped NaN or infinity, a large number
   code = jnp.where(distance < _FIELD_ZERO, distance, _ESCAPE)
   code = jnp.where(field == 0, _FIELD_ZERO, code)
   escaped = code == _ESCAPE
-  entry = jnp.where(escaped, _places() << 8 | field, jnp.uint32(_UNUSED))
   count = jnp.sum(escaped, axis=(1, 2), dtype=jnp.uint32)
-  listed = _smallest(entry)
+  listed = _smallest(jnp.where(escaped, _places() << 8 | field, jnp.uint32(_UNUSED)))
   last = jnp.where(count > ESCAPES, jnp.uint32(_FULL), listed[:, -1])
-  pack = lambda x, at, bits: pack_planes(
-    [x[:, at + k] for k in range(32 // bits)], bits
-  )
+  pack = lambda x, i, bits: pack_planes([x[:, i + k] for k in range(32 // bits)], bits)
   words = [pack(rest, 0, 8), pack(rest, 4, 8), pack(code, 0, 4)]
   words += [pack(largest, 0, 8), pack(largest, 4, 8), listed[:, :-1], last[:, None]]
   return jnp.concatenate(words, axis=1)

@@ -45,8 +45,7 @@ def materialized(
 
 def _first_bits(x: jax.Array) -> jax.Array:
   """Returns the bits of the first element, as an unsigned integer."""
-  first = x[(0,) * x.ndim]
-  return jax.lax.bitcast_convert_type(first, f"uint{8 * x.dtype.itemsize}")
+  return jax.lax.bitcast_convert_type(x[(0,) * x.ndim], f"uint{8 * x.dtype.itemsize}")
 
 
 def packed(rows: jax.Array) -> jax.Array:

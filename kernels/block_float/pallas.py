@@ -52,9 +52,6 @@ def encode_rows(
 
   # Read as blocks, a plane has a maximum over a block within two threads.
   launch = tiles.Launch(
-    "block_float_encode",
-    form.row_words,
-    views=[(each, form.block_size)],
-    interpret=interpret,
+    "block_float_encode", form.row_words, interpret, views=[(each, form.block_size)]
   )
   return tiles.encode(body, x, (shared, dither), form, launch)

@@ -28,8 +28,7 @@ def multiply(a: Operand, b: Operand) -> Array:
 # JAX has no rule for a vmap that maps one of its operands and not the other.
 @jax.custom_batching.sequential_vmap
 def _by_unit(x: Array, x_scales: Array, y: Array, y_scales: Array) -> Array:
-  whole = x[None], y[None], x_scales[None], y_scales[None]
-  return jax.nn.scaled_matmul(*whole)[0]
+  return jax.nn.scaled_matmul(x[None], y[None], x_scales[None], y_scales[None])[0]
 
 
 def _decoded(x: Array, x_scales: Array, y: Array, y_scales: Array) -> Array:

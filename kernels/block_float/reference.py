@@ -90,9 +90,8 @@ class Form:
     if self.up:
       top = np.float32(self.fmt.max_finite).view(np.uint32) & _MANTISSA
       exponent = exponent + ((bits & _MANTISSA) > top).astype(jnp.int32)
-    byte = jnp.maximum(exponent, 0)
     finite = largest < np.inf  # Pallas for GPUs lowers no jnp.isfinite
-    return jnp.where(finite, byte, _NOT_FINITE).astype(jnp.uint32)
+    return jnp.where(finite, jnp.maximum(exponent, 0), _NOT_FINITE).astype(jnp.uint32)
 
   def _whole(self, scale: Array, shared: Array) -> Array:
     """Rounds scales up to multiples of the smallest one, under the least shared one."""

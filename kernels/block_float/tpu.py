@@ -7,21 +7,19 @@ import numpy as np
 from jax import Array, lax
 
 from gradcomp._src.kernels.block_float import reference
-from gradcomp._src.kernels.common import dithers, fixed_point
-from gradcomp._src.kernels.gpu.tiles import Encoded
+from gradcomp._src.kernels.common import dithers, fixed_point, planes
+from gradcomp._src.kernels.gpu.tiles import Encoded, Operand, largest_bits
 from gradcomp._src.kernels.tpu import lines
 from gradcomp._src.kernels.tpu.lines import LANES
 
+
 # A kernel transposes its rows, so that a block lies in the rows of registers, and its
 # scale in one. XLA would pad blocks, and the few scales of a plane, to 128 lanes.
-_INFINITY = np.int32(0x7F800000)
-
-
 @lines.completed(reference.encode_rows)
 def encode_rows(
   x: Array,
-  shared: Array | None,
-  dither: Array | None,
+  shared: Operand,
+  dither: Operand,
   *,
   form: reference.Form,
   interpret: Any = False,
@@ -55,22 +53,17 @@ def encode_rows(
   return rows, None
 
 
-def _columns(
-  planes: Any, lanes: Any, shared: Array | None, form: reference.Form
-) -> Array:
+def _columns(inputs: Any, lanes: Any, shared: Operand, form: reference.Form) -> Array:
   """Returns rows as columns, of planes as columns: ``uint32[words, tiles]``."""
   size, scale_words = form.block_size, form.blocks // 4
   words: Any = 0
   scales: list[Any] = [0] * scale_words
-  for k, (x, lane) in enumerate(zip(planes, lanes, strict=True)):
+  for k, (x, lane) in enumerate(zip(inputs, lanes, strict=True)):
     drawn = None if lane is None else lane.T
     codes = []
     for at in range(0, LANES, size):
       part = x[at : at + size]
-      bits = lax.bitcast_convert_type(jnp.abs(part), jnp.int32)
-      largest = bits.max(axis=0, keepdims=True)
-      largest = jnp.where(largest < _INFINITY, largest, np.int32(0x7FC00000))
-      largest = lax.bitcast_convert_type(largest, jnp.float32)
+      largest = planes.floats(largest_bits(part, axis=0, keepdims=True))
       scale = form.scale_codes(largest, shared, fixed_point.exact_divide)
       factor = form.factors(scale, shared, fixed_point.exact_divide)
       own = None if drawn is None else drawn[at : at + size]

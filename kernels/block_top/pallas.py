@@ -30,9 +30,8 @@ def encode_rows(x: Array, *, form: reference.Form, interpret: Any = False) -> En
     divide = fixed_point.exact_quotient
     sent = [[reference.coded(x, scale, form, divide) for x in own] for own in found]
     for number in range(form.count):
-      codes = [entries[number][0] for entries in sent]
       at = number * form.entry_words
-      block.put(planes.pack_planes(codes, form.code_bits), at)
+      block.put(planes.pack_planes([x[number][0] for x in sent], form.code_bits), at)
       for k in every if scale is None else ():
         words = planes.float_words(sent[k][number][1])
         block.put(words, at + (k + 1) * reference.WORDS)
@@ -42,13 +41,9 @@ def encode_rows(x: Array, *, form: reference.Form, interpret: Any = False) -> En
         own = reference.spread(entries, others, form, block.placed)
         block.put_residual(k, block.plane(k) - own)
 
+  view = reference.WORDS, form.block_size
   launch = tiles.Launch(
-    "block_top_encode",
-    form.row_words,
-    form.keep,
-    [(reference.WORDS, form.block_size)],
-    planar=False,
-    interpret=interpret,
+    "block_top_encode", form.row_words, interpret, form.keep, [view], planar=False
   )
   return tiles.encode(body, x, (), form, launch)
 

@@ -100,16 +100,14 @@ def behind_of(key: Array, form: Form) -> Array:
 
 def cut_value(key: Array, form: Form) -> Array:
   """Returns the value of a key's element, with its lowest bits cleared."""
-  magnitude = (key >> 1) & np.uint32(2**31 - form.block_size)
-  return planes.floats(magnitude | (key << 31))
+  return planes.floats((key >> 1) & np.uint32(2**31 - form.block_size) | (key << 31))
 
 
 def values(codes: Array, scale: Array, form: Form) -> Array:
   """Returns the values of codes under their scales; NaN under a scale of NaN."""
   if form.value_bits == 8:
     return _LEVELS.value(codes & np.uint32(0xFF), scale)
-  small = scale * np.float32(SMALL)
-  magnitude = jnp.where(codes & 1 == 1, scale, small)
+  magnitude = jnp.where(codes & 1 == 1, scale, scale * np.float32(SMALL))
   value = fixed_point.signed(magnitude, (codes >> 1) << 31)
   return jnp.where(codes == 0, scale * 0, value)
 
@@ -166,8 +164,7 @@ def remainder(x: Array, rows: Array, form: Form) -> Array:
   """Returns the residual of an array, in its shape: the array less its decoded rows."""
   entries, others = _entries(rows, form)
   if x.size % form.block_size:
-    sent = spread(entries, others, form).reshape(-1)[: x.size]
-    return x - sent.reshape(x.shape)
+    return x - spread(entries, others, form).reshape(-1)[: x.size].reshape(x.shape)
   # Whole blocks are subtracted in their own shape: XLA's loops for CPUs take several
   # times as long in another one.
   blocks = x.reshape(-1, form.block_size)

@@ -37,8 +37,7 @@ def _spread(
       own = slice(block, block + 1)
       decoded = jnp.broadcast_to(others[own], shape)
       for at in reversed(range(0, len(entries), 2)):
-        here = place == entries[at][own]
-        decoded = jnp.where(here, entries[at + 1][own], decoded)
+        decoded = jnp.where(place == entries[at][own], entries[at + 1][own], decoded)
       parts.append(decoded)
     return parts
 
@@ -61,16 +60,13 @@ def _select(x: Array, form: reference.Form, interpret: Any) -> list[reference.En
   def body(x: Array) -> tuple[Array, ...]:
     columns = x.T
     blocks = [columns[at : at + size] for at in range(0, width, size)]
-    found = [_largest(block, form) for block in blocks]
     return tuple(
       lines.rows_of_tiles(numbers, count, form.blocks)
-      for numbers in zip(*found, strict=True)
+      for numbers in zip(*(_largest(block, form) for block in blocks), strict=True)
     )
 
   words = (form.blocks,) * (form.count * each)
-  launch = lines.Launch(
-    "block_top_select", form.tile_size, width, words, interpret=interpret
-  )
+  launch = lines.Launch("block_top_select", form.tile_size, width, words, interpret)
   found = lines.encode(body, x, launch)
   entries = []
   for at in range(0, len(found), each):

@@ -60,8 +60,7 @@ def exact_quotient(x: Array, divisor: Array) -> Array:
   # The bits of floats count in their order, so `found` is a little too low.
   below = (by > over).astype(jnp.uint32)
   reciprocal = jnp.divide(np.float32(1), _as_float(by))
-  estimate = _as_float(over) * reciprocal
-  found = planes.float_words(estimate) - np.uint32(_OFF)
+  found = planes.float_words(_as_float(over) * reciprocal) - np.uint32(_OFF)
   quotient = found - ((126 - below) << 23)  # its first 24 bits
   # Both numbers are longer than 32 bits, but their difference is small: its low 32 bits
   # are all of it.

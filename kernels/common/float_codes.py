@@ -62,8 +62,7 @@ def to_codes(
     nan = jnp.uint32(fmt.max_code + 1 + fmt.quiet_bit)
     code = jnp.where(magnitude > _INFINITY, nan, code)
     if to_highest and has_more:  # else too large numbers are infinity
-      infinite = jnp.uint32(fmt.max_code + 1)
-      code = jnp.where(magnitude == _INFINITY, infinite, code)
+      code = jnp.where(magnitude == _INFINITY, jnp.uint32(fmt.max_code + 1), code)
   sign = (bits >> 31) << (fmt.bits - 1)
   if fmt.specials == "negative_zero":
     sign = jnp.where(code == 0, jnp.uint32(0), sign)

@@ -99,8 +99,7 @@ def filled(x: Array, bucket_size: int) -> Array:
   rest = x.size % bucket_size
   if not rest:
     return x
-  copies = np.arange(bucket_size - rest) % rest + x.size - rest
-  return jnp.concatenate([x, x[copies]])
+  return jnp.concatenate([x, x[np.arange(bucket_size - rest) % rest + x.size - rest]])
 
 
 def pack_planes(codes: Iterable[Array], bits: int) -> Array:

@@ -34,8 +34,7 @@ def rotate(
   if rows >= lines.ROWS and tile <= lines.LARGEST_UNROLLED and not line % LANES:
     function = functools.partial(_with_kernel, implementation=by)
   flat = tiles.reshape(rows, tile)
-  turned = function(flat, planes=planes, size=size, forward=forward)
-  return turned.reshape(tiles.shape)
+  return function(flat, planes=planes, size=size, forward=forward).reshape(tiles.shape)
 
 
 # Undoes it, of sums of tiles, too, but for the rounding of sums.
@@ -115,10 +114,8 @@ def _sums_of_parts(parts: list[Array]) -> list[Array]:
   """Returns :func:`_butterfly` of a group of arrays."""
   numbers = range(len(parts))
   for k in reversed(range(len(parts).bit_length() - 1)):
-    other = [parts[i ^ 1 << k] for i in numbers]
-    parts = [
-      other[i] - parts[i] if i >> k & 1 else parts[i] + other[i] for i in numbers
-    ]
+    pair = [parts[i ^ 1 << k] for i in numbers]
+    parts = [pair[i] - parts[i] if i >> k & 1 else parts[i] + pair[i] for i in numbers]
   return parts
 
 

@@ -45,14 +45,12 @@ def scales(norm: Array) -> Array:
 def scales_of_bits(bits: Array) -> Array:
   """Returns the :func:`scales` of norms from their ``int32`` bits, without floats."""
   least = jnp.maximum(bits, int(_SMALLEST_SCALE.view(np.int32)))
-  bits = jnp.where(bits < int(_SMALLEST_NORMAL.view(np.int32)), 0, least)
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+  return floats(jnp.where(bits < int(_SMALLEST_NORMAL.view(np.int32)), 0, least))
 
 
 def _largest_by_bits(x: Array) -> Array:
   """Returns :func:`_largest` for TPUs, which find one maximum of integers sooner."""
-  bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32).max(axis=-1)
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+  return floats(jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32).max(axis=-1))
 
 
 @on_tpu(_largest_by_bits)
@@ -188,8 +186,7 @@ def deviation(
   if not x.size:
     return jnp.zeros([], jnp.float32)
   exponent = jnp.clip(jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)
-  up = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
-  down = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
+  up, down = (floats(bits << 23) for bits in (exponent, 254 - exponent))
   if x.size <= _GROUP:
     found = _sums_of_blocks(x, x[0], down)
   else:
@@ -220,7 +217,7 @@ def sums_by_kernel(
     return tuple(map(_sums_of_columns, (d, _square(d))))
 
   words = (_LANES,) * 2
-  launch = lines.Launch("sums_of_groups", _GROUP, _LINE, words, interpret=interpret)
+  launch = lines.Launch("sums_of_groups", _GROUP, _LINE, words, interpret)
   found = lines.encode(body, x, launch, (first, down))
   return [floats(part).reshape(-1) for part in found]
 
@@ -229,9 +226,8 @@ def _sums_of_columns(x: Array) -> Array:
   """Sums the blocks of ``float32[512, lines]``, and then each 16 of their sums."""
   blocks = []  # the first of each line, the second and so on
   for start in range(0, _LINE, _BLOCK):
-    total = x[start : start + _LANES]
-    for at in range(start + _LANES, start + _BLOCK, _LANES):
-      total = total + x[at : at + _LANES]
+    parts = (x[at : at + _LANES] for at in range(start, start + _BLOCK, _LANES))
+    total = functools.reduce(jnp.add, parts)
     blocks.append(total.T.reshape(-1, _GROUP // _LINE, _LANES))
   steps = [block[:, line] for line in range(_GROUP // _LINE) for block in blocks]
   return jax.lax.bitcast_convert_type(functools.reduce(jnp.add, steps), jnp.int32)

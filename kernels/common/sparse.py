@@ -89,15 +89,11 @@ def add_entries(
       value.reshape(-1), mode="drop", unique_indices=True, wrap_negative_indices=False
     )
 
-  total = zeros_of_type(values, (rows * size,) if flat else (rows, size))
+  # Zeros that vary over the same mesh axes as the values.
+  bits = lax.bitcast_convert_type(values.reshape(-1)[:1], jnp.uint32) & 0
+  zero = lax.bitcast_convert_type(bits, jnp.float32) if values.size else jnp.float32(0)
+  total = jnp.broadcast_to(zero, (rows * size,) if flat else (rows, size))
   # One payload after the other. The entries of one payload have different positions, so
   # that every device adds in one order. GPUs would order a single scatter of all
   # payloads anew, and workers would differ in the last bit.
   return lax.fori_loop(0, positions.shape[0], add, total).reshape(rows, 1, size)
-
-
-def zeros_of_type(x: Array, shape: tuple[int, ...]) -> Array:
-  """Returns ``float32`` zeros that vary over the same mesh axes as ``x``."""
-  bits = lax.bitcast_convert_type(x.reshape(-1)[:1], jnp.uint32) & 0
-  zero = lax.bitcast_convert_type(bits, jnp.float32)
-  return jnp.broadcast_to(zero, shape) if x.size else jnp.zeros(shape, jnp.float32)

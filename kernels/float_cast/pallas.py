@@ -27,5 +27,5 @@ def encode_rows(
     block.put(planes.pack_planes(codes, reference.width(form.fmt)))
 
   given = None if exponent is None else exponent.reshape(1), dither
-  launch = tiles.Launch("float_cast", form.bucket_size, interpret=interpret)
+  launch = tiles.Launch("float_cast", form.bucket_size, interpret)
   return tiles.encode(body, x, given, form, launch)

@@ -28,7 +28,7 @@ def exponent_byte(largest: Array, addends: int) -> Array:
   # `2**ceil(log2 N) / N`, else `k`. The byte is the exponent plus 126, and at least 1;
   # 0 for an `a` below 2**-126, and 255 for NaN and infinity.
   bits = planes.float_words(largest)
-  limit = ((1 << 23) << _ceil_log2(addends)) // addends
+  limit = ((1 << 23) << (addends - 1).bit_length()) // addends
   above = ((bits & jnp.uint32((1 << 23) - 1)) | jnp.uint32(1 << 23)) > limit
   field = (bits >> 23).astype(jnp.int32)
   byte = jnp.maximum(field - 127 + above.astype(jnp.int32) + _BYTE_BIAS, 1)
@@ -38,7 +38,7 @@ def exponent_byte(largest: Array, addends: int) -> Array:
 
 def shift(byte: Array, fmt: FloatFormat, addends: int) -> Array:
   """Returns the power of two with which N largest elements just fit: ``int32``."""
-  exponent = byte.astype(jnp.int32) - _BYTE_BIAS + _ceil_log2(addends)
+  exponent = byte.astype(jnp.int32) - _BYTE_BIAS + (addends - 1).bit_length()
   return jnp.where(byte == 0, 0, fmt.max_exponent - exponent)
 
 
@@ -95,7 +95,3 @@ def decode_rows(rows: Array, fmt: FloatFormat) -> Array:
     codes = codes & jnp.uint32((1 << fmt.bits) - 1)
   value = float_codes.from_codes(codes, fmt)
   return value if fmt.mantissa_bits else jnp.where(jnp.isinf(value), jnp.nan, value)
-
-
-def _ceil_log2(count: int) -> int:
-  return (count - 1).bit_length()

@@ -32,7 +32,6 @@ class Operation(NamedTuple):
 
 def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
   """Returns an encoder that chooses one of the modules' ``encode_rows``."""
-  folder = reference.__name__.split(".")[-2]
   refusal = getattr(pallas, "refusal", tiles.refusal)
 
   def encode_rows(
@@ -41,14 +40,13 @@ def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
     form: tiles.Form,
     implementation: Implementation | None = None,
   ) -> tiles.Encoded:
-    name = getattr(form, "name", folder)
+    name = getattr(form, "name", reference.__name__.split(".")[-2])
     if operands and (scale := operands[0]) is not None:  # the time depends on them
       name += ", scales" if scale.ndim > 1 and scale.shape[1] > 1 else ", one scale"
     cuda = refusal(x.size, form) or pallas.encode_rows
     operation = Operation(name, reference.encode_rows, cuda)
     if tpu is not None:
-      no = lines.refusal(x.size, form)
-      operation = operation._replace(tpu=no or tpu.encode_rows)
+      operation = operation._replace(tpu=lines.refusal(x.size, form) or tpu.encode_rows)
     return run(operation, x, *operands, form=form, implementation=implementation)
 
   return encode_rows
@@ -154,8 +152,7 @@ def on_tpu(form: _Function) -> Callable[[_Function], _Function]:
     @functools.wraps(function)
     def either(*operands: Any, **options: Any) -> Any:
       traced = _jitted(function, **options).trace(*operands)
-      own = functools.partial(form, **options)
-      return by_platform(operands, {"tpu": own}, traced)
+      return by_platform(operands, {"tpu": functools.partial(form, **options)}, traced)
 
     return either
 
@@ -178,10 +175,9 @@ def _types(*_: Any, kernels: _Named, reference: ClosedJaxpr) -> list[Any]:
 @_CALL.def_impl
 def _run(*leaves: Any, kernels: _Named, reference: ClosedJaxpr) -> Any:
   named = {name: kernel for name, kernel in kernels if name != _MOSAIC}
-  functions = [*named.values(), _program(reference)]
   numbers = {name: (lambda k=k: k) for k, name in enumerate(named)}
   number = jax.lax.platform_dependent(**numbers, default=lambda: len(numbers))
-  return functions[number](*leaves)
+  return [*named.values(), _program(reference)][number](*leaves)
 
 
 def _batched(
@@ -189,9 +185,8 @@ def _batched(
 ) -> tuple[Any, list[int]]:
   # To name a partial function, JAX would print the whole program that it holds.
   run = functools.wraps(jaxpr_as_fun)(lambda *x: jaxpr_as_fun(reference)(*x))
-  traced = jax.jit(jax.vmap(run, axes)).trace(*leaves)
   mapped = {name: jax.vmap(kernel, axes) for name, kernel in kernels}
-  found = by_platform(leaves, mapped, traced)
+  found = by_platform(leaves, mapped, jax.jit(jax.vmap(run, axes)).trace(*leaves))
   return found, [0] * len(found)
 
 
@@ -201,12 +196,10 @@ def _program(reference: ClosedJaxpr) -> _Function:
   return jax.jit(jaxpr_as_fun(reference))
 
 
-def _lower(
-  platform: str, ctx: Any, *leaves: Any, kernels: _Named, reference: Any
-) -> Any:
+def _lower(name: str, ctx: Any, *leaves: Any, kernels: _Named, reference: Any) -> Any:
   named = dict(kernels)
-  kernel = named.get(platform) or _program(reference)
-  if platform == "tpu" and not _is_partitioned(ctx.module_context.axis_context):
+  kernel = named.get(name) or _program(reference)
+  if name == "tpu" and not _is_partitioned(ctx.module_context.axis_context):
     kernel = named.get(_MOSAIC, kernel)
   return mlir.lower_fun(kernel)(ctx, *leaves)
 
@@ -221,7 +214,5 @@ def _is_partitioned(context: Any) -> bool:
 
 batching.primitive_batchers[_CALL] = _batched
 mlir.register_lowering(_CALL, functools.partial(_lower, ""))
-for _platform in ("cuda", "tpu"):
-  mlir.register_lowering(
-    _CALL, functools.partial(_lower, _platform), platform=_platform
-  )
+for _name in ("cuda", "tpu"):
+  mlir.register_lowering(_CALL, functools.partial(_lower, _name), platform=_name)

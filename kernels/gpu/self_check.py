@@ -106,9 +106,7 @@ def compare(
   return ""
 
 
-def _outputs(
-  function: _Function, operands: Any, device: jax.Device
-) -> list[np.ndarray]:
+def _outputs(call: _Function, operands: Any, device: jax.Device) -> list[np.ndarray]:
   """Runs a function on a device, and returns the words of its results, flat."""
-  outputs = jax.device_get(jax.jit(function)(*jax.device_put(operands, device)))
+  outputs = jax.device_get(jax.jit(call)(*jax.device_put(operands, device)))
   return [leaf.reshape(-1).view(np.uint32) for leaf in jax.tree.leaves(outputs)]

@@ -50,11 +50,11 @@ class Launch(NamedTuple):
 
   name: str
   row_words: int
+  interpret: Any  # True on any backend; plgpu.InterpretGPUParams from JAX 0.11
   keep: bool = False  # whether it writes the residual
   # The shapes in which the body reads a bucket; it writes residuals in the first one.
   views: Sequence[Shape] = ()  # by default the bucket as it is
   planar: bool = True  # whether words have the layout of a plane in the first view
-  interpret: Any = False  # True on any backend; plgpu.InterpretGPUParams from JAX 0.11
 
 
 def refusal(size: int, form: Form) -> str:
@@ -103,20 +103,16 @@ def layout(shape: Shape, vector: int = 1) -> Any:
   # After tiling, the axes of the tile number `n` are the n-th group from the end, and
   # the one that it was halved along has two entries.
   rank, count = len(shape), len(tiles)
-  halves: list[Any] = [
-    axis - rank * (count - number) for number, axis in enumerate(bits)
-  ]
+  halves: list[Any] = [axis - rank * (count - n) for n, axis in enumerate(bits)]
   halves += [mgpu.Replicated(2)] * (_WARPS + _LANES - len(bits))
-  found = mgpu.TiledLayout(
+  own = mgpu.TiledLayout(
     mgpu.Tiling(tuple(tiles)),
     tuple(halves[:_WARPS]),
     tuple(halves[_WARPS:]),
     -1,
     _check_canonical=False,
   ).canonicalize()
-  return plgpu.Layout.TILED(
-    found.tiling, found.warp_dims, found.lane_dims, found.vector_dim
-  )
+  return plgpu.Layout.TILED(own.tiling, own.warp_dims, own.lane_dims, own.vector_dim)
 
 
 class Block:
@@ -142,8 +138,7 @@ class Block:
     # JAX before 0.11 has an index before the options. "Optimized" are loads of
     # shared memory, without conflicts of its banks.
     index = (...,) * ("idx" in inspect.signature(plgpu.load).parameters)
-    where = layout(ref.shape, self._vector_of(ref.shape))
-    return plgpu.load(ref, *index, layout=where, optimized=False)
+    return plgpu.load(ref, *index, layout=self._layout(ref.shape), optimized=False)
 
   def placed(self, x: Array) -> Array:
     """Gives an iota or a broadcast array the layout of its shape."""
@@ -151,7 +146,7 @@ class Block:
       return x
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return plgpu.layout_cast(x, layout(x.shape, self._vector_of(x.shape)))
+    return plgpu.layout_cast(x, self._layout(x.shape))
 
   def iota(self, dtype: Any, shape: Shape, axis: int) -> Array:
     """Returns ``jax.lax.broadcasted_iota`` in the layout of its shape."""
@@ -216,8 +211,8 @@ class Block:
     line = ref.at[(self.first_row, *index)]
     return line.reshape(1, *line.shape)
 
-  def _vector_of(self, shape: Shape) -> int:
-    return self._vector if shape == self.shape else 1
+  def _layout(self, shape: Shape) -> Any:
+    return layout(shape, self._vector if shape == self.shape else 1)
 
 
 def encode(
@@ -247,9 +242,7 @@ def encode(
   out += launch.keep * [typed(x, (x.size,) if inside else views[0], x.dtype)]
 
   def kernel(number: Array, *refs: Any) -> None:
-    def viewed(ref: Any) -> list[Any]:
-      return [ref.at[:count].reshape(view) for view in views]
-
+    viewed = lambda ref: [ref.at[:count].reshape(view) for view in views]
     own, refs = list(refs[: len(inputs)]), refs[len(inputs) :]
     others, (rows_ref, *residual) = iter(refs[: len(given)]), refs[len(given) :]
     if inside:
@@ -259,13 +252,10 @@ def encode(
     body(block, *(None if operand is None else next(others) for operand in operands))
 
   grid = whole // rows
-  found = run(kernel, grid, [*inputs, *given], out, launch.name, launch.interpret)
-  if not launch.keep:
-    return found[0], None
-  residual = found[1]
+  words, *rest = run(kernel, grid, inputs + given, out, launch.name, launch.interpret)
   if not inside:
-    residual = jnp.pad(residual.reshape(-1), (0, x.size - count))
-  return found[0], residual
+    rest = [jnp.pad(residual.reshape(-1), (0, x.size - count)) for residual in rest]
+  return words, rest[0] if rest else None
 
 
 def blocks(tiles: int, most: int) -> tuple[int, int]:
@@ -369,9 +359,9 @@ def typed(x: Array, shape: Shape, dtype: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
-def largest_bits(x: Array) -> Array:
+def largest_bits(x: Array, axis: int = -1, keepdims: bool = False) -> Array:
   """Returns the bits of each line's largest magnitude; NaN's if one is not finite."""
   # Maxima of floats drop NaN on some GPUs, maxima of integers do not.
   magnitude = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
-  bits = magnitude.max(axis=-1)
+  bits = magnitude.max(axis=axis, keepdims=keepdims)
   return jnp.where(bits < _INFINITY, bits, _NAN)

@@ -22,16 +22,16 @@ def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> tiles.Encode
   # Sums have the order of the reference: the steps of a lane one after the other, each
   # a load of its own, and the lanes by halves.
   # Each axis of two is a half of the lanes: of their chunks, or within a chunk.
-  chunks, steps = (2,) * _bits(size // chunk), chunk // lanes
-  lines = *chunks, steps, *(2,) * _bits(lanes)
+  halves = lambda count: (2,) * (count.bit_length() - 1)
+  chunks, steps = halves(size // chunk), chunk // lanes
+  lines = *chunks, steps, *halves(lanes)
 
   def body(block: tiles.Block) -> None:
     def add_plane(k: Array, words: Array) -> Array:
       first = block.plane(k, 0)
-      every = (slice(None),) * len(chunks)
       added: tuple[Array, ...] = ()
       for step in range(steps):
-        x = block.plane(k, *every, step, view=1)
+        x = block.plane(k, *[slice(None)] * len(chunks), step, view=1)
         found = reference.sides(x, block.spread(first, x.shape), size)
         added = tuple(map(jnp.add, added, found)) if added else found
       above, below, counts = added
@@ -50,13 +50,9 @@ def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> tiles.Encode
     block.put(jax.lax.fori_loop(jnp.int32(0), jnp.int32(WORD), add_plane, none))
 
   launch = tiles.Launch(
-    "one_bit_encode", form.row_words, form.keep, [(size,), lines], interpret=interpret
+    "one_bit_encode", form.row_words, interpret, form.keep, [(size,), lines]
   )
   return tiles.encode(body, x, (), form, launch)
-
-
-def _bits(size: int) -> int:
-  return size.bit_length() - 1
 
 
 def _sum(x: Array, kept: Callable[[Array], Array] = lambda x: x) -> Array:

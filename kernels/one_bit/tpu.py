@@ -1,5 +1,6 @@
 """Encodes 1-bit SGD by a Pallas kernel for TPUs: means, signs and residual at once."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def encode_rows(x: Array, *, form: reference.Form, interpret: Any = False) -> En
     return tuple(found)
 
   launch = lines.Launch(
-    "one_bit_encode", WORD * size, width, (form.row_words,), form.keep, interpret
+    "one_bit_encode", WORD * size, width, (form.row_words,), interpret, form.keep
   )
   rows, *rest = lines.encode(body, x, launch)
   return rows, rest[0] if rest else None
@@ -45,13 +46,10 @@ def _means(bucket: Array) -> tuple[Array, Array]:
   """Returns ``avg+`` and ``avg-`` of columns, ``float32[1, columns]`` each."""
   size, first = bucket.shape[0], bucket[:1]
   chunk, lanes = reference.chunks(size)
-  parts = []
-  for start in range(0, size, chunk):
-    sums = reference.sides(bucket[start : start + lanes], first, size)
-    for at in range(start + lanes, start + chunk, lanes):
-      more = reference.sides(bucket[at : at + lanes], first, size)
-      sums = tuple(map(jnp.add, sums, more))
-    parts.append(sums)
+  add = lambda a, b: tuple(map(jnp.add, a, b))
+  sides = lambda at: reference.sides(bucket[at : at + lanes], first, size)
+  of_chunk = lambda at: functools.reduce(add, map(sides, range(at, at + chunk, lanes)))
+  parts = map(of_chunk, range(0, size, chunk))
   totals = [_sum_by_halves(jnp.concatenate(x)) for x in zip(*parts, strict=True)]
   return reference.means_of_sums(totals, first, size, size, fixed_point.exact_divide)
 

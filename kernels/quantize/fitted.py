@@ -35,8 +35,7 @@ def histogram(x: Array, *, bucket_size: int, scale: Array | None) -> Array:
   whole = max(1, x.size // bucket_size)
   size = min(x.size, bucket_size)
   count = min(whole, _SAMPLED, max(1, MOST_COUNTED // size))
-  picked = np.arange(count) * whole // count
-  sample = x[: whole * size].reshape(whole, size)[picked]
+  sample = x[: whole * size].reshape(whole, size)[np.arange(count) * whole // count]
   if scale is None:
     scale = scales.scales(scales.norms(sample, "max"))[:, None]
   sample = sample[:, :MOST_COUNTED]

@@ -43,8 +43,7 @@ def encode_rows(
         unit, factor = block.read(scale_ref, column), block.read(factor_ref, column)
       codes = form.code(x, block.spread(factor, x.shape), lane, most)
       if form.keep:
-        sent = form.value(codes, block.spread(unit, x.shape))
-        block.put_residual(k, x - sent)
+        block.put_residual(k, x - form.value(codes, block.spread(unit, x.shape)))
       if form.inline and columns > 1:
         block.put(planes.float_words(unit), form.bucket_size + k)
       return codes
@@ -65,5 +64,5 @@ def encode_rows(
 
   limits = None if limit is None else limit.reshape(1)
   row_words = form.bucket_size + form.inline * columns
-  launch = Launch(f"{form.name}_encode", row_words, form.keep, interpret=interpret)
+  launch = Launch(f"{form.name}_encode", row_words, interpret, form.keep)
   return tiles.encode(body, x, (dither, scale, factor, limits), form, launch)

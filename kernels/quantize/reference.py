@@ -84,11 +84,9 @@ def encode_rows(
   for tiles in planes.tile_segments(x, form.planes, form.bucket_size):
     own = tiles.rows_of(scale)
     factor = jnp.broadcast_to(form.factor(own), (tiles.shape[0], form.planes))
-    lanes = tiles.lanes(dither, first_row)
-    codes = [
-      form.code(plane, factor[:, k : k + 1], lanes[k], limit)
-      for k, plane in enumerate(tiles.planes)
-    ]
+    factors = (factor[:, k : k + 1] for k in range(form.planes))
+    each = zip(tiles.planes, factors, tiles.lanes(dither, first_row), strict=True)
+    codes = [form.code(*given, limit) for given in each]
     rows.append([form.pack(codes), *[planes.float_words(own)] * form.inline])
   words = planes.stacked(rows, form.bucket_size + form.inline * scale.shape[1])
   if not form.keep:

@@ -52,8 +52,19 @@ class Form(reference.ScaledForm):
     return jnp.where(x < 0, 1 - magnitude, 1 + magnitude)
 
   def pack(self, codes: Iterable[Array]) -> Array:
-    """Packs two bits a code, or digits in base 3: ``uint32[rows, B]``."""
-    return pack_trits(codes) if self.packing == "base3" else super().pack(codes)
+    """Packs two bits a code, or twenty digits in base 3: ``uint32[rows, B]``."""
+    if self.packing == "2bit":
+      return super().pack(codes)
+    # With the digits as the number `v` below `3**20`, most significant first, the word
+    # is the 32-bit fraction `floor(v * 2**32 / 3**20) + 1`, rounded up. Its digits can
+    # then be read without a division, each by itself: a digit is three times the rest
+    # after the point.
+    value = functools.reduce(lambda value, trit: value * jnp.uint32(3) + trit, codes)
+    # 2**32 / 3**20 is 1 + excess: the high word of value * excess, with its carry.
+    low = value * jnp.uint32(_EXCESS_HIGH)
+    carry = low + _high_word(value, _EXCESS_LOW) < low
+    high = _high_word(value, _EXCESS_HIGH) + carry.astype(jnp.uint32)
+    return value + high + jnp.uint32(1)
 
 
 def codes(rows: Array, form: Form) -> Array:
@@ -64,19 +75,6 @@ def codes(rows: Array, form: Form) -> Array:
     return _high_word(words[..., None, :] * powers[:, None], 3).astype(jnp.int32) - 1
   code = planes.unpack_planes(words, 2).astype(jnp.int32)
   return jnp.where(code == 3, -1, code)
-
-
-def pack_trits(trits: Iterable[Array]) -> Array:
-  """Packs twenty arrays of digits in base 3 into one 32-bit fraction, rounded up."""
-  # With the digits as the number `v` below `3**20`, most significant first, the word is
-  # `floor(v * 2**32 / 3**20) + 1`. Its digits can then be read without a division, each
-  # by itself: a digit is three times the rest after the point.
-  value = functools.reduce(lambda value, trit: value * jnp.uint32(3) + trit, trits)
-  # 2**32 / 3**20 is 1 + excess: the high word of value * excess, with its carry.
-  low = value * jnp.uint32(_EXCESS_HIGH)
-  carry = low + _high_word(value, _EXCESS_LOW) < low
-  high = _high_word(value, _EXCESS_HIGH) + carry.astype(jnp.uint32)
-  return value + high + jnp.uint32(1)
 
 
 def _high_word(x: Array, factor: int) -> Array:

@@ -168,7 +168,6 @@ def _set_bit(word: Array, rank: Array) -> Array:
 def first_bits(words: Array, wanted: Array) -> Array:
   """Keeps the first ``wanted`` set bits of all words, and clears the others."""
   counts = lax.population_count(words).astype(jnp.int32)
-  before = jnp.cumsum(counts, dtype=jnp.int32) - counts
-  rank = jnp.maximum(wanted - before, 0)
+  rank = jnp.maximum(wanted - (jnp.cumsum(counts, dtype=jnp.int32) - counts), 0)
   below = (jnp.uint32(1) << _set_bit(words, rank).astype(jnp.uint32)) - 1
   return jnp.where(rank >= counts, words, words & below)

@@ -205,5 +205,4 @@ def _lines_by_rows(x: Array, start: Array) -> Array:
 @dispatch.on_tpu(_lines_by_rows)
 def _lines(x: Array, start: Array) -> Array:
   """Reads a line of a flat array from each start on: ``float32[lines * 16]``."""
-  line = jax.vmap(lambda at: lax.dynamic_slice(x, (at,), (_LINE,)))
-  return line(start).reshape(-1)
+  return jax.vmap(lambda at: lax.dynamic_slice(x, (at,), (_LINE,)))(start).reshape(-1)

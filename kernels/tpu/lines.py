@@ -29,8 +29,8 @@ class Launch(NamedTuple):
   tile: int  # elements of a tile, which are whole lines
   width: int  # elements of a line
   words: tuple[int, ...]  # of a tile, in each output
+  interpret: Any  # True for any backend, slowly
   keep: bool = False  # whether the last output is the residual, line by line
-  interpret: Any = False  # for any backend, slowly
 
 
 def width(bucket_size: int) -> int:
@@ -108,7 +108,6 @@ def encode(
   whole = x.size // launch.tile
   lines = launch.tile // launch.width  # of a tile
   block = min(max(ROWS, _ELEMENTS // launch.tile // ROWS * ROWS), whole)
-  flat = x.reshape(-1)[: whole * launch.tile]
   every, of_block = (whole * lines, launch.width), block * lines
   outputs: list[Any] = [((whole, words), block, jnp.uint32) for words in launch.words]
   if launch.keep:
@@ -121,7 +120,7 @@ def encode(
       words = ref.dtype == jnp.uint32
       ref[...] = lax.bitcast_convert_type(found, jnp.uint32) if words else found
 
-  inputs = [(flat.reshape(every), of_block)]
+  inputs = [(x.reshape(-1)[: whole * launch.tile].reshape(every), of_block)]
   inputs += [(jnp.broadcast_to(y, (1, LANES)), 0) for y in scalars]
   *rows, last = run(kernel, inputs, outputs, launch.name, launch.interpret)
   return [*rows, last.reshape(-1) if launch.keep else last]

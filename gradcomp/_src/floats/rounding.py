@@ -114,12 +114,9 @@ def round_to(
     Han et al., `APS <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1
   """
   wide, draw = _checked(x, rounding, key)
-
   # The random bits are an argument, because a differentiated function must not close
   # over tracers.
-  def rounded(wide: Array, draw: Array | None) -> Array:
-    return _round(wide, fmt, rounding, draw)
-
+  rounded: Callable[..., Array] = lambda wide, draw: _round(wide, fmt, rounding, draw)
   if straight_through:
     rounded = with_derivative_of(lambda wide, draw: wide, rounded)
   return rounded(wide, draw).astype(jnp.asarray(x).dtype)

@@ -113,5 +113,4 @@ def kahan_step(
   plus = functools.partial(rounded_sum, fmt=fmt, saturate=saturate)
   y = plus(x, -compensation)
   new = plus(total, y)
-  rest = plus(plus(new, -total), -y)
-  return new, jnp.where(jnp.isfinite(new), rest, np.float32(0))
+  return new, jnp.where(jnp.isfinite(new), plus(plus(new, -total), -y), np.float32(0))
