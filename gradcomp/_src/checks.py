@@ -16,7 +16,7 @@ import optax
 from gradcomp._src.public import StaticError
 
 _SITE = "https://gradcomp.readthedocs.io/en/stable/"
-_MOST = sys.float_info.max
+_LEAST, _MOST = math.ulp(0.0), sys.float_info.max
 _Kind = TypeVar("_Kind")
 
 
@@ -55,9 +55,9 @@ def positions(name: str, value: Any) -> int | tuple[int, ...]:
 
 
 def static_number(
-  name: str, rule: str, value: Any, *, least: float = 0.0, most: float = _MOST
+  name: str, rule: str, value: Any, *, least: float = _LEAST, most: float = _MOST
 ) -> float:
-  """Returns a positive Python float in a range; ValueError otherwise."""
+  """Returns a Python float in a range, by default above 0; ValueError otherwise."""
   _check_static(name, rule, value)
   if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
@@ -65,19 +65,15 @@ def static_number(
     number = float(value)
   except OverflowError:  # one of Python's integers
     number = math.inf
-  if not 0 < number <= most or number < least:
+  if not least <= number <= most:
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
   return number
 
 
 def share_below_1(name: str, value: Any) -> float:
   """Returns a Python float of at least 0 and below 1; ValueError otherwise."""
-  rule = "a number of at least 0 and below 1"
-  _check_static(name, rule, value)
-  number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
-  if not number or not 0 <= value < 1:
-    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
-  return float(value)
+  rule, most = "a number of at least 0 and below 1", math.nextafter(1, 0)
+  return static_number(name, rule, value, least=0, most=most)
 
 
 def share_above_0(name: str, value: Any) -> float:
@@ -200,7 +196,7 @@ def power_of_two(least: int, most: int) -> Rule:
   return integer(words, least, most, lambda found: not found & (found - 1))
 
 
-def number(words: str, least: float = 0.0, most: float = _MOST) -> Rule:
+def number(words: str, least: float = _LEAST, most: float = _MOST) -> Rule:
   """Returns the rule of positive Python floats in a range."""
   check = lambda name, x: static_number(name, words, x, least=least, most=most)
   return Rule(check, words, (0, least / 2, *[2 * most] * (most < _MOST)))

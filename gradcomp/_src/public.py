@@ -27,7 +27,9 @@ def publish(names: dict[str, Any]) -> None:
     private = ("gradcomp._src.", "gradcomp.contrib._")
     if public and value.__module__.startswith(private):
       value.__module__ = names["__name__"]
-    if inspect.isfunction(value) and _makes(value):
+    returned = inspect.isfunction(value) and value.__annotations__.get("return")
+    is_class = inspect.isclass(returned)
+    if is_class and issubclass(returned, optax.GradientTransformation):
       names[name] = lists_static(value)
 
 
@@ -39,14 +41,6 @@ def cites(*papers: str) -> Callable[[_Function], _Function]:
     return function
 
   return mark
-
-
-def _makes(value: Any) -> bool:
-  """Returns True for a function that makes a transformation."""
-  returned = value.__annotations__.get("return")
-  return inspect.isclass(returned) and issubclass(
-    returned, optax.GradientTransformation
-  )
 
 
 class StaticError(ValueError):
@@ -91,6 +85,7 @@ def lists_static(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _BREAK = r"\n\n(?=[A-Z][a-z]+:\n)"  # before a section
+_ENTRY = r"^  (\w+): .*\n(?:    .*\n)*"  # the lines of a name in it
 _SHARED = ("Returns", "Raises", "References")
 
 
@@ -120,19 +115,14 @@ def shows_options(
       if source is text or title in _SHARED:
         titled[title] = section.rstrip()
       if title in ("Args", "Attributes"):
-        entries |= _entries(section)
+        found = re.finditer(_ENTRY, f"{section.rstrip()}\n", re.M)
+        entries |= {entry[1]: entry[0] for entry in found}
   listed = "".join(entries[name] for name in shown if name in entries)
   titled["Args"] = f"Args:\n{listed}".rstrip()
   order = ("Args", "Returns", "Raises", "Example", "References")
   parts = [re.split(_BREAK, text)[0], *(titled[x] for x in order if x in titled)]
   function.__doc__ = "\n\n".join(parts) + "\n"
   return function
-
-
-def _entries(section: str) -> dict[str, str]:
-  """Returns the entries of a section of a docstring by name, each with its lines."""
-  found = re.finditer(r"^  (\w+): .*\n(?:    .*\n)*", f"{section.rstrip()}\n", re.M)
-  return {entry[1]: entry[0] for entry in found}
 
 
 def checked(function: Callable[..., Any], options: _Options) -> _Options:

@@ -27,8 +27,8 @@ def test_everyone_sends_every_part_to_each_other_once(size):
   sent = [(i, to[i], part[i]) for to, part in found for i in workers]
   pairs = [(i, j) for i in workers for j in workers if i != j]
   assert sorted(sent) == sorted((*pair, k) for pair in pairs for k in range(parts))
-  assert all(sorted(x.to) == list(workers) for x in found)
-  mutual = [x for x in found if any(x.to[j] == i for i, j in enumerate(x.to))]
+  assert all(sorted(to) == list(workers) for to, _ in found)
+  mutual = [to for to, _ in found if any(to[j] == i for i, j in enumerate(to))]
   assert len(mutual) == (size in (2, 8, 12))
 
 

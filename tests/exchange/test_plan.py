@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 import gradcomp
+from gradcomp._src.core.compression import Compression
 from gradcomp._src.exchange import hierarchical
+from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.one_stage import AllReduce
-from gradcomp._src.exchange.plan import PlanOptions, plan_messages
+from gradcomp._src.exchange.plan import plan_messages
+from gradcomp._src.mesh.place import Place
 from gradcomp.codecs import QSGD, Dense, FloatCast
 from gradcomp.exchange import AllGather, TwoShot
 from tests.support import laws, modes
@@ -21,9 +24,9 @@ def plan(sizes, codec=CODEC, others=None, **options):
   leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
   options = dict(exchange=TwoShot(), min_leaf_size=0, message_bytes=None) | options
   others = [()] * len(sizes) if others is None else others
-  options = PlanOptions(codec, feedback=True, **options)
-  on = dict(axis_name="data", workers=WORKERS)
-  return plan_messages(leaves, [()] * len(sizes), others, options, **on).messages
+  options, workers = Compression(codec, **options), Workers("data", WORKERS, 1.0)
+  place = Place("data", others=others)
+  return plan_messages(options, leaves, [()] * len(sizes), place, workers).messages
 
 
 def test_leaves_share_a_message_up_to_its_bytes():

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.sums.records import Memory
-from gradcomp._src.core.state import name_words
+from gradcomp._src.core.state import text_keys
 from gradcomp._src.exchange.plan import MADE_FOR_SHARDS, MessagePlan
-from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.types import mark_varying
 
@@ -23,9 +22,7 @@ def first_stored(plan: MessagePlan, key: jax.Array) -> Memory | None:
   """Creates the codec memories, by a key of all workers; None if no codec has any."""
   if not jax.tree.leaves(_shapes(plan)):
     return None
-  words = jnp.array([name_words(name) for name in plan.names], jnp.uint32)
-  keys = jax.vmap(lambda own: fold_key(fold_key(key, own[0]), own[1]))(words)
-  bound = zip(plan.codecs, plan.leaves, keys, strict=True)
+  bound = zip(plan.codecs, plan.leaves, text_keys(key, plan.names), strict=True)
   return _stored(plan, [codec.init(leaf, own) for codec, leaf, own in bound])
 
 

@@ -36,7 +36,10 @@ Dither = Literal["shared", "independent"]
 _AXES = checks.optional(checks.Rule(lambda _, x: as_axis_name(axis_names(x))))
 _EXCHANGE = checks.Rule(lambda _, x: as_exchange(x))
 _SIZE = checks.Rule(lambda name, x: checks.optional_size(name, "elements", x))
-_BYTES = checks.Rule(lambda _, x: plans.as_message_bytes(x))
+_WORDS = 'a number of bytes, 0 or more, "auto", or None for one message'
+_IS_WORD = lambda x: x is None or (isinstance(x, str) and x == "auto")
+_COUNT = checks.integer(_WORDS, 0).check
+_BYTES = checks.Rule(lambda name, x: x if _IS_WORD(x) else _COUNT(name, x))
 _AUTO: Any = "auto"  # a feedback, once the codec is known
 
 
@@ -74,20 +77,7 @@ class Compression(checks.Checked):
         'feedback="error".'
       )
 
-  def plan(
-    self,
-    leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
-    paths: Sequence[KeyPath],
-    across: Place,
-    workers: Workers | None,
-  ) -> plans.MessagePlan:
-    """Plans the messages of a step."""
-    sizes = self.min_leaf_size, self.message_bytes
-    rest = self.feedback.keeps, self.averaging.parts
-    options = plans.PlanOptions(self.codec, self.exchange, *sizes, *rest)
-    count = 1 if workers is None else workers.size
-    where: Any = {"axis_name": across.axes, "workers": count}
-    return plans.plan_messages(leaves, paths, across.others, options, **where)
+  plan = plans.plan_messages
 
   def init(self, params: Any) -> CompressState:
     """Creates the state; ValueError if parameters are sharded over the workers."""
@@ -96,16 +86,17 @@ class Compression(checks.Checked):
     params = jax.tree.map(pairs, params)
     own = functools.partial(self._own_arrays, paths_of(params))
     seed, axes = states.seed_words(self.key), study.studied_axes(self.axis_name)
-    firsts: list[Any] = [self.feedback.first] if self.feedback.keeps else []
-    firsts += [lambda shape: jnp.zeros(shape, jnp.float32)] * self.feedback.moves
-    trees, parts = first_state.first_state(params, axes, firsts, own, seed)
-    residual = trees.pop(0) if self.feedback.keeps else None
-    velocity = trees.pop() if self.feedback.moves else None
-    owned, *memory = parts
+    firsts: dict[str, Any] = {}
+    if self.feedback.keeps:
+      firsts["residual"] = self.feedback.first
+    if self.feedback.moves:
+      firsts["velocity"] = lambda shape: jnp.zeros(shape, jnp.float32)
+    trees, (owned, *memory) = first_state.first_state(params, axes, firsts, own, seed)
     (count,) = study.note(study.FIRST, jnp.zeros([], jnp.int32))
     kept = codec_memory.as_stored(params, Memory(*memory))
     estimates = self.feedback.estimates
     estimate = first_state.first_estimate(params, axes) if estimates else None
+    residual, velocity = trees.get("residual"), trees.get("velocity")
     return CompressState(count, seed, residual, owned or None, kept, velocity, estimate)
 
   def _own_arrays(
@@ -136,7 +127,11 @@ class Compression(checks.Checked):
     rule, some = self.feedback, bool(jax.tree.leaves(updates))
     needs = {"residual": rule.keeps and some, "velocity": rule.moves and some}
     needs["estimate"] = rule.estimates and some
-    states.check_state(state, needs, f"feedback={rule} and {self.codec}")
+    states.check_type(state, CompressState)
+    for name, needed in needs.items():
+      if needed and getattr(state, name) is None:
+        kept = f"`state.{name}` must be kept with feedback={rule} and {self.codec}"
+        raise ValueError(f"{kept}; {states.CURE}.")
     if state.estimate is not None and not rule.estimates:
       raise ValueError(
         f"`state.estimate` must be None with feedback={rule}, which does not read it; "

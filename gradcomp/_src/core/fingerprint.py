@@ -66,10 +66,9 @@ def leaf_fingerprints(tree: Any) -> jax.Array:
 # Jitted, so that outside of a program, too, no words are materialized.
 @jax.jit
 def _of_leaves(tree: Any) -> jax.Array:
-  paths = jax.tree_util.tree_leaves_with_path(tree)
-  leaves = [jnp.asarray(x) for _, x in paths]
-  pairs = zip((jax.tree_util.keystr(path) for path, _ in paths), leaves, strict=True)
-  names = [name_words(f"{path} {x.dtype}{list(x.shape)}") for path, x in pairs]
+  pairs = jax.tree_util.tree_leaves_with_path(jax.tree.map(jnp.asarray, tree))
+  leaves, text = [x for _, x in pairs], jax.tree_util.keystr
+  names = [name_words(f"{text(path)} {x.dtype}{list(x.shape)}") for path, x in pairs]
   cut = [bool(types.sharded_over(x)) for x in leaves]
   seeds = np.array(names, np.uint32).reshape(-1, 2)
   # Small leaves of one shape share a program, or each would take as long to compile as

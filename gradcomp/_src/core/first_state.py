@@ -1,7 +1,7 @@
 """Creation and checks of the parts of a state that differ between workers."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,10 +23,10 @@ _Shape = tuple[int, ...]
 def first_state(
   params: Any,
   axis_name: AxisName | None,
-  firsts: Sequence[Callable[[_Shape], Any]],
+  firsts: dict[str, Callable[[_Shape], Any]],
   own_arrays: Callable[..., Callable[[jax.Array], Own]],
   seed: jax.Array,
-) -> tuple[list[Any], Own]:
+) -> tuple[dict[str, Any], Own]:
   """Creates the trees like leaves, by ``firsts``, and others, that differ by worker."""
   leaves, treedef = jax.tree.flatten(params)
   names = () if axis_name is None else axis_names(axis_name)
@@ -47,11 +47,11 @@ def first_state(
     known = tuple(x for x in axes if workers is not None or x not in names)
     return types.mark_varying(tree, known)
 
-  def local(seed: jax.Array) -> tuple[list[Any], Own]:
-    like = lambda first: [typed(first(shape), axes) for shape, axes in places]
+  def local(seed: jax.Array) -> tuple[dict[str, Any], Own]:
+    each = lambda first: [typed(first(shape), axes) for shape, axes in places]
+    like = lambda first: jax.tree.unflatten(treedef, each(first))
     own = lambda part: {axes: typed(tree, axes) for axes, tree in part.items()}
-    trees = [jax.tree.unflatten(treedef, like(first)) for first in firsts]
-    return trees, tuple(map(own, make(seed)))
+    return jax.tree.map(like, firsts), tuple(map(own, make(seed)))
 
   cut = axes_in(specs)
   if not on_mesh and not cut:
@@ -64,7 +64,7 @@ def first_state(
   mapped = jax.shard_map(
     local,
     in_specs=PartitionSpec(),
-    out_specs=([jax.tree.unflatten(treedef, specs)] * len(firsts), own_specs),
+    out_specs=(dict.fromkeys(firsts, jax.tree.unflatten(treedef, specs)), own_specs),
     axis_names=set(inside),
     check_vma=not on_mesh,
   )

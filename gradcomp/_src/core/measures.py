@@ -66,7 +66,11 @@ def measured(
   before = jax.tree.leaves(updates), list(residuals) or none, corrected
   leaves = []
   for i, (x, *given) in enumerate(zip(reduced, *before, strict=True)):
-    given += x.unsent, x.sent, _unknown(plan, i) if x.mean is None else x.mean
+    mean = x.mean
+    if mean is None:  # it stays with its owners; NaN is equal on all workers, as it is
+      nan = jnp.full(plan.leaves[i].shape, jnp.nan, jnp.float32)
+      mean = mark_varying(nan, plan.others[i])
+    given += x.unsent, x.sent, mean
     gradient, residual, *rest = (y.astype(jnp.float32) for y in given)
     leaves.append((factor * gradient, factor * residual, *rest))
   # Types tell leaves apart that differ over other axes, so they share no array.
@@ -97,13 +101,6 @@ def measured(
   order = np.argsort([i for numbers in groups.values() for i in numbers])
   in_order = lambda *x: jnp.concatenate(x)[order]
   return state._replace(measures=jax.tree.map(in_order, *found))
-
-
-def _unknown(plan: plans.MessagePlan, leaf: int) -> jax.Array:
-  """Returns NaN in place of a mean that stays with its owners."""
-  # Typed as a mean is, which is equal on all workers.
-  nan = jnp.full(plan.leaves[leaf].shape, jnp.nan, jnp.float32)
-  return mark_varying(nan, plan.others[leaf])
 
 
 def _sum(x: Any, axis_name: AxisName) -> Any:

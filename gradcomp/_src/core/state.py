@@ -1,7 +1,7 @@
 """The states of transformations, and the random keys of a step."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -188,15 +188,7 @@ def steps_alone(opt_state: Any) -> bool:
   return any(map(is_own_steps, jax.tree.leaves(opt_state, is_leaf=is_own_steps)))
 
 
-_CURE = "make the state with this transformation"
-
-
-def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
-  """Raises an error for another transformation's state, or a missing field."""
-  check_type(state, CompressState)
-  for name, needed in needs.items():
-    if needed and getattr(state, name) is None:
-      raise ValueError(f"`state.{name}` must be kept with {reason}; {_CURE}.")
+CURE = "make the state with this transformation"
 
 
 def check_type(state: Any, kind: type) -> None:
@@ -204,7 +196,7 @@ def check_type(state: Any, kind: type) -> None:
   if not isinstance(state, kind):
     raise TypeError(
       f"`state` must be a gradcomp.state.{kind.__name__}, got {type(state).__name__}; "
-      f"{_CURE}, and take its own part from the state of an optax.chain."
+      f"{CURE}, and take its own part from the state of an optax.chain."
     )
 
 
@@ -246,7 +238,8 @@ def step_keys(
   contexts = [Context()] * len(users)
   if numbers:
     worker = 0 if plan.axis_name is None else lax.axis_index(plan.axis_name)
-    common = _keys(state, [users[i][0] for i in numbers])
+    step_key = fold_key(state.key, state.count)
+    common = text_keys(step_key, [users[i][0] for i in numbers])
     own = jax.vmap(fold_key, (0, None))(common, worker)
     dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
     # So leaves of one shape have equal programs, and XLA compiles one.
@@ -263,15 +256,15 @@ def step_keys(
 def residual_key(state: CompressState, plan: MessagePlan, leaf: int) -> jax.Array:
   """Returns a worker's key for rounding the residual of a leaf, ``uint32[2]``."""
   worker = 0 if plan.axis_name is None else lax.axis_index(plan.axis_name)
-  (common,) = _keys(state, [f"residual\n{plan.names[leaf]}"])
+  step_key = fold_key(state.key, state.count)
+  (common,) = text_keys(step_key, [f"residual\n{plan.names[leaf]}"])
   return fold_key(common, worker)
 
 
-def _keys(state: CompressState, texts: Sequence[str]) -> jax.Array:
+def text_keys(key: jax.Array, texts: Sequence[str]) -> jax.Array:
   """Returns a key for each text, equal on all workers, ``uint32[texts, 2]``."""
-  step_key = fold_key(state.key, state.count)
   words = jnp.array([name_words(text) for text in texts], jnp.uint32)
-  return jax.vmap(lambda word: fold_key(fold_key(step_key, word[0]), word[1]))(words)
+  return jax.vmap(lambda word: fold_key(fold_key(key, word[0]), word[1]))(words)
 
 
 def name_words(text: str) -> np.ndarray:

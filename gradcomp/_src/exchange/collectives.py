@@ -194,11 +194,8 @@ def note_parts(arrays: Sequence[jax.Array]) -> None:
   study.note(study.Parts(tuple(jnp.size(x) for x in arrays)))
 
 
-class Permutation(NamedTuple):
-  """The receiver and the part of each of N workers in a round."""
-
-  to: tuple[int, ...]  # the receiver of each worker; no two have the same
-  part: tuple[int, ...]  # of the receiver's line that each worker sends
+# The receiver of each worker in a round, and the part of its line that each sends.
+Permutation = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def rounds(size: int) -> tuple[int, list[Permutation]]:
@@ -224,7 +221,7 @@ def rounds(size: int) -> tuple[int, list[Permutation]]:
   result = []
   for to in ways:
     pairs = list(enumerate(to))
-    result.append(Permutation(to, tuple(sent.get(pair, 0) for pair in pairs)))
+    result.append((to, tuple(sent.get(pair, 0) for pair in pairs)))
     sent |= {pair: sent.get(pair, 0) + 1 for pair in pairs}
   return parts, result
 

@@ -8,13 +8,14 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath, keystr
 
-from gradcomp._src.checks import static_integer
-from gradcomp._src.codecs.protocol import Codec, LeafCodec, tile_shape, working_dtype
+from gradcomp._src.codecs.protocol import Codec, tile_shape, working_dtype
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import sum_limit
 from gradcomp._src.exchange import auto, one_stage, protocol
 from gradcomp._src.exchange import layout as layouts
+from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
+from gradcomp._src.mesh.place import Place
 from gradcomp._src.mesh.platforms import platform
 
 # Owner residuals by the axes that stack them: ("data",), or ("data", "model") for
@@ -98,35 +99,23 @@ def whole_leaves(
   return [dict(enumerate(map(Part, like, codecs)))]
 
 
-class PlanOptions(NamedTuple):
-  """The options of a transformation that decide its messages."""
-
-  codec: LeafCodec  # the codec of the large leaves
-  exchange: auto.Auto | protocol.Exchange  # the exchange that was asked for
-  min_leaf_size: int | None = None  # the smallest size of a large leaf
-  message_bytes: MessageBytes = None  # the limit in bytes, or None for no limit
-  feedback: bool = False  # whether workers keep residuals
-  averages: Averages = whole_leaves
-
-
 def plan_messages(
+  options: Any,
   leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
   paths: Sequence[KeyPath],
-  others: Sequence[tuple[str, ...]],
-  options: PlanOptions,
-  *,
-  axis_name: AxisName | None,
-  workers: int,
+  across: Place,
+  group: Workers | None,
 ) -> MessagePlan:
-  """Splits leaves into the messages of a step.
+  """Splits leaves into the messages of a step, by the options of a transformation.
 
   An average has one message, unless ``message_bytes`` limits its payload, leaves vary
   over different ``others``, or dense leaves or leaves of float64 are added apart from
   codes. ValueError for sums of codes beyond 32 bits, and for a policy's rule without a
   leaf.
   """
-  codec, exchange, min_leaf_size, message_bytes, feedback, averages = options
-  facts = codec.facts
+  codec, exchange, size = options.codec, options.exchange, options.message_bytes
+  least, facts, others = options.min_leaf_size, codec.facts, across.others
+  workers = 1 if group is None else group.size
   wide = lambda x: jax.ShapeDtypeStruct(x.shape, working_dtype(facts, x.dtype))
   like = list(map(wide, leaves))
   addends = workers if exchange.sends else None
@@ -135,20 +124,20 @@ def plan_messages(
   codec.check_leaves(whole)
   decided = None
   if facts.drops:  # one exchange for all, before leaves are split into ranges
-    layout = layouts.plan_rows(like, codec, min_leaf_size=min_leaf_size, places=whole)
+    layout = layouts.plan_rows(like, codec, min_leaf_size=least, places=whole)
     exchange, _ = decided = auto.choose(exchange, layout, workers)
   # If workers own shares, every leaf of a sparse codec has a range for each worker.
   ranges = workers if exchange.owners else 1
   bound = [leaf._replace(addends=addends, ranges=ranges) for leaf in whole]
-  codecs = layouts.leaf_codecs(bound, codec, min_leaf_size=min_leaf_size)
+  codecs = layouts.leaf_codecs(bound, codec, min_leaf_size=least)
   for one in dict.fromkeys(codecs):
     sum_limit(one.facts.max_code, workers, one)
   apart = facts.max_code > 0 and isinstance(exchange, one_stage.AllReduce | auto.Auto)
   # CPUs compute nothing beside their collectives, and each message takes time.
   hides = exchange.sends and workers > 1 and platform() != "cpu"
-  size = message_bytes if hides or message_bytes != "auto" else None
+  size = size if hides or size != "auto" else None
   messages = []
-  for parts in averages(codecs, like):
+  for parts in options.averaging.parts(codecs, like):
     kinds = _kinds(parts, others, apart).items()
     pieces = [(kind, x) for kind, own in kinds for x in cut(size, own, paths, workers)]
     for kind, piece in pieces:
@@ -164,8 +153,8 @@ def plan_messages(
       messages.append(protocol.Message(tuple(piece), layout, *of_all))
   names, rules = tuple(map(keystr, paths)), tuple(map(codec.rule, whole))
   each = tuple(bound), tuple(others), tuple(codecs), rules
-  across = axis_name, workers, feedback
-  return MessagePlan(names, *each, tuple(messages), *across)
+  rest = across.axes, workers, options.feedback.keeps
+  return MessagePlan(names, *each, tuple(messages), *rest)
 
 
 class _Kind(NamedTuple):
@@ -265,16 +254,6 @@ def as_stored(
   """Returns each codec's owner residual, by message, as a state keeps them."""
   of: Any = lambda x: residuals[x.number][x.group]
   return {axes: tuple(map(of, own)) for axes, own in owned_matrices(plan).items()}
-
-
-def as_message_bytes(value: Any) -> MessageBytes:
-  """Returns the option ``message_bytes``; ValueError for values that it cannot have."""
-  if value is None:
-    return None
-  if isinstance(value, str) and value == "auto":
-    return "auto"
-  rule = 'a number of bytes, 0 or more, "auto", or None for one message'
-  return static_integer("message_bytes", rule, value, least=0)
 
 
 def automatic_bytes(payload: int, workers: int) -> int:

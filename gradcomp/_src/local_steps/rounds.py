@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,16 +101,8 @@ def rounded_product(x: jax.Array) -> jax.Array:
   return signed(jnp.abs(x), sign_bit(x))
 
 
-class Fragment(NamedTuple):
-  """A range of leaves that are exchanged together in ``step`` of a round, 1 to H."""
-
-  leaves: range
-  step: int
-
-
-def split_fragments(tree: Any, fragments: int, every: int) -> list[Fragment]:
-  """Splits leaves, in order, into fragments of similar size, sent H/P steps apart."""
-  # The last fragment is exchanged in the last step of a round.
+def split_fragments(tree: Any, fragments: int) -> list[range]:
+  """Splits leaves, in order, into fragments of similar size, by their numbers."""
   sizes = [math.prod(x.shape) for x in jax.tree.leaves(tree)]
   if fragments > max(len(sizes), 1):
     raise ValueError(
@@ -125,15 +117,14 @@ def split_fragments(tree: Any, fragments: int, every: int) -> list[Fragment]:
     # Each fragment has a leaf, and leaves one for each that comes.
     borders.append(min(max(nearest, borders[-1] + 1), len(sizes) - fragments + i))
   borders.append(len(sizes))
-  ranges = [range(*pair) for pair in itertools.pairwise(borders)]
-  return [Fragment(x, every * i // fragments) for i, x in enumerate(ranges, 1)]
+  return [range(*pair) for pair in itertools.pairwise(borders)]
 
 
-def select_fragment(tree: Any, fragment: Fragment) -> Any:
+def select_fragment(tree: Any, fragment: range) -> Any:
   """Replaces all leaves outside a fragment by ``optax.MaskedNode``."""
   leaves, treedef = jax.tree.flatten(tree)
   hole = optax.MaskedNode()
-  kept = [x if i in fragment.leaves else hole for i, x in enumerate(leaves)]
+  kept = [x if i in fragment else hole for i, x in enumerate(leaves)]
   return jax.tree.unflatten(treedef, kept)
 
 
@@ -175,12 +166,14 @@ class LocalRound:
     """Exchanges the fragments of a local step, from 1 on, or all, data-parallel."""
 
     def of_fragments(moved: Any, states: Any) -> tuple[Any, Any, Any]:
-      def share(fragment: Fragment, kept: FragmentState) -> Any:
+      def share(fragment: range, step: int, kept: FragmentState) -> Any:
         own, shared = (select_fragment(x, fragment) for x in (moved, params))
-        return self.shared_step(fragment, number, kept, own, shared, value)
+        return self.shared_step(step, number, kept, own, shared, value)
 
-      parts = split_fragments(params, self.fragments, self.every)
-      new, left, kept = zip(*map(share, parts, states), strict=True)
+      parts = split_fragments(params, self.fragments)
+      # H/P steps apart, and the last in the last step of a round.
+      steps = (self.every * i // self.fragments for i in range(1, len(parts) + 1))
+      new, left, kept = zip(*map(share, parts, steps, states), strict=True)
       joined = lambda trees: jax.tree.unflatten(
         jax.tree.structure(params), itertools.chain(*map(jax.tree.leaves, trees))
       )
@@ -199,15 +192,15 @@ class LocalRound:
 
   def shared_step(
     self,
-    fragment: Fragment,
+    step: int,
     number: jax.Array,
     state: FragmentState,
     moved: Any,
     params: Any,
     value: Any,
   ) -> tuple[Any, Any, FragmentState]:
-    """Exchanges a fragment and updates the shared parameters, if this is its step."""
-    is_at = lambda step: (number >= step) & (number % self.every == step % self.every)
+    """Exchanges a fragment and updates the shared parameters, in its step."""
+    is_at = lambda at: (number >= at) & (number % self.every == at % self.every)
     rest = lambda state: (jax.tree.map(jnp.zeros_like, params), moved, state)
 
     def send(state: FragmentState) -> tuple[Any, FragmentState]:
@@ -229,15 +222,15 @@ class LocalRound:
 
     if not self.delay:
       sync = lambda state: arrive(*send(state))
-      return lax.cond(is_at(fragment.step), sync, rest, state)
+      return lax.cond(is_at(step), sync, rest, state)
 
     def send_off(state: FragmentState) -> FragmentState:
       mean, state = send(state)
       return state._replace(arriving=mean)
 
-    state = lax.cond(is_at(fragment.step), send_off, lambda state: state, state)
+    state = lax.cond(is_at(step), send_off, lambda state: state, state)
     come = lambda state: arrive(state.arriving, state)
-    return lax.cond(is_at(fragment.step + self.delay), come, rest, state)
+    return lax.cond(is_at(step + self.delay), come, rest, state)
 
   def _left(self, moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the displacement from the updated parameters, after mixing."""

@@ -186,7 +186,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
     checks.one_tree("local_steps", params)
     _check_floats("params", params)
 
-    def first(fragment: rounds.Fragment) -> states.FragmentState:
+    def first(fragment: range) -> states.FragmentState:
       leaves = rounds.select_fragment(params, fragment)
       zeros = jax.tree.map(lambda x: jnp.zeros_like(rounds.wide(x)), leaves)
       exchange = compressed.init(leaves)
@@ -194,7 +194,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
       return states.FragmentState(exchange, outer_state, zeros if delay else None)
 
     own = rounds.first_own(params, names, inner.init)
-    parts = map(first, rounds.split_fragments(params, fragments, every))
+    parts = map(first, rounds.split_fragments(params, fragments))
     return states.LocalStepsState(jnp.zeros([], jnp.int32), own, tuple(parts))
 
   streams = ("douillard2025streaming",) if fragments > 1 or delay else ()

@@ -146,11 +146,9 @@ def sizes_of(workers: WorkerSizes) -> tuple[tuple[int, ...], dict[str, int]]:
   """Returns the sizes of the workers' axes, and by name if they have names."""
   by_name = dict(workers) if isinstance(workers, Mapping) else {}
   alone: Any = workers if isinstance(workers, tuple) else (workers,)
-  given = tuple(by_name.values()) or alone
-  if not given or (len(given) > 2 and not by_name):
-    raise ValueError(f"`workers` must be {_RULE}, got {workers!r}.")
+  given = tuple(by_name.values()) or (alone if len(alone) < 3 else ())
   sizes = tuple(static_integer("workers", _RULE, size) for size in given)
-  if min(sizes) < 1:
+  if min(sizes, default=0) < 1:
     raise ValueError(f"`workers` must be {_RULE}, got {workers!r}.")
   if math.prod(sizes) > MOST_WORKERS:
     raise ValueError(

@@ -4,6 +4,7 @@ from typing import Any, Unpack
 
 import optax
 
+from gradcomp._src import checks
 from gradcomp._src.codecs import one_bit, protocol
 from gradcomp._src.core import border, inputs, transform
 from gradcomp._src.core.feedback import Feedback, FeedbackName
@@ -150,11 +151,13 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     et al., `0/1 Adam <https://arxiv.org/abs/2202.06009>`_, 2022, algorithm 1
   """
   told = arguments(adam, locals())
+  if not hasattr(warmup, "ended"):
+    warmup = moments.Steps(checks.step_count("warmup", warmup))
   shared = moments.Moments(
     b1=b1,
     b2=b2,
     eps=eps,
-    warmup=moments.as_warmup(warmup),
+    warmup=warmup,
     variance=variance,
     compressed=transform.compress(
       codec, axis_name=axis_name, exchange=exchange, feedback=feedback, **options
@@ -169,9 +172,11 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
         "`axis_name` must name the axis of the workers that move alone with `local`, "
         "got None; leave `local` out for one worker, which moves alone anyway."
       )
+    if not hasattr(local, "gap"):
+      local = local_adam.EqualGaps(checks.step_count("local", local))
     parts = local_adam.LocalAdam(
       moments=shared,
-      gaps=local_adam.as_gaps(local),
+      gaps=local,
       names=axes.axis_names(axis_name),
       learning_rate=learning_rate,
       decay=moments.decoupled(weight_decay, mask) or optax.identity(),

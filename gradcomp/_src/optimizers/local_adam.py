@@ -10,7 +10,6 @@ import optax
 from jax import lax
 
 from gradcomp._src import checks
-from gradcomp._src.checks import step_count
 from gradcomp._src.core.state import OwnSteps
 from gradcomp._src.local_steps import rounds
 from gradcomp._src.mesh import shard_maps, study, types
@@ -83,16 +82,7 @@ class DoublingGaps(checks.Checked):
 Gaps = EqualGaps | DoublingGaps  # rules for the steps from one exchange to the next
 
 
-def as_gaps(value: Any) -> Gaps:
-  """Returns a rule, for a number one of such gaps; ValueError for all else."""
-  return value if hasattr(value, "gap") else EqualGaps(step_count("local", value))
-
-
-class _Own(NamedTuple):
-  """A worker's displacement and momentum, each like the parameters."""
-
-  moved: Any
-  momenta: Any
+_Own = tuple[Any, ...]  # a worker's displacement and momentum, like the parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +131,7 @@ class LocalAdam:
     rounds.own_params(like, state.own.moved)  # ValueError for other workers' state
     reshaped = lambda x, m: x.reshape(m.shape)
     trees = state.own.moved, state.own.inner_state
-    own = _Own(*(jax.tree.map(reshaped, x, state.moments.mu) for x in trees))
+    own = tuple(jax.tree.map(reshaped, x, state.moments.mu) for x in trees)
     moments = state.moments._replace(count=optax.safe_increment(state.moments.count))
     # The correction is one in all steps of a gap, so that these add up.
     first, total = state.synced + 1, state.rate + rate
@@ -149,13 +139,13 @@ class LocalAdam:
     scales = jax.tree.map(scale, self.moments.divisors(moments))
 
     def alone(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
-      momenta = self.moments.moved(grads, own.momenta, self.moments.b1)
+      momenta = self.moments.moved(grads, own[1], self.moments.b1)
 
       def move(d: jax.Array, m: jax.Array, s: jax.Array, v: jax.Array) -> jax.Array:
         return d - jnp.where(v == 0, 0, rate * (m / s))
 
-      moved = jax.tree.map(move, own.moved, momenta, scales, moments.nu)
-      return moments, _Own(moved, momenta)
+      moved = jax.tree.map(move, own[0], momenta, scales, moments.nu)
+      return moments, (moved, momenta)
 
     def sent(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
       study.note(study.Options((("every", self.gaps.most),)))
@@ -166,8 +156,8 @@ class LocalAdam:
         before = jnp.where(state.rate == 0, 0, -d * s / state.rate)
         return jnp.where(v == 0, m, before + share * (m - before))
 
-      momenta = self.moments.moved(grads, own.momenta, self.moments.b1)
-      means = jax.tree.map(mean, momenta, own.moved, scales, moments.nu)
+      momenta = self.moments.moved(grads, own[1], self.moments.b1)
+      means = jax.tree.map(mean, momenta, own[0], scales, moments.nu)
       gap = moments.count - state.synced
       return self._together(self.moments.exchanged(means, moments, gap), like)
 
@@ -185,7 +175,7 @@ class LocalAdam:
     met = is_dense | is_sent
     return self.moments.direction(new, first, like), LocalMomentsState(
       moments=new,
-      own=OwnSteps({self.names: rounds.stored(tuple(own))}),
+      own=OwnSteps({self.names: rounds.stored(own)}),
       synced=jnp.where(met, new.count, state.synced),
       rate=jnp.where(met, 0, total),
       decay=state.decay,
@@ -195,4 +185,4 @@ class LocalAdam:
     """Returns shared moments, and all workers at the shared parameters with them."""
     own = lambda x, like: types.mark_varying(x, self.names, like)
     moved = jax.tree.map(jnp.zeros_like, moments.mu)
-    return moments, _Own(*(jax.tree.map(own, x, like) for x in (moved, moments.mu)))
+    return moments, tuple(jax.tree.map(own, x, like) for x in (moved, moments.mu))

@@ -110,11 +110,6 @@ class Stable(checks.Checked):
 Warmup = Steps | Stable  # rules for its end
 
 
-def as_warmup(value: Any) -> Warmup:
-  """Returns a rule, for a number one of its steps; ValueError for all else."""
-  return value if hasattr(value, "ended") else Steps(checks.step_count("warmup", value))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moments(checks.Checked):
   """The options of the moments: their decays, floor, and the exchange of momenta."""
