@@ -139,40 +139,14 @@ class MomentumFeedback(ErrorFeedback):
 
 @dataclasses.dataclass(frozen=True)
 class EF21(Feedback):
-  r"""EF21: sends the difference of a gradient to an estimate that all workers follow.
+  """EF21: sends the difference of a gradient to an estimate that all workers follow.
 
-  Worker :math:`i` with the gradient :math:`g_i` keeps its estimate :math:`h_i`, and all
-  workers keep one of the mean, :math:`h`. Both are zero at first. With encoding and
-  decoding :math:`Q`, the update is :math:`h'`:
-
-  .. math:: s_i = Q(g_i - h_i), \qquad h_i' = h_i + s_i, \qquad
-     h' = h + \frac{1}{N} \sum_i s_i
-
-  Where gradients settle, differences vanish, and with them the codec's errors, whatever
-  its bias.
-
-  An exchange with a second stage sends :math:`y = Q(\frac{1}{N} \sum_i s_i + r)`, and
-  the owner keeps its loss :math:`r'`. Then :math:`h' = h + y`. In every exchange
-  :math:`\frac{1}{N} \sum_i h_i = h + r`, up to the rounding of float32: in ``ring`` and
-  ``hierarchical`` :math:`h_i` follows the partial sums that worker :math:`i` encodes,
-  and the rounding of :math:`h` to a narrow dtype is taken from every :math:`h_i`. Under
-  Explicit axes :math:`h` is a sum, without :math:`1/N`.
-
-  The state has :math:`-h_i` as ``residual`` and :math:`h` as ``estimate``, both
-  ``float32``. The paper starts with the estimates of the first step.
-
-  Example:
-    >>> tx = gradcomp.topk(density=0.5, min_leaf_size=0, feedback="ef21")
-    >>> gradient = jnp.array([4.0, 1.0, 3.0, 2.0])
-    >>> state = tx.init(gradient)
-    >>> for _ in range(2):
-    ...   update, state = tx.update(gradient, state)
-    ...   print(update)
-    [4. 0. 3. 0.]
-    [4. 1. 3. 2.]
-
-  References:
-    Richtarik et al., `2021 <https://arxiv.org/abs/2106.05203>`_, algorithm 2
+  docs/methods/feedback.md has its formulas: the state has -h_i as ``residual`` and h as
+  ``estimate``, zero at first, where the paper starts with the estimates of the first
+  step. In every exchange the mean of all h_i is h + r, up to the rounding of float32:
+  in ``ring`` and ``hierarchical`` h_i follows the partial sums that worker i encodes,
+  and the rounding of h to a narrow dtype is taken from every h_i. Under Explicit axes h
+  is a sum, without 1/N.
   """
 
   papers: ClassVar[tuple[str, ...]] = ("richtarik2021ef21",)

@@ -24,24 +24,11 @@ _TOP = 127
 
 
 class Int8Residual(NamedTuple):
-  """The residual of a leaf, as integers of 8 bits and scales that are powers of two.
+  """The residual of a leaf, as integers of 8 bits and scales that are powers of two."""
 
-  An element is its code times the scale of its block, a part of the last axis.
-
-  Attributes:
-    codes: ``int8``, in the shape of the residual.
-    scales: ``float32[..., blocks]``.
-
-  Example:
-    >>> feedback = gradcomp.ErrorFeedback(residual_dtype="int8")
-    >>> tx = gradcomp.qsgd(bits=4, feedback=feedback)
-    >>> residual = tx.init(jnp.zeros((4, 512))).residual
-    >>> residual.codes.shape, residual.scales.shape
-    ((4, 512), (4, 2))
-  """
-
-  codes: jax.Array
-  scales: jax.Array
+  # An element is its code times the scale of its block, a part of the last axis.
+  codes: jax.Array  # int8, in the shape of the residual
+  scales: jax.Array  # float32[..., blocks]
 
 
 Stored = jax.Array | Int8Residual
@@ -112,10 +99,7 @@ def lanes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """Draws random ``uint16`` of this shape, uniform and pairwise independent."""
   size = math.prod(shape)
   blocks = lax.iota(jnp.uint32, -(-size // _LANES))
-
-  def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return threefry2x32(key, (jnp.zeros_like(blocks), blocks), _ROUNDS)
-
+  draw = lambda key: threefry2x32(key, (jnp.zeros_like(blocks), blocks), _ROUNDS)
   # Materialized: XLA would fuse the cipher into each of the four words that read it.
   a, b = materialized(draw, key)
 

@@ -90,18 +90,9 @@ class ScanState(NamedTuple):
 
 
 class OwnedRows(NamedTuple):
-  """The rows of a leaf that a worker owns in :func:`gradcomp.parallel.zero`.
+  """The rows of a leaf that a worker owns in :func:`gradcomp.parallel.zero`."""
 
-  Attributes:
-    arrays: one array by the axes that stack it, ``[rows, ...]`` per worker. Zeros fill
-      up the last rows.
-
-  Example:
-    >>> params = {"w": OwnedRows({("data",): jnp.ones((2, 128))})}
-    >>> optax.adam(0.1).init(params)[0].mu["w"].arrays[("data",)].shape
-    (2, 128)
-  """
-
+  # One array by the axes that stack it, [rows, ...] per worker. Zeros fill up the last.
   arrays: dict[tuple[str, ...], jax.Array]
 
 
@@ -126,17 +117,11 @@ class OwnSteps(NamedTuple):
 
 
 class FragmentState(NamedTuple):
-  """The state of one fragment of :func:`gradcomp.local.local_steps`.
+  """The state of one fragment of :func:`gradcomp.local.local_steps`."""
 
-  Attributes:
-    exchange: the residual and the key of its exchange, and the count of exchanges.
-    outer_state: of the outer optimizer, replicated.
-    arriving: a mean on its way, like the leaves, replicated; None without delay.
-  """
-
-  exchange: CompressState
-  outer_state: Any
-  arriving: Any
+  exchange: CompressState  # its residual and key, and the count of exchanges
+  outer_state: Any  # of the outer optimizer, replicated
+  arriving: Any  # a mean on its way, like the leaves, replicated; None without delay
 
 
 class LocalStepsState(NamedTuple):

@@ -22,22 +22,16 @@ def _pass_around(own: protocol.Sending, _: None) -> protocol.Received:
   sums, workers, n = own.layout.sums, own.workers, own.workers.size
   parts = [lines.shares(addend, workers) for addend in own.parts]
   index = lax.axis_index(workers.axis_name)
-
-  def addend(group: int, share: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(parts[group], share, keepdims=False)
+  addend = lambda i, share: lax.dynamic_index_in_dim(parts[i], share, keepdims=False)
 
   def context(group: int, hop: jax.Array | int) -> Context:
     return own.of_sum(group, (index - 1 - hop) % n, n - 1 - hop)
 
   def noted(lost: list[jax.Array], sent: list[Sent], share: jax.Array) -> list:
     """Writes the rounding errors of a share into the array of all rows' errors."""
-
-    def written(rows: jax.Array, new: jax.Array | None) -> jax.Array:
-      if new is None:
-        return rows
-      return lax.dynamic_update_slice_in_dim(rows, new, share * len(new), 0)
-
-    return [written(x, y.lost) for x, y in zip(lost, sent, strict=bool(lost))]
+    write = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, share * len(new), 0)
+    pairs = zip(lost, sent, strict=bool(lost))
+    return [x if y.lost is None else write(x, y.lost) for x, y in pairs]
 
   def receive(sent: list[Sent], hop: jax.Array | int) -> list[_Sums]:
     """Passes sums on, and adds this worker's part to the received ones."""
@@ -89,24 +83,14 @@ def _pass_around(own: protocol.Sending, _: None) -> protocol.Received:
 
 @dataclasses.dataclass(frozen=True)
 class Ring(protocol.Exchange):
-  r"""Passes partial sums from worker to worker, and sends the whole sums to all.
+  """Passes partial sums from worker to worker, and sends the whole sums to all.
 
   The rows are split into N shares. The sum of share ``d`` starts at worker ``d + 1``,
-  takes N-1 hops, and ends at its owner ``d``. Each worker that receives it adds its own
-  part and encodes the sum again:
-
-  .. math:: s_{k} = Q(s_{k-1} + g_k)
-
-  A worker encodes each share once, its own last. Its residual holds the error
-  :math:`e_k` of each of its encodings: :math:`\sum_k e_k = \sum_k g_k - s_N`. The hops
-  of a share round by the same random bits, each with its own mask. The last two, of the
-  largest sums, are a pair: a part of their errors cancels. But the last hop rounds a
-  sum that depends on its bits, so the mean is biased: by 7 % of its squared error for 4
-  bits and N = 2. With ``dither="independent"`` it is unbiased, with 1.3 to 1.9 times
-  the squared error.
-
-  References:
-    Han et al., `APS <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
+  takes N-1 hops, and ends at its owner ``d``. A worker encodes each share once, its own
+  last, and its residual holds the errors. The hops of a share round by the same random
+  bits, each with its own mask. The last two, of the largest sums, are a pair: a part of
+  their errors cancels. But the last hop rounds a sum that depends on its bits, so the
+  mean is biased: docs/methods/exchanges.md says how much.
   """
 
   papers: ClassVar[tuple[str, ...]] = ("han2021aps",)

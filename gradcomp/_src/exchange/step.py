@@ -259,7 +259,6 @@ def _kept(
   starts = functools.cache(lambda: unknown(firsts, sending.leaves[0]))
 
   def kept(i: int, leaf: jax.Array) -> tuple[jax.Array, Own | OwnEntries | None]:
-    """Returns the unsent part, and the record that computes it anew, if any does."""
     lost = losses.get(i)
     if i not in encoded:
       return (jnp.zeros_like(leaf) if lost is None else lost), None

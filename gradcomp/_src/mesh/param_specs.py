@@ -86,10 +86,8 @@ def shards_of(grads: Any) -> tuple[Any, Collection[str]]:
   if PLACED.value is None:
     return None, ()
   known, axes = dict(zip(*PLACED.value, strict=True)), automatic_axes()
-
-  def spec(path: Any, x: jax.Array) -> PartitionSpec:
-    return restrict_spec(known.get(_name(path, x), PartitionSpec()), axes)
-
+  own = lambda path, x: known.get(_name(path, x), PartitionSpec())
+  spec = lambda path, x: restrict_spec(own(path, x), axes)
   specs = jax.tree_util.tree_map_with_path(spec, grads)
   return specs if axes_in(specs) else None, axes
 

@@ -64,8 +64,7 @@ def _operators(function: Callable[..., Any]) -> tuple[Any, Any]:
     if is_marked(other):
       fits = (other.axis_name, other.shape) == (self.axis_name, self.shape)
     else:
-      shape = jnp.shape(other)
-      fits = not shape or np.broadcast_shapes(shape, self.shape) == self.shape
+      fits = np.broadcast_shapes(jnp.shape(other), self.shape) == self.shape
     if not fits:
       raise UndefinedError(function.__name__)
     call = (lambda x, y: function(y, x)) if swapped else function

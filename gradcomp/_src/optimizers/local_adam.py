@@ -18,21 +18,13 @@ from gradcomp._src.optimizers.moments import Moments, MomentsState, begun
 
 
 class LocalMomentsState(NamedTuple):
-  """The moments that workers share, and each worker's steps since an exchange.
+  """The moments that workers share, and each worker's steps since an exchange."""
 
-  Attributes:
-    moments: the moments after the last exchange, and the count of all steps.
-    own: each worker's displacement from the shared parameters, and its momentum.
-    synced: the steps until the last exchange, ``int32[]``, replicated.
-    rate: the sum of the rates since then, ``float32[]``, replicated.
-    decay: the state of the weight decay.
-  """
-
-  moments: MomentsState
-  own: OwnSteps
-  synced: jax.Array
-  rate: jax.Array
-  decay: Any
+  moments: MomentsState  # after the last exchange, but with the count of all steps
+  own: OwnSteps  # each worker's displacement from the shared parameters, and momentum
+  synced: jax.Array  # the steps until the last exchange, int32[], replicated
+  rate: jax.Array  # the sum of the rates since then, float32[], replicated
+  decay: Any  # the state of the weight decay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +133,7 @@ class LocalAdam:
     def alone(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
       momenta = self.moments.moved(grads, own[1], self.moments.b1)
 
-      def move(d: jax.Array, m: jax.Array, s: jax.Array, v: jax.Array) -> jax.Array:
-        return d - jnp.where(v == 0, 0, rate * (m / s))
-
+      move = lambda d, m, s, v: d - jnp.where(v == 0, 0, rate * (m / s))
       moved = jax.tree.map(move, own[0], momenta, scales, moments.nu)
       return moments, (moved, momenta)
 

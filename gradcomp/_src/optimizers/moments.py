@@ -27,27 +27,16 @@ _NEVER = -1  # no step has this number
 
 
 class MomentsState(NamedTuple):
-  """The moments of all workers, and the residuals of their momenta.
+  """The moments of all workers, replicated, and the residuals of their momenta."""
 
-  Attributes:
-    count: steps so far, ``int32[]``, replicated.
-    dense: the next step that averages gradients, ``int32[]``; -1 for none, replicated.
-    updates: updates of the variance so far, ``int32[]``, replicated.
-    later: updates after the warm-up, ``int32[]``, replicated.
-    norm: the 1-norm of the variance that a rule compares with, ``float32[]``.
-    mu: the mean momentum, like the parameters, float32 or wider, replicated.
-    nu: the variance, likewise, of real numbers.
-    exchange: the residuals of the momenta, and their key.
-  """
-
-  count: jax.Array  # type: ignore[assignment]
-  dense: jax.Array
-  updates: jax.Array
-  later: jax.Array
-  norm: jax.Array
-  mu: Any
-  nu: Any
-  exchange: CompressState
+  count: jax.Array  # type: ignore[assignment]  # steps so far, int32[]
+  dense: jax.Array  # the next step that averages gradients, int32[]; -1 for none
+  updates: jax.Array  # of the variance so far, int32[]
+  later: jax.Array  # updates after the warm-up, int32[]
+  norm: jax.Array  # the 1-norm of the variance that a rule compares with, float32[]
+  mu: Any  # the mean momentum, like the parameters, float32 or wider
+  nu: Any  # the variance, likewise, of real numbers
+  exchange: CompressState  # the residuals of the momenta, and their key
 
 
 @dataclasses.dataclass(frozen=True)
