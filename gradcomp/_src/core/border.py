@@ -19,19 +19,13 @@ from gradcomp._src.core import state as states
 from gradcomp._src.core.inputs import like_complex, pairs, update_dtypes
 from gradcomp._src.core.specs import check_stacked, state_specs
 from gradcomp._src.mesh import param_specs, trees, types, unseen
+from gradcomp._src.mesh import specs as mesh_specs
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, manual_axes
 from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import per_device
-from gradcomp._src.mesh.specs import (
-  axes_in,
-  entries,
-  is_spec,
-  restrict_spec,
-  shard_shape,
-  sharded_axes,
-)
+from gradcomp._src.mesh.specs import axes_in, is_spec, restrict_spec, sharded_axes
 
 Update = Callable[..., tuple[Any, Any]]
 
@@ -143,7 +137,7 @@ def on_device(updates: Any, state: Any) -> tuple[Any, Any, tuple[int, ...]]:
   tree, specs, axes, _ = entry(updates, state) or typed
 
   def like(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-    shape = shard_shape(jnp.shape(x)[axes is not None :], spec, mesh)
+    shape = mesh_specs.shard_shape(jnp.shape(x)[axes is not None :], spec, mesh)
     return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
   return jax.tree.map(like, tree, specs), mesh, sizes
@@ -183,7 +177,7 @@ def _in_map(
   if axes is not None:
     of_axes = lambda spec: restrict_spec(spec, axis_names(axes))
     check_stacked(state, each(of_axes, own), shapes, workers)
-    places = each(lambda spec: P(axes, *entries(spec)), specs)
+    places = each(lambda spec: P(axes, *mesh_specs.entries(spec)), specs)
   arrays, with_arrays = arrays_of(extra_args)
   # A map around this one may have no types, which say what differs between workers.
   untyped = () if axes or types.is_typed(manual_axes()) else manual_axes()

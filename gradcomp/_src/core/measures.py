@@ -13,12 +13,12 @@ from gradcomp._src.exchange import plan as plans
 from gradcomp._src.exchange.collectives import STAGE, psum
 from gradcomp._src.exchange.lines import own_rows
 from gradcomp._src.exchange.step import Leaves, Step
-from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
 
 # Equal gradients have a mean with at least this share of their squares: two sums of the
 # same float32 numbers differ by less.
 _SAME = 1 - 1e-6
+_sum = jax.named_scope(STAGE)(psum)
 
 
 class Sums(NamedTuple):
@@ -101,11 +101,6 @@ def measured(
   order = np.argsort([i for numbers in groups.values() for i in numbers])
   in_order = lambda *x: jnp.concatenate(x)[order]
   return state._replace(measures=jax.tree.map(in_order, *found))
-
-
-def _sum(x: Any, axis_name: AxisName) -> Any:
-  with jax.named_scope(STAGE):
-    return psum(x, axis_name)
 
 
 def _owned(

@@ -14,13 +14,8 @@ from gradcomp._src.checks import see
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core import state as states
 from gradcomp._src.core.residual_storage import is_stored, shaped
-from gradcomp._src.mesh.axes import (
-  AxisName,
-  axis_names,
-  bound_size,
-  on_each,
-  sizes_by_axis,
-)
+from gradcomp._src.mesh import axes as mesh_axes
+from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.param_specs import specs_like, specs_of
 from gradcomp._src.mesh.specs import is_spec, sharded_axes, stack_spec, stacked_over
 from gradcomp._src.mesh.study import is_study
@@ -203,8 +198,8 @@ def init_state(
           f"`{name}` must be None with replicate=N, which is for jax.pmap, got "
           f"{given!r}; leave out one of them."
         )
-    sizes = sizes_by_axis("replicate", axis_name, replicate)
-    return on_each(lambda: optimizer.init(params), sizes, stacked=True)
+    sizes = mesh_axes.sizes_by_axis("replicate", axis_name, replicate)
+    return mesh_axes.on_each(lambda: optimizer.init(params), sizes, stacked=True)
   params = trainable(params)
   param_specs = specs_like(params, param_specs, axis_name, mesh)
   traced, meshes = is_traced(params), jax.sharding
@@ -275,14 +270,14 @@ def replicable(
     >>> [rows.shape for rows in state[0].server_residual[("data",)]]
     [(8, 8, 512)]
   """
-  sizes = sizes_by_axis("workers", axis_name, workers)
+  sizes = mesh_axes.sizes_by_axis("workers", axis_name, workers)
   optimizer = optax.with_extra_args_support(optimizer)
 
   def init_fn(params: Any) -> Any:
-    if bound_size(axis_name) is not None or is_study():
+    if mesh_axes.bound_size(axis_name) is not None or is_study():
       return optimizer.init(params)
     try:
-      return on_each(lambda: optimizer.init(params), sizes, stacked=False)
+      return mesh_axes.on_each(lambda: optimizer.init(params), sizes, stacked=False)
     except ValueError as error:
       if "out_axes is None" not in str(error):
         raise
