@@ -99,7 +99,10 @@ def lanes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """Draws random ``uint16`` of this shape, uniform and pairwise independent."""
   size = math.prod(shape)
   blocks = lax.iota(jnp.uint32, -(-size // _LANES))
-  draw = lambda key: threefry2x32(key, (jnp.zeros_like(blocks), blocks), _ROUNDS)
+
+  def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return threefry2x32(key, (jnp.zeros_like(blocks), blocks), _ROUNDS)
+
   # Materialized: XLA would fuse the cipher into each of the four words that read it.
   a, b = materialized(draw, key)
 
