@@ -1,9 +1,7 @@
 """The validated options of a transformation, and the parts of its steps."""
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -27,7 +25,7 @@ from gradcomp._src.exchange.protocol import Exchange, returns_means
 from gradcomp._src.exchange.step import WHOLE, Averaging, Step
 from gradcomp._src.kernels.gpu import table
 from gradcomp._src.mesh import agreement, study
-from gradcomp._src.mesh.axes import Axes, AxisName, as_axis_name, axis_names, bound_size
+from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names, bound_size
 from gradcomp._src.mesh.place import Place, check_whole
 from gradcomp._src.mesh.trees import is_box
 
@@ -84,13 +82,29 @@ class Compression(checks.Checked):
     if self.axis_name and self.exchange.sends:
       check_whole("params", params, self.axis_name)
     params = jax.tree.map(pairs, params)
-    own = functools.partial(self._own_arrays, paths_of(params))
     seed, axes = states.seed_words(self.key), study.studied_axes(self.axis_name)
+    zeros = lambda shape: jnp.zeros(shape, jnp.float32)
+
+    def own(leaves: Any, others: Any, workers: int | None) -> Any:
+      """Returns a maker of owner residuals and memories, by the seed, each by axes."""
+      known = 1 if axes is None else workers
+      several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
+      plan = self.plan(leaves, paths_of(params), Place(axes, False, others), several)
+      study.note(study.Planned(plan))
+      shapes = {} if known is None or axes is None else plans.owner_shapes(plan)
+
+      def make(seed: jax.Array) -> first_state.Own:
+        shared, own = codec_memory.first_stored(plan, seed) or ({}, {})
+        owned = {at: tuple(map(zeros, found)) for at, found in shapes.items()}
+        return owned, shared, {} if known is None else own
+
+      return make
+
     firsts: dict[str, Any] = {}
     if self.feedback.keeps:
       firsts["residual"] = self.feedback.first
     if self.feedback.moves:
-      firsts["velocity"] = lambda shape: jnp.zeros(shape, jnp.float32)
+      firsts["velocity"] = zeros
     trees, (owned, *memory) = first_state.first_state(params, axes, firsts, own, seed)
     (count,) = study.note(study.FIRST, jnp.zeros([], jnp.int32))
     kept = codec_memory.as_stored(params, Memory(*memory))
@@ -98,29 +112,6 @@ class Compression(checks.Checked):
     estimate = first_state.first_estimate(params, axes) if estimates else None
     residual, velocity = trees.get("residual"), trees.get("velocity")
     return CompressState(count, seed, residual, owned or None, kept, velocity, estimate)
-
-  def _own_arrays(
-    self,
-    paths: Sequence[KeyPath],
-    leaves: Sequence[jax.ShapeDtypeStruct],
-    others: Sequence[tuple[str, ...]],
-    workers: int | None,
-  ) -> Callable[[jax.Array], tuple[dict[Axes, Any], ...]]:
-    """Returns a maker of owner residuals and memories, by the seed, each by axes."""
-    axes = study.studied_axes(self.axis_name)
-    known = 1 if axes is None else workers
-    several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
-    plan = self.plan(leaves, paths, Place(axes, False, others), several)
-    study.note(study.Planned(plan))
-    shapes = {} if known is None or axes is None else plans.owner_shapes(plan)
-
-    def make(seed: jax.Array) -> tuple[dict[Axes, Any], ...]:
-      shared, own = codec_memory.first_stored(plan, seed) or ({}, {})
-      zeros = lambda shape: jnp.zeros(shape, jnp.float32)
-      owned = {at: tuple(map(zeros, found)) for at, found in shapes.items()}
-      return owned, shared, {} if known is None else own
-
-    return make
 
   def check(self, across: Place, updates: Any, state: CompressState) -> None:
     """Validates the state of an update; compares options between processes."""
