@@ -116,11 +116,10 @@ class Compression(checks.Checked):
   def check(self, across: Place, updates: Any, state: CompressState) -> None:
     """Validates the state of an update; compares options between processes."""
     rule, some = self.feedback, bool(jax.tree.leaves(updates))
-    needs = {"residual": rule.keeps and some, "velocity": rule.moves and some}
-    needs["estimate"] = rule.estimates and some
+    needs = {"residual": rule.keeps, "velocity": rule.moves, "estimate": rule.estimates}
     states.check_type(state, CompressState)
     for name, needed in needs.items():
-      if needed and getattr(state, name) is None:
+      if needed and some and getattr(state, name) is None:
         kept = f"`state.{name}` must be kept with feedback={rule} and {self.codec}"
         raise ValueError(f"{kept}; {states.CURE}.")
     if state.estimate is not None and not rule.estimates:
@@ -152,12 +151,19 @@ class Compression(checks.Checked):
   ) -> Step:
     """Returns the facts of a step; ValueError if the state does not have its arrays."""
     study.note(plan, state.count)
+    keys = states.step_keys(state, plan, shared=self.dither == "shared")
+    memory, owned = codec_memory.recall(plan, state.memory), state.server_residual
+    if plan.axis_name is None or not plans.owner_shapes(plan):
+      owned = None
+    elif owned is None and self.feedback.keeps:
+      raise ValueError(self._unknown_owners(plan, ""))
+    # Without feedback they may be None: the second stage then rounds as the first does.
     return Step(
       plan,
       workers,
-      *states.step_keys(state, plan, shared=self.dither == "shared"),
-      codec_memory.recall(plan, state.memory),
-      self._owned(plan, state),
+      *keys,
+      memory,
+      owned,
       state.count,
       keep=self.feedback.keeps or state.measures is not None,
       mark=self.feedback.moves,
@@ -182,15 +188,6 @@ class Compression(checks.Checked):
       f"gradcomp.exchange.{own}(feedback=False)"
     )
     warnings.warn(self._unknown_owners(plan, effect), stacklevel=2)
-
-  def _owned(self, plan: plans.MessagePlan, state: CompressState) -> Any:
-    """Returns the owner residuals, or None; ValueError if needed ones are missing."""
-    if plan.axis_name is None or not plans.owner_shapes(plan):
-      return None
-    if state.server_residual is None and self.feedback.keeps:
-      raise ValueError(self._unknown_owners(plan, ""))
-    # Without feedback they may be None: the second stage then rounds as the first does.
-    return state.server_residual
 
   def _unknown_owners(self, plan: plans.MessagePlan, effect: str) -> str:
     """Returns the text about a state without the owner residuals that a plan needs."""

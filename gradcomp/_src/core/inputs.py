@@ -92,7 +92,6 @@ def extra_args(value: Any, grad: Any, value_fn: Callable[[Any], Any]) -> dict[st
 
   def of_params(params: Any, obj_fn: Any = None) -> jax.Array:
     # A line search hands all that it does not know to the function, by its name.
-    del obj_fn
     return value_fn(params)
 
   # Partial functions are trees, which jax.jit takes as arguments.

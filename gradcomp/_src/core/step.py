@@ -210,10 +210,8 @@ def _moved(
     return jnp.where(chosen.reshape(old.shape) & finite, 0.0, kept)
   # Zeros are written one by one into the old momentum's memory, without a mask. A flat
   # view of it would be a copy.
-  mean, unsent = (
-    x.reshape(-1).at[chosen].get(mode="clip", wrap_negative_indices=False)
-    for x in (mean, unsent)
-  )
+  at = lambda x: x.reshape(-1).at[chosen].get(mode="clip", wrap_negative_indices=False)
+  mean, unsent = at(mean), at(unsent)
   usable = jnp.isfinite(mean) & jnp.isfinite(unsent)
   sent = kept.at[_index(jnp.where(usable, chosen, old.size), old.shape)]
   return sent.set(0.0, mode="drop", wrap_negative_indices=False)

@@ -116,8 +116,7 @@ def split_fragments(tree: Any, fragments: int) -> list[range]:
     nearest = min(range(len(sizes)), key=lambda j: abs(ends[j] - goal)) + 1
     # Each fragment has a leaf, and leaves one for each that comes.
     borders.append(min(max(nearest, borders[-1] + 1), len(sizes) - fragments + i))
-  borders.append(len(sizes))
-  return [range(*pair) for pair in itertools.pairwise(borders)]
+  return [range(*pair) for pair in itertools.pairwise([*borders, len(sizes)])]
 
 
 def select_fragment(tree: Any, fragment: range) -> Any:

@@ -161,11 +161,9 @@ def sizes_of(workers: WorkerSizes) -> tuple[tuple[int, ...], dict[str, int]]:
 def sizes_by_axis(argument: str, axis_name: AxisName, given: Any) -> dict[str, int]:
   """Returns the workers along each axis; ValueError that names the argument."""
   names = axis_names(axis_name)
-  rule = (
-    f"the number of workers of {axis_name!r}, 1 or more"
-    if len(names) == 1
-    else f"a tuple of the numbers of workers along {names}, each 1 or more"
-  )
+  rule = f"the number of workers of {axis_name!r}, 1 or more"
+  if len(names) > 1:
+    rule = f"a tuple of the numbers of workers along {names}, each 1 or more"
   counts = given if isinstance(given, tuple) else (given,)
   if len(counts) != len(names):
     raise ValueError(f"`{argument}` must be {rule}, got {given!r}.")

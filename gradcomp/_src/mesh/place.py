@@ -168,8 +168,7 @@ def unaveraged(updates: Any, params: Any) -> list[str]:
   """Returns the paths of updates that vary over more axes than their parameters."""
   axes_of = lambda x: types.varying_axes(x) | types.unreduced_axes(x)
   leaves = jax.tree_util.tree_leaves_with_path(updates)
-  allowed = [axes_of(x) for x in jax.tree.leaves(params)]
-  allowed = allowed or [frozenset()] * len(leaves)
+  allowed = [*map(axes_of, jax.tree.leaves(params))] or [frozenset()] * len(leaves)
   return [
     jax.tree_util.keystr(path)
     for (path, x), axes in zip(leaves, allowed, strict=True)

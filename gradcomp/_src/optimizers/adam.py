@@ -187,7 +187,6 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   def core(
     across: place.Place, updates: Any, state: Any, params: Any, extra_args: Any
   ) -> tuple[Any, Any]:
-    del extra_args
     grads = inputs.not_differentiated(updates)
     moments.require_agreement("gradcomp.optimizers.adam", told, grads, params)
     like = grads if params is None else params

@@ -152,7 +152,6 @@ class LocalAdam:
       return self._together(self.moments.exchanged(means, moments, gap), like)
 
     def dense(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
-      del own
       return self._together(self.moments.averaged(grads, moments, self.names), like)
 
     is_dense = state.moments.count == moments.dense

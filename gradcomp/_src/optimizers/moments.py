@@ -49,7 +49,6 @@ class Steps:
     self, count: jax.Array, nu: Any, norm: jax.Array, span: int
   ) -> tuple[jax.Array, jax.Array]:
     """Returns whether it ended after ``count`` steps, and the norm to keep."""
-    del nu, span
     return count >= self.steps, norm
 
 
@@ -126,7 +125,6 @@ class Moments(checks.Checked):
     self, across: place.Place, grads: Any, state: MomentsState, params: Any, like: Any
   ) -> tuple[Any, MomentsState]:
     """Returns a step at a rate of 1 in the dtypes of ``like``, and the next state."""
-    del params
     count = optax.safe_increment(state.count)
 
     def dense(grads: Any, state: MomentsState) -> MomentsState:
