@@ -187,9 +187,7 @@ def seed_words(key: ArrayLike) -> jax.Array:
     )
   if not isinstance(key, int | jax.Array):
     key = jnp.asarray(key)
-  if isinstance(key, int) or (
-    key.shape == () and jnp.issubdtype(key.dtype, jnp.integer)
-  ):
+  if isinstance(key, int) or (not key.shape and jnp.issubdtype(key.dtype, jnp.integer)):
     key = jax.random.key(key, impl="threefry2x32")
   return jnp.array(key_words(key))
 

@@ -140,16 +140,16 @@ def plan_messages(
   for parts in options.averaging.parts(codecs, like):
     kinds = _kinds(parts, others, apart).items()
     pieces = [(kind, x) for kind, own in kinds for x in cut(size, own, paths, workers)]
-    for kind, piece in pieces:
+    for (varied, plain, is_wide), piece in pieces:
       own, coded, counts = zip(*(parts[i] for i in piece), strict=True)
       done = [x.size if n is None else n for x, n in zip(own, counts, strict=True)]
       replaced = any(n is not None for n in counts)
       layout = layouts.arrange(own, coded, sum(done) if replaced else None)
-      pick = auto.reencoding if kind.plain else auto.choose
+      pick = auto.reencoding if plain else auto.choose
       picked, reason = decided or pick(exchange, layout, workers)
-      if kind.wide and exchange.sends:
+      if is_wide and exchange.sends:
         picked, reason = one_stage.AllReduce(), "float64 is added as it is"
-      of_all = picked, kind.others, reason
+      of_all = picked, varied, reason
       messages.append(protocol.Message(tuple(piece), layout, *of_all))
   names, rules = tuple(map(keystr, paths)), tuple(map(codec.rule, whole))
   each = tuple(bound), tuple(others), tuple(codecs), rules
@@ -157,12 +157,9 @@ def plan_messages(
   return MessagePlan(names, *each, tuple(messages), *rest)
 
 
-class _Kind(NamedTuple):
-  """The properties that all leaves of a message share."""
-
-  others: tuple[str, ...]
-  plain: bool  # True for plain leaves that are added apart from codes
-  wide: bool
+# What all leaves of a message share: the other axes over which they vary, and whether
+# they are plain ones that are added apart from codes, and of float64.
+_Kind = tuple[tuple[str, ...], bool, bool]
 
 
 def _kinds(
@@ -172,7 +169,7 @@ def _kinds(
   kinds: dict[_Kind, dict[int, int]] = {}
   for i, (like, codec, _) in parts.items():
     alone = apart and codec.facts.plain
-    kind = _Kind(others[i], alone, like.dtype == np.float64)
+    kind = others[i], alone, like.dtype == np.float64
     nbytes = like.dtype.itemsize * layouts.rows_of(codec, like.size) * codec.row_words
     kinds.setdefault(kind, {})[i] = nbytes
   return kinds
