@@ -113,9 +113,10 @@ def _stored(plan: MessagePlan, memory: Sequence[Memory]) -> Memory | None:
   """Returns the memories of all leaves by axes and number; None if all are empty."""
   shared: Stored = {}
   own: Stored = {}
+  encodes = all(message.exchange.of_leaves for message in plan.messages)
   for i, part in enumerate(memory):
     if jax.tree.leaves(part.shared):
       shared.setdefault(plan.others[i], {})[i] = part.shared
-    if jax.tree.leaves(part.own) and plan.of_leaves:
+    if jax.tree.leaves(part.own) and encodes:
       own.setdefault(plan.own_axes(i), {})[i] = part.own
   return Memory(shared, own) if shared or own else None

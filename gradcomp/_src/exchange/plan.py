@@ -63,11 +63,6 @@ class MessagePlan(NamedTuple):
     """True if workers exchange anything."""
     return any(message.exchange.sends for message in self.messages)
 
-  @property
-  def of_leaves(self) -> bool:
-    """True if each worker encodes its leaves before anything is added."""
-    return all(message.exchange.of_leaves for message in self.messages)
-
   def own_axes(self, number: int) -> Axes:
     """Returns the axes that stack a worker's arrays of a leaf."""
     return own_axes(self.axis_name, self.others[number])

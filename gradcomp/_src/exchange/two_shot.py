@@ -1,6 +1,7 @@
 """``two_shot``: reduces each share at its owner, and broadcasts the results."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -15,15 +16,10 @@ from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
 from gradcomp._src.exchange import collectives, lines, protocol
 
 
-def _send(own: protocol.Sending, parts: Sequence[jax.Array]) -> list[jax.Array]:
-  """Sends shares, ``[N, share, words]``, to their owners."""
-  scatter = lambda message: collectives.scatter(message, own.workers.axis_name)
-  return protocol.exchanged(parts, scatter)
-
-
 def _reduce(own: protocol.Sending, _: None) -> list[Sent]:
   """Adds the rows that a worker owns."""
-  rows = _send(own, [lines.shares(x, own.workers) for x in own.parts])
+  send = functools.partial(collectives.scatter, axis_name=own.workers.axis_name)
+  rows = protocol.exchanged([lines.shares(x, own.workers) for x in own.parts], send)
   return protocol.finish_shares(own, rows, [own.workers.scale] * len(rows))
 
 
@@ -97,7 +93,9 @@ def _to_owners(own: protocol.Sending, _: None) -> protocol.Received:
     leaves = [rows[start:stop] for at, start, stop in layout.slots if at == group]
     return jnp.concatenate([lines.shares(x, workers) for x in leaves], axis=1)
 
-  owned = _send(own, [split(i, rows) for i, rows in enumerate(own.parts)])
+  send = functools.partial(collectives.scatter, axis_name=workers.axis_name)
+  shares = [split(i, rows) for i, rows in enumerate(own.parts)]
+  owned = protocol.exchanged(shares, send)
 
   def decoders() -> dict[int, RowDecoder]:
     number, found = lax.axis_index(workers.axis_name), {}
