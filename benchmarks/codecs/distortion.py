@@ -43,26 +43,21 @@ BATCH = 16  # samples of a step, and of a worker's gradient
 _COLORS = {"gradcomp": "#2f6db3", "others": "#c4622d"}
 RMS: dict[str, Any] = {"norm": "rms", "levels": "uniform", "rounding": "nearest"}
 FITTED: dict[str, Any] = {"levels": "nonuniform"}
+SMALL: dict[str, Any] = {"bits": 2, "bucket_size": 128}
 
 _bits = lambda n: f"{n} bit{'s' * (n > 1)}"
+_least = lambda n: contrib.Eden(bits=n, scale="least squares")
+_rotated = lambda n: codecs.QSGD(bits=n, rotate=32, **RMS)
 CODECS: dict[str, Any] = {
   "QSGD, 1 bit": codecs.QSGD(bits=1, levels="uniform"),
   **{f"QSGD, {bits} bits": codecs.QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 8)},
   **{f"QSGD, {n} bits, fitted": codecs.QSGD(bits=n, **FITTED) for n in (2, 3, 4)},
-  "QSGD, 2 bits, buckets of 128": codecs.QSGD(bits=2, bucket_size=128),
-  "QSGD, 2 bits, buckets of 128, fitted": codecs.QSGD(
-    bits=2, bucket_size=128, **FITTED
-  ),
+  "QSGD, 2 bits, buckets of 128": codecs.QSGD(**SMALL),
+  "QSGD, 2 bits, buckets of 128, fitted": codecs.QSGD(**SMALL, **FITTED),
   **{f"QSGD, {_bits(n)}, rms": codecs.QSGD(bits=n, **RMS) for n in (1, 2, 3, 4)},
-  **{
-    f"QSGD, {_bits(n)}, rms, rotated": codecs.QSGD(bits=n, rotate=32, **RMS)
-    for n in (1, 2, 4)
-  },
+  **{f"QSGD, {_bits(n)}, rms, rotated": _rotated(n) for n in (1, 2, 4)},
   **{f"Eden, {_bits(n)}": contrib.Eden(bits=n) for n in (1, 2, 3, 4, 8)},
-  **{
-    f"Eden, {_bits(n)}, least squares": contrib.Eden(bits=n, scale="least squares")
-    for n in (1, 2, 4)
-  },
+  **{f"Eden, {_bits(n)}, least squares": _least(n) for n in (1, 2, 4)},
   "Eden, 1 bit, two rotations": contrib.Eden(bits=1, rotations=2),
   "1-bit SGD, buckets of 512": codecs.OneBit(bucket_size=512),
   "signs, buckets of 64": codecs.Sign(),
@@ -95,30 +90,23 @@ def gradient(net: str, dataset: str, steps: int, size: int) -> np.ndarray:
   source = tasks.source(net, dataset)
   mesh = jax.make_mesh((1,), (AXIS,))
   task = Task(source.model, source.test, mesh, known=source.arrays[0][: tasks.KNOWN])
-  batches = source.batches(BATCH, seed=0)
-  tx = optax.adamw(1e-3)
+  batches, tx = source.batches(BATCH, seed=0), optax.adamw(1e-3)
   of_batch = jax.jit(jax.grad(lambda params, batch: task.loss_fn(params, batch)))
-  update = jax.jit(tx.update)
-  params = jax.device_get(task.init_params(0))
+  update, params = jax.jit(tx.update), jax.device_get(task.init_params(0))
   state = tx.init(params)
   for _ in range(steps):
     updates, state = update(of_batch(params, next(batches)), state, params)
     params = optax.apply_updates(params, updates)
-
-  def flat() -> np.ndarray:
-    leaves = jax.tree.leaves(of_batch(params, next(batches)))
-    return np.concatenate([np.ravel(leaf) for leaf in leaves])
-
-  whole = np.stack([flat() for _ in range(max(WORKERS))])
-  start = (whole.shape[1] - size) // 2
-  return whole[:, start : start + size]
+  flat = lambda tree: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+  rows = [flat(of_batch(params, next(batches))) for _ in range(max(WORKERS))]
+  start = (rows[0].size - size) // 2
+  return np.stack(rows)[:, start : start + size]
 
 
 def library(codec: Any, size: int) -> tuple[float, Any]:
   """Returns a codec's bits an element, and the mean of all workers as a function."""
-  tx = gradcomp.compress(
-    codec, axis_name="data", exchange="all_gather", feedback=None, min_leaf_size=0
-  )
+  way: Any = {"exchange": "all_gather", "feedback": None, "min_leaf_size": 0}
+  tx = gradcomp.compress(codec, axis_name="data", **way)
   like = jax.ShapeDtypeStruct((size,), np.float32)
   # One of two workers sends its message once.
   sent = gradcomp.explain(tx, like, workers=2).bytes_per_step
@@ -133,13 +121,11 @@ def error(mean: np.ndarray, x: np.ndarray) -> float:
 
 
 def ours(name: str, vectors: dict[str, np.ndarray], size: int) -> dict[str, Any]:
-  codec = CODECS[name]
-  bits, mean = library(codec, size)
-  errors = {
-    source: [error(np.asarray(mean(x[:count])[0]), x[:count]) for count in WORKERS]
-    for source, x in vectors.items()
-  }
-  return {"code": name, "bits": bits, "unbiased": codec.unbiased, "errors": errors}
+  bits, mean = library(CODECS[name], size)
+  of = lambda x: error(np.asarray(mean(x)[0]), x)
+  errors = {source: [of(x[:n]) for n in WORKERS] for source, x in vectors.items()}
+  found = {"by": "gradcomp", "code": name, "bits": bits}
+  return found | {"unbiased": CODECS[name].unbiased, "errors": errors}
 
 
 def lost(row: dict[str, Any]) -> float:
@@ -167,9 +153,8 @@ def plot(found: list[Any], path: pathlib.Path) -> None:
   axes[0].set_ylabel("squared error of one message")
   names = ["bound of Gaussian", "gradcomp, unbiased", "gradcomp, biased"]
   names += ["EDEN, unbiased", "EDEN and THC, biased"]
-  figure.legend(
-    handles, names, loc="outside lower center", ncols=len(names), frameon=False
-  )
+  place: Any = {"loc": "outside lower center", "frameon": False}
+  figure.legend(handles, names, ncols=len(names), **place)
   figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
@@ -187,8 +172,7 @@ def main() -> None:
     vectors[net] = gradient(net, dataset, options.steps, options.size)
   found = []
   for name in QUICK if options.quick else CODECS:
-    row = {"by": "gradcomp"} | ours(name, vectors, options.size)
-    found.append(row)
+    found.append(row := ours(name, vectors, options.size))
     first = {source: errors[0] for source, errors in row["errors"].items()}
     tables.show({row["code"]: {"bits": row["bits"], "lost": lost(row), **first}})
   if options.output:

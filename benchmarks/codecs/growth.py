@@ -16,8 +16,6 @@ With --output, writes growth.json and growth.md there. What is there already of 
 methods and models stays, unless it was read with another version of JAX.
 """
 
-import math
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +32,7 @@ from gradcomp.codecs import QSGD
 WORKERS = 8
 _OVER: Any = {"axis_name": "data"}
 _HOSTS = ("host", "chip")  # the axes of two hosts, for an exchange within and between
+_BETWEEN: Any = {"axis_name": _HOSTS, "exchange": "hierarchical"}
 
 ALONE = "adamw alone"
 MEAN = "`jax.lax.pmean`"
@@ -43,9 +42,7 @@ METHODS: dict[str, Callable[[], Any]] = {
   "plain mean": lambda: gradcomp.dense(**_OVER),
   "QSGD, 4 bits": lambda: gradcomp.qsgd(bits=4, **_OVER),
   "QSGD, `ring`": lambda: gradcomp.qsgd(bits=4, exchange="ring", **_OVER),
-  "QSGD, `hierarchical`": lambda: gradcomp.qsgd(
-    bits=4, exchange="hierarchical", axis_name=_HOSTS
-  ),
+  "QSGD, `hierarchical`": lambda: gradcomp.qsgd(bits=4, **_BETWEEN),
   "QSGD, nearest": lambda: gradcomp.qsgd(bits=4, rounding="nearest", **_OVER),
   "QSGD, error feedback": lambda: gradcomp.qsgd(bits=4, feedback="error", **_OVER),
   "1-bit SGD": lambda: gradcomp.onebit_sgd(**_OVER),
@@ -131,18 +128,19 @@ def measure(method: str, params: Any, *, compiled: bool = True) -> dict[str, flo
   whole, args = jax.P(), (params, state, params)
   given, made = (whole, specs, whole), (whole, specs)
   step, args = mapped(mesh, update, args, given, made, donate_argnums=(0, 1))
-  clock = time.process_time
+  clock, leaves = time.process_time, jax.tree.leaves(params)
   started = clock()
   traced = step.trace(*args)
-  found = {"trace": clock() - started, "leaves": len(jax.tree.leaves(params))}
+  found = {"trace": clock() - started, "leaves": len(leaves)}
   if compiled:
     lowered = traced.lower()
     found["lower"] = clock() - started
     began = clock()
     analysis = lowered.compile().memory_analysis()
-    gradient = 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     found["compile"] = clock() - began
-    found["temporaries"] = analysis.temp_size_in_bytes / gradient
+    found["temporaries"] = analysis.temp_size_in_bytes / (
+      4 * sum(x.size for x in leaves)
+    )
   return found
 
 
@@ -156,15 +154,14 @@ def markdown(found: Rows) -> str:
     lambda x: f"{1e3 * x['trace'] / x['leaves']:.1f}" if "leaves" in x else "",
     lambda x: f"{x['temporaries']:.2f}" if "temporaries" in x else "",
   ]
-  return "\n".join(_table(found, cell) for cell in cells)
-
-
-def _table(found: Rows, cell: Callable[[dict[str, float]], str]) -> str:
-  shown = {key: text for key, row in found.items() if (text := cell(row))}
-  models = [name for name in MODELS if any(x == name for _, x in shown)]
-  rows = {x: [shown.get((x, model), "") for model in models] for x in METHODS}
-  lines = [[method, *row] for method, row in rows.items() if any(row)]
-  return f"{tables.table(['', *models], lines)}\n"
+  parts = []
+  for cell in cells:
+    shown = {key: text for key, row in found.items() if (text := cell(row))}
+    models = [name for name in MODELS if any(x == name for _, x in shown)]
+    rows = {x: [shown.get((x, model), "") for model in models] for x in METHODS}
+    lines = [[method, *row] for method, row in rows.items() if any(row)]
+    parts.append(f"{tables.table(['', *models], lines)}\n")
+  return "\n".join(parts)
 
 
 def main() -> None:
@@ -186,18 +183,13 @@ def main() -> None:
       row = measure(method, make(), compiled=model not in TRACED)
       found[method, model] = row
       print(f"{model}, {method}: {row}", flush=True)
-  if options.output:
-    write(options.output, found)
   print(markdown(found))
-
-
-def write(folder: pathlib.Path, found: Rows) -> None:
   about = {"jax": jax.__version__, "workers": WORKERS}
-  old = cli.rows_of(folder / "growth.json", about)
+  old = cli.rows_of(options.output, "growth", about)
   known = {(x.pop("method"), x.pop("model")): x for x in old}
   found = known | {key: known.get(key, {}) | row for key, row in found.items()}
   rows = [{"method": x, "model": y, **row} for (x, y), row in found.items()]
-  cli.write(folder, "growth", {**about, "rows": rows}, markdown(found))
+  cli.write(options.output, "growth", {**about, "rows": rows}, markdown(found))
 
 
 if __name__ == "__main__":

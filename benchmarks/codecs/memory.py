@@ -21,7 +21,7 @@ codecs and columns stays, unless it was read for another size or version.
 import contextlib
 import itertools
 import math
-import pathlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -110,20 +110,13 @@ def transformation(case: Case) -> Any:
 
 
 def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
-  """Compiles an update that writes each array of the state where it was."""
-  # Donated memory goes to the first result of its shape. The state comes first, as
-  # parameters in a train step; else the mean would be written over the residual.
-  tx = transformation(case)
   mesh = jax.make_mesh((WORKERS,), ("data",))
-  leaves = [jax.ShapeDtypeStruct(shape, jnp.float32)] * case.leaves
-  with jax.set_mesh(mesh):
-    state = jax.eval_shape(tx.init, leaves)
-  specs = gradcomp.state_specs(state, axis_name="data")
-  update = lambda gradient, state: tx.update(gradient, state)[::-1]
-  whole = jax.ShapeDtypeStruct((WORKERS * shape[0], *shape[1:]), jnp.float32)
-  args = ([whole] * case.leaves, state)
-  given, made = (jax.P("data"), specs), (specs, jax.P())
-  step, args = shapes.mapped(mesh, update, args, given, made, donate_argnums=1)
+  own, whole = (
+    [jax.ShapeDtypeStruct((count * shape[0], *shape[1:]), jnp.float32)] * case.leaves
+    for count in (1, WORKERS)
+  )
+  given = transformation(case), own, whole, jax.P("data")
+  step, args = shapes.exchange(mesh, *given)
   return step.lower(*args).compile()
 
 
@@ -140,7 +133,7 @@ def measure(case: Case, shape: tuple[int, ...] = SHAPE) -> Memory:
 def markdown(found: dict[Case, Memory]) -> str:
   """Returns a line for each codec and exchange, and what exceeds the goal in bold."""
   lines = []
-  for codec, exchange in dict.fromkeys((case.codec, case.exchange) for case in found):
+  for codec, exchange in dict.fromkeys(case[:2] for case in found):
     row = [found.get(Case(codec, exchange, *column)) for column in COLUMNS.values()]
     payloads = max(memory.payloads for memory in row if memory)
     cells = [_cell(memory) if memory else "" for memory in row]
@@ -170,21 +163,17 @@ def main() -> None:
       found[case] = measure(case, shape)
       print(*case, _cell(found[case]), sep=", ", flush=True)
   print(markdown(found))
-  if options.output:
-    write(options.output, found, shape)
-
-
-def write(
-  folder: pathlib.Path, found: dict[Case, Memory], shape: tuple[int, ...]
-) -> None:
   about = {"jax": jax.__version__, "workers": WORKERS, "shape": list(shape)}
-  found = {
-    Case(*(row[x] for x in Case._fields)): Memory(row["payloads"], row["temporary"])
-    for row in cli.rows_of(folder / "memory.json", about)
-  } | found
-  found = {case: found[case] for case in cases() if case in found}
-  rows = [{**case._asdict(), **memory._asdict()} for case, memory in found.items()]
-  cli.write(folder, "memory", {**about, "rows": rows}, markdown(found))
+  known = read(cli.rows_of(options.output, "memory", about)) | found
+  found = {case: known[case] for case in cases() if case in known}
+  rows = [case._asdict() | memory._asdict() for case, memory in found.items()]
+  cli.write(options.output, "memory", {**about, "rows": rows}, markdown(found))
+
+
+def read(rows: Iterable[dict[str, Any]]) -> dict[Case, Memory]:
+  """Returns what rows of the record say."""
+  of = lambda kind, row: kind(*map(row.get, kind._fields))
+  return {of(Case, row): of(Memory, row) for row in rows}
 
 
 if __name__ == "__main__":

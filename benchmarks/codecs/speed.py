@@ -12,6 +12,7 @@ two devices, in turn with a flat leaf of as many elements. Last it times what a 
 codec does one after the other, as programs of their own. Writes JSON with --output.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -36,22 +37,19 @@ Calls = dict[str, Callable[[], Any]]
 Row = dict[str, Any]
 _PARTS = ("codecs", "messages", "matrices", "sparse")
 
+_FITTED: Any = {"levels": "nonuniform"}
+_cast = lambda e, m: codecs.FloatCast(exponent_bits=e, mantissa_bits=m)
 CODECS: dict[str, codecs.Codec] = {
   **{f"qsgd-{bits}": codecs.QSGD(bits=bits) for bits in (2, 4, 8)},
   "qsgd-4 nearest": codecs.QSGD(bits=4, rounding="nearest"),
   "qsgd-4 shared": codecs.QSGD(bits=4, share_scale=True),
   **{f"qsgd-4 rotate {n}": codecs.QSGD(bits=4, rotate=n) for n in (8, 32)},
-  **{
-    f"qsgd-{n} nonuniform": codecs.QSGD(bits=n, levels="nonuniform") for n in (2, 3, 4)
-  },
+  **{f"qsgd-{n} nonuniform": codecs.QSGD(bits=n, **_FITTED) for n in (2, 3, 4)},
   **{f"onebit-{size}": codecs.OneBit(bucket_size=size) for size in (64, 512)},
   "terngrad": codecs.Ternary(),
   "terngrad base3": codecs.Ternary(packing="base3"),
   **{name: codecs.EightBit(dtype=name) for name in ("dynamic_tree", "linear")},
-  **{
-    f"aps-{e}-{m}": codecs.FloatCast(exponent_bits=e, mantissa_bits=m)
-    for e, m in ((5, 2), (4, 3), (3, 0), (5, 10))
-  },
+  **{f"aps-{e}-{m}": _cast(e, m) for e, m in ((5, 2), (4, 3), (3, 0), (5, 10))},
   "cast-5-2": codecs.FloatCast(scale=1.0),
   "natural": codecs.Natural(),
   "mxfp8": codecs.BlockFloat(),
@@ -98,9 +96,8 @@ def codec_rows(name: str, codec: codecs.Codec, size: int, repeats: int) -> Row:
     "decode": lambda: decode(payload),
     "decode and sum, a worker": lambda: add(received),
   }
-  both = jax.jit(
-    lambda x, key: codec.encode_leaf(x, context(key)._replace(agreed=agreed), keep=True)
-  )
+  given = lambda key: context(key)._replace(agreed=agreed)
+  both = jax.jit(lambda x, key: codec.encode_leaf(x, given(key), keep=True))
   if jax.eval_shape(both, x, key).unsent is not None:
     both = both.lower(x, key).compile()
     calls["encode and residual"] = lambda: both(x, key)
@@ -134,11 +131,9 @@ def mean_rows(tree: list[jax.Array], repeats: int) -> Row:
   calls = {name: _exchange(tx, tree) for name, tx in ways.items()}
   seconds = timing.interleaved(calls, 4 * repeats)
   size = sum(leaf.size for leaf in tree)
-  print(
-    f"mean of ResNet-50's leaves over two devices: pmean "
-    f"{1e3 * seconds['pmean']:.1f} ms, dense {1e3 * seconds['dense']:.1f} ms, "
-    f"{seconds['dense'] / seconds['pmean']:.3f} x"
-  )
+  said = [f"{name} {1e3 * x:.1f} ms" for name, x in seconds.items()]
+  said += [f"{seconds['dense'] / seconds['pmean']:.3f} x"]
+  print("mean of ResNet-50's leaves over two devices:", ", ".join(said))
   return {"elements": size, "seconds": seconds}
 
 
@@ -173,20 +168,21 @@ def _message(tree: list[jax.Array]) -> tuple[Calls, Any, int]:
   own = [layout.codec_of(i) for i in range(len(tree))]
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
 
+  @jax.jit
   def rows(tree: list[jax.Array], keys: jax.Array) -> dict[int, jax.Array]:
     given = tree, list(map(codecs.Context, keys))
     found = encoding.encode_leaves(encoding.grouped(own, *given), *given, keep=False)
     return layout.stack({i: x.rows for i, x in found.items()})
 
-  encode = jax.jit(rows).lower(tree, keys).compile()
-  matrices = encode(tree, keys)
-
+  @jax.jit
   def leaves(matrices: dict[int, jax.Array]) -> dict[int, jax.Array]:
     decoder = lambda i, rows: layout.sums[i].gathered(rows[None], None, 1.0)
     found = {i: decoder(i, rows) for i, rows in matrices.items()}
     return materialized(lambda x: layout.viewed(lambda: found, x), matrices[0])
 
-  decode = jax.jit(leaves).lower(matrices).compile()
+  encode = rows.lower(tree, keys).compile()
+  matrices = encode(tree, keys)
+  decode = leaves.lower(matrices).compile()
   calls = {"encode": lambda: encode(tree, keys), "decode": lambda: decode(matrices)}
   return calls, encode, sum(matrix.nbytes for matrix in matrices.values())
 
@@ -195,15 +191,12 @@ def _exchange(tx: Any, tree: list[jax.Array]) -> Callable[[], Any]:
   """Returns a call of an update over two devices, or one, with its state donated."""
   count = min(2, jax.device_count())
   mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
+  step, like = shapes.exchange(mesh, tx, tree, tree, jax.P(), check_vma=False)
   with jax.set_mesh(mesh):
-    state = tx.init(tree)
-  specs = gradcomp.state_specs(state, axis_name="data")
-  way: Any = {"in_specs": (jax.P(), specs), "out_specs": (specs, jax.P())}
-  update = lambda tree, state: tx.update(tree, state)[::-1]
-  over = jax.shard_map(update, mesh=mesh, check_vma=False, **way)
-  put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
-  tree, state = put(tree, jax.P()), jax.tree.map(put, state, specs)
-  program = jax.jit(over, donate_argnums=1).lower(tree, state).compile()
+    given = tree, tx.init(tree)
+  put = lambda x, like: jax.device_put(x, like.sharding)
+  tree, state = jax.tree.map(put, given, like)
+  program = step.lower(tree, state).compile()
 
   def call() -> Any:
     nonlocal state
@@ -242,9 +235,8 @@ def main() -> None:
   results: dict[str, Any] = {"machine": timing.machine()}
   repeats = options.repeats
   if "codecs" in options.parts:
-    for size in options.sizes:
-      for name in options.codecs:
-        results[f"{name}, {size}"] = codec_rows(name, CODECS[name], size, repeats)
+    for size, name in itertools.product(options.sizes, options.codecs):
+      results[f"{name}, {size}"] = codec_rows(name, CODECS[name], size, repeats)
   if "messages" in options.parts:
     tree = shapes.resnet50(10 if options.quick else None)
     calls, *about = _message(tree)
@@ -254,9 +246,8 @@ def main() -> None:
   if "matrices" in options.parts:
     results["matrices"] = matrices_rows(options.sizes[-1], repeats)
   if "sparse" in options.parts:
-    for size in options.sizes:
-      for name, codec in SPARSE.items():
-        results[f"{name}, {size}"] = sparse_rows(name, codec, size, repeats)
+    for size, name in itertools.product(options.sizes, SPARSE):
+      results[f"{name}, {size}"] = sparse_rows(name, SPARSE[name], size, repeats)
   cli.write_json(options.output, results)
 
 

@@ -128,9 +128,10 @@ def replace_json(path: Path, results: Any) -> None:
   new.replace(path)
 
 
-def rows_of(path: Path, about: dict[str, Any]) -> list[Any]:
-  """Returns the rows of a file of results, if they are about the same."""
-  found = json.loads(path.read_text()) if path.exists() else {}
+def rows_of(folder: Path | None, name: str, about: dict[str, Any]) -> list[Any]:
+  """Returns the rows that ``write`` wrote to a folder, if they are about the same."""
+  path = folder and folder / f"{name}.json"
+  found = json.loads(path.read_text()) if path and path.exists() else {}
   rows = found.pop("rows", [])
   return rows if found == about else []
 

@@ -1,8 +1,10 @@
-"""Makes gradients with the shapes of real models, and structs of sharded arrays."""
+"""Makes gradients with the shapes of real models, and programs of sharded arrays."""
 
 from typing import Any
 
 import jax
+
+import gradcomp
 
 
 def placed(mesh: Any, tree: Any, specs: Any) -> Any:
@@ -21,6 +23,23 @@ def mapped(
   donated = options.pop("donate_argnums", ())
   own = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=results, **options)
   return jax.jit(own, donate_argnums=donated), placed(mesh, args, specs)
+
+
+def exchange(
+  mesh: Any, tx: Any, leaves: Any, gradient: Any, spec: Any, **options: Any
+) -> tuple[Any, tuple[Any, Any]]:
+  """Returns a jitted update whose gradient is sharded so, and structs of both.
+
+  It writes each array of the state where it was. Donated memory goes to the first
+  result of its shape. The state comes first, as parameters in a train step; else the
+  mean would be written over the residual.
+  """
+  with jax.set_mesh(mesh):
+    state = jax.eval_shape(tx.init, leaves)
+  specs = gradcomp.state_specs(state, axis_name="data")
+  update = lambda gradient, state: tx.update(gradient, state)[::-1]
+  ways = (spec, specs), (specs, jax.P())
+  return mapped(mesh, update, (gradient, state), *ways, donate_argnums=1, **options)
 
 
 def resnet50(leaves: int | None = None) -> list[jax.Array]:

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator
 
 from benchmarks.common import cli
-from benchmarks.compilers import bars, pages, record, targets, worker
+from benchmarks.compilers import bars, pages, record, targets
 
 TABLES = ("codecs", "steps", "overlap")
 
@@ -46,7 +46,7 @@ def main() -> None:
   if options.dump:
     os.makedirs(options.dump, exist_ok=True)
   targets.prepare()
-  compiled = worker.Worker()
+  compiled = record.Worker()
   wrong = []
   for table in options.tables:
     path = folder and folder / f"{table}.jsonl"
@@ -87,7 +87,7 @@ def _chosen(
 ) -> Iterator[tuple[str, str]]:
   extent: targets.Extent = "all" if options.all else "tables"
   for target in here:
-    for case in worker.names(table, target, "quick" if options.quick else extent):
+    for case in record.cases(table, target, "quick" if options.quick else extent):
       if not options.cases or any(part in case for part in options.cases):
         yield target, case
 

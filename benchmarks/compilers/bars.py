@@ -33,16 +33,13 @@ COMMON = {"encode": Bar(4, 1), "decode": Bar(2, 1)}
 def own() -> dict[tuple[str, str], Bar]:
   """Returns the bars of codecs and operations that are above the common ones."""
   found = tomllib.loads(FILE.read_text())
-  return {
-    (codec, operation): Bar(**bar)
-    for codec, operations in found.items()
-    for operation, bar in operations.items()
-  }
+  return {(x, y): Bar(**bar) for x, of in found.items() for y, bar in of.items()}
 
 
-def cycles(row: Row) -> float:
-  """Returns a row's cycles as a multiple of those of ``x + 1``."""
-  return sum(row["cycles"].values()) / row["unit"]
+def taken(row: Row) -> Bar:
+  """Returns what a row's program costs."""
+  cycles = sum(row["cycles"].values()) / row["unit"]
+  return Bar(cycles, row["temporaries"] / row["leaf_bytes"])
 
 
 def held(rows: Iterable[Row]) -> Iterator[Row]:
@@ -54,9 +51,9 @@ def held(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def above(row: Row, bar: Bar) -> bool:
-  kept = row["temporaries"] / row["leaf_bytes"]
+  cycles, kept, _ = taken(row)
   # A part of a tile is behind a leaf: 1 % of this one.
-  return cycles(row) > bar.cycles or kept > bar.temporaries + 0.01
+  return cycles > bar.cycles or kept > bar.temporaries + 0.01
 
 
 def of(row: Row) -> Bar:
@@ -66,21 +63,15 @@ def of(row: Row) -> Bar:
 
 def needed(rows: Iterable[Row]) -> dict[tuple[str, str], Bar]:
   """Returns the lowest bars that rows above the common ones need."""
-  known = own()
-  found: dict[tuple[str, str], list[Row]] = {}
+  known, needing = own(), set[tuple[str, str]]()
+  bars: dict[tuple[str, str], Bar] = {}
   for row in held(rows):
-    found.setdefault((row["codec"], row["operation"]), []).append(row)
-  bars = {}
-  for name, alike in found.items():
-    common = COMMON[name[1]]
-    if any(above(row, common) for row in alike):
-      kept = max(row["temporaries"] / row["leaf_bytes"] for row in alike)
-      bars[name] = Bar(
-        max(common.cycles, math.ceil(10 * max(map(cycles, alike))) / 10),
-        max(common.temporaries, math.ceil(10 * kept) / 10),
-        known[name].reason if name in known else "",
-      )
-  return bars
+    name, common = (row["codec"], row["operation"]), COMMON[row["operation"]]
+    least = [math.ceil(10 * x) / 10 for x in taken(row)[:2]]
+    highest = map(max, bars.get(name, common), least)
+    bars[name] = Bar(*highest, known[name].reason if name in known else "")
+    needing |= {name} if above(row, common) else set()
+  return {name: bar for name, bar in bars.items() if name in needing}
 
 
 def write() -> None:

@@ -9,6 +9,7 @@ The cycles of ``x + 1`` on the same leaf, which reads and writes it once, are th
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +26,10 @@ LARGE = (4096, 4096)
 ODD = ((1_000_003,), (3001, 777))
 OPERATIONS = ("encode", "keep", "decode", "add")
 
-NVFP4 = codecs.BlockFloat(
-  element="e2m1", scale="e4m3", block_size=16, rounding="stochastic"
-)
+_RMS: dict[str, Any] = {"norm": "rms", "levels": "uniform"}
+_NVFP4: dict[str, Any] = {"element": "e2m1", "scale": "e4m3", "block_size": 16}
+NVFP4 = codecs.BlockFloat(rounding="stochastic", **_NVFP4)
+_cast = lambda e, m, **way: codecs.FloatCast(exponent_bits=e, mantissa_bits=m, **way)
 CODECS: dict[str, codecs.Codec] = {
   "QSGD 8 bits": codecs.QSGD(bits=8),
   "QSGD 4 bits": codecs.QSGD(bits=4),
@@ -35,9 +37,7 @@ CODECS: dict[str, codecs.Codec] = {
   "QSGD 4 bits, shared scale": codecs.QSGD(bits=4, bucket_size=None, share_scale=True),
   "QSGD 2 bits, bucket 128": codecs.QSGD(bits=2, bucket_size=128),
   "QSGD 2 bits, fitted": codecs.QSGD(bits=2, bucket_size=128, levels="nonuniform"),
-  "QSGD 2 bits, rms, rotate 32": codecs.QSGD(
-    bits=2, norm="rms", levels="uniform", rotate=32
-  ),
+  "QSGD 2 bits, rms, rotate 32": codecs.QSGD(bits=2, rotate=32, **_RMS),
   "EightBit": codecs.EightBit(),
   "Natural": codecs.Natural(),
   "MXFP8": codecs.BlockFloat(),
@@ -47,11 +47,9 @@ CODECS: dict[str, codecs.Codec] = {
   "OneBit": codecs.OneBit(),
   "OneBit, columns": codecs.OneBit(per_column=True),
   "BlockTop": codecs.BlockTop(),
-  "FloatCast (5, 2)": codecs.FloatCast(exponent_bits=5, mantissa_bits=2),
-  "FloatCast (4, 3)": codecs.FloatCast(exponent_bits=4, mantissa_bits=3),
-  "FloatCast (3, 0), scale 1": codecs.FloatCast(
-    exponent_bits=3, mantissa_bits=0, scale=1.0
-  ),
+  "FloatCast (5, 2)": _cast(5, 2),
+  "FloatCast (4, 3)": _cast(4, 3),
+  "FloatCast (3, 0), scale 1": _cast(3, 0, scale=1.0),
   "Dense": codecs.Dense(),
   "Dense bfloat16": codecs.Dense(dtype=jnp.bfloat16),
   "Dense bfloat16, stochastic": codecs.Dense(dtype=jnp.bfloat16, rounding="stochastic"),
@@ -71,38 +69,29 @@ class Case(NamedTuple):
   operation: str
   shape: tuple[int, ...]
 
-  @property
-  def name(self) -> str:
-    return f"{self.codec}, {self.operation}, {shown(self.shape)}"
-
-
-def shown(shape: tuple[int, ...]) -> str:
-  return " x ".join(map(str, shape))
-
 
 def cases(target: str, extent: targets.Extent) -> dict[str, Case]:
   if targets.TARGETS[target].slices > 1:  # its chips are those of another target
     return {}
-  whole = extent == "all" or target in WHOLE
-  quick = extent == "quick"
+  whole, quick = extent == "all" or target in WHOLE, extent == "quick"
   if quick and not whole:
     return {}
-  every = [
-    Case(codec, operation, shape)
+  return {
+    f"{codec}, {operation}, {' x '.join(map(str, shape))}": Case(
+      codec, operation, shape
+    )
     for codec in (QUICK if quick else CODECS if whole else SOME)
     for shape in (LARGE, *(ODD if whole and not quick else ()))
     # Odd ones show what padding and reshapes cost, for which two are enough.
     for operation in (OPERATIONS if whole and shape == LARGE else ("encode", "decode"))
-  ]
-  return {case.name: case for case in every}
+  }
 
 
 def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
   function, *shapes = program(CODECS[case.codec], case.operation, case.shape)
   facts, text = _compiled(target, function, shapes)
-  leaf = 4 * jnp.prod(jnp.array(case.shape)).item()
-  found = {"codec": case.codec, "operation": case.operation, "shape": shown(case.shape)}
-  found |= {"leaf_bytes": leaf, "unit": _unit(target, case.shape)}
+  found = case._asdict() | {"shape": " x ".join(map(str, case.shape))}
+  found |= {"leaf_bytes": 4 * math.prod(case.shape), "unit": _unit(target, case.shape)}
   return found | facts, text
 
 

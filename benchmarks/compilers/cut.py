@@ -7,10 +7,8 @@ writes tests/report/hlo/scheduled/. They have the order of the programs, and the
 types, flops and cycles of what is left.
 """
 
-import itertools
 import pathlib
 import re
-from collections.abc import Iterable
 
 from benchmarks.common import cli
 from gradcomp._src.report import collectives, hlo_text
@@ -26,7 +24,11 @@ FILES = {
   "H100_a_message_a_layer": "h100",
 }
 _HEADER = ("is_scheduled", "replica_count", "num_partitions")
-_CONFIG = r'"estimated_cycles":"\d+"|"is_sync":\w+'
+# What is left of attributes.
+_KEPT = {
+  "metadata": r'(?<!\w)op_name="[^"]*"',
+  "backend_config": r'"estimated_cycles":"\d+"|"is_sync":\w+',
+}
 
 
 def cut(text: str) -> str:
@@ -34,14 +36,18 @@ def cut(text: str) -> str:
   module = hlo_text.read_module(text)
   works, entry = Works(), module.computations[module.entry]
   kept = [x for x in entry if x.opcode == "after-all" or _matters(works, entry, x)]
-  called = _reached(module, itertools.chain(*(x.called for x in kept)))
+  called: set[str] = set()
+  names = {y for x in kept for y in x.called}
+  while new := names - called:
+    called |= new
+    names = {y for name in new for x in module.computations[name] for y in x.called}
   header = ", ".join(
     f"{key}={module.attributes[key]}" for key in _HEADER if key in module.attributes
   )
   parts = [f"HloModule cut, {header}"]
-  for name in called:
-    lines = [_line(x) for x in module.computations[name]]
-    parts.append("\n".join([f"%{name} {{", *lines, "}"]))
+  for name, body in module.computations.items():
+    if name in called:
+      parts.append("\n".join([f"%{name} {{", *map(_line, body), "}"]))
   own = {x.name for x in kept}
   read = dict.fromkeys(y for x in kept for y in x.operands if y not in own)
   lines = [
@@ -50,15 +56,6 @@ def cut(text: str) -> str:
   ]
   parts.append("\n".join([f"ENTRY %{module.entry} {{", *lines, *map(_line, kept), "}"]))
   return "\n\n".join(parts) + "\n"
-
-
-def _reached(module: hlo_text.Module, names: Iterable[str]) -> dict[str, None]:
-  """Returns computations, and all that they call, in the order of the module."""
-  found: set[str] = set()
-  while new := set(names) - found:
-    found |= new
-    names = {y for name in new for x in module.computations[name] for y in x.called}
-  return dict.fromkeys(name for name in module.computations if name in found)
 
 
 def _matters(works: Works, body: hlo_text.Computation, x: hlo_text.Instruction) -> bool:
@@ -79,11 +76,8 @@ def _line(x: hlo_text.Instruction) -> str:
   """Returns an instruction with less in its configuration and metadata."""
   attributes = {}
   for key, value in x.attributes.items():
-    if key == "metadata":
-      names = re.findall(r'op_name="[^"]*"', value)
-      attributes |= {key: f"{{{names[0]}}}"} if names else {}
-    elif key == "backend_config":
-      found = re.findall(_CONFIG, value)
+    if key in _KEPT:
+      found = re.findall(_KEPT[key], value)
       attributes |= {key: f"{{{','.join(found)}}}"} if found else {}
     elif key not in ("output_to_operand_aliasing", "sharding"):
       attributes[key] = value

@@ -42,9 +42,8 @@ class Layout(NamedTuple):
     return next(iter(self.axes))
 
   def mesh(self, kind: AxisType) -> Mesh:
-    return jax.make_mesh(
-      tuple(self.axes.values()), tuple(self.axes), (kind,) * len(self.axes)
-    )
+    kinds = (kind,) * len(self.axes)
+    return jax.make_mesh(tuple(self.axes.values()), tuple(self.axes), kinds)
 
 
 _TENSOR = {"w": P(None, "model"), "b": P("model"), "v": P("model"), "c": P()}
@@ -73,8 +72,7 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 def arrays(layout: Layout, kind: AxisType, sizes: tuple[int, ...]) -> tuple[Any, Any]:
   zeros = lambda shape, spec: jnp.zeros(shape, device=NamedSharding(mesh, spec))
   mesh, (inputs, hidden, outputs) = layout.mesh(kind), sizes
-  shapes = {"w": (inputs, hidden), "b": (hidden,)}
-  shapes |= {"v": (hidden, outputs), "c": (outputs,)}
+  shapes = dict(w=(inputs, hidden), b=(hidden,), v=(hidden, outputs), c=(outputs,))
   params = {name: zeros(shape, layout.specs[name]) for name, shape in shapes.items()}
   rows = P(layout.batch)
   return params, {"x": zeros((BATCH, inputs), rows), "y": zeros((BATCH, outputs), rows)}
@@ -83,8 +81,7 @@ def arrays(layout: Layout, kind: AxisType, sizes: tuple[int, ...]) -> tuple[Any,
 @functools.cache
 def report(name: str, form: str, sizes: tuple[int, ...]) -> WireReport:
   layout = LAYOUTS[name]
-  axis_name = layout.axis_name
-  kind = EXPLICIT if form == "Explicit" else AxisType.Auto
+  axis_name, kind = layout.axis_name, EXPLICIT if form == "Explicit" else AxisType.Auto
   params, batch = arrays(layout, kind, sizes)
   tx, grad_fn = optax.identity(), jax.value_and_grad(loss_fn)
   if form != "plain mean":
@@ -92,10 +89,8 @@ def report(name: str, form: str, sizes: tuple[int, ...]) -> WireReport:
     tx, specs = gradcomp.qsgd(bits=4, **way), None if kind == EXPLICIT else layout.specs
     grad_fn = gradcomp.value_and_grad(loss_fn, axis_name=axis_name, param_specs=specs)
   with jax.set_mesh(layout.mesh(kind)):
-    if form == "Auto":
-      state = gradcomp.init_state(tx, params, axis_name=axis_name)
-    else:
-      state = tx.init(params)
+    made = functools.partial(gradcomp.init_state, axis_name=axis_name)
+    state = made(tx, params) if form == "Auto" else tx.init(params)
 
   @jax.jit
   def step(params: Any, state: Any, batch: Any) -> Any:
@@ -118,20 +113,16 @@ def sent(name: str, form: str, sizes: tuple[int, ...]) -> dict[str, dict[str, in
 def markdown(found: dict[str, dict[str, dict[str, dict[str, int]]]]) -> str:
   lines = []
   for name, forms in found.items():
-    layout = LAYOUTS[name]
-    first = layout.axis_name
+    layout, first = LAYOUTS[name], LAYOUTS[name].axis_name
     mesh = ", ".join(f"{axis} {size}" for axis, size in layout.axes.items())
     for form, by_axis in forms.items():
       own = {axis: part for axis, part in by_axis.items() if axis == first}
       both = {axis: part for axis, part in by_axis.items() if first in axis.split(",")}
-      parts = own, {x: y for x, y in by_axis.items() if x not in both}
-      cells = [
-        f"{sum(part[kind] for part in some.values()):,}"
-        for some in parts
-        for kind in ("words", "float32")
-      ]
-      rest = sum(part["float32"] for x, part in both.items() if x != first)
-      lines.append([f"{name}: {mesh}", form, *cells, f"{rest:,}"])
+      others = {axis: part for axis, part in by_axis.items() if axis not in both}
+      total = lambda some, kind: f"{sum(part[kind] for part in some.values()):,}"
+      cells = [total(x, k) for x in (own, others) for k in ("words", "float32")]
+      rest = {axis: part for axis, part in both.items() if axis != first}
+      lines.append([f"{name}: {mesh}", form, *cells, total(rest, "float32")])
   header = ["mesh", "form", "exchange: words", "float32", "other axes: words"]
   return f"{tables.table([*header, 'float32 there', 'both: float32'], lines)}\n"
 

@@ -53,7 +53,7 @@ class Case(NamedTuple):
   @property
   def name(self) -> str:
     exchange = [self.exchange] if self.exchange != "two_shot" else []
-    return ", ".join([self.messages, *exchange, *[name for name, _ in self.flags]])
+    return ", ".join([self.messages, *exchange, *dict(self.flags)])
 
 
 def cases(target: str, extent: Extent) -> dict[str, Case]:
@@ -87,25 +87,16 @@ def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
   step, args = program(target, case)
   compiled, facts = hlo.compile_for(TARGETS[target], step, args, dict(case.flags))
   report = gradcomp.overlap_report(compiled)
-  found = {
-    "bytes": report.bytes_sent,
-    "exposed_share": report.exposed_share,
-    "hints": report.hints,
-    "overlaps": [
-      {
-        "kind": x.collective.kind,
-        "times": x.collective.times,
-        "bytes": x.bytes_sent,
-        "synchronous": x.synchronous,
-        "exposed": x.exposed,
-        "products": sum(work.flops > 0 for work in x.beside),
-        "others": sum(work.flops == 0 for work in x.beside),
-        "flops": x.flops,
-        "cycles": x.cycles,
-      }
-      for x in report.collectives
-    ],
-  }
+  found = {name: getattr(report, name) for name in ("exposed_share", "hints")}
+  overlaps = [
+    {"kind": x.collective.kind, "times": x.collective.times, "bytes": x.bytes_sent}
+    | {name: getattr(x, name) for name in ("synchronous", "exposed")}
+    | {"products": sum(work.flops > 0 for work in x.beside)}
+    | {"others": sum(work.flops == 0 for work in x.beside)}
+    | {"flops": x.flops, "cycles": x.cycles}
+    for x in report.collectives
+  ]
+  found = {"bytes": report.bytes_sent, **found, "overlaps": overlaps}
   return found | facts, compiled.as_text()
 
 
@@ -119,8 +110,7 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
   exchange = TwoShot(in_turn=True) if case.exchange == "in turn" else case.exchange
   way: Any = {"exchange": exchange, "message_bytes": SIZES.get(case.messages)}
   optimizer = gradcomp.qsgd(bits=4, axis_name=names, **way)
-  layers = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * LAYERS
-  batch = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), jnp.bfloat16)
+  layers = [_struct(WIDTH)] * LAYERS
 
   def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
     for layer in params:
@@ -138,8 +128,12 @@ def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
     return moved, state
 
   state = jax.eval_shape(optimizer.init, layers)
-  whole, args = jax.P(), (layers, state, batch)
+  whole, args = jax.P(), (layers, state, _struct(8 * BATCH))
   return mapped(mesh, step, args, (whole, whole, jax.P(names)), (whole, whole))
+
+
+def _struct(*shape: int) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct((*shape, WIDTH), jnp.bfloat16)
 
 
 def _layer(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
@@ -163,8 +157,6 @@ def _scanned(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
   codec = codecs.QSGD(bits=4)
   way: dict[str, Any] = {"axis_name": names, "exchange": case.exchange}
   behind = gradcomp.compress(codec, feedback=None, message_bytes=None, **way)
-  shape = jax.ShapeDtypeStruct((SCANNED, WIDTH, WIDTH), jnp.bfloat16)
-  batch = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), jnp.bfloat16)
 
   def loss(layers: jax.Array, x: jax.Array) -> jax.Array:
     if case.messages == INSIDE:
@@ -181,7 +173,8 @@ def _scanned(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
       mean, _ = behind.update(jax.grad(loss)(own, x), behind.init(layers))
     return layers - (0.1 * mean).astype(layers.dtype)
 
-  return mapped(mesh, step, (shape, batch), (jax.P(), jax.P(names)), jax.P())
+  args = _struct(SCANNED, WIDTH), _struct(8 * BATCH)
+  return mapped(mesh, step, args, (jax.P(), jax.P(names)), jax.P())
 
 
 def _sharded(mesh: Any, form: str) -> tuple[Any, tuple[Any, ...]]:
@@ -199,12 +192,9 @@ def _sharded(mesh: Any, form: str) -> tuple[Any, tuple[Any, ...]]:
   def step(shards: jax.Array, layers: jax.Array, x: jax.Array) -> jax.Array:
     whole = layers if form == OWNERS else None
 
-    def loss(shards: jax.Array) -> jax.Array:
-      return _mean_square(parallel.scan(_layer, x, shards, whole=whole, **way)[0])
-
+    scan = lambda shards: parallel.scan(_layer, x, shards, whole=whole, **way)[0]
+    loss = lambda shards: _mean_square(scan(shards))
     return shards - (0.1 * jax.grad(loss)(shards)).astype(shards.dtype)
 
-  cut = jax.P(None, names)
-  layers = jax.ShapeDtypeStruct((SCANNED, WIDTH, WIDTH), jnp.bfloat16)
-  batch = jax.ShapeDtypeStruct((mesh.size * BATCH, WIDTH), jnp.bfloat16)
+  cut, layers, batch = jax.P(None, names), _struct(SCANNED, WIDTH), _struct(8 * BATCH)
   return mapped(mesh, step, (layers, layers, batch), (cut, jax.P(), jax.P(names)), cut)

@@ -10,6 +10,7 @@ from benchmarks.compilers import bars, record, targets
 
 Row = Mapping[str, Any]
 
+_BROKEN = "**does not compile**"
 _HEADS = pathlib.Path(__file__).with_name("templates")
 
 
@@ -36,24 +37,22 @@ def write(folder: pathlib.Path, kind: str) -> None:
 
 
 def codecs(rows: list[Row]) -> str:
-  groups: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
+  groups: dict[str, dict[str, dict[str, Row]]] = {}
   for row in rows:
-    codec, operation, shape = row["case"].rsplit(", ", 2)
-    group = groups.setdefault((operation, shape), {})
-    group.setdefault(codec, {})[row["target"]] = row
+    codec, *title = row["case"].rsplit(", ", 2)
+    groups.setdefault(", ".join(title), {}).setdefault(codec, {})[row["target"]] = row
   common = ", and ".join(
     f"{bar.cycles} x the cycles of `x + 1` and {bar.temporaries} x the leaf to {name}"
     for name, bar in bars.COMMON.items()
   )
   parts = [head("codecs", rows, bars=common)]
-  for (operation, shape), group in groups.items():
+  for title, group in groups.items():
     here = [x for x in targets.TARGETS if any(x in found for found in group.values())]
     lines = []
     for codec, found in group.items():
       loops = (str(x["trips"] or "?") for x in found.get("v5e", {}).get("loops", ()))
       lines.append([codec, *(_cell(found.get(x)) for x in here), ", ".join(loops)])
-    header = ["codec", *here, "loops"]
-    parts.append(f"## {operation}, {shape}\n\n{table(header, lines)}\n\n")
+    parts.append(f"## {title}\n\n{table(['codec', *here, 'loops'], lines)}\n\n")
   own = [
     [*name, f"{bar.cycles:g}", f"{bar.temporaries:g}", bar.reason]
     for name, bar in bars.own().items()
@@ -63,10 +62,8 @@ def codecs(rows: list[Row]) -> str:
 
 
 def _cell(row: Row | None) -> str:
-  if row is None:
-    return ""
-  if "error" in row:
-    return "**does not compile**"
+  if row is None or "error" in row:
+    return _BROKEN if row else ""
   (cell,) = codec_cells(row)
   high = any(bars.above(x, bars.COMMON[x["operation"]]) for x in bars.held([row]))
   return f"**{cell}**" if high else cell
@@ -82,8 +79,8 @@ def codec_cells(row: Row) -> list[str]:
   if row["cycles"] is None:
     return [f"{launches(row)}, {kept}"]
   moved = sum(row["moved"].values()) / row["leaf_bytes"]
-  kernel = " K" if "tpu_custom_call" in row["kernels"] else ""
-  return [f"{bars.cycles(row):.1f}, {kept}, {moved:.1f}{kernel}"]
+  kernel = " K" * ("tpu_custom_call" in row["kernels"])
+  return [f"{bars.taken(row).cycles:.1f}, {kept}, {moved:.1f}{kernel}"]
 
 
 def steps(rows: list[Row]) -> str:
@@ -91,7 +88,7 @@ def steps(rows: list[Row]) -> str:
   parts = [head("steps", rows, size=size)]
   for target in targets.TARGETS:
     lines = [
-      [row["case"], *(["**does not compile**"] if "error" in row else step_cells(row))]
+      [row["case"], *([_BROKEN] if "error" in row else step_cells(row))]
       for row in rows
       if row["target"] == target
     ]
@@ -138,11 +135,9 @@ def _wire(wire: Row) -> str:
 
 def overlap_cells(row: Row) -> list[str]:
   """Returns what a row says of its collectives, and of the bytes of those exposed."""
-  kinds: dict[str, list[str]] = {}
-  for x in row["overlaps"]:
-    kinds.setdefault(x["kind"], []).append(_beside(x))
   said = []
-  for kind, every in kinds.items():
+  for kind in dict.fromkeys(x["kind"] for x in row["overlaps"]):
+    every = (_beside(x) for x in row["overlaps"] if x["kind"] == kind)
     counted = (f"{len([*run])} {text}" for text, run in itertools.groupby(every))
     said.append(f"{kind}: {', '.join(counted)}")
   return ["; ".join(said), f"{100 * row['exposed_share']:.0f} %"]
@@ -159,9 +154,12 @@ def _beside(x: Row) -> str:
 def overlap(rows: list[Row]) -> str:
   """Returns the page of what computes beside collectives: targets in their order."""
   order = list(targets.TARGETS)
-  broken = ["**does not compile**", ""]
   lines = [
-    [row["target"], row["case"], *(broken if "error" in row else overlap_cells(row))]
+    [
+      row["target"],
+      row["case"],
+      *([_BROKEN, ""] if "error" in row else overlap_cells(row)),
+    ]
     for row in sorted(rows, key=lambda row: order.index(row["target"]))
   ]
   header = ["target", "exchange", "collectives of each kind, in order", "exposed"]

@@ -18,6 +18,7 @@ from unittest import mock
 
 from benchmarks.compilers.targets import Target, versions
 from gradcomp._src.kernels.gpu import table
+from gradcomp._src.report.collectives import SHARE_SENT
 from gradcomp._src.report.hlo_text import Computation, Instruction, Module, read_module
 
 # An array: its dtype, its shape, and its layout, like {1,0:T(8,128)(2,1)S(1)}.
@@ -33,10 +34,7 @@ _MOVES = frozenset(
   "copy copy-start reshape transpose concatenate slice dynamic-slice"
   " dynamic-update-slice pad broadcast reverse".split()
 )
-_COLLECTIVES = frozenset(
-  "all-gather all-reduce all-to-all collective-permute collective-broadcast"
-  " ragged-all-to-all reduce-scatter send".split()
-)
+_COLLECTIVES = {*SHARE_SENT, "send"}
 
 
 class Array(NamedTuple):
@@ -60,13 +58,13 @@ class Array(NamedTuple):
   @property
   def padded(self) -> int:
     """Returns its bytes in memory, with what fills its last tiles."""
-    shape = [self.shape[i] for i in reversed(self.order)]
-    if tile := re.match(r":T\(([\d,]+)\)", self.tiling):
-      sizes = [int(x) for x in tile[1].split(",")]
-      shape = [1] * (len(sizes) - len(shape)) + shape
-      for i, size in enumerate(sizes, len(shape) - len(sizes)):
-        shape[i] = -(-shape[i] // size) * size
-    return math.ceil(math.prod(shape) * self.bits / 8)
+    tile = re.match(r":T\(([\d,]+)\)", self.tiling)
+    sizes = map(int, reversed(tile[1].split(","))) if tile else ()
+    sides = itertools.zip_longest(
+      (self.shape[i] for i in self.order), sizes, fillvalue=1
+    )
+    padded = math.prod(-(-length // size) * size for length, size in sides)
+    return math.ceil(padded * self.bits / 8)
 
 
 class Run(NamedTuple):
@@ -166,13 +164,10 @@ def trips_of(module: Module, loop: Instruction) -> int | None:
   if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.backend_config):
     return int(known[1])
   condition = module.computations[loop.calls["condition"][0]]
-  called = (callee for x in condition for callee in condition.called(x))
+  called = itertools.chain(*map(condition.called, condition))
   every = [*condition, *itertools.chain(*called)]
-  numbers = {
-    x.arguments[0]
-    for x in every
-    if x.opcode == "constant" and re.match(r"[su]\d+\[\]", x.type)
-  }
+  constants = (x for x in every if x.opcode == "constant")
+  numbers = {x.arguments[0] for x in constants if re.match(r"[su]\d+\[\]", x.type)}
   below = any(x.attributes.get("direction") == "LT" for x in every)
   return int(numbers.pop()) if below and len(numbers) == 1 else None
 
@@ -218,10 +213,10 @@ def compile_for(
   # All kernels are compiled, for devices that no table knows, too.
   with mock.patch.object(table, "serves", lambda *_: True):
     lowered = function.lower(*args)
-  between = time.monotonic()
+  seconds = {"lower_seconds": round(time.monotonic() - start, 1)}
+  start = time.monotonic()
   compiled = lowered.compile(compiler_options=dict(flags) if flags else None)
-  ends = {"lower": between - start, "compile": time.monotonic() - between}
-  seconds = {f"{name}_seconds": round(x, 1) for name, x in ends.items()}
+  seconds["compile_seconds"] = round(time.monotonic() - start, 1)
   return compiled, facts(compiled, target) | seconds
 
 
@@ -250,9 +245,8 @@ def facts(compiled: Any, target: Target) -> dict[str, Any]:
       moved[where] += program.moved(run) * run.times
     if found.opcode == "custom-call":
       kernels[found.attributes["custom_call_target"].strip('"')] += run.times
-  every = collections.Counter(
-    x.opcode for body in program.module.computations.values() for x in body
-  )
+  bodies = program.module.computations.values()
+  every = collections.Counter(x.opcode for body in bodies for x in body)
   return {
     "versions": versions(target),
     "temporaries": compiled.memory_analysis().temp_size_in_bytes,

@@ -1,11 +1,17 @@
-"""The record of what compilers made of the cases: a line of JSON for each."""
+"""Compiles cases, and keeps the record of what compilers made: a line of JSON each."""
 
+import importlib
 import json
 import pathlib
+import re
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from typing import Any
 
 from benchmarks.common import cli
+from benchmarks.compilers.targets import Extent
 
 FOLDER = cli.RESULTS / "compilers"
 
@@ -21,6 +27,38 @@ def write(path: pathlib.Path, rows: dict[tuple[str, str], dict[str, Any]]) -> No
   new = path.with_suffix(".new")
   new.write_text("".join(f"{json.dumps(row)}\n" for row in rows.values()))
   new.replace(path)
+
+
+def cases(table: str, target: str, extent: Extent) -> dict[str, Any]:
+  return importlib.import_module(f"benchmarks.compilers.{table}").cases(target, extent)
+
+
+def compile_row(table: str, target: str, case: str, dump: str) -> dict[str, Any]:
+  """Compiles a case, or says why that failed."""
+  module = importlib.import_module(f"benchmarks.compilers.{table}")
+  try:
+    row, text = module.row(target, module.cases(target, "all")[case])
+  except Exception as error:  # of a compiler, or of JAX: the table says it
+    return {"error": f"{type(error).__name__}: {str(error)[:600]}"}
+  if dump:
+    name = re.sub(r"\W+", "_", f"{target} {case}")
+    pathlib.Path(dump, f"{name}.hlo").write_text(text)
+  return row
+
+
+class Worker:
+  """Compiles in another process, and starts a new one where a compiler ended it."""
+
+  _pool: ProcessPoolExecutor | None = None
+
+  def __call__(self, *task: str) -> dict[str, Any]:
+    # JAX is there, and has threads: a fork would copy their locks.
+    self._pool = self._pool or ProcessPoolExecutor(1, get_context("spawn"))
+    try:
+      return self._pool.submit(compile_row, *task).result()
+    except BrokenProcessPool:
+      self._pool = None
+      return {"error": "the compiler ended its process"}
 
 
 _FACTS: dict[str, Callable[[dict[str, Any]], int]] = {

@@ -8,7 +8,6 @@ axes.
 
 import collections
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -47,31 +46,26 @@ class Net(NamedTuple):
     of = lambda *shape: jax.ShapeDtypeStruct(shape, self.dtype)
     layer = {"norm1": of(d), "attend": of(d, 3 * d), "mix": of(d, d)}
     layer |= {"norm2": of(d), "widen": of(d, 4 * d), "narrow": of(4 * d, d)}
-    if self.scanned:
-      layers: Any = {name: of(self.layers, *x.shape) for name, x in layer.items()}
-    else:
-      layers = [layer] * self.layers
+    stacked = {name: of(self.layers, *x.shape) for name, x in layer.items()}
+    layers = stacked if self.scanned else [layer] * self.layers
     return {"embed": of(self.symbols, d), "layers": layers, "norm": of(d)}
 
-  def size(self) -> int:
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(self.params()))
+  def tokens(self) -> jax.ShapeDtypeStruct:
+    """Returns the struct of a batch for all workers of the mesh."""
+    batch = BATCH * jax.sharding.get_mesh().size
+    return jax.ShapeDtypeStruct((batch, self.length + 1), jnp.int32)
 
   def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
     """Computes the mean loss of each next token, ``int32[batch, length + 1]``."""
-    x = params["embed"][tokens[:, :-1]]
-    x = self.body(params["layers"], x)
+    x, layers = params["embed"][tokens[:, :-1]], params["layers"]
+    if self.scanned:
+      x, _ = jax.lax.scan(lambda x, layer: (self.layer(layer, x), None), x, layers)
+    for layer in layers if not self.scanned else ():
+      x = self.layer(layer, x)
     logits = _normed(x, params["norm"]) @ params["embed"].T
     found = jax.nn.log_softmax(logits.astype(jnp.float32))
     labels = jax.nn.one_hot(tokens[:, 1:], self.symbols)
     return -jnp.mean(jnp.sum(found * labels, axis=-1))
-
-  def body(self, layers: Any, x: jax.Array) -> jax.Array:
-    if self.scanned:
-      step = lambda x, layer: (self.layer(layer, x), None)
-      return jax.lax.scan(step, x, layers)[0]
-    for layer in layers:
-      x = self.layer(layer, x)
-    return x
 
   def layer(self, params: Params, x: jax.Array) -> jax.Array:
     """Applies attention and two dense layers, each added to its input."""
@@ -101,6 +95,12 @@ class Method(NamedTuple):
   dtype: Any = jnp.float32  # of the parameters
   sharded: bool = False  # whether workers gather parameters that are cut (FSDP)
 
+  @property
+  def names(self) -> Any:
+    """Returns the names of the axes, or the one name."""
+    names = tuple(dict(self.axes))
+    return names if len(names) > 1 else names[0]
+
 
 TWO = (("slice", 2), ("chip", 4))
 FOUR, EIGHT = QSGD(bits=4), EightBit(bucket_size=128)
@@ -112,43 +112,32 @@ def _behind(recipe: Any, **options: Any) -> Method:
   return Method(lambda axes: optax.chain(recipe(axis_name=axes, **options), _INNER))
 
 
-def _plain(axis_name: Any) -> optax.GradientTransformation:
-  return optax.stateless(lambda grads, _: jax.lax.pmean(grads, axis_name))
-
-
 _INNER, _OUTER = optax.sgd(0.1, momentum=0.9), optax.sgd(0.7, 0.9, nesterov=True)
 _LOCAL: dict[str, Any] = {"every": 4, "codec": FOUR}
-qsgd4 = functools.partial(gradcomp.qsgd, bits=4)
+_FITTED: dict[str, Any] = {"bucket_size": 128, "levels": "nonuniform"}
+_SHARED: dict[str, Any] = {"bucket_size": None, "share_scale": True}
+_BETWEEN = {"exchange": "hierarchical"}
+qsgd4, pmean = functools.partial(gradcomp.qsgd, bits=4), jax.lax.pmean
+_BY_DEFAULT = "eight_bit natural aps terngrad onebit_sgd blocktop".split()
+_SPARSE = ("topk", "redsync", "randomk")
 METHODS: dict[str, Method] = {
-  PLAIN: _behind(_plain),
+  PLAIN: _behind(lambda axis_name: optax.stateless(lambda x, _: pmean(x, axis_name))),
   "dense": _behind(gradcomp.dense),
   "dense bfloat16": _behind(gradcomp.dense, dtype=jnp.bfloat16),
   "qsgd 8 bits": _behind(gradcomp.qsgd, bits=8),
   "qsgd 4 bits": _behind(qsgd4),
   "qsgd 4 bits, feedback": _behind(qsgd4, feedback="error"),
-  "qsgd 2 bits, fitted": _behind(
-    gradcomp.qsgd, bits=2, bucket_size=128, levels="nonuniform"
-  ),
+  "qsgd 2 bits, fitted": _behind(gradcomp.qsgd, bits=2, **_FITTED),
   "qsgd 4 bits, all_gather": _behind(qsgd4, exchange="all_gather"),
   "qsgd 4 bits, ring": _behind(qsgd4, exchange="ring"),
-  "qsgd 4 bits, psum": _behind(
-    qsgd4, bucket_size=None, share_scale=True, exchange="psum"
-  ),
+  "qsgd 4 bits, psum": _behind(qsgd4, **_SHARED, exchange="psum"),
   "qsgd 4 bits, groups of 4": _behind(qsgd4, exchange=Hierarchical(group_size=4)),
-  "qsgd 4 bits, hierarchical": _behind(qsgd4, exchange="hierarchical")._replace(
-    axes=TWO
-  ),
+  "qsgd 4 bits, hierarchical": _behind(qsgd4, **_BETWEEN)._replace(axes=TWO),
   "qsgd 4 bits, messages": _behind(qsgd4, message_bytes=400_000),
   "qsgd 4 bits, bfloat16 parameters": _behind(qsgd4)._replace(dtype=jnp.bfloat16),
-  **{
-    name: _behind(getattr(gradcomp, name))
-    for name in "eight_bit natural aps terngrad onebit_sgd blocktop".split()
-  },
+  **{x: _behind(getattr(gradcomp, x)) for x in _BY_DEFAULT},
   "loss_scaling_cast": _behind(gradcomp.loss_scaling_cast, factor=2.0**10),
-  **{
-    name: _behind(getattr(gradcomp, name), density=0.01)
-    for name in ("topk", "redsync", "randomk")
-  },
+  **{x: _behind(getattr(gradcomp, x), density=0.01) for x in _SPARSE},
   "powersgd": _behind(gradcomp.powersgd, rank=4),
   "policy": _behind(gradcomp.policy, rules=[("attend", QSGD(bits=8)), ("", FOUR)]),
   "zero": Method(
@@ -174,9 +163,8 @@ BETWEEN += ("qsgd 4 bits, hierarchical", "qsgd 4 bits, messages", "local_steps")
 BETWEEN += ("zero", "gather")
 # Each is another codec in the same exchange. A scan has a quarter of the leaves, and
 # compiles as much faster.
-RECIPES = tuple("eight_bit natural aps loss_scaling_cast terngrad onebit_sgd".split())
-RECIPES += tuple("blocktop topk redsync randomk powersgd policy".split())
-RECIPES += ("dense", "qsgd 8 bits", "qsgd 2 bits, fitted")
+RECIPES = {*_BY_DEFAULT, *_SPARSE, "loss_scaling_cast", "powersgd", "policy", "dense"}
+RECIPES |= {"qsgd 8 bits", "qsgd 2 bits, fitted"}
 
 
 class Case(NamedTuple):
@@ -188,10 +176,13 @@ class Case(NamedTuple):
   def name(self) -> str:
     return f"{self.method}, {'scanned' if self.scanned else 'unrolled'}, {self.form}"
 
+  def net(self) -> Net:
+    return Net(scanned=self.scanned, dtype=METHODS[self.method].dtype)
+
 
 def cases(target: str, extent: targets.Extent) -> dict[str, Case]:
-  every = [Case(PLAIN), Case("qsgd 4 bits")]
-  every += [Case(PLAIN, scanned=True), Case("qsgd 4 bits", True, "jit")]
+  every = [Case(PLAIN), Case("qsgd 4 bits"), Case(PLAIN, scanned=True)]
+  every += [Case("qsgd 4 bits", True, "jit")]
   if target == SLICES:
     every += [Case(name) for name in BETWEEN]
   if extent == "all" or target in WHOLE:
@@ -205,11 +196,9 @@ def cases(target: str, extent: targets.Extent) -> dict[str, Case]:
 
 
 def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
-  method = METHODS[case.method]
-  net = Net(scanned=case.scanned, dtype=method.dtype)
   compiled, facts = _compiled(target, case)
   found = {
-    "gradient": 4 * net.size(),
+    "gradient": 4 * sum(x.size for x in jax.tree.leaves(case.net().params())),
     "unit": _unit(target, case.scanned),
     "wire": _wire(compiled) | {"explained": _explained(case)},
   }
@@ -218,8 +207,7 @@ def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
 
 def kept(facts: dict[str, Any]) -> dict[str, Any]:
   """Returns the facts that the record keeps: what its page and its tests read."""
-  every = facts["collectives"]
-  collectives: collections.Counter[str] = collections.Counter()
+  every, collectives = facts["collectives"], collections.Counter[str]()
   for x in every:
     dtypes = "+".join(sorted({of.partition("[")[0] for of in x["types"]}))
     collectives[f"{x['kind']}{'~' if x['asynchronous'] else ''} {dtypes}"] += x["times"]
@@ -259,26 +247,16 @@ def _explained(case: Case) -> int | None:
   method = METHODS[case.method]
   if method.sharded or case.method == PLAIN:  # no transformation exchanges anything
     return None
-  workers = dict(method.axes)
-  optimizer = method.make(tuple(workers) if len(workers) > 1 else next(iter(workers)))
-  params = Net(scanned=case.scanned, dtype=method.dtype).params()
-  return gradcomp.explain(optimizer, params, workers=workers).bytes_sent
+  optimizer, workers = method.make(method.names), dict(method.axes)
+  return gradcomp.explain(optimizer, case.net().params(), workers=workers).bytes_sent
 
 
 def _compiled(target: str, case: Case) -> tuple[Any, dict[str, Any]]:
   method, found = METHODS[case.method], targets.TARGETS[target]
-  net = Net(scanned=case.scanned, dtype=method.dtype)
-  mesh = found.mesh(dict(method.axes), explicit=case.form == "jit")
-  names = tuple(name for name, _ in method.axes)
-  axes = names if len(names) > 1 else names[0]
-  optimizer = method.make(axes)
-  with jax.set_mesh(mesh):
-    step, args = (_gathering if method.sharded else _whole)(net, optimizer, axes, case)
+  with jax.set_mesh(found.mesh(dict(method.axes), explicit=case.form == "jit")):
+    make = _gathering if method.sharded else _whole
+    step, args = make(case.net(), method.make(method.names), method.names, case)
     return hlo.compile_for(found, step, args)
-
-
-def _tokens(net: Net, workers: int) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct((BATCH * workers, net.length + 1), jnp.int32)
 
 
 def _whole(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
@@ -287,21 +265,19 @@ def _whole(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, Any]:
   state = jax.eval_shape(optimizer.init, params)
   kept = gradcomp.state_specs(state, axis_name=axes)
 
-  def loss_and_grads(params: Any, state: Any, tokens: Any) -> Any:
-    if plainly:
-      return gradcomp.value_and_grad(net.loss, axis_name=axes)(params, tokens)
-    at = local.local_params(params, state)
-    if case.method != PLAIN:
-      at = gradcomp.defer_reduction(at, axis_name=axes)
-    return jax.value_and_grad(net.loss)(at, tokens)
-
   def step(params: Any, state: Any, tokens: Any) -> Any:
-    loss, grads = loss_and_grads(params, state, tokens)
+    at, grad_fn = params, jax.value_and_grad(net.loss)
+    if plainly:
+      grad_fn = gradcomp.value_and_grad(net.loss, axis_name=axes)
+    else:
+      at = local.local_params(params, state)
+      at = at if case.method == PLAIN else gradcomp.defer_reduction(at, axis_name=axes)
+    loss, grads = grad_fn(at, tokens)
     updates, state = optimizer.update(grads, state, params)
     params = optax.apply_updates(params, updates)
     return params, state, loss if plainly else jax.lax.pmean(loss, axes)
 
-  args, donated = (params, state, _tokens(net, mesh.size)), {"donate_argnums": (0, 1)}
+  args, donated = (params, state, net.tokens()), {"donate_argnums": (0, 1)}
   given, made, checked = (P(), kept, P(axes)), (P(), kept, P()), case.method != PLAIN
   if plainly:
     return jax.jit(step, **donated), placed(mesh, args, given)
@@ -315,7 +291,7 @@ def _gathering(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, An
   stacked = lambda path: case.scanned and path[0].key == "layers"
   cut = lambda path, _: P(None, axes) if stacked(path) else P(axes)
   params = net.params()
-  specs = jax.tree_util.tree_map_with_path(cut, params)
+  specs = jax.tree.map_with_path(cut, params)
 
   def unsent(path: Any, x: Any) -> Any:
     """Returns the residual of a leaf, as large on each worker as the whole leaf."""
@@ -325,15 +301,14 @@ def _gathering(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, An
     shape = *x.shape[:at], mesh.size * x.shape[at], *x.shape[at + 1 :]
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-  residuals = jax.tree_util.tree_map_with_path(unsent, params)
+  residuals = jax.tree.map_with_path(unsent, params)
   of_residuals = jax.tree.map(lambda spec, x: x and spec, specs, residuals)
 
   def whole(pair: Any) -> Any:
     part, kept = pair
     coded = case.method == "gather" and part.ndim > 1
     there, back = (EIGHT, NEAREST) if coded else (None, None)
-    own: Any = {"axis_name": axes, "params": there, "grads": back}
-    return parallel.gather(part, residual=kept, **own)
+    return parallel.gather(part, axis_name=axes, params=there, grads=back, residual=kept)
 
   wholes = lambda pairs: jax.tree.map(whole, pairs, is_leaf=lambda x: type(x) is tuple)
 
@@ -356,5 +331,5 @@ def _gathering(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, An
 
   state = jax.eval_shape(optimizer.init, params)
   given = (specs, of_residuals, P(axes), P(axes))
-  args, made = (params, residuals, state, _tokens(net, mesh.size)), (*given[:-1], P())
+  args, made = (params, residuals, state, net.tokens()), (*given[:-1], P())
   return mapped(mesh, worker, args, given, made, donate_argnums=(0, 1, 2))

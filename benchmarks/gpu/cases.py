@@ -86,10 +86,6 @@ class Case(NamedTuple):
 _SIZES = ((1, 0), (7, 0), (67, 77))  # whole tiles, and elements more
 
 
-def _present(outputs: tuple[jax.Array | None, ...]) -> tuple[jax.Array, ...]:
-  return tuple(output for output in outputs if output is not None)
-
-
 def _dither(codec: Any, x: jax.Array) -> tuple[jax.Array, ...]:
   del x
   return (jnp.asarray(_DITHER),) if codec.needs_key else ()
@@ -114,16 +110,16 @@ def _scaled(name: str, codec: Any, *, keep: bool = False, **more: Any) -> Case:
 
   def encode(codec: Any, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
     scale = given[0] if len(given) > codec.needs_key else None
-    return _present(codec.encode_by(scale, x, _context(codec, given), keep=keep)[:2])
+    found = codec.encode_by(scale, x, _context(codec, given), keep=keep)
+    return found[: 1 + keep]
 
   return Case(f"{name}{', residual' * keep}", codec, encode, operands, **more)
 
 
 def _whole(name: str, codec: Any, *, keep: bool = False, **more: Any) -> Case:
   """Makes the case of a codec whose kernel reads nothing beside the gradient."""
-  encode = lambda codec, x: _present(codec.encode_leaf(x, NOTHING, keep=keep)[:2])
-  nothing = lambda codec, x: ()
-  return Case(f"{name}{', residual' * keep}", codec, encode, nothing, **more)
+  encode = lambda codec, x: codec.encode_leaf(x, NOTHING, keep=keep)[: 1 + keep]
+  return Case(f"{name}{', residual' * keep}", codec, encode, _dither, **more)
 
 
 def _qsgd(name: str, keep: bool = False, timed: bool = False, **options: Any) -> Case:
@@ -138,9 +134,7 @@ def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
   return _whole(f"one_bit bucket {bucket_size}", codec, keep=keep, **more)
 
 
-def _block_top(
-  name: str, *, keep: bool = False, timed: bool = False, **options: Any
-) -> Case:
+def _block_top(name: str, keep: bool, timed: bool = False, **options: Any) -> Case:
   codec = codecs.BlockTop(**options)
   return _whole(f"block_top {name}", codec, keep=keep, timed=timed, rounds=1)
 
@@ -150,7 +144,7 @@ def _top_k(density: float) -> Case:
     f"top_k {density:.1%}",
     codecs.TopK(density=density, selection="threshold"),
     lambda codec, x: (codec.encode(x).rows,),
-    lambda codec, x: (),
+    _dither,
     timed=density == 0.01,  # the kernel reads the threshold, and is one for all
     tile=1 << 16,
     rounds=4,
@@ -192,12 +186,6 @@ def _block_float(name: str, *, timed: bool = False, **options: Any) -> Case:
   return _scaled(f"block_float {name}", codec, timed=timed, rounds=1)
 
 
-def _natural() -> Case:
-  """Casts to a format without mantissa bits, by the kernel of the casts."""
-  encode = lambda codec, x, dither: (codec.encode_rows(x, Context(dither=dither)),)
-  return Case("float_cast natural", codecs.Natural(), encode, _dither)
-
-
 def _given(bits: int) -> Case:
   """Gives the encoder one scale or many, which a row does or does not hold."""
   one, sent = bits in (1, 3, 5, 7), bits > 4
@@ -210,16 +198,16 @@ def _given(bits: int) -> Case:
 
 _NEAREST: Any = {"rounding": "nearest"}
 _UNIFORM: Any = {"levels": "uniform"}
+_2_OF_16: Any = {"block_size": 16, "count": 2}
 _NVFP4: Any = {"element": "e2m1", "scale": "e4m3", "block_size": 16}
 CASES: dict[str, Case] = {
   case.name: case
   for case in [
     *(_top_k(density) for density in (0.001, 0.01)),
     _qsgd("1 bit uniform", bits=1, **_UNIFORM),
-    *(_qsgd(f"{bits} bit", bits=bits, timed=bits == 2) for bits in (2, 3, 5, 6, 7, 16)),
-    *(_qsgd(f"{bits} bit", bits=bits, timed=True) for bits in (4, 8)),
-    *(_qsgd(f"{bits} bit", bits=bits, timed=True, keep=True) for bits in (4, 8)),
-    *(_qsgd(f"{bits} bit", bits=bits, keep=True) for bits in (2, 3, 5, 6, 7, 16)),
+    *(_qsgd(f"{n} bit", bits=n, timed=n == 2) for n in (2, 3, 5, 6, 7, 16)),
+    *(_qsgd(f"{n} bit", x, True, bits=n) for x in (False, True) for n in (4, 8)),
+    *(_qsgd(f"{n} bit", True, bits=n) for n in (2, 3, 5, 6, 7, 16)),
     *(_given(bits) for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16)),
     _qsgd("4 bit nearest", bits=4, timed=True, **_NEAREST),
     *(_qsgd(f"{n} bit nearest", bits=n, keep=True, **_NEAREST) for n in (2, 3, 16)),
@@ -254,17 +242,19 @@ CASES: dict[str, Case] = {
       for rounding in ("nearest_even", "stochastic", "toward_zero")
       for auto in (False, True)
     ),
-    _natural(),
+    # Casts to a format without mantissa bits, by the kernel of the casts.
+    Case(
+      "float_cast natural",
+      codecs.Natural(),
+      lambda codec, x, dither: (codec.encode_rows(x, Context(dither=dither)),),
+      _dither,
+    ),
     _block_float("mxfp8", timed=True),
     _block_float("mxfp4 stochastic", element="e2m1", rounding="stochastic"),
     _block_float("nvfp4", **_NVFP4, timed=True),
     _block_float("nvfp4 stochastic", **_NVFP4, rounding="stochastic", timed=True),
-    _block_top("1 of 64", timed=True),
-    _block_top("1 of 64", keep=True, timed=True),
-    *(
-      _block_top(f"2 of 16, {x} bits", keep=True, block_size=16, count=2, bits=x)
-      for x in (8, 32)
-    ),
+    *(_block_top("1 of 64", keep, timed=True) for keep in (False, True)),
+    *(_block_top(f"2 of 16, {x} bits", True, bits=x, **_2_OF_16) for x in (8, 32)),
   ]
 }
 
@@ -273,8 +263,7 @@ def gradients(size: int, seed: int = 0) -> np.ndarray:
   """Draws normal numbers of several orders of magnitude: ``float32[size]``."""
   rng = np.random.default_rng(seed)
   scale = np.float32(10) ** rng.integers(-4, 2, -(-size // 512)).astype(np.float32)
-  x = rng.standard_normal(size, np.float32) * np.repeat(scale, 512)[:size]
-  return x.astype(np.float32)
+  return rng.standard_normal(size, np.float32) * np.repeat(scale, 512)[:size]
 
 
 def with_strange(x: np.ndarray, values: Sequence[float]) -> np.ndarray:

@@ -58,10 +58,8 @@ def check(name: str, kernels: tuple[Implementation, ...] | None = None) -> list[
   plain = [gradients(size, seed) for seed, size in enumerate(case.sizes())]
   inputs = plain + [with_strange(x, case.strange) for x in plain]
   with jax.default_device(cpu):
-    given = [
-      (x, *jax.device_get(jax.jit(lambda x: case.operands(case.codec, x))(x)))
-      for x in inputs
-    ]
+    operands = lambda x: jax.jit(lambda x: case.operands(case.codec, x))(x)
+    given = [(x, *jax.device_get(operands(x))) for x in inputs]
   expected = _run(case, "xla", given, cpu)
   wrong = []
   for implementation in kernels or case.implementations:
@@ -107,7 +105,9 @@ def _differences(case: Case, title: str, expected: Arrays, found: Arrays) -> lis
     size, by_value = sizes[number % len(sizes)], number >= len(sizes)
     place = f"{title}, {size:,} elements{' with special values' * by_value}"
     if by_value:
-      right, arrays = (_values(case, outputs) for outputs in (right, arrays))
+      with jax.default_device(jax.devices("cpu")[0]):
+        given = (tuple(map(jnp.asarray, outputs)) for outputs in (right, arrays))
+        right, arrays = jax.device_get([*map(case.values, given)])
     for a, b in zip(right, arrays, strict=True):
       same = _near(a, b) if by_value else a.view(np.uint32) == b.view(np.uint32)
       if not same.all():
@@ -117,11 +117,6 @@ def _differences(case: Case, title: str, expected: Arrays, found: Arrays) -> lis
           f"at {at}: {b.reshape(-1)[at]!r} instead of {a.reshape(-1)[at]!r}"
         )
   return lines
-
-
-def _values(case: Case, outputs: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-  with jax.default_device(jax.devices("cpu")[0]):
-    return jax.device_get(case.values(tuple(map(jnp.asarray, outputs))))
 
 
 def _near(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -152,24 +147,20 @@ def train_step(bits: int) -> list[str]:
     state = optimizer.init(params)
   step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
   compiled = step.lower(params, state, batch).compile()
-  calls = [line for line in compiled.as_text().splitlines() if _KERNEL in line]
-  count = sum("qsgd_encode" in line for line in calls)
+  lines = compiled.as_text().splitlines()
+  count = sum(_KERNEL in line and "qsgd_encode" in line for line in lines)
   losses = []
   for _ in range(20):
     params, state, metrics = compiled(params, state, batch)
     losses.append(float(metrics["loss"]))
-  note = f"train step, {bits} bit: {count} of its custom calls are kernels of QSGD"
-  note += f", loss {losses[0]:.3f} to {losses[-1]:.3f}"
-  print(f"note: {note}", file=sys.stderr, flush=True)
+  note = (
+    f"note: train step, {bits} bit: {count} of its custom calls are kernels of QSGD"
+  )
+  print(
+    f"{note}, loss {losses[0]:.3f} to {losses[-1]:.3f}", file=sys.stderr, flush=True
+  )
   wrong = [] if count else [f"no {_KERNEL} named qsgd_encode is in the compiled step"]
   return wrong + ([] if losses[-1] < losses[0] / 2 else [f"the losses are {losses}"])
-
-
-def own_check(case: Case) -> None:
-  """Lets the library compare a kernel, as users ask it to; RuntimeError if wrong."""
-  given = case.structs(case.sizes()[-1])
-  with mock.patch.dict(os.environ, GRADCOMP_CHECK_KERNELS="1"):
-    jax.eval_shape(case.function("pallas"), *given)
 
 
 def run_here(names: list[str], interpret: bool) -> None:
@@ -178,7 +169,10 @@ def run_here(names: list[str], interpret: bool) -> None:
     try:
       wrong = check(name, ("pallas_interpret",) if interpret else None)
       if name in CASES and not interpret and not wrong:
-        own_check(CASES[name])
+        case = CASES[name]
+        # The library compares a kernel, as users ask it to; RuntimeError if wrong.
+        with mock.patch.dict(os.environ, GRADCOMP_CHECK_KERNELS="1"):
+          jax.eval_shape(case.function("pallas"), *case.structs(case.sizes()[-1]))
     except Exception as error:
       # The GPU may be unusable now: the others run in another process.
       print(json.dumps([name, [f"{type(error).__name__}: {error}"[:2000]]]), flush=True)
@@ -193,8 +187,7 @@ def run_apart(names: list[str], end: float, *options: str) -> dict[str, list[str
     seconds = end - time.monotonic()
     if seconds <= 0:
       return found
-    given = "--here", *options, "--cases", *left
-    command = cli.module("benchmarks.gpu.check", *given)
+    command = cli.module("benchmarks.gpu.check", "--here", *options, "--cases", *left)
     way: Any = {"env": os.environ | cli.path(), "stdout": subprocess.PIPE}
     try:
       output = subprocess.run(command, timeout=seconds, **way).stdout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.compilers import bars, pages, record, steps, targets, worker
+from benchmarks.compilers import bars, pages, record, steps, targets
 from benchmarks.compilers import program as hlo
 from tests.support import installs
 from tests.support.pages import ROOT
@@ -122,7 +122,7 @@ ROWS = {name: record.read(record.FOLDER / f"{name}.jsonl") for name in TABLES}
 
 @pytest.mark.parametrize("table", TABLES)
 def test_a_table_has_cases_that_compile_and_its_page(table, tmp_path):
-  named = {x: [*worker.names(table, x, "all")] for x in targets.TARGETS}
+  named = {x: record.cases(table, x, "all") for x in targets.TARGETS}
   assert all(case in named[target] for target, case in ROWS[table])
   assert {target for target, _ in ROWS["steps"]} == set(targets.TARGETS)
   for name, row in ROWS[table].items():

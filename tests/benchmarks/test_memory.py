@@ -5,15 +5,14 @@ import json
 import pytest
 
 from benchmarks.codecs import memory
-from benchmarks.codecs.memory import Case, Memory
+from benchmarks.codecs.memory import Case
 from benchmarks.common import cli
 from tests.plugins.slow_cases import slow
 
 pytestmark = pytest.mark.bits  # programs that XLA optimizes as for users
 
 ROWS = json.loads((cli.RESULTS / "codecs" / "memory.json").read_text())["rows"]
-measured = lambda row: Memory(row["payloads"], row["temporary"])
-RECORD = {Case(*map(row.get, Case._fields)): measured(row) for row in ROWS}
+RECORD = memory.read(ROWS)
 PLAIN = [
   Case("bfloat16", "all_gather", "momentum"),
   Case("1-bit SGD", "all_gather", "momentum"),
