@@ -17,6 +17,7 @@ by the other passes.
 
 import argparse
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -66,17 +67,14 @@ def transfer(
   kind: str, mesh: jax.sharding.Mesh, codec: str, rows: int, columns: int, axis: int
 ) -> process.Timed:
   """Sends ``[rows, columns]`` of each host to all others, or adds those of all."""
-  shape = [rows, columns]
-  if kind == "gather":
-    plain = lambda x: lax.all_gather(x, "data", axis=axis, tiled=True)
-    ours = parallel.all_gather
-  else:
-    plain = lambda x: lax.psum_scatter(x, "data", scatter_dimension=axis, tiled=True)
-    ours = parallel.psum_scatter
-    shape[axis] *= mesh.size
+  shape, way = [rows, columns], {"axis_name": "data", "tiled": True}
+  plain = functools.partial(lax.all_gather, axis=axis, **way)
+  ours: Any = parallel.all_gather
+  if kind == "scatter":
+    plain = functools.partial(lax.psum_scatter, scatter_dimension=axis, **way)
+    ours, shape[axis] = parallel.psum_scatter, shape[axis] * mesh.size
   own = lambda x: ours(x, axis_name="data", axis=axis, codec=CODECS[codec])
-  call = plain if codec == PLAIN else own
-  return compiled(mesh, call, tuple(shape))
+  return compiled(mesh, plain if codec == PLAIN else own, tuple(shape))
 
 
 def layer(w: jax.Array, batch: jax.Array) -> jax.Array:
@@ -88,10 +86,9 @@ def products(
   backward: bool, mesh: jax.sharding.Mesh, rows: int, inputs: int, outputs: int
 ) -> process.Timed:
   """Computes the layer of one pass, whose inputs are there, forward or both ways."""
-  columns = (inputs, outputs // mesh.size)
   forward = lambda w, batch: layer(w, batch)[None]
   call = jax.grad(layer, (0, 1)) if backward else forward
-  return compiled(mesh, call, columns, (rows, inputs))
+  return compiled(mesh, call, (inputs, outputs // mesh.size), (rows, inputs))
 
 
 def whole_step(
@@ -105,13 +102,10 @@ def whole_step(
 ) -> process.Timed:
   """Computes the gradients of the layer and of its inputs, in so many passes."""
   way: dict[str, Any] = {"axis_name": "data", "passes": passes, "prefetch": prefetch}
-
-  def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-    own = lambda batch, number: layer(w, batch)
-    return jnp.sum(sub_batches(own, x, codec=CODECS[codec], **way))
-
-  columns = (inputs, outputs // mesh.size)
-  return compiled(mesh, jax.grad(loss, (0, 1)), columns, (samples, inputs))
+  way["codec"] = CODECS[codec]
+  losses = lambda w, x: sub_batches(lambda batch, _: layer(w, batch), x, **way)
+  grads = jax.grad(lambda w, x: jnp.sum(losses(w, x)), (0, 1))
+  return compiled(mesh, grads, (inputs, outputs // mesh.size), (samples, inputs))
 
 
 PROGRAMS: dict[str, Callable[..., process.Timed]] = {
@@ -219,27 +213,22 @@ def markdown(found: dict[str, Any]) -> str:
     "file, and says what is measured.",
   ]
   for run in found["runs"]:
-    paragraphs += [f"## {run['hosts']} hosts, {run['rate']}", results.about(run)]
-    missed = ["This machine does not reach the rate."]
-    paragraphs += _run_tables(run) if run["programs"] else missed
+    paragraphs += results.paragraphs(run, run["programs"] and _run_tables(run))
   return "\n\n".join(paragraphs) + "\n"
 
 
 def _run_tables(run: dict[str, Any]) -> list[str]:
   sizes, hosts = Sizes(**run["sizes"]), run["hosts"]
   seconds = {name: x["median_seconds"] for name, x in run["programs"].items()}
-  speed = bits_per_second(run["rate"])
-  lines = []
+  speed, lines = bits_per_second(run["rate"]), []
   for call in syncs(sizes, hosts):
-    kind, codec, samples, width, axis = call
-    entry = run["programs"][name_of(call)]
-    plain = [seconds[name_of([kind, x, samples, width, axis])] for x in (PLAIN, "f32")]
-    own = seconds[name_of(call)]
-    ratios = [f"{x / own:.2f}" for x in plain]
+    kind, codec, *shape = call
+    entry, own = run["programs"][name_of(call)], seconds[name_of(call)]
+    plain = (seconds[name_of([kind, x, *shape])] for x in (PLAIN, "f32"))
     bound = f"{8e3 * entry['bytes_wire_report'] / speed:.1f}" if speed else ""
-    shape = f"[{samples}, {width * hosts}/{hosts}]"
-    sent = f"{entry['bytes_sent'] / 1e6:.2f}"
-    lines.append([kind, shape, codec, f"{1e3 * own:.1f}", sent, bound, *ratios])
+    lines.append([kind, f"[{shape[0]}, {shape[1] * hosts}/{hosts}]", codec])
+    lines[-1] += [f"{1e3 * own:.1f}", f"{entry['bytes_sent'] / 1e6:.2f}", bound]
+    lines[-1] += [f"{x / own:.2f}" for x in plain]
   found = [
     "Activations (gather) and errors (scatter). *Wire*: what the bytes need at the "
     "rate. The last columns say how many times as fast it is as JAX's own collective, "
@@ -250,14 +239,13 @@ def _run_tables(run: dict[str, Any]) -> list[str]:
     "*Model*: from the transfers and products of a pass, each measured alone.",
   ]
   steps = []
-  for codec in _STEPS:
-    for passes in sizes.passes:
-      model = predicted(seconds, sizes, hosts, codec, passes)
-      ahead = seconds[name_of(step(sizes, codec, passes, True))]
-      after = seconds.get(name_of(step(sizes, codec, passes, False)), ahead)
-      alone = [seconds[name_of(call)] for call in parts(sizes, hosts, codec, passes)]
-      numbers = [ahead, after, *model.values(), *alone]
-      steps.append([codec, str(passes), *(f"{1e3 * x:.0f}" for x in numbers)])
+  for codec, passes in itertools.product(_STEPS, sizes.passes):
+    model = predicted(seconds, sizes, hosts, codec, passes)
+    ahead = seconds[name_of(step(sizes, codec, passes, True))]
+    after = seconds.get(name_of(step(sizes, codec, passes, False)), ahead)
+    alone = [seconds[name_of(call)] for call in parts(sizes, hosts, codec, passes)]
+    numbers = [ahead, after, *model.values(), *alone]
+    steps.append([codec, str(passes), *(f"{1e3 * x:.0f}" for x in numbers)])
   header = "sent,passes,ahead,not ahead,model,model not ahead,paper's rule"
   header += ",gather,scatter,forward,both products"
   return [*found, tables.table(header.split(","), steps)]

@@ -31,19 +31,17 @@ def milliseconds() -> dict[str, float]:
   """Reads the median time of each bar's step."""
   found = json.loads((cli.RESULTS / "links" / "link_speed.json").read_text())
   run = results.find(found["runs"], hosts=4, rate="1gbit", leaves=1)
-  return {
-    label: 1e3 * run["steps"][step]["median_seconds"] for label, step in BARS.items()
-  }
+  return {x: 1e3 * run["steps"][y]["median_seconds"] for x, y in BARS.items()}
 
 
 def draw(times: dict[str, float], path: pathlib.Path) -> None:
   """Draws a bar for each time, with its speed-up over the first."""
-  labels, values = list(times), list(times.values())
+  values = list(times.values())
   figure = Figure(figsize=(5.8, 3.0))
   axis = figure.subplots()
   form: Any = {"textcoords": "offset points", "va": "center_baseline", "fontsize": 12}
   colors = [_GRAY, _GRAY, *[_BLUE] * (len(values) - 2)]
-  axis.barh(labels, values, color=colors, height=0.7)
+  axis.barh(list(times), values, color=colors, height=0.7)
   for row, value in enumerate(values):
     speed_up = f"{values[0] / value:.1f} x f32" if row else ""
     for text, left, weight in ((f"{value:.0f} ms", 7, 400), (speed_up, 66, 700)):

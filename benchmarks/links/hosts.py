@@ -19,6 +19,7 @@ Every trap here makes plain f32 slower, and so flatters compression:
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -56,10 +58,9 @@ def bits_per_second(rate: str) -> float | None:
   """
   if rate == "loopback":
     return None
-  match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
-  if not match:
-    raise ValueError(f"`rate` must be like 100mbit or 2.5gbit, got {rate!r}.")
-  return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+  if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate):
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+  raise ValueError(f"`rate` must be like 100mbit or 2.5gbit, got {rate!r}.")
 
 
 def missing() -> str:
@@ -207,8 +208,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def bytes_sent(interface: str) -> int:
   """Reads the kernel's counter of an interface, which counts one header a frame."""
-  counter = pathlib.Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
-  return int(counter.read_text())
+  return int(
+    pathlib.Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text()
+  )
 
 
 def timed(
@@ -222,6 +224,16 @@ def timed(
   meet()
   sent = bytes_sent(interface) - sent
   return result, {"seconds": seconds, "cpu_seconds": cpu, "sent": sent}
+
+
+def report(make: Callable[[dict[str, Any]], Any]) -> None:
+  """Makes the report of this process from its job, and writes it where that says."""
+  try:
+    job = json.loads(sys.argv[1])
+    pathlib.Path(job["output"]).write_text(json.dumps(make(job)))
+  except BaseException:
+    traceback.print_exc()
+    os._exit(1)  # leaving normally would wait for the others, and they for us
 
 
 def free_ports(count: int) -> list[int]:

@@ -40,7 +40,6 @@ _SIZES = ("layers", "width", "batch", "repeats")
 PLAIN = "plain mean, behind"
 ALONE = "no exchange"
 FOUR_BITS = QSGD(bits=4)
-_KEY = functools.partial(jax.random.key, 0, impl="threefry2x32")
 _INSTRUCTION = re.compile(r"%(\S+) = .*? ([\w-]+)\(")
 _SENDS = {"all-reduce", "all-to-all", "all-gather", "collective-permute"}
 _AROUND = {"while", "call", "conditional"}  # their events hold those of others
@@ -56,24 +55,17 @@ def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
 
 def plain(layers: jax.Array, x: jax.Array) -> jax.Array:
   """Returns the host's own gradients of layers in ``lax.scan``."""
-
-  def loss(layers: jax.Array) -> jax.Array:
-    again = jax.checkpoint(layer, prevent_cse=False)  # as parallel.scan has it
-    return jnp.mean(jnp.square(jax.lax.scan(again, x, layers)[0]))
-
+  again = jax.checkpoint(layer, prevent_cse=False)  # as parallel.scan has it
+  loss = lambda layers: jnp.mean(jnp.square(jax.lax.scan(again, x, layers)[0]))
   return jax.grad(loss)(gradcomp.defer_reduction(layers, axis_name="data"))
 
 
 def inside(codec: Codec, exchange: str, layers: jax.Array, x: jax.Array) -> jax.Array:
   """Returns means whose layers were exchanged inside the loop."""
   way: dict[str, Any] = {"axis_name": "data", "codec": codec, "exchange": exchange}
-  key = _KEY() if codec.needs_key else None
-
-  def loss(layers: jax.Array) -> jax.Array:
-    y, _ = parallel.scan(layer, x, layers, key=key, **way)
-    return jnp.mean(jnp.square(y))
-
-  return jax.grad(loss)(layers)
+  way["key"] = jax.random.key(0, impl="threefry2x32") if codec.needs_key else None
+  applied = lambda layers: parallel.scan(layer, x, layers, **way)[0]
+  return jax.grad(lambda layers: jnp.mean(jnp.square(applied(layers))))(layers)
 
 
 def behind(layers: jax.Array, x: jax.Array, each: bool) -> jax.Array:
@@ -144,9 +136,9 @@ def united(spans: list[Span]) -> list[Span]:
   found: list[Span] = []
   for start, end in sorted(spans):
     if found and start <= found[-1][1]:
-      found[-1] = found[-1][0], max(end, found[-1][1])
-    else:
-      found.append((start, end))
+      first, last = found.pop()
+      start, end = first, max(end, last)
+    found.append((start, end))
   return found
 
 
@@ -178,12 +170,10 @@ def markdown(found: dict[str, Any]) -> str:
     f"JAX {found['machine']['jax']}.",
   ]
   for run in found["runs"]:
-    paragraphs += [
-      f"## {run['hosts']} hosts, {run['rate']}",
+    what = (
       f"{run['layers']} dense layers of {run['width']}, {run['batch']} rows a host. "
-      f"{results.about(run)}",
-      _table(run) if run["steps"] else "This machine does not reach the rate.",
-    ]
+    )
+    paragraphs += results.paragraphs(run, run["steps"] and [_table(run)], what)
   return "\n\n".join(paragraphs) + "\n"
 
 
@@ -196,12 +186,10 @@ def _table(run: dict[str, Any]) -> str:
       lines.append([name, f"{1e3 * own:.0f}", *[""] * 6])
       continue
     trace = run["traces"][name]
-    numbers = [own, own - alone, trace["collectives"], trace["both"]]
-    milliseconds = [f"{1e3 * x:.0f}" for x in numbers]
-    sent = f"{step['bytes_sent'] / 1e6:.2f}"
-    exposed = f"{trace['exposed_share']:.0%}"
-    messages = f"{trace['messages']:.0f}"
-    lines.append([name, *milliseconds[:2], sent, messages, *milliseconds[2:], exposed])
+    lines.append([name, f"{1e3 * own:.0f}", f"{1e3 * (own - alone):.0f}"])
+    lines[-1] += [f"{step['bytes_sent'] / 1e6:.2f}", f"{trace['messages']:.0f}"]
+    lines[-1] += [f"{1e3 * trace[kind]:.0f}" for kind in ("collectives", "both")]
+    lines[-1] += [f"{trace['exposed_share']:.0%}"]
   header = "step,ms,exchange,MB sent,collectives,under way,and computing,exposed"
   return tables.table(header.split(","), lines)
 

@@ -116,7 +116,8 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -> None:
-  alone = cell["method"] in ALONE
+  # A round of one step has none without an exchange to compare with.
+  alone = cell["method"] in ALONE and args.every > 1
   count = args.every * args.rounds if alone else args.steps
   names = ("method", "width", "layers", "length", "batch", "every")
   job = {name: (vars(args) | cell)[name] for name in names} | {
@@ -167,17 +168,18 @@ def markdown(results: dict[str, Any]) -> str:
     return "This machine does not reach the rate.\n"
   share = shares(found, settings["every"])
   base = found.get(BASELINE)
-  lines = []
-  for method, x in found.items():
-    faster = fewer = ""
-    if base:
-      faster = f"{x['tokens_a_second'] / base['tokens_a_second']:.1f}"
-      fewer = f"{base['bytes_a_round'] / x['bytes_a_round']:,.0f}"
-    lines.append([method, f"{x['tokens_a_second']:,.0f}", faster])
-    lines[-1] += [f"{1e3 * x['step_seconds']:,.0f}"]
-    lines[-1] += [f"{share[method]:.1%}" if method in share else ""]
-    lines[-1] += [f"{x[f'{of}_a_round'] / 1e6:,.3f}" for of in ("bytes", "counted")]
-    lines[-1] += [fewer]
+  lines = [
+    [
+      method,
+      f"{x['tokens_a_second']:,.0f}",
+      f"{x['tokens_a_second'] / base['tokens_a_second']:.1f}" if base else "",
+      f"{1e3 * x['step_seconds']:,.0f}",
+      f"{share[method]:.1%}" if method in share else "",
+      *(f"{x[f'{of}_a_round'] / 1e6:,.3f}" for of in ("bytes", "counted")),
+      f"{base['bytes_a_round'] / x['bytes_a_round']:,.0f}" if base else "",
+    ]
+    for method, x in found.items()
+  ]
   header = "method,tokens/s,x f32,ms a step,in communication,MB a round,counted,fewer"
   one = next(iter(found.values()))
   least = min(x["mbit_a_second"] for x in found.values())

@@ -51,8 +51,7 @@ class Case(NamedTuple):
     options["exchange"] = GROUPED if exchange == GROUPED.name else exchange
     options["message_bytes"] = self.message_bytes
     if isinstance(self.codec, PowerSGD):  # factors, which are no codec
-      given = Compression(self.codec, averaging=ONE_BY_ONE, **options)
-      return transformation(given)
+      return transformation(Compression(self.codec, averaging=ONE_BY_ONE, **options))
     return gradcomp.compress(self.codec, **options)
 
 
@@ -66,16 +65,21 @@ class Optimizer(NamedTuple):
 
 
 APS = codecs.FloatCast(exponent_bits=5, mantissa_bits=2)
+BF16, F16 = (codecs.Dense(dtype=x) for x in (jnp.bfloat16, jnp.float16))
+_FITTED: Any = {"levels": "nonuniform"}
+_REDSYNC: Any = {"": {}, " asq": {"quantize": "asq"}, " sorted": {"selection": "exact"}}
+_redsync = lambda **way: Case(codecs.TopK(**way), ("all_gather",), "momentum")
 IN_PARTS = codecs.QSGD(bits=4)  # its two_shot is also timed part by part
 
 CASES: dict[str, Case] = {
   "f32": Case(codecs.Dense(), ("psum",)),
-  "bf16": Case(codecs.Dense(dtype=jnp.bfloat16), ("all_gather", "two_shot")),
-  "f16": Case(codecs.Dense(dtype=jnp.float16), _CHAINS),
+  "bf16": Case(BF16, ("all_gather", "two_shot")),
+  "f16": Case(F16, _CHAINS),
   **{f"qsgd-{bits}": Case(codecs.QSGD(bits=bits), _ALL) for bits in (8, 4, 2)},
   "qsgd-4 shared": Case(codecs.QSGD(bits=4, share_scale=True), _SUMS),
-  "qsgd-4 fitted": Case(codecs.QSGD(bits=4, levels="nonuniform"), _GATHERS),
-  "qsgd-2 fitted": Case(codecs.QSGD(bits=2, levels="nonuniform"), _GATHERS),
+  **{
+    f"qsgd-{n} fitted": Case(codecs.QSGD(bits=n, **_FITTED), _GATHERS) for n in (4, 2)
+  },
   "natural": Case(codecs.Natural(), _GATHERS),
   "mxfp8": Case(codecs.BlockFloat(), _GATHERS),
   "nvfp4": Case(NVFP4, _GATHERS),
@@ -87,28 +91,18 @@ CASES: dict[str, Case] = {
   "linear": Case(codecs.EightBit(dtype="linear"), _GATHERS),
   "aps-8": Case(APS, _CHAINS),
   **{
-    f"redsync-{100 * density:g}%{kind}": Case(
-      codecs.TopK(density=density, **own), ("all_gather",), "momentum"
-    )
-    for density in (0.01, 0.001)
-    for kind, own in (
-      ("", {}),
-      (" asq", {"quantize": "asq"}),
-      (" sorted", {"selection": "exact"}),
-    )
+    f"redsync-{100 * x:g}%{kind}": _redsync(density=x, **own)
+    for x in (0.01, 0.001)
+    for kind, own in _REDSYNC.items()
   },
-  "powersgd-1": Case(PowerSGD(rank=1), ("psum",), "error"),
-  "powersgd-2": Case(PowerSGD(rank=2), ("psum",), "error"),
-  "powersgd-4": Case(PowerSGD(rank=4), ("psum",), "error"),
+  **{f"powersgd-{n}": Case(PowerSGD(rank=n), ("psum",), "error") for n in (1, 2, 4)},
   "powersgd-4-8bit": Case(PowerSGD(rank=4, bits=8), ("two_shot",), "error"),
   "powersgd-4 alternate": Case(PowerSGD(rank=4, alternate=True), ("psum",), "error"),
   "sign by votes": Case(codecs.Sign(), _SUMS),
   "onebit-512 ef21": Case(codecs.OneBit(bucket_size=512), _SUMS[:1], "ef21"),
   # One message in parts; with one leaf these are one message, too, and left out.
-  "f16 in leaves": Case(codecs.Dense(dtype=jnp.float16), _CHAINS, message_bytes=1),
-  "bf16 in leaves": Case(
-    codecs.Dense(dtype=jnp.bfloat16), ("two_shot",), message_bytes=1
-  ),
+  "f16 in leaves": Case(F16, _CHAINS, message_bytes=1),
+  "bf16 in leaves": Case(BF16, ("two_shot",), message_bytes=1),
   "aps-8 in leaves": Case(APS, _CHAINS, message_bytes=1),
   "qsgd-4 in leaves": Case(codecs.QSGD(bits=4), ("two_shot",), message_bytes=1),
   "qsgd-4 by 1 MiB": Case(codecs.QSGD(bits=4), ("two_shot",), message_bytes=_MIB),
@@ -122,23 +116,19 @@ def _bf16(grads: list[jax.Array], _: Any) -> list[jax.Array]:
   return [x.astype(jnp.float32) for x in mean]
 
 
+_over: Any = lambda way: {"axis_name": "data", "exchange": way}
 # Times go from the gradient to the update. The first step, which is not timed, is in
 # float32 where there is a warm-up.
 OPTIMIZERS: dict[str, Optimizer] = {
   "jax bf16": Optimizer(lambda _: optax.stateless(_bf16), ("psum",), updates=False),
   "adam": Optimizer(
-    lambda way: optax.chain(
-      gradcomp.dense(axis_name="data", exchange=way), optax.adam(_RATE)
-    ),
-    ("psum",),
+    lambda way: optax.chain(gradcomp.dense(**_over(way)), optax.adam(_RATE)), ("psum",)
   ),
   "1-bit adam": Optimizer(
-    lambda way: optimizers.adam(_RATE, axis_name="data", exchange=way, warmup=1),
+    lambda way: optimizers.adam(_RATE, **_over(way), warmup=1),
     ("two_shot", "all_gather"),
   ),
-  "dion-4": Optimizer(
-    lambda way: contrib.dion(_RATE, axis_name="data", exchange=way, rank=4), ("psum",)
-  ),
+  "dion-4": Optimizer(lambda way: contrib.dion(_RATE, **_over(way), rank=4), ("psum",)),
 }
 
 STEPS: dict[str, Case | Optimizer] = CASES | OPTIMIZERS

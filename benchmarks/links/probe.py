@@ -4,14 +4,13 @@ python -m benchmarks.links.probe '{"rank": 0, ...}'    links/speed.py starts it
 """
 
 import contextlib
-import json
-import pathlib
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+
+from benchmarks.links import hosts
 
 _PASSES = 6
 
@@ -64,7 +63,6 @@ def _connect(end: tuple[str, int], deadline: float) -> socket.socket:
 
 
 if __name__ == "__main__":
-  job = json.loads(sys.argv[1])
-  ends = [tuple(end) for end in job["ends"]]
-  report = probe(job["rank"], ends, job["nbytes"])
-  pathlib.Path(job["output"]).write_text(json.dumps(report))
+  hosts.report(
+    lambda job: probe(job["rank"], [*map(tuple, job["ends"])], job["nbytes"])
+  )

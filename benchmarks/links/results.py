@@ -81,19 +81,21 @@ def read(path: pathlib.Path | None) -> dict[str, Any]:
 
 def replaced(found: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
   """Returns results with a run in place of the one of its rate and hosts."""
-  key = lambda run: (run["rate"], run["hosts"])
+  key = operator.itemgetter("rate", "hosts")
   runs = [run for run in found["runs"] if key(run) != key(new)]
   return found | {"runs": [*runs, new]}
 
 
-def about(run: dict[str, Any]) -> str:
-  """Says what links carried, and how busy the machine was."""
+def paragraphs(run: dict[str, Any], parts: list[str], what: str = "") -> list[str]:
+  """Says what links carried, and how busy the machine was, before what was found."""
   load, cores = run["load_and_cores"]
-  return (
-    f"Raw TCP carries {8e-6 * min(run['probe']):,.0f} Mbit/s or more. "
+  said = (
+    f"{what}Raw TCP carries {8e-6 * min(run['probe']):,.0f} Mbit/s or more. "
     f"{run['repeats']} calls of each program. The load of the machine's {cores:.0f} "
     f"cores was {load:.1f} before."
   )
+  missed = ["This machine does not reach the rate."]
+  return [f"## {run['hosts']} hosts, {run['rate']}", said, *(parts or missed)]
 
 
 def speed_up(step: dict[str, Any]) -> float:

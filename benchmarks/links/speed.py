@@ -19,22 +19,30 @@ time, and compression looks better than it is.
 """
 
 import argparse
+import functools
 import itertools
 import math
+import operator
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
+import gradcomp
 from benchmarks.common import cli, shapes, tables
-from benchmarks.links import launch, methods, process, results, steps
+from benchmarks.links import launch, methods, process, results
 from benchmarks.links.hosts import Host, bits_per_second
+from gradcomp._src.codecs.sums.records import Payload
+from gradcomp._src.exchange.collectives import scatter
+from gradcomp.codecs import Codec, Context
 
+BASELINE = "plain f32 mean"
 FILE = "link_speed"
 _HOOKS = ("fp16", "fp8", "powersgd-1", "powersgd-2", "powersgd-4")
 QUICK = "2 hosts, 1 MiB, 4 codecs, 1 repeat"
@@ -163,30 +171,29 @@ def leaves(run: dict[str, Any]) -> str:
 
 def markdown(found: dict[str, Any]) -> str:
   """Writes a table for each gradient and number of hosts, with a column a rate."""
-  groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-  for run in sorted(found["runs"], key=lambda run: run["bits_per_second"] or math.inf):
-    key = (str(run["leaves"]), run["mib"], run["hosts"])
-    groups.setdefault(key, []).append(run)
+  cell = lambda run: (str(run["leaves"]), run["mib"], run["hosts"])
+  order = lambda run: (cell(run), run["bits_per_second"] or math.inf)
   paragraphs = ["# Exchanges over limited links", _ABOUT]
-  for _, group in sorted(groups.items()):
-    first = group[0]
-    title = f"## {first['hosts']} hosts, {first['mib']} MiB in {leaves(first)}"
-    paragraphs += [title, "\n".join(map(_carried, group)), _by_rates(group)]
+  for (_, mib, hosts), group in itertools.groupby(
+    sorted(found["runs"], key=order), cell
+  ):
+    runs = [*group]
+    paragraphs += [f"## {hosts} hosts, {mib} MiB in {leaves(runs[0])}"]
+    paragraphs += ["\n".join(map(_carried, runs)), _by_rates(runs)]
   return "\n\n".join(paragraphs) + "\n"
 
 
 def _by_rates(runs: list[dict[str, Any]]) -> str:
   measured = [run for run in runs if run["steps"] or run["failed"]]
   cells = pd.DataFrame({run["rate"]: dict(_cells(run)) for run in measured}).fillna("")
-  sent: dict[str, float] = {}  # the fewest
-  for name, x in (item for run in measured for item in run["steps"].items()):
-    sent[name] = min(x["bytes_sent"] / 1e6, sent.get(name, math.inf))
   # PyTorch's behind ours, and parts behind both.
   order = lambda name: name.startswith("ddp ") + 2 * name.startswith("*part")
-  lines = [
-    [name, f"{sent[name]:.2f}" if name in sent else "", *cells.loc[name]]
-    for name in sorted(cells.index, key=order)
-  ]
+  lines = []
+  for name in sorted(cells.index, key=order):
+    sent = [
+      run["steps"][name]["bytes_sent"] for run in measured if name in run["steps"]
+    ]
+    lines.append([name, f"{min(sent) / 1e6:.2f}" if sent else "", *cells.loc[name]])
   return tables.table(["", "MB", *cells.columns], lines)
 
 
@@ -209,15 +216,104 @@ def _carried(run: dict[str, Any]) -> str:
   return f"* {run['rate']}: raw TCP carries {least:,.0f} Mbit/s or more.{end}"
 
 
+def _own(grads: list[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+  """Returns structs of what a host has."""
+  own = lambda x: x.sharding.shard_shape(x.shape)
+  return [jax.ShapeDtypeStruct(own(x), x.dtype) for x in grads]
+
+
+def steps(
+  mesh: jax.sharding.Mesh, grads: list[jax.Array], names: list[str]
+) -> Iterator[tuple[str, process.Timed]]:
+  """Compiles the plain mean, and then each step that is named.
+
+  A step takes a gradient and a state, and both are donated: the mean comes back in the
+  gradient's place, as in a train step. The state goes on from call to call, so that
+  fitted levels, signs that take turns and low-rank factors are those of a training.
+  """
+  hosts, like = mesh.size, _own(grads)
+  copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+  def timed(
+    update: Callable[..., Any], state: Any, specs: Any, updates: bool
+  ) -> process.Timed:
+    both = (jax.P("data"), specs)
+    step = jax.shard_map(update, mesh=mesh, in_specs=both, out_specs=both)
+    step = jax.jit(step, donate_argnums=(0, 1)).lower(grads, state).compile()
+    held = [state]
+    keep = lambda outputs: held.__setitem__(0, outputs[1])
+    return process.Timed(step, lambda: (copy(grads), held[0]), keep, True, updates)
+
+  plain = lambda grads, state: (jax.lax.pmean(grads, "data"), state)
+  yield BASELINE, timed(plain, (), (), False)
+  for name in names:
+    codec, exchange = name.rsplit(" ", 1)
+    case = methods.STEPS[codec]
+    group = methods.GROUPED.group_size if exchange == methods.GROUPED.name else 1
+    if group >= hosts or hosts % group:
+      continue
+    try:
+      tx = case.transformation(exchange)
+    except ValueError:  # the library says that these do not go together
+      continue
+    with jax.set_mesh(mesh):  # owners keep something where their number is known
+      specs = gradcomp.state_specs(jax.eval_shape(tx.init, like), axis_name="data")
+    # Of parameters that all hosts have alike, as users have them.
+    zeros = lambda: tx.init([jnp.zeros(x.shape, x.dtype) for x in like])  # noqa: B023
+    state = jax.jit(jax.shard_map(zeros, mesh=mesh, in_specs=(), out_specs=specs))()
+    yield name, timed(tx.update, state, specs, case.updates)
+
+
+def parts(
+  mesh: jax.sharding.Mesh, grads: list[jax.Array], codec: Codec
+) -> Iterator[tuple[str, process.Timed]]:
+  """Compiles a two_shot exchange of equal leaves as programs that hand results on."""
+  hosts, like = mesh.size, _own(grads)
+  key = jnp.array([1, 2], jnp.uint32)
+  rows = -(-like[0].size // codec.tile_size)  # of a leaf
+
+  def encode(*leaves: jax.Array) -> jax.Array:
+    matrix = jnp.concatenate([codec.encode(leaf, key=key).rows for leaf in leaves])
+    padded = jnp.pad(matrix, ((0, -len(matrix) % hosts), (0, 0)))
+    return padded.reshape(hosts, -1, codec.row_words)
+
+  def all_to_all(shares: jax.Array) -> jax.Array:
+    return scatter(shares.reshape(hosts, -1), "data").reshape(shares.shape)
+
+  def average_own(received: jax.Array) -> jax.Array:
+    total = functools.reduce(operator.add, map(codec.decode_rows, received))
+    return codec.encode_rows(total * jnp.float32(1 / hosts), Context(key))
+
+  def all_gather(own: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(own, "data", tiled=True)
+
+  def decode(matrix: jax.Array) -> list[jax.Array]:
+    own = (matrix[i * rows : (i + 1) * rows] for i in range(len(like)))
+    return [
+      codec.decode(Payload(x), like=leaf) for x, leaf in zip(own, like, strict=True)
+    ]
+
+  values: tuple[jax.Array, ...] = tuple(grads)
+  for function in (encode, all_to_all, average_own, all_gather, decode):
+    way: Any = {
+      "in_specs": jax.P("data"),
+      "out_specs": jax.P("data"),
+      "check_vma": False,
+    }
+    mapped = jax.shard_map(function, mesh=mesh, **way)
+    program = jax.jit(mapped).lower(*values).compile()
+    yield function.__name__, process.Timed(program, lambda values=values: values)
+    values = (program(*values),)
+
+
 def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
   """Times exchanges on one host, whose gradients are donated as in a train step."""
   rng = np.random.default_rng(options["rank"])
   given = [tuple(shape) for shape in options["shapes"]]
   grads = [process.spread(mesh, rng.standard_normal(x, np.float32)) for x in given]
-  whole = dict(steps.steps(mesh, grads, options["steps"]))
-  parts = {}
-  if "qsgd-4 two_shot" in whole and len(set(given)) == 1:
-    parts = dict(steps.parts(mesh, grads, methods.IN_PARTS))
-  found = process.measure(mesh, whole | parts, options)
-  kinds = {"steps": whole, "parts": parts}
+  whole = dict(steps(mesh, grads, options["steps"]))
+  in_parts = "qsgd-4 two_shot" in whole and len(set(given)) == 1
+  kinds = {"steps": whole}
+  kinds["parts"] = dict(parts(mesh, grads, methods.IN_PARTS)) if in_parts else {}
+  found = process.measure(mesh, whole | kinds["parts"], options)
   return {kind: {name: found[name] for name in own} for kind, own in kinds.items()}

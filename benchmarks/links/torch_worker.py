@@ -13,11 +13,7 @@ callbacks run in other orders pair the sums of different buckets, which gloo end
 an error where their sizes differ. The hook in float8, which is ours, has the same wait.
 """
 
-import json
 import os
-import pathlib
-import sys
-import traceback
 import zlib
 from typing import Any
 
@@ -76,9 +72,8 @@ def model_of(name: str, grads: list[torch.Tensor]) -> DistributedDataParallel:
     model.register_comm_hook(None, _float8)
   if method == "powersgd":
     first = 2  # the least that the hook allows
-    state = powerSGD_hook.PowerSGDState(
-      None, matrix_approximation_rank=int(rank), start_powerSGD_iter=first
-    )
+    way = {"matrix_approximation_rank": int(rank), "start_powerSGD_iter": first}
+    state = powerSGD_hook.PowerSGDState(None, **way)
     model.register_comm_hook([state, first], _powersgd)
   return model
 
@@ -138,18 +133,18 @@ def measure(grads: list[torch.Tensor], options: dict[str, Any]) -> dict[str, Any
       given = dist.barrier, model(grads).backward
       _, took = hosts.timed(options["interface"], *given)
       if repeat == -1:  # a hook's first real call: no residual is in it yet
-        parts = [leaf.grad.numpy().ravel() for leaf in model.module.leaves]
-        result = np.concatenate(parts)
+        leaves = model.module.leaves
+        result = np.concatenate([x.grad.numpy().ravel() for x in leaves])
         mean = result if mean is None else mean
         error = float(np.linalg.norm(result - mean) / np.linalg.norm(mean))
-        results[name] = {"error": error, "crc32": zlib.crc32(result)}
-        results[name]["wire_report"] = None
+        told = {"error": error, "crc32": zlib.crc32(result), "wire_report": None}
+        results[name] = told
       for kind, amount in took.items() if repeat >= 0 else ():
         results[name].setdefault(kind, []).append(amount)
   return results
 
 
-def main(options: dict[str, Any]) -> None:
+def main(options: dict[str, Any]) -> Any:
   rank, count = options["rank"], len(options["ends"])
   host, _, port = options["coordinator"].rpartition(":")
   dist.init_process_group(
@@ -160,13 +155,9 @@ def main(options: dict[str, Any]) -> None:
   grads = [draw(shape) for shape in options["shapes"]]
   steps = measure(grads, options)
   dist.barrier()
-  pathlib.Path(options["output"]).write_text(json.dumps({"steps": steps}))
-  os._exit(0)  # the reducers' threads are not waited for
+  return {"steps": steps}
 
 
 if __name__ == "__main__":
-  try:
-    main(json.loads(sys.argv[1]))
-  except BaseException:
-    traceback.print_exc()
-    os._exit(1)
+  hosts.report(main)
+  os._exit(0)  # the reducers' threads are not waited for
