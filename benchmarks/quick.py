@@ -55,8 +55,8 @@ def run(line: str, output: pathlib.Path) -> Result:
   # Python looks for the module in the folder.
   where: Any = {"cwd": ROOT, "env": os.environ | own, "stdin": subprocess.DEVNULL}
   where |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-  given = *options, "--quick", "--output", str(output)
-  command = cli.module(f"benchmarks.{name}", *given)
+  options += ["--quick", "--output", str(output)]
+  command = cli.module(f"benchmarks.{name}", *options)
   try:
     done = subprocess.run(command, text=True, timeout=_LIMIT, **where)
   except subprocess.TimeoutExpired:

@@ -15,8 +15,7 @@ the elements, with all that is in it: scales, levels, indices and padding. The b
 which a code's message is longer than the bound's at the error that it has there.
 
 Eden is the library's, by blocks. EDEN and THC were measured once, by models in NumPy,
-and keep their rows of the record. With --output, writes distortion.json and
-distortion.png there.
+and keep their rows of the record.
 """
 
 import itertools

@@ -1,7 +1,6 @@
 """Measures how tracing, compiling and memory of an update grow with a model's leaves.
 
-  python -m benchmarks.codecs.growth [--methods 'QSGD, 4 bits' ...]
-    [--models '8B, stacked' ...] [--quick] [--output FOLDER]
+  python -m benchmarks.codecs.growth
 
 The update is that of adamw behind an exchange over eight emulated devices, beside
 adamw alone and beside the mean of jax.lax.pmean. Arguments are shapes alone, so that
@@ -12,8 +11,8 @@ some methods, unless --methods names others. Times are CPU seconds of this proce
 because XLA compiles on several threads and the machine may have other things to do.
 Temporaries are those of one device, by the compiler's own count.
 
-With --output, writes growth.json and growth.md there. What is there already of other
-methods and models stays, unless it was read with another version of JAX.
+What --output has already of other methods and models stays, unless it was read with
+another version of JAX.
 """
 
 import time

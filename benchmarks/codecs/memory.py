@@ -1,7 +1,6 @@
 """Reads from compiled programs how much memory an update needs while it runs.
 
-  python -m benchmarks.codecs.memory [--codecs 'QSGD, 4 bits' ...]
-    [--columns error ...] [--quick] [--output FOLDER]
+  python -m benchmarks.codecs.memory
 
 Compiles the update of one float32 leaf for four workers, with every codec, exchange and
 feedback that go together, and the update of 16 such leaves, with and without error
@@ -14,8 +13,8 @@ multiples of the gradient's bytes:
              analysis (`compiled.memory_analysis()`). Payloads are part of it.
   excess     The temporary memory that is no payload. At most 1.5 is the goal.
 
-With --output, writes memory.json and memory.md there. What is there already of other
-codecs and columns stays, unless it was read for another size or version.
+What --output has already of other codecs and columns stays, unless it was read for
+another size or version.
 """
 
 import contextlib

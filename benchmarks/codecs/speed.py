@@ -1,7 +1,6 @@
 """Times encode, decode and decode-and-sum, as multiples of a memory copy.
 
-  python -m benchmarks.codecs.speed [--parts codecs ...] [--sizes 16777216 ...]
-    [--repeats 9] [--quick] [--output FILE.json]
+  make bench     or     python -m benchmarks.codecs.speed
 
 Prints nanoseconds an element for each codec and size, the ratio to a copy of as many
 float32 numbers into a buffer in use and into a new one (see common/timing.py), and the
@@ -9,7 +8,7 @@ temporary memory of the compiled encoder. Then it does the same for ResNet-50's 
 leaves as one message, and times their plain mean over two devices, by itself and
 through gradcomp.dense. Then it times the message of 8 matrices and their exchange over
 two devices, in turn with a flat leaf of as many elements. Last it times what a sparse
-codec does one after the other, as programs of their own. Writes JSON with --output.
+codec does one after the other, as programs of their own.
 """
 
 import itertools

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -65,16 +65,16 @@ def options(
   quick: str,
   output: str,
   *,
-  argv: Sequence[str] | None = None,
-  **declared: Option,
+  argv: list[str] | None = None,
+  **named: Option,
 ) -> argparse.Namespace:
   """Parses the command line of a script; a quick run compiles fast."""
   made = parser(doc, quick, output)
-  for name, option in declared.items():
+  for name, option in named.items():
     option.add(name, made)
   found = made.parse_args(argv)
   if found.quick:
-    of_quick = {k: x.quick for k, x in declared.items() if x.quick is not None}
+    of_quick = {k: x.quick for k, x in named.items() if x.quick is not None}
     vars(found).update(of_quick)
     compile_fast()
   return found

@@ -21,18 +21,15 @@ def take(path: Path, *, wait: bool = False) -> int | None:
     os.fchmod(made, 0o666)  # root's benchmarks and others' share the file
     os.close(made)
   file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-  except BlockingIOError:
-    time.sleep(_LOOK)  # it may have been one who only looked
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      os.close(file)
-      return None
-  os.truncate(file, 0)
-  os.pwrite(file, f"process {os.getpid()}, {' '.join(sys.argv)}".encode(), 0)
-  return file
+  for pause in (0.0, _LOOK):
+    time.sleep(pause)  # it may have been one who only looked
+    with contextlib.suppress(BlockingIOError):
+      fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+      os.truncate(file, 0)
+      os.pwrite(file, f"process {os.getpid()}, {' '.join(sys.argv)}".encode(), 0)
+      return file
+  os.close(file)
+  return None
 
 
 def holder(path: Path) -> str | None:

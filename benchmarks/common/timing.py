@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def interleaved(
-  calls: Mapping[str, Callable[[], Any]], repeats: int
-) -> dict[str, float]:
+def interleaved(calls: Mapping[str, Callable], repeats: int) -> dict[str, float]:
   """Returns the median seconds of each call. In turn, a drift hits all alike."""
   seconds: dict[str, list[float]] = {name: [] for name in calls}
   for call in calls.values():

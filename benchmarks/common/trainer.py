@@ -49,8 +49,7 @@ class Trainer:
     the step at which a training diverged. ``stepped`` is called behind each step, and
     ``saved`` has where the training goes on from.
     """
-    batches = self.batches(seed)
-    curve = {"points": [], "losses": []}
+    batches, curve = self.batches(seed), {"points": [], "losses": []}
     done, state, curve = saved.restore(self.start(seed), batches, curve)
     points, losses = curve["points"], curve["losses"]
     for number in range(done + 1, self.steps + 1):
@@ -79,8 +78,7 @@ class Trainer:
     join = jax.jit(lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees))
     row = lambda states, i: jax.tree.map(lambda x: x[i], states)
     cut = jax.jit(lambda states: [row(states, i) for i in range(len(seeds))])
-    batches = [self.batches(seed) for seed in seeds]
-    states = [self.start(seed) for seed in seeds]
+    batches, states = [*map(self.batches, seeds)], [*map(self.start, seeds)]
     found: list[dict[str, Any]] = [{"points": []} for _ in seeds]
     done = 0
     for number in sorted(self.evaluated):

@@ -1,7 +1,6 @@
 """Compiles codecs and train steps for TPUs and GPUs that are not here.
 
-  make aot     or     python -m benchmarks.compilers [--tables codecs steps]
-    [--targets v5e H100 ...] [--cases TEXT ...] [--quick] [--output FOLDER]
+  make aot     or     python -m benchmarks.compilers
 
 libtpu and JAX's CUDA plugin compile without a device, see targets.py. Nothing runs, so
 the tables have properties of programs and the compilers' estimates, and no times but
@@ -21,7 +20,7 @@ where it is compared and costs more than the record says by the same compiler.
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from typing import Any
 
 from benchmarks.common import cli
 from benchmarks.compilers import bars, pages, record, targets
@@ -47,11 +46,18 @@ def main() -> None:
     os.makedirs(options.dump, exist_ok=True)
   targets.prepare()
   compiled = record.Worker()
+  extent: Any = "quick" if options.quick else "all" if options.all else "tables"
   wrong = []
   for table in options.tables:
     path = folder and folder / f"{table}.jsonl"
     known = record.read(record.FOLDER / f"{table}.jsonl")
-    for target, case in _chosen(options, table, [x for x in here if not here[x]]):
+    chosen = [
+      (target, case)
+      for target in here
+      for case in ([] if here[target] else record.cases(table, target, extent))
+      if not options.cases or any(part in case for part in options.cases)
+    ]
+    for target, case in chosen:
       rows = record.read(path) if path else {}
       if options.missing and "error" not in rows.get((target, case), {"error": ""}):
         continue
@@ -80,16 +86,6 @@ def _options() -> argparse.Namespace:
   parser.add_argument("--bars", action="store_true", help="only write bars.toml")
   parser.add_argument("--dump", default="", help="folder for the programs' texts")
   return parser.parse_args()
-
-
-def _chosen(
-  options: argparse.Namespace, table: str, here: list[str]
-) -> Iterator[tuple[str, str]]:
-  extent: targets.Extent = "all" if options.all else "tables"
-  for target in here:
-    for case in record.cases(table, target, "quick" if options.quick else extent):
-      if not options.cases or any(part in case for part in options.cases):
-        yield target, case
 
 
 if __name__ == "__main__":

@@ -95,9 +95,7 @@ def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
   return found | facts, text
 
 
-def program(
-  codec: codecs.Codec, operation: str, shape: tuple[int, ...]
-) -> tuple[Any, ...]:
+def program(codec: Any, operation: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
   """Returns the function of an operation, and the shapes of its arguments."""
   key = jnp.array([0x9E3779B9, 0x7F4A7C15], jnp.uint32)
   x = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -123,9 +121,7 @@ def mean(sums: Any, rows: jax.Array, agreed: jax.Array | None) -> jax.Array:
   return sums.gathered(rows, agreed, 1 / workers)(0, count)
 
 
-def _kept(
-  codec: codecs.Codec, key: jax.Array, x: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _kept(codec: Any, key: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Encodes a leaf, and returns what is left of it, too."""
   memory = codec.init(codecs.Leaf(x.shape), key)
   agreed = codec.agree(x)
@@ -144,9 +140,7 @@ def _unit(target: str, shape: tuple[int, ...]) -> int | None:
   return sum(facts["cycles"].values()) if facts["cycles"] else None
 
 
-def _compiled(
-  target: str, function: Any, shapes: list[Any]
-) -> tuple[dict[str, Any], str]:
+def _compiled(target: str, function: Any, shapes: Any) -> tuple[dict[str, Any], str]:
   """Compiles a function for each device of a target by itself."""
   found, whole = targets.TARGETS[target], jax.P()
   # Kernels of Pallas learn from the map which GPU they are for.

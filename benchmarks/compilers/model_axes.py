@@ -1,13 +1,11 @@
 """Reads the bytes over each mesh axis of steps whose parameters other axes shard.
 
-  python -m benchmarks.compilers.model_axes [--quick] [--output FOLDER]
+  python -m benchmarks.compilers.model_axes
 
 A network of two layers is compiled for eight emulated devices: with a plain mean that
 JAX adds under Auto axes, and with gradients exchanged in 4 bits, in plain ``jax.jit``
 under Auto axes and under Explicit ones. Of each axis wire_report counts the bytes of a
 device in words, which are codes and scales, and in float32. Nothing runs.
-
-With --output, writes model_axes.json and model_axes.md there.
 """
 
 import functools

@@ -136,15 +136,13 @@ class Program:
         for inside in callee:
           yield from self._collectives(callee, inside)
 
-  def _collective(
-    self, run: Run, body: Computation, found: Instruction
-  ) -> dict[str, Any]:
-    types = [body.named[x].type for x in found.operands if x in body.named]
-    kind, given = found.base, [a for x in types for a in arrays(x) if a.bits]
-    alone = found is run.instruction
-    waits = found.opcode.endswith("-start") or kind == "send" or not alone
-    told = str(found.attributes)
-    if found.attributes.get("is_host_transfer") == "true" and "megascale" not in told:
+  def _collective(self, run: Run, body: Computation, x: Instruction) -> dict[str, Any]:
+    types = [body.named[y].type for y in x.operands if y in body.named]
+    kind, given = x.base, [a for y in types for a in arrays(y) if a.bits]
+    alone = x is run.instruction
+    waits = x.opcode.endswith("-start") or kind == "send" or not alone
+    told = str(x.attributes)
+    if x.attributes.get("is_host_transfer") == "true" and "megascale" not in told:
       kind = "host send"
     return {
       "kind": kind,
@@ -152,8 +150,8 @@ class Program:
       "bytes": sum(a.bytes for a in given) * run.times,
       "padded": sum(a.padded for a in given) * run.times,
       "times": run.times,
-      "asynchronous": waits and '"is_sync":true' not in found.backend_config,
-      "part": part(found.op_name or run.instruction.op_name),
+      "asynchronous": waits and '"is_sync":true' not in x.backend_config,
+      "part": part(x.op_name or run.instruction.op_name),
     }
 
 
@@ -203,10 +201,7 @@ def part(scope: str) -> str:
 
 
 def compile_for(
-  target: Target,
-  function: Any,
-  args: Any,
-  flags: Mapping[str, bool | int] | None = None,
+  target: Target, function: Any, args: Any, flags: Mapping[str, Any] | None = None
 ) -> tuple[Any, dict[str, Any]]:
   """Compiles a jitted function of sharded structs, and reads the facts about it."""
   start = time.monotonic()

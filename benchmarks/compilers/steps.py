@@ -308,7 +308,9 @@ def _gathering(net: Net, optimizer: Any, axes: Any, case: Case) -> tuple[Any, An
     part, kept = pair
     coded = case.method == "gather" and part.ndim > 1
     there, back = (EIGHT, NEAREST) if coded else (None, None)
-    return parallel.gather(part, axis_name=axes, params=there, grads=back, residual=kept)
+    return parallel.gather(
+      part, axis_name=axes, params=there, grads=back, residual=kept
+    )
 
   wholes = lambda pairs: jax.tree.map(whole, pairs, is_leaf=lambda x: type(x) is tuple)
 

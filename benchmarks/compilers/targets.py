@@ -84,12 +84,10 @@ class Target(NamedTuple):
     import jax
     import numpy as np
 
-    found = np.array(self.devices())
+    found, kinds = np.array(self.devices()), jax.sharding.AxisType
     axes = axes or {"data": found.size}
-    kinds = jax.sharding.AxisType
-    kind = kinds.Explicit if explicit else kinds.Auto
-    shape = tuple(axes.values())
-    return jax.sharding.Mesh(found.reshape(shape), tuple(axes), (kind,) * len(axes))
+    kind = (kinds.Explicit if explicit else kinds.Auto,) * len(axes)
+    return jax.sharding.Mesh(found.reshape(*axes.values()), tuple(axes), kind)
 
 
 TARGETS = {
@@ -112,8 +110,7 @@ def cuda_folder() -> pathlib.Path | None:
 
 def cuda_program(name: str) -> pathlib.Path | None:
   """Returns a program of CUDA 13, of a wheel, else on PATH or in CUDA_HOME, or None."""
-  wheel = {"ptxas": "nvcc"}.get(name, name)
-  wheels = metadata.distributions(name=f"nvidia-cuda-{wheel}")
+  wheels = metadata.distributions(name=f"nvidia-cuda-{name.replace('ptxas', 'nvcc')}")
   places = [str(wheel.locate_file(f"nvidia/cu13/bin/{name}")) for wheel in wheels]
   places += [name, f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin/{name}"]
   found = next(filter(None, map(shutil.which, places)), None)

@@ -28,6 +28,7 @@ _DITHER = np.append(KEY, np.uint32(0))
 _STRANGE = (np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0**-126, -(2.0**-100), 3e38, -3e38)
 _SUBNORMAL = (1e-39, -1e-45)
 
+Kernels = tuple[Implementation, ...] | None
 Encode = Callable[..., tuple[jax.Array, ...]]
 
 

@@ -1,7 +1,6 @@
 """Checks that every kernel gives the reference's bits on the GPU of this machine.
 
-  make gpu-check     or     python -m benchmarks.gpu.check [--cases 'qsgd 4 bit' ...]
-    [--quick] [--interpret] [--left]
+  make gpu-check     or     python -m benchmarks.gpu.check
 
 The reference runs on the CPU. Rows and residuals of ordinary gradients must be the same
 bit for bit, for gradients of one tile, of several, and of a part of one. The same holds
@@ -37,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.common import cli
-from benchmarks.gpu.cases import CASES, Case, gradients, with_strange
+from benchmarks.gpu.cases import CASES, Case, Kernels, gradients, with_strange
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 RESULTS = cli.RESULTS / "gpu" / "gpu_check.json"
@@ -49,7 +48,7 @@ _KERNEL = "mosaic_gpu"  # what XLA calls Pallas kernels
 Arrays = list[tuple[np.ndarray, ...]]
 
 
-def check(name: str, kernels: tuple[Implementation, ...] | None = None) -> list[str]:
+def check(name: str, kernels: Kernels = None) -> list[str]:
   """Returns a line for each thing that is wrong with a case, or with a train step."""
   if name in _STEPS:
     return train_step(_STEPS[name])
@@ -76,15 +75,10 @@ def check(name: str, kernels: tuple[Implementation, ...] | None = None) -> list[
 
 
 def _run(
-  case: Case,
-  implementation: Implementation,
-  given: Arrays,
-  device: jax.Device,
-  *,
-  mapped: bool = False,
+  case: Case, by: Implementation, given: Arrays, device: jax.Device, *, mapped=False
 ) -> Arrays:
   """Encodes each of several inputs on a device, and returns the outputs."""
-  function = case.function(implementation)
+  function = case.function(by)
   if mapped:
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), ("data",), axis_types=auto, devices=[device])
@@ -135,10 +129,8 @@ def train_step(bits: int) -> list[str]:
   params = {name: draw(shape) for name, shape in shapes.items()}
   batch = rng.standard_normal((64, 128), np.float32)
 
-  def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
-    out = jnp.tanh(batch @ params["first"]) @ params["second"]
-    return jnp.mean((out - batch[:, ::-1]) ** 2)
-
+  outputs = lambda params, x: jnp.tanh(x @ params["first"]) @ params["second"]
+  loss_fn = lambda params, x: jnp.mean((outputs(params, x) - x[:, ::-1]) ** 2)
   way: Any = {"axis_name": "data", "feedback": "error", "exchange": "all_gather"}
   exchange = gradcomp.qsgd(bits=bits, implementation="pallas", **way)
   optimizer = optax.chain(exchange, optax.adam(1e-2))

@@ -1,7 +1,6 @@
 """Compiles every kernel for Hopper without a GPU, and reads what the compilers made.
 
-  make ptx-check     or     python -m benchmarks.gpu.ptx [--cases 'qsgd 4' ...]
-    [--quick]
+  make ptx-check     or     python -m benchmarks.gpu.ptx
 
 Needs jax-cuda13-plugin and jax-cuda13-pjrt of JAX's own version, and ptxas and nvdisasm
 of CUDA 13; `make ptx-check` installs them. The exit status is 77 where one is missing.
@@ -14,12 +13,14 @@ must move by 3.35 TB/s, integer instructions by 64 a clock and multiprocessor, t
 floats by 128, and all by 128 that are issued, in 132 multiprocessors at 1.98 GHz.
 """
 
+import itertools
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -51,14 +52,13 @@ class Program(NamedTuple):
   spills: int  # bytes that a thread writes and reads for want of registers
   shared: int  # bytes of shared memory
   ptx: int  # how many instructions of PTX a thread runs
-  loads: dict[int, int]  # how many loads of global memory a thread does, by their bytes
-  sass: dict[str, int]  # how often an instruction of the GPU runs in a thread
+  loads: Counter[int]  # of global memory that a thread does, by their bytes
+  sass: Counter[str]  # how often an instruction of the GPU runs in a thread
 
   def counts(self) -> tuple[int, int, int]:
     """Returns integer instructions, those on floats, and all."""
-    floats = sum(n for name, n in self.sass.items() if _FLOAT.fullmatch(name))
-    others = sum(n for name, n in self.sass.items() if _OTHER.fullmatch(name))
-    every = sum(self.sass.values())
+    runs = lambda kind: sum(n for x, n in self.sass.items() if kind.fullmatch(x))
+    floats, others, every = runs(_FLOAT), runs(_OTHER), self.sass.total()
     return every - floats - others, floats, every
 
 
@@ -91,9 +91,8 @@ def compile_ptx(case: Any, size: int, dump: str) -> tuple[list[str], int, float]
 
   mesh = targets.Target("1x1x1", "cuda", kind="NVIDIA H200").mesh()
   specs = placed(mesh, case.structs(size), jax.P())
-  device = jax.sharding.AbstractDevice(
-    device_kind="NVIDIA H200", num_cores=None, platform="gpu"
-  )
+  kind: Any = {"device_kind": "NVIDIA H200", "num_cores": None, "platform": "gpu"}
+  device = jax.sharding.AbstractDevice(**kind)
   there = jax.sharding.AbstractMesh((), (), abstract_device=device)
   before = set(pathlib.Path(dump).rglob("*.ptx"))
   # That there is no GPU here does not matter: nothing runs.
@@ -108,9 +107,8 @@ def compile_ptx(case: Any, size: int, dump: str) -> tuple[list[str], int, float]
   moved = sum(a.size * a.dtype.itemsize for a in arrays) / size
   new = set(pathlib.Path(dump).rglob("*.ptx")) - before
   # The others are XLA's own, for what is left behind the last block.
-  texts = [path.read_text() for path in sorted(new)]
-  modules = [text for text in texts if "mosaic_gpu" in text]
-  return modules, run.call_args.args[1], moved
+  texts = (path.read_text() for path in sorted(new))
+  return [x for x in texts if "mosaic_gpu" in x], run.call_args.args[1], moved
 
 
 def read(ptx: str, trips: int) -> dict[str, Program]:
@@ -121,14 +119,12 @@ def read(ptx: str, trips: int) -> dict[str, Program]:
     name = re.match(r"\.visible \.entry (\w+)", entry)
     threads = re.search(r"\.(?:req|max)ntid (\d+)", entry)
     assert name and threads, entry[:200]
-    loads: dict[int, int] = {}
-    operations = _operations(entry, trips)
-    for operation, times in operations:
+    loads, operations = Counter[int](), _operations(entry, trips)
+    for operation, times in operations.items():
       if access := _LOAD.match(operation):
-        width = int(access[1] or 1) * int(access[2]) // 8
-        loads[width] = loads.get(width, 0) + times
-    count, found = sum(n for _, n in operations), _counts(sass[name[1]], trips)
-    programs[name[1]] = Program(int(threads[1]), *report[name[1]], count, loads, found)
+        loads[int(access[1] or 1) * int(access[2]) // 8] += times
+    found = operations.total(), loads, _counts(sass[name[1]], trips)
+    programs[name[1]] = Program(int(threads[1]), *report[name[1]], *found)
   return programs
 
 
@@ -172,43 +168,40 @@ def _counts(code: str, trips: int) -> dict[str, int]:
   """Returns how often each instruction of the GPU runs in a thread."""
   lines = [line.strip() for line in code.splitlines()]
   times = _times(lines, r"\bBRA.*?`\((\.L\w+)\)", "*/", trips)
-  counts: dict[str, int] = {}
+  counts = Counter[str]()
   for line, number in zip(lines, times, strict=True):
     if found := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(?!NOP\b)([A-Z]\w*)", line):
-      counts[found[1]] = counts.get(found[1], 0) + number
+      counts[found[1]] += number
   return counts
 
 
-def _operations(entry: str, trips: int) -> list[tuple[str, int]]:
-  """Returns the operations of a program, and how often each runs."""
+def _operations(entry: str, trips: int) -> Counter[str]:
+  """Returns how often each operation of a program runs."""
   # Inline assembly has several in a line.
   texts = (line.partition("//")[0] for line in entry.splitlines())
   lines = [part.strip() for text in texts for part in re.findall(r"[^;]+;?", text)]
-  found = []
+  found = Counter[str]()
   times = _times(lines, r"\bbra(?:\.uni)?\s+(\S+);", ";", trips)
   for line, count in zip(lines, times, strict=True):
     line = re.sub(r"^@!?%p\d+\s+", "", line)
     # ptxas leaves nearly all of mov out.
     if re.match(r"(?!mov\b)[a-z]", line) and line.endswith(";"):
-      found.append((line.rstrip(";").split()[0], count))
+      found[line.rstrip(";").split()[0]] += count
   return found
 
 
 def check(cases: dict[str, Any], dump: str) -> tuple[list[str], list[str]]:
   """Compiles cases, and returns lines of the table and lines on what is wrong."""
   lines, wrong = [], []
-  for name, case in cases.items():
-    for size in SIZES:
-      title = f"{name}, {size:,}"
-      modules, grid, moved = compile_ptx(case, size, dump)
-      programs = [p for ptx in modules for p in read(ptx, case.trips).values()]
-      if not programs:
-        wrong.append(f"{title}: there is no kernel in it")
-      for program in programs:
-        if program.spills:
-          wrong.append(f"{title}: {program.spills} bytes are spilled")
-        lines.append(_line(title, program, size / grid / program.threads, moved))
-        print(lines[-1], flush=True)
+  for (name, case), size in itertools.product(cases.items(), SIZES):
+    title = f"{name}, {size:,}"
+    modules, grid, moved = compile_ptx(case, size, dump)
+    programs = [p for ptx in modules for p in read(ptx, case.trips).values()]
+    wrong += [] if programs else [f"{title}: there is no kernel in it"]
+    wrong += [f"{title}: {x.spills} bytes are spilled" for x in programs if x.spills]
+    for program in programs:
+      lines.append(_line(title, program, size / grid / program.threads, moved))
+      print(lines[-1], flush=True)
   return lines, wrong
 
 

@@ -1,7 +1,6 @@
 """Times every encoder's kernel on a GPU, as a share of a device copy's speed.
 
-  python -m benchmarks.gpu.speed [--sizes 67108864 ...] [--cases 'qsgd 4 bit' ...]
-    [--seconds 300] [--quick] [--interpret] [--checked FILE]
+  python -m benchmarks.gpu.speed
 
 Counts the fewest bytes that a kernel can move: it reads its operands once, and writes
 its results once. A copy reads and writes the gradient. "whole" is the codec's encode
@@ -34,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import cli, quiet, tables
-from benchmarks.gpu.cases import CASES, KEY, Case
+from benchmarks.gpu.cases import CASES, KEY, Case, Kernels
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 RESULTS = cli.RESULTS / "gpu" / "gpu_kernels.json"
@@ -59,7 +58,7 @@ class Program(NamedTuple):
 
 
 def compiled(
-  case: Case, implementation: Implementation, x: jax.Array, *, whole: bool = False
+  case: Case, implementation: Implementation, x: jax.Array, whole: bool = False
 ) -> Program:
   """Compiles a kernel, or its codec's whole encoder, for gradients like ``x``."""
   row = {"case": case.name + " whole" * whole, "implementation": implementation}
@@ -89,12 +88,11 @@ def gradients_like(size: int) -> list[jax.Array]:
 
 def times(calls: dict[str, Call], xs: list[jax.Array], rounds: int) -> dict[str, float]:
   """Returns the median seconds of one call of each."""
-  counts = {}
+  counts, found = {}, {}
   for name, call in calls.items():
     jax.block_until_ready([call(xs[0]), call(xs[-1])])
     once = _seconds(call, xs, 3)
-    counts[name] = int(min(max(_ROUND / once, 5), 200))
-  found: dict[str, list[float]] = {name: [] for name in calls}
+    counts[name], found[name] = int(min(max(_ROUND / once, 5), 200)), []
   for _ in range(rounds):
     for name, call in calls.items():
       found[name].append(_seconds(call, xs, counts[name]))
@@ -115,22 +113,19 @@ def measure(programs: list[Program], xs: list[jax.Array], rounds: int) -> list[A
   calls: dict[str, Call] = {"copy": jax.jit(jnp.copy)}
   calls["nothing"] = lambda x: nothing(tiny)
   calls |= {str(number): program.call for number, program in enumerate(programs)}
-  rows = []
-  seconds = times(calls, xs, rounds)
+  rows, seconds = [], times(calls, xs, rounds)
   copied = 2 * xs[0].nbytes / seconds["copy"]
   for number, program in enumerate(programs):
     taken = seconds[str(number)]
-    rows.append(
-      program.row
-      | {
-        "seconds": taken,
-        "floor_bytes": program.bytes,
-        "bytes_per_second": program.bytes / taken,
-        "copy_bytes_per_second": copied,
-        "share_of_copy": program.bytes / taken / copied,
-        "launch_bound": taken < 1.5 * seconds["nothing"],
-      }
-    )
+    found = {
+      "seconds": taken,
+      "floor_bytes": program.bytes,
+      "bytes_per_second": program.bytes / taken,
+      "copy_bytes_per_second": copied,
+      "share_of_copy": program.bytes / taken / copied,
+      "launch_bound": taken < 1.5 * seconds["nothing"],
+    }
+    rows.append(program.row | found)
     print(*_cells(rows[-1]), sep=", ", flush=True)
   return rows
 
@@ -146,20 +141,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def run_size(
-  cases: list[Case],
-  kernels: tuple[Implementation, ...] | None,
-  size: int,
-  rounds: int,
-  end: float,
+  cases: list[Case], kernels: Kernels, size: int, rounds: int, end: float
 ) -> tuple[list[Any], list[str]]:
   """Times all cases at one size, and lists those that did not run."""
   xs = gradients_like(size)
   rows, missing = [], []
 
-  def build(case: Case, implementation: Implementation, whole: bool) -> Program:
+  def in_time(make: Callable[..., Any], *args: Any) -> Any:
     if time.monotonic() > end:
       raise TimeoutError("no time was left")
-    return compiled(case, implementation, xs[0], whole=whole)
+    return make(*args)
 
   jobs: dict[Any, dict[str, Any]] = {}
   # All is compiled before anything is timed: the threads take the processors that send
@@ -168,7 +159,8 @@ def run_size(
     for case in cases:
       names: list[Implementation] = [*(kernels or case.implementations), "xla"]
       for whole in (False, True) if _reads_twice(case) else (False,):
-        jobs[case.name, whole] = {n: pool.submit(build, case, n, whole) for n in names}
+        job = lambda *given: pool.submit(in_time, compiled, *given)
+        jobs[case.name, whole] = {n: job(case, n, xs[0], whole) for n in names}
   for (name, whole), futures in jobs.items():
     title = f"{name}{' whole' * whole}, {size:,}"
     programs = []
@@ -178,9 +170,7 @@ def run_size(
       except Exception as error:
         missing.append(f"{title}, {implementation}: {error}"[:500])
     try:
-      if time.monotonic() > end:
-        raise TimeoutError("no time was left")
-      rows += measure(programs, xs, rounds) if programs else []
+      rows += in_time(lambda: measure(programs, xs, rounds) if programs else [])  # noqa: B023
     except Exception as error:
       missing.append(f"{title}: {error}"[:500])
   return rows, missing
@@ -238,12 +228,11 @@ def main(arguments: list[str] | None = None) -> None:
   right = options.cases
   if options.checked and options.checked.exists():
     right = json.loads(options.checked.read_text())["right"]
-  left = [name for name in options.cases if name not in right]
-  missing = [f"{name}: it was not found right" for name in left]
+  wrong = [name for name in options.cases if name not in right]
+  missing = [f"{name}: it was not found right" for name in wrong]
   cases = [CASES[name] for name in options.cases if name in right]
-  rounds = 1 if options.interpret else _ROUNDS
-  rows = []
-  kernels: Any = ("pallas_interpret",) if options.interpret else None
+  rounds, rows = 1 if options.interpret else _ROUNDS, []
+  kernels: Kernels = ("pallas_interpret",) if options.interpret else None
   for size in options.sizes:
     found, left = run_size(cases, kernels, size, rounds, end)
     rows, missing = rows + found, missing + left

@@ -1,5 +1,9 @@
 """Makes hosts from network namespaces, each on its own rate-limited full-duplex link.
 
+  python -m benchmarks.links.hosts '{"rank": 0, ...}'
+
+measures on one of them what the links carry, with nothing but sockets.
+
 A switch namespace holds a bridge. Each host is a namespace whose ``eth0`` is one end of
 a veth pair, and the other end is a port of the bridge. A token bucket (tbf) on either
 end limits one direction. For links that take time, a program stands in the place of the
@@ -29,6 +33,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +41,7 @@ from typing import Any, NamedTuple
 
 _BURST_SECONDS = 0.001
 _MTU = 1500
+_PASSES = 6  # of a byte around all hosts
 _SUBNET = "10.77.0.0/24"
 _LARGEST_FRAME = 65536
 _NETNS = pathlib.Path("/etc/netns")
@@ -105,8 +111,16 @@ def network(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Hos
       files.mkdir(parents=True)
       (files / "hosts").write_text(f"127.0.0.1 localhost\n{host.address} host{i}\n")
     with contextlib.ExitStack() as stack:
-      if round_trip:
-        stack.enter_context(_delayed(switch, ports, round_trip))
+      if round_trip:  # a program forwards between the ports, and not the bridge
+        for port in ports:
+          _run("ip", "-n", switch, "link", "set", port, "nomaster")
+        command = ["ip", "netns", "exec", switch, sys.executable, "-I", str(_DELAY)]
+        command += [str(round_trip / 2), *ports]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        if process.stdout and process.stdout.readline() != "ready\n":
+          raise RuntimeError("Nobody forwards frames between the hosts.")
       yield hosts
   finally:
     for name in (*names, switch):  # with a namespace go its devices
@@ -115,25 +129,6 @@ def network(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Hos
     if own_folder:
       with contextlib.suppress(OSError):
         _NETNS.rmdir()
-
-
-@contextlib.contextmanager
-def _delayed(switch: str, ports: list[str], round_trip: float) -> Iterator[None]:
-  """Has a program forward between the ports, and not the bridge."""
-  for port in ports:
-    _run("ip", "-n", switch, "link", "set", port, "nomaster")
-  command = ("ip", "netns", "exec", switch, sys.executable, "-I", str(_DELAY))
-  process = subprocess.Popen(
-    [*command, str(round_trip / 2), *ports], stdout=subprocess.PIPE, text=True
-  )
-  try:
-    assert process.stdout is not None
-    if process.stdout.readline() != "ready\n":
-      raise RuntimeError("Nobody forwards frames between the hosts.")
-    yield
-  finally:
-    process.kill()
-    process.wait()
 
 
 def _add_host(name: str, address: str, switch: str, port: str, rate: str) -> None:
@@ -175,12 +170,12 @@ def run(
   deadline = time.monotonic() + limit
   with contextlib.ExitStack() as stack:
     logs, processes = [], []
+    way: Any = {"env": os.environ | environment, "stdin": subprocess.DEVNULL}
+    way |= {"stderr": subprocess.STDOUT, "start_new_session": True}  # Ctrl-C is for us
     for host, command in zip(hosts, commands, strict=True):
       logs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
-      way: Any = {"env": os.environ | environment, "stdin": subprocess.DEVNULL}
-      way |= {"stdout": logs[-1], "stderr": subprocess.STDOUT}
-      way["start_new_session"] = True  # Ctrl-C is for us
-      processes.append(subprocess.Popen([*host.prefix, *command], **way))
+      line = [*host.prefix, *command]
+      processes.append(subprocess.Popen(line, stdout=logs[-1], **way))
       stack.callback(_kill, processes[-1])
     codes: list[int | None] = [None]
     told = 0
@@ -236,6 +231,53 @@ def report(make: Callable[[dict[str, Any]], Any]) -> None:
     os._exit(1)  # leaving normally would wait for the others, and they for us
 
 
+def probe(rank: int, ends: Sequence[tuple[str, int]], nbytes: int) -> dict[str, Any]:
+  """Measures what a host receives while all send to the next, and the round trip."""
+  deadline = time.monotonic() + 60
+  with contextlib.ExitStack() as stack:
+    listener = stack.enter_context(socket.create_server(ends[rank]))
+    listener.settimeout(60)
+    to_next = stack.enter_context(_connect(ends[(rank + 1) % len(ends)], deadline))
+    from_previous = stack.enter_context(listener.accept()[0])
+    for stream in (to_next, from_previous):
+      stream.settimeout(600)
+    circles = []
+    for _ in range(_PASSES):  # after the second all are there
+      start = time.perf_counter()
+      if rank == 0:
+        to_next.sendall(b"!")
+      from_previous.recv(1)
+      if rank > 0:
+        to_next.sendall(b"!")
+      circles.append(time.perf_counter() - start)
+    sender = threading.Thread(target=to_next.sendall, args=(bytes(nbytes),))
+    buffer = bytearray(1 << 20)
+    left = nbytes
+    start = time.perf_counter()
+    sender.start()
+    while left:
+      count = from_previous.recv_into(buffer, min(left, len(buffer)))
+      if not count:
+        raise ConnectionError("The previous host has closed the connection.")
+      left -= count
+    seconds = time.perf_counter() - start
+    sender.join()
+  report = {"bytes_a_second": nbytes / seconds}
+  if rank == 0:
+    report["round_trip"] = 2 * min(circles[1:]) / len(ends)
+  return report
+
+
+def _connect(end: tuple[str, int], deadline: float) -> socket.socket:
+  while True:
+    try:
+      return socket.create_connection(end, timeout=5)
+    except OSError:
+      if time.monotonic() > deadline:
+        raise
+      time.sleep(0.05)
+
+
 def free_ports(count: int) -> list[int]:
   """Finds ports that nothing listens on."""
   with contextlib.ExitStack() as stack:
@@ -243,3 +285,7 @@ def free_ports(count: int) -> list[int]:
     for one in sockets:
       one.bind(("", 0))
     return [one.getsockname()[1] for one in sockets]
+
+
+if __name__ == "__main__":
+  report(lambda job: probe(job["rank"], [*map(tuple, job["ends"])], job["nbytes"]))

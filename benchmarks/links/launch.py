@@ -40,7 +40,7 @@ def run_workers(
   environment: Mapping[str, str] = ENVIRONMENT,
 ) -> list[Any]:
   """Runs a case or a worker of this folder on each host, and returns the reports."""
-  own = script in ("probe", "torch_worker")
+  own = script in ("hosts", "torch_worker")
   module = f"benchmarks.links.{script if own else 'process'}"
   ports = links_hosts.free_ports(len(hosts) + 1)
   ends = [(host.address, port) for host, port in zip(hosts, ports, strict=False)]
@@ -69,7 +69,7 @@ def probed(
 ) -> Probe:
   """Sends raw TCP for so long over links of that speed, in bits a second."""
   job = {"nbytes": int((speed or 8e9) / 8 * seconds)}
-  reports = run_workers(hosts, "probe", job, 120, environment={})
+  reports = run_workers(hosts, "hosts", job, 120, environment={})
   found = [report["bytes_a_second"] for report in reports]
   reached = not speed or 8 * min(found) >= _REACHED * speed
   return Probe(found, reports[0]["round_trip"], reached)

@@ -16,9 +16,7 @@ from benchmarks.links import launch
 _key = operator.itemgetter("hosts", "rate", "mib", "leaves")
 
 
-def combine(
-  reports: list[dict[str, Any]], kind: str, interface: str
-) -> dict[str, dict[str, Any]]:
+def combine(reports: list[Any], kind: str, interface: str) -> dict[str, dict[str, Any]]:
   """Makes one entry a program: the slowest host's time; the first is the baseline."""
   results: dict[str, dict[str, Any]] = {}
   for name, first in reports[0][kind].items():

@@ -26,7 +26,7 @@ import operator
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -234,9 +234,7 @@ def steps(
   hosts, like = mesh.size, _own(grads)
   copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
-  def timed(
-    update: Callable[..., Any], state: Any, specs: Any, updates: bool
-  ) -> process.Timed:
+  def timed(update: Any, state: Any, specs: Any, updates: bool) -> process.Timed:
     both = (jax.P("data"), specs)
     step = jax.shard_map(update, mesh=mesh, in_specs=both, out_specs=both)
     step = jax.jit(step, donate_argnums=(0, 1)).lower(grads, state).compile()
